@@ -19,6 +19,7 @@ import (
 type gathers struct {
 	base
 	calls   *tickets // the scheduler's own
+	leaves  departure
 	open    map[gatherKey]*gather
 	answers map[int]map[gatherKey]answer // to each node
 	several map[int]bool                 // ids of processes that registered several customers
@@ -67,6 +68,7 @@ type arrival struct {
 	// asked, first at that time, whether it still waits. Until it says so the request does not count.
 	unsure bool
 	asked  time.Duration
+	gone   bool // it has given up the barrier of Finalize, and leaves: it needs no release
 }
 
 // answer is the last release for a node of this library, or the notice that the barrier has failed.
@@ -99,7 +101,7 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 			delete(s.starting, from)
 		}
 		if !slices.ContainsFunc(s.calls.open, func(t *ticket) bool { return t.starting }) { // else it is counted there
-			s.release(from, instance, msg.AppID, msg.CustomerID, 0)
+			s.out.release(from, instance, msg.AppID, msg.CustomerID, 0)
 			return nil
 		}
 	}
@@ -146,6 +148,7 @@ func (s *gathers) complete(now time.Duration, key gatherKey, g *gather) {
 	}
 	delete(s.open, key)
 	s.passed[key] = true // of use for instance barriers
+	last := key.instance && key.group == van.AllNodes && s.calls.finalizing()
 	to := make([]int, 0, len(g.came))
 	if key.instance {
 		to = s.table.Members(key.group)
@@ -160,12 +163,13 @@ func (s *gathers) complete(now time.Duration, key gatherKey, g *gather) {
 			s.note(id, key, answer{stamp: g.came[i].stamp})
 			request = named(g.came[i].stamp)
 		}
-		if !s.alive.isDown(id) {
-			s.release(id, key.instance, g.app, g.customer, request)
+		if !s.alive.isDown(id) && !(last && id == van.SchedulerID) {
+			s.out.release(id, key.instance, g.app, g.customer, request)
 		}
 	}
-	if s.calls.finalizing() && key.instance && key.group == van.AllNodes {
+	if last {
 		s.calls.Leaving(now) // the others leave when they have the release
+		s.leaves.begin(now, key, g.came)
 	}
 }
 
@@ -241,6 +245,21 @@ func (s *gathers) answered(from int, key gatherKey, stamp int32) bool {
 	return true
 }
 
+// released handles the word of a node that a barrier which ends a program is over there.
+func (s *gathers) released(from int, msg *van.Meta, n notice) error {
+	if s.life.phase != ready || !s.table.has(from) || !s.table.native(from) {
+		return s.table.bad(from, msg, "sender", from, "a node of this cluster and of this library")
+	}
+	if g := s.open[gatherKey{n.group, n.instance}]; g != nil {
+		for i := range g.came {
+			a := &g.came[i]
+			a.gone = a.gone || a.id == from && named(a.stamp) == msg.Key
+		}
+	}
+	s.leaves.heard(from, msg.Key)
+	return nil
+}
+
 // withdraw removes a request that was given up. If the request itself arrives later,
 // repeated or overtaken by the notice, it is not counted either.
 func (s *gathers) withdraw(now time.Duration, from int, msg *van.Meta, n notice) error {
@@ -266,17 +285,10 @@ func (s *gathers) withdraw(now time.Duration, from int, msg *van.Meta, n notice)
 	return nil
 }
 
-// release sends a release; request is the key of the request that it answers, see named.
-func (s *gathers) release(id int, instance bool, app, customer int32, request uint64) {
-	meta := s.out.control(barrierCommand(instance))
-	meta.AppID, meta.CustomerID, meta.Key = app, customer, request
-	s.out.send(id, meta)
-}
-
 // again repeats the release of a request.
 func (s *gathers) again(id int, key gatherKey, stamp int32) {
 	s.note(id, key, answer{stamp: stamp})
-	s.release(id, key.instance, 0, 0, named(stamp))
+	s.out.release(id, key.instance, 0, 0, named(stamp))
 }
 
 // replaced removes the requests of the process that had id before.
@@ -380,6 +392,7 @@ func (s *gathers) tick(now time.Duration) {
 	if now < s.next() {
 		return
 	}
+	s.leaves.tick(now)
 	s.recheck(now)
 	for _, key := range sortedKeys(s.open) {
 		g := s.open[key]
@@ -406,7 +419,7 @@ func (s *gathers) tells(a arrival) bool {
 }
 
 func (s *gathers) next() time.Duration {
-	next := time.Duration(math.MaxInt64)
+	next := s.leaves.next()
 	for _, g := range s.open {
 		if g.stuck && !g.told {
 			next = min(next, g.since+s.cfg.ReplaceTimeout)
@@ -429,6 +442,9 @@ func (s *gathers) text() string {
 	var parts []string
 	for _, key := range sortedKeys(s.open) {
 		parts = append(parts, s.missing(key, s.open[key]))
+	}
+	if t := s.leaves.text(); t != "" {
+		parts = append(parts, t)
 	}
 	return strings.Join(parts, "; ")
 }

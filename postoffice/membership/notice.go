@@ -35,6 +35,7 @@ const (
 	// withdraw <group> <instance|group>: to the scheduler, the request that the key names is given up
 	verbWhether    = "whether"  // <group> <instance|group>: does the node still wait for the request that the key names?
 	verbWaits      = "waits"    // the same: it does; else the answer is withdraw
+	verbReleased   = "released" // the same, of a barrier that ends a program: it has the release, or leaves without
 	verbPolicies   = "policies" // <version> <policy>...: to a node; from a node to a new scheduler
 	verbHave       = "have"     // <version> <states>: to the scheduler, what the node has of them
 	verbRegistered = "registered"
@@ -48,7 +49,7 @@ const (
 type notice struct {
 	verb     string
 	id       int // dead, back
-	group    int // barrier-failed, withdraw, whether, waits
+	group    int // barrier-failed, withdraw, whether, waits, released
 	instance bool
 	text     string
 }
@@ -58,7 +59,7 @@ func (n notice) body() []byte {
 	switch n.verb {
 	case verbDead, verbCut, verbBack:
 		s += " " + strconv.Itoa(n.id)
-	case verbBarrier, verbWithdraw, verbWhether, verbWaits:
+	case verbBarrier, verbWithdraw, verbWhether, verbWaits, verbReleased:
 		s += " " + strconv.Itoa(n.group) + " " + kindName(n.instance)
 	}
 	if n.text != "" {
@@ -136,7 +137,7 @@ func parseNotice(body []byte) (notice, error) {
 			return bad("body back", strconv.Quote(head(s)), "nothing after the id")
 		}
 		n.id, n.text = id, rest
-	case verbBarrier, verbWithdraw, verbWhether, verbWaits:
+	case verbBarrier, verbWithdraw, verbWhether, verbWaits, verbReleased:
 		group, ok := number(word())
 		if !ok || group < 1 || group > van.AllNodes {
 			return bad("body "+n.verb, strconv.Quote(head(s)), "a group from 1 to 7")

@@ -22,6 +22,7 @@ func TestNoticeRoundTrip(t *testing.T) {
 		{verb: verbWithdraw, group: 1},
 		{verb: verbWhether, group: 4, instance: true},
 		{verb: verbWaits, group: 6},
+		{verb: verbReleased, group: 7, instance: true},
 	} {
 		got, err := parseNotice(n.body())
 		if err != nil || got != n {

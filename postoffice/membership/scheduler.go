@@ -28,6 +28,7 @@ func newScheduler(b base, calls *tickets) *scheduler {
 	s := &scheduler{base: b, calls: calls, refusals: refusals{base: b}}
 	s.gathers = gathers{base: b, calls: calls, open: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{},
 		several: map[int]bool{}, starting: map[int][]int32{}, passed: map[gatherKey]bool{}}
+	s.gathers.leaves = departure{base: b}
 	s.watch = watch{base: b, gathers: &s.gathers, unheard: map[int]*unheard{}}
 	s.policies = policyList{base: b, refusals: &s.refusals, have: map[int]havePolicies{}}
 	s.joins = joins{base: b, refusals: &s.refusals}
@@ -284,6 +285,8 @@ func (s *scheduler) notice(now time.Duration, from int, msg *van.Meta) error {
 		return s.gathers.withdraw(now, from, msg, n)
 	case verbWaits:
 		return s.gathers.stillWaits(now, from, msg, n)
+	case verbReleased:
+		return s.gathers.released(from, msg, n)
 	}
 	return s.table.bad(from, msg, "sender", from, "notices come from the scheduler only")
 }
@@ -320,6 +323,10 @@ func (s *scheduler) settle(now time.Duration) {
 // replace gives a node that comes to a cluster which has formed the place of a dead one, holds it while one may be
 // dead, or refuses it.
 func (s *scheduler) replace(now time.Duration, j *join) {
+	if s.gathers.leaves.open {
+		s.refusals.refuse(now, &j.node, "the cluster has ended: all nodes have called Finalize")
+		return
+	}
 	if !s.places.doubtful(&j.node) || !s.joins.hold(now, j) {
 		s.places.register(now, j.node, j.stamp)
 	}
@@ -330,6 +337,7 @@ func (s *scheduler) back(now time.Duration, id int) {
 		s.form(now)
 	} else if s.alive.peers[id] != nil { // not with an id below 0
 		s.watch.up(now, id, connLost)
+		s.gathers.leaves.repeat(id)
 	}
 }
 

@@ -83,6 +83,13 @@ func parseBeatKey(key uint64) (generation uint32, interval time.Duration) {
 	return uint32(key), time.Duration(key>>32) * time.Millisecond
 }
 
+// release ends a barrier of a node; request is the key of the request that it answers, see named.
+func (s *sender) release(id int, instance bool, app, customer int32, request uint64) {
+	meta := s.control(barrierCommand(instance))
+	meta.AppID, meta.CustomerID, meta.Key = app, customer, request
+	s.send(id, meta)
+}
+
 func (s *sender) connect(id int, n van.Node) {
 	s.conns[id] = true
 	if id < 0 {

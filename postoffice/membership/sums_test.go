@@ -15,7 +15,7 @@ func TestParserSums(t *testing.T) {
 	words := []string{"", "0", "1", "7", "8", "9", "07", "+8", "-1", "32766", "32767", "2147483647", "2147483648", "4294967295", "4294967296", "99999999999999999999",
 		"999", "1000", "1000000000000", "1000000000001", "63", "64", "ring", "rank", "instance", "group", "both", "table", "x", "a b", "8,9", "8,,9", "8,x", "ä", "\x00", "\xff", "peer=9", "app=7",
 		"peer=9,rate=1000", "10.0.0.1:80", "[::1]:80", "host:0", "[fe80::1%eth0]:5", "list", "clear all", "clear peer=9", "set peer=9,rate=5000"}
-	verbs := []string{verbError, verbWaiting, verbDead, verbCut, verbBack, verbDown, verbRejoin, verbBarrier, verbWithdraw, verbWhether, verbWaits, verbPolicies, verbHave, verbRegistered, verbRegister, verbAsk, verbAnswer, "given-up", ""}
+	verbs := []string{verbError, verbWaiting, verbDead, verbCut, verbBack, verbDown, verbRejoin, verbBarrier, verbWithdraw, verbWhether, verbWaits, verbReleased, verbPolicies, verbHave, verbRegistered, verbRegister, verbAsk, verbAnswer, "given-up", ""}
 	word := func(rng *rand.Rand) string { return words[rng.IntN(len(words))] }
 	sums.Check(t, "parsers", 20, func(rng *rand.Rand, w io.Writer) {
 		for range 150 {

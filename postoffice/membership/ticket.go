@@ -232,14 +232,24 @@ func (t *ticket) hint(b *base) string {
 
 // withdraw tells a scheduler of this library that t's request is given up. This is repeated
 // after a lost connection, until there is a new request for the barrier. The request of
-// Finalize stays: a node that gives up there leaves.
+// Finalize stays: a node that gives up there leaves, which is told as well.
 func (c *tickets) withdraw(t *ticket) {
+	if t.sent && t.final {
+		t.isOver(&c.base)
+	}
 	if !t.sent || t.final || !c.table.isScheduler() && !c.table.native(van.SchedulerID) || failpoint.On("abandon") {
 		return
 	}
 	c.withdrawn = append(c.withdrawn, t)
 	if !c.alive.isDown(van.SchedulerID) && !c.life.rejoining {
 		c.out.tellAbout(van.SchedulerID, t.withdrawal(), named(t.stamp))
+	}
+}
+
+// isOver tells a scheduler of this library, which stays for it, that t at the end of a program is over on b's node.
+func (t *ticket) isOver(b *base) {
+	if !b.table.isScheduler() && b.table.native(van.SchedulerID) {
+		b.out.tellAbout(van.SchedulerID, notice{verb: verbReleased, group: t.group, instance: t.instance}, named(t.stamp))
 	}
 }
 
@@ -272,6 +282,9 @@ func (c *tickets) release(now time.Duration, from int, msg *van.Meta) error {
 	}
 	t := c.open[i]
 	c.open = slices.Delete(c.open, i, i+1)
+	if t.ending {
+		t.isOver(&c.base)
+	}
 	if t.final {
 		c.Leaving(now)
 	}

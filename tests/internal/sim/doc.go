@@ -12,7 +12,8 @@
 // the node wants them; what was given to one that does not stand waits for it. What was
 // under way when one breaks is lost. A process that is killed says so to its peers,
 // behind what it had sent; one that is stopped, or whose child keeps the sockets, says
-// nothing. Over a cut link nothing comes, and nobody is told before Transport.Silence.
+// nothing. Over a cut link nothing comes, and nobody is told before Transport.Silence; with
+// Transport.Backoff a connection goes on later than its link, or breaks then.
 //
 // # One seed
 //

@@ -58,7 +58,8 @@ func pairOf(a, b plan.Node) pair {
 type link struct {
 	cut       int // number of the cut, 0 without
 	cuts      int
-	healed    time.Duration // when the last one ended
+	began     time.Duration // when the last one did
+	healed    time.Duration // when it ended
 	bandwidth int64
 }
 
@@ -67,6 +68,7 @@ const (
 	defaultSilence = 20 * time.Second
 	firstRetry     = 50 * time.Millisecond
 	lastRetry      = 2 * time.Second
+	maxLinger      = 2 * time.Second // of a node that leaves
 	firstPort      = 20000
 )
 
@@ -147,8 +149,9 @@ type flow struct {
 	last    time.Duration // arrival of the latest
 	free    time.Duration // when the link can take more
 	seq     uint64
-	stalled []*packet // reached a cut or a process that stands still
-	bytes   int64     // sent and not taken by the receiver
+	stalled []*packet     // reached a cut or a process that stands still
+	until   time.Duration // what was sent over a cut link is not repeated before, see Transport.Backoff
+	bytes   int64         // sent and not taken by the receiver
 }
 
 func (f *flow) name() string {
@@ -293,6 +296,9 @@ func (c *conn) end(linger time.Duration) {
 	case c.to != nil:
 		c.state = leaving
 		c.fwd.send(&packet{fin: true})
+		if c.n.tr.Backoff {
+			c.abandon(min(linger, maxLinger))
+		}
 	case linger > 0 && len(c.pending) > 0 && !c.lost:
 		c.state = leaving
 		c.n.after(linger, func() {
@@ -305,6 +311,18 @@ func (c *conn) end(linger time.Duration) {
 	default:
 		c.giveUp()
 	}
+}
+
+// abandon loses what the other side's system does not have after linger. mu is held.
+func (c *conn) abandon(linger time.Duration) {
+	f := c.fwd
+	c.n.after(linger, func() {
+		c.n.mu.Lock()
+		defer c.n.mu.Unlock()
+		if c.fwd == f && f.backsOff() && len(f.stalled) > 0 {
+			c.breakOff(false, "its dialler has gone")
+		}
+	})
 }
 
 // giveUp loses what waits. mu is held.
@@ -464,7 +482,7 @@ func (f *flow) carry(p *packet, s seed) {
 func (f *flow) arrive(p *packet) {
 	n := f.c.n
 	n.mu.Lock()
-	from, to := f.ends()
+	_, to := f.ends()
 	switch {
 	case f.c.fwd != f && f.c.back != f: // it broke meanwhile
 		p.sent()
@@ -475,7 +493,7 @@ func (f *flow) arrive(p *packet) {
 	case to.ghost:
 		p.sent() // its kernel has taken it
 		p.free()
-	case n.link(from.who, to.who).cut != 0 || to.frozen || len(f.stalled) > 0:
+	case f.backsOff() || to.frozen || len(f.stalled) > 0:
 		f.stalled = append(f.stalled, p)
 	default:
 		f.take(p)
@@ -542,8 +560,18 @@ func (f *flow) drop() {
 	f.bytes = 0
 }
 
-// resume sends what was stalled on. mu is held.
+// backsOff tells whether nothing crosses the link, or nothing is sent over it. mu is held.
+func (f *flow) backsOff() bool {
+	n := f.c.n
+	from, to := f.ends()
+	return n.link(from.who, to.who).cut != 0 || n.now() < f.until
+}
+
+// resume sends what was stalled on, if its receiver does not stand still: else wake does it. mu is held.
 func (f *flow) resume() {
+	if _, to := f.ends(); to.frozen || f.backsOff() {
+		return
+	}
 	stalled := f.stalled
 	f.stalled = nil
 	for _, p := range stalled {
@@ -561,17 +589,21 @@ func (n *Net) cut(a, b plan.Node) {
 		return
 	}
 	l.cuts++
-	l.cut = l.cuts
+	l.cut, l.began = l.cuts, n.now()
 	n.note(string(a)+" - "+string(b), "cut")
 	cut := l.cut
 	wait := n.tr.Silence.Or(defaultSilence) + n.seed.of("silence").of(string(a)+string(b)).at(uint64(cut)).upTo(time.Second)
 	n.after(wait, func() {
 		n.mu.Lock()
 		defer n.mu.Unlock()
-		if l.cut != cut {
+		if l.cuts != cut {
 			return
 		}
-		n.across(a, b, func(c *conn) { c.breakOff(true, "nothing has come for a while") })
+		n.across(a, b, func(c *conn) {
+			if c.fwd.backsOff() || c.back.backsOff() {
+				c.breakOff(true, "nothing has come for a while")
+			}
+		})
 	})
 }
 
@@ -606,13 +638,28 @@ func (n *Net) heal(a, b plan.Node) {
 		return
 	}
 	l.cut, l.healed = 0, n.now()
+	took := l.healed - l.began
 	n.note(string(a)+" - "+string(b), "healed")
 	n.across(a, b, func(c *conn) {
-		if !c.to.frozen { // else wake does it
-			c.fwd.resume()
+		for _, f := range []*flow{c.fwd, c.back} {
+			if n.tr.Backoff {
+				f.backOff(f.seed.of("backoff").at(uint64(l.cuts)).upTo(took))
+			} else {
+				f.resume()
+			}
 		}
-		if !c.from.frozen {
-			c.back.resume()
+	})
+}
+
+// backOff resumes after a time, if the connection stands then. mu is held.
+func (f *flow) backOff(wait time.Duration) {
+	n := f.c.n
+	f.until = n.now() + wait
+	n.after(wait, func() {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		if f.c.fwd == f || f.c.back == f {
+			f.resume()
 		}
 	})
 }

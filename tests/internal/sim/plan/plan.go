@@ -76,9 +76,13 @@ type Transport struct {
 	Break     float64  `json:"break,omitempty"`     // share of messages after which the connection breaks
 	Resend    bool     `json:"resend,omitempty"`    // PS_RESEND=1 on all nodes
 
-	// MostlySilent is how long a connection over a cut link stands: until then nobody
+	// Silence is how long a connection over a cut link stands: until then nobody
 	// is told; 20s if 0.
 	Silence Duration `json:"silence,omitempty"`
+	// Backoff: when a cut ends, each direction of a connection over it waits up to as long again before it goes on,
+	// as TCP does, which repeats ever more rarely. If that is longer than Silence from the cut's beginning on, the
+	// connection breaks. What a node that leaves has sent then is lost.
+	Backoff bool `json:"backoff,omitempty"`
 }
 
 // Phase is a part of a plan: its loads run for its whole time, its events happen at their

@@ -58,6 +58,13 @@ func (g *generator) plan(seed uint64) *Plan {
 		}
 	}
 	g.transport()
+	if seed%4 == 1 { // what the other seeds mean stays
+		t := &p.Transport
+		t.Backoff, t.Silence = true, Duration(10*time.Second)
+		if c.Env["PS_HEARTBEAT_TIMEOUT"] != "" {
+			t.Silence = Duration(3 * time.Second)
+		}
+	}
 	g.duration = time.Duration(10+g.IntN(30)) * time.Second
 	load := Load{Nodes: "workers", Every: g.between(20*time.Millisecond, 400*time.Millisecond), Size: MinSize << g.IntN(7), Pushes: 1 + g.IntN(3),
 		Pulls: 1 + g.IntN(2), Window: 1 + g.IntN(4), Limit: g.between(500*time.Millisecond, 5*time.Second)}
