@@ -115,7 +115,8 @@ func (w *watch) tellAll(about int, n notice) {
 // records of all live replacements, each in a message of its own, as at first; it ignores those
 // whose address it is connected to.
 func (w *watch) catchUp(id int) {
-	replaced := w.lastReplaced > 0 && w.lastReplaced >= w.alive.peers[id].since-time.Second
+	h := w.alive.peers[id] // what was sent since it was last heard, or shortly before, may have been on its way for as long
+	replaced := w.lastReplaced > 0 && w.lastReplaced >= min(h.heard, h.since-time.Second)
 	if !w.table.native(id) {
 		for i := range w.table.nodes {
 			if n := &w.table.nodes[i]; replaced && n.ID != id && n.IsRecovery && !w.alive.isDown(n.ID) {
