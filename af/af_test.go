@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
 func tensor(t testing.TB, s []float32, shape ...int64) af.Tensor {

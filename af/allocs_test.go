@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
 // TestAllocations: a push_pull in steady state, prepared or not, allocates nothing, on

@@ -10,19 +10,20 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/hooks"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
-	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // devices are a cluster with a pretended device for each worker and server, and the
 // objects on it.
 type devices struct {
 	*testcluster.Cluster
-	wdev, sdev *vantest.Device
+	wdev, sdev *simgpu.Device
 	w          *af.Worker
 	s          *af.Server
 }
@@ -30,9 +31,9 @@ type devices struct {
 // startDevices starts a worker and a server.
 func startDevices(t *testing.T, over testcluster.Transport) *devices {
 	t.Helper()
-	d := &devices{wdev: vantest.NewDevice(0), sdev: vantest.NewDevice(0)}
+	d := &devices{wdev: simgpu.New(0), sdev: simgpu.New(0)}
 	t.Cleanup(func() { // after the nodes are closed
-		for _, dev := range []*vantest.Device{d.wdev, d.sdev} {
+		for _, dev := range []*simgpu.Device{d.wdev, d.sdev} {
 			dev.Leaks(t)
 			if err := dev.Close(); err != nil {
 				t.Error(err)
@@ -52,7 +53,7 @@ func startDevices(t *testing.T, over testcluster.Transport) *devices {
 	return d
 }
 
-func deviceTensor(t testing.TB, d *vantest.Device, b []byte) af.Tensor {
+func deviceTensor(t testing.TB, d *simgpu.Device, b []byte) af.Tensor {
 	t.Helper()
 	x, err := af.New(d.Mem(b), af.Uint8, int64(len(b)))
 	if err != nil {
@@ -89,7 +90,7 @@ func TestDeviceTensors(t *testing.T) {
 				}
 				out := make([]byte, in.Len())
 				d.sdev.Queue(7, func() {
-					for i, v := range vantest.Raw(in.Mem()) {
+					for i, v := range simgpu.Raw(in.Mem()) {
 						out[i] = v + 1
 					}
 					b.Release()
@@ -238,7 +239,7 @@ func TestWrongDevice(t *testing.T) {
 	if err := d.s.Handle(func(b af.Batch) { batches <- b }); err != nil {
 		t.Fatal(err)
 	}
-	other := deviceTensor(t, vantest.NewDevice(3), make([]byte, 8))
+	other := deviceTensor(t, simgpu.New(3), make([]byte, 8))
 	own := []af.KeyTensor{{Key: 1, Val: hostTensor(t, make([]byte, 8))}}
 	wrong := []af.KeyTensor{{Key: 2, Val: other}}
 	refused := func(what string, err error) {
@@ -296,7 +297,7 @@ type owner struct{ n atomic.Int32 }
 func (o *owner) Retain()  { o.n.Add(1) }
 func (o *owner) Release() { o.n.Add(-1) }
 
-func owned(t *testing.T, d *vantest.Device, b []byte, o *owner) af.Tensor {
+func owned(t *testing.T, d *simgpu.Device, b []byte, o *owner) af.Tensor {
 	t.Helper()
 	x, err := af.FromPointer(unsafe.Pointer(unsafe.SliceData(b)), d.Device(), o, af.Uint8, int64(len(b)))
 	if err != nil {
@@ -443,7 +444,7 @@ func releaseOn(t *testing.T, closes bool) {
 	first := push(1)
 	mem := first.Pushes()[0].Val.Mem()
 	gate, read := make(chan struct{}), make(chan byte, 1)
-	d.sdev.Queue(3, func() { <-gate; read <- vantest.Raw(mem)[8999] })
+	d.sdev.Queue(3, func() { <-gate; read <- simgpu.Raw(mem)[8999] })
 	first.Release(af.Stream(3))
 	if closes {
 		d.s.Close()
@@ -469,7 +470,7 @@ func releaseOn(t *testing.T, closes bool) {
 // back at once, since the device's memory is freed after that work.
 func TestReleaseAfterLeaving(t *testing.T) {
 	hook := &hooks.Van{}
-	wdev, sdev := vantest.NewDevice(0), vantest.NewDevice(0)
+	wdev, sdev := simgpu.New(0), simgpu.New(0)
 	t.Cleanup(func() { _ = errors.Join(wdev.Close(), sdev.Close()) })
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Backend: func(role string, _ int) backend.Backend {
 		return map[string]backend.Backend{"worker": wdev, "server": sdev}[role]

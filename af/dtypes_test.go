@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
 // TestEveryDtype: every type, the 8-bit floats and the packed ones among them, arrives as it

@@ -8,8 +8,8 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
 // everyVan runs test over every transport, plain and with PS_RESEND.

@@ -11,10 +11,11 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/hooks"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
-	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // round starts x and waits for it.
@@ -414,7 +415,7 @@ func TestExchangeOnDevice(t *testing.T) {
 	if err := d.s.Handle(func(b af.Batch) {
 		heard.Add(1)
 		out := make([]byte, 64)
-		fill(out, vantest.Raw(b.Pushes()[0].Val.Mem())[0]+1)
+		fill(out, simgpu.Raw(b.Pushes()[0].Val.Mem())[0]+1)
 		if err := b.Respond([]af.KeyTensor{{Val: deviceTensor(t, d.sdev, out)}}); err != nil {
 			t.Error(err)
 		}

@@ -10,25 +10,26 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/hooks"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
-	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // replays is a cluster whose worker has a device, and whose servers answer with each byte
 // plus one, unless mute.
 type replays struct {
 	*testcluster.Cluster
-	dev  *vantest.Device
+	dev  *simgpu.Device
 	w    *af.Worker
 	mute atomic.Bool
 }
 
 func startReplays(t *testing.T, over testcluster.Transport, servers int, hook ...*hooks.Van) *replays {
 	t.Helper()
-	d := &replays{dev: vantest.NewDevice(0)}
+	d := &replays{dev: simgpu.New(0)}
 	t.Cleanup(func() { // after the nodes are closed
 		if err := d.dev.Close(); err != nil {
 			t.Error(err)
@@ -51,7 +52,7 @@ func startReplays(t *testing.T, over testcluster.Transport, servers int, hook ..
 				return
 			}
 			out := make([]byte, b.Pushes()[0].Val.Len())
-			for i, v := range vantest.Raw(b.Pushes()[0].Val.Mem()) {
+			for i, v := range simgpu.Raw(b.Pushes()[0].Val.Mem()) {
 				out[i] = v + 1
 			}
 			if err := b.Respond([]af.KeyTensor{{Val: hostTensor(t, out)}}); err != nil {
@@ -194,7 +195,7 @@ func TestReplayRows(t *testing.T) {
 	d := startReplays(t, testcluster.SHM, 1)
 	const s = 5
 	p := d.prepare(t, 1, 50)
-	graphs := map[int]*vantest.Graph{}
+	graphs := map[int]*simgpu.Graph{}
 	for _, rows := range []int{0, 1, 7, 50} {
 		graphs[rows] = d.dev.Capture(s)
 		p.round(t, s, 0, af.Rows(rows))

@@ -4,11 +4,11 @@ import (
 	"cmp"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/hooks"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // TestOnSentOfARefusedAnswer: OnSent's function is not called for an answer that the transport

@@ -7,8 +7,8 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/sums"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/sums"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )

@@ -7,21 +7,21 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/local"
 	"github.com/stepaf/stepaf-go/van/stage"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-var pretended = make(chan *vantest.Device, 16)
+var pretended = make(chan *simgpu.Device, 16)
 
 func init() {
 	backend.Register("PRETENDED", func(id int) (backend.Backend, error) {
-		d := vantest.NewDevice(id)
+		d := simgpu.New(id)
 		pretended <- d
 		return d, nil
 	})
@@ -105,7 +105,7 @@ func TestStaged(t *testing.T) {
 				if !c.gpu || role == "scheduler" {
 					return nil
 				}
-				return vantest.NewDevice(0)
+				return simgpu.New(0)
 			}})
 			v := cl.Workers[0].Van()
 			_, staged := van.As[*stage.Van](v)

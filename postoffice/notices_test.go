@@ -11,8 +11,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/sums"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/tests/sums"
 	"github.com/stepaf/stepaf-go/van"
 )
 

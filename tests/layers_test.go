@@ -87,7 +87,6 @@ var layers = []struct {
 }{
 	{"tools/", []string{"*"}},
 	{"tests/", []string{"*"}},
-	{"internal/testcluster", []string{"*"}}, // only tests may import it, see below
 	{"van/env", nil},
 	{"internal/datamsg", []string{"postoffice", "van", "van/backend"}},
 	{"internal/streamqueue", []string{"van", "van/backend", "van/env", "internal/"}},
@@ -142,7 +141,7 @@ func allowed(from, to string) (ok, known bool) {
 
 // forTests tells whether pkg serves tests only.
 func forTests(pkg string) bool {
-	return pkg == "internal/testcluster" || pkg == "van/vantest" || pkg == "tests" || strings.HasPrefix(pkg, "tests/")
+	return pkg == "van/vantest" || pkg == "tests" || strings.HasPrefix(pkg, "tests/")
 }
 
 func TestImportsPointDown(t *testing.T) {
@@ -263,7 +262,6 @@ var exceptions = map[string]map[string]string{
 		"van/rdma/dial.go":               "how long to wait before the next attempt",
 		"tools/internal/doctor/pairs.go": "contents of copies",
 		"tools/internal/launch/plan.go":  "ports to try",
-		"internal/sums/sums.go":          "inputs of tests",
 	},
 	"time.Sleep": {
 		"van/engine/loop_test.go":   "plays a slow handler, and waits for nothing to happen",
@@ -289,7 +287,7 @@ func TestHouseRules(t *testing.T) {
 		}
 		if slices.Contains(imports, "math/rand/v2") || slices.Contains(imports, "math/rand") {
 			seen["math/rand "+s.path] = true
-			if !s.test && s.pkg != "tests" && !strings.HasPrefix(s.pkg, "tests/") && s.pkg != "internal/testcluster" && !excepted("math/rand", s) {
+			if !s.test && s.pkg != "tests" && !strings.HasPrefix(s.pkg, "tests/") && !excepted("math/rand", s) {
 				t.Errorf("%s: imports math/rand; what tells processes apart is of internal/random", s.path)
 			}
 		}

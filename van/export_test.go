@@ -4,13 +4,13 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // TestMapExport: a mapping that is shorter than what was named is the peer's mistake.
 func TestMapExport(t *testing.T) {
-	d, other := vantest.NewDevice(0), vantest.NewDevice(1)
+	d, other := simgpu.New(0), simgpu.New(1)
 	defer d.Close()
 	defer other.Close()
 	m, err := d.Alloc(100)

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/sums"
+	"github.com/stepaf/stepaf-go/tests/sums"
 )
 
 // metaOf is a meta of random contents.

@@ -14,8 +14,9 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -141,7 +142,7 @@ func calls(c *Comm, m memory, size int, seed uint64) error {
 	}
 	zeros, on := m.zeros, m.on()
 	check := func(name string, got af.Tensor, want []byte) error {
-		if !bytes.Equal(vantest.Raw(got.Mem()), want) {
+		if !bytes.Equal(simgpu.Raw(got.Mem()), want) {
 			return fmt.Errorf("%s of %d bytes: wrong values", name, size)
 		}
 		return nil
@@ -169,7 +170,7 @@ func calls(c *Comm, m memory, size int, seed uint64) error {
 		if err := check("AllGatherV", outs[r], want.Bytes()); err != nil {
 			return err
 		}
-		clear(vantest.Raw(outs[r].Mem()))
+		clear(simgpu.Raw(outs[r].Mem()))
 	}
 	if err := wait(c.AllToAll(outs, ins, on...)); err != nil {
 		return err
@@ -217,7 +218,7 @@ func calls(c *Comm, m memory, size int, seed uint64) error {
 }
 
 // memory is where the tensors of calls are: on a device, or, without one, on the host.
-type memory struct{ dev *vantest.Device }
+type memory struct{ dev *simgpu.Device }
 
 // onStream is the stream that makes tensors on devices.
 const onStream = 5
@@ -246,7 +247,7 @@ func (m memory) in(t af.Tensor) af.Tensor {
 		for range 100 {
 			runtime.Gosched()
 		}
-		copy(vantest.Raw(x.Mem()), t.Bytes())
+		copy(simgpu.Raw(x.Mem()), t.Bytes())
 	})
 	return x
 }

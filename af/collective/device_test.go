@@ -10,7 +10,8 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -19,15 +20,15 @@ import (
 // onDevices is comms of nodes with a pretended device each.
 func onDevices(t *testing.T, o testcluster.Options, n int) ([]*Comm, []memory) {
 	t.Helper()
-	return onDevicesOf(t, o, n, func(d *vantest.Device) backend.Backend { return d })
+	return onDevicesOf(t, o, n, func(d *simgpu.Device) backend.Backend { return d })
 }
 
 // onDevicesOf is the same with what of makes of the devices.
-func onDevicesOf(t *testing.T, o testcluster.Options, n int, of func(*vantest.Device) backend.Backend) ([]*Comm, []memory) {
+func onDevicesOf(t *testing.T, o testcluster.Options, n int, of func(*simgpu.Device) backend.Backend) ([]*Comm, []memory) {
 	t.Helper()
 	at := make([]memory, n)
 	for r := range at {
-		at[r].dev = vantest.NewDevice(0)
+		at[r].dev = simgpu.New(0)
 	}
 	t.Cleanup(func() { // after the nodes are closed
 		for _, m := range at {
@@ -96,11 +97,11 @@ func TestDeviceComplete(t *testing.T) {
 	}
 	onAll(t, 2, func(r int) error {
 		in, out := at[r].zeros(100), at[r].zeros(200)
-		copy(vantest.Raw(in.Mem()), fmt.Sprint("rank ", r))
+		copy(simgpu.Raw(in.Mem()), fmt.Sprint("rank ", r))
 		if err := wait(all[r].AllGather(out, in, af.Complete)); err != nil {
 			return err
 		}
-		if b := vantest.Raw(out.Mem()); string(b[:6]) != "rank 0" || string(b[100:106]) != "rank 1" {
+		if b := simgpu.Raw(out.Mem()); string(b[:6]) != "rank 0" || string(b[100:106]) != "rank 1" {
 			return fmt.Errorf("got %q", b)
 		}
 		return nil
@@ -134,7 +135,7 @@ func TestDeviceLate(t *testing.T) {
 			free()
 			onAll(t, 2, func(r int) error { return all[r].Rebuild(t.Context()) })
 			onAll(t, 2, func(r int) error { return calls(all[r], at[r], 1000, 1) })
-			if !bytes.Equal(vantest.Raw(outs[0].Mem())[100:], make([]byte, 100)) || !bytes.Equal(vantest.Raw(outs[1].Mem()), make([]byte, 200)) {
+			if !bytes.Equal(simgpu.Raw(outs[0].Mem())[100:], make([]byte, 100)) || !bytes.Equal(simgpu.Raw(outs[1].Mem()), make([]byte, 200)) {
 				t.Error("something of the failed call has come")
 			}
 		})
@@ -148,7 +149,7 @@ type poor struct{ backend.Backend }
 type noCopies struct{ *device }
 
 // device is embedded under this name, since Device is a method.
-type device = vantest.Device
+type device = simgpu.Device
 
 func (noCopies) CopyAsync(_, _ backend.Mem, _ uintptr) error { return errNoCopies }
 
@@ -157,7 +158,7 @@ var errNoCopies = errors.New("the test's device does not copy")
 // TestPoorDevice: a device without streams of its own gives the same results.
 func TestPoorDevice(t *testing.T) {
 	for _, n := range []int{1, 3} {
-		all, at := onDevicesOf(t, testcluster.Options{}, n, func(d *vantest.Device) backend.Backend { return poor{d} })
+		all, at := onDevicesOf(t, testcluster.Options{}, n, func(d *simgpu.Device) backend.Backend { return poor{d} })
 		for round, size := range []int{1, 3000} {
 			onAll(t, n, func(r int) error { return calls(all[r], at[r], size, uint64(round)) })
 		}
@@ -168,7 +169,7 @@ func TestPoorDevice(t *testing.T) {
 // long done theirs.
 func TestDeviceCopyFails(t *testing.T) {
 	for _, n := range []int{1, 2} {
-		all, at := onDevicesOf(t, testcluster.Options{}, n, func(d *vantest.Device) backend.Backend { return noCopies{d} })
+		all, at := onDevicesOf(t, testcluster.Options{}, n, func(d *simgpu.Device) backend.Backend { return noCopies{d} })
 		for r, err := range every(n, func(r int) error { return wait(all[r].AllGather(at[r].zeros(n*10), at[r].zeros(10), af.Complete)) }) {
 			if !errors.Is(err, errNoCopies) && !errors.Is(err, ErrAborted) {
 				t.Errorf("rank %d of %d: %v, want the error of the copy", r, n, err)
@@ -202,7 +203,7 @@ func TestDeviceFails(t *testing.T) {
 func TestDeviceMisuse(t *testing.T) {
 	all, at := onDevices(t, testcluster.Options{}, 2)
 	c, m := all[0], at[0]
-	other := must(af.New(vantest.NewDevice(3).Mem(make([]byte, 100)), af.Uint8, 100))
+	other := must(af.New(simgpu.New(3).Mem(make([]byte, 100)), af.Uint8, 100))
 	host := zeros(100)
 	outs := func(x af.Tensor) []af.Tensor { return []af.Tensor{x, m.zeros(100)} }
 	for name, x := range map[string]struct {

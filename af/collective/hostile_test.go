@@ -12,10 +12,10 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/hooks"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
-	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // said is what a node has answered: the receivers' ids, verbs and reasons.

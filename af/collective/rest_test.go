@@ -5,12 +5,12 @@ package collective
 import (
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // lent counts the holds of the memory of most tests' tensors.
-var lent vantest.Holds
+var lent simgpu.Holds
 
 // atRest checks a communicator that is closed, or has no calls in flight.
 func atRest(t *testing.T, c *Comm) {

@@ -15,10 +15,10 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // planned is one call of a story, the same on all ranks.
@@ -139,7 +139,7 @@ func fill(m memory, t af.Tensor, b []byte) {
 		copy(t.Bytes(), b)
 		return
 	}
-	m.dev.Queue(onStream, func() { copy(vantest.Raw(t.Mem()), b) })
+	m.dev.Queue(onStream, func() { copy(simgpu.Raw(t.Mem()), b) })
 }
 
 // made is a call that was made: its results and what they should be.
@@ -263,7 +263,7 @@ func (m *made) wait(ctx context.Context, rng *rand.Rand) error {
 		return err
 	}
 	for i := range m.outs {
-		if !bytes.Equal(vantest.Raw(m.outs[i].Mem()), m.want[i]) {
+		if !bytes.Equal(simgpu.Raw(m.outs[i].Mem()), m.want[i]) {
 			return fmt.Errorf("result %d of %s of %d bytes is wrong", i, kinds[m.op.o.call.kind], len(m.want[i]))
 		}
 	}

@@ -11,9 +11,9 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af/streams"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/hooks"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // TestLateEnd: a worker whose round took too long goes on, and changes what it has pushed. A server that was late

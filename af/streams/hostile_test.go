@@ -10,16 +10,17 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // both are the ends of a worker and a server.
-func both(t *testing.T) (worker, server *Ends, device *vantest.Device) {
+func both(t *testing.T) (worker, server *Ends, device *simgpu.Device) {
 	t.Helper()
-	device = vantest.NewDevice(0)
+	device = simgpu.New(0)
 	t.Cleanup(func() { // after the nodes are closed
 		if err := device.Close(); err != nil {
 			t.Error(err)
@@ -216,8 +217,8 @@ func TestWrongMemory(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			clear(vantest.Raw(page))
-			vantest.Raw(page)[0] = 42
+			clear(simgpu.Raw(page))
+			simgpu.Raw(page)[0] = 42
 			answer := note{verb: verbAccept, id: id, flags: slot{at: slotHead, token: [tokenLen]byte{42}}, out: parts(list(2))}
 			if answer.flags.export, err = d.Export(page); err != nil {
 				t.Fatal(err)
@@ -241,7 +242,7 @@ func TestWrongMemory(t *testing.T) {
 // TestOfferBehindItsEnd: a server that has taken an offer which came behind the end of its exchange is told that it is
 // over, so that its streams do not wait for ever.
 func TestOfferBehindItsEnd(t *testing.T) {
-	devices := map[string]*vantest.Device{"worker": vantest.NewDevice(0), "server": vantest.NewDevice(1)}
+	devices := map[string]*simgpu.Device{"worker": simgpu.New(0), "server": simgpu.New(1)}
 	t.Cleanup(func() {
 		for _, d := range devices {
 			if err := d.Close(); err != nil {

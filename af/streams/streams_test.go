@@ -13,8 +13,9 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/streams"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -24,30 +25,30 @@ import (
 type end struct {
 	*postoffice.Node
 	*streams.Ends
-	dev *vantest.Device
+	dev *simgpu.Device
 }
 
 // ends are a cluster's.
 type ends struct {
 	*testcluster.Cluster
 	workers, servers []*end
-	device           map[string]*vantest.Device // the latest of each node
-	captured         bool                       // an exchange was, whose tensors are held for good
+	device           map[string]*simgpu.Device // the latest of each node
+	captured         bool                      // an exchange was, whose tensors are held for good
 	made             []*end
 }
 
 func start(t *testing.T, o testcluster.Options) *ends {
 	t.Helper()
-	s := &ends{device: map[string]*vantest.Device{}}
+	s := &ends{device: map[string]*simgpu.Device{}}
 	var mu sync.Mutex
-	var all []*vantest.Device
+	var all []*simgpu.Device
 	o.Backend = func(role string, rank int) backend.Backend {
 		if role == "scheduler" {
 			return nil
 		}
 		mu.Lock()
 		defer mu.Unlock()
-		d := vantest.NewDevice(len(all))
+		d := simgpu.New(len(all))
 		s.device[fmt.Sprint(role, rank)] = d
 		all = append(all, d)
 		return d
@@ -78,7 +79,7 @@ func start(t *testing.T, o testcluster.Options) *ends {
 	return s
 }
 
-func (s *ends) newEnd(t *testing.T, n *postoffice.Node, d *vantest.Device) *end {
+func (s *ends) newEnd(t *testing.T, n *postoffice.Node, d *simgpu.Device) *end {
 	t.Helper()
 	e, err := streams.New(n)
 	if err != nil {
@@ -501,7 +502,7 @@ func TestHostBackend(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x, err := af.New(vantest.NewDevice(0).Mem(make([]byte, 4)), af.Uint8, 4)
+	x, err := af.New(simgpu.New(0).Mem(make([]byte, 4)), af.Uint8, 4)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,7 +5,7 @@ package window
 import (
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
 // TestAllocations: a PutSignal and its answer allocate nothing at either end, nor do Put and Flush.

@@ -10,11 +10,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/hooks"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
-	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // TestOneClosesFirst: a rank that closes its window before the others gives it up when they have closed

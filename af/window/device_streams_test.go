@@ -15,10 +15,10 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // until waits for something that comes by itself.
@@ -161,7 +161,7 @@ func TestDeviceFlushAfterClose(t *testing.T) {
 	r.settle(0, stream)
 }
 
-type device = vantest.Device // its name is that of a method, too
+type device = simgpu.Device // its name is that of a method, too
 
 // failing is a device during whose Alloc the node's communicator fails.
 type failing struct {
@@ -178,7 +178,7 @@ func (d *failing) Alloc(n int) (backend.Mem, error) {
 
 // TestDeviceFailsAtOpen: the communicator fails while a window is opened. This is for the race detector.
 func TestDeviceFailsAtOpen(t *testing.T) {
-	d := &failing{device: vantest.NewDevice(0)}
+	d := &failing{device: simgpu.New(0)}
 	var o testcluster.Options
 	devicesFor(t, &o, 2)
 	others := o.Backend
@@ -235,7 +235,7 @@ func TestDeviceOpenKeepsNothing(t *testing.T) {
 	refused("memory that cannot be shared", Options{Size: 8, Device: true})
 	r.devices[1].Private(false)
 
-	d := keeping{vantest.NewDevice(0)}
+	d := keeping{simgpu.New(0)}
 	defer d.Close()
 	s, err := backend.StreamDeviceOf(d)
 	v := &memory{d: s}
@@ -316,7 +316,7 @@ func TestDeviceFreed(t *testing.T) {
 	for rank := range 2 {
 		for signal := range 100 {
 			for word := range 2 {
-				if binary.NativeEndian.Uint32(vantest.Raw(b.dev.memory.word(b.dev.memory.whole, rank, signal, word))[4:]) != 0 {
+				if binary.NativeEndian.Uint32(simgpu.Raw(b.dev.memory.word(b.dev.memory.whole, rank, signal, word))[4:]) != 0 {
 					freed++
 				}
 			}
@@ -335,7 +335,7 @@ func TestDeviceToken(t *testing.T) {
 	r.must(err)
 	offer := make([]byte, van.ExportLen+tokenLen)
 	van.PutExport(offer, &e)
-	copy(offer[van.ExportLen:], vantest.Raw(of.whole))
+	copy(offer[van.ExportLen:], simgpu.Raw(of.whole))
 	r.must(v.reach(1, offer))
 	offer[len(offer)-1]++
 	if err := v.reach(1, offer); !errors.Is(err, van.ErrMalformed) || !strings.Contains(err.Error(), "another host") {
@@ -365,7 +365,7 @@ func TestDeviceHostSource(t *testing.T) {
 	if err := w.Put(t.Context(), 1, 0, tensor([]byte{1, 2, 3}), stream); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "not pinned") {
 		t.Errorf("a put of ordinary host memory: %v", err)
 	}
-	owner := &vantest.Holds{}
+	owner := &simgpu.Holds{}
 	m, err := d.RegisterHost(owner.Bytes([]byte{1, 2, 3}))
 	r.must(err)
 	src, err := af.New(m, af.Uint8, 3)

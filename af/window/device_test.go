@@ -14,22 +14,22 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/collective"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // deviceRig is a rig with devices.
 type deviceRig struct {
 	*rig
-	devices []*vantest.Device
+	devices []*simgpu.Device
 }
 
 // devicesFor gives workers devices.
-func devicesFor(t *testing.T, o *testcluster.Options, n int) (l []*vantest.Device) {
+func devicesFor(t *testing.T, o *testcluster.Options, n int) (l []*simgpu.Device) {
 	for i := range n {
-		l = append(l, vantest.NewDevice(i))
+		l = append(l, simgpu.New(i))
 	}
 	o.Backend = func(role string, rank int) backend.Backend {
 		if role != "worker" {
@@ -71,7 +71,7 @@ func (r *deviceRig) tensor(rank int, b []byte) af.Tensor {
 // memory is the window's on a rank.
 func (r *deviceRig) memory(rank int) []byte {
 	t := r.windows[rank].Tensor()
-	return vantest.Raw(t.Mem())
+	return simgpu.Raw(t.Mem())
 }
 
 // settle waits until stream s of a rank has done what was queued.

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/datamsg"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )

@@ -6,11 +6,12 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // held counts the holds of the memory of all tensors of the tests that are on the host.
-var held vantest.Holds
+var held simgpu.Holds
 
 // atRest checks the windows of r, which are closed, as their communicators are.
 func (r *rig) atRest() {

@@ -13,14 +13,15 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // workerSessions are those of so many workers, with a device each if devices is not nil.
-func workerSessions(t *testing.T, n int, devices []*vantest.Device) []*Session {
+func workerSessions(t *testing.T, n int, devices []*simgpu.Device) []*Session {
 	t.Helper()
 	o := testcluster.Options{Workers: n}
 	if devices != nil {
@@ -353,7 +354,7 @@ func TestDroppedComm(t *testing.T) {
 // TestHostWindow: a window in memory of the hosts, whose calls that wait do so in slices, until their limit.
 func TestHostWindow(t *testing.T) {
 	comms := newComms(t, workerSessions(t, 2, nil), 3, 20*time.Second)
-	owner := &vantest.Holds{}
+	owner := &simgpu.Holds{}
 	memory, err := af.New(owner.Bytes(make([]byte, 8)), af.Uint8, 8)
 	if err != nil {
 		t.Fatal(err)
@@ -447,7 +448,7 @@ func TestDroppedWindow(t *testing.T) {
 
 // TestDeviceWindow: a window on devices, whose calls are put into streams.
 func TestDeviceWindow(t *testing.T) {
-	devices := []*vantest.Device{vantest.NewDevice(0), vantest.NewDevice(1)}
+	devices := []*simgpu.Device{simgpu.New(0), simgpu.New(1)}
 	comms := newComms(t, workerSessions(t, 2, devices), 3, 20*time.Second)
 	if !comms[0].OnDevice() {
 		t.Error("tensors of a node with a device do not lie there")
@@ -467,8 +468,8 @@ func TestDeviceWindow(t *testing.T) {
 	done := make(chan struct{})
 	devices[0].Queue(4, func() { close(done) })
 	<-done
-	if got := w[0].Tensor(); string(vantest.Raw(got.Mem())) != "\x00ab\x00\x00ab\x00" {
-		t.Errorf("the window is %q", vantest.Raw(got.Mem()))
+	if got := w[0].Tensor(); string(simgpu.Raw(got.Mem())) != "\x00ab\x00\x00ab\x00" {
+		t.Errorf("the window is %q", simgpu.Raw(got.Mem()))
 	}
 	together(t, 2, func(r int) error { return pending(w[r].Close()) })
 	for _, c := range comms {
@@ -485,7 +486,7 @@ func overSoon(t *testing.T, x *StreamExchange) {
 // TestStreamExchange: an exchange in streams, one that is dropped while it waits for its peers, one that is dropped later,
 // and one that cannot be made. Tensors are held as long as they are used.
 func TestStreamExchange(t *testing.T) {
-	devices := map[string]*vantest.Device{"worker": vantest.NewDevice(0), "server": vantest.NewDevice(1)}
+	devices := map[string]*simgpu.Device{"worker": simgpu.New(0), "server": simgpu.New(1)}
 	t.Cleanup(func() {
 		for _, d := range devices {
 			d.NothingLent(t)

@@ -7,8 +7,9 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -174,7 +175,7 @@ func TestTwoWait(t *testing.T) {
 // TestExchangeInGraph: what is called while the stream is captured goes into the graph, the
 // rest is as always.
 func TestExchangeInGraph(t *testing.T) {
-	dev := vantest.NewDevice(0)
+	dev := simgpu.New(0)
 	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
 		return map[string]backend.Backend{"worker": dev}[role]
 	}})

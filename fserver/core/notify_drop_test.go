@@ -6,12 +6,12 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-type pretended = vantest.Device
+type pretended = simgpu.Device
 
 // fullDevice is a device whose launch queue can be full: WaitFlag blocks then.
 type fullDevice struct {
@@ -35,7 +35,7 @@ func (d *fullDevice) WaitFlag(s uintptr, word backend.Mem, v uint32) error {
 // notifying are a worker and a server with pretended devices.
 func notifying(t *testing.T) (worker, server *Session, wdev, sdev *fullDevice) {
 	t.Helper()
-	wdev, sdev = &fullDevice{pretended: vantest.NewDevice(0)}, &fullDevice{pretended: vantest.NewDevice(0)}
+	wdev, sdev = &fullDevice{pretended: simgpu.New(0)}, &fullDevice{pretended: simgpu.New(0)}
 	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
 		switch role {
 		case "worker":
@@ -108,8 +108,8 @@ func one(t *testing.T, f func(slice time.Duration) ([]Item, error)) Item {
 func next(t *testing.T, s *Session, v byte) Item {
 	t.Helper()
 	it := one(t, func(slice time.Duration) ([]Item, error) { return s.GetBatch(nil, slice) })
-	if mem := it.Pushes()[0].Val.Mem(); vantest.Raw(mem)[0] != v {
-		t.Errorf("the batch has value %d, want %d", vantest.Raw(mem)[0], v)
+	if mem := it.Pushes()[0].Val.Mem(); simgpu.Raw(mem)[0] != v {
+		t.Errorf("the batch has value %d, want %d", simgpu.Raw(mem)[0], v)
 	}
 	return it
 }

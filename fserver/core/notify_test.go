@@ -7,9 +7,9 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // later calls f until it does not return ErrPending.
@@ -28,7 +28,7 @@ func later(t *testing.T, f func(time.Duration) error) error {
 // TestNotify: streams wait for a request at one end and for a batch at the other, the
 // threads do not.
 func TestNotify(t *testing.T) {
-	wdev, sdev := vantest.NewDevice(0), vantest.NewDevice(0)
+	wdev, sdev := simgpu.New(0), simgpu.New(0)
 	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
 		return map[string]backend.Backend{"worker": wdev, "server": sdev}[role]
 	}})
@@ -115,7 +115,7 @@ func TestNotify(t *testing.T) {
 	}
 }
 
-func deviceTensor(t *testing.T, d *vantest.Device, b []byte) af.Tensor {
+func deviceTensor(t *testing.T, d *simgpu.Device, b []byte) af.Tensor {
 	t.Helper()
 	x, err := af.New(d.Mem(b), af.Uint8, int64(len(b)))
 	if err != nil {
@@ -133,7 +133,7 @@ func TestNotifyNeedsGPU(t *testing.T) {
 
 // TestNotifyBeforeInit: programs of the original make theirs before they name their role.
 func TestNotifyBeforeInit(t *testing.T) {
-	wdev := vantest.NewDevice(0)
+	wdev := simgpu.New(0)
 	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
 		if role == "worker" {
 			return wdev

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/kv/session"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
 // TestSessionDrop: what a call has made whose caller was interrupted is taken back, whether the call has

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/sums"
+	"github.com/stepaf/stepaf-go/tests/sums"
 )
 
 // TestParserSums: what is read of bodies and values, whatever is in them, and how it is written.

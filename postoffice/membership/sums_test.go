@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/sums"
+	"github.com/stepaf/stepaf-go/tests/sums"
 )
 
 // TestParserSums: what is read of notices, policies and answers, whatever is in them, and how they are written.

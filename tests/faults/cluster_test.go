@@ -8,8 +8,8 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
 // request pushes x under key 1 and pulls as much from each server under key 2.

@@ -7,7 +7,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/sums"
+	"github.com/stepaf/stepaf-go/tests/sums"
 )
 
 // TestLanesModel: what waits in slow lanes, in order, which lanes are paused and which go on, against lists.

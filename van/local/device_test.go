@@ -11,19 +11,19 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/inproc"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // devicePair makes worker 9 on gpu 1 and server 8 on gpu 2, linked both ways.
-func devicePair(t testing.TB, set ...func(*Van)) (worker, server *node, wdev, sdev *vantest.Device) {
-	wdev, sdev = vantest.NewDevice(1), vantest.NewDevice(2)
+func devicePair(t testing.TB, set ...func(*Van)) (worker, server *node, wdev, sdev *simgpu.Device) {
+	wdev, sdev = simgpu.New(1), simgpu.New(2)
 	t.Cleanup(func() { // after the vans
-		for _, d := range []*vantest.Device{wdev, sdev} {
+		for _, d := range []*simgpu.Device{wdev, sdev} {
 			_ = d.Close()
 			d.Leaks(t)
 		}
@@ -38,7 +38,7 @@ func devicePair(t testing.TB, set ...func(*Van)) (worker, server *node, wdev, sd
 func on(b backend.Backend) func(*Van) { return func(v *Van) { v.backend = b } }
 
 // value is a message for to with a value on d.
-func value(d *vantest.Device, to, ts int, b []byte) *van.Message {
+func value(d *simgpu.Device, to, ts int, b []byte) *van.Message {
 	m := data(to, ts, nil)
 	m.Vals = d.Mem(bytes.Clone(b))
 	return m
@@ -65,7 +65,7 @@ func (x *node) feedOf() *peerDevice {
 }
 
 // block holds the stream of s until the function that it returns is called.
-func block(d *vantest.Device, s *peerDevice) (open func()) {
+func block(d *simgpu.Device, s *peerDevice) (open func()) {
 	gate := make(chan struct{})
 	d.Queue(s.stream, func() { <-gate })
 	return func() { close(gate) }
@@ -78,7 +78,7 @@ func wantValue(t *testing.T, m *van.Message, ts int, dev backend.Device, b []byt
 	if int(m.Timestamp) != ts {
 		t.Fatalf("message %d came when %d was due", m.Timestamp, ts)
 	}
-	if m.Vals.Device() != dev || !bytes.Equal(vantest.Raw(m.Vals), b) {
+	if m.Vals.Device() != dev || !bytes.Equal(simgpu.Raw(m.Vals), b) {
 		t.Errorf("message %d: %d bytes on %s, want %d on %s, or the values differ", ts, m.Vals.Len(), m.Vals.Device(), len(b), dev)
 	}
 }
@@ -149,7 +149,7 @@ func TestDevicePlaces(t *testing.T) {
 		if m.Placed != c.placed || c.placed != (m.Vals.Ptr() == c.into.Ptr()) {
 			t.Errorf("%s: placed=%t, want %t", c.name, m.Placed, c.placed)
 		}
-		wantValue(t, m, 10+i, c.dev, vantest.Raw(c.answer.Vals))
+		wantValue(t, m, 10+i, c.dev, simgpu.Raw(c.answer.Vals))
 	}
 }
 
@@ -166,7 +166,7 @@ func TestDeviceRevoke(t *testing.T) {
 	done := make(chan struct{})
 	go func() {
 		worker.Revoke(into)
-		clear(vantest.Raw(into)) // the race detector sees a copy that still runs
+		clear(simgpu.Raw(into)) // the race detector sees a copy that still runs
 		close(done)
 	}()
 	server.must(data(9, 2, []byte("behind")))
@@ -178,7 +178,7 @@ func TestDeviceRevoke(t *testing.T) {
 	open()
 	<-done
 	wantValue(t, worker.next(), 2, backend.Host, []byte("behind")) // and not the answer
-	if !bytes.Equal(vantest.Raw(into), make([]byte, 3000)) {
+	if !bytes.Equal(simgpu.Raw(into), make([]byte, 3000)) {
 		t.Error("it was written to after that")
 	}
 
@@ -211,7 +211,7 @@ func TestDeviceLost(t *testing.T) {
 // TestDeviceBudget: values on the device that wait behind a handler count: when they use the budget up, their peer
 // is not read any more.
 func TestDeviceBudget(t *testing.T) {
-	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
+	wdev, sdev := simgpu.New(1), simgpu.New(2)
 	t.Cleanup(func() { _ = errors.Join(wdev.Close(), sdev.Close()) })
 	n := inproc.NewNetwork()
 	worker := newNode(t, n, 9, on(wdev))
@@ -354,7 +354,7 @@ func TestDeviceMappings(t *testing.T) {
 
 // TestDeviceOneSided: with a peer on the host values on the device are not taken.
 func TestDeviceOneSided(t *testing.T) {
-	d := vantest.NewDevice(1)
+	d := simgpu.New(1)
 	n := inproc.NewNetwork()
 	worker, server := newNode(t, n, 9, on(d)), newNode(t, n, 8, nil)
 	worker.start()
@@ -371,7 +371,7 @@ func TestDeviceOneSided(t *testing.T) {
 
 // TestDeviceProbe: a peer whose probe is not what it says is not copied from.
 func TestDeviceProbe(t *testing.T) {
-	d := vantest.NewDevice(1)
+	d := simgpu.New(1)
 	o := van.Options{Config: env.Default(), Log: slog.New(slog.DiscardHandler), Backend: d}
 	inner, err := inproc.NewNetwork().Factory()(o)
 	if err != nil {

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
@@ -138,7 +139,7 @@ func TestAnswerElsewhere(t *testing.T) {
 // TestDropBounded: a device on which copies do not end keeps the node from receiving for
 // a while, not for a while for each of them.
 func TestDropBounded(t *testing.T) {
-	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
+	wdev, sdev := simgpu.New(1), simgpu.New(2)
 	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() }) // with what the copies may write to
 	worker, server := linked(t, wdev, sdev, nil)
 	server.rx.feed.Lock()
@@ -165,7 +166,7 @@ func TestDropBounded(t *testing.T) {
 // TestRevokeBounded: who takes back memory to which a device's copy does not end is not
 // kept for ever, and the log says that the memory is not safe.
 func TestRevokeBounded(t *testing.T) {
-	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
+	wdev, sdev := simgpu.New(1), simgpu.New(2)
 	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
 	var log vantest.Log
 	worker, server := linked(t, wdev, sdev, func(v *Van) {
@@ -200,7 +201,7 @@ func TestAnswersApart(t *testing.T) {
 func TestStrandedCopy(t *testing.T) {
 	for _, recorded := range []bool{true, false} {
 		t.Run(fmt.Sprintf("recorded=%t", recorded), func(t *testing.T) {
-			wdev, sdev := &unrecordable{pretended: vantest.NewDevice(1)}, vantest.NewDevice(2)
+			wdev, sdev := &unrecordable{pretended: simgpu.New(1)}, simgpu.New(2)
 			t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
 			var log vantest.Log
 			worker, server := linked(t, wdev, sdev, func(v *Van) {
@@ -236,12 +237,12 @@ func TestStrandedCopy(t *testing.T) {
 			if n := strings.Count(log.String(), line); n != 2 {
 				t.Errorf("the copy has ended, but the log has %d lines %q, want 2", n, line)
 			}
-			clear(vantest.Raw(into)) // the race detector sees a copy that still runs
+			clear(simgpu.Raw(into)) // the race detector sees a copy that still runs
 		})
 	}
 }
 
-type pretended = vantest.Device
+type pretended = simgpu.Device
 
 // unrecordable is a device whose events fail when they are recorded.
 type unrecordable struct {
@@ -271,7 +272,7 @@ func (e unrecorded) Record(s uintptr) error {
 // TestDeviceUnrecorded: a copy whose event cannot be recorded is over before its memory is
 // anybody else's.
 func TestDeviceUnrecorded(t *testing.T) {
-	wdev, sdev := &unrecordable{pretended: vantest.NewDevice(1)}, vantest.NewDevice(2)
+	wdev, sdev := &unrecordable{pretended: simgpu.New(1)}, simgpu.New(2)
 	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
 	worker, server := linked(t, wdev, sdev, nil)
 	into := wdev.Mem(make([]byte, 3000))
@@ -290,7 +291,7 @@ func TestDeviceUnrecorded(t *testing.T) {
 		t.Errorf("lost because of %v", e.cause)
 	}
 	worker.Revoke(into)
-	clear(vantest.Raw(into)) // the race detector sees a copy that still runs
+	clear(simgpu.Raw(into)) // the race detector sees a copy that still runs
 }
 
 // TestTidy: a node to which nothing comes unmaps what is not used any more, one that sleeps and one that never does.
@@ -300,7 +301,7 @@ func TestTidy(t *testing.T) {
 		spin time.Duration
 	}{{"sleeps", 0}, {"spins for ever", -1}} {
 		t.Run(c.name, func(t *testing.T) {
-			wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
+			wdev, sdev := simgpu.New(1), simgpu.New(2)
 			t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
 			worker, server := linked(t, wdev, sdev, func(v *Van) {
 				v.receiveWith(engine.New(c.spin))
@@ -390,7 +391,7 @@ func TestDeviceWaits(t *testing.T) {
 }
 
 func testDeviceWaits(t *testing.T, beyond bool) {
-	wdev, sdev := vantest.NewDevice(1), &waiting{pretended: vantest.NewDevice(2), t: t}
+	wdev, sdev := simgpu.New(1), &waiting{pretended: simgpu.New(2), t: t}
 	t.Cleanup(func() { // after the vans
 		_, _ = wdev.Close(), sdev.Close()
 		wdev.Leaks(t)

@@ -15,17 +15,17 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/inproc"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 const onePage = 4096
 
 // mappedPair is devicePair with memory on the worker's device that is mapped from
 // allocations of these lengths.
-func mappedPair(t *testing.T, sizes ...int) (worker, server *node, wdev, sdev *vantest.Device, mem backend.Mem) {
+func mappedPair(t *testing.T, sizes ...int) (worker, server *node, wdev, sdev *simgpu.Device, mem backend.Mem) {
 	worker, server, wdev, sdev = devicePair(t)
 	t.Cleanup(wdev.FreeMapped)
 	return worker, server, wdev, sdev, wdev.Map(t, sizes...)
@@ -34,7 +34,7 @@ func mappedPair(t *testing.T, sizes ...int) (worker, server *node, wdev, sdev *v
 // valueIn is a message for node 8 with a value that lies in mem.
 func valueIn(mem backend.Mem, ts int, b []byte) *van.Message {
 	m := data(8, ts, nil)
-	copy(vantest.Raw(mem), b)
+	copy(simgpu.Raw(mem), b)
 	m.Vals = mem.Sub(0, len(b))
 	return m
 }
@@ -240,7 +240,7 @@ func TestSegmentsRefused(t *testing.T) {
 
 // TestSegmentsNotAgreed: a peer whose backend does not map such memory is not offered any.
 func TestSegmentsNotAgreed(t *testing.T) {
-	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
+	wdev, sdev := simgpu.New(1), simgpu.New(2)
 	defer wdev.FreeMapped()
 	plain := struct {
 		backend.Backend
@@ -357,7 +357,7 @@ func TestHostileSegments(t *testing.T) {
 }
 
 // stillThere wants the link to be lost and made again, and to work then.
-func stillThere(t *testing.T, worker, server *node, sdev *vantest.Device, mem backend.Mem) {
+func stillThere(t *testing.T, worker, server *node, sdev *simgpu.Device, mem backend.Mem) {
 	t.Helper()
 	if e := server.event(9, false); !errors.Is(e.cause, van.ErrMalformed) {
 		t.Errorf("lost because of %v", e.cause)
@@ -370,7 +370,7 @@ func stillThere(t *testing.T, worker, server *node, sdev *vantest.Device, mem ba
 
 // TestManyOffers: a peer that offers more than it may loses its link.
 func TestManyOffers(t *testing.T) {
-	d := vantest.NewDevice(1)
+	d := simgpu.New(1)
 	x := newImports(&device{Backend: d, sharer: d}, nil)
 	fd, err := unix.MemfdCreate("offered", unix.MFD_CLOEXEC)
 	if err == nil {
@@ -550,7 +550,7 @@ func TestOldestOfferGoes(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	d := vantest.NewDevice(1)
+	d := simgpu.New(1)
 	o := offers{conn: c.(*net.UnixConn), sharer: d, byID: map[uint64]*offer{}}
 	for i := range uint64(maxOffers) {
 		o.byID[i] = &offer{segment: backend.Segment{ID: i, Size: onePage}, seq: 100 + i*7%maxOffers}

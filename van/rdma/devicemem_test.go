@@ -6,12 +6,12 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // TestDeviceMemory: a tensor's value comes to memory of the receiver's device, keys and
@@ -19,7 +19,7 @@ import (
 func TestDeviceMemory(t *testing.T) {
 	n := fakeverbs.NewNet()
 	t.Cleanup(n.Close)
-	back := vantest.NewDevice(3)
+	back := simgpu.New(3)
 	got := make(chan *van.Message, 4)
 	var vans [2]van.Van
 	var nodes [2]van.Node

@@ -4,6 +4,7 @@ import (
 	"reflect"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/drop"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -11,7 +12,6 @@ import (
 	"github.com/stepaf/stepaf-go/van/pace"
 	"github.com/stepaf/stepaf-go/van/resend"
 	"github.com/stepaf/stepaf-go/van/stage"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // counting is a van that can only count.
@@ -37,7 +37,7 @@ func TestStatsPassThrough(t *testing.T) {
 		{"local", local.New(inner, van.Options{Config: env.Default()})},
 		{"pace", pace.New(inner, pace.Options{})},
 		{"resend", resend.New(inner, resend.Options{})},
-		{"stage", stage.New(inner, stage.Options{Backend: vantest.NewDevice(0)})},
+		{"stage", stage.New(inner, stage.Options{Backend: simgpu.New(0)})},
 	} {
 		m, ok := van.As[van.Meter](w.van)
 		if !ok {

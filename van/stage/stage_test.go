@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -21,7 +22,7 @@ import (
 )
 
 // gpu0 tells where values lie: device 0 of each node is that.
-var gpu0 = vantest.NewDevice(0)
+var gpu0 = simgpu.New(0)
 
 func TestConformance(t *testing.T) {
 	net := inproc.NewNetwork().Factory()
@@ -31,7 +32,7 @@ func TestConformance(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			return stage.New(inner, stage.Options{Backend: vantest.NewDevice(0)})
+			return stage.New(inner, stage.Options{Backend: simgpu.New(0)})
 		}}
 	}
 	t.Run("inproc", func(t *testing.T) { vantest.Run(t, suite(net, "no host")) })
@@ -53,7 +54,7 @@ func TestNothingToStage(t *testing.T) {
 // pair is a worker, id 9, and a server, id 8, connected to each other.
 type pair struct {
 	worker, server   van.Van
-	wdev, sdev       *vantest.Device
+	wdev, sdev       *simgpu.Device
 	atWorker, atServ chan *van.Message
 	blocking         *blocking
 }
@@ -64,7 +65,7 @@ type blocking struct {
 	frees   atomic.Int32
 }
 
-type device = vantest.Device // its name is that of a method, too
+type device = simgpu.Device // its name is that of a method, too
 
 // blocker is such a device. It counts what is freed.
 type blocker struct {
@@ -95,8 +96,8 @@ func overAll(t *testing.T, test func(t *testing.T, p *pair)) {
 
 func connectOver(t *testing.T, net van.Factory, o stage.Options) *pair {
 	t.Helper()
-	p := &pair{wdev: vantest.NewDevice(0), sdev: vantest.NewDevice(0), atWorker: make(chan *van.Message, 100), atServ: make(chan *van.Message, 100), blocking: &blocking{}}
-	node := func(role van.Role, id int, d *vantest.Device, in chan *van.Message) (van.Van, van.Node) {
+	p := &pair{wdev: simgpu.New(0), sdev: simgpu.New(0), atWorker: make(chan *van.Message, 100), atServ: make(chan *van.Message, 100), blocking: &blocking{}}
+	node := func(role van.Role, id int, d *simgpu.Device, in chan *van.Message) (van.Van, van.Node) {
 		inner, err := net(van.Options{Config: env.Default()})
 		if err != nil {
 			t.Fatal(err)
@@ -211,10 +212,10 @@ func pushFromDeviceToDevice(t *testing.T, p *pair) {
 		if m.Vals.Ptr() != vals.Ptr() || m.Vals.Device() != gpu0.Device() || m.Done != van.Completion(done) || m.RequestTrace.PostSend == 0 {
 			t.Error("Send has changed the caller's message, or not stamped it")
 		}
-		clear(vantest.Raw(m.Vals)) // Send has copied it
+		clear(simgpu.Raw(m.Vals)) // Send has copied it
 		<-done
 		got := take(t, p.atServ)
-		if got.Vals.Device() != gpu0.Device() || !bytes.Equal(vantest.Raw(got.Vals), want) || got.Placed || got.Key != 5 {
+		if got.Vals.Device() != gpu0.Device() || !bytes.Equal(simgpu.Raw(got.Vals), want) || got.Placed || got.Key != 5 {
 			t.Errorf("round %d: %d bytes on %s arrived", round, got.Vals.Len(), got.Vals.Device())
 		}
 		got.Release()
@@ -257,7 +258,7 @@ func TestHeldMessages(t *testing.T) {
 		held = append(held, take(t, p.atServ))
 	}
 	for i, m := range held {
-		if vantest.Raw(m.Vals)[0] != byte(i) || vantest.Raw(m.Vals)[4999] != byte(i) {
+		if simgpu.Raw(m.Vals)[0] != byte(i) || simgpu.Raw(m.Vals)[4999] != byte(i) {
 			t.Errorf("message %d has another's bytes", i)
 		}
 	}
@@ -270,7 +271,7 @@ func TestHeldMessages(t *testing.T) {
 	if err := p.server.Close(ctx); err != nil {
 		t.Error(err)
 	}
-	if vantest.Raw(last.Vals)[0] != 0 {
+	if simgpu.Raw(last.Vals)[0] != 0 {
 		t.Error("the message that is still held has lost its bytes")
 	}
 	last.Release()
@@ -322,14 +323,14 @@ func registeredBuffer(t *testing.T, p *pair) {
 	if err := errors.Join(reg.RegisterRecvBuffer(9, 7, dst), reg.RegisterRecvBuffer(9, 8, backend.Bytes(make([]byte, 9)))); err != nil {
 		t.Fatal(err)
 	}
-	if err := reg.RegisterRecvBuffer(9, 9, vantest.NewDevice(4).Mem(make([]byte, 1))); !errors.Is(err, van.ErrInvalid) || !errors.Is(err, backend.ErrWrongDevice) {
+	if err := reg.RegisterRecvBuffer(9, 9, simgpu.New(4).Mem(make([]byte, 1))); !errors.Is(err, van.ErrInvalid) || !errors.Is(err, backend.ErrWrongDevice) {
 		t.Errorf("another device's buffer: %v", err)
 	}
 	if err := p.worker.Send(push(7, gpu0.Mem(bytes.Repeat([]byte{3}, 90)))); err != nil {
 		t.Fatal(err)
 	}
 	m := take(t, p.atServ)
-	if !m.Placed || m.Vals.Ptr() != dst.Ptr() || m.Vals.Len() != 90 || vantest.Raw(dst)[89] != 3 || vantest.Raw(dst)[90] != 0 {
+	if !m.Placed || m.Vals.Ptr() != dst.Ptr() || m.Vals.Len() != 90 || simgpu.Raw(dst)[89] != 3 || simgpu.Raw(dst)[90] != 0 {
 		t.Errorf("placed %t, %d bytes", m.Placed, m.Vals.Len())
 	}
 	m.Release()
@@ -398,7 +399,7 @@ func TestLimitsAndFailures(t *testing.T) {
 		t.Errorf("Send on a failed device: %v", err)
 	}
 	p.wdev.Fail(nil)
-	msg.Vals = vantest.NewDevice(3).Mem(make([]byte, 50))
+	msg.Vals = simgpu.New(3).Mem(make([]byte, 50))
 	if err := p.worker.Send(msg); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "tensor on gpu:3 but this node owns gpu:0") {
 		t.Errorf("another device's value: %v", err)
 	}
@@ -429,7 +430,7 @@ func manySenders(t *testing.T, p *pair) {
 	}
 	for range 800 {
 		m := take(t, p.atServ)
-		if b := vantest.Raw(m.Vals); b[0] != byte(m.Key) || b[len(b)-1] != byte(m.Key) {
+		if b := simgpu.Raw(m.Vals); b[0] != byte(m.Key) || b[len(b)-1] != byte(m.Key) {
 			t.Errorf("key %d has bytes of %d", m.Key, b[0])
 		}
 		m.Release()
@@ -480,7 +481,7 @@ func TestDirectRefused(t *testing.T) {
 			t.Fatal(err)
 		}
 		m := take(t, p.atServ)
-		if m.Vals.OnHost() || !bytes.Equal(vantest.Raw(m.Vals), bytes.Repeat([]byte{3}, 90)) {
+		if m.Vals.OnHost() || !bytes.Equal(simgpu.Raw(m.Vals), bytes.Repeat([]byte{3}, 90)) {
 			t.Errorf("%d bytes on %s", m.Vals.Len(), m.Vals.Device())
 		}
 		m.Release()

@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
 // TestPolicy: the command sets, lists and takes back what a running cluster does.

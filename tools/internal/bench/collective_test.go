@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af/collective"
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
 func TestCollectiveArguments(t *testing.T) {

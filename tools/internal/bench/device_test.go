@@ -9,12 +9,12 @@ import (
 	"testing"
 	"unsafe"
 
-	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-type pretended = vantest.Device
+type pretended = simgpu.Device
 
 // sharing is a pretended device whose memory does not begin where its allocation does.
 type sharing struct {
@@ -24,7 +24,7 @@ type sharing struct {
 }
 
 func newSharing(t *testing.T, id int) *sharing {
-	d := &sharing{pretended: vantest.NewDevice(id)}
+	d := &sharing{pretended: simgpu.New(id)}
 	t.Cleanup(func() {
 		if err := d.Close(); err != nil {
 			t.Error(err)
@@ -41,7 +41,7 @@ func (d *sharing) CopyAsync(dst, src backend.Mem, stream uintptr) error {
 func (d *sharing) Copy(dst, src backend.Mem) error {
 	err := d.pretended.Copy(dst, src)
 	if d.corrupt.Load() && dst.OnHost() && dst.Len() > 0 {
-		vantest.Raw(dst)[dst.Len()/2] ^= 1
+		simgpu.Raw(dst)[dst.Len()/2] ^= 1
 	}
 	return err
 }
@@ -73,7 +73,7 @@ func TestDeviceFloor(t *testing.T) {
 			s.close()
 			t.Fatal(err)
 		}
-		fill(vantest.Raw(c.e.send))
+		fill(simgpu.Raw(c.e.send))
 		for _, n := range []int{0, 3, 1} {
 			ns, err := c.measure(n)
 			if err != nil || len(ns) != n {
@@ -88,7 +88,7 @@ func TestDeviceFloor(t *testing.T) {
 		copied := make(chan struct{})
 		cd.Queue(c.e.stream, func() { close(copied) })
 		<-copied
-		if got := vantest.Raw(c.e.dst); !bytes.Equal(got, vantest.Raw(c.e.src)) || len(got) != size[0] {
+		if got := simgpu.Raw(c.e.dst); !bytes.Equal(got, simgpu.Raw(c.e.src)) || len(got) != size[0] {
 			t.Errorf("push %d: the server does not have it", size[0])
 		}
 		if a, b := cd.copies.Load(), sd.copies.Load(); a != 4 || b != 4 {

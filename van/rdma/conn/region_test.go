@@ -15,10 +15,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 const both = verbs.LocalWrite | verbs.RemoteWrite
@@ -480,7 +480,7 @@ func (e *exporter) ExportDMABuf(backend.Mem) (fd, offset int, err error) { retur
 // TestDMABufIsClosed: the descriptor of exported memory is closed when the memory is registered, or cannot be.
 func TestDMABufIsClosed(t *testing.T) {
 	dev, stack, _ := bare(t)
-	gpu := vantest.NewDevice(1)
+	gpu := simgpu.New(1)
 	defer gpu.Close()
 	mem := gpu.Mem(make([]byte, 4096))
 	for _, works := range []bool{true, false} {

@@ -61,7 +61,7 @@ func goroutines() map[string][]string {
 	found := map[string][]string{}
 	for _, s := range vantest.Stacks() {
 		at := strings.LastIndex(s, library)
-		if at < 0 || strings.Contains(s, "_test.go:") || strings.Contains(s, library+"van/vantest.") || strings.Contains(s, "testing.tRunner") {
+		if at < 0 || strings.Contains(s, "_test.go:") || strings.Contains(s, library+"tests/simgpu.") || strings.Contains(s, "testing.tRunner") {
 			continue
 		}
 		what, _, _ := strings.Cut(s[at:], "\n")

@@ -1,4 +1,4 @@
-package vantest
+package simgpu
 
 // Memory of a Device that other devices import: whole, or mapped from several allocations.
 

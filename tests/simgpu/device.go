@@ -1,4 +1,4 @@
-package vantest
+package simgpu
 
 // A simulated GPU for tests.
 
@@ -31,8 +31,8 @@ var _ interface {
 	backend.Sharer
 } = (*Device)(nil)
 
-// NewDevice returns a device with that id.
-func NewDevice(id int) *Device {
+// New returns a device with that id.
+func New(id int) *Device {
 	d := &Device{state: state{dev: backend.Device{Type: backend.GPU, ID: int32(id)}}}
 	d.memory = memory{st: &d.state, held: map[uint64][]byte{}}
 	d.streams = streams{st: &d.state, all: map[uintptr]*stream{}}

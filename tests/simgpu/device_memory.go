@@ -1,4 +1,4 @@
-package vantest
+package simgpu
 
 // What a Device is and how it is set, and its memory.
 

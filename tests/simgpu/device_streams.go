@@ -1,4 +1,4 @@
-package vantest
+package simgpu
 
 // Streams and events of a Device.
 

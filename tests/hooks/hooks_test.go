@@ -6,11 +6,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/hooks"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/vantest"
-	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // TestConformance: without hooks it is the van inside.
