@@ -208,6 +208,38 @@ func TestFinalizeDeadline(t *testing.T) {
 	})
 }
 
+// TestClosedInFinalize: a node that is closed while it waits in Finalize does not keep the scheduler, which stays for those who
+// still wait for their releases.
+func TestClosedInFinalize(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers = 2
+		c := testcluster.Start(t, o)
+		closed := make(chan error, 1)
+		go func() { closed <- c.Workers[0].Finalize(t.Context()) }()
+		vantest.Eventually(t, 10*time.Second, "the request of worker 0 is counted", func() bool {
+			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+			defer cancel()
+			err := c.Scheduler.InstanceBarrier(ctx, 0, van.AllNodes)
+			return err != nil && strings.Contains(err.Error(), "2 of 4 requests")
+		})
+		c.Workers[0].Close()
+		vantest.Fails(t, <-closed, van.ErrClosed)
+		left := make(chan error, 3)
+		start := time.Now()
+		for _, n := range []*postoffice.Node{c.Scheduler, c.Servers[0], c.Workers[1]} {
+			go func() { left <- n.Finalize(t.Context()) }()
+		}
+		for range 3 {
+			if err := <-left; err != nil {
+				t.Error(err)
+			}
+		}
+		if d := time.Since(start); d > 8*time.Second {
+			t.Errorf("the others left after %s: the scheduler has stayed for who was closed", d)
+		}
+	})
+}
+
 // TestOnExit: exit functions run once, the last one first, when the node has left.
 func TestOnExit(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})

@@ -178,6 +178,10 @@ func (c *control) await(ctx context.Context, op string, begin func(time.Duration
 	case <-c.life.failed:
 		return c.life.err
 	case <-c.life.closing:
+		c.step(func(time.Duration) {
+			delete(c.waiters, ticket)
+			c.machine.CancelBarrier(ticket)
+		})
 		return &van.Error{Op: op, Node: c.self.Name(), Elapsed: time.Since(start), Err: van.ErrClosed}
 	case <-ctx.Done():
 		missing, hint := "", ""

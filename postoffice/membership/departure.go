@@ -13,8 +13,8 @@ import (
 
 const (
 	releaseRepeat  = time.Second
+	maxCut         = 10 * time.Second // instead of Config.HeartbeatTimeout, if that is longer or 0
 	departureSlack = 5 * time.Second  // for connections to be made again after a cut that was too short for anybody to be dead
-	quietTimeout   = 10 * time.Second // in place of Config.HeartbeatTimeout where that is 0
 )
 
 type departure struct {
@@ -30,13 +30,13 @@ type departure struct {
 
 // limit is how long the scheduler waits at most: until a node that was cut off shortly before has been heard again, or is dead.
 func (d *departure) limit() time.Duration {
-	if d.cfg.HeartbeatTimeout == 0 {
-		return quietTimeout + departureSlack
+	if t := d.cfg.HeartbeatTimeout; 0 < t && t < maxCut {
+		return t + departureSlack
 	}
-	return d.cfg.HeartbeatTimeout + departureSlack
+	return maxCut + departureSlack
 }
 
-// begin waits for the nodes of this library among those who came to the last barrier. Those of the original do not say
+// begin waits for the nodes of this library that came to the last barrier at the end of their programs. Others do not say
 // that they have their releases. Who has given up, or been dead for longer than the limit, is not waited for.
 func (d *departure) begin(now time.Duration, key gatherKey, came []arrival) {
 	d.open, d.key, d.again, d.until = true, key, now+releaseRepeat, now+d.limit()
@@ -45,7 +45,7 @@ func (d *departure) begin(now time.Duration, key gatherKey, came []arrival) {
 		switch {
 		case a.id == van.SchedulerID:
 			d.own = named(a.stamp)
-		case !a.gone && d.table.native(a.id) && !(d.alive.isDown(a.id) && now-d.alive.peers[a.id].since >= d.limit()):
+		case a.final && !a.gone && d.table.native(a.id) && !(d.alive.isDown(a.id) && now-d.alive.peers[a.id].since >= d.limit()):
 			d.waits[a.id] = named(a.stamp)
 		}
 	}
@@ -61,8 +61,8 @@ func (d *departure) leave() {
 }
 
 // heard notes that a node waits no more for the release of a request.
-func (d *departure) heard(from int, request uint64) {
-	if d.waits[from] == request {
+func (d *departure) heard(from int, key gatherKey, request uint64) {
+	if d.key == key && d.waits[from] == request {
 		delete(d.waits, from)
 		d.leave()
 	}
@@ -88,6 +88,9 @@ func (d *departure) text() string {
 }
 
 func (d *departure) tick(now time.Duration) {
+	if late := now - d.again; d.open && late > releaseRepeat { // this process stood still, and has not read what came
+		d.until += late
+	}
 	switch {
 	case !d.open:
 	case now >= d.until:

@@ -250,13 +250,14 @@ func (s *gathers) released(from int, msg *van.Meta, n notice) error {
 	if s.life.phase != ready || !s.table.has(from) || !s.table.native(from) {
 		return s.table.bad(from, msg, "sender", from, "a node of this cluster and of this library")
 	}
-	if g := s.open[gatherKey{n.group, n.instance}]; g != nil {
+	key := gatherKey{n.group, n.instance}
+	if g := s.open[key]; g != nil {
 		for i := range g.came {
 			a := &g.came[i]
 			a.gone = a.gone || a.id == from && named(a.stamp) == msg.Key
 		}
 	}
-	s.leaves.heard(from, msg.Key)
+	s.leaves.heard(from, key, msg.Key)
 	return nil
 }
 

@@ -48,6 +48,9 @@ func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
 			p.watch.introduce(n.ID)
 			return
 		}
+		if p.gathers.leaves.open {
+			break
+		}
 		if h := p.alive.peers[n.ID]; h.down == 0 && h.beats && p.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.heard) {
 			// The member may be alive, and the registration false.
 			p.claims[n.ID] = &join{node: rec, stamp: stamp, since: now}
@@ -59,6 +62,10 @@ func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
 			return
 		}
 		break
+	}
+	if p.gathers.leaves.open { // it registers again with the next scheduler here
+		p.out.emit(Warning{Text: describe(&rec) + " comes to a cluster that has ended"})
+		return
 	}
 	if id := p.dead(&rec); id != van.Empty {
 		p.give(now, id, rec, stamp)

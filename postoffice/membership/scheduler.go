@@ -323,10 +323,6 @@ func (s *scheduler) settle(now time.Duration) {
 // replace gives a node that comes to a cluster which has formed the place of a dead one, holds it while one may be
 // dead, or refuses it.
 func (s *scheduler) replace(now time.Duration, j *join) {
-	if s.gathers.leaves.open {
-		s.refusals.refuse(now, &j.node, "the cluster has ended: all nodes have called Finalize")
-		return
-	}
 	if !s.places.doubtful(&j.node) || !s.joins.hold(now, j) {
 		s.places.register(now, j.node, j.stamp)
 	}

@@ -248,7 +248,7 @@ func (c *tickets) withdraw(t *ticket) {
 
 // isOver tells a scheduler of this library, which stays for it, that t at the end of a program is over on b's node.
 func (t *ticket) isOver(b *base) {
-	if !b.table.isScheduler() && b.table.native(van.SchedulerID) {
+	if !b.table.isScheduler() && b.table.native(van.SchedulerID) && !b.alive.isDown(van.SchedulerID) && !b.life.rejoining {
 		b.out.tellAbout(van.SchedulerID, notice{verb: verbReleased, group: t.group, instance: t.instance}, named(t.stamp))
 	}
 }
