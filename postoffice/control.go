@@ -178,20 +178,17 @@ func (c *control) await(ctx context.Context, op string, begin func(time.Duration
 	case <-c.life.failed:
 		return c.life.err
 	case <-c.life.closing:
-		c.step(func(time.Duration) {
-			delete(c.waiters, ticket)
-			c.machine.CancelBarrier(ticket)
-		})
-		return &van.Error{Op: op, Node: c.self.Name(), Elapsed: time.Since(start), Err: van.ErrClosed}
+		err = van.ErrClosed
 	case <-ctx.Done():
-		missing, hint := "", ""
-		c.step(func(time.Duration) {
-			delete(c.waiters, ticket)
-			missing, hint = c.machine.Missing(ticket)
-			c.machine.CancelBarrier(ticket)
-		})
-		return &van.Error{Op: op, Node: c.self.Name(), Detail: missing, Elapsed: time.Since(start), Err: timeout(context.Cause(ctx)), Hint: hint}
+		err = timeout(context.Cause(ctx))
 	}
+	missing, hint := "", ""
+	c.step(func(time.Duration) {
+		delete(c.waiters, ticket)
+		missing, hint = c.machine.Missing(ticket)
+		c.machine.CancelBarrier(ticket)
+	})
+	return &van.Error{Op: op, Node: c.self.Name(), Detail: missing, Elapsed: time.Since(start), Err: err, Hint: hint}
 }
 
 func (c *control) endBarrier(ticket int, err error) {

@@ -19,7 +19,6 @@ const (
 
 type departure struct {
 	base
-	open  bool // from the end of the last barrier to that of the scheduler's wait
 	key   gatherKey
 	own   uint64         // names the scheduler's own request
 	waits map[int]uint64 // by id, the requests of those who are not known to have their releases
@@ -39,7 +38,7 @@ func (d *departure) limit() time.Duration {
 // begin waits for the nodes of this library that came to the last barrier at the end of their programs. Others do not say
 // that they have their releases. Who has given up, or been dead for longer than the limit, is not waited for.
 func (d *departure) begin(now time.Duration, key gatherKey, came []arrival) {
-	d.open, d.key, d.again, d.until = true, key, now+releaseRepeat, now+d.limit()
+	d.key, d.again, d.until = key, now+releaseRepeat, now+d.limit()
 	d.waits = map[int]uint64{}
 	for _, a := range came {
 		switch {
@@ -52,17 +51,19 @@ func (d *departure) begin(now time.Duration, key gatherKey, came []arrival) {
 	d.leave()
 }
 
+// open tells whether the last barrier is over and the scheduler stays.
+func (d *departure) open() bool { return len(d.waits) > 0 }
+
 // leave ends the scheduler's own wait, if there is nobody to wait for.
 func (d *departure) leave() {
-	if d.open && len(d.waits) == 0 {
-		d.open = false
+	if !d.open() {
 		d.out.release(van.SchedulerID, d.key.instance, 0, 0, d.own)
 	}
 }
 
 // heard notes that a node waits no more for the release of a request.
 func (d *departure) heard(from int, key gatherKey, request uint64) {
-	if d.key == key && d.waits[from] == request {
+	if want, waits := d.waits[from]; waits && d.key == key && want == request {
 		delete(d.waits, from)
 		d.leave()
 	}
@@ -70,14 +71,14 @@ func (d *departure) heard(from int, key gatherKey, request uint64) {
 
 // repeat sends a node that may lack its release another one.
 func (d *departure) repeat(id int) {
-	if request, ok := d.waits[id]; ok && d.open {
+	if request, ok := d.waits[id]; ok {
 		d.out.release(id, d.key.instance, 0, 0, request)
 	}
 }
 
 // text says whom the scheduler waits for, "" if for nobody.
 func (d *departure) text() string {
-	if !d.open {
+	if !d.open() {
 		return ""
 	}
 	var names []string
@@ -88,11 +89,11 @@ func (d *departure) text() string {
 }
 
 func (d *departure) tick(now time.Duration) {
-	if late := now - d.again; d.open && late > releaseRepeat { // this process stood still, and has not read what came
+	if late := now - d.again; d.open() && late > releaseRepeat { // this process stood still, and has not read what came
 		d.until += late
 	}
 	switch {
-	case !d.open:
+	case !d.open():
 	case now >= d.until:
 		d.out.emit(Warning{Text: fmt.Sprintf("%s: leaves after %s: %s", d.table.name(), d.limit(), d.text())})
 		clear(d.waits)
@@ -110,7 +111,7 @@ func (d *departure) tick(now time.Duration) {
 }
 
 func (d *departure) next() time.Duration {
-	if !d.open {
+	if !d.open() {
 		return math.MaxInt64
 	}
 	return min(d.again, d.until)

@@ -89,6 +89,9 @@ func (l *liveness) isDown(id int) bool {
 	return h != nil && h.down != 0
 }
 
+// unreachable tells whether the scheduler cannot be asked now.
+func (l *liveness) unreachable() bool { return l.isDown(van.SchedulerID) || l.life.rejoining }
+
 // heard notes that a message of from has come, and tells whether from was taken for silent.
 func (l *liveness) heard(now time.Duration, from int) bool {
 	h := l.peers[from]

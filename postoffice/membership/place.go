@@ -48,7 +48,7 @@ func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
 			p.watch.introduce(n.ID)
 			return
 		}
-		if p.gathers.leaves.open {
+		if p.gathers.leaves.open() {
 			break
 		}
 		if h := p.alive.peers[n.ID]; h.down == 0 && h.beats && p.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.heard) {
@@ -63,7 +63,7 @@ func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
 		}
 		break
 	}
-	if p.gathers.leaves.open { // it registers again with the next scheduler here
+	if p.gathers.leaves.open() { // it registers again with the next scheduler here
 		p.out.emit(Warning{Text: describe(&rec) + " comes to a cluster that has ended"})
 		return
 	}

@@ -157,7 +157,7 @@ func (c *tickets) call(now time.Duration, t ticket) (int, error) {
 
 // ask sends the requests that need not wait for an earlier barrier.
 func (c *tickets) ask() {
-	if c.alive.isDown(van.SchedulerID) || c.life.rejoining {
+	if c.alive.unreachable() {
 		return
 	}
 	named := c.table.native(van.SchedulerID)
@@ -234,21 +234,24 @@ func (t *ticket) hint(b *base) string {
 // after a lost connection, until there is a new request for the barrier. The request of
 // Finalize stays: a node that gives up there leaves, which is told as well.
 func (c *tickets) withdraw(t *ticket) {
-	if t.sent && t.final {
+	switch {
+	case !t.sent || c.life.leaving:
+		return
+	case t.final:
 		t.isOver(&c.base)
-	}
-	if !t.sent || t.final || !c.table.isScheduler() && !c.table.native(van.SchedulerID) || failpoint.On("abandon") {
+		return
+	case !c.table.isScheduler() && !c.table.native(van.SchedulerID) || failpoint.On("abandon"):
 		return
 	}
 	c.withdrawn = append(c.withdrawn, t)
-	if !c.alive.isDown(van.SchedulerID) && !c.life.rejoining {
+	if !c.alive.unreachable() {
 		c.out.tellAbout(van.SchedulerID, t.withdrawal(), named(t.stamp))
 	}
 }
 
 // isOver tells a scheduler of this library, which stays for it, that t at the end of a program is over on b's node.
 func (t *ticket) isOver(b *base) {
-	if !b.table.isScheduler() && b.table.native(van.SchedulerID) && !b.alive.isDown(van.SchedulerID) && !b.life.rejoining {
+	if !b.table.isScheduler() && b.table.native(van.SchedulerID) && !b.alive.unreachable() {
 		b.out.tellAbout(van.SchedulerID, notice{verb: verbReleased, group: t.group, instance: t.instance}, named(t.stamp))
 	}
 }
@@ -437,7 +440,7 @@ func (c *tickets) failWithoutScheduler(now time.Duration) {
 
 // schedulerDeadline is when barriers that wait for a lost scheduler fail.
 func (c *tickets) schedulerDeadline() time.Duration {
-	if (c.alive.isDown(van.SchedulerID) || c.life.rejoining) && slices.ContainsFunc(c.open, c.needsScheduler) {
+	if c.alive.unreachable() && slices.ContainsFunc(c.open, c.needsScheduler) {
 		return c.alive.peers[van.SchedulerID].since + c.cfg.ReplaceTimeout
 	}
 	return math.MaxInt64
