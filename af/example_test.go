@@ -8,7 +8,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
 // cluster runs a scheduler, a server and a worker in this process. Usually each is a

@@ -8,7 +8,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
 // A cluster of a scheduler, a server that sums, and a worker, all in this process.

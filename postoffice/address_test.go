@@ -7,9 +7,9 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/resend"
 )
 

@@ -15,9 +15,9 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
 // unconnectable is a van that cannot connect, as when a process has no more

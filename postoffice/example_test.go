@@ -7,8 +7,8 @@ import (
 	"sync"
 
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
 // A cluster of a scheduler, a server and two workers, all in this process: ranks, a

@@ -5,7 +5,7 @@
 // # Layers
 //
 // Below this package is van/backend, the memory that data frames point to.
-// Above it are the transports, one package each (van/zmq, van/rdma, van/inproc),
+// Above it are the transports, one package each (van/zmq, van/rdma),
 // around them van/local for peers of the same host and van/stage for values on
 // devices, and on top of those postoffice, kv and af, which see only the Van
 // interface. A van knows addresses and bytes. It does not know who belongs to the cluster (that

@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
 // Three workers gather what each of them has, and add up a vector.

@@ -9,7 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/kv/session"
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
 // Example multiplies a vector with a matrix whose columns are divided among two ranks. The

@@ -7,10 +7,10 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 

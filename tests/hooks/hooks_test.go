@@ -7,9 +7,9 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/tests/hooks"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 

@@ -13,9 +13,9 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
 // Options say what cluster to start.

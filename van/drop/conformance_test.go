@@ -3,9 +3,9 @@ package drop_test
 import (
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/drop"
-	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 

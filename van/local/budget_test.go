@@ -8,9 +8,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
-	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 

@@ -6,9 +6,9 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/local"
 	"github.com/stepaf/stepaf-go/van/vantest"
 	"github.com/stepaf/stepaf-go/van/zmq"

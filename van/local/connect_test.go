@@ -9,7 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
 // TestConnectGoesOn: Connect does not wait for a peer that takes its time. What is sent

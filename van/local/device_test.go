@@ -11,12 +11,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
 // devicePair makes worker 9 on gpu 1 and server 8 on gpu 2, linked both ways.

@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
 // dialVar is the variable that makes the test binary a process that connects to a

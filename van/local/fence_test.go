@@ -10,9 +10,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
 // TestFenced: a process whose place another one has taken is not heard any more, whatever

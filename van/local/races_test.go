@@ -6,9 +6,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
 // TestNoWakeUpIsLost: what comes just when a node goes to sleep wakes it. It does not

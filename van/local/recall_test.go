@@ -6,9 +6,9 @@ import (
 	"reflect"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
 // TestRecall: what is put into the memory of requests that were given up, which the

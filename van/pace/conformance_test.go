@@ -3,8 +3,8 @@ package pace_test
 import (
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/pace"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )

@@ -4,9 +4,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/drop"
-	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/resend"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )

@@ -19,10 +19,10 @@ import (
 	"testing/fstest"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"

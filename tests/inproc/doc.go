@@ -1,5 +1,5 @@
 // Package inproc is a van between nodes of one process: for tests, simulated
-// clusters, and programs that run several roles.
+// clusters and examples.
 //
 // Nodes that communicate share a Network, which has its own addresses; none of it
 // is visible outside the process. A value is copied once, when it is sent, into a

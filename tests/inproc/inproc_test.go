@@ -9,10 +9,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
-	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
 const limit = 20 * time.Second
