@@ -60,7 +60,9 @@ type inboundDialect interface {
 	returnsCredits() bool
 	// control takes a SEND that is no slot request. known is false for one that cannot be.
 	control(c *verbs.Completion, t *trailer) (known bool)
-	// split finds the meta, and what lies behind it, in what was written to a slot.
+	// before finds where the message before the last one of b ends, which was written to a slot; 0: there is none.
+	before(b []byte) (end int, err error)
+	// split finds the meta, and what lies behind it, in one of those.
 	split(b []byte, t *trailer) (meta, behind []byte, err error)
 	// frames finds the frames of a message in slot l.
 	frames(rx *received, l *receiveSlot, t *trailer, behind []byte) error

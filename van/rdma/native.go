@@ -130,7 +130,11 @@ func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
 }
 
 func (d *nativeOut) trailer(o *outgoing, inMeta bool) (trailer, bool) {
-	return trailer{packed: !o.singleKey, placed: o.direct && !inMeta, frames: o.frames, lens: o.lens, inMeta: inMeta, metaLen: len(o.meta)}, true
+	t := trailer{packed: !o.singleKey, placed: o.direct && !inMeta, frames: o.frames, lens: o.lens, inMeta: inMeta}
+	if inMeta {
+		t.metaLen = len(o.meta)
+	}
+	return t, true
 }
 
 // nativeIn is the dialect of a connection that a native node has opened.
@@ -244,6 +248,17 @@ func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
 		return false
 	}
 	return true
+}
+
+func (d nativeIn) before(b []byte) (end int, err error) {
+	const least = rawMeta + trailerLen
+	if len(b) < least {
+		return 0, nil // split refuses it
+	}
+	if end = int(le.Uint16(b[len(b)-trailerLen+offBefore:])); end > 0 && (end < least || aligned(end) > len(b)-least) {
+		return 0, &van.FieldError{Field: "trailer end of the message before", Value: end, Want: fmt.Sprintf("0, or %d to %d", least, len(b)-least)}
+	}
+	return end, nil
 }
 
 func (d nativeIn) split(b []byte, t *trailer) (meta, behind []byte, err error) {

@@ -74,7 +74,7 @@ func (v *node) PathTo(int) van.Path { return van.Path{Over: "ibverbs", Device: t
 
 // hello is what this node says of itself.
 func (v *node) hello(epoch uint32) hello {
-	return hello{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, native: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}
+	return hello{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, native: true, bundles: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}
 }
 
 func (v *node) rememberConn(serial uint32, c *connection) {

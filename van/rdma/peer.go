@@ -75,6 +75,8 @@ type link struct {
 	// numbered: control messages have numbers, so that those that may have arrived can be
 	// sent again.
 	numbered    bool
+	bundles     bool   // small messages that leave together go in one write
+	bundle      bundle // the last of them
 	connectedAs int    // the id that this node had when it connected
 	process     uint32 // the incarnation with which the peer answered; 0: it did not say
 	class       int    // the traffic class, or unset
@@ -116,6 +118,7 @@ func (p *peer) flush(more bool) {
 	if l == nil || l.Unposted() == 0 || more && l.Unposted() < maxHeld {
 		return
 	}
+	l.bundle = bundle{}
 	if err := l.Post(); err != nil {
 		l.fail(asLost(err))
 	}

@@ -89,6 +89,10 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		wr = l.Staged(wr, meta)
 	}
 	l.Add(id, 0, wr)
+	l.bundle = bundle{}
+	if l.bundles && o.fitsBundle() {
+		l.bundle = bundle{record: id, end: n, room: min(at.MetaLen, len(stage))}
+	}
 	r.Note.done, r.Note.data = o.done, !o.control
 	if o.control && l.numbered {
 		l.seq++

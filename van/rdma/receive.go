@@ -63,16 +63,25 @@ func (d *device) notification(in *inbound, c *verbs.Completion) {
 		in.malformed(&van.FieldError{Field: "slot", Value: c.Imm, Want: "one that this connection was given"})
 		return
 	}
-	rx, err := d.decode(in, l, c)
-	if rx == nil {
-		if err != nil {
-			in.malformed(err)
+	held, consumed := false, !l.Held()
+	messages, err := d.messages(in, l, c)
+	for i := 0; i < len(messages) && err == nil; i++ {
+		var rx *received
+		if rx, err = d.decode(in, l, messages[i], held); rx != nil {
+			held, consumed = held || rx.slot != nil, true
+			d.arrived(in, rx)
 		}
-		if !l.Held() {
-			d.slotConsumed(in, l)
-		}
-		return
 	}
+	if err != nil {
+		in.malformed(err)
+	}
+	if !held && consumed {
+		d.slotConsumed(in, l)
+	}
+}
+
+// arrived puts rx behind what has come before it.
+func (d *device) arrived(in *inbound, rx *received) {
 	if len(in.held) > 0 || rx.splits > in.splits {
 		if len(in.held) >= maxIndex {
 			in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.held)))
@@ -123,14 +132,35 @@ func (d *device) slotConsumed(in *inbound, l *receiveSlot) {
 	in.returnCredit(l)
 }
 
-// decode makes a message of a notification. A nil rxMsg with a nil error is no
-// message, but nothing wrong either.
-func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*received, error) {
+// messages finds what has been written to l, in order.
+func (d *device) messages(in *inbound, l *receiveSlot, c *verbs.Completion) ([][]byte, error) {
 	b := l.Memory.meta.Mem
 	if c.Len < rawMeta || int(c.Len) > len(b) {
 		return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", c.Len), Want: fmt.Sprintf("%d to %d", rawMeta, len(b))}
 	}
-	b = b[:c.Len]
+	var ends [maxBundle]int
+	n := 0
+	for end := int(c.Len); n == 0 || end > 0; n++ {
+		if n == maxBundle {
+			return nil, &van.FieldError{Field: "messages in one write", Value: fmt.Sprint("more than ", n), Want: fmt.Sprintf("up to %d", n)}
+		}
+		ends[n] = end
+		var err error
+		if end, err = in.dialect.before(b[:end]); err != nil {
+			return nil, err
+		}
+	}
+	from := 0
+	for i := range n {
+		end := ends[n-1-i]
+		d.written[i], from = b[from:end:end], aligned(end)
+	}
+	return d.written[:n], nil
+}
+
+// decode makes a message of what was written to l. With again, another one of the same write lies there. A nil
+// message with a nil error is none, but nothing wrong either.
+func (d *device) decode(in *inbound, l *receiveSlot, b []byte, again bool) (*received, error) {
 	t := &d.trailer
 	*t = trailer{}
 	b, behind, err := in.dialect.split(b, t) // behind is the frames, when they lie with the meta
@@ -178,7 +208,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*rece
 			m.Release()
 			return nil, nil // the connection has ended
 		}
-		if over {
+		if over && !again {
 			if err := in.dialect.overwrite(rx.slot, m.Key); err != nil {
 				m.Release()
 				return nil, err
@@ -191,8 +221,6 @@ func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*rece
 		if d.v.slots.End(l) {
 			in.freeSlot(l)
 		}
-	} else {
-		d.slotConsumed(in, l)
 	}
 	d.v.stats.received(len(b) + m.PayloadLen())
 	return rx, nil

@@ -126,6 +126,11 @@ func (v *node) Flush(id int) {
 // pump does what the rendezvous says, as long as the link has room. p.mu is held.
 func (p *peer) pump() {
 	for l := p.link; l != nil && l.HasRoom(); {
+		if o, ok := p.sender.First(); ok && l.bundle.takes(l, o) {
+			p.sender.TakeFirst()
+			p.join(o)
+			continue
+		}
 		a, ok := p.sender.Next()
 		if !ok {
 			return

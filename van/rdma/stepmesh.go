@@ -124,6 +124,8 @@ func (d stepmeshIn) outgrown(*start) {}
 
 func (d stepmeshIn) control(*verbs.Completion, *trailer) (known bool) { return false }
 
+func (d stepmeshIn) before([]byte) (end int, err error) { return 0, nil }
+
 func (d stepmeshIn) split(b []byte, _ *trailer) (meta, behind []byte, err error) { return b, nil, nil }
 
 func (d stepmeshIn) overwrite(l *receiveSlot, key uint64) error {

@@ -51,6 +51,7 @@ const (
 	offEpoch         = 28
 	offQPIndex       = 32
 	offQPCount       = 33
+	offTakes         = 34
 	offReason        = 34 // of a rejection, a text
 	offCode          = 28 // of a rejection
 	offIncarn        = 36
@@ -60,6 +61,9 @@ const (
 	offNodePort      = 4
 	offNodeHost      = 6
 )
+
+// takesBundles, at offTakes: see hello.bundles.
+const takesBundles = 1
 
 // hello is what one end says of itself when a queue pair is connected.
 type hello struct {
@@ -71,6 +75,7 @@ type hello struct {
 	epoch   uint32 // of the connection; the same for all its queue pairs
 	qp      int    // number of the queue pair, from 0
 	qpCount int
+	bundles bool // it takes several messages in one write
 	// incarnation is that of the process; 0 is not said.
 	incarnation uint32
 }
@@ -96,6 +101,9 @@ func (h *hello) encode() []byte {
 	le.PutUint32(b[offMagic:], magic)
 	le.PutUint32(b[offEpoch:], h.epoch)
 	b[offQPIndex], b[offQPCount] = byte(h.qp), byte(h.qpCount)
+	if h.bundles {
+		b[offTakes] = takesBundles
+	}
 	le.PutUint32(b[offIncarn:], h.incarnation)
 	return b
 }
@@ -114,6 +122,7 @@ func decodeHello(b []byte) (hello, error) {
 	if len(b) >= nativeContextLen && le.Uint32(b[offMagic:]) == magic {
 		h.native, h.epoch = true, le.Uint32(b[offEpoch:])
 		h.qp, h.qpCount = int(b[offQPIndex]), int(b[offQPCount])
+		h.bundles = b[offTakes]&takesBundles != 0
 		h.incarnation = le.Uint32(b[offIncarn:])
 		if h.qp >= h.qpCount {
 			return h, &van.FieldError{Field: "private data: queue pair", Value: h.qp, Want: fmt.Sprintf("below their number, %d", h.qpCount)}
@@ -272,6 +281,7 @@ type trailer struct {
 	numbered bool // of a control message: lens[0] is its number, lens[1] tells its senders apart
 	inMeta   bool // the frames lie between the meta and the trailer
 	metaLen  int  // of the meta, when inMeta
+	before   int  // where the message before it, in the same write, ends; 0: there is none
 	recalled bool // the request was given up before it had left: its value may be another one
 }
 
@@ -289,8 +299,11 @@ const (
 	trailerRecalled // set where the trailer lies, after it was put there
 )
 
-// Offset of the meta's length in a trailer.
-const offMetaLen = 60
+// Offsets of the meta's length and of the end of the message before in a trailer. Both lie in one cell.
+const (
+	offMetaLen = 60
+	offBefore  = 62
+)
 
 // Offset of the flags, of which those in use fit a byte.
 const offFlags = 4
@@ -316,7 +329,8 @@ func (t *trailer) put(b []byte) {
 	}
 	le.PutUint32(b, magic)
 	le.PutUint16(b[offFlags:], flags)
-	le.PutUint32(b[offMetaLen:], uint32(t.metaLen))
+	le.PutUint16(b[offMetaLen:], uint16(t.metaLen))
+	le.PutUint16(b[offBefore:], uint16(t.before))
 	b[6], b[7] = byte(t.n), byte(t.frames)
 	for i, n := range t.lens {
 		le.PutUint32(b[8+4*i:], n)
@@ -334,7 +348,7 @@ func (t *trailer) get(b []byte) error {
 	flags := le.Uint16(b[offFlags:])
 	t.packed, t.placed, t.inMeta = flags&trailerPacked != 0, flags&trailerPlaced != 0, flags&trailerInMeta != 0
 	t.numbered, t.recalled = flags&trailerNumbered != 0, flags&trailerRecalled != 0
-	t.metaLen = int(min(le.Uint32(b[offMetaLen:]), maxMeta))
+	t.metaLen, t.before = int(le.Uint16(b[offMetaLen:])), int(le.Uint16(b[offBefore:]))
 	t.n, t.frames = int(b[6]), int(b[7])
 	if t.n > maxCredits {
 		return &van.FieldError{Field: "trailer credits", Value: t.n, Want: fmt.Sprintf("0 to %d", maxCredits)}

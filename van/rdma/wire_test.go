@@ -160,6 +160,8 @@ func FuzzTrailer(f *testing.F) {
 	f.Add(b)
 	(&trailer{inMeta: true, metaLen: 300, frames: 2}).put(b)
 	f.Add(bytes.Clone(b))
+	(&trailer{frames: 2, before: 352}).put(b)
+	f.Add(bytes.Clone(b))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var x trailer
 		if err := x.get(b); err != nil {

@@ -385,6 +385,22 @@ func (s *Sender[T]) nextOf(l *lane[T]) (a Action[T], ok bool) {
 	return s.considerRequest(l, 0, need)
 }
 
+// First is the first message that waits and is no one-shot.
+func (s *Sender[T]) First() (item T, ok bool) {
+	l := &s.lanes[1]
+	if !s.connected || l.q.len() == 0 {
+		return item, false
+	}
+	return l.q.at(0).item, true
+}
+
+// TakeFirst takes First, which needs no slot of its own.
+func (s *Sender[T]) TakeFirst() {
+	l := &s.lanes[1]
+	s.popFirst(l)
+	l.changed = true
+}
+
 func (s *Sender[T]) popFirst(l *lane[T]) T {
 	w := l.q.pop()
 	l.head++

@@ -91,8 +91,7 @@ func (p *SendQueue[T]) Begin() (id uint32, r *Record[T], stage []byte, ok bool) 
 	}
 	id = p.free[len(p.free)-1]
 	p.free = p.free[:len(p.free)-1]
-	stage = p.stage.Mem.Host()[int(id)*p.stageEach : (int(id)+1)*p.stageEach]
-	return id, &p.recs[id], stage, true
+	return id, &p.recs[id], p.StageOf(id), true
 }
 
 // Add appends a work request on queue pair q.
@@ -108,6 +107,23 @@ func (p *SendQueue[T]) Add(id uint32, q int, wr verbs.SendWR) {
 	p.unposted = append(p.unposted, wr)
 }
 
+// Last returns the work request that was added last, if it is one of record id and has not been posted, or nil.
+func (p *SendQueue[T]) Last(id uint32) *verbs.SendWR {
+	n := len(p.unposted)
+	if n == 0 {
+		return nil
+	}
+	if _, last := RecordOf(p.unposted[n-1].ID); last != id {
+		return nil
+	}
+	return &p.unposted[n-1]
+}
+
+// StageOf is the staging memory of record id.
+func (p *SendQueue[T]) StageOf(id uint32) []byte {
+	return p.stage.Mem.Host()[int(id)*p.stageEach : (int(id)+1)*p.stageEach]
+}
+
 // RecordOf returns the queue pair and the record of a work request's ID.
 func RecordOf(id uint64) (q int, record uint32) { return int(id >> 24 & 0xff), uint32(id) & 0xffffff }
 
@@ -117,7 +133,7 @@ func (p *SendQueue[T]) Staged(wr verbs.SendWR, b []byte) verbs.SendWR {
 	if len(b) <= p.Inline {
 		wr.Flags |= verbs.Inline
 	} else {
-		wr.LKey = p.stage.MR.LKey()
+		wr.Flags, wr.LKey = wr.Flags&^verbs.Inline, p.stage.MR.LKey()
 	}
 	return wr
 }

@@ -1,0 +1,235 @@
+package rdma
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// notifications counts the writes with a notification of each node.
+func (r *rig) notifications(nodes ...*testNode) []*atomic.Int64 {
+	counts := make([]*atomic.Int64, len(nodes))
+	for i := range counts {
+		counts[i] = new(atomic.Int64)
+	}
+	r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
+		for i, n := range nodes {
+			if wr.Stack == n.stack && wr.Op == verbs.OpWriteImm {
+				counts[i].Add(1)
+			}
+		}
+		return verbs.StatusOK
+	})
+	return counts
+}
+
+// more says that another message follows at once.
+func more(m *van.Message) *van.Message {
+	m.More = true
+	return m
+}
+
+// TestBundle: the small messages of a call, and its answers, are one write each way, arrive in order, and give their
+// slot back once, when the last value in it is released. Towards a node that does not say that it takes bundles each
+// message has its write.
+func TestBundle(t *testing.T) {
+	for _, takes := range []bool{true, false} {
+		t.Run(fmt.Sprintf("taken=%v", takes), func(t *testing.T) {
+			r := newRig(t)
+			w, s := r.pair()
+			for _, end := range [][2]*testNode{{w, s}, {s, w}} {
+				p := (*end[0].peers.Load())[end[1].who.ID]
+				p.mu.Lock()
+				if !p.link.bundles {
+					t.Error("a node of this library does not say that it takes bundles")
+				}
+				p.link.bundles = takes
+				p.mu.Unlock()
+			}
+			dst := make([]byte, 700)
+			round := func(i int) {
+				w.must(more(push(s, 1, 3*i, value(500, i))))
+				w.must(more(push(s, 2, 3*i+1, value(300, i+1))))
+				w.must(pull(s, 3, 3*i+2, dst))
+				var in []*van.Message
+				for k, n := range []int{500, 300, 0} {
+					m := s.next()
+					if int(m.Timestamp) != 3*i+k || !m.Request || m.Push != (k < 2) {
+						t.Fatalf("message %d of round %d is %v", k, i, &m.Meta)
+					}
+					if m.Vals.Len() != n || n > 0 && !bytes.Equal(m.Vals.Host(), value(n, i+k)) {
+						t.Fatalf("message %d of round %d has %d bytes, or wrong ones, want %d", k, i, m.Vals.Len(), n)
+					}
+					in = append(in, m)
+				}
+				for k, m := range in[:2] {
+					a := push(w, m.Key, int(m.Timestamp), nil)
+					a.Request = false
+					s.must(more(a))
+					if i%2 == k {
+						m.Release()
+						in[k] = nil
+					}
+				}
+				s.must(answer(in[2], value(700, i)))
+				for k := range 3 {
+					m := w.next()
+					if int(m.Timestamp) != 3*i+k || m.Request {
+						t.Fatalf("answer %d of round %d is %v", k, i, &m.Meta)
+					}
+					m.Release()
+				}
+				if !bytes.Equal(dst, value(700, i)) {
+					t.Fatalf("round %d: wrong bytes in the pull tensor", i)
+				}
+				for _, m := range in {
+					if m != nil {
+						m.Release()
+					}
+				}
+			}
+			round(0) // with its slot requests
+			counts := r.notifications(w, s)
+			const rounds = 100
+			for i := range rounds {
+				round(i + 1)
+			}
+			want := int64(3 * rounds)
+			if takes {
+				want = rounds
+			}
+			for i, n := range counts {
+				if got := n.Load(); got != want {
+					t.Errorf("node %d has sent %d writes with a notification for %d rounds, want %d", i, got, rounds, want)
+				}
+			}
+			if n := s.slots.Len(); n > 30 {
+				t.Errorf("%d slots after %d rounds of one call at a time", n, rounds)
+			}
+		})
+	}
+}
+
+// TestBundleEnds: what does not fit goes in a write of its own, a large value, too, and a control message between two
+// small ones; the order is kept.
+func TestBundleEnds(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	sizes := []int{0, 1000, 600, 0, 0, 0, 0, 0, 0, 50000, 0, 1200, 1200, 10}
+	batch := func(i int) {
+		for k, n := range sizes {
+			if k == 4 {
+				w.must(more(control(s, i)))
+			}
+			m := push(s, uint64(10+k), 100*i+k, value(n, i+k))
+			m.More = k+1 < len(sizes)
+			w.must(m)
+		}
+		k, controls := 0, 0
+		for k < len(sizes) || controls == 0 {
+			m := s.next()
+			if m.IsControl() {
+				controls++
+				m.Release()
+				continue
+			}
+			if int(m.Timestamp) != 100*i+k || m.Vals.Len() != sizes[k] || m.Vals.Len() > 0 && !bytes.Equal(m.Vals.Host(), value(sizes[k], i+k)) {
+				t.Fatalf("message %d of batch %d is %v with %d bytes, or wrong ones, want %d", k, i, &m.Meta, m.Vals.Len(), sizes[k])
+			}
+			m.Release()
+			k++
+		}
+	}
+	batch(0)
+	counts := r.notifications(w)
+	const batches = 50
+	for i := range batches {
+		batch(i + 1)
+	}
+	if n := counts[0].Load(); n > 10*batches {
+		t.Errorf("%d writes with a notification for %d batches of %d messages", n, batches, len(sizes)+1)
+	}
+}
+
+// TestHostileBundle: a write whose trailers name no messages, or overlapping ones, is refused as a whole; one of which
+// a later message makes no sense is taken up to there, and its slot comes back.
+func TestHostileBundle(t *testing.T) {
+	h := newHostileWorld(t, true)
+	r := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, 0}, origin: 1})
+	one := func(ts int) *van.Message {
+		m := push(h.s, 1, ts, nil)
+		m.Push = false
+		return m
+	}
+	good := trailer{frames: 2, lens: [van.MaxFrames]uint32{8}}
+	// two is two messages, of which the second has trailer t.
+	two := func(ts int, t trailer) []byte {
+		b := encode(h.rig, one(ts), &good)
+		t.before = len(b)
+		return append(append(b, make([]byte, aligned(len(b))-len(b))...), encode(h.rig, one(ts+1), &t)...)
+	}
+	n := uint64(0)
+	for _, before := range []int{1, 63, 64, rawMeta + trailerLen - 1, 400, 700, len(two(1, good)) - 1, len(two(1, good)), 2048, 0xffff} {
+		b := two(1, good)
+		le.PutUint16(b[len(b)-trailerLen+offBefore:], uint16(before))
+		h.c.notify(0, r.index, r.meta, r.metaKey, b)
+		n++
+		h.seen(n, fmt.Sprintf("a message before that ends at %d", before))
+	}
+	bad := good
+	bad.frames = 1
+	h.c.notify(0, r.index, r.meta, r.metaKey, two(5, bad))
+	n++
+	h.seen(n, "a bundle whose second message makes no sense")
+	if m := h.s.next(); m.Timestamp != 5 || m.Sender != 11 {
+		t.Errorf("timestamp %d from %d, want 5 from 11", m.Timestamp, m.Sender)
+	} else {
+		m.Release()
+	}
+	h.c.notify(0, r.index, r.meta, r.metaKey, two(7, good))
+	for ts := 7; ts < 9; ts++ {
+		m := h.s.next()
+		if int(m.Timestamp) != ts || m.Sender != 11 {
+			t.Errorf("timestamp %d from %d, want %d from 11", m.Timestamp, m.Sender, ts)
+		}
+		m.Release()
+	}
+	h.ends(n)
+}
+
+// FuzzBundle: whatever is written to a slot, the messages that are found lie in it one behind the other.
+func FuzzBundle(f *testing.F) {
+	b := make([]byte, 2*rawMeta+2*trailerLen+frameAlign)
+	(&trailer{before: rawMeta + trailerLen}).put(b[len(b)-trailerLen:])
+	f.Add(b)
+	d := &device{}
+	in := &inbound{}
+	in.dialect = nativeIn{in}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		l := &receiveSlot{Memory: slotMemory{meta: conn.Cell{Mem: b}}}
+		found, err := d.messages(in, l, &verbs.Completion{Len: uint32(len(b))})
+		if err != nil {
+			if !errors.Is(err, van.ErrMalformed) || len(found) > 0 {
+				t.Errorf("%d messages and the error %v", len(found), err)
+			}
+			return
+		}
+		at := 0
+		for i, m := range found {
+			if len(found) > 1 && len(m) < rawMeta+trailerLen || at+len(m) > len(b) || &m[0] != &b[at] {
+				t.Fatalf("message %d of %d has %d bytes at %d of %d", i, len(found), len(m), at, len(b))
+			}
+			at = aligned(at + len(m))
+		}
+		if last := found[len(found)-1]; &last[len(last)-1] != &b[len(b)-1] {
+			t.Errorf("the last of %d messages does not end with the write", len(found))
+		}
+	})
+}
