@@ -1,7 +1,9 @@
 package rdma
 
 import (
-	"github.com/stepaf/stepaf-go/van/backend"
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
@@ -18,11 +20,6 @@ type bundle struct {
 // maxBundle is more messages than a cell has room for.
 const maxBundle = conn.CellSize/(rawMeta+trailerLen) + 1
 
-// fitsBundle tells whether all of o lies in its meta's cell.
-func (o *outgoing) fitsBundle() bool {
-	return !o.oneShot && (o.inMeta || len(o.copies) == 0 && o.data == [len(o.data)]backend.Mem{})
-}
-
 // takes tells whether o may be added to b. The peer's lock is held.
 func (b *bundle) takes(l *link, o *outgoing) bool {
 	if b.room == 0 || !o.fitsBundle() || l.Last(b.record) == nil {
@@ -32,14 +29,13 @@ func (b *bundle) takes(l *link, o *outgoing) bool {
 	return aligned(b.end)+n <= b.room
 }
 
-// join adds o to the link's bundle, which takes it. p.mu is held.
-func (p *peer) join(o *outgoing) {
+// add adds o, which b takes, to p's link's. p.mu is held.
+func (b *bundle) add(p *peer, o *outgoing) {
 	l := p.link
 	if o.recalled {
 		p.recycle(o)
 		return
 	}
-	b := &l.bundle
 	from := aligned(b.end)
 	n, inMeta := l.dialect.layout(o)
 	all := l.StageOf(b.record)[:from+n]
@@ -61,4 +57,32 @@ func (p *peer) join(o *outgoing) {
 	wr := l.Last(b.record)
 	*wr = l.Staged(*wr, all)
 	p.recycle(o)
+}
+
+// written is what was written to a slot: its messages, in order.
+type written [maxBundle][]byte
+
+// messages finds the messages in the first n bytes of mem.
+func (w *written) messages(d inboundDialect, mem []byte, n int) ([][]byte, error) {
+	if n < rawMeta || n > len(mem) {
+		return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", n), Want: fmt.Sprintf("%d to %d", rawMeta, len(mem))}
+	}
+	var ends [maxBundle]int // the last one first
+	count := 0
+	for end := n; count == 0 || end > 0; count++ {
+		if count == maxBundle {
+			return nil, &van.FieldError{Field: "messages in one write", Value: fmt.Sprint("more than ", count), Want: fmt.Sprintf("up to %d", count)}
+		}
+		ends[count] = end
+		var err error
+		if end, err = d.before(mem[:end]); err != nil {
+			return nil, err
+		}
+	}
+	from := 0
+	for i := range count {
+		end := ends[count-1-i]
+		w[i], from = mem[from:end:end], aligned(end)
+	}
+	return w[:count], nil
 }

@@ -209,12 +209,9 @@ func FuzzBundle(f *testing.F) {
 	b := make([]byte, 2*rawMeta+2*trailerLen+frameAlign)
 	(&trailer{before: rawMeta + trailerLen}).put(b[len(b)-trailerLen:])
 	f.Add(b)
-	d := &device{}
-	in := &inbound{}
-	in.dialect = nativeIn{in}
+	var w written
 	f.Fuzz(func(t *testing.T, b []byte) {
-		l := &receiveSlot{Memory: slotMemory{meta: conn.Cell{Mem: b}}}
-		found, err := d.messages(in, l, &verbs.Completion{Len: uint32(len(b))})
+		found, err := w.messages(nativeIn{}, b, len(b))
 		if err != nil {
 			if !errors.Is(err, van.ErrMalformed) || len(found) > 0 {
 				t.Errorf("%d messages and the error %v", len(found), err)

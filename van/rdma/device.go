@@ -38,7 +38,7 @@ type device struct {
 	came          fifo.Queue[*received] // not delivered
 	deferredLanes []*lane               // with messages that were put aside
 	trailer       trailer               // of the message being looked at
-	written       [maxBundle][]byte     // the messages of the write being looked at
+	written       written               // the write being looked at
 	sleepTime     time.Duration
 
 	// What housekeeping looks at: connections with credits to send or messages that wait,

@@ -140,6 +140,11 @@ func (o *outgoing) isLent() bool {
 	return o.request && !o.oneShot && o.data != [van.MaxFrames]backend.Mem{}
 }
 
+// fitsBundle tells whether all of o lies in its meta's cell.
+func (o *outgoing) fitsBundle() bool {
+	return !o.oneShot && (o.inMeta || len(o.copies) == 0 && o.data == [len(o.data)]backend.Mem{})
+}
+
 // packedLen is the length of the data that is written to the slot.
 func (o *outgoing) packedLen() int {
 	if o.singleKey {

@@ -64,7 +64,7 @@ func (d *device) notification(in *inbound, c *verbs.Completion) {
 		return
 	}
 	held, consumed := false, !l.Held()
-	messages, err := d.messages(in, l, c)
+	messages, err := d.written.messages(in.dialect, l.Memory.meta.Mem, int(c.Len))
 	for i := 0; i < len(messages) && err == nil; i++ {
 		var rx *received
 		if rx, err = d.decode(in, l, messages[i], held); rx != nil {
@@ -130,32 +130,6 @@ func (d *device) slotConsumed(in *inbound, l *receiveSlot) {
 		return
 	}
 	in.returnCredit(l)
-}
-
-// messages finds what has been written to l, in order.
-func (d *device) messages(in *inbound, l *receiveSlot, c *verbs.Completion) ([][]byte, error) {
-	b := l.Memory.meta.Mem
-	if c.Len < rawMeta || int(c.Len) > len(b) {
-		return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", c.Len), Want: fmt.Sprintf("%d to %d", rawMeta, len(b))}
-	}
-	var ends [maxBundle]int
-	n := 0
-	for end := int(c.Len); n == 0 || end > 0; n++ {
-		if n == maxBundle {
-			return nil, &van.FieldError{Field: "messages in one write", Value: fmt.Sprint("more than ", n), Want: fmt.Sprintf("up to %d", n)}
-		}
-		ends[n] = end
-		var err error
-		if end, err = in.dialect.before(b[:end]); err != nil {
-			return nil, err
-		}
-	}
-	from := 0
-	for i := range n {
-		end := ends[n-1-i]
-		d.written[i], from = b[from:end:end], aligned(end)
-	}
-	return d.written[:n], nil
 }
 
 // decode makes a message of what was written to l. With again, another one of the same write lies there. A nil

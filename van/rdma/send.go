@@ -128,7 +128,7 @@ func (p *peer) pump() {
 	for l := p.link; l != nil && l.HasRoom(); {
 		if o, ok := p.sender.First(); ok && l.bundle.takes(l, o) {
 			p.sender.TakeFirst()
-			p.join(o)
+			l.bundle.add(p, o)
 			continue
 		}
 		a, ok := p.sender.Next()
