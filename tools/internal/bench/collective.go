@@ -202,7 +202,7 @@ func (m *collectiveRun) group(n int, all []measured) (err error) {
 	if m.rdma != nil {
 		host = m.rdma.at.Host.String()
 	}
-	ours, err := startCluster(ctx, m.c.String("van"), host, place{}, 1, n, []string{"collective"}, os.Stderr)
+	ours, err := startCluster(ctx, m.c, host, place{}, 1, n, "collective")
 	if err != nil {
 		return err
 	}
@@ -275,58 +275,6 @@ func startGloo(ctx context.Context, python string, n int) (*cluster, error) {
 		return nil, err
 	}
 	return cl, nil
-}
-
-// answer is a rank's line: the nanoseconds of each call, or why there are none.
-type answer struct {
-	NS    []int64 `json:"ns"`
-	At    []int64 `json:"at,omitempty"` // by the clock of the host
-	Error string  `json:"error,omitempty"`
-}
-
-// unable is why a rank could not make a call.
-type unable string
-
-func (u unable) Error() string { return string(u) }
-
-// askEach sends a line to n ranks, unless it is empty, and returns their answers.
-func (c *cluster) askEach(n int, line string) ([]answer, error) {
-	for i := 0; i < n && line != ""; i++ {
-		if _, err := fmt.Fprintln(c.ins[rankName(i)], line); err != nil {
-			return nil, err
-		}
-	}
-	all := make([]answer, n)
-	for i := range all {
-		text, err := c.outs[rankName(i)].line()
-		if err == nil {
-			err = json.Unmarshal([]byte(text), &all[i])
-		}
-		if err == nil && len(all[i].NS) != len(all[0].NS) && all[i].Error == "" && all[0].Error == "" {
-			err = fmt.Errorf("%d times, want %d as of the first", len(all[i].NS), len(all[0].NS))
-		}
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", rankName(i), err)
-		}
-	}
-	return all, nil
-}
-
-// ask is askEach, of which it returns the time of each call: that of the slowest rank.
-func (c *cluster) ask(n int, line string) ([]int64, error) {
-	all, err := c.askEach(n, line)
-	if err != nil {
-		return nil, err
-	}
-	for _, a := range all {
-		if a.Error != "" {
-			return nil, unable(a.Error)
-		}
-		for k := range a.NS {
-			all[0].NS[k] = max(all[0].NS[k], a.NS[k])
-		}
-	}
-	return all[0].NS, nil
 }
 
 // measure measures one call, in blocks.
@@ -468,23 +416,13 @@ func childCollective(c *cli.Context, node *postoffice.Node) error {
 	if err != nil {
 		return err
 	}
-	for in := (&lineReader{r: c.App.Reader}); ; {
-		line, err := in.line()
-		if err != nil {
-			break
-		}
-		var e exchange
-		var iters int
-		if _, err := fmt.Sscan(line, &e.op, &e.size, &iters); err != nil {
-			return fmt.Errorf("bench child: %q: %w", line, err)
-		}
+	var e exchange
+	var iters int
+	if err := answerLines(c, func() (*answer, error) {
 		ns, err := e.run(c.Context, node, comm, iters)
-		if err != nil {
-			return err
-		}
-		if err := json.NewEncoder(c.App.Writer).Encode(answer{NS: ns}); err != nil {
-			return err
-		}
+		return &answer{NS: ns}, err
+	}, &e.op, &e.size, &iters); err != nil {
+		return err
 	}
 	if err := comm.Barrier(c.Context); err != nil {
 		return err

@@ -139,7 +139,7 @@ type deviceTrips struct {
 }
 
 // measureDevice does the round trips with tensors on the node's device.
-func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floor baseline) (*result, error) {
+func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floor, bare baseline) (*result, error) {
 	w, err := af.NewWorker(node, af.WorkerOptions{})
 	if err != nil {
 		return nil, err
@@ -163,7 +163,7 @@ func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floo
 	if t.checkedPushes, t.checkedPulls, err = l.tensors(t.push, t.pull, checkedKey); err != nil {
 		return nil, err
 	}
-	return l.blocks(floor, t.timed, t.check)
+	return l.blocks(floor, bare, t.timed, t.check)
 }
 
 // timed does one round trip with what is there.

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"fmt"
 	"runtime"
-	"strconv"
 	"sync"
 	"sync/atomic"
 
@@ -144,15 +143,10 @@ func (m *latencyRun) payload(p payload) error {
 	case m.at.gpus != nil:
 		floor = "GPU"
 	}
-	spec := []string{"latency"}
-	number := map[bool]int{true: 1}
-	for _, n := range []int{p.push, p.pull, iters, warmup, rounds, number[m.at.stream], number[c.Bool("touch")]} {
-		spec = append(spec, strconv.Itoa(n))
-	}
 	if c.Bool("load") {
 		defer busy()()
 	}
-	r, cpu, err := runCluster(c, host, m.at, spec)
+	r, cpu, err := runCluster(c, host, m.at, 1, true, "latency", p.push, p.pull, iters, warmup, rounds, m.at.stream, c.Bool("touch"))
 	if err != nil {
 		return err
 	}
@@ -167,37 +161,15 @@ func (m *latencyRun) payload(p payload) error {
 	return rep.print(c.App.Writer, c.Bool("json"))
 }
 
-func childLatency(c *cli.Context, node *postoffice.Node, l *latency) error {
-	serve, measure := l.serve, l.measure
-	if onGPU(node) {
-		serve, measure = l.serveDevice, l.measureDevice
+func childLatency(c *cli.Context, node *postoffice.Node) error {
+	var l latency
+	if err := arguments(c, &l.push, &l.pull, &l.iters, &l.warmup, &l.rounds, &l.stream, &l.touch); err != nil {
+		return err
 	}
-	switch node.Role().String() {
-	case "server":
-		if err := serve(node); err != nil {
-			return err
-		}
-		return announceFloor(c.App.Writer, node, l.floors(node))
-	case "worker":
-		var floor baseline
-		var err error
-		if floor, l.bare, err = dialAnnounced(c.App.Reader, node, l.floors(node)); err != nil {
-			return err
-		}
-		defer floor.close()
-		if l.bare != nil {
-			defer l.bare.close()
-		}
-		r, err := measure(c.Context, node, floor)
-		if err != nil {
-			return err
-		}
-		return report(c.App.Writer, r)
-	}
-	return nil
-}
-
-func (l *latency) floors(node *postoffice.Node) floors {
 	cfg := node.Config()
-	return floors{l.push, l.pull, l.touch, cfg.VanType == zmq && cfg.EnableIPC == 0 && !onGPU(node)}
+	x := floors{l.push, l.pull, l.touch, cfg.VanType == zmq && cfg.EnableIPC == 0 && !onGPU(node)}
+	if onGPU(node) {
+		return childWithFloor(c, node, x, l.serveDevice, l.measureDevice)
+	}
+	return childWithFloor(c, node, x, l.serve, l.measure)
 }

@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"strconv"
 	"time"
 
 	"github.com/urfave/cli/v2"
@@ -73,25 +72,9 @@ func runSession(c *cli.Context) error {
 	if c.Bool("check") && !judged {
 		return exit.Usage("bench session: --check wants --van local and 4 ranks: there is a goal for that")
 	}
-	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
-	defer cancel()
-	cl, err := startCluster(ctx, c.String("van"), c.String("host"), place{}, n, 1, []string{"session", strconv.Itoa(iters), strconv.Itoa(rounds)}, os.Stderr)
+	r, cpu, err := runCluster(c, c.String("host"), place{}, n, false, "session", iters, rounds)
 	if err != nil {
 		return err
-	}
-	text, err := cl.outs["worker"].line()
-	cpu, failed := cl.wait()
-	switch {
-	case ctx.Err() != nil:
-		return fmt.Errorf("bench: %w (--timeout %s)", context.Cause(ctx), c.Duration("timeout"))
-	case failed != nil:
-		return fmt.Errorf("bench: %w", failed)
-	case err != nil:
-		return fmt.Errorf("bench: a child ended early: %w", err)
-	}
-	var r result
-	if err := json.Unmarshal([]byte(text), &r); err != nil {
-		return fmt.Errorf("bench: worker's report: %w", err)
 	}
 	rep := &sessionReport{Van: c.String("van"), Ranks: n, Calls: len(r.Ours), Call: summarize(r.Ours), PushPull: summarize(r.Floor),
 		All: summarize(r.Bare), CPU: cpu, Checked: r.Checked}
@@ -126,7 +109,11 @@ func (r *sessionReport) print(w io.Writer, asJSON bool) error {
 	return err
 }
 
-func childSession(c *cli.Context, node *postoffice.Node, iters, rounds int) error {
+func childSession(c *cli.Context, node *postoffice.Node) error {
+	var iters, rounds int
+	if err := arguments(c, &iters, &rounds); err != nil {
+		return err
+	}
 	switch node.Role() {
 	case van.Server:
 		server, err := af.NewServer(node, af.ServerOptions{})
@@ -157,7 +144,7 @@ func childSession(c *cli.Context, node *postoffice.Node, iters, rounds int) erro
 		if err != nil {
 			return err
 		}
-		return report(c.App.Writer, r)
+		return json.NewEncoder(c.App.Writer).Encode(r)
 	}
 	return nil
 }

@@ -7,10 +7,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"os"
 	"runtime"
 	"slices"
-	"strconv"
 	"sync/atomic"
 	"time"
 
@@ -103,7 +101,7 @@ func runWindow(c *cli.Context) error {
 		}
 		host = rdma.at.Host.String()
 	}
-	cl, err := startCluster(ctx, over, host, at, 1, 2, []string{"window", strconv.Itoa(slices.Max(sizes))}, os.Stderr)
+	cl, err := startCluster(ctx, c, host, at, 1, 2, "window", slices.Max(sizes))
 	if err != nil {
 		return err
 	}
@@ -277,9 +275,10 @@ func (r *windowReport) print(w io.Writer, asJSON bool) error {
 }
 
 // childWindow is a node of bench window: a worker makes the round trips that it is asked for.
-func childWindow(c *cli.Context, node *postoffice.Node, most int) error {
-	if node.Role() != van.Worker {
-		return nil
+func childWindow(c *cli.Context, node *postoffice.Node) error {
+	var most int
+	if err := arguments(c, &most); err != nil || node.Role() != van.Worker {
+		return err
 	}
 	if onGPU(node) {
 		return childWindowGPU(c, node, most)
@@ -292,22 +291,12 @@ func childWindow(c *cli.Context, node *postoffice.Node, most int) error {
 	if err != nil {
 		return err
 	}
-	for in := (&lineReader{r: c.App.Reader}); ; {
-		line, err := in.line()
-		if err != nil {
-			break
-		}
-		var size, n int
-		if _, err := fmt.Sscan(line, &size, &n); err != nil {
-			return fmt.Errorf("bench child: %q: %w", line, err)
-		}
+	var size, n int
+	if err := answerLines(c, func() (*answer, error) {
 		ns, err := putAndWait(c.Context, w, size, n)
-		if err != nil {
-			return err
-		}
-		if err := json.NewEncoder(c.App.Writer).Encode(answer{NS: ns}); err != nil {
-			return err
-		}
+		return &answer{NS: ns}, err
+	}, &size, &n); err != nil {
+		return err
 	}
 	if err := comm.Barrier(c.Context); err != nil {
 		return err

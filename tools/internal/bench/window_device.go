@@ -150,23 +150,12 @@ func childWindowGPU(c *cli.Context, node *postoffice.Node, most int) error {
 	if err != nil {
 		return err
 	}
-	for in := (&lineReader{r: c.App.Reader}); ; {
-		line, err := in.line()
-		if err != nil {
-			break
-		}
-		var what string
-		var size, n int
-		if _, err := fmt.Sscan(line, &what, &size, &n); err != nil {
-			return fmt.Errorf("bench child: %q: %w", line, err)
-		}
-		a, err := t.do(c.Context, what, size, n)
-		if err != nil {
-			return err
-		}
-		if err := json.NewEncoder(c.App.Writer).Encode(a); err != nil {
-			return err
-		}
+	var what string
+	var size, n int
+	if err := answerLines(c, func() (*answer, error) {
+		return t.do(c.Context, what, size, n)
+	}, &what, &size, &n); err != nil {
+		return err
 	}
 	if err := t.endFloor(c.Context); err != nil {
 		return err
