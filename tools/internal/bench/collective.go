@@ -123,6 +123,7 @@ func (r *collectiveReport) String() string {
 type collectiveRun struct {
 	c    *cli.Context
 	rdma *rdmaRun // nil unless over RDMA
+	host string   // of the processes
 	v    verdict
 }
 
@@ -167,11 +168,9 @@ func runCollective(c *cli.Context) error {
 		return exit.Usage("bench collective: --iters %d, --rounds %d: want 0 iters, which are chosen by size, or more, and rounds above 0", c.Int("iters"), c.Int("rounds"))
 	}
 	m := &collectiveRun{c: c}
-	if over == ibverbs {
-		var err error
-		if m.rdma, err = newRDMARun(c.Context, c.String("host")); err != nil {
-			return err
-		}
+	var err error
+	if m.rdma, m.host, err = rdmaOf(c); err != nil {
+		return err
 	}
 	for _, n := range c.IntSlice("ranks") {
 		if err := m.group(n, all); err != nil {
@@ -198,11 +197,7 @@ func goalOf(over string, e exchange) float64 {
 func (m *collectiveRun) group(n int, all []measured) (err error) {
 	ctx, cancel := context.WithTimeoutCause(m.c.Context, m.c.Duration("timeout"), fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, m.c.Duration("timeout")))
 	defer cancel()
-	host := m.c.String("host")
-	if m.rdma != nil {
-		host = m.rdma.at.Host.String()
-	}
-	ours, err := startCluster(ctx, m.c, host, place{}, 1, n, "collective")
+	ours, err := startCluster(ctx, m.c, m.host, place{}, 1, n, "collective")
 	if err != nil {
 		return err
 	}
@@ -279,11 +274,10 @@ func startGloo(ctx context.Context, python string, n int) (*cluster, error) {
 
 // measure measures one call, in blocks.
 func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*collectiveReport, error) {
-	rounds, iters := m.c.Int("rounds"), m.c.Int("iters")
+	iters := m.c.Int("iters")
 	if iters == 0 {
 		iters = min(max(1<<31/(e.size*n*(n-1)+1<<21), 40), 500)
 	}
-	rounds = min(rounds, iters)
 	r := &collectiveReport{Van: m.c.String("van"), Op: e.op, Bytes: e.size, Ranks: n, Iters: iters, Checked: true}
 	arrive := e.arrive(n)
 	from, to := make([]byte, arrive), make([]byte, arrive)
@@ -296,11 +290,7 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 		}
 	}
 	var mine, theirs, floor []int64
-	for round := -1; round < rounds; round++ {
-		k := iters*(round+1)/rounds - iters*max(round, 0)/rounds
-		if round < 0 {
-			k = max(iters/10, 2) // warms up
-		}
+	for block, k := range blocks(iters, m.c.Int("rounds")) {
 		line := fmt.Sprintf("%s %d %d", e.op, e.size, k)
 		if peers != nil && r.NoGloo == "" {
 			ns, err := peers.ask(n, line)
@@ -309,7 +299,7 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 			} else if err != nil {
 				return nil, fmt.Errorf("gloo: %w", err)
 			}
-			if round >= 0 {
+			if block > 0 {
 				theirs = append(theirs, ns...)
 			}
 		}
@@ -317,14 +307,15 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 		if err != nil {
 			return nil, err
 		}
-		for i := 0; i < k && round >= 0; i++ {
+		if block == 0 {
+			continue
+		}
+		for range k {
 			start := time.Now()
 			copy(to, from)
 			floor = append(floor, int64(time.Since(start)))
 		}
-		if round >= 0 {
-			mine = append(mine, ns...)
-		}
+		mine = append(mine, ns...)
 	}
 	r.Ours = summarize(mine)
 	if m.rdma != nil {
@@ -369,15 +360,9 @@ func (r *collectiveReport) print(w io.Writer, asJSON bool) error {
 		return fmt.Sprintf("%.1f", f(q))
 	}
 	p50, p99 := func(q *quantiles) float64 { return q.P50 }, func(q *quantiles) float64 { return q.P99 }
-	ratio, goal := "-", ""
+	ratio, goal := "-", goalText("", r.Goal, r.Missed)
 	if r.Gloo != nil {
 		ratio = fmt.Sprintf("%.2f", r.RatioP50)
-	}
-	if r.Goal > 0 {
-		goal = fmt.Sprintf("%g", r.Goal)
-	}
-	if r.Missed {
-		goal += " missed"
 	}
 	if r.NoGloo != "" {
 		goal += " (no gloo: " + r.NoGloo + ")"

@@ -96,6 +96,17 @@ func (way course) goal(p payload) goal {
 	return goal{}
 }
 
+// goalText is a goal, or none, in a table.
+func goalText(none string, limit float64, missed bool) string {
+	if limit > 0 {
+		none = fmt.Sprintf("%g", limit)
+	}
+	if missed {
+		none += " missed"
+	}
+	return none
+}
+
 // verdict collects what --check is told of.
 type verdict struct{ missed []string }
 

@@ -52,13 +52,13 @@ func runKV(c *cli.Context) error {
 		return exit.Usage("bench kv: --keys %d, --values %d, --batch %d, --flight %d, --rounds %d: want positive numbers, and a request of at most 1 GiB", s.keys, s.values, s.batch, s.flight, s.rounds)
 	}
 	s.batch = min(s.batch, s.keys)
-	host, floor := c.String("host"), "TCP"
-	if c.String("van") == ibverbs {
-		run, err := newRDMARun(c.Context, host)
-		if err != nil {
-			return err
-		}
-		host, floor = run.at.Host.String(), "verbs"
+	rdma, host, err := rdmaOf(c)
+	if err != nil {
+		return err
+	}
+	floor := "TCP"
+	if rdma != nil {
+		floor = "verbs"
 	}
 	r, cpu, err := runCluster(c, host, place{}, 1, true, "kv", s.keys, s.values, s.batch, s.flight, s.rounds)
 	if err != nil {

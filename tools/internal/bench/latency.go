@@ -209,11 +209,10 @@ func (l *latency) blocks(floor, bare baseline, once func() (int64, error), check
 		}
 	}
 	r := &result{Checked: true}
-	for block := range l.rounds {
+	for _, n := range blocks(l.iters, l.rounds)[1:] { // it has warmed up
 		if err := check(); err != nil {
 			return nil, err
 		}
-		n := l.iters*(block+1)/l.rounds - l.iters*block/l.rounds
 		ns, err := floor.measure(n)
 		if err != nil {
 			return nil, err

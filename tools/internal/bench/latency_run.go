@@ -59,6 +59,7 @@ type latencyRun struct {
 	way  course
 	at   place
 	rdma *rdmaRun // nil unless over RDMA
+	host string   // of the processes
 	v    verdict
 }
 
@@ -80,10 +81,8 @@ func runLatency(c *cli.Context) error {
 			return err
 		}
 	}
-	if m.way.van == ibverbs {
-		if m.rdma, err = newRDMARun(c.Context, c.String("host")); err != nil {
-			return err
-		}
+	if m.rdma, m.host, err = rdmaOf(c); err != nil {
+		return err
 	}
 	for i, p := range all {
 		if i > 0 && !c.Bool("json") {
@@ -126,12 +125,11 @@ func (m *latencyRun) payload(p payload) error {
 	if iters < 1 || warmup < 0 || rounds < 1 {
 		return exit.Usage("bench: --iters %d, --warmup %d, --rounds %d: want 0 iters and 0 warmup, which are chosen by size, or more, and rounds above 0", c.Int("iters"), c.Int("warmup"), rounds)
 	}
-	rounds = min(rounds, iters)
-	host, floor := c.String("host"), "TCP"
+	floor := "TCP"
 	var figures perfFigures
 	switch {
 	case m.rdma != nil:
-		host, floor = m.rdma.at.Host.String(), "verbs"
+		floor = "verbs"
 		lat := p.push
 		if p.pull != lat {
 			lat = 0
@@ -146,7 +144,7 @@ func (m *latencyRun) payload(p payload) error {
 	if c.Bool("load") {
 		defer busy()()
 	}
-	r, cpu, err := runCluster(c, host, m.at, 1, true, "latency", p.push, p.pull, iters, warmup, rounds, m.at.stream, c.Bool("touch"))
+	r, cpu, err := runCluster(c, m.host, m.at, 1, true, "latency", p.push, p.pull, iters, warmup, rounds, m.at.stream, c.Bool("touch"))
 	if err != nil {
 		return err
 	}

@@ -19,6 +19,17 @@ import (
 // rdmaRun is what a benchmark over RDMA does besides.
 type rdmaRun struct{ at choose.Result }
 
+// rdmaOf is the run of --van ibverbs, nil for other vans, and the host of the processes.
+func rdmaOf(c *cli.Context) (r *rdmaRun, host string, err error) {
+	if c.String("van") != ibverbs {
+		return nil, c.String("host"), nil
+	}
+	if r, err = newRDMARun(c.Context, c.String("host")); err != nil {
+		return nil, "", err
+	}
+	return r, r.at.Host.String(), nil
+}
+
 // newRDMARun chooses the port: that of host, or without one as a node would.
 func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
 	stack, err := verbs.Load(verbs.Options{})

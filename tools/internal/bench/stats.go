@@ -29,6 +29,17 @@ func summarize(ns []int64) quantiles {
 	return quantiles{P50: at(0.50), P90: at(0.90), P99: at(0.99), Max: float64(ns[len(ns)-1]) / 1e3, Mean: sum / float64(len(ns)) / 1e3}
 }
 
+// blocks are how many calls each block has: the first one warms up, the others have iters together.
+func blocks(iters, rounds int) []int {
+	all := []int{max(iters/10, 2)}
+	for k := range rounds {
+		if n := iters*(k+1)/rounds - iters*k/rounds; n > 0 {
+			all = append(all, n)
+		}
+	}
+	return all
+}
+
 // cpuTime is what this process has used so far.
 func cpuTime() time.Duration {
 	var u syscall.Rusage

@@ -93,13 +93,9 @@ func runWindow(c *cli.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
-	host := c.String("host")
-	var rdma *rdmaRun
-	if over == ibverbs {
-		if rdma, err = newRDMARun(ctx, host); err != nil {
-			return err
-		}
-		host = rdma.at.Host.String()
+	rdma, host, err := rdmaOf(c)
+	if err != nil {
+		return err
 	}
 	cl, err := startCluster(ctx, c, host, at, 1, 2, "window", slices.Max(sizes))
 	if err != nil {
@@ -156,7 +152,7 @@ func (r *windowReport) judge(v *verdict) {
 
 // measureWindow measures one size, in blocks. rdma is nil unless over RDMA.
 func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size int) (*windowReport, error) {
-	rounds, iters := c.Int("rounds"), c.Int("iters")
+	iters := c.Int("iters")
 	if iters == 0 {
 		moved := 1 << 30
 		if over == ibverbs { // perhaps emulated
@@ -200,11 +196,7 @@ func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size
 		floor = func(_, n int) ([]int64, error) { return client.measure(n) }
 	}
 	var trips, ways, floors []int64
-	for round := -1; round < rounds; round++ {
-		n := iters*(round+1)/rounds - iters*max(round, 0)/rounds
-		if round < 0 {
-			n = max(iters/10, 2) // warms up
-		}
+	for block, n := range blocks(iters, c.Int("rounds")) {
 		fl, err := floor(size, n)
 		if err != nil {
 			return nil, err
@@ -213,7 +205,7 @@ func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size
 		if err != nil {
 			return nil, err
 		}
-		if round >= 0 {
+		if block > 0 {
 			trips, ways, floors = append(trips, got[0].NS...), append(ways, got[1].NS...), append(floors, fl...)
 		}
 	}
@@ -259,15 +251,8 @@ func (r *windowReport) print(w io.Writer, asJSON bool) error {
 	if asJSON {
 		return json.NewEncoder(w).Encode(r)
 	}
-	goal := "-"
-	if r.Goal > 0 {
-		goal = fmt.Sprintf("%g", r.Goal)
-	}
-	if r.Missed {
-		goal += " missed"
-	}
 	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f %9.1f %9.1f   %9.1f %9.1f   %9.1f %9.1f %6.2f %s (%s)\n", r.Bytes, r.Iters,
-		r.Trip.P50, r.Trip.P90, r.Trip.P99, r.Trip.Max, r.OneWay.P50, r.OneWay.P99, r.Floor.P50, r.Floor.P99, r.RatioP50, goal, r.Of)
+		r.Trip.P50, r.Trip.P90, r.Trip.P99, r.Trip.Max, r.OneWay.P50, r.OneWay.P99, r.Floor.P50, r.Floor.P99, r.RatioP50, goalText("-", r.Goal, r.Missed), r.Of)
 	if r.RDMA != nil {
 		r.RDMA.print(w, "one way")
 	}

@@ -60,20 +60,13 @@ func (r *windowGPUReport) String() string {
 
 // measureWindowGPU measures one size, in blocks.
 func measureWindowGPU(c *cli.Context, cl *cluster, at place, size int) (*windowGPUReport, error) {
-	rounds, iters := c.Int("rounds"), c.Int("iters")
+	iters := c.Int("iters")
 	if iters == 0 {
 		iters = min(max(8<<30/(size+1<<20), 100), 4000)
 	}
 	r := &windowGPUReport{Van: c.String("van"), Device: at.device(), GPUs: at.gpus, Note: at.note(), Bytes: size, Iters: iters, Checked: true}
 	var trips, ways, floors, ahead []int64
-	for round := -1; round < rounds; round++ {
-		n := iters*(round+1)/rounds - iters*max(round, 0)/rounds
-		if round < 0 {
-			n = max(iters/10, 2) // warms up
-		}
-		if n == 0 {
-			continue
-		}
+	for block, n := range blocks(iters, c.Int("rounds")) {
 		var got [3][]answer
 		for i, what := range []string{askFloor, askTrips, askAhead} {
 			var err error
@@ -81,7 +74,7 @@ func measureWindowGPU(c *cli.Context, cl *cluster, at place, size int) (*windowG
 				return nil, err
 			}
 		}
-		if round < 0 {
+		if block == 0 {
 			continue
 		}
 		for i := range n {
@@ -107,15 +100,8 @@ func (r *windowGPUReport) print(w io.Writer, asJSON bool) error {
 	if asJSON {
 		return json.NewEncoder(w).Encode(r)
 	}
-	goal := "-"
-	if r.Goal > 0 {
-		goal = fmt.Sprintf("%g", r.Goal)
-	}
-	if r.Missed {
-		goal += " missed"
-	}
 	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f  %9.1f %9.1f %7.1f   %9.1f %9.1f %6.2f %s\n", r.Bytes, r.Iters,
-		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99, r.RatioP50, goal)
+		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99, r.RatioP50, goalText("-", r.Goal, r.Missed))
 	if r.Note != "" {
 		fmt.Fprintln(w, "note:", r.Note)
 	}
