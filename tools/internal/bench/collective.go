@@ -3,7 +3,6 @@ package bench
 import (
 	"context"
 	_ "embed"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -244,7 +243,7 @@ func (m *collectiveRun) group(n int, all []measured) (err error) {
 		case e.limit > 0:
 			m.v.miss(r, "gloo was not measured: "+r.NoGloo)
 		}
-		if err := r.print(m.c.App.Writer, m.c.Bool("json")); err != nil {
+		if err := show(m.c, r); err != nil {
 			return err
 		}
 	}
@@ -349,10 +348,7 @@ func collectiveHead(w io.Writer, over string, n int) {
 		"gloo p50", "p99", "copy p50", "ratio", "goal")
 }
 
-func (r *collectiveReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
+func (r *collectiveReport) print(w io.Writer) error {
 	of := func(q *quantiles, f func(*quantiles) float64) string {
 		if q == nil {
 			return "-"

@@ -56,10 +56,10 @@ func TestBareReport(t *testing.T) {
 		rep := newLatencyReport(zmq, 1024, 1024, 1, r, nil)
 		rep.Load, rep.Touch = true, true
 		var text, line bytes.Buffer
-		if err := rep.print(&text, false); err != nil {
+		if err := rep.print(&text); err != nil {
 			t.Fatal(err)
 		}
-		if err := rep.print(&line, true); err != nil {
+		if err := json.NewEncoder(&line).Encode(rep); err != nil {
 			t.Fatal(err)
 		}
 		if got := strings.Contains(text.String(), "libzmq by itself"); got != c.want {

@@ -156,7 +156,7 @@ func (m *latencyRun) payload(p payload) error {
 	} else {
 		rep.judge(m.way.goal(p), &m.v)
 	}
-	return rep.print(c.App.Writer, c.Bool("json"))
+	return show(c, rep)
 }
 
 func childLatency(c *cli.Context, node *postoffice.Node) error {

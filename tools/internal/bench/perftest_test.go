@@ -123,7 +123,7 @@ func TestReportText(t *testing.T) {
 	rep.Floor = "verbs"
 	r.compare(rep, perfFigures{lat: 16, bw: 60e6}, &verdict{})
 	var b strings.Builder
-	if err := rep.print(&b, false); err != nil {
+	if err := rep.print(&b); err != nil {
 		t.Fatal(err)
 	}
 	for _, want := range []string{

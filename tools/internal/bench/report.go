@@ -1,7 +1,6 @@
 package bench
 
 import (
-	"encoding/json"
 	"fmt"
 	"io"
 )
@@ -74,10 +73,7 @@ func (r *latencyReport) judge(g goal, v *verdict) {
 	r.Missed = v.judge(payload{r.PushBytes, r.PullBytes}, g, r.RatioP50)
 }
 
-func (r *latencyReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
+func (r *latencyReport) print(w io.Writer) error {
 	on, checked := "", "all answers checked"
 	switch {
 	case r.GPUs != nil:

@@ -83,16 +83,13 @@ func runSession(c *cli.Context) error {
 	if judged {
 		rep.Goal, rep.Missed = callGoal.limit, v.judge(rep, callGoal, rep.RatioP50)
 	}
-	if err := rep.print(c.App.Writer, c.Bool("json")); err != nil || !c.Bool("check") {
+	if err := show(c, rep); err != nil || !c.Bool("check") {
 		return err
 	}
 	return v.err()
 }
 
-func (r *sessionReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
+func (r *sessionReport) print(w io.Writer) error {
 	fmt.Fprintf(w, "%d calls of an empty function on %d ranks over %s, all checked: %t\n", r.Calls, r.Ranks, r.Van, r.Checked)
 	fmt.Fprintf(w, "%-22s %10s %10s %10s %10s\n", "microseconds", "p50", "p90", "p99", "max")
 	for _, x := range []struct {

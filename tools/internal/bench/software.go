@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"log/slog"
@@ -115,7 +114,7 @@ func runSoftware(c *cli.Context) error {
 			return fmt.Errorf("bench software: %s: %w", name, err)
 		}
 		for _, r := range all {
-			if err := r.print(c.App.Writer, c.Bool("json")); err != nil {
+			if err := show(c, r); err != nil {
 				return err
 			}
 		}
@@ -129,10 +128,7 @@ func softwareHead(w io.Writer) {
 		"p50 ns", "p90 ns", "p99 ns", "max ns", "CPU ns", "allocs", "locks")
 }
 
-func (r *softwareReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
+func (r *softwareReport) print(w io.Writer) error {
 	locks := "-"
 	if r.Locks != nil {
 		sum := 0.0

@@ -1,9 +1,13 @@
 package bench
 
 import (
+	"encoding/json"
+	"io"
 	"slices"
 	"syscall"
 	"time"
+
+	"github.com/urfave/cli/v2"
 )
 
 // quantiles of a set of durations, in microseconds.
@@ -38,6 +42,19 @@ func blocks(iters, rounds int) []int {
 		}
 	}
 	return all
+}
+
+// shown is a report, which its fields are in JSON.
+type shown interface {
+	print(w io.Writer) error // as text
+}
+
+// show prints a report as --json says.
+func show(c *cli.Context, r shown) error {
+	if c.Bool("json") {
+		return json.NewEncoder(c.App.Writer).Encode(r)
+	}
+	return r.print(c.App.Writer)
 }
 
 // cpuTime is what this process has used so far.

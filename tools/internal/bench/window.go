@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
-	"encoding/json"
 	"fmt"
 	"io"
 	"runtime"
@@ -111,7 +110,7 @@ func runWindow(c *cli.Context) error {
 	for _, size := range sizes {
 		var r interface {
 			judge(v *verdict)
-			print(w io.Writer, asJSON bool) error
+			shown
 		}
 		if at.gpus != nil {
 			r, err = measureWindowGPU(c, cl, at, size)
@@ -123,7 +122,7 @@ func runWindow(c *cli.Context) error {
 			break
 		}
 		r.judge(&v)
-		if err = r.print(c.App.Writer, c.Bool("json")); err != nil {
+		if err = show(c, r); err != nil {
 			break
 		}
 	}
@@ -247,10 +246,7 @@ func measureCopies(size, n int) ([]int64, error) {
 	return ns, nil
 }
 
-func (r *windowReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
+func (r *windowReport) print(w io.Writer) error {
 	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f %9.1f %9.1f   %9.1f %9.1f   %9.1f %9.1f %6.2f %s (%s)\n", r.Bytes, r.Iters,
 		r.Trip.P50, r.Trip.P90, r.Trip.P99, r.Trip.Max, r.OneWay.P50, r.OneWay.P99, r.Floor.P50, r.Floor.P99, r.RatioP50, goalText("-", r.Goal, r.Missed), r.Of)
 	if r.RDMA != nil {

@@ -3,7 +3,6 @@ package bench
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -96,10 +95,7 @@ func (r *windowGPUReport) judge(v *verdict) {
 
 const windowGPUHead = "two ranks, one GPU each, microseconds, data checked\n   bytes   iters     one way      p99       trip      p99   ahead    floor p50      p99  ratio goal\n"
 
-func (r *windowGPUReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
+func (r *windowGPUReport) print(w io.Writer) error {
 	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f  %9.1f %9.1f %7.1f   %9.1f %9.1f %6.2f %s\n", r.Bytes, r.Iters,
 		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99, r.RatioP50, goalText("-", r.Goal, r.Missed))
 	if r.Note != "" {
