@@ -56,10 +56,7 @@ func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, serve func(
 
 // announceFloor starts the servers and says where they listen.
 func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
-	var f interface {
-		addr() string
-		close()
-	}
+	var f floorServer
 	host, err := floorHost(node)
 	switch {
 	case err != nil:
@@ -68,7 +65,7 @@ func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 	case host.IsValid():
 		f, err = newVerbsServer(host, x.push, x.pull)
 	default:
-		f, err = newFloorServer(x.push, x.pull, x.touch)
+		f, err = newTCPServer(x.push, x.pull, x.touch)
 	}
 	if err != nil {
 		return err
@@ -81,7 +78,7 @@ func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 			return err
 		}
 		node.App().OnExit(z.close)
-		at += " " + z.at
+		at += " " + z.addr()
 	}
 	_, err = fmt.Fprintln(w, at)
 	return err
@@ -103,7 +100,7 @@ func dialAnnounced(r io.Reader, node *postoffice.Node, x floors) (floor, bare ba
 	case host.IsValid():
 		floor, err = dialVerbsFloor(host, addr, x.push, x.pull)
 	default:
-		floor, err = dialFloor(addr, x.push, x.pull, x.touch)
+		floor, err = dialTCP(addr, x.push, x.pull, x.touch)
 	}
 	if err != nil || !x.bare {
 		return floor, none{}, err

@@ -22,18 +22,24 @@ type baseline interface {
 	close()
 }
 
+// floorServer is its server, which listens at an address.
+type floorServer interface {
+	addr() string
+	close()
+}
+
 // none is a baseline that is not measured.
 type none struct{}
 
 func (none) measure(int) ([]int64, error) { return nil, nil }
 func (none) close()                       {}
 
-// floorServer answers floor rounds of one client in a thread of its own.
-type floorServer struct {
+// tcpServer answers floor rounds of one client in a thread of its own.
+type tcpServer struct {
 	l *net.TCPListener
 }
 
-func newFloorServer(push, pull int, touch bool) (*floorServer, error) {
+func newTCPServer(push, pull int, touch bool) (*tcpServer, error) {
 	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
 		return nil, err
@@ -53,32 +59,32 @@ func newFloorServer(push, pull int, touch bool) (*floorServer, error) {
 			}()
 		}
 	}()
-	return &floorServer{l}, nil
+	return &tcpServer{l}, nil
 }
 
-func (s *floorServer) addr() string { return s.l.Addr().String() }
-func (s *floorServer) close()       { _ = s.l.Close() }
+func (s *tcpServer) addr() string { return s.l.Addr().String() }
+func (s *tcpServer) close()       { _ = s.l.Close() }
 
-// floorClient measures rounds.
-type floorClient struct {
+// tcpClient measures rounds.
+type tcpClient struct {
 	c            *net.TCPConn
 	push, pull   []byte
 	nPush, nPull int
 	touch        bool
 }
 
-func dialFloor(addr string, push, pull int, touch bool) (*floorClient, error) {
+func dialTCP(addr string, push, pull int, touch bool) (*tcpClient, error) {
 	c, err := net.Dial("tcp", addr)
 	if err != nil {
 		return nil, err
 	}
-	return &floorClient{c.(*net.TCPConn), make([]byte, max(push, 1)), make([]byte, max(pull, 1)), push, pull, touch}, nil
+	return &tcpClient{c.(*net.TCPConn), make([]byte, max(push, 1)), make([]byte, max(pull, 1)), push, pull, touch}, nil
 }
 
-func (f *floorClient) close() { _ = f.c.Close() }
+func (f *tcpClient) close() { _ = f.c.Close() }
 
 // measure does n rounds and returns the nanoseconds of each.
-func (f *floorClient) measure(n int) ([]int64, error) {
+func (f *tcpClient) measure(n int) ([]int64, error) {
 	ns := make([]int64, n)
 	if n == 0 {
 		return ns, nil

@@ -159,44 +159,35 @@ func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size
 		}
 		iters = min(max(moved/(size+1<<18), 100), 4000)
 	}
-	floor := measureCopies
 	r := &windowReport{Van: over, Bytes: size, Iters: iters, Of: "copy and flag", Checked: true}
 	var figures perfFigures
+	var server floorServer
+	var floor baseline = copies(size)
+	var err error
 	switch over {
 	case ibverbs:
 		r.Of = "verbs"
-		var err error
 		if figures, err = rdma.perftest(c, size, false); err != nil {
 			return nil, err
 		}
-		server, err := newVerbsServer(rdma.at.Host, size, size)
-		if err != nil {
-			return nil, err
+		if server, err = newVerbsServer(rdma.at.Host, size, size); err == nil {
+			defer server.close()
+			floor, err = dialVerbsFloor(rdma.at.Host, server.addr(), size, size)
 		}
-		defer server.close()
-		client, err := dialVerbsFloor(rdma.at.Host, server.addr(), size, size)
-		if err != nil {
-			return nil, err
-		}
-		defer client.close()
-		floor = func(_, n int) ([]int64, error) { return client.measure(n) }
 	case zmq:
 		r.Of = "libzmq"
-		server, err := newZMQServer(size, false)
-		if err != nil {
-			return nil, err
+		if server, err = newZMQServer(size, false); err == nil {
+			defer server.close()
+			floor, err = dialZMQ(server.addr(), size, size, false)
 		}
-		defer server.close()
-		client, err := dialZMQ(server.at, size, size, false)
-		if err != nil {
-			return nil, err
-		}
-		defer client.close()
-		floor = func(_, n int) ([]int64, error) { return client.measure(n) }
 	}
+	if err != nil {
+		return nil, err
+	}
+	defer floor.close()
 	var trips, ways, floors []int64
 	for block, n := range blocks(iters, c.Int("rounds")) {
-		fl, err := floor(size, n)
+		fl, err := floor.measure(n)
 		if err != nil {
 			return nil, err
 		}
@@ -216,8 +207,12 @@ func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size
 	return r, nil
 }
 
-// measureCopies is the floor of shared memory: n round trips of a copy and a flag between two threads.
-func measureCopies(size, n int) ([]int64, error) {
+// copies is the floor of shared memory: round trips of a copy of so many bytes and a flag between two threads.
+type copies int
+
+func (copies) close() {}
+
+func (size copies) measure(n int) ([]int64, error) {
 	var there, back atomic.Int64
 	from, to, answer := make([]byte, size), make([]byte, size), make([]byte, size)
 	fill(from)

@@ -146,8 +146,8 @@ func TestPutAndWait(t *testing.T) {
 	}
 }
 
-func TestMeasureCopies(t *testing.T) {
-	ns, err := measureCopies(1000, 5)
+func TestCopies(t *testing.T) {
+	ns, err := copies(1000).measure(5)
 	if err != nil || len(ns) != 5 || slices.Min(ns) <= 0 {
 		t.Errorf("%v, %v", ns, err)
 	}
