@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -207,15 +208,19 @@ func (x *gpuExam) runPairChild(ctx context.Context, req pairRequest, got map[int
 	if err != nil {
 		return err.Error()
 	}
+	out, err := x.m.PairChild(ctx, in)
 	var bad error
-	err = x.m.PairChild(ctx, in, func(line []byte) {
+	for line := range bytes.Lines(out) {
+		line, whole := bytes.CutSuffix(line, []byte{'\n'})
 		var r pairResult
-		if err := json.Unmarshal(line, &r); err != nil || r.To != req.To {
+		if !whole { // it was ended
+			break
+		} else if err := json.Unmarshal(line, &r); err != nil || r.To != req.To {
 			bad = fmt.Errorf("the other process says %q: want a result for GPU %d", line, req.To)
-			return
+			continue
 		}
 		got[r.From] = r
-	})
+	}
 	switch err = errors.Join(err, bad); {
 	case ctx.Err() != nil:
 		return reason(ctx)
