@@ -80,18 +80,14 @@ func Command() *cli.Command {
 	return bench
 }
 
-// checked is the action f of a benchmark, none of which takes arguments: an option after
-// one would be left out without a word.
+// checked is the action f of a benchmark.
 func checked(f cli.ActionFunc) cli.ActionFunc {
-	return func(c *cli.Context) error {
-		if c.Args().Present() {
-			return exit.Usage("bench %s: unexpected argument %q", c.Command.Name, c.Args().First())
-		}
+	return exit.WithoutArguments(func(c *cli.Context) error {
 		if t := c.Duration("timeout"); t <= 0 {
 			return exit.Usage("bench %s: --timeout %v: want more than 0", c.Command.Name, t)
 		}
 		return f(c)
-	}
+	})
 }
 
 // runChild is one node of a benchmark.

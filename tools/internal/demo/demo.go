@@ -36,12 +36,9 @@ checks every sum, and prints the time that a round takes.
     stepaf launch -n 1 -s 1 -- stepaf demo`,
 		ArgsUsage: " ", HideHelpCommand: true,
 		Flags: []cli.Flag{&cli.IntFlag{Name: "rounds", Value: 1000, Usage: "rounds to run"}},
-		Action: func(c *cli.Context) error {
+		Action: exit.WithoutArguments(func(c *cli.Context) error {
 			if n := c.Int("rounds"); n < 1 {
 				return exit.Usage("--rounds %d: want at least 1", n)
-			}
-			if c.Args().Present() {
-				return exit.Usage("demo: unexpected argument %q", c.Args().First())
 			}
 			cfg, err := postoffice.LoadConfig()
 			if err != nil {
@@ -53,7 +50,7 @@ checks every sum, and prints the time that a round takes.
 			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 			defer stop()
 			return run(ctx, cfg, c.App.Writer, c.Int("rounds"))
-		},
+		}),
 	}
 }
 
