@@ -68,19 +68,13 @@ func pair(text string) ([]int, error) {
 	if text == "" {
 		return nil, nil
 	}
-	var ids []int
-	for word := range strings.SplitSeq(text, ",") {
-		id, err := strconv.Atoi(word)
-		if err != nil || id < 0 {
-			ids = nil
-			break
-		}
-		ids = append(ids, id)
-	}
-	if len(ids) != 2 {
+	first, second, _ := strings.Cut(text, ",")
+	a, err := strconv.ParseUint(first, 10, 31)
+	b, err2 := strconv.ParseUint(second, 10, 31)
+	if err != nil || err2 != nil {
 		return nil, fmt.Errorf("--gpus %s: want the worker's and the server's number, as in 0,1", text)
 	}
-	return ids, nil
+	return []int{int(a), int(b)}, nil
 }
 
 // device is the option's value.
