@@ -61,7 +61,7 @@ func pairRemedy(r pairResult, reaches bool) string {
 // pairs tries each ordered pair of GPUs with a process at either end.
 func (x *gpuExam) pairs(ctx context.Context) []Finding {
 	if why, remedy := x.noPairs(); why != "" {
-		return []Finding{{Name: gpuPairs, Status: Skip, Text: "not tried: " + why, Remedy: remedy}}
+		return []Finding{{Status: Skip, Text: "not tried: " + why, Remedy: remedy}}
 	}
 	var late []Finding // what nobody could be told of any more
 	tell := func(f Finding) {
@@ -96,7 +96,7 @@ func (x *gpuExam) pairs(ctx context.Context) []Finding {
 		}
 	}
 	for _, err := range held.close() {
-		tell(Finding{Name: gpuPairs, Status: Warn, Text: "after the attempt: " + err.Error(), Remedy: "see dmesg"})
+		tell(Finding{Status: Warn, Text: "after the attempt: " + err.Error(), Remedy: "see dmesg"})
 	}
 	return late
 }
@@ -124,7 +124,7 @@ func (x *gpuExam) pairsLeft(ctx context.Context, to int) Finding {
 			names = append(names, strconv.Itoa(id))
 		}
 	}
-	return Finding{Name: gpuPairs, Status: Warn, Text: "not tried to GPU " + strings.Join(names, ", ") + ": " + reason(ctx),
+	return Finding{Status: Warn, Text: "not tried to GPU " + strings.Join(names, ", ") + ": " + reason(ctx),
 		Remedy: "run it again, with a longer --timeout"}
 }
 
@@ -268,7 +268,7 @@ func (x *gpuExam) matrixHead() Finding {
 	for _, g := range x.all {
 		fmt.Fprintf(&b, "%7d", g.Device.ID)
 	}
-	return Finding{Name: gpuPairs, Text: b.String()}
+	return Finding{Text: b.String()}
 }
 
 // matrixRow is the line of the copies to one GPU; '-' is what pairReasons explains.
@@ -301,7 +301,7 @@ func (x *gpuExam) pairReasons() []Finding {
 		if r.Fault == nil {
 			continue
 		}
-		f := Finding{Name: gpuPairs, Status: r.Fault.status(), Text: r.Fault.verdict(), Remedy: pairRemedy(r, x.reaches(r.From, r.To))}
+		f := Finding{Status: r.Fault.status(), Text: r.Fault.verdict(), Remedy: pairRemedy(r, x.reaches(r.From, r.To))}
 		i := slices.IndexFunc(groups, func(g *group) bool { return g.f.Text == f.Text && g.f.Remedy == f.Remedy })
 		if i < 0 {
 			i = len(groups)
