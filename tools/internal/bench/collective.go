@@ -400,7 +400,7 @@ func childCollective(c *cli.Context, node *postoffice.Node) error {
 	var e exchange
 	var iters int
 	if err := answerLines(c, func() (*answer, error) {
-		ns, err := e.run(c.Context, node, comm, iters)
+		ns, err := e.run(c.Context, comm, iters)
 		return &answer{NS: ns}, err
 	}, &e.op, &e.size, &iters); err != nil {
 		return err
@@ -420,7 +420,7 @@ func given(rank, p, k, i int) float32 {
 }
 
 // run makes a call iters times, checks the results, and returns the nanoseconds of each.
-func (e exchange) run(ctx context.Context, node *postoffice.Node, c *collective.Comm, iters int) ([]int64, error) {
+func (e exchange) run(ctx context.Context, c *collective.Comm, iters int) ([]int64, error) {
 	n, self, count := c.Size(), c.Rank(), e.size/4
 	gives, gets := 1, 1 // parts in in and out
 	want := func(part, k, i int) float32 { return given(part, 0, k, i) }

@@ -119,7 +119,6 @@ func (d *deviceServer) prepare(b af.Batch) error {
 // deviceTrips is the worker's end.
 type deviceTrips struct {
 	ctx    context.Context
-	l      *latency
 	w      *af.Worker
 	back   backend.Backend
 	stream af.Stream
@@ -145,7 +144,7 @@ func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floo
 		return nil, err
 	}
 	defer w.Close()
-	t := &deviceTrips{ctx: ctx, l: l, w: w, back: node.Backend(), request: make([]byte, l.push), got: make([]byte, l.pull), want: make([]byte, l.pull)}
+	t := &deviceTrips{ctx: ctx, w: w, back: node.Backend(), request: make([]byte, l.push), got: make([]byte, l.pull), want: make([]byte, l.pull)}
 	fill(t.request)
 	fill(t.want)
 	if t.stream, err = l.deviceStream(t.back); err != nil {

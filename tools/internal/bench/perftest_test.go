@@ -64,7 +64,7 @@ func TestBandwidthUnits(t *testing.T) {
 
 func TestNoPerftest(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
-	if _, err := (perftest{}).writeLat(t.Context(), 8); !errors.Is(err, errNoPerftest) {
+	if _, err := (&rdmaRun{}).writeLat(t.Context(), 8); !errors.Is(err, errNoPerftest) {
 		t.Errorf("got %v, want %v", err, errNoPerftest)
 	}
 }

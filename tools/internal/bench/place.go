@@ -2,6 +2,7 @@ package bench
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -87,18 +88,11 @@ func (p place) device() string {
 
 // env is the variables that give a role its device.
 func (p place) env(role string) []string {
-	id := -1
-	if p.gpus != nil {
-		switch role {
-		case "worker":
-			id = p.gpus[0]
-		case "server":
-			id = p.gpus[1]
-		}
-	}
-	if id < 0 {
+	k := slices.Index([]string{"worker", "server"}, role)
+	if p.gpus == nil || k < 0 {
 		return []string{"STEPMESH_BAKCEND=CPU"}
 	}
+	id := p.gpus[k]
 	return []string{"STEPMESH_BAKCEND=GPU", "STEPMESH_GPU=" + strconv.Itoa(id), "DMLC_RANK_OFFSET=" + strconv.Itoa(-id)}
 }
 

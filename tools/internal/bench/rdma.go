@@ -87,12 +87,11 @@ const bulk = 1 << 20
 func (r *rdmaRun) perftest(c *cli.Context, lat int, bw bool) (f perfFigures, err error) {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
-	p := perftest{r.at}
 	if lat > 0 && lat <= bulk {
-		f.lat, err = p.writeLat(ctx, lat)
+		f.lat, err = r.writeLat(ctx, lat)
 	}
 	if err == nil && bw {
-		f.bw, err = p.writeBW(ctx)
+		f.bw, err = r.writeBW(ctx)
 	}
 	if errors.Is(err, errNoPerftest) {
 		return perfFigures{missing: err.Error()}, nil

@@ -95,8 +95,10 @@ func (x *gpuExam) pairs(ctx context.Context) []Finding {
 			tell(f)
 		}
 	}
-	for _, err := range held.close() {
-		tell(Finding{Status: Warn, Text: "after the attempt: " + err.Error(), Remedy: "see dmesg"})
+	for _, b := range held {
+		if err := b.Close(); err != nil {
+			tell(Finding{Status: Warn, Text: "after the attempt: " + err.Error(), Remedy: "see dmesg"})
+		}
 	}
 	return late
 }
@@ -128,20 +130,9 @@ func (x *gpuExam) pairsLeft(ctx context.Context, to int) Finding {
 		Remedy: "run it again, with a longer --timeout"}
 }
 
-// exports are the opened GPUs, which hold the memory that the children import.
-type exports []backend.Backend
-
-func (e exports) close() (errs []error) {
-	for _, b := range e {
-		if err := b.Close(); err != nil {
-			errs = append(errs, err)
-		}
-	}
-	return errs
-}
-
-// exportAll fills memory on each GPU and exports it, or notes why not.
-func (x *gpuExam) exportAll(ctx context.Context) (held exports, sources []pairSource, faults map[int]*pairFault) {
+// exportAll fills memory on each GPU and exports it, or notes why not. The GPUs that are held
+// keep what the children import.
+func (x *gpuExam) exportAll(ctx context.Context) (held []backend.Backend, sources []pairSource, faults map[int]*pairFault) {
 	faults = map[int]*pairFault{}
 	for _, g := range x.all {
 		s := pairSource{From: int(g.Device.ID), Seed: rand.Uint64()}

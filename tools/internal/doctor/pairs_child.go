@@ -80,7 +80,7 @@ func lastLine(b []byte) error {
 
 // servePairs is the child: it opens the GPU that it is told, tries each source, and
 // writes what became of it at once, so that what hangs later hides nothing.
-func servePairs(ctx context.Context, in io.Reader, out io.Writer, open func(int) (backend.Backend, error)) error {
+func servePairs(ctx context.Context, in io.Reader, out io.Writer, open func(int) (backend.Backend, error)) (err error) {
 	var req pairRequest
 	if err := json.NewDecoder(in).Decode(&req); err != nil {
 		return fmt.Errorf("%s is started by stepaf doctor: read what to do: %w", pairCommand, err)
@@ -89,27 +89,24 @@ func servePairs(ctx context.Context, in io.Reader, out io.Writer, open func(int)
 		return fmt.Errorf("%s: %d bytes: want a multiple of 8, at least %d", pairCommand, req.Bytes, smallCopy)
 	}
 	say := json.NewEncoder(out)
-	p, err := openReceiver(req.To, req.Bytes, open)
-	if err != nil {
-		for _, s := range req.Sources {
-			err := say.Encode(pairResult{From: s.From, To: req.To, Fault: newFault(err)})
-			if err != nil {
-				return err
-			}
-		}
-		return nil
+	p, closed := openReceiver(req.To, req.Bytes, open)
+	if closed == nil {
+		defer func() { err = errors.Join(err, p.b.Close()) }()
 	}
 	for _, s := range req.Sources {
-		r, err := p.try(ctx, s)
-		r.From, r.To = s.From, req.To
-		if err != nil {
-			r = pairResult{From: s.From, To: req.To, Fault: newFault(err)}
+		r, err := pairResult{}, closed
+		if closed == nil {
+			r, err = p.try(ctx, s)
 		}
+		if err != nil {
+			r = pairResult{Fault: newFault(err)}
+		}
+		r.From, r.To = s.From, req.To
 		if err := say.Encode(r); err != nil {
-			return errors.Join(err, p.b.Close())
+			return err
 		}
 	}
-	return p.b.Close()
+	return nil
 }
 
 // sharer is what a backend must be able to do for a pair.

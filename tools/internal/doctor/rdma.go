@@ -328,11 +328,11 @@ func (x *rdmaExam) addresses() []choose.Result {
 			}
 			d.Ports = []verbs.PortInfo{p}
 			m := choose.Machine{Devices: []verbs.DeviceInfo{d}, Interfaces: x.interfaces, Root: x.m.Root}
-			if r, err := choose.Choose(m, choose.Request{}); err == nil {
-				list = append(list, r)
-				continue
+			r, err := choose.Choose(m, choose.Request{})
+			if err != nil {
+				r = choose.Result{Device: d.Name, Port: p.Num}
 			}
-			list = append(list, choose.Result{Device: d.Name, Port: p.Num})
+			list = append(list, r)
 		}
 	}
 	return list

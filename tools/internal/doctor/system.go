@@ -20,7 +20,7 @@ import (
 func (x *exam) versions(context.Context) []Finding {
 	m := x.m
 	return []Finding{{
-		Text: fmt.Sprintf("stepaf %s, %s, libzmq %s", m.Version, m.Go, m.LibZMQ),
+		Text:    fmt.Sprintf("stepaf %s, %s, libzmq %s", m.Version, m.Go, m.LibZMQ),
 		Details: []string{"transports: " + strings.Join(m.Transports, ", "), "backends: " + strings.Join(m.Backends, ", ")},
 		Data:    map[string]any{"stepaf": m.Version, "go": m.Go, "libzmq": m.LibZMQ, "transports": m.Transports, "backends": m.Backends},
 	}}
