@@ -430,53 +430,44 @@ func (e exchange) run(ctx context.Context, c *collective.Comm, iters int) ([]int
 		}
 		return s
 	}
+	var to, from af.Tensor
+	var tos, froms []af.Tensor
+	var call func() (collective.Op, error)
 	switch e.op {
 	case allGather:
 		gets = n
+		call = func() (collective.Op, error) { return c.AllGather(to, from) }
 	case allToAll:
 		gives, gets = n, n
 		want = func(part, k, i int) float32 { return given(part, self, k, i) }
+		call = func() (collective.Op, error) { return c.AllToAll(tos, froms) }
+	case broadcast:
+		call = func() (collective.Op, error) { return c.Broadcast(to, 0) }
 	case reduceScatter:
 		gives = n
 		want = func(_, k, i int) float32 { return sum(self, k, i) }
+		call = func() (collective.Op, error) { return c.ReduceScatter(to, from, collective.Sum) }
 	case allReduce:
 		want = func(_, k, i int) float32 { return sum(0, k, i) }
+		call = func() (collective.Op, error) { return c.AllReduce(to, from, collective.Sum) }
 	case barrier:
 		gives, gets = 0, 0
 	}
 	in, out := make([]float32, gives*count), make([]float32, gets*count)
-	from, err := af.FromSlice(in)
-	if err != nil {
-		return nil, err
+	if e.op == broadcast && self == 0 {
+		out = in
 	}
-	to, err := af.FromSlice(out)
-	if err != nil {
-		return nil, err
+	var err error
+	tensor := func(l []float32) af.Tensor {
+		t, e := af.FromSlice(l)
+		err = errors.Join(err, e)
+		return t
 	}
-	split := func(l []float32) []af.Tensor {
-		var parts []af.Tensor
+	from, to = tensor(in), tensor(out)
+	if e.op == allToAll {
 		for p := range n {
-			t, e := af.FromSlice(l[p*count : (p+1)*count])
-			parts, err = append(parts, t), errors.Join(err, e)
+			froms, tos = append(froms, tensor(in[p*count:(p+1)*count])), append(tos, tensor(out[p*count:(p+1)*count]))
 		}
-		return parts
-	}
-	var call func() (collective.Op, error)
-	switch e.op {
-	case allGather:
-		call = func() (collective.Op, error) { return c.AllGather(to, from) }
-	case allToAll:
-		tos, froms := split(out), split(in)
-		call = func() (collective.Op, error) { return c.AllToAll(tos, froms) }
-	case broadcast:
-		if self == 0 {
-			out, to = in, from
-		}
-		call = func() (collective.Op, error) { return c.Broadcast(to, 0) }
-	case reduceScatter:
-		call = func() (collective.Op, error) { return c.ReduceScatter(to, from, collective.Sum) }
-	case allReduce:
-		call = func() (collective.Op, error) { return c.AllReduce(to, from, collective.Sum) }
 	}
 	if err != nil {
 		return nil, err

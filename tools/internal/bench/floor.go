@@ -52,9 +52,8 @@ func newTCPServer(push, pull int, touch bool) (*tcpServer, error) {
 			}
 			go func() {
 				_ = withBlocking(c, func(fd int) error {
-					in, out := make([]byte, max(push, 1)), make([]byte, max(pull, 1))
-					return errno(C.floor_serve(C.int(fd), (*C.char)(unsafe.Pointer(&in[0])), C.size_t(push),
-						(*C.char)(unsafe.Pointer(&out[0])), C.size_t(pull), flag(touch)))
+					in, out := make([]byte, push), make([]byte, pull)
+					return errno(C.floor_serve(C.int(fd), chars(in), C.size_t(push), chars(out), C.size_t(pull), flag(touch)))
 				})
 			}()
 		}
@@ -67,10 +66,9 @@ func (s *tcpServer) close()       { _ = s.l.Close() }
 
 // tcpClient measures rounds.
 type tcpClient struct {
-	c            *net.TCPConn
-	push, pull   []byte
-	nPush, nPull int
-	touch        bool
+	c          *net.TCPConn
+	push, pull []byte
+	touch      bool
 }
 
 func dialTCP(addr string, push, pull int, touch bool) (*tcpClient, error) {
@@ -78,7 +76,7 @@ func dialTCP(addr string, push, pull int, touch bool) (*tcpClient, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &tcpClient{c.(*net.TCPConn), make([]byte, max(push, 1)), make([]byte, max(pull, 1)), push, pull, touch}, nil
+	return &tcpClient{c.(*net.TCPConn), make([]byte, push), make([]byte, pull), touch}, nil
 }
 
 func (f *tcpClient) close() { _ = f.c.Close() }
@@ -90,8 +88,8 @@ func (f *tcpClient) measure(n int) ([]int64, error) {
 		return ns, nil
 	}
 	err := withBlocking(f.c, func(fd int) error {
-		return errno(C.floor_measure(C.int(fd), (*C.char)(unsafe.Pointer(&f.push[0])), C.size_t(f.nPush),
-			(*C.char)(unsafe.Pointer(&f.pull[0])), C.size_t(f.nPull), C.int(n), flag(f.touch), (*C.int64_t)(unsafe.Pointer(&ns[0]))))
+		return errno(C.floor_measure(C.int(fd), chars(f.push), C.size_t(len(f.push)), chars(f.pull), C.size_t(len(f.pull)),
+			C.int(n), flag(f.touch), (*C.int64_t)(unsafe.Pointer(&ns[0]))))
 	})
 	return ns, err
 }
@@ -119,6 +117,9 @@ func errno(n C.int) error {
 	}
 	return fmt.Errorf("floor: %w", syscall.Errno(n))
 }
+
+// chars are bytes for C.
+func chars(b []byte) *C.char { return (*C.char)(unsafe.Pointer(unsafe.SliceData(b))) }
 
 // flag is a bool for C.
 func flag(on bool) C.int {

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -100,10 +101,8 @@ func runLatency(c *cli.Context) error {
 
 // checkable refuses --check where there is nothing to check.
 func (m *latencyRun) checkable(all []payload) error {
-	for _, p := range all {
-		if m.way.goal(p).limit != 0 {
-			return nil
-		}
+	if slices.ContainsFunc(all, func(p payload) bool { return m.way.goal(p).limit != 0 }) {
+		return nil
 	}
 	for _, x := range courses[m.way] {
 		if x.limit != 0 {

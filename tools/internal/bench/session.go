@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -129,10 +130,10 @@ func childSession(c *cli.Context, node *postoffice.Node) error {
 			return err
 		}
 		ran := 0 // functions run one after the other
-		if err := r.Register("nothing", func(context.Context, []any) (any, error) { ran++; return nil, nil }); err != nil {
-			return err
-		}
-		if err := r.Register("how often", func(context.Context, []any) (any, error) { return ran, nil }); err != nil {
+		if err := errors.Join(
+			r.Register("nothing", func(context.Context, []any) (any, error) { ran++; return nil, nil }),
+			r.Register("how often", func(context.Context, []any) (any, error) { return ran, nil }),
+		); err != nil {
 			return err
 		}
 		return r.Serve(c.Context)

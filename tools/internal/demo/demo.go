@@ -111,6 +111,13 @@ func answer(b af.Batch) error {
 	return b.Respond(answers, af.ByKey)
 }
 
+// newTensor is a tensor, and its elements.
+func newTensor(key uint64) ([]float32, af.KeyTensor, error) {
+	v := make([]float32, elements)
+	t, err := af.FromSlice(v)
+	return v, af.KeyTensor{Key: key, Val: t}, err
+}
+
 // work pushes, pulls and compares.
 func work(ctx context.Context, node *postoffice.Node, out io.Writer, rounds int) error {
 	w, err := af.NewWorker(node, af.WorkerOptions{})
@@ -121,22 +128,16 @@ func work(ctx context.Context, node *postoffice.Node, out io.Writer, rounds int)
 	var data [tensors][]float32
 	push := make([]af.KeyTensor, tensors)
 	for k := range push {
-		data[k] = make([]float32, elements)
-		t, err := af.FromSlice(data[k])
-		if err != nil {
+		if data[k], push[k], err = newTensor(uint64(k)); err != nil {
 			return err
 		}
-		push[k] = af.KeyTensor{Key: uint64(k), Val: t}
 	}
 	sums := make([][]float32, servers)
 	pull := make([]af.KeyTensor, servers)
 	for s := range pull {
-		sums[s] = make([]float32, elements)
-		t, err := af.FromSlice(sums[s])
-		if err != nil {
+		if sums[s], pull[s], err = newTensor(sumKey); err != nil {
 			return err
 		}
-		pull[s] = af.KeyTensor{Key: sumKey, Val: t}
 	}
 
 	times := make([]time.Duration, 0, rounds)

@@ -53,11 +53,8 @@ func peersText(peers []int) string {
 	if len(peers) == 0 {
 		return "reaches no other GPU directly"
 	}
-	names := make([]string, len(peers))
-	for i, p := range peers {
-		names[i] = strconv.Itoa(p)
-	}
-	return "reaches GPU " + strings.Join(names, ", ") + " directly"
+	list := strings.Trim(strings.ReplaceAll(fmt.Sprint(peers), " ", ", "), "[]")
+	return "reaches GPU " + list + " directly"
 }
 
 func dmabufText(can bool) string {

@@ -255,7 +255,7 @@ func gigabytes(bps float64) string {
 // matrixHead is the line above the matrix.
 func (x *gpuExam) matrixHead() Finding {
 	var b strings.Builder
-	b.WriteString(matrixLabel("GB/s from"))
+	fmt.Fprintf(&b, "%-10s", "GB/s from")
 	for _, g := range x.all {
 		fmt.Fprintf(&b, "%7d", g.Device.ID)
 	}
@@ -265,7 +265,7 @@ func (x *gpuExam) matrixHead() Finding {
 // matrixRow is the line of the copies to one GPU; '-' is what pairReasons explains.
 func matrixRow(to int, row []pairResult) Finding {
 	var b, small strings.Builder
-	b.WriteString(matrixLabel(fmt.Sprintf("to GPU %d", to)))
+	fmt.Fprintf(&b, "to GPU %-3d", to)
 	small.WriteString("1 KiB:")
 	for _, r := range row {
 		if r.Fault != nil {
@@ -278,8 +278,6 @@ func matrixRow(to int, row []pairResult) Finding {
 	}
 	return Finding{Name: fmt.Sprintf("gpu pairs to %d", to), Text: b.String(), Details: []string{small.String()}, Data: row}
 }
-
-func matrixLabel(s string) string { return fmt.Sprintf("%-10s", s) }
 
 // pairReasons tells below the matrix why pairs do not work, each reason once.
 func (x *gpuExam) pairReasons() []Finding {

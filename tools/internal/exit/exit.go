@@ -56,8 +56,7 @@ func Status(err error) int {
 	if err == nil {
 		return 0
 	}
-	var e interface{ ExitCode() int }
-	if errors.As(err, &e) {
+	if e, ok := errors.AsType[cli.ExitCoder](err); ok {
 		return e.ExitCode()
 	}
 	return Failure
