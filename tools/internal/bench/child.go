@@ -95,7 +95,8 @@ func (c *cluster) start(name string, cmd *exec.Cmd) error {
 }
 
 // startCluster starts the children: a scheduler, servers and workers. spec is handed to each.
-func startCluster(ctx context.Context, c *cli.Context, host string, at place, servers, workers int, spec ...any) (*cluster, error) {
+func startCluster(ctx context.Context, c *cli.Context, host string, at place, servers, workers int,
+	spec ...any) (*cluster, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
@@ -109,7 +110,8 @@ func startCluster(ctx context.Context, c *cli.Context, host string, at place, se
 		args = append(args, fmt.Sprint(x))
 	}
 	host = cmp.Or(host, "127.0.0.1")
-	environ := append(env.Strip(os.Environ()), "DMLC_NUM_WORKER="+strconv.Itoa(workers), "DMLC_NUM_SERVER="+strconv.Itoa(servers),
+	environ := append(env.Strip(os.Environ()),
+		"DMLC_NUM_WORKER="+strconv.Itoa(workers), "DMLC_NUM_SERVER="+strconv.Itoa(servers),
 		"DMLC_PS_ROOT_URI="+host, "DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST="+host)
 	environ = append(environ, transport(c.String("van"))...)
 	for _, keep := range passed {
@@ -286,7 +288,8 @@ func answerLines(c *cli.Context, do func() (*answer, error), to ...any) error {
 
 // runCluster runs a scheduler, servers and a worker, and returns the worker's result and the CPU
 // seconds of each. With floor, the server says where its floor listens; the worker is told.
-func runCluster(c *cli.Context, host string, at place, servers int, floor bool, spec ...any) (*result, map[string]float64, error) {
+func runCluster(c *cli.Context, host string, at place, servers int, floor bool,
+	spec ...any) (*result, map[string]float64, error) {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
 	cl, err := startCluster(ctx, c, host, at, servers, 1, spec...)

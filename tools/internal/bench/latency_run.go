@@ -143,7 +143,8 @@ func (m *latencyRun) payload(p payload) error {
 	if c.Bool("load") {
 		defer busy()()
 	}
-	r, cpu, err := runCluster(c, m.host, m.at, 1, true, "latency", p.push, p.pull, iters, warmup, rounds, m.at.stream, c.Bool("touch"))
+	r, cpu, err := runCluster(c, m.host, m.at, 1, true,
+		"latency", p.push, p.pull, iters, warmup, rounds, m.at.stream, c.Bool("touch"))
 	if err != nil {
 		return err
 	}

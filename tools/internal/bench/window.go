@@ -243,7 +243,8 @@ func (size copies) measure(n int) ([]int64, error) {
 
 func (r *windowReport) print(w io.Writer) error {
 	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f %9.1f %9.1f   %9.1f %9.1f   %9.1f %9.1f %6.2f %s (%s)\n", r.Bytes, r.Iters,
-		r.Trip.P50, r.Trip.P90, r.Trip.P99, r.Trip.Max, r.OneWay.P50, r.OneWay.P99, r.Floor.P50, r.Floor.P99, r.RatioP50, goalText("-", r.Goal, r.Missed), r.Of)
+		r.Trip.P50, r.Trip.P90, r.Trip.P99, r.Trip.Max, r.OneWay.P50, r.OneWay.P99, r.Floor.P50, r.Floor.P99,
+		r.RatioP50, goalText("-", r.Goal, r.Missed), r.Of)
 	if r.RDMA != nil {
 		r.RDMA.print(w, "one way")
 	}

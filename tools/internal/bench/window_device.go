@@ -97,7 +97,8 @@ const windowGPUHead = "two ranks, one GPU each, microseconds, data checked\n   b
 
 func (r *windowGPUReport) print(w io.Writer) error {
 	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f  %9.1f %9.1f %7.1f   %9.1f %9.1f %6.2f %s\n", r.Bytes, r.Iters,
-		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99, r.RatioP50, goalText("-", r.Goal, r.Missed))
+		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99,
+		r.RatioP50, goalText("-", r.Goal, r.Missed))
 	if r.Note != "" {
 		fmt.Fprintln(w, "note:", r.Note)
 	}
