@@ -176,10 +176,7 @@ func runCollective(c *cli.Context) error {
 			return fmt.Errorf("bench collective: %d ranks: %w", n, err)
 		}
 	}
-	if c.Bool("check") {
-		return m.v.err()
-	}
-	return nil
+	return m.v.check(c)
 }
 
 // goalOf is the goal of a call over a van, 0 for none.

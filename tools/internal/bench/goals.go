@@ -3,6 +3,8 @@ package bench
 import (
 	"fmt"
 	"strings"
+
+	"github.com/urfave/cli/v2"
 )
 
 // payload is the size of a round trip: bytes from worker to server, and back.
@@ -127,7 +129,15 @@ func (v *verdict) miss(p fmt.Stringer, why string) {
 	v.missed = append(v.missed, fmt.Sprintf("%s: %s", p, why))
 }
 
-// err is the error of --check.
+// check is the error of --check.
+func (v *verdict) check(c *cli.Context) error {
+	if !c.Bool("check") {
+		return nil
+	}
+	return v.err()
+}
+
+// err says what was missed.
 func (v *verdict) err() error {
 	if len(v.missed) == 0 {
 		return nil

@@ -93,10 +93,7 @@ func runLatency(c *cli.Context) error {
 			return err
 		}
 	}
-	if c.Bool("check") {
-		return m.v.err()
-	}
-	return nil
+	return m.v.check(c)
 }
 
 // checkable refuses --check where there is nothing to check.

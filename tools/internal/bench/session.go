@@ -84,10 +84,10 @@ func runSession(c *cli.Context) error {
 	if judged {
 		rep.Goal, rep.Missed = callGoal.limit, v.judge(rep, callGoal, rep.RatioP50)
 	}
-	if err := show(c, rep); err != nil || !c.Bool("check") {
+	if err := show(c, rep); err != nil {
 		return err
 	}
-	return v.err()
+	return v.check(c)
 }
 
 func (r *sessionReport) print(w io.Writer) error {

@@ -132,10 +132,7 @@ func runWindow(c *cli.Context) error {
 	if err != nil {
 		return fmt.Errorf("bench window: %w", err)
 	}
-	if c.Bool("check") {
-		return v.err()
-	}
-	return nil
+	return v.check(c)
 }
 
 // judge compares with the goal, and tells v if it is missed.
@@ -257,22 +254,24 @@ func childWindow(c *cli.Context, node *postoffice.Node) error {
 	if err := arguments(c, &most); err != nil || node.Role() != van.Worker {
 		return err
 	}
-	if onGPU(node) {
-		return childWindowGPU(c, node, most)
-	}
 	comm, err := joinWorkers(c, node)
 	if err != nil {
 		return err
 	}
-	w, err := window.Open(c.Context, comm, window.Options{Size: most, Signals: 1})
+	w, err := window.Open(c.Context, comm, window.Options{Size: most, Signals: 1, Device: onGPU(node)})
 	if err != nil {
 		return err
 	}
-	var size, n int
-	if err := answerLines(c, func() (*answer, error) {
-		ns, err := putAndWait(c.Context, w, size, n)
-		return &answer{NS: ns}, err
-	}, &size, &n); err != nil {
+	if onGPU(node) {
+		err = answerOnGPU(c, w, comm, node.Backend(), most)
+	} else {
+		var size, n int
+		err = answerLines(c, func() (*answer, error) {
+			ns, err := putAndWait(c.Context, w, size, n)
+			return &answer{NS: ns}, err
+		}, &size, &n)
+	}
+	if err != nil {
 		return err
 	}
 	if err := comm.Barrier(c.Context); err != nil {

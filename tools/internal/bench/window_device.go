@@ -13,7 +13,6 @@ import (
 	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/af/window"
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -119,17 +118,9 @@ type deviceTripper struct {
 	size   int // of the floor
 }
 
-// childWindowGPU is a node of bench window --device gpu.
-func childWindowGPU(c *cli.Context, node *postoffice.Node, most int) error {
-	comm, err := joinWorkers(c, node)
-	if err != nil {
-		return err
-	}
-	w, err := window.Open(c.Context, comm, window.Options{Size: most, Signals: 1, Device: true})
-	if err != nil {
-		return err
-	}
-	t, err := newDeviceTripper(w, comm, node.Backend(), most)
+// answerOnGPU does what a rank of bench window --device gpu is asked for.
+func answerOnGPU(c *cli.Context, w *window.Window, comm *collective.Comm, b backend.Backend, most int) error {
+	t, err := newDeviceTripper(w, comm, b, most)
 	if err != nil {
 		return err
 	}
@@ -140,13 +131,7 @@ func childWindowGPU(c *cli.Context, node *postoffice.Node, most int) error {
 	}, &what, &size, &n); err != nil {
 		return err
 	}
-	if err := t.endFloor(c.Context); err != nil {
-		return err
-	}
-	if err := w.Close(); err != nil {
-		return err
-	}
-	return comm.Close(c.Context)
+	return t.endFloor(c.Context)
 }
 
 func newDeviceTripper(w *window.Window, comm *collective.Comm, b backend.Backend, most int) (*deviceTripper, error) {
