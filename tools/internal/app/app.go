@@ -89,10 +89,7 @@ func Run(args []string, stdout, stderr io.Writer) int {
 		}
 	}
 	err = app.Run(args)
-	if err == nil {
-		return 0
-	}
-	if !errors.Is(err, errSilent) {
+	if err != nil && !errors.Is(err, errSilent) {
 		fmt.Fprintln(stderr, "stepaf: "+strings.TrimSuffix(err.Error(), "\n"))
 	}
 	return exit.Status(err)

@@ -37,7 +37,7 @@ command line, and 130 or 143 after SIGINT or SIGTERM.`,
 			&cli.BoolFlag{Name: "verbose", Aliases: []string{"v"}, Usage: "with all GIDs, limits and paths"},
 			&cli.DurationFlag{Name: "timeout", Value: time.Minute, Usage: "stop looking after this long"},
 		},
-		Action: noArguments(func(c *cli.Context) error {
+		Action: exit.WithoutArguments(func(c *cli.Context) error {
 			o := doctorOptions{c.Bool("json"), c.Bool("verbose"), c.Duration("timeout")}
 			if o.timeout <= 0 {
 				return exit.Usage("--timeout %v: want more than 0", o.timeout)

@@ -39,7 +39,7 @@ that a node needs is missing, contradictory, or not in this build.`,
 			&cli.BoolFlag{Name: "explain", Usage: "with allowed values and meaning"},
 			&cli.BoolFlag{Name: "check", Usage: "check also that a node could start"},
 		},
-		Action: noArguments(func(c *cli.Context) error {
+		Action: exit.WithoutArguments(func(c *cli.Context) error {
 			return showEnv(c.App.Writer, env.OS(), envOptions{c.Bool("json"), c.Bool("set"), c.Bool("explain"), c.Bool("check")})
 		}),
 	}

@@ -35,7 +35,7 @@ PS_VERBOSE=1 shows every node that arrives. For a cluster on one machine,
 			&cli.BoolFlag{Name: "quiet", Aliases: []string{"q"}, Usage: "do not print where it listens"},
 			&cli.BoolFlag{Name: "fserver", Usage: "take part in the barrier of fserver's stop(), for programs that call it"},
 		},
-		Action: noArguments(runScheduler),
+		Action: exit.WithoutArguments(runScheduler),
 	}
 }
 

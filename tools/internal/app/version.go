@@ -8,6 +8,7 @@ import (
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -19,7 +20,7 @@ func versionCommand() *cli.Command {
 	return &cli.Command{
 		Name: "version", Usage: "print version, transports and devices of this build",
 		ArgsUsage: " ", HideHelpCommand: true,
-		Action: noArguments(func(c *cli.Context) error {
+		Action: exit.WithoutArguments(func(c *cli.Context) error {
 			_, err := fmt.Fprintf(c.App.Writer, "stepaf %s (%s, %s/%s)\ntransports: %s\nbackends: %s\n", versionText(), runtime.Version(),
 				runtime.GOOS, runtime.GOARCH, strings.Join(van.Transports(), ", "), strings.Join(backend.Names(), ", "))
 			return err

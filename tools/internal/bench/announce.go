@@ -3,12 +3,18 @@ package bench
 // The floor between a server and a worker: one starts it, the other connects.
 
 import (
+	"bufio"
+	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net/netip"
 	"strings"
 
+	"github.com/urfave/cli/v2"
+
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -22,12 +28,35 @@ type floors struct {
 	bare       bool // ZMQ by itself is measured, too
 }
 
+// childWithFloor is a node of a benchmark whose server serves and whose worker measures in turns with the
+// floor and, where that is asked for, with ZMQ by itself.
+func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, serve func(*postoffice.Node) error,
+	measure func(ctx context.Context, node *postoffice.Node, floor, bare baseline) (*result, error)) error {
+	switch node.Role() {
+	case van.Server:
+		if err := serve(node); err != nil {
+			return err
+		}
+		return announceFloor(c.App.Writer, node, x)
+	case van.Worker:
+		floor, bare, err := dialAnnounced(c.App.Reader, node, x)
+		if err != nil {
+			return err
+		}
+		defer floor.close()
+		defer bare.close()
+		r, err := measure(c.Context, node, floor, bare)
+		if err != nil {
+			return err
+		}
+		return json.NewEncoder(c.App.Writer).Encode(r)
+	}
+	return nil
+}
+
 // announceFloor starts the servers and says where they listen.
 func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
-	var f interface {
-		addr() string
-		close()
-	}
+	var f floorServer
 	host, err := floorHost(node)
 	switch {
 	case err != nil:
@@ -36,7 +65,7 @@ func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 	case host.IsValid():
 		f, err = newVerbsServer(host, x.push, x.pull)
 	default:
-		f, err = newFloorServer(x.push, x.pull, x.touch)
+		f, err = newTCPServer(x.push, x.pull, x.touch)
 	}
 	if err != nil {
 		return err
@@ -49,20 +78,19 @@ func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 			return err
 		}
 		node.App().OnExit(z.close)
-		at += " " + z.at
+		at += " " + z.addr()
 	}
 	_, err = fmt.Fprintln(w, at)
 	return err
 }
 
-// dialAnnounced reads the addresses from the parent and connects. bare is nil where ZMQ
-// by itself is not measured.
+// dialAnnounced reads the addresses from the parent and connects.
 func dialAnnounced(r io.Reader, node *postoffice.Node, x floors) (floor, bare baseline, err error) {
-	line, err := (&lineReader{r: r}).line()
+	line, err := bufio.NewReader(r).ReadString('\n')
 	if err != nil {
 		return nil, nil, fmt.Errorf("bench: no address of the floor: %w", err)
 	}
-	addr, bareAt, _ := strings.Cut(line, " ")
+	addr, bareAt, _ := strings.Cut(strings.TrimSpace(line), " ")
 	host, err := floorHost(node)
 	switch {
 	case err != nil:
@@ -72,10 +100,10 @@ func dialAnnounced(r io.Reader, node *postoffice.Node, x floors) (floor, bare ba
 	case host.IsValid():
 		floor, err = dialVerbsFloor(host, addr, x.push, x.pull)
 	default:
-		floor, err = dialFloor(addr, x.push, x.pull, x.touch)
+		floor, err = dialTCP(addr, x.push, x.pull, x.touch)
 	}
 	if err != nil || !x.bare {
-		return floor, nil, err
+		return floor, none{}, err
 	}
 	if bare, err = dialZMQ(bareAt, x.push, x.pull, x.touch); err != nil {
 		floor.close()

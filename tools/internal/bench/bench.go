@@ -3,11 +3,11 @@
 package bench
 
 import (
-	"strconv"
 	"time"
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -80,56 +80,38 @@ func Command() *cli.Command {
 	return bench
 }
 
-// checked is the action f of a benchmark, none of which takes arguments: an option after
-// one would be left out without a word.
+// checked is the action f of a benchmark.
 func checked(f cli.ActionFunc) cli.ActionFunc {
-	return func(c *cli.Context) error {
-		if c.Args().Present() {
-			return exit.Usage("bench %s: unexpected argument %q", c.Command.Name, c.Args().First())
-		}
+	return exit.WithoutArguments(func(c *cli.Context) error {
 		if t := c.Duration("timeout"); t <= 0 {
 			return exit.Usage("bench %s: --timeout %v: want more than 0", c.Command.Name, t)
 		}
 		return f(c)
-	}
+	})
 }
 
 // runChild is one node of a benchmark.
 func runChild(c *cli.Context) error {
-	a := c.Args().Slice()
-	if len(a) < 1 {
+	part := map[string]func(*cli.Context, *postoffice.Node) error{
+		"latency": childLatency, "kv": childKV, "collective": childCollective, "window": childWindow, "session": childSession,
+	}[c.Args().First()]
+	if part == nil {
 		return exit.Usage("bench child is started by stepaf bench")
 	}
-	n := make([]int, len(a)-1)
-	for i := range n {
-		var err error
-		if n[i], err = strconv.Atoi(a[i+1]); err != nil {
-			return exit.Usage("bench child: %q: want a number", a[i+1])
-		}
+	cfg, err := postoffice.LoadConfig()
+	if err != nil {
+		return err
 	}
-	node, err := startNode(c.Context)
+	cfg.StartTimeout = 30 * time.Second
+	node, err := postoffice.Start(c.Context, postoffice.Options{Config: cfg})
 	if err != nil {
 		return err
 	}
 	if node.Role() == van.Worker {
-		if err := checkTransport(node, node.Topology().ServerInstances()); err != nil {
-			node.Close()
-			return err
-		}
+		err = checkTransport(node, node.Topology().ServerInstances())
 	}
-	switch {
-	case a[0] == "latency" && len(n) == 7:
-		err = childLatency(c, node, &latency{push: n[0], pull: n[1], iters: n[2], warmup: n[3], rounds: n[4], stream: n[5] != 0, touch: n[6] != 0})
-	case a[0] == "kv" && len(n) == 5:
-		err = childKV(c, node, &kvSpec{keys: n[0], values: n[1], batch: n[2], flight: n[3], rounds: n[4]})
-	case a[0] == "collective" && len(n) == 0:
-		err = childCollective(c, node)
-	case a[0] == "window" && len(n) == 1:
-		err = childWindow(c, node, n[0])
-	case a[0] == "session" && len(n) == 2:
-		err = childSession(c, node, n[0], n[1])
-	default:
-		err = exit.Usage("bench child is started by stepaf bench")
+	if err == nil {
+		err = part(c, node)
 	}
 	if err != nil {
 		node.Close()

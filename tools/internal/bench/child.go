@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -44,11 +46,20 @@ var roles = []string{"scheduler", "server", "worker"}
 
 // cluster is processes that are started, asked and ended together: a scheduler, a server and
 // workers, or others that they are compared with.
-type cluster struct {
-	names []string // in the order in which they were started
-	cmds  map[string]*exec.Cmd
-	outs  map[string]*lineReader
-	ins   map[string]io.WriteCloser
+type cluster struct{ children []*child } // in the order in which they were started
+
+// child is one of these processes.
+type child struct {
+	name string
+	cmd  *exec.Cmd
+	in   io.WriteCloser
+	out  *bufio.Reader
+}
+
+// line reads what the child says next.
+func (p *child) line() (string, error) {
+	s, err := p.out.ReadString('\n')
+	return strings.TrimSuffix(s, "\n"), err
 }
 
 // newCluster is one without processes yet.
@@ -56,7 +67,7 @@ type cluster struct {
 // They die with the calling goroutine's thread, to which it is locked.
 func newCluster() *cluster {
 	runtime.LockOSThread()
-	return &cluster{cmds: map[string]*exec.Cmd{}, ins: map[string]io.WriteCloser{}, outs: map[string]*lineReader{}}
+	return &cluster{}
 }
 
 // start starts cmd as one of the cluster. If it cannot, all others are ended.
@@ -73,16 +84,19 @@ func (c *cluster) start(name string, cmd *exec.Cmd) error {
 		err = cmd.Start()
 	}
 	if err != nil {
-		c.kill()
+		for _, p := range c.children {
+			_ = p.cmd.Process.Kill()
+		}
+		_, _ = c.wait()
 		return err
 	}
-	c.names = append(c.names, name)
-	c.cmds[name], c.ins[name], c.outs[name] = cmd, in, &lineReader{r: out}
+	c.children = append(c.children, &child{name, cmd, in, bufio.NewReader(out)})
 	return nil
 }
 
 // startCluster starts the children: a scheduler, servers and workers. spec is handed to each.
-func startCluster(ctx context.Context, van, host string, at place, servers, workers int, spec []string, stderr io.Writer) (*cluster, error) {
+func startCluster(ctx context.Context, c *cli.Context, host string, at place, servers, workers int,
+	spec ...any) (*cluster, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
@@ -91,44 +105,37 @@ func startCluster(ctx context.Context, van, host string, at place, servers, work
 	if err != nil {
 		return nil, err
 	}
+	args := []string{"bench", "child"}
+	for _, x := range spec {
+		args = append(args, fmt.Sprint(x))
+	}
 	host = cmp.Or(host, "127.0.0.1")
-	c := newCluster()
-	for i := range 1 + servers + workers {
-		role, rank, of := roles[0], i, 1
-		switch {
-		case i > servers:
-			role, rank, of = roles[2], i-servers-1, workers
-		case i > 0:
-			role, rank, of = roles[1], i-1, servers
-		}
-		name := role
-		if of > 1 {
-			name += " " + strconv.Itoa(rank)
-		}
-		cmd := exec.CommandContext(ctx, self, append([]string{"bench", "child"}, spec...)...)
-		cmd.Env = append(env.Strip(os.Environ()),
-			"DMLC_ROLE="+role, "DMLC_NUM_WORKER="+strconv.Itoa(workers), "DMLC_NUM_SERVER="+strconv.Itoa(servers), "DMLC_PS_ROOT_URI="+host,
-			"DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST="+host)
-		cmd.Env = append(cmd.Env, transport(van)...)
-		if role == roles[2] {
-			cmd.Env = append(cmd.Env, at.of(i-servers-1).env(role)...)
-		} else {
-			cmd.Env = append(cmd.Env, at.env(role)...)
-		}
-		if name != role {
-			cmd.Env = append(cmd.Env, "DMLC_NODE_RANK="+strconv.Itoa(rank))
-		}
-		for _, keep := range passed {
-			if v, ok := os.LookupEnv(keep); ok {
-				cmd.Env = append(cmd.Env, keep+"="+v)
-			}
-		}
-		cmd.Stderr = stderr
-		if err := c.start(name, cmd); err != nil {
-			return nil, err
+	environ := append(env.Strip(os.Environ()),
+		"DMLC_NUM_WORKER="+strconv.Itoa(workers), "DMLC_NUM_SERVER="+strconv.Itoa(servers),
+		"DMLC_PS_ROOT_URI="+host, "DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST="+host)
+	environ = append(environ, transport(c.String("van"))...)
+	for _, keep := range passed {
+		if v, ok := os.LookupEnv(keep); ok {
+			environ = append(environ, keep+"="+v)
 		}
 	}
-	return c, nil
+	cl := newCluster()
+	for i, of := range []int{1, servers, workers} {
+		for rank := range of {
+			cmd := exec.CommandContext(ctx, self, args...)
+			cmd.Env = slices.Concat(environ, []string{"DMLC_ROLE=" + roles[i]}, at.of(rank).env(roles[i]))
+			cmd.Stderr = os.Stderr
+			name := roles[i]
+			if of > 1 {
+				name += " " + strconv.Itoa(rank)
+				cmd.Env = append(cmd.Env, "DMLC_NODE_RANK="+strconv.Itoa(rank))
+			}
+			if err := cl.start(name, cmd); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return cl, nil
 }
 
 // rankName names one of several workers.
@@ -172,31 +179,23 @@ var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHRE
 	"STEPAF_QP_NUM", "STEPMESH_SPLIT_QP_LAG", "BYTEPS_RDMA_START_DEPTH", "BYTEPS_RDMA_RX_DEPTH", "BYTEPS_RDMA_MAX_CONCURR_WR",
 	"BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_PRINT_RDMA_LOG", "STEPMESH_MEM_SYNC"}
 
-func (c *cluster) kill() {
-	defer runtime.UnlockOSThread()
-	for _, cmd := range c.cmds {
-		_ = cmd.Process.Kill()
-		_ = cmd.Wait()
-	}
-}
-
 // wait waits for all children and returns the CPU seconds of each. The error names all
 // that failed: first those that a signal ended, since others fail because of them.
 func (c *cluster) wait() (map[string]float64, error) {
 	defer runtime.UnlockOSThread()
-	for _, in := range c.ins {
-		_ = in.Close()
+	for _, p := range c.children {
+		_ = p.in.Close()
 	}
 	cpu := map[string]float64{}
 	var killed, failed []error
-	for _, role := range c.names {
-		cmd := c.cmds[role]
-		if err := cmd.Wait(); signalled(cmd) {
-			killed = append(killed, fmt.Errorf("%s: %w", role, err))
+	for _, p := range c.children {
+		err, state := p.cmd.Wait(), p.cmd.ProcessState
+		if s, ok := state.Sys().(syscall.WaitStatus); ok && s.Signaled() {
+			killed = append(killed, fmt.Errorf("%s: %w", p.name, err))
 		} else if err != nil {
-			failed = append(failed, fmt.Errorf("%s: %w", role, err))
+			failed = append(failed, fmt.Errorf("%s: %w", p.name, err))
 		}
-		cpu[role] = (cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()).Seconds()
+		cpu[p.name] = (state.UserTime() + state.SystemTime()).Seconds()
 	}
 	var all error
 	for _, err := range append(killed, failed...) {
@@ -209,56 +208,104 @@ func (c *cluster) wait() (map[string]float64, error) {
 	return cpu, all
 }
 
-// signalled tells whether a signal has ended cmd.
-func signalled(cmd *exec.Cmd) bool {
-	s, ok := cmd.ProcessState.Sys().(syscall.WaitStatus)
-	return ok && s.Signaled()
+// answer is a rank's line: the nanoseconds of each call, or why there are none.
+type answer struct {
+	NS    []int64 `json:"ns"`
+	At    []int64 `json:"at,omitempty"` // by the clock of the host
+	Error string  `json:"error,omitempty"`
 }
 
-// lineReader reads lines without losing what follows.
-type lineReader struct {
-	r   io.Reader
-	buf *bufio.Reader
-}
+// unable is why a rank could not make a call.
+type unable string
 
-func (l *lineReader) line() (string, error) {
-	if l.buf == nil {
-		l.buf = bufio.NewReader(l.r)
+func (u unable) Error() string { return string(u) }
+
+// askEach sends a line to n ranks, unless it is empty, and returns their answers.
+func (c *cluster) askEach(n int, line string) ([]answer, error) {
+	ranks := c.children[len(c.children)-n:] // started last
+	for i := 0; i < n && line != ""; i++ {
+		if _, err := fmt.Fprintln(ranks[i].in, line); err != nil {
+			return nil, err
+		}
 	}
-	s, err := l.buf.ReadString('\n')
-	return strings.TrimSuffix(s, "\n"), err
+	all := make([]answer, n)
+	for i, rank := range ranks {
+		text, err := rank.line()
+		if err == nil {
+			err = json.Unmarshal([]byte(text), &all[i])
+		}
+		if err == nil && len(all[i].NS) != len(all[0].NS) && all[i].Error == "" && all[0].Error == "" {
+			err = fmt.Errorf("%d times, want %d as of the first", len(all[i].NS), len(all[0].NS))
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", rank.name, err)
+		}
+	}
+	return all, nil
 }
 
-// startNode joins the cluster that the environment describes.
-func startNode(ctx context.Context) (*postoffice.Node, error) {
-	cfg, err := postoffice.LoadConfig()
+// ask is askEach, of which it returns the time of each call: that of the slowest rank.
+func (c *cluster) ask(n int, line string) ([]int64, error) {
+	all, err := c.askEach(n, line)
 	if err != nil {
 		return nil, err
 	}
-	cfg.StartTimeout = 30 * time.Second
-	return postoffice.Start(ctx, postoffice.Options{Config: cfg})
+	for _, a := range all {
+		if a.Error != "" {
+			return nil, unable(a.Error)
+		}
+		for k := range a.NS {
+			all[0].NS[k] = max(all[0].NS[k], a.NS[k])
+		}
+	}
+	return all[0].NS, nil
 }
 
-// report writes the worker's result as one line.
-func report(w io.Writer, r *result) error { return json.NewEncoder(w).Encode(r) }
+// arguments reads what a child is handed behind the name of its benchmark.
+func arguments(c *cli.Context, to ...any) error {
+	if _, err := fmt.Sscan(strings.Join(c.Args().Tail(), " "), to...); err != nil {
+		return exit.Usage("bench child is started by stepaf bench: %w", err)
+	}
+	return nil
+}
 
-// runCluster runs the three children and returns the worker's result and the CPU
-// seconds of each.
-func runCluster(c *cli.Context, host string, at place, spec []string) (*result, map[string]float64, error) {
+// answerLines answers each line of the parent, which is read into to, by what do returns.
+func answerLines(c *cli.Context, do func() (*answer, error), to ...any) error {
+	for in := bufio.NewScanner(c.App.Reader); in.Scan(); {
+		if _, err := fmt.Sscan(in.Text(), to...); err != nil {
+			return fmt.Errorf("bench child: %q: %w", in.Text(), err)
+		}
+		a, err := do()
+		if err != nil {
+			return err
+		}
+		if err := json.NewEncoder(c.App.Writer).Encode(a); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// runCluster runs a scheduler, servers and a worker, and returns the worker's result and the CPU
+// seconds of each. With floor, the server says where its floor listens; the worker is told.
+func runCluster(c *cli.Context, host string, at place, servers int, floor bool,
+	spec ...any) (*result, map[string]float64, error) {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
-	cl, err := startCluster(ctx, c.String("van"), host, at, 1, 1, spec, os.Stderr)
+	cl, err := startCluster(ctx, c, host, at, servers, 1, spec...)
 	if err != nil {
 		return nil, nil, err
 	}
-	// The server says where its floor listens; the worker is told.
-	addr, err := cl.outs["server"].line()
-	if err == nil {
-		_, err = fmt.Fprintln(cl.ins["worker"], addr)
+	worker := cl.children[1+servers]
+	if floor {
+		var addr string
+		if addr, err = cl.children[1].line(); err == nil {
+			_, err = fmt.Fprintln(worker.in, addr)
+		}
 	}
 	var text string
 	if err == nil {
-		text, err = cl.outs["worker"].line()
+		text, err = worker.line()
 	}
 	cpu, failed := cl.wait()
 	switch {

@@ -2,7 +2,6 @@ package bench
 
 import (
 	"errors"
-	"io"
 	"os/exec"
 	"testing"
 )
@@ -10,17 +9,11 @@ import (
 // children is a cluster of shell commands.
 func children(t *testing.T, scripts map[string]string) *cluster {
 	t.Helper()
-	c := &cluster{names: roles, cmds: map[string]*exec.Cmd{}, ins: map[string]io.WriteCloser{}}
-	for role, script := range scripts {
-		cmd := exec.CommandContext(t.Context(), "sh", "-c", script)
-		in, err := cmd.StdinPipe()
-		if err != nil {
+	c := newCluster()
+	for _, role := range roles {
+		if err := c.start(role, exec.CommandContext(t.Context(), "sh", "-c", scripts[role])); err != nil {
 			t.Fatal(err)
 		}
-		if err := cmd.Start(); err != nil {
-			t.Fatal(err)
-		}
-		c.cmds[role], c.ins[role] = cmd, in
 	}
 	return c
 }

@@ -3,7 +3,6 @@ package bench
 import (
 	"context"
 	_ "embed"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -123,6 +122,7 @@ func (r *collectiveReport) String() string {
 type collectiveRun struct {
 	c    *cli.Context
 	rdma *rdmaRun // nil unless over RDMA
+	host string   // of the processes
 	v    verdict
 }
 
@@ -167,21 +167,16 @@ func runCollective(c *cli.Context) error {
 		return exit.Usage("bench collective: --iters %d, --rounds %d: want 0 iters, which are chosen by size, or more, and rounds above 0", c.Int("iters"), c.Int("rounds"))
 	}
 	m := &collectiveRun{c: c}
-	if over == ibverbs {
-		var err error
-		if m.rdma, err = newRDMARun(c.Context, c.String("host")); err != nil {
-			return err
-		}
+	var err error
+	if m.rdma, m.host, err = rdmaOf(c); err != nil {
+		return err
 	}
 	for _, n := range c.IntSlice("ranks") {
 		if err := m.group(n, all); err != nil {
 			return fmt.Errorf("bench collective: %d ranks: %w", n, err)
 		}
 	}
-	if c.Bool("check") {
-		return m.v.err()
-	}
-	return nil
+	return m.v.check(c)
 }
 
 // goalOf is the goal of a call over a van, 0 for none.
@@ -198,11 +193,7 @@ func goalOf(over string, e exchange) float64 {
 func (m *collectiveRun) group(n int, all []measured) (err error) {
 	ctx, cancel := context.WithTimeoutCause(m.c.Context, m.c.Duration("timeout"), fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, m.c.Duration("timeout")))
 	defer cancel()
-	host := m.c.String("host")
-	if m.rdma != nil {
-		host = m.rdma.at.Host.String()
-	}
-	ours, err := startCluster(ctx, m.c.String("van"), host, place{}, 1, n, []string{"collective"}, os.Stderr)
+	ours, err := startCluster(ctx, m.c, m.host, place{}, 1, n, "collective")
 	if err != nil {
 		return err
 	}
@@ -249,7 +240,7 @@ func (m *collectiveRun) group(n int, all []measured) (err error) {
 		case e.limit > 0:
 			m.v.miss(r, "gloo was not measured: "+r.NoGloo)
 		}
-		if err := r.print(m.c.App.Writer, m.c.Bool("json")); err != nil {
+		if err := show(m.c, r); err != nil {
 			return err
 		}
 	}
@@ -277,65 +268,12 @@ func startGloo(ctx context.Context, python string, n int) (*cluster, error) {
 	return cl, nil
 }
 
-// answer is a rank's line: the nanoseconds of each call, or why there are none.
-type answer struct {
-	NS    []int64 `json:"ns"`
-	At    []int64 `json:"at,omitempty"` // by the clock of the host
-	Error string  `json:"error,omitempty"`
-}
-
-// unable is why a rank could not make a call.
-type unable string
-
-func (u unable) Error() string { return string(u) }
-
-// askEach sends a line to n ranks, unless it is empty, and returns their answers.
-func (c *cluster) askEach(n int, line string) ([]answer, error) {
-	for i := 0; i < n && line != ""; i++ {
-		if _, err := fmt.Fprintln(c.ins[rankName(i)], line); err != nil {
-			return nil, err
-		}
-	}
-	all := make([]answer, n)
-	for i := range all {
-		text, err := c.outs[rankName(i)].line()
-		if err == nil {
-			err = json.Unmarshal([]byte(text), &all[i])
-		}
-		if err == nil && len(all[i].NS) != len(all[0].NS) && all[i].Error == "" && all[0].Error == "" {
-			err = fmt.Errorf("%d times, want %d as of the first", len(all[i].NS), len(all[0].NS))
-		}
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", rankName(i), err)
-		}
-	}
-	return all, nil
-}
-
-// ask is askEach, of which it returns the time of each call: that of the slowest rank.
-func (c *cluster) ask(n int, line string) ([]int64, error) {
-	all, err := c.askEach(n, line)
-	if err != nil {
-		return nil, err
-	}
-	for _, a := range all {
-		if a.Error != "" {
-			return nil, unable(a.Error)
-		}
-		for k := range a.NS {
-			all[0].NS[k] = max(all[0].NS[k], a.NS[k])
-		}
-	}
-	return all[0].NS, nil
-}
-
 // measure measures one call, in blocks.
 func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*collectiveReport, error) {
-	rounds, iters := m.c.Int("rounds"), m.c.Int("iters")
+	iters := m.c.Int("iters")
 	if iters == 0 {
 		iters = min(max(1<<31/(e.size*n*(n-1)+1<<21), 40), 500)
 	}
-	rounds = min(rounds, iters)
 	r := &collectiveReport{Van: m.c.String("van"), Op: e.op, Bytes: e.size, Ranks: n, Iters: iters, Checked: true}
 	arrive := e.arrive(n)
 	from, to := make([]byte, arrive), make([]byte, arrive)
@@ -348,11 +286,7 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 		}
 	}
 	var mine, theirs, floor []int64
-	for round := -1; round < rounds; round++ {
-		k := iters*(round+1)/rounds - iters*max(round, 0)/rounds
-		if round < 0 {
-			k = max(iters/10, 2) // warms up
-		}
+	for block, k := range blocks(iters, m.c.Int("rounds")) {
 		line := fmt.Sprintf("%s %d %d", e.op, e.size, k)
 		if peers != nil && r.NoGloo == "" {
 			ns, err := peers.ask(n, line)
@@ -361,7 +295,7 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 			} else if err != nil {
 				return nil, fmt.Errorf("gloo: %w", err)
 			}
-			if round >= 0 {
+			if block > 0 {
 				theirs = append(theirs, ns...)
 			}
 		}
@@ -369,14 +303,15 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 		if err != nil {
 			return nil, err
 		}
-		for i := 0; i < k && round >= 0; i++ {
+		if block == 0 {
+			continue
+		}
+		for range k {
 			start := time.Now()
 			copy(to, from)
 			floor = append(floor, int64(time.Since(start)))
 		}
-		if round >= 0 {
-			mine = append(mine, ns...)
-		}
+		mine = append(mine, ns...)
 	}
 	r.Ours = summarize(mine)
 	if m.rdma != nil {
@@ -410,10 +345,7 @@ func collectiveHead(w io.Writer, over string, n int) {
 		"gloo p50", "p99", "copy p50", "ratio", "goal")
 }
 
-func (r *collectiveReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
+func (r *collectiveReport) print(w io.Writer) error {
 	of := func(q *quantiles, f func(*quantiles) float64) string {
 		if q == nil {
 			return "-"
@@ -421,15 +353,9 @@ func (r *collectiveReport) print(w io.Writer, asJSON bool) error {
 		return fmt.Sprintf("%.1f", f(q))
 	}
 	p50, p99 := func(q *quantiles) float64 { return q.P50 }, func(q *quantiles) float64 { return q.P99 }
-	ratio, goal := "-", ""
+	ratio, goal := "-", goalText("", r.Goal, r.Missed)
 	if r.Gloo != nil {
 		ratio = fmt.Sprintf("%.2f", r.RatioP50)
-	}
-	if r.Goal > 0 {
-		goal = fmt.Sprintf("%g", r.Goal)
-	}
-	if r.Missed {
-		goal += " missed"
 	}
 	if r.NoGloo != "" {
 		goal += " (no gloo: " + r.NoGloo + ")"
@@ -468,23 +394,13 @@ func childCollective(c *cli.Context, node *postoffice.Node) error {
 	if err != nil {
 		return err
 	}
-	for in := (&lineReader{r: c.App.Reader}); ; {
-		line, err := in.line()
-		if err != nil {
-			break
-		}
-		var e exchange
-		var iters int
-		if _, err := fmt.Sscan(line, &e.op, &e.size, &iters); err != nil {
-			return fmt.Errorf("bench child: %q: %w", line, err)
-		}
-		ns, err := e.run(c.Context, node, comm, iters)
-		if err != nil {
-			return err
-		}
-		if err := json.NewEncoder(c.App.Writer).Encode(answer{NS: ns}); err != nil {
-			return err
-		}
+	var e exchange
+	var iters int
+	if err := answerLines(c, func() (*answer, error) {
+		ns, err := e.run(c.Context, comm, iters)
+		return &answer{NS: ns}, err
+	}, &e.op, &e.size, &iters); err != nil {
+		return err
 	}
 	if err := comm.Barrier(c.Context); err != nil {
 		return err
@@ -501,7 +417,7 @@ func given(rank, p, k, i int) float32 {
 }
 
 // run makes a call iters times, checks the results, and returns the nanoseconds of each.
-func (e exchange) run(ctx context.Context, node *postoffice.Node, c *collective.Comm, iters int) ([]int64, error) {
+func (e exchange) run(ctx context.Context, c *collective.Comm, iters int) ([]int64, error) {
 	n, self, count := c.Size(), c.Rank(), e.size/4
 	gives, gets := 1, 1 // parts in in and out
 	want := func(part, k, i int) float32 { return given(part, 0, k, i) }
@@ -511,53 +427,44 @@ func (e exchange) run(ctx context.Context, node *postoffice.Node, c *collective.
 		}
 		return s
 	}
+	var to, from af.Tensor
+	var tos, froms []af.Tensor
+	var call func() (collective.Op, error)
 	switch e.op {
 	case allGather:
 		gets = n
+		call = func() (collective.Op, error) { return c.AllGather(to, from) }
 	case allToAll:
 		gives, gets = n, n
 		want = func(part, k, i int) float32 { return given(part, self, k, i) }
+		call = func() (collective.Op, error) { return c.AllToAll(tos, froms) }
+	case broadcast:
+		call = func() (collective.Op, error) { return c.Broadcast(to, 0) }
 	case reduceScatter:
 		gives = n
 		want = func(_, k, i int) float32 { return sum(self, k, i) }
+		call = func() (collective.Op, error) { return c.ReduceScatter(to, from, collective.Sum) }
 	case allReduce:
 		want = func(_, k, i int) float32 { return sum(0, k, i) }
+		call = func() (collective.Op, error) { return c.AllReduce(to, from, collective.Sum) }
 	case barrier:
 		gives, gets = 0, 0
 	}
 	in, out := make([]float32, gives*count), make([]float32, gets*count)
-	from, err := af.FromSlice(in)
-	if err != nil {
-		return nil, err
+	if e.op == broadcast && self == 0 {
+		out = in
 	}
-	to, err := af.FromSlice(out)
-	if err != nil {
-		return nil, err
+	var err error
+	tensor := func(l []float32) af.Tensor {
+		t, e := af.FromSlice(l)
+		err = errors.Join(err, e)
+		return t
 	}
-	split := func(l []float32) []af.Tensor {
-		var parts []af.Tensor
+	from, to = tensor(in), tensor(out)
+	if e.op == allToAll {
 		for p := range n {
-			t, e := af.FromSlice(l[p*count : (p+1)*count])
-			parts, err = append(parts, t), errors.Join(err, e)
+			froms, tos = append(froms, tensor(in[p*count:(p+1)*count])), append(tos, tensor(out[p*count:(p+1)*count]))
 		}
-		return parts
-	}
-	var call func() (collective.Op, error)
-	switch e.op {
-	case allGather:
-		call = func() (collective.Op, error) { return c.AllGather(to, from) }
-	case allToAll:
-		tos, froms := split(out), split(in)
-		call = func() (collective.Op, error) { return c.AllToAll(tos, froms) }
-	case broadcast:
-		if self == 0 {
-			out, to = in, from
-		}
-		call = func() (collective.Op, error) { return c.Broadcast(to, 0) }
-	case reduceScatter:
-		call = func() (collective.Op, error) { return c.ReduceScatter(to, from, collective.Sum) }
-	case allReduce:
-		call = func() (collective.Op, error) { return c.AllReduce(to, from, collective.Sum) }
 	}
 	if err != nil {
 		return nil, err

@@ -60,7 +60,7 @@ func TestExchange(t *testing.T) {
 				size = 0
 			}
 			if err := all(func(r int) error {
-				ns, err := exchange{op, size}.run(t.Context(), c.Workers[r], comms[r], 5)
+				ns, err := exchange{op, size}.run(t.Context(), comms[r], 5)
 				if err == nil && (len(ns) != 5 || slices.Min(ns) <= 0) {
 					err = fmt.Errorf("%s: times %v", op, ns)
 				}
@@ -73,14 +73,14 @@ func TestExchange(t *testing.T) {
 	// Rank 1 makes a call more than the others have in this round, so all later ones of theirs are shifted.
 	err := all(func(r int) error {
 		if r == 1 {
-			_, err := exchange{allGather, 40}.run(t.Context(), c.Workers[r], comms[r], 1)
+			_, err := exchange{allGather, 40}.run(t.Context(), comms[r], 1)
 			if err != nil {
 				return err
 			}
-			_, err = exchange{allGather, 40}.run(t.Context(), c.Workers[r], comms[r], 1)
+			_, err = exchange{allGather, 40}.run(t.Context(), comms[r], 1)
 			return err
 		}
-		_, err := exchange{allGather, 40}.run(t.Context(), c.Workers[r], comms[r], 2)
+		_, err := exchange{allGather, 40}.run(t.Context(), comms[r], 2)
 		return err
 	})
 	if err == nil || !strings.Contains(err.Error(), "want") {

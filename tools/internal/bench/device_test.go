@@ -200,6 +200,6 @@ func runDevices(t *testing.T, l *latency, floor baseline) (*result, *sharing, er
 	if err := l.serveDevice(c.Servers[0]); err != nil {
 		t.Fatal(err)
 	}
-	r, err := l.measureDevice(context.Background(), c.Workers[0], floor)
+	r, err := l.measureDevice(context.Background(), c.Workers[0], floor, none{})
 	return r, server, err
 }

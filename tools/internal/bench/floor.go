@@ -22,18 +22,24 @@ type baseline interface {
 	close()
 }
 
+// floorServer is its server, which listens at an address.
+type floorServer interface {
+	addr() string
+	close()
+}
+
 // none is a baseline that is not measured.
 type none struct{}
 
 func (none) measure(int) ([]int64, error) { return nil, nil }
 func (none) close()                       {}
 
-// floorServer answers floor rounds of one client in a thread of its own.
-type floorServer struct {
+// tcpServer answers floor rounds of one client in a thread of its own.
+type tcpServer struct {
 	l *net.TCPListener
 }
 
-func newFloorServer(push, pull int, touch bool) (*floorServer, error) {
+func newTCPServer(push, pull int, touch bool) (*tcpServer, error) {
 	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
 		return nil, err
@@ -46,46 +52,44 @@ func newFloorServer(push, pull int, touch bool) (*floorServer, error) {
 			}
 			go func() {
 				_ = withBlocking(c, func(fd int) error {
-					in, out := make([]byte, max(push, 1)), make([]byte, max(pull, 1))
-					return errno(C.floor_serve(C.int(fd), (*C.char)(unsafe.Pointer(&in[0])), C.size_t(push),
-						(*C.char)(unsafe.Pointer(&out[0])), C.size_t(pull), flag(touch)))
+					in, out := make([]byte, push), make([]byte, pull)
+					return errno(C.floor_serve(C.int(fd), chars(in), C.size_t(push), chars(out), C.size_t(pull), flag(touch)))
 				})
 			}()
 		}
 	}()
-	return &floorServer{l}, nil
+	return &tcpServer{l}, nil
 }
 
-func (s *floorServer) addr() string { return s.l.Addr().String() }
-func (s *floorServer) close()       { _ = s.l.Close() }
+func (s *tcpServer) addr() string { return s.l.Addr().String() }
+func (s *tcpServer) close()       { _ = s.l.Close() }
 
-// floorClient measures rounds.
-type floorClient struct {
-	c            *net.TCPConn
-	push, pull   []byte
-	nPush, nPull int
-	touch        bool
+// tcpClient measures rounds.
+type tcpClient struct {
+	c          *net.TCPConn
+	push, pull []byte
+	touch      bool
 }
 
-func dialFloor(addr string, push, pull int, touch bool) (*floorClient, error) {
+func dialTCP(addr string, push, pull int, touch bool) (*tcpClient, error) {
 	c, err := net.Dial("tcp", addr)
 	if err != nil {
 		return nil, err
 	}
-	return &floorClient{c.(*net.TCPConn), make([]byte, max(push, 1)), make([]byte, max(pull, 1)), push, pull, touch}, nil
+	return &tcpClient{c.(*net.TCPConn), make([]byte, push), make([]byte, pull), touch}, nil
 }
 
-func (f *floorClient) close() { _ = f.c.Close() }
+func (f *tcpClient) close() { _ = f.c.Close() }
 
 // measure does n rounds and returns the nanoseconds of each.
-func (f *floorClient) measure(n int) ([]int64, error) {
+func (f *tcpClient) measure(n int) ([]int64, error) {
 	ns := make([]int64, n)
 	if n == 0 {
 		return ns, nil
 	}
 	err := withBlocking(f.c, func(fd int) error {
-		return errno(C.floor_measure(C.int(fd), (*C.char)(unsafe.Pointer(&f.push[0])), C.size_t(f.nPush),
-			(*C.char)(unsafe.Pointer(&f.pull[0])), C.size_t(f.nPull), C.int(n), flag(f.touch), (*C.int64_t)(unsafe.Pointer(&ns[0]))))
+		return errno(C.floor_measure(C.int(fd), chars(f.push), C.size_t(len(f.push)), chars(f.pull), C.size_t(len(f.pull)),
+			C.int(n), flag(f.touch), (*C.int64_t)(unsafe.Pointer(&ns[0]))))
 	})
 	return ns, err
 }
@@ -113,6 +117,9 @@ func errno(n C.int) error {
 	}
 	return fmt.Errorf("floor: %w", syscall.Errno(n))
 }
+
+// chars are bytes for C.
+func chars(b []byte) *C.char { return (*C.char)(unsafe.Pointer(unsafe.SliceData(b))) }
 
 // flag is a bool for C.
 func flag(on bool) C.int {

@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -8,7 +9,6 @@ import (
 	"net"
 	"os"
 	"runtime"
-	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -54,7 +54,6 @@ type deviceEnd struct {
 	src    backend.Mem // what is sent of send
 	dst    backend.Mem // and where in far it goes
 	seq    uint32
-	done   atomic.Bool // nobody wants the floor any more
 }
 
 const (
@@ -133,15 +132,15 @@ func (e *deviceEnd) write() error {
 	return e.back.WriteFlag(e.stream, e.theirs, e.seq)
 }
 
-// arrival waits for the word.
-func (e *deviceEnd) arrival() error {
+// arrival waits for the word. ctx ends when nobody wants the floor any more.
+func (e *deviceEnd) arrival(ctx context.Context) error {
 	var start time.Time
 	for i := 1; e.word.Load() != e.seq; i++ {
 		if i&(1<<14-1) != 0 {
 			continue
 		}
 		switch {
-		case e.done.Load():
+		case ctx.Err() != nil:
 			return net.ErrClosed
 		case start.IsZero():
 			start = time.Now()
@@ -201,12 +200,8 @@ type deviceFloorServer struct {
 	back       backend.Backend
 	push, pull int
 	l          *net.UnixListener
+	stop       context.CancelFunc
 	ended      chan struct{}
-
-	mu     sync.Mutex
-	conn   *net.UnixConn
-	end    *deviceEnd
-	closed bool
 }
 
 func newDeviceServer(b backend.Backend, push, pull int) (*deviceFloorServer, error) {
@@ -215,10 +210,11 @@ func newDeviceServer(b backend.Backend, push, pull int) (*deviceFloorServer, err
 	if err != nil {
 		return nil, err
 	}
-	s := &deviceFloorServer{back: b, push: push, pull: pull, l: l, ended: make(chan struct{})}
+	ctx, stop := context.WithCancel(context.Background())
+	s := &deviceFloorServer{b, push, pull, l, stop, make(chan struct{})}
 	go func() {
 		defer close(s.ended)
-		if err := s.serve(); err != nil {
+		if err := s.serve(ctx); err != nil {
 			fmt.Fprintln(os.Stderr, "bench: floor:", err)
 		}
 	}()
@@ -229,39 +225,18 @@ func (s *deviceFloorServer) addr() string { return s.l.Addr().String() }
 
 // close ends the floor, if the client has not done so.
 func (s *deviceFloorServer) close() {
-	s.mu.Lock()
-	s.closed = true
-	_ = s.l.Close()
-	if s.conn != nil {
-		_ = s.conn.Close()
-	}
-	if s.end != nil {
-		s.end.done.Store(true)
-	}
-	s.mu.Unlock()
+	s.stop()
 	<-s.ended
 }
 
-// use notes what close has to end. It fails when that was called.
-func (s *deviceFloorServer) use(conn *net.UnixConn, end *deviceEnd) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.closed {
-		return net.ErrClosed
-	}
-	s.conn, s.end = conn, end
-	return nil
-}
-
-func (s *deviceFloorServer) serve() error {
+func (s *deviceFloorServer) serve(ctx context.Context) error {
+	context.AfterFunc(ctx, func() { _ = s.l.Close() })
 	conn, err := s.l.AcceptUnix()
 	if err != nil {
 		return unlessEnded(err)
 	}
 	defer conn.Close()
-	if err := s.use(conn, nil); err != nil {
-		return unlessEnded(err)
-	}
+	context.AfterFunc(ctx, func() { _ = conn.Close() })
 	fd, err := unix.MemfdCreate("bench floor", unix.MFD_CLOEXEC)
 	if err != nil {
 		return os.NewSyscallError("memfd_create", err)
@@ -274,11 +249,7 @@ func (s *deviceFloorServer) serve() error {
 	if err != nil {
 		return err
 	}
-	err = s.use(conn, e)
-	if err == nil {
-		err = s.answer(e, fd)
-	}
-	return errors.Join(unlessEnded(err), e.free())
+	return errors.Join(unlessEnded(answerRounds(ctx, e, fd)), e.free())
 }
 
 // unlessEnded drops errors that say that either end has gone.
@@ -289,7 +260,7 @@ func unlessEnded(err error) error {
 	return err
 }
 
-func (s *deviceFloorServer) answer(e *deviceEnd, fd int) error {
+func answerRounds(ctx context.Context, e *deviceEnd, fd int) error {
 	_ = e.conn.SetDeadline(time.Now().Add(floorPatient))
 	if _, _, err := e.conn.WriteMsgUnix([]byte{0}, unix.UnixRights(fd), nil); err != nil {
 		return err
@@ -315,7 +286,7 @@ func (s *deviceFloorServer) answer(e *deviceEnd, fd int) error {
 		}
 		for range n {
 			e.seq++
-			if err := e.arrival(); err != nil {
+			if err := e.arrival(ctx); err != nil {
 				return err
 			}
 			if err := e.write(); err != nil {
@@ -400,7 +371,7 @@ func (c *deviceFloorClient) measure(n int) ([]int64, error) {
 		if err := c.e.write(); err != nil {
 			return nil, err
 		}
-		if err := c.e.arrival(); err != nil {
+		if err := c.e.arrival(context.Background()); err != nil {
 			return nil, err
 		}
 		ns[i] = int64(time.Since(start))

@@ -11,7 +11,7 @@ import (
 // touched in between, and ends.
 func TestHostFloors(t *testing.T) {
 	for _, touch := range []bool{false, true} {
-		tcp, err := newFloorServer(3000, 5000, touch)
+		tcp, err := newTCPServer(3000, 5000, touch)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -19,11 +19,11 @@ func TestHostFloors(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		overTCP, err := dialFloor(tcp.addr(), 3000, 5000, touch)
+		overTCP, err := dialTCP(tcp.addr(), 3000, 5000, touch)
 		if err != nil {
 			t.Fatal(err)
 		}
-		overZMQ, err := dialZMQ(zmq.at, 3000, 5000, touch)
+		overZMQ, err := dialZMQ(zmq.addr(), 3000, 5000, touch)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -56,10 +56,10 @@ func TestBareReport(t *testing.T) {
 		rep := newLatencyReport(zmq, 1024, 1024, 1, r, nil)
 		rep.Load, rep.Touch = true, true
 		var text, line bytes.Buffer
-		if err := rep.print(&text, false); err != nil {
+		if err := rep.print(&text); err != nil {
 			t.Fatal(err)
 		}
-		if err := rep.print(&line, true); err != nil {
+		if err := json.NewEncoder(&line).Encode(rep); err != nil {
 			t.Fatal(err)
 		}
 		if got := strings.Contains(text.String(), "libzmq by itself"); got != c.want {

@@ -47,6 +47,8 @@ func newZMQServer(pull int, touch bool) (*zmqServer, error) {
 
 const endpointLen = 256
 
+func (s *zmqServer) addr() string { return s.at }
+
 func (s *zmqServer) close() {
 	C.zmq_ctx_shutdown(s.ctx)
 	<-s.done

@@ -3,6 +3,8 @@ package bench
 import (
 	"fmt"
 	"strings"
+
+	"github.com/urfave/cli/v2"
 )
 
 // payload is the size of a round trip: bytes from worker to server, and back.
@@ -96,6 +98,17 @@ func (way course) goal(p payload) goal {
 	return goal{}
 }
 
+// goalText is a goal, or none, in a table.
+func goalText(none string, limit float64, missed bool) string {
+	if limit > 0 {
+		none = fmt.Sprintf("%g", limit)
+	}
+	if missed {
+		none += " missed"
+	}
+	return none
+}
+
 // verdict collects what --check is told of.
 type verdict struct{ missed []string }
 
@@ -116,7 +129,15 @@ func (v *verdict) miss(p fmt.Stringer, why string) {
 	v.missed = append(v.missed, fmt.Sprintf("%s: %s", p, why))
 }
 
-// err is the error of --check.
+// check is the error of --check.
+func (v *verdict) check(c *cli.Context) error {
+	if !c.Bool("check") {
+		return nil
+	}
+	return v.err()
+}
+
+// err says what was missed.
 func (v *verdict) err() error {
 	if len(v.missed) == 0 {
 		return nil

@@ -145,7 +145,7 @@ func TestDeviceReport(t *testing.T) {
 	rep.placed(place{gpus: []int{1, 1}, stream: true})
 	rep.judge(course{local, gpu}.goal(both(1024)), new(verdict))
 	var text, line strings.Builder
-	if err := errors.Join(rep.print(&text, false), rep.print(&line, true)); err != nil {
+	if err := errors.Join(rep.print(&text), json.NewEncoder(&line).Encode(rep)); err != nil {
 		t.Fatal(err)
 	}
 	for _, want := range []string{

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"strconv"
 	"time"
 
 	"github.com/urfave/cli/v2"
@@ -13,7 +12,6 @@ import (
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
-	"github.com/stepaf/stepaf-go/van"
 )
 
 // kvSpec is one measurement of key-value traffic: all keys are pushed and pulled
@@ -54,19 +52,15 @@ func runKV(c *cli.Context) error {
 		return exit.Usage("bench kv: --keys %d, --values %d, --batch %d, --flight %d, --rounds %d: want positive numbers, and a request of at most 1 GiB", s.keys, s.values, s.batch, s.flight, s.rounds)
 	}
 	s.batch = min(s.batch, s.keys)
-	spec := []string{"kv"}
-	for _, n := range []int{s.keys, s.values, s.batch, s.flight, s.rounds} {
-		spec = append(spec, strconv.Itoa(n))
+	rdma, host, err := rdmaOf(c)
+	if err != nil {
+		return err
 	}
-	host, floor := c.String("host"), "TCP"
-	if c.String("van") == ibverbs {
-		run, err := newRDMARun(c.Context, host)
-		if err != nil {
-			return err
-		}
-		host, floor = run.at.Host.String(), "verbs"
+	floor := "TCP"
+	if rdma != nil {
+		floor = "verbs"
 	}
-	r, cpu, err := runCluster(c, host, place{}, spec)
+	r, cpu, err := runCluster(c, host, place{}, 1, true, "kv", s.keys, s.values, s.batch, s.flight, s.rounds)
 	if err != nil {
 		return err
 	}
@@ -97,36 +91,26 @@ func (s *kvSpec) floorBytes() (out, in int) {
 	return s.bytes(s.batch) + 8*s.batch, s.bytes(s.batch)
 }
 
-func childKV(c *cli.Context, node *postoffice.Node, s *kvSpec) error {
-	out, in := s.floorBytes()
-	switch node.Role() {
-	case van.Server:
-		server, err := kv.NewServer[float32](node, kv.ServerOptions{})
-		if err != nil {
-			return err
-		}
-		var sums kv.SummingHandler[float32]
-		if err := server.Handle(sums.Handle); err != nil {
-			return err
-		}
-		return announceFloor(c.App.Writer, node, floors{push: out, pull: in})
-	case van.Worker:
-		floor, _, err := dialAnnounced(c.App.Reader, node, floors{push: out, pull: in})
-		if err != nil {
-			return err
-		}
-		defer floor.close()
-		r, err := s.measure(c.Context, node, floor)
-		if err != nil {
-			return err
-		}
-		return report(c.App.Writer, r)
+func childKV(c *cli.Context, node *postoffice.Node) error {
+	var s kvSpec
+	if err := arguments(c, &s.keys, &s.values, &s.batch, &s.flight, &s.rounds); err != nil {
+		return err
 	}
-	return nil
+	out, in := s.floorBytes()
+	return childWithFloor(c, node, floors{push: out, pull: in}, serveKV, s.measure)
+}
+
+func serveKV(node *postoffice.Node) error {
+	server, err := kv.NewServer[float32](node, kv.ServerOptions{})
+	if err != nil {
+		return err
+	}
+	var sums kv.SummingHandler[float32]
+	return server.Handle(sums.Handle)
 }
 
 // measure runs the rounds, each beside the floor's, after one to warm up.
-func (s *kvSpec) measure(ctx context.Context, node *postoffice.Node, floor baseline) (*result, error) {
+func (s *kvSpec) measure(ctx context.Context, node *postoffice.Node, floor, _ baseline) (*result, error) {
 	w, err := kv.NewWorker[float32](node, kv.WorkerOptions{})
 	if err != nil {
 		return nil, err

@@ -2,7 +2,6 @@ package bench
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -19,10 +18,9 @@ import (
 type latency struct {
 	push, pull    int
 	iters, warmup int
-	rounds        int      // blocks of ours and of the floor, alternating
-	stream        bool     // on a GPU: tensors are made in a stream
-	touch         bool     // every byte is read and written between rounds
-	bare          baseline // ZMQ by itself; nil: not measured
+	rounds        int  // blocks of ours and of the floor, alternating
+	stream        bool // on a GPU: tensors are made in a stream
+	touch         bool // every byte is read and written between rounds
 }
 
 // page is the distance between stamps in a tensor: what the server answers depends
@@ -122,7 +120,7 @@ func alloc(b backend.Backend, n int) ([]byte, error) {
 }
 
 // measure does the round trips with tensors in host memory.
-func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor baseline) (*result, error) {
+func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor, bare baseline) (*result, error) {
 	w, err := af.NewWorker(node, af.WorkerOptions{})
 	if err != nil {
 		return nil, err
@@ -171,7 +169,7 @@ func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor base
 		clear(pull)
 		return d, nil
 	}
-	return l.blocks(floor, once, func() error { return nil })
+	return l.blocks(floor, bare, once, func() error { return nil })
 }
 
 // timedKey is the key of a push tensor; that of a pull tensor is the next one.
@@ -194,9 +192,9 @@ func (l *latency) tensors(push, pull backend.Mem, key uint64) (pushes, pulls []a
 	return pushes, pulls, err
 }
 
-// blocks warms up and measures, in turns with the floor. once does a round trip and
+// blocks warms up and measures, in turns with the baselines. once does a round trip and
 // returns its nanoseconds; check, which is not timed, is called between the blocks.
-func (l *latency) blocks(floor baseline, once func() (int64, error), check func() error) (*result, error) {
+func (l *latency) blocks(floor, bare baseline, once func() (int64, error), check func() error) (*result, error) {
 	if err := check(); err != nil {
 		return nil, err
 	}
@@ -205,18 +203,16 @@ func (l *latency) blocks(floor baseline, once func() (int64, error), check func(
 			return nil, err
 		}
 	}
-	bare := cmp.Or[baseline](l.bare, none{})
 	for _, b := range []baseline{floor, bare} {
 		if _, err := b.measure(l.warmup); err != nil {
 			return nil, err
 		}
 	}
 	r := &result{Checked: true}
-	for block := range l.rounds {
+	for _, n := range blocks(l.iters, l.rounds)[1:] { // it has warmed up
 		if err := check(); err != nil {
 			return nil, err
 		}
-		n := l.iters*(block+1)/l.rounds - l.iters*block/l.rounds
 		ns, err := floor.measure(n)
 		if err != nil {
 			return nil, err

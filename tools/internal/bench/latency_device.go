@@ -119,7 +119,6 @@ func (d *deviceServer) prepare(b af.Batch) error {
 // deviceTrips is the worker's end.
 type deviceTrips struct {
 	ctx    context.Context
-	l      *latency
 	w      *af.Worker
 	back   backend.Backend
 	stream af.Stream
@@ -139,13 +138,13 @@ type deviceTrips struct {
 }
 
 // measureDevice does the round trips with tensors on the node's device.
-func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floor baseline) (*result, error) {
+func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floor, bare baseline) (*result, error) {
 	w, err := af.NewWorker(node, af.WorkerOptions{})
 	if err != nil {
 		return nil, err
 	}
 	defer w.Close()
-	t := &deviceTrips{ctx: ctx, l: l, w: w, back: node.Backend(), request: make([]byte, l.push), got: make([]byte, l.pull), want: make([]byte, l.pull)}
+	t := &deviceTrips{ctx: ctx, w: w, back: node.Backend(), request: make([]byte, l.push), got: make([]byte, l.pull), want: make([]byte, l.pull)}
 	fill(t.request)
 	fill(t.want)
 	if t.stream, err = l.deviceStream(t.back); err != nil {
@@ -163,7 +162,7 @@ func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floo
 	if t.checkedPushes, t.checkedPulls, err = l.tensors(t.push, t.pull, checkedKey); err != nil {
 		return nil, err
 	}
-	return l.blocks(floor, t.timed, t.check)
+	return l.blocks(floor, bare, t.timed, t.check)
 }
 
 // timed does one round trip with what is there.

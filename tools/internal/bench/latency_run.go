@@ -4,7 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"runtime"
-	"strconv"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -60,6 +60,7 @@ type latencyRun struct {
 	way  course
 	at   place
 	rdma *rdmaRun // nil unless over RDMA
+	host string   // of the processes
 	v    verdict
 }
 
@@ -81,10 +82,8 @@ func runLatency(c *cli.Context) error {
 			return err
 		}
 	}
-	if m.way.van == ibverbs {
-		if m.rdma, err = newRDMARun(c.Context, c.String("host")); err != nil {
-			return err
-		}
+	if m.rdma, m.host, err = rdmaOf(c); err != nil {
+		return err
 	}
 	for i, p := range all {
 		if i > 0 && !c.Bool("json") {
@@ -94,18 +93,13 @@ func runLatency(c *cli.Context) error {
 			return err
 		}
 	}
-	if c.Bool("check") {
-		return m.v.err()
-	}
-	return nil
+	return m.v.check(c)
 }
 
 // checkable refuses --check where there is nothing to check.
 func (m *latencyRun) checkable(all []payload) error {
-	for _, p := range all {
-		if m.way.goal(p).limit != 0 {
-			return nil
-		}
+	if slices.ContainsFunc(all, func(p payload) bool { return m.way.goal(p).limit != 0 }) {
+		return nil
 	}
 	for _, x := range courses[m.way] {
 		if x.limit != 0 {
@@ -127,12 +121,11 @@ func (m *latencyRun) payload(p payload) error {
 	if iters < 1 || warmup < 0 || rounds < 1 {
 		return exit.Usage("bench: --iters %d, --warmup %d, --rounds %d: want 0 iters and 0 warmup, which are chosen by size, or more, and rounds above 0", c.Int("iters"), c.Int("warmup"), rounds)
 	}
-	rounds = min(rounds, iters)
-	host, floor := c.String("host"), "TCP"
+	floor := "TCP"
 	var figures perfFigures
 	switch {
 	case m.rdma != nil:
-		host, floor = m.rdma.at.Host.String(), "verbs"
+		floor = "verbs"
 		lat := p.push
 		if p.pull != lat {
 			lat = 0
@@ -144,15 +137,11 @@ func (m *latencyRun) payload(p payload) error {
 	case m.at.gpus != nil:
 		floor = "GPU"
 	}
-	spec := []string{"latency"}
-	number := map[bool]int{true: 1}
-	for _, n := range []int{p.push, p.pull, iters, warmup, rounds, number[m.at.stream], number[c.Bool("touch")]} {
-		spec = append(spec, strconv.Itoa(n))
-	}
 	if c.Bool("load") {
 		defer busy()()
 	}
-	r, cpu, err := runCluster(c, host, m.at, spec)
+	r, cpu, err := runCluster(c, m.host, m.at, 1, true,
+		"latency", p.push, p.pull, iters, warmup, rounds, m.at.stream, c.Bool("touch"))
 	if err != nil {
 		return err
 	}
@@ -164,40 +153,18 @@ func (m *latencyRun) payload(p payload) error {
 	} else {
 		rep.judge(m.way.goal(p), &m.v)
 	}
-	return rep.print(c.App.Writer, c.Bool("json"))
+	return show(c, rep)
 }
 
-func childLatency(c *cli.Context, node *postoffice.Node, l *latency) error {
-	serve, measure := l.serve, l.measure
-	if onGPU(node) {
-		serve, measure = l.serveDevice, l.measureDevice
+func childLatency(c *cli.Context, node *postoffice.Node) error {
+	var l latency
+	if err := arguments(c, &l.push, &l.pull, &l.iters, &l.warmup, &l.rounds, &l.stream, &l.touch); err != nil {
+		return err
 	}
-	switch node.Role().String() {
-	case "server":
-		if err := serve(node); err != nil {
-			return err
-		}
-		return announceFloor(c.App.Writer, node, l.floors(node))
-	case "worker":
-		var floor baseline
-		var err error
-		if floor, l.bare, err = dialAnnounced(c.App.Reader, node, l.floors(node)); err != nil {
-			return err
-		}
-		defer floor.close()
-		if l.bare != nil {
-			defer l.bare.close()
-		}
-		r, err := measure(c.Context, node, floor)
-		if err != nil {
-			return err
-		}
-		return report(c.App.Writer, r)
-	}
-	return nil
-}
-
-func (l *latency) floors(node *postoffice.Node) floors {
 	cfg := node.Config()
-	return floors{l.push, l.pull, l.touch, cfg.VanType == zmq && cfg.EnableIPC == 0 && !onGPU(node)}
+	x := floors{l.push, l.pull, l.touch, cfg.VanType == zmq && cfg.EnableIPC == 0 && !onGPU(node)}
+	if onGPU(node) {
+		return childWithFloor(c, node, x, l.serveDevice, l.measureDevice)
+	}
+	return childWithFloor(c, node, x, l.serve, l.measure)
 }

@@ -15,14 +15,10 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/freeport"
-	"github.com/stepaf/stepaf-go/van/rdma/choose"
 )
 
-// perftest runs the tools of the package perftest, both ends on this host, on one
-// port of a device: what the hardware, or its emulation, does without this library.
-type perftest struct {
-	at choose.Result
-}
+// The tools of the package perftest run with both ends on this host, on one port of a
+// device: what the hardware, or its emulation, does without this library.
 
 // errNoPerftest says that the tools are not there.
 var errNoPerftest = errors.New("perftest is not installed (Debian, Ubuntu: apt install perftest)")
@@ -32,8 +28,8 @@ const bwSize = 1 << 20
 
 // writeLat is the typical (median) time in microseconds of one write of size bytes,
 // one way.
-func (p perftest) writeLat(ctx context.Context, size int) (float64, error) {
-	text, err := p.run(ctx, "ib_write_lat", size, min(max(1<<26/size, 100), 2000))
+func (r *rdmaRun) writeLat(ctx context.Context, size int) (float64, error) {
+	text, err := r.run(ctx, "ib_write_lat", size, min(max(1<<26/size, 100), 2000))
 	if err != nil {
 		return 0, err
 	}
@@ -42,8 +38,8 @@ func (p perftest) writeLat(ctx context.Context, size int) (float64, error) {
 }
 
 // writeBW is the average bandwidth of writes of bwSize bytes in bytes per second.
-func (p perftest) writeBW(ctx context.Context) (float64, error) {
-	text, err := p.run(ctx, "ib_write_bw", bwSize, 200)
+func (r *rdmaRun) writeBW(ctx context.Context) (float64, error) {
+	text, err := r.run(ctx, "ib_write_bw", bwSize, 200)
 	if err != nil {
 		return 0, err
 	}
@@ -72,7 +68,7 @@ const (
 )
 
 // run runs a server and a client of a tool, and returns what the client prints.
-func (p perftest) run(ctx context.Context, tool string, size, iters int) (string, error) {
+func (r *rdmaRun) run(ctx context.Context, tool string, size, iters int) (string, error) {
 	path, err := exec.LookPath(tool)
 	if err != nil {
 		return "", fmt.Errorf("%s: %w", tool, errNoPerftest)
@@ -86,7 +82,7 @@ func (p perftest) run(ctx context.Context, tool string, size, iters int) (string
 	// The processes die with this thread.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	args := []string{"-d", p.at.Device, "-i", strconv.Itoa(p.at.Port), "-x", strconv.Itoa(p.at.GIDIndex),
+	args := []string{"-d", r.at.Device, "-i", strconv.Itoa(r.at.Port), "-x", strconv.Itoa(r.at.GIDIndex),
 		"-p", strconv.Itoa(port), "-s", strconv.Itoa(size), "-n", strconv.Itoa(iters), "-F"}
 	command := func(out *bytes.Buffer, more ...string) *exec.Cmd {
 		cmd := exec.CommandContext(ctx, path, slices.Concat(args, more)...)
@@ -107,7 +103,7 @@ func (p perftest) run(ctx context.Context, tool string, size, iters int) (string
 	}()
 	for try := 1; ; try++ {
 		var out bytes.Buffer
-		err := command(&out, p.at.Host.String()).Run()
+		err := command(&out, r.at.Host.String()).Run()
 		switch {
 		case err == nil:
 			return out.String(), nil

@@ -64,7 +64,7 @@ func TestBandwidthUnits(t *testing.T) {
 
 func TestNoPerftest(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
-	if _, err := (perftest{}).writeLat(t.Context(), 8); !errors.Is(err, errNoPerftest) {
+	if _, err := (&rdmaRun{}).writeLat(t.Context(), 8); !errors.Is(err, errNoPerftest) {
 		t.Errorf("got %v, want %v", err, errNoPerftest)
 	}
 }
@@ -123,7 +123,7 @@ func TestReportText(t *testing.T) {
 	rep.Floor = "verbs"
 	r.compare(rep, perfFigures{lat: 16, bw: 60e6}, &verdict{})
 	var b strings.Builder
-	if err := rep.print(&b, false); err != nil {
+	if err := rep.print(&b); err != nil {
 		t.Fatal(err)
 	}
 	for _, want := range []string{

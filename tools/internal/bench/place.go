@@ -2,6 +2,7 @@ package bench
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -68,19 +69,13 @@ func pair(text string) ([]int, error) {
 	if text == "" {
 		return nil, nil
 	}
-	var ids []int
-	for word := range strings.SplitSeq(text, ",") {
-		id, err := strconv.Atoi(word)
-		if err != nil || id < 0 {
-			ids = nil
-			break
-		}
-		ids = append(ids, id)
-	}
-	if len(ids) != 2 {
+	first, second, _ := strings.Cut(text, ",")
+	a, err := strconv.ParseUint(first, 10, 31)
+	b, err2 := strconv.ParseUint(second, 10, 31)
+	if err != nil || err2 != nil {
 		return nil, fmt.Errorf("--gpus %s: want the worker's and the server's number, as in 0,1", text)
 	}
-	return ids, nil
+	return []int{int(a), int(b)}, nil
 }
 
 // device is the option's value.
@@ -93,18 +88,11 @@ func (p place) device() string {
 
 // env is the variables that give a role its device.
 func (p place) env(role string) []string {
-	id := -1
-	if p.gpus != nil {
-		switch role {
-		case "worker":
-			id = p.gpus[0]
-		case "server":
-			id = p.gpus[1]
-		}
-	}
-	if id < 0 {
+	k := slices.Index([]string{"worker", "server"}, role)
+	if p.gpus == nil || k < 0 {
 		return []string{"STEPMESH_BAKCEND=CPU"}
 	}
+	id := p.gpus[k]
 	return []string{"STEPMESH_BAKCEND=GPU", "STEPMESH_GPU=" + strconv.Itoa(id), "DMLC_RANK_OFFSET=" + strconv.Itoa(-id)}
 }
 

@@ -19,6 +19,17 @@ import (
 // rdmaRun is what a benchmark over RDMA does besides.
 type rdmaRun struct{ at choose.Result }
 
+// rdmaOf is the run of --van ibverbs, nil for other vans, and the host of the processes.
+func rdmaOf(c *cli.Context) (r *rdmaRun, host string, err error) {
+	if c.String("van") != ibverbs {
+		return nil, c.String("host"), nil
+	}
+	if r, err = newRDMARun(c.Context, c.String("host")); err != nil {
+		return nil, "", err
+	}
+	return r, r.at.Host.String(), nil
+}
+
 // newRDMARun chooses the port: that of host, or without one as a node would.
 func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
 	stack, err := verbs.Load(verbs.Options{})
@@ -76,12 +87,11 @@ const bulk = 1 << 20
 func (r *rdmaRun) perftest(c *cli.Context, lat int, bw bool) (f perfFigures, err error) {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
-	p := perftest{r.at}
 	if lat > 0 && lat <= bulk {
-		f.lat, err = p.writeLat(ctx, lat)
+		f.lat, err = r.writeLat(ctx, lat)
 	}
 	if err == nil && bw {
-		f.bw, err = p.writeBW(ctx)
+		f.bw, err = r.writeBW(ctx)
 	}
 	if errors.Is(err, errNoPerftest) {
 		return perfFigures{missing: err.Error()}, nil

@@ -1,7 +1,6 @@
 package bench
 
 import (
-	"encoding/json"
 	"fmt"
 	"io"
 )
@@ -17,7 +16,13 @@ type latencyReport struct {
 	PullBytes int    `json:"pull_bytes"`
 	Iters     int    `json:"iters"`
 	quantiles
-	besideFloor
+	Floor      string             `json:"floor"` // "TCP", "verbs" or "GPU"
+	FloorP50   float64            `json:"floor_p50_us"`
+	FloorP90   float64            `json:"floor_p90_us"`
+	FloorP99   float64            `json:"floor_p99_us"`
+	FloorMax   float64            `json:"floor_max_us"`
+	RatioP50   float64            `json:"ratio_p50"` // to the floor of the same run
+	RatioP99   float64            `json:"ratio_p99"`
 	Bare       *bareReport        `json:"zmq,omitempty"`
 	Load       bool               `json:"load,omitempty"`           // whether every core was kept busy
 	Touch      bool               `json:"touch,omitempty"`          // whether every byte was read and written between rounds
@@ -27,17 +32,6 @@ type latencyReport struct {
 	WorkerPart float64            `json:"worker_measured_cpu_s"`
 	Checked    bool               `json:"checked"`
 	RDMA       *rdmaReport        `json:"rdma,omitempty"`
-}
-
-// besideFloor is the floor of the same run, and how often it goes into us.
-type besideFloor struct {
-	Floor    string  `json:"floor"` // "TCP", "verbs" or "GPU"
-	FloorP50 float64 `json:"floor_p50_us"`
-	FloorP90 float64 `json:"floor_p90_us"`
-	FloorP99 float64 `json:"floor_p99_us"`
-	FloorMax float64 `json:"floor_max_us"`
-	RatioP50 float64 `json:"ratio_p50"`
-	RatioP99 float64 `json:"ratio_p99"`
 }
 
 // bareReport is a round trip of ZMQ by itself, and what a push_pull takes of it.
@@ -53,9 +47,8 @@ type bareReport struct {
 func newLatencyReport(van string, push, pull, iters int, r *result, cpu map[string]float64) *latencyReport {
 	ours, floor := summarize(r.Ours), summarize(r.Floor)
 	rep := &latencyReport{Van: van, Device: place{}.device(), PushBytes: push, PullBytes: pull, Iters: iters,
-		quantiles: ours,
-		besideFloor: besideFloor{FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
-			RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99}, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
+		quantiles: ours, FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
+		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
 	if len(r.Bare) > 0 {
 		q := summarize(r.Bare)
 		rep.Bare = &bareReport{q.P50, q.P90, q.P99, q.Max, ours.P50 / q.P50, ours.P99 / q.P99}
@@ -74,10 +67,7 @@ func (r *latencyReport) judge(g goal, v *verdict) {
 	r.Missed = v.judge(payload{r.PushBytes, r.PullBytes}, g, r.RatioP50)
 }
 
-func (r *latencyReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
+func (r *latencyReport) print(w io.Writer) error {
 	on, checked := "", "all answers checked"
 	switch {
 	case r.GPUs != nil:

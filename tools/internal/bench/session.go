@@ -6,10 +6,10 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
-	"strconv"
 	"time"
 
 	"github.com/urfave/cli/v2"
@@ -73,25 +73,9 @@ func runSession(c *cli.Context) error {
 	if c.Bool("check") && !judged {
 		return exit.Usage("bench session: --check wants --van local and 4 ranks: there is a goal for that")
 	}
-	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
-	defer cancel()
-	cl, err := startCluster(ctx, c.String("van"), c.String("host"), place{}, n, 1, []string{"session", strconv.Itoa(iters), strconv.Itoa(rounds)}, os.Stderr)
+	r, cpu, err := runCluster(c, c.String("host"), place{}, n, false, "session", iters, rounds)
 	if err != nil {
 		return err
-	}
-	text, err := cl.outs["worker"].line()
-	cpu, failed := cl.wait()
-	switch {
-	case ctx.Err() != nil:
-		return fmt.Errorf("bench: %w (--timeout %s)", context.Cause(ctx), c.Duration("timeout"))
-	case failed != nil:
-		return fmt.Errorf("bench: %w", failed)
-	case err != nil:
-		return fmt.Errorf("bench: a child ended early: %w", err)
-	}
-	var r result
-	if err := json.Unmarshal([]byte(text), &r); err != nil {
-		return fmt.Errorf("bench: worker's report: %w", err)
 	}
 	rep := &sessionReport{Van: c.String("van"), Ranks: n, Calls: len(r.Ours), Call: summarize(r.Ours), PushPull: summarize(r.Floor),
 		All: summarize(r.Bare), CPU: cpu, Checked: r.Checked}
@@ -100,16 +84,13 @@ func runSession(c *cli.Context) error {
 	if judged {
 		rep.Goal, rep.Missed = callGoal.limit, v.judge(rep, callGoal, rep.RatioP50)
 	}
-	if err := rep.print(c.App.Writer, c.Bool("json")); err != nil || !c.Bool("check") {
+	if err := show(c, rep); err != nil {
 		return err
 	}
-	return v.err()
+	return v.check(c)
 }
 
-func (r *sessionReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
+func (r *sessionReport) print(w io.Writer) error {
 	fmt.Fprintf(w, "%d calls of an empty function on %d ranks over %s, all checked: %t\n", r.Calls, r.Ranks, r.Van, r.Checked)
 	fmt.Fprintf(w, "%-22s %10s %10s %10s %10s\n", "microseconds", "p50", "p90", "p99", "max")
 	for _, x := range []struct {
@@ -126,7 +107,11 @@ func (r *sessionReport) print(w io.Writer, asJSON bool) error {
 	return err
 }
 
-func childSession(c *cli.Context, node *postoffice.Node, iters, rounds int) error {
+func childSession(c *cli.Context, node *postoffice.Node) error {
+	var iters, rounds int
+	if err := arguments(c, &iters, &rounds); err != nil {
+		return err
+	}
 	switch node.Role() {
 	case van.Server:
 		server, err := af.NewServer(node, af.ServerOptions{})
@@ -145,10 +130,10 @@ func childSession(c *cli.Context, node *postoffice.Node, iters, rounds int) erro
 			return err
 		}
 		ran := 0 // functions run one after the other
-		if err := r.Register("nothing", func(context.Context, []any) (any, error) { ran++; return nil, nil }); err != nil {
-			return err
-		}
-		if err := r.Register("how often", func(context.Context, []any) (any, error) { return ran, nil }); err != nil {
+		if err := errors.Join(
+			r.Register("nothing", func(context.Context, []any) (any, error) { ran++; return nil, nil }),
+			r.Register("how often", func(context.Context, []any) (any, error) { return ran, nil }),
+		); err != nil {
 			return err
 		}
 		return r.Serve(c.Context)
@@ -157,7 +142,7 @@ func childSession(c *cli.Context, node *postoffice.Node, iters, rounds int) erro
 		if err != nil {
 			return err
 		}
-		return report(c.App.Writer, r)
+		return json.NewEncoder(c.App.Writer).Encode(r)
 	}
 	return nil
 }

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"log/slog"
@@ -14,11 +13,11 @@ import (
 	"runtime"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/urfave/cli/v2"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -115,7 +114,7 @@ func runSoftware(c *cli.Context) error {
 			return fmt.Errorf("bench software: %s: %w", name, err)
 		}
 		for _, r := range all {
-			if err := r.print(c.App.Writer, c.Bool("json")); err != nil {
+			if err := show(c, r); err != nil {
 				return err
 			}
 		}
@@ -129,10 +128,7 @@ func softwareHead(w io.Writer) {
 		"p50 ns", "p90 ns", "p99 ns", "max ns", "CPU ns", "allocs", "locks")
 }
 
-func (r *softwareReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
+func (r *softwareReport) print(w io.Writer) error {
 	locks := "-"
 	if r.Locks != nil {
 		sum := 0.0
@@ -179,7 +175,11 @@ func measureSoftware(ctx context.Context, name string, sizes []payload, iters, w
 		r.Van, r.PushBytes, r.PullBytes = name, p.push, p.pull
 		all = append(all, r)
 	}
-	return all, finalizeAll(ctx, nodes)
+	leaving, ctx := errgroup.WithContext(ctx)
+	for _, n := range nodes {
+		leaving.Go(func() error { return n.Finalize(ctx) })
+	}
+	return all, leaving.Wait()
 }
 
 // softwareNet makes what plays the wire.
@@ -217,9 +217,7 @@ func (v placedVan) ChooseHost() (host, why string, err error) { return v.host, "
 // errors it returns those that did start.
 func startHere(ctx context.Context, name string, factory func(role string) van.Factory) ([]*postoffice.Node, error) {
 	nodes := make([]*postoffice.Node, len(roles))
-	ctx, failed := context.WithCancelCause(ctx)
-	defer failed(nil)
-	var all sync.WaitGroup
+	all, ctx := errgroup.WithContext(ctx) // when one fails, the others do not wait for it
 	for i, role := range roles {
 		cfg := postoffice.DefaultConfig()
 		cfg.Role, cfg.NumWorkers, cfg.NumServers = role, 1, 1
@@ -230,30 +228,13 @@ func startHere(ctx context.Context, name string, factory func(role string) van.F
 			cfg.RootURI, cfg.NodeHost, cfg.Kubernetes = deviceAddr(roles[0]).String(), "", true
 		}
 		o := postoffice.Options{Config: cfg, Log: slog.New(slog.DiscardHandler), Van: factory(role)}
-		all.Go(func() {
-			n, err := postoffice.Start(ctx, o)
-			if nodes[i] = n; err != nil {
-				failed(err) // the others wait for it
-			}
+		all.Go(func() (err error) {
+			nodes[i], err = postoffice.Start(ctx, o)
+			return err
 		})
 	}
-	all.Wait()
-	return slices.DeleteFunc(nodes, func(n *postoffice.Node) bool { return n == nil }), context.Cause(ctx)
-}
-
-func finalizeAll(ctx context.Context, nodes []*postoffice.Node) error {
-	ctx, failed := context.WithCancelCause(ctx)
-	defer failed(nil)
-	var all sync.WaitGroup
-	for _, n := range nodes {
-		all.Go(func() {
-			if err := n.Finalize(ctx); err != nil {
-				failed(err)
-			}
-		})
-	}
-	all.Wait()
-	return context.Cause(ctx)
+	err := all.Wait()
+	return slices.DeleteFunc(nodes, func(n *postoffice.Node) bool { return n == nil }), err
 }
 
 // software is a worker, a server, and the tensors of a push_pull of each size.

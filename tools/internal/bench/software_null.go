@@ -8,6 +8,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
@@ -23,11 +24,11 @@ import (
 type nullNet struct {
 	turn sync.Mutex // held by the one who delivers
 
-	mu          sync.Mutex
-	ends        map[string]*nullEnd // by address
-	port        int                 // the last one given to a node
-	first, last *nullMessage        // sent and not delivered
-	free        *nullMessage
+	mu   sync.Mutex
+	ends map[string]*nullEnd      // by address
+	port int                      // the last one given to a node
+	sent fifo.Queue[*nullMessage] // and not delivered
+	free fifo.Queue[*nullMessage]
 
 	stop    chan struct{}
 	stopped sync.WaitGroup
@@ -48,7 +49,6 @@ type nullMessage struct {
 	to    *nullEnd
 	done  van.Completion // of the sender's message
 	short [3][van.CopyBelow]byte
-	next  *nullMessage
 }
 
 func newNullNet() *nullNet {
@@ -86,15 +86,6 @@ func (n *nullNet) factory(o van.Options) (van.Van, error) {
 	return v, nil
 }
 
-func (n *nullNet) pushLocked(p *nullMessage) {
-	if n.last == nil {
-		n.first = p
-	} else {
-		n.last.next = p
-	}
-	n.last = p
-}
-
 // Claim implements engine.Polled.
 func (n *nullNet) Claim() bool { return n.turn.TryLock() }
 
@@ -113,14 +104,11 @@ func (n *nullNet) Sleep(time.Duration) {}
 // Help implements engine.Polled: it hands up one message. When there is none, a Poll ends.
 func (n *nullNet) Help(time.Duration) engine.Found {
 	n.mu.Lock()
-	p := n.first
-	if p == nil {
+	if n.sent.Len() == 0 {
 		n.mu.Unlock()
 		return engine.Leave
 	}
-	if n.first, p.next = p.next, nil; n.first == nil {
-		n.last = nil
-	}
+	p := n.sent.Take()
 	recv := p.to.recv
 	if recv == nil {
 		p.to.early = append(p.to.early, p)
@@ -142,7 +130,7 @@ func (n *nullNet) Free(m *van.Message) {
 	p.msg.Reset()
 	p.to, p.done = nil, nil
 	n.mu.Lock()
-	n.free, p.next = p, n.free
+	n.free.Put(p)
 	n.mu.Unlock()
 }
 
@@ -193,7 +181,7 @@ func (v *nullVan) Start(recv van.Receiver) {
 	defer v.net.mu.Unlock()
 	v.self.recv = recv
 	for _, p := range v.self.early {
-		v.net.pushLocked(p)
+		v.net.sent.Put(p)
 	}
 	v.self.early = nil
 }
@@ -236,15 +224,14 @@ func (v *nullVan) Send(m *van.Message) error {
 		return &van.Error{Op: "send", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(m.Receiver), Err: van.ErrUnknownPeer}
 	}
 	n := v.net
+	var p *nullMessage
 	n.mu.Lock()
-	p := n.free
-	if p != nil {
-		n.free, p.next = p.next, nil
-	}
-	n.mu.Unlock()
-	if p == nil {
+	if n.free.Len() > 0 {
+		p = n.free.Take()
+	} else {
 		p = &nullMessage{}
 	}
+	n.mu.Unlock()
 	p.msg.CopyFrom(&m.Meta)
 	p.msg.Sender, p.msg.Receiver, p.msg.Frames = int(v.id.Load()), m.Receiver, m.Frames
 	p.msg.Placed = !m.Request && !m.Push
@@ -258,7 +245,7 @@ func (v *nullVan) Send(m *van.Message) error {
 	p.to, p.done = to, m.Done
 	p.msg.Adopt(n, unsafe.Pointer(p))
 	n.mu.Lock()
-	n.pushLocked(p)
+	n.sent.Put(p)
 	n.mu.Unlock()
 	return nil
 }

@@ -1,9 +1,13 @@
 package bench
 
 import (
+	"encoding/json"
+	"io"
 	"slices"
 	"syscall"
 	"time"
+
+	"github.com/urfave/cli/v2"
 )
 
 // quantiles of a set of durations, in microseconds.
@@ -27,6 +31,30 @@ func summarize(ns []int64) quantiles {
 	}
 	at := func(p float64) float64 { return float64(ns[min(int(p*float64(len(ns))), len(ns)-1)]) / 1e3 }
 	return quantiles{P50: at(0.50), P90: at(0.90), P99: at(0.99), Max: float64(ns[len(ns)-1]) / 1e3, Mean: sum / float64(len(ns)) / 1e3}
+}
+
+// blocks are how many calls each block has: the first one warms up, the others have iters together.
+func blocks(iters, rounds int) []int {
+	all := []int{max(iters/10, 2)}
+	for k := range rounds {
+		if n := iters*(k+1)/rounds - iters*k/rounds; n > 0 {
+			all = append(all, n)
+		}
+	}
+	return all
+}
+
+// shown is a report, which its fields are in JSON.
+type shown interface {
+	print(w io.Writer) error // as text
+}
+
+// show prints a report as --json says.
+func show(c *cli.Context, r shown) error {
+	if c.Bool("json") {
+		return json.NewEncoder(c.App.Writer).Encode(r)
+	}
+	return r.print(c.App.Writer)
 }
 
 // cpuTime is what this process has used so far.

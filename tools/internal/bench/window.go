@@ -4,13 +4,10 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
-	"encoding/json"
 	"fmt"
 	"io"
-	"os"
 	"runtime"
 	"slices"
-	"strconv"
 	"sync/atomic"
 	"time"
 
@@ -95,15 +92,11 @@ func runWindow(c *cli.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
-	host := c.String("host")
-	var rdma *rdmaRun
-	if over == ibverbs {
-		if rdma, err = newRDMARun(ctx, host); err != nil {
-			return err
-		}
-		host = rdma.at.Host.String()
+	rdma, host, err := rdmaOf(c)
+	if err != nil {
+		return err
 	}
-	cl, err := startCluster(ctx, over, host, at, 1, 2, []string{"window", strconv.Itoa(slices.Max(sizes))}, os.Stderr)
+	cl, err := startCluster(ctx, c, host, at, 1, 2, "window", slices.Max(sizes))
 	if err != nil {
 		return err
 	}
@@ -117,7 +110,7 @@ func runWindow(c *cli.Context) error {
 	for _, size := range sizes {
 		var r interface {
 			judge(v *verdict)
-			print(w io.Writer, asJSON bool) error
+			shown
 		}
 		if at.gpus != nil {
 			r, err = measureWindowGPU(c, cl, at, size)
@@ -129,7 +122,7 @@ func runWindow(c *cli.Context) error {
 			break
 		}
 		r.judge(&v)
-		if err = r.print(c.App.Writer, c.Bool("json")); err != nil {
+		if err = show(c, r); err != nil {
 			break
 		}
 	}
@@ -139,10 +132,7 @@ func runWindow(c *cli.Context) error {
 	if err != nil {
 		return fmt.Errorf("bench window: %w", err)
 	}
-	if c.Bool("check") {
-		return v.err()
-	}
-	return nil
+	return v.check(c)
 }
 
 // judge compares with the goal, and tells v if it is missed.
@@ -158,7 +148,7 @@ func (r *windowReport) judge(v *verdict) {
 
 // measureWindow measures one size, in blocks. rdma is nil unless over RDMA.
 func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size int) (*windowReport, error) {
-	rounds, iters := c.Int("rounds"), c.Int("iters")
+	iters := c.Int("iters")
 	if iters == 0 {
 		moved := 1 << 30
 		if over == ibverbs { // perhaps emulated
@@ -166,48 +156,35 @@ func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size
 		}
 		iters = min(max(moved/(size+1<<18), 100), 4000)
 	}
-	floor := measureCopies
 	r := &windowReport{Van: over, Bytes: size, Iters: iters, Of: "copy and flag", Checked: true}
 	var figures perfFigures
+	var server floorServer
+	var floor baseline = copies(size)
+	var err error
 	switch over {
 	case ibverbs:
 		r.Of = "verbs"
-		var err error
 		if figures, err = rdma.perftest(c, size, false); err != nil {
 			return nil, err
 		}
-		server, err := newVerbsServer(rdma.at.Host, size, size)
-		if err != nil {
-			return nil, err
+		if server, err = newVerbsServer(rdma.at.Host, size, size); err == nil {
+			defer server.close()
+			floor, err = dialVerbsFloor(rdma.at.Host, server.addr(), size, size)
 		}
-		defer server.close()
-		client, err := dialVerbsFloor(rdma.at.Host, server.addr(), size, size)
-		if err != nil {
-			return nil, err
-		}
-		defer client.close()
-		floor = func(_, n int) ([]int64, error) { return client.measure(n) }
 	case zmq:
 		r.Of = "libzmq"
-		server, err := newZMQServer(size, false)
-		if err != nil {
-			return nil, err
+		if server, err = newZMQServer(size, false); err == nil {
+			defer server.close()
+			floor, err = dialZMQ(server.addr(), size, size, false)
 		}
-		defer server.close()
-		client, err := dialZMQ(server.at, size, size, false)
-		if err != nil {
-			return nil, err
-		}
-		defer client.close()
-		floor = func(_, n int) ([]int64, error) { return client.measure(n) }
 	}
+	if err != nil {
+		return nil, err
+	}
+	defer floor.close()
 	var trips, ways, floors []int64
-	for round := -1; round < rounds; round++ {
-		n := iters*(round+1)/rounds - iters*max(round, 0)/rounds
-		if round < 0 {
-			n = max(iters/10, 2) // warms up
-		}
-		fl, err := floor(size, n)
+	for block, n := range blocks(iters, c.Int("rounds")) {
+		fl, err := floor.measure(n)
 		if err != nil {
 			return nil, err
 		}
@@ -215,7 +192,7 @@ func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size
 		if err != nil {
 			return nil, err
 		}
-		if round >= 0 {
+		if block > 0 {
 			trips, ways, floors = append(trips, got[0].NS...), append(ways, got[1].NS...), append(floors, fl...)
 		}
 	}
@@ -227,8 +204,12 @@ func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size
 	return r, nil
 }
 
-// measureCopies is the floor of shared memory: n round trips of a copy and a flag between two threads.
-func measureCopies(size, n int) ([]int64, error) {
+// copies is the floor of shared memory: round trips of a copy of so many bytes and a flag between two threads.
+type copies int
+
+func (copies) close() {}
+
+func (size copies) measure(n int) ([]int64, error) {
 	var there, back atomic.Int64
 	from, to, answer := make([]byte, size), make([]byte, size), make([]byte, size)
 	fill(from)
@@ -257,19 +238,10 @@ func measureCopies(size, n int) ([]int64, error) {
 	return ns, nil
 }
 
-func (r *windowReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
-	goal := "-"
-	if r.Goal > 0 {
-		goal = fmt.Sprintf("%g", r.Goal)
-	}
-	if r.Missed {
-		goal += " missed"
-	}
+func (r *windowReport) print(w io.Writer) error {
 	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f %9.1f %9.1f   %9.1f %9.1f   %9.1f %9.1f %6.2f %s (%s)\n", r.Bytes, r.Iters,
-		r.Trip.P50, r.Trip.P90, r.Trip.P99, r.Trip.Max, r.OneWay.P50, r.OneWay.P99, r.Floor.P50, r.Floor.P99, r.RatioP50, goal, r.Of)
+		r.Trip.P50, r.Trip.P90, r.Trip.P99, r.Trip.Max, r.OneWay.P50, r.OneWay.P99, r.Floor.P50, r.Floor.P99,
+		r.RatioP50, goalText("-", r.Goal, r.Missed), r.Of)
 	if r.RDMA != nil {
 		r.RDMA.print(w, "one way")
 	}
@@ -277,37 +249,30 @@ func (r *windowReport) print(w io.Writer, asJSON bool) error {
 }
 
 // childWindow is a node of bench window: a worker makes the round trips that it is asked for.
-func childWindow(c *cli.Context, node *postoffice.Node, most int) error {
-	if node.Role() != van.Worker {
-		return nil
-	}
-	if onGPU(node) {
-		return childWindowGPU(c, node, most)
+func childWindow(c *cli.Context, node *postoffice.Node) error {
+	var most int
+	if err := arguments(c, &most); err != nil || node.Role() != van.Worker {
+		return err
 	}
 	comm, err := joinWorkers(c, node)
 	if err != nil {
 		return err
 	}
-	w, err := window.Open(c.Context, comm, window.Options{Size: most, Signals: 1})
+	w, err := window.Open(c.Context, comm, window.Options{Size: most, Signals: 1, Device: onGPU(node)})
 	if err != nil {
 		return err
 	}
-	for in := (&lineReader{r: c.App.Reader}); ; {
-		line, err := in.line()
-		if err != nil {
-			break
-		}
+	if onGPU(node) {
+		err = answerOnGPU(c, w, comm, node.Backend(), most)
+	} else {
 		var size, n int
-		if _, err := fmt.Sscan(line, &size, &n); err != nil {
-			return fmt.Errorf("bench child: %q: %w", line, err)
-		}
-		ns, err := putAndWait(c.Context, w, size, n)
-		if err != nil {
-			return err
-		}
-		if err := json.NewEncoder(c.App.Writer).Encode(answer{NS: ns}); err != nil {
-			return err
-		}
+		err = answerLines(c, func() (*answer, error) {
+			ns, err := putAndWait(c.Context, w, size, n)
+			return &answer{NS: ns}, err
+		}, &size, &n)
+	}
+	if err != nil {
+		return err
 	}
 	if err := comm.Barrier(c.Context); err != nil {
 		return err

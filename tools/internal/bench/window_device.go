@@ -3,7 +3,6 @@ package bench
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -14,7 +13,6 @@ import (
 	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/af/window"
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -60,20 +58,13 @@ func (r *windowGPUReport) String() string {
 
 // measureWindowGPU measures one size, in blocks.
 func measureWindowGPU(c *cli.Context, cl *cluster, at place, size int) (*windowGPUReport, error) {
-	rounds, iters := c.Int("rounds"), c.Int("iters")
+	iters := c.Int("iters")
 	if iters == 0 {
 		iters = min(max(8<<30/(size+1<<20), 100), 4000)
 	}
 	r := &windowGPUReport{Van: c.String("van"), Device: at.device(), GPUs: at.gpus, Note: at.note(), Bytes: size, Iters: iters, Checked: true}
 	var trips, ways, floors, ahead []int64
-	for round := -1; round < rounds; round++ {
-		n := iters*(round+1)/rounds - iters*max(round, 0)/rounds
-		if round < 0 {
-			n = max(iters/10, 2) // warms up
-		}
-		if n == 0 {
-			continue
-		}
+	for block, n := range blocks(iters, c.Int("rounds")) {
 		var got [3][]answer
 		for i, what := range []string{askFloor, askTrips, askAhead} {
 			var err error
@@ -81,7 +72,7 @@ func measureWindowGPU(c *cli.Context, cl *cluster, at place, size int) (*windowG
 				return nil, err
 			}
 		}
-		if round < 0 {
+		if block == 0 {
 			continue
 		}
 		for i := range n {
@@ -103,19 +94,10 @@ func (r *windowGPUReport) judge(v *verdict) {
 
 const windowGPUHead = "two ranks, one GPU each, microseconds, data checked\n   bytes   iters     one way      p99       trip      p99   ahead    floor p50      p99  ratio goal\n"
 
-func (r *windowGPUReport) print(w io.Writer, asJSON bool) error {
-	if asJSON {
-		return json.NewEncoder(w).Encode(r)
-	}
-	goal := "-"
-	if r.Goal > 0 {
-		goal = fmt.Sprintf("%g", r.Goal)
-	}
-	if r.Missed {
-		goal += " missed"
-	}
+func (r *windowGPUReport) print(w io.Writer) error {
 	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f  %9.1f %9.1f %7.1f   %9.1f %9.1f %6.2f %s\n", r.Bytes, r.Iters,
-		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99, r.RatioP50, goal)
+		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99,
+		r.RatioP50, goalText("-", r.Goal, r.Missed))
 	if r.Note != "" {
 		fmt.Fprintln(w, "note:", r.Note)
 	}
@@ -136,45 +118,20 @@ type deviceTripper struct {
 	size   int // of the floor
 }
 
-// childWindowGPU is a node of bench window --device gpu.
-func childWindowGPU(c *cli.Context, node *postoffice.Node, most int) error {
-	comm, err := joinWorkers(c, node)
+// answerOnGPU does what a rank of bench window --device gpu is asked for.
+func answerOnGPU(c *cli.Context, w *window.Window, comm *collective.Comm, b backend.Backend, most int) error {
+	t, err := newDeviceTripper(w, comm, b, most)
 	if err != nil {
 		return err
 	}
-	w, err := window.Open(c.Context, comm, window.Options{Size: most, Signals: 1, Device: true})
-	if err != nil {
+	var what string
+	var size, n int
+	if err := answerLines(c, func() (*answer, error) {
+		return t.do(c.Context, what, size, n)
+	}, &what, &size, &n); err != nil {
 		return err
 	}
-	t, err := newDeviceTripper(w, comm, node.Backend(), most)
-	if err != nil {
-		return err
-	}
-	for in := (&lineReader{r: c.App.Reader}); ; {
-		line, err := in.line()
-		if err != nil {
-			break
-		}
-		var what string
-		var size, n int
-		if _, err := fmt.Sscan(line, &what, &size, &n); err != nil {
-			return fmt.Errorf("bench child: %q: %w", line, err)
-		}
-		a, err := t.do(c.Context, what, size, n)
-		if err != nil {
-			return err
-		}
-		if err := json.NewEncoder(c.App.Writer).Encode(a); err != nil {
-			return err
-		}
-	}
-	if err := t.endFloor(c.Context); err != nil {
-		return err
-	}
-	if err := w.Close(); err != nil {
-		return err
-	}
-	return comm.Close(c.Context)
+	return t.endFloor(c.Context)
 }
 
 func newDeviceTripper(w *window.Window, comm *collective.Comm, b backend.Backend, most int) (*deviceTripper, error) {

@@ -95,7 +95,7 @@ func TestWindowGPUReport(t *testing.T) {
 			t.Errorf("%+v: %v, want %q", x.r, err, x.want)
 		}
 		var text strings.Builder
-		if err := x.r.print(&text, false); err != nil || strings.Contains(text.String(), "missed") != (x.want != "") {
+		if err := x.r.print(&text); err != nil || strings.Contains(text.String(), "missed") != (x.want != "") {
 			t.Errorf("%v: %s", err, text.String())
 		}
 	}

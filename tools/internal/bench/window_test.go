@@ -93,7 +93,7 @@ func TestWindowGoals(t *testing.T) {
 	r := windowReport{Van: ibverbs, Bytes: 1 << 10, RDMA: beside(10, 31)}
 	var text strings.Builder
 	r.judge(new(verdict))
-	if err := r.print(&text, false); err != nil || !strings.HasSuffix(text.String(), "\nib_write_lat, one way: 10.00 us; one way takes 3.10 times that (goal: at most 3)\n") {
+	if err := r.print(&text); err != nil || !strings.HasSuffix(text.String(), "\nib_write_lat, one way: 10.00 us; one way takes 3.10 times that (goal: at most 3)\n") {
 		t.Errorf("%v:\n%s", err, text.String())
 	}
 }
@@ -146,8 +146,8 @@ func TestPutAndWait(t *testing.T) {
 	}
 }
 
-func TestMeasureCopies(t *testing.T) {
-	ns, err := measureCopies(1000, 5)
+func TestCopies(t *testing.T) {
+	ns, err := copies(1000).measure(5)
 	if err != nil || len(ns) != 5 || slices.Min(ns) <= 0 {
 		t.Errorf("%v, %v", ns, err)
 	}

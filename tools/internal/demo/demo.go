@@ -36,12 +36,9 @@ checks every sum, and prints the time that a round takes.
     stepaf launch -n 1 -s 1 -- stepaf demo`,
 		ArgsUsage: " ", HideHelpCommand: true,
 		Flags: []cli.Flag{&cli.IntFlag{Name: "rounds", Value: 1000, Usage: "rounds to run"}},
-		Action: func(c *cli.Context) error {
+		Action: exit.WithoutArguments(func(c *cli.Context) error {
 			if n := c.Int("rounds"); n < 1 {
 				return exit.Usage("--rounds %d: want at least 1", n)
-			}
-			if c.Args().Present() {
-				return exit.Usage("demo: unexpected argument %q", c.Args().First())
 			}
 			cfg, err := postoffice.LoadConfig()
 			if err != nil {
@@ -53,7 +50,7 @@ checks every sum, and prints the time that a round takes.
 			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 			defer stop()
 			return run(ctx, cfg, c.App.Writer, c.Int("rounds"))
-		},
+		}),
 	}
 }
 
@@ -114,6 +111,13 @@ func answer(b af.Batch) error {
 	return b.Respond(answers, af.ByKey)
 }
 
+// newTensor is a tensor, and its elements.
+func newTensor(key uint64) ([]float32, af.KeyTensor, error) {
+	v := make([]float32, elements)
+	t, err := af.FromSlice(v)
+	return v, af.KeyTensor{Key: key, Val: t}, err
+}
+
 // work pushes, pulls and compares.
 func work(ctx context.Context, node *postoffice.Node, out io.Writer, rounds int) error {
 	w, err := af.NewWorker(node, af.WorkerOptions{})
@@ -124,22 +128,16 @@ func work(ctx context.Context, node *postoffice.Node, out io.Writer, rounds int)
 	var data [tensors][]float32
 	push := make([]af.KeyTensor, tensors)
 	for k := range push {
-		data[k] = make([]float32, elements)
-		t, err := af.FromSlice(data[k])
-		if err != nil {
+		if data[k], push[k], err = newTensor(uint64(k)); err != nil {
 			return err
 		}
-		push[k] = af.KeyTensor{Key: uint64(k), Val: t}
 	}
 	sums := make([][]float32, servers)
 	pull := make([]af.KeyTensor, servers)
 	for s := range pull {
-		sums[s] = make([]float32, elements)
-		t, err := af.FromSlice(sums[s])
-		if err != nil {
+		if sums[s], pull[s], err = newTensor(sumKey); err != nil {
 			return err
 		}
-		pull[s] = af.KeyTensor{Key: sumKey, Val: t}
 	}
 
 	times := make([]time.Duration, 0, rounds)

@@ -7,6 +7,7 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"strings"
@@ -17,7 +18,7 @@ import (
 
 // check is one thing to look at.
 type check struct {
-	name string // of its findings, or what they begin with
+	name string // of its findings that have none, or what theirs begins with
 	rdma bool   // only ibverbs needs it
 	run  func(context.Context) []Finding
 }
@@ -28,7 +29,7 @@ func (x *exam) checks() []check {
 		{"versions", false, x.versions},
 		{"system", false, x.system},
 		{"environment", false, x.environment},
-		{limitsName, false, x.limits},
+		{"limits", false, x.limits},
 		{"zmq loopback", false, x.zmqLoopback},
 		{"rdma build", true, x.rdma.build},
 		{"rdma libraries", true, x.rdma.libraries},
@@ -73,14 +74,18 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 			add(x.unseen(ctx, all[i:]))
 			break
 		}
-		done := make(chan []Finding, 1)
-		go func() { done <- c.run(ctx) }()
-		found, ended := x.await(ctx, done, add)
-		for _, f := range found {
+		of := func(f Finding) {
+			f.Name = cmp.Or(f.Name, c.name)
 			add(f)
 		}
+		done := make(chan []Finding, 1)
+		go func() { done <- c.run(ctx) }()
+		found, ended := x.await(ctx, done, of)
+		for _, f := range found {
+			of(f)
+		}
 		if !ended {
-			add(Finding{Name: c.name, Status: x.unknown(c), Text: "does not end: " + reason(ctx), Remedy: "see dmesg; a driver or device may hang"})
+			of(Finding{Status: x.unknown(c), Text: "does not end: " + reason(ctx), Remedy: "see dmesg; a driver or device may hang"})
 		}
 	}
 	r.count()

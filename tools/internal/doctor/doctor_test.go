@@ -575,7 +575,7 @@ func TestLimits(t *testing.T) {
 		{"sockets", shape("DMLC_ROLE=server", "BYTEPS_ENABLE_IPC=0", "BYTEPS_ZMQ_MAX_SOCKET=300"), Fail, "BYTEPS_ZMQ_MAX_SOCKET is 300, and it needs 302"},
 	} {
 		m, _ := plain(x.environ...)
-		if f := find(t, examine(t, m), limitsName); f.Status != x.status || !strings.Contains(f.Text, x.text) || f.Status == Fail && f.Remedy == "" {
+		if f := find(t, examine(t, m), "limits"); f.Status != x.status || !strings.Contains(f.Text, x.text) || f.Status == Fail && f.Remedy == "" {
 			t.Errorf("%s: %+v; want %s, %q", x.name, f, x.status, x.text)
 		}
 	}

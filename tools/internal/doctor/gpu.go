@@ -25,7 +25,7 @@ func (x *gpuExam) list(context.Context) []Finding {
 		absent = Fail
 	}
 	if !slices.Contains(x.m.Backends, "GPU") {
-		return []Finding{{Name: "gpu", Status: absent, Text: "this stepaf is built without CUDA", Remedy: "make USE_CUDA=1; " + remedy}}
+		return []Finding{{Status: absent, Text: "this stepaf is built without CUDA", Remedy: "make USE_CUDA=1; " + remedy}}
 	}
 	all, err := x.m.GPUs()
 	x.all = all
@@ -34,7 +34,7 @@ func (x *gpuExam) list(context.Context) []Finding {
 		if x.needGPU() {
 			install = "install the driver of NVIDIA, or unset STEPMESH_BAKCEND; "
 		}
-		return []Finding{{Name: "gpu", Status: absent, Text: err.Error(), Remedy: install + remedy}}
+		return []Finding{{Status: absent, Text: err.Error(), Remedy: install + remedy}}
 	}
 	var out []Finding
 	for _, g := range all {
@@ -53,11 +53,8 @@ func peersText(peers []int) string {
 	if len(peers) == 0 {
 		return "reaches no other GPU directly"
 	}
-	names := make([]string, len(peers))
-	for i, p := range peers {
-		names[i] = strconv.Itoa(p)
-	}
-	return "reaches GPU " + strings.Join(names, ", ") + " directly"
+	list := strings.Trim(strings.ReplaceAll(fmt.Sprint(peers), " ", ", "), "[]")
+	return "reaches GPU " + list + " directly"
 }
 
 func dmabufText(can bool) string {
@@ -87,7 +84,7 @@ func (x *gpuExam) choice() Finding {
 
 // sameHost tells how values travel between nodes of this host, and those on a GPU.
 func (x *gpuExam) sameHost(context.Context) []Finding {
-	f := Finding{Name: "same host"}
+	var f Finding
 	switch scope := x.ptraceScope(); {
 	case x.cfg.EnableIPC == 0:
 		f.Text = "over " + x.cfg.VanType + ": BYTEPS_ENABLE_IPC=0 switches shared memory off"

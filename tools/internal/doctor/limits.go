@@ -7,9 +7,6 @@ import (
 	"github.com/stepaf/stepaf-go/internal/limits"
 )
 
-// limitsName is what the findings about limits are called.
-const limitsName = "limits"
-
 // ofDoctor is how many files a node has open that does not run under this examination.
 const ofDoctor = 8
 
@@ -17,7 +14,7 @@ const ofDoctor = 8
 // node does when it starts. Without the shape of a cluster it says how many peers the limit
 // of open files is enough for. Locked memory has a finding of its own.
 func (x *exam) limits(context.Context) []Finding {
-	f := Finding{Name: limitsName}
+	var f Finding
 	_, hard, err := x.m.Files()
 	if err != nil {
 		f.Status, f.Text, f.Remedy = Warn, err.Error(), "see ulimit -Hn"
@@ -42,14 +39,14 @@ func (x *exam) limits(context.Context) []Finding {
 	for _, role := range roles {
 		needs, err := limits.Of(x.cfg, role, sys)
 		if err != nil {
-			return append(found, Finding{Name: limitsName, Status: Warn, Text: err.Error(), Remedy: "see ulimit -a"})
+			return append(found, Finding{Status: Warn, Text: err.Error(), Remedy: "see ulimit -a"})
 		}
 		for _, n := range needs {
 			if n.Name == "RLIMIT_MEMLOCK" && x.capable(capIPCLock) {
 				continue // which does not bind
 			}
 			if !n.Enough() {
-				found = append(found, Finding{Name: limitsName, Status: Fail, Remedy: n.Raise,
+				found = append(found, Finding{Status: Fail, Remedy: n.Raise,
 					Text: fmt.Sprintf("too few %s for a %s: %s is %d, and it needs %d (%s)", n.What, role, n.Name, n.Have, n.Needed, n.Why)})
 			}
 		}

@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,6 +9,8 @@ import (
 	"slices"
 	"syscall"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/stepaf/stepaf-go/tools/internal/verbsprobe"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -64,20 +67,11 @@ func join(ctx context.Context, addr netip.Addr, listener, dialer *verbsprobe.End
 	if err != nil {
 		return err
 	}
-	ctx, fail := context.WithCancelCause(ctx)
-	defer fail(nil)
-	accepted := make(chan struct{})
-	go func() {
-		defer close(accepted)
-		if err := listener.Accept(ctx); err != nil {
-			fail(err)
-		}
-	}()
-	if err := dialer.Dial(ctx, addr, at); err != nil {
-		fail(err)
-	}
-	<-accepted
-	return context.Cause(ctx)
+	both, each := errgroup.WithContext(ctx)
+	both.Go(func() error { return listener.Accept(each) })
+	both.Go(func() error { return dialer.Dial(each, addr, at) })
+	err = both.Wait()
+	return cmp.Or(context.Cause(ctx), err)
 }
 
 // write sends a mark from one end to the other and waits until it is there.

@@ -51,9 +51,9 @@ type Machine struct {
 	GPUs func() ([]backend.Info, error)
 	// OpenGPU opens one of them.
 	OpenGPU func(id int) (backend.Backend, error)
-	// PairChild runs ChildCommand in another process, which reads request and writes
-	// lines, until that or ctx ends.
-	PairChild func(ctx context.Context, request []byte, line func([]byte)) error
+	// PairChild runs ChildCommand in another process, which reads request, until that or
+	// ctx ends, and returns the lines that it has written, also if it has failed.
+	PairChild func(ctx context.Context, request []byte) ([]byte, error)
 	// PairBytes is how much is copied between two GPUs to measure their bandwidth.
 	PairBytes int
 	// Verbs loads RDMA; nil when this build has none.

@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -60,7 +61,7 @@ func pairRemedy(r pairResult, reaches bool) string {
 // pairs tries each ordered pair of GPUs with a process at either end.
 func (x *gpuExam) pairs(ctx context.Context) []Finding {
 	if why, remedy := x.noPairs(); why != "" {
-		return []Finding{{Name: gpuPairs, Status: Skip, Text: "not tried: " + why, Remedy: remedy}}
+		return []Finding{{Status: Skip, Text: "not tried: " + why, Remedy: remedy}}
 	}
 	var late []Finding // what nobody could be told of any more
 	tell := func(f Finding) {
@@ -94,8 +95,10 @@ func (x *gpuExam) pairs(ctx context.Context) []Finding {
 			tell(f)
 		}
 	}
-	for _, err := range held.close() {
-		tell(Finding{Name: gpuPairs, Status: Warn, Text: "after the attempt: " + err.Error(), Remedy: "see dmesg"})
+	for _, b := range held {
+		if err := b.Close(); err != nil {
+			tell(Finding{Status: Warn, Text: "after the attempt: " + err.Error(), Remedy: "see dmesg"})
+		}
 	}
 	return late
 }
@@ -123,24 +126,13 @@ func (x *gpuExam) pairsLeft(ctx context.Context, to int) Finding {
 			names = append(names, strconv.Itoa(id))
 		}
 	}
-	return Finding{Name: gpuPairs, Status: Warn, Text: "not tried to GPU " + strings.Join(names, ", ") + ": " + reason(ctx),
+	return Finding{Status: Warn, Text: "not tried to GPU " + strings.Join(names, ", ") + ": " + reason(ctx),
 		Remedy: "run it again, with a longer --timeout"}
 }
 
-// exports are the opened GPUs, which hold the memory that the children import.
-type exports []backend.Backend
-
-func (e exports) close() (errs []error) {
-	for _, b := range e {
-		if err := b.Close(); err != nil {
-			errs = append(errs, err)
-		}
-	}
-	return errs
-}
-
-// exportAll fills memory on each GPU and exports it, or notes why not.
-func (x *gpuExam) exportAll(ctx context.Context) (held exports, sources []pairSource, faults map[int]*pairFault) {
+// exportAll fills memory on each GPU and exports it, or notes why not. The GPUs that are held
+// keep what the children import.
+func (x *gpuExam) exportAll(ctx context.Context) (held []backend.Backend, sources []pairSource, faults map[int]*pairFault) {
 	faults = map[int]*pairFault{}
 	for _, g := range x.all {
 		s := pairSource{From: int(g.Device.ID), Seed: rand.Uint64()}
@@ -207,15 +199,19 @@ func (x *gpuExam) runPairChild(ctx context.Context, req pairRequest, got map[int
 	if err != nil {
 		return err.Error()
 	}
+	out, err := x.m.PairChild(ctx, in)
 	var bad error
-	err = x.m.PairChild(ctx, in, func(line []byte) {
+	for line := range bytes.Lines(out) {
+		line, whole := bytes.CutSuffix(line, []byte{'\n'})
 		var r pairResult
-		if err := json.Unmarshal(line, &r); err != nil || r.To != req.To {
+		if !whole { // it was ended
+			break
+		} else if err := json.Unmarshal(line, &r); err != nil || r.To != req.To {
 			bad = fmt.Errorf("the other process says %q: want a result for GPU %d", line, req.To)
-			return
+			continue
 		}
 		got[r.From] = r
-	})
+	}
 	switch err = errors.Join(err, bad); {
 	case ctx.Err() != nil:
 		return reason(ctx)
@@ -259,17 +255,17 @@ func gigabytes(bps float64) string {
 // matrixHead is the line above the matrix.
 func (x *gpuExam) matrixHead() Finding {
 	var b strings.Builder
-	b.WriteString(matrixLabel("GB/s from"))
+	fmt.Fprintf(&b, "%-10s", "GB/s from")
 	for _, g := range x.all {
 		fmt.Fprintf(&b, "%7d", g.Device.ID)
 	}
-	return Finding{Name: gpuPairs, Text: b.String()}
+	return Finding{Text: b.String()}
 }
 
 // matrixRow is the line of the copies to one GPU; '-' is what pairReasons explains.
 func matrixRow(to int, row []pairResult) Finding {
 	var b, small strings.Builder
-	b.WriteString(matrixLabel(fmt.Sprintf("to GPU %d", to)))
+	fmt.Fprintf(&b, "to GPU %-3d", to)
 	small.WriteString("1 KiB:")
 	for _, r := range row {
 		if r.Fault != nil {
@@ -283,8 +279,6 @@ func matrixRow(to int, row []pairResult) Finding {
 	return Finding{Name: fmt.Sprintf("gpu pairs to %d", to), Text: b.String(), Details: []string{small.String()}, Data: row}
 }
 
-func matrixLabel(s string) string { return fmt.Sprintf("%-10s", s) }
-
 // pairReasons tells below the matrix why pairs do not work, each reason once.
 func (x *gpuExam) pairReasons() []Finding {
 	type group struct {
@@ -296,7 +290,7 @@ func (x *gpuExam) pairReasons() []Finding {
 		if r.Fault == nil {
 			continue
 		}
-		f := Finding{Name: gpuPairs, Status: r.Fault.status(), Text: r.Fault.verdict(), Remedy: pairRemedy(r, x.reaches(r.From, r.To))}
+		f := Finding{Status: r.Fault.status(), Text: r.Fault.verdict(), Remedy: pairRemedy(r, x.reaches(r.From, r.To))}
 		i := slices.IndexFunc(groups, func(g *group) bool { return g.f.Text == f.Text && g.f.Remedy == f.Remedy })
 		if i < 0 {
 			i = len(groups)

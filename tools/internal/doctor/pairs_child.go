@@ -26,7 +26,6 @@ const (
 	smallRounds = 50
 	smallWarmup = 5
 	largeRounds = 5
-	lastWords   = 4 << 10 // of a child's standard error are kept
 	copyTime    = 5 * time.Second
 )
 
@@ -44,62 +43,35 @@ func ChildCommand() *cli.Command {
 
 func openGPU(id int) (backend.Backend, error) { return backend.New("GPU", id) }
 
-// startPairChild runs stepaf's ChildCommand and calls line for each line that it
-// writes, until it ends or ctx does. The child dies with this process.
-func startPairChild(ctx context.Context, request []byte, line func([]byte)) error {
+// startPairChild runs stepaf's ChildCommand until it ends or ctx does, and returns what
+// it has written. The child dies with this process.
+func startPairChild(ctx context.Context, request []byte) ([]byte, error) {
 	self, err := os.Executable()
 	if err != nil {
-		return err
+		return nil, err
 	}
-	return runChild(exec.CommandContext(ctx, self, pairCommand), request, line)
+	return runChild(exec.CommandContext(ctx, self, pairCommand), request)
 }
 
-func runChild(cmd *exec.Cmd, request []byte, line func([]byte)) error {
+func runChild(cmd *exec.Cmd, request []byte) ([]byte, error) {
 	runtime.LockOSThread() // the child dies with the thread that starts it
 	defer runtime.UnlockOSThread()
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.WaitDelay = grace / 2
 	cmd.Stdin = bytes.NewReader(request)
-	out := &lines{each: line}
-	cmd.Stdout = out
-	words := &tail{}
-	cmd.Stderr = words
-	if err := cmd.Run(); err != nil {
-		return fmt.Errorf("the other process: %w", errors.Join(err, words.err()))
+	out, err := cmd.Output()
+	if failed, ok := errors.AsType[*exec.ExitError](err); ok {
+		err = errors.Join(err, lastLine(failed.Stderr))
 	}
-	return nil
-}
-
-// lines is a writer that calls each for whole lines.
-type lines struct {
-	rest []byte
-	each func([]byte)
-}
-
-func (l *lines) Write(b []byte) (int, error) {
-	l.rest = append(l.rest, b...)
-	for {
-		i := bytes.IndexByte(l.rest, '\n')
-		if i < 0 {
-			return len(b), nil
-		}
-		l.each(l.rest[:i])
-		l.rest = l.rest[i+1:]
+	if err != nil {
+		err = fmt.Errorf("the other process: %w", err)
 	}
+	return out, err
 }
 
-// tail is a writer that keeps the end.
-type tail struct{ b []byte }
-
-func (t *tail) Write(b []byte) (int, error) {
-	t.b = append(t.b, b...)
-	t.b = t.b[max(0, len(t.b)-lastWords):]
-	return len(b), nil
-}
-
-// err is the last line, nil when there is none.
-func (t *tail) err() error {
-	s := strings.TrimSpace(string(t.b))
+// lastLine is what a child has said last, nil when it has said nothing.
+func lastLine(b []byte) error {
+	s := strings.TrimSpace(string(b))
 	if s == "" {
 		return nil
 	}
@@ -108,7 +80,7 @@ func (t *tail) err() error {
 
 // servePairs is the child: it opens the GPU that it is told, tries each source, and
 // writes what became of it at once, so that what hangs later hides nothing.
-func servePairs(ctx context.Context, in io.Reader, out io.Writer, open func(int) (backend.Backend, error)) error {
+func servePairs(ctx context.Context, in io.Reader, out io.Writer, open func(int) (backend.Backend, error)) (err error) {
 	var req pairRequest
 	if err := json.NewDecoder(in).Decode(&req); err != nil {
 		return fmt.Errorf("%s is started by stepaf doctor: read what to do: %w", pairCommand, err)
@@ -117,27 +89,24 @@ func servePairs(ctx context.Context, in io.Reader, out io.Writer, open func(int)
 		return fmt.Errorf("%s: %d bytes: want a multiple of 8, at least %d", pairCommand, req.Bytes, smallCopy)
 	}
 	say := json.NewEncoder(out)
-	p, err := openReceiver(req.To, req.Bytes, open)
-	if err != nil {
-		for _, s := range req.Sources {
-			err := say.Encode(pairResult{From: s.From, To: req.To, Fault: newFault(err)})
-			if err != nil {
-				return err
-			}
-		}
-		return nil
+	p, closed := openReceiver(req.To, req.Bytes, open)
+	if closed == nil {
+		defer func() { err = errors.Join(err, p.b.Close()) }()
 	}
 	for _, s := range req.Sources {
-		r, err := p.try(ctx, s)
-		r.From, r.To = s.From, req.To
-		if err != nil {
-			r = pairResult{From: s.From, To: req.To, Fault: newFault(err)}
+		r, err := pairResult{}, closed
+		if closed == nil {
+			r, err = p.try(ctx, s)
 		}
+		if err != nil {
+			r = pairResult{Fault: newFault(err)}
+		}
+		r.From, r.To = s.From, req.To
 		if err := say.Encode(r); err != nil {
-			return errors.Join(err, p.b.Close())
+			return err
 		}
 	}
-	return p.b.Close()
+	return nil
 }
 
 // sharer is what a backend must be able to do for a pair.

@@ -159,10 +159,10 @@ func inProcesses(t *testing.T, parent, child string) *Machine {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.PairChild = func(ctx context.Context, request []byte, line func([]byte)) error {
+	m.PairChild = func(ctx context.Context, request []byte) ([]byte, error) {
 		cmd := exec.CommandContext(ctx, self, pairCommand, child)
 		cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0") // else a second at each end
-		return runChild(cmd, request, line)
+		return runChild(cmd, request)
 	}
 	return m
 }
@@ -237,10 +237,10 @@ func TestPairsHang(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(t.Context())
 	defer cancel(nil)
 	child := m.PairChild
-	m.PairChild = func(ctx context.Context, request []byte, line func([]byte)) error {
-		line([]byte(`{"from":0,"to":0,"copy_1kib_ns":6200,"bytes_per_second":2e12}`))
+	m.PairChild = func(ctx context.Context, request []byte) ([]byte, error) {
 		cancel(errors.New("enough"))
-		return child(ctx, request, line)
+		out, err := child(ctx, request)
+		return append([]byte(`{"from":0,"to":0,"copy_1kib_ns":6200,"bytes_per_second":2e12}`+"\n"), out...), err
 	}
 	begin := time.Now()
 	r, err := Run(ctx, m, func(Finding) {})
@@ -275,17 +275,17 @@ func saying(n int, answer func(from, to int) string, environ ...string) *Machine
 	m.GPUs = func() ([]backend.Info, error) { return all, err }
 	m.PairBytes = 4096
 	m.OpenGPU = func(id int) (backend.Backend, error) { return openFake(id, "") }
-	m.PairChild = func(_ context.Context, request []byte, line func([]byte)) error {
+	m.PairChild = func(_ context.Context, request []byte) (out []byte, err error) {
 		var req pairRequest
 		if err := json.Unmarshal(request, &req); err != nil {
-			return err
+			return nil, err
 		}
 		for _, s := range req.Sources {
 			if a := answer(s.From, req.To); a != "" {
-				line([]byte(a))
+				out = append(out, a+"\n"...)
 			}
 		}
-		return nil
+		return out, nil
 	}
 	return m
 }
@@ -397,13 +397,25 @@ func TestPattern(t *testing.T) {
 	}
 }
 
-func TestTail(t *testing.T) {
-	var w tail
-	if w.err() != nil {
-		t.Error(w.err())
+func TestLastLine(t *testing.T) {
+	if err := lastLine([]byte(" \n")); err != nil {
+		t.Error(err)
 	}
-	fmt.Fprint(&w, strings.Repeat("x", 2*lastWords), "\nthe end\n")
-	if err := w.err(); err == nil || err.Error() != "the end" || len(w.b) != lastWords {
-		t.Errorf("%v, %d bytes", err, len(w.b))
+	if err := lastLine([]byte("the begin\nthe end\n")); err == nil || err.Error() != "the end" {
+		t.Error(err)
+	}
+}
+
+// TestChildEnded: what a child has written before it is ended counts, but no unfinished line.
+func TestChildEnded(t *testing.T) {
+	x := &gpuExam{subject: &subject{m: &Machine{PairChild: func(ctx context.Context, request []byte) ([]byte, error) {
+		return runChild(exec.CommandContext(ctx, "sh", "-c", `echo '{"from":1,"to":2}'; printf '{"from":3,"to":2}'; kill -9 $$`), request)
+	}}}}
+	got := map[int]pairResult{}
+	if why := x.runPairChild(t.Context(), pairRequest{To: 2}, got); why != "the other process: signal: killed" {
+		t.Errorf("%q", why)
+	}
+	if _, ok := got[1]; !ok || len(got) != 1 {
+		t.Errorf("%+v", got)
 	}
 }

@@ -28,35 +28,33 @@ type rdmaExam struct {
 }
 
 func (x *rdmaExam) build(context.Context) []Finding {
-	const name = "rdma build"
 	switch {
 	case x.m.Verbs == nil:
-		return []Finding{{Name: name, Status: x.absent(), Text: "this stepaf was built without RDMA",
+		return []Finding{{Status: x.absent(), Text: "this stepaf was built without RDMA",
 			Remedy: "build it on Linux with cgo and without the tag nordma" + x.useZMQ()}}
 	case x.needRDMA && !slices.Contains(x.m.Transports, ibverbs):
-		return []Finding{{Name: name, Status: Fail, Text: "this stepaf has no transport ibverbs, only " + strings.Join(x.m.Transports, ", "),
+		return []Finding{{Status: Fail, Text: "this stepaf has no transport ibverbs, only " + strings.Join(x.m.Transports, ", "),
 			Remedy: "use DMLC_ENABLE_RDMA=zmq on all nodes"}}
 	}
-	return []Finding{{Name: name, Text: "built in; libraries are opened at run time"}}
+	return []Finding{{Text: "built in; libraries are opened at run time"}}
 }
 
 func (x *rdmaExam) libraries(context.Context) []Finding {
 	if x.m.Verbs == nil {
 		return nil
 	}
-	const name = "rdma libraries"
 	stack, err := x.m.Verbs()
 	if err != nil {
 		status := x.absent()
 		if len(x.sysDevices()) > 0 {
 			status = x.bad()
 		}
-		return []Finding{{Name: name, Status: status, Text: err.Error(),
+		return []Finding{{Status: status, Text: err.Error(),
 			Remedy: "install libibverbs, its providers and librdmacm (Debian: libibverbs1 ibverbs-providers librdmacm1; Red Hat: libibverbs librdmacm)" + x.useZMQ()}}
 	}
 	x.stack = stack
 	libs := x.mapped("libibverbs.so", "librdmacm.so", "libmlx5.so")
-	f := Finding{Name: name, Text: "loaded", Details: x.mapped("-rdmav"), Data: map[string]any{"paths": libs}}
+	f := Finding{Text: "loaded", Details: x.mapped("-rdmav"), Data: map[string]any{"paths": libs}}
 	if len(libs) > 0 {
 		f.Text = strings.Join(libs, ", ")
 	}
@@ -88,16 +86,14 @@ var modules = []string{"ib_core", "ib_uverbs", "rdma_ucm", "mlx5_ib", "bnxt_re",
 // devices looks at the kernel's side: devices, and the files through which a
 // process reaches them.
 func (x *rdmaExam) devices(context.Context) []Finding {
-	const name = rdmaDevicesName
 	if x.m.Verbs == nil {
 		return nil
 	}
 	devices := x.sysDevices()
 	if len(devices) == 0 {
-		return []Finding{{Name: name, Status: x.absent(), Text: "none: /sys/class/infiniband is empty",
+		return []Finding{{Status: x.absent(), Text: "none: /sys/class/infiniband is empty",
 			Remedy: "load the NIC's driver (modprobe mlx5_ib), or make a Soft-RoCE device (rdma link add rxe0 type rxe netdev eth0)" + x.useZMQ()}}
 	}
-	slices.Sort(devices)
 	ofDevice := map[string]string{}
 	for _, u := range x.names("sys/class/infiniband_verbs") {
 		if d := x.line("sys/class/infiniband_verbs/" + u + "/ibdev"); d != "" {
@@ -111,7 +107,7 @@ func (x *rdmaExam) devices(context.Context) []Finding {
 		if file := ofDevice[d]; file != "" {
 			found = x.deviceFile(file, &good, found)
 		} else {
-			found = append(found, Finding{Name: rdmaDevicesName, Status: x.bad(), Text: d + " has no /dev/infiniband/uverbs file", Remedy: "modprobe ib_uverbs"})
+			found = append(found, Finding{Status: x.bad(), Text: d + " has no /dev/infiniband/uverbs file", Remedy: "modprobe ib_uverbs"})
 		}
 	}
 	if len(good) > cm { // one device is enough
@@ -125,15 +121,13 @@ func (x *rdmaExam) devices(context.Context) []Finding {
 			loaded = append(loaded, m)
 		}
 	}
-	f := Finding{Name: name, Text: strings.Join(devices, ", "), Details: []string{"modules: " + cmp.Or(strings.Join(loaded, ", "), "none known")},
+	f := Finding{Text: strings.Join(devices, ", "), Details: []string{"modules: " + cmp.Or(strings.Join(loaded, ", "), "none known")},
 		Data: map[string]any{"devices": devices, "files": good, "modules": loaded}}
 	if len(good) > 0 {
 		f.Text += "; can open " + strings.Join(good, ", ")
 	}
 	return append([]Finding{f}, found...)
 }
-
-const rdmaDevicesName = "rdma devices"
 
 // deviceFile opens a file; it adds it to those that are good, or a finding to found.
 func (x *rdmaExam) deviceFile(file string, good *[]string, found []Finding) []Finding {
@@ -142,7 +136,7 @@ func (x *rdmaExam) deviceFile(file string, good *[]string, found []Finding) []Fi
 		*good = append(*good, file)
 		return found
 	}
-	f := Finding{Name: rdmaDevicesName, Status: x.bad(), Text: err.Error(), Remedy: "see dmesg: the driver does not let " + file + " be opened"}
+	f := Finding{Status: x.bad(), Text: err.Error(), Remedy: "see dmesg: the driver does not let " + file + " be opened"}
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		f.Text, f.Remedy = file+" is missing", "modprobe ib_uverbs rdma_ucm; give a container --device=/dev/infiniband and the host's network"
@@ -177,18 +171,17 @@ func (x *rdmaExam) ports(context.Context) []Finding {
 	if x.stack == nil || len(x.sysDevices()) == 0 {
 		return nil
 	}
-	const name = "rdma port"
 	devices, err := x.stack.Devices()
 	x.found = devices
 	var found []Finding
 	if err != nil { // of all devices, or of some
-		f := Finding{Name: name, Status: x.bad(), Text: "not every device can be looked at: " + err.Error(), Remedy: "see the files above, ibv_devinfo -v, and dmesg"}
+		f := Finding{Status: x.bad(), Text: "not every device can be looked at: " + err.Error(), Remedy: "see the files above, ibv_devinfo -v, and dmesg"}
 		if len(devices) > 0 {
 			f.Status = Warn
 		}
 		found = append(found, f)
 	} else if len(devices) == 0 {
-		return []Finding{{Name: name, Status: x.bad(), Text: "the kernel has devices, but libibverbs finds none",
+		return []Finding{{Status: x.bad(), Text: "the kernel has devices, but libibverbs finds none",
 			Remedy: "install the provider of the device (Debian: ibverbs-providers), and see that /dev/infiniband can be opened"}}
 	}
 	for _, d := range devices {
@@ -248,7 +241,7 @@ func (x *rdmaExam) lockedMemory(context.Context) []Finding {
 	if x.stack == nil || len(x.sysDevices()) == 0 {
 		return nil
 	}
-	f := Finding{Name: "locked memory"}
+	var f Finding
 	limit, err := x.m.Memlock()
 	const remedy = "ulimit -l unlimited (limits.conf: memlock; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"
 	switch {
@@ -274,7 +267,7 @@ func (x *rdmaExam) address(ctx context.Context) []Finding {
 	if len(x.found) == 0 {
 		return nil
 	}
-	f := Finding{Name: "rdma address"}
+	var f Finding
 	r, err := x.choose(ctx)
 	if err != nil {
 		f.Status, f.Text, f.Remedy = x.bad(), err.Error(), "set DMLC_INTERFACE to auto or to an interface with RDMA, or DMLC_NODE_HOST to its address"+x.useZMQ()
@@ -335,11 +328,11 @@ func (x *rdmaExam) addresses() []choose.Result {
 			}
 			d.Ports = []verbs.PortInfo{p}
 			m := choose.Machine{Devices: []verbs.DeviceInfo{d}, Interfaces: x.interfaces, Root: x.m.Root}
-			if r, err := choose.Choose(m, choose.Request{}); err == nil {
-				list = append(list, r)
-				continue
+			r, err := choose.Choose(m, choose.Request{})
+			if err != nil {
+				r = choose.Result{Device: d.Name, Port: p.Num}
 			}
-			list = append(list, choose.Result{Device: d.Name, Port: p.Num})
+			list = append(list, r)
 		}
 	}
 	return list

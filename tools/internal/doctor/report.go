@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 )
 
@@ -30,13 +31,12 @@ func (s Status) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
 // UnmarshalText reads what MarshalText has written.
 func (s *Status) UnmarshalText(b []byte) error {
-	for i, name := range statuses {
-		if name == string(b) {
-			*s = Status(i)
-			return nil
-		}
+	i := slices.Index(statuses[:], string(b))
+	if i < 0 {
+		return fmt.Errorf("status %q: want one of %s", b, strings.Join(statuses[:], ", "))
 	}
-	return fmt.Errorf("status %q: want one of %s", b, strings.Join(statuses[:], ", "))
+	*s = Status(i)
+	return nil
 }
 
 // Finding is what a check has found.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"path"
 	"strconv"
 	"strings"
 	"time"
@@ -78,25 +79,27 @@ const capIPCLock = 14
 
 // capable tells whether this process has a capability.
 func (x *subject) capable(bit int) bool {
-	for line := range strings.SplitSeq(x.text("proc/self/status"), "\n") {
-		if s, ok := strings.CutPrefix(line, "CapEff:"); ok {
-			caps, err := strconv.ParseUint(strings.TrimSpace(s), 16, 64)
-			return err == nil && caps>>bit&1 == 1
-		}
-	}
-	return false
+	caps, err := strconv.ParseUint(x.entry("proc/self/status", "CapEff"), 16, 64)
+	return err == nil && caps>>bit&1 == 1
 }
 
+// entry is what a file says of a name in a line "name: value", "" when it says nothing.
+func (x *subject) entry(file, name string) string {
+	for line := range strings.Lines(x.text(file)) {
+		if value, ok := strings.CutPrefix(line, name+":"); ok {
+			return strings.TrimSpace(value)
+		}
+	}
+	return ""
+}
+
+// names lists what a directory has, in order.
 func (x *subject) names(dir string) []string {
-	entries, err := fs.ReadDir(x.m.Root, dir)
-	if err != nil {
-		return nil
+	files, _ := fs.Glob(x.m.Root, dir+"/*") // the pattern is right
+	for i, file := range files {
+		files[i] = path.Base(file)
 	}
-	var l []string
-	for _, e := range entries {
-		l = append(l, e.Name())
-	}
-	return l
+	return files
 }
 
 // text is the content of a file, "" when that cannot be had.

@@ -20,7 +20,7 @@ import (
 func (x *exam) versions(context.Context) []Finding {
 	m := x.m
 	return []Finding{{
-		Name: "versions", Text: fmt.Sprintf("stepaf %s, %s, libzmq %s", m.Version, m.Go, m.LibZMQ),
+		Text:    fmt.Sprintf("stepaf %s, %s, libzmq %s", m.Version, m.Go, m.LibZMQ),
 		Details: []string{"transports: " + strings.Join(m.Transports, ", "), "backends: " + strings.Join(m.Backends, ", ")},
 		Data:    map[string]any{"stepaf": m.Version, "go": m.Go, "libzmq": m.LibZMQ, "transports": m.Transports, "backends": m.Backends},
 	}}
@@ -33,7 +33,6 @@ func (x *exam) system(context.Context) []Finding {
 	kernel := x.line("proc/sys/kernel/osrelease")
 	total, free := x.memory()
 	f := Finding{
-		Name: "system",
 		Text: fmt.Sprintf("Linux %s, %s, %s of memory, %s free", cmp.Or(kernel, "of unknown version"), Count(x.m.CPUs, "CPU"), size(total), size(free)),
 		Data: map[string]any{"kernel": kernel, "cpus": x.m.CPUs, "memory_bytes": total, "memory_free_bytes": free},
 	}
@@ -48,40 +47,31 @@ func (x *exam) system(context.Context) []Finding {
 
 // memory is the machine's, and how much of it can be had, 0 when not known.
 func (x *exam) memory() (total, free uint64) {
-	for line := range strings.SplitSeq(x.text("proc/meminfo"), "\n") {
-		fields := strings.Fields(line)
-		if len(fields) < 2 {
-			continue
-		}
-		kib, err := strconv.ParseUint(fields[1], 10, 54)
+	of := func(name string) uint64 {
+		number, _, _ := strings.Cut(x.entry("proc/meminfo", name), " ") // in KiB
+		kib, err := strconv.ParseUint(number, 10, 54)
 		if err != nil {
-			continue
+			return 0
 		}
-		switch fields[0] {
-		case "MemTotal:":
-			total = kib << 10
-		case "MemAvailable:":
-			free = kib << 10
-		}
+		return kib << 10
 	}
-	return total, free
+	return of("MemTotal"), of("MemAvailable")
 }
 
 func (x *exam) environment(ctx context.Context) []Finding {
-	const name = "environment"
 	err := x.cfgErr
 	if x.cfg.Role != "" { // this is meant to be a node
 		err = x.cfg.Validate() // which repeats what LoadFrom refused
 	}
 	var found []Finding
 	for _, e := range exit.Unjoin(err) {
-		found = append(found, Finding{Name: name, Status: Fail, Text: e.Error(), Remedy: `correct it; "stepaf env --explain" shows what each variable means`})
+		found = append(found, Finding{Status: Fail, Text: e.Error(), Remedy: `correct it; "stepaf env --explain" shows what each variable means`})
 	}
 	for _, e := range x.absentNames(ctx) {
-		found = append(found, Finding{Name: name, Status: Fail, Text: e.Error(), Remedy: `correct it, or unset it; "stepaf env --explain" shows what each variable means`})
+		found = append(found, Finding{Status: Fail, Text: e.Error(), Remedy: `correct it, or unset it; "stepaf env --explain" shows what each variable means`})
 	}
 	for _, w := range x.cfg.Warnings {
-		found = append(found, Finding{Name: name, Status: Warn, Text: w, Remedy: `see "stepaf env --explain"`})
+		found = append(found, Finding{Status: Warn, Text: w, Remedy: `see "stepaf env --explain"`})
 	}
 	var set []string
 	table := x.cfg.Table()
@@ -92,7 +82,7 @@ func (x *exam) environment(ctx context.Context) []Finding {
 			set = append(set, v.Name+"="+v.Value)
 		}
 	}
-	f := Finding{Name: name, Text: "no variable is set", Details: set}
+	f := Finding{Text: "no variable is set", Details: set}
 	if len(set) > 0 {
 		f.Text = Count(len(set), "variable") + " set: " + strings.Join(set, " ")
 	}
@@ -174,19 +164,18 @@ func (x *exam) absentNames(ctx context.Context) (errs []error) {
 const zmqTime = 5 * time.Second
 
 func (x *exam) zmqLoopback(ctx context.Context) []Finding {
-	const name = "zmq loopback"
 	ctx, cancel := context.WithTimeout(ctx, zmqTime)
 	defer cancel()
 	took, at, err := echo(ctx, x.m.ZMQ)
 	if err != nil {
-		f := Finding{Name: name, Status: Fail, Text: err.Error(),
+		f := Finding{Status: Fail, Text: err.Error(),
 			Remedy: "see that the loopback interface is up (ip link show lo) and that no firewall drops TCP on 127.0.0.1"}
 		if x.needRDMA {
 			f.Status = Warn
 		}
 		return []Finding{f}
 	}
-	return []Finding{{Name: name, Text: fmt.Sprintf("bound %s, connected, and received a message in %s", at, round(took)),
+	return []Finding{{Text: fmt.Sprintf("bound %s, connected, and received a message in %s", at, round(took)),
 		Data: map[string]any{"ns": took.Nanoseconds()}}}
 }
 

@@ -4,6 +4,9 @@ package exit
 import (
 	"errors"
 	"fmt"
+	"strings"
+
+	"github.com/urfave/cli/v2"
 )
 
 // Exit statuses of the command.
@@ -33,6 +36,17 @@ func Usage(format string, args ...any) error {
 // With gives err a status.
 func With(status int, err error) error { return &Error{Status: status, Err: err} }
 
+// WithoutArguments is the action f of a command that takes no arguments: an option after one would
+// be left out without a word.
+func WithoutArguments(f cli.ActionFunc) cli.ActionFunc {
+	return func(c *cli.Context) error {
+		if c.Args().Present() {
+			return Usage("%s: unexpected argument %q", strings.TrimPrefix(c.Command.HelpName, "stepaf "), c.Args().First())
+		}
+		return f(c)
+	}
+}
+
 // ExitCode returns the status, as the command-line library wants it.
 func (e *Error) ExitCode() int { return e.Status }
 
@@ -42,8 +56,7 @@ func Status(err error) int {
 	if err == nil {
 		return 0
 	}
-	var e interface{ ExitCode() int }
-	if errors.As(err, &e) {
+	if e, ok := errors.AsType[cli.ExitCoder](err); ok {
 		return e.ExitCode()
 	}
 	return Failure

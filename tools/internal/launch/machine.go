@@ -34,15 +34,14 @@ type Machine struct {
 
 // Detect looks at this machine.
 func Detect(lookup func(string) (string, bool), cores int) *Machine {
+	devices, _ := os.ReadDir("/sys/class/infiniband") // where it is not to be read there are none
 	m := &Machine{
 		GPUs:      countGPUs(lookup),
 		GPUBuild:  slices.Contains(backend.Names(), "GPU"),
+		RDMA:      len(devices) > 0,
 		RDMABuild: slices.Contains(van.Transports(), "ibverbs"),
 		Cores:     cores,
 		Free:      free,
-	}
-	if d, err := os.ReadDir("/sys/class/infiniband"); err == nil {
-		m.RDMA = len(d) > 0
 	}
 	all, _ := net.Interfaces() // none is a machine without addresses
 	for _, i := range all {

@@ -1,7 +1,6 @@
 package launch
 
 import (
-	"bufio"
 	"bytes"
 	"fmt"
 	"io"
@@ -85,7 +84,7 @@ func (p *printer) line(stream int, label string, colour int, text []byte) {
 type watch struct {
 	failOn *regexp.Regexp
 
-	mu   sync.Mutex
+	mu   sync.Mutex // its two streams are copied at once
 	last []string
 	bad  string // first line that failOn matches
 }
@@ -102,25 +101,27 @@ func (w *watch) see(line []byte) {
 	}
 }
 
-func (w *watch) result() (last []string, bad string) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return append([]string(nil), w.last...), w.bad
+// lines is a writer that calls emit for each line without its end.
+type lines struct {
+	emit func([]byte)
+	rest []byte
 }
 
-// copyLines calls emit for each line of r without its end, also for a last one
-// without newline. It returns at the end of r or on an error.
-func copyLines(r io.Reader, emit func([]byte)) {
-	b := bufio.NewReaderSize(r, maxLine)
+func (l *lines) Write(b []byte) (int, error) {
+	l.rest = append(l.rest, b...)
 	for {
-		line, err := b.ReadSlice('\n')
-		if whole, ok := bytes.CutSuffix(line, []byte{'\n'}); ok {
-			emit(bytes.TrimSuffix(whole, []byte{'\r'}))
-		} else if len(line) > 0 {
-			emit(line)
+		line, rest, whole := bytes.Cut(l.rest, []byte{'\n'})
+		if !whole && len(line) < maxLine {
+			return len(b), nil
 		}
-		if err != nil && err != bufio.ErrBufferFull {
-			return
-		}
+		l.emit(bytes.TrimSuffix(line, []byte{'\r'}))
+		l.rest = rest
+	}
+}
+
+// end is for a last line without newline.
+func (l *lines) end() {
+	if len(l.rest) > 0 {
+		l.emit(l.rest)
 	}
 }

@@ -46,13 +46,15 @@ func Resolve(s Spec, environ []string, m *Machine) (*Plan, error) {
 	if err != nil {
 		return nil, exit.With(exit.Misuse, fmt.Errorf("environment: %w", err))
 	}
+	s.Workers, s.Servers = cmp.Or(s.Workers, cfg.NumWorkers, 1), cmp.Or(s.Servers, cfg.NumServers, 1)
 	p := &planner{Plan: Plan{Spec: s}, m: m, cfg: cfg, environ: environ, lookup: src.Lookup}
 	p.Messages = slices.Clone(s.Notes)
-	for _, step := range []func() error{p.shape, p.backend, p.van, p.groupSize, p.ranks, p.address, p.port, p.cluster} {
+	for _, step := range []func() error{p.backend, p.van, p.groupSize, p.ranks, p.address, p.port} {
 		if err := step(); err != nil {
 			return nil, err
 		}
 	}
+	p.cluster()
 	if len(p.missing) > 0 {
 		p.say("%s: using %s", strings.Join(p.missing, ", "), strings.Join(p.using, " and ")+" on "+p.own.Interface+" ("+p.own.IP+")")
 	}
@@ -74,60 +76,50 @@ func (p *planner) has(name string) bool {
 	return strings.TrimSpace(v) != ""
 }
 
-// shape fills in the numbers of groups.
-func (p *planner) shape() error {
-	s := &p.Spec
-	s.Workers, s.Servers = cmp.Or(s.Workers, p.cfg.NumWorkers, 1), cmp.Or(s.Servers, p.cfg.NumServers, 1)
-	return nil
-}
-
 // backend decides on the device.
 func (p *planner) backend() error {
-	explicit := p.has("STEPMESH_BAKCEND")
+	choice, explicit := p.Spec.DefaultBackend, p.has("STEPMESH_BAKCEND")
 	why := p.m.noGPU()
 	switch {
 	case explicit && p.cfg.Backend == "GPU" && p.m.GPUs == 0:
 		return exit.Usage("STEPMESH_BAKCEND=GPU, but this machine has %s: set STEPMESH_BAKCEND=CPU, or unset it", why)
-	case explicit || p.Spec.DefaultBackend == "":
-	case p.Spec.DefaultBackend == auto && why != "":
+	case explicit || choice == "":
+		return nil
+	case choice == auto && why != "":
 		p.missing, p.using = append(p.missing, why), append(p.using, "backend CPU")
-		p.set = append(p.set, Default{Name: "STEPMESH_BAKCEND", Value: "CPU"}, Default{Name: "STEPMESH_BIND_CPU_CORE", Value: "0"})
-	case p.Spec.DefaultBackend == auto:
-		p.set = append(p.set, Default{Name: "STEPMESH_BAKCEND", Value: "GPU"})
-	case strings.EqualFold(p.Spec.DefaultBackend, "GPU") && why != "":
+		p.set = append(p.set, Default{Name: "STEPMESH_BIND_CPU_CORE", Value: "0"})
+		choice = "CPU"
+	case choice == auto:
+		choice = "GPU"
+	case strings.EqualFold(choice, "GPU") && why != "":
 		return exit.Usage("%s: nodes on several machines must agree, so this is not changed silently; set STEPMESH_BAKCEND=CPU to run without GPU", why)
-	default:
-		p.set = append(p.set, Default{Name: "STEPMESH_BAKCEND", Value: p.Spec.DefaultBackend})
 	}
+	p.set = append(p.set, Default{Name: "STEPMESH_BAKCEND", Value: choice})
 	return nil
 }
 
 // van decides on the transport.
 func (p *planner) van() error {
 	p.chosen = p.cfg.VanType
-	explicit := p.has("DMLC_ENABLE_RDMA") || p.has("DMLC_PS_VAN_TYPE")
+	choice, explicit := p.Spec.DefaultVan, p.has("DMLC_ENABLE_RDMA") || p.has("DMLC_PS_VAN_TYPE")
 	why := p.m.noRDMA()
 	switch {
 	case explicit && p.cfg.VanType == "ibverbs" && why != "":
 		return exit.Usage("DMLC_ENABLE_RDMA=ibverbs, but there is %s: set DMLC_ENABLE_RDMA=zmq on all nodes", why)
-	case explicit || p.Spec.DefaultVan == "":
-	case p.Spec.DefaultVan == auto && why != "":
+	case explicit || choice == "":
+		return nil
+	case choice == auto && why != "":
 		p.missing, p.using = append(p.missing, why), append(p.using, "van zmq")
-		p.setVan("zmq")
 		p.set = append(p.set, Default{Name: "STEPMESH_SPLIT_QP_LAG", Value: "0"})
-	case p.Spec.DefaultVan == auto:
-		p.setVan("ibverbs")
-	case p.Spec.DefaultVan == "ibverbs" && why != "":
+		choice = "zmq"
+	case choice == auto:
+		choice = "ibverbs"
+	case choice == "ibverbs" && why != "":
 		return exit.Usage("%s: nodes on several machines must agree, so this is not changed silently; set DMLC_ENABLE_RDMA=zmq on all nodes to run over TCP", why)
-	default:
-		p.setVan(p.Spec.DefaultVan)
 	}
+	p.chosen = choice
+	p.set = append(p.set, Default{Name: "DMLC_ENABLE_RDMA", Value: choice})
 	return nil
-}
-
-func (p *planner) setVan(name string) {
-	p.chosen = name
-	p.set = append(p.set, Default{Name: "DMLC_ENABLE_RDMA", Value: name})
 }
 
 // onGPU tells whether the children will put tensors on GPUs, as far as is known.
@@ -260,14 +252,11 @@ func (p *planner) port() error {
 	switch {
 	case s.Port != 0:
 		return nil
-	case !s.Part.schedules():
-		if s.Port = s.DefaultPort; s.Port == 0 {
-			return exit.Usage("no scheduler port: give --port or set DMLC_PS_ROOT_PORT")
-		}
-		return nil
+	case s.DefaultPort == 0 && !s.Part.schedules():
+		return exit.Usage("no scheduler port: give --port or set DMLC_PS_ROOT_PORT")
 	case s.DefaultPort == 0 && !s.Part.local():
 		return exit.Usage("no port: give --port or set DMLC_PS_ROOT_PORT, the same on all nodes")
-	case s.DefaultPort != 0 && !s.Part.local():
+	case !s.Part.local():
 		s.Port = s.DefaultPort
 		return nil
 	}
@@ -296,11 +285,10 @@ func (p *planner) port() error {
 // cluster names the cluster, so that processes of an earlier run at the same port have no
 // part in it. Shares of one that are launched on several machines do not know of each
 // other: there only the user can name it.
-func (p *planner) cluster() error {
+func (p *planner) cluster() {
 	if p.Spec.Part.local() && !p.has("STEPAF_CLUSTER_ID") {
 		p.set = append(p.set, Default{Name: "STEPAF_CLUSTER_ID", Value: fmt.Sprintf("launch-%016x", random.Uint64())})
 	}
-	return nil
 }
 
 // children lists the processes: scheduler, servers, workers.
@@ -383,4 +371,38 @@ func (p *planner) cores() {
 	for i := range p.Children {
 		p.Children[i].Env = append(p.Children[i].Env, "STEPMESH_BIND_CPU_CORE=0")
 	}
+}
+
+// clash says why binding as the children would do it on a machine with so many cores is no good.
+func clash(children []Child, cores int) string {
+	owner := map[int]string{}
+	for i := range children {
+		c := &children[i]
+		if c.Role == "scheduler" {
+			continue
+		}
+		cfg, err := env.LoadFrom(env.FromList(c.Env))
+		if err != nil || !cfg.BindCPUCore {
+			continue // the child will say what is wrong
+		}
+		offsets := []int{env.CoreReceiver, env.CorePoller, env.CoreSender}
+		if c.Role == "server" {
+			offsets[2] = env.CoreResponder
+		}
+		var used []int
+		for _, o := range offsets {
+			used = append(used, cfg.Core(o))
+		}
+		slices.Sort(used)
+		for _, core := range slices.Compact(used) {
+			if core >= cores {
+				return fmt.Sprintf("%s would need core %d of %d", c.Name(), core, cores)
+			}
+			if other := owner[core]; other != "" {
+				return fmt.Sprintf("%s and %s would share core %d", other, c.Name(), core)
+			}
+			owner[core] = c.Name()
+		}
+	}
+	return ""
 }

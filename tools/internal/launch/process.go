@@ -1,13 +1,15 @@
 package launch
 
 import (
+	"errors"
 	"fmt"
-	"os"
 	"os/exec"
 	"strings"
 	"sync"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // drainTime is how long output of a child that has ended may be held open by
@@ -17,10 +19,9 @@ const drainTime = time.Second
 // process is a running child.
 type process struct {
 	*Child
-	watch watch
-	cmd   *exec.Cmd
-	pipes [2]*os.File // our ends
-	read  sync.WaitGroup
+	watch  watch
+	cmd    *exec.Cmd
+	output [2]lines
 
 	mu    sync.Mutex
 	ended bool // the group's number may belong to others
@@ -39,45 +40,20 @@ type ended struct {
 // until the child has ended.
 func start(c *Child, plan *Plan, colour int, out *printer) (*process, error) {
 	p := &process{Child: c, watch: watch{failOn: plan.Spec.FailOn}, cmd: exec.Command(c.Argv[0], c.Argv[1:]...)}
-	p.cmd.Env, p.cmd.SysProcAttr = c.Env, attributes()
-	var theirs [2]*os.File
-	defer func() {
-		for _, f := range theirs {
-			if f != nil {
-				_ = f.Close()
-			}
+	p.cmd.Env, p.cmd.WaitDelay = c.Env, drainTime
+	// It has a process group of its own, and the kernel kills it when the thread that started it ends.
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	for i := range p.output {
+		p.output[i].emit = func(line []byte) {
+			p.watch.see(line)
+			out.line(i, c.Name(), colour, line)
 		}
-	}()
-	for i := range p.pipes {
-		r, w, err := os.Pipe()
-		if err != nil {
-			p.closePipes()
-			return nil, fmt.Errorf("%s: %w", c.Name(), err)
-		}
-		p.pipes[i], theirs[i] = r, w
 	}
-	p.cmd.Stdout, p.cmd.Stderr = theirs[toOut], theirs[toErr]
+	p.cmd.Stdout, p.cmd.Stderr = &p.output[toOut], &p.output[toErr]
 	if err := p.cmd.Start(); err != nil {
-		p.closePipes()
 		return nil, fmt.Errorf("%s: %w", c.Name(), err)
 	}
-	for i, r := range p.pipes {
-		p.read.Go(func() {
-			copyLines(r, func(line []byte) {
-				p.watch.see(line)
-				out.line(i, c.Name(), colour, line)
-			})
-		})
-	}
 	return p, nil
-}
-
-func (p *process) closePipes() {
-	for _, f := range p.pipes {
-		if f != nil {
-			_ = f.Close()
-		}
-	}
 }
 
 // signal sends s to the child and to what it has started.
@@ -98,28 +74,31 @@ func (p *process) wait() ended {
 	p.mu.Lock()
 	p.ended = true
 	p.mu.Unlock()
-	err := p.cmd.Wait()
-	late := time.AfterFunc(drainTime, func() {
-		for _, f := range p.pipes {
-			_ = f.SetReadDeadline(time.Now())
-		}
-	})
-	p.read.Wait()
-	late.Stop()
-	p.closePipes()
-
-	e := ended{p: p, ok: err == nil, at: at}
-	if st, is := p.cmd.ProcessState.Sys().(syscall.WaitStatus); is {
-		e.status = st.ExitStatus()
-		if st.Signaled() {
-			e.status = 128 + int(st.Signal())
-		}
+	_ = p.cmd.Wait() // its error is what the state says, or that output was held open
+	for i := range p.output {
+		p.output[i].end()
 	}
-	e.how = p.cmd.ProcessState.String()
-	if _, bad := p.watch.result(); e.ok && bad != "" {
-		e.ok, e.status, e.how = false, 1, "printed "+quoted(bad)
+	state := p.cmd.ProcessState
+	e := ended{p: p, status: state.ExitCode(), how: state.String(), ok: state.Success(), at: at}
+	if st, is := state.Sys().(syscall.WaitStatus); is && st.Signaled() {
+		e.status = 128 + int(st.Signal())
+	}
+	if e.ok && p.watch.bad != "" {
+		e.ok, e.status, e.how = false, 1, "printed "+quoted(p.watch.bad)
 	}
 	return e
+}
+
+// waitExit waits until pid has ended and leaves it a zombie, so that its number,
+// and that of its group, are not given to another process yet.
+func waitExit(pid int) {
+	for {
+		var info unix.Siginfo
+		err := unix.Waitid(unix.P_PID, pid, &info, unix.WEXITED|unix.WNOWAIT, nil)
+		if !errors.Is(err, syscall.EINTR) {
+			return
+		}
+	}
 }
 
 func quoted(line string) string {

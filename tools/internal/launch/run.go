@@ -146,7 +146,7 @@ func (r *run) describe(e ended) error {
 	if e.p.Role != "scheduler" {
 		fmt.Fprintf(&b, " (group %d, instance %d, pid %d)", e.p.Group, e.p.Instance, e.p.cmd.Process.Pid)
 	}
-	last, _ := e.p.watch.result()
+	last := e.p.watch.last
 	if len(last) == 0 {
 		b.WriteString("; it printed nothing")
 	} else {

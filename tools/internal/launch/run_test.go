@@ -390,9 +390,6 @@ func TestOrphan(t *testing.T) {
 
 // TestLauncherKilled: the children end with a launcher that cannot end them.
 func TestLauncherKilled(t *testing.T) {
-	if attributes().Pdeathsig == 0 {
-		t.Skip("only on Linux does the kernel tell children of their parent's end")
-	}
 	v := newVisits(t)
 	hang := "ignore; hang " + v.Addr().String()
 	cmd := exec.Command(os.Args[0])
@@ -437,7 +434,7 @@ func TestNobodyReads(t *testing.T) {
 	}
 }
 
-func TestCopyLines(t *testing.T) {
+func TestLines(t *testing.T) {
 	long := strings.Repeat("x", maxLine/2)
 	for _, c := range []struct{ in, want []string }{
 		{nil, nil},
@@ -446,18 +443,24 @@ func TestCopyLines(t *testing.T) {
 		{[]string{"dos\r\n", "\n"}, []string{"dos", ""}},
 		{[]string{long, "y\n", "z"}, []string{long + "y", "z"}},
 	} {
-		var rs []io.Reader
-		for _, s := range c.in {
-			rs = append(rs, strings.NewReader(s))
-		}
 		var got []string
-		copyLines(io.MultiReader(rs...), func(l []byte) { got = append(got, string(l)) })
+		w := lines{emit: func(l []byte) { got = append(got, string(l)) }}
+		for _, s := range c.in {
+			if n, err := io.WriteString(&w, s); n != len(s) || err != nil {
+				t.Errorf("%.60q: %d bytes are taken, %v", s, n, err)
+			}
+		}
+		w.end()
 		if !slices.Equal(got, c.want) {
 			t.Errorf("%.60q gives %.60q, want %.60q", c.in, got, c.want)
 		}
 	}
 	n, total := 0, 0
-	copyLines(io.LimitReader(zeros{}, 5*maxLine), func(l []byte) { n++; total += len(l) })
+	w := lines{emit: func(l []byte) { n++; total += len(l) }}
+	if _, err := io.Copy(&w, io.LimitReader(zeros{}, 5*maxLine)); err != nil {
+		t.Error(err)
+	}
+	w.end()
 	if total != 5*maxLine || n < 2 {
 		t.Errorf("an endless line came in %d pieces, %d bytes", n, total)
 	}

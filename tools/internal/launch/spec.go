@@ -93,11 +93,6 @@ func (s *Spec) check() error {
 			return exit.Usage("--%s %s: want 0 or more", d.name, d.value)
 		}
 	}
-	for _, d := range s.Defaults {
-		if d.Name == "" {
-			return exit.Usage("default %q: want [ROLE:]NAME=VALUE", d.Value)
-		}
-	}
 	if s.ServerCommand == nil {
 		s.ServerCommand = s.Command
 	}

@@ -3,11 +3,13 @@
 package policy
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
@@ -215,12 +217,10 @@ func run(ctx context.Context, c *cli.Context, question string) error {
 		if err != nil {
 			return fmt.Errorf("policy: %w", err)
 		}
-		found := false
-		for _, l := range lines {
+		if !slices.ContainsFunc(lines, func(l string) bool {
 			t, _, _ := strings.Cut(strings.Fields(l)[0], ",")
-			found = found || t == target
-		}
-		if !found {
+			return t == target
+		}) {
 			p, _ := membership.ParsePolicy(target) // it is a target of ours
 			return fmt.Errorf("policy clear: nothing is set for %s: \"stepaf policy\" lists what is", targetName(&p))
 		}
@@ -279,30 +279,23 @@ func show(out io.Writer, lines []string) error {
 			}
 			words = append(words, more[1:]...)
 		}
-		rate, class, order, in, not := "-", "-", "-", "-", []string{}
+		rate, class := "-", "-"
 		if p.Rate > 0 {
 			rate = strconv.FormatInt(p.Rate, 10) + " B/s"
 		}
 		if p.Class > 0 {
 			class = strconv.Itoa(p.Class - membership.Class0)
 		}
-		if p.Order != "" {
-			order = p.Order
-		}
+		var in, not []string
 		for _, word := range words[1:] {
-			switch state, ids, _ := strings.Cut(word, "="); {
-			case state != "in-force":
+			if state, ids, _ := strings.Cut(word, "="); state == "in-force" {
+				in = append(in, names(ids))
+			} else {
 				not = append(not, names(ids)+" ("+states[state]+")")
-			case in == "-":
-				in = names(ids)
-			default:
-				in += " " + names(ids)
 			}
 		}
-		if len(not) == 0 {
-			not = []string{"-"}
-		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", targetName(&p), rate, class, order, in, strings.Join(not, ", "))
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", targetName(&p), rate, class,
+			cmp.Or(p.Order, "-"), cmp.Or(strings.Join(in, " "), "-"), cmp.Or(strings.Join(not, ", "), "-"))
 	}
 	return w.Flush()
 }
