@@ -46,9 +46,8 @@ func (r *result[V]) Sent() { r.h.results.Put(r) }
 func (h *SummingHandler[V]) Handle(r Request[V]) {
 	if err := h.handle(r); err != nil {
 		r.refuse(err)
-		if n, speak := r.s.node.Rarely("kv: summing: " + logx.Kind(err)); speak {
-			r.s.node.Log().Warn("summing handler: request failed", "err", err, "worker", r.Worker, "handler", r.Timestamp, "so far", n)
-		}
+		r.s.node.Rarely("kv: summing: "+logx.Kind(err)).Warn("summing handler: request failed",
+			"err", err, "worker", r.Worker, "handler", r.Timestamp)
 	}
 }
 

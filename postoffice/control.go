@@ -180,7 +180,7 @@ func (c *control) await(ctx context.Context, op string, begin func(time.Duration
 	case <-c.life.closing:
 		err = van.ErrClosed
 	case <-ctx.Done():
-		err = timeout(context.Cause(ctx))
+		err = van.TimedOut(context.Cause(ctx))
 	}
 	missing, hint := "", ""
 	c.step(func(time.Duration) {

@@ -281,7 +281,7 @@ func (c *Customer) deliver(msg *van.Message) {
 		return
 	}
 	n := c.late.Add(1)
-	if _, show := c.node.rarely("answer: " + logx.Kind(err)); show {
+	if _, show := c.node.causes.Next("answer: " + logx.Kind(err)); show {
 		c.node.log.Info("dropped an answer", "err", err, "from", van.NodeName(msg.Sender), "handler", msg.Timestamp, "late so far", n)
 	}
 }

@@ -72,21 +72,17 @@ func (n *identity) mayJoin(id int) bool {
 }
 
 // rarely is App.Rarely. Errors of one cause have the same logx.Kind.
-func (n *identity) rarely(cause string) (count uint64, show bool) { return n.causes.Next(cause) }
+func (n *identity) rarely(cause string) *slog.Logger { return n.causes.Log(n.log, cause) }
 
 // pausedRead is App.PausedRead.
 func (n *identity) pausedRead(id, bytes int, text string) {
 	n.counts.paused.Add(1)
-	if k, show := n.rarely(text); show {
-		n.log.Warn(text, "peer", n.peerName(id), "bytes", bytes, "limit (STEPAF_RECV_BUDGET_PEER)", n.cfg.RecvBudgetPeer, "so far", k)
-	}
+	n.rarely(text).Warn(text, "peer", n.peerName(id), "bytes", bytes, "limit (STEPAF_RECV_BUDGET_PEER)", n.cfg.RecvBudgetPeer)
 }
 
 // droppedControl logs that a control message of node from was dropped, and why.
 func (n *identity) droppedControl(from int, why error) {
-	if k, show := n.rarely("control: " + logx.Kind(why)); show {
-		n.log.Warn("dropped a control message", "err", why, "from", n.peerName(from), "so far", k)
-	}
+	n.rarely("control: "+logx.Kind(why)).Warn("dropped a control message", "err", why, "from", n.peerName(from))
 }
 
 // logMessage writes a line for one message at PS_VERBOSE=2.

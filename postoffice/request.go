@@ -402,7 +402,7 @@ func (r *Request) giveUp(cause error, limit time.Duration) {
 	}
 	r.err = &van.Error{
 		Op: r.op, Node: r.c.node.Name(), Detail: fmt.Sprintf("handler %d: no answer from %s", r.first, r.owing()),
-		Elapsed: time.Duration(clock.Now() - r.start), Limit: limit, Err: timeout(cause),
+		Elapsed: time.Duration(clock.Now() - r.start), Limit: limit, Err: van.TimedOut(cause),
 	}
 	r.state = failing
 	r.settle()

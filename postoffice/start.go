@@ -277,7 +277,7 @@ func (n *Node) join(ctx context.Context) error {
 		n.mu.Lock()
 		report := m.Report(now())
 		n.mu.Unlock()
-		return &van.Error{Op: "start", Node: n.Name(), Detail: report.String(), Err: timeout(context.Cause(ctx))}
+		return &van.Error{Op: "start", Node: n.Name(), Detail: report.String(), Err: van.TimedOut(context.Cause(ctx))}
 	}
 }
 

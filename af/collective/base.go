@@ -120,6 +120,15 @@ func (b *base) limit(ctx context.Context) time.Duration {
 	return b.timeout
 }
 
+// limited is ctx for as long as a wait may take, and how long that is, 0 for no limit.
+func (b *base) limited(ctx context.Context) (_ context.Context, limit time.Duration, cancel context.CancelFunc) {
+	if limit = b.limit(ctx); limit == 0 {
+		return ctx, 0, func() {}
+	}
+	ctx, cancel = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
+	return ctx, limit, cancel
+}
+
 // refused is the error of a call that is not made. Nothing fails by it.
 func (b *base) refused(op string, err error) *van.Error {
 	return &van.Error{Op: op, Node: b.node.Name(), Detail: fmt.Sprintf("communicator %d", b.id), Err: err}
@@ -149,14 +158,6 @@ func (b *base) about(rank int, err error) *van.Error {
 	return &van.Error{Op: fmt.Sprintf("communicator %d", b.id), Node: b.node.Name(), Peer: b.name(rank), Err: err}
 }
 
-// timeout makes the end of a context's time van.ErrTimeout.
-func timeout(cause error) error {
-	if errors.Is(cause, context.DeadlineExceeded) {
-		return fmt.Errorf("%w: %w", van.ErrTimeout, cause)
-	}
-	return cause
-}
-
 // request is one of another rank's that has not been answered.
 type request struct {
 	rank  int
@@ -179,9 +180,8 @@ func (b *base) answer(q *request, body []byte) {
 	q.reply.Fill(m)
 	m.Body = body
 	if err := b.node.Send(m); err != nil {
-		if n, show := b.node.Rarely("collective answer: " + logx.Kind(err)); show {
-			b.node.Log().Info("could not answer a rank", "communicator", b.id, "rank", q.rank, "err", err, "so far", n)
-		}
+		b.node.Rarely("collective answer: "+logx.Kind(err)).Info("could not answer a rank",
+			"communicator", b.id, "rank", q.rank, "err", err)
 	}
 }
 

@@ -171,9 +171,8 @@ func (e *Ends) receive(msg *van.Message) {
 		err = e.take(msg.Sender, &n)
 	}
 	if err != nil {
-		if k, show := e.dir.node.Rarely("streams: " + logx.Kind(err)); show {
-			e.dir.node.Log().Warn("refused a message about an exchange in streams", "from", e.dir.node.PeerName(msg.Sender), "err", err, "so far", k)
-		}
+		e.dir.node.Rarely("streams: "+logx.Kind(err)).Warn("refused a message about an exchange in streams",
+			"from", e.dir.node.PeerName(msg.Sender), "err", err)
 	}
 }
 

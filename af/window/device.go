@@ -193,7 +193,7 @@ func (v *onDevice) close(ctx context.Context) (err error) {
 	if !errors.Is(*v.b.over.Load(), errClosed) || v.awaited() >= 0 {
 		v.end()
 		var cancel context.CancelFunc
-		ctx, cancel = v.b.limited()
+		ctx, cancel = v.b.layer.Limited()
 		defer cancel()
 	}
 	for _, l := range v.outs {

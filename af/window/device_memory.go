@@ -219,7 +219,7 @@ func (m *memory) sleep(ctx context.Context, begun uint64, limit time.Duration, d
 	for pause := minSleep; !done(); pause = min(2*pause, maxSleep) {
 		switch {
 		case ctx.Err() != nil:
-			return timeout(context.Cause(ctx))
+			return van.TimedOut(context.Cause(ctx))
 		case limit > 0 && elapsed(begun) >= limit:
 			return van.ErrTimeout
 		case elapsed(looked) >= healthLook:

@@ -550,9 +550,8 @@ func (q *queue) waits(id uint64) bool {
 
 // unanswered logs that an answer was dropped, and tells done of its tensors.
 func (q *queue) unanswered(worker int, tensors []af.KeyTensor, done van.Completion) {
-	if n, show := q.node.Rarely("fserver: answer"); show {
-		q.node.Log().Info("dropped an answer: its worker is gone, or does not wait for it any more", "worker", q.node.PeerName(q.node.Topology().WorkerInstance(worker)), "so far", n)
-	}
+	q.node.Rarely("fserver: answer").Info("dropped an answer: its worker is gone, or does not wait for it any more",
+		"worker", q.node.PeerName(q.node.Topology().WorkerInstance(worker)))
 	for range tensors {
 		if done != nil {
 			done.Sent()
