@@ -26,9 +26,9 @@ type Comms struct {
 
 // Comm is a communicator among nodes of this session's role.
 type Comm struct {
+	*collective.Comm
 	of   *Comms
 	id   int
-	comm *collective.Comm
 	made *Task
 
 	limit time.Duration // of its calls; negative for none
@@ -94,6 +94,16 @@ func (t *Task) Interrupt() { t.cancel(errInterrupted) }
 
 // Drop is told that nobody will wait for it any more. It goes on.
 func (t *Task) Drop() {}
+
+// abandon is for what t makes and nobody wants any more: it makes t end soon, and closes that if it is there then.
+func (t *Task) abandon(closing func() error) {
+	t.Cancel()
+	go func() {
+		if <-t.done; t.err == nil {
+			_ = closing()
+		}
+	}()
+}
 
 // Awaited is what Python waits for in slices: a Task, or a Pending.
 type Awaited interface {
@@ -172,7 +182,7 @@ func (l *Comms) begin(id int, ranks []int, limit, making time.Duration) (*Comm, 
 	}
 	c.made = newTask(making, func(ctx context.Context) (err error) {
 		if err = l.dropped(ctx, id); err == nil {
-			c.comm, err = collective.New(ctx, l.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit})
+			c.Comm, err = collective.New(ctx, l.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit})
 		}
 		return err
 	})
@@ -245,8 +255,8 @@ func (c *Comm) Drop() {
 			<-before // for which this one has not waited to its end
 		}
 		<-c.made.done
-		if c.comm != nil {
-			_ = c.comm.Close(context.Background()) // it names who still reads memory, which is kept until then
+		if c.Comm != nil {
+			_ = c.Comm.Close(context.Background()) // it names who still reads memory, which is kept until then
 		}
 		c.of.mu.Lock()
 		if c.of.closing[c.id] == closed {
@@ -257,20 +267,14 @@ func (c *Comm) Drop() {
 	}()
 }
 
-// Rank is this node's rank in the communicator.
-func (c *Comm) Rank() int { return c.comm.Rank() }
-
-// Size is the number of ranks.
-func (c *Comm) Size() int { return c.comm.Size() }
-
 // Rebuild begins collective.Comm.Rebuild. A negative limit, here and below, is that of the communicator.
-func (c *Comm) Rebuild(limit time.Duration) *Task { return newTask(limit, c.comm.Rebuild) }
+func (c *Comm) Rebuild(limit time.Duration) *Task { return newTask(limit, c.Comm.Rebuild) }
 
 // Close begins collective.Comm.Close.
-func (c *Comm) Close(limit time.Duration) *Task { return newTask(limit, c.comm.Close) }
+func (c *Comm) Close(limit time.Duration) *Task { return newTask(limit, c.Comm.Close) }
 
 // Barrier begins collective.Comm.Barrier.
-func (c *Comm) Barrier(limit time.Duration) *Task { return newTask(limit, c.comm.Barrier) }
+func (c *Comm) Barrier(limit time.Duration) *Task { return newTask(limit, c.Comm.Barrier) }
 
 // Collective is which call Call makes.
 type Collective int
@@ -302,21 +306,21 @@ func (c *Comm) Call(stream af.Stream, kind Collective, out, in []af.Tensor, root
 	var err error
 	switch kind {
 	case AllGather:
-		op, err = c.comm.AllGather(only(out), only(in), stream)
+		op, err = c.AllGather(only(out), only(in), stream)
 	case AllGatherV:
-		op, err = c.comm.AllGatherV(out, only(in), stream)
+		op, err = c.AllGatherV(out, only(in), stream)
 	case AllToAll:
-		op, err = c.comm.AllToAll(out, in, stream)
+		op, err = c.AllToAll(out, in, stream)
 	case Broadcast:
-		op, err = c.comm.Broadcast(only(out), root, stream)
+		op, err = c.Broadcast(only(out), root, stream)
 	case Gather:
-		op, err = c.comm.Gather(only(out), only(in), root, stream)
+		op, err = c.Gather(only(out), only(in), root, stream)
 	case Scatter:
-		op, err = c.comm.Scatter(only(out), only(in), root, stream)
+		op, err = c.Scatter(only(out), only(in), root, stream)
 	case ReduceScatter:
-		op, err = c.comm.ReduceScatter(only(out), only(in), by)
+		op, err = c.ReduceScatter(only(out), only(in), by)
 	case AllReduce:
-		op, err = c.comm.AllReduce(only(out), only(in), by)
+		op, err = c.AllReduce(only(out), only(in), by)
 	default:
 		err = errors.New("no such collective")
 	}

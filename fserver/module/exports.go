@@ -168,12 +168,7 @@ func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}
-	var h int32
-	if to := ranks(servers, nServers); to == nil {
-		h, err = s.PushPull(af.Stream(stream), a.push, a.pull)
-	} else {
-		h, err = s.PushPullTo(af.Stream(stream), to, a.push, a.pull)
-	}
+	h, err := s.PushPull(af.Stream(stream), ranks(servers, nServers), a.push, a.pull)
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}
