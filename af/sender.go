@@ -210,12 +210,9 @@ func (x *sender) unhold() *van.Message {
 
 // remove takes b off the open batches. x.mu is held.
 func (x *sender) remove(b *work) {
-	for i := range x.open {
-		if x.open[i] == b {
-			x.open = append(x.open[:i], x.open[i+1:]...)
-			x.openBytes -= b.bytes
-			return
-		}
+	if i := slices.Index(x.open, b); i >= 0 {
+		x.open = slices.Delete(x.open, i, i+1)
+		x.openBytes -= b.bytes
 	}
 }
 

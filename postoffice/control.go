@@ -101,9 +101,6 @@ func sendsTo(outs []membership.Output, id int) bool {
 
 // connectDue counts the Connect outputs that are not carried out yet. mu is held.
 func (c *control) connectDue(id, more int) {
-	if c.due == nil {
-		c.due = map[int]int{}
-	}
 	if c.due[id] += more; c.due[id] == 0 {
 		delete(c.due, id)
 	}

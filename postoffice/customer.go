@@ -73,10 +73,6 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
 	}
 	c.mu.Lock()
-	if c.closed {
-		c.mu.Unlock()
-		return &van.Error{Op: op, Node: c.node.Name(), Err: van.ErrClosed}
-	}
 	first, err := c.reserve(n)
 	if err != nil {
 		c.mu.Unlock()

@@ -93,21 +93,19 @@ func (n *identity) logMessage(way string, peer int, m *van.Meta) {
 	n.log.LogAttrs(context.Background(), slog.LevelDebug, way, slog.String("peer", van.NodeName(peer)), slog.String("message", m.String()))
 }
 
-// nodeRank and nodeID make log lines show the rank and id as soon as they are known.
-type nodeRank struct{ n *identity }
-
-func (r nodeRank) LogValue() slog.Value {
-	if id := r.n.id.Load(); id != van.Empty {
-		return slog.IntValue(van.RankOf(int(id)))
-	}
-	return slog.StringValue("-")
+// knownID makes log lines show what follows from the node's id as soon as that is known.
+type knownID struct {
+	n    *identity
+	rank bool // the rank
 }
 
-type nodeID struct{ n *identity }
-
-func (i nodeID) LogValue() slog.Value {
-	if id := i.n.id.Load(); id != van.Empty {
-		return slog.IntValue(int(id))
+func (k knownID) LogValue() slog.Value {
+	switch id := k.n.ID(); {
+	case id == van.Empty:
+		return slog.StringValue("-")
+	case k.rank:
+		return slog.IntValue(van.RankOf(id))
+	default:
+		return slog.IntValue(id)
 	}
-	return slog.StringValue("-")
 }

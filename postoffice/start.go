@@ -183,7 +183,7 @@ func newNode(o Options) (*Node, error) {
 	if base == nil {
 		base = logx.New(os.Stderr, cfg)
 	}
-	n.log = logx.With(base, slog.Any(logx.Rank, nodeRank{&n.identity}), slog.Any(logx.ID, nodeID{&n.identity}))
+	n.log = logx.With(base, slog.Any(logx.Rank, knownID{&n.identity, true}), slog.Any(logx.ID, knownID{&n.identity, false}))
 	n.debug = n.log.Enabled(context.Background(), slog.LevelDebug)
 	for _, w := range cfg.Warnings {
 		n.log.Warn(w)
@@ -224,13 +224,13 @@ func newNode(o Options) (*Node, error) {
 // assemble tells the parts of n of each other. identity and van are complete.
 func (n *Node) assemble() {
 	n.processes.self, n.processes.incarnation = &n.identity, n.incarnation
-	n.notices.self, n.notices.processes, n.notices.van = &n.identity, &n.processes, n.van
+	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.identity, &n.processes, n.van, map[int][]notice{}
 	n.apps.init(&n.identity, &n.processes, &n.notices)
 	n.strangers.init(&n.identity, &n.processes, &n.apps)
-	n.members = members{self: &n.identity, processes: &n.processes, strangers: &n.strangers}
+	n.members = members{self: &n.identity, processes: &n.processes, strangers: &n.strangers, unnamed: map[int]van.Node{}}
 	n.lanes.carryOut = n.carryOut
 	n.control = control{self: &n.identity, life: &n.lifetime, members: &n.members, lanes: &n.lanes,
-		waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
+		due: map[int]int{}, waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
 }
 
 // join binds, starts the machine and waits until it is ready.

@@ -240,8 +240,7 @@ func (x *Exchange) Close() error {
 		x.words.putBack()
 		for _, p := range x.peers {
 			for _, t := range slices.Concat(p.in, p.out) {
-				m := t.Val.Mem()
-				m.Release()
+				t.Val.Mem().Release()
 			}
 		}
 	}

@@ -36,8 +36,7 @@ func newExchange(d *directory, peers []int, push, pull []af.KeyTensor, opts []Op
 	}
 	for _, p := range x.peers {
 		for _, t := range slices.Concat(p.in, p.out) {
-			m := t.Val.Mem()
-			m.Retain()
+			t.Val.Mem().Retain()
 		}
 	}
 	return x, nil

@@ -49,7 +49,7 @@ const hostPage = 4096
 // memory is what a node's exchanges take words from.
 type memory struct {
 	mu      sync.Mutex    // guards what follows; held while the driver is called
-	dev     *device       // nil before the first Prepare; then it does not change, nor do the next two
+	dev     device        // nil before the first Prepare; then it does not change, nor do the next two
 	release uintptr       // the stream that lets others go on
 	buffers *backend.Pool // for memory that cannot be shared
 	page    backend.Mem   // of the device, what is left of the last one

@@ -244,9 +244,6 @@ func (c *Comm) Drop() {
 	c.made.Cancel()
 	closed := make(chan struct{})
 	c.of.mu.Lock()
-	if c.of.closing == nil {
-		c.of.closing = map[int]chan struct{}{}
-	}
 	before := c.of.closing[c.id]
 	c.of.closing[c.id] = closed
 	c.of.mu.Unlock()

@@ -21,10 +21,10 @@ import (
 
 // gpus are the devices for signals without a session, by number. They stay open, since
 // Python's tensors and graphs may refer to them.
-var gpus struct {
+var gpus = struct {
 	sync.Mutex
 	m map[int]backend.Backend
-}
+}{m: map[int]backend.Backend{}}
 
 // gpu returns device id: the session's, if that is the one.
 func gpu(id int) (backend.Backend, error) {
@@ -39,9 +39,6 @@ func gpu(id int) (backend.Backend, error) {
 	b, err := backend.New("GPU", id)
 	if err != nil {
 		return nil, err
-	}
-	if gpus.m == nil {
-		gpus.m = map[int]backend.Backend{}
 	}
 	gpus.m[id] = b
 	return b, nil

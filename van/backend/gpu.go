@@ -3,6 +3,7 @@ package backend
 // The GPU backend, put together: opening and closing it, and what is known of devices.
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"runtime"
@@ -114,10 +115,8 @@ func describe(d driver, id, count int) (Info, error) {
 	i.UUID, errs[1] = d.uuid(dev)
 	i.PCIBusID, errs[2] = d.pciBusID(dev)
 	i.Memory, errs[3] = d.totalMem(dev)
-	for _, err := range errs {
-		if err != nil {
-			return i, err
-		}
+	if err := cmp.Or(errs[:]...); err != nil {
+		return i, err
 	}
 	for other := range count {
 		if other == id {
