@@ -3,6 +3,7 @@ package postoffice
 // How a node starts: its options, the device and the transport that it opens, its address.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -117,6 +118,7 @@ func StartJoint(ctx context.Context, o Options) (server, worker *Node, err error
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var wg sync.WaitGroup
+	var nodes [2]*Node
 	var errs [2]error
 	for i, role := range []string{"server", "worker"} {
 		c := *o.Config
@@ -127,27 +129,21 @@ func StartJoint(ctx context.Context, o Options) (server, worker *Node, err error
 		oi := o
 		oi.Config = &c
 		wg.Go(func() {
-			var n *Node
-			if n, errs[i] = Start(ctx, oi); errs[i] != nil {
+			if nodes[i], errs[i] = Start(ctx, oi); errs[i] != nil {
 				cancel() // the other node cannot start without this one
-			}
-			if i == 0 {
-				server = n
-			} else {
-				worker = n
 			}
 		})
 	}
 	wg.Wait()
 	if err := errors.Join(errs[:]...); err != nil {
-		for _, n := range []*Node{server, worker} {
+		for _, n := range nodes {
 			if n != nil {
 				n.Close()
 			}
 		}
 		return nil, nil, err
 	}
-	return server, worker, nil
+	return nodes[0], nodes[1], nil
 }
 
 var errNoConfig = fmt.Errorf("start: %w: no Config", van.ErrInvalid)
@@ -179,10 +175,7 @@ func newNode(o Options) (*Node, error) {
 	n.incarnation = max(uint32(n.rand()), 1)
 	n.id.Store(van.Empty)
 	n.setName(role.String())
-	base := o.Log
-	if base == nil {
-		base = logx.New(os.Stderr, cfg)
-	}
+	base := cmp.Or(o.Log, logx.New(os.Stderr, cfg))
 	n.log = logx.With(base, slog.Any(logx.Rank, knownID{&n.identity, true}), slog.Any(logx.ID, knownID{&n.identity, false}))
 	n.debug = n.log.Enabled(context.Background(), slog.LevelDebug)
 	for _, w := range cfg.Warnings {

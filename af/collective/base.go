@@ -3,6 +3,7 @@ package collective
 // What all parts of a communicator know of it: its ranks, whether it can be used, and how messages are sent.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -114,10 +115,7 @@ func (b *base) limit(ctx context.Context) time.Duration {
 	if _, has := ctx.Deadline(); has || b.timeout < 0 {
 		return 0
 	}
-	if b.timeout == 0 {
-		return postoffice.DefaultTimeout
-	}
-	return b.timeout
+	return cmp.Or(b.timeout, postoffice.DefaultTimeout)
 }
 
 // limited is ctx for as long as a wait may take, and how long that is, 0 for no limit.

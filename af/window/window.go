@@ -329,12 +329,7 @@ func (w *Window) leave(rank int, err error) {
 
 // alone tells whether all other ranks have closed their ends.
 func (w *Window) alone() bool {
-	for r, p := range w.peers {
-		if r != w.base.self && p.gone.Load() == nil {
-			return false
-		}
-	}
-	return true
+	return !slices.ContainsFunc(w.peers, func(p *peer) bool { return p.rank != w.base.self && p.gone.Load() == nil })
 }
 
 // quiesce waits for who is sending to a rank, or taking what comes from it: the window is over.

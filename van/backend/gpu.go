@@ -29,10 +29,7 @@ type gpu struct {
 
 // newGPU opens device id on driver d.
 func newGPU(d driver, id int) (Backend, error) {
-	if err := startDriver(d); err != nil {
-		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, err)
-	}
-	n, err := d.count()
+	n, err := startDriver(d)
 	if err != nil {
 		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, err)
 	}
@@ -74,20 +71,20 @@ func assemble(d driver, id int) *gpu {
 	return g
 }
 
-// startDriver starts the driver. It adds the usual cause to an error.
-func startDriver(d driver) error {
-	err := d.start()
+// startDriver starts the driver and counts its devices. It adds the usual cause to an error.
+func startDriver(d driver) (devices int, err error) {
+	if err = d.start(); err == nil {
+		return d.count()
+	}
 	var de *driverError
 	switch {
 	case !errors.As(err, &de):
-		return err
 	case de.code == codeNoDevice:
-		return fmt.Errorf("%w: this process sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES", err)
+		err = fmt.Errorf("%w: this process sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES", err)
 	case de.code < 0:
-		return fmt.Errorf("%w: this machine has no driver of NVIDIA, or the loader does not find it", err)
-	default:
-		return err
+		err = fmt.Errorf("%w: this machine has no driver of NVIDIA, or the loader does not find it", err)
 	}
+	return 0, err
 }
 
 // describe returns what the driver knows of device id, without opening it.
@@ -137,10 +134,7 @@ func describe(d driver, id, count int) (Info, error) {
 
 // describeAll lists the devices that this process sees, without opening any.
 func describeAll(d driver) ([]Info, error) {
-	if err := startDriver(d); err != nil {
-		return nil, fmt.Errorf("GPUs: %w: %w", ErrUnavailable, err)
-	}
-	n, err := d.count()
+	n, err := startDriver(d)
 	if err != nil {
 		return nil, fmt.Errorf("GPUs: %w: %w", ErrUnavailable, err)
 	}
