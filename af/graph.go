@@ -328,12 +328,10 @@ func (g *graphs) close() (done bool) {
 	if ended == nil {
 		return true
 	}
-	patience := time.NewTimer(closeLimit)
-	defer patience.Stop()
 	select {
 	case <-ended:
 		done = true
-	case <-patience.C: // it waits for the driver, or this is called by what it has delivered
+	case <-time.After(closeLimit): // it waits for the driver, or this is called by what it has delivered
 	}
 	for _, r := range g.exchanges() {
 		r.rounds.ended.Store(idle)

@@ -217,11 +217,9 @@ func (m *meeting) greet(ctx context.Context, rank int, own hello) (hello, error)
 		if last == nil || !errors.Is(err, context.Canceled) {
 			last = err
 		}
-		pause := time.NewTimer(helloPause)
 		select {
-		case <-pause.C:
+		case <-time.After(helloPause):
 		case <-ctx.Done():
-			pause.Stop()
 			if cause := context.Cause(ctx); errors.Is(cause, van.ErrTimeout) || errors.Is(cause, context.DeadlineExceeded) {
 				return hello{}, fmt.Errorf("%w: %w", van.TimedOut(cause), last)
 			}
@@ -350,11 +348,9 @@ func (m *meeting) awaitTold(ctx context.Context) {
 	if told == nil {
 		return
 	}
-	late := time.NewTimer(firstHello)
-	defer late.Stop()
 	select {
 	case <-told:
-	case <-late.C:
+	case <-time.After(firstHello):
 	case <-ctx.Done():
 	}
 }

@@ -111,11 +111,9 @@ func (e *Ends) end(err error) {
 	e.stop(err)
 	done := make(chan struct{})
 	go func() { e.dir.failing.Wait(); close(done) }()
-	patience := time.NewTimer(closeLimit)
-	defer patience.Stop()
 	select {
 	case <-done:
-	case <-patience.C:
+	case <-time.After(closeLimit):
 	}
 }
 

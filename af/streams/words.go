@@ -307,14 +307,11 @@ func (w *words) end() error {
 		return err
 	}
 	// The peers must not be told before it is done. Nothing in this stream waits.
-	limit := time.NewTimer(silence)
-	defer limit.Stop()
+	late := time.After(silence)
 	for pause := 5 * time.Microsecond; half(w.void).Load() == 0; pause = min(2*pause, time.Millisecond) {
-		next := time.NewTimer(pause)
 		select {
-		case <-next.C:
-		case <-limit.C:
-			next.Stop()
+		case <-time.After(pause):
+		case <-late:
 			return fmt.Errorf("%w: a word of the device", van.ErrTimeout)
 		}
 	}

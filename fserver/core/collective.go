@@ -37,15 +37,24 @@ type Comm struct {
 
 // Task is something that waits for other ranks: a call of a communicator, or its making.
 type Task struct {
-	done   chan struct{}
-	err    error
-	cancel context.CancelCauseFunc
+	canceller
+	done chan struct{}
+	err  error
 }
+
+// canceller makes what waits end soon.
+type canceller struct{ cancel context.CancelCauseFunc }
+
+// Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
+func (c canceller) Cancel() { c.cancel(van.ErrTimeout) }
+
+// Interrupt is Cancel for another reason than the time.
+func (c canceller) Interrupt() { c.cancel(errInterrupted) }
 
 // newTask runs f, whose context has that limit, none when it is negative.
 func newTask(limit time.Duration, f func(context.Context) error) *Task {
 	ctx, cancel := context.WithCancelCause(context.Background())
-	t := &Task{make(chan struct{}), nil, cancel}
+	t := &Task{canceller: canceller{cancel}, done: make(chan struct{})}
 	ended := func() {}
 	if limit >= 0 {
 		ctx, ended = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
@@ -74,24 +83,16 @@ func awaitSlice(c <-chan struct{}, slice time.Duration) error {
 		return nil
 	default:
 	}
-	timer := time.NewTimer(slice)
-	defer timer.Stop()
 	select {
 	case <-c:
 		return nil
-	case <-timer.C:
+	case <-time.After(slice):
 		return ErrPending
 	}
 }
 
 // errInterrupted: who has made a call, and has to wait for it, has given it up.
 var errInterrupted = errors.New("interrupted by the caller")
-
-// Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
-func (t *Task) Cancel() { t.cancel(van.ErrTimeout) }
-
-// Interrupt is Cancel for another reason than the time.
-func (t *Task) Interrupt() { t.cancel(errInterrupted) }
 
 // Drop is told that nobody will wait for it any more. It goes on.
 func (t *Task) Drop() {}
@@ -116,12 +117,12 @@ type Awaited interface {
 
 // Pending is a call of a communicator. Who waits for it receives itself, without a goroutine between.
 type Pending struct {
-	op     collective.Op
-	ctx    context.Context
-	cancel context.CancelCauseFunc
-	turn   chan struct{} // its token is with who waits
-	ended  bool          // with the token
-	err    error         // likewise
+	canceller
+	op    collective.Op
+	ctx   context.Context
+	turn  chan struct{} // its token is with who waits
+	ended bool          // with the token
+	err   error         // likewise
 }
 
 func newPending(op collective.Op) *Pending {
@@ -147,12 +148,6 @@ func (p *Pending) Wait(slice time.Duration) error {
 	}
 	return p.err
 }
-
-// Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
-func (p *Pending) Cancel() { p.cancel(van.ErrTimeout) }
-
-// Interrupt is Cancel for another reason than the time.
-func (p *Pending) Interrupt() { p.cancel(errInterrupted) }
 
 // Drop is told that nobody will wait for it any more. It goes on, until its limit.
 func (p *Pending) Drop() {

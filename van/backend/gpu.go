@@ -215,10 +215,8 @@ func (g *gpu) awaitStreams(limit time.Duration) error {
 	// The driver's wait has no limit, and other code's streams are not known here. After
 	// the limit this goroutine's thread stays in the driver until the streams end.
 	go func() { done <- g.inContext(g.gpuContext.d.synchronize) }()
-	late := time.NewTimer(limit)
-	defer late.Stop()
 	select {
-	case <-late.C:
+	case <-time.After(limit):
 		return fmt.Errorf("streams of the device have not ended after %s, and may wait for the CPU", limit)
 	case err := <-done:
 		if err = g.gpuContext.failed("wait for streams", err); errors.Is(err, ErrDeviceLost) {
