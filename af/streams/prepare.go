@@ -402,7 +402,8 @@ func (x *Exchange) await(ctx context.Context, step func() error, done func() (bo
 					who = append(who, d.node.PeerName(p.id))
 				}
 			}
-			return &van.Error{Op: "wait for the other ends", Peer: strings.Join(who, ", "), Detail: missing(), Elapsed: time.Duration(clock.Now() - begun), Err: van.TimedOut(context.Cause(ctx))}
+			return &van.Error{Op: "wait for the other ends", Peer: strings.Join(who, ", "), Detail: missing(),
+				Elapsed: time.Duration(clock.Now() - begun), Err: van.TimedOut(context.Cause(ctx))}
 		}
 	}
 }

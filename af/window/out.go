@@ -202,7 +202,8 @@ func (l peers) takeBack(ctx context.Context, b *base) error {
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
-			return &van.Error{Op: "close window", Node: b.app.Name(), Detail: "the transport still reads memory of puts", Err: van.TimedOut(context.Cause(ctx))}
+			return &van.Error{Op: "close window", Node: b.app.Name(), Detail: "the transport still reads memory of puts",
+				Err: van.TimedOut(context.Cause(ctx))}
 		}
 	}
 	return nil

@@ -41,7 +41,8 @@ type Session struct {
 }
 
 func newSession(node *postoffice.Node) *Session {
-	return &Session{node: node, sessions: sessionState{node: node}, comms: Comms{node: node, closing: map[int]chan struct{}{}}, streams: Streams{node: node}}
+	return &Session{node: node, sessions: sessionState{node: node}, streams: Streams{node: node},
+		comms: Comms{node: node, closing: map[int]chan struct{}{}}}
 }
 
 // Start reads the variables, starts the node, and waits for all others as C++ StepMesh
