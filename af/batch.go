@@ -149,13 +149,11 @@ func (b Batch) Release(on ...Stream) {
 	if b.w.state.Load()>>1 != b.gen {
 		return
 	}
-	if len(on) == 0 || on[0] == Complete {
-		b.w.unref()
-		return
-	}
 	device := false
-	for i := range b.w.pushes {
-		device = device || !b.w.pushes[i].Val.mem.OnHost()
+	if len(on) > 0 && on[0] != Complete {
+		for i := range b.w.pushes {
+			device = device || !b.w.pushes[i].Val.mem.OnHost()
+		}
 	}
 	if !device {
 		b.w.unref()

@@ -108,9 +108,7 @@ type replayed struct {
 // begin starts a round, for which a stream has written word.
 func (r *replayed) begin(word uint32) {
 	o := options{stream: Complete, limit: r.rounds.next()}
-	if r.most = o.limit; r.most == 0 {
-		r.most = postoffice.DefaultTimeout
-	}
+	r.most = cmp.Or(o.limit, postoffice.DefaultTimeout)
 	if word != allRows {
 		o.rows, o.cut = Rows(word>>1)-1, true
 	}
@@ -330,12 +328,10 @@ func (g *graphs) close() (done bool) {
 	if ended == nil {
 		return true
 	}
-	patience := time.NewTimer(closeLimit)
-	defer patience.Stop()
 	select {
 	case <-ended:
 		done = true
-	case <-patience.C: // it waits for the driver, or this is called by what it has delivered
+	case <-time.After(closeLimit): // it waits for the driver, or this is called by what it has delivered
 	}
 	for _, r := range g.exchanges() {
 		r.rounds.ended.Store(idle)

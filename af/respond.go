@@ -122,9 +122,8 @@ func (b *work) SendNow(err error) {
 		}
 	}
 	if err != nil {
-		if n, speak := s.node.Rarely("af: answers: " + logx.Kind(err)); speak {
-			s.node.Log().Warn("answers did not leave", "worker", s.node.PeerName(b.instance), "answers", len(b.answers)-sent, "err", err, "so far", n)
-		}
+		s.node.Rarely("af: answers: "+logx.Kind(err)).Warn("answers did not leave",
+			"worker", s.node.PeerName(b.instance), "answers", len(b.answers)-sent, "err", err)
 		for range b.answers[sent:] {
 			if b.done != nil {
 				b.done.Sent()

@@ -100,9 +100,7 @@ func (x *sender) accept(msg *van.Message) error {
 	// application answers it.
 	if msg.Push && !b.single {
 		if err := s.acknowledge(msg); err != nil {
-			if n, speak := s.node.Rarely("af: push not acknowledged: " + logx.Kind(err)); speak {
-				s.node.Log().Warn("push not acknowledged", "err", err, "so far", n)
-			}
+			s.node.Rarely("af: push not acknowledged: "+logx.Kind(err)).Warn("push not acknowledged", "err", err)
 		}
 	}
 	if complete {
@@ -122,9 +120,8 @@ func (x *sender) batchOf(msg *van.Message) (*work, error) {
 		if s := x.s; len(x.open) >= maxOpen { // nobody will end the oldest
 			old := x.open[0]
 			x.refuse(old, fmt.Errorf("%w: %d batches have been begun since, and this one has not ended", van.ErrQueueFull, maxOpen))
-			if n, speak := s.node.Rarely("af: open batches"); speak {
-				s.node.Log().Warn("gave up a batch that has not ended", "worker", s.node.PeerName(msg.Sender), "last timestamp", old.last, "begun since", maxOpen, "so far", n)
-			}
+			s.node.Rarely("af: open batches").Warn("gave up a batch that has not ended",
+				"worker", s.node.PeerName(msg.Sender), "last timestamp", old.last, "begun since", maxOpen)
 		}
 		b := x.take(msg)
 		x.open = append(x.open, b)
@@ -155,10 +152,8 @@ func (x *sender) charge(b *work, msg *van.Message) error {
 			old = x.open[1]
 		}
 		x.refuse(old, fmt.Errorf("%w: %d bytes of batches that have not ended, want at most %d (STEPAF_RECV_BUDGET_PEER)", van.ErrQueueFull, x.openBytes, c.RecvBudgetPeer))
-		if n, speak := s.node.Rarely("af: bytes of open batches"); speak {
-			s.node.Log().Warn("gave up a batch that has not ended: its worker has begun too much", "worker", s.node.PeerName(msg.Sender),
-				"last timestamp", old.last, "limit (STEPAF_RECV_BUDGET_PEER)", c.RecvBudgetPeer, "so far", n)
-		}
+		s.node.Rarely("af: bytes of open batches").Warn("gave up a batch that has not ended: its worker has begun too much",
+			"worker", s.node.PeerName(msg.Sender), "last timestamp", old.last, "limit (STEPAF_RECV_BUDGET_PEER)", c.RecvBudgetPeer)
 	}
 	most, name := c.RecvBudget, "STEPAF_RECV_BUDGET"
 	if c.RecvBudgetPeer > most {
@@ -215,12 +210,9 @@ func (x *sender) unhold() *van.Message {
 
 // remove takes b off the open batches. x.mu is held.
 func (x *sender) remove(b *work) {
-	for i := range x.open {
-		if x.open[i] == b {
-			x.open = append(x.open[:i], x.open[i+1:]...)
-			x.openBytes -= b.bytes
-			return
-		}
+	if i := slices.Index(x.open, b); i >= 0 {
+		x.open = slices.Delete(x.open, i, i+1)
+		x.openBytes -= b.bytes
 	}
 }
 

@@ -178,9 +178,8 @@ func (s *Server) dropped(msg *van.Message, err error) {
 	if errors.Is(err, errNotBegun) && s.node.Native(msg.Sender) || errors.Is(err, van.ErrClosed) {
 		level = slog.LevelInfo // workers of this library take requests back that they have given up
 	}
-	if n, speak := s.node.Rarely("af: " + level.String() + logx.Kind(err)); speak {
-		s.node.Log().Log(context.Background(), level, "dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String(), "so far", n)
-	}
+	s.node.Rarely("af: "+level.String()+logx.Kind(err)).Log(context.Background(), level, "dropped a request",
+		"err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String())
 }
 
 // dropSender gives up the unfinished batches of a worker that is gone. Another in its place

@@ -48,9 +48,8 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	w.graphs.node, w.graphs.spin = w.node, node.Config().BusyPoll.Spin()
 	var err error
 	c.customer, err = w.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
-		if n, speak := w.node.Rarely("af: request to a worker"); speak {
-			node.Log().Warn("dropped a request: a tensor worker serves none", "from", van.NodeName(msg.Sender), "so far", n)
-		}
+		w.node.Rarely("af: request to a worker").Warn("dropped a request: a tensor worker serves none",
+			"from", van.NodeName(msg.Sender))
 	})
 	if err != nil {
 		return nil, err

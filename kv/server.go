@@ -162,9 +162,8 @@ func (s *Server[V]) receive(msg *van.Message) {
 		}
 		s.node.Refuse(msg.Sender, msg.Epoch, msg.AppID, msg.CustomerID, msg.Timestamp, why)
 	}
-	if n, speak := s.node.Rarely("kv: " + logx.Kind(err)); speak {
-		s.node.Log().Warn("dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String(), "so far", n)
-	}
+	s.node.Rarely("kv: "+logx.Kind(err)).Warn("dropped a request",
+		"err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String())
 }
 
 // accept checks msg and makes it a request.

@@ -70,9 +70,8 @@ func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
 	c, err := a.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		<-ready
 		if !msg.SimpleApp {
-			if n, speak := a.node.Rarely("kv: not a simple request"); speak {
-				node.Log().Warn("dropped a request: not one for a simple application", "from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "so far", n)
-			}
+			a.node.Rarely("kv: not a simple request").Warn("dropped a request: not one for a simple application",
+				"from", van.NodeName(msg.Sender), "message", msg.Meta.String())
 			return
 		}
 		a.receive(msg)
@@ -96,9 +95,7 @@ func (a *SimpleApp) Handle(h SimpleHandler) {
 	if h == nil {
 		h = func(m SimpleMessage) {
 			if err := m.Respond(nil); err != nil {
-				if n, speak := a.node.Rarely("kv: not answered: " + logx.Kind(err)); speak {
-					a.node.Log().Warn("request not answered", "err", err, "so far", n)
-				}
+				a.node.Rarely("kv: not answered: "+logx.Kind(err)).Warn("request not answered", "err", err)
 			}
 		}
 	}
@@ -123,9 +120,7 @@ func (a *SimpleApp) messageOf(msg *van.Message) SimpleMessage {
 // receive takes a request.
 func (a *SimpleApp) receive(msg *van.Message) {
 	if msg.Sender == van.Empty {
-		if n, speak := a.node.Rarely("kv: no id"); speak {
-			a.node.Log().Warn("dropped a request of a node without an id", "message", msg.Meta.String(), "so far", n)
-		}
+		a.node.Rarely("kv: no id").Warn("dropped a request of a node without an id", "message", msg.Meta.String())
 		return
 	}
 	(*a.request.Load())(a.messageOf(msg))

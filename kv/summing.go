@@ -2,6 +2,7 @@ package kv
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -46,9 +47,8 @@ func (r *result[V]) Sent() { r.h.results.Put(r) }
 func (h *SummingHandler[V]) Handle(r Request[V]) {
 	if err := h.handle(r); err != nil {
 		r.refuse(err)
-		if n, speak := r.s.node.Rarely("kv: summing: " + logx.Kind(err)); speak {
-			r.s.node.Log().Warn("summing handler: request failed", "err", err, "worker", r.Worker, "handler", r.Timestamp, "so far", n)
-		}
+		r.s.node.Rarely("kv: summing: "+logx.Kind(err)).Warn("summing handler: request failed",
+			"err", err, "worker", r.Worker, "handler", r.Timestamp)
 	}
 }
 
@@ -67,16 +67,10 @@ func (h *SummingHandler[V]) handle(r Request[V]) error {
 	if res == nil {
 		res = &result[V]{h: h}
 	}
-	if n := k * len(r.Keys); cap(res.vals) < n {
-		res.vals = make([]V, n)
-	} else {
-		res.vals = res.vals[:n]
-	}
+	n := k * len(r.Keys)
+	res.vals = slices.Grow(res.vals[:0], n)[:n]
 	h.Get(r.Keys, res.vals)
-	if err := r.Respond(Pairs[V]{Keys: r.Keys, Vals: res.vals}, OnSent(res)); err != nil {
-		return err // the transport may still hold res
-	}
-	return nil
+	return r.Respond(Pairs[V]{Keys: r.Keys, Vals: res.vals}, OnSent(res)) // after an error the transport may still hold res
 }
 
 // Each is the number of values of a key, 0 before the first push.

@@ -54,9 +54,8 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 			w.simple.receive(msg)
 			return
 		}
-		if n, speak := w.node.Rarely("kv: request to a worker"); speak {
-			node.Log().Warn("dropped a request: a key-value worker serves none", "from", van.NodeName(msg.Sender), "so far", n)
-		}
+		w.node.Rarely("kv: request to a worker").Warn("dropped a request: a key-value worker serves none",
+			"from", van.NodeName(msg.Sender))
 	})
 	if err != nil {
 		return nil, err

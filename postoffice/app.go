@@ -4,6 +4,7 @@ package postoffice
 
 import (
 	"context"
+	"log/slog"
 	"slices"
 	"time"
 )
@@ -40,10 +41,9 @@ func (a App) Addresses() (port int, peers []string) {
 	return a.self.Port, peers
 }
 
-// Rarely limits log lines about what peers send, of which there may be a flood: it counts
-// one more event of a cause, and returns the count and whether to log this one. Errors of
-// one cause differ in numbers only.
-func (a App) Rarely(cause string) (count uint64, show bool) { return a.rarely(cause) }
+// Rarely is the node's logger for what peers send, of which there may be a flood: it counts one more event of a cause,
+// adds the count as "so far", and logs nothing for most of them. Errors of one cause differ in numbers only.
+func (a App) Rarely(cause string) *slog.Logger { return a.rarely(cause) }
 
 // PausedRead counts that a handler is about to block because bytes of what node id has sent wait for the program, and
 // logs text as Rarely says: that peer is not read meanwhile.

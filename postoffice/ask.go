@@ -109,7 +109,7 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 			case <-ctx.Done():
 				return nil, &van.Error{Op: "ask", Peer: "scheduler at " + target.Addr(), Elapsed: time.Since(begun),
 					Detail: fmt.Sprintf("no answer: it does not run, cannot reach %s, or is one of C++ StepMesh, which knows no policies", host),
-					Err:    timeout(context.Cause(ctx))}
+					Err:    van.TimedOut(context.Cause(ctx))}
 			}
 		}
 	}

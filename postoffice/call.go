@@ -1,6 +1,7 @@
 package postoffice
 
 import (
+	"cmp"
 	"context"
 	"time"
 
@@ -33,10 +34,7 @@ func (c Call) Wait(ctx context.Context) error {
 	if c.c == nil {
 		return &van.Error{Op: "wait", Err: ErrUnknownHandler, Hint: "this Call was returned with an error, or never made"}
 	}
-	limit := c.limit
-	if limit == 0 {
-		limit = DefaultTimeout
-	}
+	limit := cmp.Or(c.limit, DefaultTimeout)
 	if _, has := ctx.Deadline(); has || limit < 0 {
 		limit = 0
 	}

@@ -25,9 +25,7 @@ func (n *Node) carryOut(o membership.Output) {
 		n.mu.Unlock()
 		n.peers.Store(o.ID, o.Node.Addr())
 		if err := limits.Explain(n.van.Connect(context.Background(), o.ID, o.Node)); err != nil {
-			if k, show := n.rarely("connect: " + logx.Kind(err)); show {
-				n.log.Error("connect failed", "peer", n.peerName(o.ID), "err", err, "so far", k)
-			}
+			n.rarely("connect: "+logx.Kind(err)).Error("connect failed", "peer", n.peerName(o.ID), "err", err)
 			n.step(func(t time.Duration) { n.machine.ConnectFailed(t, o.ID, err) })
 		}
 	case membership.Disconnect:
@@ -90,9 +88,7 @@ func (n *Node) carryOut(o membership.Output) {
 	case membership.Failed:
 		n.fail(o.Err)
 	case membership.Warning:
-		if k, show := n.rarely("machine: " + logx.Kind(errors.New(o.Text))); show {
-			n.log.Warn(o.Text, "so far", k)
-		}
+		n.rarely("machine: " + logx.Kind(errors.New(o.Text))).Warn(o.Text)
 	}
 }
 
@@ -108,9 +104,7 @@ func (n *Node) sendControl(o membership.Send) {
 	msg := &van.Message{Meta: o.Meta, Sender: int(n.id.Load()), Receiver: o.To}
 	n.logMessage("send", o.To, &msg.Meta)
 	if err := n.van.Send(msg); err != nil {
-		if k, show := n.rarely("not sent: " + logx.Kind(err)); show {
-			n.log.Warn("control message not sent", "err", err, "so far", k)
-		}
+		n.rarely("not sent: "+logx.Kind(err)).Warn("control message not sent", "err", err)
 	}
 }
 

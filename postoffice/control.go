@@ -101,9 +101,6 @@ func sendsTo(outs []membership.Output, id int) bool {
 
 // connectDue counts the Connect outputs that are not carried out yet. mu is held.
 func (c *control) connectDue(id, more int) {
-	if c.due == nil {
-		c.due = map[int]int{}
-	}
 	if c.due[id] += more; c.due[id] == 0 {
 		delete(c.due, id)
 	}
@@ -180,7 +177,7 @@ func (c *control) await(ctx context.Context, op string, begin func(time.Duration
 	case <-c.life.closing:
 		err = van.ErrClosed
 	case <-ctx.Done():
-		err = timeout(context.Cause(ctx))
+		err = van.TimedOut(context.Cause(ctx))
 	}
 	missing, hint := "", ""
 	c.step(func(time.Duration) {

@@ -73,10 +73,6 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
 	}
 	c.mu.Lock()
-	if c.closed {
-		c.mu.Unlock()
-		return &van.Error{Op: op, Node: c.node.Name(), Err: van.ErrClosed}
-	}
 	first, err := c.reserve(n)
 	if err != nil {
 		c.mu.Unlock()
@@ -281,7 +277,7 @@ func (c *Customer) deliver(msg *van.Message) {
 		return
 	}
 	n := c.late.Add(1)
-	if _, show := c.node.rarely("answer: " + logx.Kind(err)); show {
+	if _, show := c.node.causes.Next("answer: " + logx.Kind(err)); show {
 		c.node.log.Info("dropped an answer", "err", err, "from", van.NodeName(msg.Sender), "handler", msg.Timestamp, "late so far", n)
 	}
 }

@@ -3,6 +3,7 @@ package postoffice
 // Requests that arrive before their application exists: how many are kept, and how long.
 
 import (
+	"cmp"
 	"fmt"
 	"time"
 
@@ -130,12 +131,7 @@ func (a *apps) forget(match func(appKey, *early) bool) (forgotten int) {
 }
 
 // limit is how long requests are kept.
-func (a *apps) limit() time.Duration {
-	if t := a.self.cfg.StartTimeout; t > 0 {
-		return t
-	}
-	return earlyTime
-}
+func (a *apps) limit() time.Duration { return cmp.Or(max(a.self.cfg.StartTimeout, 0), earlyTime) }
 
 // expireIn drops, after d, the requests that have waited too long. a.mu is held.
 func (a *apps) expireIn(d time.Duration) {

@@ -72,21 +72,17 @@ func (n *identity) mayJoin(id int) bool {
 }
 
 // rarely is App.Rarely. Errors of one cause have the same logx.Kind.
-func (n *identity) rarely(cause string) (count uint64, show bool) { return n.causes.Next(cause) }
+func (n *identity) rarely(cause string) *slog.Logger { return n.causes.Log(n.log, cause) }
 
 // pausedRead is App.PausedRead.
 func (n *identity) pausedRead(id, bytes int, text string) {
 	n.counts.paused.Add(1)
-	if k, show := n.rarely(text); show {
-		n.log.Warn(text, "peer", n.peerName(id), "bytes", bytes, "limit (STEPAF_RECV_BUDGET_PEER)", n.cfg.RecvBudgetPeer, "so far", k)
-	}
+	n.rarely(text).Warn(text, "peer", n.peerName(id), "bytes", bytes, "limit (STEPAF_RECV_BUDGET_PEER)", n.cfg.RecvBudgetPeer)
 }
 
 // droppedControl logs that a control message of node from was dropped, and why.
 func (n *identity) droppedControl(from int, why error) {
-	if k, show := n.rarely("control: " + logx.Kind(why)); show {
-		n.log.Warn("dropped a control message", "err", why, "from", n.peerName(from), "so far", k)
-	}
+	n.rarely("control: "+logx.Kind(why)).Warn("dropped a control message", "err", why, "from", n.peerName(from))
 }
 
 // logMessage writes a line for one message at PS_VERBOSE=2.
@@ -97,21 +93,19 @@ func (n *identity) logMessage(way string, peer int, m *van.Meta) {
 	n.log.LogAttrs(context.Background(), slog.LevelDebug, way, slog.String("peer", van.NodeName(peer)), slog.String("message", m.String()))
 }
 
-// nodeRank and nodeID make log lines show the rank and id as soon as they are known.
-type nodeRank struct{ n *identity }
-
-func (r nodeRank) LogValue() slog.Value {
-	if id := r.n.id.Load(); id != van.Empty {
-		return slog.IntValue(van.RankOf(int(id)))
-	}
-	return slog.StringValue("-")
+// knownID makes log lines show what follows from the node's id as soon as that is known.
+type knownID struct {
+	n    *identity
+	rank bool // the rank
 }
 
-type nodeID struct{ n *identity }
-
-func (i nodeID) LogValue() slog.Value {
-	if id := i.n.id.Load(); id != van.Empty {
-		return slog.IntValue(int(id))
+func (k knownID) LogValue() slog.Value {
+	switch id := k.n.ID(); {
+	case id == van.Empty:
+		return slog.StringValue("-")
+	case k.rank:
+		return slog.IntValue(van.RankOf(id))
+	default:
+		return slog.IntValue(id)
 	}
-	return slog.StringValue("-")
 }

@@ -25,40 +25,31 @@ type laneTable struct {
 // lane is the queue of a peer's outputs behind the one being carried out.
 type lane struct{ outputs []membership.Output }
 
-// peerOf is the peer that an output is about.
-func peerOf(o membership.Output) (id int, ok bool) {
+// peerOf is the peer that an output is about, if it is about one, and whether the output may take long.
+func peerOf(o membership.Output) (id int, about, slow bool) {
 	switch o := o.(type) {
 	case membership.Send:
-		return o.To, true
+		return o.To, true, false
 	case membership.Connect:
-		return o.ID, true
+		return o.ID, true, true
 	case membership.Disconnect:
-		return o.ID, true
+		return o.ID, true, true
 	case membership.Rename:
-		return o.Old, true
+		return o.Old, true, false
 	case membership.PeerDead:
-		return o.ID, true
+		return o.ID, true, false
 	case membership.PeerAlive:
-		return o.ID, true
+		return o.ID, true, false
 	case membership.PeerReplaced:
-		return o.ID, true
+		return o.ID, true, false
 	}
-	return 0, false
-}
-
-// slow tells whether an output may take long.
-func slow(o membership.Output) bool {
-	switch o.(type) {
-	case membership.Connect, membership.Disconnect:
-		return true
-	}
-	return false
+	return 0, false, false
 }
 
 // dispatch carries an output out, or queues it in its peer's lane. Ready waits until all
 // lanes are empty, and so all connections made.
 func (t *laneTable) dispatch(o membership.Output) {
-	id, about := peerOf(o)
+	id, about, slow := peerOf(o)
 	t.mu.Lock()
 	l := t.lanes[id]
 	_, ready := o.(membership.Ready)
@@ -72,7 +63,7 @@ func (t *laneTable) dispatch(o membership.Output) {
 			t.lanes[r.New] = l
 		}
 		t.mu.Unlock()
-	case about && slow(o):
+	case slow:
 		if t.lanes == nil {
 			t.lanes = map[int]*lane{}
 		}

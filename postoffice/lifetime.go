@@ -3,13 +3,8 @@ package postoffice
 // How far a node has come, and whether it can be used.
 
 import (
-	"context"
-	"errors"
-	"fmt"
 	"sync"
 	"sync/atomic"
-
-	"github.com/stepaf/stepaf-go/van"
 )
 
 // lifetime is how far a node has come, from its start to its end. Changes are made with
@@ -62,12 +57,4 @@ func (n *lifetime) leaveOnce(leave func() error) {
 	}
 	defer close(n.left)
 	n.finalErr = leave()
-}
-
-// timeout makes a context's deadline an ErrTimeout as well.
-func timeout(cause error) error {
-	if errors.Is(cause, context.DeadlineExceeded) && !errors.Is(cause, van.ErrTimeout) {
-		return fmt.Errorf("%w (%w)", van.ErrTimeout, cause)
-	}
-	return cause
 }

@@ -36,9 +36,6 @@ func (m *members) noteProcesses(outs []membership.Output, scheduler uint32) {
 			if o.ID > 0 {
 				m.noteProcess(o.ID, &o.Node, false)
 			} else {
-				if m.unnamed == nil {
-					m.unnamed = map[int]van.Node{}
-				}
 				m.unnamed[o.ID] = o.Node
 			}
 		case membership.Rename:

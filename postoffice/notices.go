@@ -88,9 +88,6 @@ func (s *notices) resend(id int) {
 func (s *notices) add(id int, x notice) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.by == nil {
-		s.by = map[int][]notice{}
-	}
 	list := s.by[id]
 	if len(list) >= maxNotices {
 		list = list[:copy(list, list[1:])]

@@ -39,7 +39,7 @@ func TestNoticeStories(t *testing.T) {
 			self.setName("worker 0")
 			v := &outbox{}
 			p := &processes{self: self, incarnation: 77}
-			s := &notices{self: self, processes: p, van: v}
+			s := &notices{self: self, processes: p, van: v, by: map[int][]notice{}}
 			said := map[int]int{}
 			for i := range 120 {
 				id := []int{8, 10}[rng.IntN(2)]
@@ -87,12 +87,12 @@ func TestLanesModel(t *testing.T) {
 			block := map[int]chan struct{}{}
 			var l laneTable
 			l.carryOut = func(o membership.Output) {
-				id, _ := peerOf(o)
+				id, _, slow := peerOf(o)
 				mu.Lock()
 				busy++
 				c := block[id]
 				mu.Unlock()
-				if c != nil && slow(o) {
+				if c != nil && slow {
 					<-c
 				}
 				mu.Lock()
@@ -151,7 +151,7 @@ func TestLanesModel(t *testing.T) {
 					continue
 				}
 				l.dispatch(o)
-				if peer, about := peerOf(o); about {
+				if peer, about, _ := peerOf(o); about {
 					asked[of(peer)] = append(asked[of(peer)], fmt.Sprintf("%T%v", o, o))
 				}
 				if r, is := o.(membership.Rename); is { // what follows under the new id is behind it
@@ -201,7 +201,7 @@ func TestLanesModel(t *testing.T) {
 			synctest.Wait()
 			got, ready := map[int][]string{}, 0
 			for _, o := range done {
-				if peer, about := peerOf(o); about {
+				if peer, about, _ := peerOf(o); about {
 					got[of(peer)] = append(got[of(peer)], fmt.Sprintf("%T%v", o, o))
 				} else {
 					ready++

@@ -236,13 +236,18 @@ func (r *Request) notifyOwing() {
 		return // the peers will see the connections end
 	}
 	for k, id := range r.receivers {
-		for i := range int(r.n) {
-			if r.owed[i*r.words+k/64]&(1<<(k%64)) != 0 {
-				n.notices.withdraw(id, r.c.app, Withdrawn{Customer: int32(r.c.id), First: r.first, Count: r.n})
-				break
-			}
+		if r.owes(k) > 0 {
+			n.notices.withdraw(id, r.c.app, Withdrawn{Customer: int32(r.c.id), First: r.first, Count: r.n})
 		}
 	}
+}
+
+// owes is how many answers the receiver with that index owes. r.mu is held, or no other goroutine uses r.
+func (r *Request) owes(k int) (n int) {
+	for i := range int(r.n) {
+		n += int(r.owed[i*r.words+k/64] >> (k % 64) & 1)
+	}
+	return n
 }
 
 // fail ends the request with err, once no call of Answer runs.
@@ -275,11 +280,7 @@ func (r *Request) failAt(ts int32, id int, cause error) {
 // failOwing unlocks r.mu.
 func (r *Request) failOwing(id int, cause error) {
 	from, known := slices.BinarySearch(r.receivers, id)
-	owes := false
-	for i := 0; known && i < int(r.n); i++ {
-		owes = owes || r.owed[i*r.words+from/64]&(1<<(from%64)) != 0
-	}
-	if r.state != open || !owes {
+	if r.state != open || !known || r.owes(from) == 0 {
 		r.mu.Unlock()
 		return
 	}
@@ -301,10 +302,7 @@ func (r *Request) owing() string {
 	var names []string
 	total := 0
 	for k, id := range r.receivers {
-		n := 0
-		for i := range int(r.n) {
-			n += int(r.owed[i*r.words+k/64] >> (k % 64) & 1)
-		}
+		n := r.owes(k)
 		if n == 0 {
 			continue
 		}
@@ -402,7 +400,7 @@ func (r *Request) giveUp(cause error, limit time.Duration) {
 	}
 	r.err = &van.Error{
 		Op: r.op, Node: r.c.node.Name(), Detail: fmt.Sprintf("handler %d: no answer from %s", r.first, r.owing()),
-		Elapsed: time.Duration(clock.Now() - r.start), Limit: limit, Err: timeout(cause),
+		Elapsed: time.Duration(clock.Now() - r.start), Limit: limit, Err: van.TimedOut(cause),
 	}
 	r.state = failing
 	r.settle()

@@ -61,6 +61,9 @@ func (q *requests) enter(r *Request) {
 // grows the table when it is half full, and skips slots of requests that have been in
 // flight for long. mu is held.
 func (q *requests) reserve(n int) (first int32, err error) {
+	if q.closed {
+		return 0, van.ErrClosed
+	}
 	for q.inUse+n > len(*q.table.Load())/2 {
 		if len(*q.table.Load()) >= maxTable {
 			return 0, fmt.Errorf("%w: %d timestamps in flight, want at most %d with these %d: Wait for some", van.ErrQueueFull, q.inUse, maxTable/2, n)

@@ -3,6 +3,7 @@ package postoffice
 // How a node starts: its options, the device and the transport that it opens, its address.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -117,6 +118,7 @@ func StartJoint(ctx context.Context, o Options) (server, worker *Node, err error
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var wg sync.WaitGroup
+	var nodes [2]*Node
 	var errs [2]error
 	for i, role := range []string{"server", "worker"} {
 		c := *o.Config
@@ -127,27 +129,21 @@ func StartJoint(ctx context.Context, o Options) (server, worker *Node, err error
 		oi := o
 		oi.Config = &c
 		wg.Go(func() {
-			var n *Node
-			if n, errs[i] = Start(ctx, oi); errs[i] != nil {
+			if nodes[i], errs[i] = Start(ctx, oi); errs[i] != nil {
 				cancel() // the other node cannot start without this one
-			}
-			if i == 0 {
-				server = n
-			} else {
-				worker = n
 			}
 		})
 	}
 	wg.Wait()
 	if err := errors.Join(errs[:]...); err != nil {
-		for _, n := range []*Node{server, worker} {
+		for _, n := range nodes {
 			if n != nil {
 				n.Close()
 			}
 		}
 		return nil, nil, err
 	}
-	return server, worker, nil
+	return nodes[0], nodes[1], nil
 }
 
 var errNoConfig = fmt.Errorf("start: %w: no Config", van.ErrInvalid)
@@ -179,11 +175,8 @@ func newNode(o Options) (*Node, error) {
 	n.incarnation = max(uint32(n.rand()), 1)
 	n.id.Store(van.Empty)
 	n.setName(role.String())
-	base := o.Log
-	if base == nil {
-		base = logx.New(os.Stderr, cfg)
-	}
-	n.log = logx.With(base, slog.Any(logx.Rank, nodeRank{&n.identity}), slog.Any(logx.ID, nodeID{&n.identity}))
+	base := cmp.Or(o.Log, logx.New(os.Stderr, cfg))
+	n.log = logx.With(base, slog.Any(logx.Rank, knownID{&n.identity, true}), slog.Any(logx.ID, knownID{&n.identity, false}))
 	n.debug = n.log.Enabled(context.Background(), slog.LevelDebug)
 	for _, w := range cfg.Warnings {
 		n.log.Warn(w)
@@ -224,13 +217,13 @@ func newNode(o Options) (*Node, error) {
 // assemble tells the parts of n of each other. identity and van are complete.
 func (n *Node) assemble() {
 	n.processes.self, n.processes.incarnation = &n.identity, n.incarnation
-	n.notices.self, n.notices.processes, n.notices.van = &n.identity, &n.processes, n.van
+	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.identity, &n.processes, n.van, map[int][]notice{}
 	n.apps.init(&n.identity, &n.processes, &n.notices)
 	n.strangers.init(&n.identity, &n.processes, &n.apps)
-	n.members = members{self: &n.identity, processes: &n.processes, strangers: &n.strangers}
+	n.members = members{self: &n.identity, processes: &n.processes, strangers: &n.strangers, unnamed: map[int]van.Node{}}
 	n.lanes.carryOut = n.carryOut
 	n.control = control{self: &n.identity, life: &n.lifetime, members: &n.members, lanes: &n.lanes,
-		waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
+		due: map[int]int{}, waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
 }
 
 // join binds, starts the machine and waits until it is ready.
@@ -277,7 +270,7 @@ func (n *Node) join(ctx context.Context) error {
 		n.mu.Lock()
 		report := m.Report(now())
 		n.mu.Unlock()
-		return &van.Error{Op: "start", Node: n.Name(), Detail: report.String(), Err: timeout(context.Cause(ctx))}
+		return &van.Error{Op: "start", Node: n.Name(), Detail: report.String(), Err: van.TimedOut(context.Cause(ctx))}
 	}
 }
 

@@ -3,6 +3,7 @@ package van
 // The errors that callers tell apart, and the types that carry their circumstances.
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"strings"
@@ -32,6 +33,14 @@ var (
 	// ErrInvalid: an argument is out of range; nothing was sent.
 	ErrInvalid = errors.New("invalid argument")
 )
+
+// TimedOut is err, and ErrTimeout as well if it is a context's deadline.
+func TimedOut(err error) error {
+	if errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, ErrTimeout) {
+		return fmt.Errorf("%w (%w)", ErrTimeout, err)
+	}
+	return err
+}
 
 // Error says who failed at what. The zero value of a field means that it does
 // not apply, except where noted.

@@ -3,6 +3,7 @@ package collective
 // What all parts of a communicator know of it: its ranks, whether it can be used, and how messages are sent.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -114,10 +115,16 @@ func (b *base) limit(ctx context.Context) time.Duration {
 	if _, has := ctx.Deadline(); has || b.timeout < 0 {
 		return 0
 	}
-	if b.timeout == 0 {
-		return postoffice.DefaultTimeout
+	return cmp.Or(b.timeout, postoffice.DefaultTimeout)
+}
+
+// limited is ctx for as long as a wait may take, and how long that is, 0 for no limit.
+func (b *base) limited(ctx context.Context) (_ context.Context, limit time.Duration, cancel context.CancelFunc) {
+	if limit = b.limit(ctx); limit == 0 {
+		return ctx, 0, func() {}
 	}
-	return b.timeout
+	ctx, cancel = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
+	return ctx, limit, cancel
 }
 
 // refused is the error of a call that is not made. Nothing fails by it.
@@ -149,14 +156,6 @@ func (b *base) about(rank int, err error) *van.Error {
 	return &van.Error{Op: fmt.Sprintf("communicator %d", b.id), Node: b.node.Name(), Peer: b.name(rank), Err: err}
 }
 
-// timeout makes the end of a context's time van.ErrTimeout.
-func timeout(cause error) error {
-	if errors.Is(cause, context.DeadlineExceeded) {
-		return fmt.Errorf("%w: %w", van.ErrTimeout, cause)
-	}
-	return cause
-}
-
 // request is one of another rank's that has not been answered.
 type request struct {
 	rank  int
@@ -179,9 +178,8 @@ func (b *base) answer(q *request, body []byte) {
 	q.reply.Fill(m)
 	m.Body = body
 	if err := b.node.Send(m); err != nil {
-		if n, show := b.node.Rarely("collective answer: " + logx.Kind(err)); show {
-			b.node.Log().Info("could not answer a rank", "communicator", b.id, "rank", q.rank, "err", err, "so far", n)
-		}
+		b.node.Rarely("collective answer: "+logx.Kind(err)).Info("could not answer a rank",
+			"communicator", b.id, "rank", q.rank, "err", err)
 	}
 }
 

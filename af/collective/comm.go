@@ -91,12 +91,9 @@ func (c *Comm) Rebuild(ctx context.Context) error {
 // since a rank's proposal grows only when a round of its own has succeeded, and then the
 // others, who still ask, make it fail and begin anew.
 func (c *Comm) join(ctx context.Context, op string) error {
-	begun, limit := clock.Now(), c.b.limit(ctx)
-	if limit > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
-		defer cancel()
-	}
+	begun := clock.Now()
+	ctx, limit, stop := c.b.limited(ctx)
+	defer stop()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	own, waiting, err := c.meeting.beginRound(op, cancel)
@@ -252,9 +249,8 @@ func (c *Comm) Close(ctx context.Context) error {
 // receive handles a request. It runs on a goroutine of the transport.
 func (c *Comm) receive(msg *van.Message) {
 	if err := c.handle(msg); err != nil {
-		if n, show := c.b.node.Rarely("collective: " + logx.Kind(err)); show {
-			c.b.node.Log().Warn("dropped a request to a communicator", "communicator", c.b.id, "from", c.b.node.PeerName(msg.Sender), "err", err, "so far", n)
-		}
+		c.b.node.Rarely("collective: "+logx.Kind(err)).Warn("dropped a request to a communicator",
+			"communicator", c.b.id, "from", c.b.node.PeerName(msg.Sender), "err", err)
 	}
 }
 

@@ -151,7 +151,7 @@ func (o *op) endCopy(err error) error {
 	begun := clock.Now()
 	if failed := o.device.copied.Sync(ctx); failed != nil {
 		late := &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String() + ": copy of this rank's own part, which may still be written",
-			Elapsed: time.Duration(clock.Now() - begun), Limit: copyLimit, Err: timeout(failed)}
+			Elapsed: time.Duration(clock.Now() - begun), Limit: copyLimit, Err: van.TimedOut(failed)}
 		o.b.fail(late)
 		err = errors.Join(err, late)
 	}

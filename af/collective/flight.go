@@ -150,17 +150,14 @@ func (l *flight) await(ctx context.Context, op string) error {
 	}
 	quiet := l.quiet
 	l.b.mu.Unlock()
-	begun, limit := clock.Now(), l.b.limit(ctx)
-	if limit > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
-		defer cancel()
-	}
+	begun := clock.Now()
+	ctx, limit, cancel := l.b.limited(ctx)
+	defer cancel()
 	select {
 	case <-quiet:
 		return nil
 	case <-ctx.Done():
 		return &van.Error{Op: op, Node: l.b.node.Name(), Detail: fmt.Sprintf("communicator %d: others are still reading memory of this rank", l.b.id),
-			Elapsed: time.Duration(clock.Now() - begun), Limit: limit, Err: timeout(context.Cause(ctx))}
+			Elapsed: time.Duration(clock.Now() - begun), Limit: limit, Err: van.TimedOut(context.Cause(ctx))}
 	}
 }

@@ -32,6 +32,12 @@ func (l Layer) Name(rank int) string { return l.b.name(rank) }
 // Limit is how long a wait with ctx may take, 0 for no limit.
 func (l Layer) Limit(ctx context.Context) time.Duration { return l.b.limit(ctx) }
 
+// Limited is a context that lasts for the communicator's limit.
+func (l Layer) Limited() (context.Context, context.CancelFunc) {
+	ctx, _, cancel := l.b.limited(context.Background())
+	return ctx, cancel
+}
+
 // Fail makes the communicator fail on all ranks.
 func (l Layer) Fail(err error) { l.b.fail(err) }
 

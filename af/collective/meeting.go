@@ -77,7 +77,7 @@ func (m *meeting) metAnew(ctx context.Context, answers []hello, errs []error) (l
 			return nil
 		case r == m.b.self || m.ranks[r].answered == answers[r].round:
 		case ctx.Err() != nil:
-			errs[r] = timeout(context.Cause(ctx))
+			errs[r] = van.TimedOut(context.Cause(ctx))
 			return nil
 		default:
 			l = append(l, r)
@@ -152,7 +152,7 @@ func (m *meeting) awaitHellos(ctx context.Context, errs []error) {
 		defer m.b.mu.Unlock()
 		for r := range m.ranks {
 			if r != m.b.self && m.ranks[r].met != m.round {
-				errs[r] = cmp.Or(timeout(context.Cause(ctx)), m.b.node.Alive())
+				errs[r] = cmp.Or(van.TimedOut(context.Cause(ctx)), m.b.node.Alive())
 			}
 		}
 		return
@@ -217,13 +217,11 @@ func (m *meeting) greet(ctx context.Context, rank int, own hello) (hello, error)
 		if last == nil || !errors.Is(err, context.Canceled) {
 			last = err
 		}
-		pause := time.NewTimer(helloPause)
 		select {
-		case <-pause.C:
+		case <-time.After(helloPause):
 		case <-ctx.Done():
-			pause.Stop()
 			if cause := context.Cause(ctx); errors.Is(cause, van.ErrTimeout) || errors.Is(cause, context.DeadlineExceeded) {
-				return hello{}, fmt.Errorf("%w: %w", timeout(cause), last)
+				return hello{}, fmt.Errorf("%w: %w", van.TimedOut(cause), last)
 			}
 			return hello{}, context.Cause(ctx)
 		}
@@ -350,11 +348,9 @@ func (m *meeting) awaitTold(ctx context.Context) {
 	if told == nil {
 		return
 	}
-	late := time.NewTimer(firstHello)
-	defer late.Stop()
 	select {
 	case <-told:
-	case <-late.C:
+	case <-time.After(firstHello):
 	case <-ctx.Done():
 	}
 }

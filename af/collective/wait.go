@@ -99,7 +99,7 @@ func (o *op) wait(ctx context.Context, slice time.Duration) error {
 			return o.err
 		case <-ctx.Done():
 			o.waiter.timer.Stop()
-			o.giveUp(timeout(context.Cause(ctx)), 0)
+			o.giveUp(van.TimedOut(context.Cause(ctx)), 0)
 			<-o.waiter.done
 			return o.err
 		case <-o.waiter.timer.C:

@@ -111,11 +111,9 @@ func (e *Ends) end(err error) {
 	e.stop(err)
 	done := make(chan struct{})
 	go func() { e.dir.failing.Wait(); close(done) }()
-	patience := time.NewTimer(closeLimit)
-	defer patience.Stop()
 	select {
 	case <-done:
-	case <-patience.C:
+	case <-time.After(closeLimit):
 	}
 }
 
@@ -171,9 +169,8 @@ func (e *Ends) receive(msg *van.Message) {
 		err = e.take(msg.Sender, &n)
 	}
 	if err != nil {
-		if k, show := e.dir.node.Rarely("streams: " + logx.Kind(err)); show {
-			e.dir.node.Log().Warn("refused a message about an exchange in streams", "from", e.dir.node.PeerName(msg.Sender), "err", err, "so far", k)
-		}
+		e.dir.node.Rarely("streams: "+logx.Kind(err)).Warn("refused a message about an exchange in streams",
+			"from", e.dir.node.PeerName(msg.Sender), "err", err)
 	}
 }
 

@@ -65,12 +65,7 @@ type peer struct {
 
 // with is the index of a peer, or -1.
 func (x *Exchange) with(id int) int {
-	for i, p := range x.peers {
-		if p.id == id {
-			return i
-		}
-	}
-	return -1
+	return slices.IndexFunc(x.peers, func(p *peer) bool { return p.id == id })
 }
 
 // QueueSend makes stream tell the peers that the tensors for them are ready: when it comes to this point, each time if
@@ -240,8 +235,7 @@ func (x *Exchange) Close() error {
 		x.words.putBack()
 		for _, p := range x.peers {
 			for _, t := range slices.Concat(p.in, p.out) {
-				m := t.Val.Mem()
-				m.Release()
+				t.Val.Mem().Release()
 			}
 		}
 	}

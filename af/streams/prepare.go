@@ -36,8 +36,7 @@ func newExchange(d *directory, peers []int, push, pull []af.KeyTensor, opts []Op
 	}
 	for _, p := range x.peers {
 		for _, t := range slices.Concat(p.in, p.out) {
-			m := t.Val.Mem()
-			m.Retain()
+			t.Val.Mem().Retain()
 		}
 	}
 	return x, nil
@@ -403,7 +402,8 @@ func (x *Exchange) await(ctx context.Context, step func() error, done func() (bo
 					who = append(who, d.node.PeerName(p.id))
 				}
 			}
-			return &van.Error{Op: "wait for the other ends", Peer: strings.Join(who, ", "), Detail: missing(), Elapsed: time.Duration(clock.Now() - begun), Err: ended(ctx)}
+			return &van.Error{Op: "wait for the other ends", Peer: strings.Join(who, ", "), Detail: missing(),
+				Elapsed: time.Duration(clock.Now() - begun), Err: van.TimedOut(context.Cause(ctx))}
 		}
 	}
 }
@@ -416,15 +416,6 @@ func (x *Exchange) offersOf(p *peer) (l []*note) {
 		}
 	}
 	return l
-}
-
-// ended is why a context has, as van.ErrTimeout if its time is over.
-func ended(ctx context.Context) error {
-	err := context.Cause(ctx)
-	if errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, van.ErrTimeout) {
-		return fmt.Errorf("%w: %w", van.ErrTimeout, err)
-	}
-	return err
 }
 
 // reach maps what peer i has named.

@@ -49,7 +49,7 @@ const hostPage = 4096
 // memory is what a node's exchanges take words from.
 type memory struct {
 	mu      sync.Mutex    // guards what follows; held while the driver is called
-	dev     *device       // nil before the first Prepare; then it does not change, nor do the next two
+	dev     device        // nil before the first Prepare; then it does not change, nor do the next two
 	release uintptr       // the stream that lets others go on
 	buffers *backend.Pool // for memory that cannot be shared
 	page    backend.Mem   // of the device, what is left of the last one
@@ -307,14 +307,11 @@ func (w *words) end() error {
 		return err
 	}
 	// The peers must not be told before it is done. Nothing in this stream waits.
-	limit := time.NewTimer(silence)
-	defer limit.Stop()
+	late := time.After(silence)
 	for pause := 5 * time.Microsecond; half(w.void).Load() == 0; pause = min(2*pause, time.Millisecond) {
-		next := time.NewTimer(pause)
 		select {
-		case <-next.C:
-		case <-limit.C:
-			next.Stop()
+		case <-time.After(pause):
+		case <-late:
 			return fmt.Errorf("%w: a word of the device", van.ErrTimeout)
 		}
 	}

@@ -4,8 +4,6 @@ package window
 // rank: who it is, whether it has closed its end, and who waits for it.
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -77,23 +75,6 @@ func (b *base) copyIn(offset int, data backend.Mem) error {
 		return nil
 	}
 	return b.app.Backend().Copy(b.mem.Sub(offset, data.Len()), data)
-}
-
-// limited is a context that lasts for the communicator's limit.
-func (b *base) limited() (context.Context, context.CancelFunc) {
-	ctx := context.Background()
-	if limit := b.layer.Limit(ctx); limit > 0 {
-		return context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
-	}
-	return ctx, func() {}
-}
-
-// timeout makes the end of a context's time van.ErrTimeout.
-func timeout(cause error) error {
-	if errors.Is(cause, context.DeadlineExceeded) && !errors.Is(cause, van.ErrTimeout) {
-		return fmt.Errorf("%w: %w", van.ErrTimeout, cause)
-	}
-	return cause
 }
 
 // elapsed is for errors.

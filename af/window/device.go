@@ -193,7 +193,7 @@ func (v *onDevice) close(ctx context.Context) (err error) {
 	if !errors.Is(*v.b.over.Load(), errClosed) || v.awaited() >= 0 {
 		v.end()
 		var cancel context.CancelFunc
-		ctx, cancel = v.b.limited()
+		ctx, cancel = v.b.layer.Limited()
 		defer cancel()
 	}
 	for _, l := range v.outs {
@@ -266,8 +266,7 @@ func (q *parting) tell() {
 
 // parted waits until the window is over for all other ranks, as far as can be known.
 func (q *parting) parted() {
-	patience := time.NewTimer(partLimit)
-	defer patience.Stop()
+	patience := time.After(partLimit)
 	for {
 		q.mu.Lock()
 		changed := q.changed
@@ -280,7 +279,7 @@ func (q *parting) parted() {
 		case <-changed:
 		case <-q.b.app.Ended():
 			return
-		case <-patience.C:
+		case <-patience:
 			q.b.app.Log().Warn("streams go on, but a rank has not said that the window is over there, too", "window", q.b.String(), "rank", i)
 			return
 		}

@@ -38,7 +38,7 @@ var lap = uint64(1) << 31
 // memory is what a window has of it. It does not change once Open has returned.
 type memory struct {
 	b            *base
-	d            *backend.StreamDevice
+	d            backend.StreamDevice
 	lap          uint64
 	at           int           // where the window's memory begins in all ranks' allocations
 	whole        backend.Mem   // this rank's allocation
@@ -108,7 +108,7 @@ func (m *memory) allocate(n int) (offer []byte, err error) {
 
 // discard frees memory that no other rank knows of, unless the driver would wait for streams that wait.
 func (m *memory) discard() error {
-	if s, is := m.d.Backend.(backend.StreamBlocker); m.offered || is && s.MayBlock() {
+	if s, is := m.d.(backend.StreamBlocker); m.offered || is && s.MayBlock() {
 		return nil
 	}
 	var err error
@@ -166,7 +166,7 @@ func (m *memory) refuse(op string, s uintptr) error {
 // readable is why streams cannot copy src. Copies of other host memory may wait for all that is in the stream, with a lock held.
 func (m *memory) readable(src backend.Mem) error {
 	if src.Len() > 0 && src.OnHost() {
-		if p, is := m.d.Backend.(backend.PinTeller); !is || !p.Pinned(src) {
+		if p, is := m.d.(backend.PinTeller); !is || !p.Pinned(src) {
 			return fmt.Errorf("%w: %d bytes of host memory that is not pinned, want memory of the device, or of AllocPinned or RegisterHost of the node's backend", van.ErrInvalid, src.Len())
 		}
 	}
@@ -219,7 +219,7 @@ func (m *memory) sleep(ctx context.Context, begun uint64, limit time.Duration, d
 	for pause := minSleep; !done(); pause = min(2*pause, maxSleep) {
 		switch {
 		case ctx.Err() != nil:
-			return timeout(context.Cause(ctx))
+			return van.TimedOut(context.Cause(ctx))
 		case limit > 0 && elapsed(begun) >= limit:
 			return van.ErrTimeout
 		case elapsed(looked) >= healthLook:

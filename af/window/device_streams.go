@@ -284,7 +284,7 @@ func (l *streamIn) await(ctx context.Context, op string, signal int) error {
 		case <-timer.C:
 			pause = min(2*pause, maxPause)
 		case <-ctx.Done():
-			return x.late(op, begun, 0, timeout(context.Cause(ctx)))
+			return x.late(op, begun, 0, van.TimedOut(context.Cause(ctx)))
 		}
 	}
 }

@@ -145,9 +145,8 @@ func (o *outbox) sayClosed() {
 	}
 	n := note{verb: verbClose, signal: noSignal, taken: o.p.in.expected.Load(), bytes: o.p.in.takenBytes.Load()}
 	if err := o.post(&n, backend.Mem{}); err != nil {
-		if k, show := o.p.w.app.Rarely("window close"); show {
-			o.p.w.app.Log().Info("could not tell a rank that its window was closed", "window", o.p.w.String(), "rank", o.p.rank, "err", err, "so far", k)
-		}
+		o.p.w.app.Rarely("window close").Info("could not tell a rank that its window was closed",
+			"window", o.p.w.String(), "rank", o.p.rank, "err", err)
 	}
 }
 
@@ -203,7 +202,8 @@ func (l peers) takeBack(ctx context.Context, b *base) error {
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
-			return &van.Error{Op: "close window", Node: b.app.Name(), Detail: "the transport still reads memory of puts", Err: timeout(context.Cause(ctx))}
+			return &van.Error{Op: "close window", Node: b.app.Name(), Detail: "the transport still reads memory of puts",
+				Err: van.TimedOut(context.Cause(ctx))}
 		}
 	}
 	return nil

@@ -115,7 +115,7 @@ func (x *waiter) sleep(ctx context.Context, op string, begun uint64, limit time.
 		select {
 		case <-x.wake:
 		case <-ctx.Done():
-			return x.late(op, begun, 0, timeout(context.Cause(ctx)))
+			return x.late(op, begun, 0, van.TimedOut(context.Cause(ctx)))
 		case <-x.timer.C:
 		}
 	}

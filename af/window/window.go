@@ -217,7 +217,7 @@ func (w *Window) Close() error {
 	}
 	defer close(w.shut)
 	b := &w.base
-	ctx, cancel := b.limited()
+	ctx, cancel := b.layer.Limited()
 	defer cancel()
 	var failed error
 	if w.dev != nil && b.over.Load() == nil {
@@ -252,9 +252,8 @@ func (w *Window) receive(msg *van.Message) {
 	b := &w.base
 	if err := w.handle(msg); err != nil {
 		b.refused.Add(1)
-		if n, show := b.app.Rarely("window: " + logx.Kind(err)); show {
-			b.app.Log().Warn("refused a message to a window", "window", b.String(), "from", b.app.PeerName(msg.Sender), "err", err, "so far", n)
-		}
+		b.app.Rarely("window: "+logx.Kind(err)).Warn("refused a message to a window",
+			"window", b.String(), "from", b.app.PeerName(msg.Sender), "err", err)
 	}
 }
 
@@ -330,12 +329,7 @@ func (w *Window) leave(rank int, err error) {
 
 // alone tells whether all other ranks have closed their ends.
 func (w *Window) alone() bool {
-	for r, p := range w.peers {
-		if r != w.base.self && p.gone.Load() == nil {
-			return false
-		}
-	}
-	return true
+	return !slices.ContainsFunc(w.peers, func(p *peer) bool { return p.rank != w.base.self && p.gone.Load() == nil })
 }
 
 // quiesce waits for who is sending to a rank, or taking what comes from it: the window is over.

@@ -108,14 +108,10 @@ func (s shape) append(b []byte) []byte {
 	b = binary.LittleEndian.AppendUint32(b, s.signals)
 	b = binary.LittleEndian.AppendUint32(b, s.number)
 	var flags byte
-	if s.refused {
-		flags |= shapeRefused
-	}
-	if s.device {
-		flags |= shapeDevice
-	}
-	if s.inUse {
-		flags |= shapeInUse
+	for i, is := range [...]bool{s.refused, s.device, s.inUse} { // in the order of shapeRefused and those after it
+		if is {
+			flags |= 1 << i
+		}
 	}
 	return append(b, flags)
 }

@@ -3,6 +3,7 @@ package core
 // Communicators as Python uses them: what waits does so in the background, and is waited for in slices.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -26,9 +27,9 @@ type Comms struct {
 
 // Comm is a communicator among nodes of this session's role.
 type Comm struct {
+	*collective.Comm
 	of   *Comms
 	id   int
-	comm *collective.Comm
 	made *Task
 
 	limit time.Duration // of its calls; negative for none
@@ -36,15 +37,24 @@ type Comm struct {
 
 // Task is something that waits for other ranks: a call of a communicator, or its making.
 type Task struct {
-	done   chan struct{}
-	err    error
-	cancel context.CancelCauseFunc
+	canceller
+	done chan struct{}
+	err  error
 }
+
+// canceller makes what waits end soon.
+type canceller struct{ cancel context.CancelCauseFunc }
+
+// Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
+func (c canceller) Cancel() { c.cancel(van.ErrTimeout) }
+
+// Interrupt is Cancel for another reason than the time.
+func (c canceller) Interrupt() { c.cancel(errInterrupted) }
 
 // newTask runs f, whose context has that limit, none when it is negative.
 func newTask(limit time.Duration, f func(context.Context) error) *Task {
 	ctx, cancel := context.WithCancelCause(context.Background())
-	t := &Task{make(chan struct{}), nil, cancel}
+	t := &Task{canceller: canceller{cancel}, done: make(chan struct{})}
 	ended := func() {}
 	if limit >= 0 {
 		ctx, ended = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
@@ -73,12 +83,10 @@ func awaitSlice(c <-chan struct{}, slice time.Duration) error {
 		return nil
 	default:
 	}
-	timer := time.NewTimer(slice)
-	defer timer.Stop()
 	select {
 	case <-c:
 		return nil
-	case <-timer.C:
+	case <-time.After(slice):
 		return ErrPending
 	}
 }
@@ -86,14 +94,18 @@ func awaitSlice(c <-chan struct{}, slice time.Duration) error {
 // errInterrupted: who has made a call, and has to wait for it, has given it up.
 var errInterrupted = errors.New("interrupted by the caller")
 
-// Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
-func (t *Task) Cancel() { t.cancel(van.ErrTimeout) }
-
-// Interrupt is Cancel for another reason than the time.
-func (t *Task) Interrupt() { t.cancel(errInterrupted) }
-
 // Drop is told that nobody will wait for it any more. It goes on.
 func (t *Task) Drop() {}
+
+// abandon is for what t makes and nobody wants any more: it makes t end soon, and closes that if it is there then.
+func (t *Task) abandon(closing func() error) {
+	t.Cancel()
+	go func() {
+		if <-t.done; t.err == nil {
+			_ = closing()
+		}
+	}()
+}
 
 // Awaited is what Python waits for in slices: a Task, or a Pending.
 type Awaited interface {
@@ -105,12 +117,12 @@ type Awaited interface {
 
 // Pending is a call of a communicator. Who waits for it receives itself, without a goroutine between.
 type Pending struct {
-	op     collective.Op
-	ctx    context.Context
-	cancel context.CancelCauseFunc
-	turn   chan struct{} // its token is with who waits
-	ended  bool          // with the token
-	err    error         // likewise
+	canceller
+	op    collective.Op
+	ctx   context.Context
+	turn  chan struct{} // its token is with who waits
+	ended bool          // with the token
+	err   error         // likewise
 }
 
 func newPending(op collective.Op) *Pending {
@@ -137,12 +149,6 @@ func (p *Pending) Wait(slice time.Duration) error {
 	return p.err
 }
 
-// Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
-func (p *Pending) Cancel() { p.cancel(van.ErrTimeout) }
-
-// Interrupt is Cancel for another reason than the time.
-func (p *Pending) Interrupt() { p.cancel(errInterrupted) }
-
 // Drop is told that nobody will wait for it any more. It goes on, until its limit.
 func (p *Pending) Drop() {
 	<-p.turn
@@ -166,13 +172,10 @@ func (l *Comms) New(id int, ranks []int, limit time.Duration) (*Comm, *Task) {
 const noLimit = -1
 
 func (l *Comms) begin(id int, ranks []int, limit, making time.Duration) (*Comm, *Task) {
-	c := &Comm{of: l, id: id, limit: limit}
-	if limit == 0 {
-		c.limit = postoffice.DefaultTimeout
-	}
+	c := &Comm{of: l, id: id, limit: cmp.Or(limit, postoffice.DefaultTimeout)}
 	c.made = newTask(making, func(ctx context.Context) (err error) {
 		if err = l.dropped(ctx, id); err == nil {
-			c.comm, err = collective.New(ctx, l.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit})
+			c.Comm, err = collective.New(ctx, l.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit})
 		}
 		return err
 	})
@@ -234,9 +237,6 @@ func (c *Comm) Drop() {
 	c.made.Cancel()
 	closed := make(chan struct{})
 	c.of.mu.Lock()
-	if c.of.closing == nil {
-		c.of.closing = map[int]chan struct{}{}
-	}
 	before := c.of.closing[c.id]
 	c.of.closing[c.id] = closed
 	c.of.mu.Unlock()
@@ -245,8 +245,8 @@ func (c *Comm) Drop() {
 			<-before // for which this one has not waited to its end
 		}
 		<-c.made.done
-		if c.comm != nil {
-			_ = c.comm.Close(context.Background()) // it names who still reads memory, which is kept until then
+		if c.Comm != nil {
+			_ = c.Comm.Close(context.Background()) // it names who still reads memory, which is kept until then
 		}
 		c.of.mu.Lock()
 		if c.of.closing[c.id] == closed {
@@ -257,20 +257,14 @@ func (c *Comm) Drop() {
 	}()
 }
 
-// Rank is this node's rank in the communicator.
-func (c *Comm) Rank() int { return c.comm.Rank() }
-
-// Size is the number of ranks.
-func (c *Comm) Size() int { return c.comm.Size() }
-
 // Rebuild begins collective.Comm.Rebuild. A negative limit, here and below, is that of the communicator.
-func (c *Comm) Rebuild(limit time.Duration) *Task { return newTask(limit, c.comm.Rebuild) }
+func (c *Comm) Rebuild(limit time.Duration) *Task { return newTask(limit, c.Comm.Rebuild) }
 
 // Close begins collective.Comm.Close.
-func (c *Comm) Close(limit time.Duration) *Task { return newTask(limit, c.comm.Close) }
+func (c *Comm) Close(limit time.Duration) *Task { return newTask(limit, c.Comm.Close) }
 
 // Barrier begins collective.Comm.Barrier.
-func (c *Comm) Barrier(limit time.Duration) *Task { return newTask(limit, c.comm.Barrier) }
+func (c *Comm) Barrier(limit time.Duration) *Task { return newTask(limit, c.Comm.Barrier) }
 
 // Collective is which call Call makes.
 type Collective int
@@ -302,21 +296,21 @@ func (c *Comm) Call(stream af.Stream, kind Collective, out, in []af.Tensor, root
 	var err error
 	switch kind {
 	case AllGather:
-		op, err = c.comm.AllGather(only(out), only(in), stream)
+		op, err = c.AllGather(only(out), only(in), stream)
 	case AllGatherV:
-		op, err = c.comm.AllGatherV(out, only(in), stream)
+		op, err = c.AllGatherV(out, only(in), stream)
 	case AllToAll:
-		op, err = c.comm.AllToAll(out, in, stream)
+		op, err = c.AllToAll(out, in, stream)
 	case Broadcast:
-		op, err = c.comm.Broadcast(only(out), root, stream)
+		op, err = c.Broadcast(only(out), root, stream)
 	case Gather:
-		op, err = c.comm.Gather(only(out), only(in), root, stream)
+		op, err = c.Gather(only(out), only(in), root, stream)
 	case Scatter:
-		op, err = c.comm.Scatter(only(out), only(in), root, stream)
+		op, err = c.Scatter(only(out), only(in), root, stream)
 	case ReduceScatter:
-		op, err = c.comm.ReduceScatter(only(out), only(in), by)
+		op, err = c.ReduceScatter(only(out), only(in), by)
 	case AllReduce:
-		op, err = c.comm.AllReduce(only(out), only(in), by)
+		op, err = c.AllReduce(only(out), only(in), by)
 	default:
 		err = errors.New("no such collective")
 	}

@@ -371,7 +371,7 @@ func TestHostWindow(t *testing.T) {
 	}
 	ctx := t.Context()
 	begun := time.Now()
-	call := func(ctx context.Context) error { return w[0].WaitSignal(ctx, af.Complete, 1, 1) }
+	call := func(ctx context.Context) error { return w[0].WaitSignal(ctx, 1, 1, af.Complete) }
 	if err := w[0].InSlice(time.Millisecond, -1, begun, call); err != ErrPending {
 		t.Errorf("a signal that has not come: %v", err)
 	}
@@ -391,8 +391,8 @@ func TestHostWindow(t *testing.T) {
 	if err := w[0].InSlice(time.Millisecond, -1, begun.Add(-time.Hour), call); err != ErrPending {
 		t.Errorf("without a limit: %v", err)
 	}
-	if err := errors.Join(w[1].Put(ctx, af.Complete, 0, 1, tensor(t, []byte("ab")), NoSignal), w[1].Put(ctx, af.Complete, 0, 5, tensor(t, []byte("c")), 0),
-		w[1].Signal(ctx, af.Complete, 0, 1), w[1].Flush(ctx, af.Complete, 0), w[0].WaitSignal(ctx, af.Complete, 1, 0), w[0].InSlice(time.Second, -1, begun, call)); err != nil {
+	if err := errors.Join(w[1].Put(ctx, 0, 1, tensor(t, []byte("ab")), NoSignal, af.Complete), w[1].Put(ctx, 0, 5, tensor(t, []byte("c")), 0, af.Complete),
+		w[1].Signal(ctx, 0, 1, af.Complete), w[1].Flush(ctx, 0, af.Complete), w[0].WaitSignal(ctx, 1, 0, af.Complete), w[0].InSlice(time.Second, -1, begun, call)); err != nil {
 		t.Error(err)
 	}
 	if got := w[0].Tensor(); !bytes.Equal(got.Bytes(), []byte("\x00ab\x00\x00c\x00\x00")) {
@@ -436,7 +436,7 @@ func TestDroppedWindow(t *testing.T) {
 		return pending(made)
 	})
 	w[0].Drop()
-	vantest.Fails(t, w[1].WaitSignal(t.Context(), af.Complete, 0, 0), van.ErrClosed, "worker 0")
+	vantest.Fails(t, w[1].WaitSignal(t.Context(), 0, 0, af.Complete), van.ErrClosed, "worker 0")
 	if err := w[1].Check(); err != nil { // it is not over by that
 		t.Error(err)
 	}
@@ -461,8 +461,8 @@ func TestDeviceWindow(t *testing.T) {
 	})
 	x := deviceTensor(t, devices[1], []byte("ab"))
 	ctx := t.Context()
-	if err := errors.Join(w[0].WaitSignal(ctx, 4, 1, 1), w[1].Put(ctx, 5, 0, 1, x, NoSignal), w[1].Put(ctx, 5, 0, 5, x, 1), w[1].Signal(ctx, 5, 0, 0),
-		w[1].Flush(ctx, 6, 0), w[0].WaitSignal(ctx, 4, 1, 0)); err != nil {
+	if err := errors.Join(w[0].WaitSignal(ctx, 1, 1, 4), w[1].Put(ctx, 0, 1, x, NoSignal, 5), w[1].Put(ctx, 0, 5, x, 1, 5), w[1].Signal(ctx, 0, 0, 5),
+		w[1].Flush(ctx, 0, 6), w[0].WaitSignal(ctx, 1, 0, 4)); err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan struct{})

@@ -41,7 +41,8 @@ type Session struct {
 }
 
 func newSession(node *postoffice.Node) *Session {
-	return &Session{node: node, sessions: sessionState{node: node}, comms: Comms{node: node}, streams: Streams{node: node}}
+	return &Session{node: node, sessions: sessionState{node: node}, streams: Streams{node: node},
+		comms: Comms{node: node, closing: map[int]chan struct{}{}}}
 }
 
 // Start reads the variables, starts the node, and waits for all others as C++ StepMesh
@@ -134,17 +135,9 @@ func (s *Session) wrongRole(call, want string) error {
 // Device is the memory of the node's device.
 func (s *Session) Device() backend.Backend { return s.node.Backend() }
 
-// PushPull is af.Worker.PushPull; it returns the first timestamp of the call.
-func (s *Session) PushPull(stream af.Stream, push, pull []af.KeyTensor) (int32, error) {
-	if s.worker == nil {
-		return 0, s.wrongRole("push_pull", "worker")
-	}
-	call, err := s.worker.PushPull(push, pull, stream)
-	return call.Timestamp(), err
-}
-
-// PushPullTo is PushPull to some servers, in any order, in which their pulls are.
-func (s *Session) PushPullTo(stream af.Stream, servers []int, push, pull []af.KeyTensor) (int32, error) {
+// PushPull is af.Worker.PushPull to servers in any order, in which their pulls are; nil means all. It returns the first
+// timestamp of the call.
+func (s *Session) PushPull(stream af.Stream, servers []int, push, pull []af.KeyTensor) (int32, error) {
 	if s.worker == nil {
 		return 0, s.wrongRole("push_pull", "worker")
 	}

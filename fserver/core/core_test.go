@@ -107,7 +107,7 @@ func TestThreads(t *testing.T) {
 				if i%2 == 0 {
 					pull = []af.KeyTensor{{Key: uint64(g), Val: tensor(t, out)}}
 				}
-				h, err := worker.PushPull(af.DefaultStream, push, pull)
+				h, err := worker.PushPull(af.DefaultStream, nil, push, pull)
 				if err == nil {
 					err = worker.waitFor(h)
 				}
@@ -155,7 +155,7 @@ func TestUnansweredPushes(t *testing.T) {
 // TestSinglePush: the worker of a single push waits until the program has answered it, not until it has it.
 func TestSinglePush(t *testing.T) {
 	worker, server := sessions(t)
-	h, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: tensor(t, []byte{1})}}, nil)
+	h, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: tensor(t, []byte{1})}}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -180,7 +180,7 @@ func TestSinglePush(t *testing.T) {
 func TestUnknownHandlers(t *testing.T) {
 	worker, server := sessions(t)
 	x := tensor(t, make([]byte, 4))
-	if _, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: x}}, nil); err != nil {
+	if _, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: x}}, nil); err != nil {
 		t.Fatal(err)
 	}
 	all := func() bool { return server.queue.ready(eachOne) }
@@ -222,7 +222,7 @@ func TestWaitAgain(t *testing.T) {
 		for _, key := range keys {
 			l = append(l, af.KeyTensor{Key: key, Val: x})
 		}
-		h, err := worker.PushPull(af.DefaultStream, l, nil)
+		h, err := worker.PushPull(af.DefaultStream, nil, l, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -260,8 +260,8 @@ func TestWaitAgain(t *testing.T) {
 // TestRoles: what a process of the other role cannot do is refused, with the role that can.
 func TestRoles(t *testing.T) {
 	worker, server := sessions(t)
-	_, push := server.PushPull(af.DefaultStream, nil, nil)
-	_, pushTo := server.PushPullTo(af.DefaultStream, []int{0}, nil, nil)
+	_, push := server.PushPull(af.DefaultStream, nil, nil, nil)
+	_, pushTo := server.PushPull(af.DefaultStream, []int{0}, nil, nil)
 	_, all := server.AllHandlers(1)
 	_, trace := server.FetchTrace(1)
 	for i, err := range []error{push, pushTo, all, trace, server.Wait(1, time.Second, time.Second)} {
@@ -303,7 +303,7 @@ func TestHandlersOfABatch(t *testing.T) {
 	worker, server := sessions(t)
 	worker.worker.Customer().KeepTraces()
 	x, y := tensor(t, make([]byte, 4)), tensor(t, make([]byte, 4))
-	h, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}}, []af.KeyTensor{{Key: 3, Val: y}})
+	h, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}}, []af.KeyTensor{{Key: 3, Val: y}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -394,7 +394,7 @@ func TestRefusedAnswers(t *testing.T) {
 	await(t, "tensor that has left", func() bool { return (*atomic.Int32)(&sent).Load() == 1 })
 
 	// Pushes alone, which get_batch has answered.
-	if _, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: x}, {Key: 3, Val: x}}, nil); err != nil {
+	if _, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: x}, {Key: 3, Val: x}}, nil); err != nil {
 		t.Fatal(err)
 	}
 	it = server.row(t)[0]

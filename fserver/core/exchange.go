@@ -18,8 +18,8 @@ import (
 // Exchange is an af.Exchange as Python uses it: waits are in slices, and what is called while
 // the stream is captured into a graph goes into the graph.
 type Exchange struct {
+	*af.Exchange
 	s      *Session
-	x      *af.Exchange
 	graphs backend.GraphFlagger // nil if the device has no graphs
 	flying atomic.Int64         // handler of the call that is to be waited for, or none
 }
@@ -36,18 +36,12 @@ func (s *Session) Prepare(servers []int, push, pull []af.KeyTensor) (*Exchange, 
 	if s.worker == nil {
 		return nil, s.wrongRole("prepare", "worker")
 	}
-	var x *af.Exchange
-	var err error
-	if servers == nil {
-		x, err = s.worker.Prepare(push, pull)
-	} else {
-		servers, pull = ascending(servers, pull)
-		x, err = s.worker.Prepare(push, pull, af.To(servers))
-	}
+	servers, pull = ascending(servers, pull)
+	x, err := s.worker.Prepare(push, pull, af.To(servers))
 	if err != nil {
 		return nil, err
 	}
-	e := &Exchange{s: s, x: x}
+	e := &Exchange{Exchange: x, s: s}
 	e.graphs, _ = s.Device().(backend.GraphFlagger)
 	e.flying.Store(none)
 	return e, nil
@@ -74,12 +68,12 @@ func (e *Exchange) Start(current af.Stream, event bool, rows int) (int32, error)
 		if e.flying.Load() != none {
 			return 0, fmt.Errorf("%s: start: %w: wait() for the last round first, it is not of a graph", e.s.Name(), af.ErrStarted)
 		}
-		return 0, cmp.Or(e.x.QueueStart(current, opts[:n]...), ErrCaptured)
+		return 0, cmp.Or(e.QueueStart(current, opts[:n]...), ErrCaptured)
 	}
 	if opts[n] = current; !event {
 		opts[n] = af.Complete
 	}
-	call, err := e.x.Start(opts[:n+1]...)
+	call, err := e.Exchange.Start(opts[:n+1]...)
 	if err != nil {
 		return 0, err
 	}
@@ -107,9 +101,9 @@ func (e *Exchange) Wait(current af.Stream, limit, slice time.Duration) error {
 		case err != nil:
 			return err
 		case captured:
-			return cmp.Or(e.x.QueueWait(current, max(limit, time.Nanosecond)), ErrCaptured)
+			return cmp.Or(e.QueueWait(current, max(limit, time.Nanosecond)), ErrCaptured)
 		}
-		if err := e.x.Check(); err != nil {
+		if err := e.Check(); err != nil {
 			return err
 		}
 		return fmt.Errorf("%s: wait: %w: this exchange is not started: call start() first", e.s.Name(), ErrMisuse)
@@ -120,9 +114,3 @@ func (e *Exchange) Wait(current af.Stream, limit, slice time.Duration) error {
 	}
 	return err
 }
-
-// Check is af.Exchange.Check.
-func (e *Exchange) Check() error { return e.x.Check() }
-
-// Close gives the memory of the tensors back, see af.Exchange.Close.
-func (e *Exchange) Close() { e.x.Close() }

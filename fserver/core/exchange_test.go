@@ -138,7 +138,7 @@ func TestTwoWait(t *testing.T) {
 		begin func() (wait func(slice time.Duration) error, err error)
 	}{
 		{"push_pull", func() (func(time.Duration) error, error) {
-			h, err := worker.PushPull(af.DefaultStream, push, pull)
+			h, err := worker.PushPull(af.DefaultStream, nil, push, pull)
 			return func(slice time.Duration) error { return worker.Wait(int64(h), 20*time.Second, slice) }, err
 		}},
 		{"exchange", func() (func(time.Duration) error, error) {

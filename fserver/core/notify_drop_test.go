@@ -84,7 +84,7 @@ func request(t *testing.T, s *Session, d *fullDevice, v byte, pushes, pulls int)
 			kts[k] = append(kts[k], af.KeyTensor{Key: uint64(i), Val: deviceTensor(t, d.pretended, []byte{v})})
 		}
 	}
-	h, err := s.PushPull(af.Complete, kts[0], kts[1])
+	h, err := s.PushPull(af.Complete, nil, kts[0], kts[1])
 	if err != nil {
 		t.Fatal(err)
 	}

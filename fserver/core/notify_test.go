@@ -65,7 +65,7 @@ func TestNotify(t *testing.T) {
 			t.Error("the server's stream did not wait")
 		default:
 		}
-		h, err := worker.PushPull(af.Complete, nil, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, wdev, pull)}})
+		h, err := worker.PushPull(af.Complete, nil, nil, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, wdev, pull)}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -173,7 +173,7 @@ func TestNotifyBeforeInit(t *testing.T) {
 	if err := dropped.Block(4); !errors.Is(err, errDropped) {
 		t.Errorf("after Drop: %v", err)
 	}
-	h, err := worker.PushPull(af.Complete, nil, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, wdev, make([]byte, 8))}})
+	h, err := worker.PushPull(af.Complete, nil, nil, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, wdev, make([]byte, 8))}})
 	if err != nil {
 		t.Fatal(err)
 	}

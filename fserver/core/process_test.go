@@ -212,7 +212,7 @@ func TestExit(t *testing.T) {
 // TestDropWaitsForTheOneBefore: of two communicators with one id that are dropped after each other, also the first
 // is closed before the id is used again.
 func TestDropWaitsForTheOneBefore(t *testing.T) {
-	l := &Comms{}
+	l := &Comms{closing: map[int]chan struct{}{}}
 	gate := make(chan struct{})
 	first := &Comm{of: l, id: 3, made: newTask(noLimit, func(context.Context) error {
 		<-gate

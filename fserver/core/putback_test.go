@@ -28,7 +28,7 @@ func TestRetake(t *testing.T) {
 		case 3: // waits for an empty answer
 			pull = nil
 		}
-		h, err := worker.PushPull(af.DefaultStream, push, pull)
+		h, err := worker.PushPull(af.DefaultStream, nil, push, pull)
 		if err != nil {
 			t.Fatal(err)
 		}

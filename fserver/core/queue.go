@@ -3,6 +3,7 @@ package core
 // The queue of complete batches between the tensor server and get_batch, and those that were handed out and not answered.
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math"
@@ -56,9 +57,6 @@ type recent[V any] struct {
 
 // note adds id, and forgets the oldest one beyond keep.
 func (r *recent[V]) note(id uint64, v V, keep int) {
-	if r.of == nil {
-		r.of = map[uint64]V{}
-	}
 	if r.order.Len() == keep {
 		delete(r.of, r.order.Take())
 	}
@@ -74,6 +72,7 @@ type loss struct {
 
 func newQueue(n *postoffice.Node) *queue {
 	q := &queue{node: n.App(), workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, lost: map[int]loss{},
+		acked: recent[struct{}]{of: map[uint64]struct{}{}}, given: recent[int]{of: map[uint64]int{}},
 		bytes: make([]int, n.Topology().NumWorkers), room: make(chan struct{}), changed: make(chan struct{}, 1), came: make(chan struct{}, 1)}
 	q.poll = func() bool {
 		q.mu.Lock()
@@ -388,10 +387,7 @@ func (q *queue) takeOf(rank int) Item {
 // again, or a second where that is 0. q.mu is held.
 func (q *queue) away(least int) (err error) {
 	limit := q.node.Config().ReplaceTimeout
-	again := limit
-	if again == 0 {
-		again = time.Second
-	}
+	again := cmp.Or(limit, time.Second)
 	var late []int
 	for rank, l := range q.lost {
 		away := time.Since(l.at)
@@ -538,21 +534,14 @@ func misfit(id uint64, pulls, tensors int) error {
 
 // waits tells whether the batch with that id is still queued. q.mu is held.
 func (q *queue) waits(id uint64) bool {
-	for i := range q.workers {
-		for _, it := range q.workers[i].All() {
-			if it.ID == id {
-				return true
-			}
-		}
-	}
-	return false
+	is := func(it Item) bool { return it.ID == id }
+	return slices.ContainsFunc(q.workers, func(w fifo.Queue[Item]) bool { return slices.ContainsFunc(w.All(), is) })
 }
 
 // unanswered logs that an answer was dropped, and tells done of its tensors.
 func (q *queue) unanswered(worker int, tensors []af.KeyTensor, done van.Completion) {
-	if n, show := q.node.Rarely("fserver: answer"); show {
-		q.node.Log().Info("dropped an answer: its worker is gone, or does not wait for it any more", "worker", q.node.PeerName(q.node.Topology().WorkerInstance(worker)), "so far", n)
-	}
+	q.node.Rarely("fserver: answer").Info("dropped an answer: its worker is gone, or does not wait for it any more",
+		"worker", q.node.PeerName(q.node.Topology().WorkerInstance(worker)))
 	for range tensors {
 		if done != nil {
 			done.Sent()

@@ -75,7 +75,7 @@ func TestTwoBatchesTwoCallers(t *testing.T) {
 	worker, server := sessions(t)
 	q := server.queue
 	for i := range 2 {
-		if _, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: uint64(i), Val: tensor(t, make([]byte, 8))}}, nil); err != nil {
+		if _, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: uint64(i), Val: tensor(t, make([]byte, 8))}}, nil); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -109,7 +109,7 @@ func TestCloseWithBatches(t *testing.T) {
 	worker, server := sessions(t)
 	q := server.queue
 	for i := range 3 {
-		if _, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: uint64(i), Val: tensor(t, make([]byte, 8))}}, nil); err != nil {
+		if _, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: uint64(i), Val: tensor(t, make([]byte, 8))}}, nil); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -158,7 +158,7 @@ func TestGetAny(t *testing.T) {
 	send := func(rank int) {
 		t.Helper()
 		sent++
-		if _, err := workers[rank].PushPull(af.DefaultStream, []af.KeyTensor{{Key: uint64(sent), Val: tensor(t, make([]byte, 8))}}, nil); err != nil {
+		if _, err := workers[rank].PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: uint64(sent), Val: tensor(t, make([]byte, 8))}}, nil); err != nil {
 			t.Fatal(err)
 		}
 		for end := time.Now().Add(20 * time.Second); ; {
@@ -265,7 +265,7 @@ func TestFullWhilePolling(t *testing.T) {
 			q.charge(0, used)
 			q.mu.Unlock()
 			var err error
-			if h, err = worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, 64))}}); err != nil {
+			if h, err = worker.PushPull(af.DefaultStream, nil, nil, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, 64))}}); err != nil {
 				t.Error(err)
 			}
 			return false

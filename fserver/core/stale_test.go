@@ -47,7 +47,7 @@ type asked struct {
 func (s *Session) ask(t *testing.T, number byte, size int) *asked {
 	t.Helper()
 	r := &asked{w: s, pull: make([]byte, size)}
-	h, err := s.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: tensor(t, bytes.Repeat([]byte{number}, size))}},
+	h, err := s.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: tensor(t, bytes.Repeat([]byte{number}, size))}},
 		[]af.KeyTensor{{Key: 2, Val: tensor(t, r.pull)}})
 	if err != nil {
 		t.Fatal(err)
@@ -194,7 +194,7 @@ func TestGiveBackOfALostWorker(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
 	workers, server := openAll(t, c)
 	push := []af.KeyTensor{{Key: 1, Val: tensor(t, make([]byte, 64))}, {Key: 2, Val: tensor(t, make([]byte, 64))}}
-	if _, err := workers[0].PushPull(af.DefaultStream, push, nil); err != nil {
+	if _, err := workers[0].PushPull(af.DefaultStream, nil, push, nil); err != nil {
 		t.Fatal(err)
 	}
 	items := server.row(t)

@@ -15,7 +15,7 @@ import (
 // StreamExchange is a streams.Exchange, which may be used when the task that makes it has ended
 // without an error.
 type StreamExchange struct {
-	x    *streams.Exchange
+	*streams.Exchange
 	made *Task
 }
 
@@ -56,7 +56,7 @@ func (s *Streams) Prepare(peers []int, push, pull []af.KeyTensor, limit, round t
 	x.made = newTask(limit, func(ctx context.Context) (err error) {
 		defer letGo(push)
 		defer letGo(pull)
-		x.x, err = ends.Prepare(ctx, peers, push, pull, streams.Limit(round))
+		x.Exchange, err = ends.Prepare(ctx, peers, push, pull, streams.Limit(round))
 		return err
 	})
 	return x, x.made, nil
@@ -69,40 +69,26 @@ const forever = 100 * 365 * 24 * time.Hour
 func held(list []af.KeyTensor) []af.KeyTensor {
 	list = append([]af.KeyTensor(nil), list...)
 	for i := range list {
-		m := list[i].Val.Mem()
-		m.Retain()
+		list[i].Val.Mem().Retain()
 	}
 	return list
 }
 
 func letGo(list []af.KeyTensor) {
 	for i := range list {
-		m := list[i].Val.Mem()
-		m.Release()
+		list[i].Val.Mem().Release()
 	}
 }
 
 // Queue puts a send or a receive into a stream.
 func (e *StreamExchange) Queue(send bool, stream af.Stream) error {
 	if send {
-		return e.x.QueueSend(stream)
+		return e.QueueSend(stream)
 	}
-	return e.x.QueueReceive(stream)
+	return e.QueueReceive(stream)
 }
-
-// Check is streams.Exchange.Check.
-func (e *StreamExchange) Check() error { return e.x.Check() }
-
-// Close is streams.Exchange.Close.
-func (e *StreamExchange) Close() error { return e.x.Close() }
 
 // Drop closes an exchange that Python has let go of, also one that is still being made.
 func (e *StreamExchange) Drop() {
-	e.made.Cancel()
-	go func() {
-		<-e.made.done
-		if e.made.err == nil {
-			_ = e.x.Close()
-		}
-	}()
+	e.made.abandon(func() error { return e.Close() })
 }

@@ -16,7 +16,7 @@ import (
 
 // Window is a window.Window, which may be used when the task that makes it has ended without an error.
 type Window struct {
-	w     *window.Window
+	*window.Window
 	made  *Task
 	limit time.Duration // of a call that waits on the host; negative for none
 }
@@ -40,7 +40,7 @@ func (c *Comm) openWindow(o window.Options, limit time.Duration) (*Window, *Task
 	memory.Retain() // until the window has
 	w.made = newTask(limit, func(ctx context.Context) (err error) {
 		defer memory.Release()
-		w.w, err = window.Open(ctx, c.comm, o)
+		w.Window, err = window.Open(ctx, c.Comm, o)
 		return err
 	})
 	return w, w.made
@@ -49,33 +49,15 @@ func (c *Comm) openWindow(o window.Options, limit time.Duration) (*Window, *Task
 // OnDevice tells whether this node's tensors lie on a device.
 func (c *Comm) OnDevice() bool { return c.of.node.Backend().Device() != backend.Host }
 
-// Tensor is its memory here.
-func (w *Window) Tensor() af.Tensor { return w.w.Tensor() }
-
 // NoSignal says that a put has none.
 const NoSignal = -1
 
 // Put puts x, and a signal unless that is NoSignal.
-func (w *Window) Put(ctx context.Context, stream af.Stream, rank, offset int, x af.Tensor, signal int) error {
+func (w *Window) Put(ctx context.Context, rank, offset int, x af.Tensor, signal int, stream af.Stream) error {
 	if signal == NoSignal {
-		return w.w.Put(ctx, rank, offset, x, stream)
+		return w.Window.Put(ctx, rank, offset, x, stream)
 	}
-	return w.w.PutSignal(ctx, rank, offset, x, signal, stream)
-}
-
-// Signal adds one to a signal.
-func (w *Window) Signal(ctx context.Context, stream af.Stream, rank, signal int) error {
-	return w.w.Signal(ctx, rank, signal, stream)
-}
-
-// WaitSignal makes the stream wait, or waits on the host.
-func (w *Window) WaitSignal(ctx context.Context, stream af.Stream, rank, signal int) error {
-	return w.w.WaitSignal(ctx, rank, signal, stream)
-}
-
-// Flush makes the stream wait for what was put in others, or waits on the host.
-func (w *Window) Flush(ctx context.Context, stream af.Stream, rank int) error {
-	return w.w.Flush(ctx, rank, stream)
+	return w.PutSignal(ctx, rank, offset, x, signal, stream)
 }
 
 // InSlice runs one of the calls above, of a window on the host, for slice at most. Then it returns ErrPending,
@@ -94,7 +76,7 @@ func (w *Window) InSlice(slice, limit time.Duration, begun time.Time, call func(
 	ctx, cancel := context.WithDeadlineCause(context.Background(), end, van.ErrTimeout)
 	defer cancel()
 	err := call(ctx)
-	if !errors.Is(err, van.ErrTimeout) || w.w.Check() != nil { // the window may be over as somebody was too late
+	if !errors.Is(err, van.ErrTimeout) || w.Check() != nil { // the window may be over as somebody was too late
 		return err
 	}
 	if !last {
@@ -109,21 +91,12 @@ func (w *Window) InSlice(slice, limit time.Duration, begun time.Time, call func(
 	return err
 }
 
-// Check is window.Window.Check.
-func (w *Window) Check() error { return w.w.Check() }
-
 // Close begins window.Window.Close.
 func (w *Window) Close() *Task {
-	return newTask(noLimit, func(context.Context) error { return w.w.Close() })
+	return newTask(noLimit, func(context.Context) error { return w.Window.Close() })
 }
 
 // Drop closes a window that Python has let go of, also one that is still being made.
 func (w *Window) Drop() {
-	w.made.Cancel()
-	go func() {
-		<-w.made.done
-		if w.made.err == nil {
-			_ = w.w.Close()
-		}
-	}()
+	w.made.abandon(func() error { return w.Window.Close() })
 }

@@ -28,10 +28,10 @@ func (a *answer) waiting() *int32 { return (*int32)(unsafe.Pointer(&a.c().waiter
 func (a *answer) c() *C.sf_answer { return (*C.sf_answer)(a) }
 
 // gone wakes those who wait for an answer, all at once: few ever do.
-var gone struct {
+var gone = struct {
 	sync.Mutex
-	ch chan struct{} // closed and replaced; nil before the first wait
-}
+	ch chan struct{} // closed and replaced
+}{ch: make(chan struct{})}
 
 // Sent implements van.Completion: one tensor of the answer has left, or will not.
 func (a *answer) Sent() {
@@ -40,9 +40,7 @@ func (a *answer) Sent() {
 	}
 	if atomic.LoadInt32(a.waiting()) > 0 {
 		gone.Lock()
-		if gone.ch != nil {
-			close(gone.ch)
-		}
+		close(gone.ch)
 		gone.ch = make(chan struct{})
 		gone.Unlock()
 	}
@@ -60,9 +58,6 @@ func sf_answer_wait(p *C.sf_answer, sliceMs C.int64_t, e *C.sf_error) C.int {
 	defer timer.Stop()
 	for {
 		gone.Lock()
-		if gone.ch == nil {
-			gone.ch = make(chan struct{})
-		}
 		ch := gone.ch
 		gone.Unlock()
 		if atomic.LoadInt32(a.missing()) == 0 {

@@ -37,11 +37,7 @@ type lease struct {
 //
 //export sf_batch_timeout
 func sf_batch_timeout(ms C.int64_t, e *C.sf_error) C.int {
-	s, err := session()
-	if err == nil {
-		err = s.BatchTimeout(time.Duration(ms) * time.Millisecond)
-	}
-	return fail(e, err)
+	return with(e, func(s *core.Session) error { return s.BatchTimeout(time.Duration(ms) * time.Millisecond) })
 }
 
 // sf_get_batch waits for one batch of each worker, or, if most is not SF_ONE, for at most
@@ -166,9 +162,5 @@ func sf_check_respond(ts *C.sf_tensor, n C.int, e *C.sf_error) C.int {
 	for i, t := range unsafe.Slice(ts, int(n)) {
 		ids[i] = uint64(t.key)
 	}
-	s, err := session()
-	if err == nil {
-		err = s.CanRespond(ids, 1)
-	}
-	return result(e, err)
+	return with(e, func(s *core.Session) error { return s.CanRespond(ids, 1) })
 }

@@ -9,6 +9,7 @@ import "C"
 
 import (
 	"fmt"
+	"runtime/cgo"
 	"slices"
 	"sync"
 	"time"
@@ -20,10 +21,10 @@ import (
 
 // gpus are the devices for signals without a session, by number. They stay open, since
 // Python's tensors and graphs may refer to them.
-var gpus struct {
+var gpus = struct {
 	sync.Mutex
 	m map[int]backend.Backend
-}
+}{m: map[int]backend.Backend{}}
 
 // gpu returns device id: the session's, if that is the one.
 func gpu(id int) (backend.Backend, error) {
@@ -38,9 +39,6 @@ func gpu(id int) (backend.Backend, error) {
 	b, err := backend.New("GPU", id)
 	if err != nil {
 		return nil, err
-	}
-	if gpus.m == nil {
-		gpus.m = map[int]backend.Backend{}
 	}
 	gpus.m[id] = b
 	return b, nil
@@ -122,13 +120,8 @@ func sf_signal(what C.int, flag, seq *C.sf_tensor, stream C.uint64_t, e *C.sf_er
 	return result(e, err)
 }
 
-// notifies are the SimpleNotify objects after their init().
-var notifies struct {
-	sync.Mutex
-	last uint64
-	m    map[uint64]*core.Notify
-}
-
+// sf_notify_new makes what a SimpleNotify has after its init(): a handle, which is not 0.
+//
 //export sf_notify_new
 func sf_notify_new(id *C.uint64_t, e *C.sf_error) C.int {
 	if code := sf_need_cuda(e); code != C.SF_DONE {
@@ -138,14 +131,7 @@ func sf_notify_new(id *C.uint64_t, e *C.sf_error) C.int {
 	if err != nil {
 		return fail(e, err)
 	}
-	notifies.Lock()
-	defer notifies.Unlock()
-	if notifies.m == nil {
-		notifies.m = map[uint64]*core.Notify{}
-	}
-	notifies.last++
-	notifies.m[notifies.last] = n
-	*id = C.uint64_t(notifies.last)
+	*id = C.uint64_t(cgo.NewHandle(n))
 	return C.SF_DONE
 }
 
@@ -168,22 +154,17 @@ func sf_notify_device(id C.uint64_t, device *C.int32_t, e *C.sf_error) C.int {
 
 //export sf_notify_drop
 func sf_notify_drop(id C.uint64_t) {
-	notifies.Lock()
-	n := notifies.m[uint64(id)]
-	delete(notifies.m, uint64(id))
-	notifies.Unlock()
-	if n != nil {
+	if n, err := notify(id); err == nil {
 		n.Drop()
+		cgo.Handle(id).Delete()
 	}
 }
 
 func notify(id C.uint64_t) (*core.Notify, error) {
-	notifies.Lock()
-	defer notifies.Unlock()
-	if n := notifies.m[uint64(id)]; n != nil {
-		return n, nil
+	if id == 0 {
+		return nil, fmt.Errorf("%w: call init() of this SimpleNotify first", core.ErrMisuse)
 	}
-	return nil, fmt.Errorf("%w: call init() of this SimpleNotify first", core.ErrMisuse)
+	return cgo.Handle(id).Value().(*core.Notify), nil
 }
 
 // sf_notify_stream makes stream wait for one of SF_STREAM_WAIT and so on.

@@ -58,6 +58,15 @@ func fail(e *C.sf_error, err error) C.int {
 	return C.SF_FAILED
 }
 
+// with is the result of f, which is not called without a session.
+func with(e *C.sf_error, f func(*core.Session) error) C.int {
+	s, err := session()
+	if err == nil {
+		err = f(s)
+	}
+	return result(e, err)
+}
+
 // result is SF_DONE, or what fail returns.
 func result(e *C.sf_error, err error) C.int {
 	if err != nil {
@@ -168,12 +177,7 @@ func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}
-	var h int32
-	if to := ranks(servers, nServers); to == nil {
-		h, err = s.PushPull(af.Stream(stream), a.push, a.pull)
-	} else {
-		h, err = s.PushPullTo(af.Stream(stream), to, a.push, a.pull)
-	}
+	h, err := s.PushPull(af.Stream(stream), ranks(servers, nServers), a.push, a.pull)
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}
@@ -182,41 +186,29 @@ func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int
 
 //export sf_wait
 func sf_wait(handler, timeoutMs, sliceMs C.int64_t, e *C.sf_error) C.int {
-	s, err := session()
-	if err == nil {
-		err = s.Wait(int64(handler), time.Duration(timeoutMs)*time.Millisecond, time.Duration(sliceMs)*time.Millisecond)
-	}
-	return result(e, err)
+	return with(e, func(s *core.Session) error {
+		return s.Wait(int64(handler), time.Duration(timeoutMs)*time.Millisecond, time.Duration(sliceMs)*time.Millisecond)
+	})
 }
 
 //export sf_handlers
 func sf_handlers(handler C.int64_t, n *C.int, e *C.sf_error) C.int {
-	s, err := session()
-	count := 0
-	if err == nil {
-		count, err = s.AllHandlers(int64(handler))
-	}
-	if err != nil {
-		return fail(e, err)
-	}
-	*n = C.int(count)
-	return C.SF_DONE
+	return with(e, func(s *core.Session) error {
+		count, err := s.AllHandlers(int64(handler))
+		*n = C.int(count)
+		return err
+	})
 }
 
 //export sf_trace
 func sf_trace(handler C.int64_t, out *C.uint64_t, e *C.sf_error) C.int {
-	s, err := session()
-	var stamps [8]uint64
-	if err == nil {
-		stamps, err = s.FetchTrace(int64(handler))
-	}
-	if err != nil {
-		return fail(e, err)
-	}
-	for i, v := range stamps {
-		unsafe.Slice(out, 8)[i] = C.uint64_t(v)
-	}
-	return C.SF_DONE
+	return with(e, func(s *core.Session) error {
+		stamps, err := s.FetchTrace(int64(handler))
+		for i, v := range stamps {
+			unsafe.Slice(out, 8)[i] = C.uint64_t(v)
+		}
+		return err
+	})
 }
 
 //export sf_now
@@ -227,17 +219,14 @@ func sf_register(t *C.sf_tensor, ranks *C.int64_t, keys *C.uint64_t, n C.int, e 
 	a := argsPool.Get().(*args)
 	defer a.release() // RegisterRecvBuffer keeps references of its own
 	var err error
-	a.push, err = a.read(a.push, t, 1, "tensor")
-	var s *core.Session
-	if err == nil {
-		s, err = session()
+	if a.push, err = a.read(a.push, t, 1, "tensor"); err != nil {
+		return fail(e, err)
 	}
-	if err == nil {
+	return with(e, func(s *core.Session) error {
 		rs, ks := make([]int, n), make([]uint64, n)
 		for i := range rs {
 			rs[i], ks[i] = int(unsafe.Slice(ranks, n)[i]), uint64(unsafe.Slice(keys, n)[i])
 		}
-		err = s.RegisterRecvBuffer(a.push[0].Val, rs, ks)
-	}
-	return result(e, err)
+		return s.RegisterRecvBuffer(a.push[0].Val, rs, ks)
+	})
 }

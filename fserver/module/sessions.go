@@ -9,19 +9,12 @@ package main
 import "C"
 
 import (
-	"sync"
+	"runtime/cgo"
 	"time"
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/fserver/core"
 )
-
-// sessionCalls are those that Python has begun and not fetched yet, by number.
-var sessionCalls struct {
-	sync.Mutex
-	last uint64
-	all  map[uint64]*core.SessionCall
-}
 
 // sf_session begins a call of a session, see core.SessionCall. It returns SF_PENDING when the
 // caller waits for it with sf_job, and has it then by sf_session_fetch.
@@ -39,15 +32,7 @@ func sf_session(op C.int, handle C.uint64_t, rank C.int64_t, name *C.char, data 
 	if !waits {
 		return C.SF_DONE
 	}
-	s := &sessionCalls
-	s.Lock()
-	defer s.Unlock()
-	if s.all == nil {
-		s.all = map[uint64]*core.SessionCall{}
-	}
-	s.last++
-	s.all[s.last] = c
-	*ticket = C.uint64_t(s.last)
+	*ticket = C.uint64_t(cgo.NewHandle(c))
 	return C.SF_PENDING
 }
 
@@ -56,14 +41,8 @@ func sf_session(op C.int, handle C.uint64_t, rank C.int64_t, name *C.char, data 
 //
 //export sf_session_fetch
 func sf_session_fetch(ticket C.uint64_t, ended C.int, handle *C.uint64_t, rank *C.int64_t, name **C.char, data *unsafe.Pointer, n *C.int64_t) {
-	s := &sessionCalls
-	s.Lock()
-	c := s.all[uint64(ticket)]
-	delete(s.all, uint64(ticket))
-	s.Unlock()
-	if c == nil {
-		return
-	}
+	c := cgo.Handle(ticket).Value().(*core.SessionCall)
+	cgo.Handle(ticket).Delete()
 	if ended == 0 {
 		process.SessionDrop(c)
 		return

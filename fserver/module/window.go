@@ -86,13 +86,13 @@ func sf_window_tensor(at C.uint64_t, t *C.sf_tensor) {
 func windowCall(ctx context.Context, w *core.Window, what C.int, rank, offset, signal int, x af.Tensor, s af.Stream) error {
 	switch what {
 	case C.SF_WINDOW_PUT:
-		return w.Put(ctx, s, rank, offset, x, signal)
+		return w.Put(ctx, rank, offset, x, signal, s)
 	case C.SF_WINDOW_SIGNAL:
-		return w.Signal(ctx, s, rank, signal)
+		return w.Signal(ctx, rank, signal, s)
 	case C.SF_WINDOW_WAIT:
-		return w.WaitSignal(ctx, s, rank, signal)
+		return w.WaitSignal(ctx, rank, signal, s)
 	case C.SF_WINDOW_FLUSH:
-		return w.Flush(ctx, s, rank)
+		return w.Flush(ctx, rank, s)
 	}
 	return fmt.Errorf("no such call of a window: %d", what)
 }

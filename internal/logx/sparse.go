@@ -3,6 +3,7 @@ package logx
 // Which of many similar events get a log line.
 
 import (
+	"log/slog"
 	"sync"
 	"sync/atomic"
 )
@@ -50,6 +51,15 @@ func (c *Causes) Next(cause string) (n uint64, show bool) {
 	}
 	c.mu.Unlock()
 	return s.Next()
+}
+
+// Log is l for one more event of cause: it adds the count, as "so far", or logs nothing.
+func (c *Causes) Log(l *slog.Logger, cause string) *slog.Logger {
+	n, show := c.Next(cause)
+	if !show {
+		return slog.New(slog.DiscardHandler)
+	}
+	return slog.New(&late{l.Handler(), []slog.Attr{slog.Uint64("so far", n)}})
 }
 
 // maxKind bounds the text of a cause.

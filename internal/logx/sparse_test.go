@@ -1,12 +1,14 @@
 package logx_test
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"strings"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // TestSparse: of a flood only the 1st, 2nd, 4th, ... is logged, for each cause.
@@ -41,6 +43,25 @@ func TestSparse(t *testing.T) {
 	}
 	if n := testing.AllocsPerRun(100, func() { c.Next("a"); s.Next() }); n != 0 {
 		t.Errorf("%v allocations", n)
+	}
+}
+
+// TestCausesLog: a line that is written has the count behind its other attributes, and the place of who logs it.
+func TestCausesLog(t *testing.T) {
+	var b bytes.Buffer
+	var c logx.Causes
+	for i := range 5 {
+		c.Log(logx.New(&b, env.Default()), "a").Warn("event", "i", i)
+	}
+	want := []string{`event i=0 "so far"=1`, `event i=1 "so far"=2`, `event i=3 "so far"=4`}
+	lines := strings.Split(strings.TrimSpace(b.String()), "\n")
+	if len(lines) != len(want) {
+		t.Fatalf("%d lines, want %d:\n%s", len(lines), len(want), b.String())
+	}
+	for i, line := range lines {
+		if !strings.HasSuffix(line, want[i]) || !strings.Contains(line, "sparse_test.go:") {
+			t.Errorf("%q, want a line of this file that ends with %q", line, want[i])
+		}
 	}
 }
 

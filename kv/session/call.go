@@ -137,7 +137,7 @@ func (l *calls) room(ctx context.Context) error {
 			l.mu.Lock()
 			n := len(l.all)
 			l.mu.Unlock()
-			return wrong(l.ranks.node, "call", fmt.Errorf("%d calls are under way: %w", n, cause(ctx)))
+			return wrong(l.ranks.node, "call", fmt.Errorf("%d calls are under way: %w", n, van.TimedOut(context.Cause(ctx))))
 		}
 	}
 }
@@ -289,7 +289,7 @@ func (c *call) await(ctx context.Context) error {
 	case <-c.ended:
 	case <-ctx.Done():
 		if !c.over() {
-			return wrong(c.of.ranks.node, "wait", fmt.Errorf("%s: no answer from %s: %w", c, c.owing(), cause(ctx)))
+			return wrong(c.of.ranks.node, "wait", fmt.Errorf("%s: no answer from %s: %w", c, c.owing(), van.TimedOut(context.Cause(ctx))))
 		}
 	}
 	return nil
@@ -334,15 +334,6 @@ type RankError struct {
 // Error returns everything on one line.
 func (e *RankError) Error() string {
 	return fmt.Sprintf("session: %s: rank %d (%s): %s", e.Call, e.Rank, e.Node, e.Text)
-}
-
-// cause is why ctx has ended. Its deadline is a time-out.
-func cause(ctx context.Context) error {
-	err := context.Cause(ctx)
-	if errors.Is(err, context.DeadlineExceeded) {
-		return fmt.Errorf("%w (%w)", van.ErrTimeout, err)
-	}
-	return err
 }
 
 // Handle names a result that is on the ranks.

@@ -111,7 +111,7 @@ func (r *Rank) Serve(ctx context.Context) error {
 	case <-r.node.Ended():
 		s.cancel(r.node.Alive())
 	}
-	err = cause(s.ctx)
+	err = van.TimedOut(context.Cause(s.ctx))
 	s.leave(a, err)
 	a.Close()
 	s.mu.Lock()
@@ -309,9 +309,7 @@ func (s *serving) answer(w work, a answer) {
 			s.cancel(fmt.Errorf("a call could not be answered: %w", err))
 		}
 		s.mu.Unlock()
-		if n, speak := s.r.node.Rarely("session: not answered"); speak {
-			s.r.node.Log().Warn("call not answered", "err", err, "so far", n)
-		}
+		s.r.node.Rarely("session: not answered").Warn("call not answered", "err", err)
 	}
 }
 

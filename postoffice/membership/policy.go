@@ -64,9 +64,6 @@ var Orders = []string{"ring", "rank"}
 func ParsePolicy(s string) (p Policy, err error) {
 	for i, word := range strings.Split(s, ",") {
 		key, value, _ := strings.Cut(word, "=")
-		bad := func(want string) error {
-			return wrong(key, value, want)
-		}
 		n, whole := number(value)
 		ok, want := false, ""
 		switch {
@@ -93,7 +90,7 @@ func ParsePolicy(s string) (p Policy, err error) {
 			want = "rate, class of a peer, or order of a communicator, each once"
 		}
 		if !ok {
-			return Policy{}, bad(want)
+			return Policy{}, wrong(key, value, want)
 		}
 	}
 	return p, nil

@@ -201,9 +201,9 @@ func (p *picker) ask(to []int, size int) (end func() error, err error) {
 	p.write(b)
 	var h int32
 	if to == nil {
-		h, err = p.s.PushPull(af.Complete, b.push, b.pull)
+		h, err = p.s.PushPull(af.Complete, nil, b.push, b.pull)
 	} else {
-		h, err = p.s.PushPullTo(af.Complete, to, b.push, b.pull)
+		h, err = p.s.PushPull(af.Complete, to, b.push, b.pull)
 	}
 	return func() error {
 		if err := wait(func(limit, slice time.Duration) error { return p.s.Wait(int64(h), limit, slice) }); err != nil {

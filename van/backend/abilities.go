@@ -3,7 +3,6 @@ package backend
 // Optional abilities of a device beyond Backend, and the errors that devices report.
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"time"
@@ -278,15 +277,4 @@ func checkDevice(own Device, backend string, m Mem) error {
 	default:
 		return fmt.Errorf("tensor on %s but this node owns %s (STEPMESH_GPU): %w", m.dev, own, ErrWrongDevice)
 	}
-}
-
-// SyncCopy is Copy for memory that another stream may still be writing: it first waits for
-// e, which may be nil.
-func SyncCopy(ctx context.Context, b Backend, dst, src Mem, e Event) error {
-	if e != nil {
-		if err := e.Sync(ctx); err != nil {
-			return err
-		}
-	}
-	return b.Copy(dst, src)
 }

@@ -14,6 +14,16 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
+// deviceAlign is what cuMemAlloc promises.
+const deviceAlign = 256
+
+// Results of the driver that the backend does not distinguish.
+const (
+	codeInvalidValue  = 1
+	codeInvalidDevice = 101
+	codeInvalidHandle = 400
+)
+
 // fakeDriver is a driver without a GPU: device memory is memory that the test cannot
 // read by accident (it is unmapped when freed), a stream is a goroutine with a queue.
 // It notes every misuse that the true driver would punish or, worse, accept.

@@ -3,6 +3,7 @@ package backend
 // The GPU backend, put together: opening and closing it, and what is known of devices.
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"runtime"
@@ -28,10 +29,7 @@ type gpu struct {
 
 // newGPU opens device id on driver d.
 func newGPU(d driver, id int) (Backend, error) {
-	if err := startDriver(d); err != nil {
-		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, err)
-	}
-	n, err := d.count()
+	n, err := startDriver(d)
 	if err != nil {
 		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, err)
 	}
@@ -73,20 +71,20 @@ func assemble(d driver, id int) *gpu {
 	return g
 }
 
-// startDriver starts the driver. It adds the usual cause to an error.
-func startDriver(d driver) error {
-	err := d.start()
+// startDriver starts the driver and counts its devices. It adds the usual cause to an error.
+func startDriver(d driver) (devices int, err error) {
+	if err = d.start(); err == nil {
+		return d.count()
+	}
 	var de *driverError
 	switch {
 	case !errors.As(err, &de):
-		return err
 	case de.code == codeNoDevice:
-		return fmt.Errorf("%w: this process sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES", err)
+		err = fmt.Errorf("%w: this process sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES", err)
 	case de.code < 0:
-		return fmt.Errorf("%w: this machine has no driver of NVIDIA, or the loader does not find it", err)
-	default:
-		return err
+		err = fmt.Errorf("%w: this machine has no driver of NVIDIA, or the loader does not find it", err)
 	}
+	return 0, err
 }
 
 // describe returns what the driver knows of device id, without opening it.
@@ -114,10 +112,8 @@ func describe(d driver, id, count int) (Info, error) {
 	i.UUID, errs[1] = d.uuid(dev)
 	i.PCIBusID, errs[2] = d.pciBusID(dev)
 	i.Memory, errs[3] = d.totalMem(dev)
-	for _, err := range errs {
-		if err != nil {
-			return i, err
-		}
+	if err := cmp.Or(errs[:]...); err != nil {
+		return i, err
 	}
 	for other := range count {
 		if other == id {
@@ -138,10 +134,7 @@ func describe(d driver, id, count int) (Info, error) {
 
 // describeAll lists the devices that this process sees, without opening any.
 func describeAll(d driver) ([]Info, error) {
-	if err := startDriver(d); err != nil {
-		return nil, fmt.Errorf("GPUs: %w: %w", ErrUnavailable, err)
-	}
-	n, err := d.count()
+	n, err := startDriver(d)
 	if err != nil {
 		return nil, fmt.Errorf("GPUs: %w: %w", ErrUnavailable, err)
 	}
@@ -222,10 +215,8 @@ func (g *gpu) awaitStreams(limit time.Duration) error {
 	// The driver's wait has no limit, and other code's streams are not known here. After
 	// the limit this goroutine's thread stays in the driver until the streams end.
 	go func() { done <- g.inContext(g.gpuContext.d.synchronize) }()
-	late := time.NewTimer(limit)
-	defer late.Stop()
 	select {
-	case <-late.C:
+	case <-time.After(limit):
 		return fmt.Errorf("streams of the device have not ended after %s, and may wait for the CPU", limit)
 	case err := <-done:
 		if err = g.gpuContext.failed("wait for streams", err); errors.Is(err, ErrDeviceLost) {

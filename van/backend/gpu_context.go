@@ -38,13 +38,10 @@ func (c *gpuContext) MayBlock() bool { return c.blocking.Load() }
 // An error of f is returned with op.
 func (c *gpuContext) with(op string, f func() error) error {
 	err := c.enter(f)
-	if err != nil && err != ErrClosed {
-		return c.failed(op, err)
-	}
-	if err != nil {
+	if err == ErrClosed {
 		return fmt.Errorf("%s: %s: %w", c.Device(), op, err)
 	}
-	return nil
+	return c.failed(op, err)
 }
 
 func (c *gpuContext) enter(f func() error) error {

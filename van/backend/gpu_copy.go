@@ -17,7 +17,7 @@ type copies struct {
 
 // Copy copies between host and device or within the device, on a stream of its own,
 // and returns when the bytes have arrived. It does not wait for other streams that still
-// write src: see SyncCopy.
+// write src.
 func (p *copies) Copy(dst, src Mem) error {
 	if err := p.copyable("Copy", dst, src); err != nil || src.n == 0 {
 		return err

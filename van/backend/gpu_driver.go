@@ -123,14 +123,11 @@ const (
 
 // Results of the driver that the backend distinguishes (CUresult).
 const (
-	codeInvalidValue       = 1
 	codeOutOfMemory        = 2
 	codeDeinitialized      = 4
 	codeNoDevice           = 100
-	codeInvalidDevice      = 101
 	codeECC                = 214
 	codeNVLink             = 220
-	codeInvalidHandle      = 400
 	codeNotReady           = 600
 	codeIllegalAddress     = 700
 	codeLaunchTimeout      = 702

@@ -38,9 +38,9 @@ func (s *events) NewEvent() (Event, error) {
 		if s.c.closed {
 			return nil, s.c.invalid("NewEvent: %w", ErrClosed)
 		}
-		return &flagEvent{of: s}, nil
+		return &flagEvent{gpuEvent: gpuEvent{of: s}}, nil
 	}
-	e := &driverEvent{of: s}
+	e := &driverEvent{gpuEvent: gpuEvent{of: s}}
 	err := s.c.with("NewEvent", func() (err error) {
 		if e.ev, err = s.d.eventCreate(); err != nil {
 			return err
@@ -56,22 +56,36 @@ func (s *events) NewEvent() (Event, error) {
 	return e, nil
 }
 
-// flagEvent is an event whose completion is a word in host memory. Query is one load.
-type flagEvent struct {
-	of      *events
-	mu      sync.Mutex
-	f       *flag // nil before the first Record
-	pending bool
-	closed  bool
+// gpuEvent is what events of both kinds have.
+type gpuEvent struct {
+	of     *events
+	mu     sync.Mutex // of closed, and of what a kind has besides
+	closed bool
 }
 
-func (e *flagEvent) Record(stream uintptr) error {
+var errEventClosed = fmt.Errorf("event closed: %w", ErrClosed)
+
+// use runs f, which calls the driver, unless the event is closed. f has mu.
+func (e *gpuEvent) use(op string, f func() error) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.of.c.with("Record", func() error {
+	return e.of.c.with(op, func() error {
 		if e.closed {
 			return e.of.c.invalid("%w", errEventClosed)
 		}
+		return f()
+	})
+}
+
+// flagEvent is an event whose completion is a word in host memory. Query is one load.
+type flagEvent struct {
+	gpuEvent
+	f       *flag // nil before the first Record
+	pending bool
+}
+
+func (e *flagEvent) Record(stream uintptr) error {
+	return e.use("Record", func() error {
 		// A captured write happens when the graph runs, perhaps never.
 		if capturing, err := e.of.streams.d.streamCapturing(stream); err != nil {
 			return err
@@ -140,32 +154,16 @@ func (e *flagEvent) Close() error {
 
 // driverEvent is an event of the driver.
 type driverEvent struct {
-	of     *events
-	mu     sync.Mutex
-	ev     uintptr
-	closed bool
+	gpuEvent
+	ev uintptr
 }
 
-var errEventClosed = fmt.Errorf("event closed: %w", ErrClosed)
-
 func (e *driverEvent) Record(stream uintptr) error {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.of.c.with("Record", func() error {
-		if e.closed {
-			return e.of.c.invalid("%w", errEventClosed)
-		}
-		return e.of.d.eventRecord(e.ev, stream)
-	})
+	return e.use("Record", func() error { return e.of.d.eventRecord(e.ev, stream) })
 }
 
 func (e *driverEvent) Query() (done bool, err error) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	err = e.of.c.with("Query", func() error {
-		if e.closed {
-			return e.of.c.invalid("%w", errEventClosed)
-		}
+	err = e.use("Query", func() error {
 		err := e.of.d.eventQuery(e.ev)
 		if notReady(err) {
 			return nil
@@ -203,32 +201,18 @@ func (e *driverEvent) Close() error {
 func (s *events) WaitEvent(stream uintptr, e Event) error {
 	switch e := e.(type) {
 	case *flagEvent:
-		if e.of != s {
-			break
+		if e.of == s {
+			return e.use("WaitEvent", func() error {
+				if !e.pending || e.f.arrived() {
+					return nil
+				}
+				return s.streams.d.waitValue32(stream, e.f.addr, e.f.seq)
+			})
 		}
-		e.mu.Lock()
-		defer e.mu.Unlock()
-		return s.c.with("WaitEvent", func() error {
-			if e.closed {
-				return e.of.c.invalid("%w", errEventClosed)
-			}
-			if !e.pending || e.f.arrived() {
-				return nil
-			}
-			return s.streams.d.waitValue32(stream, e.f.addr, e.f.seq)
-		})
 	case *driverEvent:
-		if e.of != s {
-			break
+		if e.of == s {
+			return e.use("WaitEvent", func() error { return s.streams.d.streamWaitEvent(stream, e.ev) })
 		}
-		e.mu.Lock()
-		defer e.mu.Unlock()
-		return s.c.with("WaitEvent", func() error {
-			if e.closed {
-				return e.of.c.invalid("%w", errEventClosed)
-			}
-			return s.streams.d.streamWaitEvent(stream, e.ev)
-		})
 	}
 	return s.c.invalid("WaitEvent: %T is not an event of this backend: %w", e, ErrWrongDevice)
 }

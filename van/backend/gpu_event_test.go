@@ -91,7 +91,7 @@ func TestEventOrdersACopy(t *testing.T) {
 				t.Fatal(err)
 			}
 			time.AfterFunc(time.Millisecond, release)
-			if err := SyncCopy(t.Context(), g, Bytes(got), a, e); err != nil {
+			if err := errors.Join(e.Sync(t.Context()), g.Copy(Bytes(got), a)); err != nil {
 				t.Fatal(err)
 			}
 			if got[0] != round || got[len(got)-1] != round {

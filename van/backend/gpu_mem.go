@@ -18,9 +18,6 @@ type deviceMemory struct {
 	mems map[uintptr]*deviceMem
 }
 
-// deviceAlign is what cuMemAlloc promises.
-const deviceAlign = 256
-
 // deviceMem is the owner of memory that Alloc returned. It counts the holders.
 type deviceMem struct {
 	addr uintptr

@@ -123,48 +123,35 @@ func (p *streamPool) Capturing(stream uintptr) (yes bool, err error) {
 
 // WriteFlag makes stream write v into word.
 func (p *streamPool) WriteFlag(stream uintptr, word Mem, v uint32) error {
-	return p.c.with("WriteFlag", func() error {
-		addr, err := p.wordAddr("WriteFlag", word, 4)
-		if err != nil {
-			return err
-		}
-		return p.d.writeValue32(stream, addr, v)
-	})
+	return p.onWord("WriteFlag", word, 4, func(addr uintptr) error { return p.d.writeValue32(stream, addr, v) })
 }
 
 // WaitFlag makes stream wait until word has reached v.
 func (p *streamPool) WaitFlag(stream uintptr, word Mem, v uint32) error {
 	p.c.blocking.Store(true)
-	return p.c.with("WaitFlag", func() error {
-		addr, err := p.wordAddr("WaitFlag", word, 4)
-		if err != nil {
-			return err
-		}
-		return p.d.waitValue32(stream, addr, v)
-	})
+	return p.onWord("WaitFlag", word, 4, func(addr uintptr) error { return p.d.waitValue32(stream, addr, v) })
 }
 
 // WaitBits makes stream wait until one of bits is set in word.
 func (p *streamPool) WaitBits(stream uintptr, word Mem, bits uint64) error {
 	p.c.blocking.Store(true)
-	return p.c.with("WaitBits", func() error {
-		addr, err := p.wordAddr("WaitBits", word, 8)
-		if err != nil {
-			return err
-		}
-		return p.d.waitBits64(stream, addr, bits)
-	})
+	return p.onWord("WaitBits", word, 8, func(addr uintptr) error { return p.d.waitBits64(stream, addr, bits) })
 }
 
 // WaitCount makes stream wait until the number in word is n or more.
 func (p *streamPool) WaitCount(stream uintptr, word Mem, n uint64) error {
 	p.c.blocking.Store(true)
-	return p.c.with("WaitCount", func() error {
-		addr, err := p.wordAddr("WaitCount", word, 8)
+	return p.onWord("WaitCount", word, 8, func(addr uintptr) error { return p.d.waitValue64(stream, addr, n) })
+}
+
+// onWord runs f, which calls the driver, with the device's address of word, which has n bytes.
+func (p *streamPool) onWord(op string, word Mem, n int, f func(addr uintptr) error) error {
+	return p.c.with(op, func() error {
+		addr, err := p.wordAddr(op, word, n)
 		if err != nil {
 			return err
 		}
-		return p.d.waitValue64(stream, addr, n)
+		return f(addr)
 	})
 }
 

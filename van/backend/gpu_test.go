@@ -386,7 +386,7 @@ func TestManyGoroutines(t *testing.T) {
 				want := bytes.Repeat([]byte{byte(i)}, 128)
 				got := make([]byte, 128)
 				e, _ := g.NewEvent()
-				if err := errors.Join(g.Copy(m, Bytes(want)), SyncCopy(t.Context(), g, Bytes(got), m, e), g.Free(m), e.Close()); err != nil {
+				if err := errors.Join(g.Copy(m, Bytes(want)), e.Sync(t.Context()), g.Copy(Bytes(got), m), g.Free(m), e.Close()); err != nil {
 					t.Error(err)
 				}
 				if !bytes.Equal(got, want) {

@@ -3,6 +3,7 @@ package backend
 // Reuse of device and pinned buffers.
 
 import (
+	"cmp"
 	"math/bits"
 	"sync"
 )
@@ -132,14 +133,11 @@ func (p *Pool) evict(n int) (old []*Buffer) {
 	return old
 }
 
-func (p *Pool) drop(old []*Buffer) error {
-	var first error
+func (p *Pool) drop(old []*Buffer) (err error) {
 	for _, b := range old {
-		if err := p.free(b.mem); first == nil {
-			first = err
-		}
+		err = cmp.Or(err, p.free(b.mem))
 	}
-	return first
+	return err
 }
 
 func (p *Pool) put(b *Buffer) {

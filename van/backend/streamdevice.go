@@ -2,12 +2,10 @@ package backend
 
 // What packages need of a device whose streams exchange memory with those of other processes by themselves.
 
-import (
-	"fmt"
-)
+import "fmt"
 
 // StreamDevice is a device whose streams reach into the memory of other processes' devices.
-type StreamDevice struct {
+type StreamDevice interface {
 	Backend
 	Exporter
 	AsyncCopier
@@ -16,14 +14,9 @@ type StreamDevice struct {
 }
 
 // StreamDeviceOf is b as one. The error wraps ErrUnavailable if b cannot do that.
-func StreamDeviceOf(b Backend) (*StreamDevice, error) {
-	d := &StreamDevice{Backend: b}
-	var can [4]bool
-	d.Exporter, can[0] = b.(Exporter)
-	d.AsyncCopier, can[1] = b.(AsyncCopier)
-	d.GraphFlagger, can[2] = b.(GraphFlagger)
-	d.HostPinner, can[3] = b.(HostPinner)
-	if can != [...]bool{true, true, true, true} {
+func StreamDeviceOf(b Backend) (StreamDevice, error) {
+	d, can := b.(StreamDevice)
+	if !can {
 		return nil, fmt.Errorf("%w: this node's backend is %s (STEPMESH_BAKCEND), want one of a GPU", ErrUnavailable, b.Name())
 	}
 	return d, nil

@@ -2,7 +2,10 @@ package env
 
 // The settings in force: for display, and for the environment of child processes.
 
-import "slices"
+import (
+	"cmp"
+	"slices"
+)
 
 // Effective is one line of the table of settings in force.
 type Effective struct {
@@ -47,10 +50,7 @@ func (c *Config) Origin(name string) string {
 	if v.get(c) != before {
 		return fromProgram
 	}
-	if o, ok := c.origins[name]; ok {
-		return o
-	}
-	return fromDefault
+	return cmp.Or(c.origins[name], fromDefault)
 }
 
 // Strip returns environ, a list of NAME=value, without the variables that have a place in

@@ -2,7 +2,10 @@ package env
 
 // The error of a setting.
 
-import "strings"
+import (
+	"strconv"
+	"strings"
+)
 
 // Error is one setting that cannot be used. Load and Validate join all that they
 // find with errors.Join; errors.As finds the first.
@@ -20,7 +23,7 @@ func (e *Error) Error() string {
 	if e.Value == "" {
 		b.WriteString(" is not set")
 	} else {
-		b.WriteString("=" + quote(e.Value))
+		b.WriteString("=" + strconv.Quote(e.Value)) // on one line, whatever it is
 	}
 	if e.Why != "" {
 		b.WriteString(" (" + e.Why + ")")

@@ -113,7 +113,7 @@ func (l *loader) readOthers() {
 		if o.note {
 			l.note("%s has no effect: %s", o.name, o.why)
 		} else {
-			l.warn("%s=%s has no effect: %s", o.name, quote(s), o.why)
+			l.warn("%s=%q has no effect: %s", o.name, s, o.why)
 		}
 	}
 }

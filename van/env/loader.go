@@ -55,7 +55,7 @@ func (l *loader) read(v *variable) {
 		case first == "":
 			first, firstText, value = name, s, canon
 		case canon != value:
-			l.refuse(v.name, &Error{Name: name, Value: s, Why: first + "=" + quote(firstText),
+			l.refuse(v.name, &Error{Name: name, Value: s, Why: fmt.Sprintf("%s=%q", first, firstText),
 				Want: "the same value, or only one of the two"})
 		}
 	}

@@ -81,7 +81,7 @@ func (l *loader) chooseVan() {
 	}
 	if rdma != "" && other != "" {
 		if loser, _ := checkVan(other); loser != canon {
-			l.warn("%s=%s wins over %s=%s: the transport is %s", enableRDMA, quote(rdma), vanType, quote(other), canon)
+			l.warn("%s=%q wins over %s=%q: the transport is %s", enableRDMA, rdma, vanType, other, canon)
 		}
 	}
 }

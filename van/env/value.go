@@ -246,9 +246,6 @@ func (v *variable) unit() time.Duration {
 	return time.Second
 }
 
-// quote keeps a message on one line, whatever the value.
-func quote(s string) string { return strconv.Quote(s) }
-
 func checkHost(s string) (value, want string) {
 	switch {
 	case strings.ContainsAny(s, blanks+"/,\x00"):

@@ -251,7 +251,7 @@ func (n *node) took(begun time.Time, ticks int64) time.Duration {
 
 func (n *node) alive() error {
 	if n.session != nil {
-		_, err := n.session.PushPull(af.DefaultStream, nil, nil) // refused for its arguments by one that lives
+		_, err := n.session.PushPull(af.DefaultStream, nil, nil, nil) // refused for its arguments by one that lives
 		if errors.Is(err, van.ErrInvalid) {
 			return nil
 		}
@@ -351,7 +351,7 @@ func (l *lane) call(number uint64, limit time.Duration) error {
 		}
 		return call.Wait(context.Background())
 	}
-	h, err := n.session.PushPull(af.DefaultStream, l.push, l.pull)
+	h, err := n.session.PushPull(af.DefaultStream, nil, l.push, l.pull)
 	if err != nil {
 		return err
 	}

@@ -192,7 +192,7 @@ func (p *proc) begin(t *tensors, id callID, limit time.Duration) (wait func() er
 		call, err := p.worker.PushPull(t.push, t.pull, af.Within(limit))
 		return func() error { return call.Wait(context.Background()) }, err
 	}
-	h, err := p.session.PushPull(af.DefaultStream, t.push, t.pull)
+	h, err := p.session.PushPull(af.DefaultStream, nil, t.push, t.pull)
 	return func() error { return p.wait(h, limit) }, err
 }
 
