@@ -315,8 +315,9 @@ func (o *op) serve(a *ask) {
 	datamsg.SetData(m, backend.Bytes(t.key[:]), o.gives.parts[a.rank], backend.Mem{}, van.TypeOther)
 	m.Done = t
 	if err := b.node.Send(m); err != nil {
-		t.Sent()
+		// First: with this part given back the call may have ended well.
 		b.fail(&van.Error{Op: kinds[o.call.kind], Node: b.node.Name(), Peer: b.name(a.rank), Detail: o.String(), Err: err})
+		t.Sent()
 	}
 }
 
