@@ -32,8 +32,7 @@ func rename(w *world) {
 }
 
 func disconnect(w *world) {
-	worker, server := w.node(9, nil), w.node(8, nil)
-	link(worker, server)
+	worker, server := w.pair()
 	const n = 20
 	for i := range n {
 		worker.must(data(8, i, true))
@@ -100,13 +99,9 @@ func restart(w *world) {
 	first.close()
 
 	second := w.make(8)
-	second.self.Port = first.self.Port
+	second.self.Port, second.knowsID = first.self.Port, true
 	for end := time.Now().Add(Limit); ; {
-		ctx, cancel := w.context()
-		self := second.self
-		self.ID = van.Empty
-		_, err := second.Bind(ctx, self)
-		cancel()
+		err := second.tryBind()
 		if err == nil {
 			break
 		}
@@ -115,8 +110,7 @@ func restart(w *world) {
 		}
 		time.Sleep(10 * time.Millisecond) // the system frees the port when it likes
 	}
-	second.SetID(8)
-	second.Start(second.collect)
+	second.start(nil)
 	link(worker, second)
 	worker.must(data(8, 0, true))
 	second.expect(9, 1)
