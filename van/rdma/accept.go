@@ -97,11 +97,10 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 		return nil, err
 	}
 	in := &inbound{v: v.node, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, draining: draining{drained: make(chan struct{})},
-		slotSet: slotSet{cells: conn.Cells{Device: dev}, slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}}
-	in.slotSet.in = in
-	in.dialect = stepmeshIn{in}
+		slotState: slotState{cells: conn.Cells{Device: dev}, slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}}
+	in.dialect = stepmeshIn{slotSet{in}}
 	if h.native {
-		in.dialect = nativeIn{in}
+		in.dialect = nativeIn{slotSet{in}}
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -120,7 +119,7 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 			}
 		}
 	}
-	in.activeDue.Run, in.requestsDue.Run, in.probeDue.Run = in.tick, in.retryRequests, in.probe
+	in.activeDue.Run, in.requestsDue.Run, in.probeDue.Run = in.tick, slotSet{in}.retryRequests, in.probe
 	if h.native && !failpoint.On("rdma-reclaim") {
 		host.probes.Add(&in.probeDue)
 	}
@@ -184,7 +183,7 @@ func (v *rvan) endInbound(in *inbound, p *peer, cause error) {
 	in.host.exclusive(func() {
 		v.slots.Each(func(l *receiveSlot) {
 			if l.Owner == in && v.slots.End(l) {
-				in.freeSlot(l)
+				slotSet{in}.freeSlot(l)
 			}
 		})
 	})

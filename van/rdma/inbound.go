@@ -47,7 +47,7 @@ type inbound struct {
 	sends   *conn.SendQueue[struct{}] // for replies to slot requests, and credits
 	backlog []queuedSend              // what found no room
 	creditList
-	slotSet
+	slotState
 }
 
 // receiving is of who holds the feed.
@@ -273,7 +273,7 @@ func (in *inbound) tick(now uint64, all bool) (sent bool) {
 		in.mu.Unlock()
 	}
 	if in.overwritten.Load() {
-		in.checkOverwrite(now)
+		slotSet{in}.checkOverwrite(now)
 	}
 	if in.creditsOwed.Load() > 0 || in.overwritten.Load() {
 		in.host.active.Add(&in.activeDue)

@@ -43,13 +43,15 @@ type peer struct {
 	tickedAt    uint64       // when Sender.Tick was last called
 	waitDue     conn.DueItem // for messages, and returned slots, that wait
 	pulls       map[pullKey]pullDestination
-	connector
+	connectState
 }
 
 // connector makes the connection of a peer, and makes it again, in one goroutine; see
-// dial.go. The peer's mu guards what is no atomic.
-type connector struct {
-	peer *peer // whose it is
+// dial.go.
+type connector struct{ *peer }
+
+// connectState is what a connector keeps. The peer's mu guards what is no atomic.
+type connectState struct {
 	stop context.CancelFunc
 	ends chan struct{} // closed when the goroutine has ended
 
@@ -179,8 +181,7 @@ func (p *peer) currentLink() *link {
 // takes a second connection under the same name for more queue pairs of the first, and
 // never hears it. What is sent from now on waits for the connection, as it would for a new
 // one.
-func (cn *connector) keepFor(id int) bool {
-	p := cn.peer
+func (p connector) keepFor(id int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil {
@@ -193,8 +194,7 @@ func (cn *connector) keepFor(id int) bool {
 
 // setConnecting says that connect requests are with the peer, sent as those of node id, or that
 // there are none.
-func (cn *connector) setConnecting(asks bool, id int) {
-	p := cn.peer
+func (p connector) setConnecting(asks bool, id int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.connecting, p.connectingAs = asks, id
