@@ -3,7 +3,6 @@ package rdma
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/netip"
 	"slices"
 	"time"
@@ -21,7 +20,6 @@ import (
 
 // accept takes a connect request.
 func (v *rvan) accept(ev verbs.Event) {
-	id := ev.New
 	h, err := decodeHello(ev.Private)
 	why := ""
 	switch {
@@ -30,7 +28,7 @@ func (v *rvan) accept(ev verbs.Event) {
 	case v.closed.Load():
 		why = "the node is closing"
 	case h.native && v.isReplaced(h.incarnation):
-		rejectReplaced(ev, h, v.log, &v.rejections)
+		v.rejectReplaced(ev, &h)
 		return
 	case h.native && h.qpCount != v.cfg.QPNum:
 		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
@@ -39,23 +37,21 @@ func (v *rvan) accept(ev verbs.Event) {
 		if n, show := v.rejections.Next(logx.Kind(errors.New(why))); show {
 			v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", why, "so far", n)
 		}
-		_ = id.Reject(refusal(why))
-		_ = id.Destroy()
+		reject(ev.New, 0, why)
 		return
 	}
-	in, err := v.inboundFor(h, id, ev.Peer)
+	in, err := v.inboundFor(h, ev.New, ev.Peer)
 	if err == nil {
-		err = in.addQueuePair(id, h)
+		err = in.addQueuePair(ev.New, h)
 	}
 	switch {
 	case errors.Is(err, van.ErrReplaced): // since it was looked at
-		rejectReplaced(ev, h, v.log, &v.rejections)
+		v.rejectReplaced(ev, &h)
 	case err != nil:
 		if n, show := v.rejections.Next(logx.Kind(err)); show {
 			v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err, "so far", n)
 		}
-		_ = id.Reject(refusal(err.Error()))
-		_ = id.Destroy()
+		reject(ev.New, 0, err.Error())
 		if in != nil {
 			in.fail(err)
 		}
@@ -63,12 +59,17 @@ func (v *rvan) accept(ev verbs.Event) {
 }
 
 // rejectReplaced tells a process whose place another has taken.
-func rejectReplaced(ev verbs.Event, h hello, log *slog.Logger, lines *logx.Causes) {
-	if n, show := lines.Next("replaced"); show {
-		log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
+func (v *rvan) rejectReplaced(ev verbs.Event, h *hello) {
+	if n, show := v.rejections.Next("replaced"); show {
+		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
 	}
-	_ = ev.New.Reject(refusalOf(codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced"))
-	_ = ev.New.Destroy()
+	reject(ev.New, codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced")
+}
+
+// reject refuses a connect request.
+func reject(id verbs.ID, code uint32, why string) {
+	_ = id.Reject(refusal(code, why))
+	_ = id.Destroy()
 }
 
 // inboundFor finds or makes the incoming connection that a queue pair belongs to.
@@ -176,7 +177,9 @@ func (v *rvan) endInbound(in *inbound, p *peer, cause error) {
 		again = again || x.hello.node == in.hello.node && !x.gone.Load()
 	}
 	v.mu.Unlock()
-	v.unlinkInbound(in)
+	for _, p := range *v.peers.Load() {
+		p.inbound.CompareAndSwap(in, nil)
+	}
 	if p := (*v.peers.Load())[in.hello.node]; p != nil && !in.hello.native {
 		p.abandonPulls(again)
 	}
@@ -224,12 +227,6 @@ func (v *rvan) linkInboundsLocked() {
 			p.hasConnected.Store(true)
 			go v.notifyInbound(p, back)
 		}
-	}
-}
-
-func (v *rvan) unlinkInbound(in *inbound) {
-	for _, p := range *v.peers.Load() {
-		p.inbound.CompareAndSwap(in, nil)
 	}
 }
 

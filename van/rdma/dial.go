@@ -334,11 +334,10 @@ const inlineWanted = 512
 
 // end lets what was sent leave until ctx ends, then ends the connection.
 func (p connector) end(ctx context.Context) {
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
+	tick := time.Tick(time.Millisecond)
 	for !p.drained() {
 		select {
-		case <-tick.C: // completions of the last messages have no signal of their own
+		case <-tick: // completions of the last messages have no signal of their own
 			continue
 		case <-ctx.Done():
 		case <-p.v.eventsEnded:
@@ -373,10 +372,7 @@ func (p connector) drained() bool {
 // awaitSent waits for the last completions of a connection that has been broken: they say
 // what the peer has not received.
 func (p connector) awaitSent(l *link) {
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	limit := time.NewTimer(flushPause)
-	defer limit.Stop()
+	tick, limit := time.Tick(time.Millisecond), time.After(flushPause)
 	for {
 		p.mu.Lock()
 		done := l.Outstanding() <= 0
@@ -385,8 +381,8 @@ func (p connector) awaitSent(l *link) {
 			return
 		}
 		select {
-		case <-tick.C:
-		case <-limit.C:
+		case <-tick:
+		case <-limit:
 			return
 		case <-l.host.stopped:
 			return

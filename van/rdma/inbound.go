@@ -281,8 +281,7 @@ func (in *inbound) tick(now uint64, all bool) (sent bool) {
 	return sent
 }
 
-// probe writes nothing to the peer: one that has gone without a word shows only in what
-// is sent to it.
+// probe probes the connection if nothing is under way on it.
 func (in *inbound) probe(uint64, bool) bool {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -290,12 +289,8 @@ func (in *inbound) probe(uint64, bool) bool {
 		return false
 	}
 	in.host.probes.Add(&in.probeDue)
-	if in.sends == nil || !in.sends.Idle() {
-		return false
-	}
-	if id, _, _, ok := in.sends.Begin(); ok {
-		in.sends.Add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
-		if err := in.sends.Post(); err != nil {
+	if in.sends != nil && in.sends.Idle() {
+		if err := in.sends.Probe(); err != nil {
 			in.fail(asLost(err))
 		}
 	}

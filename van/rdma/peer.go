@@ -126,7 +126,7 @@ func (p *peer) flush(more bool) {
 // maxHeld is how many work requests wait for each other at most.
 const maxHeld = 24
 
-// probeLink probes l if nothing is under way on it.
+// probeLink probes l if nothing is under way on it: a node that waits for an answer sends nothing.
 func (p *peer) probeLink(l *link, now uint64) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -135,26 +135,15 @@ func (p *peer) probeLink(l *link, now uint64) bool {
 	}
 	l.host.probes.Add(&l.probeDue)
 	if l.Idle() {
-		l.probe()
+		if err := l.Probe(); err != nil {
+			l.fail(asLost(err))
+		}
 	}
 	return false
 }
 
 // waiting tells whether something waits for room or for a slot. p.mu is held.
 func (p *peer) waiting() bool { return p.sender.Waiting() > 0 || len(p.sender.Returns()) > 0 }
-
-// probe writes nothing to the peer: a link that is lost shows only in what is sent, and a
-// node that waits for an answer sends nothing.
-func (l *link) probe() {
-	id, _, _, ok := l.Begin()
-	if !ok {
-		return
-	}
-	l.Add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
-	if err := l.Post(); err != nil {
-		l.fail(asLost(err))
-	}
-}
 
 // name says whom p leads to.
 func (p *peer) name() string { return van.NodeName(int(p.id.Load())) + " at " + p.node.Addr() }

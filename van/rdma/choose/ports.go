@@ -4,6 +4,7 @@ package choose
 
 import (
 	"cmp"
+	"embed"
 	"fmt"
 	"net/netip"
 	"path"
@@ -39,6 +40,9 @@ func portName(device string, port int) string { return fmt.Sprintf("%s port %d",
 type useless struct{ name, why string }
 
 func (m Machine) look() *look {
+	if m.Root == nil {
+		m.Root = embed.FS{} // without a file
+	}
 	l := &look{m: m}
 	devices := slices.Clone(m.Devices)
 	slices.SortStableFunc(devices, func(a, b verbs.DeviceInfo) int { return compareNames(a.Name, b.Name) })

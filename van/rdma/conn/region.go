@@ -234,9 +234,8 @@ func (rs *Regions) Evict(now uint64) {
 func (rs *Regions) Revoke(m backend.Mem, kept []*Region) {
 	rs.dropping.Lock()
 	defer rs.dropping.Unlock()
-	lo, hi := m.Addr(), m.Addr()+uint64(m.Len())
 	for _, r := range *rs.sorted.Load() {
-		if a := r.Mem.Addr(); r.access&verbs.RemoteWrite == 0 || a >= hi || a+uint64(r.Mem.Len()) <= lo || slices.Contains(kept, r) {
+		if r.access&verbs.RemoteWrite == 0 || !r.Mem.Overlaps(m) || slices.Contains(kept, r) {
 			continue
 		}
 		r.gone.Store(true)
