@@ -99,21 +99,14 @@ func (g *guard) close() {
 
 // follow learns from libzmq which connections there are.
 func (g *guard) follow() {
-	var event zmq4.Event
-	var fd int
-	try := func(uintptr) bool {
-		var end bool
-		event, fd, end = g.mon.next()
-		return end || event != 0
-	}
-	for g.mon.sock.wait(try) && !g.mon.sock.closed.Load() {
+	g.mon.follow(func(event zmq4.Event, fd int) {
 		switch event {
 		case zmq4.EVENT_ACCEPTED:
 			g.accepted(fd)
 		case zmq4.EVENT_DISCONNECTED, zmq4.EVENT_CLOSED:
 			g.gone(fd)
 		}
-	}
+	})
 }
 
 func (g *guard) accepted(fd int) {
@@ -232,16 +225,7 @@ func (g *guard) accepts(fd int) bool {
 		return false
 	}
 	a, err := unix.Getsockname(fd)
-	if err != nil {
-		return false
-	}
-	switch a := a.(type) {
-	case *unix.SockaddrInet4:
-		return a.Port == g.port
-	case *unix.SockaddrInet6:
-		return a.Port == g.port
-	}
-	return false
+	return err == nil && int(addrOf(a).Port()) == g.port
 }
 
 // known is told that c is a member from now on.
@@ -358,7 +342,7 @@ func (g *guard) end(fd int, in *incoming) {
 	from := "unknown"
 	g.use(fd, in, func(fd int) {
 		if a, err := unix.Getpeername(fd); err == nil {
-			from = addrText(a)
+			from = addrOf(a).String()
 		}
 		_ = unix.Shutdown(fd, unix.SHUT_RDWR)
 	})
