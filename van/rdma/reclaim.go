@@ -62,49 +62,37 @@ func (in slotSet) makeRoom(err error, now uint64) {
 	if last := v.slotsScannedAt.Load(); now-last < uint64(slotScanPause) || !v.slotsScannedAt.CompareAndSwap(last, now) {
 		return
 	}
-	shares := map[*inbound]*slotShare{in.inbound: {}}
-	var all slotShare
+	shares := map[*inbound]int{in.inbound: 0} // the slots that each peer has
 	v.slots.Each(func(l *receiveSlot) {
-		of := l.Owner.(*inbound)
-		if l.OneShot || !of.hello.native {
-			return
+		if of := l.Owner.(*inbound); !l.OneShot && of.hello.native {
+			shares[of]++
 		}
-		x := shares[of]
-		if x == nil {
-			x = &slotShare{}
-			shares[of] = x
-		}
-		x.places++
-		all.places++
 	})
-	fair := v.slots.Room() / len(shares)
-	over := false
-	order := slices.SortedFunc(maps.Keys(shares), func(x, y *inbound) int { return cmp.Compare(x.serial, y.serial) })
-	for _, of := range order {
-		x := shares[of]
-		x.bytes = int(of.registeredBytes.Load())
-		all.bytes += x.bytes
-		if of != in.inbound && x.places > fair && !errors.Is(err, errTotalBudget) {
-			over = true
-			slotSet{of}.requestReclaim(x.places-fair, 0, now)
+	all := v.slots.Room()
+	ofBytes := errors.Is(err, errTotalBudget)
+	if ofBytes {
+		all = 0
+		for of := range shares {
+			shares[of] = int(of.registeredBytes.Load())
+			all += shares[of]
 		}
 	}
-	if errors.Is(err, errTotalBudget) {
-		fair = all.bytes / len(shares)
-		for _, of := range order {
-			if x := shares[of]; of != in.inbound && x.bytes > fair {
-				over = true
-				slotSet{of}.requestReclaim(0, x.bytes-fair, now)
-			}
+	fair, over := all/len(shares), false
+	for _, of := range slices.SortedFunc(maps.Keys(shares), func(x, y *inbound) int { return cmp.Compare(x.serial, y.serial) }) {
+		switch more := shares[of] - fair; {
+		case of == in.inbound || more <= 0:
+			continue
+		case ofBytes:
+			slotSet{of}.requestReclaim(0, more, now)
+		default:
+			slotSet{of}.requestReclaim(more, 0, now)
 		}
+		over = true
 	}
 	if !over { // it has had its share, in slots of other sizes
 		in.requestReclaim(8, 0, now)
 	}
 }
-
-// slotShare is what one peer has.
-type slotShare struct{ places, bytes int }
 
 // requestReclaim asks the peer to give slots back. One that has free slots, and does not answer,
 // is cut off: it connects again when it needs to.

@@ -206,8 +206,7 @@ func (v *Van) Close(ctx context.Context) error {
 }
 
 func (v *Van) awaitAcks(ctx context.Context) {
-	limit := time.NewTimer(v.opts.CloseWait)
-	defer limit.Stop()
+	limit := time.After(v.opts.CloseWait)
 	v.kept.mu.Lock()
 	var probes []*entry
 	for _, e := range v.kept.byKey {
@@ -231,7 +230,7 @@ func (v *Van) awaitAcks(ctx context.Context) {
 	select {
 	case <-none:
 		return
-	case <-limit.C:
+	case <-limit:
 	case <-ctx.Done():
 	}
 	v.log.Warn("closed with messages that were not acknowledged", "node", van.NodeName(int(v.id.Load())))
@@ -266,7 +265,7 @@ func (v *Van) receive(m *van.Message) {
 	repeated := stranger && m.Control.Cmd == van.Heartbeat && len(m.Control.Nodes) > 0
 	if duplicate && !repeated && !failpoint.On("duplicate") {
 		if n, show := v.twice.Next(); show {
-			v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta), "so far", n)
+			v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", &m.Meta, "so far", n)
 		}
 		return
 	}

@@ -30,7 +30,6 @@ func (n *node) letsGo(what string, dones ...*completion) {
 // frame and both ways. Every message is let go of without another one that helps.
 func copyBelow(w *world) {
 	worker, server := w.pair()
-	w.greet([]*node{worker}, []*node{server})
 	const at = van.CopyBelow
 	for i, shape := range [][]int{{8, at - 1}, {8, at}, {8, at + 1}, {at, 8}, {at, at}, {at - 1, at + 1}, {8, at, at}, {8, at + 1, at - 1}, {at + 1, 8, at}} {
 		for _, x := range []struct {
@@ -57,7 +56,6 @@ func copyBelow(w *world) {
 // nothing follows.
 func more(w *world) {
 	worker, server := w.pair()
-	w.greet([]*node{worker}, []*node{server})
 	for _, x := range []struct {
 		from, to *node
 	}{{worker, server}, {server, worker}} {

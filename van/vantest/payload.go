@@ -39,7 +39,6 @@ func large(w *world) { checkShapes(w, [][]int{{8, 20 << 20}, {8, 1}, {8, 20<<20 
 // each back.
 func checkShapes(w *world, shapes [][]int) {
 	worker, server := w.pair()
-	w.greet([]*node{worker}, []*node{server})
 	for i, shape := range shapes {
 		var frames [][]byte
 		for k, n := range shape {

@@ -10,15 +10,21 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-func rename(w *world) {
-	scheduler, worker := w.node(1, nil), w.node(9, nil)
+// connectRenamed connects worker and scheduler, which gives it its id only then.
+func connectRenamed(scheduler, worker *node) {
+	worker.w.Helper()
 	worker.connect(scheduler)
 	scheduler.connectAs(-1, worker)
 	if err := scheduler.Rename(-1, 9); err != nil {
-		w.Fatalf("Rename: %v", err)
+		worker.w.Fatalf("Rename: %v", err)
 	}
 	scheduler.must(control(van.Heartbeat, 9, 0))
 	worker.expect(1, 1)
+}
+
+func rename(w *world) {
+	scheduler, worker := w.node(1, nil), w.node(9, nil)
+	connectRenamed(scheduler, worker)
 	if err := scheduler.Send(control(van.Heartbeat, -1, 1)); !errors.Is(err, van.ErrUnknownPeer) {
 		w.Errorf("Send to the old name: %v, want %v", err, van.ErrUnknownPeer)
 	}
@@ -167,13 +173,7 @@ func renamedCloses(w *world) {
 	scheduler.bind(nil)
 	scheduler.SetID(1)
 	worker := w.node(9, nil)
-	worker.connect(scheduler)
-	scheduler.connectAs(-1, worker)
-	if err := scheduler.Rename(-1, 9); err != nil {
-		w.Fatalf("Rename: %v", err)
-	}
-	scheduler.must(control(van.Heartbeat, 9, 0))
-	worker.expect(1, 1)
+	connectRenamed(scheduler, worker)
 	worker.close()
 	w.expectDown(events, 9)
 }

@@ -101,11 +101,12 @@ func (w *world) node(id int, recv van.Receiver) *node {
 	return n
 }
 
-// pair makes a worker and a server that are linked.
+// pair makes a worker and a server that are linked, and may both send data.
 func (w *world) pair() (worker, server *node) {
 	w.Helper()
 	worker, server = w.node(9, nil), w.node(8, nil)
 	link(worker, server)
+	w.greet([]*node{worker}, []*node{server})
 	return worker, server
 }
 

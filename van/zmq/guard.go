@@ -255,15 +255,10 @@ func (g *guard) joins(fd int, in *incoming, c *conn) {
 	if _, limit := g.n.heartbeats(); limit > 0 && c.incarnation != 0 {
 		// An answer that nobody acknowledges ends the connection, as a request does on
 		// the other side.
-		g.use(fd, in, func(fd int) {
+		tcpSocket{fd, in.cookie}.use(func(fd int) {
 			_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(limit.Milliseconds()))
 		})
 	}
-}
-
-// use calls f with a descriptor of in's socket, if fd still is one.
-func (g *guard) use(fd int, in *incoming, f func(int)) {
-	tcpSocket{fd, in.cookie}.use(f)
 }
 
 // look waits until strangers send something.
@@ -340,7 +335,7 @@ func (g *guard) relieve() {
 func (g *guard) end(fd int, in *incoming) {
 	g.n.stats.strangers.Add(1)
 	from := "unknown"
-	g.use(fd, in, func(fd int) {
+	tcpSocket{fd, in.cookie}.use(func(fd int) {
 		if a, err := unix.Getpeername(fd); err == nil {
 			from = addrOf(a).String()
 		}

@@ -263,15 +263,12 @@ func (p *SendQueue[T]) Idle() bool { return len(p.free) == len(p.recs) && len(p.
 // Abandon ends all records of a connection whose queue pairs are gone.
 func (p *SendQueue[T]) Abandon() (all []Finished[T]) {
 	p.Broken = true
-	taken := make([]bool, len(p.recs))
-	for i := range taken {
-		taken[i] = true
-	}
+	free := make([]bool, len(p.recs))
 	for _, id := range p.free {
-		taken[id] = false
+		free[id] = true
 	}
-	for i, t := range taken {
-		if t {
+	for i := range free {
+		if !free[i] {
 			all = append(all, p.Finish(uint32(i)))
 		}
 	}
