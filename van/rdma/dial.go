@@ -253,7 +253,9 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 			}
 		}
 	}()
-	v.rememberConn(serial, &connection{link: l, peer: p.peer})
+	v.mu.Lock()
+	v.rememberConnLocked(serial, &connection{link: l, peer: p.peer})
+	v.mu.Unlock()
 	for q := range v.cfg.QPNum {
 		c, err := v.cm.NewID(conn.Cookie(serial, q))
 		if err != nil {

@@ -104,6 +104,7 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 		return err
 	}
 	_, rx := v.cfg.RDMADepths()
+	more := !h.native && q+1 < v.cfg.QPNum
 	in.mu.Lock()
 	if in.gone.Load() {
 		err = fmt.Errorf("%w meanwhile", van.ErrClosed) // endIncoming has looked at in.ids
@@ -112,24 +113,20 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 	}
 	if err == nil {
 		in.ids, in.qps = append(in.ids, id), append(in.qps, qp)
+		if more && in.acceptTimer == nil {
+			in.acceptTimer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
+		}
 	}
 	in.mu.Unlock()
 	if err != nil {
 		v.cm.Release(dev)
 		return err
 	}
-	if !h.native && q+1 < v.cfg.QPNum {
-		// StepMesh counts the routes that it has resolved and the answers with one
+	if !more { // StepMesh counts the routes that it has resolved and the answers with one
 		// counter: an answer that comes before all its queue pairs have asked makes it wait
 		// for ever.
-		in.mu.Lock()
-		if in.acceptTimer == nil {
-			in.acceptTimer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
-		}
-		in.mu.Unlock()
-		return nil
+		in.acceptAll()
 	}
-	in.acceptAll()
 	return nil
 }
 

@@ -36,17 +36,11 @@ type Options struct {
 	// CloseWait limits how long Close waits for the last acknowledgements; by default
 	// three Timeouts. A peer that has also closed never acknowledges.
 	CloseWait time.Duration
-	// OnFail is called with messages that failed: not acknowledged after MaxTries (Err
-	// wraps van.ErrTimeout), or their peer is lost (van.ErrPeerLost). It must not block.
-	OnFail func(Failure)
+	// OnFail is called with messages that failed: not acknowledged after MaxTries (err
+	// wraps van.ErrTimeout), or their peer is lost (van.ErrPeerLost). It must not block, and
+	// may keep meta.
+	OnFail func(peer int, meta *van.Meta, err error)
 	Log    *slog.Logger
-}
-
-// Failure is a message that failed. The callee may keep Meta.
-type Failure struct {
-	Peer int
-	Meta van.Meta
-	Err  error
 }
 
 // Van wraps a van and resends.

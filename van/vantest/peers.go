@@ -129,20 +129,22 @@ type peerEvent struct {
 	cause error
 }
 
-// watch returns what n's van says of its peers, nil if it says nothing. It is called before the van is bound.
-func (n *node) watch() chan peerEvent {
-	watcher, watches := van.As[van.PeerWatcher](n.Van)
-	if !watches {
-		return nil
+// watcher is node, and returns what the node's van says of its peers too, nil if it says nothing.
+func (w *world) watcher(id int) (n *node, events chan peerEvent) {
+	w.Helper()
+	n = w.make(id)
+	if v, watches := van.As[van.PeerWatcher](n.Van); watches { // it is told before the van is bound
+		events = make(chan peerEvent, 64)
+		v.WatchPeers(func(id int, up bool, cause error) {
+			select {
+			case events <- peerEvent{id, up, cause}:
+			default:
+			}
+		})
 	}
-	events := make(chan peerEvent, 64)
-	watcher.WatchPeers(func(id int, up bool, cause error) {
-		select {
-		case events <- peerEvent{id, up, cause}:
-		default:
-		}
-	})
-	return events
+	n.knowsID = true
+	n.bind(nil)
+	return n, events
 }
 
 // expectDown waits until peer id, and no other, is said to be down.
@@ -168,10 +170,7 @@ func (w *world) expectDown(events chan peerEvent, id int) {
 
 // renamedCloses: the end of a peer that was connected to under another name is noticed under its new one.
 func renamedCloses(w *world) {
-	scheduler := w.make(1)
-	events := scheduler.watch()
-	scheduler.bind(nil)
-	scheduler.SetID(1)
+	scheduler, events := w.watcher(1)
 	worker := w.node(9, nil)
 	connectRenamed(scheduler, worker)
 	worker.close()
@@ -179,10 +178,7 @@ func renamedCloses(w *world) {
 }
 
 func peerCloses(w *world) {
-	worker := w.make(9)
-	events := worker.watch()
-	worker.bind(nil)
-	worker.SetID(9)
+	worker, events := w.watcher(9)
 	server, other := w.node(8, nil), w.node(10, nil)
 	link(worker, server)
 	link(worker, other)

@@ -164,10 +164,8 @@ func BestGID(gids []verbs.GID, addr netip.Addr) (best verbs.GID, ok bool) {
 
 // over tells whether an interface runs IP over a port of a device.
 func (l *look) over(iface, device string, p *verbs.PortInfo) bool {
-	for _, g := range p.GIDs {
-		if g.Iface == iface {
-			return true
-		}
+	if slices.ContainsFunc(p.GIDs, func(g verbs.GID) bool { return g.Iface == iface }) {
+		return true
 	}
 	dir := l.netDir(iface)
 	if dir == "" || !l.exists(path.Join(path.Dir(path.Dir(dir)), "infiniband", device)) {
@@ -245,10 +243,4 @@ func compareNames(a, b string) int {
 }
 
 // digits is how many digits s begins with.
-func digits(s string) int {
-	n := 0
-	for n < len(s) && s[n] >= '0' && s[n] <= '9' {
-		n++
-	}
-	return n
-}
+func digits(s string) int { return len(s) - len(strings.TrimLeft(s, "0123456789")) }
