@@ -4,6 +4,7 @@ package van
 
 import (
 	"fmt"
+	"log/slog"
 	"slices"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
@@ -288,6 +289,9 @@ func (m *Meta) Trace() *Trace {
 
 // IsControl tells whether m is a control message.
 func (m *Meta) IsControl() bool { return m.Control.Cmd != EmptyCmd }
+
+// LogValue implements slog.LogValuer: String, made only when a line is logged.
+func (m *Meta) LogValue() slog.Value { return slog.StringValue(m.String()) }
 
 // String describes the message on one line, for logs at PS_VERBOSE=2.
 func (m *Meta) String() string {

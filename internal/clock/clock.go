@@ -33,6 +33,13 @@ func monotonic() uint64 {
 	return uint64(ts.Nano())
 }
 
+// Sleep sleeps in the kernel, for less than a millisecond or so: when nothing else runs,
+// timers of Go's scheduler fire a millisecond late.
+func Sleep(d time.Duration) {
+	ts := unix.NsecToTimespec(int64(d))
+	_ = unix.Nanosleep(&ts, nil) // woken early is fine
+}
+
 // Now returns nanoseconds of CLOCK_MONOTONIC. It costs one clock reading
 // without a system call and allocates nothing.
 func Now() uint64 { return baseNano + uint64(time.Since(base)) }

@@ -65,7 +65,7 @@ func (v *Van) Start(recv van.Receiver) {
 	v.Van.Start(func(m *van.Message) {
 		if v.enabled.Load() && v.draw() {
 			v.dropped.Add(1)
-			v.log.Warn("dropped a message", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta))
+			v.log.Warn("dropped a message", "from", van.NodeName(m.Sender), "msg", &m.Meta)
 			return
 		}
 		recv(m)
@@ -77,9 +77,3 @@ func (v *Van) draw() bool {
 	defer v.mu.Unlock()
 	return v.rng.IntN(100) < v.percent
 }
-
-// metaString formats a Meta only when a line is logged.
-type metaString van.Meta
-
-// LogValue implements slog.LogValuer.
-func (m *metaString) LogValue() slog.Value { return slog.StringValue((*van.Meta)(m).String()) }

@@ -70,20 +70,16 @@ func (b *Budget) sub(n int64) (again []looker) {
 	return slices.Collect(maps.Keys(b.paused))
 }
 
-func (b *Budget) enter(p looker) {
+// note notes whether a lane is paused.
+func (b *Budget) note(lane looker, paused bool) {
 	if b == nil {
 		return
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.paused[p] = struct{}{}
-}
-
-func (b *Budget) leave(p looker) {
-	if b == nil {
-		return
+	if paused {
+		b.paused[lane] = struct{}{}
+	} else {
+		delete(b.paused, lane)
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	delete(b.paused, p)
 }

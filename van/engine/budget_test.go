@@ -176,8 +176,8 @@ func TestBudgetOfAll(t *testing.T) {
 func TestBudgetOfAllWakesAll(t *testing.T) {
 	b := NewBudget(0, 400)
 	b.add(400)
-	b.enter(new(Lane[item]))
-	b.enter(new(Lane[item]))
+	b.note(new(Lane[item]), true)
+	b.note(new(Lane[item]), true)
 	if n := len(b.sub(90)); n != 0 {
 		t.Errorf("%d lanes are to look at %d bytes of 400, want none before three quarters", n, b.Used())
 	}

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/wake"
 )
 
 // Source is where messages of a transport come from: a socket, memory, a device. Take,
@@ -170,10 +171,7 @@ func (f *Feed[T]) Wake() {
 }
 
 func (f *Feed[T]) endWait() {
-	select {
-	case f.woken <- struct{}{}:
-	default:
-	}
+	wake.Put(f.woken)
 }
 
 // Lock waits until nobody receives, and keeps others from it until Unlock.

@@ -3,6 +3,8 @@ package engine
 import (
 	"sync"
 	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/internal/wake"
 )
 
 // Lane is the order of one peer: its items are delivered one after the other, in
@@ -153,7 +155,7 @@ func (l *Loop[T]) pause(lane *Lane[T]) bool {
 	}
 	// First the entry, then another look: who makes room after the look finds the entry.
 	lane.paused, lane.loop = true, l
-	l.Budget.enter(lane)
+	l.Budget.note(lane, true)
 	return !l.resume(lane)
 }
 
@@ -177,13 +179,10 @@ func (l *Loop[T]) resume(lane *Lane[T]) bool {
 		return false
 	}
 	lane.paused = false
-	l.Budget.leave(lane)
+	l.Budget.note(lane, false)
 	if lane.held {
 		lane.held = false
-		select {
-		case lane.room <- struct{}{}:
-		default:
-		}
+		wake.Put(lane.room)
 	}
 	return true
 }

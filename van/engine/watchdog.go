@@ -5,6 +5,8 @@ package engine
 import (
 	"sync/atomic"
 	"time"
+
+	"github.com/stepaf/stepaf-go/internal/wake"
 )
 
 // idleTicks is how many ticks without an item make the watchdog park. Waking it costs
@@ -96,9 +98,6 @@ func (p *pace) calm() bool {
 
 func (w *watchdog) unpark() {
 	if w.parked.CompareAndSwap(true, false) {
-		select {
-		case w.wake <- struct{}{}:
-		default:
-		}
+		wake.Put(w.wake)
 	}
 }

@@ -43,11 +43,9 @@ func (a *acceptor) run() {
 			if n, speak := failed.Next(); speak {
 				a.log.Warn("no peer can be accepted through shared memory for now", "err", err, "next try in", pause, "so far", n)
 			}
-			timer := time.NewTimer(pause)
 			select {
-			case <-timer.C:
+			case <-time.After(pause):
 			case <-a.peers.ctx.Done():
-				timer.Stop()
 			}
 			continue
 		}

@@ -203,19 +203,16 @@ func (ps *destinations) finish(d *destination) {
 // revoke takes back memory: when it returns nil, nobody writes to it any more. It fails
 // when a device's copy to it does not end before ctx.
 func (ps *destinations) revoke(ctx context.Context, mem backend.Mem) error {
-	overlaps := func(m backend.Mem) bool {
-		return m.Addr() < mem.Addr()+uint64(mem.Len()) && mem.Addr() < m.Addr()+uint64(m.Len())
-	}
 	var errs []error
 	for _, p := range *ps.by.Load() {
 		p.mu.Lock()
 		for r, m := range p.into {
-			if overlaps(m) {
+			if m.Overlaps(mem) {
 				delete(p.into, r)
 			}
 		}
 		for _, d := range p.writing {
-			if overlaps(d.mem) {
+			if d.mem.Overlaps(mem) {
 				errs = append(errs, d.revoke(ctx))
 			}
 		}

@@ -56,6 +56,7 @@ func openDevice(b backend.Backend, name []byte) (*device, error) {
 		return nil, errors.New("the node's backend is host memory")
 	}
 	d := &device{Backend: b, health: func() error { return nil }, mayBlock: func() bool { return false }}
+	d.shared.New = func() any { return new(backend.Shared) }
 	if s, ok := b.(backend.StreamBlocker); ok {
 		d.mayBlock = s.MayBlock
 	}
@@ -118,10 +119,7 @@ func (d *device) keep(m backend.Mem) {
 
 // share describes a value. What it returns goes back with unshare.
 func (d *device) share(m backend.Mem, segments bool) (*backend.Shared, error) {
-	x, _ := d.shared.Get().(*backend.Shared)
-	if x == nil {
-		x = &backend.Shared{}
-	}
+	x := d.shared.Get().(*backend.Shared)
 	var err error
 	switch {
 	case d.sharer == nil || !segments:

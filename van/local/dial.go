@@ -176,11 +176,9 @@ func (d *dialer) dialAgain(id int, t *token) (l *outLink, err error) {
 		if err == nil || !hungUp(err) {
 			return l, err
 		}
-		timer := time.NewTimer(pause)
 		select {
-		case <-timer.C:
+		case <-time.After(pause):
 		case <-ctx.Done():
-			timer.Stop()
 			return nil, err
 		}
 	}

@@ -70,7 +70,7 @@ func (p *peers) fenceLocked(id int, was *outPeer) {
 		return
 	}
 	if len(p.replaced) == maxReplaced {
-		p.replaced = p.replaced[:copy(p.replaced, p.replaced[1:])]
+		p.replaced = slices.Delete(p.replaced, 0, 1)
 	}
 	p.replaced = append(p.replaced, was.token.name)
 	for _, l := range *p.ins.Load() {
@@ -88,9 +88,6 @@ func (p *peers) fenceLinkLocked(l *inLink) {
 	_ = l.conn.Close()
 	p.bell.wakeAll()
 }
-
-// wasReplacedLocked tells whether the process with that name was replaced. p.mu is held.
-func (p *peers) wasReplacedLocked(name [16]byte) bool { return slices.Contains(p.replaced, name) }
 
 // hold takes nothing from l until it is admitted, for limit at most. p.mu is held.
 func (p *peers) hold(l *inLink, limit time.Duration) {

@@ -194,16 +194,11 @@ func (l *inLink) chunk(b []byte) (*inbound, error) {
 		return nil, &van.FieldError{Field: "chunk.length", Value: n, Want: "what is left of the stream's part"}
 	}
 	l.placing.RLock()
-	switch {
-	case l.fenced.Load():
-	case l.part == partVals && p.dest.mem.Len() > 0:
-		p.dest.mu.Lock()
-		if !p.dest.revoked {
+	if !l.fenced.Load() {
+		_ = p.write(l.part, func() error { // errRevoked is for finish
 			copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
-		}
-		p.dest.mu.Unlock()
-	default:
-		copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
+			return nil
+		})
 	}
 	l.placing.RUnlock()
 	l.off += n

@@ -170,7 +170,7 @@ func (s *peerDevice) mapOf(e *backend.Export) (*mapping, error) {
 		switch {
 		case m.busy > 0:
 		case m.base < e.Base+uint64(e.Size) && e.Base < m.base+uint64(m.mem.Len()):
-			s.unmap(id, m)
+			s.unmap(s.maps, id, m)
 		case oldest == nil || m.used < oldest.used:
 			oldest, oldestID = m, id
 		}
@@ -179,7 +179,7 @@ func (s *peerDevice) mapOf(e *backend.Export) (*mapping, error) {
 		if oldest == nil {
 			return nil, fmt.Errorf("%w: copies from %d allocations of one peer are under way", van.ErrQueueFull, len(s.maps))
 		}
-		s.unmap(oldestID, oldest)
+		s.unmap(s.maps, oldestID, oldest)
 	}
 	mem, err := s.d.Import(*e)
 	if err != nil {
@@ -190,8 +190,9 @@ func (s *peerDevice) mapOf(e *backend.Export) (*mapping, error) {
 	return m, nil
 }
 
-func (s *peerDevice) unmap(id uint64, m *mapping) {
-	delete(s.maps, id)
+// unmap unmaps m, which all has under id.
+func (s *peerDevice) unmap(all map[uint64]*mapping, id uint64, m *mapping) {
+	delete(all, id)
 	if err := s.d.unmap(m.mem); err != nil {
 		s.c.log.Warn("a peer's device memory stays mapped", "err", err)
 	}
@@ -251,10 +252,7 @@ func (s *peerDevice) dropWithdrawn(needed []span) {
 		case m.busy > 0 || slices.ContainsFunc(needed, func(x span) bool { return x.of == m }): // later
 			s.imports.putBack(id)
 		default:
-			delete(s.segments, id)
-			if err := s.d.unmap(m.mem); err != nil {
-				s.c.log.Warn("a peer's device memory stays mapped", "err", err)
-			}
+			s.unmap(s.segments, id, m)
 		}
 	}
 }
@@ -267,7 +265,7 @@ func (s *peerDevice) tidy(now uint64) {
 	}
 	for id, m := range s.maps {
 		if m.busy == 0 && now-m.used > uint64(mapTime) {
-			s.unmap(id, m)
+			s.unmap(s.maps, id, m)
 		}
 	}
 }

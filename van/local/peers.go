@@ -145,7 +145,7 @@ func (p *peers) sender(id int) *inPeer {
 // addIn begins to receive from l. It refuses one of a process that was replaced.
 func (p *peers) addIn(l *inLink) error {
 	p.mu.Lock()
-	if p.closed || p.wasReplacedLocked(l.name) {
+	if p.closed || slices.Contains(p.replaced, l.name) {
 		defer p.mu.Unlock()
 		if p.closed {
 			return van.ErrClosed
@@ -156,11 +156,9 @@ func (p *peers) addIn(l *inLink) error {
 	p.ins.Store(&ins)
 	same, n := p.isOf(l), p.nodes[l.from.id]
 	switch {
-	case n == nil:
-		p.hold(l, p.holdTime)
-	case !same:
+	case n != nil && !same:
 		p.hold(l, p.unknownTime)
-	case !n.admitted:
+	case n == nil || !n.admitted:
 		p.hold(l, p.holdTime)
 	}
 	p.bell.wakeAll()
@@ -220,10 +218,8 @@ func (p *peers) awaitReturn(n *outPeer, l *inLink) {
 	}
 	p.wg.Go(func() {
 		defer unix.Close(fd)
-		timer := time.NewTimer(p.returnTime)
-		defer timer.Stop()
 		select {
-		case <-timer.C:
+		case <-time.After(p.returnTime):
 		case <-p.ctx.Done():
 			return
 		}

@@ -68,12 +68,7 @@ func (r *receiver) Take(_ time.Duration, poll bool) (*inbound, *engine.Lane[*inb
 
 // Arm implements engine.Source.
 func (r *receiver) Arm(s engine.Sleeper) bool {
-	bell := r.self.bell.bell
-	if s == engine.ByPoll {
-		bell.arm(pollWaiter)
-		return r.pending()
-	}
-	bell.arm(loopWaiter)
+	r.self.bell.bell.arm(waiterOf(s))
 	found := r.pending()
 	if s == engine.ForLoop {
 		if r.self.device != nil {

@@ -258,8 +258,7 @@ func (l *outLink) recall(q *van.Requests) {
 // linger waits until the peer has taken everything, at most until ctx ends. It
 // tells whether it has.
 func (l *outLink) linger(ctx context.Context) bool {
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
+	tick := time.Tick(time.Millisecond)
 	for begun := clock.Now(); ; {
 		l.mu.Lock()
 		done := l.serviceLocked()
@@ -274,7 +273,7 @@ func (l *outLink) linger(ctx context.Context) bool {
 			continue
 		}
 		select {
-		case <-tick.C:
+		case <-tick:
 		case <-ctx.Done():
 			return false
 		}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/fifo"
+	"github.com/stepaf/stepaf-go/internal/wake"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -149,10 +150,7 @@ func (a *lane) remove(chosen func(*van.Meta) bool) (removed []*item) {
 
 // poke makes the goroutine look again.
 func (l *line) poke() {
-	select {
-	case l.changed <- struct{}{}:
-	default:
-	}
+	wake.Put(l.changed)
 }
 
 // keep puts m in its queue, unless it may leave at once. It reports false then, and the caller

@@ -60,24 +60,26 @@ func New(inner van.Van, opts Options) *Van { return &Van{Van: inner, opts: opts}
 // Unwrap implements van.Wrapper.
 func (v *Van) Unwrap() van.Van { return v.Van }
 
+// current is the table, an empty one if there is none.
+func (v *Van) current() table {
+	if t := v.table.Load(); t != nil {
+		return *t
+	}
+	return table{}
+}
+
 // SetRates replaces all rates, also for what waits already. rates is not copied.
 func (v *Van) SetRates(rates Rates) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	old := v.table.Load()
-	if old == nil {
-		old = &table{}
-	}
-	if !v.ended.Load() && !(maps.Equal(rates.Peers, old.rates.Peers) && maps.Equal(rates.Apps, old.rates.Apps)) {
+	old := v.current().rates
+	if !v.ended.Load() && !(maps.Equal(rates.Peers, old.Peers) && maps.Equal(rates.Apps, old.Apps)) {
 		v.setRates(rates)
 	}
 }
 
 func (v *Van) setRates(rates Rates) {
-	t := &table{rates: rates}
-	if old := v.table.Load(); old != nil {
-		t.lines = old.lines
-	}
+	t := &table{rates, v.current().lines}
 	v.table.Store(t)
 	for peer, l := range t.lines {
 		l.set(rates.Peers[peer], rates.Apps)
@@ -126,10 +128,7 @@ func (v *Van) Send(m *van.Message) error {
 func (v *Van) line(peer int) *line {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	t := table{}
-	if old := v.table.Load(); old != nil {
-		t = *old
-	}
+	t := v.current()
 	if l := t.lines[peer]; l != nil {
 		return l
 	}
@@ -151,11 +150,9 @@ func (v *Van) line(peer int) *line {
 
 // each calls f with all lines, or that of one peer.
 func (v *Van) each(peer int, f func(*line)) {
-	if t := v.table.Load(); t != nil {
-		for id, l := range t.lines {
-			if peer == van.Empty || id == peer {
-				f(l)
-			}
+	for id, l := range v.current().lines {
+		if peer == van.Empty || id == peer {
+			f(l)
 		}
 	}
 }

@@ -3,7 +3,6 @@ package rdma
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/netip"
 	"slices"
 	"time"
@@ -21,7 +20,6 @@ import (
 
 // accept takes a connect request.
 func (v *rvan) accept(ev verbs.Event) {
-	id := ev.New
 	h, err := decodeHello(ev.Private)
 	why := ""
 	switch {
@@ -30,7 +28,7 @@ func (v *rvan) accept(ev verbs.Event) {
 	case v.closed.Load():
 		why = "the node is closing"
 	case h.native && v.isReplaced(h.incarnation):
-		rejectReplaced(ev, h, v.log, &v.rejections)
+		v.rejectReplaced(ev, &h)
 		return
 	case h.native && h.qpCount != v.cfg.QPNum:
 		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
@@ -39,23 +37,21 @@ func (v *rvan) accept(ev verbs.Event) {
 		if n, show := v.rejections.Next(logx.Kind(errors.New(why))); show {
 			v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", why, "so far", n)
 		}
-		_ = id.Reject(refusal(why))
-		_ = id.Destroy()
+		reject(ev.New, 0, why)
 		return
 	}
-	in, err := v.inboundFor(h, id, ev.Peer)
+	in, err := v.inboundFor(h, ev.New, ev.Peer)
 	if err == nil {
-		err = in.addQueuePair(id, h)
+		err = in.addQueuePair(ev.New, h)
 	}
 	switch {
 	case errors.Is(err, van.ErrReplaced): // since it was looked at
-		rejectReplaced(ev, h, v.log, &v.rejections)
+		v.rejectReplaced(ev, &h)
 	case err != nil:
 		if n, show := v.rejections.Next(logx.Kind(err)); show {
 			v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err, "so far", n)
 		}
-		_ = id.Reject(refusal(err.Error()))
-		_ = id.Destroy()
+		reject(ev.New, 0, err.Error())
 		if in != nil {
 			in.fail(err)
 		}
@@ -63,12 +59,17 @@ func (v *rvan) accept(ev verbs.Event) {
 }
 
 // rejectReplaced tells a process whose place another has taken.
-func rejectReplaced(ev verbs.Event, h hello, log *slog.Logger, lines *logx.Causes) {
-	if n, show := lines.Next("replaced"); show {
-		log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
+func (v *rvan) rejectReplaced(ev verbs.Event, h *hello) {
+	if n, show := v.rejections.Next("replaced"); show {
+		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
 	}
-	_ = ev.New.Reject(refusalOf(codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced"))
-	_ = ev.New.Destroy()
+	reject(ev.New, codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced")
+}
+
+// reject refuses a connect request.
+func reject(id verbs.ID, code uint32, why string) {
+	_ = id.Reject(refusal(code, why))
+	_ = id.Destroy()
 }
 
 // inboundFor finds or makes the incoming connection that a queue pair belongs to.
@@ -97,11 +98,10 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 		return nil, err
 	}
 	in := &inbound{v: v.node, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, draining: draining{drained: make(chan struct{})},
-		slotSet: slotSet{cells: conn.Cells{Device: dev}, slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}}
-	in.slotSet.in = in
-	in.dialect = stepmeshIn{in}
+		slotState: slotState{cells: conn.Cells{Device: dev}, slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}}
+	in.dialect = stepmeshIn{slotSet{in}}
 	if h.native {
-		in.dialect = nativeIn{in}
+		in.dialect = nativeIn{slotSet{in}}
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -120,7 +120,7 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 			}
 		}
 	}
-	in.activeDue.Run, in.requestsDue.Run, in.probeDue.Run = in.tick, in.retryRequests, in.probe
+	in.activeDue.Run, in.requestsDue.Run, in.probeDue.Run = in.tick, slotSet{in}.retryRequests, in.probe
 	if h.native && !failpoint.On("rdma-reclaim") {
 		host.probes.Add(&in.probeDue)
 	}
@@ -177,14 +177,16 @@ func (v *rvan) endInbound(in *inbound, p *peer, cause error) {
 		again = again || x.hello.node == in.hello.node && !x.gone.Load()
 	}
 	v.mu.Unlock()
-	v.unlinkInbound(in)
+	for _, p := range *v.peers.Load() {
+		p.inbound.CompareAndSwap(in, nil)
+	}
 	if p := (*v.peers.Load())[in.hello.node]; p != nil && !in.hello.native {
 		p.abandonPulls(again)
 	}
 	in.host.exclusive(func() {
 		v.slots.Each(func(l *receiveSlot) {
 			if l.Owner == in && v.slots.End(l) {
-				in.freeSlot(l)
+				slotSet{in}.freeSlot(l)
 			}
 		})
 	})
@@ -225,12 +227,6 @@ func (v *rvan) linkInboundsLocked() {
 			p.hasConnected.Store(true)
 			go v.notifyInbound(p, back)
 		}
-	}
-}
-
-func (v *rvan) unlinkInbound(in *inbound) {
-	for _, p := range *v.peers.Load() {
-		p.inbound.CompareAndSwap(in, nil)
 	}
 }
 

@@ -24,15 +24,13 @@ var (
 
 // registeredBuffer is the buffer that the application has registered for the message, if it
 // is large enough.
-func (set *slotSet) registeredBuffer(s *start, need rendezvous.Need) (backend.Mem, bool) {
-	in := set.in
+func (in slotSet) registeredBuffer(s *start, need rendezvous.Need) (backend.Mem, bool) {
 	dst, ok := in.v.buffer(in.hello.node, s.key)
 	return dst, ok && dst.Len() >= need.Exact
 }
 
 // cost is the number of bytes that the requested slot would add to what is registered.
-func (set *slotSet) cost(s *start, need rendezvous.Need, kind uint64) int {
-	in := set.in
+func (in slotSet) cost(s *start, need rendezvous.Need, kind uint64) int {
 	n := metaBytes(need.Meta)
 	if !in.dialect.wantsData(need) {
 		return n
@@ -47,8 +45,7 @@ func (set *slotSet) cost(s *start, need rendezvous.Need, kind uint64) int {
 
 // withinBudget tells whether the bytes that a slot request wants are within the budgets. Control
 // messages may have a quarter more than others.
-func (set *slotSet) withinBudget(s *start, need rendezvous.Need, kind uint64) error {
-	in := set.in
+func (in slotSet) withinBudget(s *start, need rendezvous.Need, kind uint64) error {
 	v, n := in.v, int64(in.cost(s, need, kind))
 	peer, total := v.peerBudget, v.totalBudget
 	if s.lane() == controlLane {

@@ -54,7 +54,7 @@ func (v *rvan) Close(ctx context.Context) error {
 		defer close(stopped)
 		var all sync.WaitGroup
 		for _, p := range peers {
-			all.Go(func() { p.end(linger) })
+			all.Go(func() { connector{p}.end(linger) })
 		}
 		all.Wait()
 		listen = v.listen.Destroy()

@@ -94,18 +94,16 @@ func (d *areaSet) forgetArea(a *area) {
 // There may be fewer than receive requests: Soft-RoCE does not see those that are
 // posted once a queue pair has ended.
 func (d *device) awaitFlush(in *inbound) {
-	limit, look := time.NewTimer(flushTime), time.NewTicker(flushPause)
-	defer limit.Stop()
-	defer look.Stop()
+	limit, look := time.After(flushTime), time.Tick(flushPause)
 	for last := int32(0); ; {
 		select {
 		case <-in.drained:
 			return
-		case <-limit.C:
+		case <-limit:
 			return
 		case <-d.stopped:
 			return
-		case <-look.C:
+		case <-look:
 			n := in.flushed.Load()
 			if n > 0 && n == last {
 				return

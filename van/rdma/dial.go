@@ -35,8 +35,7 @@ const (
 )
 
 // keepConnected keeps the connection of p: it makes it, and makes it again, until ctx ends.
-func (cn *connector) keepConnected(ctx context.Context) {
-	p := cn.peer
+func (p connector) keepConnected(ctx context.Context) {
 	defer close(p.ends)
 	backoff, told, late := minBackoff, false, false
 	for ctx.Err() == nil {
@@ -63,7 +62,7 @@ func (cn *connector) keepConnected(ctx context.Context) {
 			p.mu.Lock()
 			p.lost = p.lost || p.connects > 0 && !p.awaited
 			p.mu.Unlock()
-			p.v.notify(p, false, fmt.Errorf("no connection could be made: %w: %w", syscall.ECONNREFUSED, err))
+			p.v.notify(p.peer, false, fmt.Errorf("no connection could be made: %w: %w", syscall.ECONNREFUSED, err))
 			select {
 			case <-time.After(backoff/2 + rand.N(backoff)):
 			case <-ctx.Done():
@@ -84,8 +83,7 @@ func (cn *connector) keepConnected(ctx context.Context) {
 }
 
 // connected gives p a connection.
-func (cn *connector) connected(l *link) {
-	p := cn.peer
+func (p connector) connected(l *link) {
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.Device.Name(), "qps", numbers(l.QueuePairs), "inline", l.Inline, "stepaf", l.native)
 	p.notifying.Lock()
 	p.mu.Lock()
@@ -102,10 +100,10 @@ func (cn *connector) connected(l *link) {
 	oneWay := p.oneWay
 	p.mu.Unlock()
 	if !same && !lost {
-		p.v.notify(p, false, fmt.Errorf("%w: another process answers there", van.ErrPeerLost)) // it knows nothing of this node
+		p.v.notify(p.peer, false, fmt.Errorf("%w: another process answers there", van.ErrPeerLost)) // it knows nothing of this node
 	}
 	if !oneWay {
-		p.v.notify(p, true, nil) // before the peer may ask: what a lost peer asks for is dropped
+		p.v.notify(p.peer, true, nil) // before the peer may ask: what a lost peer asks for is dropped
 	}
 	p.notifying.Unlock()
 	p.mu.Lock()
@@ -140,8 +138,7 @@ func (l *link) announce(afterLoss bool) {
 
 // disconnected takes the connection from p and ends it. Without a cause p is no longer
 // wanted.
-func (cn *connector) disconnected(l *link, cause error) {
-	p := cn.peer
+func (p connector) disconnected(l *link, cause error) {
 	p.mu.Lock()
 	p.link, p.ending, p.inboundDown, p.oneWay = nil, l, nil, false
 	p.beats.Store(0)
@@ -172,14 +169,13 @@ func (cn *connector) disconnected(l *link, cause error) {
 	case cause != nil:
 		p.notifying.Lock()
 		defer p.notifying.Unlock()
-		p.v.notify(p, false, cause)
+		p.v.notify(p.peer, false, cause)
 	}
 }
 
 // notifyUnlessReconnected tells that the connection is lost unless it has been made again since there were
 // so many.
-func (cn *connector) notifyUnlessReconnected(ups int, cause error) {
-	p := cn.peer
+func (p connector) notifyUnlessReconnected(ups int, cause error) {
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
 	p.mu.Lock()
@@ -187,14 +183,13 @@ func (cn *connector) notifyUnlessReconnected(ups int, cause error) {
 	p.lost = p.lost || lost
 	p.mu.Unlock()
 	if lost {
-		p.v.notify(p, false, cause)
+		p.v.notify(p.peer, false, cause)
 	}
 }
 
 // resubmit lets the control messages among all, which may not have arrived, wait for the next
 // connection, in their order. The peer knows them by their numbers.
-func (cn *connector) resubmit(l *link, all []finished, wanted bool) {
-	p := cn.peer
+func (p connector) resubmit(l *link, all []finished, wanted bool) {
 	slices.SortFunc(all, func(x, y finished) int { return cmp.Compare(x.Note.seq, y.Note.seq) })
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -212,8 +207,7 @@ func (cn *connector) resubmit(l *link, all []finished, wanted bool) {
 }
 
 // dropMessages is the end of messages that will not be sent.
-func (cn *connector) dropMessages(all []*outgoing) (ended []finished) {
-	p := cn.peer
+func (p connector) dropMessages(all []*outgoing) (ended []finished) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, o := range all {
@@ -223,7 +217,7 @@ func (cn *connector) dropMessages(all []*outgoing) (ended []finished) {
 	return ended
 }
 
-func (cn *connector) endAll(all []finished) {
+func (p connector) endAll(all []finished) {
 	for i := range all {
 		endSent(&all[i])
 	}
@@ -241,8 +235,7 @@ func numbers(qps []verbs.QP) []uint32 {
 // StepMesh's counts connect requests and ends of connecting with one counter: all
 // requests must be with it before the first is answered, or it loses a queue pair and
 // crashes later.
-func (cn *connector) dial(ctx context.Context) (_ *link, err error) {
-	p := cn.peer
+func (p connector) dial(ctx context.Context) (_ *link, err error) {
 	v := p.v
 	serial := v.serials.Add(1)
 	l := &link{epoch: v.epoch + serial, failed: make(chan error, 1), class: v.classOf(int(p.id.Load()))}
@@ -260,7 +253,9 @@ func (cn *connector) dial(ctx context.Context) (_ *link, err error) {
 			}
 		}
 	}()
-	v.rememberConn(serial, &connection{link: l, peer: p})
+	v.mu.Lock()
+	v.rememberConnLocked(serial, &connection{link: l, peer: p.peer})
+	v.mu.Unlock()
 	for q := range v.cfg.QPNum {
 		c, err := v.cm.NewID(conn.Cookie(serial, q))
 		if err != nil {
@@ -341,13 +336,11 @@ func (cn *connector) dial(ctx context.Context) (_ *link, err error) {
 const inlineWanted = 512
 
 // end lets what was sent leave until ctx ends, then ends the connection.
-func (cn *connector) end(ctx context.Context) {
-	p := cn.peer
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
+func (p connector) end(ctx context.Context) {
+	tick := time.Tick(time.Millisecond)
 	for !p.drained() {
 		select {
-		case <-tick.C: // completions of the last messages have no signal of their own
+		case <-tick: // completions of the last messages have no signal of their own
 			continue
 		case <-ctx.Done():
 		case <-p.v.eventsEnded:
@@ -369,8 +362,7 @@ func (cn *connector) end(ctx context.Context) {
 }
 
 // drained tells whether everything has left.
-func (cn *connector) drained() bool {
-	p := cn.peer
+func (p connector) drained() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.flush(false)
@@ -382,12 +374,8 @@ func (cn *connector) drained() bool {
 
 // awaitSent waits for the last completions of a connection that has been broken: they say
 // what the peer has not received.
-func (cn *connector) awaitSent(l *link) {
-	p := cn.peer
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	limit := time.NewTimer(flushPause)
-	defer limit.Stop()
+func (p connector) awaitSent(l *link) {
+	tick, limit := time.Tick(time.Millisecond), time.After(flushPause)
 	for {
 		p.mu.Lock()
 		done := l.Outstanding() <= 0
@@ -396,8 +384,8 @@ func (cn *connector) awaitSent(l *link) {
 			return
 		}
 		select {
-		case <-tick.C:
-		case <-limit.C:
+		case <-tick:
+		case <-limit:
 			return
 		case <-l.host.stopped:
 			return
@@ -406,8 +394,7 @@ func (cn *connector) awaitSent(l *link) {
 }
 
 // endLink takes apart a connection of this node's, and returns what it held.
-func (cn *connector) endLink(l *link) []finished {
-	p := cn.peer
+func (p connector) endLink(l *link) []finished {
 	v := p.v
 	for _, id := range l.ids {
 		_ = id.Disconnect()

@@ -425,7 +425,7 @@ func TestHostileRejection(t *testing.T) {
 		in := peer.inbound.Load()
 		return in != nil && !in.hello.native
 	})
-	p.check(ids[0].Reject(refusalOf(codeReplaced, "another process")))
+	p.check(ids[0].Reject(refusal(codeReplaced, "another process")))
 	if c := w.wantDown(s, "answers"); errors.Is(c.cause, van.ErrReplaced) {
 		t.Errorf("a connection of somebody else ended the node: %v", c.cause)
 	}

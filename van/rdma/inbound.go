@@ -47,7 +47,7 @@ type inbound struct {
 	sends   *conn.SendQueue[struct{}] // for replies to slot requests, and credits
 	backlog []queuedSend              // what found no room
 	creditList
-	slotSet
+	slotState
 }
 
 // receiving is of who holds the feed.
@@ -104,6 +104,7 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 		return err
 	}
 	_, rx := v.cfg.RDMADepths()
+	more := !h.native && q+1 < v.cfg.QPNum
 	in.mu.Lock()
 	if in.gone.Load() {
 		err = fmt.Errorf("%w meanwhile", van.ErrClosed) // endIncoming has looked at in.ids
@@ -112,24 +113,20 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 	}
 	if err == nil {
 		in.ids, in.qps = append(in.ids, id), append(in.qps, qp)
+		if more && in.acceptTimer == nil {
+			in.acceptTimer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
+		}
 	}
 	in.mu.Unlock()
 	if err != nil {
 		v.cm.Release(dev)
 		return err
 	}
-	if !h.native && q+1 < v.cfg.QPNum {
-		// StepMesh counts the routes that it has resolved and the answers with one
+	if !more { // StepMesh counts the routes that it has resolved and the answers with one
 		// counter: an answer that comes before all its queue pairs have asked makes it wait
 		// for ever.
-		in.mu.Lock()
-		if in.acceptTimer == nil {
-			in.acceptTimer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
-		}
-		in.mu.Unlock()
-		return nil
+		in.acceptAll()
 	}
-	in.acceptAll()
 	return nil
 }
 
@@ -273,7 +270,7 @@ func (in *inbound) tick(now uint64, all bool) (sent bool) {
 		in.mu.Unlock()
 	}
 	if in.overwritten.Load() {
-		in.checkOverwrite(now)
+		slotSet{in}.checkOverwrite(now)
 	}
 	if in.creditsOwed.Load() > 0 || in.overwritten.Load() {
 		in.host.active.Add(&in.activeDue)
@@ -281,8 +278,7 @@ func (in *inbound) tick(now uint64, all bool) (sent bool) {
 	return sent
 }
 
-// probe writes nothing to the peer: one that has gone without a word shows only in what
-// is sent to it.
+// probe probes the connection if nothing is under way on it.
 func (in *inbound) probe(uint64, bool) bool {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -290,12 +286,8 @@ func (in *inbound) probe(uint64, bool) bool {
 		return false
 	}
 	in.host.probes.Add(&in.probeDue)
-	if in.sends == nil || !in.sends.Idle() {
-		return false
-	}
-	if id, _, _, ok := in.sends.Begin(); ok {
-		in.sends.Add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
-		if err := in.sends.Post(); err != nil {
+	if in.sends != nil && in.sends.Idle() {
+		if err := in.sends.Probe(); err != nil {
 			in.fail(asLost(err))
 		}
 	}

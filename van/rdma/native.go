@@ -138,7 +138,7 @@ func (d *nativeOut) trailer(o *outgoing, inMeta bool) (trailer, bool) {
 }
 
 // nativeIn is the dialect of a connection that a native node has opened.
-type nativeIn struct{ *inbound }
+type nativeIn struct{ slotSet }
 
 func (d nativeIn) need(s *start) (n rendezvous.Need, kind uint64, err error) { return s.need(true) }
 

@@ -77,12 +77,6 @@ func (v *node) hello(epoch uint32) hello {
 	return hello{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, native: true, bundles: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}
 }
 
-func (v *node) rememberConn(serial uint32, c *connection) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	v.rememberConnLocked(serial, c)
-}
-
 func (v *node) rememberConnLocked(serial uint32, c *connection) {
 	m := maps.Clone(*v.conns.Load())
 	m[serial] = c

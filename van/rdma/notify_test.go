@@ -281,7 +281,7 @@ func TestLateNewsOfAQuietBreak(t *testing.T) {
 			news := make(chan struct{})
 			go func() {
 				defer close(news)
-				p.notifyUnlessReconnected(1, van.ErrPeerLost)
+				connector{p}.notifyUnlessReconnected(1, van.ErrPeerLost)
 			}()
 			select { // it may wait for this function to return
 			case <-news:

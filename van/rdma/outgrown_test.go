@@ -70,7 +70,7 @@ func TestSlotBesideALaterLargerOne(t *testing.T) {
 	in := h.s.incomingOf(11)
 	grant := func() {
 		q := slotRequest{start: want(2, 2000)}
-		in.host.exclusive(func() { h.p.check(in.grant(&q)) })
+		in.host.exclusive(func() { h.p.check((slotSet{in}).grant(&q)) })
 	}
 	grant()
 	if h.s.slots.Get(first.index) != nil {

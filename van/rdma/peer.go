@@ -43,13 +43,15 @@ type peer struct {
 	tickedAt    uint64       // when Sender.Tick was last called
 	waitDue     conn.DueItem // for messages, and returned slots, that wait
 	pulls       map[pullKey]pullDestination
-	connector
+	connectState
 }
 
 // connector makes the connection of a peer, and makes it again, in one goroutine; see
-// dial.go. The peer's mu guards what is no atomic.
-type connector struct {
-	peer *peer // whose it is
+// dial.go.
+type connector struct{ *peer }
+
+// connectState is what a connector keeps. The peer's mu guards what is no atomic.
+type connectState struct {
 	stop context.CancelFunc
 	ends chan struct{} // closed when the goroutine has ended
 
@@ -127,7 +129,7 @@ func (p *peer) flush(more bool) {
 // maxHeld is how many work requests wait for each other at most.
 const maxHeld = 24
 
-// probeLink probes l if nothing is under way on it.
+// probeLink probes l if nothing is under way on it: a node that waits for an answer sends nothing.
 func (p *peer) probeLink(l *link, now uint64) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -136,26 +138,15 @@ func (p *peer) probeLink(l *link, now uint64) bool {
 	}
 	l.host.probes.Add(&l.probeDue)
 	if l.Idle() {
-		l.probe()
+		if err := l.Probe(); err != nil {
+			l.fail(asLost(err))
+		}
 	}
 	return false
 }
 
 // waiting tells whether something waits for room or for a slot. p.mu is held.
 func (p *peer) waiting() bool { return p.sender.Waiting() > 0 || len(p.sender.Returns()) > 0 }
-
-// probe writes nothing to the peer: a link that is lost shows only in what is sent, and a
-// node that waits for an answer sends nothing.
-func (l *link) probe() {
-	id, _, _, ok := l.Begin()
-	if !ok {
-		return
-	}
-	l.Add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
-	if err := l.Post(); err != nil {
-		l.fail(asLost(err))
-	}
-}
 
 // name says whom p leads to.
 func (p *peer) name() string { return van.NodeName(int(p.id.Load())) + " at " + p.node.Addr() }
@@ -182,8 +173,7 @@ func (p *peer) currentLink() *link {
 // takes a second connection under the same name for more queue pairs of the first, and
 // never hears it. What is sent from now on waits for the connection, as it would for a new
 // one.
-func (cn *connector) keepFor(id int) bool {
-	p := cn.peer
+func (p connector) keepFor(id int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil {
@@ -196,8 +186,7 @@ func (cn *connector) keepFor(id int) bool {
 
 // setConnecting says that connect requests are with the peer, sent as those of node id, or that
 // there are none.
-func (cn *connector) setConnecting(asks bool, id int) {
-	p := cn.peer
+func (p connector) setConnecting(asks bool, id int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.connecting, p.connectingAs = asks, id

@@ -32,12 +32,11 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	if identity, ok := node.Identity(); ok && id != van.SchedulerID { // which may come back as another process
 		incarnation = identity.Incarnation
 	}
-	if old != nil && old.addr == addr && old.incarnation == incarnation && old.keepFor(int(v.id.Load())) {
+	if old != nil && old.addr == addr && old.incarnation == incarnation && (connector{old}).keepFor(int(v.id.Load())) {
 		return nil
 	}
 	run, stop := context.WithCancel(context.Background())
-	p := &peer{v: v.node, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), connector: connector{stop: stop, ends: make(chan struct{})}, pulls: map[pullKey]pullDestination{}}
-	p.connector.peer = p
+	p := &peer{v: v.node, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), connectState: connectState{stop: stop, ends: make(chan struct{})}, pulls: map[pullKey]pullDestination{}}
 	p.waitDue.Run = p.tick
 	p.id.Store(int32(id))
 	p.sender = rendezvous.NewSender(p.need)
@@ -50,7 +49,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	if old != nil {
 		v.leave(old, leaveTime)
 	}
-	v.wg.Go(func() { p.keepConnected(run) })
+	v.wg.Go(func() { connector{p}.keepConnected(run) })
 	v.log.Info("connect", "peer", van.NodeName(id), "addr", addr.String())
 	return nil
 }
@@ -113,7 +112,7 @@ func (v *rvan) leave(p *peer, limit time.Duration) {
 	v.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
 		defer cancel()
-		p.end(ctx)
+		connector{p}.end(ctx)
 		v.mu.Lock()
 		defer v.mu.Unlock()
 		delete(v.leaving, p)

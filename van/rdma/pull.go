@@ -157,33 +157,27 @@ func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
 // slot requests, and credits.
 func (p *peer) receiveSend(d *device, l *link, c *verbs.Completion) {
 	b := recvData(c)
+	var err error
 	switch c.Imm {
 	case immReply:
 		var r reply
-		if err := r.get(b); err != nil {
-			p.v.malformedFrom(p.name(), err)
-			return
-		}
-		if !p.slotReply(l, &r) {
-			p.v.malformedFrom(p.name(), &van.FieldError{Field: "rendezvous reply: origin", Value: r.origin, Want: "that of an open slot request"})
+		if err = r.get(b); err == nil && !p.slotReply(l, &r) {
+			err = &van.FieldError{Field: "rendezvous reply: origin", Value: r.origin, Want: "that of an open slot request"}
 		}
 	case immCredits:
 		t := &d.trailer
-		if err := t.get(b); err != nil {
-			p.v.malformedFrom(p.name(), err)
-			return
-		}
-		if !p.takeCredits(t) {
-			p.v.malformedFrom(p.name(), &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"})
+		if err = t.get(b); err == nil && !p.takeCredits(t) {
+			err = &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"}
 		}
 	case immReclaim:
 		var r reclaim
-		if err := r.get(b); err != nil {
-			p.v.malformedFrom(p.name(), err)
-			return
+		if err = r.get(b); err == nil {
+			p.reclaimRequested(l, &r)
 		}
-		p.reclaimRequested(l, &r)
 	default:
-		p.v.malformedFrom(p.name(), &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1, 2 or 4"})
+		err = &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1, 2 or 4"}
+	}
+	if err != nil {
+		p.v.malformedFrom(p.name(), err)
 	}
 }

@@ -40,7 +40,7 @@ func (d *device) completed(c *verbs.Completion) {
 	case x.in == nil:
 		v.malformedFrom(x.peer.name(), &van.FieldError{Field: "notification", Value: c.Imm, Want: "none on a connection of this node"})
 	case c.Type == verbs.RecvSend && c.Imm == immStart:
-		x.in.slotRequested(recvData(c))
+		slotSet{x.in}.slotRequested(recvData(c))
 	case c.Type == verbs.RecvSend:
 		if !x.in.dialect.control(c, &d.trailer) {
 			x.in.malformed(&van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0, 5, or 3 once"})
@@ -125,7 +125,7 @@ func (d *device) dropHeld(in *inbound) {
 func (d *device) slotConsumed(in *inbound, l *receiveSlot) {
 	if l.OneShot {
 		if d.v.slots.End(l) {
-			in.freeSlot(l)
+			slotSet{in}.freeSlot(l)
 		}
 		return
 	}
@@ -193,7 +193,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, again bool) (*rec
 		}
 	} else if in.dialect.endsSlot(m) {
 		if d.v.slots.End(l) {
-			in.freeSlot(l)
+			slotSet{in}.freeSlot(l)
 		}
 	}
 	d.v.stats.received(len(b) + m.PayloadLen())

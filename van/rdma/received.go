@@ -81,7 +81,7 @@ func (p *pool) Free(m *van.Message) {
 		in := rx.in
 		switch over, free := l.Drop(); {
 		case free:
-			in.freeSlot(l)
+			slotSet{in}.freeSlot(l)
 		case !over && !l.Held():
 			in.returnCredit(l)
 		}

@@ -24,8 +24,7 @@ const (
 )
 
 // overBudget refuses a slot request for good: its message fails at the sender.
-func (set *slotSet) overBudget(q *slotRequest, why error) {
-	in := set.in
+func (in slotSet) overBudget(q *slotRequest, why error) {
 	v := in.v
 	if n := v.stats.overBudget.Add(1); n&(n-1) == 0 {
 		v.log.Warn("rdma: a peer gets no more memory", "peer", in.name(), "key", q.key, "why", why, "refused so far", n)
@@ -35,8 +34,7 @@ func (set *slotSet) overBudget(q *slotRequest, why error) {
 
 // foundNoRoom counts and reports a slot request that has to wait: because of err, or, with none,
 // behind others. That a peer waits for slots of its own gets no line.
-func (set *slotSet) foundNoRoom(err error) {
-	in := set.in
+func (in slotSet) foundNoRoom(err error) {
 	v := in.v
 	if errors.Is(err, errNotTaken) {
 		return
@@ -52,8 +50,7 @@ func (set *slotSet) foundNoRoom(err error) {
 
 // makeRoom takes slots back, so that the slot request that err has made wait can be answered. The
 // feed is held.
-func (set *slotSet) makeRoom(err error, now uint64) {
-	in := set.in
+func (in slotSet) makeRoom(err error, now uint64) {
 	v := in.v
 	if errors.Is(err, errNotTaken) {
 		return
@@ -65,54 +62,41 @@ func (set *slotSet) makeRoom(err error, now uint64) {
 	if last := v.slotsScannedAt.Load(); now-last < uint64(slotScanPause) || !v.slotsScannedAt.CompareAndSwap(last, now) {
 		return
 	}
-	shares := map[*inbound]*slotShare{in: {}}
-	var all slotShare
+	shares := map[*inbound]int{in.inbound: 0} // the slots that each peer has
 	v.slots.Each(func(l *receiveSlot) {
-		of := l.Owner.(*inbound)
-		if l.OneShot || !of.hello.native {
-			return
+		if of := l.Owner.(*inbound); !l.OneShot && of.hello.native {
+			shares[of]++
 		}
-		x := shares[of]
-		if x == nil {
-			x = &slotShare{}
-			shares[of] = x
-		}
-		x.places++
-		all.places++
 	})
-	fair := v.slots.Room() / len(shares)
-	over := false
-	order := slices.SortedFunc(maps.Keys(shares), func(x, y *inbound) int { return cmp.Compare(x.serial, y.serial) })
-	for _, of := range order {
-		x := shares[of]
-		x.bytes = int(of.registeredBytes.Load())
-		all.bytes += x.bytes
-		if of != in && x.places > fair && !errors.Is(err, errTotalBudget) {
-			over = true
-			of.requestReclaim(x.places-fair, 0, now)
+	all := v.slots.Room()
+	ofBytes := errors.Is(err, errTotalBudget)
+	if ofBytes {
+		all = 0
+		for of := range shares {
+			shares[of] = int(of.registeredBytes.Load())
+			all += shares[of]
 		}
 	}
-	if errors.Is(err, errTotalBudget) {
-		fair = all.bytes / len(shares)
-		for _, of := range order {
-			if x := shares[of]; of != in && x.bytes > fair {
-				over = true
-				of.requestReclaim(0, x.bytes-fair, now)
-			}
+	fair, over := all/len(shares), false
+	for _, of := range slices.SortedFunc(maps.Keys(shares), func(x, y *inbound) int { return cmp.Compare(x.serial, y.serial) }) {
+		switch more := shares[of] - fair; {
+		case of == in.inbound || more <= 0:
+			continue
+		case ofBytes:
+			slotSet{of}.requestReclaim(0, more, now)
+		default:
+			slotSet{of}.requestReclaim(more, 0, now)
 		}
+		over = true
 	}
 	if !over { // it has had its share, in slots of other sizes
 		in.requestReclaim(8, 0, now)
 	}
 }
 
-// slotShare is what one peer has.
-type slotShare struct{ places, bytes int }
-
 // requestReclaim asks the peer to give slots back. One that has free slots, and does not answer,
 // is cut off: it connects again when it needs to.
-func (set *slotSet) requestReclaim(places, bytes int, now uint64) {
-	in := set.in
+func (in slotSet) requestReclaim(places, bytes int, now uint64) {
 	if !in.hello.native || failpoint.On("rdma-reclaim") {
 		return
 	}
@@ -137,14 +121,13 @@ func (set *slotSet) requestReclaim(places, bytes int, now uint64) {
 
 // slotsReturned takes slots back that the peer has given up. What it had written there before
 // has come.
-func (set *slotSet) slotsReturned(t *trailer) {
-	in := set.in
+func (in slotSet) slotsReturned(t *trailer) {
 	in.mu.Lock()
 	in.reclaim.since = 0
 	ok := true
 	for _, i := range t.credits[:t.n] {
 		l := in.v.slots.Get(uint32(i))
-		if l == nil || l.Owner != in || l.OneShot || l.Held() {
+		if l == nil || l.Owner != in.inbound || l.OneShot || l.Held() {
 			ok = false
 			continue
 		}

@@ -27,7 +27,7 @@ func fullLink(w, s *testNode, n int) *peer {
 		r.net.HoldQP(q.Num())
 	}
 	w.must(push(s, 1, 1000, value(3000, 7)))
-	s.incomingOf(w.who.ID).requestReclaim(maxIndex, 0, clock.Now()|1<<62) // whenever it was asked before
+	slotSet{s.incomingOf(w.who.ID)}.requestReclaim(maxIndex, 0, clock.Now()|1<<62) // whenever it was asked before
 	r.until("the slots are given up", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()

@@ -20,18 +20,18 @@ func (v *rvan) Revoke(m backend.Mem) {
 		p.mu.Lock()
 		for k, x := range p.pulls {
 			switch {
-			case x.stepmesh && overlap(x.mem, m):
+			case x.stepmesh && x.mem.Overlaps(m):
 				kept = append(kept, x.region)
-			case x.stepmesh && overlap(x.region.Mem, m):
+			case x.stepmesh && x.region.Mem.Overlaps(m):
 				beside = append(beside, x.region)
-			case overlap(x.mem, m):
+			case x.mem.Overlaps(m):
 				delete(p.pulls, k)
 				ours = append(ours, x.region)
 				x.region.Release()
 			}
 		}
 		p.sender.Each(func(o *outgoing) {
-			if overlap(o.into, m) {
+			if o.into.Overlaps(m) {
 				o.into, o.revoked = backend.Mem{}, true
 			}
 		})
@@ -75,8 +75,4 @@ func (v *rvan) Recall(q van.Requests) {
 		}
 		p.mu.Unlock()
 	}
-}
-
-func overlap(x, y backend.Mem) bool {
-	return x.Addr() < y.Addr()+uint64(y.Len()) && y.Addr() < x.Addr()+uint64(x.Len())
 }

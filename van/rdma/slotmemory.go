@@ -13,9 +13,11 @@ import (
 
 // This file owns the memory of receive slots: what it costs, and when it is freed.
 
-// slotSet is the receive slots of one connection. Its inbound's mu guards what is no atomic.
-type slotSet struct {
-	in      *inbound // whose it is
+// slotSet is a connection that a peer has opened, as the owner of its receive slots.
+type slotSet struct{ *inbound }
+
+// slotState is the receive slots of one connection. Its inbound's mu guards what is no atomic.
+type slotState struct {
 	slots   map[rendezvous.Route][]*receiveSlot
 	areas   map[uint64]*area // of a StepMesh node, by key
 	cells   conn.Cells       // for metas: what one peer may write to, no other may
@@ -67,14 +69,13 @@ func (a *area) put() {
 		a.host.forgetArea(a)
 		_ = a.Close()
 		if a.of != nil {
-			a.of.charge(-a.Mem.Len())
+			slotSet{a.of}.charge(-a.Mem.Len())
 		}
 	}
 }
 
 // charge counts bytes that are registered for the peer.
-func (set *slotSet) charge(n int) {
-	in := set.in
+func (in slotSet) charge(n int) {
 	in.registeredBytes.Add(int64(n))
 	in.v.leased.Add(int64(n))
 }
@@ -89,19 +90,17 @@ func metaBytes(n int) int {
 }
 
 // newArea makes registered memory for values of the peer.
-func (set *slotSet) newArea(n int, host bool) (*area, error) {
-	in := set.in
+func (in slotSet) newArea(n int, host bool) (*area, error) {
 	a, err := in.host.newArea(n, host)
 	if err == nil {
-		a.of = in
+		a.of = in.inbound
 		in.charge(a.Mem.Len())
 	}
 	return a, err
 }
 
 // keyArea returns the memory for values of n bytes under key, with one more user.
-func (set *slotSet) keyArea(key uint64, n int) (*area, error) {
-	in := set.in
+func (in slotSet) keyArea(key uint64, n int) (*area, error) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	a := in.areas[key]
@@ -125,8 +124,7 @@ func (set *slotSet) keyArea(key uint64, n int) (*area, error) {
 
 // endSlot ends a slot, and what is owed for it: its index may soon be another slot's.
 // in.mu is held.
-func (set *slotSet) endSlot(l *receiveSlot) {
-	in := set.in
+func (in slotSet) endSlot(l *receiveSlot) {
 	in.credits = slices.DeleteFunc(in.credits, func(i uint16) bool { return uint32(i) == l.Index() })
 	in.creditsOwed.Store(int32(len(in.credits)))
 	if in.v.slots.End(l) {
@@ -135,15 +133,13 @@ func (set *slotSet) endSlot(l *receiveSlot) {
 }
 
 // dropSlot ends a slot that the peer has given up. in.mu is held.
-func (set *slotSet) dropSlot(l *receiveSlot) {
-	in := set.in
+func (in slotSet) dropSlot(l *receiveSlot) {
 	in.slots[l.Route] = slices.DeleteFunc(in.slots[l.Route], func(x *receiveSlot) bool { return x == l })
 	in.endSlot(l)
 }
 
 // freeSlot gives back the memory of a slot that has ended and that nobody holds.
-func (set *slotSet) freeSlot(l *receiveSlot) {
-	in := set.in
+func (in slotSet) freeSlot(l *receiveSlot) {
 	m := &l.Memory
 	_ = in.cells.Put(m.meta)
 	in.charge(-m.bytes)
@@ -161,8 +157,7 @@ func (set *slotSet) freeSlot(l *receiveSlot) {
 
 // noteOverwrite notes that a message has come to a slot where another one lies. That one may
 // have been answered, and be about to be let go.
-func (set *slotSet) noteOverwrite(l *receiveSlot, key uint64) {
-	in := set.in
+func (in slotSet) noteOverwrite(l *receiveSlot, key uint64) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	if !in.warned && in.suspect.slot == nil {
@@ -173,8 +168,7 @@ func (set *slotSet) noteOverwrite(l *receiveSlot, key uint64) {
 }
 
 // checkOverwrite warns if the slot has had two messages for a while.
-func (set *slotSet) checkOverwrite(now uint64) {
-	in := set.in
+func (in slotSet) checkOverwrite(now uint64) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	x := &in.suspect

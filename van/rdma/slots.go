@@ -19,8 +19,7 @@ type slotRequest struct {
 }
 
 // slotRequested takes a slot request. The feed is held.
-func (set *slotSet) slotRequested(b []byte) {
-	in := set.in
+func (in slotSet) slotRequested(b []byte) {
 	q := slotRequest{since: clock.Now()}
 	if err := q.get(b); err != nil {
 		in.malformed(err)
@@ -51,8 +50,7 @@ func (set *slotSet) slotRequested(b []byte) {
 }
 
 // retryRequests answers the slot requests that had to wait.
-func (set *slotSet) retryRequests(now uint64, _ bool) bool {
-	in := set.in
+func (in slotSet) retryRequests(now uint64, _ bool) bool {
 	for k := range in.waiting {
 		in.mu.Lock()
 		all := in.waiting[k]
@@ -91,17 +89,16 @@ func (set *slotSet) retryRequests(now uint64, _ bool) bool {
 
 // grant answers a slot request. With an error it has to wait: the error is one of ErrNoSlot,
 // errBudget, errTotal and errStalled.
-func (set *slotSet) grant(q *slotRequest) error {
-	err := set.answer(q)
+func (in slotSet) grant(q *slotRequest) error {
+	err := in.answer(q)
 	if err == nil {
-		set.in.dialect.outgrown(&q.start)
+		in.dialect.outgrown(&q.start)
 	}
 	return err
 }
 
 // answer makes a slot and tells the peer; see grant.
-func (set *slotSet) answer(q *slotRequest) error {
-	in := set.in
+func (in slotSet) answer(q *slotRequest) error {
 	v, s := in.v, &q.start
 	need, kind, err := in.dialect.need(s)
 	if err != nil {
@@ -138,8 +135,7 @@ func (set *slotSet) answer(q *slotRequest) error {
 }
 
 // reply answers a slot request. l is the slot, or nil.
-func (set *slotSet) reply(r *reply, l *receiveSlot) {
-	in := set.in
+func (in slotSet) reply(r *reply, l *receiveSlot) {
 	var b [replyLen]byte
 	r.put(b[:])
 	in.mu.Lock()
@@ -151,11 +147,10 @@ func (set *slotSet) reply(r *reply, l *receiveSlot) {
 }
 
 // newSlot makes the slot that a peer has requested.
-func (set *slotSet) newSlot(s *start, need rendezvous.Need, kind uint64) (*receiveSlot, reply, error) {
-	in := set.in
+func (in slotSet) newSlot(s *start, need rendezvous.Need, kind uint64) (*receiveSlot, reply, error) {
 	v := in.v
 	var r reply
-	l := &receiveSlot{Owner: in, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
+	l := &receiveSlot{Owner: in.inbound, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
 	urgent := s.lane() == controlLane
 	if l.OneShot && int(in.oneShots.Load()) >= max(2, v.slots.Room()/oneShotShare) {
 		return nil, r, rendezvous.ErrNoSlot // it does not use those that it has
@@ -186,8 +181,7 @@ func (set *slotSet) newSlot(s *start, need rendezvous.Need, kind uint64) (*recei
 }
 
 // allocate finds memory for the value.
-func (set *slotSet) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind uint64, r *reply) error {
-	in := set.in
+func (in slotSet) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind uint64, r *reply) error {
 	if !in.dialect.wantsData(need) {
 		return nil
 	}
@@ -214,8 +208,7 @@ func (set *slotSet) allocate(l *receiveSlot, s *start, need rendezvous.Need, kin
 }
 
 // recordSlot records a slot whose reply is sent. in.mu is held.
-func (set *slotSet) recordSlot(l *receiveSlot) {
-	in := set.in
+func (in slotSet) recordSlot(l *receiveSlot) {
 	if !in.closed {
 		in.dialect.record(l)
 	} else if in.v.slots.End(l) {

@@ -40,7 +40,7 @@ func TestCreditOfEndedPlace(t *testing.T) {
 	in.creditsOwed.Store(1)
 	in.mu.Unlock()
 	q := slotRequest{start: start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{2000, kindPush | kindRequest | kindKeyed, 2000}, origin: 2000, key: 6}}
-	in.host.exclusive(func() { h.p.check(in.grant(&q)) })
+	in.host.exclusive(func() { h.p.check((slotSet{in}).grant(&q)) })
 	in.mu.Lock()
 	owed, credits := in.creditsOwed.Load(), slices.Clone(in.credits)
 	in.mu.Unlock()
@@ -132,7 +132,7 @@ func TestSlotOfEndedConnection(t *testing.T) {
 	ended(true)
 	for i := range uint64(4) {
 		q := slotRequest{start: start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{6000, kindPush | kindRequest | kindKeyed, 6000}, origin: i, key: 6 + i}}
-		if err := in.grant(&q); err != nil {
+		if err := (slotSet{in}).grant(&q); err != nil {
 			t.Fatal(err)
 		}
 	}

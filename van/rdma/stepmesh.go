@@ -82,7 +82,7 @@ func (d *stepmeshOut) layout(o *outgoing) (n int, inMeta bool) { return len(o.me
 func (d *stepmeshOut) trailer(*outgoing, bool) (t trailer, ok bool) { return t, false }
 
 // stepmeshIn is the dialect of a connection that a StepMesh node has opened.
-type stepmeshIn struct{ *inbound }
+type stepmeshIn struct{ slotSet }
 
 func (d stepmeshIn) need(s *start) (n rendezvous.Need, kind uint64, err error) { return s.need(false) }
 

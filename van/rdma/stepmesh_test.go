@@ -175,7 +175,7 @@ func TestAreaOfKey(t *testing.T) {
 			defer x.in.mu.Unlock()
 			return x.in.closed
 		})
-		if _, err := x.in.keyArea(6, 100); !errors.Is(err, van.ErrClosed) {
+		if _, err := (slotSet{x.in}).keyArea(6, 100); !errors.Is(err, van.ErrClosed) {
 			t.Errorf("memory on a connection that has ended: %v", err)
 		}
 	}

@@ -417,13 +417,11 @@ func text(b []byte) string {
 	return string(b)
 }
 
-// refusal is the private data of a rejection.
-func refusal(why string) []byte { return refusalOf(0, why) }
-
 // codeReplaced in a rejection says that the process has been replaced.
 const codeReplaced = 1
 
-func refusalOf(code uint32, why string) []byte {
+// refusal is the private data of a rejection; a code of 0 is none.
+func refusal(code uint32, why string) []byte {
 	b := make([]byte, maxReject)
 	le.PutUint32(b[offMagic:], magic)
 	le.PutUint32(b[offCode:], code)

@@ -117,12 +117,7 @@ func (t *SlotTable[T]) End(l *ReceiveSlot[T]) (free bool) {
 		t.ordinary--
 	}
 	t.mu.Unlock()
-	for {
-		s := l.state.Load()
-		if l.state.CompareAndSwap(s, s|ended) {
-			return s == 0
-		}
-	}
+	return l.state.Or(ended) == 0
 }
 
 // Each calls f for every slot, in order of the index.

@@ -4,7 +4,6 @@ package resend
 
 import (
 	"errors"
-	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -74,22 +73,6 @@ func isProbe(m *van.Message, a, b int) bool {
 	return m.Control.Cmd == van.Heartbeat && len(m.Control.Nodes) == 0 && len(m.Body) == 0 && van.RoleOf(a) != van.Scheduler && van.RoleOf(b) != van.Scheduler
 }
 
-// levelOf is that of the log lines on the tries of e.
-func levelOf(e *entry) slog.Level {
-	if e.probe {
-		return slog.LevelDebug
-	}
-	return slog.LevelWarn
-}
-
-// logged counts that e is sent again, and tells whether to log it.
-func (v *Van) logged(e *entry) (n uint64, show bool) {
-	if e.probe {
-		return 0, true
-	}
-	return v.again.Next()
-}
-
 // tracked tells whether a message is acknowledged. A control message without a
 // timestamp cannot be: its signature would not identify it.
 func tracked(m *van.Message) bool {
@@ -110,8 +93,3 @@ func signature(m *van.Meta, sender, receiver int) uint64 {
 	}
 	return uint64(uint16(m.AppID))<<48 | uint64(uint8(sender))<<40 | uint64(uint8(receiver))<<32 | uint64(int64(low))
 }
-
-// metaString formats a Meta only when a line is logged.
-type metaString van.Meta
-
-func (m *metaString) LogValue() slog.Value { return slog.StringValue((*van.Meta)(m).String()) }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -58,9 +59,14 @@ func (v *Van) retry(now time.Time) {
 		tries := e.tries
 		e.refs.Add(1)
 		v.kept.mu.Unlock()
-		if n, show := v.logged(e); show { // a peer that stands still makes all its messages late
-			v.log.Log(context.Background(), levelOf(e), "not acknowledged, sending again", "to", van.NodeName(e.key.peer), "try", tries,
-				"after", now.Sub(e.start), "msg", (*metaString)(&e.msg.Meta), "so far", n)
+		n, show, level := uint64(0), true, slog.LevelDebug
+		if !e.probe { // a peer that stands still makes all its messages late
+			n, show = v.again.Next()
+			level = slog.LevelWarn
+		}
+		if show {
+			v.log.Log(context.Background(), level, "not acknowledged, sending again", "to", van.NodeName(e.key.peer), "try", tries,
+				"after", now.Sub(e.start), "msg", &e.msg.Meta, "so far", n)
 		}
 		if err := v.transmit(e); err != nil && !errors.Is(err, van.ErrQueueFull) && !e.outlasts(err) {
 			if next, ok := v.kept.remove(e); ok {

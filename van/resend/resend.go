@@ -36,17 +36,11 @@ type Options struct {
 	// CloseWait limits how long Close waits for the last acknowledgements; by default
 	// three Timeouts. A peer that has also closed never acknowledges.
 	CloseWait time.Duration
-	// OnFail is called with messages that failed: not acknowledged after MaxTries (Err
-	// wraps van.ErrTimeout), or their peer is lost (van.ErrPeerLost). It must not block.
-	OnFail func(Failure)
+	// OnFail is called with messages that failed: not acknowledged after MaxTries (err
+	// wraps van.ErrTimeout), or their peer is lost (van.ErrPeerLost). It must not block, and
+	// may keep meta.
+	OnFail func(peer int, meta *van.Meta, err error)
 	Log    *slog.Logger
-}
-
-// Failure is a message that failed. The callee may keep Meta.
-type Failure struct {
-	Peer int
-	Meta van.Meta
-	Err  error
 }
 
 // Van wraps a van and resends.
@@ -206,8 +200,7 @@ func (v *Van) Close(ctx context.Context) error {
 }
 
 func (v *Van) awaitAcks(ctx context.Context) {
-	limit := time.NewTimer(v.opts.CloseWait)
-	defer limit.Stop()
+	limit := time.After(v.opts.CloseWait)
 	v.kept.mu.Lock()
 	var probes []*entry
 	for _, e := range v.kept.byKey {
@@ -231,7 +224,7 @@ func (v *Van) awaitAcks(ctx context.Context) {
 	select {
 	case <-none:
 		return
-	case <-limit.C:
+	case <-limit:
 	case <-ctx.Done():
 	}
 	v.log.Warn("closed with messages that were not acknowledged", "node", van.NodeName(int(v.id.Load())))
@@ -266,7 +259,7 @@ func (v *Van) receive(m *van.Message) {
 	repeated := stranger && m.Control.Cmd == van.Heartbeat && len(m.Control.Nodes) > 0
 	if duplicate && !repeated && !failpoint.On("duplicate") {
 		if n, show := v.twice.Next(); show {
-			v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta), "so far", n)
+			v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", &m.Meta, "so far", n)
 		}
 		return
 	}

@@ -109,10 +109,17 @@ type fixture struct {
 	log bytes.Buffer
 
 	failMu   sync.Mutex
-	failures []Failure
+	failures []failure
 }
 
-func (f *fixture) failed() []Failure {
+// failure is what OnFail was called with.
+type failure struct {
+	Peer int
+	Meta *van.Meta
+	Err  error
+}
+
+func (f *fixture) failed() []failure {
 	f.failMu.Lock()
 	defer f.failMu.Unlock()
 	return f.failures
@@ -120,10 +127,10 @@ func (f *fixture) failed() []Failure {
 
 func newFixture(t *testing.T, opts Options) *fixture {
 	f := &fixture{p: &pipe{}}
-	opts.OnFail = func(x Failure) {
+	opts.OnFail = func(peer int, meta *van.Meta, err error) {
 		f.failMu.Lock()
 		defer f.failMu.Unlock()
-		f.failures = append(f.failures, x)
+		f.failures = append(f.failures, failure{peer, meta, err})
 	}
 	opts.Log = slog.New(slog.NewTextHandler(&f.log, nil))
 	f.Van = New(f.p, opts)
@@ -263,7 +270,7 @@ func TestRetriesThenGivesUp(t *testing.T) {
 		}
 		x := f.failed()[0]
 		if x.Peer != 8 || x.Meta.Timestamp != 5 || !errors.Is(x.Err, van.ErrTimeout) || !strings.Contains(x.Err.Error(), "server 0 (id 8)") {
-			t.Errorf("failure %d, %v, %v", x.Peer, &x.Meta, x.Err)
+			t.Errorf("failure %d, %v, %v", x.Peer, x.Meta, x.Err)
 		}
 		if done.Load() != 1 {
 			t.Errorf("Done called %d times, want 1", done.Load())

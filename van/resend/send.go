@@ -112,11 +112,11 @@ func (v *Van) acknowledged(ack *van.Message) {
 // fail reports e, which has been removed, with err.
 func (v *Van) fail(e *entry, err error) {
 	if v.opts.OnFail != nil && !e.probe {
-		f := Failure{Peer: e.key.peer, Err: err}
+		var m van.Meta
 		e.sending.Lock()
-		f.Meta.CopyFrom(&e.msg.Meta)
+		m.CopyFrom(&e.msg.Meta)
 		e.sending.Unlock()
-		v.opts.OnFail(f)
+		v.opts.OnFail(e.key.peer, &m, err)
 	}
 	e.release()
 }

@@ -43,8 +43,8 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 		defer mu.Unlock()
 		events = append(events, fmt.Sprintf(format, a...))
 	}
-	v := New(p, Options{Timeout: 100 * time.Millisecond, MaxTries: 3, OnFail: func(x Failure) {
-		say("failed %d %d %t %s", x.Peer, x.Meta.Timestamp, errors.Is(x.Err, van.ErrTimeout), sums.Err(x.Err))
+	v := New(p, Options{Timeout: 100 * time.Millisecond, MaxTries: 3, OnFail: func(peer int, meta *van.Meta, err error) {
+		say("failed %d %d %t %s", peer, meta.Timestamp, errors.Is(err, van.ErrTimeout), sums.Err(err))
 	}})
 	v.WatchPeers(func(id int, up bool, cause error) { say("peer %d %t %t", id, up, cause != nil) })
 	v.Start(func(m *van.Message) { say("up %d %d %d", m.Sender, m.AppID, m.Timestamp) })

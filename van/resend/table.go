@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/wake"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -100,10 +101,7 @@ func (t *table) scheduleLocked(e *entry) {
 	e.prev, e.next = t.last, nil
 	if t.last == nil {
 		t.first = e
-		select {
-		case t.wake <- struct{}{}:
-		default:
-		}
+		wake.Put(t.wake)
 	} else {
 		t.last.next = e
 	}

@@ -96,6 +96,8 @@ func New(inner van.Van, o Options) van.Van {
 	o.Pinned = cmp.Or(o.Pinned, DefaultLimit)
 	o.Device = cmp.Or(o.Device, DefaultLimit)
 	v := &Van{Van: inner, back: o.Backend, log: o.Log, direct: o.Direct, dsts: map[destination]backend.Mem{}}
+	v.sends.New = func() any { return &sending{v: v} }
+	v.holds.New = func() any { return &held{v: v} }
 	v.lower, _ = van.As[van.BufferRegistrar](inner)
 	if p, ok := o.Backend.(backend.HostPinner); ok {
 		v.pinned = backend.NewPool(o.Pinned, p.AllocPinned, p.FreePinned).For(o.Backend)
@@ -184,10 +186,7 @@ func (v *Van) Send(m *van.Message) error {
 		v.unpinned.Add(1)
 		host = backend.Bytes(make([]byte, m.Vals.Len()))
 	}
-	s, _ := v.sends.Get().(*sending)
-	if s == nil {
-		s = &sending{v: v}
-	}
+	s := v.sends.Get().(*sending)
 	s.buf, s.done = buf, m.Done
 	if err := v.back.Copy(host, m.Vals); err != nil {
 		s.release()
@@ -217,40 +216,37 @@ func (v *Van) Start(recv van.Receiver) {
 // place copies the value of a received push into device memory. If that fails the value
 // stays in host memory, as Vals.Device tells the receiver.
 func (v *Van) place(m *van.Message) {
-	if dst, ok := v.registered(m); ok {
-		if m.Vals.Len() > dst.Len() {
+	n := m.Vals.Len()
+	dst, registered := v.registered(m)
+	if registered {
+		if n > dst.Len() {
 			return // kv reports the value that is too long for its buffer
 		}
-		dst = dst.Sub(0, m.Vals.Len())
-		if err := v.back.Copy(dst, m.Vals); err != nil {
+		if err := v.back.Copy(dst.Sub(0, n), m.Vals); err != nil {
 			v.refuse(m, err)
 			return
 		}
-		m.Vals, m.Placed = dst, true
-		v.staged.Add(1)
-		return
-	}
-	b, err := v.device.Get(m.Vals.Len())
-	if b == nil {
-		if err == nil {
-			err = fmt.Errorf("received values hold %d bytes of the device's memory already: %w", v.device.Limit(), backend.ErrNoMemory)
+		m.Placed = true
+	} else {
+		b, err := v.device.Get(n)
+		if b == nil {
+			if err == nil {
+				err = fmt.Errorf("received values hold %d bytes of the device's memory already: %w", v.device.Limit(), backend.ErrNoMemory)
+			}
+			v.refuse(m, err)
+			return
 		}
-		v.refuse(m, err)
-		return
+		dst = b.Mem()
+		if err := v.back.Copy(dst.Sub(0, n), m.Vals); err != nil {
+			b.Put()
+			v.refuse(m, err)
+			return
+		}
+		h := v.holds.Get().(*held)
+		h.buf, h.owner, h.native = b, m.Owner(), m.Native()
+		m.Adopt(h, h.native)
 	}
-	dst := b.Mem().Sub(0, m.Vals.Len())
-	if err := v.back.Copy(dst, m.Vals); err != nil {
-		b.Put()
-		v.refuse(m, err)
-		return
-	}
-	h, _ := v.holds.Get().(*held)
-	if h == nil {
-		h = &held{v: v}
-	}
-	h.buf, h.owner, h.native = b, m.Owner(), m.Native()
-	m.Adopt(h, h.native)
-	m.Vals = dst
+	m.Vals = dst.Sub(0, n)
 	v.staged.Add(1)
 }
 

@@ -14,12 +14,7 @@ import (
 // values. No other message is sent meanwhile, which would let go of earlier ones.
 func (n *node) letsGo(what string, dones ...*completion) {
 	n.w.Helper()
-	for i, c := range dones {
-		n.w.wait(c.first, fmt.Sprintf("Done of message %d of %s", i, what))
-		if k := c.count.Load(); k != 1 {
-			n.w.Errorf("%s: Done of message %d was called %d times, want 1", what, i, k)
-		}
-	}
+	n.w.calledOnce(" of "+what, dones)
 	m, ok := van.As[van.Meter](n.Van)
 	if !ok {
 		return
@@ -34,9 +29,7 @@ func (n *node) letsGo(what string, dones ...*completion) {
 // copyBelow sends frames around the length from which they are lent, each kind of
 // frame and both ways. Every message is let go of without another one that helps.
 func copyBelow(w *world) {
-	worker, server := w.node(9, nil), w.node(8, nil)
-	link(worker, server)
-	w.greet([]*node{worker}, []*node{server})
+	worker, server := w.pair()
 	const at = van.CopyBelow
 	for i, shape := range [][]int{{8, at - 1}, {8, at}, {8, at + 1}, {at, 8}, {at, at}, {at - 1, at + 1}, {8, at, at}, {8, at + 1, at - 1}, {at + 1, 8, at}} {
 		for _, x := range []struct {
@@ -62,9 +55,7 @@ func copyBelow(w *world) {
 // message without the mark, and by Flush. All arrive, in order and intact, though
 // nothing follows.
 func more(w *world) {
-	worker, server := w.node(9, nil), w.node(8, nil)
-	link(worker, server)
-	w.greet([]*node{worker}, []*node{server})
+	worker, server := w.pair()
 	for _, x := range []struct {
 		from, to *node
 	}{{worker, server}, {server, worker}} {

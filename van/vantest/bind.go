@@ -25,32 +25,26 @@ func bindAnyPort(w *world) {
 func bindPortInUse(w *world) {
 	a := w.node(8, nil)
 	b := w.make(10)
-	self := b.self
-	self.ID, self.Port = van.Empty, a.self.Port
-	ctx, cancel := w.context()
-	defer cancel()
-	_, err := b.Bind(ctx, self)
-	if err == nil {
-		w.Fatalf("Bind to port %d, which is in use, succeeded", self.Port)
-	}
-	if !strings.Contains(err.Error(), strconv.Itoa(self.Port)) {
-		w.Errorf("error %q does not name port %d", err, self.Port)
-	}
+	b.self.Port = a.self.Port
+	b.cannotBind("port", strconv.Itoa(a.self.Port))
+	b.self.Port = 0
 	b.bind(nil) // any other port works
 }
 
 func bindBadHost(w *world) {
 	n := w.make(8)
-	self := n.self
-	self.ID, self.Hostname = van.Empty, w.suite.BadHost
-	ctx, cancel := w.context()
-	defer cancel()
-	_, err := n.Bind(ctx, self)
-	if err == nil {
-		w.Fatalf("Bind to %q succeeded", self.Hostname)
-	}
-	if !strings.Contains(err.Error(), self.Hostname) {
-		w.Errorf("error %q does not name host %q", err, self.Hostname)
+	n.self.Hostname = w.suite.BadHost
+	n.cannotBind("host", w.suite.BadHost)
+}
+
+// cannotBind checks that n cannot bind, because of what its error names.
+func (n *node) cannotBind(what, name string) {
+	n.w.Helper()
+	switch err := n.tryBind(); {
+	case err == nil:
+		n.w.Fatalf("Bind to %s %s succeeded", what, name)
+	case !strings.Contains(err.Error(), name):
+		n.w.Errorf("error %q does not name %s %s", err, what, name)
 	}
 }
 

@@ -88,8 +88,7 @@ func closeDelivers(w *world) {
 	if w.suite.Lossy {
 		n = 20
 	}
-	worker, server := w.node(9, nil), w.node(8, nil)
-	link(worker, server)
+	worker, server := w.pair()
 	for i := range n {
 		worker.must(data(8, i, true, make([]byte, 8), pattern(i, size)))
 	}

@@ -8,11 +8,10 @@ import (
 // Eventually waits, for d at most, for what nothing signals.
 func Eventually(t testing.TB, d time.Duration, what string, ok func() bool) {
 	t.Helper()
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
+	tick := time.Tick(time.Millisecond)
 	for end := time.After(d); !ok(); {
 		select {
-		case <-tick.C:
+		case <-tick:
 		case <-end:
 			t.Fatalf("not within %s: %s", d, what)
 		}

@@ -103,11 +103,10 @@ func numbers(i int) [][]byte {
 }
 
 // sendAll sends each messages to every peer, from a goroutine of its own for
-// each peer.
-func (n *node) sendAll(each int, request bool, peers ...*node) *sync.WaitGroup {
-	var all sync.WaitGroup
+// each peer, all of which are added to senders.
+func (n *node) sendAll(senders *sync.WaitGroup, each int, request bool, peers ...*node) {
 	for _, p := range peers {
-		all.Go(func() {
+		senders.Go(func() {
 			for i := range each {
 				if err := n.send(data(p.self.ID, i, request, numbers(i)...)); err != nil {
 					n.w.Errorf("Send to %s: %v", van.NodeName(p.self.ID), err)
@@ -116,7 +115,6 @@ func (n *node) sendAll(each int, request bool, peers ...*node) *sync.WaitGroup {
 			}
 		})
 	}
-	return &all
 }
 
 func (w *world) count() int {
@@ -130,19 +128,17 @@ func manyToOne(w *world) {
 	each := w.count()
 	t := newTally(w, each, 9, 11, 13)
 	server := w.node(8, t.receive)
-	var senders []*sync.WaitGroup
 	var workers []*node
 	for _, id := range []int{9, 11, 13} {
 		worker := w.node(id, nil)
 		link(worker, server)
 		workers = append(workers, worker)
 	}
+	var senders sync.WaitGroup
 	for _, worker := range workers {
-		senders = append(senders, worker.sendAll(each, true, server))
+		worker.sendAll(&senders, each, true, server)
 	}
-	for _, s := range senders {
-		s.Wait()
-	}
+	senders.Wait()
 	t.wait()
 }
 
@@ -152,49 +148,46 @@ func oneToMany(w *world) {
 	each := w.count() / 4
 	var nodes []*node
 	var tallies []*tally
-	started := make([]chan *received, 4)
 	for i, id := range []int{8, 10, 9, 11} {
 		peers := []int{9, 11}
 		if i >= 2 {
 			peers = []int{8, 10}
 		}
 		t := newTally(w, each, peers...)
-		greetings := make(chan *received, 8)
-		started[i] = greetings
-		nodes = append(nodes, w.node(id, func(m *van.Message) {
-			if m.Timestamp < 0 {
-				greetings <- copyOf(m)
+		n := w.make(id)
+		n.knowsID = true
+		n.bind(func(m *van.Message) {
+			if m.Timestamp < 0 { // a greeting
+				n.collect(m)
 				return
 			}
 			t.receive(m)
-		}))
-		tallies = append(tallies, t)
+		})
+		nodes, tallies = append(nodes, n), append(tallies, t)
 	}
 	servers, workers := nodes[:2], nodes[2:]
-	for i := range servers {
-		servers[i].in = started[i]
+	for _, s := range servers {
 		for _, worker := range workers {
-			link(worker, servers[i])
+			link(worker, s)
 		}
 	}
 	w.greet(workers, servers)
-	var senders []*sync.WaitGroup
+	var senders sync.WaitGroup
 	for _, s := range servers {
-		senders = append(senders, s.sendAll(each, false, workers...))
+		s.sendAll(&senders, each, false, workers...)
 	}
 	for _, k := range workers {
-		senders = append(senders, k.sendAll(each, true, servers...))
+		k.sendAll(&senders, each, true, servers...)
 	}
-	for _, s := range senders {
-		s.Wait()
-	}
+	senders.Wait()
 	for _, t := range tallies {
 		t.wait()
 	}
 }
 
 func blockedReceiver(w *world) {
-	release, entered := make(chan struct{}), make(chan struct{})
+	blocked, entered := make(chan struct{}), make(chan struct{})
+	release := sync.OnceFunc(func() { close(blocked) })
 	var once sync.Once
 	const each = 500
 	free, stuck := newTally(w, each, 11), newTally(w, each, 9)
@@ -203,27 +196,21 @@ func blockedReceiver(w *world) {
 			free.receive(m)
 			return
 		}
-		once.Do(func() { close(entered); <-release })
+		once.Do(func() { close(entered); <-blocked })
 		stuck.receive(m)
 	})
 	a, b := w.node(9, nil), w.node(11, nil)
 	link(a, server)
 	link(b, server)
-	defer func() {
-		select {
-		case <-release:
-		default:
-			close(release) // so that the van can be closed after a failure
-		}
-	}()
-	sentA := a.sendAll(each, true, server)
+	defer release() // so that the van can be closed after a failure
+	var senders sync.WaitGroup
+	a.sendAll(&senders, each, true, server)
 	w.wait(entered, "message in the receiver that blocks")
-	sentB := b.sendAll(each, true, server)
+	b.sendAll(&senders, each, true, server)
 	free.wait()
-	close(release)
+	release()
 	stuck.wait()
-	sentA.Wait()
-	sentB.Wait()
+	senders.Wait()
 }
 
 func blockedPeer(w *world) {
@@ -250,7 +237,8 @@ func blockedPeer(w *world) {
 			w.Fatalf("Send to a peer that takes nothing: %v, want success or %v", err, van.ErrQueueFull)
 		}
 	}
-	sent := worker.sendAll(each, true, free)
+	var senders sync.WaitGroup
+	worker.sendAll(&senders, each, true, free)
 	t.wait()
-	sent.Wait()
+	senders.Wait()
 }

@@ -38,9 +38,7 @@ func large(w *world) { checkShapes(w, [][]int{{8, 20 << 20}, {8, 1}, {8, 20<<20 
 // checkShapes sends messages with frames of these sizes to a server, which sends
 // each back.
 func checkShapes(w *world, shapes [][]int) {
-	worker, server := w.node(9, nil), w.node(8, nil)
-	link(worker, server)
-	w.greet([]*node{worker}, []*node{server})
+	worker, server := w.pair()
 	for i, shape := range shapes {
 		var frames [][]byte
 		for k, n := range shape {
@@ -129,8 +127,7 @@ func checkMeta(w *world, what string, got, want *van.Meta) {
 }
 
 func postSend(w *world) {
-	worker, server := w.node(9, nil), w.node(8, nil)
-	link(worker, server)
+	worker, server := w.pair()
 	worker.must(data(8, 0, true))
 	r := server.next()
 	server.must(data(9, 0, false))
@@ -155,6 +152,17 @@ func (c *completion) Sent() {
 			c.bytes[i] = 0xee
 		}
 		close(c.first)
+	}
+}
+
+// calledOnce checks that each of dones, those of messages of what, was called once.
+func (w *world) calledOnce(what string, dones []*completion) {
+	w.Helper()
+	for i, c := range dones {
+		w.wait(c.first, fmt.Sprintf("Done of message %d%s", i, what))
+		if k := c.count.Load(); k != 1 {
+			w.Errorf("Done of message %d%s was called %d times, want 1", i, what, k)
+		}
 	}
 }
 
@@ -190,11 +198,7 @@ func done(w *world) {
 		w.wait(c.first, fmt.Sprintf("Done of message %d", i))
 	}
 	worker.close()
-	for i, c := range dones {
-		if k := c.count.Load(); k != 1 {
-			w.Errorf("Done of message %d was called %d times, want 1", i, k)
-		}
-	}
+	w.calledOnce("", dones)
 }
 
 func retain(w *world) {

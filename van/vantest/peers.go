@@ -10,15 +10,21 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-func rename(w *world) {
-	scheduler, worker := w.node(1, nil), w.node(9, nil)
+// connectRenamed connects worker and scheduler, which gives it its id only then.
+func connectRenamed(scheduler, worker *node) {
+	worker.w.Helper()
 	worker.connect(scheduler)
 	scheduler.connectAs(-1, worker)
 	if err := scheduler.Rename(-1, 9); err != nil {
-		w.Fatalf("Rename: %v", err)
+		worker.w.Fatalf("Rename: %v", err)
 	}
 	scheduler.must(control(van.Heartbeat, 9, 0))
 	worker.expect(1, 1)
+}
+
+func rename(w *world) {
+	scheduler, worker := w.node(1, nil), w.node(9, nil)
+	connectRenamed(scheduler, worker)
 	if err := scheduler.Send(control(van.Heartbeat, -1, 1)); !errors.Is(err, van.ErrUnknownPeer) {
 		w.Errorf("Send to the old name: %v, want %v", err, van.ErrUnknownPeer)
 	}
@@ -32,8 +38,7 @@ func rename(w *world) {
 }
 
 func disconnect(w *world) {
-	worker, server := w.node(9, nil), w.node(8, nil)
-	link(worker, server)
+	worker, server := w.pair()
 	const n = 20
 	for i := range n {
 		worker.must(data(8, i, true))
@@ -100,13 +105,9 @@ func restart(w *world) {
 	first.close()
 
 	second := w.make(8)
-	second.self.Port = first.self.Port
+	second.self.Port, second.knowsID = first.self.Port, true
 	for end := time.Now().Add(Limit); ; {
-		ctx, cancel := w.context()
-		self := second.self
-		self.ID = van.Empty
-		_, err := second.Bind(ctx, self)
-		cancel()
+		err := second.tryBind()
 		if err == nil {
 			break
 		}
@@ -115,8 +116,7 @@ func restart(w *world) {
 		}
 		time.Sleep(10 * time.Millisecond) // the system frees the port when it likes
 	}
-	second.SetID(8)
-	second.Start(second.collect)
+	second.start(nil)
 	link(worker, second)
 	worker.must(data(8, 0, true))
 	second.expect(9, 1)
@@ -129,20 +129,22 @@ type peerEvent struct {
 	cause error
 }
 
-// watch returns what n's van says of its peers, nil if it says nothing. It is called before the van is bound.
-func (n *node) watch() chan peerEvent {
-	watcher, watches := van.As[van.PeerWatcher](n.Van)
-	if !watches {
-		return nil
+// watcher is node, and returns what the node's van says of its peers too, nil if it says nothing.
+func (w *world) watcher(id int) (n *node, events chan peerEvent) {
+	w.Helper()
+	n = w.make(id)
+	if v, watches := van.As[van.PeerWatcher](n.Van); watches { // it is told before the van is bound
+		events = make(chan peerEvent, 64)
+		v.WatchPeers(func(id int, up bool, cause error) {
+			select {
+			case events <- peerEvent{id, up, cause}:
+			default:
+			}
+		})
 	}
-	events := make(chan peerEvent, 64)
-	watcher.WatchPeers(func(id int, up bool, cause error) {
-		select {
-		case events <- peerEvent{id, up, cause}:
-		default:
-		}
-	})
-	return events
+	n.knowsID = true
+	n.bind(nil)
+	return n, events
 }
 
 // expectDown waits until peer id, and no other, is said to be down.
@@ -168,27 +170,15 @@ func (w *world) expectDown(events chan peerEvent, id int) {
 
 // renamedCloses: the end of a peer that was connected to under another name is noticed under its new one.
 func renamedCloses(w *world) {
-	scheduler := w.make(1)
-	events := scheduler.watch()
-	scheduler.bind(nil)
-	scheduler.SetID(1)
+	scheduler, events := w.watcher(1)
 	worker := w.node(9, nil)
-	worker.connect(scheduler)
-	scheduler.connectAs(-1, worker)
-	if err := scheduler.Rename(-1, 9); err != nil {
-		w.Fatalf("Rename: %v", err)
-	}
-	scheduler.must(control(van.Heartbeat, 9, 0))
-	worker.expect(1, 1)
+	connectRenamed(scheduler, worker)
 	worker.close()
 	w.expectDown(events, 9)
 }
 
 func peerCloses(w *world) {
-	worker := w.make(9)
-	events := worker.watch()
-	worker.bind(nil)
-	worker.SetID(9)
+	worker, events := w.watcher(9)
 	server, other := w.node(8, nil), w.node(10, nil)
 	link(worker, server)
 	link(worker, other)

@@ -57,9 +57,8 @@ func (w *world) make(id int) *node {
 	return n
 }
 
-// bind binds and starts. A nil recv collects in n.in.
-func (n *node) bind(recv van.Receiver) {
-	n.w.Helper()
+// tryBind binds n, which does not know its id yet unless it is the scheduler.
+func (n *node) tryBind() error {
 	ctx, cancel := n.w.context()
 	defer cancel()
 	self := n.self
@@ -67,10 +66,23 @@ func (n *node) bind(recv van.Receiver) {
 		self.ID = van.Empty
 	}
 	port, err := n.Bind(ctx, self)
-	if err != nil {
-		n.w.Fatalf("Bind(%s): %v", self.Addr(), err)
+	if err == nil {
+		n.self.Port, n.self.Ports = port, []int32{int32(port)}
 	}
-	n.self.Port, n.self.Ports = port, []int32{int32(port)}
+	return err
+}
+
+// bind binds and starts. A nil recv collects in n.in.
+func (n *node) bind(recv van.Receiver) {
+	n.w.Helper()
+	if err := n.tryBind(); err != nil {
+		n.w.Fatalf("Bind(%s): %v", n.self.Addr(), err)
+	}
+	n.start(recv)
+}
+
+// start lets n, which has bound, receive.
+func (n *node) start(recv van.Receiver) {
 	if recv == nil {
 		recv = n.collect
 	}
@@ -89,6 +101,15 @@ func (w *world) node(id int, recv van.Receiver) *node {
 	return n
 }
 
+// pair makes a worker and a server that are linked, and may both send data.
+func (w *world) pair() (worker, server *node) {
+	w.Helper()
+	worker, server = w.node(9, nil), w.node(8, nil)
+	link(worker, server)
+	w.greet([]*node{worker}, []*node{server})
+	return worker, server
+}
+
 // connect connects n to peer under the peer's id.
 func (n *node) connect(peer *node) {
 	n.w.Helper()
@@ -104,8 +125,7 @@ func (n *node) connectAs(id int, peer *node) {
 	}
 }
 
-// link connects both ways and makes sure that worker and server have heard each
-// other.
+// link connects both ways.
 func link(a, b *node) {
 	a.w.Helper()
 	a.connect(b)

@@ -1,6 +1,9 @@
 package zmq
 
-import "sync"
+import (
+	"slices"
+	"sync"
+)
 
 // accounts are those of all connections that there have been. libzmq may let go of a
 // message long after its connection was closed, so an account is used again once it is
@@ -16,8 +19,7 @@ func (a *accounts) open() *account {
 	defer a.mu.Unlock()
 	for i, x := range a.closed {
 		if x.unsent() == 0 {
-			a.closed[i] = a.closed[len(a.closed)-1]
-			a.closed = a.closed[:len(a.closed)-1]
+			a.closed = slices.Delete(a.closed, i, i+1)
 			return x
 		}
 	}

@@ -4,7 +4,6 @@ package zmq
 
 import (
 	"math"
-	"net"
 	"sync"
 	"sync/atomic"
 
@@ -15,6 +14,7 @@ import (
 type conn struct {
 	who  atomic.Pointer[identity]
 	addr string
+	port int
 	sock *socket
 	mon  *monitor
 	rx   *receiver
@@ -68,9 +68,7 @@ func (c *conn) connected(n *shared, fd int) {
 	leads := false // the descriptor may be another connection's by now
 	s.use(func(fd int) {
 		if a, err := unix.Getpeername(fd); err == nil {
-			_, port, _ := net.SplitHostPort(addrText(a))
-			_, want, _ := net.SplitHostPort(c.addr)
-			leads = port == want
+			leads = int(addrOf(a).Port()) == c.port
 		}
 	})
 	if !leads {

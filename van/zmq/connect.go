@@ -47,7 +47,7 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	if err := noIPv6(peer.Hostname); err != nil && !v.cfg.Local {
 		return fail(err)
 	}
-	c := &conn{addr: peer.Addr()}
+	c := &conn{addr: peer.Addr(), port: peer.Port}
 	c.incarnation, c.bundles = v.peerIdentity(&peer)
 	c.admitted.Store(true)
 	old := (*v.peers.Load())[id]

@@ -102,18 +102,6 @@ func (f *flow) init(n *shared, out *outgoing) {
 	f.router = engine.NewBudget(0, f.recvAll)
 }
 
-func (f *flow) budget(router bool) *engine.Budget {
-	if router {
-		return f.router
-	}
-	return f.dealers
-}
-
-// watch reports when loop does not read.
-func (f *flow) watch(loop *engine.Loop[*van.Message]) {
-	loop.Paused = func(l *lane, bytes int64) { f.paused("not read", l.ID, bytes) }
-}
-
 // paused counts and logs that messages of peer id wait.
 func (f *flow) paused(how string, id int, bytes int64) {
 	f.n.stats.paused.Add(1)

@@ -99,21 +99,14 @@ func (g *guard) close() {
 
 // follow learns from libzmq which connections there are.
 func (g *guard) follow() {
-	var event zmq4.Event
-	var fd int
-	try := func(uintptr) bool {
-		var end bool
-		event, fd, end = g.mon.next()
-		return end || event != 0
-	}
-	for g.mon.sock.wait(try) && !g.mon.sock.closed.Load() {
+	g.mon.follow(func(event zmq4.Event, fd int) {
 		switch event {
 		case zmq4.EVENT_ACCEPTED:
 			g.accepted(fd)
 		case zmq4.EVENT_DISCONNECTED, zmq4.EVENT_CLOSED:
 			g.gone(fd)
 		}
-	}
+	})
 }
 
 func (g *guard) accepted(fd int) {
@@ -232,16 +225,7 @@ func (g *guard) accepts(fd int) bool {
 		return false
 	}
 	a, err := unix.Getsockname(fd)
-	if err != nil {
-		return false
-	}
-	switch a := a.(type) {
-	case *unix.SockaddrInet4:
-		return a.Port == g.port
-	case *unix.SockaddrInet6:
-		return a.Port == g.port
-	}
-	return false
+	return err == nil && int(addrOf(a).Port()) == g.port
 }
 
 // known is told that c is a member from now on.
@@ -271,15 +255,10 @@ func (g *guard) joins(fd int, in *incoming, c *conn) {
 	if _, limit := g.n.heartbeats(); limit > 0 && c.incarnation != 0 {
 		// An answer that nobody acknowledges ends the connection, as a request does on
 		// the other side.
-		g.use(fd, in, func(fd int) {
+		tcpSocket{fd, in.cookie}.use(func(fd int) {
 			_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(limit.Milliseconds()))
 		})
 	}
-}
-
-// use calls f with a descriptor of in's socket, if fd still is one.
-func (g *guard) use(fd int, in *incoming, f func(int)) {
-	tcpSocket{fd, in.cookie}.use(f)
 }
 
 // look waits until strangers send something.
@@ -356,9 +335,9 @@ func (g *guard) relieve() {
 func (g *guard) end(fd int, in *incoming) {
 	g.n.stats.strangers.Add(1)
 	from := "unknown"
-	g.use(fd, in, func(fd int) {
+	tcpSocket{fd, in.cookie}.use(func(fd int) {
 		if a, err := unix.Getpeername(fd); err == nil {
-			from = addrText(a)
+			from = addrOf(a).String()
 		}
 		_ = unix.Shutdown(fd, unix.SHUT_RDWR)
 	})

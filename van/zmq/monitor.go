@@ -53,34 +53,38 @@ func (m *monitor) start(n *shared, c *conn) {
 		return
 	}
 	m.started = true
+	go m.follow(func(event zmq4.Event, fd int) {
+		switch event {
+		case zmq4.EVENT_CONNECTED:
+			c.connected(n, fd)
+		case zmq4.EVENT_DISCONNECTED:
+			c.link.Store(nil)
+			c.up.Store(false)
+			c.lost.Store(true)
+			c.goOn()
+			n.tell(c, false, errDisconnected)
+		case zmq4.EVENT_CLOSED: // before it was a connection
+			n.tell(c, false, errRefused)
+		case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
+			c.up.Store(true)
+			c.lost.Store(false)
+			n.tell(c, true, nil)
+		}
+	})
+}
+
+// follow calls took with each event and its value until m is closed, which took may do.
+func (m *monitor) follow(took func(event zmq4.Event, value int)) {
 	var event zmq4.Event
-	var fd int
+	var value int
 	try := func(uintptr) bool {
 		var end bool
-		event, fd, end = m.next()
+		event, value, end = m.next()
 		return end || event != 0
 	}
-	go func() {
-		// The watcher is called outside of wait, so that it may close the van.
-		for m.sock.wait(try) && !m.sock.closed.Load() {
-			switch event {
-			case zmq4.EVENT_CONNECTED:
-				c.connected(n, fd)
-			case zmq4.EVENT_DISCONNECTED:
-				c.link.Store(nil)
-				c.up.Store(false)
-				c.lost.Store(true)
-				c.goOn()
-				n.tell(c, false, errDisconnected)
-			case zmq4.EVENT_CLOSED: // before it was a connection
-				n.tell(c, false, errRefused)
-			case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
-				c.up.Store(true)
-				c.lost.Store(false)
-				n.tell(c, true, nil)
-			}
-		}
-	}()
+	for m.sock.wait(try) && !m.sock.closed.Load() {
+		took(event, value) // outside of wait
+	}
 }
 
 // next returns the next event with its value, 0 if there is none, and whether m is

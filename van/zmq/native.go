@@ -309,11 +309,7 @@ func (s *socket) recv(f *frames, spin time.Duration, park bool, l *lent) (bool, 
 		return false, van.ErrClosed
 	}
 	defer l.reap()
-	var p C.int
-	if park {
-		p = 1
-	}
-	switch rc := C.sa_recv(s.c, (*C.sa_msg)(f), C.int64_t(spin), p); {
+	switch rc := C.sa_recv(s.c, (*C.sa_msg)(f), C.int64_t(spin), cBool(park)); {
 	case rc == 1:
 		return true, nil
 	case rc == 0:
@@ -513,12 +509,7 @@ func (s *socket) pump(force bool, l *lent) bool {
 		return false
 	}
 	s.waits.Store(false) // before the look: who queues meanwhile sets it again
-	var all C.int
-	if force {
-		all = 1
-	}
-	rc := C.sa_pump(s.c, all)
-	s.followLocked(rc, l)
+	s.followLocked(C.sa_pump(s.c, cBool(force)), l)
 	return s.waits.Load()
 }
 
@@ -526,14 +517,16 @@ func (s *socket) pump(force bool, l *lent) bool {
 func (s *socket) hold(on bool) {
 	s.use.RLock()
 	defer s.use.RUnlock()
-	if s.c == nil {
-		return
+	if s.c != nil {
+		C.sa_hold(s.c, cBool(on))
 	}
-	var c C.int
-	if on {
-		c = 1
+}
+
+func cBool(b bool) C.int {
+	if b {
+		return 1
 	}
-	C.sa_hold(s.c, c)
+	return 0
 }
 
 // limit makes data messages wait while libzmq has window bytes for the peer of a.

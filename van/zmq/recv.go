@@ -34,15 +34,16 @@ type receiver struct {
 
 func newReceiver(in *intake, s *socket, peer *conn, spins, polls bool) *receiver {
 	r := &receiver{in: in, sock: s, router: peer == nil, peer: peer, lanes: new(lanes)}
+	budget := in.flow.dealers
 	if r.router {
-		r.lanes = &in.flow.senders
+		r.lanes, budget = &in.flow.senders, in.flow.router
 	}
 	r.lanes.hand = &r.inHand
 	r.next = r.pool.get()
 	r.feed = engine.NewFeed(in.engine, r, engine.FeedOptions{Polls: polls, Spins: spins, Busy: in.busy, Examined: true})
 	r.feed.Loop.Weight = func(msg *van.Message) int { n, _ := weight(msg); return int(n) }
-	r.feed.Loop.Budget = in.flow.budget(r.router)
-	in.flow.watch(r.feed.Loop)
+	r.feed.Loop.Budget = budget
+	r.feed.Loop.Paused = func(l *lane, bytes int64) { in.flow.paused("not read", l.ID, bytes) }
 	return r
 }
 

@@ -116,8 +116,6 @@ func (o *outgoing) sendError(msg *van.Message, c *conn, err error) error {
 	switch {
 	case errors.Is(err, syscall.EHOSTUNREACH):
 		e.Err = fmt.Errorf("%w: it is not connected to this node", van.ErrPeerLost)
-	case errors.Is(err, van.ErrQueueFull):
-		e.Err = err
 	case errors.Is(err, syscall.EAGAIN):
 		e.Err = van.ErrQueueFull
 	case errors.Is(err, syscall.Errno(zmq4.ETERM)), errors.Is(err, syscall.ENOTSOCK):

@@ -35,7 +35,7 @@ func receives(t *testing.T, n *node, r *raw) func() int64 {
 	t.Helper()
 	_, accepted := ends(t, n.self.Port)
 	for fd := range accepted {
-		if a, err := unix.Getpeername(fd); err != nil || addrText(a) != r.LocalAddr().String() {
+		if a, err := unix.Getpeername(fd); err != nil || addrOf(a).String() != r.LocalAddr().String() {
 			continue
 		}
 		dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)

@@ -3,8 +3,7 @@ package zmq
 // The TCP sockets that libzmq has opened.
 
 import (
-	"net"
-	"strconv"
+	"net/netip"
 
 	"golang.org/x/sys/unix"
 )
@@ -46,10 +45,8 @@ func (s tcpSocket) unacknowledged() (n int) {
 func (s tcpSocket) hasClass(class int) (ok bool) {
 	s.use(func(fd int) {
 		level, option := unix.IPPROTO_IP, unix.IP_TOS
-		if a, err := unix.Getsockname(fd); err == nil {
-			if a6, is6 := a.(*unix.SockaddrInet6); is6 && net.IP(a6.Addr[:]).To4() == nil {
-				level, option = unix.IPPROTO_IPV6, unix.IPV6_TCLASS
-			}
+		if a, err := unix.Getsockname(fd); err == nil && addrOf(a).Addr().Is6() {
+			level, option = unix.IPPROTO_IPV6, unix.IPV6_TCLASS
 		}
 		tos, err := unix.GetsockoptInt(fd, level, option)
 		ok = err == nil && tos>>2 == class
@@ -57,12 +54,13 @@ func (s tcpSocket) hasClass(class int) (ok bool) {
 	return ok
 }
 
-func addrText(a unix.Sockaddr) string {
+// addrOf is the address of a TCP socket; that of another one is not valid.
+func addrOf(a unix.Sockaddr) netip.AddrPort {
 	switch a := a.(type) {
 	case *unix.SockaddrInet4:
-		return net.JoinHostPort(net.IP(a.Addr[:]).String(), strconv.Itoa(a.Port))
+		return netip.AddrPortFrom(netip.AddrFrom4(a.Addr), uint16(a.Port))
 	case *unix.SockaddrInet6:
-		return net.JoinHostPort(net.IP(a.Addr[:]).String(), strconv.Itoa(a.Port))
+		return netip.AddrPortFrom(netip.AddrFrom16(a.Addr).Unmap(), uint16(a.Port))
 	}
-	return "unknown"
+	return netip.AddrPort{}
 }

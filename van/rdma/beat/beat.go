@@ -109,8 +109,7 @@ func (a *Asker) Beating(p Process) bool {
 
 // ask asks all, again and again.
 func (a *Asker) ask() {
-	tick := time.NewTicker(a.every)
-	defer tick.Stop()
+	tick := time.Tick(a.every)
 	for {
 		all := a.who()
 		asked := make(map[Process]*history, len(all))
@@ -122,7 +121,7 @@ func (a *Asker) ask() {
 		a.asked = asked // who is not asked any more is forgotten
 		a.mu.Unlock()
 		select {
-		case <-tick.C:
+		case <-tick:
 		case <-a.end:
 			return
 		}

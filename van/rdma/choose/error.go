@@ -3,7 +3,6 @@ package choose
 import (
 	"errors"
 	"strconv"
-	"strings"
 )
 
 // Errors that callers tell apart with errors.Is.
@@ -30,15 +29,14 @@ type Error struct {
 
 // Error returns everything on one line.
 func (e *Error) Error() string {
-	var b strings.Builder
+	s := e.Problem
 	if e.Setting != "" {
-		b.WriteString(e.Setting + "=" + strconv.Quote(e.Value) + ": ")
+		s = e.Setting + "=" + strconv.Quote(e.Value) + ": " + s
 	}
-	b.WriteString(e.Problem)
 	if e.Have != "" {
-		b.WriteString("; " + e.Have)
+		s += "; " + e.Have
 	}
-	return b.String()
+	return s
 }
 
 // Unwrap returns the sentinel.

@@ -144,9 +144,6 @@ func (l *look) netDir(iface string) string {
 
 // link is where a symbolic link of sysfs leads, "" when there is none.
 func (l *look) link(name string) string {
-	if l.m.Root == nil {
-		return ""
-	}
 	to, err := fs.ReadLink(l.m.Root, name)
 	if err != nil {
 		return ""
@@ -158,18 +155,12 @@ func (l *look) link(name string) string {
 }
 
 func (l *look) exists(name string) bool {
-	if l.m.Root == nil {
-		return false
-	}
 	_, err := fs.Stat(l.m.Root, name)
 	return err == nil
 }
 
 // read is the content of a file, "" when that cannot be had.
 func (l *look) read(name string) string {
-	if l.m.Root == nil {
-		return ""
-	}
 	b, err := fs.ReadFile(l.m.Root, name)
 	if err != nil {
 		return ""

@@ -4,6 +4,7 @@ package choose
 
 import (
 	"cmp"
+	"embed"
 	"fmt"
 	"net/netip"
 	"path"
@@ -39,6 +40,9 @@ func portName(device string, port int) string { return fmt.Sprintf("%s port %d",
 type useless struct{ name, why string }
 
 func (m Machine) look() *look {
+	if m.Root == nil {
+		m.Root = embed.FS{} // without a file
+	}
 	l := &look{m: m}
 	devices := slices.Clone(m.Devices)
 	slices.SortStableFunc(devices, func(a, b verbs.DeviceInfo) int { return compareNames(a.Name, b.Name) })
@@ -160,10 +164,8 @@ func BestGID(gids []verbs.GID, addr netip.Addr) (best verbs.GID, ok bool) {
 
 // over tells whether an interface runs IP over a port of a device.
 func (l *look) over(iface, device string, p *verbs.PortInfo) bool {
-	for _, g := range p.GIDs {
-		if g.Iface == iface {
-			return true
-		}
+	if slices.ContainsFunc(p.GIDs, func(g verbs.GID) bool { return g.Iface == iface }) {
+		return true
 	}
 	dir := l.netDir(iface)
 	if dir == "" || !l.exists(path.Join(path.Dir(path.Dir(dir)), "infiniband", device)) {
@@ -241,10 +243,4 @@ func compareNames(a, b string) int {
 }
 
 // digits is how many digits s begins with.
-func digits(s string) int {
-	n := 0
-	for n < len(s) && s[n] >= '0' && s[n] <= '9' {
-		n++
-	}
-	return n
-}
+func digits(s string) int { return len(s) - len(strings.TrimLeft(s, "0123456789")) }

@@ -169,15 +169,13 @@ func (m *Manager) Release(dev verbs.Device) {
 
 // Wait waits for the event that ends a step.
 func (m *Manager) Wait(ctx context.Context, x *ID, want verbs.EventType, limit time.Duration) (verbs.Event, error) {
-	t := time.NewTimer(limit)
-	defer t.Stop()
 	select {
 	case ev := <-x.events:
 		if ev.Type != want {
 			return ev, m.EventError(ev)
 		}
 		return ev, nil
-	case <-t.C:
+	case <-time.After(limit):
 		return verbs.Event{}, fmt.Errorf("%w after %s: no answer of the connection manager", van.ErrTimeout, limit)
 	case <-ctx.Done():
 		return verbs.Event{}, ctx.Err()
@@ -189,8 +187,6 @@ func (m *Manager) Wait(ctx context.Context, x *ID, want verbs.EventType, limit t
 // not get the second request of a connection without the first, which nobody took: it would
 // count the next connection's wrongly.
 func (m *Manager) WaitRefused(ctx context.Context, x *ID) error {
-	t := time.NewTimer(refuseTime)
-	defer t.Stop()
 	select {
 	case ev := <-x.events:
 		if ev.Type != verbs.Established {
@@ -198,7 +194,7 @@ func (m *Manager) WaitRefused(ctx context.Context, x *ID) error {
 		}
 		x.events <- ev // there is room: it was there
 		return nil
-	case <-t.C:
+	case <-time.After(refuseTime):
 		return nil
 	case <-ctx.Done():
 		return ctx.Err()

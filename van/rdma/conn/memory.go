@@ -17,11 +17,11 @@ import (
 // Block is memory of the library's own, outside of the Go heap, registered with one
 // device.
 type Block struct {
-	Mem  backend.Mem
-	MR   verbs.MR
-	free func() error
-	once sync.Once // deregisters
-	open error     // why it could not be
+	Mem backend.Mem
+	MR  verbs.MR
+	// Deregister ends the device's access, once; the memory stays until Close.
+	Deregister func() error
+	free       func() error
 }
 
 const PageSize = 4096
@@ -37,7 +37,7 @@ func NewBlock(dev verbs.Device, n int, a verbs.Access) (*Block, error) {
 	if err != nil {
 		return nil, errors.Join(err, unix.Munmap(b))
 	}
-	return &Block{Mem: mem, MR: mr, free: func() error { return unix.Munmap(b) }}, nil
+	return &Block{mem, mr, sync.OnceValue(mr.Deregister), func() error { return unix.Munmap(b) }}, nil
 }
 
 // NewDeviceBlock allocates and registers n bytes of back's memory.
@@ -50,13 +50,7 @@ func NewDeviceBlock(dev verbs.Device, back backend.Backend, n int, a verbs.Acces
 	if err != nil {
 		return nil, errors.Join(err, back.Free(mem))
 	}
-	return &Block{Mem: mem, MR: mr, free: func() error { return back.Free(mem) }}, nil
-}
-
-// Deregister ends the device's access; the memory stays until close.
-func (b *Block) Deregister() error {
-	b.once.Do(func() { b.open = b.MR.Deregister() })
-	return b.open
+	return &Block{mem, mr, sync.OnceValue(mr.Deregister), func() error { return back.Free(mem) }}, nil
 }
 
 // Close also frees the memory, unless peers may still write there. Call it once.

@@ -175,16 +175,17 @@ func (rs *Regions) remove(r *Region) {
 	rs.dropping.RLock()
 	defer rs.dropping.RUnlock()
 	if r.refs.CompareAndSwap(0, regionDead) {
-		rs.mu.Lock()
-		rs.take(r)
-		rs.mu.Unlock()
-		_ = r.drop()
+		rs.end(r)
 	}
 }
 
-func (rs *Regions) take(r *Region) {
+// end takes a region that is dead out of the table, and drops it.
+func (rs *Regions) end(r *Region) {
+	rs.mu.Lock()
 	rs.change(func(all []*Region) []*Region { return slices.DeleteFunc(all, func(x *Region) bool { return x == r }) })
 	rs.bytes -= r.Mem.Len()
+	rs.mu.Unlock()
+	_ = r.drop()
 }
 
 // idle is for how long r has not been used.
@@ -234,20 +235,14 @@ func (rs *Regions) Evict(now uint64) {
 func (rs *Regions) Revoke(m backend.Mem, kept []*Region) {
 	rs.dropping.Lock()
 	defer rs.dropping.Unlock()
-	lo, hi := m.Addr(), m.Addr()+uint64(m.Len())
 	for _, r := range *rs.sorted.Load() {
-		if a := r.Mem.Addr(); r.access&verbs.RemoteWrite == 0 || a >= hi || a+uint64(r.Mem.Len()) <= lo || slices.Contains(kept, r) {
+		if r.access&verbs.RemoteWrite == 0 || !r.Mem.Overlaps(m) || slices.Contains(kept, r) {
 			continue
 		}
 		r.gone.Store(true)
-		// Its users find out from their completions.
-		if n := r.refs.Swap(regionDead); n < 0 {
-			continue
+		if r.refs.Swap(regionDead) >= 0 { // its users find out from their completions
+			rs.end(r)
 		}
-		rs.mu.Lock()
-		rs.take(r)
-		rs.mu.Unlock()
-		_ = r.drop()
 	}
 }
 

@@ -174,6 +174,17 @@ func (p *SendQueue[T]) Post() error {
 	return nil
 }
 
+// Probe writes nothing to the peer: one that has gone without a word shows only in what is
+// sent to it.
+func (p *SendQueue[T]) Probe() error {
+	id, _, _, ok := p.Begin()
+	if !ok {
+		return nil
+	}
+	p.Add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
+	return p.Post()
+}
+
 // Finished is what has become free with a completion. Its user ends it without its lock.
 type Finished[T any] struct {
 	Note    T
@@ -268,15 +279,12 @@ func (p *SendQueue[T]) Idle() bool { return len(p.free) == len(p.recs) && len(p.
 // Abandon ends all records of a connection whose queue pairs are gone.
 func (p *SendQueue[T]) Abandon() (all []Finished[T]) {
 	p.Broken = true
-	taken := make([]bool, len(p.recs))
-	for i := range taken {
-		taken[i] = true
-	}
+	free := make([]bool, len(p.recs))
 	for _, id := range p.free {
-		taken[id] = false
+		free[id] = true
 	}
-	for i, t := range taken {
-		if t {
+	for i := range free {
+		if !free[i] {
 			all = append(all, p.Finish(uint32(i)))
 		}
 	}

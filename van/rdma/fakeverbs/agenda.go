@@ -3,7 +3,7 @@ package fakeverbs
 // What is to happen later.
 
 import (
-	"container/heap"
+	"slices"
 	"sync"
 	"time"
 )
@@ -11,35 +11,14 @@ import (
 // agenda is what is to happen later, by time and then by order of entry.
 type agenda struct {
 	mu    *sync.Mutex // of the Net
-	queue entries
-	seq   uint64
+	queue []entry     // in order
 	timer *time.Timer
 	over  bool
 }
 
-type entries []entry
-
 type entry struct {
 	due time.Time
-	seq uint64
 	do  func()
-}
-
-func (a entries) Len() int { return len(a) }
-func (a entries) Less(i, j int) bool {
-	if !a[i].due.Equal(a[j].due) {
-		return a[i].due.Before(a[j].due)
-	}
-	return a[i].seq < a[j].seq
-}
-func (a entries) Swap(i, j int) { a[i], a[j] = a[j], a[i] }
-func (a *entries) Push(x any)   { *a = append(*a, x.(entry)) }
-func (a *entries) Pop() any {
-	old := *a
-	e := old[len(old)-1]
-	old[len(old)-1] = entry{}
-	*a = old[:len(old)-1]
-	return e
 }
 
 // at calls do, under mu, when it is due. The caller holds mu.
@@ -47,9 +26,11 @@ func (a *agenda) at(due time.Time, do func()) {
 	if a.over {
 		return
 	}
-	a.seq++
-	heap.Push(&a.queue, entry{due, a.seq, do})
-	if a.queue[0].seq == a.seq {
+	i := len(a.queue) // most are the latest
+	for i > 0 && a.queue[i-1].due.After(due) {
+		i--
+	}
+	if a.queue = slices.Insert(a.queue, i, entry{due, do}); i == 0 {
 		a.arm()
 	}
 }
@@ -73,7 +54,9 @@ func (a *agenda) fire() {
 			a.arm()
 			return
 		}
-		heap.Pop(&a.queue).(entry).do()
+		do := a.queue[0].do
+		a.queue = slices.Delete(a.queue, 0, 1)
+		do()
 	}
 }
 

@@ -18,7 +18,7 @@ type channel struct {
 	net     *Net
 	stack   *Stack
 	cond    sync.Cond
-	queue   []queued
+	queue   fifo.Queue[queued]
 	reading bool
 	closed  bool
 	ids     map[*connID]bool
@@ -45,7 +45,7 @@ func (c *channel) push(id *connID, ev verbs.Event, read, lost func()) {
 			}
 			return
 		}
-		c.queue = append(c.queue, queued{ev, id, read})
+		c.queue.Put(queued{ev, id, read})
 		c.cond.Broadcast()
 	}
 	now := time.Now()
@@ -59,6 +59,14 @@ func (c *channel) push(id *connID, ev verbs.Event, read, lost func()) {
 	}
 	n.lastEvent = due
 	n.agenda.at(due, enter)
+}
+
+// wakeAll makes all that wait look again.
+func (c *channel) wakeAll() {
+	c.cond.Broadcast()
+	for _, d := range c.devices {
+		d.cond.Broadcast()
+	}
 }
 
 func (c *channel) newID(cookie uint64) *connID {

@@ -252,7 +252,7 @@ func (id *connID) destroy(tell bool) {
 	}
 	switch id.state {
 	case listening:
-		for _, q := range id.ch.queue {
+		for _, q := range id.ch.queue.All() {
 			if q.id == id && q.Type == verbs.ConnectRequest {
 				q.New.(*connID).destroy(tell)
 			}

@@ -10,14 +10,11 @@ import (
 )
 
 func (d *device) Info() (verbs.DeviceInfo, error) {
-	if err := d.stack.hook(Op{Kind: OpInfo, Local: d.addr()}); err != nil {
-		return verbs.DeviceInfo{}, err
-	}
+	err := d.stack.begin(Op{Kind: OpInfo, Local: d.addr()}, d.ended)
 	n := d.net
-	n.mu.Lock()
 	defer n.mu.Unlock()
-	if d.ended() {
-		return verbs.DeviceInfo{}, fault("info", verbs.ErrClosed, "%s", d.stack.name)
+	if err != nil {
+		return verbs.DeviceInfo{}, err
 	}
 	if d.host.absent {
 		return verbs.DeviceInfo{}, fault("info", syscall.ENODEV, "%s: %s", d.stack.name, d.host.name)
@@ -26,14 +23,11 @@ func (d *device) Info() (verbs.DeviceInfo, error) {
 }
 
 func (d *device) Reserve(size int) error {
-	if err := d.stack.hook(Op{Kind: OpReserve, Local: d.addr(), Size: size}); err != nil {
-		return err
-	}
+	err := d.stack.begin(Op{Kind: OpReserve, Local: d.addr(), Size: size}, d.ended)
 	n := d.net
-	n.mu.Lock()
 	defer n.mu.Unlock()
-	if d.ended() {
-		return fault("reserve", verbs.ErrClosed, "%s", d.stack.name)
+	if err != nil {
+		return err
 	}
 	if size > n.cfg.MaxCQE {
 		return fault("reserve", syscall.EINVAL, "%s: %d completions, want up to %d", d.stack.name, size, n.cfg.MaxCQE)

@@ -176,6 +176,13 @@ func (q *qp) run() {
 	}
 }
 
+// runAll executes what there is anywhere, as far as it can be.
+func (n *Net) runAll() {
+	for _, q := range n.byAge() {
+		q.run()
+	}
+}
+
 // step executes the first work request of q. It reports whether it could.
 func (q *qp) step() bool {
 	n := q.net

@@ -44,9 +44,7 @@ func (n *Net) Cut(a, b netip.Addr) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.cuts[linkOf(a, b)] = true
-	for _, q := range n.byAge() {
-		q.run()
-	}
+	n.runAll()
 }
 
 // Heal ends a Cut.
@@ -54,9 +52,7 @@ func (n *Net) Heal(a, b netip.Addr) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	delete(n.cuts, linkOf(a, b))
-	for _, q := range n.byAge() {
-		q.run()
-	}
+	n.runAll()
 }
 
 // Hold holds back everything that is posted until Release.
@@ -80,15 +76,12 @@ func (n *Net) Release(first ...uint32) {
 	defer n.mu.Unlock()
 	n.held = false
 	clear(n.heldPairs)
-	all := n.byAge()
 	for _, num := range first {
-		if i := slices.IndexFunc(all, func(q *qp) bool { return q.num == num }); i >= 0 {
-			all[i].run()
+		if q := n.pair(num); q != nil {
+			q.run()
 		}
 	}
-	for _, q := range all {
-		q.run()
-	}
+	n.runAll()
 }
 
 // Step delivers the next work request of the queue pair with this number, held or not.
@@ -96,12 +89,8 @@ func (n *Net) Release(first ...uint32) {
 func (n *Net) Step(num uint32) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	for _, q := range n.byAge() {
-		if q.num == num && q.sq.Len() > 0 {
-			return q.step()
-		}
-	}
-	return false
+	q := n.pair(num)
+	return q != nil && q.sq.Len() > 0 && q.step()
 }
 
 // Pending lists the queue pairs with work requests that have not been executed, by
@@ -174,9 +163,7 @@ func (n *Net) Wake(s *Stack) {
 	for _, do := range kept {
 		do()
 	}
-	for _, q := range n.byAge() {
-		q.run()
-	}
+	n.runAll()
 	s.wakeAll()
 }
 
@@ -224,9 +211,6 @@ func (n *Net) Close() {
 
 func (s *Stack) wakeAll() {
 	for c := range s.channels {
-		c.cond.Broadcast()
-		for _, d := range c.devices {
-			d.cond.Broadcast()
-		}
+		c.wakeAll()
 	}
 }

@@ -77,7 +77,7 @@ func (w *world) none(c verbs.Channel) {
 	w.t.Helper()
 	w.net.mu.Lock()
 	defer w.net.mu.Unlock()
-	for _, q := range c.(*channel).queue {
+	for _, q := range c.(*channel).queue.All() {
 		if !q.id.gone {
 			w.t.Fatalf("event %v, want none", q.Type)
 		}

@@ -241,12 +241,11 @@ func (id *connID) ResolveRoute(time.Duration) error {
 
 func (id *connID) SetAckTimeout(exp int) error {
 	err := id.begin(Op{Kind: OpSetAckTimeout}, addrResolved, routeResolved, requested)
-	n := id.net
-	defer n.mu.Unlock()
+	defer id.net.mu.Unlock()
 	if err != nil {
 		return err
 	}
-	if n.cfg.NoAckTimeout {
+	if id.net.cfg.NoAckTimeout {
 		return id.fault("set ack timeout", syscall.ENOSYS, "this provider cannot")
 	}
 	if exp < 0 || exp > 31 {
@@ -258,12 +257,11 @@ func (id *connID) SetAckTimeout(exp int) error {
 
 func (id *connID) SetTOS(tos int) error {
 	err := id.begin(Op{Kind: OpSetTOS}, addrResolved)
-	n := id.net
-	defer n.mu.Unlock()
+	defer id.net.mu.Unlock()
 	if err != nil {
 		return err
 	}
-	if n.cfg.NoTOS {
+	if id.net.cfg.NoTOS {
 		return id.fault("set type of service", syscall.ENOSYS, "this provider cannot")
 	}
 	if tos < 0 || tos > 255 {

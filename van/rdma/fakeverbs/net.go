@@ -166,6 +166,9 @@ func (n *Net) byAge() []*qp {
 	return slices.SortedFunc(maps.Values(n.qps), func(a, b *qp) int { return cmp.Compare(a.num, b.num) })
 }
 
+// pair returns the queue pair with this number, or nil.
+func (n *Net) pair(num uint32) *qp { return n.qps[verbs.Handle(num)] }
+
 func (c cuts) has(a, b netip.Addr) bool { return len(c) != 0 && c[linkOf(a, b)] }
 
 // misuse is what Errors returns.

@@ -102,6 +102,16 @@ func (s *Stack) hook(op Op) error {
 	return (*f)(op)
 }
 
+// begin counts and locks for a call of what must not have ended. The caller unlocks.
+func (s *Stack) begin(op Op, ended func() bool) error {
+	err := s.hook(op)
+	s.net.mu.Lock()
+	if err == nil && ended() {
+		err = fault(op.Kind.String(), verbs.ErrClosed, "%s", s.name)
+	}
+	return err
+}
+
 // toPeers does what peers will notice: now, or when the process goes on.
 func (s *Stack) toPeers(do func()) {
 	if s.stopped {

@@ -76,16 +76,13 @@ func (d *device) RegisterDMABuf(fd int, offset, length, iova uint64, a verbs.Acc
 }
 
 func (d *device) register(p unsafe.Pointer, size int, start uint64, a verbs.Access) (verbs.MR, error) {
-	if err := d.stack.hook(Op{Kind: OpRegister, Local: d.addr(), Size: size}); err != nil {
+	s, n := d.stack, d.net
+	err := s.begin(Op{Kind: OpRegister, Local: d.addr(), Size: size}, d.ended)
+	defer n.mu.Unlock()
+	if err != nil {
 		return nil, err
 	}
-	n := d.net
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	s := d.stack
 	switch {
-	case d.ended():
-		return nil, fault("register", verbs.ErrClosed, "%s", s.name)
 	case p == nil || size <= 0:
 		return nil, fault("register", syscall.EINVAL, "%s: %d bytes at %p, want memory", s.name, size, p)
 	case a&^(verbs.LocalWrite|verbs.RemoteWrite) != 0 || a&verbs.RemoteWrite != 0 && a&verbs.LocalWrite == 0:

@@ -59,14 +59,11 @@ func (s *Stack) leaks() []string {
 
 // Devices lists one device for each address.
 func (s *Stack) Devices() ([]verbs.DeviceInfo, error) {
-	if err := s.hook(Op{Kind: OpDevices}); err != nil {
-		return nil, err
-	}
+	err := s.begin(Op{Kind: OpDevices}, s.ended)
 	n := s.net
-	n.mu.Lock()
 	defer n.mu.Unlock()
-	if s.ended() {
-		return nil, fault("devices", verbs.ErrClosed, "%s", s.name)
+	if err != nil {
+		return nil, err
 	}
 	var all []verbs.DeviceInfo
 	for _, h := range s.hosts {
@@ -79,14 +76,11 @@ func (s *Stack) Devices() ([]verbs.DeviceInfo, error) {
 
 // NewChannel opens an event channel.
 func (s *Stack) NewChannel() (verbs.Channel, error) {
-	if err := s.hook(Op{Kind: OpNewChannel}); err != nil {
-		return nil, err
-	}
+	err := s.begin(Op{Kind: OpNewChannel}, s.ended)
 	n := s.net
-	n.mu.Lock()
 	defer n.mu.Unlock()
-	if s.ended() {
-		return nil, fault("new channel", verbs.ErrClosed, "%s", s.name)
+	if err != nil {
+		return nil, err
 	}
 	c := &channel{net: n, stack: s, ids: map[*connID]bool{}, devices: map[*host]*device{}}
 	c.cond.L = &n.mu
@@ -113,10 +107,8 @@ func (c *channel) Next() (verbs.Event, error) {
 		if c.ended() {
 			return verbs.Event{}, fault("next", verbs.ErrClosed, "%s", c.stack.name)
 		}
-		for len(c.queue) > 0 && !c.stack.stopped {
-			q := c.queue[0]
-			c.queue[0] = queued{}
-			c.queue = c.queue[1:]
+		for c.queue.Len() > 0 && !c.stack.stopped {
+			q := c.queue.Take()
 			if q.id.gone {
 				continue
 			}
@@ -132,14 +124,10 @@ func (c *channel) Next() (verbs.Event, error) {
 }
 
 func (c *channel) NewID(cookie uint64) (verbs.ID, error) {
-	if err := c.stack.hook(Op{Kind: OpNewID}); err != nil {
+	err := c.stack.begin(Op{Kind: OpNewID}, c.ended)
+	defer c.net.mu.Unlock()
+	if err != nil {
 		return nil, err
-	}
-	n := c.net
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if c.ended() {
-		return nil, fault("new id", verbs.ErrClosed, "%s", c.stack.name)
 	}
 	return c.newID(cookie), nil
 }
@@ -164,10 +152,7 @@ func (c *channel) Close() error {
 		}
 	}
 	c.closed = true
-	c.cond.Broadcast()
-	for _, d := range c.devices {
-		d.cond.Broadcast()
-	}
+	c.wakeAll()
 	if left > 0 {
 		err := fault("close channel", syscall.EBUSY, "%s: %d IDs have not been destroyed", c.stack.name, left)
 		n.misuse.report(err)

@@ -89,11 +89,8 @@ func (s *stack) describe(q *query) DeviceInfo {
 
 // path is the device's own place in sysfs.
 func (s *stack) path(name string) string {
-	p, err := filepath.EvalSymlinks(filepath.Join(s.opt.sysfs, name, "device"))
-	if err != nil {
-		return "" // a software device
-	}
-	return p
+	p, _ := filepath.EvalSymlinks(filepath.Join(s.opt.sysfs, name, "device"))
+	return p // "" of a software device
 }
 
 // read is a file of sysfs without the newline, "" when it cannot be read.
@@ -117,10 +114,7 @@ func rate(s string) float64 {
 
 // gids reads the table of addresses of a port; unused entries have no type.
 func gids(dir string, ethernet bool) []GID {
-	files, err := os.ReadDir(filepath.Join(dir, "gids"))
-	if err != nil {
-		return nil
-	}
+	files, _ := os.ReadDir(filepath.Join(dir, "gids")) // none: no addresses
 	var out []GID
 	for _, f := range files {
 		i, err := strconv.Atoi(f.Name())

@@ -1,9 +1,6 @@
 package verbs
 
-import (
-	"strings"
-	"syscall"
-)
+import "syscall"
 
 // Error is what the system said to an operation. errors.Is finds the errno in it.
 type Error struct {
@@ -16,20 +13,22 @@ type Error struct {
 
 // Error names all of it.
 func (e *Error) Error() string {
-	var b strings.Builder
-	b.WriteString("rdma: ")
-	if e.Device != "" {
-		b.WriteString(e.Device + ": ")
-	}
-	b.WriteString(e.Op)
-	if e.What != "" {
-		b.WriteString(" " + e.What)
-	}
-	b.WriteString(": " + e.Errno.Error())
+	s := subject(e.Op, e.Device, e.What) + ": " + e.Errno.Error()
 	if e.Hint != "" {
-		b.WriteString(" (" + e.Hint + ")")
+		s += " (" + e.Hint + ")"
 	}
-	return b.String()
+	return s
+}
+
+// subject says what failed, on which device, and with what, which both may be empty.
+func subject(op, device, what string) string {
+	if device != "" {
+		op = device + ": " + op
+	}
+	if what != "" {
+		op += " " + what
+	}
+	return "rdma: " + op
 }
 
 // Unwrap is the errno.

@@ -99,7 +99,7 @@ func failure(rc C.int, op, device, what string) error {
 	if err, ok := shimErrors[rc]; ok {
 		e, errno := err.(syscall.Errno)
 		if !errno {
-			return fmt.Errorf("rdma: %s%s: %w", prefix(device), join(op, what), err)
+			return fmt.Errorf("%s: %w", subject(op, device, what), err)
 		}
 		rc = C.int(e)
 	}
@@ -111,20 +111,6 @@ func failure(rc C.int, op, device, what string) error {
 		e.Hint = "no permission; in a container give it the devices under /dev/infiniband and CAP_IPC_LOCK"
 	}
 	return e
-}
-
-func prefix(device string) string {
-	if device == "" {
-		return ""
-	}
-	return device + ": "
-}
-
-func join(op, what string) string {
-	if what == "" {
-		return op
-	}
-	return op + " " + what
 }
 
 // memlockHint says what a process may lock: memory known to a device is locked.

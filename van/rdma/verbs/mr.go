@@ -30,17 +30,14 @@ func (d *device) Register(p unsafe.Pointer, n int, a Access) (MR, error) {
 	if n <= 0 || p == nil {
 		return nil, &Error{Op: "register", Device: d.name, What: m.what, Errno: syscall.EINVAL, Hint: "want at least one byte at an address"}
 	}
-	err := m.register(func() C.int {
+	r, err := m.register(func() C.int {
 		return C.sv_reg(d.c, C.uintptr_t(uintptr(p)), C.size_t(n), C.int(a), &m.c, &m.lkey, &m.rkey)
 	})
 	if e, ok := errors.AsType[*Error](err); ok && e.Errno == syscall.EFAULT {
 		e.Hint = "memory that is not mapped, or is read-only while Access wants to write, " +
 			"or belongs to a GPU without nvidia_peermem or dma-buf"
 	}
-	if err != nil {
-		return nil, err
-	}
-	return m, nil
+	return r, err
 }
 
 // RegisterDMABuf makes a dma-buf known to the device. Without library support the
@@ -55,26 +52,24 @@ func (d *device) RegisterDMABuf(fd int, offset, length, iova uint64, a Access) (
 	if length == 0 {
 		return nil, &Error{Op: "register", Device: d.name, What: m.what, Errno: syscall.EINVAL, Hint: "want at least one byte"}
 	}
-	err := m.register(func() C.int {
+	return m.register(func() C.int {
 		return C.sv_reg_dmabuf(d.c, C.int(fd), C.uint64_t(offset), C.size_t(length), C.uint64_t(iova), C.int(a), &m.c, &m.lkey, &m.rkey)
 	})
-	if err != nil {
-		return nil, err
-	}
-	return m, nil
 }
 
-func (m *mr) register(f func() C.int) error {
+// register returns m if f, which registers it, does not fail.
+func (m *mr) register(f func() C.int) (MR, error) {
 	m.d.mu.RLock()
 	defer m.d.mu.RUnlock()
 	rc := C.int(C.SV_ESTALE)
 	if !m.d.closed {
 		rc = f()
 	}
-	if rc == 0 {
-		m.d.mrs.Add(1)
+	if rc != 0 {
+		return nil, failure(rc, "register", m.d.name, m.what)
 	}
-	return failure(rc, "register", m.d.name, m.what)
+	m.d.mrs.Add(1)
+	return m, nil
 }
 
 func (m *mr) LKey() uint32 { return uint32(m.lkey) }
