@@ -162,7 +162,9 @@ func TestBudgetOfAll(t *testing.T) {
 		close(release[p])
 		waitFor(t, "the rest of a stuck lane", func() bool { return got[p].Load() == 50 })
 		if p == 0 {
-			waitFor(t, "what the other two may have waiting now", func() bool { return s.l.Budget.Used() == 1200 })
+			// What is paused because of others goes on where less than three quarters are used. Of the first
+			// lane it may have been so little that more still are.
+			waitFor(t, "what the other two may have waiting now", func() bool { n := s.l.Budget.Used(); return n > 900 && n <= 1200 })
 		}
 	}
 	s.stop(t)

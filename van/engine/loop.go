@@ -53,9 +53,6 @@ type Loop[T any] struct {
 	// receiving role. It may lock the goroutine to its thread.
 	Begin func()
 
-	// End, if not nil, is called by the same goroutines when they end.
-	End func()
-
 	recv    func() (T, *Lane[T], bool)
 	deliver func(T, *Turn)
 
@@ -200,9 +197,6 @@ func (l *Loop[T]) spawn(epoch uint64) {
 	l.runners[turn] = struct{}{}
 	go func() {
 		defer l.leave(turn)
-		if l.End != nil {
-			defer l.End()
-		}
 		if l.Begin != nil {
 			l.Begin()
 		}

@@ -43,7 +43,7 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 	}
 	d.feed = engine.NewFeed(v.engine, d, engine.FeedOptions{Polls: true, Spins: true, LongLooks: true, Spin: spinTime, Busy: v.movedMuch, Failing: d.dead.Load})
 	l := d.feed.Loop
-	l.Begin, l.End = d.begin, d.end
+	l.Begin = d.begin
 	l.Budget, l.Weight = v.recvBudget, weight
 	l.Paused = d.pausedLane
 	l.Resumed = func(*engine.Lane[*van.Message]) { d.feed.Wake() }
@@ -70,27 +70,20 @@ func (d *device) pausedLane(l *engine.Lane[*van.Message], bytes int64) {
 	}
 }
 
-// begin gives the goroutine that polls a thread of its own, on the core that the
-// original gives it.
+// begin gives the goroutine that polls a thread of its own, on the core that the original gives it, if it is to
+// be bound; the thread ends with it. Else any thread will do: one of its own would have to be waited for each time
+// that the goroutine yields or sleeps.
 func (d *device) begin() {
-	runtime.LockOSThread()
 	if !d.bound() {
 		return
 	}
+	runtime.LockOSThread()
 	core := d.v.cfg.Core(env.CorePoller)
 	if err := affinity.Bind(core); err != nil {
 		d.v.log.Warn("STEPMESH_BIND_CPU_CORE: the thread that polls completions is not bound", "err", err)
 		return
 	}
 	d.v.log.Info("the thread that polls completions is bound", "device", d.dev.Name(), "core", core)
-}
-
-// end gives back the thread, which would end with a goroutine that has locked it. One
-// that was bound must.
-func (d *device) end() {
-	if !d.bound() {
-		runtime.UnlockOSThread()
-	}
 }
 
 func (d *device) bound() bool {
