@@ -32,10 +32,6 @@ func (b *bundle) takes(l *link, o *outgoing) bool {
 // add adds o, which b takes, to p's link's. p.mu is held.
 func (b *bundle) add(p *peer, o *outgoing) {
 	l := p.link
-	if o.recalled {
-		p.recycle(o)
-		return
-	}
 	from := aligned(b.end)
 	n, inMeta := l.dialect.layout(o)
 	all := l.StageOf(b.record)[:from+n]

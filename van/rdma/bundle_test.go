@@ -4,6 +4,9 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"math"
+	"runtime"
+	"slices"
 	"sync/atomic"
 	"testing"
 
@@ -101,13 +104,10 @@ func TestBundle(t *testing.T) {
 			for i := range rounds {
 				round(i + 1)
 			}
-			want := int64(3 * rounds)
-			if takes {
-				want = rounds
-			}
 			for i, n := range counts {
-				if got := n.Load(); got != want {
-					t.Errorf("node %d has sent %d writes with a notification for %d rounds, want %d", i, got, rounds, want)
+				// Credits that arrive in the middle of a batch send what there is.
+				if got := n.Load(); takes && got > rounds*3/2 || !takes && got != 3*rounds {
+					t.Errorf("node %d has sent %d writes with a notification for %d rounds", i, got, rounds)
 				}
 			}
 			if n := s.slots.Len(); n > 30 {
@@ -162,6 +162,7 @@ func TestBundleEnds(t *testing.T) {
 // a later message makes no sense is taken up to there, and its slot comes back.
 func TestHostileBundle(t *testing.T) {
 	h := newHostileWorld(t, true)
+	h.takesBundles()
 	r := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, 0}, origin: 1})
 	one := func(ts int) *van.Message {
 		m := push(h.s, 1, ts, nil)
@@ -204,14 +205,104 @@ func TestHostileBundle(t *testing.T) {
 	h.ends(n)
 }
 
+// takesBundles makes the server believe that the process has said that it takes bundles.
+func (h *hostileWorld) takesBundles() {
+	in := h.s.incomingOf(11)
+	h.s.device0().exclusive(func() { in.hello.bundles = true })
+}
+
+// TestTwoReleases: two values of one bundle that are released at the same time give their slot back once.
+func TestTwoReleases(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	in := s.incomingOf(9)
+	for i := range 20000 {
+		w.must(more(push(s, 1, 2*i, value(500, i))))
+		w.must(push(s, 2, 2*i+1, value(300, i+1)))
+		first, second := s.next(), s.next()
+		var ready atomic.Int32
+		release := func(m *van.Message) {
+			for ready.Add(1); ready.Load() < 2; {
+				runtime.Gosched()
+			}
+			m.Release()
+		}
+		done := make(chan bool)
+		go func() {
+			release(first)
+			close(done)
+		}()
+		release(second)
+		<-done
+		in.mu.Lock()
+		owed := slices.Sorted(slices.Values(in.credits))
+		in.mu.Unlock()
+		if n := len(owed); len(slices.Compact(owed)) != n {
+			t.Fatalf("round %d: a slot is owed twice: %v", i, owed)
+		}
+	}
+	if n := w.Stats().Malformed; n > 0 {
+		t.Errorf("the worker counts %d malformed messages:\n%s", n, w.logged.String())
+	}
+}
+
+// TestLongMetaOfAnEarlierNode: a node of before bundles has the length of each meta, in 32 bits, where others have the end
+// of the message before.
+func TestLongMetaOfAnEarlierNode(t *testing.T) {
+	h := newHostileWorld(t, true) // its hello says nothing of bundles
+	for i, n := range []int{1000, 60000, 70000, 200000} {
+		m := push(h.s, 1, i, nil)
+		m.Push = false
+		m.Body = make([]byte, n)
+		b := encode(h.rig, m, &trailer{frames: 2, lens: [van.MaxFrames]uint32{8}})
+		le.PutUint32(b[len(b)-trailerLen+offMetaLen:], uint32(len(b)-trailerLen))
+		q := h.c.ask(start{metaLen: uint64(max(len(b), conn.CellSize)), dataNum: nativeStart, origin: uint64(i + 1)})
+		h.c.notify(0, q.index, q.meta, q.metaKey, b)
+		got := h.s.next()
+		if len(got.Body) != n {
+			t.Errorf("a body of %d bytes, want %d", len(got.Body), n)
+		}
+		got.Release()
+	}
+	h.ends(0)
+}
+
+// TestHostileBundleOfParts: a bundle in a slot that is used once, when too many messages wait for their other parts:
+// its first message is let go, and the memory in which the second one lies is not, before that has been looked at.
+func TestHostileBundleOfParts(t *testing.T) {
+	h := newHostileWorld(t, true)
+	h.takesBundles()
+	once := h.c.ask(start{metaLen: 1 << 16, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 2})
+	in := h.s.incomingOf(11)
+	h.s.device0().exclusive(func() { // as after so many messages of which parts are said to come
+		for len(in.held) < maxIndex {
+			rx := h.s.device0().pool.get()
+			rx.in, rx.splits = in, math.MaxUint64
+			in.held = append(in.held, rx)
+		}
+		in.holds.Store(true)
+	})
+	p := push(h.s, 1, 2, value(64, 1))
+	meta := encode(h.rig, p, nil)
+	first := make([]byte, aligned(len(meta))+64+trailerLen)
+	copy(first, meta)
+	(&trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 64}, inMeta: true, metaLen: len(meta)}).put(first[len(first)-trailerLen:])
+	second := encode(h.rig, push(h.s, 1, 3, nil), &trailer{frames: 2, lens: [van.MaxFrames]uint32{8}, before: len(first)})
+	h.c.notify(0, once.index, once.meta, once.metaKey, append(append(first, make([]byte, aligned(len(first))-len(first))...), second...))
+	h.until("the connection ends", in.gone.Load)
+	h.ends(0)
+}
+
 // FuzzBundle: whatever is written to a slot, the messages that are found lie in it one behind the other.
 func FuzzBundle(f *testing.F) {
 	b := make([]byte, 2*rawMeta+2*trailerLen+frameAlign)
 	(&trailer{before: rawMeta + trailerLen}).put(b[len(b)-trailerLen:])
 	f.Add(b)
 	var w written
+	in := &inbound{}
+	in.hello.bundles = true
 	f.Fuzz(func(t *testing.T, b []byte) {
-		found, err := w.messages(nativeIn{}, b, len(b))
+		found, err := w.messages(nativeIn{slotSet{in}}, b, len(b))
 		if err != nil {
 			if !errors.Is(err, van.ErrMalformed) || len(found) > 0 {
 				t.Errorf("%d messages and the error %v", len(found), err)

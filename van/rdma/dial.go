@@ -306,7 +306,7 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 		answer, err := decodeHello(ev.Private)
 		l.native = err == nil && answer.native
 		l.process = answer.incarnation
-		l.bundles = answer.bundles
+		l.bundles = l.native && answer.bundles && (q == 0 || l.bundles)
 		l.numbered = l.native && answer.incarnation != 0 && v.incarnation != 0
 		p.native.Store(l.native)
 		if l.native && p.incarnation != 0 && answer.incarnation != 0 && answer.incarnation != p.incarnation && !failpoint.On("fencing") {

@@ -252,8 +252,8 @@ func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
 
 func (d nativeIn) before(b []byte) (end int, err error) {
 	const least = rawMeta + trailerLen
-	if len(b) < least {
-		return 0, nil // split refuses it
+	if !d.hello.bundles || len(b) < least {
+		return 0, nil // what is too short split refuses
 	}
 	if end = int(le.Uint16(b[len(b)-trailerLen+offBefore:])); end > 0 && (end < least || aligned(end) > len(b)-least) {
 		return 0, &van.FieldError{Field: "trailer end of the message before", Value: end, Want: fmt.Sprintf("0, or %d to %d", least, len(b)-least)}

@@ -63,36 +63,40 @@ func (d *device) notification(in *inbound, c *verbs.Completion) {
 		in.malformed(&van.FieldError{Field: "slot", Value: c.Imm, Want: "one that this connection was given"})
 		return
 	}
-	held, consumed := false, !l.Held()
+	ok, over := l.Hold() // until all of it has been looked at
+	if !ok {
+		return // the connection has ended
+	}
 	messages, err := d.written.messages(in.dialect, l.Memory.meta.Mem, int(c.Len))
-	for i := 0; i < len(messages) && err == nil; i++ {
+	for _, b := range messages {
 		var rx *received
-		if rx, err = d.decode(in, l, messages[i], held); rx != nil {
-			held, consumed = held || rx.slot != nil, true
-			d.arrived(in, rx)
+		if rx, err = d.decode(in, l, b, over); err != nil || rx != nil && !d.arrived(in, rx) {
+			break
 		}
 	}
 	if err != nil {
 		in.malformed(err)
 	}
-	if !held && consumed {
-		d.slotConsumed(in, l)
+	if l.OneShot {
+		v.slots.End(l)
 	}
+	slotSet{in}.letGo(l)
 }
 
-// arrived puts rx behind what has come before it.
-func (d *device) arrived(in *inbound, rx *received) {
-	if len(in.held) > 0 || rx.splits > in.splits {
-		if len(in.held) >= maxIndex {
-			in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.held)))
-			rx.msg.Release()
-			return
-		}
+// arrived puts rx behind what has come before it. It reports false when the connection ends instead.
+func (d *device) arrived(in *inbound, rx *received) bool {
+	switch {
+	case len(in.held) == 0 && rx.splits <= in.splits:
+		d.came.Put(rx)
+	case len(in.held) >= maxIndex:
+		in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.held)))
+		rx.msg.Release()
+		return false
+	default:
 		in.held = append(in.held, rx)
 		in.holds.Store(true)
-		return
 	}
-	d.came.Put(rx)
+	return true
 }
 
 // releaseHeld hands up messages whose other parts have come.
@@ -121,20 +125,9 @@ func (d *device) dropHeld(in *inbound) {
 	}
 }
 
-// slotConsumed gives back a slot that nothing is read from any more.
-func (d *device) slotConsumed(in *inbound, l *receiveSlot) {
-	if l.OneShot {
-		if d.v.slots.End(l) {
-			slotSet{in}.freeSlot(l)
-		}
-		return
-	}
-	in.returnCredit(l)
-}
-
-// decode makes a message of what was written to l. With again, another one of the same write lies there. A nil
-// message with a nil error is none, but nothing wrong either.
-func (d *device) decode(in *inbound, l *receiveSlot, b []byte, again bool) (*received, error) {
+// decode makes a message of what was written to l, which the caller holds. With over, a message of an earlier write lies
+// there. A nil message with a nil error is none, but nothing wrong either.
+func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*received, error) {
 	t := &d.trailer
 	*t = trailer{}
 	b, behind, err := in.dialect.split(b, t) // behind is the frames, when they lie with the meta
@@ -176,25 +169,19 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, again bool) (*rec
 		return nil, err
 	}
 	if rx.slot != nil {
-		ok, over := rx.slot.Hold()
-		if !ok {
+		if ok, _ := rx.slot.Hold(); !ok {
 			rx.slot = nil
 			m.Release()
 			return nil, nil // the connection has ended
 		}
-		if over && !again {
+		if over {
 			if err := in.dialect.overwrite(rx.slot, m.Key); err != nil {
 				m.Release()
 				return nil, err
 			}
 		}
-		if l.OneShot {
-			d.v.slots.End(l)
-		}
 	} else if in.dialect.endsSlot(m) {
-		if d.v.slots.End(l) {
-			slotSet{in}.freeSlot(l)
-		}
+		d.v.slots.End(l)
 	}
 	d.v.stats.received(len(b) + m.PayloadLen())
 	return rx, nil

@@ -78,13 +78,7 @@ func (p *pool) get() *received {
 func (p *pool) Free(m *van.Message) {
 	rx := (*received)(m.Native())
 	if l := rx.slot; l != nil {
-		in := rx.in
-		switch over, free := l.Drop(); {
-		case free:
-			slotSet{in}.freeSlot(l)
-		case !over && !l.Held():
-			in.returnCredit(l)
-		}
+		slotSet{rx.in}.letGo(l)
 	}
 	rx.in, rx.slot, rx.splits = nil, nil, 0
 	if rx.copies = rx.copies[:0]; cap(rx.copies) > maxKeptCopies {

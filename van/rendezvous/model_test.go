@@ -312,7 +312,7 @@ func (m *model) takeBack(back []uint32) {
 func (m *model) consume(i int) {
 	l := m.held[i]
 	m.held = append(m.held[:i], m.held[i+1:]...)
-	if over, _ := l.Drop(); over || !m.credits {
+	if last, _ := l.Drop(); !last || !m.credits {
 		return
 	}
 	m.answers = append(m.answers, func() {

@@ -45,11 +45,11 @@ func (l *ReceiveSlot[T]) Hold() (ok, overwritten bool) {
 	}
 }
 
-// Drop ends a Hold. free says that the slot has ended before and that this was the
-// last holder, so that the caller frees its memory.
-func (l *ReceiveSlot[T]) Drop() (ended_, free bool) {
+// Drop ends a Hold. Of the last holder, and of no other, it says so: last where the peer may use the slot again, free
+// where the slot has ended before, so that the caller frees its memory.
+func (l *ReceiveSlot[T]) Drop() (last, free bool) {
 	s := l.state.Add(-1)
-	return s&ended != 0, s == ended
+	return s == 0, s == ended
 }
 
 // Holders is the number of messages that lie there.

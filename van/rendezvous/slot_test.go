@@ -116,7 +116,7 @@ func TestLeaseHold(t *testing.T) {
 	if ok, over := l.Hold(); !ok || !over {
 		t.Error("the second holder overwrites")
 	}
-	if ended, free := l.Drop(); ended || free || !l.Held() {
+	if last, free := l.Drop(); last || free || !l.Held() {
 		t.Error("one of two drops")
 	}
 	if tb.End(l) {
@@ -125,15 +125,15 @@ func TestLeaseHold(t *testing.T) {
 	if ok, _ := l.Hold(); ok {
 		t.Error("it has ended, but is held again")
 	}
-	if ended, free := l.Drop(); !ended || !free || l.Held() {
+	if last, free := l.Drop(); last || !free || l.Held() {
 		t.Error("the last holder frees it")
 	}
 	l = add()
 	if ok, _ := l.Hold(); !ok {
 		t.Error("Hold")
 	}
-	if ended, free := l.Drop(); ended || free {
-		t.Error("it has not ended, but is free")
+	if last, free := l.Drop(); !last || free {
+		t.Error("the last holder of one that has not ended gives it back")
 	}
 	if !tb.End(l) {
 		t.Error("nobody holds it, but it is not free")

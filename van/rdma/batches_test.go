@@ -1,0 +1,371 @@
+package rdma
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// pushMany is a push of several keys, which is packed.
+func pushMany(to *testNode, keys, ts int, v []byte) *van.Message {
+	m := push(to, 0, ts, v)
+	k, lens := make([]byte, 8*keys), make([]byte, 4*keys)
+	for i := range keys {
+		le.PutUint64(k[8*i:], uint64(ts*1000+i))
+		le.PutUint32(lens[4*i:], uint32(len(v)/keys))
+	}
+	m.Frames, m.Keys, m.Lens = 3, backend.Bytes(k), backend.Bytes(lens)
+	m.DataTypes = append(m.DataTypes, van.TypeInt32)
+	m.DataSize = int32(len(k) + len(v) + len(lens))
+	return m
+}
+
+// randomPull is a pull request on its way.
+type randomPull struct {
+	dst     []byte
+	n       int
+	revoked bool
+}
+
+// TestRandomBatches sends random batches both ways, holds their values for random times, breaks connections and gives
+// requests up: all bytes are right for as long as they are held, all messages come in order and once, control messages
+// all of them, and no slot is lost.
+func TestRandomBatches(t *testing.T) {
+	const rounds, seed = 150, 1
+	for _, s := range []struct {
+		name     string
+		fails    bool
+		takes    bool
+		options  func(*env.Config)
+		network  func(*fakeverbs.Config)
+		revoking bool
+	}{
+		{name: "plain", takes: true},
+		{name: "few slots", takes: true, options: func(c *env.Config) { c.AddressPoolSize = 24 }},
+		{name: "split", takes: true, options: func(c *env.Config) { c.SplitQPLag = true }, network: func(c *fakeverbs.Config) { c.Jitter = 200 * time.Microsecond }},
+		{name: "no inline", takes: true, network: func(c *fakeverbs.Config) { c.MaxInline = 0; c.CheckSource = true }},
+		{name: "much inline", takes: true, network: func(c *fakeverbs.Config) { c.MaxInline = 1000; c.CheckSource = true }},
+		{name: "one side", takes: false},
+		{name: "shallow", takes: true, options: func(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 16, 16 }},
+		{name: "fails", takes: true, fails: true},
+		{name: "fails, few slots, split", takes: true, fails: true, options: func(c *env.Config) { c.AddressPoolSize, c.SplitQPLag = 24, true }},
+		{name: "revoking", takes: true, fails: true, revoking: true},
+	} {
+		t.Run(s.name, func(t *testing.T) {
+			var options []func(*fakeverbs.Config)
+			if s.network != nil {
+				options = append(options, s.network)
+			}
+			r := newRig(t, options...)
+			if s.options == nil {
+				s.options = func(*env.Config) {}
+			}
+			w, v := r.pair(s.options)
+			if !s.takes {
+				p := (*w.peers.Load())[8]
+				p.mu.Lock()
+				p.link.bundles = false
+				p.mu.Unlock()
+			}
+			if err := v.RegisterRecvBuffer(9, 9, backend.Bytes(make([]byte, 4096))); err != nil {
+				t.Fatal(err)
+			}
+			runRandom(r, w, v, rounds, rand.New(rand.NewPCG(seed, seed)), s.fails, s.revoking)
+		})
+	}
+}
+
+func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoking bool) {
+	var failing atomic.Bool
+	var broken, bad atomic.Int64
+	fault := func(format string, args ...any) {
+		if bad.Add(1) < 10 {
+			r.Errorf(format, args...)
+		}
+	}
+	var every atomic.Int64
+	every.Store(400)
+	r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
+		if failing.Load() && rand.N(every.Load()) == 0 {
+			broken.Add(1)
+			return []verbs.Status{verbs.StatusRetryExceeded, verbs.StatusRemoteAccess, verbs.StatusRemoteOp, verbs.StatusRetryExceeded}[rand.N(4)]
+		}
+		return verbs.StatusOK
+	})
+	failing.Store(fails)
+
+	var mu sync.Mutex
+	kinds := map[int]int{} // length of what was sent, by timestamp; -1 - n: a pull of n
+	pulls := map[int]*randomPull{}
+	stop := make(chan bool)
+	var all, releases sync.WaitGroup
+	hold := func(m *van.Message, check func(string), rng *rand.Rand) {
+		switch k := rng.IntN(10); {
+		case k < 5:
+			m.Release()
+		default:
+			d := time.Duration(rng.IntN(3000)) * time.Microsecond
+			if k < 7 {
+				d = 0
+			}
+			releases.Go(func() {
+				if d > 0 {
+					time.Sleep(d)
+				}
+				check("when it is released")
+				m.Release()
+			})
+		}
+	}
+	var controlsIn [2]atomic.Int64
+	controlsOut := 0          // to the server
+	var sentBack atomic.Int64 // to the worker
+	controlsIn[0].Store(-1)
+	controlsIn[1].Store(-1)
+	var dataIn, answersIn atomic.Int64
+	serve := rand.New(rand.NewPCG(rng.Uint64(), 1))
+	all.Go(func() { // the server
+		last := -1
+		for {
+			var m *van.Message
+			select {
+			case m = <-s.in:
+			case <-stop:
+				return
+			}
+			ts := int(m.Timestamp)
+			if m.IsControl() {
+				if was := controlsIn[0].Swap(int64(ts)); was+1 != int64(ts) {
+					fault("control message %d came to the server after %d", ts, was)
+				}
+				m.Release()
+				continue
+			}
+			if ts <= last {
+				fault("message %d came after %d", ts, last)
+			}
+			if !fails && ts != last+1 {
+				fault("message %d came after %d, nothing failed", ts, last)
+			}
+			last = ts
+			dataIn.Add(1)
+			mu.Lock()
+			n, known := kinds[ts]
+			mu.Unlock()
+			if !known {
+				fault("message %d was not sent", ts)
+			}
+			if n >= 0 {
+				check := func(when string) {
+					if m.Vals.Len() != n || n > 0 && !bytes.Equal(m.Vals.Host(), value(n, ts)) {
+						fault("message %d has %d bytes, or wrong ones, want %d, %s", ts, m.Vals.Len(), n, when)
+					}
+				}
+				check("when it comes")
+				if m.Frames == 3 && m.Keys.Len() > 8 && le.Uint64(m.Keys.Host()) != uint64(ts*1000) {
+					fault("message %d has wrong keys", ts)
+				}
+				a := push(w, m.Key, ts, nil)
+				a.Request = false
+				a.More = serve.IntN(2) == 0
+				_ = s.Send(a)
+				hold(m, check, serve)
+			} else {
+				a := answer(m, value(-1-n, ts))
+				a.More = serve.IntN(2) == 0
+				_ = s.Send(a)
+				m.Release()
+			}
+			if serve.IntN(20) == 0 {
+				c := control(w, int(sentBack.Load()))
+				if s.Send(c) == nil {
+					sentBack.Add(1)
+				}
+			}
+			if len(s.in) == 0 {
+				s.Flush(9)
+			}
+		}
+	})
+	took := rand.New(rand.NewPCG(rng.Uint64(), 2))
+	all.Go(func() { // answers
+		last := -1
+		for {
+			var m *van.Message
+			select {
+			case m = <-w.in:
+			case <-stop:
+				return
+			}
+			ts := int(m.Timestamp)
+			if m.IsControl() {
+				if was := controlsIn[1].Swap(int64(ts)); was+1 != int64(ts) {
+					fault("control message %d came to the worker after %d", ts, was)
+				}
+				m.Release()
+				continue
+			}
+			if ts <= last {
+				fault("answer %d came after %d", ts, last)
+			}
+			last = ts
+			answersIn.Add(1)
+			mu.Lock()
+			p := pulls[ts]
+			if p != nil && !p.revoked && !bytes.Equal(p.dst, value(p.n, ts)) && !bytes.Equal(m.Vals.Host(), value(p.n, ts)) {
+				fault("answer %d: wrong bytes in the pull tensor of %d", ts, p.n)
+			}
+			delete(pulls, ts)
+			mu.Unlock()
+			hold(m, func(string) {}, took)
+		}
+	})
+	giveUp := func(ts int, p *randomPull) { // mu is not held
+		w.Revoke(backend.Bytes(p.dst))
+		mu.Lock()
+		p.revoked = true
+		for i := range p.dst {
+			p.dst[i] = 0xee
+		}
+		mu.Unlock()
+	}
+	var given []*randomPull
+	ts := 0
+	for range rounds {
+		n := 1 + rng.IntN(8)
+		for k := range n {
+			if rng.IntN(12) == 0 {
+				c := control(s, controlsOut)
+				c.More = k+1 < n
+				if w.Send(c) == nil {
+					controlsOut++
+				}
+				continue
+			}
+			size := rng.IntN(700)
+			if rng.IntN(5) == 0 {
+				size = rng.IntN(4001)
+			}
+			if rng.IntN(6) == 0 {
+				size = 0
+			}
+			if rng.IntN(200) == 0 {
+				size = 20000
+			}
+			var m *van.Message
+			var p *randomPull
+			kind := size
+			switch rng.IntN(4) {
+			case 0:
+				p = &randomPull{dst: make([]byte, size), n: size}
+				m = pull(s, uint64(rng.IntN(4)), ts, p.dst)
+				kind = -1 - size
+			case 1:
+				keys := 1 + rng.IntN(5)
+				m = pushMany(s, keys, ts, value(size, ts))
+			default:
+				m = push(s, uint64(rng.IntN(4)), ts, value(size, ts))
+			}
+			if m.Push && m.Frames == 2 && size <= 700 && rng.IntN(10) == 0 {
+				m.Key = 9 // it has a registered buffer, which values do not use that travel with the meta
+				le.PutUint64(m.Keys.Host(), 9)
+			} else if rng.IntN(30) == 0 {
+				m.Body = make([]byte, rng.IntN(3000))
+			}
+			m.More = k+1 < n || rng.IntN(4) == 0
+			mu.Lock()
+			kinds[ts] = kind
+			if p != nil && size > 0 {
+				pulls[ts] = p
+			}
+			mu.Unlock()
+			if err := w.Send(m); err != nil {
+				mu.Lock()
+				delete(pulls, ts)
+				mu.Unlock()
+				if fails {
+					ts++
+					time.Sleep(100 * time.Microsecond)
+				} else {
+					fault("Send: %v", err)
+				}
+				continue
+			}
+			if p != nil && size > 0 && revoking && rng.IntN(6) == 0 {
+				giveUp(ts, p)
+				given = append(given, p)
+			}
+			ts++
+		}
+		if rng.IntN(3) == 0 {
+			w.Flush(8)
+		}
+		for ahead := 0; !fails && ts-int(dataIn.Load()) > 60 && ahead < 5000; ahead++ {
+			w.Flush(8)
+			time.Sleep(100 * time.Microsecond)
+		}
+		if rng.IntN(8) == 0 {
+			time.Sleep(time.Duration(rng.IntN(2000)) * time.Microsecond)
+		}
+	}
+	failing.Store(false)
+	w.Flush(8)
+	peerOf := func(n *testNode, id int) *peer { return (*n.peers.Load())[id] }
+	up := func(n *testNode, id int) bool {
+		p := peerOf(n, id)
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.link != nil && !p.lost && !p.oneWay && p.sender.Waiting() == 0 && p.link.Idle()
+	}
+	r.until("both are connected and have sent all", func() bool {
+		w.Flush(8)
+		s.Flush(9)
+		return up(w, 8) && up(s, 9) && len(w.in) == 0 && len(s.in) == 0
+	})
+	r.until("all control messages have come to the server", func() bool { return controlsIn[0].Load()+1 == int64(controlsOut) })
+	r.until("all control messages have come to the worker", func() bool { return controlsIn[1].Load()+1 == sentBack.Load() })
+	if !fails {
+		r.until("all have come", func() bool { return int(dataIn.Load()) == ts && int(answersIn.Load()) == ts })
+	}
+	close(stop)
+	all.Wait()
+	releases.Wait()
+	for _, p := range given {
+		for _, b := range p.dst {
+			if b != 0xee {
+				fault("memory of a revoked request was written to")
+				break
+			}
+		}
+	}
+	if n := w.Stats().Malformed + s.Stats().Malformed; n > 0 {
+		fault("%d malformed messages\n%s\n%s", n, w.logged.String(), s.logged.String())
+	}
+	// No slot is lost: each end gives back all that it has when it is asked to.
+	for _, e := range []struct {
+		from, to *testNode
+		id       int
+	}{{w, s, 8}, {s, w, 9}} {
+		r.until(van.NodeName(e.id)+" has all its slots back", func() bool {
+			p := peerOf(e.from, e.id)
+			p.mu.Lock()
+			l := p.link
+			p.mu.Unlock()
+			if l == nil {
+				return false
+			}
+			p.reclaimRequested(l, &reclaim{places: maxIndex, bytes: 1 << 40})
+			return e.to.slots.Len() == 0
+		})
+	}
+	r.Logf("%d messages, %d came, %d answers, %d faults of the network", ts, dataIn.Load(), answersIn.Load(), broken.Load())
+}
