@@ -5,8 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"runtime"
-	"slices"
 	"sync/atomic"
 	"testing"
 
@@ -209,41 +207,6 @@ func TestHostileBundle(t *testing.T) {
 func (h *hostileWorld) takesBundles() {
 	in := h.s.incomingOf(11)
 	h.s.device0().exclusive(func() { in.hello.bundles = true })
-}
-
-// TestTwoReleases: two values of one bundle that are released at the same time give their slot back once.
-func TestTwoReleases(t *testing.T) {
-	r := newRig(t)
-	w, s := r.pair()
-	in := s.incomingOf(9)
-	for i := range 20000 {
-		w.must(more(push(s, 1, 2*i, value(500, i))))
-		w.must(push(s, 2, 2*i+1, value(300, i+1)))
-		first, second := s.next(), s.next()
-		var ready atomic.Int32
-		release := func(m *van.Message) {
-			for ready.Add(1); ready.Load() < 2; {
-				runtime.Gosched()
-			}
-			m.Release()
-		}
-		done := make(chan bool)
-		go func() {
-			release(first)
-			close(done)
-		}()
-		release(second)
-		<-done
-		in.mu.Lock()
-		owed := slices.Sorted(slices.Values(in.credits))
-		in.mu.Unlock()
-		if n := len(owed); len(slices.Compact(owed)) != n {
-			t.Fatalf("round %d: a slot is owed twice: %v", i, owed)
-		}
-	}
-	if n := w.Stats().Malformed; n > 0 {
-		t.Errorf("the worker counts %d malformed messages:\n%s", n, w.logged.String())
-	}
 }
 
 // TestLongMetaOfAnEarlierNode: a node of before bundles has the length of each meta, in 32 bits, where others have the end

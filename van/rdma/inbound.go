@@ -225,6 +225,16 @@ func (in *inbound) returnCredit(l *receiveSlot) {
 	}
 }
 
+// letGo ends a Hold of l: the last one gives it back to the peer, or frees its memory.
+func (set slotSet) letGo(l *receiveSlot) {
+	switch last, free := l.Drop(); { // not Held: another one may end at this moment
+	case free:
+		set.freeSlot(l)
+	case last:
+		set.returnCredit(l)
+	}
+}
+
 // takeCredits moves credits to t, which m carries.
 func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
 	t.epoch = in.hello.epoch

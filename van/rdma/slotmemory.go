@@ -138,16 +138,6 @@ func (in slotSet) dropSlot(l *receiveSlot) {
 	in.endSlot(l)
 }
 
-// letGo ends a Hold of l: the last one gives it back to the peer, or frees its memory.
-func (set slotSet) letGo(l *receiveSlot) {
-	switch last, free := l.Drop(); {
-	case free:
-		set.freeSlot(l)
-	case last:
-		set.returnCredit(l)
-	}
-}
-
 // freeSlot gives back the memory of a slot that has ended and that nobody holds.
 func (in slotSet) freeSlot(l *receiveSlot) {
 	m := &l.Memory
