@@ -179,7 +179,7 @@ func (s *Server) dropped(msg *van.Message, err error) {
 		level = slog.LevelInfo // workers of this library take requests back that they have given up
 	}
 	s.node.Rarely("af: "+level.String()+logx.Kind(err)).Log(context.Background(), level, "dropped a request",
-		"err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String())
+		"err", err, "from", s.node.PeerName(msg.Sender), "message", &msg.Meta)
 }
 
 // dropSender gives up the unfinished batches of a worker that is gone. Another in its place

@@ -163,7 +163,7 @@ func (s *Server[V]) receive(msg *van.Message) {
 		s.node.Refuse(msg.Sender, msg.Epoch, msg.AppID, msg.CustomerID, msg.Timestamp, why)
 	}
 	s.node.Rarely("kv: "+logx.Kind(err)).Warn("dropped a request",
-		"err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String())
+		"err", err, "from", s.node.PeerName(msg.Sender), "message", &msg.Meta)
 }
 
 // accept checks msg and makes it a request.

@@ -71,7 +71,7 @@ func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
 		<-ready
 		if !msg.SimpleApp {
 			a.node.Rarely("kv: not a simple request").Warn("dropped a request: not one for a simple application",
-				"from", van.NodeName(msg.Sender), "message", msg.Meta.String())
+				"from", van.NodeName(msg.Sender), "message", &msg.Meta)
 			return
 		}
 		a.receive(msg)
@@ -120,7 +120,7 @@ func (a *SimpleApp) messageOf(msg *van.Message) SimpleMessage {
 // receive takes a request.
 func (a *SimpleApp) receive(msg *van.Message) {
 	if msg.Sender == van.Empty {
-		a.node.Rarely("kv: no id").Warn("dropped a request of a node without an id", "message", msg.Meta.String())
+		a.node.Rarely("kv: no id").Warn("dropped a request of a node without an id", "message", &msg.Meta)
 		return
 	}
 	(*a.request.Load())(a.messageOf(msg))

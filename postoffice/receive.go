@@ -32,7 +32,7 @@ func (n *Node) receive(msg *van.Message) {
 
 // givenUp is called with a message that was resent in vain.
 func (n *Node) givenUp(peer int, meta *van.Meta, err error) {
-	n.rarely("gave up a message").Warn("gave up a message", "peer", n.peerName(peer), "message", meta.String(), "err", err)
+	n.rarely("gave up a message").Warn("gave up a message", "peer", n.peerName(peer), "message", meta, "err", err)
 	if !meta.IsControl() && meta.Request {
 		n.apps.failRequest(meta, peer, err)
 	}

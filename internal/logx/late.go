@@ -24,11 +24,16 @@ type late struct {
 	attrs []slog.Attr
 }
 
-// Handle implements slog.Handler.
+// Handle implements slog.Handler. What a line says of a message it says now: a handler of the application may write
+// it when the message is used for another one.
 func (h *late) Handle(ctx context.Context, r slog.Record) error {
-	r = r.Clone()
-	r.AddAttrs(h.attrs...)
-	return h.Handler.Handle(ctx, r)
+	now := slog.NewRecord(r.Time, r.Level, r.Message, r.PC)
+	r.Attrs(func(a slog.Attr) bool {
+		now.AddAttrs(slog.Attr{Key: a.Key, Value: a.Value.Resolve()})
+		return true
+	})
+	now.AddAttrs(h.attrs...)
+	return h.Handler.Handle(ctx, now)
 }
 
 // WithAttrs implements slog.Handler.

@@ -2,6 +2,8 @@ package logx_test
 
 import (
 	"bytes"
+	"context"
+	"io"
 	"log/slog"
 	"strings"
 	"testing"
@@ -37,4 +39,34 @@ func TestWith(t *testing.T) {
 			}
 		}
 	}
+}
+
+// said is a value that changes when it has been logged.
+type said struct{ text string }
+
+func (s *said) LogValue() slog.Value { return slog.StringValue(s.text) }
+
+// kept keeps what is logged, as a handler that writes later does.
+type kept struct {
+	slog.Handler
+	records []slog.Record
+}
+
+func (k *kept) Handle(_ context.Context, r slog.Record) error {
+	k.records = append(k.records, r)
+	return nil
+}
+
+// TestNow: what a line says of a value is what it was when it was logged.
+func TestNow(t *testing.T) {
+	k := &kept{Handler: slog.NewTextHandler(io.Discard, nil)}
+	s := &said{"first"}
+	logx.With(slog.New(k)).Info("text", "value", s)
+	s.text = "second"
+	k.records[0].Attrs(func(a slog.Attr) bool {
+		if got := a.Value.Resolve().String(); got != "first" {
+			t.Errorf("%s is %q, want what it was", a.Key, got)
+		}
+		return true
+	})
 }

@@ -53,11 +53,14 @@ func (c *Causes) Next(cause string) (n uint64, show bool) {
 	return s.Next()
 }
 
+// silent logs nothing.
+var silent = slog.New(slog.DiscardHandler)
+
 // Log is l for one more event of cause: it adds the count, as "so far", or logs nothing.
 func (c *Causes) Log(l *slog.Logger, cause string) *slog.Logger {
 	n, show := c.Next(cause)
 	if !show {
-		return slog.New(slog.DiscardHandler)
+		return silent
 	}
 	return slog.New(&late{l.Handler(), []slog.Attr{slog.Uint64("so far", n)}})
 }
