@@ -226,12 +226,12 @@ func (in *inbound) returnCredit(l *receiveSlot) {
 }
 
 // letGo ends a Hold of l: the last one gives it back to the peer, or frees its memory.
-func (set slotSet) letGo(l *receiveSlot) {
+func (in slotSet) letGo(l *receiveSlot) {
 	switch last, free := l.Drop(); { // not Held: another one may end at this moment
 	case free:
-		set.freeSlot(l)
+		in.freeSlot(l)
 	case last:
-		set.returnCredit(l)
+		in.returnCredit(l)
 	}
 }
 
