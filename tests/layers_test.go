@@ -266,7 +266,6 @@ var exceptions = map[string]map[string]string{
 	"time.Sleep": {
 		"van/engine/loop_test.go":   "plays a slow handler, and waits for nothing to happen",
 		"van/engine/budget_test.go": "likewise",
-		"van/rdma/batches_test.go":  "plays programs that take their time, at random",
 	},
 }
 

@@ -92,10 +92,8 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 			r.Errorf(format, args...)
 		}
 	}
-	var every atomic.Int64
-	every.Store(400)
 	r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
-		if failing.Load() && rand.N(every.Load()) == 0 {
+		if failing.Load() && rand.N(400) == 0 {
 			broken.Add(1)
 			return []verbs.Status{verbs.StatusRetryExceeded, verbs.StatusRemoteAccess, verbs.StatusRemoteOp, verbs.StatusRetryExceeded}[rand.N(4)]
 		}
@@ -117,10 +115,9 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 			if k < 7 {
 				d = 0
 			}
-			releases.Go(func() {
-				if d > 0 {
-					time.Sleep(d)
-				}
+			releases.Add(1)
+			time.AfterFunc(d, func() {
+				defer releases.Done()
 				check("when it is released")
 				m.Release()
 			})
@@ -238,6 +235,13 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 		}
 		mu.Unlock()
 	}
+	peerOf := func(n *testNode, id int) *peer { return (*n.peers.Load())[id] }
+	up := func(n *testNode, id int) bool {
+		p := peerOf(n, id)
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.link != nil && !p.lost && !p.oneWay && p.sender.Waiting() == 0 && p.link.Idle()
+	}
 	var given []*randomPull
 	ts := 0
 	for range rounds {
@@ -292,12 +296,12 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 				mu.Lock()
 				delete(pulls, ts)
 				mu.Unlock()
-				if fails {
-					ts++
-					time.Sleep(100 * time.Microsecond)
-				} else {
+				if !fails {
 					fault("Send: %v", err)
+					continue
 				}
+				ts++
+				r.until("the worker is connected again", func() bool { w.Flush(8); return up(w, 8) })
 				continue
 			}
 			if p != nil && size > 0 && revoking && rng.IntN(6) == 0 {
@@ -314,18 +318,11 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 			r.until("the server has taken most", func() bool { return ts-int(dataIn.Load()) <= 60 })
 		}
 		if rng.IntN(8) == 0 {
-			time.Sleep(time.Duration(rng.IntN(2000)) * time.Microsecond)
+			r.until("everything has left", func() bool { w.Flush(8); return up(w, 8) })
 		}
 	}
 	failing.Store(false)
 	w.Flush(8)
-	peerOf := func(n *testNode, id int) *peer { return (*n.peers.Load())[id] }
-	up := func(n *testNode, id int) bool {
-		p := peerOf(n, id)
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		return p.link != nil && !p.lost && !p.oneWay && p.sender.Waiting() == 0 && p.link.Idle()
-	}
 	r.until("both are connected and have sent all", func() bool {
 		w.Flush(8)
 		s.Flush(9)
