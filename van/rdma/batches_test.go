@@ -2,7 +2,10 @@ package rdma
 
 import (
 	"bytes"
+	"fmt"
 	"math/rand/v2"
+	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -333,6 +336,34 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 	if !fails {
 		r.until("all have come", func() bool { return int(dataIn.Load()) == ts && int(answersIn.Load()) == ts })
 	}
+	// No slot is lost: each end gives back all that it has when it is asked to. What has been written may still be on its
+	// way to those who take it.
+	for _, e := range []struct {
+		from, to *testNode
+		id       int
+	}{{w, s, 8}, {s, w, 9}} {
+		left := ""
+		defer func() {
+			if left != "" {
+				r.Logf("%s\n%s\n%s", left, e.from.logged.String(), e.to.logged.String())
+			}
+		}()
+		r.until(van.NodeName(e.id)+" has all its slots back", func() bool {
+			p := peerOf(e.from, e.id)
+			p.mu.Lock()
+			l := p.link
+			p.mu.Unlock()
+			if l == nil {
+				left = "there is no connection"
+				return false
+			}
+			p.reclaimRequested(l, &reclaim{places: maxIndex, bytes: 1 << 40})
+			if left = ""; e.to.slots.Len() > 0 {
+				left = slotsLeft(e.to, p)
+			}
+			return left == ""
+		})
+	}
 	close(stop)
 	all.Wait()
 	releases.Wait()
@@ -347,22 +378,24 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 	if n := w.Stats().Malformed + s.Stats().Malformed; n > 0 {
 		fault("%d malformed messages\n%s\n%s", n, w.logged.String(), s.logged.String())
 	}
-	// No slot is lost: each end gives back all that it has when it is asked to.
-	for _, e := range []struct {
-		from, to *testNode
-		id       int
-	}{{w, s, 8}, {s, w, 9}} {
-		r.until(van.NodeName(e.id)+" has all its slots back", func() bool {
-			p := peerOf(e.from, e.id)
-			p.mu.Lock()
-			l := p.link
-			p.mu.Unlock()
-			if l == nil {
-				return false
-			}
-			p.reclaimRequested(l, &reclaim{places: maxIndex, bytes: 1 << 40})
-			return e.to.slots.Len() == 0
-		})
-	}
 	r.Logf("%d messages, %d came, %d answers, %d faults of the network", ts, dataIn.Load(), answersIn.Load(), broken.Load())
+}
+
+// slotsLeft says which slots n has given away, and what p, their user, knows of them.
+func slotsLeft(n *testNode, p *peer) string {
+	var b strings.Builder
+	n.slots.Each(func(l *receiveSlot) {
+		in := l.Owner.(*inbound)
+		in.mu.Lock()
+		owed := slices.Contains(in.credits, uint16(l.Index()))
+		in.mu.Unlock()
+		fmt.Fprintf(&b, "slot %d: %+v, %d bytes, one-shot %v, %d holders; credit owed: %v; connection %d, gone: %v, superseded: %v\n",
+			l.Index(), l.Route, l.Data, l.OneShot, l.Holders(), owed, in.hello.epoch, in.gone.Load(), in.superseded.Load())
+	})
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.link != nil {
+		fmt.Fprintf(&b, "its user: connection %d, %d messages wait, returns %v, idle: %v", p.link.epoch, p.sender.Waiting(), p.sender.Returns(), p.link.Idle())
+	}
+	return b.String()
 }

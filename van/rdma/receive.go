@@ -83,10 +83,12 @@ func (d *device) notification(in *inbound, c *verbs.Completion) {
 	slotSet{in}.letGo(l)
 }
 
-// arrived puts rx behind what has come before it. It reports false when the connection ends instead.
+// arrived puts rx behind what has come before it. It reports false when the connection ends instead. A control message
+// does not wait for other messages' parts: its sender, which knows that it has been written, would not send it again if
+// the connection ended meanwhile.
 func (d *device) arrived(in *inbound, rx *received) bool {
 	switch {
-	case len(in.held) == 0 && rx.splits <= in.splits:
+	case rx.ofControl(), len(in.held) == 0 && rx.splits <= in.splits:
 		d.came.Put(rx)
 	case len(in.held) >= maxIndex:
 		in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.held)))

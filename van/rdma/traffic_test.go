@@ -332,7 +332,8 @@ func TestSplitOrder(t *testing.T) {
 	}
 }
 
-// TestSplitLost loses the connection while a message waits for its other part.
+// TestSplitLost loses the connection while a message waits for its other part. A control message does not wait for it:
+// its sender knows it for arrived, and does not send it again.
 func TestSplitLost(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -354,6 +355,10 @@ func TestSplitLost(t *testing.T) {
 		return n
 	}
 	r.until("the message waits for its part", func() bool { return held() == 1 })
+	w.must(control(s, 2))
+	if m := s.next(); !m.IsControl() || m.Timestamp != 2 {
+		t.Errorf("%s came, want the control message with timestamp 2", m.Meta.String())
+	}
 	w.kill(true)
 	r.until("the connection has ended", func() bool { return len(*s.conns.Load()) <= 1 })
 	select {
