@@ -43,7 +43,7 @@ run: deps build ## install what is missing, build, and run a demo on this machin
 run-session: deps build fserver ## a small sharded MLP on a controller and 4 ranks, in Python with NumPy; compared with the whole
 	@has() { "$$1" -c 'import numpy' 2>/dev/null; }; python=$(PYTHON); \
 	if ! has $$python; then python=build/python/arrays/bin/python; has $$python || tools/python/test_deps.sh arrays; fi; \
-	PYTHONPATH=bin/python timeout 60 bin/stepaf launch --fserver -n 1 -s 4 -- $$python tests/examples/session/mlp.py
+	PYTHONPATH=bin/python timeout 60 bin/stepaf launch -n 1 -s 4 -- $$python tests/examples/session/mlp.py
 
 af: ## build everything, as StepMesh's target: bin/stepaf and the test programs; USE_CUDA=0, USE_RDMA=0
 	@flags=$$(tools/build_flags.sh); $(GO) build $$flags ./...

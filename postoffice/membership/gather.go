@@ -64,6 +64,7 @@ type arrival struct {
 	id, customer int
 	stamp        int32
 	final        bool // at the end of a program
+	last         bool // as Finalize's: its node leaves then
 	// unsure: the request may have been on its way for long, and given up meanwhile. The node was
 	// asked, first at that time, whether it still waits. Until it says so the request does not count.
 	unsure bool
@@ -90,7 +91,11 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 		return s.table.bad(from, msg, "control.barrier_group", group, "1 to 7")
 	}
 	key := gatherKey{group, instance}
-	a := arrival{id: from, stamp: msg.Timestamp, final: s.table.native(from) && msg.Key == finalRequest}
+	a := arrival{id: from, stamp: msg.Timestamp}
+	if s.table.native(from) {
+		a.last = msg.Key == finalRequest
+		a.final = a.last || msg.Key == stopRequest
+	}
 	if s.several[from] {
 		a.customer = int(msg.CustomerID)
 	}
@@ -148,7 +153,11 @@ func (s *gathers) complete(now time.Duration, key gatherKey, g *gather) {
 	}
 	delete(s.open, key)
 	s.passed[key] = true // of use for instance barriers
-	last := key.instance && key.group == van.AllNodes && s.calls.finalizing()
+	finalizes := key.instance && key.group == van.AllNodes && s.calls.finalizing()
+	last := finalizes && !slices.ContainsFunc(g.came, s.goesOn)
+	if finalizes && !last {
+		s.keepOwn(now, key, g)
+	}
 	to := make([]int, 0, len(g.came))
 	if key.instance {
 		to = s.table.Members(key.group)
@@ -163,7 +172,7 @@ func (s *gathers) complete(now time.Duration, key gatherKey, g *gather) {
 			s.note(id, key, answer{stamp: g.came[i].stamp})
 			request = named(g.came[i].stamp)
 		}
-		if !s.alive.isDown(id) && !(last && id == van.SchedulerID) {
+		if !s.alive.isDown(id) && !(finalizes && id == van.SchedulerID) {
 			s.out.release(id, key.instance, g.app, g.customer, request)
 		}
 	}
@@ -171,6 +180,24 @@ func (s *gathers) complete(now time.Duration, key gatherKey, g *gather) {
 		s.calls.Leaving(now) // the others leave when they have the release
 		s.leaves.begin(now, key, g.came)
 	}
+}
+
+// goesOn tells whether a node is known to come to more barriers over all nodes than this one: Finalize's, for one.
+func (s *gathers) goesOn(a arrival) bool {
+	return a.id != van.SchedulerID && s.table.native(a.id) && !a.last
+}
+
+// keepOwn takes the scheduler's own request out of g, which is complete, for the next barrier: it has called Finalize, and
+// the others have not. It takes part in what they call before, as if it had called that too.
+func (s *gathers) keepOwn(now time.Duration, key gatherKey, g *gather) {
+	next := &gather{begun: now, nextNews: now + min(s.cfg.ReportEvery, firstNews)}
+	g.came = slices.DeleteFunc(g.came, func(a arrival) bool {
+		if a.id == van.SchedulerID {
+			next.came = append(next.came, a)
+		}
+		return a.id == van.SchedulerID
+	})
+	s.open[key] = next
 }
 
 // counted returns how many requests count.

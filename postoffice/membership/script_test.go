@@ -35,7 +35,7 @@ var (
 //	tick 5s              time passes; nothing is delivered
 //	run 5s               time passes; everything is delivered at once
 //	barrier NAME group=6 kind=group [customer=0]
-//	finalize NAME, leaving NAME, cancel NAME TICKET
+//	stop NAME, finalize NAME, leaving NAME, cancel NAME TICKET
 //	link NAME ID...
 //	startbarrier NAME 30s [group=7]
 //	kill NAME            it is gone; nobody is told
@@ -175,14 +175,17 @@ func (s *script) command(line string) error {
 	}
 	defer w.take(n)
 	switch words[0] {
-	case "barrier", "finalize":
+	case "barrier", "stop", "finalize":
 		customer, _ := strconv.Atoi(opts["customer"])
 		group, _ := strconv.Atoi(opts["group"])
 		var ticket int
 		var err error
-		if words[0] == "finalize" {
+		switch words[0] {
+		case "finalize":
 			ticket, err = n.m.Finalize(w.now, customer)
-		} else {
+		case "stop":
+			ticket, err = n.m.StopBarrier(w.now, customer)
+		default:
 			ticket, err = n.m.Barrier(w.now, customer, group, opts["kind"] == "instance")
 		}
 		if err == nil {

@@ -19,8 +19,9 @@ const leaveGrace = time.Second
 
 // The key of a request says what its barrier is for. Only a scheduler of this library reads it.
 const (
-	finalRequest = 1 // it ends a program
+	finalRequest = 1 // it ends a program: Finalize's
 	startRequest = 2 // it begins one
+	stopRequest  = 3 // it ends one, and Finalize's comes after it
 )
 
 // named returns the key by which a release or a notice names the request that it answers;
@@ -105,7 +106,8 @@ func (t *ticket) skipped(b *base) bool {
 
 // Finalize starts the last barrier, over all instances of all nodes. When it is done the
 // machine is leaving: peers may leave without being reported. Losses while it waits are
-// reported only if it fails. After a failure call Leaving before the van is closed.
+// reported only if it fails. On the scheduler it takes part in the instance barriers over all
+// nodes that others of this library call before it. After a failure call Leaving before the van is closed.
 func (c *tickets) Finalize(now time.Duration, customer int) (int, error) {
 	t := ticket{customer: customer, group: van.AllNodes, instance: true, final: true, ending: true}
 	if c.table.self.Role == van.Worker && c.cfg.StopTimeout > 0 {
@@ -182,8 +184,10 @@ func (c *tickets) request(t *ticket) {
 	meta.Control.BarrierGroup = t.group
 	switch {
 	case !c.table.native(van.SchedulerID):
-	case t.ending:
+	case t.final:
 		meta.Key = finalRequest
+	case t.ending:
+		meta.Key = stopRequest
 	case t.starting:
 		meta.Key = startRequest
 	}

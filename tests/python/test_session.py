@@ -175,7 +175,7 @@ def test_session(cluster):
 
 def example(ranks):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_"))}
-    done = subprocess.run([os.path.join(ROOT, "bin", "stepaf"), "launch", "--fserver", "-n", "1", "-s", str(ranks), "--", sys.executable,
+    done = subprocess.run([os.path.join(ROOT, "bin", "stepaf"), "launch", "-n", "1", "-s", str(ranks), "--", sys.executable,
                            os.path.join(ROOT, "tests", "examples", "session", "mlp.py")],
                           env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, text=True)
     return done.returncode, done.stdout

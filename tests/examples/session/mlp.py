@@ -1,7 +1,7 @@
 """A small sharded MLP: relu(x @ a) @ b, where each rank has some columns of a and as many rows of
 b, so that its part of the result is a sum's. It is compared with the whole, computed here.
 
-    bin/stepaf launch --fserver -n 1 -s 4 -- python3 tests/examples/session/mlp.py     # or make run-session
+    bin/stepaf launch -n 1 -s 4 -- python3 tests/examples/session/mlp.py     # or make run-session
 """
 
 import os

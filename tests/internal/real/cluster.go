@@ -38,6 +38,7 @@ type Options struct {
 	Group            int // processes of each; 0 means 1
 	Leg              Leg
 	Program          string                               // Plain unless given
+	PlainScheduler   bool                                 // the scheduler's is Plain
 	Under            []string                             // a command that each process is an argument of
 	Loads            []plan.Load                          // of workers, from the start
 	Wait             bool                                 // scheduler and servers do not call Finalize before they are told to
@@ -245,7 +246,11 @@ func (c *Cluster) SpawnAs(role string, rank int, change func(b *Behaviour), env 
 	p := &Process{Role: role, Rank: rank, Serial: c.serial, c: c, log: &tail{}, gone: make(chan struct{}), began: time.Now(),
 		changed: make(chan struct{}), answers: map[int]chan Event{}, oks: map[int64]int64{}}
 	c.mu.Unlock()
-	b := Behaviour{Program: c.o.Program, Serial: p.Serial, Loads: c.o.Loads, Wait: c.o.Wait, Faults: c.o.Faults, Foreign: c.o.Foreign}
+	program := c.o.Program
+	if role == "scheduler" && c.o.PlainScheduler {
+		program = Plain
+	}
+	b := Behaviour{Program: program, Serial: p.Serial, Loads: c.o.Loads, Wait: c.o.Wait, Faults: c.o.Faults, Foreign: c.o.Foreign}
 	if change != nil {
 		change(&b)
 	}

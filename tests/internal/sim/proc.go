@@ -418,7 +418,7 @@ func (p *proc) leave() error {
 		return p.finalErr
 	}
 	p.c.net.note(p.name, "finalizes")
-	if p.session != nil {
+	if p.session != nil && !(p.c.plan.Cluster.PlainScheduler && p.who.Role() == "scheduler") {
 		p.finalErr = p.session.Stop(context.Background())
 	} else {
 		p.finalErr = p.node.Load().Finalize(context.Background())

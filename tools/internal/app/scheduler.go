@@ -28,12 +28,14 @@ all have finished. It needs the same environment as they do:
     DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 stepaf scheduler
 
 DMLC_ROLE may be unset. DMLC_PS_ROOT_URI must be an address of this machine.
-PS_VERBOSE=1 shows every node that arrives. For a cluster on one machine,
+PS_VERBOSE=1 shows every node that arrives. It takes part in the barrier of
+fserver's stop(): where all others are nodes of the C++ library, which do not
+say that there is one, only with --fserver. For a cluster on one machine,
 "stepaf launch" starts the scheduler as well.`,
 		ArgsUsage: " ", HideHelpCommand: true,
 		Flags: []cli.Flag{
 			&cli.BoolFlag{Name: "quiet", Aliases: []string{"q"}, Usage: "do not print where it listens"},
-			&cli.BoolFlag{Name: "fserver", Usage: "take part in the barrier of fserver's stop(), for programs that call it"},
+			&cli.BoolFlag{Name: "fserver", Usage: "all nodes call fserver's stop(): take part in its barrier, though none says that there is one"},
 		},
 		Action: exit.WithoutArguments(runScheduler),
 	}

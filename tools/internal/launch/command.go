@@ -23,7 +23,7 @@ cluster in DMLC_ROLE, DMLC_NODE_RANK, STEPMESH_GPU and so on; the rest of the
 environment is passed on as it is ("stepaf env" explains it).
 
     stepaf launch -n 2 -s 1 -- ./program --its-option
-    stepaf launch -n 1 -s 1 --group-size 8 --fserver -- python3 program.py
+    stepaf launch -n 1 -s 1 --group-size 8 -- python3 program.py
 
 Lines of the processes come with their name in front, as in "[worker 0] ...".
 
@@ -100,7 +100,7 @@ func flags() []cli.Flag {
 
 		&cli.StringFlag{Name: "worker-command", Category: programs, Usage: "`COMMAND` of the workers, with arguments, quoted as for a shell"},
 		&cli.StringFlag{Name: "server-command", Category: programs, Usage: "`COMMAND` of the servers"},
-		&cli.BoolFlag{Name: "fserver", Category: programs, Usage: "COMMAND uses fserver, with init() and stop(): the scheduler takes part in the barrier of stop()"},
+		&cli.BoolFlag{Name: "fserver", Category: programs, Usage: "COMMAND uses fserver of the C++ library, with init() and stop(): the scheduler takes part in the barrier of stop()"},
 		&cli.StringFlag{Name: "scheduler-command", Category: programs, Usage: "`COMMAND` of the scheduler (stepaf scheduler)"},
 
 		&cli.DurationFlag{Name: "timeout", Category: ending, DefaultText: "none", Usage: "stop everything after this time"},

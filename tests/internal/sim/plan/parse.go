@@ -157,6 +157,7 @@ func (c *checker) plan() {
 		return
 	}
 	c.oneOf("cluster.api", s.API, "", "python", "tensor", "kv")
+	c.need(!s.PlainScheduler || s.API == "python" && len(s.Foreign) == 0, "cluster.plain_scheduler", s.PlainScheduler, `it with cluster.api "python" and no foreign nodes`)
 	for i, n := range s.Foreign {
 		c.node(fmt.Sprintf("cluster.foreign[%d]", i), n)
 	}

@@ -55,6 +55,10 @@ type Cluster struct {
 	// they have started, as most programs do. Else they do so at the end.
 	FinalizeEarly bool `json:"finalize_early,omitempty"`
 
+	// PlainScheduler: in Python programs the scheduler calls Finalize alone, as "stepaf scheduler" does, and the others
+	// stop.
+	PlainScheduler bool `json:"plain_scheduler,omitempty"`
+
 	// Stuck is a node that stands still at some time before StuckBy after its start: the
 	// others must give up within STEPAF_START_TIMEOUT, or start. There are no phases then,
 	// and nothing is expected of the end. On real processes, which take longer to begin, it

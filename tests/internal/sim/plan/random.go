@@ -47,6 +47,7 @@ func (g *generator) plan(seed uint64) *Plan {
 	if seed%16 == 11 { // what the other seeds mean stays
 		c.API = "kv"
 	}
+	c.PlainScheduler = c.API == "python" && seed%3 == 2
 	c.Env = map[string]string{}
 	if g.chance(0.4) {
 		c.Env["PS_HEARTBEAT_INTERVAL"], c.Env["PS_HEARTBEAT_TIMEOUT"] = "1", "3"
