@@ -384,13 +384,15 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 // slotsLeft says which slots n has given away, and what p, their user, knows of them.
 func slotsLeft(n *testNode, p *peer) string {
 	var b strings.Builder
-	n.slots.Each(func(l *receiveSlot) {
-		in := l.Owner.(*inbound)
-		in.mu.Lock()
-		owed := slices.Contains(in.credits, uint16(l.Index()))
-		in.mu.Unlock()
-		fmt.Fprintf(&b, "slot %d: %+v, %d bytes, one-shot %v, %d holders; credit owed: %v; connection %d, gone: %v, superseded: %v\n",
-			l.Index(), l.Route, l.Data, l.OneShot, l.Holders(), owed, in.hello.epoch, in.gone.Load(), in.superseded.Load())
+	n.device0().exclusive(func() { // a new slot is in the table before all of it is set
+		n.slots.Each(func(l *receiveSlot) {
+			in := l.Owner.(*inbound)
+			in.mu.Lock()
+			owed := slices.Contains(in.credits, uint16(l.Index()))
+			in.mu.Unlock()
+			fmt.Fprintf(&b, "slot %d: %+v, %d bytes, one-shot %v, %d holders; credit owed: %v; connection %d, gone: %v, superseded: %v\n",
+				l.Index(), l.Route, l.Data, l.OneShot, l.Holders(), owed, in.hello.epoch, in.gone.Load(), in.superseded.Load())
+		})
 	})
 	p.mu.Lock()
 	defer p.mu.Unlock()

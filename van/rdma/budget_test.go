@@ -186,3 +186,38 @@ func TestMetasOfPeersAreApart(t *testing.T) {
 	})
 	h.ends(0)
 }
+
+// TestReceiveBudgetWithoutValues: a peer whose handler is slow cannot fill this node's memory with messages that have no
+// value either: their slots are not given back while others wait.
+func TestReceiveBudgetWithoutValues(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := r.make(8, func(c *env.Config) { c.RecvBudgetPeer, c.RecvBudget = 64<<10, 128<<10 })
+	s.listenOn(0)
+	stop := make(chan bool)
+	s.Start(func(*van.Message) { <-stop })
+	defer close(stop)
+	r.link(w, s)
+	const all = 20000
+	sent, refused := 0, 0
+	r.until("all have been sent, or no more are taken", func() bool {
+		for ; sent < all; sent++ {
+			m := pull(s, 1, sent, nil)
+			m.More = sent%8 != 7
+			if w.Send(m) != nil { // its own queue is full
+				refused++
+				break
+			}
+			refused = 0
+		}
+		w.Flush(8)
+		return sent == all || refused > 100
+	})
+	waits, d := 0, s.device0()
+	d.exclusive(func() {
+		d.lanes.m.Range(func(_, l any) bool { waits += len(l.(*lane).deferred); return true })
+	})
+	if waits > 2000 {
+		t.Errorf("%d of %d messages wait in memory, with a budget of %d bytes", waits, sent, s.cfg.RecvBudgetPeer)
+	}
+}

@@ -170,6 +170,9 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 		m.Release()
 		return nil, err
 	}
+	if in.stalled.Load() && in.dialect.returnsCredits() && !rx.ofControl() {
+		rx.slot = l // though no value lies there: its sender has to stop
+	}
 	if rx.slot != nil {
 		if ok, _ := rx.slot.Hold(); !ok {
 			rx.slot = nil
