@@ -97,8 +97,8 @@ func (n *Node) barrier(ctx context.Context, op string, customer, group int, inst
 // Finalize waits until every node of the cluster has called it, then leaves. It leaves
 // and returns an error when ctx ends; when only lost nodes are missing and
 // STEPAF_REPLACE_TIMEOUT passes without replacements; or, on a worker, after
-// STEPAF_STOP_TIMEOUT. On the scheduler it takes part in the instance barriers over all
-// nodes that others of this library call before it. Only the first call has an effect; others return its result.
+// STEPAF_STOP_TIMEOUT. It takes part in the instance barriers over all nodes that others of
+// this library call before it. Only the first call has an effect; others return its result.
 func (n *Node) Finalize(ctx context.Context) error {
 	n.leaveOnce(func() error {
 		err := n.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.machine.Finalize(t, 0) })

@@ -42,6 +42,9 @@ type gatherKey struct {
 	instance bool
 }
 
+// finalKey is the barrier of Finalize, and of what comes before it.
+var finalKey = gatherKey{van.AllNodes, true}
+
 // gather is a barrier that was requested and is not complete.
 type gather struct {
 	came []arrival
@@ -153,11 +156,10 @@ func (s *gathers) complete(now time.Duration, key gatherKey, g *gather) {
 	}
 	delete(s.open, key)
 	s.passed[key] = true // of use for instance barriers
-	finalizes := key.instance && key.group == van.AllNodes && s.calls.finalizing()
-	last := finalizes && !slices.ContainsFunc(g.came, s.goesOn)
-	if finalizes && !last {
-		s.keepOwn(now, key, g)
-	}
+	kept := s.keep(now, key, g)
+	last := key == finalKey && s.calls.finalizing() && slices.ContainsFunc(g.came, func(a arrival) bool {
+		return a.id == van.SchedulerID && (a.last || !s.table.native(a.id))
+	})
 	to := make([]int, 0, len(g.came))
 	if key.instance {
 		to = s.table.Members(key.group)
@@ -172,7 +174,7 @@ func (s *gathers) complete(now time.Duration, key gatherKey, g *gather) {
 			s.note(id, key, answer{stamp: g.came[i].stamp})
 			request = named(g.came[i].stamp)
 		}
-		if !s.alive.isDown(id) && !(finalizes && id == van.SchedulerID) {
+		if !s.alive.isDown(id) && !kept[id] && !(last && id == van.SchedulerID) {
 			s.out.release(id, key.instance, g.app, g.customer, request)
 		}
 	}
@@ -180,24 +182,34 @@ func (s *gathers) complete(now time.Duration, key gatherKey, g *gather) {
 		s.calls.Leaving(now) // the others leave when they have the release
 		s.leaves.begin(now, key, g.came)
 	}
+	if len(kept) > 0 { // those who are missing now may all be dead
+		s.recheck(now)
+	}
 }
 
-// goesOn tells whether a node is known to come to more barriers over all nodes than this one: Finalize's, for one.
-func (s *gathers) goesOn(a arrival) bool {
-	return a.id != van.SchedulerID && s.table.native(a.id) && !a.last
-}
-
-// keepOwn takes the scheduler's own request out of g, which is complete, for the next barrier: it has called Finalize, and
-// the others have not. It takes part in what they call before, as if it had called that too.
-func (s *gathers) keepOwn(now time.Duration, key gatherKey, g *gather) {
+// keep takes the requests of Finalize out of g, which is complete, for the next barrier, if somebody is known to come to
+// another one: whoever has called Finalize takes part in what the others call before it, as if it had called that too.
+// It returns whose they are.
+func (s *gathers) keep(now time.Duration, key gatherKey, g *gather) (kept map[int]bool) {
+	goesOn := func(a arrival) bool { return !a.last && s.table.native(a.id) }
+	if key != finalKey || !slices.ContainsFunc(g.came, goesOn) {
+		return nil
+	}
 	next := &gather{begun: now, nextNews: now + min(s.cfg.ReportEvery, firstNews)}
 	g.came = slices.DeleteFunc(g.came, func(a arrival) bool {
-		if a.id == van.SchedulerID {
+		if a.last {
+			if kept == nil {
+				kept = map[int]bool{}
+			}
+			kept[a.id] = true
 			next.came = append(next.came, a)
 		}
-		return a.id == van.SchedulerID
+		return a.last
 	})
-	s.open[key] = next
+	if len(kept) > 0 {
+		s.open[key] = next
+	}
+	return kept
 }
 
 // counted returns how many requests count.

@@ -91,6 +91,15 @@ func (r *returns) answer(c *comeback, what string) {
 	r.out.send(c.temp, meta)
 }
 
+// registered looks, when a new node has registered, whether it was the last that a former scheduler's cluster waited for:
+// this scheduler may be about to give up.
+func (r *returns) registered(now time.Duration) {
+	if r.nodes != nil {
+		r.nextAsk = min(r.nextAsk, now)
+		r.decide(now)
+	}
+}
+
 // decide resumes a former scheduler's cluster if enough of its nodes have come back: all; or,
 // after returnGrace, more than half, or any number if the cluster has a name; or, if new nodes
 // have registered for all the other ids, half of them after half of Config.ReplaceTimeout, and

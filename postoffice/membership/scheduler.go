@@ -138,6 +138,7 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 		s.replace(now, j)
 	} else if s.joins.register(now, j) {
 		s.form(now)
+		s.returns.registered(now)
 	}
 	return nil
 }

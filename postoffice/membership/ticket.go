@@ -106,8 +106,8 @@ func (t *ticket) skipped(b *base) bool {
 
 // Finalize starts the last barrier, over all instances of all nodes. When it is done the
 // machine is leaving: peers may leave without being reported. Losses while it waits are
-// reported only if it fails. On the scheduler it takes part in the instance barriers over all
-// nodes that others of this library call before it. After a failure call Leaving before the van is closed.
+// reported only if it fails. It takes part in the instance barriers over all nodes that others of
+// this library call before it. After a failure call Leaving before the van is closed.
 func (c *tickets) Finalize(now time.Duration, customer int) (int, error) {
 	t := ticket{customer: customer, group: van.AllNodes, instance: true, final: true, ending: true}
 	if c.table.self.Role == van.Worker && c.cfg.StopTimeout > 0 {
