@@ -133,6 +133,8 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 			s.askWhether(a.asked, key, a)
 		}
 		return nil
+	case i >= 0 && s.table.native(from) && !newer(a.stamp, g.came[i].stamp): // given up, and overtaken by the next one
+		return nil
 	case i >= 0 && (instance || s.table.native(from)): // given up and requested anew
 		g.came[i] = a
 	default:
@@ -357,44 +359,56 @@ func (s *gathers) dropEmpty() {
 func (s *gathers) recheck(now time.Duration) {
 	for _, key := range sortedKeys(s.open) {
 		g := s.open[key]
-		dead, fell, living := "", false, false
-		for _, ids := range s.awaited(key, g) {
-			if slices.ContainsFunc(ids, func(id int) bool { return !s.alive.isDown(id) }) {
-				living = true
-				continue
-			}
-			for _, id := range ids {
-				h := s.alive.peers[id]
-				fell = fell || h.cut || h.down&silent == 0 || g.begun > h.since
-				dead += fmt.Sprintf("; %s is dead: %s", s.table.peer(id), h.cause)
-			}
-		}
-		if dead == "" || living && !failpoint.On("barrier-death") {
-			g.stuck, g.told = false, false
-			continue
-		}
-		if !g.stuck {
-			g.stuck, g.since = true, now
-		}
-		wait := s.cfg.ReplaceTimeout
-		if !fell && !slices.ContainsFunc(g.came, func(a arrival) bool { return a.final }) {
-			wait = 0
-		}
-		if !g.told && (now-g.since >= wait || failpoint.On("barrier-death")) {
-			s.fail(key, g, strings.TrimPrefix(dead, "; "))
+		for s.look(now, key, g) { // for those who stay: the others may be dead as well
 		}
 	}
 	s.dropEmpty()
 }
 
+// look is recheck of one barrier. It tells whether that has failed, but not for all.
+func (s *gathers) look(now time.Duration, key gatherKey, g *gather) (some bool) {
+	dead, fell, living := "", false, false
+	for _, ids := range s.awaited(key, g) {
+		if slices.ContainsFunc(ids, func(id int) bool { return !s.alive.isDown(id) }) {
+			living = true
+			continue
+		}
+		for _, id := range ids {
+			h := s.alive.peers[id]
+			fell = fell || h.cut || h.down&silent == 0 || g.begun > h.since
+			dead += fmt.Sprintf("; %s is dead: %s", s.table.peer(id), h.cause)
+		}
+	}
+	if dead == "" || living && !failpoint.On("barrier-death") {
+		g.stuck, g.told = false, false
+		return false
+	}
+	if !g.stuck {
+		g.stuck, g.since = true, now
+	}
+	wait := s.cfg.ReplaceTimeout
+	if !fell && !slices.ContainsFunc(g.came, func(a arrival) bool { return a.final }) {
+		wait = 0
+	}
+	if g.told || now-g.since < wait && !failpoint.On("barrier-death") {
+		return false
+	}
+	return s.fail(key, g, strings.TrimPrefix(dead, "; "))
+}
+
 // fail tells the waiting nodes of this library that a barrier cannot be complete,
 // and removes their requests. Requests of C++ StepMesh nodes stay: they cannot be told,
-// and do not repeat them.
-func (s *gathers) fail(key gatherKey, g *gather, text string) {
-	g.told = true
+// and do not repeat them. Requests of Finalize stay if it is the barrier of others that they
+// took part in, as some tells.
+func (s *gathers) fail(key gatherKey, g *gather, text string) (some bool) {
+	some = key == finalKey && slices.ContainsFunc(g.came, func(a arrival) bool { return !a.final && s.table.native(a.id) })
+	g.told, g.stuck = !some, !some
 	var told []arrival
 	g.came = slices.DeleteFunc(g.came, func(a arrival) bool {
 		if a.id != van.SchedulerID && !s.table.native(a.id) && !failpoint.On("foreign-barrier") {
+			return false
+		}
+		if some && a.last {
 			return false
 		}
 		told = append(told, a)
@@ -415,6 +429,7 @@ func (s *gathers) fail(key gatherKey, g *gather, text string) {
 			s.calls.refused(failedNotice(key, text), named(a.stamp))
 		}
 	}
+	return some && len(g.came) > 0
 }
 
 func failedNotice(key gatherKey, text string) notice {

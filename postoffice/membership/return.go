@@ -19,6 +19,9 @@ import (
 // back.
 const returnGrace = 2 * time.Second
 
+// leastAsk is the time between two questions for a table, however often new nodes register.
+const leastAsk = 100 * time.Millisecond
+
 type returns struct {
 	base
 	refusals *refusals
@@ -30,8 +33,8 @@ type returns struct {
 	since    time.Duration     // of the first one
 	// records is the node table of one of them; it is requested when it is needed.
 	records             []van.Node
-	cluster, generation uint32 // of the records
-	nextAsk             time.Duration
+	cluster, generation uint32        // of the records
+	asked, nextAsk      time.Duration // for a table
 }
 
 // comeback is a node of the cluster of a former scheduler process.
@@ -95,7 +98,7 @@ func (r *returns) answer(c *comeback, what string) {
 // this scheduler may be about to give up.
 func (r *returns) registered(now time.Duration) {
 	if r.nodes != nil {
-		r.nextAsk = min(r.nextAsk, now)
+		r.nextAsk = min(r.nextAsk, max(now, r.asked+leastAsk))
 		r.decide(now)
 	}
 }
@@ -144,7 +147,7 @@ func (r *returns) decide(now time.Duration) {
 	if now < r.nextAsk {
 		return
 	}
-	r.nextAsk = now + returnBeat
+	r.asked, r.nextAsk = now, now+returnBeat
 	for _, id := range sortedIDs(r.nodes) { // all that have the newest table
 		if c := r.nodes[id]; c.cluster == cluster && c.generation == newest[cluster] {
 			r.answer(c, "table")

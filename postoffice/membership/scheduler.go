@@ -311,6 +311,7 @@ func (s *scheduler) settle(now time.Duration) {
 	if s.life.phase != ready {
 		if s.joins.retry(now) {
 			s.form(now)
+			s.returns.registered(now)
 		}
 		return
 	}
@@ -332,6 +333,7 @@ func (s *scheduler) replace(now time.Duration, j *join) {
 func (s *scheduler) back(now time.Duration, id int) {
 	if id < 0 && s.joins.back(now, id) {
 		s.form(now)
+		s.returns.registered(now)
 	} else if s.alive.peers[id] != nil { // not with an id below 0
 		s.watch.up(now, id, connLost)
 		s.gathers.leaves.repeat(id)
