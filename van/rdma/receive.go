@@ -84,11 +84,11 @@ func (d *device) notification(in *inbound, c *verbs.Completion) {
 }
 
 // arrived puts rx behind what has come before it. It reports false when the connection ends instead. A control message
-// does not wait for other messages' parts: its sender, which knows that it has been written, would not send it again if
-// the connection ended meanwhile.
+// does not wait for the parts of data: its sender, which knows that it has been written, would not send it again if the
+// connection ended meanwhile.
 func (d *device) arrived(in *inbound, rx *received) bool {
 	switch {
-	case rx.ofControl(), len(in.held) == 0 && rx.splits <= in.splits:
+	case rx.splits <= in.splits && (len(in.held) == 0 || rx.ofControl() && !slices.ContainsFunc(in.held, (*received).ofControl)):
 		d.came.Put(rx)
 	case len(in.held) >= maxIndex:
 		in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.held)))
