@@ -115,7 +115,7 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 	}
 	g := s.open[key]
 	if g == nil {
-		g = &gather{begun: now, nextNews: now + min(s.cfg.ReportEvery, firstNews)}
+		g = s.begin(now)
 		s.open[key] = g
 	}
 	same := func(o arrival) bool { return o.id == a.id && o.customer == a.customer }
@@ -147,6 +147,11 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 	}
 	s.complete(now, key, g)
 	return nil
+}
+
+// begin makes a barrier without requests.
+func (s *gathers) begin(now time.Duration) *gather {
+	return &gather{begun: now, nextNews: now + min(s.cfg.ReportEvery, firstNews)}
 }
 
 // complete releases a barrier when enough requests count.
@@ -197,12 +202,10 @@ func (s *gathers) keep(now time.Duration, key gatherKey, g *gather) (kept map[in
 	if key != finalKey || !slices.ContainsFunc(g.came, goesOn) {
 		return nil
 	}
-	next := &gather{begun: now, nextNews: now + min(s.cfg.ReportEvery, firstNews)}
+	kept = map[int]bool{}
+	next := s.begin(now)
 	g.came = slices.DeleteFunc(g.came, func(a arrival) bool {
 		if a.last {
-			if kept == nil {
-				kept = map[int]bool{}
-			}
 			kept[a.id] = true
 			next.came = append(next.came, a)
 		}

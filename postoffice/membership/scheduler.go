@@ -138,7 +138,6 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 		s.replace(now, j)
 	} else if s.joins.register(now, j) {
 		s.form(now)
-		s.returns.registered(now)
 	}
 	return nil
 }
@@ -189,10 +188,11 @@ func (s *scheduler) hears(incarnation uint32) bool {
 		slices.ContainsFunc(s.refusals.recent, told) || slices.ContainsFunc(s.refusals.waiting, told)
 }
 
-// form assigns the ids when all nodes have registered.
+// form assigns the ids when all nodes have registered. Until then a former scheduler's cluster may have waited for the last one.
 func (s *scheduler) form(now time.Duration) {
 	present := s.joins.present()
 	if len(present) < s.cfg.groupLen(van.WorkerGroup|van.ServerGroup) {
+		s.returns.registered(now)
 		return
 	}
 	sortJoins(present, s.joins.hosts)
@@ -311,7 +311,6 @@ func (s *scheduler) settle(now time.Duration) {
 	if s.life.phase != ready {
 		if s.joins.retry(now) {
 			s.form(now)
-			s.returns.registered(now)
 		}
 		return
 	}
@@ -333,7 +332,6 @@ func (s *scheduler) replace(now time.Duration, j *join) {
 func (s *scheduler) back(now time.Duration, id int) {
 	if id < 0 && s.joins.back(now, id) {
 		s.form(now)
-		s.returns.registered(now)
 	} else if s.alive.peers[id] != nil { // not with an id below 0
 		s.watch.up(now, id, connLost)
 		s.gathers.leaves.repeat(id)

@@ -98,8 +98,8 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	watched, end := context.WithCancel(ctx)
 	defer end()
 	r.machine = WatchMachine(watched)
-	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Group: p.Cluster.Group, Foreign: p.Cluster.Foreign, Leg: o.Leg, Program: Plain, PlainScheduler: p.Cluster.PlainScheduler,
-		Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults, Slow: o.Slow}
+	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Group: p.Cluster.Group, Foreign: p.Cluster.Foreign, Leg: o.Leg,
+		Program: Plain, PlainScheduler: p.Cluster.PlainScheduler, Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults, Slow: o.Slow}
 	switch p.Cluster.API {
 	case "python":
 		opts.Program = Module
