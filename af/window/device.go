@@ -53,7 +53,8 @@ func newOnDevice(b *base, peers []*peer) (*onDevice, error) {
 		return nil, err
 	}
 	n := len(peers)
-	v := &onDevice{b: b, memory: memory{b: b, d: d, lap: lap, far: make([]backend.Mem, n)}, freed: make(chan struct{}),
+	v := &onDevice{b: b, memory: memory{b: b, d: d, lap: lap, far: make([]backend.Mem, n), host: hostWords{signals: b.signals, fd: -1, far: make([]backend.Mem, n)}},
+		freed:   make(chan struct{}),
 		parting: parting{b: b, peers: peers, ended: make([]bool, n), changed: make(chan struct{})}}
 	m := &v.memory
 	m.at = (headLen + n*b.signals*wordsLen + memAlign - 1) / memAlign * memAlign
@@ -68,6 +69,7 @@ func newOnDevice(b *base, peers []*peer) (*onDevice, error) {
 func (v *onDevice) meet(ctx context.Context, c *collective.Comm, n int) error {
 	m := &v.memory
 	offer, bad := m.allocate(n)
+	defer m.host.met()
 	if err := v.hear(ctx, c, bad); err != nil {
 		return err
 	}
@@ -77,7 +79,10 @@ func (v *onDevice) meet(ctx context.Context, c *collective.Comm, n int) error {
 		return err
 	}
 	for r, b := range all {
-		if r != v.b.self && bad == nil {
+		switch {
+		case r == v.b.self:
+			m.reachHost(r, b)
+		case bad == nil:
 			bad = m.reach(r, b)
 		}
 	}

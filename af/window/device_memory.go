@@ -44,6 +44,7 @@ type memory struct {
 	whole        backend.Mem   // this rank's allocation
 	far          []backend.Mem // all ranks'
 	words        backend.Mem   // pinned host memory: what read needs, and for each rank a mark
+	host         hostWords     // of waits on the host
 	offered      bool          // others may map whole
 	own, release uintptr       // the stream of calls with af.Complete; that which makes others go on
 
@@ -101,9 +102,24 @@ func (m *memory) allocate(n int) (offer []byte, err error) {
 	if err != nil {
 		return nil, err
 	}
-	offer = make([]byte, van.ExportLen, van.ExportLen+tokenLen)
+	offer = make([]byte, van.ExportLen, offerLen)
 	van.PutExport(offer, &e)
-	return append(offer, token...), nil
+	offer = append(offer, token...)
+	name, err := m.host.offer(len(m.far), token)
+	if err != nil {
+		m.waitsLook(m.b.self, err)
+	}
+	return append(offer, name...), nil
+}
+
+// offerLen is how long an offer is: the name of the device's memory, what stands at its beginning, and, if there is
+// one, the name of the page in host memory.
+const offerLen = van.ExportLen + tokenLen + pageNameLen
+
+// waitsLook logs that a rank's signals, or those to it, have no word in host memory.
+func (m *memory) waitsLook(rank int, err error) {
+	m.b.app.Log().Info("waits on the host for signals of a window look at the device, which takes longer: no page of host memory is shared",
+		"window", m.b.String(), "with", m.b.layer.Name(rank), "err", err)
 }
 
 // discard frees memory that no other rank knows of, unless the driver would wait for streams that wait.
@@ -129,8 +145,8 @@ func (m *memory) reach(rank int, offer []byte) error {
 	bad := func(err error) error {
 		return &van.Error{Op: "map device memory", Peer: m.b.layer.Name(rank), Err: err, Hint: hint}
 	}
-	if len(offer) != van.ExportLen+tokenLen {
-		return bad(fmt.Errorf("%w: an offer of %d bytes, want %d", van.ErrMalformed, len(offer), van.ExportLen+tokenLen))
+	if n := len(offer); n != offerLen && n != offerLen-pageNameLen {
+		return bad(fmt.Errorf("%w: an offer of %d bytes, want %d or %d", van.ErrMalformed, n, offerLen-pageNameLen, offerLen))
 	}
 	e, err := van.ParseExport(offer, m.whole.Len())
 	if err != nil {
@@ -144,11 +160,22 @@ func (m *memory) reach(rank int, offer []byte) error {
 	if err := m.d.Copy(backend.Bytes(token[:]), far.Sub(0, tokenLen)); err != nil {
 		return bad(err)
 	}
-	if !bytes.Equal(token[:], offer[van.ExportLen:]) {
+	if !bytes.Equal(token[:], offer[van.ExportLen:][:tokenLen]) {
 		return bad(fmt.Errorf("%w: the memory mapped is not the rank's; it may be on another host", van.ErrMalformed))
 	}
 	m.far[rank] = far
+	m.reachHost(rank, offer)
 	return nil
+}
+
+// reachHost maps the page in host memory that a rank has offered. It does without where that cannot be.
+func (m *memory) reachHost(rank int, offer []byte) {
+	if len(offer) < offerLen {
+		return
+	}
+	if err := m.host.reach(m.d, rank, offer[van.ExportLen+tokenLen:], offer[van.ExportLen:][:tokenLen]); err != nil {
+		m.waitsLook(rank, err)
+	}
 }
 
 // refuse is why nothing can be put into stream s.

@@ -5,6 +5,7 @@ package window
 import (
 	"cmp"
 	"context"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -30,8 +31,9 @@ type streamOut struct {
 	// Guarded by p.out.mu.
 	last   uintptr  // the stream of the last one
 	sent   []uint64 // signals
-	lent   []lent   // sources in use, in their order
-	broken error    // a mark could not be written
+	writes [3]backend.FlagWrite
+	lent   []lent // sources in use, in their order
+	broken error  // a mark could not be written
 }
 
 // lent is a source that a stream reads until put number n is done.
@@ -97,19 +99,24 @@ func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr)
 			l.lent = append(l.lent, lent{src, n})
 		}
 	}
+	writes := l.writes[:0]
 	if signal != noSignal {
-		word, count := m.place(l.sent[signal] + 1)
-		if err = m.d.WriteFlag(s, m.word(m.far[l.p.rank], m.b.self, int(signal), word).Sub(0, 4), uint32(count)); err == nil {
-			l.sent[signal]++
+		k := l.sent[signal] + 1
+		if w, has := m.host.write(l.p.rank, m.b.self, int(signal), k); has {
+			writes = append(writes, w)
 		}
+		word, count := m.place(k)
+		writes = append(writes, backend.FlagWrite{Word: m.word(m.far[l.p.rank], m.b.self, int(signal), word).Sub(0, 4), V: uint32(count)})
 	}
-	if e := m.d.WriteFlag(s, l.mark, n); e != nil { // nobody will know when the copy is done
-		l.broken = e
-		return cmp.Or(err, e)
+	if l.broken = m.d.WriteFlags(s, append(writes, backend.FlagWrite{Word: l.mark, V: n})); l.broken != nil {
+		return l.broken // nobody will know when the copy is done, or of the signal
+	}
+	if signal != noSignal {
+		l.sent[signal]++
 	}
 	l.puts.Store(n)
 	l.last = s
-	return err
+	return nil
 }
 
 // behind makes stream s wait for what was put to the rank in another one, and for nothing that was put into that since.
@@ -217,19 +224,30 @@ func (l *streamIn) claimed(signal int) uint64 {
 	return l.taken[signal].Load()
 }
 
-// came tells whether the n'th signal has come.
+// seen tells whether the word in host memory says that the n'th signal has come.
+func (l *streamIn) seen(signal int, n uint64) bool {
+	return !watched && l.m.host.came(l.p.rank, signal, n)
+}
+
+// came tells whether the n'th signal has come, as either word says.
 func (l *streamIn) came(signal int, n uint64) (bool, error) {
+	if l.seen(signal, n) {
+		return true, nil
+	}
 	word, count := l.m.place(n)
 	got, err := l.m.read(l.word(signal, word).Sub(0, 4))
 	return uint64(got) >= count, err
 }
 
-// take takes a signal that has come.
-func (l *streamIn) take(signal int) (bool, error) {
+// take takes a signal that has come, as the word in host memory says, or, if asked for, that of the device.
+func (l *streamIn) take(signal int, ask bool) (bool, error) {
 	l.waiting.Lock()
 	defer l.waiting.Unlock()
 	n := l.taken[signal].Load() + 1
-	came, err := l.came(signal, n)
+	came, err := l.seen(signal, n), error(nil)
+	if !came && (ask || watched) {
+		came, err = l.came(signal, n)
+	}
 	if !came || err != nil {
 		return false, err
 	}
@@ -252,9 +270,11 @@ func (l *streamIn) await(ctx context.Context, op string, signal int) error {
 	w, p := l.p.w, l.p
 	begun, limit := clock.Now(), w.layer.Limit(ctx)
 	var timer *time.Timer
+	l.spin(ctx, signal, limit)
+	ask := l.m.host.own == nil // the device, where a look takes its time
 	for pause := 20 * time.Microsecond; ; {
 		over := p.failure(op) // before the look: what has come before the failure counts
-		if came, err := l.take(signal); err != nil {
+		if came, err := l.take(signal, ask || over != nil); err != nil {
 			return l.p.w.wrong(op, l.p.rank, err)
 		} else if came {
 			return nil
@@ -269,11 +289,13 @@ func (l *streamIn) await(ctx context.Context, op string, signal int) error {
 			return over
 		case limit > 0 && took >= limit:
 			return x.late(op, begun, limit, van.ErrTimeout)
-		case took < aliveEvery/500: // a look takes its time, too
+		case took < aliveEvery/500:
 			if ctx.Err() == nil {
+				runtime.Gosched()
 				continue
 			}
 		}
+		ask = true
 		if timer == nil {
 			timer = time.NewTimer(pause)
 			defer timer.Stop()

@@ -130,6 +130,16 @@ func (q *streams) WriteFlag(s uintptr, word backend.Mem, v uint32) error {
 	return nil
 }
 
+// WriteFlags implements backend.StreamFlagger.
+func (q *streams) WriteFlags(s uintptr, l []backend.FlagWrite) error {
+	for _, w := range l {
+		if err := q.WriteFlag(s, w.Word, w.V); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // await makes stream s wait until done, or the end of the device.
 func (q *streams) await(s uintptr, done func() bool) error {
 	q.Queue(s, func() {

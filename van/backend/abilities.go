@@ -91,8 +91,16 @@ type StreamFlagger interface {
 	// before is done and visible. word is 4-byte aligned and pinned or registered
 	// host memory of this backend, or memory of the device.
 	WriteFlag(stream uintptr, word Mem, v uint32) error
+	// WriteFlags is WriteFlag for each of l, in their order, which costs about as much as one.
+	WriteFlags(stream uintptr, l []FlagWrite) error
 	// WaitFlag makes stream wait until int32(*word - v) >= 0.
 	WaitFlag(stream uintptr, word Mem, v uint32) error
+}
+
+// FlagWrite is a word and what is to be written into it, see StreamFlagger.
+type FlagWrite struct {
+	Word Mem
+	V    uint32
 }
 
 // GraphFlagger is implemented by StreamFlaggers whose WriteFlag and WaitBits may also be

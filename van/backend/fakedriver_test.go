@@ -28,9 +28,10 @@ const (
 // read by accident (it is unmapped when freed), a stream is a goroutine with a queue.
 // It notes every misuse that the true driver would punish or, worse, accept.
 type fakeDriver struct {
-	devices int
-	noFlags bool // writeValue32 is not supported
-	noPeers bool
+	devices   int
+	noFlags   bool // writeValue32 is not supported
+	noBatches bool // writeValues32 is not supported
+	noPeers   bool
 
 	mu       sync.Mutex
 	next     uintptr
@@ -419,6 +420,17 @@ func (f *fakeDriver) writeValue32(s, addr uintptr, v uint32) error {
 		return f.err("writeValue32", codeNotSupported)
 	}
 	return f.queue("writeValue32", s, func() { word(addr).Store(v) })
+}
+
+func (f *fakeDriver) writeValues32(s uintptr, w wordWrites) error {
+	if f.noBatches {
+		return f.err("writeValues32", codeNotSupported)
+	}
+	return f.queue("writeValues32", s, func() {
+		for i := range w.n {
+			word(w.addrs[i]).Store(w.values[i])
+		}
+	})
 }
 
 func (f *fakeDriver) waitValue32(s, addr uintptr, v uint32) error {

@@ -33,10 +33,12 @@ package backend
 #define stepaf_write32 cuStreamWriteValue32
 #define stepaf_wait32 cuStreamWaitValue32
 #define stepaf_wait64 cuStreamWaitValue64
+#define stepaf_batch cuStreamBatchMemOp
 #else // the first version of these is switched off in today's drivers
 #define stepaf_write32 cuStreamWriteValue32_v2
 #define stepaf_wait32 cuStreamWaitValue32_v2
 #define stepaf_wait64 cuStreamWaitValue64_v2
+#define stepaf_batch cuStreamBatchMemOp_v2
 #endif
 
 int stepaf_cuda_init(char *text, size_t n); // gpu_cuda_load.c
@@ -76,6 +78,19 @@ static CUresult stepaf_capturing(uintptr_t s, int *yes) {
 }
 
 static CUresult stepaf_write(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_write32((CUstream)s, p, v, CU_STREAM_WRITE_VALUE_DEFAULT); }
+static CUresult stepaf_writes(uintptr_t s, unsigned n, CUdeviceptr a, CUdeviceptr b, CUdeviceptr c, CUdeviceptr d, uint32_t va, uint32_t vb, uint32_t vc, uint32_t vd) {
+	CUdeviceptr addr[] = {a, b, c, d};
+	uint32_t value[] = {va, vb, vc, vd};
+	CUstreamBatchMemOpParams ops[4];
+	memset(ops, 0, sizeof ops);
+	for (unsigned i = 0; i < n; i++) {
+		ops[i].operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+		ops[i].writeValue.address = addr[i];
+		ops[i].writeValue.value = value[i];
+		ops[i].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+	}
+	return stepaf_batch((CUstream)s, n, ops, 0);
+}
 static CUresult stepaf_wait(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_wait32((CUstream)s, p, v, CU_STREAM_WAIT_VALUE_GEQ); }
 static CUresult stepaf_wait_bits(uintptr_t s, CUdeviceptr p, uint64_t v) { return stepaf_wait64((CUstream)s, p, v, CU_STREAM_WAIT_VALUE_AND); }
 static CUresult stepaf_wait_count(uintptr_t s, CUdeviceptr p, uint64_t v) { return stepaf_wait64((CUstream)s, p, v, CU_STREAM_WAIT_VALUE_GEQ); }
@@ -240,6 +255,13 @@ func (cudaStreams) streamCapturing(s uintptr) (bool, error) {
 	var yes C.int
 	r := C.stepaf_capturing(C.uintptr_t(s), &yes)
 	return yes != 0, result("cuStreamIsCapturing", int(r))
+}
+
+func (cudaStreams) writeValues32(s uintptr, w wordWrites) error {
+	a, v := &w.addrs, &w.values
+	r := C.stepaf_writes(C.uintptr_t(s), C.unsigned(w.n), C.CUdeviceptr(a[0]), C.CUdeviceptr(a[1]), C.CUdeviceptr(a[2]), C.CUdeviceptr(a[3]),
+		C.uint32_t(v[0]), C.uint32_t(v[1]), C.uint32_t(v[2]), C.uint32_t(v[3]))
+	return result("cuStreamBatchMemOp", int(r))
 }
 
 func (cudaStreams) writeValue32(s, addr uintptr, v uint32) error {

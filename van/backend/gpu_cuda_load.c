@@ -46,7 +46,7 @@
 	F(cuModuleGetFunction) F(cuModuleGetGlobal_v2) F(cuModuleGetSurfRef) F(cuModuleGetTexRef) F(cuModuleLoad) \
 	F(cuModuleLoadData) F(cuModuleLoadDataEx) F(cuModuleLoadFatBinary) F(cuModuleUnload) \
 	F(cuOccupancyMaxActiveBlocksPerMultiprocessor) F(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags) \
-	F(cuPointerGetAttribute) F(cuPointerSetAttribute) F(cuStreamAttachMemAsync) F(cuStreamCreate) \
+	F(cuPointerGetAttribute) F(cuPointerSetAttribute) F(cuStreamAttachMemAsync) F(cuStreamBatchMemOp) F(cuStreamBatchMemOp_v2) F(cuStreamCreate) \
 	F(cuStreamCreateWithPriority) F(cuStreamDestroy_v2) F(cuStreamGetFlags) F(cuStreamGetPriority) \
 	F(cuStreamIsCapturing) F(cuStreamQuery) F(cuStreamSynchronize) F(cuStreamWaitEvent) F(cuStreamWaitValue32) \
 	F(cuStreamWaitValue32_v2) F(cuStreamWaitValue64) F(cuStreamWaitValue64_v2) F(cuStreamWriteValue32) F(cuStreamWriteValue32_v2) F(cuSurfRefGetArray) \

@@ -209,6 +209,18 @@ func TestCUDARegister(t *testing.T) {
 		if !bytes.Equal(page[4096:4100], []byte{4, 3, 2, 1}) {
 			t.Errorf("the word is % x", page[4096:4100])
 		}
+		device := must[Mem](t)(g.Alloc(64))
+		l := []FlagWrite{{word, 1}, {device, 2}, {m.Sub(0, 4), 3}, {m.Sub(64, 4), 4}, {word, 5}}
+		if err := errors.Join(g.WriteFlags(s, l), e.Record(s), e.Sync(t.Context())); err != nil {
+			t.Fatal(err)
+		}
+		got := make([]byte, 4)
+		if err := g.Copy(Bytes(got), device.Sub(0, 4)); err != nil {
+			t.Fatal(err)
+		}
+		if page[4096] != 5 || got[0] != 2 || page[0] != 3 || page[64] != 4 {
+			t.Errorf("the words are %d, %d, %d, %d, want 5, 2, 3, 4", page[4096], got[0], page[0], page[64])
+		}
 	}
 	_, err := g.RegisterHost(Bytes(page))
 	wantError(t, err, nil, "cuMemHostRegister: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED")

@@ -67,6 +67,7 @@ type streamDriver interface {
 	streamCapturing(s uintptr) (bool, error)
 	streamWaitEvent(s, e uintptr) error
 	writeValue32(s, addr uintptr, v uint32) error
+	writeValues32(s uintptr, w wordWrites) error
 	waitValue32(s, addr uintptr, v uint32) error // int32(*addr - v) >= 0
 	waitBits64(s, addr uintptr, v uint64) error  // *addr & v != 0
 	waitValue64(s, addr uintptr, v uint64) error // int64(*addr - v) >= 0
@@ -83,6 +84,13 @@ type streamDriver interface {
 	moduleUnload(m uintptr) error
 	moduleFunction(m uintptr, name string) (uintptr, error)
 	launch(f, s, a, b uintptr) error // one thread, with two addresses
+}
+
+// wordWrites are the first n of some writes, in their order.
+type wordWrites struct {
+	n      int
+	addrs  [4]uintptr
+	values [4]uint32
 }
 
 // shareDriver names memory for other processes and devices, and maps theirs.

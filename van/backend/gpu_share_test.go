@@ -108,9 +108,27 @@ func TestStreamFlags(t *testing.T) {
 	if err := errors.Join(g.WriteFlag(s, dev, 1), e.Record(s), e.Sync(t.Context()), e.Close()); err != nil {
 		t.Error(err)
 	}
+	for _, without := range []bool{false, true} { // batches
+		f.noBatches = without
+		clear(page.Host())
+		var l []FlagWrite
+		for i := range 6 {
+			l = append(l, FlagWrite{page.Sub(64*i, 4), uint32(i + 1)})
+		}
+		if err := g.WriteFlags(s, append(l, FlagWrite{page, 9})); err != nil { // the first one again
+			t.Fatal(err)
+		}
+		settle(t, g, s)
+		for i := range l {
+			if v := word(uintptr(l[i].Word.Ptr())).Load(); v != l[i].V && i > 0 || i == 0 && v != 9 {
+				t.Errorf("without batches: %t: word %d is %d", without, i, v)
+			}
+		}
+	}
+	wantError(t, g.WriteFlags(s, []FlagWrite{{page, 1}, {page.Sub(2, 4), 1}}), nil, "aligned to 4")
 	wantError(t, g.WriteFlag(s, page.Sub(2, 4), 1), nil, "aligned to 4")
 	wantError(t, g.WriteFlag(s, page.Sub(0, 2), 1), nil, "2 bytes")
-	wantError(t, g.WaitFlag(s, Bytes(make([]byte, 8)), 1), ErrWrongDevice, "neither pinned nor registered")
+	wantError(t, g.WaitFlag(s, Slice(make([]uint64, 1)), 1), ErrWrongDevice, "neither pinned nor registered")
 }
 
 // TestWaitBits: a stream goes on when one of the bits is there, whichever half of the word it

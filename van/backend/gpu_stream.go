@@ -126,6 +126,42 @@ func (p *streamPool) WriteFlag(stream uintptr, word Mem, v uint32) error {
 	return p.onWord("WriteFlag", word, 4, func(addr uintptr) error { return p.d.writeValue32(stream, addr, v) })
 }
 
+// WriteFlags makes stream write what l says.
+func (p *streamPool) WriteFlags(stream uintptr, l []FlagWrite) error {
+	return p.c.with("WriteFlags", func() error {
+		for len(l) > 0 {
+			var w wordWrites
+			for w.n < min(len(l), len(w.addrs)) {
+				addr, err := p.wordAddr("WriteFlags", l[w.n].Word, 4)
+				if err != nil {
+					return err
+				}
+				w.addrs[w.n], w.values[w.n] = addr, l[w.n].V
+				w.n++
+			}
+			if err := p.write(stream, w); err != nil {
+				return err
+			}
+			l = l[w.n:]
+		}
+		return nil
+	})
+}
+
+// write makes stream do w. The context is current.
+func (p *streamPool) write(stream uintptr, w wordWrites) error {
+	err := p.d.writeValues32(stream, w)
+	if e, ok := err.(*driverError); !ok || e.code != codeNotSupported {
+		return err
+	}
+	for i := range w.n { // a driver without batches
+		if err := p.d.writeValue32(stream, w.addrs[i], w.values[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // WaitFlag makes stream wait until word has reached v.
 func (p *streamPool) WaitFlag(stream uintptr, word Mem, v uint32) error {
 	p.c.blocking.Store(true)

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -137,7 +138,7 @@ func (a *acceptor) admit(c *net.UnixConn) (r reply, err error) {
 	if id <= 0 || id >= van.Empty {
 		return r, fmt.Errorf("%w: node id %d", errProtocol, id)
 	}
-	if err := errors.Join(checkMemory(fds[0], segmentLen), checkMemory(fds[1], bellLen)); err != nil {
+	if err := errors.Join(memfd.Check(fds[0], segmentLen), memfd.Check(fds[1], bellLen)); err != nil {
 		return r, err
 	}
 	seg, err := mapSegment(fds[0])

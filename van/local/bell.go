@@ -106,7 +106,7 @@ type doorbell struct {
 	fd   int   // of its page, for peers
 }
 
-// open makes the doorbell, with memory as newMemory.
+// open makes the doorbell, with memory as memfd.New makes.
 func (d *doorbell) open(memory func(n int) (int, error)) error {
 	fd, err := memory(bellLen)
 	if err != nil {

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -138,7 +139,7 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment) (*outLink, err
 	if verdict > verdictRead || len(fds) != 1 {
 		return nil, fmt.Errorf("%w: verdict %d with %d files", errProtocol, verdict, len(fds))
 	}
-	if err := checkMemory(fds[0], bellLen); err != nil {
+	if err := memfd.Check(fds[0], bellLen); err != nil {
 		return nil, fmt.Errorf("bell: %w", err)
 	}
 	bell, err := mapBell(fds[0])

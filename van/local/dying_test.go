@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
@@ -117,7 +118,7 @@ func TestLinkNotMadeAgain(t *testing.T) {
 			if full.Load() {
 				return -1, unix.ENOMEM
 			}
-			return newMemory(n)
+			return memfd.New(n)
 		}
 	})
 	full.Store(true)

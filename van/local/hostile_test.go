@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -213,7 +214,7 @@ func FuzzRing(f *testing.F) {
 	f.Add(make([]byte, 128), uint64(1<<63))
 	n := inproc.NewNetwork()
 	v := newNode(f, n, 8, nil)
-	fd, err := newMemory(segmentLen)
+	fd, err := memfd.New(segmentLen)
 	if err != nil {
 		f.Fatal(err)
 	}

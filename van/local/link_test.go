@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -416,11 +417,11 @@ func TestGreetRefuses(t *testing.T) {
 		binary.LittleEndian.PutUint32(b[36:], slotCount)
 		return b
 	}
-	seg, err := newMemory(segmentLen)
+	seg, err := memfd.New(segmentLen)
 	if err != nil {
 		t.Fatal(err)
 	}
-	small, err := newMemory(4096)
+	small, err := memfd.New(4096)
 	if err != nil {
 		t.Fatal(err)
 	}

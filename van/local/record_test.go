@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -171,7 +172,7 @@ func FuzzParse(f *testing.F) {
 // TestLayout: processes that share a segment may be of two builds, so each number in it stays where
 // it is, whole and apart from the others.
 func TestLayout(t *testing.T) {
-	fd, err := newMemory(segmentLen)
+	fd, err := memfd.New(segmentLen)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -36,46 +36,6 @@ type segment struct {
 	shadow shadow
 }
 
-// seals keep the file at its length, so that no mapping of it can fault.
-const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
-
-// newMemory makes a sealed file in memory with n bytes, all of which exist: where
-// there is no memory for them this says so, not a signal later.
-func newMemory(n int) (fd int, err error) {
-	const noexec = 0x8 // MFD_NOEXEC_SEAL, unknown before Linux 6.3
-	fd, err = unix.MemfdCreate("stepaf", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|noexec)
-	if errors.Is(err, unix.EINVAL) {
-		fd, err = unix.MemfdCreate("stepaf", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	}
-	if err != nil {
-		return -1, fmt.Errorf("memfd_create: %w", err)
-	}
-	if err = unix.Fallocate(fd, 0, 0, int64(n)); err != nil {
-		err = fmt.Errorf("no shared memory: fallocate of %d bytes: %w", n, err)
-	} else if _, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
-		err = fmt.Errorf("seal shared memory: %w", err)
-	}
-	if err != nil {
-		return -1, errors.Join(err, unix.Close(fd))
-	}
-	return fd, nil
-}
-
-var errMemory = errors.New("not a sealed memory file of the agreed length")
-
-// checkMemory refuses a file of a peer that could shrink or is of another length.
-func checkMemory(fd, n int) error {
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return fmt.Errorf("fstat: %w", err)
-	}
-	have, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
-	if err != nil || have&unix.F_SEAL_SHRINK == 0 || st.Size != int64(n) {
-		return fmt.Errorf("%w: %d bytes, want %d, seals %#x", errMemory, st.Size, n, have)
-	}
-	return nil
-}
-
 // mapSegment maps the segment in fd, which stays open.
 func mapSegment(fd int) (*segment, error) {
 	const flags = unix.MAP_SHARED | unix.MAP_FIXED | unix.MAP_POPULATE

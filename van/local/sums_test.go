@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/tests/sums"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -88,7 +89,7 @@ func TestParserSums(t *testing.T) {
 // TestPinsModel: what is pinned, queued and counted of requests, against lists.
 func TestPinsModel(t *testing.T) {
 	worker, _ := pair(t)
-	fd, err := newMemory(segmentLen)
+	fd, err := memfd.New(segmentLen)
 	if err != nil {
 		t.Fatal(err)
 	}

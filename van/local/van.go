@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
@@ -71,7 +72,7 @@ func New(inner van.Van, o van.Options) *Van {
 	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
 	v.drain, v.endDrain = context.WithCancel(context.Background())
 	v.own.id.Store(van.Empty)
-	v.own.bell.fd, v.own.memory, v.own.linkTime = -1, newMemory, linkTime
+	v.own.bell.fd, v.own.memory, v.own.linkTime = -1, memfd.New, linkTime
 	v.peers = newPeers(v.log, &v.own.bell, v.dests)
 	v.rx.self, v.rx.log, v.rx.stats, v.rx.copies, v.rx.dests, v.rx.dropTime = &v.own, v.log, &v.stats, &v.copies, v.dests, dropTime
 	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), roomTimeout: roomTimeout}

@@ -41,9 +41,9 @@ func windowCommand(common []cli.Flag) *cli.Command {
 			"itself, one message each way; with shared memory a copy and a flag each way, between two threads that do nothing but\n" +
 			"look; over RDMA a write with immediate each way, and perftest's ib_write_lat, taken on the same port a moment before,\n" +
 			"stands beside one way. The ends of all data are checked, and all bytes of a block's last, outside the timed part.\n\n" +
-			"With --device gpu the windows are device memory, each on a GPU of its own, and puts, signals and waits are in streams. One\n" +
-			"way ends where the CPU sees the end of the stream that has waited; ahead, it is taken of blocks of round trips that are all\n" +
-			"queued at once. The floor is half a round trip of a copy into the other process's memory and a word for its CPU.",
+			"With --device gpu the windows are device memory, each on a GPU of its own. Beside calls that name no stream there are those\n" +
+			"in streams: one way ends where the CPU sees the end of the stream that has waited; ahead, it is taken of blocks of round trips\n" +
+			"that are all queued at once. The floor is half a round trip of a copy into the other process's memory and a word for its CPU.",
 		Flags: append([]cli.Flag{
 			&cli.IntSliceFlag{Name: "size", Value: cli.NewIntSlice(1<<10, 64<<10, 1<<20), Usage: "bytes each way, 16 at least (default with --device gpu: 1024, 917504, 1835008, 16777216)"},
 			&cli.StringFlag{Name: "device", Value: cpu, Usage: "where the windows lie: cpu or gpu"},

@@ -16,10 +16,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Windows on GPUs. One way is from before the PutSignal to where the CPU of the other rank sees the end of the stream
-// that has waited for the signal, by the clock of the host. The floor is that of bench latency: a copy into the other
-// process's memory and behind it a word for its CPU; one way of it is half a round trip. Ahead is one way, too, on average, where
-// both ranks have queued all round trips of a block, so that no CPU is in them.
+// Windows on GPUs. One way is from before the PutSignal to where the CPU of the other rank knows that it is there, by the clock of the
+// host: where its WaitSignal returns, or, in streams, where it sees the end of the stream that has waited. The floor is that of bench
+// latency: a copy into the other process's memory and behind it a word for its CPU; one way of it is half a round trip. Ahead is one
+// way in streams, too, on average, where both ranks have queued all round trips of a block, so that no CPU is in them.
 
 // windowGPUGoals are ratios of one way to the floor's, at p50: those of the attention payload there and back.
 var windowGPUGoals = map[int]float64{917504: 1.2, 1835008: 1.2}
@@ -28,9 +28,10 @@ var windowGPUSizes = []int{1 << 10, 917504, 1835008, 16 << 20}
 
 // What a line to a rank asks for.
 const (
-	askTrips = "trips" // size and number: the begin or the end of each way from rank 0, and on rank 0 the nanoseconds of each round trip
-	askAhead = "ahead" // size and number: on rank 0 the nanoseconds of all
-	askFloor = "floor" // size and number: on rank 0 the nanoseconds of each round trip
+	askTrips   = "trips"   // size and number: the begin or the end of each way from rank 0, and on rank 0 the nanoseconds of each round trip
+	askStreams = "streams" // the same in streams
+	askAhead   = "ahead"   // size and number: on rank 0 the nanoseconds of all
+	askFloor   = "floor"   // size and number: on rank 0 the nanoseconds of each round trip
 )
 
 // windowGPUReport is the JSON line of bench window --device gpu. Quantiles are in microseconds.
@@ -43,6 +44,7 @@ type windowGPUReport struct {
 	Iters    int       `json:"iters"`
 	OneWay   quantiles `json:"one_way"`
 	Trip     quantiles `json:"round_trip"`
+	Streams  quantiles `json:"one_way_streams"`
 	Ahead    quantiles `json:"one_way_ahead"` // of blocks
 	Floor    quantiles `json:"floor_one_way"`
 	RatioP50 float64   `json:"ratio_p50"` // of one way
@@ -63,10 +65,10 @@ func measureWindowGPU(c *cli.Context, cl *cluster, at place, size int) (*windowG
 		iters = min(max(8<<30/(size+1<<20), 100), 4000)
 	}
 	r := &windowGPUReport{Van: c.String("van"), Device: at.device(), GPUs: at.gpus, Note: at.note(), Bytes: size, Iters: iters, Checked: true}
-	var trips, ways, floors, ahead []int64
+	var trips, ways, streams, floors, ahead []int64
 	for block, n := range blocks(iters, c.Int("rounds")) {
-		var got [3][]answer
-		for i, what := range []string{askFloor, askTrips, askAhead} {
+		var got [4][]answer
+		for i, what := range []string{askFloor, askTrips, askStreams, askAhead} {
 			var err error
 			if got[i], err = cl.askEach(2, fmt.Sprint(what, " ", size, n)); err != nil {
 				return nil, err
@@ -79,10 +81,11 @@ func measureWindowGPU(c *cli.Context, cl *cluster, at place, size int) (*windowG
 			floors = append(floors, got[0][0].NS[i]/2)
 			trips = append(trips, got[1][0].NS[i])
 			ways = append(ways, got[1][1].At[i]-got[1][0].At[i])
+			streams = append(streams, got[2][1].At[i]-got[2][0].At[i])
 		}
-		ahead = append(ahead, got[2][0].NS[0]/int64(2*n))
+		ahead = append(ahead, got[3][0].NS[0]/int64(2*n))
 	}
-	r.Trip, r.OneWay, r.Floor, r.Ahead = summarize(trips), summarize(ways), summarize(floors), summarize(ahead)
+	r.Trip, r.OneWay, r.Streams, r.Floor, r.Ahead = summarize(trips), summarize(ways), summarize(streams), summarize(floors), summarize(ahead)
 	r.RatioP50, r.RatioP99 = r.OneWay.P50/r.Floor.P50, r.OneWay.P99/r.Floor.P99
 	return r, nil
 }
@@ -92,11 +95,11 @@ func (r *windowGPUReport) judge(v *verdict) {
 	r.Missed = v.judge(r, goal{of: ourFloor, limit: r.Goal}, r.RatioP50)
 }
 
-const windowGPUHead = "two ranks, one GPU each, microseconds, data checked\n   bytes   iters     one way      p99       trip      p99   ahead    floor p50      p99  ratio goal\n"
+const windowGPUHead = "two ranks, one GPU each, microseconds, data checked\n   bytes   iters     one way      p99       trip      p99   streams      p99   ahead    floor p50      p99  ratio goal\n"
 
 func (r *windowGPUReport) print(w io.Writer) error {
-	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f  %9.1f %9.1f %7.1f   %9.1f %9.1f %6.2f %s\n", r.Bytes, r.Iters,
-		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99,
+	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f  %9.1f %9.1f %9.1f %9.1f %7.1f   %9.1f %9.1f %6.2f %s\n", r.Bytes, r.Iters,
+		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Streams.P50, r.Streams.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99,
 		r.RatioP50, goalText("-", r.Goal, r.Missed))
 	if r.Note != "" {
 		fmt.Fprintln(w, "note:", r.Note)
@@ -162,7 +165,9 @@ func (t *deviceTripper) do(ctx context.Context, what string, size, n int) (*answ
 	a := &answer{}
 	switch what {
 	case askTrips:
-		err = t.trips(ctx, src, n, a)
+		err = t.trips(ctx, src, n, a, way{af.Complete, func() error { return t.w.WaitSignal(ctx, 1-t.w.Rank(), 0) }})
+	case askStreams:
+		err = t.trips(ctx, src, n, a, way{t.stream, func() error { return errors.Join(t.wait(ctx), t.arrived(ctx)) }})
 	case askAhead:
 		err = t.ahead(ctx, src, n, a)
 	default:
@@ -213,8 +218,14 @@ func (t *deviceTripper) check(size int) error {
 	return t.w.Check()
 }
 
-func (t *deviceTripper) put(ctx context.Context, src af.Tensor) error {
-	return t.w.PutSignal(ctx, 1-t.w.Rank(), 0, src, 0, t.stream)
+// way is a stream in which a rank puts, and how it waits.
+type way struct {
+	stream af.Stream
+	wait   func() error
+}
+
+func (t *deviceTripper) put(ctx context.Context, src af.Tensor, s af.Stream) error {
+	return t.w.PutSignal(ctx, 1-t.w.Rank(), 0, src, 0, s)
 }
 
 func (t *deviceTripper) wait(ctx context.Context) error {
@@ -229,17 +240,17 @@ func (t *deviceTripper) arrived(ctx context.Context) error {
 	return t.event.Sync(ctx)
 }
 
-func (t *deviceTripper) trips(ctx context.Context, src af.Tensor, n int, a *answer) (err error) {
+func (t *deviceTripper) trips(ctx context.Context, src af.Tensor, n int, a *answer, by way) (err error) {
 	a.NS, a.At = make([]int64, n), make([]int64, n)
 	for i := range n {
 		begun := clock.Now()
 		if t.w.Rank() == 0 {
 			a.At[i] = int64(begun)
-			err = errors.Join(t.put(ctx, src), t.wait(ctx), t.arrived(ctx))
+			err = errors.Join(t.put(ctx, src, by.stream), by.wait())
 		} else {
-			err = errors.Join(t.wait(ctx), t.arrived(ctx))
+			err = by.wait()
 			a.At[i] = int64(clock.Now())
-			err = errors.Join(err, t.put(ctx, src))
+			err = errors.Join(err, t.put(ctx, src, by.stream))
 		}
 		if err != nil {
 			return err
@@ -253,9 +264,9 @@ func (t *deviceTripper) ahead(ctx context.Context, src af.Tensor, n int, a *answ
 	begun := clock.Now()
 	for range n {
 		if t.w.Rank() == 0 {
-			err = errors.Join(t.put(ctx, src), t.wait(ctx))
+			err = errors.Join(t.put(ctx, src, t.stream), t.wait(ctx))
 		} else {
-			err = errors.Join(t.wait(ctx), t.put(ctx, src))
+			err = errors.Join(t.wait(ctx), t.put(ctx, src, t.stream))
 		}
 		if err != nil {
 			return err

@@ -1,0 +1,155 @@
+package window
+
+// Words in host memory, for waits on the host. A put with a signal writes how many there have been not only into the
+// receiver's device but also into a page of its host, which the processes of all ranks share: a look there is one load, where one at
+// a word of the device is a copy, of ten microseconds. Both words say the same, in any order, and either may say it first.
+//
+// Where a page cannot be shared, as with a process that may not look at another one's files, waits look at the device.
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"os"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/memfd"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+const (
+	hostHead = 64 // the token, and nothing else
+	hostWord = 4
+
+	pageNameLen = 12 // process and file descriptor of a page, as others are told
+)
+
+// hostWords is what a window has of them. It does not change once Open has returned.
+type hostWords struct {
+	signals int
+	fd      int           // of this rank's page, until all have mapped it; -1: none
+	own     *hostPage     // nil: none
+	far     []backend.Mem // by rank: its page, as this rank's device knows it; empty where it cannot be reached
+}
+
+// hostPage is a mapping of a rank's page. It ends when nobody refers to it any more: a wait may look at it, and a backend have it pinned.
+type hostPage struct{ mem []byte }
+
+// mapPage maps n bytes of the file fd, which stays open.
+func mapPage(fd, n int) (*hostPage, error) {
+	mem, err := unix.Mmap(fd, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_POPULATE)
+	if err != nil {
+		return nil, fmt.Errorf("mmap: %w", err)
+	}
+	p := &hostPage{mem}
+	runtime.AddCleanup(p, func(mem []byte) { _ = unix.Munmap(mem) }, mem)
+	return p, nil
+}
+
+// size is that of a page, for n ranks.
+func (h *hostWords) size(n int) int {
+	size := os.Getpagesize()
+	return (hostHead + n*h.signals*hostWord + size - 1) / size * size
+}
+
+// at is where the word of a signal of rank from is, at its receiver.
+func (h *hostWords) at(from, signal int) int { return hostHead + (from*h.signals+signal)*hostWord }
+
+// offer makes this rank's page, with the token at its beginning, and returns what others are told.
+func (h *hostWords) offer(n int, token []byte) (name []byte, err error) {
+	if h.fd, err = memfd.New(h.size(n)); err == nil {
+		h.own, err = mapPage(h.fd, h.size(n))
+	}
+	if err != nil {
+		return nil, err
+	}
+	copy(h.own.mem, token)
+	name = binary.NativeEndian.AppendUint64(nil, uint64(os.Getpid()))
+	return binary.NativeEndian.AppendUint32(name, uint32(h.fd)), nil
+}
+
+// reach maps a rank's page and has the device pin it.
+func (h *hostWords) reach(d backend.StreamDevice, rank int, name, token []byte) error {
+	fd, err := unix.Open(fmt.Sprintf("/proc/%d/fd/%d", binary.NativeEndian.Uint64(name), binary.NativeEndian.Uint32(name[8:])), unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("open: %w", err)
+	}
+	defer unix.Close(fd)
+	n := h.size(len(h.far))
+	if err := memfd.Check(fd, n); err != nil {
+		return err
+	}
+	p, err := mapPage(fd, n)
+	if err != nil {
+		return err
+	}
+	if string(p.mem[:tokenLen]) != string(token) {
+		return fmt.Errorf("%w: the page is not the rank's", van.ErrMalformed)
+	}
+	h.far[rank], err = d.RegisterHost(backend.Bytes(p.mem).WithOwner(p))
+	return err
+}
+
+// met closes the file, which all others that can have mapped.
+func (h *hostWords) met() {
+	if h.fd >= 0 {
+		_ = unix.Close(h.fd)
+		h.fd = -1
+	}
+}
+
+// write is the write into the word of a signal of rank self at a rank that says that it is the n'th. There is none where the rank's page
+// cannot be reached.
+func (h *hostWords) write(rank, self, signal int, n uint64) (w backend.FlagWrite, has bool) {
+	if h.far[rank].Len() == 0 {
+		return w, false
+	}
+	return backend.FlagWrite{Word: h.far[rank].Sub(h.at(self, signal), hostWord), V: uint32(n)}, true
+}
+
+// came tells whether the word of a signal of rank from says that the n'th has come. It may have come when it says no.
+func (h *hostWords) came(from, signal int, n uint64) bool {
+	if h.own == nil {
+		return false
+	}
+	word := (*atomic.Uint32)(unsafe.Pointer(&h.own.mem[h.at(from, signal)]))
+	return int32(word.Load()-uint32(n)) >= 0
+}
+
+// look is a wait that looks at such a word. They are used again, so that waiting allocates nothing.
+type look struct {
+	l      *streamIn
+	signal int
+	over   func() bool // look.is
+}
+
+var looks = sync.Pool{New: func() any {
+	x := new(look)
+	x.over = x.is
+	return x
+}}
+
+// is tells whether there is something to do.
+func (x *look) is() bool {
+	l := x.l
+	return l.m.host.came(l.p.rank, x.signal, l.taken[x.signal].Load()+1) || l.p.end() != nil
+}
+
+// spin waits on the host, without sleeping and for a short time, for a signal to come.
+func (l *streamIn) spin(ctx context.Context, signal int, limit time.Duration) {
+	if l.m.host.own == nil {
+		return
+	}
+	x := looks.Get().(*look)
+	x.l, x.signal = l, signal
+	l.p.w.app.PollFor(ctx, limit, x.over)
+	x.l = nil
+	looks.Put(x)
+}

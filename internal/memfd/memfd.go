@@ -1,0 +1,51 @@
+// Package memfd makes memory that processes of one host share: files without a name in the
+// file system, of which nothing is left behind when their users end.
+package memfd
+
+import (
+	"errors"
+	"fmt"
+
+	"golang.org/x/sys/unix"
+)
+
+// seals keep the file at its length, so that no mapping of it can fault.
+const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+
+// New makes a sealed file in memory with n bytes, all of which exist: where
+// there is no memory for them this says so, not a signal later. The caller closes it.
+func New(n int) (fd int, err error) {
+	const noexec = 0x8 // MFD_NOEXEC_SEAL, unknown before Linux 6.3
+	fd, err = unix.MemfdCreate("stepaf", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|noexec)
+	if errors.Is(err, unix.EINVAL) {
+		fd, err = unix.MemfdCreate("stepaf", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	}
+	if err != nil {
+		return -1, fmt.Errorf("memfd_create: %w", err)
+	}
+	if err = unix.Fallocate(fd, 0, 0, int64(n)); err != nil {
+		err = fmt.Errorf("no shared memory: fallocate of %d bytes: %w", n, err)
+	} else if _, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
+		err = fmt.Errorf("seal shared memory: %w", err)
+	}
+	if err != nil {
+		return -1, errors.Join(err, unix.Close(fd))
+	}
+	return fd, nil
+}
+
+// ErrMemory is the error of Check.
+var ErrMemory = errors.New("not a sealed memory file of the agreed length")
+
+// Check refuses a file of another process that could shrink or does not have n bytes.
+func Check(fd, n int) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return fmt.Errorf("fstat: %w", err)
+	}
+	have, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err != nil || have&unix.F_SEAL_SHRINK == 0 || st.Size != int64(n) {
+		return fmt.Errorf("%w: %d bytes, want %d, seals %#x", ErrMemory, st.Size, n, have)
+	}
+	return nil
+}
