@@ -76,22 +76,27 @@ func (q *Queue) Mark(stream uintptr) (backend.Event, error) {
 			return nil, err
 		}
 	}
-	var e backend.Event
+	e, err := q.Event()
+	if err != nil {
+		return nil, err
+	}
+	if err := e.Record(stream); err != nil {
+		return nil, errors.Join(err, e.Close())
+	}
+	return e, nil
+}
+
+// Event returns an event that is not in use, to be given back with Unmark.
+func (q *Queue) Event() (e backend.Event, err error) {
 	q.mu.Lock()
 	if n := len(q.events); n > 0 {
 		e, q.events = q.events[n-1], q.events[:n-1]
 	}
 	q.mu.Unlock()
 	if e == nil {
-		var err error
-		if e, err = q.back.NewEvent(); err != nil {
-			return nil, err
-		}
+		e, err = q.back.NewEvent()
 	}
-	if err := e.Record(stream); err != nil {
-		return nil, errors.Join(err, e.Close())
-	}
-	return e, nil
+	return e, err
 }
 
 // keepEvents bounds the events that are kept for use again.

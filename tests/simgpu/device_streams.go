@@ -214,6 +214,14 @@ func (q *streams) CopyAsync(dst, src backend.Mem, s uintptr) error {
 	return nil
 }
 
+// CopyRecord implements backend.AsyncCopier.
+func (q *streams) CopyRecord(dst, src backend.Mem, s uintptr, e backend.Event) error {
+	if err := q.CopyAsync(dst, src, s); err != nil {
+		return err
+	}
+	return e.Record(s)
+}
+
 // WaitEvent implements backend.AsyncCopier.
 func (q *streams) WaitEvent(s uintptr, e backend.Event) error {
 	mark := e.(*event).latest()
@@ -224,9 +232,9 @@ func (q *streams) WaitEvent(s uintptr, e backend.Event) error {
 // Idle implements backend.StreamIdler.
 func (q *streams) Idle(s uintptr) (bool, error) {
 	q.mu.Lock()
-	x := q.all[s]
+	x, captured := q.all[s], q.graph != nil && q.graph.from == s
 	q.mu.Unlock()
-	return x == nil || x.queued.Load() == 0, q.st.fails()
+	return !captured && (x == nil || x.queued.Load() == 0), q.st.fails()
 }
 
 // event is done when the stream has come to its latest mark.

@@ -48,6 +48,9 @@ type AsyncCopier interface {
 	// HostPinner; with other memory the call may wait for the copy, and for all that is
 	// queued on stream before it.
 	CopyAsync(dst, src Mem, stream uintptr) error
+	// CopyRecord is CopyAsync, and e.Record behind it, at the price of less than both. Its error does not tell whether the copy
+	// is queued. e is of this backend.
+	CopyRecord(dst, src Mem, stream uintptr, e Event) error
 	// WaitEvent makes stream wait for e's latest Record. e is of this backend.
 	WaitEvent(stream uintptr, e Event) error
 }

@@ -1,8 +1,10 @@
 package backend
 
 import (
+	"cmp"
 	"encoding/binary"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -604,6 +606,57 @@ func (f *fakeDriver) addressRange(p uintptr) (uintptr, int, error) {
 		return b, m.n, nil
 	}
 	return 0, 0, f.err("addressRange", codeInvalidValue)
+}
+
+// in is what the driver does between enter and leave, on one thread.
+func (f *fakeDriver) in(ctx uintptr, do func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	was, err := f.enter(ctx)
+	if err != nil {
+		return err
+	}
+	return cmp.Or(do(), f.leave(was))
+}
+
+func (f *fakeDriver) idleIn(ctx, s uintptr) (idle bool, err error) {
+	err = f.in(ctx, func() error {
+		if captured, err := f.streamCapturing(s); captured || err != nil {
+			return err
+		}
+		err := f.streamQuery(s)
+		if idle = err == nil; notReady(err) {
+			return nil
+		}
+		return err
+	})
+	return idle, err
+}
+
+func (f *fakeDriver) copyIn(ctx, dst, src uintptr, n int, s, word uintptr, v uint32) (captured bool, err error) {
+	err = f.in(ctx, func() (err error) {
+		if captured, err = f.streamCapturing(s); captured || err != nil {
+			return err
+		}
+		if err = f.copyAsync(dst, src, n, s); err != nil {
+			return err
+		}
+		return f.writeValue32(s, word, v)
+	})
+	return captured, err
+}
+
+func (f *fakeDriver) nameIn(ctx, addr uintptr) (n named, err error) {
+	err = f.in(ctx, func() (err error) {
+		if n.base, n.n, err = f.addressRange(addr); err == nil {
+			n.id, err = f.bufferID(n.base)
+		}
+		if err == nil {
+			n.handle, err = f.ipcExport(n.base)
+		}
+		return err
+	})
+	return n, err
 }
 
 func (f *fakeDriver) bufferID(p uintptr) (uint64, error) {

@@ -53,6 +53,16 @@ func (c *gpuContext) enter(f func() error) error {
 	return c.inContext(f)
 }
 
+// live runs f, which enters the context itself, unless the backend is closed.
+func (c *gpuContext) live(f func() error) error {
+	c.life.RLock()
+	defer c.life.RUnlock()
+	if c.closed {
+		return ErrClosed
+	}
+	return f()
+}
+
 func (c *gpuContext) inContext(f func() error) (err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()

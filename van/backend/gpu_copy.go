@@ -84,6 +84,22 @@ func (p *copies) CopyAsync(dst, src Mem, stream uintptr) error {
 	return p.failed("CopyAsync", dst, src, p.c.enter(func() error { return p.queue(dst, src, stream) }))
 }
 
+// CopyRecord queues a copy on stream and records e behind it.
+func (g *gpu) CopyRecord(dst, src Mem, stream uintptr, e Event) error {
+	if f, is := e.(*flagEvent); is && f.of == &g.events && !dst.OnHost() && !src.OnHost() && src.n > 0 {
+		if err := g.copyable("CopyRecord", dst, src); err != nil {
+			return err
+		}
+		if done, err := f.copied(uintptr(dst.ptr), uintptr(src.ptr), src.n, stream); done || err != nil {
+			return g.copies.failed("CopyRecord", dst, src, err)
+		}
+	}
+	if err := g.CopyAsync(dst, src, stream); err != nil {
+		return err
+	}
+	return e.Record(stream)
+}
+
 func (p *copies) queue(dst, src Mem, stream uintptr) error {
 	switch {
 	case dst.OnHost():

@@ -28,6 +28,7 @@ type cuda struct {
 	cudaMemory
 	cudaStreams
 	cudaSharing
+	cudaOnce
 }
 
 type (
@@ -35,6 +36,7 @@ type (
 	cudaMemory  struct{}
 	cudaStreams struct{}
 	cudaSharing struct{}
+	cudaOnce    struct{}
 )
 
 // fail makes a *driverError of cu's error. Its type is not exported; it is an integer,

@@ -21,6 +21,12 @@ package backend
 #cgo nocallback stepaf_range
 #cgo noescape stepaf_ipc_export
 #cgo nocallback stepaf_ipc_export
+#cgo noescape stepaf_idle_in
+#cgo nocallback stepaf_idle_in
+#cgo noescape stepaf_copy_in
+#cgo nocallback stepaf_copy_in
+#cgo noescape stepaf_name_in
+#cgo nocallback stepaf_name_in
 #cgo noescape stepaf_handle_at
 #cgo nocallback stepaf_handle_at
 #cgo nocallback stepaf_handle_release
@@ -130,6 +136,75 @@ static CUresult stepaf_ipc_open(const void *in, CUdeviceptr *p) {
 	return cuIpcOpenMemHandle(p, h, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
 }
 
+// Several functions of the driver in one call. *step is which one has failed.
+enum { STEP_ENTER, STEP_CAPTURING, STEP_QUERY, STEP_COPY, STEP_WRITE, STEP_RANGE, STEP_ID, STEP_EXPORT, STEP_LEAVE };
+
+static CUresult stepaf_end(CUresult r, int32_t mode, int32_t pushed, int *step) {
+	CUresult e = stepaf_leave(mode, pushed);
+	if (r != CUDA_SUCCESS || e == CUDA_SUCCESS) return r;
+	*step = STEP_LEAVE;
+	return e;
+}
+
+static CUresult stepaf_idle_in(uintptr_t ctx, uintptr_t s, int *captured, int *step) {
+	int32_t mode, pushed;
+	*step = STEP_ENTER;
+	CUresult r = stepaf_enter(ctx, &mode, &pushed);
+	if (r != CUDA_SUCCESS) return r;
+	*step = STEP_CAPTURING;
+	r = stepaf_capturing(s, captured);
+	if (r == CUDA_SUCCESS && !*captured) {
+		*step = STEP_QUERY;
+		r = cuStreamQuery((CUstream)s);
+	}
+	return stepaf_end(r, mode, pushed, step);
+}
+
+static CUresult stepaf_copy_in(uintptr_t ctx, CUdeviceptr dst, CUdeviceptr src, size_t n, uintptr_t s, CUdeviceptr word, uint32_t v, int *captured, int *step) {
+	int32_t mode, pushed;
+	*step = STEP_ENTER;
+	CUresult r = stepaf_enter(ctx, &mode, &pushed);
+	if (r != CUDA_SUCCESS) return r;
+	*step = STEP_CAPTURING;
+	r = stepaf_capturing(s, captured);
+	if (r == CUDA_SUCCESS && !*captured) {
+		*step = STEP_COPY;
+		r = cuMemcpyAsync(dst, src, n, (CUstream)s);
+		if (r == CUDA_SUCCESS) {
+			*step = STEP_WRITE;
+			r = stepaf_write(s, word, v);
+		}
+	}
+	return stepaf_end(r, mode, pushed, step);
+}
+
+typedef struct {
+	uint64_t base, n, id;
+	unsigned char handle[sizeof(CUipcMemHandle)];
+} stepaf_named;
+
+static CUresult stepaf_name_in(uintptr_t ctx, CUdeviceptr p, stepaf_named *out, int *step) {
+	int32_t mode, pushed;
+	uintptr_t base = 0;
+	size_t n = 0;
+	*step = STEP_ENTER;
+	CUresult r = stepaf_enter(ctx, &mode, &pushed);
+	if (r != CUDA_SUCCESS) return r;
+	*step = STEP_RANGE;
+	r = stepaf_range(p, &base, &n);
+	out->base = base;
+	out->n = n;
+	if (r == CUDA_SUCCESS) {
+		*step = STEP_ID;
+		r = stepaf_buffer_id(base, &out->id);
+	}
+	if (r == CUDA_SUCCESS) {
+		*step = STEP_EXPORT;
+		r = stepaf_ipc_export(base, out->handle);
+	}
+	return stepaf_end(r, mode, pushed, step);
+}
+
 static CUresult stepaf_handle_at(uintptr_t addr, uint64_t *out) {
 	CUmemGenericAllocationHandle h = 0;
 	CUresult r = cuMemRetainAllocationHandle(&h, (void *)addr);
@@ -192,6 +267,35 @@ func result(call string, code int) error {
 }
 
 var errNotReady = &driverError{call: "cuStreamQuery or cuEventQuery", code: codeNotReady, name: "CUDA_ERROR_NOT_READY"}
+
+// steps are the functions that calls of several may fail in.
+var steps = [...]string{C.STEP_ENTER: "cuCtxPushCurrent", C.STEP_CAPTURING: "cuStreamIsCapturing", C.STEP_QUERY: "cuStreamQuery", C.STEP_COPY: "cuMemcpyAsync",
+	C.STEP_WRITE: "cuStreamWriteValue32_v2", C.STEP_RANGE: "cuMemGetAddressRange", C.STEP_ID: "cuPointerGetAttribute(BUFFER_ID)", C.STEP_EXPORT: "cuIpcGetMemHandle",
+	C.STEP_LEAVE: "cuCtxPopCurrent"}
+
+func (cudaOnce) idleIn(ctx, s uintptr) (bool, error) {
+	var captured, step C.int
+	r := C.stepaf_idle_in(C.uintptr_t(ctx), C.uintptr_t(s), &captured, &step)
+	if r == C.CUDA_ERROR_NOT_READY {
+		return false, nil
+	}
+	return captured == 0, result(steps[step], int(r))
+}
+
+func (cudaOnce) copyIn(ctx, dst, src uintptr, n int, s, word uintptr, v uint32) (bool, error) {
+	var captured, step C.int
+	r := C.stepaf_copy_in(C.uintptr_t(ctx), C.CUdeviceptr(dst), C.CUdeviceptr(src), C.size_t(n), C.uintptr_t(s), C.CUdeviceptr(word), C.uint32_t(v), &captured, &step)
+	return captured != 0, result(steps[step], int(r))
+}
+
+func (cudaOnce) nameIn(ctx, addr uintptr) (n named, err error) {
+	var out C.stepaf_named
+	var step C.int
+	r := C.stepaf_name_in(C.uintptr_t(ctx), C.CUdeviceptr(addr), &out, &step)
+	n.base, n.n, n.id = uintptr(out.base), int(out.n), uint64(out.id)
+	n.handle = *(*[64]byte)(unsafe.Pointer(&out.handle))
+	return n, result(steps[step], int(r))
+}
 
 // started opens the driver, once in a process.
 var started = sync.OnceValue(func() error {

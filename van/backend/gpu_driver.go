@@ -19,6 +19,7 @@ type driver interface {
 	memoryDriver
 	streamDriver
 	shareDriver
+	onceDriver
 }
 
 // deviceDriver tells of devices, and opens and enters them.
@@ -112,6 +113,26 @@ type shareDriver interface {
 	memMap(addr uintptr, n int, h uint64) error       // of h's first n bytes
 	memUnmap(addr uintptr, n int) error               // ends memMap
 	memAccess(addr uintptr, n int, ordinal int) error // lets that device read and write
+}
+
+// onceDriver has what is called for every message, each a single call of C, which enters ctx and
+// leaves it. Their errors name the function of the driver that has failed.
+type onceDriver interface {
+	// idleIn tells whether all work queued on s is done. One that is being captured is not idle.
+	idleIn(ctx, s uintptr) (bool, error)
+	// copyIn queues a copy from device to device, and behind it the write of v to word. On a stream that is being captured it queues
+	// nothing.
+	copyIn(ctx, dst, src uintptr, n int, s, word uintptr, v uint32) (captured bool, err error)
+	// nameIn is addressRange, bufferID and ipcExport.
+	nameIn(ctx, addr uintptr) (named, error)
+}
+
+// named is an allocation, and its name for other processes.
+type named struct {
+	base   uintptr
+	n      int
+	id     uint64
+	handle [64]byte
 }
 
 // driverState is what leave restores.

@@ -114,6 +114,27 @@ func (e *flagEvent) Record(stream uintptr) error {
 	})
 }
 
+// copied queues a copy on stream and is recorded behind it, in one call of C. It tells whether it did: not on a stream that is being
+// captured, nor without a word that is free.
+func (e *flagEvent) copied(dst, src uintptr, n int, stream uintptr) (done bool, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed || e.f == nil || e.pending && !e.f.arrived() {
+		return false, nil
+	}
+	e.pending = false
+	err = e.of.c.live(func() error {
+		captured, err := e.of.streams.once.copyIn(e.of.c.ctx, dst, src, n, stream, e.f.addr, e.f.seq+1)
+		done = !captured && err == nil
+		return err
+	})
+	if done {
+		e.f.seq++
+		e.pending = true
+	}
+	return done, err
+}
+
 func (e *flagEvent) Query() (bool, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

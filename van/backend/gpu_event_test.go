@@ -101,6 +101,63 @@ func TestEventOrdersACopy(t *testing.T) {
 	})
 }
 
+// TestCopyRecord: the event comes behind the copy, of any memory, also when it was recorded before and that has not come, or never. What
+// fails is an error, and the event can be used again.
+func TestCopyRecord(t *testing.T) {
+	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {
+		const n = 1 << 16
+		a, _ := g.Alloc(n)
+		b, _ := g.Alloc(n)
+		pinned, err := g.AllocPinned(n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := make([]byte, n)
+		for round := range byte(12) {
+			for i := range pinned.Host() {
+				pinned.Host()[i] = round
+			}
+			from := pinned
+			if round%3 > 0 { // from device to device
+				if err := g.Copy(b, pinned); err != nil {
+					t.Fatal(err)
+				}
+				from = b
+			}
+			release := f.hold(s)
+			if round%4 == 3 { // it is recorded, and that will come late
+				if err := e.Record(s); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := g.CopyRecord(a, from, s, e); err != nil {
+				t.Fatal(err)
+			}
+			query(t, e, false)
+			time.AfterFunc(time.Millisecond, release)
+			if err := errors.Join(e.Sync(t.Context()), g.Copy(Bytes(got), a)); err != nil {
+				t.Fatal(err)
+			}
+			if got[0] != round || got[len(got)-1] != round {
+				t.Errorf("round %d: the copy came before the event", round)
+			}
+		}
+		f.fail("copyAsync", codeLaunchFailed)
+		wantError(t, g.CopyRecord(a, b, s, e), ErrDeviceLost, "of 65536 bytes")
+		f.fail("copyAsync", 0)
+		wantError(t, g.CopyRecord(a, b.Sub(0, 1), s, e), nil, "of 1 bytes into 65536")
+		if err := errors.Join(g.CopyRecord(a, b, s, e), e.Sync(t.Context())); err != nil {
+			t.Error(err)
+		}
+		if _, flag := e.(*flagEvent); flag {
+			f.captured.Store(f.stream(s))
+			wantError(t, g.CopyRecord(a, b, s, e), ErrUnsupported, "being captured into a graph")
+			f.captured.Store(nil)
+			settle(t, g, s)
+		}
+	})
+}
+
 // A stream waits for an event of another one.
 func TestWaitEvent(t *testing.T) {
 	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {

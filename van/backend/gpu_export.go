@@ -14,8 +14,9 @@ import (
 // Their handles are held: the driver gives a held handle to no other allocation, so memory
 // that was unmapped and mapped anew at the same address is told from what was there before.
 type exporter struct {
-	c *gpuContext
-	d shareDriver
+	c    *gpuContext
+	d    shareDriver
+	once onceDriver
 
 	known atomic.Pointer[map[uintptr]*segment] // by address; never changed, but replaced
 	mu    sync.Mutex                           // held to replace it
@@ -27,11 +28,33 @@ type exporter struct {
 const whatIsShared = "other processes can map what cudaMalloc returns, and what was made with a file descriptor, as by PyTorch with " +
 	"PYTORCH_CUDA_ALLOC_CONF=backend:native or =expandable_segments:True, but nothing of cudaMallocAsync's pools"
 
+// nameAtOnce describes m in e if it lies in one allocation, without any piece known, and tells whether it did: of all
+// else, name and list know more.
+func (x *exporter) nameAtOnce(e *Export, m Mem) bool {
+	if x.known.Load() != nil {
+		return false
+	}
+	addr := uintptr(m.ptr)
+	var n named
+	err := x.c.live(func() (err error) {
+		n, err = x.once.nameIn(x.c.ctx, addr)
+		return err
+	})
+	if err != nil || addr < n.base || m.n > n.n || int(addr-n.base) > n.n-m.n {
+		return false
+	}
+	e.Handle, e.Allocation, e.Base, e.Size, e.Offset = n.handle, n.id, uint64(n.base), n.n, int(addr-n.base)
+	return true
+}
+
 // Export names the allocation in which m lies.
 func (x *exporter) Export(m Mem) (Export, error) {
 	var e Export
 	if err := x.mayExport(m); err != nil {
 		return e, err
+	}
+	if x.nameAtOnce(&e, m) {
+		return e, nil
 	}
 	var unshared error // set once the driver knows the memory: a later failure is about sharing
 	err := x.c.enter(func() error { return x.name(&e, m, &unshared) })

@@ -44,6 +44,9 @@ func (x *exporter) Share(to *Shared, m Mem) error {
 	if err := x.mayExport(m); err != nil {
 		return err
 	}
+	if x.nameAtOnce(&to.Export, m) {
+		return nil
+	}
 	addr := uintptr(m.ptr)
 	var unshared error // set once the driver knows the memory: a later failure is about sharing
 	err := x.c.enter(func() error {

@@ -9,8 +9,9 @@ import (
 
 // streamPool has the streams of copies and of NewStream, and keeps them for their next use.
 type streamPool struct {
-	c *gpuContext
-	d streamDriver
+	c    *gpuContext
+	d    streamDriver
+	once onceDriver
 
 	mu   sync.Mutex
 	made map[uintptr]struct{} // of NewStream
@@ -71,14 +72,14 @@ func (p *streamPool) put(s uintptr) {
 
 // Idle tells whether all that was queued on stream is done.
 func (p *streamPool) Idle(stream uintptr) (idle bool, err error) {
-	err = p.c.with("Idle", func() error {
-		if capturing, err := p.d.streamCapturing(stream); capturing || err != nil {
-			return err // a query would invalidate the capture
-		}
-		idle, err = p.done(stream)
+	err = p.c.live(func() error {
+		idle, err = p.once.idleIn(p.c.ctx, stream)
 		return err
 	})
-	return idle, err
+	if err == ErrClosed {
+		return false, p.c.invalid("Idle: %w", err)
+	}
+	return idle, p.c.failed("Idle", err)
 }
 
 // NewStream makes a stream.

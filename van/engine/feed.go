@@ -97,9 +97,10 @@ type Feed[T any] struct {
 	claimed  atomic.Bool // a Poll has mu, or waits for it: the loop leaves it alone
 	stopping atomic.Bool
 	left     bool     // the Poll has left something to the loop; mu
+	found    bool     // the Poll has received something; mu
 	lane     *Lane[T] // that the Poll delivers in; of the Poll
 
-	misses atomic.Int32  // Polls in a row that received something elsewhere only
+	misses atomic.Int32  // Polls that received something elsewhere only, since one that received something here
 	until  atomic.Uint64 // when no other Poll is expected any more
 
 	// Of who has the receiving role.
@@ -331,8 +332,8 @@ const (
 	// holdTime is longer than the loop holds a source but for what is rare.
 	holdTime = 50 * time.Microsecond
 
-	// maxMisses is how many Polls in a row may receive from other sources only. Then they
-	// leave this one alone until its loop receives something.
+	// maxMisses is how many Polls may receive from other sources only, between two that receive from this one. Then they
+	// leave it alone until its loop receives something. Polls that receive nothing tell nothing.
 	maxMisses = 64
 )
 
@@ -379,6 +380,7 @@ func (f *Feed[T]) Help(slice time.Duration) Found {
 		return Nothing
 	}
 	item, lane, found := f.takeFrom(slice, true)
+	f.found = f.found || found >= Progress
 	switch found {
 	case Message:
 		f.lane = lane
@@ -415,11 +417,11 @@ func (f *Feed[T]) Release(missed, again bool) {
 		f.misses.Add(1)
 	case f.left: // no Poll comes first
 		f.misses.Store(maxMisses)
-	case f.misses.Load() != 0:
+	case f.found && f.misses.Load() != 0:
 		f.misses.Store(0)
 	}
 	again = again && !f.left
-	f.left = false
+	f.left, f.found = false, false
 	if f.lane != nil { // EndPoll
 		f.lane.keep()
 	}

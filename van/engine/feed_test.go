@@ -241,12 +241,29 @@ func TestQuietSource(t *testing.T) {
 	var got atomic.Int64
 	quiet := newMemory(false, func(int, *Turn) { got.Add(1) })
 	f := feed(t, e, quiet)
-	for range maxMisses {
+	poll := func(missed bool, help int) {
+		t.Helper()
 		if !f.Claim() {
 			t.Fatal("a source is not given to a Poll")
 		}
-		f.Release(true, false)
+		for range help {
+			quiet.put(0)
+			if found := f.Help(0); found != Message {
+				t.Errorf("a look has found %d, want a message", found)
+			}
+		}
+		f.Release(missed, false)
 	}
+	for range maxMisses - 1 {
+		poll(true, 0)
+	}
+	poll(false, 1)
+	got.Store(0)
+	for range maxMisses - 1 {
+		poll(true, 0)
+		poll(false, 0) // tells nothing
+	}
+	poll(true, 0)
 	if f.Claim() {
 		t.Error("a quiet source keeps Polls busy")
 		f.Release(true, false)

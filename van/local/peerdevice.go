@@ -107,15 +107,20 @@ func (s *peerDevice) find(p *inbound, b []byte, n int) error {
 // they have, also with an error, or nil when none is under way.
 func (s *peerDevice) copy(p *inbound, dst backend.Mem, event backend.Event) (backend.Event, error) {
 	done := 0
+	last := len(p.spans) - 1
 	for i := range p.spans {
-		n := p.spans[i].mem.Len()
-		if err := s.d.CopyAsync(dst.Sub(done, n), p.spans[i].mem, s.stream); err != nil {
-			return s.settleStream(), err
+		src := p.spans[i].mem
+		to := dst.Sub(done, src.Len())
+		var err error
+		if i < last {
+			err = s.d.CopyAsync(to, src, s.stream)
+		} else {
+			err = s.d.CopyRecord(to, src, s.stream, event)
 		}
-		done += n
-	}
-	if err := event.Record(s.stream); err != nil {
-		return s.settleStream(), err // the memory may be taken back now, and the copy must not be at work then
+		if err != nil {
+			return s.settleStream(), err // the memory may be taken back now, and no copy must be at work then
+		}
+		done += src.Len()
 	}
 	return event, nil
 }
