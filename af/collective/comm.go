@@ -42,7 +42,7 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 		return nil, &van.Error{Op: op, Node: node.Name(), Detail: fmt.Sprintf("ID %d", o.ID), Err: err}
 	}
 	c.meeting = meeting{b: b, ranks: make([]rank, len(b.ids))}
-	c.flight = flight{b: b, asked: make([][maxInFlight]ask, len(b.ids)), copies: copies{b: b, queue: streamqueue.New(b.node.Backend(), b.node.Config().BusyPoll)}}
+	c.flight = flight{b: b, made: equip, asked: make([][maxInFlight]ask, len(b.ids)), copies: copies{b: b, queue: streamqueue.New(b.node.Backend(), b.node.Config().BusyPoll)}}
 	b.revoker, _ = van.As[van.Revoker](node.Van())
 	if err := b.node.Link(b.ids); err != nil {
 		return nil, err

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -31,9 +32,38 @@ type copies struct {
 
 // deviceCopy is what a call with tensors on the device has to do there.
 type deviceCopy struct {
+	o      *op
 	is     bool          // the tensors are there
-	copied backend.Event // of the copy of own into out; nil when there is nothing to wait for
+	due    atomic.Bool   // who waits is to begin the copy of own into out
+	copied backend.Event // of that copy; nil when there is nothing to wait for
 	err    error         // of that copy
+
+	step    int         // of the look in launch
+	until   uint64      // when that ends
+	looks   func() bool // look
+	between func()      // copyInTime, for who waits
+
+	unserved   atomic.Int32  // other ranks that have not been given their parts
+	lastServed atomic.Uint64 // when the last one was, or the call has begun
+}
+
+// The driver takes some microseconds to queue a copy. Others wait for this rank meanwhile, and so do copies of their parts, unless
+// that is done when all have been given theirs, and their own parts have had the time to come: by who waits for
+// the call, if anybody looks for messages while waiting. Larger copies take longer than that.
+const (
+	lateCopy  = 4 << 20
+	lateAfter = 3 * time.Microsecond
+)
+
+// equip gives o what a call with tensors on the device needs.
+func equip(o *op) {
+	d := &o.device
+	d.o, d.looks, d.between = o, d.look, d.copyInTime
+}
+
+// served tells whether the others have been given their parts, and this rank's own have had the time to come.
+func (d *deviceCopy) served() bool {
+	return d.unserved.Load() == 0 && clock.Now()-d.lastServed.Load() > uint64(lateAfter)
 }
 
 // startBehind makes one call, which begins when the work that is in the stream now is done.
@@ -58,7 +88,7 @@ func (c *Comm) startBehind(p *plan, on []af.Stream) (Op, error) {
 	}
 	h := Op{o, o.gen}
 	if ready == nil {
-		o.launch()
+		o.launch(true)
 		return h, nil
 	}
 	o.retain()
@@ -71,8 +101,9 @@ func (c *Comm) startBehind(p *plan, on []af.Stream) (Op, error) {
 	return h, nil
 }
 
-// launch begins the call and, while the others are asked, has the device copy this rank's own part.
-func (o *op) launch() {
+// launch begins the call and, while the others are asked, has the device copy this rank's own part. The caller may look for what others
+// ask, as a wait does.
+func (o *op) launch(look bool) {
 	o.b.mu.Lock()
 	ended := o.ended
 	if !ended {
@@ -82,15 +113,80 @@ func (o *op) launch() {
 	if ended {
 		return
 	}
-	o.begin()
-	if o.result.toCopy() {
-		var err error
-		if o.device.copied, err = o.l.copies.begin(o.result); err != nil {
-			o.device.err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String() + ": copy of this rank's own part", Err: err}
-			o.b.fail(o.device.err)
-		}
+	o.device.lastServed.Store(clock.Now())
+	if o.device.step = lookFirst; look && o.b.looks {
+		o.b.node.Poll(o.device.looks)
+	}
+	if o.device.step < lookBegun { // nobody may look now
+		o.device.begin()
 	}
 	o.rest()
+}
+
+// begin begins the call, and the copy of this rank's own part unless that is for later.
+func (d *deviceCopy) begin() {
+	o := d.o
+	o.begin()
+	switch {
+	case !o.result.toCopy():
+	case o.b.looks && o.result.out.Len() <= lateCopy:
+		d.due.Store(true)
+	default:
+		d.copyOwn()
+	}
+}
+
+// The steps of look.
+const (
+	lookFirst = iota // nothing is received yet by who looks
+	lookBegin
+	lookBegun
+)
+
+// maxLook is how long a call looks for what others ask.
+const maxLook = 10 * time.Microsecond
+
+// look is a step of launch, which receives meanwhile in place of the transport: the call begins when nobody else need be woken any more for what
+// comes. It ends when the others have been given their parts, and the copies of theirs have begun, or a little later.
+func (d *deviceCopy) look() bool {
+	switch d.step {
+	case lookFirst:
+		d.step = lookBegin
+		return false
+	case lookBegin:
+		d.step, d.until = lookBegun, clock.Now()+uint64(maxLook)
+		d.begin()
+		return false
+	}
+	if d.served() {
+		d.copyIfDue()
+		return true
+	}
+	return d.o.Dead() || clock.Now() > d.until
+}
+
+// copyOwn begins the copy of this rank's own part.
+func (d *deviceCopy) copyOwn() {
+	o := d.o
+	var err error
+	if d.copied, err = o.l.copies.begin(o.result); err != nil {
+		d.err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String() + ": copy of this rank's own part", Err: err}
+		o.b.fail(d.err)
+	}
+}
+
+// copyInTime does that if the waiter is to, and it is time.
+func (d *deviceCopy) copyInTime() {
+	if d.due.Load() && d.served() {
+		d.copyIfDue()
+	}
+}
+
+// copyIfDue does that if the waiter is to, and has not.
+func (d *deviceCopy) copyIfDue() {
+	if d.due.Load() && d.due.Swap(false) {
+		d.copyOwn()
+	}
 }
 
 // begin begins a copy. It returns an event of its end, or nil when there is nothing to wait for.
@@ -111,14 +207,28 @@ func (l *copies) begin(r result) (backend.Event, error) {
 			return nil, err
 		}
 	}
-	if err = a.CopyAsync(r.out, r.own, l.stream); err != nil {
+	end, err := l.queue.Event()
+	if err != nil {
 		return nil, err
 	}
-	end, err := l.queue.Mark(l.stream)
-	if err != nil {
-		return nil, b.Copy(r.out, r.own)
+	if err = a.CopyRecord(r.out, r.own, l.stream, end); err != nil {
+		l.settle(l.stream) // the copy may be queued, and the memory is the caller's again
+		return nil, errors.Join(err, end.Close())
 	}
 	return end, nil
+}
+
+// settle waits until nothing is under way in a stream, for copyLimit at most. Of a device that fails nothing is.
+func (l *copies) settle(stream uintptr) {
+	i, is := l.b.node.Backend().(backend.StreamIdler)
+	if !is {
+		return
+	}
+	for begun := clock.Now(); clock.Now()-begun < uint64(copyLimit); clock.Sleep(100 * time.Microsecond) {
+		if idle, err := i.Idle(stream); idle || err != nil {
+			return
+		}
+	}
 }
 
 // close ends what the communicator has of the device. What is in its stream still runs.
@@ -139,6 +249,9 @@ const copyLimit = 10 * time.Second
 // endCopy waits until the device has copied this rank's own part, also when the call has failed with err: the
 // memory is the caller's when Wait returns.
 func (o *op) endCopy(err error) error {
+	if err == nil {
+		o.device.copyIfDue()
+	}
 	err = cmp.Or(o.device.err, err)
 	if o.device.copied == nil {
 		return err
@@ -169,7 +282,7 @@ func (o *op) Dead() bool {
 func (o *op) SendNow(err error) {
 	switch {
 	case err == nil:
-		o.launch()
+		o.launch(false)
 	case !o.Dead(): // which would be why
 		err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String(), Err: err}
 		o.b.fail(err)

@@ -151,7 +151,7 @@ type noCopies struct{ *device }
 // device is embedded under this name, since Device is a method.
 type device = simgpu.Device
 
-func (noCopies) CopyAsync(_, _ backend.Mem, _ uintptr) error { return errNoCopies }
+func (noCopies) CopyRecord(_, _ backend.Mem, _ uintptr, _ backend.Event) error { return errNoCopies }
 
 var errNoCopies = errors.New("the test's device does not copy")
 

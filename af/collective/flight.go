@@ -28,6 +28,7 @@ type flight struct {
 	sending int           // answers whose memory others may be reading
 	quiet   chan struct{} // closed when sending has become 0; nil when nobody waits
 	copies  copies
+	made    func(*op) // told of new ones
 }
 
 // ask is a request for a part.

@@ -79,8 +79,12 @@ func (l *flight) take(k call) *op {
 		n := len(l.b.ids)
 		o = &op{b: l.b, l: l, gives: gives{make([]backend.Mem, n), make([]taking, n)}}
 		w := &o.waiter
-		w.done, w.isDone = make(chan struct{}, 1), func() bool { return len(w.done) > 0 || w.work.Load() != nil }
+		w.done, w.isDone = make(chan struct{}, 1), func() bool {
+			o.device.between()
+			return len(w.done) > 0 || w.work.Load() != nil
+		}
 		o.folding.run = o.reduce
+		l.made(o)
 		for r := range o.gives.takes {
 			o.gives.takes[r].o, o.gives.takes[r].rank = o, r
 		}
@@ -137,6 +141,7 @@ func (l *flight) reserve(p *plan) (*op, error) {
 		}
 	}
 	o.left.Store(left)
+	o.device.unserved.Store(left - 1)
 	o.epoch, o.seq = b.epoch, l.next
 	l.next++
 	l.window[o.seq%maxInFlight] = o
@@ -314,7 +319,12 @@ func (o *op) serve(a *ask) {
 	binary.LittleEndian.PutUint64(t.key[:], a.reply.Key)
 	datamsg.SetData(m, backend.Bytes(t.key[:]), o.gives.parts[a.rank], backend.Mem{}, van.TypeOther)
 	m.Done = t
-	if err := b.node.Send(m); err != nil {
+	err := b.node.Send(m)
+	if o.device.is {
+		o.device.lastServed.Store(clock.Now())
+		o.device.unserved.Add(-1)
+	}
+	if err != nil {
 		// First: with this part given back the call may have ended well.
 		b.fail(&van.Error{Op: kinds[o.call.kind], Node: b.node.Name(), Peer: b.name(a.rank), Detail: o.String(), Err: err})
 		t.Sent()
@@ -503,6 +513,7 @@ func (o *op) forget() {
 	if o.device.is {
 		o.l.copies.queue.Unmark(o.device.copied)
 		o.device.copied, o.device.err = nil, nil
+		o.device.due.Store(false)
 		o.result.release()
 	}
 	o.l.unref(o)

@@ -88,6 +88,7 @@ func (o *op) wait(ctx context.Context, slice time.Duration) error {
 			return o.err
 		default:
 		}
+		o.device.copyIfDue()
 		if o.waiter.timer == nil {
 			o.waiter.timer = time.NewTimer(next())
 		} else {

@@ -12,13 +12,13 @@ import (
 	"fmt"
 	"os"
 	"runtime"
-	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -123,33 +123,29 @@ func (h *hostWords) came(from, signal int, n uint64) bool {
 	return int32(word.Load()-uint32(n)) >= 0
 }
 
-// look is a wait that looks at such a word. They are used again, so that waiting allocates nothing.
-type look struct {
-	l      *streamIn
-	signal int
-	over   func() bool // look.is
-}
-
-var looks = sync.Pool{New: func() any {
-	x := new(look)
-	x.over = x.is
-	return x
-}}
-
-// is tells whether there is something to do.
-func (x *look) is() bool {
-	l := x.l
-	return l.m.host.came(l.p.rank, x.signal, l.taken[x.signal].Load()+1) || l.p.end() != nil
-}
-
-// spin waits on the host, without sleeping and for a short time, for a signal to come.
+// spin waits on the host, without sleeping and for as long as waits are to do that, for a signal to come. It receives nothing meanwhile: each
+// look at a transport takes longer than the word may be late.
 func (l *streamIn) spin(ctx context.Context, signal int, limit time.Duration) {
-	if l.m.host.own == nil {
+	app := l.p.w.app
+	most, begun := app.Config().BusyPoll.Spin(), clock.Now()
+	switch {
+	case l.m.host.own == nil, most == 0:
 		return
+	case most < 0:
+		most = limit // 0: none
 	}
-	x := looks.Get().(*look)
-	x.l, x.signal = l, signal
-	l.p.w.app.PollFor(ctx, limit, x.over)
-	x.l = nil
-	looks.Put(x)
+	for i := 0; ; i++ {
+		switch {
+		case l.m.host.came(l.p.rank, signal, l.taken[signal].Load()+1):
+			return
+		case i%looksEach != 0:
+			continue
+		case most > 0 && elapsed(begun) >= most, ctx.Err() != nil, l.p.end() != nil, app.Alive() != nil:
+			return
+		}
+		runtime.Gosched()
+	}
 }
+
+// looksEach is how many looks at a word there are between two at all else.
+const looksEach = 64

@@ -162,7 +162,10 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
     reduction = PyBytes_AsString(text);
   }
   if (sf_enter() < 0) goto out;
-  if (sf_comm_ready(self, &at, &rank, &size) < 0) goto out;
+  if (!s->root)
+    at = comm_of(self);
+  else if (sf_comm_ready(self, &at, &rank, &size) < 0)
+    goto out;
   if (s->root && (root < 0 || root >= size)) {
     PyErr_Format(sf_error_value, "root is %R, want 0 to %d", root_arg, size - 1);
     goto out;
@@ -178,8 +181,12 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
   if (gpu < 0) gpu = gpu_of(ins, nin);
   if (gpu >= 0 && tensor_stream(gpu, &stream) < 0) goto out;
   int rc;
-  Py_BEGIN_ALLOW_THREADS rc = sf_comm_call(at, kind, outs, (int)nout, ins, (int)nin, stream, root, (char *)reduction, &task, &e);
-  Py_END_ALLOW_THREADS nout = nin = 0; // Go has taken over the owners
+  for (;;) {
+    Py_BEGIN_ALLOW_THREADS rc = sf_comm_call(at, kind, outs, (int)nout, ins, (int)nin, stream, root, (char *)reduction, &task, &e);
+    Py_END_ALLOW_THREADS if (rc != SF_PENDING) break;
+    if (make_group() < 0) goto out;
+  }
+  nout = nin = 0; // Go has taken over the owners
   if (rc != SF_DONE) {
     sf_raise(&e);
     goto out;

@@ -69,18 +69,20 @@ func sf_comm_place(at C.uint64_t, rank, size *C.int, e *C.sf_error) C.int {
 	return C.SF_DONE
 }
 
+// sf_comm_call begins a call. It takes the tensors' owners over unless it returns SF_PENDING.
+//
 //export sf_comm_call
 func sf_comm_call(at C.uint64_t, kind C.int, out *C.sf_tensor, nOut C.int, in *C.sf_tensor, nIn C.int, stream C.uint64_t, root C.int64_t, reduction *C.char, task *C.uint64_t, e *C.sf_error) C.int {
+	c, missing := comm(at)
+	if missing == core.ErrPending { // the group's communicator is to be made, and the call to be made again
+		return C.SF_PENDING
+	}
 	a := argsPool.Get().(*args)
 	defer a.release() // the call holds what it needs
 	var err, err2 error
 	a.push, err = a.read(a.push, in, nIn, "x")
 	a.pull, err2 = a.read(a.pull, out, nOut, "out")
-	err = cmp.Or(err, err2)
-	var c *core.Comm
-	if err == nil {
-		c, err = comm(at)
-	}
+	err = cmp.Or(err, err2, missing)
 	var t *core.Pending
 	if err == nil {
 		t, err = c.Call(af.Stream(stream), core.Collective(kind), values(a.pull), values(a.push), int(root), C.GoString(reduction))
