@@ -5,6 +5,7 @@ package window
 import (
 	"cmp"
 	"context"
+	"errors"
 	"runtime"
 	"slices"
 	"sync"
@@ -70,17 +71,23 @@ func (l *streamOut) put(op string, offset int, src backend.Mem, signal uint16, s
 	}
 	l.p.out.mu.Lock()
 	defer l.p.out.mu.Unlock()
-	if err := cmp.Or(l.p.out.unsendable(op), l.m.refuse(op, s)); err != nil {
+	if err := l.p.out.unsendable(op); err != nil {
 		return err
 	}
 	err := l.m.readable(src)
-	if err == nil {
+	if err == nil && (src.Len() == 0 || l.waits(s)) { // or the copy tells whether the stream is captured
+		if err := l.m.refuse(op, s); err != nil {
+			return err
+		}
 		err = l.behind(s)
 	}
 	if err == nil {
 		err = l.queue(offset, src, signal, s)
 	}
-	if err != nil {
+	switch {
+	case errors.Is(err, backend.ErrUnsupported):
+		return cmp.Or(l.m.refuse(op, s), l.p.w.wrong(op, l.p.rank, err))
+	case err != nil:
 		return l.p.w.wrong(op, l.p.rank, err)
 	}
 	return nil
@@ -90,15 +97,6 @@ func (l *streamOut) put(op string, offset int, src backend.Mem, signal uint16, s
 func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr) (err error) {
 	l.reap()
 	m, n := l.m, l.puts.Load()+1
-	if src.Len() > 0 {
-		if err = m.d.CopyAsync(m.far[l.p.rank].Sub(m.at+offset, src.Len()), src, s); err != nil {
-			return err
-		}
-		if src.OnHost() || src.Owner() != nil {
-			src.Retain()
-			l.lent = append(l.lent, lent{src, n})
-		}
-	}
 	writes := l.writes[:0]
 	if signal != noSignal {
 		k := l.sent[signal] + 1
@@ -108,25 +106,44 @@ func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr)
 		word, count := m.place(k)
 		writes = append(writes, backend.FlagWrite{Word: m.word(m.far[l.p.rank], m.b.self, int(signal), word).Sub(0, 4), V: uint32(count)})
 	}
-	if l.broken = m.d.WriteFlags(s, append(writes, backend.FlagWrite{Word: l.mark, V: n})); l.broken != nil {
-		return l.broken // nobody will know when the copy is done, or of the signal
+	writes = append(writes, backend.FlagWrite{Word: l.mark, V: n})
+	if src.Len() == 0 {
+		err = m.d.WriteFlags(s, writes)
+	} else {
+		err = m.d.CopyFlags(m.far[l.p.rank].Sub(m.at+offset, src.Len()), src, s, writes)
 	}
-	if signal != noSignal {
+	if errors.Is(err, backend.ErrUnsupported) { // nothing is queued
+		return err
+	}
+	if src.OnHost() && src.Len() > 0 || src.Owner() != nil {
+		src.Retain()
+		l.lent = append(l.lent, lent{src, n})
+	}
+	switch {
+	case err != nil: // the copy may be queued: the mark tells when it is done
+		if l.broken = m.d.WriteFlags(s, writes[len(writes)-1:]); l.broken != nil {
+			return err
+		}
+	case signal != noSignal:
 		l.sent[signal]++
 	}
 	l.puts.Store(n)
 	l.last = s
-	return nil
+	return err
 }
 
 // behind makes stream s wait for what was put to the rank in another one, and for nothing that was put into that since.
 // p.out.mu is held.
 func (l *streamOut) behind(s uintptr) error {
-	n := l.puts.Load()
-	if l.broken != nil || l.last == s || l.arrived(n) {
+	if l.broken != nil || !l.waits(s) {
 		return l.broken
 	}
-	return l.m.d.WaitFlag(s, l.mark, n)
+	return l.m.d.WaitFlag(s, l.mark, l.puts.Load())
+}
+
+// waits tells whether something in another stream comes before what is put into s. p.out.mu is held.
+func (l *streamOut) waits(s uintptr) bool {
+	return l.broken != nil || l.last != s && !l.arrived(l.puts.Load())
 }
 
 // flush waits until all that was put to the rank is there.

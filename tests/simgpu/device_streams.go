@@ -140,6 +140,17 @@ func (q *streams) WriteFlags(s uintptr, l []backend.FlagWrite) error {
 	return nil
 }
 
+// CopyFlags implements backend.StreamFlagger.
+func (q *streams) CopyFlags(dst, src backend.Mem, s uintptr, l []backend.FlagWrite) error {
+	if captured, _ := q.Capturing(s); captured {
+		return fmt.Errorf("%w: stream %d is being captured", backend.ErrUnsupported, s)
+	}
+	if err := q.CopyAsync(dst, src, s); err != nil {
+		return err
+	}
+	return q.WriteFlags(s, l)
+}
+
 // await makes stream s wait until done, or the end of the device.
 func (q *streams) await(s uintptr, done func() bool) error {
 	q.Queue(s, func() {

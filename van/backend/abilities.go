@@ -96,6 +96,9 @@ type StreamFlagger interface {
 	WriteFlag(stream uintptr, word Mem, v uint32) error
 	// WriteFlags is WriteFlag for each of l, in their order, which costs about as much as one.
 	WriteFlags(stream uintptr, l []FlagWrite) error
+	// CopyFlags is AsyncCopier's CopyAsync, and WriteFlags behind it, at the price of less than both. On a stream that is
+	// being captured into a graph it is an error that wraps ErrUnsupported, and nothing is queued; other errors do not tell whether the copy is.
+	CopyFlags(dst, src Mem, stream uintptr, l []FlagWrite) error
 	// WaitFlag makes stream wait until int32(*word - v) >= 0.
 	WaitFlag(stream uintptr, word Mem, v uint32) error
 }

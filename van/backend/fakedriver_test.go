@@ -633,7 +633,7 @@ func (f *fakeDriver) idleIn(ctx, s uintptr) (idle bool, err error) {
 	return idle, err
 }
 
-func (f *fakeDriver) copyIn(ctx, dst, src uintptr, n int, s, word uintptr, v uint32) (captured bool, err error) {
+func (f *fakeDriver) copyIn(ctx, dst, src uintptr, n int, s uintptr, w wordWrites) (captured bool, err error) {
 	err = f.in(ctx, func() (err error) {
 		if captured, err = f.streamCapturing(s); captured || err != nil {
 			return err
@@ -641,7 +641,10 @@ func (f *fakeDriver) copyIn(ctx, dst, src uintptr, n int, s, word uintptr, v uin
 		if err = f.copyAsync(dst, src, n, s); err != nil {
 			return err
 		}
-		return f.writeValue32(s, word, v)
+		if w.n == 1 {
+			return f.writeValue32(s, w.addrs[0], w.values[0])
+		}
+		return f.writeValues32(s, w)
 	})
 	return captured, err
 }

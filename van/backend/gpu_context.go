@@ -106,6 +106,11 @@ func (c *gpuContext) invalid(format string, args ...any) error {
 	return fmt.Errorf("%s: "+format, append([]any{c.Device()}, args...)...)
 }
 
+// captured is the error of what does not go into a graph.
+func (c *gpuContext) captured(op string, stream uintptr) error {
+	return c.invalid("%s on stream %#x: %w: it is being captured into a graph", op, stream, ErrUnsupported)
+}
+
 // wrongDevice is the error of memory that is not the device's.
 func (c *gpuContext) wrongDevice(m Mem) error {
 	if m.OnHost() {

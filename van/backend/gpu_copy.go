@@ -100,6 +100,42 @@ func (g *gpu) CopyRecord(dst, src Mem, stream uintptr, e Event) error {
 	return e.Record(stream)
 }
 
+// CopyFlags queues a copy on stream and behind it the writes of l.
+func (g *gpu) CopyFlags(dst, src Mem, stream uintptr, l []FlagWrite) error {
+	if dst.OnHost() || src.OnHost() || src.n == 0 || len(l) == 0 || len(l) > len(wordWrites{}.addrs) {
+		captured, err := g.Capturing(stream)
+		if captured {
+			err = g.captured("CopyFlags", stream)
+		}
+		if err == nil {
+			err = g.CopyAsync(dst, src, stream)
+		}
+		if err == nil {
+			err = g.WriteFlags(stream, l)
+		}
+		return err
+	}
+	if err := g.copyable("CopyFlags", dst, src); err != nil {
+		return err
+	}
+	w, err := g.writes("CopyFlags", l)
+	if err != nil {
+		return err
+	}
+	captured := false
+	err = g.live(func() (err error) {
+		captured, err = g.streamPool.once.copyIn(g.ctx, uintptr(dst.ptr), uintptr(src.ptr), src.n, stream, w)
+		return err
+	})
+	switch {
+	case captured:
+		return g.captured("CopyFlags", stream)
+	case notSupported(err) && w.n > 1:
+		err = g.enter(func() error { return g.writeEach(stream, w) })
+	}
+	return g.copies.failed("CopyFlags", dst, src, err)
+}
+
 func (p *copies) queue(dst, src Mem, stream uintptr) error {
 	switch {
 	case dst.OnHost():

@@ -137,7 +137,7 @@ static CUresult stepaf_ipc_open(const void *in, CUdeviceptr *p) {
 }
 
 // Several functions of the driver in one call. *step is which one has failed.
-enum { STEP_ENTER, STEP_CAPTURING, STEP_QUERY, STEP_COPY, STEP_WRITE, STEP_RANGE, STEP_ID, STEP_EXPORT, STEP_LEAVE };
+enum { STEP_ENTER, STEP_CAPTURING, STEP_QUERY, STEP_COPY, STEP_WRITE, STEP_WRITES, STEP_RANGE, STEP_ID, STEP_EXPORT, STEP_LEAVE };
 
 static CUresult stepaf_end(CUresult r, int32_t mode, int32_t pushed, int *step) {
 	CUresult e = stepaf_leave(mode, pushed);
@@ -160,7 +160,8 @@ static CUresult stepaf_idle_in(uintptr_t ctx, uintptr_t s, int *captured, int *s
 	return stepaf_end(r, mode, pushed, step);
 }
 
-static CUresult stepaf_copy_in(uintptr_t ctx, CUdeviceptr dst, CUdeviceptr src, size_t n, uintptr_t s, CUdeviceptr word, uint32_t v, int *captured, int *step) {
+static CUresult stepaf_copy_in(uintptr_t ctx, CUdeviceptr dst, CUdeviceptr src, size_t n, uintptr_t s, unsigned writes, CUdeviceptr a, CUdeviceptr b, CUdeviceptr c, CUdeviceptr d,
+		uint32_t va, uint32_t vb, uint32_t vc, uint32_t vd, int *captured, int *step) {
 	int32_t mode, pushed;
 	*step = STEP_ENTER;
 	CUresult r = stepaf_enter(ctx, &mode, &pushed);
@@ -170,9 +171,12 @@ static CUresult stepaf_copy_in(uintptr_t ctx, CUdeviceptr dst, CUdeviceptr src, 
 	if (r == CUDA_SUCCESS && !*captured) {
 		*step = STEP_COPY;
 		r = cuMemcpyAsync(dst, src, n, (CUstream)s);
-		if (r == CUDA_SUCCESS) {
+		if (r == CUDA_SUCCESS && writes == 1) {
 			*step = STEP_WRITE;
-			r = stepaf_write(s, word, v);
+			r = stepaf_write(s, a, va);
+		} else if (r == CUDA_SUCCESS) {
+			*step = STEP_WRITES;
+			r = stepaf_writes(s, writes, a, b, c, d, va, vb, vc, vd);
 		}
 	}
 	return stepaf_end(r, mode, pushed, step);
@@ -270,7 +274,7 @@ var errNotReady = &driverError{call: "cuStreamQuery or cuEventQuery", code: code
 
 // steps are the functions that calls of several may fail in.
 var steps = [...]string{C.STEP_ENTER: "cuCtxPushCurrent", C.STEP_CAPTURING: "cuStreamIsCapturing", C.STEP_QUERY: "cuStreamQuery", C.STEP_COPY: "cuMemcpyAsync",
-	C.STEP_WRITE: "cuStreamWriteValue32_v2", C.STEP_RANGE: "cuMemGetAddressRange", C.STEP_ID: "cuPointerGetAttribute(BUFFER_ID)", C.STEP_EXPORT: "cuIpcGetMemHandle",
+	C.STEP_WRITE: "cuStreamWriteValue32_v2", C.STEP_WRITES: "cuStreamBatchMemOp", C.STEP_RANGE: "cuMemGetAddressRange", C.STEP_ID: "cuPointerGetAttribute(BUFFER_ID)", C.STEP_EXPORT: "cuIpcGetMemHandle",
 	C.STEP_LEAVE: "cuCtxPopCurrent"}
 
 func (cudaOnce) idleIn(ctx, s uintptr) (bool, error) {
@@ -282,9 +286,12 @@ func (cudaOnce) idleIn(ctx, s uintptr) (bool, error) {
 	return captured == 0, result(steps[step], int(r))
 }
 
-func (cudaOnce) copyIn(ctx, dst, src uintptr, n int, s, word uintptr, v uint32) (bool, error) {
+func (cudaOnce) copyIn(ctx, dst, src uintptr, n int, s uintptr, w wordWrites) (bool, error) {
+	a, v := &w.addrs, &w.values
 	var captured, step C.int
-	r := C.stepaf_copy_in(C.uintptr_t(ctx), C.CUdeviceptr(dst), C.CUdeviceptr(src), C.size_t(n), C.uintptr_t(s), C.CUdeviceptr(word), C.uint32_t(v), &captured, &step)
+	r := C.stepaf_copy_in(C.uintptr_t(ctx), C.CUdeviceptr(dst), C.CUdeviceptr(src), C.size_t(n), C.uintptr_t(s),
+		C.unsigned(w.n), C.CUdeviceptr(a[0]), C.CUdeviceptr(a[1]), C.CUdeviceptr(a[2]), C.CUdeviceptr(a[3]),
+		C.uint32_t(v[0]), C.uint32_t(v[1]), C.uint32_t(v[2]), C.uint32_t(v[3]), &captured, &step)
 	return captured != 0, result(steps[step], int(r))
 }
 

@@ -120,9 +120,9 @@ type shareDriver interface {
 type onceDriver interface {
 	// idleIn tells whether all work queued on s is done. One that is being captured is not idle.
 	idleIn(ctx, s uintptr) (bool, error)
-	// copyIn queues a copy from device to device, and behind it the write of v to word. On a stream that is being captured it queues
-	// nothing.
-	copyIn(ctx, dst, src uintptr, n int, s, word uintptr, v uint32) (captured bool, err error)
+	// copyIn queues a copy from device to device, and behind it the writes. On a stream that is being captured it queues
+	// nothing. Several writes may be what the driver does not support, with the copy queued.
+	copyIn(ctx, dst, src uintptr, n int, s uintptr, w wordWrites) (captured bool, err error)
 	// nameIn is addressRange, bufferID and ipcExport.
 	nameIn(ctx, addr uintptr) (named, error)
 }
@@ -199,6 +199,12 @@ func (e *driverError) kind() error {
 func notReady(err error) bool {
 	e, ok := err.(*driverError) // never wrapped here, and errors.As would allocate
 	return ok && e.code == codeNotReady
+}
+
+// notSupported tells whether err is the driver's result for what it cannot do.
+func notSupported(err error) bool {
+	e, ok := err.(*driverError)
+	return ok && e.code == codeNotSupported
 }
 
 // pointer converts addr, which must not be on Go's heap, to a pointer.

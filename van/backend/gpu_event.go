@@ -124,7 +124,9 @@ func (e *flagEvent) copied(dst, src uintptr, n int, stream uintptr) (done bool, 
 	}
 	e.pending = false
 	err = e.of.c.live(func() error {
-		captured, err := e.of.streams.once.copyIn(e.of.c.ctx, dst, src, n, stream, e.f.addr, e.f.seq+1)
+		w := wordWrites{n: 1}
+		w.addrs[0], w.values[0] = e.f.addr, e.f.seq+1
+		captured, err := e.of.streams.once.copyIn(e.of.c.ctx, dst, src, n, stream, w)
 		done = !captured && err == nil
 		return err
 	})

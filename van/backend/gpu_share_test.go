@@ -126,6 +126,37 @@ func TestStreamFlags(t *testing.T) {
 		}
 	}
 	wantError(t, g.WriteFlags(s, []FlagWrite{{page, 1}, {page.Sub(2, 4), 1}}), nil, "aligned to 4")
+	from, _ := g.Alloc(64)
+	pinned, err := g.AllocPinned(64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, src := range []Mem{from, pinned} {
+		for _, without := range []bool{false, true} {
+			f.noBatches = without
+			clear(page.Host())
+			l := []FlagWrite{{page, 1}, {page.Sub(64, 4), 2}, {page.Sub(128, 4), 3}}
+			release := f.hold(s)
+			if err := g.CopyFlags(dev, src, s, l); err != nil {
+				t.Fatal(err)
+			}
+			if v := word(uintptr(page.Ptr())).Load(); v != 0 {
+				t.Error("a word was written before the copy")
+			}
+			release()
+			settle(t, g, s)
+			for i := range l {
+				if v := word(uintptr(l[i].Word.Ptr())).Load(); v != l[i].V {
+					t.Errorf("without batches: %t: word %d is %d", without, i, v)
+				}
+			}
+		}
+		f.captured.Store(f.stream(s))
+		wantError(t, g.CopyFlags(dev, src, s, []FlagWrite{{page, 1}}), ErrUnsupported, "captured into a graph")
+		f.captured.Store(nil)
+	}
+	wantError(t, g.CopyFlags(dev, from, s, []FlagWrite{{page.Sub(2, 4), 1}}), nil, "aligned to 4")
+	wantError(t, g.CopyFlags(dev, from.Sub(0, 3), s, []FlagWrite{{page, 1}}), nil, "of 3 bytes into 64")
 	wantError(t, g.WriteFlag(s, page.Sub(2, 4), 1), nil, "aligned to 4")
 	wantError(t, g.WriteFlag(s, page.Sub(0, 2), 1), nil, "2 bytes")
 	wantError(t, g.WaitFlag(s, Slice(make([]uint64, 1)), 1), ErrWrongDevice, "neither pinned nor registered")

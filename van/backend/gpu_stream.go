@@ -131,16 +131,15 @@ func (p *streamPool) WriteFlag(stream uintptr, word Mem, v uint32) error {
 func (p *streamPool) WriteFlags(stream uintptr, l []FlagWrite) error {
 	return p.c.with("WriteFlags", func() error {
 		for len(l) > 0 {
-			var w wordWrites
-			for w.n < min(len(l), len(w.addrs)) {
-				addr, err := p.wordAddr("WriteFlags", l[w.n].Word, 4)
-				if err != nil {
-					return err
-				}
-				w.addrs[w.n], w.values[w.n] = addr, l[w.n].V
-				w.n++
+			w, err := p.writes("WriteFlags", l)
+			if err != nil {
+				return err
 			}
-			if err := p.write(stream, w); err != nil {
+			err = p.d.writeValues32(stream, w)
+			if notSupported(err) {
+				err = p.writeEach(stream, w)
+			}
+			if err != nil {
 				return err
 			}
 			l = l[w.n:]
@@ -149,13 +148,21 @@ func (p *streamPool) WriteFlags(stream uintptr, l []FlagWrite) error {
 	})
 }
 
-// write makes stream do w. The context is current.
-func (p *streamPool) write(stream uintptr, w wordWrites) error {
-	err := p.d.writeValues32(stream, w)
-	if e, ok := err.(*driverError); !ok || e.code != codeNotSupported {
-		return err
+// writes is what the first ones of l are to the driver.
+func (p *streamPool) writes(op string, l []FlagWrite) (w wordWrites, err error) {
+	for w.n < min(len(l), len(w.addrs)) {
+		if w.addrs[w.n], err = p.wordAddr(op, l[w.n].Word, 4); err != nil {
+			return w, err
+		}
+		w.values[w.n] = l[w.n].V
+		w.n++
 	}
-	for i := range w.n { // a driver without batches
+	return w, nil
+}
+
+// writeEach makes stream do w with a driver that does not do several at once. The context is current.
+func (p *streamPool) writeEach(stream uintptr, w wordWrites) error {
+	for i := range w.n {
 		if err := p.d.writeValue32(stream, w.addrs[i], w.values[i]); err != nil {
 			return err
 		}
