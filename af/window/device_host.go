@@ -2,11 +2,13 @@ package window
 
 // Words in host memory, for waits on the host. A put with a signal writes how many there have been not only into the
 // receiver's device but also into a page of its host, which the processes of all ranks share: a look there is one load, where one at
-// a word of the device is a copy, of ten microseconds. Both words say the same, in any order, and either may say it first.
+// a word of the device is a copy, of ten microseconds. Both words say the same; that of the device says it first. Only waits on the host
+// believe the page: streams wait for the device's words, so what is decided about them goes by these.
 //
 // Where a page cannot be shared, as with a process that may not look at another one's files, waits look at the device.
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -77,7 +79,7 @@ func (h *hostWords) offer(n int, token []byte) (name []byte, err error) {
 
 // reach maps a rank's page and has the device pin it.
 func (h *hostWords) reach(d backend.StreamDevice, rank int, name, token []byte) error {
-	fd, err := unix.Open(fmt.Sprintf("/proc/%d/fd/%d", binary.NativeEndian.Uint64(name), binary.NativeEndian.Uint32(name[8:])), unix.O_RDWR|unix.O_CLOEXEC, 0)
+	fd, err := openPage(fmt.Sprintf("/proc/%d/fd/%d", binary.NativeEndian.Uint64(name), binary.NativeEndian.Uint32(name[8:])))
 	if err != nil {
 		return fmt.Errorf("open: %w", err)
 	}
@@ -95,6 +97,28 @@ func (h *hostWords) reach(d backend.StreamDevice, rank int, name, token []byte) 
 	}
 	h.far[rank], err = d.RegisterHost(backend.Bytes(p.mem).WithOwner(p))
 	return err
+}
+
+// openPage opens a page that a rank has named, and nothing whose opening may wait, or do anything: only what lies where pages of this process do.
+func openPage(name string) (int, error) {
+	at, err := unix.Open(name, unix.O_PATH|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, err
+	}
+	defer unix.Close(at)
+	var st, like unix.Stat_t
+	own, err := unix.MemfdCreate("", unix.MFD_CLOEXEC)
+	if err != nil {
+		return -1, err
+	}
+	defer unix.Close(own)
+	if err := cmp.Or(unix.Fstat(at, &st), unix.Fstat(own, &like)); err != nil {
+		return -1, err
+	}
+	if st.Dev != like.Dev || st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return -1, memfd.ErrMemory
+	}
+	return unix.Open(fmt.Sprintf("/proc/self/fd/%d", at), unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
 }
 
 // met closes the file, which all others that can have mapped.
@@ -123,16 +147,19 @@ func (h *hostWords) came(from, signal int, n uint64) bool {
 	return int32(word.Load()-uint32(n)) >= 0
 }
 
+// busyTime is how long a wait that began a moment ago looks without sleeping.
+const busyTime = time.Millisecond
+
 // spin waits on the host, without sleeping and for as long as waits are to do that, for a signal to come. It receives nothing meanwhile: each
 // look at a transport takes longer than the word may be late.
-func (l *streamIn) spin(ctx context.Context, signal int, limit time.Duration) {
+func (l *streamIn) spin(ctx context.Context, signal int) {
 	app := l.p.w.app
 	most, begun := app.Config().BusyPoll.Spin(), clock.Now()
 	switch {
 	case l.m.host.own == nil, most == 0:
 		return
 	case most < 0:
-		most = limit // 0: none
+		most = busyTime // at a time: then the device is looked at, too
 	}
 	for i := 0; ; i++ {
 		switch {
@@ -140,7 +167,7 @@ func (l *streamIn) spin(ctx context.Context, signal int, limit time.Duration) {
 			return
 		case i%looksEach != 0:
 			continue
-		case most > 0 && elapsed(begun) >= most, ctx.Err() != nil, l.p.end() != nil, app.Alive() != nil:
+		case elapsed(begun) >= most, ctx.Err() != nil, l.p.end() != nil, app.Alive() != nil:
 			return
 		}
 		runtime.Gosched()

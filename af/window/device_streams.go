@@ -5,7 +5,6 @@ package window
 import (
 	"cmp"
 	"context"
-	"errors"
 	"runtime"
 	"slices"
 	"sync"
@@ -84,11 +83,8 @@ func (l *streamOut) put(op string, offset int, src backend.Mem, signal uint16, s
 	if err == nil {
 		err = l.queue(offset, src, signal, s)
 	}
-	switch {
-	case errors.Is(err, backend.ErrUnsupported):
+	if err != nil {
 		return cmp.Or(l.m.refuse(op, s), l.p.w.wrong(op, l.p.rank, err))
-	case err != nil:
-		return l.p.w.wrong(op, l.p.rank, err)
 	}
 	return nil
 }
@@ -100,11 +96,11 @@ func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr)
 	writes := l.writes[:0]
 	if signal != noSignal {
 		k := l.sent[signal] + 1
+		word, count := m.place(k)
+		writes = append(writes, backend.FlagWrite{Word: m.word(m.far[l.p.rank], m.b.self, int(signal), word).Sub(0, 4), V: uint32(count)})
 		if w, has := m.host.write(l.p.rank, m.b.self, int(signal), k); has {
 			writes = append(writes, w)
 		}
-		word, count := m.place(k)
-		writes = append(writes, backend.FlagWrite{Word: m.word(m.far[l.p.rank], m.b.self, int(signal), word).Sub(0, 4), V: uint32(count)})
 	}
 	writes = append(writes, backend.FlagWrite{Word: l.mark, V: n})
 	if src.Len() == 0 {
@@ -112,7 +108,7 @@ func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr)
 	} else {
 		err = m.d.CopyFlags(m.far[l.p.rank].Sub(m.at+offset, src.Len()), src, s, writes)
 	}
-	if errors.Is(err, backend.ErrUnsupported) { // nothing is queued
+	if err != nil && m.refuse("put", s) != nil { // the stream is captured, or cannot be used now: nothing is queued, nor is the mark to be
 		return err
 	}
 	if src.OnHost() && src.Len() > 0 || src.Owner() != nil {
@@ -246,23 +242,21 @@ func (l *streamIn) seen(signal int, n uint64) bool {
 	return !watched && l.m.host.came(l.p.rank, signal, n)
 }
 
-// came tells whether the n'th signal has come, as either word says.
+// came tells whether the n'th signal has come, as the device's word says, for which streams wait.
 func (l *streamIn) came(signal int, n uint64) (bool, error) {
-	if l.seen(signal, n) {
-		return true, nil
-	}
 	word, count := l.m.place(n)
 	got, err := l.m.read(l.word(signal, word).Sub(0, 4))
 	return uint64(got) >= count, err
 }
 
-// take takes a signal that has come, as the word in host memory says, or, if asked for, that of the device.
-func (l *streamIn) take(signal int, ask bool) (bool, error) {
+// take takes a signal that has come, as the word in host memory says, or, if asked for, that of the device. In a window that is over only the latter
+// counts.
+func (l *streamIn) take(signal int, ask, over bool) (bool, error) {
 	l.waiting.Lock()
 	defer l.waiting.Unlock()
 	n := l.taken[signal].Load() + 1
-	came, err := l.seen(signal, n), error(nil)
-	if !came && (ask || watched) {
+	came, err := !over && l.seen(signal, n), error(nil)
+	if !came && (ask || over || watched) {
 		came, err = l.came(signal, n)
 	}
 	if !came || err != nil {
@@ -287,11 +281,13 @@ func (l *streamIn) await(ctx context.Context, op string, signal int) error {
 	w, p := l.p.w, l.p
 	begun, limit := clock.Now(), w.layer.Limit(ctx)
 	var timer *time.Timer
-	l.spin(ctx, signal, limit)
+	l.spin(ctx, signal)
 	ask := l.m.host.own == nil // the device, where a look takes its time
 	for pause := 20 * time.Microsecond; ; {
 		over := p.failure(op) // before the look: what has come before the failure counts
-		if came, err := l.take(signal, ask || over != nil); err != nil {
+		// The last look is one at the device.
+		ask = ask || ctx.Err() != nil || limit > 0 && elapsed(begun) >= limit
+		if came, err := l.take(signal, ask, over != nil); err != nil {
 			return l.p.w.wrong(op, l.p.rank, err)
 		} else if came {
 			return nil
@@ -304,15 +300,19 @@ func (l *streamIn) await(ctx context.Context, op string, signal int) error {
 		switch {
 		case over != nil:
 			return over
-		case limit > 0 && took >= limit:
+		case limit > 0 && took >= limit && ask:
 			return x.late(op, begun, limit, van.ErrTimeout)
-		case took < aliveEvery/500:
+		case took < busyTime:
 			if ctx.Err() == nil {
 				runtime.Gosched()
 				continue
 			}
 		}
 		ask = true
+		if w.app.Config().BusyPoll.Spin() < 0 && ctx.Err() == nil {
+			l.spin(ctx, signal)
+			continue
+		}
 		if timer == nil {
 			timer = time.NewTimer(pause)
 			defer timer.Stop()

@@ -275,7 +275,7 @@ var errNotReady = &driverError{call: "cuStreamQuery or cuEventQuery", code: code
 // steps are the functions that calls of several may fail in.
 var steps = [...]string{C.STEP_ENTER: "cuCtxPushCurrent", C.STEP_CAPTURING: "cuStreamIsCapturing", C.STEP_QUERY: "cuStreamQuery", C.STEP_COPY: "cuMemcpyAsync",
 	C.STEP_WRITE: "cuStreamWriteValue32_v2", C.STEP_WRITES: "cuStreamBatchMemOp", C.STEP_RANGE: "cuMemGetAddressRange", C.STEP_ID: "cuPointerGetAttribute(BUFFER_ID)", C.STEP_EXPORT: "cuIpcGetMemHandle",
-	C.STEP_LEAVE: "cuCtxPopCurrent"}
+	C.STEP_LEAVE: callLeave}
 
 func (cudaOnce) idleIn(ctx, s uintptr) (bool, error) {
 	var captured, step C.int
@@ -283,7 +283,7 @@ func (cudaOnce) idleIn(ctx, s uintptr) (bool, error) {
 	if r == C.CUDA_ERROR_NOT_READY {
 		return false, nil
 	}
-	return captured == 0, result(steps[step], int(r))
+	return captured == 0 && r == C.CUDA_SUCCESS, result(steps[step], int(r))
 }
 
 func (cudaOnce) copyIn(ctx, dst, src uintptr, n int, s uintptr, w wordWrites) (bool, error) {
@@ -339,7 +339,7 @@ func (cudaDevices) leave(s driverState) error {
 	if s.pushed {
 		pushed = 1
 	}
-	return result("cuCtxPopCurrent", int(C.stepaf_leave(C.int32_t(s.mode), pushed)))
+	return result(callLeave, int(C.stepaf_leave(C.int32_t(s.mode), pushed)))
 }
 
 func (cudaMemory) hostAlloc(n int) (p unsafe.Pointer, err error) {

@@ -135,6 +135,9 @@ type named struct {
 	handle [64]byte
 }
 
+// callLeave is what errors of leaving the context name.
+const callLeave = "cuCtxPopCurrent"
+
 // driverState is what leave restores.
 type driverState struct {
 	pushed bool

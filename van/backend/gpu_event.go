@@ -119,22 +119,31 @@ func (e *flagEvent) Record(stream uintptr) error {
 func (e *flagEvent) copied(dst, src uintptr, n int, stream uintptr) (done bool, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.closed || e.f == nil || e.pending && !e.f.arrived() {
+	if e.closed {
 		return false, nil
 	}
-	e.pending = false
-	err = e.of.c.live(func() error {
+	err = e.of.c.live(func() error { // Close frees the word
+		if e.f == nil || e.pending && !e.f.arrived() {
+			return nil
+		}
+		e.pending = false
 		w := wordWrites{n: 1}
 		w.addrs[0], w.values[0] = e.f.addr, e.f.seq+1
 		captured, err := e.of.streams.once.copyIn(e.of.c.ctx, dst, src, n, stream, w)
 		done = !captured && err == nil
+		if done || queuedAll(err) {
+			e.f.seq++
+			e.pending = true
+		}
 		return err
 	})
-	if done {
-		e.f.seq++
-		e.pending = true
-	}
 	return done, err
+}
+
+// queuedAll tells whether err is only that the context could not be left.
+func queuedAll(err error) bool {
+	e, is := err.(*driverError)
+	return is && e.call == callLeave
 }
 
 func (e *flagEvent) Query() (bool, error) {

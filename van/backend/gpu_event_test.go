@@ -158,6 +158,72 @@ func TestCopyRecord(t *testing.T) {
 	})
 }
 
+// TestCopyRecordAfterClose: the words of events are gone then.
+func TestCopyRecordAfterClose(t *testing.T) {
+	f := newFake(1)
+	b, err := newGPU(f, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := b.(*gpu)
+	x, _ := g.Alloc(64)
+	y, _ := g.Alloc(64)
+	s, _ := g.NewStream()
+	e, _ := g.NewEvent()
+	if err := errors.Join(e.Record(s), g.Close()); err != nil { // and nobody asks whether it is done
+		t.Fatal(err)
+	}
+	wantError(t, g.CopyRecord(x, y, s, e), ErrClosed, "closed")
+}
+
+// notLeft is a driver that cannot leave the context, once.
+type notLeft struct {
+	*fakeDriver
+	once bool
+}
+
+func (d *notLeft) copyIn(ctx, dst, src uintptr, n int, s uintptr, w wordWrites) (bool, error) {
+	captured, err := d.fakeDriver.copyIn(ctx, dst, src, n, s, w)
+	if d.once && err == nil {
+		d.once = false
+		return captured, d.err(callLeave, 201)
+	}
+	return captured, err
+}
+
+// TestCopyRecordNotLeft: what was recorded though there was an error is not taken for what is recorded next.
+func TestCopyRecordNotLeft(t *testing.T) {
+	f := &notLeft{fakeDriver: newFake(1)}
+	b, err := newGPU(f, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := b.(*gpu)
+	x, _ := g.Alloc(64)
+	y, _ := g.Alloc(64)
+	first, _ := g.NewStream()
+	second, _ := g.NewStream()
+	e, _ := g.NewEvent()
+	if err := errors.Join(e.Record(first), e.Sync(t.Context())); err != nil {
+		t.Fatal(err)
+	}
+	release := f.hold(first)
+	f.once = true
+	wantError(t, g.CopyRecord(x, y, first, e), nil, callLeave)
+	later := f.hold(second)
+	if err := g.CopyRecord(x, y, second, e); err != nil {
+		t.Fatal(err)
+	}
+	release()
+	settle(t, g, first)
+	query(t, e, false)
+	later()
+	settle(t, g, second)
+	if err := errors.Join(e.Sync(t.Context()), g.Close()); err != nil {
+		t.Error(err)
+	}
+}
+
 // A stream waits for an event of another one.
 func TestWaitEvent(t *testing.T) {
 	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {
