@@ -60,7 +60,7 @@ func newOnDevice(b *base, peers []*peer) (*onDevice, error) {
 	m.at = (headLen + n*b.signals*wordsLen + memAlign - 1) / memAlign * memAlign
 	for _, p := range peers {
 		v.outs = append(v.outs, &streamOut{m: m, p: p, sent: make([]uint64, b.signals)})
-		v.ins = append(v.ins, &streamIn{m: m, p: p, taken: make([]atomic.Uint64, b.signals)})
+		v.ins = append(v.ins, &streamIn{m: m, p: p, taken: make([]atomic.Uint64, b.signals), streams: make([]atomic.Uint64, b.signals)})
 	}
 	return v, nil
 }

@@ -291,3 +291,20 @@ func TestDeviceSourceHeld(t *testing.T) {
 }
 
 func (unsupported) Pinned(backend.Mem) bool { return true }
+
+// TestDeviceClosedBehindPage: a window that is closed when a wait on the host has taken a signal that is not in the device yet is not one in which a
+// stream waits.
+func TestDeviceClosedBehindPage(t *testing.T) {
+	if watched {
+		t.Skip("the race detector does not see words in host memory that two ranks of one process share")
+	}
+	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
+	a, b := r.windows[0], r.windows[1]
+	h := &b.dev.memory.host
+	(*atomic.Uint32)(unsafe.Pointer(&h.own.mem[h.at(0, 0)])).Store(1)
+	r.must(b.WaitSignal(t.Context(), 0, 0))
+	if rank := b.dev.awaited(); rank >= 0 {
+		t.Errorf("a stream is said to wait for rank %d", rank)
+	}
+	r.must(b.Close(), a.Check())
+}

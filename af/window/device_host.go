@@ -2,7 +2,7 @@ package window
 
 // Words in host memory, for waits on the host. A put with a signal writes how many there have been not only into the
 // receiver's device but also into a page of its host, which the processes of all ranks share: a look there is one load, where one at
-// a word of the device is a copy, of ten microseconds. Both words say the same; that of the device says it first. Only waits on the host
+// a word of the device is a copy, of ten microseconds. Both words say the same, and either may say it first. Only waits on the host
 // believe the page: streams wait for the device's words, so what is decided about them goes by these.
 //
 // Where a page cannot be shared, as with a process that may not look at another one's files, waits look at the device.

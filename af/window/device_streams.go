@@ -65,7 +65,8 @@ func (l *streamOut) begin() {
 
 // put puts the copy of src, and the signal if there is one, into a stream.
 func (l *streamOut) put(op string, offset int, src backend.Mem, signal uint16, s uintptr) error {
-	if s == uintptr(af.Complete) {
+	plain := s == uintptr(af.Complete)
+	if plain {
 		s = l.m.own
 	}
 	l.p.out.mu.Lock()
@@ -81,7 +82,7 @@ func (l *streamOut) put(op string, offset int, src backend.Mem, signal uint16, s
 		err = l.behind(s)
 	}
 	if err == nil {
-		err = l.queue(offset, src, signal, s)
+		err = l.queue(offset, src, signal, s, plain)
 	}
 	if err != nil {
 		return cmp.Or(l.m.refuse(op, s), l.p.w.wrong(op, l.p.rank, err))
@@ -89,8 +90,9 @@ func (l *streamOut) put(op string, offset int, src backend.Mem, signal uint16, s
 	return nil
 }
 
-// queue puts a copy, a signal and the mark into stream s. p.out.mu is held.
-func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr) (err error) {
+// queue puts a copy, a signal and the mark into stream s. Each word takes the device a microsecond or two, so the first one is that for
+// which the receiver is likely to wait: on the host, if this call is plain and names no stream either. p.out.mu is held.
+func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr, plain bool) (err error) {
 	l.reap()
 	m, n := l.m, l.puts.Load()+1
 	writes := l.writes[:0]
@@ -99,7 +101,9 @@ func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr)
 		word, count := m.place(k)
 		writes = append(writes, backend.FlagWrite{Word: m.word(m.far[l.p.rank], m.b.self, int(signal), word).Sub(0, 4), V: uint32(count)})
 		if w, has := m.host.write(l.p.rank, m.b.self, int(signal), k); has {
-			writes = append(writes, w)
+			if writes = append(writes, w); plain {
+				writes[0], writes[1] = w, writes[0]
+			}
 		}
 	}
 	writes = append(writes, backend.FlagWrite{Word: l.mark, V: n})
@@ -190,6 +194,7 @@ type streamIn struct {
 	waiting  sync.Mutex      // held while a wait is put into a stream, which may wait for room there
 	deciding sync.Mutex      // held while it is decided whether a wait may be; never for longer than silence
 	taken    []atomic.Uint64 // signals that have come or that a stream waits for; changed with waiting or deciding held
+	streams  []atomic.Uint64 // the last of these that a stream waits or has waited for
 }
 
 // wait makes stream s wait for a signal of the rank.
@@ -206,6 +211,7 @@ func (l *streamIn) wait(op string, signal int, s uintptr) error {
 	word, count := l.m.place(n)
 	if err = l.m.d.WaitCount(s, l.word(signal, word), count); err != nil {
 		l.taken[signal].Store(n - 1)
+		l.streams[signal].Store(n - 1)
 	} else if count == l.m.lap/2 {
 		err = l.m.d.WriteFlag(s, l.word(signal, 1-word).Sub(0, 4), 0)
 	}
@@ -227,14 +233,15 @@ func (l *streamIn) claim(op string, signal int) (n uint64, err error) {
 		}
 	}
 	l.taken[signal].Store(n)
+	l.streams[signal].Store(n)
 	return n, nil
 }
 
-// claimed is how many signals were taken, when no claim is being decided.
-func (l *streamIn) claimed(signal int) uint64 {
+// claimed is how many signals were taken, and the last one for which a stream waits or has waited, when no claim is being decided.
+func (l *streamIn) claimed(signal int) (taken, byStream uint64) {
 	l.deciding.Lock()
 	defer l.deciding.Unlock()
-	return l.taken[signal].Load()
+	return l.taken[signal].Load(), l.streams[signal].Load()
 }
 
 // seen tells whether the word in host memory says that the n'th signal has come.
@@ -331,7 +338,7 @@ func (l *streamIn) await(ctx context.Context, op string, signal int) error {
 // awaited tells whether a stream waits for a signal of the rank that has not come.
 func (l *streamIn) awaited() bool {
 	for signal := range l.taken {
-		if n := l.claimed(signal); n > 0 {
+		if _, n := l.claimed(signal); n > 0 {
 			if came, err := l.came(signal, n); !came || err != nil {
 				return true
 			}
@@ -348,7 +355,7 @@ func (l *streamIn) word(signal, word int) backend.Mem {
 // free makes streams that wait go on: those for a signal wait in the word of the last one that was claimed, or in the one before.
 func (l *streamIn) free() error {
 	for signal := range l.taken {
-		n := l.claimed(signal) // the window is over: what is claimed from here on has come
+		n, _ := l.claimed(signal) // the window is over: what is claimed from here on has come
 		if n == 0 {
 			continue
 		}
