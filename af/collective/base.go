@@ -39,6 +39,11 @@ type Options struct {
 	// Timeout limits New and, counted from the call, each Op.Wait whose context has no
 	// deadline. 0 is postoffice.DefaultTimeout, negative no limit.
 	Timeout time.Duration
+
+	// Look lets calls with tensors on a device receive in place of the transport, as waits do, before they return, for 10 microseconds or
+	// so: others need not wait until a thread of this process is woken. Handlers of this node may run on the caller's goroutine
+	// meanwhile, so it must hold no lock that one of them takes. Nodes that are servers do not look.
+	Look bool
 }
 
 // base is a communicator as its parts know it. It has one lock, since it fails and begins anew as a whole: mu guards
@@ -53,6 +58,7 @@ type base struct {
 	timeout  time.Duration
 	revoker  van.Revoker // nil when no peer writes into results
 	looks    bool        // waits look for a while before they sleep
+	early    bool        // and calls with tensors on a device before they return
 	fail     func(error) // Comm.fail: makes it unusable until Rebuild, and tells the other ranks
 
 	mu      sync.Mutex

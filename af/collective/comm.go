@@ -38,6 +38,7 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	c := &Comm{b: base{node: node.App(), id: o.ID, timeout: o.Timeout, err: errNotJoined}}
 	b := &c.b
 	b.fail = c.fail
+	b.early = o.Look && b.node.Role() == van.Worker
 	if err := b.place(o.Ranks); err != nil {
 		return nil, &van.Error{Op: op, Node: node.Name(), Detail: fmt.Sprintf("ID %d", o.ID), Err: err}
 	}

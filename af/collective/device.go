@@ -102,7 +102,7 @@ func (c *Comm) startBehind(p *plan, on []af.Stream) (Op, error) {
 }
 
 // launch begins the call and, while the others are asked, has the device copy this rank's own part. The caller may look for what others
-// ask, as a wait does.
+// ask, as a wait does, see Options.
 func (o *op) launch(look bool) {
 	o.b.mu.Lock()
 	ended := o.ended
@@ -114,22 +114,23 @@ func (o *op) launch(look bool) {
 		return
 	}
 	o.device.lastServed.Store(clock.Now())
-	if o.device.step = lookFirst; look && o.b.looks {
+	look = look && o.b.looks && o.b.early
+	if o.device.step = lookFirst; look {
 		o.b.node.Poll(o.device.looks)
 	}
 	if o.device.step < lookBegun { // nobody may look now
-		o.device.begin()
+		o.device.begin(look)
 	}
 	o.rest()
 }
 
 // begin begins the call, and the copy of this rank's own part unless that is for later.
-func (d *deviceCopy) begin() {
+func (d *deviceCopy) begin(later bool) {
 	o := d.o
 	o.begin()
 	switch {
 	case !o.result.toCopy():
-	case o.b.looks && o.result.out.Len() <= lateCopy:
+	case later && o.result.out.Len() <= lateCopy:
 		d.due.Store(true)
 	default:
 		d.copyOwn()
@@ -154,8 +155,9 @@ func (d *deviceCopy) look() bool {
 		d.step = lookBegin
 		return false
 	case lookBegin:
-		d.step, d.until = lookBegun, clock.Now()+uint64(maxLook)
-		d.begin()
+		d.step = lookBegun
+		d.begin(true)
+		d.until = clock.Now() + uint64(maxLook)
 		return false
 	}
 	if d.served() {
@@ -169,13 +171,23 @@ func (d *deviceCopy) look() bool {
 func (d *deviceCopy) copyOwn() {
 	o := d.o
 	var err error
-	if d.copied, err = o.l.copies.begin(o.result); err != nil {
+	if d.copied, err = o.l.copies.begin(o.result); errors.Is(err, van.ErrClosed) && d.endedWell() {
+		err = o.b.node.Backend().Copy(o.result.out, o.result.own) // all else of the call was before the end of the communicator
+	}
+	if err != nil {
 		d.err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String() + ": copy of this rank's own part", Err: err}
 		o.b.fail(d.err)
 	}
 }
 
-// copyInTime does that if the waiter is to, and it is time.
+// endedWell tells whether all others have theirs, and this rank has its own.
+func (d *deviceCopy) endedWell() bool {
+	d.o.b.mu.Lock()
+	defer d.o.b.mu.Unlock()
+	return d.o.ended && d.o.err == nil
+}
+
+// copyInTime begins that copy if the waiter is to, and it is time.
 func (d *deviceCopy) copyInTime() {
 	if d.due.Load() && d.served() {
 		d.copyIfDue()

@@ -63,7 +63,7 @@ func stuck(t *testing.T, at ...memory) (free func()) {
 // on devices meanwhile.
 func TestDevice(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
-		for _, n := range []int{1, 3} {
+		for _, n := range []int{1, 2, 3} {
 			t.Run(fmt.Sprint(n), func(t *testing.T) {
 				all, at := onDevices(t, o, n)
 				for round, size := range []int{1, 1000, 0, 300_001, 3} {

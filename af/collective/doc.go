@@ -16,8 +16,7 @@
 //
 // Those of a call lie in host memory, or all on the node's device, but not for reductions. Then the call begins
 // when the device has done what is in its default stream now, or in the af.Stream that is given; af.Complete says
-// that nothing is to be waited for. Ranks may differ in this. On workers such a call looks for what others ask before it returns, for 10
-// microseconds or so at most: they need not wait then until a thread is woken.
+// that nothing is to be waited for. Ranks may differ in this.
 //
 // # Errors
 //

@@ -175,7 +175,7 @@ func (l *Comms) begin(id int, ranks []int, limit, making time.Duration) (*Comm, 
 	c := &Comm{of: l, id: id, limit: cmp.Or(limit, postoffice.DefaultTimeout)}
 	c.made = newTask(making, func(ctx context.Context) (err error) {
 		if err = l.dropped(ctx, id); err == nil {
-			c.Comm, err = collective.New(ctx, l.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit})
+			c.Comm, err = collective.New(ctx, l.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit, Look: true})
 		}
 		return err
 	})

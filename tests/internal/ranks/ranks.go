@@ -120,7 +120,7 @@ func (m *member) meet() error {
 		for r := range m.size() {
 			all = append(all, r)
 		}
-		m.comm, err = collective.New(ctx, m.Node, collective.Options{ID: 7, Ranks: all, Timeout: m.Limit})
+		m.comm, err = collective.New(ctx, m.Node, collective.Options{ID: 7, Ranks: all, Timeout: m.Limit, Look: m.Serial%2 == 0})
 		done()
 		if err != nil {
 			m.comm = nil
