@@ -175,4 +175,4 @@ func (l *streamIn) spin(ctx context.Context, signal int) {
 }
 
 // looksEach is how many looks at a word there are between two at all else.
-const looksEach = 64
+const looksEach = 512
