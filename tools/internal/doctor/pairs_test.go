@@ -128,6 +128,10 @@ func (g *fakeGPU) CloseImport(m backend.Mem) error {
 func (g *fakeGPU) NewStream() (uintptr, error)            { return 1, nil }
 func (g *fakeGPU) FreeStream(uintptr) error               { return nil }
 func (g *fakeGPU) WaitEvent(uintptr, backend.Event) error { return nil }
+func (g *fakeGPU) CopyRecord(dst, src backend.Mem, stream uintptr, e backend.Event) error {
+	return errors.Join(g.CopyAsync(dst, src, stream), e.Record(stream))
+}
+
 func (g *fakeGPU) CopyAsync(dst, src backend.Mem, _ uintptr) error {
 	copy(content(dst), content(src))
 	if g.mode == "garbled" {
