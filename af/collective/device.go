@@ -224,23 +224,22 @@ func (l *copies) begin(r result) (backend.Event, error) {
 		return nil, err
 	}
 	if err = a.CopyRecord(r.out, r.own, l.stream, end); err != nil {
-		l.settle(l.stream) // the copy may be queued, and the memory is the caller's again
-		return nil, errors.Join(err, end.Close())
+		return nil, errors.Join(err, l.settle(), end.Close())
 	}
 	return end, nil
 }
 
-// settle waits until nothing is under way in a stream, for copyLimit at most. Of a device that fails nothing is.
-func (l *copies) settle(stream uintptr) {
+// settle waits, for copyLimit at most, until nothing is under way in the stream: a copy that has failed may be queued all the same, and its memory is the
+// caller's soon. Of a device that fails nothing is under way. mu is held.
+func (l *copies) settle() error {
 	i, is := l.b.node.Backend().(backend.StreamIdler)
-	if !is {
-		return
-	}
-	for begun := clock.Now(); clock.Now()-begun < uint64(copyLimit); clock.Sleep(100 * time.Microsecond) {
-		if idle, err := i.Idle(stream); idle || err != nil {
-			return
+	begun := clock.Now()
+	for ; is && clock.Now()-begun < uint64(copyLimit); clock.Sleep(100 * time.Microsecond) {
+		if idle, err := i.Idle(l.stream); idle || err != nil {
+			return nil
 		}
 	}
+	return fmt.Errorf("%w: the copy may still be under way after %s", van.ErrTimeout, time.Duration(clock.Now()-begun))
 }
 
 // close ends what the communicator has of the device. What is in its stream still runs.

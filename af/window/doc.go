@@ -51,8 +51,8 @@
 //	err = w.PutSignal(ctx, 1, 4096, tensor, 0, stream) // on rank 0
 //	err = w.WaitSignal(ctx, 0, 0, stream)              // on rank 1: what is put into the stream from here on finds it in w.Tensor()
 //
-// A Put is a copy that the stream makes into the receiver's memory, a signal a word that it writes there behind it: no message,
-// no kernel, and the CPU only queues. The guarantees are those of above, with these differences:
+// A Put is a copy that the stream makes into the receiver's memory, a signal a word that it writes there behind it, and another one in a page of the
+// receiver's host, for waits that name no stream: no message, no kernel, and the CPU only queues. The guarantees are those of above, with these differences:
 //
 //   - Put, PutSignal and Signal return at once, also without a stream, which is the default one then. In their stream the source is the caller's again
 //     behind them; elsewhere when Flush to that rank has returned, or behind a Flush in another stream. Host memory is a source

@@ -21,7 +21,6 @@ type Exchange struct {
 	*af.Exchange
 	s      *Session
 	graphs backend.GraphFlagger // nil if the device has no graphs
-	idler  backend.StreamIdler  // nil if the device does not tell whether a stream is idle
 	flying atomic.Int64         // handler of the call that is to be waited for, or none
 }
 
@@ -44,7 +43,6 @@ func (s *Session) Prepare(servers []int, push, pull []af.KeyTensor) (*Exchange, 
 	}
 	e := &Exchange{Exchange: x, s: s}
 	e.graphs, _ = s.Device().(backend.GraphFlagger)
-	e.idler, _ = s.Device().(backend.StreamIdler)
 	e.flying.Store(none)
 	return e, nil
 }
@@ -62,11 +60,11 @@ func (e *Exchange) Start(current af.Stream, event bool, rows int) (int32, error)
 	if rows != AllRows {
 		opts[0], n = af.Rows(rows), 1
 	}
-	if event && e.idle(current) { // neither captured, nor anything to wait for
-		event = false
-	} else if captured, err := e.capturing(current); err != nil {
+	captured, err := e.capturing(current)
+	if err != nil {
 		return 0, err
-	} else if captured {
+	}
+	if captured {
 		if e.flying.Load() != none {
 			return 0, fmt.Errorf("%s: start: %w: wait() for the last round first, it is not of a graph", e.s.Name(), af.ErrStarted)
 		}
@@ -81,15 +79,6 @@ func (e *Exchange) Start(current af.Stream, event bool, rows int) (int32, error)
 	}
 	e.flying.Store(int64(call.Timestamp()))
 	return call.Timestamp(), nil
-}
-
-// idle tells whether all work in the caller's stream is done, as far as the device can tell.
-func (e *Exchange) idle(current af.Stream) bool {
-	if e.idler == nil || current == af.Complete {
-		return false
-	}
-	idle, err := e.idler.Idle(uintptr(current))
-	return idle && err == nil
 }
 
 // capturing tells whether the caller's stream is being captured into a graph.

@@ -655,6 +655,7 @@ func (f *fakeDriver) nameIn(ctx, addr uintptr) (n named, err error) {
 			n.id, err = f.bufferID(n.base)
 		}
 		if err == nil {
+			n.known = true
 			n.handle, err = f.ipcExport(n.base)
 		}
 		return err

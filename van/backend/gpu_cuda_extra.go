@@ -15,12 +15,8 @@ package backend
 #cgo nocallback stepaf_enter
 #cgo noescape stepaf_capturing
 #cgo nocallback stepaf_capturing
-#cgo noescape stepaf_buffer_id
-#cgo nocallback stepaf_buffer_id
 #cgo noescape stepaf_range
 #cgo nocallback stepaf_range
-#cgo noescape stepaf_ipc_export
-#cgo nocallback stepaf_ipc_export
 #cgo noescape stepaf_idle_in
 #cgo nocallback stepaf_idle_in
 #cgo noescape stepaf_copy_in
@@ -300,7 +296,7 @@ func (cudaOnce) nameIn(ctx, addr uintptr) (n named, err error) {
 	var step C.int
 	r := C.stepaf_name_in(C.uintptr_t(ctx), C.CUdeviceptr(addr), &out, &step)
 	n.base, n.n, n.id = uintptr(out.base), int(out.n), uint64(out.id)
-	n.handle = *(*[64]byte)(unsafe.Pointer(&out.handle))
+	n.handle, n.known = *(*[64]byte)(unsafe.Pointer(&out.handle)), step >= C.STEP_EXPORT
 	return n, result(steps[step], int(r))
 }
 
@@ -418,17 +414,6 @@ func (cudaSharing) addressRange(addr uintptr) (base uintptr, n int, err error) {
 	var size C.size_t
 	r := C.stepaf_range(C.CUdeviceptr(addr), &b, &size)
 	return uintptr(b), int(size), result("cuMemGetAddressRange", int(r))
-}
-
-func (cudaSharing) bufferID(addr uintptr) (uint64, error) {
-	var id C.uint64_t
-	r := C.stepaf_buffer_id(C.CUdeviceptr(addr), &id)
-	return uint64(id), result("cuPointerGetAttribute(BUFFER_ID)", int(r))
-}
-
-func (cudaSharing) ipcExport(base uintptr) (h [64]byte, err error) {
-	r := C.stepaf_ipc_export(C.CUdeviceptr(base), unsafe.Pointer(&h))
-	return h, result("cuIpcGetMemHandle", int(r))
 }
 
 func (cudaSharing) ipcOpen(h [64]byte) (uintptr, error) {

@@ -97,8 +97,6 @@ type wordWrites struct {
 // shareDriver names memory for other processes and devices, and maps theirs.
 type shareDriver interface {
 	addressRange(addr uintptr) (base uintptr, n int, err error)
-	bufferID(addr uintptr) (uint64, error)
-	ipcExport(base uintptr) ([64]byte, error)
 	ipcOpen(h [64]byte) (uintptr, error)
 	ipcClose(addr uintptr) error
 	dmabuf(addr uintptr, n int) (fd int, err error)
@@ -123,7 +121,7 @@ type onceDriver interface {
 	// copyIn queues a copy from device to device, and behind it the writes. On a stream that is being captured it queues
 	// nothing. Several writes may be what the driver does not support, with the copy queued.
 	copyIn(ctx, dst, src uintptr, n int, s uintptr, w wordWrites) (captured bool, err error)
-	// nameIn is addressRange, bufferID and ipcExport.
+	// nameIn finds the allocation in which addr lies, and its name for other processes. With an error it returns what it has found.
 	nameIn(ctx, addr uintptr) (named, error)
 }
 
@@ -133,6 +131,7 @@ type named struct {
 	n      int
 	id     uint64
 	handle [64]byte
+	known  bool // all but the handle
 }
 
 // callLeave is what errors of leaving the context name.

@@ -28,36 +28,14 @@ type exporter struct {
 const whatIsShared = "other processes can map what cudaMalloc returns, and what was made with a file descriptor, as by PyTorch with " +
 	"PYTORCH_CUDA_ALLOC_CONF=backend:native or =expandable_segments:True, but nothing of cudaMallocAsync's pools"
 
-// nameAtOnce describes m in e if it lies in one allocation, without any piece known, and tells whether it did: of all
-// else, name and list know more.
-func (x *exporter) nameAtOnce(e *Export, m Mem) bool {
-	if x.known.Load() != nil {
-		return false
-	}
-	addr := uintptr(m.ptr)
-	var n named
-	err := x.c.live(func() (err error) {
-		n, err = x.once.nameIn(x.c.ctx, addr)
-		return err
-	})
-	if err != nil || addr < n.base || m.n > n.n || int(addr-n.base) > n.n-m.n {
-		return false
-	}
-	e.Handle, e.Allocation, e.Base, e.Size, e.Offset = n.handle, n.id, uint64(n.base), n.n, int(addr-n.base)
-	return true
-}
-
 // Export names the allocation in which m lies.
 func (x *exporter) Export(m Mem) (Export, error) {
 	var e Export
 	if err := x.mayExport(m); err != nil {
 		return e, err
 	}
-	if x.nameAtOnce(&e, m) {
-		return e, nil
-	}
-	var unshared error // set once the driver knows the memory: a later failure is about sharing
-	err := x.c.enter(func() error { return x.name(&e, m, &unshared) })
+	var unshared error // set when the driver knows the memory: a failure is about sharing
+	err := x.c.live(func() error { return x.name(&e, m, &unshared) })
 	return e, x.failed("Export", m, err, unshared)
 }
 
@@ -73,31 +51,27 @@ func (x *exporter) mayExport(m Mem) error {
 	return nil
 }
 
-// name describes m, which lies in one allocation. The context is current.
+// name describes m, which lies in one allocation.
 func (x *exporter) name(e *Export, m Mem, unshared *error) error {
-	base, n, err := x.allocation(m)
-	if err != nil {
-		return err
+	n, err := x.once.nameIn(x.c.ctx, uintptr(m.ptr))
+	if n.n > 0 {
+		if beyond := x.within(m, n.base, n.n); beyond != nil {
+			return beyond
+		}
 	}
-	e.Base, e.Size, e.Offset = uint64(base), n, int(uintptr(m.ptr)-base)
-	if e.Allocation, err = x.d.bufferID(base); err != nil {
-		return err
+	if n.known {
+		*unshared = ErrNotExportable
 	}
-	*unshared = ErrNotExportable
-	e.Handle, err = x.d.ipcExport(base)
+	e.Handle, e.Allocation, e.Base, e.Size, e.Offset = n.handle, n.id, uint64(n.base), n.n, int(uintptr(m.ptr)-n.base)
 	return err
 }
 
-// allocation returns the allocation in which m lies.
-func (x *exporter) allocation(m Mem) (base uintptr, n int, err error) {
-	addr := uintptr(m.ptr)
-	if base, n, err = x.d.addressRange(addr); err != nil {
-		return 0, 0, err
+// within refuses memory that reaches beyond the allocation of n bytes at base.
+func (x *exporter) within(m Mem, base uintptr, n int) error {
+	if addr := uintptr(m.ptr); addr < base || m.n > n || int(addr-base) > n-m.n {
+		return x.c.invalid("%d bytes at %#x reach beyond their allocation of %d bytes at %#x: %w", m.n, addr, n, base, ErrNotExportable)
 	}
-	if addr < base || m.n > n || int(addr-base) > n-m.n {
-		return 0, 0, x.c.invalid("%d bytes at %#x reach beyond their allocation of %d bytes at %#x: %w", m.n, addr, n, base, ErrNotExportable)
-	}
-	return base, n, nil
+	return nil
 }
 
 func (x *exporter) failed(op string, m Mem, err, kind error) error {
@@ -124,7 +98,11 @@ func (x *exporter) ExportDMABuf(m Mem) (fd, offset int, err error) {
 	first := addr &^ (page - 1)
 	var unshared error
 	err = x.c.enter(func() (err error) {
-		if _, _, err = x.allocation(m); err != nil {
+		base, n, err := x.d.addressRange(addr)
+		if err == nil {
+			err = x.within(m, base, n)
+		}
+		if err != nil {
 			return err
 		}
 		unshared = ErrNotExportable

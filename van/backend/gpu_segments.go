@@ -44,11 +44,14 @@ func (x *exporter) Share(to *Shared, m Mem) error {
 	if err := x.mayExport(m); err != nil {
 		return err
 	}
-	if x.nameAtOnce(&to.Export, m) {
-		return nil
-	}
 	addr := uintptr(m.ptr)
-	var unshared error // set once the driver knows the memory: a later failure is about sharing
+	var unshared error         // set when the driver knows the memory: a failure is about sharing
+	if x.known.Load() == nil { // none that is mapped piece by piece: as a rule this is all
+		if x.c.live(func() error { return x.name(&to.Export, m, &unshared) }) == nil {
+			return nil
+		}
+		to.Export, unshared = Export{}, nil
+	}
 	err := x.c.enter(func() error {
 		base, n, err := x.d.addressRange(addr)
 		if err != nil {
