@@ -268,11 +268,10 @@ func (m *Meta) Reset() {
 	if cap(nodes) > keepNodes {
 		nodes = nil
 	}
-	*m = Meta{
-		Head: Empty, AppID: Empty, CustomerID: Empty, Timestamp: Empty,
-		Src: backend.Device{ID: -1}, Dst: backend.Device{ID: -1},
-		Body: body, DataTypes: types,
-	}
+	*m = Meta{} // cleared where it is; a literal with values would be made elsewhere and copied
+	m.Head, m.AppID, m.CustomerID, m.Timestamp = Empty, Empty, Empty, Empty
+	m.Src.ID, m.Dst.ID = -1, -1
+	m.Body, m.DataTypes = body, types
 	m.Control.Nodes = nodes
 }
 
