@@ -47,9 +47,10 @@ func copied(f backend.Mem) backend.Mem {
 	return backend.Bytes(append(make([]byte, 0, f.Len()), f.Host()...))
 }
 
-// clone is the same message once more.
+// clone is the same message once more. Of one that was given up while it waited for a connection the
+// values are something else by now: neither is taken.
 func (p *packet) clone() *packet {
-	q := &packet{sender: p.sender, size: p.size, flow: p.flow, lane: p.lane}
+	q := &packet{sender: p.sender, size: p.size, flow: p.flow, lane: p.lane, lent: p.lent && p.gone, gone: p.gone}
 	q.msg.Meta.CopyFrom(&p.msg.Meta)
 	q.msg.Frames = p.msg.Frames
 	for i := range p.msg.Frames {
