@@ -56,6 +56,7 @@ func (v *Van) retry(now time.Time) {
 		}
 		v.kept.unlinkLocked(e)
 		v.kept.scheduleLocked(e)
+		v.kept.sending[e]++
 		tries := e.tries
 		e.refs.Add(1)
 		v.kept.mu.Unlock()

@@ -4,7 +4,8 @@ package resend
 
 import "github.com/stepaf/stepaf-go/van"
 
-// Recall implements van.Recaller: what is kept for these requests is not sent again.
+// Recall implements van.Recaller: what is kept for these requests is not sent again, nor what was kept a moment ago
+// and was about to be.
 func (v *Van) Recall(q van.Requests) {
 	found := v.kept.recalled(&q, int(v.id.Load()))
 	for _, e := range found {

@@ -1,6 +1,9 @@
 package resend
 
 import (
+	"context"
+	"errors"
+	"log/slog"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -60,4 +63,62 @@ func TestRecall(t *testing.T) {
 			t.Errorf("failures: %v", x)
 		}
 	})
+}
+
+// onRepeat is a log that calls f when a message is about to be sent again.
+type onRepeat struct {
+	slog.Handler
+	f func()
+}
+
+func (onRepeat) Enabled(context.Context, slog.Level) bool { return true }
+
+func (h onRepeat) Handle(_ context.Context, r slog.Record) error {
+	if r.Message == "not acknowledged, sending again" {
+		h.f()
+	}
+	return nil
+}
+
+// TestRecallBehindTheMonitor: a request ends, and its memory is the caller's again, while one of its messages is about
+// to be sent again, which an acknowledgement or the loss of the peer has just removed.
+func TestRecallBehindTheMonitor(t *testing.T) {
+	for name, end := range map[string]func(f *fixture, m *van.Message){
+		"acknowledged": func(f *fixture, m *van.Message) { f.p.recv(ack(8, signature(&m.Meta, 9, 8))) },
+		"peer lost":    func(f *fixture, _ *van.Message) { f.p.watch(8, false, errors.New("its connection broke")) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var f *fixture
+				var done counter
+				m := request(8, 5)
+				m.Done = &done
+				ended := 0
+				f = newFixture(t, Options{Timeout: time.Second, MaxTries: 3, Log: slog.New(onRepeat{f: func() {
+					end(f, m)
+					f.Recall(van.Requests{First: 5, Count: 1})
+					ended++
+				}})})
+				if err := f.Connect(t.Context(), 8, van.Node{Hostname: "h", Port: 1}); err != nil {
+					t.Fatal(err)
+				}
+				if err := f.Send(m); err != nil {
+					t.Fatal(err)
+				}
+				f.p.take()
+				time.Sleep(2500 * time.Millisecond)
+				for _, s := range f.p.take() {
+					if s.meta.Control.Cmd == van.EmptyCmd {
+						t.Errorf("%s was sent after its request had ended", &s.meta)
+					}
+				}
+				f.kept.mu.Lock()
+				defer f.kept.mu.Unlock()
+				if ended != 1 || done.Load() != 1 || len(f.kept.sending) != 0 {
+					t.Errorf("the request ended %d times, its memory was given back %d times, %d messages are being sent, want 1, 1 and 0",
+						ended, done.Load(), len(f.kept.sending))
+				}
+			})
+		})
+	}
 }

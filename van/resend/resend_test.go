@@ -2,6 +2,7 @@ package resend
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -132,7 +133,7 @@ func newFixture(t *testing.T, opts Options) *fixture {
 		defer f.failMu.Unlock()
 		f.failures = append(f.failures, failure{peer, meta, err})
 	}
-	opts.Log = slog.New(slog.NewTextHandler(&f.log, nil))
+	opts.Log = cmp.Or(opts.Log, slog.New(slog.NewTextHandler(&f.log, nil)))
 	f.Van = New(f.p, opts)
 	f.Start(func(m *van.Message) {
 		var c van.Meta
@@ -144,6 +145,9 @@ func newFixture(t *testing.T, opts Options) *fixture {
 	t.Cleanup(func() {
 		if err := f.Close(context.Background()); err != nil {
 			t.Errorf("Close: %v", err)
+		}
+		if n := len(f.kept.sending); n != 0 {
+			t.Errorf("%d messages are being sent after Close", n)
 		}
 	})
 	return f

@@ -10,8 +10,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// transmit sends e over the wrapped van. The caller holds a reference to e.
+// transmit sends e over the wrapped van. The caller holds a reference to e, and has noted it in table.sending
+// when e was in the table: from then on Recall knows of it, though an acknowledgement or a loss may have removed it.
 func (v *Van) transmit(e *entry) error {
+	defer v.kept.sent(e)
 	e.sending.Lock()
 	defer e.sending.Unlock()
 	if e.dropped {

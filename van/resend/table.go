@@ -21,6 +21,7 @@ type table struct {
 	count    int            // of all entries
 	first    *entry         // of the list ordered by the time of the next try
 	last     *entry
+	sending  map[*entry]int // entries that are being sent, or about to be, and how often: they may have left the table since
 	conns    map[int]string // peers and their addresses
 	quiet    map[int]bool   // peers that have let a message time out, each with a probe among the entries
 	anyQuiet atomic.Bool    // len(quiet) > 0
@@ -29,7 +30,7 @@ type table struct {
 	wake     chan struct{}  // a token when the list was empty
 }
 
-// add takes e. It is to be sent at once if it is the first with its key. The table takes none
+// add takes e. It is to be sent at once, by transmit, if it is the first with its key. The table takes none
 // when it is not open any more.
 func (t *table) add(e *entry) (first, open bool) {
 	t.mu.Lock()
@@ -48,6 +49,7 @@ func (t *table) add(e *entry) (first, open bool) {
 	}
 	t.byKey[e.key] = e
 	t.scheduleLocked(e)
+	t.sending[e]++
 	return true, true
 }
 
@@ -146,6 +148,7 @@ func (t *table) removeLocked(e *entry) (next *entry, ok bool) {
 		t.byKey[e.key] = next
 		next.refs.Add(1)
 		t.scheduleLocked(next)
+		t.sending[next]++
 	} else {
 		delete(t.byKey, e.key)
 	}
@@ -203,15 +206,30 @@ func (t *table) unkeep(e *entry) (next *entry, ok bool) {
 	return nil, true
 }
 
-// recalled returns what the node with the id self has kept for q, each with a hold.
+// sent ends a transmit of e.
+func (t *table) sent(e *entry) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.sending[e]--; t.sending[e] == 0 {
+		delete(t.sending, e)
+	}
+}
+
+// recalled returns what the node with the id self has kept for q, or is sending, each with a hold.
 func (t *table) recalled(q *van.Requests, self int) (found []*entry) {
 	var m van.Meta
 	m.Reset()
 	m.Request, m.AppID, m.CustomerID = true, q.App, q.Customer
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	for e := range t.sending {
+		if !e.held && q.Has(&e.msg.Meta) {
+			e.refs.Add(1)
+			found = append(found, e)
+		}
+	}
 	if t.count == 0 {
-		return nil
+		return found
 	}
 	for peer := range t.conns {
 		for m.Timestamp = q.First; m.Timestamp-q.First < q.Count; m.Timestamp++ {
