@@ -56,7 +56,7 @@ func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, serve func(
 
 // announceFloor starts the servers and says where they listen.
 func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
-	var f floorServer
+	var f *floorServer
 	host, err := floorHost(node)
 	switch {
 	case err != nil:
@@ -71,14 +71,14 @@ func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 		return err
 	}
 	node.App().OnExit(f.close)
-	at := f.addr()
+	at := f.addr
 	if x.bare {
 		z, err := newZMQServer(x.pull, x.touch)
 		if err != nil {
 			return err
 		}
 		node.App().OnExit(z.close)
-		at += " " + z.addr()
+		at += " " + z.addr
 	}
 	_, err = fmt.Fprintln(w, at)
 	return err

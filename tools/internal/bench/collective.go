@@ -218,7 +218,9 @@ func (m *collectiveRun) group(n int, all []measured) (err error) {
 		defer func() { end(peers) }()
 	}
 	if !m.c.Bool("json") {
-		collectiveHead(m.c.App.Writer, m.c.String("van"), n)
+		fmt.Fprintf(m.c.App.Writer, "%d ranks over %s, microseconds, results checked\n", n, m.c.String("van"))
+		fmt.Fprintf(m.c.App.Writer, "%-14s %9s %6s %9s %9s %9s %9s   %9s %9s %9s   %6s %s\n", "", "bytes", "iters", "p50", "p90", "p99", "max",
+			"gloo p50", "p99", "copy p50", "ratio", "goal")
 	}
 	for _, e := range all {
 		r, err := m.measure(ours, peers, n, e.exchange)
@@ -337,12 +339,6 @@ func (e exchange) arrive(n int) int {
 		return 2 * e.size / n * (n - 1)
 	}
 	return e.size * (n - 1)
-}
-
-func collectiveHead(w io.Writer, over string, n int) {
-	fmt.Fprintf(w, "%d ranks over %s, microseconds, results checked\n", n, over)
-	fmt.Fprintf(w, "%-14s %9s %6s %9s %9s %9s %9s   %9s %9s %9s   %6s %s\n", "", "bytes", "iters", "p50", "p90", "p99", "max",
-		"gloo p50", "p99", "copy p50", "ratio", "goal")
 }
 
 func (r *collectiveReport) print(w io.Writer) error {

@@ -68,7 +68,7 @@ func TestDeviceFloor(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		c, err := dialDeviceFloor(cd, s.addr(), size[0], size[1])
+		c, err := dialDeviceFloor(cd, s.addr, size[0], size[1])
 		if err != nil {
 			s.close()
 			t.Fatal(err)
@@ -104,12 +104,12 @@ func TestDeviceFloor(t *testing.T) {
 // TestDeviceFloorEnds: whoever goes away, the other end gives everything back.
 func TestDeviceFloorEnds(t *testing.T) {
 	sd, cd := newSharing(t, 1), newSharing(t, 0)
-	start := func() (*deviceFloorServer, *deviceFloorClient) {
+	start := func() (*floorServer, *deviceFloorClient) {
 		s, err := newDeviceServer(sd, 10, 10)
 		if err != nil {
 			t.Fatal(err)
 		}
-		c, err := dialDeviceFloor(cd, s.addr(), 10, 10)
+		c, err := dialDeviceFloor(cd, s.addr, 10, 10)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -23,9 +23,10 @@ type baseline interface {
 }
 
 // floorServer is its server, which listens at an address.
-type floorServer interface {
-	addr() string
-	close()
+type floorServer struct {
+	addr  string
+	ended chan struct{} // closed when it has ended, also by itself; nil for TCP
+	close func()
 }
 
 // none is a baseline that is not measured.
@@ -34,12 +35,8 @@ type none struct{}
 func (none) measure(int) ([]int64, error) { return nil, nil }
 func (none) close()                       {}
 
-// tcpServer answers floor rounds of one client in a thread of its own.
-type tcpServer struct {
-	l *net.TCPListener
-}
-
-func newTCPServer(push, pull int, touch bool) (*tcpServer, error) {
+// newTCPServer answers floor rounds of one client in a thread of its own.
+func newTCPServer(push, pull int, touch bool) (*floorServer, error) {
 	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
 		return nil, err
@@ -58,11 +55,8 @@ func newTCPServer(push, pull int, touch bool) (*tcpServer, error) {
 			}()
 		}
 	}()
-	return &tcpServer{l}, nil
+	return &floorServer{addr: l.Addr().String(), close: func() { _ = l.Close() }}, nil
 }
-
-func (s *tcpServer) addr() string { return s.l.Addr().String() }
-func (s *tcpServer) close()       { _ = s.l.Close() }
 
 // tcpClient measures rounds.
 type tcpClient struct {

@@ -195,43 +195,30 @@ func (e *deviceEnd) order() (uint32, error) {
 	return n, err
 }
 
-// deviceFloorServer answers the rounds of one client.
-type deviceFloorServer struct {
-	back       backend.Backend
-	push, pull int
-	l          *net.UnixListener
-	stop       context.CancelFunc
-	ended      chan struct{}
-}
-
-func newDeviceServer(b backend.Backend, push, pull int) (*deviceFloorServer, error) {
+// newDeviceServer answers the rounds of one client. close ends the floor, if the client has not done so.
+func newDeviceServer(b backend.Backend, push, pull int) (*floorServer, error) {
 	// The kernel chooses an abstract name.
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix"})
 	if err != nil {
 		return nil, err
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	s := &deviceFloorServer{b, push, pull, l, stop, make(chan struct{})}
+	ended := make(chan struct{})
 	go func() {
-		defer close(s.ended)
-		if err := s.serve(ctx); err != nil {
+		defer close(ended)
+		if err := serveDeviceFloor(ctx, l, b, push, pull); err != nil {
 			fmt.Fprintln(os.Stderr, "bench: floor:", err)
 		}
 	}()
-	return s, nil
+	return &floorServer{l.Addr().String(), ended, func() {
+		stop()
+		<-ended
+	}}, nil
 }
 
-func (s *deviceFloorServer) addr() string { return s.l.Addr().String() }
-
-// close ends the floor, if the client has not done so.
-func (s *deviceFloorServer) close() {
-	s.stop()
-	<-s.ended
-}
-
-func (s *deviceFloorServer) serve(ctx context.Context) error {
-	context.AfterFunc(ctx, func() { _ = s.l.Close() })
-	conn, err := s.l.AcceptUnix()
+func serveDeviceFloor(ctx context.Context, l *net.UnixListener, b backend.Backend, push, pull int) error {
+	context.AfterFunc(ctx, func() { _ = l.Close() })
+	conn, err := l.AcceptUnix()
 	if err != nil {
 		return unlessEnded(err)
 	}
@@ -245,7 +232,7 @@ func (s *deviceFloorServer) serve(ctx context.Context) error {
 	if err := unix.Ftruncate(fd, int64(os.Getpagesize())); err != nil {
 		return os.NewSyscallError("ftruncate", err)
 	}
-	e, err := newDeviceEnd(s.back, conn, fd, serverWord, clientWord, s.pull, s.push)
+	e, err := newDeviceEnd(b, conn, fd, serverWord, clientWord, pull, push)
 	if err != nil {
 		return err
 	}
@@ -299,7 +286,7 @@ func answerRounds(ctx context.Context, e *deviceEnd, fd int) error {
 // deviceFloorClient measures rounds.
 type deviceFloorClient struct{ e *deviceEnd }
 
-// dialDeviceFloor connects to a deviceFloorServer of another process.
+// dialDeviceFloor connects to a server of newDeviceServer in another process.
 func dialDeviceFloor(b backend.Backend, to string, push, pull int) (_ *deviceFloorClient, err error) {
 	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: to, Net: "unix"})
 	if err != nil {

@@ -19,11 +19,11 @@ func TestHostFloors(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		overTCP, err := dialTCP(tcp.addr(), 3000, 5000, touch)
+		overTCP, err := dialTCP(tcp.addr, 3000, 5000, touch)
 		if err != nil {
 			t.Fatal(err)
 		}
-		overZMQ, err := dialZMQ(zmq.addr(), 3000, 5000, touch)
+		overZMQ, err := dialZMQ(zmq.addr, 3000, 5000, touch)
 		if err != nil {
 			t.Fatal(err)
 		}

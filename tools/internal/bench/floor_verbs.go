@@ -30,15 +30,8 @@ func newVerbsEnd(out, in int) (*verbsprobe.End, error) {
 	return verbsprobe.New(stack, verbsprobe.Options{Out: out, In: in, Depth: 256, Inline: 1024})
 }
 
-// verbsServer answers the rounds of one client.
-type verbsServer struct {
-	e     *verbsprobe.End
-	at    netip.AddrPort
-	stop  context.CancelFunc
-	ended chan struct{}
-}
-
-func newVerbsServer(host netip.Addr, push, pull int) (*verbsServer, error) {
+// newVerbsServer answers the rounds of one client.
+func newVerbsServer(host netip.Addr, push, pull int) (*floorServer, error) {
 	e, err := newVerbsEnd(pull, push)
 	if err != nil {
 		return nil, err
@@ -48,25 +41,29 @@ func newVerbsServer(host netip.Addr, push, pull int) (*verbsServer, error) {
 		return nil, errors.Join(err, e.Close())
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	s := &verbsServer{e, at, stop, make(chan struct{})}
+	ended := make(chan struct{})
 	go func() {
-		defer close(s.ended)
-		if err := s.serve(ctx); err != nil && ctx.Err() == nil && !errors.Is(err, verbsprobe.ErrEnded) {
+		defer close(ended)
+		if err := serveVerbsFloor(ctx, e); err != nil && ctx.Err() == nil && !errors.Is(err, verbsprobe.ErrEnded) {
 			fmt.Fprintln(os.Stderr, "bench: floor:", err)
 		}
 	}()
-	return s, nil
+	return &floorServer{at.String(), ended, func() {
+		stop()
+		<-ended
+		_ = e.Close()
+	}}, nil
 }
 
-func (s *verbsServer) serve(ctx context.Context) error {
-	if err := s.e.Accept(ctx); err != nil {
+func serveVerbsFloor(ctx context.Context, e *verbsprobe.End) error {
+	if err := e.Accept(ctx); err != nil {
 		return err
 	}
 	for ctx.Err() == nil {
 		// It sleeps while the library is measured.
-		_, came, err := s.e.Arrival(floorSpin, time.Second)
+		_, came, err := e.Arrival(floorSpin, time.Second)
 		if err == nil && came {
-			err = s.e.Write(0)
+			err = e.Write(0)
 		}
 		if err != nil {
 			return err
@@ -75,18 +72,10 @@ func (s *verbsServer) serve(ctx context.Context) error {
 	return nil
 }
 
-func (s *verbsServer) addr() string { return s.at.String() }
-
-func (s *verbsServer) close() {
-	s.stop()
-	<-s.ended
-	_ = s.e.Close()
-}
-
 // verbsClient measures rounds.
 type verbsClient struct{ e *verbsprobe.End }
 
-// dialVerbsFloor connects to a verbsServer from the address host.
+// dialVerbsFloor connects to a server of newVerbsServer from the address host.
 func dialVerbsFloor(host netip.Addr, to string, push, pull int) (*verbsClient, error) {
 	dst, err := netip.ParseAddrPort(to)
 	if err != nil {

@@ -13,7 +13,7 @@ func TestVerbsFloor(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		c, err := dialVerbsFloor(run.at.Host, s.addr(), size[0], size[1])
+		c, err := dialVerbsFloor(run.at.Host, s.addr, size[0], size[1])
 		if err != nil {
 			s.close()
 			t.Fatal(err)

@@ -17,42 +17,30 @@ import (
 
 // What ZMQ costs by itself, measured in turns with the floor and a push_pull over zmq.
 
-// zmqServer is the ROUTER, in a thread of its own.
-type zmqServer struct {
-	ctx  unsafe.Pointer
-	at   string
-	done chan struct{}
-}
-
-func newZMQServer(pull int, touch bool) (*zmqServer, error) {
-	s := &zmqServer{ctx: C.zmq_ctx_new(), done: make(chan struct{})}
+// newZMQServer is the ROUTER, in a thread of its own.
+func newZMQServer(pull int, touch bool) (*floorServer, error) {
+	const endpointLen = 256
+	ctx, ended := C.zmq_ctx_new(), make(chan struct{})
 	at := (*C.char)(C.calloc(1, endpointLen))
 	defer C.free(unsafe.Pointer(at))
-	soc := C.zmq_floor_bind(s.ctx, at, endpointLen)
+	soc := C.zmq_floor_bind(ctx, at, endpointLen)
 	if soc == nil {
-		C.zmq_ctx_term(s.ctx)
+		C.zmq_ctx_term(ctx)
 		return nil, errors.New("bench: no ROUTER for the floor")
 	}
-	s.at = C.GoString(at)
 	go func() {
-		defer close(s.done)
+		defer close(ended)
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		out := (*C.char)(C.calloc(1, C.size_t(max(pull, 1)))) // libzmq keeps it for longer than a call
 		defer C.free(unsafe.Pointer(out))
 		C.zmq_floor_serve(soc, out, C.size_t(pull), flag(touch))
 	}()
-	return s, nil
-}
-
-const endpointLen = 256
-
-func (s *zmqServer) addr() string { return s.at }
-
-func (s *zmqServer) close() {
-	C.zmq_ctx_shutdown(s.ctx)
-	<-s.done
-	C.zmq_ctx_term(s.ctx)
+	return &floorServer{C.GoString(at), ended, func() {
+		C.zmq_ctx_shutdown(ctx)
+		<-ended
+		C.zmq_ctx_term(ctx)
+	}}, nil
 }
 
 // zmqClient is the DEALER.

@@ -158,7 +158,7 @@ func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size
 	}
 	r := &windowReport{Van: over, Bytes: size, Iters: iters, Of: "copy and flag", Checked: true}
 	var figures perfFigures
-	var server floorServer
+	var server *floorServer
 	var floor baseline = copies(size)
 	var err error
 	switch over {
@@ -169,13 +169,13 @@ func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size
 		}
 		if server, err = newVerbsServer(rdma.at.Host, size, size); err == nil {
 			defer server.close()
-			floor, err = dialVerbsFloor(rdma.at.Host, server.addr(), size, size)
+			floor, err = dialVerbsFloor(rdma.at.Host, server.addr, size, size)
 		}
 	case zmq:
 		r.Of = "libzmq"
 		if server, err = newZMQServer(size, false); err == nil {
 			defer server.close()
-			floor, err = dialZMQ(server.addr(), size, size, false)
+			floor, err = dialZMQ(server.addr, size, size, false)
 		}
 	}
 	if err != nil {

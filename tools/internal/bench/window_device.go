@@ -117,7 +117,7 @@ type deviceTripper struct {
 	src    backend.Mem
 	block  byte // in all bytes of a block
 	floor  *deviceFloorClient
-	server *deviceFloorServer
+	server *floorServer
 	size   int // of the floor
 }
 
@@ -306,7 +306,7 @@ func (t *deviceTripper) beginFloor(ctx context.Context, size int) (err error) {
 		if t.server, err = newDeviceServer(t.back, size, size); err != nil {
 			return err
 		}
-		at = t.server.addr()
+		at = t.server.addr
 	}
 	all, err := window.Exchange(ctx, t.comm, []byte(at))
 	if err == nil && t.w.Rank() == 0 {

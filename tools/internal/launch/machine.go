@@ -85,11 +85,6 @@ func (m *Machine) on(name string) (Address, bool) {
 	return m.first(func(a Address) bool { return a.Interface == name })
 }
 
-// outward is the first address that others may reach.
-func (m *Machine) outward() (Address, bool) {
-	return m.first(func(a Address) bool { return !a.Loopback && a.Up })
-}
-
 func (m *Machine) loopback() Address {
 	if a, found := m.first(func(a Address) bool { return a.Loopback }); found {
 		return a

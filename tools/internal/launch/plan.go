@@ -54,7 +54,11 @@ func Resolve(s Spec, environ []string, m *Machine) (*Plan, error) {
 			return nil, err
 		}
 	}
-	p.cluster()
+	// The cluster is named, so that processes of an earlier run at the same port have no part in it. Shares of
+	// one that are launched on several machines do not know of each other: there only the user can name it.
+	if s.Part.local() && !p.has("STEPAF_CLUSTER_ID") {
+		p.set = append(p.set, Default{Name: "STEPAF_CLUSTER_ID", Value: fmt.Sprintf("launch-%016x", random.Uint64())})
+	}
 	if len(p.missing) > 0 {
 		p.say("%s: using %s", strings.Join(p.missing, ", "), strings.Join(p.using, " and ")+" on "+p.own.Interface+" ("+p.own.IP+")")
 	}
@@ -207,14 +211,15 @@ func (p *planner) address() error {
 	if h := p.cfg.NodeHost; h != "" && s.Interface == "" {
 		own, found = p.named(h), true
 	}
-	if !found && (s.Host != "" && s.Part.schedules() || isLoopback(s.Host)) {
+	loopback := s.Host == "localhost" || net.ParseIP(s.Host).IsLoopback()
+	if !found && (s.Host != "" && s.Part.schedules() || loopback) {
 		own, found = p.named(s.Host), true
 	}
 	if !found && s.Part.local() && p.chosen != "ibverbs" {
 		own, found = p.m.loopback(), true
 	}
 	if !found {
-		own, found = p.m.outward()
+		own, found = p.m.first(func(a Address) bool { return !a.Loopback && a.Up }) // that others may reach
 	}
 	if !found {
 		own = p.m.loopback()
@@ -222,11 +227,6 @@ func (p *planner) address() error {
 	p.own = own
 	s.Host = cmp.Or(s.Host, own.IP)
 	return nil
-}
-
-func isLoopback(host string) bool {
-	ip := net.ParseIP(host)
-	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
 
 // named is an address that the user has given.
@@ -280,15 +280,6 @@ func (p *planner) port() error {
 		}
 	}
 	return exit.Usage("no free port on %s: %w", s.Host, first)
-}
-
-// cluster names the cluster, so that processes of an earlier run at the same port have no
-// part in it. Shares of one that are launched on several machines do not know of each
-// other: there only the user can name it.
-func (p *planner) cluster() {
-	if p.Spec.Part.local() && !p.has("STEPAF_CLUSTER_ID") {
-		p.set = append(p.set, Default{Name: "STEPAF_CLUSTER_ID", Value: fmt.Sprintf("launch-%016x", random.Uint64())})
-	}
 }
 
 // children lists the processes: scheduler, servers, workers.

@@ -25,7 +25,7 @@ func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(stri
 	r := &run{plan: plan, out: newPrinter(streams, lookup), ends: make(chan ended)}
 	if b := plan.Spec.Banner; b != "" {
 		host, port := plan.Spec.Host, strconv.Itoa(plan.Spec.Port)
-		r.out.banner(strings.NewReplacer("{host}", host, "{port}", port).Replace(b))
+		fmt.Fprintln(streams.Out, strings.NewReplacer("{host}", host, "{port}", port).Replace(b))
 	}
 	for _, m := range plan.Messages {
 		r.out.say("%s", m)
