@@ -306,18 +306,14 @@ func (s *Session) BatchTimeout(limit time.Duration) error {
 		Limit: limit, Elapsed: limit, Err: van.ErrTimeout, Hint: "what has come stays queued; call get_batch again"}
 }
 
-// Respond answers the batch that GetBatch gave id: tensors in the order of its pulls,
+// Answer answers the batch that GetBatch gave id: tensors in the order of its pulls,
 // whatever their keys. The tensors must not change until their owners are released. Those
 // on the device are sent when the work in stream is done.
 //
 // If the worker was lost, replaced, or has given the request up, the answer is dropped
 // with a log line and no error, since the program goes on serving other workers.
-func (s *Session) Respond(stream af.Stream, id uint64, tensors []af.KeyTensor) error {
-	_, err := s.Answer(stream, id, tensors, nil)
-	return err
-}
-
-// Answer is Respond with a completion: done, if not nil, is called once for each tensor
+//
+// done, if not nil, is called once for each tensor
 // when it has left, or will not leave, and is the caller's again. told says whether it is:
 // not after errors that leave the batch as it was.
 func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done van.Completion) (told bool, err error) {
@@ -327,7 +323,7 @@ func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, do
 	return s.queue.answer(stream, id, tensors, done)
 }
 
-// CanRespond tells why Respond would refuse this number of tensors for one of the
+// CanRespond tells why Answer would refuse this number of tensors for one of the
 // batches.
 func (s *Session) CanRespond(ids []uint64, tensors int) error {
 	if s.queue == nil {

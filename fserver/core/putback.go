@@ -51,14 +51,10 @@ func (q *queue) giveBack(items []Item) {
 // the item has a reference of its own. b is the batch, if the caller still has it; a batch
 // that needs an answer is found without b.
 func (s *Session) Retake(id uint64, b *af.Batch) (Item, bool) {
-	if s.queue == nil {
+	q := s.queue
+	if q == nil {
 		return Item{}, false
 	}
-	return s.queue.retake(id, b)
-}
-
-// retake is Session.Retake.
-func (q *queue) retake(id uint64, b *af.Batch) (Item, bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if out, ok := q.out[id]; ok {

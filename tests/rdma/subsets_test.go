@@ -69,7 +69,7 @@ func serveAny(ctx context.Context, n *postoffice.Node) error {
 					return err
 				}
 			}
-			if err := s.Respond(af.Complete, it.ID, out); err != nil {
+			if _, err := s.Answer(af.Complete, it.ID, out, nil); err != nil {
 				return fmt.Errorf("answer to worker %d: %w", it.Worker(), err)
 			}
 			it.Release()

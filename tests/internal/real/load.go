@@ -519,7 +519,7 @@ func (n *node) batches() {
 		for _, it := range items {
 			n.stand() // with batches in its hands
 			out := n.answers(it.Batch)
-			if err := n.session.Respond(af.DefaultStream, it.ID, out); !n.mayFail(err) {
+			if _, err := n.session.Answer(af.DefaultStream, it.ID, out, nil); !n.mayFail(err) {
 				n.wrong("respond: %v", err)
 			}
 			it.Release()

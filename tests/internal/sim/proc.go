@@ -332,7 +332,7 @@ func (p *proc) respond(items []core.Item) {
 		answers, ok := p.take(it.Batch)
 		if ok {
 			p.stale(it.Batch)
-			if err := p.session.Respond(af.DefaultStream, it.ID, answers); err != nil {
+			if _, err := p.session.Answer(af.DefaultStream, it.ID, answers, nil); err != nil {
 				p.refused(err)
 			}
 		}
