@@ -99,7 +99,7 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 func (x *exam) unknown(c check) Status {
 	switch {
 	case c.rdma:
-		return x.bad()
+		return x.orFail(Warn)
 	case c.name == "same host", c.name == gpuPairs, c.name == "gpu" && !x.needGPU():
 		return Warn
 	}

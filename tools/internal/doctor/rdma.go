@@ -30,7 +30,7 @@ type rdmaExam struct {
 func (x *rdmaExam) build(context.Context) []Finding {
 	switch {
 	case x.m.Verbs == nil:
-		return []Finding{{Status: x.absent(), Text: "this stepaf was built without RDMA",
+		return []Finding{{Status: x.orFail(Skip), Text: "this stepaf was built without RDMA",
 			Remedy: "build it on Linux with cgo and without the tag nordma" + x.useZMQ()}}
 	case x.needRDMA && !slices.Contains(x.m.Transports, ibverbs):
 		return []Finding{{Status: Fail, Text: "this stepaf has no transport ibverbs, only " + strings.Join(x.m.Transports, ", "),
@@ -45,9 +45,9 @@ func (x *rdmaExam) libraries(context.Context) []Finding {
 	}
 	stack, err := x.m.Verbs()
 	if err != nil {
-		status := x.absent()
+		status := x.orFail(Skip)
 		if len(x.sysDevices()) > 0 {
-			status = x.bad()
+			status = x.orFail(Warn)
 		}
 		return []Finding{{Status: status, Text: err.Error(),
 			Remedy: "install libibverbs, its providers and librdmacm (Debian: libibverbs1 ibverbs-providers librdmacm1; Red Hat: libibverbs librdmacm)" + x.useZMQ()}}
@@ -91,7 +91,7 @@ func (x *rdmaExam) devices(context.Context) []Finding {
 	}
 	devices := x.sysDevices()
 	if len(devices) == 0 {
-		return []Finding{{Status: x.absent(), Text: "none: /sys/class/infiniband is empty",
+		return []Finding{{Status: x.orFail(Skip), Text: "none: /sys/class/infiniband is empty",
 			Remedy: "load the NIC's driver (modprobe mlx5_ib), or make a Soft-RoCE device (rdma link add rxe0 type rxe netdev eth0)" + x.useZMQ()}}
 	}
 	ofDevice := map[string]string{}
@@ -107,7 +107,7 @@ func (x *rdmaExam) devices(context.Context) []Finding {
 		if file := ofDevice[d]; file != "" {
 			found = x.deviceFile(file, &good, found)
 		} else {
-			found = append(found, Finding{Status: x.bad(), Text: d + " has no /dev/infiniband/uverbs file", Remedy: "modprobe ib_uverbs"})
+			found = append(found, Finding{Status: x.orFail(Warn), Text: d + " has no /dev/infiniband/uverbs file", Remedy: "modprobe ib_uverbs"})
 		}
 	}
 	if len(good) > cm { // one device is enough
@@ -136,7 +136,7 @@ func (x *rdmaExam) deviceFile(file string, good *[]string, found []Finding) []Fi
 		*good = append(*good, file)
 		return found
 	}
-	f := Finding{Status: x.bad(), Text: err.Error(), Remedy: "see dmesg: the driver does not let " + file + " be opened"}
+	f := Finding{Status: x.orFail(Warn), Text: err.Error(), Remedy: "see dmesg: the driver does not let " + file + " be opened"}
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		f.Text, f.Remedy = file+" is missing", "modprobe ib_uverbs rdma_ucm; give a container --device=/dev/infiniband and the host's network"
@@ -175,13 +175,13 @@ func (x *rdmaExam) ports(context.Context) []Finding {
 	x.found = devices
 	var found []Finding
 	if err != nil { // of all devices, or of some
-		f := Finding{Status: x.bad(), Text: "not every device can be looked at: " + err.Error(), Remedy: "see the files above, ibv_devinfo -v, and dmesg"}
+		f := Finding{Status: x.orFail(Warn), Text: "not every device can be looked at: " + err.Error(), Remedy: "see the files above, ibv_devinfo -v, and dmesg"}
 		if len(devices) > 0 {
 			f.Status = Warn
 		}
 		found = append(found, f)
 	} else if len(devices) == 0 {
-		return []Finding{{Status: x.bad(), Text: "the kernel has devices, but libibverbs finds none",
+		return []Finding{{Status: x.orFail(Warn), Text: "the kernel has devices, but libibverbs finds none",
 			Remedy: "install the provider of the device (Debian: ibverbs-providers), and see that /dev/infiniband can be opened"}}
 	}
 	for _, d := range devices {
@@ -252,7 +252,7 @@ func (x *rdmaExam) lockedMemory(context.Context) []Finding {
 	case x.capable(capIPCLock):
 		f.Text = "the limit of " + size(limit) + " does not bind: this process has CAP_IPC_LOCK"
 	case limit < leastMemlock:
-		f.Status, f.Text, f.Remedy = x.bad(), fmt.Sprintf("the limit is %s, and a node registers %s besides its tensors", size(limit), size(leastMemlock)), remedy
+		f.Status, f.Text, f.Remedy = x.orFail(Warn), fmt.Sprintf("the limit is %s, and a node registers %s besides its tensors", size(limit), size(leastMemlock)), remedy
 	default:
 		f.Status, f.Text, f.Remedy = Warn, "the limit is "+size(limit)+": more than that of tensors and buffers cannot be registered", remedy
 	}
@@ -270,7 +270,7 @@ func (x *rdmaExam) address(ctx context.Context) []Finding {
 	var f Finding
 	r, err := x.choose(ctx)
 	if err != nil {
-		f.Status, f.Text, f.Remedy = x.bad(), err.Error(), "set DMLC_INTERFACE to auto or to an interface with RDMA, or DMLC_NODE_HOST to its address"+x.useZMQ()
+		f.Status, f.Text, f.Remedy = x.orFail(Warn), err.Error(), "set DMLC_INTERFACE to auto or to an interface with RDMA, or DMLC_NODE_HOST to its address"+x.useZMQ()
 		switch {
 		case x.cfg.Role == scheduler:
 			f.Remedy = "DMLC_PS_ROOT_URI must be an address of an RDMA port of the scheduler's host" + x.useZMQ()
@@ -351,7 +351,7 @@ func (x *rdmaExam) loopback(ctx context.Context) []Finding {
 		}
 		bad := Warn
 		if x.chosen != nil && x.chosen.Device == at.Device && x.chosen.Port == at.Port {
-			bad = x.bad()
+			bad = x.orFail(Warn)
 		}
 		ctx, cancel := context.WithTimeout(ctx, portTime)
 		trips, err := loopback(ctx, x.stack, at.Host, loopbackRounds)

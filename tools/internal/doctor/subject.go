@@ -48,20 +48,13 @@ func reason(ctx context.Context) string {
 
 const ibverbs = "ibverbs"
 
-// bad is the status of a defect of RDMA.
-func (x *subject) bad() Status {
+// orFail is s, or Fail when the configuration chooses ibverbs: the status of a defect of RDMA (Warn), or of
+// RDMA that is not there (Skip).
+func (x *subject) orFail(s Status) Status {
 	if x.needRDMA {
 		return Fail
 	}
-	return Warn
-}
-
-// absent is the status of RDMA that is not there.
-func (x *subject) absent() Status {
-	if x.needRDMA {
-		return Fail
-	}
-	return Skip
+	return s
 }
 
 // useZMQ ends a remedy when RDMA was asked for.

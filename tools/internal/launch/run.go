@@ -98,18 +98,14 @@ func (r *run) loop(signals <-chan os.Signal) {
 }
 
 func (r *run) signalled(s os.Signal) {
-	number, ok := s.(syscall.Signal)
-	if !ok {
-		return
-	}
-	switch {
-	case r.stopped && number == syscall.SIGPIPE:
-		return // each line that nobody reads gives one
+	switch number, ok := s.(syscall.Signal); {
+	case !ok:
+	case r.stopped && number == syscall.SIGPIPE: // each line that nobody reads gives one
 	case r.stopped:
 		r.signalAll(syscall.SIGKILL)
-		return
+	default:
+		r.fail(exit.With(128+int(number), fmt.Errorf("stopped by signal: %s", number)))
 	}
-	r.fail(exit.With(128+int(number), fmt.Errorf("stopped by signal: %s", number)))
 }
 
 // exited takes note of a process that has ended.
