@@ -142,9 +142,6 @@ func startCluster(ctx context.Context, c *cli.Context, host string, at place, se
 	return cl, nil
 }
 
-// rankName names one of several workers.
-func rankName(i int) string { return "worker " + strconv.Itoa(i) }
-
 // Vans, as --van names them. local is the name here for shared memory, which is not a
 // van by itself.
 const (

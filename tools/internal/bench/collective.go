@@ -259,7 +259,7 @@ func startGloo(ctx context.Context, python string, n int) (*cluster, error) {
 	for i := range n {
 		cmd := exec.CommandContext(ctx, python, "-c", glooProgram, strconv.Itoa(i), strconv.Itoa(n), fmt.Sprintf("tcp://127.0.0.1:%d", port))
 		cmd.Env = append(os.Environ(), "GLOO_SOCKET_IFNAME=lo")
-		if err := cl.start(rankName(i), cmd); err != nil {
+		if err := cl.start("worker "+strconv.Itoa(i), cmd); err != nil {
 			return nil, err
 		}
 	}
@@ -277,7 +277,13 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 		iters = min(max(1<<31/(e.size*n*(n-1)+1<<21), 40), 500)
 	}
 	r := &collectiveReport{Van: m.c.String("van"), Op: e.op, Bytes: e.size, Ranks: n, Iters: iters, Checked: true}
-	arrive := e.arrive(n)
+	arrive := e.size * (n - 1) // bytes that come to a rank at least
+	switch e.op {
+	case broadcast, barrier:
+		arrive = e.size
+	case allReduce:
+		arrive = 2 * e.size / n * (n - 1)
+	}
 	from, to := make([]byte, arrive), make([]byte, arrive)
 	fill(from) // memory that was never written takes none
 	var figures perfFigures
@@ -328,17 +334,6 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 		r.Copy = &q
 	}
 	return r, nil
-}
-
-// arrive is how many bytes come to a rank at least.
-func (e exchange) arrive(n int) int {
-	switch e.op {
-	case broadcast, barrier:
-		return e.size
-	case allReduce:
-		return 2 * e.size / n * (n - 1)
-	}
-	return e.size * (n - 1)
 }
 
 func (r *collectiveReport) print(w io.Writer) error {

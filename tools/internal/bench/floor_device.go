@@ -313,9 +313,8 @@ func dialDeviceFloor(b backend.Backend, to string, push, pull int) (_ *deviceFlo
 
 // receiveFD receives a file descriptor and the byte that it comes with.
 func receiveFD(conn *net.UnixConn) (int, error) {
-	var b [1]byte
 	oob := make([]byte, unix.CmsgSpace(4))
-	_, n, _, _, err := conn.ReadMsgUnix(b[:], oob)
+	_, n, _, _, err := conn.ReadMsgUnix(make([]byte, 1), oob)
 	if err != nil {
 		return -1, err
 	}

@@ -272,32 +272,23 @@ func (t *deviceTripper) ahead(ctx context.Context, src af.Tensor, n int, a *answ
 			return err
 		}
 	}
-	if err = t.arrived(ctx); err != nil {
-		return err
-	}
+	err = t.arrived(ctx)
 	a.NS = []int64{int64(clock.Now() - begun)}
-	return nil
+	return err
 }
 
 // doFloor measures the floor, of which rank 1 is the server.
-func (t *deviceTripper) doFloor(ctx context.Context, size, n int) (*answer, error) {
+func (t *deviceTripper) doFloor(ctx context.Context, size, n int) (a *answer, err error) {
 	if t.size != size {
-		err := t.endFloor(ctx)
-		if err == nil {
+		if err = t.endFloor(ctx); err == nil {
 			err = t.beginFloor(ctx, size)
 		}
-		if err != nil {
-			return nil, err
-		}
 	}
-	a := &answer{NS: make([]int64, n)}
-	if t.floor != nil {
-		var err error
-		if a.NS, err = t.floor.measure(n); err != nil {
-			return nil, err
-		}
+	a = &answer{NS: make([]int64, n)}
+	if err == nil && t.floor != nil {
+		a.NS, err = t.floor.measure(n)
 	}
-	return a, nil
+	return a, err
 }
 
 func (t *deviceTripper) beginFloor(ctx context.Context, size int) (err error) {

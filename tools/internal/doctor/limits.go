@@ -14,13 +14,11 @@ const ofDoctor = 8
 // node does when it starts. Without the shape of a cluster it says how many peers the limit
 // of open files is enough for. Locked memory has a finding of its own.
 func (x *exam) limits(context.Context) []Finding {
-	var f Finding
 	_, hard, err := x.m.Files()
 	if err != nil {
-		f.Status, f.Text, f.Remedy = Warn, err.Error(), "see ulimit -Hn"
-		return []Finding{f}
+		return []Finding{{Status: Warn, Text: err.Error(), Remedy: "see ulimit -Hn"}}
 	}
-	f.Data = map[string]any{"open_files": hard}
+	f := Finding{Data: map[string]any{"open_files": hard}}
 	if x.cfg.NumWorkers == 0 || x.cfg.NumServers == 0 {
 		f.Text = fmt.Sprintf("%d open files, enough for %d peers over zmq",
 			hard, hard/uint64(limits.PerPeer(x.cfg)))

@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"cmp"
 	"net"
 	"os"
 	"path/filepath"
@@ -80,23 +81,21 @@ func free(host string, port int) error {
 	return l.Close()
 }
 
-// on returns the address of an interface with exactly this name.
-func (m *Machine) on(name string) (Address, bool) {
+// on returns the address of an interface with exactly this name, the zero Address if there is none.
+func (m *Machine) on(name string) Address {
 	return m.first(func(a Address) bool { return a.Interface == name })
 }
 
 func (m *Machine) loopback() Address {
-	if a, found := m.first(func(a Address) bool { return a.Loopback }); found {
-		return a
-	}
-	return Address{Interface: "lo", IP: "127.0.0.1", Loopback: true}
+	return cmp.Or(m.first(func(a Address) bool { return a.Loopback }), Address{Interface: "lo", IP: "127.0.0.1", Loopback: true})
 }
 
-func (m *Machine) first(fits func(Address) bool) (Address, bool) {
+// first returns the first address that fits, the zero Address if none does.
+func (m *Machine) first(fits func(Address) bool) Address {
 	if i := slices.IndexFunc(m.Addresses, fits); i >= 0 {
-		return m.Addresses[i], true
+		return m.Addresses[i]
 	}
-	return Address{}, false
+	return Address{}
 }
 
 // list names the interfaces for an error.

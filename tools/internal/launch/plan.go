@@ -200,41 +200,33 @@ func (p *planner) address() error {
 	if s.Host == "" && !s.Part.schedules() {
 		return exit.Usage("no scheduler address: give --host or set DMLC_PS_ROOT_URI")
 	}
-	own, found := Address{}, false
+	var own Address // none yet
 	if s.Interface != "" {
-		if own, found = p.m.on(s.Interface); !found {
+		if own = p.m.on(s.Interface); own == (Address{}) {
 			return exit.Usage("no interface %q with an IPv4 address: this machine has %s", s.Interface, p.m.list())
 		}
 	} else if s.Prefer != "" {
-		own, found = p.m.on(s.Prefer)
+		own = p.m.on(s.Prefer)
 	}
 	if h := p.cfg.NodeHost; h != "" && s.Interface == "" {
-		own, found = p.named(h), true
+		own = p.named(h)
 	}
 	loopback := s.Host == "localhost" || net.ParseIP(s.Host).IsLoopback()
-	if !found && (s.Host != "" && s.Part.schedules() || loopback) {
-		own, found = p.named(s.Host), true
+	if own == (Address{}) && (s.Host != "" && s.Part.schedules() || loopback) {
+		own = p.named(s.Host)
 	}
-	if !found && s.Part.local() && p.chosen != "ibverbs" {
-		own, found = p.m.loopback(), true
-	}
-	if !found {
-		own, found = p.m.first(func(a Address) bool { return !a.Loopback && a.Up }) // that others may reach
-	}
-	if !found {
+	if own == (Address{}) && s.Part.local() && p.chosen != "ibverbs" {
 		own = p.m.loopback()
 	}
-	p.own = own
-	s.Host = cmp.Or(s.Host, own.IP)
+	others := p.m.first(func(a Address) bool { return !a.Loopback && a.Up }) // that others may reach
+	p.own = cmp.Or(own, others, p.m.loopback())
+	s.Host = cmp.Or(s.Host, p.own.IP)
 	return nil
 }
 
 // named is an address that the user has given.
 func (p *planner) named(host string) Address {
-	if a, found := p.m.first(func(a Address) bool { return a.IP == host }); found {
-		return a
-	}
-	return Address{Interface: "host", IP: host}
+	return cmp.Or(p.m.first(func(a Address) bool { return a.IP == host }), Address{Interface: "host", IP: host})
 }
 
 // Ports that are tried: from a default one upwards, else at random in a range

@@ -30,8 +30,7 @@ func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(stri
 	for _, m := range plan.Messages {
 		r.out.say("%s", m)
 	}
-	release := r.startAll()
-	defer release()
+	defer r.startAll()()
 	r.loop(signals)
 	return r.result
 }
