@@ -36,27 +36,23 @@ func give(task *C.uint64_t, t core.Awaited) { *task = C.uint64_t(cgo.NewHandle(t
 
 //export sf_comm_new
 func sf_comm_new(id C.int64_t, ranked *C.int64_t, n C.int, timeoutMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
-	s, err := session()
-	if err != nil {
-		return fail(e, err)
-	}
-	c, t := s.Comms().New(int(id), ranks(ranked, n), time.Duration(timeoutMs)*time.Millisecond)
-	*at = C.uint64_t(cgo.NewHandle(c))
-	give(task, t)
-	return C.SF_DONE
+	return with(e, func(s *core.Session) error {
+		c, t := s.Comms().New(int(id), ranks(ranked, n), time.Duration(timeoutMs)*time.Millisecond)
+		*at = C.uint64_t(cgo.NewHandle(c))
+		give(task, t)
+		return nil
+	})
 }
 
 // sf_comm_group begins to make the group's communicator, or gives the task that does.
 //
 //export sf_comm_group
 func sf_comm_group(task *C.uint64_t, e *C.sf_error) C.int {
-	s, err := session()
-	if err != nil {
-		return fail(e, err)
-	}
-	_, t := s.Comms().Group()
-	give(task, t)
-	return C.SF_DONE
+	return with(e, func(s *core.Session) error {
+		_, t := s.Comms().Group()
+		give(task, t)
+		return nil
+	})
 }
 
 //export sf_comm_place
@@ -108,12 +104,10 @@ func values(l []af.KeyTensor) []af.Tensor {
 func sf_comm_task(at C.uint64_t, what C.int, timeoutMs C.int64_t, task *C.uint64_t, e *C.sf_error) C.int {
 	limit := time.Duration(timeoutMs) * time.Millisecond
 	if at == C.SF_GROUP { // only Rebuild is of the group
-		s, err := session()
-		if err != nil {
-			return fail(e, err)
-		}
-		give(task, s.Comms().RebuildGroup(limit))
-		return C.SF_DONE
+		return with(e, func(s *core.Session) error {
+			give(task, s.Comms().RebuildGroup(limit))
+			return nil
+		})
 	}
 	c, err := comm(at)
 	if err != nil {

@@ -24,17 +24,14 @@ func sf_streams_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull
 	if err := a.request(push, nPush, pull, nPull); err != nil {
 		return fail(e, err)
 	}
-	s, err := session()
-	if err != nil {
-		return fail(e, err)
-	}
-	x, t, err := s.Streams().Prepare(ranks(peers, nPeers), a.push, a.pull, time.Duration(timeoutMs)*time.Millisecond, time.Duration(roundMs)*time.Millisecond)
-	if err != nil {
-		return fail(e, err)
-	}
-	*at = C.uint64_t(cgo.NewHandle(x))
-	give(task, t)
-	return C.SF_DONE
+	return with(e, func(s *core.Session) error {
+		x, t, err := s.Streams().Prepare(ranks(peers, nPeers), a.push, a.pull, time.Duration(timeoutMs)*time.Millisecond, time.Duration(roundMs)*time.Millisecond)
+		if err == nil {
+			*at = C.uint64_t(cgo.NewHandle(x))
+			give(task, t)
+		}
+		return err
+	})
 }
 
 func streamExchange(at C.uint64_t) *core.StreamExchange {
