@@ -23,8 +23,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	p := v.peers
 	p.mu.Lock()
 	p.dialling.Add(1) // before there is no link any more
-	old := p.link(id)
-	p.setLink(id, nil)
+	old := p.takeLink(id)
 	was := p.nodes[id]
 	n.admitted = was == nil || was.admitted && was.token.name == t.name
 	p.nodes[id] = n
@@ -57,7 +56,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 		}
 	}
 	if old != nil {
-		old.close(true)
+		p.end(old)
 	}
 	return nil
 }
@@ -69,9 +68,8 @@ const drainTime = 500 * time.Millisecond
 func (v *Van) Disconnect(id int) {
 	p := v.peers
 	p.mu.Lock()
-	l := p.link(id)
+	l := p.takeLink(id)
 	delete(p.nodes, id)
-	p.setLink(id, nil)
 	if l != nil && !p.closed {
 		before, left := p.draining[id], make(chan struct{})
 		p.draining[id] = left
@@ -79,7 +77,7 @@ func (v *Van) Disconnect(id int) {
 			ctx, cancel := context.WithTimeout(v.drain, v.drainTime)
 			defer cancel()
 			l.linger(ctx)
-			l.close(true)
+			p.end(l)
 			if before != nil {
 				<-before
 			}
@@ -103,7 +101,7 @@ func (v *Van) Rename(old, id int) error {
 	}
 	p := v.peers
 	p.mu.Lock()
-	l, other := p.link(old), p.link(id)
+	l, other := p.link(old), p.takeLink(id)
 	if n := p.nodes[old]; n != nil {
 		p.nodes[id], n.id = n, id
 		delete(p.nodes, old)
@@ -111,11 +109,11 @@ func (v *Van) Rename(old, id int) error {
 	if l != nil {
 		l.id.Store(int32(id))
 	}
+	p.setLink(id, l) // first: Recall is to find it all the time
 	p.setLink(old, nil)
-	p.setLink(id, l)
 	p.mu.Unlock()
 	if other != nil {
-		other.close(true)
+		p.end(other)
 	}
 	return nil
 }

@@ -35,6 +35,7 @@ type peers struct {
 
 	links    atomic.Pointer[map[int]*outLink] // by node id
 	outs     atomic.Pointer[[]*outLink]       // the same
+	ending   atomic.Pointer[[]*outLink]       // that takeLink has taken, and end has not closed yet
 	ins      atomic.Pointer[[]*inLink]
 	dialling atomic.Int32 // peers of which it is not settled whether they will have a link
 
@@ -66,6 +67,7 @@ func newPeers(log *slog.Logger, bell *doorbell, dests *destinations) *peers {
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	p.ins.Store(&[]*inLink{})
 	p.outs.Store(&[]*outLink{})
+	p.ending.Store(&[]*outLink{})
 	p.links.Store(&map[int]*outLink{})
 	return p
 }
@@ -117,6 +119,28 @@ func (p *peers) setLink(id int, l *outLink) {
 	outs := slices.Collect(maps.Values(links))
 	p.links.Store(&links)
 	p.outs.Store(&outs)
+}
+
+// takeLink takes away the link to id, and returns it, if there is one, for end. Until then it may
+// send what it has, so Recall must find it: in one list before it leaves the other. p.mu is held.
+func (p *peers) takeLink(id int) *outLink {
+	l := p.link(id)
+	if l == nil {
+		return nil
+	}
+	ending := append(slices.Clone(*p.ending.Load()), l)
+	p.ending.Store(&ending)
+	p.setLink(id, nil)
+	return l
+}
+
+// end closes a link that takeLink has returned.
+func (p *peers) end(l *outLink) {
+	l.close(true)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	ending := slices.DeleteFunc(slices.Clone(*p.ending.Load()), func(x *outLink) bool { return x == l })
+	p.ending.Store(&ending)
 }
 
 var errLinkBroke = errors.New("its link through shared memory broke")

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"reflect"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
@@ -193,4 +194,66 @@ func TestRefusedPullNamesNothing(t *testing.T) {
 	if n := places(); n != 1 {
 		t.Errorf("%d places are wanted behind a refused pull, want 1", n)
 	}
+}
+
+// TestRecallOfEndedLinks: requests whose peer was disconnected, or is named anew, are taken back from the link that still
+// had them, which may send for a while.
+func TestRecallOfEndedLinks(t *testing.T) {
+	for _, mode := range readModes {
+		t.Run("disconnected/"+mode.name, func(t *testing.T) {
+			worker, server := unread(t, func(v *Van) { v.drainTime = limit }, mode.set)
+			const sent = 8
+			vals, dones := make([][]byte, sent), make([]done, sent)
+			for i := range sent {
+				vals[i] = pattern(i, 1<<20)
+				m := data(8, i, vals[i])
+				m.Done = &dones[i]
+				worker.must(m)
+			}
+			worker.Disconnect(8)
+			worker.Recall(van.Requests{Count: sent})
+			for i := range sent {
+				if n := dones[i].count(); n != 1 {
+					t.Errorf("message %d: told %d times that its memory is free, want once", i, n)
+				}
+				clear(vals[i])
+			}
+			if err := worker.Connect(t.Context(), 8, server.self); err != nil {
+				t.Fatal(err)
+			}
+			server.start()
+			worker.must(data(8, sent, pattern(sent, 1<<20))) // it comes behind what was sent before
+			for last := 0; last != sent; {
+				m := server.next()
+				last = int(m.Timestamp)
+				if !bytes.Equal(m.Vals.Host(), pattern(last, 1<<20)) {
+					t.Errorf("message %d came with other bytes than it was sent with", last)
+				}
+				m.Release()
+			}
+		})
+	}
+	t.Run("replaced", func(t *testing.T) {
+		worker, server := unread(t, nil, nil)
+		var done done
+		m := data(8, 1, pattern(1, 3<<20))
+		m.Done = &done
+		worker.must(m)
+		l := worker.peers.link(8)
+		l.mu.Lock() // as one who sends, which Connect waits for when it ends the link
+		connected := make(chan error, 1)
+		go func() { connected <- worker.Connect(t.Context(), 8, server.self) }()
+		eventually(t, "the link is not found any more", func() bool { return worker.peers.link(8) == nil })
+		time.AfterFunc(50*time.Millisecond, l.mu.Unlock)
+		worker.Recall(van.Requests{First: 1, Count: 1})
+		if n := done.count(); n != 1 {
+			t.Errorf("told %d times that the memory is free, want once: the link that is ended can still send it", n)
+		}
+		if err := <-connected; err != nil {
+			t.Error(err)
+		}
+		if n := len(*worker.peers.ending.Load()); n != 0 {
+			t.Errorf("%d links are still remembered", n)
+		}
+	})
 }

@@ -285,6 +285,9 @@ func (v *Van) Recall(q van.Requests) {
 	for _, l := range *v.peers.outs.Load() {
 		l.recall(&q)
 	}
+	for _, l := range *v.peers.ending.Load() { // behind the others: see takeLink
+		l.recall(&q)
+	}
 	if r, ok := van.As[van.Recaller](v.inner); ok {
 		r.Recall(q)
 	}
