@@ -1,6 +1,7 @@
 package local
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -133,6 +134,38 @@ func TestAnswerElsewhere(t *testing.T) {
 	worker.next().Release()
 	if n := expected(); n != 0 {
 		t.Errorf("over the van inside: %d answers are expected", n)
+	}
+}
+
+// TestAnswerRead: an answer of which all is read from the sender, its head, too, ends the expectation of it: a second
+// answer does not go into memory that is the caller's again.
+func TestAnswerRead(t *testing.T) {
+	worker, server := pair(t)
+	into := make([]byte, streamFrom)
+	worker.must(pull(8, 1, into))
+	server.next().Release()
+	m := asAnswer(data(9, 1, pattern(1, streamFrom)))
+	m.Body = make([]byte, streamFrom)
+	l := server.peers.link(9)
+	l.mu.Lock()
+	var r record
+	size := r.plan(m, partPinned)
+	head := make([]byte, r.parts[0].n)
+	err := errors.Join(m.EncodeTo(head), r.put(l.seg.at(l.tail), size, m, head, nil))
+	if err == nil {
+		l.publish(&r, size, pinOf(&r, m, head, 0))
+		l.bell.ring()
+	}
+	l.mu.Unlock()
+	if err != nil {
+		t.Fatal(err)
+	}
+	worker.next().Release()
+	server.must(asAnswer(data(9, 1, pattern(2, streamFrom))))
+	again := worker.next()
+	defer again.Release()
+	if again.Placed || !bytes.Equal(into, make([]byte, streamFrom)) {
+		t.Error("a second answer went into memory that is the caller's again")
 	}
 }
 

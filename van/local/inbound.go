@@ -84,8 +84,8 @@ func (p *inbound) decode(q *destinations) error {
 			m.SetFrame(i, backend.Bytes(p.buf[h.off:h.off+h.n:h.off+h.n]))
 		}
 	}
-	// Other values take their destination, if they have one, later.
-	if !m.Request && !m.Push && (m.Frames < partVals || p.rec.parts[partVals].form == partInline || p.dst[partVals] != nil) {
+	// Other values take their destination, if they have one, later; not behind a head that is not inline, see allocate.
+	if !m.Request && !m.Push && (m.Frames < partVals || p.rec.parts[partVals].form == partInline || p.rec.parts[0].form != partInline) {
 		q.answered(m.Sender, &m.Meta)
 	}
 	return nil
