@@ -265,6 +265,9 @@ func TestStrandedCopy(t *testing.T) {
 			if n := worker.copies.running.Load(); n != 0 {
 				t.Errorf("%d copies keep the receiver awake", n)
 			}
+			if wdev.Imports() == 0 {
+				t.Error("what the copy reads is not mapped any more")
+			}
 			open()
 			worker.Revoke(into)
 			if n := strings.Count(log.String(), line); n != 2 {

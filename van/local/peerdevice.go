@@ -147,6 +147,11 @@ func (s *peerDevice) begin(p *inbound) error {
 	}
 	if err != nil {
 		p.copied, p.stranded = running, running != nil
+		for i := range p.spans {
+			if p.stranded { // what the copy reads stays mapped
+				p.spans[i].of.busy++
+			}
+		}
 		return errors.Join(err, event.Close())
 	}
 	p.copied, p.begun = event, clock.Now()
