@@ -122,3 +122,49 @@ func TestRecallBehindTheMonitor(t *testing.T) {
 		})
 	}
 }
+
+// leaving is a van that calls f when a peer is about to be disconnected.
+type leaving struct {
+	van.Van
+	f func()
+}
+
+func (l *leaving) Disconnect(id int) {
+	l.f()
+	l.Van.Disconnect(id)
+}
+
+// TestRecallBehindDisconnect: what is sent to a peer while it is disconnected, and whose memory is taken back then, is
+// not sent when the peer is connected again.
+func TestRecallBehindDisconnect(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{Timeout: time.Second, MaxTries: 3})
+		connect := func() {
+			if err := f.Connect(t.Context(), 8, van.Node{Hostname: "h", Port: 1}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		connect()
+		var done counter
+		m := request(8, 5)
+		m.Done = &done
+		f.inner = &leaving{f.inner, func() {
+			if err := f.Send(m); err != nil {
+				t.Error(err)
+			}
+		}}
+		f.Disconnect(8)
+		f.p.take()
+		f.Recall(van.Requests{First: 5, Count: 1})
+		if n := done.Load(); n != 1 {
+			t.Errorf("the memory was given back %d times, want once", n)
+		}
+		connect()
+		time.Sleep(10 * time.Second)
+		for _, s := range f.p.take() {
+			if s.meta.Control.Cmd == van.EmptyCmd {
+				t.Errorf("%s was sent after its request had ended", &s.meta)
+			}
+		}
+	})
+}

@@ -177,10 +177,10 @@ func (v *Van) Rename(old, id int) error {
 
 // Disconnect implements van.Van. Messages that were not acknowledged are dropped.
 func (v *Van) Disconnect(id int) {
-	v.kept.disconnect(id)
+	v.inner.Disconnect(id) // first: from here on nothing is sent to it, nor kept
 	drop(v.kept.take(id, false))
+	v.kept.disconnect(id) // last: Recall looks for what is kept for those that are connected
 	v.seen.forget(id)
-	v.inner.Disconnect(id)
 }
 
 // Close implements van.Van. It first waits for acknowledgements, no longer than
