@@ -243,7 +243,7 @@ func TestRecallOfEndedLinks(t *testing.T) {
 		l.mu.Lock() // as one who sends, which Connect waits for when it ends the link
 		connected := make(chan error, 1)
 		go func() { connected <- worker.Connect(t.Context(), 8, server.self) }()
-		eventually(t, "the link is not found any more", func() bool { return worker.peers.link(8) == nil })
+		eventually(t, "the link is not found any more", func() bool { return worker.peers.link(8) != l })
 		time.AfterFunc(50*time.Millisecond, l.mu.Unlock)
 		worker.Recall(van.Requests{First: 1, Count: 1})
 		if n := done.count(); n != 1 {
