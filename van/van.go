@@ -144,7 +144,8 @@ type PeerWatcher interface {
 	// WatchPeers makes the van call f when the connection to a peer breaks (up
 	// false) and when it is back (up true). A van may also call it when an attempt to
 	// connect fails, with a cause that wraps syscall.ECONNREFUSED; it keeps
-	// trying. f must not block. Call WatchPeers before Start.
+	// trying. f must not block. It must not be called within Send or Recall: wrappers hold
+	// locks there that f may need. Call WatchPeers before Start.
 	WatchPeers(f func(id int, up bool, cause error))
 }
 
