@@ -101,6 +101,7 @@ var failed = []struct {
 	{102115, "a barrier that counts a request that was given up while a cut held it up"},
 	{12449, "a node of the original was not sent the record that was on its way when its connection broke, long after"},
 	{720903, "a scheduler that was started again and waited for one more new process looked once a second, and gave up between two looks"},
+	{3001263, "a barrier that a process gave up while it stood still, so that nobody could know: the checker did not"},
 	{2004245, "a copy of a message that was given up before it left: the simulated network made it of what lay there then"},
 }
 

@@ -59,6 +59,7 @@ type vote struct {
 	start, end time.Duration
 	ended      bool
 	counts     time.Duration // until when its request may still count
+	held       bool          // the process stood still when it ended: what takes the request back leaves when it is woken
 }
 
 func newChecker(n *Net) *checker {
@@ -211,8 +212,15 @@ func (k *checker) vote(p *proc) *vote {
 // processes that each node may be.
 func (k *checker) voted(v *vote, err error, group [][]*proc) {
 	now := k.n.now()
+	held, _ := v.p.c.stands(v.p)
+	woken := map[*proc]time.Duration{}
+	for _, holders := range group {
+		for _, p := range holders {
+			_, woken[p] = p.c.stands(p)
+		}
+	}
 	k.mu.Lock()
-	v.end, v.ended = now, true
+	v.end, v.ended, v.held = now, true, held && err != nil
 	switch {
 	case err == nil:
 		for _, x := range k.votes[v.p.who] {
@@ -224,7 +232,7 @@ func (k *checker) voted(v *vote, err error, group [][]*proc) {
 				x.counts = 0
 				break
 			}
-			x.counts = 0 // the barrier that has passed has used it up
+			x.counts, x.held = 0, false // the barrier that has passed has used it up
 		}
 	case v.p.c.plan.Cluster.IsForeign(v.p.who):
 		v.counts = math.MaxInt64 // the original cannot take it back
@@ -239,7 +247,8 @@ func (k *checker) voted(v *vote, err error, group [][]*proc) {
 		p := holders[0]
 		ok := false
 		for _, x := range k.votes[p.who] {
-			ok = ok || slices.Contains(holders, x.p) && x.start <= now && (!x.ended || x.end >= v.start || x.counts >= now)
+			holds := x.held && (woken[x.p] < x.end || now <= woken[x.p]+2*slack)
+			ok = ok || slices.Contains(holders, x.p) && x.start <= now && (!x.ended || x.end >= v.start || x.counts >= now || holds)
 		}
 		if !ok && missing == nil {
 			missing = p

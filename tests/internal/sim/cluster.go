@@ -185,6 +185,13 @@ func (c *cluster) unaware(p *proc) bool {
 	return asleep || c.net.apart(p.who, "scheduler", now-slack)
 }
 
+// stands tells whether a process stands still, and when it was woken last.
+func (c *cluster) stands(p *proc) (still bool, woken time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return p.frozen, p.woken
+}
+
 // living lists the processes of nodes that run, in order.
 func (c *cluster) living(nodes plan.Nodes) (all []*proc) {
 	c.mu.Lock()
