@@ -147,8 +147,8 @@ func (s *peerDevice) begin(p *inbound) error {
 	}
 	if err != nil {
 		p.copied, p.stranded = running, running != nil
-		for i := range p.spans {
-			if p.stranded { // what the copy reads stays mapped
+		if p.stranded {
+			for i := range p.spans { // what the copy reads stays mapped
 				p.spans[i].of.busy++
 			}
 		}

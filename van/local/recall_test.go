@@ -4,8 +4,8 @@ import (
 	"bytes"
 	"errors"
 	"reflect"
+	"slices"
 	"testing"
-	"time"
 
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
@@ -244,10 +244,13 @@ func TestRecallOfEndedLinks(t *testing.T) {
 		connected := make(chan error, 1)
 		go func() { connected <- worker.Connect(t.Context(), 8, server.self) }()
 		eventually(t, "the link is not found any more", func() bool { return worker.peers.link(8) != l })
-		time.AfterFunc(50*time.Millisecond, l.mu.Unlock)
+		if !slices.Contains(*worker.peers.ending.Load(), l) {
+			t.Error("Recall does not find the link, which can still send")
+		}
+		l.mu.Unlock()
 		worker.Recall(van.Requests{First: 1, Count: 1})
 		if n := done.count(); n != 1 {
-			t.Errorf("told %d times that the memory is free, want once: the link that is ended can still send it", n)
+			t.Errorf("told %d times that the memory is free, want once", n)
 		}
 		if err := <-connected; err != nil {
 			t.Error(err)

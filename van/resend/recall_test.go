@@ -106,7 +106,7 @@ func TestRecallBehindTheMonitor(t *testing.T) {
 					t.Fatal(err)
 				}
 				f.p.take()
-				time.Sleep(2500 * time.Millisecond)
+				time.Sleep(2500 * time.Millisecond) // of the bubble's time: two time-outs
 				for _, s := range f.p.take() {
 					if s.meta.Control.Cmd == van.EmptyCmd {
 						t.Errorf("%s was sent after its request had ended", &s.meta)
@@ -160,7 +160,7 @@ func TestRecallBehindDisconnect(t *testing.T) {
 			t.Errorf("the memory was given back %d times, want once", n)
 		}
 		connect()
-		time.Sleep(10 * time.Second)
+		time.Sleep(10 * time.Second) // of the bubble's time: all tries
 		for _, s := range f.p.take() {
 			if s.meta.Control.Cmd == van.EmptyCmd {
 				t.Errorf("%s was sent after its request had ended", &s.meta)

@@ -47,8 +47,8 @@ func copied(f backend.Mem) backend.Mem {
 	return backend.Bytes(append(make([]byte, 0, f.Len()), f.Host()...))
 }
 
-// clone is the same message once more. Of one that was given up while it waited for a connection the
-// values are something else by now: neither is taken.
+// clone is the same message once more. If it was given up while it waited for a connection, its memory holds something
+// else by now, and the receiver takes neither.
 func (p *packet) clone() *packet {
 	q := &packet{sender: p.sender, size: p.size, flow: p.flow, lane: p.lane, lent: p.lent && p.gone, gone: p.gone}
 	q.msg.Meta.CopyFrom(&p.msg.Meta)

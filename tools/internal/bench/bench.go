@@ -74,16 +74,20 @@ func Command() *cli.Command {
 		},
 	}
 	for _, c := range bench.Subcommands {
-		action := c.Action
-		c.Action = exit.WithoutArguments(func(c *cli.Context) error {
-			if t := c.Duration("timeout"); t <= 0 {
-				return exit.Usage("bench %s: --timeout %v: want more than 0", c.Command.Name, t)
-			}
-			return action(c)
-		})
+		c.Action = checked(c.Action)
 	}
 	bench.Subcommands = append(bench.Subcommands, &cli.Command{Name: "child", Hidden: true, Action: runChild, SkipFlagParsing: true})
 	return bench
+}
+
+// checked is the action f of a benchmark.
+func checked(f cli.ActionFunc) cli.ActionFunc {
+	return exit.WithoutArguments(func(c *cli.Context) error {
+		if t := c.Duration("timeout"); t <= 0 {
+			return exit.Usage("bench %s: --timeout %v: want more than 0", c.Command.Name, t)
+		}
+		return f(c)
+	})
 }
 
 // runChild is one node of a benchmark.

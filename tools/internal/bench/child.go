@@ -113,11 +113,7 @@ func startCluster(ctx context.Context, c *cli.Context, host string, at place, se
 	environ := append(env.Strip(os.Environ()),
 		"DMLC_NUM_WORKER="+strconv.Itoa(workers), "DMLC_NUM_SERVER="+strconv.Itoa(servers),
 		"DMLC_PS_ROOT_URI="+host, "DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST="+host)
-	over, ipc := c.String("van"), "0" // what data goes over, and nothing else
-	if over == local {
-		over, ipc = zmq, "1"
-	}
-	environ = append(environ, "DMLC_ENABLE_RDMA="+over, "BYTEPS_ENABLE_IPC="+ipc)
+	environ = append(environ, transport(c.String("van"))...)
 	for _, keep := range passed {
 		if v, ok := os.LookupEnv(keep); ok {
 			environ = append(environ, keep+"="+v)
@@ -142,6 +138,9 @@ func startCluster(ctx context.Context, c *cli.Context, host string, at place, se
 	return cl, nil
 }
 
+// rankName names one of several workers.
+func rankName(i int) string { return "worker " + strconv.Itoa(i) }
+
 // Vans, as --van names them. local is the name here for shared memory, which is not a
 // van by itself.
 const (
@@ -149,6 +148,14 @@ const (
 	ibverbs = "ibverbs"
 	local   = "local"
 )
+
+// transport is the variables that choose what data goes over, and nothing else.
+func transport(van string) []string {
+	if van == local {
+		return []string{"DMLC_ENABLE_RDMA=" + zmq, "BYTEPS_ENABLE_IPC=1"}
+	}
+	return []string{"DMLC_ENABLE_RDMA=" + van, "BYTEPS_ENABLE_IPC=0"}
+}
 
 // checkTransport refuses to measure something else than what was asked for.
 func checkTransport(node *postoffice.Node, peers []int) error {

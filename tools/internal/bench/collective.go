@@ -218,9 +218,7 @@ func (m *collectiveRun) group(n int, all []measured) (err error) {
 		defer func() { end(peers) }()
 	}
 	if !m.c.Bool("json") {
-		fmt.Fprintf(m.c.App.Writer, "%d ranks over %s, microseconds, results checked\n", n, m.c.String("van"))
-		fmt.Fprintf(m.c.App.Writer, "%-14s %9s %6s %9s %9s %9s %9s   %9s %9s %9s   %6s %s\n", "", "bytes", "iters", "p50", "p90", "p99", "max",
-			"gloo p50", "p99", "copy p50", "ratio", "goal")
+		collectiveHead(m.c.App.Writer, m.c.String("van"), n)
 	}
 	for _, e := range all {
 		r, err := m.measure(ours, peers, n, e.exchange)
@@ -259,7 +257,7 @@ func startGloo(ctx context.Context, python string, n int) (*cluster, error) {
 	for i := range n {
 		cmd := exec.CommandContext(ctx, python, "-c", glooProgram, strconv.Itoa(i), strconv.Itoa(n), fmt.Sprintf("tcp://127.0.0.1:%d", port))
 		cmd.Env = append(os.Environ(), "GLOO_SOCKET_IFNAME=lo")
-		if err := cl.start("worker "+strconv.Itoa(i), cmd); err != nil {
+		if err := cl.start(rankName(i), cmd); err != nil {
 			return nil, err
 		}
 	}
@@ -277,13 +275,7 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 		iters = min(max(1<<31/(e.size*n*(n-1)+1<<21), 40), 500)
 	}
 	r := &collectiveReport{Van: m.c.String("van"), Op: e.op, Bytes: e.size, Ranks: n, Iters: iters, Checked: true}
-	arrive := e.size * (n - 1) // bytes that come to a rank at least
-	switch e.op {
-	case broadcast, barrier:
-		arrive = e.size
-	case allReduce:
-		arrive = 2 * e.size / n * (n - 1)
-	}
+	arrive := e.arrive(n)
 	from, to := make([]byte, arrive), make([]byte, arrive)
 	fill(from) // memory that was never written takes none
 	var figures perfFigures
@@ -334,6 +326,23 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 		r.Copy = &q
 	}
 	return r, nil
+}
+
+// arrive is how many bytes come to a rank at least.
+func (e exchange) arrive(n int) int {
+	switch e.op {
+	case broadcast, barrier:
+		return e.size
+	case allReduce:
+		return 2 * e.size / n * (n - 1)
+	}
+	return e.size * (n - 1)
+}
+
+func collectiveHead(w io.Writer, over string, n int) {
+	fmt.Fprintf(w, "%d ranks over %s, microseconds, results checked\n", n, over)
+	fmt.Fprintf(w, "%-14s %9s %6s %9s %9s %9s %9s   %9s %9s %9s   %6s %s\n", "", "bytes", "iters", "p50", "p90", "p99", "max",
+		"gloo p50", "p99", "copy p50", "ratio", "goal")
 }
 
 func (r *collectiveReport) print(w io.Writer) error {

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"os/exec"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -99,7 +98,7 @@ func TestAsk(t *testing.T) {
 	} {
 		c := newCluster()
 		for i, script := range []string{x.zero, x.one} {
-			if err := c.start("worker "+strconv.Itoa(i), exec.CommandContext(t.Context(), "sh", "-c", "read line; "+script)); err != nil {
+			if err := c.start(rankName(i), exec.CommandContext(t.Context(), "sh", "-c", "read line; "+script)); err != nil {
 				t.Fatal(err)
 			}
 		}

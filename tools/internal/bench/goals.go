@@ -40,6 +40,14 @@ func (g goal) String() string {
 	return fmt.Sprintf("at most %g", g.limit)
 }
 
+// reached tells whether a ratio is within the goal.
+func (g goal) reached(ratio float64) bool {
+	if g.least {
+		return ratio >= g.limit
+	}
+	return ratio <= g.limit
+}
+
 // course is a way of measuring that has payloads of its own, and goals for some.
 type course struct{ van, device string }
 
@@ -106,12 +114,12 @@ type verdict struct{ missed []string }
 
 // judge compares a ratio with a goal, and tells whether the goal is missed.
 func (v *verdict) judge(p fmt.Stringer, g goal, ratio float64) bool {
-	reached, word := ratio <= g.limit, "times"
-	if g.least {
-		reached, word = ratio >= g.limit, "of"
-	}
-	if g.limit == 0 || reached {
+	if g.limit == 0 || g.reached(ratio) {
 		return false
+	}
+	word := "times"
+	if g.least {
+		word = "of"
 	}
 	v.miss(p, fmt.Sprintf("%.2f %s %s, want %s", ratio, word, g.of, g))
 	return true

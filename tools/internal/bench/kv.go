@@ -96,16 +96,17 @@ func childKV(c *cli.Context, node *postoffice.Node) error {
 	if err := arguments(c, &s.keys, &s.values, &s.batch, &s.flight, &s.rounds); err != nil {
 		return err
 	}
-	serve := func(node *postoffice.Node) error {
-		server, err := kv.NewServer[float32](node, kv.ServerOptions{})
-		if err != nil {
-			return err
-		}
-		var sums kv.SummingHandler[float32]
-		return server.Handle(sums.Handle)
-	}
 	out, in := s.floorBytes()
-	return childWithFloor(c, node, floors{push: out, pull: in}, serve, s.measure)
+	return childWithFloor(c, node, floors{push: out, pull: in}, serveKV, s.measure)
+}
+
+func serveKV(node *postoffice.Node) error {
+	server, err := kv.NewServer[float32](node, kv.ServerOptions{})
+	if err != nil {
+		return err
+	}
+	var sums kv.SummingHandler[float32]
+	return server.Handle(sums.Handle)
 }
 
 // measure runs the rounds, each beside the floor's, after one to warm up.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"os"
 
 	"github.com/urfave/cli/v2"
@@ -51,17 +52,24 @@ func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
 		ask.Interface = ""
 	}
 	if host != "" {
-		all, err := net.DefaultResolver.LookupNetIP(ctx, "ip4", host)
-		if err != nil {
+		if ask.Host, err = lookup(ctx, host); err != nil {
 			return nil, fmt.Errorf("bench: host %q: %w", host, err)
 		}
-		ask.Host = all[0].Unmap()
 	}
 	at, err := choose.Choose(choose.Machine{Devices: devices, Interfaces: nets, Root: os.DirFS("/")}, ask)
 	if err != nil {
 		return nil, fmt.Errorf("bench: --van ibverbs: %w", err)
 	}
 	return &rdmaRun{at: at}, nil
+}
+
+// lookup finds the IPv4 address of a host.
+func lookup(ctx context.Context, host string) (netip.Addr, error) {
+	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip4", host)
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	return all[0].Unmap(), nil
 }
 
 // perfFigures is what perftest has measured; 0 is not measured.

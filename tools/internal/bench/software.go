@@ -106,9 +106,7 @@ func runSoftware(c *cli.Context) error {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
 	if !c.Bool("json") {
-		fmt.Fprintln(c.App.Writer, "a push_pull without a wire, worker and server together on one core")
-		fmt.Fprintf(c.App.Writer, "%-5s %19s %7s %9s %9s %9s %9s %9s %7s %7s\n", "van", "push / pull bytes", "iters",
-			"p50 ns", "p90 ns", "p99 ns", "max ns", "CPU ns", "allocs", "locks")
+		softwareHead(c.App.Writer)
 	}
 	for _, name := range vans {
 		all, err := measureSoftware(ctx, name, sizes, c.Int("iters"), c.Int("warmup"))
@@ -122,6 +120,12 @@ func runSoftware(c *cli.Context) error {
 		}
 	}
 	return nil
+}
+
+func softwareHead(w io.Writer) {
+	fmt.Fprintln(w, "a push_pull without a wire, worker and server together on one core")
+	fmt.Fprintf(w, "%-5s %19s %7s %9s %9s %9s %9s %9s %7s %7s\n", "van", "push / pull bytes", "iters",
+		"p50 ns", "p90 ns", "p99 ns", "max ns", "CPU ns", "allocs", "locks")
 }
 
 func (r *softwareReport) print(w io.Writer) error {
@@ -326,8 +330,8 @@ func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool
 		Mean: int64(q.Mean * 1e3), CPU: int64(used) / int64(iters), Allocs: float64(after.Mallocs-before.Mallocs) / n,
 		AllocBytes: float64(after.TotalAlloc-before.TotalAlloc) / n, Checked: check}
 	for name, count := range taken {
-		if strings.HasSuffix(name, "/van/rdma/fakeverbs") || strings.HasSuffix(name, "/tools/internal/bench") {
-			continue // locks of what stands for hardware
+		if playsWire(name) {
+			continue
 		}
 		if r.Locks == nil {
 			r.Locks = map[string]float64{}
@@ -337,4 +341,9 @@ func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool
 		}
 	}
 	return r, nil
+}
+
+// playsWire tells whether a package's locks are those of what stands for hardware.
+func playsWire(pkg string) bool {
+	return strings.HasSuffix(pkg, "/van/rdma/fakeverbs") || strings.HasSuffix(pkg, "/tools/internal/bench")
 }

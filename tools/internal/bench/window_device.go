@@ -272,23 +272,32 @@ func (t *deviceTripper) ahead(ctx context.Context, src af.Tensor, n int, a *answ
 			return err
 		}
 	}
-	err = t.arrived(ctx)
+	if err = t.arrived(ctx); err != nil {
+		return err
+	}
 	a.NS = []int64{int64(clock.Now() - begun)}
-	return err
+	return nil
 }
 
 // doFloor measures the floor, of which rank 1 is the server.
-func (t *deviceTripper) doFloor(ctx context.Context, size, n int) (a *answer, err error) {
+func (t *deviceTripper) doFloor(ctx context.Context, size, n int) (*answer, error) {
 	if t.size != size {
-		if err = t.endFloor(ctx); err == nil {
+		err := t.endFloor(ctx)
+		if err == nil {
 			err = t.beginFloor(ctx, size)
 		}
+		if err != nil {
+			return nil, err
+		}
 	}
-	a = &answer{NS: make([]int64, n)}
-	if err == nil && t.floor != nil {
-		a.NS, err = t.floor.measure(n)
+	a := &answer{NS: make([]int64, n)}
+	if t.floor != nil {
+		var err error
+		if a.NS, err = t.floor.measure(n); err != nil {
+			return nil, err
+		}
 	}
-	return a, err
+	return a, nil
 }
 
 func (t *deviceTripper) beginFloor(ctx context.Context, size int) (err error) {

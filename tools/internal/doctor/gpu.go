@@ -38,12 +38,8 @@ func (x *gpuExam) list(context.Context) []Finding {
 	}
 	var out []Finding
 	for _, g := range all {
-		dmabuf := "no dma-buf: RDMA on its memory needs nvidia_peermem"
-		if g.DMABuf {
-			dmabuf = "dma-buf"
-		}
 		f := Finding{Name: "gpu " + strconv.Itoa(int(g.Device.ID)), Data: g,
-			Text:    fmt.Sprintf("%s, PCI %s, %d GiB, %s, %s, %s", g.Name, g.PCIBusID, g.Memory>>30, g.Driver, peersText(g.Peers), dmabuf),
+			Text:    fmt.Sprintf("%s, PCI %s, %d GiB, %s, %s, %s", g.Name, g.PCIBusID, g.Memory>>30, g.Driver, peersText(g.Peers), dmabufText(g.DMABuf)),
 			Details: []string{"UUID " + g.UUID, fmt.Sprintf("compute capability %d.%d", g.ComputeMajor, g.ComputeMinor)}}
 		if g.ComputeMajor < 7 {
 			f.Status, f.Remedy = Warn, "write_flag, wait_flag and seq_add_one need compute capability 7.0"
@@ -59,6 +55,13 @@ func peersText(peers []int) string {
 	}
 	list := strings.Trim(strings.ReplaceAll(fmt.Sprint(peers), " ", ", "), "[]")
 	return "reaches GPU " + list + " directly"
+}
+
+func dmabufText(can bool) string {
+	if can {
+		return "dma-buf"
+	}
+	return "no dma-buf: RDMA on its memory needs nvidia_peermem"
 }
 
 // choice tells which GPU a node with this environment would use.
@@ -82,8 +85,7 @@ func (x *gpuExam) choice() Finding {
 // sameHost tells how values travel between nodes of this host, and those on a GPU.
 func (x *gpuExam) sameHost(context.Context) []Finding {
 	var f Finding
-	scope, _ := strconv.Atoi(x.line("proc/sys/kernel/yama/ptrace_scope")) // Yama's; what is no number, or not there, says nothing
-	switch {
+	switch scope := x.ptraceScope(); {
 	case x.cfg.EnableIPC == 0:
 		f.Text = "over " + x.cfg.VanType + ": BYTEPS_ENABLE_IPC=0 switches shared memory off"
 	case scope > 1:
@@ -111,6 +113,12 @@ func (x *gpuExam) sameHost(context.Context) []Finding {
 		g.Text = "go to nodes of this host " + x.tensorsHere() + "; to others " + away
 	}
 	return append(out, g)
+}
+
+// ptraceScope is Yama's, 0 where there is none.
+func (x *gpuExam) ptraceScope() int {
+	n, _ := strconv.Atoi(x.line("proc/sys/kernel/yama/ptrace_scope")) // what is no number says nothing
+	return n
 }
 
 // tensorsHere tells how values on a GPU travel between nodes of this host.

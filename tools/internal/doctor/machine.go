@@ -62,13 +62,12 @@ type Machine struct {
 
 // Host is the machine that this process runs on. version is stepaf's.
 func Host(version string, log *slog.Logger) *Machine {
-	major, minor, patch := zmq4.Version()
 	return &Machine{
 		Root:       os.DirFS("/"),
 		Env:        env.OS(),
 		Version:    version,
 		Go:         runtime.Version() + " " + runtime.GOOS + "/" + runtime.GOARCH,
-		LibZMQ:     fmt.Sprintf("%d.%d.%d", major, minor, patch),
+		LibZMQ:     libzmq(),
 		Transports: van.Transports(),
 		Backends:   backend.Names(),
 		CPUs:       runtime.NumCPU(),
@@ -84,6 +83,11 @@ func Host(version string, log *slog.Logger) *Machine {
 		PairBytes:  largeCopy,
 		Verbs:      loadVerbs(log),
 	}
+}
+
+func libzmq() string {
+	major, minor, patch := zmq4.Version()
+	return fmt.Sprintf("%d.%d.%d", major, minor, patch)
 }
 
 func resolve(ctx context.Context, host string) (netip.Addr, error) {

@@ -134,11 +134,7 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		s.SchedulerCommand = append(s.SchedulerCommand, "--fserver")
 	}
 	if !slices.Contains(parts, s.Part) {
-		var l []string
-		for _, p := range parts {
-			l = append(l, string(p))
-		}
-		return nil, exit.Usage("--role %s: want one of %s", s.Part, strings.Join(l, ", "))
+		return nil, exit.Usage("--role %s: want one of %s", s.Part, wordList())
 	}
 	if n := len(s.Command); n > 0 && (len(raw) <= n || raw[len(raw)-n-1] != "--") {
 		return nil, exit.Usage("%q is not an option: write -- before the command, as in: stepaf launch -n 1 -s 1 -- %s", s.Command[0], strings.Join(s.Command, " "))
@@ -187,6 +183,14 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		s.Defaults = append(s.Defaults, d)
 	}
 	return s, nil
+}
+
+func wordList() string {
+	var l []string
+	for _, p := range parts {
+		l = append(l, string(p))
+	}
+	return strings.Join(l, ", ")
 }
 
 func groupSize(text string) (int, error) {

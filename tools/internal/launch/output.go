@@ -58,6 +58,13 @@ func (p *printer) say(format string, args ...any) {
 	fmt.Fprintf(p.streams[toErr], "stepaf: "+format+"\n", args...)
 }
 
+// banner prints a line to standard output as it is.
+func (p *printer) banner(line string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	fmt.Fprintln(p.streams[toOut], line)
+}
+
 // line prints one line of a child in one write.
 func (p *printer) line(stream int, label string, colour int, text []byte) {
 	p.mu.Lock()

@@ -54,11 +54,7 @@ func Resolve(s Spec, environ []string, m *Machine) (*Plan, error) {
 			return nil, err
 		}
 	}
-	// The cluster is named, so that processes of an earlier run at the same port have no part in it. Shares of
-	// one that are launched on several machines do not know of each other: there only the user can name it.
-	if s.Part.local() && !p.has("STEPAF_CLUSTER_ID") {
-		p.set = append(p.set, Default{Name: "STEPAF_CLUSTER_ID", Value: fmt.Sprintf("launch-%016x", random.Uint64())})
-	}
+	p.cluster()
 	if len(p.missing) > 0 {
 		p.say("%s: using %s", strings.Join(p.missing, ", "), strings.Join(p.using, " and ")+" on "+p.own.Interface+" ("+p.own.IP+")")
 	}
@@ -211,8 +207,7 @@ func (p *planner) address() error {
 	if h := p.cfg.NodeHost; h != "" && s.Interface == "" {
 		own = p.named(h)
 	}
-	loopback := s.Host == "localhost" || net.ParseIP(s.Host).IsLoopback()
-	if own == (Address{}) && (s.Host != "" && s.Part.schedules() || loopback) {
+	if own == (Address{}) && (s.Host != "" && s.Part.schedules() || isLoopback(s.Host)) {
 		own = p.named(s.Host)
 	}
 	if own == (Address{}) && s.Part.local() && p.chosen != "ibverbs" {
@@ -223,6 +218,8 @@ func (p *planner) address() error {
 	s.Host = cmp.Or(s.Host, p.own.IP)
 	return nil
 }
+
+func isLoopback(host string) bool { return host == "localhost" || net.ParseIP(host).IsLoopback() }
 
 // named is an address that the user has given.
 func (p *planner) named(host string) Address {
@@ -272,6 +269,15 @@ func (p *planner) port() error {
 		}
 	}
 	return exit.Usage("no free port on %s: %w", s.Host, first)
+}
+
+// cluster names the cluster, so that processes of an earlier run at the same port have no
+// part in it. Shares of one that are launched on several machines do not know of each
+// other: there only the user can name it.
+func (p *planner) cluster() {
+	if p.Spec.Part.local() && !p.has("STEPAF_CLUSTER_ID") {
+		p.set = append(p.set, Default{Name: "STEPAF_CLUSTER_ID", Value: fmt.Sprintf("launch-%016x", random.Uint64())})
+	}
 }
 
 // children lists the processes: scheduler, servers, workers.

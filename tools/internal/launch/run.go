@@ -25,12 +25,13 @@ func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(stri
 	r := &run{plan: plan, out: newPrinter(streams, lookup), ends: make(chan ended)}
 	if b := plan.Spec.Banner; b != "" {
 		host, port := plan.Spec.Host, strconv.Itoa(plan.Spec.Port)
-		fmt.Fprintln(streams.Out, strings.NewReplacer("{host}", host, "{port}", port).Replace(b))
+		r.out.banner(strings.NewReplacer("{host}", host, "{port}", port).Replace(b))
 	}
 	for _, m := range plan.Messages {
 		r.out.say("%s", m)
 	}
-	defer r.startAll()()
+	release := r.startAll()
+	defer release()
 	r.loop(signals)
 	return r.result
 }
@@ -97,14 +98,18 @@ func (r *run) loop(signals <-chan os.Signal) {
 }
 
 func (r *run) signalled(s os.Signal) {
-	switch number, ok := s.(syscall.Signal); {
-	case !ok:
-	case r.stopped && number == syscall.SIGPIPE: // each line that nobody reads gives one
+	number, ok := s.(syscall.Signal)
+	if !ok {
+		return
+	}
+	switch {
+	case r.stopped && number == syscall.SIGPIPE:
+		return // each line that nobody reads gives one
 	case r.stopped:
 		r.signalAll(syscall.SIGKILL)
-	default:
-		r.fail(exit.With(128+int(number), fmt.Errorf("stopped by signal: %s", number)))
+		return
 	}
+	r.fail(exit.With(128+int(number), fmt.Errorf("stopped by signal: %s", number)))
 }
 
 // exited takes note of a process that has ended.
