@@ -8,9 +8,7 @@ package window
 // Where a page cannot be shared, as with a process that may not look at another one's files, waits look at the device.
 
 import (
-	"cmp"
 	"context"
-	"encoding/binary"
 	"fmt"
 	"os"
 	"runtime"
@@ -29,30 +27,14 @@ import (
 const (
 	hostHead = 64 // the token, and nothing else
 	hostWord = 4
-
-	pageNameLen = 12 // process and file descriptor of a page, as others are told
 )
 
 // hostWords is what a window has of them. It does not change once Open has returned.
 type hostWords struct {
 	signals int
 	fd      int           // of this rank's page, until all have mapped it; -1: none
-	own     *hostPage     // nil: none
+	own     *memfd.Page   // nil: none
 	far     []backend.Mem // by rank: its page, as this rank's device knows it; empty where it cannot be reached
-}
-
-// hostPage is a mapping of a rank's page. It ends when nobody refers to it any more: a wait may look at it, and a backend have it pinned.
-type hostPage struct{ mem []byte }
-
-// mapPage maps n bytes of the file fd, which stays open.
-func mapPage(fd, n int) (*hostPage, error) {
-	mem, err := unix.Mmap(fd, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_POPULATE)
-	if err != nil {
-		return nil, fmt.Errorf("mmap: %w", err)
-	}
-	p := &hostPage{mem}
-	runtime.AddCleanup(p, func(mem []byte) { _ = unix.Munmap(mem) }, mem)
-	return p, nil
 }
 
 // size is that of a page, for n ranks.
@@ -67,58 +49,26 @@ func (h *hostWords) at(from, signal int) int { return hostHead + (from*h.signals
 // offer makes this rank's page, with the token at its beginning, and returns what others are told.
 func (h *hostWords) offer(n int, token []byte) (name []byte, err error) {
 	if h.fd, err = memfd.New(h.size(n)); err == nil {
-		h.own, err = mapPage(h.fd, h.size(n))
+		h.own, err = memfd.Map(h.fd, h.size(n))
 	}
 	if err != nil {
 		return nil, err
 	}
-	copy(h.own.mem, token)
-	name = binary.NativeEndian.AppendUint64(nil, uint64(os.Getpid()))
-	return binary.NativeEndian.AppendUint32(name, uint32(h.fd)), nil
+	copy(h.own.Mem, token)
+	return memfd.Name(h.fd), nil
 }
 
 // reach maps a rank's page and has the device pin it.
 func (h *hostWords) reach(d backend.StreamDevice, rank int, name, token []byte) error {
-	fd, err := openPage(fmt.Sprintf("/proc/%d/fd/%d", binary.NativeEndian.Uint64(name), binary.NativeEndian.Uint32(name[8:])))
-	if err != nil {
-		return fmt.Errorf("open: %w", err)
-	}
-	defer unix.Close(fd)
-	n := h.size(len(h.far))
-	if err := memfd.Check(fd, n); err != nil {
-		return err
-	}
-	p, err := mapPage(fd, n)
+	p, err := memfd.MapNamed(name, h.size(len(h.far)), true)
 	if err != nil {
 		return err
 	}
-	if string(p.mem[:tokenLen]) != string(token) {
+	if string(p.Mem[:tokenLen]) != string(token) {
 		return fmt.Errorf("%w: the page is not the rank's", van.ErrMalformed)
 	}
-	h.far[rank], err = d.RegisterHost(backend.Bytes(p.mem).WithOwner(p))
+	h.far[rank], err = d.RegisterHost(backend.Bytes(p.Mem).WithOwner(p))
 	return err
-}
-
-// openPage opens a page that a rank has named, and nothing whose opening may wait, or do anything: only what lies where pages of this process do.
-func openPage(name string) (int, error) {
-	at, err := unix.Open(name, unix.O_PATH|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return -1, err
-	}
-	defer unix.Close(at)
-	var st, like unix.Stat_t
-	own, err := unix.MemfdCreate("", unix.MFD_CLOEXEC)
-	if err != nil {
-		return -1, err
-	}
-	defer unix.Close(own)
-	if err := cmp.Or(unix.Fstat(at, &st), unix.Fstat(own, &like)); err != nil {
-		return -1, err
-	}
-	if st.Dev != like.Dev || st.Mode&unix.S_IFMT != unix.S_IFREG {
-		return -1, memfd.ErrMemory
-	}
-	return unix.Open(fmt.Sprintf("/proc/self/fd/%d", at), unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
 }
 
 // met closes the file, which all others that can have mapped.
@@ -143,8 +93,10 @@ func (h *hostWords) came(from, signal int, n uint64) bool {
 	if h.own == nil {
 		return false
 	}
-	word := (*atomic.Uint32)(unsafe.Pointer(&h.own.mem[h.at(from, signal)]))
-	return int32(word.Load()-uint32(n)) >= 0
+	word := (*atomic.Uint32)(unsafe.Pointer(&h.own.Mem[h.at(from, signal)]))
+	came := int32(word.Load()-uint32(n)) >= 0
+	memfd.Read()
+	return came
 }
 
 // busyTime is how long a wait that began a moment ago looks without sleeping.

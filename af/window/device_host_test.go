@@ -2,7 +2,6 @@ package window
 
 import (
 	"bytes"
-	"encoding/binary"
 	"errors"
 	"os"
 	"testing"
@@ -16,9 +15,6 @@ import (
 
 // TestDeviceHostWord: a wait on the host needs no look at the device.
 func TestDeviceHostWord(t *testing.T) {
-	if watched {
-		t.Skip("the race detector does not see words in host memory that two ranks of one process share")
-	}
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 3})
 	a, b := r.windows[0], r.windows[1]
 	m := &b.dev.memory
@@ -61,9 +57,6 @@ func TestDeviceHostPage(t *testing.T) {
 	m := &r.windows[0].dev.memory
 	token := bytes.Repeat([]byte{5}, tokenLen)
 	size := m.host.size(2)
-	name := func(fd int) []byte {
-		return binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint64(nil, uint64(os.Getpid())), uint32(fd))
-	}
 	file := func(n int) int {
 		fd, err := memfd.New(n)
 		r.must(err)
@@ -82,13 +75,13 @@ func TestDeviceHostPage(t *testing.T) {
 		"it could shrink": {plain, memfd.ErrMemory},
 		"another page":    {file(size), van.ErrMalformed},
 	} {
-		if err := m.host.reach(m.d, 1, name(c.fd), token); !errors.Is(err, c.want) {
+		if err := m.host.reach(m.d, 1, memfd.Name(c.fd), token); !errors.Is(err, c.want) {
 			t.Errorf("%s: %v, want %v", what, err, c.want)
 		}
 	}
 	good := file(size)
 	_, err = unix.Pwrite(good, token, 0)
-	r.must(err, m.host.reach(m.d, 1, name(good), token))
+	r.must(err, m.host.reach(m.d, 1, memfd.Name(good), token))
 	if open := m.host.fd; open != -1 {
 		t.Errorf("file %d of this rank's page is still open", open)
 	}

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -114,7 +115,7 @@ func (m *memory) allocate(n int) (offer []byte, err error) {
 
 // offerLen is how long an offer is: the name of the device's memory, what stands at its beginning, and, if there is
 // one, the name of the page in host memory.
-const offerLen = van.ExportLen + tokenLen + pageNameLen
+const offerLen = van.ExportLen + tokenLen + memfd.NameLen
 
 // waitsLook logs that a rank's signals, or those to it, have no word in host memory.
 func (m *memory) waitsLook(rank int, err error) {
@@ -145,8 +146,8 @@ func (m *memory) reach(rank int, offer []byte) error {
 	bad := func(err error) error {
 		return &van.Error{Op: "map device memory", Peer: m.b.layer.Name(rank), Err: err, Hint: hint}
 	}
-	if n := len(offer); n != offerLen && n != offerLen-pageNameLen {
-		return bad(fmt.Errorf("%w: an offer of %d bytes, want %d or %d", van.ErrMalformed, n, offerLen-pageNameLen, offerLen))
+	if n := len(offer); n != offerLen && n != offerLen-memfd.NameLen {
+		return bad(fmt.Errorf("%w: an offer of %d bytes, want %d or %d", van.ErrMalformed, n, offerLen-memfd.NameLen, offerLen))
 	}
 	e, err := van.ParseExport(offer, m.whole.Len())
 	if err != nil {

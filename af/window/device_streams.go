@@ -244,11 +244,6 @@ func (l *streamIn) claimed(signal int) (taken, byStream uint64) {
 	return l.taken[signal].Load(), l.streams[signal].Load()
 }
 
-// seen tells whether the word in host memory says that the n'th signal has come.
-func (l *streamIn) seen(signal int, n uint64) bool {
-	return !watched && l.m.host.came(l.p.rank, signal, n)
-}
-
 // came tells whether the n'th signal has come, as the device's word says, for which streams wait.
 func (l *streamIn) came(signal int, n uint64) (bool, error) {
 	word, count := l.m.place(n)
@@ -262,8 +257,8 @@ func (l *streamIn) take(signal int, ask, over bool) (bool, error) {
 	l.waiting.Lock()
 	defer l.waiting.Unlock()
 	n := l.taken[signal].Load() + 1
-	came, err := !over && l.seen(signal, n), error(nil)
-	if !came && (ask || over || watched) {
+	came, err := !over && l.m.host.came(l.p.rank, signal, n), error(nil)
+	if !came && (ask || over) {
 		came, err = l.came(signal, n)
 	}
 	if !came || err != nil {

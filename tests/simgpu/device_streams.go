@@ -11,6 +11,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -126,7 +127,10 @@ func (q *streams) Queue(s uintptr, f func()) {
 
 // WriteFlag implements backend.StreamFlagger.
 func (q *streams) WriteFlag(s uintptr, word backend.Mem, v uint32) error {
-	q.Queue(s, func() { atomic.StoreUint32((*uint32)(word.Ptr()), v) })
+	q.Queue(s, func() {
+		memfd.Wrote()
+		atomic.StoreUint32((*uint32)(word.Ptr()), v)
+	})
 	return nil
 }
 
