@@ -240,7 +240,7 @@ func (e *Ends) watch() {
 		d.mu.Lock()
 		all = all[:0]
 		for _, x := range d.all {
-			if x.timing.limit > 0 && x.ready {
+			if x.timing.limit > 0 && x.ready && x.host == nil {
 				all = append(all, x)
 			}
 		}

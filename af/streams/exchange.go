@@ -18,12 +18,12 @@ import (
 
 // ErrOver is wrapped by what is returned when an exchange is over: it must be prepared anew. The
 // error says why.
-var ErrOver = errors.New("exchange in streams is over")
+var ErrOver = errors.New("exchange is over")
 
 // Option changes an Exchange.
 type Option interface{ apply(x *Exchange) }
 
-// Limit is how long a round of a worker may take, from where the stream comes to what QueueSend has put there; 0 or
+// Limit is how long a round of a worker may take, from where the stream comes to what QueueSend has put there, or from Send; 0 or
 // less means no limit. It is postoffice.DefaultTimeout without this option, and counts for workers only.
 type Limit time.Duration
 
@@ -39,6 +39,10 @@ type Exchange struct {
 	first bool // it sends first: a worker's
 	peers []*peer
 	words words
+	host  *host // nil: an exchange in streams
+
+	spin    time.Duration // how long Receive looks before it sleeps, less than 0 for ever
+	crowded bool          // other goroutines may have no other thread meanwhile
 
 	names   []name // what it is called in dir.all; guarded by dir.mu
 	ready   bool   // Prepare has returned it, so it may be in streams; guarded by dir.mu
@@ -86,12 +90,8 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	}
 	x.queueing.Lock()
 	defer x.queueing.Unlock()
-	if err := x.Check(); err != nil {
+	if err := x.turn(op, send, false); err != nil {
 		return err
-	}
-	if x.sendNext != send {
-		x.sendNext = send // what was queued last may have been in a capture that was given up
-		return x.wrong(op, fmt.Errorf("%w: sends and receives take turns; if the last one was in a capture that was given up, try again", af.ErrStarted))
 	}
 	s := uintptr(stream)
 	if !x.captured.Load() {
@@ -113,14 +113,35 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	return nil
 }
 
+// turn is why it is not a send's, or a receive's, turn. queueing is held.
+func (x *Exchange) turn(op string, send, byHost bool) error {
+	switch err := x.Check(); {
+	case err != nil:
+		return err
+	case byHost && x.host == nil:
+		return x.wrong(op, fmt.Errorf("%w: it is made by streams, want QueueSend and QueueReceive", van.ErrInvalid))
+	case !byHost && x.host != nil:
+		return x.wrong(op, fmt.Errorf("%w: it is made by hosts, want Send and Receive", van.ErrInvalid))
+	case x.sendNext == send:
+		return nil
+	case byHost:
+		return x.wrong(op, fmt.Errorf("%w: sends and receives take turns", af.ErrStarted))
+	}
+	x.sendNext = send // what was queued last may have been in a capture that was given up
+	return x.wrong(op, fmt.Errorf("%w: sends and receives take turns; if the last one was in a capture that was given up, try again", af.ErrStarted))
+}
+
 func (x *Exchange) wrong(op string, err error) error {
 	return &van.Error{Op: op, Node: x.dir.node.Name(), Detail: x.String(), Err: err}
 }
 
 // String names the exchange, for errors.
 func (x *Exchange) String() string {
-	p := x.peers[0]
-	return fmt.Sprintf("exchange in streams of %d and %d tensors with %d peers", len(p.out), len(p.in), len(x.peers))
+	p, how := x.peers[0], "in streams"
+	if x.host != nil {
+		how = "by hosts"
+	}
+	return fmt.Sprintf("exchange %s of %d and %d tensors with %d peers", how, len(p.out), len(p.in), len(x.peers))
 }
 
 // Check returns why the exchange is over, from then on, or nil: then what streams have received by now is
@@ -138,6 +159,9 @@ func (x *Exchange) Check() error {
 // are copying, and the peers' Check says that these copies are no good. It returns when this is done, or
 // at once if the exchange is over.
 func (x *Exchange) fail(err error) {
+	if x.host != nil {
+		x.host.end() // before anybody may take the tensors for the caller's
+	}
 	if !x.failed.CompareAndSwap(nil, &err) {
 		return
 	}
@@ -145,6 +169,7 @@ func (x *Exchange) fail(err error) {
 	d := x.dir
 	d.mu.Lock()
 	names, used := x.names, x.ready
+	used = used && x.host == nil
 	if !used { // nothing is in streams
 		d.forget(names)
 	}
@@ -231,7 +256,10 @@ func (x *Exchange) Close() error {
 	<-x.done
 	x.queueing.Lock() // one who queues something now had the tensors before
 	defer x.queueing.Unlock()
-	if !x.captured.Load() {
+	if !x.captured.Load() && x.settle() {
+		if err := x.host.free(x.words.m); err != nil {
+			x.dir.node.Log().Warn("an exchange by hosts leaves something behind on its device", "exchange", x.String(), "err", err)
+		}
 		x.words.putBack()
 		for _, p := range x.peers {
 			for _, t := range slices.Concat(p.in, p.out) {
@@ -249,12 +277,17 @@ func (x *Exchange) look(now uint64) {
 	}
 	took, late, ask := x.timing.look(now)
 	if late {
-		err := &van.Error{Op: "exchange", Detail: "a round waits for " + x.peerNames(), Elapsed: took, Limit: x.timing.limit, Err: van.ErrTimeout}
+		err := x.late(took, x.peerNames())
 		x.dir.begin(func() { x.fail(err) }) // other exchanges are looked at meanwhile
 	}
 	if ask && x.dir.begin(func() { x.timing.answer <- x.words.wait() }) {
 		x.timing.asks(now)
 	}
+}
+
+// late says that a round has taken too long.
+func (x *Exchange) late(took time.Duration, waitsFor string) error {
+	return &van.Error{Op: "exchange", Detail: "a round waits for " + waitsFor, Elapsed: took, Limit: x.timing.limit, Err: van.ErrTimeout}
 }
 
 // peerNames names the peers, for errors.

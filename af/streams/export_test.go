@@ -37,3 +37,6 @@ func (e *Ends) Left() string {
 	}
 	return fmt.Sprintf("%d exchanges, %d offers and %d that wait for offers; over: %v", len(d.all), len(d.offers), len(d.waiting), d.over)
 }
+
+// HostStream is the stream in which x copies.
+func (x *Exchange) HostStream() uintptr { return x.host.stream }

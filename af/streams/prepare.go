@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"strings"
 	"time"
@@ -31,6 +32,7 @@ func newExchange(d *directory, peers []int, push, pull []af.KeyTensor, opts []Op
 		o.apply(x)
 	}
 	x.sendNext = x.first
+	x.spin, x.crowded = d.node.Config().BusyPoll.Spin(), runtime.GOMAXPROCS(0) <= fewThreads
 	if err := x.divide(peers, push, pull); err != nil {
 		return nil, err
 	}
@@ -41,6 +43,9 @@ func newExchange(d *directory, peers []int, push, pull []af.KeyTensor, opts []Op
 	}
 	return x, nil
 }
+
+// fewThreads is a number of threads for goroutines that those who look without pause may take up.
+const fewThreads = 3
 
 // meet makes this end, and waits until all peers have made theirs.
 func (x *Exchange) meet(ctx context.Context, m *memory) error {
@@ -148,25 +153,31 @@ func (x *Exchange) apart(push, pull []af.KeyTensor, peers int) error {
 	return nil
 }
 
-// make takes words from m and names the tensors that peers are to copy: by peer if they differ.
+// make takes words, or a line, from m and names the tensors that peers are to copy: by peer if they differ.
 func (x *Exchange) make(m *memory) (own []*note, err error) {
-	limited := x.timing.limit > 0
-	var flags slot
-	if x.words, flags, err = m.makeWords(x.dir.node.Backend(), len(x.peers), x.first, limited); err != nil {
+	first := note{host: x.host != nil}
+	x.words = words{m: m, lines: make([]reached, len(x.peers))}
+	if x.host != nil {
+		first.line, err = m.makeHost(x.dir.node.Backend(), x.host, len(x.peers))
+	} else {
+		limited := x.timing.limit > 0
+		if first.flags, err = x.words.make(x.dir.node.Backend(), x.first, limited); err == nil && limited {
+			x.timing.begun = half(x.words.begun)
+		}
+	}
+	if err != nil {
 		return nil, err
 	}
-	if limited {
-		x.timing.begun = half(x.words.begun)
-	}
 	for i, p := range x.peers {
-		n := &note{flags: flags, in: parts(p.in)}
+		n := first
+		n.in = parts(p.in)
 		n.flags.at = uint32(slotHead + i*wordStride)
 		if x.first && i > 0 {
 			n.out = own[0].out
 		} else if n.out, err = x.words.share(p.out); err != nil {
 			return nil, err
 		}
-		own = append(own, n)
+		own = append(own, &n)
 	}
 	return own, nil
 }
@@ -278,7 +289,7 @@ func (x *Exchange) match() (bool, error) {
 		}
 		first := &same[turn]
 		n := d.offers[*first]
-		if err := cmp.Or(x.fits(p, n.out, p.in), x.fits(p, n.in, p.out)); err != nil {
+		if err := cmp.Or(x.alike(p, n), x.fits(p, n.out, p.in), x.fits(p, n.in, p.out)); err != nil {
 			delete(d.offers, *first)
 			d.failing.Go(func() { _ = d.send(p.id, &note{verb: verbOver, id: n.id, text: err.Error()}) })
 			return false, err
@@ -328,6 +339,15 @@ func equalKeys(a, b []af.KeyTensor) bool {
 
 func sameKeys(p []part, l []af.KeyTensor) bool {
 	return slices.EqualFunc(p, l, func(p part, t af.KeyTensor) bool { return p.key == t.Key })
+}
+
+// alike refuses an exchange that p has prepared to be made in another way.
+func (x *Exchange) alike(p *peer, n *note) error {
+	if n.host == (x.host != nil) {
+		return nil
+	}
+	how := map[bool]string{false: "in streams", true: "by hosts"}
+	return fmt.Errorf("%w: %s has prepared it %s, and this node %s", van.ErrInvalid, x.dir.node.PeerName(p.id), how[n.host], how[!n.host])
 }
 
 // fits refuses tensors of a peer whose keys or lengths are not those of l.
@@ -420,8 +440,17 @@ func (x *Exchange) offersOf(p *peer) (l []*note) {
 
 // reach maps what peer i has named.
 func (x *Exchange) reach(i int, p *peer) error {
-	if err := x.words.reach(i, p.said, p.in); err != nil {
-		return &van.Error{Op: "map device memory", Peer: x.dir.node.PeerName(p.id), Err: err, Hint: "exchanges in streams are for GPUs of one host that reach each other (stepaf doctor)"}
+	var err error
+	if x.host != nil {
+		err = x.host.reach(i, &p.said.line)
+	} else {
+		err = x.words.reach(i, &p.said.flags)
+	}
+	if err == nil {
+		err = x.words.mapOut(i, p.said.out, p.in)
+	}
+	if err != nil {
+		return &van.Error{Op: "map memory", Peer: x.dir.node.PeerName(p.id), Err: err, Hint: "exchanges of both ends are for GPUs of one host that reach each other (stepaf doctor)"}
 	}
 	return nil
 }

@@ -168,7 +168,7 @@ func (s *ends) prepare(t *testing.T, n, m int, opts ...streams.Option) []*pair {
 		push, pull := y.list(t, pushKey, 2, got[i]...), y.list(t, pullKey, 1, out[i]...)
 		all.Go(func() {
 			var err error
-			if ys[i], err = y.Prepare(t.Context(), nil, push, pull); err != nil {
+			if ys[i], err = y.Prepare(t.Context(), nil, push, pull, opts...); err != nil {
 				t.Error(err)
 			}
 		})

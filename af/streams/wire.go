@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 
+	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -33,14 +34,19 @@ const (
 	maxText = 512
 )
 
+// byHost is in the second byte of an offer or an answer of an exchange by hosts.
+const byHost = 0x10
+
 // note is what a message says.
 type note struct {
 	verb  verb
-	id    uint64 // of the exchange, the worker's number
-	flags slot
-	out   []part // what the sender sends
-	in    []part // what it wants, without exports; of an offer
-	text  string // why it is over
+	id    uint64   // of the exchange, the worker's number
+	host  bool     // it is made by hosts
+	flags slot     // of one in streams
+	line  lineName // of one by hosts
+	out   []part   // what the sender sends
+	in    []part   // what it wants, without exports; of an offer
+	text  string   // why it is over
 }
 
 // slot is where a sender has its words for the receiver.
@@ -60,17 +66,27 @@ type part struct {
 const (
 	tokenLen = 16
 	slotLen  = van.ExportLen + 4 + tokenLen
+	lineSize = memfd.NameLen + 4 + tokenLen // of a lineName
 	partLen  = 8 + 8
 )
 
 func (n *note) append(b []byte) []byte {
 	le := binary.LittleEndian
-	b = le.AppendUint64(append(b, version, byte(n.verb)), n.id)
-	if n.verb == verbOver {
-		return append(b, n.text[:min(len(n.text), maxText)]...)
+	second := byte(n.verb)
+	if n.host {
+		second |= byHost
 	}
-	b = appendExport(b, &n.flags.export)
-	b = append(le.AppendUint32(b, n.flags.at), n.flags.token[:]...)
+	b = le.AppendUint64(append(b, version, second), n.id)
+	switch {
+	case n.verb == verbOver:
+		return append(b, n.text[:min(len(n.text), maxText)]...)
+	case n.host:
+		b = append(b, n.line.file[:]...)
+		b = append(le.AppendUint32(b, n.line.at), n.line.token[:]...)
+	default:
+		b = appendExport(b, &n.flags.export)
+		b = append(le.AppendUint32(b, n.flags.at), n.flags.token[:]...)
+	}
 	b = le.AppendUint16(b, uint16(len(n.out)))
 	b = le.AppendUint16(b, uint16(len(n.in)))
 	for i := range n.out {
@@ -104,10 +120,11 @@ func parse(b []byte) (n note, err error) {
 		return n, &van.FieldError{Field: "body_size", Value: len(b), Want: fmt.Sprintf("%d at least", headLen)}
 	case b[0] != version:
 		return n, &van.FieldError{Field: "body version", Value: b[0], Want: fmt.Sprint(version)}
-	case b[1] == 0 || verb(b[1]) > lastVerb:
-		return n, &van.FieldError{Field: "body verb", Value: b[1], Want: fmt.Sprintf("1 to %d", lastVerb)}
 	}
-	n.verb, n.id = verb(b[1]), le.Uint64(b[2:])
+	n.verb, n.host, n.id = verb(b[1]&^byHost), b[1]&byHost != 0, le.Uint64(b[2:])
+	if n.verb == 0 || n.verb > lastVerb || n.host && n.verb == verbOver {
+		return n, &van.FieldError{Field: "body verb", Value: b[1], Want: fmt.Sprintf("1 to %d, of an offer or an answer also with %#x", lastVerb, byHost)}
+	}
 	b = b[headLen:]
 	if n.verb == verbOver {
 		if len(b) > maxText {
@@ -116,19 +133,11 @@ func parse(b []byte) (n note, err error) {
 		n.text = string(b)
 		return n, nil
 	}
-	if len(b) < slotLen+4 {
-		return n, &van.FieldError{Field: "body_size", Value: headLen + len(b), Want: fmt.Sprintf("%d at least", headLen+slotLen+4)}
-	}
-	n.flags.at = le.Uint32(b[van.ExportLen:])
-	if n.flags.at < slotHead || n.flags.at%wordStride != 0 || n.flags.at > pageLen-wordStride {
-		return n, &van.FieldError{Field: "body word", Value: n.flags.at, Want: fmt.Sprintf("a multiple of %d, %d to %d", wordStride, slotHead, pageLen-wordStride)}
-	}
-	if n.flags.export, err = van.ParseExport(b, int(n.flags.at)+wordStride); err != nil {
+	if b, err = n.parseWords(b); err != nil {
 		return n, err
 	}
-	copy(n.flags.token[:], b[van.ExportLen+4:])
-	out, in := int(le.Uint16(b[slotLen:])), int(le.Uint16(b[slotLen+2:]))
-	b = b[slotLen+4:]
+	out, in := int(le.Uint16(b)), int(le.Uint16(b[2:]))
+	b = b[4:]
 	if want := out*(partLen+van.ExportLen) + in*partLen; out > MaxTensors || in > MaxTensors || len(b) != want || n.verb == verbAccept && in > 0 {
 		return n, &van.FieldError{Field: "body tensors", Value: fmt.Sprintf("%d and %d in %d bytes", out, in, len(b)),
 			Want: fmt.Sprintf("%d at most of each, in %d bytes", MaxTensors, want)}
@@ -151,6 +160,32 @@ func parse(b []byte) (n note, err error) {
 		}
 	}
 	return n, nil
+}
+
+// parseWords reads where the sender's words are, and returns what is behind that, 4 bytes at least.
+func (n *note) parseWords(b []byte) (rest []byte, err error) {
+	le := binary.LittleEndian
+	size, at, head, stride, end := slotLen, van.ExportLen, slotHead, wordStride, pageLen
+	if n.host {
+		size, at, head, stride, end = lineSize, memfd.NameLen, 0, lineLen, linesLen
+	}
+	if len(b) < size+4 {
+		return nil, &van.FieldError{Field: "body_size", Value: headLen + len(b), Want: fmt.Sprintf("%d at least", headLen+size+4)}
+	}
+	word := le.Uint32(b[at:])
+	if int64(word) < int64(head) || word%uint32(stride) != 0 || int64(word) > int64(end-stride) {
+		return nil, &van.FieldError{Field: "body word", Value: word, Want: fmt.Sprintf("a multiple of %d, %d to %d", stride, head, end-stride)}
+	}
+	if n.host {
+		n.line.at = word
+		copy(n.line.file[:], b)
+		copy(n.line.token[:], b[at+4:])
+		return b[size:], nil
+	}
+	n.flags.at = word
+	copy(n.flags.token[:], b[at+4:])
+	n.flags.export, err = van.ParseExport(b, int(word)+wordStride)
+	return b[size:], err
 }
 
 // parse reads key and length, and returns what is behind them.

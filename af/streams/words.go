@@ -54,20 +54,21 @@ type memory struct {
 	buffers *backend.Pool // for memory that cannot be shared
 	page    backend.Mem   // of the device, what is left of the last one
 	pinned  backend.Mem   // the same of the host
+	lines   lines         // of exchanges by hosts
 }
 
-// words are those of one exchange. Once made they do not change, but for what reach adds.
+// words are what an exchange copies, and, of one in streams, the words. Once made they do not change, but for what reach adds.
 type words struct {
 	m      *memory
 	slot   backend.Mem // of this end
-	lines  []line      // by peer
+	lines  []reached   // by peer
 	copied []copied
 	begun  backend.Mem // pinned host memory: a round has begun; none without a limit
 	void   backend.Mem // likewise: nothing is sent any more
 }
 
-// line is what an end and one of its peers have for each other.
-type line struct {
+// reached is what an end and one of its peers have for each other.
+type reached struct {
 	word backend.Mem   // of this end, where the peer signals
 	far  backend.Mem   // the peer's word, where this end signals
 	to   []backend.Mem // of this end's tensors
@@ -114,25 +115,25 @@ func take(page *backend.Mem, n, size int, alloc func(int) (backend.Mem, error)) 
 	return m, nil
 }
 
-// makeWords makes the words of an exchange with so many peers, and says what these are to know of them. Who sends first
+// make makes the words of an exchange, and says what the peers are to know of them. Who sends first
 // finds its own as if answers were there: QueueSend clears them.
-func (m *memory) makeWords(b backend.Backend, peers int, first, limited bool) (w words, flags slot, err error) {
+func (w *words) make(b backend.Backend, first, limited bool) (flags slot, err error) {
+	m, peers := w.m, len(w.lines)
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	w = words{m: m, lines: make([]line, peers)}
 	if err := m.open(b); err != nil {
-		return w, flags, err
+		return flags, err
 	}
 	n := slotHead + peers*wordStride
 	if n > pageLen {
-		return w, flags, fmt.Errorf("%w: %d peers, want at most %d", van.ErrInvalid, peers, pageLen/wordStride-1)
+		return flags, fmt.Errorf("%w: %d peers, want at most %d", van.ErrInvalid, peers, pageLen/wordStride-1)
 	}
 	if w.slot, err = take(&m.page, n, pageLen, m.dev.Alloc); err != nil {
-		return w, flags, err
+		return flags, err
 	}
 	host, err := take(&m.pinned, wordStride, hostPage, m.dev.AllocPinned)
 	if err != nil {
-		return w, flags, err
+		return flags, err
 	}
 	w.void = host.Sub(4, 4)
 	half(w.void).Store(0)
@@ -153,10 +154,10 @@ func (m *memory) makeWords(b backend.Backend, peers int, first, limited bool) (w
 		}
 	}
 	if err := m.dev.Copy(w.slot, backend.Bytes(image)); err != nil {
-		return w, flags, err
+		return flags, err
 	}
 	flags.export, err = m.dev.Export(w.slot)
-	return w, flags, err
+	return flags, err
 }
 
 // half is 4 bytes of pinned host memory.
@@ -206,9 +207,8 @@ func (w *words) putBack() {
 	w.copied = nil
 }
 
-// reach maps what peer i has named in n, for tensors of l.
-func (w *words) reach(i int, n *note, l []af.KeyTensor) error {
-	flags, of := &n.flags, &w.lines[i]
+// reach maps the words of peer i.
+func (w *words) reach(i int, flags *slot) error {
 	m, err := van.MapExport(w.m.dev, flags.export, int(flags.at)+wordStride)
 	if err != nil {
 		return err
@@ -220,9 +220,15 @@ func (w *words) reach(i int, n *note, l []af.KeyTensor) error {
 	if !bytes.Equal(token[:], flags.token[:]) {
 		return fmt.Errorf("%w: the memory mapped is not the peer's; it may be on another host", van.ErrMalformed)
 	}
-	of.far = m.Sub(int(flags.at), 4)
+	w.lines[i].far = m.Sub(int(flags.at), 4)
+	return nil
+}
+
+// mapOut maps what peer i sends, for tensors of l.
+func (w *words) mapOut(i int, out []part, l []af.KeyTensor) error {
+	of := &w.lines[i]
 	for k := range l {
-		if t := &n.out[k]; t.len > 0 {
+		if t := &out[k]; t.len > 0 {
 			from, err := van.MapExport(w.m.dev, t.export, t.len)
 			if err != nil {
 				return err
@@ -233,12 +239,20 @@ func (w *words) reach(i int, n *note, l []af.KeyTensor) error {
 	return nil
 }
 
-// send puts a send into stream s.
-func (w *words) send(s uintptr) error {
+// copyPrivate puts copies of memory that cannot be shared into stream s.
+func (w *words) copyPrivate(s uintptr) error {
 	for _, c := range w.copied {
 		if err := w.m.dev.CopyAsync(c.to.Mem().Sub(0, c.src.Len()), c.src, s); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// send puts a send into stream s.
+func (w *words) send(s uintptr) error {
+	if err := w.copyPrivate(s); err != nil {
+		return err
 	}
 	for i := range w.lines {
 		if err := w.m.dev.WriteFlag(s, w.lines[i].word.Sub(0, 4), 0); err != nil {

@@ -4,12 +4,15 @@ package core
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/streams"
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // StreamExchange is a streams.Exchange, which may be used when the task that makes it has ended
@@ -17,6 +20,9 @@ import (
 type StreamExchange struct {
 	*streams.Exchange
 	made *Task
+
+	receiving sync.Mutex
+	slice     slice // of who holds receiving
 }
 
 // Streams are the exchanges in streams of a node. All methods are safe for concurrent use.
@@ -42,8 +48,8 @@ func (s *Streams) open() (*streams.Ends, error) {
 }
 
 // Prepare begins to make an exchange in streams with those peers, nil for all, see
-// streams.Ends.Prepare: within limit, and with that limit of a round of a worker.
-func (s *Streams) Prepare(peers []int, push, pull []af.KeyTensor, limit, round time.Duration) (*StreamExchange, *Task, error) {
+// streams.Ends.Prepare: within limit, and with that limit of a round of a worker. host means streams.ByHost.
+func (s *Streams) Prepare(peers []int, push, pull []af.KeyTensor, limit, round time.Duration, host bool) (*StreamExchange, *Task, error) {
 	ends, err := s.open()
 	if err != nil {
 		return nil, nil, err
@@ -51,12 +57,16 @@ func (s *Streams) Prepare(peers []int, push, pull []af.KeyTensor, limit, round t
 	if limit < 0 { // Prepare has a limit of its own without one
 		limit = forever
 	}
+	opts := []streams.Option{streams.Limit(round)}
+	if host {
+		opts = append(opts, streams.ByHost{})
+	}
 	push, pull = held(push), held(pull)
 	x := &StreamExchange{}
 	x.made = newTask(limit, func(ctx context.Context) (err error) {
 		defer letGo(push)
 		defer letGo(pull)
-		x.Exchange, err = ends.Prepare(ctx, peers, push, pull, streams.Limit(round))
+		x.Exchange, err = ends.Prepare(ctx, peers, push, pull, opts...)
 		return err
 	})
 	return x, x.made, nil
@@ -86,6 +96,31 @@ func (e *StreamExchange) Queue(send bool, stream af.Stream) error {
 		return e.QueueSend(stream)
 	}
 	return e.QueueReceive(stream)
+}
+
+// slice is a context that ends at a time, made without an allocation for each wait.
+type slice struct {
+	context.Context
+	until uint64 // clock.Now
+}
+
+func (s *slice) Err() error {
+	if clock.Now() < s.until {
+		return nil
+	}
+	return context.DeadlineExceeded
+}
+
+// ReceiveWithin is Receive for limit at most: then it returns ErrPending, unless this was the last attempt.
+func (e *StreamExchange) ReceiveWithin(limit time.Duration, last bool) error {
+	e.receiving.Lock()
+	defer e.receiving.Unlock()
+	e.slice = slice{context.Background(), clock.Now() + uint64(limit)}
+	err := e.Receive(&e.slice)
+	if err != nil && !last && errors.Is(err, van.ErrTimeout) && !errors.Is(err, streams.ErrOver) {
+		return ErrPending
+	}
+	return err
 }
 
 // Drop closes an exchange that Python has let go of, also one that is still being made.

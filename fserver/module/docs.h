@@ -158,7 +158,7 @@
 	"exchange does the same. Raises as check() does; it is closed then, too."
 
 #define DOC_PREPARE_STREAMS \
-	"prepare_streams($module, /, push_tensors, push_keys, pull_tensors, pull_keys, *, peers=None, timeout_ms=10000, round_timeout_ms=10000)\n--\n\n" \
+	"prepare_streams($module, /, push_tensors, push_keys, pull_tensors, pull_keys, *, peers=None, timeout_ms=10000, round_timeout_ms=10000, host=False)\n--\n\n" \
 	"Worker and server: an exchange that the streams of their GPUs make by themselves, on one\n" \
 	"host: no CPU and no kernel on the way. Both ends prepare it, and queue it or capture it\n" \
 	"into graphs as often as wanted.\n" \
@@ -176,6 +176,8 @@
 	"peers: ranks of servers or workers, ascending; None for all\n" \
 	"timeout_ms: how long to wait for the other ends; None for no limit\n" \
 	"round_timeout_ms: how long a worker's round may take; None for no limit\n" \
+	"host: True, on both ends: send() and receive() are made by the processors, which look at\n" \
+	"    each other's words in memory, not by streams: less time for a round, no graphs\n" \
 	"\n" \
 	"Returns a StreamExchange, which keeps the memory of the tensors.\n" \
 	"\n" \
@@ -190,13 +192,16 @@
 #define DOC_STREAMS_SEND \
 	"send($self, /)\n--\n\n" \
 	"Put into the current CUDA stream: tell the peers that the tensors for them are ready.\n" \
-	"They may be written to again behind the next receive().\n" \
+	"They may be written to again behind the next receive(). With host=True: tell them when the\n" \
+	"current stream comes to this point; does not wait.\n" \
 	"\n" \
 	"Raises what check() does, and Error (it is not send()'s turn)."
 #define DOC_STREAMS_RECEIVE \
-	"receive($self, /)\n--\n\n" \
+	"receive($self, /, timeout_ms=None)\n--\n\n" \
 	"Put into the current CUDA stream: wait until all peers have sent, and copy what they have\n" \
-	"into the tensors of this end.\n" \
+	"into the tensors of this end. With host=True: do that, and return when it is done; after\n" \
+	"timeout_ms raise TimeoutError, which names who has not sent: another receive() goes on, and\n" \
+	"until it returns, or close(), tensors may change.\n" \
 	"\n" \
 	"Raises what check() does, and Error (it is not receive()'s turn)."
 #define DOC_STREAMS_CHECK \

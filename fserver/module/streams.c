@@ -15,18 +15,20 @@ typedef struct {
   PyObject_HEAD
   uint64_t at;    // what Go knows it by
   int32_t device; // on which tensors lie, or -1
+  int host;       // send() and receive() are made by the host
 } streams_object;
 
 PyObject *sf_py_prepare_streams(PyObject *self, PyObject *args, PyObject *kw) {
-  static char *names[] = {"push_tensors", "push_keys", "pull_tensors", "pull_keys", "peers", "timeout_ms", "round_timeout_ms", NULL};
-  PyObject *a[7] = {NULL};
+  static char *names[] = {"push_tensors", "push_keys", "pull_tensors", "pull_keys", "peers", "timeout_ms", "round_timeout_ms", "host", NULL};
+  PyObject *a[8] = {NULL};
   request r;
   sf_error e = {0, NULL};
   uint64_t at = 0, task = 0;
   int64_t timeout = 10000, round = 10000;
+  int host = 0;
   (void)self;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "OOOO|$OOO:prepare_streams", names, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6])) return NULL;
-  if ((a[5] != NULL && sf_timeout_arg(a[5], &timeout) < 0) || (a[6] != NULL && sf_timeout_arg(a[6], &round) < 0)) return NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OOOO|$OOOO:prepare_streams", names, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7])) return NULL;
+  if ((a[5] != NULL && sf_timeout_arg(a[5], &timeout) < 0) || (a[6] != NULL && sf_timeout_arg(a[6], &round) < 0) || (a[7] != NULL && sf_bool_arg(a[7], &host) < 0)) return NULL;
   if (request_of(a[0], a[1], a[2], a[3], a[4], "peers", 1, &r) < 0) return NULL;
   if (tensors_keep(r.push, r.npush) < 0 || tensors_keep(r.pull, r.npull) < 0) {
     request_drop(&r);
@@ -34,7 +36,7 @@ PyObject *sf_py_prepare_streams(PyObject *self, PyObject *args, PyObject *kw) {
   }
   int32_t device = tensor_gpu(r.push, r.npush);
   if (device < 0) device = tensor_gpu(r.pull, r.npull);
-  int rc = sf_streams_prepare(r.push, (int)r.npush, r.pull, (int)r.npull, r.servers, (int)r.nservers, timeout, round, &at, &task, &e);
+  int rc = sf_streams_prepare(r.push, (int)r.npush, r.pull, (int)r.npull, r.servers, (int)r.nservers, timeout, round, host, &at, &task, &e);
   request_free(&r);
   if (rc != SF_DONE) return sf_raise(&e);
   if (sf_task_finish(task, 1) < 0) {
@@ -49,6 +51,7 @@ PyObject *sf_py_prepare_streams(PyObject *self, PyObject *args, PyObject *kw) {
   }
   x->at = at;
   x->device = device;
+  x->host = host;
   return (PyObject *)x;
 }
 
@@ -63,26 +66,44 @@ static void streams_dealloc(PyObject *o) {
   Py_DECREF(type);
 }
 
-static PyObject *queue(PyObject *o, int send) {
-  streams_object *x = (streams_object *)o;
+static PyObject *queue(streams_object *x, int send) {
   uint64_t stream = SF_COMPLETE;
   sf_error e = {0, NULL};
   if (sf_enter() < 0) return NULL;
   if (x->device >= 0 && tensor_stream(x->device, &stream) < 0) return NULL;
   int rc;
-  Py_BEGIN_ALLOW_THREADS rc = sf_streams_queue(x->at, send, stream, &e);
+  Py_BEGIN_ALLOW_THREADS rc = x->host ? sf_streams_send(x->at, stream, &e) : sf_streams_queue(x->at, send, stream, &e);
   Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;
 }
 
 static PyObject *streams_send(PyObject *o, PyObject *noargs) {
   (void)noargs;
-  return queue(o, 1);
+  return queue((streams_object *)o, 1);
 }
 
-static PyObject *streams_receive(PyObject *o, PyObject *noargs) {
-  (void)noargs;
-  return queue(o, 0);
+static PyObject *streams_receive(PyObject *o, PyObject *args, PyObject *kw) {
+  static char *names[] = {"timeout_ms", NULL};
+  streams_object *x = (streams_object *)o;
+  PyObject *timeout = NULL;
+  int64_t ms = -1;
+  if (!sf_by_position(args, kw, 0, 1, &timeout) && !PyArg_ParseTupleAndKeywords(args, kw, "|O:receive", names, &timeout)) return NULL;
+  if (timeout != NULL && sf_timeout_arg(timeout, &ms) < 0) return NULL;
+  if (!x->host) {
+    if (ms < 0) return queue(x, 0);
+    PyErr_Format(sf_error_value, "timeout_ms is %R, want None: the stream waits, for as long as round_timeout_ms of prepare_streams() says", timeout);
+    return NULL;
+  }
+  if (sf_enter() < 0) return NULL;
+  for (uint64_t start = sf_now();;) {
+    sf_error e = {0, NULL};
+    int64_t slice = sf_slice(ms, start);
+    int rc;
+    Py_BEGIN_ALLOW_THREADS rc = sf_streams_receive(x->at, slice, slice < SLICE_MS, &e);
+    Py_END_ALLOW_THREADS if (rc == SF_DONE) Py_RETURN_NONE;
+    if (rc != SF_PENDING) return sf_raise(&e);
+    if (PyErr_CheckSignals() < 0) return NULL;
+  }
 }
 
 static PyObject *streams_check(PyObject *o, PyObject *noargs) {
@@ -115,7 +136,7 @@ static PyObject *streams_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
 
 static PyMethodDef streams_methods[] = {
     {"send", streams_send, METH_NOARGS, DOC_STREAMS_SEND},
-    {"receive", streams_receive, METH_NOARGS, DOC_STREAMS_RECEIVE},
+    {"receive", (PyCFunction)(void (*)(void))streams_receive, METH_VARARGS | METH_KEYWORDS, DOC_STREAMS_RECEIVE},
     {"check", streams_check, METH_NOARGS, DOC_STREAMS_CHECK},
     {"close", streams_close, METH_NOARGS, DOC_STREAMS_CLOSE},
     {NULL, NULL, 0, NULL},

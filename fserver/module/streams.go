@@ -18,14 +18,14 @@ import (
 )
 
 //export sf_streams_prepare
-func sf_streams_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, peers *C.int64_t, nPeers C.int, timeoutMs, roundMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
+func sf_streams_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, peers *C.int64_t, nPeers C.int, timeoutMs, roundMs C.int64_t, host C.int, at, task *C.uint64_t, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
 	defer a.release() // Prepare holds what it needs
 	if err := a.request(push, nPush, pull, nPull); err != nil {
 		return fail(e, err)
 	}
 	return with(e, func(s *core.Session) error {
-		x, t, err := s.Streams().Prepare(ranks(peers, nPeers), a.push, a.pull, time.Duration(timeoutMs)*time.Millisecond, time.Duration(roundMs)*time.Millisecond)
+		x, t, err := s.Streams().Prepare(ranks(peers, nPeers), a.push, a.pull, time.Duration(timeoutMs)*time.Millisecond, time.Duration(roundMs)*time.Millisecond, host != 0)
 		if err == nil {
 			*at = C.uint64_t(cgo.NewHandle(x))
 			give(task, t)
@@ -41,6 +41,16 @@ func streamExchange(at C.uint64_t) *core.StreamExchange {
 //export sf_streams_queue
 func sf_streams_queue(at C.uint64_t, send C.int, stream C.uint64_t, e *C.sf_error) C.int {
 	return result(e, streamExchange(at).Queue(send != 0, af.Stream(stream)))
+}
+
+//export sf_streams_send
+func sf_streams_send(at C.uint64_t, stream C.uint64_t, e *C.sf_error) C.int {
+	return result(e, streamExchange(at).Send(af.Stream(stream)))
+}
+
+//export sf_streams_receive
+func sf_streams_receive(at C.uint64_t, sliceMs C.int64_t, last C.int, e *C.sf_error) C.int {
+	return result(e, streamExchange(at).ReceiveWithin(time.Duration(sliceMs)*time.Millisecond, last != 0))
 }
 
 //export sf_streams_check

@@ -47,13 +47,13 @@ def answer(push, out, one):
     torch.add(push, one, out=out[k:])
 
 
-def memory(n):
-    if n.args == "expandable":
+def memory(kind):
+    if kind == "expandable":
         torch.cuda.memory._set_allocator_settings(EXPANDABLE)
 
 
 def worker(n):
-    memory(n)
+    memory(n.args)
     parts = [part(n, i) for i in range(PARTS)]
     one, step = ints(n, 1) + 1, ints(n, 1)
     wants = [torch.zeros_like(p[1]) for p in parts]
@@ -99,7 +99,7 @@ def worker(n):
 
 
 def server(n):
-    memory(n)
+    memory(n.args)
     parts, one = [part(n, i) for i in range(PARTS)], ints(n, 1) + 1
 
     def layer():

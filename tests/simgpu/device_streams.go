@@ -125,6 +125,16 @@ func (q *streams) Queue(s uintptr, f func()) {
 	x.work <- f
 }
 
+// Queued is how much of what was put into stream s is not done.
+func (q *streams) Queued(s uintptr) int {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if x := q.all[s]; x != nil {
+		return int(x.queued.Load())
+	}
+	return 0
+}
+
 // WriteFlag implements backend.StreamFlagger.
 func (q *streams) WriteFlag(s uintptr, word backend.Mem, v uint32) error {
 	q.Queue(s, func() {
