@@ -33,7 +33,7 @@ func Command() *cli.Command {
 			{
 				Name:      "latency",
 				Usage:     "push_pull round trips of one tensor each way",
-				UsageText: "stepaf bench latency --push BYTES --pull BYTES [--iters N]\nstepaf bench latency --van ibverbs [--check]\nstepaf bench latency --van local --device gpu [--check]",
+				UsageText: "stepaf bench latency --push BYTES --pull BYTES [--iters N]\nstepaf bench latency --van ibverbs [--check]\nstepaf bench latency --van local --device gpu [--prepared] [--check]",
 				Description: "With --van ibverbs and neither --push nor --pull it measures 1 KiB and 64 KiB each way and the default.\n" +
 					"If the package perftest is installed, it runs ib_write_lat and ib_write_bw on the same port, too.\n\n" +
 					"With --van zmq a round trip of libzmq by itself stands beside: one message each way between a DEALER and a ROUTER, in C.\n\n" +
@@ -47,6 +47,7 @@ func Command() *cli.Command {
 					&cli.StringFlag{Name: "device", Value: cpu, Usage: "where tensors lie: cpu or gpu"},
 					&cli.StringFlag{Name: "gpus", Usage: "the worker's and the server's GPU (default: 0,1; with one GPU 0,0)"},
 					&cli.BoolFlag{Name: "stream", Usage: "with --device gpu: tensors are said to be made in a stream, which costs a look at it or an event"},
+					&cli.BoolFlag{Name: "prepared", Usage: "with --device gpu: both ends prepare the exchange once, and their processors make it (af/streams, ByHost)"},
 					&cli.IntFlag{Name: "iters", Usage: "measured round trips; 0 chooses by size"},
 					&cli.IntFlag{Name: "warmup", Usage: "round trips before; 0 chooses by size"},
 					&cli.BoolFlag{Name: "load", Usage: "meanwhile keep every core busy with a loop"},

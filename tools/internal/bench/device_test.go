@@ -149,6 +149,7 @@ func TestDeviceLatency(t *testing.T) {
 	for _, l := range []*latency{
 		{push: 9000, pull: 20000, iters: 25, warmup: 3, rounds: 4},
 		{push: 9000, pull: 20001, iters: 25, warmup: 2, rounds: 3, stream: true},
+		{push: 9000, pull: 20002, iters: 25, warmup: 3, rounds: 4, both: true},
 		{push: 0, pull: 5000, iters: 5, warmup: 1, rounds: 1},
 		{push: 5000, pull: 0, iters: 5, warmup: 0, rounds: 1},
 		{push: 1, pull: 1, iters: 5, warmup: 1, rounds: 2},

@@ -67,6 +67,12 @@ var courses = map[course][]struct {
 		{both(16 << 20), goal{}},
 		{both(256 << 20), goal{of: ourFloor, limit: 1.05}},
 	},
+	{local, prepared}: {
+		{both(1 << 10), goal{of: ourFloor, limit: 1.4}},
+		{attention, goal{of: ourFloor, limit: 1.25}},
+		{both(16 << 20), goal{}},
+		{both(256 << 20), goal{of: ourFloor, limit: 1.03}},
+	},
 	{zmq, gpu}: {
 		{both(1 << 10), goal{}},
 		{attention, goal{}},

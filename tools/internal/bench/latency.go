@@ -20,6 +20,7 @@ type latency struct {
 	iters, warmup int
 	rounds        int  // blocks of ours and of the floor, alternating
 	stream        bool // on a GPU: tensors are made in a stream
+	both          bool // on a GPU: timed rounds are exchanges that both ends prepare
 	touch         bool // every byte is read and written between rounds
 }
 

@@ -3,12 +3,16 @@ package bench
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"hash/crc32"
+	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/af/streams"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -47,7 +51,7 @@ type deviceServer struct {
 	stream  af.Stream
 	bufs    [2]backend.Mem
 	answers [2][]af.KeyTensor
-	turn    int
+	turn    atomic.Int32
 	count   uint64 // of checked requests
 	request []byte // of a checked request, on the host
 	image   []byte // of an answer
@@ -77,6 +81,11 @@ func (l *latency) serveDevice(node *postoffice.Node) error {
 		}
 		d.answers[i] = []af.KeyTensor{{Val: t}}
 	}
+	if l.both {
+		if err := d.both(node); err != nil {
+			return err
+		}
+	}
 	return s.Handle(func(b af.Batch) {
 		if err := d.answer(b); err != nil {
 			node.Log().Error("answer", "err", err)
@@ -84,25 +93,60 @@ func (l *latency) serveDevice(node *postoffice.Node) error {
 	})
 }
 
+// both prepares an exchange for each of the two buffers, and answers its rounds until its end.
+func (d *deviceServer) both(node *postoffice.Node) error {
+	ends, err := streams.New(node)
+	if err != nil {
+		return err
+	}
+	push, err := d.back.Alloc(d.l.push)
+	if err != nil {
+		return err
+	}
+	for i := range d.bufs {
+		pushes, pulls, err := d.l.tensors(push, d.bufs[i], bothKey(i))
+		if err != nil {
+			return err
+		}
+		go func() {
+			x, err := ends.Prepare(context.Background(), nil, pushes, pulls, streams.ByHost{})
+			for err == nil {
+				if err = x.Receive(context.Background()); err == nil {
+					d.turn.Store(int32(i))
+					err = x.Send(d.stream)
+				}
+			}
+			if !errors.Is(err, van.ErrClosed) && !errors.Is(err, van.ErrPeerLost) {
+				node.Log().Error("exchange", "err", err)
+			}
+		}()
+	}
+	return nil
+}
+
+// bothKey is the key of the push tensor of an exchange that both ends prepare.
+func bothKey(i int) uint64 { return checkedKey + 2 + 2*uint64(i) }
+
 func (d *deviceServer) answer(b af.Batch) error {
-	d.turn ^= 1
+	turn := d.turn.Load() ^ 1
+	d.turn.Store(turn)
 	key := uint64(0)
 	if p := b.Pulls(); len(p) > 0 {
 		key = p[0].Key - 1
-		d.answers[d.turn][0].Key = p[0].Key
+		d.answers[turn][0].Key = p[0].Key
 	} else if p := b.Pushes(); len(p) > 0 {
 		key = p[0].Key
 	}
 	if key == checkedKey {
-		if err := d.prepare(b); err != nil {
+		if err := d.prepare(b, d.bufs[turn]); err != nil {
 			return err
 		}
 	}
-	return b.Respond(d.answers[d.turn], af.ByKey, d.stream)
+	return b.Respond(d.answers[turn], af.ByKey, d.stream)
 }
 
 // prepare makes the answer to a checked request.
-func (d *deviceServer) prepare(b af.Batch) error {
+func (d *deviceServer) prepare(b af.Batch, to backend.Mem) error {
 	d.count++
 	if p := b.Pushes(); len(p) > 0 {
 		if err := d.back.Copy(backend.Bytes(d.request), p[0].Val.Mem()); err != nil {
@@ -113,7 +157,7 @@ func (d *deviceServer) prepare(b af.Batch) error {
 		return nil
 	}
 	stamp(d.image, digest(d.count, d.request))
-	return d.back.Copy(d.bufs[d.turn], backend.Bytes(d.image))
+	return d.back.Copy(to, backend.Bytes(d.image))
 }
 
 // deviceTrips is the worker's end.
@@ -125,6 +169,7 @@ type deviceTrips struct {
 	push   backend.Mem
 	pull   backend.Mem
 
+	exchanges                   [2]*streams.Exchange // with latency.both: of the timed ones
 	timedPushes, timedPulls     []af.KeyTensor
 	checkedPushes, checkedPulls []af.KeyTensor
 
@@ -162,13 +207,39 @@ func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floo
 	if t.checkedPushes, t.checkedPulls, err = l.tensors(t.push, t.pull, checkedKey); err != nil {
 		return nil, err
 	}
+	if l.both {
+		ends, err := streams.New(node)
+		if err != nil {
+			return nil, err
+		}
+		defer ends.Close()
+		for i := range t.exchanges {
+			pushes, pulls, err := l.tensors(t.push, t.pull, bothKey(i))
+			if err != nil {
+				return nil, err
+			}
+			if t.exchanges[i], err = ends.Prepare(ctx, nil, pushes, pulls, streams.ByHost{}); err != nil {
+				return nil, err
+			}
+			defer t.exchanges[i].Close()
+		}
+	}
 	return l.blocks(floor, bare, t.timed, t.check)
 }
 
 // timed does one round trip with what is there.
 func (t *deviceTrips) timed() (int64, error) {
 	t.moved = true
-	return t.trip(t.timedPushes, t.timedPulls)
+	if t.exchanges[0] == nil {
+		return t.trip(t.timedPushes, t.timedPulls)
+	}
+	t.turn ^= 1
+	x, start := t.exchanges[t.turn], time.Now()
+	err := x.Send(t.stream)
+	if err == nil {
+		err = x.Receive(t.ctx)
+	}
+	return int64(time.Since(start)), err
 }
 
 func (t *deviceTrips) trip(pushes, pulls []af.KeyTensor) (int64, error) {

@@ -23,7 +23,7 @@ func defaults(way course, bytes, iters, warmup int) (int, int) {
 	case iters != 0:
 	case way.van == ibverbs:
 		iters = min(max(1<<28/(bytes+1<<17), 100), 2000)
-	case way == course{local, gpu}:
+	case way.van == local && way.device != cpu:
 		iters = min(max(1<<36/(bytes+1<<21), 200), 20000)
 	default:
 		iters = min(max(1<<31/(bytes+1<<17), 100), 20000)
@@ -72,7 +72,7 @@ func runLatency(c *cli.Context) error {
 	if c.Bool("touch") && (at.gpus != nil || c.String("van") == ibverbs) {
 		return exit.Usage("bench: --touch wants --van zmq or local and --device cpu: other floors do not touch their bytes")
 	}
-	m := &latencyRun{c: c, at: at, way: course{c.String("van"), at.device()}}
+	m := &latencyRun{c: c, at: at, way: at.course(c.String("van"))}
 	all := []payload{{c.Int("push"), c.Int("pull")}}
 	if !c.IsSet("push") && !c.IsSet("pull") {
 		all = m.way.payloads(all[0])
@@ -141,7 +141,7 @@ func (m *latencyRun) payload(p payload) error {
 		defer busy()()
 	}
 	r, cpu, err := runCluster(c, m.host, m.at, 1, true,
-		"latency", p.push, p.pull, iters, warmup, rounds, m.at.stream, c.Bool("touch"))
+		"latency", p.push, p.pull, iters, warmup, rounds, m.at.stream, m.at.both, c.Bool("touch"))
 	if err != nil {
 		return err
 	}
@@ -158,7 +158,7 @@ func (m *latencyRun) payload(p payload) error {
 
 func childLatency(c *cli.Context, node *postoffice.Node) error {
 	var l latency
-	if err := arguments(c, &l.push, &l.pull, &l.iters, &l.warmup, &l.rounds, &l.stream, &l.touch); err != nil {
+	if err := arguments(c, &l.push, &l.pull, &l.iters, &l.warmup, &l.rounds, &l.stream, &l.both, &l.touch); err != nil {
 		return err
 	}
 	cfg := node.Config()

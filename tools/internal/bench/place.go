@@ -16,12 +16,15 @@ import (
 const (
 	cpu = "cpu"
 	gpu = "gpu"
+
+	prepared = "gpu, prepared" // with --prepared
 )
 
 // place says where the tensors of a benchmark lie. The zero place is host memory.
 type place struct {
 	gpus   []int // of the worker and of the server; nil for host memory
 	stream bool  // tensors are said to be made in a stream
+	both   bool  // both ends prepare their exchanges, and their processors make them
 }
 
 // newPlace reads the options. look lists the machine's GPUs.
@@ -31,7 +34,7 @@ func newPlace(c *cli.Context, look func() ([]backend.Info, error)) (place, error
 	}
 	switch c.String("device") {
 	case cpu:
-		for _, name := range []string{"gpus", "stream"} {
+		for _, name := range []string{"gpus", "stream", "prepared"} {
 			if c.IsSet(name) {
 				return usage("--%s wants --device gpu", name)
 			}
@@ -44,6 +47,9 @@ func newPlace(c *cli.Context, look func() ([]backend.Info, error)) (place, error
 	if v := c.String("van"); v != local && v != zmq {
 		return usage("--device gpu --van %s: want --van local or zmq", v)
 	}
+	if c.String("van") != local && c.Bool("prepared") {
+		return usage("--prepared --van %s: want --van local", c.String("van"))
+	}
 	asked, err := pair(c.String("gpus"))
 	if err != nil {
 		return usage("%v", err)
@@ -52,7 +58,7 @@ func newPlace(c *cli.Context, look func() ([]backend.Info, error)) (place, error
 	if err != nil {
 		return place{}, fmt.Errorf("bench: --device gpu: %w", err)
 	}
-	p := place{gpus: asked, stream: c.Bool("stream")}
+	p := place{gpus: asked, stream: c.Bool("stream"), both: c.Bool("prepared")}
 	if p.gpus == nil {
 		p.gpus = []int{0, min(1, len(have)-1)}
 	}
@@ -84,6 +90,14 @@ func (p place) device() string {
 		return cpu
 	}
 	return gpu
+}
+
+// course is what is measured here over van.
+func (p place) course(van string) course {
+	if p.both {
+		return course{van, prepared}
+	}
+	return course{van, p.device()}
 }
 
 // env is the variables that give a role its device.

@@ -8,10 +8,11 @@ import (
 // latencyReport is the JSON line of bench latency.
 type latencyReport struct {
 	Van       string `json:"van"`
-	Device    string `json:"device"`           // "cpu" or "gpu"
-	GPUs      []int  `json:"gpus,omitempty"`   // the worker's and the server's
-	Stream    bool   `json:"stream,omitempty"` // whether tensors are said to be made in one
-	Note      string `json:"note,omitempty"`   // what speaks against the figures
+	Device    string `json:"device"`             // "cpu" or "gpu"
+	GPUs      []int  `json:"gpus,omitempty"`     // the worker's and the server's
+	Stream    bool   `json:"stream,omitempty"`   // whether tensors are said to be made in one
+	Prepared  bool   `json:"prepared,omitempty"` // by both ends
+	Note      string `json:"note,omitempty"`     // what speaks against the figures
 	PushBytes int    `json:"push_bytes"`
 	PullBytes int    `json:"pull_bytes"`
 	Iters     int    `json:"iters"`
@@ -58,7 +59,7 @@ func newLatencyReport(van string, push, pull, iters int, r *result, cpu map[stri
 
 // placed says where the tensors were.
 func (r *latencyReport) placed(at place) {
-	r.Device, r.GPUs, r.Stream, r.Note = at.device(), at.gpus, at.stream, at.note()
+	r.Device, r.GPUs, r.Stream, r.Prepared, r.Note = at.device(), at.gpus, at.stream, at.both, at.note()
 }
 
 // judge compares the report with a goal that is a ratio to the floor.
@@ -71,10 +72,14 @@ func (r *latencyReport) print(w io.Writer) error {
 	on, checked := "", "all answers checked"
 	switch {
 	case r.GPUs != nil:
-		on, checked = fmt.Sprintf(" (gpu:%d and gpu:%d)", r.GPUs[0], r.GPUs[1]), "values checked around each block"
+		how := ""
 		if r.Stream {
-			on = fmt.Sprintf(" (gpu:%d and gpu:%d, in streams)", r.GPUs[0], r.GPUs[1])
+			how += ", in streams"
 		}
+		if r.Prepared {
+			how += ", prepared by both ends"
+		}
+		on, checked = fmt.Sprintf(" (gpu:%d and gpu:%d%s)", r.GPUs[0], r.GPUs[1], how), "values checked around each block"
 	case r.RDMA != nil:
 		on = fmt.Sprintf(" (%s port %d, %s)", r.RDMA.Device, r.RDMA.Port, r.RDMA.Host)
 	}
