@@ -227,18 +227,59 @@ func (x *Exchange) Receive(ctx context.Context) error {
 	return nil
 }
 
-// The looks at words between two at all else, and the pauses of a wait that sleeps.
+// The looks at what is awaited between two at all else, the pauses of a wait that sleeps, and how often it asks whether the device works.
 const (
-	looksEach = 128
-	minPause  = 20 * time.Microsecond
-	maxPause  = 200 * time.Microsecond
+	looksEach   = 128
+	minPause    = 20 * time.Microsecond
+	maxPause    = 200 * time.Microsecond
+	healthCheck = 10 * time.Millisecond
 )
+
+// waiting is a wait of Receive.
+type waiting struct {
+	x       *Exchange
+	begun   uint64
+	healthy uint64 // clock.Now when the device was asked last
+	looks   int
+	pause   time.Duration // 0: it does not sleep yet
+}
+
+func (x *Exchange) waits() waiting {
+	now := clock.Now()
+	return waiting{x: x, begun: now, healthy: now}
+}
+
+// pass passes a moment between two looks, and tells whether it is time to look at all else.
+func (w *waiting) pass() bool {
+	if w.looks++; w.looks%looksEach != 0 && w.pause == 0 {
+		return false
+	}
+	switch x := w.x; {
+	case w.pause != 0:
+		clock.Sleep(w.pause)
+		w.pause = min(2*w.pause, maxPause)
+	case x.spin >= 0 && time.Duration(clock.Now()-w.begun) >= x.spin:
+		w.pause = minPause
+	case x.crowded:
+		runtime.Gosched()
+	}
+	return true
+}
+
+// health is why the device does nothing any more.
+func (w *waiting) health() error {
+	h, is := w.x.words.m.dev.(backend.HealthChecker)
+	if now := clock.Now(); is && time.Duration(now-w.healthy) >= healthCheck {
+		w.healthy = now
+		return h.Health()
+	}
+	return nil
+}
 
 // arrive waits until all peers have sent the round. What has come is queued to be copied.
 func (x *Exchange) arrive(ctx context.Context) error {
-	h := x.host
-	begun, pause := clock.Now(), minPause
-	for looks := 1; ; looks++ {
+	h, w := x.host, x.waits()
+	for all := false; ; all = w.pass() {
 		for i := range h.far {
 			if h.came[i] || h.far[i].sent() != h.round {
 				continue
@@ -254,26 +295,16 @@ func (x *Exchange) arrive(ctx context.Context) error {
 		if h.left == 0 {
 			return nil
 		}
-		if looks%looksEach != 0 && x.failed.Load() == nil {
-			continue
-		}
-		now := clock.Now()
-		if err := x.cannotCome(ctx, now); err != nil {
-			return err
-		}
-		if x.spin < 0 || time.Duration(now-begun) < x.spin {
-			if x.crowded {
-				runtime.Gosched()
+		if all || x.failed.Load() != nil {
+			if err := x.cannotCome(ctx); err != nil {
+				return err
 			}
-			continue
 		}
-		clock.Sleep(pause)
-		pause, looks = min(2*pause, maxPause), -1
 	}
 }
 
 // cannotCome is why Receive returns without what is awaited.
-func (x *Exchange) cannotCome(ctx context.Context, now uint64) error {
+func (x *Exchange) cannotCome(ctx context.Context) error {
 	h := x.host
 	if x.failed.Load() != nil {
 		return x.ended()
@@ -287,7 +318,7 @@ func (x *Exchange) cannotCome(ctx context.Context, now uint64) error {
 			return x.ended()
 		}
 	}
-	if took := time.Duration(now - h.since); x.first && x.timing.limit > 0 && took >= x.timing.limit {
+	if took := time.Duration(clock.Now() - h.since); x.first && x.timing.limit > 0 && took >= x.timing.limit {
 		x.fail(x.late(took, x.missing()))
 		return x.ended()
 	}
@@ -329,15 +360,20 @@ func (w *words) copyFrom(h *host, i int) error {
 // finish waits until the copies of the round are done, and tells whether they are of what was sent: a peer whose end is over may have changed that.
 func (x *Exchange) finish(ctx context.Context) error {
 	h := x.host
-	if h.copying {
-		if err := h.event.Sync(ctx); err != nil {
+	w := x.waits()
+	for all := false; h.copying; all = w.pass() {
+		done, err := h.event.Query()
+		if all && !done && err == nil {
 			if ctx.Err() != nil {
 				return &van.Error{Op: "receive", Node: x.dir.node.Name(), Detail: x.String() + ": copies of the device", Err: van.TimedOut(context.Cause(ctx))}
 			}
+			err = w.health()
+		}
+		if err != nil {
 			x.fail(err)
 			return x.ended()
 		}
-		h.copying = false
+		h.copying = !done
 	}
 	if i := slices.IndexFunc(h.far, line.over); i >= 0 {
 		return x.endedThere(i)

@@ -32,9 +32,12 @@ func newExchange(d *directory, peers []int, push, pull []af.KeyTensor, opts []Op
 		o.apply(x)
 	}
 	x.sendNext = x.first
-	x.spin, x.crowded = d.node.Config().BusyPoll.Spin(), runtime.GOMAXPROCS(0) <= fewThreads
 	if err := x.divide(peers, push, pull); err != nil {
 		return nil, err
+	}
+	x.spin, x.crowded = d.node.Config().BusyPoll.Spin(), runtime.GOMAXPROCS(0) <= fewThreads
+	if x.spin > 0 {
+		x.spin += time.Duration(bytesOf(push, pull) / bytesEach)
 	}
 	for _, p := range x.peers {
 		for _, t := range slices.Concat(p.in, p.out) {
@@ -42,6 +45,17 @@ func newExchange(d *directory, peers []int, push, pull []af.KeyTensor, opts []Op
 		}
 	}
 	return x, nil
+}
+
+// bytesEach is how many bytes of an exchange let a wait look a nanosecond longer before it sleeps: they are copied at no less, mostly.
+const bytesEach = 100
+
+// bytesOf is how many bytes tensors have.
+func bytesOf(lists ...[]af.KeyTensor) (n int) {
+	for _, t := range slices.Concat(lists...) {
+		n += t.Val.Len()
+	}
+	return n
 }
 
 // fewThreads is a number of threads for goroutines that those who look without pause may take up.

@@ -100,10 +100,11 @@ class Device:
 
 
 class Trips:
-    """The end that asks and measures. trip(payload, kind, push, pull, *how) does a round trip."""
+    """The end that asks and measures. way(payload, kind, push, pull, *how) is a function that does a round trip, and is told which of the other
+    end's two buffers has its turn."""
 
-    def __init__(self, device, sizes, trip, now):
-        self.device, self.sizes, self.trip, self.now = device, sizes, trip, now
+    def __init__(self, device, sizes, way, now):
+        self.device, self.sizes, self.way, self.now = device, sizes, way, now
         self.tensors = {}
 
     def of(self, payload):
@@ -118,12 +119,13 @@ class Trips:
         """Times of so many round trips, in nanoseconds. Checks before and after."""
         t, finish = self.of(payload), self.device.finish
         push, pull, held, _ = t
+        once = self.way(payload, CHECKED, push, pull, *how)
         for _ in held:
             push.random_(0, 256)
             pull.zero_()
             finish()
-            self.trip(payload, CHECKED, push, pull, *how)
             t[3] ^= 1
+            once(t[3])
             answer_to(push, held[t[3]])
             self.compare(payload, "checked")
         pull.zero_()
@@ -135,14 +137,15 @@ class Trips:
 
     def timed(self, payload, count, *how):
         """The same, without checks."""
-        t, now, trip = self.of(payload), self.now, self.trip
-        push, pull = t[:2]
-        times = []
+        t, now = self.of(payload), self.now
+        push, pull, _, turn = t
+        once, times = self.way(payload, TIMED, push, pull, *how), []
         for _ in range(count):
+            turn ^= 1
             start = now()
-            trip(payload, TIMED, push, pull, *how)
+            once(turn)
             times.append(now() - start)
-        t[3] ^= count & 1
+        t[3] = turn
         return times
 
     def compare(self, payload, kind):
@@ -195,17 +198,18 @@ class BothEnds:
                 with torch.cuda.graph(self.graphs[payload][-1]):
                     x.receive()
                     x.send()
-        events = collections.deque()
+        events, turn = collections.deque(), answers.turn[payload]
+        answers.turn[payload] ^= checked + timed & 1
         for i in range(checked + timed):
-            answers.turn[payload] ^= 1
-            turn = answers.turn[payload]
+            turn ^= 1
+            x = both[turn]
             if graph and i >= checked:
                 self.graphs[payload][turn].replay()
             else:
-                both[turn].receive()
+                x.receive()
                 if i < checked:
                     answer_to(push, answers.of(payload)[turn])
-                both[turn].send()
+                x.send()
             if host:
                 continue
             events.append(torch.cuda.Event())
@@ -284,39 +288,52 @@ def serve(f, device, sizes):
 
 
 def work(f, device, sizes):
-    exchanges, graphs, both, turns = {}, {}, {}, collections.Counter()
+    exchanges, graphs, both = {}, {}, {}
 
-    def trip(payload, kind, push, pull, how):
-        turns[payload] ^= 1
-        turn = turns[payload]
+    def way(payload, kind, push, pull, how):
         if how in BOTH:
-            x, graph = both[payload, how == HOSTS][turn]
-            if how == STREAMS_GRAPH and kind == TIMED:
+            return by_both(both[payload, how == HOSTS], how, how == STREAMS_GRAPH and kind == TIMED)
+        keys = [KEYS * payload + kind], [KEYS * payload + kind + 1]
+        if how in (EVENT, COMPLETE):
+            return lambda turn: f.wait(f.push_pull([push], keys[0], [pull], keys[1], how == EVENT))
+        at = payload, kind
+        if at not in exchanges:
+            exchanges[at] = f.prepare([push], keys[0], [pull], keys[1])
+        x = exchanges[at]
+        if how == GRAPH and at not in graphs:
+            graphs[at] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[at]):
+                x.start()
+                x.wait()
+
+        def prepared(turn):
+            x.start()
+            x.wait()
+
+        def in_graph(turn):
+            graphs[at].replay()
+            torch.cuda.current_stream().synchronize()
+            x.check()
+
+        return in_graph if how == GRAPH else prepared
+
+    def by_both(pair, how, replayed):
+        def hosts(turn):
+            x = pair[turn][0]
+            x.send()
+            x.receive()
+
+        def in_streams(turn):
+            x, graph = pair[turn]
+            if replayed:
                 graph.replay()
             else:
                 x.send()
                 x.receive()
-            if how == HOSTS:
-                return None
             torch.cuda.current_stream().synchronize()
-            return x.check()
-        keys = [KEYS * payload + kind], [KEYS * payload + kind + 1]
-        if how in (EVENT, COMPLETE):
-            return f.wait(f.push_pull([push], keys[0], [pull], keys[1], how == EVENT))
-        at = payload, kind
-        if at not in exchanges:
-            exchanges[at] = f.prepare([push], keys[0], [pull], keys[1])
-        if how == GRAPH and at not in graphs:
-            graphs[at] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[at]):
-                exchanges[at].start()
-                exchanges[at].wait()
-        if how == GRAPH:
-            graphs[at].replay()
-            torch.cuda.current_stream().synchronize()
-            return exchanges[at].check()
-        exchanges[at].start()
-        return exchanges[at].wait()
+            x.check()
+
+        return hosts if how == HOSTS else in_streams
 
     def tell(what, *words):
         f.wait(f.push_pull([torch.tensor(words, dtype=torch.int64)], [KEYS * len(sizes) + what], [], []), 60000)
@@ -341,7 +358,7 @@ def work(f, device, sizes):
 
     import torch
 
-    trips = Trips(device, sizes, trip, f.get_nanosecond)
+    trips = Trips(device, sizes, way, f.get_nanosecond)
     for c in map(json.loads, sys.stdin):  # until the parent has enough
         if c["do"] == "block":
             if c["how"] in BOTH:
@@ -369,12 +386,15 @@ def collective(kind, sizes, rank, port):
         if device.gpu:
             device.torch.cuda.current_stream().synchronize()
 
-    def trip(payload, kind, push, pull):
-        dist.send(push, 1)
-        dist.recv(pull, 1)
-        finish()
+    def way(payload, kind, push, pull):
+        def once(turn):
+            dist.send(push, 1)
+            dist.recv(pull, 1)
+            finish()
 
-    trips, answers, requests = Trips(device, sizes, trip, time.perf_counter_ns), Answers(device, sizes), {}
+        return once
+
+    trips, answers, requests = Trips(device, sizes, way, time.perf_counter_ns), Answers(device, sizes), {}
     for c in map(json.loads, sys.stdin):  # until the parent has enough
         payload, count = c["payload"], c["count"]
         if rank == 0:
