@@ -40,15 +40,14 @@ func ParseExport(b []byte, n int) (e backend.Export, err error) {
 	return e, nil
 }
 
-// MapExport maps n bytes that e names. They stay mapped until the backend is closed: the driver unmaps nothing while
-// streams may wait. The error wraps ErrMalformed if the allocation is shorter than e says.
-func MapExport(x backend.Exporter, e backend.Export, n int) (backend.Mem, error) {
-	m, err := x.Import(e)
-	if err != nil {
-		return m, err
+// MapExport maps the allocation that e names, and returns n bytes of it, and all. They stay mapped until CloseImport of all, or the end of the backend: the
+// driver unmaps nothing while streams may wait. The error wraps ErrMalformed if the allocation is shorter than e says.
+func MapExport(x backend.Exporter, e backend.Export, n int) (m, all backend.Mem, err error) {
+	if all, err = x.Import(e); err != nil {
+		return m, all, err
 	}
-	if m.Len() < e.Offset || m.Len()-e.Offset < n {
-		return m, fmt.Errorf("%w: %d bytes at %d of an allocation of %d", ErrMalformed, n, e.Offset, m.Len())
+	if all.Len() < e.Offset || all.Len()-e.Offset < n {
+		return m, all, fmt.Errorf("%w: %d bytes at %d of an allocation of %d", ErrMalformed, n, e.Offset, all.Len())
 	}
-	return m.Sub(e.Offset, n), nil
+	return all.Sub(e.Offset, n), all, nil
 }

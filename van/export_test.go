@@ -22,18 +22,18 @@ func TestMapExport(t *testing.T) {
 		t.Fatal(err)
 	}
 	e.Offset = 40
-	got, err := van.MapExport(other, e, 60)
+	got, _, err := van.MapExport(other, e, 60)
 	if err != nil || got.Len() != 60 || got.Addr() != m.Addr()+40 {
 		t.Errorf("%d bytes at %#x, %v; want 60 at %#x", got.Len(), got.Addr(), err, m.Addr()+40)
 	}
 	for _, off := range []int{41, 101} {
 		e.Offset = off
-		if _, err := van.MapExport(other, e, 60); !errors.Is(err, van.ErrMalformed) {
+		if _, _, err := van.MapExport(other, e, 60); !errors.Is(err, van.ErrMalformed) {
 			t.Errorf("60 bytes at %d of 100: %v, want %v", off, err, van.ErrMalformed)
 		}
 	}
 	e.Handle[0]++
-	if _, err := van.MapExport(other, e, 1); err == nil || errors.Is(err, van.ErrMalformed) {
+	if _, _, err := van.MapExport(other, e, 1); err == nil || errors.Is(err, van.ErrMalformed) {
 		t.Errorf("another handle: %v", err)
 	}
 }

@@ -257,8 +257,10 @@ func (x *Exchange) Close() error {
 	x.queueing.Lock() // one who queues something now had the tensors before
 	defer x.queueing.Unlock()
 	if !x.captured.Load() && x.settle() {
-		if err := x.host.free(x.words.m); err != nil {
-			x.dir.node.Log().Warn("an exchange by hosts leaves something behind on its device", "exchange", x.String(), "err", err)
+		if x.host != nil {
+			if err := errors.Join(x.host.free(x.words.m), x.words.unmap()); err != nil {
+				x.dir.node.Log().Warn("an exchange by hosts leaves something behind on its device", "exchange", x.String(), "err", err)
+			}
 		}
 		x.words.putBack()
 		for _, p := range x.peers {

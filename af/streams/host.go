@@ -79,11 +79,12 @@ type host struct {
 	stream uintptr     // of copies; 0: none
 	event  backend.Event
 
-	round   uint32 // that the next Receive is of
-	since   uint64 // clock.Now of the last Send
-	came    []bool // by peer: it has sent this round, and copies are queued
-	left    int    // peers that have not
-	copying bool   // copies are queued that event says the end of
+	round   uint32  // that the next Receive is of
+	since   uint64  // clock.Now of the last Send
+	came    []bool  // by peer: it has sent this round, and copies are queued
+	left    int     // peers that have not
+	copying bool    // copies are queued that event says the end of
+	wait    waiting // of the Receive that goes on
 }
 
 // makeHost makes what an end of so many peers has, and says what these are to know of it.
@@ -149,11 +150,10 @@ func (h *host) reach(i int, n *lineName) error {
 // Send tells the peers that the tensors for them are ready once stream has come to this point, af.Complete if they are.
 // It does not wait. A worker sends first, a server receives first, and then both take turns.
 func (x *Exchange) Send(stream af.Stream) error {
-	x.queueing.Lock()
-	defer x.queueing.Unlock()
-	if err := x.turn("send", true, true); err != nil {
+	if err := x.begin("send", true); err != nil {
 		return err
 	}
+	defer x.queueing.Unlock()
 	h := x.host
 	n := h.round
 	if !x.first {
@@ -208,12 +208,11 @@ func (w *words) sendByHost(h *host, stream af.Stream, n uint32) error {
 // returns nil. It waits for as long as ctx lasts, a worker for its Limit at most, from Send: then the exchange is over. When ctx
 // has ended tensors may still change, until a later Receive goes on and returns nil, or Close.
 func (x *Exchange) Receive(ctx context.Context) error {
-	x.queueing.Lock()
-	defer x.queueing.Unlock()
-	err := x.turn("receive", false, true)
-	if err == nil {
-		err = x.arrive(ctx)
+	if err := x.begin("receive", false); err != nil {
+		return err
 	}
+	defer x.queueing.Unlock()
+	err := x.arrive(ctx)
 	if err == nil {
 		err = x.finish(ctx)
 	}
@@ -224,42 +223,60 @@ func (x *Exchange) Receive(ctx context.Context) error {
 	clear(h.came)
 	h.left, x.sendNext = len(h.far), true
 	h.round++
+	h.wait = waiting{}
 	return nil
 }
 
-// The looks at what is awaited between two at all else, the pauses of a wait that sleeps, and how often it asks whether the device works.
+// begin takes queueing for a Send or a Receive, or says why that is not the caller's to do now: two at once are a mistake, and the second one could wait
+// for as long as the first.
+func (x *Exchange) begin(op string, send bool) error {
+	if !x.queueing.TryLock() {
+		if err := x.Check(); err != nil {
+			return err
+		}
+		return x.wrong(op, fmt.Errorf("%w: another Send or Receive is under way", af.ErrStarted))
+	}
+	err := x.turn(op, send, true)
+	if err != nil {
+		x.queueing.Unlock()
+	}
+	return err
+}
+
+// The looks at what is awaited between two at all else, the pauses of a wait that sleeps, for most of the first second and then, and how often
+// it asks whether the device works.
 const (
 	looksEach   = 128
 	minPause    = 20 * time.Microsecond
 	maxPause    = 200 * time.Microsecond
+	longPause   = time.Millisecond
 	healthCheck = 10 * time.Millisecond
 )
 
-// waiting is a wait of Receive.
+// waiting is the wait of a Receive, also of one that goes on.
 type waiting struct {
-	x       *Exchange
-	begun   uint64
+	begun   uint64 // clock.Now; 0: it has not
 	healthy uint64 // clock.Now when the device was asked last
 	looks   int
 	pause   time.Duration // 0: it does not sleep yet
 }
 
-func (x *Exchange) waits() waiting {
-	now := clock.Now()
-	return waiting{x: x, begun: now, healthy: now}
-}
-
 // pass passes a moment between two looks, and tells whether it is time to look at all else.
-func (w *waiting) pass() bool {
+func (w *waiting) pass(x *Exchange) bool {
 	if w.looks++; w.looks%looksEach != 0 && w.pause == 0 {
 		return false
 	}
-	switch x := w.x; {
-	case w.pause != 0:
+	now := clock.Now()
+	if w.begun == 0 {
+		w.begun, w.healthy = now, now
+	}
+	switch took := time.Duration(now - w.begun); {
+	case x.spin >= 0 && took >= x.spin:
+		w.pause = min(max(2*w.pause, minPause), maxPause)
+		if took > time.Second {
+			w.pause = longPause
+		}
 		clock.Sleep(w.pause)
-		w.pause = min(2*w.pause, maxPause)
-	case x.spin >= 0 && time.Duration(clock.Now()-w.begun) >= x.spin:
-		w.pause = minPause
 	case x.crowded:
 		runtime.Gosched()
 	}
@@ -267,8 +284,8 @@ func (w *waiting) pass() bool {
 }
 
 // health is why the device does nothing any more.
-func (w *waiting) health() error {
-	h, is := w.x.words.m.dev.(backend.HealthChecker)
+func (w *waiting) health(x *Exchange) error {
+	h, is := x.words.m.dev.(backend.HealthChecker)
 	if now := clock.Now(); is && time.Duration(now-w.healthy) >= healthCheck {
 		w.healthy = now
 		return h.Health()
@@ -278,8 +295,8 @@ func (w *waiting) health() error {
 
 // arrive waits until all peers have sent the round. What has come is queued to be copied.
 func (x *Exchange) arrive(ctx context.Context) error {
-	h, w := x.host, x.waits()
-	for all := false; ; all = w.pass() {
+	h := x.host
+	for all := false; ; all = h.wait.pass(x) {
 		for i := range h.far {
 			if h.came[i] || h.far[i].sent() != h.round {
 				continue
@@ -360,14 +377,14 @@ func (w *words) copyFrom(h *host, i int) error {
 // finish waits until the copies of the round are done, and tells whether they are of what was sent: a peer whose end is over may have changed that.
 func (x *Exchange) finish(ctx context.Context) error {
 	h := x.host
-	w := x.waits()
-	for all := false; h.copying; all = w.pass() {
+	h.wait = waiting{}
+	for all := false; h.copying; all = h.wait.pass(x) {
 		done, err := h.event.Query()
 		if all && !done && err == nil {
 			if ctx.Err() != nil {
 				return &van.Error{Op: "receive", Node: x.dir.node.Name(), Detail: x.String() + ": copies of the device", Err: van.TimedOut(context.Cause(ctx))}
 			}
-			err = w.health()
+			err = h.wait.health(x)
 		}
 		if err != nil {
 			x.fail(err)
@@ -424,9 +441,6 @@ func (h *host) end() {
 
 // free gives back what the device has for it, when nothing is copied any more.
 func (h *host) free(m *memory) (err error) {
-	if h == nil {
-		return nil
-	}
 	if h.event != nil {
 		err = h.event.Close()
 	}

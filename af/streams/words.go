@@ -63,8 +63,9 @@ type words struct {
 	slot   backend.Mem // of this end
 	lines  []reached   // by peer
 	copied []copied
-	begun  backend.Mem // pinned host memory: a round has begun; none without a limit
-	void   backend.Mem // likewise: nothing is sent any more
+	mapped []backend.Mem // of peers' devices: what they send lies there
+	begun  backend.Mem   // pinned host memory: a round has begun; none without a limit
+	void   backend.Mem   // likewise: nothing is sent any more
 }
 
 // reached is what an end and one of its peers have for each other.
@@ -207,9 +208,22 @@ func (w *words) putBack() {
 	w.copied = nil
 }
 
+// unmap lets go of peers' memory, which streams of this end read no more. Where streams may wait the driver would wait for them: then it
+// stays mapped until the backend is closed.
+func (w *words) unmap() (err error) {
+	if b, is := w.m.dev.(backend.StreamBlocker); is && b.MayBlock() {
+		return nil
+	}
+	for _, m := range w.mapped {
+		err = errors.Join(err, w.m.dev.CloseImport(m))
+	}
+	w.mapped = nil
+	return err
+}
+
 // reach maps the words of peer i.
 func (w *words) reach(i int, flags *slot) error {
-	m, err := van.MapExport(w.m.dev, flags.export, int(flags.at)+wordStride)
+	m, _, err := van.MapExport(w.m.dev, flags.export, int(flags.at)+wordStride)
 	if err != nil {
 		return err
 	}
@@ -229,7 +243,10 @@ func (w *words) mapOut(i int, out []part, l []af.KeyTensor) error {
 	of := &w.lines[i]
 	for k := range l {
 		if t := &out[k]; t.len > 0 {
-			from, err := van.MapExport(w.m.dev, t.export, t.len)
+			from, all, err := van.MapExport(w.m.dev, t.export, t.len)
+			if all.Len() > 0 {
+				w.mapped = append(w.mapped, all)
+			}
 			if err != nil {
 				return err
 			}

@@ -153,7 +153,7 @@ func (m *memory) reach(rank int, offer []byte) error {
 	if err != nil {
 		return bad(err)
 	}
-	far, err := van.MapExport(m.d, e, m.whole.Len())
+	far, _, err := van.MapExport(m.d, e, m.whole.Len())
 	if err != nil {
 		return bad(err)
 	}

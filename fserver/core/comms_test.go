@@ -502,7 +502,7 @@ func TestStreamExchange(t *testing.T) {
 		return nil
 	}})
 	worker, server := newSession(c.Workers[0]).Streams(), newSession(c.Servers[0]).Streams()
-	if _, _, err := newSession(c.Scheduler).Streams().Prepare(nil, nil, nil, -1, 0); !errors.Is(err, van.ErrInvalid) {
+	if _, _, err := newSession(c.Scheduler).Streams().Prepare(nil, nil, nil, -1, 0, false); !errors.Is(err, van.ErrInvalid) {
 		t.Errorf("on a scheduler: %v", err)
 	}
 	list := func(role string, key uint64, b []byte) []af.KeyTensor {
@@ -511,11 +511,11 @@ func TestStreamExchange(t *testing.T) {
 	question, answer, got, out := []byte("question"), []byte("......"), []byte("........"), []byte("answer")
 	prepare := func(limit time.Duration) (x, y *StreamExchange) {
 		t.Helper()
-		x, xMade, err := worker.Prepare(nil, list("worker", 1, question), list("worker", 2, answer), limit, time.Minute)
+		x, xMade, err := worker.Prepare(nil, list("worker", 1, question), list("worker", 2, answer), limit, time.Minute, false)
 		if err != nil {
 			t.Fatal(err)
 		}
-		y, yMade, err := server.Prepare([]int{0}, list("server", 1, got), list("server", 2, out), limit, 0)
+		y, yMade, err := server.Prepare([]int{0}, list("server", 1, got), list("server", 2, out), limit, 0, false)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -546,12 +546,12 @@ func TestStreamExchange(t *testing.T) {
 		y.Drop()
 		overSoon(t, y)
 	}
-	_, made, err := worker.Prepare(nil, list("worker", 1, question), nil, 5*time.Millisecond, 0)
+	_, made, err := worker.Prepare(nil, list("worker", 1, question), nil, 5*time.Millisecond, 0, false)
 	if err == nil {
 		err = pending(made)
 	}
 	vantest.Fails(t, err, van.ErrTimeout, "server 0")
-	x, made, err := worker.Prepare(nil, list("worker", 1, question), nil, -1, 0)
+	x, made, err := worker.Prepare(nil, list("worker", 1, question), nil, -1, 0, false)
 	if err != nil {
 		t.Fatal(err)
 	}

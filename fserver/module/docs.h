@@ -190,10 +190,11 @@
 	"closes its end, or when a round takes too long: streams go on, check() says why, and it is\n" \
 	"prepared anew. When it is dropped it is closed. Programs cannot make one."
 #define DOC_STREAMS_SEND \
-	"send($self, /)\n--\n\n" \
+	"send($self, /, need_event=True)\n--\n\n" \
 	"Put into the current CUDA stream: tell the peers that the tensors for them are ready.\n" \
 	"They may be written to again behind the next receive(). With host=True: tell them when the\n" \
-	"current stream comes to this point; does not wait.\n" \
+	"current stream comes to this point, or now with need_event=False, which says that the\n" \
+	"tensors are complete, and saves a look at the stream; does not wait.\n" \
 	"\n" \
 	"Raises what check() does, and Error (it is not send()'s turn)."
 #define DOC_STREAMS_RECEIVE \

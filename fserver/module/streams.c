@@ -66,20 +66,29 @@ static void streams_dealloc(PyObject *o) {
   Py_DECREF(type);
 }
 
-static PyObject *queue(streams_object *x, int send) {
+static PyObject *queue(streams_object *x, int send, int need_event) {
   uint64_t stream = SF_COMPLETE;
   sf_error e = {0, NULL};
   if (sf_enter() < 0) return NULL;
-  if (x->device >= 0 && tensor_stream(x->device, &stream) < 0) return NULL;
+  if (need_event && x->device >= 0 && tensor_stream(x->device, &stream) < 0) return NULL;
   int rc;
   Py_BEGIN_ALLOW_THREADS rc = x->host ? sf_streams_send(x->at, stream, &e) : sf_streams_queue(x->at, send, stream, &e);
   Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;
 }
 
-static PyObject *streams_send(PyObject *o, PyObject *noargs) {
-  (void)noargs;
-  return queue((streams_object *)o, 1);
+static PyObject *streams_send(PyObject *o, PyObject *args, PyObject *kw) {
+  static char *names[] = {"need_event", NULL};
+  streams_object *x = (streams_object *)o;
+  PyObject *arg = NULL;
+  int need_event = 1;
+  if (!sf_by_position(args, kw, 0, 1, &arg) && !PyArg_ParseTupleAndKeywords(args, kw, "|O:send", names, &arg)) return NULL;
+  if (sf_bool_arg(arg, &need_event) < 0) return NULL;
+  if (!need_event && !x->host) {
+    PyErr_SetString(sf_error_value, "need_event is False, want True: the stream sends, unless prepare_streams() was given host=True");
+    return NULL;
+  }
+  return queue(x, 1, need_event);
 }
 
 static PyObject *streams_receive(PyObject *o, PyObject *args, PyObject *kw) {
@@ -90,7 +99,7 @@ static PyObject *streams_receive(PyObject *o, PyObject *args, PyObject *kw) {
   if (!sf_by_position(args, kw, 0, 1, &timeout) && !PyArg_ParseTupleAndKeywords(args, kw, "|O:receive", names, &timeout)) return NULL;
   if (timeout != NULL && sf_timeout_arg(timeout, &ms) < 0) return NULL;
   if (!x->host) {
-    if (ms < 0) return queue(x, 0);
+    if (ms < 0) return queue(x, 0, 1);
     PyErr_Format(sf_error_value, "timeout_ms is %R, want None: the stream waits, for as long as round_timeout_ms of prepare_streams() says", timeout);
     return NULL;
   }
@@ -135,7 +144,7 @@ static PyObject *streams_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
 }
 
 static PyMethodDef streams_methods[] = {
-    {"send", streams_send, METH_NOARGS, DOC_STREAMS_SEND},
+    {"send", (PyCFunction)(void (*)(void))streams_send, METH_VARARGS | METH_KEYWORDS, DOC_STREAMS_SEND},
     {"receive", (PyCFunction)(void (*)(void))streams_receive, METH_VARARGS | METH_KEYWORDS, DOC_STREAMS_RECEIVE},
     {"check", streams_check, METH_NOARGS, DOC_STREAMS_CHECK},
     {"close", streams_close, METH_NOARGS, DOC_STREAMS_CLOSE},

@@ -36,8 +36,11 @@ KIB, MIB = 1 << 10, 1 << 20
 SMALL, ATTENTION, LARGE = (KIB, KIB), (917504, 1835008), (256 * MIB, 256 * MIB)
 
 EVENT, COMPLETE, PREPARED, GRAPH = "Python", "Python, need_event=False", "Python, prepared", "Python, in a CUDA graph"
-HOSTS, STREAMS, STREAMS_GRAPH = "Python, by both hosts", "Python, in both streams", "Python, in both graphs"
-BOTH = HOSTS, STREAMS, STREAMS_GRAPH
+# By both hosts: with send(), and with send(need_event=False). The server says that of each timed answer, as respond() does.
+HOSTS, HOSTS_COMPLETE = "Python, by both hosts", "Python, hosts, no event"
+STREAMS, STREAMS_GRAPH = "Python, in both streams", "Python, in both graphs"
+BY_HOST = HOSTS, HOSTS_COMPLETE
+BOTH = *BY_HOST, STREAMS, STREAMS_GRAPH
 
 # What has to be at most so many times what. Those of Go are stepaf's.
 GOALS = {
@@ -184,7 +187,7 @@ class BothEnds:
         """Makes so many rounds, in streams a few ahead of them."""
         import torch
 
-        f, answers, host, graph = self.f, self.answers, BOTH[how] == HOSTS, BOTH[how] == STREAMS_GRAPH
+        f, answers, host, graph = self.f, self.answers, BOTH[how] in BY_HOST, BOTH[how] == STREAMS_GRAPH
         at = payload, host
         if at not in self.exchanges:
             push = answers.device.empty(answers.sizes[payload][0])
@@ -209,7 +212,7 @@ class BothEnds:
                 x.receive()
                 if i < checked:
                     answer_to(push, answers.of(payload)[turn])
-                x.send()
+                x.send(not host or i < checked)
             if host:
                 continue
             events.append(torch.cuda.Event())
@@ -292,7 +295,7 @@ def work(f, device, sizes):
 
     def way(payload, kind, push, pull, how):
         if how in BOTH:
-            return by_both(both[payload, how == HOSTS], how, how == STREAMS_GRAPH and kind == TIMED)
+            return by_both(both[payload, how in BY_HOST], how, how == STREAMS_GRAPH and kind == TIMED)
         keys = [KEYS * payload + kind], [KEYS * payload + kind + 1]
         if how in (EVENT, COMPLETE):
             return lambda turn: f.wait(f.push_pull([push], keys[0], [pull], keys[1], how == EVENT))
@@ -320,7 +323,7 @@ def work(f, device, sizes):
     def by_both(pair, how, replayed):
         def hosts(turn):
             x = pair[turn][0]
-            x.send()
+            x.send(how == HOSTS)
             x.receive()
 
         def in_streams(turn):
@@ -333,7 +336,7 @@ def work(f, device, sizes):
             torch.cuda.current_stream().synchronize()
             x.check()
 
-        return hosts if how == HOSTS else in_streams
+        return hosts if how in BY_HOST else in_streams
 
     def tell(what, *words):
         f.wait(f.push_pull([torch.tensor(words, dtype=torch.int64)], [KEYS * len(sizes) + what], [], []), 60000)
@@ -341,7 +344,7 @@ def work(f, device, sizes):
     def both_ends(payload, count, how):
         """Lets the server make the rounds of a block."""
         tell(ROUNDS, payload, 2, count, BOTH.index(how))
-        host = how == HOSTS
+        host = how in BY_HOST
         if (payload, host) in both:
             return
         push, pull = trips.of(payload)[:2]

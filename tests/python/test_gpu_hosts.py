@@ -40,7 +40,7 @@ def worker(n):
                 p.fill_(-1)
             if step % 3 == 0:
                 torch.cuda.synchronize()
-            x.send()
+            x.send(step % 3 > 0)
         for ((push,), pull, x), w in zip(parts, want):
             torch.cuda.current_stream().synchronize()  # receive() does not wait for what fills its tensors
             x.receive()
@@ -183,8 +183,9 @@ def late_server(n):
     with n.raises(TimeoutError, "worker 0"):
         x.receive(200)
     x.receive()
+    time.sleep(1.5)  # longer than the worker's limit
     with n.raises((), "worker 0", "is over"):
-        x.receive()
+        x.send()
     y = n.f.prepare_streams([push], [5], [], [], timeout_ms=30000, host=True)
     n.tell("interrupt me")
     with pytest.raises(KeyboardInterrupt):

@@ -281,6 +281,8 @@ def late_server(n):
     n.f.barrier(True, True)
     with n.raises((), "worker 0", "is over"):
         x.receive()
+    with n.raises((ValueError,), "need_event", "host=True"):
+        x.send(need_event=False)
     with n.raises((ValueError,), "want memory of the node's device"):
         n.f.prepare_streams([torch.zeros(4)], [5], [], [])
     with n.raises(TimeoutError, "worker 0", "has not prepared"):

@@ -619,11 +619,8 @@ func (f *fakeDriver) in(ctx uintptr, do func() error) error {
 	return cmp.Or(do(), f.leave(was))
 }
 
-func (f *fakeDriver) idleIn(ctx, s, copied uintptr) (idle, noticed bool, err error) {
+func (f *fakeDriver) idleIn(ctx, s uintptr) (idle bool, err error) {
 	err = f.in(ctx, func() error {
-		if captured, err := f.streamCapturing(copied); copied != 0 && !captured && err == nil {
-			noticed = f.streamQuery(copied) == nil
-		}
 		if captured, err := f.streamCapturing(s); captured || err != nil {
 			return err
 		}
@@ -633,7 +630,7 @@ func (f *fakeDriver) idleIn(ctx, s, copied uintptr) (idle, noticed bool, err err
 		}
 		return err
 	})
-	return idle, noticed || copied == 0, err
+	return idle, err
 }
 
 func (f *fakeDriver) copyIn(ctx, dst, src uintptr, n int, s uintptr, w wordWrites) (captured bool, err error) {

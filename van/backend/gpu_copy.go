@@ -124,7 +124,7 @@ func (g *gpu) CopyFlags(dst, src Mem, stream uintptr, l []FlagWrite) error {
 	}
 	captured := false
 	err = g.live(func() (err error) {
-		captured, err = g.streamPool.copyIn(uintptr(dst.ptr), uintptr(src.ptr), src.n, stream, w)
+		captured, err = g.streamPool.once.copyIn(g.ctx, uintptr(dst.ptr), uintptr(src.ptr), src.n, stream, w)
 		return err
 	})
 	switch {

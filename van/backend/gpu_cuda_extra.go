@@ -56,14 +56,13 @@ var steps = [...]string{C.STEP_ENTER: "cuCtxPushCurrent", C.STEP_CAPTURING: "cuS
 	C.STEP_WRITE: "cuStreamWriteValue32_v2", C.STEP_WRITES: "cuStreamBatchMemOp", C.STEP_RANGE: "cuMemGetAddressRange", C.STEP_ID: "cuPointerGetAttribute(BUFFER_ID)", C.STEP_EXPORT: "cuIpcGetMemHandle",
 	C.STEP_LEAVE: callLeave}
 
-func (cudaOnce) idleIn(ctx, s, copied uintptr) (idle, noticed bool, err error) {
+func (cudaOnce) idleIn(ctx, s uintptr) (bool, error) {
 	var captured, step C.int
-	of := C.uintptr_t(copied)
-	r := C.stepaf_idle_in(C.uintptr_t(ctx), C.uintptr_t(s), &of, &captured, &step)
+	r := C.stepaf_idle_in(C.uintptr_t(ctx), C.uintptr_t(s), &captured, &step)
 	if r == C.CUDA_ERROR_NOT_READY {
-		return false, of == 0, nil
+		return false, nil
 	}
-	return captured == 0 && r == C.CUDA_SUCCESS, of == 0, result(steps[step], int(r))
+	return captured == 0 && r == C.CUDA_SUCCESS, result(steps[step], int(r))
 }
 
 func (cudaOnce) copyIn(ctx, dst, src uintptr, n int, s uintptr, w wordWrites) (bool, error) {

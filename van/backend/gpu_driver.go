@@ -116,9 +116,8 @@ type shareDriver interface {
 // onceDriver has what is called for every message, each a single call of C, which enters ctx and
 // leaves it. Their errors name the function of the driver that has failed.
 type onceDriver interface {
-	// idleIn tells whether all work queued on s is done. One that is being captured is not idle. Before that it has the driver notice
-	// that copied is done, a stream with a copy, or 0, and tells whether it has.
-	idleIn(ctx, s, copied uintptr) (idle, noticed bool, err error)
+	// idleIn tells whether all work queued on s is done. One that is being captured is not idle.
+	idleIn(ctx, s uintptr) (bool, error)
 	// copyIn queues a copy from device to device, and behind it the writes. On a stream that is being captured it queues
 	// nothing. Several writes may be what the driver does not support, with the copy queued.
 	copyIn(ctx, dst, src uintptr, n int, s uintptr, w wordWrites) (captured bool, err error)

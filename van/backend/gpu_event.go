@@ -129,7 +129,7 @@ func (e *flagEvent) copied(dst, src uintptr, n int, stream uintptr) (done bool, 
 		e.pending = false
 		w := wordWrites{n: 1}
 		w.addrs[0], w.values[0] = e.f.addr, e.f.seq+1
-		captured, err := e.of.streams.copyIn(dst, src, n, stream, w)
+		captured, err := e.of.streams.once.copyIn(e.of.c.ctx, dst, src, n, stream, w)
 		done = !captured && err == nil
 		if done || queuedAll(err) {
 			e.f.seq++

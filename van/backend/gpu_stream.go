@@ -5,7 +5,6 @@ package backend
 import (
 	"slices"
 	"sync"
-	"sync/atomic"
 )
 
 // streamPool has the streams of copies and of NewStream, and keeps them for their next use.
@@ -14,13 +13,10 @@ type streamPool struct {
 	d    streamDriver
 	once onceDriver
 
-	copied atomic.Uintptr // a stream of made with a copy whose end the driver may not have noticed, or 0
-
-	made atomic.Pointer[[]uintptr] // of NewStream, in order; replaced under mu, not changed
-
 	mu   sync.Mutex
-	idle []uintptr // not in use
-	late []uintptr // likewise, but what was queued there may not be done yet
+	made map[uintptr]struct{} // of NewStream
+	idle []uintptr            // not in use
+	late []uintptr            // likewise, but what was queued there may not be done yet
 }
 
 // take returns a stream for a copy; the context must be current. Copies do not share
@@ -77,11 +73,7 @@ func (p *streamPool) put(s uintptr) {
 // Idle tells whether all that was queued on stream is done.
 func (p *streamPool) Idle(stream uintptr) (idle bool, err error) {
 	err = p.c.live(func() error {
-		copied := p.copied.Swap(0)
-		var noticed bool
-		if idle, noticed, err = p.once.idleIn(p.c.ctx, stream, copied); !noticed {
-			p.copied.CompareAndSwap(0, copied)
-		}
+		idle, err = p.once.idleIn(p.c.ctx, stream)
 		return err
 	})
 	if err == ErrClosed {
@@ -90,39 +82,16 @@ func (p *streamPool) Idle(stream uintptr) (idle bool, err error) {
 	return idle, p.c.failed("Idle", err)
 }
 
-// copyIn is once.copyIn, and remembers the stream for Idle. FreeStream does not destroy it.
-func (p *streamPool) copyIn(dst, src uintptr, n int, stream uintptr, w wordWrites) (captured bool, err error) {
-	captured, err = p.once.copyIn(p.c.ctx, dst, src, n, stream, w)
-	if made := p.made.Load(); made != nil {
-		if _, own := slices.BinarySearch(*made, stream); own {
-			p.copied.Store(stream)
-		}
-	}
-	return captured, err
-}
-
-// change replaces made by what f makes of a copy of it.
-func (p *streamPool) change(f func(made []uintptr) []uintptr) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	var made []uintptr
-	if old := p.made.Load(); old != nil {
-		made = slices.Clone(*old)
-	}
-	made = f(made)
-	p.made.Store(&made)
-}
-
 // NewStream makes a stream.
 func (p *streamPool) NewStream() (s uintptr, err error) {
 	err = p.c.with("NewStream", func() (err error) {
-		if s, err = p.take(); err == nil {
-			p.change(func(made []uintptr) []uintptr {
-				i, _ := slices.BinarySearch(made, s)
-				return slices.Insert(made, i, s)
-			})
+		if s, err = p.take(); err != nil {
+			return err
 		}
-		return err
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.made[s] = struct{}{}
+		return nil
 	})
 	return s, err
 }
@@ -132,14 +101,10 @@ func (p *streamPool) NewStream() (s uintptr, err error) {
 // receiver that waited for it would keep from the streams what they wait for.
 func (p *streamPool) FreeStream(s uintptr) error {
 	return p.c.with("FreeStream", func() error {
-		ok := false
-		p.change(func(made []uintptr) []uintptr {
-			var i int
-			if i, ok = slices.BinarySearch(made, s); ok {
-				made = slices.Delete(made, i, i+1)
-			}
-			return made
-		})
+		p.mu.Lock()
+		_, ok := p.made[s]
+		delete(p.made, s)
+		p.mu.Unlock()
 		if !ok {
 			return p.c.invalid("FreeStream: %#x is not a stream of NewStream, or was freed before", s)
 		}
@@ -273,14 +238,11 @@ func (p *streamPool) Health() error {
 
 // close destroys all. The context is current.
 func (p *streamPool) close(note func(op string, err error)) {
-	p.change(func(made []uintptr) []uintptr {
-		for _, s := range made {
-			note("Close: free a stream", p.d.streamDestroy(s))
-		}
-		return nil
-	})
+	for s := range p.made {
+		note("Close: free a stream", p.d.streamDestroy(s))
+	}
 	for _, s := range slices.Concat(p.idle, p.late) {
 		note("Close: free a stream", p.d.streamDestroy(s))
 	}
-	p.idle, p.late = nil, nil
+	p.made, p.idle, p.late = nil, nil, nil
 }
