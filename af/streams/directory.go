@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 
@@ -45,6 +46,15 @@ const maxOffers = 64
 func (d *directory) wake() {
 	close(d.changed)
 	d.changed = make(chan struct{})
+}
+
+// names names peers, for errors.
+func (d *directory) names(peers []*peer) string {
+	var names []string
+	for _, p := range peers {
+		names = append(names, d.node.PeerName(p.id))
+	}
+	return strings.Join(names, ", ")
 }
 
 // begin has f run on a goroutine of its own, unless there are no exchanges any more. It tells which.
@@ -109,4 +119,31 @@ func (d *directory) offered(of name, n *note) error {
 	d.offers[of] = n
 	d.wake()
 	return nil
+}
+
+// offersOf are the offers of a worker. dir.mu is held.
+func (d *directory) offersOf(p *peer) (l []*note) {
+	for k, n := range d.offers {
+		if k.worker == p.id {
+			l = append(l, n)
+		}
+	}
+	return l
+}
+
+// alike refuses an exchange that p has prepared to be made in another way.
+func (d *directory) alike(x *Exchange, p *peer, n *note) error {
+	if n.host == (x.host != nil) {
+		return nil
+	}
+	how := map[bool]string{false: "in streams", true: "by hosts"}
+	return fmt.Errorf("%w: %s has prepared it %s, and this node %s", van.ErrInvalid, d.node.PeerName(p.id), how[n.host], how[!n.host])
+}
+
+// unwait takes x out of those that wait for offers; later ones with its keys move up. dir.mu is held.
+func (d *directory) unwait(x *Exchange) {
+	if i := slices.Index(d.waiting, x); i >= 0 {
+		d.waiting = slices.Delete(d.waiting, i, i+1)
+		d.wake()
+	}
 }

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -256,7 +255,7 @@ func (x *Exchange) Close() error {
 	<-x.done
 	x.queueing.Lock() // one who queues something now had the tensors before
 	defer x.queueing.Unlock()
-	if !x.captured.Load() && x.settle() {
+	if !x.captured.Load() && x.host.settle() {
 		if x.host != nil {
 			if err := errors.Join(x.host.free(x.words.m), x.words.unmap()); err != nil {
 				x.dir.node.Log().Warn("an exchange by hosts leaves something behind on its device", "exchange", x.String(), "err", err)
@@ -279,26 +278,12 @@ func (x *Exchange) look(now uint64) {
 	}
 	took, late, ask := x.timing.look(now)
 	if late {
-		err := x.late(took, x.peerNames())
+		err := x.timing.late(took, x.dir.names(x.peers))
 		x.dir.begin(func() { x.fail(err) }) // other exchanges are looked at meanwhile
 	}
 	if ask && x.dir.begin(func() { x.timing.answer <- x.words.wait() }) {
 		x.timing.asks(now)
 	}
-}
-
-// late says that a round has taken too long.
-func (x *Exchange) late(took time.Duration, waitsFor string) error {
-	return &van.Error{Op: "exchange", Detail: "a round waits for " + waitsFor, Elapsed: took, Limit: x.timing.limit, Err: van.ErrTimeout}
-}
-
-// peerNames names the peers, for errors.
-func (x *Exchange) peerNames() string {
-	var names []string
-	for _, p := range x.peers {
-		names = append(names, x.dir.node.PeerName(p.id))
-	}
-	return strings.Join(names, ", ")
 }
 
 // What the word begun holds: the stream writes unseen at each QueueSend, timing makes it seen.
@@ -347,6 +332,11 @@ func (t *timing) look(now uint64) (took time.Duration, late, ask bool) {
 		ask = took >= t.limit && !late && !t.asking
 	}
 	return took, late, ask
+}
+
+// late says that a round has taken too long.
+func (t *timing) late(took time.Duration, waitsFor string) error {
+	return &van.Error{Op: "exchange", Detail: "a round waits for " + waitsFor, Elapsed: took, Limit: t.limit, Err: van.ErrTimeout}
 }
 
 // asks says that the device is asked now.

@@ -266,7 +266,7 @@ func (x *Exchange) accept(ctx context.Context, own []*note) error {
 	d.mu.Unlock()
 	err := x.await(ctx, func() error { return nil }, x.match, x.unmatched)
 	d.mu.Lock()
-	x.unwait()
+	d.unwait(x)
 	d.mu.Unlock()
 	if err != nil {
 		return err
@@ -297,13 +297,13 @@ func (x *Exchange) match() (bool, error) {
 			}
 		}
 		slices.SortFunc(same, func(a, b name) int { return cmp.Compare(int64(a.id-b.id), 0) })
-		turn := x.before(p)
+		turn := before(d, x, p)
 		if turn >= len(same) {
 			continue
 		}
 		first := &same[turn]
 		n := d.offers[*first]
-		if err := cmp.Or(x.alike(p, n), x.fits(p, n.out, p.in), x.fits(p, n.in, p.out)); err != nil {
+		if err := cmp.Or(d.alike(x, p, n), x.fits(p, n.out, p.in), x.fits(p, n.in, p.out)); err != nil {
 			delete(d.offers, *first)
 			d.failing.Go(func() { _ = d.send(p.id, &note{verb: verbOver, id: n.id, text: err.Error()}) })
 			return false, err
@@ -319,7 +319,7 @@ func (x *Exchange) match() (bool, error) {
 		d.all[k] = x
 	}
 	x.names = found
-	x.unwait()
+	d.unwait(x)
 	return true, nil
 }
 
@@ -327,8 +327,8 @@ func (x *Exchange) match() (bool, error) {
 func (p *peer) same(n *note) bool { return sameKeys(n.out, p.in) && sameKeys(n.in, p.out) }
 
 // before is how many offers of p's keys are for exchanges that were to be prepared earlier. dir.mu is held.
-func (x *Exchange) before(p *peer) (n int) {
-	for _, y := range x.dir.waiting {
+func before(d *directory, x *Exchange, p *peer) (n int) {
+	for _, y := range d.waiting {
 		if y == x {
 			break
 		}
@@ -339,29 +339,12 @@ func (x *Exchange) before(p *peer) (n int) {
 	return n
 }
 
-// unwait takes x out of those that wait for offers; later ones with its keys move up. dir.mu is held.
-func (x *Exchange) unwait() {
-	if i := slices.Index(x.dir.waiting, x); i >= 0 {
-		x.dir.waiting = slices.Delete(x.dir.waiting, i, i+1)
-		x.dir.wake()
-	}
-}
-
 func equalKeys(a, b []af.KeyTensor) bool {
 	return slices.EqualFunc(a, b, func(a, b af.KeyTensor) bool { return a.Key == b.Key })
 }
 
 func sameKeys(p []part, l []af.KeyTensor) bool {
 	return slices.EqualFunc(p, l, func(p part, t af.KeyTensor) bool { return p.key == t.Key })
-}
-
-// alike refuses an exchange that p has prepared to be made in another way.
-func (x *Exchange) alike(p *peer, n *note) error {
-	if n.host == (x.host != nil) {
-		return nil
-	}
-	how := map[bool]string{false: "in streams", true: "by hosts"}
-	return fmt.Errorf("%w: %s has prepared it %s, and this node %s", van.ErrInvalid, x.dir.node.PeerName(p.id), how[n.host], how[!n.host])
 }
 
 // fits refuses tensors of a peer whose keys or lengths are not those of l.
@@ -432,7 +415,7 @@ func (x *Exchange) await(ctx context.Context, step func() error, done func() (bo
 			defer d.mu.Unlock()
 			var who []string
 			for _, p := range x.peers {
-				if p.said == nil && !slices.ContainsFunc(x.offersOf(p), p.same) {
+				if p.said == nil && !slices.ContainsFunc(d.offersOf(p), p.same) {
 					who = append(who, d.node.PeerName(p.id))
 				}
 			}
@@ -440,16 +423,6 @@ func (x *Exchange) await(ctx context.Context, step func() error, done func() (bo
 				Elapsed: time.Duration(clock.Now() - begun), Err: van.TimedOut(context.Cause(ctx))}
 		}
 	}
-}
-
-// offersOf are the offers of a worker. dir.mu is held.
-func (x *Exchange) offersOf(p *peer) (l []*note) {
-	for k, n := range x.dir.offers {
-		if k.worker == p.id {
-			l = append(l, n)
-		}
-	}
-	return l
 }
 
 // reach maps what peer i has named.

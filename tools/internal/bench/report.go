@@ -7,15 +7,11 @@ import (
 
 // latencyReport is the JSON line of bench latency.
 type latencyReport struct {
-	Van       string `json:"van"`
-	Device    string `json:"device"`             // "cpu" or "gpu"
-	GPUs      []int  `json:"gpus,omitempty"`     // the worker's and the server's
-	Stream    bool   `json:"stream,omitempty"`   // whether tensors are said to be made in one
-	Prepared  bool   `json:"prepared,omitempty"` // by both ends
-	Note      string `json:"note,omitempty"`     // what speaks against the figures
-	PushBytes int    `json:"push_bytes"`
-	PullBytes int    `json:"pull_bytes"`
-	Iters     int    `json:"iters"`
+	Van string `json:"van"`
+	where
+	PushBytes int `json:"push_bytes"`
+	PullBytes int `json:"pull_bytes"`
+	Iters     int `json:"iters"`
 	quantiles
 	Floor      string             `json:"floor"` // "TCP", "verbs" or "GPU"
 	FloorP50   float64            `json:"floor_p50_us"`
@@ -35,6 +31,15 @@ type latencyReport struct {
 	RDMA       *rdmaReport        `json:"rdma,omitempty"`
 }
 
+// where says where the tensors were.
+type where struct {
+	Device   string `json:"device"`             // "cpu" or "gpu"
+	GPUs     []int  `json:"gpus,omitempty"`     // the worker's and the server's
+	Stream   bool   `json:"stream,omitempty"`   // whether tensors are said to be made in one
+	Prepared bool   `json:"prepared,omitempty"` // by both ends
+	Note     string `json:"note,omitempty"`     // what speaks against the figures
+}
+
 // bareReport is a round trip of ZMQ by itself, and what a push_pull takes of it.
 type bareReport struct {
 	P50      float64 `json:"p50_us"`
@@ -47,7 +52,7 @@ type bareReport struct {
 
 func newLatencyReport(van string, push, pull, iters int, r *result, cpu map[string]float64) *latencyReport {
 	ours, floor := summarize(r.Ours), summarize(r.Floor)
-	rep := &latencyReport{Van: van, Device: place{}.device(), PushBytes: push, PullBytes: pull, Iters: iters,
+	rep := &latencyReport{Van: van, where: where{Device: place{}.device()}, PushBytes: push, PullBytes: pull, Iters: iters,
 		quantiles: ours, FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
 		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
 	if len(r.Bare) > 0 {
@@ -59,7 +64,7 @@ func newLatencyReport(van string, push, pull, iters int, r *result, cpu map[stri
 
 // placed says where the tensors were.
 func (r *latencyReport) placed(at place) {
-	r.Device, r.GPUs, r.Stream, r.Prepared, r.Note = at.device(), at.gpus, at.stream, at.both, at.note()
+	r.where = where{at.device(), at.gpus, at.stream, at.both, at.note()}
 }
 
 // judge compares the report with a goal that is a ratio to the floor.
