@@ -68,10 +68,11 @@ run bin/stepaf doctor --verbose
 run "$python" -m pytest -q -rs -p no:cacheprovider tests/python/test_gpu.py
 run "$python" -m pytest -q -rs -p no:cacheprovider tests/python/test_gpu_local.py
 run "$python" -m pytest -q -rs -p no:cacheprovider tests/python/test_gpu_collectives.py
-run "$python" -m pytest -q -rs -p no:cacheprovider tests/python/test_gpu_streams.py
+run "$python" -m pytest -q -rs -p no:cacheprovider tests/python/test_gpu_streams.py tests/python/test_gpu_hosts.py
 run "$python" -m pytest -q -rs -p no:cacheprovider tests/python/test_gpu_windows.py
 run "$python" -m pytest -q -rs -p no:cacheprovider tests/python/test_graphs.py tests/python/test_compile.py
 run bin/stepaf bench latency --van local --device gpu
+run bin/stepaf bench latency --van local --device gpu --prepared
 run bin/stepaf bench window --van local --device gpu
 for program in test_fserver test_fserver_diff_stage test_fserver_dynamic; do
   for ipc in 0 1; do

@@ -11,6 +11,8 @@
 //	err = y.QueueReceive(stream)                 // wait; what the workers have pushed is here then
 //	err = y.QueueSend(stream)                    // the answers are in the pull tensors of y
 //
+// With the option ByHost the processors of both ends make the rounds instead, by Send and Receive: see [ByHost].
+//
 // # How a round goes
 //
 // Each end has a word of 8 bytes in its device's memory for each peer. QueueSend clears the words and

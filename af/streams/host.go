@@ -17,7 +17,12 @@ import (
 )
 
 // ByHost is the option with which the processors of the ends make the rounds instead of streams: Send and Receive take the place of QueueSend and
-// QueueReceive. All ends of an exchange must have it. A round takes less time then, and both processors.
+// QueueReceive. All ends of an exchange must have it. A round takes less time then, and both processors, and cannot be captured into a graph.
+//
+// Each end has a line in host memory that the processes of its peers have mapped to read it. Send writes there how many rounds this end has sent. Receive
+// looks at the lines of the peers, and has the node's device copy what they have sent. When the exchange is over its end says so in its line, before the
+// tensors are the caller's again, and a Receive looks at that when it has copied. So nothing that was changed meanwhile is taken for what was sent.
+// What peers had mapped is unmapped at Close, unless streams of the device may wait.
 type ByHost struct{}
 
 func (ByHost) apply(x *Exchange) { x.host = &host{} }
