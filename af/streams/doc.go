@@ -1,6 +1,6 @@
-// Package streams lets a worker and the servers whose GPUs are in one host exchange tensors in the
-// streams of these GPUs alone: no CPU, no kernel and no message is on the way. Both ends are prepared, and
-// queued or captured into graphs as often as wanted. C++ StepMesh has nothing like it, so all of
+// Package streams lets a worker and the servers whose GPUs are in one host exchange tensors as often as wanted by what both
+// ends have prepared once: in the streams of these GPUs alone, without a CPU, a kernel or a message on the way, also captured into graphs; or, with
+// the option ByHost, by their processors, without a message. C++ StepMesh has nothing like it, so all of
 // them must be nodes of this library.
 //
 //	x, err := ends.Prepare(ctx, nil, push, pull) // on a worker, as af.Worker.Prepare
@@ -11,7 +11,7 @@
 //	err = y.QueueReceive(stream)                 // wait; what the workers have pushed is here then
 //	err = y.QueueSend(stream)                    // the answers are in the pull tensors of y
 //
-// With the option ByHost the processors of both ends make the rounds instead, by Send and Receive: see [ByHost].
+// With the option ByHost the processors of both ends make the rounds, by Send and Receive: see [ByHost]. What follows is of streams.
 //
 // # How a round goes
 //

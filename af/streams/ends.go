@@ -74,7 +74,7 @@ func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTens
 		}
 	}
 	if err != nil {
-		return nil, &van.Error{Op: "prepare exchange in streams", Node: e.dir.node.Name(), Err: err}
+		return nil, &van.Error{Op: "prepare exchange", Node: e.dir.node.Name(), Err: err}
 	}
 	return x, nil
 }

@@ -32,7 +32,7 @@ func (l Limit) apply(x *Exchange) {
 	}
 }
 
-// Exchange is one end of an exchange in streams. All methods are safe for concurrent use.
+// Exchange is one end of an exchange. All methods are safe for concurrent use; a Send or Receive during another one is refused with af.ErrStarted.
 type Exchange struct {
 	dir   *directory
 	first bool // it sends first: a worker's
@@ -87,9 +87,12 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	if stream == af.Complete {
 		return x.wrong(op, fmt.Errorf("%w: no stream", van.ErrInvalid))
 	}
+	if x.host != nil {
+		return x.wrong(op, fmt.Errorf("%w: it is made by hosts, want Send and Receive", van.ErrInvalid))
+	}
 	x.queueing.Lock()
 	defer x.queueing.Unlock()
-	if err := x.turn(op, send, false); err != nil {
+	if err := x.turn(op, send); err != nil {
 		return err
 	}
 	s := uintptr(stream)
@@ -113,17 +116,14 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 }
 
 // turn is why it is not a send's, or a receive's, turn. queueing is held.
-func (x *Exchange) turn(op string, send, byHost bool) error {
-	switch err := x.Check(); {
-	case err != nil:
+func (x *Exchange) turn(op string, send bool) error {
+	if err := x.Check(); err != nil {
 		return err
-	case byHost && x.host == nil:
-		return x.wrong(op, fmt.Errorf("%w: it is made by streams, want QueueSend and QueueReceive", van.ErrInvalid))
-	case !byHost && x.host != nil:
-		return x.wrong(op, fmt.Errorf("%w: it is made by hosts, want Send and Receive", van.ErrInvalid))
-	case x.sendNext == send:
+	}
+	if x.sendNext == send {
 		return nil
-	case byHost:
+	}
+	if x.host != nil {
 		return x.wrong(op, fmt.Errorf("%w: sends and receives take turns", af.ErrStarted))
 	}
 	x.sendNext = send // what was queued last may have been in a capture that was given up
@@ -243,7 +243,8 @@ func (x *Exchange) left(from int, text string) {
 }
 
 // Close ends this end, and with it the exchange, and returns why it was over before. It waits until the peers' ends
-// are over, too. What was queued must be done. The tensors are
+// are over, too; by hosts it does not, and devices of peers may still read tensors for a moment, for nothing. What was queued must be done, and received by the
+// peers, as it is behind a barrier: what an end that is over has sent counts nowhere. The tensors are
 // the caller's again, unless the exchange was ever captured: graphs may be replayed after Close, and copy then, but nothing waits for them
 // or for what they wait for.
 func (x *Exchange) Close() error {

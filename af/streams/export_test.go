@@ -3,6 +3,8 @@ package streams
 import (
 	"fmt"
 	"runtime"
+
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // PartLimit is for how long streams wait for the end of a peer's exchange.
@@ -40,3 +42,22 @@ func (e *Ends) Left() string {
 
 // HostStream is the stream in which x copies.
 func (x *Exchange) HostStream() uintptr { return x.host.stream }
+
+// Busy tells whether a Send or a Receive of x is under way.
+func (x *Exchange) Busy() bool {
+	free := x.queueing.TryLock()
+	if free {
+		x.queueing.Unlock()
+	}
+	return !free
+}
+
+// BuffersAtMost bounds the buffers for memory that cannot be shared.
+func (e *Ends) BuffersAtMost(b backend.Backend, n int) error {
+	m := &e.memory
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	err := m.open(b)
+	m.buffers = backend.NewPool(n, b.Alloc, b.Free).For(b)
+	return err
+}

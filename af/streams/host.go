@@ -22,7 +22,9 @@ import (
 // Each end has a line in host memory that the processes of its peers have mapped to read it. Send writes there how many rounds this end has sent. Receive
 // looks at the lines of the peers, and has the node's device copy what they have sent. When the exchange is over its end says so in its line, before the
 // tensors are the caller's again, and a Receive looks at that when it has copied. So nothing that was changed meanwhile is taken for what was sent.
-// What peers had mapped is unmapped at Close, unless streams of the device may wait.
+//
+// A worker's Limit is looked at in Receive. What peers had mapped is unmapped at Close, unless streams of the device may wait; each exchange keeps 128 bytes of
+// pinned host memory, and each 512 a file descriptor, until the backend is closed.
 type ByHost struct{}
 
 func (ByHost) apply(x *Exchange) { x.host = &host{} }
@@ -76,14 +78,20 @@ func (x *Exchange) Receive(ctx context.Context) error {
 // begin takes queueing for a Send or a Receive, or says why that is not the caller's to do now: two at once are a mistake, and the second one could wait
 // for as long as the first.
 func (x *Exchange) begin(op string, send bool) error {
+	if x.host == nil {
+		return x.wrong(op, fmt.Errorf("%w: it is made by streams, want QueueSend and QueueReceive", van.ErrInvalid))
+	}
 	if !x.queueing.TryLock() {
 		if err := x.Check(); err != nil {
 			return err
 		}
 		return x.wrong(op, fmt.Errorf("%w: another Send or Receive is under way", af.ErrStarted))
 	}
-	err := x.turn(op, send, true)
+	err := x.turn(op, send)
 	if err != nil {
+		if x.failed.Load() != nil {
+			x.host.settle() // what a Receive has left under way that has given up
+		}
 		x.queueing.Unlock()
 	}
 	return err
@@ -130,21 +138,30 @@ func (r receipt) cannotCome(ctx context.Context) error {
 	}
 	for i, l := range h.far {
 		if l.over() {
-			return r.endedThere(i)
+			return r.endedThere(ctx, i)
 		}
 		if n := l.sent(); !h.came[i] && n != h.round && n != h.round-1 {
 			x.fail(&van.Error{Op: "exchange", Peer: x.dir.node.PeerName(x.peers[i].id), Err: fmt.Errorf("%w: it says that it has sent round %d in round %d", van.ErrMalformed, n, h.round)})
 			return r.ended()
 		}
 	}
-	if took := time.Duration(clock.Now() - h.since); x.first && x.timing.limit > 0 && took >= x.timing.limit {
-		x.fail(x.timing.late(took, r.missing()))
+	if err := r.late(r.missing()); err != nil {
+		x.fail(err)
 		return r.ended()
 	}
 	if ctx.Err() != nil {
 		return &van.Error{Op: "receive", Node: x.dir.node.Name(), Peer: r.missing(), Detail: x.String() + ": round " + fmt.Sprint(h.round), Err: van.TimedOut(context.Cause(ctx))}
 	}
 	return nil
+}
+
+// late says that a worker's round has taken too long.
+func (r receipt) late(waitsFor string) error {
+	limit, took := r.x.timing.limit, time.Duration(clock.Now()-r.h.since)
+	if !r.x.first || limit <= 0 || took < limit {
+		return nil
+	}
+	return r.x.timing.late(took, waitsFor)
 }
 
 // missing names the peers that have not sent.
@@ -168,7 +185,12 @@ func (r receipt) finish(ctx context.Context) error {
 			if ctx.Err() != nil {
 				return &van.Error{Op: "receive", Node: x.dir.node.Name(), Detail: x.String() + ": copies of the device", Err: van.TimedOut(context.Cause(ctx))}
 			}
-			err = h.wait.health(x)
+			if x.failed.Load() != nil {
+				return r.ended()
+			}
+			if err = r.late("copies of the device"); err == nil {
+				err = h.wait.health(x)
+			}
 		}
 		if err != nil {
 			x.fail(err)
@@ -177,7 +199,7 @@ func (r receipt) finish(ctx context.Context) error {
 		h.copying = !done
 	}
 	if i := slices.IndexFunc(h.far, line.over); i >= 0 {
-		return r.endedThere(i)
+		return r.endedThere(ctx, i)
 	}
 	if x.failed.Load() != nil {
 		return r.ended()
@@ -186,16 +208,16 @@ func (r receipt) finish(ctx context.Context) error {
 }
 
 // endedThere ends the exchange as peer i has ended it. What the peer says of it comes as a message.
-func (r receipt) endedThere(i int) error {
+func (r receipt) endedThere(ctx context.Context, i int) error {
 	x := r.x
-	for begun := clock.Now(); x.failed.Load() == nil && time.Duration(clock.Now()-begun) < silence; {
+	for begun := clock.Now(); x.failed.Load() == nil && ctx.Err() == nil && time.Duration(clock.Now()-begun) < silence; {
 		clock.Sleep(maxPause)
 	}
 	x.left(x.peers[i].id, "its end is over")
 	return r.ended()
 }
 
-// ended is why the exchange is over, when nothing is copied to tensors of this end any more.
+// ended is why the exchange is over, when nothing is copied to tensors of this end any more, unless the device does not answer.
 func (r receipt) ended() error {
 	r.h.settle()
 	return r.x.Check()

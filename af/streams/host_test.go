@@ -241,3 +241,117 @@ func TestHostSourceChanged(t *testing.T) {
 		t.Errorf("%v, want %v", err, streams.ErrOver)
 	}
 }
+
+// TestHostPrivateSource: who closes an exchange has its memory back when the library's stream has copied what cannot be shared: the
+// buffer goes to the next exchange.
+func TestHostPrivateSource(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	w := s.workers[0]
+	w.dev.PrivateMem(true)
+	p := s.prepare(t, 10, 10, streams.ByHost{})[0]
+	hold := make(chan struct{})
+	w.dev.Queue(p.x.HostStream(), func() { <-hold })
+	if err := p.x.Send(af.Complete); err != nil {
+		t.Fatal(err)
+	}
+	closed := make(chan struct{})
+	go func() { _ = p.x.Close(); close(closed) }()
+	if err := over(t, p.x); !errors.Is(err, van.ErrClosed) {
+		t.Error(err)
+	}
+	select {
+	case <-closed:
+		t.Error("Close has returned, and the library's stream still has to copy the tensors")
+	case <-time.After(50 * time.Millisecond): // it is about what does not happen in this time
+	}
+	close(hold)
+	<-closed
+}
+
+// TestHostSilentDevice: a worker's Receive ends at the limit of the round, and Close returns, also while copies do not end; the tensors are
+// kept then.
+func TestHostSilentDevice(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	s.captured, s.silent = true, true
+	p := s.prepare(t, 10, 10, streams.ByHost{}, streams.Limit(200*time.Millisecond))[0]
+	hold := make(chan struct{})
+	defer close(hold)
+	s.workers[0].dev.Queue(p.x.HostStream(), func() { <-hold })
+	if err := errors.Join(p.x.Send(af.Complete), p.ys[0].Receive(t.Context()), p.ys[0].Send(af.Complete)); err != nil {
+		t.Fatal(err)
+	}
+	err := p.x.Receive(limited(t, 20*time.Second))
+	if !errors.Is(err, van.ErrTimeout) || !errors.Is(err, streams.ErrOver) || !strings.Contains(err.Error(), "copies of the device") {
+		t.Errorf("%v, want %v and %v, of copies", err, van.ErrTimeout, streams.ErrOver)
+	}
+	_ = p.x.Close()
+}
+
+// TestHostNothingAfterTheEnd: when Receive has said that the exchange is over nothing is copied to its tensors any more, also of a Receive that
+// has given up before.
+func TestHostNothingAfterTheEnd(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	p := s.prepare(t, 10, 10, streams.ByHost{})[0]
+	y, hold := s.servers[0], make(chan struct{})
+	y.dev.Queue(p.ys[0].HostStream(), func() { <-hold })
+	if err := p.x.Send(af.Complete); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.ys[0].Receive(limited(t, 30*time.Millisecond)); !errors.Is(err, van.ErrTimeout) || errors.Is(err, streams.ErrOver) {
+		t.Errorf("%v, want %v", err, van.ErrTimeout)
+	}
+	_ = p.x.Close()
+	if err := over(t, p.ys[0]); !gone(err) {
+		t.Error(err)
+	}
+	got := make(chan error, 1)
+	go func() { got <- p.ys[0].Receive(t.Context()) }()
+	select {
+	case err := <-got:
+		t.Errorf("it says %v while copies are queued", err)
+	case <-time.After(50 * time.Millisecond): // as above
+	}
+	close(hold)
+	if err := <-got; !errors.Is(err, streams.ErrOver) || y.dev.Queued(p.ys[0].HostStream()) > 0 {
+		t.Errorf("%v, want %v, and %d pieces of work are left", err, streams.ErrOver, y.dev.Queued(p.ys[0].HostStream()))
+	}
+}
+
+// TestHostTwoAtOnce: calls during a Receive are refused, they do not wait for it.
+func TestHostTwoAtOnce(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	p := s.prepare(t, 10, 10, streams.ByHost{})[0]
+	got := make(chan error, 1)
+	go func() {
+		err := af.ErrStarted
+		for errors.Is(err, af.ErrStarted) { // Busy may have been there first
+			err = p.ys[0].Receive(t.Context())
+		}
+		got <- err
+	}()
+	vantest.Eventually(t, 10*time.Second, "it waits", p.ys[0].Busy)
+	if err := p.ys[0].QueueReceive(stream); !errors.Is(err, van.ErrInvalid) {
+		t.Errorf("QueueReceive: %v, want %v", err, van.ErrInvalid)
+	}
+	if a, b := p.ys[0].Receive(t.Context()), p.ys[0].Send(af.Complete); !errors.Is(a, af.ErrStarted) || !errors.Is(b, af.ErrStarted) {
+		t.Errorf("%v, %v, want %v", a, b, af.ErrStarted)
+	}
+	_ = p.x.Close()
+	if err := <-got; !gone(err) {
+		t.Errorf("%v, want that worker 0 is gone", err)
+	}
+}
+
+// TestBuffersFull: memory that cannot be shared, and is more than what there may be of buffers, is an error.
+func TestBuffersFull(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	w := s.workers[0]
+	w.dev.PrivateMem(true)
+	if err := w.BuffersAtMost(w.dev, 3000); err != nil {
+		t.Fatal(err)
+	}
+	_, err := w.Prepare(t.Context(), nil, w.list(t, pushKey, 3, buffers(3, 1000)...), nil)
+	if !errors.Is(err, backend.ErrNoMemory) || !strings.Contains(err.Error(), "key 10") {
+		t.Errorf("%v, want %v, of a tensor", err, backend.ErrNoMemory)
+	}
+}

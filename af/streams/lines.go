@@ -165,7 +165,7 @@ func (w *words) sendByHost(h *host, stream af.Stream, n uint32) error {
 			h.own.word(0).Store(n)
 			return nil
 		}
-		stream = af.Stream(h.stream)
+		stream, h.copying = af.Stream(h.stream), true
 	}
 	if err := w.copyPrivate(uintptr(stream)); err != nil {
 		return err

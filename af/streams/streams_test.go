@@ -34,6 +34,7 @@ type ends struct {
 	workers, servers []*end
 	device           map[string]*simgpu.Device // the latest of each node
 	captured         bool                      // an exchange was, whose tensors are held for good
+	silent           bool                      // a device did not answer, and an exchange has left its event
 	made             []*end
 }
 
@@ -58,7 +59,7 @@ func start(t *testing.T, o testcluster.Options) *ends {
 			vantest.Eventually(t, 20*time.Second, e.Name()+" has nothing left of exchanges", func() bool { return e.Left() == "" })
 		}
 		for _, d := range all {
-			if n, _ := d.Events(); n > 0 {
+			if n, _ := d.Events(); n > 0 && !s.silent {
 				t.Errorf("%d events are left", n)
 			}
 			if !s.captured {

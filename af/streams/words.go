@@ -188,6 +188,9 @@ func (w *words) share(l []af.KeyTensor) ([]part, error) {
 			if err != nil {
 				return nil, err
 			}
+			if b == nil {
+				return nil, fmt.Errorf("%w: tensors that other processes cannot map, and that are copied for them, want more than %d bytes of this device, with %d for the one with key %d", backend.ErrNoMemory, poolBytes, m.Len(), l[i].Key)
+			}
 			w.copied = append(w.copied, copied{m, b})
 			if e, err = w.m.dev.Export(b.Mem()); err != nil {
 				return nil, err
