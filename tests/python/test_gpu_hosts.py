@@ -49,9 +49,10 @@ def worker(n):
                 wrong.add_((p != w).sum())
     assert int(wrong) == 0, int(wrong)
     took = time.perf_counter() - begun
-    n.f.barrier(True, True)
     for _, _, x in parts:
         x.check()
+    n.f.barrier(True, True)
+    for _, _, x in parts if peers == 1 else []:  # whoever closes it first ends it for the other worker
         x.close()
         with n.raises((), "is over"):
             x.send()
