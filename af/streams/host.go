@@ -145,8 +145,8 @@ func (r receipt) cannotCome(ctx context.Context) error {
 			return r.ended()
 		}
 	}
-	if err := r.late(r.missing()); err != nil {
-		x.fail(err)
+	if took, late := r.late(); late {
+		x.fail(x.timing.late(took, r.missing()))
 		return r.ended()
 	}
 	if ctx.Err() != nil {
@@ -155,13 +155,11 @@ func (r receipt) cannotCome(ctx context.Context) error {
 	return nil
 }
 
-// late says that a worker's round has taken too long.
-func (r receipt) late(waitsFor string) error {
-	limit, took := r.x.timing.limit, time.Duration(clock.Now()-r.h.since)
-	if !r.x.first || limit <= 0 || took < limit {
-		return nil
-	}
-	return r.x.timing.late(took, waitsFor)
+// late tells how long a worker's round has taken, and whether that is too long. It is asked all the while, and allocates nothing.
+func (r receipt) late() (took time.Duration, late bool) {
+	limit := r.x.timing.limit
+	took = time.Duration(clock.Now() - r.h.since)
+	return took, r.x.first && limit > 0 && took >= limit
 }
 
 // missing names the peers that have not sent.
@@ -188,7 +186,9 @@ func (r receipt) finish(ctx context.Context) error {
 			if x.failed.Load() != nil {
 				return r.ended()
 			}
-			if err = r.late("copies of the device"); err == nil {
+			if took, late := r.late(); late {
+				err = x.timing.late(took, "copies of the device")
+			} else {
 				err = h.wait.health(x)
 			}
 		}

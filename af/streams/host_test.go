@@ -68,14 +68,14 @@ func TestHostRounds(t *testing.T) {
 					p := pairs[i]
 					all.Go(func() {
 						for round := range rounds {
-							make := func() {
+							compute := func() {
 								fill(p.push[0], byte(round+i))
 								fill(p.push[1], byte(2*round))
 							}
 							if on == af.Complete {
-								make()
+								compute()
 							} else {
-								w.dev.Queue(uintptr(on), make)
+								w.dev.Queue(uintptr(on), compute)
 							}
 							if err := errors.Join(p.x.Send(on), p.x.Receive(t.Context())); err != nil {
 								t.Error(err)
@@ -84,7 +84,8 @@ func TestHostRounds(t *testing.T) {
 							for k := range s.servers {
 								want := bytes.Repeat([]byte{answer(k, i, byte(round+i), byte(2*round))}, 300)
 								if !bytes.Equal(p.pull[k], want) {
-									t.Fatalf("worker %d, round %d: %d of server %d, want %d", i, round, p.pull[k][:3], k, want[0])
+									t.Errorf("worker %d, round %d: %d of server %d, want %d", i, round, p.pull[k][:3], k, want[0])
+									return
 								}
 							}
 						}
@@ -228,14 +229,15 @@ func TestHostSourceChanged(t *testing.T) {
 	go func() { got <- p.ys[0].Receive(t.Context()) }()
 	vantest.Eventually(t, 10*time.Second, "copies wait behind what holds the stream", func() bool { return s.servers[0].dev.Queued(p.ys[0].HostStream()) > 1 })
 	hear := s.servers[0].Deaf() // what it is told comes later than what it sees
-	closed := make(chan struct{})
-	go func() {
-		_ = p.x.Close()
-		fill(p.push[0], 99)
-		close(hold)
-		close(closed)
-	}()
-	<-closed
+	_ = p.x.Close()
+	fill(p.push[0], 99)
+	close(hold)
+	select {
+	case err := <-got:
+		hear()
+		t.Fatalf("%v, though only the peer's line has told of its end", err)
+	case <-time.After(100 * time.Millisecond): // it waits for what the peer has to say
+	}
 	hear()
 	if err := <-got; !errors.Is(err, streams.ErrOver) {
 		t.Errorf("%v, want %v", err, streams.ErrOver)
