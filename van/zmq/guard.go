@@ -160,15 +160,14 @@ func (g *guard) gone(fd int) {
 		return
 	}
 	g.leave(in)
-	in.gone = true
 }
 
-// leave takes in out of the account. g.mu is held.
+// leave takes in, which has ended, out of the account. g.mu is held.
 func (g *guard) leave(in *incoming) {
 	g.held -= in.held
-	in.held = 0
-	if in.member != nil {
-		in.member.seen.Store(false)
+	in.held, in.gone = 0, true
+	if c := in.member; c != nil {
+		c.seen.Store(len(g.ofLocked(c)) > 0)
 	}
 }
 
@@ -179,21 +178,26 @@ func (g *guard) forget(fd int, in *incoming) {
 }
 
 // heard is told of a message of size bytes from connection fd, which says that it is
-// name's, and c's if c is not nil. A message may have waited for longer than its connection
-// stood: that counts for no other one.
-func (g *guard) heard(fd int, size int64, name peerName, c *conn) {
+// name's. A message may have waited for longer than its connection stood: that counts for no
+// other one.
+func (g *guard) heard(fd int, size int64, name peerName) {
 	if g == nil || fd < 0 {
 		return
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	in := g.conns[fd]
-	if in != nil && in.taken > 0 && in.name != name { // a connection has one name
-		if cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || cookie == in.cookie {
+	// A connection has one name. One that has ended may have left its descriptor to the
+	// next one, of the same name, too, before the event of that was read.
+	if in != nil && (in.gone || in.taken > 0 && in.name != name) {
+		cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
+		switch {
+		case err != nil, cookie == in.cookie && in.taken > 0 && in.name != name:
 			return // the message is of one that had the descriptor before
+		case cookie != in.cookie:
+			g.forget(fd, in)
+			in = nil
 		}
-		g.forget(fd, in)
-		in = nil
 	}
 	if in == nil {
 		cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
@@ -213,7 +217,9 @@ func (g *guard) heard(fd int, size int64, name peerName, c *conn) {
 	less := min(in.held, size)
 	in.held -= less
 	g.held -= less
-	if c != nil && !in.gone {
+	// The table is read with g.mu held: a process that becomes a member now is seen here, or
+	// known sees the name.
+	if c := (*g.n.peers.Load())[name.id]; c != nil && c.isOf(name) {
 		g.joins(fd, in, c)
 	}
 }
@@ -247,7 +253,9 @@ func (g *guard) known(c *conn) {
 func (g *guard) joins(fd int, in *incoming, c *conn) {
 	g.held -= in.held
 	in.member, in.held = c, 0
-	c.seen.Store(true)
+	if !in.gone {
+		c.seen.Store(true)
+	}
 	if class, ok := g.n.classOf(c); ok {
 		tcpSocket{fd, in.cookie}.setClass(class)
 	}
@@ -354,6 +362,11 @@ func (g *guard) of(c *conn) (l []tcpSocket) {
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	return g.ofLocked(c)
+}
+
+// ofLocked is of where g.mu is held.
+func (g *guard) ofLocked(c *conn) (l []tcpSocket) {
 	for fd, in := range g.conns {
 		if in.member == c && !in.gone {
 			l = append(l, tcpSocket{fd, in.cookie})

@@ -176,11 +176,7 @@ func (r *receiver) accept(msg *van.Message) verdict {
 	}
 	member := c != nil && c.isOf(name)
 	if r.router && (!member || !c.seen.Load()) {
-		var who *conn
-		if member {
-			who = c
-		}
-		r.in.guard.heard(f.source(), f.wire(), name, who)
+		r.in.guard.heard(f.source(), f.wire(), name)
 	}
 	switch {
 	case err != nil:

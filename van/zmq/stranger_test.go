@@ -193,7 +193,7 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 		}
 		return in == nil
 	})
-	server.guard.heard(of, 1000, peerName{9, 7}, c) // as the receiver says
+	server.guard.heard(of, 1000, peerName{9, 7}) // as the receiver says
 	if c.seen.Load() {
 		t.Error("a connection that has ended counts as the worker's")
 	}
@@ -216,7 +216,7 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 	if !taken {
 		t.Fatalf("nothing took descriptor %d", of)
 	}
-	server.guard.heard(of, 1000, peerName{9, 7}, c)
+	server.guard.heard(of, 1000, peerName{9, 7})
 	if c.seen.Load() {
 		t.Error("a socket that is not the ROUTER's counts as the worker's connection")
 	}
@@ -232,7 +232,7 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 		}
 	}
 	server.guard.mu.Unlock()
-	server.guard.heard(of, 1000, peerName{11, 7}, nil) // of another worker, whose connection had this descriptor
+	server.guard.heard(of, 1000, peerName{11, 7}) // of another worker, whose connection had this descriptor
 	server.guard.mu.Lock()
 	if in := server.guard.conns[of]; in.name != (peerName{9, 7}) {
 		t.Errorf("a late message of another makes the connection %+v's", in.name)
@@ -272,7 +272,7 @@ func TestOtherConnection(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := raw.Control(func(fd uintptr) {
-		server.guard.heard(int(fd), 0, peerName{11, 7}, nil)
+		server.guard.heard(int(fd), 0, peerName{11, 7})
 		server.guard.mu.Lock()
 		defer server.guard.mu.Unlock()
 		if in := server.guard.conns[int(fd)]; in != nil {
@@ -333,7 +333,7 @@ func TestMessageOfAnEarlierConnection(t *testing.T) {
 		}
 		return of >= 0
 	})
-	g.heard(of, 100<<10, peerName{9, 7}, c)
+	g.heard(of, 100<<10, peerName{9, 7})
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if in := g.conns[of]; in == nil || in.member != nil || in.taken != 0 || c.seen.Load() {
@@ -399,9 +399,11 @@ func TestLongFirstMessage(t *testing.T) {
 			link(t, server, worker)
 			for i := range 3 {
 				worker.must(t, push(8, i, make([]byte, 32<<20)))
-				if m := server.next(t); m.Sender != 9 || int(m.Timestamp) != i {
+				m := server.next(t)
+				if m.Sender != 9 || int(m.Timestamp) != i {
 					t.Fatalf("got message %d of %d, want %d of 9", m.Timestamp, m.Sender, i)
 				}
+				m.Release()
 			}
 			if n := server.Stats().Strangers; n != 0 {
 				t.Errorf("%d connections were ended", n)
@@ -433,6 +435,71 @@ func TestMemberComesBack(t *testing.T) {
 	}
 	if n := server.Stats().Strangers; n != 0 {
 		t.Errorf("%d connections were ended", n)
+	}
+}
+
+// TestHeardBeforeAccepted: a member's next connection may have the descriptor of the one before,
+// and its first message may be handed up before the guard reads that it was accepted. It is the
+// member's then, too.
+func TestHeardBeforeAccepted(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	if err := server.Connect(t.Context(), 9, rec); err != nil {
+		t.Fatal(err)
+	}
+	g, c := server.guard, (*server.peers.Load())[9]
+	r := dialRaw(t, server, "ps9.00000007")
+	of, now := -1, incoming{}
+	until(t, "connection", func() bool {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		for fd, in := range g.conns {
+			of, now = fd, *in
+		}
+		return of >= 0
+	})
+	for name, before := range map[string]incoming{
+		"one that has ended":         {cookie: now.cookie + 1, name: peerName{9, 7}, member: c, taken: 100, gone: true},
+		"one whose end is read late": {cookie: now.cookie, name: peerName{id: van.Empty}, gone: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g.mu.Lock()
+			c.seen.Store(false)
+			g.conns[of] = &before
+			g.mu.Unlock()
+			r.send(packed(t, push(8, 0, nil)))
+			server.next(t).Release()
+			g.accepted(of)
+			g.mu.Lock()
+			defer g.mu.Unlock()
+			if in := g.conns[of]; in.member != c || !c.seen.Load() {
+				t.Errorf("the connection is not the worker's after a message on it: %+v", in)
+			}
+		})
+	}
+}
+
+// TestEndedConnectionForgotten: that a connection has ended which its descriptor's next owner
+// makes the guard forget takes nothing from the member's other one.
+func TestEndedConnectionForgotten(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	g, c := server.guard, new(conn)
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	of := -2 // no descriptors
+	ended, other := g.at(of-1), g.at(of)
+	ended.member, other.member = c, c
+	c.seen.Store(true)
+	g.leave(ended)
+	if !c.seen.Load() {
+		t.Error("of two connections one has ended, and the member is not seen")
+	}
+	g.forget(of-1, ended)
+	if !c.seen.Load() {
+		t.Error("a connection that had ended was forgotten, and the member is not seen")
+	}
+	if g.forget(of, other); c.seen.Load() {
+		t.Error("the member's last connection has ended, and it is seen")
 	}
 }
 
