@@ -15,6 +15,7 @@ type conn struct {
 	who  atomic.Pointer[identity]
 	addr string
 	port int
+	to   string // libzmq's name of the address
 	sock *socket
 	mon  *monitor
 	rx   *receiver
@@ -22,7 +23,8 @@ type conn struct {
 	up   atomic.Bool // the connection stands
 	lost atomic.Bool // it broke and has not been restored
 
-	leaves atomic.Bool // this node ends it
+	leaves atomic.Bool   // this node ends it
+	ended  chan struct{} // closed when it has
 	link   atomic.Pointer[tcpSocket]
 
 	incarnation uint32        // of the peer; 0: a node of the original

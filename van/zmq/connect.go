@@ -35,7 +35,7 @@ func (v *zvan) listen(c *conn) {
 }
 
 // Connect opens a DEALER to the peer, in place of one that serves the same id.
-func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
+func (v *zvan) Connect(ctx context.Context, id int, peer van.Node) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.closed.Load() {
@@ -47,7 +47,14 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	if err := noIPv6(peer.Hostname); err != nil && !v.cfg.Local {
 		return fail(err)
 	}
-	c := &conn{addr: peer.Addr(), port: peer.Port}
+	c := &conn{addr: peer.Addr(), port: peer.Port, to: "tcp://" + net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port)), ended: make(chan struct{})}
+	if v.cfg.Local {
+		path := localPath(peer.Port)
+		if err := checkLocal(path); err != nil && !errors.Is(err, fs.ErrNotExist) { // it may come later
+			return fail(err)
+		}
+		c.to = "ipc://" + path
+	}
 	c.incarnation, c.bundles = v.peerIdentity(&peer)
 	c.admitted.Store(true)
 	old := (*v.peers.Load())[id]
@@ -60,6 +67,7 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 			}
 		}()
 	}
+	v.supersede(ctx, c)
 	z, err := v.zctx.NewSocket(zmq4.DEALER)
 	if err != nil {
 		return fail(socketError(err))
@@ -85,16 +93,7 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	if err != nil {
 		return fail(errors.Join(err, z.Close()))
 	}
-	endpoint := "tcp://" + net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port))
-	if v.cfg.Local {
-		path := localPath(peer.Port)
-		if err := checkLocal(path); err != nil && !errors.Is(err, fs.ErrNotExist) { // it may come later
-			mon.close()
-			return fail(errors.Join(err, z.Close()))
-		}
-		endpoint = "ipc://" + path
-	}
-	if err := z.Connect(endpoint); err != nil {
+	if err := z.Connect(c.to); err != nil {
 		mon.close()
 		return fail(errors.Join(addressError(err), z.Close()))
 	}
@@ -114,8 +113,35 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	if v.started {
 		v.listen(c)
 	}
-	v.log.Info("connect", "peer", van.NodeName(id), "addr", endpoint)
+	v.log.Info("connect", "peer", van.NodeName(id), "addr", c.to)
 	return nil
+}
+
+// supersedeTime is how long Connect waits for the end of another connection to the same address: a
+// handler may be running, perhaps the one that calls.
+const supersedeTime = 200 * time.Millisecond
+
+// supersede ends all connections to the address of c, which is about to be connected, and waits until
+// libzmq has let go of them. Two processes cannot have one address, so the one that was there has
+// ended, and libzmq tries to connect to it now and then: if it came to the new process behind c,
+// under the same name, that one would take it for c's next connection and read c no more. v.mu is
+// held.
+func (v *zvan) supersede(ctx context.Context, c *conn) {
+	ctx, cancel := context.WithTimeout(ctx, supersedeTime)
+	defer cancel()
+	for _, other := range *v.peers.Load() {
+		if other.to != c.to {
+			continue
+		}
+		if other.up.Swap(false) {
+			v.tell(other, false, errDisconnected)
+		}
+		v.drop(other, 0)
+		select {
+		case <-other.ended:
+		case <-ctx.Done():
+		}
+	}
 }
 
 // Beating implements van.Beater. libzmq ends the connection to a peer whose threads do not
@@ -172,12 +198,15 @@ const handlerTime = 2 * time.Second
 
 // drop ends a connection that is no longer in the table (or about to be
 // replaced). The receiver may be delivering a message, perhaps the one whose
-// handler called: its end is awaited elsewhere. v.mu is held.
+// handler called: its end is awaited elsewhere. One that ends already is left alone. v.mu is held.
 func (v *zvan) drop(c *conn, linger time.Duration) {
-	c.leaves.Store(true)
+	if c.leaves.Swap(true) {
+		return
+	}
 	c.sock.stop()
 	v.loops = slices.DeleteFunc(v.loops, func(r *receiver) bool { return r == c.rx })
 	v.wg.Go(func() {
+		defer close(c.ended)
 		if c.rx != nil {
 			ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
 			defer cancel()
@@ -193,9 +222,13 @@ func (v *zvan) end(c *conn, linger time.Duration) error {
 		linger = 0 // nobody to wait for
 	}
 	var err error
-	if c.incarnation != 0 && linger > 0 {
+	switch {
+	case linger == 0 && c.mon.started: // the monitor sees when it is done
+		err = c.sock.close(0)
+		c.mon.end()
+	case c.incarnation != 0 && linger > 0:
 		err = c.sock.leave(c, linger, c.mon.close)
-	} else {
+	default:
 		c.mon.close()
 		err = c.sock.close(linger)
 	}

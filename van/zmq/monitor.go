@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"sync"
 	"syscall"
+	"time"
 
 	zmq4 "github.com/pebbe/zmq4"
 )
@@ -17,12 +18,13 @@ type monitor struct {
 	once sync.Once
 
 	started bool
-	mu      sync.Mutex // held by who uses pair
+	stopped chan struct{} // closed when libzmq has freed the socket
+	mu      sync.Mutex    // held by who uses pair
 	closed  bool
 }
 
 // connEvents are those of a DEALER that change whether the peer is there.
-const connEvents = zmq4.EVENT_CONNECTED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED | zmq4.EVENT_CLOSED
+const connEvents = zmq4.EVENT_CONNECTED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED | zmq4.EVENT_CLOSED | zmq4.EVENT_MONITOR_STOPPED
 
 func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event) (*monitor, error) {
 	addr := fmt.Sprintf("inproc://monitor-%d", serial)
@@ -41,7 +43,7 @@ func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event
 	if err != nil {
 		return nil, fmt.Errorf("monitor: %w", err)
 	}
-	return &monitor{z: z, pair: pair, sock: s}, nil
+	return &monitor{z: z, pair: pair, sock: s, stopped: make(chan struct{})}, nil
 }
 
 // errRefused: an attempt to connect failed. libzmq tries again.
@@ -69,6 +71,8 @@ func (m *monitor) start(n *shared, c *conn) {
 			c.up.Store(true)
 			c.lost.Store(false)
 			n.tell(c, true, nil)
+		case zmq4.EVENT_MONITOR_STOPPED:
+			close(m.stopped)
 		}
 	})
 }
@@ -100,6 +104,19 @@ func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 		return 0, 0, false
 	}
 	return event, value, false
+}
+
+// freeTime is how long libzmq may take to free a socket that is closed and sends no more.
+const freeTime = time.Second
+
+// end ends a monitor that follows, behind the end of its socket: it returns when libzmq has freed
+// that, and made the end of its connection known to the system.
+func (m *monitor) end() {
+	select {
+	case <-m.stopped:
+	case <-time.After(freeTime):
+	}
+	m.close()
 }
 
 // close ends the monitor, before its socket is closed. A watcher call that is under

@@ -7,10 +7,12 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // TestPollKeepsOrder: a Poll does not deliver what came after a message that the loop is
@@ -333,4 +335,67 @@ func TestHeldMessages(t *testing.T) {
 			until(t, "even account", func() bool { return peer.acct.unsent() == 0 })
 		}
 	}
+}
+
+// TestAddressHasOneProcess: a connection to a process that has ended does not come to the one that has its
+// address now, behind the connection to that one, which would be read no more.
+func TestAddressHasOneProcess(t *testing.T) {
+	scheduler, first := newNode(t, 1, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	if err := scheduler.Connect(t.Context(), -1, first.self); err != nil {
+		t.Fatal(err)
+	}
+	scheduler.must(t, heartbeat(-1, 0))
+	first.next(t).Release()
+	ctx, cancel := context.WithTimeout(t.Context(), limit)
+	defer cancel()
+	if err := first.Close(ctx); err != nil {
+		t.Fatal(err)
+	}
+	before := (*scheduler.peers.Load())[-1]
+	until(t, "end of the connection", before.lost.Load)
+
+	rec := first.self
+	rec.Endpoint = (&van.Identity{Incarnation: 8, Bundles: true}).Encode()
+	v, err := New(van.Options{Config: env.Default(), Incarnation: 8})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer v.Close(ctx)
+	until(t, "the address", func() bool {
+		_, err = v.Bind(ctx, rec)
+		return !errors.Is(err, syscall.EADDRINUSE) // the system frees it when it likes
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	in := make(chan int32, 10)
+	v.Start(func(m *van.Message) { in <- m.Timestamp })
+	if err := scheduler.Connect(ctx, -2, rec); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-before.ended:
+	case <-time.After(limit):
+		t.Fatal("the connection to the first process has not ended")
+	}
+	if err := scheduler.Send(heartbeat(-1, 1)); !errors.Is(err, van.ErrPeerLost) {
+		t.Errorf("Send to the first process: %v, want %v", err, van.ErrPeerLost)
+	}
+	for ts := range int32(3) {
+		scheduler.must(t, heartbeat(-2, int(ts)))
+		select {
+		case got := <-in:
+			if got != ts {
+				t.Errorf("message %d, want %d", got, ts)
+			}
+		case <-time.After(limit):
+			t.Fatal("the second process receives nothing")
+		}
+	}
+	if err := scheduler.Rename(-2, 9); err != nil {
+		t.Fatal(err)
+	}
+	scheduler.must(t, heartbeat(9, 3))
+	<-in
+	scheduler.Disconnect(-1)
 }

@@ -39,8 +39,12 @@ func (o *outgoing) Send(msg *van.Message) error {
 		o.n.mu.Lock()
 		now := (*o.n.peers.Load())[msg.Receiver]
 		o.n.mu.Unlock()
-		if now != nil && now != c {
+		switch {
+		case now == nil || o.n.closed.Load():
+		case now != c:
 			return o.send(msg, now)
+		default: // see supersede
+			return o.sendError(msg, c, fmt.Errorf("%w: another process is at its address", van.ErrPeerLost))
 		}
 	}
 	return err

@@ -238,7 +238,10 @@ func (v *zvan) Close(ctx context.Context) error {
 	}
 	ended := make(chan error, len(peers))
 	for _, c := range peers {
-		c.leaves.Store(true)
+		if c.leaves.Swap(true) { // it was superseded
+			ended <- nil
+			continue
+		}
 		go func() { ended <- v.end(c, linger) }()
 	}
 	for range peers {
