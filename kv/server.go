@@ -32,9 +32,8 @@ type Server[V Value] struct {
 	buffers *datamsg.RecvBuffers
 	simple  *SimpleApp
 
-	mu       sync.Mutex
-	handler  Handler[V]
-	customer *postoffice.Customer
+	mu      sync.Mutex
+	handler Handler[V]
 }
 
 // ServerOptions of NewServer. The zero value is what StepMesh uses.
@@ -67,22 +66,16 @@ func (s *Server[V]) Handle(h Handler[V]) error {
 		return &van.Error{Op: "handle", Node: s.node.Name(), Err: fmt.Errorf("%w: this server has one", van.ErrInvalid)}
 	}
 	s.handler = h
-	ready := make(chan struct{})
 	c, err := s.node.AddCustomer(s.appID, s.appID, func(msg *van.Message) {
-		if msg.SimpleApp {
-			<-ready
-			s.simple.receive(msg)
-			return
+		if !s.simple.takes(msg) {
+			s.receive(msg)
 		}
-		s.receive(msg)
 	})
 	if err != nil {
 		s.handler = nil
 		return err
 	}
-	s.customer = c
-	s.simple.customer.Store(c)
-	close(ready)
+	s.simple.begin(c)
 	return nil
 }
 
@@ -104,7 +97,7 @@ func (s *Server[V]) RegisterRecvBuffer(workerRank int, key Key, vals []V) error 
 // Close takes the server off its node.
 func (s *Server[V]) Close() {
 	s.mu.Lock()
-	c := s.customer
+	c := s.simple.customer.Load()
 	s.mu.Unlock()
 	if c != nil {
 		c.Close()

@@ -56,7 +56,8 @@ type SimpleApp struct {
 	app      int
 	timeout  time.Duration
 	customer atomic.Pointer[postoffice.Customer]
-	own      bool // made by NewSimpleApp
+	ready    chan struct{} // closed when customer is there
+	own      bool          // made by NewSimpleApp
 	request  atomic.Pointer[SimpleHandler]
 	response atomic.Pointer[SimpleHandler]
 	calls    sync.Pool // of *simpleCall
@@ -66,28 +67,29 @@ type SimpleApp struct {
 func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
 	a := newSimpleApp(node, o.AppID, o.Timeout, o.Handler)
 	a.own = true
-	ready := make(chan struct{})
 	c, err := a.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
-		<-ready
-		if !msg.SimpleApp {
+		if !a.takes(msg) {
 			a.node.Rarely("kv: not a simple request").Warn("dropped a request: not one for a simple application",
 				"from", van.NodeName(msg.Sender), "message", &msg.Meta)
-			return
 		}
-		a.receive(msg)
 	})
 	if err != nil {
 		return nil, err
 	}
-	a.customer.Store(c)
-	close(ready)
+	a.begin(c)
 	return a, nil
 }
 
 func newSimpleApp(node *postoffice.Node, appID int, timeout time.Duration, h SimpleHandler) *SimpleApp {
-	a := &SimpleApp{node: node.App(), app: appID, timeout: timeout}
+	a := &SimpleApp{node: node.App(), app: appID, timeout: timeout, ready: make(chan struct{})}
 	a.Handle(h)
 	return a
+}
+
+// begin lets requests of and to c pass, which hands what it gets to takes.
+func (a *SimpleApp) begin(c *postoffice.Customer) {
+	a.customer.Store(c)
+	close(a.ready)
 }
 
 // Handle names who takes requests; nil answers them with an empty body.
@@ -117,13 +119,18 @@ func (a *SimpleApp) messageOf(msg *van.Message) SimpleMessage {
 	return SimpleMessage{app: a, Head: msg.Head, Body: slices.Clone(msg.Body), Sender: msg.Sender, Timestamp: msg.Timestamp, CustomerID: msg.CustomerID, epoch: msg.Epoch}
 }
 
-// receive takes a request.
-func (a *SimpleApp) receive(msg *van.Message) {
-	if msg.Sender == van.Empty {
+// takes handles a request that is one for a simple application, and tells whether it is. It may come before begin.
+func (a *SimpleApp) takes(msg *van.Message) bool {
+	switch {
+	case !msg.SimpleApp:
+		return false
+	case msg.Sender == van.Empty:
 		a.node.Rarely("kv: no id").Warn("dropped a request of a node without an id", "message", &msg.Meta)
-		return
+	default:
+		<-a.ready
+		(*a.request.Load())(a.messageOf(msg))
 	}
-	(*a.request.Load())(a.messageOf(msg))
+	return true
 }
 
 // Request sends head and body to node id to, or to every member of group to: a

@@ -47,23 +47,18 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 		return nil, fmt.Errorf("%w: key-value worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
 	w := &Worker[V]{node: node.App(), o: o, simple: newSimpleApp(node, o.AppID, o.Timeout, nil), servers: node.Topology().ServerInstances(), ranges: node.Topology().ServerKeyRanges()}
-	ready := make(chan struct{})
 	c, err := w.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
-		if msg.SimpleApp {
-			<-ready
-			w.simple.receive(msg)
-			return
+		if !w.simple.takes(msg) {
+			w.node.Rarely("kv: request to a worker").Warn("dropped a request: a key-value worker serves none",
+				"from", van.NodeName(msg.Sender))
 		}
-		w.node.Rarely("kv: request to a worker").Warn("dropped a request: a key-value worker serves none",
-			"from", van.NodeName(msg.Sender))
 	})
 	if err != nil {
 		return nil, err
 	}
 	c.KeepTraces()
 	w.customer = c
-	w.simple.customer.Store(c)
-	close(ready)
+	w.simple.begin(c)
 	return w, nil
 }
 
