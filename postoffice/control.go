@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/wake"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -73,10 +74,7 @@ func (c *control) step(input func(time.Duration)) {
 	}
 	c.draining = false
 	c.mu.Unlock()
-	select {
-	case c.rearm <- struct{}{}:
-	default:
-	}
+	wake.Put(c.rearm)
 }
 
 // passes tells the machine the time, and before that which of the nodes that it would take for

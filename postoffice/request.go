@@ -13,6 +13,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/wake"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 )
@@ -217,10 +218,7 @@ func (r *Request) settle() {
 	sink.Finished(err)
 
 	r.mu.Lock()
-	select {
-	case r.done <- struct{}{}:
-	default:
-	}
+	wake.Put(r.done)
 	waiting, gen := r.waiting, r.gen
 	r.mu.Unlock()
 	if !waiting {

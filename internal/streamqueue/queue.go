@@ -12,6 +12,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/fifo"
+	"github.com/stepaf/stepaf-go/internal/wake"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -135,15 +136,8 @@ func (q *Queue) Add(x Entry, e backend.Event) bool {
 	q.entries.Put(entry{x, e})
 	q.waiting.Add(1)
 	q.mu.Unlock()
-	q.ring()
+	wake.Put(q.wake)
 	return true
-}
-
-func (q *Queue) ring() {
-	select {
-	case q.wake <- struct{}{}:
-	default:
-	}
 }
 
 func (q *Queue) run() {
@@ -238,7 +232,7 @@ func (q *Queue) Close() {
 		q.cancel()
 	}
 	q.mu.Unlock()
-	q.ring()
+	wake.Put(q.wake)
 	if ended != nil {
 		<-ended
 	}
