@@ -50,9 +50,6 @@ func New(inner van.Van, percent int, seed uint64, log *slog.Logger) *Van {
 // Enable begins to drop. Call it when the node is ready.
 func (v *Van) Enable() { v.enabled.Store(true) }
 
-// Dropped is the number of messages dropped so far.
-func (v *Van) Dropped() uint64 { return v.dropped.Load() }
-
 // Unwrap implements van.Wrapper.
 func (v *Van) Unwrap() van.Van { return v.Van }
 

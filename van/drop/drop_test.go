@@ -53,8 +53,8 @@ func TestShare(t *testing.T) {
 		v := New(s, c.percent, 1, nil)
 		v.Enable()
 		kept := run(t, v, s, n)
-		if d := count(kept); d < c.min || d > c.max || uint64(d) != v.Dropped() {
-			t.Errorf("%d%%: dropped %d of %d (Dropped says %d), want %d to %d", c.percent, d, 2*n, v.Dropped(), c.min, c.max)
+		if d := count(kept); d < c.min || d > c.max || uint64(d) != v.dropped.Load() {
+			t.Errorf("%d%%: dropped %d of %d (counted %d), want %d to %d", c.percent, d, 2*n, v.dropped.Load(), c.min, c.max)
 		}
 		if c.percent == 20 {
 			runs := 0

@@ -111,12 +111,6 @@ func New(inner van.Van, o Options) van.Van {
 // Unwrap implements van.Wrapper.
 func (v *Van) Unwrap() van.Van { return v.Van }
 
-// Counts returns the numbers of values copied, of values sent without pinned memory, and
-// of received values left in host memory because they could not be copied to the device.
-func (v *Van) Counts() (staged, unpinned, refused uint64) {
-	return v.staged.Load(), v.unpinned.Load(), v.refused.Load()
-}
-
 // Stats implements van.Meter: it is that of the wrapped van, and UnsharedValues.
 func (v *Van) Stats() van.Stats {
 	var s van.Stats
