@@ -33,17 +33,12 @@ const (
 	Joint     Role = 3
 )
 
+var roleNames = [...]string{Server: "server", Worker: "worker", Scheduler: "scheduler", Joint: "joint"}
+
 // String returns the role as DMLC_ROLE spells it.
 func (r Role) String() string {
-	switch r {
-	case Server:
-		return "server"
-	case Worker:
-		return "worker"
-	case Scheduler:
-		return "scheduler"
-	case Joint:
-		return "joint"
+	if r >= 0 && int(r) < len(roleNames) {
+		return roleNames[r]
 	}
 	return fmt.Sprintf("role(%d)", int32(r))
 }
