@@ -5,7 +5,6 @@ package van
 import (
 	"fmt"
 	"log/slog"
-	"slices"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -182,12 +181,19 @@ func (n *Node) Addr() string { return fmt.Sprintf("%s:%d", n.Hostname, n.Port) }
 // Clone returns a copy of n that shares nothing with it. To keep the node of a
 // received message, keep a clone: the transport reuses the message's own.
 func (n *Node) Clone() Node {
-	c := *n
-	c.Ports = slices.Clone(n.Ports)
-	c.DevTypes = slices.Clone(n.DevTypes)
-	c.DevIDs = slices.Clone(n.DevIDs)
-	c.Endpoint = slices.Clone(n.Endpoint)
+	var c Node
+	c.copyFrom(n)
 	return c
+}
+
+// copyFrom makes n a deep copy of src, in the memory of its own slices where that is enough.
+func (n *Node) copyFrom(src *Node) {
+	ports, types, ids, endpoint := n.Ports[:0], n.DevTypes[:0], n.DevIDs[:0], n.Endpoint[:0]
+	*n = *src
+	n.Ports = append(ports, src.Ports...)
+	n.DevTypes = append(types, src.DevTypes...)
+	n.DevIDs = append(ids, src.DevIDs...)
+	n.Endpoint = append(endpoint, src.Endpoint...)
 }
 
 // Control is the control part of a message; all zero in data messages.
@@ -267,6 +273,24 @@ func (m *Meta) Reset() {
 	m.Head, m.AppID, m.CustomerID, m.Timestamp = Empty, Empty, Empty, Empty
 	m.Src.ID, m.Dst.ID = -1, -1
 	m.Body, m.DataTypes = body, types
+	m.Control.Nodes = nodes
+}
+
+// CopyFrom makes m a deep copy of src. It reuses the capacity of m's slices, so
+// that copying into the same Meta repeatedly does not allocate.
+func (m *Meta) CopyFrom(src *Meta) {
+	body, types, nodes := m.Body[:0], m.DataTypes[:0], m.Control.Nodes[:0]
+	*m = *src
+	m.Body = append(body, src.Body...)
+	m.DataTypes = append(types, src.DataTypes...)
+	for i := range src.Control.Nodes {
+		if len(nodes) < cap(nodes) {
+			nodes = nodes[:len(nodes)+1]
+		} else {
+			nodes = append(nodes, Node{})
+		}
+		nodes[i].copyFrom(&src.Control.Nodes[i])
+	}
 	m.Control.Nodes = nodes
 }
 
