@@ -53,12 +53,6 @@ func (a App) PausedRead(id, bytes int, text string) { a.pausedRead(id, bytes, te
 // nothing has come for a short time. Handlers run on it, too, so they must never block.
 func (a App) Poll(done func() bool) { a.stack.Poll(done) }
 
-// PollFor is what a wait does before it sleeps: Poll, on a worker only, since on a server that
-// would run handlers of requests, and again for limit (0: for ever) when waits are to spin.
-func (a App) PollFor(ctx context.Context, limit time.Duration, done func() bool) {
-	a.pollFor(ctx, limit, done)
-}
-
 // OnExit registers f to run when the node has left, the last one first. What it returns takes
 // that back.
 func (a App) OnExit(f func()) (stop func()) {

@@ -332,7 +332,7 @@ func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *t
 		timer.Reset(left)
 		defer timer.Stop()
 	}
-	r.c.node.pollFor(ctx, left, r.isDone)
+	App{r.c.node}.PollFor(ctx, left, r.isDone)
 	select {
 	case <-r.done:
 		return r.err
@@ -357,18 +357,18 @@ func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *t
 	return r.err
 }
 
-// pollFor receives in place of the transport for a short time, or, when waits are to spin for
-// ever, until done or left (0: no limit) has passed.
-func (n *Node) pollFor(ctx context.Context, left time.Duration, done func() bool) {
-	if n.role != van.Worker {
-		return // on a server, polling would run request handlers
+// PollFor is what a wait does before it sleeps: Poll, on a worker only, since on a server that
+// would run handlers of requests, and again for limit (0: for ever) when waits are to spin.
+func (a App) PollFor(ctx context.Context, limit time.Duration, done func() bool) {
+	if a.role != van.Worker {
+		return
 	}
 	begun := clock.Now()
-	n.stack.Poll(done)
-	for n.cfg.BusyPoll == env.SpinForever && !done() && ctx.Err() == nil &&
-		(left <= 0 || time.Duration(clock.Now()-begun) < left) {
+	a.stack.Poll(done)
+	for a.cfg.BusyPoll == env.SpinForever && !done() && ctx.Err() == nil &&
+		(limit <= 0 || time.Duration(clock.Now()-begun) < limit) {
 		runtime.Gosched() // another waiter may be polling
-		n.stack.Poll(done)
+		a.stack.Poll(done)
 	}
 }
 
