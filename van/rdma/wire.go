@@ -56,8 +56,6 @@ const (
 	offCode          = 28 // of a rejection
 	offIncarn        = 36
 	nativeContextLen = 40
-	maxPrivate       = 56
-	maxReject        = 148
 	offNodePort      = 4
 	offNodeHost      = 6
 )
@@ -422,10 +420,10 @@ const codeReplaced = 1
 
 // refusal is the private data of a rejection; a code of 0 is none.
 func refusal(code uint32, why string) []byte {
-	b := make([]byte, maxReject)
+	b := make([]byte, verbs.MaxRejectData)
 	le.PutUint32(b[offMagic:], magic)
 	le.PutUint32(b[offCode:], code)
-	copy(b[offReason:maxReject-1], why)
+	copy(b[offReason:len(b)-1], why)
 	return b
 }
 

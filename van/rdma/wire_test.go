@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
 // TestLayout compares offsets and sizes with those of StepMesh structs.
@@ -42,7 +43,7 @@ func TestLayout(t *testing.T) {
 	if got := fmt.Sprintf("%x", b); !strings.HasPrefix(got, want) || strings.Trim(got[len(want):], "0") != "" {
 		t.Errorf("trailer:\n got %s\nwant %s, then zeros", got, want)
 	}
-	if contextLen != 24 || len(h.encode()) > maxPrivate || maxIndex != 0x8000 {
+	if contextLen != 24 || len(h.encode()) > verbs.MaxConnectData || maxIndex != 0x8000 {
 		t.Error("sizes have changed")
 	}
 }
@@ -57,7 +58,7 @@ func TestHello(t *testing.T) {
 			t.Errorf("got %+v, error %v; want %+v", got, err, h)
 		}
 		// The connection manager delivers more bytes than were sent.
-		padded := append(h.encode()[:contextLen:contextLen], make([]byte, maxPrivate-contextLen)...)
+		padded := append(h.encode()[:contextLen:contextLen], make([]byte, verbs.MaxConnectData-contextLen)...)
 		theirs := hello{node: h.node, port: h.port, host: h.host}
 		if got, err = decodeHello(padded); err != nil || got != theirs {
 			t.Errorf("of StepMesh: got %+v, error %v; want %+v", got, err, theirs)
@@ -88,7 +89,7 @@ func TestShort(t *testing.T) {
 
 func FuzzHello(f *testing.F) {
 	f.Add((&hello{node: 9, port: 1, host: "h", epoch: 5, qp: 1, qpCount: 2}).encode())
-	f.Add(make([]byte, maxPrivate))
+	f.Add(make([]byte, verbs.MaxConnectData))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		h, err := decodeHello(b)
 		if err != nil {

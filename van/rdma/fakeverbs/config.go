@@ -61,13 +61,6 @@ func defaults() Config {
 		MaxWR: 16384, CQE: 64, MaxCQE: 32767, MaxMR: 65536}
 }
 
-// Lengths of private data in bytes: what the caller may give, and what arrives.
-const (
-	connectPrivate = 56
-	acceptPrivate  = 196
-	rejectPrivate  = 148
-)
-
 // Reasons of a rejection, and the errno of a time-out as events have it.
 const (
 	statusTimeout    = 4

@@ -44,7 +44,7 @@ func (id *connID) Connect(p verbs.ConnParam) error {
 	if err != nil {
 		return err
 	}
-	if err := id.ready("connect", p, connectPrivate); err != nil {
+	if err := id.ready("connect", p, verbs.MaxConnectData); err != nil {
 		return err
 	}
 	p.Private = slices.Clone(p.Private)
@@ -98,13 +98,13 @@ func (id *connID) request() {
 	to.peer, id.peer = id, to
 	to.unread = true
 	l.waiting++
-	l.ch.push(l, verbs.Event{Type: verbs.ConnectRequest, New: to, Private: padded(id.param.Private, connectPrivate),
+	l.ch.push(l, verbs.Event{Type: verbs.ConnectRequest, New: to, Private: padded(id.param.Private, verbs.MaxConnectData),
 		Peer: id.local}, func() { to.unread = false; l.waiting-- }, func() { to.destroy(!l.stack.dead) })
 }
 
 func (id *connID) rejected(status int, private []byte) {
 	id.state = failed
-	id.ch.push(id, verbs.Event{Type: verbs.Rejected, Status: status, Private: padded(private, rejectPrivate)}, nil, nil)
+	id.ch.push(id, verbs.Event{Type: verbs.Rejected, Status: status, Private: padded(private, verbs.MaxRejectData)}, nil, nil)
 }
 
 func (id *connID) Accept(p verbs.ConnParam) error {
@@ -114,7 +114,7 @@ func (id *connID) Accept(p verbs.ConnParam) error {
 	if err != nil {
 		return err
 	}
-	if err := id.ready("accept", p, acceptPrivate); err != nil {
+	if err := id.ready("accept", p, verbs.MaxAcceptData); err != nil {
 		return err
 	}
 	p.Private = slices.Clone(p.Private)
@@ -129,7 +129,7 @@ func (id *connID) Accept(p verbs.ConnParam) error {
 			to.giveUp(verbs.Unreachable, connecting)
 			return
 		}
-		to.ch.push(to, verbs.Event{Type: verbs.Established, Private: padded(p.Private, acceptPrivate)}, func() { to.establish(id) }, nil)
+		to.ch.push(to, verbs.Event{Type: verbs.Established, Private: padded(p.Private, verbs.MaxAcceptData)}, func() { to.establish(id) }, nil)
 	})
 	return nil
 }
@@ -167,8 +167,8 @@ func (id *connID) Reject(private []byte) error {
 	if id.state == connecting && (id.peer == nil || id.peer.state != accepting) {
 		return id.fault("reject", syscall.EINVAL, "its state, want an answer to it")
 	}
-	if len(private) > rejectPrivate {
-		return id.fault("reject", syscall.EINVAL, fmt.Sprintf("%d bytes of private data, want up to %d", len(private), rejectPrivate))
+	if len(private) > verbs.MaxRejectData {
+		return id.fault("reject", syscall.EINVAL, fmt.Sprintf("%d bytes of private data, want up to %d", len(private), verbs.MaxRejectData))
 	}
 	id.state = failed
 	n.trace.cm(id, EventReject, &verbs.ConnParam{Private: private})

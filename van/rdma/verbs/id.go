@@ -20,13 +20,6 @@ import (
 	"unsafe"
 )
 
-// Most private data, as the connection manager takes it.
-const (
-	maxConnectData = 56
-	maxAcceptData  = 196
-	maxRejectData  = 148
-)
-
 type id struct {
 	ch *channel
 
@@ -166,14 +159,14 @@ func (i *id) CreateQP(o QPOptions) (QP, error) {
 
 // Connect begins to connect.
 func (i *id) Connect(p ConnParam) error {
-	return i.join("connect", p, maxConnectData, func(c *C.sv_id, data unsafe.Pointer, n C.int) C.int {
+	return i.join("connect", p, MaxConnectData, func(c *C.sv_id, data unsafe.Pointer, n C.int) C.int {
 		return C.sv_connect(c, data, n, C.int(p.RetryCount), C.int(p.RNRRetryCount))
 	})
 }
 
 // Accept accepts a connect request.
 func (i *id) Accept(p ConnParam) error {
-	return i.join("accept", p, maxAcceptData, func(c *C.sv_id, data unsafe.Pointer, n C.int) C.int {
+	return i.join("accept", p, MaxAcceptData, func(c *C.sv_id, data unsafe.Pointer, n C.int) C.int {
 		return C.sv_accept(c, data, n, C.int(p.RetryCount), C.int(p.RNRRetryCount))
 	})
 }
@@ -197,8 +190,8 @@ func (i *id) join(op string, p ConnParam, most int, f func(*C.sv_id, unsafe.Poin
 
 // Reject refuses a connect request.
 func (i *id) Reject(private []byte) error {
-	if len(private) > maxRejectData {
-		return fmt.Errorf("rdma: reject: %d bytes of private data, want at most %d", len(private), maxRejectData)
+	if len(private) > MaxRejectData {
+		return fmt.Errorf("rdma: reject: %d bytes of private data, want at most %d", len(private), MaxRejectData)
 	}
 	return i.do("reject", "", func(c *C.sv_id) C.int {
 		return C.sv_reject(c, unsafe.Pointer(unsafe.SliceData(private)), C.int(len(private)))

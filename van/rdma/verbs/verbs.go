@@ -175,9 +175,16 @@ type ID interface {
 	Destroy() error
 }
 
+// The most private data, in bytes, that the connection manager takes. It arrives padded to that length.
+const (
+	MaxConnectData = 56
+	MaxAcceptData  = 196
+	MaxRejectData  = 148
+)
+
 // ConnParam is what a connection is made with.
 type ConnParam struct {
-	Private       []byte // up to 56 bytes for Connect, 196 for Accept
+	Private       []byte // up to MaxConnectData bytes for Connect, MaxAcceptData for Accept
 	RetryCount    int    // tries of a message that is not acknowledged, up to 7
 	RNRRetryCount int    // the same while the other side has no receive request; 7 is for ever
 }
