@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 
-	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
@@ -22,23 +21,14 @@ var (
 	errNotTaken = errors.New("its messages are not taken now")
 )
 
-// registeredBuffer is the buffer that the application has registered for the message, if it
-// is large enough.
-func (in slotSet) registeredBuffer(s *start, need rendezvous.Need) (backend.Mem, bool) {
-	dst, ok := in.v.buffer(in.hello.node, s.key)
-	return dst, ok && dst.Len() >= need.Exact
-}
-
 // cost is the number of bytes that the requested slot would add to what is registered.
 func (in slotSet) cost(s *start, need rendezvous.Need, kind uint64) int {
 	n := metaBytes(need.Meta)
 	if !in.dialect.wantsData(need) {
 		return n
 	}
-	if in.dialect.usesBuffer(kind) {
-		if _, ok := in.registeredBuffer(s, need); ok {
-			return n
-		}
+	if _, ok := in.registeredBuffer(s, need, kind); ok {
+		return n
 	}
 	return n + in.dialect.dataCost(s, need, kind)
 }

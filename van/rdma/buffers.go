@@ -5,6 +5,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
 // This file owns the receive buffers that the application has registered.
@@ -26,9 +27,14 @@ func (v *node) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
 	return nil
 }
 
-func (v *node) buffer(sender int, key uint64) (backend.Mem, bool) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	m, ok := v.buffers[bufferKey{sender, key}]
-	return m, ok
+// registeredBuffer is the buffer that the application has registered for the message, if it
+// may serve the request and is large enough.
+func (in slotSet) registeredBuffer(s *start, need rendezvous.Need, kind uint64) (backend.Mem, bool) {
+	if !in.dialect.usesBuffer(kind) {
+		return backend.Mem{}, false
+	}
+	in.v.mu.Lock()
+	defer in.v.mu.Unlock()
+	dst, ok := in.v.buffers[bufferKey{in.hello.node, s.key}]
+	return dst, ok && dst.Len() >= need.Exact
 }

@@ -39,7 +39,7 @@ type inboundDialect interface {
 	// refuse says that there is no slot, if the protocol has a word for it.
 	refuse(origin uint64, flags uint32, why error)
 	// sharedSlotsSuffice tells whether the peer is to use the slots that there are.
-	sharedSlotsSuffice(need rendezvous.Need, kind uint64, key uint64) bool
+	sharedSlotsSuffice(s *start, need rendezvous.Need, kind uint64) bool
 	// route is what the slot is for.
 	route(need rendezvous.Need, kind uint64) rendezvous.Route
 	// usesBuffer tells whether a registered receive buffer may serve the request.

@@ -149,11 +149,11 @@ func (d nativeIn) refuse(origin uint64, flags uint32, _ error) {
 // sharedSlotsSuffice tells whether a slot of a key is not needed: the key has no buffer of
 // its own, and the slots of its size class are many. Else their number would follow that of
 // the keys.
-func (d nativeIn) sharedSlotsSuffice(need rendezvous.Need, kind uint64, key uint64) bool {
+func (d nativeIn) sharedSlotsSuffice(s *start, need rendezvous.Need, kind uint64) bool {
 	if kind&kindKeyed == 0 || need.Data == 0 {
 		return false
 	}
-	if dst, ok := d.v.buffer(d.hello.node, key); ok && dst.Len() >= need.Exact {
+	if _, ok := d.registeredBuffer(s, need, kind); ok {
 		return false
 	}
 	class, size := rendezvous.Class(need.Data)

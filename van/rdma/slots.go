@@ -109,7 +109,7 @@ func (in slotSet) answer(q *slotRequest) error {
 	if !need.OneShot && (in.stalled.Load() || in.unlisted.Load()) {
 		return errNotTaken
 	}
-	if in.dialect.sharedSlotsSuffice(need, kind, s.key) {
+	if in.dialect.sharedSlotsSuffice(s, need, kind) {
 		in.reply(&reply{origin: s.origin, flags: replyShared | replyNone}, nil)
 		return nil
 	}
@@ -186,17 +186,15 @@ func (in slotSet) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind 
 		return nil
 	}
 	m := &l.Memory
-	if in.dialect.usesBuffer(kind) {
-		if dst, ok := in.registeredBuffer(s, need); ok {
-			reg, err := in.host.regions.Get(dst, verbs.LocalWrite|verbs.RemoteWrite)
-			if err != nil {
-				return fmt.Errorf("registered receive buffer: %w", err)
-			}
-			m.data, m.region = dst, reg
-			l.Data = need.Exact
-			r.data, r.dataKey = dst.Addr(), reg.MR.RKey()
-			return nil
+	if dst, ok := in.registeredBuffer(s, need, kind); ok {
+		reg, err := in.host.regions.Get(dst, verbs.LocalWrite|verbs.RemoteWrite)
+		if err != nil {
+			return fmt.Errorf("registered receive buffer: %w", err)
 		}
+		m.data, m.region = dst, reg
+		l.Data = need.Exact
+		r.data, r.dataKey = dst.Addr(), reg.MR.RKey()
+		return nil
 	}
 	a, err := in.dialect.area(l, s, need, kind, r)
 	if err != nil {

@@ -94,7 +94,7 @@ func (d stepmeshIn) refuse(_ uint64, _ uint32, why error) {
 	}
 }
 
-func (d stepmeshIn) sharedSlotsSuffice(rendezvous.Need, uint64, uint64) bool { return false }
+func (d stepmeshIn) sharedSlotsSuffice(*start, rendezvous.Need, uint64) bool { return false }
 
 func (d stepmeshIn) route(need rendezvous.Need, _ uint64) rendezvous.Route { return need.Route }
 
