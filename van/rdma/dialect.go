@@ -54,8 +54,6 @@ type inboundDialect interface {
 	record(l *receiveSlot)
 	// outgrown ends the slots that the peer does not use any more once q has been answered.
 	outgrown(q *start)
-	// hasFreeSlots tells whether the peer has a slot in which no message lies. in.mu is held.
-	hasFreeSlots() bool
 	// returnsCredits tells whether a slot is given back to the peer with a credit.
 	returnsCredits() bool
 	// control takes a SEND that is no slot request. known is false for one that cannot be.

@@ -3,7 +3,6 @@ package rdma
 import (
 	"fmt"
 	"math/bits"
-	"slices"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -340,14 +339,4 @@ func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte
 	m.Placed = !t.inMeta && l.Memory.region != nil
 	rx.slot = l
 	return nil
-}
-
-// hasFreeSlots tells whether the peer has a slot in which no message lies. in.mu is held.
-func (d nativeIn) hasFreeSlots() bool {
-	for _, all := range d.slots {
-		if slices.ContainsFunc(all, func(l *receiveSlot) bool { return !l.Held() }) {
-			return true
-		}
-	}
-	return false
 }

@@ -106,7 +106,7 @@ func (in slotSet) requestReclaim(places, bytes int, now uint64) {
 	if in.closed || now-w.at < uint64(reclaimPause) {
 		return
 	}
-	if w.since != 0 && now-w.since > uint64(reclaimTime) && in.dialect.hasFreeSlots() {
+	if w.since != 0 && now-w.since > uint64(reclaimTime) && in.hasFreeSlots() {
 		in.fail(fmt.Errorf("%w: it has slots that it does not use, and has not given any back within %s", van.ErrPeerLost, reclaimTime))
 		return
 	}
@@ -117,6 +117,16 @@ func (in slotSet) requestReclaim(places, bytes int, now uint64) {
 	var b [reclaimLen]byte
 	(&reclaim{places: uint32(places), bytes: uint64(bytes)}).put(b[:])
 	in.send(immReclaim, b[:])
+}
+
+// hasFreeSlots tells whether the peer, a native node, has a slot in which no message lies. in.mu is held.
+func (in slotSet) hasFreeSlots() bool {
+	for _, all := range in.slots {
+		if slices.ContainsFunc(all, func(l *receiveSlot) bool { return !l.Held() }) {
+			return true
+		}
+	}
+	return false
 }
 
 // slotsReturned takes slots back that the peer has given up. What it had written there before

@@ -165,5 +165,3 @@ func (d stepmeshIn) frames(rx *received, l *receiveSlot, _ *trailer, _ []byte) e
 	rx.slot = l
 	return nil
 }
-
-func (d stepmeshIn) hasFreeSlots() bool { return false }
