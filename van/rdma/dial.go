@@ -327,8 +327,7 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 	if err != nil {
 		return nil, err
 	}
-	depth, _ := depths(v.cfg)
-	l.SendQueue, err = conn.NewSendQueue[sentMessage](dev, qps, serial, depth, depth/2, stageEach)
+	l.SendQueue, err = conn.NewSendQueue[sentMessage](dev, qps, serial, v.cm.SendDepth, v.cm.SendDepth/2, stageEach)
 	return l, err
 }
 

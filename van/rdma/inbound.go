@@ -328,12 +328,12 @@ func (in *inbound) sendCompleted(c *verbs.Completion) {
 
 // receiveFailed counts a receive request that has ended with its queue pair.
 func (in *inbound) receiveFailed(c *verbs.Completion) {
-	in.fail(statusError(c.Status, "receive on queue pair", int(c.Cookie&0xff)))
+	_, q := conn.CookieOf(c.Cookie)
+	in.fail(statusError(c.Status, "receive on queue pair", q))
 	in.mu.Lock()
 	qps := len(in.qps)
 	in.mu.Unlock()
-	_, rx := in.v.cfg.RDMADepths()
-	if int(in.flushed.Add(1)) == qps*max(rx/in.v.cfg.QPNum, 1) {
+	if int(in.flushed.Add(1)) == qps*in.v.cm.RecvDepth {
 		close(in.drained)
 	}
 }

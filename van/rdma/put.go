@@ -29,7 +29,6 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	}
 	n, inMeta := l.dialect.layout(o)
 	meta := stage[:min(n, len(stage))]
-	lkey := uint32(0)
 	room := metaRoom
 	if len(o.copies) == 0 {
 		room = len(stage)
@@ -40,7 +39,7 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 			p.reject(id, o, at, fmt.Errorf("a meta of %d bytes: %w", n, err))
 			return
 		}
-		r.Large, meta, lkey = b, b.Mem.Host(), b.MR.LKey()
+		r.Large, meta = b, b.Mem.Host()
 	}
 	copy(meta, o.meta)
 	if err := p.pin(l, r, o); err != nil {
@@ -81,11 +80,12 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		p.addPayload(l, id, o, at, stage[metaRoom:], split)
 	}
 	wr := verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled, Imm: at.Index, RemoteAddr: at.Meta, RKey: at.MetaKey}
-	if lkey != 0 || r.Large != nil {
-		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), lkey
-	} else if late {
+	switch {
+	case r.Large != nil:
+		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), r.Large.MR.LKey()
+	case late:
 		wr = l.StagedLate(wr, meta)
-	} else {
+	default:
 		wr = l.Staged(wr, meta)
 	}
 	l.Add(id, 0, wr)

@@ -9,6 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -18,7 +19,7 @@ import (
 // completed takes one completion. The feed is held.
 func (d *device) completed(c *verbs.Completion) {
 	v := d.v
-	serial := uint32(c.Cookie >> 8)
+	serial, q := conn.CookieOf(c.Cookie)
 	if c.Type == verbs.SendDone {
 		serial = uint32(c.ID >> 32)
 	}
@@ -34,7 +35,7 @@ func (d *device) completed(c *verbs.Completion) {
 	case c.Type == verbs.RecvFailed && x.in != nil:
 		x.in.receiveFailed(c)
 	case c.Type == verbs.RecvFailed:
-		x.link.fail(statusError(c.Status, "receive on queue pair", int(c.Cookie&0xff)))
+		x.link.fail(statusError(c.Status, "receive on queue pair", q))
 	case x.in == nil && c.Type == verbs.RecvSend:
 		x.peer.receiveSend(d, x.link, c)
 	case x.in == nil:

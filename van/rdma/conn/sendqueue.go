@@ -207,11 +207,8 @@ func (f *Finished[T]) End() {
 // Complete takes a completion of record id. ok is false when it is nonsense or not
 // the last.
 func (p *SendQueue[T]) Complete(id uint32) (f Finished[T], ok bool) {
-	if id >= uint32(len(p.recs)) {
-		return f, false
-	}
-	r := &p.recs[id]
-	if r.pending == 0 {
+	r := p.Record(id)
+	if r == nil || r.pending == 0 {
 		return f, false
 	}
 	if r.pending--; r.pending > 0 {
