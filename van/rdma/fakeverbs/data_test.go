@@ -217,7 +217,7 @@ func TestOverrun(t *testing.T) {
 	check(t, a.id.Connect(params))
 	b := w.accept(options, params)
 	w.next(w.ca, verbs.Established)
-	if got := a.dev.Capacity(); got != 3 {
+	if got := a.dev.(*device).size; got != 3 {
 		t.Fatalf("capacity %d, want 3", got)
 	}
 	wantErr(t, a.dev.Reserve(40000), syscall.EINVAL)

@@ -36,12 +36,6 @@ func (d *device) Reserve(size int) error {
 	return nil
 }
 
-func (d *device) Capacity() int {
-	d.net.mu.Lock()
-	defer d.net.mu.Unlock()
-	return d.size
-}
-
 func (d *device) Wake() {
 	d.net.mu.Lock()
 	defer d.net.mu.Unlock()

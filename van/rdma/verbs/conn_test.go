@@ -234,16 +234,17 @@ func TestReserve(t *testing.T) {
 	r := newRig(t)
 	a, _ := r.usualPair()
 	d := a.dev()
-	have := d.Capacity()
+	capacity := d.(*device).capacity
+	have := capacity()
 	r.must(d.Reserve(1))
-	if d.Capacity() != have {
-		t.Errorf("capacity %d has become %d", have, d.Capacity())
+	if capacity() != have {
+		t.Errorf("capacity %d has become %d", have, capacity())
 	}
 	buf := r.memory(8)
 	a.post(inline(buf, 1)) // its completions survive
 	r.must(d.Reserve(have + 1000))
-	if d.Capacity() < have+1000 {
-		t.Errorf("capacity %d, want %d", d.Capacity(), have+1000)
+	if capacity() < have+1000 {
+		t.Errorf("capacity %d, want %d", capacity(), have+1000)
 	}
 	r.poll(d, 2)
 	info, err := d.Info()
@@ -393,7 +394,7 @@ func TestClose(t *testing.T) {
 	wantText(t, d.Reserve(10), ErrClosed)
 	_, err = d.Post([]SendWR{{QP: 5, Op: OpWrite}})
 	wantText(t, err, ErrClosed)
-	if d.Capacity() == 0 || d.Name() == "" {
+	if d.(*device).capacity() == 0 || d.Name() == "" {
 		t.Error("a closed device has forgotten its name or size")
 	}
 }

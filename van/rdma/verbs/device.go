@@ -56,7 +56,7 @@ func newDevice(s *stack, i *C.sv_id) (*device, error) {
 	}
 	d := &device{s: s, c: c, name: C.GoString(C.sv_dev_name(c))}
 	runtime.AddCleanup(d, func(c *C.sv_dev) { C.sv_dev_free(c) }, c)
-	s.log.Debug("rdma: device opened", "device", d.name, "completions", int(C.sv_capacity(c)), "most", int(C.sv_max_cqe(c)))
+	s.log.Debug("rdma: device opened", "device", d.name, "completions", d.capacity(), "most", int(C.sv_max_cqe(c)))
 	return d, nil
 }
 
@@ -156,8 +156,8 @@ func (d *device) Reserve(n int) error {
 	return failure(C.sv_resize(d.c, C.int(n)), "reserve", d.name, strconv.Itoa(n)+" completions")
 }
 
-// Capacity is the number of completions that the queue holds.
-func (d *device) Capacity() int {
+// capacity is the number of completions that the queue holds.
+func (d *device) capacity() int {
 	n := int(C.sv_capacity(d.c))
 	runtime.KeepAlive(d)
 	return n

@@ -237,8 +237,6 @@ type Device interface {
 	Wake()
 	// Reserve makes sure that the completion queue holds n completions.
 	Reserve(n int) error
-	// Capacity is how many it holds.
-	Capacity() int
 }
 
 // Access is what a region may be used for.
