@@ -215,7 +215,7 @@ func TestReceiveBudgetWithoutValues(t *testing.T) {
 	})
 	waits, d := 0, s.device0()
 	d.exclusive(func() {
-		d.lanes.m.Range(func(_, l any) bool { waits += len(l.(*lane).deferred); return true })
+		d.lanes.m.Range(func(_, l any) bool { waits += l.(*lane).deferred.Len(); return true })
 	})
 	if waits > 2000 {
 		t.Errorf("%d of %d messages wait in memory, with a budget of %d bytes", waits, sent, s.cfg.RecvBudgetPeer)

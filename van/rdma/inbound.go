@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -45,7 +46,7 @@ type inbound struct {
 	closed bool
 	accepting
 	sends   *conn.SendQueue[struct{}] // for replies to slot requests, and credits
-	backlog []queuedSend              // what found no room
+	backlog fifo.Queue[queuedSend]    // what found no room
 	creditList
 	slotState
 }
@@ -172,12 +173,12 @@ func (in *inbound) send(imm uint32, b []byte) {
 	}
 	n := queuedSend{imm: imm, n: len(b)}
 	copy(n.data[:], b)
-	if len(in.backlog) > 0 || !in.trySend(&n) {
-		if len(in.backlog) >= maxIndex {
+	if in.backlog.Len() > 0 || !in.trySend(&n) {
+		if in.backlog.Len() >= maxIndex {
 			in.fail(fmt.Errorf("%w: it does not take %d answers", van.ErrMalformed, maxIndex))
 			return
 		}
-		in.backlog = append(in.backlog, n)
+		in.backlog.Put(n)
 	}
 }
 
@@ -196,11 +197,8 @@ func (in *inbound) trySend(n *queuedSend) bool {
 
 // sendQueued sends what has waited for room. in.mu is held.
 func (in *inbound) sendQueued() {
-	for len(in.backlog) > 0 && in.trySend(&in.backlog[0]) {
-		in.backlog = in.backlog[1:]
-	}
-	if len(in.backlog) == 0 {
-		in.backlog = nil
+	for in.backlog.Len() > 0 && in.trySend(&in.backlog.All()[0]) {
+		in.backlog.Take()
 	}
 }
 

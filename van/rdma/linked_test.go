@@ -90,7 +90,7 @@ func TestAnswersWaitForRoom(t *testing.T) {
 		r.until("those without room wait", func() bool {
 			in.mu.Lock()
 			defer in.mu.Unlock()
-			return len(in.backlog) == n-1 // that takes all the room
+			return in.backlog.Len() == n-1 // that takes all the room
 		})
 		r.net.Release()
 		for i := range n {

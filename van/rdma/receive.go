@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
@@ -197,9 +198,9 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 // too much to do: the slots that it lies in are not given back, so the sender has to stop.
 type lane struct {
 	engine.Lane[*van.Message]
-	hand     atomic.Int32 // Lane.Hand
-	deferred []*received  // these two are of who holds the feed
-	stalled  []*inbound   // the connections that they came on
+	hand     atomic.Int32          // Lane.Hand
+	deferred fifo.Queue[*received] // these two are of who holds the feed
+	stalled  []*inbound            // the connections that they came on
 }
 
 // lanes gives each sender two lanes: control messages do not wait for data, nor for the
@@ -258,13 +259,11 @@ func (d *device) next(poll bool) (*received, *lane, engine.Found) {
 		if !d.feed.Loop.MayRead(&l.Lane) {
 			continue
 		}
-		rx := l.deferred[0]
+		rx := l.deferred.Front()
 		if left(rx, l) {
 			return nil, nil, engine.Leave
 		}
-		l.deferred[0] = nil
-		if l.deferred = l.deferred[1:]; len(l.deferred) == 0 {
-			l.deferred = nil
+		if l.deferred.Take(); l.deferred.Len() == 0 {
 			d.deferredLanes = slices.Delete(d.deferredLanes, i, i+1)
 			for _, in := range l.stalled {
 				in.stalled.Store(false)
@@ -280,13 +279,13 @@ func (d *device) next(poll bool) (*received, *lane, engine.Found) {
 			return nil, nil, engine.Leave
 		}
 		d.came.Take()
-		if len(l.deferred) == 0 && d.feed.Loop.MayRead(&l.Lane) {
+		if l.deferred.Len() == 0 && d.feed.Loop.MayRead(&l.Lane) {
 			return rx, l, engine.Message
 		}
-		if len(l.deferred) == 0 {
+		if l.deferred.Len() == 0 {
 			d.deferredLanes = append(d.deferredLanes, l)
 		}
-		l.deferred = append(l.deferred, rx)
+		l.deferred.Put(rx)
 		if !rx.in.stalled.Swap(true) {
 			l.stalled = append(l.stalled, rx.in)
 		}

@@ -218,10 +218,9 @@ func (d *device) stop(ctx context.Context) {
 			d.came.Take().msg.Release()
 		}
 		for _, l := range d.deferredLanes {
-			for _, rx := range l.deferred {
-				rx.msg.Release()
+			for l.deferred.Len() > 0 {
+				l.deferred.Take().msg.Release()
 			}
-			l.deferred = nil
 		}
 	})
 	close(d.stopped)
