@@ -18,8 +18,7 @@ type SendQueue[T any] struct {
 	QueuePairs []verbs.QP
 	serial     uint32 // of the connection, in the IDs of work requests
 	Inline     int    // bytes that all queue pairs take inline
-	depth      int
-	room       []int // work requests that each queue pair takes
+	room       []int  // work requests that each queue pair takes
 
 	perRecord int    // work requests that one record may need on one queue pair
 	Longest   uint32 // write
@@ -59,7 +58,7 @@ func NewSendQueue[T any](dev verbs.Device, qps []verbs.QP, serial uint32, depth,
 	if err != nil {
 		return nil, fmt.Errorf("staging memory of %d bytes: %w", n*each, err)
 	}
-	p := &SendQueue[T]{Device: dev, QueuePairs: qps, serial: serial, Inline: 1 << 30, depth: depth, perRecord: min(depth, MaxWRs), Longest: maxWrite, stage: stage, stageEach: each, recs: make([]Record[T], n)}
+	p := &SendQueue[T]{Device: dev, QueuePairs: qps, serial: serial, Inline: 1 << 30, perRecord: min(depth, MaxWRs), Longest: maxWrite, stage: stage, stageEach: each, recs: make([]Record[T], n)}
 	for _, q := range qps {
 		p.Inline = min(p.Inline, q.MaxInline())
 		p.room = append(p.room, depth)

@@ -39,7 +39,6 @@ func (d *device) Reserve(size int) error {
 func (d *device) Wake() {
 	d.net.mu.Lock()
 	defer d.net.mu.Unlock()
-	d.stack.counters.Wakes++
 	d.wake = true
 	d.cond.Broadcast()
 }
@@ -58,7 +57,6 @@ func (d *device) Poll(out []verbs.Completion, spin, block time.Duration) (int, e
 	}
 	d.polling = true
 	defer func() { d.polling = false }()
-	d.stack.counters.Polls++
 	if len(out) == 0 {
 		return 0, fault("poll", syscall.EINVAL, "%s: room for no completion", d.stack.name)
 	}
@@ -79,7 +77,6 @@ func (d *device) Poll(out []verbs.Completion, spin, block time.Duration) (int, e
 // receive requests again.
 func (d *device) take(out []verbs.Completion) int {
 	k := min(len(out), d.cq.Len())
-	d.stack.counters.Completions += k
 	again := make([]*qp, 0, 16)
 	for i := range k {
 		e := d.cq.Take()

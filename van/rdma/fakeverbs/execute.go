@@ -95,7 +95,7 @@ func (q *qp) breakDown() {
 
 func (q *qp) flushReceive() {
 	q.complete(entryCQ{Completion: verbs.Completion{Type: verbs.RecvFailed, Status: verbs.StatusFlushed,
-		Cookie: q.opts.Cookie, QP: q.Handle(), Vendor: vendor(verbs.StatusFlushed)}, qp: q})
+		Cookie: q.opts.Cookie, QP: q.Handle()}, qp: q})
 }
 
 // end destroys q with its completions.
@@ -130,14 +130,6 @@ func (q *qp) repost() {
 			q.peer.run()
 		}
 	}
-}
-
-// vendor is what a provider would add to a failure.
-func vendor(s verbs.Status) uint32 {
-	if s == verbs.StatusOK {
-		return 0
-	}
-	return 0x80 + uint32(s)
 }
 
 // buffers are those of inline data, for use again.
@@ -250,7 +242,7 @@ func (q *qp) execute(p *qp, w *work) verbs.Status {
 	if w.Op == verbs.OpSendImm {
 		c.Type = verbs.RecvSend
 		if w.Len > verbs.RecvSize {
-			c.Type, c.Status, c.Vendor = verbs.RecvFailed, verbs.StatusLocalLength, vendor(verbs.StatusLocalLength)
+			c.Type, c.Status = verbs.RecvFailed, verbs.StatusLocalLength
 			c.Imm, c.Len = 0, 0
 			p.free--
 			p.complete(entryCQ{Completion: c, qp: p})
@@ -292,7 +284,7 @@ func (q *qp) complete(e entryCQ) {
 
 // done completes w.
 func (q *qp) done(w *work, s verbs.Status) {
-	q.complete(entryCQ{Completion: verbs.Completion{Type: verbs.SendDone, Status: s, ID: w.ID, Vendor: vendor(s)}, qp: q, pos: w.pos})
+	q.complete(entryCQ{Completion: verbs.Completion{Type: verbs.SendDone, Status: s, ID: w.ID}, qp: q, pos: w.pos})
 }
 
 // fail completes w with s and breaks q, and its peer when that is where s was found.

@@ -32,11 +32,7 @@ type Stack struct {
 
 // Counters counts what a Stack's user has done.
 type Counters struct {
-	Posts           int // calls of Post
-	WRs             int // work requests that they posted
-	Polls           int // calls of Poll
-	Completions     int // that they returned
-	Wakes           int
+	WRs             int // work requests that Post posted
 	Registrations   int
 	Deregistrations int
 	Channels        int // made

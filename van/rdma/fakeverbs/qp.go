@@ -52,7 +52,6 @@ func (d *device) Post(wrs []verbs.SendWR) (int, error) {
 	if d.ended() {
 		return 0, fault("post", verbs.ErrClosed, "%s: %s", d.stack.name, d.host.name)
 	}
-	d.stack.counters.Posts++
 	posted, chain := 0, 0
 	touched := make([]*qp, 0, 8)
 	for i := range wrs[:limit] {
