@@ -36,13 +36,7 @@ func (c *gpuContext) MayBlock() bool { return c.blocking.Load() }
 
 // with runs f, which calls the driver, on a thread where the device's context is current.
 // An error of f is returned with op.
-func (c *gpuContext) with(op string, f func() error) error {
-	err := c.enter(f)
-	if err == ErrClosed {
-		return fmt.Errorf("%s: %s: %w", c.Device(), op, err)
-	}
-	return c.failed(op, err)
-}
+func (c *gpuContext) with(op string, f func() error) error { return c.failed(op, c.enter(f)) }
 
 func (c *gpuContext) enter(f func() error) error {
 	c.life.RLock()
@@ -77,12 +71,15 @@ func (c *gpuContext) inContext(f func() error) (err error) {
 	return err
 }
 
-// failed makes a DeviceError of a driver's error; other errors pass unchanged.
+// failed makes a DeviceError of a driver's error, and adds op to ErrClosed; other errors pass unchanged.
 func (c *gpuContext) failed(op string, err error) error {
+	if err == ErrClosed {
+		return c.invalid("%s: %w", op, err)
+	}
 	return c.failedAs(op, "", err, nil)
 }
 
-// failedAs is failed with a detail, and with a kind for results that have none.
+// failedAs makes a DeviceError, too, with a detail, and with a kind for results that have none.
 func (c *gpuContext) failedAs(op, detail string, err, kind error) error {
 	de, ok := err.(*driverError)
 	if !ok {

@@ -169,8 +169,5 @@ func (p *copies) failed(op string, dst, src Mem, err error) error {
 		return nil
 	}
 	op = fmt.Sprintf("%s of %d bytes from %s %#x to %s %#x", op, src.n, src.dev, uintptr(src.ptr), dst.dev, uintptr(dst.ptr))
-	if err == ErrClosed {
-		return p.c.invalid("%s: %w", op, err)
-	}
 	return p.c.failed(op, err)
 }

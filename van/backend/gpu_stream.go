@@ -76,9 +76,6 @@ func (p *streamPool) Idle(stream uintptr) (idle bool, err error) {
 		idle, err = p.once.idleIn(p.c.ctx, stream)
 		return err
 	})
-	if err == ErrClosed {
-		return false, p.c.invalid("Idle: %w", err)
-	}
 	return idle, p.c.failed("Idle", err)
 }
 
