@@ -219,11 +219,11 @@ func (v *Van) Send(msg *van.Message) error {
 	if export != nil {
 		v.own.device.unshare(export)
 	}
+	if expects && (!sent || err != nil) {
+		v.dests.drop(msg)
+	}
 	if !sent {
 		if v.peers.link(msg.Receiver) != l {
-			if expects {
-				v.dests.drop(msg)
-			}
 			return v.Send(msg) // the link has been replaced in between, or given up
 		}
 		err = fmt.Errorf("%w: %w", van.ErrPeerLost, l.why())
@@ -232,9 +232,6 @@ func (v *Van) Send(msg *van.Message) error {
 		}
 	}
 	if err != nil {
-		if expects {
-			v.dests.drop(msg)
-		}
 		return v.sendError(msg, err)
 	}
 	v.stats.sent(size)
