@@ -78,7 +78,7 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 	v.mu.Lock()
 	old := v.inbounds[key]
 	v.mu.Unlock()
-	if old != nil && !old.gone.Load() && len(old.qps) < v.cfg.QPNum {
+	if old != nil && !old.gone.Load() && len(old.ids) < v.cfg.QPNum {
 		return old, nil // connect requests may overtake each other
 	}
 	if old != nil {
@@ -157,14 +157,12 @@ func (v *rvan) endInbound(in *inbound, p *peer, cause error) {
 	in.host.dropHeld(in)
 	in.mu.Lock()
 	in.closed = true
-	areas, out, qps := in.areas, in.sends, len(in.qps)
+	areas, out := in.areas, in.sends
 	in.slots, in.areas, in.waiting, in.credits = nil, nil, [2][]slotRequest{}, nil
 	in.creditsOwed.Store(0)
 	in.mu.Unlock()
 	for _, id := range ids {
 		_ = id.Destroy()
-	}
-	for range qps {
 		v.cm.Release(in.host.dev)
 	}
 	v.forgetConn(in.serial)

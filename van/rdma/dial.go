@@ -239,7 +239,6 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 	v := p.v
 	serial := v.serials.Add(1)
 	l := &link{epoch: v.epoch + serial, failed: make(chan error, 1), class: v.classOf(int(p.id.Load()))}
-	var ids []*conn.ID
 	var qps []verbs.QP
 	var dev verbs.Device
 	defer func() {
@@ -261,7 +260,7 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 		if err != nil {
 			return nil, err
 		}
-		ids, l.ids = append(ids, c), append(l.ids, c.ID)
+		l.ids = append(l.ids, c)
 		qp, d, marked, err := v.cm.Prepare(ctx, c, p.addr, q, l.class)
 		if err != nil {
 			return nil, fmt.Errorf("queue pair %d: %w", q, err)
@@ -287,9 +286,9 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 	if p.incarnation == 0 && !p.native.Load() {
 		limit = v.times.connectStepMesh
 	}
-	for q, c := range ids {
+	for q, c := range l.ids {
 		if q == 1 {
-			if err := v.cm.WaitRefused(ctx, ids[0]); err != nil {
+			if err := v.cm.WaitRefused(ctx, l.ids[0]); err != nil {
 				return nil, fmt.Errorf("queue pair 0: connect: %w", err)
 			}
 		}
@@ -298,7 +297,7 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
 		}
 	}
-	for q, c := range ids {
+	for q, c := range l.ids {
 		ev, err := v.cm.Wait(ctx, c, verbs.Established, limit)
 		if err != nil {
 			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)

@@ -68,8 +68,7 @@ type draining struct {
 
 // accepting is the queue pairs that the peer has sent connect requests for.
 type accepting struct {
-	ids         []verbs.ID
-	qps         []verbs.QP
+	ids         []verbs.ID  // each with its queue pair
 	accepted    int         // of them
 	acceptTimer *time.Timer // for the others of a StepMesh node
 }
@@ -90,7 +89,7 @@ type queuedSend struct {
 
 // addQueuePair adds a queue pair and accepts it.
 func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
-	v, q := in.v, len(in.qps)
+	v, q := in.v, len(in.ids)
 	dev, err := id.Device()
 	if err != nil {
 		return err
@@ -113,7 +112,7 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 		in.sends, err = conn.NewSendQueue[struct{}](dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
 	}
 	if err == nil {
-		in.ids, in.qps = append(in.ids, id), append(in.qps, qp)
+		in.ids = append(in.ids, id)
 		if more && in.acceptTimer == nil {
 			in.acceptTimer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
 		}
@@ -329,7 +328,7 @@ func (in *inbound) receiveFailed(c *verbs.Completion) {
 	_, q := conn.CookieOf(c.Cookie)
 	in.fail(statusError(c.Status, "receive on queue pair", q))
 	in.mu.Lock()
-	qps := len(in.qps)
+	qps := len(in.ids)
 	in.mu.Unlock()
 	if int(in.flushed.Add(1)) == qps*in.v.cm.RecvDepth {
 		close(in.drained)

@@ -79,7 +79,7 @@ func TestAnswersWaitForRoom(t *testing.T) {
 	const n = 20
 	said := 0
 	for range 3 { // the queue is used again
-		for _, q := range in.qps {
+		for _, q := range in.sends.QueuePairs {
 			r.net.HoldQP(q.Num())
 		}
 		for i := range n {

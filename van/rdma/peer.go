@@ -9,7 +9,6 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
-	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
@@ -70,7 +69,7 @@ type connectState struct {
 // link is one standing connection.
 type link struct {
 	*conn.SendQueue[sentMessage]
-	ids     []verbs.ID
+	ids     []*conn.ID
 	host    *device
 	dialect outboundDialect
 	native  bool // a native node
