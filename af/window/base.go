@@ -13,6 +13,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/wake"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -144,10 +145,7 @@ func (l *sleepers) wakeAll() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, x := range l.waiting {
-		select {
-		case x.wake <- struct{}{}:
-		default:
-		}
+		wake.Put(x.wake)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/fifo"
+	"github.com/stepaf/stepaf-go/internal/wake"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -134,21 +135,12 @@ func (q *queue) giveUp(id uint64, b af.Batch) {
 	b.Release()
 }
 
-func (q *queue) signal() {
-	select {
-	case q.changed <- struct{}{}:
-	default:
-	}
-}
+func (q *queue) signal() { wake.Put(q.changed) }
 
 // signalAny wakes a GetAny, if there ever is one.
 func (q *queue) signalAny() {
-	if !q.eager.Load() {
-		return
-	}
-	select {
-	case q.came <- struct{}{}:
-	default:
+	if q.eager.Load() {
+		wake.Put(q.came)
 	}
 }
 
