@@ -53,7 +53,7 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	}
 	defer b.w.unref()
 	if b.w.single && len(b.w.pulls) == 0 {
-		return s.reply(b.w.ack, nil, nil, nil, false)
+		return s.acknowledge(b.w.ack, false)
 	}
 	var errs []error
 	for i := range b.w.pulls {
@@ -114,7 +114,7 @@ func (b *work) SendNow(err error) {
 	s := b.s
 	sent := 0
 	if err == nil && b.single && len(b.pulls) == 0 {
-		err = s.reply(b.ack, nil, nil, nil, false)
+		err = s.acknowledge(b.ack, false)
 	}
 	for ; err == nil && sent < len(b.answers); sent++ {
 		if err = s.reply(b.pulls[sent].reply, &b.answers[sent], b, b.done, sent > 0); err != nil {
@@ -170,17 +170,12 @@ func (b *work) checkAnswer(outs []KeyTensor, order Order) (device bool, err erro
 	return device, nil
 }
 
-// reply sends one answer: kt, or an empty one. b, if not nil, is held until the
-// answer has left. more says that the transport has taken another one to the same batch.
+// reply sends one answer, kt. b is held until it has left. more says that the transport has taken another one to the
+// same batch.
 func (s *Server) reply(r datamsg.Reply, kt *KeyTensor, b *work, done van.Completion, more bool) error {
 	a := answers.Get().(*answer)
 	r.Fill(&a.msg)
 	a.msg.Continues = more
-	if kt == nil {
-		err := s.node.Send(&a.msg)
-		answers.Put(a)
-		return err
-	}
 	binary.LittleEndian.PutUint64(a.key[:], kt.Key)
 	datamsg.SetData(&a.msg, backend.Bytes(a.key[:]), kt.Val.mem, backend.Mem{}, van.TypeOther)
 	b.refs.Add(1)
@@ -224,14 +219,13 @@ func (s *sent) put() {
 	sents.Put(s)
 }
 
-// acknowledge answers a push of a batch. Nobody waits for it before the batch is
-// complete, so it may leave together with what follows.
-func (s *Server) acknowledge(msg *van.Message) error {
+// acknowledge answers a push. Nobody waits for that of a batch before the batch is
+// complete, so with more it may leave together with what follows.
+func (s *Server) acknowledge(r datamsg.Reply, more bool) error {
 	a := answers.Get().(*answer)
 	defer answers.Put(a)
-	r := datamsg.ReplyTo(msg)
 	r.Fill(&a.msg)
-	a.msg.More = true
+	a.msg.More = more
 	return s.node.Send(&a.msg)
 }
 

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
@@ -99,7 +100,7 @@ func (x *sender) accept(msg *van.Message) error {
 	// Pushes of a batch are acknowledged on arrival; a single one when the
 	// application answers it.
 	if msg.Push && !b.single {
-		if err := s.acknowledge(msg); err != nil {
+		if err := s.acknowledge(datamsg.ReplyTo(msg), true); err != nil {
 			s.node.Rarely("af: push not acknowledged: "+logx.Kind(err)).Warn("push not acknowledged", "err", err)
 		}
 	}
