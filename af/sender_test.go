@@ -107,7 +107,7 @@ func TestBatchStories(t *testing.T) {
 				}
 			case 4:
 				if rng.IntN(4) == 0 {
-					fmt.Fprintln(w, "dropped", s.dropOpen(van.WorkerID(worker), nil))
+					fmt.Fprintln(w, "dropped", s.senders[worker].drop(func(uint32, int32, int32) bool { return true }))
 				}
 			case 5:
 				s.giveUp(postoffice.Withdrawn{Sender: van.WorkerID(worker), Customer: int32(rng.IntN(8) / 7), First: max(ts[worker]-int32(rng.IntN(8)), 0), Count: int32(rng.IntN(4))})

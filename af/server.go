@@ -185,19 +185,13 @@ func (s *Server) dropped(msg *van.Message, err error) {
 // dropSender gives up the unfinished batches of a worker that is gone. Another in its place
 // may have begun some by now.
 func (s *Server) dropSender(id int) {
-	if open := s.dropOpen(id, s.serving.Load()); open > 0 {
+	x, c := s.sender(id), s.serving.Load()
+	if x == nil {
+		return
+	}
+	if open := x.drop(func(epoch uint32, customer, ts int32) bool { return !c.Wanted(id, epoch, customer, ts) }); open > 0 {
 		s.node.Log().Warn("gave up unfinished batches of a lost worker", "worker", s.node.PeerName(id), "batches", open)
 	}
-}
-
-// dropOpen gives up the unfinished batches of a worker, but those that c wants if it is not
-// nil, and returns their number.
-func (s *Server) dropOpen(id int, c *postoffice.Customer) int {
-	x := s.sender(id)
-	if x == nil {
-		return 0
-	}
-	return x.drop(func(epoch uint32, customer, ts int32) bool { return c == nil || !c.Wanted(id, epoch, customer, ts) })
 }
 
 // giveUp drops what has come of a request that its worker does not wait for any more.
@@ -228,7 +222,7 @@ func (s *Server) Close() {
 // dropSenders gives up the unfinished batches of all workers: a worker whose connection
 // broke in the middle of a batch may never have ended it.
 func (s *Server) dropSenders() {
-	for rank := range s.senders {
-		s.dropOpen(van.WorkerID(rank), nil)
+	for _, x := range s.senders {
+		x.drop(func(uint32, int32, int32) bool { return true })
 	}
 }
