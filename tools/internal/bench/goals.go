@@ -52,57 +52,46 @@ func (g goal) reached(ratio float64) bool {
 type course struct{ van, device string }
 
 // courses say what is measured when no size is asked for.
-var courses = map[course][]struct {
-	payload
-	goal
-}{
+var (
+	courses = map[course][]payload{
+		{ibverbs, cpu}:    {both(1 << 10), both(64 << 10), attention},
+		{local, gpu}:      gpuPayloads,
+		{local, prepared}: gpuPayloads,
+		{zmq, gpu}:        gpuPayloads,
+	}
+	gpuPayloads = []payload{both(1 << 10), attention, both(16 << 20), both(256 << 20)}
+)
+
+// goals are those of some payloads.
+var goals = map[course]map[payload]goal{
 	{ibverbs, cpu}: {
-		{both(1 << 10), goal{of: ibWriteLat, limit: 12}},
-		{both(64 << 10), goal{of: ibWriteLat, limit: 6}},
-		{attention, goal{of: ibWriteBW, limit: 0.75, least: true}},
+		both(1 << 10):  {of: ibWriteLat, limit: 12},
+		both(64 << 10): {of: ibWriteLat, limit: 6},
+		attention:      {of: ibWriteBW, limit: 0.75, least: true},
 	},
 	{local, gpu}: {
-		{both(1 << 10), goal{of: ourFloor, limit: 2}},
-		{attention, goal{of: ourFloor, limit: 1.6}},
-		{both(16 << 20), goal{}},
-		{both(256 << 20), goal{of: ourFloor, limit: 1.05}},
+		both(1 << 10):   {of: ourFloor, limit: 2},
+		attention:       {of: ourFloor, limit: 1.6},
+		both(256 << 20): {of: ourFloor, limit: 1.05},
 	},
 	{local, prepared}: {
-		{both(1 << 10), goal{of: ourFloor, limit: 1.4}},
-		{attention, goal{of: ourFloor, limit: 1.25}},
-		{both(16 << 20), goal{}},
-		{both(256 << 20), goal{of: ourFloor, limit: 1.03}},
-	},
-	{zmq, gpu}: {
-		{both(1 << 10), goal{}},
-		{attention, goal{}},
-		{both(16 << 20), goal{}},
-		{both(256 << 20), goal{}},
+		both(1 << 10):   {of: ourFloor, limit: 1.4},
+		attention:       {of: ourFloor, limit: 1.25},
+		both(256 << 20): {of: ourFloor, limit: 1.03},
 	},
 }
 
 // payloads are what is measured when no size is asked for: one, unless way is a course
 // of its own.
 func (way course) payloads(one payload) []payload {
-	var all []payload
-	for _, x := range courses[way] {
-		all = append(all, x.payload)
+	if all := courses[way]; all != nil {
+		return all
 	}
-	if all == nil {
-		all = []payload{one}
-	}
-	return all
+	return []payload{one}
 }
 
 // goal is that of one payload.
-func (way course) goal(p payload) goal {
-	for _, x := range courses[way] {
-		if x.payload == p {
-			return x.goal
-		}
-	}
-	return goal{}
-}
+func (way course) goal(p payload) goal { return goals[way][p] }
 
 // goalText is a goal, or none, in a table.
 func goalText(none string, limit float64, missed bool) string {

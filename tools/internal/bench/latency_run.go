@@ -101,10 +101,8 @@ func (m *latencyRun) checkable(all []payload) error {
 	if slices.ContainsFunc(all, func(p payload) bool { return m.way.goal(p).limit != 0 }) {
 		return nil
 	}
-	for _, x := range courses[m.way] {
-		if x.limit != 0 {
-			return exit.Usage("bench: --check: there is no goal for --push %d --pull %d", all[0].push, all[0].pull)
-		}
+	if goals[m.way] != nil {
+		return exit.Usage("bench: --check: there is no goal for --push %d --pull %d", all[0].push, all[0].pull)
 	}
 	return exit.Usage("bench: --check wants --van ibverbs, or --van local --device gpu: there are no goals for others")
 }
