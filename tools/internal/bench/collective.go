@@ -49,25 +49,20 @@ const (
 
 var exchangeOps = []string{allGather, allToAll, broadcast, reduceScatter, allReduce, barrier}
 
-// measured is an exchange with its goal.
-type measured struct {
-	exchange
-	limit float64 // of the ratio to gloo, over RDMA of that of 2 ranks to ib_write_lat; 0: no goal
+// exchanges are what is measured over a van when nothing is asked for.
+var exchanges = map[string][]exchange{
+	local: {{allGather, 1 << 10}, {allGather, 1 << 20}, {allGather, 16 << 20}, {allReduce, 4 << 20},
+		{allToAll, 1 << 20}, {broadcast, 1 << 20}, {reduceScatter, 1 << 20}, {barrier, 0}},
+	zmq: {{allGather, 1 << 10}, {allGather, 1 << 20}, {allReduce, 4 << 20},
+		{allToAll, 1 << 20}, {broadcast, 1 << 20}, {reduceScatter, 1 << 20}, {barrier, 0}},
+	ibverbs: {{allGather, 1 << 10}, {allGather, 64 << 10}, {barrier, 0}},
 }
 
-// exchanges are what is measured over a van when nothing is asked for.
-var exchanges = map[string][]measured{
-	local: {
-		{exchange{allGather, 1 << 10}, 0.3}, {exchange{allGather, 1 << 20}, 0.5}, {exchange{allGather, 16 << 20}, 0.7},
-		{exchange{allReduce, 4 << 20}, 1}, {exchange{allToAll, 1 << 20}, 0}, {exchange{broadcast, 1 << 20}, 0},
-		{exchange{reduceScatter, 1 << 20}, 0}, {exchange{barrier, 0}, 0},
-	},
-	zmq: {
-		{exchange{allGather, 1 << 10}, 2}, {exchange{allGather, 1 << 20}, 1.2},
-		{exchange{allReduce, 4 << 20}, 0}, {exchange{allToAll, 1 << 20}, 0}, {exchange{broadcast, 1 << 20}, 0},
-		{exchange{reduceScatter, 1 << 20}, 0}, {exchange{barrier, 0}, 0},
-	},
-	ibverbs: {{exchange{allGather, 1 << 10}, 0}, {exchange{allGather, 64 << 10}, 5}, {exchange{barrier, 0}, 0}},
+// exchangeGoals are those of some of them: of the ratio to gloo, over RDMA of that of 2 ranks to ib_write_lat.
+var exchangeGoals = map[string]map[exchange]float64{
+	local:   {{allGather, 1 << 10}: 0.3, {allGather, 1 << 20}: 0.5, {allGather, 16 << 20}: 0.7, {allReduce, 4 << 20}: 1},
+	zmq:     {{allGather, 1 << 10}: 2, {allGather, 1 << 20}: 1.2},
+	ibverbs: {{allGather, 64 << 10}: 5},
 }
 
 func collectiveCommand(common []cli.Flag) *cli.Command {
@@ -147,7 +142,7 @@ func runCollective(c *cli.Context) error {
 				of = []int{0}
 			}
 			for _, size := range of {
-				all = append(all, measured{exchange{op, size}, goalOf(over, exchange{op, size})})
+				all = append(all, exchange{op, size})
 			}
 		}
 	} else if c.IsSet("size") {
@@ -179,18 +174,8 @@ func runCollective(c *cli.Context) error {
 	return m.v.check(c)
 }
 
-// goalOf is the goal of a call over a van, 0 for none.
-func goalOf(over string, e exchange) float64 {
-	for _, x := range exchanges[over] {
-		if x.exchange == e {
-			return x.limit
-		}
-	}
-	return 0
-}
-
 // group measures with n ranks.
-func (m *collectiveRun) group(n int, all []measured) (err error) {
+func (m *collectiveRun) group(n int, all []exchange) (err error) {
 	ctx, cancel := context.WithTimeoutCause(m.c.Context, m.c.Duration("timeout"), fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, m.c.Duration("timeout")))
 	defer cancel()
 	ours, err := startCluster(ctx, m.c, m.host, place{}, 1, n, "collective")
@@ -221,23 +206,24 @@ func (m *collectiveRun) group(n int, all []measured) (err error) {
 		collectiveHead(m.c.App.Writer, m.c.String("van"), n)
 	}
 	for _, e := range all {
-		r, err := m.measure(ours, peers, n, e.exchange)
+		r, err := m.measure(ours, peers, n, e)
 		if err != nil {
-			return fmt.Errorf("%s: %w", e.exchange, err)
+			return fmt.Errorf("%s: %w", e, err)
 		}
 		if noGloo != nil {
 			r.NoGloo = noGloo.Error()
 		}
+		limit := exchangeGoals[m.c.String("van")][e]
 		if m.rdma == nil {
-			r.Goal = e.limit
+			r.Goal = limit
 		}
 		switch {
 		case m.rdma != nil && n == 2:
-			r.RDMA.judge(r, goal{of: ibWriteLat, limit: e.limit}, &m.v)
+			r.RDMA.judge(r, goal{of: ibWriteLat, limit: limit}, &m.v)
 		case m.rdma != nil:
 		case r.Gloo != nil:
-			r.Missed = m.v.judge(r, goal{of: gloo, limit: e.limit}, r.RatioP50)
-		case e.limit > 0:
+			r.Missed = m.v.judge(r, goal{of: gloo, limit: limit}, r.RatioP50)
+		case limit > 0:
 			m.v.miss(r, "gloo was not measured: "+r.NoGloo)
 		}
 		if err := show(m.c, r); err != nil {
@@ -346,22 +332,19 @@ func collectiveHead(w io.Writer, over string, n int) {
 }
 
 func (r *collectiveReport) print(w io.Writer) error {
-	of := func(q *quantiles, f func(*quantiles) float64) string {
-		if q == nil {
-			return "-"
-		}
-		return fmt.Sprintf("%.1f", f(q))
+	gloo50, gloo99, copy50, ratio := "-", "-", "-", "-"
+	if q := r.Gloo; q != nil {
+		gloo50, gloo99, ratio = fmt.Sprintf("%.1f", q.P50), fmt.Sprintf("%.1f", q.P99), fmt.Sprintf("%.2f", r.RatioP50)
 	}
-	p50, p99 := func(q *quantiles) float64 { return q.P50 }, func(q *quantiles) float64 { return q.P99 }
-	ratio, goal := "-", goalText("", r.Goal, r.Missed)
-	if r.Gloo != nil {
-		ratio = fmt.Sprintf("%.2f", r.RatioP50)
+	if q := r.Copy; q != nil {
+		copy50 = fmt.Sprintf("%.1f", q.P50)
 	}
+	goal := goalText("", r.Goal, r.Missed)
 	if r.NoGloo != "" {
 		goal += " (no gloo: " + r.NoGloo + ")"
 	}
 	_, err := fmt.Fprintf(w, "%-14s %9d %6d %9.1f %9.1f %9.1f %9.1f   %9s %9s %9s   %6s %s\n", r.Op, r.Bytes, r.Iters,
-		r.Ours.P50, r.Ours.P90, r.Ours.P99, r.Ours.Max, of(r.Gloo, p50), of(r.Gloo, p99), of(r.Copy, p50), ratio, goal)
+		r.Ours.P50, r.Ours.P90, r.Ours.P99, r.Ours.Max, gloo50, gloo99, copy50, ratio, goal)
 	if r.RDMA != nil {
 		r.RDMA.print(w, r.Op)
 	}

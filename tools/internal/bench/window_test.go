@@ -87,7 +87,7 @@ func TestWindowGoals(t *testing.T) {
 			t.Errorf("%+v: %v, want %q", x.r, err, x.want)
 		}
 	}
-	if got := goalOf(ibverbs, exchange{allGather, 64 << 10}); got != 5 {
+	if got := exchangeGoals[ibverbs][exchange{allGather, 64 << 10}]; got != 5 {
 		t.Errorf("AllGather of 64 KiB over RDMA: goal %g, want 5", got)
 	}
 	r := windowReport{Van: ibverbs, Bytes: 1 << 10, RDMA: beside(10, 31)}
