@@ -16,25 +16,11 @@ const (
 	Timeout = 124 // a time limit passed, as with timeout(1)
 )
 
-// Error is an error with the status that the process should end with.
-type Error struct {
-	Status int
-	Err    error
-}
-
-// Error returns the message of the wrapped error.
-func (e *Error) Error() string { return e.Err.Error() }
-
-// Unwrap returns the wrapped error.
-func (e *Error) Unwrap() error { return e.Err }
-
 // Usage is an error of the caller's, with status Misuse.
-func Usage(format string, args ...any) error {
-	return &Error{Status: Misuse, Err: fmt.Errorf(format, args...)}
-}
+func Usage(format string, args ...any) error { return With(Misuse, fmt.Errorf(format, args...)) }
 
 // With gives err a status.
-func With(status int, err error) error { return &Error{Status: status, Err: err} }
+func With(status int, err error) error { return cli.Exit(err, status) }
 
 // WithoutArguments is the action f of a command that takes no arguments: an option after one would
 // be left out without a word.
@@ -46,9 +32,6 @@ func WithoutArguments(f cli.ActionFunc) cli.ActionFunc {
 		return f(c)
 	}
 }
-
-// ExitCode returns the status, as the command-line library wants it.
-func (e *Error) ExitCode() int { return e.Status }
 
 // Status returns the exit status for err: 0 for nil, that of the first error in
 // its chain that has an ExitCode, else Failure.
