@@ -53,7 +53,7 @@ func TestBareReport(t *testing.T) {
 		want bool
 	}{{r.Bare, true}, {nil, false}} {
 		r.Bare = c.bare
-		rep := newLatencyReport(zmq, 1024, 1024, 1, r, nil)
+		rep := newLatencyReport(zmq, place{}, both(1024), 1, r, nil)
 		rep.Load, rep.Touch = true, true
 		var text, line bytes.Buffer
 		if err := rep.print(&text); err != nil {

@@ -129,7 +129,7 @@ func TestCourses(t *testing.T) {
 		{both(77), 100, ""},
 	} {
 		var v verdict
-		rep := newLatencyReport(local, c.p.push, c.p.pull, 1,
+		rep := newLatencyReport(local, place{}, c.p, 1,
 			&result{Ours: []int64{int64(c.ratio * 1e6)}, Floor: []int64{1e6}, Checked: true}, nil)
 		rep.judge(course{local, gpu}.goal(c.p), &v)
 		err := v.err()
@@ -140,9 +140,8 @@ func TestCourses(t *testing.T) {
 }
 
 func TestDeviceReport(t *testing.T) {
-	rep := newLatencyReport(local, 1024, 1024, 2, &result{Ours: []int64{20000, 30000}, Floor: []int64{10000, 12000}, Checked: true}, nil)
+	rep := newLatencyReport(local, place{gpus: []int{1, 1}, stream: true}, both(1024), 2, &result{Ours: []int64{20000, 30000}, Floor: []int64{10000, 12000}, Checked: true}, nil)
 	rep.Floor = "GPU"
-	rep.placed(place{gpus: []int{1, 1}, stream: true})
 	rep.judge(course{local, gpu}.goal(both(1024)), new(verdict))
 	var text, line strings.Builder
 	if err := errors.Join(rep.print(&text), json.NewEncoder(&line).Encode(rep)); err != nil {

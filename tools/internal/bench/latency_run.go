@@ -143,9 +143,8 @@ func (m *latencyRun) payload(p payload) error {
 	if err != nil {
 		return err
 	}
-	rep := newLatencyReport(m.way.van, p.push, p.pull, iters, r, cpu)
+	rep := newLatencyReport(m.way.van, m.at, p, iters, r, cpu)
 	rep.Floor, rep.Load, rep.Touch = floor, c.Bool("load"), c.Bool("touch")
-	rep.placed(m.at)
 	if m.rdma != nil {
 		m.rdma.compare(rep, figures, &m.v)
 	} else {

@@ -50,9 +50,9 @@ type bareReport struct {
 	RatioP99 float64 `json:"ratio_p99"`
 }
 
-func newLatencyReport(van string, push, pull, iters int, r *result, cpu map[string]float64) *latencyReport {
+func newLatencyReport(van string, at place, p payload, iters int, r *result, cpu map[string]float64) *latencyReport {
 	ours, floor := summarize(r.Ours), summarize(r.Floor)
-	rep := &latencyReport{Van: van, where: where{Device: place{}.device()}, PushBytes: push, PullBytes: pull, Iters: iters,
+	rep := &latencyReport{Van: van, where: where{at.device(), at.gpus, at.stream, at.both, at.note()}, PushBytes: p.push, PullBytes: p.pull, Iters: iters,
 		quantiles: ours, FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
 		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
 	if len(r.Bare) > 0 {
@@ -60,11 +60,6 @@ func newLatencyReport(van string, push, pull, iters int, r *result, cpu map[stri
 		rep.Bare = &bareReport{q.P50, q.P90, q.P99, q.Max, ours.P50 / q.P50, ours.P99 / q.P99}
 	}
 	return rep
-}
-
-// placed says where the tensors were.
-func (r *latencyReport) placed(at place) {
-	r.where = where{at.device(), at.gpus, at.stream, at.both, at.note()}
 }
 
 // judge compares the report with a goal that is a ratio to the floor.
