@@ -149,10 +149,8 @@ func (b *base) failed(op string, err error) error {
 
 // check refuses a call that makes no sense here, before anything is sent.
 func (b *base) check(k call, errs ...error) error {
-	for _, err := range errs {
-		if err != nil {
-			return b.refused(kinds[k.kind], err)
-		}
+	if err := cmp.Or(errs...); err != nil {
+		return b.refused(kinds[k.kind], err)
 	}
 	return nil
 }

@@ -3,6 +3,7 @@ package collective
 // Layer: a communicator as packages that build on one use it, such as af/window.
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"time"
@@ -64,10 +65,8 @@ func (l Layer) Enter(op string, changed func(rank int, err error)) (*Tenant, err
 	b := &l.b
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	for _, err := range []error{b.err, b.left} {
-		if err != nil {
-			return nil, b.failed(op, err)
-		}
+	if err := cmp.Or(b.err, b.left); err != nil {
+		return nil, b.failed(op, err)
 	}
 	t := &Tenant{l.Comm, changed, b.epoch, l.tenants.entered}
 	l.tenants.entered++
