@@ -9,15 +9,15 @@ import (
 
 // Effective is one line of the table of settings in force.
 type Effective struct {
-	Name    string
-	Aliases []string
-	Value   string // as it would be written; "" is unset
-	Origin  string // see Config.Origin
-	Default string // "" has none
-	Kind    Kind
-	Allowed string // range or words
-	Topic   string
-	Help    string
+	Name    string   `json:"name"`
+	Aliases []string `json:"aliases,omitempty"`
+	Value   string   `json:"value"`   // as it would be written; "" is unset
+	Origin  string   `json:"origin"`  // see Config.Origin
+	Default string   `json:"default"` // "" has none
+	Kind    Kind     `json:"-"`
+	Allowed string   `json:"allowed"` // range or words
+	Topic   string   `json:"topic"`
+	Help    string   `json:"help"`
 }
 
 // Table lists every variable that has a field, with the value in force, grouped by

@@ -203,7 +203,7 @@ func TestEnv(t *testing.T) {
 	if err := json.Unmarshal(b.Bytes(), &r); err != nil {
 		t.Fatal(err)
 	}
-	got := map[string]envVariable{}
+	got := map[string]env.Effective{}
 	for _, v := range r.Variables {
 		got[v.Name] = v
 	}

@@ -49,21 +49,10 @@ type envOptions struct{ json, set, explain, check bool }
 
 // envReport is what "stepaf env --json" prints.
 type envReport struct {
-	Variables []envVariable    `json:"variables"`
+	Variables []env.Effective  `json:"variables"`
 	Misspelt  []env.Suggestion `json:"misspelt"` // names and the ones perhaps meant
 	Warnings  []string         `json:"warnings"`
 	Errors    []string         `json:"errors"`
-}
-
-type envVariable struct {
-	Name    string   `json:"name"`
-	Aliases []string `json:"aliases,omitempty"`
-	Value   string   `json:"value"` // "" is unset
-	Origin  string   `json:"origin"`
-	Default string   `json:"default"`
-	Allowed string   `json:"allowed"`
-	Topic   string   `json:"topic"`
-	Help    string   `json:"help"`
 }
 
 func showEnv(w io.Writer, src env.Source, o envOptions) error {
@@ -75,10 +64,9 @@ func showEnv(w io.Writer, src env.Source, o envOptions) error {
 	}
 	r := envReport{Misspelt: cfg.Unknown(), Warnings: cfg.Warnings}
 	for _, v := range cfg.Table() {
-		if o.set && v.Origin == "default" {
-			continue
+		if !o.set || v.Origin != "default" {
+			r.Variables = append(r.Variables, v)
 		}
-		r.Variables = append(r.Variables, envVariable{v.Name, v.Aliases, v.Value, v.Origin, v.Default, v.Allowed, v.Topic, v.Help})
 	}
 	for _, e := range exit.Unjoin(err) {
 		r.Errors = append(r.Errors, e.Error())
