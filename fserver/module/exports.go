@@ -154,13 +154,13 @@ func sf_files(files *C.sf_file, n C.int) C.int {
 	return C.int(min(len(own), len(all)))
 }
 
-// ranks copies ranks of servers; nil means all.
-func ranks(servers *C.int64_t, n C.int) []int {
-	if servers == nil {
+// ranks copies ranks of nodes; nil means all.
+func ranks(nodes *C.int64_t, n C.int) []int {
+	if nodes == nil {
 		return nil
 	}
 	to := make([]int, n)
-	for i, rank := range unsafe.Slice(servers, int(n)) {
+	for i, rank := range unsafe.Slice(nodes, int(n)) {
 		to[i] = int(rank)
 	}
 	return to
@@ -215,7 +215,7 @@ func sf_trace(handler C.int64_t, out *C.uint64_t, e *C.sf_error) C.int {
 func sf_now() C.uint64_t { return C.uint64_t(core.Nanosecond()) }
 
 //export sf_register
-func sf_register(t *C.sf_tensor, ranks *C.int64_t, keys *C.uint64_t, n C.int, e *C.sf_error) C.int {
+func sf_register(t *C.sf_tensor, workers *C.int64_t, keys *C.uint64_t, n C.int, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
 	defer a.release() // RegisterRecvBuffer keeps references of its own
 	var err error
@@ -223,10 +223,6 @@ func sf_register(t *C.sf_tensor, ranks *C.int64_t, keys *C.uint64_t, n C.int, e 
 		return fail(e, err)
 	}
 	return with(e, func(s *core.Session) error {
-		rs, ks := make([]int, n), make([]uint64, n)
-		for i := range rs {
-			rs[i], ks[i] = int(unsafe.Slice(ranks, n)[i]), uint64(unsafe.Slice(keys, n)[i])
-		}
-		return s.RegisterRecvBuffer(a.push[0].Val, rs, ks)
+		return s.RegisterRecvBuffer(a.push[0].Val, ranks(workers, n), unsafe.Slice((*uint64)(keys), n))
 	})
 }

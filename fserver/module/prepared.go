@@ -50,22 +50,20 @@ func sf_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, 
 	if err := a.request(push, nPush, pull, nPull); err != nil {
 		return fail(e, err)
 	}
-	s, err := session()
-	var x *core.Exchange
-	if err == nil {
-		x, err = s.Prepare(ranks(servers, nServers), a.push, a.pull)
-	}
-	if err != nil {
-		return fail(e, err)
-	}
-	exchanges.mu.Lock()
-	defer exchanges.mu.Unlock()
-	i := -1
-	if n := len(exchanges.free); n > 0 {
-		i, exchanges.free = exchanges.free[n-1], exchanges.free[:n-1]
-	}
-	*at = C.uint64_t(put(x, i))
-	return C.SF_DONE
+	return with(e, func(s *core.Session) error {
+		x, err := s.Prepare(ranks(servers, nServers), a.push, a.pull)
+		if err != nil {
+			return err
+		}
+		exchanges.mu.Lock()
+		defer exchanges.mu.Unlock()
+		i := -1
+		if n := len(exchanges.free); n > 0 {
+			i, exchanges.free = exchanges.free[n-1], exchanges.free[:n-1]
+		}
+		*at = C.uint64_t(put(x, i))
+		return nil
+	})
 }
 
 // sf_exchange_start returns the handler of the call, SF_CAPTURED or SF_FAILED. stream is
