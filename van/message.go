@@ -121,9 +121,9 @@ func (m *Message) Reset() {
 	m.Sender, m.Receiver = Empty, Empty
 	m.Epoch = 0
 	m.Frames = 0
-	m.Keys, m.Vals, m.Lens = backend.Mem{}, backend.Mem{}, backend.Mem{}
-	m.Into, m.Placed, m.More, m.Continues, m.Done = backend.Mem{}, false, false, false, nil
-	m.Turn = nil
+	m.Keys, m.Vals, m.Lens, m.Into = backend.Mem{}, backend.Mem{}, backend.Mem{}, backend.Mem{}
+	m.Placed, m.More, m.Continues = false, false, false
+	m.Done, m.Turn = nil, nil
 	m.owner, m.native = nil, nil
 }
 

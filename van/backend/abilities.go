@@ -284,11 +284,11 @@ func CheckDevice(b Backend, m Mem) error { return checkDevice(b.Device(), b.Name
 
 func checkDevice(own Device, backend string, m Mem) error {
 	switch {
-	case m.OnHost() || m.dev == own:
+	case m.OnHost() || m.Device() == own:
 		return nil
 	case own.Type == CPU:
-		return fmt.Errorf("tensor on %s but this node's backend is %s (STEPMESH_BAKCEND): %w", m.dev, backend, ErrWrongDevice)
+		return fmt.Errorf("tensor on %s but this node's backend is %s (STEPMESH_BAKCEND): %w", m.Device(), backend, ErrWrongDevice)
 	default:
-		return fmt.Errorf("tensor on %s but this node owns %s (STEPMESH_GPU): %w", m.dev, own, ErrWrongDevice)
+		return fmt.Errorf("tensor on %s but this node owns %s (STEPMESH_GPU): %w", m.Device(), own, ErrWrongDevice)
 	}
 }

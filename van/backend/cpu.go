@@ -25,7 +25,7 @@ func (cpu) Alloc(n int) (Mem, error) {
 		return Mem{}, fmt.Errorf("backend CPU: Alloc(%d): want a length of at least 0", n)
 	}
 	if n == 0 {
-		return Mem{dev: Host}, nil
+		return Mem{size: extentOf(0, Host)}, nil
 	}
 	b := make([]byte, n+alignment)
 	off := int(-uintptr(unsafe.Pointer(&b[0])) & (alignment - 1))
@@ -39,11 +39,11 @@ func (cpu) Free(Mem) error { return nil } // the garbage collector frees it
 func (cpu) NewEvent() (Event, error) { return cpuEvent{}, nil }
 
 func (cpu) Copy(dst, src Mem) error {
-	if dst.n != src.n {
-		return fmt.Errorf("backend CPU: Copy of %d bytes into %d", src.n, dst.n)
+	if dst.Len() != src.Len() {
+		return fmt.Errorf("backend CPU: Copy of %d bytes into %d", src.Len(), dst.Len())
 	}
 	if !dst.OnHost() || !src.OnHost() {
-		return fmt.Errorf("backend CPU: Copy from %s to %s: want host memory", src.dev, dst.dev)
+		return fmt.Errorf("backend CPU: Copy from %s to %s: want host memory", src.Device(), dst.Device())
 	}
 	copy(dst.Host(), src.Host())
 	return nil

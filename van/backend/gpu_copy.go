@@ -19,7 +19,7 @@ type copies struct {
 // and returns when the bytes have arrived. It does not wait for other streams that still
 // write src.
 func (p *copies) Copy(dst, src Mem) error {
-	if err := p.copyable("Copy", dst, src); err != nil || src.n == 0 {
+	if err := p.copyable("Copy", dst, src); err != nil || src.Len() == 0 {
 		return err
 	}
 	if dst.OnHost() && src.OnHost() {
@@ -75,7 +75,7 @@ func (w *copying) check() error { return nil }
 
 // CopyAsync queues a copy on stream.
 func (p *copies) CopyAsync(dst, src Mem, stream uintptr) error {
-	if err := p.copyable("CopyAsync", dst, src); err != nil || src.n == 0 {
+	if err := p.copyable("CopyAsync", dst, src); err != nil || src.Len() == 0 {
 		return err
 	}
 	if dst.OnHost() && src.OnHost() {
@@ -86,11 +86,11 @@ func (p *copies) CopyAsync(dst, src Mem, stream uintptr) error {
 
 // CopyRecord queues a copy on stream and records e behind it.
 func (g *gpu) CopyRecord(dst, src Mem, stream uintptr, e Event) error {
-	if f, is := e.(*flagEvent); is && f.of == &g.events && !dst.OnHost() && !src.OnHost() && src.n > 0 {
+	if f, is := e.(*flagEvent); is && f.of == &g.events && !dst.OnHost() && !src.OnHost() && src.Len() > 0 {
 		if err := g.copyable("CopyRecord", dst, src); err != nil {
 			return err
 		}
-		if done, err := f.copied(uintptr(dst.ptr), uintptr(src.ptr), src.n, stream); done || err != nil {
+		if done, err := f.copied(uintptr(dst.ptr), uintptr(src.ptr), src.Len(), stream); done || err != nil {
 			return g.copies.failed("CopyRecord", dst, src, err)
 		}
 	}
@@ -102,7 +102,7 @@ func (g *gpu) CopyRecord(dst, src Mem, stream uintptr, e Event) error {
 
 // CopyFlags queues a copy on stream and behind it the writes of l.
 func (g *gpu) CopyFlags(dst, src Mem, stream uintptr, l []FlagWrite) error {
-	if dst.OnHost() || src.OnHost() || src.n == 0 || len(l) == 0 || len(l) > len(wordWrites{}.addrs) {
+	if dst.OnHost() || src.OnHost() || src.Len() == 0 || len(l) == 0 || len(l) > len(wordWrites{}.addrs) {
 		captured, err := g.Capturing(stream)
 		if captured {
 			err = g.captured("CopyFlags", stream)
@@ -124,7 +124,7 @@ func (g *gpu) CopyFlags(dst, src Mem, stream uintptr, l []FlagWrite) error {
 	}
 	captured := false
 	err = g.live(func() (err error) {
-		captured, err = g.streamPool.once.copyIn(g.ctx, uintptr(dst.ptr), uintptr(src.ptr), src.n, stream, w)
+		captured, err = g.streamPool.once.copyIn(g.ctx, uintptr(dst.ptr), uintptr(src.ptr), src.Len(), stream, w)
 		return err
 	})
 	switch {
@@ -139,27 +139,27 @@ func (g *gpu) CopyFlags(dst, src Mem, stream uintptr, l []FlagWrite) error {
 func (p *copies) queue(dst, src Mem, stream uintptr) error {
 	switch {
 	case dst.OnHost():
-		return p.streams.d.copyToHost(dst.ptr, uintptr(src.ptr), src.n, stream)
+		return p.streams.d.copyToHost(dst.ptr, uintptr(src.ptr), src.Len(), stream)
 	case src.OnHost():
-		return p.streams.d.copyToDevice(uintptr(dst.ptr), src.ptr, src.n, stream)
+		return p.streams.d.copyToDevice(uintptr(dst.ptr), src.ptr, src.Len(), stream)
 	default:
-		return p.streams.d.copyAsync(uintptr(dst.ptr), uintptr(src.ptr), src.n, stream)
+		return p.streams.d.copyAsync(uintptr(dst.ptr), uintptr(src.ptr), src.Len(), stream)
 	}
 }
 
 // copyable checks that the lengths fit and that this device reaches both ends.
 func (p *copies) copyable(op string, dst, src Mem) error {
-	if dst.n != src.n {
-		return p.c.invalid("%s of %d bytes into %d", op, src.n, dst.n)
+	if dst.Len() != src.Len() {
+		return p.c.invalid("%s of %d bytes into %d", op, src.Len(), dst.Len())
 	}
 	for _, m := range [...]Mem{dst, src} {
-		if i, ok := m.owner.(*imported); m.OnHost() || ok && i.c == p.c || !ok && m.dev == p.c.Device() {
+		if i, ok := m.owner.(*imported); m.OnHost() || ok && i.c == p.c || !ok && m.Device() == p.c.Device() {
 			continue
 		}
-		if m.dev == p.c.Device() {
-			return p.c.invalid("%s of %d bytes: another process's memory, imported by another backend: %w", op, src.n, ErrWrongDevice)
+		if m.Device() == p.c.Device() {
+			return p.c.invalid("%s of %d bytes: another process's memory, imported by another backend: %w", op, src.Len(), ErrWrongDevice)
 		}
-		return fmt.Errorf("%s of %d bytes from %s to %s: %w", op, src.n, src.dev, dst.dev, p.c.wrongDevice(m))
+		return fmt.Errorf("%s of %d bytes from %s to %s: %w", op, src.Len(), src.Device(), dst.Device(), p.c.wrongDevice(m))
 	}
 	return nil
 }
@@ -168,6 +168,6 @@ func (p *copies) failed(op string, dst, src Mem, err error) error {
 	if err == nil {
 		return nil
 	}
-	op = fmt.Sprintf("%s of %d bytes from %s %#x to %s %#x", op, src.n, src.dev, uintptr(src.ptr), dst.dev, uintptr(dst.ptr))
+	op = fmt.Sprintf("%s of %d bytes from %s %#x to %s %#x", op, src.Len(), src.Device(), uintptr(src.ptr), dst.Device(), uintptr(dst.ptr))
 	return p.c.failed(op, err)
 }

@@ -41,12 +41,12 @@ func (x *exporter) Export(m Mem) (Export, error) {
 
 // mayExport refuses what is not this process's memory of this device.
 func (x *exporter) mayExport(m Mem) error {
-	if m.n == 0 || m.dev != x.c.Device() {
-		return x.c.invalid("Export of %d bytes on %s: %w", m.n, m.dev, ErrWrongDevice)
+	if m.Len() == 0 || m.Device() != x.c.Device() {
+		return x.c.invalid("Export of %d bytes on %s: %w", m.Len(), m.Device(), ErrWrongDevice)
 	}
 	switch m.owner.(type) {
 	case *imported, *importedSegment:
-		return x.c.invalid("Export of %d bytes: another process's memory: %w", m.n, ErrNotExportable)
+		return x.c.invalid("Export of %d bytes: another process's memory: %w", m.Len(), ErrNotExportable)
 	}
 	return nil
 }
@@ -68,8 +68,8 @@ func (x *exporter) name(e *Export, m Mem, unshared *error) error {
 
 // within refuses memory that reaches beyond the allocation of n bytes at base.
 func (x *exporter) within(m Mem, base uintptr, n int) error {
-	if addr := uintptr(m.ptr); addr < base || m.n > n || int(addr-base) > n-m.n {
-		return x.c.invalid("%d bytes at %#x reach beyond their allocation of %d bytes at %#x: %w", m.n, addr, n, base, ErrNotExportable)
+	if addr := uintptr(m.ptr); addr < base || m.Len() > n || int(addr-base) > n-m.Len() {
+		return x.c.invalid("%d bytes at %#x reach beyond their allocation of %d bytes at %#x: %w", m.Len(), addr, n, base, ErrNotExportable)
 	}
 	return nil
 }
@@ -82,13 +82,13 @@ func (x *exporter) failed(op string, m Mem, err, kind error) error {
 	if kind == nil {
 		detail = "this is no device memory, or freed memory"
 	}
-	return x.c.refused(fmt.Sprintf("%s of %d bytes at %#x", op, m.n, uintptr(m.ptr)), detail, err, kind)
+	return x.c.refused(fmt.Sprintf("%s of %d bytes at %#x", op, m.Len(), uintptr(m.ptr)), detail, err, kind)
 }
 
 // ExportDMABuf returns m as a dma-buf. It covers whole pages, as the driver demands.
 func (x *exporter) ExportDMABuf(m Mem) (fd, offset int, err error) {
-	if m.n == 0 || m.dev != x.c.Device() {
-		return -1, 0, x.c.invalid("ExportDMABuf of %d bytes on %s: %w", m.n, m.dev, ErrWrongDevice)
+	if m.Len() == 0 || m.Device() != x.c.Device() {
+		return -1, 0, x.c.invalid("ExportDMABuf of %d bytes on %s: %w", m.Len(), m.Device(), ErrWrongDevice)
 	}
 	if !x.c.info.DMABuf {
 		return -1, 0, x.c.invalid("ExportDMABuf: %w: the driver has no dma-buf for this device; it needs the open kernel modules", ErrUnsupported)
@@ -106,7 +106,7 @@ func (x *exporter) ExportDMABuf(m Mem) (fd, offset int, err error) {
 			return err
 		}
 		unshared = ErrNotExportable
-		end := (addr + uintptr(m.n) + page - 1) &^ (page - 1)
+		end := (addr + uintptr(m.Len()) + page - 1) &^ (page - 1)
 		fd, err = x.d.dmabuf(first, int(end-first))
 		return err
 	})

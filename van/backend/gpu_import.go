@@ -91,13 +91,13 @@ func (p *importer) CloseImport(m Mem) error {
 	}
 	i, ok := m.owner.(*imported)
 	if !ok || i.c != p.c {
-		return p.c.invalid("CloseImport of %d bytes at %#x: not what Import returned", m.n, uintptr(m.ptr))
+		return p.c.invalid("CloseImport of %d bytes at %#x: not what Import returned", m.Len(), uintptr(m.ptr))
 	}
 	return p.c.with("CloseImport", func() error {
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		if i.users == 0 {
-			return p.c.invalid("CloseImport of %d bytes at %#x: closed before", m.n, uintptr(m.ptr))
+			return p.c.invalid("CloseImport of %d bytes at %#x: closed before", m.Len(), uintptr(m.ptr))
 		}
 		return p.drop(i)
 	})

@@ -34,7 +34,7 @@ func (a *deviceMemory) Alloc(n int) (Mem, error) {
 		return Mem{}, a.c.invalid("Alloc(%d): want a length of at least 0", n)
 	}
 	if n == 0 {
-		return Mem{dev: a.c.Device()}, nil
+		return Mem{size: extentOf(0, a.c.Device())}, nil
 	}
 	m := &deviceMem{n: n}
 	var free, total int64
@@ -60,7 +60,7 @@ func (a *deviceMemory) Alloc(n int) (Mem, error) {
 // Free gives back what Alloc returned. Memory that a transport still holds is refused
 // with ErrInUse.
 func (a *deviceMemory) Free(m Mem) error {
-	if m.n == 0 {
+	if m.Len() == 0 {
 		return nil
 	}
 	addr := uintptr(m.ptr)
@@ -68,12 +68,12 @@ func (a *deviceMemory) Free(m Mem) error {
 		a.mu.Lock()
 		have := a.mems[addr]
 		switch {
-		case have == nil || have.n != m.n || m.dev != a.c.Device():
+		case have == nil || have.n != m.Len() || m.Device() != a.c.Device():
 			a.mu.Unlock()
-			return a.c.invalid("Free of %d bytes at %#x on %s: not what Alloc returned, or freed before", m.n, addr, m.dev)
+			return a.c.invalid("Free of %d bytes at %#x on %s: not what Alloc returned, or freed before", m.Len(), addr, m.Device())
 		case have.held.Load() > 0:
 			a.mu.Unlock()
-			return a.c.invalid("Free of %d bytes at %#x: %w: a message that is under way needs them", m.n, addr, ErrInUse)
+			return a.c.invalid("Free of %d bytes at %#x: %w: a message that is under way needs them", m.Len(), addr, ErrInUse)
 		}
 		delete(a.mems, addr)
 		a.mu.Unlock()
@@ -143,7 +143,7 @@ func (a *hostMemory) AllocPinned(n int) (Mem, error) {
 		return Mem{}, a.c.invalid("AllocPinned(%d): want a length of at least 0", n)
 	}
 	if n == 0 {
-		return Mem{dev: Host}, nil
+		return Mem{size: extentOf(0, Host)}, nil
 	}
 	h := &hostMem{c: a.c, n: n, ours: true}
 	err := a.c.with(fmt.Sprintf("AllocPinned of %d bytes", n), func() (err error) {
@@ -163,12 +163,12 @@ func (a *hostMemory) FreePinned(m Mem) error { return a.drop("FreePinned", m, tr
 
 // RegisterHost pins the caller's memory.
 func (a *hostMemory) RegisterHost(m Mem) (Mem, error) {
-	if !m.OnHost() || m.n == 0 {
-		return Mem{}, a.c.invalid("RegisterHost of %d bytes on %s: want host memory", m.n, m.dev)
+	if !m.OnHost() || m.Len() == 0 {
+		return Mem{}, a.c.invalid("RegisterHost of %d bytes on %s: want host memory", m.Len(), m.Device())
 	}
-	h := &hostMem{c: a.c, ptr: m.ptr, n: m.n, caller: m.owner}
-	err := a.c.with(fmt.Sprintf("RegisterHost of %d bytes at %#x", m.n, uintptr(m.ptr)), func() error {
-		if err := a.d.hostRegister(m.ptr, m.n); err != nil {
+	h := &hostMem{c: a.c, ptr: m.ptr, n: m.Len(), caller: m.owner}
+	err := a.c.with(fmt.Sprintf("RegisterHost of %d bytes at %#x", m.Len(), uintptr(m.ptr)), func() error {
+		if err := a.d.hostRegister(m.ptr, m.Len()); err != nil {
 			return err
 		}
 		return a.keep(h)
@@ -190,8 +190,8 @@ func (a *hostMemory) Pinned(m Mem) bool {
 
 // MapHost implements Signaller.
 func (a *hostMemory) MapHost(m Mem) (Mem, error) {
-	if !m.OnHost() || m.n == 0 {
-		return Mem{}, a.c.invalid("MapHost of %d bytes on %s: want pinned host memory", m.n, m.dev)
+	if !m.OnHost() || m.Len() == 0 {
+		return Mem{}, a.c.invalid("MapHost of %d bytes on %s: want pinned host memory", m.Len(), m.Device())
 	}
 	var addr uintptr
 	err := a.c.enter(func() (err error) {
@@ -199,9 +199,9 @@ func (a *hostMemory) MapHost(m Mem) (Mem, error) {
 		return err
 	})
 	if err != nil {
-		return Mem{}, a.c.failedAs(fmt.Sprintf("MapHost of %d bytes at %#x", m.n, uintptr(m.ptr)), "is the memory pinned?", err, nil)
+		return Mem{}, a.c.failedAs(fmt.Sprintf("MapHost of %d bytes at %#x", m.Len(), uintptr(m.ptr)), "is the memory pinned?", err, nil)
 	}
-	return At(pointer(addr), m.n, a.c.Device(), m.owner), nil
+	return At(pointer(addr), m.Len(), a.c.Device(), m.owner), nil
 }
 
 // keep records pinned memory. It frees it when the device cannot map it.
@@ -225,19 +225,19 @@ func (a *hostMemory) free(h *hostMem) error {
 }
 
 func (a *hostMemory) drop(op string, m Mem, ours bool) error {
-	if m.n == 0 {
+	if m.Len() == 0 {
 		return nil
 	}
 	return a.c.with(op, func() error {
 		a.mu.Lock()
 		h := a.hosts[uintptr(m.ptr)]
 		switch {
-		case h == nil || h.n != m.n || h.ours != ours:
+		case h == nil || h.n != m.Len() || h.ours != ours:
 			a.mu.Unlock()
-			return a.c.invalid("%s of %d bytes at %#x: not what was given out, or given back before", op, m.n, uintptr(m.ptr))
+			return a.c.invalid("%s of %d bytes at %#x: not what was given out, or given back before", op, m.Len(), uintptr(m.ptr))
 		case h.held.Load() > 0:
 			a.mu.Unlock()
-			return a.c.invalid("%s of %d bytes at %#x: %w: a message that is under way needs them", op, m.n, uintptr(m.ptr), ErrInUse)
+			return a.c.invalid("%s of %d bytes at %#x: %w: a message that is under way needs them", op, m.Len(), uintptr(m.ptr), ErrInUse)
 		}
 		delete(a.hosts, uintptr(m.ptr))
 		a.mu.Unlock()

@@ -57,10 +57,10 @@ func (x *exporter) Share(to *Shared, m Mem) error {
 		if err != nil {
 			return err
 		}
-		known, fits := x.at(base) != nil, addr >= base && m.n <= n-int(addr-base)
+		known, fits := x.at(base) != nil, addr >= base && m.Len() <= n-int(addr-base)
 		if known || !fits {
 			unshared = ErrNotExportable
-			if err := x.list(to, addr, m.n); err == nil || !fits {
+			if err := x.list(to, addr, m.Len()); err == nil || !fits {
 				return err
 			}
 			to.Segments = to.Segments[:0] // it was unmapped, and has become memory of another kind
@@ -68,7 +68,7 @@ func (x *exporter) Share(to *Shared, m Mem) error {
 		unshared = nil
 		if err = x.name(&to.Export, m, &unshared); err != nil && unshared != nil && !known {
 			to.Export = Export{}
-			if x.list(to, addr, m.n) == nil {
+			if x.list(to, addr, m.Len()) == nil {
 				return nil
 			}
 			to.Segments = to.Segments[:0]

@@ -54,10 +54,10 @@ func (k *signals) load() (signalKernels, error) {
 func (k *signals) signal(op string, stream uintptr, which func(*signalKernels) uintptr, words ...Mem) error {
 	var addr [2]uintptr
 	for i, m := range words {
-		if m.n != 8 || uintptr(m.ptr)%8 != 0 {
-			return k.c.invalid("%s on %d bytes at %#x: want 8, aligned", op, m.n, uintptr(m.ptr))
+		if m.Len() != 8 || uintptr(m.ptr)%8 != 0 {
+			return k.c.invalid("%s on %d bytes at %#x: want 8, aligned", op, m.Len(), uintptr(m.ptr))
 		}
-		if m.dev != k.c.Device() {
+		if m.Device() != k.c.Device() {
 			return fmt.Errorf("%s: %w", op, k.c.wrongDevice(m))
 		}
 		addr[i] = uintptr(m.ptr)

@@ -198,8 +198,8 @@ func (p *streamPool) onWord(op string, word Mem, n int, f func(addr uintptr) err
 
 // wordAddr is the device's address of word, which has n bytes.
 func (p *streamPool) wordAddr(op string, word Mem, n int) (uintptr, error) {
-	if word.n < n || uintptr(word.ptr)%uintptr(n) != 0 {
-		return 0, p.c.invalid("%s: %d bytes at %#x: want %d bytes, aligned to %d", op, word.n, uintptr(word.ptr), n, n)
+	if word.Len() < n || uintptr(word.ptr)%uintptr(n) != 0 {
+		return 0, p.c.invalid("%s: %d bytes at %#x: want %d bytes, aligned to %d", op, word.Len(), uintptr(word.ptr), n, n)
 	}
 	if !p.c.info.StreamFlags {
 		return 0, p.c.invalid("%s: %w: streams cannot write words (cuStreamWriteValue32_v2)", op, ErrUnsupported)
@@ -214,10 +214,10 @@ func (p *streamPool) wordAddr(op string, word Mem, n int) (uintptr, error) {
 			return uintptr(word.ptr), nil
 		}
 	}
-	if word.dev == p.c.Device() {
+	if word.Device() == p.c.Device() {
 		return uintptr(word.ptr), nil
 	}
-	return 0, p.c.invalid("%s: a word on %s that was neither pinned nor registered with this backend: %w", op, word.dev, ErrWrongDevice)
+	return 0, p.c.invalid("%s: a word on %s that was neither pinned nor registered with this backend: %w", op, word.Device(), ErrWrongDevice)
 }
 
 // Health implements HealthChecker. Once a context has failed, every call returns its error.

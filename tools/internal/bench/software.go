@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
@@ -314,11 +315,11 @@ func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool
 	runtime.ReadMemStats(&before)
 	locks, used := countLocks(), cpuTime()
 	for k := range ns {
-		start := time.Now()
+		start := clock.Now()
 		if err := s.once(ctx, i); err != nil {
 			return nil, err
 		}
-		ns[k] = int64(time.Since(start))
+		ns[k] = int64(clock.Now() - start)
 	}
 	used, taken := cpuTime()-used, countLocks()
 	runtime.ReadMemStats(&after)

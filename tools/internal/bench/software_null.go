@@ -224,14 +224,14 @@ func (v *nullVan) Send(m *van.Message) error {
 		return &van.Error{Op: "send", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(m.Receiver), Err: van.ErrUnknownPeer}
 	}
 	n := v.net
-	var p *nullMessage
 	n.mu.Lock()
+	defer n.mu.Unlock()
+	var p *nullMessage
 	if n.free.Len() > 0 {
 		p = n.free.Take()
 	} else {
 		p = &nullMessage{}
 	}
-	n.mu.Unlock()
 	p.msg.CopyFrom(&m.Meta)
 	p.msg.Sender, p.msg.Receiver, p.msg.Frames = int(v.id.Load()), m.Receiver, m.Frames
 	p.msg.Placed = !m.Request && !m.Push
@@ -244,9 +244,7 @@ func (v *nullVan) Send(m *van.Message) error {
 	}
 	p.to, p.done = to, m.Done
 	p.msg.Adopt(n, unsafe.Pointer(p))
-	n.mu.Lock()
 	n.sent.Put(p)
-	n.mu.Unlock()
 	return nil
 }
 
