@@ -234,7 +234,9 @@ func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
 		if !d.confirmed.CompareAndSwap(0, says) {
 			return false
 		}
-		if p := (*d.v.peers.Load())[d.hello.node]; p != nil {
+		// One that is not linked to a peer yet is told of then, or is that of a process which
+		// had the id before.
+		if p := (*d.v.peers.Load())[d.hello.node]; p != nil && p.inbound.Load() == d.inbound {
 			go d.v.notifyInbound(p, d.inbound)
 		}
 	case immReturn:

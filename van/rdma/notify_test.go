@@ -435,18 +435,21 @@ func (n *testNode) barred() (open func()) {
 
 // A process that connects again says whether it took this node for lost, and so dropped what it owed
 // it. That ends the requests that wait for it, also where the end of its former connection has not been
-// noticed. A server waits for nothing from a worker.
+// noticed. A server waits for nothing from a worker. What a process says that had the id before, and
+// another port, is of no peer.
 func TestSaidToHaveLost(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		of   int // the node
 		said []byte
 		lost bool
+		port int // besides the node's
 	}{
-		{"a server that had lost this worker", 9, []byte{upAfterLoss}, true},
-		{"a server that had not", 9, []byte{up}, false},
-		{"a server that does not say", 9, nil, false},
-		{"a worker that had lost this server", 8, []byte{upAfterLoss}, false},
+		{"a server that had lost this worker", 9, []byte{upAfterLoss}, true, 0},
+		{"a server that had not", 9, []byte{up}, false, 0},
+		{"a server that does not say", 9, nil, false, 0},
+		{"a worker that had lost this server", 8, []byte{upAfterLoss}, false, 0},
+		{"a process that had the server's id before", 9, []byte{upAfterLoss}, false, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -464,6 +467,7 @@ func TestSaidToHaveLost(t *testing.T) {
 				h := old.hello
 				h.epoch++
 				h.qp = q
+				h.port += c.port
 				return h.encode()
 			})
 			again.send(immUp, c.said)
@@ -471,13 +475,15 @@ func TestSaidToHaveLost(t *testing.T) {
 				w.wantDown(s, "took this node for lost")
 				w.wantUp(s)
 			}
-			r.until("the first connection has ended", func() bool {
+			r.until("the first connection has ended, or the other one is confirmed", func() bool {
+				stands := false
 				for _, x := range *w.conns.Load() {
-					if x.in == old {
-						return false
+					if c.port != 0 && x.in != nil && x.in.hello.port != old.hello.port {
+						return x.in.confirmed.Load() != 0
 					}
+					stands = stands || x.in == old
 				}
-				return true
+				return c.port == 0 && !stands
 			})
 			w.close() // its watcher has heard everything
 			w.toldNothing()
