@@ -121,20 +121,18 @@ func (v *zvan) Connect(ctx context.Context, id int, peer van.Node) error {
 // handler may be running, perhaps the one that calls.
 const supersedeTime = 200 * time.Millisecond
 
-// supersede ends all connections to the address of c, which is about to be connected, and waits until
-// libzmq has let go of them. Two processes cannot have one address, so the one that was there has
-// ended, and libzmq tries to connect to it now and then: if it came to the new process behind c,
-// under the same name, that one would take it for c's next connection and read c no more. v.mu is
-// held.
+// supersede ends the connections to the address of c, which is about to be connected, that have broken, and
+// waits until libzmq has let go of them and of those that end already. Two processes cannot have one
+// address, so the one that was there has ended, and libzmq tries to connect to it now and then: if it
+// came to the new process behind c, under the same name, that one would take it for c's next connection
+// and read c no more. What stands is left alone: that a node says it has another one's address proves
+// nothing. v.mu is held.
 func (v *zvan) supersede(ctx context.Context, c *conn) {
 	ctx, cancel := context.WithTimeout(ctx, supersedeTime)
 	defer cancel()
 	for _, other := range *v.peers.Load() {
-		if other.to != c.to {
+		if other.to != c.to || !other.lost.Load() && !other.leaves.Load() {
 			continue
-		}
-		if other.up.Swap(false) {
-			v.tell(other, false, errDisconnected)
 		}
 		v.drop(other, 0)
 		select {
