@@ -363,10 +363,13 @@ func (a App) PollFor(ctx context.Context, limit time.Duration, done func() bool)
 	if a.role != van.Worker {
 		return
 	}
+	if a.cfg.BusyPoll != env.SpinForever {
+		a.stack.Poll(done)
+		return
+	}
 	begun := clock.Now()
 	a.stack.Poll(done)
-	for a.cfg.BusyPoll == env.SpinForever && !done() && ctx.Err() == nil &&
-		(limit <= 0 || time.Duration(clock.Now()-begun) < limit) {
+	for !done() && ctx.Err() == nil && (limit <= 0 || time.Duration(clock.Now()-begun) < limit) {
 		runtime.Gosched() // another waiter may be polling
 		a.stack.Poll(done)
 	}
