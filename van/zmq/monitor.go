@@ -110,13 +110,18 @@ func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 const freeTime = time.Second
 
 // end ends a monitor that follows, behind the end of its socket: it returns when libzmq has freed
-// that, and made the end of its connection known to the system.
+// that, and made the end of its connection known to the system. Until then the pair stays, as
+// close says.
 func (m *monitor) end() {
 	select {
 	case <-m.stopped:
+		m.close()
 	case <-time.After(freeTime):
+		go func() {
+			<-m.stopped
+			m.close()
+		}()
 	}
-	m.close()
 }
 
 // close ends the monitor, before its socket is closed. A watcher call that is under
