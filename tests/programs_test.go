@@ -2,6 +2,8 @@ package tests
 
 import (
 	"fmt"
+	"os/exec"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
@@ -232,5 +234,17 @@ func TestWrongEnvironment(t *testing.T) {
 				t.Errorf("status %d, want 1; standard error %q, want %q in it", p.status(), p.stderr(), tt.want)
 			}
 		})
+	}
+}
+
+// TestWithoutRDMA: a build without RDMA does not say that it has its transport.
+func TestWithoutRDMA(t *testing.T) {
+	program := filepath.Join(t.TempDir(), "stepaf")
+	if out, err := exec.CommandContext(t.Context(), "go", "build", "-tags", "nordma", "-o", program, "../tools/stepaf").CombinedOutput(); err != nil {
+		t.Fatalf("build: %v\n%s", err, out)
+	}
+	out, err := exec.CommandContext(t.Context(), program, "version").CombinedOutput()
+	if err != nil || !strings.Contains(string(out), "transports: zmq\n") {
+		t.Errorf("stepaf version: %v, %q, want transports: zmq", err, out)
 	}
 }

@@ -35,10 +35,6 @@ var (
 	_ van.PathChooser     = (*rvan)(nil)
 )
 
-func init() {
-	van.Register("ibverbs", New)
-}
-
 // rvan is one node's RDMA van.
 type rvan struct {
 	*node
