@@ -65,7 +65,7 @@ type extent uint64
 
 const (
 	typeBits   = 3
-	idBits     = 14 // of a signed number
+	idBits     = 15 // of a signed number: STEPMESH_GPU goes to 16378
 	deviceBits = typeBits + idBits
 	deviceMask = 1<<deviceBits - 1
 	maxLen     = 1<<(64-deviceBits) - 1 // no process can have as much
@@ -102,7 +102,7 @@ func Slice[T any](s []T) Mem {
 }
 
 // At returns a Mem over n bytes at p on device d, or an empty one of an unknown device for a length that no
-// process can have, or an ID beyond 14 bits. owner, which may be nil, is
+// process can have, or an ID beyond 15 bits. owner, which may be nil, is
 // kept reachable for as long as the Mem is: use it for memory that another
 // Go object frees.
 func At(p unsafe.Pointer, n int, d Device, owner any) Mem {

@@ -234,9 +234,9 @@ func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
 		if !d.confirmed.CompareAndSwap(0, says) {
 			return false
 		}
-		// One that is not linked to a peer yet is told of then, or is that of a process which
-		// had the id before.
-		if p := (*d.v.peers.Load())[d.hello.node]; p != nil && p.inbound.Load() == d.inbound {
+		// Also where a later connection of the process is linked by now. A process which had the
+		// id before is of no peer.
+		if p := (*d.v.peers.Load())[d.hello.node]; p != nil && p.isOf(&d.hello) {
 			go d.v.notifyInbound(p, d.inbound)
 		}
 	case immReturn:

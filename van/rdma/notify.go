@@ -84,6 +84,8 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 		p.inboundDown, p.oneWay, p.lost = nil, false, p.lost && !oneWay
 	} else if h != nil {
 		h.notified = told || cause != nil
+	} else if cause != nil && l != nil { // the connection that has come later is not confirmed yet
+		p.inboundDown = &inboundDown{cause: cause, since: clock.Now(), notified: true}
 	}
 	down := cause != nil && !told
 	p.lost = p.lost || down && l == nil

@@ -490,3 +490,35 @@ func TestSaidToHaveLost(t *testing.T) {
 		})
 	}
 }
+
+// TestSaidToHaveLostTwice: what a process has said of having lost this node counts also if its next
+// connection is known by the time it is read: the next one does not say it again.
+func TestSaidToHaveLostTwice(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	s.barred()
+	old := w.incomingOf(s.who.ID)
+	w.toldNothing()
+	p := newRaw(r, rawAddr, van.Node{ID: s.who.ID})
+	defer p.end()
+	hello := func(epoch uint32) func(q int) []byte {
+		return func(q int) []byte {
+			h := old.hello
+			h.epoch += epoch
+			h.qp = q
+			return h.encode()
+		}
+	}
+	first := p.dial(w, 2, hello(1))
+	q := newRaw(r, rawAddr, van.Node{ID: s.who.ID})
+	defer q.end()
+	second := q.dial(w, 2, hello(2))
+	r.until("the second connection is known", func() bool {
+		in := w.incomingOf(s.who.ID)
+		return in != nil && in.hello.epoch == old.hello.epoch+2
+	})
+	first.send(immUp, []byte{upAfterLoss})
+	w.wantDown(s, "took this node for lost")
+	second.send(immUp, []byte{up})
+	w.wantUp(s)
+}

@@ -190,3 +190,8 @@ func (p connector) setConnecting(asks bool, id int) {
 	defer p.mu.Unlock()
 	p.connecting, p.connectingAs = asks, id
 }
+
+// isOf tells whether the process that says h is p, as far as both say which process they are.
+func (p *peer) isOf(h *hello) bool {
+	return p.node.Port == h.port && (p.incarnation == 0 || h.incarnation == 0 || p.incarnation == h.incarnation)
+}

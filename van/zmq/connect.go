@@ -203,14 +203,25 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 	}
 	c.sock.stop()
 	v.loops = slices.DeleteFunc(v.loops, func(r *receiver) bool { return r == c.rx })
-	v.wg.Go(func() {
-		defer close(c.ended)
+	stop := func() {
 		if c.rx != nil {
 			ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
 			defer cancel()
 			_ = c.rx.stop(ctx) // one that runs longer does no harm, see handlerTime
 		}
+	}
+	end := func() {
+		defer close(c.ended)
 		_ = v.end(c, linger)
+	}
+	if linger == 0 || c.lost.Load() { // a handler that runs must not keep libzmq connecting to the address
+		v.wg.Go(stop)
+		v.wg.Go(end)
+		return
+	}
+	v.wg.Go(func() {
+		stop()
+		end()
 	})
 }
 

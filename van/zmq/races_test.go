@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	zmq4 "github.com/pebbe/zmq4"
+
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 )
@@ -354,22 +356,7 @@ func TestAddressHasOneProcess(t *testing.T) {
 	before := (*scheduler.peers.Load())[-1]
 	until(t, "end of the connection", before.lost.Load)
 
-	rec := first.self
-	rec.Endpoint = (&van.Identity{Incarnation: 8, Bundles: true}).Encode()
-	v, err := New(van.Options{Config: env.Default(), Incarnation: 8})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer v.Close(ctx)
-	until(t, "the address", func() bool {
-		_, err = v.Bind(ctx, rec)
-		return !errors.Is(err, syscall.EADDRINUSE) // the system frees it when it likes
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	in := make(chan int32, 10)
-	v.Start(func(m *van.Message) { in <- m.Timestamp })
+	_, rec, in := successor(t, first, 8)
 	if err := scheduler.Connect(ctx, -2, rec); err != nil {
 		t.Fatal(err)
 	}
@@ -398,4 +385,177 @@ func TestAddressHasOneProcess(t *testing.T) {
 	scheduler.must(t, heartbeat(9, 3))
 	<-in
 	scheduler.Disconnect(-1)
+}
+
+// successor binds another process, of incarnation inc, to the address of first, which is closed.
+func successor(t *testing.T, first *node, inc uint32) (*zvan, van.Node, chan int32) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	rec := first.self
+	rec.Endpoint = (&van.Identity{Incarnation: inc, Bundles: true}).Encode()
+	cfg := env.Default()
+	cfg.HeartbeatInterval, cfg.HeartbeatTimeout = 0, 0
+	v, err := New(van.Options{Config: cfg, Incarnation: inc})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), limit)
+		defer cancel()
+		_ = v.Close(ctx)
+	})
+	until(t, "the address", func() bool {
+		_, err = v.Bind(ctx, rec)
+		return !errors.Is(err, syscall.EADDRINUSE)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	in := make(chan int32, 1000)
+	v.Start(func(m *van.Message) { in <- m.Timestamp })
+	return v.(*zvan), rec, in
+}
+
+// TestAddressHasOneProcessWhileHandlerRuns: the same as TestAddressHasOneProcess, where a handler of the
+// connection that has broken still runs, or this node has ended the connection itself just before.
+func TestAddressHasOneProcessWhileHandlerRuns(t *testing.T) {
+	for _, c := range []struct {
+		name             string
+		busy, disconnect bool
+		id               int
+		outage           time.Duration
+	}{
+		{"a handler runs, the same id", true, false, 8, 3 * time.Second},
+		{"a handler runs, another id", true, false, 10, 3 * time.Second},
+		{"a handler runs, disconnected before", true, true, 8, 0},
+		{"disconnected before", false, true, 8, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			entered, release := make(chan struct{}, 10), make(chan struct{})
+			worker := newNode(t, 9, 7, func(m *van.Message) {
+				if c.busy {
+					entered <- struct{}{}
+					<-release
+				}
+			}, nil)
+			defer close(release)
+			first := newNode(t, 8, 5, nil, nil)
+			link(t, worker, first)
+			worker.must(t, push(8, 0, nil))
+			first.next(t).Release()
+			if c.busy { // an answer
+				m := push(9, 0, nil)
+				m.Request = false
+				first.must(t, m)
+				<-entered
+			}
+			before := (*worker.peers.Load())[8]
+			ctx, cancel := context.WithTimeout(t.Context(), limit)
+			defer cancel()
+			if err := first.Close(ctx); err != nil {
+				t.Fatal(err)
+			}
+			until(t, "end of the connection", before.lost.Load)
+			time.Sleep(c.outage) // libzmq tries again more and more rarely
+			_, rec, in := successor(t, first, 6)
+			if c.disconnect {
+				worker.Disconnect(8)
+			}
+			if err := worker.Connect(ctx, c.id, rec); err != nil {
+				t.Fatal(err)
+			}
+			end := time.Now().Add(3 * time.Second) // in which libzmq would have tried again
+			for ts := 0; time.Now().Before(end); ts++ {
+				worker.must(t, push(c.id, ts, nil))
+				select {
+				case got := <-in:
+					if int(got) != ts {
+						t.Fatalf("message %d, want %d", got, ts)
+					}
+				case <-time.After(3 * time.Second):
+					t.Fatalf("the second process does not receive message %d", ts)
+				}
+				time.Sleep(20 * time.Millisecond)
+			}
+		})
+	}
+}
+
+// TestMonitorOutlastsIOThread: a connection is ended while libzmq's thread is busy for longer than freeTime
+// (as it is when it looks up a host's name). The node's other connections go on afterwards.
+func TestMonitorOutlastsIOThread(t *testing.T) {
+	scheduler := newNode(t, 1, 5, nil, func(c *env.Config) { c.ZMQIOThreads = 1 })
+	peer, other := newNode(t, 9, 7, nil, nil), newNode(t, 11, 7, nil, nil)
+	scheduler.connect(t, peer)
+	scheduler.connect(t, other)
+	for _, n := range []*node{peer, other} {
+		scheduler.must(t, heartbeat(n.self.ID, 0))
+		n.next(t).Release()
+	}
+	c := (*scheduler.peers.Load())[9]
+	// A monitor that nobody reads holds up the thread.
+	z, err := scheduler.zctx.NewSocket(zmq4.DEALER)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = z.SetLinger(0)
+	_ = z.SetReconnectIvl(time.Millisecond)
+	if err := z.Monitor("inproc://stall", zmq4.EVENT_ALL); err != nil {
+		t.Fatal(err)
+	}
+	pair, err := scheduler.zctx.NewSocket(zmq4.PAIR)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = pair.SetLinger(0)
+	_ = pair.SetRcvhwm(1)
+	if err := pair.Connect("inproc://stall"); err != nil {
+		t.Fatal(err)
+	}
+	if err := z.Connect("tcp://127.0.0.1:1"); err != nil {
+		t.Fatal(err)
+	}
+	stalled := false
+	for end := time.Now().Add(20 * time.Second); !stalled && time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+		scheduler.must(t, heartbeat(11, 1))
+		select {
+		case m := <-other.in:
+			m.Release()
+		case <-time.After(2 * time.Second):
+			stalled = true
+		}
+	}
+	if !stalled {
+		t.Fatal("libzmq's thread does not wait for a monitor")
+	}
+	// A connection that is replaced is ended without linger.
+	if err := scheduler.Connect(t.Context(), 9, peer.self); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(freeTime + freeTime/2)
+	go func() { // the thread goes on
+		for {
+			if _, err := pair.RecvMessageBytes(0); err != nil {
+				_ = pair.Close()
+				return
+			}
+		}
+	}()
+	defer func() { _ = z.Close() }()
+	for range 3 {
+		until(t, "the end of the socket", func() bool {
+			select {
+			case <-c.mon.stopped:
+				return true
+			default:
+				return false
+			}
+		})
+		c = (*scheduler.peers.Load())[11]
+		if err := scheduler.Connect(t.Context(), 11, other.self); err != nil {
+			t.Fatal(err)
+		}
+	}
 }
