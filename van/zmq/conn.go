@@ -8,11 +8,14 @@ import (
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // conn is the DEALER to one peer.
 type conn struct {
 	who  atomic.Pointer[identity]
+	peer van.Node
 	addr string
 	port int
 	to   string // libzmq's name of the address

@@ -38,6 +38,11 @@ func (v *zvan) listen(c *conn) {
 func (v *zvan) Connect(ctx context.Context, id int, peer van.Node) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
+	return v.connect(ctx, id, peer)
+}
+
+// connect is Connect where v.mu is held.
+func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 	if v.closed.Load() {
 		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id), Err: van.ErrClosed}
 	}
@@ -47,7 +52,7 @@ func (v *zvan) Connect(ctx context.Context, id int, peer van.Node) error {
 	if err := noIPv6(peer.Hostname); err != nil && !v.cfg.Local {
 		return fail(err)
 	}
-	c := &conn{addr: peer.Addr(), port: peer.Port, to: "tcp://" + net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port)), ended: make(chan struct{})}
+	c := &conn{peer: peer.Clone(), addr: peer.Addr(), port: peer.Port, to: "tcp://" + net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port)), ended: make(chan struct{})}
 	if v.cfg.Local {
 		path := localPath(peer.Port)
 		if err := checkLocal(path); err != nil && !errors.Is(err, fs.ErrNotExist) { // it may come later
@@ -125,19 +130,38 @@ const supersedeTime = 200 * time.Millisecond
 // waits until libzmq has let go of them and of those that end already. Two processes cannot have one
 // address, so the one that was there has ended, and libzmq tries to connect to it now and then: if it
 // came to the new process behind c, under the same name, that one would take it for c's next connection
-// and read c no more. What stands is left alone: that a node says it has another one's address proves
-// nothing. v.mu is held.
+// and read c no more. What stands is left alone, and what was ended is made again when c goes: that a
+// node says it has another one's address proves nothing. v.mu is held.
 func (v *zvan) supersede(ctx context.Context, c *conn) {
 	ctx, cancel := context.WithTimeout(ctx, supersedeTime)
 	defer cancel()
 	for _, other := range *v.peers.Load() {
-		if other.to != c.to || !other.lost.Load() && !other.leaves.Load() {
+		if other.to == c.to && other.lost.Load() {
+			v.drop(other, 0)
+		}
+	}
+	for other := range v.leaving {
+		if other.to != c.to {
 			continue
 		}
-		v.drop(other, 0)
 		select {
 		case <-other.ended:
 		case <-ctx.Done():
+		}
+	}
+}
+
+// restore connects again to those whose connections have given way to c, when that has ended.
+func (v *zvan) restore(c *conn) {
+	<-c.ended
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for id, other := range *v.peers.Load() {
+		if other.to != c.to || !other.leaves.Load() {
+			continue
+		}
+		if err := v.connect(context.Background(), id, other.peer); err != nil {
+			v.log.Warn("a peer is not connected to again", "peer", van.NodeName(id), "err", err)
 		}
 	}
 }
@@ -188,6 +212,7 @@ func (v *zvan) Disconnect(id int) {
 	}
 	v.replace(func(m map[int]*conn) { delete(m, id) })
 	v.drop(c, leaveTime)
+	v.wg.Go(func() { v.restore(c) })
 }
 
 // handlerTime is how long the end of a connection waits for a handler that still
@@ -203,6 +228,7 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 	}
 	c.sock.stop()
 	v.loops = slices.DeleteFunc(v.loops, func(r *receiver) bool { return r == c.rx })
+	v.leaving[c] = struct{}{}
 	stop := func() {
 		if c.rx != nil {
 			ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
@@ -211,8 +237,11 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 		}
 	}
 	end := func() {
-		defer close(c.ended)
 		_ = v.end(c, linger)
+		close(c.ended)
+		v.mu.Lock()
+		delete(v.leaving, c)
+		v.mu.Unlock()
 	}
 	if linger == 0 || c.lost.Load() { // a handler that runs must not keep libzmq connecting to the address
 		v.wg.Go(stop)
@@ -230,16 +259,19 @@ func (v *zvan) end(c *conn, linger time.Duration) error {
 	if c.lost.Load() {
 		linger = 0 // nobody to wait for
 	}
-	var err error
-	switch {
-	case linger == 0 && c.mon.started: // the monitor sees when it is done
-		err = c.sock.close(0)
-		c.mon.end()
-	case c.incarnation != 0 && linger > 0:
-		err = c.sock.leave(c, linger, c.mon.close)
-	default:
+	leaves := c.incarnation != 0 && linger > 0
+	sees := c.mon.started && (leaves || linger == 0) // when libzmq has freed the socket
+	if !sees {
 		c.mon.close()
+	}
+	var err error
+	if leaves {
+		err = c.sock.leave(c, linger)
+	} else {
 		err = c.sock.close(linger)
+	}
+	if sees {
+		c.mon.end()
 	}
 	v.accounts.close(c.acct)
 	return err

@@ -181,8 +181,8 @@ func (s *socket) close(linger time.Duration) error {
 // not do: it reads the connection of a closed socket no more, and then version 4.3.4 ends the
 // process at the next heartbeat if the peer goes. Nor would the system's: when the answer to a heartbeat comes for a
 // closed socket it resets the connection, and drops what it has not sent yet, since something
-// before it was lost on the way. last is called before the socket is closed.
-func (s *socket) leave(peer *conn, linger time.Duration, last func()) error {
+// before it was lost on the way.
+func (s *socket) leave(peer *conn, linger time.Duration) error {
 	c := s.take()
 	if c == nil {
 		return nil
@@ -209,7 +209,6 @@ func (s *socket) leave(peer *conn, linger time.Duration, last func()) error {
 		fds := []unix.PollFd{{Fd: int32(s.fd), Events: unix.POLLIN}}
 		_, _ = unix.Poll(fds, int(min(left/time.Millisecond, 5))+1) // nothing tells that a message was let go
 	}
-	last()
 	return s.free(c, 0)
 }
 

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	zmq4 "github.com/pebbe/zmq4"
+	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -494,7 +495,6 @@ func TestMonitorOutlastsIOThread(t *testing.T) {
 		scheduler.must(t, heartbeat(n.self.ID, 0))
 		n.next(t).Release()
 	}
-	c := (*scheduler.peers.Load())[9]
 	// A monitor that nobody reads holds up the thread.
 	z, err := scheduler.zctx.NewSocket(zmq4.DEALER)
 	if err != nil {
@@ -544,7 +544,11 @@ func TestMonitorOutlastsIOThread(t *testing.T) {
 		}
 	}()
 	defer func() { _ = z.Close() }()
-	for range 3 {
+	for range 3 { // libzmq frees the sockets of others that are ended
+		c := (*scheduler.peers.Load())[11]
+		if err := scheduler.Connect(t.Context(), 11, other.self); err != nil {
+			t.Fatal(err)
+		}
 		until(t, "the end of the socket", func() bool {
 			select {
 			case <-c.mon.stopped:
@@ -553,9 +557,29 @@ func TestMonitorOutlastsIOThread(t *testing.T) {
 				return false
 			}
 		})
-		c = (*scheduler.peers.Load())[11]
-		if err := scheduler.Connect(t.Context(), 11, other.self); err != nil {
-			t.Fatal(err)
-		}
+	}
+}
+
+// TestClaimDuringOutage: a connection to a member that lives breaks for a moment, and meanwhile a stranger says
+// that it has the member's address. When it has gone, the member can be reached as before.
+func TestClaimDuringOutage(t *testing.T) {
+	scheduler, member := newNode(t, 1, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	scheduler.connect(t, member)
+	scheduler.must(t, heartbeat(9, 0))
+	member.next(t).Release()
+	c := (*scheduler.peers.Load())[9]
+	until(t, "the descriptor", func() bool { return c.link.Load() != nil })
+	c.link.Load().use(func(fd int) { _ = unix.Shutdown(fd, unix.SHUT_RDWR) })
+	until(t, "end of the connection", c.lost.Load)
+	claim := member.self
+	claim.ID = van.Empty
+	claim.Endpoint = (&van.Identity{Incarnation: 99, Bundles: true}).Encode()
+	if err := scheduler.Connect(t.Context(), -1, claim); err != nil {
+		t.Fatal(err)
+	}
+	scheduler.Disconnect(-1)
+	until(t, "connection to the member", func() bool { return scheduler.Send(heartbeat(9, 1)) == nil })
+	if m := member.next(t); m.Timestamp != 1 {
+		t.Errorf("message %d, want 1", m.Timestamp)
 	}
 }

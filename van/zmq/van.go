@@ -47,6 +47,7 @@ type zvan struct {
 
 	// shared.mu guards these.
 	loops   []*receiver
+	leaving map[*conn]struct{} // that end
 	started bool
 	serial  int // names the monitors
 	wg      sync.WaitGroup
@@ -69,7 +70,7 @@ func New(o van.Options) (van.Van, error) {
 	); err != nil {
 		return nil, errors.Join(err, zctx.Term())
 	}
-	v := &zvan{zctx: zctx, unbind: func() {}}
+	v := &zvan{zctx: zctx, unbind: func() {}, leaving: map[*conn]struct{}{}}
 	n := &v.shared
 	n.cfg, n.log, n.incarnation = o.Config, cmp.Or(o.Log, slog.New(slog.DiscardHandler)), o.Incarnation
 	n.peers.Store(&map[int]*conn{})
