@@ -192,6 +192,6 @@ func (p connector) setConnecting(asks bool, id int) {
 }
 
 // isOf tells whether the process that says h is p, as far as both say which process they are.
-func (p *peer) isOf(h *hello) bool {
+func (h *hello) isOf(p *peer) bool {
 	return p.node.Port == h.port && (p.incarnation == 0 || h.incarnation == 0 || p.incarnation == h.incarnation)
 }
