@@ -110,17 +110,31 @@ func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 const freeTime = time.Second
 
 // end ends a monitor that follows, behind the end of its socket: it returns when libzmq has freed
-// that, and made the end of its connection known to the system. Until then the pair stays, as
-// close says.
+// that, and made the end of its connection known to the system. If that takes longer the pair stays
+// until then, as close says. Whoever follows may be the caller, so end reads events itself.
 func (m *monitor) end() {
+	freed := make(chan struct{})
+	go func() {
+		defer close(freed)
+		defer m.close()
+		for pause := 50 * time.Microsecond; ; pause = min(2*pause, 5*time.Millisecond) {
+			event, _, end := m.next()
+			if event == zmq4.EVENT_MONITOR_STOPPED {
+				close(m.stopped) // nobody else has read it
+			}
+			if end || event == zmq4.EVENT_MONITOR_STOPPED {
+				return
+			}
+			select {
+			case <-m.stopped:
+				return
+			case <-time.After(pause):
+			}
+		}
+	}()
 	select {
-	case <-m.stopped:
-		m.close()
+	case <-freed:
 	case <-time.After(freeTime):
-		go func() {
-			<-m.stopped
-			m.close()
-		}()
 	}
 }
 

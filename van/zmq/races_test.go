@@ -459,7 +459,7 @@ func TestAddressHasOneProcessWhileHandlerRuns(t *testing.T) {
 				t.Fatal(err)
 			}
 			until(t, "end of the connection", before.lost.Load)
-			time.Sleep(c.outage) // libzmq tries again more and more rarely
+			<-time.After(c.outage) // libzmq tries again more and more rarely
 			_, rec, in := successor(t, first, 6)
 			if c.disconnect {
 				worker.Disconnect(8)
@@ -468,6 +468,7 @@ func TestAddressHasOneProcessWhileHandlerRuns(t *testing.T) {
 				t.Fatal(err)
 			}
 			end := time.Now().Add(3 * time.Second) // in which libzmq would have tried again
+			pace := time.Tick(20 * time.Millisecond)
 			for ts := 0; time.Now().Before(end); ts++ {
 				worker.must(t, push(c.id, ts, nil))
 				select {
@@ -478,7 +479,7 @@ func TestAddressHasOneProcessWhileHandlerRuns(t *testing.T) {
 				case <-time.After(3 * time.Second):
 					t.Fatalf("the second process does not receive message %d", ts)
 				}
-				time.Sleep(20 * time.Millisecond)
+				<-pace
 			}
 		})
 	}
@@ -518,7 +519,8 @@ func TestMonitorOutlastsIOThread(t *testing.T) {
 		t.Fatal(err)
 	}
 	stalled := false
-	for end := time.Now().Add(20 * time.Second); !stalled && time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+	pace := time.Tick(100 * time.Millisecond)
+	for end := time.Now().Add(limit); !stalled && time.Now().Before(end); <-pace {
 		scheduler.must(t, heartbeat(11, 1))
 		select {
 		case m := <-other.in:
@@ -534,7 +536,7 @@ func TestMonitorOutlastsIOThread(t *testing.T) {
 	if err := scheduler.Connect(t.Context(), 9, peer.self); err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(freeTime + freeTime/2)
+	<-time.After(freeTime + freeTime/2)
 	go func() { // the thread goes on
 		for {
 			if _, err := pair.RecvMessageBytes(0); err != nil {
