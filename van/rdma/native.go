@@ -236,7 +236,7 @@ func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
 		}
 		// Also where a later connection of the process is linked by now. A process which had the
 		// id before is of no peer.
-		if p := (*d.v.peers.Load())[d.hello.node]; p != nil && d.hello.isOf(p) {
+		if p := (*d.v.peers.Load())[d.hello.node]; p != nil && p.node.Port == d.hello.port {
 			go d.v.notifyInbound(p, d.inbound)
 		}
 	case immReturn:

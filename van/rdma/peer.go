@@ -190,8 +190,3 @@ func (p connector) setConnecting(asks bool, id int) {
 	defer p.mu.Unlock()
 	p.connecting, p.connectingAs = asks, id
 }
-
-// isOf tells whether the process that says h is p, as far as both say which process they are.
-func (h *hello) isOf(p *peer) bool {
-	return p.node.Port == h.port && (p.incarnation == 0 || h.incarnation == 0 || p.incarnation == h.incarnation)
-}

@@ -16,9 +16,7 @@ import (
 type conn struct {
 	who  atomic.Pointer[identity]
 	peer van.Node
-	addr string
-	port int
-	to   string // libzmq's name of the address
+	to   string // libzmq's name of its address
 	sock *socket
 	mon  *monitor
 	rx   *receiver
@@ -73,7 +71,7 @@ func (c *conn) connected(n *shared, fd int) {
 	leads := false // the descriptor may be another connection's by now
 	s.use(func(fd int) {
 		if a, err := unix.Getpeername(fd); err == nil {
-			leads = int(addrOf(a).Port()) == c.port
+			leads = int(addrOf(a).Port()) == c.peer.Port
 		}
 	})
 	if !leads {

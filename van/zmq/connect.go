@@ -52,7 +52,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 	if err := noIPv6(peer.Hostname); err != nil && !v.cfg.Local {
 		return fail(err)
 	}
-	c := &conn{peer: peer.Clone(), addr: peer.Addr(), port: peer.Port, to: "tcp://" + net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port)), ended: make(chan struct{})}
+	c := &conn{peer: peer.Clone(), to: "tcp://" + net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port)), ended: make(chan struct{})}
 	if v.cfg.Local {
 		path := localPath(peer.Port)
 		if err := checkLocal(path); err != nil && !errors.Is(err, fs.ErrNotExist) { // it may come later
@@ -147,6 +147,7 @@ func (v *zvan) supersede(ctx context.Context, c *conn) {
 		select {
 		case <-other.ended:
 		case <-ctx.Done():
+			v.log.Info("another connection to the address has not ended yet", "peer", van.NodeName(other.who.Load().id), "addr", c.to, "limit", supersedeTime)
 		}
 	}
 }

@@ -71,8 +71,6 @@ func (m *monitor) start(n *shared, c *conn) {
 			c.up.Store(true)
 			c.lost.Store(false)
 			n.tell(c, true, nil)
-		case zmq4.EVENT_MONITOR_STOPPED:
-			close(m.stopped)
 		}
 	})
 }
@@ -103,6 +101,9 @@ func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 	if err != nil {
 		return 0, 0, false
 	}
+	if event == zmq4.EVENT_MONITOR_STOPPED {
+		close(m.stopped)
+	}
 	return event, value, false
 }
 
@@ -110,7 +111,7 @@ func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 const freeTime = time.Second
 
 // end ends a monitor that follows, behind the end of its socket: it returns when libzmq has freed
-// that, and made the end of its connection known to the system. If that takes longer the pair stays
+// that, and made the end of its connection known to the system, and after freeTime at most. If that takes longer the pair stays
 // until then, as close says. Whoever follows may be the caller, so end reads events itself.
 func (m *monitor) end() {
 	freed := make(chan struct{})
@@ -118,11 +119,7 @@ func (m *monitor) end() {
 		defer close(freed)
 		defer m.close()
 		for pause := 50 * time.Microsecond; ; pause = min(2*pause, 5*time.Millisecond) {
-			event, _, end := m.next()
-			if event == zmq4.EVENT_MONITOR_STOPPED {
-				close(m.stopped) // nobody else has read it
-			}
-			if end || event == zmq4.EVENT_MONITOR_STOPPED {
+			if _, _, closed := m.next(); closed {
 				return
 			}
 			select {

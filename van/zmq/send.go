@@ -115,7 +115,7 @@ func (o *outgoing) Flush(id int) {
 func (o *outgoing) sendError(msg *van.Message, c *conn, err error) error {
 	e := &van.Error{Op: "send", Node: van.NodeName(int(o.n.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String()}
 	if c != nil {
-		e.Peer += " at " + c.addr
+		e.Peer += " at " + c.peer.Addr()
 	}
 	switch {
 	case errors.Is(err, syscall.EHOSTUNREACH):
@@ -135,7 +135,7 @@ func (o *outgoing) overBudget(c *conn) error {
 	unsent := c.sock.unsent(c.acct)
 	o.n.stats.refused.Add(1)
 	if n, speak := o.refusals.Next(); speak {
-		o.n.log.Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(c.who.Load().id), "addr", c.addr,
+		o.n.log.Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(c.who.Load().id), "addr", c.peer.Addr(),
 			"bytes unsent", unsent, "limit", fmt.Sprintf("%d (STEPAF_SEND_BUDGET)", o.budget), "refused so far", n)
 	}
 	return fmt.Errorf("%w: it has not taken %d bytes yet, want less than %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, unsent, o.budget)
