@@ -107,7 +107,7 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 	more := !h.native && q+1 < v.cfg.QPNum
 	in.mu.Lock()
 	if in.gone.Load() {
-		err = fmt.Errorf("%w meanwhile", van.ErrClosed) // endIncoming has looked at in.ids
+		err = fmt.Errorf("%w meanwhile", van.ErrClosed) // endInbound has looked at in.ids
 	} else if in.sends == nil {
 		in.sends, err = conn.NewSendQueue[struct{}](dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
 	}
