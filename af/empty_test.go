@@ -18,7 +18,7 @@ func everyVan(t *testing.T, test func(t *testing.T, o testcluster.Options)) {
 		for _, resend := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s resend %t", over, resend), func(t *testing.T) {
 				test(t, testcluster.Options{Over: over, Set: func(c *postoffice.Config) {
-					c.Resend, c.ResendTimeout = resend, 200*time.Millisecond
+					c.Resend, c.ResendTimeout = resend, time.Second
 				}})
 			})
 		}

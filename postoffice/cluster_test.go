@@ -193,10 +193,10 @@ func TestBarrierErrors(t *testing.T) {
 // TestFinalizeDeadline: somebody who never comes is an error at the deadline.
 func TestFinalizeDeadline(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
-		o.Set = func(c *postoffice.Config) { c.StopTimeout = time.Second }
+		o.Set = func(c *postoffice.Config) { c.StopTimeout = 3 * time.Second }
 		c := testcluster.Start(t, o)
 		err := c.Workers[0].Finalize(t.Context())
-		vantest.Fails(t, err, van.ErrTimeout, "worker 0 (id 9)", "limit 1s", "not from server 0 (id 8)", "scheduler (id 1)")
+		vantest.Fails(t, err, van.ErrTimeout, "worker 0 (id 9)", "limit 3s", "not from server 0 (id 8)", "scheduler (id 1)")
 		if again := c.Workers[0].Finalize(t.Context()); again != err {
 			t.Errorf("a second call returned %v, want the same", again)
 		}
