@@ -85,11 +85,12 @@ func TestCoresExamined(t *testing.T) {
 			t.Fatal("a short yield tells that others want the core")
 		}
 	}
+	c.until.Store(0)
 	c.doubt.Store(clock.Now() + uint64(time.Hour))
 	y := c.begin()
 	y.begun -= uint64(2 * longYield)
 	y.switches--
-	if y.end(0); !c.wanted() {
+	if y.end(0); c.until.Load() == 0 { // not wanted, which ends soon
 		t.Error("a long yield after which the thread was switched tells nothing")
 	}
 	c.doubt.Store(1)
@@ -119,7 +120,7 @@ func TestCoresIgnored(t *testing.T) {
 	e := New(time.Second)
 	NewFeed(e, Source[int](newMemory(false, nil)), FeedOptions{Examined: true})
 	c := e.spinner.cores
-	c.taken(clock.Now())
+	c.taken(clock.Now() + uint64(time.Hour)) // else it ends soon
 	if !c.wanted() {
 		t.Fatal("with sources that tell it, the cores are not taken for busy")
 	}

@@ -161,6 +161,12 @@ func TestEverythingIsReceived(t *testing.T) {
 	}
 }
 
+// claimed gives f to a Poll: at the first try only if the loop, where it has the source for a moment, does not stand still then.
+func claimed(t *testing.T, f *Feed[int]) {
+	t.Helper()
+	waitFor(t, "a Poll that has the source", f.Claim)
+}
+
 // asleep waits until the loop of m sleeps and is woken for what comes.
 func (m *memory) asleep(t *testing.T) {
 	t.Helper()
@@ -177,10 +183,7 @@ func TestLeftByPoll(t *testing.T) {
 	var got atomic.Int64
 	m := newMemory(true, func(int, *Turn) { got.Add(1) })
 	f := feed(t, New(50*time.Microsecond), m)
-	m.asleep(t)
-	if !f.Claim() {
-		t.Fatal("a source is not given to a Poll")
-	}
+	waitFor(t, "a Poll that has the source", func() bool { m.asleep(t); return f.Claim() }) // else the loop, which was woken, may be awake
 	m.put(1)
 	f.Release(false, false)
 	waitFor(t, "what the Poll has left", func() bool { return got.Load() == 1 })
@@ -224,9 +227,7 @@ func TestTurns(t *testing.T) {
 		t.Error("the loop delivers in the turn of a Poll")
 	}
 	waitFor(t, "end of the delivery", func() bool { return m.hand.Load() == 0 })
-	if !f.Claim() {
-		t.Fatal("a source is not given to a Poll")
-	}
+	claimed(t, f)
 	m.put(2)
 	if f.Help(0) != Message || turn.Load() != &e.turn {
 		t.Error("a Poll does not deliver in its turn")
@@ -243,9 +244,7 @@ func TestQuietSource(t *testing.T) {
 	f := feed(t, e, quiet)
 	poll := func(missed bool, help int) {
 		t.Helper()
-		if !f.Claim() {
-			t.Fatal("a source is not given to a Poll")
-		}
+		claimed(t, f)
 		for range help {
 			quiet.put(0)
 			if found := f.Help(0); found != Message {
@@ -270,11 +269,8 @@ func TestQuietSource(t *testing.T) {
 	}
 	quiet.put(1)
 	waitFor(t, "message", func() bool { return got.Load() == 1 })
-	if !f.Claim() {
-		t.Error("a source that is quiet no more is not given to a Poll")
-	} else {
-		f.Release(false, false)
-	}
+	claimed(t, f)
+	f.Release(false, false)
 }
 
 // pollUntil polls until ok.
@@ -382,7 +378,7 @@ func TestEndPoll(t *testing.T) {
 		if got := last.Load(); got != want {
 			t.Errorf("message %d was the last, want %d: what has waited is delivered before the Poll ends", got, want)
 		}
-		waitFor(t, "another Poll", f.Claim)
+		claimed(t, f)
 		e.EndPoll(context.Background()) // does nothing
 		f.Release(false, false)
 	}
@@ -417,9 +413,7 @@ func TestEndPollLate(t *testing.T) {
 func TestFreeWaitsForPoll(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	f := feed(t, e, newMemory(true, func(int, *Turn) {}))
-	if !f.Claim() {
-		t.Fatal("a source is not given to a Poll")
-	}
+	claimed(t, f)
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Millisecond)
 	defer cancel()
 	if err := f.Stop(context.Background()); err != nil {
@@ -444,9 +438,7 @@ func TestLeave(t *testing.T) {
 	f := feed(t, e, leaving{m}, FeedOptions{Polls: true})
 	waitFor(t, "sleep", f.Parked)
 	for i := range int64(100) {
-		if !f.Claim() {
-			t.Fatal("a source is not given to a Poll")
-		}
+		claimed(t, f)
 		m.put(int(i))
 		if found := f.Help(0); found != Leave {
 			t.Fatalf("a Poll finds %d, want %d", found, Leave)
