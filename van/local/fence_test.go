@@ -54,6 +54,7 @@ func TestFenced(t *testing.T) {
 			for i := range 20 {
 				old.must(data(8, 1+i, pattern(2, []int{100, 1 << 20}[i%2])))
 			}
+			eventually(t, "some wait", func() bool { return server.rx.feed.Loop.Budget.Used() > 0 })
 			server.connect(next)
 			server.Admit(9)
 			clear(buffer)
