@@ -79,6 +79,8 @@ func TestPullsAreRevoked(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	b := <-hold // before it is given up: else that may come first, and the handler has no such batch
+	defer b.Release()
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	vantest.Fails(t, call.Wait(ctx), van.ErrTimeout)
@@ -92,5 +94,4 @@ func TestPullsAreRevoked(t *testing.T) {
 	if noted.gone > 0 {
 		t.Errorf("%d pulls were let go before they were taken back", noted.gone)
 	}
-	(<-hold).Release()
 }
