@@ -659,6 +659,7 @@ func TestCallsUnderWay(t *testing.T) {
 	s, ctx := open(t, c), limit(t)
 	full := func(calls int, want string, args ...any) {
 		t.Helper()
+		vantest.Eventually(t, 20*time.Second, "no call is under way", func() bool { return s.Left() == "" }) // calls go a little later than they end
 		for range calls {
 			must[*session.Handle](t)(s.Call(ctx, "gate", args...))
 		}
