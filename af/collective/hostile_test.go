@@ -237,13 +237,11 @@ func TestReasonOfARoundThatFails(t *testing.T) {
 		return hooks.Pass
 	})
 	failed := make(chan error, 1)
-	go func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
-		defer cancel()
-		failed <- c.Rebuild(ctx)
-	}()
+	ctx, giveUp := context.WithCancelCause(t.Context())
+	defer giveUp(nil)
+	go func() { failed <- c.Rebuild(ctx) }()
 	var epoch uint64
-	vantest.Eventually(t, 5*time.Second, "the round begins", func() (begun bool) {
+	vantest.Eventually(t, 20*time.Second, "the round begins", func() (begun bool) {
 		c.b.mu.Lock()
 		defer c.b.mu.Unlock()
 		epoch, begun = c.b.epoch, c.b.joining
@@ -256,6 +254,7 @@ func TestReasonOfARoundThatFails(t *testing.T) {
 	if err := c.handle(m); err != nil {
 		t.Fatal(err)
 	}
+	giveUp(van.ErrTimeout) // as its limit does, when it has been asked
 	if err := <-failed; !errors.Is(err, van.ErrTimeout) {
 		t.Fatalf("Rebuild of one of three ranks: %v", err)
 	}
