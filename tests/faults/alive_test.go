@@ -62,6 +62,7 @@ func TestWorkerKilledDuringFinalize(t *testing.T) {
 				t.Fatalf("round %d after the death of the other worker: %v", i, err)
 			}
 		}
+		testcluster.Lost(t, c.Scheduler, 11)
 		next := nodetest.Spawn(t, c, "worker", 1, works)
 		next.Ready()
 		work(t, 1, w)
@@ -147,6 +148,7 @@ func TestStoppedWorkerIsReplaced(t *testing.T) {
 		if d := time.Since(stopped); d > 4*time.Second+slack+m.Late(stopped) {
 			t.Errorf("the server learned after %s that a worker stands still, want at most 4s", d)
 		}
+		testcluster.Lost(t, c.Scheduler, 11)
 		next := nodetest.Spawn(t, c, "worker", 1, works, nodetest.Set("PS_HEARTBEAT_INTERVAL=1"))
 		next.Ready()
 		work(t, 1, w)

@@ -58,6 +58,7 @@ func TestServerKilled(t *testing.T) {
 		})
 
 		var next *nodetest.Process
+		testcluster.Lost(t, c.Scheduler, 10) // others may know before, and it refuses who comes then
 		nodetest.Returns(t, c.Workers, 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
 		next.Ready()
 		work(t, 2, ws...)
@@ -82,6 +83,7 @@ func TestServerInstanceKilled(t *testing.T) {
 		victim.Kill()
 		vantest.Fails(t, h.Wait(t.Context()), van.ErrPeerLost, "worker 1 (id 11): push_pull with server 1 (id 10) at 127.0.0.1:")
 		var next *nodetest.Process
+		testcluster.Lost(t, c.Scheduler, 10) // others may know before, and it refuses who comes then
 		nodetest.Returns(t, c.Workers[1:], 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
 		next.Ready()
 		work(t, 1, w)
@@ -102,6 +104,7 @@ func TestHandlerPanics(t *testing.T) {
 			t.Errorf("the process ended with status %d, want 2", status)
 		}
 		var next *nodetest.Process
+		testcluster.Lost(t, c.Scheduler, 8)
 		nodetest.Returns(t, c.Workers, 8, func() { next = nodetest.Spawn(t, c, "server", 0, echo) })
 		next.Ready()
 		work(t, 1, w)
@@ -124,6 +127,7 @@ func TestWorkerKilledInBatch(t *testing.T) {
 		l.Wait(t, "rank=0 id=8", "gave up unfinished batches", "worker 1 (id 11)", "batches=1")
 		work(t, 1, w)
 
+		testcluster.Lost(t, c.Scheduler, 11)
 		next := nodetest.Spawn(t, c, "worker", 1, works) // begins at timestamp 0 as the first one did
 		next.Ready()
 		work(t, 1, w)
