@@ -68,6 +68,13 @@ func behave(script string) int {
 			fmt.Fprintln(c, "here")
 			_, _ = io.Copy(io.Discard, c)
 			return 98 // the test has hung up
+		case "wait": // as hang, and then go on
+			c, err := net.Dial("tcp", arg)
+			if err != nil {
+				fmt.Println(err)
+				return 99
+			}
+			_, _ = io.Copy(io.Discard, c)
 		case "die":
 			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 			select {}
@@ -238,8 +245,9 @@ func TestAllWell(t *testing.T) {
 }
 
 func TestFailures(t *testing.T) {
-	v := newVisits(t)
+	v, workers := newVisits(t), newVisits(t)
 	hang := "hang " + v.Addr().String()
+	wait := "wait " + workers.Addr().String() // until the others have come
 	for _, c := range []struct {
 		name    string
 		scripts map[string]string
@@ -259,8 +267,8 @@ func TestFailures(t *testing.T) {
 			func(s *Spec) { s.FailOn = regexp.MustCompile(" FAILED ") }, 0, nil, 1, []string{`printed "Batch 3 FAILED 2/32"`}},
 		{"time limit", map[string]string{"worker": hang, "server": hang, "scheduler": hang}, func(s *Spec) { s.Timeout = 300 * time.Millisecond }, 0, nil,
 			exit.Timeout, []string{"--timeout 300ms; still running: scheduler, server 0, worker 0"}},
-		{"server does not end", map[string]string{"server": hang}, func(s *Spec) { s.Grace = 300 * time.Millisecond }, 1, nil,
-			1, []string{"did not end within 300ms of the last worker: server 0"}},
+		{"server does not end", map[string]string{"worker": wait, "server": hang, "scheduler": hang}, func(s *Spec) { s.Grace = 300 * time.Millisecond }, 2, nil,
+			1, []string{"did not end within 300ms of the last worker: scheduler, server 0"}},
 		{"ignores SIGTERM", map[string]string{"worker": "ignore; " + hang, "server": "ignore; " + hang, "scheduler": hang},
 			func(s *Spec) { s.KillAfter = 300 * time.Millisecond }, 3, []os.Signal{syscall.SIGTERM}, 143, []string{"stopped by signal: terminated"}},
 		{"interrupted", map[string]string{"worker": hang, "server": hang, "scheduler": hang}, nil, 3, []os.Signal{syscall.SIGINT}, 130, []string{"stopped by signal: interrupt"}},
@@ -282,6 +290,11 @@ func TestFailures(t *testing.T) {
 				conns = v.await(t, c.hanging)
 				for _, s := range c.signals {
 					k.signals <- s
+				}
+			}
+			if c.scripts["worker"] == wait {
+				for _, worker := range workers.await(t, 1) {
+					worker.Close()
 				}
 			}
 			var err error
