@@ -191,12 +191,19 @@ func TestLostWithoutAWord(t *testing.T) {
 // TestShortLimit: a limit that is shorter than the time between two looks ends no round that was answered.
 func TestShortLimit(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
-	p := s.prepare(t, 10, 10, streams.Limit(20*time.Millisecond))[0]
-	s.serve(t, p, 1)
-	if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
-		t.Fatal(err)
+	const limit = 20 * time.Millisecond
+	p := s.prepare(t, 10, 10, streams.Limit(limit))[0]
+	for end := time.Now().Add(20 * time.Second); ; {
+		s.replay(t, p, 1, unchanged)
+		if took, err := s.round(t, p); err != nil {
+			t.Fatal(err)
+		} else if took < limit {
+			break
+		} else if time.Now().After(end) {
+			t.Fatalf("no round is answered within its limit of %s, the last after %s", limit, took)
+		}
+		p = s.again(t, p, streams.Limit(limit)) // that one may have been ended: it was late
 	}
-	s.workers[0].settle(t, stream)
 	select {
 	case <-time.After(time.Second): // it is about what happens in this time
 	case <-t.Context().Done():
