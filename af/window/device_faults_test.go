@@ -31,7 +31,7 @@ func TestDeviceSpins(t *testing.T) {
 	a, b := r.windows[0], r.windows[1]
 	unmap(a)
 	r.must(a.Signal(t.Context(), 1, 0), a.Flush(t.Context(), 1))
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), testTime)
 	defer cancel()
 	if err := b.WaitSignal(ctx, 0, 0); err != nil {
 		t.Errorf("the signal has come: %v", err)
@@ -43,7 +43,7 @@ func TestDeviceSpinsLost(t *testing.T) {
 	o := testcluster.Options{Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }}
 	l := devicesFor(t, &o, 2)
 	r := &deviceRig{newRig(t, o, 2, Options{Size: 64, Signals: 1, Device: true}), nil}
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), testTime)
 	defer cancel()
 	lost := errors.New("lost")
 	l[1].Fail(lost)
@@ -84,13 +84,13 @@ func TestDeviceDiedBetween(t *testing.T) {
 	r.devices[1].Queue(uintptr(stream), func() { close(done) })
 	select {
 	case <-done:
-	case <-time.After(3 * time.Second):
+	case <-time.After(testTime):
 		t.Error("the stream waits for ever")
 	}
 	t.Logf("Close: %v", b.Close())
 	select {
 	case <-done:
-	case <-time.After(3 * time.Second):
+	case <-time.After(testTime):
 		t.Error("and after Close, too")
 		atomic.StoreUint32((*uint32)(b.dev.memory.word(b.dev.memory.whole, 0, 0, 0).Sub(4, 4).Ptr()), 1)
 		<-done
@@ -110,7 +110,7 @@ func TestDeviceClosedBetween(t *testing.T) {
 	r.devices[1].Queue(uintptr(stream), func() { close(done) })
 	select {
 	case <-done:
-	case <-time.After(3 * time.Second):
+	case <-time.After(testTime):
 		t.Error("the stream waits for ever")
 		atomic.StoreUint32((*uint32)(b.dev.memory.word(b.dev.memory.whole, 0, 0, 0).Sub(4, 4).Ptr()), 1)
 		<-done
@@ -207,7 +207,7 @@ func TestDeviceNothingInGraph(t *testing.T) {
 		t.Errorf("the graph has %d nodes that its owner knows nothing of", n)
 	}
 	g.End()
-	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), testTime)
 	defer cancel()
 	if err := a.Flush(ctx, 1); err != nil {
 		t.Errorf("flush: %v", err)
@@ -217,7 +217,7 @@ func TestDeviceNothingInGraph(t *testing.T) {
 	r.devices[0].Queue(10, func() { close(done) })
 	select {
 	case <-done:
-	case <-time.After(2 * time.Second):
+	case <-time.After(testTime):
 		t.Error("stream 10 waits for ever for what is in the graph")
 		g.Replay(9)
 		<-done
@@ -240,7 +240,7 @@ func TestDevicePageThatBlocks(t *testing.T) {
 	select {
 	case err := <-done:
 		t.Log(err)
-	case <-time.After(3 * time.Second):
+	case <-time.After(testTime):
 		t.Error("Open hangs in open(2) of what a rank has named, for /proc/sys/fs/lease-break-time, of 45 s")
 		_, _ = unix.FcntlInt(uintptr(fd), unix.F_SETLEASE, unix.F_UNLCK)
 		<-done
