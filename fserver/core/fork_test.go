@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"slices"
 	"syscall"
 	"testing"
@@ -34,7 +35,8 @@ func TestFilesOfANode(t *testing.T) {
 		return near, far
 	}
 	own, peer, stranger := listen("tcp", "127.0.0.1:0"), listen("tcp", "127.0.0.1:0"), listen("tcp", "127.0.0.1:0")
-	memory, other := listen("unix", "@stepaf-test-of-forks"), listen("unix", "@test-of-forks")
+	name := fmt.Sprint("test-of-forks-", os.Getpid()) // this test may run twice on a machine
+	memory, other := listen("unix", "@stepaf-"+name), listen("unix", "@"+name)
 	_, accepted := connect(own)
 	toPeer, _ := connect(peer)
 	toStranger, fromStranger := connect(stranger)
