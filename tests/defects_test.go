@@ -91,17 +91,21 @@ func TestIdleClusterSleeps(t *testing.T) {
 	c := newNodes(t, 1, 1, 1).start()
 	c.serveAll(c.echo)
 	w := c.tensorWorker(0)
-	var took []time.Duration
-	for range 200 {
-		start := time.Now()
-		if err := c.roundTrip(w, make([]byte, 1<<10)); err != nil {
-			t.Fatal(err)
+	p50 := time.Hour
+	for i := 0; i < 3 && p50 > 30*time.Millisecond; i++ { // who keeps senders from sending does so each time, a busy machine not
+		var took []time.Duration
+		for range 200 {
+			start := time.Now()
+			if err := c.roundTrip(w, make([]byte, 1<<10)); err != nil {
+				t.Fatal(err)
+			}
+			took = append(took, time.Since(start))
 		}
-		took = append(took, time.Since(start))
+		slices.Sort(took)
+		p50 = took[100]
 	}
-	slices.Sort(took)
-	if p50 := took[100]; p50 > 30*time.Millisecond {
-		t.Errorf("a round trip of 1 KiB takes %s, the original's spinning receivers need 312ms", p50)
+	if p50 > 30*time.Millisecond {
+		t.Errorf("a round trip of 1 KiB takes %s, and more than 30ms before; the original's spinning receivers need 312ms", p50)
 	}
 	vantest.Idle(t, "a cluster", func() time.Duration { return vantest.ProcessorTime(t) }, time.Second, 0.25)
 }
