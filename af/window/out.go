@@ -164,8 +164,8 @@ func (o *outbox) learn(n *note) error {
 		return fmt.Errorf("%w: it has taken %d messages with %d bytes, and was sent %d with %d", van.ErrMalformed,
 			n.taken, n.bytes, o.next.Load(), o.bytes.Load())
 	}
-	raise(&o.placed, n.taken)
 	raise(&o.placedBytes, n.bytes)
+	raise(&o.placed, n.taken) // the last, as Flush looks at it
 	o.p.sleepers.wakeAll()
 	return nil
 }
