@@ -97,6 +97,50 @@ func TestDocumentLinks(t *testing.T) {
 	}
 }
 
+// What documents and messages say to make is a target: "make" without one lists the targets, and builds nothing.
+func TestMakeTargets(t *testing.T) {
+	targets := map[string]bool{}
+	for _, m := range regexp.MustCompile(`(?m)^([a-z-]+):`).FindAllStringSubmatch(read(t, "Makefile"), -1) {
+		targets[m[1]] = true
+	}
+	// In documents code that begins with make, elsewhere what sets variables of it.
+	inDocument := regexp.MustCompile("(?m)(?:^    |`)(?:[A-Z_]+=[^ `]+ )*\\bmake((?: [A-Z_]+=[^ `]+)*)(?: ([a-z-]+)| &&|`|$)")
+	inSource := regexp.MustCompile(`\bmake((?: [A-Z_]+=\w+)+)(?: ([a-z-]+))?`)
+	found := 0
+	err := filepath.WalkDir("..", func(path string, d os.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if d.IsDir() {
+			if strings.HasPrefix(d.Name(), ".") && path != ".." || path == "../bin" || path == "../build" {
+				return filepath.SkipDir
+			}
+			return nil
+		}
+		command := inSource
+		switch filepath.Ext(path) {
+		case ".md":
+			command = inDocument
+		case ".go", ".c", ".h", ".sh", ".py":
+		default:
+			return nil
+		}
+		for _, m := range command.FindAllStringSubmatch(read(t, path[len("../"):]), -1) {
+			found++
+			if !targets[m[2]] {
+				t.Errorf("%s: %q names no target of the Makefile", path, m[0])
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if found < 50 {
+		t.Errorf("%d commands were found, want 50 or more", found)
+	}
+}
+
 // read reads a file of the repository.
 func read(t testing.TB, path string) string {
 	t.Helper()

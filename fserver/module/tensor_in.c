@@ -15,7 +15,7 @@
 
 // Whether the library was built with CUDA, and what is said of a GPU's tensors if not.
 static int cuda;
-#define NO_CUDA "want cpu: this build has no CUDA; build with \"make USE_CUDA=1\", see docs/gpu.md"
+#define NO_CUDA "want cpu: this build has no CUDA; build with \"make af USE_CUDA=1\", see docs/gpu.md"
 
 // Names that are looked up for every tensor.
 static PyObject *s_contiguous, *s_device, *s_type, *s_data_ptr, *s_dtype, *s_shape, *s_dlpack, *s_interface, *s_is_conj, *s_is_neg, *s_index,

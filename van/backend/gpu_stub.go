@@ -5,7 +5,7 @@ package backend
 import "fmt"
 
 // noCUDA is what a build without CUDA says of the GPU backend.
-const noCUDA = "built without CUDA; build with \"make USE_CUDA=1\", see docs/gpu.md"
+const noCUDA = "built without CUDA; build with \"make af USE_CUDA=1\", see docs/gpu.md"
 
 // missing says why a backend of this library is not in this build.
 var missing = map[string]string{"GPU": noCUDA}

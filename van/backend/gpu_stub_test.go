@@ -9,7 +9,7 @@ import (
 
 func TestNewSaysWhatIsMissing(t *testing.T) {
 	_, err := New("gpu", 0)
-	wantError(t, err, ErrUnavailable, "GPU", "built without CUDA", "make USE_CUDA=1")
+	wantError(t, err, ErrUnavailable, "GPU", "built without CUDA", "make af USE_CUDA=1")
 	_, err = GPUs()
 	wantError(t, err, ErrUnavailable, "built without CUDA")
 	if slices.Contains(Names(), "GPU") {

@@ -25,7 +25,7 @@ func (x *gpuExam) list(context.Context) []Finding {
 		absent = Fail
 	}
 	if !slices.Contains(x.m.Backends, "GPU") {
-		return []Finding{{Status: absent, Text: "this stepaf is built without CUDA", Remedy: "make USE_CUDA=1; " + remedy}}
+		return []Finding{{Status: absent, Text: "this stepaf is built without CUDA", Remedy: "make af USE_CUDA=1; " + remedy}}
 	}
 	all, err := x.m.GPUs()
 	x.all = all

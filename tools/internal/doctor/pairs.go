@@ -107,7 +107,7 @@ func (x *gpuExam) pairs(ctx context.Context) []Finding {
 func (x *gpuExam) noPairs() (why, remedy string) {
 	switch {
 	case !slices.Contains(x.m.Backends, "GPU"):
-		return "this stepaf is built without CUDA", "make USE_CUDA=1, if there is a GPU"
+		return "this stepaf is built without CUDA", "make af USE_CUDA=1, if there is a GPU"
 	case len(x.all) == 0:
 		return "this process sees no GPU", "see gpu above"
 	case x.cfg.Backend != "" && !x.needGPU():
