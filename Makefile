@@ -113,7 +113,7 @@ sim: ## simulated clusters: SEEDS=1000 from FIRST=1 on, PLAN=name for one plan, 
 	  $(if $(PLAN),-sim.plan=$(PLAN)) $(if $(FAULT),-sim.fault=$(FAULT)) $(SIMFLAGS)
 
 simfaults: ## plant each fault of docs/testing.md, and find it within 500 seeds; prints the table
-	$(GO) test -tags failpoints -count=1 -run '^TestFaults$$' -v ./tests/sim
+	$(GO) test -tags failpoints -count=1 -run '^Test(Faults|UnknownFault)$$' -v ./tests/sim
 
 locks: ## what a push_pull takes without a wire, in a build that counts lock operations; ARGS="--van null"
 	@tools/count_locks.sh $(ARGS)

@@ -3,7 +3,10 @@
 package sim
 
 import (
+	"errors"
 	"fmt"
+	"os"
+	"os/exec"
 	"slices"
 	"strings"
 	"sync"
@@ -33,6 +36,21 @@ var faults = []struct {
 	{"duplicate", "a message that comes twice is handed up twice", []string{"seen twice"}},
 	{"rdma-reclaim", "memory that is registered for a peer and that it does not use is not taken back", []string{"failed"}},
 	{"leak", "an answer that cannot be sent keeps its batch", []string{"leak"}},
+}
+
+func init() {
+	for _, f := range faults {
+		faultNames = append(faultNames, f.name)
+	}
+}
+
+// A name that is no fault is refused: with nothing planted every seed would pass.
+func TestUnknownFault(t *testing.T) {
+	out, err := exec.Command(os.Args[0], "-test.run=^$", "-sim.fault=abandon,abandom").CombinedOutput()
+	var exit *exec.ExitError
+	if !errors.As(err, &exit) || exit.ExitCode() != 2 || !strings.Contains(string(out), `no fault "abandom": want of stale-answer, incarnation`) {
+		t.Errorf("-sim.fault=abandon,abandom: %v, %s; want status 2, and the name and those that there are", err, out)
+	}
 }
 
 // mostSeeds are tried for each fault.

@@ -36,6 +36,9 @@ var (
 	child    = flag.Bool("sim.child", false, "take seeds from standard input, for the process that spreads them")
 )
 
+// faultNames are the faults that can be planted, none without the build tag failpoints.
+var faultNames []string
+
 func TestMain(m *testing.M) {
 	flag.Parse()
 	if *planted != "" {
@@ -43,7 +46,14 @@ func TestMain(m *testing.M) {
 			fmt.Fprintln(os.Stderr, "sim: -sim.fault: this build has no faults: build with -tags failpoints")
 			os.Exit(2)
 		}
-		failpoint.Plant(strings.Split(*planted, ",")...)
+		names := strings.Split(*planted, ",")
+		for _, n := range names {
+			if !slices.Contains(faultNames, n) {
+				fmt.Fprintf(os.Stderr, "sim: -sim.fault: no fault %q: want of %s\n", n, strings.Join(faultNames, ", "))
+				os.Exit(2)
+			}
+		}
+		failpoint.Plant(names...)
 	}
 	if *seeds > 0 && !*child {
 		os.Exit(spread(*first, *seeds))
