@@ -20,9 +20,7 @@ func (s *stack) diagnose(cause error) error {
 		if err != nil {
 			why = "cannot be read (" + reason(err) + ")"
 		}
-		return fmt.Errorf("%w: no RDMA device: %s %s; load the kernel module of the network card (mlx5_ib for ConnectX), "+
-			"or make a software device (modprobe rdma_rxe; rdma link add rxe0 type rxe netdev eth0); "+
-			"in a container, sysfs must show the host's devices", ErrUnavailable, s.opt.sysfs, why)
+		return fmt.Errorf("%w: no RDMA device: %s %s; %s", ErrUnavailable, s.opt.sysfs, why, GetDevice)
 	}
 	uverbs, err := filepath.Glob(filepath.Join(s.opt.dev, "uverbs*"))
 	if err != nil || len(uverbs) == 0 {

@@ -92,6 +92,11 @@ const (
 	OtherEvent
 )
 
+// GetDevice says what to do on a host without a device, for errors.
+const GetDevice = "load the kernel module of the network card (mlx5_ib for ConnectX), " +
+	"or make a software device (modprobe rdma_rxe; rdma link add rxe0 type rxe netdev eth0); " +
+	"in a container, sysfs must show the host's devices"
+
 var eventNames = [...]string{AddrResolved: "address resolved", AddrError: "address error", RouteResolved: "route resolved",
 	RouteError: "route error", ConnectRequest: "connect request", Unreachable: "unreachable", Rejected: "rejected",
 	Established: "established", Disconnected: "disconnected", DeviceRemoval: "device removed", TimewaitExit: "timewait exit",
