@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"regexp"
+	"slices"
 	"strings"
 
 	"github.com/urfave/cli/v2"
@@ -71,7 +73,7 @@ func Run(args []string, stdout, stderr io.Writer) int {
 		if sub {
 			help = c.Command.HelpName + " --help"
 		}
-		return exit.Usage("%w; see %s", err, help)
+		return exit.Usage("%w; see %s", wanted(err, c.Command.Flags), help)
 	}
 	app.OnUsageError = usage
 	for _, c := range app.Commands {
@@ -93,6 +95,43 @@ func Run(args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintln(stderr, "stepaf: "+strings.TrimSuffix(err.Error(), "\n"))
 	}
 	return exit.Status(err)
+}
+
+// badValue is what package flag says of a value that an option cannot have: it has the value and the name.
+var badValue = regexp.MustCompile(`^invalid (?:boolean )?value (".*") for (?:flag )?-([\w-]+): `)
+
+// wanted says of such a value what is wanted instead, which err does not: "parse error".
+func wanted(err error, flags []cli.Flag) error {
+	m := badValue.FindStringSubmatch(err.Error())
+	if m == nil {
+		return err
+	}
+	for _, f := range flags {
+		if !slices.Contains(f.Names(), m[2]) {
+			continue
+		}
+		want := ""
+		switch f.(type) {
+		case *cli.IntFlag:
+			if want = "an integer"; strings.HasSuffix(err.Error(), "out of range") {
+				want = "an integer of 64 bits at most"
+			}
+		case *cli.IntSliceFlag:
+			want = "an integer, or several with commas between them"
+		case *cli.DurationFlag:
+			want = "a time with its unit, as 300ms, 10s or 5m"
+		case *cli.BoolFlag:
+			want = "nothing, true or false"
+		default:
+			return err
+		}
+		dashes := "--"
+		if len(m[2]) == 1 {
+			dashes = "-"
+		}
+		return fmt.Errorf("%s%s %s: want %s", dashes, m[2], m[1], want)
+	}
+	return err
 }
 
 // errSilent is an error whose cause has been printed.

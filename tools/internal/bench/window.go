@@ -81,7 +81,8 @@ func runWindow(c *cli.Context) error {
 		return exit.Usage("bench window: --van %s: want %s, %s or %s", over, local, zmq, ibverbs)
 	}
 	if slices.Min(sizes) < 16 || slices.Max(sizes) > 1<<30 || c.Int("iters") < 0 || c.Int("rounds") < 1 {
-		return exit.Usage("bench window: --size wants 16 bytes to 1 GiB, --iters and --rounds positive numbers")
+		return exit.Usage("bench window: --size %v, --iters %d, --rounds %d: want sizes of 16 bytes to 1 GiB, iters of 0, which are chosen by size, or more, and rounds above 0",
+			sizes, c.Int("iters"), c.Int("rounds"))
 	}
 	at, err := newPlace(c, backend.GPUs)
 	if err != nil {

@@ -18,10 +18,10 @@ import (
 func TestWindowArguments(t *testing.T) {
 	for args, want := range map[string]string{
 		"--van tcp":                 "--van tcp: want local, zmq or ibverbs",
-		"--size 15":                 "--size wants 16 bytes",
+		"--size 15":                 "--size [15], --iters 0, --rounds 10: want sizes of 16 bytes",
 		"--size 2147483647":         "to 1 GiB",
-		"--iters -1":                "positive numbers",
-		"--rounds 0":                "positive numbers",
+		"--iters -1":                "--iters -1",
+		"--rounds 0":                "--rounds 0: want",
 		"--van local --timeout 1ns": "deadline exceeded",
 	} {
 		_, err := bench(t, append([]string{"window"}, strings.Fields(args)...)...)

@@ -149,12 +149,22 @@ func set(c *cli.Context) (string, error) {
 		return "", exit.Usage("--order %s: want --comm with it: only communicators have an order", p.Order)
 	}
 	if p.Rate == 0 && p.Class == 0 && p.Order == "" {
-		return "", exit.Usage("policy set: nothing to set for %s: want --rate, --class or --order", p.Target())
+		return "", exit.Usage("policy set: nothing to set for %s: want --rate, --class or --order", asGiven(c))
 	}
 	if _, err := membership.ParsePolicy(p.String()); err != nil {
 		return "", exit.With(exit.Misuse, err)
 	}
 	return "set " + p.String(), nil
+}
+
+// asGiven is what a policy is about in the words of the command line: the scheduler has numbers for it.
+func asGiven(c *cli.Context) string {
+	for _, name := range []string{"peer", "app", "comm"} {
+		if c.IsSet(name) {
+			return fmt.Sprintf("--%s %v", name, c.Value(name))
+		}
+	}
+	return ""
 }
 
 func rateOf(s string) (int64, error) {
