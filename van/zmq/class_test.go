@@ -86,7 +86,7 @@ func TestClasses(t *testing.T) {
 				server.next(t)
 			}
 			until(t, "the class of another worker", func() bool { return marked(server, 11) })
-			until(t, "connections", func() bool { return server.socketsTo(9) == 2 && worker.socketsTo(8) >= 1 })
+			until(t, "connections", func() bool { return server.socketsTo(9) == 2 && (*worker.peers.Load())[8].link.Load() != nil })
 
 			// What the server sends to worker 0: its DEALER, and the accepted end at its ROUTER.
 			server.SetClasses(map[int]int{9: 46, 11: 3})

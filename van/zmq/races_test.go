@@ -123,10 +123,8 @@ func TestMissedLook(t *testing.T) {
 	server.next(t)
 	r := (*worker.peers.Load())[8].rx
 	for i, again := range []bool{true, false} {
-		until(t, "sleep", r.feed.Parked)
-		if !r.feed.Claim() { // as a Poll does, which looks before the answer is there
-			t.Fatal("a Poll cannot receive")
-		}
+		// As a Poll does, which looks before the answer is there. The loop may have the source for a moment.
+		until(t, "sleep, and a Poll that can receive", func() bool { return r.feed.Parked() && r.feed.Claim() })
 		m := push(9, i, make([]byte, 100))
 		m.Request = false
 		server.must(t, m)
