@@ -103,16 +103,24 @@ func TestAsker(t *testing.T) {
 	if a.Beating(p) {
 		t.Error("nonsense counts as an answer")
 	}
-	q, from = read(t, peer)
-	asked := time.Now()
-	write(t, peer, from, answer(q))
-	until(t, "answer", func() bool { return a.Beating(p) })
-	if a.Beating(Process{at, 8}) {
-		t.Error("another process has answered")
-	}
-	until(t, "end of the answer", func() bool { return !a.Beating(p) })
-	if d := time.Since(asked); d > short {
-		t.Errorf("the answer counts for %s, want less than %s", d, short)
+	for tries := 1; ; tries++ {
+		var asked time.Time
+		until(t, "answer", func() bool { // a machine that stands still makes questions old
+			q, from = read(t, peer)
+			asked = time.Now()
+			write(t, peer, from, answer(q))
+			return a.Beating(p)
+		})
+		if a.Beating(Process{at, 8}) {
+			t.Error("another process has answered")
+		}
+		until(t, "end of the answer", func() bool { return !a.Beating(p) })
+		if d := time.Since(asked); d <= short {
+			break
+		} else if tries == 3 { // or it is late to see the end
+			t.Errorf("the answer counts for %s, want less than %s", d, short)
+			break
+		}
 	}
 	for range latest + 1 {
 		read(t, peer)
@@ -138,9 +146,11 @@ func TestForgets(t *testing.T) {
 		}
 		return []Process{p}
 	})
-	q, from := read(t, peer)
-	write(t, peer, from, "SAFA"+q[4:])
-	until(t, "answer", func() bool { return a.Beating(p) })
+	until(t, "answer", func() bool { // in time: a machine that stands still makes questions old
+		q, from := read(t, peer)
+		write(t, peer, from, "SAFA"+q[4:])
+		return a.Beating(p)
+	})
 	ends.Store(true)
 	until(t, "end", func() bool {
 		a.mu.Lock()
