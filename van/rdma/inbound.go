@@ -205,6 +205,10 @@ func (in *inbound) sendQueued() {
 func (in *inbound) returnCredit(l *receiveSlot) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
+	in.returnCreditLocked(l)
+}
+
+func (in *inbound) returnCreditLocked(l *receiveSlot) {
 	if in.closed || !in.dialect.returnsCredits() || l == nil || in.v.slots.Get(l.Index()) != l {
 		return
 	}
@@ -224,11 +228,14 @@ func (in *inbound) returnCredit(l *receiveSlot) {
 
 // letGo ends a Hold of l: the last one gives it back to the peer, or frees its memory.
 func (in slotSet) letGo(l *receiveSlot) {
-	switch last, free := l.Drop(); { // not Held: another one may end at this moment
-	case free:
+	in.mu.Lock()           // at once: who looks for slots that are not used would cut the peer off for this one
+	last, free := l.Drop() // not Held: another one may end at this moment
+	if last {
+		in.returnCreditLocked(l)
+	}
+	in.mu.Unlock()
+	if free {
 		in.freeSlot(l)
-	case last:
-		in.returnCredit(l)
 	}
 }
 

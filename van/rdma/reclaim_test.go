@@ -310,6 +310,32 @@ func TestSlotsInUseAreNotMissed(t *testing.T) {
 	w.toldNothing()
 }
 
+// TestSlotIsLetGoAtOnce: who looks for slots that a peer has and does not use does not find one that is just being let go,
+// before it is noted that it was used until then: the peer would be cut off.
+func TestSlotIsLetGoAtOnce(t *testing.T) {
+	r := newRig(t)
+	w, s, held, _ := r.allInUse()
+	in := s.incomingOf(9)
+	in.mu.Lock()
+	released := make(chan struct{})
+	go func() {
+		held[0].Release()
+		close(released)
+	}()
+	<-time.After(50 * time.Millisecond)
+	free := slotSet{in}.hasFreeSlots()
+	in.mu.Unlock()
+	if free {
+		t.Error("a slot is free of which it is not noted when it was used last")
+	}
+	<-released
+	s.wantValue(3, value(250<<10, 3))
+	for _, m := range held[1:] {
+		m.Release()
+	}
+	w.toldNothing()
+}
+
 // TestSlotsInUseAreAllItHas: a peer that cannot give anything back, as its messages are still in use, is asked again and
 // again, and not cut off.
 func TestSlotsInUseAreAllItHas(t *testing.T) {
