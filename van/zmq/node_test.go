@@ -176,6 +176,13 @@ func dialRaw(t *testing.T, n *node, id string) *raw {
 // shake does the handshake of ZMTP 3.0 with the NULL mechanism.
 func (r *raw) shake(kind, id string) {
 	r.t.Helper()
+	if err := r.handshake(kind, id); err != nil {
+		r.t.Fatal(err)
+	}
+}
+
+// handshake is shake for goroutines that may outlast the test.
+func (r *raw) handshake(kind, id string) error {
 	_ = r.SetDeadline(time.Now().Add(limit))
 	greeting := make([]byte, 64)
 	greeting[0], greeting[9], greeting[10] = 0xff, 0x7f, 3
@@ -188,15 +195,14 @@ func (r *raw) shake(kind, id string) {
 		ready = append(ready, p[1]...)
 	}
 	if _, err := r.Write(append(append(greeting, 4, byte(len(ready))), ready...)); err != nil {
-		r.t.Fatal(err)
+		return err
 	}
 	var head [66]byte
 	if _, err := io.ReadFull(r, head[:]); err != nil {
-		r.t.Fatal(err)
+		return err
 	}
-	if _, err := io.CopyN(io.Discard, r, int64(head[65])); err != nil {
-		r.t.Fatal(err)
-	}
+	_, err := io.CopyN(io.Discard, r, int64(head[65]))
+	return err
 }
 
 // frame is a frame as it travels.
