@@ -103,8 +103,8 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 		return fail(errors.Join(addressError(err), z.Close()))
 	}
 	s, err := newSocket(z, false)
-	if err != nil {
-		mon.close()
+	if err != nil { // which has closed z
+		mon.end()
 		return fail(err)
 	}
 	c.sock, c.mon, c.acct = s, mon, v.accounts.open()

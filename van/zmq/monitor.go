@@ -1,6 +1,7 @@
 package zmq
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 	"syscall"
@@ -28,20 +29,20 @@ const connEvents = zmq4.EVENT_CONNECTED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_H
 
 func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event) (*monitor, error) {
 	addr := fmt.Sprintf("inproc://monitor-%d", serial)
-	if err := z.Monitor(addr, events); err != nil {
-		return nil, fmt.Errorf("monitor: %w", socketError(err))
-	}
+	// The pair comes first: what libzmq reports when it frees a socket waits for a pair, and frees no others meanwhile.
 	pair, err := ctx.NewSocket(zmq4.PAIR)
 	if err != nil {
 		return nil, fmt.Errorf("monitor: %w", socketError(err))
 	}
-	if err := pair.Connect(addr); err != nil {
-		_ = pair.Close()
-		return nil, fmt.Errorf("monitor: %w", err)
-	}
 	s, err := newSocket(pair, false)
 	if err != nil {
 		return nil, fmt.Errorf("monitor: %w", err)
+	}
+	if err := z.Monitor(addr, events); err != nil {
+		return nil, errors.Join(fmt.Errorf("monitor: %w", socketError(err)), s.close(0))
+	}
+	if err := pair.Connect(addr); err != nil { // only if the context has ended, which lets libzmq go on
+		return nil, errors.Join(fmt.Errorf("monitor: %w", err), s.close(0))
 	}
 	return &monitor{z: z, pair: pair, sock: s, stopped: make(chan struct{})}, nil
 }

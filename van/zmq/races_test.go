@@ -483,19 +483,11 @@ func TestAddressHasOneProcessWhileHandlerRuns(t *testing.T) {
 	}
 }
 
-// TestMonitorOutlastsIOThread: a connection is ended while libzmq's thread is busy for longer than freeTime
-// (as it is when it looks up a host's name). The node's other connections go on afterwards.
-func TestMonitorOutlastsIOThread(t *testing.T) {
-	scheduler := newNode(t, 1, 5, nil, func(c *env.Config) { c.ZMQIOThreads = 1 })
-	peer, other := newNode(t, 9, 7, nil, nil), newNode(t, 11, 7, nil, nil)
-	scheduler.connect(t, peer)
-	scheduler.connect(t, other)
-	for _, n := range []*node{peer, other} {
-		scheduler.must(t, heartbeat(n.self.ID, 0))
-		n.next(t).Release()
-	}
+// stall makes the one I/O thread of n, which is connected to other, wait until goOn is called.
+func stall(t *testing.T, n, other *node) (goOn func()) {
+	t.Helper()
 	// A monitor that nobody reads holds up the thread.
-	z, err := scheduler.zctx.NewSocket(zmq4.DEALER)
+	z, err := n.zctx.NewSocket(zmq4.DEALER)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -504,7 +496,7 @@ func TestMonitorOutlastsIOThread(t *testing.T) {
 	if err := z.Monitor("inproc://stall", zmq4.EVENT_ALL); err != nil {
 		t.Fatal(err)
 	}
-	pair, err := scheduler.zctx.NewSocket(zmq4.PAIR)
+	pair, err := n.zctx.NewSocket(zmq4.PAIR)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -519,7 +511,7 @@ func TestMonitorOutlastsIOThread(t *testing.T) {
 	stalled := false
 	pace := time.Tick(100 * time.Millisecond)
 	for end := time.Now().Add(limit); !stalled && time.Now().Before(end); <-pace {
-		scheduler.must(t, heartbeat(11, 1))
+		n.must(t, heartbeat(other.self.ID, 1))
 		select {
 		case m := <-other.in:
 			m.Release()
@@ -527,23 +519,42 @@ func TestMonitorOutlastsIOThread(t *testing.T) {
 			stalled = true
 		}
 	}
+	goOn = sync.OnceFunc(func() {
+		go func() {
+			for {
+				if _, err := pair.RecvMessageBytes(0); err != nil {
+					_ = pair.Close()
+					return
+				}
+			}
+		}()
+		_ = z.Close()
+	})
+	t.Cleanup(goOn) // else the node's Close would wait
 	if !stalled {
 		t.Fatal("libzmq's thread does not wait for a monitor")
 	}
+	return goOn
+}
+
+// TestMonitorOutlastsIOThread: a connection is ended while libzmq's thread is busy for longer than freeTime
+// (as it is when it looks up a host's name). The node's other connections go on afterwards.
+func TestMonitorOutlastsIOThread(t *testing.T) {
+	scheduler := newNode(t, 1, 5, nil, func(c *env.Config) { c.ZMQIOThreads = 1 })
+	peer, other := newNode(t, 9, 7, nil, nil), newNode(t, 11, 7, nil, nil)
+	scheduler.connect(t, peer)
+	scheduler.connect(t, other)
+	for _, n := range []*node{peer, other} {
+		scheduler.must(t, heartbeat(n.self.ID, 0))
+		n.next(t).Release()
+	}
+	goOn := stall(t, scheduler, other)
 	// A connection that is replaced is ended without linger.
 	if err := scheduler.Connect(t.Context(), 9, peer.self); err != nil {
 		t.Fatal(err)
 	}
 	<-time.After(freeTime + freeTime/2)
-	go func() { // the thread goes on
-		for {
-			if _, err := pair.RecvMessageBytes(0); err != nil {
-				_ = pair.Close()
-				return
-			}
-		}
-	}()
-	defer func() { _ = z.Close() }()
+	goOn()
 	for range 3 { // libzmq frees the sockets of others that are ended
 		c := (*scheduler.peers.Load())[11]
 		if err := scheduler.Connect(t.Context(), 11, other.self); err != nil {
@@ -558,6 +569,51 @@ func TestMonitorOutlastsIOThread(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestFilesLackForMonitor: a connection that cannot be watched, since this process may have no more descriptors, does
+// not keep libzmq from freeing the sockets of others.
+func TestFilesLackForMonitor(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, worker, server)
+	worker.must(t, push(8, 0, nil))
+	server.next(t).Release()
+	var l unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &l); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Setrlimit(unix.RLIMIT_NOFILE, &l) }()
+	refused := 0
+	for n := range 12 { // of them some for each descriptor that is the first which lacks
+		next, err := unix.FcntlInt(0, unix.F_DUPFD_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = unix.Close(next)
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(next + n), Max: l.Max}); err != nil {
+			t.Fatal(err)
+		}
+		err = worker.Connect(t.Context(), van.ServerID(1+n), van.Node{Role: van.Server, Hostname: "127.0.0.1", Port: 1})
+		if setErr := unix.Setrlimit(unix.RLIMIT_NOFILE, &l); setErr != nil {
+			t.Fatal(setErr)
+		}
+		if err != nil {
+			refused++
+		}
+	}
+	if refused < 5 {
+		t.Errorf("%d of 12 failed, want those that had less than 5", refused)
+	}
+	c := (*worker.peers.Load())[8]
+	worker.Disconnect(8)
+	until(t, "the end of the socket", func() bool {
+		select {
+		case <-c.mon.stopped:
+			return true
+		default:
+			return false
+		}
+	})
 }
 
 // TestClaimDuringOutage: a connection to a member that lives breaks for a moment, and meanwhile a stranger says
