@@ -80,18 +80,18 @@ func (m *monitor) start(n *shared, c *conn) {
 func (m *monitor) follow(took func(event zmq4.Event, value int)) {
 	var event zmq4.Event
 	var value int
+	var end bool
 	try := func(uintptr) bool {
-		var end bool
 		event, value, end = m.next()
 		return end || event != 0
 	}
-	for m.sock.wait(try) && !m.sock.closed.Load() {
+	for m.sock.wait(try) && !end && !m.sock.closed.Load() {
 		took(event, value) // outside of wait
 	}
 }
 
 // next returns the next event with its value, 0 if there is none, and whether m is
-// closed.
+// closed, or must be: the context ends, nothing is reported any more, and the end of the context waits for that of the pair.
 func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -100,7 +100,7 @@ func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 	}
 	event, _, value, err := m.pair.RecvEvent(zmq4.DONTWAIT)
 	if err != nil {
-		return 0, 0, false
+		return 0, 0, zmq4.AsErrno(err) == zmq4.ETERM
 	}
 	if event == zmq4.EVENT_MONITOR_STOPPED {
 		close(m.stopped)
@@ -113,7 +113,7 @@ const freeTime = time.Second
 
 // end ends a monitor that follows, behind the end of its socket: it returns when libzmq has freed
 // that, and made the end of its connection known to the system, and after freeTime at most. If that takes longer the pair stays
-// until then, as close says. Whoever follows may be the caller, so end reads events itself.
+// until then, as close says, or until the context ends. Whoever follows may be the caller, so end reads events itself.
 func (m *monitor) end() {
 	freed := make(chan struct{})
 	go func() {

@@ -571,6 +571,28 @@ func TestMonitorOutlastsIOThread(t *testing.T) {
 	}
 }
 
+// TestCloseOutlastsIOThread: a node is closed while libzmq's thread is busy for longer than freeTime. Close returns
+// when the thread goes on.
+func TestCloseOutlastsIOThread(t *testing.T) {
+	scheduler := newNode(t, 1, 5, nil, func(c *env.Config) { c.ZMQIOThreads = 1 })
+	other := newNode(t, 11, 7, nil, nil)
+	scheduler.connect(t, other)
+	scheduler.must(t, heartbeat(11, 0))
+	other.next(t).Release()
+	goOn := stall(t, scheduler, other)
+	ctx, cancel := context.WithTimeout(t.Context(), 0) // no linger
+	defer cancel()
+	closed := make(chan error, 1)
+	go func() { closed <- scheduler.Close(ctx) }()
+	<-time.After(freeTime + freeTime/2) // the context is being ended
+	goOn()
+	select {
+	case <-closed:
+	case <-time.After(limit):
+		t.Fatal("Close does not return")
+	}
+}
+
 // TestFilesLackForMonitor: a connection that cannot be watched, since this process may have no more descriptors, does
 // not keep libzmq from freeing the sockets of others.
 func TestFilesLackForMonitor(t *testing.T) {
