@@ -207,6 +207,9 @@ func TestFailedConnect(t *testing.T) {
 		if err := worker.Connect(t.Context(), 8, nowhere); err == nil {
 			t.Fatal("connected to a host that cannot be")
 		}
+		if err := worker.Send(push(8, 1, nil)); !errors.Is(err, van.ErrUnknownPeer) {
+			t.Errorf("Send where no connection could be made: %v, want %v", err, van.ErrUnknownPeer)
+		}
 	}
 	worker.connect(t, server)
 	worker.wg.Wait() // for the end of what was dropped
@@ -215,6 +218,12 @@ func TestFailedConnect(t *testing.T) {
 	worker.accounts.mu.Unlock()
 	if closed != all-1 {
 		t.Errorf("%d accounts of %d can be used again, want all but the one that is in use", closed, all)
+	}
+	worker.mu.Lock()
+	ending := len(worker.leaving)
+	worker.mu.Unlock()
+	if ending > 0 {
+		t.Errorf("%d connections that have ended are kept", ending)
 	}
 	worker.must(t, push(8, 1, nil))
 	if m := server.next(t); m.Timestamp != 1 {
@@ -659,5 +668,182 @@ func TestClaimDuringOutage(t *testing.T) {
 	until(t, "connection to the member", func() bool { return scheduler.Send(heartbeat(9, 1)) == nil })
 	if m := member.next(t); m.Timestamp != 1 {
 		t.Errorf("message %d, want 1", m.Timestamp)
+	}
+}
+
+// TestConnectLeavesOthersAlone: a connection to one address ends none that leads to another, also one that has broken,
+// which libzmq makes again.
+func TestConnectLeavesOthersAlone(t *testing.T) {
+	scheduler, first, other := newNode(t, 1, 5, nil, nil), newNode(t, 9, 7, nil, nil), newNode(t, 11, 7, nil, nil)
+	scheduler.connect(t, first)
+	scheduler.must(t, heartbeat(9, 0))
+	first.next(t).Release()
+	ctx, cancel := context.WithTimeout(t.Context(), limit)
+	defer cancel()
+	if err := first.Close(ctx); err != nil {
+		t.Fatal(err)
+	}
+	c := (*scheduler.peers.Load())[9]
+	until(t, "end of the connection", c.lost.Load)
+	scheduler.connect(t, other)
+	if c.leaves.Load() {
+		t.Error("a connection that had broken was ended by one to another address")
+	}
+	if err := scheduler.Send(heartbeat(9, 1)); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestConnectWaitsForItsAddress: Connect waits for the end of the connections to its address that end, not for ever,
+// and then says for whom; and not for others.
+func TestConnectWaitsForItsAddress(t *testing.T) {
+	scheduler, member := newNode(t, 1, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	ending := func(id int, to string) {
+		c := &conn{to: to, ended: make(chan struct{})}
+		c.who.Store(&identity{id: id})
+		scheduler.mu.Lock()
+		defer scheduler.mu.Unlock()
+		scheduler.leaving[c] = struct{}{}
+	}
+	ending(11, "tcp://127.0.0.1:1")
+	scheduler.connect(t, member)
+	const line = "another connection to the address has not ended yet"
+	if strings.Contains(scheduler.logged.String(), line) {
+		t.Error("Connect has waited for a connection to another address")
+	}
+	ending(13, (*scheduler.peers.Load())[9].to)
+	connected := make(chan error, 1)
+	go func() { connected <- scheduler.Connect(t.Context(), -1, member.self) }()
+	select {
+	case err := <-connected:
+		if err != nil {
+			t.Fatal(err)
+		}
+	case <-time.After(limit):
+		t.Fatal("Connect waits for ever")
+	}
+	scheduler.says(t, line)
+	scheduler.says(t, van.NodeName(13))
+}
+
+// TestRestore: when a connection has ended, and not before, those are connected to again that have given way to
+// connections to its address, and no others.
+func TestRestore(t *testing.T) {
+	scheduler := newNode(t, 1, 5, nil, nil)
+	gaveWay := func(id, port int) *conn {
+		t.Helper()
+		if err := scheduler.Connect(t.Context(), id, van.Node{Role: van.Worker, ID: id, Hostname: "127.0.0.1", Port: port}); err != nil {
+			t.Fatal(err)
+		}
+		c := (*scheduler.peers.Load())[id]
+		scheduler.mu.Lock()
+		defer scheduler.mu.Unlock()
+		scheduler.drop(c, 0)
+		return c
+	}
+	old := map[int]*conn{}
+	for _, id := range []int{-1, -2, -3} {
+		old[id] = gaveWay(id, 1)
+	}
+	other := gaveWay(-4, 2)
+	again := func(id int) bool { return (*scheduler.peers.Load())[id] != old[id] }
+	c := &conn{to: old[-1].to, ended: make(chan struct{})}
+	done := make(chan struct{})
+	go func() { defer close(done); scheduler.restore(c) }()
+	<-time.After(50 * time.Millisecond)
+	for id := range old {
+		if again(id) {
+			t.Errorf("node %d was connected to before the other connection had ended", id)
+		}
+	}
+	close(c.ended)
+	select {
+	case <-done:
+	case <-time.After(limit):
+		t.Fatal("restore does not return")
+	}
+	for id := range old {
+		if !again(id) {
+			t.Errorf("node %d is not connected to again", id)
+		}
+	}
+	if (*scheduler.peers.Load())[-4] != other {
+		t.Error("a connection to another address was made again")
+	}
+}
+
+// TestEndsBesideHandler: a connection that is replaced, or has broken and is given up, ends at once, not behind a
+// handler that runs: until then libzmq goes on to connect to the address.
+func TestEndsBesideHandler(t *testing.T) {
+	for name, broken := range map[string]bool{"replaced": false, "broken": true} {
+		t.Run(name, func(t *testing.T) {
+			took := time.Duration(0)
+			for range 3 { // on a machine that is busy one may be late
+				if took = endBesideHandler(t, broken); took < handlerTime {
+					return
+				}
+			}
+			t.Errorf("it took %s, as long as a handler may run", took)
+		})
+	}
+}
+
+// endBesideHandler returns how long a connection takes to end while a handler runs of what came over it.
+func endBesideHandler(t *testing.T, broken bool) time.Duration {
+	t.Helper()
+	entered, release := make(chan struct{}, 10), make(chan struct{})
+	worker := newNode(t, 9, 7, func(*van.Message) {
+		entered <- struct{}{}
+		<-release
+	}, nil)
+	defer close(release)
+	server := newNode(t, 8, 5, nil, nil)
+	link(t, worker, server)
+	worker.must(t, push(8, 0, nil))
+	server.next(t).Release()
+	m := push(9, 0, nil)
+	m.Request = false
+	server.must(t, m)
+	<-entered
+	c := (*worker.peers.Load())[8]
+	if broken {
+		ctx, cancel := context.WithTimeout(t.Context(), limit)
+		defer cancel()
+		if err := server.Close(ctx); err != nil {
+			t.Fatal(err)
+		}
+		until(t, "end of the connection", c.lost.Load)
+	}
+	began := time.Now()
+	if broken {
+		worker.Disconnect(8)
+	} else {
+		worker.connect(t, server)
+	}
+	select {
+	case <-c.ended:
+	case <-time.After(limit):
+		t.Fatal("the connection does not end")
+	}
+	return time.Since(began)
+}
+
+// TestSendWhileReplaced: who sends while the connection is replaced uses the next one.
+func TestSendWhileReplaced(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, worker, server)
+	for range 20 {
+		ended := make(chan error, 1)
+		go func() { ended <- worker.Connect(t.Context(), 8, server.self) }()
+		for connected := false; !connected; {
+			worker.must(t, heartbeat(8, 0))
+			select {
+			case err := <-ended:
+				if connected = true; err != nil {
+					t.Fatal(err)
+				}
+			default:
+			}
+		}
 	}
 }

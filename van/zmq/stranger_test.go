@@ -465,10 +465,14 @@ func TestHeardBeforeAccepted(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			g.mu.Lock()
 			c.seen.Store(false)
+			seen := before.cookie != now.cookie // what has ended, if its cookie is the same, is this connection
 			g.conns[of] = &before
 			g.mu.Unlock()
 			r.send(packed(t, push(8, 0, nil)))
 			server.next(t).Release()
+			if c.seen.Load() != seen {
+				t.Errorf("before the event the worker is seen: %t, want %t", !seen, seen)
+			}
 			g.accepted(of)
 			g.mu.Lock()
 			defer g.mu.Unlock()
@@ -476,6 +480,30 @@ func TestHeardBeforeAccepted(t *testing.T) {
 				t.Errorf("the connection is not the worker's after a message on it: %+v", in)
 			}
 		})
+	}
+}
+
+// TestNameOfAnotherProcess: a process that has a member's id, and is another one, is a stranger.
+func TestNameOfAnotherProcess(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	if err := server.Connect(t.Context(), 9, rec); err != nil {
+		t.Fatal(err)
+	}
+	g, c := server.guard, (*server.peers.Load())[9]
+	r := dialRaw(t, server, "ps9.00000006")
+	r.send(packed(t, push(8, 0, nil)))
+	var of incoming
+	until(t, "message", func() bool {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		for _, in := range g.conns {
+			of = *in
+		}
+		return of.taken > 0
+	})
+	if of.member != nil || c.seen.Load() {
+		t.Errorf("the connection of another process is the member's: %+v", of.name)
 	}
 }
 
