@@ -62,6 +62,7 @@ func TestNames(t *testing.T) {
 		Scheduler.String():       "scheduler",
 		Joint.String():           "joint",
 		Role(7).String():         "role(7)",
+		Role(-1).String():        "role(-1)",
 		EmptyCmd.String():        "EMPTY",
 		AddrResolved.String():    "ADDR_RESOLVED",
 		InstanceBarrier.String(): "INSTANCE_BARRIER",

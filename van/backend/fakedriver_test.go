@@ -49,6 +49,7 @@ type fakeDriver struct {
 	streams  map[uintptr]*fakeStream
 	events   map[uintptr]*fakeEvent
 	opened   map[uintptr]int
+	buffer   int // length of the last dma-buf
 	modules  int
 	blocked  map[int]*atomic.Bool // by device
 	exported *fakeDriver          // the process whose handles this one opens
@@ -720,5 +721,6 @@ func (f *fakeDriver) dmabuf(p uintptr, n int) (int, error) {
 	if p%4096 != 0 || n%4096 != 0 {
 		return -1, f.err("dmabuf", codeInvalidValue)
 	}
+	f.buffer = n
 	return 99, f.call("dmabuf", true)
 }

@@ -150,6 +150,19 @@ func TestStreamFlags(t *testing.T) {
 					t.Errorf("without batches: %t: word %d is %d", without, i, v)
 				}
 			}
+			var many []FlagWrite // more than can be written with the copy
+			for i := range len(wordWrites{}.addrs) + 1 {
+				many = append(many, FlagWrite{page.Sub(4*i, 4), uint32(10 + i)})
+			}
+			if err := g.CopyFlags(dev, src, s, many); err != nil {
+				t.Fatal(err)
+			}
+			settle(t, g, s)
+			for i := range many {
+				if v := word(uintptr(many[i].Word.Ptr())).Load(); v != many[i].V {
+					t.Errorf("without batches: %t: of %d words word %d is %d", without, len(many), i, v)
+				}
+			}
 		}
 		f.captured.Store(f.stream(s))
 		wantError(t, g.CopyFlags(dev, src, s, []FlagWrite{{page, 1}}), ErrUnsupported, "captured into a graph")
@@ -316,6 +329,11 @@ func TestDMABuf(t *testing.T) {
 	fd, off, err := g.ExportDMABuf(m.Sub(4100, 8))
 	if err != nil || fd != 99 || off != 4 {
 		t.Errorf("fd %d, offset %d, %v", fd, off, err)
+	}
+	for _, c := range []struct{ off, n, want int }{{0, 4096, 4096}, {0, 4097, 8192}, {4095, 1, 4096}, {4095, 2, 8192}, {0, 8192, 8192}} {
+		if _, _, err := g.ExportDMABuf(m.Sub(c.off, c.n)); err != nil || f.buffer != c.want {
+			t.Errorf("%d bytes from %d are exported as %d, want %d; %v", c.n, c.off, f.buffer, c.want, err)
+		}
 	}
 	f.fail("dmabuf", codeNotSupported)
 	_, _, err = g.ExportDMABuf(m)

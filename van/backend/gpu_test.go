@@ -134,14 +134,20 @@ func TestAlloc(t *testing.T) {
 	m.Retain()
 	wantError(t, g.Free(m), ErrInUse, "gpu:0", "1000 bytes")
 	m.Release()
-	wantError(t, g.Free(m.Sub(8, 8)), nil, "not what Alloc returned")
+	for _, other := range []Mem{m.Sub(8, 8), m.Sub(0, 8), At(m.Ptr(), m.Len(), Device{GPU, 1}, m.Owner())} {
+		wantError(t, g.Free(other), nil, "not what Alloc returned")
+	}
 	if err := g.Free(m); err != nil {
 		t.Error(err)
 	}
 	wantError(t, g.Free(m), nil, "freed before")
 	empty, err := g.Alloc(0)
-	if err != nil || empty.Len() != 0 || g.Free(empty) != nil {
-		t.Errorf("Alloc(0): %v", err)
+	if err != nil || empty.Len() != 0 || empty.Device() != g.Device() || g.Free(empty) != nil {
+		t.Errorf("Alloc(0): %d bytes on %s, %v", empty.Len(), empty.Device(), err)
+	}
+	empty, err = g.AllocPinned(0)
+	if err != nil || empty.Len() != 0 || empty.Device() != Host || g.FreePinned(empty) != nil {
+		t.Errorf("AllocPinned(0): %d bytes on %s, %v", empty.Len(), empty.Device(), err)
 	}
 	_, err = g.Alloc(-1)
 	wantError(t, err, nil, "Alloc(-1)")
