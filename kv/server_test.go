@@ -220,6 +220,30 @@ func TestRequestBeforeHandler(t *testing.T) {
 	})
 }
 
+// TestHandleAgain: a handler that could not begin to serve is none; the next one may.
+func TestHandleAgain(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	other, err := c.Servers[0].App().AddCustomer(0, 0, func(*van.Message) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := kv.NewServer[float32](c.Servers[0], kv.ServerOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var h kv.SummingHandler[float32]
+	if err := s.Handle(h.Handle); err == nil {
+		t.Fatal("two serve the same requests")
+	}
+	other.Close()
+	if err := s.Handle(h.Handle); err != nil {
+		t.Fatal(err)
+	}
+	w := newWorker[float32](t, c.Workers[0])
+	do(t, w)(w.Push([]kv.Key{7}, []float32{1}))
+	c.Finalize(t)
+}
+
 // TestSlowHandler has a handler that is stuck with one worker's request; another
 // worker and barriers go on.
 func TestSlowHandler(t *testing.T) {

@@ -190,9 +190,19 @@ func TestRefusedPullNamesNothing(t *testing.T) {
 	}
 	l.mu.Lock()
 	l.queue.list = kept
+	l.gone = true // as it is a moment before it is no link any more
 	l.mu.Unlock()
 	if n := places(); n != 1 {
 		t.Errorf("%d places are wanted behind a refused pull, want 1", n)
+	}
+	if err := worker.Send(pull(2)); !errors.Is(err, van.ErrPeerLost) {
+		t.Errorf("Send over a link that has ended: %v, want %v", err, van.ErrPeerLost)
+	}
+	l.mu.Lock()
+	l.gone = false
+	l.mu.Unlock()
+	if n := places(); n != 1 {
+		t.Errorf("%d places are wanted behind a pull that was not sent, want 1", n)
 	}
 }
 
