@@ -2,6 +2,7 @@ package af_test
 
 import (
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -148,4 +149,33 @@ func TestEarlyMessagesOfALostWorker(t *testing.T) {
 	c.Workers[1].Close()
 	eventually(t, "no message waits", func() bool { return s.Early() == 0 && in.Held() == 0 })
 	works(t, newWorker(t, c.Workers[0]), 1)
+}
+
+// TestAcknowledgedAtOnce: nothing follows the acknowledgement of a push that is no part of a batch, though those of
+// batches before said that something does: a transport that waits for it would keep the worker waiting.
+func TestAcknowledgedAtOnce(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+	serve(t, c.Servers[0], echoes(t))
+	w := newWorker(t, c.Workers[0])
+	var alone, acks, more atomic.Int32
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.Push && !m.Request {
+			acks.Add(alone.Load())
+			if m.More {
+				more.Add(alone.Load())
+			}
+		}
+		return hooks.Pass
+	})
+	for range 20 {
+		alone.Store(0)
+		works(t, w, 1)
+		alone.Store(1)
+		push(t, w, 7, "alone")
+	}
+	if n, held := acks.Load(), more.Load(); n != 20 || held > 0 {
+		t.Errorf("of %d acknowledgements %d say that something follows, want none of 20", n, held)
+	}
+	c.Finalize(t)
 }
