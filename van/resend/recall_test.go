@@ -168,3 +168,28 @@ func TestRecallBehindDisconnect(t *testing.T) {
 		}
 	})
 }
+
+// recaller notes what it is told to take back.
+type recaller struct {
+	pipe
+	got []van.Requests
+}
+
+func (r *recaller) Recall(q van.Requests) { r.got = append(r.got, q) }
+
+// TestRecallReachesTransport: what the wrapped van has is taken back, too.
+func TestRecallReachesTransport(t *testing.T) {
+	r := &recaller{}
+	v := New(r, Options{Timeout: time.Second, Log: slog.New(slog.DiscardHandler)})
+	v.Start(func(*van.Message) {})
+	defer func() {
+		if err := v.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
+	}()
+	want := van.Requests{First: 5, Count: 2, Customer: 1}
+	v.Recall(want)
+	if len(r.got) != 1 || r.got[0] != want {
+		t.Errorf("the transport was told %v, want %v", r.got, want)
+	}
+}
