@@ -354,7 +354,7 @@ func (n *node) report(now time.Duration) Report {
 		r.Note = fmt.Sprintf("%s has not answered to %s: %s; its name is looked up again (check DMLC_PS_ROOT_URI and the name service of this host)",
 			at, describe(&n.table.self), n.schedulerNotFound)
 	default:
-		r.Note = fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA), "+
+		r.Note = fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA, DMLC_LOCAL), "+
 			"or it waits for other nodes without saying so, as the C++ one does", at, describe(&n.table.self))
 	}
 	return r
