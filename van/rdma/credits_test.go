@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
@@ -92,5 +93,64 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 				t.Errorf("%d malformed messages", n)
 			}
 		})
+	}
+}
+
+// TestCreditsOfHalfAMessage: a message has been written by the first queue pair, and with it the slots that it gives back, but
+// not by the second one, when the peer refuses the next message. They are not given back once more: the peer may use them.
+func TestCreditsOfHalfAMessage(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair(func(c *env.Config) { c.QPNum, c.SplitQPLag = 2, true })
+	var refuses atomic.Bool
+	var alone atomic.Int64 // credits that no message carries
+	r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
+		switch {
+		case wr.Stack != s.stack:
+		case wr.Op == verbs.OpSendImm && wr.Imm == immCredits:
+			alone.Add(1)
+		case wr.Op == verbs.OpWriteImm && refuses.Swap(false):
+			return verbs.StatusRemoteOp
+		}
+		return verbs.StatusOK
+	})
+	p := (*s.peers.Load())[w.who.ID]
+	// said waits until w has what s says, and with it all that s has said before.
+	said := func(i int) {
+		s.must(control(w, i))
+		for came := false; !came; {
+			m := w.next()
+			came = m.IsControl() && int(m.Timestamp) == i
+			m.Release()
+		}
+	}
+	for i, halves := 0, 0; halves < 4; i++ {
+		w.must(push(s, 1, i, value(40000, i)))
+		s.next().Release()
+		s.must(push(w, 1, i, value(64<<10, i))) // now w has a slot for it
+		said(i)
+		r.until("nothing is owed, all has left", func() bool {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			return p.inbound.Load().creditsOwed.Load() == 0 && p.link.Idle()
+		})
+		r.net.HoldQP(p.currentLink().QueuePairs[1].Num())
+		w.must(push(s, 1, i, value(40000, i)))
+		m, before := s.next(), alone.Load()
+		m.Release()
+		owed := p.inbound.Load().creditsOwed.Load() > 0
+		s.must(push(w, 1, i, value(64<<10, i)))
+		if owed && alone.Load() == before {
+			halves++
+		}
+		refuses.Store(true)
+		s.must(control(w, i))
+		s.wantDown(w)
+		r.net.Release()
+		s.wantUp(w)
+		said(i)
+		r.until("nothing is owed", func() bool { return p.inbound.Load().creditsOwed.Load() == 0 })
+	}
+	if n := s.Stats().Malformed + w.Stats().Malformed; n != 0 {
+		t.Errorf("%d malformed messages", n)
 	}
 }

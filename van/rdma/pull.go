@@ -139,6 +139,9 @@ func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
 		return // another queue pair may still read the memory; see abandon
 	}
 	f, last := l.Complete(id)
+	if r := l.Record(id); !last && q == 0 && r != nil {
+		r.Note.forgetCredits() // the peer has them with the meta, whatever becomes of the parts on other queue pairs
+	}
 	if last && f.Note.control != nil {
 		p.recycle(f.Note.control)
 	}
