@@ -82,7 +82,7 @@ func TestScripts(t *testing.T) {
 		{"multi, unknown role", multi, "ROLE=boss", "", 2, "", nil, []string{"ROLE=boss: want server, worker, server-slave or joint", "usage: "}},
 		{"multi, worker without address", multi, "ROLE=worker", "", 2, "", nil, []string{"needs the ip of the scheduler", "usage: "}},
 		{"multi, slave without address", multi, "ROLE=server-slave", "", 2, "", nil, []string{"needs the ip of the scheduler"}},
-		{"multi, bad count", multi, "ROLE=joint NUM_WORKER=many", "", 2, "", nil, []string{"invalid value", "many"}},
+		{"multi, bad count", multi, "ROLE=joint NUM_WORKER=many", "", 2, "", nil, []string{`-n "many": want an integer`}},
 		{"multi, rank", multi, "ROLE=server NODE_RANK=1 " + plain, "", 2, "", nil, []string{"node rank 1, but there are 1 servers"}},
 
 		{"ut", ut, "UTEST_WORKER_BATCH_MAX=3 " + plain, "first", 0, "first", []string{"SCHEDULER_IP is 127.0.0.1\n", "GPU 0 Batch 2: ALL PASS"}, nil},
