@@ -85,3 +85,33 @@ func TestSlotBesideALaterLargerOne(t *testing.T) {
 	grant()
 	h.ends(0)
 }
+
+// TestRegisteredBufferServesItsKey: the slot of a key is the buffer that is registered for it, also where slots that keys
+// share are enough; a slot that is not of a key never is: two messages would be written there.
+func TestRegisteredBufferServesItsKey(t *testing.T) {
+	h := newHostileWorld(t, true)
+	buffer := backend.Bytes(make([]byte, 4096))
+	if err := h.s.RegisterRecvBuffer(11, 6, buffer); err != nil {
+		t.Fatal(err)
+	}
+	ask := func(key, origin, kind uint64) reply {
+		return h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{3000, kind, 3000}, origin: origin, key: key})
+	}
+	const keyed, shared = kindPush | kindRequest | kindKeyed, kindPush | kindRequest
+	origin := uint64(1)
+	for ; ; origin++ {
+		if r := ask(100+origin, origin, keyed); r.flags&replyNone != 0 {
+			break // there are enough that keys share
+		} else if r.flags != replyShared || origin > 200 {
+			t.Fatalf("slot %d of a key without a buffer is %+v", origin, r)
+		}
+	}
+	in := func(r reply) bool { return r.data >= uint64(buffer.Addr()) && r.data < uint64(buffer.Addr())+4096 }
+	if r := ask(6, origin+1, shared); in(r) || r.flags&replyRefused != 0 {
+		t.Errorf("a slot that is not of the key is %+v, in the buffer at %#x", r, buffer.Addr())
+	}
+	if r := ask(6, origin+2, keyed); !in(r) || r.flags != 0 {
+		t.Errorf("the slot of the key is %+v, want the buffer at %#x", r, buffer.Addr())
+	}
+	h.ends(0)
+}
