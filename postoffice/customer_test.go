@@ -176,6 +176,34 @@ func TestSlicesOfASpinningWait(t *testing.T) {
 	}
 }
 
+// TestPollFor: a worker whose waits spin looks until what it waits for is there, the limit has passed, or its context has
+// ended; others look once.
+func TestPollFor(t *testing.T) {
+	spins := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }})
+	sleeps := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP})
+	never := func() bool { return false }
+	for _, limit := range []time.Duration{0, time.Hour} {
+		looks := 0
+		spins.Workers[0].App().PollFor(t.Context(), limit, func() bool { looks++; return looks > 1000 })
+		if looks <= 1000 {
+			t.Errorf("limit %s: it ends after %d looks, and before what it waits for is there", limit, looks)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+		spins.Workers[0].App().PollFor(ctx, limit, never)
+		if ctx.Err() == nil {
+			t.Errorf("limit %s: it ends before its context", limit)
+		}
+		cancel()
+	}
+	begun := time.Now()
+	spins.Workers[0].App().PollFor(t.Context(), 20*time.Millisecond, never)
+	if d := time.Since(begun); d < 20*time.Millisecond {
+		t.Errorf("it ends after %s, before its limit of 20ms", d)
+	}
+	sleeps.Workers[0].App().PollFor(t.Context(), 0, never) // returns
+	spins.Servers[0].App().PollFor(t.Context(), 0, func() bool { t.Error("a server polls, which would run handlers"); return true })
+}
+
 // TestCloseEndsFinalize: Close does not wait for a Finalize that waits for others.
 func TestCloseEndsFinalize(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
