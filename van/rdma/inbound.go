@@ -208,6 +208,7 @@ func (in *inbound) returnCredit(l *receiveSlot) {
 	in.returnCreditLocked(l)
 }
 
+// returnCreditLocked is returnCredit for those who hold mu.
 func (in *inbound) returnCreditLocked(l *receiveSlot) {
 	if in.closed || !in.dialect.returnsCredits() || l == nil || in.v.slots.Get(l.Index()) != l {
 		return

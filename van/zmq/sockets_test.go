@@ -1,10 +1,7 @@
 package zmq_test
 
 import (
-	"syscall"
 	"testing"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -39,41 +36,6 @@ func TestMaxSockets(t *testing.T) {
 		if err := v.Connect(t.Context(), van.ServerID(i), van.Node{Role: van.Server, Hostname: "127.0.0.1", Port: 1}); err != nil {
 			t.Fatalf("peer %d of %d: %v", i+1, peers, err)
 		}
-	}
-}
-
-// TestFilesLack: a connection for which this process may have no more descriptors is an error
-// that says so, whichever of them is the first that is lacking.
-func TestFilesLack(t *testing.T) {
-	v := worker(t, func(*env.Config) {})
-	defer v.Close(t.Context())
-	var l unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &l); err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = unix.Setrlimit(unix.RLIMIT_NOFILE, &l) }()
-	refused := 0
-	for n := range 12 {
-		next, err := unix.FcntlInt(0, unix.F_DUPFD_CLOEXEC, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		_ = unix.Close(next)
-		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(next + n), Max: l.Max}); err != nil {
-			t.Fatal(err)
-		}
-		err = v.Connect(t.Context(), van.ServerID(n), van.Node{Role: van.Server, Hostname: "127.0.0.1", Port: 1})
-		if setErr := unix.Setrlimit(unix.RLIMIT_NOFILE, &l); setErr != nil {
-			t.Fatal(setErr)
-		}
-		if err == nil {
-			continue
-		}
-		refused++
-		vantest.Fails(t, err, syscall.EMFILE, "connect", "server", "too many open files")
-	}
-	if refused < 5 {
-		t.Errorf("%d of 12 failed, want those that had less than 5", refused)
 	}
 }
 

@@ -251,7 +251,7 @@ func (l *look) result(e *end, why string, near func(*end) closeness) Result {
 // nothing is the error of a choice among no ports.
 func (l *look) nothing(setting, value string) error {
 	if len(l.m.Devices) == 0 {
-		return &Error{setting, value, "no RDMA device; " + verbs.GetDevice, l.have(), ErrNoDevice}
+		return &Error{setting, value, "no RDMA device; " + verbs.DeviceRemedy, l.have(), ErrNoDevice}
 	}
 	err := ErrNoAddress
 	if !slices.ContainsFunc(l.m.Devices, func(d verbs.DeviceInfo) bool {

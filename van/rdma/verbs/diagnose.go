@@ -20,7 +20,7 @@ func (s *stack) diagnose(cause error) error {
 		if err != nil {
 			why = "cannot be read (" + reason(err) + ")"
 		}
-		return fmt.Errorf("%w: no RDMA device: %s %s; %s", ErrUnavailable, s.opt.sysfs, why, GetDevice)
+		return fmt.Errorf("%w: no RDMA device: %s %s; %s", ErrUnavailable, s.opt.sysfs, why, DeviceRemedy)
 	}
 	uverbs, err := filepath.Glob(filepath.Join(s.opt.dev, "uverbs*"))
 	if err != nil || len(uverbs) == 0 {

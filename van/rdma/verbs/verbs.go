@@ -92,8 +92,8 @@ const (
 	OtherEvent
 )
 
-// GetDevice says what to do on a host without a device, for errors.
-const GetDevice = "load the kernel module of the network card (mlx5_ib for ConnectX), " +
+// DeviceRemedy is what errors say to do on a host without a device.
+const DeviceRemedy = "load the kernel module of the network card (mlx5_ib for ConnectX), " +
 	"or make a software device (modprobe rdma_rxe; rdma link add rxe0 type rxe netdev eth0); " +
 	"in a container, sysfs must show the host's devices"
 
