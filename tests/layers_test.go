@@ -89,6 +89,7 @@ var layers = []struct {
 	{"tests/", []string{"*"}},
 	{"van/env", nil},
 	{"internal/datamsg", []string{"postoffice", "van", "van/backend"}},
+	{"internal/testlimit", nil},
 	{"internal/streamqueue", []string{"van", "van/backend", "van/env", "internal/"}},
 	{"internal/", []string{"internal/", "van/env"}},
 	{"van/backend/", []string{"van/env", "internal/"}},
@@ -141,7 +142,7 @@ func allowed(from, to string) (ok, known bool) {
 
 // forTests tells whether pkg serves tests only.
 func forTests(pkg string) bool {
-	return pkg == "van/vantest" || pkg == "tests" || strings.HasPrefix(pkg, "tests/")
+	return pkg == "van/vantest" || pkg == "internal/testlimit" || pkg == "tests" || strings.HasPrefix(pkg, "tests/")
 }
 
 func TestImportsPointDown(t *testing.T) {
@@ -163,6 +164,36 @@ func TestImportsPointDown(t *testing.T) {
 			if forTests(to) && !forTests(s.pkg) {
 				t.Errorf("%s: %s is for tests", s.path, to)
 			}
+		}
+	}
+}
+
+// TestEveryTestHasALimit finds packages with tests that do not import internal/testlimit, not even through
+// another package: a test that hangs there ends at the limit of "go test", after minutes.
+func TestEveryTestHasALimit(t *testing.T) {
+	const limit = "internal/testlimit"
+	imports, tests := map[string][]string{}, map[string][]string{}
+	for _, s := range tree(t) {
+		if strings.Contains(s.path, "/testdata/") {
+			continue
+		}
+		to := imports
+		if s.test {
+			to = tests
+		}
+		to[s.pkg] = append(to[s.pkg], s.imports()...)
+	}
+	for pkg, todo := range tests {
+		reached := map[string]bool{}
+		for todo = append(todo, imports[pkg]...); len(todo) > 0 && !reached[limit]; {
+			next, ours := strings.CutPrefix(todo[0], module+"/")
+			if todo = todo[1:]; ours && !reached[next] {
+				reached[next] = true
+				todo = append(todo, imports[next]...)
+			}
+		}
+		if !reached[limit] && pkg != limit {
+			t.Errorf("%s: its tests have no limit: import _ %q in one of them", pkg, module+"/"+limit)
 		}
 	}
 }
@@ -232,10 +263,11 @@ func called(n ast.Node) string {
 // exceptions to the rules of the house, and why.
 var exceptions = map[string]map[string]string{
 	"panic": {
-		"van/backend/backend.go": "Register called twice, as in database/sql",
-		"van/backend/mem.go":     "a range outside the memory, as in slicing",
-		"van/message.go":         "a message used after its release",
-		"van/van.go":             "Register called twice, as in database/sql",
+		"internal/testlimit/testlimit.go": "ends a test binary that hangs, with the stacks, as \"go test\" does",
+		"van/backend/backend.go":          "Register called twice, as in database/sql",
+		"van/backend/mem.go":              "a range outside the memory, as in slicing",
+		"van/message.go":                  "a message used after its release",
+		"van/van.go":                      "Register called twice, as in database/sql",
 	},
 	"C": {
 		"fserver/module/exports.go":         "the extension module for Python",

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van/env"
 )
@@ -158,6 +159,7 @@ func TestScriptsAcrossMachines(t *testing.T) {
 // env has one.
 func tool(t *testing.T, args string, env ...string) *scriptRun {
 	t.Helper()
+	testlimit.Longer(t, 15*time.Minute) // as its context: a virtual machine starts
 	fields := strings.Fields(args)
 	r := &scriptRun{script: filepath.Join("../tools", fields[0]), args: fields[1:], env: append([]string{"RDMA_VM_CACHE=" + t.TempDir()}, env...)}
 	ctx, cancel := context.WithTimeout(t.Context(), 15*time.Minute)

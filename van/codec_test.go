@@ -9,6 +9,8 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 func TestEncodeVectors(t *testing.T) {

@@ -1,6 +1,10 @@
 package affinity
 
-import "testing"
+import (
+	"testing"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+)
 
 func TestCheck(t *testing.T) {
 	for _, core := range []int{-1, 1 << 20} {

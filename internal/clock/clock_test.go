@@ -3,6 +3,8 @@ package clock
 import (
 	"testing"
 	"time"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 // TestBegin: Now is the host's clock also when the process was kept from running while it

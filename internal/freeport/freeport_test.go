@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/freeport"
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 // TestFind: those who ask at once get different ports, on which nobody listens.

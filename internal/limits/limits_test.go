@@ -7,6 +7,7 @@ import (
 	"syscall"
 	"testing"
 
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/logx"
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 

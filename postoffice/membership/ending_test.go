@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/van"
 )
 

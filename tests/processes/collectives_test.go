@@ -2,7 +2,9 @@ package processes
 
 import (
 	"testing"
+	"time"
 
+	"github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
@@ -14,6 +16,7 @@ func TestCollectives(t *testing.T) {
 	for _, leg := range legs {
 		t.Run(string(leg), func(t *testing.T) {
 			t.Parallel()
+			testlimit.Longer(t, 5*time.Minute)
 			res, err := real.RunPlan(t.Context(), p, real.PlanOptions{Leg: leg})
 			try(t, err)
 			for _, w := range res.Wrong {

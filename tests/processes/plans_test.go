@@ -9,7 +9,9 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
+	"github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -44,6 +46,7 @@ func chosen(names ...string) bool {
 
 // TestPlans carries out each plan on each leg that can.
 func TestPlans(t *testing.T) {
+	testlimit.Longer(t, 5*time.Minute) // for the longest plan, beside others
 	plans, err := plan.ReadDir("../plans")
 	try(t, err)
 	type done struct {

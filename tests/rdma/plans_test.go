@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
@@ -21,6 +22,7 @@ func TestPlans(t *testing.T) {
 	if !*withPlans {
 		t.Skip("takes longer than the other tests together: see docs/testing.md")
 	}
+	testlimit.Longer(t, time.Duration(*slow)*5*time.Minute) // for the longest plan
 	host := addresses(t)[0]
 	plans, err := plan.ReadDir("../plans")
 	if err != nil {

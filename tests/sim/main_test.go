@@ -5,6 +5,7 @@ package sim
 
 import (
 	"bufio"
+	"cmp"
 	"encoding/json"
 	"flag"
 	"fmt"
@@ -22,6 +23,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/internal/sim"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
@@ -189,10 +191,64 @@ func TestChild(t *testing.T) {
 
 const (
 	mark    = "outcome "
-	oneTime = 20 * time.Second // of a seed, in real time
-	oneLife = 1000             // seeds of one process
-	most    = 20               // failures are told in full; the summary names all
+	oneLife = 1000 // seeds of one process
+	most    = 20   // failures are told in full; the summary names all
 )
+
+// Limits of a seed. They are of processor time: how long a seed takes depends on what else the machine does.
+const (
+	stillTime = time.Minute            // in which the process uses less than stillUse: it hangs
+	stillUse  = 100 * time.Millisecond // with a load of 100 for each processor it would be 600 ms
+)
+
+// oneTime is the processor time of a seed. A test makes it shorter.
+var oneTime = 20 * time.Second
+
+// meter measures how long a seed has run.
+type meter struct {
+	begun time.Duration // processor time at the beginning
+	since time.Time     // since then the process has used less than stillUse
+	at    time.Duration // processor time at since
+}
+
+// over returns why the seed has run for too long, or "". used is the processor time of its process.
+func (m *meter) over(now time.Time, used time.Duration) string {
+	if m.since.IsZero() {
+		m.begun = used
+	}
+	if m.since.IsZero() || used-m.at >= stillUse {
+		m.since, m.at = now, used
+	}
+	switch {
+	case used-m.begun >= oneTime:
+		return fmt.Sprintf("it has not ended after %s of processor time", oneTime)
+	case now.Sub(m.since) >= stillTime:
+		return fmt.Sprintf("it hangs: %s of processor time in the last %s", used-m.at, stillTime)
+	}
+	return ""
+}
+
+// measure ends the child with a report of its goroutines when its seed has run for too long, and
+// says why. It ends when over is closed.
+func (p *process) measure(over <-chan struct{}) (why string) {
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	for m := (meter{}); ; {
+		used, err := testlimit.ProcessorTime(p.cmd.Process.Pid)
+		if err != nil { // it has crashed
+			return ""
+		}
+		if why = m.over(time.Now(), used); why != "" {
+			_ = p.cmd.Process.Signal(syscall.SIGQUIT)
+			return why
+		}
+		select {
+		case <-tick.C:
+		case <-over:
+			return ""
+		}
+	}
+}
 
 // showEvery is how often it is told how far it is: less often to a file than to somebody
 // who waits.
@@ -230,10 +286,16 @@ func (t *tail) Write(b []byte) (int, error) {
 func begin(fault string) (*process, error) {
 	args := []string{"-test.run=^TestChild$", "-test.timeout=0", "-sim.child", "-sim.plan=" + *planName, "-sim.fault=" + fault,
 		"-sim.seeds=" + strconv.FormatUint(*seeds, 10), "-sim.lines=" + strconv.Itoa(*story)}
-	p := &process{cmd: exec.Command(os.Args[0], args...), err: &tail{}}
-	p.cmd.Env = append(os.Environ(), "GOMAXPROCS=1", "GOGC=400")
-	p.cmd.Stderr = p.err
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL} // the terminal's SIGINT is ours
+	cmd := exec.Command(os.Args[0], args...)
+	cmd.Env = append(os.Environ(), "GOMAXPROCS=1", "GOGC=400")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL} // the terminal's SIGINT is ours
+	return start(cmd)
+}
+
+// start starts a process that takes seeds.
+func start(cmd *exec.Cmd) (*process, error) {
+	p := &process{cmd: cmd, err: &tail{}}
+	cmd.Stderr = p.err
 	var err error
 	if p.in, err = p.cmd.StdinPipe(); err != nil {
 		return nil, err
@@ -249,8 +311,10 @@ func begin(fault string) (*process, error) {
 // run gives a seed to the child and waits for what comes of it. The child is of no use any
 // more if it returns false.
 func (p *process) run(seed uint64) (outcome, bool) {
-	timer := time.AfterFunc(oneTime, func() { _ = p.cmd.Process.Signal(syscall.SIGQUIT) }) // it says where it is
-	defer timer.Stop()
+	over, ended := make(chan struct{}), make(chan string, 1)
+	go func() { ended <- p.measure(over) }()
+	stop := sync.OnceValue(func() string { close(over); return <-ended })
+	defer stop()
 	fmt.Fprintln(p.in, seed)
 	var said strings.Builder
 	for {
@@ -266,10 +330,7 @@ func (p *process) run(seed uint64) (outcome, bool) {
 		}
 		if err != nil {
 			_ = p.cmd.Wait()
-			why := "the process that ran it has crashed"
-			if !timer.Stop() {
-				why = fmt.Sprintf("it has not ended after %s of real time", oneTime)
-			}
+			why := cmp.Or(stop(), "the process that ran it has crashed")
 			return outcome{Seed: seed, Violations: []string{why + ":\n" + running(said.String()+string(p.err.b))}}, false
 		}
 	}

@@ -3,6 +3,7 @@ package main
 import (
 	"testing"
 
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 )
 

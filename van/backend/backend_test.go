@@ -3,6 +3,8 @@ package backend
 import (
 	"errors"
 	"testing"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 // TestNewInAnyCase: names are found however they are written.

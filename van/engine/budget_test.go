@@ -5,6 +5,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 // sources has a queue for each lane, which is read only while the loop says that it may.

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 var update = flag.Bool("update", false, "rewrite docs/env.md")

@@ -11,6 +11,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 // item is a message of the model.

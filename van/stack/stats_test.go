@@ -4,6 +4,7 @@ import (
 	"reflect"
 	"testing"
 
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/drop"

@@ -3,6 +3,8 @@ package vantest
 import (
 	"testing"
 	"time"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit" // of all tests that use this package
 )
 
 // Eventually waits, for d at most, for what nothing signals.

@@ -3,6 +3,8 @@ package lowfloat
 import (
 	"math"
 	"testing"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 func TestBF16(t *testing.T) {

@@ -3,6 +3,8 @@ package prog
 import (
 	"testing"
 	"time"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 func TestLine(t *testing.T) {

@@ -19,6 +19,7 @@ import (
 	"testing/fstest"
 	"time"
 
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"

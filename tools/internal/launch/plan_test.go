@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van/env"
 )

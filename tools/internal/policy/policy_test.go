@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 )
 

@@ -6,6 +6,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 // patience is what a busy machine may need for what takes milliseconds.

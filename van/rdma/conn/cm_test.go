@@ -4,6 +4,7 @@ import (
 	"errors"
 	"testing"
 
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 

@@ -4,6 +4,8 @@ import (
 	"errors"
 	"syscall"
 	"testing"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 func TestErrorText(t *testing.T) {

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
 const small = `{"name": "x", "about": "x", "cluster": {"workers": 2, "servers": 1}, "transport": {},

@@ -1,0 +1,187 @@
+// Package testlimit ends a test binary whose test hangs, and says where. It acts in every test
+// binary that imports it: a test fails when its goroutine has waited in one place for Still while
+// the process and its children hardly used a processor, or for Busy in any case. Both
+// limits grow with the load of the machine. "go test" itself has one limit for a whole
+// package, of minutes. "go test -timeout 0" switches the limits off, for debuggers.
+package testlimit
+
+import (
+	"bytes"
+	"flag"
+	"fmt"
+	"hash/maphash"
+	"runtime"
+	"runtime/debug"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// The limits on a machine that is not overloaded.
+const (
+	Still = 35 * time.Second
+	Busy  = 2 * time.Minute
+)
+
+const (
+	share = 0.2         // of one processor: a process that uses more is not still
+	every = time.Second // a sample of the goroutines
+)
+
+// still is Still; the test of this package makes it shorter.
+var still atomic.Int64
+
+func init() {
+	still.Store(int64(Still))
+	if testing.Testing() {
+		go watch()
+	}
+}
+
+// Longer gives the test d instead of Still and Busy, if that is longer: for tests that wait for a
+// long time in one place for processes which hardly run, and have a limit of their own.
+func Longer(t testing.TB, d time.Duration) {
+	old := still.Swap(max(still.Load(), int64(d)))
+	t.Cleanup(func() { still.Store(old) })
+}
+
+// watch samples the goroutines of tests until the process ends. It allocates no memory before a
+// test is late, since tests count the allocations of the whole process.
+func watch() {
+	w := watcher{seed: maphash.MakeSeed(), places: make([]place, 0, 256)}
+	buf := make([]byte, 1<<20)
+	for range time.Tick(every) {
+		n := runtime.Stack(buf, true)
+		if n == len(buf) && n < 1<<26 {
+			buf = make([]byte, 2*n)
+			continue
+		}
+		now, own := time.Now(), ownTime()
+		w.sample(buf[:n], now, own)
+		for i := range w.places {
+			p := &w.places[i]
+			if now.Sub(p.since) < time.Duration(still.Load()) {
+				continue
+			}
+			if why := p.judge(now, own); why != "" && limited() {
+				debug.SetTraceback("all")
+				panic(fmt.Sprintf("testlimit: %s:\n%s", why, stackOf(buf[:n], p.goroutine)))
+			}
+		}
+	}
+}
+
+// limited reports whether the tests may be ended: "-timeout 0" means that a debugger is at work.
+func limited() bool {
+	f := flag.Lookup("test.timeout")
+	return f == nil || f.Value.String() != "0s"
+}
+
+// place is where the goroutine of a test waits.
+type place struct {
+	goroutine uint64
+	stack     uint64 // hash
+	since     time.Time
+	own       time.Duration // processor time of this process at since
+	seen      bool          // in the sample
+}
+
+type watcher struct {
+	seed   maphash.Seed
+	places []place
+}
+
+// sample notes where the goroutines of tests are.
+func (w *watcher) sample(stacks []byte, now time.Time, own time.Duration) {
+	for i := range w.places {
+		w.places[i].seen = false
+	}
+	for len(stacks) > 0 {
+		var one []byte
+		one, stacks, _ = bytes.Cut(stacks, []byte("\n\n"))
+		id, frames, ok := testGoroutine(one)
+		if !ok {
+			continue
+		}
+		w.note(place{goroutine: id, stack: maphash.Bytes(w.seed, frames), since: now, own: own, seen: true})
+	}
+	kept := w.places[:0]
+	for _, p := range w.places {
+		if p.seen {
+			kept = append(kept, p)
+		}
+	}
+	w.places = kept
+}
+
+// note keeps the time of a goroutine that is where it was.
+func (w *watcher) note(p place) {
+	for i := range w.places {
+		if old := &w.places[i]; old.goroutine == p.goroutine {
+			if old.stack != p.stack {
+				*old = p
+			}
+			old.seen = true
+			return
+		}
+	}
+	if len(w.places) < cap(w.places) {
+		w.places = append(w.places, p)
+	}
+}
+
+// testGoroutine returns the number and the frames of a goroutine that runs a test, which does not
+// wait for other tests. Frames have the arguments of functions: a loop that makes progress
+// has other ones each time, mostly.
+func testGoroutine(stack []byte) (id uint64, frames []byte, ok bool) {
+	head, frames, _ := bytes.Cut(stack, []byte("\n"))
+	number, ours := bytes.CutPrefix(head, []byte("goroutine "))
+	if !ours || !bytes.Contains(frames, []byte("\ntesting.tRunner(")) {
+		return 0, nil, false
+	}
+	for _, tests := range [...]string{"testing.(*T).Run(", "testing.(*T).Parallel(", "testing.(*testState)", "testing.tRunner", "internal/synctest.Run("} {
+		if len(frames) > len(tests) && string(frames[:len(tests)]) == tests {
+			return 0, nil, false
+		}
+	}
+	for _, c := range number {
+		if c < '0' || c > '9' {
+			break
+		}
+		id = 10*id + uint64(c-'0')
+	}
+	return id, frames, true
+}
+
+// stackOf is the stack of one goroutine.
+func stackOf(stacks []byte, goroutine uint64) string {
+	for one := range bytes.SplitSeq(stacks, []byte("\n\n")) {
+		if id, _, ok := testGoroutine(one); ok && id == goroutine {
+			return string(one)
+		}
+	}
+	return ""
+}
+
+// judge returns why a test that is late has failed, or "".
+func (p *place) judge(now time.Time, own time.Duration) string {
+	return verdict(now.Sub(p.since), time.Duration(still.Load()), own-p.own, load(), children)
+}
+
+// verdict is judge for a test that has waited for so long, while its process used that much
+// processor time. A load above 1 makes the limits longer, and the share of a processor smaller.
+func verdict(waited, still, used time.Duration, load float64, children func() time.Duration) string {
+	load = max(load, 1)
+	hardly := func(used, in time.Duration) bool { return used.Seconds() < share/load*in.Seconds() }
+	switch {
+	case waited.Seconds() < load*still.Seconds():
+		return ""
+	case waited.Seconds() >= load*max(Busy, still).Seconds():
+		return fmt.Sprintf("a test has waited in one place for %s (limit %s, times the load of %.1f for each processor)",
+			waited.Round(time.Second), max(Busy, still), load)
+	case hardly(used, waited) && hardly(children(), childrenWindow):
+		return fmt.Sprintf("a test has waited in one place for %s (limit %s, times the load of %.1f for each processor), in which its process used %s of processor time",
+			waited.Round(time.Second), still, load, used.Round(time.Millisecond))
+	}
+	return ""
+}
