@@ -37,7 +37,7 @@ func openProfile(cfg *Config, role van.Role, log *slog.Logger) (*profile, error)
 	}
 	f, err := os.Create(name)
 	if err != nil {
-		return nil, &van.Error{Op: "start", Detail: "PROFILE_PATH", Err: err}
+		return nil, &van.Error{Op: "start", Detail: "PROFILE_PATH", Err: fmt.Errorf("%w: %w", van.ErrInvalid, err)}
 	}
 	return &profile{log: log, role: role.String(), f: f}, nil
 }

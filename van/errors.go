@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"strings"
 	"time"
+
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // Errors that callers tell apart with errors.Is. They come wrapped in *Error,
@@ -28,11 +30,18 @@ var (
 	ErrTimeout = errors.New("timed out")
 	// ErrMalformed: a frame from the network breaks the protocol.
 	ErrMalformed = errors.New("malformed message")
-	// ErrNoTransport: the chosen van is not in this build.
-	ErrNoTransport = errors.New("unsupported van type")
+	// ErrNoTransport: the chosen van is not in this build. It matches ErrInvalid, too.
+	ErrNoTransport error = invalid("unsupported van type")
 	// ErrInvalid: an argument is out of range; nothing was sent.
-	ErrInvalid = errors.New("invalid argument")
+	ErrInvalid = env.ErrInvalid
 )
+
+// invalid is a sentinel that matches ErrInvalid, too.
+type invalid string
+
+func (e invalid) Error() string { return string(e) }
+
+func (e invalid) Unwrap() error { return ErrInvalid }
 
 // TimedOut is err, and ErrTimeout as well if it is a context's deadline.
 func TimedOut(err error) error {

@@ -287,8 +287,9 @@ func New(opts Options) (Van, error) {
 	f := transports.m[name]
 	transports.RUnlock()
 	if f == nil {
-		return nil, fmt.Errorf("van type %q (%s): %w: this build has %s", name, opts.Config.Origin("DMLC_PS_VAN_TYPE"),
-			ErrNoTransport, strings.Join(Transports(), ", "))
+		have := Transports()
+		return nil, fmt.Errorf("van type %q (%s): %w: this build has %s%s", name, opts.Config.Origin("DMLC_PS_VAN_TYPE"),
+			ErrNoTransport, strings.Join(have, ", "), env.DidYouMean(name, have))
 	}
 	return f(opts)
 }

@@ -55,7 +55,7 @@ func Start(ctx context.Context, lookup func(string) (string, bool), names func()
 		return nil, err
 	}
 	if cfg.Role == "joint" {
-		return nil, fmt.Errorf("init: %w: DMLC_ROLE=joint, want worker, server or scheduler: start one process for each role", ErrMisuse)
+		return nil, fmt.Errorf("init: %w: DMLC_ROLE=joint, want worker, server or scheduler: start one process for each role", van.ErrInvalid)
 	}
 	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg, KeepBackend: true}) // Python may keep received tensors
 	if err != nil {

@@ -26,7 +26,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/fserver/core"
-	"github.com/stepaf/stepaf-go/van"
 )
 
 func main() {} // never runs: the library is loaded by Python
@@ -44,12 +43,12 @@ func fail(e *C.sf_error, err error) C.int {
 	if errors.Is(err, core.ErrPending) {
 		return C.SF_PENDING
 	}
-	switch {
-	case errors.Is(err, van.ErrTimeout), errors.Is(err, context.DeadlineExceeded):
+	switch core.ClassOf(err) {
+	case core.Timeout:
 		e.kind = C.SF_TIMEOUT
-	case errors.Is(err, van.ErrPeerLost), errors.Is(err, van.ErrUnknownPeer):
+	case core.Connection:
 		e.kind = C.SF_CONNECTION
-	case errors.Is(err, van.ErrInvalid), errors.Is(err, core.ErrUnknownHandler):
+	case core.Value:
 		e.kind = C.SF_VALUE
 	default:
 		e.kind = C.SF_RUNTIME

@@ -63,6 +63,8 @@ func Explain(err error) error {
 // NoLimit stands for "unlimited".
 const NoLimit = math.MaxUint64
 
+const zmqMaxSocket = "BYTEPS_ZMQ_MAX_SOCKET"
+
 // Need is something that a node needs, and what it may have.
 type Need struct {
 	What   string // "open files"
@@ -87,6 +89,14 @@ func (e *Error) Error() string {
 		unit = " bytes"
 	}
 	return fmt.Sprintf("too few %s: %s is %d%s, this node needs %d (%s): %s", e.What, e.Name, e.Have, unit, e.Needed, e.Why, e.Raise)
+}
+
+// Unwrap makes the error van.ErrInvalid if the limit is one of our variables.
+func (e *Error) Unwrap() error {
+	if e.Name == zmqMaxSocket {
+		return env.ErrInvalid
+	}
+	return nil
 }
 
 // System is where limits are read.
@@ -165,7 +175,7 @@ func Of(c *env.Config, role string, s System) (needs []Need, err error) {
 	}
 	return []Need{
 		openFilesOf(c, role, peers, open, hard),
-		{What: "sockets of libzmq", Name: "BYTEPS_ZMQ_MAX_SOCKET", Needed: peers + 1, Have: uint64(c.ZMQMaxSockets),
+		{What: "sockets of libzmq", Name: zmqMaxSocket, Needed: peers + 1, Have: uint64(c.ZMQMaxSockets),
 			Why:   fmt.Sprintf("1 for each of %d peers, and its own", peers),
 			Raise: fmt.Sprintf("set BYTEPS_ZMQ_MAX_SOCKET=%d or more on this node", peers+1)},
 	}, nil

@@ -11,6 +11,8 @@ import (
 	"slices"
 	"strings"
 	"sync"
+
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // ErrUnavailable is wrapped by New's error when the named backend is not in this build
@@ -79,7 +81,9 @@ func New(name string, id int) (Backend, error) {
 		if why := missing[strings.ToUpper(name)]; why != "" {
 			return nil, fmt.Errorf("backend %s: %w: %s", strings.ToUpper(name), ErrUnavailable, why)
 		}
-		return nil, fmt.Errorf("backend %q: %w in this build (there is: %s)", name, ErrUnavailable, strings.Join(Names(), ", "))
+		have := Names()
+		return nil, fmt.Errorf("backend %q: %w in this build (there is: %s)%s", name, ErrUnavailable, strings.Join(have, ", "),
+			env.DidYouMean(name, append(have, "GPU")))
 	}
 	return f(id)
 }

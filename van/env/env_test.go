@@ -1,9 +1,11 @@
 package env
 
 import (
+	"errors"
 	"flag"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -75,7 +77,15 @@ func TestMisspelt(t *testing.T) {
 		{"PS_ROOT_URI", "DMLC_PS_ROOT_URI"},
 		{"STEPAF_BUSY_POL_ENABEL", "STEPAF_BUSY_POLL_ENABLE"},
 		{"STEPMESH_BACKND", "STEPMESH_BACKEND"},
-		{"STEPMESH_QP_NUM", ""}, // too short behind the prefix
+		{"STEPMESH_QP_NUM", "STEPAF_QP_NUM"},
+		{"DMLC_GPU", "STEPMESH_GPU"},
+		{"STEPAF_ROLE", "DMLC_ROLE"},
+		{"DMCL_ROLE", "DMLC_ROLE"},
+		{"dmlc_group_size", "DMLC_GROUP_SIZE"},
+		{"DMLC-NODE-RANK", "DMLC_NODE_RANK"},
+		{"DMLC_NODE_HOST ", "DMLC_NODE_HOST"},
+		{"STEPMSEH_GPU", "STEPMESH_GPU"},
+		{"enable_profiling", "ENABLE_PROFILING"},
 		{"STEPMESH_BIND_CPU_CORES", "STEPMESH_BIND_CPU_CORE"},
 		{"BYTEPS_ORDERD_HOSTS", "BYTEPS_ORDERED_HOSTS"},
 		{"DMLC_NODE_RANKS", "DMLC_NODE_RANK"},
@@ -108,6 +118,108 @@ func TestMisspelt(t *testing.T) {
 				t.Errorf("warnings %q", c.Warnings)
 			}
 		})
+	}
+}
+
+// TestMeantForRequired: the error of a required variable that is not set names what was set instead.
+func TestMeantForRequired(t *testing.T) {
+	good := map[string]string{"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "8123"}
+	tests := map[string]string{
+		"DMLC_ROLE":         "DMLC_ROEL DMLC_ROLES DLMC_ROLE STEPAF_ROLE BYTEPS_ROLE dmlc_role Dmlc_Role DMLC_NODE_ROLE ROLE PS_ROLE",
+		"DMLC_NUM_WORKER":   "DMLC_NUM_WORKERS DMLC_NUM_WROKER DMLC_NUMWORKER DMLC_WORKER_NUM DMLC_NUM_WRK STEPMESH_NUM_WORKER dmlc_num_worker DMLC_WORKERS NUM_WORKER",
+		"DMLC_NUM_SERVER":   "DMLC_NUM_SERVERS DMLC_NUM_SEVRER DMLC_SERVER_NUM STEPAF_NUM_SERVER DMLC-NUM-SERVER PS_NUM_SERVER",
+		"DMLC_PS_ROOT_URI":  "DMLC_PS_ROOT_URL DMLC_ROOT_URI PS_ROOT_URI STEPAF_PS_ROOT_URI DMLC_PS_ROOT_IP DMLC_PS_ROOT DMLC_PS_URI dmlc_ps_root_uri",
+		"DMLC_PS_ROOT_PORT": "DMLC_PS_ROOT_PROT DMLC_PS_PORT DMLC_ROOT_PORT DMLC_PS_ROOTPORT DMLC_PS_ROOT_PORTS STEPMESH_ROOT_PORT DMLC_PS_ROOT_PRT",
+	}
+	for name, others := range tests {
+		for other := range strings.FieldsSeq(others) {
+			list := []string{"PATH=/bin", "ROLE_ARN=x", "NUM_GPUS=8", "PORT=80", "ROOT=/", "PS1=$"}
+			for k, v := range good {
+				if k == name {
+					k = other
+				}
+				list = append(list, k+"="+v)
+			}
+			c, err := LoadFrom(FromList(list))
+			if err == nil {
+				err = c.Validate()
+			}
+			want := name + " is not set (" + other + "=" + strconv.Quote(good[name]) + " is, which nothing reads; did you mean " + name + "?): want "
+			if got := errText(err); !strings.HasPrefix(got, want) || strings.Contains(got, "\n") {
+				t.Errorf("got\n%s\nwant\n%s", got, want)
+			}
+		}
+	}
+	var list []string
+	for k, v := range good {
+		if k != "DMLC_ROLE" {
+			list = append(list, k+"="+v)
+		}
+	}
+	for _, stranger := range []string{"ROLE_ARN", "USER_ROLE", "DMLC_NUM_ATTEMPT", "DMLC_INTERFACE", "DMLC_NODE_RANK", "HOST"} {
+		c := load(t, append(list, stranger+"=1")...)
+		if got, want := errText(c.Validate()), "DMLC_ROLE is not set: want one of worker, server, scheduler, joint"; got != want {
+			t.Errorf("%s: got %q, want %q", stranger, got, want)
+		}
+	}
+}
+
+// TestMisspeltBesideAnError: a misspelt name that may be the cause of an error follows it.
+func TestMisspeltBesideAnError(t *testing.T) {
+	c := load(t, "DMLC_ROLE=worker", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=h", "DMLC_PS_ROOT_PORT=1", "STEPMESH_GPU=1", "DMLC_GROUP_SIZ=2")
+	want := `rank="1" (DMLC_GROUP_SIZE 1 * DMLC_NODE_RANK 0 + STEPMESH_GPU 1 + DMLC_RANK_OFFSET 0): want 0 to 0 for one of 1 worker instances (DMLC_NUM_WORKER 1 * DMLC_GROUP_SIZE 1)
+DMLC_GROUP_SIZ is not a name that StepAF reads; did you mean DMLC_GROUP_SIZE?`
+	if got := errText(c.Validate()); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+	_, err := LoadFrom(FromList([]string{"PS_RESEND=true", "DMLC_GROUP_SIZ=2"}))
+	want = `PS_RESEND="true": want 0 (off) or 1 (on); write 1
+DMLC_GROUP_SIZ is not a name that StepAF reads; did you mean DMLC_GROUP_SIZE?`
+	if got := errText(err); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+// TestMisspeltValues: the error of a value that is like an allowed one, or is one in quotes or with a unit, says so.
+func TestMisspeltValues(t *testing.T) {
+	for set, want := range map[string]string{
+		"DMLC_ROLE=workers":          "did you mean worker?",
+		"DMLC_ROLE=Server":           "did you mean server?",
+		"DMLC_ROLE=sched":            "did you mean scheduler?",
+		"DMLC_ROLE=shceduler":        "did you mean scheduler?",
+		`DMLC_ROLE="worker"`:         "write it without quotes",
+		"DMLC_NUM_WORKER='2'":        "write it without quotes",
+		`PS_RESEND="1"`:              "write it without quotes",
+		`DMLC_ENABLE_RDMA="zmq"`:     "write it without quotes",
+		"STEPAF_START_TIMEOUT=5m":    "write 300",
+		"PS_RESEND_TIMEOUT=2s":       "write 2000",
+		"PS_RESEND_TIMEOUT=1us":      "a whole number of milliseconds from 1 to 86400000",
+		"DMLC_ROLE=clerk":            "want one of worker, server, scheduler, joint",
+		"DMLC_ENABLE_RDMA=ibverbs!":  "did you mean ibverbs?",
+		"DMLC_PS_VAN_TYPE=0mq":       "did you mean zmq?",
+		"BYTEPS_ORDERED_HOSTS=a,b,a": "a is there twice",
+	} {
+		_, err := LoadFrom(FromList([]string{set}))
+		if got := errText(err); !strings.HasSuffix(got, want) {
+			t.Errorf("%s: %q, want it to end with %q", set, got, want)
+		}
+	}
+	for _, x := range []struct{ s, want string }{{"ibverb", "ibverbs"}, {"ibv", "ibverbs"}, {"zqm", "zmq"}, {"zmqp", "zmq"}, {"ucx", ""}, {"shm", ""}, {"", ""}} {
+		want := ""
+		if x.want != "" {
+			want = "; did you mean " + x.want + "?"
+		}
+		if got := DidYouMean(x.s, vanWords); got != want {
+			t.Errorf("%s: %q, want %q", x.s, got, want)
+		}
+	}
+}
+
+// TestErrorsAreInvalid: programs tell a wrong setting from other failures by van.ErrInvalid.
+func TestErrorsAreInvalid(t *testing.T) {
+	_, err := LoadFrom(FromList([]string{"DMLC_ROLE=x"}))
+	if !errors.Is(err, ErrInvalid) || !errors.Is(Default().Validate(), ErrInvalid) {
+		t.Errorf("%v and %v, want both to be ErrInvalid", err, Default().Validate())
 	}
 }
 

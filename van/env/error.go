@@ -3,9 +3,13 @@ package env
 // The error of a setting.
 
 import (
+	"errors"
 	"strconv"
 	"strings"
 )
+
+// ErrInvalid is van.ErrInvalid, which every Error matches.
+var ErrInvalid = errors.New("invalid argument")
 
 // Error is one setting that cannot be used. Load and Validate join all that they
 // find with errors.Join; errors.As finds the first.
@@ -31,3 +35,6 @@ func (e *Error) Error() string {
 	b.WriteString(": want " + e.Want)
 	return b.String()
 }
+
+// Unwrap makes errors.Is(err, van.ErrInvalid) true.
+func (e *Error) Unwrap() error { return ErrInvalid }

@@ -4,6 +4,7 @@ package env
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"strings"
 )
@@ -68,7 +69,7 @@ func Default() *Config {
 // LoadFrom reads all variables of src. Names that are unset or empty keep their
 // default, and nothing is required: see Validate for that.
 //
-// The error joins an *Error for each invalid value. Config is never nil; after an error
+// The error joins an *Error for each invalid value, and then names that are perhaps misspelt. Config is never nil; after an error
 // invalid values are replaced by defaults, for display only.
 func LoadFrom(src Source) (*Config, error) {
 	l := &loader{c: Default(), src: src}
@@ -85,10 +86,7 @@ func LoadFrom(src Source) (*Config, error) {
 	l.readOthers()
 	l.advise()
 	if src.Names != nil {
-		l.c.misspelt = misspelt(src.Names())
-		for _, s := range l.c.misspelt {
-			l.warn("%s is not a name that StepAF reads; did you mean %s?", s.Name, s.Nearest)
-		}
+		l.findMisspelt(src.Names())
 	}
 	l.c.loaded = make(map[string]string, len(table))
 	for i := range table {
@@ -98,7 +96,37 @@ func LoadFrom(src Source) (*Config, error) {
 	for i, p := range l.c.problems {
 		errs[i] = p.err
 	}
-	return l.c, errors.Join(errs...)
+	return l.c, l.c.join(errs)
+}
+
+// findMisspelt looks for names that were probably meant for variables.
+func (l *loader) findMisspelt(names []string) {
+	c := l.c
+	for v, n := range likely(names, func(v string) bool { return c.origins[v] != "" }) {
+		value, _ := l.src.Lookup(n)
+		if c.meant == nil {
+			c.meant = map[string]string{}
+		}
+		c.meant[v] = fmt.Sprintf("%s=%q is, which nothing reads; did you mean %s?", n, value, v)
+	}
+	c.misspelt = misspelt(names)
+	for _, s := range c.misspelt {
+		l.c.Warnings = append(l.c.Warnings, s.String())
+	}
+}
+
+// join joins errors of settings. Names that are perhaps misspelt follow: one of them may be the cause.
+func (c *Config) join(errs []error) error {
+	if len(errs) == 0 {
+		return nil
+	}
+	text := errors.Join(errs...).Error()
+	for _, s := range c.misspelt {
+		if !strings.Contains(text, s.Name+"=") {
+			errs = append(errs, errors.New(s.String()))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 func (l *loader) readOthers() {

@@ -68,7 +68,8 @@ All variables are read once, when a node starts. ` + "`stepaf env`" + ` shows th
   ` + "`true`" + ` are errors, because the original library reads them as 0.
 - A value that makes no sense is an error that names the variable, its value and what is allowed. All errors are
   reported together.
-- A name that nothing reads but that looks like one of these gives a warning with the name that was perhaps meant.
+- A name that nothing reads but that looks like one of these gives a warning with the name that was perhaps meant. The
+  error of a required variable that is not set names it, too.
 `
 
 const aboutTransport = `

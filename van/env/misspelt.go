@@ -3,6 +3,7 @@ package env
 // Names that are set, that nothing reads, and that resemble a variable.
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 )
@@ -11,35 +12,61 @@ import (
 // that it resembles.
 type Suggestion struct{ Name, Nearest string }
 
+// String is a line for the log.
+func (s Suggestion) String() string {
+	return fmt.Sprintf("%s is not a name that StepAF reads; did you mean %s?", s.Name, s.Nearest)
+}
+
 // Unknown returns the names that look like misspelt variables, in order. It is empty when
 // the source of Load could not list its names.
 func (c *Config) Unknown() []Suggestion { return slices.Clone(c.misspelt) }
 
 var prefixes = []string{"DMLC_", "PS_", "STEPMESH_", "STEPAF_", "BYTEPS_"}
 
-func misspelt(names []string) []Suggestion {
-	known := map[string]bool{}
-	var candidates []string
+// plain is how a name would be spelt here: in capitals, words joined by underscores. Files of
+// variables may leave a blank at the end of a name.
+func plain(name string) string {
+	return strings.NewReplacer("-", "_", ".", "_").Replace(strings.ToUpper(strings.TrimSpace(name)))
+}
+
+// readNames are the names of variables with a field, and knownNames these and all others that are no
+// misspelling.
+func readNames() (list []string) {
 	for i := range table {
-		for _, n := range table[i].spellings() {
-			known[n] = true
-			candidates = append(candidates, n)
-		}
+		list = append(list, table[i].spellings()...)
+	}
+	return list
+}
+
+func knownNames() map[string]bool {
+	known := map[string]bool{}
+	for _, n := range slices.Concat(readNames(), strangers) {
+		known[n] = true
 	}
 	for _, o := range others {
 		known[o.name] = true
 	}
-	for _, n := range strangers {
-		known[n] = true
-	}
+	return known
+}
+
+// ours reports whether a plain name begins with one of the prefixes, or with a misspelling of one.
+func ours(name string) bool {
+	first, _, _ := strings.Cut(name, "_")
+	return slices.ContainsFunc(prefixes, func(p string) bool {
+		return strings.HasPrefix(name, p) || len(p) > 4 && distance(first+"_", p) == 1
+	})
+}
+
+func misspelt(names []string) []Suggestion {
+	known, candidates := knownNames(), readNames()
 	names = slices.Sorted(slices.Values(names))
 	var found []Suggestion
 	for _, n := range slices.Compact(names) {
-		ours := slices.ContainsFunc(prefixes, func(p string) bool { return strings.HasPrefix(n, p) })
-		if !ours || known[n] {
+		p := plain(n)
+		if known[n] || !ours(p) && !slices.Contains(candidates, p) {
 			continue
 		}
-		if near := nearest(n, candidates); near != "" {
+		if near := nearest(p, candidates); near != "" {
 			found = append(found, Suggestion{n, near})
 		}
 	}
@@ -69,11 +96,62 @@ func nearest(name string, candidates []string) string {
 		return best
 	}
 	for _, c := range candidates {
-		if t := tail(c); len(t) >= 7 && t == tail(name) {
+		// PS_ is the prefix of much else.
+		if t := tail(c); t == tail(name) && (len(t) >= 7 || !strings.HasPrefix(name, "PS_")) {
 			return c
 		}
 	}
 	return ""
+}
+
+// likely returns, for each required variable that is not set, the name among names that was
+// probably meant for it. Something is wrong for certain there, so names count that are less
+// like it than nearest asks for: another ending, words in another order, one word too few.
+func likely(names []string, isSet func(string) bool) map[string]string {
+	known := knownNames()
+	found := map[string]string{}
+	for _, n := range slices.Sorted(slices.Values(names)) {
+		p := plain(n)
+		best, least := "", 1<<30
+		for i := range table {
+			v := &table[i]
+			if !v.needed || known[n] || !resembles(p, v.name) {
+				continue
+			}
+			if d := distance(p, v.name); d < least {
+				best, least = v.name, d
+			}
+		}
+		if best == "" || isSet(best) {
+			continue
+		}
+		if before := found[best]; before == "" || least < distance(plain(before), best) {
+			found[best] = n
+		}
+	}
+	return found
+}
+
+// resembles reports whether a plain name may be meant for the variable want.
+func resembles(name, want string) bool {
+	a, b := tail(name), tail(want)
+	if a == b {
+		return true
+	}
+	if !ours(name) {
+		return false
+	}
+	if distance(a, b) <= len(b)/4+1 {
+		return true
+	}
+	x, y := strings.Split(a, "_"), strings.Split(b, "_")
+	shared := 0
+	for _, w := range x {
+		if slices.Contains(y, strings.TrimSuffix(w, "S")) {
+			shared++
+		}
+	}
+	return shared > 0 && len(x)+len(y)-2*shared <= 2 // at most one word is another one, missing or too much
 }
 
 // tail is a name without its prefixes; DMLC_PS_ROOT_URI has two.
@@ -82,6 +160,37 @@ func tail(name string) string {
 		name = strings.TrimPrefix(name, p)
 	}
 	return name
+}
+
+// DidYouMean is "; did you mean WORD?" for the one of words that s is like, or "" if there is none.
+func DidYouMean(s string, words []string) string {
+	s = strings.ToLower(unquote(s))
+	best, least := "", 3
+	for _, w := range words {
+		l := strings.ToLower(w)
+		d := distance(s, l)
+		switch {
+		case len(s) >= 3 && (strings.HasPrefix(l, s) || strings.HasPrefix(s, l)):
+			d = min(d, 1)
+		case len(l) < 6 && d > 1:
+			continue
+		}
+		if d < least {
+			best, least = w, d
+		}
+	}
+	if best == "" {
+		return ""
+	}
+	return "; did you mean " + best + "?"
+}
+
+// unquote drops quotes around a value, which a file of variables (docker run --env-file) keeps.
+func unquote(s string) string {
+	if n := len(s); n >= 2 && (s[0] == '"' || s[0] == '\'') && s[n-1] == s[0] {
+		return strings.Trim(s[1:n-1], blanks)
+	}
+	return s
 }
 
 // distance counts insertions, deletions, substitutions and swaps of neighbours

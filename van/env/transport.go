@@ -68,7 +68,7 @@ func (l *loader) chooseVan() {
 	if s == "" {
 		return
 	}
-	canon, want := checkVan(s)
+	canon, want := v.parse(s)
 	if want != "" {
 		l.refuse(v.name, &Error{Name: name, Value: s, Want: want})
 		return

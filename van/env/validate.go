@@ -3,7 +3,6 @@ package env
 // Checks of a whole Config before a node starts.
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -11,7 +10,8 @@ import (
 
 // Validate checks all that can be checked before a node connects: values that are
 // missing, out of range or contradictory. It repeats the errors of Load, except where the
-// program has set another value since. The error joins an *Error for each finding.
+// program has set another value since. The error joins an *Error for each finding, and then names that
+// are perhaps misspelt.
 func (c *Config) Validate() error {
 	var errs []error
 	add := func(e *Error) { errs = append(errs, e) }
@@ -65,7 +65,7 @@ func (c *Config) Validate() error {
 				Want: fmt.Sprintf("at least STEPAF_QP_NUM (%d)", c.QPNum)})
 		}
 	}
-	return errors.Join(errs...)
+	return c.join(errs)
 }
 
 // validate checks one field by itself.
@@ -75,7 +75,7 @@ func (v *variable) validate(c *Config) *Error {
 	if text == "" {
 		switch {
 		case v.needed:
-			return fail(v.wantSet())
+			return &Error{Name: v.name, Why: c.meant[v.name], Want: v.wantSet()}
 		case v.def != "":
 			return fail(v.want())
 		}

@@ -34,8 +34,32 @@ func (v *variable) clean(s string) string {
 }
 
 // parse checks a clean text and returns its canonical form. want is not empty when
-// the text was refused.
+// the text was refused; it may say what was probably meant.
 func (v *variable) parse(s string) (canon, want string) {
+	canon, want = v.parseOnly(s)
+	if want == "" {
+		return canon, ""
+	}
+	if u := unquote(s); u != s && u != "" {
+		if _, bad := v.parseOnly(u); bad == "" {
+			return "", want + "; write it without quotes"
+		}
+	}
+	if v.kind == Seconds || v.kind == Milliseconds {
+		if d, err := time.ParseDuration(s); err == nil && d%v.unit() == 0 {
+			if n, bad := v.parseOnly(strconv.FormatInt(int64(d/v.unit()), 10)); bad == "" {
+				return "", want + "; write " + n
+			}
+		}
+	}
+	if strings.Contains(want, "; write ") {
+		return "", want
+	}
+	return "", want + DidYouMean(s, v.words)
+}
+
+// parseOnly is parse without advice.
+func (v *variable) parseOnly(s string) (canon, want string) {
 	switch v.kind {
 	case Int, Percent, Seconds, Milliseconds:
 		n, err := strconv.ParseInt(s, 10, 64)

@@ -28,7 +28,7 @@ func OpenDevice(cfg *env.Config, role van.Role, log *slog.Logger) (backend.Backe
 	}
 	b, err := backend.New(name, cfg.GPU)
 	if err != nil {
-		return nil, fmt.Errorf("STEPMESH_BAKCEND=%s: %w", name, err)
+		return nil, fmt.Errorf("STEPMESH_BAKCEND=%s: %w: %w", name, van.ErrInvalid, err)
 	}
 	return tuned(b, cfg), nil
 }

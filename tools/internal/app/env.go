@@ -68,7 +68,7 @@ func showEnv(w io.Writer, src env.Source, o envOptions) error {
 			r.Variables = append(r.Variables, v)
 		}
 	}
-	for _, e := range exit.Unjoin(err) {
+	for _, e := range doctor.Unwarned(cfg, err) {
 		r.Errors = append(r.Errors, e.Error())
 	}
 	if o.json {

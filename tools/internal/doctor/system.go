@@ -64,7 +64,7 @@ func (x *exam) environment(ctx context.Context) []Finding {
 		err = x.cfg.Validate() // which repeats what LoadFrom refused
 	}
 	var found []Finding
-	for _, e := range exit.Unjoin(err) {
+	for _, e := range Unwarned(x.cfg, err) {
 		found = append(found, Finding{Status: Fail, Text: e.Error(), Remedy: `correct it; "stepaf env --explain" shows what each variable means`})
 	}
 	for _, e := range x.absentNames(ctx) {
@@ -98,7 +98,12 @@ func Absent(cfg *env.Config, name, value string, have []string) error {
 	if o := cfg.Origin(name); o != "environment" && o != "default" {
 		name = o // another name for it
 	}
-	return fmt.Errorf("%s=%q: want one of those of this build, %s, or a program that has registered that one", name, value, strings.Join(have, ", "))
+	return fmt.Errorf("%s=%q: want one of those of this build, %s, or a program that has registered that one%s", name, value, strings.Join(have, ", "), env.DidYouMean(value, have))
+}
+
+// Unwarned lists what err joins, an error of cfg, without what cfg's warnings say already.
+func Unwarned(cfg *env.Config, err error) []error {
+	return slices.DeleteFunc(slices.Clone(exit.Unjoin(err)), func(e error) bool { return slices.Contains(cfg.Warnings, e.Error()) })
 }
 
 // absentNames are variables that name what this build or this machine does not have: a

@@ -3,6 +3,8 @@ package choose
 import (
 	"errors"
 	"strconv"
+
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // Errors that callers tell apart with errors.Is.
@@ -39,5 +41,10 @@ func (e *Error) Error() string {
 	return s
 }
 
-// Unwrap returns the sentinel.
-func (e *Error) Unwrap() error { return e.Err }
+// Unwrap returns the sentinel, and van.ErrInvalid if a setting asked for what there is not.
+func (e *Error) Unwrap() []error {
+	if e.Setting == "" {
+		return []error{e.Err}
+	}
+	return []error{e.Err, env.ErrInvalid}
+}
