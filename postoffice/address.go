@@ -3,25 +3,27 @@ package postoffice
 // Which address a node binds and tells the others.
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// advertise chooses the address that a node binds and tells others, and returns the
+// advertise chooses the address that a node of host h binds and tells others, and returns the
 // reason. The scheduler's is DMLC_PS_ROOT_URI. For others the order is DMLC_NODE_HOST,
-// DMLC_INTERFACE, the first interface that is not the loopback, the loopback. A van that
-// is a HostChooser decides in place of DMLC_INTERFACE and the rest; with
-// DMLC_INTERFACE=auto it comes before DMLC_NODE_HOST.
-func advertise(ctx context.Context, cfg *env.Config, role van.Role, v van.Van) (host, why string, err error) {
+// DMLC_INTERFACE, the address that leads to the scheduler, the first interface that other hosts
+// may reach, the loopback. A van that is a HostChooser decides in place of DMLC_INTERFACE and the
+// rest; with DMLC_INTERFACE=auto it comes before DMLC_NODE_HOST. scheduler is the host of the
+// scheduler, a name if its address is not known yet.
+func advertise(ctx context.Context, cfg *env.Config, role van.Role, v van.Van, h hostaddr.Host, scheduler string) (host, why string, err error) {
 	if role == van.Scheduler {
 		return schedulerHost(ctx, cfg)
 	}
@@ -37,6 +39,7 @@ func advertise(ctx context.Context, cfg *env.Config, role van.Role, v van.Van) (
 		}
 		failed = err
 	}
+	at, _ := netip.ParseAddr(scheduler)
 	switch {
 	case cfg.NodeHost != "":
 		host, err := resolve(ctx, cfg.NodeHost)
@@ -44,23 +47,47 @@ func advertise(ctx context.Context, cfg *env.Config, role van.Role, v van.Van) (
 			return "", "", addressError("DMLC_NODE_HOST", cfg.NodeHost, err, "")
 		}
 		if !isLocal(host) {
-			return "", "", addressError("DMLC_NODE_HOST", cfg.NodeHost, errNotLocal, "this host has "+interfaces())
+			return "", "", addressError("DMLC_NODE_HOST", cfg.NodeHost, errNotLocal, "this host has "+interfaces(h))
 		}
 		if failed != nil {
 			return host, "DMLC_NODE_HOST, because DMLC_INTERFACE=auto found nothing: " + failed.Error(), nil
 		}
 		return host, "DMLC_NODE_HOST", nil
 	case cfg.Interface != "" && !auto:
-		host, name, err := interfaceAddr(cfg.Interface)
+		host, name, err := interfaceAddr(h, cfg.Interface, at)
 		if err != nil {
-			return "", "", addressError("DMLC_INTERFACE", cfg.Interface, err, "this host has "+interfaces())
+			return "", "", addressError("DMLC_INTERFACE", cfg.Interface, err, "this host has "+interfaces(h))
 		}
 		return host, "DMLC_INTERFACE " + name, nil
 	}
-	if host, name := firstAddr(); host != "" {
-		return host, "first interface that is not the loopback: " + name, nil
+	if addr, name, ok := h.Toward(at); ok {
+		return addr.String(), fmt.Sprintf("interface that leads to DMLC_PS_ROOT_URI %s: %s", scheduler, name), nil
+	}
+	if addr, name := h.First(); name != "" {
+		return addr.String(), "first interface that is not the loopback: " + name, nil
 	}
 	return "127.0.0.1", "no interface but the loopback has an IPv4 address", nil
+}
+
+// doubtful says why the nodes of this host, or the scheduler here, cannot be reached at host from other
+// hosts, and what to set; "" if nothing is known to be wrong.
+func doubtful(cfg *env.Config, role van.Role, h hostaddr.Host, host, scheduler string) string {
+	addr, err := netip.ParseAddr(host)
+	if err != nil {
+		return ""
+	}
+	if role == van.Scheduler {
+		if name := cfg.RootURI; addr.IsLoopback() && name != host && !strings.HasPrefix(name, "localhost") && !cfg.Kubernetes {
+			return fmt.Sprintf("DMLC_PS_ROOT_URI=%s is %s on this host, which no other host can reach: if there are nodes on others, set it to an address, "+
+				"or correct /etc/hosts; this host has %s", name, host, interfaces(h))
+		}
+		return ""
+	}
+	at, _ := netip.ParseAddr(scheduler)
+	if why := h.Doubt(addr, at); why != "" {
+		return fmt.Sprintf("this node listens at %s, which the scheduler at %s cannot reach: %s; set DMLC_NODE_HOST or DMLC_INTERFACE", host, scheduler, why)
+	}
+	return ""
 }
 
 func schedulerHost(ctx context.Context, cfg *env.Config) (string, string, error) {
@@ -70,7 +97,7 @@ func schedulerHost(ctx context.Context, cfg *env.Config) (string, string, error)
 	}
 	if !cfg.Kubernetes && !isLocal(host) {
 		return "", "", addressError("DMLC_PS_ROOT_URI", cfg.RootURI, errNotLocal,
-			"the scheduler must run on that host, or set DMLC_USE_KUBERNETES=1; this host has "+interfaces())
+			"the scheduler must run on that host, or set DMLC_USE_KUBERNETES=1; this host has "+interfaces(hostaddr.This()))
 	}
 	return host, "DMLC_PS_ROOT_URI", nil
 }
@@ -163,16 +190,12 @@ func isLocal(host string) bool {
 }
 
 // interfaceAddr finds the IPv4 address of the interface called name, or of the only one
-// whose name begins with it.
-func interfaceAddr(name string) (host, full string, err error) {
-	all, err := net.Interfaces()
-	if err != nil {
-		return "", "", err
-	}
-	var match []net.Interface
-	for _, i := range all {
+// whose name begins with it. Of several addresses that which leads to the scheduler counts.
+func interfaceAddr(h hostaddr.Host, name string, scheduler netip.Addr) (host, full string, err error) {
+	var match []hostaddr.Interface
+	for _, i := range h.Interfaces {
 		if i.Name == name {
-			match = []net.Interface{i}
+			match = []hostaddr.Interface{i}
 			break
 		}
 		if strings.HasPrefix(i.Name, name) {
@@ -183,8 +206,8 @@ func interfaceAddr(name string) (host, full string, err error) {
 	case 0:
 		return "", "", errors.New("no such interface")
 	case 1:
-		if host := ipv4(match[0]); host != "" {
-			return host, match[0].Name, nil
+		if addr := h.Of(match[0], scheduler); addr.IsValid() {
+			return addr.String(), match[0].Name, nil
 		}
 		return "", "", fmt.Errorf("interface %s has no IPv4 address", match[0].Name)
 	default:
@@ -192,36 +215,15 @@ func interfaceAddr(name string) (host, full string, err error) {
 	}
 }
 
-// firstAddr is the first interface that is up, not the loopback, and has an IPv4
-// address.
-func firstAddr() (host, name string) {
-	all, _ := net.Interfaces()
-	for _, i := range all {
-		if i.Flags&net.FlagLoopback == 0 && i.Flags&net.FlagUp != 0 {
-			if host := ipv4(i); host != "" {
-				return host, i.Name
-			}
-		}
-	}
-	return "", ""
-}
-
-func ipv4(i net.Interface) string {
-	addrs, _ := i.Addrs()
-	for _, a := range addrs {
-		if n, ok := a.(*net.IPNet); ok && n.IP.To4() != nil {
-			return n.IP.To4().String()
-		}
-	}
-	return ""
-}
-
-// interfaces lists this host's interfaces, for errors.
-func interfaces() string {
-	all, _ := net.Interfaces()
+// interfaces lists the interfaces of h, for errors.
+func interfaces(h hostaddr.Host) string {
 	var names []string
-	for _, i := range all {
-		names = append(names, fmt.Sprintf("%s (%s)", i.Name, cmp.Or(ipv4(i), "no IPv4 address")))
+	for _, i := range h.Interfaces {
+		addr := "no IPv4 address"
+		if k := slices.IndexFunc(i.Addrs, netip.Addr.Is4); k >= 0 {
+			addr = i.Addrs[k].String()
+		}
+		names = append(names, fmt.Sprintf("%s (%s)", i.Name, addr))
 	}
 	return strings.Join(names, ", ")
 }

@@ -3,9 +3,11 @@ package postoffice
 import (
 	"context"
 	"errors"
+	"net/netip"
 	"strings"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
@@ -26,6 +28,77 @@ func (c *choosy) ChooseHost() (string, string, error) {
 	return c.host, "its device", c.err
 }
 
+// fakeHost has docker's bridge and a link-local address before the address that leads to 10.77.0.1.
+func fakeHost() hostaddr.Host {
+	up := func(name string, addrs ...string) hostaddr.Interface {
+		i := hostaddr.Interface{Name: name, Up: true, Loopback: name == "lo"}
+		for _, a := range addrs {
+			i.Addrs = append(i.Addrs, netip.MustParseAddr(a))
+		}
+		return i
+	}
+	return hostaddr.Host{
+		Interfaces: []hostaddr.Interface{up("lo", "127.0.0.1"), up("docker0", "172.17.0.1"), up("eth0", "169.254.1.1", "10.77.0.2")},
+		Source: func(dest netip.Addr) (netip.Addr, error) {
+			switch {
+			case dest.IsLoopback():
+				return netip.MustParseAddr("127.0.0.1"), nil
+			case dest.String() == "10.77.0.1":
+				return netip.MustParseAddr("10.77.0.2"), nil
+			}
+			return netip.Addr{}, errors.New("network is unreachable")
+		},
+	}
+}
+
+// TestAdvertiseTowardScheduler: without a setting a node listens where its scheduler can reach it, and
+// without a route to the scheduler not on a bridge for containers.
+func TestAdvertiseTowardScheduler(t *testing.T) {
+	for scheduler, want := range map[string]string{
+		"10.77.0.1":         "10.77.0.2",
+		"127.0.0.1":         "127.0.0.1", // a cluster on one host
+		"192.0.2.1":         "169.254.1.1",
+		"not.known.invalid": "169.254.1.1", // the first interface but the loopback and docker's
+		"2001:db8::1":       "169.254.1.1",
+	} {
+		h := fakeHost()
+		if strings.HasPrefix(want, "169") {
+			h.Interfaces[2].Addrs = h.Interfaces[2].Addrs[:1]
+			h.Interfaces[1].Addrs = nil
+		}
+		host, why, err := advertise(t.Context(), env.Default(), van.Worker, nil, h, scheduler)
+		if err != nil || host != want {
+			t.Errorf("scheduler at %s: %q (%s), %v; want %q", scheduler, host, why, err, want)
+		}
+	}
+}
+
+// TestDoubtful: an address that the scheduler, on another host, cannot reach is named with the
+// variables to set; so is a name of the scheduler that is a loopback address there.
+func TestDoubtful(t *testing.T) {
+	for _, c := range []struct {
+		role                 van.Role
+		host, scheduler, uri string
+		want                 string
+	}{
+		{van.Worker, "127.0.0.1", "10.77.0.1", "", "10.77.0.1 cannot reach: it is a loopback address; 10.77.0.2 (eth0) leads there; set DMLC_NODE_HOST or DMLC_INTERFACE"},
+		{van.Server, "172.17.0.1", "10.77.0.1", "", "docker0"},
+		{van.Server, "10.77.0.2", "10.77.0.1", "", ""},
+		{van.Worker, "127.0.0.1", "127.0.0.1", "", ""},
+		{van.Worker, "127.0.0.1", "name.invalid", "", ""},
+		{van.Scheduler, "127.0.1.1", "127.0.1.1", "node1", "DMLC_PS_ROOT_URI=node1 is 127.0.1.1 on this host"},
+		{van.Scheduler, "127.0.0.1", "127.0.0.1", "localhost", ""},
+		{van.Scheduler, "127.0.0.1", "127.0.0.1", "127.0.0.1", ""},
+		{van.Scheduler, "10.77.0.2", "10.77.0.2", "node1", ""},
+	} {
+		cfg := env.Default()
+		cfg.RootURI = c.uri
+		if got := doubtful(cfg, c.role, fakeHost(), c.host, c.scheduler); (got == "") != (c.want == "") || !strings.Contains(got, c.want) {
+			t.Errorf("%s at %s, scheduler at %s (%s): %q, want %q", c.role, c.host, c.scheduler, c.uri, got, c.want)
+		}
+	}
+}
+
 func TestAdvertise(t *testing.T) {
 	none := errors.New("no device")
 	for _, x := range []struct {
@@ -39,7 +112,8 @@ func TestAdvertise(t *testing.T) {
 		asked           int
 	}{
 		{name: "nothing set", host: "10.0.0.9", want: "10.0.0.9", why: "its device", asked: 1},
-		{name: "nothing set, no preference", asked: 1, why: "interface"},
+		{name: "nothing set, no preference", want: "10.77.0.2", asked: 1, why: "leads to DMLC_PS_ROOT_URI 10.77.0.1: eth0"},
+		{name: "interface with several addresses", iface: "eth", want: "10.77.0.2", why: "DMLC_INTERFACE eth0", asked: 1},
 		{name: "nothing set, nothing found", err: none, fails: "choose address: no device", asked: 1},
 		{name: "host", nodeHost: "127.0.0.2", host: "10.0.0.9", want: "127.0.0.2", why: "DMLC_NODE_HOST"},
 		{name: "host and interface", nodeHost: "127.0.0.2", iface: "nosuch0", host: "10.0.0.9", want: "127.0.0.2", why: "DMLC_NODE_HOST"},
@@ -62,7 +136,7 @@ func TestAdvertise(t *testing.T) {
 				role = x.role
 			}
 			c := &choosy{host: x.host, err: x.err}
-			host, why, err := advertise(t.Context(), cfg, role, c)
+			host, why, err := advertise(t.Context(), cfg, role, c, fakeHost(), "10.77.0.1")
 			if c.asked != x.asked {
 				t.Errorf("asked %d times, want %d", c.asked, x.asked)
 			}
@@ -83,7 +157,7 @@ func TestAdvertise(t *testing.T) {
 func TestAdvertiseWithoutChooser(t *testing.T) {
 	cfg := env.Default()
 	cfg.NodeHost, cfg.Interface = "127.0.0.2", "auto"
-	if host, why, err := advertise(t.Context(), cfg, van.Worker, nil); err != nil || host != "127.0.0.2" || why != "DMLC_NODE_HOST" {
+	if host, why, err := advertise(t.Context(), cfg, van.Worker, nil, fakeHost(), "10.77.0.1"); err != nil || host != "127.0.0.2" || why != "DMLC_NODE_HOST" {
 		t.Errorf("%q because %q, %v; want DMLC_NODE_HOST", host, why, err)
 	}
 }
@@ -105,7 +179,7 @@ func TestChooserIsBound(t *testing.T) {
 	if _, ok := van.As[*resend.Van](n.van); !ok {
 		t.Fatalf("the van is a %T, want a wrapped one", n.van)
 	}
-	if err := n.bind(context.Background()); err != nil || n.self.Hostname != "chosen" {
+	if err := n.bind(context.Background(), van.Node{Hostname: cfg.RootURI}); err != nil || n.self.Hostname != "chosen" {
 		t.Errorf("bound %q, %v; want what the van chose", n.self.Hostname, err)
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
@@ -49,7 +50,7 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 		defer cancel()
 		_ = v.Close(ctx)
 	}()
-	host, _, err := advertise(ctx, &c, van.Worker, v.Van)
+	host, _, err := advertise(ctx, &c, van.Worker, v.Van, hostaddr.This(), target.Hostname)
 	if err != nil {
 		return nil, fail(err)
 	}

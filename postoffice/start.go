@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/freeport"
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/internal/random"
@@ -228,10 +230,10 @@ func (n *Node) assemble() {
 
 // join binds, starts the machine and waits until it is ready.
 func (n *Node) join(ctx context.Context) error {
-	if err := n.bind(ctx); err != nil {
+	scheduler, notFound := schedulerRecord(ctx, n.cfg)
+	if err := n.bind(ctx, scheduler); err != nil {
 		return err
 	}
-	scheduler, notFound := schedulerRecord(ctx, n.cfg)
 	interval, silence := n.cfg.Heartbeats()
 	m, err := membership.New(membership.Config{
 		Role: n.role, NumWorkers: n.cfg.NumWorkers, NumServers: n.cfg.NumServers, GroupSize: n.cfg.GroupSize,
@@ -275,8 +277,9 @@ func (n *Node) join(ctx context.Context) error {
 }
 
 // bind chooses the address and listens.
-func (n *Node) bind(ctx context.Context) error {
-	host, why, err := advertise(ctx, n.cfg, n.role, n.van)
+func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
+	here := hostaddr.This()
+	host, why, err := advertise(ctx, n.cfg, n.role, n.van, here, scheduler.Hostname)
 	if err != nil {
 		return err
 	}
@@ -285,7 +288,14 @@ func (n *Node) bind(ctx context.Context) error {
 		n.self.Port = n.cfg.RootPort
 	}
 	asked := n.self.Port
+	if asked == n.cfg.RootPort && n.role != van.Scheduler && isLocal(scheduler.Hostname) {
+		n.self.Port = 0
+		n.log.Warn("DMLC_PORT is the scheduler's port on this host: another is taken", "asked", asked)
+	}
 	port, err := n.van.Bind(ctx, n.self)
+	if n.role == van.Scheduler && errors.Is(err, syscall.EADDRINUSE) && freeport.Ephemeral(asked) {
+		port, err = n.bindAgain(ctx)
+	}
 	if errors.Is(err, syscall.EADDRINUSE) && asked != 0 && n.role != van.Scheduler {
 		n.self.Port = 0
 		if port, err = n.van.Bind(ctx, n.self); err == nil {
@@ -297,6 +307,9 @@ func (n *Node) bind(ctx context.Context) error {
 		switch {
 		case errors.Is(err, syscall.EADDRINUSE):
 			hint = "stop the process that uses it, or set DMLC_PS_ROOT_PORT on all nodes"
+			if freeport.Ephemeral(asked) {
+				hint += " to one outside of net.ipv4.ip_local_port_range, whose ports the kernel gives to any connection"
+			}
 		case limits.Hint(err) != "":
 			hint = limits.Hint(err)
 		case n.role == van.Scheduler:
@@ -320,7 +333,34 @@ func (n *Node) bind(ctx context.Context) error {
 		n.setName(fmt.Sprintf("%s at %s", n.role, n.self.Addr()))
 	}
 	n.log.Info("Bind to "+n.self.Addr(), "van", n.van.Type(), "why", why)
+	if doubt := doubtful(n.cfg, n.role, here, host, scheduler.Hostname); doubt != "" && !n.cfg.Local {
+		n.log.Warn(doubt, "why", why)
+	}
 	return nil
+}
+
+// bindTries and bindPause bound how long a scheduler waits for a port that the kernel may have given to an
+// attempt to connect to that port.
+const (
+	bindTries = 20
+	bindPause = 50 * time.Millisecond
+)
+
+// bindAgain binds the scheduler's port once it is free.
+func (n *Node) bindAgain(ctx context.Context) (port int, err error) {
+	pause := time.NewTicker(bindPause)
+	defer pause.Stop()
+	for range bindTries {
+		select {
+		case <-pause.C:
+		case <-ctx.Done():
+			return 0, van.TimedOut(context.Cause(ctx))
+		}
+		if port, err = n.van.Bind(ctx, n.self); !errors.Is(err, syscall.EADDRINUSE) {
+			break
+		}
+	}
+	return port, err
 }
 
 // cluster is the identity of the cluster as this node knows it before it joins: derived

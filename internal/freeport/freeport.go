@@ -1,8 +1,10 @@
-// Package freeport finds ports for schedulers of tests and benchmarks.
+// Package freeport finds ports: for schedulers of tests and benchmarks, and for nodes, which
+// must not take that of their scheduler.
 package freeport
 
 import (
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"strconv"
@@ -31,4 +33,29 @@ func Find() (int, error) {
 		}
 	}
 	return 0, errors.New("no free port from 10000 to 19999")
+}
+
+// Except returns the port that bind has bound, which is any free one but avoid. If bind gets avoid, it is called
+// again, and what it bound first is released after that.
+func Except(avoid int, bind func() (port int, release func(), err error)) (int, error) {
+	port, release, err := bind()
+	if err != nil || port != avoid {
+		return port, err
+	}
+	defer release()
+	port, _, err = bind()
+	return port, err
+}
+
+// Ephemeral reports whether the kernel may give the port to a connection or to a node that asks for any
+// port. A scheduler there may find its port taken. Reserved ones are not looked for.
+func Ephemeral(port int) bool {
+	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
+	return err == nil && inRange(string(text), port)
+}
+
+func inRange(text string, port int) bool {
+	var first, last int
+	_, err := fmt.Sscan(text, &first, &last)
+	return err == nil && first <= port && port <= last
 }

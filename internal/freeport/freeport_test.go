@@ -1,12 +1,13 @@
-package freeport_test
+package freeport
 
 import (
+	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"sync"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/freeport"
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
@@ -17,7 +18,7 @@ func TestFind(t *testing.T) {
 	var all sync.WaitGroup
 	for range 200 {
 		all.Go(func() {
-			port, err := freeport.Find()
+			port, err := Find()
 			if err != nil {
 				t.Error(err)
 				return
@@ -37,4 +38,44 @@ func TestFind(t *testing.T) {
 		})
 	}
 	all.Wait()
+}
+
+// TestExcept: the port to avoid is released once there is another.
+func TestExcept(t *testing.T) {
+	full := errors.New("no free port")
+	for _, c := range []struct {
+		free []int
+		want int
+		held []int
+		err  error
+	}{
+		{[]int{30001, 30000}, 30001, []int{30001}, nil},
+		{[]int{30000, 30001}, 30001, []int{30001}, nil},
+		{[]int{30000}, 0, nil, full},
+		{nil, 0, nil, full},
+	} {
+		var held []int
+		port, err := Except(30000, func() (int, func(), error) {
+			if len(c.free) == 0 {
+				return 0, nil, full
+			}
+			p := c.free[0]
+			c.free, held = c.free[1:], append(held, p)
+			return p, func() { held = slices.DeleteFunc(held, func(h int) bool { return h == p }) }, nil
+		})
+		if port != c.want || !errors.Is(err, c.err) || !slices.Equal(held, c.held) {
+			t.Errorf("port %d, %v, held %v; want %d, %v, %v", port, err, held, c.want, c.err, c.held)
+		}
+	}
+}
+
+func TestEphemeral(t *testing.T) {
+	for port, want := range map[int]bool{32767: false, 32768: true, 60999: true, 61000: false} {
+		if got := inRange("32768\t60999\n", port); got != want {
+			t.Errorf("port %d: %t, want %t", port, got, want)
+		}
+	}
+	if inRange("", 0) {
+		t.Error("a port of no range")
+	}
 }

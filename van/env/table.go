@@ -62,7 +62,7 @@ var table = []variable{
 	}, {
 		name: "DMLC_PS_ROOT_PORT", topic: addresses, kind: Int, min: 1, max: 65535, needed: true, readers: "all",
 		field: func(c *Config) any { return &c.RootPort },
-		help:  "Port of the scheduler.",
+		help:  "Port of the scheduler. Outside of `net.ipv4.ip_local_port_range` no other program gets it by chance.",
 	}, {
 		name: "DMLC_NODE_HOST", topic: addresses, kind: String, readers: "workers, servers; all with ibverbs", check: checkHost,
 		defNote: "found, see `DMLC_INTERFACE`",
@@ -71,14 +71,14 @@ var table = []variable{
 		differs: "Names are resolved; empty is the same as unset.",
 	}, {
 		name: "DMLC_INTERFACE", topic: addresses, kind: String, readers: "workers, servers", check: checkInterface,
-		defNote: "first interface that is not loopback; ibverbs: first active RDMA port",
+		defNote: "the one that leads to `DMLC_PS_ROOT_URI`; ibverbs: if it is no active RDMA port, the first that is",
 		field:   func(c *Config) any { return &c.Interface },
 		help:    "Network interface whose address is advertised when `DMLC_NODE_HOST` is unset. With ibverbs `auto` takes the one nearest to the GPU, even if `DMLC_NODE_HOST` is set; with zmq it is the same as unset.",
-		differs: "A name works (the original stops with `failed to get ip`). `auto` in any case. If `auto` finds nothing, `DMLC_NODE_HOST` counts.",
+		differs: "A name works (the original stops with `failed to get ip`). `auto` in any case. If `auto` finds nothing, `DMLC_NODE_HOST` counts. The default of the original is the first interface that is not loopback.",
 	}, {
 		name: "DMLC_PORT", topic: addresses, kind: Int, min: 0, max: 65535, defNote: "0, any free port", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.Port },
-		help:    "Port to listen on. If it is taken, a free one is used, with a warning.",
+		help:    "Port to listen on. If it is taken, or is the scheduler's on this host, a free one is used, with a warning.",
 		differs: "No random ports between 10000 and 49999.",
 	}, {
 		name: "DMLC_NUM_PORTS", topic: addresses, kind: Int, min: 1, max: 32, def: "1", readers: "workers, servers",

@@ -7,7 +7,9 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"time"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -34,11 +36,29 @@ func (v *rvan) ChooseHost() (host, why string, err error) {
 	if v.cfg.NodeHost != "" {
 		ask.Host, _ = netip.ParseAddr(v.cfg.NodeHost)
 	}
+	if v.cfg.Interface == "" {
+		ask.Toward = toward(v.cfg.RootURI)
+	}
 	r, err := choose.Choose(choose.Machine{Devices: devices, Interfaces: nets, Root: root}, ask)
 	if err != nil {
 		return "", "", err
 	}
 	return r.Host.String(), r.String(), nil
+}
+
+// lookupTime is how long ChooseHost waits for the address of the scheduler's name.
+const lookupTime = 5 * time.Second
+
+// toward is the address that this host uses toward the scheduler, invalid if it is not known.
+func toward(scheduler string) netip.Addr {
+	ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
+	defer cancel()
+	at, err := resolve(ctx, van.Node{Hostname: scheduler})
+	if err != nil || scheduler == "" {
+		return netip.Addr{}
+	}
+	addr, _, _ := hostaddr.This().Toward(at.Addr())
+	return addr
 }
 
 // gpu is the PCI address of the node's GPU, "" when it has none.

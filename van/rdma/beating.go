@@ -33,7 +33,7 @@ func (b *beating) begin(at netip.AddrPort) {
 	if limit <= 0 {
 		return
 	}
-	if b.asker, err = beat.Ask(v.cm.Source, limit, b.judged); err != nil {
+	if b.asker, err = beat.Ask(v.cm.Source, v.cfg.RootPort, limit, b.judged); err != nil {
 		v.log.Info("rdma: busy nodes are not asked whether they are there", "from", v.cm.Source.String(), "err", err)
 	}
 }

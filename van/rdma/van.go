@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/van"
@@ -124,12 +125,23 @@ func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
 	if err != nil {
 		return fail(err)
 	}
-	id, err := ch.NewID(0)
+	avoid := v.cfg.RootPort
+	if self.Port != 0 || self.ID == van.SchedulerID {
+		avoid = 0 // it is the scheduler's, or the one that was asked for
+	}
+	var id verbs.ID
+	_, err = freeport.Except(avoid, func() (_ int, _ func(), err error) {
+		if id, err = ch.NewID(0); err != nil {
+			return 0, nil, err
+		}
+		first := id
+		if err := id.Bind(addr); err != nil {
+			return 0, nil, errors.Join(err, id.Destroy())
+		}
+		return int(id.LocalAddr().Port()), func() { _ = first.Destroy() }, nil
+	})
 	if err != nil {
 		return fail(errors.Join(err, ch.Close()))
-	}
-	if err := id.Bind(addr); err != nil {
-		return fail(errors.Join(err, id.Destroy(), ch.Close()))
 	}
 	if err := id.Listen(backlog); err != nil {
 		return fail(errors.Join(fmt.Errorf("listen: %w", err), id.Destroy(), ch.Close()))

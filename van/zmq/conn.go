@@ -70,8 +70,17 @@ func (c *conn) connected(n *shared, fd int) {
 	}
 	leads := false // the descriptor may be another connection's by now
 	s.use(func(fd int) {
-		if a, err := unix.Getpeername(fd); err == nil {
-			leads = int(addrOf(a).Port()) == c.peer.Port
+		peer, err := unix.Getpeername(fd)
+		if err != nil {
+			return
+		}
+		leads = int(addrOf(peer).Port()) == c.peer.Port
+		// The kernel may have given this connection the port of a scheduler that has not started yet: it can listen
+		// there all the same. A connection to that port may even be connected with itself, which is ended.
+		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1)
+		if own, err := unix.Getsockname(fd); err == nil && addrOf(own) == addrOf(peer) && addrOf(own).IsValid() {
+			leads = false
+			_ = unix.Shutdown(fd, unix.SHUT_RDWR)
 		}
 	})
 	if !leads {

@@ -14,6 +14,7 @@ import (
 
 	zmq4 "github.com/pebbe/zmq4"
 
+	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -45,13 +46,20 @@ var localUser = os.Geteuid
 // bindLocal binds a Unix socket. Ports are still port numbers: a free one is held
 // by a TCP listener for as long as the node lives, so that no other node of this
 // host takes the same path.
-func bindLocal(z *zmq4.Socket, self van.Node) (int, func(), error) {
-	l, err := net.Listen("tcp", net.JoinHostPort(self.Hostname, "0"))
+func bindLocal(z *zmq4.Socket, self van.Node, rootPort int) (int, func(), error) {
+	var l net.Listener
+	port, err := freeport.Except(rootPort, func() (_ int, _ func(), err error) {
+		if l, err = net.Listen("tcp", net.JoinHostPort(self.Hostname, "0")); err != nil {
+			return 0, nil, err
+		}
+		first := l
+		return l.Addr().(*net.TCPAddr).Port, func() { _ = first.Close() }, nil
+	})
 	if err != nil {
 		return 0, nil, err
 	}
-	port, release := self.Port, func() { _ = l.Close() }
-	port = cmp.Or(port, l.Addr().(*net.TCPAddr).Port)
+	release := func() { _ = l.Close() }
+	port = cmp.Or(self.Port, port)
 	path := localPath(port)
 	if err := makeLocal(z, path); err != nil {
 		release()

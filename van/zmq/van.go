@@ -26,6 +26,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/affinity"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -155,7 +156,7 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 // bind binds z to self's address and returns the port and what undoes it.
 func (v *zvan) bind(z *zmq4.Socket, self van.Node) (int, func(), error) {
 	if v.cfg.Local {
-		return bindLocal(z, self)
+		return bindLocal(z, self, v.cfg.RootPort)
 	}
 	host := self.Hostname
 	if self.ID == van.SchedulerID && v.cfg.Kubernetes {
@@ -164,23 +165,31 @@ func (v *zvan) bind(z *zmq4.Socket, self van.Node) (int, func(), error) {
 	if err := noIPv6(host); err != nil {
 		return 0, nil, err
 	}
-	port := "*"
-	if self.Port != 0 {
-		port = strconv.Itoa(self.Port)
+	if self.Port != 0 || self.ID == van.SchedulerID {
+		port, err := bindTCP(z, host, strconv.Itoa(self.Port))
+		return port, func() {}, err
 	}
+	port, err := freeport.Except(v.cfg.RootPort, func() (int, func(), error) {
+		port, err := bindTCP(z, host, "*")
+		return port, func() { _ = z.Unbind("tcp://" + net.JoinHostPort(host, strconv.Itoa(port))) }, err
+	})
+	return port, func() {}, err
+}
+
+// bindTCP binds z to a port of host, "*" for any, and returns the port.
+func bindTCP(z *zmq4.Socket, host, port string) (int, error) {
 	if err := z.Bind("tcp://" + net.JoinHostPort(host, port)); err != nil {
-		return 0, nil, addressError(err)
+		return 0, addressError(err)
 	}
 	end, err := z.GetLastEndpoint()
 	if err != nil {
-		return 0, nil, err
+		return 0, err
 	}
 	_, text, err := net.SplitHostPort(end[len("tcp://"):])
 	if err != nil {
-		return 0, nil, fmt.Errorf("endpoint %q: %w", end, err)
+		return 0, fmt.Errorf("endpoint %q: %w", end, err)
 	}
-	n, err := strconv.Atoi(text)
-	return n, func() {}, err
+	return strconv.Atoi(text)
 }
 
 // Start begins to receive.

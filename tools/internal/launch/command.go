@@ -96,7 +96,7 @@ func flags() []cli.Flag {
 
 		&cli.StringFlag{Name: "host", Category: network, Usage: "scheduler's address (DMLC_PS_ROOT_URI, else this machine's)"},
 		&cli.IntFlag{Name: "port", Aliases: []string{"p"}, Category: network, DefaultText: "DMLC_PS_ROOT_PORT, else any free one", Usage: "scheduler's port"},
-		&cli.StringFlag{Name: "interface", Category: network, Usage: "network interface whose address the processes use (DMLC_NODE_HOST; else loopback, or the first other one when the cluster has more machines)"},
+		&cli.StringFlag{Name: "interface", Category: network, Usage: "network interface whose address the processes use (DMLC_NODE_HOST; else loopback, or the one that leads to the scheduler when the cluster has more machines)"},
 
 		&cli.StringFlag{Name: "worker-command", Category: programs, Usage: "`COMMAND` of the workers, with arguments, quoted as for a shell"},
 		&cli.StringFlag{Name: "server-command", Category: programs, Usage: "`COMMAND` of the servers"},
@@ -126,9 +126,12 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		Interface: c.String("interface"), Prefer: c.String("prefer-interface"),
 		DefaultVan: c.String("default-van"), DefaultBackend: c.String("default-backend"),
 		Command:          c.Args().Slice(),
-		SchedulerCommand: []string{self, "scheduler", "--quiet"},
+		SchedulerCommand: []string{self, "scheduler"},
 		Banner:           c.String("banner"), Notes: c.StringSlice("note"),
 		Timeout: c.Duration("timeout"), Grace: c.Duration("grace"), KillAfter: c.Duration("kill-after"),
+	}
+	if s.Part.local() { // a share of a cluster says where the others find its scheduler, and who is missing
+		s.SchedulerCommand = append(s.SchedulerCommand, "--quiet")
 	}
 	if c.Bool("fserver") {
 		s.SchedulerCommand = append(s.SchedulerCommand, "--fserver")

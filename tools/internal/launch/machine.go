@@ -2,13 +2,17 @@ package launch
 
 import (
 	"cmp"
+	"context"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	_ "github.com/stepaf/stepaf-go/van/stack" // the transports of this build
@@ -29,6 +33,8 @@ type Machine struct {
 	RDMABuild bool // this build has the ibverbs transport
 	Cores     int  // of the machine
 
+	// Toward is the address of this machine that leads to a host, the zero Address if there is none.
+	Toward func(host string) Address
 	// Free says why a port of an address of this machine cannot be listened to.
 	Free func(host string, port int) error
 }
@@ -44,16 +50,34 @@ func Detect(lookup func(string) (string, bool), cores int) *Machine {
 		Cores:     cores,
 		Free:      free,
 	}
-	all, _ := net.Interfaces() // none is a machine without addresses
-	for _, i := range all {
-		addrs, _ := i.Addrs()
-		for _, a := range addrs {
-			if n, ok := a.(*net.IPNet); ok && n.IP.To4() != nil {
-				m.Addresses = append(m.Addresses, Address{i.Name, n.IP.To4().String(), i.Flags&net.FlagLoopback != 0, i.Flags&net.FlagUp != 0})
+	here := hostaddr.This() // without interfaces it is a machine without addresses
+	for _, i := range here.Interfaces {
+		for _, a := range i.Addrs {
+			if a.Is4() {
+				m.Addresses = append(m.Addresses, Address{Interface: i.Name, IP: a.String(), Loopback: i.Loopback, Up: i.Up})
 			}
 		}
 	}
+	m.Toward = func(host string) Address { return m.toward(here, host) }
 	return m
+}
+
+// lookupTime is how long the address of a scheduler's name is looked up for.
+const lookupTime = 5 * time.Second
+
+// toward is the address of this machine, which is here, that leads to host.
+func (m *Machine) toward(here hostaddr.Host, host string) Address {
+	ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
+	defer cancel()
+	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip4", host)
+	if err != nil || len(all) == 0 {
+		return Address{}
+	}
+	addr, _, ok := here.Toward(all[0].Unmap())
+	if !ok {
+		return Address{}
+	}
+	return m.first(func(a Address) bool { return a.IP == addr.String() })
 }
 
 func countGPUs(lookup func(string) (string, bool)) int {
@@ -88,6 +112,16 @@ func (m *Machine) on(name string) Address {
 
 func (m *Machine) loopback() Address {
 	return cmp.Or(m.first(func(a Address) bool { return a.Loopback }), Address{Interface: "lo", IP: "127.0.0.1", Loopback: true})
+}
+
+// outer returns the first address that other machines may reach, the zero Address if there is none. Link-local
+// addresses and those of container bridges are taken last.
+func (m *Machine) outer() Address {
+	inner := func(a Address) bool {
+		ip, err := netip.ParseAddr(a.IP)
+		return err == nil && hostaddr.Inner(a.Interface, ip)
+	}
+	return cmp.Or(m.first(func(a Address) bool { return !a.Loopback && a.Up && !inner(a) }), m.first(func(a Address) bool { return !a.Loopback && a.Up }))
 }
 
 // first returns the first address that fits, the zero Address if none does.

@@ -213,8 +213,10 @@ func (p *planner) address() error {
 	if own == (Address{}) && s.Part.local() && p.chosen != "ibverbs" {
 		own = p.m.loopback()
 	}
-	others := p.m.first(func(a Address) bool { return !a.Loopback && a.Up }) // that others may reach
-	p.own = cmp.Or(own, others, p.m.loopback())
+	if own == (Address{}) && s.Host != "" && p.m.Toward != nil {
+		own = p.m.Toward(s.Host)
+	}
+	p.own = cmp.Or(own, p.m.outer(), p.m.loopback())
 	s.Host = cmp.Or(s.Host, p.own.IP)
 	return nil
 }

@@ -2,11 +2,15 @@ package launch
 
 import (
 	"errors"
+	"net"
+	"net/netip"
 	"os"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/urfave/cli/v2"
 
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
@@ -21,6 +25,19 @@ func laptop() *Machine {
 func bigNode() *Machine {
 	return &Machine{Cores: 192, GPUs: 8, GPUBuild: true, RDMA: true, RDMABuild: true, Free: anyPort, Addresses: []Address{
 		{"lo", "127.0.0.1", true, true}, {"eth0", "192.0.2.1", false, true}, {"bond0", "192.0.2.2", false, true}}}
+}
+
+// between has docker's bridge and a link-local address before the interface that leads to 10.77.0.1.
+func between() *Machine {
+	m := &Machine{Cores: 8, Free: anyPort, Addresses: []Address{{"lo", "127.0.0.1", true, true}, {"docker0", "172.17.0.1", false, true},
+		{"eth1", "169.254.1.1", false, true}, {"eth2", "10.88.0.2", false, true}, {"eth3", "10.77.0.2", false, true}}}
+	m.Toward = func(host string) Address {
+		if host == "10.77.0.1" {
+			return m.Addresses[4]
+		}
+		return Address{}
+	}
+	return m
 }
 
 func anyPort(string, int) error { return nil }
@@ -140,6 +157,12 @@ func TestChoices(t *testing.T) {
 			func(c *env.Config) bool { return c.NodeHost == "" && c.Interface == "eth0" }, 1},
 		{"a worker of a scheduler on this machine", bigNode(), func(s *Spec) { s.Part, s.Host, s.Port = Worker, "127.0.0.1", 9 }, nil, nil,
 			func(c *env.Config) bool { return c.NodeHost == "127.0.0.1" }, 1},
+		{"a worker of a scheduler elsewhere", between(), func(s *Spec) { s.Part, s.Host, s.Port = Worker, "10.77.0.1", 9 }, nil, nil,
+			func(c *env.Config) bool { return c.NodeHost == "10.77.0.2" }, 1},
+		{"a worker of a scheduler that no interface leads to", between(), func(s *Spec) { s.Part, s.Host, s.Port = Worker, "elsewhere", 9 }, nil, nil,
+			func(c *env.Config) bool { return c.NodeHost == "10.88.0.2" }, 1},
+		{"a scheduler that others reach", between(), func(s *Spec) { s.Part, s.Port = Server, 9 }, nil, nil,
+			func(c *env.Config) bool { return c.RootURI == "10.88.0.2" }, 1},
 		{"a default for a role", laptop(), func(s *Spec) { s.Defaults = []Default{{"worker", "PS_VERBOSE", "3"}, {"", "PS_VERBOSE", "1"}} }, nil, nil,
 			func(c *env.Config) bool {
 				return c.Verbose == map[string]int{"worker": 3}[c.Role] || c.Role != "worker" && c.Verbose == 1
@@ -284,6 +307,62 @@ func TestClusterName(t *testing.T) {
 	}{{local, []string{"STEPAF_CLUSTER_ID=mine"}, "mine"}, {share, []string{"STEPAF_CLUSTER_ID=mine"}, "mine"}, {share, nil, ""}} {
 		if got := names(x.spec, x.env...); len(got) != 1 || got[0] != x.want {
 			t.Errorf("with %q the names are %q, want %q", x.env, got, x.want)
+		}
+	}
+}
+
+// TestDetectAddresses: the addresses of this machine have the flags that the kernel gives their interfaces.
+func TestDetectAddresses(t *testing.T) {
+	m := Detect(func(string) (string, bool) { return "", false }, 1)
+	real, err := net.Interfaces()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var want []Address
+	for _, i := range real {
+		addrs, err := i.Addrs()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, a := range addrs {
+			if p, err := netip.ParsePrefix(a.String()); err == nil && p.Addr().Is4() {
+				flags := i.Flags.String()
+				want = append(want, Address{i.Name, p.Addr().String(), strings.Contains(flags, "loopback"), strings.HasPrefix(flags, "up")})
+			}
+		}
+	}
+	if !slices.Equal(m.Addresses, want) {
+		t.Errorf("addresses %+v, want %+v", m.Addresses, want)
+	}
+	for _, a := range m.Addresses {
+		if a.Loopback != strings.HasPrefix(a.IP, "127.") {
+			t.Errorf("%+v: a loopback address is of a loopback interface, and no other", a)
+		}
+		if got := m.Toward(a.IP); a.Up && got.IP != a.IP {
+			t.Errorf("toward %s: %+v", a.IP, got)
+		}
+	}
+	if got := m.Toward("no.such.host.invalid"); got != (Address{}) {
+		t.Errorf("toward a name without an address: %+v", got)
+	}
+}
+
+// TestShareSaysWhereItsSchedulerIs: only where the launcher has chosen a place that concerns nobody else is the scheduler quiet.
+func TestShareSaysWhereItsSchedulerIs(t *testing.T) {
+	for part, quiet := range map[string]bool{"joint": true, "server": false, "scheduler": false} {
+		var argv []string
+		app := &cli.App{Flags: flags(), Action: func(c *cli.Context) error {
+			s, err := spec(c, "stepaf", os.Args)
+			if err == nil {
+				argv = s.SchedulerCommand
+			}
+			return err
+		}}
+		if err := app.Run([]string{"launch", "--role", part}); err != nil {
+			t.Fatal(err)
+		}
+		if slices.Contains(argv, "--quiet") != quiet {
+			t.Errorf("--role %s: the scheduler is started as %q", part, argv)
 		}
 	}
 }

@@ -148,7 +148,7 @@ func TestIPv6(t *testing.T) {
 	}
 	defer a.Close()
 	p := Process{at, 7}
-	k, err := Ask(netip.IPv6Loopback(), short, func() []Process { return []Process{p} })
+	k, err := Ask(netip.IPv6Loopback(), 0, short, func() []Process { return []Process{p} })
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/internal/random"
 )
 
@@ -75,14 +76,21 @@ type history struct {
 	alive   time.Time // when the latest question was asked that was answered
 }
 
-// Ask begins to ask those that who lists, from that address, or any if it is not valid. A
-// process that does not answer within the limit is not there.
-func Ask(from netip.Addr, limit time.Duration, who func() []Process) (*Asker, error) {
+// Ask begins to ask those that who lists, from that address, or any if it is not valid, and from any port
+// but avoid, at which the scheduler answers. A process that does not answer within the limit is not there.
+func Ask(from netip.Addr, avoid int, limit time.Duration, who func() []Process) (*Asker, error) {
 	var local *net.UDPAddr
 	if from.IsValid() {
 		local = net.UDPAddrFromAddrPort(netip.AddrPortFrom(from, 0))
 	}
-	c, err := net.ListenUDP("udp", local)
+	var c *net.UDPConn
+	_, err := freeport.Except(avoid, func() (_ int, _ func(), err error) {
+		if c, err = net.ListenUDP("udp", local); err != nil {
+			return 0, nil, err
+		}
+		first := c
+		return c.LocalAddr().(*net.UDPAddr).Port, func() { _ = first.Close() }, nil
+	})
 	if err != nil {
 		return nil, err
 	}

@@ -61,7 +61,7 @@ func until(t *testing.T, what string, is func() bool) {
 
 func asker(t *testing.T, limit time.Duration, who func() []Process) *Asker {
 	t.Helper()
-	a, err := Ask(netip.AddrFrom4([4]byte{127, 0, 0, 1}), limit, who)
+	a, err := Ask(netip.AddrFrom4([4]byte{127, 0, 0, 1}), 0, limit, who)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -167,7 +167,7 @@ func TestForgets(t *testing.T) {
 // TestNoAddress: an asker needs an address of this host.
 func TestNoAddress(t *testing.T) {
 	t.Parallel()
-	a, err := Ask(netip.MustParseAddr("192.0.2.1"), short, func() []Process { return nil })
+	a, err := Ask(netip.MustParseAddr("192.0.2.1"), 0, short, func() []Process { return nil })
 	if err == nil {
 		a.Close()
 		t.Error("asks from an address that is not this host's")

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -23,6 +24,8 @@ type Request struct {
 	// GPU is the PCI address of the node's GPU, as the kernel or NVIDIA writes it, or
 	// "" when there is none or it is not known. See GPUAddress.
 	GPU string
+	// Toward is the address that this host uses toward the scheduler, invalid when that is not known.
+	Toward netip.Addr
 }
 
 // Machine is what there is to choose from.
@@ -35,12 +38,7 @@ type Machine struct {
 }
 
 // Interface is a network interface of this host.
-type Interface struct {
-	Name     string
-	Addrs    []netip.Addr // IPv4 ones are unmapped
-	Up       bool
-	Loopback bool
-}
+type Interface = hostaddr.Interface
 
 // Result is what was chosen.
 type Result struct {
@@ -74,7 +72,7 @@ func (r Result) String() string {
 //     port. When no port is usable, Host counts.
 //   - Host: that address, on whichever device has it.
 //   - Interface: that interface's IPv4 address.
-//   - Neither: the first usable port.
+//   - Neither: the usable port whose address leads to the scheduler, else the first usable port.
 //
 // A port is usable when it is active and has an IPv4 address of this host: as a GID
 // (RoCE, version 2 before 1), or on an IP-over-InfiniBand interface. Errors are
@@ -98,6 +96,9 @@ func Choose(m Machine, r Request) (Result, error) {
 	}
 	if len(l.usable) == 0 {
 		return Result{}, l.nothing("", "")
+	}
+	if i := slices.IndexFunc(l.usable, func(e *end) bool { return e.addr == r.Toward }); i >= 0 {
+		return l.result(l.usable[i], "its address leads to DMLC_PS_ROOT_URI", nil), nil
 	}
 	why := "first active RDMA port"
 	if len(l.usable) > 1 {

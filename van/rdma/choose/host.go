@@ -2,38 +2,16 @@ package choose
 
 import (
 	"io/fs"
-	"net"
-	"net/netip"
 	"path"
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 )
 
 // Interfaces lists the network interfaces of this host.
-func Interfaces() ([]Interface, error) {
-	all, err := net.Interfaces()
-	if err != nil {
-		return nil, err
-	}
-	list := make([]Interface, 0, len(all))
-	for _, i := range all {
-		addrs, err := i.Addrs()
-		if err != nil {
-			continue // it has gone
-		}
-		o := Interface{Name: i.Name, Up: i.Flags&net.FlagUp != 0, Loopback: i.Flags&net.FlagLoopback != 0}
-		for _, a := range addrs {
-			if n, ok := a.(*net.IPNet); ok {
-				if ip, ok := netip.AddrFromSlice(n.IP); ok {
-					o.Addrs = append(o.Addrs, ip.Unmap())
-				}
-			}
-		}
-		list = append(list, o)
-	}
-	return list, nil
-}
+func Interfaces() ([]Interface, error) { return hostaddr.Interfaces() }
 
 // GPUAddress is the PCI address of the NVIDIA GPU that CUDA calls index, "" when
 // that is not known. visible is CUDA_VISIBLE_DEVICES, and set whether it is set. It

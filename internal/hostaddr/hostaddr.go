@@ -1,0 +1,172 @@
+// Package hostaddr knows the addresses of this host: which interfaces it has, which
+// address it uses toward another host, and which addresses other hosts cannot reach.
+package hostaddr
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// Interface is a network interface of this host.
+type Interface struct {
+	Name     string
+	Addrs    []netip.Addr // IPv4 addresses are unmapped
+	Up       bool
+	Loopback bool
+}
+
+// Interfaces lists the interfaces of this host.
+func Interfaces() ([]Interface, error) {
+	all, err := net.Interfaces()
+	if err != nil {
+		return nil, err
+	}
+	list := make([]Interface, 0, len(all))
+	for _, i := range all {
+		addrs, err := i.Addrs()
+		if err != nil {
+			continue // the interface was removed meanwhile
+		}
+		o := Interface{Name: i.Name, Up: i.Flags&net.FlagUp != 0, Loopback: i.Flags&net.FlagLoopback != 0}
+		for _, a := range addrs {
+			if n, ok := a.(*net.IPNet); ok {
+				if ip, ok := netip.AddrFromSlice(n.IP); ok {
+					o.Addrs = append(o.Addrs, ip.Unmap())
+				}
+			}
+		}
+		list = append(list, o)
+	}
+	return list, nil
+}
+
+// Source returns the address that this host uses toward dest. It asks the kernel's
+// routing table; no packet leaves the host.
+func Source(dest netip.Addr) (netip.Addr, error) {
+	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(dest, 9)))
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	defer c.Close()
+	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap(), nil
+}
+
+// Host is a host's interfaces and its routing table. This fills it in; tests do so by hand.
+type Host struct {
+	Interfaces []Interface
+	Source     func(dest netip.Addr) (netip.Addr, error)
+}
+
+// This returns the host that this process runs on. Without a list of interfaces it has none.
+func This() Host {
+	all, _ := Interfaces() // Bind fails if an address is wrong
+	return Host{Interfaces: all, Source: Source}
+}
+
+// Toward returns the IPv4 address that the host uses toward dest and the interface that has
+// it. ok is false if dest has no IPv4 route.
+func (h Host) Toward(dest netip.Addr) (addr netip.Addr, name string, ok bool) {
+	if !dest.Is4() {
+		return netip.Addr{}, "", false
+	}
+	addr, err := h.Source(dest)
+	if err != nil || !addr.Is4() || addr.IsUnspecified() {
+		return netip.Addr{}, "", false
+	}
+	if i := h.with(addr); i != nil {
+		name = i.Name
+	}
+	return addr, name, true
+}
+
+// First returns the first IPv4 address that other hosts may reach, for a host that has no route to
+// compare with: one of an interface that is up and not the loopback. Link-local addresses and
+// those of container bridges are taken last.
+func (h Host) First() (addr netip.Addr, name string) {
+	for _, inner := range []bool{false, true} {
+		for _, i := range h.Interfaces {
+			if k := slices.IndexFunc(i.Addrs, func(a netip.Addr) bool { return a.Is4() && Inner(i.Name, a) == inner }); k >= 0 && i.Up && !i.Loopback {
+				return i.Addrs[k], i.Name
+			}
+		}
+	}
+	return netip.Addr{}, ""
+}
+
+// Of returns the IPv4 address of i to advertise: the one that leads to dest, else the first that
+// is not link-local, else the first. The result is invalid if i has no IPv4 address.
+func (h Host) Of(i Interface, dest netip.Addr) netip.Addr {
+	if addr, name, ok := h.Toward(dest); ok && name == i.Name {
+		return addr
+	}
+	var first netip.Addr
+	for _, a := range i.Addrs {
+		switch {
+		case a.Is4() && !a.IsLinkLocalUnicast():
+			return a
+		case a.Is4() && !first.IsValid():
+			first = a
+		}
+	}
+	return first
+}
+
+// Has reports whether addr is an address of this host. All of 127.0.0.0/8 is.
+func (h Host) Has(addr netip.Addr) bool {
+	return addr.IsLoopback() || addr.IsUnspecified() || h.with(addr) != nil
+}
+
+// with returns the interface that has addr, or nil.
+func (h Host) with(addr netip.Addr) *Interface {
+	k := slices.IndexFunc(h.Interfaces, func(i Interface) bool { return slices.Contains(i.Addrs, addr) })
+	if k < 0 {
+		if k = slices.IndexFunc(h.Interfaces, func(i Interface) bool { return i.Loopback }); k < 0 || !addr.IsLoopback() {
+			return nil
+		}
+	}
+	return &h.Interfaces[k]
+}
+
+// bridges are how the names of bridges begin that connect containers or virtual machines of one host.
+var bridges = []string{"docker", "br-", "virbr", "cni", "podman", "lxcbr", "lxdbr"}
+
+// Inner reports whether addr, of the interface with that name, is usually reached from this
+// host only: it is link-local, or of a bridge for containers, which many hosts have under one address.
+func Inner(name string, addr netip.Addr) bool {
+	return addr.IsLinkLocalUnicast() || slices.ContainsFunc(bridges, func(b string) bool { return strings.HasPrefix(name, b) })
+}
+
+// Doubt says why dest, an address of another host, cannot reach addr, an address of this host,
+// and which address leads to dest. It returns "" if dest is this host, if addr leads to dest, or if
+// nothing is wrong with addr.
+func (h Host) Doubt(addr, dest netip.Addr) string {
+	if !dest.IsValid() || h.Has(dest) {
+		return ""
+	}
+	toward, leads, ok := h.Toward(dest)
+	if ok && toward == addr {
+		return ""
+	}
+	what, i := "", h.with(addr)
+	switch {
+	case addr.IsLoopback():
+		what = "it is a loopback address"
+	case addr.IsUnspecified():
+		what = "it is the unspecified address"
+	case addr.IsLinkLocalUnicast():
+		what = "it is link-local"
+	case i != nil && Inner(i.Name, addr):
+		what = "it is of " + i.Name + ", a bridge inside this host"
+	case i != nil && !i.Up:
+		what = "its interface " + i.Name + " is down"
+	default:
+		return ""
+	}
+	if ok {
+		what += fmt.Sprintf("; %s (%s) leads there", toward, leads)
+	}
+	return what
+}

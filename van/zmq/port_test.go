@@ -1,0 +1,104 @@
+package zmq
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// TestSchedulersPort: where the kernel has two ports to give away, the scheduler's among them, a node never
+// listens at the scheduler's, and neither an attempt to connect to it nor another connection keeps the
+// scheduler from listening there.
+func TestSchedulersPort(t *testing.T) {
+	const inside = "STEPAF_TEST_PORTS"
+	if os.Getenv(inside) == "" {
+		if os.Geteuid() != 0 {
+			t.Skip("a network of its own needs the rights of root")
+		}
+		cmd := exec.Command(os.Args[0], "-test.run=^TestSchedulersPort$", "-test.v", "-test.timeout=60s")
+		cmd.Env, cmd.SysProcAttr = append(os.Environ(), inside+"=1"), &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+		out, err := cmd.CombinedOutput()
+		switch {
+		case errors.Is(err, syscall.EPERM) || bytes.Contains(out, []byte("--- SKIP")):
+			t.Skipf("no network of its own: %v\n%s", err, out)
+		case err != nil:
+			t.Fatalf("%v\n%s", err, out)
+		}
+		return
+	}
+	if out, err := exec.Command("ip", "link", "set", "lo", "up").CombinedOutput(); err != nil {
+		t.Skipf("ip link: %v: %s", err, out)
+	}
+	const first, second = 30000, 30001
+	if err := os.WriteFile("/proc/sys/net/ipv4/ip_local_port_range", fmt.Appendf(nil, "%d %d", first, second), 0); err != nil {
+		t.Skip(err)
+	}
+	for _, local := range []bool{false, true} {
+		for _, port := range []int{first, second} {
+			t.Run(fmt.Sprintf("node/%d/local=%t", port, local), func(t *testing.T) {
+				n := newNode(t, 8, 5, nil, func(c *env.Config) { c.RootPort, c.Local = port, local })
+				if n.self.Port != first+second-port {
+					t.Errorf("listens at %d", n.self.Port)
+				}
+			})
+		}
+	}
+	asked := func(port int) *zvan { // a van that listens where it is told
+		v, err := New(van.Options{Config: env.Default(), Incarnation: 7})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = v.Close(t.Context()) })
+		if _, err := v.Bind(t.Context(), van.Node{Role: van.Server, ID: van.Empty, Hostname: "127.0.0.1", Port: port}); err != nil {
+			t.Fatal(err)
+		}
+		v.Start(func(*van.Message) {})
+		return v.(*zvan)
+	}
+	listens := func(t *testing.T, port int) {
+		t.Helper()
+		until(t, "port of the scheduler", func() bool {
+			v, err := New(van.Options{Config: env.Default(), Incarnation: 1})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = v.Close(t.Context()) })
+			_, err = v.Bind(t.Context(), van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: "127.0.0.1", Port: port})
+			return err == nil
+		})
+	}
+	at := func(port int) van.Node { return van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: port} }
+	t.Run("connects with itself", func(t *testing.T) {
+		v := asked(25000)
+		if err := v.Connect(t.Context(), van.SchedulerID, at(first)); err != nil {
+			t.Fatal(err)
+		}
+		until(t, "attempt to connect", func() bool { return (*v.peers.Load())[van.SchedulerID].lost.Load() })
+		listens(t, first)
+	})
+	t.Run("port of a connection", func(t *testing.T) {
+		v := asked(25001)
+		asked(25009)
+		if err := v.Connect(t.Context(), 9, at(25009)); err != nil {
+			t.Fatal(err)
+		}
+		c := (*v.peers.Load())[9]
+		until(t, "connection", func() bool { return c.up.Load() && c.link.Load() != nil })
+		c.link.Load().use(func(fd int) {
+			own, err := unix.Getsockname(fd)
+			if err != nil {
+				t.Fatal(err)
+			}
+			listens(t, int(addrOf(own).Port()))
+		})
+	})
+}
