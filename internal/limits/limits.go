@@ -25,8 +25,8 @@ const (
 	// and its monitor each have some.
 	FilesPerPeer = 9
 	// FilesPerSharer are those of shared memory with a peer, besides: for each way a socket
-	// and who watches the peer's process, one for reading its memory, and one for a moment.
-	FilesPerSharer = 6
+	// and who watches the peer's process, one for reading its memory, one for its own ring, and one for a moment.
+	FilesPerSharer = 7
 	// filesOfNode are those of a node without peers, and a few of a connection that is
 	// replaced by another; filesOfSharing are those that shared memory costs it.
 	filesOfNode    = 25

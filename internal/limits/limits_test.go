@@ -46,10 +46,10 @@ func TestOf(t *testing.T) {
 		{"files of a worker", apart(500, 500, 1, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE",
 			"too few open files: RLIMIT_NOFILE is 4096, this node needs 4554 (9 for each of 501 peers, 25 of its own, 20 open already): ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"},
 		{"just enough", apart(500, 500, 1, "zmq"), "worker", system(4554, 20, NoLimit), "", ""},
-		{"shared memory", config(500, 500, 1, "zmq"), "worker", system(7555, 20, NoLimit), "RLIMIT_NOFILE",
-			"too few open files: RLIMIT_NOFILE is 7555, this node needs 7556 (9 for each of 501 peers, 6 for shared memory with each of 500, 27 of its own, 20 open already): " +
+		{"shared memory", config(500, 500, 1, "zmq"), "worker", system(8055, 20, NoLimit), "RLIMIT_NOFILE",
+			"too few open files: RLIMIT_NOFILE is 8055, this node needs 8056 (9 for each of 501 peers, 7 for shared memory with each of 500, 27 of its own, 20 open already): " +
 				"ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile), or BYTEPS_ENABLE_IPC=0 where"},
-		{"shared memory, just enough", config(500, 500, 1, "zmq"), "server", system(7556, 20, NoLimit), "", ""},
+		{"shared memory, just enough", config(500, 500, 1, "zmq"), "server", system(8056, 20, NoLimit), "", ""},
 		{"too little without it, too", config(500, 500, 1, "zmq"), "worker", system(4553, 20, NoLimit), "RLIMIT_NOFILE", "docker: --ulimit nofile)"},
 		{"the scheduler shares none", config(1, 1, 1, "zmq"), "scheduler", system(63, 20, NoLimit), "", ""},
 		{"the scheduler has all as peers", config(500, 500, 1, "zmq"), "scheduler", system(8000, 20, NoLimit), "RLIMIT_NOFILE", "1000 peers"},

@@ -14,7 +14,12 @@ const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 
 // New makes a sealed file in memory with n bytes, all of which exist: where
 // there is no memory for them this says so, not a signal later. The caller closes it.
-func New(n int) (fd int, err error) {
+func New(n int) (fd int, err error) { return Part(n, n) }
+
+// Part makes a sealed file of n bytes of which the first have exist. The caller touches the others
+// only after Extend has made them: a process that touches a byte for which there is no memory
+// gets a signal. The caller closes the file.
+func Part(n, have int) (fd int, err error) {
 	const noexec = 0x8 // MFD_NOEXEC_SEAL, unknown before Linux 6.3
 	fd, err = unix.MemfdCreate("stepaf", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|noexec)
 	if errors.Is(err, unix.EINVAL) {
@@ -23,8 +28,9 @@ func New(n int) (fd int, err error) {
 	if err != nil {
 		return -1, fmt.Errorf("memfd_create: %w", err)
 	}
-	if err = unix.Fallocate(fd, 0, 0, int64(n)); err != nil {
-		err = fmt.Errorf("no shared memory: fallocate of %d bytes: %w", n, err)
+	if err = unix.Ftruncate(fd, int64(n)); err != nil {
+		err = fmt.Errorf("no shared memory: ftruncate to %d bytes: %w", n, err)
+	} else if err = Extend(fd, 0, have); err != nil {
 	} else if _, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
 		err = fmt.Errorf("seal shared memory: %w", err)
 	}
@@ -32,6 +38,20 @@ func New(n int) (fd int, err error) {
 		return -1, errors.Join(err, unix.Close(fd))
 	}
 	return fd, nil
+}
+
+// Extend makes bytes from to to of a file of Part exist. It fails where there is no memory for them.
+func Extend(fd, from, to int) error {
+	for {
+		err := unix.Fallocate(fd, 0, int64(from), int64(to-from))
+		if errors.Is(err, unix.EINTR) { // the runtime's signals
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("no shared memory: fallocate of %d bytes: %w", to-from, err)
+		}
+		return nil
+	}
 }
 
 // ErrMemory is the error of Check.

@@ -68,6 +68,7 @@ type Config struct {
 	SendBudget     int // STEPAF_SEND_BUDGET: to one peer, not sent yet
 	StrangerBudget int // STEPAF_STRANGER_BUDGET: held for senders that are not members
 	RDMAPeerBudget int // STEPAF_RDMA_PEER_BUDGET: registered for one peer
+	SHMBudget      int // STEPAF_SHM_BUDGET: shared with peers of this host
 	RDMABudget     int // STEPAF_RDMA_BUDGET: registered for all peers
 
 	// Devices, threads, queues.

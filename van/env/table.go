@@ -229,6 +229,11 @@ var table = []variable{
 		help:    "Bytes that senders which are not members of the cluster may make this node hold.",
 		differs: "Ours only.",
 	}, {
+		name: "STEPAF_SHM_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",
+		field:   func(c *Config) any { return &c.SHMBudget },
+		help:    "Shared memory that this node makes for data to peers of its host: 256 KiB for each peer that it has sent data to are counted, and up to 2 MiB for one with large values or much in flight. A peer for which too little is left gets its data over the other transport, and is tried again.",
+		differs: "Ours only.",
+	}, {
 		name: "STEPAF_RDMA_PEER_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMAPeerBudget },
 		help:    "Bytes that this node registers for one peer to write to. A value that needs more fails at its sender; else receive slots that the peer does not use are taken back for those that it needs. Buffers that the application has registered do not count.",

@@ -9,6 +9,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/memfd"
 )
 
 // bell is a node's doorbell: its owner sleeps on it, its peers wake it.
@@ -106,9 +108,9 @@ type doorbell struct {
 	fd   int   // of its page, for peers
 }
 
-// open makes the doorbell, with memory as memfd.New makes.
-func (d *doorbell) open(memory func(n int) (int, error)) error {
-	fd, err := memory(bellLen)
+// open makes the doorbell.
+func (d *doorbell) open() error {
+	fd, err := memfd.New(bellLen)
 	if err != nil {
 		return err
 	}

@@ -7,8 +7,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Connect implements van.Van. It also begins to make the link to a peer within reach. What
-// is sent before that is settled waits: see peers.settledLink.
+// Connect implements van.Van. The link to a peer within reach is made when this node first sends data, to whichever
+// peer: a node that sends none shares no memory. What is sent before that is settled waits: see peers.settledLink.
 func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	if err := v.inner.Connect(ctx, id, peer); err != nil {
 		return err
@@ -25,6 +25,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	p.dialling.Add(1) // before there is no link any more
 	old := p.takeLink(id)
 	was := p.nodes[id]
+	p.unmakeLocked(was)
 	n.admitted = was == nil || was.admitted && was.token.name == t.name
 	p.nodes[id] = n
 	if was != nil && was.token.name != t.name {
@@ -40,13 +41,16 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	on := !p.closed && v.acceptor.listener != nil
 	if on && offers && v.own.token.reach(&t) == "" {
 		left := p.draining[id]
-		p.wg.Go(func() {
+		n.make = func() {
 			defer p.settle(n)
 			if left != nil {
 				<-left // what was sent before is to be there first
 			}
-			v.dialer.link(n, id)
-		})
+			v.dialer.link(n)
+		}
+		if p.used {
+			p.makeLocked(n)
+		}
 		p.mu.Unlock()
 	} else {
 		p.mu.Unlock()
@@ -69,6 +73,7 @@ func (v *Van) Disconnect(id int) {
 	p := v.peers
 	p.mu.Lock()
 	l := p.takeLink(id)
+	p.unmakeLocked(p.nodes[id])
 	delete(p.nodes, id)
 	if l != nil && !p.closed {
 		before, left := p.draining[id], make(chan struct{})
@@ -103,6 +108,7 @@ func (v *Van) Rename(old, id int) error {
 	p.mu.Lock()
 	l, other := p.link(old), p.takeLink(id)
 	if n := p.nodes[old]; n != nil {
+		p.unmakeLocked(p.nodes[id])
 		p.nodes[id], n.id = n, id
 		delete(p.nodes, old)
 	}

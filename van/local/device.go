@@ -149,6 +149,5 @@ type endpoint struct {
 	device   *device // nil when values on the node's device are not shared
 	noDevice error   // then: why
 
-	memory   func(n int) (int, error) // memfd.New, other than in tests
-	linkTime time.Duration            // linkTime, other than in tests
+	linkTime time.Duration // linkTime, other than in tests
 }

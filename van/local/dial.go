@@ -30,8 +30,11 @@ type dialer struct {
 }
 
 // link makes the link to n, if it can be had.
-func (d *dialer) link(n *outPeer, id int) {
+func (d *dialer) link(n *outPeer) {
 	d.readersOnce.Do(d.letRead)
+	d.peers.mu.Lock()
+	id := n.id
+	d.peers.mu.Unlock()
 	l, err := d.dial(d.peers.ctx, id, &n.token)
 	if err == nil {
 		d.add(n, l)
@@ -91,17 +94,18 @@ func (d *dialer) dial(ctx context.Context, id int, t *token) (l *outLink, err er
 	if pid, err = sameUser(conn); err != nil {
 		return nil, err
 	}
-	fd, err := d.self.memory(segmentLen)
+	file, err := newRingFile(d.out.memory)
 	if err != nil {
 		return nil, err
 	}
-	defer unix.Close(fd)
-	seg, err := mapSegment(fd)
+	seg, err := mapSegment(file.fd)
 	if err != nil {
+		file.close()
 		return nil, err
 	}
 	defer func() {
 		if err != nil {
+			file.close()
 			seg.bye().Store(1) // a peer that reads the hello later has lost nothing
 			seg.unmap()
 		}
@@ -110,14 +114,14 @@ func (d *dialer) dial(ctx context.Context, id int, t *token) (l *outLink, err er
 	var keep runtime.Pinner
 	keep.Pin(nonce)
 	defer keep.Unpin()
-	if err := d.self.hello(conn, fd, nonce); err != nil {
+	if err := d.self.hello(conn, file.fd, nonce); err != nil {
 		return nil, err
 	}
-	return d.finish(conn, id, seg)
+	return d.finish(conn, id, seg, file)
 }
 
 // finish reads the peer's reply and makes the link.
-func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment) (*outLink, error) {
+func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile) (*outLink, error) {
 	text, fds, err := receive(conn, replyHead+2*maxWhy)
 	defer closeAll(fds)
 	if err != nil {
@@ -146,6 +150,10 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment) (*outLink, err
 	if err != nil {
 		return nil, err
 	}
+	if text[5]&knowsPads == 0 && !file.grow(segmentLen, id) { // it expects the whole ring
+		bell.unmap()
+		return nil, fmt.Errorf("%w: the peer's version needs %d bytes", errNoBudget, segmentLen)
+	}
 	_ = conn.SetDeadline(time.Time{})
 	how := "ring, and the sender's memory"
 	if verdict != verdictRead {
@@ -159,7 +167,7 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment) (*outLink, err
 		args = append(args, "values on the device", "through host memory: "+noDevice)
 	}
 	d.log.Info("data goes through shared memory", args...)
-	l := newOutLink(d.out, id, conn, seg, bell, verdict == verdictRead, device)
+	l := newOutLink(d.out, id, conn, seg, file, bell, verdict == verdictRead, device)
 	if device {
 		l.offers.sharer = own.sharer
 		l.segments = own.sharer != nil && text[5]&hasSegments != 0

@@ -5,10 +5,9 @@
 // # Who uses it
 //
 // A node adds a token to its identity (van.Identity), which travels in its node record: host, namespaces, user, and the
-// name of an abstract Unix socket. Connect dials that socket when the token is of
+// name of an abstract Unix socket. The node dials that socket if the token is of
 // this host, these namespaces and this user, before the first data message to the
-// peer can be sent, and settles then which way data takes: the link, or for ever
-// the main van. So messages in one direction never overtake each other.
+// peer is sent.
 //
 // # Links
 //
@@ -17,6 +16,12 @@
 // twice in a row so that no record is ever split. It travels over the socket, whose
 // other use is to break when its peer dies. Nothing has a name in the file system:
 // whatever dies, nothing is left behind.
+//
+// Of a ring only 56 KiB exist at first. A record that does not fit behind the last one begins at the start of the ring again if the
+// receiver has taken what lies there; otherwise the ring grows, up to 2 MiB. The sender allocates memory before
+// it touches it (fallocate): a lack of memory is an error of a call, not a SIGBUS. A ring that gets no more memory works as a shorter one.
+// A node has STEPAF_SHM_BUDGET bytes for its rings, of which each is granted 256 KiB: any record fits in that.
+// A peer for which nothing is left gets its data over the main van.
 //
 // A record is a message's meta and its data frames. Small parts are in the record.
 // Large ones stream behind it in chunks: the receiver copies one out, straight to
@@ -67,7 +72,8 @@
 //
 // # Making links
 //
-// Connect and Disconnect do not wait for the peer. A data message to a peer of which it is
+// Connect and Disconnect do not wait for the peer. When a node sends its first data message, to whichever peer, it
+// makes its links to all peers at once: a node that sends no data shares no memory. A data message to a peer of which it is
 // not settled whether there will be a link waits until it is, for linkTime at most.
 //
 // A peer whose link broke is lost until it has made another one, three times at most, or,

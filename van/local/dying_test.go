@@ -114,11 +114,11 @@ func TestLateLoss(t *testing.T) {
 func TestLinkNotMadeAgain(t *testing.T) {
 	var full atomic.Bool
 	worker, server := pairWith(t, func(v *Van) {
-		v.own.memory = func(n int) (int, error) {
+		v.tx.memory.make = func(n, have int) (int, error) {
 			if full.Load() {
 				return -1, unix.ENOMEM
 			}
-			return memfd.New(n)
+			return memfd.Part(n, have)
 		}
 	})
 	full.Store(true)

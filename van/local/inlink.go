@@ -64,7 +64,7 @@ func (l *inLink) next() *inbound {
 		size, kind, err := peek(b, int(avail))
 		var p *inbound
 		switch {
-		case err != nil:
+		case err != nil || kind == kindPad:
 		case kind == kindChunk:
 			p, err = l.chunk(b[:size])
 		case kind == kindRest:

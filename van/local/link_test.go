@@ -390,7 +390,7 @@ func TestNoMemory(t *testing.T) {
 	worker, server := newNode(t, n, 9, func(v *Van) { v.logTo(log.Logger()) }), newNode(t, n, 8, nil)
 	worker.start()
 	server.start()
-	worker.own.memory = func(int) (int, error) { return -1, fmt.Errorf("no shared memory: %w", syscall.ENOMEM) }
+	worker.tx.memory.make = func(int, int) (int, error) { return -1, fmt.Errorf("no shared memory: %w", syscall.ENOMEM) }
 	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
 		t.Fatal(err)
 	}

@@ -11,6 +11,13 @@ import (
 // looseEnd is a connection whose other end is closed with the test.
 func looseEnd(t testing.TB) *net.UnixConn {
 	t.Helper()
+	near, _ := looseEnds(t)
+	return near
+}
+
+// looseEnds are the ends of a connection, which are closed with the test.
+func looseEnds(t testing.TB) (near, far *net.UnixConn) {
+	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -26,5 +33,5 @@ func looseEnd(t testing.TB) *net.UnixConn {
 		conns[i] = c.(*net.UnixConn)
 		t.Cleanup(func() { _ = c.Close() })
 	}
-	return conns[0]
+	return conns[0], conns[1]
 }

@@ -23,24 +23,9 @@ type outCommon struct {
 	stats  *stats
 	copies *copies
 	budget int64 // bytes unsent to one peer
+	memory *ringMemory
 
 	roomTimeout time.Duration // roomTimeout, other than in tests
-}
-
-// outRing is the sending end of a ring.
-type outRing struct {
-	seg  *segment
-	bell *bell // the peer's
-	tail uint64
-}
-
-// space is how many bytes are free in the ring.
-func (r *outRing) space() int { return ringLen - int(r.tail-r.seg.head().Load()) }
-
-// advance makes the record of size bytes at the tail visible.
-func (r *outRing) advance(size int) {
-	r.tail += uint64(size)
-	r.seg.tail().Store(r.tail)
 }
 
 // outLink carries messages to one peer.
@@ -81,8 +66,8 @@ type stream struct {
 	part, off int
 }
 
-func newOutLink(c *outCommon, id int, conn *net.UnixConn, seg *segment, bell *bell, canRead, device bool) *outLink {
-	l := &outLink{c: c, conn: conn, canRead: canRead, device: device, outRing: outRing{seg: seg, bell: bell}, offers: offers{conn: conn}}
+func newOutLink(c *outCommon, id int, conn *net.UnixConn, seg *segment, file *ringFile, bell *bell, canRead, device bool) *outLink {
+	l := &outLink{c: c, conn: conn, canRead: canRead, device: device, outRing: outRing{seg: seg, file: file, bell: bell}, offers: offers{conn: conn}}
 	l.id.Store(int32(id))
 	l.seen.head = math.MaxUint64 // nothing yet
 	l.pins.init(seg, c)
@@ -102,7 +87,7 @@ func (l *outLink) progress() progress { return progress{l.seg.head().Load(), l.s
 
 // room tells whether a record fits now. l.mu is held.
 func (l *outLink) room(size int, r *record) bool {
-	return !l.streaming() && (!r.pins() || len(l.pins.free) > 0) && l.space() >= size
+	return !l.streaming() && (!r.pins() || len(l.pins.free) > 0) && l.fits(size, int(l.id.Load()))
 }
 
 func (l *outLink) streaming() bool { return l.stream.busy }
@@ -158,7 +143,7 @@ func (l *outLink) pump() {
 			return
 		}
 		n := min(s.mems[s.part].Len()-s.off, maxChunk)
-		if l.space() >= chunkHead+align(n)+recordHead && streamed < maxStream {
+		if streamed < maxStream && l.fits(chunkHead+align(n)+recordHead, int(l.id.Load())) {
 			l.advance(putChunk(l.seg.at(l.tail), s.mems[s.part].Host()[s.off:s.off+n]))
 			l.bell.ring() // it may have given up waiting for more
 			s.off += n
@@ -210,7 +195,7 @@ const (
 // record, which pump leaves. l.mu is held.
 func (l *outLink) pinRest() {
 	s := &l.stream
-	if len(l.pins.free) == 0 || l.space() < recordHead {
+	if len(l.pins.free) == 0 || !l.fits(recordHead, int(l.id.Load())) {
 		return
 	}
 	b := l.seg.at(l.tail)

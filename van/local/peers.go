@@ -25,6 +25,7 @@ type outPeer struct {
 	down     bool          // told of as lost; losses.mu guards it
 	lost     bool          // the watcher knows it as lost, or will; losses.mu guards it
 	settled  chan struct{} // closed when it is settled which way data takes
+	make     func()        // settles that; nil once it runs; peers.mu guards it
 }
 
 // peers are the nodes that this node knows, and the links to and from them.
@@ -50,6 +51,7 @@ type peers struct {
 
 	mu       sync.Mutex // guards changes of the above, and what follows
 	closed   bool
+	used     bool // this node has data to send: links are made
 	nodes    map[int]*outPeer
 	senders  map[int]*inPeer
 	draining map[int]chan struct{} // closed when what was sent has left
@@ -84,6 +86,9 @@ func (p *peers) settledLink(id int) *outLink {
 	for p.dialling.Load() > 0 {
 		p.mu.Lock()
 		n := p.nodes[id]
+		if n != nil {
+			p.useLocked()
+		}
 		p.mu.Unlock()
 		if n == nil {
 			break
@@ -101,6 +106,34 @@ func (p *peers) settledLink(id int) *outLink {
 		}
 	}
 	return p.link(id) // again: it may have been made since
+}
+
+// useLocked makes the links that Connect has not made: one after the other they would keep
+// the first message to all peers waiting for the sum of their handshakes. p.mu is held.
+func (p *peers) useLocked() {
+	if p.used || p.closed {
+		return
+	}
+	p.used = true
+	for _, n := range p.nodes {
+		p.makeLocked(n)
+	}
+}
+
+// makeLocked begins to make the link to n. p.mu is held.
+func (p *peers) makeLocked(n *outPeer) {
+	if n.make != nil && !p.closed {
+		p.wg.Go(n.make)
+		n.make = nil
+	}
+}
+
+// unmakeLocked settles that n, which may be nil, gets no link if none has been begun: it is about to leave p.nodes. p.mu is held.
+func (p *peers) unmakeLocked(n *outPeer) {
+	if n != nil && n.make != nil {
+		n.make = nil
+		p.settle(n)
+	}
 }
 
 // settle says that it is settled which way data to n takes.

@@ -62,7 +62,7 @@ type pins struct {
 	stats  *stats
 	copies *copies
 
-	slots [slotCount]pin
+	slots []pin    // those that were ever used, by slot
 	free  []uint32 // slots
 	gen   uint32
 	acked uint32
@@ -90,6 +90,9 @@ func (t *pins) add(b []byte, a pin) {
 	t.seg.gen(slot).Store(t.gen)
 	setSlot(b, slot, t.gen)
 	a.busy = true
+	for int(slot) >= len(t.slots) {
+		t.slots = append(t.slots, pin{})
+	}
 	t.slots[slot] = a
 	t.bytes += a.bytes
 	t.stats.pinned.Add(1)
@@ -103,7 +106,7 @@ func (t *pins) collect() error {
 	}
 	for ; t.acked != acked; t.acked++ {
 		slot := t.seg.ack(t.acked).Load()
-		if slot >= slotCount || !t.slots[slot].busy {
+		if int(slot) >= len(t.slots) || !t.slots[slot].busy {
 			return fmt.Errorf("%w: slot %d acknowledged, which is not pinned", errProtocol, slot)
 		}
 		t.free = append(t.free, slot)

@@ -10,7 +10,7 @@ import (
 )
 
 // A record in the ring is a message, a chunk of the last message's streamed parts,
-// or the rest of them, pinned. All numbers are little endian.
+// the rest of them, pinned, or a pad. All numbers are little endian.
 //
 //	message, rest                         chunk
 //	 0  u32  length of the record          0  u32  length of the record
@@ -20,6 +20,8 @@ import (
 //	12  u32  generation of the slot
 //	16  4 parts: meta, keys, values, lengths
 //	128 the inline parts and exports, each on a line of its own
+//
+// A pad has the length and the kind of a chunk, 4, and nothing else: the record behind it lies at the start of the ring.
 //
 // The parts of a rest are what the chunks before it have not brought, inline with
 // length 0 where that is nothing.
@@ -32,11 +34,13 @@ const (
 	recordAlign = 64
 	recordHead  = 128
 	chunkHead   = 64
+	padHead     = 64
 	partHead    = 16
 
 	kindMessage = 1
 	kindChunk   = 2
 	kindRest    = 3
+	kindPad     = 4
 
 	partInline = 1
 	partPinned = 2 // the receiver reads it from the sender's memory
@@ -228,6 +232,14 @@ func putChunk(b, data []byte) int {
 	return size
 }
 
+// putPad writes a pad of size bytes and returns size.
+func putPad(b []byte, size int) int {
+	clear(b[:padHead])
+	binary.LittleEndian.PutUint32(b, uint32(size))
+	b[4] = kindPad
+	return size
+}
+
 // peek reads the length and the kind of the record at the front of b, of which
 // avail bytes have been written. It reads each byte once.
 func peek(b []byte, avail int) (size int, kind byte, err error) {
@@ -239,6 +251,8 @@ func peek(b []byte, avail int) (size int, kind byte, err error) {
 		least, most = chunkHead, chunkHead+maxChunk
 	case kindRest:
 		most = recordHead
+	case kindPad:
+		least, most = padHead, ringLen
 	}
 	if size < least || size > min(most, avail) || size%recordAlign != 0 {
 		return 0, 0, &van.FieldError{Field: "record.length", Value: size,

@@ -36,9 +36,9 @@ type segment struct {
 	shadow shadow
 }
 
-// mapSegment maps the segment in fd, which stays open.
+// mapSegment maps the segment in fd, which stays open. Of its ring only a part may exist: see outRing.
 func mapSegment(fd int) (*segment, error) {
-	const flags = unix.MAP_SHARED | unix.MAP_FIXED | unix.MAP_POPULATE
+	const flags = unix.MAP_SHARED | unix.MAP_FIXED
 	const total = segmentLen + ringLen
 	base, err := unix.MmapPtr(-1, 0, nil, total, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 	if err != nil {

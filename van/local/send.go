@@ -302,6 +302,7 @@ func (l *outLink) close(inOrder bool) (lost int) {
 	l.bell.ring()
 	_ = l.conn.Close()
 	l.seg.unmap()
+	l.file.close()
 	l.bell.unmap()
 	return lost
 }

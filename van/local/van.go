@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
@@ -72,10 +71,10 @@ func New(inner van.Van, o van.Options) *Van {
 	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
 	v.drain, v.endDrain = context.WithCancel(context.Background())
 	v.own.id.Store(van.Empty)
-	v.own.bell.fd, v.own.memory, v.own.linkTime = -1, memfd.New, linkTime
+	v.own.bell.fd, v.own.linkTime = -1, linkTime
 	v.peers = newPeers(v.log, &v.own.bell, v.dests)
 	v.rx.self, v.rx.log, v.rx.stats, v.rx.copies, v.rx.dests, v.rx.dropTime = &v.own, v.log, &v.stats, &v.copies, v.dests, dropTime
-	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), roomTimeout: roomTimeout}
+	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), memory: newRingMemory(v.log, o.Config), roomTimeout: roomTimeout}
 	v.receiver = receiver{self: &v.own, in: &v.rx, peers: v.peers, log: v.log, maxSleep: maxSleep}
 	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, v.peers, &v.tx, v.log, inner.Type, admitReaders
 	v.acceptor = acceptor{self: &v.own, peers: v.peers, in: &v.rx, log: v.log, conns: map[*net.UnixConn]bool{}}
@@ -125,7 +124,7 @@ func (v *Van) open() (err error) {
 	if s.token, err = newToken(); err != nil {
 		return err
 	}
-	if err = s.bell.open(s.memory); err != nil {
+	if err = s.bell.open(); err != nil {
 		return err
 	}
 	if v.acceptor.listener, err = listen(&s.token); err != nil {
@@ -310,6 +309,7 @@ func (v *Van) Stats() van.Stats {
 	}
 	s = v.stats.add(s)
 	s.PausedReads += v.rx.feed.Loop.Pauses()
+	s.RefusedRings += v.tx.memory.refused.Load()
 	return s
 }
 
