@@ -68,6 +68,16 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	return errors.Join(errs...)
 }
 
+// Refuse ends a batch that is not answered: the worker's call fails at once with the text of why, if the worker is of this
+// library and why wraps van.ErrInvalid, van.ErrQueueFull or van.ErrFinished. It gives up the hold that Respond would.
+func (b Batch) Refuse(why error) {
+	if !b.w.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
+		return // answered
+	}
+	b.w.s.node.Refuse(b.w.instance, b.w.epoch, int32(b.w.s.app), b.w.customer, b.w.first, why)
+	b.w.unref()
+}
+
 // answer is what outs has for pull i, or nil.
 func (b *work) answer(i int, outs []KeyTensor, order Order) *Tensor {
 	if order == ByKey {

@@ -53,6 +53,10 @@ func (a *apps) store(k appKey, msg *van.Message) (c *Customer, why string) {
 		}
 		return nil, ""
 	}
+	if a.finishes != "" {
+		a.refuseFinished(msg)
+		return nil, ""
+	}
 	if why := a.full(msg); why != "" {
 		a.self.counts.early.add(msg)
 		if count, show := a.tooMany.Next(); show {
@@ -173,6 +177,26 @@ func (a *apps) discard() {
 		a.expiry.Stop()
 	}
 	a.forget(func(appKey, *early) bool { return true })
+}
+
+// finish refuses the requests for applications that this node does not have, those that are kept and those that come from
+// now on, as the program ends: text says how. With "" they are kept again.
+func (a *apps) finish(text string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.finishes = text; text == "" {
+		return
+	}
+	a.forget(func(_ appKey, e *early) bool {
+		a.refuseFinished(e.msg)
+		return true
+	})
+}
+
+// refuseFinished tells the sender of a request why nobody answers it. a.mu is held.
+func (a *apps) refuseFinished(msg *van.Message) {
+	a.notices.refuse(msg.Sender, msg.Epoch, msg.AppID, msg.CustomerID, msg.Timestamp,
+		fmt.Errorf("%w: %s waits in %s and has no application %d", van.ErrFinished, a.self.Name(), a.finishes, msg.AppID))
 }
 
 // take removes and returns the requests that are kept for k. a.mu is held.

@@ -25,6 +25,7 @@ type Node struct {
 	strangers strangers
 	notices   notices
 	apps      apps
+	ending    ends
 
 	stack    *stack.Van
 	van      van.Van      // of stack
@@ -87,7 +88,10 @@ func (n *Node) InstanceBarrier(ctx context.Context, customer, group int) error {
 // Finalize. The scheduler and servers may call it as soon as they have started, so it has
 // no limit of its own: it waits as long as a live member is missing.
 func (n *Node) StopBarrier(ctx context.Context) error {
-	return n.await(ctx, "stop barrier", func(t time.Duration) (int, error) { return n.machine.StopBarrier(t, 0) })
+	n.beginEnd("stop()")
+	err := n.await(ctx, "stop barrier", func(t time.Duration) (int, error) { return n.machine.StopBarrier(t, 0) })
+	n.endEnd(err)
+	return err
 }
 
 func (n *Node) barrier(ctx context.Context, op string, customer, group int, instance bool) error {
@@ -101,6 +105,7 @@ func (n *Node) barrier(ctx context.Context, op string, customer, group int, inst
 // this library call before it. Only the first call has an effect; others return its result.
 func (n *Node) Finalize(ctx context.Context) error {
 	n.leaveOnce(func() error {
+		n.beginEnd("Finalize")
 		err := n.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.machine.Finalize(t, 0) })
 		return errors.Join(err, n.leave(ctx, lingerTime))
 	})
@@ -135,6 +140,7 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 	n.mu.Unlock()
 
 	close(n.stop) // without waiting for tick: leave may run in a callback of it
+	n.endEnd(nil)
 	n.apps.abort(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
 	n.lanes.await(shortLinger)
 	n.strangers.close()

@@ -22,12 +22,12 @@ const maxRefused = 1024
 var refusals = [...]struct {
 	word string
 	err  error
-}{{"invalid", van.ErrInvalid}, {"full", van.ErrQueueFull}}
+}{{"invalid", van.ErrInvalid}, {"full", van.ErrQueueFull}, {"finished", van.ErrFinished}}
 
 // Refuse tells node id that this node will not answer the request that timestamp ts belongs to: its call fails at once.
-// epoch is that of the request's message. Only the reasons van.ErrInvalid and van.ErrQueueFull are told. A process of the
+// epoch is that of the request's message. Only the reasons van.ErrInvalid, van.ErrQueueFull and van.ErrFinished are told. A process of the
 // original, one that was lost, and one in the place of the one that asked are told nothing. Stats has the number for
-// each of the two reasons, whoever was told.
+// each of the first two reasons, whoever was told.
 func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {
 	switch {
 	case errors.Is(why, van.ErrInvalid):

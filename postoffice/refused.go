@@ -24,7 +24,7 @@ func (a *apps) refused(msg *van.Message) bool {
 	}
 	meta, why := readRefused(msg.Body[len(refusedPrefix):min(len(msg.Body), maxRefused)])
 	if why == nil {
-		a.self.droppedControl(msg.Sender, &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, timestamp, invalid or full, and why"})
+		a.self.droppedControl(msg.Sender, &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, timestamp, invalid, full or finished, and why"})
 		return true
 	}
 	a.failRequest(&meta, msg.Sender, why)

@@ -213,7 +213,7 @@ func newNode(o Options) (*Node, error) {
 	if role == van.Scheduler {
 		n.self.ID, n.self.AuxID = van.SchedulerID, -1
 	}
-	return n, nil
+	return n, n.watchEnds()
 }
 
 // assemble tells the parts of n of each other. identity and van are complete.
@@ -223,6 +223,7 @@ func (n *Node) assemble() {
 	n.apps.init(&n.identity, &n.processes, &n.notices)
 	n.strangers.init(&n.identity, &n.processes, &n.apps)
 	n.members = members{self: &n.identity, processes: &n.processes, strangers: &n.strangers, unnamed: map[int]van.Node{}}
+	n.ending.workers = map[int]uint32{}
 	n.lanes.carryOut = n.carryOut
 	n.control = control{self: &n.identity, life: &n.lifetime, members: &n.members, lanes: &n.lanes,
 		due: map[int]int{}, waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}

@@ -26,6 +26,8 @@ var (
 	ErrUnknownPeer = errors.New("no such peer")
 	// ErrQueueFull: so much waits for the peer that nothing else is taken for it now.
 	ErrQueueFull = errors.New("send queue full")
+	// ErrFinished: the peer's program is at its end: it waits in Finalize, or in Python's stop(), and does nothing else.
+	ErrFinished = errors.New("finished")
 	// ErrTimeout: a wait reached its limit.
 	ErrTimeout = errors.New("timed out")
 	// ErrMalformed: a frame from the network breaks the protocol.

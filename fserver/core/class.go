@@ -9,7 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Class is a subclass of fserver_lib.Error.
+// Class is a class of exceptions: fserver_lib.Error, a subclass of it, or fserver_lib.Finished.
 type Class int
 
 // The classes.
@@ -18,11 +18,14 @@ const (
 	Timeout                 // TimeoutError: a limit passed
 	Connection              // ConnectionError: a peer or the scheduler is lost
 	Value                   // ValueError: an argument or a variable makes no sense
+	Finished                // Finished: the loop of a server is over
 )
 
 // ClassOf is the class that an error becomes in Python.
 func ClassOf(err error) Class {
 	switch {
+	case errors.Is(err, ErrLoopOver): // which may wrap why a worker was lost
+		return Finished
 	case errors.Is(err, van.ErrTimeout), errors.Is(err, context.DeadlineExceeded):
 		return Timeout
 	case errors.Is(err, van.ErrPeerLost), errors.Is(err, van.ErrUnknownPeer):

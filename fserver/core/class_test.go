@@ -79,6 +79,7 @@ func TestClasses(t *testing.T) {
 		{van.ErrPeerLost, Connection}, {van.ErrUnknownPeer, Connection},
 		{van.ErrInvalid, Value}, {van.ErrNoTransport, Value}, {ErrUnknownHandler, Value}, {&env.Error{Name: "X"}, Value},
 		{errors.Join(&env.Error{Name: "X"}, errors.New("y")), Value},
+		{ErrLoopOver, Finished}, {van.ErrFinished, Runtime},
 		{van.ErrClosed, Runtime}, {van.ErrReplaced, Runtime}, {van.ErrQueueFull, Runtime}, {van.ErrMalformed, Runtime},
 		{ErrMisuse, Runtime}, {postoffice.ErrRefused, Runtime}, {backend.ErrUnavailable, Runtime}, {context.Canceled, Runtime},
 	} {

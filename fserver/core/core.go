@@ -104,7 +104,15 @@ func (s *Session) open(ctx context.Context) (err error) {
 }
 
 // Stop waits for every node to stop and leaves. It leaves in any case.
-func (s *Session) Stop(ctx context.Context) error {
+func (s *Session) Stop(ctx context.Context) error { return s.stop(ctx, 0) }
+
+// stop is Stop. thread is the program's thread that calls it, 0 if it is not known, see queue.leave.
+func (s *Session) stop(ctx context.Context, thread uint64) error {
+	if s.queue != nil {
+		done := make(chan struct{})
+		defer close(done)
+		s.queue.leave(thread, done)
+	}
 	err := s.node.StopBarrier(ctx)
 	if err != nil {
 		s.node.Close()

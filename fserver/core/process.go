@@ -123,8 +123,9 @@ func (p *Process) Init(limit time.Duration, lookup func(string) (string, bool), 
 
 // Stop begins Session.Stop, and tells whether it has: a second Stop does nothing. With a
 // negative limit a worker's is STEPAF_STOP_TIMEOUT, and servers and the scheduler have
-// none: they often call it as soon as they run, and wait for the workers.
-func (p *Process) Stop(limit time.Duration) (begun bool, err error) {
+// none: they often call it as soon as they run, and wait for the workers. thread is the one that calls it, 0 if it is not
+// known: see Session.CalledBy.
+func (p *Process) Stop(limit time.Duration, thread uint64) (begun bool, err error) {
 	if s := p.session.Load(); limit < 0 && s != nil && s.Config().Role == "worker" {
 		limit = s.Config().StopTimeout
 	}
@@ -136,12 +137,26 @@ func (p *Process) Stop(limit time.Duration) (begun bool, err error) {
 		begun = err == nil
 		return func(ctx context.Context) error {
 			p.ended.Store(true)
-			err := s.Stop(ctx)
+			err := s.stop(ctx, thread)
 			p.session.Store(nil)
 			return err
 		}, err
 	})
 	return begun && err == nil, err
+}
+
+// Finish begins Session.Stop with the limit STEPAF_STOP_TIMEOUT, and tells whether it has, if the loop of this server has ended
+// as its workers have and the program has not called Stop.
+func (p *Process) Finish() (begun bool, err error) {
+	s := p.session.Load()
+	if s == nil || !s.Finished() {
+		return false, nil
+	}
+	limit := s.Config().StopTimeout
+	if limit <= 0 {
+		limit = -1
+	}
+	return p.Stop(limit, 0)
 }
 
 // Barrier begins Session.Barrier.

@@ -80,7 +80,7 @@ func TestOneStop(t *testing.T) {
 	for range 4 {
 		all.Go(func() {
 			for {
-				begun, err := p.Stop(-1)
+				begun, err := p.Stop(-1, 0)
 				if begun {
 					err = p.waited(nil)
 					stops.Add(1)
@@ -193,7 +193,7 @@ func TestExit(t *testing.T) {
 	for _, err := range []error{err, p.Init(-1, nil, nil), p.Barrier(-1, true, true, true)} {
 		vantest.Fails(t, err, ErrMisuse, "the interpreter is ending")
 	}
-	if begun, err := p.Stop(-1); begun || err != nil {
+	if begun, err := p.Stop(-1, 0); begun || err != nil {
 		t.Errorf("stop() then: %t, %v; want that there is nothing to do", begun, err)
 	}
 

@@ -48,6 +48,10 @@ type queue struct {
 	bytes   []int               // queued for each worker, by group rank
 	full    int                 // workers that have used up STEPAF_RECV_BUDGET_PEER
 	room    chan struct{}       // closed and replaced when such a worker has room again
+
+	callers callers // of get_batch
+	refuses bool    // in stop(), and no thread calls get_batch
+	over    bool    // get_batch has ended with ErrLoopOver
 }
 
 // recent has a value for each of the last ids that were noted and not deleted since.
@@ -100,6 +104,10 @@ func newQueue(n *postoffice.Node) *queue {
 			q.lost[rank] = loss{cause: cause, at: time.Now()}
 			q.sweep(rank)
 		}
+		q.signal()
+		q.signalAny()
+	})
+	q.node.OnEnded(func(int) {
 		q.signal()
 		q.signalAny()
 	})
@@ -178,6 +186,12 @@ func (q *queue) put(b af.Batch) {
 	if !b.Wanted() && !failpoint.On("lost-batches") {
 		q.mu.Unlock()
 		forget(Item{Batch: b})
+		return
+	}
+	if q.refuses {
+		q.mu.Unlock()
+		b.Refuse(errLeft(q.node.Name()))
+		b.Release()
 		return
 	}
 	w := &q.workers[rank]
@@ -287,6 +301,9 @@ func (q *queue) await(items []Item, most int, slice time.Duration) ([]Item, erro
 	}
 	var timer *time.Timer // made only when the batches do not come soon
 	var end time.Time
+	q.callers.calls.Add(1)
+	q.callers.inside.Add(1)
+	defer q.callers.inside.Add(-1)
 	for {
 		if err := q.node.Alive(); err != nil {
 			return items, err
@@ -322,10 +339,11 @@ func (q *queue) ready(most int) bool {
 
 // take appends the oldest batch of every worker to items if all have one. Otherwise it
 // returns false, or an error if a worker without one is lost and was not replaced within
-// STEPAF_REPLACE_TIMEOUT. When most is not one it is takeAny.
+// STEPAF_REPLACE_TIMEOUT, or if no worker sends anything any more. When most is not one it is takeAny.
 func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	q.refuses = false // a thread serves
 	if most != eachOne {
 		return q.takeAny(items, most)
 	}
@@ -374,10 +392,14 @@ func (q *queue) takeOf(rank int) Item {
 	return q.handOut(it)
 }
 
-// away is the error of one of the workers without a batch that are lost and were not
-// replaced in time, if at least so many are. After it has been told they have the same time
+// away is an error that wraps ErrLoopOver if no worker sends anything any more. Otherwise it is the error of one of the
+// workers without a batch that are lost and were not replaced in time, if at least so many are. After it has been told they have the same time
 // again, or a second where that is 0. q.mu is held.
 func (q *queue) away(least int) (err error) {
+	if err := loopOver(q.node, q.lost); err != nil {
+		q.over = true
+		return err
+	}
 	limit := q.node.Config().ReplaceTimeout
 	again := cmp.Or(limit, time.Second)
 	var late []int

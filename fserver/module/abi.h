@@ -51,7 +51,7 @@ typedef struct {
 void sf_answer_drop(sf_answer *a);
 
 // Kinds of errors: which Python exception an error becomes.
-enum { SF_RUNTIME = 1, SF_TIMEOUT, SF_CONNECTION, SF_VALUE };
+enum { SF_RUNTIME = 1, SF_TIMEOUT, SF_CONNECTION, SF_VALUE, SF_FINISHED };
 
 // An error; text is malloc'ed.
 typedef struct {

@@ -19,7 +19,7 @@
 #define MAX_FILES (1 << 14)
 
 PyObject *sf_error_value, *sf_error_type;
-static PyObject *error_base, *error_timeout, *error_connection;
+static PyObject *error_base, *error_timeout, *error_connection, *error_finished;
 int sf_forked;
 int32_t sf_dropped;
 
@@ -53,11 +53,18 @@ PyObject *sf_raise(sf_error *e) {
   if (e->kind == SF_TIMEOUT) kind = error_timeout;
   if (e->kind == SF_CONNECTION) kind = error_connection;
   if (e->kind == SF_VALUE) kind = sf_error_value;
-  PyErr_SetString(kind, e->text != NULL ? e->text : "unknown error");
+  if (e->kind == SF_FINISHED) kind = error_finished;
+  const char *text = e->text != NULL ? e->text : "unknown error";
+  // An instance: before Python 3.12 the interpreter takes the text of a SystemExit that was not made one for the exit status.
+  PyObject *instance = PyObject_CallFunction(kind, "s", text);
+  if (instance != NULL) PyErr_SetObject(kind, instance);
+  Py_XDECREF(instance);
   free(e->text);
   e->text = NULL;
   return NULL;
 }
+
+uint64_t sf_thread(void) { return (uint64_t)pthread_self(); }
 
 void sf_drain_dropped(void) {
   if (__atomic_load_n(&sf_dropped, __ATOMIC_RELAXED) == 0) return; // Go is not called for nothing
@@ -183,15 +190,11 @@ PyObject *sf_sequence(PyObject *o, const char *what, Py_ssize_t *n) {
   return t;
 }
 
-// Makes an exception class with the base class of ours and, if not NULL, one of
-// Python's own, and adds it to the module.
-static PyObject *exception(PyObject *module, const char *name, const char *doc, PyObject *python) {
+// Makes an exception class and adds it to the module.
+static PyObject *exception_of(PyObject *module, const char *name, const char *doc, PyObject *bases, PyObject *members) {
   char full[64] = "fserver_lib.";
-  PyObject *bases = python != NULL ? PyTuple_Pack(2, error_base, python) : PyTuple_Pack(1, PyExc_RuntimeError);
-  if (bases == NULL) return NULL;
   strncat(full, name, sizeof full - strlen(full) - 1);
-  PyObject *class = PyErr_NewExceptionWithDoc(full, doc, bases, NULL);
-  Py_DECREF(bases);
+  PyObject *class = PyErr_NewExceptionWithDoc(full, doc, bases, members);
   if (class == NULL) return NULL;
   Py_INCREF(class); // the module takes one
   if (PyModule_AddObject(module, name, class) < 0) {
@@ -201,12 +204,29 @@ static PyObject *exception(PyObject *module, const char *name, const char *doc, 
   return class;
 }
 
+// Makes an exception class with the base class of ours and, if not NULL, one of
+// Python's own.
+static PyObject *exception(PyObject *module, const char *name, const char *doc, PyObject *python) {
+  PyObject *bases = python != NULL ? PyTuple_Pack(2, error_base, python) : PyTuple_Pack(1, PyExc_RuntimeError);
+  PyObject *class = bases != NULL ? exception_of(module, name, doc, bases, NULL) : NULL;
+  Py_XDECREF(bases);
+  return class;
+}
+
+// Makes the class of the end of a server's loop. It is a SystemExit, whose code is always 0: uncaught it ends the program.
+static PyObject *finished(PyObject *module) {
+  PyObject *members = Py_BuildValue("{si}", "code", 0);
+  PyObject *class = members != NULL ? exception_of(module, "Finished", DOC_FINISHED, PyExc_SystemExit, members) : NULL;
+  Py_XDECREF(members);
+  return class;
+}
+
 int call_init(PyObject *module) {
   if ((error_base = exception(module, "Error", DOC_ERROR, NULL)) == NULL ||
       (error_timeout = exception(module, "TimeoutError", DOC_TIMEOUT_ERROR, PyExc_TimeoutError)) == NULL ||
       (error_connection = exception(module, "ConnectionError", DOC_CONNECTION_ERROR, PyExc_ConnectionError)) == NULL ||
       (sf_error_value = exception(module, "ValueError", DOC_VALUE_ERROR, PyExc_ValueError)) == NULL ||
-      (sf_error_type = exception(module, "TypeError", DOC_TYPE_ERROR, PyExc_TypeError)) == NULL)
+      (sf_error_type = exception(module, "TypeError", DOC_TYPE_ERROR, PyExc_TypeError)) == NULL || (error_finished = finished(module)) == NULL)
     return -1;
   return 0;
 }

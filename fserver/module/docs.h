@@ -293,7 +293,8 @@
 	"Python holds them (but see register_recv_buffer), and may be answered with as they\n" \
 	"are.\n" \
 	"\n" \
-	"Raises TimeoutError (names the workers that have sent nothing), ConnectionError (a\n" \
+	"Raises Finished (all workers wait in stop(); uncaught it ends the program, with status\n" \
+	"0), TimeoutError (names the workers that have sent nothing), ConnectionError (a\n" \
 	"worker is lost; with any=True, all are), ValueError (max_batches below 1, or without\n" \
 	"any=True), KeyboardInterrupt, MemoryError, Error (not a server, before init(),\n" \
 	"stopped). Batches of which no tensors could be made are those of the next call."
@@ -490,6 +491,11 @@
 	"before init(), after stop(), in the wrong role, a second respond()."
 #define DOC_TIMEOUT_ERROR "A limit has passed; the text says who is missing, how long it took and what the limit was."
 #define DOC_CONNECTION_ERROR "A peer, or the scheduler, is lost; the text says which."
+#define DOC_FINISHED \
+	"get_batch() returns nothing any more: all workers wait in stop(), or have been lost\n" \
+	"without a replacement. It is a SystemExit with the code 0, no Exception: a program that\n" \
+	"does not catch it ends in order, as if it had called stop(), with status 0. A thread\n" \
+	"other than the main one ends silently."
 #define DOC_VALUE_ERROR "An argument, or an environment variable, that makes no sense; the text says which, and what is allowed."
 #define DOC_TYPE_ERROR "An argument of a wrong type; the text says which, what came and what is wanted."
 

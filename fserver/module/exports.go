@@ -44,6 +44,8 @@ func fail(e *C.sf_error, err error) C.int {
 		return C.SF_PENDING
 	}
 	switch core.ClassOf(err) {
+	case core.Finished:
+		e.kind = C.SF_FINISHED
 	case core.Timeout:
 		e.kind = C.SF_TIMEOUT
 	case core.Connection:
@@ -95,11 +97,26 @@ func environment() (func(string) (string, bool), func() []string) {
 	}, func() []string { return slices.Collect(maps.Keys(vars)) }
 }
 
-// sf_stop returns SF_PENDING when there is no job to wait for with sf_job.
+// sf_stop returns SF_PENDING when there is no job to wait for with sf_job. thread is the one that calls, and only says whether
+// Python has no other.
 //
 //export sf_stop
-func sf_stop(timeoutMs C.int64_t, e *C.sf_error) C.int {
-	waits, err := process.Stop(time.Duration(timeoutMs) * time.Millisecond)
+func sf_stop(timeoutMs C.int64_t, thread C.uint64_t, only C.int, e *C.sf_error) C.int {
+	if only != 0 {
+		thread = core.OnlyThread
+	}
+	waits, err := process.Stop(time.Duration(timeoutMs)*time.Millisecond, uint64(thread))
+	if err == nil && !waits {
+		return C.SF_PENDING
+	}
+	return result(e, err)
+}
+
+// sf_finish is sf_stop of a server whose loop has ended as its workers have, at the end of the interpreter.
+//
+//export sf_finish
+func sf_finish(e *C.sf_error) C.int {
+	waits, err := process.Finish()
 	if err == nil && !waits {
 		return C.SF_PENDING
 	}

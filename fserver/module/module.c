@@ -48,6 +48,16 @@ static PyObject *py_init(PyObject *self, PyObject *args, PyObject *kw) {
   return wait_job();
 }
 
+// Whether Python has no thread but this one, so that no other can call get_batch.
+static int only_thread(void) {
+  PyObject *f = PySys_GetObject("_current_frames"); // borrowed
+  PyObject *frames = f != NULL ? PyObject_CallObject(f, NULL) : NULL;
+  Py_ssize_t n = frames != NULL ? PyDict_Size(frames) : 0;
+  Py_XDECREF(frames);
+  if (n < 0 || frames == NULL) PyErr_Clear();
+  return n == 1;
+}
+
 static PyObject *py_stop(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"timeout_ms", NULL};
   PyObject *timeout = NULL;
@@ -56,7 +66,7 @@ static PyObject *py_stop(PyObject *self, PyObject *args, PyObject *kw) {
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:stop", names, &timeout)) return NULL;
   if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
-  int rc = sf_stop(ms, &e);
+  int rc = sf_stop(ms, sf_thread(), only_thread(), &e);
   if (rc == SF_PENDING) Py_RETURN_NONE;
   if (rc != SF_DONE) return sf_raise(&e);
   return wait_job();
@@ -190,7 +200,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
     sf_error e = {0, NULL};
     int rc;
     int64_t slice = sf_slice(ms, start);
-    Py_BEGIN_ALLOW_THREADS rc = sf_get_batch(slice, most, &room, sizeof room, &batches, &n, &e);
+    Py_BEGIN_ALLOW_THREADS rc = sf_get_batch(slice, most, sf_thread(), &room, sizeof room, &batches, &n, &e);
     Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE) break;
     if (PyErr_CheckSignals() < 0) return NULL;
@@ -347,13 +357,21 @@ out:
 }
 
 static PyObject *py_exit(PyObject *self, PyObject *noargs) {
+  PyObject *result = Py_None;
   (void)self;
   (void)noargs;
+  Py_INCREF(result);
   if (!sf_forked) {
+    sf_error e = {0, NULL};
+    int rc = sf_finish(&e);
+    if (rc != SF_PENDING) { // the loop of a server has ended, as its workers have, and stop() was not called
+      Py_DECREF(result);
+      result = rc == SF_DONE ? wait_job() : sf_raise(&e);
+    }
     Py_BEGIN_ALLOW_THREADS sf_exit();
     Py_END_ALLOW_THREADS
   }
-  Py_RETURN_NONE;
+  return result;
 }
 
 // What fserver.session is made of: _session(op, handle, rank, name, data, timeout_ms) makes a call of

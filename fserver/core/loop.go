@@ -1,0 +1,51 @@
+package core
+
+// The end of a server's loop: why get_batch ends, and who calls it.
+
+import (
+	"fmt"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// ErrLoopOver: GetBatch returns nothing any more, since all workers have ended.
+var ErrLoopOver = fmt.Errorf("%w: no worker sends anything any more", van.ErrFinished)
+
+// loopOver returns an error that wraps ErrLoopOver if no worker sends anything any more: the programs of some have ended, and
+// all others have been lost for STEPAF_REPLACE_TIMEOUT. lost has those that are, by group rank.
+func loopOver(node postoffice.App, lost map[int]loss) error {
+	var ended, gone []string
+	for rank := range node.Topology().NumWorkers {
+		id := node.Topology().WorkerInstance(rank)
+		l, is := lost[rank]
+		switch {
+		case node.HasEnded(id):
+			ended = append(ended, node.PeerName(id))
+		case is && time.Since(l.at) >= node.Config().ReplaceTimeout:
+			gone = append(gone, fmt.Sprintf("; %s is lost: %s", node.PeerName(id), l.cause))
+		default:
+			return nil
+		}
+	}
+	if len(ended) == 0 {
+		return nil
+	}
+	return &van.Error{Op: "get_batch", Node: node.Name(), Err: fmt.Errorf("%w: in stop(): %s%s", ErrLoopOver, strings.Join(ended, ", "), strings.Join(gone, ""))}
+}
+
+// errLeft is the reason of a request that the server with that name refuses.
+func errLeft(server string) error {
+	return fmt.Errorf("%w: %s has left its loop of get_batch and waits in stop()", van.ErrFinished, server)
+}
+
+// callers is what is known of the callers of get_batch.
+type callers struct {
+	thread  atomic.Uint64 // the first one
+	several atomic.Bool   // other threads have called, too
+	calls   atomic.Uint64
+	inside  atomic.Int32 // calls under way
+}

@@ -1,0 +1,239 @@
+"""The end of a server's loop: get_batch raises Finished when all workers are in stop(), and a server that has left its loop
+refuses requests."""
+
+import signal
+import threading
+import time
+
+import pytest
+from harness import by_hand
+
+SIZE = (16,)
+LIMIT = {"STEPAF_STOP_TIMEOUT": "150", "STEPAF_REPLACE_TIMEOUT": "60"}  # an end that only a limit makes is seen
+
+
+def request(n, **to):
+    push = [n.lib.make("uint8", SIZE, bytes(16))]
+    count = len(to.get("servers", range(n.servers)))
+    return n.f.push_pull(push, [1], [n.lib.zeros("uint8", SIZE) for _ in range(count)], [1] * count, **to)
+
+
+def worker(n):
+    for _ in range(2):
+        n.f.wait(request(n), 30000)
+
+
+@by_hand
+def loop(n):
+    n.f.init()
+    while True:
+        for handler, tensors, keys in n.f.get_batch():
+            n.f.respond(tensors, handler)
+
+
+def ends(cluster, **shape):
+    """Makes a cluster whose end is measured."""
+    env = dict(LIMIT, **shape.pop("env", {}))
+    return cluster(env=env, copies=False, **shape)
+
+
+@pytest.mark.parametrize("shape", [dict(), dict(workers=2, servers=2), dict(group=2)], ids=["1x1", "2x2", "groups"])
+def test_natural_program(cluster, shape):
+    """The server has no end of its own, and no worker's stop() fails."""
+    ends(cluster, **shape).run(worker, loop, timeout=60)
+
+
+@by_hand
+def anywhere(n):
+    n.f.init()
+
+    def serve():
+        while True:
+            for handler, tensors, keys in n.f.get_batch(any=True):
+                n.f.respond(tensors, handler)
+
+    t = threading.Thread(target=serve)
+    t.start()
+    t.join()  # and the end of the program does what stop() does
+
+
+def test_thread(cluster):
+    ends(cluster).run(worker, anywhere, timeout=60)
+
+
+@by_hand
+def catches(n):
+    f = n.f
+    f.init()
+    seen = 0
+    try:
+        while True:
+            try:
+                batches = f.get_batch(timeout_ms=20, any=n.args["any"])
+            except f.TimeoutError:
+                continue
+            except Exception as e:  # what servers write to go on after an error
+                raise AssertionError("no Exception is raised") from e
+            for handler, tensors, keys in batches:
+                seen += 1
+    except f.Finished as e:
+        assert isinstance(e, SystemExit) and e.code == 0 and type(e)("again").code == 0
+        assert "worker 0" in str(e), e
+    for how in (dict(timeout_ms=0), dict(any=True), dict()):
+        with pytest.raises(f.Finished):
+            f.get_batch(**how)
+    f.stop()
+    return seen
+
+
+@by_hand
+def leaves_all_behind(n):
+    n.f.init()
+    for _ in range(n.args["requests"]):
+        request(n)
+    n.f.stop()
+
+
+@pytest.mark.parametrize("any", [False, True])
+def test_requests_before_stop_come_first(cluster, any):
+    """A worker that does not wait for its requests calls stop(): the server gets all of them before Finished."""
+    args = {"requests": 40, "any": any}
+    assert ends(cluster).run(leaves_all_behind, catches, args, timeout=60)[1] == args["requests"]
+
+
+@by_hand
+def goes_on(n):
+    n.f.init()
+    n.tell("ready")
+    assert n.listen() == "go"
+    if n.rank == 0:
+        n.f.wait(request(n), 30000)
+    n.f.stop()
+
+
+@by_hand
+def tells(n):
+    n.f.init()
+    n.tell("serves")
+    try:
+        while True:
+            for handler, tensors, keys in n.f.get_batch(any=True):
+                n.f.respond(tensors, handler)
+                n.tell("answered")
+    except n.f.Finished as e:
+        n.tell(str(e))
+
+
+def test_not_before_the_last(cluster):
+    """While one worker goes on, so does the server."""
+    c = ends(cluster, workers=2)
+    workers, (server,) = c.start(goes_on, tells)
+    assert server.hear() == "serves" and [w.hear() for w in workers] == ["ready"] * 2
+    workers[1].tell("go")
+    with pytest.raises(Exception):
+        server.hear(1.5)
+    workers[0].tell("go")
+    assert server.hear(20) == "answered"
+    assert "worker 1" in server.hear(20)
+    c.finish(30)
+
+
+def test_dead_worker(cluster):
+    """A worker that is lost without a replacement is not waited for longer than STEPAF_REPLACE_TIMEOUT."""
+    c = ends(cluster, workers=2, env={"STEPAF_REPLACE_TIMEOUT": "4", "STEPAF_STOP_TIMEOUT": "30"})
+    workers, (server,) = c.start(goes_on, tells)
+    assert server.hear() == "serves" and [w.hear() for w in workers] == ["ready"] * 2
+    workers[0].tell("go")
+    assert server.hear(20) == "answered"
+    workers[1].kill()
+    text = server.hear(20)
+    assert "in stop(): worker 0" in text and "worker 1" in text and "is lost" in text, text
+
+
+@by_hand
+def late_server(n):
+    n.f.init()
+    for _ in range(n.args["rounds"]):
+        for handler, tensors, keys in n.f.get_batch():
+            n.f.respond(tensors, handler)
+    n.tell("stops")
+    n.f.stop()
+
+
+@by_hand
+def asks_too_much(n):
+    n.f.init()
+    for _ in range(n.args["rounds"]):
+        n.f.wait(request(n), 30000)
+    early = request(n)  # it may come before the server is in stop()
+    assert n.listen() == "go"
+    for handler in (early, request(n)):
+        start = time.monotonic()
+        with n.raises((), "server 0", "has left its loop", "waits in stop()"):
+            n.f.wait(handler, 60000)
+        assert time.monotonic() - start < 10, "not at once"
+    n.f.stop()
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_refused_in_stop(cluster, rounds):
+    c = ends(cluster)
+    (w,), (server,) = c.start(asks_too_much, late_server, {"rounds": rounds})
+    assert server.hear() == "stops"
+    w.tell("go")
+    c.finish(60)
+
+
+@by_hand
+def other_thread(n):
+    n.f.init()
+
+    def serve():
+        try:
+            for i in range(3):
+                for handler, tensors, keys in n.f.get_batch():
+                    time.sleep(1.5)  # longer than it takes to find that nobody serves
+                    n.f.respond(tensors, handler)
+        except n.f.Finished:
+            n.wrong.append("Finished before the worker's last request")
+
+    threading.Thread(target=serve, daemon=True).start()
+    n.f.stop()  # at once, as servers with threads do
+
+
+@by_hand
+def asks_a_thread(n):
+    n.f.init()
+    for _ in range(3):
+        n.f.wait(request(n), 30000)
+    with n.raises((), "has left its loop"):  # the thread has ended
+        n.f.wait(request(n), 60000)
+    n.f.stop()
+
+
+def test_another_thread_serves_in_stop(cluster):
+    ends(cluster).run(asks_a_thread, other_thread, timeout=60)
+
+
+@by_hand
+def interrupted(n):
+    n.f.init()
+    try:
+        while True:
+            n.f.get_batch()
+    except n.f.Finished:
+        n.tell("finished")
+        assert n.listen() == "end"
+        raise
+
+
+def test_end_of_the_program_can_be_interrupted(cluster):
+    """What waits at the end of the program for the others ends with Ctrl-C."""
+    c = ends(cluster, servers=2)
+    (w,), servers = c.start(leaves_all_behind, interrupted, {"requests": 0})
+    assert [s.hear(20) for s in servers] == ["finished"] * 2
+    servers[0].tell("end")  # the other one is missing
+    with pytest.raises(Exception):
+        servers[0].hear(1)
+    servers[0].signal(signal.SIGINT)
+    servers[0].wait(20)
