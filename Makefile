@@ -1,15 +1,20 @@
 # StepAF in Go. "make" lists the targets.
 SHELL := bash
-.SHELLFLAGS := -euo pipefail -c
+# tools/env.sh says why: -p, and what is not exported.
+.SHELLFLAGS := -peuo pipefail -c
+unexport CDPATH POSIXLY_CORRECT BASH_ENV ENV SHELLOPTS BASHOPTS GREP_OPTIONS
 .DEFAULT_GOAL := help
+# With -j too: deps come before build.
+.NOTPARALLEL:
 
-GO ?= go
+# The command go is run by tools/go.sh; GO is another one than that on the PATH.
 PYTHON ?= python3
 FUZZTIME ?= 10s
 MINUTES ?= 60
-BIN ?= bin
+# Not taken from the environment: BIN is a knob of the launch scripts, too.
+BIN = bin
 PROGRAMS := ./tools/stepaf ./tests/utests/... ./tests/fserver/... ./tests/benchmark/...
-export USE_CUDA USE_RDMA USE_FABRIC USE_UCX USE_TP CUDA_HOME PYTHON
+export USE_CUDA USE_RDMA USE_FABRIC USE_UCX USE_TP CUDA_HOME PYTHON GO
 
 include tools/cuda_env.mk
 
@@ -35,7 +40,7 @@ deps: ## install missing packages of Debian or Ubuntu (asks sudo if need be)
 	@tools/install_deps.sh
 
 build: ## build bin/stepaf
-	@flags=$$(tools/build_flags.sh -q); mkdir -p bin; $(GO) build $$flags -o bin/ ./tools/stepaf
+	@flags=$$(tools/build_flags.sh -q); mkdir -p bin; tools/go.sh build $$flags -o bin/ ./tools/stepaf
 
 run: deps build ## install what is missing, build, and run a demo on this machine
 	bin/stepaf launch -n 1 -s 1 -- bin/stepaf demo
@@ -46,12 +51,12 @@ run-session: deps build fserver ## a small sharded MLP on a controller and 4 ran
 	PYTHONPATH=bin/python timeout 60 bin/stepaf launch -n 1 -s 4 -- $$python tests/examples/session/mlp.py
 
 af: ## build everything, as StepMesh's target: bin/stepaf and the test programs; USE_CUDA=0, USE_RDMA=0
-	@flags=$$(tools/build_flags.sh); $(GO) build $$flags ./...
+	@flags=$$(tools/build_flags.sh); tools/go.sh build $$flags ./...
 	@$(MAKE) --no-print-directory programs
 	@$(PYTHON) tools/python/fserver_build.py --if-possible; echo "build: in bin/: $$(ls bin | xargs)"
 
 programs: ## build bin/stepaf and the test programs; BIN=directory BUILDFLAGS=-race
-	@flags=$$(tools/build_flags.sh -q); mkdir -p $(BIN); $(GO) build $$flags $(BUILDFLAGS) -o $(BIN)/ $(PROGRAMS)
+	@flags=$$(tools/build_flags.sh -q); mkdir -p $(BIN); tools/go.sh build $$flags $(BUILDFLAGS) -o $(BIN)/ $(PROGRAMS)
 
 fserver: ## build the Python module fserver_lib into bin/python, for PYTHONPATH
 	@$(PYTHON) tools/python/fserver_build.py
@@ -62,19 +67,19 @@ wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and t
 test: check testrace testallocs ## everything that CI runs: check, testrace, testallocs, sim, simfaults and, where they are prepared, python-test and rdma-test
 	@$(MAKE) --no-print-directory sim SEEDS=1000
 	@$(MAKE) --no-print-directory simfaults
-	$(GO) test -count=1 -run '^TestPlans$$' ./tests/sim
-	$(GO) test -count=1 -timeout 18m -run '^TestRDMA(Machine|Test)$$' ./tests
+	tools/go.sh test -count=1 -run '^TestPlans$$' ./tests/sim
+	tools/go.sh test -count=1 -timeout 18m -run '^TestRDMA(Machine|Test)$$' ./tests
 	@if tools/python/test.sh --ready; then tools/python/test.sh; fi
 	@if tools/rdma_test.sh --ready; then tools/rdma_test.sh; fi
 
 check: fmtcheck vet lint ## fmtcheck, vet and lint
 
 testrace: ## all tests with the race detector, but the two that boot a virtual machine
-	@flags=$$(tools/build_flags.sh); set -x; $(GO) test -race $$flags -p $(PACKAGES) -timeout 14m ./...
-	cd tests/thirdparty && $(GO) test -race -timeout 5m ./...
+	@flags=$$(tools/build_flags.sh); set -x; tools/go.sh test -race $$flags -p $(PACKAGES) -timeout 14m ./...
+	tools/go.sh test -C tests/thirdparty -race -timeout 5m ./...
 
 testallocs: ## tests that count allocations, which the race detector adds to
-	@flags=$$(tools/build_flags.sh -q); set -x; $(GO) test $$flags -timeout 5m -run 'Alloc|Conformance/.*/Allocations|Conformance/Allocations' ./internal/... ./van/... ./kv ./af/...
+	@flags=$$(tools/build_flags.sh -q); set -x; tools/go.sh test $$flags -timeout 5m -run 'Alloc|Conformance/.*/Allocations|Conformance/Allocations' ./internal/... ./van/... ./kv ./af/...
 
 cuda-deps: ## fetch what building with CUDA needs into build/cuda (750 MB to get 1 MB), unless it is here
 	@tools/install_deps.sh cuda
@@ -108,30 +113,30 @@ python-test-full: ## the same with the current PyTorch, NumPy and JAX of PyPI (f
 	@tools/python/test.sh full
 
 sim: ## simulated clusters: SEEDS=1000 from FIRST=1 on, PLAN=name for one plan, FAULT=name to plant one; a seed repeats itself
-	@mkdir -p build/sim; $(GO) test -c -o build/sim/$(if $(FAULT),planted,run) $(if $(FAULT),-tags failpoints) ./tests/sim
+	@mkdir -p build/sim; tools/go.sh test -c -o build/sim/$(if $(FAULT),planted,run) $(if $(FAULT),-tags failpoints) ./tests/sim
 	@cd tests/sim && exec ../../build/sim/$(if $(FAULT),planted,run) -sim.seeds=$(or $(SEEDS),1000) -sim.first=$(or $(FIRST),1) \
 	  $(if $(PLAN),-sim.plan=$(PLAN)) $(if $(FAULT),-sim.fault=$(FAULT)) $(SIMFLAGS)
 
 simfaults: ## plant each fault of docs/testing.md, and find it within 500 seeds; prints the table
-	$(GO) test -tags failpoints -count=1 -run '^Test(Faults|UnknownFault)$$' -v ./tests/sim
+	tools/go.sh test -tags failpoints -count=1 -run '^Test(Faults|UnknownFault)$$' -v ./tests/sim
 
 locks: ## what a push_pull takes without a wire, in a build that counts lock operations; ARGS="--van null"
 	@tools/count_locks.sh $(ARGS)
 
 soak: ## random plans on real processes for MINUTES=60, logs in build/soak; SEED=n LEG=tcp or shm repeats one; LEG=rdma is in the virtual machine, SLOW=4
-	@mkdir -p build/soak; $(GO) build -o build/soak/run ./tests/soak
+	@mkdir -p build/soak; tools/go.sh build -o build/soak/run ./tests/soak
 	@$(if $(filter rdma,$(LEG)),$(SOAKVM)) build/soak/run $(if $(SEED),-seed $(SEED),-minutes $(MINUTES)) $(if $(LEG),-leg $(LEG)) $(if $(filter rdma,$(LEG)),-jobs 1 -slow $(or $(SLOW),4)) $(SOAKFLAGS)
 
 vet: ## go vet
-	@flags=$$(tools/build_flags.sh -q); set -x; $(GO) vet $$flags ./...
-	@flags=$$(tools/build_flags.sh -q fserver); set -x; $(GO) vet $$flags ./fserver/...
-	@for tag in $(VARIANTS); do (set -x; $(GO) vet -tags $$tag ./van/... ./tools/...); done
-	cd tests/thirdparty && $(GO) vet ./...
+	@flags=$$(tools/build_flags.sh -q); set -x; tools/go.sh vet $$flags ./...
+	@flags=$$(tools/build_flags.sh -q fserver); set -x; tools/go.sh vet $$flags ./fserver/...
+	@for tag in $(VARIANTS); do (set -x; tools/go.sh vet -tags $$tag ./van/... ./tools/...); done
+	tools/go.sh vet -C tests/thirdparty ./...
 
 lint: ## staticcheck, at the version of go.mod
-	@flags=$$(tools/build_flags.sh -q); set -x; $(GO) tool staticcheck $$flags ./...
-	@flags=$$(tools/build_flags.sh -q fserver); set -x; $(GO) tool staticcheck $$flags ./fserver/...
-	@for tag in $(VARIANTS); do (set -x; $(GO) tool staticcheck -tags $$tag ./van/... ./tools/...); done
+	@flags=$$(tools/build_flags.sh -q); set -x; tools/go.sh tool staticcheck $$flags ./...
+	@flags=$$(tools/build_flags.sh -q fserver); set -x; tools/go.sh tool staticcheck $$flags ./fserver/...
+	@for tag in $(VARIANTS); do (set -x; tools/go.sh tool staticcheck -tags $$tag ./van/... ./tools/...); done
 
 fmt: ## format the Go files
 	gofmt -w $(sources)
@@ -140,19 +145,19 @@ fmtcheck:
 	@bad=$$(gofmt -l $(sources)); [ -z "$$bad" ] || { echo "not formatted (make fmt): $$bad" >&2; exit 1; }
 
 tidy: ## tidy and verify go.mod
-	$(GO) mod tidy
-	$(GO) mod verify
+	tools/go.sh mod tidy
+	tools/go.sh mod verify
 
 fuzz: ## run every fuzz target for FUZZTIME (10s)
 	@grep -rlE '^func Fuzz' --include='*_test.go' . | while read -r file; do \
 	  for target in $$(sed -nE 's/^func (Fuzz[A-Za-z0-9_]*)\(.*/\1/p' "$$file"); do \
 	    echo "$$(dirname "$$file") $$target"; \
-	    $(GO) test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) "$$(dirname "$$file")" </dev/null; \
+	    tools/go.sh test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) "$$(dirname "$$file")" </dev/null; \
 	  done; \
 	done
 
 bench: build ## benchmarks of the packages, and round trips between processes
-	$(GO) test -run '^$$' -bench . -benchmem $$($(GO) list ./... | grep -v /tests)
+	tools/go.sh test -run '^$$' -bench . -benchmem $$(tools/go.sh list ./... | grep -v /tests)
 	bin/stepaf bench latency
 
 clean: ## remove what was built

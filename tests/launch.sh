@@ -23,7 +23,7 @@ build() {
     exit 1
   fi
   # shellcheck disable=SC2046 # the flags are a list
-  (cd "$ROOT" && go build $(tools/build_flags.sh -q) -o "bin/$1" "$2") >&2 || {
+  (cd "$ROOT" && tools/go.sh build $(tools/build_flags.sh -q) -o "bin/$1" "$2") >&2 || {
     say "building bin/$1 failed; tools/install_deps.sh installs what it needs"
     exit 1
   }
@@ -59,6 +59,7 @@ python_ready() {
     if "$python" -c 'import torch, fserver_lib' >/dev/null 2>&1; then
       PYTHON="$python"
       export PYTHONUNBUFFERED=1 # lines appear when they are printed
+      unset PYTHONSAFEPATH      # the programs import what is in their directory
       return
     fi
   done

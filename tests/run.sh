@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Runs one of the programs stepmesh_*_test with one server and one worker on GPU 0.
 set -euo pipefail
+# shellcheck source=../tools/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../tools/env.sh"
 
 usage='usage: [ROLE=role] [BINARY=program] [RNIC=interface] tests/run.sh [scheduler ip]
   ROLE    server  scheduler and server (default)
@@ -9,6 +11,7 @@ usage='usage: [ROLE=role] [BINARY=program] [RNIC=interface] tests/run.sh [schedu
   BINARY  default: bin/stepmesh_echo_test, built if missing; also stepmesh_push_test, _pull_test, _register_test
   RNIC    network interface to use (default: brainpf_bond0 if there, else the first that is not loopback)
 Variables such as DMLC_ENABLE_RDMA, STEPMESH_BAKCEND and DMLC_PS_ROOT_PORT (12278) are obeyed if set.'
+usage_if_asked "$usage" "$@"
 
 role="${ROLE:-server}"
 options=()
@@ -34,7 +37,7 @@ esac
 # shellcheck source=launch.sh
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 if [ -n "${CUDA_HOME-}" ]; then
-  export LD_LIBRARY_PATH="$CUDA_HOME/lib64${LD_LIBRARY_PATH+:$LD_LIBRARY_PATH}"
+  export LD_LIBRARY_PATH="$CUDA_HOME/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 fi
 
 interface brainpf_bond0

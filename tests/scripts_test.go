@@ -74,12 +74,15 @@ func TestScripts(t *testing.T) {
 		{"single", single, "ROLE=joint " + plain, "", 0, "", []string{"[worker 0] worker test done"}, []string{goNote}},
 		{"single, another test", single, "BIN=test_fserver_diff_stage BENCHMARK_ITER=2 " + plain, "", 0, "", []string{"[worker 0] worker test done", "iter: 1, stage: 2"}, nil},
 		{"single, benchmark", single, "BIN=../benchmark/bmk_comm_latency_multiserver BENCHMARK_ITER=500 " + plain, "", 0, "", []string{"comm bmk gpu=0: mean="}, nil},
+		{"single, help", single, "", "--help", 0, "usage: [RNIC=interface] [BIN=test] [ROLE=joint] tests/fserver/run_single_gpu.sh [argument...]", nil, nil},
+		{"single, unknown option", single, plain, "--nothing", 2, "", nil, []string{"flag provided but not defined: -nothing", "usage: DMLC_ROLE=scheduler|server|worker|joint test_fserver"}},
 		{"single, no such test", single, "BIN=test_nothing", "", 2, "", nil, []string{"BIN=test_nothing: want one of", "test_fserver_dynamic"}},
 		{"single, one role", single, "ROLE=server", "", 2, "", nil, []string{"use tests/fserver/run_multi_gpu.sh", "usage: "}},
 		{"single, no such interface", single, "RNIC=nothing0 " + plain, "", 2, "", nil, []string{`no interface "nothing0"`, "127.0.0.1"}},
 
 		{"multi", multi, "ROLE=joint " + plain, "", 0, "Run scheduler, server, and worker jointly", []string{"[worker 0] worker test done", "[worker 1] worker test done"}, nil},
 		{"multi, two nodes of each", multi, "ROLE=joint NUM_WORKER=2 NUM_SERVER=2 " + plain + " GROUP_SIZE=1", "", 0, "", []string{"[worker 1] worker test done"}, nil},
+		{"multi, help", multi, "ROLE=worker", "-h", 0, "usage: [ROLE=role] [RNIC=interface] [BIN=test] [NUM_WORKER=n] [NUM_SERVER=n] [NODE_RANK=n] [GROUP_SIZE=n] [GPUS=list]", nil, nil},
 		{"multi, unknown role", multi, "ROLE=boss", "", 2, "", nil, []string{"ROLE=boss: want server, worker, server-slave or joint", "usage: "}},
 		{"multi, worker without address", multi, "ROLE=worker", "", 2, "", nil, []string{"needs the ip of the scheduler", "usage: "}},
 		{"multi, slave without address", multi, "ROLE=server-slave", "", 2, "", nil, []string{"needs the ip of the scheduler"}},
@@ -90,12 +93,15 @@ func TestScripts(t *testing.T) {
 		{"ut, paths of the original", ut, "UTEST_WORKER_BATCH_MAX=2 WORKER_BIN=./cmake_build/tests/utests/ut_tensor_worker " + plain, "", 0, "SCHEDULER_IP is 127.0.0.1",
 			[]string{"GPU 0 Batch 1: ALL PASS"}, nil},
 		{"ut, two workers", ut, "UTEST_WORKER_BATCH_MAX=2 DMLC_NUM_WORKER=2 " + plain, "", 0, "", []string{"[worker 0] GPU 0", "[worker 1] GPU 0"}, nil},
+		{"ut, help", ut, "", "--help", 0, "usage: [SCHEDULER_BIN=program] [SERVER_BIN=program] [WORKER_BIN=program] [DMLC_NUM_WORKER=n] [RNIC=interface]", nil, nil},
+		{"ut multi, help", utG, "", "--help", 0, "usage: [SCHEDULER_BIN=program] [SERVER_BIN=program] [WORKER_BIN=program] [DMLC_NUM_WORKER=n] [RNIC=interface]", []string{"GROUP_SIZE"}, nil},
 		{"ut, no such program", ut, "SERVER_BIN=./nothing", "", 2, "", nil, []string{"SERVER_BIN=./nothing: no such program"}},
 		{"ut, failing worker", ut, "WORKER_BIN=/bin/false " + plain, "", 1, "", nil, []string{"worker 0 failed: exit status 1"}},
 		{"ut multi", utG, "UTEST_WORKER_BATCH_MAX=2 " + plain, "", 0, "SCHEDULER_IP is 127.0.0.1", []string{"GPU 0 Batch 1: ALL PASS", "GPU 1 Batch 1: ALL PASS"}, nil},
 
 		{"run", old, "ROLE=joint BENCHMARK_ITER=1000 " + plain, "", 0, "Run scheduler, server, and worker jointly", nil, []string{"pushpull overall latency: : mean="}},
 		{"run, push", old, "ROLE=joint BINARY=stepmesh_push_test BENCHMARK_ITER=1000 " + plain, "", 0, "", nil, []string{"push batch latency: : mean="}},
+		{"run, help", old, "ROLE=boss", "--help", 0, "usage: [ROLE=role] [BINARY=program] [RNIC=interface] tests/run.sh [scheduler ip]", nil, nil},
 		{"run, unknown role", old, "ROLE=boss", "", 2, "", nil, []string{"ROLE=boss: want", "usage: "}},
 		{"run, worker without address", old, "ROLE=worker", "", 2, "", nil, []string{"needs the ip of the scheduler"}},
 	} {
@@ -219,6 +225,26 @@ func TestToolScripts(t *testing.T) {
 		{"build_flags.sh -q", "USE_CUDA=1 CC=false", 2, "", "USE_CUDA=1: the C compiler does not find cuda.h and libcuda.so"},
 		{"install_deps.sh cuda", "USE_CUDA=0", 77, "", "no CUDA: USE_CUDA=0"},
 		{"build_flags.sh", "USE_RDMA=yes", 2, "", "USE_RDMA=yes: want 0 or 1"},
+		{"build_flags.sh --nothing", "", 2, "", "want build tags, not '--nothing'"},
+
+		// What is asked for help does nothing else.
+		{"build_flags.sh --help", "", 0, "usage: [USE_CUDA=0|1] [USE_RDMA=0|1] tools/build_flags.sh", ""},
+		{"count_locks.sh --help", "", 0, "usage: tools/count_locks.sh", ""},
+		{"cuda_headers.sh -h", "", 0, "usage: tools/cuda_headers.sh", ""},
+		{"cuda_headers.sh nothing", "", 2, "", "want no argument, not nothing"},
+		{"gpu_test.sh --help", "", 0, "usage: tools/gpu_test.sh [--build | --ready]", ""},
+		{"gpu_test.sh --ready now", "", 2, "", "usage: tools/gpu_test.sh"},
+		{"install_deps.sh --help", "", 0, "usage: [USE_RDMA=0|1] [USE_CUDA=1] tools/install_deps.sh", ""},
+		{"python/test.sh --help", "", 0, "usage: tools/python/test.sh", ""},
+		{"python/test.sh --nothing", "", 2, "", "no environment is called --nothing"},
+		{"python/test_deps.sh --help", "", 0, "usage: tools/python/test_deps.sh", ""},
+		{"python/test_deps.sh nothing", "", 2, "", "no environment is called nothing"},
+		{"python/wheel.sh --help", "", 0, "usage: [PYTHON=interpreter] tools/python/wheel.sh", ""},
+		{"python/wheel.sh nothing", "", 2, "", "want no argument, not nothing"},
+		{"python/wheel_check.sh --help", "", 0, "usage: [PYTHON=interpreter] tools/python/wheel_check.sh WHEEL", ""},
+		{"python/wheel_check.sh", "", 2, "", "want one wheel, not ''"},
+		{"../.ci/run --help", "", 0, "usage: .ci/run", ""},
+		{"../.ci/run nothing", "", 2, "", "CI: want no argument, not nothing"},
 	} {
 		t.Run(c.args+" "+c.env[:min(len(c.env), 20)], func(t *testing.T) {
 			t.Parallel()

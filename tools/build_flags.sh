@@ -4,6 +4,11 @@
 # was chosen goes to standard error, unless the option -q is given.
 #   build_flags.sh [-q] [TAG...]
 set -euo pipefail
+# shellcheck source=env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+usage_if_asked 'usage: [USE_CUDA=0|1] [USE_RDMA=0|1] tools/build_flags.sh [-q] [TAG...]
+  -q   do not say on standard error what was chosen
+  TAG  a build tag, printed with the others' "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { [ "$quiet" ] || echo "build: $1" >&2; }
@@ -30,15 +35,22 @@ for name in USE_CUDA USE_RDMA; do
   esac
 done
 
+for tag in "$@"; do
+  [[ $tag =~ ^[A-Za-z0-9_.]+$ ]] || stop "want build tags, not '$tag'; --help says what else"
+done
 tags=("$@")
+
+# The environment's lists of options for the C compiler, as Go reads them: a part in quotes may have blanks.
+words() { xargs -r printf '%s\n' <<<"$1"; }
+mapfile -t cflags < <(words "${CGO_CPPFLAGS-} ${CGO_CFLAGS-}")
+mapfile -t ldflags < <(words "${CGO_LDFLAGS-}")
+read -r -a compiler <<<"${CC:-$(tools/go.sh env CC 2>/dev/null || echo cc)}"
 
 # Only cuda.h and a libcuda.so to link with are needed, a stub will do: the driver's
 # library is opened when a program uses a GPU. The places are those that
 # gorgonia.org/cu knows; others are for CGO_CFLAGS and CGO_LDFLAGS, see cuda_env.mk.
 cuda_headers() {
-  local compiler="${CC:-$(go env CC 2>/dev/null || echo cc)}"
-  # shellcheck disable=SC2086 # these are lists
-  $compiler ${CGO_CPPFLAGS-} ${CGO_CFLAGS-} -I/usr/local/cuda/include -x c - -o /dev/null ${CGO_LDFLAGS-} \
+  "${compiler[@]}" ${cflags[@]+"${cflags[@]}"} -I/usr/local/cuda/include -x c - -o /dev/null ${ldflags[@]+"${ldflags[@]}"} \
     -L/usr/local/cuda/lib64 -lcuda >/dev/null 2>&1 <<<$'#include <cuda.h>\nint main(void) { return (int)cuInit(0); }'
 }
 
@@ -56,9 +68,7 @@ fi
 
 # Only the headers are needed: the libraries are opened when a program uses RDMA.
 rdma_headers() {
-  local compiler="${CC:-$(go env CC 2>/dev/null || echo cc)}"
-  # shellcheck disable=SC2086 # these are lists
-  $compiler ${CGO_CPPFLAGS-} ${CGO_CFLAGS-} -E -o /dev/null - >/dev/null 2>&1 \
+  "${compiler[@]}" ${cflags[@]+"${cflags[@]}"} -E -o /dev/null - >/dev/null 2>&1 \
     <<<$'#include <infiniband/verbs.h>\n#include <rdma/rdma_cma.h>'
 }
 

@@ -5,11 +5,15 @@
 # longer than those of an ordinary build: only the lock operations are of interest.
 #   count_locks.sh [OPTION of bench software...]
 set -euo pipefail
+# shellcheck source=env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+usage_if_asked 'usage: tools/count_locks.sh [OPTION...]
+The options are those of "stepaf bench software"; "stepaf help bench software" lists them.' "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 out=build/locks
 mkdir -p $out
-source="$(go env GOROOT)/src"
+source="$(tools/go.sh env GOROOT)/src"
 
 # hook FILE FUNCTION...: prints the file with a call of the hook at the beginning of
 # each function.
@@ -18,7 +22,7 @@ hook() {
   shift
   for f in "$@"; do
     grep -qF "$f {" "$source/$file" || {
-      echo "count_locks: $(go version): no \"$f\" in $file" >&2
+      echo "count_locks: $(tools/go.sh version): no \"$f\" in $file" >&2
       exit 1
     }
     expressions+=(-e "s/^$(printf '%s' "$f" | sed 's/[*]/\\*/g') {\$/& if hook := ${HOOK}; hook != nil { hook() };/")
@@ -48,5 +52,5 @@ cat >$out/overlay.json <<JSON
 }}
 JSON
 # shellcheck disable=SC2046 # the flags are a list
-go build $(tools/build_flags.sh -q countlocks) -overlay $out/overlay.json -o $out/stepaf ./tools/stepaf
+tools/go.sh build $(tools/build_flags.sh -q countlocks) -overlay $out/overlay.json -o $out/stepaf ./tools/stepaf
 exec $out/stepaf bench software "$@"

@@ -5,8 +5,15 @@
 # outside build/ changes, the sources of apt neither. Status 77, and a line that says
 # why, where there is no such package.
 set -euo pipefail
+# shellcheck source=env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+usage_if_asked 'usage: tools/cuda_headers.sh   (as tools/install_deps.sh cuda calls it)' "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [ $# -gt 0 ]; then
+  echo "cuda_headers: want no argument, not $*" >&2
+  exit 2
+fi
 target="$PWD/build/cuda"
 if [ "${USE_CUDA-}" = 0 ]; then
   echo "install_deps: no CUDA: USE_CUDA=0" >&2

@@ -3,6 +3,8 @@
 # its programs with PyTorch. With Go it builds first; without Go it takes what is in
 # bin/, see docs/gpu.md.
 set -euo pipefail
+# shellcheck source=env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage='usage: tools/gpu_test.sh [--build | --ready]
@@ -10,6 +12,7 @@ usage='usage: tools/gpu_test.sh [--build | --ready]
   --ready  only say whether there is a GPU: status 0, or 1 and why not
 PYTHON is the interpreter, one with PyTorch for CUDA, pytest and NumPy (default: python3).
 Without a GPU nothing is run, and the status is 0.'
+usage_if_asked "$usage" "$@"
 
 say() { echo "gpu-test: $*"; }
 python="${PYTHON:-python3}"
@@ -26,9 +29,10 @@ ready() {
 build() {
   export USE_CUDA=1
   make --no-print-directory programs fserver
-  go test "$(tools/build_flags.sh -q)" -c -o bin/backend.test ./van/backend
+  tools/go.sh test "$(tools/build_flags.sh -q)" -c -o bin/backend.test ./van/backend
 }
 
+[ $# -le 1 ] || set -- "$*" # which is none of these
 case "${1-}" in
   '') ;;
   --build)

@@ -12,6 +12,12 @@
 #                             as above
 # With USE_CUDA=1 it installs that package, if apt knows it.
 set -euo pipefail
+# shellcheck source=env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+usage_if_asked 'usage: [USE_RDMA=0|1] [USE_CUDA=1] tools/install_deps.sh [rdma-vm | cuda]
+  no argument  what building needs: a C compiler, pkg-config, make, libzmq, headers
+  rdma-vm      the virtual machine of "make rdma-test"
+  cuda         cuda.h and a stub of libcuda.so, into build/cuda' "$@"
 
 if [ "${1-}" = rdma-vm ] && [ $# -eq 1 ]; then
   vm="$(dirname "${BASH_SOURCE[0]}")/rdma-vm"
@@ -49,7 +55,7 @@ else
   pkg-config --exists python3 || missing+=(python3-dev)
 fi
 if [ "${USE_CUDA-}" = 1 ] && [ ! -f "${CUDA_HOME:-/usr/local/cuda}/include/cuda.h" ] && ! header cuda.h; then
-  known="$(apt-cache policy nvidia-cuda-dev 2>/dev/null || true)"
+  known="$(LC_ALL=C apt-cache policy nvidia-cuda-dev 2>/dev/null || true)"
   if [[ "$known" == *'Candidate: '[0-9]* ]]; then
     missing+=(nvidia-cuda-dev)
   else

@@ -3,6 +3,8 @@
 # compiled here; one machine is booted, and runs one package after the other.
 # A package of which nothing passed, as all was skipped, has failed.
 set -euo pipefail
+# shellcheck source=env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage='usage: tools/rdma_test.sh [OPTION...] [PACKAGE...] [-- OPTIONS OF THE TEST BINARIES]
@@ -84,10 +86,10 @@ if [ ${#packages[@]} -eq 0 ]; then
   # What runs on the fake needs no device, and has run with the other tests.
   [ "$run" ] || devices='^TestDevice'
   # shellcheck disable=SC2086 # the flags are a list
-  found="$(go list $flags -f "$list" ./van/rdma/... ./tests/... | grep -E '/(van|tests)/rdma(/| )' | grep -v '/fakeverbs ' || true)"
+  found="$(tools/go.sh list $flags -f "$list" ./van/rdma/... ./tests/... | grep -E '/(van|tests)/rdma(/| )' | grep -v '/fakeverbs ' || true)"
 else
   # shellcheck disable=SC2086
-  found="$(go list $flags -f "$list" "${packages[@]}")"
+  found="$(tools/go.sh list $flags -f "$list" "${packages[@]}")"
 fi
 [ -n "$found" ] || stop "there are no tests in ${packages[*]:-van/rdma and tests/rdma}"
 
@@ -110,7 +112,7 @@ while read -r path dir; do
     tests/* | tools/*) want_programs=1 ;;
   esac
   # shellcheck disable=SC2086
-  go test -c $flags ${race[@]+"${race[@]}"} -o "$work/bin/$name" "$path"
+  tools/go.sh test -c $flags ${race[@]+"${race[@]}"} -o "$work/bin/$name" "$path"
   names+=("$name")
   only=''
   [ "$short" != van/rdma ] || only="$devices"

@@ -138,7 +138,7 @@ def main():
     if args.node:
         return node(os.environ["DMLC_ROLE"], args.arrays, args.bytes, args.hold, args.prepared)
     if args.go == p.get_default("go"):
-        subprocess.run(["go", "build", "-o", args.go, "./tests/benchmark/python_overhead"], cwd=ROOT, check=True)
+        subprocess.run(["tools/go.sh", "build", "-o", args.go, "./tests/benchmark/python_overhead"], cwd=ROOT, check=True)
     go = [args.go, "-bytes", str(args.bytes)]
     python = [sys.executable, os.path.abspath(__file__), "--node", "--library", args.arrays, "--bytes", str(args.bytes)]
     pairs = {"worker": (Cluster("Go worker", (go, go, go)), Cluster("Python worker", (go, go, python))),

@@ -2,6 +2,8 @@
 # A group of processes, one for each GPU: this machine's share of a cluster, or
 # with ROLE=joint all of it.
 set -euo pipefail
+# shellcheck source=../../tools/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../tools/env.sh"
 
 usage='usage: [ROLE=role] [RNIC=interface] [BIN=test] [NUM_WORKER=n] [NUM_SERVER=n] [NODE_RANK=n] [GROUP_SIZE=n] [GPUS=list]
          tests/fserver/run_multi_gpu.sh [scheduler ip] [argument...]
@@ -16,6 +18,7 @@ usage='usage: [ROLE=role] [RNIC=interface] [BIN=test] [NUM_WORKER=n] [NUM_SERVER
   GROUP_SIZE  processes of a node, the same everywhere (default: 8; joint: one for each GPU, at most 8; 2 without)
   GPUS        GPU of each process of a node, as in 0,1,0,1: some may share one (default: 0,1,... up to GROUP_SIZE)
 Variables such as DMLC_ENABLE_RDMA, STEPMESH_BAKCEND and DMLC_PS_ROOT_PORT (8123) are obeyed if set.'
+usage_if_asked "$usage" "$@"
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 role="${ROLE:-server}"

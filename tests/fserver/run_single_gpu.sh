@@ -2,12 +2,15 @@
 # One scheduler, one server and one worker on this machine, all on GPU 0.
 # See usage below; tests/fserver/run_multi_gpu.sh does more.
 set -euo pipefail
+# shellcheck source=../../tools/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../tools/env.sh"
 
 usage='usage: [RNIC=interface] [BIN=test] [ROLE=joint] tests/fserver/run_single_gpu.sh [argument...]
   RNIC  network interface to use (default: loopback without RDMA, else the first other one)
   BIN   test beside this script, without .py (default: test_fserver)
   arguments go to server and worker
 Variables such as DMLC_ENABLE_RDMA, STEPMESH_BAKCEND and DMLC_PS_ROOT_PORT (8123) are obeyed if set.'
+usage_if_asked "$usage" "$@"
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=../launch.sh

@@ -2,7 +2,7 @@
 
 import torch
 import fserver_lib as f
-from test_utils import device, main, num_servers
+from test_utils import arguments, device, main, num_servers
 
 COLUMNS = 8192
 
@@ -26,4 +26,5 @@ def worker():
 
 
 if __name__ == "__main__":
+    arguments()
     main(worker, server)

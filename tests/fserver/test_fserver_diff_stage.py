@@ -3,7 +3,7 @@ servers echo. BENCHMARK_ITER replaces the 100 iterations."""
 
 import torch
 import fserver_lib as f
-from test_utils import device, iterations, main, num_servers, rounds
+from test_utils import arguments, device, iterations, main, num_servers, rounds
 
 STAGES = 3
 SHAPE = (128, 4)
@@ -36,4 +36,5 @@ def worker():
 
 
 if __name__ == "__main__":
+    arguments()
     main(worker, server)

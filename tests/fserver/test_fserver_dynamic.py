@@ -5,7 +5,7 @@ import random
 
 import torch
 import fserver_lib as f
-from test_utils import device, iterations, main, num_servers, rounds
+from test_utils import arguments, device, iterations, main, num_servers, rounds
 
 STAGES = 3
 ROWS, COLUMNS = 128, 7196
@@ -44,4 +44,5 @@ def worker():
 
 
 if __name__ == "__main__":
+    arguments()
     main(worker, server)

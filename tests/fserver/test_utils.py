@@ -1,5 +1,6 @@
 """What the test programs share: tensor keys, the device, and a node's life."""
 
+import argparse
 import os
 import sys
 
@@ -57,6 +58,15 @@ def rounds(count: int):
 
 def num_servers() -> int:
     return int(os.environ["DMLC_NUM_SERVER"])
+
+
+def arguments() -> None:
+    """Reads the command line of a program without options. Arguments that are not options
+    are ignored, as the original's programs ignore them."""
+    p = argparse.ArgumentParser(
+        description=sys.modules["__main__"].__doc__, epilog="DMLC_ROLE says which part the process plays; the scripts of tests/fserver start a cluster.")
+    p.add_argument("ignored", nargs="*", help=argparse.SUPPRESS)
+    p.parse_args()
 
 
 def main(worker, server) -> None:

@@ -14,7 +14,7 @@ launch_ut() {
     printf '%s\n' "$1"
   fi
   if [ -n "${CUDA_HOME-}" ]; then
-    export LD_LIBRARY_PATH="$CUDA_HOME/lib64${LD_LIBRARY_PATH+:$LD_LIBRARY_PATH}"
+    export LD_LIBRARY_PATH="$CUDA_HOME/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
   fi
   interface brainpf_bond0
   goal SCHEDULER_BIN "${SCHEDULER_BIN:-ut_scheduler}" && scheduler="$PROGRAM"

@@ -119,7 +119,7 @@ def build():
         subprocess.run(["tools/build_flags.sh", "-q"], cwd=ROOT, check=False)  # for its words
         raise BuildError("cannot build fserver_lib with these USE_ variables")
     tags = ",".join(["fserver"] + [f[len("-tags="):] for f in flags.split()])
-    command = ["go", "build", "-tags=" + tags, "-trimpath", "-buildvcs=false", "-ldflags=-s -w", "-buildmode=c-shared", "-o", str(made), "./fserver/module"]
+    command = ["tools/go.sh", "build", "-tags=" + tags, "-trimpath", "-buildvcs=false", "-ldflags=-s -w", "-buildmode=c-shared", "-o", str(made), "./fserver/module"]
     say(" ".join(command))
     if subprocess.run(command, cwd=ROOT, env=environment(work)).returncode:
         raise BuildError("go build failed; its words are above")

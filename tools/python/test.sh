@@ -3,6 +3,11 @@
 #   test.sh [--ready] [NAME...] [-- arguments of pytest]
 # No name means torch and arrays. --ready only tells whether they are there.
 set -euo pipefail
+# shellcheck source=../env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
+usage_if_asked 'usage: tools/python/test.sh [--ready] [NAME...] [-- ARGUMENT OF PYTEST...]
+  NAME     torch, arrays or full: an environment of tools/python/test_deps.sh (default: torch arrays)
+  --ready  only say whether they are there: status 0, or 1 and what is missing' "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 ready= names=()
@@ -13,7 +18,11 @@ while [ $# -gt 0 ]; do
       shift
       break
       ;;
-    *) names+=("$1") ;;
+    torch | arrays | full) names+=("$1") ;;
+    *)
+      echo "python-test: no environment is called $1; want torch, arrays or full, and arguments of pytest behind --" >&2
+      exit 2
+      ;;
   esac
   shift
 done

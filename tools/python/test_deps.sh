@@ -5,6 +5,10 @@
 #   full    $PYTHON with the current PyTorch, NumPy and JAX of PyPI; only when asked for
 # Arguments: names of environments; none means torch and arrays.
 set -euo pipefail
+# shellcheck source=../env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
+usage_if_asked 'usage: tools/python/test_deps.sh [NAME...]
+  NAME  torch, arrays or full: what to make in build/python (default: torch arrays)' "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 say() { echo "python-deps: $*"; }

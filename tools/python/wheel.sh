@@ -2,6 +2,13 @@
 # Makes build/wheel/fserver-*-manylinux_*.whl, which has libzmq and what it needs
 # inside, and tries it: see wheel_check.sh. auditwheel finds the tag.
 set -euo pipefail
+# shellcheck source=../env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
+usage_if_asked 'usage: [PYTHON=interpreter] tools/python/wheel.sh' "$@"
+if [ $# -gt 0 ]; then
+  echo "wheel: want no argument, not $*" >&2
+  exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 python="${PYTHON:-python3}"

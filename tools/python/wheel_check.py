@@ -28,7 +28,7 @@ def node():
             fserver.respond([2 * np.from_dlpack(tensors[0])], handler)
     fserver.stop()
     with open("/proc/self/maps") as maps:
-        loaded = {line.split()[-1] for line in maps if ".so" in line}
+        loaded = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if ".so" in line}  # paths may have blanks
     zmq = [p for p in loaded if "zmq" in os.path.basename(p)]
     assert zmq and all(p.startswith(sys.prefix) for p in zmq), "libzmq is %s, want the wheel's" % zmq
     print("wheel: %s: %s" % (role, ", ".join(map(os.path.basename, zmq))), flush=True)

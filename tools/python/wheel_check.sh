@@ -5,9 +5,18 @@
 # the wheel has inside are hidden; in any case none of them may be loaded.
 #   wheel_check.sh WHEEL
 set -euo pipefail
+# shellcheck source=../env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
+usage='usage: [PYTHON=interpreter] tools/python/wheel_check.sh WHEEL'
+usage_if_asked "$usage" "$@"
+if [ $# -ne 1 ] || [ ! -f "$1" ]; then
+  echo "wheel: want one wheel, not '$*'" >&2
+  printf '%s\n' "$usage" >&2
+  exit 2
+fi
+wheel="$(realpath "$1")"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-wheel="$(realpath "$1")"
 place="$(mktemp -d)"
 trap 'rm -rf "$place"' EXIT
 "${PYTHON:-python3}" -m venv "$place/env"

@@ -5,10 +5,13 @@ package prog
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 
@@ -71,7 +74,15 @@ func (n *Node) failure() error {
 // Main runs p and ends the process: status 0 when all went well, 1 with the
 // error on standard error, 128 plus the number of the signal after SIGINT or
 // SIGTERM, upon which the node leaves the cluster.
+//
+// Before that it reads the command line, unless the program has done so: --help prints how
+// the program is used, and an unknown option ends the process with status 2. Arguments that
+// are not options are ignored, as the original's programs ignore them.
 func Main(p Program) {
+	if !flag.Parsed() {
+		flag.Usage = p.usage
+		flag.Parse()
+	}
 	ctx, cancel := context.WithCancelCause(context.Background())
 	signals := make(chan os.Signal, 1)
 	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
@@ -91,6 +102,18 @@ func Main(p Program) {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
+}
+
+// usage prints how the program is used.
+func (p *Program) usage() {
+	roles := p.Roles
+	if len(roles) == 0 {
+		roles = []string{"scheduler", "server", "worker", "joint"}
+	}
+	fmt.Fprintf(flag.CommandLine.Output(), `usage: DMLC_ROLE=%s %s
+The program joins the cluster that the environment describes; it has no options.
+"stepaf env" lists the variables; "stepaf launch" and the scripts of tests/ set them.
+`, strings.Join(roles, "|"), filepath.Base(os.Args[0]))
 }
 
 // stopped is why a program ends before its time.

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs the command go, $GO if that is set, with an environment that suits this module,
+# whatever the user's says: modules and cgo are on, a go.work of a directory above does
+# not count, and -mod=vendor does only where there is a directory vendor. Go asks git for
+# the version of a program; where git does not answer, as in a checkout that belongs to
+# another user or a linked worktree without its repository, Go does not ask.
+#   go.sh ARGUMENT OF GO...
+set -euo pipefail
+# shellcheck source=env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+go="${GO:-go}"
+export GO111MODULE=on GOWORK=off CGO_ENABLED=1
+flags=" $("$go" env GOFLAGS) "
+if [ ! -d "$root/vendor" ]; then
+  flags="${flags//-mod=vendor /-mod=readonly }"
+fi
+if ! git -C "$root" status --porcelain >/dev/null 2>&1; then
+  flags+="-buildvcs=false"
+fi
+export GOFLAGS="${flags# }"
+exec "$go" "$@"
