@@ -373,7 +373,8 @@
 	"A view of memory that a push was received in; what get_batch() returns when torch\n" \
 	"was not imported or does not have the dtype.\n" \
 	"\n" \
-	"Hand it to numpy.from_dlpack, numpy.asarray, jax.dlpack.from_dlpack or torch.from_dlpack: no copy.\n" \
+	"Hand it to numpy.asarray, numpy.from_dlpack, jax.dlpack.from_dlpack or torch.from_dlpack: no copy.\n" \
+	"An array of numpy.asarray can be written to; one of numpy.from_dlpack can from NumPy 2.1 on.\n" \
 	"The memory lives as long as this object or an array made from it. respond() takes\n" \
 	"it as it is. Programs cannot make one."
 
@@ -395,16 +396,21 @@
 #define DOC_TENSOR_SHAPE "Its sizes, a tuple of ints; () for a scalar."
 #define DOC_TENSOR_DTYPE "The name of its element type as the sender had it, a str such as \"float32\" or \"bfloat16\"."
 #define DOC_TENSOR_NBYTES "Its size in bytes, an int."
+#define DOC_TENSOR_ARRAY_INTERFACE \
+	"The memory as NumPy describes it, for numpy.asarray: it can be written to. Tensors of a\n" \
+	"dtype that NumPy itself does not have, or on a GPU, have no such attribute."
 #define DOC_TENSOR_ARRAY \
 	"__array__($self, /, dtype=None, copy=None)\n--\n\n" \
-	"numpy.from_dlpack(self), for numpy.asarray: no copy but to another dtype, or with copy=True.\n" \
+	"numpy.asarray(self), or for a dtype that NumPy itself does not have numpy.from_dlpack(self):\n" \
+	"no copy but to another dtype, or with copy=True.\n" \
 	"\n" \
 	"Raises what from_dlpack does for a dtype that NumPy has not, or memory of a GPU."
 #define DOC_TENSOR_DLPACK \
 	"__dlpack__($self, /, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n" \
 	"A DLPack capsule on the memory, for from_dlpack of any library; no copy.\n" \
 	"\n" \
-	"stream, max_version: of no effect; what was received is complete.\n" \
+	"stream: of no effect; what was received is complete. max_version: from (1, 0) on the\n" \
+	"capsule has a version, and says that the memory can be written to.\n" \
 	"dl_device: None, or what __dlpack_device__() returns. copy: None or False.\n" \
 	"\n" \
 	"Raises ValueError (a dtype that DLPack has no code for, such as bits8 or int4),\n" \

@@ -2,6 +2,7 @@
 
 #include "tensor.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -67,16 +68,23 @@ static void delete_exported(exported *x) {
 static void delete_plain(dl_managed *m) { delete_exported(m->context); }
 static void delete_versioned(dl_versioned *m) { delete_exported(m->context); }
 
+static const char *const plain_name = "dltensor", *const versioned_name = "dltensor_versioned";
+
 static void delete_capsule(PyObject *capsule) {
-  if (!PyCapsule_IsValid(capsule, "dltensor")) return; // a consumer has taken it over
-  dl_managed *m = PyCapsule_GetPointer(capsule, "dltensor");
-  m->deleter(m);
+  // A consumer that has taken a capsule over has given it another name.
+  const char *name = PyCapsule_IsValid(capsule, plain_name) ? plain_name : versioned_name;
+  if (PyCapsule_IsValid(capsule, name)) delete_exported(PyCapsule_GetPointer(capsule, name));
+}
+
+// The address of t's memory, which may be none for a tensor without elements.
+static void *address(const sf_tensor *t) {
+  static char nothing;
+  return t->ptr != NULL ? t->ptr : &nothing;
 }
 
 // Fills in d, which is part of x. With bytes set, it is a row of uint8.
 static void describe(exported *x, dl_tensor *d, const sf_tensor *t, uint64_t lease, PyObject *keeper, int bytes) {
-  static char nothing;
-  d->data = t->ptr != NULL ? t->ptr : &nothing;
+  d->data = address(t);
   d->device.device_type = t->device_type == SF_GPU ? DL_CUDA : DL_CPU;
   d->device.device_id = t->device_type == SF_GPU ? t->device_id : 0;
   if (bytes) {
@@ -102,14 +110,29 @@ static void describe(exported *x, dl_tensor *d, const sf_tensor *t, uint64_t lea
   x->gone = NULL;
 }
 
-// Exports t. With bytes set, as a row of uint8. *out is of the capsule's.
-static PyObject *export_tensor(const sf_tensor *t, uint64_t lease, PyObject *keeper, int bytes, exported **out) {
+// Fills in x in the form with a version, which alone says that the memory may be written to.
+static void describe_versioned(exported *x, const sf_tensor *t, uint64_t lease, PyObject *keeper) {
+  dl_versioned *m = &x->m.versioned;
+  describe(x, &m->t, t, lease, keeper, 0);
+  m->version = (dl_version){1, 0};
+  m->flags = 0;
+  m->context = x;
+  m->deleter = delete_versioned;
+}
+
+// Exports t in the form with a version, or without. With bytes set, without and as a row of
+// uint8. *out is of the capsule's.
+static PyObject *export_tensor(const sf_tensor *t, uint64_t lease, PyObject *keeper, int versioned, int bytes, exported **out) {
   exported *x = malloc(sizeof *x);
   if (x == NULL) return PyErr_NoMemory();
-  describe(x, &x->m.plain.t, t, lease, keeper, bytes);
-  x->m.plain.context = x;
-  x->m.plain.deleter = delete_plain;
-  PyObject *capsule = PyCapsule_New(x, "dltensor", delete_capsule);
+  if (versioned) {
+    describe_versioned(x, t, lease, keeper);
+  } else {
+    describe(x, &x->m.plain.t, t, lease, keeper, bytes);
+    x->m.plain.context = x;
+    x->m.plain.deleter = delete_plain;
+  }
+  PyObject *capsule = PyCapsule_New(x, versioned ? versioned_name : plain_name, delete_capsule);
   if (capsule == NULL) {
     free(x);
     return NULL;
@@ -126,15 +149,10 @@ static int quick_out(const sf_tensor *t, uint64_t lease, PyObject *keeper, PyObj
   if (sf_type_of(t->dtype).bits == 0 || (t->device_type == SF_GPU && !sf_torch.gpu)) return 0;
   exported *x = malloc(sizeof *x);
   if (x == NULL) return 0;
-  dl_versioned *m = &x->m.versioned;
-  describe(x, &m->t, t, lease, keeper, 0);
-  m->version = (dl_version){1, 0};
-  m->flags = 0;
-  m->context = x;
-  m->deleter = delete_versioned;
+  describe_versioned(x, t, lease, keeper);
   x->gone = &gone;
   Py_XINCREF(keeper);
-  *out = exchange_out(m);
+  *out = exchange_out(&x->m.versioned);
   if (*out != NULL) {
     if (!gone)
       x->gone = NULL;
@@ -186,7 +204,7 @@ static PyObject *torch_out(const sf_tensor *t, uint64_t lease, PyObject *keeper,
   int done = quick_out(t, lease, keeper, &r);
   if (done != 0) return done > 0 ? r : NULL;
   exported *x;
-  PyObject *capsule = export_tensor(t, lease, keeper, !direct, &x);
+  PyObject *capsule = export_tensor(t, lease, keeper, 0, !direct, &x);
   if (capsule == NULL) return NULL;
   x->gone = &gone;
   r = PyObject_CallFunctionObjArgs(sf_torch.from_dlpack, capsule, NULL);
@@ -285,12 +303,12 @@ static PyObject *tensor_dlpack_device(PyObject *o, PyObject *noargs) {
   return t->device_type == SF_GPU ? Py_BuildValue("(ii)", DL_CUDA, (int)t->device_id) : Py_BuildValue("(ii)", DL_CPU, 0);
 }
 
-// What has come is complete, whatever the consumer's stream, and goes in the form
-// without a version, which every consumer takes.
+// A received tensor is complete, whatever the consumer's stream. A consumer that says it
+// understands the form with a version gets that, since others take the memory for read-only.
 static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
   const sf_tensor *t = &((tensor_object *)o)->t;
-  PyObject *stream, *version, *device = Py_None, *copy = Py_None;
+  PyObject *stream, *version = Py_None, *device = Py_None, *copy = Py_None;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOO:__dlpack__", names, &stream, &version, &device, &copy)) return NULL;
   int copied = PyObject_IsTrue(copy);
   if (copied != 0) {
@@ -308,17 +326,62 @@ static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
     PyErr_Format(sf_error_value, "DLPack has no code for dtype %s", dtype_name(t));
     return NULL;
   }
+  long major = 0;
+  if (version != Py_None) {
+    PyObject *first = PyTuple_Check(version) && PyTuple_Size(version) == 2 ? PyTuple_GetItem(version, 0) : NULL;
+    if (first == NULL || !PyLong_Check(first)) {
+      PyErr_Format(sf_error_type, "max_version is %R, want None or a tuple of two ints", version);
+      return NULL;
+    }
+    major = PyLong_AsLong(first);
+    if (major == -1 && PyErr_Occurred()) return NULL;
+  }
   exported *x;
-  return export_tensor(t, 0, o, 0, &x);
+  return export_tensor(t, 0, o, major >= 1, 0, &x);
 }
 
-// NumPy does not look for __dlpack__ in np.asarray: without this it would make an array of one object.
+// The letter by which NumPy knows a type, or 0 where it has no such type.
+static char numpy_kind(dl_dtype d) {
+  int power = d.bits == 8 || d.bits == 16 || d.bits == 32 || d.bits == 64;
+  switch (d.code) {
+  case 0: return power ? 'i' : 0;
+  case 1: return power ? 'u' : 0;
+  case 2: return power && d.bits > 8 ? 'f' : 0;
+  case 5: return d.bits == 64 || d.bits == 128 ? 'c' : 0;
+  case 6: return d.bits == 8 ? 'b' : 0;
+  }
+  return 0;
+}
+
+// numpy.asarray makes an array of this that can be written to, in every version of NumPy.
+// numpy.from_dlpack makes a read-only one before version 2.1.
+static PyObject *tensor_array_interface(PyObject *o, void *unused) {
+  const sf_tensor *t = &((tensor_object *)o)->t;
+  dl_dtype d = sf_type_of(t->dtype);
+  char kind = numpy_kind(d), type[8];
+  (void)unused;
+  if (kind == 0 || t->device_type == SF_GPU) {
+    PyErr_Format(PyExc_AttributeError, "a fserver_lib.Tensor of dtype %s%s has no __array_interface__", dtype_name(t),
+                 t->device_type == SF_GPU ? " on a GPU" : "");
+    return NULL;
+  }
+  snprintf(type, sizeof type, "<%c%d", kind, d.bits / 8);
+  PyObject *shape = shape_tuple(t), *at = shape != NULL ? PyLong_FromVoidPtr(address(t)) : NULL;
+  if (at == NULL) {
+    Py_XDECREF(shape);
+    return NULL;
+  }
+  return Py_BuildValue("{sNsss(NO)si}", "shape", shape, "typestr", type, "data", at, Py_False, "version", 3);
+}
+
+// For types that NumPy knows by packages such as ml_dtypes only, or not at all.
 static PyObject *tensor_array(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"dtype", "copy", NULL};
   PyObject *dtype = Py_None, *copy = Py_None, *result = NULL;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|OO:__array__", names, &dtype, &copy)) return NULL;
   PyObject *numpy = PyImport_ImportModule("numpy");
-  PyObject *view = numpy != NULL ? PyObject_CallMethod(numpy, "from_dlpack", "O", o) : NULL;
+  int known = numpy_kind(sf_type_of(((tensor_object *)o)->t.dtype)) != 0 && ((tensor_object *)o)->t.device_type != SF_GPU;
+  PyObject *view = numpy != NULL ? PyObject_CallMethod(numpy, known ? "asarray" : "from_dlpack", "O", o) : NULL;
   if (view != NULL && copy == Py_None) { // before version 2 array has no such copy
     result = PyObject_CallMethod(numpy, "asarray", "OO", view, dtype);
   } else if (view != NULL) {
@@ -345,6 +408,7 @@ static PyGetSetDef tensor_attributes[] = {
     {"shape", tensor_shape, NULL, DOC_TENSOR_SHAPE, NULL},
     {"dtype", tensor_dtype, NULL, DOC_TENSOR_DTYPE, NULL},
     {"nbytes", tensor_nbytes, NULL, DOC_TENSOR_NBYTES, NULL},
+    {"__array_interface__", tensor_array_interface, NULL, DOC_TENSOR_ARRAY_INTERFACE, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -1,6 +1,6 @@
 # Types of fserver_lib. The texts are in the module: help(fserver_lib.push_pull).
 import builtins
-from typing import Any, List, Optional, Protocol, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Protocol, Sequence, Tuple, Union
 
 class _DLPack(Protocol):
     """A tensor of PyTorch, NumPy, JAX, CuPy, ..., or a Tensor."""
@@ -22,6 +22,8 @@ class Tensor:
     def dtype(self) -> str: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def __array_interface__(self) -> Dict[str, Any]: ...
     def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> Any: ...
     def __dlpack__(
         self,

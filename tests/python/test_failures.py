@@ -100,9 +100,13 @@ def offer_server(n):
     for good in (dict(), dict(copy=None), dict(copy=False), dict(dl_device=None), dict(dl_device=(1, 0)), dict(stream=None),
                  dict(stream=None, max_version=(1, 1), dl_device=t.__dlpack_device__(), copy=False)):
         assert "dltensor" in repr(t.__dlpack__(**good)), good
+    for version, name in ((None, '"dltensor"'), ((0, 8), '"dltensor"'), ((1, 0), '"dltensor_versioned"'), ((2, 3), '"dltensor_versioned"')):
+        assert name in repr(t.__dlpack__(max_version=version)), version
     for bad, kind, words in ((dict(copy=True), BufferError, "copy"), (dict(dl_device=(2, 0)), BufferError, "(2, 0)"),
                              (dict(dl_device=(1, 1)), BufferError, "(1, 1)"), (dict(dl_device="cpu"), BufferError, "'cpu'"),
-                             (dict(device=1), TypeError, "device")):
+                             (dict(device=1), TypeError, "device"),
+                             (dict(max_version=1), TypeError, "max_version is 1, want"), (dict(max_version=("1", 0)), TypeError, "want None or a tuple of two ints"),
+                             (dict(max_version=(1 << 70, 0)), OverflowError, "")):
         with pytest.raises(kind) as e:
             t.__dlpack__(**bad)
         assert words in str(e.value), e.value

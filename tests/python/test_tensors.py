@@ -52,6 +52,45 @@ def test_dtypes_and_shapes(cluster, lib, ipc):
     cluster(lib=lib, env={"BYTEPS_ENABLE_IPC": ipc}).run(dtypes_worker, dtypes_server)
 
 
+# What was received may be changed in place, also without PyTorch.
+
+def in_place_worker(n):
+    np = arrays.load("numpy").np
+    for key, dtype in enumerate(IN_PLACE):
+        push, pull = np.zeros((2, 3), dtype), np.ones((2, 3), dtype)
+        n.f.wait(n.f.push_pull([push], [key], [pull], [key]))
+        assert (pull == np.array([[1, 1, 1], [1, 1, 0]]).astype(dtype)).all(), (dtype, pull)
+
+
+def in_place_server(n):
+    np = arrays.load("numpy").np
+    for key, dtype in enumerate(IN_PLACE):
+        (handler, (t,), _), = n.f.get_batch()
+        a = np.asarray(t)
+        assert a.flags.writeable and a.dtype == dtype and a.shape == (2, 3), (dtype, a.dtype, a.flags)
+        assert t.__array_interface__["data"] == (a.__array_interface__["data"][0], False)
+        assert t.__array__().flags.writeable
+        version, view = tuple(map(int, np.__version__.split(".")[:2])), None
+        if dtype != "bool" or version >= (1, 25):
+            view = np.from_dlpack(t)
+            assert np.shares_memory(a, view)
+            assert view.flags.writeable or version < (2, 1), "the capsule does not say that it can be written to"
+        a[:] = 1
+        del a, view
+        gc.collect()
+        again = np.asarray(t)
+        again[1, 2] = 0
+        n.f.respond([again if key % 2 else t], handler)
+
+
+IN_PLACE = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128".split()
+
+
+def test_received_arrays_are_writable(cluster):
+    pytest.importorskip("numpy", reason="what is changed are arrays of NumPy")
+    cluster(lib="numpy").run(in_place_worker, in_place_server)
+
+
 # PyTorch since 2.10 has a table of C functions for its tensors. Without one that is
 # understood, all goes by its methods.
 
