@@ -33,7 +33,7 @@ type conn struct {
 	admitted    atomic.Bool   // this node knows it as the peer
 	named       bool          // it knows which process this is
 	bundles     bool          // it takes bundles, see bundle.go
-	seen        atomic.Bool   // it has a connection to this node's ROUTER
+	arrives     atomic.Int64  // 1 + the descriptor of its connection to this node's ROUTER that the last message arrived on; 0: it has none
 	holding     sync.Mutex    // of changes of holdUntil, and with it of what the socket does
 	holdUntil   atomic.Uint64 // the peer has asked for no data until then; 0: it has not
 }
@@ -49,6 +49,9 @@ type identity struct {
 func (c *conn) isOf(name peerName) bool {
 	return c.incarnation == name.incarnation && c.admitted.Load()
 }
+
+// seen reports whether c's peer has a connection to this node's ROUTER.
+func (c *conn) seen() bool { return c.arrives.Load() != 0 }
 
 // succeed makes c the connection that takes old's place.
 func (c *conn) succeed(old *conn) {

@@ -172,7 +172,7 @@ func (v *zvan) restore(c *conn) {
 // still that process, not another one at its address.
 func (v *zvan) Beating(id int) bool {
 	c := (*v.peers.Load())[id]
-	if c == nil || c.incarnation == 0 || !c.up.Load() || v.guard != nil && !c.seen.Load() {
+	if c == nil || c.incarnation == 0 || !c.up.Load() || v.guard != nil && !c.seen() {
 		return false
 	}
 	_, limit := v.heartbeats()

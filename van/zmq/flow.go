@@ -33,6 +33,7 @@ type flow struct {
 	dealers *engine.Budget
 	router  *engine.Budget
 
+	drained atomic.Bool  // the ROUTER had no message when it was last read
 	waiting atomic.Int64 // bytes of members that are received and not delivered
 	strange atomic.Int64 // the same of strangers
 

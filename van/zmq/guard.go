@@ -3,6 +3,7 @@ package zmq
 import (
 	"cmp"
 	"fmt"
+	"net/netip"
 	"os"
 	"slices"
 	"sync"
@@ -25,14 +26,15 @@ import (
 // The descriptors are libzmq's, and may have been closed and used again at any time: what
 // was learned of one counts only if the socket's cookie is the same.
 type guard struct {
-	n      *shared
-	mon    *monitor
-	poll   *os.File // an epoll instance with the connections of strangers
-	raw    syscall.RawConn
-	budget int64
-	port   int // of the ROUTER
-	lines  logx.Sparse
-	wg     sync.WaitGroup
+	n       *shared
+	mon     *monitor
+	poll    *os.File // an epoll instance with the connections of strangers
+	raw     syscall.RawConn
+	budget  int64
+	port    int         // of the ROUTER
+	drained func() bool // no message waits inside libzmq
+	lines   logx.Sparse
+	wg      sync.WaitGroup
 
 	mu    sync.Mutex
 	conns map[int]*incoming // by descriptor
@@ -42,11 +44,12 @@ type guard struct {
 // incoming is a connection that was accepted.
 type incoming struct {
 	cookie uint64
-	name   peerName // what its messages said
-	member *conn    // nil: a stranger
-	taken  int64    // bytes of the messages that came from it
-	held   int64    // bytes received that were not handed up
-	ended  bool     // by the guard; libzmq has not noticed yet
+	host   netip.Addr // of the peer
+	name   peerName   // what its messages said
+	member *conn      // nil: a stranger
+	taken  int64      // bytes of the messages that came from it
+	held   int64      // bytes received that were not handed up
+	ended  bool       // by the guard; libzmq has not noticed yet
 
 	// libzmq has said that the connection of this descriptor has ended, and it is still open:
 	// it will be closed, or it is the next connection's already, and the event of that comes.
@@ -57,7 +60,8 @@ type incoming struct {
 const greeting = 256
 
 // newGuard makes the guard of the ROUTER z, none if strangers have no budget.
-func newGuard(n *shared, ctx *zmq4.Context, z *zmq4.Socket, serial, port int, budget int64) (*guard, error) {
+func newGuard(n *shared, flow *flow, ctx *zmq4.Context, z *zmq4.Socket, serial, port int) (*guard, error) {
+	budget := flow.strangers
 	if budget <= 0 {
 		return nil, nil
 	}
@@ -69,7 +73,7 @@ func newGuard(n *shared, ctx *zmq4.Context, z *zmq4.Socket, serial, port int, bu
 		_ = unix.Close(ep)
 		return nil, os.NewSyscallError("fcntl", err)
 	}
-	g := &guard{n: n, budget: budget, port: port, conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
+	g := &guard{n: n, budget: budget, port: port, drained: flow.drained.Load, conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
 	if g.raw, err = g.poll.SyscallConn(); err == nil {
 		g.mon, err = newMonitor(ctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED)
 	}
@@ -119,15 +123,16 @@ func (g *guard) accepted(fd int) {
 	if in != nil && in.cookie != cookie { // heard of late, see heard
 		g.forget(fd, in)
 	}
-	in = g.at(fd)
-	in.cookie = cookie
+	in = g.at(fd, cookie)
 	if in.gone = false; in.member != nil {
-		in.member.seen.Store(true)
+		in.member.arrives.Store(int64(fd) + 1)
+	}
+	if in.member == nil {
+		// EPOLLOUT, since the kernel drops an event when libzmq has read the bytes already,
+		// but not when the connection can be written to as well.
+		_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLOUT | unix.EPOLLET&0xffffffff, Fd: int32(fd)})
 	}
 	g.mu.Unlock()
-	// EPOLLOUT, since the kernel drops an event when libzmq has read the bytes already,
-	// but not when the connection can be written to as well.
-	_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLOUT | unix.EPOLLET&0xffffffff, Fd: int32(fd)})
 	g.check(fd)
 }
 
@@ -138,13 +143,17 @@ func (g *guard) epoll() int {
 	return ep
 }
 
-// at returns the connection of fd. g.mu is held.
-func (g *guard) at(fd int) *incoming {
+// at returns the connection of fd, whose socket has the cookie. g.mu is held.
+func (g *guard) at(fd int, cookie uint64) *incoming {
 	in := g.conns[fd]
 	if in == nil {
 		in = &incoming{name: peerName{id: van.Empty}}
 		g.conns[fd] = in
+		if a, err := unix.Getpeername(fd); err == nil {
+			in.host = addrOf(a).Addr()
+		}
 	}
+	in.cookie = cookie
 	return in
 }
 
@@ -167,7 +176,10 @@ func (g *guard) leave(in *incoming) {
 	g.held -= in.held
 	in.held, in.gone = 0, true
 	if c := in.member; c != nil {
-		c.seen.Store(len(g.ofLocked(c)) > 0)
+		c.arrives.Store(0)
+		for _, s := range g.ofLocked(c) {
+			c.arrives.Store(int64(s.fd) + 1)
+		}
 	}
 }
 
@@ -204,8 +216,7 @@ func (g *guard) heard(fd int, size int64, name peerName) {
 		if err != nil || !g.accepts(fd) {
 			return // it has gone
 		}
-		in = g.at(fd)
-		in.cookie = cookie
+		in = g.at(fd, cookie)
 	}
 	if in.member == nil {
 		if info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO); err == nil && int64(info.Bytes_received) < in.taken+size {
@@ -234,7 +245,9 @@ func (g *guard) accepts(fd int) bool {
 	return err == nil && int(addrOf(a).Port()) == g.port
 }
 
-// known is told that c is a member from now on.
+// known records that c is a member from now on. It assigns to c the connections that carry its name.
+// Two processes of the original with one id have one name: a connection of the former process stays
+// with that process, unless c has its address.
 func (g *guard) known(c *conn) {
 	if g == nil {
 		return
@@ -243,7 +256,8 @@ func (g *guard) known(c *conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for fd, in := range g.conns {
-		if in.name == name && !in.gone {
+		former := in.member != nil && name.incarnation == 0 && in.member.to != c.to
+		if in.name == name && !in.gone && !former {
 			g.joins(fd, in, c)
 		}
 	}
@@ -254,7 +268,7 @@ func (g *guard) joins(fd int, in *incoming, c *conn) {
 	g.held -= in.held
 	in.member, in.held = c, 0
 	if !in.gone {
-		c.seen.Store(true)
+		c.arrives.Store(int64(fd) + 1)
 	}
 	if class, ok := g.n.classOf(c); ok {
 		tcpSocket{fd, in.cookie}.setClass(class)
@@ -325,10 +339,14 @@ func (g *guard) relieve() {
 	}
 	slices.SortFunc(all, func(a, b entry) int { return cmp.Compare(b.held, a.held) })
 	excess := g.held - g.budget
+	again := g.mayConnectAgain()
 	for i, doubt := 0, g.n.unseen(); i < len(all) && excess > 0; i++ {
 		e := all[i]
-		if i < doubt && e.held < 2*maxFrame {
+		if spare := i < doubt || again[e.host] > 0; spare && e.held < 2*maxFrame {
 			excess -= e.held // it may be a worker whose first message is long
+			if i >= doubt {
+				again[e.host]--
+			}
 			continue
 		}
 		excess -= e.held
@@ -336,6 +354,25 @@ func (g *guard) relieve() {
 		g.end(e.fd, e.incoming)
 		e.held, e.ended = 0, true
 	}
+}
+
+// mayConnectAgain counts, by host, the workers with a connection whose next connection may stand already,
+// without a message that says so: the first message of a worker of the original may be long, and the node may
+// not have read the messages yet, as while it has used up its budget for received messages. g.mu is held.
+func (g *guard) mayConnectAgain() map[netip.Addr]int {
+	hosts := map[netip.Addr]int{}
+	for _, c := range g.n.longSenders() {
+		if c.incarnation != 0 && g.drained() {
+			continue
+		}
+		for _, in := range g.conns {
+			if in.member == c && !in.gone {
+				hosts[in.host]++
+				break
+			}
+		}
+	}
+	return hosts
 }
 
 // end closes a connection: libzmq sees the end of it and lets go of what it holds. It is

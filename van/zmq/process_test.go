@@ -46,8 +46,8 @@ func TestNativeName(t *testing.T) {
 	}
 	for id, want := range map[int]string{9: "ps9.00000abc", 11: "ps11"} {
 		c := (*server.peers.Load())[id]
-		if c.who.Load().dest != want || !c.seen.Load() {
-			t.Errorf("answers for %d go to %q, and its connection was seen: %v; want %q", id, c.who.Load().dest, c.seen.Load(), want)
+		if c.who.Load().dest != want || !c.seen() {
+			t.Errorf("answers for %d go to %q, and its connection was seen: %v; want %q", id, c.who.Load().dest, c.seen(), want)
 		}
 	}
 }

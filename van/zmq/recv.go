@@ -115,6 +115,9 @@ func (r *receiver) recv(spin time.Duration, park bool) bool {
 			r.in.n.log.Warn("receive failed", "err", err, "so far", n)
 		}
 	}
+	if r.router && r.in.flow.drained.Load() == ok {
+		r.in.flow.drained.Store(!ok)
+	}
 	return ok && err == nil
 }
 
@@ -175,8 +178,12 @@ func (r *receiver) accept(msg *van.Message) verdict {
 		mark, err = parse(msg, f, native)
 	}
 	member := c != nil && c.isOf(name)
-	if r.router && (!member || !c.seen.Load()) {
-		r.in.guard.heard(f.source(), f.wire(), name)
+	if r.router && r.in.guard != nil {
+		// The guard is told of every message of a stranger, and of a member's first one on each connection: a
+		// member's next connection may stand beside one that it has lost, or has left to its former process.
+		if fd := f.source(); !member || c.arrives.Load() != int64(fd)+1 {
+			r.in.guard.heard(fd, f.wire(), name)
+		}
 	}
 	switch {
 	case err != nil:

@@ -82,14 +82,24 @@ func (n *shared) replace(change func(map[int]*conn)) {
 	n.peers.Store(&m)
 }
 
-// unseen is how many connections without a message may be those of members whose first
-// message is long: only workers send such ones, and only to servers.
-func (n *shared) unseen() (count int) {
+// longSenders lists the connections to members whose first message may be long: only workers send such
+// messages, and only to servers.
+func (n *shared) longSenders() (l []*conn) {
 	if n.self.Role != van.Server {
-		return 0
+		return nil
 	}
 	for _, c := range *n.peers.Load() {
-		if id := c.who.Load().id; id > 0 && van.RoleOf(id) == van.Worker && !c.seen.Load() {
+		if id := c.who.Load().id; id > 0 && van.RoleOf(id) == van.Worker {
+			l = append(l, c)
+		}
+	}
+	return l
+}
+
+// unseen is how many connections without a message may be those of members whose first message is long.
+func (n *shared) unseen() (count int) {
+	for _, c := range n.longSenders() {
+		if c.arrives.Load() == 0 {
 			count++
 		}
 	}

@@ -194,7 +194,7 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 		return in == nil
 	})
 	server.guard.heard(of, 1000, peerName{9, 7}) // as the receiver says
-	if c.seen.Load() {
+	if c.seen() {
 		t.Error("a connection that has ended counts as the worker's")
 	}
 	taken := false // the descriptor, by a socket of the program's
@@ -217,7 +217,7 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 		t.Fatalf("nothing took descriptor %d", of)
 	}
 	server.guard.heard(of, 1000, peerName{9, 7})
-	if c.seen.Load() {
+	if c.seen() {
 		t.Error("a socket that is not the ROUTER's counts as the worker's connection")
 	}
 	again := dialRaw(t, server, "ps9.00000007")
@@ -250,7 +250,7 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 		t.Errorf("after events of the connection before it: %+v, and strangers hold %d bytes", in, server.guard.held)
 	}
 	server.guard.mu.Unlock()
-	if !c.seen.Load() {
+	if !c.seen() {
 		t.Error("the worker's connection does not count any more")
 	}
 	if n := server.Stats().Strangers; n != 0 {
@@ -336,7 +336,7 @@ func TestMessageOfAnEarlierConnection(t *testing.T) {
 	g.heard(of, 100<<10, peerName{9, 7})
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if in := g.conns[of]; in == nil || in.member != nil || in.taken != 0 || c.seen.Load() {
+	if in := g.conns[of]; in == nil || in.member != nil || in.taken != 0 || c.seen() {
 		t.Errorf("a message of 100 KiB makes a connection that has carried a greeting the worker's: %+v", in)
 	}
 }
@@ -425,13 +425,13 @@ func TestMemberComesBack(t *testing.T) {
 		r := dialRaw(t, server, "ps9.00000007")
 		r.send(packed(t, push(8, i, nil)))
 		server.next(t).Release()
-		until(t, "connection that is the member's", c.seen.Load)
+		until(t, "connection that is the member's", c.seen)
 		for k := range 4 { // more than strangers may send
 			r.send(packed(t, push(8, k, nil)), make([]byte, 8), make([]byte, 64<<10), []byte{0})
 			server.next(t).Release()
 		}
 		_ = r.Close()
-		until(t, "end of the connection", func() bool { return !c.seen.Load() })
+		until(t, "end of the connection", func() bool { return !c.seen() })
 	}
 	if n := server.Stats().Strangers; n != 0 {
 		t.Errorf("%d connections were ended", n)
@@ -464,19 +464,19 @@ func TestHeardBeforeAccepted(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			g.mu.Lock()
-			c.seen.Store(false)
+			c.arrives.Store(0)
 			seen := before.cookie != now.cookie // what has ended, if its cookie is the same, is this connection
 			g.conns[of] = &before
 			g.mu.Unlock()
 			r.send(packed(t, push(8, 0, nil)))
 			server.next(t).Release()
-			if c.seen.Load() != seen {
+			if c.seen() != seen {
 				t.Errorf("before the event the worker is seen: %t, want %t", !seen, seen)
 			}
 			g.accepted(of)
 			g.mu.Lock()
 			defer g.mu.Unlock()
-			if in := g.conns[of]; in.member != c || !c.seen.Load() {
+			if in := g.conns[of]; in.member != c || !c.seen() {
 				t.Errorf("the connection is not the worker's after a message on it: %+v", in)
 			}
 		})
@@ -502,7 +502,7 @@ func TestNameOfAnotherProcess(t *testing.T) {
 		}
 		return of.taken > 0
 	})
-	if of.member != nil || c.seen.Load() {
+	if of.member != nil || c.seen() {
 		t.Errorf("the connection of another process is the member's: %+v", of.name)
 	}
 }
@@ -515,18 +515,18 @@ func TestEndedConnectionForgotten(t *testing.T) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	of := -2 // no descriptors
-	ended, other := g.at(of-1), g.at(of)
+	ended, other := g.at(of-1, 1), g.at(of, 2)
 	ended.member, other.member = c, c
-	c.seen.Store(true)
+	c.arrives.Store(1)
 	g.leave(ended)
-	if !c.seen.Load() {
+	if !c.seen() {
 		t.Error("of two connections one has ended, and the member is not seen")
 	}
 	g.forget(of-1, ended)
-	if !c.seen.Load() {
+	if !c.seen() {
 		t.Error("a connection that had ended was forgotten, and the member is not seen")
 	}
-	if g.forget(of, other); c.seen.Load() {
+	if g.forget(of, other); c.seen() {
 		t.Error("the member's last connection has ended, and it is seen")
 	}
 }

@@ -134,7 +134,7 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 	var g *guard
 	if !v.cfg.Local {
 		v.serial++
-		if g, err = newGuard(&v.shared, v.zctx, z, v.serial, port, v.flow.strangers); err != nil {
+		if g, err = newGuard(&v.shared, &v.flow, v.zctx, z, v.serial, port); err != nil {
 			unbind()
 			return 0, errors.Join(fmt.Errorf("zmq: ROUTER: %w", err), z.Close())
 		}

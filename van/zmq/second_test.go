@@ -1,0 +1,245 @@
+package zmq
+
+import (
+	"net"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// workerRecord is the record of worker 0 at a port where nobody listens; incarnation 0 is a node of the original.
+func workerRecord(incarnation uint32, port int) van.Node {
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: port}
+	if incarnation != 0 {
+		rec.Endpoint = (&van.Identity{Incarnation: incarnation}).Encode()
+	}
+	return rec
+}
+
+// of9 is the routing id of the process of workerRecord.
+func of9(incarnation uint32) string { return routingID(peerName{9, incarnation}) }
+
+// small is the budget of strangers in these tests: a few messages of a member exceed it.
+func small(c *env.Config) { c.StrangerBudget = 64 << 10 }
+
+// dialFrom is dialRaw from another address of this host.
+func dialFrom(t *testing.T, n *node, host, id string) *raw {
+	t.Helper()
+	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(host)}, Timeout: limit}
+	c, err := d.Dial("tcp", n.self.Addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	r := &raw{c, t}
+	r.shake("DEALER", id)
+	return r
+}
+
+// has reports whether r is one of the connections of c's peer.
+func has(n *node, c *conn, r *raw) (ok bool) {
+	for _, s := range n.guard.of(c) {
+		s.use(func(fd int) {
+			a, err := unix.Getpeername(fd)
+			ok = ok || err == nil && addrOf(a).String() == r.LocalAddr().String()
+		})
+	}
+	return ok
+}
+
+// pushOf sends a push of size bytes and waits until it was handed up.
+func pushOf(t *testing.T, server *node, r *raw, incarnation uint32, ts, size int) {
+	t.Helper()
+	frames := [][]byte{packed(t, push(8, ts, nil)), make([]byte, 8), make([]byte, size)}
+	if incarnation != 0 {
+		frames = append(frames, []byte{markSent})
+	}
+	r.send(frames...)
+	m := server.next(t)
+	if m.Sender != 9 || int(m.Timestamp) != ts || m.Vals.Len() != size {
+		t.Fatalf("got message %d of %d with %d bytes, want %d of 9 with %d", m.Timestamp, m.Sender, m.Vals.Len(), ts, size)
+	}
+	m.Release()
+}
+
+// TestSecondConnection: a member connects again while its former connection still stands, as one does that
+// noticed a cut alone, or a process of the original takes the place of one that stands still. The new
+// connection is the member's from its first message on: it carries more than strangers may send, and ends
+// only when the member ends it.
+func TestSecondConnection(t *testing.T) {
+	for name, x := range map[string]struct {
+		incarnation uint32
+		replaced    bool // by a process at another address
+	}{
+		"of this library":                       {7, false},
+		"of the original":                       {0, false},
+		"a replacement process of the original": {0, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := newNode(t, 8, 5, nil, small)
+			connect := func(port int) *conn {
+				t.Helper()
+				if err := server.Connect(t.Context(), 9, workerRecord(x.incarnation, port)); err != nil {
+					t.Fatal(err)
+				}
+				return (*server.peers.Load())[9]
+			}
+			c := connect(1)
+			first := dialRaw(t, server, of9(x.incarnation))
+			pushOf(t, server, first, x.incarnation, 0, 100)
+			for round := range 3 {
+				if x.replaced {
+					c = connect(2 + round)
+				}
+				next := dialRaw(t, server, of9(x.incarnation))
+				for ts := range 8 {
+					pushOf(t, server, next, x.incarnation, ts, 32<<10)
+				}
+				server.guard.mu.Lock()
+				held := server.guard.held
+				server.guard.mu.Unlock()
+				if held != 0 {
+					t.Errorf("strangers hold %d bytes, want none", held)
+				}
+				if !has(server, c, next) {
+					t.Errorf("the connection is not among the worker's %d", len(server.guard.of(c)))
+				}
+				if want := 2 + round; !x.replaced && len(server.guard.of(c)) != want {
+					t.Errorf("the worker has %d connections, want %d", len(server.guard.of(c)), want)
+				}
+				if x.replaced && len(server.guard.of(c)) != 1 {
+					t.Errorf("the worker has %d connections, want 1: the others are of former processes", len(server.guard.of(c)))
+				}
+			}
+			if n := server.Stats().Strangers; n != 0 {
+				t.Errorf("%d connections were ended as a stranger's, want none", n)
+			}
+		})
+	}
+}
+
+// TestConnectionsOfMemberEnd: while one of a member's connections stands the member counts as connected,
+// whichever of them ended first.
+func TestConnectionsOfMemberEnd(t *testing.T) {
+	for name, order := range map[string][2]int{"first": {0, 1}, "last": {1, 0}} {
+		t.Run(name, func(t *testing.T) {
+			server := newNode(t, 8, 5, nil, small)
+			if err := server.Connect(t.Context(), 9, workerRecord(7, 1)); err != nil {
+				t.Fatal(err)
+			}
+			c := (*server.peers.Load())[9]
+			var r [2]*raw
+			for i := range r {
+				r[i] = dialRaw(t, server, of9(7))
+				pushOf(t, server, r[i], 7, i, 100)
+			}
+			_ = r[order[0]].Close()
+			until(t, "end of one", func() bool { return len(server.guard.of(c)) == 1 })
+			if !c.seen() {
+				t.Error("one of two connections has ended, and the member is not seen")
+			}
+			if order[0] == 0 { // else libzmq reads the other one no more
+				for ts := range 8 {
+					pushOf(t, server, r[1], 7, ts, 32<<10)
+				}
+			}
+			_ = r[order[1]].Close()
+			until(t, "end of the other", func() bool { return !c.seen() })
+			if n := server.Stats().Strangers; n != 0 {
+				t.Errorf("%d connections were ended as a stranger's, want none", n)
+			}
+		})
+	}
+}
+
+// TestLongFirstMessageOfSecondConnection: a process of the original says on no connection whose it is
+// before its first message is whole. One connection from the host of such a worker is spared, however long
+// that message is; those from other hosts, and a second one, are strangers'.
+func TestLongFirstMessageOfSecondConnection(t *testing.T) {
+	server := newNode(t, 8, 5, nil, small)
+	if err := server.Connect(t.Context(), 9, workerRecord(0, 1)); err != nil {
+		t.Fatal(err)
+	}
+	first := dialRaw(t, server, of9(0))
+	pushOf(t, server, first, 0, 0, 100)
+	next := dialRaw(t, server, of9(0))
+	meta, head, vals := packed(t, push(8, 1, nil)), make([]byte, 8), frame(make([]byte, 1<<20), false)
+	half := append(append(frame(meta, true), frame(head, true)...), vals[:512<<10]...)
+	if _, err := next.Write(half); err != nil {
+		t.Fatal(err)
+	}
+	held := func(want int64) func() bool {
+		return func() bool {
+			server.guard.mu.Lock()
+			defer server.guard.mu.Unlock()
+			return server.guard.held >= want
+		}
+	}
+	until(t, "half of the message", held(500<<10))
+	for i, stranger := range []*raw{dialFrom(t, server, "127.0.0.2", ""), dialRaw(t, server, "")} {
+		_, _ = stranger.Write(frame(make([]byte, 256<<10), true))
+		until(t, "end of the stranger", func() bool { return server.Stats().Strangers == uint64(i+1) })
+	}
+	if _, err := next.Write(vals[512<<10:]); err != nil {
+		t.Fatal(err)
+	}
+	if m := server.next(t); m.Sender != 9 || m.Timestamp != 1 {
+		t.Fatalf("got message %d of %d, want 1 of 9", m.Timestamp, m.Sender)
+	}
+	pushOf(t, server, next, 0, 2, 256<<10)
+	if n := server.Stats().Strangers; n != 2 {
+		t.Errorf("%d connections were ended, want 2", n)
+	}
+}
+
+// TestSecondConnectionWhileNotRead: the node reads no messages, since those that wait for a handler have used
+// up its budget. What a worker's second connection brings meanwhile is not taken for a stranger's, and is
+// handed up later.
+func TestSecondConnectionWhileNotRead(t *testing.T) {
+	const most, size = 2 << 20, 64 << 10
+	release, got := make(chan struct{}), make(chan int32, 256)
+	server := newNode(t, 8, 5, func(m *van.Message) { <-release; got <- m.Timestamp }, func(c *env.Config) {
+		c.StrangerBudget = 512 << 10
+		c.RecvBudget, c.RecvBudgetPeer = most, most
+	})
+	if err := server.Connect(t.Context(), 9, workerRecord(7, 1)); err != nil {
+		t.Fatal(err)
+	}
+	ts := 0
+	say := func(r *raw) {
+		r.send(packed(t, push(8, ts, nil)), make([]byte, 8), make([]byte, size), []byte{markSent})
+		ts++
+	}
+	first := dialRaw(t, server, of9(7))
+	for range 2 * most / size {
+		say(first)
+	}
+	until(t, "budget used up", func() bool { return server.flow.router.Used() >= most && !server.flow.drained.Load() })
+	next := dialRaw(t, server, of9(7))
+	for range 16 {
+		say(next)
+	}
+	c := (*server.peers.Load())[9]
+	until(t, "bytes of the second connection", func() bool {
+		server.guard.mu.Lock()
+		held := server.guard.held
+		server.guard.mu.Unlock()
+		return held >= 16*size || has(server, c, next)
+	})
+	close(release)
+	end := time.After(limit)
+	for want := ts - 16; want < ts; { // messages of the first connection may be lost with it
+		select {
+		case at := <-got:
+			if int(at) == want {
+				want++
+			}
+		case <-end:
+			t.Fatalf("message %d was not handed up within %s; %d connections were ended as a stranger's", want, limit, server.Stats().Strangers)
+		}
+	}
+}
