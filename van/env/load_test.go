@@ -69,6 +69,7 @@ func TestRead(t *testing.T) {
 		{"STEPAF_RECV_BUDGET", "1G 2048M>2G 2147483648>2G 5000000000", "0 9007199254740993K 17179869185G 9223372036854775808", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"STEPAF_SEND_BUDGET", "256M 262144K>256M", "1.5G", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"STEPAF_STRANGER_BUDGET", "64K 65536>64K", "2G", "a number of bytes from 64K to 1G, such as 64M or 1G"},
+		{"STEPAF_SHM_BUDGET", "1M 1048576>1M 2147483648>2G", "64K", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"STEPAF_RDMA_PEER_BUDGET", "1M 64m>64M", "1K", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"STEPAF_RDMA_BUDGET", "1M 1g>1G", "1K", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"PS_VERBOSE", "-1 0 4 100", "info -2", "an integer from -1 to 1000"},
