@@ -3,11 +3,14 @@ package postoffice
 // The profile of received messages that ENABLE_PROFILING asks for.
 
 import (
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -25,8 +28,9 @@ type profile struct {
 	ended bool
 }
 
-// openProfile opens the file that PROFILE_PATH and the role name. It returns nil when
-// ENABLE_PROFILING is off, and for the scheduler.
+// openProfile opens the file that PROFILE_PATH and the role name. If another node has that file
+// open, as another worker on this host, the process's number follows in the name. It returns nil
+// when ENABLE_PROFILING is off, and for the scheduler.
 func openProfile(cfg *Config, role van.Role, log *slog.Logger) (*profile, error) {
 	if !cfg.Profiling || role == van.Scheduler {
 		return nil, nil
@@ -35,11 +39,42 @@ func openProfile(cfg *Config, role van.Role, log *slog.Logger) (*profile, error)
 	if cfg.ProfilePath != "" {
 		name = fmt.Sprintf("%s_van_%s", cfg.ProfilePath, role)
 	}
-	f, err := os.Create(name)
+	f, err := ownFile(name)
 	if err != nil {
 		return nil, &van.Error{Op: "start", Detail: "PROFILE_PATH", Err: fmt.Errorf("%w: %w", van.ErrInvalid, err)}
 	}
+	log.Info("profile of received messages (ENABLE_PROFILING)", "file", f.Name())
 	return &profile{log: log, role: role.String(), f: f}, nil
+}
+
+// ownFile makes the file name empty and opens it for writing, for one node alone: the first
+// that asks. Others get a file of their own: name_PID, name_PID_2 and so on. The file is locked
+// until it is closed, or the process ends. Where files cannot be locked, the name is taken as it is.
+func ownFile(name string) (*os.File, error) {
+	path := name
+	for i := 1; ; i++ {
+		f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE, 0o666)
+		if err != nil {
+			return nil, err
+		}
+		info, err := f.Stat()
+		if err != nil || !info.Mode().IsRegular() { // a pipe or a device may have several writers
+			return f, nil
+		}
+		if !errors.Is(unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB), unix.EWOULDBLOCK) {
+			if err := f.Truncate(0); err != nil {
+				return nil, errors.Join(err, f.Close())
+			}
+			return f, nil
+		}
+		if err := f.Close(); err != nil {
+			return nil, err
+		}
+		path = fmt.Sprintf("%s_%d", name, os.Getpid())
+		if i > 1 {
+			path = fmt.Sprintf("%s_%d", path, i)
+		}
+	}
 }
 
 // received notes one message. A nil profile does nothing.

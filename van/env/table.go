@@ -260,6 +260,7 @@ var table = []variable{
 		defNote: "`pslite_profile_van_<role>_<time>` in the working directory",
 		field:   func(c *Config) any { return &c.ProfilePath },
 		help:    "Start of the profile's file name; `_van_worker` or `_van_server` follows.",
+		differs: "If another node of the host writes that file, `_` and the process's number follow too. The log names the file.",
 	},
 
 	{
