@@ -24,6 +24,9 @@ type process struct {
 	lostEpoch   uint32 // of the one that is
 }
 
+// original reports whether the process is one of C++ StepMesh.
+func (p *process) original() bool { return p.known && p.incarnation == 0 }
+
 // unknownProcess is that of an id of which nothing is known.
 var unknownProcess = process{epoch: 1}
 

@@ -3,6 +3,9 @@ package postoffice
 // The messages of a node, in and out.
 
 import (
+	"errors"
+	"time"
+
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -17,6 +20,11 @@ func (n *Node) receive(msg *van.Message) {
 		return
 	}
 	p := n.processes.of(msg.Sender)
+	if p.lost != nil && p.original() {
+		// Before the application gets the message: it may answer at once, and the process waits for that.
+		n.control.step(func(t time.Duration) { n.machine.DataFrom(t, msg.Sender) })
+		p = n.processes.of(msg.Sender)
+	}
 	switch n.processes.judge(msg, p) {
 	case discard:
 		n.processes.dropStale(msg, p)
@@ -54,13 +62,19 @@ func (a App) Send(msg *van.Message) error {
 		return nil
 	}
 	p := n.processes.of(msg.Receiver)
-	cause := p.lost
-	if cause == nil {
-		cause = n.processes.answerTo(msg, p)
-	}
-	if cause != nil {
+	refuse := func(cause error) error {
 		return &van.Error{Op: "send", Node: n.Name(), Peer: n.peerName(msg.Receiver), Detail: msg.Meta.String(), Err: cause}
 	}
+	if p.lost != nil && (msg.Request || !p.original()) {
+		return refuse(p.lost)
+	}
+	if cause := n.processes.answerTo(msg, p); cause != nil {
+		return refuse(cause)
+	}
 	n.processes.stamp(&msg.Meta, p)
-	return n.van.Send(msg)
+	err := n.van.Send(msg)
+	if err != nil && p.lost != nil { // only an answer to a C++ StepMesh process, which may have been paused, and then waits for it
+		return refuse(errors.Join(p.lost, err))
+	}
+	return err
 }

@@ -123,6 +123,15 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	}
 }
 
+// DataFrom says that a data message of node id arrived over its own connection. That a C++ StepMesh process
+// is declared dead is over then: it was paused, and the scheduler hears of that later than the nodes that the
+// process sends requests to. A node of this library sends none to a node that takes it for dead.
+func (m *Machine) DataFrom(now time.Duration, id int) {
+	if m.node != nil && m.life.phase == ready && m.table.has(id) && !m.table.native(id) {
+		m.tickets.peerUp(now, id, declared)
+	}
+}
+
 // SchedulerNotFound says why the scheduler's name has no address yet, for reports; nil once it
 // has one.
 func (m *Machine) SchedulerNotFound(err error) {

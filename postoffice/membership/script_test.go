@@ -43,6 +43,7 @@ var (
 //	busy NAME            it is too busy for anything, and only its transport answers, until thaw, or freeze
 //	lose NAME PEER [why=replaced]  NAME's transport loses the connection to PEER, or PEER refuses it
 //	back NAME PEER       ... and has it again
+//	data NAME PEER       NAME gets a data message of PEER
 //	inject to=NAME from=ID cmd=BARRIER [group=9] [ts=2] [key=3] [request] [untagged] [by=NAME] [body="..."] [node="worker 9 host:port"]
 //	report NAME, state NAME
 //	verbose on|off       show messages and actions, not only events
@@ -230,7 +231,7 @@ func (s *script) command(line string) error {
 			w.log("%s: ticket %d", n.name, ticket)
 		}
 		return err
-	case "lose", "back", "unreachable":
+	case "lose", "back", "unreachable", "data":
 		id, ok := peerID(n, w.node(arg(2)))
 		if !ok {
 			return fmt.Errorf("%s has no connection to %q", n.name, arg(2))
@@ -244,6 +245,8 @@ func (s *script) command(line string) error {
 			n.m.PeerLost(w.now, id, cause)
 		case "back":
 			n.m.PeerBack(w.now, id)
+		case "data":
+			n.m.DataFrom(w.now, id)
 		default:
 			n.m.ConnectFailed(w.now, id, errors.New("no route to host"))
 		}
