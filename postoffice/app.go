@@ -41,6 +41,10 @@ func (a App) Addresses() (port int, peers []string) {
 	return a.self.Port, peers
 }
 
+// OnPeers registers f, instead of an earlier one, to run whenever the addresses of Addresses have changed. f must not
+// block.
+func (a App) OnPeers(f func()) { a.onPeers.Store(&f) }
+
 // Rarely is the node's logger for what peers send, of which there may be a flood: it counts one more event of a cause,
 // adds the count as "so far", and logs nothing for most of them. Errors of one cause differ in numbers only.
 func (a App) Rarely(cause string) *slog.Logger { return a.rarely(cause) }

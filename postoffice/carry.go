@@ -24,6 +24,7 @@ func (n *Node) carryOut(o membership.Output) {
 		n.connectDue(o.ID, -1)
 		n.mu.Unlock()
 		n.peers.Store(o.ID, o.Node.Addr())
+		n.peersChanged()
 		if err := limits.Explain(n.van.Connect(context.Background(), o.ID, o.Node)); err != nil {
 			n.rarely("connect: "+logx.Kind(err)).Error("connect failed", "peer", n.peerName(o.ID), "err", err)
 			n.step(func(t time.Duration) { n.machine.ConnectFailed(t, o.ID, err) })
@@ -31,6 +32,7 @@ func (n *Node) carryOut(o membership.Output) {
 	case membership.Disconnect:
 		n.van.Disconnect(o.ID)
 		n.peers.Delete(o.ID)
+		n.peersChanged()
 	case membership.Rename:
 		if addr, ok := n.peers.LoadAndDelete(o.Old); ok {
 			n.peers.Store(o.New, addr)

@@ -22,7 +22,8 @@ type identity struct {
 	rand        func() uint64
 	id          atomic.Int32
 	name        atomic.Pointer[string]
-	peers       sync.Map // node id to "host:port"
+	peers       sync.Map               // node id to "host:port"
+	onPeers     atomic.Pointer[func()] // see App.OnPeers
 	log         *slog.Logger
 	debug       bool // log every message
 	causes      logx.Causes
@@ -33,6 +34,13 @@ type identity struct {
 func (n *identity) Name() string { return *n.name.Load() }
 
 func (n *identity) setName(s string) { n.name.Store(&s) }
+
+// peersChanged tells the function of App.OnPeers.
+func (n *identity) peersChanged() {
+	if f := n.onPeers.Load(); f != nil {
+		(*f)()
+	}
+}
 
 // peerName names node id and its address: "server 1 (id 10) at 10.0.0.7:4021".
 func (n *identity) peerName(id int) string {

@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"hash/fnv"
 	"log/slog"
-	"os"
 	"sync"
 	"syscall"
 	"time"
@@ -177,7 +176,7 @@ func newNode(o Options) (*Node, error) {
 	n.incarnation = max(uint32(n.rand()), 1)
 	n.id.Store(van.Empty)
 	n.setName(role.String())
-	base := cmp.Or(o.Log, logx.New(os.Stderr, cfg))
+	base := cmp.Or(o.Log, logx.New(logx.Stderr, cfg))
 	n.log = logx.With(base, slog.Any(logx.Rank, knownID{&n.identity, true}), slog.Any(logx.ID, knownID{&n.identity, false}))
 	n.debug = n.log.Enabled(context.Background(), slog.LevelDebug)
 	for _, w := range cfg.Warnings {

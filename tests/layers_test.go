@@ -281,6 +281,8 @@ var exceptions = map[string]map[string]string{
 		"fserver/module/window.go":          "its part for windows",
 		"fserver/module/collective.go":      "its part for collectives",
 		"fserver/module/putback.go":         "its part for batches that Python could not take",
+		"fserver/module/sockets.go":         "its part for forks",
+		"fserver/module/threads.go":         "its part for the program's signals",
 		"van/zmq/native.go":                 "libzmq and the shim for it",
 		"van/backend/gpu_cuda_extra.go":     "what gorgonia.org/cu lacks of the driver API",
 		"van/rdma/beat/answer.go":           "the thread that answers while Go's do not run",

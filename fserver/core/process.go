@@ -6,9 +6,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/stepaf/stepaf-go/internal/logx"
 )
 
 // Process is this process's membership of a cluster; a process can join once. Init, Stop
@@ -17,6 +20,10 @@ import (
 // safe for concurrent use.
 type Process struct {
 	open func(context.Context) (*Session, error) // instead of Start, in tests
+
+	// OnSockets, if not nil, is called with the sockets of the node by Init, and by one goroutine whenever they
+	// change. It is set before Init.
+	OnSockets func(Sockets)
 
 	session atomic.Pointer[Session]
 	ended   atomic.Bool
@@ -115,6 +122,9 @@ func (p *Process) Init(limit time.Duration, lookup func(string) (string, bool), 
 			s, err := open(ctx)
 			if err == nil {
 				p.session.Store(s)
+				if p.OnSockets != nil {
+					s.watchSockets(p.OnSockets)
+				}
 			}
 			return err
 		}, nil
@@ -249,5 +259,14 @@ func (p *Process) Exit(ctx context.Context) error {
 		return err
 	case <-ctx.Done():
 		return fmt.Errorf("the end of the process does not wait on for the transport or the device%s to be closed: %w", who, ctx.Err())
+	}
+}
+
+// Within calls f with a context that ends after limit. Its caller has nobody to return an error to, so it is logged.
+func Within(limit time.Duration, f func(context.Context) error) {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	if err := f(ctx); err != nil {
+		slog.New(slog.NewTextHandler(logx.Stderr, nil)).Error("fserver: "+err.Error(), "limit", limit)
 	}
 }

@@ -59,11 +59,21 @@ typedef struct {
   char *text;
 } sf_error;
 
-// A descriptor, and the inode behind it.
+// An address of a peer. IPv4 addresses are mapped to IPv6; all zeros if the host is not known.
 typedef struct {
-  int fd;
-  uint64_t device, num;
-} sf_file;
+  uint8_t ip[16];
+  int32_t port;
+} sf_address;
+
+// The sockets of this process's node, for fork.c. Constant once it was published.
+typedef struct {
+  int32_t port; // at which it listens, 0 for none
+  int32_t n;
+  sf_address peers[];
+} sf_sockets;
+
+// Publishes what a forked child closes, and takes over the memory, which is malloc's.
+void sf_publish(sf_sockets *s);
 
 // What sf_signal does: flag = seq, wait until flag >= seq, seq += 1.
 enum { SF_WRITE_FLAG, SF_WAIT_FLAG, SF_SEQ_ADD_ONE };

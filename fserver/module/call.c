@@ -2,12 +2,9 @@
 
 #include "call.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "_cgo_export.h"
 #include "docs.h"
@@ -15,38 +12,9 @@
 // The largest number of items in a list argument.
 #define MAX_ITEMS (1 << 20)
 
-// The most descriptors that are closed in a child.
-#define MAX_FILES (1 << 14)
-
 PyObject *sf_error_value, *sf_error_type;
 static PyObject *error_base, *error_timeout, *error_connection, *error_finished;
-int sf_forked;
 int32_t sf_dropped;
-
-// The descriptors that a forked child must close: while it keeps them, peers do not notice
-// that this process has ended. They are collected before the fork, because after it only
-// system calls are safe.
-static sf_file files[MAX_FILES];
-static int files_len;
-static pthread_mutex_t forking = PTHREAD_MUTEX_INITIALIZER;
-
-static void before_fork(void) {
-  pthread_mutex_lock(&forking);
-  files_len = sf_forked ? 0 : sf_files(files, MAX_FILES);
-}
-
-static void parent_after_fork(void) { pthread_mutex_unlock(&forking); }
-
-static void after_fork(void) {
-  int before = errno;
-  sf_forked = 1;
-  for (int i = 0; i < files_len; i++) {
-    struct stat st; // another thread may have closed it, and opened something else, just before the fork
-    if (fstat(files[i].fd, &st) == 0 && st.st_dev == files[i].device && st.st_ino == files[i].num) close(files[i].fd);
-  }
-  pthread_mutex_unlock(&forking);
-  errno = before;
-}
 
 PyObject *sf_raise(sf_error *e) {
   PyObject *kind = error_base;
@@ -230,5 +198,3 @@ int call_init(PyObject *module) {
     return -1;
   return 0;
 }
-
-void call_watch_forks(void) { pthread_atfork(before_fork, parent_after_fork, after_fork); }

@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include "abi.h"
+#include "fork.h"
 
 // Nothing is waited for longer, so that Python may look after signals.
 #define SLICE_MS 50
@@ -16,15 +17,8 @@
 // The exceptions for wrong arguments.
 extern PyObject *sf_error_value, *sf_error_type;
 
-// Set in the child of a fork, which Go's threads do not survive: nothing may call
-// Go there.
-extern int sf_forked;
-
 // Adds the exceptions to the module.
 int call_init(PyObject *module);
-
-// Sets sf_forked in children of forks, and closes there what they must not keep.
-void call_watch_forks(void);
 
 // Begins every call: -1 with an exception after a fork, else 0.
 int sf_enter(void);

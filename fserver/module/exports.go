@@ -17,7 +17,6 @@ import "C"
 import (
 	"context"
 	"errors"
-	"log/slog"
 	"maps"
 	"slices"
 	"strings"
@@ -139,36 +138,12 @@ func sf_job(sliceMs C.int64_t, e *C.sf_error) C.int {
 // error can only be logged.
 //
 //export sf_cancel
-func sf_cancel() { within(process.Cancel) }
+func sf_cancel() { core.Within(leaveLimit, process.Cancel) }
 
 // sf_exit leaves at once: the interpreter ends.
 //
 //export sf_exit
-func sf_exit() { within(process.Exit) }
-
-func within(f func(context.Context) error) {
-	ctx, cancel := context.WithTimeout(context.Background(), leaveLimit)
-	defer cancel()
-	if err := f(ctx); err != nil {
-		slog.Error("fserver: "+err.Error(), "limit", leaveLimit)
-	}
-}
-
-// sf_files lists the descriptors that a forked child must close.
-//
-//export sf_files
-func sf_files(files *C.sf_file, n C.int) C.int {
-	s, err := session()
-	if err != nil {
-		return 0
-	}
-	all := unsafe.Slice(files, int(n))
-	own := s.Files()
-	for i, f := range own[:min(len(own), len(all))] {
-		all[i].fd, all[i].device, all[i].num = C.int(f.FD), C.uint64_t(f.Device), C.uint64_t(f.Num)
-	}
-	return C.int(min(len(own), len(all)))
-}
+func sf_exit() { core.Within(leaveLimit, process.Exit) }
 
 // ranks copies ranks of nodes; nil means all.
 func ranks(nodes *C.int64_t, n C.int) []int {

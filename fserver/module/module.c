@@ -19,6 +19,7 @@
 #include "request.h"
 #include "streams.h"
 #include "tensor.h"
+#include "threads.h"
 #include "window.h"
 
 // Waits for the job that Go has begun, and handles signals meanwhile.
@@ -44,6 +45,7 @@ static PyObject *py_init(PyObject *self, PyObject *args, PyObject *kw) {
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:init", names, &timeout)) return NULL;
   if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
+  threads_fill_standard(); // the program may have closed them since the import
   if (sf_init(ms, &e) != SF_DONE) return sf_raise(&e);
   return wait_job();
 }
@@ -432,9 +434,17 @@ static PyMethodDef methods[] = {
 // With a size of -1 Python would copy the module into other interpreters without asking PyInit_fserver_lib.
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fserver_lib", DOC_MODULE, 0, methods, NULL, NULL, NULL, NULL};
 
-// The first is in the limited API since Python 3.9, the other one is what 3.8 has.
+// The first is in the limited API since Python 3.9, the second is what 3.8 has. Python 3.7 has only the third, 3.6 none:
+// these load the library all the same, and get an ImportError that says what is needed.
 extern PyInterpreterState *PyInterpreterState_Get(void) __attribute__((weak));
 extern PyInterpreterState *_PyInterpreterState_Get(void) __attribute__((weak));
+extern int64_t PyInterpreterState_GetID(PyInterpreterState *) __attribute__((weak));
+
+static int new_enough(void) {
+  if (PyInterpreterState_Get != NULL || _PyInterpreterState_Get != NULL) return 1;
+  PyErr_Format(PyExc_ImportError, "fserver_lib needs Python 3.8 or later; this is %s", Py_GetVersion());
+  return 0;
+}
 
 // Refuses all interpreters but the main one: what the module holds, and releases from its own
 // threads, belongs to one of them, and the end of another would wait for it for ever.
@@ -457,7 +467,7 @@ static int at_exit(PyObject *module) {
 }
 
 PyMODINIT_FUNC PyInit_fserver_lib(void) {
-  if (in_main() < 0) return NULL;
+  if (!new_enough() || in_main() < 0) return NULL;
   PyObject *module = PyState_FindModule(&definition);
   if (module != NULL) { // imported before, and taken out of sys.modules
     Py_INCREF(module);
@@ -469,6 +479,7 @@ PyMODINIT_FUNC PyInit_fserver_lib(void) {
     Py_DECREF(module);
     return NULL;
   }
-  call_watch_forks();
+  threads_init();
+  fork_watch();
   return module;
 }

@@ -25,7 +25,8 @@ def size(dtype, shape):
 
 def pattern(seed, dtype, shape):
     """Bytes for a tensor, the same for the same arguments. Those of bool are 0 and 1."""
-    data = random.Random(seed).randbytes(size(dtype, shape))
+    n = size(dtype, shape)
+    data = random.Random(seed).getrandbits(8 * n).to_bytes(n, "little") if n > 0 else b""  # randbytes, which Python 3.8 lacks
     return bytes(b & 1 for b in data) if dtype == "bool" else data
 
 

@@ -18,6 +18,7 @@ everything that the processes printed.
 
 import functools
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -253,7 +254,7 @@ def free_port():
     raise AssertionError("no free port from 10000 to 19999")
 
 
-@functools.cache
+@functools.lru_cache(None)
 def template(python, module):
     return start(python, HERE, module)
 
@@ -285,9 +286,14 @@ def child():
         n.tell(result)
 
 
-@functools.cache
+@functools.lru_cache(None)
 def libraries():
     """The array libraries that this interpreter has."""
     import arrays
 
-    return tuple(name for name in arrays.NAMES if importlib.util.find_spec(name))
+    return tuple(name for name in arrays.NAMES if have(name))
+
+
+def have(name):
+    """Whether this interpreter has a module."""
+    return importlib.util.find_spec(name) is not None

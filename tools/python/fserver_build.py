@@ -32,6 +32,9 @@ PACKED = dict(LINKS, **{"fserver/connectors": ROOT / "fserver" / "connectors"})
 ENTRIES = "[vllm.general_plugins]\nstepaf = fserver.connectors.vllm_plugin:register\n"
 TAG = "cp38-abi3-" + re.sub(r"[-.]", "_", sysconfig.get_platform())
 OLDEST = (3, 8)
+# GODEBUG are settings of Go's runtime in the library, see fserver/module/threads.c: no preemption
+# by SIGURG, which belongs to the program, and no stack becomes smaller.
+GODEBUG = "-X=runtime.godebugDefault=asyncpreemptoff=1,gcshrinkstackoff=1"
 
 
 class BuildError(Exception):
@@ -119,7 +122,7 @@ def build():
         subprocess.run(["tools/build_flags.sh", "-q"], cwd=ROOT, check=False)  # for its words
         raise BuildError("cannot build fserver_lib with these USE_ variables")
     tags = ",".join(["fserver"] + [f[len("-tags="):] for f in flags.split()])
-    command = ["tools/go.sh", "build", "-tags=" + tags, "-trimpath", "-buildvcs=false", "-ldflags=-s -w", "-buildmode=c-shared", "-o", str(made), "./fserver/module"]
+    command = ["tools/go.sh", "build", "-tags=" + tags, "-trimpath", "-buildvcs=false", "-ldflags=-s -w " + GODEBUG, "-buildmode=c-shared", "-o", str(made), "./fserver/module"]
     say(" ".join(command))
     if subprocess.run(command, cwd=ROOT, env=environment(work)).returncode:
         raise BuildError("go build failed; its words are above")

@@ -59,6 +59,11 @@ func runScheduler(c *cli.Context) error {
 	}
 	ctx, cancel := interruptible()
 	defer cancel()
+	// A cluster outlives the reader of its scheduler's output: Go answers a write to a pipe without a reader by ending
+	// the process, unless somebody is notified.
+	broken := make(chan os.Signal, 1)
+	signal.Notify(broken, syscall.SIGPIPE)
+	defer signal.Stop(broken)
 
 	say("at %s:%d (%s), waiting for %s and %s", cfg.RootURI, cfg.RootPort, cfg.VanType,
 		doctor.Count(cfg.NumServers*cfg.GroupSize, "server"), doctor.Count(cfg.NumWorkers*cfg.GroupSize, "worker"))

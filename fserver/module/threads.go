@@ -1,0 +1,30 @@
+//go:build fserver
+
+package main
+
+// The stack of the program's threads in Go, see threads.c.
+
+/*
+#cgo LDFLAGS: -Wl,--wrap=pthread_create -Wl,--wrap=pthread_key_create -Wl,--wrap=_cgo_wait_runtime_init_done
+*/
+import "C"
+
+// deepenings times the 32 KiB of deepen's frame are the stack that a signal handler without
+// SA_ONSTACK finds, less what the call itself uses: the runtime doubles stacks, so it is 256 KiB.
+const deepenings = 6
+
+// sf_deepen makes the stack of this thread's goroutine so large. The runtime keeps the goroutine
+// for the thread's next calls.
+//
+//export sf_deepen
+func sf_deepen() { deepen(deepenings) }
+
+//go:noinline
+func deepen(n int) byte {
+	var frame [32 << 10]byte
+	frame[n] = byte(n)
+	if n > 0 {
+		frame[n] += deepen(n - 1)
+	}
+	return frame[n]
+}
