@@ -15,7 +15,6 @@ extern char **environ;
 import "C"
 
 import (
-	"context"
 	"errors"
 	"maps"
 	"slices"
