@@ -57,6 +57,46 @@ func TestSendRefused(t *testing.T) {
 	}, all...)
 }
 
+// flushes counts what a transport that holds messages is told to send.
+type flushes struct {
+	van.Van
+	n atomic.Int32
+}
+
+func (f *flushes) Unwrap() van.Van { return f.Van }
+func (f *flushes) Flush(int)       { f.n.Add(1) }
+
+// TestRefusedBatchIsFlushed: a transport may hold the beginning of a batch for what follows. It is told to send
+// it to each server when the transport refuses the rest.
+func TestRefusedBatchIsFlushed(t *testing.T) {
+	hook, held := &hooks.Van{}, &flushes{}
+	wrap := hook.Wrap("worker", 0)
+	c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: func(role string, rank int, f van.Factory) van.Factory {
+		if f = wrap(role, rank, f); role != "worker" {
+			return f
+		}
+		return func(o van.Options) (van.Van, error) {
+			inner, err := f(o)
+			held.Van = inner
+			return held, err
+		}
+	}})
+	for _, n := range c.Servers {
+		serve(t, n, func(b af.Batch) { _ = echo(b) }) // the node may be gone
+	}
+	w := newWorker(t, c.Workers[0])
+	sends := 0
+	hook.OnSend(func(*van.Message) hooks.Verdict {
+		if sends++; sends == 2 {
+			return hooks.Refuse(van.ErrQueueFull)
+		}
+		return hooks.Pass
+	})
+	h, _ := ask(t, w, 2, "refused")
+	vantest.Fails(t, w.Customer().Wait(t.Context(), h.Timestamp(), 20*time.Second), van.ErrQueueFull)
+	eventually(t, "each server is sent what was held for it", func() bool { return held.n.Load() == 2 })
+}
+
 // TestAnswerRefused: a server whose transport refuses an answer is told, and keeps
 // neither the batch nor what it would have answered with.
 func TestAnswerRefused(t *testing.T) {

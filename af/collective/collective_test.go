@@ -606,6 +606,38 @@ func TestClose(t *testing.T) {
 	}
 }
 
+// TestCloseWhileOthersRead: Close says that others still read memory of this rank, each time it is called until they do not.
+func TestCloseWhileOthersRead(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	b, l := &all[0].b, &all[0].flight
+	b.mu.Lock()
+	l.sending++ // as while a part is lent to the transport
+	b.mu.Unlock()
+	for range 2 {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+		vantest.Fails(t, all[0].Close(ctx), van.ErrTimeout, "close communicator", "worker 0", "others are still reading memory of this rank")
+		cancel()
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- all[0].Close(t.Context()) }()
+	vantest.Eventually(t, 20*time.Second, "Close waits", func() bool {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		return l.quiet != nil
+	})
+	b.mu.Lock()
+	l.takenBack()
+	b.mu.Unlock()
+	select {
+	case err := <-closed:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(20 * time.Second):
+		t.Error("nobody reads memory of this rank, and Close waits")
+	}
+}
+
 // TestBarrierThenClose: who closes after the last call disturbs nobody who is still in it.
 func TestBarrierThenClose(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {

@@ -1,10 +1,12 @@
 package collective
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 
@@ -172,20 +174,24 @@ func TestRoomModel(t *testing.T) {
 		} else if len(l) > 0 {
 			i := rng.IntN(len(l))
 			delete(out, &l[i][:1][0])
-			least := cap(l[i])
+			want := []int{cap(l[i])} // the largest of all
 			for _, x := range c {
-				least = min(least, cap(x))
+				want = append(want, cap(x))
 			}
-			full := len(c) == maxRooms
+			slices.SortFunc(want, func(a, b int) int { return cmp.Compare(b, a) })
+			want = want[:min(len(want), maxRooms)]
 			c.give(l[i])
 			l = append(l[:i], l[i+1:]...)
 			if len(c) > maxRooms {
 				t.Fatalf("%d are kept", len(c))
 			}
+			var kept []int
 			for _, x := range c {
-				if full && cap(x) < least {
-					t.Fatal("a smaller one is kept")
-				}
+				kept = append(kept, cap(x))
+			}
+			slices.SortFunc(kept, func(a, b int) int { return cmp.Compare(b, a) })
+			if !slices.Equal(kept, want) {
+				t.Fatalf("memory of %d words is kept, want %d", kept, want)
 			}
 		}
 	}

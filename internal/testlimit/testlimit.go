@@ -1,8 +1,7 @@
 // Package testlimit ends a test binary whose test hangs, and says where. It acts in every test
 // binary that imports it: a test fails when its goroutine has waited in one place for Still while
-// the process and its children hardly used a processor, or for Busy in any case. Both
-// limits grow with the load of the machine. "go test" itself has one limit for a whole
-// package, of minutes. "go test -timeout 0" switches the limits off, for debuggers.
+// the process and its children hardly used a processor or waited for one, or for Busy in any case,
+// which grows with the load of the machine. "go test" itself has one limit for a whole package, of minutes. "go test -timeout 0" switches the limits off, for debuggers.
 package testlimit
 
 import (
@@ -165,23 +164,24 @@ func stackOf(stacks []byte, goroutine uint64) string {
 
 // judge returns why a test that is late has failed, or "".
 func (p *place) judge(now time.Time, own time.Duration) string {
-	return verdict(now.Sub(p.since), time.Duration(still.Load()), own-p.own, load(), children)
+	return verdict(now.Sub(p.since), time.Duration(still.Load()), own-p.own, load(), demand)
 }
 
 // verdict is judge for a test that has waited for so long, while its process used that much
-// processor time. A load above 1 makes the limits longer, and the share of a processor smaller.
-func verdict(waited, still, used time.Duration, load float64, children func() time.Duration) string {
-	load = max(load, 1)
-	hardly := func(used, in time.Duration) bool { return used.Seconds() < share/load*in.Seconds() }
+// processor time. demand says what the process and its descendants want now. A load above 1 makes Busy longer.
+func verdict(waited, still, used time.Duration, load float64, demand func() time.Duration) string {
+	hardly := func(used, in time.Duration) bool { return used.Seconds() < share*in.Seconds() }
+	waitedFor := fmt.Sprintf("a test has waited in one place for %s", waited.Round(time.Second))
 	switch {
-	case waited.Seconds() < load*still.Seconds():
+	case waited < still:
 		return ""
-	case waited.Seconds() >= load*max(Busy, still).Seconds():
-		return fmt.Sprintf("a test has waited in one place for %s (limit %s, times the load of %.1f for each processor)",
-			waited.Round(time.Second), max(Busy, still), load)
-	case hardly(used, waited) && hardly(children(), childrenWindow):
-		return fmt.Sprintf("a test has waited in one place for %s (limit %s, times the load of %.1f for each processor), in which its process used %s of processor time",
-			waited.Round(time.Second), still, load, used.Round(time.Millisecond))
+	case waited.Seconds() >= max(load, 1)*max(Busy, still).Seconds():
+		return fmt.Sprintf("%s, limit %s times the load of %.1f for each processor", waitedFor, max(Busy, still), max(load, 1))
+	case hardly(used, waited):
+		if now := demand(); hardly(now, window) {
+			return fmt.Sprintf("%s, limit %s: its process used %s of processor time, and now wants %s in %s with its children",
+				waitedFor, still, used.Round(time.Millisecond), now.Round(time.Millisecond), window)
+		}
 	}
 	return ""
 }

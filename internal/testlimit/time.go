@@ -5,6 +5,7 @@ package testlimit
 import (
 	"fmt"
 	"os"
+	"path/filepath"
 	"runtime"
 	"strconv"
 	"strings"
@@ -35,26 +36,35 @@ func ownTime() time.Duration {
 	return sum
 }
 
-// childrenWindow is how long children observes.
-const childrenWindow = time.Second
+// window is how long demand observes.
+const window = 3 * time.Second
 
-// children is the processor time that all descendants of this process use within a window.
-func children() time.Duration {
-	before := map[int]time.Duration{}
-	descendants(os.Getpid(), func(pid int) {
-		before[pid], _ = ProcessorTime(pid)
-	})
-	if len(before) == 0 {
-		return 0
-	}
-	<-time.After(childrenWindow)
+// demand is the processor time that this process and its descendants use or wait for within a window. A process
+// that other programs keep from the processors waits for them, and a process that hangs does not.
+func demand() time.Duration {
+	before := map[string]time.Duration{}
+	wanted(func(thread string, t time.Duration) { before[thread] = t })
+	<-time.After(window)
 	var sum time.Duration
-	for pid, b := range before {
-		if t, err := ProcessorTime(pid); err == nil {
-			sum += t - b
+	wanted(func(thread string, t time.Duration) { sum += t - before[thread] })
+	return sum
+}
+
+// wanted calls f for each thread of this process and its descendants, with the time that it has used a
+// processor or waited for one.
+func wanted(f func(thread string, t time.Duration)) {
+	each := func(pid int) {
+		threads, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
+		for _, name := range threads {
+			text, _ := os.ReadFile(name)
+			var ran, waited time.Duration
+			if _, err := fmt.Sscan(string(text), &ran, &waited); err == nil {
+				f(name, ran+waited)
+			}
 		}
 	}
-	return sum
+	each(os.Getpid())
+	descendants(os.Getpid(), each)
 }
 
 func descendants(pid int, f func(pid int)) {

@@ -119,6 +119,48 @@ func TestLyingLists(t *testing.T) {
 	}
 }
 
+// TestAnswerOfAReplacedProcess: what a process has said of its policies is not said of the process that has replaced it, which
+// is sent the list at its first heartbeat.
+func TestAnswerOfAReplacedProcess(t *testing.T) {
+	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.life.phase, m.table.incs[9] = ready, 7
+	m.peers[9] = &health{}
+	m.sched.policies.out.conns[9] = true
+	m.table.fill([]van.Node{{ID: 9}})
+	p := &m.sched.policies
+	if err := p.set(Policy{App: 5, Rate: 5000}); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		what        string
+		incarnation uint32
+		says        string
+		want        string
+		sent        int // lists with a heartbeat
+	}{
+		{"the process has not answered", 7, "", "app=5,rate=5000 asked=9 original=8", 1},
+		{"it has", 7, "1 y", "app=5,rate=5000 in-force=9 original=8", 0},
+		{"another process has its place", 8, "", "app=5,rate=5000 asked=9 original=8", 1},
+		{"that one has answered", 8, "1 p", "app=5,rate=5000 pending=9 original=8", 0},
+	} {
+		m.table.incs[9] = c.incarnation
+		if c.says != "" {
+			p.note(9, notice{verb: verbHave, text: c.says})
+		}
+		if l := p.lines(); len(l) != 1 || l[0] != c.want {
+			t.Errorf("%s: %q, want %q", c.what, l, c.want)
+		}
+		m.Take()
+		p.beat(9)
+		if sent := len(m.Take()); sent != c.sent {
+			t.Errorf("%s: %d messages to a node that beats, want %d", c.what, sent, c.sent)
+		}
+	}
+}
+
 // TestWordlessAnswers: an answer without words is none.
 func TestWordlessAnswers(t *testing.T) {
 	for body, want := range map[string]bool{"answer 0": false, "answer 0 ": false, "answer 0   ": false, "answer x end": false, "answer 0 end": true} {
