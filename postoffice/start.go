@@ -164,8 +164,10 @@ func newNode(o Options) (*Node, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, fmt.Errorf("start: %w: %w", van.ErrInvalid, err)
 	}
+	var tight []limits.Need
 	if o.Van == nil { // the needs of a van of the program's own are not known
-		if err := limits.Check(cfg, cfg.Role); err != nil {
+		var err error
+		if tight, err = limits.Check(cfg, cfg.Role); err != nil {
 			return nil, &van.Error{Op: "start", Node: role.String(), Err: err}
 		}
 	}
@@ -184,6 +186,9 @@ func newNode(o Options) (*Node, error) {
 	}
 	for _, w := range cfg.Notes {
 		n.log.Info(w)
+	}
+	for i := range tight {
+		n.log.Warn(tight[i].String())
 	}
 	var err error
 	if n.device.Backend = o.Backend; o.Backend == nil {

@@ -74,6 +74,15 @@ type Need struct {
 	Why    string // what Needed is made up of
 	Raise  string // how to raise the limit
 	Bytes  bool   // of the numbers
+	Ample  uint64 // below it a node starts, and may lack some later; 0 if that is not known
+}
+
+// Tight tells whether the limit allows what the node needs at least, and may be too low later.
+func (n *Need) Tight() bool { return n.Enough() && n.Ample > n.Have }
+
+// String says of a tight limit what it may lack.
+func (n *Need) String() string {
+	return fmt.Sprintf("few %s: %s is %d, this node needs %d at least and may need %d (%s): %s", n.What, n.Name, n.Have, n.Needed, n.Ample, n.Why, n.Raise)
 }
 
 // Enough tells whether the limit allows what the node needs.
@@ -108,10 +117,19 @@ type System struct {
 	// Memlock is the memory in bytes that the process may lock, NoLimit if there is no
 	// limit or none that binds it.
 	Memlock func() (uint64, error)
+	// Threads lists the limits of threads, nil for none.
+	Threads func() []Room
+	// Space lists the limits of address space, and the stack of a thread in bytes; nil for none.
+	Space func() (rooms []Room, stack uint64)
+	// Host lists the limits of open files that all processes share, nil for none.
+	Host func() []Room
 }
 
 // OS is this process.
-func OS() System { return System{Files: files, Open: openFiles, Memlock: memlock} }
+func OS() System {
+	p := self()
+	return System{Files: files, Open: openFiles, Memlock: memlock, Threads: p.threads, Space: p.space, Host: p.host}
+}
 
 // Peers is how many nodes a node of a cluster with that shape is connected to. role is
 // "worker", "server" or "scheduler".
@@ -156,14 +174,17 @@ func openFilesOf(c *env.Config, role string, peers, open, hard uint64) Need {
 // two nodes.
 func Of(c *env.Config, role string, s System) (needs []Need, err error) {
 	peers := uint64(Peers(c, role))
+	if c.VanType == "zmq" || c.VanType == "ibverbs" {
+		needs = Threads(c, s)
+	}
 	if c.VanType == "ibverbs" {
 		have, err := s.Memlock()
 		if err != nil {
 			return nil, err
 		}
-		return []Need{{What: "bytes of memory that it may lock", Name: "RLIMIT_MEMLOCK", Needed: lockedOfNode + peers*lockedPerPeer, Have: have, Bytes: true,
+		return append(needs, Need{What: "bytes of memory that it may lock", Name: "RLIMIT_MEMLOCK", Needed: lockedOfNode + peers*lockedPerPeer, Have: have, Bytes: true,
 			Why:   fmt.Sprintf("%d for each of %d peers, besides tensors", lockedPerPeer, peers),
-			Raise: "ulimit -l unlimited (limits.conf: memlock; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"}}, nil
+			Raise: "ulimit -l unlimited (limits.conf: memlock; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"}), nil
 	}
 	if c.VanType != "zmq" {
 		return nil, nil
@@ -173,32 +194,39 @@ func Of(c *env.Config, role string, s System) (needs []Need, err error) {
 	if err != nil {
 		return nil, err
 	}
-	return []Need{
-		openFilesOf(c, role, peers, open, hard),
-		{What: "sockets of libzmq", Name: zmqMaxSocket, Needed: peers + 1, Have: uint64(c.ZMQMaxSockets),
+	files := openFilesOf(c, role, peers, open, hard)
+	if s.Host != nil {
+		for _, r := range s.Host() {
+			needs = append(needs, Need{What: "open files on the host", Name: r.Name, Needed: r.Used + files.Needed - open, Have: r.Max, Raise: r.Raise,
+				Why: fmt.Sprintf("%s, %d in use already", files.Why, r.Used)})
+		}
+	}
+	return append(needs, files,
+		Need{What: "sockets of libzmq", Name: zmqMaxSocket, Needed: peers + 1, Have: uint64(c.ZMQMaxSockets),
 			Why:   fmt.Sprintf("1 for each of %d peers, and its own", peers),
-			Raise: fmt.Sprintf("set BYTEPS_ZMQ_MAX_SOCKET=%d or more on this node", peers+1)},
-	}, nil
+			Raise: fmt.Sprintf("set BYTEPS_ZMQ_MAX_SOCKET=%d or more on this node", peers+1)}), nil
 }
 
 // Check raises the soft limit of open files if it has to, and returns an error that wraps
-// an *Error for each limit that is too low for the node. Limits that cannot be read are
-// taken for high enough.
-func Check(c *env.Config, role string) error {
+// an *Error for each limit that is too low for the node, and the limits that are tight. Limits
+// that cannot be read are taken for high enough.
+func Check(c *env.Config, role string) (tight []Need, err error) {
 	needs, err := Of(c, role, OS())
 	if err != nil {
-		return nil
+		return nil, nil
 	}
 	var errs []error
 	for _, n := range needs {
 		switch {
 		case !n.Enough():
 			errs = append(errs, &Error{n})
+		case n.Tight():
+			tight = append(tight, n)
 		case n.Name == "RLIMIT_NOFILE":
 			raise()
 		}
 	}
-	return errors.Join(errs...)
+	return tight, errors.Join(errs...)
 }
 
 func files() (soft, hard uint64, err error) {
@@ -232,16 +260,21 @@ func memlock() (uint64, error) {
 	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l); err != nil {
 		return 0, os.NewSyscallError("getrlimit", err)
 	}
-	if l.Cur == unix.RLIM_INFINITY || mayLock() {
+	if l.Cur == unix.RLIM_INFINITY || capable(capIPCLock) {
 		return NoLimit, nil
 	}
 	return l.Cur, nil
 }
 
-const capIPCLock = 14
+// Capabilities, by their numbers in Linux.
+const (
+	capIPCLock     = 14
+	capSysAdmin    = 21
+	capSysResource = 24
+)
 
-// mayLock tells whether the limit of locked memory does not bind this process.
-func mayLock() bool {
+// capable tells whether this process has a capability.
+func capable(number int) bool {
 	text, err := os.ReadFile("/proc/self/status")
 	if err != nil {
 		return false
@@ -249,7 +282,7 @@ func mayLock() bool {
 	for line := range strings.Lines(string(text)) {
 		if s, ok := strings.CutPrefix(line, "CapEff:"); ok {
 			caps, err := strconv.ParseUint(strings.TrimSpace(s), 16, 64)
-			return err == nil && caps>>capIPCLock&1 == 1
+			return err == nil && caps>>number&1 == 1
 		}
 	}
 	return false

@@ -84,10 +84,10 @@ func TestOf(t *testing.T) {
 // TestCheck: the limits of this process are enough for a small cluster, and not for a
 // large one.
 func TestCheck(t *testing.T) {
-	if err := Check(config(1, 1, 1, "zmq"), "worker"); err != nil {
+	if _, err := Check(config(1, 1, 1, "zmq"), "worker"); err != nil {
 		t.Error(err)
 	}
-	err := Check(config(16000, 16000, 1, "zmq"), "scheduler")
+	_, err := Check(config(16000, 16000, 1, "zmq"), "scheduler")
 	var e *Error
 	if !errors.As(err, &e) {
 		t.Errorf("%v, want an *Error", err)

@@ -532,3 +532,29 @@ nomem:
   if (unmarked) release(NULL, slot);
   return -ENOMEM;
 }
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#include <stdio.h>
+#include <sys/resource.h>
+// What Go's runtime and libzmq need of the address space before a node can compare its limits.
+#define SA_SPACE (1300ull << 20)
+
+// Where address space is limited, all threads take memory from one arena of the C library. Each arena reserves
+// 64 MiB, also while there is no space for the stacks of threads: Go and libzmq abort then. This
+// runs before Go starts threads, and says why Go aborts where it cannot start.
+__attribute__((constructor)) static void save_space(void) {
+  struct rlimit l;
+  if (getrlimit(RLIMIT_AS, &l) != 0 || l.rlim_cur == RLIM_INFINITY) return;
+  mallopt(M_ARENA_MAX, 1);
+  unsigned long pages = 0;
+  FILE *f = fopen("/proc/self/statm", "re");
+  if (f == NULL) return;
+  int n = fscanf(f, "%lu", &pages);
+  fclose(f);
+  unsigned long long used = pages * (unsigned long long)sysconf(_SC_PAGESIZE);
+  if (n == 1 && l.rlim_cur < used + SA_SPACE)
+    fprintf(stderr, "stepaf: too few bytes of address space: RLIMIT_AS is %llu bytes, Go and libzmq need %llu (%llu in use already), and abort "
+            "without them: ulimit -v unlimited (limits.conf: as; systemd: LimitAS=infinity)\n", (unsigned long long)l.rlim_cur, used + SA_SPACE, used);
+}
+#endif

@@ -19,6 +19,7 @@ import (
 	"testing/fstest"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/limits"
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
@@ -483,6 +484,27 @@ func TestMemlock(t *testing.T) {
 		m.Memlock = func() (uint64, error) { return x.limit, x.err }
 		if f := find(t, examine(t, m), "locked memory"); f.Status != x.status || !strings.Contains(f.Text, x.text) {
 			t.Errorf("%d with %s: %+v; want %s, %q", x.limit, x.caps, f, x.status, x.text)
+		}
+	}
+}
+
+// TestThreads: a limit of threads fails as it does for a node, and one that is tight is a warning, also where the size of the
+// cluster is not known.
+func TestThreads(t *testing.T) {
+	for _, environ := range [][]string{nil, {"DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_ROLE=worker"}} {
+		for _, x := range []struct {
+			most   uint64
+			status Status
+			text   string
+		}{{1000, OK, "open files"}, {17, Fail, "too few threads for a "}, {20, Warn, "few threads for a "}} {
+			m, _ := plain(environ...)
+			m.Limits.Threads = func() []limits.Room {
+				return []limits.Room{{Name: "RLIMIT_NPROC", Used: 10, Max: x.most, Raise: "ulimit -u"}}
+			}
+			f := find(t, examine(t, m), "limits")
+			if f.Status != x.status || !strings.Contains(f.Text, x.text) || x.status != OK && f.Remedy != "ulimit -u" {
+				t.Errorf("%q, %d threads: %+v; want %s, %q", environ, x.most, f, x.status, x.text)
+			}
 		}
 	}
 }

@@ -3,6 +3,7 @@ package doctor
 import (
 	"context"
 	"fmt"
+	"slices"
 
 	"github.com/stepaf/stepaf-go/internal/limits"
 )
@@ -19,9 +20,14 @@ func (x *exam) limits(context.Context) []Finding {
 		return []Finding{{Status: Warn, Text: err.Error(), Remedy: "see ulimit -Hn"}}
 	}
 	f := Finding{Data: map[string]any{"open_files": hard}}
+	sys := x.m.Limits
+	sys.Files, sys.Open, sys.Memlock = x.m.Files, func() int { return ofDoctor }, x.m.Memlock
 	if x.cfg.NumWorkers == 0 || x.cfg.NumServers == 0 {
 		f.Text = fmt.Sprintf("%d open files, enough for %d peers over zmq",
 			hard, hard/uint64(limits.PerPeer(x.cfg)))
+		if found := judge("node", limits.Threads(x.cfg, sys)); len(found) > 0 {
+			return found
+		}
 		return []Finding{f}
 	}
 	roles := []string{"scheduler", "server", "worker"}
@@ -32,26 +38,39 @@ func (x *exam) limits(context.Context) []Finding {
 	default:
 		roles = []string{x.cfg.Role}
 	}
-	sys := limits.System{Files: x.m.Files, Open: func() int { return ofDoctor }, Memlock: x.m.Memlock}
 	var found []Finding
 	for _, role := range roles {
 		needs, err := limits.Of(x.cfg, role, sys)
 		if err != nil {
 			return append(found, Finding{Status: Warn, Text: err.Error(), Remedy: "see ulimit -a"})
 		}
-		for _, n := range needs {
-			if n.Name == "RLIMIT_MEMLOCK" && x.capable(capIPCLock) {
-				continue // which does not bind
-			}
-			if !n.Enough() {
-				found = append(found, Finding{Status: Fail, Remedy: n.Raise,
-					Text: fmt.Sprintf("too few %s for a %s: %s is %d, and it needs %d (%s)", n.What, role, n.Name, n.Have, n.Needed, n.Why)})
-			}
+		if x.capable(capIPCLock) { // the limit of locked memory does not bind
+			needs = slices.DeleteFunc(needs, func(n limits.Need) bool { return n.Name == "RLIMIT_MEMLOCK" })
 		}
+		found = append(found, judge(role, needs)...)
 	}
 	if len(found) == 0 {
 		f.Text = fmt.Sprintf("%d open files: enough for a node of this cluster", hard)
 		found = []Finding{f}
+	}
+	return found
+}
+
+// judge tells which limits are too low for a node of a role, or so low that it may lack something later.
+func judge(role string, needs []limits.Need) (found []Finding) {
+	for _, n := range needs {
+		f := Finding{Remedy: n.Raise}
+		switch {
+		case !n.Enough():
+			f.Status = Fail
+			f.Text = fmt.Sprintf("too few %s for a %s: %s is %d, and it needs %d (%s)", n.What, role, n.Name, n.Have, n.Needed, n.Why)
+		case n.Tight():
+			f.Status = Warn
+			f.Text = fmt.Sprintf("few %s for a %s: %s is %d, and it needs %d at least and may need %d (%s)", n.What, role, n.Name, n.Have, n.Needed, n.Ample, n.Why)
+		default:
+			continue
+		}
+		found = append(found, f)
 	}
 	return found
 }

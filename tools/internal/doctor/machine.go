@@ -44,6 +44,8 @@ type Machine struct {
 	Files func() (soft, hard uint64, err error)
 	// Memlock is RLIMIT_MEMLOCK in bytes; the largest uint64 is no limit.
 	Memlock func() (uint64, error)
+	// Limits are those of threads, of address space, and of files on the host; their fields may be nil.
+	Limits limits.System
 	// ZMQ makes vans of ZeroMQ.
 	ZMQ van.Factory
 	// GPUs describes the GPUs, without opening any; it is only called when there is a
@@ -76,6 +78,7 @@ func Host(version string, log *slog.Logger) *Machine {
 		Open:       open,
 		Files:      limits.OS().Files,
 		Memlock:    memlock,
+		Limits:     limits.OS(),
 		ZMQ:        zmq.New,
 		GPUs:       backend.GPUs,
 		OpenGPU:    openGPU,
