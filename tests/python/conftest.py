@@ -9,6 +9,8 @@ import pytest
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import harness  # noqa: E402
 
+pytest_plugins = ["limits"]
+
 
 def pytest_configure(config):
     if importlib.util.find_spec("fserver_lib") is None:

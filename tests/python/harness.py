@@ -146,7 +146,7 @@ class Process:
 
     def kill(self):
         self.popen.kill()
-        self.popen.wait()
+        self.popen.wait(LIMIT)
 
     def wait(self, timeout=LIMIT):
         """Its exit status, after reading all that it printed."""

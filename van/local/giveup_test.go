@@ -225,7 +225,16 @@ func TestAnswersApart(t *testing.T) {
 	q := newDestinations()
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.answered(8, &van.Meta{}) // it would hang
+	done := make(chan struct{})
+	go func() {
+		q.answered(8, &van.Meta{})
+		close(done)
+	}()
+	select {
+	case <-done:
+	case <-time.After(20 * time.Second):
+		t.Error("it waits for others")
+	}
 }
 
 // TestStrandedCopy: a copy to the memory of a pull that has not ended when the peer's link is

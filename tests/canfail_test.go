@@ -1,0 +1,120 @@
+package tests
+
+// Tests that cannot fail.
+
+import (
+	"go/ast"
+	"go/token"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// unfailing are the methods of a test that do not make it fail.
+var unfailing = []string{"Helper", "Log", "Logf", "Skip", "Skipf", "SkipNow", "Parallel", "Cleanup", "Context", "TempDir", "Setenv", "Chdir", "Name", "Failed", "Skipped",
+	"Run", "Loop", "ResetTimer", "ReportAllocs", "ReportMetric", "StartTimer", "StopTimer", "SetBytes", "Output", "Attr", "ArtifactDir", "Elapsed", "Deadline"}
+
+// canFail tells whether something in n makes a test fail: a call of a method of a test, or of a function that gets one.
+func canFail(n ast.Node, tests map[string]bool) (can bool) {
+	ast.Inspect(n, func(n ast.Node) bool {
+		switch x := n.(type) {
+		case *ast.FuncType: // functions inside have tests of their own
+			for name := range testParams(x) {
+				tests[name] = true
+			}
+		case *ast.CallExpr:
+			for _, arg := range x.Args {
+				if id, ok := arg.(*ast.Ident); ok && tests[id.Name] {
+					can = true
+				}
+			}
+			if s, ok := x.Fun.(*ast.SelectorExpr); ok {
+				if id, ok := s.X.(*ast.Ident); ok && tests[id.Name] && !slices.Contains(unfailing, s.Sel.Name) {
+					can = true
+				}
+			}
+			if id, ok := x.Fun.(*ast.Ident); ok && id.Name == "panic" {
+				can = true
+			}
+		case *ast.CompositeLit: // a rig that has the test
+			for _, e := range x.Elts {
+				if kv, ok := e.(*ast.KeyValueExpr); ok {
+					e = kv.Value
+				}
+				if id, ok := e.(*ast.Ident); ok && tests[id.Name] {
+					can = true
+				}
+			}
+		}
+		return !can
+	})
+	return can
+}
+
+// testParams are the parameters of a function that are tests.
+func testParams(f *ast.FuncType) map[string]bool {
+	names := map[string]bool{}
+	for _, p := range f.Params.List {
+		t := p.Type
+		if star, ok := t.(*ast.StarExpr); ok {
+			t = star.X
+		}
+		if s, ok := t.(*ast.SelectorExpr); ok && slices.Contains([]string{"T", "B", "F", "TB"}, s.Sel.Name) {
+			if pkg, ok := s.X.(*ast.Ident); ok && pkg.Name == "testing" {
+				for _, n := range p.Names {
+					names[n.Name] = true
+				}
+			}
+		}
+	}
+	return names
+}
+
+// same tells whether two expressions are written alike, and call nothing.
+func same(a, b ast.Expr) bool {
+	calls := false
+	ast.Inspect(a, func(n ast.Node) bool {
+		switch x := n.(type) {
+		case *ast.CallExpr:
+			calls = true
+		case *ast.UnaryExpr:
+			calls = calls || x.Op == token.ARROW
+		}
+		return true
+	})
+	return !calls && text(a) == text(b)
+}
+
+// text is what an expression consists of, without its place.
+func text(e ast.Expr) string {
+	var b strings.Builder
+	_ = ast.Fprint(&b, nil, e, func(name string, _ reflect.Value) bool {
+		return !strings.HasSuffix(name, "Pos") && name != "Lparen" && name != "Rparen" && name != "Obj"
+	})
+	return b.String()
+}
+
+// TestTestsCanFail finds tests that nothing makes fail, and conditions that compare a value with itself.
+func TestTestsCanFail(t *testing.T) {
+	for _, s := range tree(t) {
+		if !s.test || strings.Contains(s.path, "/testdata/") {
+			continue
+		}
+		for _, d := range s.ast.Decls {
+			f, ok := d.(*ast.FuncDecl)
+			if !ok || f.Recv != nil || f.Body == nil || !strings.HasPrefix(f.Name.Name, "Test") && !strings.HasPrefix(f.Name.Name, "Fuzz") {
+				continue
+			}
+			if tests := testParams(f.Type); len(tests) > 0 && !canFail(f.Body, tests) {
+				t.Errorf("%s: %s cannot fail", s.at(f), f.Name.Name)
+			}
+		}
+		ast.Inspect(s.ast, func(n ast.Node) bool {
+			if b, ok := n.(*ast.BinaryExpr); ok && slices.Contains([]token.Token{token.EQL, token.NEQ, token.LSS, token.GTR, token.LEQ, token.GEQ, token.LAND, token.LOR}, b.Op) && same(b.X, b.Y) {
+				t.Errorf("%s: it compares a value with itself", s.at(b))
+			}
+			return true
+		})
+	}
+}

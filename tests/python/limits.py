@@ -1,0 +1,141 @@
+"""A plugin of pytest: every test has a limit. A test fails when its thread has waited in one place for STILL seconds while no
+process of the test wants a processor, or for BUSY seconds times the load of the machine. The report says where it waited."""
+
+import glob
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import pytest
+
+STILL = float(os.environ.get("PYTEST_STILL", 45))  # the plugin's own test makes it shorter
+BUSY = 400  # more than a cluster of the harness may take
+SHARE = 0.2  # of one processor: processes that want more work
+LAST = 30  # after so many seconds more the whole run ends: the thread is in C code
+
+SIGNAL = signal.SIGRTMIN + 7
+
+
+class Late(Exception):
+    """A test has exceeded its limit."""
+
+
+def tree(pid):
+    """A process and its descendants."""
+    yield pid
+    for name in glob.glob(f"/proc/{pid}/task/*/children"):
+        try:
+            with open(name) as f:
+                children = f.read().split()
+        except OSError:
+            continue
+        for child in children:
+            yield from tree(int(child))
+
+
+def wanted():
+    """The seconds that all processes of the test have used a processor or waited for one, by thread."""
+    times = {}
+    for pid in tree(os.getpid()):
+        for name in glob.glob(f"/proc/{pid}/task/*/schedstat"):
+            try:
+                with open(name) as f:
+                    ran, waited, _ = f.read().split()
+            except (OSError, ValueError):
+                continue
+            times[name] = (int(ran) + int(waited)) / 1e9
+    return times
+
+
+def load():
+    return max(os.getloadavg()[0] / (os.cpu_count() or 1), 1)
+
+
+class Watch:
+    """Watches the thread that runs a test."""
+
+    def __init__(self, thread):
+        self.thread = thread
+        self.over = threading.Event()
+        self.watcher = threading.Thread(target=self.run, name="limit of a test", daemon=True)
+        self.why = ""
+
+    def place(self):
+        frame, at = sys._current_frames().get(self.thread), []
+        while frame is not None:
+            at.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back
+        return at
+
+    def run(self):
+        place, since, told = None, time.monotonic(), None
+        while not self.over.wait(1):
+            now, here = time.monotonic(), self.place()
+            if here != place:
+                place, since = here, now
+            if told is not None:
+                if now - told > LAST:
+                    self.end()
+                continue
+            self.why = self.judge(now - since)
+            if self.why and not self.over.is_set():
+                told = now
+                signal.pthread_kill(self.thread, SIGNAL)
+
+    def judge(self, waited):
+        if waited < STILL:
+            return ""
+        if waited > BUSY * load():
+            return f"it has waited in one place for {waited:.0f} s"
+        before, begun = wanted(), time.monotonic()
+        if not before or self.over.wait(3):
+            return ""
+        demand = sum(t - before.get(name, 0) for name, t in wanted().items())
+        if demand > SHARE * (time.monotonic() - begun):
+            return ""
+        return f"it has waited in one place for {waited:.0f} s, and its processes want {demand:.2f} s of processor time in 3 s"
+
+    def end(self):
+        """Ends the run: the thread does not take the signal."""
+        frame = sys._current_frames().get(self.thread)
+        sys.__stderr__.write(f"{os.environ.get('PYTEST_CURRENT_TEST')}: {self.why}, in code that takes no signal:\n")
+        traceback.print_stack(frame, file=sys.__stderr__)
+        sys.__stderr__.flush()
+        os._exit(1)
+
+
+def limited(item):
+    """Runs a part of a test with a limit."""
+    if threading.current_thread() is not threading.main_thread() or item.config.getoption("usepdb"):
+        return (yield)
+    watch = Watch(threading.get_ident())
+
+    def late(*_):
+        raise Late(watch.why)
+
+    before = signal.signal(SIGNAL, late)
+    watch.watcher.start()
+    try:
+        return (yield)
+    finally:
+        watch.over.set()
+        watch.watcher.join(10)
+        signal.signal(SIGNAL, before if before is not None else signal.SIG_DFL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    return (yield from limited(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    return (yield from limited(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    return (yield from limited(item))
