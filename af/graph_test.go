@@ -3,7 +3,6 @@ package af_test
 import (
 	"context"
 	"errors"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -286,9 +285,7 @@ func TestReplayFails(t *testing.T) {
 
 	d.mute.Store(true)
 	p.round(t, s, -1) // not captured
-	for d.w.InFlight() == 0 {
-		runtime.Gosched()
-	}
+	eventually(t, "the exchange is in flight", func() bool { return d.w.InFlight() > 0 })
 	d.Servers[1].Close()
 	d.settle(t, s)
 	_, err = p.Start()

@@ -97,6 +97,27 @@ func TestRefusedBatchIsFlushed(t *testing.T) {
 	eventually(t, "each server is sent what was held for it", func() bool { return held.n.Load() == 2 })
 }
 
+// TestNothingIsSentWithoutAServer: a push_pull to all servers while one is lost fails, and the others are sent nothing of it, which
+// they could not answer.
+func TestNothingIsSentWithoutAServer(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: hook.Wrap("worker", 0)})
+	for _, n := range c.Servers {
+		serve(t, n, func(b af.Batch) { _ = echo(b) }) // a node may be gone
+	}
+	w := newWorker(t, c.Workers[0])
+	works(t, w, 2)
+	heard := peer(t, c.Workers[0], van.ServerID(1))
+	c.Servers[1].Close()
+	expect(t, heard, false)
+	before := hook.Sends()
+	h, _ := ask(t, w, 2, "not sent")
+	vantest.Fails(t, h.Wait(t.Context()), van.ErrPeerLost, "server 1")
+	if n := hook.Sends() - before; n != 0 {
+		t.Errorf("%d messages are sent", n)
+	}
+}
+
 // TestAnswerRefused: a server whose transport refuses an answer is told, and keeps
 // neither the batch nor what it would have answered with.
 func TestAnswerRefused(t *testing.T) {

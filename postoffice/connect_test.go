@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -18,6 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // unconnectable is a van that cannot connect, as when a process has no more
@@ -243,11 +243,9 @@ func slowConnect(t *testing.T, who string) {
 	let := sync.OnceFunc(func() { close(release) })
 	defer let()
 	c.Workers[1].Close()
-	for limit := within(t, 20*time.Second); len(c.Scheduler.DeadNodes(0)) == 0 || len(c.Servers[0].DeadNodes(0)) == 0; runtime.Gosched() {
-		if limit.Err() != nil {
-			t.Fatal("nobody notices")
-		}
-	}
+	vantest.Eventually(t, 20*time.Second, "scheduler and server notice", func() bool {
+		return len(c.Scheduler.DeadNodes(0)) > 0 && len(c.Servers[0].DeadNodes(0)) > 0
+	})
 	hold.Store(true)
 	joined := make(chan error, 1)
 	go func() {

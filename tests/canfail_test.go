@@ -1,6 +1,6 @@
 package tests
 
-// Tests that cannot fail.
+// Tests that cannot fail, and waits of tests that have no limit of their own.
 
 import (
 	"go/ast"
@@ -117,4 +117,47 @@ func TestTestsCanFail(t *testing.T) {
 			return true
 		})
 	}
+}
+
+// TestSpinsHaveALimit finds loops of tests that yield until something happens, and have no limit: internal/testlimit does not see
+// that a test stands still while it runs.
+func TestSpinsHaveALimit(t *testing.T) {
+	for _, s := range tree(t) {
+		if !s.test || strings.Contains(s.path, "/testdata/") || slices.Contains(s.imports(), "testing/synctest") {
+			continue
+		}
+		ast.Inspect(s.ast, func(n ast.Node) bool {
+			loop, ok := n.(*ast.ForStmt)
+			if !ok || loop.Init != nil && loop.Cond != nil && loop.Post != nil && called(post(loop.Post)) == "" {
+				return true // it counts
+			}
+			yields, limited := false, false
+			ast.Inspect(loop, func(n ast.Node) bool {
+				switch name := called(n); {
+				case name == "runtime.Gosched" && (n == post(loop.Post) || in(loop.Body.List, n)):
+					yields = true
+				case strings.HasPrefix(name, "time."), strings.Contains(name, "Send"), strings.Contains(name, "Poll"):
+					limited = true // by time, or it does something each time
+				}
+				return true
+			})
+			if yields && !limited {
+				t.Errorf("%s: it yields until something happens, without a limit: use vantest.Eventually", s.at(loop))
+			}
+			return true
+		})
+	}
+}
+
+// post is the expression after each round of a loop, nil if there is none.
+func post(s ast.Stmt) ast.Node {
+	if x, ok := s.(*ast.ExprStmt); ok {
+		return x.X
+	}
+	return nil
+}
+
+// in tells whether n is one of the statements.
+func in(list []ast.Stmt, n ast.Node) bool {
+	return slices.ContainsFunc(list, func(s ast.Stmt) bool { return post(s) == n })
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // One pull at each of several servers is a whole batch.
@@ -87,9 +88,7 @@ func TestInstanceBarrierOfGroups(t *testing.T) {
 			}
 		})
 	}
-	for int(came.Load()) < len(members)-1 {
-		runtime.Gosched()
-	}
+	vantest.Eventually(t, 20*time.Second, "all but the last have called the barrier", func() bool { return int(came.Load()) >= len(members)-1 })
 	close(last)
 	wg.Wait()
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // TestServerRunsNoHandlers: a call of a rank that is a server runs no handler of the server's on its own goroutine, whatever its options say.
@@ -157,9 +158,7 @@ func TestOwnPartBehindClose(t *testing.T) {
 			t.Fatal(err)
 		}
 		onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })
-		for !op.o.Dead() { // it has ended on both ranks
-			runtime.Gosched()
-		}
+		vantest.Eventually(t, 20*time.Second, "the call has ended on both ranks", op.o.Dead)
 		if err := all[0].Close(t.Context()); err != nil {
 			t.Fatal(err)
 		}

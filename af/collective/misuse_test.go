@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -135,10 +134,12 @@ func TestAskedAgain(t *testing.T) {
 			if ops[r], err = all[r].Broadcast(zeros(8), 0); err != nil {
 				t.Fatal(err)
 			}
-			for kept := false; early && r == 1 && !kept; runtime.Gosched() {
-				c.b.mu.Lock()
-				kept = c.flight.asked[1][seq].kept
-				c.b.mu.Unlock()
+			if early && r == 1 {
+				vantest.Eventually(t, 20*time.Second, "the request is kept", func() bool {
+					c.b.mu.Lock()
+					defer c.b.mu.Unlock()
+					return c.flight.asked[1][seq].kept
+				})
 			}
 		}
 		onAll(t, 2, func(r int) error { return ops[r].Wait(t.Context()) })

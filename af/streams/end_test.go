@@ -258,7 +258,7 @@ func TestInOrder(t *testing.T) {
 	var ys []chan made
 	for i := range many {
 		ys = append(ys, begin(y, got[i]))
-		y.Waiting(i + 1)
+		y.Waiting(t, i+1)
 	}
 	for i := range many {
 		fill(put[i], byte(i+1))

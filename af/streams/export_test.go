@@ -2,9 +2,11 @@ package streams
 
 import (
 	"fmt"
-	"runtime"
+	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // PartLimit is for how long streams wait for the end of a peer's exchange.
@@ -17,16 +19,13 @@ func (e *Ends) Deaf() (hear func()) {
 }
 
 // Waiting waits until a server's Prepare calls wait for n exchanges.
-func (e *Ends) Waiting(n int) {
-	for {
+func (e *Ends) Waiting(t testing.TB, n int) {
+	t.Helper()
+	vantest.Eventually(t, 20*time.Second, "Prepare calls wait", func() bool {
 		e.dir.mu.Lock()
-		ok := len(e.dir.waiting) == n
-		e.dir.mu.Unlock()
-		if ok {
-			return
-		}
-		runtime.Gosched()
-	}
+		defer e.dir.mu.Unlock()
+		return len(e.dir.waiting) == n
+	})
 }
 
 // Left is what a node that is closed still has of exchanges, "" if that is nothing.

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
-	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -21,6 +20,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // transports runs a test over all transports: sockets, shared memory, RDMA on devices in memory,
@@ -552,8 +552,8 @@ func TestOwnEnd(t *testing.T) {
 			w.base.aliveEvery = aliveEvery // nothing else tells who waits
 			wait := make(chan error, 1)
 			go func() { wait <- w.WaitSignal(t.Context(), 1, 0) }()
-			for set == nil && w.peers[1].sleepers.n.Load() == 0 {
-				runtime.Gosched()
+			if set == nil {
+				vantest.Eventually(t, testTime, "the peer knows who waits", func() bool { return w.peers[1].sleepers.n.Load() > 0 })
 			}
 			r.c.Workers[0].Close()
 			if err := <-wait; !errors.Is(err, van.ErrClosed) && !errors.Is(err, van.ErrPeerLost) {

@@ -8,8 +8,6 @@ import (
 	"fmt"
 	"math"
 	"os"
-	"strconv"
-	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -264,26 +262,4 @@ func memlock() (uint64, error) {
 		return NoLimit, nil
 	}
 	return l.Cur, nil
-}
-
-// Capabilities, by their numbers in Linux.
-const (
-	capIPCLock     = 14
-	capSysAdmin    = 21
-	capSysResource = 24
-)
-
-// capable tells whether this process has a capability.
-func capable(number int) bool {
-	text, err := os.ReadFile("/proc/self/status")
-	if err != nil {
-		return false
-	}
-	for line := range strings.Lines(string(text)) {
-		if s, ok := strings.CutPrefix(line, "CapEff:"); ok {
-			caps, err := strconv.ParseUint(strings.TrimSpace(s), 16, 64)
-			return err == nil && caps>>number&1 == 1
-		}
-	}
-	return false
 }

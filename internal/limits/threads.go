@@ -227,3 +227,25 @@ func (p process) host() []Room {
 	}
 	return []Room{{"fs.file-max", n, most, "sysctl fs.file-max on the host"}}
 }
+
+// Capabilities, by their numbers in Linux.
+const (
+	capIPCLock     = 14
+	capSysAdmin    = 21
+	capSysResource = 24
+)
+
+// capable tells whether this process has a capability.
+func capable(number int) bool {
+	text, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		return false
+	}
+	for line := range strings.Lines(string(text)) {
+		if s, ok := strings.CutPrefix(line, "CapEff:"); ok {
+			caps, err := strconv.ParseUint(strings.TrimSpace(s), 16, 64)
+			return err == nil && caps>>number&1 == 1
+		}
+	}
+	return false
+}

@@ -237,3 +237,12 @@ func BenchmarkLine(b *testing.B) {
 		log.LogAttrs(context.Background(), slog.LevelWarn, "message", slog.Int("sender", 1234), slog.String("what", "push"))
 	}
 }
+
+// TestPrintable: what another process says cannot break a line, or disturb a terminal.
+func TestPrintable(t *testing.T) {
+	for in, want := range map[string]string{"worker 3": "worker 3", "a\nb\r\x1b[31mc\u202e": "a b  [31mc ", "\xffx": "?x", "größe": "größe", "": ""} {
+		if got := logx.Printable(in); got != want {
+			t.Errorf("%q is printed as %q, want %q", in, got, want)
+		}
+	}
+}

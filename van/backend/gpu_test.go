@@ -8,6 +8,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 )
 
 // gpu is made of parts: none of its abilities got lost between them.
@@ -268,8 +269,10 @@ func TestFreeStream(t *testing.T) {
 		t.Fatalf("NewStream while something is queued in the one given back: %v, the same: %t", err, second == first)
 	}
 	release()
-	for f.stream(first).pending.Load() > 0 {
-		runtime.Gosched()
+	for end := time.Now().Add(20 * time.Second); f.stream(first).pending.Load() > 0; runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatal("what is queued in the stream does not end")
+		}
 	}
 	for range 100 {
 		third, err := g.NewStream()

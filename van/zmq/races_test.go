@@ -190,8 +190,10 @@ func TestHoldAndGoOn(t *testing.T) {
 	for i := int64(1); i <= 50000; i++ {
 		round.Store(i)
 		worker.noticed(c, []byte("stepaf/1 hold 2000"))
-		for ended.Load() != i {
-			runtime.Gosched()
+		for end := time.Now().Add(20 * time.Second); ended.Load() != i; runtime.Gosched() {
+			if time.Now().After(end) {
+				t.Fatalf("round %d: the connection has not gone on", i)
+			}
 		}
 		if asked, held := c.holdUntil.Load() != 0, c.sock.c.hold != 0; asked != held {
 			t.Fatalf("round %d: the peer has asked to wait: %v, the socket is held: %v", i, asked, held)
