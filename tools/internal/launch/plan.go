@@ -334,6 +334,10 @@ func (p *planner) add(c Child) {
 	if p.cfg.NodeHost != "" || p.cfg.Interface == "" || strings.EqualFold(p.cfg.Interface, auto) || s.Interface != "" {
 		put("DMLC_NODE_HOST", p.own.IP)
 	}
+	// To a pipe Python writes some kilobytes at once, which are lost when it is killed.
+	if _, set := p.lookup("PYTHONUNBUFFERED"); !set {
+		put("PYTHONUNBUFFERED", 1)
+	}
 	// What was found out here comes before the caller's wishes.
 	done := map[string]bool{}
 	for _, d := range slices.Concat(p.set, s.Defaults) {

@@ -366,3 +366,21 @@ func TestShareSaysWhereItsSchedulerIs(t *testing.T) {
 		}
 	}
 }
+
+// TestPythonIsNotBuffered: what Python prints appears when it is printed, unless the user's environment says otherwise.
+func TestPythonIsNotBuffered(t *testing.T) {
+	for _, x := range []struct {
+		environ, want []string
+	}{{nil, []string{"PYTHONUNBUFFERED=1"}}, {[]string{"PYTHONUNBUFFERED="}, []string{"PYTHONUNBUFFERED="}}, {[]string{"PYTHONUNBUFFERED=x"}, []string{"PYTHONUNBUFFERED=x"}}} {
+		p, err := Resolve(base(), x.environ, laptop())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range p.Children {
+			got := slices.DeleteFunc(slices.Clone(c.Env), func(kv string) bool { return !strings.HasPrefix(kv, "PYTHONUNBUFFERED=") })
+			if !slices.Equal(got, x.want) {
+				t.Errorf("with %q %s has %q, want %q", x.environ, c.Name(), got, x.want)
+			}
+		}
+	}
+}

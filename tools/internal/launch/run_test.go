@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"bufio"
 	"bytes"
 	"fmt"
 	"io"
@@ -491,5 +492,44 @@ func TestColour(t *testing.T) {
 	p.line(toOut, "worker 0", 32, []byte("x"))
 	if got, want := out.String(), "[worker 0] x\n\x1b[32m[worker 0]\x1b[0m x\n"; got != want {
 		t.Errorf("%q, want %q", got, want)
+	}
+}
+
+// TestPythonsProgress: a line that a Python program prints is there at once, and not lost when the user ends the run.
+func TestPythonsProgress(t *testing.T) {
+	python, err := exec.LookPath("python3")
+	if err != nil {
+		t.Skip("there is no python3")
+	}
+	s := base()
+	s.Command = []string{python, "-c", "print('a step', flush=False)\nimport time\ntime.sleep(600)"}
+	s.SchedulerCommand = s.Command
+	s.KillAfter, s.Timeout = 20*time.Second, 60*time.Second
+	environ := slices.DeleteFunc(os.Environ(), func(kv string) bool { return strings.HasPrefix(kv, "PYTHONUNBUFFERED=") })
+	m := laptop()
+	m.Free = free
+	plan, err := Resolve(s, environ, m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	read, write := io.Pipe()
+	signals, done := make(chan os.Signal, 1), make(chan error, 1)
+	go func() {
+		done <- Run(plan, Streams{write, io.Discard}, signals, func(string) (string, bool) { return "", false })
+		write.Close()
+	}()
+	lines, seen := bufio.NewScanner(read), map[string]bool{}
+	for len(seen) < 3 && lines.Scan() {
+		seen[lines.Text()] = true
+	}
+	for _, want := range []string{"[scheduler] a step", "[server 0] a step", "[worker 0] a step"} {
+		if !seen[want] {
+			t.Errorf("%q was not printed while the program ran: %v", want, seen)
+		}
+	}
+	signals <- os.Interrupt
+	go func() { _, _ = io.Copy(io.Discard, read) }()
+	if err := <-done; exit.Status(err) != 128+int(syscall.SIGINT) {
+		t.Errorf("Run: %v, want the signal's status", err)
 	}
 }
