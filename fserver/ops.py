@@ -20,7 +20,7 @@ values that these would have: they are copied. Nothing is where they are the sam
 import itertools
 import weakref
 
-import fserver_lib as f
+import fserver as f
 import torch
 from torch import library
 

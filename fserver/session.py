@@ -23,7 +23,7 @@ that waits raises ConnectionError or Error, and the session has ended.
 
 import struct
 
-import fserver_lib as f
+import fserver as f
 import numpy as np
 
 __all__ = ["Handle", "Session", "open", "serve"]
@@ -131,7 +131,7 @@ def _decode(b):
 
 
 def _do(op, handle=0, rank=0, name="", data=b"", timeout_ms=None):
-    return f._session(op, handle, rank, name, data, timeout_ms)
+    return f.f._session(op, handle, rank, name, data, timeout_ms)
 
 
 class Handle:
@@ -139,7 +139,7 @@ class Handle:
 
     def __init__(self, number, session):
         self.number, self._session = number, session
-        self._kill = f._session  # which may be gone when this goes
+        self._kill = f.f._session  # which may be gone when this goes
 
     def __del__(self):
         self.kill()

@@ -10,10 +10,34 @@
 Attention and FFN are the two sides, of any engine, and any numbers of them. On these
 stand the connectors for vLLM's afd-plugin (fserver.connectors.vllm_afd) and for SGLang
 (fserver.connectors.sglang). docs/engines.md tells how to run engines with them.
+
+To import this package, or a connector, does not import fserver_lib: an engine may do it
+before it forks. The first use of the library is what imports it.
 """
 
-from .cluster import join, leave
-from .layout import servers_of, share, workers_of
-from .pair import FFN, Answers, Attention, Batch, Mismatch
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cluster import join, leave
+    from .layout import servers_of, share, workers_of
+    from .pair import FFN, Answers, Attention, Batch, Mismatch
 
 __all__ = ["Answers", "Attention", "Batch", "FFN", "Mismatch", "join", "leave", "servers_of", "share", "workers_of"]
+
+_MODULES = {
+    "join": "cluster", "leave": "cluster", "servers_of": "layout", "share": "layout", "workers_of": "layout",
+    "Answers": "pair", "Attention": "pair", "Batch": "pair", "FFN": "pair", "Mismatch": "pair",
+}
+
+
+def __getattr__(name):
+    if name not in _MODULES:
+        raise AttributeError("module %r has no attribute %r" % (__name__, name))
+    value = getattr(importlib.import_module("." + _MODULES[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

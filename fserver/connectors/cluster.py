@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 
-import fserver_lib as f
+import fserver as f
 
 log = logging.getLogger("fserver.connectors")
 
@@ -87,7 +87,7 @@ def start_scheduler():
     env = dict(os.environ, DMLC_ROLE="scheduler", STEPMESH_BAKCEND="CPU", CUDA_VISIBLE_DEVICES="")
     for name in ("DMLC_NODE_RANK", "DMLC_RANK_OFFSET", "STEPMESH_GPU"):
         env.pop(name, None)
-    home = os.path.dirname(os.path.abspath(f.__file__))
+    home = os.path.dirname(os.path.abspath(f.f.__file__))
     return subprocess.Popen([sys.executable, "-c", SCHEDULER % [home]], env=env, stdin=subprocess.DEVNULL, start_new_session=True)
 
 

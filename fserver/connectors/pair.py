@@ -316,6 +316,11 @@ class Attention(_Side):
                 end = time.monotonic() + self.replace_ms / 1000 if end is None else end
                 if isinstance(e, f.TimeoutError) or time.monotonic() >= end:
                     raise type(e)("%s: stage %d, layer %d, ffn %d: %s" % (self, stage, round_.layer, self.peers[i], e)) from e
+            except Mismatch:
+                raise
+            except f.Error as e:  # such as that the FFN rank is about to leave
+                round_.started[i] = False
+                raise type(e)("%s: stage %d, layer %d, ffn %d: %s" % (self, stage, round_.layer, self.peers[i], e)) from e
             time.sleep(0.05)  # the news of another one may be on its way
 
     def _give_up(self, stage, round_):
@@ -565,6 +570,8 @@ class FFN(_Side):
         first = min((t for t in (end, late) if t is not None), default=None)
         try:
             batches = f.get_batch(any=True, timeout_ms=1 if over else _left(first))
+        except f.Finished as e:  # a SystemExit, which an engine's thread would not report
+            raise f.ConnectionError("%s: all attention ranks have left: %s" % (self, e)) from e
         except f.TimeoutError:
             if over:  # nor is what is missing here already, such as a successor's hello
                 self._slots = {k: i._replace(since=time.monotonic()) for k, i in self._slots.items()}  # the next recv waits for as long

@@ -18,9 +18,16 @@ import os
 import torch
 
 from . import cluster
-from .pair import FFN, Attention, Mismatch, _raw
 
 _here = None  # the one _Context of the process
+
+
+def _pair():
+    """The module of the two sides, which imports fserver_lib: when it is used, not before an
+    engine has forked."""
+    from . import pair
+
+    return pair
 
 
 class _Context:
@@ -48,9 +55,9 @@ def setup(role, rank, *, attention=None, ffn=None, host="127.0.0.1", port=8123, 
                  transport=transport, scheduler=scheduler, timeout_ms=init_timeout_ms)
     common = dict(width=width, dtype=dtype, stages=inflight, layers=layers, timeout_ms=timeout_ms)
     if role == "attention":
-        side = Attention(rank, attention, ffn, max_rows=max_rows, device=device, **common)
+        side = _pair().Attention(rank, attention, ffn, max_rows=max_rows, device=device, **common)
     else:
-        side = FFN(rank, attention, ffn, device=device, **common)
+        side = _pair().FFN(rank, attention, ffn, device=device, **common)
     _here = _Context(side, inflight)
 
 
@@ -111,9 +118,9 @@ class StepMeshFFN:
         """The tokens of all ranks of the group: hidden states, and what top-k has chosen."""
         batch = _context("ffn").side.recv()
         if batch.layer != self.layer_id:
-            raise Mismatch("%s: attention %s sent layer %d, layer %d is next here" % (_here.side, batch.ranks, batch.layer, self.layer_id))
+            raise _pair().Mismatch("%s: attention %s sent layer %d, layer %d is next here" % (_here.side, batch.ranks, batch.layer, self.layer_id))
         if len(batch.tensors) != 4:
-            raise Mismatch("%s: attention %s sent %d tensors, want hidden_states, topk_weights, topk_ids and router_logits" % (_here.side, batch.ranks, len(batch.tensors)))
+            raise _pair().Mismatch("%s: attention %s sent %d tensors, want hidden_states, topk_weights, topk_ids and router_logits" % (_here.side, batch.ranks, len(batch.tensors)))
         counts = self._counts(batch)
         self.comms.append((batch, counts))
         tensors = batch.tensors if len(counts) == 1 else [self._gather(t, counts) for t in batch.tensors]
@@ -141,18 +148,18 @@ class StepMeshFFN:
             c.counts.pop(stage, None)
             said = self.group.all_gather_object((stage, layer, own))
             if any(one[:2] != (stage, layer) for one in said):
-                raise Mismatch("%s: the FFN ranks of the group have batches of different stages or layers: %s (stage, layer, tokens)" % (c.side, said))
+                raise _pair().Mismatch("%s: the FFN ranks of the group have batches of different stages or layers: %s (stage, layer, tokens)" % (c.side, said))
             c.counts[stage] = [one[2] for one in said]
         counts = c.counts.get(stage)
         if counts is None or counts[self.group.rank_in_group] != own:
             c.last.pop(stage, None)  # the next batch begins with an exchange
-            raise Mismatch("%s: stage %d, layer %d: attention %s sent %d tokens, the group counts with %s since the first layer of this step" % (
+            raise _pair().Mismatch("%s: stage %d, layer %d: attention %s sent %d tokens, the group counts with %s since the first layer of this step" % (
                 c.side, stage, layer, batch.ranks, own, counts))
         return counts
 
     def _gather(self, t, counts):
         """The rows of t of all ranks, which may have different numbers of them."""
-        most, raw = max(counts), _raw(t)
+        most, raw = max(counts), _pair()._raw(t)
         if most == 0:
             return t
         if len(raw) < most:

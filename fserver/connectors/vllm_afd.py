@@ -30,9 +30,16 @@ from afd_plugin.connectors import (
 from afd_plugin.connectors.metadata import decode_control_payload, encode_control_payload
 
 from . import cluster, layout
-from .pair import FFN, Attention, Mismatch
 
 NAME = "StepMeshAFDConnector"
+
+
+def _pair():
+    """The module of the two sides, which imports fserver_lib: when it is used, not before an
+    engine has forked."""
+    from . import pair
+
+    return pair
 
 
 @dataclass(frozen=True)
@@ -106,10 +113,10 @@ class StepMeshAFDConnector(AFDConnectorBase):
                       layers=int(model.hf_config.num_hidden_layers), timeout_ms=extra.timeout_ms)
         if config.role == "attention":
             # A step in which an FFN rank was lost fails: the one in its place begins with a new step.
-            self.side = Attention(self.role_rank, self.attn_size, self.ffn_size, device=device, replace_ms=0,
+            self.side = _pair().Attention(self.role_rank, self.attn_size, self.ffn_size, device=device, replace_ms=0,
                                   max_rows=int(self.vllm_config.scheduler_config.max_num_batched_tokens), **common)
         else:
-            self.side = FFN(self.role_rank, self.attn_size, self.ffn_size, device=device, **common)
+            self.side = _pair().FFN(self.role_rank, self.attn_size, self.ffn_size, device=device, **common)
         _connectors[self.number] = self
         _register_ops()
 
@@ -165,20 +172,20 @@ class StepMeshAFDConnector(AFDConnectorBase):
     def recv_attn_output(self, ubatch_idx=0, **kwargs):
         batch, spec = self._open("ffn").recv(ubatch_idx), kwargs.get("routing_spec")
         if len(batch.tensors) != (1 if spec is None else 2):
-            raise Mismatch("stage %d: attention %s sent %d tensors, ffn %d wants %s" % (
+            raise _pair().Mismatch("stage %d: attention %s sent %d tensors, ffn %d wants %s" % (
                 ubatch_idx, batch.ranks, len(batch.tensors), self.role_rank, "the hidden states only" if spec is None else "router_logits with them"))
         # The plugin does not say which layer it wants; its layers rise within a step. A batch
         # of the next step, when this one has failed elsewhere, is not of the layer it would compute.
         last = self.last.get(ubatch_idx, -1)
         if batch.layer <= last:
-            raise Mismatch("stage %d: attention %s sent layer %d after layer %d of the same step: the step has failed there, ffn %d must begin a new one" % (
+            raise _pair().Mismatch("stage %d: attention %s sent layer %d after layer %d of the same step: the step has failed there, ffn %d must begin a new one" % (
                 ubatch_idx, batch.ranks, batch.layer, last, self.role_rank))
         self.last[ubatch_idx] = batch.layer
         hidden, logits = batch.tensors[0], None
         if spec is not None:
             logits = batch.tensors[1]
             if logits.dim() != 2 or logits.shape[1] != spec.router_logits_width or logits.dtype != spec.router_logits_dtype:
-                raise Mismatch("stage %d: the router_logits of attention %s are %s of shape %s, ffn %d wants %s and %d columns" % (
+                raise _pair().Mismatch("stage %d: the router_logits of attention %s are %s of shape %s, ffn %d wants %s and %d columns" % (
                     ubatch_idx, batch.ranks, logits.dtype, tuple(logits.shape), self.role_rank, spec.router_logits_dtype, spec.router_logits_width))
         lengths = [n for n in batch.rows if n]
         if not lengths:  # the plugin has no empty batches: the model gets one row, which goes nowhere
@@ -235,7 +242,7 @@ class StepMeshAFDControlPlane(AFDControlPlane):
         for rank, payload in received.items():
             mine, other = _all_counts(first), _all_counts(payload)
             if mine != other:
-                raise Mismatch("ffn %d: attention %d announced %s tokens (stage: counts), attention %d %s" % (c.role_rank, c.peers[0], mine, rank, other))
+                raise _pair().Mismatch("ffn %d: attention %d announced %s tokens (stage: counts), attention %d %s" % (c.role_rank, c.peers[0], mine, rank, other))
         return first
 
 
