@@ -102,7 +102,7 @@ rdma-test: ## tests with RDMA devices, in a virtual machine; PKGS=./van/rdma RUN
 rdma-plans: ## plans of tests/plans over RDMA, in the virtual machine: PLAN=name for one, SLOW=4 makes times that are not promised so much longer; 30 minutes
 	@tools/rdma_test.sh --limit 5400 --timeout 5700 -v --run '^TestPlans$$$(if $(PLAN),/^$(PLAN)$$)' ./tests/rdma -- -plans -slow $(or $(SLOW),4)
 
-python-deps: ## install what python-test needs: PyTorch of Debian, NumPy and JAX of PyPI (in build/python)
+python-deps: ## install what python-test needs in build/python: PyTorch of Debian, NumPy, JAX and uvloop of PyPI; also for a Python below 3.10
 	@tools/python/test_deps.sh
 
 python-test: ## all Python tests, with PyTorch, and with NumPy and JAX

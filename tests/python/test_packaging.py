@@ -156,3 +156,23 @@ def test_help_teaches():
         c = getattr(fserver, name)
         assert issubclass(c, RuntimeError) and c.__doc__
     assert not {"TimeoutError", "ConnectionError", "ValueError", "TypeError"} & set(fserver.__all__)
+
+
+def old_pythons():
+    """Interpreters older than the oldest that is supported, which find the library all the same."""
+    for minor in (6, 7):
+        versions = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+        for python in (shutil.which(f"python3.{minor}"), *versions.glob(f"3.{minor}.*/bin/python3")):
+            if python and subprocess.run([str(python), "-c", ""], capture_output=True).returncode == 0:
+                yield str(python)
+                break
+
+
+def test_too_old():
+    pythons = list(old_pythons())
+    if not pythons:
+        pytest.skip("there is no Python 3.6 or 3.7 in PATH or in pyenv's versions")
+    for python in pythons:
+        done = subprocess.run([python, "-c", "import fserver_lib"], env=dict(os.environ, PYTHONPATH=os.path.dirname(fserver_lib.__file__)),
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=60)
+        assert done.returncode == 1 and b"ImportError: fserver_lib needs Python 3.8 or later; this is 3." in done.stderr, (python, done)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs the Python tests with each environment of test_deps.sh.
 #   test.sh [--ready] [NAME...] [-- arguments of pytest]
-# No name means torch and arrays. --ready only tells whether they are there.
+# No name means torch and arrays, and old if it is there. --ready only tells whether torch and arrays are there.
 set -euo pipefail
 # shellcheck source=../env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 usage_if_asked 'usage: tools/python/test.sh [--ready] [NAME...] [-- ARGUMENT OF PYTEST...]
-  NAME     torch, arrays or full: an environment of tools/python/test_deps.sh (default: torch arrays)
+  NAME     torch, arrays, old or full: an environment of tools/python/test_deps.sh (default: all but full)
   --ready  only say whether they are there: status 0, or 1 and what is missing' "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -18,15 +18,19 @@ while [ $# -gt 0 ]; do
       shift
       break
       ;;
-    torch | arrays | full) names+=("$1") ;;
+    torch | arrays | old | full) names+=("$1") ;;
     *)
-      echo "python-test: no environment is called $1; want torch, arrays or full, and arguments of pytest behind --" >&2
+      echo "python-test: no environment is called $1; want torch, arrays, old or full, and arguments of pytest behind --" >&2
       exit 2
       ;;
   esac
   shift
 done
-[ ${#names[@]} -gt 0 ] || names=(torch arrays)
+without_old=
+if [ ${#names[@]} -eq 0 ]; then
+  names=(torch arrays)
+  if [ -x build/python/old/bin/python ]; then names+=(old); else without_old=1; fi
+fi
 
 for name in "${names[@]}"; do
   if [ ! -x "build/python/$name/bin/python" ]; then
@@ -44,9 +48,12 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 # tests NAME [ARGUMENTS] ends the shell; the programs that tests start by name find the same interpreter.
 tests() {
   local python="$PWD/build/python/$1/bin/python"
+  local files=(tests/python)
+  # Old Pythons differ in signals; what else they have is the same binary interface.
+  [ "$1" != old ] || files=(tests/python/test_{signals,descriptors,ends,waits,calls}.py)
   echo "python-test: $1: $("$python" tools/python/versions.py)"
   PATH="$(dirname "$python"):$PATH" PYTHONPATH="$PWD/bin/python" \
-    exec timeout -k 10 2400 "$python" -m pytest -q --durations=15 -p no:cacheprovider tests/python "${@:2}"
+    exec timeout -k 10 2400 "$python" -m pytest -q --durations=15 -p no:cacheprovider "${files[@]}" "${@:2}"
 }
 
 # The tests mostly wait, so the environments go beside each other. The first one is shown as it goes, what the others
@@ -62,4 +69,5 @@ for name in "${names[@]:1}"; do
   wait "${others[$name]}" || status=$?
   cat "build/python/$name.log"
 done
+[ -z "$without_old" ] || echo "python-test: old: SKIPPED: there is no build/python/old: make python-deps, with Python 3.8 or 3.9 in PATH or in pyenv's versions"
 exit "$status"

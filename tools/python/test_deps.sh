@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Installs what the Python tests need, in the environments of build/python:
 #   torch   the system's Python with Debian's PyTorch and NumPy
-#   arrays  the system's Python with NumPy and JAX of PyPI, no PyTorch
+#   arrays  the system's Python with NumPy, JAX, uvloop, gevent and pyinstrument of PyPI, no PyTorch
+#   old     Python 3.8 or 3.9 of PATH or of pyenv, if there is one, with the same but JAX: their signal handlers have no SA_ONSTACK
 #   full    $PYTHON with the current PyTorch, NumPy and JAX of PyPI; only when asked for
-# Arguments: names of environments; none means torch and arrays.
+# Arguments: names of environments; none means torch, arrays and old.
 set -euo pipefail
 # shellcheck source=../env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 usage_if_asked 'usage: tools/python/test_deps.sh [NAME...]
-  NAME  torch, arrays or full: what to make in build/python (default: torch arrays)' "$@"
+  NAME  torch, arrays, old or full: what to make in build/python (default: torch arrays old)' "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 say() { echo "python-deps: $*"; }
-[ $# -gt 0 ] || set -- torch arrays
+[ $# -gt 0 ] || set -- torch arrays old
 
 # Debian's PyTorch belongs to this interpreter, which need not be the first python3.
 system=/usr/bin/python3
@@ -45,6 +46,22 @@ environment() {
   say "$dir: $("$dir/bin/python" tools/python/versions.py)"
 }
 
+# What the tests of signals have beside NumPy.
+beside=(uvloop gevent pyinstrument)
+
+# old_python prints the path of the oldest Python below 3.10, or nothing.
+old_python() {
+  local minor p
+  for minor in 8 9; do
+    for p in "$(command -v "python3.$minor")" "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.$minor".*/bin/python3; do
+      if [ -x "$p" ] && "$p" -c "import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, $minor))" 2>/dev/null; then
+        echo "$p"
+        return
+      fi
+    done
+  done
+}
+
 for name in "$@"; do
   case "$name" in
     torch)
@@ -53,11 +70,19 @@ for name in "$@"; do
       ;;
     arrays)
       apt_install python3-venv
-      environment arrays "$system" -- pytest numpy jax
+      environment arrays "$system" -- pytest numpy jax "${beside[@]}"
+      ;;
+    old)
+      python="$(old_python)"
+      if [ -n "$python" ]; then
+        environment old "$python" -- pytest numpy "${beside[@]}"
+      else
+        say "SKIPPED: old: there is no Python 3.8 or 3.9 in PATH or in pyenv's versions"
+      fi
       ;;
     full) environment full "${PYTHON:-python3}" -- pytest numpy jax torch ;;
     *)
-      say "no environment is called $name; want torch, arrays or full" >&2
+      say "no environment is called $name; want torch, arrays, old or full" >&2
       exit 2
       ;;
   esac
