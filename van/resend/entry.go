@@ -20,12 +20,14 @@ type key struct {
 
 // entry is a kept message. Its frames are the caller's, except short ones.
 type entry struct {
-	key   key
-	from  uint32         // the incarnations that the message carries
-	to    uint32         // likewise
-	done  van.Completion // the caller's
-	refs  atomic.Int32   // one while kept, one for each Send that the wrapped van has not completed
-	start time.Time
+	key      key
+	from     uint32      // the incarnations that the message carries
+	to       uint32      // likewise
+	barrier  van.Command // the message is a request for such a barrier of this customer; EmptyCmd: it is none
+	customer int32
+	done     van.Completion // the caller's
+	refs     atomic.Int32   // one while kept, one for each Send that the wrapped van has not completed
+	start    time.Time
 
 	sending sync.Mutex // held during inner.Send, which writes to msg
 	msg     van.Message

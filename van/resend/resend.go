@@ -255,6 +255,9 @@ func (v *Van) receive(m *van.Message) {
 	if v.enabled.Load() {
 		v.acknowledge(m)
 	}
+	if isRelease(m) {
+		v.released(m)
+	}
 	// Whoever was replaced hears of it in answer to its record: that answer may have been lost.
 	repeated := stranger && m.Control.Cmd == van.Heartbeat && len(m.Control.Nodes) > 0
 	if duplicate && !repeated && !failpoint.On("duplicate") {

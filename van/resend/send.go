@@ -53,6 +53,10 @@ func (v *Van) Send(m *van.Message) error {
 	e.done, e.start = m.Done, time.Now()
 	e.key = key{m.Receiver, signature(&m.Meta, self, m.Receiver)}
 	e.from, e.to = m.Incarnations()
+	e.barrier, e.customer = van.EmptyCmd, m.CustomerID
+	if m.Request && (m.Control.Cmd == van.Barrier || m.Control.Cmd == van.InstanceBarrier) {
+		e.barrier = m.Control.Cmd
+	}
 	e.refs.Store(2) // the table's and this call's
 	e.tries, e.behind = 0, nil
 
@@ -106,6 +110,22 @@ func (v *Van) launch(e *entry) {
 // acknowledged lets go of the message that ack names.
 func (v *Van) acknowledged(ack *van.Message) {
 	if e, next := v.kept.acknowledged(ack); e != nil {
+		e.release()
+		v.launch(next)
+	}
+}
+
+// isRelease reports whether m is a C++ StepMesh scheduler's release of a barrier.
+func isRelease(m *van.Message) bool {
+	by, _ := m.Incarnations()
+	return (m.Control.Cmd == van.Barrier || m.Control.Cmd == van.InstanceBarrier) && !m.Request && by == 0 && m.Sender == van.SchedulerID
+}
+
+// released lets go of the barrier request that a C++ StepMesh scheduler has released with m. That scheduler
+// acknowledges nothing during the first 100 ms after it has sent the node table, when the requests for the
+// start barrier arrive, and nothing when it leaves. It counts a request that is sent again for the next barrier.
+func (v *Van) released(m *van.Message) {
+	if e, next := v.kept.released(m); e != nil {
 		e.release()
 		v.launch(next)
 	}

@@ -68,6 +68,25 @@ func (t *table) acknowledged(ack *van.Message) (e, next *entry) {
 	return e, next
 }
 
+// released removes the oldest barrier request that the release m can be for: of the customer that m names, which is
+// that of the last request and may be another node's, or else of any. A node has one open request of each customer.
+func (t *table) released(m *van.Message) (oldest, next *entry) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	named := func(e *entry) bool { return e.customer == m.CustomerID }
+	for _, e := range t.byKey {
+		switch fits := e.key.peer == m.Sender && e.barrier == m.Control.Cmd; {
+		case !fits:
+		case oldest == nil, named(e) && !named(oldest), named(e) == named(oldest) && e.start.Before(oldest.start):
+			oldest = e
+		}
+	}
+	if oldest != nil {
+		next, _ = t.removeLocked(oldest)
+	}
+	return oldest, next
+}
+
 // connect notes where peer is, and returns where it was.
 func (t *table) connect(peer int, addr string) (old string, again bool) {
 	t.mu.Lock()
