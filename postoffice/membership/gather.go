@@ -18,20 +18,34 @@ import (
 
 type gathers struct {
 	base
-	calls   *tickets // the scheduler's own
-	leaves  departure
-	open    map[gatherKey]*gather
-	answers map[int]map[gatherKey]answer // to each node
-	several map[int]bool                 // ids of processes that registered several customers
-	// C++ StepMesh processes that have replaced others, of which not all customers have asked
-	// for the barrier at the end of start-up, and those that have. They do, as nodes of this
-	// library do not: counted, it would be taken for their vote in the barrier of Finalize,
-	// where others may wait already.
-	starting map[int][]int32
+	calls    *tickets // the scheduler's own
+	leaves   departure
+	open     map[gatherKey]*gather
+	answers  map[int]map[gatherKey]answer // to each node
+	several  map[int]bool                 // ids of processes that registered several customers
+	starting map[int]*originalStart       // by id
 	// Instance barriers that have been released: of those of start-up, processes that replace others
 	// are released at once.
 	passed map[gatherKey]bool
 }
+
+// originalStart is what the scheduler knows of a C++ StepMesh process that has replaced another one. If its program calls
+// StartPS with its barrier, the process sends a request that is like the one of Finalize. Counted, that would be taken for
+// its vote in the barrier of Finalize, where others may wait already.
+type originalStart struct {
+	since  time.Duration // when it was sent the node table
+	asked  []int32       // the customers whose first request was taken for the barrier of StartPS
+	passed time.Duration // when the process was released from that; 0: not alone
+}
+
+const (
+	// startOfOriginal is how long after the node table the request of StartPS arrives at most: the process connects to all
+	// nodes before. A later first request is Finalize's, of a program that calls StartPS without its barrier.
+	startOfOriginal = 10 * time.Second
+	// endOfOriginal is how long a process lives at most after its Finalize has ended. If a process ends so soon after its first
+	// request was taken for that of StartPS, it was Finalize's.
+	endOfOriginal = 5 * time.Second
+)
 
 // firstNews is after how long those who wait for a barrier are first told who is missing. It is not
 // longer than the shortest limit that can be set (STEPAF_STOP_TIMEOUT).
@@ -72,7 +86,7 @@ type arrival struct {
 	// asked, first at that time, whether it still waits. Until it says so the request does not count.
 	unsure bool
 	asked  time.Duration
-	gone   bool // it has given up the barrier of Finalize, and leaves: it needs no release
+	gone   bool // it has given up the barrier of Finalize, or is known to have left: it needs no release
 }
 
 // answer is the last release for a node of this library, or the notice that the barrier has failed.
@@ -102,16 +116,9 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 	if s.several[from] {
 		a.customer = int(msg.CustomerID)
 	}
-	if asked, starts := s.starting[from]; starts && instance && group == van.AllNodes && !slices.Contains(asked, msg.CustomerID) {
-		if asked = append(asked, msg.CustomerID); len(asked) < s.table.places(from) {
-			s.starting[from] = asked
-		} else {
-			delete(s.starting, from)
-		}
-		if !slices.ContainsFunc(s.calls.open, func(t *ticket) bool { return t.starting }) { // else it is counted there
-			s.out.release(from, instance, msg.AppID, msg.CustomerID, 0)
-			return nil
-		}
+	if instance && group == van.AllNodes && s.starts(now, from, msg) {
+		s.out.release(from, instance, msg.AppID, msg.CustomerID, 0)
+		return nil
 	}
 	g := s.open[key]
 	if g == nil {
@@ -147,6 +154,52 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 	}
 	s.complete(now, key, g)
 	return nil
+}
+
+// starts reports whether the request of a C++ StepMesh process is to be released at once: the process has replaced another
+// one, and this is the barrier of its StartPS. If the others have not passed that barrier yet, the request counts there.
+func (s *gathers) starts(now time.Duration, from int, msg *van.Meta) bool {
+	st := s.starting[from]
+	if st == nil {
+		return false
+	}
+	others := slices.ContainsFunc(s.calls.open, func(t *ticket) bool { return t.starting })
+	if slices.Contains(st.asked, msg.CustomerID) || now-st.since >= startOfOriginal && !others {
+		delete(s.starting, from)
+		return false
+	}
+	if st.asked = append(st.asked, msg.CustomerID); others {
+		if len(st.asked) == s.table.places(from) {
+			delete(s.starting, from)
+		}
+		return false
+	}
+	st.passed = now
+	return true
+}
+
+// count counts the dead C++ StepMesh processes that g, the barrier of Finalize, misses, if they all have ended a moment after
+// their only request was released: that was their Finalize. It reports whether g is complete then.
+func (s *gathers) count(now time.Duration, g *gather) bool {
+	var ended []arrival
+	for _, ids := range s.awaited(finalKey, g) {
+		id := ids[0] // in an instance barrier each id is awaited
+		st := s.starting[id]
+		if st == nil || len(st.asked) < s.table.places(id) || s.alive.peers[id].since-st.passed > endOfOriginal {
+			return false
+		}
+		for _, customer := range st.asked {
+			a := arrival{id: id, gone: true}
+			if s.several[id] {
+				a.customer = int(customer)
+			}
+			ended = append(ended, a)
+		}
+		s.out.emit(Warning{Text: s.table.peer(id) + " has left after its first barrier, which counts as its Finalize: no other process has taken its place"})
+	}
+	g.came = append(g.came, ended...)
+	s.complete(now, finalKey, g)
+	return true
 }
 
 // begin makes a barrier without requests.
@@ -337,7 +390,7 @@ func (s *gathers) again(id int, key gatherKey, stamp int32) {
 }
 
 // replaced removes the requests of the process that had id before.
-func (s *gathers) replaced(id int) {
+func (s *gathers) replaced(now time.Duration, id int) {
 	for _, g := range s.open {
 		g.came = slices.DeleteFunc(g.came, func(a arrival) bool { return a.id == id })
 	}
@@ -345,7 +398,7 @@ func (s *gathers) replaced(id int) {
 	delete(s.answers, id)
 	delete(s.starting, id)
 	if !s.table.native(id) {
-		s.starting[id] = nil
+		s.starting[id] = &originalStart{since: now}
 	}
 }
 
@@ -394,6 +447,9 @@ func (s *gathers) look(now time.Duration, key gatherKey, g *gather) (some bool) 
 		wait = 0
 	}
 	if g.told || now-g.since < wait && !failpoint.On("barrier-death") {
+		return false
+	}
+	if key == finalKey && s.count(now, g) {
 		return false
 	}
 	return s.fail(key, g, strings.TrimPrefix(dead, "; "))

@@ -126,7 +126,7 @@ func (p *places) give(now time.Duration, id int, rec van.Node, stamp int32) {
 	p.table.learn(id, &rec)
 	delete(p.out.first, id)
 	p.alive.begin(now, id)
-	p.gathers.replaced(id)
+	p.gathers.replaced(now, id)
 	p.out.connect(id, rec)
 	for _, to := range p.table.ids() {
 		switch {

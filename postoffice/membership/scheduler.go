@@ -27,7 +27,7 @@ type scheduler struct {
 func newScheduler(b base, calls *tickets) *scheduler {
 	s := &scheduler{base: b, calls: calls, refusals: refusals{base: b}}
 	s.gathers = gathers{base: b, calls: calls, open: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{},
-		several: map[int]bool{}, starting: map[int][]int32{}, passed: map[gatherKey]bool{}}
+		several: map[int]bool{}, starting: map[int]*originalStart{}, passed: map[gatherKey]bool{}}
 	s.gathers.leaves = departure{base: b}
 	s.watch = watch{base: b, gathers: &s.gathers, unheard: map[int]*unheard{}}
 	s.policies = policyList{base: b, refusals: &s.refusals, have: map[int]havePolicies{}}
