@@ -103,7 +103,21 @@ func (r *returns) registered(now time.Duration) {
 	}
 }
 
-// decide resumes a former scheduler's cluster if enough of its nodes have come back: all; or,
+// originals counts the C++ StepMesh nodes of a former scheduler's cluster, as its table says. They are not told that the
+// scheduler is another process, and need not know it; most send no heartbeats.
+func (r *returns) originals(cluster uint32) (count int) {
+	if r.cluster != cluster {
+		return 0
+	}
+	for i := range r.records {
+		if incarnationOf(&r.records[i]) == 0 && isMember(&r.records[i]) {
+			count++
+		}
+	}
+	return count
+}
+
+// decide resumes a former scheduler's cluster if enough of its nodes of this library have come back: all; or,
 // after returnGrace, more than half, or any number if the cluster has a name; or, if new nodes
 // have registered for all the other ids, half of them after half of Config.ReplaceTimeout, and
 // fewer after three quarters of it: a new cluster would have been complete by then without
@@ -124,7 +138,8 @@ func (r *returns) decide(now time.Duration) {
 			current++
 		}
 	}
-	all := r.cfg.groupLen(van.WorkerGroup | van.ServerGroup)
+	known := r.records != nil && r.cluster == cluster && r.generation >= newest[cluster]
+	all := r.cfg.groupLen(van.WorkerGroup|van.ServerGroup) - r.originals(cluster)
 	if current == all {
 		r.resume(now, cluster, newest[cluster])
 		return
@@ -137,17 +152,19 @@ func (r *returns) decide(now time.Duration) {
 	case now < r.since+returnGrace:
 		return
 	case 2*count[cluster] > all || r.cfg.NamedCluster:
+	case !known: // the table says which nodes cannot come back, since they are of C++ StepMesh
 	case now < r.since+wait || !r.othersCame(cluster):
 		return
 	}
-	if r.records != nil && r.cluster == cluster && r.generation >= newest[cluster] {
+	if known {
 		r.resume(now, cluster, newest[cluster])
 		return
 	}
 	if now < r.nextAsk {
 		return
 	}
-	r.asked, r.nextAsk = now, now+returnBeat
+	r.asked = now
+	r.lookAgain(now)
 	for _, id := range sortedIDs(r.nodes) { // all that have the newest table
 		if c := r.nodes[id]; c.cluster == cluster && c.generation == newest[cluster] {
 			r.answer(c, "table")
@@ -164,7 +181,7 @@ func (r *returns) resume(now time.Duration, cluster, generation uint32) {
 		}
 	}
 	var table []van.Node
-	var missing []int
+	var missing, originals []int
 	for _, id := range r.cfg.members(van.WorkerGroup | van.ServerGroup) {
 		rec, isKnown := known[id]
 		c := r.nodes[id]
@@ -172,6 +189,8 @@ func (r *returns) resume(now time.Duration, cluster, generation uint32) {
 		switch {
 		case here:
 			rec = c.node
+		case isKnown && incarnationOf(&rec) == 0: // if it is dead, no connection to it can be made
+			originals = append(originals, id)
 		case isKnown:
 			missing = append(missing, id)
 		default:
@@ -192,9 +211,17 @@ func (r *returns) resume(now time.Duration, cluster, generation uint32) {
 			r.alive.peers[id].beats = true
 		}
 	}
+	for _, id := range originals {
+		r.out.connect(id, *r.table.record(id))
+	}
 	joins := r.joins.list
 	r.joins.list, r.nodes = nil, nil
-	r.watch.recordsToAll()
+	whole := r.table.whole()
+	for _, id := range r.table.ids() {
+		if r.table.native(id) { // C++ StepMesh takes a second table for other nodes'
+			r.watch.records(id, whole)
+		}
+	}
 	r.out.emit(Ready{})
 	for _, id := range missing {
 		r.watch.down(now, id, connLost, &lossError{text: "it has not come back to the scheduler, which was started again"})
@@ -258,6 +285,11 @@ func (r *returns) tick(now time.Duration) {
 	if r.nodes == nil || r.nextAsk > now {
 		return
 	}
+	r.lookAgain(now)
+}
+
+// lookAgain sets the time of the next decision, if nothing happens before.
+func (r *returns) lookAgain(now time.Duration) {
 	r.nextAsk = now + returnBeat
 	half, few := r.waits()
 	for _, wait := range []time.Duration{half, few} { // the returned nodes may give up soon after
