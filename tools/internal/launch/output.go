@@ -101,7 +101,8 @@ func (w *watch) see(line []byte) {
 	}
 }
 
-// lines is a writer that calls emit for each line without its end.
+// lines is a writer that calls emit for each line without its end. What a progress bar writes ends with a
+// carriage return, and is a line of its own: no newline follows for as long as the bar runs.
 type lines struct {
 	emit func([]byte)
 	rest []byte
@@ -110,18 +111,34 @@ type lines struct {
 func (l *lines) Write(b []byte) (int, error) {
 	l.rest = append(l.rest, b...)
 	for {
-		line, rest, whole := bytes.Cut(l.rest, []byte{'\n'})
+		line, rest, whole := cutLine(l.rest)
 		if !whole && len(line) < maxLine {
 			return len(b), nil
 		}
-		l.emit(bytes.TrimSuffix(line, []byte{'\r'}))
+		bar := whole && l.rest[len(line)] == '\r' && l.rest[len(line)+1] != '\n'
+		if !bar || len(line) > 0 {
+			l.emit(bytes.TrimSuffix(line, []byte{'\r'}))
+		}
 		l.rest = rest
 	}
 }
 
+// cutLine cuts b after its first line. The end of a line is a newline, with or without a carriage return, or a
+// carriage return alone. It is not known which at the end of b: then the line is not whole.
+func cutLine(b []byte) (line, rest []byte, whole bool) {
+	i := bytes.IndexAny(b, "\r\n")
+	switch {
+	case i < 0 || b[i] == '\r' && i+1 == len(b):
+		return b, nil, false
+	case b[i] == '\r' && b[i+1] == '\n':
+		return b[:i], b[i+2:], true
+	}
+	return b[:i], b[i+1:], true
+}
+
 // end is for a last line without newline.
 func (l *lines) end() {
-	if len(l.rest) > 0 {
-		l.emit(l.rest)
+	if rest := bytes.TrimSuffix(l.rest, []byte{'\r'}); len(rest) > 0 {
+		l.emit(rest)
 	}
 }

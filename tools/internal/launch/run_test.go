@@ -455,6 +455,9 @@ func TestLines(t *testing.T) {
 		{[]string{"a\n", "b"}, []string{"a", "b"}},
 		{[]string{"a", "b\nc\n\nd", "\n"}, []string{"ab", "c", "", "d"}},
 		{[]string{"dos\r\n", "\n"}, []string{"dos", ""}},
+		{[]string{"dos\r", "\nx\r\n"}, []string{"dos", "x"}},
+		{[]string{"\r10 %", "\r20 %\r", "done\n"}, []string{"10 %", "20 %", "done"}},
+		{[]string{"\r10 %\r", "\r"}, []string{"10 %"}},
 		{[]string{long, "y\n", "z"}, []string{long + "y", "z"}},
 	} {
 		var got []string
