@@ -106,6 +106,34 @@ func TestNoReceiveMemory(t *testing.T) {
 	s.wantValue(4, value(200<<10, 4))
 }
 
+// TestNoReceiveMemoryGivesBack: a slot whose memory cannot be had leaves nothing behind, however often that happens: neither what its meta has
+// registered, nor its place, nor one of the few for control messages.
+func TestNoReceiveMemoryGivesBack(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	w.must(push(s, 1, 1, value(5000, 1)))
+	s.wantValue(1, value(5000, 1))
+	places, left := s.slots.Room(), 0
+	s.slots.Each(func(*receiveSlot) { left++ })
+	leased, shots := s.leased.Load(), s.incomingOf(9).oneShots.Load()
+	s.stack.Limit(s.stack.Registered() + 100<<10)
+	for i := range 4 {
+		m := push(s, 2, 2+i, value(200<<10, 2))
+		m.Body = value(10_000, 1) // its meta needs memory of its own
+		w.must(m)
+		w.wantDown(s, "no memory for")
+		w.wantUp(s)
+	}
+	r.until("nothing is left of the slots", func() bool {
+		n := 0
+		s.slots.Each(func(*receiveSlot) { n++ })
+		return s.leased.Load() <= leased && n <= left && s.slots.Room() == places && s.incomingOf(9).oneShots.Load() <= shots
+	})
+	s.stack.Limit(1 << 40)
+	w.must(push(s, 2, 10, value(200<<10, 4)))
+	s.wantValue(10, value(200<<10, 4))
+}
+
 // TestFewPlaces has a receiver with memory for two more slots, and a burst that wants
 // many: it goes through those there are, of its key's and of others'.
 func TestFewPlaces(t *testing.T) {
