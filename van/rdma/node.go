@@ -108,6 +108,8 @@ type stats struct {
 	slotWaits  atomic.Uint64 // slot requests that had to wait for room, or behind others
 
 	fenced, refusedSends, paused atomic.Uint64
+
+	blamed logx.Sparse // warnings of handlers that are slow
 }
 
 func (s *stats) sent(bytes int) { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }

@@ -198,7 +198,8 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 // too much to do: the slots that it lies in are not given back, so the sender has to stop.
 type lane struct {
 	engine.Lane[*van.Message]
-	hand     atomic.Int32          // Lane.Hand
+	hand     atomic.Int32 // Lane.Hand
+	blame    engine.Blame
 	deferred fifo.Queue[*received] // these two are of who holds the feed
 	stalled  []*inbound            // the connections that they came on
 }

@@ -64,10 +64,15 @@ const messageBytes = 1 << 10
 
 // pausedLane logs that a sender's messages are not taken any more for a while.
 func (d *device) pausedLane(l *engine.Lane[*van.Message], bytes int64) {
-	if n := d.v.stats.paused.Add(1); n&(n-1) == 0 {
+	d.v.stats.paused.Add(1)
+	d.lanes.of(l.ID, false).blame.Watch(l.Paused, l.Slow, func() {
+		n, speak := d.v.stats.blamed.Next()
+		if !speak {
+			return
+		}
 		d.v.log.Warn("rdma: messages of a peer wait for a handler that is slow; it gets no more slots until some have been taken",
 			"peer", van.NodeName(l.ID), "bytes", bytes, "STEPAF_RECV_BUDGET_PEER", d.v.cfg.RecvBudgetPeer, "of all peers", d.v.recvBudget.Used(), "STEPAF_RECV_BUDGET", d.v.cfg.RecvBudget, "so far", n)
-	}
+	})
 }
 
 // begin gives the goroutine that polls a thread of its own, on the core that the original gives it, if it is to

@@ -80,6 +80,7 @@ type sender struct {
 	control lane         // of control messages, which do not wait for the handler of data
 	waiting atomic.Int64 // bytes received and not delivered
 	asked   atomic.Bool  // to wait
+	blame   engine.Blame
 }
 
 func (s *sender) of(msg *van.Message) *lane {
@@ -103,13 +104,16 @@ func (f *flow) init(n *shared, out *outgoing) {
 	f.router = engine.NewBudget(0, f.recvAll)
 }
 
-// paused counts and logs that messages of peer id wait.
-func (f *flow) paused(how string, id int, bytes int64) {
+// paused counts that messages of s wait, in l, and logs it if they wait for the application: parts of long values that arrive are also
+// many bytes. how says what is done about it, and while waits is true.
+func (f *flow) paused(how string, s *sender, l *lane, waits func() bool, bytes int64) {
 	f.n.stats.paused.Add(1)
-	if n, speak := f.holds.Next(); speak {
-		f.n.log.Warn("a peer is "+how+" until the application has taken some of its messages", "peer", van.NodeName(id), "bytes waiting", bytes,
-			"limits", fmt.Sprintf("%d of one peer (STEPAF_RECV_BUDGET_PEER), %d of all (STEPAF_RECV_BUDGET)", f.n.cfg.RecvBudgetPeer, f.n.cfg.RecvBudget), "so far", n)
-	}
+	s.blame.Watch(waits, l.Slow, func() {
+		if n, speak := f.holds.Next(); speak {
+			f.n.log.Warn("a peer is "+how+" until the application has taken some of its messages", "peer", van.NodeName(s.id), "bytes waiting", bytes,
+				"limits", fmt.Sprintf("%d of one peer (STEPAF_RECV_BUDGET_PEER), %d of all (STEPAF_RECV_BUDGET)", f.n.cfg.RecvBudgetPeer, f.n.cfg.RecvBudget), "so far", n)
+		}
+	})
 }
 
 // limits returns how many bytes of one peer may wait before it is asked to wait, and at
@@ -202,7 +206,7 @@ func (f *flow) ask(s *sender) {
 		f.ticker = time.AfterFunc(f.askEvery, f.askAgain)
 	}
 	f.mu.Unlock()
-	f.paused("asked to wait", s.id, w)
+	f.paused("asked to wait", s, &s.lane, s.asked.Load, w)
 	if _, letGo := f.limits(); s.waiting.Load() <= letGo {
 		f.letGo(s) // all was delivered before it was marked
 	}

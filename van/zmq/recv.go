@@ -43,7 +43,7 @@ func newReceiver(in *intake, s *socket, peer *conn, spins, polls bool) *receiver
 	r.feed = engine.NewFeed(in.engine, r, engine.FeedOptions{Polls: polls, Spins: spins, Busy: in.busy, Examined: true})
 	r.feed.Loop.Weight = func(msg *van.Message) int { n, _ := weight(msg); return int(n) }
 	r.feed.Loop.Budget = budget
-	r.feed.Loop.Paused = func(l *lane, bytes int64) { in.flow.paused("not read", l.ID, bytes) }
+	r.feed.Loop.Paused = func(l *lane, bytes int64) { in.flow.paused("not read", r.lanes.of(l.ID), l, l.Paused, bytes) }
 	return r
 }
 
