@@ -111,6 +111,10 @@ func (v *Van) Rename(old, id int) error {
 		p.unmakeLocked(p.nodes[id])
 		p.nodes[id], n.id = n, id
 		delete(p.nodes, old)
+		if x := p.changing(old); x != nil {
+			p.setChangingLocked(old, nil)
+			p.setChangingLocked(id, x)
+		}
 	}
 	if l != nil {
 		l.id.Store(int32(id))
@@ -137,6 +141,11 @@ func (v *Van) Admit(id int) {
 func (v *Van) WatchPeers(f func(id int, up bool, cause error)) {
 	v.peers.losses.watch.Store(&f)
 	if w, ok := van.As[van.PeerWatcher](v.inner); ok {
-		w.WatchPeers(f)
+		w.WatchPeers(func(id int, up bool, cause error) {
+			if !up {
+				v.peers.lostInside(id)
+			}
+			f(id, up, cause)
+		})
 	}
 }

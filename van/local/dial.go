@@ -25,6 +25,9 @@ type dialer struct {
 	log   *slog.Logger
 	over  func() string // name of the van inside
 
+	inner inner
+
+	firstRetry  time.Duration // firstRetry, other than in tests
 	readersOnce sync.Once
 	readers     func() (bool, error) // admitReaders, other than in tests
 }
@@ -35,11 +38,18 @@ func (d *dialer) link(n *outPeer) {
 	d.peers.mu.Lock()
 	id := n.id
 	d.peers.mu.Unlock()
-	l, err := d.dial(d.peers.ctx, id, &n.token)
-	if err == nil {
+	l, err := d.dial(d.peers.ctx, id, &n.token, false)
+	switch {
+	case err == nil:
 		d.add(n, l)
-	} else if d.peers.ctx.Err() == nil {
-		d.log.Warn("data goes over "+d.over()+", not through shared memory", "peer", van.NodeName(id), "err", err)
+	case d.peers.ctx.Err() != nil:
+	case hopeless(err):
+		d.log.Warn("data goes over "+d.over()+", not through shared memory, for as long as both processes run", "peer", van.NodeName(id), "err", err)
+	default:
+		d.log.Warn("data goes over "+d.over()+", not through shared memory", "peer", van.NodeName(id), "err", err, "next try in", d.firstRetry)
+		d.peers.mu.Lock()
+		d.laterLocked(n)
+		d.peers.mu.Unlock()
 	}
 }
 
@@ -66,8 +76,8 @@ func (d *dialer) sayWhyNot(ctx context.Context, id int, t *token, offers bool) {
 	d.log.Log(ctx, level, "data goes over "+d.over(), "peer", van.NodeName(id), "why", d.self.token.reach(t))
 }
 
-// dial makes the link to the node that t names.
-func (d *dialer) dial(ctx context.Context, id int, t *token) (l *outLink, err error) {
+// dial makes the link to the node that t names. behind says that data has gone there over the van inside.
+func (d *dialer) dial(ctx context.Context, id int, t *token, behind bool) (l *outLink, err error) {
 	ctx, cancel := context.WithTimeout(ctx, d.self.linkTime)
 	defer cancel()
 	var nd net.Dialer
@@ -110,6 +120,9 @@ func (d *dialer) dial(ctx context.Context, id int, t *token) (l *outLink, err er
 			seg.unmap()
 		}
 	}()
+	if behind {
+		seg.behind().Store(1)
+	}
 	nonce := new([8]byte) // the peer reads it
 	var keep runtime.Pinner
 	keep.Pin(nonce)
@@ -117,7 +130,10 @@ func (d *dialer) dial(ctx context.Context, id int, t *token) (l *outLink, err er
 	if err := d.self.hello(conn, file.fd, nonce); err != nil {
 		return nil, err
 	}
-	return d.finish(conn, id, seg, file)
+	if l, err = d.finish(conn, id, seg, file); err == nil {
+		l.number = *nonce
+	}
+	return l, err
 }
 
 // finish reads the peer's reply and makes the link.
@@ -154,6 +170,10 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile
 		bell.unmap()
 		return nil, fmt.Errorf("%w: the peer's version needs %d bytes", errNoBudget, segmentLen)
 	}
+	if seg.behind().Load() != 0 && text[5]&knowsMarks == 0 {
+		bell.unmap()
+		return nil, fmt.Errorf("%w: the peer's version knows no link that follows other data", errProtocol)
+	}
 	_ = conn.SetDeadline(time.Time{})
 	how := "ring, and the sender's memory"
 	if verdict != verdictRead {
@@ -181,7 +201,7 @@ func (d *dialer) dialAgain(id int, t *token) (l *outLink, err error) {
 	ctx, cancel := context.WithTimeout(d.peers.ctx, d.self.linkTime)
 	defer cancel()
 	for pause := time.Millisecond; ; pause *= 2 {
-		l, err = d.dial(ctx, id, t)
+		l, err = d.dial(ctx, id, t, false)
 		if err == nil || !hungUp(err) {
 			return l, err
 		}
@@ -248,12 +268,19 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 	}
 	// If it is gone, the van inside says when it is there again.
 	gone := errors.Is(err, errDead)
-	if !gone {
-		d.log.Warn("data goes over "+d.over()+" from now on", "peer", van.NodeName(id), "links lost", n.tries, "err", err)
+	retries := !gone && err != nil && !hopeless(err)
+	switch {
+	case retries:
+		d.log.Warn("data goes over "+d.over()+" from now on", "peer", van.NodeName(id), "links lost", n.tries, "err", err, "next try in", d.firstRetry)
+	case !gone:
+		d.log.Warn("data goes over "+d.over()+" from now on, for as long as both processes run", "peer", van.NodeName(id), "links lost", n.tries, "err", err)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link(id) == l {
+		if retries {
+			d.laterLocked(n)
+		}
 		p.setLink(id, nil)
 	}
 	if !gone {

@@ -76,6 +76,8 @@
 // makes its links to all peers at once: a node that sends no data shares no memory. A data message to a peer of which it is
 // not settled whether there will be a link waits until it is, for linkTime at most.
 //
+// A peer whose link cannot be made gets its data over the main van, and the link is tried again later: see retry.go.
+//
 // A peer whose link broke is lost until it has made another one, three times at most, or,
 // since it sends over the main van then, until its process has outlived the link by
 // returnTime.
@@ -121,7 +123,7 @@
 //
 // From the bottom: token, segment, bell, record, export and remote know the layouts and the
 // system calls; destinations, blocks, pins, offers and requests each own one table; inring
-// and outlink are the two ends of a ring, inlink and send what a link does with it; device,
+// and outring are the two ends of a ring, inlink and send what a link does with it; device,
 // imports and peerdevice copy between devices; peers and fence own which links there are;
 // dial and accept make them; receive is the engine's source; van puts all together.
 package local

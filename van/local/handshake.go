@@ -28,7 +28,7 @@ import (
 //
 //	receiver: reply, with its bell unless it refuses
 //	 0  char[4]  "SAFR"            5  u8   1: copies from the sender's device, 2: also from several allocations
-//	 4  u8       verdict                4: knows pads
+//	 4  u8       verdict                4: knows pads, 8: knows marks
 //	                               6  u16  length of the first text
 //	                               8  texts: why the verdict, why no device
 const (
@@ -41,6 +41,7 @@ const (
 	hasDevice   = 1
 	hasSegments = 2
 	knowsPads   = 4
+	knowsMarks  = 8
 
 	verdictNo     = 0 // refused
 	verdictStream = 1 // large parts are to be streamed
@@ -106,7 +107,7 @@ func (r *reply) encode() []byte {
 	why, noDevice := r.why[:min(len(r.why), maxWhy)], r.noDevice[:min(len(r.noDevice), maxWhy)]
 	device := byte(0)
 	if r.link != nil {
-		device = knowsPads
+		device = knowsPads | knowsMarks
 		if r.link.dev != nil {
 			device |= hasDevice
 			if r.link.dev.imports != nil {

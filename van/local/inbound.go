@@ -21,6 +21,9 @@ type inPeer struct {
 	id     int
 	lane   engine.Lane[*inbound]
 	inHand atomic.Int32 // messages that the loop has received and not delivered
+
+	fetching atomic.Bool // a value is being read from its memory
+	blame    engine.Blame
 }
 
 // inbound is a received message with its memory.

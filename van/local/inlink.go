@@ -25,10 +25,12 @@ type inLink struct {
 	stream  *inbound
 	part    int // of stream, that chunks go to
 	off     int
-	held    atomic.Bool  // nothing is taken yet: this node does not know the peer
-	fenced  atomic.Bool  // nothing is taken any more: another process is the peer
-	placing sync.RWMutex // read-held while a value is being written; fenced is set under it
-	lost    atomic.Bool  // the connection has ended: what is in the ring is all there is
+	held    atomic.Bool   // nothing is taken yet: this node does not know the peer
+	number  [8]byte       // of the link, in its marks
+	behind  atomic.Uint32 // nothing is taken yet: these marks have not arrived
+	fenced  atomic.Bool   // nothing is taken any more: another process is the peer
+	placing sync.RWMutex  // read-held while a value is being written; fenced is set under it
+	lost    atomic.Bool   // the connection has ended: what is in the ring is all there is
 	failing sync.Once
 	cause   atomic.Pointer[error]
 }
@@ -267,7 +269,9 @@ func (l *inLink) fetch(p *inbound) error {
 	}
 	p.ring = nil
 	defer l.unref()
+	l.from.fetching.Store(true)
 	err := l.read(p)
+	l.from.fetching.Store(false)
 	if late := l.c.finish(p); err == nil {
 		err = late
 	}
@@ -345,6 +349,9 @@ func (l *inLink) fail(err error) {
 		_ = l.conn.Close()
 	})
 }
+
+// waits reports whether nothing is taken yet.
+func (l *inLink) waits() bool { return l.held.Load() || l.behind.Load() != 0 }
 
 // failed tells whether what is in the ring is not read any more.
 func (l *inLink) failed() bool { return l.cause.Load() != nil }

@@ -57,7 +57,8 @@ type outLink struct {
 	gone   bool  // nothing can be sent any more
 	cause  error // why
 
-	held atomic.Bool // the peer has not been rung for the last messages
+	held   atomic.Bool // the peer has not been rung for the last messages
+	number [8]byte     // of the link, in its marks
 }
 
 // stream is a message whose large parts are on their way in chunks.

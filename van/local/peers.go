@@ -38,6 +38,7 @@ type peers struct {
 	outs     atomic.Pointer[[]*outLink]       // the same
 	ending   atomic.Pointer[[]*outLink]       // that takeLink has taken, and end has not closed yet
 	ins      atomic.Pointer[[]*inLink]
+	changes  atomic.Pointer[changes]
 	dialling atomic.Int32 // peers of which it is not settled whether they will have a link
 
 	holdTime    time.Duration // holdTime, other than in tests

@@ -6,6 +6,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -19,6 +20,8 @@ type receiver struct {
 	peers   *peers
 	log     *slog.Logger
 	deliver van.Receiver
+
+	blamed logx.Sparse
 
 	// The holder of the feed uses these.
 	next   int    // of peers.ins, where the last message was
@@ -37,10 +40,14 @@ func (r *receiver) limit(c *env.Config) {
 	}
 	loop.Weight = (*inbound).weight
 	loop.Paused = func(lane *engine.Lane[*inbound], bytes int64) {
-		if n := loop.Pauses(); n&(n-1) == 0 {
-			r.log.Warn("a peer is not read for now: its handler is slow", "peer", van.NodeName(lane.ID), "bytes that wait for it", bytes,
-				"STEPAF_RECV_BUDGET_PEER", c.RecvBudgetPeer, "of all peers", loop.Budget.Used(), "STEPAF_RECV_BUDGET", c.RecvBudget, "so far", n)
-		}
+		from := r.peers.sender(lane.ID)
+		// While a value is being read from the peer its messages wait for that.
+		from.blame.Watch(lane.Paused, func() bool { return lane.Slow() && !from.fetching.Load() }, func() {
+			if n, speak := r.blamed.Next(); speak {
+				r.log.Warn("a peer is not read for now: its handler is slow", "peer", van.NodeName(lane.ID), "bytes that wait for it", bytes,
+					"STEPAF_RECV_BUDGET_PEER", c.RecvBudgetPeer, "of all peers", loop.Budget.Used(), "STEPAF_RECV_BUDGET", c.RecvBudget, "so far", n)
+			}
+		})
 	}
 	loop.Resumed = func(*engine.Lane[*inbound]) { r.self.bell.wakeAll() }
 }
@@ -153,7 +160,11 @@ func (r *receiver) scan(poll bool) *inbound {
 			r.peers.removeIn(l)
 			return nil // the list has changed
 		}
-		if poll && l.from.inHand.Load() != 0 || l.held.Load() {
+		if lost && l.behind.Load() != 0 && l.seg.tail().Load() == l.head { // its marks were never sent, or do not matter
+			r.peers.removeIn(l)
+			return nil // the list has changed
+		}
+		if poll && l.from.inHand.Load() != 0 || l.waits() {
 			continue
 		}
 		if !l.failed() {
@@ -183,8 +194,9 @@ func (r *receiver) pending() bool {
 	for _, l := range *r.peers.ins.Load() {
 		l.tell()
 		failed, may := l.failed(), r.in.feed.Loop.MayRead(&l.from.lane)
-		more := may && !failed && !l.held.Load() && l.seg.tail().Load() != l.head && !l.dev.full()
-		found = found || more || l.fenced.Load() || l.lost.Load() && !l.held.Load() && (failed || may && !l.dev.waiting())
+		more := may && !failed && !l.waits() && l.seg.tail().Load() != l.head && !l.dev.full()
+		unused := l.lost.Load() && l.behind.Load() != 0 && l.seg.tail().Load() == l.head
+		found = found || more || unused || l.fenced.Load() || l.lost.Load() && !l.waits() && (failed || may && !l.dev.waiting())
 	}
 	for _, l := range *r.peers.outs.Load() {
 		found = found || l.pending()

@@ -12,13 +12,14 @@ import (
 // Layout of a link's segment. Each index has a cache line of its own side, so that
 // neither end's writes slow down the other's.
 const (
-	offTail  = 0   // u64, sender: end of what is in the ring
-	offBye   = 64  // u32, sender: the end of the link is no loss
-	offHead  = 128 // u64, receiver: end of what has been taken out
-	offAcked = 192 // u32, receiver: records acknowledged, as a count
-	offWants = 256 // u32, both: the sender waits for room or acknowledgements
-	offAcks  = 320 // u32 of each slot, receiver: ring of acknowledged slots
-	offGens  = offAcks + 4*slotCount
+	offTail   = 0   // u64, sender: end of what is in the ring
+	offBye    = 64  // u32, sender: the end of the link is no loss
+	offBehind = 68  // u32, sender: other data has gone over the van inside; receiver: 0, that has arrived
+	offHead   = 128 // u64, receiver: end of what has been taken out
+	offAcked  = 192 // u32, receiver: records acknowledged, as a count
+	offWants  = 256 // u32, both: the sender waits for room or acknowledgements
+	offAcks   = 320 // u32 of each slot, receiver: ring of acknowledged slots
+	offGens   = offAcks + 4*slotCount
 
 	headerLen = 8192 // two pages
 	ringLen   = 2 << 20
@@ -81,6 +82,7 @@ func (s *segment) head() index64           { return s.u64(offHead) }
 func (s *segment) acked() index32          { return s.u32(offAcked) }
 func (s *segment) wants() index32          { return s.u32(offWants) }
 func (s *segment) bye() index32            { return s.u32(offBye) }
+func (s *segment) behind() index32         { return s.u32(offBehind) }
 func (s *segment) ack(n uint32) index32    { return s.u32(offAcks + 4*int(n%slotCount)) }
 func (s *segment) gen(slot uint32) index32 { return s.u32(offGens + 4*int(slot%slotCount)) }
 

@@ -63,11 +63,11 @@ var (
 	_ van.PathChooser     = (*Van)(nil)
 )
 
-// New wraps inner, which must not have been bound. Where shared memory cannot be
-// had, the van works as inner does, and the log says why. Use van.As to find the
-// other abilities of inner.
-func New(inner van.Van, o van.Options) *Van {
-	v := &Van{inner: inner, cfg: o.Config, log: o.Log, backend: o.Backend, dests: newDestinations(), drainTime: drainTime}
+// New wraps in, which must not have been bound. Where shared memory cannot be
+// had, the van works as in does, and the log says why. Use van.As to find the
+// other abilities of in.
+func New(in van.Van, o van.Options) *Van {
+	v := &Van{inner: in, cfg: o.Config, log: o.Log, backend: o.Backend, dests: newDestinations(), drainTime: drainTime}
 	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
 	v.drain, v.endDrain = context.WithCancel(context.Background())
 	v.own.id.Store(van.Empty)
@@ -76,7 +76,11 @@ func New(inner van.Van, o van.Options) *Van {
 	v.rx.self, v.rx.log, v.rx.stats, v.rx.copies, v.rx.dests, v.rx.dropTime = &v.own, v.log, &v.stats, &v.copies, v.dests, dropTime
 	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), memory: newRingMemory(v.log, o.Config), roomTimeout: roomTimeout}
 	v.receiver = receiver{self: &v.own, in: &v.rx, peers: v.peers, log: v.log, maxSleep: maxSleep}
-	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, v.peers, &v.tx, v.log, inner.Type, admitReaders
+	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, v.peers, &v.tx, v.log, in.Type, admitReaders
+	v.dialer.inner, v.dialer.firstRetry = inner{Van: in}, firstRetry
+	if f, ok := van.As[van.Flusher](in); ok {
+		v.dialer.inner.flush = f.Flush
+	}
 	v.acceptor = acceptor{self: &v.own, peers: v.peers, in: &v.rx, log: v.log, conns: map[*net.UnixConn]bool{}}
 	if o.Engine == nil {
 		o.Engine = engine.New(o.Config.BusyPoll.Spin())
@@ -159,6 +163,9 @@ func (v *Van) Start(recv van.Receiver) {
 	v.started = start
 	v.peers.mu.Unlock()
 	v.inner.Start(func(m *van.Message) {
+		if !m.IsControl() && v.peers.marked(m) {
+			return
+		}
 		if !m.Request && !m.Push && !m.IsControl() {
 			v.dests.answered(m.Sender, &m.Meta)
 		}
@@ -182,7 +189,10 @@ func (v *Van) Send(msg *van.Message) error {
 	}
 	l := v.peers.settledLink(msg.Receiver)
 	if l == nil {
-		err := v.inner.Send(msg)
+		sent, err := v.peers.sendInside(v.inner, msg)
+		if !sent {
+			return v.Send(msg)
+		}
 		if errors.Is(err, van.ErrInvalid) && msg.Frames >= partVals && !msg.Vals.OnHost() {
 			err = fmt.Errorf("%w: %w", err, backend.ErrNotExportable) // there has been a link a moment ago
 		}

@@ -1,0 +1,214 @@
+package local
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/memfd"
+	"github.com/stepaf/stepaf-go/tests/inproc"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// obstacle keeps a worker from making a link until it is removed.
+type obstacle struct {
+	worker, server func(*Van)
+	remove         func()
+}
+
+// obstacles returns a new one of each kind.
+func obstacles() map[string]obstacle {
+	var memory, files atomic.Bool
+	open := make(chan struct{})
+	soon := func(v *Van) { v.own.linkTime = 200 * time.Millisecond }
+	return map[string]obstacle{
+		"no memory": {worker: func(v *Van) {
+			v.tx.memory.make = func(n, have int) (int, error) {
+				if !memory.Load() {
+					return -1, unix.ENOMEM
+				}
+				return memfd.Part(n, have)
+			}
+		}, remove: func() { memory.Store(true) }},
+		"a peer that does not answer in time": {worker: soon, server: func(v *Van) {
+			v.acceptor.refuse = func() error { <-open; return nil }
+		}, remove: func() { close(open) }},
+		"a peer without files": {worker: soon, server: func(v *Van) {
+			v.acceptor.refuse = func() error {
+				if !files.Load() {
+					return unix.EMFILE
+				}
+				return nil
+			}
+		}, remove: func() { files.Store(true) }},
+	}
+}
+
+// TestLinkLater: a peer whose link cannot be made gets its data over the van inside. When the link can be made data changes to it, in
+// order: what has gone over the van inside is handed up before.
+func TestLinkLater(t *testing.T) {
+	for name, x := range obstacles() {
+		t.Run(name, func(t *testing.T) {
+			n := inproc.NewNetwork()
+			worker := newNode(t, n, 9, func(v *Van) {
+				v.dialer.firstRetry = time.Millisecond
+				x.worker(v)
+			})
+			server := newNode(t, n, 8, x.server)
+			remove := sync.OnceFunc(x.remove)
+			t.Cleanup(remove)
+			worker.start()
+			gate, held := make(chan struct{}), make(chan struct{})
+			server.Start(func(m *van.Message) {
+				if m.Timestamp == 3 {
+					close(held)
+					<-gate
+				}
+				server.in <- m.Retain()
+			})
+			server.connect(worker)
+			if err := worker.Connect(t.Context(), 8, server.self); err != nil {
+				t.Fatal(err)
+			}
+			if worker.Linked(8) {
+				t.Fatal("linked")
+			}
+			sent := 0
+			send := func(k int) {
+				for range k {
+					worker.must(data(8, sent, []byte("x")))
+					sent++
+				}
+			}
+			send(10)
+			<-held
+			remove()
+			// The link is made while the messages before it wait for the application.
+			eventually(t, "the link is made", func() bool { return worker.peers.link(8) != nil })
+			worker.says("from now on, no longer over")
+			before := worker.stats.sentN.Load()
+			send(10)
+			if got := worker.stats.sentN.Load() - before; got != 10 {
+				t.Errorf("%d messages went through the link, want 10", got)
+			}
+			eventually(t, "links of earlier tries have ended", func() bool { return len(*server.peers.ins.Load()) == 1 })
+			if (*server.peers.ins.Load())[0].behind.Load() == 0 {
+				t.Error("the receiver takes from the link before what was sent earlier was handed up")
+			}
+			close(gate)
+			for i := range sent {
+				m := server.next()
+				if int(m.Timestamp) != i {
+					t.Fatalf("message %d, want %d", m.Timestamp, i)
+				}
+				m.Release()
+			}
+			eventually(t, "nothing changes any more", func() bool { return worker.peers.changes.Load() == nil })
+			if worker.down(8) || server.down(9) {
+				t.Error("a peer is held for lost")
+			}
+		})
+	}
+}
+
+// TestChangeUnderTraffic: a goroutine that sends all the time while its data changes to a link keeps its order.
+func TestChangeUnderTraffic(t *testing.T) {
+	var free atomic.Bool
+	n := inproc.NewNetwork()
+	worker, server := newNode(t, n, 9, func(v *Van) {
+		v.dialer.firstRetry = time.Millisecond
+		v.tx.memory.make = func(n, have int) (int, error) {
+			if !free.Load() {
+				return -1, unix.ENOMEM
+			}
+			return memfd.Part(n, have)
+		}
+	}), newNode(t, n, 8, nil)
+	worker.start()
+	server.start()
+	server.connect(worker)
+	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
+		t.Fatal(err)
+	}
+	sent, got := 0, 0
+	take := func() {
+		m := server.next()
+		if int(m.Timestamp) != got {
+			t.Fatalf("message %d, want %d", m.Timestamp, got)
+		}
+		got++
+		m.Release()
+	}
+	for after := 0; after < 1000; sent++ {
+		worker.must(data(8, sent, []byte("x")))
+		if worker.peers.link(8) != nil {
+			after++
+		} else if sent == 500 {
+			free.Store(true)
+		}
+		if sent-got > 100 {
+			take()
+		}
+	}
+	for got < sent {
+		take()
+	}
+}
+
+// TestMarksLost: a link whose marks are lost with the van inside's connection ends as a broken link does, at both ends.
+func TestMarksLost(t *testing.T) {
+	for name, lose := range map[string]func(worker, server *node){
+		"the sender":   func(worker, _ *node) { worker.peers.lostInside(8) },
+		"the receiver": func(_, server *node) { server.peers.lostInside(9) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			worker, server := pairWith(t, func(v *Van) { v.dialer.firstRetry = time.Hour })
+			p := worker.peers
+			p.mu.Lock()
+			n, old := p.nodes[8], p.takeLink(8)
+			p.mu.Unlock()
+			p.end(old)
+			l, err := worker.dialer.dial(t.Context(), 8, &n.token, true)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !worker.dialer.add(n, l) { // without marks
+				t.Fatal("the link is not wanted")
+			}
+			worker.must(data(8, 1, []byte("x")))
+			lose(worker, server)
+			worker.event(8, false)
+			worker.event(8, true)
+			worker.resend(data(8, 2, []byte("x")))
+			if m := server.next(); m.Timestamp != 2 {
+				t.Errorf("message %d, want 2", m.Timestamp)
+			}
+		})
+	}
+}
+
+// TestHopeless: an error that no later try can change is not tried again, and the log says so.
+func TestHopeless(t *testing.T) {
+	worker, _ := pair(t)
+	p := worker.peers
+	p.mu.Lock()
+	n, old := p.nodes[8], p.takeLink(8)
+	p.mu.Unlock()
+	p.end(old)
+	worker.tx.memory.make = func(int, int) (int, error) { return -1, errProtocol }
+	worker.dialer.link(n)
+	worker.says("for as long as both processes run")
+	if p.changes.Load() != nil {
+		t.Error("it is tried again")
+	}
+	for err, want := range map[error]bool{errProtocol: true, van.ErrReplaced: true, unix.EMFILE: false, errNoBudget: false, errRefused: false,
+		errors.New("i/o timeout"): false} {
+		if hopeless(err) != want {
+			t.Errorf("%v is hopeless: %t, want %t", err, !want, want)
+		}
+	}
+}
