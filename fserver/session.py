@@ -250,7 +250,9 @@ _now = None  # the last session that was opened: a process controls one at a tim
 
 def serve(functions):
     """Runs functions, a dict by name, for the controller, on the calling thread, until it shuts the session
-    down. Raises when the session has failed or the controller is lost. For a server, after init()."""
+    down or calls stop(). Raises when the session has failed or the controller is lost, ConnectionError when no session
+    is open and all workers are lost, and Finished when all workers are in stop(): it ends the program as that of
+    get_batch() does. For a server, after init()."""
     kept, last = {}, 0
     _do(_SERVE, data=_encode(list(functions)))
     try:

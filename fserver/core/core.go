@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -31,9 +32,10 @@ var ErrUnknownHandler = postoffice.ErrUnknownHandler
 // for concurrent use.
 type Session struct {
 	node   *postoffice.Node
-	worker *af.Worker // nil unless a worker
-	server *af.Server // nil unless a server
-	queue  *queue     // of a server
+	worker *af.Worker   // nil unless a worker
+	server *af.Server   // nil unless a server
+	queue  *queue       // of a server
+	over   *atomic.Bool // the loop of a server has ended as its workers have
 
 	sessions sessionState
 	comms    Comms
@@ -41,7 +43,8 @@ type Session struct {
 }
 
 func newSession(node *postoffice.Node) *Session {
-	return &Session{node: node, sessions: sessionState{node: node}, streams: Streams{node: node},
+	over := &atomic.Bool{}
+	return &Session{node: node, over: over, sessions: sessionState{node: node, over: over}, streams: Streams{node: node},
 		comms: Comms{node: node, closing: map[int]chan struct{}{}}}
 }
 
@@ -90,6 +93,7 @@ func (s *Session) open(ctx context.Context) (err error) {
 		s.worker, err = af.NewWorker(s.node, af.WorkerOptions{})
 	case van.Server:
 		s.queue = newQueue(s.node)
+		s.queue.over = s.over
 		if s.server, err = af.NewServer(s.node, af.ServerOptions{}); err == nil {
 			s.server.OnUnwanted(s.queue.unwanted)
 			err = s.server.Handle(s.queue.put)

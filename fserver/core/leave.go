@@ -4,15 +4,8 @@ package core
 
 import "time"
 
-// Finished reports whether GetBatch or GetAny has ended with ErrLoopOver.
-func (s *Session) Finished() bool {
-	if s.queue == nil {
-		return false
-	}
-	s.queue.mu.Lock()
-	defer s.queue.mu.Unlock()
-	return s.queue.over
-}
+// Finished reports whether GetBatch, GetAny or the serving of sessions has ended with ErrLoopOver.
+func (s *Session) Finished() bool { return s.over.Load() }
 
 // OnlyThread instead of a thread says that the program has no other.
 const OnlyThread = 1

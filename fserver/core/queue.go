@@ -49,9 +49,9 @@ type queue struct {
 	full    int                 // workers that have used up STEPAF_RECV_BUDGET_PEER
 	room    chan struct{}       // closed and replaced when such a worker has room again
 
-	callers callers // of get_batch
-	refuses bool    // in stop(), and no thread calls get_batch
-	over    bool    // get_batch has ended with ErrLoopOver
+	callers callers      // of get_batch
+	refuses bool         // in stop(), and no thread calls get_batch
+	over    *atomic.Bool // see Session.Finished
 }
 
 // recent has a value for each of the last ids that were noted and not deleted since.
@@ -77,7 +77,7 @@ type loss struct {
 
 func newQueue(n *postoffice.Node) *queue {
 	q := &queue{node: n.App(), workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, lost: map[int]loss{},
-		acked: recent[struct{}]{of: map[uint64]struct{}{}}, given: recent[int]{of: map[uint64]int{}},
+		acked: recent[struct{}]{of: map[uint64]struct{}{}}, given: recent[int]{of: map[uint64]int{}}, over: &atomic.Bool{},
 		bytes: make([]int, n.Topology().NumWorkers), room: make(chan struct{}), changed: make(chan struct{}, 1), came: make(chan struct{}, 1)}
 	q.poll = func() bool {
 		q.mu.Lock()
@@ -397,7 +397,7 @@ func (q *queue) takeOf(rank int) Item {
 // again, or a second where that is 0. q.mu is held.
 func (q *queue) away(least int) (err error) {
 	if err := loopOver(q.node, q.lost); err != nil {
-		q.over = true
+		q.over.Store(true)
 		return err
 	}
 	limit := q.node.Config().ReplaceTimeout

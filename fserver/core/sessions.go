@@ -8,10 +8,12 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/kv/session"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // SessionOp is what SessionCall does.
@@ -69,6 +71,7 @@ const (
 // sessionState is what there is of sessions: the one that a process controls, and the one that it serves.
 type sessionState struct {
 	node *postoffice.Node
+	over *atomic.Bool // see Session.Finished
 
 	mu      sync.Mutex // of what follows
 	s       *session.Session
@@ -377,6 +380,12 @@ func (o *object) Close() error {
 // errOver: Serve has ended.
 var errOver = errors.New("the session is over")
 
+// finished notes that serving has ended since no worker opens a session any more.
+func (k *sessionState) finished(why error) error {
+	k.over.Store(true)
+	return fmt.Errorf("%w: %s", ErrLoopOver, why)
+}
+
 // next waits for an errand.
 func (k *sessionState) next(ctx context.Context, c *SessionCall) error {
 	k.mu.Lock()
@@ -396,6 +405,9 @@ func (k *sessionState) next(ctx context.Context, c *SessionCall) error {
 		k.serving = nil
 		k.mu.Unlock()
 		*c = SessionCall{Rank: int(ErrandNone)}
+		if errors.Is(v.err, van.ErrFinished) {
+			return k.finished(v.err)
+		}
 		return v.err
 	case <-ctx.Done():
 		return ctx.Err()

@@ -11,8 +11,11 @@ import (
 	"runtime"
 	"runtime/debug"
 	"slices"
+	"strings"
 	"sync"
+	"time"
 
+	"github.com/stepaf/stepaf-go/internal/wake"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
@@ -73,6 +76,10 @@ func (r *Rank) Register(name string, f Function) error {
 // shuts the session down, and an error that says why when the session has failed, the controller is lost or ctx
 // ends; it does not wait for a function that still runs then. Serve may be called
 // again, for another session.
+//
+// A controller whose program ends (Finalize, or Python's stop()) ends its session as if it had shut it down. While no session
+// is open, Serve ends when no worker can open one: with an error that wraps van.ErrFinished when the programs of all workers
+// have ended, and with one that wraps van.ErrPeerLost when all of them have been lost for STEPAF_REPLACE_TIMEOUT.
 func (r *Rank) Serve(ctx context.Context) error {
 	s := &serving{r: r, waits: map[uint64]work{}, work: make(chan work, maxWork), values: map[uint64]any{}}
 	s.ctx, s.cancel = context.WithCancelCause(ctx)
@@ -89,7 +96,11 @@ func (r *Rank) Serve(ctx context.Context) error {
 		defer r.mu.Unlock()
 		r.now = false
 	}()
+	changed := make(chan struct{}, 1)
+	s.changed = changed
+	defer r.node.OnEnded(func(int) { wake.Put(changed) })()
 	defer r.node.OnPeer(func(id int, _ bool, cause error) {
+		wake.Put(changed)
 		if cause == nil { // nobody had said that it was lost
 			cause = errors.New("it has connected again, or is another process now")
 		}
@@ -106,6 +117,7 @@ func (r *Rank) Serve(ctx context.Context) error {
 	}
 	defer a.Close()
 	go s.run()
+	go s.watch()
 	select {
 	case <-s.ctx.Done():
 	case <-r.node.Ended():
@@ -140,6 +152,8 @@ type serving struct {
 	funcs  map[string]Function // a copy: a function may still run when Serve has ended
 	ctx    context.Context
 	cancel context.CancelCauseFunc
+
+	changed <-chan struct{} // has a token when a worker is lost, is back, or has ended
 
 	mu         sync.Mutex
 	session    uint64           // 0 before a controller has come
@@ -334,6 +348,8 @@ func (s *serving) run() {
 			switch {
 			case s.ctx.Err() != nil:
 				return
+			case w.m.Head == wantOver:
+				s.cancel(errStopped)
 			case w.m.Head == wantStop:
 				last := w
 				s.mu.Lock()
@@ -377,6 +393,80 @@ func (s *serving) do(w work) (a answer) {
 		a.outcome, a.text = failed, textOf(err)
 	}
 	return a
+}
+
+// wantOver is no request. It is the last call of a session whose controller's program has ended.
+const wantOver = -1
+
+// watch ends Serve when no worker can open a session, and the session when the program of its controller has ended.
+func (s *serving) watch() {
+	lost := map[int]time.Time{}
+	timer := time.NewTimer(time.Hour)
+	defer timer.Stop()
+	for {
+		s.mu.Lock()
+		session, controller := s.session, s.controller
+		s.mu.Unlock()
+		again, err := s.nobody(lost)
+		switch {
+		case session != 0 && s.r.node.HasEnded(controller):
+			select {
+			case s.work <- work{m: kv.SimpleMessage{Head: wantOver}, q: request{session: session}}: // after its calls
+			case <-s.ctx.Done():
+			}
+			return
+		case session != 0:
+			again = time.Hour // the loss of the controller, or its end, is another change
+		case err != nil:
+			s.cancel(err)
+			return
+		}
+		timer.Reset(again)
+		select {
+		case <-s.changed:
+		case <-timer.C:
+		case <-s.ctx.Done():
+			return
+		}
+	}
+}
+
+// nobody returns an error if no worker can open a session any more, otherwise how long this may stay so. lost has when workers
+// were found lost.
+func (s *serving) nobody(lost map[int]time.Time) (again time.Duration, err error) {
+	node := s.r.node
+	dead, now := node.DeadNodes(0), time.Now()
+	var ended, gone []string
+	for _, id := range node.Members(van.WorkerGroup) {
+		if !slices.Contains(dead, id) {
+			delete(lost, id)
+		} else if _, known := lost[id]; !known {
+			lost[id] = now
+		}
+		at, is := lost[id]
+		switch left := node.Config().ReplaceTimeout - now.Sub(at); {
+		case node.HasEnded(id):
+			ended = append(ended, node.PeerName(id))
+		case !is:
+			return time.Hour, nil
+		case left > 0:
+			again = max(again, left)
+		default:
+			gone = append(gone, node.PeerName(id))
+		}
+	}
+	switch {
+	case again > 0:
+	case len(ended) > 0:
+		err = fmt.Errorf("%w: no worker opens a session any more: in stop() or Finalize: %s", van.ErrFinished, strings.Join(ended, ", "))
+		if len(gone) > 0 {
+			err = fmt.Errorf("%w; lost: %s", err, strings.Join(gone, ", "))
+		}
+	default:
+		err = fmt.Errorf("%w: no worker is left to open a session, and none was replaced within %s (STEPAF_REPLACE_TIMEOUT): %s",
+			van.ErrPeerLost, node.Config().ReplaceTimeout, strings.Join(gone, ", "))
+	}
+	return again, err
 }
 
 // textOf is what an error of a function says. Its Error may panic, as that of a nil pointer returned as an error does.

@@ -1,0 +1,118 @@
+package session_test
+
+// The end of Serve where no worker opens a session any more.
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/kv/session"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// replaced sets STEPAF_REPLACE_TIMEOUT.
+func replaced(after time.Duration) func(*postoffice.Config) {
+	return func(c *postoffice.Config) { c.ReplaceTimeout = after }
+}
+
+// finalizes calls Finalize of a node, which must end well.
+func finalizes(t *testing.T, nodes ...*postoffice.Node) {
+	t.Helper()
+	results := make(chan error, len(nodes))
+	for _, n := range nodes {
+		go func() { results <- n.Finalize(limit(t)) }()
+	}
+	for range nodes {
+		if err := <-results; err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestServeWithoutWorkers: Serve without a session ends when the workers are lost and not replaced.
+func TestServeWithoutWorkers(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Servers: 2, Set: replaced(200 * time.Millisecond)})
+	ended := serve(t, c, standard(t))
+	c.Workers[0].Close()
+	select {
+	case err := <-ended[0]:
+		t.Fatalf("Serve has ended while a worker lived: %v", err)
+	case <-time.After(500 * time.Millisecond):
+	}
+	c.Workers[1].Close()
+	for rank, err := range ended.all(t) {
+		if !errors.Is(err, van.ErrPeerLost) || errors.Is(err, van.ErrFinished) {
+			t.Errorf("rank %d: %v, want an error that wraps van.ErrPeerLost", rank, err)
+		}
+	}
+}
+
+// TestServeEndsWithTheWorkers: Serve without a session ends when the programs of all workers have ended.
+func TestServeEndsWithTheWorkers(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 3, Servers: 2, Set: replaced(100 * time.Millisecond)})
+	ended := serve(t, c, standard(t))
+	c.Workers[2].Close() // and is not replaced
+	left := make(chan error, 2)
+	go func() { left <- c.Workers[0].StopBarrier(limit(t)) }()
+	go func() { left <- c.Workers[1].StopBarrier(limit(t)) }()
+	for rank, err := range ended.all(t) {
+		if !errors.Is(err, van.ErrFinished) {
+			t.Errorf("rank %d: %v, want an error that wraps van.ErrFinished", rank, err)
+		}
+	}
+}
+
+// TestServeEndsWithTheController: the session of a controller whose program ends is shut down, after the calls that it has not
+// waited for.
+func TestServeEndsWithTheController(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	begun, end := make(chan struct{}, 2), make(chan struct{})
+	ended := serve(t, c, func(_ int, r *session.Rank) {
+		register(t, r, "slow", func(context.Context, []any) (any, error) {
+			begun <- struct{}{}
+			<-end
+			return nil, nil
+		})
+	})
+	must[*session.Handle](t)(open(t, c).Call(limit(t), "slow"))
+	<-begun
+	<-begun
+	left := make(chan error, 1)
+	go func() { left <- c.Workers[0].Finalize(limit(t)) }()
+	select {
+	case err := <-ended[0]:
+		t.Fatalf("Serve has ended before the call: %v", err)
+	case <-time.After(200 * time.Millisecond):
+	}
+	close(end)
+	for rank, err := range ended.all(t) {
+		if err != nil {
+			t.Errorf("rank %d: %v", rank, err)
+		}
+	}
+	finalizes(t, c.Servers[0], c.Servers[1], c.Scheduler)
+	if err := <-left; err != nil {
+		t.Error(err)
+	}
+}
+
+// TestOpenAfterTheEnd: Open fails at once when a rank's program has ended, and says so.
+func TestOpenAfterTheEnd(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	rankOf(t, c, 0)
+	stops, cancel := context.WithCancel(t.Context())
+	stopped := make(chan error, 1)
+	go func() { stopped <- c.Servers[1].StopBarrier(stops) }()
+	_, err := session.Open(limit(t), c.Workers[0], session.Options{})
+	if !errors.Is(err, van.ErrFinished) {
+		t.Errorf("Open: %v, want an error that wraps van.ErrFinished", err)
+	}
+	cancel()
+	<-stopped
+	rankOf(t, c, 1) // its program goes on
+	open(t, c).Close()
+}
