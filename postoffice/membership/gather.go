@@ -411,7 +411,8 @@ func (s *gathers) dropEmpty() {
 // at the end of a program, if the nodes died by silence while it was open: it has waited for their
 // heartbeats. One whose connection broke before is waited for, though it is silent, too, by and by.
 // While a live member is missing a barrier does not fail: some nodes wait in the barrier
-// of Finalize from the beginning, which must not end the work of the others.
+// of Finalize from the beginning, which must not end the work of the others. A barrier that a node at the end of its
+// program would have to come to fails at once.
 func (s *gathers) recheck(now time.Duration) {
 	for _, key := range sortedKeys(s.open) {
 		g := s.open[key]
@@ -421,8 +422,34 @@ func (s *gathers) recheck(now time.Duration) {
 	s.dropEmpty()
 }
 
+// finished says which nodes will not take part in a barrier, since they wait at the end of their programs: in stop() or
+// Finalize, which takes part in instance barriers over all nodes only. "" if there are none, or the barrier has failed.
+func (s *gathers) finished(key gatherKey, g *gather) string {
+	end := s.open[finalKey]
+	if key == finalKey || end == nil || g.told {
+		return ""
+	}
+	ends := func(id int) bool {
+		return slices.ContainsFunc(end.came, func(a arrival) bool { return a.id == id && a.final && !a.gone })
+	}
+	var names []string
+	for _, ids := range s.awaited(key, g) {
+		some := slices.ContainsFunc(ids, ends)
+		if some && !slices.ContainsFunc(ids, func(id int) bool { return !ends(id) && !s.alive.isDown(id) }) {
+			names = append(names, s.table.peer(ids[0]))
+		}
+	}
+	if len(names) == 0 {
+		return ""
+	}
+	return list(names) + ": in stop() or Finalize, where a node takes part in no other barrier"
+}
+
 // look is recheck of one barrier. It tells whether that has failed, but not for all.
 func (s *gathers) look(now time.Duration, key gatherKey, g *gather) (some bool) {
+	if text := s.finished(key, g); text != "" {
+		return s.fail(key, g, text)
+	}
 	dead, fell, living := "", false, false
 	for _, ids := range s.awaited(key, g) {
 		if slices.ContainsFunc(ids, func(id int) bool { return !s.alive.isDown(id) }) {

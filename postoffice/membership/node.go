@@ -326,6 +326,8 @@ func (n *node) tick(now time.Duration) {
 	}
 	n.calls.reportHeld(now)
 	n.calls.failWithoutScheduler(now)
+	n.calls.failWithoutWorkers(now)
+	n.calls.news(now, n.calls.awaits)
 	if now >= n.beatDue() {
 		n.nextBeat = now + n.cfg.HeartbeatInterval
 		if n.life.rejoining {

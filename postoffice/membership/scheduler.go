@@ -361,8 +361,17 @@ func (s *scheduler) tick(now time.Duration) {
 		}
 		s.calls.giveUp(t, limit, missing, "")
 	}
+	s.calls.news(now, s.awaits)
 	s.gathers.tick(now)
 	s.watch.tick(now)
+}
+
+// awaits says whom the scheduler's own barrier at the end waits for. What follows its release has lines of its own.
+func (s *scheduler) awaits(*ticket) string {
+	if s.gathers.leaves.open() {
+		return ""
+	}
+	return s.gathers.text()
 }
 
 func (s *scheduler) next() time.Duration {

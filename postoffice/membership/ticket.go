@@ -17,6 +17,10 @@ import (
 // their connections right after the last barrier, perhaps before this node has its release.
 const leaveGrace = time.Second
 
+// firstWait is how long a program waits at its end until its log says whom it waits for. Each pause after that is as long as
+// the whole wait before.
+const firstWait = 4 * time.Second
+
 // The key of a request says what its barrier is for. Only a scheduler of this library reads it.
 const (
 	finalRequest = 1 // it ends a program: Finalize's
@@ -42,6 +46,7 @@ type ticket struct {
 	missing  string // what the scheduler says of missing nodes
 	since    time.Duration
 	deadline time.Duration // 0: none
+	nextNews time.Duration // when the log says whom it waits for, if it ends a program
 }
 
 func (t *ticket) name() string { return kindName(t.instance) + " barrier over " + groupName(t.group) }
@@ -147,7 +152,7 @@ func (c *tickets) call(now time.Duration, t ticket) (int, error) {
 			Err: c.alive.peers[van.SchedulerID].cause}
 	}
 	c.last++
-	t.n, t.since = c.last, now
+	t.n, t.since, t.nextNews = c.last, now, now+firstWait
 	if c.cfg.trivial(t.group, t.instance) || t.skipped(&c.base) {
 		c.out.emit(BarrierDone{t.n})
 		return t.n, nil
@@ -450,6 +455,73 @@ func (c *tickets) schedulerDeadline() time.Duration {
 	return math.MaxInt64
 }
 
+// failWithoutWorkers fails, on a server, the barriers at the end of a program that cannot end any more, but whose scheduler, one
+// of C++ StepMesh, does not say so: no worker has been alive for Config.StopTimeout.
+func (c *tickets) failWithoutWorkers(now time.Duration) {
+	var dead []string
+	for _, id := range c.table.Members(van.WorkerGroup) {
+		if h := c.alive.peers[id]; h != nil && h.down != 0 {
+			dead = append(dead, fmt.Sprintf("%s is dead: %s", c.table.peer(id), h.cause))
+		}
+	}
+	c.fail(func(t *ticket) bool { return now >= c.workersDeadline(t) }, van.Error{Limit: c.cfg.StopTimeout,
+		Err: &lossError{text: "no worker is left, and the scheduler, one of C++ StepMesh, does not end the barrier: " + list(dead)}})
+}
+
+// workersDeadline is when failWithoutWorkers fails t.
+func (c *tickets) workersDeadline(t *ticket) time.Duration {
+	if !t.ending || c.table.self.Role != van.Server || c.cfg.StopTimeout <= 0 || c.table.native(van.SchedulerID) {
+		return math.MaxInt64
+	}
+	from := t.since
+	for _, id := range c.table.Members(van.WorkerGroup) {
+		if !c.alive.isDown(id) {
+			return math.MaxInt64
+		}
+		from = max(from, c.alive.peers[id].since)
+	}
+	return from + c.cfg.StopTimeout
+}
+
+// news has the log say whom the barriers at the end of a program wait for; who says it of one, "" if nothing is to be said.
+func (c *tickets) news(now time.Duration, who func(*ticket) string) {
+	for _, t := range c.open {
+		if !t.ending || now < t.nextNews {
+			continue
+		}
+		in := "stop()"
+		if t.final {
+			in = "Finalize"
+		}
+		waited := now - t.since
+		if text := who(t); text != "" {
+			c.out.emit(Warning{Text: fmt.Sprintf("%s has waited in %s for %s: %s", c.table.name(), in, waited.Round(time.Second), text)})
+		}
+		t.nextNews = now + waited
+	}
+}
+
+// awaits says what a worker or server knows of whom t waits for.
+func (c *tickets) awaits(t *ticket) string {
+	var text string
+	switch h := c.alive.peers[van.SchedulerID]; {
+	case c.alive.unreachable():
+		text = fmt.Sprintf("%s cannot be asked: %s", c.table.peer(van.SchedulerID), h.cause)
+	case t.missing != "":
+		text = t.missing
+	case c.table.native(van.SchedulerID):
+		text = "the scheduler has not said whom it waits for"
+	default:
+		text = "the scheduler, one of C++ StepMesh, does not say whom it waits for"
+	}
+	for _, id := range c.table.ids() {
+		if h := c.alive.peers[id]; id != c.table.self.ID && h != nil && h.down != 0 {
+			text += fmt.Sprintf("; %s is dead: %s", c.table.peer(id), h.cause)
+		}
+	}
+	return text
+}
+
 func (c *tickets) needsScheduler(t *ticket) bool {
 	return !t.ending || c.table.self.Role != van.Server ||
 		!slices.ContainsFunc(c.table.Members(van.WorkerGroup), func(id int) bool { return !c.alive.isDown(id) })
@@ -460,6 +532,9 @@ func (c *tickets) next() time.Duration {
 	for _, t := range c.open {
 		if t.deadline > 0 {
 			next = min(next, t.deadline)
+		}
+		if t.ending {
+			next = min(next, t.nextNews, c.workersDeadline(t))
 		}
 	}
 	for _, l := range c.held {
