@@ -237,3 +237,54 @@ def test_end_of_the_program_can_be_interrupted(cluster):
         servers[0].hear(1)
     servers[0].signal(signal.SIGINT)
     servers[0].wait(20)
+
+
+# Sessions
+
+@by_hand
+def serves(n):
+    from fserver import session
+
+    n.f.init()
+    n.tell("serves")
+    while True:
+        session.serve({"same": lambda x: x})
+
+
+@by_hand
+def controls(n):
+    from fserver import session
+
+    n.f.init()
+    s = session.open()
+    s.call("same", 1)  # it is neither waited for nor shut down
+    n.f.stop()
+
+
+def test_serve(cluster):
+    """serve() ends with its controller's program, and the next one with the programs of all workers."""
+    ends(cluster, servers=2).run(controls, serves, timeout=60)
+
+
+@by_hand
+def serves_the_dead(n):
+    from fserver import session
+
+    n.f.init()
+    n.tell("serves")
+    with n.raises(ConnectionError, "no worker is left"):
+        session.serve({})
+
+
+@by_hand
+def waits(n):
+    n.f.init()
+    n.listen()
+
+
+def test_serve_without_workers(cluster):
+    c = ends(cluster, env={"STEPAF_REPLACE_TIMEOUT": "2"})
+    (w,), (server,) = c.start(waits, serves_the_dead)
+    assert server.hear() == "serves"
+    w.kill()
+    assert server.wait(30) == 0, server.report()

@@ -39,6 +39,7 @@ type Options struct {
 	Leg              Leg
 	Program          string                               // Plain unless given
 	PlainScheduler   bool                                 // the scheduler's is Plain
+	LoopEnds         bool                                 // servers stop when get_batch says that all workers have ended
 	Under            []string                             // a command that each process is an argument of
 	Loads            []plan.Load                          // of workers, from the start
 	Wait             bool                                 // scheduler and servers do not call Finalize before they are told to
@@ -250,7 +251,7 @@ func (c *Cluster) SpawnAs(role string, rank int, change func(b *Behaviour), env 
 	if role == "scheduler" && c.o.PlainScheduler {
 		program = Plain
 	}
-	b := Behaviour{Program: program, Serial: p.Serial, Loads: c.o.Loads, Wait: c.o.Wait, Faults: c.o.Faults, Foreign: c.o.Foreign}
+	b := Behaviour{Program: program, Serial: p.Serial, Loads: c.o.Loads, Wait: c.o.Wait, LoopEnds: c.o.LoopEnds, Faults: c.o.Faults, Foreign: c.o.Foreign}
 	if change != nil {
 		change(&b)
 	}

@@ -496,12 +496,19 @@ func (n *node) nameless(worker uint32) bool {
 // batches is the loop of a server of the Python module.
 func (n *node) batches() {
 	var items []core.Item
-	for !n.over() {
+	for !n.over() || n.b.LoopEnds {
 		var err error
 		items, err = n.session.GetBatch(items[:0], 50*time.Millisecond)
 		if err != nil {
 			if errors.Is(err, postoffice.ErrRefused) {
 				n.leaveWith(err)
+				return
+			}
+			if errors.Is(err, core.ErrLoopOver) {
+				close(n.loopOver)
+				return
+			}
+			if n.over() && errors.Is(err, van.ErrClosed) {
 				return
 			}
 			if !errors.Is(err, core.ErrPending) && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {

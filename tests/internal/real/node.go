@@ -47,6 +47,8 @@ type Behaviour struct {
 	Loads   []plan.Load // of a worker, from the start
 	Faults  []string    // fail points that are on
 	Wait    bool        // scheduler and servers do not call Finalize before they are told to
+	// LoopEnds: a server of the Python module stops when get_batch says that all workers have ended, not before.
+	LoopEnds bool
 
 	// Foreign are the nodes of the cluster that behave like those of the original.
 	Foreign []plan.Node
@@ -189,7 +191,9 @@ type node struct {
 	flooded    atomic.Int32 // the last push of flood that was taken
 
 	ended chan struct{} // closed by finish
-	once  sync.Once
+	// loopOver is closed when get_batch has said that all workers have ended.
+	loopOver chan struct{}
+	once     sync.Once
 }
 
 // batchID is one call of one process.
@@ -219,6 +223,7 @@ const tickTime = 50 * time.Millisecond
 
 func (n *node) run() int {
 	n.ended, n.newest, n.seen = make(chan struct{}), map[uint32]uint32{}, map[source]map[uint64]bool{}
+	n.loopOver = make(chan struct{})
 	n.oks = map[int64]int64{}
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
@@ -361,6 +366,13 @@ func (n *node) end(ctx context.Context) error {
 	}
 	if n.session == nil {
 		return n.n.Finalize(ctx)
+	}
+	if n.b.LoopEnds && n.rankRole() == "server" {
+		select {
+		case <-n.loopOver:
+		case <-ctx.Done():
+			return errors.New("get_batch has not said that all workers have ended")
+		}
 	}
 	return n.session.Stop(ctx)
 }

@@ -99,7 +99,7 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	defer end()
 	r.machine = WatchMachine(watched)
 	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Group: p.Cluster.Group, Foreign: p.Cluster.Foreign, Leg: o.Leg,
-		Program: Plain, PlainScheduler: p.Cluster.PlainScheduler, Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults, Slow: o.Slow}
+		Program: Plain, PlainScheduler: p.Cluster.PlainScheduler, LoopEnds: p.Cluster.LoopEnds, Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults, Slow: o.Slow}
 	switch p.Cluster.API {
 	case "python":
 		opts.Program = Module

@@ -42,6 +42,7 @@ type proc struct {
 	leaving   atomic.Bool   // Finalize has begun
 	finalized chan struct{} // closed when Finalize has returned
 	finalErr  error
+	loopOver  chan struct{} // closed when get_batch has said that all workers have ended
 
 	// Guarded by c.mu.
 	van       transport
@@ -72,7 +73,7 @@ const startLinger = 2 * time.Second
 func (c *cluster) start(who plan.Node, newHost bool, env map[string]string) *proc {
 	c.mu.Lock()
 	c.gens[who]++
-	p := &proc{c: c, who: who, gen: c.gens[who], env: env, started: make(chan struct{}), finalized: make(chan struct{}), downs: map[int]time.Duration{}}
+	p := &proc{c: c, who: who, gen: c.gens[who], env: env, started: make(chan struct{}), finalized: make(chan struct{}), loopOver: make(chan struct{}), downs: map[int]time.Duration{}}
 	p.name = procName(who, p.gen)
 	p.host = c.host(who)
 	if newHost {
@@ -318,6 +319,9 @@ func (p *proc) serve() {
 		case err == nil:
 			p.respond(items)
 		case errors.Is(err, core.ErrPending):
+		case errors.Is(err, core.ErrLoopOver):
+			close(p.loopOver)
+			return
 		case p.node.Load().Alive() != nil:
 			return
 		case !p.pause(50 * time.Millisecond):
@@ -416,6 +420,12 @@ func (p *proc) leave() error {
 	if p.leaving.Swap(true) {
 		<-p.finalized
 		return p.finalErr
+	}
+	if p.c.plan.Cluster.LoopEnds && p.who.Role() == "server" {
+		select {
+		case <-p.loopOver:
+		case <-p.ctx.Done():
+		}
 	}
 	p.c.net.note(p.name, "finalizes")
 	if p.session != nil && !(p.c.plan.Cluster.PlainScheduler && p.who.Role() == "scheduler") {

@@ -158,6 +158,8 @@ func (c *checker) plan() {
 	}
 	c.oneOf("cluster.api", s.API, "", "python", "tensor", "kv")
 	c.need(!s.PlainScheduler || s.API == "python" && len(s.Foreign) == 0, "cluster.plain_scheduler", s.PlainScheduler, `it with cluster.api "python" and no foreign nodes`)
+	c.need(!s.LoopEnds || s.API == "python" && !s.FinalizeEarly && len(s.Foreign) == 0, "cluster.loop_ends", s.LoopEnds,
+		`it with cluster.api "python", without finalize_early and foreign nodes`)
 	for i, n := range s.Foreign {
 		c.node(fmt.Sprintf("cluster.foreign[%d]", i), n)
 	}

@@ -59,6 +59,9 @@ type Cluster struct {
 	// stop.
 	PlainScheduler bool `json:"plain_scheduler,omitempty"`
 
+	// LoopEnds: at the end the servers of Python programs stop when get_batch says that all workers have ended, not before.
+	LoopEnds bool `json:"loop_ends,omitempty"`
+
 	// Stuck is a node that stands still at some time before StuckBy after its start: the
 	// others must give up within STEPAF_START_TIMEOUT, or start. There are no phases then,
 	// and nothing is expected of the end. On real processes, which take longer to begin, it

@@ -53,6 +53,7 @@ func (g *generator) plan(seed uint64) *Plan {
 		c.Env["PS_HEARTBEAT_INTERVAL"], c.Env["PS_HEARTBEAT_TIMEOUT"] = "1", "3"
 	}
 	c.FinalizeEarly = g.chance(0.3)
+	c.LoopEnds = c.API == "python" && !c.FinalizeEarly && seed%2 == 1
 	if c.API == "tensor" && g.chance(0.1) {
 		for range 1 + g.IntN(2) {
 			c.Foreign = append(c.Foreign, pick(g, c.All()[1:]...))
