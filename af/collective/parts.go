@@ -181,8 +181,26 @@ func (f *folding) make(to *result, self, ranks int) {
 		copy(keep.Host(), own.Host())
 		own = keep
 	}
-	f.by(out, part(0), part(1))
+	f.fold(out, part(0), part(1))
 	for r := 2; r < ranks; r++ {
-		f.by(out, out, part(r))
+		f.fold(out, out, part(r))
 	}
+}
+
+// pieceBytes is how much is reduced between two preemption points. The loops of reduce.go have none, and in the Python module
+// Go's runtime does not preempt by signals: the garbage collector, and with it all goroutines, would wait for the whole tensor.
+const pieceBytes = 1 << 20
+
+// fold makes dst of a and b, in pieces.
+func (f *folding) fold(dst, a, b backend.Mem) {
+	for at, n := 0, dst.Len(); at < n; at += pieceBytes {
+		f.piece(dst, a, b, at, min(pieceBytes, n-at))
+	}
+}
+
+// piece is not inlined: its prologue is the preemption point.
+//
+//go:noinline
+func (f *folding) piece(dst, a, b backend.Mem, at, n int) {
+	f.by(dst.Sub(at, n), a.Sub(at, n), b.Sub(at, n))
 }
