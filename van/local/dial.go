@@ -27,7 +27,8 @@ type dialer struct {
 
 	inner inner
 
-	firstRetry  time.Duration // firstRetry, other than in tests
+	later       func(n *outPeer) // laterLocked
+	firstRetry  time.Duration    // firstRetry, other than in tests
 	readersOnce sync.Once
 	readers     func() (bool, error) // admitReaders, other than in tests
 }
@@ -48,9 +49,14 @@ func (d *dialer) link(n *outPeer) {
 	default:
 		d.log.Warn("data goes over "+d.over()+", not through shared memory", "peer", van.NodeName(id), "err", err, "next try in", d.firstRetry)
 		d.peers.mu.Lock()
-		d.laterLocked(n)
+		d.later(n)
 		d.peers.mu.Unlock()
 	}
+}
+
+// hopeless reports whether a link that failed with err will never be made.
+func hopeless(err error) bool {
+	return errors.Is(err, errProtocol) || errors.Is(err, van.ErrReplaced) || errors.Is(err, van.ErrClosed)
 }
 
 // letRead lets peers read what this process has pinned for them. Where Yama asks for that it
@@ -279,7 +285,7 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 	defer p.mu.Unlock()
 	if p.link(id) == l {
 		if retries {
-			d.laterLocked(n)
+			d.later(n)
 		}
 		p.setLink(id, nil)
 	}

@@ -85,11 +85,6 @@ func (p *peers) sendInside(inner van.Van, msg *van.Message) (sent bool, err erro
 	return true, inner.Send(msg)
 }
 
-// hopeless reports whether a link that failed with err will never be made.
-func hopeless(err error) bool {
-	return errors.Is(err, errProtocol) || errors.Is(err, van.ErrReplaced) || errors.Is(err, van.ErrClosed)
-}
-
 // laterLocked begins to try again to make a link to n, after its pause. peers.mu is held, and data to n does not go over the van inside yet.
 func (d *dialer) laterLocked(n *outPeer) {
 	p := d.peers

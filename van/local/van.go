@@ -77,7 +77,7 @@ func New(in van.Van, o van.Options) *Van {
 	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), memory: newRingMemory(v.log, o.Config), roomTimeout: roomTimeout}
 	v.receiver = receiver{self: &v.own, in: &v.rx, peers: v.peers, log: v.log, maxSleep: maxSleep}
 	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, v.peers, &v.tx, v.log, in.Type, admitReaders
-	v.dialer.inner, v.dialer.firstRetry = inner{Van: in}, firstRetry
+	v.dialer.inner, v.dialer.firstRetry, v.dialer.later = inner{Van: in}, firstRetry, v.dialer.laterLocked
 	if f, ok := van.As[van.Flusher](in); ok {
 		v.dialer.inner.flush = f.Flush
 	}
