@@ -71,7 +71,9 @@ func TestResponseChecks(t *testing.T) {
 		later := make(chan kv.Request[int16], 1)
 		serve(t, c.Servers[0], func(r kv.Request[int16]) {
 			if r.Push {
-				fails(t, r.Respond(P{Keys: k, Vals: []int16{1, 2}}), van.ErrInvalid, "answer to a push")
+				for _, bad := range []P{{Keys: k, Vals: []int16{1, 2}}, {Keys: k}, {Vals: []int16{1}}, {Lens: []int32{1}}} {
+					fails(t, r.Respond(bad), van.ErrInvalid, "answer to a push")
+				}
 				later <- r // answered by another goroutine after this returned
 				return
 			}
