@@ -242,24 +242,6 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-func TestWords(t *testing.T) {
-	for in, want := range map[string][]string{
-		"":                     nil,
-		"  a  b\tc ":           {"a", "b", "c"},
-		`numactl -m 0 "x y"`:   {"numactl", "-m", "0", "x y"},
-		`'a "b'c \d "e\"f" ''`: {`a "bc`, "d", `e"f`, ""},
-		`/opt/my\ programs/x`:  {"/opt/my programs/x"},
-	} {
-		got, err := Words(in)
-		if err != nil || !slices.Equal(got, want) {
-			t.Errorf("Words(%q) = %q, %v; want %q", in, got, err, want)
-		}
-	}
-	if _, err := Words(`a "b`); err == nil {
-		t.Error("an open quote is accepted")
-	}
-}
-
 func TestParseDefault(t *testing.T) {
 	for in, want := range map[string]Default{
 		"A=1":        {"", "A", "1"},
@@ -381,6 +363,31 @@ func TestPythonIsNotBuffered(t *testing.T) {
 			if !slices.Equal(got, x.want) {
 				t.Errorf("with %q %s has %q, want %q", x.environ, c.Name(), got, x.want)
 			}
+		}
+	}
+}
+
+// TestWords: a command is split as a shell does.
+func TestWords(t *testing.T) {
+	for in, want := range map[string][]string{
+		`numactl -m 0 "x y"`:      {"numactl", "-m", "0", "x y"},
+		`'a "b'c \d "e\"f" ''`:    {`a "bc`, "d", `e"f`, ""},
+		`/opt/my\ programs/x`:     {"/opt/my programs/x"},
+		"":                        nil,
+		"  a\tb\nc ":              {"a", "b", "c"},
+		`a 'b  c' "d e"f`:         {"a", "b  c", "d ef"},
+		`a\ b \'c \\ ""`:          {"a b", "'c", `\`, ""},
+		`'a\b' "a\"b" 'it"s'`:     {`a\b`, `a"b`, `it"s`},
+		`sh -c 'printf "a\n"'`:    {"sh", "-c", `printf "a\n"`},
+		`python3 -c 'print("x")'`: {"python3", "-c", `print("x")`},
+	} {
+		if got, err := Words(in); err != nil || !slices.Equal(got, want) {
+			t.Errorf("%q is %q, %v; want %q", in, got, err, want)
+		}
+	}
+	for _, in := range []string{`a "b`, `'`, `a 'b" c`} {
+		if got, err := Words(in); err == nil || !strings.Contains(err.Error(), "is not closed") {
+			t.Errorf("%q is %q, %v", in, got, err)
 		}
 	}
 }

@@ -51,3 +51,17 @@ func TestUnanswered(t *testing.T) {
 		}
 	}
 }
+
+// TestRateOf: rates as they are given on the command line.
+func TestRateOf(t *testing.T) {
+	for in, want := range map[string]int64{"1000": 1000, "5k": 5000, "2K": 2000, "3M": 3_000_000, "7G": 7_000_000_000, "1000G": 1_000_000_000_000} {
+		if got, err := rateOf(in); err != nil || got != want {
+			t.Errorf("%s is %d, %v; want %d bytes in a second", in, got, err, want)
+		}
+	}
+	for _, in := range []string{"", "k", "999", "0k", "-1M", "1kk", "1MG", "1T", "1.5M", "1001G", "9223372036854775807G", "1 M"} {
+		if got, err := rateOf(in); err == nil || !strings.Contains(err.Error(), "bytes in a second") {
+			t.Errorf("%q is %d, %v", in, got, err)
+		}
+	}
+}
