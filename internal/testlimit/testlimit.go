@@ -11,6 +11,8 @@ import (
 	"hash/maphash"
 	"runtime"
 	"runtime/debug"
+	"slices"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -38,11 +40,31 @@ func init() {
 }
 
 // Longer gives the test d instead of Still and Busy, if that is longer: for tests that wait for a
-// long time in one place for processes which hardly run, and have a limit of their own.
+// long time in one place for processes which hardly run, and have a limit of their own. Tests that run at
+// the same time get it, too.
 func Longer(t testing.TB, d time.Duration) {
-	old := still.Swap(max(still.Load(), int64(d)))
-	t.Cleanup(func() { still.Store(old) })
+	longer.Lock()
+	defer longer.Unlock()
+	longer.all = append(longer.all, d)
+	longer.apply()
+	t.Cleanup(func() {
+		longer.Lock()
+		defer longer.Unlock()
+		longer.all = slices.Delete(longer.all, slices.Index(longer.all, d), slices.Index(longer.all, d)+1)
+		longer.apply()
+	})
 }
+
+// longer are the limits of tests that are under way.
+var longer limits
+
+type limits struct {
+	sync.Mutex
+	all []time.Duration
+}
+
+// apply makes the longest one the limit.
+func (l *limits) apply() { still.Store(int64(max(Still, slices.Max(append(l.all, 0))))) }
 
 // watch samples the goroutines of tests until the process ends. It allocates no memory before a
 // test is late, since tests count the allocations of the whole process.

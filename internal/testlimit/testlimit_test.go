@@ -86,22 +86,39 @@ func TestVerdict(t *testing.T) {
 	}
 }
 
-// TestLonger: a test that has more time gets it, and the next test does not.
+// TestLonger: a test that has more time gets it, also beside others, and the next test does not.
 func TestLonger(t *testing.T) {
+	is := func(want time.Duration) {
+		t.Helper()
+		if got := time.Duration(still.Load()); got != want {
+			t.Errorf("the limit is %s, want %s", got, want)
+		}
+	}
 	t.Run("longer", func(t *testing.T) {
 		Longer(t, time.Hour)
-		Longer(t, time.Minute)
-		if got := time.Duration(still.Load()); got != time.Hour {
-			t.Errorf("its limit is %s", got)
-		}
+		t.Run("shorter", func(t *testing.T) { Longer(t, time.Minute) })
+		is(time.Hour)
 		if why := verdict(50*time.Minute, time.Hour, 50*time.Minute, 1, nil); why != "" {
 			t.Error(why)
 		}
 	})
-	if got := time.Duration(still.Load()); got != Still {
-		t.Errorf("the limit of the next test is %s", got)
-	}
+	is(Still)
+	first, second := &ends{TB: t}, &ends{TB: t}
+	Longer(first, time.Minute)
+	Longer(second, time.Hour)
+	first.end()
+	is(time.Hour)
+	second.end()
+	is(Still)
 }
+
+// ends is a test that ends when it is told to.
+type ends struct {
+	testing.TB
+	end func()
+}
+
+func (e *ends) Cleanup(f func()) { e.end = f }
 
 // TestPlaces: a test that goes on, one that waits for its subtests, and a goroutine that is no test have no time.
 func TestPlaces(t *testing.T) {

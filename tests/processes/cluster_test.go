@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
@@ -23,6 +24,7 @@ var legs = []real.Leg{real.TCP, real.SHM}
 // start starts a cluster, which ends with the test.
 func start(t *testing.T, o real.Options) *real.Cluster {
 	t.Helper()
+	testlimit.Longer(t, 90*time.Second) // tests wait for 40 s at most, in one place, for processes that stand still
 	if o.Loads == nil {
 		o.Loads = []plan.Load{load}
 	}

@@ -334,6 +334,24 @@ func TestProbe(t *testing.T) {
 			})
 		})
 	}
+	t.Run("is given up", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			f := newFixture(t, Options{Timeout: time.Second, MaxTries: 2})
+			if err := f.Send(request(8, 1)); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Minute)
+			synctest.Wait()
+			if sent := f.p.take(); sent[len(sent)-1].meta.Control.Cmd != van.Heartbeat {
+				t.Fatalf("sent %v, want a probe at last", sent)
+			}
+			f.peerChanged(8, false, van.ErrPeerLost)
+			synctest.Wait()
+			if all := f.failed(); len(all) != 1 || all[0].Meta.Timestamp != 1 {
+				t.Errorf("%v are said to have failed, want the request alone", all)
+			}
+		})
+	})
 	t.Run("comes", func(t *testing.T) {
 		f := newFixture(t, Options{})
 		m := from(8, request(9, 0))

@@ -477,6 +477,7 @@ func TestMemlock(t *testing.T) {
 		{65536, "0000000000002000", nil, Warn, "the limit is 64.0 KiB, and a node registers 80.0 MiB"},
 		{65536, "nonsense", nil, Warn, "64.0 KiB"},
 		{1 << 30, "0", nil, Warn, "more than that"},
+		{leastMemlock, "0", nil, Warn, "more than that"},
 		{0, "0", syscall.EINVAL, Warn, "invalid argument"},
 	} {
 		m, root, _ := equipped(t)
