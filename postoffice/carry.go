@@ -40,6 +40,10 @@ func (n *Node) carryOut(o membership.Output) {
 		if err := n.van.Rename(o.Old, o.New); err != nil {
 			n.log.Error("rename failed", "peer", n.peerName(o.New), "err", err)
 		}
+	case membership.Try:
+		go n.try(o.Node)
+	case membership.Reply:
+		n.reply(o)
 	case membership.SetID:
 		n.van.SetID(o.ID)
 	case membership.Assigned:

@@ -240,11 +240,13 @@ func (n *Node) join(ctx context.Context) error {
 		return err
 	}
 	interval, silence := n.cfg.Heartbeats()
+	_, tries := van.As[van.Prober](n.van)
 	m, err := membership.New(membership.Config{
 		Role: n.role, NumWorkers: n.cfg.NumWorkers, NumServers: n.cfg.NumServers, GroupSize: n.cfg.GroupSize,
 		Self: n.self, Scheduler: scheduler, NamedCluster: n.cfg.ClusterID != "",
 		HeartbeatInterval: interval, HeartbeatTimeout: silence,
 		NativeInterval: n.cfg.HeartbeatInterval < 0, NativeTimeout: n.cfg.HeartbeatTimeout < 0,
+		Tries:        tries && !n.cfg.Resend, // replies are not acknowledged
 		StartTimeout: n.cfg.StartTimeout, StopTimeout: n.cfg.StopTimeout,
 		BarrierTimeout: n.cfg.BarrierTimeout, ReplaceTimeout: n.cfg.ReplaceTimeout, OrderedHosts: n.cfg.OrderedHosts,
 	})
@@ -252,6 +254,7 @@ func (n *Node) join(ctx context.Context) error {
 		return err
 	}
 	n.machine = m
+	n.trials = make(chan struct{}, maxTrials)
 	if w, ok := van.As[van.PeerWatcher](n.van); ok {
 		w.WatchPeers(n.peerChanged)
 	}

@@ -149,6 +149,18 @@ type PeerWatcher interface {
 	WatchPeers(f func(id int, up bool, cause error))
 }
 
+// Prober is implemented by vans that can say why a peer is not reached, and that can reply to a
+// process which they do not reach.
+type Prober interface {
+	// Probe tries the address of a peer within ctx: nil if a node may listen there. It makes no connection for
+	// messages. An error wraps the system's errno, ErrMalformed if another program listens there, or ErrTimeout if what
+	// listens there is silent: another program, or a node that is stopped.
+	Probe(ctx context.Context, peer Node) error
+	// Reply sends a control message to the process with that incarnation, which has no id yet, on the
+	// connection that it has made to this node. If there is none, the error wraps ErrPeerLost.
+	Reply(incarnation uint32, msg *Message) error
+}
+
 // Beater is implemented by vans that ask by themselves whether their peers are there, where a
 // thread answers that needs none of its program's locks and no scheduler but the system's: a
 // process that computes answers, one that was stopped does not.

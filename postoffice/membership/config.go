@@ -16,7 +16,10 @@ import (
 // maxInstances keeps the ids of a role below van.Empty.
 const maxInstances = (van.Empty - 9) / 2
 
-const defaultReportEvery = 5 * time.Second
+const (
+	defaultReportEvery = 5 * time.Second
+	reportEarlier      = time.Second // the first report of a node that tries addresses: a wrong setting is named within 5 s
+)
 
 // Config describes a node and its cluster. The counts must be the same on all nodes.
 type Config struct {
@@ -43,6 +46,7 @@ type Config struct {
 	// STEPAF_CLUSTER_ID, which all nodes must have. Otherwise the scheduler's is any
 	// number, and that of other nodes 0.
 	NamedCluster bool
+	Tries        bool          // the transport can carry out Try and Reply
 	StartTimeout time.Duration // how long start-up may take; 0: for ever
 	// ReplaceTimeout is how long a barrier waits for the replacement of a dead node, or
 	// for the scheduler, when no live node is missing.

@@ -94,6 +94,9 @@ func (m *Machine) Start(now time.Duration) {
 		return
 	}
 	m.life.phase, m.life.started, m.nextReport = joining, now, now+m.cfg.ReportEvery
+	if m.cfg.Tries {
+		m.nextReport -= min(reportEarlier, m.cfg.ReportEvery/2) // the trials have ended by then
+	}
 	if m.node != nil {
 		m.sender.connect(van.SchedulerID, m.table.scheduler)
 		m.node.register(now)
@@ -140,6 +143,18 @@ func (m *Machine) SchedulerNotFound(err error) {
 	}
 }
 
+// Tried is the result of Try: err is nil if the address can be reached from the address from, of this host, else it
+// says why not.
+func (m *Machine) Tried(_ time.Duration, n *van.Node, from string, err error) {
+	switch {
+	case m.life.phase == failed:
+	case m.sched != nil:
+		m.sched.trials.tried(n, from, err)
+	default:
+		m.node.schedulerUnreached = unreachedFrom(from, err)
+	}
+}
+
 // PeerBack says that the connection to id is back. It does nothing if it was not lost.
 func (m *Machine) PeerBack(now time.Duration, id int) {
 	if m.life.phase != failed {
@@ -177,6 +192,7 @@ func (m *Machine) Tick(now time.Duration) {
 		}
 		if m.node != nil {
 			m.node.question(now)
+			m.node.try(now)
 		}
 	case ready:
 		m.role.tick(now)
@@ -185,6 +201,7 @@ func (m *Machine) Tick(now time.Duration) {
 		m.sched.settle(now)
 		m.sched.places.tick(now)
 		m.sched.refusals.tick(now)
+		m.sched.trials.tick(now)
 	}
 }
 
@@ -199,10 +216,10 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 			next = min(next, m.life.started+m.cfg.StartTimeout)
 		}
 		if m.node != nil {
-			next = min(next, m.node.nextQuestion)
+			next = min(next, m.node.nextQuestion, m.node.tryDue())
 		}
 		if m.sched != nil {
-			next = min(next, m.sched.returns.next(), m.sched.joins.next(), m.sched.places.next(), m.sched.refusals.next())
+			next = min(next, m.sched.returns.next(), m.sched.joins.next(), m.sched.places.next(), m.sched.refusals.next(), m.sched.trials.next())
 		}
 	case ready:
 		next = m.role.next()

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"syscall"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
@@ -35,11 +36,14 @@ type node struct {
 
 	// While joining: why the scheduler's name has no address, why the connection to it is
 	// lost, and its last waiting notice.
-	schedulerNotFound error
-	schedulerLost     error
-	schedulerSaid     string
-	nextQuestion      time.Duration
-	pause             time.Duration // before the question after that
+	schedulerNotFound  error
+	schedulerLost      error
+	schedulerSaid      string
+	schedulerUp        bool   // the connection to it stands
+	schedulerUnreached string // the result of the last trial of its address
+	nextTry            time.Duration
+	nextQuestion       time.Duration
+	pause              time.Duration // before the question after that
 }
 
 func newNode(b base, calls *tickets) *node {
@@ -50,6 +54,7 @@ func newNode(b base, calls *tickets) *node {
 func (n *node) register(now time.Duration) {
 	n.pause = firstQuestion
 	n.nextQuestion = now + n.pause
+	n.nextTry = now + trialDelay
 	meta := n.out.control(van.AddNode)
 	meta.Control.Nodes = []van.Node{n.table.self}
 	n.out.send(van.SchedulerID, meta)
@@ -68,6 +73,35 @@ func (n *node) question(now time.Duration) {
 	if who, ok := self.Identity(); ok && n.schedulerLost == nil && numeric(self.Hostname) && !who.Settings.Resend {
 		n.out.tell(van.SchedulerID, notice{verb: verbRegistered, text: fmt.Sprintf("%d %s", who.Incarnation, self.Addr())})
 	}
+}
+
+// try has the address of the scheduler tried while there is no connection to it.
+func (n *node) try(now time.Duration) {
+	if n.life.phase == joining && now >= n.tryDue() {
+		n.nextTry = now + trialPause
+		n.out.emit(Try{n.table.scheduler})
+	}
+}
+
+func (n *node) tryDue() time.Duration {
+	if !n.cfg.Tries || n.schedulerUp || n.schedulerNotFound != nil {
+		return math.MaxInt64
+	}
+	return n.nextTry
+}
+
+// unreachedFrom says what is known of the scheduler's address from a trial.
+func unreachedFrom(from string, err error) string {
+	hint := "check DMLC_PS_ROOT_URI, the route and firewalls between the hosts"
+	switch {
+	case err == nil:
+		return ""
+	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.ENOENT):
+		hint = "it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA, DMLC_LOCAL), or has not started yet"
+	case errors.Is(err, van.ErrMalformed), errors.Is(err, van.ErrTimeout):
+		hint = "another program listens there: check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
+	}
+	return fmt.Sprintf("cannot be reached from %s (%s): %s", from, err, hint)
 }
 
 func (n *node) step(now time.Duration, from int, msg *van.Meta) error {
@@ -216,6 +250,9 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	case verbWaiting:
 		if n.life.phase == joining {
 			n.schedulerSaid = what.text
+			if msg.Key == urgent {
+				n.out.emit(Waiting{n.report(now)})
+			}
 		} else {
 			n.calls.waits(what.text, msg.Key)
 		}
@@ -282,7 +319,7 @@ func (n *node) lost(now time.Duration, id int, cause error) {
 		n.calls.end(n.table.refused("connect", fmt.Sprintf("%s was taken for dead and its place given to another process: %s", n.table.self.Addr(), cause)))
 		return
 	case id == van.SchedulerID && n.life.phase == joining:
-		n.schedulerLost = cause
+		n.schedulerLost, n.schedulerSaid, n.schedulerUp = cause, "", false
 		return
 	case n.alive.peers[id] == nil:
 		return
@@ -300,6 +337,7 @@ func (n *node) lost(now time.Duration, id int, cause error) {
 
 func (n *node) back(now time.Duration, id int) {
 	if id == van.SchedulerID && n.life.phase == joining {
+		n.schedulerUp = true
 		if n.schedulerLost != nil {
 			n.schedulerLost = nil
 			n.register(now)
@@ -355,6 +393,11 @@ func (n *node) report(now time.Duration) Report {
 	case n.schedulerNotFound != nil:
 		r.Note = fmt.Sprintf("%s has not answered to %s: %s; its name is looked up again (check DMLC_PS_ROOT_URI and the name service of this host)",
 			at, describe(&n.table.self), n.schedulerNotFound)
+	case n.schedulerUp:
+		r.Note = fmt.Sprintf("%s is connected, and has not answered to %s: it cannot reach that address (a firewall or a missing route, or set DMLC_NODE_HOST or DMLC_INTERFACE here), "+
+			"or it is another node than the scheduler (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or it waits for other nodes without saying so, as the C++ one does", at, describe(&n.table.self))
+	case n.schedulerUnreached != "":
+		r.Note = fmt.Sprintf("%s has not answered to %s: it %s", at, describe(&n.table.self), n.schedulerUnreached)
 	default:
 		r.Note = fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA, DMLC_LOCAL), "+
 			"or it waits for other nodes without saying so, as the C++ one does", at, describe(&n.table.self))

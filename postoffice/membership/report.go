@@ -20,6 +20,7 @@ type Report struct {
 	// Vanished and Refused are the nodes that disconnected or were refused during
 	// start-up, the latest 16 of each.
 	Vanished, Refused []string
+	Unreached         []string // why nodes that have registered cannot be reached
 	Dead              []string // with the cause
 	Returned          string   // on a restarted scheduler: how many nodes have come back
 	Barriers          string   // on the scheduler: the missing nodes of open barriers
@@ -50,7 +51,7 @@ func (r Report) String() string {
 	for _, part := range []struct {
 		name  string
 		items []string
-	}{{"vanished", r.Vanished}, {"refused", r.Refused}, {"dead", r.Dead}} {
+	}{{"not reached", r.Unreached}, {"vanished", r.Vanished}, {"refused", r.Refused}, {"dead", r.Dead}} {
 		if len(part.items) > 0 {
 			fmt.Fprintf(&b, "; %s: %s", part.name, strings.Join(part.items, "; "))
 		}

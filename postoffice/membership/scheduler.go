@@ -22,6 +22,7 @@ type scheduler struct {
 	joins    joins
 	returns  returns
 	places   places
+	trials   trials
 }
 
 func newScheduler(b base, calls *tickets) *scheduler {
@@ -36,6 +37,7 @@ func newScheduler(b base, calls *tickets) *scheduler {
 	s.joins.hosts, _ = hostOrder(b.cfg.OrderedHosts) // they were checked with the configuration
 	s.places = places{base: b, refusals: &s.refusals, gathers: &s.gathers, watch: &s.watch, policies: &s.policies,
 		stamps: map[int]int32{}, claims: map[int]*join{}}
+	s.trials = trials{base: b, joins: &s.joins}
 	s.returns = returns{base: b, refusals: &s.refusals, watch: &s.watch, policies: &s.policies, joins: &s.joins, places: &s.places}
 	return s
 }
@@ -136,8 +138,12 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 	if s.life.phase == ready {
 		s.joins.unhold(j)
 		s.replace(now, j)
+		s.trials.registered(now, &rec)
 	} else if s.joins.register(now, j) {
-		s.form(now)
+		s.trials.registered(now, &rec)
+		if s.form(now); s.life.phase == joining {
+			s.trials.answer(&rec, fmt.Sprintf("%s has registered; %s", describe(&rec), s.report(now)), 0)
+		}
 	}
 	return nil
 }
@@ -340,6 +346,7 @@ func (s *scheduler) back(now time.Duration, id int) {
 
 func (s *scheduler) report(now time.Duration) Report {
 	r := s.alive.report(now)
+	r.Unreached = s.trials.unreached()
 	r.Vanished, r.Refused = slices.Clone(s.joins.vanished), slices.Clone(s.refusals.texts)
 	r.Barriers = s.gathers.text()
 	if !r.Ready {
@@ -375,5 +382,5 @@ func (s *scheduler) awaits(*ticket) string {
 }
 
 func (s *scheduler) next() time.Duration {
-	return min(s.calls.next(), s.gathers.next(), s.watch.next(), s.joins.next(), s.places.next(), s.refusals.next())
+	return min(s.calls.next(), s.gathers.next(), s.watch.next(), s.joins.next(), s.places.next(), s.refusals.next(), s.trials.next())
 }

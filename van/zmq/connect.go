@@ -25,10 +25,11 @@ func (v *zvan) receiveFrom(s *socket, peer *conn, spins, polls bool) *receiver {
 	return r
 }
 
-// listen starts what reads from c: answers come to a worker over its DEALERs.
-// v.mu is held.
+// listen starts what reads from c: answers come to a worker over its DEALERs, and replies of the scheduler to
+// a process that has no id yet. v.mu is held.
 func (v *zvan) listen(c *conn) {
-	if v.self.Role == van.Worker && c.rx == nil {
+	newcomer := v.id.Load() == van.Empty && c.who.Load().id == van.SchedulerID
+	if (v.self.Role == van.Worker || newcomer) && c.rx == nil {
 		c.rx = v.receiveFrom(c.sock, c, false, van.RoleOf(c.who.Load().id) == van.Server)
 	}
 	c.mon.start(&v.shared, c)
@@ -81,7 +82,11 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 		z.SetReconnectIvlMax(2*time.Second)); err != nil {
 		return fail(errors.Join(err, z.Close()))
 	}
-	if own := int(v.id.Load()); own != van.Empty {
+	if own := int(v.id.Load()); own == van.Empty && id == van.SchedulerID && v.incarnation != 0 {
+		if err := z.SetIdentity(newcomerID(v.incarnation)); err != nil {
+			return fail(errors.Join(err, z.Close()))
+		}
+	} else if own != van.Empty {
 		if err := z.SetIdentity(v.nameFor(c)); err != nil {
 			return fail(errors.Join(err, z.Close()))
 		}

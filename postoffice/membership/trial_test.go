@@ -1,0 +1,276 @@
+package membership
+
+import (
+	"fmt"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// trying is a machine whose transport tries addresses.
+func trying(t *testing.T, role van.Role, incarnation uint32, workers int) *Machine {
+	t.Helper()
+	id := van.Identity{Incarnation: incarnation, Cluster: 0}
+	if role == van.Scheduler {
+		id.Cluster = 7
+	}
+	m, err := New(Config{Role: role, NumWorkers: workers, NumServers: 1, GroupSize: 1, Tries: true, StartTimeout: time.Minute,
+		Self:      van.Node{Role: role, ID: van.Empty, Hostname: fmt.Sprintf("10.77.0.%d", incarnation), Port: 20000, AuxID: -1, Endpoint: id.Encode()},
+		Scheduler: van.Node{Hostname: "10.77.0.1", Port: 8123}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Start(0)
+	return m
+}
+
+// registration is what a node sends first.
+func registration(t *testing.T, n *Machine) *van.Meta {
+	t.Helper()
+	for _, o := range n.Take() {
+		if s, ok := o.(Send); ok && s.Meta.Control.Cmd == van.AddNode {
+			return &s.Meta
+		}
+	}
+	t.Fatal("no registration")
+	return nil
+}
+
+// outputs sorts what m wants by kind.
+type outputs struct {
+	tries    []van.Node
+	replies  []Reply
+	warnings []string
+	waiting  []string
+	connects int
+}
+
+func take(m *Machine) (all outputs) {
+	for _, o := range m.Take() {
+		switch o := o.(type) {
+		case Try:
+			all.tries = append(all.tries, o.Node)
+		case Reply:
+			all.replies = append(all.replies, o)
+		case Warning:
+			all.warnings = append(all.warnings, o.Text)
+		case Waiting:
+			all.waiting = append(all.waiting, o.Report.String())
+		case Connect:
+			all.connects++
+		}
+	}
+	return all
+}
+
+const cannot = "worker 10.77.0.2:20000 (no preferred rank) has registered, but 10.77.0.2:20000 cannot be reached from 10.77.0.1 (connection timed out): a firewall"
+
+// TestRegisteredNodeKnows: a node that has registered is told so at once, on the connection that it has made, and never says
+// that the scheduler does not run.
+func TestRegisteredNodeKnows(t *testing.T) {
+	s, w := trying(t, van.Scheduler, 1, 1), trying(t, van.Worker, 2, 1)
+	if err := s.Step(0, van.Empty, registration(t, w)); err != nil {
+		t.Fatal(err)
+	}
+	got := take(s)
+	if len(got.replies) != 1 || got.replies[0].Incarnation != 2 || got.connects != 0 {
+		t.Fatalf("replies %v and %d connections, want one reply to incarnation 2 and no connection", got.replies, got.connects)
+	}
+	if err := w.Step(0, van.SchedulerID, &got.replies[0].Meta); err != nil {
+		t.Fatal(err)
+	}
+	if early := take(w).waiting; len(early) > 0 {
+		t.Errorf("reported at once: %q", early)
+	}
+	w.Tick(5 * time.Second)
+	report := strings.Join(take(w).waiting, "\n")
+	if !strings.Contains(report, "has registered") || !strings.Contains(report, "waiting for 1 of 1 servers") || strings.Contains(report, "does not run") {
+		t.Errorf("the report is %q, want that it has registered and who is missing", report)
+	}
+}
+
+// TestUnreachableNode: a node that has registered and cannot be reached is named within 5 s, with the address, from where it
+// was tried, and why not; so it is at the node. What is told once is not repeated, and its end is told.
+func TestUnreachableNode(t *testing.T) {
+	for _, formed := range []bool{false, true} {
+		t.Run(fmt.Sprintf("formed=%t", formed), func(t *testing.T) {
+			s, w := trying(t, van.Scheduler, 1, 1), trying(t, van.Worker, 2, 1)
+			if err := s.Step(0, van.Empty, registration(t, w)); err != nil {
+				t.Fatal(err)
+			}
+			if formed {
+				other := trying(t, van.Server, 3, 1)
+				if err := s.Step(0, van.Empty, registration(t, other)); err != nil {
+					t.Fatal(err)
+				}
+				if !s.Ready() {
+					t.Fatal("the cluster has not formed")
+				}
+				s.PeerLost(0, 9, syscall.ECONNREFUSED) // also where the connection fails at once
+			}
+			take(s)
+			s.Tick(trialDelay)
+			tries := take(s).tries
+			if len(tries) == 0 || tries[0].Addr() != "10.77.0.2:20000" {
+				t.Fatalf("tries %v, want the worker's address", tries)
+			}
+			s.Tried(3*time.Second, &tries[0], "10.77.0.1", syscall.ETIMEDOUT)
+			got := take(s)
+			if len(got.warnings) != 1 || !strings.Contains(got.warnings[0], cannot) || !strings.Contains(got.warnings[0], "DMLC_NODE_HOST or DMLC_INTERFACE") {
+				t.Errorf("the scheduler warns %q, want %q", got.warnings, cannot)
+			}
+			if len(got.replies) != 1 {
+				t.Fatalf("replies %v, want one", got.replies)
+			}
+			if err := w.Step(3*time.Second, van.SchedulerID, &got.replies[0].Meta); err != nil {
+				t.Fatal(err)
+			}
+			if said := take(w).waiting; len(said) != 1 || !strings.Contains(said[0], cannot) {
+				t.Errorf("the worker says %q, want %q at once", said, cannot)
+			}
+			if r := s.Report(4 * time.Second).String(); !strings.Contains(r, "not reached: "+cannot) {
+				t.Errorf("the report is %q", r)
+			}
+			s.Tick(trialDelay + trialPause)
+			if again := take(s).tries; len(again) == 0 {
+				t.Error("it is not tried again")
+			}
+			s.Tried(7*time.Second, &tries[0], "10.77.0.1", syscall.ETIMEDOUT)
+			if again := take(s).warnings; len(again) != 0 {
+				t.Errorf("said again: %q", again)
+			}
+			s.Tried(8*time.Second, &tries[0], "10.77.0.1", nil)
+			if said := take(s).warnings; len(said) != 1 || !strings.Contains(said[0], "can be reached now") {
+				t.Errorf("the scheduler says %q, want that it can be reached now", said)
+			}
+			if r := s.Report(9 * time.Second).String(); strings.Contains(r, "not reached") {
+				t.Errorf("the report is still %q", r)
+			}
+		})
+	}
+}
+
+// TestTrialsAreFew: only processes that have registered and count are tried, at numeric addresses, so many in a second at
+// most, and not once they have been heard. A node that is silent is no alarm.
+func TestTrialsAreFew(t *testing.T) {
+	s := trying(t, van.Scheduler, 1, 3*maxTrials)
+	rec := func(i int) *van.Meta {
+		w := trying(t, van.Worker, 2, 3*maxTrials)
+		meta := registration(t, w)
+		id := van.Identity{Incarnation: uint32(100 + i)}
+		meta.Control.Nodes[0].Port, meta.Control.Nodes[0].Endpoint = 1000+i, id.Encode()
+		return meta
+	}
+	for i := range 2 * maxTrials {
+		if err := s.Step(0, van.Empty, rec(i)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	named := rec(2 * maxTrials)
+	named.Control.Nodes[0].Hostname = "name.example"
+	misfit := rec(2*maxTrials + 1)
+	misfit.Control.Nodes[0].AuxID = 1 << 10
+	for _, m := range []*van.Meta{named, misfit} {
+		if err := s.Step(0, van.Empty, m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	take(s)
+	tried := map[string]int{}
+	at := trialDelay
+	for _, want := range []int{maxTrials, 2 * maxTrials, 2 * maxTrials} {
+		s.Tick(at)
+		s.Tick(at + trialTime/2)
+		for _, n := range take(s).tries {
+			tried[n.Addr()]++
+			if n.Hostname == "name.example" || n.Port > 1000+2*maxTrials {
+				t.Errorf("tried %s", n.Addr())
+			}
+		}
+		if len(tried) != want {
+			t.Errorf("%d addresses are tried after %s, want %d", len(tried), at, want)
+		}
+		at += trialTime
+	}
+	for addr, n := range tried {
+		if n != 1 {
+			t.Errorf("%s is tried %d times", addr, n)
+		}
+	}
+	some := rec(0).Control.Nodes[0]
+	s.Tried(at, &some, "10.77.0.1", fmt.Errorf("%w: silent", van.ErrTimeout))
+	stranger := rec(9999).Control.Nodes[0]
+	s.Tried(at, &stranger, "10.77.0.1", syscall.ECONNREFUSED)
+	if got := take(s); len(got.warnings) > 0 || len(got.replies) > 0 {
+		t.Errorf("warnings %q and replies %v after trials that show nothing", got.warnings, got.replies)
+	}
+	for at < time.Minute { // those that were reached, and the others, go on being few
+		s.Tick(at)
+		if n := len(take(s).tries); n > maxTrials {
+			t.Errorf("%d trials at %s", n, at)
+		}
+		at += trialTime
+	}
+}
+
+// TestHeardNodeIsNotTried: a node that has sent a message under its id is reached.
+func TestHeardNodeIsNotTried(t *testing.T) {
+	s, w, o := trying(t, van.Scheduler, 1, 1), trying(t, van.Worker, 2, 1), trying(t, van.Server, 3, 1)
+	for _, n := range []*Machine{w, o} {
+		if err := s.Step(0, van.Empty, registration(t, n)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	beat := controlAt(5, van.Heartbeat)
+	beat.Control.Nodes = []van.Node{*s.table.record(9)}
+	beat.SetIncarnations(2, 1)
+	if err := s.Step(time.Millisecond, 9, &beat); err != nil {
+		t.Fatal(err)
+	}
+	s.Tick(trialDelay)
+	if tries := take(s).tries; len(tries) != 1 || tries[0].Addr() != "10.77.0.3:20000" {
+		t.Errorf("tries %v, want the server only, which has not been heard", tries)
+	}
+}
+
+// TestSchedulerUnreached: what keeps a node from its scheduler is named within 5 s; while the scheduler may only be late
+// nothing is said.
+func TestSchedulerUnreached(t *testing.T) {
+	for _, c := range []struct {
+		err  error
+		want string
+	}{
+		{syscall.ECONNREFUSED, "cannot be reached from 10.77.0.2 (connection refused): it does not run there"},
+		{syscall.ETIMEDOUT, "cannot be reached from 10.77.0.2 (connection timed out): check DMLC_PS_ROOT_URI, the route and firewalls"},
+		{syscall.EHOSTUNREACH, "no route to host"},
+		{fmt.Errorf("%w greeting", van.ErrMalformed), "another program listens there"},
+		{fmt.Errorf("%w: silent", van.ErrTimeout), "another program listens there"},
+		{nil, "has not answered"},
+	} {
+		w := trying(t, van.Worker, 2, 1)
+		take(w)
+		w.Tick(trialDelay)
+		got := take(w)
+		if len(got.tries) != 1 || got.tries[0].Addr() != "10.77.0.1:8123" {
+			t.Fatalf("tries %v, want the scheduler's address", got.tries)
+		}
+		w.Tried(2*time.Second, &got.tries[0], "10.77.0.2", c.err)
+		if said := take(w).waiting; len(said) > 0 {
+			t.Errorf("%v: said at once: %q", c.err, said)
+		}
+		w.Tick(5*time.Second - time.Millisecond)
+		if said := take(w).waiting; len(said) != 1 || !strings.Contains(said[0], c.want) {
+			t.Errorf("%v: says %q within 5 s, want %q", c.err, said, c.want)
+		}
+	}
+	w := trying(t, van.Worker, 2, 1)
+	w.PeerBack(0, van.SchedulerID) // the connection is made
+	w.Tick(5*time.Second - time.Millisecond)
+	got := take(w)
+	if len(got.tries) != 0 || len(got.waiting) != 1 || strings.Contains(got.waiting[0], "does not run") || !strings.Contains(got.waiting[0], "is connected, and has not answered") {
+		t.Errorf("a scheduler that is connected is tried (%v), and the node says %q", got.tries, got.waiting)
+	}
+}

@@ -1,0 +1,93 @@
+package postoffice
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// TestAddressThatLeadsNowhere: where packets from the scheduler's host to the worker's port vanish, the scheduler and the
+// worker name the address, from where it was tried and the errno within 5 s.
+func TestAddressThatLeadsNowhere(t *testing.T) {
+	const inside = "STEPAF_TEST_NOWHERE"
+	if os.Getenv(inside) == "" {
+		if os.Geteuid() != 0 {
+			t.Skip("a network of its own needs the rights of root")
+		}
+		cmd := exec.Command(os.Args[0], "-test.run=^TestAddressThatLeadsNowhere$", "-test.v", "-test.timeout=100s")
+		cmd.Env, cmd.SysProcAttr = append(os.Environ(), inside+"=1"), &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+		out, err := cmd.CombinedOutput()
+		switch {
+		case errors.Is(err, syscall.EPERM) || bytes.Contains(out, []byte("--- SKIP")):
+			t.Skipf("no network of its own: %v\n%s", err, out)
+		case err != nil:
+			t.Fatalf("%v\n%s", err, out)
+		}
+		return
+	}
+	// Packets to port 20000 leave by an interface at whose other end nobody takes them; others stay on this host.
+	for _, c := range []string{"link set lo up", "link add h0 type veth peer name h1", "link set h0 up", "link set h1 up",
+		"addr add 10.77.0.1/32 dev h0", "addr add 10.77.0.2/32 dev h0", "rule add pref 100 lookup local", "rule del pref 0",
+		"rule add pref 50 dport 20000 ipproto tcp lookup 77", "route add 10.77.0.2 dev h0 table 77",
+		"neigh replace 10.77.0.2 lladdr 02:00:00:00:00:fe nud permanent dev h0"} {
+		if out, err := exec.Command("ip", strings.Fields(c)...).CombinedOutput(); err != nil {
+			t.Skipf("ip %s: %v: %s", c, err, out)
+		}
+	}
+	const want = " (connection timed out): a firewall or a missing route; set DMLC_NODE_HOST or DMLC_INTERFACE"
+	ctx, cancel := context.WithCancel(t.Context())
+	var all sync.WaitGroup
+	said := make(chan string, 100)
+	start := time.Now()
+	for _, role := range []string{"scheduler", "server", "worker"} {
+		cfg := env.Default()
+		cfg.Role, cfg.NumWorkers, cfg.NumServers, cfg.RootURI, cfg.RootPort, cfg.Backend = role, 1, 1, "10.77.0.1", 8123, "CPU"
+		cfg.NodeHost = "10.77.0.1"
+		if role == "worker" {
+			cfg.NodeHost, cfg.Port = "10.77.0.2", 20000
+		}
+		log := slog.New(slog.NewTextHandler(lines(func(line string) {
+			if strings.Contains(line, "10.77.0.2:20000 cannot be reached from 10.77.0.") && strings.Contains(line, want) {
+				said <- role
+			}
+		}), nil))
+		all.Go(func() {
+			if n, err := Start(ctx, Options{Config: cfg, Log: log}); err == nil {
+				n.Close()
+				t.Errorf("%s has started", role)
+			}
+		})
+	}
+	missing := map[string]bool{"scheduler": true, "worker": true}
+	for len(missing) > 0 {
+		select {
+		case role := <-said:
+			if took := time.Since(start); missing[role] && took > 5*time.Second {
+				t.Logf("%s says it after %s", role, took) // on a busy machine
+			}
+			delete(missing, role)
+		case <-time.After(30 * time.Second):
+			t.Fatalf("not said by %v: %s", missing, want)
+		}
+	}
+	cancel()
+	all.Wait()
+}
+
+// lines calls f with each line that is written.
+type lines func(string)
+
+func (f lines) Write(b []byte) (int, error) {
+	f(string(b))
+	return len(b), nil
+}

@@ -1,0 +1,80 @@
+package zmq
+
+// Trying the addresses of peers, and replies to processes that this node cannot connect to.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strconv"
+	"syscall"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// A libzmq that listens begins each connection with a signature of 10 bytes, whatever the other side does.
+const (
+	signature     = 10
+	signatureTime = time.Second // a stopped or busy process may be late, which says nothing
+)
+
+// Probe implements van.Prober.
+func (v *zvan) Probe(ctx context.Context, peer van.Node) error {
+	network, addr := "tcp4", net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port))
+	if v.cfg.Local {
+		network, addr = "unix", localPath(peer.Port)
+	}
+	c, err := (&net.Dialer{}).DialContext(ctx, network, addr)
+	if err != nil {
+		return dialError(err)
+	}
+	defer c.Close()
+	if err := c.SetReadDeadline(time.Now().Add(signatureTime)); err != nil {
+		return err
+	}
+	defer context.AfterFunc(ctx, func() { _ = c.SetReadDeadline(time.Unix(1, 0)) })()
+	var b [signature]byte
+	switch n, err := io.ReadFull(c, b[:]); {
+	case errors.Is(err, os.ErrDeadlineExceeded) && n == 0:
+		return fmt.Errorf("%w: what listens there sends no greeting of ZMQ within %s", van.ErrTimeout, signatureTime)
+	case errors.Is(err, syscall.ECONNRESET):
+		return syscall.ECONNRESET
+	case err != nil || b[0] != 0xff || b[signature-1]&1 == 0:
+		return fmt.Errorf("%w greeting: what listens there is no node over ZMQ", van.ErrMalformed)
+	}
+	return nil
+}
+
+// dialError is the errno of an attempt to connect, if it has one.
+func dialError(err error) error {
+	if e, ok := errors.AsType[syscall.Errno](err); ok {
+		return e
+	}
+	if e, ok := errors.AsType[net.Error](err); ok && e.Timeout() {
+		return syscall.ETIMEDOUT
+	}
+	return err
+}
+
+// newcomerID is the routing id of a process that has no id yet, toward a scheduler of this library.
+func newcomerID(incarnation uint32) string { return fmt.Sprintf("new.%08x", incarnation) }
+
+// Reply implements van.Prober.
+func (v *zvan) Reply(incarnation uint32, msg *van.Message) error {
+	meta := make([]byte, msg.EncodedLen())
+	if err := msg.EncodeTo(meta); err != nil {
+		return v.sendError(msg, nil, err)
+	}
+	acct := v.accounts.open()
+	defer v.accounts.close(acct)
+	to := route{dest: newcomerID(incarnation), self: v.names.Load().full, acct: acct, urgent: true}
+	if err := v.router.send(&to, meta, msg, v.lent); err != nil {
+		return v.sendError(msg, nil, err)
+	}
+	v.stats.sent(len(meta))
+	return nil
+}
