@@ -197,6 +197,19 @@ func TestEnvCheckAbsent(t *testing.T) {
 	}
 }
 
+// TestEnvCheckAddress: an address that a scheduler on another host cannot reach is found, whatever interfaces this host has.
+func TestEnvCheckAddress(t *testing.T) {
+	for host, want := range map[string]string{"192.0.2.1": "192.0.2.1", "127.0.0.1": ""} {
+		var b bytes.Buffer
+		err := showEnv(&b, env.FromList([]string{"DMLC_ROLE=worker", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=" + host,
+			"DMLC_PS_ROOT_PORT=1", "DMLC_NODE_HOST=127.0.0.1"}), envOptions{check: true, set: true})
+		_, errs, _ := strings.Cut(b.String(), "Errors")
+		if (err != nil) != (want != "") || !strings.Contains(errs, want) {
+			t.Errorf("scheduler at %s: %v\n%s", host, err, b.String())
+		}
+	}
+}
+
 func TestEnv(t *testing.T) {
 	src := env.FromList([]string{"DMLC_ROLE=server", "STEPMESH_BACKEND=cpu", "PS_VERBOSE=yes", "DMLC_NUM_SEVER=2"})
 	var b bytes.Buffer

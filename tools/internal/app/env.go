@@ -2,14 +2,17 @@ package app
 
 import (
 	"cmp"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"text/tabwriter"
+	"time"
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/tools/internal/doctor"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
@@ -31,7 +34,8 @@ defaults. "stepaf launch" sets these for its processes.
 
 Names that nothing reads but that look like ours are listed as perhaps misspelt.
 The exit status is 1 if a value makes no sense; with --check also if something
-that a node needs is missing, contradictory, or not in this build.`,
+that a node needs is missing, contradictory, or not in this build, or if the scheduler, on another host, cannot
+reach the address at which a node would listen.`,
 		ArgsUsage: " ", HideHelpCommand: true,
 		Flags: []cli.Flag{
 			&cli.BoolFlag{Name: "json", Usage: "print JSON"},
@@ -44,6 +48,9 @@ that a node needs is missing, contradictory, or not in this build.`,
 		}),
 	}
 }
+
+// lookupTime is how long addresses of names are looked up for.
+const lookupTime = 5 * time.Second
 
 type envOptions struct{ json, set, explain, check bool }
 
@@ -58,9 +65,12 @@ type envReport struct {
 func showEnv(w io.Writer, src env.Source, o envOptions) error {
 	cfg, err := env.LoadFrom(src)
 	if o.check {
+		ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
+		defer cancel()
 		// Validate repeats what LoadFrom refused.
-		err = errors.Join(append(exit.Unjoin(cfg.Validate()), doctor.Absent(cfg, "DMLC_ENABLE_RDMA", cfg.VanType, van.Transports()),
-			doctor.Absent(cfg, "STEPMESH_BAKCEND", cfg.Backend, backend.Names()))...)
+		errs := append(exit.Unjoin(cfg.Validate()), doctor.Absent(cfg, "DMLC_ENABLE_RDMA", cfg.VanType, van.Transports()),
+			doctor.Absent(cfg, "STEPMESH_BAKCEND", cfg.Backend, backend.Names()))
+		err = errors.Join(append(errs, doctor.Unreachable(ctx, cfg, hostaddr.This(), doctor.Resolve)...)...)
 	}
 	r := envReport{Misspelt: cfg.Unknown(), Warnings: cfg.Warnings}
 	for _, v := range cfg.Table() {

@@ -57,7 +57,13 @@ func plain(environ ...string) (*Machine, tree) {
 				{Name: "eth1", Up: true, Addrs: []netip.Addr{netip.MustParseAddr("10.1.1.1")}},
 			}, nil
 		},
-		Resolve: resolve,
+		Source: func(dest netip.Addr) (netip.Addr, error) {
+			if dest.String() == "192.0.2.1" {
+				return netip.Addr{}, syscall.ENETUNREACH
+			}
+			return netip.MustParseAddr("10.1.0.1"), nil
+		},
+		Resolve: Resolve,
 		Open:    func(string) error { return nil },
 		Files:   func() (uint64, uint64, error) { return 1024, 4096, nil },
 		Memlock: func() (uint64, error) { return math.MaxUint64, nil },
@@ -316,6 +322,17 @@ func TestAbsentNames(t *testing.T) {
 		{"DMLC_NODE_HOST=127.0.0.5", ""},
 		{"DMLC_PS_ROOT_URI=10.9.9.9", ""}, // of another host
 		{"DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host; want the name or an address of the scheduler's host`},
+		{"DMLC_PS_ROOT_URI=192.0.2.1", `DMLC_PS_ROOT_URI="192.0.2.1": this host has no route to 192.0.2.1: network is unreachable`},
+		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=lo", `DMLC_INTERFACE="lo": a node would listen at 127.0.0.1, which the scheduler at 10.9.9.9 cannot reach: it is a loopback address; 10.1.0.1 (eth0) leads there; set DMLC_NODE_HOST or DMLC_INTERFACE`},
+		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=docker0", `DMLC_INTERFACE="docker0": a node would listen at 172.17.0.1, which the scheduler at 10.9.9.9 cannot reach: it is of docker0`},
+		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=usb0", `DMLC_INTERFACE="usb0": a node would listen at 169.254.1.1, which the scheduler at 10.9.9.9 cannot reach: it is link-local`},
+		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_NODE_HOST=0.0.0.0", `DMLC_NODE_HOST="0.0.0.0": a node would listen at 0.0.0.0, which the scheduler at 10.9.9.9 cannot reach: it is the unspecified address`},
+		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_NODE_HOST=127.0.0.1", `DMLC_NODE_HOST="127.0.0.1": a node would listen at 127.0.0.1`},
+		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=eth1", ""}, // another network for data
+		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=auto", ""},
+		{"DMLC_PS_ROOT_URI=10.1.0.1 DMLC_INTERFACE=lo", ""}, // the scheduler is here
+		{"DMLC_PS_ROOT_URI=127.0.0.1 DMLC_NODE_HOST=127.0.0.1", ""},
+		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=debian", `DMLC_PS_ROOT_URI="debian": it is 127.0.1.1 on this host, which no other host can reach`},
 		{"DMLC_ROLE=worker DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host`},
 		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host; want an address of this host`},
 		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=nowhere DMLC_USE_KUBERNETES=1", `DMLC_PS_ROOT_URI="nowhere": no such host`},
@@ -327,10 +344,15 @@ func TestAbsentNames(t *testing.T) {
 			m, _ := plain(strings.Fields(x.environ)...)
 			interfaces, _ := m.Interfaces()
 			interfaces[1].Addrs = append(interfaces[1].Addrs, netip.MustParseAddr("fd00::2"))
-			interfaces = append(interfaces, choose.Interface{Name: "six0", Up: true, Addrs: interfaces[1].Addrs[1:]})
+			interfaces = append(interfaces, choose.Interface{Name: "six0", Up: true, Addrs: interfaces[1].Addrs[1:]},
+				choose.Interface{Name: "docker0", Up: true, Addrs: []netip.Addr{netip.MustParseAddr("172.17.0.1")}},
+				choose.Interface{Name: "usb0", Up: true, Addrs: []netip.Addr{netip.MustParseAddr("169.254.1.1")}})
 			m.Interfaces = func() ([]choose.Interface, error) { return interfaces, nil }
 			m.Resolve = func(_ context.Context, host string) (netip.Addr, error) {
 				a, err := netip.ParseAddr(host)
+				if host == "debian" {
+					return netip.MustParseAddr("127.0.1.1"), nil
+				}
 				if err != nil {
 					err = errors.New("no such host")
 				}

@@ -14,6 +14,7 @@ import (
 	zmq4 "github.com/pebbe/zmq4"
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -36,6 +37,8 @@ type Machine struct {
 	CPUs       int // that this process may use
 
 	Interfaces func() ([]choose.Interface, error)
+	// Source is the address of this host toward another one.
+	Source func(dest netip.Addr) (netip.Addr, error)
 	// Resolve finds the IPv4 address of a host.
 	Resolve func(ctx context.Context, host string) (netip.Addr, error)
 	// Open opens a device for reading and writing, and closes it.
@@ -74,7 +77,8 @@ func Host(version string, log *slog.Logger) *Machine {
 		Backends:   backend.Names(),
 		CPUs:       runtime.NumCPU(),
 		Interfaces: choose.Interfaces,
-		Resolve:    resolve,
+		Source:     hostaddr.Source,
+		Resolve:    Resolve,
 		Open:       open,
 		Files:      limits.OS().Files,
 		Memlock:    memlock,
@@ -93,7 +97,8 @@ func libzmq() string {
 	return fmt.Sprintf("%d.%d.%d", major, minor, patch)
 }
 
-func resolve(ctx context.Context, host string) (netip.Addr, error) {
+// Resolve finds the IPv4 address of a host by the name service of this one.
+func Resolve(ctx context.Context, host string) (netip.Addr, error) {
 	if a, err := netip.ParseAddr(host); err == nil {
 		return a.Unmap(), nil
 	}

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -69,6 +70,11 @@ func (x *exam) environment(ctx context.Context) []Finding {
 	}
 	for _, e := range x.absentNames(ctx) {
 		found = append(found, Finding{Status: Fail, Text: e.Error(), Remedy: `correct it, or unset it; "stepaf env --explain" shows what each variable means`})
+	}
+	if interfaces, err := x.m.Interfaces(); err == nil {
+		for _, e := range Unreachable(ctx, x.cfg, hostaddr.Host{Interfaces: interfaces, Source: x.m.Source}, x.m.Resolve) {
+			found = append(found, Finding{Status: Fail, Text: e.Error(), Remedy: `correct it; "stepaf env --explain" shows what each variable means`})
+		}
 	}
 	for _, w := range x.cfg.Warnings {
 		found = append(found, Finding{Status: Warn, Text: w, Remedy: `see "stepaf env --explain"`})
