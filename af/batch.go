@@ -67,7 +67,7 @@ func (b Batch) Pushes() []KeyTensor { return b.w.pushes }
 // Pulls are the wanted answers in the order asked for.
 func (b Batch) Pulls() []Pull { return b.w.pulls }
 
-// Answered tells whether Respond has been called for the batch. One that Respond has
+// Answered tells whether Respond or Refuse has been called for the batch. One that Respond has
 // refused before anything was sent is not answered.
 func (b Batch) Answered() bool { return b.w.state.Load() != b.gen<<1 }
 

@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -68,14 +69,30 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	return errors.Join(errs...)
 }
 
-// Refuse ends a batch that is not answered: the worker's call fails at once with the text of why, if the worker is of this
-// library and why wraps van.ErrInvalid, van.ErrQueueFull or van.ErrFinished. It gives up the hold that Respond would.
-func (b Batch) Refuse(why error) {
-	if !b.w.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
-		return // answered
+// Refuse ends the batch without an answer: the worker's call fails at once, with van.ErrRequestRefused and the text of why,
+// of which about 900 bytes are told. It also matches van.ErrInvalid or van.ErrQueueFull if why does. Of a call to several
+// servers one refusal is enough. A worker of the original cannot be told; it waits for its limit, which this server's log
+// says.
+//
+// Several pushes without a pull are acknowledged as they arrive: such a batch, and one that was answered or refused
+// before, is ErrAnswered.
+func (b Batch) Refuse(why error) error {
+	s := b.w.s
+	no := postoffice.Declined(why)
+	if why == nil {
+		return &van.Error{Op: "refuse", Node: s.node.Name(), Err: no}
 	}
-	b.w.s.node.Refuse(b.w.instance, b.w.epoch, int32(b.w.s.app), b.w.customer, b.w.first, why)
-	b.w.unref()
+	if !b.w.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
+		return &van.Error{Op: "refuse", Node: s.node.Name(), Err: ErrAnswered}
+	}
+	w := b.w
+	defer w.unref()
+	if !w.single && len(w.pulls) == 0 {
+		return &van.Error{Op: "refuse", Node: s.node.Name(), Peer: s.node.PeerName(w.instance), Err: ErrAnswered,
+			Hint: "pushes without a pull are acknowledged as they arrive"}
+	}
+	s.node.Refuse(w.instance, w.epoch, int32(s.app), w.customer, w.first, no)
+	return nil
 }
 
 // answer is what outs has for pull i, or nil.

@@ -19,7 +19,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// ErrAnswered: Respond was called a second time for a batch.
+// ErrAnswered: a batch was answered or refused before.
 var ErrAnswered = errors.New("batch answered already")
 
 // Handler takes one complete batch of one worker. It may answer before it returns

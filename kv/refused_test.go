@@ -2,7 +2,10 @@ package kv_test
 
 import (
 	"cmp"
+	"errors"
+	"fmt"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -99,6 +102,168 @@ func TestNotTaken(t *testing.T) {
 		call, err = other.Push([]kv.Key{10}, make([]int32, 2))
 		fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrInvalid, "refused there: values of data type")
 		testcluster.Counted(t, c.Servers[0], postoffice.Stats{InvalidRequests: 2})
+	})
+}
+
+// TestRefuse: a handler refuses a request, and the worker's call fails at once with the handler's words. A request
+// is answered or refused once.
+func TestRefuse(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		c := testcluster.Start(t, o)
+		got := make(chan error, 4)
+		serve(t, c.Servers[0], func(r kv.Request[float32]) {
+			res := kv.Pairs[float32]{}
+			if !r.Push {
+				res = kv.Pairs[float32]{Keys: r.Keys, Vals: make([]float32, len(r.Keys))}
+			}
+			switch r.Cmd {
+			case 0:
+				got <- r.Respond(res)
+				got <- r.Refuse(errors.New("too late"))
+			case 1:
+				got <- r.Refuse(nil)
+				got <- r.Refuse(errors.New("key 7 is locked\nuntil noon"))
+				got <- r.Refuse(errors.New("again"))
+				got <- r.Respond(res)
+			case 2: // later, from another goroutine
+				go func() { got <- r.Refuse(fmt.Errorf("%w: key 7", van.ErrInvalid)) }()
+			}
+		})
+		w := newWorker[float32](t, c.Workers[0])
+		var vals []float32
+		call := func(cmd int32, push bool) error {
+			var x kv.Call
+			var err error
+			if push {
+				x, err = w.Push([]kv.Key{7}, []float32{1}, kv.Cmd(cmd))
+			} else {
+				x, err = w.Pull([]kv.Key{7}, &vals, kv.Cmd(cmd))
+			}
+			return cmp.Or(err, x.Wait(t.Context()))
+		}
+		for _, push := range []bool{true, false} {
+			if err := call(0, push); err != nil {
+				t.Error(err)
+			}
+			if err := <-got; err != nil {
+				t.Error(err)
+			}
+			fails(t, <-got, kv.ErrAnswered)
+
+			err := call(1, push)
+			fails(t, err, van.ErrRequestRefused, "server 0 (id 8)", "request refused: key 7 is locked until noon")
+			if errors.Is(err, van.ErrInvalid) {
+				t.Errorf("%v, which does not match van.ErrInvalid", err)
+			}
+			fails(t, <-got, van.ErrInvalid, "no reason")
+			if err := <-got; err != nil {
+				t.Error(err)
+			}
+			fails(t, <-got, kv.ErrAnswered)
+			fails(t, <-got, kv.ErrAnswered)
+
+			err = call(2, push)
+			fails(t, err, van.ErrRequestRefused, "request refused: key 7")
+			fails(t, err, van.ErrInvalid)
+			if err := <-got; err != nil {
+				t.Error(err)
+			}
+		}
+		if err := call(0, true); err != nil { // and serves on
+			t.Error(err)
+		}
+	})
+}
+
+// TestOneOfThreeRefuses: a call to three servers fails when one refuses its part; the others are told that it is over.
+func TestOneOfThreeRefuses(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 3})
+	var all []kv.Key
+	held := make(chan kv.Request[float32], 2)
+	for i, n := range c.Servers {
+		serve(t, n, func(r kv.Request[float32]) {
+			if i == 1 {
+				if err := r.Refuse(errors.New("not here")); err != nil {
+					t.Error(err)
+				}
+				return
+			}
+			held <- r
+		})
+	}
+	for _, r := range c.Workers[0].Topology().ServerKeyRanges() {
+		all = append(all, kv.Key(r.Begin))
+	}
+	w := newWorker[float32](t, c.Workers[0])
+	var told counter
+	call, err := w.Push(all, make([]float32, 3), kv.Done(func(error) { told.Sent() }))
+	fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrRequestRefused, "server 1 (id 10)", "not here")
+	if n := told.n.Load(); n != 1 {
+		t.Errorf("Done's function was called %d times", n)
+	}
+	for range 2 { // an answer to a call that has failed does no harm
+		r := <-held
+		if err := r.Respond(kv.Pairs[float32]{}); err != nil {
+			t.Error(err)
+		}
+	}
+	if n := w.InFlight(); n != 0 {
+		t.Errorf("%d requests are in flight", n)
+	}
+}
+
+// TestNeitherAnsweredNorRefused: a request with which the handler does nothing ends with the limit of its call.
+func TestNeitherAnsweredNorRefused(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	serve(t, c.Servers[0], func(kv.Request[float32]) {})
+	w := newWorker[float32](t, c.Workers[0])
+	call, err := w.Push([]kv.Key{1}, []float32{1}, kv.Within(50*time.Millisecond))
+	fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrTimeout, "no answer from server 0 (id 8)")
+}
+
+// TestSimpleRefuse: who got a simple request refuses it, whatever its role; of a group one is enough.
+func TestSimpleRefuse(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		o.Servers = 2
+		c := testcluster.Start(t, o)
+		var apps []*kv.SimpleApp
+		nodes := c.Nodes()
+		for i, n := range nodes {
+			a, err := kv.NewSimpleApp(n, kv.SimpleOptions{AppID: 3, CustomerID: 3, Handler: func(m kv.SimpleMessage) {
+				if n.ID() == int(m.Head) {
+					if err := m.Refuse(fmt.Errorf("%s says no", n.Name())); err != nil {
+						t.Error(err)
+					}
+					fails(t, m.Refuse(nil), van.ErrInvalid)
+					return
+				}
+				if err := m.Respond(nil); err != nil {
+					t.Error(err)
+				}
+			}})
+			if err != nil {
+				t.Fatal(i, err)
+			}
+			apps = append(apps, a)
+		}
+		for i, a := range apps {
+			for _, n := range nodes {
+				if n.Role() == nodes[i].Role() {
+					continue
+				}
+				call, err := a.Request(int32(n.ID()), nil, n.ID())
+				fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrRequestRefused, n.Name()+" says no")
+			}
+			if nodes[i].Role() == van.Worker {
+				call, err := a.Request(10, nil, van.ServerGroup)
+				fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrRequestRefused, "server 1 (id 10) says no")
+				call, err = a.Request(0, nil, van.ServerGroup)
+				if err := cmp.Or(err, call.Wait(t.Context())); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+		fails(t, kv.SimpleMessage{}.Refuse(errors.New("x")), van.ErrInvalid)
 	})
 }
 

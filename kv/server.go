@@ -16,12 +16,13 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// ErrAnswered: Respond was called a second time for a request.
+// ErrAnswered: a request was answered or refused before.
 var ErrAnswered = errors.New("request answered already")
 
-// Handler takes one request of one worker. It may answer before it returns or
+// Handler takes one request of one worker. It answers with Respond, or refuses with Refuse, before it returns or
 // later, from any goroutine. It may block: other workers are served meanwhile,
-// so it may run for several at once.
+// so it may run for several at once. The call of a worker whose request gets neither fails with van.ErrTimeout. A handler
+// that panics ends the process, as in any goroutine; its workers' calls fail with van.ErrPeerLost.
 type Handler[V Value] func(Request[V])
 
 // Server hands the requests of all workers to a handler. All methods are safe for
@@ -250,14 +251,23 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 	return err
 }
 
-// refuse ends a request that is not answered: the worker's call fails at once, if it is of this
-// library and why wraps van.ErrInvalid.
-func (r Request[V]) refuse(why error) {
+// Refuse ends the request without an answer: the worker's call fails at once, with van.ErrRequestRefused and the text of
+// why, of which about 900 bytes are told. It also matches van.ErrInvalid or van.ErrQueueFull if why does. If the request
+// was one part of a call to several servers, the whole call fails. A worker of the original cannot be told; it waits for
+// its limit, which this server's log says.
+//
+// A request that was answered or refused before is ErrAnswered.
+func (r Request[V]) Refuse(why error) error {
+	no := postoffice.Declined(why)
+	if why == nil {
+		return r.wrap(no)
+	}
 	if !r.ticket.state.CompareAndSwap(r.gen<<1, (r.gen+1)<<1) {
-		return // answered
+		return r.wrap(ErrAnswered)
 	}
 	tickets.Put(r.ticket)
-	r.s.node.Refuse(r.reply.Sender, r.reply.Epoch, r.reply.AppID, r.reply.CustomerID, r.reply.Timestamp, why)
+	r.s.node.Refuse(r.reply.Sender, r.reply.Epoch, r.reply.AppID, r.reply.CustomerID, r.reply.Timestamp, no)
+	return nil
 }
 
 func (r Request[V]) wrap(err error) error {

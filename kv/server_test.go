@@ -485,7 +485,7 @@ func TestSummingRefuses(t *testing.T) {
 			if err == nil {
 				err = call.Wait(t.Context())
 			}
-			fails(t, err, van.ErrInvalid, "push", "server ", "refused there", tt.text)
+			fails(t, err, van.ErrInvalid, "push", "server ", "request refused", tt.text)
 		}
 		do(t, w)(good, nil)
 		do(t, w)(w.Push(low, []int64{1, 2}))

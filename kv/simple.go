@@ -42,7 +42,7 @@ type SimpleOptions struct {
 	// the request: 0 is postoffice.DefaultTimeout, negative no limit.
 	Timeout time.Duration
 
-	// Handler takes requests and must answer each with Respond; nil answers with an empty
+	// Handler takes requests and must answer each with Respond, or Refuse it; nil answers with an empty
 	// body, as the original does. Handle can replace it, but what comes before that goes
 	// to the first one.
 	Handler SimpleHandler
@@ -221,6 +221,21 @@ func (d SimpleMessage) Respond(body []byte) error {
 	err := a.node.Send(m)
 	messages.Put(m)
 	return err
+}
+
+// Refuse tells the requester that this node does not answer: its call fails at once, see Request.Refuse. Requests only
+// can be refused.
+func (d SimpleMessage) Refuse(why error) error {
+	a := d.app
+	no := postoffice.Declined(why)
+	switch {
+	case a == nil:
+		return &van.Error{Op: "refuse", Err: fmt.Errorf("%w: this message has not come to a SimpleApp", van.ErrInvalid)}
+	case why == nil:
+		return &van.Error{Op: "refuse", Node: a.node.Name(), Err: no}
+	}
+	a.node.Refuse(d.Sender, d.epoch, int32(a.app), d.CustomerID, d.Timestamp, no)
+	return nil
 }
 
 var messages = sync.Pool{New: func() any { return new(van.Message) }}

@@ -46,7 +46,7 @@ func (r *result[V]) Sent() { r.h.results.Put(r) }
 // Handle is the Handler.
 func (h *SummingHandler[V]) Handle(r Request[V]) {
 	if err := h.handle(r); err != nil {
-		r.refuse(err)
+		_ = r.Refuse(err) // unless it is answered
 		r.s.node.Rarely("kv: summing: "+logx.Kind(err)).Warn("summing handler: request failed",
 			"err", err, "worker", r.Worker, "handler", r.Timestamp)
 	}

@@ -18,16 +18,37 @@ const refusedPrefix = "stepaf/1 refused "
 // maxRefused is how long such a body may be.
 const maxRefused = 1024
 
-// refusals are the errors that a worker's call may fail with, and the words for them.
+// refusals are the errors that a worker's call may fail with, and the words for them. A notice has the words of all
+// that its reason matches, with commas between them.
 var refusals = [...]struct {
 	word string
 	err  error
-}{{"invalid", van.ErrInvalid}, {"full", van.ErrQueueFull}, {"finished", van.ErrFinished}}
+}{{"refused", van.ErrRequestRefused}, {"invalid", van.ErrInvalid}, {"full", van.ErrQueueFull}, {"finished", van.ErrFinished}}
+
+// Declined is why as the reason of a handler that refuses a request. A reason that matches van.ErrFinished stays as it is: it
+// is not the handler's.
+func Declined(why error) error {
+	if why == nil {
+		return fmt.Errorf("%w: no reason (nil) to refuse a request", van.ErrInvalid)
+	}
+	if errors.Is(why, van.ErrFinished) {
+		return why
+	}
+	return &declined{why}
+}
+
+// declined is what a handler has said: its text, and van.ErrRequestRefused as well as its own sentinels.
+type declined struct{ why error }
+
+func (d *declined) Error() string { return van.ErrRequestRefused.Error() + ": " + d.why.Error() }
+
+func (d *declined) Unwrap() []error { return []error{van.ErrRequestRefused, d.why} }
 
 // Refuse tells node id that this node will not answer the request that timestamp ts belongs to: its call fails at once.
-// epoch is that of the request's message. Only the reasons van.ErrInvalid, van.ErrQueueFull and van.ErrFinished are told. A process of the
-// original, one that was lost, and one in the place of the one that asked are told nothing. Stats has the number for
-// each of the first two reasons, whoever was told.
+// epoch is that of the request's message. Only reasons that match van.ErrRequestRefused, van.ErrInvalid,
+// van.ErrQueueFull or van.ErrFinished are told. A process that was lost, and one in the place of the one that asked, are told nothing. Nor is a process of
+// the original, whose protocol has no answer that says no: it waits for its limit, which the log says. Stats has the
+// number for van.ErrInvalid and for van.ErrQueueFull, whoever was told.
 func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {
 	switch {
 	case errors.Is(why, van.ErrInvalid):
@@ -40,17 +61,30 @@ func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {
 
 func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why error) {
 	p := s.processes.of(id)
-	if p.incarnation == 0 || p.lost != nil || p.epoch != epoch {
+	if p.lost != nil || p.epoch != epoch {
 		return
 	}
+	var words []string
+	text := why.Error()
 	for _, r := range refusals {
-		if !errors.Is(why, r.err) {
-			continue
+		if errors.Is(why, r.err) {
+			words = append(words, r.word)
+			text = strings.TrimPrefix(text, r.err.Error()+": ")
 		}
-		body := fmt.Appendf(nil, "%s%d %d %d %s %s", refusedPrefix, app, customer, ts, r.word, logx.Printable(strings.TrimPrefix(why.Error(), r.err.Error()+": ")))
-		if err := s.tell(id, body[:min(len(body), maxRefused)]); err != nil {
-			s.self.log.Info("could not tell a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
-		}
+	}
+	if len(words) == 0 {
 		return
+	}
+	switch {
+	case !p.known:
+		return
+	case p.incarnation == 0:
+		s.self.rarely("refused: original").Warn("a request was refused; its worker is a process of the original, which cannot be told, and waits for its limit",
+			"worker", s.self.peerName(id), "handler", ts, "why", text)
+		return
+	}
+	body := fmt.Appendf(nil, "%s%d %d %d %s %s", refusedPrefix, app, customer, ts, strings.Join(words, ","), logx.Printable(text))
+	if err := s.tell(id, body[:min(len(body), maxRefused)]); err != nil {
+		s.self.log.Info("could not tell a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
 	}
 }

@@ -5,6 +5,7 @@ package postoffice
 import (
 	"bytes"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -24,7 +25,7 @@ func (a *apps) refused(msg *van.Message) bool {
 	}
 	meta, why := readRefused(msg.Body[len(refusedPrefix):min(len(msg.Body), maxRefused)])
 	if why == nil {
-		a.self.droppedControl(msg.Sender, &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, timestamp, invalid, full or finished, and why"})
+		a.self.droppedControl(msg.Sender, &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, timestamp, refused, invalid, full or finished, and why"})
 		return true
 	}
 	a.failRequest(&meta, msg.Sender, why)
@@ -44,10 +45,33 @@ func readRefused(b []byte) (meta van.Meta, why error) {
 		}
 		*to = int32(n)
 	}
-	for _, r := range refusals {
-		if w[3] == r.word {
-			why = fmt.Errorf("%w: refused there: %s", r.err, logx.Printable(w[4]))
+	no := &refusal{text: logx.Printable(w[4])}
+	for word := range strings.SplitSeq(w[3], ",") {
+		i := slices.IndexFunc(refusals[:], func(r struct {
+			word string
+			err  error
+		}) bool {
+			return r.word == word
+		})
+		if i < 0 {
+			return meta, nil
 		}
+		no.is = append(no.is, refusals[i].err)
 	}
-	return meta, why
+	return meta, no
 }
+
+// refusal is why a server does not take a request.
+type refusal struct {
+	is   []error
+	text string
+}
+
+func (r *refusal) Error() string {
+	if r.is[0] == van.ErrRequestRefused {
+		return r.is[0].Error() + ": " + r.text
+	}
+	return r.is[0].Error() + ": refused there: " + r.text
+}
+
+func (r *refusal) Unwrap() []error { return r.is }

@@ -32,6 +32,8 @@ var (
 	ErrTimeout = errors.New("timed out")
 	// ErrMalformed: a frame from the network breaks the protocol.
 	ErrMalformed = errors.New("malformed message")
+	// ErrRequestRefused: the peer's handler has refused the request; the text has its reason.
+	ErrRequestRefused = errors.New("request refused")
 	// ErrNoTransport: the chosen van is not in this build. It matches ErrInvalid, too.
 	ErrNoTransport error = invalid("unsupported van type")
 	// ErrInvalid: an argument is out of range; nothing was sent.

@@ -335,6 +335,17 @@ func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, do
 	return s.queue.answer(stream, id, tensors, done)
 }
 
+// Refuse ends the batch that GetBatch gave id without an answer, see af.Batch.Refuse.
+func (s *Session) Refuse(id uint64, why string) error {
+	if s.queue == nil {
+		return s.wrongRole("refuse", "server")
+	}
+	if why == "" {
+		return fmt.Errorf("refuse: %w: the reason for handler %d is empty", van.ErrInvalid, id)
+	}
+	return s.queue.refuse(id, errors.New(why))
+}
+
 // CanRespond tells why Answer would refuse this number of tensors for one of the
 // batches.
 func (s *Session) CanRespond(ids []uint64, tensors int) error {

@@ -468,7 +468,7 @@ func (q *queue) answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done
 	}
 	b, ok := q.out[id]
 	if !ok {
-		err := q.unknown(id)
+		err := q.unknown("respond", id)
 		q.mu.Unlock()
 		return false, err
 	}
@@ -496,6 +496,31 @@ func (q *queue) answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done
 	return true, err
 }
 
+// refuse is Session.Refuse.
+func (q *queue) refuse(id uint64, why error) error {
+	q.mu.Lock()
+	if _, ok := q.acked.of[id]; ok {
+		q.mu.Unlock()
+		return fmt.Errorf("refuse: %w: handler %d: pushes without a pull are acknowledged as they arrive", ErrMisuse, id)
+	}
+	if _, ok := q.given.of[id]; ok { // its worker is gone, or does not wait any more
+		defer q.mu.Unlock()
+		err := q.node.Alive()
+		if err == nil {
+			delete(q.given.of, id)
+		}
+		return err
+	}
+	b, ok := q.out[id]
+	if !ok {
+		defer q.mu.Unlock()
+		return q.unknown("refuse", id)
+	}
+	delete(q.out, id)
+	q.mu.Unlock()
+	return b.Refuse(why)
+}
+
 // canRespond is Session.CanRespond.
 func (q *queue) canRespond(ids []uint64, tensors int) error {
 	q.mu.Lock()
@@ -508,7 +533,7 @@ func (q *queue) canRespond(ids []uint64, tensors int) error {
 		case acked && tensors != 0:
 			return misfit(id, 0, tensors)
 		case !ok && !acked && !given:
-			return q.unknown(id)
+			return q.unknown("respond", id)
 		case slices.Contains(ids[:i], id):
 			return fmt.Errorf("respond: %w: handler %d is there twice; respond once to each batch", van.ErrInvalid, id)
 		case ok && len(b.Pulls()) != tensors:
@@ -532,14 +557,14 @@ func (q *queue) missing() (names []string) {
 
 // unknown is the error of an id that cannot be answered. It wraps ErrUnknownHandler unless
 // the batch was answered already. q.mu is held.
-func (q *queue) unknown(id uint64) error {
+func (q *queue) unknown(op string, id uint64) error {
 	if q.waits(id) {
-		return fmt.Errorf("respond: %w: %w: get_batch has not returned handler %d yet", ErrMisuse, ErrUnknownHandler, id)
+		return fmt.Errorf("%s: %w: %w: get_batch has not returned handler %d yet", op, ErrMisuse, ErrUnknownHandler, id)
 	}
 	if id < q.next {
-		return fmt.Errorf("respond: %w: handler %d was answered already; respond once to each batch", ErrMisuse, id)
+		return fmt.Errorf("%s: %w: handler %d was answered already; respond once to each batch", op, ErrMisuse, id)
 	}
-	return fmt.Errorf("respond: %w: %w %d, get_batch has returned handlers below %d", ErrMisuse, ErrUnknownHandler, id, q.next)
+	return fmt.Errorf("%s: %w: %w %d, get_batch has returned handlers below %d", op, ErrMisuse, ErrUnknownHandler, id, q.next)
 }
 
 func misfit(id uint64, pulls, tensors int) error {

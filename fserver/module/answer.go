@@ -16,6 +16,7 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/fserver/core"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -110,4 +111,11 @@ func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, p *C.
 		C.sf_answer_drop(p)
 	}
 	return result(e, err)
+}
+
+// sf_refuse refuses a batch.
+//
+//export sf_refuse
+func sf_refuse(id C.uint64_t, why *C.char, e *C.sf_error) C.int {
+	return with(e, func(s *core.Session) error { return s.Refuse(uint64(id), C.GoString(why)) })
 }

@@ -319,6 +319,22 @@
 	"contiguous, wrong device), TypeError (not a tensor), Error (answered already, not a\n" \
 	"server, before init(), stopped). If the worker is lost the answer is dropped."
 
+#define DOC_REFUSE \
+	"refuse($module, /, handler, reason)\n--\n\n" \
+	"Server: end a batch without an answer. The worker's wait() raises Error at once,\n" \
+	"with the reason in its text. One refusal is enough to end a push_pull to several\n" \
+	"servers.\n" \
+	"\n" \
+	"handler: the int from get_batch().\n" \
+	"reason: a str that is not empty; about its first 900 bytes are told.\n" \
+	"\n" \
+	"A worker that runs the C++ library cannot be told: it waits for its limit, which\n" \
+	"this server's log says.\n" \
+	"\n" \
+	"Raises ValueError (unknown handler, empty reason), TypeError (not a str), Error\n" \
+	"(answered or refused already, pushes without a pull, which are acknowledged as they\n" \
+	"arrive, not a server, before init(), stopped). If the worker is lost nothing happens."
+
 #define DOC_RESPOND_VEC \
 	"respond_vec($module, ret_buffer, tensors_vec, handler_vec, /)\n--\n\n" \
 	"Server: answer several batches of one pull each from the same buffer.\n" \

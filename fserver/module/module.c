@@ -252,6 +252,26 @@ static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
   return sf_raise(&e);
 }
 
+static PyObject *py_refuse(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"handler", "reason", NULL};
+  PyObject *a[2] = {NULL}; // the arguments
+  uint64_t id;
+  sf_error e = {0, NULL};
+  (void)self;
+  if (!sf_by_position(args, kw, 2, 2, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OO:refuse", names, &a[0], &a[1])) return NULL;
+  if (sf_enter() < 0 || sf_uint64_arg(a[0], "handler", -1, &id) < 0) return NULL;
+  if (!PyUnicode_Check(a[1])) {
+    PyErr_Format(sf_error_type, "reason is %R, want a str", a[1]);
+    return NULL;
+  }
+  PyObject *text = PyUnicode_AsEncodedString(a[1], "utf-8", "replace");
+  if (text == NULL) return NULL;
+  int rc = sf_refuse(id, PyBytes_AsString(text), &e);
+  Py_DECREF(text);
+  if (rc != SF_DONE) return sf_raise(&e);
+  Py_RETURN_NONE;
+}
+
 static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
   PyObject *buffer, *tensors, *handlers, *items = NULL, *result = NULL;
   sf_tensor buf, *ts = NULL;
@@ -421,6 +441,7 @@ static PyMethodDef methods[] = {
     {"get_batch", KEYWORDS(py_get_batch), DOC_GET_BATCH},
     {"respond", KEYWORDS(py_respond), DOC_RESPOND},
     {"respond_vec", py_respond_vec, METH_VARARGS, DOC_RESPOND_VEC},
+    {"refuse", KEYWORDS(py_refuse), DOC_REFUSE},
     {"register_recv_buffer", py_register_recv_buffer, METH_VARARGS, DOC_REGISTER_RECV_BUFFER},
     {"map_pinned_tensor", sf_py_map_pinned_tensor, METH_VARARGS, DOC_MAP_PINNED_TENSOR},
     {"write_flag", sf_py_write_flag, METH_VARARGS, DOC_WRITE_FLAG},

@@ -173,6 +173,47 @@ def test_one_worker_ahead(cluster):
     c.finish()
 
 
+# A server refuses: the worker's wait raises at once, with the reason.
+
+def refused_worker(n):
+    f = n.f
+    ask = lambda: f.push_pull([tensor(n, 1)], [1], [n.lib.zeros("uint8", SHAPE)], [2])
+    for _ in range(2):
+        with n.raises((), "request refused: expert 5 is not here", "server 0"):
+            f.wait(ask())
+    with n.raises((), "request refused: a push"):  # a single push waits for its answer
+        f.wait(f.push_pull([tensor(n, 1)], [1], [], []))
+    f.wait(f.push_pull([tensor(n, 1), tensor(n, 2)], [1, 2], [], []))
+    f.wait(ask())
+
+
+def refusing_server(n):
+    f = n.f
+    for call in (f.refuse, lambda h, r: f.refuse(handler=h, reason=r)):
+        (handler, tensors, _), = f.get_batch()
+        for bad in ("", 5, None, b"x"):
+            with n.raises(TypeError if bad != "" else ValueError, "reason"):
+                f.refuse(handler, bad)
+        with n.raises(ValueError, "handler"):
+            f.refuse(handler + 100, "x")
+        assert call(handler, "expert 5\nis not here") is None
+        assert n.lib.bytes(tensors[0]) == pattern(1, "uint8", SHAPE)  # as long as Python has it
+        for again in (lambda: f.refuse(handler, "x"), lambda: f.respond(tensors, handler)):
+            with n.raises((), "answered already"):
+                again()
+    (handler, _, _), = f.get_batch()
+    f.refuse(handler, "a push \udcff")
+    (handler, _, _), = f.get_batch()
+    with n.raises((), "acknowledged as they arrive"):
+        f.refuse(handler, "x")
+    (handler, tensors, _), = f.get_batch()
+    f.respond(tensors, handler)
+
+
+def test_refuse(cluster, lib):
+    cluster(lib=lib).run(refused_worker, refusing_server)
+
+
 # respond_vec: every answer begins at row 0.
 
 def vec_worker(n):
