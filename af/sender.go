@@ -52,7 +52,7 @@ func (x *sender) accept(msg *van.Message) error {
 		return fmt.Errorf("%w: tensor request with %d data frames and %d key bytes, want 2 and 8", van.ErrMalformed, msg.Frames, msg.Keys.Len())
 	}
 	if msg.Head < van.Single || msg.Head > van.BatchEnd {
-		return fmt.Errorf("%w: batch flag %d, want 0 to 3", van.ErrMalformed, msg.Head)
+		return fmt.Errorf("%w: batch flag %d, want 0 (single), 1 (start), 2 (middle) or 3 (end)", van.ErrMalformed, msg.Head)
 	}
 	x.mu.Lock()
 	if s.closed.Load() {
@@ -133,7 +133,7 @@ func (x *sender) batchOf(msg *van.Message) (*work, error) {
 			return b, nil
 		}
 	}
-	return nil, fmt.Errorf("%w: batch flag %d at timestamp %d continues none of the %d open batches", errNotBegun, msg.Head, msg.Timestamp, len(x.open))
+	return nil, fmt.Errorf("%w: the %s of a batch, at timestamp %d, continues none of the %d open batches", errNotBegun, [...]string{van.BatchMiddle: "middle", van.BatchEnd: "end"}[msg.Head], msg.Timestamp, len(x.open))
 }
 
 // charge puts what the last message of b keeps in memory on its sender's account. Batches

@@ -47,7 +47,7 @@ class Exchange:
         """Begins a round of all rows, or of the first so many of each tensor."""
         torch.ops.stepaf.start(self.number, self.push, self.pull, rows)
 
-    def wait(self, timeout_ms=10000):
+    def wait(self, timeout_ms=15000):
         """Waits for the round."""
         torch.ops.stepaf.wait(self.number, self.push, self.pull, timeout_ms)
 
@@ -95,7 +95,7 @@ def _start(exchange, push, pull, rows=-1):
     x.rows, x.started = rows, True
 
 
-def _wait(exchange, push, pull, timeout_ms=10000):
+def _wait(exchange, push, pull, timeout_ms=15000):
     x = _exchange(exchange)
     try:
         x.exchange.wait(timeout_ms)
@@ -113,7 +113,7 @@ def _nothing(*args):
 # Both have all tensors, and say that they change those to be filled: so what uses the
 # values stays behind wait, and what writes new ones to be sent as well.
 _ops = library.Library("stepaf", "DEF")
-for _name, _last, _function in (("start", "SymInt rows=-1", _start), ("wait", "int timeout_ms=10000", _wait)):
+for _name, _last, _function in (("start", "SymInt rows=-1", _start), ("wait", "int timeout_ms=15000", _wait)):
     _ops.define("%s(int exchange, Tensor[] push, Tensor(a!)[] pull, %s) -> ()" % (_name, _last), tags=(torch.Tag.pt2_compliant_tag,))
     _ops.impl(_name, _function, "CompositeExplicitAutograd")
     library.register_fake("stepaf::" + _name, _nothing, lib=_ops)

@@ -238,7 +238,7 @@ class Session:
             self._open = False
 
 
-def open(timeout_ms=10000):
+def open(timeout_ms=15000):
     """Begins a session with all servers, and returns when all have called serve(). For a worker, after init()."""
     global _now
     _now = Session(_do(_OPEN, timeout_ms=timeout_ms)[1])

@@ -100,7 +100,7 @@ func TestNotTaken(t *testing.T) {
 		do(t, w)(w.Push([]kv.Key{10}, make([]float32, 2)))
 		other := newWorker[int32](t, c.Workers[1])
 		call, err = other.Push([]kv.Key{10}, make([]int32, 2))
-		fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrInvalid, "refused there: values of data type")
+		fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrInvalid, "refused there: values of data type int32, want float32")
 		testcluster.Counted(t, c.Servers[0], postoffice.Stats{InvalidRequests: 2})
 	})
 }

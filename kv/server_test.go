@@ -343,7 +343,7 @@ func TestMalformedRequests(t *testing.T) {
 		{"3 data types for 2", func() { send(k, f, nil, func(m *van.Message) { m.DataTypes = append(m.DataTypes, van.TypeInt32) }) }},
 		{"0 key bytes", func() { send(nil, f, nil, nil) }},
 		{"15 key bytes", func() { send(k, f, nil, func(m *van.Message) { m.Keys = m.Keys.Sub(0, 15) }) }},
-		{"data type 10, want 9", func() { send(k, f, nil, func(m *van.Message) { m.DataTypes[1] = van.TypeDouble }) }},
+		{"data type float64, want float32", func() { send(k, f, nil, func(m *van.Message) { m.DataTypes[1] = van.TypeDouble }) }},
 		{"7 value bytes", func() { send(k, f, nil, func(m *van.Message) { m.Vals = m.Vals.Sub(0, 7) }) }},
 		{"1 values for 2 keys", func() { send(k, f[:1], nil, nil) }},
 		{"4 bytes of lengths", func() { send(k, f, []int32{2}, nil) }},
@@ -374,7 +374,7 @@ func TestMalformedRequests(t *testing.T) {
 		t.Fatal(err)
 	}
 	eventually(t, "log line", func() bool { return strings.Contains(l.String(), "2 values for each key (1 to 2), the store has 1") })
-	fails(t, ts.Wait(t.Context()), van.ErrInvalid, "refused there")
+	fails(t, ts.Wait(t.Context()), van.ErrInvalid, "request refused")
 	w.Close()
 	c.Finalize(t)
 }
@@ -432,7 +432,7 @@ func TestWrongAnswers(t *testing.T) {
 		{k, f(5), []int32{3, 2}, nil, van.ErrInvalid, "9 values came from all servers, there is room for 8"},
 		{k, f(4), nil, func(m *van.Message) { m.Push = true }, van.ErrMalformed, "push=true"},
 		{k, f(4), nil, func(m *van.Message) { m.SimpleApp = true }, van.ErrMalformed, "simple=true"},
-		{k, f(4), nil, func(m *van.Message) { m.DataTypes[1] = van.TypeInt32 }, van.ErrMalformed, "data type 3, want 9"},
+		{k, f(4), nil, func(m *van.Message) { m.DataTypes[1] = van.TypeInt32 }, van.ErrMalformed, "data type int32, want float32"},
 	} {
 		bad <- func(s *rawServer, m *van.Message) {
 			// The honest answer first, so that this one completes the pull.

@@ -75,7 +75,7 @@ func parse[V Value](msg *van.Message) (f frames[V], err error) {
 	}
 	// C++'s char has the data type OTHER: only the sizes can be checked then.
 	if t, want := msg.DataTypes[1], typeOf[V](); t != want && t != van.TypeOther && t != van.TypeChar {
-		return f, fmt.Errorf("%w: values of data type %d, want %d", van.ErrMalformed, t, want)
+		return f, fmt.Errorf("%w: values of data type %s, want %s", van.ErrMalformed, t, want)
 	}
 	if !msg.Vals.OnHost() {
 		return f, fmt.Errorf("%w: values in memory of %s, want host memory", van.ErrInvalid, msg.Vals.Device())

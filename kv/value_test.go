@@ -17,7 +17,7 @@ func TestTypeOf(t *testing.T) {
 		"float32": {typeOf[float32](), 9}, "float64": {typeOf[float64](), 10}, "named": {typeOf[named](), 6},
 	} {
 		if x.got != x.want {
-			t.Errorf("%s: data type %d, want %d", name, x.got, x.want)
+			t.Errorf("%s: data type %s, want %s", name, x.got, x.want)
 		}
 	}
 }

@@ -9,8 +9,27 @@ import (
 )
 
 // DefaultTimeout is how long Call.Wait waits when neither its context nor the call's
-// maker has a limit, counted from the call. It is the original's default.
-const DefaultTimeout = 10 * time.Second
+// maker has a limit, counted from the call. The original's default, 10 s, is shorter than the time in which a process that
+// stands still is found lost: the call would end with van.ErrTimeout before van.ErrPeerLost could say why. Where
+// PS_HEARTBEAT_TIMEOUT asks for longer silences, the limit is that much longer, see App.Limit.
+const DefaultTimeout = 15 * time.Second
+
+// lossMargin is for what follows when a heartbeat is missed: a connection ends, the layers above hear of it.
+const lossMargin = 3 * time.Second
+
+// lossNoticed is how long after it stopped a process is found lost at the latest, 0 if heartbeats are off.
+func (n *identity) lossNoticed() time.Duration {
+	interval, silence := n.cfg.Heartbeats()
+	if interval <= 0 || silence <= 0 {
+		return 0
+	}
+	return silence + interval + lossMargin
+}
+
+// Limit is limit, or the default if it is 0: DefaultTimeout, or longer where a loss is noticed later than that.
+func (a App) Limit(limit time.Duration) time.Duration {
+	return cmp.Or(limit, max(DefaultTimeout, a.lossNoticed()))
+}
 
 // Call is a request of this node in flight: a push_pull, a push, a pull. It is a small
 // value that may be copied. All methods are safe for concurrent use.
@@ -21,7 +40,7 @@ type Call struct {
 	limit time.Duration
 }
 
-// Call returns r as its caller sees it. A limit of 0 is DefaultTimeout, a negative one
+// Call returns r as its caller sees it. A limit of 0 is the default of App.Limit, a negative one
 // is none. Call it after Open.
 func (r *Request) Call(limit time.Duration) Call { return Call{r.c, r.first, r.n, limit} }
 
@@ -34,7 +53,7 @@ func (c Call) Wait(ctx context.Context) error {
 	if c.c == nil {
 		return &van.Error{Op: "wait", Err: ErrUnknownHandler, Hint: "this Call was returned with an error, or never made"}
 	}
-	limit := cmp.Or(c.limit, DefaultTimeout)
+	limit := App{c.c.node}.Limit(c.limit)
 	if _, has := ctx.Deadline(); has || limit < 0 {
 		limit = 0
 	}

@@ -346,6 +346,12 @@ func TestLimitOfACall(t *testing.T) {
 	if e := call(context.WithoutCancel(ctx), 0, postoffice.DefaultTimeout); e.Limit != postoffice.DefaultTimeout {
 		t.Errorf("the limit is %s, want %s", e.Limit, postoffice.DefaultTimeout)
 	}
+	if e := call(context.WithoutCancel(ctx), 9*time.Second, 9*time.Second); !strings.Contains(e.Hint, "found lost after up to 15s only") {
+		t.Errorf("%v, which does not say when a peer that stands still is found lost", e)
+	}
+	if e := call(context.WithoutCancel(ctx), time.Second, time.Second); e.Hint != "" {
+		t.Errorf("%v, which has a hint", e)
+	}
 	if e := call(context.WithoutCancel(ctx), time.Minute, time.Minute); e.Limit != time.Minute {
 		t.Errorf("the limit is %s, want a minute", e.Limit)
 	}
@@ -574,5 +580,35 @@ func TestOldestNoticesGo(t *testing.T) {
 		if want := int32(300 - len(firsts) + i); f != want {
 			t.Fatalf("kept are %v, want the latest", firsts)
 		}
+	}
+}
+
+// TestLimitOutlastsALoss: the default limit of a call is longer than the time in which a process that stands still is found
+// lost: the silence that is allowed, the time to the next heartbeat, and 2 s for what follows.
+func TestLimitOutlastsALoss(t *testing.T) {
+	for _, x := range []struct{ interval, timeout, want time.Duration }{
+		{-1, -1, postoffice.DefaultTimeout}, {1, -1, postoffice.DefaultTimeout}, {-1, 5, postoffice.DefaultTimeout},
+		{10, -1, 43 * time.Second}, {2, 30, 35 * time.Second}, {-1, 60, 65 * time.Second},
+		{0, 60, postoffice.DefaultTimeout}, {-1, 0, postoffice.DefaultTimeout}, {0, -1, postoffice.DefaultTimeout},
+	} {
+		c := testcluster.Start(t, testcluster.Options{Set: func(cfg *postoffice.Config) {
+			cfg.HeartbeatInterval, cfg.HeartbeatTimeout = x.interval, x.timeout
+			for _, d := range []*time.Duration{&cfg.HeartbeatInterval, &cfg.HeartbeatTimeout} {
+				if *d > 0 {
+					*d *= time.Second
+				}
+			}
+		}})
+		a := c.Workers[0].App()
+		if got := a.Limit(0); got != x.want {
+			t.Errorf("interval %d, timeout %d: limit %s, want %s", x.interval, x.timeout, got, x.want)
+		}
+		if every, silence := a.Config().Heartbeats(); every > 0 && silence > 0 && a.Limit(0) < every+silence+2*time.Second {
+			t.Errorf("interval %s, timeout %s: limit %s is too short", every, silence, a.Limit(0))
+		}
+		if a.Limit(-1) != -1 || a.Limit(time.Minute) != time.Minute {
+			t.Error("a limit that was given is changed")
+		}
+		c.Finalize(t)
 	}
 }

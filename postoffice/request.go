@@ -399,9 +399,14 @@ func (r *Request) giveUp(cause error, limit time.Duration) {
 		r.mu.Unlock()
 		return
 	}
+	waited := time.Duration(clock.Now() - r.start)
+	hint := ""
+	if noticed := r.c.node.lossNoticed(); waited < noticed && waited > noticed/3 {
+		hint = fmt.Sprintf("a peer that stands still is found lost after up to %v only (PS_HEARTBEAT_TIMEOUT, PS_HEARTBEAT_INTERVAL): wait as long to tell whether it is", noticed)
+	}
 	r.err = &van.Error{
 		Op: r.op, Node: r.c.node.Name(), Detail: fmt.Sprintf("handler %d: no answer from %s", r.first, r.owing()),
-		Elapsed: time.Duration(clock.Now() - r.start), Limit: limit, Err: van.TimedOut(cause),
+		Elapsed: waited, Limit: limit, Err: van.TimedOut(cause), Hint: hint,
 	}
 	r.state = failing
 	r.settle()

@@ -74,7 +74,7 @@ func (c *Control) check() *FieldError {
 func (n *Node) check() *FieldError {
 	switch {
 	case n.Role != Server && n.Role != Worker && n.Role != Scheduler:
-		return &FieldError{"role", int32(n.Role), "0, 1 or 2"}
+		return &FieldError{"role", int32(n.Role), "0 (server), 1 (worker) or 2 (scheduler)"}
 	case len(n.Hostname) > MaxHostnameLen || strings.IndexByte(n.Hostname, 0) >= 0:
 		return &FieldError{"hostname", fmt.Sprintf("%q", n.Hostname), fmt.Sprintf("at most %d bytes, none zero", MaxHostnameLen)}
 	case len(n.Ports) > MaxPorts:

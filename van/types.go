@@ -138,6 +138,16 @@ const (
 	TypeOther  DataType = 11
 )
 
+var dataTypeNames = [...]string{"char", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64", "other"}
+
+// String returns the name of the element type.
+func (t DataType) String() string {
+	if t >= 0 && int(t) < len(dataTypeNames) {
+		return dataTypeNames[t]
+	}
+	return fmt.Sprintf("datatype(%d)", int32(t))
+}
+
 // BatchFlag is the head of a tensor message: its position in a batch.
 type BatchFlag = int32
 

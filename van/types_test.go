@@ -67,6 +67,14 @@ func TestNames(t *testing.T) {
 		AddrResolved.String():    "ADDR_RESOLVED",
 		InstanceBarrier.String(): "INSTANCE_BARRIER",
 		Command(10).String():     "command(10)",
+		TypeChar.String():        "char",
+		TypeInt8.String():        "int8",
+		TypeUint64.String():      "uint64",
+		TypeFloat.String():       "float32",
+		TypeDouble.String():      "float64",
+		TypeOther.String():       "other",
+		DataType(12).String():    "datatype(12)",
+		DataType(-1).String():    "datatype(-1)",
 		Command(-1).String():     "command(-1)",
 	} {
 		if got != want {

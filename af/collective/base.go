@@ -121,7 +121,7 @@ func (b *base) limit(ctx context.Context) time.Duration {
 	if _, has := ctx.Deadline(); has || b.timeout < 0 {
 		return 0
 	}
-	return cmp.Or(b.timeout, postoffice.DefaultTimeout)
+	return b.node.Limit(b.timeout)
 }
 
 // limited is ctx for as long as a wait may take, and how long that is, 0 for no limit.

@@ -61,7 +61,7 @@ func New(node *postoffice.Node) (*Ends, error) {
 func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTensor, opts ...Option) (*Exchange, error) {
 	if _, has := ctx.Deadline(); !has {
 		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeoutCause(ctx, postoffice.DefaultTimeout, van.ErrTimeout)
+		ctx, cancel = context.WithTimeoutCause(ctx, e.dir.node.Limit(0), van.ErrTimeout)
 		defer cancel()
 	}
 	x, err := newExchange(&e.dir, peers, push, pull, opts)

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -207,7 +206,7 @@ func (x *Exchange) tell(names []name, why error) {
 }
 
 // partLimit is how long the streams of an exchange that is over wait for a peer to say that its end is over.
-const partLimit = postoffice.DefaultTimeout
+const partLimit = 10 * time.Second
 
 // parted waits until the ends of all peers are over, as far as can be known.
 func (x *Exchange) parted() {

@@ -14,7 +14,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -23,7 +22,7 @@ import (
 func newExchange(d *directory, peers []int, push, pull []af.KeyTensor, opts []Option) (*Exchange, error) {
 	x := &Exchange{dir: d, first: d.node.Role() == van.Worker, done: make(chan struct{}), timing: timing{answer: make(chan bool, 1)}}
 	if x.first {
-		x.timing.limit = postoffice.DefaultTimeout
+		x.timing.limit = d.node.Limit(0)
 	}
 	for _, o := range opts {
 		if o == nil {

@@ -27,7 +27,6 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af/collective"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -212,7 +211,7 @@ func (v *onDevice) close(ctx context.Context) (err error) {
 // partLimit is how long streams of a window that is over wait for a rank to say that it is over there, and exitLimit the
 // same when the node has ended.
 const (
-	partLimit = postoffice.DefaultTimeout
+	partLimit = 10 * time.Second
 	exitLimit = time.Second
 )
 

@@ -282,7 +282,7 @@ func (w *Window) handle(msg *van.Message) error {
 		b.fail(fmt.Errorf("%w: the window is over at %s", van.ErrClosed, b.layer.Name(rank)))
 		return nil
 	case n.verb == verbOver, n.verb == verbPut && w.dev != nil:
-		return fmt.Errorf("%w: verb %d, which is not for windows of this kind", van.ErrMalformed, n.verb)
+		return fmt.Errorf("%w: %s, which is not for windows of this kind", van.ErrMalformed, [...]string{verbOver: "the end of a window on devices", verbPut: "a put in a message"}[n.verb])
 	}
 	left, err := p.in.receive(msg, n)
 	if left {

@@ -129,7 +129,7 @@ class Attention(_Side):
     begin a new step.
     """
 
-    def __init__(self, rank, attention, ffn, *, width, dtype, max_rows, stages=1, layers=1, out_dtype=None, device="cpu", timeout_ms=10000, replace_ms=None):
+    def __init__(self, rank, attention, ffn, *, width, dtype, max_rows, stages=1, layers=1, out_dtype=None, device="cpu", timeout_ms=15000, replace_ms=None):
         super().__init__("attention", rank, attention, ffn, width, dtype, out_dtype, stages, layers)
         self.max_rows = _count("max_rows", max_rows, 1 << 31)
         self.device = torch.device(device)

@@ -38,7 +38,7 @@ class _Context:
         self.last = {}  # of each stage: the layer of its last batch
 
 
-def setup(role, rank, *, attention=None, ffn=None, host="127.0.0.1", port=8123, width, dtype, max_rows, layers, inflight=2, device=None, transport=None, scheduler="auto", timeout_ms=10000, init_timeout_ms=600000):
+def setup(role, rank, *, attention=None, ffn=None, host="127.0.0.1", port=8123, width, dtype, max_rows, layers, inflight=2, device=None, transport=None, scheduler="auto", timeout_ms=15000, init_timeout_ms=600000):
     """Joins the cluster as attention or FFN rank `rank`. The numbers of ranks are those of
     DMLC_NUM_WORKER and DMLC_NUM_SERVER unless they are given. device is the tensors':
     the current CUDA device by default, or the CPU. inflight is how many micro-batches may

@@ -48,7 +48,7 @@ class StepMeshExtraInfo(ConnectorExtraInfo):
 
     transport: Optional[str] = None  # DMLC_ENABLE_RDMA: zmq or ibverbs; None leaves the environment's
     scheduler: str = "auto"  # "no": somebody else starts it at host:port
-    timeout_ms: int = 10000  # for an answer; and for the others of a batch, once one has come
+    timeout_ms: int = 15000  # for an answer; and for the others of a batch, once one has come
     init_timeout_ms: int = 600000  # for all ranks to come, which load their weights meanwhile
     stop_timeout_ms: int = 10000
     environment: Dict[str, str] = field(default_factory=dict)  # variables of docs/env.md

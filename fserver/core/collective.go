@@ -3,7 +3,6 @@ package core
 // Communicators as Python uses them: what waits does so in the background, and is waited for in slices.
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -172,7 +171,7 @@ func (l *Comms) New(id int, ranks []int, limit time.Duration) (*Comm, *Task) {
 const noLimit = -1
 
 func (l *Comms) begin(id int, ranks []int, limit, making time.Duration) (*Comm, *Task) {
-	c := &Comm{of: l, id: id, limit: cmp.Or(limit, postoffice.DefaultTimeout)}
+	c := &Comm{of: l, id: id, limit: l.node.App().Limit(limit)}
 	c.made = newTask(making, func(ctx context.Context) (err error) {
 		if err = l.dropped(ctx, id); err == nil {
 			c.Comm, err = collective.New(ctx, l.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit, Look: true})

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -163,7 +164,7 @@ func TestComms(t *testing.T) {
 // TestCommLimits: a limit of 0 is the default one, a negative one is none; that of a task's making is its own.
 func TestCommLimits(t *testing.T) {
 	all := workerSessions(t, 2, nil)
-	for limit, want := range map[time.Duration]time.Duration{0: 10 * time.Second, time.Hour: time.Hour, -1: -1} {
+	for limit, want := range map[time.Duration]time.Duration{0: postoffice.DefaultTimeout, time.Hour: time.Hour, -1: -1} {
 		c, made := all[0].Comms().New(3, []int{0}, limit)
 		if err := pending(made); err != nil || c.limit != want {
 			t.Errorf("limit %d: %v, %s, want %s", limit, err, c.limit, want)

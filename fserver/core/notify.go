@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -46,7 +47,7 @@ type notice struct {
 
 // handlerLimit is how long a request that a stream waits for may take from its push_pull,
 // as in C++ StepMesh.
-const handlerLimit = 10 * time.Second
+const handlerLimit = postoffice.DefaultTimeout
 
 // waitSlice is how long the goroutine of a Notify waits at a time.
 const waitSlice = 50 * time.Millisecond

@@ -86,7 +86,7 @@ var haveGPUs = sync.OnceValue(func() error {
 func sf_map_pinned(t *C.sf_tensor, device C.int64_t, e *C.sf_error) C.int {
 	s, err := signaller(int(device))
 	if err == nil && (t.device_type != C.SF_CPU || t.nbytes == 0) {
-		err = fmt.Errorf("map_pinned_tensor: %w: %d bytes on device type %d, want a tensor in pinned host memory", van.ErrInvalid, t.nbytes, t.device_type)
+		err = fmt.Errorf("map_pinned_tensor: %w: %d bytes on %s, want a tensor in pinned host memory", van.ErrInvalid, t.nbytes, backend.DeviceType(t.device_type))
 	}
 	var m backend.Mem
 	if err == nil {

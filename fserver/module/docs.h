@@ -136,7 +136,7 @@
 	"close() do; Error (started already: wait() first; closed; stopped), ValueError (more rows than\n" \
 	"a tensor has: names it)."
 #define DOC_EXCHANGE_WAIT \
-	"wait($self, /, timeout_ms=10000)\n--\n\n" \
+	"wait($self, /, timeout_ms=15000)\n--\n\n" \
 	"Wait until all servers have answered the round; then start() may be called again, also\n" \
 	"after an error.\n" \
 	"\n" \
@@ -158,7 +158,7 @@
 	"exchange does the same. Raises as check() does; it is closed then, too."
 
 #define DOC_PREPARE_STREAMS \
-	"prepare_streams($module, /, push_tensors, push_keys, pull_tensors, pull_keys, *, peers=None, timeout_ms=10000, round_timeout_ms=10000, host=False)\n--\n\n" \
+	"prepare_streams($module, /, push_tensors, push_keys, pull_tensors, pull_keys, *, peers=None, timeout_ms=15000, round_timeout_ms=15000, host=False)\n--\n\n" \
 	"Worker and server: an exchange that the streams of their GPUs make by themselves, on one\n" \
 	"host: no CPU and no kernel on the way. Both ends prepare it, and queue it or capture it\n" \
 	"into graphs as often as wanted.\n" \
@@ -216,7 +216,7 @@
 	"closed then, too. What was captured keeps its tensors."
 
 #define DOC_WAIT \
-	"wait($module, /, handler, timeout_ms=10000)\n--\n\n" \
+	"wait($module, /, handler, timeout_ms=15000)\n--\n\n" \
 	"Worker: wait until all servers have answered the request.\n" \
 	"\n" \
 	"handler: what push_pull() returned, or an Operation, see its wait(): timeout_ms is\n" \
@@ -454,7 +454,7 @@
 	"stream_wait_event($self, handler, /)\n--\n\n" \
 	"Worker: let the current stream wait until the request is answered; return at once.\n" \
 	"\n" \
-	"handler: what push_pull() returned. The limit is 10 s from push_pull(); then, as after\n" \
+	"handler: what push_pull() returned. The limit is 15 s from push_pull(); then, as after\n" \
 	"    any error, the stream goes on, and wait_event_done() raises.\n" \
 	"\n" \
 	"Raises Error (wait_event_done() was not called since the last one; not a worker)."
@@ -535,8 +535,8 @@
 	"    group.\n" \
 	"id: 1 to 4095, tells the communicators of a process apart. The functions of the module,\n" \
 	"    all_gather() and so on, use one of the group with 0. The first call of one makes that,\n" \
-	"    and waits for the others' up to 10 s.\n" \
-	"timeout_ms: limit of making it, and of each call, counted from the call; None means 10 s.\n" \
+	"    and waits for the others' up to 15 s.\n" \
+	"timeout_ms: limit of making it, and of each call, counted from the call; None means 15 s.\n" \
 	"\n" \
 	"What goes wrong among ranks ends the communicator on all of them: one that is lost or late,\n" \
 	"or calls that differ. rebuild(), which all ranks call, begins anew; a process in the place\n" \

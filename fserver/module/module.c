@@ -113,7 +113,7 @@ static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
 static PyObject *py_wait(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"handler", "timeout_ms", NULL};
   PyObject *a[2] = {NULL}; // the arguments
-  int64_t h, ms = 10000;
+  int64_t h, ms = 15000;
   (void)self;
   if (!sf_by_position(args, kw, 1, 2, a) && !PyArg_ParseTupleAndKeywords(args, kw, "O|O:wait", names, &a[0], &a[1])) return NULL;
   if (operation_check(a[0])) return operation_wait_for(a[0], a[1]);

@@ -95,7 +95,7 @@ static PyObject *exchange_wait(PyObject *o, PyObject *args, PyObject *kw) {
   exchange_object *x = (exchange_object *)o;
   PyObject *timeout = NULL;
   uint64_t stream = SF_COMPLETE;
-  int64_t ms = 10000;
+  int64_t ms = 15000;
   if (!sf_by_position(args, kw, 0, 1, &timeout) && !PyArg_ParseTupleAndKeywords(args, kw, "|O:wait", names, &timeout)) return NULL;
   if (sf_enter() < 0 || (timeout != NULL && sf_timeout_arg(timeout, &ms) < 0)) return NULL;
   if (ms < 0) ms = NO_LIMIT_MS;

@@ -24,7 +24,7 @@ PyObject *sf_py_prepare_streams(PyObject *self, PyObject *args, PyObject *kw) {
   request r;
   sf_error e = {0, NULL};
   uint64_t at = 0, task = 0;
-  int64_t timeout = 10000, round = 10000;
+  int64_t timeout = 15000, round = 15000;
   int host = 0;
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "OOOO|$OOOO:prepare_streams", names, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7])) return NULL;

@@ -17,6 +17,12 @@
 static int cuda;
 #define NO_CUDA "want cpu: this build has no CUDA; build with \"make af USE_CUDA=1\", see docs/gpu.md"
 
+// DLPack's device types and type codes, for errors.
+static const char *const DEVICES[] = {"none",   "cpu",   "cuda", "cuda_host", "opencl",      "none",    "none",  "vulkan", "metal",
+                                      "vpi",    "rocm",  "rocm_host", "ext_dev", "cuda_managed", "oneapi", "webgpu", "hexagon", "maia"};
+static const char *const TYPES[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+#define NAME(names, i) ((size_t)(i) < sizeof names / sizeof *names ? names[i] : "unknown")
+
 // Names that are looked up for every tensor.
 static PyObject *s_contiguous, *s_device, *s_type, *s_data_ptr, *s_dtype, *s_shape, *s_dlpack, *s_interface, *s_is_conj, *s_is_neg, *s_index,
     *s_dlpack_device, *s_is_cpu;
@@ -336,15 +342,16 @@ static int dlpack_in(PyObject *o, sf_tensor *t, label *name) {
     goto fail;
   }
   if (!gpu && on != DL_CPU && on != DL_CUDA_HOST) {
-    PyErr_Format(sf_error_value, "%s is on DLPack device type %d, want 1 (cpu) or 2 (cuda): this build has no backend for it", named(name), (int)on);
+    PyErr_Format(sf_error_value, "%s is on DLPack device type %d (%s), want 1 (cpu) or 2 (cuda): this build has no backend for it", named(name),
+                 (int)on, NAME(DEVICES, on));
     goto fail;
   }
   t->device_type = gpu ? SF_GPU : SF_CPU;
   t->device_id = gpu ? m->t.device.device_id : 0;
   t->dtype = sf_code_of(m->t.dtype);
   if (t->dtype < 0) {
-    PyErr_Format(sf_error_value, "%s has DLPack type code %d with %d bits and %d lanes, which is not supported", named(name),
-                 (int)m->t.dtype.code, (int)m->t.dtype.bits, (int)m->t.dtype.lanes);
+    PyErr_Format(sf_error_value, "%s has DLPack type code %d (%s) with %d bits and %d lanes, which is not supported", named(name),
+                 (int)m->t.dtype.code, NAME(TYPES, m->t.dtype.code), (int)m->t.dtype.bits, (int)m->t.dtype.lanes);
     goto fail;
   }
   if (m->t.ndim < 0 || (m->t.ndim > 0 && m->t.shape == NULL)) {

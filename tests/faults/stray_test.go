@@ -163,10 +163,10 @@ func TestStrayRequests(t *testing.T) {
 		change func(m *van.Message)
 		text   string
 	}{
-		{func(m *van.Message) { m.Head = van.BatchMiddle }, "batch flag 2 at timestamp 50 continues none of the 0 open batches"},
-		{func(m *van.Message) { m.Head = van.BatchEnd }, "batch flag 3 at timestamp 50"},
-		{func(m *van.Message) { m.Head = 7 }, "batch flag 7, want 0 to 3"},
-		{func(m *van.Message) { m.Head = -1 }, "batch flag -1, want 0 to 3"},
+		{func(m *van.Message) { m.Head = van.BatchMiddle }, "the middle of a batch, at timestamp 50, continues none of the 0 open batches"},
+		{func(m *van.Message) { m.Head = van.BatchEnd }, "the end of a batch, at timestamp 50,"},
+		{func(m *van.Message) { m.Head = 7 }, "batch flag 7, want 0 (single), 1 (start), 2 (middle) or 3 (end)"},
+		{func(m *van.Message) { m.Head = -1 }, "batch flag -1, want 0 (single)"},
 		{func(m *van.Message) { m.Keys = m.Keys.Sub(0, 7) }, "7 key bytes, want 2 and 8"},
 		{func(m *van.Message) { m.Frames = 0 }, "0 data frames"},
 		{func(m *van.Message) { m.SimpleApp = true }, "tensor request"},

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
@@ -130,21 +131,29 @@ func TestWorkerStopped(t *testing.T) {
 	}
 }
 
-// TestServerStopped: so does a server.
+// usual is a load whose calls have the default limit.
+var usual = []plan.Load{{Nodes: "workers", Every: ms, Size: 3000, Limit: plan.Duration(postoffice.DefaultTimeout)}}
+
+// TestServerStopped: so does a server. A call with the default limit ends because the server is lost, not because its time
+// is up.
 func TestServerStopped(t *testing.T) {
 	for _, s := range settings {
 		t.Run(s.name, func(t *testing.T) {
 			t.Parallel()
 			timed(t, func(t *testing.T, leg real.Leg, a *attempt) {
-				c := start(t, real.Options{Servers: 2, Leg: leg, Env: s.env, Loads: patient})
+				c := start(t, real.Options{Servers: 2, Leg: leg, Env: s.env, Loads: usual})
 				try(t, c.Works(20, soon))
 				w, victim := c.Get("worker", 0), c.Get("server", 1)
 				stopped, m := time.Now(), real.WatchMachine(t.Context())
 				try(t, victim.Stop())
 				try(t, w.Await(40*time.Second, "a call fails", func(s real.State) bool { return s.Stats.Failed > 0 }))
 				a.within(t, m, stopped, s.limit, "the call")
-				if text := w.State().Stats.Last; !strings.Contains(text, "server 1 (id 10)") {
+				text := w.State().Stats.Last
+				if !strings.Contains(text, "server 1 (id 10)") {
 					t.Errorf("the error does not name server 1: %s", text)
+				}
+				if strings.Contains(text, van.ErrTimeout.Error()) && m.Late(stopped) < starved {
+					t.Errorf("the error is not that the server is lost: %s", text)
 				}
 				joins(t, c, "server", 1)
 				try(t, c.Works(20, soon))

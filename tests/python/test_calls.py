@@ -10,7 +10,7 @@ CALLS = {
     "init": "(*, timeout_ms=None)",
     "stop": "(*, timeout_ms=None)",
     "push_pull": "(push_tensors, push_keys, pull_tensors, pull_keys, need_event=True, *, servers=None)",
-    "wait": "(handler, timeout_ms=10000)",
+    "wait": "(handler, timeout_ms=15000)",
     "get_all_handlers": "(handler, /)",
     "fetch_trace": "(handler, /)",
     "get_nanosecond": "()",

@@ -284,7 +284,7 @@ connectors = t.plugin()
 cls = connectors.AFDConnectorFactory.get_connector_class("StepMeshAFDConnector")
 info = cls.parse_extra_config({"transport": "ibverbs", "timeout_ms": 5})
 assert (info.transport, info.timeout_ms, info.scheduler) == ("ibverbs", 5, "auto") and info.to_mapping()["timeout_ms"] == 5
-assert cls.parse_extra_config(None).timeout_ms == 10000
+assert cls.parse_extra_config(None).timeout_ms == 15000
 for raw, kind, word in (({"timeout": 1}, ValueError, "'timeout'.*knows transport"), ({"timeout_ms": 0}, ValueError, "timeout_ms is 0"),
                         ({"stop_timeout_ms": "1"}, ValueError, "stop_timeout_ms is '1'"), ([1], TypeError, "list, want a mapping")):
     with pytest.raises(kind, match=word):

@@ -117,7 +117,7 @@ func (d *device) postError(errno C.int, w *SendWR) error {
 	case C.SV_ESTALE:
 		return ErrClosed
 	}
-	return failure(errno, "post", d.name, fmt.Sprintf("work request %d on queue pair %#x (opcode %d, %d bytes, flags %d)",
+	return failure(errno, "post", d.name, fmt.Sprintf("work request %d on queue pair %#x (%s, %d bytes, flags %#x)",
 		w.ID, w.QP, w.Op, w.Len, w.Flags))
 }
 

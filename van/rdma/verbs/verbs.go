@@ -270,6 +270,14 @@ const (
 	OpWriteImm
 )
 
+// String returns the name of the opcode.
+func (o Opcode) String() string {
+	if o >= OpSendImm && o <= OpWriteImm {
+		return [...]string{OpSendImm: "SEND_WITH_IMM", OpWrite: "RDMA_WRITE", OpWriteImm: "RDMA_WRITE_WITH_IMM"}[o]
+	}
+	return fmt.Sprintf("opcode %d", uint32(o))
+}
+
 // Flags of a work request.
 const (
 	Signaled uint32 = 1 << iota // gives a completion; failures always do
