@@ -51,7 +51,8 @@ func LoadConfigFrom(lookup func(name string) (string, bool), names func() []stri
 type Options struct {
 	Config *Config // required
 
-	// Log receives the node's log; nil means standard error at the level of PS_VERBOSE.
+	// Log receives the node's log; nil means standard error at the level of PS_VERBOSE. Each line has the attributes role,
+	// rank and id, and gpu if STEPMESH_GPU is set; rank and id are "-" until they are known.
 	Log *slog.Logger
 
 	// Van makes the transport; nil means the one that Config.VanType names.
@@ -179,7 +180,11 @@ func newNode(o Options) (*Node, error) {
 	n.id.Store(van.Empty)
 	n.setName(role.String())
 	base := cmp.Or(o.Log, logx.New(logx.Stderr, cfg))
-	n.log = logx.With(base, slog.Any(logx.Rank, knownID{&n.identity, true}), slog.Any(logx.ID, knownID{&n.identity, false}))
+	who := []slog.Attr{slog.String(logx.Role, role.String()), slog.Any(logx.Rank, knownID{&n.identity, true}), slog.Any(logx.ID, knownID{&n.identity, false})}
+	if cfg.Origin("STEPMESH_GPU") != "default" {
+		who = append(who, slog.Int(logx.GPU, cfg.GPU))
+	}
+	n.log = logx.With(base, who...)
 	n.debug = n.log.Enabled(context.Background(), slog.LevelDebug)
 	for _, w := range cfg.Warnings {
 		n.log.Warn(w)
