@@ -96,6 +96,10 @@ func (c *call[V]) cut(vals int) error {
 	} else {
 		sliceByRange(c.keys, w.ranges, c.cuts)
 	}
+	if s := w.skew.note(c.cuts); s >= 0 {
+		w.node.Log().Warn("one server owns all keys of the first requests; kv.SpreadKey makes keys that spread over the servers",
+			"server", van.NodeName(w.servers[s]), "requests", skewRequests, "servers", n, "a key", c.keys[0])
+	}
 	var err error
 	if c.order, err = checkSlices(c.cuts, len(c.keys), c.order); err != nil {
 		return err

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 
 	"github.com/stepaf/stepaf-go/kv"
@@ -37,7 +38,8 @@ func Example() {
 	})
 	n := node("worker")
 	w, _ := kv.NewWorker[float32](n, kv.WorkerOptions{})
-	keys := []kv.Key{1, 3, kv.MaxKey}
+	keys := []kv.Key{kv.SpreadKey(0), kv.SpreadKey(1), kv.SpreadKey(2)} // without SpreadKey all small keys are the first server's
+	slices.Sort(keys)
 	for range 2 {
 		ts, _ := w.Push(keys, []float32{1, 10, 100})
 		if err := ts.Wait(ctx); err != nil {

@@ -76,3 +76,30 @@ func TestEveryLineSaysWho(t *testing.T) {
 		}
 	})
 }
+
+// TestSkewIsSaid: a worker whose keys all belong to one of two servers says so in one line; one whose keys are spread does not.
+func TestSkewIsSaid(t *testing.T) {
+	for _, spread := range []bool{false, true} {
+		l := &lines{}
+		c := testcluster.Start(t, testcluster.Options{Servers: 2, Log: slog.New(slog.NewJSONHandler(l, nil))})
+		var sums kv.SummingHandler[float32]
+		for _, n := range c.Servers {
+			serve(t, n, sums.Handle)
+		}
+		w := newWorker[float32](t, c.Workers[0])
+		for i := range 1100 {
+			key := kv.Key(i % 64)
+			if spread {
+				key = kv.SpreadKey(key)
+			}
+			do(t, w)(w.Push([]kv.Key{key}, []float32{1}))
+		}
+		want := 1
+		if spread {
+			want = 0
+		}
+		if n := strings.Count(strings.Join(l.all(), "\n"), "one server owns all keys of the first requests"); n != want {
+			t.Errorf("spread %t: said %d times, want %d", spread, n, want)
+		}
+	}
+}

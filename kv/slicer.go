@@ -3,6 +3,7 @@ package kv
 import (
 	"fmt"
 	"slices"
+	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
@@ -16,6 +17,43 @@ type Slice struct{ Begin, End int }
 // key must be in exactly one slice; servers with an empty one get no message.
 // A slicer may run on several goroutines at once and must not keep its arguments.
 type Slicer func(keys []Key, ranges []postoffice.KeyRange, out []Slice)
+
+// SpreadKey is a key for k whose server is any with the same probability. The servers own ranges of keys: without it all
+// small numbers, such as 0, 1, 2, belong to the first server. Different numbers have different keys, and
+// SpreadKey(0) is 0; all nodes must use it, or none. A request's keys must ascend after SpreadKey: slices.Sort.
+func SpreadKey(k uint64) Key {
+	// The finalizer of SplitMix64: each step can be undone, so no two numbers get one key.
+	k = (k ^ k>>30) * 0xbf58476d1ce4e5b9
+	k = (k ^ k>>27) * 0x94d049bb133111eb
+	return k ^ k>>31
+}
+
+// skew finds out whether one server owns all keys of a worker's first requests.
+type skew struct {
+	left atomic.Int32 // requests to look at
+	only atomic.Int64 // 1 + the server that had all keys so far, -1 if there are several
+}
+
+// skewRequests is how many requests of a worker are looked at.
+const skewRequests = 1000
+
+// note looks at the cuts of one request, and returns the server that had all keys of all requests when
+// the last one was looked at, else -1.
+func (s *skew) note(cuts []Slice) int {
+	if s.left.Load() <= 0 || s.only.Load() < 0 {
+		return -1
+	}
+	for i, c := range cuts {
+		if c.Begin < c.End && !s.only.CompareAndSwap(0, int64(i+1)) && s.only.Load() != int64(i+1) {
+			s.only.Store(-1)
+			return -1
+		}
+	}
+	if s.left.Add(-1) != 0 {
+		return -1
+	}
+	return int(s.only.Load()) - 1
+}
 
 // sliceByRange gives every server the keys of its range.
 func sliceByRange(keys []Key, ranges []postoffice.KeyRange, out []Slice) {

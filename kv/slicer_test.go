@@ -1,6 +1,7 @@
 package kv
 
 import (
+	"errors"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -53,6 +54,65 @@ func TestSliceByRange(t *testing.T) {
 		}
 		if _, err := checkSlices(got, len(keys), nil); err != nil {
 			t.Fatal(err)
+		}
+	}
+}
+
+// TestSpreadKey: small numbers, and those of tensors laid out one after another, spread over all servers; no two have one key.
+func TestSpreadKey(t *testing.T) {
+	for _, servers := range []int{2, 3, 4, 8} {
+		for _, step := range []uint64{1, 2, 64, 1 << 20, 1 << 32, MaxKey / 1024} {
+			keys := make([]Key, 1000)
+			for i := range keys {
+				keys[i] = SpreadKey(uint64(i) * step)
+			}
+			slices.Sort(keys)
+			if err := checkKeys(errors.New("twice"), keys); err != nil {
+				t.Fatalf("step %d: %v", step, err)
+			}
+			cuts := make([]Slice, servers)
+			sliceByRange(keys, rangesOf(servers), cuts)
+			for s, c := range cuts {
+				if n, fair := c.End-c.Begin, len(keys)/servers; n < fair*7/10 || n > fair*13/10 {
+					t.Errorf("step %d: server %d of %d has %d of %d keys", step, s, servers, n, len(keys))
+				}
+			}
+		}
+	}
+}
+
+// TestSkew: one server that has all keys of the first requests is found, once.
+func TestSkew(t *testing.T) {
+	one, other, both := []Slice{{}, {0, 3}}, []Slice{{0, 3}, {}}, []Slice{{0, 1}, {1, 3}}
+	for name, x := range map[string]struct {
+		at   map[int][]Slice // other cuts than one, by request
+		want int
+	}{
+		"one": {nil, 1}, "both": {map[int][]Slice{7: both}, -1}, "another": {map[int][]Slice{skewRequests - 1: other}, -1}, "later": {map[int][]Slice{skewRequests: other}, 1},
+	} {
+		var s skew
+		s.left.Store(skewRequests)
+		found := -1
+		for i := range 3 * skewRequests {
+			cuts := x.at[i]
+			if cuts == nil {
+				cuts = one
+			}
+			if got := s.note(cuts); got >= 0 {
+				if found >= 0 || i != skewRequests-1 {
+					t.Errorf("%s: found at request %d", name, i)
+				}
+				found = got
+			}
+		}
+		if found != x.want {
+			t.Errorf("%s: server %d, want %d", name, found, x.want)
+		}
+	}
+	var single skew // of a cluster with one server
+	for range 2 * skewRequests {
+		if single.note(one) >= 0 {
+			t.Fatal("found with one server")
 		}
 	}
 }

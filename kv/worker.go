@@ -38,6 +38,7 @@ type Worker[V Value] struct {
 	ranges   []postoffice.KeyRange
 	calls    sync.Pool // of *call[V]
 	copies   sync.Pool // of *copied[V]
+	skew     skew
 }
 
 // NewWorker makes a worker on node, which must have the worker role. Call it after
@@ -58,6 +59,9 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 	}
 	c.KeepTraces()
 	w.customer = c
+	if len(w.servers) > 1 {
+		w.skew.left.Store(skewRequests)
+	}
 	w.simple.begin(c)
 	return w, nil
 }

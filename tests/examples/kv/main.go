@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"log"
+	"slices"
 
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -27,7 +28,9 @@ func main() {
 	case van.Worker:
 		worker, err := kv.NewWorker[float32](node, kv.WorkerOptions{})
 		check(err)
-		keys := []kv.Key{1, 3, kv.MaxKey} // ascending; cut by the servers' key ranges
+		// Each server owns a range of keys: small numbers by themselves would all be the first server's.
+		keys := []kv.Key{kv.SpreadKey(0), kv.SpreadKey(1), kv.SpreadKey(2)}
+		slices.Sort(keys) // a request's keys ascend
 		push, err := worker.Push(keys, []float32{1, 2, 3})
 		check(err)
 		check(push.Wait(ctx))
