@@ -151,7 +151,8 @@ func (r *outRing) turn(off, size, peer int) bool {
 	if taken < 0 {
 		return false // it has not reached the start yet
 	}
-	if taken < size && r.file.grow(min(end(off, size), segmentLen), peer) {
+	// A stream is faster through a long ring: its sender need not wait for the receiver to turn round.
+	if (taken < size || size > maxChunk) && r.file.grow(min(end(off, size), segmentLen), peer) {
 		return true
 	}
 	if off == 0 || end(0, size) > r.file.have {
