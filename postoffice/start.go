@@ -88,6 +88,9 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 	began := now()
 	n, err := newNode(o)
 	if err != nil {
+		if _, limit := errors.AsType[*limits.Error](err); limit || !errors.Is(err, van.ErrInvalid) { // a wrong configuration may be that of another cluster
+			sayEnded(ctx, o, err)
+		}
 		return nil, err
 	}
 	if err := n.join(ctx); err != nil {
@@ -242,6 +245,7 @@ func (n *Node) assemble() {
 func (n *Node) join(ctx context.Context) error {
 	scheduler, notFound := schedulerRecord(ctx, n.cfg)
 	if err := n.bind(ctx, scheduler); err != nil {
+		sayEnded(ctx, Options{Config: n.cfg}, err)
 		return err
 	}
 	interval, silence := n.cfg.Heartbeats()

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
@@ -191,6 +192,20 @@ func (s *joins) lost(temp int, cause error) {
 		}
 	}
 }
+
+// maxEnded bounds the text of a process that says why it ends.
+const maxEnded = 500
+
+// ended notes what a process has said that ends before it has registered.
+func (s *joins) ended(text string) {
+	text = strings.ToValidUTF8(text[:min(len(text), maxEnded)], "")
+	remember(&s.vanished, text)
+	s.out.emit(Warning{Text: "a node has ended before it registered: " + text})
+}
+
+// Ended is the body of a message to the scheduler from a process that ends before it has registered: which node it is, and
+// why.
+func Ended(text string) []byte { return notice{verb: verbEnded, text: text}.body() }
 
 // reappeared takes a node off those that are reported to have vanished.
 func (s *joins) reappeared(j *join) {

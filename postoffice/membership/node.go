@@ -243,7 +243,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	switch what.verb {
 	case verbPolicies:
 		return n.policies.take(from, msg, what)
-	case verbWithdraw, verbWaits, verbReleased, verbRegistered:
+	case verbWithdraw, verbWaits, verbReleased, verbRegistered, verbEnded:
 		return n.table.bad(from, msg, "body", what.verb, "a notice for others than the scheduler")
 	case verbError:
 		n.calls.end(n.table.refused("join the cluster", what.text))

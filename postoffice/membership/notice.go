@@ -41,6 +41,7 @@ const (
 	verbRegistered = "registered"
 	// registered <incarnation> <host:port>: to the scheduler, of a process that waits to be a node
 	verbRegister = "register" // to that process: the scheduler does not know it, it is to register again
+	verbEnded    = "ended"    // <text>: to the scheduler, of a process that ends before it has registered: which node, and why
 	verbAsk      = "ask"      // <incarnation> <host:port> <question>: to the scheduler, of a process that is no node
 	verbAnswer   = "answer"   // <number> <text>: to that process
 )
@@ -111,7 +112,7 @@ func parseNotice(body []byte) (notice, error) {
 	}
 	n.verb = word()
 	switch n.verb {
-	case verbError, verbWaiting, verbPolicies, verbHave, verbRegistered, verbAsk, verbAnswer:
+	case verbError, verbWaiting, verbPolicies, verbHave, verbRegistered, verbEnded, verbAsk, verbAnswer:
 		n.text = rest
 		if n.text == "" {
 			return bad("body "+n.verb, `""`, "a text")

@@ -286,6 +286,9 @@ func (s *scheduler) notice(now time.Duration, from int, msg *van.Meta) error {
 		return nil
 	case verbRegistered:
 		return s.registered(now, from, msg, n)
+	case verbEnded:
+		s.joins.ended(n.text)
+		return nil
 	case verbAsk:
 		return s.policies.ask(now, from, msg, n, s.report)
 	case verbWithdraw:

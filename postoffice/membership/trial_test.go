@@ -236,6 +236,25 @@ func TestHeardNodeIsNotTried(t *testing.T) {
 	}
 }
 
+// TestEnded: why a process has ended is in the reports, once, and bounded.
+func TestEnded(t *testing.T) {
+	s := trying(t, van.Scheduler, 1, 1)
+	for i := range 3 * maxRefusals {
+		meta := controlAt(0, van.Heartbeat)
+		meta.Body = Ended(fmt.Sprintf("worker of rank %d on h: %s", i/2, strings.Repeat("too few files ", 100)))
+		if err := s.Step(0, van.Empty, &meta); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := s.Report(0)
+	if n := len(r.Vanished); n != maxRefusals || !strings.HasPrefix(r.Vanished[n-1], "worker of rank 23 on h: too few files") {
+		t.Errorf("the report has %d that ended: %q", n, r.Vanished)
+	}
+	if n := len(r.String()); n > 2*maxRefusals*maxEnded {
+		t.Errorf("the report has %d bytes", n)
+	}
+}
+
 // TestSchedulerUnreached: what keeps a node from its scheduler is named within 5 s; while the scheduler may only be late
 // nothing is said.
 func TestSchedulerUnreached(t *testing.T) {
