@@ -14,18 +14,6 @@ import (
 // PS_HEARTBEAT_TIMEOUT asks for longer silences, the limit is that much longer, see App.Limit.
 const DefaultTimeout = 15 * time.Second
 
-// lossMargin is for what follows when a heartbeat is missed: a connection ends, the layers above hear of it.
-const lossMargin = 3 * time.Second
-
-// lossNoticed is how long after it stopped a process is found lost at the latest, 0 if heartbeats are off.
-func (n *identity) lossNoticed() time.Duration {
-	interval, silence := n.cfg.Heartbeats()
-	if interval <= 0 || silence <= 0 {
-		return 0
-	}
-	return silence + interval + lossMargin
-}
-
 // Limit is limit, or the default if it is 0: DefaultTimeout, or longer where a loss is noticed later than that.
 func (a App) Limit(limit time.Duration) time.Duration {
 	return cmp.Or(limit, max(DefaultTimeout, a.lossNoticed()))

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
@@ -116,4 +117,16 @@ func (k knownID) LogValue() slog.Value {
 	default:
 		return slog.IntValue(id)
 	}
+}
+
+// lossMargin is for what follows when a heartbeat is missed: a connection ends, the layers above hear of it.
+const lossMargin = 3 * time.Second
+
+// lossNoticed is how long after it stopped a process is found lost at the latest, 0 if heartbeats are off.
+func (n *identity) lossNoticed() time.Duration {
+	interval, silence := n.cfg.Heartbeats()
+	if interval <= 0 || silence <= 0 {
+		return 0
+	}
+	return silence + interval + lossMargin
 }
