@@ -41,9 +41,11 @@ func (n *Node) carryOut(o membership.Output) {
 			n.log.Error("rename failed", "peer", n.peerName(o.New), "err", err)
 		}
 	case membership.Try:
-		go n.try(o.Node)
+		go n.trials.try(o.Node, n.self.Hostname, func(from string, err error) {
+			n.step(func(t time.Duration) { n.machine.Tried(t, &o.Node, from, err) })
+		})
 	case membership.Reply:
-		n.reply(o)
+		n.trials.reply(o, int(n.id.Load()))
 	case membership.SetID:
 		n.van.SetID(o.ID)
 	case membership.Assigned:

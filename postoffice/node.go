@@ -31,8 +31,8 @@ type Node struct {
 	van      van.Van      // of stack
 	recaller van.Recaller // nil when the van reads no memory later
 	device   device
-	self     van.Node      // this node's record
-	trials   chan struct{} // has an element for each trial under way
+	self     van.Node // this node's record
+	trials   trials
 }
 
 // device is a node's, and whether the node closes it.

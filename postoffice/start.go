@@ -263,7 +263,7 @@ func (n *Node) join(ctx context.Context) error {
 		return err
 	}
 	n.machine = m
-	n.trials = make(chan struct{}, maxTrials)
+	n.trials = newTrials(n)
 	if w, ok := van.As[van.PeerWatcher](n.van); ok {
 		w.WatchPeers(n.peerChanged)
 	}

@@ -4,6 +4,7 @@ package postoffice
 
 import (
 	"context"
+	"log/slog"
 	"net/netip"
 	"time"
 
@@ -17,50 +18,62 @@ const (
 	maxTrials = 32                      // at a time
 )
 
-// try tries the address of a node, and tells the machine.
-func (n *Node) try(other van.Node) {
-	p, ok := van.As[van.Prober](n.van)
-	if !ok {
+// trials are the attempts of a node to reach addresses of others, and its replies to processes that have no id yet. A van
+// that is no van.Prober does neither.
+type trials struct {
+	van   van.Prober
+	log   *slog.Logger
+	stop  <-chan struct{} // closed when the node leaves
+	slots chan struct{}   // has an element for each trial under way
+}
+
+func newTrials(n *Node) trials {
+	p, _ := van.As[van.Prober](n.van)
+	return trials{van: p, log: n.log, stop: n.stop, slots: make(chan struct{}, maxTrials)}
+}
+
+// try tries the address of a node and calls tried with the result and the address of this host, own by default,
+// from which it was tried. It does not call tried if the node leaves meanwhile.
+func (t *trials) try(other van.Node, own string, tried func(from string, err error)) {
+	if t.van == nil {
+		return
+	}
+	select {
+	case t.slots <- struct{}{}:
+		defer func() { <-t.slots }()
+	case <-t.stop:
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), trialTime)
 	defer cancel()
-	select {
-	case n.trials <- struct{}{}:
-		defer func() { <-n.trials }()
-	case <-n.stop:
-		return
-	}
 	go func() {
 		select {
-		case <-n.stop:
+		case <-t.stop:
 			cancel()
 		case <-ctx.Done():
 		}
 	}()
-	err := p.Probe(ctx, other)
+	err := t.van.Probe(ctx, other)
 	select {
-	case <-n.stop:
+	case <-t.stop:
 		return
 	default:
 	}
-	from := n.self.Hostname
 	if to, err := netip.ParseAddr(other.Hostname); err == nil {
 		if addr, _, ok := hostaddr.This().Toward(to); ok && !addr.IsLoopback() {
-			from = addr.String()
+			own = addr.String()
 		}
 	}
-	n.step(func(t time.Duration) { n.machine.Tried(t, &other, from, err) })
+	tried(own, err)
 }
 
-// reply sends what the machine says to a process that has no id yet.
-func (n *Node) reply(o membership.Reply) {
-	p, ok := van.As[van.Prober](n.van)
-	if !ok {
+// reply sends what the machine says to a process that has no id yet. sender is this node's id.
+func (t *trials) reply(o membership.Reply, sender int) {
+	if t.van == nil {
 		return
 	}
-	msg := &van.Message{Meta: o.Meta, Sender: int(n.id.Load()), Receiver: van.Empty}
-	if err := p.Reply(o.Incarnation, msg); err != nil {
-		n.log.Debug("no reply to a process that has registered", "err", err) // it has gone, or its connection has
+	msg := &van.Message{Meta: o.Meta, Sender: sender, Receiver: van.Empty}
+	if err := t.van.Reply(o.Incarnation, msg); err != nil {
+		t.log.Debug("no reply to a process that has registered", "err", err) // it has gone, or its connection has
 	}
 }

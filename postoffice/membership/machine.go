@@ -76,7 +76,7 @@ func New(cfg Config) (*Machine, error) {
 	b := base{cfg: &cfg, life: &life{}, table: newTable(&cfg)}
 	b.out = &sender{table: b.table, conns: map[int]bool{}, first: map[int]bool{}}
 	b.alive = &liveness{cfg: b.cfg, life: b.life, table: b.table, out: b.out, peers: map[int]*health{}}
-	m := &Machine{cfg: b.cfg, life: b.life, table: b.table, sender: b.out, liveness: b.alive, tickets: &tickets{base: b, held: map[int]loss{}}}
+	m := &Machine{cfg: b.cfg, life: b.life, table: b.table, sender: b.out, liveness: b.alive, tickets: &tickets{base: b, held: losses{}}}
 	if cfg.Role == van.Scheduler {
 		m.sched = newScheduler(b, m.tickets)
 		m.role = m.sched

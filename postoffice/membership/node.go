@@ -326,7 +326,9 @@ func (n *node) lost(now time.Duration, id int, cause error) {
 	}
 	err, quiet := n.alive.broke(now, id, cause)
 	if n.calls.finalizing() {
-		n.calls.hold(now, id, err)
+		if !n.alive.isDown(id) {
+			n.calls.held.add(now, id, err)
+		}
 		return
 	}
 	if quiet {
@@ -344,7 +346,7 @@ func (n *node) back(now time.Duration, id int) {
 		}
 		return
 	}
-	held := n.calls.letGo(id)
+	held := n.calls.held.remove(id)
 	h := n.alive.peers[id]
 	if h == nil {
 		return
@@ -365,7 +367,7 @@ func (n *node) tick(now time.Duration) {
 	n.calls.reportHeld(now)
 	n.calls.failWithoutScheduler(now)
 	n.calls.failWithoutWorkers(now)
-	n.calls.news(now, n.calls.awaits)
+	n.calls.news(now, func(t *ticket) string { return t.awaits(&n.base) })
 	if now >= n.beatDue() {
 		n.nextBeat = now + n.cfg.HeartbeatInterval
 		if n.life.rejoining {

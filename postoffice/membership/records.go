@@ -179,7 +179,7 @@ func (r *records) update(now time.Duration, n *van.Node) {
 	r.table.learn(n.ID, n)
 	delete(r.out.first, n.ID)
 	r.alive.begin(now, n.ID)
-	r.calls.letGo(n.ID)
+	r.calls.held.remove(n.ID)
 	r.relink(n.ID)
 	r.out.emit(PeerReplaced{n.ID, r.table.nodes[i]})
 }

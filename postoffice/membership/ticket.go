@@ -60,8 +60,11 @@ type tickets struct {
 	open      []*ticket // in the order of the calls
 	withdrawn []*ticket // given up; the scheduler is told not to count their requests
 	last      int
-	held      map[int]loss
+	held      losses
 }
+
+// losses are the connections, by peer, that were lost while a Finalize waits.
+type losses map[int]loss
 
 // loss is a connection that was lost while a Finalize waits: the peer may have died, or left in
 // order.
@@ -147,7 +150,7 @@ func (c *tickets) call(now time.Duration, t ticket) (int, error) {
 		t.group <= van.AllNodes && t.group&groupBit(c.table.self.Role) == 0:
 		return refuse("this node is not in it", van.ErrInvalid)
 	}
-	if c.alive.isDown(van.SchedulerID) && now >= c.alive.peers[van.SchedulerID].since+c.cfg.ReplaceTimeout && c.needsScheduler(&t) {
+	if c.alive.isDown(van.SchedulerID) && now >= c.alive.peers[van.SchedulerID].since+c.cfg.ReplaceTimeout && t.needsScheduler(&c.base) {
 		return 0, &van.Error{Op: t.name(), Node: c.table.name(), Peer: c.table.peer(van.SchedulerID),
 			Err: c.alive.peers[van.SchedulerID].cause}
 	}
@@ -363,24 +366,24 @@ func (c *tickets) reportHeld(now time.Duration) {
 	}
 }
 
-// hold keeps the loss of a peer until a Finalize has ended.
-func (c *tickets) hold(now time.Duration, id int, cause error) {
-	if _, known := c.held[id]; !known && !c.alive.isDown(id) {
-		c.held[id] = loss{cause, now}
+// add keeps the loss of a peer until a Finalize has ended.
+func (l losses) add(now time.Duration, id int, cause error) {
+	if _, known := l[id]; !known {
+		l[id] = loss{cause, now}
 	}
 }
 
-// letGo forgets a loss that is over, and tells whether there was one.
-func (c *tickets) letGo(id int) bool {
-	_, held := c.held[id]
-	delete(c.held, id)
-	return held
+// remove removes a loss that is over, and reports whether there was one.
+func (l losses) remove(id int) bool {
+	_, had := l[id]
+	delete(l, id)
+	return had
 }
 
 // peerDown and peerUp are markDown and markUp on workers and servers.
 func (c *tickets) peerDown(now time.Duration, id int, r reason, cause error) {
 	if c.alive.markDown(now, id, r, cause) {
-		c.letGo(id)
+		c.held.remove(id)
 		c.failWithoutScheduler(now)
 	}
 }
@@ -401,7 +404,7 @@ func (c *tickets) heard(now time.Duration, id int) {
 // has replaced: it may have released them for others. Those at the end of a program are
 // requested from the new one.
 func (c *tickets) newScheduler() {
-	c.letGo(van.SchedulerID)
+	c.held.remove(van.SchedulerID)
 	c.withdrawn = nil // the new process knows of no request
 	for _, t := range c.open {
 		if t.ending {
@@ -440,16 +443,16 @@ func (c *tickets) failWithoutScheduler(now time.Duration) {
 		return
 	}
 	for _, t := range c.open {
-		if c.needsScheduler(t) {
+		if t.needsScheduler(&c.base) {
 			c.withdraw(t)
 		}
 	}
-	c.fail(c.needsScheduler, van.Error{Peer: c.table.peer(van.SchedulerID), Err: c.alive.peers[van.SchedulerID].cause})
+	c.fail(func(t *ticket) bool { return t.needsScheduler(&c.base) }, van.Error{Peer: c.table.peer(van.SchedulerID), Err: c.alive.peers[van.SchedulerID].cause})
 }
 
 // schedulerDeadline is when barriers that wait for a lost scheduler fail.
 func (c *tickets) schedulerDeadline() time.Duration {
-	if c.alive.unreachable() && slices.ContainsFunc(c.open, c.needsScheduler) {
+	if c.alive.unreachable() && slices.ContainsFunc(c.open, func(t *ticket) bool { return t.needsScheduler(&c.base) }) {
 		return c.alive.peers[van.SchedulerID].since + c.cfg.ReplaceTimeout
 	}
 	return math.MaxInt64
@@ -464,23 +467,23 @@ func (c *tickets) failWithoutWorkers(now time.Duration) {
 			dead = append(dead, fmt.Sprintf("%s is dead: %s", c.table.peer(id), h.cause))
 		}
 	}
-	c.fail(func(t *ticket) bool { return now >= c.workersDeadline(t) }, van.Error{Limit: c.cfg.StopTimeout,
+	c.fail(func(t *ticket) bool { return now >= t.workersDeadline(&c.base) }, van.Error{Limit: c.cfg.StopTimeout,
 		Err: &lossError{text: "no worker is left, and the scheduler, one of C++ StepMesh, does not end the barrier: " + list(dead)}})
 }
 
 // workersDeadline is when failWithoutWorkers fails t.
-func (c *tickets) workersDeadline(t *ticket) time.Duration {
-	if !t.ending || c.table.self.Role != van.Server || c.cfg.StopTimeout <= 0 || c.table.native(van.SchedulerID) {
+func (t *ticket) workersDeadline(b *base) time.Duration {
+	if !t.ending || b.table.self.Role != van.Server || b.cfg.StopTimeout <= 0 || b.table.native(van.SchedulerID) {
 		return math.MaxInt64
 	}
 	from := t.since
-	for _, id := range c.table.Members(van.WorkerGroup) {
-		if !c.alive.isDown(id) {
+	for _, id := range b.table.Members(van.WorkerGroup) {
+		if !b.alive.isDown(id) {
 			return math.MaxInt64
 		}
-		from = max(from, c.alive.peers[id].since)
+		from = max(from, b.alive.peers[id].since)
 	}
-	return from + c.cfg.StopTimeout
+	return from + b.cfg.StopTimeout
 }
 
 // news has the log say whom the barriers at the end of a program wait for; who says it of one, "" if nothing is to be said.
@@ -502,29 +505,29 @@ func (c *tickets) news(now time.Duration, who func(*ticket) string) {
 }
 
 // awaits says what a worker or server knows of whom t waits for.
-func (c *tickets) awaits(t *ticket) string {
+func (t *ticket) awaits(b *base) string {
 	var text string
-	switch h := c.alive.peers[van.SchedulerID]; {
-	case c.alive.unreachable():
-		text = fmt.Sprintf("%s cannot be asked: %s", c.table.peer(van.SchedulerID), h.cause)
+	switch h := b.alive.peers[van.SchedulerID]; {
+	case b.alive.unreachable():
+		text = fmt.Sprintf("%s cannot be asked: %s", b.table.peer(van.SchedulerID), h.cause)
 	case t.missing != "":
 		text = t.missing
-	case c.table.native(van.SchedulerID):
+	case b.table.native(van.SchedulerID):
 		text = "the scheduler has not said whom it waits for"
 	default:
 		text = "the scheduler, one of C++ StepMesh, does not say whom it waits for"
 	}
-	for _, id := range c.table.ids() {
-		if h := c.alive.peers[id]; id != c.table.self.ID && h != nil && h.down != 0 {
-			text += fmt.Sprintf("; %s is dead: %s", c.table.peer(id), h.cause)
+	for _, id := range b.table.ids() {
+		if h := b.alive.peers[id]; id != b.table.self.ID && h != nil && h.down != 0 {
+			text += fmt.Sprintf("; %s is dead: %s", b.table.peer(id), h.cause)
 		}
 	}
 	return text
 }
 
-func (c *tickets) needsScheduler(t *ticket) bool {
-	return !t.ending || c.table.self.Role != van.Server ||
-		!slices.ContainsFunc(c.table.Members(van.WorkerGroup), func(id int) bool { return !c.alive.isDown(id) })
+func (t *ticket) needsScheduler(b *base) bool {
+	return !t.ending || b.table.self.Role != van.Server ||
+		!slices.ContainsFunc(b.table.Members(van.WorkerGroup), func(id int) bool { return !b.alive.isDown(id) })
 }
 
 func (c *tickets) next() time.Duration {
@@ -534,7 +537,7 @@ func (c *tickets) next() time.Duration {
 			next = min(next, t.deadline)
 		}
 		if t.ending {
-			next = min(next, t.nextNews, c.workersDeadline(t))
+			next = min(next, t.nextNews, t.workersDeadline(&c.base))
 		}
 	}
 	for _, l := range c.held {
