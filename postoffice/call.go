@@ -1,7 +1,6 @@
 package postoffice
 
 import (
-	"cmp"
 	"context"
 	"time"
 
@@ -16,7 +15,10 @@ const DefaultTimeout = 15 * time.Second
 
 // Limit is limit, or the default if it is 0: DefaultTimeout, or longer where a loss is noticed later than that.
 func (a App) Limit(limit time.Duration) time.Duration {
-	return cmp.Or(limit, max(DefaultTimeout, a.lossNoticed()))
+	if limit != 0 {
+		return limit
+	}
+	return max(DefaultTimeout, a.lossNoticed())
 }
 
 // Call is a request of this node in flight: a push_pull, a push, a pull. It is a small

@@ -13,6 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/tests/sums"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -148,14 +149,21 @@ type telling struct {
 
 func (v telling) Send(m *van.Message) error { v.send(m); return nil }
 
-// keptNode is the server of a story.
+// keptNode is the server of a story. Its machine has not started.
 func keptNode(cfg *Config, log *slog.Logger) *Node {
 	n := &Node{identity: identity{cfg: cfg, role: van.Server, incarnation: 77}, lifetime: newLifetime()}
 	n.rand = func() uint64 { return 5 }
 	n.id.Store(8)
 	n.setName("server 0")
 	n.log = log
+	m, err := membership.New(membership.Config{Role: van.Server, NumWorkers: 3, NumServers: 1, GroupSize: 1,
+		Self:      van.Node{Role: van.Server, ID: van.Empty, Hostname: "127.0.0.1", Port: 9001},
+		Scheduler: van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: "127.0.0.1", Port: 9000}})
+	if err != nil {
+		panic(err)
+	}
 	n.assemble()
+	n.machine = m
 	return n
 }
 

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/hooks"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -187,14 +188,15 @@ func TestRebuildBesideRebuild(t *testing.T) {
 
 // TestLimits: how long a wait may take, of a communicator's limit and of a context.
 func TestLimits(t *testing.T) {
+	cl := testcluster.Start(t, testcluster.Options{Workers: 1})
 	deadline, cancel := context.WithTimeout(t.Context(), time.Hour)
 	defer cancel()
 	for _, x := range []struct {
 		of   time.Duration
 		ctx  context.Context
 		want time.Duration
-	}{{0, t.Context(), 10 * time.Second}, {5, t.Context(), 5}, {-1, t.Context(), 0}, {0, deadline, 0}, {5, deadline, 0}, {-1, deadline, 0}} {
-		if got := (&base{timeout: x.of}).limit(x.ctx); got != x.want {
+	}{{0, t.Context(), postoffice.DefaultTimeout}, {5, t.Context(), 5}, {-1, t.Context(), 0}, {0, deadline, 0}, {5, deadline, 0}, {-1, deadline, 0}} {
+		if got := (&base{node: cl.Workers[0].App(), timeout: x.of}).limit(x.ctx); got != x.want {
 			t.Errorf("with a limit of %d: %s, want %s", x.of, got, x.want)
 		}
 	}

@@ -12,6 +12,7 @@ import (
 // does not copy from a device.
 func TestReplyTexts(t *testing.T) {
 	worker, _ := pair(t)
+	dialer := dialer{self: &endpoint{}, peers: worker.peers, out: &worker.tx, log: worker.dialer.log}
 	answer := func(r reply) (*outLink, error) {
 		file, err := newRingFile(worker.tx.memory)
 		if err != nil {
@@ -29,7 +30,7 @@ func TestReplyTexts(t *testing.T) {
 		if _, _, err := far.WriteMsgUnix(b, unix.UnixRights(worker.own.bell.fd), nil); err != nil {
 			t.Fatal(err)
 		}
-		l, err := worker.dialer.finish(near, 8, seg, file)
+		l, err := dialer.finish(near, 8, seg, file)
 		if err != nil {
 			file.close()
 			seg.unmap()
@@ -45,8 +46,7 @@ func TestReplyTexts(t *testing.T) {
 			}
 		}
 	}
-	worker.own.device = &device{}
-	defer func() { worker.own.device = nil }()
+	dialer.self.device = &device{}
 	l, err := answer(reply{verdict: verdictStream, why: "ptrace is forbidden", noDevice: "peer access is not to be had"})
 	if err != nil {
 		t.Fatal(err)

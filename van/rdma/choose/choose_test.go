@@ -274,7 +274,7 @@ func FuzzChoose(f *testing.F) {
 		r.Host, _ = netip.ParseAddr(host)
 		got, err := choose.Choose(m, r)
 		var e *choose.Error
-		if err == nil && (!got.Host.Is4() || got.Device == "" || got.Port != 1) || err != nil && (!errors.As(err, &e) || errors.Unwrap(e) == nil) {
+		if err == nil && (!got.Host.Is4() || got.Device == "" || got.Port != 1) || err != nil && (!errors.As(err, &e) || e.Err == nil || !errors.Is(err, e.Err)) {
 			t.Errorf("%q: %v, %v", r, got, err)
 		}
 	})
