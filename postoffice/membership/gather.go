@@ -590,6 +590,14 @@ func (s *gathers) text() string {
 	return strings.Join(parts, "; ")
 }
 
+// delayed reports whether the barrier at the end of programs keeps a worker waiting, or a node may keep it waiting, since it
+// is dead.
+func (s *gathers) delayed() bool {
+	g := s.open[finalKey]
+	return g != nil && (slices.ContainsFunc(g.came, func(a arrival) bool { return van.RoleOf(a.id) == van.Worker }) ||
+		slices.ContainsFunc(s.table.Members(van.AllNodes), s.alive.isDown))
+}
+
 func (s *gathers) missing(key gatherKey, g *gather) string {
 	var missing []string
 	for _, ids := range s.awaited(key, g) {

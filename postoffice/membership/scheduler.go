@@ -376,9 +376,10 @@ func (s *scheduler) tick(now time.Duration) {
 	s.watch.tick(now)
 }
 
-// awaits says whom the scheduler's own barrier at the end waits for. What follows its release has lines of its own.
+// awaits says whom the scheduler's own barrier at the end waits for, if a worker waits there, too, or a node is dead: else the
+// cluster works. What follows its release has lines of its own.
 func (s *scheduler) awaits(*ticket) string {
-	if s.gathers.leaves.open() {
+	if s.gathers.leaves.open() || !s.gathers.delayed() {
 		return ""
 	}
 	return s.gathers.text()

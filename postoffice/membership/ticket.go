@@ -17,8 +17,8 @@ import (
 // their connections right after the last barrier, perhaps before this node has its release.
 const leaveGrace = time.Second
 
-// firstWait is how long a program waits at its end until its log says whom it waits for. Each pause after that is as long as
-// the whole wait before.
+// firstWait is how long a program waits at its end until its log says whom it waits for. The pauses between the next lines
+// double, from firstWait on.
 const firstWait = 4 * time.Second
 
 // The key of a request says what its barrier is for. Only a scheduler of this library reads it.
@@ -46,7 +46,8 @@ type ticket struct {
 	missing  string // what the scheduler says of missing nodes
 	since    time.Duration
 	deadline time.Duration // 0: none
-	nextNews time.Duration // when the log says whom it waits for, if it ends a program
+	nextNews time.Duration // when the log may say whom it waits for, if it ends a program
+	pause    time.Duration // until the line after that
 }
 
 func (t *ticket) name() string { return kindName(t.instance) + " barrier over " + groupName(t.group) }
@@ -155,7 +156,7 @@ func (c *tickets) call(now time.Duration, t ticket) (int, error) {
 			Err: c.alive.peers[van.SchedulerID].cause}
 	}
 	c.last++
-	t.n, t.since, t.nextNews = c.last, now, now+firstWait
+	t.n, t.since, t.nextNews, t.pause = c.last, now, now+firstWait, firstWait
 	if c.cfg.trivial(t.group, t.instance) || t.skipped(&c.base) {
 		c.out.emit(BarrierDone{t.n})
 		return t.n, nil
@@ -486,27 +487,32 @@ func (t *ticket) workersDeadline(b *base) time.Duration {
 	return from + b.cfg.StopTimeout
 }
 
-// news has the log say whom the barriers at the end of a program wait for; who says it of one, "" if nothing is to be said.
+// news has the log say whom the barriers at the end of a program wait for. who says it of one, "" if it is no news that the
+// barrier waits.
 func (c *tickets) news(now time.Duration, who func(*ticket) string) {
 	for _, t := range c.open {
 		if !t.ending || now < t.nextNews {
+			continue
+		}
+		text := who(t)
+		if text == "" {
+			t.pause, t.nextNews = firstWait, now+firstWait
 			continue
 		}
 		in := "stop()"
 		if t.final {
 			in = "Finalize"
 		}
-		waited := now - t.since
-		if text := who(t); text != "" {
-			c.out.emit(Warning{Text: fmt.Sprintf("%s has waited in %s for %s: %s", c.table.name(), in, waited.Round(time.Second), text)})
-		}
-		t.nextNews = now + waited
+		c.out.emit(Warning{Text: fmt.Sprintf("%s has waited in %s for %s: %s", c.table.name(), in, (now - t.since).Round(time.Second), text)})
+		t.nextNews = now + t.pause
+		t.pause *= 2
 	}
 }
 
-// awaits says what a worker or server knows of whom t waits for.
+// awaits says what a worker or server knows of whom t waits for. A server waits there as long as its workers work, so it is
+// news only if a node is dead or the scheduler cannot be asked.
 func (t *ticket) awaits(b *base) string {
-	var text string
+	var text, dead string
 	switch h := b.alive.peers[van.SchedulerID]; {
 	case b.alive.unreachable():
 		text = fmt.Sprintf("%s cannot be asked: %s", b.table.peer(van.SchedulerID), h.cause)
@@ -519,10 +525,13 @@ func (t *ticket) awaits(b *base) string {
 	}
 	for _, id := range b.table.ids() {
 		if h := b.alive.peers[id]; id != b.table.self.ID && h != nil && h.down != 0 {
-			text += fmt.Sprintf("; %s is dead: %s", b.table.peer(id), h.cause)
+			dead += fmt.Sprintf("; %s is dead: %s", b.table.peer(id), h.cause)
 		}
 	}
-	return text
+	if b.table.self.Role == van.Server && dead == "" && !b.alive.unreachable() {
+		return ""
+	}
+	return text + dead
 }
 
 func (t *ticket) needsScheduler(b *base) bool {
