@@ -15,6 +15,7 @@ if "torch" not in harness.libraries():
 
 import torch
 
+import fserver
 import fserver_lib as f
 from fserver.connectors import FFN, Attention, Mismatch, join, leave, servers_of, share, workers_of
 
@@ -739,7 +740,7 @@ def test_join_again(monkeypatch, before):
         if len(seen) < 4:
             raise f.TimeoutError("nobody came")
 
-    monkeypatch.setattr(f, "init", init)
+    monkeypatch.setattr(fserver, "init", init)
     with mock.patch.dict(os.environ):
         os.environ.pop("STEPAF_START_TIMEOUT", None)
         if before is not None:

@@ -312,7 +312,10 @@ try:
     other, run = s.create("legacy"), s.exec
 except ImportError:
     import _xxsubinterpreters as s
-    other, run = s.create(isolated=False), s.run_string
+    try:
+        other, run = s.create(isolated=False), s.run_string
+    except TypeError:  # Python 3.8 has no others
+        other, run = s.create(), s.run_string
 
 def elsewhere():
     run(other, "try:\\n import fserver_lib\\n print('imported')\\nexcept ImportError as e:\\n print(e)")

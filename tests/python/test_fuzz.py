@@ -98,8 +98,8 @@ class Maker:
         return r.choice(simple if depth > 2 or r.random() < 0.5 else many)()
 
     def calls(self):
-        return [getattr(self.f, name) for name in sorted(vars(self.f)) if not name.startswith("_")
-                and callable(getattr(self.f, name)) and not name.endswith("Error")]
+        values = [value for name, value in sorted(vars(self.f).items()) if not name.startswith("_") and callable(value)]
+        return [v for v in values if not (isinstance(v, type) and issubclass(v, BaseException))]
 
     NAMES = ("push_tensors", "push_keys", "pull_tensors", "pull_keys", "need_event", "handler", "timeout_ms", "tensors",
              "include_server", "include_client", "instance_barrier", "what")
