@@ -499,6 +499,9 @@ def compared_ffn(n):
             side.recv(timeout_ms=50)
         except (Mismatch, TimeoutError):
             pass
+        except f.ConnectionError:  # the worker has been told that it is over, and has left
+            break
+    over.join()
 
 
 def test_comparison_is_made_again(cluster):
