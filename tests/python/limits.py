@@ -1,5 +1,6 @@
 """A plugin of pytest: every test has a limit. A test fails when its thread has waited in one place for STILL seconds while no
-process of the test wants a processor, or for BUSY seconds times the load of the machine. The report says where it waited."""
+process of the test wants a processor, or for BUSY seconds times the load of the machine. The report says where it waited.
+A test marked pytest.mark.still(seconds) may wait for so long: it reads much from a cold disk, for example."""
 
 import glob
 import os
@@ -57,8 +58,8 @@ def load():
 class Watch:
     """Watches the thread that runs a test."""
 
-    def __init__(self, thread):
-        self.thread = thread
+    def __init__(self, thread, still):
+        self.thread, self.still = thread, still
         self.over = threading.Event()
         self.watcher = threading.Thread(target=self.run, name="limit of a test", daemon=True)
         self.why = ""
@@ -86,7 +87,7 @@ class Watch:
                 signal.pthread_kill(self.thread, SIGNAL)
 
     def judge(self, waited):
-        if waited < STILL:
+        if waited < self.still:
             return ""
         if waited > BUSY * load():
             return f"it has waited in one place for {waited:.0f} s"
@@ -111,7 +112,8 @@ def limited(item):
     """Runs a part of a test with a limit."""
     if threading.current_thread() is not threading.main_thread() or item.config.getoption("usepdb"):
         return (yield)
-    watch = Watch(threading.get_ident())
+    marker = item.get_closest_marker("still")
+    watch = Watch(threading.get_ident(), marker.args[0] if marker else STILL)
 
     def late(*_):
         raise Late(watch.why)
@@ -124,6 +126,10 @@ def limited(item):
         watch.over.set()
         watch.watcher.join(10)
         signal.signal(SIGNAL, before if before is not None else signal.SIG_DFL)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "still(seconds): how long the test may wait in one place without a processor")
 
 
 @pytest.hookimpl(wrapper=True)

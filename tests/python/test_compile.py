@@ -82,6 +82,7 @@ def adding_server(n):
 
 
 @new
+@pytest.mark.still(170)  # the C++ compiler, which PyTorch calls, reads its headers: 80 s from a cold disk
 def test_compile(cluster):
     backends = ["eager", "aot_eager"]
     if shutil.which("g++") or shutil.which("clang++"):
