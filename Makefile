@@ -1,17 +1,17 @@
 # StepAF in Go. "make" lists the targets.
 SHELL := bash
-# tools/env.sh says why: -p, and what is not exported.
+# tools/env.sh gives the reasons for -p and for unexporting these variables.
 .SHELLFLAGS := -peuo pipefail -c
 unexport CDPATH POSIXLY_CORRECT BASH_ENV ENV SHELLOPTS BASHOPTS GREP_OPTIONS
 .DEFAULT_GOAL := help
-# With -j too: deps come before build.
+# No parallel targets, also with -j: deps must run before build.
 .NOTPARALLEL:
 
-# The command go is run by tools/go.sh; GO is another one than that on the PATH.
+# tools/go.sh runs the command go. The variable GO names another go than the one on the PATH.
 PYTHON ?= python3
 FUZZTIME ?= 10s
 MINUTES ?= 60
-# Not taken from the environment: BIN is a knob of the launch scripts, too.
+# BIN is not taken from the environment, since the launch scripts also have a variable BIN.
 BIN = bin
 PROGRAMS := ./tools/stepaf ./tests/utests/... ./tests/fserver/... ./tests/benchmark/...
 export USE_CUDA USE_RDMA USE_FABRIC USE_UCX USE_TP CUDA_HOME PYTHON GO
