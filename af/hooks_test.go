@@ -57,7 +57,7 @@ func TestSendRefused(t *testing.T) {
 	}, all...)
 }
 
-// flushes counts what a transport that holds messages is told to send.
+// flushes counts the flush calls to a transport that holds messages.
 type flushes struct {
 	van.Van
 	n atomic.Int32
@@ -66,8 +66,8 @@ type flushes struct {
 func (f *flushes) Unwrap() van.Van { return f.Van }
 func (f *flushes) Flush(int)       { f.n.Add(1) }
 
-// TestRefusedBatchIsFlushed: a transport may hold the beginning of a batch for what follows. It is told to send
-// it to each server when the transport refuses the rest.
+// TestRefusedBatchIsFlushed: a transport may hold the beginning of a batch until the rest follows. If the transport refuses
+// the rest, the worker flushes the beginning to each server.
 func TestRefusedBatchIsFlushed(t *testing.T) {
 	hook, held := &hooks.Van{}, &flushes{}
 	wrap := hook.Wrap("worker", 0)
@@ -82,7 +82,7 @@ func TestRefusedBatchIsFlushed(t *testing.T) {
 		}
 	}})
 	for _, n := range c.Servers {
-		serve(t, n, func(b af.Batch) { _ = echo(b) }) // the node may be gone
+		serve(t, n, func(b af.Batch) { _ = echo(b) }) // the node may have left
 	}
 	w := newWorker(t, c.Workers[0])
 	sends := 0
@@ -97,13 +97,13 @@ func TestRefusedBatchIsFlushed(t *testing.T) {
 	eventually(t, "each server is sent what was held for it", func() bool { return held.n.Load() == 2 })
 }
 
-// TestNothingIsSentWithoutAServer: a push_pull to all servers while one is lost fails, and the others are sent nothing of it, which
-// they could not answer.
+// TestNothingIsSentWithoutAServer: a push_pull to all servers fails while one server is lost. The other servers receive no part
+// of it, since they could not answer it.
 func TestNothingIsSentWithoutAServer(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: hook.Wrap("worker", 0)})
 	for _, n := range c.Servers {
-		serve(t, n, func(b af.Batch) { _ = echo(b) }) // a node may be gone
+		serve(t, n, func(b af.Batch) { _ = echo(b) }) // a node may have left
 	}
 	w := newWorker(t, c.Workers[0])
 	works(t, w, 2)

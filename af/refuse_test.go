@@ -54,7 +54,7 @@ func TestRefuse(t *testing.T) {
 			vantest.Fails(t, <-got, af.ErrAnswered)
 			vantest.Fails(t, <-got, af.ErrAnswered)
 		}
-		// A single push is acknowledged by Respond, several without a pull as they arrive.
+		// Respond acknowledges a single push. Several pushes without a pull are acknowledged as they arrive.
 		one := []af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte("text"))}}
 		call, err := w.PushPull(one, nil)
 		if err == nil {

@@ -606,12 +606,12 @@ func TestClose(t *testing.T) {
 	}
 }
 
-// TestCloseWhileOthersRead: Close says that others still read memory of this rank, each time it is called until they do not.
+// TestCloseWhileOthersRead: each call of Close reports that other ranks still read memory of this rank, until none does.
 func TestCloseWhileOthersRead(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	b, l := &all[0].b, &all[0].flight
 	b.mu.Lock()
-	l.sending++ // as while a part is lent to the transport
+	l.sending++ // as if the transport still used a part
 	b.mu.Unlock()
 	for range 2 {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)

@@ -187,11 +187,12 @@ func (f *folding) make(to *result, self, ranks int) {
 	}
 }
 
-// pieceBytes is how much is reduced between two preemption points. The loops of reduce.go have none, and in the Python module
-// Go's runtime does not preempt by signals: the garbage collector, and with it all goroutines, would wait for the whole tensor.
+// pieceBytes is the number of bytes that are reduced between two preemption points. The loops of reduce.go have no preemption
+// point, and in the Python module Go's runtime does not preempt by signals. Without pieces the garbage collector, and with it all
+// goroutines, would wait until the whole tensor is reduced.
 const pieceBytes = 1 << 20
 
-// fold makes dst of a and b, in pieces.
+// fold reduces a and b into dst, in pieces.
 func (f *folding) fold(dst, a, b backend.Mem) {
 	for at, n := 0, dst.Len(); at < n; at += pieceBytes {
 		f.piece(dst, a, b, at, min(pieceBytes, n-at))

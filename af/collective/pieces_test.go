@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestFoldInPieces: a reduction in pieces is that of the whole, whatever its length is.
+// TestFoldInPieces: a reduction in pieces has the same result as the reduction of the whole, for every length.
 func TestFoldInPieces(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	random := func(n int) []byte {

@@ -1,6 +1,6 @@
 package core
 
-// Which exception of Python an error becomes.
+// The Python exception of each error.
 
 import (
 	"context"
@@ -17,14 +17,14 @@ const (
 	Runtime    Class = iota // Error itself
 	Timeout                 // TimeoutError: a limit passed
 	Connection              // ConnectionError: a peer or the scheduler is lost
-	Value                   // ValueError: an argument or a variable makes no sense
+	Value                   // ValueError: an argument or a variable is invalid
 	Finished                // Finished: the loop of a server is over
 )
 
 // ClassOf is the class that an error becomes in Python.
 func ClassOf(err error) Class {
 	switch {
-	case errors.Is(err, ErrLoopOver): // which may wrap why a worker was lost
+	case errors.Is(err, ErrLoopOver): // it may wrap the cause of a worker's loss
 		return Finished
 	case errors.Is(err, van.ErrTimeout), errors.Is(err, context.DeadlineExceeded):
 		return Timeout

@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// TestWrongVariables: whatever is wrong with a variable is a ValueError in Python. Each variable has a
-// value here that cannot be used, or none for a reason.
+// TestWrongVariables: every invalid variable is a ValueError in Python. The table has an invalid value of each variable,
+// or nil and the reason why there is none.
 func TestWrongVariables(t *testing.T) {
 	good := map[string]string{"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
 		"DMLC_PS_ROOT_PORT": "9000", "DMLC_NODE_HOST": "127.0.0.1"}
@@ -27,7 +27,7 @@ func TestWrongVariables(t *testing.T) {
 			}
 		}
 		ctx, cancel := context.WithCancel(t.Context())
-		cancel() // a start that finds nothing wrong does not wait for a scheduler
+		cancel() // a start that finds no invalid variable does not wait for a scheduler
 		s, err := Start(ctx, func(name string) (string, bool) { x, ok := v[name]; return x, ok }, func() []string {
 			var names []string
 			for name := range v {
@@ -69,7 +69,7 @@ func TestWrongVariables(t *testing.T) {
 	}
 }
 
-// TestClasses: what each sentinel becomes.
+// TestClasses: the class of each sentinel error.
 func TestClasses(t *testing.T) {
 	for _, x := range []struct {
 		err  error

@@ -34,8 +34,8 @@ type Session struct {
 	node   *postoffice.Node
 	worker *af.Worker   // nil unless a worker
 	server *af.Server   // nil unless a server
-	queue  *queue       // of a server
-	over   *atomic.Bool // the loop of a server has ended as its workers have
+	queue  *queue       // nil unless a server
+	over   *atomic.Bool // the loop of a server has ended, since its workers have ended
 
 	sessions sessionState
 	comms    Comms
@@ -110,7 +110,7 @@ func (s *Session) open(ctx context.Context) (err error) {
 // Stop waits for every node to stop and leaves. It leaves in any case.
 func (s *Session) Stop(ctx context.Context) error { return s.stop(ctx, 0) }
 
-// stop is Stop. thread is the program's thread that calls it, 0 if it is not known, see queue.leave.
+// stop is Stop. thread is the calling thread of the program, 0 if it is not known; see queue.leave.
 func (s *Session) stop(ctx context.Context, thread uint64) error {
 	if s.queue != nil {
 		done := make(chan struct{})

@@ -15,15 +15,15 @@ import (
 // ended. A forked child inherits the sockets, and while it keeps them open the connections do
 // not end.
 type Sockets struct {
-	Port  int              // at which the node listens and has accepted connections
-	Peers []netip.AddrPort // to which it is connected; without an address if the host's name has none
+	Port  int              // the node listens at this port, and has accepted connections there
+	Peers []netip.AddrPort // the connected peers; an entry has no address if the host's name has none
 }
 
-// lookUpTime limits the look-up of a peer's host name.
+// lookUpTime limits the resolution of a peer's host name.
 const lookUpTime = time.Second
 
 // watchSockets calls publish with the node's sockets before it returns, and from a goroutine whenever
-// the peers change. When the node leaves it calls publish with none, for the last time.
+// the peers change. When the node leaves, the goroutine calls publish for the last time, with no sockets.
 func (s *Session) watchSockets(publish func(Sockets)) {
 	app := s.node.App()
 	changed := make(chan struct{}, 1)
@@ -47,7 +47,7 @@ func (s *Session) watchSockets(publish func(Sockets)) {
 	}()
 }
 
-// socketsOf looks up the peers' hosts.
+// socketsOf resolves the peers' hosts.
 func socketsOf(port int, peers []string) Sockets {
 	found := Sockets{Port: port}
 	for _, p := range peers {

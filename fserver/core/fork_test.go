@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// TestSocketsOf: hosts are looked up, and what is no address is left out.
+// TestSocketsOf: hosts are resolved, and entries without an address are left out.
 func TestSocketsOf(t *testing.T) {
 	got := socketsOf(7000, []string{"10.0.0.7:4021", "[fd00::1]:4022", "nonsense", "127.0.0.1:99999", "no-such-host.invalid:4023"})
 	want := []netip.AddrPort{netip.AddrPortFrom(netip.Addr{}, 4023), netip.MustParseAddrPort("10.0.0.7:4021"), netip.MustParseAddrPort("[fd00::1]:4022")}

@@ -1,13 +1,13 @@
 package core
 
-// A server that waits in stop() refuses the requests that nobody will answer.
+// The refusal of requests by a server that waits in stop(), and whose program will not answer them.
 
 import "time"
 
 // Finished reports whether GetBatch, GetAny or the serving of sessions has ended with ErrLoopOver.
 func (s *Session) Finished() bool { return s.over.Load() }
 
-// OnlyThread instead of a thread says that the program has no other.
+// OnlyThread, in place of a thread, means that the program has only one thread.
 const OnlyThread = 1
 
 // CalledBy notes which thread of the program is about to call GetBatch or GetAny. A thread is never 0.
@@ -21,13 +21,13 @@ func (s *Session) CalledBy(thread uint64) {
 	}
 }
 
-// idleTime is how long no other thread must have called get_batch, nor hold a batch to answer, before a server in stop()
-// refuses requests.
+// idleTime is the time after which a server in stop() refuses requests, if during all of it no other thread called get_batch or
+// had an unanswered batch.
 const idleTime = time.Second
 
-// leave refuses, until done is closed, the requests that nobody will answer. If the thread that calls stop() is the only one, or
-// the only one that has called get_batch, these are all requests. Otherwise another thread may serve: requests are refused
-// while none has for idleTime.
+// leave refuses, until done is closed, the requests that the program will not answer. If the thread that calls stop() is the only
+// one of the program, or the only one that has called get_batch, leave refuses all requests. Otherwise another thread may serve:
+// leave then refuses requests while no thread has served for idleTime.
 func (q *queue) leave(thread uint64, done <-chan struct{}) {
 	if thread == OnlyThread || thread != 0 && thread == q.callers.thread.Load() && !q.callers.several.Load() {
 		q.refuseAll(true)
@@ -50,8 +50,8 @@ func (q *queue) leave(thread uint64, done <-chan struct{}) {
 	}()
 }
 
-// busy reports whether a thread serves: it is in get_batch, has called it since there were so many calls, or has a batch to
-// answer. Then requests are not refused.
+// busy reports whether a thread serves: it is in get_batch, has called get_batch since the number of calls was calls, or has an
+// unanswered batch. If so, busy also ends the refusing of requests.
 func (q *queue) busy(calls uint64) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -62,8 +62,8 @@ func (q *queue) busy(calls uint64) bool {
 	return busy
 }
 
-// refuseAll refuses the batches that are queued, with out also those that were handed out and not answered, and all that
-// arrive from now on.
+// refuseAll refuses the queued batches and all batches that arrive from now on. If out is true, it also refuses the batches that
+// get_batch has returned and that have no answer yet.
 func (q *queue) refuseAll(out bool) {
 	why := errLeft(q.node.Name())
 	q.mu.Lock()

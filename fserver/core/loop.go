@@ -1,6 +1,6 @@
 package core
 
-// The end of a server's loop: why get_batch ends, and who calls it.
+// The end of a server's loop: the reason why get_batch ends, and the threads that call it.
 
 import (
 	"fmt"
@@ -12,11 +12,11 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// ErrLoopOver: GetBatch returns nothing any more, since all workers have ended.
+// ErrLoopOver: GetBatch returns no more batches, since all workers have ended.
 var ErrLoopOver = fmt.Errorf("%w: no worker sends anything any more", van.ErrFinished)
 
-// loopOver returns an error that wraps ErrLoopOver if no worker sends anything any more: the programs of some have ended, and
-// all others have been lost for STEPAF_REPLACE_TIMEOUT. lost has those that are, by group rank.
+// loopOver returns an error that wraps ErrLoopOver if no worker will send another batch: the program of at least one worker has
+// ended, and every other worker has ended or been lost for STEPAF_REPLACE_TIMEOUT. lost has the lost workers by group rank.
 func loopOver(node postoffice.App, lost map[int]loss) error {
 	var ended, gone []string
 	for rank := range node.Topology().NumWorkers {
@@ -37,14 +37,14 @@ func loopOver(node postoffice.App, lost map[int]loss) error {
 	return &van.Error{Op: "get_batch", Node: node.Name(), Err: fmt.Errorf("%w: in stop(): %s%s", ErrLoopOver, strings.Join(ended, ", "), strings.Join(gone, ""))}
 }
 
-// errLeft is the reason of a request that the server with that name refuses.
+// errLeft is the reason with which the server of that name refuses a request.
 func errLeft(server string) error {
 	return fmt.Errorf("%w: %s has left its loop of get_batch and waits in stop()", van.ErrFinished, server)
 }
 
-// callers is what is known of the callers of get_batch.
+// callers describes the threads that call get_batch.
 type callers struct {
-	thread  atomic.Uint64 // the first one
+	thread  atomic.Uint64 // the first thread that called
 	several atomic.Bool   // other threads have called, too
 	calls   atomic.Uint64
 	inside  atomic.Int32 // calls under way

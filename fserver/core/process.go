@@ -133,7 +133,7 @@ func (p *Process) Init(limit time.Duration, lookup func(string) (string, bool), 
 
 // Stop begins Session.Stop, and tells whether it has: a second Stop does nothing. With a
 // negative limit a worker's is STEPAF_STOP_TIMEOUT, and servers and the scheduler have
-// none: they often call it as soon as they run, and wait for the workers. thread is the one that calls it, 0 if it is not
+// none: they often call it as soon as they run, and wait for the workers. thread is the calling thread, 0 if it is not
 // known: see Session.CalledBy.
 func (p *Process) Stop(limit time.Duration, thread uint64) (begun bool, err error) {
 	if s := p.session.Load(); limit < 0 && s != nil && s.Config().Role == "worker" {
@@ -155,8 +155,8 @@ func (p *Process) Stop(limit time.Duration, thread uint64) (begun bool, err erro
 	return begun && err == nil, err
 }
 
-// Finish begins Session.Stop with the limit STEPAF_STOP_TIMEOUT, and tells whether it has, if the loop of this server has ended
-// as its workers have and the program has not called Stop.
+// Finish begins Session.Stop with the limit STEPAF_STOP_TIMEOUT, if the loop of this server has ended because its workers have
+// ended, and the program has not called Stop. It reports whether it has begun.
 func (p *Process) Finish() (begun bool, err error) {
 	s := p.session.Load()
 	if s == nil || !s.Finished() {
@@ -262,7 +262,7 @@ func (p *Process) Exit(ctx context.Context) error {
 	}
 }
 
-// Within calls f with a context that ends after limit. Its caller has nobody to return an error to, so it is logged.
+// Within calls f with a context that ends after limit. Within logs an error, since its caller cannot return one.
 func Within(limit time.Duration, f func(context.Context) error) {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()

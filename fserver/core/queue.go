@@ -49,8 +49,8 @@ type queue struct {
 	full    int                 // workers that have used up STEPAF_RECV_BUDGET_PEER
 	room    chan struct{}       // closed and replaced when such a worker has room again
 
-	callers callers      // of get_batch
-	refuses bool         // in stop(), and no thread calls get_batch
+	callers callers      // the threads that call get_batch
+	refuses bool         // the server is in stop(), and no thread calls get_batch
 	over    *atomic.Bool // see Session.Finished
 }
 
@@ -339,7 +339,7 @@ func (q *queue) ready(most int) bool {
 
 // take appends the oldest batch of every worker to items if all have one. Otherwise it
 // returns false, or an error if a worker without one is lost and was not replaced within
-// STEPAF_REPLACE_TIMEOUT, or if no worker sends anything any more. When most is not one it is takeAny.
+// STEPAF_REPLACE_TIMEOUT, or if no worker will send another batch. If most is not eachOne, take is takeAny.
 func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -392,9 +392,9 @@ func (q *queue) takeOf(rank int) Item {
 	return q.handOut(it)
 }
 
-// away is an error that wraps ErrLoopOver if no worker sends anything any more. Otherwise it is the error of one of the
-// workers without a batch that are lost and were not replaced in time, if at least so many are. After it has been told they have the same time
-// again, or a second where that is 0. q.mu is held.
+// away returns an error that wraps ErrLoopOver if no worker will send another batch. Otherwise it counts the workers without a
+// batch that are lost and were not replaced within STEPAF_REPLACE_TIMEOUT. If there are at least least of them, it returns the error of one. After
+// that they have the same time again to be replaced, or a second if that time is 0. The caller holds q.mu.
 func (q *queue) away(least int) (err error) {
 	if err := loopOver(q.node, q.lost); err != nil {
 		q.over.Store(true)
@@ -503,7 +503,7 @@ func (q *queue) refuse(id uint64, why error) error {
 		q.mu.Unlock()
 		return fmt.Errorf("refuse: %w: handler %d: pushes without a pull are acknowledged as they arrive", ErrMisuse, id)
 	}
-	if _, ok := q.given.of[id]; ok { // its worker is gone, or does not wait any more
+	if _, ok := q.given.of[id]; ok { // its worker is lost, or does not wait any more
 		defer q.mu.Unlock()
 		err := q.node.Alive()
 		if err == nil {

@@ -380,7 +380,7 @@ func (o *object) Close() error {
 // errOver: Serve has ended.
 var errOver = errors.New("the session is over")
 
-// finished notes that serving has ended since no worker opens a session any more.
+// finished records that serving has ended, since no worker can open a session any more.
 func (k *sessionState) finished(why error) error {
 	k.over.Store(true)
 	return fmt.Errorf("%w: %s", ErrLoopOver, why)

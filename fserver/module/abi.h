@@ -65,14 +65,14 @@ typedef struct {
   int32_t port;
 } sf_address;
 
-// The sockets of this process's node, for fork.c. Constant once it was published.
+// The sockets of this process's node, for fork.c. The table is constant after it was published.
 typedef struct {
-  int32_t port; // at which it listens, 0 for none
+  int32_t port; // the node listens at this port, 0 for none
   int32_t n;
   sf_address peers[];
 } sf_sockets;
 
-// Publishes what a forked child closes, and takes over the memory, which is malloc's.
+// Publishes the sockets that a forked child closes. It takes ownership of the memory, which comes from malloc.
 void sf_publish(sf_sockets *s);
 
 // What sf_signal does: flag = seq, wait until flag >= seq, seq += 1.

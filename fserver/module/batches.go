@@ -43,7 +43,7 @@ func sf_batch_timeout(ms C.int64_t, e *C.sf_error) C.int {
 // sf_get_batch waits for one batch of each worker, or, if most is not SF_ONE, for at most
 // most batches of any (0: no limit), for sliceMs at most. *out points to
 // room, which has size bytes, or, if the batches do not fit, to one malloc'ed block that
-// the caller frees. thread is the one that calls.
+// the caller frees. thread is the calling thread.
 //
 //export sf_get_batch
 func sf_get_batch(sliceMs, most C.int64_t, thread C.uint64_t, room unsafe.Pointer, size C.size_t, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {

@@ -23,7 +23,7 @@ PyObject *sf_raise(sf_error *e) {
   if (e->kind == SF_VALUE) kind = sf_error_value;
   if (e->kind == SF_FINISHED) kind = error_finished;
   const char *text = e->text != NULL ? e->text : "unknown error";
-  // An instance: before Python 3.12 the interpreter takes the text of a SystemExit that was not made one for the exit status.
+  // The exception must be an instance. Before Python 3.12 the interpreter otherwise uses the text of a SystemExit as the exit status.
   PyObject *instance = PyObject_CallFunction(kind, "s", text);
   if (instance != NULL) PyErr_SetObject(kind, instance);
   Py_XDECREF(instance);
@@ -172,8 +172,8 @@ static PyObject *exception_of(PyObject *module, const char *name, const char *do
   return class;
 }
 
-// Makes an exception class with the base class of ours and, if not NULL, one of
-// Python's own.
+// Makes an exception class whose bases are a class of this module and, if not NULL, a class of
+// Python.
 static PyObject *exception(PyObject *module, const char *name, const char *doc, PyObject *python) {
   PyObject *bases = python != NULL ? PyTuple_Pack(2, error_base, python) : PyTuple_Pack(1, PyExc_RuntimeError);
   PyObject *class = bases != NULL ? exception_of(module, name, doc, bases, NULL) : NULL;
@@ -181,7 +181,7 @@ static PyObject *exception(PyObject *module, const char *name, const char *doc, 
   return class;
 }
 
-// Makes the class of the end of a server's loop. It is a SystemExit, whose code is always 0: uncaught it ends the program.
+// Makes the class of the end of a server's loop. It is a SystemExit with the code 0: if it is not caught, it ends the program.
 static PyObject *finished(PyObject *module) {
   PyObject *members = Py_BuildValue("{si}", "code", 0);
   PyObject *class = members != NULL ? exception_of(module, "Finished", DOC_FINISHED, PyExc_SystemExit, members) : NULL;

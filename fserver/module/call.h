@@ -26,7 +26,7 @@ int sf_enter(void);
 // Drops the references to objects that Go no longer needs.
 void sf_drain_dropped(void);
 
-// The thread that calls, for Go.
+// The calling thread, for Go.
 uint64_t sf_thread(void);
 
 // Raises the exception for an error of Go's. Returns NULL.

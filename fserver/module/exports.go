@@ -95,7 +95,7 @@ func environment() (func(string) (string, bool), func() []string) {
 	}, func() []string { return slices.Collect(maps.Keys(vars)) }
 }
 
-// sf_stop returns SF_PENDING when there is no job to wait for with sf_job. thread is the one that calls, and only says whether
+// sf_stop returns SF_PENDING when there is no job to wait for with sf_job. thread is the calling thread, and only says whether
 // Python has no other.
 //
 //export sf_stop
@@ -110,7 +110,7 @@ func sf_stop(timeoutMs C.int64_t, thread C.uint64_t, only C.int, e *C.sf_error) 
 	return result(e, err)
 }
 
-// sf_finish is sf_stop of a server whose loop has ended as its workers have, at the end of the interpreter.
+// sf_finish is sf_stop at the end of the interpreter, for a server whose loop has ended because its workers have ended.
 //
 //export sf_finish
 func sf_finish(e *C.sf_error) C.int {

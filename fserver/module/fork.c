@@ -1,6 +1,6 @@
 //go:build fserver
 
-// This file is what happens in the child of a fork: no Go, and nothing that is not async-signal-safe.
+// This file runs in the child of a fork. It calls no Go, and only async-signal-safe functions.
 // The child closes the descriptors by which peers notice that this process has ended: the
 // connections of the node, the sockets at which it listens, and RDMA devices. While a child
 // keeps them open, peers take the process for alive.
@@ -25,7 +25,7 @@
 
 int sf_forked;
 
-// The node's sockets. Go replaces the table; a child sees the one of the moment of the fork.
+// The node's sockets. Go replaces the whole table; a child sees the table at the time of the fork.
 static sf_sockets *own;
 
 void sf_publish(sf_sockets *s) { free(__atomic_exchange_n(&own, s, __ATOMIC_ACQ_REL)); }
@@ -101,8 +101,8 @@ static int is_rdma_device(int dir, const char *name) {
   return n >= (ssize_t)sizeof devices - 1 && memcmp(to, devices, sizeof devices - 1) == 0;
 }
 
-// close_nodes_files closes what the child has of the node. It reads the descriptors with the
-// system call, since opendir allocates.
+// close_nodes_files closes the descriptors of the node in the child. It lists the descriptors with
+// the system call, since opendir allocates memory.
 static void close_nodes_files(const sf_sockets *s) {
   struct entry { // struct linux_dirent64
     uint64_t inode, offset;

@@ -1,11 +1,11 @@
-// What happens in the child of a fork.
+// The child of a fork.
 #ifndef FSERVER_FORK_H
 #define FSERVER_FORK_H
 
-// Set in the child of a fork, which Go's threads do not survive: nothing may call Go there.
+// sf_forked is set in the child of a fork. Go's threads do not exist there, so no code may call Go.
 extern int sf_forked;
 
-// Sets sf_forked in children of forks, and closes there what they must not keep.
+// Sets sf_forked in children of forks, and closes the node's descriptors there.
 void fork_watch(void);
 
 #endif

@@ -50,7 +50,7 @@ static PyObject *py_init(PyObject *self, PyObject *args, PyObject *kw) {
   return wait_job();
 }
 
-// Whether Python has no thread but this one, so that no other can call get_batch.
+// Reports whether this is Python's only thread, so that no other thread can call get_batch.
 static int only_thread(void) {
   PyObject *f = PySys_GetObject("_current_frames"); // borrowed
   PyObject *frames = f != NULL ? PyObject_CallObject(f, NULL) : NULL;
@@ -386,7 +386,7 @@ static PyObject *py_exit(PyObject *self, PyObject *noargs) {
   if (!sf_forked) {
     sf_error e = {0, NULL};
     int rc = sf_finish(&e);
-    if (rc != SF_PENDING) { // the loop of a server has ended, as its workers have, and stop() was not called
+    if (rc != SF_PENDING) { // the loop of a server has ended with its workers, and the program has not called stop()
       Py_DECREF(result);
       result = rc == SF_DONE ? wait_job() : sf_raise(&e);
     }
@@ -455,8 +455,8 @@ static PyMethodDef methods[] = {
 // With a size of -1 Python would copy the module into other interpreters without asking PyInit_fserver_lib.
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fserver_lib", DOC_MODULE, 0, methods, NULL, NULL, NULL, NULL};
 
-// The first is in the limited API since Python 3.9, the second is what 3.8 has. Python 3.7 has only the third, 3.6 none:
-// these load the library all the same, and get an ImportError that says what is needed.
+// The first is in the limited API since Python 3.9. Python 3.8 has the second, Python 3.7 only the third, and Python 3.6 none.
+// Versions before 3.8 load the library all the same, and get an ImportError that names the required version.
 extern PyInterpreterState *PyInterpreterState_Get(void) __attribute__((weak));
 extern PyInterpreterState *_PyInterpreterState_Get(void) __attribute__((weak));
 extern int64_t PyInterpreterState_GetID(PyInterpreterState *) __attribute__((weak));

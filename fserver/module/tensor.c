@@ -71,12 +71,12 @@ static void delete_versioned(dl_versioned *m) { delete_exported(m->context); }
 static const char *const plain_name = "dltensor", *const versioned_name = "dltensor_versioned";
 
 static void delete_capsule(PyObject *capsule) {
-  // A consumer that has taken a capsule over has given it another name.
+  // A consumer that has taken ownership of a capsule has renamed it.
   const char *name = PyCapsule_IsValid(capsule, plain_name) ? plain_name : versioned_name;
   if (PyCapsule_IsValid(capsule, name)) delete_exported(PyCapsule_GetPointer(capsule, name));
 }
 
-// The address of t's memory, which may be none for a tensor without elements.
+// Returns the address of t's memory, which may be NULL for a tensor without elements.
 static void *address(const sf_tensor *t) {
   static char nothing;
   return t->ptr != NULL ? t->ptr : &nothing;
@@ -110,7 +110,7 @@ static void describe(exported *x, dl_tensor *d, const sf_tensor *t, uint64_t lea
   x->gone = NULL;
 }
 
-// Fills in x in the form with a version, which alone says that the memory may be written to.
+// Fills in x in the versioned form of DLPack. Only this form can say that the memory is writable.
 static void describe_versioned(exported *x, const sf_tensor *t, uint64_t lease, PyObject *keeper) {
   dl_versioned *m = &x->m.versioned;
   describe(x, &m->t, t, lease, keeper, 0);
@@ -120,8 +120,8 @@ static void describe_versioned(exported *x, const sf_tensor *t, uint64_t lease, 
   m->deleter = delete_versioned;
 }
 
-// Exports t in the form with a version, or without. With bytes set, without and as a row of
-// uint8. *out is of the capsule's.
+// Exports t in the versioned or the unversioned form of DLPack. With bytes set, it exports t in the
+// unversioned form, as a row of uint8. *out belongs to the capsule.
 static PyObject *export_tensor(const sf_tensor *t, uint64_t lease, PyObject *keeper, int versioned, int bytes, exported **out) {
   exported *x = malloc(sizeof *x);
   if (x == NULL) return PyErr_NoMemory();
@@ -303,8 +303,8 @@ static PyObject *tensor_dlpack_device(PyObject *o, PyObject *noargs) {
   return t->device_type == SF_GPU ? Py_BuildValue("(ii)", DL_CUDA, (int)t->device_id) : Py_BuildValue("(ii)", DL_CPU, 0);
 }
 
-// A received tensor is complete, whatever the consumer's stream. A consumer that says it
-// understands the form with a version gets that, since others take the memory for read-only.
+// A received tensor is complete, so the consumer's stream does not matter. A consumer that supports the
+// versioned form gets it, since consumers take the memory of the unversioned form for read-only.
 static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
   const sf_tensor *t = &((tensor_object *)o)->t;
@@ -340,7 +340,7 @@ static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
   return export_tensor(t, 0, o, major >= 1, 0, &x);
 }
 
-// The letter by which NumPy knows a type, or 0 where it has no such type.
+// Returns NumPy's letter for a type, or 0 if NumPy has no such type.
 static char numpy_kind(dl_dtype d) {
   int power = d.bits == 8 || d.bits == 16 || d.bits == 32 || d.bits == 64;
   switch (d.code) {
@@ -353,8 +353,8 @@ static char numpy_kind(dl_dtype d) {
   return 0;
 }
 
-// numpy.asarray makes an array of this that can be written to, in every version of NumPy.
-// numpy.from_dlpack makes a read-only one before version 2.1.
+// numpy.asarray makes a writable array of this in every version of NumPy.
+// Before version 2.1 numpy.from_dlpack makes a read-only array.
 static PyObject *tensor_array_interface(PyObject *o, void *unused) {
   const sf_tensor *t = &((tensor_object *)o)->t;
   dl_dtype d = sf_type_of(t->dtype);
@@ -374,7 +374,7 @@ static PyObject *tensor_array_interface(PyObject *o, void *unused) {
   return Py_BuildValue("{sNsss(NO)si}", "shape", shape, "typestr", type, "data", at, Py_False, "version", 3);
 }
 
-// For types that NumPy knows by packages such as ml_dtypes only, or not at all.
+// For types that NumPy does not know, or only with packages such as ml_dtypes.
 static PyObject *tensor_array(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"dtype", "copy", NULL};
   PyObject *dtype = Py_None, *copy = Py_None, *result = NULL;

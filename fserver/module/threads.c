@@ -12,11 +12,12 @@
 //      b. The runtime sets its mask. That unblocks CONFINE, too.
 //      c. The kernel delivers CONFINE before the thread executes another instruction.
 //      d. Its handler, on the alternate stack, changes the mask that the kernel restores.
-// 2. A thread of the program runs Go on a stack with STACK bytes below the code. It is
-//    grown in the thread's first call, in which all signals are blocked in the same way.
-//    The linker's flag gcshrinkstackoff keeps it. Blocking signals in each call instead
-//    costs two system calls.
-// 3. The child of a fork runs no Go, and its signals do what they did without this library.
+// 2. A thread of the program runs Go on a stack with STACK bytes below the code. The stack
+//    grows in the thread's first call, during which all signals are blocked as in rule 1.
+//    The linker's flag gcshrinkstackoff prevents the runtime from shrinking it. The
+//    alternative, blocking signals in each call, costs two system calls.
+// 3. The child of a fork runs no Go, and its signals have the actions that they would have
+//    without this library.
 //
 // Functions of the C library and of runtime/cgo are replaced by the linker (--wrap) in this
 // library only. tests/python/test_signals.py checks the masks and the stacks.
@@ -40,7 +41,7 @@
 // The signal of rule 1: Go's runtime unblocks it, Linux never sends it, and programs do not use it.
 #define CONFINE SIGSTKFLT
 
-// The signals of faults, which the kernel delivers to the thread that has caused them.
+// The signals of faults. The kernel delivers them to the thread that caused the fault.
 static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
 
 // The signals whose handlers Go's runtime replaces when the library is loaded.
@@ -50,10 +51,10 @@ static struct sigaction before[TAKEN], gos[TAKEN];
 
 #define LOCAL static __thread __attribute__((tls_model("initial-exec")))
 
-// What the next CONFINE does in this thread.
+// The effect of the next CONFINE in this thread.
 LOCAL enum { PASS_ON, CONFINES, IGNORED } confine;
 
-// This thread may run Go: rule 1 or 2 has been applied.
+// known is set if this thread may run Go: rule 1 or 2 has been applied.
 LOCAL int known;
 
 static pthread_mutex_t installing = PTHREAD_MUTEX_INITIALIZER;
@@ -77,7 +78,7 @@ static void on_confine(int sig, siginfo_t *info, void *context) {
     sigset_t set;
     quiet(&set);
     memcpy(&((ucontext_t *)context)->uc_sigmask, &set, 8); // the kernel's mask has 64 bits, that of C has more
-  } else if (what == PASS_ON) { // somebody has sent it to the program
+  } else if (what == PASS_ON) { // another sender meant it for the program
     if (others.sa_flags & SA_SIGINFO) {
       others.sa_sigaction(sig, info, context);
     } else if (others.sa_handler == SIG_DFL) {
@@ -171,7 +172,7 @@ void threads_fill_standard(void) {
   }
 }
 
-// This runs before the constructor that starts Go's runtime, as it has a priority.
+// This constructor has a priority, so it runs before the one that starts Go's runtime.
 static __attribute__((constructor(101))) void remember(void) {
   threads_fill_standard();
   for (int i = 0; i < TAKEN; i++) sigaction(taken[i], NULL, &before[i]);
@@ -186,7 +187,7 @@ typedef struct {
 } kernel_action;
 
 // onstack makes the handler of one of glibc's own signals run on the alternate stack. glibc
-// installs that of setuid when it creates the first thread, after Go's runtime has looked.
+// installs the handler of setuid when it creates the first thread; Go's runtime has read the handlers before that.
 static void onstack(int sig) {
   kernel_action a;
   if (syscall(SYS_rt_sigaction, sig, NULL, &a, sizeof a.mask) != 0 || (a.flags & SA_ONSTACK) || a.handler == SIG_DFL || a.handler == SIG_IGN) return;

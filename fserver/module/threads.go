@@ -9,11 +9,11 @@ package main
 */
 import "C"
 
-// deepenings times the 32 KiB of deepen's frame are the stack that a signal handler without
-// SA_ONSTACK finds, less what the call itself uses: the runtime doubles stacks, so it is 256 KiB.
+// deepenings times the 32 KiB of deepen's frame is the stack of a signal handler without SA_ONSTACK,
+// less the stack that the call itself uses. The runtime doubles stacks, so the stack is 256 KiB.
 const deepenings = 6
 
-// sf_deepen makes the stack of this thread's goroutine so large. The runtime keeps the goroutine
+// sf_deepen grows the stack of this thread's goroutine to that size. The runtime keeps the goroutine
 // for the thread's next calls.
 //
 //export sf_deepen

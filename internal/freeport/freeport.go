@@ -1,5 +1,5 @@
-// Package freeport finds ports: for schedulers of tests and benchmarks, and for nodes, which
-// must not take that of their scheduler.
+// Package freeport finds free ports: for schedulers of tests and benchmarks, and for nodes. A node
+// must not take the port of its scheduler.
 package freeport
 
 import (
@@ -35,8 +35,8 @@ func Find() (int, error) {
 	return 0, errors.New("no free port from 10000 to 19999")
 }
 
-// Except returns the port that bind has bound, which is any free one but avoid. If bind gets avoid, it is called
-// again, and what it bound first is released after that.
+// Except calls bind, and returns the port that bind has bound: any free port but avoid. If bind gets avoid, Except calls it
+// again, and releases avoid after that.
 func Except(avoid int, bind func() (port int, release func(), err error)) (int, error) {
 	port, release, err := bind()
 	if err != nil || port != avoid {
@@ -48,7 +48,7 @@ func Except(avoid int, bind func() (port int, release func(), err error)) (int, 
 }
 
 // Ephemeral reports whether the kernel may give the port to a connection or to a node that asks for any
-// port. A scheduler there may find its port taken. Reserved ones are not looked for.
+// port. A scheduler with such a port may find it in use. Ephemeral ignores reserved ports.
 func Ephemeral(port int) bool {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
 	return err == nil && inRange(string(text), port)

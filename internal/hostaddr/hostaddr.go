@@ -1,5 +1,5 @@
-// Package hostaddr knows the addresses of this host: which interfaces it has, which
-// address it uses toward another host, and which addresses other hosts cannot reach.
+// Package hostaddr finds the addresses of this host: its interfaces, the address that it uses
+// toward another host, and addresses that other hosts cannot reach.
 package hostaddr
 
 import (
@@ -83,8 +83,8 @@ func (h Host) Toward(dest netip.Addr) (addr netip.Addr, name string, ok bool) {
 }
 
 // First returns the first IPv4 address that other hosts may reach, for a host that has no route to
-// compare with: one of an interface that is up and not the loopback. Link-local addresses and
-// those of container bridges are taken last.
+// compare with. Its interface is up and is not the loopback. Link-local addresses and addresses
+// of container bridges come last.
 func (h Host) First() (addr netip.Addr, name string) {
 	for _, inner := range []bool{false, true} {
 		for _, i := range h.Interfaces {
@@ -96,8 +96,8 @@ func (h Host) First() (addr netip.Addr, name string) {
 	return netip.Addr{}, ""
 }
 
-// Of returns the IPv4 address of i to advertise: the one that leads to dest, else the first that
-// is not link-local, else the first. The result is invalid if i has no IPv4 address.
+// Of returns the IPv4 address of i to advertise: the address that leads to dest, else the first address
+// that is not link-local, else the first. The result is invalid if i has no IPv4 address.
 func (h Host) Of(i Interface, dest netip.Addr) netip.Addr {
 	if addr, name, ok := h.Toward(dest); ok && name == i.Name {
 		return addr
@@ -130,18 +130,18 @@ func (h Host) with(addr netip.Addr) *Interface {
 	return &h.Interfaces[k]
 }
 
-// bridges are how the names of bridges begin that connect containers or virtual machines of one host.
+// bridges are name prefixes of the bridges that connect containers or virtual machines of one host.
 var bridges = []string{"docker", "br-", "virbr", "cni", "podman", "lxcbr", "lxdbr"}
 
-// Inner reports whether addr, of the interface with that name, is usually reached from this
-// host only: it is link-local, or of a bridge for containers, which many hosts have under one address.
+// Inner reports whether usually only this host can reach addr, an address of the interface with that
+// name. It is link-local, or belongs to a bridge for containers, whose address is the same on many hosts.
 func Inner(name string, addr netip.Addr) bool {
 	return addr.IsLinkLocalUnicast() || slices.ContainsFunc(bridges, func(b string) bool { return strings.HasPrefix(name, b) })
 }
 
-// Doubt says why dest, an address of another host, cannot reach addr, an address of this host,
-// and which address leads to dest. It returns "" if dest is this host, if addr leads to dest, or if
-// nothing is wrong with addr.
+// Doubt returns the reason why dest, an address of another host, cannot reach addr, an address of this
+// host, and the address that leads to dest. It returns "" if dest is this host, if addr leads to dest,
+// or if addr has no known fault.
 func (h Host) Doubt(addr, dest netip.Addr) string {
 	if !dest.IsValid() || h.Has(dest) {
 		return ""

@@ -81,7 +81,7 @@ func TestFirst(t *testing.T) {
 	}
 }
 
-// TestOf: of several addresses of one interface the one that leads to the scheduler is taken.
+// TestOf: if an interface has several addresses, Of returns the one that leads to the scheduler.
 func TestOf(t *testing.T) {
 	for _, c := range []struct {
 		i          Interface
@@ -99,7 +99,7 @@ func TestOf(t *testing.T) {
 	}
 }
 
-// TestDoubt: an address that cannot work is found if the scheduler is on another host, and only then.
+// TestDoubt: Doubt finds an unreachable address only if the scheduler is on another host.
 func TestDoubt(t *testing.T) {
 	const leads = "; 10.77.0.2 (eth0) leads there"
 	for _, c := range []struct{ addr, dest, want string }{

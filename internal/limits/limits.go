@@ -22,8 +22,8 @@ const (
 	// FilesPerPeer are the descriptors of a connection over ZeroMQ, both ways: a socket
 	// and its monitor each have some.
 	FilesPerPeer = 9
-	// FilesPerSharer are those of shared memory with a peer, besides: for each way a socket
-	// and who watches the peer's process, one for reading its memory, one for its own ring, and one for a moment.
+	// FilesPerSharer are the additional descriptors of shared memory with a peer: for each direction a socket and a descriptor
+	// that watches the peer's process, one for reading the peer's memory, one for this node's own ring, and a temporary one.
 	FilesPerSharer = 7
 	// filesOfNode are those of a node without peers, and a few of a connection that is
 	// replaced by another; filesOfSharing are those that shared memory costs it.
@@ -72,13 +72,13 @@ type Need struct {
 	Why    string // what Needed is made up of
 	Raise  string // how to raise the limit
 	Bytes  bool   // of the numbers
-	Ample  uint64 // below it a node starts, and may lack some later; 0 if that is not known
+	Ample  uint64 // with a lower limit a node starts, and may exceed the limit later; 0 if that is not known
 }
 
-// Tight tells whether the limit allows what the node needs at least, and may be too low later.
+// Tight reports whether the limit meets the minimum of the node, and may be too low later.
 func (n *Need) Tight() bool { return n.Enough() && n.Ample > n.Have }
 
-// String says of a tight limit what it may lack.
+// String says what a node may lack because of a tight limit.
 func (n *Need) String() string {
 	return fmt.Sprintf("few %s: %s is %d, this node needs %d at least and may need %d (%s): %s", n.What, n.Name, n.Have, n.Needed, n.Ample, n.Why, n.Raise)
 }
@@ -206,8 +206,8 @@ func Of(c *env.Config, role string, s System) (needs []Need, err error) {
 }
 
 // Check raises the soft limit of open files if it has to, and returns an error that wraps
-// an *Error for each limit that is too low for the node, and the limits that are tight. Limits
-// that cannot be read are taken for high enough.
+// an *Error for each limit that is too low for the node, and the limits that are tight. A limit
+// that cannot be read counts as high enough.
 func Check(c *env.Config, role string) (tight []Need, err error) {
 	needs, err := Of(c, role, OS())
 	if err != nil {

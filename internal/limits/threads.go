@@ -1,6 +1,6 @@
 package limits
 
-// Threads and address space. Neither libzmq nor Go returns an error where a thread cannot be had: they abort.
+// The limits of threads and of address space. If libzmq or Go cannot start a thread, it aborts instead of returning an error.
 
 import (
 	"fmt"
@@ -17,30 +17,30 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// What a node costs of threads and address space; tests compare.
+// The threads and the address space that a node uses. Tests compare these constants with real nodes.
 const (
-	// threadsOfGo are those that Go starts for a node at least, besides those that it has.
+	// threadsOfGo is the least number of threads that Go starts for a node, in addition to its existing threads.
 	threadsOfGo = 3
-	// spaceOfNode is address space for Go's heap and for libzmq, besides stacks; dataOfNode is the part
-	// of it that is written.
+	// spaceOfNode is the address space for Go's heap and for libzmq, without stacks. dataOfNode is its
+	// writable part.
 	spaceOfNode = 96 << 20
 	dataOfNode  = 32 << 20
 	// defaultStack is the stack of a thread where RLIMIT_STACK is unlimited.
 	defaultStack = 2 << 20
-	// spareThreads and spareSpace are what a node may need more, with large messages and many processors. It starts
-	// without them.
+	// spareThreads and spareSpace are the additional needs of a node with large messages and many processors. A node
+	// starts without them.
 	spareThreads = 8
 	spareSpace   = 512 << 20
 )
 
-// Room is what is in use of a limit.
+// Room is a limit and its use.
 type Room struct {
 	Name      string // "RLIMIT_NPROC"
 	Used, Max uint64
 	Raise     string // how to raise it
 }
 
-// threadsOf is how many threads a node starts, and what for.
+// threadsOf returns the number of threads that a node starts, and a text that lists their purposes.
 func threadsOf(c *env.Config) (n uint64, why string) {
 	if c.VanType == "ibverbs" {
 		return 1 + threadsOfGo, fmt.Sprintf("1 that answers peers, %d of Go", threadsOfGo)
@@ -107,7 +107,7 @@ func (p process) number(name string) (n uint64, ok bool) {
 	return n, err == nil
 }
 
-// threads lists the limits of the number of threads. What cannot be read is no limit.
+// threads lists the limits of the number of threads. It leaves out limits that cannot be read.
 func (p process) threads() (rooms []Room) {
 	total := p.total()
 	for _, x := range []struct{ file, name string }{{"/proc/sys/kernel/threads-max", "kernel.threads-max"}, {"/proc/sys/kernel/pid_max", "kernel.pid_max"}} {
@@ -117,7 +117,7 @@ func (p process) threads() (rooms []Room) {
 	}
 	rooms = append(rooms, p.pids()...)
 	if most := p.rlimit(unix.RLIMIT_NPROC); most != NoLimit && !p.free {
-		used := total // a sum over all processes takes time, and is needed only where it may be too much
+		used := total // counting the user's threads takes time; it is needed only if they may exceed the limit
 		if total == 0 || most < 2*total {
 			used = p.ofUser()
 		}
@@ -126,7 +126,7 @@ func (p process) threads() (rooms []Room) {
 	return rooms
 }
 
-// total is how many threads the host has, 0 if that is not known.
+// total is the number of threads of the host, 0 if it is not known.
 func (p process) total() uint64 {
 	for _, word := range strings.Fields(p.read("/proc/loadavg")) {
 		if _, all, ok := strings.Cut(word, "/"); ok {
@@ -137,8 +137,8 @@ func (p process) total() uint64 {
 	return 0
 }
 
-// pids lists the limits of this process's cgroup and those above it, of both versions. Inside a container the
-// path may be the host's, while the files seen are those of the container's own cgroup.
+// pids lists the limits of this process's cgroup and of its parents, for both versions of cgroups. Inside a container
+// the path may be the host's, while the visible files are those of the container's own cgroup.
 func (p process) pids() (rooms []Room) {
 	for line := range strings.Lines(p.read("/proc/self/cgroup")) {
 		f := strings.SplitN(strings.TrimSpace(line), ":", 3)
@@ -168,7 +168,7 @@ func (p process) pids() (rooms []Room) {
 	return rooms
 }
 
-// ofUser is how many threads this user has, as far as they are seen.
+// ofUser is the number of this user's threads that this process can see.
 func (p process) ofUser() (n uint64) {
 	all, _ := filepath.Glob(p.root + "/proc/[0-9]*/status")
 	for _, name := range all {
@@ -213,7 +213,7 @@ func (p process) space() (rooms []Room, stack uint64) {
 	return rooms, stack
 }
 
-// host lists the limit of open files of all processes, which does not bind those with CAP_SYS_ADMIN.
+// host lists the limit of open files of all processes. It does not apply to processes with CAP_SYS_ADMIN.
 func (p process) host() []Room {
 	used, rest, _ := strings.Cut(p.read("/proc/sys/fs/file-nr"), "\t")
 	f := strings.Fields(rest)
@@ -235,7 +235,7 @@ const (
 	capSysResource = 24
 )
 
-// capable tells whether this process has a capability.
+// capable reports whether this process has a capability.
 func capable(number int) bool {
 	text, err := os.ReadFile("/proc/self/status")
 	if err != nil {

@@ -25,8 +25,8 @@ func tree(t *testing.T, files map[string]string) string {
 	return root
 }
 
-// TestThreads: a node needs threads of every limit of them, which the error names with its value, what is needed, and how to
-// raise it. The limits of a host or a container as they are by default are enough.
+// TestThreads: every limit of threads applies to a node. If a limit is too low, the error has its name, its value, the needed
+// value, and the way to raise it. The default limits of a host or a container are high enough.
 func TestThreads(t *testing.T) {
 	const host = "/proc/sys/kernel/threads-max"
 	base := map[string]string{host: "95000\n", "/proc/sys/kernel/pid_max": "32768\n", "/proc/loadavg": "0.1 0.2 0.3 2/300 777\n",
@@ -38,8 +38,8 @@ func TestThreads(t *testing.T) {
 		nproc uint64
 		free  bool
 		van   string
-		low   string // limits that are too low, and those that are tight with a question mark
-		text  string // of the first
+		low   string // the limits that are too low; a limit with a question mark is tight
+		text  string // the error of the first limit
 	}{
 		{"a host", nil, 30000, false, "zmq", "", ""},
 		{"no cgroups", map[string]string{"/proc/self/cgroup": ""}, NoLimit, false, "zmq", "", ""},
@@ -81,7 +81,7 @@ func TestThreads(t *testing.T) {
 	}
 }
 
-// check compares the limits that are too low with what is wanted.
+// check compares the limits that are too low with the expected ones.
 func check(t *testing.T, name string, needs []Need, want, text string) {
 	t.Helper()
 	var low []string
@@ -102,7 +102,7 @@ func check(t *testing.T, name string, needs []Need, want, text string) {
 	}
 }
 
-// TestSpace: the stacks of a node's threads must fit into the address space that is left.
+// TestSpace: the stacks of a node's threads must fit into the free address space.
 func TestSpace(t *testing.T) {
 	root := tree(t, map[string]string{"/proc/self/status": "VmSize:\t 1024000 kB\nVmData:\t  102400 kB\n"}) // 1000 and 100 MiB
 	for _, c := range []struct {
@@ -156,7 +156,7 @@ func TestHostFiles(t *testing.T) {
 	}
 }
 
-// TestOwnLimits: what the system says of this process is read: it has threads, and they count.
+// TestOwnLimits: the limits of this process are read from the system. The process has threads, and they count.
 func TestOwnLimits(t *testing.T) {
 	p := self()
 	if total := p.total(); total == 0 {

@@ -238,7 +238,7 @@ func BenchmarkLine(b *testing.B) {
 	}
 }
 
-// TestPrintable: what another process says cannot break a line, or disturb a terminal.
+// TestPrintable: the text of another process cannot break a line, or disturb a terminal.
 func TestPrintable(t *testing.T) {
 	for in, want := range map[string]string{"worker 3": "worker 3", "a\nb\r\x1b[31mc\u202e": "a b  [31mc ", "\xffx": "?x", "größe": "größe", "": ""} {
 		if got := logx.Printable(in); got != want {

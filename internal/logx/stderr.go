@@ -1,7 +1,7 @@
 package logx
 
-// Standard error, which a library must not rely on: it may be closed, a pipe that nobody
-// reads, or, under the same number, a file of somebody else.
+// Standard error, for a library. A library must not rely on it: standard error may be closed, may be
+// a pipe without a reader, or its number may belong to another file of the program.
 
 import (
 	"fmt"
@@ -13,12 +13,12 @@ import (
 )
 
 // Stderr writes to standard error and never fails. A line is dropped
-//   - if nobody reads any more (a pipe or a socket whose other end is closed). An os.File would
-//     end the process by SIGPIPE, also if the process ignores that signal and Go is a library in it;
+//   - if the other end of the pipe or socket is closed. An os.File would end the process by SIGPIPE,
+//     also if the process ignores that signal and Go is a library in it;
 //   - if it cannot be written within stderrPatience, since the reader does not read. Later lines
 //     are then dropped at once, until there is space again;
-//   - if descriptor 2 is closed, or is closed by exec: it belongs to a file that was opened later
-//     and got the free number. Standard error is meant for child processes, too.
+//   - if descriptor 2 is closed, or has the close-on-exec flag. Standard error has no such flag, since
+//     child processes inherit it: the number then belongs to a file that was opened later.
 //
 // It is safe for concurrent use.
 var Stderr io.Writer = &lossy{fd: 2}
@@ -26,7 +26,7 @@ var Stderr io.Writer = &lossy{fd: 2}
 const (
 	stderrPatience = 100 * time.Millisecond
 
-	// stderrPiece is how many bytes the kernel takes without blocking when poll says that a pipe is writable.
+	// stderrPiece is the number of bytes that a pipe takes without blocking if poll reports it as writable.
 	stderrPiece = 4096
 )
 
@@ -60,7 +60,7 @@ func (l *lossy) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// put writes text in pieces. It reports whether all was written, and if not, whether that is for want of a reader that reads.
+// put writes text in pieces. It reports whether all was written, and if not, whether the cause is a reader that does not read.
 func (l *lossy) put(text []byte) (whole, stuck bool) {
 	for len(text) > 0 {
 		if writable, gone := l.wait(); gone || !writable {
@@ -83,7 +83,7 @@ func (l *lossy) put(text []byte) (whole, stuck bool) {
 	return true, false
 }
 
-// wait waits until the descriptor is writable, or reports that its reader has gone.
+// wait waits until the descriptor is writable, or reports that the reader has closed its end.
 func (l *lossy) wait() (writable, gone bool) {
 	end := time.Now().Add(stderrPatience)
 	if l.stuck {

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// inherited returns a descriptor as standard error is: exec does not close it.
+// inherited returns a descriptor that, like standard error, exec does not close.
 func inherited(t *testing.T, fd int) int {
 	t.Helper()
 	own, err := unix.Dup(fd)
@@ -44,7 +44,7 @@ func write(t *testing.T, l *lossy, line string) {
 	}
 }
 
-// TestStderrWithoutReader: a pipe that nobody reads any more neither fails nor ends the process.
+// TestStderrWithoutReader: a write to a pipe without a reader neither fails nor ends the process.
 func TestStderrWithoutReader(t *testing.T) {
 	r, w := pipe(t)
 	l := &lossy{fd: w}
@@ -52,7 +52,7 @@ func TestStderrWithoutReader(t *testing.T) {
 	write(t, l, "a line\n")
 }
 
-// TestStderrFull: a reader that does not read delays one line, and the loss is reported when it reads again.
+// TestStderrFull: a reader that does not read delays one line. When it reads again, the number of lost lines is reported.
 func TestStderrFull(t *testing.T) {
 	r, w := pipe(t)
 	l := &lossy{fd: w}
@@ -83,7 +83,7 @@ func TestStderrFull(t *testing.T) {
 	}
 }
 
-// TestStderrOfAnother: a file that got the number of a closed standard error is not written to.
+// TestStderrOfAnother: Stderr does not write to a file that got the number of a closed standard error.
 func TestStderrOfAnother(t *testing.T) {
 	f, err := os.Create(filepath.Join(t.TempDir(), "data")) // Go opens files to be closed by exec, as Python does
 	if err != nil {

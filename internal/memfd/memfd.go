@@ -16,8 +16,8 @@ const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 // there is no memory for them this says so, not a signal later. The caller closes it.
 func New(n int) (fd int, err error) { return Part(n, n) }
 
-// Part makes a sealed file of n bytes of which the first have exist. The caller touches the others
-// only after Extend has made them: a process that touches a byte for which there is no memory
+// Part makes a sealed file of n bytes. Only the first have bytes are allocated. The caller accesses the
+// other bytes only after Extend has allocated them, since a process that accesses a byte without memory
 // gets a signal. The caller closes the file.
 func Part(n, have int) (fd int, err error) {
 	const noexec = 0x8 // MFD_NOEXEC_SEAL, unknown before Linux 6.3
@@ -40,7 +40,7 @@ func Part(n, have int) (fd int, err error) {
 	return fd, nil
 }
 
-// Extend makes bytes from to to of a file of Part exist. It fails where there is no memory for them.
+// Extend allocates bytes from to to of a file of Part. It fails if there is no memory for them.
 func Extend(fd, from, to int) error {
 	for {
 		err := unix.Fallocate(fd, 0, int64(from), int64(to-from))

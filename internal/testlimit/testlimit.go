@@ -1,7 +1,11 @@
-// Package testlimit ends a test binary whose test hangs, and says where. It acts in every test
-// binary that imports it: a test fails when its goroutine has waited in one place for Still while
-// the process and its children hardly used a processor or waited for one, or for Busy in any case,
-// which grows with the load of the machine. "go test" itself has one limit for a whole package, of minutes. "go test -timeout 0" switches the limits off, for debuggers.
+// Package testlimit ends a test binary whose test hangs, and names the place. It acts in every test
+// binary that imports it. A test fails in two cases:
+//   - Its goroutine has waited in one place for Still, and the process and its children hardly used a
+//     processor or waited for one meanwhile.
+//   - Its goroutine has waited in one place for Busy. This limit grows with the load of the machine.
+//
+// "go test" itself has one limit of minutes for a whole package. "go test -timeout 0" switches the
+// limits off, for debuggers.
 package testlimit
 
 import (
@@ -25,11 +29,11 @@ const (
 )
 
 const (
-	share = 0.2         // of one processor: a process that uses more is not still
+	share = 0.2         // of one processor: a process that uses more counts as busy
 	every = time.Second // a sample of the goroutines
 )
 
-// still is Still; the test of this package makes it shorter.
+// still is Still; the test of this package shortens it.
 var still atomic.Int64
 
 func init() {
@@ -39,9 +43,9 @@ func init() {
 	}
 }
 
-// Longer gives the test d instead of Still and Busy, if that is longer: for tests that wait for a
-// long time in one place for processes which hardly run, and have a limit of their own. Tests that run at
-// the same time get it, too.
+// Longer replaces Still and Busy by d for the test, if d is longer. It is for tests that have a limit of
+// their own, and wait in one place for a long time for processes that hardly run. Tests that run at the
+// same time get the same limit.
 func Longer(t testing.TB, d time.Duration) {
 	longer.Lock()
 	defer longer.Unlock()
@@ -55,7 +59,7 @@ func Longer(t testing.TB, d time.Duration) {
 	})
 }
 
-// longer are the limits of tests that are under way.
+// longer has the limits of running tests.
 var longer limits
 
 type limits struct {
@@ -66,8 +70,8 @@ type limits struct {
 // apply makes the longest one the limit.
 func (l *limits) apply() { still.Store(int64(max(Still, slices.Max(append(l.all, 0))))) }
 
-// watch samples the goroutines of tests until the process ends. It allocates no memory before a
-// test is late, since tests count the allocations of the whole process.
+// watch samples the goroutines of tests until the process ends. It allocates no memory before a test
+// exceeds a limit, since tests count the allocations of the whole process.
 func watch() {
 	w := watcher{seed: maphash.MakeSeed(), places: make([]place, 0, 256)}
 	buf := make([]byte, 1<<20)
@@ -98,7 +102,7 @@ func limited() bool {
 	return f == nil || f.Value.String() != "0s"
 }
 
-// place is where the goroutine of a test waits.
+// place is the place at which the goroutine of a test waits.
 type place struct {
 	goroutine uint64
 	stack     uint64 // hash
@@ -135,7 +139,7 @@ func (w *watcher) sample(stacks []byte, now time.Time, own time.Duration) {
 	w.places = kept
 }
 
-// note keeps the time of a goroutine that is where it was.
+// note records a goroutine. If it is still in the same place, note keeps the time of its first sample there.
 func (w *watcher) note(p place) {
 	for i := range w.places {
 		if old := &w.places[i]; old.goroutine == p.goroutine {
@@ -151,9 +155,9 @@ func (w *watcher) note(p place) {
 	}
 }
 
-// testGoroutine returns the number and the frames of a goroutine that runs a test, which does not
-// wait for other tests. Frames have the arguments of functions: a loop that makes progress
-// has other ones each time, mostly.
+// testGoroutine returns the number and the frames of a goroutine that runs a test and does not wait for
+// other tests. Frames contain the arguments of functions; these usually change in each round of a loop
+// that makes progress.
 func testGoroutine(stack []byte) (id uint64, frames []byte, ok bool) {
 	head, frames, _ := bytes.Cut(stack, []byte("\n"))
 	number, ours := bytes.CutPrefix(head, []byte("goroutine "))
@@ -184,13 +188,13 @@ func stackOf(stacks []byte, goroutine uint64) string {
 	return ""
 }
 
-// judge returns why a test that is late has failed, or "".
+// judge returns the reason why a test has failed that may have exceeded a limit, or "".
 func (p *place) judge(now time.Time, own time.Duration) string {
 	return verdict(now.Sub(p.since), time.Duration(still.Load()), own-p.own, load(), demand)
 }
 
-// verdict is judge for a test that has waited for so long, while its process used that much
-// processor time. demand says what the process and its descendants want now. A load above 1 makes Busy longer.
+// verdict is judge for a test that has waited for the time waited, while its process used the processor time used. demand
+// returns the present processor demand of the process and its descendants. A load above 1 makes Busy longer.
 func verdict(waited, still, used time.Duration, load float64, demand func() time.Duration) string {
 	hardly := func(used, in time.Duration) bool { return used.Seconds() < share*in.Seconds() }
 	waitedFor := fmt.Sprintf("a test has waited in one place for %s", waited.Round(time.Second))

@@ -10,10 +10,10 @@ import (
 	"time"
 )
 
-// role is the variable that makes a test of this binary one that hangs.
+// role is the environment variable that makes a test of this binary hang.
 const role = "TESTLIMIT_HANGS"
 
-// TestHangs: a binary whose test hangs ends, and says in which test and where.
+// TestHangs: a binary whose test hangs ends, and names the test and the place.
 func TestHangs(t *testing.T) {
 	if os.Getenv(role) != "" {
 		still.Store(int64(100 * time.Millisecond))
@@ -57,7 +57,7 @@ func TestHangs(t *testing.T) {
 	}
 }
 
-// TestVerdict: what counts as a hang.
+// TestVerdict: the cases that count as a hang.
 func TestVerdict(t *testing.T) {
 	for _, c := range []struct {
 		name           string
@@ -86,7 +86,7 @@ func TestVerdict(t *testing.T) {
 	}
 }
 
-// TestLonger: a test that has more time gets it, also beside others, and the next test does not.
+// TestLonger: Longer applies to its test, also while other tests run, and not to the next test.
 func TestLonger(t *testing.T) {
 	is := func(want time.Duration) {
 		t.Helper()
@@ -112,7 +112,7 @@ func TestLonger(t *testing.T) {
 	is(Still)
 }
 
-// ends is a test that ends when it is told to.
+// ends is a test that ends on request.
 type ends struct {
 	testing.TB
 	end func()
@@ -120,7 +120,8 @@ type ends struct {
 
 func (e *ends) Cleanup(f func()) { e.end = f }
 
-// TestPlaces: a test that goes on, one that waits for its subtests, and a goroutine that is no test have no time.
+// TestPlaces: no time is counted for a test that makes progress, for a test that waits for its subtests, and for a goroutine
+// that runs no test.
 func TestPlaces(t *testing.T) {
 	w := watcher{seed: maphash.MakeSeed(), places: make([]place, 0, 4)}
 	begun := time.Unix(0, 0)
@@ -161,7 +162,7 @@ func TestSampleAllocatesNothing(t *testing.T) {
 	}
 }
 
-// TestProcessorTime: a process that works uses processor time, of others too.
+// TestProcessorTime: the processor time of a busy process grows, also of another process.
 func TestProcessorTime(t *testing.T) {
 	mine, err := ProcessorTime(os.Getpid())
 	if err != nil || mine <= 0 {

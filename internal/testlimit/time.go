@@ -1,6 +1,6 @@
 package testlimit
 
-// Processor time and load, as Linux tells them.
+// Processor time and load, as Linux reports them.
 
 import (
 	"fmt"
@@ -40,7 +40,7 @@ func ownTime() time.Duration {
 const window = 3 * time.Second
 
 // demand is the processor time that this process and its descendants use or wait for within a window. A process
-// that other programs keep from the processors waits for them, and a process that hangs does not.
+// waits for a processor if other programs use all of them. A process that hangs does not.
 func demand() time.Duration {
 	before := map[string]time.Duration{}
 	wanted(func(thread string, t time.Duration) { before[thread] = t })
@@ -80,7 +80,7 @@ func descendants(pid int, f func(pid int)) {
 	}
 }
 
-// load is the number of processes that want a processor, for each processor; 0 where it is not known.
+// load is the number of runnable processes for each processor, 0 if it is not known.
 func load() float64 {
 	text, _ := os.ReadFile("/proc/loadavg")
 	word, _, _ := strings.Cut(string(text), " ")
