@@ -1,13 +1,13 @@
 package engine
 
-// Whether an application is slow, or the transport that waits for it.
+// The decision whether messages wait for a slow application or for the transport.
 
 import (
 	"sync/atomic"
 	"time"
 )
 
-// Slow reports whether a delivery of this lane takes long, or items wait behind such a delivery.
+// Slow reports whether a delivery of this lane takes long, or items wait for such a delivery to end.
 func (l *Lane[T]) Slow() bool { return l.slow.Load() }
 
 // Paused reports whether the items of this lane are not to be received.
@@ -17,12 +17,12 @@ func (l *Lane[T]) Paused() bool {
 	return l.paused
 }
 
-// Blame finds out whether what waits for an application waits because the application is slow, and not because the transport itself still
+// Blame finds out whether messages wait for an application because the application is slow, and not because the transport still
 // copies long values. The zero Blame is ready for use. Its methods may be called concurrently.
 type Blame struct{ watched atomic.Bool }
 
-// Watch calls slow if busy was true for most of blameTime, and waits for all of that time. Watch returns at once. While waits is true
-// it goes on; slow runs on a goroutine of its own, at most once until waits was false.
+// Watch returns at once, and observes busy and waits while waits is true. It calls slow if during blameTime busy was true for most of
+// the time, and waits for all of it. slow runs on a goroutine of its own, at most once until waits was false.
 func (b *Blame) Watch(waits, busy func() bool, slow func()) {
 	if b.watched.Swap(true) {
 		return
@@ -52,8 +52,8 @@ func (b *Blame) Watch(waits, busy func() bool, slow func()) {
 	time.AfterFunc(blameTime/blameLooks, look)
 }
 
-// How long an application is watched before it is called slow, how often in that time, and how often at most for one Watch: a node that has
-// been closed is not watched for ever.
+// blameTime is the time for which an application is observed before it counts as slow. blameLooks is the number of samples in that time.
+// blameMost is the largest number of samples of one Watch, so that the observation of a closed node ends.
 const (
 	blameTime  = time.Second
 	blameLooks = 20

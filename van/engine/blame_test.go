@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// TestBlame: an application is called slow if it was busy for most of a second while messages waited, and only then.
+// TestBlame: an application counts as slow only if it was busy for most of a second while messages waited.
 func TestBlame(t *testing.T) {
 	second := func(int) bool { return true }
 	for _, x := range []struct {

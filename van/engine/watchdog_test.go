@@ -21,7 +21,7 @@ func TestWatchdogAfterAPause(t *testing.T) {
 		})
 		defer close(quit)
 		for range 3 {
-			for range 20 * calmTicks { // short deliveries, until the watchdog looks as rarely as it does at most
+			for range 20 * calmTicks { // short deliveries, until the watchdog polls at its lowest rate
 				w.unpark()
 				state.Add(2)
 				time.Sleep(limit)

@@ -98,7 +98,7 @@ type Config struct {
 	loaded   map[string]string // all values after Load
 	problems []problem         // values that Load refused
 	misspelt []Suggestion
-	meant    map[string]string // of required variables that are not set: what was set instead
+	meant    map[string]string // by required variable that is not set: the name that was set instead
 }
 
 // Bench holds what the test programs and benchmarks read.

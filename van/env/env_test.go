@@ -121,7 +121,7 @@ func TestMisspelt(t *testing.T) {
 	}
 }
 
-// TestMeantForRequired: the error of a required variable that is not set names what was set instead.
+// TestMeantForRequired: the error of a required variable that is not set has the name that was set instead.
 func TestMeantForRequired(t *testing.T) {
 	good := map[string]string{"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "8123"}
 	tests := map[string]string{
@@ -164,7 +164,7 @@ func TestMeantForRequired(t *testing.T) {
 	}
 }
 
-// TestMisspeltBesideAnError: a misspelt name that may be the cause of an error follows it.
+// TestMisspeltBesideAnError: an error is followed by the misspelt names that may be its cause.
 func TestMisspeltBesideAnError(t *testing.T) {
 	c := load(t, "DMLC_ROLE=worker", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=h", "DMLC_PS_ROOT_PORT=1", "STEPMESH_GPU=1", "DMLC_GROUP_SIZ=2")
 	want := `rank="1" (DMLC_GROUP_SIZE 1 * DMLC_NODE_RANK 0 + STEPMESH_GPU 1 + DMLC_RANK_OFFSET 0): want 0 to 0 for one of 1 worker instances (DMLC_NUM_WORKER 1 * DMLC_GROUP_SIZE 1)
@@ -180,7 +180,7 @@ DMLC_GROUP_SIZ is not a name that StepAF reads; did you mean DMLC_GROUP_SIZE?`
 	}
 }
 
-// TestMisspeltValues: the error of a value that is like an allowed one, or is one in quotes or with a unit, says so.
+// TestMisspeltValues: if a value resembles an allowed one, or is an allowed one in quotes or with a unit, the error says so.
 func TestMisspeltValues(t *testing.T) {
 	for set, want := range map[string]string{
 		"DMLC_ROLE=workers":          "did you mean worker?",
@@ -215,7 +215,7 @@ func TestMisspeltValues(t *testing.T) {
 	}
 }
 
-// TestErrorsAreInvalid: programs tell a wrong setting from other failures by van.ErrInvalid.
+// TestErrorsAreInvalid: programs recognize an invalid setting by van.ErrInvalid.
 func TestErrorsAreInvalid(t *testing.T) {
 	_, err := LoadFrom(FromList([]string{"DMLC_ROLE=x"}))
 	if !errors.Is(err, ErrInvalid) || !errors.Is(Default().Validate(), ErrInvalid) {

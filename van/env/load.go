@@ -99,7 +99,7 @@ func LoadFrom(src Source) (*Config, error) {
 	return l.c, l.c.join(errs)
 }
 
-// findMisspelt looks for names that were probably meant for variables.
+// findMisspelt finds set names that were probably meant for variables.
 func (l *loader) findMisspelt(names []string) {
 	c := l.c
 	for v, n := range likely(names, func(v string) bool { return c.origins[v] != "" }) {

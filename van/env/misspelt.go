@@ -23,14 +23,14 @@ func (c *Config) Unknown() []Suggestion { return slices.Clone(c.misspelt) }
 
 var prefixes = []string{"DMLC_", "PS_", "STEPMESH_", "STEPAF_", "BYTEPS_"}
 
-// plain is how a name would be spelt here: in capitals, words joined by underscores. Files of
-// variables may leave a blank at the end of a name.
+// plain returns a name in the spelling of variables: in capitals, with words joined by underscores.
+// Files of variables may leave a blank at the end of a name.
 func plain(name string) string {
 	return strings.NewReplacer("-", "_", ".", "_").Replace(strings.ToUpper(strings.TrimSpace(name)))
 }
 
-// readNames are the names of variables with a field, and knownNames these and all others that are no
-// misspelling.
+// readNames returns the names of variables with a field. knownNames returns these and all other names
+// that are no misspelling.
 func readNames() (list []string) {
 	for i := range table {
 		list = append(list, table[i].spellings()...)
@@ -96,7 +96,7 @@ func nearest(name string, candidates []string) string {
 		return best
 	}
 	for _, c := range candidates {
-		// PS_ is the prefix of much else.
+		// Many variables of other programs have the prefix PS_.
 		if t := tail(c); t == tail(name) && (len(t) >= 7 || !strings.HasPrefix(name, "PS_")) {
 			return c
 		}
@@ -105,8 +105,8 @@ func nearest(name string, candidates []string) string {
 }
 
 // likely returns, for each required variable that is not set, the name among names that was
-// probably meant for it. Something is wrong for certain there, so names count that are less
-// like it than nearest asks for: another ending, words in another order, one word too few.
+// probably meant for it. A missing variable is certainly an error, so likely accepts names with less
+// resemblance than nearest does: another ending, words in another order, one word too few.
 func likely(names []string, isSet func(string) bool) map[string]string {
 	known := knownNames()
 	found := map[string]string{}
@@ -151,7 +151,7 @@ func resembles(name, want string) bool {
 			shared++
 		}
 	}
-	return shared > 0 && len(x)+len(y)-2*shared <= 2 // at most one word is another one, missing or too much
+	return shared > 0 && len(x)+len(y)-2*shared <= 2 // at most one word differs, is missing or is extra
 }
 
 // tail is a name without its prefixes; DMLC_PS_ROOT_URI has two.

@@ -8,7 +8,7 @@ import (
 )
 
 // Connect implements van.Van. The link to a peer within reach is made when this node first sends data, to whichever
-// peer: a node that sends none shares no memory. What is sent before that is settled waits: see peers.settledLink.
+// peer: a node that sends no data shares no memory. Messages wait until it is settled whether there is a link: see peers.settledLink.
 func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	if err := v.inner.Connect(ctx, id, peer); err != nil {
 		return err

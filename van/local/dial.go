@@ -82,7 +82,7 @@ func (d *dialer) sayWhyNot(ctx context.Context, id int, t *token, offers bool) {
 	d.log.Log(ctx, level, "data goes over "+d.over(), "peer", van.NodeName(id), "why", d.self.token.reach(t))
 }
 
-// dial makes the link to the node that t names. behind says that data has gone there over the van inside.
+// dial makes the link to the node that t names. behind means that earlier data was sent there over the van inside.
 func (d *dialer) dial(ctx context.Context, id int, t *token, behind bool) (l *outLink, err error) {
 	ctx, cancel := context.WithTimeout(ctx, d.self.linkTime)
 	defer cancel()

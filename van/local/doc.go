@@ -17,11 +17,11 @@
 // other use is to break when its peer dies. Nothing has a name in the file system:
 // whatever dies, nothing is left behind.
 //
-// Of a ring only 56 KiB exist at first. A record that does not fit behind the last one begins at the start of the ring again if the
-// receiver has taken what lies there; otherwise the ring grows, up to 2 MiB. The sender allocates memory before
-// it touches it (fallocate): a lack of memory is an error of a call, not a SIGBUS. A ring that gets no more memory works as a shorter one.
-// A node has STEPAF_SHM_BUDGET bytes for its rings, of which each is granted 256 KiB: any record fits in that.
-// A peer for which nothing is left gets its data over the main van.
+// At first only 56 KiB of a ring are allocated. If a record does not fit after the last one, it begins at the start of the ring,
+// provided that the receiver has consumed the records there. Otherwise the ring grows, up to 2 MiB. The sender allocates memory before
+// it writes to it (fallocate), so a lack of memory is an error of a call, not a SIGBUS. A ring that gets no more memory works as a shorter
+// one. A node has STEPAF_SHM_BUDGET bytes for its rings. Each ring is granted 256 KiB, in which any record fits.
+// If the budget has less left, the peer gets its data over the main van.
 //
 // A record is a message's meta and its data frames. Small parts are in the record.
 // Large ones stream behind it in chunks: the receiver copies one out, straight to
@@ -73,8 +73,8 @@
 // # Making links
 //
 // Connect and Disconnect do not wait for the peer. When a node sends its first data message, to whichever peer, it
-// makes its links to all peers at once: a node that sends no data shares no memory. A data message to a peer of which it is
-// not settled whether there will be a link waits until it is, for linkTime at most.
+// makes its links to all peers at once: a node that sends no data shares no memory. A data message to a peer waits, for linkTime at
+// most, until it is settled whether there is a link.
 //
 // A peer whose link cannot be made gets its data over the main van, and the link is tried again later: see retry.go.
 //

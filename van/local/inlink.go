@@ -25,12 +25,12 @@ type inLink struct {
 	stream  *inbound
 	part    int // of stream, that chunks go to
 	off     int
-	held    atomic.Bool   // nothing is taken yet: this node does not know the peer
+	held    atomic.Bool   // no record is consumed yet: this node does not know the peer
 	number  [8]byte       // of the link, in its marks
-	behind  atomic.Uint32 // nothing is taken yet: these marks have not arrived
-	fenced  atomic.Bool   // nothing is taken any more: another process is the peer
+	behind  atomic.Uint32 // no record is consumed yet: these marks have not arrived
+	fenced  atomic.Bool   // no record is consumed any more: another process is the peer
 	placing sync.RWMutex  // read-held while a value is being written; fenced is set under it
-	lost    atomic.Bool   // the connection has ended: what is in the ring is all there is
+	lost    atomic.Bool   // the connection has ended: the ring gets no more records
 	failing sync.Once
 	cause   atomic.Pointer[error]
 }
@@ -350,7 +350,7 @@ func (l *inLink) fail(err error) {
 	})
 }
 
-// waits reports whether nothing is taken yet.
+// waits reports whether no record may be consumed yet.
 func (l *inLink) waits() bool { return l.held.Load() || l.behind.Load() != 0 }
 
 // failed tells whether what is in the ring is not read any more.

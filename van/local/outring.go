@@ -18,11 +18,11 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Lengths of the part of a segment that exists. It grows by doubling.
+// Lengths of the allocated part of a segment. It grows by doubling.
 const (
 	firstLen = 64 << 10 // of a new segment
 
-	// sureLen is what the budget grants every link: every record fits in a ring of that length.
+	// sureLen is the length that the budget grants every link: every record fits in a ring of that length.
 	sureLen = 256 << 10
 )
 
@@ -33,7 +33,7 @@ type ringMemory struct {
 	log     *slog.Logger
 	budget  int64 // STEPAF_SHM_BUDGET
 	used    atomic.Int64
-	refused atomic.Uint64 // links that got none, and rings that did not grow
+	refused atomic.Uint64 // links that got no memory, and rings that did not grow
 
 	make   func(n, have int) (fd int, err error)  // memfd.Part, other than in tests
 	extend func(fd int, from, to int) (err error) // memfd.Extend, other than in tests
@@ -45,7 +45,7 @@ func newRingMemory(log *slog.Logger, cfg *env.Config) *ringMemory {
 
 var errNoBudget = errors.New("no shared memory is left for this")
 
-// take takes n bytes from the budget. It fails when fewer are left.
+// take takes n bytes from the budget. It fails if fewer bytes are left.
 func (m *ringMemory) take(n int) error {
 	if used := m.used.Add(int64(n)); used > m.budget {
 		m.used.Add(int64(-n))
@@ -63,9 +63,9 @@ func (m *ringMemory) give(n int) { m.used.Add(int64(-n)) }
 type ringFile struct {
 	memory *ringMemory
 	fd     int
-	have   int    // bytes of the file that exist
+	have   int    // allocated bytes of the file
 	taken  int    // bytes taken from the budget, at least have
-	again  uint64 // when to ask for more memory after a refusal
+	again  uint64 // the time of the next request for memory after a refusal
 }
 
 // newRingFile makes the file of a ring. The caller closes it.
@@ -81,10 +81,10 @@ func newRingFile(m *ringMemory) (*ringFile, error) {
 	return &ringFile{memory: m, fd: fd, have: firstLen, taken: sureLen}, nil
 }
 
-// growPause is between two requests for memory, of which the first was refused.
+// growPause is the pause between a refused request for memory and the next one.
 const growPause = 10 * time.Millisecond
 
-// grow makes the first n bytes of the file exist, or more of them. After a refusal it is false without a
+// grow allocates the first n bytes of the file, or more. After a refusal it returns false without a
 // request until growPause has passed.
 func (f *ringFile) grow(n int, peer int) bool {
 	now := clock.Now()
@@ -116,7 +116,7 @@ func (f *ringFile) grow(n int, peer int) bool {
 	return false
 }
 
-// close closes the file. What is mapped of it stays until it is unmapped.
+// close closes the file. Its mappings stay until they are unmapped.
 func (f *ringFile) close() {
 	_ = unix.Close(f.fd)
 	f.memory.give(f.taken)
@@ -124,9 +124,9 @@ func (f *ringFile) close() {
 
 // outRing is the sending end of a ring.
 //
-// Only a part of a ring exists at first. A record that does not fit behind the last one there begins at the
-// start of the ring again, if the receiver has taken what lies there; else the ring grows. So a pair with little traffic
-// uses little memory, and the same of it again and again. A record without contents, a pad, fills what is left out.
+// At first only a part of a ring is allocated. If a record does not fit into that part after the last one, it begins at the
+// start of the ring, provided that the receiver has consumed the records there. Otherwise the ring grows. A pair with little
+// traffic therefore uses little memory, and reuses it. A pad, a record without contents, fills the skipped part of the ring.
 type outRing struct {
 	seg  *segment
 	file *ringFile
@@ -134,7 +134,7 @@ type outRing struct {
 	tail uint64
 }
 
-// space is how many bytes are free in the ring.
+// space is the number of free bytes in the ring.
 func (r *outRing) space() int { return ringLen - int(r.tail-r.seg.head().Load()) }
 
 // fits reports whether a record of size bytes may be written at the tail now. peer is the id for the log.
@@ -145,27 +145,27 @@ func (r *outRing) fits(size, peer int) bool {
 	return r.space() >= size
 }
 
-// turn makes memory exist for a record of size bytes, at the start of the ring or at off, where the tail is.
+// turn provides memory for a record of size bytes, at the start of the ring or at off, the offset of the tail.
 func (r *outRing) turn(off, size, peer int) bool {
-	taken := off - int(r.tail-r.seg.head().Load()) // bytes from the start on that the receiver has taken
+	taken := off - int(r.tail-r.seg.head().Load()) // bytes from the start on that the receiver has consumed
 	if taken < 0 {
-		return false // it has not reached the start yet
+		return false // the receiver has not reached the start yet
 	}
-	// A stream is faster through a long ring: its sender need not wait for the receiver to turn round.
+	// A stream is faster through a long ring: its sender need not wait until the receiver wraps around.
 	if (taken < size || size > maxChunk) && r.file.grow(min(end(off, size), segmentLen), peer) {
 		return true
 	}
 	if off == 0 || end(0, size) > r.file.have {
-		return false // until there is memory
+		return false // the record waits until there is memory
 	}
 	r.advance(putPad(r.seg.at(r.tail), ringLen-off))
 	if taken < size {
-		r.bell.ring() // the receiver may sleep, and the sender waits for it to take the pad
+		r.bell.ring() // the receiver may sleep, and the sender waits until it has consumed the pad
 	}
 	return true
 }
 
-// end is where in the segment a record of size bytes at off ends, with the pad that may have to follow it.
+// end is the offset in the segment of the end of a record of size bytes at off, with the pad that may have to follow it.
 func end(off, size int) int { return headerLen + off + size + padHead }
 
 // advance makes the record of size bytes at the tail visible.

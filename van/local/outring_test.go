@@ -18,7 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// exists returns how many bytes of a file in memory exist.
+// exists returns the number of allocated bytes of a file in memory.
 func exists(t testing.TB, fd int) int {
 	t.Helper()
 	var st unix.Stat_t
@@ -28,9 +28,9 @@ func exists(t testing.TB, fd int) int {
 	return int(st.Blocks) * 512
 }
 
-// TestRingMemory is a model of both ends of a ring: records of all lengths, a receiver that is far behind or close, memory
-// that is refused now and then. Every record arrives as it was written, memory that does not exist is never touched, and what exists
-// is what the sender has asked for.
+// TestRingMemory is a model of both ends of a ring: records of all lengths, a receiver that is slow or fast, and requests for
+// memory that fail now and then. Every record arrives as it was written. Neither end accesses memory that is not allocated. The
+// allocated memory is the memory that the sender has requested.
 func TestRingMemory(t *testing.T) {
 	fd, err := memfd.New(bellLen)
 	if err != nil {
@@ -119,7 +119,7 @@ func TestRingMemory(t *testing.T) {
 	}
 }
 
-// TestSmallTrafficSmallMemory: many short messages, more than the ring is long, use its first part only, as long as the receiver keeps up.
+// TestSmallTrafficSmallMemory: many short messages, longer together than the ring, use only its first part if the receiver keeps up.
 func TestSmallTrafficSmallMemory(t *testing.T) {
 	worker, server := pair(t)
 	value := make([]byte, 1<<10)
@@ -136,7 +136,7 @@ func TestSmallTrafficSmallMemory(t *testing.T) {
 	}
 }
 
-// TestMemoryOnFirstData: nodes that know each other share no memory until one of them sends data; then its links are made, all at once.
+// TestMemoryOnFirstData: nodes that know each other share no memory until one of them sends data. That node then makes all its links at once.
 func TestMemoryOnFirstData(t *testing.T) {
 	n := inproc.NewNetwork()
 	worker := newNode(t, n, 9, nil)
@@ -154,7 +154,7 @@ func TestMemoryOnFirstData(t *testing.T) {
 	if used, links := worker.tx.memory.used.Load(), len(*worker.peers.links.Load()); used != 0 || links != 0 {
 		t.Errorf("%d links share %d bytes before any data", links, used)
 	}
-	worker.Disconnect(10) // that there is no link is settled now
+	worker.Disconnect(10) // this settles that there is no link
 	worker.must(data(8, 1, []byte("x")))
 	servers[0].next().Release()
 	eventually(t, "the links to the others are made, too", func() bool { return worker.peers.link(12) != nil && worker.peers.dialling.Load() == 0 })
@@ -163,8 +163,8 @@ func TestMemoryOnFirstData(t *testing.T) {
 	}
 }
 
-// TestSHMBudget: a peer beyond STEPAF_SHM_BUDGET gets its data over the van inside, with a line that says so and a count; when another one's link
-// has ended there is memory again.
+// TestSHMBudget: a peer beyond STEPAF_SHM_BUDGET gets its data over the van inside; a log line reports it, and a counter counts it. When the
+// link of another peer has ended, there is memory again.
 func TestSHMBudget(t *testing.T) {
 	n := inproc.NewNetwork()
 	worker := newNode(t, n, 9, func(v *Van) { v.tx.memory.budget = 2 * sureLen })
@@ -189,7 +189,7 @@ func TestSHMBudget(t *testing.T) {
 	if got := worker.Stats().RefusedRings; got != 1 {
 		t.Errorf("RefusedRings is %d, want 1", got)
 	}
-	// With a value that would let the ring grow, it works with the memory that there is.
+	// A value for which the ring would grow is sent with the present memory.
 	value := pattern(1, 3<<20)
 	worker.must(data(8, 2, value))
 	m := servers[0].next()
@@ -205,7 +205,7 @@ func TestSHMBudget(t *testing.T) {
 	eventually(t, "the memory of the link is given back", func() bool { return worker.tx.memory.used.Load() == sureLen })
 }
 
-// TestNoMemoryToGrow: a message for which the system has no memory waits, in order, until there is some.
+// TestNoMemoryToGrow: if the system has no memory for a message, the message waits until there is memory. The order is kept.
 func TestNoMemoryToGrow(t *testing.T) {
 	for _, mode := range readModes {
 		t.Run(mode.name, func(t *testing.T) {
@@ -214,7 +214,7 @@ func TestNoMemoryToGrow(t *testing.T) {
 				if mode.set != nil {
 					mode.set(v)
 				}
-				v.receiver.maxSleep = maxSleep // it asks again then
+				v.receiver.maxSleep = maxSleep // the node asks for memory again after that
 				v.tx.memory.extend = func(fd, from, to int) error {
 					if full.Load() {
 						return fmt.Errorf("no shared memory: %w", syscall.ENOSPC)
@@ -223,7 +223,7 @@ func TestNoMemoryToGrow(t *testing.T) {
 				}
 			})
 			full.Store(true)
-			// A record longer than what exists.
+			// A record longer than the allocated part.
 			long := data(8, 0, pattern(1, streamFrom-1))
 			long.Keys = data(8, 0, pattern(2, streamFrom-8)).Vals
 			long.Body = pattern(3, streamFrom/2)
@@ -244,7 +244,7 @@ func TestNoMemoryToGrow(t *testing.T) {
 	}
 }
 
-// TestNoMemoryForLinks: what a process can lack when a link is made sends data over the van inside, with a line that names it.
+// TestNoMemoryForLinks: if a process lacks a resource for a link, its data goes over the van inside, and a log line names the resource.
 func TestNoMemoryForLinks(t *testing.T) {
 	for name, x := range map[string]struct {
 		set  func(*Van)
@@ -281,7 +281,7 @@ func TestNoMemoryForLinks(t *testing.T) {
 	}
 }
 
-// TestPeerWithoutPads: a peer of a version that knows no pads gets a ring that exists as a whole, or none.
+// TestPeerWithoutPads: if the version of a peer does not know pads, the whole ring is allocated for it, or it gets none.
 func TestPeerWithoutPads(t *testing.T) {
 	for _, enough := range []bool{true, false} {
 		n := inproc.NewNetwork()

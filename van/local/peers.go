@@ -25,7 +25,7 @@ type outPeer struct {
 	down     bool          // told of as lost; losses.mu guards it
 	lost     bool          // the watcher knows it as lost, or will; losses.mu guards it
 	settled  chan struct{} // closed when it is settled which way data takes
-	make     func()        // settles that; nil once it runs; peers.mu guards it
+	make     func()        // makes the link, which settles that; nil once it runs; peers.mu guards it
 }
 
 // peers are the nodes that this node knows, and the links to and from them.
@@ -109,8 +109,8 @@ func (p *peers) settledLink(id int) *outLink {
 	return p.link(id) // again: it may have been made since
 }
 
-// useLocked makes the links that Connect has not made: one after the other they would keep
-// the first message to all peers waiting for the sum of their handshakes. p.mu is held.
+// useLocked makes the links that Connect has not made, all at once. If they were made one after the other,
+// the first message to all peers would wait for the sum of their handshakes. The caller holds p.mu.
 func (p *peers) useLocked() {
 	if p.used || p.closed {
 		return
@@ -129,7 +129,7 @@ func (p *peers) makeLocked(n *outPeer) {
 	}
 }
 
-// unmakeLocked settles that n, which may be nil, gets no link if none has been begun: it is about to leave p.nodes. p.mu is held.
+// unmakeLocked settles that n gets no link, if no link has been begun: n is about to leave p.nodes. n may be nil. The caller holds p.mu.
 func (p *peers) unmakeLocked(n *outPeer) {
 	if n != nil && n.make != nil {
 		n.make = nil

@@ -62,7 +62,7 @@ type pins struct {
 	stats  *stats
 	copies *copies
 
-	slots []pin    // those that were ever used, by slot
+	slots []pin    // by slot, up to the highest slot that was ever used
 	free  []uint32 // slots
 	gen   uint32
 	acked uint32

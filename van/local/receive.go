@@ -41,7 +41,7 @@ func (r *receiver) limit(c *env.Config) {
 	loop.Weight = (*inbound).weight
 	loop.Paused = func(lane *engine.Lane[*inbound], bytes int64) {
 		from := r.peers.sender(lane.ID)
-		// While a value is being read from the peer its messages wait for that.
+		// While a value is being read from the peer, its messages wait for the end of that.
 		from.blame.Watch(lane.Paused, func() bool { return lane.Slow() && !from.fetching.Load() }, func() {
 			if n, speak := r.blamed.Next(); speak {
 				r.log.Warn("a peer is not read for now: its handler is slow", "peer", van.NodeName(lane.ID), "bytes that wait for it", bytes,
@@ -160,7 +160,7 @@ func (r *receiver) scan(poll bool) *inbound {
 			r.peers.removeIn(l)
 			return nil // the list has changed
 		}
-		if lost && l.behind.Load() != 0 && l.seg.tail().Load() == l.head { // its marks were never sent, or do not matter
+		if lost && l.behind.Load() != 0 && l.seg.tail().Load() == l.head { // the marks of l were never sent, or do not matter
 			r.peers.removeIn(l)
 			return nil // the list has changed
 		}

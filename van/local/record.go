@@ -21,7 +21,7 @@ import (
 //	16  4 parts: meta, keys, values, lengths
 //	128 the inline parts and exports, each on a line of its own
 //
-// A pad has the length and the kind of a chunk, 4, and nothing else: the record behind it lies at the start of the ring.
+// A pad has the length and the kind of a chunk, 4, and nothing else: the record after it is at the start of the ring.
 //
 // The parts of a rest are what the chunks before it have not brought, inline with
 // length 0 where that is nothing.

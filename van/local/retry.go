@@ -1,15 +1,15 @@
 package local
 
-// A peer whose link could not be made gets its data over the van inside, and a link later.
+// Later links. If the link to a peer cannot be made, its data goes over the van inside until a later try makes a link.
 //
-// Data must not overtake data that has gone over the van inside. The sender therefore makes the change like this:
+// Data on the new link must not overtake earlier data on the van inside. The change to the link is therefore made as follows:
 //
-//  1. It makes a link whose segment says behind. The receiver takes nothing from that link yet.
-//  2. It keeps Sends to the peer from the van inside (outPeer.inside), and sends two marks there, one for the order of
-//     requests and one for that of answers. Then it installs the link.
-//  3. The receiver hands up what came before the marks, finds the marks, and begins to take from the link.
+//  1. The sender makes a link whose segment has the flag behind. The receiver does not consume records of that link yet.
+//  2. The sender blocks Sends to the peer over the van inside (outPeer.inside). It sends two marks there, one in the order of
+//     requests and one in the order of answers. Then it installs the link.
+//  3. The receiver delivers the messages before the marks, receives the marks, and begins to consume records of the link.
 //
-// If the van inside loses the peer meanwhile, the marks may be lost, and the link ends as a broken link does.
+// If the van inside loses the peer meanwhile, the marks may be lost. The link then ends as a broken link does.
 
 import (
 	"bytes"
@@ -31,7 +31,7 @@ const (
 	lastRetry  = time.Minute
 )
 
-// behindTime is the longest that a link waits for its marks. It covers what the receiver's application may take for messages that came before.
+// behindTime is the longest time that a link waits for its marks. It covers the time of the receiver's application for the messages before them.
 const behindTime = time.Minute
 
 // markText begins the body of a mark. The number of its link follows.
@@ -42,7 +42,7 @@ type changes struct {
 	peers map[int]*inside // by node id; replaced, never changed
 }
 
-// inside is what Sends to such a peer have in common.
+// inside is the lock of Sends to such a peer.
 type inside struct{ sync.RWMutex }
 
 // changing returns the lock of a peer whose data may change from the van inside to a link, nil for the others.
@@ -53,7 +53,7 @@ func (p *peers) changing(id int) *inside {
 	return nil
 }
 
-// setChangingLocked notes, or with nil ends, that data to peer id may change to a link. p.mu is held.
+// setChangingLocked records that data to peer id may change to a link; a nil x ends that. The caller holds p.mu.
 func (p *peers) setChangingLocked(id int, x *inside) {
 	c := &changes{peers: map[int]*inside{}}
 	if old := p.changes.Load(); old != nil {
@@ -85,7 +85,7 @@ func (p *peers) sendInside(inner van.Van, msg *van.Message) (sent bool, err erro
 	return true, inner.Send(msg)
 }
 
-// laterLocked begins to try again to make a link to n, after its pause. peers.mu is held, and data to n does not go over the van inside yet.
+// laterLocked starts the later tries to make a link to n. The caller holds peers.mu, and no data to n goes over the van inside yet.
 func (d *dialer) laterLocked(n *outPeer) {
 	p := d.peers
 	if p.closed || p.nodes[n.id] != n {
@@ -103,7 +103,7 @@ func (d *dialer) laterLocked(n *outPeer) {
 	})
 }
 
-// retry makes a link to n and changes its data to that. It returns when that is done, or n has left.
+// retry makes a link to n, and moves the data to n to that link. It returns when that is done, cannot succeed any more, or n has left.
 func (d *dialer) retry(n *outPeer, x *inside) {
 	p := d.peers
 	var failed logx.Sparse
@@ -138,7 +138,7 @@ func (d *dialer) retry(n *outPeer, x *inside) {
 	}
 }
 
-// change makes data to n go through l from now on.
+// change moves the data to n from the van inside to l.
 func (d *dialer) change(n *outPeer, l *outLink, id int, x *inside) error {
 	x.Lock()
 	defer x.Unlock()
@@ -158,7 +158,7 @@ func (d *dialer) change(n *outPeer, l *outLink, id int, x *inside) error {
 	return nil
 }
 
-// inner is what a dialer needs of the van inside.
+// inner is the part of the van inside that a dialer uses.
 type inner struct {
 	van.Van
 	flush func(id int)
@@ -173,7 +173,7 @@ func (l *outLink) mark(id int, request bool) *van.Message {
 	return m
 }
 
-// marked takes m, which came over the van inside, if it is a mark.
+// marked consumes m, a message of the van inside, if it is a mark, and reports whether it is one.
 func (p *peers) marked(m *van.Message) bool {
 	if len(m.Body) != len(markText)+8 || !bytes.HasPrefix(m.Body, []byte(markText)) {
 		return false
@@ -191,7 +191,7 @@ func (p *peers) marked(m *van.Message) bool {
 	return true
 }
 
-// awaitMarks makes l wait for its marks. It does so before l is known to the receiver.
+// awaitMarks makes l wait for its marks. It is called before the receiver knows l.
 func (p *peers) awaitMarks(l *inLink) {
 	l.behind.Store(1 | 2)
 	time.AfterFunc(behindTime, func() {
@@ -212,7 +212,7 @@ func (p *peers) endBehind(l *inLink, level slog.Level) {
 	p.fenceLinkLocked(l)
 }
 
-// lostInside notes that the van inside has lost peer id, and with it perhaps the marks of links.
+// lostInside ends the links to and from peer id that wait for marks: the van inside has lost the peer, and perhaps the marks.
 func (p *peers) lostInside(id int) {
 	for _, l := range *p.ins.Load() {
 		if l.from.id == id && l.behind.Load() != 0 {

@@ -48,8 +48,8 @@ func obstacles() map[string]obstacle {
 	}
 }
 
-// TestLinkLater: a peer whose link cannot be made gets its data over the van inside. When the link can be made data changes to it, in
-// order: what has gone over the van inside is handed up before.
+// TestLinkLater: a peer whose link cannot be made gets its data over the van inside. When the link can be made, the data moves to it in
+// order: the messages of the van inside are delivered first.
 func TestLinkLater(t *testing.T) {
 	for name, x := range obstacles() {
 		t.Run(name, func(t *testing.T) {
@@ -115,7 +115,7 @@ func TestLinkLater(t *testing.T) {
 	}
 }
 
-// TestChangeUnderTraffic: a goroutine that sends all the time while its data changes to a link keeps its order.
+// TestChangeUnderTraffic: if a goroutine sends all the time while its data moves to a link, the order of its messages is kept.
 func TestChangeUnderTraffic(t *testing.T) {
 	var free atomic.Bool
 	n := inproc.NewNetwork()
@@ -191,7 +191,7 @@ func TestMarksLost(t *testing.T) {
 	}
 }
 
-// TestHopeless: an error that no later try can change is not tried again, and the log says so.
+// TestHopeless: after an error that no later try can change, there are no more tries, and the log says so.
 func TestHopeless(t *testing.T) {
 	worker, _ := pair(t)
 	p := worker.peers

@@ -12,10 +12,10 @@ import (
 // Layout of a link's segment. Each index has a cache line of its own side, so that
 // neither end's writes slow down the other's.
 const (
-	offTail   = 0   // u64, sender: end of what is in the ring
+	offTail   = 0   // u64, sender: end of the written records
 	offBye    = 64  // u32, sender: the end of the link is no loss
-	offBehind = 68  // u32, sender: other data has gone over the van inside; receiver: 0, that has arrived
-	offHead   = 128 // u64, receiver: end of what has been taken out
+	offBehind = 68  // u32, sender: 1, earlier data was sent over the van inside; receiver: 0, that data has arrived
+	offHead   = 128 // u64, receiver: end of the consumed records
 	offAcked  = 192 // u32, receiver: records acknowledged, as a count
 	offWants  = 256 // u32, both: the sender waits for room or acknowledgements
 	offAcks   = 320 // u32 of each slot, receiver: ring of acknowledged slots
@@ -37,7 +37,7 @@ type segment struct {
 	shadow shadow
 }
 
-// mapSegment maps the segment in fd, which stays open. Of its ring only a part may exist: see outRing.
+// mapSegment maps the segment in fd, which stays open. Only a part of its ring may be allocated: see outRing.
 func mapSegment(fd int) (*segment, error) {
 	const flags = unix.MAP_SHARED | unix.MAP_FIXED
 	const total = segmentLen + ringLen

@@ -46,7 +46,7 @@ func (v *rvan) ChooseHost() (host, why string, err error) {
 	return r.Host.String(), r.String(), nil
 }
 
-// lookupTime is how long ChooseHost waits for the address of the scheduler's name.
+// lookupTime is how long ChooseHost waits for the resolution of the scheduler's name.
 const lookupTime = 5 * time.Second
 
 // toward is the address that this host uses toward the scheduler, invalid if it is not known.

@@ -106,8 +106,8 @@ func TestNoReceiveMemory(t *testing.T) {
 	s.wantValue(4, value(200<<10, 4))
 }
 
-// TestNoReceiveMemoryGivesBack: a slot whose memory cannot be had leaves nothing behind, however often that happens: neither what its meta has
-// registered, nor its place, nor one of the few for control messages.
+// TestNoReceiveMemoryGivesBack: if there is no memory for a slot, the slot releases all its resources each time: the memory registered for its
+// meta, its place, and its place among the few for control messages.
 func TestNoReceiveMemoryGivesBack(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()

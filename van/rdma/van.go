@@ -127,7 +127,7 @@ func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
 	}
 	avoid := v.cfg.RootPort
 	if self.Port != 0 || self.ID == van.SchedulerID {
-		avoid = 0 // it is the scheduler's, or the one that was asked for
+		avoid = 0 // this node is the scheduler, or the program has chosen the port
 	}
 	var id verbs.ID
 	_, err = freeport.Except(avoid, func() (_ int, _ func(), err error) {

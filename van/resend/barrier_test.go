@@ -23,17 +23,17 @@ func release(cmd van.Command, customer, ts int) *van.Message {
 	return m
 }
 
-// TestReleaseEndsKeeping: a scheduler of the original that has not acknowledged a barrier request has received it if it
-// releases the barrier. The request is not sent again: the scheduler would count it for the next barrier. All other
-// messages are kept, and a release of a scheduler of this library ends nothing: that scheduler acknowledges, and knows
-// a request that comes again.
+// TestReleaseEndsKeeping: if a C++ StepMesh scheduler releases a barrier, it has received the request, even without an
+// acknowledgement. The request is not sent again, since the scheduler would count it for the next barrier. All other
+// messages are kept. A release of a scheduler of this library removes no message: that scheduler acknowledges
+// requests, and recognizes a repeated one.
 func TestReleaseEndsKeeping(t *testing.T) {
 	instance, group := van.Command(van.InstanceBarrier), van.Command(van.Barrier)
 	for name, c := range map[string]struct {
 		sent    []*van.Message
 		release *van.Message
 		native  bool
-		want    []int32 // timestamps of what is sent again
+		want    []int32 // timestamps of the messages that are sent again
 	}{
 		"the start barrier":                   {[]*van.Message{barrierRequest(instance, 0, 1)}, release(instance, 0, 7), false, nil},
 		"released for another node's request": {[]*van.Message{barrierRequest(instance, 0, 1)}, release(instance, 5, 7), false, nil},

@@ -23,10 +23,10 @@ type entry struct {
 	key      key
 	from     uint32      // the incarnations that the message carries
 	to       uint32      // likewise
-	barrier  van.Command // the message is a request for such a barrier of this customer; EmptyCmd: it is none
+	barrier  van.Command // the kind of barrier that the message requests for customer; EmptyCmd: the message is no request
 	customer int32
 	done     van.Completion // the caller's
-	refs     atomic.Int32   // one while kept, one for each Send that the wrapped van has not completed
+	refs     atomic.Int32   // one while the table keeps the message, one for each Send that the wrapped van has not completed
 	start    time.Time
 
 	sending sync.Mutex // held during inner.Send, which writes to msg

@@ -121,9 +121,9 @@ func isRelease(m *van.Message) bool {
 	return (m.Control.Cmd == van.Barrier || m.Control.Cmd == van.InstanceBarrier) && !m.Request && by == 0 && m.Sender == van.SchedulerID
 }
 
-// released lets go of the barrier request that a C++ StepMesh scheduler has released with m. That scheduler
-// acknowledges nothing during the first 100 ms after it has sent the node table, when the requests for the
-// start barrier arrive, and nothing when it leaves. It counts a request that is sent again for the next barrier.
+// released drops the barrier request that a C++ StepMesh scheduler has released with m. That scheduler sends no
+// acknowledgements when it leaves, nor in the first 100 ms after the node table, when the requests for the start
+// barrier arrive. It counts a repeated request for the next barrier.
 func (v *Van) released(m *van.Message) {
 	if e, next := v.kept.released(m); e != nil {
 		e.release()

@@ -68,8 +68,9 @@ func (t *table) acknowledged(ack *van.Message) (e, next *entry) {
 	return e, next
 }
 
-// released removes the oldest barrier request that the release m can be for: of the customer that m names, which is
-// that of the last request and may be another node's, or else of any. A node has one open request of each customer.
+// released removes the oldest barrier request that the release m can belong to: a request of the customer that m names, or
+// else of any customer. m names the customer of the last request, which may be another node's. A node has one open request
+// of each customer.
 func (t *table) released(m *van.Message) (oldest, next *entry) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

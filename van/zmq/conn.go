@@ -33,7 +33,7 @@ type conn struct {
 	admitted    atomic.Bool   // this node knows it as the peer
 	named       bool          // it knows which process this is
 	bundles     bool          // it takes bundles, see bundle.go
-	arrives     atomic.Int64  // 1 + the descriptor of its connection to this node's ROUTER that the last message arrived on; 0: it has none
+	arrives     atomic.Int64  // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
 	holding     sync.Mutex    // of changes of holdUntil, and with it of what the socket does
 	holdUntil   atomic.Uint64 // the peer has asked for no data until then; 0: it has not
 }
@@ -78,8 +78,8 @@ func (c *conn) connected(n *shared, fd int) {
 			return
 		}
 		leads = int(addrOf(peer).Port()) == c.peer.Port
-		// The kernel may have given this connection the port of a scheduler that has not started yet: it can listen
-		// there all the same. A connection to that port may even be connected with itself, which is ended.
+		// The kernel may have given this connection the port of a scheduler that has not started yet. SO_REUSEADDR lets
+		// the scheduler listen there all the same. A connection to that port may be connected to itself; it is shut down.
 		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1)
 		if own, err := unix.Getsockname(fd); err == nil && addrOf(own) == addrOf(peer) && addrOf(own).IsValid() {
 			leads = false

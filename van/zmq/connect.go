@@ -25,8 +25,8 @@ func (v *zvan) receiveFrom(s *socket, peer *conn, spins, polls bool) *receiver {
 	return r
 }
 
-// listen starts what reads from c: answers come to a worker over its DEALERs, and replies of the scheduler to
-// a process that has no id yet. v.mu is held.
+// listen starts the reader of c. A worker receives answers over its DEALERs, and a process without an id
+// receives the scheduler's replies over its DEALER. The caller holds v.mu.
 func (v *zvan) listen(c *conn) {
 	newcomer := v.id.Load() == van.Empty && c.who.Load().id == van.SchedulerID
 	if (v.self.Role == van.Worker || newcomer) && c.rx == nil {

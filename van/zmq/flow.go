@@ -104,8 +104,8 @@ func (f *flow) init(n *shared, out *outgoing) {
 	f.router = engine.NewBudget(0, f.recvAll)
 }
 
-// paused counts that messages of s wait, in l, and logs it if they wait for the application: parts of long values that arrive are also
-// many bytes. how says what is done about it, and while waits is true.
+// paused counts that messages of s wait in l. It logs this only if they wait for the application, since parts of an unfinished long
+// value also take many bytes. how describes the reaction of this node. waits reports whether the messages still wait.
 func (f *flow) paused(how string, s *sender, l *lane, waits func() bool, bytes int64) {
 	f.n.stats.paused.Add(1)
 	s.blame.Watch(waits, l.Slow, func() {

@@ -28,7 +28,7 @@ import (
 type guard struct {
 	n       *shared
 	mon     *monitor
-	poll    *os.File // an epoll instance with the connections of strangers
+	poll    *os.File // an epoll instance with the unauthenticated connections
 	raw     syscall.RawConn
 	budget  int64
 	port    int         // of the ROUTER
@@ -45,9 +45,9 @@ type guard struct {
 type incoming struct {
 	cookie uint64
 	host   netip.Addr // of the peer
-	name   peerName   // what its messages said
-	member *conn      // nil: a stranger
-	taken  int64      // bytes of the messages that came from it
+	name   peerName   // the sender's name in its messages
+	member *conn      // nil: the connection is unauthenticated
+	taken  int64      // bytes of the messages that have arrived on it
 	held   int64      // bytes received that were not handed up
 	ended  bool       // by the guard; libzmq has not noticed yet
 
@@ -143,7 +143,7 @@ func (g *guard) epoll() int {
 	return ep
 }
 
-// at returns the connection of fd, whose socket has the cookie. g.mu is held.
+// at returns the connection of fd, whose socket has the cookie. The caller holds g.mu.
 func (g *guard) at(fd int, cookie uint64) *incoming {
 	in := g.conns[fd]
 	if in == nil {
@@ -246,8 +246,8 @@ func (g *guard) accepts(fd int) bool {
 }
 
 // known records that c is a member from now on. It assigns to c the connections that carry its name.
-// Two processes of the original with one id have one name: a connection of the former process stays
-// with that process, unless c has its address.
+// Two C++ StepMesh processes with one id have the same name. A connection of the former process stays
+// assigned to that process, unless c has its address.
 func (g *guard) known(c *conn) {
 	if g == nil {
 		return
@@ -356,9 +356,10 @@ func (g *guard) relieve() {
 	}
 }
 
-// mayConnectAgain counts, by host, the workers with a connection whose next connection may stand already,
-// without a message that says so: the first message of a worker of the original may be long, and the node may
-// not have read the messages yet, as while it has used up its budget for received messages. g.mu is held.
+// mayConnectAgain counts, by host, the connected workers that may have an unrecognized second connection. The
+// second connection is not recognized before its first message is read. That message may be long, if the worker
+// is of C++ StepMesh. The node may also not be reading, for example because its budget for received messages is
+// used up. The caller holds g.mu.
 func (g *guard) mayConnectAgain() map[netip.Addr]int {
 	hosts := map[netip.Addr]int{}
 	for _, c := range g.n.longSenders() {

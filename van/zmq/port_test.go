@@ -15,8 +15,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// TestSchedulersPort: where the kernel has two ports to give away, the scheduler's among them, a node never
-// listens at the scheduler's, and neither an attempt to connect to it nor another connection keeps the
+// TestSchedulersPort: the kernel has only two ephemeral ports, and one is the scheduler's. A node never listens
+// at the scheduler's port. Neither an attempt to connect to that port nor another connection keeps the
 // scheduler from listening there.
 func TestSchedulersPort(t *testing.T) {
 	const inside = "STEPAF_TEST_PORTS"
@@ -52,7 +52,7 @@ func TestSchedulersPort(t *testing.T) {
 			})
 		}
 	}
-	asked := func(port int) *zvan { // a van that listens where it is told
+	asked := func(port int) *zvan { // a van that listens at the given port
 		v, err := New(van.Options{Config: env.Default(), Incarnation: 7})
 		if err != nil {
 			t.Fatal(err)

@@ -1,6 +1,6 @@
 package zmq
 
-// Trying the addresses of peers, and replies to processes that this node cannot connect to.
+// Probes of the addresses of peers, and replies to processes that this node cannot connect to.
 
 import (
 	"context"
@@ -16,10 +16,10 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// A libzmq that listens begins each connection with a signature of 10 bytes, whatever the other side does.
+// A listening libzmq begins each connection with a signature of 10 bytes, without waiting for the other side.
 const (
 	signature     = 10
-	signatureTime = time.Second // a stopped or busy process may be late, which says nothing
+	signatureTime = time.Second // a missing signature proves nothing: the process may be stopped or busy
 )
 
 // Probe implements van.Prober.
@@ -49,7 +49,7 @@ func (v *zvan) Probe(ctx context.Context, peer van.Node) error {
 	return nil
 }
 
-// dialError is the errno of an attempt to connect, if it has one.
+// dialError returns the errno of a failed attempt to connect, if err has one, else err.
 func dialError(err error) error {
 	if e, ok := errors.AsType[syscall.Errno](err); ok {
 		return e

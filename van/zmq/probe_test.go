@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// TestProbe: a trial tells a node that listens from an address where nobody listens and from other programs, and the node
-// that is tried notices nothing.
+// TestProbe: a probe distinguishes a listening node from an address without a listener and from other programs. The probed
+// node is not affected.
 func TestProbe(t *testing.T) {
 	for _, local := range []bool{false, true} {
 		n := newNode(t, 8, 5, nil, func(c *env.Config) { c.Local = local })
@@ -25,7 +25,7 @@ func TestProbe(t *testing.T) {
 			}
 		}
 		gone := n.self
-		gone.Port = 1 // nobody listens there
+		gone.Port = 1 // no process listens there
 		want := error(syscall.ECONNREFUSED)
 		if local {
 			want = syscall.ENOENT
@@ -46,7 +46,7 @@ func TestProbe(t *testing.T) {
 	}
 }
 
-// TestProbeOfOthers: what another program says, or that it says nothing, is no node.
+// TestProbeOfOthers: a program that sends other bytes, or no bytes, is not taken for a node.
 func TestProbeOfOthers(t *testing.T) {
 	from := newNode(t, 9, 6, nil, nil)
 	for _, c := range []struct {
@@ -83,7 +83,7 @@ func TestProbeOfOthers(t *testing.T) {
 	}
 }
 
-// TestReply: a process without an id hears what the scheduler says on the connection that the process has made.
+// TestReply: a process without an id receives the scheduler's reply on the connection that the process has made.
 func TestReply(t *testing.T) {
 	s := newNode(t, van.SchedulerID, 1, nil, nil)
 	for _, role := range []van.Role{van.Worker, van.Server} {

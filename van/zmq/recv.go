@@ -179,8 +179,8 @@ func (r *receiver) accept(msg *van.Message) verdict {
 	}
 	member := c != nil && c.isOf(name)
 	if r.router && r.in.guard != nil {
-		// The guard is told of every message of a stranger, and of a member's first one on each connection: a
-		// member's next connection may stand beside one that it has lost, or has left to its former process.
+		// The guard gets every message of an unauthenticated connection, and a member's first message on each connection:
+		// a member's new connection may exist together with one that the member has lost, or with one of its former process.
 		if fd := f.source(); !member || c.arrives.Load() != int64(fd)+1 {
 			r.in.guard.heard(fd, f.wire(), name)
 		}

@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// workerRecord is the record of worker 0 at a port where nobody listens; incarnation 0 is a node of the original.
+// workerRecord is the record of worker 0 at a port without a listener; incarnation 0 means a C++ StepMesh node.
 func workerRecord(incarnation uint32, port int) van.Node {
 	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: port}
 	if incarnation != 0 {
@@ -23,7 +23,7 @@ func workerRecord(incarnation uint32, port int) van.Node {
 // of9 is the routing id of the process of workerRecord.
 func of9(incarnation uint32) string { return routingID(peerName{9, incarnation}) }
 
-// small is the budget of strangers in these tests: a few messages of a member exceed it.
+// small sets the budget of unauthenticated connections in these tests. A few messages of a member exceed it.
 func small(c *env.Config) { c.StrangerBudget = 64 << 10 }
 
 // dialFrom is dialRaw from another address of this host.
@@ -66,10 +66,10 @@ func pushOf(t *testing.T, server *node, r *raw, incarnation uint32, ts, size int
 	m.Release()
 }
 
-// TestSecondConnection: a member connects again while its former connection still stands, as one does that
-// noticed a cut alone, or a process of the original takes the place of one that stands still. The new
-// connection is the member's from its first message on: it carries more than strangers may send, and ends
-// only when the member ends it.
+// TestSecondConnection: a member connects again while its former connection is still open. Either only the member
+// noticed a network failure, or a C++ StepMesh process replaces a stopped one. The new connection is the member's
+// from its first message on. It carries more bytes than an unauthenticated connection may, and ends only when the
+// member ends it.
 func TestSecondConnection(t *testing.T) {
 	for name, x := range map[string]struct {
 		incarnation uint32
@@ -122,8 +122,8 @@ func TestSecondConnection(t *testing.T) {
 	}
 }
 
-// TestConnectionsOfMemberEnd: while one of a member's connections stands the member counts as connected,
-// whichever of them ended first.
+// TestConnectionsOfMemberEnd: a member counts as connected while one of its connections is open. The order in
+// which its connections end does not matter.
 func TestConnectionsOfMemberEnd(t *testing.T) {
 	for name, order := range map[string][2]int{"first": {0, 1}, "last": {1, 0}} {
 		t.Run(name, func(t *testing.T) {
@@ -142,7 +142,7 @@ func TestConnectionsOfMemberEnd(t *testing.T) {
 			if !c.seen() {
 				t.Error("one of two connections has ended, and the member is not seen")
 			}
-			if order[0] == 0 { // else libzmq reads the other one no more
+			if order[0] == 0 { // otherwise libzmq no longer reads the other connection
 				for ts := range 8 {
 					pushOf(t, server, r[1], 7, ts, 32<<10)
 				}
@@ -156,9 +156,9 @@ func TestConnectionsOfMemberEnd(t *testing.T) {
 	}
 }
 
-// TestLongFirstMessageOfSecondConnection: a process of the original says on no connection whose it is
-// before its first message is whole. One connection from the host of such a worker is spared, however long
-// that message is; those from other hosts, and a second one, are strangers'.
+// TestLongFirstMessageOfSecondConnection: a connection of a C++ StepMesh process does not identify the process
+// before its first message is complete. One connection from the host of such a worker is not ended, with a first
+// message of any length. A second one, and connections from other hosts, count as unauthenticated.
 func TestLongFirstMessageOfSecondConnection(t *testing.T) {
 	server := newNode(t, 8, 5, nil, small)
 	if err := server.Connect(t.Context(), 9, workerRecord(0, 1)); err != nil {
@@ -196,9 +196,9 @@ func TestLongFirstMessageOfSecondConnection(t *testing.T) {
 	}
 }
 
-// TestSecondConnectionWhileNotRead: the node reads no messages, since those that wait for a handler have used
-// up its budget. What a worker's second connection brings meanwhile is not taken for a stranger's, and is
-// handed up later.
+// TestSecondConnectionWhileNotRead: the node reads no messages, since messages that wait for a handler have used
+// up its budget. The messages on a worker's second connection meanwhile do not count as unauthenticated, and are
+// delivered later.
 func TestSecondConnectionWhileNotRead(t *testing.T) {
 	const most, size = 2 << 20, 64 << 10
 	release, got := make(chan struct{}), make(chan int32, 256)

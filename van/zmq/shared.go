@@ -96,7 +96,7 @@ func (n *shared) longSenders() (l []*conn) {
 	return l
 }
 
-// unseen is how many connections without a message may be those of members whose first message is long.
+// unseen is the number of connections without a message that may belong to members whose first message is long.
 func (n *shared) unseen() (count int) {
 	for _, c := range n.longSenders() {
 		if c.arrives.Load() == 0 {

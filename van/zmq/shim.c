@@ -537,12 +537,12 @@ nomem:
 #include <malloc.h>
 #include <stdio.h>
 #include <sys/resource.h>
-// What Go's runtime and libzmq need of the address space before a node can compare its limits.
+// The address space that Go's runtime and libzmq need before a node can compare its limits.
 #define SA_SPACE (1300ull << 20)
 
-// Where address space is limited, all threads take memory from one arena of the C library. Each arena reserves
-// 64 MiB, also while there is no space for the stacks of threads: Go and libzmq abort then. This
-// runs before Go starts threads, and says why Go aborts where it cannot start.
+// If address space is limited, all threads take memory from one arena of the C library. Each arena reserves 64 MiB,
+// even if the stacks of threads then do not fit, in which case Go and libzmq abort. This constructor runs before Go
+// starts threads. If Go cannot start, it prints the reason before Go aborts.
 __attribute__((constructor)) static void save_space(void) {
   struct rlimit l;
   if (getrlimit(RLIMIT_AS, &l) != 0 || l.rlim_cur == RLIM_INFINITY) return;

@@ -76,8 +76,8 @@ type history struct {
 	alive   time.Time // when the latest question was asked that was answered
 }
 
-// Ask begins to ask those that who lists, from that address, or any if it is not valid, and from any port
-// but avoid, at which the scheduler answers. A process that does not answer within the limit is not there.
+// Ask begins to probe the processes that who returns. The probes are sent from the address from, or from any address if from is
+// not valid, and from any port but avoid, the port of the scheduler. A process that does not answer within limit counts as dead.
 func Ask(from netip.Addr, avoid int, limit time.Duration, who func() []Process) (*Asker, error) {
 	var local *net.UDPAddr
 	if from.IsValid() {

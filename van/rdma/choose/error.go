@@ -41,7 +41,7 @@ func (e *Error) Error() string {
 	return s
 }
 
-// Unwrap returns the sentinel, and van.ErrInvalid if a setting asked for what there is not.
+// Unwrap returns the sentinel, and van.ErrInvalid if a setting names a device or address that does not exist.
 func (e *Error) Unwrap() []error {
 	if e.Setting == "" {
 		return []error{e.Err}
