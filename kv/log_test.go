@@ -31,8 +31,8 @@ func (l *lines) all() []string {
 	return strings.Split(strings.TrimSpace(l.b.String()), "\n")
 }
 
-// TestEveryLineSaysWho: each line of a log that the program has given has the node's role, rank and id, whatever layer
-// writes it: the transport, the node, or the application.
+// TestEveryLineSaysWho: each line of a log that the program has set has the node's role, rank and id. This holds for the lines
+// of the transport, of the node and of the application.
 func TestEveryLineSaysWho(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		l := &lines{}
@@ -77,7 +77,7 @@ func TestEveryLineSaysWho(t *testing.T) {
 	})
 }
 
-// TestSkewIsSaid: a worker whose keys all belong to one of two servers says so in one line; one whose keys are spread does not.
+// TestSkewIsSaid: if all keys of a worker belong to one of two servers, the worker logs one line. A worker with spread keys does not.
 func TestSkewIsSaid(t *testing.T) {
 	for _, spread := range []bool{false, true} {
 		l := &lines{}

@@ -175,7 +175,7 @@ func TestRefuse(t *testing.T) {
 	})
 }
 
-// TestOneOfThreeRefuses: a call to three servers fails when one refuses its part; the others are told that it is over.
+// TestOneOfThreeRefuses: a call to three servers fails when one refuses its part. The other servers are notified that the call is over.
 func TestOneOfThreeRefuses(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 3})
 	var all []kv.Key
@@ -212,7 +212,7 @@ func TestOneOfThreeRefuses(t *testing.T) {
 	}
 }
 
-// TestNeitherAnsweredNorRefused: a request with which the handler does nothing ends with the limit of its call.
+// TestNeitherAnsweredNorRefused: if the handler neither answers nor refuses a request, the call ends at its limit.
 func TestNeitherAnsweredNorRefused(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	serve(t, c.Servers[0], func(kv.Request[float32]) {})
@@ -221,7 +221,7 @@ func TestNeitherAnsweredNorRefused(t *testing.T) {
 	fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrTimeout, "no answer from server 0 (id 8)")
 }
 
-// TestSimpleRefuse: who got a simple request refuses it, whatever its role; of a group one is enough.
+// TestSimpleRefuse: a receiver of any role may refuse a simple request. A request to a group fails when one member refuses it.
 func TestSimpleRefuse(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		o.Servers = 2

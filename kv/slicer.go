@@ -30,15 +30,15 @@ func SpreadKey(k uint64) Key {
 
 // skew finds out whether one server owns all keys of a worker's first requests.
 type skew struct {
-	left atomic.Int32 // requests to look at
+	left atomic.Int32 // requests still to examine
 	only atomic.Int64 // 1 + the server that had all keys so far, -1 if there are several
 }
 
-// skewRequests is how many requests of a worker are looked at.
+// skewRequests is the number of requests of a worker that skew examines.
 const skewRequests = 1000
 
-// note looks at the cuts of one request, and returns the server that had all keys of all requests when
-// the last one was looked at, else -1.
+// note examines the cuts of one request. After the last request it returns the server that owned all keys of all requests,
+// if there is one, else -1.
 func (s *skew) note(cuts []Slice) int {
 	if s.left.Load() <= 0 || s.only.Load() < 0 {
 		return -1

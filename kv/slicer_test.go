@@ -58,7 +58,7 @@ func TestSliceByRange(t *testing.T) {
 	}
 }
 
-// TestSpreadKey: small numbers, and those of tensors laid out one after another, spread over all servers; no two have one key.
+// TestSpreadKey: the keys of small numbers, and of numbers at a fixed distance, spread over all servers. No two numbers have one key.
 func TestSpreadKey(t *testing.T) {
 	for _, servers := range []int{2, 3, 4, 8} {
 		for _, step := range []uint64{1, 2, 64, 1 << 20, 1 << 32, MaxKey / 1024} {
@@ -81,11 +81,11 @@ func TestSpreadKey(t *testing.T) {
 	}
 }
 
-// TestSkew: one server that has all keys of the first requests is found, once.
+// TestSkew: if one server owns all keys of the first requests, note returns it once.
 func TestSkew(t *testing.T) {
 	one, other, both := []Slice{{}, {0, 3}}, []Slice{{0, 3}, {}}, []Slice{{0, 1}, {1, 3}}
 	for name, x := range map[string]struct {
-		at   map[int][]Slice // other cuts than one, by request
+		at   map[int][]Slice // by request: cuts that differ from one
 		want int
 	}{
 		"one": {nil, 1}, "both": {map[int][]Slice{7: both}, -1}, "another": {map[int][]Slice{skewRequests - 1: other}, -1}, "later": {map[int][]Slice{skewRequests: other}, 1},

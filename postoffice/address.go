@@ -17,8 +17,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// advertise chooses the address that a node of host h binds and tells others, and returns the
-// reason. The scheduler's is DMLC_PS_ROOT_URI. For others the order is DMLC_NODE_HOST,
+// advertise chooses the address that a node of host h binds and advertises, and returns the
+// reason. The scheduler's address is DMLC_PS_ROOT_URI. For others the order is DMLC_NODE_HOST,
 // DMLC_INTERFACE, the address that leads to the scheduler, the first interface that other hosts
 // may reach, the loopback. A van that is a HostChooser decides in place of DMLC_INTERFACE and the
 // rest; with DMLC_INTERFACE=auto it comes before DMLC_NODE_HOST. scheduler is the host of the
@@ -69,8 +69,8 @@ func advertise(ctx context.Context, cfg *env.Config, role van.Role, v van.Van, h
 	return "127.0.0.1", "no interface but the loopback has an IPv4 address", nil
 }
 
-// doubtful says why the nodes of this host, or the scheduler here, cannot be reached at host from other
-// hosts, and what to set; "" if nothing is known to be wrong.
+// doubtful returns the reason why other hosts cannot reach a node, or the scheduler, of this host at the
+// address host, and the variables to set. It returns "" if the address has no known fault.
 func doubtful(cfg *env.Config, role van.Role, h hostaddr.Host, host, scheduler string) string {
 	addr, err := netip.ParseAddr(host)
 	if err != nil {
@@ -190,7 +190,7 @@ func isLocal(host string) bool {
 }
 
 // interfaceAddr finds the IPv4 address of the interface called name, or of the only one
-// whose name begins with it. Of several addresses that which leads to the scheduler counts.
+// whose name begins with it. If it has several addresses, the one that leads to the scheduler counts.
 func interfaceAddr(h hostaddr.Host, name string, scheduler netip.Addr) (host, full string, err error) {
 	var match []hostaddr.Interface
 	for _, i := range h.Interfaces {

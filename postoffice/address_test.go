@@ -73,8 +73,8 @@ func TestAdvertiseTowardScheduler(t *testing.T) {
 	}
 }
 
-// TestDoubtful: an address that the scheduler, on another host, cannot reach is named with the
-// variables to set; so is a name of the scheduler that is a loopback address there.
+// TestDoubtful: if the scheduler on another host cannot reach an address, the text has the address and the
+// variables to set. So it is if the name of the scheduler resolves to a loopback address on its host.
 func TestDoubtful(t *testing.T) {
 	for _, c := range []struct {
 		role                 van.Role

@@ -583,8 +583,8 @@ func TestOldestNoticesGo(t *testing.T) {
 	}
 }
 
-// TestLimitOutlastsALoss: the default limit of a call is longer than the time in which a process that stands still is found
-// lost: the silence that is allowed, the time to the next heartbeat, and 2 s for what follows.
+// TestLimitOutlastsALoss: the default limit of a call is longer than the detection of a stopped process takes: the allowed
+// silence, the time to the next heartbeat, and 2 s for the steps that follow.
 func TestLimitOutlastsALoss(t *testing.T) {
 	for _, x := range []struct{ interval, timeout, want time.Duration }{
 		{-1, -1, postoffice.DefaultTimeout}, {1, -1, postoffice.DefaultTimeout}, {-1, 5, postoffice.DefaultTimeout},

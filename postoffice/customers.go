@@ -31,7 +31,7 @@ type apps struct {
 	bytes    int
 	expiry   *time.Timer
 	closed   bool
-	finishes string           // what the program's end waits in, see finish
+	finishes string           // the call in which the ending program waits, see finish
 	next     map[appKey]int32 // first timestamps for customers that are made again
 	noApp    logx.Sparse
 	tooMany  logx.Sparse

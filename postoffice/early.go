@@ -179,8 +179,8 @@ func (a *apps) discard() {
 	a.forget(func(appKey, *early) bool { return true })
 }
 
-// finish refuses the requests for applications that this node does not have, those that are kept and those that come from
-// now on, as the program ends: text says how. With "" they are kept again.
+// finish refuses the requests for applications that this node does not have, both the queued ones and all that arrive from now
+// on. The program ends; text names the call in which it waits. If text is "", such requests are queued again.
 func (a *apps) finish(text string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -193,7 +193,7 @@ func (a *apps) finish(text string) {
 	})
 }
 
-// refuseFinished tells the sender of a request why nobody answers it. a.mu is held.
+// refuseFinished sends a refusal with the reason to the sender of a request. The caller holds a.mu.
 func (a *apps) refuseFinished(msg *van.Message) {
 	a.notices.refuse(msg.Sender, msg.Epoch, msg.AppID, msg.CustomerID, msg.Timestamp,
 		fmt.Errorf("%w: %s waits in %s and has no application %d", van.ErrFinished, a.self.Name(), a.finishes, msg.AppID))

@@ -1,7 +1,7 @@
 package postoffice
 
-// What a node tells its scheduler if it ends before it has registered, so that those who wait for it
-// learn why.
+// The notice of a node that ends before it has registered. The node sends it to its scheduler, so that
+// the nodes that wait for this one report the cause.
 
 import (
 	"context"
@@ -17,10 +17,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/stack"
 )
 
-// endedTime is how long a node that ends waits until its scheduler has been told.
+// endedTime limits the time in which an ending node sends the notice.
 const endedTime = time.Second
 
-// sayEnded tells the scheduler why the node that o describes ends, if the node has what a connection over ZMQ takes.
+// sayEnded sends the scheduler the reason why the node that o describes ends. It does nothing if o does not allow a connection over ZMQ.
 func sayEnded(ctx context.Context, o Options, why error) {
 	if o.Config == nil || o.Van != nil || o.Config.VanType != "zmq" || o.Config.Role != "worker" && o.Config.Role != "server" {
 		return
@@ -38,7 +38,7 @@ func sayEnded(ctx context.Context, o Options, why error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, endedTime)
 	defer cancel()
-	defer func() { _ = v.Close(ctx) }() // which waits until the message has left
+	defer func() { _ = v.Close(ctx) }() // Close waits until the message was sent
 	if err := v.Connect(ctx, van.SchedulerID, scheduler); err != nil {
 		return
 	}
@@ -51,5 +51,5 @@ func sayEnded(ctx context.Context, o Options, why error) {
 	m.Sender, m.Receiver = van.Empty, van.SchedulerID
 	m.Timestamp, m.Control.Cmd = 0, van.Heartbeat
 	m.Body = membership.Ended(fmt.Sprintf("%s of rank %d on %s: %s", c.Role, c.Rank(), host, why))
-	_ = v.Send(m) // the scheduler says then only that the node is missing
+	_ = v.Send(m) // without the message the scheduler reports only that the node is missing
 }

@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// TestEndedBeforeItRegistered: those who wait for a node whose limits are too low learn why it has ended.
+// TestEndedBeforeItRegistered: a node ends since its limits are too low. The waiting nodes report the cause.
 func TestEndedBeforeItRegistered(t *testing.T) {
 	port, err := freeport.Find()
 	if err != nil {

@@ -1,7 +1,7 @@
 package postoffice
 
-// The end of programs: what this node tells others when its program waits in StopBarrier or Finalize, and what it knows of
-// the ends of workers' programs.
+// The end of programs: the notices that this node sends when its program waits in StopBarrier or Finalize, and the notices of
+// workers that it has received.
 
 import (
 	"slices"
@@ -22,26 +22,26 @@ const (
 	headEnds   = 1
 )
 
-// A worker repeats the message as long as it waits: it may be lost with a connection, or the server be a new process.
+// A worker repeats the message as long as it waits, since a message may be lost with a connection, and a server may be replaced.
 const (
-	endingRepeat    = time.Second // after the first time; each pause is twice the one before
+	endingRepeat    = time.Second // the pause after the first message; each pause is twice the one before
 	maxEndingRepeat = 8 * time.Second
 )
 
-// ends is what a node knows of the ends of programs.
+// ends holds the ends of programs that a node knows of.
 type ends struct {
 	sent atomic.Int32 // timestamp of the last message
 	some atomic.Bool  // a worker's program has ended
 
-	mu       sync.Mutex     // of what follows
-	call     string         // what this node's program waits in, "" if in nothing
+	mu       sync.Mutex     // guards the fields below
+	call     string         // the call in which this node's program waits at its end, "" if none
 	told     chan struct{}  // closed to end the repeats; nil unless this is a worker that waits
 	begins   []*func()      // see App.OnEnding
 	workers  map[int]uint32 // epochs of the workers whose programs end, by id
 	watchers []*func(id int)
 }
 
-// begin notes that this node's program waits in call. It returns the functions to be called, if it has not waited before.
+// begin records that this node's program waits in call. It returns the functions to be called, and whether the program was not waiting before.
 func (e *ends) begin(call string) (begins []*func(), first bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -50,7 +50,7 @@ func (e *ends) begin(call string) (begins []*func(), first bool) {
 	return slices.Clone(e.begins), first
 }
 
-// note is called with a worker's message.
+// note records a message of a worker.
 func (e *ends) note(msg *van.Message) {
 	e.mu.Lock()
 	if msg.Head == headEnds {
@@ -66,7 +66,7 @@ func (e *ends) note(msg *van.Message) {
 	}
 }
 
-// watchEnds has a server receive the messages of workers whose programs end.
+// watchEnds registers, on a server, the receiver of the messages of workers whose programs end.
 func (n *Node) watchEnds() error {
 	if n.role != van.Server {
 		return nil
@@ -79,7 +79,8 @@ func (n *Node) watchEnds() error {
 	return err
 }
 
-// beginEnd notes that this node's program waits in call, and tells the others what follows from that.
+// beginEnd records that this node's program waits in call. It refuses requests from then on, calls the functions of OnEnding, and, on a
+// worker, notifies the servers.
 func (n *Node) beginEnd(call string) {
 	begins, first := n.ending.begin(call)
 	n.apps.finish(call)
@@ -99,7 +100,7 @@ func (n *Node) beginEnd(call string) {
 	}
 }
 
-// endEnd notes that the program does not wait any more. With an error it goes on, if the node can be used.
+// endEnd records that the program does not wait any more. If err is not nil and the node can be used, the program continues.
 func (n *Node) endEnd(err error) {
 	n.ending.mu.Lock()
 	told, call := n.ending.told, n.ending.call
@@ -137,7 +138,7 @@ func (n *Node) repeatEnd(told <-chan struct{}) {
 	}
 }
 
-// tellEnd sends all servers of this library a message. One that cannot be sent is repeated, see repeatEnd.
+// tellEnd sends a message to all servers of this library. repeatEnd also repeats a message that could not be sent.
 func (n *Node) tellEnd(head int32) {
 	a := n.App()
 	for _, id := range a.Members(van.ServerGroup) {

@@ -16,7 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// isEnd tells whether m is a worker's message that its program ends.
+// isEnd reports whether m is a worker's notice that its program ends.
 func isEnd(m *van.Message) bool { return m.AppID == 0x5ED0000 && m.Request }
 
 // simpleApp is an application of a node whose handler does nothing.
@@ -31,7 +31,7 @@ func simpleApp(t *testing.T, n *postoffice.Node, id int) *kv.SimpleApp {
 }
 
 // TestRefusedAtTheEnd: a node of any role whose program waits at its end refuses requests for applications that it does not
-// have, those that came before as well as those that come then, and takes requests again when its program goes on.
+// have. This includes requests that arrived before. When its program continues, the node accepts requests again.
 func TestRefusedAtTheEnd(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	for _, x := range []struct{ from, to *postoffice.Node }{
@@ -81,7 +81,8 @@ func TestRefusedAtTheEnd(t *testing.T) {
 	}
 }
 
-// TestEndOfAWorker: servers learn that a worker's program ends also when the first message is lost, and that it goes on.
+// TestEndOfAWorker: servers receive the notice that a worker's program ends also if the first message is lost. They also receive the
+// notice that it continues.
 func TestEndOfAWorker(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Servers: 2, Wrap: hook.Wrap("worker", 0)})

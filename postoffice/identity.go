@@ -36,7 +36,7 @@ func (n *identity) Name() string { return *n.name.Load() }
 
 func (n *identity) setName(s string) { n.name.Store(&s) }
 
-// peersChanged tells the function of App.OnPeers.
+// peersChanged calls the function of App.OnPeers.
 func (n *identity) peersChanged() {
 	if f := n.onPeers.Load(); f != nil {
 		(*f)()
@@ -119,10 +119,10 @@ func (k knownID) LogValue() slog.Value {
 	}
 }
 
-// lossMargin is for what follows when a heartbeat is missed: a connection ends, the layers above hear of it.
+// lossMargin is the time for the steps after a missed heartbeat: the connection ends, and the layers above receive the loss.
 const lossMargin = 3 * time.Second
 
-// lossNoticed is how long after it stopped a process is found lost at the latest, 0 if heartbeats are off.
+// lossNoticed is the longest time from the stop of a process until it is found lost, 0 if heartbeats are off.
 func (n *identity) lossNoticed() time.Duration {
 	interval, silence := n.cfg.Heartbeats()
 	if interval <= 0 || silence <= 0 {

@@ -8,9 +8,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestAnswerToAPausedOriginal: the scheduler has declared a worker dead whose connection to the server stands. If the
-// worker is a process of C++ StepMesh, the server still sends it answers: the process was paused, has asked for them,
-// and aborts without them. A worker of this library gives its requests up itself. Requests are sent to neither.
+// TestAnswerToAPausedOriginal: the scheduler has declared a worker dead whose connection to the server is open. If the
+// worker is a process of C++ StepMesh, the server still sends it answers: the process was paused, and aborts without the
+// answers to its requests. A worker of this library cancels its requests itself. The server sends requests to neither.
 func TestAnswerToAPausedOriginal(t *testing.T) {
 	for name, original := range map[string]bool{"of the original": true, "of this library": false} {
 		t.Run(name, func(t *testing.T) {

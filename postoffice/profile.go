@@ -28,9 +28,9 @@ type profile struct {
 	ended bool
 }
 
-// openProfile opens the file that PROFILE_PATH and the role name. If another node has that file
-// open, as another worker on this host, the process's number follows in the name. It returns nil
-// when ENABLE_PROFILING is off, and for the scheduler.
+// openProfile opens the file whose name consists of PROFILE_PATH and the role. If another node has that
+// file open, for example another worker of this host, the process id is appended to the name. It returns
+// nil if ENABLE_PROFILING is off, and for the scheduler.
 func openProfile(cfg *Config, role van.Role, log *slog.Logger) (*profile, error) {
 	if !cfg.Profiling || role == van.Scheduler {
 		return nil, nil
@@ -47,9 +47,9 @@ func openProfile(cfg *Config, role van.Role, log *slog.Logger) (*profile, error)
 	return &profile{log: log, role: role.String(), f: f}, nil
 }
 
-// ownFile makes the file name empty and opens it for writing, for one node alone: the first
-// that asks. Others get a file of their own: name_PID, name_PID_2 and so on. The file is locked
-// until it is closed, or the process ends. Where files cannot be locked, the name is taken as it is.
+// ownFile empties the file name and opens it for writing. Only the first node that asks gets this file;
+// others get name_PID, name_PID_2 and so on. The file is locked until it is closed, or the process ends.
+// If files cannot be locked, every node gets the file name.
 func ownFile(name string) (*os.File, error) {
 	path := name
 	for i := 1; ; i++ {

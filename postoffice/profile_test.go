@@ -39,8 +39,8 @@ func TestProfileDiskFull(t *testing.T) {
 	}
 }
 
-// TestProfilesOfOneHost: nodes of one role on a host write files of their own. The first keeps the name that C++ nodes
-// give it, also when that file is from an earlier run.
+// TestProfilesOfOneHost: each node of one role on a host writes its own file. The file of the first node has the name that
+// C++ nodes use, even if a file of that name exists from an earlier run.
 func TestProfilesOfOneHost(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "p")
 	if err := os.WriteFile(path+"_van_worker", []byte("of an earlier run, which wrote more than this one\n"), 0o644); err != nil {

@@ -21,7 +21,7 @@ func (n *Node) receive(msg *van.Message) {
 	}
 	p := n.processes.of(msg.Sender)
 	if p.lost != nil && p.original() {
-		// Before the application gets the message: it may answer at once, and the process waits for that.
+		// This happens before the application gets the message, since it may answer at once, and the process waits for the answer.
 		n.control.step(func(t time.Duration) { n.machine.DataFrom(t, msg.Sender) })
 		p = n.processes.of(msg.Sender)
 	}
@@ -73,7 +73,7 @@ func (a App) Send(msg *van.Message) error {
 	}
 	n.processes.stamp(&msg.Meta, p)
 	err := n.van.Send(msg)
-	if err != nil && p.lost != nil { // only an answer to a C++ StepMesh process, which may have been paused, and then waits for it
+	if err != nil && p.lost != nil { // this is an answer to a C++ StepMesh process; if the process was only paused, it waits for the answer
 		return refuse(errors.Join(p.lost, err))
 	}
 	return err

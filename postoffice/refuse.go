@@ -18,8 +18,8 @@ const refusedPrefix = "stepaf/1 refused "
 // maxRefused is how long such a body may be.
 const maxRefused = 1024
 
-// refusals are the errors that a worker's call may fail with, and the words for them. A notice has the words of all
-// that its reason matches, with commas between them.
+// refusals are the errors that a refusal may carry, and the words for them. A notice has the words of all errors that its
+// reason matches, separated by commas.
 var refusals = [...]struct {
 	word string
 	err  error
@@ -37,7 +37,8 @@ func Declined(why error) error {
 	return &declined{why}
 }
 
-// declined is what a handler has said: its text, and van.ErrRequestRefused as well as its own sentinels.
+// declined is the error of a handler that refuses a request. It has the handler's text, and matches van.ErrRequestRefused and the handler's
+// own sentinels.
 type declined struct{ why error }
 
 func (d *declined) Error() string { return van.ErrRequestRefused.Error() + ": " + d.why.Error() }

@@ -61,7 +61,7 @@ func readRefused(b []byte) (meta van.Meta, why error) {
 	return meta, no
 }
 
-// refusal is why a server does not take a request.
+// refusal is the reason why a server does not take a request.
 type refusal struct {
 	is   []error
 	text string

@@ -32,7 +32,7 @@ func TestReadRefused(t *testing.T) {
 		t.Errorf("%d refusals are told, want 2", len(out.bodies))
 	}
 	n.App().Refuse(9, 1, 7, 3, 20, van.ErrInvalid)   // of the process before
-	n.App().Refuse(11, 1, 7, 3, 20, van.ErrInvalid)  // not known
+	n.App().Refuse(11, 1, 7, 3, 20, van.ErrInvalid)  // node 11 is unknown
 	n.App().Refuse(9, 2, 7, 3, 20, van.ErrMalformed) // no reason that is told
 	n.processes.change(9, func(p *process) { p.lost = van.ErrPeerLost })
 	n.App().Refuse(9, 2, 7, 3, 20, van.ErrInvalid)

@@ -88,7 +88,7 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 	began := now()
 	n, err := newNode(o)
 	if err != nil {
-		if _, limit := errors.AsType[*limits.Error](err); limit || !errors.Is(err, van.ErrInvalid) { // a wrong configuration may be that of another cluster
+		if _, limit := errors.AsType[*limits.Error](err); limit || !errors.Is(err, van.ErrInvalid) { // an invalid configuration may belong to another cluster
 			sayEnded(ctx, o, err)
 		}
 		return nil, err
@@ -356,8 +356,8 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	return nil
 }
 
-// bindTries and bindPause bound how long a scheduler waits for a port that the kernel may have given to an
-// attempt to connect to that port.
+// bindTries and bindPause bound the time that a scheduler waits for its port. The kernel may have given the port to
+// a node's attempt to connect to that same port.
 const (
 	bindTries = 20
 	bindPause = 50 * time.Millisecond

@@ -1,6 +1,6 @@
 package postoffice
 
-// Trials: whether the address of another node can be reached from here.
+// Trials: attempts to reach the address of another node from this host.
 
 import (
 	"context"
@@ -15,11 +15,11 @@ import (
 
 const (
 	trialTime = 2500 * time.Millisecond // two attempts of TCP, and soon enough for a message within 5 s
-	maxTrials = 32                      // at a time
+	maxTrials = 32                      // concurrent trials
 )
 
-// trials are the attempts of a node to reach addresses of others, and its replies to processes that have no id yet. A van
-// that is no van.Prober does neither.
+// trials makes the attempts of a node to reach addresses of others, and sends its replies to processes that have no id yet. If
+// the van is no van.Prober, trials does neither.
 type trials struct {
 	van   van.Prober
 	log   *slog.Logger
@@ -67,13 +67,13 @@ func (t *trials) try(other van.Node, own string, tried func(from string, err err
 	tried(own, err)
 }
 
-// reply sends what the machine says to a process that has no id yet. sender is this node's id.
+// reply sends a message of the machine to a process that has no id yet. sender is this node's id.
 func (t *trials) reply(o membership.Reply, sender int) {
 	if t.van == nil {
 		return
 	}
 	msg := &van.Message{Meta: o.Meta, Sender: sender, Receiver: van.Empty}
 	if err := t.van.Reply(o.Incarnation, msg); err != nil {
-		t.log.Debug("no reply to a process that has registered", "err", err) // it has gone, or its connection has
+		t.log.Debug("no reply to a process that has registered", "err", err) // the process or its connection has ended
 	}
 }

@@ -16,8 +16,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// TestAddressThatLeadsNowhere: where packets from the scheduler's host to the worker's port vanish, the scheduler and the
-// worker name the address, from where it was tried and the errno within 5 s.
+// TestAddressThatLeadsNowhere: packets from the scheduler's host to the worker's port are lost. The scheduler and the worker
+// report within 5 s the address, the address from which it was tried, and the errno.
 func TestAddressThatLeadsNowhere(t *testing.T) {
 	const inside = "STEPAF_TEST_NOWHERE"
 	if os.Getenv(inside) == "" {
@@ -35,7 +35,7 @@ func TestAddressThatLeadsNowhere(t *testing.T) {
 		}
 		return
 	}
-	// Packets to port 20000 leave by an interface at whose other end nobody takes them; others stay on this host.
+	// Packets to port 20000 leave by an interface whose other end drops them; other packets stay on this host.
 	for _, c := range []string{"link set lo up", "link add h0 type veth peer name h1", "link set h0 up", "link set h1 up",
 		"addr add 10.77.0.1/32 dev h0", "addr add 10.77.0.2/32 dev h0", "rule add pref 100 lookup local", "rule del pref 0",
 		"rule add pref 50 dport 20000 ipproto tcp lookup 77", "route add 10.77.0.2 dev h0 table 77",

@@ -1,6 +1,6 @@
 package tests
 
-// Tests that cannot fail, and waits of tests that have no limit of their own.
+// Finds tests that cannot fail, and loops of tests that wait without a limit.
 
 import (
 	"go/ast"
@@ -11,11 +11,11 @@ import (
 	"testing"
 )
 
-// unfailing are the methods of a test that do not make it fail.
+// unfailing are the methods of testing.T that do not make a test fail.
 var unfailing = []string{"Helper", "Log", "Logf", "Skip", "Skipf", "SkipNow", "Parallel", "Cleanup", "Context", "TempDir", "Setenv", "Chdir", "Name", "Failed", "Skipped",
 	"Run", "Loop", "ResetTimer", "ReportAllocs", "ReportMetric", "StartTimer", "StopTimer", "SetBytes", "Output", "Attr", "ArtifactDir", "Elapsed", "Deadline"}
 
-// canFail tells whether something in n makes a test fail: a call of a method of a test, or of a function that gets one.
+// canFail reports whether n can make a test fail: n calls a method of a testing.T, or a function that has one as an argument.
 func canFail(n ast.Node, tests map[string]bool) (can bool) {
 	ast.Inspect(n, func(n ast.Node) bool {
 		switch x := n.(type) {
@@ -37,7 +37,7 @@ func canFail(n ast.Node, tests map[string]bool) (can bool) {
 			if id, ok := x.Fun.(*ast.Ident); ok && id.Name == "panic" {
 				can = true
 			}
-		case *ast.CompositeLit: // a rig that has the test
+		case *ast.CompositeLit: // a fixture that keeps the testing.T
 			for _, e := range x.Elts {
 				if kv, ok := e.(*ast.KeyValueExpr); ok {
 					e = kv.Value
@@ -52,7 +52,7 @@ func canFail(n ast.Node, tests map[string]bool) (can bool) {
 	return can
 }
 
-// testParams are the parameters of a function that are tests.
+// testParams are the parameters of a function whose type is a testing type.
 func testParams(f *ast.FuncType) map[string]bool {
 	names := map[string]bool{}
 	for _, p := range f.Params.List {
@@ -71,7 +71,7 @@ func testParams(f *ast.FuncType) map[string]bool {
 	return names
 }
 
-// same tells whether two expressions are written alike, and call nothing.
+// same reports whether two expressions have the same text and contain no call.
 func same(a, b ast.Expr) bool {
 	calls := false
 	ast.Inspect(a, func(n ast.Node) bool {
@@ -86,7 +86,7 @@ func same(a, b ast.Expr) bool {
 	return !calls && text(a) == text(b)
 }
 
-// text is what an expression consists of, without its place.
+// text is the text of an expression's syntax tree, without positions.
 func text(e ast.Expr) string {
 	var b strings.Builder
 	_ = ast.Fprint(&b, nil, e, func(name string, _ reflect.Value) bool {
@@ -95,7 +95,7 @@ func text(e ast.Expr) string {
 	return b.String()
 }
 
-// TestTestsCanFail finds tests that nothing makes fail, and conditions that compare a value with itself.
+// TestTestsCanFail finds tests that cannot fail, and conditions that compare a value with itself.
 func TestTestsCanFail(t *testing.T) {
 	for _, s := range tree(t) {
 		if !s.test || strings.Contains(s.path, "/testdata/") {
@@ -119,8 +119,8 @@ func TestTestsCanFail(t *testing.T) {
 	}
 }
 
-// TestSpinsHaveALimit finds loops of tests that yield until something happens, and have no limit: internal/testlimit does not see
-// that a test stands still while it runs.
+// TestSpinsHaveALimit finds loops of tests that yield until a condition holds, and have no limit. internal/testlimit does not
+// detect such a loop, since the test keeps running.
 func TestSpinsHaveALimit(t *testing.T) {
 	for _, s := range tree(t) {
 		if !s.test || strings.Contains(s.path, "/testdata/") || slices.Contains(s.imports(), "testing/synctest") {
@@ -129,7 +129,7 @@ func TestSpinsHaveALimit(t *testing.T) {
 		ast.Inspect(s.ast, func(n ast.Node) bool {
 			loop, ok := n.(*ast.ForStmt)
 			if !ok || loop.Init != nil && loop.Cond != nil && loop.Post != nil && called(post(loop.Post)) == "" {
-				return true // it counts
+				return true // the loop counts its rounds
 			}
 			yields, limited := false, false
 			ast.Inspect(loop, func(n ast.Node) bool {
@@ -137,7 +137,7 @@ func TestSpinsHaveALimit(t *testing.T) {
 				case name == "runtime.Gosched" && (n == post(loop.Post) || in(loop.Body.List, n)):
 					yields = true
 				case strings.HasPrefix(name, "time."), strings.Contains(name, "Send"), strings.Contains(name, "Poll"):
-					limited = true // by time, or it does something each time
+					limited = true // the loop has a time limit, or makes progress in each round
 				}
 				return true
 			})
@@ -157,7 +157,7 @@ func post(s ast.Stmt) ast.Node {
 	return nil
 }
 
-// in tells whether n is one of the statements.
+// in reports whether n is one of the statements.
 func in(list []ast.Stmt, n ast.Node) bool {
 	return slices.ContainsFunc(list, func(s ast.Stmt) bool { return post(s) == n })
 }

@@ -38,7 +38,7 @@ func buildAndRun(m *testing.M) (int, error) {
 	}
 	defer os.RemoveAll(dir)
 	binDir = dir
-	args := []string{"build", "-buildvcs=false", "-o", dir + "/"} // git may not answer, see tools/go.sh
+	args := []string{"build", "-buildvcs=false", "-o", dir + "/"} // git may fail here, see tools/go.sh
 	if vantest.Race {
 		args = append(args, "-race")
 	}

@@ -168,8 +168,8 @@ func TestImportsPointDown(t *testing.T) {
 	}
 }
 
-// TestEveryTestHasALimit finds packages with tests that do not import internal/testlimit, not even through
-// another package: a test that hangs there ends at the limit of "go test", after minutes.
+// TestEveryTestHasALimit finds packages with tests that import internal/testlimit neither directly nor through
+// another package. A test that hangs there ends only at the limit of "go test", after minutes.
 func TestEveryTestHasALimit(t *testing.T) {
 	const limit = "internal/testlimit"
 	imports, tests := map[string][]string{}, map[string][]string{}

@@ -165,7 +165,7 @@ func TestScriptsAcrossMachines(t *testing.T) {
 // env has one.
 func tool(t *testing.T, args string, env ...string) *scriptRun {
 	t.Helper()
-	testlimit.Longer(t, 15*time.Minute) // as its context: a virtual machine starts
+	testlimit.Longer(t, 15*time.Minute) // the limit of its context: the test starts a virtual machine
 	fields := strings.Fields(args)
 	r := &scriptRun{script: filepath.Join("../tools", fields[0]), args: fields[1:], env: append([]string{"RDMA_VM_CACHE=" + t.TempDir()}, env...)}
 	ctx, cancel := context.WithTimeout(t.Context(), 15*time.Minute)
@@ -227,7 +227,7 @@ func TestToolScripts(t *testing.T) {
 		{"build_flags.sh", "USE_RDMA=yes", 2, "", "USE_RDMA=yes: want 0 or 1"},
 		{"build_flags.sh --nothing", "", 2, "", "want build tags, not '--nothing'"},
 
-		// What is asked for help does nothing else.
+		// A script with --help only prints its usage.
 		{"build_flags.sh --help", "", 0, "usage: [USE_CUDA=0|1] [USE_RDMA=0|1] tools/build_flags.sh", ""},
 		{"count_locks.sh --help", "", 0, "usage: tools/count_locks.sh", ""},
 		{"cuda_headers.sh -h", "", 0, "usage: tools/cuda_headers.sh", ""},

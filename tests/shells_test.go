@@ -35,7 +35,7 @@ func smallCheckout(t *testing.T) string {
 			write(t, filepath.Join(dir, strings.TrimPrefix(file, "../")), string(text), 0o755)
 		}
 	}
-	// With cgo only, and with a package of the module, as the real one.
+	// The program needs cgo and a package of the module, like the real one.
 	const prints = `//go:build cgo
 
 package main
@@ -79,7 +79,7 @@ func write(t *testing.T, name, text string, mode os.FileMode) {
 }
 
 // TestUsersShells builds and starts a small checkout, whose path has a blank, with environments that users' shells
-// export. Each prints what the plain environment prints.
+// export. The output must be the same as in a plain environment.
 func TestUsersShells(t *testing.T) {
 	if _, err := exec.LookPath("bash"); err != nil {
 		t.Skip("the launch scripts need bash")

@@ -4,7 +4,7 @@
 ifneq ($(USE_CUDA),0)
 cuda_found := $(firstword $(wildcard $(addsuffix /include/cuda.h,$(or $(CUDA_HOME),/usr/local/cuda /usr build/cuda))))
 cuda_dir := $(patsubst %/include/cuda.h,%,$(cuda_found))
-# Of here, in a path that may have blanks.
+# build/cuda is a directory of this checkout, whose path may have blanks.
 cuda_path := $(if $(filter build/cuda,$(cuda_dir)),$(CURDIR)/build/cuda,$(cuda_dir))
 ifneq ($(filter-out /usr,$(cuda_dir)),)
 export CGO_CFLAGS := $(or $(CGO_CFLAGS),-g -O2) '-I$(cuda_path)/include'

@@ -1,14 +1,14 @@
 # Sourced first by every script of this repository; never run.
 
-# The script starts again, once, without what a user's shell may have exported and what
-# changes how bash and grep read a script: CDPATH (cd then prints), POSIXLY_CORRECT,
-# BASH_ENV, options such as noclobber, and functions, which "bash -p" does not import.
+# The script restarts itself once without the exported settings of a user's shell that change
+# how bash and grep run a script: CDPATH (with it cd prints), POSIXLY_CORRECT, BASH_ENV,
+# options such as noclobber, and functions, which "bash -p" does not import.
 # "bash -x SCRIPT" still traces.
 [[ $- = *p* ]] || exec env -u CDPATH -u POSIXLY_CORRECT -u BASH_ENV -u ENV -u SHELLOPTS -u BASHOPTS -u GREP_OPTIONS \
   bash -p"${-//[!xv]/}" "$0" "$@"
 
-# Go, pip and others keep files below HOME; bash takes it from the list of users where
-# the environment has none.
+# Go, pip and other programs keep files below HOME. If the environment has no HOME, bash
+# takes it from the list of users.
 [ -n "${HOME-}" ] || unset HOME
 export HOME=~
 

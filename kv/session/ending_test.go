@@ -1,6 +1,6 @@
 package session_test
 
-// The end of Serve where no worker opens a session any more.
+// The end of Serve when no worker can open another session.
 
 import (
 	"context"
@@ -19,7 +19,7 @@ func replaced(after time.Duration) func(*postoffice.Config) {
 	return func(c *postoffice.Config) { c.ReplaceTimeout = after }
 }
 
-// finalizes calls Finalize of a node, which must end well.
+// finalizes calls Finalize of a node, which must succeed.
 func finalizes(t *testing.T, nodes ...*postoffice.Node) {
 	t.Helper()
 	results := make(chan error, len(nodes))
@@ -66,8 +66,8 @@ func TestServeEndsWithTheWorkers(t *testing.T) {
 	}
 }
 
-// TestServeEndsWithTheController: the session of a controller whose program ends is shut down, after the calls that it has not
-// waited for.
+// TestServeEndsWithTheController: when the program of a controller ends, its session is shut down after its pending calls have
+// finished.
 func TestServeEndsWithTheController(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
 	begun, end := make(chan struct{}, 2), make(chan struct{})
@@ -113,6 +113,6 @@ func TestOpenAfterTheEnd(t *testing.T) {
 	}
 	cancel()
 	<-stopped
-	rankOf(t, c, 1) // its program goes on
+	rankOf(t, c, 1) // the program of this rank continues
 	open(t, c).Close()
 }

@@ -153,7 +153,7 @@ type serving struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 
-	changed <-chan struct{} // has a token when a worker is lost, is back, or has ended
+	changed <-chan struct{} // has a token after a worker was lost, has returned, or has ended
 
 	mu         sync.Mutex
 	session    uint64           // 0 before a controller has come
@@ -395,7 +395,7 @@ func (s *serving) do(w work) (a answer) {
 	return a
 }
 
-// wantOver is no request. It is the last call of a session whose controller's program has ended.
+// wantOver is a Head that no request has. It is the last call of a session whose controller's program has ended.
 const wantOver = -1
 
 // watch ends Serve when no worker can open a session, and the session when the program of its controller has ended.
@@ -416,7 +416,7 @@ func (s *serving) watch() {
 			}
 			return
 		case session != 0:
-			again = time.Hour // the loss of the controller, or its end, is another change
+			again = time.Hour // the loss or the end of the controller puts another token into changed
 		case err != nil:
 			s.cancel(err)
 			return
@@ -431,8 +431,8 @@ func (s *serving) watch() {
 	}
 }
 
-// nobody returns an error if no worker can open a session any more, otherwise how long this may stay so. lost has when workers
-// were found lost.
+// nobody returns an error if no worker can open another session. Otherwise it returns the time after which this may change. lost
+// has the times at which workers were found lost.
 func (s *serving) nobody(lost map[int]time.Time) (again time.Duration, err error) {
 	node := s.r.node
 	dead, now := node.DeadNodes(0), time.Now()

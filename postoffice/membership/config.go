@@ -18,7 +18,7 @@ const maxInstances = (van.Empty - 9) / 2
 
 const (
 	defaultReportEvery = 5 * time.Second
-	reportEarlier      = time.Second // the first report of a node that tries addresses: a wrong setting is named within 5 s
+	reportEarlier      = time.Second // the first report of a node that tries addresses: it names a wrong setting within 5 s
 )
 
 // Config describes a node and its cluster. The counts must be the same on all nodes.

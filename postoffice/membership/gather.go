@@ -29,21 +29,21 @@ type gathers struct {
 	passed map[gatherKey]bool
 }
 
-// originalStart is what the scheduler knows of a C++ StepMesh process that has replaced another one. If its program calls
-// StartPS with its barrier, the process sends a request that is like the one of Finalize. Counted, that would be taken for
-// its vote in the barrier of Finalize, where others may wait already.
+// originalStart describes a C++ StepMesh process that has replaced another one. If its program calls StartPS with its barrier,
+// the process sends a request that is identical to the one of Finalize. The scheduler must not count that request for the barrier of
+// Finalize, where others may wait already.
 type originalStart struct {
-	since  time.Duration // when it was sent the node table
-	asked  []int32       // the customers whose first request was taken for the barrier of StartPS
-	passed time.Duration // when the process was released from that; 0: not alone
+	since  time.Duration // the time at which the scheduler sent it the node table
+	asked  []int32       // the customers whose first request was counted for the barrier of StartPS
+	passed time.Duration // the time at which the process alone was released from that barrier; 0: it was not
 }
 
 const (
-	// startOfOriginal is how long after the node table the request of StartPS arrives at most: the process connects to all
-	// nodes before. A later first request is Finalize's, of a program that calls StartPS without its barrier.
+	// startOfOriginal is the longest time from the node table to the request of StartPS; the process connects to all nodes in
+	// between. A later first request is that of Finalize: the program called StartPS without its barrier.
 	startOfOriginal = 10 * time.Second
-	// endOfOriginal is how long a process lives at most after its Finalize has ended. If a process ends so soon after its first
-	// request was taken for that of StartPS, it was Finalize's.
+	// endOfOriginal is the longest life of a process after its Finalize has ended. If a process ends within that time after its
+	// first request was counted for StartPS, the request was that of Finalize.
 	endOfOriginal = 5 * time.Second
 )
 
@@ -86,7 +86,7 @@ type arrival struct {
 	// asked, first at that time, whether it still waits. Until it says so the request does not count.
 	unsure bool
 	asked  time.Duration
-	gone   bool // it has given up the barrier of Finalize, or is known to have left: it needs no release
+	gone   bool // it has canceled the barrier of Finalize, or is known to have left: it needs no release
 }
 
 // answer is the last release for a node of this library, or the notice that the barrier has failed.
@@ -156,8 +156,8 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 	return nil
 }
 
-// starts reports whether the request of a C++ StepMesh process is to be released at once: the process has replaced another
-// one, and this is the barrier of its StartPS. If the others have not passed that barrier yet, the request counts there.
+// starts reports whether the request of a C++ StepMesh process is to be released at once. That is so if the process has replaced
+// another one, and the request is that of its StartPS. If the others have not passed that barrier yet, the request counts there.
 func (s *gathers) starts(now time.Duration, from int, msg *van.Meta) bool {
 	st := s.starting[from]
 	if st == nil {
@@ -178,8 +178,8 @@ func (s *gathers) starts(now time.Duration, from int, msg *van.Meta) bool {
 	return true
 }
 
-// count counts the dead C++ StepMesh processes that g, the barrier of Finalize, misses, if they all have ended a moment after
-// their only request was released: that was their Finalize. It reports whether g is complete then.
+// count counts the dead C++ StepMesh processes that are missing in g, the barrier of Finalize, if all of them ended within endOfOriginal
+// after their only request was released: that request was their Finalize. It reports whether g is then complete.
 func (s *gathers) count(now time.Duration, g *gather) bool {
 	var ended []arrival
 	for _, ids := range s.awaited(finalKey, g) {
@@ -411,8 +411,8 @@ func (s *gathers) dropEmpty() {
 // at the end of a program, if the nodes died by silence while it was open: it has waited for their
 // heartbeats. One whose connection broke before is waited for, though it is silent, too, by and by.
 // While a live member is missing a barrier does not fail: some nodes wait in the barrier
-// of Finalize from the beginning, which must not end the work of the others. A barrier that a node at the end of its
-// program would have to come to fails at once.
+// of Finalize from the beginning, which must not end the work of the others. A barrier fails at once if a missing
+// node already waits at the end of its program.
 func (s *gathers) recheck(now time.Duration) {
 	for _, key := range sortedKeys(s.open) {
 		g := s.open[key]
@@ -422,8 +422,8 @@ func (s *gathers) recheck(now time.Duration) {
 	s.dropEmpty()
 }
 
-// finished says which nodes will not take part in a barrier, since they wait at the end of their programs: in stop() or
-// Finalize, which takes part in instance barriers over all nodes only. "" if there are none, or the barrier has failed.
+// finished names the nodes that will not take part in a barrier, since they wait at the end of their programs. A node in stop() or
+// Finalize takes part in instance barriers over all nodes only. It returns "" if there are none, or the barrier has failed.
 func (s *gathers) finished(key gatherKey, g *gather) string {
 	end := s.open[finalKey]
 	if key == finalKey || end == nil || g.told {
@@ -590,8 +590,7 @@ func (s *gathers) text() string {
 	return strings.Join(parts, "; ")
 }
 
-// delayed reports whether the barrier at the end of programs keeps a worker waiting, or a node may keep it waiting, since it
-// is dead.
+// delayed reports whether a worker waits in the barrier at the end of programs, or a dead node may delay that barrier.
 func (s *gathers) delayed() bool {
 	g := s.open[finalKey]
 	return g != nil && (slices.ContainsFunc(g.came, func(a arrival) bool { return van.RoleOf(a.id) == van.Worker }) ||

@@ -193,18 +193,18 @@ func (s *joins) lost(temp int, cause error) {
 	}
 }
 
-// maxEnded bounds the text of a process that says why it ends.
+// maxEnded bounds the text in which a process reports why it ends.
 const maxEnded = 500
 
-// ended notes what a process has said that ends before it has registered.
+// ended records the text of a process that ends before it has registered.
 func (s *joins) ended(text string) {
 	text = strings.ToValidUTF8(text[:min(len(text), maxEnded)], "")
 	remember(&s.vanished, text)
 	s.out.emit(Warning{Text: "a node has ended before it registered: " + text})
 }
 
-// Ended is the body of a message to the scheduler from a process that ends before it has registered: which node it is, and
-// why.
+// Ended is the body of the message to the scheduler from a process that ends before it has registered. The text names the node
+// and the cause.
 func Ended(text string) []byte { return notice{verb: verbEnded, text: text}.body() }
 
 // reappeared takes a node off those that are reported to have vanished.

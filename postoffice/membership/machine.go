@@ -126,9 +126,9 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	}
 }
 
-// DataFrom says that a data message of node id arrived over its own connection. That a C++ StepMesh process
-// is declared dead is over then: it was paused, and the scheduler hears of that later than the nodes that the
-// process sends requests to. A node of this library sends none to a node that takes it for dead.
+// DataFrom reports that a data message of node id arrived over its own connection. A C++ StepMesh process that was
+// declared dead counts as alive again: it was paused. Its requests reach the other nodes before the scheduler
+// notices that it is alive. A node of this library sends no requests to a node that takes it for dead.
 func (m *Machine) DataFrom(now time.Duration, id int) {
 	if m.node != nil && m.life.phase == ready && m.table.has(id) && !m.table.native(id) {
 		m.tickets.peerUp(now, id, declared)
@@ -143,8 +143,8 @@ func (m *Machine) SchedulerNotFound(err error) {
 	}
 }
 
-// Tried is the result of Try: err is nil if the address can be reached from the address from, of this host, else it
-// says why not.
+// Tried takes the result of Try. err is nil if the address can be reached from from, an address of this host, else err
+// has the cause.
 func (m *Machine) Tried(_ time.Duration, n *van.Node, from string, err error) {
 	switch {
 	case m.life.phase == failed:

@@ -39,11 +39,11 @@ type node struct {
 	schedulerNotFound  error
 	schedulerLost      error
 	schedulerSaid      string
-	schedulerUp        bool   // the connection to it stands
+	schedulerUp        bool   // the connection to it is open
 	schedulerUnreached string // the result of the last trial of its address
 	nextTry            time.Duration
 	nextQuestion       time.Duration
-	pause              time.Duration // before the question after that
+	pause              time.Duration // from nextQuestion to the question after it
 }
 
 func newNode(b base, calls *tickets) *node {
@@ -75,7 +75,7 @@ func (n *node) question(now time.Duration) {
 	}
 }
 
-// try has the address of the scheduler tried while there is no connection to it.
+// try requests trials of the scheduler's address while there is no connection to the scheduler.
 func (n *node) try(now time.Duration) {
 	if n.life.phase == joining && now >= n.tryDue() {
 		n.nextTry = now + trialPause
@@ -90,7 +90,7 @@ func (n *node) tryDue() time.Duration {
 	return n.nextTry
 }
 
-// unreachedFrom says what is known of the scheduler's address from a trial.
+// unreachedFrom describes the result of a trial of the scheduler's address.
 func unreachedFrom(from string, err error) string {
 	hint := "check DMLC_PS_ROOT_URI, the route and firewalls between the hosts"
 	switch {

@@ -41,7 +41,7 @@ const (
 	verbRegistered = "registered"
 	// registered <incarnation> <host:port>: to the scheduler, of a process that waits to be a node
 	verbRegister = "register" // to that process: the scheduler does not know it, it is to register again
-	verbEnded    = "ended"    // <text>: to the scheduler, of a process that ends before it has registered: which node, and why
+	verbEnded    = "ended"    // <text>: to the scheduler, from a process that ends before it has registered: the node and the cause
 	verbAsk      = "ask"      // <incarnation> <host:port> <question>: to the scheduler, of a process that is no node
 	verbAnswer   = "answer"   // <number> <text>: to that process
 )

@@ -119,8 +119,8 @@ func TestLyingLists(t *testing.T) {
 	}
 }
 
-// TestAnswerOfAReplacedProcess: what a process has said of its policies is not said of the process that has replaced it, which
-// is sent the list at its first heartbeat.
+// TestAnswerOfAReplacedProcess: the answer of a process about its policies does not apply to the process that has replaced it. The
+// scheduler sends that process the list at its first heartbeat.
 func TestAnswerOfAReplacedProcess(t *testing.T) {
 	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
 	if err != nil {

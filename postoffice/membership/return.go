@@ -103,8 +103,8 @@ func (r *returns) registered(now time.Duration) {
 	}
 }
 
-// originals counts the C++ StepMesh nodes of a former scheduler's cluster, as its table says. They are not told that the
-// scheduler is another process, and need not know it; most send no heartbeats.
+// originals counts the C++ StepMesh nodes of a former scheduler's cluster by its table. They receive no notice that another process is
+// the scheduler, and need none. Most of them send no heartbeats.
 func (r *returns) originals(cluster uint32) (count int) {
 	if r.cluster != cluster {
 		return 0
@@ -152,7 +152,7 @@ func (r *returns) decide(now time.Duration) {
 	case now < r.since+returnGrace:
 		return
 	case 2*count[cluster] > all || r.cfg.NamedCluster:
-	case !known: // the table says which nodes cannot come back, since they are of C++ StepMesh
+	case !known: // without the table it is not known which nodes are of C++ StepMesh, and cannot come back
 	case now < r.since+wait || !r.othersCame(cluster):
 		return
 	}
@@ -218,7 +218,7 @@ func (r *returns) resume(now time.Duration, cluster, generation uint32) {
 	r.joins.list, r.nodes = nil, nil
 	whole := r.table.whole()
 	for _, id := range r.table.ids() {
-		if r.table.native(id) { // C++ StepMesh takes a second table for other nodes'
+		if r.table.native(id) { // C++ StepMesh would take a second table for the records of new nodes
 			r.watch.records(id, whole)
 		}
 	}
@@ -288,7 +288,7 @@ func (r *returns) tick(now time.Duration) {
 	r.lookAgain(now)
 }
 
-// lookAgain sets the time of the next decision, if nothing happens before.
+// lookAgain sets the time of the next decision, if no event triggers one before.
 func (r *returns) lookAgain(now time.Duration) {
 	r.nextAsk = now + returnBeat
 	half, few := r.waits()

@@ -376,8 +376,8 @@ func (s *scheduler) tick(now time.Duration) {
 	s.watch.tick(now)
 }
 
-// awaits says whom the scheduler's own barrier at the end waits for, if a worker waits there, too, or a node is dead: else the
-// cluster works. What follows its release has lines of its own.
+// awaits names the nodes that the scheduler's own barrier at the end waits for, if a worker waits there too, or a node is dead.
+// Otherwise the cluster still works, and awaits returns "". The steps after the release of the barrier have log lines of their own.
 func (s *scheduler) awaits(*ticket) string {
 	if s.gathers.leaves.open() || !s.gathers.delayed() {
 		return ""

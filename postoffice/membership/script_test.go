@@ -43,7 +43,7 @@ var (
 //	busy NAME            it is too busy for anything, and only its transport answers, until thaw, or freeze
 //	lose NAME PEER [why=replaced]  NAME's transport loses the connection to PEER, or PEER refuses it
 //	back NAME PEER       ... and has it again
-//	data NAME PEER       NAME gets a data message of PEER
+//	data NAME PEER       NAME receives a data message of PEER
 //	inject to=NAME from=ID cmd=BARRIER [group=9] [ts=2] [key=3] [request] [untagged] [by=NAME] [body="..."] [node="worker 9 host:port"]
 //	report NAME, state NAME
 //	verbose on|off       show messages and actions, not only events

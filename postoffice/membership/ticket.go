@@ -17,7 +17,7 @@ import (
 // their connections right after the last barrier, perhaps before this node has its release.
 const leaveGrace = time.Second
 
-// firstWait is how long a program waits at its end until its log says whom it waits for. The pauses between the next lines
+// firstWait is the time until a program that waits at its end logs the nodes that it waits for. The pauses between the next lines
 // double, from firstWait on.
 const firstWait = 4 * time.Second
 
@@ -46,8 +46,8 @@ type ticket struct {
 	missing  string // what the scheduler says of missing nodes
 	since    time.Duration
 	deadline time.Duration // 0: none
-	nextNews time.Duration // when the log may say whom it waits for, if it ends a program
-	pause    time.Duration // until the line after that
+	nextNews time.Duration // if it ends a program: the time of the next log line about the missing nodes
+	pause    time.Duration // from that line to the next one
 }
 
 func (t *ticket) name() string { return kindName(t.instance) + " barrier over " + groupName(t.group) }
@@ -459,8 +459,8 @@ func (c *tickets) schedulerDeadline() time.Duration {
 	return math.MaxInt64
 }
 
-// failWithoutWorkers fails, on a server, the barriers at the end of a program that cannot end any more, but whose scheduler, one
-// of C++ StepMesh, does not say so: no worker has been alive for Config.StopTimeout.
+// failWithoutWorkers fails, on a server, the barriers at the end of a program when no worker has been alive for
+// Config.StopTimeout. Such a barrier cannot complete, and a scheduler of C++ StepMesh does not report that.
 func (c *tickets) failWithoutWorkers(now time.Duration) {
 	var dead []string
 	for _, id := range c.table.Members(van.WorkerGroup) {
@@ -472,7 +472,7 @@ func (c *tickets) failWithoutWorkers(now time.Duration) {
 		Err: &lossError{text: "no worker is left, and the scheduler, one of C++ StepMesh, does not end the barrier: " + list(dead)}})
 }
 
-// workersDeadline is when failWithoutWorkers fails t.
+// workersDeadline is the time at which failWithoutWorkers fails t.
 func (t *ticket) workersDeadline(b *base) time.Duration {
 	if !t.ending || b.table.self.Role != van.Server || b.cfg.StopTimeout <= 0 || b.table.native(van.SchedulerID) {
 		return math.MaxInt64
@@ -487,8 +487,8 @@ func (t *ticket) workersDeadline(b *base) time.Duration {
 	return from + b.cfg.StopTimeout
 }
 
-// news has the log say whom the barriers at the end of a program wait for. who says it of one, "" if it is no news that the
-// barrier waits.
+// news logs the nodes that the barriers at the end of a program wait for. who returns the text about one barrier, or "" if
+// it is normal that the barrier waits.
 func (c *tickets) news(now time.Duration, who func(*ticket) string) {
 	for _, t := range c.open {
 		if !t.ending || now < t.nextNews {
@@ -509,8 +509,8 @@ func (c *tickets) news(now time.Duration, who func(*ticket) string) {
 	}
 }
 
-// awaits says what a worker or server knows of whom t waits for. A server waits there as long as its workers work, so it is
-// news only if a node is dead or the scheduler cannot be asked.
+// awaits names the nodes that t waits for, as far as a worker or server knows them. A server normally waits there as long as its
+// workers work. Its text is therefore empty unless a node is dead or the scheduler cannot be asked.
 func (t *ticket) awaits(b *base) string {
 	var text, dead string
 	switch h := b.alive.peers[van.SchedulerID]; {

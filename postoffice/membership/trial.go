@@ -1,7 +1,7 @@
 package membership
 
-// Trials: whether the address of a process that has registered can be reached from the scheduler, and
-// what the process is told if not. The scheduler cannot connect to it then, so the answer leaves on
+// Trials: tests whether the scheduler can reach the address of a registered process. If it cannot, it
+// notifies the process. Since the scheduler cannot connect to the process, the notice is sent on
 // the connection that the process has made.
 
 import (
@@ -17,15 +17,15 @@ import (
 
 const (
 	trialDelay    = time.Second     // from a registration, or a node's start, to the first trial: most clusters have formed by then
-	trialPause    = 5 * time.Second // to the next one; each pause is twice the one before
+	trialPause    = 5 * time.Second // from the first trial to the next; each pause is twice the one before
 	maxTrialPause = time.Minute
 	trialTime     = time.Second
 	maxTrials     = 64   // in trialTime
 	maxTried      = 4096 // processes
 )
 
-// trials are those of the scheduler. A process is tried only because it has registered and counts, once
-// for each trial, at a numeric address.
+// trials holds the trials of the scheduler. Only a process that has registered and counts is tried. Each trial is one
+// attempt at a numeric address.
 type trials struct {
 	base
 	joins   *joins
@@ -43,7 +43,7 @@ type trial struct {
 
 func (t *trial) is(n *van.Node) bool { return sameAddr(&t.node, n) && !another(&t.node, n) }
 
-// registered expects that a process which has registered is reached.
+// registered schedules the trials of a process that has registered.
 func (t *trials) registered(now time.Duration, n *van.Node) {
 	t.list = slices.DeleteFunc(t.list, func(o *trial) bool { return sameAddr(&o.node, n) })
 	if t.cfg.Tries && numeric(n.Hostname) && len(t.list) < maxTried {
@@ -51,7 +51,7 @@ func (t *trials) registered(now time.Duration, n *van.Node) {
 	}
 }
 
-// reached reports whether the process of n has shown that the scheduler reaches it, or does not matter any more.
+// reached reports whether the scheduler has received a message over its connection to the process of n, or n does not matter any more.
 func (t *trials) reached(n *van.Node) bool {
 	for i := range t.table.nodes {
 		if m := &t.table.nodes[i]; sameAddr(m, n) && !another(m, n) {
@@ -108,7 +108,7 @@ func (t *trials) tried(n *van.Node, from string, err error) {
 	}
 }
 
-// cause is what may be wrong with the address of a process that runs, by the error of a trial.
+// cause returns the probable fault of the address of a running process, by the error of a trial.
 func cause(err error) string {
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.ENOENT):
@@ -119,7 +119,7 @@ func cause(err error) string {
 	return "a firewall or a missing route"
 }
 
-// unreached lists why processes that have registered cannot be reached.
+// unreached lists the reasons why registered processes cannot be reached.
 func (t *trials) unreached() (all []string) {
 	for _, o := range t.list {
 		if o.why != "" && !t.reached(&o.node) {
@@ -129,10 +129,10 @@ func (t *trials) unreached() (all []string) {
 	return all
 }
 
-// urgent is the key of a waiting notice that the receiver reports at once.
+// urgent is the key of a waiting notice whose receiver reports it at once.
 const urgent = 1
 
-// answer tells a process that has registered what it waits for, on its own connection.
+// answer sends a registered process the text of a waiting notice, on the connection that the process has made.
 func (t *trials) answer(n *van.Node, text string, key uint64) {
 	inc := incarnationOf(n)
 	if !t.cfg.Tries || inc == 0 {

@@ -39,7 +39,7 @@ func registration(t *testing.T, n *Machine) *van.Meta {
 	return nil
 }
 
-// outputs sorts what m wants by kind.
+// outputs has the outputs of a machine by kind.
 type outputs struct {
 	tries    []van.Node
 	replies  []Reply
@@ -68,7 +68,7 @@ func take(m *Machine) (all outputs) {
 
 const cannot = "worker 10.77.0.2:20000 (no preferred rank) has registered, but 10.77.0.2:20000 cannot be reached from 10.77.0.1 (connection timed out): a firewall"
 
-// TestRegisteredNodeKnows: a node that has registered is told so at once, on the connection that it has made, and never says
+// TestRegisteredNodeKnows: a registered node gets a notice of that at once, on the connection that it has made. It never reports
 // that the scheduler does not run.
 func TestRegisteredNodeKnows(t *testing.T) {
 	s, w := trying(t, van.Scheduler, 1, 1), trying(t, van.Worker, 2, 1)
@@ -92,8 +92,8 @@ func TestRegisteredNodeKnows(t *testing.T) {
 	}
 }
 
-// TestUnreachableNode: a node that has registered and cannot be reached is named within 5 s, with the address, from where it
-// was tried, and why not; so it is at the node. What is told once is not repeated, and its end is told.
+// TestUnreachableNode: if a registered node cannot be reached, the scheduler and the node report it within 5 s, with the
+// address, the address from which it was tried, and the cause. Each report is made once. When the node is reached, that is reported too.
 func TestUnreachableNode(t *testing.T) {
 	for _, formed := range []bool{false, true} {
 		t.Run(fmt.Sprintf("formed=%t", formed), func(t *testing.T) {
@@ -153,8 +153,8 @@ func TestUnreachableNode(t *testing.T) {
 	}
 }
 
-// TestTrialsAreFew: only processes that have registered and count are tried, at numeric addresses, so many in a second at
-// most, and not once they have been heard. A node that is silent is no alarm.
+// TestTrialsAreFew: only processes that have registered and count are tried, at numeric addresses, at most maxTrials in a second.
+// A process is not tried after it has sent a message. A timeout of a trial is not reported.
 func TestTrialsAreFew(t *testing.T) {
 	s := trying(t, van.Scheduler, 1, 3*maxTrials)
 	rec := func(i int) *van.Meta {
@@ -207,7 +207,7 @@ func TestTrialsAreFew(t *testing.T) {
 	if got := take(s); len(got.warnings) > 0 || len(got.replies) > 0 {
 		t.Errorf("warnings %q and replies %v after trials that show nothing", got.warnings, got.replies)
 	}
-	for at < time.Minute { // those that were reached, and the others, go on being few
+	for at < time.Minute { // later trials stay within the limit as well
 		s.Tick(at)
 		if n := len(take(s).tries); n > maxTrials {
 			t.Errorf("%d trials at %s", n, at)
@@ -236,7 +236,7 @@ func TestHeardNodeIsNotTried(t *testing.T) {
 	}
 }
 
-// TestEnded: why a process has ended is in the reports, once, and bounded.
+// TestEnded: the reports have the cause of a process's end once, with a bounded length.
 func TestEnded(t *testing.T) {
 	s := trying(t, van.Scheduler, 1, 1)
 	for i := range 3 * maxRefusals {
@@ -255,8 +255,8 @@ func TestEnded(t *testing.T) {
 	}
 }
 
-// TestSchedulerUnreached: what keeps a node from its scheduler is named within 5 s; while the scheduler may only be late
-// nothing is said.
+// TestSchedulerUnreached: a node reports within 5 s why it cannot reach its scheduler. It reports nothing if the scheduler may
+// only not have started yet.
 func TestSchedulerUnreached(t *testing.T) {
 	for _, c := range []struct {
 		err  error
@@ -286,7 +286,7 @@ func TestSchedulerUnreached(t *testing.T) {
 		}
 	}
 	w := trying(t, van.Worker, 2, 1)
-	w.PeerBack(0, van.SchedulerID) // the connection is made
+	w.PeerBack(0, van.SchedulerID) // the node is connected to the scheduler
 	w.Tick(5*time.Second - time.Millisecond)
 	got := take(w)
 	if len(got.tries) != 0 || len(got.waiting) != 1 || strings.Contains(got.waiting[0], "does not run") || !strings.Contains(got.waiting[0], "is connected, and has not answered") {

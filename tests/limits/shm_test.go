@@ -39,9 +39,9 @@ func shared(t testing.TB) (bytes int) {
 	return bytes
 }
 
-// TestSharedMemoryGrows: nodes of one host share no memory for data until they send some, and little for little data.
+// TestSharedMemoryGrows: nodes of one host share no memory for data until they send data, and share little memory for little data.
 func TestSharedMemoryGrows(t *testing.T) {
-	const n = 8 // workers, and servers
+	const n = 8 // the number of workers, and of servers
 	c := testcluster.Start(t, testcluster.Options{Workers: n, Servers: n, Over: testcluster.AsSet})
 	if got, want := shared(t), 2*n<<12; got > want {
 		t.Errorf("%d + %d nodes share %d KiB before the first tensor, want at most %d", n, n, got>>10, want>>10)

@@ -12,8 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
-// TestLargePushToIdleServer: a push of more than STEPAF_RECV_BUDGET_PEER to a server that does nothing else says nothing of a slow handler: what
-// waits are parts of a batch under way.
+// TestLargePushToIdleServer: an idle server logs no slow handler during a push of more than STEPAF_RECV_BUDGET_PEER. The messages that
+// wait are parts of an unfinished batch.
 func TestLargePushToIdleServer(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		var log nodetest.Text

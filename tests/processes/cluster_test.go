@@ -24,7 +24,7 @@ var legs = []real.Leg{real.TCP, real.SHM}
 // start starts a cluster, which ends with the test.
 func start(t *testing.T, o real.Options) *real.Cluster {
 	t.Helper()
-	testlimit.Longer(t, 90*time.Second) // tests wait for 40 s at most, in one place, for processes that stand still
+	testlimit.Longer(t, 90*time.Second) // tests wait for at most 40 s in one place for stopped processes
 	if o.Loads == nil {
 		o.Loads = []plan.Load{load}
 	}

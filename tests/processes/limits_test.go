@@ -72,8 +72,8 @@ func TestLimitIsEnough(t *testing.T) {
 // TestLimitTooLow: a node that may not have what it will need says so before it starts,
 // with the limit, what it is, what is needed, and how to raise it.
 func TestLimitTooLow(t *testing.T) {
-	// With stacks of 1 GiB an address space of 11 GiB is enough for the threads that Go has, and not for those of libzmq. The
-	// race detector needs more than any limit.
+	// With stacks of 1 GiB an address space of 11 GiB is enough for the threads of Go, but not for the threads of libzmq. The
+	// race detector needs more address space than any usable limit.
 	space := `ulimit -s 1048576 && ulimit -v 11534336 && exec "$@"; exit 1`
 	if vantest.Race {
 		space = "exit 1"

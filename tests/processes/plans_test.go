@@ -46,7 +46,7 @@ func chosen(names ...string) bool {
 
 // TestPlans carries out each plan on each leg that can.
 func TestPlans(t *testing.T) {
-	testlimit.Longer(t, 5*time.Minute) // for the longest plan, beside others
+	testlimit.Longer(t, 5*time.Minute) // for the longest plan, while other plans run
 	plans, err := plan.ReadDir("../plans")
 	try(t, err)
 	type done struct {

@@ -134,8 +134,8 @@ func TestWorkerStopped(t *testing.T) {
 // usual is a load whose calls have the default limit.
 var usual = []plan.Load{{Nodes: "workers", Every: ms, Size: 3000, Limit: plan.Duration(postoffice.DefaultTimeout)}}
 
-// TestServerStopped: so does a server. A call with the default limit ends because the server is lost, not because its time
-// is up.
+// TestServerStopped: so does a server. A call with the default limit ends with the loss of the server, not with a
+// timeout.
 func TestServerStopped(t *testing.T) {
 	for _, s := range settings {
 		t.Run(s.name, func(t *testing.T) {

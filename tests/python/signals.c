@@ -10,10 +10,10 @@
 #include <unistd.h>
 
 static int64_t handled[65];
-static pid_t program[64]; // the threads that a handler may run in, 0 ends the list
-static int64_t elsewhere; // handlers that ran in another thread
+static pid_t program[64]; // the threads in which a handler may run; the list ends with 0
+static int64_t elsewhere; // the number of handlers that ran in another thread
 
-// Uses more stack than a goroutine has.
+// The handler uses more stack than a goroutine has.
 static void on(int sig) {
   volatile char frame[48 << 10];
   memset((char *)frame, sig, sizeof frame);
@@ -52,7 +52,7 @@ static void *storm_run(void *unused) {
 
 static pthread_t stormer;
 
-// Sends the signals, a list that 0 ends, again and again from a thread of its own.
+// Sends the signals of a list that ends with 0, again and again, from a thread of its own.
 int storm(const int *signals, int us) {
   sigset_t all, old;
   int i = 0;
@@ -72,7 +72,7 @@ void calm(void) {
   pthread_join(stormer, NULL);
 }
 
-// A descriptor that is readable when sig is pending.
+// Returns a descriptor that is readable when sig is pending.
 int signal_descriptor(int sig) {
   sigset_t set;
   sigemptyset(&set);

@@ -173,7 +173,7 @@ def test_one_worker_ahead(cluster):
     c.finish()
 
 
-# A server refuses: the worker's wait raises at once, with the reason.
+# A server refuses a batch. The worker's wait raises an error with the reason at once.
 
 def refused_worker(n):
     f = n.f

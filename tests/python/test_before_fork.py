@@ -24,7 +24,7 @@ def entries():
     return [tuple(e.split(":")) for e in found]
 
 
-# What a front end does. Afterwards the names of the two packages must still be there, when they are used.
+# The imports of an engine's front end. Afterwards the names of the two packages must still resolve when they are used.
 FRONT = """
 import importlib, sys
 import fserver, fserver.connectors

@@ -47,7 +47,7 @@ def needs(name):
     return pytest.mark.skipif(not have(name), reason=f"this Python has no {name}")
 
 
-# Traffic in a thread beside what the test does: every value is checked.
+# Traffic in a thread of its own while the test runs. Every value is checked.
 
 def serve(n, rounds=ROUNDS):
     for _ in range(rounds):
@@ -243,7 +243,7 @@ def test_setuid_beside_traffic(cluster):
     run(cluster, setuid)
 
 
-# Signals that nobody handles, but waits for
+# Signals without a handler, which the program waits for
 
 @by_hand
 def waits_for_signals(n):
@@ -465,7 +465,7 @@ def test_forked_child_has_the_programs_actions():
     assert done.returncode == 0, done.stderr
 
 
-# What engines and users have beside it
+# Programs that engines and users run in the same process
 
 class Numbers:
     def __len__(self):

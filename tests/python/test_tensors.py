@@ -52,7 +52,7 @@ def test_dtypes_and_shapes(cluster, lib, ipc):
     cluster(lib=lib, env={"BYTEPS_ENABLE_IPC": ipc}).run(dtypes_worker, dtypes_server)
 
 
-# What was received may be changed in place, also without PyTorch.
+# Received tensors may be changed in place, also without PyTorch.
 
 def in_place_worker(n):
     np = arrays.load("numpy").np

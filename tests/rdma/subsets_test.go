@@ -329,8 +329,8 @@ func TestSubsetsServerKilled(t *testing.T) {
 	for i, to := range [][]int{{0}, {1}, nil, {1, 0}, {0}} {
 		err := all[2].exchange(to, pickedSize(i))
 		if len(to) == 1 && to[0] == 0 {
-			// An answer of server 0 to the failed call before may come after that was given up. Its connection
-			// breaks then, and is made again.
+			// An answer of server 0 to the previous, failed call may arrive after that call was canceled. The connection
+			// then breaks, and is made again.
 			for end := time.Now().Add(10 * time.Second); i > 0 && errors.Is(err, van.ErrPeerLost) && time.Now().Before(end); {
 				err = all[2].exchange(to, pickedSize(i))
 			}

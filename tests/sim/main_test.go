@@ -192,16 +192,16 @@ func TestChild(t *testing.T) {
 const (
 	mark    = "outcome "
 	oneLife = 1000 // seeds of one process
-	most    = 20   // failures are told in full; the summary names all
+	most    = 20   // failures that are reported in full; the summary names all
 )
 
-// Limits of a seed. They are of processor time: how long a seed takes depends on what else the machine does.
+// Limits of a seed. They are limits of processor time, since the wall time of a seed depends on other programs of the machine.
 const (
-	stillTime = time.Minute            // in which the process uses less than stillUse: it hangs
+	stillTime = time.Minute            // a seed hangs if its process uses less than stillUse in this time
 	stillUse  = 100 * time.Millisecond // with a load of 100 for each processor it would be 600 ms
 )
 
-// oneTime is the processor time of a seed. A test makes it shorter.
+// oneTime limits the processor time of a seed. A test shortens it.
 var oneTime = 20 * time.Second
 
 // meter measures how long a seed has run.
@@ -211,7 +211,7 @@ type meter struct {
 	at    time.Duration // processor time at since
 }
 
-// over returns why the seed has run for too long, or "". used is the processor time of its process.
+// over returns the reason why the seed has exceeded a limit, or "". used is the processor time of its process.
 func (m *meter) over(now time.Time, used time.Duration) string {
 	if m.since.IsZero() {
 		m.begun = used
@@ -228,8 +228,8 @@ func (m *meter) over(now time.Time, used time.Duration) string {
 	return ""
 }
 
-// measure ends the child with a report of its goroutines when its seed has run for too long, and
-// says why. It ends when over is closed.
+// measure ends the child with a report of its goroutines when its seed has exceeded a limit, and
+// returns the reason. It ends when over is closed.
 func (p *process) measure(over <-chan struct{}) (why string) {
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// TestMeter: a seed has a limit of processor time, however long it takes, and one that hangs has an end.
+// TestMeter: a seed has a limit of processor time, but none of wall time. A seed that hangs is ended.
 func TestMeter(t *testing.T) {
 	for _, c := range []struct {
 		name  string
@@ -34,7 +34,7 @@ func TestMeter(t *testing.T) {
 	}
 }
 
-// TestSeedThatDoesNotEnd: it fails with the reason and what its process says to SIGQUIT.
+// TestSeedThatDoesNotEnd: the seed fails with the reason and with the output of its process on SIGQUIT.
 func TestSeedThatDoesNotEnd(t *testing.T) {
 	old := oneTime
 	t.Cleanup(func() { oneTime = old })

@@ -33,7 +33,7 @@ ENTRIES = "[vllm.general_plugins]\nstepaf = fserver.connectors.vllm_plugin:regis
 TAG = "cp38-abi3-" + re.sub(r"[-.]", "_", sysconfig.get_platform())
 OLDEST = (3, 8)
 # GODEBUG are settings of Go's runtime in the library, see fserver/module/threads.c: no preemption
-# by SIGURG, which belongs to the program, and no stack becomes smaller.
+# by SIGURG, which belongs to the program, and no shrinking of stacks.
 GODEBUG = "-X=runtime.godebugDefault=asyncpreemptoff=1,gcshrinkstackoff=1"
 
 

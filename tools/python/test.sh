@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the Python tests with each environment of test_deps.sh.
 #   test.sh [--ready] [NAME...] [-- arguments of pytest]
-# No name means torch and arrays, and old if it is there. --ready only tells whether torch and arrays are there.
+# No name means torch and arrays, and old if it exists. --ready only reports whether torch and arrays exist.
 set -euo pipefail
 # shellcheck source=../env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
@@ -49,7 +49,7 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 tests() {
   local python="$PWD/build/python/$1/bin/python"
   local files=(tests/python)
-  # Old Pythons differ in signals; what else they have is the same binary interface.
+  # Old Pythons differ only in signals; their binary interface is the same.
   [ "$1" != old ] || files=(tests/python/test_{signals,descriptors,ends,waits,calls}.py)
   echo "python-test: $1: $("$python" tools/python/versions.py)"
   PATH="$(dirname "$python"):$PATH" PYTHONPATH="$PWD/bin/python" \

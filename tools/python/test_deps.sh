@@ -46,7 +46,7 @@ environment() {
   say "$dir: $("$dir/bin/python" tools/python/versions.py)"
 }
 
-# What the tests of signals have beside NumPy.
+# The packages that the tests of signals use besides NumPy.
 beside=(uvloop gevent pyinstrument)
 
 # old_python prints the path of the oldest Python below 3.10, or nothing.

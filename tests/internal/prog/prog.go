@@ -75,8 +75,8 @@ func (n *Node) failure() error {
 // error on standard error, 128 plus the number of the signal after SIGINT or
 // SIGTERM, upon which the node leaves the cluster.
 //
-// Before that it reads the command line, unless the program has done so: --help prints how
-// the program is used, and an unknown option ends the process with status 2. Arguments that
+// Before that it reads the command line, unless the program has done so: --help prints the usage of
+// the program, and an unknown option ends the process with status 2. Arguments that
 // are not options are ignored, as the original's programs ignore them.
 func Main(p Program) {
 	if !flag.Parsed() {
@@ -104,7 +104,7 @@ func Main(p Program) {
 	}
 }
 
-// usage prints how the program is used.
+// usage prints the usage of the program.
 func (p *Program) usage() {
 	roles := p.Roles
 	if len(roles) == 0 {

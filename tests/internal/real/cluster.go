@@ -39,7 +39,7 @@ type Options struct {
 	Leg              Leg
 	Program          string                               // Plain unless given
 	PlainScheduler   bool                                 // the scheduler's is Plain
-	LoopEnds         bool                                 // servers stop when get_batch says that all workers have ended
+	LoopEnds         bool                                 // servers stop when get_batch reports that all workers have ended
 	Under            []string                             // a command that each process is an argument of
 	Loads            []plan.Load                          // of workers, from the start
 	Wait             bool                                 // scheduler and servers do not call Finalize before they are told to

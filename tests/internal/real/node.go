@@ -47,7 +47,7 @@ type Behaviour struct {
 	Loads   []plan.Load // of a worker, from the start
 	Faults  []string    // fail points that are on
 	Wait    bool        // scheduler and servers do not call Finalize before they are told to
-	// LoopEnds: a server of the Python module stops when get_batch says that all workers have ended, not before.
+	// LoopEnds: a server of the Python module stops when get_batch reports that all workers have ended, not before.
 	LoopEnds bool
 
 	// Foreign are the nodes of the cluster that behave like those of the original.

@@ -197,7 +197,7 @@ func TestEnvCheckAbsent(t *testing.T) {
 	}
 }
 
-// TestEnvCheckAddress: an address that a scheduler on another host cannot reach is found, whatever interfaces this host has.
+// TestEnvCheckAddress: the check finds an address that a scheduler on another host cannot reach, with any interfaces of this host.
 func TestEnvCheckAddress(t *testing.T) {
 	for host, want := range map[string]string{"192.0.2.1": "192.0.2.1", "127.0.0.1": ""} {
 		var b bytes.Buffer

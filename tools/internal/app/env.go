@@ -49,7 +49,7 @@ reach the address at which a node would listen.`,
 	}
 }
 
-// lookupTime is how long addresses of names are looked up for.
+// lookupTime limits the resolution of names.
 const lookupTime = 5 * time.Second
 
 type envOptions struct{ json, set, explain, check bool }

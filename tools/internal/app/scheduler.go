@@ -59,8 +59,8 @@ func runScheduler(c *cli.Context) error {
 	}
 	ctx, cancel := interruptible()
 	defer cancel()
-	// A cluster outlives the reader of its scheduler's output: Go answers a write to a pipe without a reader by ending
-	// the process, unless somebody is notified.
+	// A cluster must outlive the reader of its scheduler's output. Go ends the process on a write to a pipe without a
+	// reader, unless the program has registered for SIGPIPE.
 	broken := make(chan os.Signal, 1)
 	signal.Notify(broken, syscall.SIGPIPE)
 	defer signal.Stop(broken)

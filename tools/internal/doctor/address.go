@@ -1,6 +1,6 @@
 package doctor
 
-// Whether other hosts can reach a node that starts here.
+// The check whether other hosts can reach a node of this host.
 
 import (
 	"context"
@@ -16,7 +16,7 @@ import (
 const setOther = "set DMLC_NODE_HOST or DMLC_INTERFACE"
 
 // Unreachable lists what keeps the nodes of other hosts from reaching a node that starts on host h with cfg: an address
-// that leads nowhere from there, or no way to the scheduler. What has no address is left out.
+// that cannot be reached from there, or no route to the scheduler. Names without an address are left out.
 func Unreachable(ctx context.Context, cfg *env.Config, h hostaddr.Host, resolve func(context.Context, string) (netip.Addr, error)) []error {
 	scheduler, err := resolve(ctx, cfg.RootURI)
 	if cfg.RootURI == "" || err != nil || cfg.Local {

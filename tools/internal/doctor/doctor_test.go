@@ -511,8 +511,8 @@ func TestMemlock(t *testing.T) {
 	}
 }
 
-// TestThreads: a limit of threads fails as it does for a node, and one that is tight is a warning, also where the size of the
-// cluster is not known.
+// TestThreads: a limit of threads fails as it does for a node, and a tight limit is a warning, also if the size of the cluster
+// is not known.
 func TestThreads(t *testing.T) {
 	for _, environ := range [][]string{nil, {"DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_ROLE=worker"}} {
 		for _, x := range []struct {

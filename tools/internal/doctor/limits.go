@@ -44,7 +44,7 @@ func (x *exam) limits(context.Context) []Finding {
 		if err != nil {
 			return append(found, Finding{Status: Warn, Text: err.Error(), Remedy: "see ulimit -a"})
 		}
-		if x.capable(capIPCLock) { // the limit of locked memory does not bind
+		if x.capable(capIPCLock) { // the limit of locked memory does not apply
 			needs = slices.DeleteFunc(needs, func(n limits.Need) bool { return n.Name == "RLIMIT_MEMLOCK" })
 		}
 		found = append(found, judge(role, needs)...)
@@ -56,7 +56,7 @@ func (x *exam) limits(context.Context) []Finding {
 	return found
 }
 
-// judge tells which limits are too low for a node of a role, or so low that it may lack something later.
+// judge returns the limits that are too low for a node of a role, and the limits that the node may exceed later.
 func judge(role string, needs []limits.Need) (found []Finding) {
 	for _, n := range needs {
 		f := Finding{Remedy: n.Raise}

@@ -107,7 +107,7 @@ func Absent(cfg *env.Config, name, value string, have []string) error {
 	return fmt.Errorf("%s=%q: want one of those of this build, %s, or a program that has registered that one%s", name, value, strings.Join(have, ", "), env.DidYouMean(value, have))
 }
 
-// Unwarned lists what err joins, an error of cfg, without what cfg's warnings say already.
+// Unwarned lists the errors that err, an error of cfg, joins. It leaves out the errors that cfg's warnings already contain.
 func Unwarned(cfg *env.Config, err error) []error {
 	return slices.DeleteFunc(slices.Clone(exit.Unjoin(err)), func(e error) bool { return slices.Contains(cfg.Warnings, e.Error()) })
 }

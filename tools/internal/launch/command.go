@@ -130,7 +130,7 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		Banner:           c.String("banner"), Notes: c.StringSlice("note"),
 		Timeout: c.Duration("timeout"), Grace: c.Duration("grace"), KillAfter: c.Duration("kill-after"),
 	}
-	if s.Part.local() { // a share of a cluster says where the others find its scheduler, and who is missing
+	if s.Part.local() { // only if there are other machines, the scheduler logs its address for them, and the missing nodes
 		s.SchedulerCommand = append(s.SchedulerCommand, "--quiet")
 	}
 	if c.Bool("fserver") {

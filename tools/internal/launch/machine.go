@@ -62,7 +62,7 @@ func Detect(lookup func(string) (string, bool), cores int) *Machine {
 	return m
 }
 
-// lookupTime is how long the address of a scheduler's name is looked up for.
+// lookupTime limits the resolution of a scheduler's name.
 const lookupTime = 5 * time.Second
 
 // toward is the address of this machine, which is here, that leads to host.

@@ -101,8 +101,8 @@ func (w *watch) see(line []byte) {
 	}
 }
 
-// lines is a writer that calls emit for each line without its end. What a progress bar writes ends with a
-// carriage return, and is a line of its own: no newline follows for as long as the bar runs.
+// lines is a writer that calls emit for each line without its end. The output of a progress bar ends with a
+// carriage return, and counts as a line: no newline follows for as long as the bar runs.
 type lines struct {
 	emit func([]byte)
 	rest []byte
@@ -124,7 +124,7 @@ func (l *lines) Write(b []byte) (int, error) {
 }
 
 // cutLine cuts b after its first line. The end of a line is a newline, with or without a carriage return, or a
-// carriage return alone. It is not known which at the end of b: then the line is not whole.
+// carriage return alone. If b ends with a carriage return, a newline may follow, so the line is not complete.
 func cutLine(b []byte) (line, rest []byte, whole bool) {
 	i := bytes.IndexAny(b, "\r\n")
 	switch {

@@ -334,7 +334,7 @@ func (p *planner) add(c Child) {
 	if p.cfg.NodeHost != "" || p.cfg.Interface == "" || strings.EqualFold(p.cfg.Interface, auto) || s.Interface != "" {
 		put("DMLC_NODE_HOST", p.own.IP)
 	}
-	// To a pipe Python writes some kilobytes at once, which are lost when it is killed.
+	// Python buffers some kilobytes of output to a pipe. They are lost if the process is killed.
 	if _, set := p.lookup("PYTHONUNBUFFERED"); !set {
 		put("PYTHONUNBUFFERED", 1)
 	}

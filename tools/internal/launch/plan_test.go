@@ -329,7 +329,7 @@ func TestDetectAddresses(t *testing.T) {
 	}
 }
 
-// TestShareSaysWhereItsSchedulerIs: only where the launcher has chosen a place that concerns nobody else is the scheduler quiet.
+// TestShareSaysWhereItsSchedulerIs: the scheduler logs nothing only if the launcher has chosen an address that no other machine needs.
 func TestShareSaysWhereItsSchedulerIs(t *testing.T) {
 	for part, quiet := range map[string]bool{"joint": true, "server": false, "scheduler": false} {
 		var argv []string
@@ -349,7 +349,7 @@ func TestShareSaysWhereItsSchedulerIs(t *testing.T) {
 	}
 }
 
-// TestPythonIsNotBuffered: what Python prints appears when it is printed, unless the user's environment says otherwise.
+// TestPythonIsNotBuffered: Python's output appears at once, unless the user's environment has another setting.
 func TestPythonIsNotBuffered(t *testing.T) {
 	for _, x := range []struct {
 		environ, want []string

@@ -498,7 +498,7 @@ func TestColour(t *testing.T) {
 	}
 }
 
-// TestPythonsProgress: a line that a Python program prints is there at once, and not lost when the user ends the run.
+// TestPythonsProgress: a line that a Python program prints appears at once, and is not lost when the user ends the run.
 func TestPythonsProgress(t *testing.T) {
 	python, err := exec.LookPath("python3")
 	if err != nil {
