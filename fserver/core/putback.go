@@ -39,7 +39,7 @@ func (q *queue) giveBack(items []Item) {
 			q.filled++
 		}
 	}
-	if q.filled == len(q.workers) {
+	if q.enough() {
 		q.signal()
 	}
 	if q.filled > 0 {

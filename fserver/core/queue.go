@@ -84,7 +84,7 @@ func newQueue(n *postoffice.Node) *queue {
 		defer q.mu.Unlock()
 		// With a worker over its budget polling would deadlock: put would wait for take
 		// on the goroutine that is to call take.
-		return q.filled == len(q.workers) || q.full > 0
+		return q.enough() || q.full > 0
 	}
 	q.pollAny = func() bool {
 		q.mu.Lock()
@@ -200,7 +200,7 @@ func (q *queue) put(b af.Batch) {
 	}
 	q.charge(rank, weight(&b))
 	q.next++
-	ready := q.filled == len(q.workers)
+	ready := q.enough()
 	q.mu.Unlock()
 	if ready {
 		q.signal()
@@ -330,14 +330,28 @@ func (q *queue) await(items []Item, most int, slice time.Duration) ([]Item, erro
 	}
 }
 
+// enough reports whether every worker has a batch, apart from those that have ended: they send no other. At least one
+// worker has a batch then. The caller holds q.mu.
+func (q *queue) enough() bool {
+	if q.filled == 0 || q.filled == len(q.workers) {
+		return q.filled > 0
+	}
+	for rank := range q.workers {
+		if q.workers[rank].Len() == 0 && !q.node.HasEnded(q.node.Topology().WorkerInstance(rank)) {
+			return false
+		}
+	}
+	return true
+}
+
 // ready tells whether take takes something.
 func (q *queue) ready(most int) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return q.filled == len(q.workers) || most != eachOne && q.filled > 0
+	return q.enough() || most != eachOne && q.filled > 0
 }
 
-// take appends the oldest batch of every worker to items if all have one. Otherwise it
+// take appends the oldest batch of every worker to items if there are enough. Otherwise it
 // returns false, or an error if a worker without one is lost and was not replaced within
 // STEPAF_REPLACE_TIMEOUT, or if no worker will send another batch. If most is not eachOne, take is takeAny.
 func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
@@ -347,13 +361,15 @@ func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
 	if most != eachOne {
 		return q.takeAny(items, most)
 	}
-	if q.filled < len(q.workers) {
+	if !q.enough() && (q.filled == 0 || loopOver(q.node, q.lost) == nil) { // the last batches, though others are lost for good
 		return items, false, q.away(1)
 	}
 	for i := range q.workers {
-		items = append(items, q.takeOf(i))
+		if q.workers[i].Len() > 0 {
+			items = append(items, q.takeOf(i))
+		}
 	}
-	if q.filled == len(q.workers) {
+	if q.enough() {
 		q.signal() // for another caller: two signals may have made one token
 	}
 	return items, true, nil

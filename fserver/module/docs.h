@@ -273,6 +273,7 @@
 #define DOC_GET_BATCH \
 	"get_batch($module, /, *, timeout_ms=None, any=False, max_batches=None)\n--\n\n" \
 	"Server: wait until every worker has sent a batch; return the oldest of each.\n" \
+	"A worker that waits in stop() is not waited for: it sends no other batch.\n" \
 	"\n" \
 	"timeout_ms: limit in milliseconds; None waits without limit. After a timeout no\n" \
 	"    batch is lost: call again.\n" \

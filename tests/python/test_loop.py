@@ -44,6 +44,40 @@ def test_natural_program(cluster, shape):
 
 
 @by_hand
+def uneven(n):
+    """Worker 0 sends 2 batches, worker 1 sends 6, of which it waits for half. Nobody waits for the rest before stop()."""
+    n.f.init()
+    for i in range(2 if n.rank == 0 else 6):
+        handler = n.f.push_pull([n.lib.make("uint8", SIZE, bytes(16))], [1], [], [])
+        if n.rank == 1 and i < 3:
+            n.f.wait(handler, 30000)
+    n.f.stop()
+
+
+@by_hand
+def counting(n):
+    n.f.init()
+    got = []
+    try:
+        while True:
+            batches = n.f.get_batch(**n.args)
+            got += batches
+            for handler, _, _ in batches:
+                n.f.respond([], handler)
+    except n.f.Finished:
+        n.f.stop()
+    return len(got)
+
+
+@pytest.mark.parametrize("args", [{}, {"any": True}], ids=["each", "any"])
+def test_uneven_workers(cluster, args):
+    """A worker in stop() is not waited for, and all batches are returned before Finished."""
+    c = ends(cluster, workers=2)
+    c.start(uneven, counting, args)
+    assert c.finish(60)[-1] == 8
+
+
+@by_hand
 def anywhere(n):
     n.f.init()
 
