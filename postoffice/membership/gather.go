@@ -432,6 +432,18 @@ func (s *gathers) finished(key gatherKey, g *gather) string {
 	ends := func(id int) bool {
 		return slices.ContainsFunc(end.came, func(a arrival) bool { return a.id == id && a.final && !a.gone })
 	}
+	if !key.instance {
+		// Any members' requests complete a group barrier, as C++ StepMesh counts: several of one group, too.
+		left := 0
+		for _, id := range s.table.Members(key.group) {
+			if !ends(id) && !slices.ContainsFunc(g.came, func(a arrival) bool { return a.id == id }) {
+				left++
+			}
+		}
+		if g.counted()+left >= s.cfg.expected(key.group, false) {
+			return ""
+		}
+	}
 	var names []string
 	for _, ids := range s.awaited(key, g) {
 		some := slices.ContainsFunc(ids, ends)
