@@ -3,6 +3,7 @@
 package core
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -340,10 +341,8 @@ func (s *Session) Refuse(id uint64, why string) error {
 	if s.queue == nil {
 		return s.wrongRole("refuse", "server")
 	}
-	if why == "" {
-		return fmt.Errorf("refuse: %w: the reason for handler %d is empty", van.ErrInvalid, id)
-	}
-	return s.queue.refuse(id, errors.New(why))
+	why = strings.ReplaceAll(why, "\x00", "?")
+	return s.queue.refuse(id, errors.New(cmp.Or(why, "no reason was given")))
 }
 
 // CanRespond tells why Answer would refuse this number of tensors for one of the

@@ -116,6 +116,6 @@ func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, p *C.
 // sf_refuse refuses a batch.
 //
 //export sf_refuse
-func sf_refuse(id C.uint64_t, why *C.char, e *C.sf_error) C.int {
-	return with(e, func(s *core.Session) error { return s.Refuse(uint64(id), C.GoString(why)) })
+func sf_refuse(id C.uint64_t, why *C.char, size C.int64_t, e *C.sf_error) C.int {
+	return with(e, func(s *core.Session) error { return s.Refuse(uint64(id), C.GoStringN(why, C.int(size))) })
 }

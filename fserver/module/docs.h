@@ -327,12 +327,12 @@
 	"servers.\n" \
 	"\n" \
 	"handler: the int from get_batch().\n" \
-	"reason: a str that is not empty; about its first 900 bytes are told.\n" \
+	"reason: a str, of which the worker gets about the first 900 bytes.\n" \
 	"\n" \
 	"A worker that runs the C++ library cannot be told: it waits for its limit, which\n" \
 	"this server's log says.\n" \
 	"\n" \
-	"Raises ValueError (unknown handler, empty reason), TypeError (not a str), Error\n" \
+	"Raises ValueError (unknown handler), TypeError (not a str), Error\n" \
 	"(answered or refused already, pushes without a pull, which are acknowledged as they\n" \
 	"arrive, not a server, before init(), stopped). If the worker is lost nothing happens."
 

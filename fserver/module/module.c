@@ -266,7 +266,7 @@ static PyObject *py_refuse(PyObject *self, PyObject *args, PyObject *kw) {
   }
   PyObject *text = PyUnicode_AsEncodedString(a[1], "utf-8", "replace");
   if (text == NULL) return NULL;
-  int rc = sf_refuse(id, PyBytes_AsString(text), &e);
+  int rc = sf_refuse(id, PyBytes_AsString(text), PyBytes_Size(text), &e);
   Py_DECREF(text);
   if (rc != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;

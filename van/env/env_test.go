@@ -180,6 +180,34 @@ DMLC_GROUP_SIZ is not a name that StepAF reads; did you mean DMLC_GROUP_SIZE?`
 	}
 }
 
+// TestNamesOfHosts: quotes that a file of variables keeps, and what a shell would have replaced, are no part of a name.
+func TestNamesOfHosts(t *testing.T) {
+	for set, want := range map[string]string{
+		`DMLC_PS_ROOT_URI="127.0.0.1"`: `DMLC_PS_ROOT_URI="\"127.0.0.1\"": want a host name or an address; write it without quotes`,
+		"DMLC_NODE_HOST='node1'":       "want a host name or an address; write it without quotes",
+		"DMLC_PS_ROOT_URI=${HOST}":     `DMLC_PS_ROOT_URI="${HOST}": want a host name or an address`,
+		"DMLC_NODE_HOST=*":             "want a host name or an address",
+		`DMLC_INTERFACE="eth0"`:        "want the name of a network interface, or auto; write it without quotes",
+		"DMLC_PS_ROOT_URI=node-1_a.b":  "",
+		"DMLC_NODE_HOST=fe80::1%eth0":  "",
+	} {
+		c, err := LoadFrom(FromList([]string{set}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		name, _, _ := strings.Cut(set, "=")
+		got := ""
+		for line := range strings.SplitSeq(errText(c.Validate()), "\n") {
+			if strings.HasPrefix(line, name+"=") {
+				got = line
+			}
+		}
+		if got == "" != (want == "") || !strings.HasSuffix(got, want) {
+			t.Errorf("%s: %q, want it to end with %q", set, got, want)
+		}
+	}
+}
+
 // TestMisspeltValues: if a value resembles an allowed one, or is an allowed one in quotes or with a unit, the error says so.
 func TestMisspeltValues(t *testing.T) {
 	for set, want := range map[string]string{

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 )
 
 // Validate checks all that can be checked before a node connects: values that are
@@ -39,6 +40,12 @@ func (c *Config) Validate() error {
 		return !slices.ContainsFunc(names, func(n string) bool { return bad[n] })
 	}
 
+	for _, name := range []string{"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE"} {
+		if value := find(name).get(c); good(name) && strings.ContainsAny(value, "\"'`$*{}") {
+			add(&Error{Name: name, Value: value, Want: notAName(name, value)})
+			bad[name] = true
+		}
+	}
 	if good("DMLC_ROLE", "DMLC_GROUP_SIZE") {
 		for _, r := range c.parts() {
 			if good(r.variable) {
@@ -145,4 +152,16 @@ func (c *Config) validateRank(p part, rankKnown bool, add func(*Error)) {
 		add(&Error{Name: "DMLC_INSTANCE_ID", Value: strconv.Itoa(c.InstanceID), Why: "rank " + strconv.Itoa(rank) + " = " + formula,
 			Want: fmt.Sprintf("%d = rank %d mod DMLC_GROUP_SIZE %d, or leave it unset", rank%c.GroupSize, rank, c.GroupSize)})
 	}
+}
+
+// notAName says what is wanted instead of value, which has characters that only a shell gives a meaning.
+func notAName(variable, value string) string {
+	want := "a host name or an address"
+	if variable == "DMLC_INTERFACE" {
+		want = "the name of a network interface, or auto"
+	}
+	if unquote(value) != value {
+		want += "; write it without quotes"
+	}
+	return want
 }
