@@ -252,7 +252,7 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 }
 
 // Refuse ends the request without an answer: the worker's call fails at once, with van.ErrRequestRefused and the text of
-// why, of which about 900 bytes are told. It also matches van.ErrInvalid or van.ErrQueueFull if why does. If the request
+// why, up to about 900 bytes of it. It also matches van.ErrInvalid or van.ErrQueueFull if why does. If the request
 // was one part of a call to several servers, the whole call fails. A worker of the original cannot be told; it waits for
 // its limit, which this server's log says.
 //

@@ -8,8 +8,8 @@ import (
 )
 
 // DefaultTimeout is how long Call.Wait waits when neither its context nor the call's
-// maker has a limit, counted from the call. The original's default, 10 s, is shorter than the time in which a process that
-// stands still is found lost: the call would end with van.ErrTimeout before van.ErrPeerLost could say why. Where
+// maker has a limit, counted from the call. The original's default, 10 s, is shorter than the time in which the loss of a
+// stopped process is noticed: the call would end with van.ErrTimeout before van.ErrPeerLost could say why. Where
 // PS_HEARTBEAT_TIMEOUT asks for longer silences, the limit is that much longer, see App.Limit.
 const DefaultTimeout = 15 * time.Second
 

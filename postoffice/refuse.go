@@ -47,9 +47,9 @@ func (d *declined) Unwrap() []error { return []error{van.ErrRequestRefused, d.wh
 
 // Refuse tells node id that this node will not answer the request that timestamp ts belongs to: its call fails at once.
 // epoch is that of the request's message. Only reasons that match van.ErrRequestRefused, van.ErrInvalid,
-// van.ErrQueueFull or van.ErrFinished are told. A process that was lost, and one in the place of the one that asked, are told nothing. Nor is a process of
-// the original, whose protocol has no answer that says no: it waits for its limit, which the log says. Stats has the
-// number for van.ErrInvalid and for van.ErrQueueFull, whoever was told.
+// van.ErrQueueFull or van.ErrFinished are sent. A lost process gets no notice, nor does the replacement of the process that
+// asked. A C++ process gets none, since its protocol has no refusal: it waits for its limit, and the log says so. Stats counts
+// refusals for van.ErrInvalid and van.ErrQueueFull, with or without a notice.
 func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {
 	switch {
 	case errors.Is(why, van.ErrInvalid):

@@ -330,7 +330,7 @@ func (q *queue) await(items []Item, most int, slice time.Duration) ([]Item, erro
 	}
 }
 
-// enough reports whether every worker has a batch, apart from those that have ended: they send no other. At least one
+// enough reports whether every worker that has not ended has a batch. A worker that has ended sends no other. At least one
 // worker has a batch then. The caller holds q.mu.
 func (q *queue) enough() bool {
 	if q.filled == 0 || q.filled == len(q.workers) {
@@ -361,7 +361,7 @@ func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
 	if most != eachOne {
 		return q.takeAny(items, most)
 	}
-	if !q.enough() && (q.filled == 0 || loopOver(q.node, q.lost) == nil) { // the last batches, though others are lost for good
+	if !q.enough() && (q.filled == 0 || loopOver(q.node, q.lost) == nil) { // else these are the last batches: every other worker has ended or is lost
 		return items, false, q.away(1)
 	}
 	for i := range q.workers {

@@ -487,8 +487,8 @@ func (t *ticket) workersDeadline(b *base) time.Duration {
 	return from + b.cfg.StopTimeout
 }
 
-// news logs the nodes that the barriers at the end of a program wait for. who returns the text about one barrier, or "" if
-// it is normal that the barrier waits.
+// news logs the nodes that the barriers at the end of a program wait for. The function who returns the text about one
+// barrier, or "" if it is normal that the barrier waits.
 func (c *tickets) news(now time.Duration, who func(*ticket) string) {
 	for _, t := range c.open {
 		if !t.ending || now < t.nextNews {
