@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -271,6 +272,8 @@ type Options struct {
 	Incarnation uint32
 	// Engine receives for the node; nil makes the van use one of its own.
 	Engine *engine.Engine
+	// Keys prove that the node knows its cluster's secret; nil: it proves nothing.
+	Keys *auth.Keys
 }
 
 // Factory makes a van.

@@ -22,6 +22,11 @@ type Config struct {
 	InstanceID int    // DMLC_INSTANCE_ID; -1 when unset
 	ClusterID  string // STEPAF_CLUSTER_ID: a name for the cluster
 
+	// Who may join.
+	SecretFile string // STEPAF_SECRET_FILE: a file with the cluster's secret
+	Secret     Secret // STEPAF_SECRET: the secret itself
+	Auth       string // STEPAF_AUTH: AuthOff, AuthWarn or AuthRequire; "" see AuthMode
+
 	// Addresses.
 	RootURI    string // DMLC_PS_ROOT_URI: scheduler host
 	RootPort   int    // DMLC_PS_ROOT_PORT

@@ -55,6 +55,24 @@ var table = []variable{
 	},
 
 	{
+		name: secretFile, topic: trust, kind: Path, readers: "all",
+		field:   func(c *Config) any { return &c.SecretFile },
+		help:    "File with the cluster's secret, the same on all nodes (`stepaf secret` makes one). Its mode must be 0600 and its owner the user of the process. The file is read once, when the node starts. All keys are derived from the secret and `STEPAF_CLUSTER_ID`.",
+		differs: "Ours only.",
+	}, {
+		name: secret, topic: trust, kind: Hidden, readers: "all",
+		field:   func(c *Config) any { return &c.Secret },
+		help:    "The secret itself, 16 to 4096 bytes, if there is no file. Other processes of the same user can read a process's environment.",
+		differs: "Ours only.",
+	}, {
+		name: authMode, topic: trust, kind: Enum, words: []string{AuthOff, AuthWarn, AuthRequire}, readers: "all",
+		defNote: "`require` with a secret, else `off`",
+		field:   func(c *Config) any { return &c.Auth },
+		help:    "What a peer must prove. `require`: only peers that know the secret can connect. `warn`: peers without proof are admitted, counted and named. `off`: nothing is proved. C++ nodes can join with `warn` and `off`.",
+		differs: "Ours only.",
+	},
+
+	{
 		name: "DMLC_PS_ROOT_URI", topic: addresses, kind: String, needed: true, readers: "all", check: checkHost,
 		field:   func(c *Config) any { return &c.RootURI },
 		help:    "Host name or address of the scheduler, without port.",

@@ -202,6 +202,8 @@ func (v *variable) set(c *Config, canon string) {
 		*p = n != 0
 	case *string:
 		*p = canon
+	case *Secret:
+		*p = Secret(canon)
 	case *[]string:
 		if *p = nil; canon != "" {
 			*p = strings.Split(canon, ",")
@@ -223,7 +225,7 @@ func (v *variable) set(c *Config, canon string) {
 }
 
 // get returns the canonical form of c's value, "" for unset. Durations between
-// two units are rounded up.
+// two units are rounded up. Of a secret it says only that it is set.
 func (v *variable) get(c *Config) string {
 	switch p := v.field(c).(type) {
 	case *int:
@@ -241,6 +243,8 @@ func (v *variable) get(c *Config) string {
 		return "0"
 	case *string:
 		return *p
+	case *Secret:
+		return p.String()
 	case *[]string:
 		return strings.Join(*p, ",")
 	case *time.Duration:

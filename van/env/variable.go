@@ -17,11 +17,12 @@ const (
 	Size                     // number of bytes: an integer, with K, M or G behind it for powers of 1024
 	Enum                     // one of a few words
 	List                     // words with commas between them
+	Hidden                   // text that is never shown
 )
 
 // String names the kind as the documentation does.
 func (k Kind) String() string {
-	return [...]string{"integer", "switch", "text", "path", "seconds", "milliseconds", "percent", "size", "word", "list"}[k]
+	return [...]string{"integer", "switch", "text", "path", "seconds", "milliseconds", "percent", "size", "word", "list", "secret text"}[k]
 }
 
 // variable is one row of the table.
@@ -41,7 +42,7 @@ type variable struct {
 	needed  bool   // by every node
 
 	// field points into a Config: *int, *bool, *string, *[]string,
-	// *time.Duration or *BusyPoll.
+	// *time.Duration, *BusyPoll or *Secret.
 	field func(*Config) any
 	none  int // an *int or *time.Duration field's value for unset, when def is ""
 
@@ -54,6 +55,7 @@ type topic string
 
 const (
 	cluster     topic = "Cluster shape and identity"
+	trust       topic = "Trust"
 	addresses   topic = "Addresses and ports"
 	transport   topic = "Transport"
 	rdma        topic = "RDMA transport"
@@ -65,7 +67,7 @@ const (
 	programs    topic = "Test programs and benchmarks"
 )
 
-var topics = []topic{cluster, addresses, transport, rdma, reliability, budgets, logging, devices, ranks, programs}
+var topics = []topic{cluster, trust, addresses, transport, rdma, reliability, budgets, logging, devices, ranks, programs}
 
 // spellings lists the name and its aliases.
 func (v *variable) spellings() []string { return append([]string{v.name}, v.aliases...) }

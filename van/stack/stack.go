@@ -6,6 +6,7 @@ package stack
 
 import (
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/drop"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/local"
@@ -17,7 +18,7 @@ import (
 
 // Options say what New assembles.
 type Options struct {
-	van.Options // of the transports; Engine is made by New
+	van.Options // of the transports; Engine and Keys are made by New
 
 	Role van.Role
 
@@ -60,6 +61,10 @@ func (v *Van) Poll(done func() bool) { v.engine.Poll(done) }
 func New(o Options) (*Van, error) {
 	v := &Van{engine: engine.New(o.Config.BusyPoll.Spin())}
 	o.Engine = v.engine
+	var err error
+	if o.Keys, err = auth.Open(o.Config); err != nil {
+		return nil, err
+	}
 	inner, err := transport(o)
 	if err != nil {
 		return nil, err

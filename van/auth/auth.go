@@ -1,0 +1,99 @@
+// Package auth derives the keys of a cluster from its secret. Each transport proves with
+// them that it knows the secret, and checks the proofs of its peers.
+//
+// All keys come from one HKDF (SHA-256), salted with the cluster's id. Each purpose has a
+// key of its own, so that a proof for one purpose is worth nothing for another. In
+// particular the two ends of a handshake use different purposes: neither can be answered
+// with its own message.
+package auth
+
+import (
+	"crypto/ecdh"
+	"crypto/hkdf"
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/binary"
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// label begins the info of every derived key; it changes when the derivation does.
+const label = "stepaf 1 "
+
+// Keys are the keys of one cluster. A nil *Keys is a node that proves nothing. Keys are
+// safe for concurrent use.
+type Keys struct {
+	root     []byte // HKDF's pseudorandom key
+	required bool
+}
+
+// Open reads the secret of a configuration, once. It returns nil if there is none or STEPAF_AUTH is off.
+func Open(c *env.Config) (*Keys, error) {
+	if c.AuthMode() == env.AuthOff {
+		return nil, nil
+	}
+	secret, err := c.ReadSecret()
+	if err != nil {
+		return nil, err
+	}
+	if secret == nil {
+		return nil, &env.Error{Name: "STEPAF_AUTH", Value: c.Auth, Why: "no secret is set", Want: "STEPAF_SECRET_FILE, or STEPAF_SECRET"}
+	}
+	return New(secret, c.ClusterID, c.AuthMode() == env.AuthRequire)
+}
+
+// New derives the keys of the cluster whose id is cluster, which may be empty.
+func New(secret []byte, cluster string, required bool) (*Keys, error) {
+	root, err := hkdf.Extract(sha256.New, secret, []byte(cluster))
+	if err != nil {
+		return nil, fmt.Errorf("deriving keys of the cluster's secret: %w", err)
+	}
+	return &Keys{root: root, required: required}, nil
+}
+
+// Required reports whether peers without a proof are refused (STEPAF_AUTH=require).
+func (k *Keys) Required() bool { return k != nil && k.required }
+
+// Key returns the 32-byte key for a purpose.
+func (k *Keys) Key(purpose string) [32]byte {
+	b, err := hkdf.Expand(sha256.New, k.root, label+purpose, 32)
+	if err != nil {
+		panic("auth: " + err.Error()) // the length is a constant that HKDF allows
+	}
+	return [32]byte(b)
+}
+
+// Curve returns the Curve25519 key pair for a purpose.
+func (k *Keys) Curve(purpose string) (public, private [32]byte) {
+	private = k.Key(purpose)
+	key, err := ecdh.X25519().NewPrivateKey(private[:])
+	if err != nil {
+		panic("auth: " + err.Error()) // any 32 bytes are a key
+	}
+	return [32]byte(key.PublicKey().Bytes()), private
+}
+
+// ProofLen is the length of a proof, in bytes.
+const ProofLen = 16
+
+// Proof returns the proof for a purpose over parts: an HMAC of their lengths and bytes,
+// cut to ProofLen. The parts must include what makes a handshake unique: a fresh random
+// number of the end that will check the proof.
+func (k *Keys) Proof(purpose string, parts ...[]byte) [ProofLen]byte {
+	key := k.Key(purpose)
+	h := hmac.New(sha256.New, key[:])
+	var n [8]byte
+	for _, p := range parts {
+		binary.LittleEndian.PutUint64(n[:], uint64(len(p)))
+		h.Write(n[:])
+		h.Write(p)
+	}
+	return [ProofLen]byte(h.Sum(nil))
+}
+
+// Check reports whether proof is the Proof for the purpose over parts. It takes the same time whatever differs.
+func (k *Keys) Check(proof []byte, purpose string, parts ...[]byte) bool {
+	want := k.Proof(purpose, parts...)
+	return hmac.Equal(proof, want[:])
+}
