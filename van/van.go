@@ -250,6 +250,7 @@ type Stats struct {
 	PausedReads    uint64 // times that reading from a peer paused: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET
 	RefusedSends   uint64 // messages refused with ErrQueueFull: STEPAF_SEND_BUDGET
 	Strangers      uint64 // connections ended and messages dropped: STEPAF_STRANGER_BUDGET
+	Unproved       uint64 // connections without proof of the cluster's secret, refused or (STEPAF_AUTH=warn) admitted
 	RefusedRings   uint64 // links through shared memory that got no memory, and rings that did not grow: STEPAF_SHM_BUDGET
 	RefusedSlots   uint64 // peers' requests for memory that got none: STEPAF_RDMA_PEER_BUDGET
 	SlotWaits      uint64 // those that had to wait: also STEPAF_RDMA_BUDGET, BYTEPS_ADDRESS_POOL_SIZE
