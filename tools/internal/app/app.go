@@ -57,6 +57,7 @@ func Run(args []string, stdout, stderr io.Writer) int {
 			envCommand(),
 			doctorCommand(),
 			policy.Command(interruptible),
+			secretCommand(),
 			demo.Command(),
 			doctor.ChildCommand(),
 			versionCommand(),

@@ -1,0 +1,99 @@
+package app
+
+import (
+	"bytes"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/tools/internal/secret"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// node is an environment in which a worker could start.
+var node = []string{"DMLC_ROLE=worker", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=127.0.0.1", "DMLC_PS_ROOT_PORT=1"}
+
+// TestSecret: what the command makes, a node accepts; a second call does not overwrite it.
+func TestSecret(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "secret")
+	for _, want := range []string{"", "stepaf: secret: open " + path + ": file exists: want the name of a new file"} {
+		out, err := command(t, nil, "secret", path).CombinedOutput()
+		if (err != nil) != (want != "") || !strings.Contains(string(out), want) || want == "" && len(out) > 0 {
+			t.Fatalf("%v\n%s", err, out)
+		}
+	}
+	out, err := command(t, nil, "secret").Output()
+	printed := strings.TrimSuffix(string(out), "\n")
+	if err != nil || len(printed) != 43 {
+		t.Fatalf("%d characters: %v", len(printed), err)
+	}
+	for _, set := range []string{"STEPAF_SECRET_FILE=" + path, "STEPAF_SECRET=" + printed} {
+		var b bytes.Buffer
+		if err := showEnv(&b, env.FromList(append([]string{set}, node...)), envOptions{check: true, set: true}); err != nil || strings.Contains(b.String(), printed) {
+			t.Errorf("%v\n%s", err, b.String())
+		}
+	}
+}
+
+// TestSecretFull: a secret that cannot be printed is an error.
+func TestSecretFull(t *testing.T) {
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		t.Skip("this machine has no /dev/full")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer full.Close()
+	cmd := command(t, nil, "secret")
+	var errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = full, &errs
+	if err := cmd.Run(); cmd.ProcessState.ExitCode() != 1 || !strings.Contains(errs.String(), "no space left on device") {
+		t.Errorf("%v: %s", err, errs.String())
+	}
+}
+
+// TestEnvCheckSecret: "stepaf env --check" refuses a secret that a node would refuse, and shows nothing of it.
+func TestEnvCheckSecret(t *testing.T) {
+	dir := t.TempDir()
+	write := func(name, text string, mode os.FileMode) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(text), mode); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chmod(path, mode); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	good := secret.Make()
+	file := func(path string) string { return "STEPAF_SECRET_FILE=" + path }
+	for _, c := range []struct {
+		set  []string
+		want string // of the error; "" is none
+	}{
+		{[]string{file(write("good", good+"\n", 0o600))}, ""},
+		{[]string{file(write("readonly", good, 0o400))}, ""},
+		{[]string{"STEPAF_SECRET=" + good}, ""},
+		{[]string{file(write("readable", good, 0o644))}, "(mode 0644): want mode 0600"},
+		{[]string{file(write("group", good, 0o640))}, "(mode 0640): want mode 0600"},
+		{[]string{file(write("empty", "", 0o600))}, "(it holds 0 bytes): want 16 to 4096 bytes"},
+		{[]string{file(write("short", "hunter2", 0o600))}, "(it holds 7 bytes): want 16 to 4096 bytes"},
+		{[]string{file(dir)}, "(a directory): want a regular file"},
+		{[]string{file(filepath.Join(dir, "none"))}, "no such file or directory"},
+		{[]string{"STEPAF_SECRET=hunter2"}, `STEPAF_SECRET="(set)" (7 bytes): want 16 to 4096 bytes`},
+		{[]string{"STEPAF_SECRET=" + good, file(filepath.Join(dir, "good"))}, "(STEPAF_SECRET is set too): want only one of the two"},
+		{[]string{"STEPAF_AUTH=require"}, `STEPAF_AUTH="require" (no secret is set): want STEPAF_SECRET_FILE`},
+		{[]string{"STEPAF_AUTH=maybe"}, `STEPAF_AUTH="maybe": want one of off, warn, require`},
+	} {
+		var b bytes.Buffer
+		err := showEnv(&b, env.FromList(append(c.set, node...)), envOptions{check: true, set: true})
+		_, errs, _ := strings.Cut(b.String(), "Errors")
+		if (err != nil) != (c.want != "") || !strings.Contains(errs, c.want) || strings.Contains(b.String(), good) || strings.Contains(b.String(), "hunter2") {
+			t.Errorf("%q: %v, want %q\n%s", c.set, err, c.want, b.String())
+		}
+	}
+}

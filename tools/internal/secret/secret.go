@@ -1,0 +1,48 @@
+// Package secret makes secrets of clusters and writes them to files that nodes accept.
+package secret
+
+import (
+	"crypto/rand"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+)
+
+// size is the number of random bytes in a secret.
+const size = 32
+
+// Make returns a new secret: 32 random bytes in base64url, which a shell, a variable and a file take as they are.
+func Make() string {
+	var b [size]byte
+	rand.Read(b[:]) // never fails, see there
+	return base64.RawURLEncoding.EncodeToString(b[:])
+}
+
+// Write writes a secret and a newline to a new file at path. The file has mode 0600 whatever the umask is. An existing
+// file, or link, is an error and stays as it is. If writing fails, no file is left.
+func Write(path, secret string) (err error) {
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if errors.Is(err, fs.ErrExist) {
+		return fmt.Errorf("%w: want the name of a new file; nodes that run still need the secret of an old one", err)
+	}
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if e := f.Close(); err == nil {
+			err = e
+		}
+		if err != nil {
+			os.Remove(path) // err has the cause
+		}
+	}()
+	if err := f.Chmod(0o600); err != nil {
+		return err
+	}
+	if _, err := f.WriteString(secret + "\n"); err != nil {
+		return err
+	}
+	return f.Sync()
+}
