@@ -207,8 +207,6 @@ func (p *process) waitFor(text string) {
 	}
 }
 
-func (p *process) terminate() { p.signal(syscall.SIGTERM) }
-
 func (p *process) signal(s syscall.Signal) {
 	if err := p.cmd.Process.Signal(s); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		p.t.Error(err)

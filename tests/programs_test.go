@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"syscall"
 	"testing"
 )
 
@@ -206,8 +207,11 @@ func TestSignal(t *testing.T) {
 	c.program("stepmesh_echo_test")
 	c.start()
 	c.role("worker")[0].waitFor("latency")
-	for _, p := range c.processes {
-		p.terminate()
+	// Each process finds its own signal before it can notice that another one has ended.
+	for _, sig := range []syscall.Signal{syscall.SIGSTOP, syscall.SIGTERM, syscall.SIGCONT} {
+		for _, p := range c.processes {
+			p.signal(sig)
+		}
 	}
 	c.wait()
 	for _, p := range c.processes {

@@ -61,8 +61,39 @@ class Node:
         self.wrong = []  # what raises() has found
 
     def tell(self, what):
-        """Sends a value to the test; see Process.hear."""
-        print(MARK + json.dumps(what), flush=True)
+        """Sends a value to the test; see Process.hear. One write: neither a signal's exception nor another thread's line
+        can divide the line."""
+        sys.stdout.write(MARK + json.dumps(what) + "\n")
+        sys.stdout.flush()
+
+    def announce(self, what="waiting"):
+        """Tells the test as soon as the main thread waits in a call: two ticks of a timer in a row found the thread at
+        the same instruction. The test may then send a signal. Its exception can be raised at any later point."""
+        found = []
+
+        def tick(number, frame):
+            if frame.f_code is tick.__code__ or found == [None]:
+                return
+            here = (frame, frame.f_lasti)
+            if found != [here]:
+                found[:] = [here]
+                return
+            found[:] = [None]
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self.tell(what)
+
+        signal.signal(signal.SIGALRM, tick)
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+
+    def interrupted(self, call, *args, **named):
+        """Makes a call that the test ends with SIGINT: tells "waiting" from within the call, and "interrupted" after it."""
+        try:
+            self.announce()
+            call(*args, **named)
+        except KeyboardInterrupt:
+            self.tell("interrupted")
+            return
+        raise AssertionError("no KeyboardInterrupt")
 
     def listen(self):
         """Waits for the test's Process.tell."""

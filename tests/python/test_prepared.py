@@ -317,8 +317,8 @@ def lost_worker(n):
     assert lib.bytes(y) == b"\x09\x09"
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     e.start()
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
         e.wait(20000)
         raise AssertionError("not interrupted")
     except KeyboardInterrupt:

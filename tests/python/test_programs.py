@@ -2,10 +2,8 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import harness
 import pytest
@@ -79,23 +77,36 @@ def test_benchmark_options():
         assert status == 2 and "usage" in err, err
 
 
+# Runs a program that gets SIGINT in its fourth wait.
+FOURTH_WAIT = """
+import os, runpy, signal, sys
+import fserver_lib
+wait, calls = fserver_lib.wait, []
+def counted(handler):
+    wait(handler)
+    calls.append(handler)
+    if len(calls) == 4:
+        os.kill(os.getpid(), signal.SIGINT)
+fserver_lib.wait = counted
+signal.signal(signal.SIGINT, signal.default_int_handler)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_benchmark_stops_on_ctrl_c():
     program = os.path.join(TESTS, "benchmark", "bmk_comm_latency_multiserver.py")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(harness.OURS)}
     environ.update(DMLC_NUM_WORKER="1", DMLC_NUM_SERVER="1", DMLC_PS_ROOT_URI="127.0.0.1", DMLC_NODE_HOST="127.0.0.1",
                    DMLC_PS_ROOT_PORT=str(harness.free_port()), STEPMESH_BAKCEND="CPU", PS_VERBOSE="-1", PYTHONUNBUFFERED="1")
-    nodes = [subprocess.Popen([sys.executable, program, "--rows=1", "--cols=8", "--rounds=0"], env=dict(environ, DMLC_ROLE=role),
-                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    nodes = [subprocess.Popen([sys.executable, "-c", FOURTH_WAIT, program, "--rows=1", "--cols=8", "--rounds=0", "--report=2"],
+                              env=dict(environ, DMLC_ROLE=role), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
              for role in ("scheduler", "server", "worker")]
     try:
         worker = nodes[2]
-        assert worker.stdout.readline() == "start to run 0\n"
-        assert "comm bmk gpu=0" in worker.stdout.readline()
-        time.sleep(0.1)  # into the next report
-        worker.send_signal(signal.SIGINT)
-        out = worker.communicate(timeout=30)[0]
+        out = worker.communicate(timeout=harness.LIMIT)[0]
         assert worker.returncode == 130
-        assert "comm bmk gpu=0" in out, "the rounds since the last report are reported too"
+        assert out.startswith("start to run 0\n") and out.count("comm bmk gpu=0") == 2, f"want a report of two rounds, and one of the third:\n{out}"
     finally:
         for p in nodes:
             p.kill()

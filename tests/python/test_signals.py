@@ -537,11 +537,7 @@ def interrupted(n):
         n.listen()
         return
     h = n.f.push_pull([n.lib.zeros("uint8", (16,))], [1], [n.lib.zeros("uint8", (16,))], [2])
-    n.tell("waiting")
-    try:
-        n.f.wait(h, 60000)
-    except KeyboardInterrupt:
-        n.tell("interrupted")
+    n.interrupted(n.f.wait, h, 60000)
 
 
 def test_interrupt(cluster):

@@ -300,19 +300,9 @@ def test_other_threads_run(cluster, size, copies):
 
 # Ctrl-C ends every waiting call within a second, and what follows works.
 
-def interrupted(n, call, *args, **named):
-    n.tell("waiting")
-    try:
-        call(*args, **named)
-    except KeyboardInterrupt:
-        n.tell("interrupted")
-        return
-    raise AssertionError("no KeyboardInterrupt")
-
-
 @by_hand
 def ctrl_c_worker(n):
-    interrupted(n, n.f.init)
+    n.interrupted(n.f.init)
     n.listen()
     end = time.monotonic() + 20
     while True:
@@ -323,12 +313,12 @@ def ctrl_c_worker(n):
             # The scheduler has not yet noticed that the first one has gone.
             assert "rank 0" in str(e) and time.monotonic() < end, e
     h = request(n)
-    interrupted(n, n.f.wait, h, 60000)
-    interrupted(n, n.f.wait, h + 1, 60000)
-    interrupted(n, n.f.barrier, True, True)
+    n.interrupted(n.f.wait, h, 60000)
+    n.interrupted(n.f.wait, h + 1, 60000)
+    n.interrupted(n.f.barrier, True, True)
     n.listen()
     n.f.wait(h, 60000)
-    interrupted(n, n.f.stop)
+    n.interrupted(n.f.stop)
     n.f.stop()
 
 
@@ -337,7 +327,7 @@ def ctrl_c_server(n):
     n.listen()
     n.f.init()
     (handler, tensors, _), = n.f.get_batch()
-    interrupted(n, n.f.get_batch)
+    n.interrupted(n.f.get_batch)
     n.listen()
     n.f.respond(tensors, handler)
     n.listen()
@@ -349,7 +339,6 @@ def strike(p, times=1):
     took = []
     for _ in range(times):
         assert p.hear() == "waiting"
-        time.sleep(0.4)  # until it does
         start = time.monotonic()
         p.signal(signal.SIGINT)
         assert p.hear(30) == "interrupted"
@@ -383,7 +372,6 @@ def test_ctrl_c_ends_a_program(cluster, call):
     else:
         _, (p,) = c.start(nothing, uncaught_get_batch)
     assert p.hear() == "waiting"
-    time.sleep(0.4)  # until it does
     start = time.monotonic()
     p.signal(signal.SIGINT)
     status = p.wait(30)
@@ -393,12 +381,12 @@ def test_ctrl_c_ends_a_program(cluster, call):
 
 @by_hand
 def uncaught_init(n):
-    n.tell("waiting")
+    n.announce()
     n.f.init()
 
 
 def uncaught_get_batch(n):
-    n.tell("waiting")
+    n.announce()
     n.f.get_batch()
 
 
@@ -419,9 +407,9 @@ def alarm_server(n):
     signal.signal(signal.SIGALRM, ring)
     took = []
     for _ in range(3):
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         start = time.monotonic()
         with pytest.raises(Rang):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
             n.f.get_batch()
         took.append(elapsed(start))
     assert min(took) < 1.2, took  # a machine that stands still does so in one

@@ -195,12 +195,7 @@ def interrupted(n):
     c, w = opened(n, 64)
     n.f.barrier(False, True)
     if n.rank == 0:
-        try:
-            n.tell("waits")
-            w.wait_signal(1, timeout_ms=60000)
-            n.tell("signalled")
-        except KeyboardInterrupt:
-            n.tell("interrupted")
+        n.interrupted(w.wait_signal, 1, timeout_ms=60000)
         n.f.barrier(False, True)
         w.wait_signal(1)  # none was taken
     else:
@@ -213,7 +208,7 @@ def interrupted(n):
 def test_ctrl_c(cluster):
     c = cluster(workers=2, servers=1, lib=HOST)
     (a, _), _ = c.start(interrupted, idle)
-    assert a.hear() == "waits"
+    assert a.hear() == "waiting"
     a.signal(signal.SIGINT)
     assert a.hear() == "interrupted", a.report()
     c.finish(60)
