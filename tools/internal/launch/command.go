@@ -37,6 +37,13 @@ Over several machines, start a share on each with --role: "server" is scheduler
 and first server group; "server-slave" and "worker" need --host and, from the
 second group on, --node-rank. All need the same -n, -s, --group-size and port.
 
+A cluster that is started whole gets a secret, so that no other process can join
+it: the processes read it from a file in a private directory of TMPDIR, which is
+removed at the end. No secret is made if STEPAF_SECRET_FILE or STEPAF_SECRET is set,
+with STEPAF_AUTH=off, and with --no-secret or --fserver, for programs of the C++
+library: they cannot join a cluster that has a secret. The shares of a cluster need
+the same STEPAF_SECRET_FILE ("stepaf secret" makes one).
+
 Exit status: 0 if all ended well; else that of the first process that failed (128
 and the number of the signal that ended it), 1 for failures of the launcher and
 for processes that did not end, 2 for a wrong command line or environment, 124
@@ -98,6 +105,8 @@ func flags() []cli.Flag {
 		&cli.IntFlag{Name: "port", Aliases: []string{"p"}, Category: network, DefaultText: "DMLC_PS_ROOT_PORT, else any free one", Usage: "scheduler's port"},
 		&cli.StringFlag{Name: "interface", Category: network, Usage: "network interface whose address the processes use (DMLC_NODE_HOST; else loopback, or the one that leads to the scheduler when the cluster has more machines)"},
 
+		&cli.BoolFlag{Name: "no-secret", Category: network, Usage: "make no secret for a cluster that is started whole; programs of the C++ library need it"},
+
 		&cli.StringFlag{Name: "worker-command", Category: programs, Usage: "`COMMAND` of the workers, with arguments, quoted as for a shell"},
 		&cli.StringFlag{Name: "server-command", Category: programs, Usage: "`COMMAND` of the servers"},
 		&cli.BoolFlag{Name: "fserver", Category: programs, Usage: "COMMAND uses fserver of the C++ library, with init() and stop(): the scheduler takes part in the barrier of stop()"},
@@ -127,6 +136,7 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		DefaultVan: c.String("default-van"), DefaultBackend: c.String("default-backend"),
 		Command:          c.Args().Slice(),
 		SchedulerCommand: []string{self, "scheduler"},
+		NoSecret:         c.Bool("no-secret") || c.Bool("fserver"), // nodes of the C++ library know no secret
 		Banner:           c.String("banner"), Notes: c.StringSlice("note"),
 		Timeout: c.Duration("timeout"), Grace: c.Duration("grace"), KillAfter: c.Duration("kill-after"),
 	}

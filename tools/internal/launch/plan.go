@@ -18,6 +18,8 @@ type Plan struct {
 	Spec     Spec // with everything chosen
 	Children []Child
 	Messages []string // for the user, behind the banner
+
+	MakesSecret bool // Run makes a secret for the cluster
 }
 
 // planner is a Plan in the making.
@@ -55,6 +57,9 @@ func Resolve(s Spec, environ []string, m *Machine) (*Plan, error) {
 		}
 	}
 	p.cluster()
+	if err := p.secret(); err != nil {
+		return nil, err
+	}
 	if len(p.missing) > 0 {
 		p.say("%s: using %s", strings.Join(p.missing, ", "), strings.Join(p.using, " and ")+" on "+p.own.Interface+" ("+p.own.IP+")")
 	}
@@ -280,6 +285,23 @@ func (p *planner) cluster() {
 	if p.Spec.Part.local() && !p.has("STEPAF_CLUSTER_ID") {
 		p.set = append(p.set, Default{Name: "STEPAF_CLUSTER_ID", Value: fmt.Sprintf("launch-%016x", random.Uint64())})
 	}
+}
+
+// secret decides whether Run makes a secret. The shares of a cluster can only get one from the user. The message says
+// what a missing secret means where other machines reach the share.
+func (p *planner) secret() error {
+	if _, err := p.cfg.ReadSecret(); err != nil { // each child would say so
+		return exit.With(exit.Misuse, fmt.Errorf("environment: %w", err))
+	}
+	switch {
+	case p.cfg.HasSecret() || p.cfg.Auth == env.AuthOff:
+	case p.Spec.Part.local():
+		p.MakesSecret = !p.Spec.NoSecret
+	case !isLoopback(p.own.IP):
+		p.say("no secret is set: whoever reaches %s can join the cluster, and read and change its tensors; set STEPAF_SECRET_FILE on all machines "+
+			`("stepaf secret" makes one), or STEPAF_AUTH=off if only trusted machines reach it`, p.own.IP)
+	}
+	return nil
 }
 
 // children lists the processes: scheduler, servers, workers.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/tools/internal/secret"
 )
 
 // Run starts the children of plan, and returns when all have ended: nil if all
@@ -23,6 +25,17 @@ import (
 // have Spec.Grace to do so too; those that must be ended count as failed.
 func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(string) (string, bool)) error {
 	r := &run{plan: plan, out: newPrinter(streams, lookup), ends: make(chan ended)}
+	if plan.MakesSecret {
+		dir, err := r.makeSecret()
+		if err != nil {
+			return fmt.Errorf("making the cluster's secret: %w; set TMPDIR to a directory where files can be made, or start without a secret (--no-secret)", err)
+		}
+		defer func() {
+			if err := os.RemoveAll(dir); err != nil {
+				r.out.say("the cluster's secret stays behind: %v", err)
+			}
+		}()
+	}
 	if b := plan.Spec.Banner; b != "" {
 		host, port := plan.Spec.Host, strconv.Itoa(plan.Spec.Port)
 		r.out.banner(strings.NewReplacer("{host}", host, "{port}", port).Replace(b))
@@ -41,12 +54,31 @@ type run struct {
 	plan    *Plan
 	out     *printer
 	ends    chan ended
+	extra   []string // variables of all children besides those of the plan
 	living  []*process
 	stopped bool
 	result  error
 	first   time.Time // when the process failed that result is about; zero if it is about none
 
 	grace, kill, limit <-chan time.Time
+}
+
+// makeSecret makes a secret in a file that all children are told, and returns the private directory around it. If the
+// launcher is killed the directory stays; the secret opens nothing then, because all children are killed with it.
+func (r *run) makeSecret() (dir string, err error) {
+	if dir, err = os.MkdirTemp("", "stepaf-launch-"); err != nil {
+		return "", err
+	}
+	file, err := filepath.Abs(filepath.Join(dir, "secret")) // a child may change its directory first
+	if err == nil {
+		err = secret.Write(file, secret.Make())
+	}
+	if err != nil {
+		os.RemoveAll(dir) // err has the cause
+		return "", err
+	}
+	r.extra = append(r.extra, "STEPAF_SECRET_FILE="+file)
+	return dir, nil
 }
 
 // startAll starts the children on one thread, which lives until the returned
@@ -56,7 +88,9 @@ func (r *run) startAll() (release func()) {
 	go func() {
 		runtime.LockOSThread() // for good: the thread ends with this goroutine
 		for i := range r.plan.Children {
-			p, err := start(&r.plan.Children[i], r.plan, 31+(i+1)%6, r.out)
+			c := r.plan.Children[i]
+			c.Env = append(slices.Clip(c.Env), r.extra...)
+			p, err := start(&c, r.plan, 31+(i+1)%6, r.out)
 			if err != nil {
 				started <- err
 				break

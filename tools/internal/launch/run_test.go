@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // The test binary is also the children of the tests: STEPAF_TEST_<ROLE> says what
@@ -76,6 +77,14 @@ func behave(script string) int {
 				return 99
 			}
 			_, _ = io.Copy(io.Discard, c)
+		case "secret": // say what this process is told of the cluster's secret
+			cfg, err := env.LoadFrom(env.OS())
+			if err != nil {
+				fmt.Println(err)
+				return 99
+			}
+			b, err := cfg.ReadSecret()
+			fmt.Printf("secret %q file %q: %v\n", b, cfg.SecretFile, err)
 		case "die":
 			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 			select {}
@@ -407,7 +416,8 @@ func TestLauncherKilled(t *testing.T) {
 	v := newVisits(t)
 	hang := "ignore; hang " + v.Addr().String()
 	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(environment(map[string]string{"launcher": "launch", "worker": hang, "server": hang, "scheduler": hang}), "DMLC_ROLE=launcher", "DMLC_NODE_RANK=0")
+	cmd.Env = append(environment(map[string]string{"launcher": "launch", "worker": hang, "server": hang, "scheduler": hang}), "DMLC_ROLE=launcher", "DMLC_NODE_RANK=0",
+		"TMPDIR="+t.TempDir()) // the secret's directory stays there
 	var out lock
 	cmd.Stdout, cmd.Stderr = &out, &out
 	if err := cmd.Start(); err != nil {

@@ -59,6 +59,8 @@ type Spec struct {
 	Interface   string // whose address this machine has; must exist
 	Prefer      string // the same, but need not exist
 
+	NoSecret bool // make no secret for a cluster that is started whole
+
 	DefaultVan     string // when DMLC_ENABLE_RDMA is unset; "auto" chooses, "" leaves it unset
 	DefaultBackend string // when STEPMESH_BAKCEND is unset; "auto" chooses, "" leaves it unset
 	Defaults       []Default
