@@ -89,7 +89,7 @@ func (s *Settings) flags() (f uint32) {
 }
 
 // IdentityVersion is the version of what nodes of this library tell each other.
-const IdentityVersion = 1
+const IdentityVersion = 2
 
 // VersionOf returns the version of the identity in the endpoint field of a node record,
 // also of one that ParseIdentity does not read. It reports false for a C++ StepMesh node.

@@ -33,7 +33,7 @@ func TestIdentity(t *testing.T) {
 			t.Errorf("%+v takes %d bytes", id, len(b))
 		}
 	}
-	want := []byte("SAFN\x01\x00\x00\x00\x98\xba\xdc\xfe\x04\x03\x02\x01\x00\x00\x00\x00ab")
+	want := []byte("SAFN\x02\x00\x00\x00\x98\xba\xdc\xfe\x04\x03\x02\x01\x00\x00\x00\x00ab")
 	if b := (&van.Identity{Incarnation: 0xfedcba98, Cluster: 0x01020304, Local: []byte("ab")}).Encode(); !bytes.Equal(b, want) {
 		t.Errorf("encoded as %q, want %q", b, want)
 	}
@@ -63,7 +63,7 @@ func TestIdentity(t *testing.T) {
 		ok   bool
 	}{
 		{want, van.IdentityVersion, true},
-		{[]byte("SAFN\x02\x00\x00\x00 and what we do not know"), 2, true},
+		{[]byte("SAFN\x03\x00\x00\x00 and what we do not know"), 3, true},
 		{want[:8], van.IdentityVersion, true},
 		{want[:7], 0, false},
 		{append([]byte("SAFL"), want[4:]...), 0, false},
@@ -78,8 +78,8 @@ func TestIdentity(t *testing.T) {
 		"nothing":         nil,
 		"cut":             want[:19],
 		"other magic":     append([]byte("SAFL"), want[4:]...),
-		"other version":   append([]byte("SAFN\x02\x00\x00\x00"), want[8:]...),
-		"incarnation 0":   append([]byte("SAFN\x01\x00\x00\x00\x00\x00\x00\x00"), want[12:]...),
+		"other version":   append([]byte("SAFN\x03\x00\x00\x00"), want[8:]...),
+		"incarnation 0":   append([]byte("SAFN\x02\x00\x00\x00\x00\x00\x00\x00"), want[12:]...),
 		"more than fits":  append(bytes.Clone(want), make([]byte, 64)...),
 		"of the original": make([]byte, 64),
 	} {

@@ -26,7 +26,7 @@ var (
 //
 //	cluster workers=2 servers=2 [group=1] [heartbeat=1s timeout=3s natives=1 start=60s stop=9s
 //	        replace=10s barrier=60s named=7 hosts=a,b]
-//	add NAME ROLE [ADDR] [foreign] [rank=0] [resend=0] [version=2] [and what cluster takes, for this node only]
+//	add NAME ROLE [ADDR] [foreign] [rank=0] [resend=0] [version=3] [and what cluster takes, for this node only]
 //	                     with resend the node says its settings
 //	                     foreign is a node of the original
 //	deliver [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]

@@ -109,9 +109,14 @@ func (n *native) Unwrap() van.Van { return n.Van }
 func (n *native) Bind(ctx context.Context, self van.Node) (int, error) {
 	port, err := n.Van.Bind(ctx, self)
 	if err == nil {
-		records.Store(port, (&van.Identity{Incarnation: n.incarnation, Bundles: true}).Encode())
+		n.WillBind(port)
 	}
 	return port, err
+}
+
+// WillBind makes n's record known before n has bound.
+func (n *native) WillBind(port int) {
+	records.Store(port, (&van.Identity{Incarnation: n.incarnation, Bundles: true}).Encode())
 }
 
 func (n *native) Connect(ctx context.Context, id int, peer van.Node) error {

@@ -42,6 +42,7 @@ type conn struct {
 type identity struct {
 	id     int
 	dest   string // the peer's routing id, for answers over the ROUTER
+	self   string // what this node calls itself towards the peer
 	viaOwn bool   // data answers to this peer leave over the own ROUTER
 }
 

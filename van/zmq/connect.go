@@ -87,7 +87,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 			return fail(errors.Join(err, z.Close()))
 		}
 	} else if own != van.Empty {
-		if err := z.SetIdentity(v.nameFor(c)); err != nil {
+		if err := z.SetIdentity(v.nameTo(c.incarnation)); err != nil {
 			return fail(errors.Join(err, z.Close()))
 		}
 		c.named = c.incarnation != 0

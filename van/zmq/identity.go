@@ -7,9 +7,13 @@ import (
 )
 
 // How a node names itself on a connection, in libzmq's routing id: "ps9", as C++ nodes
-// do, or between two nodes of this library "ps9.0badcafe", with the incarnation of the
-// process. So a process that was replaced can never take over the connection of the one
-// that has its place, which it could under the same name.
+// do, or between two nodes of this library "ps9.0badcafe.00c0ffee", with the incarnations of the
+// process that connects and of the one that it connects to. The receiver's ROUTER hands a routing id over to
+// the newest connection that has it. The incarnations prevent two kinds of takeover:
+//
+//   - A process that was replaced cannot take over the connection of its successor.
+//   - A process that some node has connected to cannot use that node's name at a third one, whose incarnation it
+//     does not know. The scheduler can therefore connect to a process that proves nothing, to refuse it or to answer it.
 
 // peerName is who sent a message.
 type peerName struct {
@@ -17,22 +21,34 @@ type peerName struct {
 	incarnation uint32 // 0: it did not say
 }
 
+func (p peerName) String() string {
+	if p.incarnation == 0 {
+		return "ps" + strconv.Itoa(p.id)
+	}
+	return "ps" + strconv.Itoa(p.id) + "." + digits(p.incarnation)
+}
+
 // incarnationDigits is the length of an incarnation in a routing id.
 const incarnationDigits = 8
 
-// routingID is how a node with an id presents itself.
-func routingID(p peerName) string {
+// routingID is how a node with an id presents itself to the process with the incarnation to. A name without an
+// incarnation is for nodes of the original.
+func routingID(p peerName, to uint32) string {
 	s := "ps" + strconv.Itoa(p.id)
 	if p.incarnation == 0 {
 		return s
 	}
-	hex := strconv.FormatUint(uint64(p.incarnation), 16)
-	return s + "." + "00000000"[len(hex):] + hex
+	return s + "." + digits(p.incarnation) + "." + digits(to)
 }
 
-// nameOf reads a routing id. Whatever routingID does not make, and an id that no
-// scheduler gives, is a node that has no id yet.
-func nameOf(routing []byte) peerName {
+func digits(incarnation uint32) string {
+	hex := strconv.FormatUint(uint64(incarnation), 16)
+	return "00000000"[len(hex):] + hex
+}
+
+// nameOf reads a routing id that the process with the incarnation own has received. Whatever routingID does not
+// make, an id that no scheduler gives, and a name for another process, is a node that has no id yet.
+func nameOf(routing []byte, own uint32) peerName {
 	stranger := peerName{id: van.Empty}
 	if len(routing) < 3 || routing[0] != 'p' || routing[1] != 's' || routing[2] == '0' {
 		return stranger
@@ -51,23 +67,30 @@ func nameOf(routing []byte) peerName {
 	if i == len(routing) {
 		return p
 	}
-	digits := routing[i+1:]
-	if len(digits) != incarnationDigits {
+	if len(routing) != i+2*(1+incarnationDigits) || routing[i+1+incarnationDigits] != '.' {
 		return stranger
 	}
-	for _, c := range digits {
+	by, ok := incarnationIn(routing[i+1:])
+	to, valid := incarnationIn(routing[i+2+incarnationDigits:])
+	if !ok || !valid || by == 0 || to == 0 || to != own {
+		return stranger
+	}
+	p.incarnation = by
+	return p
+}
+
+// incarnationIn reads the incarnation that b begins with.
+func incarnationIn(b []byte) (v uint32, ok bool) {
+	for _, c := range b[:incarnationDigits] {
 		switch {
 		case c >= '0' && c <= '9':
 			c -= '0'
 		case c >= 'a' && c <= 'f':
 			c -= 'a' - 10
 		default:
-			return stranger
+			return 0, false
 		}
-		p.incarnation = p.incarnation<<4 | uint32(c)
+		v = v<<4 | uint32(c)
 	}
-	if p.incarnation == 0 {
-		return stranger
-	}
-	return p
+	return v, true
 }

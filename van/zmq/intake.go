@@ -53,7 +53,7 @@ func (in *intake) malformed(err error, f *frames) {
 // malformedFrom is malformed for a message of a bundle, and what follows it there.
 func (in *intake) malformedFrom(err error, name peerName) {
 	if n := in.n.stats.malformed.Add(1); n&(n-1) == 0 {
-		in.n.log.Warn("dropped a malformed message in a bundle", "err", err, "from", routingID(name), "dropped so far", n)
+		in.n.log.Warn("dropped a malformed message in a bundle", "err", err, "from", name.String(), "dropped so far", n)
 	}
 }
 
@@ -61,7 +61,7 @@ func (in *intake) malformedFrom(err error, name peerName) {
 // malformed.
 func (in *intake) fenced(name peerName) {
 	if n := in.n.stats.stale.Add(1); n&(n-1) == 0 {
-		in.n.log.Warn("dropped a message of a process that was replaced", "from", routingID(name), "as", van.NodeName(name.id), "dropped so far", n)
+		in.n.log.Warn("dropped a message of a process that was replaced", "from", name.String(), "as", van.NodeName(name.id), "dropped so far", n)
 	}
 }
 

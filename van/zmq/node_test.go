@@ -169,6 +169,9 @@ func dialRaw(t *testing.T, n *node, id string) *raw {
 	}
 	t.Cleanup(func() { _ = c.Close() })
 	r := &raw{c, t}
+	if strings.HasPrefix(id, "ps") && strings.Count(id, ".") == 1 { // the name is for n
+		id += "." + digits(n.incarnation)
+	}
 	r.shake("DEALER", id)
 	return r
 }

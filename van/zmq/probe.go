@@ -61,7 +61,7 @@ func dialError(err error) error {
 }
 
 // newcomerID is the routing id of a process that has no id yet, toward a scheduler of this library.
-func newcomerID(incarnation uint32) string { return fmt.Sprintf("new.%08x", incarnation) }
+func newcomerID(incarnation uint32) string { return "new." + digits(incarnation) }
 
 // Reply implements van.Prober.
 func (v *zvan) Reply(incarnation uint32, msg *van.Message) error {
@@ -71,7 +71,7 @@ func (v *zvan) Reply(incarnation uint32, msg *van.Message) error {
 	}
 	acct := v.accounts.open()
 	defer v.accounts.close(acct)
-	to := route{dest: newcomerID(incarnation), self: v.names.Load().full, acct: acct, urgent: true}
+	to := route{dest: newcomerID(incarnation), self: v.nameTo(incarnation), acct: acct, urgent: true}
 	if err := v.router.send(&to, meta, msg, v.lent); err != nil {
 		return v.sendError(msg, nil, err)
 	}

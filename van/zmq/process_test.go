@@ -44,7 +44,7 @@ func TestNativeName(t *testing.T) {
 			t.Errorf("answer of %d, want 8", m.Sender)
 		}
 	}
-	for id, want := range map[int]string{9: "ps9.00000abc", 11: "ps11"} {
+	for id, want := range map[int]string{9: "ps9.00000abc.00000005", 11: "ps11"} {
 		c := (*server.peers.Load())[id]
 		if c.who.Load().dest != want || !c.seen() {
 			t.Errorf("answers for %d go to %q, and its connection was seen: %v; want %q", id, c.who.Load().dest, c.seen(), want)

@@ -270,7 +270,7 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 func (r *receiver) senderOf(f *frames) (peerName, *conn) {
 	name := peerName{id: van.Empty}
 	if f.len() > 0 {
-		name = nameOf(f.bytes(0))
+		name = nameOf(f.bytes(0), r.in.n.incarnation)
 	}
 	return name, r.connOf(name)
 }

@@ -21,7 +21,7 @@ func workerRecord(incarnation uint32, port int) van.Node {
 }
 
 // of9 is the routing id of the process of workerRecord.
-func of9(incarnation uint32) string { return routingID(peerName{9, incarnation}) }
+func of9(incarnation uint32) string { return peerName{9, incarnation}.String() }
 
 // small sets the budget of unauthenticated connections in these tests. A few messages of a member exceed it.
 func small(c *env.Config) { c.StrangerBudget = 64 << 10 }

@@ -86,7 +86,7 @@ func (o *outgoing) send(msg *van.Message, c *conn) error {
 	}
 	sock := c.sock
 	if who := c.who.Load(); who.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
-		sock, to.dest, to.self, to.marks = o.router, who.dest, o.n.nameFor(c), c.incarnation != 0
+		sock, to.dest, to.self, to.marks = o.router, who.dest, who.self, c.incarnation != 0
 	}
 	to.bundles = to.marks && c.bundles
 	if err := sock.send(&to, meta, msg, o.n.lent); err != nil {

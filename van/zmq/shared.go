@@ -23,7 +23,6 @@ type shared struct {
 
 	self  van.Node     // set by Bind
 	id    atomic.Int32 // own node id
-	names atomic.Pointer[ownNames]
 	watch func(id int, up bool, cause error)
 
 	mu      sync.Mutex // guards changes of peers
@@ -33,23 +32,20 @@ type shared struct {
 	stats   stats
 }
 
-// ownNames is what the node calls itself.
-type ownNames struct {
-	plain string // towards nodes of the original
-	full  string // towards nodes of this library
-}
-
-// nameFor is what the node calls itself towards c.
-func (n *shared) nameFor(c *conn) string {
-	if c.incarnation != 0 {
-		return n.names.Load().full
+// nameTo is what the node calls itself towards the process with that incarnation, 0 for a node of the original.
+func (n *shared) nameTo(incarnation uint32) string {
+	if incarnation == 0 {
+		return routingID(peerName{id: int(n.id.Load())}, 0)
 	}
-	return n.names.Load().plain
+	return routingID(peerName{int(n.id.Load()), n.incarnation}, incarnation)
 }
 
+// setID sets the node's id. n.mu is held.
 func (n *shared) setID(id int) {
 	n.id.Store(int32(id))
-	n.names.Store(&ownNames{routingID(peerName{id: id}), routingID(peerName{id, n.incarnation})})
+	for _, c := range *n.peers.Load() {
+		n.name(c, c.who.Load().id)
+	}
 }
 
 // peerIdentity is which process peer is, if this node and it can tell such things, and
@@ -72,7 +68,8 @@ func (n *shared) heartbeats() (every, limit time.Duration) {
 
 // name makes c the connection to id.
 func (n *shared) name(c *conn, id int) {
-	c.who.Store(&identity{id, routingID(peerName{id, c.incarnation}), n.self.Role != van.Worker && id > 0 && van.RoleOf(id) == van.Worker})
+	c.who.Store(&identity{id, routingID(peerName{id, c.incarnation}, n.incarnation), n.nameTo(c.incarnation),
+		n.self.Role != van.Worker && id > 0 && van.RoleOf(id) == van.Worker})
 }
 
 // replace changes the table of peers. n.mu is held.

@@ -11,11 +11,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// sumsOwn is the incarnation of the node that reads.
+const sumsOwn = 0xbadcafe
+
 // TestParserSums: what is read of routing ids and bundles, whatever is in them.
 func TestParserSums(t *testing.T) {
 	sums.Check(t, "parsers", 40, func(rng *rand.Rand, w io.Writer) {
 		id := []int{van.SchedulerID, 7, 8, 9, 10, 1000, van.Empty - 1, van.Empty, van.Empty + 1}[rng.IntN(9)]
-		name := routingID(peerName{id, []uint32{0, 1, 0xbadcafe, 1<<32 - 1}[rng.IntN(4)]})
+		name := routingID(peerName{id, []uint32{0, 1, 0xbadcafe, 1<<32 - 1}[rng.IntN(4)]}, sumsOwn)
 		fmt.Fprintln(w, name)
 		var good []byte
 		good = binary.LittleEndian.AppendUint32(good, uint32(1+rng.IntN(3)))
@@ -45,12 +48,12 @@ func TestParserSums(t *testing.T) {
 		}
 		for range 100 {
 			b := sums.Mangle(rng, []byte(name))
-			fmt.Fprintln(w, nameOf(b))
+			fmt.Fprintln(w, nameOf(b, sumsOwn))
 			b = []byte(name)
 			if len(b) > 0 {
 				b[rng.IntN(len(b))] = "0123456789abcdefg/:`psPS.x"[rng.IntN(26)]
 			}
-			fmt.Fprintln(w, nameOf(b))
+			fmt.Fprintln(w, nameOf(b, sumsOwn))
 			l := append([]int(nil), behind...)
 			if len(l) > 0 && rng.IntN(4) == 0 {
 				l[rng.IntN(len(l))] += rng.IntN(3) - 1

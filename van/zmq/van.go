@@ -114,7 +114,11 @@ func (v *zvan) Type() string { return "zmq" }
 
 func (v *zvan) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
 
-func (v *zvan) SetID(id int) { v.setID(id) }
+func (v *zvan) SetID(id int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.setID(id)
+}
 
 // Bind opens the ROUTER. A busy port is an error that wraps syscall.EADDRINUSE.
 func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
