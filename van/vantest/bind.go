@@ -51,7 +51,7 @@ func (n *node) cannotBind(what, name string) {
 func connectBeforeBind(w *world) {
 	worker, server := w.node(9, nil), w.make(8)
 	server.self.Port = w.freePort()
-	if v, ok := server.Van.(interface{ WillBind(port int) }); ok { // its peers look up its record by the port
+	if v, ok := van.As[interface{ WillBind(port int) }](server.Van); ok { // its peers look up its record by the port
 		v.WillBind(server.self.Port)
 	}
 	worker.connect(server)
