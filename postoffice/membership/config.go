@@ -10,6 +10,7 @@ import (
 	"time"
 	"unicode"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -115,7 +116,7 @@ func (c *Config) check() error {
 		return invalid(err.Error(), "set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
 	}
 	if c.Role != van.Scheduler {
-		if err := checkAddr(&c.Self, "own address"); err != nil {
+		if err := checkNode(&c.Self, "own address"); err != nil {
 			return invalid(err.Error(), "set DMLC_NODE_HOST")
 		}
 		n := c.instances(c.Role)
@@ -142,6 +143,18 @@ func checkAddr(n *van.Node, what string) error {
 	return nil
 }
 
+// checkNode is checkAddr for a worker or server, whose address others connect to.
+func checkNode(n *van.Node, what string) error {
+	err := checkAddr(n, what)
+	if err != nil {
+		return err
+	}
+	if err := hostaddr.Check(n.Hostname); err != nil {
+		return fmt.Errorf("%s: hostname %q: %w", what, n.Hostname, err)
+	}
+	return nil
+}
+
 // hostOrder maps each host of BYTEPS_ORDERED_HOSTS to its position; ports are ignored,
 // as in C++ StepMesh.
 func hostOrder(hosts []string) (map[string]int, error) {
@@ -151,6 +164,7 @@ func hostOrder(hosts []string) (map[string]int, error) {
 	order := make(map[string]int, len(hosts))
 	for i, h := range hosts {
 		ip, _, _ := strings.Cut(strings.TrimSpace(h), ":")
+		ip = hostaddr.Canonical(ip)
 		if prev, dup := order[ip]; dup || ip == "" {
 			detail := fmt.Sprintf("BYTEPS_ORDERED_HOSTS entry %d is %q", i, h)
 			if dup {

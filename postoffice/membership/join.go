@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -143,7 +144,7 @@ func (s *joins) misfit(rec *van.Node) (why string, rivals []*join) {
 		return fmt.Sprintf("preferred rank %d of a %s, but there are only ranks 0 to %d (%s); check DMLC_NODE_RANK, "+
 			"STEPMESH_GPU and DMLC_RANK_OFFSET", rec.AuxID, rec.Role, n-1, s.cfg.formula(rec.Role)), nil
 	}
-	if _, ok := s.hosts[rec.Hostname]; s.hosts != nil && !ok {
+	if _, ok := s.hosts[hostaddr.Canonical(rec.Hostname)]; s.hosts != nil && !ok {
 		return fmt.Sprintf("host %s is not in BYTEPS_ORDERED_HOSTS=%v", rec.Hostname, s.cfg.OrderedHosts), nil
 	}
 	var taken []string
@@ -323,7 +324,7 @@ func sortJoins(nodes []van.Node, hosts map[string]int) {
 	slices.SortStableFunc(nodes, func(a, b van.Node) int {
 		byHost := cmp.Compare(b.Hostname, a.Hostname)
 		if hosts != nil {
-			byHost = cmp.Compare(hosts[a.Hostname], hosts[b.Hostname])
+			byHost = cmp.Compare(hosts[hostaddr.Canonical(a.Hostname)], hosts[hostaddr.Canonical(b.Hostname)])
 		}
 		if byHost != 0 {
 			return byHost
@@ -338,7 +339,11 @@ func sortJoins(nodes []van.Node, hosts map[string]int) {
 // would have had to the one it got.
 func assignIDs(nodes []van.Node) (shared map[int]int) {
 	next := map[van.Role]int{}
-	byAddr := map[string]int{}
+	type place struct {
+		host string
+		port int
+	}
+	byAddr := map[place]int{}
 	for i := range nodes {
 		n := &nodes[i]
 		rank := next[n.Role]
@@ -350,7 +355,8 @@ func assignIDs(nodes []van.Node) (shared map[int]int) {
 		if n.Role == van.Worker {
 			id = van.WorkerID(rank)
 		}
-		if first, ok := byAddr[n.Addr()]; ok {
+		at := place{hostaddr.Canonical(n.Hostname), n.Port}
+		if first, ok := byAddr[at]; ok {
 			if shared == nil {
 				shared = map[int]int{}
 			}
@@ -358,7 +364,7 @@ func assignIDs(nodes []van.Node) (shared map[int]int) {
 			n.ID = first
 			continue
 		}
-		byAddr[n.Addr()] = id
+		byAddr[at] = id
 		n.ID = id
 	}
 	return shared

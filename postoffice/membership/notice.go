@@ -11,6 +11,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -176,7 +177,7 @@ func (t *table) asker(from int, msg *van.Meta, n notice) (rec van.Node, rest str
 	words := append(strings.SplitN(n.text, " ", 3), "", "")
 	inc, ok := number(words[0])
 	addr, err := netip.ParseAddrPort(words[1])
-	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 || !numeric(addr.Addr().String()) {
+	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 || !numeric(addr.Addr().String()) || hostaddr.Check(addr.Addr().String()) != nil {
 		return rec, "", t.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), "an incarnation, and a numeric address")
 	}
 	id := van.Identity{Incarnation: uint32(inc)}

@@ -87,7 +87,7 @@ func (s *scheduler) stray(now time.Duration, from int, msg *van.Meta) bool {
 	if msg.Control.Cmd == van.Heartbeat && len(msg.Control.Nodes) > 0 {
 		rec := msg.Control.Nodes[0].Clone()
 		who, ok := rec.Identity()
-		if !ok || who.Incarnation != by || rec.ID != from || !isMember(&rec) || checkAddr(&rec, "address") != nil {
+		if !ok || who.Incarnation != by || rec.ID != from || !isMember(&rec) || checkNode(&rec, "address") != nil {
 			return false
 		}
 		switch {
@@ -116,7 +116,7 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 	}
 	rec := msg.Control.Nodes[0].Clone()
 	rec.ID, rec.IsRecovery = van.Empty, false
-	if err := checkAddr(&rec, "control.node[0]"); err != nil {
+	if err := checkNode(&rec, "control.node[0]"); err != nil {
 		return s.table.bad(from, msg, "control.node[0].address", rec.Addr(), err.Error())
 	}
 	switch {

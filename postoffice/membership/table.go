@@ -13,6 +13,7 @@ import (
 	"strings"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -201,7 +202,11 @@ func (t *table) checkRecords(msg *van.Meta) error {
 	for i := range nodes {
 		n := &nodes[i]
 		field := func(f string) string { return fmt.Sprintf("control.node[%d].%s", i, f) }
-		if err := checkAddr(n, field("address")); err != nil {
+		check := checkNode
+		if n.Role == van.Scheduler { // DMLC_PS_ROOT_URI as the scheduler has it, which may be unspecified; nobody connects to it
+			check = checkAddr
+		}
+		if err := check(n, field("address")); err != nil {
 			return t.bad(van.SchedulerID, msg, field("address"), n.Addr(), err.Error())
 		}
 		switch n.Role {
@@ -225,7 +230,8 @@ func isMember(n *van.Node) bool {
 	return n.ID >= 8 && n.ID < van.Empty && (n.Role == van.Worker || n.Role == van.Server) && van.RoleOf(n.ID) == n.Role
 }
 
-func sameAddr(a, b *van.Node) bool { return a.Port == b.Port && a.Hostname == b.Hostname }
+// sameAddr tells whether two records have the same address, in whichever spelling.
+func sameAddr(a, b *van.Node) bool { return a.Port == b.Port && hostaddr.Same(a.Hostname, b.Hostname) }
 
 func incarnationOf(n *van.Node) uint32 {
 	who, _ := n.Identity()

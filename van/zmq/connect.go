@@ -13,6 +13,7 @@ import (
 
 	zmq4 "github.com/pebbe/zmq4"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -53,7 +54,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 	if err := noIPv6(peer.Hostname); err != nil && !v.cfg.Local {
 		return fail(err)
 	}
-	c := &conn{peer: peer.Clone(), to: "tcp://" + net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port)), ended: make(chan struct{})}
+	c := &conn{peer: peer.Clone(), to: "tcp://" + net.JoinHostPort(hostaddr.Canonical(peer.Hostname), strconv.Itoa(peer.Port)), ended: make(chan struct{})}
 	if v.cfg.Local {
 		path := localPath(peer.Port)
 		if err := checkLocal(path); err != nil && !errors.Is(err, fs.ErrNotExist) { // it may come later

@@ -1,0 +1,45 @@
+package hostaddr
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+)
+
+// Canonical returns the one spelling of host by which hosts are compared: that of its address, an IPv4 address
+// for an IPv4-mapped one. A name is returned in lower case.
+func Canonical(host string) string {
+	if a, err := netip.ParseAddr(host); err == nil {
+		return a.Unmap().String()
+	}
+	return strings.ToLower(host)
+}
+
+// Same reports whether a and b spell the same address or name.
+func Same(a, b string) bool { return a == b || Canonical(a) == Canonical(b) }
+
+var errNoHost = errors.New("it names no host that others can connect to")
+
+// Check returns an error if host cannot be the address of one host: if it is unspecified or multicast, or if it is a
+// number that the system's resolver reads as an address in another notation, such as 127.1 or 0x7f000001.
+func Check(host string) error {
+	a, err := netip.ParseAddr(host)
+	switch {
+	case err == nil && (a.Unmap().IsUnspecified() || a.Unmap().IsMulticast() || a.Unmap() == netip.AddrFrom4([4]byte{255, 255, 255, 255})):
+		return errNoHost
+	case err != nil && isNumber(host):
+		return fmt.Errorf("an address in an unusual notation: want four decimal numbers without leading zeros")
+	}
+	return nil
+}
+
+// isNumber reports whether the last part of host is a decimal, octal or hexadecimal number. No name of a host ends so.
+func isNumber(host string) bool {
+	host = strings.ToLower(strings.TrimSuffix(host, "."))
+	last := host[strings.LastIndexByte(host, '.')+1:]
+	if hex, ok := strings.CutPrefix(last, "0x"); ok {
+		return strings.Trim(hex, "0123456789abcdef") == ""
+	}
+	return last != "" && strings.Trim(last, "0123456789") == ""
+}

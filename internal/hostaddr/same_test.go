@@ -1,0 +1,42 @@
+package hostaddr
+
+import "testing"
+
+// TestSame: two spellings of one address are the same.
+func TestSame(t *testing.T) {
+	for _, x := range []struct {
+		a, b string
+		want bool
+	}{
+		{"10.0.0.1", "10.0.0.1", true},
+		{"10.0.0.1", "::ffff:10.0.0.1", true},
+		{"10.0.0.1", "::ffff:a00:1", true},
+		{"fd00::1", "fd00:0:0::0001", true},
+		{"FD00::A", "fd00::a", true},
+		{"Host.Example", "host.EXAMPLE", true},
+		{"host.example", "host.example.", false},
+		{"10.0.0.1", "10.0.0.2", false},
+		{"10.0.0.1", "::a00:1", false}, // compatible, not mapped: another address
+		{"fe80::1%a", "fe80::1%b", false},
+		{"a", "b", false},
+	} {
+		if Same(x.a, x.b) != x.want || Same(x.b, x.a) != x.want {
+			t.Errorf("Same(%q, %q) is not %t", x.a, x.b, x.want)
+		}
+	}
+}
+
+// TestCheck: an address that names no one host, or that is spelled as only the resolver reads it, is refused.
+func TestCheck(t *testing.T) {
+	for _, bad := range []string{"0.0.0.0", "::", "::ffff:0.0.0.0", "224.0.0.1", "ff02::1", "255.255.255.255",
+		"127.1", "0x7f000001", "0X7F.0.0.1", "2130706433", "010.0.0.1", "127.0.0.01", "0", "127.0.0.1.", "10.0.0.256", "1.2.3.4.5", "host.7", "a.0x"} {
+		if Check(bad) == nil {
+			t.Errorf("%q is accepted", bad)
+		}
+	}
+	for _, good := range []string{"10.0.0.1", "127.0.0.1", "fd00::1", "::1", "::ffff:10.0.0.1", "host", "node-7", "n7", "7n", "a.b.c", "a.b.", "0x7f.example", "xn--p1ai"} {
+		if err := Check(good); err != nil {
+			t.Errorf("%q: %v", good, err)
+		}
+	}
+}
