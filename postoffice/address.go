@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -88,6 +89,23 @@ func doubtful(cfg *env.Config, role van.Role, h hostaddr.Host, host, scheduler s
 		return fmt.Sprintf("this node listens at %s, which the scheduler at %s cannot reach: %s; set DMLC_NODE_HOST or DMLC_INTERFACE", host, scheduler, why)
 	}
 	return ""
+}
+
+// unprotected returns what other hosts can do to the node that listens at self, and the remedy. It returns "" if no other
+// host reaches the address, if there is a secret, and if STEPAF_AUTH is set: then the user has decided.
+func unprotected(cfg *env.Config, self van.Node) string {
+	at := net.JoinHostPort(self.Hostname, strconv.Itoa(self.Port))
+	addr, err := netip.ParseAddr(self.Hostname)
+	switch {
+	case cfg.HasSecret() || cfg.Auth != "" || cfg.Local:
+		return ""
+	case self.Role == van.Scheduler && cfg.Kubernetes:
+		at = fmt.Sprintf("port %d of any address of this host", self.Port)
+	case err != nil || addr.Unmap().IsLoopback():
+		return ""
+	}
+	return fmt.Sprintf(`no secret is set: whoever reaches %s can join the cluster, and read and change its tensors; set STEPAF_SECRET_FILE on all nodes `+
+		`("stepaf secret" makes one), or STEPAF_AUTH=off if only trusted hosts reach it`, at)
 }
 
 func schedulerHost(ctx context.Context, cfg *env.Config) (string, string, error) {

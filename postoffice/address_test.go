@@ -99,6 +99,39 @@ func TestDoubtful(t *testing.T) {
 	}
 }
 
+// TestUnprotected: a node that other hosts reach warns if nobody has set a secret or decided to do without.
+func TestUnprotected(t *testing.T) {
+	for _, c := range []struct {
+		role van.Role
+		host string
+		set  func(*env.Config)
+		want string
+	}{
+		{van.Worker, "10.77.0.2", func(*env.Config) {}, "no secret is set: whoever reaches 10.77.0.2:4711 can join the cluster"},
+		{van.Server, "10.77.0.2", func(*env.Config) {}, `set STEPAF_SECRET_FILE on all nodes ("stepaf secret" makes one), or STEPAF_AUTH=off`},
+		{van.Scheduler, "10.77.0.2", func(*env.Config) {}, "10.77.0.2:4711"},
+		{van.Server, "2001:db8::1", func(*env.Config) {}, "[2001:db8::1]:4711"},
+		{van.Worker, "0.0.0.0", func(*env.Config) {}, "0.0.0.0:4711"},
+		{van.Scheduler, "127.0.0.1", func(c *env.Config) { c.Kubernetes = true }, "port 4711 of any address of this host"},
+		{van.Worker, "127.0.0.1", func(c *env.Config) { c.Kubernetes = true }, ""},
+		{van.Worker, "127.0.0.1", func(*env.Config) {}, ""},
+		{van.Worker, "127.3.2.1", func(*env.Config) {}, ""},
+		{van.Worker, "::1", func(*env.Config) {}, ""},
+		{van.Worker, "::ffff:127.0.0.1", func(*env.Config) {}, ""},
+		{van.Worker, "10.77.0.2", func(c *env.Config) { c.Auth = env.AuthOff }, ""},
+		{van.Worker, "10.77.0.2", func(c *env.Config) { c.Secret = "0123456789abcdef" }, ""},
+		{van.Worker, "10.77.0.2", func(c *env.Config) { c.SecretFile = "file" }, ""},
+		{van.Worker, "10.77.0.2", func(c *env.Config) { c.Local = true }, ""},
+	} {
+		cfg := env.Default()
+		c.set(cfg)
+		got := unprotected(cfg, van.Node{Role: c.role, Hostname: c.host, Port: 4711})
+		if (got == "") != (c.want == "") || !strings.Contains(got, c.want) || strings.Contains(got, "\n") {
+			t.Errorf("%s at %s: %q, want %q", c.role, c.host, got, c.want)
+		}
+	}
+}
+
 func TestAdvertise(t *testing.T) {
 	none := errors.New("no device")
 	for _, x := range []struct {

@@ -82,6 +82,37 @@ func TestSchedulerNeedsNoGPU(t *testing.T) {
 	}
 }
 
+// TestUnprotectedOnce: a scheduler that other hosts reach says in one line that it has no secret, unless the user has decided.
+func TestUnprotectedOnce(t *testing.T) {
+	for _, c := range []struct {
+		set  func(*postoffice.Config)
+		want int
+	}{
+		{func(*postoffice.Config) {}, 1},
+		{func(c *postoffice.Config) { c.Auth = env.AuthOff }, 0},
+		{func(c *postoffice.Config) { c.Kubernetes = false }, 0},
+	} {
+		var log bytes.Buffer
+		cfg := postoffice.DefaultConfig()
+		cfg.Role, cfg.NumWorkers, cfg.NumServers = "scheduler", 1, 1
+		cfg.RootURI, cfg.RootPort, cfg.Kubernetes = "127.0.0.1", testcluster.FreePort(t), true
+		c.set(cfg)
+		ctx, cancel := context.WithCancel(t.Context())
+		out := writer(func(line []byte) {
+			if log.Write(line); strings.Contains(string(line), "Bind to") {
+				cancel() // nobody else will come
+			}
+		})
+		if _, err := postoffice.Start(ctx, postoffice.Options{Config: cfg, Log: slog.New(slog.NewTextHandler(out, nil))}); err == nil {
+			t.Fatal("started without workers")
+		}
+		cancel()
+		if got := strings.Count(log.String(), "level=WARN"); got != c.want || strings.Count(log.String(), "no secret is set") != c.want {
+			t.Errorf("%d warnings, want %d:\n%s", got, c.want, log.String())
+		}
+	}
+}
+
 // writer is a function as an io.Writer.
 type writer func([]byte)
 

@@ -353,6 +353,9 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	if doubt := doubtful(n.cfg, n.role, here, host, scheduler.Hostname); doubt != "" && !n.cfg.Local {
 		n.log.Warn(doubt, "why", why)
 	}
+	if danger := unprotected(n.cfg, n.self); danger != "" {
+		n.log.Warn(danger)
+	}
 	return nil
 }
 
