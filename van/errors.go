@@ -32,6 +32,8 @@ var (
 	ErrTimeout = errors.New("timed out")
 	// ErrMalformed: a frame from the network breaks the protocol.
 	ErrMalformed = errors.New("malformed message")
+	// ErrUnauthenticated: one end of a connection has not proved that it knows the secret that the other end requires.
+	ErrUnauthenticated = errors.New("no valid proof of the cluster's secret")
 	// ErrRequestRefused: the peer's handler has refused the request; the text has its reason.
 	ErrRequestRefused = errors.New("request refused")
 	// ErrNoTransport: the chosen van is not in this build. It matches ErrInvalid, too.

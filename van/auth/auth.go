@@ -55,23 +55,22 @@ func New(secret []byte, cluster string, required bool) (*Keys, error) {
 // Required reports whether peers without a proof are refused (STEPAF_AUTH=require).
 func (k *Keys) Required() bool { return k != nil && k.required }
 
-// Key returns the 32-byte key for a purpose.
+// Key returns the 32-byte key for a purpose: the first block of HKDF-Expand.
 func (k *Keys) Key(purpose string) [32]byte {
-	b, err := hkdf.Expand(sha256.New, k.root, label+purpose, 32)
-	if err != nil {
-		panic("auth: " + err.Error()) // the length is a constant that HKDF allows
-	}
-	return [32]byte(b)
+	h := hmac.New(sha256.New, k.root)
+	h.Write([]byte(label + purpose))
+	h.Write([]byte{1}) // the block's number
+	return [32]byte(h.Sum(nil))
 }
 
 // Curve returns the Curve25519 key pair for a purpose.
-func (k *Keys) Curve(purpose string) (public, private [32]byte) {
+func (k *Keys) Curve(purpose string) (public, private [32]byte, err error) {
 	private = k.Key(purpose)
 	key, err := ecdh.X25519().NewPrivateKey(private[:])
 	if err != nil {
-		panic("auth: " + err.Error()) // any 32 bytes are a key
+		return public, private, fmt.Errorf("deriving keys of the cluster's secret: %w", err)
 	}
-	return [32]byte(key.PublicKey().Bytes()), private
+	return [32]byte(key.PublicKey().Bytes()), private, nil
 }
 
 // ProofLen is the length of a proof, in bytes.

@@ -31,7 +31,10 @@ func keys(t *testing.T, secret []byte, cluster string) *Keys {
 func TestDerivation(t *testing.T) {
 	k := keys(t, secret, "run-7")
 	key := k.Key("zmq server")
-	public, private := k.Curve("zmq server")
+	public, private, err := k.Curve("zmq server")
+	if err != nil {
+		t.Fatal(err)
+	}
 	if got := hex.EncodeToString(key[:]); got != wantKey {
 		t.Errorf("key %s, want %s", got, wantKey)
 	}

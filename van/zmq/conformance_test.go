@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/drop"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/resend"
@@ -36,11 +37,12 @@ func TestConformance(t *testing.T) {
 			name  string
 			suite vantest.Suite
 		}
-		variants := []variant{{"plain", vantest.Suite{New: plain}}, {"bundles", vantest.Suite{New: natives(local)}}}
+		variants := []variant{{"plain", vantest.Suite{New: plain}}, {"bundles", vantest.Suite{New: natives(local, nil)}},
+			{"curve", vantest.Suite{New: natives(local, clusterKeys(t, "of the suite"))}}}
 		// What lies above this van sees nothing of the kind of socket: once is enough.
 		above := []variant{
 			{"bundles-resend", vantest.Suite{MaxAllocs: -1, New: func(t testing.TB) van.Van {
-				r := resend.New(natives(local)(t), resend.Options{})
+				r := resend.New(natives(local, nil)(t), resend.Options{})
 				r.Enable()
 				return r
 			}}},
@@ -82,8 +84,8 @@ type native struct {
 
 var incarnations atomic.Uint32
 
-// natives makes such vans, which know each other.
-func natives(local bool) func(t testing.TB) van.Van {
+// natives makes such vans, which know each other. keys may be nil.
+func natives(local bool, keys *auth.Keys) func(t testing.TB) van.Van {
 	return func(t testing.TB) van.Van {
 		cfg := env.Default()
 		cfg.Local = local
@@ -91,7 +93,7 @@ func natives(local bool) func(t testing.TB) van.Van {
 		// before it take longer than the default, at which it would count as dead.
 		cfg.HeartbeatInterval, cfg.HeartbeatTimeout = 2*time.Second, time.Minute
 		n := &native{incarnation: incarnations.Add(1)}
-		v, err := zmq.New(van.Options{Config: cfg, Incarnation: n.incarnation})
+		v, err := zmq.New(van.Options{Config: cfg, Incarnation: n.incarnation, Keys: keys})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -99,6 +101,16 @@ func natives(local bool) func(t testing.TB) van.Van {
 		n.Van = v
 		return n
 	}
+}
+
+// clusterKeys are the keys of a cluster with that id.
+func clusterKeys(t *testing.T, id string) *auth.Keys {
+	t.Helper()
+	keys, err := auth.New([]byte("a secret of the conformance suite"), id, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return keys
 }
 
 // records are those of all natives, by port.

@@ -24,6 +24,8 @@ type conn struct {
 	up   atomic.Bool // the connection stands
 	lost atomic.Bool // it broke and has not been restored
 
+	redials atomic.Int32 // how many attempts have ended with a failed handshake, one after the other
+
 	leaves atomic.Bool   // this node ends it
 	ended  chan struct{} // closed when it has
 	link   atomic.Pointer[tcpSocket]
@@ -56,6 +58,7 @@ func (c *conn) seen() bool { return c.arrives.Load() != 0 }
 
 // succeed makes c the connection that takes old's place.
 func (c *conn) succeed(old *conn) {
+	c.redials.Store(old.redials.Load())
 	c.before = old.incarnation
 	if c.incarnation == old.incarnation {
 		c.before = old.before

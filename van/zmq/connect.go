@@ -80,7 +80,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 		return fail(socketError(err))
 	}
 	if err := errors.Join(tune(z), z.SetSndhwm(0), z.SetReconnectIvl(50*time.Millisecond),
-		z.SetReconnectIvlMax(2*time.Second)); err != nil {
+		z.SetReconnectIvlMax(2*time.Second), v.curve.client(z)); err != nil {
 		return fail(errors.Join(err, z.Close()))
 	}
 	if own := int(v.id.Load()); own == van.Empty && id == van.SchedulerID && v.incarnation != 0 {

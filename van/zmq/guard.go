@@ -56,8 +56,8 @@ type incoming struct {
 	gone bool
 }
 
-// greeting is about how many bytes a connection carries before the first message.
-const greeting = 256
+// greeting is about how many bytes a connection carries at most before the first message, with CURVE.
+const greeting = 1024
 
 // newGuard makes the guard of the ROUTER z, none if strangers have no budget.
 func newGuard(n *shared, flow *flow, ctx *zmq4.Context, z *zmq4.Socket, serial, port int) (*guard, error) {
@@ -75,7 +75,7 @@ func newGuard(n *shared, flow *flow, ctx *zmq4.Context, z *zmq4.Socket, serial, 
 	}
 	g := &guard{n: n, budget: budget, port: port, drained: flow.drained.Load, conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
 	if g.raw, err = g.poll.SyscallConn(); err == nil {
-		g.mon, err = newMonitor(ctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED)
+		g.mon, err = newMonitor(ctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED|zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL|zmq4.EVENT_HANDSHAKE_FAILED_AUTH)
 	}
 	if err != nil {
 		_ = g.poll.Close()
@@ -103,12 +103,20 @@ func (g *guard) close() {
 
 // follow learns from libzmq which connections there are.
 func (g *guard) follow() {
-	g.mon.follow(func(event zmq4.Event, fd int) {
+	var failed []error // handshakes whose connections have not ended yet; libzmq does not say which these are
+	g.mon.follow(func(event zmq4.Event, value int) {
 		switch event {
 		case zmq4.EVENT_ACCEPTED:
-			g.accepted(fd)
+			g.accepted(value)
+		case zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq4.EVENT_HANDSHAKE_FAILED_AUTH:
+			if err := g.n.curve.handshakeError(event, value, true); err != nil {
+				failed = append(failed, err)
+			}
 		case zmq4.EVENT_DISCONNECTED, zmq4.EVENT_CLOSED:
-			g.gone(fd)
+			if host, silent := g.gone(value); silent && len(failed) > 0 {
+				g.n.refused("unknown", host, failed[0])
+				failed = failed[1:]
+			}
 		}
 	})
 }
@@ -157,18 +165,21 @@ func (g *guard) at(fd int, cookie uint64) *incoming {
 	return in
 }
 
-func (g *guard) gone(fd int) {
+// gone records that the connection of fd has ended. It returns the peer's host, and whether no message has arrived from it.
+func (g *guard) gone(fd int) (host string, silent bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	in := g.conns[fd]
 	if in == nil {
-		return
+		return "unknown", true
 	}
+	host, silent = in.host.String(), in.member == nil && in.taken == 0
 	if cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || cookie != in.cookie {
 		g.forget(fd, in)
-		return
+		return host, silent
 	}
 	g.leave(in)
+	return host, silent
 }
 
 // leave takes in, which has ended, out of the account. g.mu is held.

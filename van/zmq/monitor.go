@@ -8,6 +8,8 @@ import (
 	"time"
 
 	zmq4 "github.com/pebbe/zmq4"
+
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // monitor watches the connections of one socket: libzmq reports their state on a
@@ -25,7 +27,7 @@ type monitor struct {
 }
 
 // connEvents are those of a DEALER that change whether the peer is there.
-const connEvents = zmq4.EVENT_CONNECTED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED | zmq4.EVENT_CLOSED | zmq4.EVENT_MONITOR_STOPPED
+const connEvents = zmq4.EVENT_CONNECTED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED | zmq4.EVENT_CLOSED | zmq4.EVENT_MONITOR_STOPPED | handshakeFailed
 
 func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event) (*monitor, error) {
 	addr := fmt.Sprintf("inproc://monitor-%d", serial)
@@ -56,19 +58,32 @@ func (m *monitor) start(n *shared, c *conn) {
 		return
 	}
 	m.started = true
-	go m.follow(func(event zmq4.Event, fd int) {
+	broken := errDisconnected // what the next EVENT_DISCONNECTED means
+	go m.follow(func(event zmq4.Event, value int) {
 		switch event {
 		case zmq4.EVENT_CONNECTED:
-			c.connected(n, fd)
+			c.connected(n, value)
+		case zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq4.EVENT_HANDSHAKE_FAILED_AUTH:
+			err := n.curve.handshakeError(event, value, false)
+			if err == nil {
+				return
+			}
+			broken = err
+			n.refused(van.NodeName(c.who.Load().id), c.to, err)
+			if event != zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL {
+				n.redial(c)
+			}
 		case zmq4.EVENT_DISCONNECTED:
 			c.link.Store(nil)
 			c.up.Store(false)
 			c.lost.Store(true)
 			c.goOn()
-			n.tell(c, false, errDisconnected)
+			n.tell(c, false, broken)
+			broken = errDisconnected
 		case zmq4.EVENT_CLOSED: // before it was a connection
 			n.tell(c, false, errRefused)
 		case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
+			c.redials.Store(0)
 			c.up.Store(true)
 			c.lost.Store(false)
 			n.tell(c, true, nil)

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -36,19 +37,29 @@ type node struct {
 // original). A nil recv collects in the node's channel.
 func newNode(t *testing.T, id int, incarnation uint32, recv van.Receiver, edit func(*env.Config)) *node {
 	t.Helper()
+	return newNodeAt(t, id, incarnation, 0, recv, edit)
+}
+
+// newNodeAt is newNode with a port, 0 for any.
+func newNodeAt(t *testing.T, id int, incarnation uint32, port int, recv van.Receiver, edit func(*env.Config)) *node {
+	t.Helper()
 	cfg := env.Default()
 	cfg.HeartbeatInterval, cfg.HeartbeatTimeout = 0, 0
 	if edit != nil {
 		edit(cfg)
 	}
 	n := &node{in: make(chan *van.Message, 1<<16)}
-	v, err := New(van.Options{Config: cfg, Incarnation: incarnation, Log: n.logged.Logger()})
+	keys, err := auth.Open(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	v, err := New(van.Options{Config: cfg, Incarnation: incarnation, Log: n.logged.Logger(), Keys: keys})
 	if err != nil {
 		t.Fatal(err)
 	}
 	LongNets(v)
 	n.zvan = v.(*zvan)
-	n.self = van.Node{Role: van.RoleOf(id), ID: id, Hostname: "127.0.0.1", AuxID: -1}
+	n.self = van.Node{Role: van.RoleOf(id), ID: id, Hostname: "127.0.0.1", Port: port, AuxID: -1}
 	self := n.self
 	if self.Role != van.Scheduler {
 		self.ID = van.Empty

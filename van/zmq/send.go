@@ -120,6 +120,8 @@ func (o *outgoing) sendError(msg *van.Message, c *conn, err error) error {
 	switch {
 	case errors.Is(err, syscall.EHOSTUNREACH):
 		e.Err = fmt.Errorf("%w: it is not connected to this node", van.ErrPeerLost)
+	case errors.Is(err, syscall.EAGAIN) && c != nil && c.redials.Load() > 0: // libzmq keeps no queue for it, see redial
+		e.Err = fmt.Errorf("%w: %w", van.ErrPeerLost, van.ErrUnauthenticated)
 	case errors.Is(err, syscall.EAGAIN):
 		e.Err = van.ErrQueueFull
 	case errors.Is(err, syscall.Errno(zmq4.ETERM)), errors.Is(err, syscall.ENOTSOCK):

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 )
@@ -18,6 +19,10 @@ type shared struct {
 	cfg  *env.Config
 	log  *slog.Logger
 	lent *lent
+
+	curve    *curve // nil: connections are plain
+	redial   func(*conn)
+	unproved logx.Causes // handshakes that failed
 
 	incarnation uint32 // own; 0: the node speaks as one of the original
 
@@ -103,6 +108,12 @@ func (n *shared) unseen() (count int) {
 	return count
 }
 
+// refused counts a handshake with peer that failed because of cause, and logs the first of each cause.
+func (n *shared) refused(peer, addr string, cause error) {
+	n.stats.unproved.Add(1)
+	n.unproved.Log(n.log, addr+logx.Kind(cause)).Warn("a connection was refused", "peer", peer, "addr", addr, "err", cause)
+}
+
 // tell reports a change of c's connection to the watcher.
 func (n *shared) tell(c *conn, up bool, cause error) {
 	if n.watch != nil && !c.leaves.Load() {
@@ -120,7 +131,7 @@ func (n *shared) classOf(c *conn) (class int, ok bool) {
 
 // stats counts without locks.
 type stats struct {
-	sentN, sentB, recvN, recvB, malformed, stale, strangers, refused, paused atomic.Uint64
+	sentN, sentB, recvN, recvB, malformed, stale, strangers, unproved, refused, paused atomic.Uint64
 }
 
 func (s *stats) sent(bytes int)     { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
@@ -128,5 +139,5 @@ func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes))
 func (s *stats) get() van.Stats {
 	return van.Stats{SentMessages: s.sentN.Load(), SentBytes: s.sentB.Load(), ReceivedMessages: s.recvN.Load(),
 		ReceivedBytes: s.recvB.Load(), Malformed: s.malformed.Load(),
-		PausedReads: s.paused.Load(), RefusedSends: s.refused.Load(), Strangers: s.strangers.Load(), FencedMessages: s.stale.Load()}
+		PausedReads: s.paused.Load(), RefusedSends: s.refused.Load(), Strangers: s.strangers.Load(), Unproved: s.unproved.Load(), FencedMessages: s.stale.Load()}
 }

@@ -71,8 +71,13 @@ func New(o van.Options) (van.Van, error) {
 	); err != nil {
 		return nil, errors.Join(err, zctx.Term())
 	}
+	secure, err := newCurve(o.Keys)
+	if err != nil {
+		return nil, errors.Join(err, zctx.Term())
+	}
 	v := &zvan{zctx: zctx, unbind: func() {}, leaving: map[*conn]struct{}{}}
 	n := &v.shared
+	n.curve, n.redial = secure, v.redial
 	n.cfg, n.log, n.incarnation = o.Config, cmp.Or(o.Log, slog.New(slog.DiscardHandler)), o.Incarnation
 	n.peers.Store(&map[int]*conn{})
 	v.outgoing.n, v.intake.n = n, n
@@ -127,7 +132,7 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 		return 0, fmt.Errorf("zmq: ROUTER: %w", socketError(err))
 	}
 	// A peer that comes back takes over the routing id of its old connection.
-	err = errors.Join(z.SetRouterMandatory(1), z.SetRouterHandover(true), z.SetSndhwm(0), z.SetRcvhwm(routerQueue), tune(z))
+	err = errors.Join(z.SetRouterMandatory(1), z.SetRouterHandover(true), z.SetSndhwm(0), z.SetRcvhwm(routerQueue), tune(z), v.curve.server(z))
 	if err != nil {
 		return 0, errors.Join(fmt.Errorf("zmq: ROUTER: %w", err), z.Close())
 	}

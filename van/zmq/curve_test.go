@@ -1,0 +1,280 @@
+package zmq
+
+import (
+	"errors"
+	"io"
+	"net"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+const (
+	testSecret  = "the secret of this cluster"
+	otherSecret = "the secret of another cluster"
+)
+
+// withSecret sets a node's secret, none if it is empty, and its cluster's id.
+func withSecret(secret, cluster string) func(*env.Config) {
+	return func(c *env.Config) { c.Secret, c.ClusterID = env.Secret(secret), cluster }
+}
+
+// TestProofs connects a worker to a scheduler. Messages arrive if both have the same secret and cluster id. Otherwise
+// none arrives, and both nodes say why, without a part of the secret.
+func TestProofs(t *testing.T) {
+	const (
+		noneHere  = "it requires the cluster's secret, which this node does not have (STEPAF_SECRET_FILE)"
+		noneThere = "it has no cluster secret, or STEPAF_AUTH is not require there"
+		another   = "its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID is another one"
+		maybe     = "its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID may be another one"
+	)
+	tests := []struct {
+		name              string
+		scheduler, worker func(*env.Config)
+		accepts, dials    string // what the scheduler and the worker say
+	}{
+		{"no secret", withSecret("", ""), withSecret("", ""), "", ""},
+		{"no secret, cluster ids are not compared here", withSecret("", "a"), withSecret("", "b"), "", ""},
+		{"the same secret", withSecret(testSecret, ""), withSecret(testSecret, ""), "", ""},
+		{"the same secret and cluster", withSecret(testSecret, "a"), withSecret(testSecret, "a"), "", ""},
+		{"another secret", withSecret(testSecret, ""), withSecret(otherSecret, ""), another, maybe},
+		{"another cluster", withSecret(testSecret, "a"), withSecret(testSecret, "b"), another, maybe},
+		{"only the scheduler has one", withSecret(testSecret, ""), withSecret("", ""), noneThere, noneHere},
+		{"only the worker has one", withSecret("", ""), withSecret(testSecret, ""), noneHere, noneThere},
+	}
+	for _, local := range []bool{false, true} {
+		for _, c := range tests {
+			t.Run(c.name, func(t *testing.T) {
+				where := func(edit func(*env.Config)) func(*env.Config) {
+					return func(cfg *env.Config) { edit(cfg); cfg.Local = local }
+				}
+				scheduler, worker := newNode(t, 1, 5, nil, where(c.scheduler)), newNode(t, 9, 7, nil, where(c.worker))
+				lost := make(chan error, 100)
+				worker.WatchPeers(func(_ int, up bool, cause error) {
+					if !up {
+						lost <- cause
+					}
+				})
+				worker.connect(t, scheduler)
+				err := worker.Send(heartbeat(1, 1))
+				if c.accepts == "" {
+					if err != nil {
+						t.Error(err)
+					}
+					if m := scheduler.next(t); m.Timestamp != 1 {
+						t.Errorf("message %d arrived, want 1", m.Timestamp)
+					}
+					if s := scheduler.Stats(); s.Unproved != 0 {
+						t.Errorf("%d connections without proof were counted, want 0", s.Unproved)
+					}
+					return
+				}
+				// The handshake may have failed already, and this node may not know it yet.
+				if err != nil && !errors.Is(err, van.ErrUnauthenticated) && !errors.Is(err, van.ErrQueueFull) {
+					t.Error(err)
+				}
+				awaitUnauthenticated(t, lost)
+				until(t, "line of the worker", func() bool { return strings.Contains(worker.logged.String(), c.dials) })
+				if !local { // nobody watches connections to a Unix socket, which only the same user can make
+					// The kernel does not say whose a connection was that had ended when the node looked; the next try is named.
+					until(t, "line of the scheduler", func() bool {
+						return strings.Contains(scheduler.logged.String(), c.accepts) && strings.Contains(scheduler.logged.String(), "addr=127.0.0.1")
+					})
+					if scheduler.Stats().Unproved == 0 || worker.Stats().Unproved == 0 {
+						t.Errorf("scheduler and worker counted %d and %d connections without proof", scheduler.Stats().Unproved, worker.Stats().Unproved)
+					}
+				}
+				for _, n := range []*node{scheduler, worker} {
+					for _, secret := range []string{testSecret, otherSecret} {
+						if strings.Contains(n.logged.String(), secret) {
+							t.Errorf("a log shows the secret")
+						}
+					}
+				}
+				if len(scheduler.in) > 0 {
+					t.Error("a message arrived")
+				}
+			})
+		}
+	}
+}
+
+// awaitUnauthenticated waits until a connection is lost because of a proof. The peer may have closed earlier ones before
+// this node found the reason.
+func awaitUnauthenticated(t *testing.T, lost <-chan error) {
+	t.Helper()
+	for end := time.After(limit); ; {
+		select {
+		case err := <-lost:
+			if errors.Is(err, van.ErrUnauthenticated) {
+				return
+			}
+		case <-end:
+			t.Fatalf("no connection was lost because of a proof within %s", limit)
+		}
+	}
+}
+
+// TestRepeatedProofs: a peer with another secret tries again and again; few of the tries make a line of the log.
+func TestRepeatedProofs(t *testing.T) {
+	scheduler, worker := newNode(t, 1, 5, nil, withSecret(testSecret, "")), newNode(t, 9, 7, nil, withSecret(otherSecret, ""))
+	worker.connect(t, scheduler)
+	until(t, "five tries", func() bool { return scheduler.Stats().Unproved >= 5 })
+	if n := strings.Count(scheduler.logged.String(), "a connection was refused"); n > 4 {
+		t.Errorf("%d lines for %d tries, want those of the 1st, 2nd, 4th and 8th", n, scheduler.Stats().Unproved)
+	}
+}
+
+// TestStrangersWithASecret: whatever a peer sends without a proof, nothing of it is delivered, no member notices, and it is counted.
+func TestStrangersWithASecret(t *testing.T) {
+	scheduler, member := newNode(t, 1, 5, nil, withSecret(testSecret, "")), newNode(t, 9, 7, nil, withSecret(testSecret, ""))
+	link(t, scheduler, member)
+	member.must(t, heartbeat(1, 1))
+	scheduler.next(t)
+
+	// A recorded handshake and message of another process of the cluster.
+	tapped := newNode(t, 11, 8, nil, withSecret(testSecret, ""))
+	behind := scheduler.self
+	proxy, record := tap(t, scheduler.self.Addr())
+	behind.Port = proxy.Addr().(*net.TCPAddr).Port
+	if err := tapped.Connect(t.Context(), 1, behind); err != nil {
+		t.Fatal(err)
+	}
+	tapped.must(t, heartbeat(1, 1))
+	scheduler.next(t)
+	recorded := record()
+
+	plain := []byte{0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0x7f, 3, 0}
+	plain = append(plain, "NULL"...)
+	plain = append(plain, make([]byte, 64-len(plain))...)
+	ready := []byte("\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity")
+	ready = append(ready, 0, 0, 0, 3, 'p', 's', '9')
+	ready[1] = byte(len(ready) - 2)
+	greeting := recorded[:64]
+	for _, c := range []struct {
+		name    string
+		bytes   []byte
+		counted bool
+	}{
+		{"nothing", nil, false},
+		{"another protocol", []byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n"), false},
+		{"a member's name without CURVE", append(append([]byte{}, plain...), ready...), true},
+		{"a recorded handshake and message", recorded, true},
+		{"a recorded handshake, cut off", recorded[:len(recorded)/2], false},
+		{"a recorded first command", recorded[:64+2+200], false},
+		{"commands of zeros", append(append([]byte{}, greeting...), append([]byte{4, 200, 5, 'H', 'E', 'L', 'L', 'O'}, make([]byte, 194)...)...), true},
+		{"a message instead of the first command", append(append([]byte{}, greeting...), frame([]byte("hello"), false)...), true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			before := scheduler.Stats().Unproved
+			conn, err := net.Dial("tcp", scheduler.self.Addr())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			_ = conn.SetDeadline(time.Now().Add(limit))
+			if _, err := conn.Write(c.bytes); err != nil {
+				t.Fatal(err)
+			}
+			if c.counted {
+				_, _ = io.Copy(io.Discard, conn) // until the scheduler ends it
+				until(t, "counter", func() bool { return scheduler.Stats().Unproved > before })
+			}
+		})
+	}
+	t.Run("an echo", func(t *testing.T) { // the scheduler's own bytes come back to it
+		conn, err := net.Dial("tcp", scheduler.self.Addr())
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = conn.SetDeadline(time.Now().Add(limit))
+		if _, err := io.CopyN(conn, conn, 64); err != nil { // the greeting; then the scheduler waits for a command
+			t.Error(err)
+		}
+		_ = conn.Close()
+	})
+	member.must(t, heartbeat(1, 2))
+	if m := scheduler.next(t); m.Sender != 9 || m.Timestamp != 2 {
+		t.Errorf("message %d of %d arrived, want 2 of 9", m.Timestamp, m.Sender)
+	}
+	if len(scheduler.in) > 0 {
+		t.Error("a message of a stranger arrived")
+	}
+}
+
+// tap forwards a connection to addr and records what its client sends; the returned function returns that.
+func tap(t *testing.T, addr string) (net.Listener, func() []byte) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() })
+	var mu sync.Mutex
+	var record []byte
+	go func() {
+		c, err := l.Accept()
+		if err != nil {
+			return
+		}
+		defer c.Close()
+		to, err := net.Dial("tcp", addr)
+		if err != nil {
+			return
+		}
+		defer to.Close()
+		go func() { _, _ = io.Copy(c, to) }()
+		b := make([]byte, 4096)
+		for {
+			n, err := c.Read(b)
+			mu.Lock()
+			record = append(record, b[:n]...)
+			mu.Unlock()
+			if err != nil {
+				return
+			}
+			if _, err := to.Write(b[:n]); err != nil {
+				return
+			}
+		}
+	}()
+	return l, func() []byte { mu.Lock(); defer mu.Unlock(); return append([]byte{}, record...) }
+}
+
+// TestRedial: a process without the secret listens at the address of a peer. When the peer has taken its place, the
+// connection is made: libzmq alone would not try again.
+func TestRedial(t *testing.T) {
+	for _, c := range []struct{ first, then, worker string }{
+		{"", testSecret, testSecret},
+		{testSecret, "", ""},
+		{otherSecret, testSecret, testSecret},
+	} {
+		wrong := newNode(t, 1, 5, nil, withSecret(c.first, ""))
+		worker := newNode(t, 9, 7, nil, withSecret(c.worker, ""))
+		up := make(chan bool, 100)
+		lost := make(chan error, 100)
+		worker.WatchPeers(func(_ int, is bool, cause error) {
+			if is {
+				up <- true
+			} else {
+				lost <- cause
+			}
+		})
+		worker.connect(t, wrong)
+		awaitUnauthenticated(t, lost)
+		port := wrong.self.Port
+		if err := wrong.Close(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		right := newNodeAt(t, 1, 5, port, nil, withSecret(c.then, ""))
+		<-up
+		worker.must(t, heartbeat(1, 3))
+		if m := right.next(t); m.Timestamp != 3 {
+			t.Errorf("message %d arrived, want 3", m.Timestamp)
+		}
+	}
+}
