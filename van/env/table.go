@@ -68,7 +68,7 @@ var table = []variable{
 		name: authMode, topic: trust, kind: Enum, words: []string{AuthOff, AuthWarn, AuthRequire}, readers: "all",
 		defNote: "`require` with a secret, else `off`",
 		field:   func(c *Config) any { return &c.Auth },
-		help:    "What a peer must prove. `require`: only peers that know the secret can connect. `warn`: peers without proof are admitted, counted and named. `off`: nothing is proved. C++ nodes can join with `warn` and `off`.",
+		help:    "What a peer must prove. `require`: only peers that know the secret can connect. `warn`: peers without proof are admitted, counted and named; connections are plain, as with `off`. `off`: nothing is proved. C++ nodes can join with `warn` and `off`.",
 		differs: "Ours only.",
 	},
 

@@ -278,3 +278,34 @@ func TestRedial(t *testing.T) {
 		}
 	}
 }
+
+// TestWarn: with STEPAF_AUTH=warn nodes with and without the secret are admitted; the latter are counted and named.
+func TestWarn(t *testing.T) {
+	warn := func(edit func(*env.Config)) func(*env.Config) {
+		return func(c *env.Config) { edit(c); c.Auth = env.AuthWarn }
+	}
+	for _, c := range []struct {
+		name   string
+		worker func(*env.Config)
+		line   string // of the scheduler; "": the worker has proved itself
+	}{
+		{"the same secret", warn(withSecret(testSecret, "")), ""},
+		{"no secret", withSecret("", ""), "it has no cluster secret"},
+		{"another secret", warn(withSecret(otherSecret, "")), "is another one"},
+		{"another cluster", warn(withSecret(testSecret, "b")), "is another one"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			scheduler, worker := newNode(t, 1, 5, nil, warn(withSecret(testSecret, ""))), newNode(t, van.Empty, 7, nil, c.worker)
+			worker.connect(t, scheduler)
+			register := heartbeat(1, 1)
+			register.Control.Cmd = van.AddNode
+			register.Control.Nodes = []van.Node{worker.self}
+			worker.must(t, register)
+			scheduler.next(t)
+			said := strings.Contains(scheduler.logged.String(), "a node without proof was admitted (STEPAF_AUTH=warn)")
+			if n := scheduler.Stats().Unproved; said != (c.line != "") || (n == 1) != said || !strings.Contains(scheduler.logged.String(), c.line) {
+				t.Errorf("%d nodes without proof were counted, want %t; log: %s", n, c.line != "", scheduler.logged.String())
+			}
+		})
+	}
+}

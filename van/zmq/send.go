@@ -62,6 +62,9 @@ func (o *outgoing) send(msg *van.Message, c *conn) error {
 	} else {
 		msg.ResponseTrace.PostSend = clock.Now()
 	}
+	if msg.Control.Cmd == van.AddNode && o.n.warns != nil && msg.Receiver == van.SchedulerID {
+		o.n.proveRecord(&msg.Meta)
+	}
 	var buf [1024]byte
 	meta, n := buf[:], msg.EncodedLen()
 	if n > len(buf) {

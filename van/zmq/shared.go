@@ -3,6 +3,7 @@ package zmq
 // What the parts of a van share: who the node is, its peers, and its counters.
 
 import (
+	"crypto/hmac"
 	"log/slog"
 	"maps"
 	"sync"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
@@ -20,7 +22,8 @@ type shared struct {
 	log  *slog.Logger
 	lent *lent
 
-	curve    *curve // nil: connections are plain
+	curve    *curve     // nil: connections are plain
+	warns    *auth.Keys // with STEPAF_AUTH=warn
 	redial   func(*conn)
 	unproved logx.Causes // handshakes that failed
 
@@ -112,6 +115,37 @@ func (n *shared) unseen() (count int) {
 func (n *shared) refused(peer, addr string, cause error) {
 	n.stats.unproved.Add(1)
 	n.unproved.Log(n.log, addr+logx.Kind(cause)).Warn("a connection was refused", "peer", peer, "addr", addr, "err", cause)
+}
+
+// proveRecord puts into m, a registration, the proof that STEPAF_AUTH=warn looks for.
+func (n *shared) proveRecord(m *van.Meta) {
+	if len(m.Body) == 0 && len(m.Control.Nodes) == 1 {
+		proof := recordProof(n.warns, &m.Control.Nodes[0])
+		m.Body = proof[:]
+	}
+}
+
+// checkRecord counts and names the node that m registers if it has no proof. It is admitted: connections are plain with
+// STEPAF_AUTH=warn, and whoever sees a registration can repeat it, so that the proof shows which nodes are configured, no more.
+func (n *shared) checkRecord(m *van.Meta) {
+	for i := range m.Control.Nodes {
+		proof := recordProof(n.warns, &m.Control.Nodes[i])
+		if hmac.Equal(proof[:], m.Body) {
+			continue
+		}
+		n.stats.unproved.Add(1)
+		cause := errNoSecretThere
+		if len(m.Body) == len(proof) {
+			cause = errOtherSecret
+		}
+		who, addr := &m.Control.Nodes[i], m.Control.Nodes[i].Addr()
+		n.unproved.Log(n.log, addr+logx.Kind(cause)).Warn("a node without proof was admitted (STEPAF_AUTH=warn)", "role", who.Role, "addr", addr, "err", cause)
+	}
+}
+
+// recordProof is the proof of a node's registration.
+func recordProof(keys *auth.Keys, node *van.Node) [auth.ProofLen]byte {
+	return keys.Proof("registration", []byte(node.Addr()), node.Endpoint)
 }
 
 // tell reports a change of c's connection to the watcher.

@@ -78,6 +78,9 @@ func New(o van.Options) (van.Van, error) {
 	v := &zvan{zctx: zctx, unbind: func() {}, leaving: map[*conn]struct{}{}}
 	n := &v.shared
 	n.curve, n.redial = secure, v.redial
+	if !o.Keys.Required() {
+		n.warns = o.Keys
+	}
 	n.cfg, n.log, n.incarnation = o.Config, cmp.Or(o.Log, slog.New(slog.DiscardHandler)), o.Incarnation
 	n.peers.Store(&map[int]*conn{})
 	v.outgoing.n, v.intake.n = n, n
