@@ -29,6 +29,7 @@ func (x *exam) checks() []check {
 		{"versions", false, x.versions},
 		{"system", false, x.system},
 		{"environment", false, x.environment},
+		{"secret", false, x.secret},
 		{"limits", false, x.limits},
 		{"zmq loopback", false, x.zmqLoopback},
 		{"rdma build", true, x.rdma.build},
@@ -41,6 +42,7 @@ func (x *exam) checks() []check {
 		{"gpu", false, x.gpu.list},
 		{gpuPairs, false, x.gpu.pairs},
 		{"same host", false, x.gpu.sameHost},
+		{"exposed", false, x.exposed},
 	}
 }
 
@@ -100,7 +102,7 @@ func (x *exam) unknown(c check) Status {
 	switch {
 	case c.rdma:
 		return x.orFail(Warn)
-	case c.name == "same host", c.name == gpuPairs, c.name == "gpu" && !x.needGPU():
+	case c.name == "same host", c.name == "exposed", c.name == gpuPairs, c.name == "gpu" && !x.needGPU():
 		return Warn
 	}
 	return Fail

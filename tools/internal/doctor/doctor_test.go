@@ -49,7 +49,7 @@ func plain(environ ...string) (*Machine, tree) {
 	t.file("proc/self/status", "Name:\tstepaf\nCapEff:\t0000000000000000")
 	return &Machine{
 		Root: fstest.MapFS(t), Env: env.FromList(environ),
-		Version: "v1.2.3", Go: "go1.26 linux/amd64", LibZMQ: "4.3.5", Transports: []string{"ibverbs", "zmq"}, Backends: []string{"CPU"}, CPUs: 16,
+		Version: "v1.2.3", Go: "go1.26 linux/amd64", LibZMQ: "4.3.5", HasCurve: true, Transports: []string{"ibverbs", "zmq"}, Backends: []string{"CPU"}, CPUs: 16,
 		Interfaces: func() ([]choose.Interface, error) {
 			return []choose.Interface{
 				{Name: "lo", Up: true, Loopback: true, Addrs: []netip.Addr{netip.MustParseAddr("127.0.0.1")}},
@@ -550,7 +550,7 @@ func TestTimeout(t *testing.T) {
 	if f := find(t, r, "rdma libraries"); f.Status != Fail || f.Text != "does not end: the time is up" {
 		t.Errorf("%+v", f)
 	}
-	if f := find(t, r, "rdma devices"); f.Status != Fail || f.Text != "not looked at: the time is up; nor at rdma port, locked memory, rdma address, rdma loopback, gpu, gpu pairs, same host" {
+	if f := find(t, r, "rdma devices"); f.Status != Fail || f.Text != "not looked at: the time is up; nor at rdma port, locked memory, rdma address, rdma loopback, gpu, gpu pairs, same host, exposed" {
 		t.Errorf("%+v", f)
 	}
 }

@@ -32,6 +32,7 @@ type Machine struct {
 	Version    string // of stepaf
 	Go         string // version and platform
 	LibZMQ     string // version
+	HasCurve   bool   // libzmq has CURVE
 	Transports []string
 	Backends   []string
 	CPUs       int // that this process may use
@@ -73,6 +74,7 @@ func Host(version string, log *slog.Logger) *Machine {
 		Version:    version,
 		Go:         runtime.Version() + " " + runtime.GOOS + "/" + runtime.GOARCH,
 		LibZMQ:     libzmq(),
+		HasCurve:   zmq4.HasCurve(),
 		Transports: van.Transports(),
 		Backends:   backend.Names(),
 		CPUs:       runtime.NumCPU(),

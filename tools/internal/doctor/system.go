@@ -65,7 +65,7 @@ func (x *exam) environment(ctx context.Context) []Finding {
 		err = x.cfg.Validate() // which repeats what LoadFrom refused
 	}
 	var found []Finding
-	for _, e := range Unwarned(x.cfg, err) {
+	for _, e := range slices.DeleteFunc(Unwarned(x.cfg, err), ofSecret) {
 		found = append(found, Finding{Status: Fail, Text: e.Error(), Remedy: `correct it; "stepaf env --explain" shows what each variable means`})
 	}
 	for _, e := range x.absentNames(ctx) {

@@ -1,0 +1,202 @@
+package doctor
+
+// The checks of the cluster's secret, and of the ports that a node of this configuration opens: who can reach each,
+// and what a process without the secret can do there.
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+const makeSecret = `"stepaf secret FILE" makes a secret; set STEPAF_SECRET_FILE to it on all nodes`
+
+// ofSecret reports whether err is about the secret, which has a check of its own.
+func ofSecret(err error) bool {
+	e, ok := errors.AsType[*env.Error](err)
+	return ok && (e.Name == "STEPAF_SECRET" || e.Name == "STEPAF_SECRET_FILE" || e.Name == "STEPAF_AUTH" && e.Why != "")
+}
+
+// secret says which protection is in force, and where the secret comes from. It shows nothing of the secret.
+func (x *exam) secret(context.Context) []Finding {
+	c := x.cfg
+	mode := c.AuthMode()
+	data := map[string]any{"mode": mode, "source": "", "curve": x.m.HasCurve}
+	from := ""
+	switch {
+	case c.SecretFile != "":
+		from = fmt.Sprintf("from STEPAF_SECRET_FILE=%q", c.SecretFile)
+		data["source"] = "STEPAF_SECRET_FILE"
+	case c.Secret != "":
+		from = "from STEPAF_SECRET"
+		data["source"] = "STEPAF_SECRET"
+	}
+	f := Finding{Data: data}
+	_, err := c.ReadSecret()
+	switch {
+	case err != nil:
+		f.Status, f.Text, f.Remedy = Fail, err.Error(), "correct the file or the variable; a node with this one does not start"
+	case from == "" && mode != env.AuthOff:
+		f.Status, f.Text, f.Remedy = Fail, fmt.Sprintf("STEPAF_AUTH=%s, and no secret is set", mode), makeSecret
+	case from == "":
+		f.Text = "none is set: any process that reaches a node is served (STEPAF_AUTH is off)"
+	case mode == env.AuthOff:
+		f.Status, f.Text, f.Remedy = Warn, from+", and STEPAF_AUTH=off: it is not used", "unset STEPAF_AUTH, or the secret"
+	case !x.m.HasCurve && c.VanType == "zmq":
+		f.Status, f.Text = Fail, from+": libzmq "+x.m.LibZMQ+" was built without CURVE, which a node with a secret needs"
+		f.Remedy = "install a libzmq that is built with libsodium (Debian's libzmq5 is)"
+	case mode == env.AuthWarn:
+		f.Status, f.Text, f.Remedy = Warn, from+", and STEPAF_AUTH=warn: processes without it are admitted, counted and named", "unset STEPAF_AUTH as soon as all nodes have the secret"
+	default:
+		f.Text = from + ": processes without it are refused (STEPAF_AUTH is require)"
+	}
+	if c.Secret != "" {
+		f.Details = append(f.Details, "other processes of this user can read STEPAF_SECRET in /proc/PID/environ; STEPAF_SECRET_FILE names a file instead")
+	}
+	return []Finding{f}
+}
+
+const sharedMemory = "shared memory"
+
+// door is where a node of this configuration can be connected to.
+type door struct {
+	Role      string `json:"role"`
+	Transport string `json:"transport"`
+	Address   string `json:"address"`
+	Port      int    `json:"port,omitempty"` // 0 is any free one
+	Network   bool   `json:"network"`        // other hosts may reach it
+	Mode      string `json:"mode"`           // of STEPAF_AUTH
+	where     string
+}
+
+// exposed lists the ports that a node of this configuration opens.
+func (x *exam) exposed(ctx context.Context) []Finding {
+	if x.cfg.RootURI == "" {
+		return []Finding{{Status: Skip, Text: "no cluster is configured (DMLC_PS_ROOT_URI is not set)", Remedy: "run it with the variables of a node: it says then which ports the node opens, and to whom"}}
+	}
+	interfaces, err := x.m.Interfaces()
+	if err != nil {
+		return []Finding{{Status: Warn, Text: err.Error(), Remedy: "see that this process may list the interfaces (ip addr)"}}
+	}
+	h := hostaddr.Host{Interfaces: interfaces, Source: x.m.Source}
+	var found []Finding
+	for _, d := range x.doors(ctx, h) {
+		found = append(found, x.judgeDoor(d))
+	}
+	return found
+}
+
+// doors returns the ports of the node, or of all nodes that may start here if DMLC_ROLE is not set.
+func (x *exam) doors(ctx context.Context, h hostaddr.Host) []door {
+	root, rootErr := x.m.Resolve(ctx, x.cfg.RootURI)
+	roles := []string{x.cfg.Role}
+	switch x.cfg.Role {
+	case "":
+		if roles = []string{"server", "worker"}; rootErr == nil && h.Has(root) {
+			roles = append([]string{scheduler}, roles...)
+		}
+	case "joint":
+		roles = []string{"server", "worker"}
+	}
+	var all []door
+	for i, role := range roles {
+		d := door{Role: role, Transport: x.cfg.VanType, Mode: x.cfg.AuthMode()}
+		var addr netip.Addr
+		switch {
+		case role == scheduler && x.cfg.Kubernetes:
+			addr, d.Port = netip.IPv4Unspecified(), x.cfg.RootPort
+		case role == scheduler:
+			addr, d.Port = root, x.cfg.RootPort
+		default:
+			addr, d.Port = x.nodeAddress(ctx, h, root), x.cfg.Port
+			if d.Port != 0 && x.cfg.Role == "joint" {
+				d.Port += i
+			}
+		}
+		d.Address = "an address that is not known"
+		if addr.IsValid() {
+			d.Address = addr.String()
+		}
+		d.Network = !addr.IsLoopback() && !x.cfg.Local
+		kind := map[string]string{"zmq": "TCP", ibverbs: "RDMA"}[d.Transport]
+		if d.where = cmp.Or(kind, d.Transport) + " " + d.Address; d.Port != 0 {
+			d.where += ":" + strconv.Itoa(d.Port)
+		} else {
+			d.where += ", any free port"
+		}
+		if x.cfg.Local && d.Transport == "zmq" {
+			d.Address, d.where = "/tmp", "a Unix socket in /tmp that only this user may open"
+		}
+		all = append(all, d)
+		if role != scheduler && x.cfg.EnableIPC != 0 {
+			all = append(all, door{Role: role, Transport: sharedMemory, Address: "abstract Unix socket", Mode: d.Mode,
+				where: "an abstract Unix socket, for processes of this user in this container"})
+		}
+	}
+	return all
+}
+
+// nodeAddress is the address that a worker or server of this configuration listens at. It is invalid if there is none.
+func (x *exam) nodeAddress(ctx context.Context, h hostaddr.Host, root netip.Addr) netip.Addr {
+	auto := strings.EqualFold(x.cfg.Interface, "auto")
+	switch {
+	case x.needRDMA && (x.cfg.NodeHost == "" || auto) && x.rdma.chosen != nil:
+		return x.rdma.chosen.Host
+	case x.cfg.NodeHost != "":
+		addr, _ := x.m.Resolve(ctx, x.cfg.NodeHost) // absentNames has the error
+		return addr
+	case x.cfg.Interface != "" && !auto:
+		match := slices.DeleteFunc(slices.Clone(h.Interfaces), func(i hostaddr.Interface) bool { return !strings.HasPrefix(i.Name, x.cfg.Interface) })
+		if k := slices.IndexFunc(match, func(i hostaddr.Interface) bool { return i.Name == x.cfg.Interface }); k >= 0 {
+			match = match[k : k+1]
+		}
+		if len(match) == 1 {
+			return h.Of(match[0], root)
+		}
+		return netip.Addr{}
+	}
+	if addr, _, ok := h.Toward(root); ok {
+		return addr
+	}
+	if addr, _ := h.First(); addr.IsValid() {
+		return addr
+	}
+	return netip.AddrFrom4([4]byte{127, 0, 0, 1})
+}
+
+// judgeDoor says who can reach d, and what a process without the secret can do there.
+func (x *exam) judgeDoor(d door) Finding {
+	f := Finding{Name: "exposed " + d.Role, Data: d}
+	reach := "from this host only"
+	if d.Network {
+		reach = "from other hosts"
+	}
+	can := map[string]string{
+		env.AuthRequire: "a process without the secret is refused in the handshake",
+		env.AuthWarn:    "a process without the secret is admitted, and logged",
+		env.AuthOff:     "any process can join the cluster there, and read and change tensors",
+	}[d.Mode]
+	switch {
+	case d.Transport != sharedMemory:
+		f.Text = fmt.Sprintf("%s, reached %s: %s", d.where, reach, can)
+	case d.Mode == env.AuthOff:
+		f.Text = d.where + ": any of them can read and change tensors"
+	default:
+		f.Text = d.where + ": " + can
+	}
+	switch {
+	case d.Mode == env.AuthRequire && d.Transport == ibverbs:
+		f.Text += "; tensors are not encrypted"
+	case d.Network && d.Mode == env.AuthOff && x.cfg.Auth == "":
+		f.Status, f.Remedy = Warn, makeSecret+"; or STEPAF_AUTH=off if only trusted hosts reach the address"
+	}
+	return f
+}
