@@ -33,10 +33,7 @@ PyObject *exchange_out(dl_versioned *m) {
 int exchange_stream(int32_t device, uint64_t *stream) {
   void *s = NULL;
   if (table == NULL || table->current_stream == NULL) return 0;
-  if (table->current_stream(DL_CUDA, device, &s) != 0) {
-    PyErr_Clear();
-    return 0;
-  }
+  if (table->current_stream(DL_CUDA, device, &s) != 0) return sf_pardon();
   *stream = (uint64_t)(uintptr_t)s;
   return 1;
 }

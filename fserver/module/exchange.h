@@ -20,7 +20,7 @@ int exchange_in(PyObject *o, dl_tensor *d);
 // was called.
 PyObject *exchange_out(dl_versioned *m);
 
-// Finds the current stream of a GPU. Returns 1, or 0 when it cannot tell.
+// Finds the current stream of a GPU. Returns 1, 0 when it cannot tell, or -1 with an exception that is not ours.
 int exchange_stream(int32_t device, uint64_t *stream);
 
 #endif

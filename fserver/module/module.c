@@ -477,10 +477,12 @@ static int in_main(void) {
   return -1;
 }
 
-// Leaves the cluster when the interpreter ends.
+// Leaves the cluster when the interpreter ends. A lookup of an attribute clears an exception that is set already, such as the
+// KeyboardInterrupt of an import.
 static int at_exit(PyObject *module) {
-  PyObject *atexit = PyImport_ImportModule("atexit"), *f = PyObject_GetAttrString(module, "_exit"), *r = NULL;
-  if (atexit != NULL && f != NULL) r = PyObject_CallMethod(atexit, "register", "O", f);
+  PyObject *atexit = PyImport_ImportModule("atexit"), *r = NULL;
+  PyObject *f = atexit != NULL ? PyObject_GetAttrString(module, "_exit") : NULL;
+  if (f != NULL) r = PyObject_CallMethod(atexit, "register", "O", f);
   Py_XDECREF(atexit);
   Py_XDECREF(f);
   Py_XDECREF(r);

@@ -65,6 +65,15 @@ static int set_bytes(sf_tensor *t, label *name) {
   return 0;
 }
 
+// Reads t->ndim sizes from a tuple. It stops at the first exception: the next conversion could clear it.
+static int read_shape(sf_tensor *t, PyObject *sizes) {
+  for (int i = 0; i < t->ndim; i++) {
+    t->shape[i] = PyLong_AsLongLong(PyTuple_GetItem(sizes, i));
+    if (t->shape[i] == -1 && PyErr_Occurred()) return -1;
+  }
+  return 0;
+}
+
 // The functions from here to torch_lazy return -1 with an exception that is not ours.
 
 // The C string of a str attribute of an object, in buf; "" when it has none.
@@ -195,9 +204,9 @@ static int torch_in(PyObject *o, sf_tensor *t, label *name) {
     Py_XDECREF(x);
     return -1;
   }
-  for (Py_ssize_t d = 0; d < ndim; d++) t->shape[d] = PyLong_AsLongLong(PyTuple_GetItem(x, d));
+  int rc = read_shape(t, x);
   Py_DECREF(x);
-  if (PyErr_Occurred() || set_bytes(t, name) < 0) return -1;
+  if (rc < 0 || set_bytes(t, name) < 0) return -1;
 
   x = PyObject_CallMethodObjArgs(o, s_data_ptr, NULL);
   if (x == NULL) return -1;
@@ -268,8 +277,7 @@ static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
     goto out;
   }
   if (set_shape(t, PyTuple_Size(shape), name) < 0) goto out;
-  for (int k = 0; k < t->ndim; k++) t->shape[k] = PyLong_AsLongLong(PyTuple_GetItem(shape, k));
-  t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(data, 0));
+  if (read_shape(t, shape) == 0) t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(data, 0));
   if (PyErr_Occurred()) {
     if (!sf_not_ours()) PyErr_Format(sf_error_type, "%s has an __array_interface__ that NumPy would not give it", named(name));
     goto out;

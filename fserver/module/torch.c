@@ -72,7 +72,9 @@ int tensor_stream(int32_t device, uint64_t *stream) {
   int ready = torch_ready();
   if (ready < 0) return -1;
   *stream = 0;
-  if (!ready || sf_torch.current_stream == NULL || exchange_stream(device, stream)) return 0;
+  if (!ready || sf_torch.current_stream == NULL) return 0;
+  int found = exchange_stream(device, stream);
+  if (found != 0) return found < 0 ? -1 : 0;
   PyObject *id = PyLong_FromLong(device), *s = id != NULL ? PyObject_CallFunctionObjArgs(sf_torch.current_stream, id, NULL) : NULL;
   Py_XDECREF(id);
   if (s == NULL) return -1;

@@ -527,6 +527,52 @@ def test_pyinstrument(cluster):
     run(cluster, profiled)
 
 
+# Ctrl-C
+
+IMPORT = """
+import atexit, builtins, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+ordinary, register = builtins.__import__, atexit.register
+def strike():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass  # the exception is raised here at the latest
+def importing(name, *others):
+    if name == "atexit" and sys.argv[1] == "import":
+        strike()
+    return ordinary(name, *others)
+def registering(function):
+    if sys.argv[1] == "register":
+        strike()
+    return register(function)
+builtins.__import__, atexit.register = importing, registering
+try:
+    import fserver_lib
+    raise AssertionError("imported")
+except KeyboardInterrupt as e:
+    assert "fserver_lib" not in sys.modules
+builtins.__import__, atexit.register = ordinary, register
+import fserver_lib as f
+assert f.get_nanosecond() > 0
+class Size:
+    def __init__(self, action): self.action = action
+    def __index__(self): return self.action() or 4
+class Other(Size):
+    pass
+class Array:
+    __array_interface__ = {"typestr": "<i4", "shape": (Size(strike), Other(int)), "data": (id(f), False), "version": 3}
+try:
+    f.push_pull([Array()], [1], [], [])
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("step", ["import", "register"])
+def test_interrupt_while_importing(step):
+    """KeyboardInterrupt passes through the module's C code, which makes no other call of Python meanwhile: that could clear it."""
+    done = subprocess.run([sys.executable, "-c", IMPORT, step], stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
 
 @by_hand
