@@ -94,7 +94,7 @@ var layers = []struct {
 	{"internal/", []string{"internal/", "van/env"}},
 	{"van/backend/", []string{"van/env", "internal/"}},
 	{"van/stack", []string{"van/"}},
-	{"van/auth", []string{"van/env"}},
+	{"van/auth", []string{"van/env", "internal/"}},
 	{"van/rdma/", []string{"van/rdma/", "van/rendezvous", "van", "van/auth", "van/backend", "van/engine", "van/env", "internal/"}},
 	{"van/engine", []string{"van/env", "internal/"}},
 	{"van/", []string{"van", "van/auth", "van/backend", "van/engine", "van/env", "internal/"}},

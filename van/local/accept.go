@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -13,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 )
 
 // acceptor answers peers that make a link to this node, and watches their links.
@@ -22,7 +24,12 @@ type acceptor struct {
 	in       *inCommon
 	log      *slog.Logger
 	listener *net.UnixListener
-	conns    map[*net.UnixConn]bool // of peers; peers.mu guards it
+	refused  logx.Causes // log lines about peers that are refused
+
+	// peers.mu guards these.
+	conns      map[*net.UnixConn]bool // of peers
+	handshakes []*net.UnixConn        // those of them that have not said hello yet, the oldest first
+	crowded    logx.Sparse            // log lines about too many of those
 
 	// For tests.
 	streamOnly bool         // as where reading other processes is forbidden
@@ -56,6 +63,7 @@ func (a *acceptor) run() {
 			_ = c.Close()
 		} else {
 			a.conns[c] = true
+			a.handshakeLocked(c)
 			a.peers.wg.Go(func() { a.serve(c) })
 		}
 		a.peers.mu.Unlock()
@@ -67,6 +75,24 @@ const (
 	minPause = 5 * time.Millisecond
 	maxPause = time.Second
 )
+
+// maxHandshakes is the largest number of connections that have not said hello. A peer says
+// hello within a millisecond, so it loses its connection to newer ones only in a crowd.
+const maxHandshakes = 256
+
+// handshakeLocked counts c among the handshakes, and ends the oldest of too many. Any process
+// of the user could hold them. The caller holds peers.mu.
+func (a *acceptor) handshakeLocked(c *net.UnixConn) {
+	a.handshakes = append(a.handshakes, c)
+	if len(a.handshakes) <= maxHandshakes {
+		return
+	}
+	_ = a.handshakes[0].Close()
+	a.handshakes = slices.Delete(a.handshakes, 0, 1)
+	if n, show := a.crowded.Next(); show {
+		a.log.Warn("too many connections to the socket for shared memory have not said hello: the oldest is ended", "limit", maxHandshakes, "so far", n)
+	}
+}
 
 func (a *acceptor) accept() (*net.UnixConn, error) {
 	if a.refuse != nil {
@@ -87,12 +113,19 @@ func (a *acceptor) serve(c *net.UnixConn) {
 	}()
 	_ = c.SetDeadline(time.Now().Add(a.self.linkTime))
 	r, err := a.admit(c)
+	a.peers.mu.Lock()
+	a.handshakes = slices.DeleteFunc(a.handshakes, func(x *net.UnixConn) bool { return x == c })
+	a.peers.mu.Unlock()
 	if err != nil {
-		r = reply{verdict: verdictNo, why: err.Error()}
+		r = reply{verdict: verdictNo, why: auth.Explain(err)}
 		if errors.Is(err, van.ErrReplaced) {
 			r.verdict = verdictFenced
 		}
-		a.log.Info("a peer's link through shared memory was refused", "err", err)
+		level := slog.LevelInfo
+		if auth.IsUnproved(err) {
+			level = slog.LevelWarn
+		}
+		a.refused.Log(a.log, logx.Kind(err)).Log(a.peers.ctx, level, "a peer's link through shared memory was refused", "err", err)
 	}
 	l, b := r.link, r.encode()
 	var fds []byte
@@ -124,7 +157,7 @@ func (a *acceptor) admit(c *net.UnixConn) (r reply, err error) {
 	if err != nil {
 		return r, err
 	}
-	b, fds, err := receive(c, helloLen)
+	b, fds, err := a.provedHello(c, pid)
 	defer closeAll(fds)
 	if err != nil {
 		return r, err

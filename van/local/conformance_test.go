@@ -8,6 +8,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/local"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -43,9 +44,9 @@ func (v *told) Connect(ctx context.Context, id int, peer van.Node) error {
 }
 
 // wrap makes vans of a suite local ones.
-func wrap(all *records, set func(*local.Van), inner van.Factory) func(t testing.TB) van.Van {
+func wrap(all *records, keys *auth.Keys, set func(*local.Van), inner van.Factory) func(t testing.TB) van.Van {
 	return func(t testing.TB) van.Van {
-		o := van.Options{Config: env.Default(), Log: slog.New(slog.DiscardHandler)}
+		o := van.Options{Config: env.Default(), Log: slog.New(slog.DiscardHandler), Keys: keys}
 		in, err := inner(o)
 		if err != nil {
 			t.Fatal(err)
@@ -61,18 +62,24 @@ func wrap(all *records, set func(*local.Van), inner van.Factory) func(t testing.
 
 func TestConformance(t *testing.T) {
 	network := inproc.NewNetwork()
+	keys, err := auth.New([]byte("the secret of a cluster"), "", true)
+	if err != nil {
+		t.Fatal(err)
+	}
 	for _, c := range []struct {
 		name    string
 		inner   van.Factory
+		keys    *auth.Keys
 		set     func(*local.Van)
 		badHost string
 	}{
-		{"zmq", zmq.New, nil, ""},
-		{"inproc", network.Factory(), nil, "no such host"},
-		{"stream", network.Factory(), local.StreamOnly, "no such host"},
+		{"zmq", zmq.New, nil, nil, ""},
+		{"inproc", network.Factory(), nil, nil, "no such host"},
+		{"secret", network.Factory(), keys, nil, "no such host"},
+		{"stream", network.Factory(), nil, local.StreamOnly, "no such host"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			vantest.Run(t, vantest.Suite{New: wrap(&records{}, c.set, c.inner), BadHost: c.badHost})
+			vantest.Run(t, vantest.Suite{New: wrap(&records{}, c.keys, c.set, c.inner), BadHost: c.badHost})
 		})
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -150,4 +151,6 @@ type endpoint struct {
 	noDevice error   // then: why
 
 	linkTime time.Duration // linkTime, other than in tests
+
+	guard auth.Guard // its Keys are nil if this node proves nothing
 }

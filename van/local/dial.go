@@ -15,6 +15,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 )
 
 // dialer makes links to peers, also those that have broken.
@@ -56,7 +57,7 @@ func (d *dialer) link(n *outPeer) {
 
 // hopeless reports whether a link that failed with err will never be made.
 func hopeless(err error) bool {
-	return errors.Is(err, errProtocol) || errors.Is(err, van.ErrReplaced) || errors.Is(err, van.ErrClosed)
+	return errors.Is(err, errProtocol) || auth.IsUnproved(err) || errors.Is(err, van.ErrReplaced) || errors.Is(err, van.ErrClosed)
 }
 
 // letRead lets peers read what this process has pinned for them. Where Yama asks for that it
@@ -83,9 +84,22 @@ func (d *dialer) sayWhyNot(ctx context.Context, id int, t *token, offers bool) {
 }
 
 // dial makes the link to the node that t names. behind means that earlier data was sent there over the van inside.
-func (d *dialer) dial(ctx context.Context, id int, t *token, behind bool) (l *outLink, err error) {
+func (d *dialer) dial(ctx context.Context, id int, t *token, behind bool) (*outLink, error) {
 	ctx, cancel := context.WithTimeout(ctx, d.self.linkTime)
 	defer cancel()
+	guard := &d.self.guard
+	l, err := d.handshake(ctx, id, t, behind, guard.Keys != nil)
+	if guard.Keys == nil || !errors.Is(err, auth.ErrNoSecret) {
+		return l, err
+	}
+	if err := guard.Unproved(err, "peer", van.NodeName(id)); err != nil {
+		return nil, err
+	}
+	return d.handshake(ctx, id, t, behind, false)
+}
+
+// handshake is one try of dial. proves means that both ends are to prove that they know the secret.
+func (d *dialer) handshake(ctx context.Context, id int, t *token, behind, proves bool) (l *outLink, err error) {
 	var nd net.Dialer
 	c, err := nd.DialContext(ctx, "unixpacket", t.address())
 	if err != nil {
@@ -110,6 +124,12 @@ func (d *dialer) dial(ctx context.Context, id int, t *token, behind bool) (l *ou
 	if pid, err = sameUser(conn); err != nil {
 		return nil, err
 	}
+	var proofs *proofs
+	if proves {
+		if proofs, err = d.self.greet(conn, id, t.name); err != nil {
+			return nil, err
+		}
+	}
 	file, err := newRingFile(d.out.memory)
 	if err != nil {
 		return nil, err
@@ -133,7 +153,7 @@ func (d *dialer) dial(ctx context.Context, id int, t *token, behind bool) (l *ou
 	var keep runtime.Pinner
 	keep.Pin(nonce)
 	defer keep.Unpin()
-	if err := d.self.hello(conn, file.fd, nonce); err != nil {
+	if err := d.self.hello(conn, file.fd, nonce, proofs); err != nil {
 		return nil, err
 	}
 	if l, err = d.finish(conn, id, seg, file); err == nil {

@@ -89,6 +89,10 @@
 // use, a record is copied before it is read, and what makes no sense ends the link
 // and nothing else. A segment cannot shrink while it is mapped (seals).
 //
+// If the cluster has a secret, both ends prove that they know it before a descriptor is handed over: see prove.go. A peer
+// that does not is refused (STEPAF_AUTH=require), and its data goes over the main van, which asks for a proof of its own; or it is
+// admitted, counted and logged (warn).
+//
 // # Devices
 //
 // A value on the sender's device stays where it is: its record names the allocation

@@ -12,10 +12,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 )
 
 // A link is agreed on over an abstract Unix socket of the receiver's, in one
-// message each way:
+// message each way. If the cluster has a secret, proofs precede them: see prove.go.
 //
 //	sender: hello, with the segment and its bell
 //	 0  char[4]  "SAFH"           16  u64  address of a number in the sender
@@ -66,12 +67,12 @@ func hungUp(err error) bool {
 	return !errors.Is(err, errDead) && (errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE))
 }
 
-// hello introduces this node.
-func (e *endpoint) hello(conn *net.UnixConn, segment int, nonce *[8]byte) error {
+// hello introduces this node. A nil p proves nothing.
+func (e *endpoint) hello(conn *net.UnixConn, segment int, nonce *[8]byte, p *proofs) error {
 	if _, err := rand.Read(nonce[:]); err != nil {
 		return err
 	}
-	b := make([]byte, 0, helloLen)
+	b := make([]byte, 0, helloLen+auth.ProofLen)
 	le := binary.LittleEndian
 	b = append(b, helloMagic...)
 	b = le.AppendUint32(b, tokenVersion)
@@ -91,6 +92,11 @@ func (e *endpoint) hello(conn *net.UnixConn, segment int, nonce *[8]byte) error 
 	b = le.AppendUint32(b, slotCount)
 	b = append(b, e.token.name[:]...)
 	b = append(b, export[:]...)
+	if p != nil {
+		purpose, parts := p.ofSender(b)
+		proof := p.keys.Proof(purpose, parts...)
+		b = append(b, proof[:]...)
+	}
 	_, _, err := conn.WriteMsgUnix(b, unix.UnixRights(segment, e.bell.fd), nil)
 	return err
 }

@@ -72,6 +72,7 @@ func New(in van.Van, o van.Options) *Van {
 	v.drain, v.endDrain = context.WithCancel(context.Background())
 	v.own.id.Store(van.Empty)
 	v.own.bell.fd, v.own.linkTime = -1, linkTime
+	v.own.guard.Keys, v.own.guard.Log = o.Keys, v.log
 	v.peers = newPeers(v.log, &v.own.bell, v.dests)
 	v.rx.self, v.rx.log, v.rx.stats, v.rx.copies, v.rx.dests, v.rx.dropTime = &v.own, v.log, &v.stats, &v.copies, v.dests, dropTime
 	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), memory: newRingMemory(v.log, o.Config), roomTimeout: roomTimeout}
@@ -320,6 +321,7 @@ func (v *Van) Stats() van.Stats {
 	s = v.stats.add(s)
 	s.PausedReads += v.rx.feed.Loop.Pauses()
 	s.RefusedRings += v.tx.memory.refused.Load()
+	s.Unproved += v.own.guard.Count()
 	return s
 }
 

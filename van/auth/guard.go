@@ -1,0 +1,64 @@
+package auth
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/internal/logx"
+)
+
+// Why a peer is unproved.
+var (
+	// ErrNoSecret: the peer has sent no proof.
+	ErrNoSecret = errors.New("the peer has no secret, or an older version")
+	// ErrOtherSecret: the peer has sent a wrong proof.
+	ErrOtherSecret = errors.New("the peer's STEPAF_SECRET or STEPAF_CLUSTER_ID differs")
+	// ErrSecretThere: the peer asks for a proof, and this node has no keys.
+	ErrSecretThere = errors.New("the peer has a secret, this node has none (STEPAF_SECRET_FILE, STEPAF_SECRET)")
+)
+
+// IsUnproved reports whether err is about a secret that one of the two nodes does not prove.
+func IsUnproved(err error) bool {
+	return errors.Is(err, ErrNoSecret) || errors.Is(err, ErrOtherSecret) || errors.Is(err, ErrSecretThere)
+}
+
+// Explain returns the text with which a node tells its peer that it refuses it with err.
+// It says nothing of the secret.
+func Explain(err error) string {
+	switch {
+	case errors.Is(err, ErrNoSecret):
+		return "it requires a proof of the cluster's secret, and this node has no secret, or an older version"
+	case errors.Is(err, ErrOtherSecret):
+		return "its STEPAF_SECRET or STEPAF_CLUSTER_ID differs from this node's"
+	case errors.Is(err, ErrSecretThere):
+		return "it has no secret, or STEPAF_AUTH is off there, and this node has one"
+	}
+	return err.Error()
+}
+
+// Guard decides about the unproved peers of one transport: it refuses or admits them, and
+// counts them. It is safe for concurrent use.
+type Guard struct {
+	Keys *Keys
+	Log  *slog.Logger
+
+	n    atomic.Uint64
+	said logx.Causes
+}
+
+// Unproved decides about a peer that has not proved itself because of why: it returns the
+// error to refuse the peer with (STEPAF_AUTH=require), or logs and returns nil. The caller
+// logs refusals. Each cause is logged for the 1st, 2nd, 4th, ... peer.
+func (g *Guard) Unproved(why error, peer ...any) error {
+	g.n.Add(1)
+	if g.Keys.Required() {
+		return fmt.Errorf("%w; STEPAF_AUTH is require here", why)
+	}
+	g.said.Log(g.Log, logx.Kind(why)).Warn("a peer without proof of the cluster's secret is admitted: STEPAF_AUTH is warn", append(peer, "why", why)...)
+	return nil
+}
+
+// Count is the number of unproved peers: van.Stats.Unproved.
+func (g *Guard) Count() uint64 { return g.n.Load() }
