@@ -21,6 +21,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/stack"
 )
 
+// askRefusals is how many handshakes in a row may fail for want of a proof before the question fails. One may also fail
+// because the scheduler ends just then.
+const askRefusals = 3
+
 // askEvery is how long an answer is awaited before the question is sent again.
 const askEvery = time.Second
 
@@ -58,6 +62,17 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 	if err != nil {
 		return nil, fail(err)
 	}
+	handshakes := make(chan error, 16) // nil for one that has succeeded
+	if w, ok := van.As[van.PeerWatcher](v.Van); ok {
+		w.WatchPeers(func(_ int, up bool, cause error) {
+			if up || errors.Is(cause, van.ErrUnauthenticated) {
+				select {
+				case handshakes <- cause:
+				default: // there are enough
+				}
+			}
+		})
+	}
 	type answer struct {
 		number int
 		text   string
@@ -81,12 +96,13 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 	ask := time.NewTicker(askEvery)
 	defer ask.Stop()
 	var answers []string
+	refusals, refusal := 0, error(nil) // since a handshake has succeeded, and the last one
 	for i := int32(0); ; i++ {
 		m := &van.Message{}
 		m.Reset()
 		m.Sender, m.Receiver = van.Empty, van.SchedulerID
 		m.Timestamp, m.Control.Cmd, m.Body = i, van.Heartbeat, body
-		if err := v.Send(m); err != nil {
+		if err := v.Send(m); err != nil && !errors.Is(err, van.ErrUnauthenticated) { // handshakes have the cause
 			return nil, fail(err)
 		}
 		for again := false; !again; {
@@ -105,9 +121,18 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 				default:
 					answers = append(answers, a.text)
 				}
+			case refusal = <-handshakes:
+				if refusals++; refusal == nil {
+					refusals = 0
+				} else if refusals == askRefusals {
+					return nil, fail(refusal)
+				}
 			case <-ask.C:
 				again = true
 			case <-ctx.Done():
+				if refusal != nil {
+					return nil, fail(refusal)
+				}
 				return nil, &van.Error{Op: "ask", Peer: "scheduler at " + target.Addr(), Elapsed: time.Since(begun),
 					Detail: fmt.Sprintf("no answer: it does not run, cannot reach %s, or is one of C++ StepMesh, which knows no policies", host),
 					Err:    van.TimedOut(context.Cause(ctx))}

@@ -13,8 +13,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// TestEndedBeforeItRegistered: a node ends since its limits are too low. The waiting nodes report the cause.
+// TestEndedBeforeItRegistered: a node ends since its limits are too low. The waiting nodes report the cause, with a secret too.
 func TestEndedBeforeItRegistered(t *testing.T) {
+	for _, secret := range []env.Secret{"", "correct horse battery staple"} {
+		endedBeforeItRegistered(t, secret)
+	}
+}
+
+func endedBeforeItRegistered(t *testing.T, secret env.Secret) {
 	port, err := freeport.Find()
 	if err != nil {
 		t.Fatal(err)
@@ -22,6 +28,7 @@ func TestEndedBeforeItRegistered(t *testing.T) {
 	config := func(role string) *env.Config {
 		cfg := env.Default()
 		cfg.Role, cfg.NumWorkers, cfg.NumServers, cfg.RootURI, cfg.RootPort, cfg.Backend = role, 1, 1, "127.0.0.1", port, "CPU"
+		cfg.Secret = secret
 		return cfg
 	}
 	const want = "too few sockets of libzmq: BYTEPS_ZMQ_MAX_SOCKET is 1"

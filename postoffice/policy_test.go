@@ -3,6 +3,7 @@ package postoffice_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
@@ -237,4 +239,39 @@ func TestBadQuestions(t *testing.T) {
 	if errors.Is(err, van.ErrPeerLost) {
 		t.Error(err)
 	}
+}
+
+// TestAskProof: a process with another secret than the scheduler's gets an error within 5 s that says so, and nothing else.
+func TestAskProof(t *testing.T) {
+	const own, other = "correct horse battery staple", "tr0ub4dor&3 tr0ub4dor&3"
+	for _, c := range []struct {
+		cluster, asker func(*postoffice.Config)
+		want           string // of the error; "" is an answer
+	}{
+		{withSecret(own, "a"), withSecret(own, "a"), ""},
+		{withSecret(own, "a"), withSecret(other, "a"), "its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID"},
+		{withSecret(own, "a"), withSecret(own, "b"), "STEPAF_CLUSTER_ID"},
+		{withSecret(own, "a"), withSecret("", "a"), "it requires the cluster's secret, which this node does not have (STEPAF_SECRET_FILE)"},
+		{withSecret("", "a"), withSecret(own, "a"), " secret"}, // the scheduler may end the handshake before the other end knows why
+		{withSecret("", "a"), withSecret("", "a"), ""},
+	} {
+		cl := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: c.cluster})
+		cfg := config(func(x *postoffice.Config) { x.RootPort = cl.Port; c.asker(x) })
+		began := time.Now()
+		answers, err := postoffice.AskScheduler(within(t, time.Minute), cfg, nil, "list")
+		switch {
+		case c.want == "" && (err != nil || len(answers) > 0):
+			t.Errorf("%v: %q", err, answers)
+		case c.want != "":
+			vantest.Fails(t, err, van.ErrUnauthenticated, c.want, fmt.Sprintf("scheduler at 127.0.0.1:%d", cl.Port))
+			if took := time.Since(began); took > 5*time.Second || strings.Contains(fmt.Sprint(err), own) || strings.Contains(fmt.Sprint(err), other) {
+				t.Errorf("after %v: %v", took, err)
+			}
+		}
+		cl.Finalize(t)
+	}
+}
+
+func withSecret(secret, cluster string) func(*postoffice.Config) {
+	return func(c *postoffice.Config) { c.Secret, c.ClusterID = env.Secret(secret), cluster }
 }

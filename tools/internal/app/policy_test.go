@@ -2,10 +2,15 @@ package app
 
 import (
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
+	"github.com/stepaf/stepaf-go/tools/internal/secret"
 )
 
 // TestPolicy: the command sets, lists and takes back what a running cluster does.
@@ -42,6 +47,48 @@ func TestPolicy(t *testing.T) {
 		}
 		if status != x.status || !found {
 			t.Errorf("%s: status %d, want %d, and %q in\n%s", x.args, status, x.status, x.want, out)
+		}
+	}
+	c.Finalize(t)
+}
+
+// TestPolicySecret: the command proves that it knows the cluster's secret. With another secret, without one, and with a bad
+// file it ends within 5 s with the reason.
+func TestPolicySecret(t *testing.T) {
+	own, dir := secret.Make(), t.TempDir()
+	file := func(name, text string, mode os.FileMode) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(text), mode); err != nil {
+			t.Fatal(err)
+		}
+		return "STEPAF_SECRET_FILE=" + path
+	}
+	good := file("good", own+"\n", 0o600)
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(cfg *postoffice.Config) {
+		cfg.SecretFile, cfg.ClusterID = filepath.Join(dir, "good"), "a"
+	}})
+	for _, x := range []struct {
+		set    []string
+		status int
+		want   string
+	}{
+		{[]string{good, "STEPAF_CLUSTER_ID=a"}, 0, "no policies are set"},
+		{[]string{"STEPAF_SECRET=" + own, "STEPAF_CLUSTER_ID=a"}, 0, "no policies are set"},
+		{[]string{good}, 1, "STEPAF_CLUSTER_ID"},
+		{[]string{file("other", secret.Make(), 0o600), "STEPAF_CLUSTER_ID=a"}, 1, "its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID"},
+		{[]string{"STEPAF_CLUSTER_ID=a"}, 1, "it requires the cluster's secret, which this node does not have (STEPAF_SECRET_FILE)"},
+		{[]string{good, "STEPAF_CLUSTER_ID=a", "STEPAF_AUTH=off"}, 1, "it requires the cluster's secret"},
+		{[]string{file("readable", own, 0o644), "STEPAF_CLUSTER_ID=a"}, 2, "(mode 0644): want mode 0600"},
+		{[]string{"STEPAF_AUTH=require"}, 1, "no secret is set"},
+	} {
+		cmd := command(t, append(x.set, "DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprint("DMLC_PS_ROOT_PORT=", c.Port)), "policy")
+		began := time.Now()
+		out, _ := cmd.CombinedOutput() // the status is looked at
+		if s := cmd.ProcessState.ExitCode(); s != x.status || !strings.Contains(string(out), x.want) || strings.Contains(string(out), own) {
+			t.Errorf("%q: status %d, want %d, and %q in\n%s", x.set, s, x.status, x.want, out)
+		}
+		if took := time.Since(began); took > 5*time.Second {
+			t.Errorf("%q: took %v", x.set, took)
 		}
 	}
 	c.Finalize(t)

@@ -203,6 +203,9 @@ func run(ctx context.Context, c *cli.Context, question string) error {
 	if err != nil {
 		return exit.With(exit.Misuse, err)
 	}
+	if _, err := cfg.ReadSecret(); err != nil {
+		return exit.With(exit.Misuse, err)
+	}
 	if s := flagOf(c, "scheduler", (*cli.Context).String); s != "" {
 		host, port, err := net.SplitHostPort(s)
 		if cfg.RootURI = host; err == nil {
