@@ -15,8 +15,11 @@ import (
 
 // TestEndedBeforeItRegistered: a node ends since its limits are too low. The waiting nodes report the cause, with a secret too.
 func TestEndedBeforeItRegistered(t *testing.T) {
-	for _, secret := range []env.Secret{"", "correct horse battery staple"} {
-		endedBeforeItRegistered(t, secret)
+	for name, secret := range map[string]env.Secret{"no secret": "", "secret": "correct horse battery staple"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			endedBeforeItRegistered(t, secret)
+		})
 	}
 }
 
