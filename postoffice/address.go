@@ -137,16 +137,15 @@ func resolve(ctx context.Context, host string) (string, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, lookupTime)
 	defer cancel()
-	ips, err := net.DefaultResolver.LookupIP(ctx, "ip", host)
+	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 	if err != nil {
 		return "", err
 	}
-	for _, ip := range ips {
-		if v4 := ip.To4(); v4 != nil {
-			return v4.String(), nil
-		}
+	addr, err := hostaddr.Choose(all)
+	if err != nil {
+		return "", err
 	}
-	return ips[0].String(), nil
+	return addr.String(), nil
 }
 
 // schedulerRecord is the scheduler as the configuration names it, and why its name has no

@@ -34,6 +34,29 @@ func Check(host string) error {
 	return nil
 }
 
+// Choose returns the address to use of those that a name has: an IPv4 address, unmapped, or IPv6 if the name has no other.
+// Addresses that Check refuses do not count, such as the 0.0.0.0 of a name service that filters.
+func Choose(all []netip.Addr) (netip.Addr, error) {
+	var other netip.Addr
+	for _, a := range all {
+		a = a.Unmap()
+		switch {
+		case Check(a.String()) != nil:
+		case a.Is4():
+			return a, nil
+		case !other.IsValid():
+			other = a
+		}
+	}
+	switch {
+	case other.IsValid():
+		return other, nil
+	case len(all) == 0:
+		return other, errors.New("it has no address")
+	}
+	return other, fmt.Errorf("it has the address %s: %w", all[0].Unmap(), errNoHost)
+}
+
 // isNumber reports whether the last part of host is a decimal, octal or hexadecimal number. No name of a host ends so.
 func isNumber(host string) bool {
 	host = strings.ToLower(strings.TrimSuffix(host, "."))

@@ -1,6 +1,9 @@
 package hostaddr
 
-import "testing"
+import (
+	"net/netip"
+	"testing"
+)
 
 // TestSame: two spellings of one address are the same.
 func TestSame(t *testing.T) {
@@ -37,6 +40,35 @@ func TestCheck(t *testing.T) {
 	for _, good := range []string{"10.0.0.1", "127.0.0.1", "fd00::1", "::1", "::ffff:10.0.0.1", "host", "node-7", "n7", "7n", "a.b.c", "a.b.", "0x7f.example", "xn--p1ai"} {
 		if err := Check(good); err != nil {
 			t.Errorf("%q: %v", good, err)
+		}
+	}
+}
+
+// TestChoose: of the addresses of a name those that name no host do not count.
+func TestChoose(t *testing.T) {
+	for _, c := range []struct {
+		all  []string
+		want string
+	}{
+		{[]string{"fd00::1", "10.0.0.1", "10.0.0.2"}, "10.0.0.1"},
+		{[]string{"::ffff:10.0.0.1"}, "10.0.0.1"},
+		{[]string{"0.0.0.0", "10.0.0.1"}, "10.0.0.1"},
+		{[]string{"0.0.0.0", "fd00::1", "fd00::2"}, "fd00::1"},
+		{[]string{"0.0.0.0", "::"}, "it has the address 0.0.0.0: it names no host that others can connect to"},
+		{nil, "it has no address"},
+	} {
+		var all []netip.Addr
+		for _, a := range c.all {
+			all = append(all, netip.MustParseAddr(a))
+		}
+		got := ""
+		if a, err := Choose(all); err != nil {
+			got = err.Error()
+		} else {
+			got = a.String()
+		}
+		if got != c.want {
+			t.Errorf("%v: %s, want %s", c.all, got, c.want)
 		}
 	}
 }

@@ -76,7 +76,7 @@ var table = []variable{
 		name: "DMLC_PS_ROOT_URI", topic: addresses, kind: String, needed: true, readers: "all", check: checkHost,
 		field:   func(c *Config) any { return &c.RootURI },
 		help:    "Host name or address of the scheduler, without port.",
-		differs: "Names are resolved.",
+		differs: "Names are resolved. Addresses that name no host, such as `0.0.0.0`, are errors; a scheduler may have `0.0.0.0` and listens on every address.",
 	}, {
 		name: "DMLC_PS_ROOT_PORT", topic: addresses, kind: Int, min: 1, max: 65535, needed: true, readers: "all",
 		field: func(c *Config) any { return &c.RootPort },
@@ -86,7 +86,7 @@ var table = []variable{
 		defNote: "found, see `DMLC_INTERFACE`",
 		field:   func(c *Config) any { return &c.NodeHost },
 		help:    "Host name or address under which the others reach this node. Must be one of this machine's.",
-		differs: "Names are resolved; empty is the same as unset.",
+		differs: "Names are resolved; empty is the same as unset. Addresses that name no host, such as `0.0.0.0`, are errors.",
 	}, {
 		name: "DMLC_INTERFACE", topic: addresses, kind: String, readers: "workers, servers", check: checkInterface,
 		defNote: "the one that leads to `DMLC_PS_ROOT_URI`; ibverbs: if it is no active RDMA port, the first that is",

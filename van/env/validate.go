@@ -4,9 +4,12 @@ package env
 
 import (
 	"fmt"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 )
 
 // Validate checks all that can be checked before a node connects: values that are
@@ -44,6 +47,19 @@ func (c *Config) Validate() error {
 		if value := find(name).get(c); good(name) && strings.ContainsAny(value, "\"'`$*{}") {
 			add(&Error{Name: name, Value: value, Want: notAName(name, value)})
 			bad[name] = true
+		}
+	}
+	for _, h := range []struct{ name, want string }{
+		{"DMLC_PS_ROOT_URI", "the name or an address of the scheduler's host"},
+		{"DMLC_NODE_HOST", "the name or an address of this host, or unset it"},
+	} {
+		addr, err := netip.ParseAddr(find(h.name).get(c))
+		if err != nil || !good(h.name) || h.name == "DMLC_PS_ROOT_URI" && c.Role == "scheduler" && addr.Unmap().IsUnspecified() {
+			continue // a name, or a scheduler that listens on every address
+		}
+		if err := hostaddr.Check(addr.String()); err != nil {
+			add(&Error{Name: h.name, Value: addr.String(), Why: err.Error(), Want: h.want})
+			bad[h.name] = true
 		}
 	}
 	if good("DMLC_ROLE", "DMLC_GROUP_SIZE") {

@@ -6,10 +6,13 @@ import (
 	"fmt"
 	"math"
 	"net"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 )
 
 // The four roles.
@@ -319,6 +322,9 @@ func checkHosts(s string) (value, want string) {
 		}
 		if host == "" || strings.ContainsAny(host, blanks+"/\x00") {
 			return "", form
+		}
+		if _, err := netip.ParseAddr(host); err == nil && hostaddr.Check(host) != nil {
+			return "", form + ", but " + host + " names no host"
 		}
 		if slices.Contains(hosts, host) {
 			return "", form + " with every host once, but " + host + " is there twice"

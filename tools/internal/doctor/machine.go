@@ -2,7 +2,6 @@ package doctor
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io/fs"
 	"log/slog"
@@ -108,10 +107,7 @@ func Resolve(ctx context.Context, host string) (netip.Addr, error) {
 	if err != nil {
 		return netip.Addr{}, err
 	}
-	if len(all) == 0 {
-		return netip.Addr{}, errors.New(host + " has no IPv4 address")
-	}
-	return all[0].Unmap(), nil
+	return hostaddr.Choose(all)
 }
 
 func open(name string) error {

@@ -5,9 +5,11 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"net/netip"
 	"slices"
 	"strings"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -200,6 +202,11 @@ func (p *planner) address() error {
 	s.Host = cmp.Or(s.Host, p.cfg.RootURI)
 	if s.Host == "" && !s.Part.schedules() {
 		return exit.Usage("no scheduler address: give --host or set DMLC_PS_ROOT_URI")
+	}
+	if _, err := netip.ParseAddr(s.Host); err == nil {
+		if err := hostaddr.Check(s.Host); err != nil {
+			return exit.Usage("--host %s: %v; want the name or an address of the scheduler's host", s.Host, err)
+		}
 	}
 	var own Address // none yet
 	if s.Interface != "" {

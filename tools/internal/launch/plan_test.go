@@ -220,6 +220,7 @@ func TestRefused(t *testing.T) {
 		{"GPUs and group", laptop(), func(s *Spec) { s.GPUs, s.GroupSize = []int{0, 1}, 3 }, nil, "2 GPUs for groups of 3"},
 		{"rank", laptop(), func(s *Spec) { s.Part, s.Host, s.Port, s.NodeRank = Worker, "127.0.0.1", 1, 1 }, nil, "node rank 1, but there are 1 workers"},
 		{"worker without scheduler", laptop(), func(s *Spec) { s.Part = Worker }, nil, "no scheduler address"},
+		{"scheduler of no host", laptop(), func(s *Spec) { s.Host = "0.0.0.0" }, nil, "--host 0.0.0.0: it names no host that others can connect to"},
 		{"worker without port", laptop(), func(s *Spec) { s.Part, s.Host = Worker, "127.0.0.1" }, nil, "no scheduler port"},
 		{"server without port", laptop(), func(s *Spec) { s.Part = Server }, nil, "no port"},
 		{"interface", bigNode(), func(s *Spec) { s.Interface = "eth" }, nil, `no interface "eth" with an IPv4 address: this machine has lo (127.0.0.1), eth0 (192.0.2.1), bond0 (192.0.2.2)`},
