@@ -87,8 +87,9 @@ var layers = []struct {
 }{
 	{"tools/", []string{"*"}},
 	{"tests/", []string{"*"}},
-	{"van/env", nil},
+	{"van/env", []string{"internal/hostaddr"}},
 	{"internal/datamsg", []string{"postoffice", "van", "van/backend"}},
+	{"internal/hostaddr", nil},
 	{"internal/testlimit", nil},
 	{"internal/streamqueue", []string{"van", "van/backend", "van/env", "internal/"}},
 	{"internal/", []string{"internal/", "van/env"}},
