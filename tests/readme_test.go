@@ -85,7 +85,7 @@ func TestDocumentLinks(t *testing.T) {
 	}
 	link := regexp.MustCompile(`\]\(([^)#:]+)(#[^)]*)?\)`)
 	program := regexp.MustCompile("(?s)```.*?```|`[^`\n]*`")
-	for _, doc := range append(docs, "../README.md") {
+	for _, doc := range append(docs, "../README.md", "../SECURITY.md") {
 		text, err := os.ReadFile(doc)
 		if err != nil {
 			t.Fatal(err)
