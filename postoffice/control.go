@@ -147,7 +147,7 @@ func (c *control) peerChanged(id int, up bool, cause error) {
 // receive gives the machine a control message.
 func (c *control) receive(msg *van.Message) {
 	c.step(func(t time.Duration) {
-		if err := c.machine.Step(t, msg.Sender, &msg.Meta); err != nil {
+		if err := c.machine.StepFrom(t, msg.Sender, msg.Origin, &msg.Meta); err != nil {
 			c.self.droppedControl(msg.Sender, err)
 		}
 	})

@@ -252,7 +252,7 @@ func (n *Node) join(ctx context.Context) error {
 	_, tries := van.As[van.Prober](n.van)
 	m, err := membership.New(membership.Config{
 		Role: n.role, NumWorkers: n.cfg.NumWorkers, NumServers: n.cfg.NumServers, GroupSize: n.cfg.GroupSize,
-		Self: n.self, Scheduler: scheduler, NamedCluster: n.cfg.ClusterID != "",
+		Self: n.self, Scheduler: scheduler, NamedCluster: n.cfg.ClusterID != "", Foreign: n.cfg.Foreign, Nonce: n.rand(),
 		HeartbeatInterval: interval, HeartbeatTimeout: silence,
 		NativeInterval: n.cfg.HeartbeatInterval < 0, NativeTimeout: n.cfg.HeartbeatTimeout < 0,
 		Tries:        tries && !n.cfg.Resend, // replies are not acknowledged

@@ -10,6 +10,16 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
+// Origin is how far a transport vouches for the sender of a received message, whose name anybody can use.
+type Origin uint8
+
+const (
+	OriginUnknown Origin = iota // the transport does not know
+	OriginDialed                // over the connection that this node has made to the sender's address
+	OriginHost                  // over a connection from the host of the sender's address
+	OriginOther                 // over a connection from another host
+)
+
 // Message is a Meta, its data frames, and its two ends.
 //
 // To send one, fill it and call Van.Send; when Send returns, the Message itself
@@ -29,6 +39,9 @@ type Message struct {
 	// other. The node sets it in received messages; an answer has its request's, so that
 	// it does not go to another process. 0 means whichever process has the id.
 	Epoch uint32
+
+	// Origin says how far the transport vouches for Sender, in received control messages.
+	Origin Origin
 
 	// Frames is the number of data frames: 0, 2 (keys, values) or 3 (and lengths).
 	Frames int

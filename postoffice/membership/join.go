@@ -32,6 +32,8 @@ type join struct {
 	temp  int           // temporary id, or 0
 	since time.Duration // of a claim, or of a node that is held
 	lost  error         // not nil: the connection broke, so the node does not count
+	// proved: the process listens at its address, see proof.go.
+	proved bool
 }
 
 // same tells whether o registered at the address of j, and not as another customer of one process.
@@ -53,6 +55,12 @@ func (s *joins) register(now time.Duration, j *join) bool {
 	if i >= 0 {
 		old := s.list[i]
 		a, b := incarnationOf(&old.node), incarnationOf(&j.node)
+		if a != b && a != 0 && b != 0 && old.lost == nil && !j.proved && numeric(j.node.Hostname) {
+			if s.refusals.mayAnswer(now) { // else it asks again
+				s.out.challenge(&j.node)
+			}
+			return false
+		}
 		if a != b || a == 0 && j.stamp <= old.stamp {
 			s.out.emit(Warning{Text: fmt.Sprintf("%s registered again as %s: it was restarted, or two nodes advertise this address "+
 				"(check DMLC_NODE_HOST)", j.node.Addr(), describe(&j.node))})
@@ -80,14 +88,14 @@ func (s *joins) register(now time.Duration, j *join) bool {
 
 // fits tells whether a node can be accepted. Otherwise it is held or refused.
 func (s *joins) fits(now time.Duration, j *join) bool {
-	why, rivals := s.misfit(&j.node)
+	why, details, rivals := s.misfit(&j.node)
 	if why == "" {
 		return true
 	}
 	s.out.disconnect(j.temp)
 	j.temp = 0
 	if len(rivals) == 0 || !s.hold(now, j) {
-		s.refusals.refuse(now, &j.node, why)
+		s.refusals.refuse(now, &j.node, why, details)
 		return false
 	}
 	for _, r := range rivals {
@@ -136,16 +144,16 @@ func (s *joins) next() time.Duration {
 	return next
 }
 
-// misfit returns "", or why a node cannot be accepted. rivals are the registered nodes without
+// misfit returns "", or why a node cannot be accepted. The details have the addresses of others. rivals are the registered nodes without
 // which it could, if that is so.
-func (s *joins) misfit(rec *van.Node) (why string, rivals []*join) {
+func (s *joins) misfit(rec *van.Node) (why, details string, rivals []*join) {
 	n := s.cfg.instances(rec.Role)
 	if rec.AuxID >= n {
 		return fmt.Sprintf("preferred rank %d of a %s, but there are only ranks 0 to %d (%s); check DMLC_NODE_RANK, "+
-			"STEPMESH_GPU and DMLC_RANK_OFFSET", rec.AuxID, rec.Role, n-1, s.cfg.formula(rec.Role)), nil
+			"STEPMESH_GPU and DMLC_RANK_OFFSET", rec.AuxID, rec.Role, n-1, s.cfg.formula(rec.Role)), "", nil
 	}
 	if _, ok := s.hosts[hostaddr.Canonical(rec.Hostname)]; s.hosts != nil && !ok {
-		return fmt.Sprintf("host %s is not in BYTEPS_ORDERED_HOSTS=%v", rec.Hostname, s.cfg.OrderedHosts), nil
+		return fmt.Sprintf("host %s is not in BYTEPS_ORDERED_HOSTS=%v", rec.Hostname, s.cfg.OrderedHosts), "", nil
 	}
 	var taken []string
 	var same []*join
@@ -155,22 +163,22 @@ func (s *joins) misfit(rec *van.Node) (why string, rivals []*join) {
 			continue
 		}
 		if (o.AuxID == -1) != (rec.AuxID == -1) {
-			return fmt.Sprintf("%s, but %s at %s registered with %s; give all nodes a preferred rank or none (DMLC_NODE_RANK)",
-				rankText(rec), o.Role, o.Addr(), rankText(o)), []*join{j}
+			return fmt.Sprintf("%s, but a %s registered with %s; give all nodes a preferred rank or none (DMLC_NODE_RANK)",
+				rankText(rec), o.Role, rankText(o)), ": the " + o.Role.String() + " at " + o.Addr(), []*join{j}
 		}
 		if o.Role != rec.Role {
 			continue
 		}
 		taken, same = append(taken, o.Addr()), append(same, j)
 		if rec.AuxID != -1 && o.AuxID == rec.AuxID {
-			return fmt.Sprintf("%s %s and %s both want rank %d; give each its own DMLC_NODE_RANK, STEPMESH_GPU or "+
-				"DMLC_RANK_OFFSET", rec.Role, o.Addr(), rec.Addr(), rec.AuxID), []*join{j}
+			return fmt.Sprintf("%s and another %s both want rank %d; give each its own DMLC_NODE_RANK, STEPMESH_GPU or "+
+				"DMLC_RANK_OFFSET", rec.Addr(), rec.Role, rec.AuxID), ": the other one is at " + o.Addr(), []*join{j}
 		}
 	}
 	if len(taken) >= n {
-		return fmt.Sprintf("all %d places for a %s are taken (%s), by %s", n, rec.Role, s.cfg.formula(rec.Role), list(taken)), same
+		return fmt.Sprintf("all %d places for a %s are taken (%s)", n, rec.Role, s.cfg.formula(rec.Role)), ", by " + list(taken), same
 	}
-	return "", nil
+	return "", "", nil
 }
 
 // present lists the nodes that have registered and count.
@@ -222,10 +230,10 @@ func (s *joins) back(now time.Duration, temp int) bool {
 		if j.temp != temp || j.lost == nil {
 			continue
 		}
-		if why, _ := s.misfit(&j.node); why != "" {
+		if why, details, _ := s.misfit(&j.node); why != "" {
 			s.list = slices.Delete(s.list, i, i+1)
 			s.out.disconnect(temp)
-			s.refusals.refuse(now, &j.node, why)
+			s.refusals.refuse(now, &j.node, why, details)
 			return false
 		}
 		s.reappeared(j)
@@ -288,8 +296,13 @@ func (s *joins) missing(present []van.Node) []string {
 // version would be taken for a C++ StepMesh node, and would wait for what such a node is not told.
 func (s *joins) unlike(rec *van.Node) string {
 	who, ok := rec.Identity()
+	_, ours := van.VersionOf(rec.Endpoint)
 	switch {
-	case !ok || failpoint.On("cluster-id"):
+	case failpoint.On("cluster-id"):
+	case !ours && s.cfg.NamedCluster && !s.cfg.Foreign && !failpoint.On("foreign"):
+		return "it does not say which cluster it belongs to, as nodes of C++ StepMesh do not, and the scheduler has a STEPAF_CLUSTER_ID; " +
+			"set STEPAF_FOREIGN=1 at the scheduler to accept such nodes"
+	case !ok:
 	case s.cfg.NamedCluster && who.Cluster != s.table.own.Cluster:
 		return "its STEPAF_CLUSTER_ID is not that of the scheduler"
 	case !s.cfg.NamedCluster && who.Cluster != 0:

@@ -239,7 +239,7 @@ func TestRefusalIsForgotten(t *testing.T) {
 	w.pass(time.Second, true)
 	sched.m.alive.heard(w.now, van.WorkerID(0)) // so that x is not held until it is known to live
 	for i := range maxRefusing {
-		sched.m.sched.refusals.refuse(w.now, &van.Node{Role: van.Worker, Hostname: "10.9.9.9", Port: 1 + i, AuxID: -1}, "test")
+		sched.m.sched.refusals.refuse(w.now, &van.Node{Role: van.Worker, Hostname: "10.9.9.9", Port: 1 + i, AuxID: -1}, "test", "")
 	}
 	w.take(sched)
 	x, err := w.add("x", testConfig(van.Worker, 1, 1, "10.0.0.7:9", -1))

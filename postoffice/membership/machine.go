@@ -59,7 +59,7 @@ type life struct {
 }
 
 type role interface {
-	step(now time.Duration, from int, msg *van.Meta) error
+	step(now time.Duration, from int, origin van.Origin, msg *van.Meta) error
 	lost(now time.Duration, id int, cause error)
 	back(now time.Duration, id int)
 	report(now time.Duration) Report
@@ -108,13 +108,19 @@ func (m *Machine) Start(now time.Duration) {
 // invalid field; the message was dropped then, but counts as a sign of life. A failed
 // machine ignores every message.
 func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
+	return m.StepFrom(now, from, van.OriginUnknown, msg)
+}
+
+// StepFrom is Step with what the transport knows of the origin of the message. C++ StepMesh marks no messages: if the
+// scheduler may be one of C++ StepMesh, anybody could speak in its name.
+func (m *Machine) StepFrom(now time.Duration, from int, origin van.Origin, msg *van.Meta) error {
 	switch m.life.phase {
 	case failed:
 		return nil
 	case created:
 		return m.table.bad(from, msg, "control.cmd", msg.Control.Cmd, "nothing before Start")
 	}
-	return m.role.step(now, from, msg)
+	return m.role.step(now, from, origin, msg)
 }
 
 // PeerLost says that the transport lost the connection to id, which may be a temporary
@@ -193,6 +199,7 @@ func (m *Machine) Tick(now time.Duration) {
 		if m.node != nil {
 			m.node.question(now)
 			m.node.try(now)
+			m.node.takeKept(now)
 		}
 	case ready:
 		m.role.tick(now)
@@ -216,7 +223,7 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 			next = min(next, m.life.started+m.cfg.StartTimeout)
 		}
 		if m.node != nil {
-			next = min(next, m.node.nextQuestion, m.node.tryDue())
+			next = min(next, m.node.nextQuestion, m.node.tryDue(), m.node.keptDue())
 		}
 		if m.sched != nil {
 			next = min(next, m.sched.returns.next(), m.sched.joins.next(), m.sched.places.next(), m.sched.refusals.next(), m.sched.trials.next())

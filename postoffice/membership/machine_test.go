@@ -479,15 +479,15 @@ func TestRefusalsAtOneAddress(t *testing.T) {
 	}
 	told()
 	at := func(port int) *van.Node { return &van.Node{Role: van.Worker, Hostname: "10.0.0.2", Port: port} }
-	m.sched.refusals.refuse(0, at(1), "first")
+	m.sched.refusals.refuse(0, at(1), "first", "")
 	said("first")
-	m.sched.refusals.refuse(1, at(1), "second")
-	m.sched.refusals.refuse(2, at(1), "third")
+	m.sched.refusals.refuse(1, at(1), "second", "")
+	m.sched.refusals.refuse(2, at(1), "third", "")
 	said()
 	for i := range maxRefusing - 1 { // as many as may be told in a second
-		m.sched.refusals.refuse(3, at(2+i), "other")
+		m.sched.refusals.refuse(3, at(2+i), "other", "")
 	}
-	m.sched.refusals.refuse(4, at(100), "behind")
+	m.sched.refusals.refuse(4, at(100), "behind", "")
 	told()
 	m.sched.refusals.tick(refusalTime - 1)
 	said()

@@ -39,11 +39,16 @@ type node struct {
 	schedulerNotFound  error
 	schedulerLost      error
 	schedulerSaid      string
-	schedulerUp        bool   // the connection to it is open
+	schedulerUp        bool          // the connection to it is open
+	schedulerSince     time.Duration // the time at which it was opened
+	schedulerOurs      bool          // it has answered on that connection as a scheduler of this library
+	kept               *van.Meta     // a node table without an incarnation, see doubt
+	keptAt             time.Duration
 	schedulerUnreached string // the result of the last trial of its address
 	nextTry            time.Duration
 	nextQuestion       time.Duration
 	pause              time.Duration // from nextQuestion to the question after it
+	proof              string        // of this node's address: what the scheduler has sent there last, see proof.go
 }
 
 func newNode(b base, calls *tickets) *node {
@@ -57,6 +62,9 @@ func (n *node) register(now time.Duration) {
 	n.nextTry = now + trialDelay
 	meta := n.out.control(van.AddNode)
 	meta.Control.Nodes = []van.Node{n.table.self}
+	if n.proof != "" {
+		meta.Body = notice{verb: verbRegister, text: n.proof}.body()
+	}
 	n.out.send(van.SchedulerID, meta)
 }
 
@@ -104,7 +112,14 @@ func unreachedFrom(from string, err error) string {
 	return fmt.Sprintf("cannot be reached from %s (%s): %s", from, err, hint)
 }
 
-func (n *node) step(now time.Duration, from int, msg *van.Meta) error {
+func (n *node) step(now time.Duration, from int, origin van.Origin, msg *van.Meta) error {
+	if why, keep := n.doubt(now, from, origin, msg); keep {
+		n.keep(now, msg)
+		return nil
+	} else if why != "" {
+		by, _ := msg.Incarnations()
+		return n.table.bad(from, msg, "incarnation", fmt.Sprintf("%08x", by), why)
+	}
 	if !n.genuine(now, from, msg) {
 		return n.table.misdirected(from, msg)
 	}
@@ -133,6 +148,78 @@ func (n *node) step(now time.Duration, from int, msg *van.Meta) error {
 	}
 	n.resumed()
 	return nil
+}
+
+// originalDelay is the time from the connection to a scheduler, which may be of either library, to the first message of a
+// scheduler of C++ StepMesh that is believed: one of this library has answered before. It is also the longest time from that message
+// to the transport's word of the connection.
+const originalDelay = time.Second
+
+// doubt returns the reason why a message that calls itself the scheduler's, and has no incarnation as those of C++ StepMesh, is not
+// believed, or "". If keep is true, that is decided later.
+//
+// A scheduler of this library marks its messages with this node's incarnation, which only the registration has named, and so proves that it is
+// what listens at the scheduler's address. C++ StepMesh proves nothing. Its messages are believed
+//  1. unless STEPAF_CLUSTER_ID says that all nodes are of this library, and STEPAF_FOREIGN does not say otherwise;
+//  2. if they come from the host of the scheduler's address; with STEPAF_FOREIGN, whose scheduler may have several addresses, from any;
+//  3. if something listens at the scheduler's address, which has not answered as a scheduler of this library does.
+func (n *node) doubt(now time.Duration, from int, origin van.Origin, msg *van.Meta) (why string, keep bool) {
+	by, to := msg.Incarnations()
+	switch own := n.table.own.Incarnation; {
+	case own == 0 || from != van.SchedulerID || failpoint.On("scheduler-origin"):
+		return "", false
+	case by != 0:
+		if origin == van.OriginDialed && to == own && n.life.phase == joining {
+			n.schedulerOurs = true
+			n.kept = nil
+		}
+		return "", false
+	case n.table.native(van.SchedulerID): // see genuine
+		return "", false
+	case n.cfg.NamedCluster && !n.cfg.Foreign:
+		return "that of the scheduler, since STEPAF_CLUSTER_ID is set; set STEPAF_FOREIGN=1 here if the scheduler is one of C++ StepMesh", false
+	case origin == van.OriginOther && !n.cfg.Foreign:
+		return fmt.Sprintf("none only in messages from the host of the scheduler, %s; set STEPAF_FOREIGN=1 here if it is one of C++ StepMesh that uses another address", n.table.scheduler.Hostname), false
+	case n.life.phase != joining || origin == van.OriginUnknown || origin == van.OriginDialed:
+		return "", false
+	case n.schedulerOurs:
+		return "that of the scheduler, which is one of this library", false
+	case !n.schedulerUp || now < n.schedulerSince+originalDelay:
+		return "", true
+	}
+	return "", false
+}
+
+// keep keeps the latest node table until takeKept decides.
+func (n *node) keep(now time.Duration, msg *van.Meta) {
+	if msg.Control.Cmd == van.AddNode {
+		n.kept, n.keptAt = new(van.Meta), now
+		n.kept.CopyFrom(msg)
+	}
+}
+
+func (n *node) keptDue() time.Duration {
+	if n.kept == nil {
+		return math.MaxInt64
+	}
+	if n.schedulerUp && n.schedulerSince <= n.keptAt+originalDelay {
+		return n.schedulerSince + originalDelay
+	}
+	return n.keptAt + originalDelay
+}
+
+// takeKept takes the node table that was kept, if the connection to the scheduler stood then or soon after, or drops it.
+func (n *node) takeKept(now time.Duration) {
+	if now < n.keptDue() {
+		return
+	}
+	msg := n.kept
+	n.kept = nil
+	if n.schedulerUp && n.schedulerSince <= n.keptAt+originalDelay {
+		if err := n.step(now, van.SchedulerID, van.OriginHost, msg); err != nil {
+			n.out.emit(Warning{Text: err.Error()})
+		}
+	}
 }
 
 // genuine tells whether msg comes from the process that has its sender's id, and is meant for
@@ -176,7 +263,7 @@ func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
 	n.former = keep(n.former, n.table.incs[van.SchedulerID], maxFormer)
 	n.table.scheduler.Endpoint = slices.Clone(rec.Endpoint)
 	n.table.incs[van.SchedulerID] = who.Incarnation
-	n.life.rejoining = true
+	n.life.rejoining, n.proof = true, ""
 	n.nextBeat = now + returnBeat
 	n.alive.peers[van.SchedulerID] = &health{seen: now, since: now,
 		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
@@ -197,6 +284,9 @@ func (n *node) beat(whole bool) {
 	}
 	if n.table.native(van.SchedulerID) {
 		meta.Key = beatKey(n.table.generation, n.cfg.HeartbeatInterval)
+		if n.life.rejoining && n.proof != "" {
+			meta.Body = notice{verb: verbRejoin, text: n.proof}.body()
+		}
 	}
 	n.out.send(van.SchedulerID, meta)
 }
@@ -224,8 +314,11 @@ func (n *node) answered(msg *van.Meta) {
 		if p := n.policies.policies; p.version > 0 {
 			n.out.emit(Policies{p.version, p.list}) // more of them may be in force by now
 		}
-	} else if what, err := parseNotice(msg.Body); err == nil && what.verb == verbRejoin && what.text == "table" && n.life.rejoining {
-		n.beat(true) // a new scheduler lacks the records of some
+	} else if what, err := parseNotice(msg.Body); err == nil && what.verb == verbRejoin && n.life.rejoining && what.text != "" {
+		if what.text != "table" {
+			n.proof = what.text
+		}
+		n.beat(what.text == "table") // a new scheduler lacks the records of some
 	}
 }
 
@@ -258,6 +351,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 		}
 	case verbRegister:
 		if n.life.phase == joining {
+			n.proof = what.text
 			n.register(now)
 		}
 	case verbBarrier:
@@ -319,7 +413,7 @@ func (n *node) lost(now time.Duration, id int, cause error) {
 		n.calls.end(n.table.refused("connect", fmt.Sprintf("%s was taken for dead and its place given to another process: %s", n.table.self.Addr(), cause)))
 		return
 	case id == van.SchedulerID && n.life.phase == joining:
-		n.schedulerLost, n.schedulerSaid, n.schedulerUp = cause, "", false
+		n.schedulerLost, n.schedulerSaid, n.schedulerUp, n.schedulerOurs, n.kept = cause, "", false, false, nil
 		return
 	case n.alive.peers[id] == nil:
 		return
@@ -339,7 +433,9 @@ func (n *node) lost(now time.Duration, id int, cause error) {
 
 func (n *node) back(now time.Duration, id int) {
 	if id == van.SchedulerID && n.life.phase == joining {
-		n.schedulerUp = true
+		if !n.schedulerUp {
+			n.schedulerUp, n.schedulerSince = true, now
+		}
 		if n.schedulerLost != nil {
 			n.schedulerLost = nil
 			n.register(now)

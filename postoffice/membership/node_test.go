@@ -260,6 +260,7 @@ func TestReturnsOnce(t *testing.T) {
 		var meta van.Meta
 		meta.Reset()
 		meta.Control.Cmd, meta.Control.Nodes = van.Heartbeat, nodes
+		meta.Body = notice{verb: verbRejoin, text: m.table.proof(&nodes[0])}.body()
 		meta.SetIncarnations(uint32(200+from), former)
 		if err := m.Step(at, from, &meta); err != nil {
 			t.Fatal(err)

@@ -30,6 +30,7 @@ const (
 	verbBack    = "back"    // <id>: the node answers again
 	verbDown    = "down"    // <id>,<id>...: these nodes are dead, and no others
 	verbRejoin  = "rejoin"  // [table]: the scheduler is a new process; with table, send the node's table
+	// rejoin <proof>: the same, and the proof of the node's address; the node's heartbeats repeat it
 	verbBarrier = "barrier-failed"
 	// barrier-failed <group> <instance|group> <text>: the barrier cannot be complete
 	verbWithdraw = "withdraw"
@@ -41,7 +42,7 @@ const (
 	verbHave       = "have"     // <version> <states>: to the scheduler, what the node has of them
 	verbRegistered = "registered"
 	// registered <incarnation> <host:port>: to the scheduler, of a process that waits to be a node
-	verbRegister = "register" // to that process: the scheduler does not know it, it is to register again
+	verbRegister = "register" // [proof]: to that process: the scheduler does not know it, it is to register again, with the proof of its address
 	verbEnded    = "ended"    // <text>: to the scheduler, from a process that ends before it has registered: the node and the cause
 	verbAsk      = "ask"      // <incarnation> <host:port> <question>: to the scheduler, of a process that is no node
 	verbAnswer   = "answer"   // <number> <text>: to that process
@@ -123,12 +124,12 @@ func parseNotice(body []byte) (notice, error) {
 			return bad("body "+n.verb, strconv.Quote(head(s)), "ids of workers and servers with commas between them")
 		}
 	case verbRejoin:
-		if n.text = rest; n.text != "" && n.text != "table" {
-			return bad("body "+n.verb, strconv.Quote(head(s)), "table, or nothing")
+		if n.text = rest; n.text != "" && n.text != "table" && !isProof(rest) {
+			return bad("body "+n.verb, strconv.Quote(head(s)), "table, a proof, or nothing")
 		}
 	case verbRegister:
-		if rest != "" {
-			return bad("body "+n.verb, strconv.Quote(head(s)), "nothing after it")
+		if n.text = rest; n.text != "" && !isProof(rest) {
+			return bad("body "+n.verb, strconv.Quote(head(s)), "a proof, or nothing")
 		}
 	case verbDead, verbCut, verbBack:
 		id, ok := number(word())

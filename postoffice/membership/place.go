@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -28,7 +29,8 @@ type places struct {
 const maxFormer = 256
 
 // register handles a registration: the node may replace a dead one of its role.
-func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
+func (p *places) register(now time.Duration, j *join) {
+	rec, stamp := j.node, j.stamp
 	for i := range p.table.nodes {
 		n := &p.table.nodes[i]
 		if !sameAddr(n, &rec) || n.Role != rec.Role {
@@ -51,9 +53,8 @@ func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
 		if p.gathers.leaves.open() {
 			break
 		}
-		if h := p.alive.peers[n.ID]; h.down == 0 && h.beats && p.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.heard) {
-			// The member may be alive, and the registration false.
-			p.claims[n.ID] = &join{node: rec, stamp: stamp, since: now}
+		if h := p.alive.peers[n.ID]; h.down == 0 && (h.lost == 0 || h.lost < h.heard) && !j.proved {
+			p.claim(now, n.ID, j)
 			return
 		}
 		p.watch.down(now, n.ID, connLost, restarted(&rec))
@@ -71,7 +72,17 @@ func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
 		p.give(now, id, rec, stamp)
 		return
 	}
-	p.refusals.refuse(now, &rec, p.none(&rec))
+	why, details := p.none(&rec)
+	p.refusals.refuse(now, &rec, why, details)
+}
+
+// claim keeps a registration under the address of member id, which may be alive, while the registration may be false. A
+// process of this library is asked at that address for a proof. The connection to the member, and its heartbeats, answer for the member.
+func (p *places) claim(now time.Duration, id int, j *join) {
+	p.claims[id] = &join{node: j.node, stamp: j.stamp, since: now}
+	if incarnationOf(&j.node) != 0 && numeric(j.node.Hostname) && p.refusals.mayAnswer(now) {
+		p.out.challenge(&j.node)
+	}
 }
 
 func wants(rec *van.Node, id int) bool { return rec.AuxID == -1 || rec.AuxID == van.RankOf(id) }
@@ -141,12 +152,12 @@ func (p *places) give(now time.Duration, id int, rec van.Node, stamp int32) {
 	p.out.emit(PeerReplaced{id, rec})
 	p.gathers.recheck(now)
 	if claim != nil && !sameAddr(&claim.node, &rec) { // else it was restarted
-		p.register(now, claim.node, claim.stamp)
+		p.register(now, claim)
 	}
 }
 
-// none says why there is no place for a node.
-func (p *places) none(rec *van.Node) string {
+// none says why there is no place for a node. The details have the addresses of the nodes that have the places.
+func (p *places) none(rec *van.Node) (why, details string) {
 	var names, dead []string
 	for i := range p.table.nodes {
 		if n := &p.table.nodes[i]; n.Role == rec.Role {
@@ -157,10 +168,10 @@ func (p *places) none(rec *van.Node) string {
 		}
 	}
 	if len(dead) > 0 {
-		return fmt.Sprintf("it wants rank %d, but of the %ss only these are dead: %s", rec.AuxID, rec.Role, strings.Join(dead, ", "))
+		return fmt.Sprintf("it wants rank %d, but of the %ss only these are dead: %s", rec.AuxID, rec.Role, strings.Join(dead, ", ")), ""
 	}
-	return fmt.Sprintf("the cluster is complete: all %d places for a %s are taken (%s) and none of its nodes is dead: %s",
-		p.cfg.instances(rec.Role), rec.Role, p.cfg.formula(rec.Role), list(names))
+	return fmt.Sprintf("the cluster is complete: all %d places for a %s are taken (%s) and none of its nodes is dead",
+		p.cfg.instances(rec.Role), rec.Role, p.cfg.formula(rec.Role)), ": " + list(names)
 }
 
 // back takes a node back that returns after the cluster was resumed without it, and sends the
@@ -192,31 +203,35 @@ func (p *places) formerly(incarnation uint32, id int) *van.Node {
 	return nil
 }
 
-// whyNot says why a process of that cluster has no place as id.
-func (p *places) whyNot(id int, cluster uint32) string {
+// whyNot says why a process of that cluster has no place as id. The name of the scheduler's cluster, which a process must
+// know to join it, is only in the details.
+func (p *places) whyNot(id int, cluster uint32) (why, details string) {
 	if own := p.table.own.Cluster; cluster != own {
-		return fmt.Sprintf("it belongs to another cluster (%08x): the scheduler was started again, and a new cluster (%08x) has formed", cluster, own)
+		return "it belongs to another cluster: the scheduler was started again, and a new cluster has formed", fmt.Sprintf(" (%08x, and %08x)", cluster, own)
 	}
-	at := ""
 	if n, ok := p.table.Node(id); ok {
-		at = n.Addr()
+		details = ", at " + n.Addr()
 	}
-	return fmt.Sprintf("it was taken for dead and its place as %s given to %s", van.NodeName(id), at)
+	return fmt.Sprintf("it was taken for dead and its place as %s given to another process", van.NodeName(id)), details
 }
 
-// claimEnd is when the claim on member id's address is granted, unless the member is heard
-// before.
+// claimEnd is when the claim on member id's address ends, unless the member is heard, or found dead, before.
 func (p *places) claimEnd(id int) time.Duration {
 	h, c := p.alive.peers[id], p.claims[id]
-	if h.down != 0 || h.heard > c.since || h.lost > c.since {
+	switch {
+	case h.down != 0 || h.heard > c.since || h.lost > c.since:
 		return c.since
+	case failpoint.On("claim"):
+		return c.since + 2*h.interval + time.Second
+	case p.cfg.HeartbeatTimeout > 0 && slices.Contains(p.alive.watched(), id): // the member is dead before
+		return c.since + p.alive.maxSilence(id) + time.Second
 	}
-	return c.since + 2*h.interval + time.Second
+	return c.since + p.cfg.ReplaceTimeout
 }
 
-// tick decides claims on the address of a member: the member keeps it if it has been heard
-// since; otherwise the claimant replaces it. That its connection is back says nothing: it may
-// lead to the claimant.
+// tick decides claims on the address of a member. The claimant replaces the member if the member is dead, or if the
+// connection to it has broken since: that the connection is back says nothing, since it may lead to the claimant. The member keeps
+// its address if it has been heard since, or if the connection has stood for as long as the claim is kept.
 func (p *places) tick(now time.Duration) {
 	for _, id := range sortedIDs(p.claims) {
 		c := p.claims[id]
@@ -227,11 +242,14 @@ func (p *places) tick(now time.Duration) {
 		switch {
 		case h.down == 0 && h.heard > c.since:
 			delete(p.claims, id)
-			p.refusals.refuse(now, &c.node, fmt.Sprintf("%s has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)", p.table.peer(id)))
-		case now >= p.claimEnd(id):
+			p.refusals.refuse(now, &c.node, p.table.peer(id)+" has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)", "")
+		case now >= p.claimEnd(id) && (h.down != 0 || h.lost > c.since || failpoint.On("claim")):
 			delete(p.claims, id)
 			p.watch.down(now, id, connLost, restarted(&c.node))
-			p.register(now, c.node, c.stamp)
+			p.register(now, c)
+		case now >= p.claimEnd(id):
+			delete(p.claims, id)
+			p.refusals.refuse(now, &c.node, p.table.peer(id)+" has this address, and the connection to it stands; do two nodes advertise it? (DMLC_NODE_HOST)", "")
 		}
 	}
 }

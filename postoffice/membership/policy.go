@@ -322,7 +322,7 @@ func (p *policyList) ask(now time.Duration, from int, msg *van.Meta, n notice, r
 	case question == "":
 		return p.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), "an incarnation, an address and a question")
 	}
-	if now < p.await || !p.refusals.mayAnswer(now, &rec) {
+	if now < p.await || !p.refusals.mayAnswer(now) {
 		return nil
 	}
 	answers, err := p.answer(question, report)
@@ -343,7 +343,7 @@ func (p *policyList) answer(question string, report func(time.Duration) Report) 
 	what, arg, _ := strings.Cut(question, " ")
 	switch {
 	case p.life.phase != ready:
-		return nil, fmt.Errorf("the cluster has not formed yet: %s", report(p.life.started))
+		return nil, fmt.Errorf("the cluster has not formed yet: waiting for %s", list(report(p.life.started).Missing))
 	case what == "list" && arg == "":
 	case what == "set":
 		o, err := ParsePolicy(arg)

@@ -182,7 +182,7 @@ func TestZones(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), "numeric address") {
 			t.Errorf("%s: %v", host, err)
 		}
-		m.sched.refusals.refuse(0, &van.Node{Hostname: host, Port: 80}, "test")
+		m.sched.refusals.refuse(0, &van.Node{Hostname: host, Port: 80}, "test", "")
 	}
 	for _, o := range m.Take() {
 		if c, ok := o.(Connect); ok {

@@ -2,9 +2,10 @@ package membership
 
 // Nodes that the scheduler refuses. To tell a node the reason, the scheduler must connect
 // to an address that the node has named. The rate of these connections is bounded, and
-// only numeric addresses are used, since looking a name up may block. None leads to another
-// process that the scheduler has a connection to: a second one with the scheduler's name would
-// take the place of the first there.
+// only numeric addresses are used, since looking a name up may block. A connection has a name for the process that is
+// refused, which is of no use at another process. Toward a C++ StepMesh process, or one of another release, it has the scheduler's only name. Therefore
+// no such connection leads to another process that the scheduler has a connection to: it would
+// take the place of the first one there. The text of a refusal names no address of another node.
 
 import (
 	"fmt"
@@ -39,8 +40,8 @@ type refusal struct {
 
 // refuse tells a node without an id that it cannot be part of the cluster. A process is told
 // once in refusalTime; of the original's, which do not say which process they are, one at an
-// address.
-func (r *refusals) refuse(now time.Duration, rec *van.Node, why string) {
+// address. The scheduler's log has the details as well.
+func (r *refusals) refuse(now time.Duration, rec *van.Node, why, details string) {
 	r.expire(now)
 	n := refusal{node: rec.Clone(), why: why}
 	remember(&r.texts, describe(rec)+": "+why)
@@ -55,7 +56,7 @@ func (r *refusals) refuse(now time.Duration, rec *van.Node, why string) {
 			r.waiting = append(r.waiting, n)
 		}
 	}
-	r.out.emit(Warning{Text: fmt.Sprintf("refused %s: %s", describe(rec), why)})
+	r.out.emit(Warning{Text: fmt.Sprintf("refused %s: %s%s", describe(rec), why, details)})
 }
 
 func (r *refusal) sameAddr(o refusal) bool { return sameAddr(&o.node, &r.node) }
@@ -74,7 +75,7 @@ func (r *refusals) tooSoon(n *refusal) bool {
 }
 
 func (r *refusals) tell(now time.Duration, n refusal) {
-	if r.holder(&n.node) != "" {
+	if incarnationOf(&n.node) == 0 && r.holder(&n.node) != "" {
 		return
 	}
 	n.at = now
@@ -101,7 +102,7 @@ func (r *refusals) holder(rec *van.Node) string {
 
 // mayAnswer tells whether a process that is no node, and asks, can be answered on a connection of its own. If so, that
 // counts as a refusal.
-func (r *refusals) mayAnswer(now time.Duration, rec *van.Node) bool {
+func (r *refusals) mayAnswer(now time.Duration) bool {
 	r.tick(now) // who is refused first
 	answers := 0
 	for i := range r.recent {
@@ -110,11 +111,6 @@ func (r *refusals) mayAnswer(now time.Duration, rec *van.Node) bool {
 		}
 	}
 	if answers >= maxAnswers || len(r.recent) >= maxRefusing {
-		return false
-	}
-	if who := r.holder(rec); who != "" {
-		r.out.emit(Warning{Text: fmt.Sprintf("a process at %s is not answered: %s has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)",
-			rec.Addr(), who)})
 		return false
 	}
 	r.recent = append(r.recent, refusal{at: now})

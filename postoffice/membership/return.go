@@ -29,12 +29,31 @@ type returns struct {
 	policies *policyList
 	joins    *joins
 	places   *places
-	nodes    map[int]*comeback // by id; nil if none has come back
+	nodes    map[int]*comeback // by id, those that have proved their addresses; nil if none has come back
 	since    time.Duration     // of the first one
 	// records is the node table of one of them; it is requested when it is needed.
 	records             []van.Node
 	cluster, generation uint32        // of the records
 	asked, nextAsk      time.Duration // for a table
+	// challenged counts the heartbeats without a proof that were answered in the second from challengedAt on.
+	challenged   int
+	challengedAt time.Duration
+}
+
+// moreChallenges is how many heartbeats without a proof are answered in a second, besides one of each node.
+const moreChallenges = 32
+
+// challenge sends the proof of its address to a node that has come back. The node then sends its heartbeat again, with the proof.
+func (r *returns) challenge(now time.Duration, rec *van.Node) {
+	if now >= r.challengedAt+time.Second {
+		r.challenged, r.challengedAt = 0, now
+	}
+	if r.challenged++; r.challenged > r.cfg.groupLen(van.WorkerGroup|van.ServerGroup)+moreChallenges || !numeric(rec.Hostname) {
+		return
+	}
+	temp := r.out.reach(*rec)
+	r.answer(temp, r.table.proof(rec))
+	r.out.disconnect(temp)
 }
 
 // comeback is a node of the cluster of a former scheduler process.
@@ -50,7 +69,11 @@ func (r *returns) heartbeat(now time.Duration, rec *van.Node, who van.Identity, 
 		return
 	}
 	if r.cfg.NamedCluster && who.Cluster != r.table.own.Cluster && !failpoint.On("cluster-id") {
-		r.refusals.refuse(now, rec, "its STEPAF_CLUSTER_ID is not that of the scheduler")
+		r.refusals.refuse(now, rec, "its STEPAF_CLUSTER_ID is not that of the scheduler", "")
+		return
+	}
+	if !r.table.proves(rec, msg, verbRejoin) {
+		r.challenge(now, rec)
 		return
 	}
 	if r.nodes == nil {
@@ -81,17 +104,17 @@ func (r *returns) heartbeat(now time.Duration, rec *van.Node, who van.Identity, 
 			r.records = append(r.records, nodes[i].Clone())
 		}
 	}
-	r.answer(c, "")
+	r.answer(c.temp, "")
 	r.decide(now)
 }
 
-// answer tells a node that this scheduler is a new process. what is "table" to ask for the
-// whole table.
-func (r *returns) answer(c *comeback, what string) {
+// answer tells a node, to which temp is the connection, that this scheduler is a new process. what is "table" to ask for the
+// whole table, or the proof of the node's address.
+func (r *returns) answer(temp int, what string) {
 	meta := r.out.control(van.Heartbeat)
 	meta.Control.Nodes = []van.Node{r.table.self}
 	meta.Body = notice{verb: verbRejoin, text: what}.body()
-	r.out.send(c.temp, meta)
+	r.out.send(temp, meta)
 }
 
 // registered looks, when a new node has registered, whether it was the last that a former scheduler's cluster waited for:
@@ -99,7 +122,9 @@ func (r *returns) answer(c *comeback, what string) {
 func (r *returns) registered(now time.Duration) {
 	if r.nodes != nil {
 		r.nextAsk = min(r.nextAsk, max(now, r.asked+leastAsk))
-		r.decide(now)
+		if r.decide(now); r.nodes != nil && r.nextAsk <= now {
+			r.lookAgain(now)
+		}
 	}
 }
 
@@ -167,7 +192,7 @@ func (r *returns) decide(now time.Duration) {
 	r.lookAgain(now)
 	for _, id := range sortedIDs(r.nodes) { // all that have the newest table
 		if c := r.nodes[id]; c.cluster == cluster && c.generation == newest[cluster] {
-			r.answer(c, "table")
+			r.answer(c.temp, "table")
 		}
 	}
 }
@@ -228,7 +253,7 @@ func (r *returns) resume(now time.Duration, cluster, generation uint32) {
 	}
 	for _, j := range joins {
 		r.out.disconnect(j.temp)
-		r.places.register(now, j.node, j.stamp)
+		r.places.register(now, j)
 	}
 }
 

@@ -42,7 +42,7 @@ func newScheduler(b base, calls *tickets) *scheduler {
 	return s
 }
 
-func (s *scheduler) step(now time.Duration, from int, msg *van.Meta) error {
+func (s *scheduler) step(now time.Duration, from int, _ van.Origin, msg *van.Meta) error {
 	if !s.genuine(from, msg) {
 		if s.stray(now, from, msg) {
 			return nil
@@ -96,12 +96,14 @@ func (s *scheduler) stray(now time.Duration, from int, msg *van.Meta) bool {
 		case by == s.table.incs[from] && who.Cluster == s.table.own.Cluster:
 			s.places.back(now, &rec)
 		default:
-			s.refusals.refuse(now, &rec, s.places.whyNot(from, who.Cluster))
+			why, details := s.places.whyNot(from, who.Cluster)
+			s.refusals.refuse(now, &rec, why, details)
 		}
 		return true
 	}
 	if rec := s.places.formerly(by, from); rec != nil && s.life.phase == ready {
-		s.refusals.refuse(now, rec, s.places.whyNot(from, s.table.own.Cluster))
+		why, details := s.places.whyNot(from, s.table.own.Cluster)
+		s.refusals.refuse(now, rec, why, details)
 		return true
 	}
 	return s.life.phase == joining // its heartbeat will have its record
@@ -126,15 +128,16 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 		return s.table.bad(from, msg, "control.node[0].aux_id", rec.AuxID, "a rank, or -1")
 	case rec.Role == van.Scheduler || rec.Role == van.Joint:
 		s.refusals.refuse(now, &rec, fmt.Sprintf("a node cannot register as %s: the scheduler is %s; set DMLC_ROLE to worker or server",
-			rec.Role, s.table.self.Addr()))
+			rec.Role, s.table.self.Addr()), "")
 		return nil
 	}
 	s.refusals.forget(&rec)
 	if why := s.joins.unlike(&rec); why != "" {
-		s.refusals.refuse(now, &rec, why)
+		s.refusals.refuse(now, &rec, why, "")
 		return nil
 	}
-	j := &join{node: rec, stamp: msg.Timestamp, since: now}
+	j := &join{node: rec, stamp: msg.Timestamp, since: now, proved: s.table.proves(&rec, msg, verbRegister)}
+	text := describe(&rec) + " has registered"
 	if s.life.phase == ready {
 		s.joins.unhold(j)
 		s.replace(now, j)
@@ -142,9 +145,10 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 	} else if s.joins.register(now, j) {
 		s.trials.registered(now, &rec)
 		if s.form(now); s.life.phase == joining {
-			s.trials.answer(&rec, fmt.Sprintf("%s has registered; %s", describe(&rec), s.report(now)), 0)
+			text += "; " + s.report(now).String()
 		}
 	}
+	s.trials.answer(&rec, text, 0) // in any case: the process knows then that it has found a scheduler of this library
 	return nil
 }
 
@@ -165,17 +169,15 @@ func (s *scheduler) registered(now time.Duration, from int, msg *van.Meta, n not
 		if of != inc || !s.table.has(id) {
 			continue
 		}
-		if m := s.table.record(id); s.alive.peers[id].heard == 0 && s.refusals.mayAnswer(now, m) {
-			s.places.register(now, m.Clone(), s.places.stamps[id])
+		if m := s.table.record(id); s.alive.peers[id].heard == 0 && s.refusals.mayAnswer(now) {
+			s.places.register(now, &join{node: m.Clone(), stamp: s.places.stamps[id]})
 		}
 		return nil
 	}
-	if s.hears(inc) || !s.refusals.mayAnswer(now, &rec) {
+	if s.hears(inc) || !s.refusals.mayAnswer(now) {
 		return nil
 	}
-	temp := s.out.reach(rec)
-	s.out.tell(temp, notice{verb: verbRegister})
-	s.out.disconnect(temp)
+	s.out.challenge(&rec)
 	return nil
 }
 
@@ -247,7 +249,8 @@ func (s *scheduler) heartbeat(now time.Duration, from int, msg *van.Meta) error 
 		case n.ID != from:
 			return s.table.bad(from, msg, field, n.ID, fmt.Sprintf("the sender's, %d", from))
 		case another(s.table.record(from), n) && !failpoint.On("fencing"):
-			s.refusals.refuse(now, n, s.places.whyNot(from, s.table.own.Cluster))
+			why, details := s.places.whyNot(from, s.table.own.Cluster)
+			s.refusals.refuse(now, n, why, details)
 			continue
 		}
 		s.watch.heard(now, from)
@@ -334,7 +337,7 @@ func (s *scheduler) settle(now time.Duration) {
 // dead, or refuses it.
 func (s *scheduler) replace(now time.Duration, j *join) {
 	if !s.places.doubtful(&j.node) || !s.joins.hold(now, j) {
-		s.places.register(now, j.node, j.stamp)
+		s.places.register(now, j)
 	}
 }
 

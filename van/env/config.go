@@ -21,6 +21,7 @@ type Config struct {
 	RankOffset int    // DMLC_RANK_OFFSET
 	InstanceID int    // DMLC_INSTANCE_ID; -1 when unset
 	ClusterID  string // STEPAF_CLUSTER_ID: a name for the cluster
+	Foreign    bool   // STEPAF_FOREIGN: nodes of C++ StepMesh may be in a cluster with a name
 
 	// Who may join.
 	SecretFile string // STEPAF_SECRET_FILE: a file with the cluster's secret

@@ -35,6 +35,7 @@ func TestRead(t *testing.T) {
 		{"DMLC_RANK_OFFSET", "0 -7 7", "x -16380", "an integer from -16379 to 16379"},
 		{"DMLC_INSTANCE_ID", "0 7", "-1", "an integer from 0 to 16378"},
 		{"STEPAF_CLUSTER_ID", "run-7 a", "", ""},
+		{"STEPAF_FOREIGN", "0 1 2>1", "yes", "0 (off) or 1 (on); write 1"},
 		{"STEPAF_SECRET_FILE", "/run/secrets/stepaf", "", ""},
 		{"STEPAF_SECRET", "0123456789abcdef>(set)", "", ""},
 		{"STEPAF_AUTH", "off warn require", "on Off", "one of off, warn, require"},

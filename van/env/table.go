@@ -49,8 +49,13 @@ var table = []variable{
 	}, {
 		name: "STEPAF_CLUSTER_ID", topic: cluster, kind: String, readers: "all",
 		field:   func(c *Config) any { return &c.ClusterID },
-		help:    "A name for the cluster, the same on all nodes: nodes with another one are refused, and a scheduler that is started again knows its nodes by it.",
+		help:    "A name for the cluster, the same on all nodes: nodes with another one, and C++ nodes unless `STEPAF_FOREIGN=1`, are refused, and a scheduler that is started again knows its nodes by it.",
 		defNote: "the scheduler makes one up",
+		differs: "Ours only.",
+	}, {
+		name: "STEPAF_FOREIGN", topic: cluster, kind: Switch, def: "0", readers: "all",
+		field:   func(c *Config) any { return &c.Foreign },
+		help:    "1: C++ nodes are expected in a cluster with a `STEPAF_CLUSTER_ID`, which they cannot say, and a C++ scheduler may use other addresses than `DMLC_PS_ROOT_URI`. Anybody can pretend to be such a node.",
 		differs: "Ours only.",
 	},
 

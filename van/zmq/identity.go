@@ -47,36 +47,43 @@ func digits(incarnation uint32) string {
 }
 
 // nameOf reads a routing id that the process with the incarnation own has received. Whatever routingID does not
-// make, an id that no scheduler gives, and a name for another process, is a node that has no id yet.
-func nameOf(routing []byte, own uint32) peerName {
+// make, and an id that no scheduler gives, is a node that has no id yet. ours is false for a name for another process, such as
+// the one that had this node's address before. Nothing but control messages counts under such a name.
+func nameOf(routing []byte, own uint32) (p peerName, ours bool) {
+	p, to := readName(routing)
+	return p, p.incarnation == 0 || to == own
+}
+
+// readName returns the name that a routing id has, and the incarnation of the process that it is for, if it has one.
+func readName(routing []byte) (name peerName, to uint32) {
 	stranger := peerName{id: van.Empty}
 	if len(routing) < 3 || routing[0] != 'p' || routing[1] != 's' || routing[2] == '0' {
-		return stranger
+		return stranger, 0
 	}
 	p, i := peerName{}, 2
 	for ; i < len(routing) && routing[i] != '.'; i++ {
 		c := routing[i]
 		if c < '0' || c > '9' || p.id > van.Empty {
-			return stranger
+			return stranger, 0
 		}
 		p.id = p.id*10 + int(c-'0')
 	}
 	if p.id != van.SchedulerID && (p.id < van.ServerID(0) || p.id >= van.Empty) {
-		return stranger
+		return stranger, 0
 	}
 	if i == len(routing) {
-		return p
+		return p, 0
 	}
 	if len(routing) != i+2*(1+incarnationDigits) || routing[i+1+incarnationDigits] != '.' {
-		return stranger
+		return stranger, 0
 	}
 	by, ok := incarnationIn(routing[i+1:])
 	to, valid := incarnationIn(routing[i+2+incarnationDigits:])
-	if !ok || !valid || by == 0 || to == 0 || to != own {
-		return stranger
+	if !ok || !valid || by == 0 || to == 0 {
+		return stranger, 0
 	}
 	p.incarnation = by
-	return p
+	return p, to
 }
 
 // incarnationIn reads the incarnation that b begins with.

@@ -20,6 +20,7 @@ import "C"
 
 import (
 	"errors"
+	"net/netip"
 	"os"
 	"reflect"
 	"runtime"
@@ -347,6 +348,15 @@ func (f *frames) probe() bool { return f.n == 2 && f.extra == 0 && f.size[1] == 
 
 // source is the descriptor of the connection that f came from, or -1.
 func (f *frames) source() int { return int(C.sa_msg_fd((*C.sa_msg)(f))) }
+
+// host is the address of the host that f came from over TCP; else it is not valid.
+func (f *frames) host() netip.Addr {
+	if p := C.sa_msg_host((*C.sa_msg)(f)); p != nil {
+		a, _ := netip.ParseAddr(C.GoString(p))
+		return a.Unmap()
+	}
+	return netip.Addr{}
+}
 
 // dataLen is the length of the meta and so many data frames.
 func (f *frames) dataLen(data int) (n int) {

@@ -185,6 +185,29 @@ func TestControlOfReplaced(t *testing.T) {
 	}
 }
 
+// TestNameForAnother: of a process whose name is for another process at this address, such as a former scheduler, only control
+// messages are handed up: it learns then which process is here. It is not taken for the peer, whose name it has otherwise.
+func TestNameForAnother(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	if err := server.Connect(t.Context(), 9, van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1,
+		Endpoint: (&van.Identity{Incarnation: 7}).Encode()}); err != nil {
+		t.Fatal(err)
+	}
+	r := dialRaw(t, server, "ps9.00000007.00000006")
+	r.send(packed(t, push(8, 1, nil)))
+	r.send(sealed([][]byte{packed(t, push(8, 2, nil))}, [][]byte{packed(t, push(8, 3, nil))}))
+	r.send(packed(t, heartbeat(8, 5)))
+	if m := server.next(t); m.Sender != 9 || m.Timestamp != 5 {
+		t.Errorf("got message %d of %d, want 5 of 9", m.Timestamp, m.Sender)
+	}
+	if c := (*server.peers.Load())[9]; c.seen() {
+		t.Error("its connection counts as the peer's")
+	}
+	if s := server.Stats(); s.FencedMessages == 0 {
+		t.Errorf("its data counts nowhere: %+v", s)
+	}
+}
+
 // watched makes a worker with heartbeats and returns what its van says of its peers.
 func watched(t *testing.T) (*node, chan error) {
 	t.Helper()

@@ -3,11 +3,13 @@ package zmq
 import (
 	"context"
 	"errors"
+	"net/netip"
 	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
@@ -164,30 +166,36 @@ const (
 func (r *receiver) accept(msg *van.Message) verdict {
 	f := (*frames)(msg.Native())
 	now := clock.Now()
-	name, c := r.senderOf(f)
+	name, c, ours := r.senderOf(f)
 	probe := r.router && f.probe()
 	var err error
 	mark := byte(markSent)
 	native := name.incarnation != 0
 	several := native && isBundle(f)
 	switch {
-	case probe:
+	case probe, several && !ours:
 	case several:
 		err = r.bundle.open(msg, name, now)
 	default:
 		mark, err = parse(msg, f, native)
 	}
-	member := c != nil && c.isOf(name)
+	member := ours && c != nil && c.isOf(name)
 	if r.router && r.in.guard != nil {
 		// The guard gets every message of an unauthenticated connection, and a member's first message on each connection:
 		// a member's new connection may exist together with one that the member has lost, or with one of its former process.
 		if fd := f.source(); !member || c.arrives.Load() != int64(fd)+1 {
-			r.in.guard.heard(fd, f.wire(), name)
+			by := name
+			if !ours {
+				by = peerName{id: van.Empty}
+			}
+			r.in.guard.heard(fd, f.wire(), by)
 		}
 	}
 	switch {
 	case err != nil:
 		r.in.malformed(err, f)
+	case !probe && !ours && (several || !msg.IsControl()):
+		r.in.fenced(name)
 	case several:
 		return bundled
 	case !msg.IsControl() && r.fenced(c, name):
@@ -242,7 +250,10 @@ func (r *receiver) recalled(msg *van.Message, name peerName) {
 // take takes a message of the node that calls itself name, for which c is the
 // connection, and which is a member. It has size bytes, and keeps as many in memory.
 func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, member bool, size, keeps int) verdict {
-	msg.Sender = name.id
+	msg.Sender, msg.Origin = name.id, van.OriginUnknown
+	if msg.IsControl() {
+		msg.Origin = r.originOf((*frames)(msg.Native()), name, c)
+	}
 	msg.Trace().PostRecv = now
 	msg.Receiver = int(r.in.n.id.Load())
 	r.in.n.stats.received(size)
@@ -270,12 +281,36 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 
 // senderOf reads who sent a message, and finds the connection to the node that has that
 // id, if there is one.
-func (r *receiver) senderOf(f *frames) (peerName, *conn) {
-	name := peerName{id: van.Empty}
+func (r *receiver) senderOf(f *frames) (name peerName, c *conn, ours bool) {
+	name, ours = peerName{id: van.Empty}, true
 	if f.len() > 0 {
-		name = nameOf(f.bytes(0), r.in.n.incarnation)
+		name, ours = nameOf(f.bytes(0), r.in.n.incarnation)
 	}
-	return name, r.connOf(name)
+	return name, r.connOf(name), ours
+}
+
+// originOf says how far a control message of the node that calls itself name is its own. c is the connection to that node.
+func (r *receiver) originOf(f *frames, name peerName, c *conn) van.Origin {
+	switch {
+	case !r.router:
+		return van.OriginDialed
+	case c == nil || name.incarnation != 0 || name.id != van.SchedulerID || r.in.n.cfg.Local:
+		return van.OriginUnknown
+	}
+	return originOf(f.host(), c.peer.Hostname, hostaddr.This())
+}
+
+// originOf compares the address that a connection comes from with the one that its maker's name has. Both are this host's if
+// one process of this host connects to another: its address is then the one that it connects to.
+func originOf(from netip.Addr, host string, here hostaddr.Host) van.Origin {
+	at, err := netip.ParseAddr(host)
+	switch at = at.Unmap(); {
+	case err != nil || !from.IsValid(): // its name has no address yet
+		return van.OriginUnknown
+	case from == at || here.Has(from) && here.Has(at):
+		return van.OriginHost
+	}
+	return van.OriginOther
 }
 
 // connOf finds the connection to the node that calls itself name.

@@ -95,6 +95,8 @@ void sa_msg_share(sa_msg *to, sa_msg *from, int first, int n) {
 
 int sa_msg_fd(sa_msg *m) { return m->n > 0 ? zmq_msg_get(&m->part[m->n - 1], ZMQ_SRCFD) : -1; }
 
+const char *sa_msg_host(sa_msg *m) { return m->n > 0 ? zmq_msg_gets(&m->part[m->n - 1], "Peer-Address") : NULL; }
+
 // A multipart message arrives whole: after its first part no receive can fail
 // for want of data. s->mu is held.
 static int recv_parts(sa_sock *s, sa_msg *m) {

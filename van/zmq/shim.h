@@ -125,6 +125,9 @@ void sa_msg_share(sa_msg *to, sa_msg *from, int first, int n);
 // Returns the descriptor of the connection that m came from, or -1.
 int sa_msg_fd(sa_msg *m);
 
+// Returns the address of the host that m came from, as text, or NULL. It is valid as long as m is.
+const char *sa_msg_host(sa_msg *m);
+
 // Receives one message, looking for it for spin_ns nanoseconds at most. Returns 1,
 // 0 when there is none, or -errno. While it looks it yields the processor to
 // whoever is to bring the message. With park, a receiver without a message is

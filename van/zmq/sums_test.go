@@ -48,12 +48,14 @@ func TestParserSums(t *testing.T) {
 		}
 		for range 100 {
 			b := sums.Mangle(rng, []byte(name))
-			fmt.Fprintln(w, nameOf(b, sumsOwn))
+			p, ours := nameOf(b, sumsOwn)
+			fmt.Fprintln(w, p, ours)
 			b = []byte(name)
 			if len(b) > 0 {
 				b[rng.IntN(len(b))] = "0123456789abcdefg/:`psPS.x"[rng.IntN(26)]
 			}
-			fmt.Fprintln(w, nameOf(b, sumsOwn))
+			p, ours = nameOf(b, sumsOwn)
+			fmt.Fprintln(w, p, ours)
 			l := append([]int(nil), behind...)
 			if len(l) > 0 && rng.IntN(4) == 0 {
 				l[rng.IntN(len(l))] += rng.IntN(3) - 1

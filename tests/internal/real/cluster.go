@@ -225,6 +225,9 @@ func (c *Cluster) environ(role string, rank int) []string {
 			e = append(e, name+"="+v)
 		}
 	}
+	if len(c.o.Foreign) > 0 {
+		e = append(e, "STEPAF_FOREIGN=1")
+	}
 	e = append(e, c.o.Env...)
 	if c.o.NodeEnv != nil {
 		e = append(e, c.o.NodeEnv(role, rank)...)

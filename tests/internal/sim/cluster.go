@@ -84,6 +84,9 @@ func (c *cluster) environ(p *proc) map[string]string {
 	if c.fabric != nil {
 		env["DMLC_ENABLE_RDMA"] = "ibverbs"
 	}
+	if len(s.Foreign) > 0 { // also where a plan gives the cluster a name
+		env["STEPAF_FOREIGN"] = "1"
+	}
 	maps.Copy(env, s.Env)
 	maps.Copy(env, s.Nodes[p.who])
 	maps.Copy(env, p.env)

@@ -1,0 +1,484 @@
+package membership
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// stranger_test.go has what somebody who is no member can send, without knowing an incarnation.
+
+// deeds are the outputs of a machine that matter here: a machine did.
+type deeds struct {
+	connects, dials []Connect // to nodes with an id, and without
+	sends           []Send
+	dead            []int
+	replaced        []int
+	ready           bool
+	warnings        []string
+}
+
+func did(m *Machine) (o deeds) {
+	for _, x := range m.Take() {
+		switch x := x.(type) {
+		case Connect:
+			if x.ID > 0 {
+				o.connects = append(o.connects, x)
+			} else {
+				o.dials = append(o.dials, x)
+			}
+		case Send:
+			o.sends = append(o.sends, x)
+		case PeerDead:
+			o.dead = append(o.dead, x.ID)
+		case PeerReplaced:
+			o.replaced = append(o.replaced, x.ID)
+		case Ready:
+			o.ready = true
+		case Warning:
+			o.warnings = append(o.warnings, x.Text)
+		}
+	}
+	return o
+}
+
+func strangerConfig(role van.Role, cluster uint32, port int) Config {
+	cfg := testConfig(role, 1, 1, fmt.Sprintf("10.0.0.2:%d", port), -1)
+	cfg.HeartbeatInterval, cfg.HeartbeatTimeout, cfg.ReplaceTimeout = time.Second, 10*time.Second, 30*time.Second
+	cfg.NamedCluster, cfg.Nonce = cluster != 0, 77
+	id := van.Identity{Incarnation: uint32(100 + port), Cluster: cluster}
+	if role == van.Scheduler && cluster == 0 {
+		id.Cluster = 5
+	}
+	cfg.Self.Endpoint = id.Encode()
+	return cfg
+}
+
+func started(t *testing.T, cfg Config) *Machine {
+	t.Helper()
+	m, err := New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Start(0)
+	m.Take()
+	return m
+}
+
+func registers(r van.Node, body string) *van.Meta {
+	var m van.Meta
+	m.Reset()
+	m.Control.Cmd, m.Control.Nodes, m.Body = van.AddNode, []van.Node{r}, []byte(body)
+	return &m
+}
+
+func member(role van.Role, host string, port int, incarnation, cluster uint32) van.Node {
+	r := rec(role, host, port, -1)
+	if incarnation != 0 {
+		r.Endpoint = (&van.Identity{Incarnation: incarnation, Cluster: cluster}).Encode()
+	}
+	return r
+}
+
+// formed is a scheduler whose cluster has formed: server 8 at 10.0.0.1:4008, worker 9 at 10.0.0.1:4009, incarnations 208 and 209, which send heartbeats.
+func formed(t *testing.T, cfg Config, cluster uint32) *Machine {
+	t.Helper()
+	m := started(t, cfg)
+	for _, r := range []van.Node{member(van.Server, "10.0.0.1", 4008, 208, cluster), member(van.Worker, "10.0.0.1", 4009, 209, cluster)} {
+		if err := m.Step(0, van.Empty, registers(r, "")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if o := did(m); !o.ready {
+		t.Fatal("the cluster has not formed")
+	}
+	beats(t, m, 0)
+	return m
+}
+
+// beats steps m with a heartbeat of each node of formed.
+func beats(t *testing.T, m *Machine, now time.Duration) {
+	t.Helper()
+	for _, id := range []int{8, 9} {
+		var h van.Meta
+		h.Reset()
+		h.Control.Cmd, h.Key = van.Heartbeat, beatKey(m.table.generation, time.Second)
+		h.Control.Nodes = []van.Node{*m.table.record(id)}
+		h.SetIncarnations(uint32(200+id), m.table.own.Incarnation)
+		if err := m.Step(now, id, &h); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m.Tick(now)
+	m.Take()
+}
+
+// tableOf is the node table that a scheduler of C++ StepMesh would send.
+func tableOf(nodes ...van.Node) *van.Meta {
+	var m van.Meta
+	m.Reset()
+	m.Control.Cmd, m.Control.Nodes = van.AddNode, nodes
+	return &m
+}
+
+// TestTableOfAStranger: a node that waits for its scheduler takes no table from somebody who calls himself ps1 (A2).
+func TestTableOfAStranger(t *testing.T) {
+	table := func(m *Machine) *van.Meta {
+		own := m.table.self
+		own.ID, own.Endpoint = 9, nil
+		return tableOf(withID(rec(van.Server, "10.6.6.6", 666, -1), 8), own, withID(rec(van.Scheduler, "10.0.0.99", 8123, -1), 1))
+	}
+	hello := func(m *Machine) *van.Meta {
+		var h van.Meta
+		h.Reset()
+		h.Control.Cmd, h.Body = van.Heartbeat, notice{verb: verbWaiting, text: "it has registered"}.body()
+		h.SetIncarnations(55, m.table.own.Incarnation)
+		return &h
+	}
+	for _, x := range []struct {
+		name    string
+		cluster uint32
+		foreign bool
+		steps   func(m *Machine) // then 3 s pass
+		want    bool
+	}{
+		{"from another host", 0, false, func(m *Machine) { m.PeerBack(0, 1); m.StepFrom(2e9, 1, van.OriginOther, table(m)) }, false},
+		{"from this host, before there is a scheduler", 0, false, func(m *Machine) { m.StepFrom(0, 1, van.OriginHost, table(m)) }, false},
+		{"long before there is a scheduler", 0, false, func(m *Machine) {
+			m.StepFrom(0, 1, van.OriginHost, table(m))
+			m.Tick(1500 * time.Millisecond)
+			m.PeerBack(1600*time.Millisecond, 1)
+		}, false},
+		{"before a scheduler of this library answers", 0, false, func(m *Machine) {
+			m.PeerBack(0, 1)
+			m.StepFrom(0, 1, van.OriginHost, table(m))
+			m.StepFrom(1e6, 1, van.OriginDialed, hello(m))
+		}, false},
+		{"after a scheduler of this library has answered", 0, false, func(m *Machine) {
+			m.PeerBack(0, 1)
+			m.StepFrom(1e6, 1, van.OriginDialed, hello(m))
+			m.StepFrom(2e9, 1, van.OriginHost, table(m))
+		}, false},
+		{"with a cluster id", 7, false, func(m *Machine) { m.PeerBack(0, 1); m.StepFrom(2e9, 1, van.OriginHost, table(m)) }, false},
+		{"with a cluster id, of a transport that knows no hosts", 7, false, func(m *Machine) { m.PeerBack(0, 1); m.Step(2e9, 1, table(m)) }, false},
+		{"for another process", 0, false, func(m *Machine) {
+			x := table(m)
+			x.SetIncarnations(55, 56)
+			m.PeerBack(0, 1)
+			m.StepFrom(2e9, 1, van.OriginHost, x)
+		}, false},
+
+		{"of the original's scheduler", 0, false, func(m *Machine) { m.PeerBack(0, 1); m.StepFrom(2e9, 1, van.OriginHost, table(m)) }, true},
+		{"of the original's scheduler at once", 0, false, func(m *Machine) { m.PeerBack(0, 1); m.StepFrom(1e6, 1, van.OriginHost, table(m)) }, true},
+		{"of the original's scheduler, before the transport says that it is there", 0, false, func(m *Machine) {
+			m.StepFrom(0, 1, van.OriginHost, table(m))
+			m.PeerBack(1e8, 1)
+		}, true},
+		{"of a transport that knows no hosts", 0, false, func(m *Machine) { m.Step(0, 1, table(m)) }, true},
+		{"of the original's scheduler, with a cluster id and STEPAF_FOREIGN", 7, true, func(m *Machine) { m.PeerBack(0, 1); m.StepFrom(2e9, 1, van.OriginOther, table(m)) }, true},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			cfg := strangerConfig(van.Worker, x.cluster, 4009)
+			cfg.Foreign = x.foreign
+			m := started(t, cfg)
+			x.steps(m)
+			for now := 2 * time.Second; now <= 5*time.Second; now += time.Second / 4 {
+				m.Tick(now)
+			}
+			if o := did(m); o.ready != x.want {
+				t.Errorf("ready: %t, want %t; connected to %v", o.ready, x.want, o.connects)
+			}
+		})
+	}
+}
+
+// TestNoticesOfAStranger: nothing that somebody from another host sends as the original's scheduler reaches a node of its cluster.
+func TestNoticesOfAStranger(t *testing.T) {
+	m := started(t, strangerConfig(van.Worker, 0, 4009))
+	own := m.table.self
+	own.ID, own.Endpoint = 9, nil
+	server := withID(rec(van.Server, "10.0.0.1", 4008, -1), 8)
+	if err := m.Step(0, 1, tableOf(server, own, withID(rec(van.Scheduler, "10.0.0.99", 8123, -1), 1))); err != nil || !m.Ready() {
+		t.Fatalf("ready: %t, %v", m.Ready(), err)
+	}
+	m.Take()
+	moved := withID(rec(van.Server, "10.6.6.6", 666, -1), 8)
+	moved.IsRecovery = true
+	if err := m.StepFrom(1, 1, van.OriginOther, tableOf(moved)); err == nil {
+		t.Error("a record from another host is taken")
+	}
+	if o := did(m); len(o.connects)+len(o.replaced) > 0 {
+		t.Errorf("a stranger's record led to %+v", o)
+	}
+	if err := m.StepFrom(2, 1, van.OriginHost, tableOf(moved)); err != nil {
+		t.Error(err)
+	}
+	if o := did(m); len(o.replaced) != 1 {
+		t.Errorf("the scheduler's record led to %+v", o)
+	}
+}
+
+// TestPhantomsComeBack: a waiting scheduler resumes no cluster of which it knows only what heartbeats say: a node must receive what
+// is sent to its address (A3).
+func TestPhantomsComeBack(t *testing.T) {
+	m := started(t, strangerConfig(van.Scheduler, 0, 8123))
+	beat := func(now time.Duration, n van.Node, body string) deeds {
+		var h van.Meta
+		h.Reset()
+		h.Control.Cmd, h.Control.Nodes, h.Body = van.Heartbeat, []van.Node{n}, []byte(body)
+		h.SetIncarnations(incarnationOf(&n), 1234)
+		if err := m.Step(now, n.ID, &h); err != nil {
+			t.Fatal(err)
+		}
+		m.Tick(now)
+		return did(m)
+	}
+	nodes := []van.Node{withID(member(van.Server, "10.6.6.6", 1, 61, 666), 8), withID(member(van.Worker, "10.6.6.6", 2, 62, 666), 9)}
+	var proof string
+	for i := range 10 {
+		for _, n := range nodes {
+			o := beat(time.Duration(i)*time.Second, n, fmt.Sprintf("stepaf/1 rejoin %016x", i))
+			if o.ready || len(o.dials) != 1 || o.dials[0].Node.Addr() != n.Addr() || len(o.sends) != 1 {
+				t.Fatalf("heartbeat %d of %s: %+v; want one answer to its address", i, n.Addr(), o)
+			}
+			proof = string(o.sends[0].Meta.Body)
+		}
+	}
+	if r := m.Report(10 * time.Second); r.Returned != "" {
+		t.Errorf("the scheduler reports %q", r.Returned)
+	}
+	// The proof of one is of no use to the other.
+	if o := beat(11*time.Second, nodes[0], proof); o.ready || m.Report(11*time.Second).Returned != "" {
+		t.Errorf("the proof of another node is taken: %+v", o)
+	}
+	for i, n := range nodes {
+		if o := beat(12*time.Second, n, "stepaf/1 rejoin "+m.table.proof(&n)); o.ready != (i == 1) {
+			t.Errorf("node %d with its proof: ready %t", i, o.ready)
+		}
+	}
+}
+
+// TestRecordsWithoutIdentity: with a cluster id a record that says no cluster is refused, unless nodes of the original are expected (A1, A4).
+func TestRecordsWithoutIdentity(t *testing.T) {
+	for _, x := range []struct {
+		cluster          uint32
+		foreign, formed_ bool
+		want             bool
+	}{{0, false, false, true}, {7, false, false, false}, {7, true, false, true}, {0, false, true, true}, {7, false, true, false}, {7, true, true, true}} {
+		cfg := strangerConfig(van.Scheduler, x.cluster, 8123)
+		cfg.Foreign = x.foreign
+		var m *Machine
+		if x.formed_ {
+			m = formed(t, cfg, x.cluster)
+			m.PeerLost(1e9, 9, nil)
+		} else {
+			m = started(t, cfg)
+			if err := m.Step(0, van.Empty, registers(member(van.Server, "10.0.0.1", 4008, 208, x.cluster), "")); err != nil {
+				t.Fatal(err)
+			}
+		}
+		m.Take()
+		if err := m.Step(2e9, van.Empty, registers(rec(van.Worker, "10.6.6.6", 666, -1), "")); err != nil {
+			t.Fatal(err)
+		}
+		o := did(m)
+		if got := o.ready || len(o.replaced) > 0; got != x.want {
+			t.Errorf("%+v: accepted %t", x, got)
+		}
+		if !x.want && (len(o.warnings) != 1 || !strings.Contains(o.warnings[0], "STEPAF_FOREIGN=1")) {
+			t.Errorf("%+v: warnings %q", x, o.warnings)
+		}
+	}
+}
+
+// TestRefusalsNameNobody: what a stranger is told has no address of a member, nor the name of the cluster (A1).
+func TestRefusalsNameNobody(t *testing.T) {
+	const cluster = 0xabcdef12
+	told := func(t *testing.T, m *Machine) string {
+		m.Tick(m.life.started + time.Minute)
+		var all strings.Builder
+		o := did(m)
+		for _, s := range o.sends {
+			if slices.ContainsFunc(o.dials, func(c Connect) bool { return c.ID == s.To && c.Node.Hostname == "10.6.6.6" }) {
+				all.Write(s.Meta.Body)
+				for _, n := range s.Meta.Control.Nodes {
+					fmt.Fprintf(&all, "%s %x", n.Addr(), n.Endpoint)
+				}
+			}
+		}
+		text := all.String()
+		if text == "" {
+			t.Error("the stranger is told nothing")
+		}
+		for _, secret := range []string{"10.0.0.1", "abcdef12", "12efcdab"} {
+			if strings.Contains(text, secret) {
+				t.Errorf("the stranger is told %q", text)
+			}
+		}
+		return text
+	}
+	question := func(q string) *van.Meta {
+		var m van.Meta
+		m.Reset()
+		m.Control.Cmd, m.Body = van.Heartbeat, Question(66, "10.6.6.6:666", q)
+		return &m
+	}
+	ask := func(m *Machine, msgs ...*van.Meta) {
+		for _, x := range msgs {
+			_ = m.Step(30*time.Second, van.Empty, x)
+		}
+	}
+	ranked := func(aux int) van.Node {
+		n := member(van.Worker, "10.6.6.6", 666, 66, cluster)
+		n.AuxID = aux
+		return n
+	}
+	for name, msgs := range map[string][]*van.Meta{
+		"a place":       {registers(ranked(-1), "")},
+		"a rank":        {registers(ranked(0), "")},
+		"another rank":  {registers(ranked(5), "")},
+		"another name":  {registers(member(van.Worker, "10.6.6.6", 666, 66, 3), "")},
+		"a scheduler":   {registers(member(van.Scheduler, "10.6.6.6", 666, 66, cluster), "")},
+		"the policies":  {question("list")},
+		"a policy":      {question("set peer=8,rate=1000000")},
+		"nonsense":      {question("what")},
+		"a wrong state": {question("set x")},
+	} {
+		t.Run("formed/"+name, func(t *testing.T) {
+			m := formed(t, strangerConfig(van.Scheduler, cluster, 8123), cluster)
+			ask(m, msgs...)
+			told(t, m)
+		})
+		if strings.HasPrefix(name, "another rank") || name == "a place" || name == "a rank" {
+			continue // while nodes are missing these are accepted, or have no rival
+		}
+		t.Run("waiting/"+name, func(t *testing.T) {
+			m := started(t, strangerConfig(van.Scheduler, cluster, 8123))
+			if err := m.Step(0, van.Empty, registers(member(van.Worker, "10.0.0.1", 4009, 209, cluster), "")); err != nil {
+				t.Fatal(err)
+			}
+			m.Take()
+			ask(m, msgs...)
+			told(t, m)
+		})
+	}
+	t.Run("heartbeat of another cluster", func(t *testing.T) {
+		m := formed(t, strangerConfig(van.Scheduler, cluster, 8123), cluster)
+		var h van.Meta
+		h.Reset()
+		h.Control.Cmd, h.Control.Nodes = van.Heartbeat, []van.Node{withID(member(van.Worker, "10.6.6.6", 666, 66, 3), 9)}
+		h.SetIncarnations(66, 1)
+		_ = m.Step(30*time.Second, 9, &h)
+		told(t, m)
+	})
+}
+
+// TestPlaceOfAStalledMember: a registration under the address of a member that stalls takes its place only after the heartbeat timeout, or if
+// the process proves that it listens there (A6). Spelling the address in another way does not help (A12).
+func TestPlaceOfAStalledMember(t *testing.T) {
+	for _, host := range []string{"10.0.0.1", "::ffff:10.0.0.1"} {
+		for _, incarnation := range []uint32{0, 66} {
+			t.Run(fmt.Sprintf("%s/%d", host, incarnation), func(t *testing.T) {
+				m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+				s := member(van.Worker, host, 4009, incarnation, 0)
+				for now := 3 * time.Second; now < 10*time.Second; now += time.Second / 4 { // the member stalls from 0 on
+					if now == 4*time.Second || now == 8*time.Second {
+						if err := m.Step(now, van.Empty, registers(s, "stepaf/1 register 0123456789abcdef")); err != nil {
+							t.Fatal(err)
+						}
+					}
+					m.Tick(now)
+					if o := did(m); len(o.dead)+len(o.replaced) > 0 {
+						t.Fatalf("after %s: %+v", now, o)
+					}
+				}
+				beats(t, m, 9900*time.Millisecond)
+				m.Tick(10 * time.Second)
+				if o := did(m); len(o.dead)+len(o.replaced) > 0 {
+					t.Errorf("the member was heard: %+v", o)
+				}
+			})
+		}
+	}
+	t.Run("with the proof", func(t *testing.T) { // a restart that nobody has noticed
+		m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+		s := member(van.Worker, "10.0.0.1", 4009, 66, 0)
+		_ = m.Step(4*time.Second, van.Empty, registers(s, ""))
+		o := did(m)
+		if len(o.dials) != 1 || o.dials[0].Node.Addr() != "10.0.0.1:4009" || len(o.sends) != 1 || len(o.replaced) > 0 {
+			t.Fatalf("%+v: want the proof sent to the address", o)
+		}
+		_ = m.Step(4*time.Second, van.Empty, registers(s, string(o.sends[0].Meta.Body)))
+		if o := did(m); len(o.replaced) != 1 {
+			t.Errorf("with its proof: %+v", o)
+		}
+		// The process that was there is told, if it still runs.
+		var h van.Meta
+		h.Reset()
+		h.Control.Cmd, h.Control.Nodes = van.Heartbeat, []van.Node{withID(member(van.Worker, "10.0.0.1", 4009, 209, 5), 9)}
+		h.SetIncarnations(209, m.table.own.Incarnation)
+		_ = m.Step(5*time.Second, 9, &h)
+		if o := did(m); len(o.dials) != 1 || incarnationOf(&o.dials[0].Node) != 209 || len(o.sends) != 1 || !strings.Contains(string(o.sends[0].Meta.Body), "taken for dead") {
+			t.Errorf("the process that was replaced is told: %+v", o)
+		}
+	})
+	t.Run("without heartbeats", func(t *testing.T) {
+		cfg := strangerConfig(van.Scheduler, 0, 8123)
+		cfg.HeartbeatInterval, cfg.HeartbeatTimeout = 0, 0
+		m := formed(t, cfg, 0)
+		_ = m.Step(4*time.Second, van.Empty, registers(rec(van.Worker, "10.0.0.1", 4009, -1), ""))
+		m.Tick(4 * time.Second)
+		if o := did(m); len(o.dead)+len(o.replaced) > 0 {
+			t.Errorf("at once: %+v", o)
+		}
+		m.Tick(40 * time.Second)
+		if o := did(m); len(o.dead)+len(o.replaced) > 0 || len(o.warnings) != 1 || !strings.Contains(o.warnings[0], "the connection to it stands") {
+			t.Errorf("while the connection stands: %+v", o)
+		}
+	})
+}
+
+// TestPlaceOfAWaitingNode: nor is a node that has registered displaced before the cluster has formed.
+func TestPlaceOfAWaitingNode(t *testing.T) {
+	m := started(t, strangerConfig(van.Scheduler, 0, 8123))
+	_ = m.Step(0, van.Empty, registers(member(van.Worker, "10.0.0.1", 4009, 209, 0), ""))
+	_ = m.Step(1, van.Empty, registers(member(van.Worker, "10.0.0.1", 4009, 66, 0), ""))
+	if r := m.Report(1); len(r.Present) != 1 || incarnationOf(&r.Present[0]) != 209 {
+		t.Errorf("present: %+v", r.Present)
+	}
+	n := member(van.Worker, "10.0.0.1", 4009, 66, 0)
+	_ = m.Step(2, van.Empty, registers(n, "stepaf/1 register "+m.table.proof(&n)))
+	if r := m.Report(2); len(r.Present) != 1 || incarnationOf(&r.Present[0]) != 66 {
+		t.Errorf("present, after the proof: %+v", r.Present)
+	}
+}
+
+// TestAddressesOfNobody: an address that names no one host is refused, in a record and in a question (A12).
+func TestAddressesOfNobody(t *testing.T) {
+	for _, host := range []string{"0.0.0.0", "::", "::ffff:0.0.0.0", "127.1", "0x0a000001", "255.255.255.255", "224.0.0.1"} {
+		m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+		for what, msg := range map[string]*van.Meta{
+			"a registration": registers(member(van.Worker, host, 4009, 66, 0), ""),
+			"a question":     {Body: Question(66, "["+host+"]:4009", "list")},
+		} {
+			if what == "a question" {
+				msg.Control.Cmd = van.Heartbeat
+			}
+			if err := m.Step(1e9, van.Empty, msg); err == nil {
+				t.Errorf("%s with %s: no error", what, host)
+			}
+			if o := did(m); len(o.dials)+len(o.connects)+len(o.sends)+len(o.dead) > 0 {
+				t.Errorf("%s with %s: %+v", what, host, o)
+			}
+		}
+	}
+	cfg := strangerConfig(van.Worker, 0, 4009)
+	cfg.Self.Hostname = "0.0.0.0"
+	if _, err := New(cfg); err == nil {
+		t.Error("a node that advertises 0.0.0.0 starts")
+	}
+}
