@@ -3,12 +3,17 @@ package app
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/tools/internal/secret"
 	"github.com/stepaf/stepaf-go/van/env"
 )
@@ -95,5 +100,80 @@ func TestEnvCheckSecret(t *testing.T) {
 		if (err != nil) != (c.want != "") || !strings.Contains(errs, c.want) || strings.Contains(b.String(), good) || strings.Contains(b.String(), "hunter2") {
 			t.Errorf("%q: %v, want %q\n%s", c.set, err, c.want, b.String())
 		}
+	}
+}
+
+// TestLaunchProtects: a cluster that is started whole answers nobody without its secret, which nobody has; with a secret and a
+// name of the user's it answers the user.
+func TestLaunchProtects(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "secret")
+	if err := secret.Write(file, secret.Make()); err != nil {
+		t.Fatal(err)
+	}
+	own := []string{"STEPAF_SECRET_FILE=" + file, "STEPAF_CLUSTER_ID=mine"}
+	const refused = "it requires the cluster's secret, which this node does not have (STEPAF_SECRET_FILE)"
+	for _, c := range []struct {
+		launch []string // environment
+		asks   map[string][]string
+	}{
+		{nil, map[string][]string{refused: nil, "its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID": own}},
+		{own, map[string][]string{refused: nil, "no policies are set": own}},
+		{[]string{"STEPAF_AUTH=off", "STEPAF_CLUSTER_ID=mine"}, map[string][]string{"no policies are set": nil}},
+	} {
+		port := fmt.Sprint(testcluster.FreePort(t))
+		tmp := t.TempDir()
+		launch := command(t, append(c.launch, "TMPDIR="+tmp), "launch", "--port", port, "--timeout", "60s", "--", os.Args[0], "demo", "--rounds", "1000000000")
+		var out bytes.Buffer
+		launch.Stdout, launch.Stderr = &out, &out
+		if err := launch.Start(); err != nil {
+			t.Fatal(err)
+		}
+		for want, environ := range c.asks {
+			var got []byte
+			for end := time.Now().Add(30 * time.Second); time.Now().Before(end) && !strings.Contains(string(got), want); { // the scheduler may not listen yet
+				got, _ = command(t, append(environ, "NO_COLOR=1"), "policy", "--scheduler", "127.0.0.1:"+port, "--timeout", "5s").CombinedOutput()
+			}
+			if !strings.Contains(string(got), want) {
+				t.Errorf("%q asked with %q: want %q in\n%s", c.launch, environ, want, got)
+			}
+		}
+		if err := launch.Process.Signal(syscall.SIGTERM); err != nil {
+			t.Error(err)
+		}
+		_ = launch.Wait() // the status is looked at
+		if s := launch.ProcessState.ExitCode(); s != 143 {
+			t.Errorf("%q: status %d, want 143\n%s", c.launch, s, out.String())
+		}
+		if left, err := os.ReadDir(tmp); err != nil || len(left) > 0 {
+			t.Errorf("%v stays behind (%v)", left, err)
+		}
+	}
+}
+
+// TestSharesWithSecret: the shares of a cluster are given its secret, one by a file and one by a variable.
+func TestSharesWithSecret(t *testing.T) {
+	file, text := filepath.Join(t.TempDir(), "secret"), secret.Make()
+	if err := secret.Write(file, text); err != nil {
+		t.Fatal(err)
+	}
+	port := fmt.Sprint(testcluster.FreePort(t))
+	var shares []*exec.Cmd
+	outs := make([]bytes.Buffer, 2)
+	for i, x := range []struct{ role, set string }{{"server", "STEPAF_SECRET_FILE=" + file}, {"worker", "STEPAF_SECRET=" + text}} {
+		cmd := command(t, []string{x.set, "STEPAF_CLUSTER_ID=mine"}, "launch", "--role", x.role, "--host", "127.0.0.1", "--port", port, "--timeout", "60s",
+			"--", os.Args[0], "demo", "--rounds", "20")
+		cmd.Stdout, cmd.Stderr = &outs[i], &outs[i]
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		shares = append(shares, cmd)
+	}
+	for i, cmd := range shares {
+		if err := cmd.Wait(); err != nil || strings.Contains(outs[i].String(), text) || strings.Contains(outs[i].String(), "no secret") {
+			t.Errorf("%v\n%s", err, outs[i].String())
+		}
+	}
+	if out := outs[1].String(); !strings.Contains(out, "[worker 0] every sum is right") {
+		t.Errorf("the worker says\n%s", out)
 	}
 }

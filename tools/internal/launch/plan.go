@@ -300,8 +300,11 @@ func (p *planner) secret() error {
 	if _, err := p.cfg.ReadSecret(); err != nil { // each child would say so
 		return exit.With(exit.Misuse, fmt.Errorf("environment: %w", err))
 	}
+	decides := func(d Default) bool {
+		return d.Name == "STEPAF_SECRET" || d.Name == "STEPAF_SECRET_FILE" || d.Name == "STEPAF_AUTH" && d.Value == env.AuthOff && !p.has(d.Name)
+	}
 	switch {
-	case p.cfg.HasSecret() || p.cfg.Auth == env.AuthOff:
+	case p.cfg.HasSecret() || p.cfg.Auth == env.AuthOff || slices.ContainsFunc(p.Spec.Defaults, decides):
 	case p.Spec.Part.local():
 		p.MakesSecret = !p.Spec.NoSecret
 	case !isLoopback(p.own.IP):

@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // size is the number of random bytes in a secret.
@@ -21,7 +23,8 @@ func Make() string {
 }
 
 // Write writes a secret and a newline to a new file at path. The file has mode 0600 whatever the umask is. An existing
-// file, or link, is an error and stays as it is. If writing fails, no file is left.
+// file, or link, is an error and stays as it is. It is also an error if a node would refuse the file: some file systems
+// keep no mode or owner. After an error no new file is left.
 func Write(path, secret string) (err error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if errors.Is(err, fs.ErrExist) {
@@ -44,5 +47,11 @@ func Write(path, secret string) (err error) {
 	if _, err := f.WriteString(secret + "\n"); err != nil {
 		return err
 	}
-	return f.Sync()
+	if err := f.Sync(); err != nil {
+		return err
+	}
+	c := env.Default()
+	c.SecretFile = path
+	_, err = c.ReadSecret()
+	return err
 }
