@@ -3,13 +3,16 @@
 package app
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/urfave/cli/v2"
 
@@ -33,9 +36,50 @@ Look for faults: stepaf doctor
 
 Options of a command come before its arguments.`
 
+// output is the standard output of all commands. It keeps the first error of a write, with which the command then fails.
+type output struct {
+	io.Writer
+	mu  sync.Mutex
+	err error
+}
+
+func (o *output) Write(b []byte) (int, error) {
+	n, err := o.Writer.Write(b)
+	if err != nil {
+		o.mu.Lock()
+		o.err = cmp.Or(o.err, err)
+		o.mu.Unlock()
+	}
+	return n, err
+}
+
+// Stat describes the file that the output goes to, for a command that prints in color to a terminal.
+func (o *output) Stat() (fs.FileInfo, error) {
+	if f, ok := o.Writer.(interface{ Stat() (fs.FileInfo, error) }); ok {
+		return f.Stat()
+	}
+	return nil, errors.ErrUnsupported
+}
+
+// fail returns the error of a command that returned err, after its last write.
+func (o *output) fail(err error) error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	switch {
+	case o.err == nil || errors.Is(err, o.err):
+		return err
+	case err == nil:
+		return fmt.Errorf("standard output: %w", o.err)
+	case errors.Is(err, errSilent):
+		return exit.With(exit.Status(err), fmt.Errorf("standard output: %w", o.err))
+	}
+	return err
+}
+
 // Run runs the command line args, whose first word is the program's name, and
 // returns the exit status. Errors are printed to stderr.
 func Run(args []string, stdout, stderr io.Writer) int {
+	out := &output{Writer: stdout}
 	self, err := os.Executable()
 	if err != nil {
 		self = args[0]
@@ -45,7 +89,7 @@ func Run(args []string, stdout, stderr io.Writer) int {
 		Usage:                     "start, measure and inspect clusters of StepAF",
 		UsageText:                 "stepaf COMMAND [OPTION...] [ARGUMENT...]",
 		Description:               description,
-		Writer:                    stdout,
+		Writer:                    out,
 		ErrWriter:                 stderr,
 		HideVersion:               true,
 		DisableSliceFlagSeparator: true,
@@ -91,7 +135,7 @@ func Run(args []string, stdout, stderr io.Writer) int {
 			sub.OnUsageError = usage
 		}
 	}
-	err = app.Run(args)
+	err = out.fail(app.Run(args))
 	if err != nil && !errors.Is(err, errSilent) {
 		fmt.Fprintln(stderr, "stepaf: "+strings.TrimSuffix(err.Error(), "\n"))
 	}

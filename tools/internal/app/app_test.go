@@ -4,8 +4,10 @@ import (
 	"bufio"
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"strings"
@@ -143,6 +145,32 @@ func TestDemo(t *testing.T) {
 			out, err := command(t, nil, args...).CombinedOutput()
 			if err != nil || !strings.Contains(string(out), "[worker 0] every sum is right") {
 				t.Fatalf("%v\n%s", err, out)
+			}
+		})
+	}
+}
+
+// TestFullOutput: a command whose output is lost fails, and says so once.
+func TestFullOutput(t *testing.T) {
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		t.Skip("this machine has no /dev/full")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { full.Close() })
+	self := os.Args[0]
+	for _, args := range []string{"secret", "version", "env", "env --json", "env --explain", "env --check", "doctor", "doctor --json", "", "--help", "help", "launch --help",
+		"bench", "bench --help", "bench latency --help", "scheduler --help", "policy --help", "demo --help", "launch --timeout 60s -n 1 -s 1 -- " + self + " demo --rounds 2"} {
+		t.Run(strings.ReplaceAll(args, self, "stepaf"), func(t *testing.T) {
+			t.Parallel()
+			cmd := command(t, nil, strings.Fields(args)...)
+			var errs bytes.Buffer
+			cmd.Stdout, cmd.Stderr = full, &errs
+			err := cmd.Run()
+			if cmd.ProcessState.ExitCode() != 1 || strings.Count(errs.String(), "no space left on device") != 1 {
+				t.Errorf("%v: %s", err, errs.String())
 			}
 		})
 	}

@@ -43,7 +43,7 @@ func newPrinter(s Streams, lookup func(string) (string, bool)) *printer {
 }
 
 func isTerminal(w io.Writer) bool {
-	f, ok := w.(*os.File)
+	f, ok := w.(interface{ Stat() (os.FileInfo, error) })
 	if !ok {
 		return false
 	}
