@@ -309,3 +309,32 @@ func TestWarn(t *testing.T) {
 		})
 	}
 }
+
+// TestRestartWithASecret: a scheduler is started again at its address; the connection of a worker comes back.
+func TestRestartWithASecret(t *testing.T) {
+	first, worker := newNode(t, 1, 5, nil, withSecret(testSecret, "")), newNode(t, 9, 7, nil, withSecret(testSecret, ""))
+	up := make(chan bool, 100)
+	worker.WatchPeers(func(_ int, is bool, cause error) {
+		t.Log(is, cause)
+		if is {
+			up <- true
+		}
+	})
+	link(t, first, worker)
+	<-up
+	worker.must(t, heartbeat(1, 1))
+	first.next(t)
+	first.must(t, heartbeat(9, 1))
+	worker.next(t)
+	port := first.self.Port
+	if err := first.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	second := newNodeAt(t, 1, 6, port, nil, withSecret(testSecret, ""))
+	<-up
+	second.connect(t, worker)
+	worker.must(t, heartbeat(1, 2))
+	if m := second.next(t); m.Timestamp != 2 {
+		t.Errorf("message %d arrived, want 2", m.Timestamp)
+	}
+}
