@@ -1,6 +1,6 @@
 # Shared by the launch scripts; sourced, never run. It finds or builds what they
 # start. Everything else is the work of "stepaf launch". The programs may be those of
-# the C++ library, which knows no secret: none is made (--no-secret). One that the
+# the C++ library (STEPAF_FOREIGN=1), which knows no secret: none is made. One that the
 # environment names is used.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -42,6 +42,6 @@ fi
 
 interface brainpf_bond0
 goal BINARY "${BINARY:-stepmesh_echo_test}"
-exec "$STEPAF" launch --no-secret --role "$role" -n 1 -s 1 --group-size 1 "${INTERFACE[@]}" --default-port 12278 \
+exec "$STEPAF" launch --default STEPAF_FOREIGN=1 --role "$role" -n 1 -s 1 --group-size 1 "${INTERFACE[@]}" --default-port 12278 \
   --default DMLC_INTERFACE=auto --default STEPMESH_SPLIT_QP_LAG=1 --fail-on ' FAILED ' "${options[@]}" \
   --server-command "$PROGRAM" --worker-command "$PROGRAM"

@@ -66,4 +66,4 @@ if [ "$role" != joint ]; then
   options+=(--node-rank "${NODE_RANK:-0}" --group-size "${GROUP_SIZE:-${DMLC_GROUP_SIZE:-8}}"
     --default-van ibverbs --default-backend GPU)
 fi
-exec "$STEPAF" launch --no-secret "${options[@]}" ${NOTES[@]+"${NOTES[@]}"} -- "${COMMAND[@]}" "$@"
+exec "$STEPAF" launch --default STEPAF_FOREIGN=1 "${options[@]}" ${NOTES[@]+"${NOTES[@]}"} -- "${COMMAND[@]}" "$@"

@@ -26,7 +26,7 @@ if numactl -m 0 true >/dev/null 2>&1; then
   near=(numactl -m 0)
 fi
 
-exec "$STEPAF" launch --no-secret --role joint -n 1 -s 1 --group-size 1 "${INTERFACE[@]}" --default-port 8123 \
+exec "$STEPAF" launch --default STEPAF_FOREIGN=1 --role joint -n 1 -s 1 --group-size 1 "${INTERFACE[@]}" --default-port 8123 \
   --default-van auto --default-backend auto \
   --default DMLC_INTERFACE=auto --default STEPMESH_SPLIT_QP_LAG=0 --default STEPMESH_BIND_CPU_CORE=1 \
   --default server:STEPMESH_CPU_START_OFFSET=10 --default worker:STEPMESH_CPU_START_OFFSET=15 --default PS_VERBOSE=1 \

@@ -20,7 +20,7 @@ launch_ut() {
   goal SCHEDULER_BIN "${SCHEDULER_BIN:-ut_scheduler}" && scheduler="$PROGRAM"
   goal SERVER_BIN "${SERVER_BIN:-ut_server}" && server="$PROGRAM"
   goal WORKER_BIN "${WORKER_BIN:-ut_tensor_worker}" && worker="$PROGRAM"
-  exec "$STEPAF" launch --no-secret --role joint -n "${DMLC_NUM_WORKER:-1}" -s 1 --group-size "$group_size" "${INTERFACE[@]}" --default-port 12278 \
+  exec "$STEPAF" launch --default STEPAF_FOREIGN=1 --role joint -n "${DMLC_NUM_WORKER:-1}" -s 1 --group-size "$group_size" "${INTERFACE[@]}" --default-port 12278 \
     --default-van auto --default-backend auto \
     --default DMLC_INTERFACE=auto --default STEPMESH_SPLIT_QP_LAG="$lag" \
     --banner 'SCHEDULER_IP is {host}' --fail-on ' FAILED ' \

@@ -83,6 +83,25 @@ func TestEnvCheckSecret(t *testing.T) {
 	}
 }
 
+// TestLaunchSecretFlags: which of the options give the processes a secret, and which say that C++ programs are expected.
+func TestLaunchSecretFlags(t *testing.T) {
+	for _, c := range []struct{ args, want string }{
+		{"", "secret=yes foreign="},
+		{"--no-secret", "secret= foreign="},
+		{"--fserver", "secret= foreign=1"},
+		{"--fserver --default STEPAF_FOREIGN=0", "secret=yes foreign=0"},
+		{"--default STEPAF_FOREIGN=1", "secret= foreign=1"},
+		{"--default STEPAF_AUTH=off", "secret= foreign="},
+	} {
+		args := append(append([]string{"launch"}, strings.Fields(c.args)...), "--scheduler-command", "true", "--server-command", "true", "--",
+			"sh", "-c", `test -z "$STEPAF_SECRET_FILE" || yes=$(test -f "$STEPAF_SECRET_FILE" && echo yes); echo "secret=$yes foreign=$STEPAF_FOREIGN"`)
+		out, err := command(t, nil, args...).Output()
+		if got := strings.TrimPrefix(strings.TrimSpace(string(out)), "[worker 0] "); err != nil || got != c.want {
+			t.Errorf("launch %s: %v, %q; want %q", c.args, err, got, c.want)
+		}
+	}
+}
+
 // TestLaunchProtects: a cluster that is started whole answers nobody without its secret, which nobody has; with a secret and a
 // name of the user's it answers the user.
 func TestLaunchProtects(t *testing.T) {

@@ -40,9 +40,10 @@ second group on, --node-rank. All need the same -n, -s, --group-size and port.
 A cluster that is started whole gets a secret, so that no other process can join
 it: the processes read it from a file in a private directory of TMPDIR, which is
 removed at the end. No secret is made if STEPAF_SECRET_FILE or STEPAF_SECRET is set,
-with STEPAF_AUTH=off, and with --no-secret or --fserver, for programs of the C++
-library: they cannot join a cluster that has a secret. The shares of a cluster need
-the same STEPAF_SECRET_FILE ("stepaf secret" makes one).
+with --no-secret, with STEPAF_AUTH=off, and with STEPAF_FOREIGN=1, which programs of
+the C++ library need (--fserver sets it): they cannot join a cluster that has a
+secret. The shares of a cluster need the same STEPAF_SECRET_FILE ("stepaf secret"
+makes one).
 
 Exit status: 0 if all ended well; else that of the first process that failed (128
 and the number of the signal that ended it), 1 for failures of the launcher and
@@ -105,11 +106,11 @@ func flags() []cli.Flag {
 		&cli.IntFlag{Name: "port", Aliases: []string{"p"}, Category: network, DefaultText: "DMLC_PS_ROOT_PORT, else any free one", Usage: "scheduler's port"},
 		&cli.StringFlag{Name: "interface", Category: network, Usage: "network interface whose address the processes use (DMLC_NODE_HOST; else loopback, or the one that leads to the scheduler when the cluster has more machines)"},
 
-		&cli.BoolFlag{Name: "no-secret", Category: network, Usage: "make no secret for a cluster that is started whole; programs of the C++ library need it"},
+		&cli.BoolFlag{Name: "no-secret", Category: network, Usage: "make no secret for a cluster that is started whole"},
 
 		&cli.StringFlag{Name: "worker-command", Category: programs, Usage: "`COMMAND` of the workers, with arguments, quoted as for a shell"},
 		&cli.StringFlag{Name: "server-command", Category: programs, Usage: "`COMMAND` of the servers"},
-		&cli.BoolFlag{Name: "fserver", Category: programs, Usage: "COMMAND uses fserver of the C++ library, with init() and stop(): the scheduler takes part in the barrier of stop()"},
+		&cli.BoolFlag{Name: "fserver", Category: programs, Usage: "COMMAND uses fserver of the C++ library, with init() and stop(): the scheduler takes part in the barrier of stop(), and STEPAF_FOREIGN is 1 unless it is set"},
 		&cli.StringFlag{Name: "scheduler-command", Category: programs, Usage: "`COMMAND` of the scheduler (stepaf scheduler)"},
 
 		&cli.DurationFlag{Name: "timeout", Category: ending, DefaultText: "none", Usage: "stop everything after this time"},
@@ -136,7 +137,7 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		DefaultVan: c.String("default-van"), DefaultBackend: c.String("default-backend"),
 		Command:          c.Args().Slice(),
 		SchedulerCommand: []string{self, "scheduler"},
-		NoSecret:         c.Bool("no-secret") || c.Bool("fserver"), // nodes of the C++ library know no secret
+		NoSecret:         c.Bool("no-secret"),
 		Banner:           c.String("banner"), Notes: c.StringSlice("note"),
 		Timeout: c.Duration("timeout"), Grace: c.Duration("grace"), KillAfter: c.Duration("kill-after"),
 	}
@@ -194,6 +195,9 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 			return nil, err
 		}
 		s.Defaults = append(s.Defaults, d)
+	}
+	if c.Bool("fserver") {
+		s.Defaults = append(s.Defaults, Default{Name: foreign, Value: "1"})
 	}
 	return s, nil
 }

@@ -294,17 +294,25 @@ func (p *planner) cluster() {
 	}
 }
 
+// foreign says that nodes of the C++ library are expected: they know no secret, and no cluster's name.
+const foreign = "STEPAF_FOREIGN"
+
 // secret decides whether Run makes a secret. The shares of a cluster can only get one from the user. The message says
 // what a missing secret means where other machines reach the share.
 func (p *planner) secret() error {
 	if _, err := p.cfg.ReadSecret(); err != nil { // each child would say so
 		return exit.With(exit.Misuse, fmt.Errorf("environment: %w", err))
 	}
+	seen := map[string]bool{} // of several defaults for a name the first counts
 	decides := func(d Default) bool {
-		return d.Name == "STEPAF_SECRET" || d.Name == "STEPAF_SECRET_FILE" || d.Name == "STEPAF_AUTH" && d.Value == env.AuthOff && !p.has(d.Name)
+		if seen[d.Name] {
+			return false
+		}
+		seen[d.Name] = d.Role == ""
+		return d.Name == "STEPAF_SECRET" || d.Name == "STEPAF_SECRET_FILE" || !p.has(d.Name) && (d.Name == "STEPAF_AUTH" && d.Value == env.AuthOff || d.Name == foreign && d.Value == "1")
 	}
 	switch {
-	case p.cfg.HasSecret() || p.cfg.Auth == env.AuthOff || slices.ContainsFunc(p.Spec.Defaults, decides):
+	case p.cfg.HasSecret() || p.cfg.Auth == env.AuthOff || p.cfg.Foreign || slices.ContainsFunc(p.Spec.Defaults, decides):
 	case p.Spec.Part.local():
 		p.MakesSecret = !p.Spec.NoSecret
 	case !isLoopback(p.own.IP):
