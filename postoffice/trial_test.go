@@ -1,42 +1,26 @@
 package postoffice
 
 import (
-	"bytes"
 	"context"
-	"errors"
 	"log/slog"
-	"os"
 	"os/exec"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/netns"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // TestAddressThatLeadsNowhere: packets from the scheduler's host to the worker's port are lost. The scheduler and the worker
 // report within 5 s the address, the address from which it was tried, and the errno.
 func TestAddressThatLeadsNowhere(t *testing.T) {
-	const inside = "STEPAF_TEST_NOWHERE"
-	if os.Getenv(inside) == "" {
-		if os.Geteuid() != 0 {
-			t.Skip("a network of its own needs the rights of root")
-		}
-		cmd := exec.Command(os.Args[0], "-test.run=^TestAddressThatLeadsNowhere$", "-test.v", "-test.timeout=100s")
-		cmd.Env, cmd.SysProcAttr = append(os.Environ(), inside+"=1"), &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
-		out, err := cmd.CombinedOutput()
-		switch {
-		case errors.Is(err, syscall.EPERM) || bytes.Contains(out, []byte("--- SKIP")):
-			t.Skipf("no network of its own: %v\n%s", err, out)
-		case err != nil:
-			t.Fatalf("%v\n%s", err, out)
-		}
+	if !netns.Enter(t, 100*time.Second) {
 		return
 	}
 	// Packets to port 20000 leave by an interface whose other end drops them; other packets stay on this host.
-	for _, c := range []string{"link set lo up", "link add h0 type veth peer name h1", "link set h0 up", "link set h1 up",
+	for _, c := range []string{"link add h0 type veth peer name h1", "link set h0 up", "link set h1 up",
 		"addr add 10.77.0.1/32 dev h0", "addr add 10.77.0.2/32 dev h0", "rule add pref 100 lookup local", "rule del pref 0",
 		"rule add pref 50 dport 20000 ipproto tcp lookup 77", "route add 10.77.0.2 dev h0 table 77",
 		"neigh replace 10.77.0.2 lladdr 02:00:00:00:00:fe nud permanent dev h0"} {

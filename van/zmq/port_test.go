@@ -1,16 +1,14 @@
 package zmq
 
 import (
-	"bytes"
-	"errors"
 	"fmt"
 	"os"
-	"os/exec"
-	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/tests/netns"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 )
@@ -19,24 +17,8 @@ import (
 // at the scheduler's port. Neither an attempt to connect to that port nor another connection keeps the
 // scheduler from listening there.
 func TestSchedulersPort(t *testing.T) {
-	const inside = "STEPAF_TEST_PORTS"
-	if os.Getenv(inside) == "" {
-		if os.Geteuid() != 0 {
-			t.Skip("a network of its own needs the rights of root")
-		}
-		cmd := exec.Command(os.Args[0], "-test.run=^TestSchedulersPort$", "-test.v", "-test.timeout=60s")
-		cmd.Env, cmd.SysProcAttr = append(os.Environ(), inside+"=1"), &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
-		out, err := cmd.CombinedOutput()
-		switch {
-		case errors.Is(err, syscall.EPERM) || bytes.Contains(out, []byte("--- SKIP")):
-			t.Skipf("no network of its own: %v\n%s", err, out)
-		case err != nil:
-			t.Fatalf("%v\n%s", err, out)
-		}
+	if !netns.Enter(t, 60*time.Second) {
 		return
-	}
-	if out, err := exec.Command("ip", "link", "set", "lo", "up").CombinedOutput(); err != nil {
-		t.Skipf("ip link: %v: %s", err, out)
 	}
 	const first, second = 30000, 30001
 	if err := os.WriteFile("/proc/sys/net/ipv4/ip_local_port_range", fmt.Appendf(nil, "%d %d", first, second), 0); err != nil {
