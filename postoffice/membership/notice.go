@@ -4,6 +4,7 @@ package membership
 // in the body of a HEARTBEAT.
 
 import (
+	"encoding/hex"
 	"fmt"
 	"net/netip"
 	"strconv"
@@ -19,6 +20,7 @@ import (
 const (
 	noticePrefix = "stepaf/1 "
 	maxNotice    = 4096 // bytes of a body
+	proofLen     = 16   // hexadecimal digits of a proof, see proof.go
 )
 
 // Verbs of a notice.
@@ -157,6 +159,12 @@ func parseNotice(body []byte) (notice, error) {
 		return bad("body", strconv.Quote(head(s)), "a known verb")
 	}
 	return n, nil
+}
+
+// isProof tells whether s may be a proof.
+func isProof(s string) bool {
+	b, err := hex.DecodeString(s)
+	return err == nil && len(b) == proofLen/2 && hex.EncodeToString(b) == s
 }
 
 // number accepts only what notice.body writes: digits without sign or leading 0.

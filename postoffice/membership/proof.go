@@ -15,9 +15,6 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// proofLen is the length of a proof, which consists of hexadecimal digits.
-const proofLen = 16
-
 // proof is the proof of the process and the address of n.
 func (t *table) proof(n *van.Node) string {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%016x %08x %08x %d %s", t.cfg.Nonce, t.own.Incarnation, incarnationOf(n), n.Port, hostaddr.Canonical(n.Hostname)))
@@ -29,12 +26,6 @@ func (t *table) proves(n *van.Node, msg *van.Meta, verb string) bool {
 	what, err := parseNotice(msg.Body)
 	return incarnationOf(n) != 0 && err == nil && what.verb == verb && subtle.ConstantTimeCompare([]byte(what.text), []byte(t.proof(n))) == 1 ||
 		failpoint.On("proof")
-}
-
-// isProof tells whether s may be a proof.
-func isProof(s string) bool {
-	b, err := hex.DecodeString(s)
-	return err == nil && len(b) == proofLen/2 && hex.EncodeToString(b) == s
 }
 
 // challenge sends the proof of rec to its address: the process there, if it is that of rec, registers again with it.
