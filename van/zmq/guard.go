@@ -8,6 +8,7 @@ import (
 	"slices"
 	"sync"
 	"syscall"
+	"time"
 
 	zmq4 "github.com/pebbe/zmq4"
 	"golang.org/x/sys/unix"
@@ -34,6 +35,8 @@ type guard struct {
 	port    int         // of the ROUTER
 	drained func() bool // no message waits inside libzmq
 	lines   logx.Sparse
+	full    logx.Sparse
+	crowd   crowd
 	wg      sync.WaitGroup
 
 	mu    sync.Mutex
@@ -44,6 +47,7 @@ type guard struct {
 // incoming is a connection that was accepted.
 type incoming struct {
 	cookie uint64
+	since  time.Time  // the time at which it was accepted
 	host   netip.Addr // of the peer
 	name   peerName   // the sender's name in its messages
 	member *conn      // nil: the connection is unauthenticated
@@ -73,9 +77,9 @@ func newGuard(n *shared, flow *flow, ctx *zmq4.Context, z *zmq4.Socket, serial, 
 		_ = unix.Close(ep)
 		return nil, os.NewSyscallError("fcntl", err)
 	}
-	g := &guard{n: n, budget: budget, port: port, drained: flow.drained.Load, conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
+	g := &guard{n: n, budget: budget, port: port, drained: flow.drained.Load, crowd: newCrowd(n), conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
 	if g.raw, err = g.poll.SyscallConn(); err == nil {
-		g.mon, err = newMonitor(ctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED|zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL|zmq4.EVENT_HANDSHAKE_FAILED_AUTH)
+		g.mon, err = newMonitor(ctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_ACCEPT_FAILED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED|zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL|zmq4.EVENT_HANDSHAKE_FAILED_AUTH)
 	}
 	if err != nil {
 		_ = g.poll.Close()
@@ -90,12 +94,14 @@ func (g *guard) start() {
 	}
 	g.wg.Go(g.follow)
 	g.wg.Go(g.look)
+	g.wg.Go(g.watchCrowd)
 }
 
 func (g *guard) close() {
 	if g == nil {
 		return
 	}
+	close(g.crowd.stop)
 	g.mon.close()
 	_ = g.poll.Close()
 	g.wg.Wait()
@@ -108,6 +114,8 @@ func (g *guard) follow() {
 		switch event {
 		case zmq4.EVENT_ACCEPTED:
 			g.accepted(value)
+		case zmq4.EVENT_ACCEPT_FAILED:
+			g.notAccepted()
 		case zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq4.EVENT_HANDSHAKE_FAILED_AUTH:
 			if err := g.n.curve.handshakeError(event, value, true); err != nil {
 				failed = append(failed, err)
@@ -139,6 +147,7 @@ func (g *guard) accepted(fd int) {
 		// EPOLLOUT, since the kernel drops an event when libzmq has read the bytes already,
 		// but not when the connection can be written to as well.
 		_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLOUT | unix.EPOLLET&0xffffffff, Fd: int32(fd)})
+		g.thin()
 	}
 	g.mu.Unlock()
 	g.check(fd)
@@ -155,7 +164,7 @@ func (g *guard) epoll() int {
 func (g *guard) at(fd int, cookie uint64) *incoming {
 	in := g.conns[fd]
 	if in == nil {
-		in = &incoming{name: peerName{id: van.Empty}}
+		in = &incoming{name: peerName{id: van.Empty}, since: time.Now()}
 		g.conns[fd] = in
 		if a, err := unix.Getpeername(fd); err == nil {
 			in.host = addrOf(a).Addr()
@@ -338,20 +347,16 @@ func (g *guard) check(fd int) {
 // relieve ends connections until the strangers hold no more than the budget. g.mu is
 // held.
 func (g *guard) relieve() {
-	type entry struct {
-		fd int
-		*incoming
-	}
-	var all []entry
+	var all []stranger
 	for fd, in := range g.conns {
 		if in.member == nil && in.held > 0 {
-			all = append(all, entry{fd, in})
+			all = append(all, stranger{fd, in})
 		}
 	}
-	slices.SortFunc(all, func(a, b entry) int { return cmp.Compare(b.held, a.held) })
+	slices.SortFunc(all, func(a, b stranger) int { return cmp.Compare(b.held, a.held) })
 	excess := g.held - g.budget
-	again := g.mayConnectAgain()
-	for i, doubt := 0, g.n.unseen(); i < len(all) && excess > 0; i++ {
+	again, doubt := g.mayConnectAgain()
+	for i := 0; i < len(all) && excess > 0; i++ {
 		e := all[i]
 		if spare := i < doubt || again[e.host] > 0; spare && e.held < 2*maxFrame {
 			excess -= e.held // it may be a worker whose first message is long
@@ -367,14 +372,22 @@ func (g *guard) relieve() {
 	}
 }
 
-// mayConnectAgain counts, by host, the connected workers that may have an unrecognized second connection. The
-// second connection is not recognized before its first message is read. That message may be long, if the worker
+// mayConnectAgain counts, by host, the workers that may have an unrecognized connection: those that have another one, and those whose
+// connections have broken. It also counts the workers that run and that no message has arrived from: their connections may come from
+// any host. A connection is not recognized before its first message is read. That message may be long, if the worker
 // is of C++ StepMesh. The node may also not be reading, for example because its budget for received messages is
 // used up. The caller holds g.mu.
-func (g *guard) mayConnectAgain() map[netip.Addr]int {
-	hosts := map[netip.Addr]int{}
+func (g *guard) mayConnectAgain() (hosts map[netip.Addr]int, unseen int) {
+	hosts = map[netip.Addr]int{}
 	for _, c := range g.n.longSenders() {
-		if c.incarnation != 0 && g.drained() {
+		switch {
+		case c.incarnation != 0 && g.drained():
+			continue // its first message is empty
+		case !c.seen() && c.up.Load():
+			unseen++
+			continue
+		case !c.seen():
+			hosts[addrOfNode(&c.peer)]++
 			continue
 		}
 		for _, in := range g.conns {
@@ -384,24 +397,30 @@ func (g *guard) mayConnectAgain() map[netip.Addr]int {
 			}
 		}
 	}
-	return hosts
+	return hosts, unseen
 }
 
 // end closes a connection: libzmq sees the end of it and lets go of what it holds. It is
 // counted first, so that who sees the end finds it in the counter.
 func (g *guard) end(fd int, in *incoming) {
+	from := g.shut(fd, in)
+	if n, speak := g.lines.Next(); speak {
+		g.n.log.Warn("ended the connection of a stranger, which is not a member of the cluster", "from", from,
+			"bytes of unfinished messages", in.held, "limit", fmt.Sprintf("%d for all strangers (STEPAF_STRANGER_BUDGET)", g.budget), "ended so far", n)
+	}
+}
+
+// shut is end without a log line. It returns the peer's address.
+func (g *guard) shut(fd int, in *incoming) (from string) {
 	g.n.stats.strangers.Add(1)
-	from := "unknown"
+	from = "unknown"
 	tcpSocket{fd, in.cookie}.use(func(fd int) {
 		if a, err := unix.Getpeername(fd); err == nil {
 			from = addrOf(a).String()
 		}
 		_ = unix.Shutdown(fd, unix.SHUT_RDWR)
 	})
-	if n, speak := g.lines.Next(); speak {
-		g.n.log.Warn("ended the connection of a stranger, which is not a member of the cluster", "from", from,
-			"bytes of unfinished messages", in.held, "limit", fmt.Sprintf("%d for all strangers (STEPAF_STRANGER_BUDGET)", g.budget), "ended so far", n)
-	}
+	return from
 }
 
 // of lists the connections that c's peer has made to the ROUTER.

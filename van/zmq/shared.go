@@ -101,16 +101,6 @@ func (n *shared) longSenders() (l []*conn) {
 	return l
 }
 
-// unseen is the number of connections without a message that may belong to members whose first message is long.
-func (n *shared) unseen() (count int) {
-	for _, c := range n.longSenders() {
-		if c.arrives.Load() == 0 {
-			count++
-		}
-	}
-	return count
-}
-
 // refused counts a handshake with peer that failed because of cause, and logs the first of each cause.
 func (n *shared) refused(peer, addr string, cause error) {
 	n.stats.unproved.Add(1)

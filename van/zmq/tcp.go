@@ -18,10 +18,14 @@ type tcpSocket struct {
 // use calls f with a descriptor of the socket, if fd still is one.
 func (s tcpSocket) use(f func(fd int)) {
 	dup, err := unix.FcntlInt(uintptr(s.fd), unix.F_DUPFD_CLOEXEC, 0)
-	if err != nil {
+	switch err {
+	case nil:
+		defer func() { _ = unix.Close(dup) }()
+	case unix.EMFILE: // to end a connection is then all the more urgent
+		dup = s.fd
+	default:
 		return
 	}
-	defer func() { _ = unix.Close(dup) }()
 	if cookie, err := unix.GetsockoptUint64(dup, unix.SOL_SOCKET, unix.SO_COOKIE); err == nil && cookie == s.cookie {
 		f(dup)
 	}

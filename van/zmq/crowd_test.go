@@ -1,0 +1,211 @@
+package zmq
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// crowdOf is how many connections n has that are not members'.
+func crowdOf(n *node) int {
+	n.guard.mu.Lock()
+	defer n.guard.mu.Unlock()
+	return len(n.guard.strangers())
+}
+
+// allOf lists all connections.
+func (g *guard) allOf() (all []*incoming) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, in := range g.conns {
+		all = append(all, in)
+	}
+	return all
+}
+
+// age makes all connections older.
+func (g *guard) age(d time.Duration) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, in := range g.conns {
+		in.since = in.since.Add(-d)
+	}
+}
+
+// TestCrowd: a stranger who opens many connections, which say nothing, finish the handshake and stay idle, or have sent a message, has
+// no more than the limit. A process that comes then is heard at once (A10).
+func TestCrowd(t *testing.T) {
+	for _, kind := range []string{"half-open", "idle", "after a message"} {
+		t.Run(kind, func(t *testing.T) {
+			s := newNode(t, van.SchedulerID, 5, nil, nil)
+			s.guard.mu.Lock()
+			s.guard.crowd.most = 20
+			s.guard.mu.Unlock()
+			for range 100 {
+				c, err := net.Dial("tcp", s.self.Addr())
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { _ = c.Close() })
+				r := &raw{c, t}
+				if kind == "half-open" {
+					continue
+				}
+				if r.handshake("DEALER", "") == nil && kind != "idle" {
+					_, _ = r.Write(append(frame(nil, true), frame([]byte("x"), false)...))
+				}
+			}
+			until(t, "no more connections than the limit", func() bool { return s.Stats().Strangers >= 80 && crowdOf(s) <= 20 })
+			newcomer := dialRaw(t, s, "new.00000009")
+			newcomer.send(packed(t, heartbeat(van.SchedulerID, 7)))
+			if m := s.next(t); m.Timestamp != 7 || m.Sender != van.Empty {
+				t.Errorf("got message %d of %d", m.Timestamp, m.Sender)
+			}
+			if lines := strings.Count(s.logged.String(), "ended the connection of a stranger"); lines < 1 || lines > 20 {
+				t.Errorf("%d log lines of %d connections", lines, s.Stats().Strangers)
+			}
+		})
+	}
+}
+
+// TestCrowdSparesOthers: of the connections that are not members', those go last that have sent a message; members' connections do not
+// count, nor do as many silent ones as C++ StepMesh members of that host may have.
+func TestCrowdSparesOthers(t *testing.T) {
+	s := newNode(t, 9, 5, nil, nil)
+	s.guard.mu.Lock()
+	s.guard.crowd.most = 4
+	s.guard.mu.Unlock()
+	// A server of the original, whose connection to a worker is silent, and a member of this library.
+	for id, incarnation := range map[int]uint32{8: 0, 10: 7} {
+		rec := van.Node{Role: van.Server, ID: id, Hostname: "127.0.0.1", Port: 1}
+		if incarnation != 0 {
+			rec.Endpoint = (&van.Identity{Incarnation: incarnation}).Encode()
+		}
+		if err := s.Connect(t.Context(), id, rec); err != nil {
+			t.Fatal(err)
+		}
+	}
+	member := dialRaw(t, s, "ps10.00000007")
+	member.send(packed(t, heartbeat(9, 1)))
+	s.next(t).Release()
+	heard := dialRaw(t, s, "new.00000009")
+	heard.send(packed(t, heartbeat(9, 2)))
+	s.next(t).Release()
+	silent := []*raw{dialRaw(t, s, "")}
+	until(t, "both", func() bool { return len(s.guard.allOf()) >= 3 })
+	s.guard.age(2 * firstTime)
+	for range 10 {
+		silent = append(silent, dialRaw(t, s, ""))
+		until(t, "no more than the limit", func() bool { return crowdOf(s) <= 4 })
+		s.guard.age(2 * firstTime)
+	}
+	original := dialRaw(t, s, "ps8") // the youngest of that host
+	until(t, "end of the silent ones", func() bool { return s.Stats().Strangers >= 7 })
+	if n := crowdOf(s); n != 4 {
+		t.Errorf("%d connections are not members', want 4", n)
+	}
+	for i, r := range []*raw{member, heard, original} {
+		r.send(packed(t, heartbeat(9, 10+i)))
+		if m := s.next(t); int(m.Timestamp) != 10+i {
+			t.Errorf("got message %d, want %d", m.Timestamp, 10+i)
+		}
+	}
+	_ = silent[0].SetReadDeadline(time.Now().Add(limit))
+	if _, err := io.Copy(io.Discard, silent[0]); err != nil {
+		t.Errorf("the oldest silent connection: %v, want its end", err)
+	}
+}
+
+// TestSilentForTooLong: a connection that sends nothing is ended. One that has sent a message stays, and so do silent ones in a cluster with nodes
+// of C++ StepMesh, which may be theirs.
+func TestSilentForTooLong(t *testing.T) {
+	s := newNode(t, van.SchedulerID, 5, nil, nil)
+	heard := dialRaw(t, s, "new.00000009")
+	heard.send(packed(t, heartbeat(van.SchedulerID, 1)))
+	s.next(t).Release()
+	silent := dialRaw(t, s, "")
+	until(t, "both", func() bool { return crowdOf(s) == 2 })
+	s.guard.lookAround(time.Now().Add(silentTime / 2))
+	if n := s.Stats().Strangers; n != 0 {
+		t.Fatalf("%d connections were ended too early", n)
+	}
+	s.guard.lookAround(time.Now().Add(silentTime))
+	_ = silent.SetReadDeadline(time.Now().Add(limit))
+	if _, err := io.Copy(io.Discard, silent); err != nil {
+		t.Errorf("the silent connection: %v, want its end", err)
+	}
+	heard.send(packed(t, heartbeat(van.SchedulerID, 2)))
+	s.next(t).Release()
+	if !strings.Contains(s.logged.String(), "it sent no message within 10s") {
+		t.Errorf("the log is %q", s.logged.String())
+	}
+	if err := s.Connect(t.Context(), 9, van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.9", Port: 1}); err != nil {
+		t.Fatal(err)
+	}
+	dialRaw(t, s, "")
+	until(t, "the next one", func() bool { return crowdOf(s) == 2 })
+	s.guard.lookAround(time.Now().Add(time.Hour))
+	if n := s.Stats().Strangers; n != 1 {
+		t.Errorf("%d connections were ended, want 1", n)
+	}
+}
+
+// TestNoDescriptorLeft: if a connection cannot be accepted, strangers' connections make room, and it is logged.
+func TestNoDescriptorLeft(t *testing.T) {
+	s := newNode(t, van.SchedulerID, 5, nil, nil)
+	for range 10 {
+		dialRaw(t, s, "")
+	}
+	until(t, "all", func() bool { return crowdOf(s) == 10 })
+	for range 1000 { // libzmq tries without a pause
+		s.guard.notAccepted()
+	}
+	if n := s.Stats().Strangers; n != 5 {
+		t.Errorf("%d connections were ended, want 5", n)
+	}
+	if text := s.logged.String(); strings.Count(text, "a connection could not be accepted") != 1 {
+		t.Errorf("the log is %q", text)
+	}
+	var old unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &old); err != nil {
+		t.Skip(err)
+	}
+	if got := s.guard.crowd.most; got < 1 || got > max(int(min(old.Cur, 1<<30))/crowdShare, crowdBase+16) {
+		t.Errorf("%d connections may be strangers', of %d descriptors", got, old.Cur)
+	}
+}
+
+// TestEndlessMessageBesideADeadWorker: while a worker is dead a stranger's endless message may not be longer than while it lives (A9). For a
+// worker of C++ StepMesh, whose first message may be long, only its host may send more.
+func TestEndlessMessageBesideADeadWorker(t *testing.T) {
+	for _, x := range []struct {
+		name   string
+		record van.Node
+	}{
+		{"of this library", van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}},
+		{"of the original, elsewhere", van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.9", Port: 1}},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			server := newNode(t, 8, 5, nil, func(c *env.Config) { c.StrangerBudget = 1 << 20 })
+			if err := server.Connect(t.Context(), 9, x.record); err != nil {
+				t.Fatal(err)
+			}
+			until(t, "nothing waits", server.flow.drained.Load)
+			r := dialRaw(t, server, "")
+			if sent := endless(r); sent >= 256<<20 {
+				t.Errorf("the stranger could send %d MiB", sent>>20)
+			}
+			if n := server.Stats().Strangers; n != 1 {
+				t.Errorf("%d connections were ended, want 1; %s", n, fmt.Sprint(counted(server)))
+			}
+		})
+	}
+}
