@@ -43,7 +43,7 @@ func (x *exam) secret(context.Context) []Finding {
 	_, err := c.ReadSecret()
 	switch {
 	case err != nil:
-		f.Status, f.Text, f.Remedy = Fail, err.Error(), "correct the file or the variable; a node with this one does not start"
+		f.Status, f.Text, f.Remedy = Fail, err.Error(), secretRemedy(err, c.SecretFile)
 	case from == "" && mode != env.AuthOff:
 		f.Status, f.Text, f.Remedy = Fail, fmt.Sprintf("STEPAF_AUTH=%s, and no secret is set", mode), makeSecret
 	case from == "":
@@ -65,6 +65,25 @@ func (x *exam) secret(context.Context) []Finding {
 }
 
 const sharedMemory = "shared memory"
+
+// secretRemedy says what to do about a secret that a node refuses.
+func secretRemedy(err error, file string) string {
+	why := ""
+	if e, ok := errors.AsType[*env.Error](err); ok {
+		why = e.Why
+	}
+	switch {
+	case strings.HasPrefix(why, "mode"):
+		return "chmod 600 " + file + "; if another user may have read it, replace the secret on all nodes"
+	case strings.HasPrefix(why, "owned by"):
+		return "copy it as the user who runs the node (install -m 600), or chown it"
+	case strings.HasSuffix(why, "bytes"):
+		return makeSecret
+	case strings.HasSuffix(why, "is set too"):
+		return "unset one of the two"
+	}
+	return "set STEPAF_SECRET_FILE to the file with the secret; " + makeSecret
+}
 
 // door is where a node of this configuration can be connected to.
 type door struct {

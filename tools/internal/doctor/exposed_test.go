@@ -30,7 +30,7 @@ func TestSecret(t *testing.T) {
 		environ []string
 		set     func(*Machine)
 		status  Status
-		text    string
+		text    string // of the finding or its remedy
 	}{
 		{nil, nil, OK, "none is set: any process that reaches a node is served (STEPAF_AUTH is off)"},
 		{[]string{"STEPAF_AUTH=off"}, nil, OK, "none is set"},
@@ -40,6 +40,11 @@ func TestSecret(t *testing.T) {
 		{[]string{good, "STEPAF_AUTH=off"}, nil, Warn, "STEPAF_AUTH=off: it is not used"},
 		{[]string{"STEPAF_AUTH=require"}, nil, Fail, "STEPAF_AUTH=require, and no secret is set"},
 		{[]string{file("readable", text, 0o644)}, nil, Fail, "(mode 0644): want mode 0600"},
+		{[]string{file("group", text, 0o640)}, nil, Fail, "chmod 600 " + filepath.Join(dir, "group")},
+		{[]string{"STEPAF_SECRET_FILE=" + filepath.Join(dir, "none")}, nil, Fail, "no such file or directory"},
+		{[]string{"STEPAF_SECRET_FILE=" + filepath.Join(dir, "none")}, nil, Fail, "set STEPAF_SECRET_FILE to the file with the secret"},
+		{[]string{file("short2", text[:15], 0o600)}, nil, Fail, `"stepaf secret FILE" makes a secret`},
+		{[]string{good, "STEPAF_SECRET=" + text}, nil, Fail, "unset one of the two"},
 		{[]string{file("empty", "", 0o600)}, nil, Fail, "it holds 0 bytes"},
 		{[]string{file("short", text[:15], 0o600)}, nil, Fail, "it holds 15 bytes"},
 		{[]string{"STEPAF_SECRET_FILE=" + dir}, nil, Fail, "a directory"},
@@ -53,7 +58,7 @@ func TestSecret(t *testing.T) {
 			c.set(m)
 		}
 		r := examine(t, m)
-		if f := find(t, r, "secret"); f.Status != c.status || !strings.Contains(f.Text, c.text) {
+		if f := find(t, r, "secret"); f.Status != c.status || !strings.Contains(f.Text+" "+f.Remedy, c.text) {
 			t.Errorf("%q: %s %s; want %s %s", c.environ, f.Status, f.Text, c.status, c.text)
 		}
 		for _, f := range r.Findings {
@@ -120,5 +125,21 @@ func TestExposedRDMA(t *testing.T) {
 	want := "RDMA 10.1.1.1, any free port, reached from other hosts: a process without the secret is refused in the handshake; tensors are not encrypted"
 	if f := find(t, examine(t, m), "exposed worker"); f.Status != OK || f.Text != want {
 		t.Errorf("%s %s, want %s", f.Status, f.Text, want)
+	}
+}
+
+// TestSecretOwner: a file of another user is refused, and the remedy says how to get one of this user.
+func TestSecretOwner(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "secret")
+	if err := secret.Write(path, secret.Make()); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chown(path, 65534, -1); err != nil {
+		t.Skip("only root can give a file away: ", err)
+	}
+	m, _ := plain("STEPAF_SECRET_FILE=" + path)
+	want := fmt.Sprintf("owned by user 65534): want a file of user %d", os.Geteuid())
+	if f := find(t, examine(t, m), "secret"); f.Status != Fail || !strings.Contains(f.Text, want) || !strings.Contains(f.Remedy, "copy it as the user who runs the node") {
+		t.Errorf("%+v, want %q", f, want)
 	}
 }
