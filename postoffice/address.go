@@ -104,7 +104,7 @@ func unprotected(cfg *env.Config, self van.Node) string {
 	case err != nil || addr.Unmap().IsLoopback():
 		return ""
 	}
-	return fmt.Sprintf(`no secret is set: whoever reaches %s can join the cluster, and read and change its tensors; set STEPAF_SECRET_FILE on all nodes `+
+	return fmt.Sprintf(`no secret is set: any process that reaches %s can join the cluster, and read and change its tensors; set STEPAF_SECRET_FILE on all nodes `+
 		`("stepaf secret" makes one), or STEPAF_AUTH=off if only trusted hosts reach it`, at)
 }
 

@@ -107,7 +107,7 @@ func TestUnprotected(t *testing.T) {
 		set  func(*env.Config)
 		want string
 	}{
-		{van.Worker, "10.77.0.2", func(*env.Config) {}, "no secret is set: whoever reaches 10.77.0.2:4711 can join the cluster"},
+		{van.Worker, "10.77.0.2", func(*env.Config) {}, "no secret is set: any process that reaches 10.77.0.2:4711 can join the cluster"},
 		{van.Server, "10.77.0.2", func(*env.Config) {}, `set STEPAF_SECRET_FILE on all nodes ("stepaf secret" makes one), or STEPAF_AUTH=off`},
 		{van.Scheduler, "10.77.0.2", func(*env.Config) {}, "10.77.0.2:4711"},
 		{van.Server, "2001:db8::1", func(*env.Config) {}, "[2001:db8::1]:4711"},

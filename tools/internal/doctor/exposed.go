@@ -1,6 +1,6 @@
 package doctor
 
-// The checks of the cluster's secret, and of the ports that a node of this configuration opens: who can reach each,
+// The checks of the cluster's secret, and of the ports that a node of this configuration opens: which hosts reach each,
 // and what a process without the secret can do there.
 
 import (

@@ -316,7 +316,7 @@ func (p *planner) secret() error {
 	case p.Spec.Part.local():
 		p.MakesSecret = !p.Spec.NoSecret
 	case !isLoopback(p.own.IP):
-		p.say("no secret is set: whoever reaches %s can join the cluster, and read and change its tensors; set STEPAF_SECRET_FILE on all machines "+
+		p.say("no secret is set: any process that reaches %s can join the cluster, and read and change its tensors; set STEPAF_SECRET_FILE on all machines "+
 			`("stepaf secret" makes one), or STEPAF_AUTH=off if only trusted machines reach it`, p.own.IP)
 	}
 	return nil
