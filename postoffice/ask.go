@@ -102,7 +102,8 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 		m.Reset()
 		m.Sender, m.Receiver = van.Empty, van.SchedulerID
 		m.Timestamp, m.Control.Cmd, m.Body = i, van.Heartbeat, body
-		if err := v.Send(m); err != nil && !errors.Is(err, van.ErrUnauthenticated) { // handshakes have the cause
+		// After a failed handshake the transport takes no message for a while. handshakes has the cause.
+		if err := v.Send(m); err != nil && !errors.Is(err, van.ErrUnauthenticated) && !errors.Is(err, van.ErrQueueFull) {
 			return nil, fail(err)
 		}
 		for again := false; !again; {

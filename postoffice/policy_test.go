@@ -243,6 +243,10 @@ func TestBadQuestions(t *testing.T) {
 
 // TestAskProof: a process with another secret than the scheduler's gets an error within 5 s that says so, and nothing else.
 func TestAskProof(t *testing.T) {
+	testcluster.Over(t, askProof, testcluster.TCP, testcluster.Unix)
+}
+
+func askProof(t *testing.T, o testcluster.Options) {
 	const own, other = "correct horse battery staple", "tr0ub4dor&3 tr0ub4dor&3"
 	for _, c := range []struct {
 		cluster, asker func(*postoffice.Config)
@@ -255,8 +259,9 @@ func TestAskProof(t *testing.T) {
 		{withSecret("", "a"), withSecret(own, "a"), " secret"}, // the scheduler may end the handshake before the other end knows why
 		{withSecret("", "a"), withSecret("", "a"), ""},
 	} {
-		cl := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: c.cluster})
-		cfg := config(func(x *postoffice.Config) { x.RootPort = cl.Port; c.asker(x) })
+		o.Set = c.cluster
+		cl := testcluster.Start(t, o)
+		cfg := config(func(x *postoffice.Config) { x.RootPort, x.Local = cl.Port, cl.Scheduler.Config().Local; c.asker(x) })
 		began := time.Now()
 		answers, err := postoffice.AskScheduler(within(t, time.Minute), cfg, nil, "list")
 		switch {
