@@ -1,7 +1,7 @@
 package doctor
 
-// The checks of the cluster's secret, and of the ports that a node of this configuration opens: which hosts reach each,
-// and what a process without the secret can do there.
+// The checks of the cluster's secret and of the ports that a node of this configuration opens. A port's finding says
+// whether other hosts reach it, and what a process without the secret can do there.
 
 import (
 	"cmp"
@@ -191,7 +191,7 @@ func (x *exam) nodeAddress(ctx context.Context, h hostaddr.Host, root netip.Addr
 	return netip.AddrFrom4([4]byte{127, 0, 0, 1})
 }
 
-// judgeDoor says who can reach d, and what a process without the secret can do there.
+// judgeDoor returns the finding about d: whether other hosts reach it, and what a process without the secret can do there.
 func (x *exam) judgeDoor(d door) Finding {
 	f := Finding{Name: "exposed " + d.Role, Data: d}
 	reach := "from this host only"

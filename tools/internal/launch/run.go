@@ -63,8 +63,9 @@ type run struct {
 	grace, kill, limit <-chan time.Time
 }
 
-// makeSecret makes a secret in a file that all children are told, and returns the private directory around it. If the
-// launcher is killed the directory stays; the secret opens nothing then, because all children are killed with it.
+// makeSecret writes a new secret to a file in a private directory, and returns the directory. STEPAF_SECRET_FILE names the
+// file to all children. If the launcher is killed, the directory stays; the secret opens nothing then, because all
+// children are killed with the launcher.
 func (r *run) makeSecret() (dir string, err error) {
 	if dir, err = os.MkdirTemp("", "stepaf-launch-"); err != nil {
 		return "", err
