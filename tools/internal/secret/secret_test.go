@@ -64,7 +64,11 @@ func TestWriteRefuses(t *testing.T) {
 	if err := os.Symlink(target, link); err != nil {
 		t.Fatal(err)
 	}
-	for path, want := range map[string]error{kept: fs.ErrExist, link: fs.ErrExist, dir: fs.ErrExist, "/dev/full": fs.ErrExist,
+	device := filepath.Join(dir, "device") // a link: root could remove the device itself if Write were wrong
+	if err := os.Symlink("/dev/full", device); err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]error{kept: fs.ErrExist, link: fs.ErrExist, dir: fs.ErrExist, device: fs.ErrExist,
 		filepath.Join(dir, "none", "secret"): fs.ErrNotExist} {
 		if err := Write(path, Make()); !errors.Is(err, want) {
 			t.Errorf("%s: %v, want %v", path, err, want)
