@@ -37,14 +37,37 @@ static PyObject *wait_job(void) {
   }
 }
 
+// Returns a module that the program has imported, borrowed, or NULL without an exception.
+static PyObject *imported(const char *name) { return PyDict_GetItemString(PyImport_GetModuleDict(), name); }
+
+// Registers _exit_child in a child process of multiprocessing. Such a child ends with os._exit and does not call the functions of
+// atexit, but it calls these finalizers. The import is too early for it: with some start methods the child imports the main
+// module, and afterwards clears its list of finalizers.
+static int watch_end_of_child(PyObject *module) {
+  static int done;
+  PyObject *util = imported("multiprocessing.util"), *process = imported("multiprocessing.process");
+  if (done || util == NULL || process == NULL) return 0;
+  PyObject *parent = PyObject_CallMethod(process, "parent_process", NULL);
+  if (parent == NULL || parent == Py_None) { // the main process
+    Py_XDECREF(parent);
+    return parent != NULL ? 0 : -1;
+  }
+  Py_DECREF(parent);
+  PyObject *f = PyObject_GetAttrString(module, "_exit_child"), *r = NULL;
+  if (f != NULL) r = PyObject_CallMethod(util, "Finalize", "OO()Oi", Py_None, f, Py_None, -100); // after other finalizers, and the child's children
+  Py_XDECREF(f);
+  Py_XDECREF(r);
+  done = r != NULL;
+  return done ? 0 : -1;
+}
+
 static PyObject *py_init(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"timeout_ms", NULL};
   PyObject *timeout = NULL;
   int64_t ms;
   sf_error e = {0, NULL};
-  (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:init", names, &timeout)) return NULL;
-  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
+  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0 || watch_end_of_child(self) < 0) return NULL;
   threads_fill_standard(); // the program may have closed them since the import
   if (sf_init(ms, &e) != SF_DONE) return sf_raise(&e);
   return wait_job();
@@ -396,6 +419,33 @@ static PyObject *py_exit(PyObject *self, PyObject *noargs) {
   return result;
 }
 
+// Waits until the threads of the program have ended that are not daemons, as the interpreter does before it calls _exit.
+static int join_threads(void) {
+  PyObject *threading = imported("threading");
+  if (threading == NULL) return 0;
+  PyObject *all = PyObject_CallMethod(threading, "enumerate", NULL);
+  PyObject *own = all != NULL ? PyObject_CallMethod(threading, "current_thread", NULL) : NULL;
+  int rc = own != NULL ? 0 : -1;
+  for (Py_ssize_t i = 0; rc == 0 && i < PyList_Size(all); i++) {
+    PyObject *thread = PyList_GetItem(all, i); // borrowed
+    if (thread == own) continue;
+    PyObject *daemon = PyObject_GetAttrString(thread, "daemon");
+    int is = daemon != NULL ? PyObject_IsTrue(daemon) : -1;
+    PyObject *r = is == 0 ? PyObject_CallMethod(thread, "join", NULL) : NULL;
+    if (is < 0 || (is == 0 && r == NULL)) rc = -1;
+    Py_XDECREF(daemon);
+    Py_XDECREF(r);
+  }
+  Py_XDECREF(own);
+  Py_XDECREF(all);
+  return rc;
+}
+
+static PyObject *py_exit_child(PyObject *self, PyObject *noargs) {
+  if (!sf_forked && join_threads() < 0) return NULL;
+  return py_exit(self, noargs);
+}
+
 // What fserver.session is made of: _session(op, handle, rank, name, data, timeout_ms) makes a call of
 // core.SessionCall and returns (handle, rank, name, data), or None where there is nothing to wait for.
 static PyObject *py_session(PyObject *self, PyObject *args) {
@@ -449,6 +499,7 @@ static PyMethodDef methods[] = {
     {"seq_add_one", sf_py_seq_add_one, METH_VARARGS, DOC_SEQ_ADD_ONE},
     {"_session", py_session, METH_VARARGS, NULL},
     {"_exit", py_exit, METH_NOARGS, NULL},
+    {"_exit_child", py_exit_child, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,10 +1,14 @@
 """The end of a server's loop: get_batch raises Finished when all workers are in stop(), and a server that has left its loop
 refuses requests."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
+import harness
 import pytest
 from harness import by_hand
 
@@ -271,6 +275,69 @@ def test_end_of_the_program_can_be_interrupted(cluster):
         servers[0].hear(1)
     servers[0].signal(signal.SIGINT)
     servers[0].wait(20)
+
+
+# Children of multiprocessing, which end with os._exit
+
+CHILDREN = '''
+import multiprocessing, os, sys, threading
+
+class Array:
+    def __init__(self):
+        self.memory = bytearray(16)
+        import ctypes
+        at = ctypes.addressof((ctypes.c_char * 16).from_buffer(self.memory))
+        self.__array_interface__ = {"typestr": "|u1", "shape": (16,), "data": (at, False), "version": 3}
+
+def node(role, rank, port, threads):
+    os.environ.update(DMLC_ROLE=role, DMLC_NODE_RANK=str(rank), DMLC_PS_ROOT_PORT=str(port))
+    import fserver_lib as f
+    f.init()
+    if role == "scheduler":
+        f.stop()
+    elif role == "server":
+        def serve():
+            try:
+                while True:
+                    for handler, tensors, keys in f.get_batch():
+                        f.respond(tensors, handler)
+            except f.Finished:
+                if not threads:
+                    raise
+        threading.Thread(target=serve).start() if threads else serve()
+    else:
+        for _ in range(20):
+            f.wait(f.push_pull([Array()], [1], [Array(), Array()], [1, 1]), 30000)
+        f.stop()
+
+if __name__ == "__main__":
+    method, port, threads = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "threads"
+    context = multiprocessing.get_context(method)
+    children = [context.Process(target=node, args=(role, rank, port, threads))
+                for role, rank in (("scheduler", 0), ("server", 0), ("server", 1), ("worker", 0))]
+    for p in children:
+        p.start()
+    for p in children:
+        p.join(30)
+    print([p.exitcode for p in children])
+    for p in children:
+        p.kill()
+'''
+
+
+@pytest.mark.parametrize("threads", ["main", "threads"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_children_of_multiprocessing(tmp_path, method, threads):
+    """Servers that have no end of their own, in the main thread or in others, and no stop() fails."""
+    program = tmp_path / "program.py"
+    program.write_text(CHILDREN)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(harness.OURS)}
+    environ.update(LIMIT, DMLC_NUM_WORKER="1", DMLC_NUM_SERVER="2", DMLC_PS_ROOT_URI="127.0.0.1", DMLC_NODE_HOST="127.0.0.1", STEPMESH_BAKCEND="CPU",
+                   STEPAF_STOP_TIMEOUT="20")
+    done = subprocess.run([sys.executable, str(program), method, str(harness.free_port()), threads], env=environ, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, universal_newlines=True, timeout=120)
+    assert done.stdout == "[0, 0, 0, 0]\n", done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
 
 
 # Sessions
