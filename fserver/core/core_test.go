@@ -257,6 +257,28 @@ func TestWaitAgain(t *testing.T) {
 	}
 }
 
+// TestWaitOneLimit: the limit of one timestamp of a batch counts from the push_pull, and is not exceeded.
+func TestWaitOneLimit(t *testing.T) {
+	worker, _ := sessions(t)
+	x := tensor(t, make([]byte, 4))
+	h, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: x}}, []af.KeyTensor{{Key: 2, Val: x}}) // nobody answers it
+	if err != nil {
+		t.Fatal(err)
+	}
+	one := int64(h) + 1
+	for worker.worker.Customer().Elapsed(h) < 50*time.Millisecond {
+		if err := worker.Wait(one, time.Hour, time.Millisecond); err != ErrPending {
+			t.Fatalf("before the limit: %v, want %v", err, ErrPending)
+		}
+	}
+	limit := worker.worker.Customer().Elapsed(h)
+	err = worker.Wait(one, limit, 0)
+	var e *van.Error
+	if !errors.Is(err, van.ErrTimeout) || !errors.As(err, &e) || e.Limit != limit || e.Elapsed < limit {
+		t.Errorf("at the limit of %v: %v", limit, err)
+	}
+}
+
 // TestRoles: what a process of the other role cannot do is refused, with the role that can.
 func TestRoles(t *testing.T) {
 	worker, server := sessions(t)
