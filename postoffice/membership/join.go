@@ -19,10 +19,12 @@ import (
 type joins struct {
 	base
 	refusals *refusals
-	hosts    map[string]int // BYTEPS_ORDERED_HOSTS, or nil
-	list     []*join        // in order of arrival
-	held     []*join        // for whom there is no place while some in list are alive, which is being found out
-	vanished []string       // the latest that did, for reports
+
+	challenges *challenges
+	hosts      map[string]int // BYTEPS_ORDERED_HOSTS, or nil
+	list       []*join        // in order of arrival
+	held       []*join        // for whom there is no place while some in list are alive, which is being found out
+	vanished   []string       // the latest that did, for reports
 }
 
 // join is a node that has registered.
@@ -55,10 +57,8 @@ func (s *joins) register(now time.Duration, j *join) bool {
 	if i >= 0 {
 		old := s.list[i]
 		a, b := incarnationOf(&old.node), incarnationOf(&j.node)
-		if a != b && a != 0 && b != 0 && old.lost == nil && !j.proved && numeric(j.node.Hostname) {
-			if s.refusals.mayAnswer(now) { // else it asks again
-				s.out.challenge(&j.node)
-			}
+		if a != b && a != 0 && old.lost == nil && s.challenges.needed(j) {
+			s.challenges.send(now, &j.node)
 			return false
 		}
 		if a != b || a == 0 && j.stamp <= old.stamp {

@@ -20,9 +20,11 @@ type places struct {
 	gathers  *gathers
 	watch    *watch
 	policies *policyList
-	stamps   map[int]int32 // timestamp of the registration of each node
-	claims   map[int]*join // by id, registrations under the address of a member that may be alive
-	former   []van.Node    // processes that were replaced, oldest first
+
+	challenges *challenges
+	stamps     map[int]int32 // timestamp of the registration of each node
+	claims     map[int]*join // by id, registrations under the address of a member that may be alive
+	former     []van.Node    // processes that were replaced, oldest first
 }
 
 // maxFormer bounds how many replaced processes are remembered.
@@ -57,6 +59,10 @@ func (p *places) register(now time.Duration, j *join) {
 			p.claim(now, n.ID, j)
 			return
 		}
+		if p.challenges.needed(j) {
+			p.challenges.send(now, &rec)
+			return
+		}
 		p.watch.down(now, n.ID, connLost, restarted(&rec))
 		if wants(&rec, n.ID) {
 			p.give(now, n.ID, rec, stamp)
@@ -69,6 +75,10 @@ func (p *places) register(now time.Duration, j *join) {
 		return
 	}
 	if id := p.dead(&rec); id != van.Empty {
+		if p.challenges.needed(j) {
+			p.challenges.send(now, &rec)
+			return
+		}
 		p.give(now, id, rec, stamp)
 		return
 	}
@@ -80,8 +90,8 @@ func (p *places) register(now time.Duration, j *join) {
 // process of this library is asked at that address for a proof. The connection to the member, and its heartbeats, answer for the member.
 func (p *places) claim(now time.Duration, id int, j *join) {
 	p.claims[id] = &join{node: j.node, stamp: j.stamp, since: now}
-	if incarnationOf(&j.node) != 0 && numeric(j.node.Hostname) && p.refusals.mayAnswer(now) {
-		p.out.challenge(&j.node)
+	if p.challenges.needed(j) {
+		p.challenges.send(now, &j.node)
 	}
 }
 

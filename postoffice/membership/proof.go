@@ -1,14 +1,15 @@
 package membership
 
 // Proofs that a process listens at the address in its record. Anybody can send a record with any address. Where the record
-// would cost another process its place, the scheduler sends a proof to that address, and believes the record when it arrives again with the proof:
-// only a process that receives what is sent there knows the proof. It says nothing else of that process.
+// would cost another process its place, or give the place of a dead one away, the scheduler sends a proof to that address, and believes the
+// record when it arrives again with the proof: only a process that receives what is sent there knows the proof. It says nothing else of that process.
 
 import (
 	"crypto/sha256"
 	"crypto/subtle"
 	"encoding/hex"
 	"fmt"
+	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/hostaddr"
@@ -28,9 +29,38 @@ func (t *table) proves(n *van.Node, msg *van.Meta, verb string) bool {
 		failpoint.On("proof")
 }
 
-// challenge sends the proof of rec to its address: the process there, if it is that of rec, registers again with it.
-func (s *sender) challenge(rec *van.Node) {
-	temp := s.reach(*rec)
-	s.tell(temp, notice{verb: verbRegister, text: s.table.proof(rec)})
-	s.disconnect(temp)
+// moreChallenges is how many proofs are sent in a second, besides one for each node of the cluster.
+const moreChallenges = 32
+
+// challenges sends proofs, within a limit: each costs a connection.
+type challenges struct {
+	base
+	sent  int
+	since time.Duration // sent counts those of the second from since on
+}
+
+// needed tells whether a process must prove its address, and has not done so. C++ StepMesh processes cannot. With PS_RESEND a
+// proof that was lost would not be sent again.
+func (c *challenges) needed(j *join) bool {
+	return !j.proved && incarnationOf(&j.node) != 0 && numeric(j.node.Hostname) && !c.table.own.Settings.Resend && !failpoint.On("proof")
+}
+
+// may tells whether one more proof may be sent, and counts it.
+func (c *challenges) may(now time.Duration, rec *van.Node) bool {
+	if now >= c.since+time.Second {
+		c.sent, c.since = 0, now
+	}
+	c.sent++
+	return c.sent <= c.cfg.groupLen(van.WorkerGroup|van.ServerGroup)+moreChallenges && numeric(rec.Hostname)
+}
+
+// send sends the proof of rec to its address: the process there, if it is that of rec, registers again with it. If the proof is
+// lost, the process asks again later.
+func (c *challenges) send(now time.Duration, rec *van.Node) {
+	if !c.may(now, rec) {
+		return
+	}
+	temp := c.out.reach(*rec)
+	c.out.tell(temp, notice{verb: verbRegister, text: c.table.proof(rec)})
+	c.out.disconnect(temp)
 }

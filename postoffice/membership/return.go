@@ -35,20 +35,12 @@ type returns struct {
 	records             []van.Node
 	cluster, generation uint32        // of the records
 	asked, nextAsk      time.Duration // for a table
-	// challenged counts the heartbeats without a proof that were answered in the second from challengedAt on.
-	challenged   int
-	challengedAt time.Duration
+	challenges          *challenges
 }
-
-// moreChallenges is how many heartbeats without a proof are answered in a second, besides one of each node.
-const moreChallenges = 32
 
 // challenge sends the proof of its address to a node that has come back. The node then sends its heartbeat again, with the proof.
 func (r *returns) challenge(now time.Duration, rec *van.Node) {
-	if now >= r.challengedAt+time.Second {
-		r.challenged, r.challengedAt = 0, now
-	}
-	if r.challenged++; r.challenged > r.cfg.groupLen(van.WorkerGroup|van.ServerGroup)+moreChallenges || !numeric(rec.Hostname) {
+	if !r.challenges.may(now, rec) {
 		return
 	}
 	temp := r.out.reach(*rec)

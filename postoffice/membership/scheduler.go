@@ -23,6 +23,8 @@ type scheduler struct {
 	returns  returns
 	places   places
 	trials   trials
+
+	challenges challenges
 }
 
 func newScheduler(b base, calls *tickets) *scheduler {
@@ -32,13 +34,14 @@ func newScheduler(b base, calls *tickets) *scheduler {
 	s.gathers.leaves = departure{base: b}
 	s.watch = watch{base: b, gathers: &s.gathers, unheard: map[int]*unheard{}}
 	s.policies = policyList{base: b, refusals: &s.refusals, have: map[int]havePolicies{}}
-	s.joins = joins{base: b, refusals: &s.refusals}
+	s.challenges = challenges{base: b}
+	s.joins = joins{base: b, refusals: &s.refusals, challenges: &s.challenges}
 	s.refusals.joins = &s.joins
 	s.joins.hosts, _ = hostOrder(b.cfg.OrderedHosts) // they were checked with the configuration
 	s.places = places{base: b, refusals: &s.refusals, gathers: &s.gathers, watch: &s.watch, policies: &s.policies,
-		stamps: map[int]int32{}, claims: map[int]*join{}}
+		challenges: &s.challenges, stamps: map[int]int32{}, claims: map[int]*join{}}
 	s.trials = trials{base: b, joins: &s.joins}
-	s.returns = returns{base: b, refusals: &s.refusals, watch: &s.watch, policies: &s.policies, joins: &s.joins, places: &s.places}
+	s.returns = returns{base: b, refusals: &s.refusals, watch: &s.watch, policies: &s.policies, joins: &s.joins, places: &s.places, challenges: &s.challenges}
 	return s
 }
 
@@ -177,7 +180,7 @@ func (s *scheduler) registered(now time.Duration, from int, msg *van.Meta, n not
 	if s.hears(inc) || !s.refusals.mayAnswer(now) {
 		return nil
 	}
-	s.out.challenge(&rec)
+	s.challenges.send(now, &rec)
 	return nil
 }
 

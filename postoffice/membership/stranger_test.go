@@ -442,6 +442,40 @@ func TestPlaceOfAStalledMember(t *testing.T) {
 	})
 }
 
+// TestPlaceOfADeadMember: a process that does not exist gets the place of no dead member.
+func TestPlaceOfADeadMember(t *testing.T) {
+	for _, addr := range []string{"10.6.6.6", "10.0.0.1"} {
+		m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+		m.PeerLost(1e9, 9, nil)
+		m.Take()
+		s := member(van.Worker, addr, 4009, 66, 0)
+		for i := range 5 {
+			_ = m.Step(time.Duration(2+i)*time.Second, van.Empty, registers(s, "stepaf/1 register 0123456789abcdef"))
+			m.Tick(time.Duration(2+i) * time.Second)
+			if o := did(m); len(o.replaced) > 0 || len(o.dials) != 1 || o.dials[0].Node.Hostname != addr {
+				t.Fatalf("registration %d: %+v; want the proof sent to its address", i, o)
+			}
+		}
+		_ = m.Step(8*time.Second, van.Empty, registers(s, "stepaf/1 register "+m.table.proof(&s)))
+		if o := did(m); len(o.replaced) != 1 {
+			t.Errorf("with its proof: %+v", o)
+		}
+	}
+}
+
+// TestChallengesAreFew: however many processes register, few proofs are sent in a second.
+func TestChallengesAreFew(t *testing.T) {
+	m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+	m.PeerLost(1e9, 9, nil)
+	m.Take()
+	for i := range 1000 {
+		_ = m.Step(2e9, van.Empty, registers(member(van.Worker, "10.6.6.6", 1+i, uint32(1000+i), 0), ""))
+	}
+	if o := did(m); len(o.dials) != 2+moreChallenges || len(o.replaced) > 0 {
+		t.Errorf("%d connections, want %d", len(o.dials), 2+moreChallenges)
+	}
+}
+
 // TestPlaceOfAWaitingNode: nor is a node that has registered displaced before the cluster has formed.
 func TestPlaceOfAWaitingNode(t *testing.T) {
 	m := started(t, strangerConfig(van.Scheduler, 0, 8123))
