@@ -255,7 +255,9 @@ func (p *places) tick(now time.Duration) {
 			p.refusals.refuse(now, &c.node, p.table.peer(id)+" has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)", "")
 		case now >= p.claimEnd(id) && (h.down != 0 || h.lost > c.since || failpoint.On("claim")):
 			delete(p.claims, id)
-			p.watch.down(now, id, connLost, restarted(&c.node))
+			if !p.challenges.needed(c) { // else nothing is known of the process that has registered
+				p.watch.down(now, id, connLost, restarted(&c.node))
+			}
 			p.register(now, c)
 		case now >= p.claimEnd(id):
 			delete(p.claims, id)

@@ -516,3 +516,21 @@ func TestAddressesOfNobody(t *testing.T) {
 		t.Error("a node that advertises 0.0.0.0 starts")
 	}
 }
+
+// TestClaimOnASilentMember: a registration under the address of a member that is silent for too long does not keep the member from coming
+// back (found by the stranger of the simulation, seed 229).
+func TestClaimOnASilentMember(t *testing.T) {
+	m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+	m.Tick(3 * time.Second)
+	_ = m.Step(5*time.Second, van.Empty, registers(member(van.Worker, "10.0.0.1", 4009, 66, 0), ""))
+	for now := 5 * time.Second; now <= 12*time.Second; now += time.Second / 4 {
+		m.Tick(now)
+	}
+	if !m.isDown(9) {
+		t.Fatal("the member is not dead yet")
+	}
+	beats(t, m, 13*time.Second)
+	if m.isDown(9) || m.isDown(8) {
+		t.Error("the member sends heartbeats, and is dead")
+	}
+}

@@ -87,6 +87,9 @@ func (c *cluster) environ(p *proc) map[string]string {
 	if len(s.Foreign) > 0 { // also where a plan gives the cluster a name
 		env["STEPAF_FOREIGN"] = "1"
 	}
+	if c.named() {
+		env["STEPAF_CLUSTER_ID"] = "sim"
+	}
 	maps.Copy(env, s.Env)
 	maps.Copy(env, s.Nodes[p.who])
 	maps.Copy(env, p.env)

@@ -79,6 +79,7 @@ func Run(t *testing.T, p *plan.Plan, number uint64) (r *Result) {
 // run is the whole story.
 func (c *cluster) run() {
 	defer c.shutdown()
+	c.haunt()
 	if !c.startAll() {
 		return
 	}

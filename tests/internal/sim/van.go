@@ -178,7 +178,7 @@ func (v *node) Connect(_ context.Context, id int, peer van.Node) error {
 		seed: v.seed.of("conn").of(addr).at(uint64(v.dials[addr])), senderID: own, ident: v.routingID(own, peer)}
 	c.name = v.name + " > " + c.addr
 	identity, native := peer.Identity()
-	c.route = routingID(id, identity.Incarnation, native && v.opts.Incarnation != 0)
+	c.route = routingID(id, identity.Incarnation, v.opts.Incarnation, native)
 	v.conns[id] = c
 	v.old = append(v.old, c)
 	c.dial(0)
@@ -190,16 +190,19 @@ func (v *node) routingID(own int, peer van.Node) string {
 	if own == van.Empty {
 		return ""
 	}
-	_, native := peer.Identity()
-	return routingID(own, v.opts.Incarnation, native)
+	identity, native := peer.Identity()
+	return routingID(own, v.opts.Incarnation, identity.Incarnation, native)
 }
 
-// routingID is that of van/zmq: between nodes of this library it says which process it is.
-func routingID(id int, incarnation uint32, native bool) string {
-	if !native || incarnation == 0 || failpoint.On("incarnation") {
+// routingID is that of van/zmq: between nodes of this library it says which process it is, and for which it is.
+func routingID(id int, by, to uint32, native bool) string {
+	switch {
+	case !native || by == 0 || to == 0 || failpoint.On("incarnation"):
 		return "ps" + strconv.Itoa(id)
+	case failpoint.On("names"):
+		return fmt.Sprintf("ps%d.%08x", id, by)
 	}
-	return fmt.Sprintf("ps%d.%08x", id, incarnation)
+	return fmt.Sprintf("ps%d.%08x.%08x", id, by, to)
 }
 
 // list is all connections that the node has made and that have not ended. n.mu is held.
