@@ -10,7 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -231,8 +230,6 @@ func (p *places) claimEnd(id int) time.Duration {
 	switch {
 	case h.down != 0 || h.heard > c.since || h.lost > c.since:
 		return c.since
-	case failpoint.On("claim"):
-		return c.since + 2*h.interval + time.Second
 	case p.cfg.HeartbeatTimeout > 0 && slices.Contains(p.alive.watched(), id): // the member is dead before
 		return c.since + p.alive.maxSilence(id) + time.Second
 	}
@@ -253,7 +250,7 @@ func (p *places) tick(now time.Duration) {
 		case h.down == 0 && h.heard > c.since:
 			delete(p.claims, id)
 			p.refusals.refuse(now, &c.node, p.table.peer(id)+" has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)", "")
-		case now >= p.claimEnd(id) && (h.down != 0 || h.lost > c.since || failpoint.On("claim")):
+		case now >= p.claimEnd(id) && (h.down != 0 || h.lost > c.since):
 			delete(p.claims, id)
 			if !p.challenges.needed(c) { // else nothing is known of the process that has registered
 				p.watch.down(now, id, connLost, restarted(&c.node))

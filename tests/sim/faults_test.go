@@ -36,7 +36,7 @@ var faults = []struct {
 	{"duplicate", "a message that comes twice is handed up twice", []string{"seen twice"}},
 	{"rdma-reclaim", "memory that is registered for a peer and that it does not use is not taken back", []string{"failed"}},
 	{"proof", "who registers, or comes back, need not listen at the address that it names", []string{"not replaced", "not started", "failed", "late", "another cluster"}},
-	{"scheduler-origin", "anybody's table without an incarnation is the scheduler's", []string{"not started", "not replaced", "failed", "late", "another cluster"}},
+	{"scheduler-origin", "anybody's table without an incarnation is the scheduler's", []string{"not started", "not replaced", "not finalized", "wrong barrier", "failed", "late", "another cluster"}},
 	{"names", "a node connects to all processes under one name, which a second connection of it takes over", []string{"failed", "not replaced", "late"}},
 	{"foreign", "a record that names no cluster is accepted in one that has a name", []string{"not replaced", "failed", "late"}},
 	{"leak", "an answer that cannot be sent keeps its batch", []string{"leak"}},
