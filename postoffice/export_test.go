@@ -107,3 +107,6 @@ func (c *Customer) InUse() (timestamps, requests, places int) {
 	}
 	return c.inUse, len(c.live), places
 }
+
+// Addr is the node's address.
+func (n *Node) Addr() string { return n.self.Addr() }
