@@ -301,3 +301,62 @@ func TestOfferBehindItsEnd(t *testing.T) {
 		t.Errorf("%v, want %v", err, van.ErrClosed)
 	}
 }
+
+// TestGivenUpOfferIsTakenBack: Prepare ends while its worker still sends offers. An offer that leaves after the notice of the end is
+// taken back, so that no later Prepare of the server takes it.
+func TestGivenUpOfferIsTakenBack(t *testing.T) {
+	device := simgpu.New(0)
+	t.Cleanup(func() {
+		if err := device.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	c := testcluster.Start(t, testcluster.Options{Workers: 1, Servers: 1, Backend: func(role string, _ int) backend.Backend {
+		if role == "worker" {
+			return device
+		}
+		return nil
+	}})
+	worker, err := New(c.Workers[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	server, err := New(c.Servers[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	offers := func(n int) {
+		t.Helper()
+		vantest.Eventually(t, 20*time.Second, "offers at the server", func() bool {
+			server.dir.mu.Lock()
+			defer server.dir.mu.Unlock()
+			return len(server.dir.offers) == n
+		})
+	}
+	v, err := af.New(device.Mem(make([]byte, 8)), af.Uint8, 8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := &worker.dir
+	x, err := newExchange(d, nil, []af.KeyTensor{{Key: 1, Val: v}}, nil, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	own, err := x.make(&worker.memory)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.mu.Lock()
+	x.names = []name{{d.node.ID(), d.last.Add(1)}}
+	d.all[x.names[0]] = x
+	d.mu.Unlock()
+	x.fail(van.ErrTimeout)
+	<-x.done // the server has been sent the notice
+	own[0].verb, own[0].id = verbOffer, x.names[0].id
+	if err := d.send(server.dir.node.ID(), own[0]); err != nil {
+		t.Fatal(err)
+	}
+	offers(1)
+	x.giveUp(van.ErrTimeout)
+	offers(0)
+}
