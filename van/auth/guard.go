@@ -60,5 +60,8 @@ func (g *Guard) Unproved(why error, peer ...any) error {
 	return nil
 }
 
+// Refuse counts a peer that is refused in any mode: it has sent what no peer sends that has the secret.
+func (g *Guard) Refuse() { g.n.Add(1) }
+
 // Count is the number of unproved peers: van.Stats.Unproved.
 func (g *Guard) Count() uint64 { return g.n.Load() }

@@ -145,7 +145,7 @@ func (a *acceptor) provedHello(c *net.UnixConn, pid int) (hello []byte, fds []in
 	case err != nil:
 		return nil, fds, err
 	case string(b) == denialMagic:
-		_ = guard.Unproved(auth.ErrOtherSecret, "process", pid) // it leaves, whatever the mode
+		guard.Refuse() // it leaves
 		return nil, fds, auth.ErrOtherSecret
 	case len(b) < auth.ProofLen:
 		return nil, fds, fmt.Errorf("%w: hello of %d bytes with a proof", errProtocol, len(b))

@@ -1,15 +1,16 @@
 package rdma
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
-	"net/netip"
 	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
@@ -18,13 +19,22 @@ import (
 // This file owns the connections that peers open to this node: which are accepted, which
 // process each belongs to, and how they end.
 
+// acceptor decides about connect requests.
+type acceptor struct{ *rvan }
+
 // accept takes a connect request.
-func (v *rvan) accept(ev verbs.Event) {
+func (v acceptor) accept(ev verbs.Event) {
 	h, err := decodeHello(ev.Private)
+	var req []byte
+	var proves bool
 	why := ""
+	if err == nil && !v.closed.Load() {
+		if req, proves, err = v.proved(&ev, &h); err != nil {
+			why = auth.Explain(err)
+		}
+	}
 	switch {
 	case err != nil:
-		why = err.Error()
 	case v.closed.Load():
 		why = "the node is closing"
 	case h.native && v.isReplaced(h.incarnation):
@@ -33,16 +43,18 @@ func (v *rvan) accept(ev verbs.Event) {
 	case h.native && h.qpCount != v.cfg.QPNum:
 		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
 	}
-	if why != "" {
-		if n, show := v.rejections.Next(logx.Kind(errors.New(why))); show {
-			v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", why, "so far", n)
+	if why != "" || err != nil {
+		why = cmp.Or(why, fmt.Sprint(err))
+		said := cmp.Or(err, errors.New(why))
+		if n, show := v.rejections.Next(logx.Kind(said)); show {
+			v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", said, "so far", n)
 		}
-		reject(ev.New, 0, why)
+		v.refuse(&ev, 0, why)
 		return
 	}
-	in, err := v.inboundFor(h, ev.New, ev.Peer)
+	in, err := v.inboundFor(h, &ev, req, proves)
 	if err == nil {
-		err = in.addQueuePair(ev.New, h)
+		err = in.addQueuePair(ev.New, h, req)
 	}
 	switch {
 	case errors.Is(err, van.ErrReplaced): // since it was looked at
@@ -51,7 +63,7 @@ func (v *rvan) accept(ev verbs.Event) {
 		if n, show := v.rejections.Next(logx.Kind(err)); show {
 			v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err, "so far", n)
 		}
-		reject(ev.New, 0, err.Error())
+		v.refuse(&ev, 0, err.Error())
 		if in != nil {
 			in.fail(err)
 		}
@@ -59,21 +71,17 @@ func (v *rvan) accept(ev verbs.Event) {
 }
 
 // rejectReplaced tells a process whose place another has taken.
-func (v *rvan) rejectReplaced(ev verbs.Event, h *hello) {
+func (v acceptor) rejectReplaced(ev verbs.Event, h *hello) {
 	if n, show := v.rejections.Next("replaced"); show {
 		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
 	}
-	reject(ev.New, codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced")
+	v.refuse(&ev, codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced")
 }
 
-// reject refuses a connect request.
-func reject(id verbs.ID, code uint32, why string) {
-	_ = id.Reject(refusal(code, why))
-	_ = id.Destroy()
-}
-
-// inboundFor finds or makes the incoming connection that a queue pair belongs to.
-func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, error) {
+// inboundFor finds or makes the incoming connection that the queue pair of a connect request belongs to. If its opener proves
+// itself, req is the request's private data.
+func (v acceptor) inboundFor(h hello, ev *verbs.Event, req []byte, proves bool) (*inbound, error) {
+	id, from := ev.New, ev.Peer
 	key := h.key() + " from " + from.Addr().String() // the host's name may be cut off
 	v.mu.Lock()
 	old := v.inbounds[key]
@@ -111,14 +119,10 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 	if h.native && v.isReplacedLocked(h.incarnation) {
 		return nil, van.ErrReplaced
 	}
-	for _, x := range v.inbounds {
-		if h.native && x.hello.native && x.hello.node == h.node && x.hello.incarnation == h.incarnation && x.hello.port == h.port && x.hello.host == h.host {
-			if !x.superseded.Swap(true) {
-				time.AfterFunc(supersededTime, func() { // until then it may carry the last of what was sent
-					x.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
-				})
-			}
-		}
+	if proves {
+		v.awaitProofLocked(in, req)
+	} else {
+		v.openedLocked(in)
 	}
 	in.activeDue.Run, in.requestsDue.Run, in.probeDue.Run = in.tick, slotSet{in}.retryRequests, in.probe
 	if h.native && !failpoint.On("rdma-reclaim") {
@@ -128,6 +132,14 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 	v.markUnlistedLocked()
 	v.rememberConnLocked(in.serial, &connection{in: in})
 	return in, nil
+}
+
+// opened makes in a connection of its process: its opener has proved itself.
+func (v *rvan) opened(in *inbound) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	acceptor{v}.openedLocked(in)
+	v.linkInboundsLocked()
 }
 
 // supersededTime is how long a connection may stand when its process has made a newer one.
@@ -170,6 +182,7 @@ func (v *rvan) endInbound(in *inbound, p *peer, cause error) {
 	if v.inbounds[in.key] == in {
 		delete(v.inbounds, in.key)
 	}
+	v.unproved = slices.DeleteFunc(v.unproved, func(x *inbound) bool { return x == in })
 	again := false
 	for _, x := range v.inbounds {
 		again = again || x.hello.node == in.hello.node && !x.gone.Load()
@@ -217,7 +230,7 @@ func (v *rvan) linkInboundsLocked() {
 	for id, p := range *v.peers.Load() {
 		var back *inbound
 		for _, in := range v.inbounds {
-			if in.hello.node == id && in.hello.port == p.node.Port && !in.gone.Load() && !in.unlisted.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
+			if in.hello.node == id && in.hello.port == p.node.Port && !in.gone.Load() && !in.unlisted.Load() && !in.unproved.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
 				back = in // the latest: the end of others has not been noticed yet
 			}
 		}

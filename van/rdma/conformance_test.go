@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/drop"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
@@ -19,6 +20,11 @@ var addr = netip.MustParseAddr("10.77.0.1")
 
 // fake makes vans on one network in memory, each in a process of its own.
 func fake(t testing.TB, change func(*env.Config), options ...func(*fakeverbs.Config)) (func(testing.TB) van.Van, *fakeverbs.Net) {
+	return fakeWith(t, nil, change, options...)
+}
+
+// fakeWith is fake with the keys of a cluster's secret.
+func fakeWith(t testing.TB, keys *auth.Keys, change func(*env.Config), options ...func(*fakeverbs.Config)) (func(testing.TB) van.Van, *fakeverbs.Net) {
 	n := fakeverbs.NewNet(options...)
 	n.OnError(func(err error) { t.Errorf("the network: %v", err) })
 	t.Cleanup(func() {
@@ -33,7 +39,7 @@ func fake(t testing.TB, change func(*env.Config), options ...func(*fakeverbs.Con
 		if change != nil {
 			change(cfg)
 		}
-		v := rdma.NewOn(n.Stack(addr), van.Options{Config: cfg, Log: testLog(t)})
+		v := rdma.NewOn(n.Stack(addr), van.Options{Config: cfg, Log: testLog(t), Keys: keys})
 		rdma.LongNets(v)
 		return v
 	}, n
@@ -54,8 +60,13 @@ func (w writer) Write(b []byte) (int, error) {
 }
 
 func TestConformance(t *testing.T) {
+	keys, err := auth.New([]byte("the secret of a cluster"), "", true)
+	if err != nil {
+		t.Fatal(err)
+	}
 	for _, s := range []struct {
 		name    string
+		keys    *auth.Keys
 		change  func(*env.Config)
 		options func(*fakeverbs.Config)
 		suite   vantest.Suite
@@ -63,6 +74,8 @@ func TestConformance(t *testing.T) {
 		long    bool
 	}{
 		{name: "plain"},
+		{name: "secret", keys: keys},
+		{name: "secret, split", keys: keys, change: func(c *env.Config) { c.SplitQPLag = true }},
 		{name: "split", change: func(c *env.Config) { c.SplitQPLag = true }},
 		{name: "one queue pair", long: true, change: func(c *env.Config) { c.QPNum = 1 }},
 		{name: "no inline data", long: true, options: func(c *fakeverbs.Config) { c.MaxInline = 0 }},
@@ -89,7 +102,7 @@ func TestConformance(t *testing.T) {
 			if s.options != nil {
 				options = append(options, s.options)
 			}
-			plain, _ := fake(t, s.change, options...)
+			plain, _ := fakeWith(t, s.keys, s.change, options...)
 			s.suite.Host = addr.String()
 			s.suite.MaxAllocs = -1 // the fake's own; TestDeviceConformance counts
 			s.suite.New = plain

@@ -127,12 +127,12 @@ func (p connector) connected(l *link) {
 // slot requests that the peer sends from now on will arrive.
 func (l *link) announce(afterLoss bool) {
 	if id, _, stage, ok := l.Begin(); ok {
-		stage[0] = up
+		says := byte(up)
 		if afterLoss {
-			stage[0] = upAfterLoss
+			says = upAfterLoss
 		}
 		l.Record(id).Note.data = afterLoss // without it the peer would wait: a break is none of control messages only
-		l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:1]))
+		l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:copy(stage, l.opening.up(says))]))
 	}
 }
 
@@ -286,24 +286,29 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 	if p.incarnation == 0 && !p.native.Load() {
 		limit = v.times.connectStepMesh
 	}
+	requests := make([][]byte, len(l.ids))
 	for q, c := range l.ids {
 		if q == 1 {
 			if err := v.cm.WaitRefused(ctx, l.ids[0]); err != nil {
-				return nil, fmt.Errorf("queue pair 0: connect: %w", err)
+				return nil, fmt.Errorf("queue pair 0: connect: %w", v.proveRejection(err, requests[0]))
 			}
 		}
 		hello.qp = q
-		if err := c.Connect(verbs.ConnParam{Private: hello.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {
+		requests[q] = requestData(v.guard.Keys, &hello, p.addr)
+		if err := c.Connect(verbs.ConnParam{Private: requests[q], RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {
 			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
 		}
 	}
 	for q, c := range l.ids {
 		ev, err := v.cm.Wait(ctx, c, verbs.Established, limit)
 		if err != nil {
-			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
+			return nil, fmt.Errorf("queue pair %d: connect: %w", q, v.proveRejection(err, requests[q]))
 		}
 		answer, err := decodeHello(ev.Private)
 		l.native = err == nil && answer.native
+		if err := p.prove(l, q, &answer, ev.Private, requests[q]); err != nil {
+			return nil, fmt.Errorf("queue pair %d: %w", q, err)
+		}
 		l.process = answer.incarnation
 		l.bundles = l.native && answer.bundles && (q == 0 || l.bundles)
 		l.numbered = l.native && answer.incarnation != 0 && v.incarnation != 0

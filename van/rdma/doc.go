@@ -16,9 +16,9 @@
 // while, or by a goroutine that waits for an answer.
 //
 // From below to above: package conn (queue pairs, registered memory, due queues); wire.go and
-// message.go (what is sent); device.go and node.go (what connections share); inbound.go with
+// message.go (what is sent), proof.go (proofs of the secret); device.go and node.go (what connections share); inbound.go with
 // slots.go, budget.go, reclaim.go and slotmemory.go (receiving side); peer.go with sent.go,
 // put.go, send.go, pull.go, notify.go and dial.go (sending side); native.go and stepmesh.go
-// (the dialects); receive.go and loop.go (completions); accept.go, peers.go, beating.go
+// (the dialects); receive.go and loop.go (completions); prove.go (who is refused), accept.go, peers.go, beating.go
 // (who answers for a busy process; package beat) and van.go.
 package rdma

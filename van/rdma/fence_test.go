@@ -62,7 +62,7 @@ func TestReplacedWhileItConnects(t *testing.T) {
 	h := before.hello
 	h.epoch++
 	id := &requestedID{dev: s.device0().dev, meanwhile: func() { s.connect(next) }}
-	s.accept(verbs.Event{Type: verbs.ConnectRequest, New: id, Private: h.encode(), Peer: before.from})
+	acceptor{s.rvan}.accept(verbs.Event{Type: verbs.ConnectRequest, New: id, Private: h.encode(), Peer: before.from})
 	if why := rejection(id.rejected); !errors.Is(why, van.ErrReplaced) {
 		t.Errorf("rejected with %v, want %v", why, van.ErrReplaced)
 	}

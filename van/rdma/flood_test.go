@@ -71,7 +71,7 @@ func TestConnectFlood(t *testing.T) {
 		const times = 1000
 		for range times {
 			id := &deviceless{}
-			s.accept(verbs.Event{Type: verbs.ConnectRequest, New: id, Private: x.private, Peer: before.from})
+			acceptor{s.rvan}.accept(verbs.Event{Type: verbs.ConnectRequest, New: id, Private: x.private, Peer: before.from})
 			if id.rejected == nil {
 				t.Fatalf("%s: not rejected", x.line)
 			}

@@ -28,12 +28,9 @@ type inbound struct {
 	host    *device
 	once    sync.Once
 	gone    atomic.Bool
-	// unlisted is set while its process is not the one that the table names: a newer one, of
-	// which this node has not heard yet.
-	unlisted   atomic.Bool
-	superseded atomic.Bool  // there is a newer one of the same process
-	confirmed  atomic.Int32 // what its opener has said with immUp, that it has it, as native nodes do
-	stalled    atomic.Bool  // what it has sent waits for its handler, and is too much
+	belonging
+	confirmed atomic.Int32 // what its opener has said with immUp, that it has it, as native nodes do
+	stalled   atomic.Bool  // what it has sent waits for its handler, and is too much
 
 	activeDue   conn.DueItem // for credits, and slots that may have been overwritten
 	probeDue    conn.DueItem
@@ -49,6 +46,16 @@ type inbound struct {
 	backlog fifo.Queue[queuedSend]    // what found no room
 	creditList
 	slotState
+}
+
+// belonging is what a connection is to the process that has opened it.
+type belonging struct {
+	// unlisted is set while its process is not the one that the table names: a newer one, of
+	// which this node has not heard yet.
+	unlisted   atomic.Bool
+	unproved   atomic.Bool // its opener has to prove that it knows the cluster's secret; see prove.go
+	opening    opening     // what it has to prove
+	superseded atomic.Bool // there is a newer one of the same process
 }
 
 // receiving is of who holds the feed.
@@ -69,6 +76,7 @@ type draining struct {
 // accepting is the queue pairs that the peer has sent connect requests for.
 type accepting struct {
 	ids         []verbs.ID  // each with its queue pair
+	requests    [][]byte    // the private data that the answers are to prove, nil: nothing
 	accepted    int         // of them
 	acceptTimer *time.Timer // for the others of a StepMesh node
 }
@@ -88,7 +96,7 @@ type queuedSend struct {
 }
 
 // addQueuePair adds a queue pair and accepts it.
-func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
+func (in *inbound) addQueuePair(id verbs.ID, h hello, req []byte) error {
 	v, q := in.v, len(in.ids)
 	dev, err := id.Device()
 	if err != nil {
@@ -112,7 +120,7 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 		in.sends, err = conn.NewSendQueue[struct{}](dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
 	}
 	if err == nil {
-		in.ids = append(in.ids, id)
+		in.ids, in.requests = append(in.ids, id), append(in.requests, req)
 		if more && in.acceptTimer == nil {
 			in.acceptTimer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
 		}
@@ -139,7 +147,7 @@ func (in *inbound) acceptAll() {
 	for failed == nil && in.accepted < len(in.ids) && !in.gone.Load() && !in.closed {
 		mine := v.hello(h.epoch)
 		mine.qp = in.accepted
-		failed = in.ids[in.accepted].Accept(verbs.ConnParam{Private: mine.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount})
+		failed = in.ids[in.accepted].Accept(verbs.ConnParam{Private: answerData(v.guard.Keys, &mine, in.requests[in.accepted], in.opening.nonce), RetryCount: retryCount, RNRRetryCount: rnrRetryCount})
 		in.accepted++
 	}
 	in.mu.Unlock()

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
@@ -31,6 +32,7 @@ type node struct {
 	owner       owner
 	watch       func(id int, up bool, cause error)
 	stats       stats
+	proving
 
 	cm          conn.Manager  // IDs and queue pairs
 	eventsEnded chan struct{} // closed when the connection manager says no more
@@ -41,7 +43,6 @@ type node struct {
 	devices     atomic.Pointer[[]*device]
 	classes     atomic.Pointer[map[int]int] // traffic classes of peers, see SetClasses
 
-	slots *rendezvous.SlotTable[slotMemory]
 	budgets
 
 	mu      sync.Mutex // guards changes of the tables above, and buffers
@@ -50,8 +51,16 @@ type node struct {
 	wg      sync.WaitGroup // goroutines that end by themselves
 }
 
-// budgets bounds the bytes that are registered for peers.
+// proving is what decides about peers that do not prove the cluster's secret.
+type proving struct {
+	guard         auth.Guard  // its Keys are nil if this node proves nothing
+	secretThere   logx.Sparse // log lines about peers that have a secret where this node has none
+	unprovedLines logx.Sparse // log lines about connections that end for want of a proof
+}
+
+// budgets bounds what is registered for peers: slots, and bytes.
 type budgets struct {
+	slots                   *rendezvous.SlotTable[slotMemory]
 	peerBudget, totalBudget int64 // 0: no bound
 	leased                  atomic.Int64
 	slotsScannedAt          atomic.Uint64 // when all slots were last looked at
@@ -64,6 +73,8 @@ type owner interface {
 	device(dev verbs.Device) (*device, error)
 	// linkInbounds tells each peer which connection it has opened to this node.
 	linkInbounds()
+	// opened makes in a connection of its process, whose opener has proved itself.
+	opened(in *inbound)
 	// endInbound takes apart a connection to this node. p is the peer whose own connection
 	// it is, or nil.
 	endInbound(in *inbound, p *peer, cause error)
@@ -126,12 +137,13 @@ type times struct {
 	budgetWait               time.Duration // that a slot request waits for bytes of its own peer
 	sleep                    time.Duration // of a loop, at most
 	probe                    time.Duration // between two probes of an idle connection
+	prove                    time.Duration // for the opener of a connection to prove itself
 }
 
 // A StepMesh node aborts when a connect request is withdrawn: there the connection
 // manager, which tries for about a minute, has to say that nobody answers.
 var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second, inboundDown: inboundDownTime,
-	sleep: maxSleep, probe: probeTime}
+	sleep: maxSleep, probe: probeTime, prove: proveTime}
 
 // conn is what a serial number names: an outgoing connection with its peer, or an
 // incoming one.

@@ -80,7 +80,8 @@ type link struct {
 	bundle      bundle // the last of them
 	connectedAs int    // the id that this node had when it connected
 	process     uint32 // the incarnation with which the peer answered; 0: it did not say
-	class       int    // the traffic class, or unset
+	opening     opening
+	class       int // the traffic class, or unset
 	epoch       uint32
 	probeDue    conn.DueItem
 	splits      uint64 // split messages so far

@@ -30,8 +30,9 @@ type raw struct {
 // rawConn is a connection of a raw process.
 type rawConn struct {
 	*raw
-	qps []verbs.QP
-	id  uint64
+	qps     []verbs.QP
+	id      uint64
+	answers [][]byte // the private data with which a node has accepted it
 }
 
 func newRaw(r *rig, addr netip.Addr, node van.Node) *raw {
@@ -131,7 +132,7 @@ func (p *raw) dial(to *testNode, qps int, hello func(q int) []byte) *rawConn {
 		p.check(id.Connect(verbs.ConnParam{Private: hello(q), RetryCount: 6, RNRRetryCount: 7}))
 	}
 	for range qps {
-		p.event(verbs.Established)
+		c.answers = append(c.answers, p.event(verbs.Established).Private)
 	}
 	return c
 }

@@ -51,6 +51,8 @@ type rvan struct {
 
 	// These are guarded by mu.
 	inbounds      map[string]*inbound
+	unproved      []*inbound     // those whose opener has to prove itself, the oldest first
+	maxUnproved   int            // of those; maxUnproved, other than in tests
 	leaving       map[*peer]bool // not in peers any more
 	started       bool
 	noMoreDevices bool // nothing is on its way out any more
@@ -69,13 +71,13 @@ func New(o van.Options) (van.Van, error) {
 
 // NewOn makes a van on the given stack.
 func NewOn(stack verbs.Stack, o van.Options) van.Van {
-	v := &rvan{stack: stack, engine: o.Engine, inbounds: map[string]*inbound{}, leaving: map[*peer]bool{},
+	v := &rvan{stack: stack, engine: o.Engine, inbounds: map[string]*inbound{}, leaving: map[*peer]bool{}, maxUnproved: maxUnproved,
 		fences: fences{lastControl: map[controlSource]uint32{}}}
 	v.node = &node{cfg: o.Config, log: o.Log, backend: o.Backend, incarnation: o.Incarnation, epoch: uint32(random.Uint64()), times: defaultTimes, owner: v,
-		slots:   newTable(min(o.Config.AddressPoolSize, maxIndex)),
-		budgets: budgets{peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget)},
+		budgets: budgets{slots: newTable(min(o.Config.AddressPoolSize, maxIndex)), peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget)},
 		buffers: map[bufferKey]backend.Mem{}, eventsEnded: make(chan struct{})}
 	v.beating.van = v.node
+	v.guard.Keys = o.Keys
 	if v.engine == nil {
 		v.engine = engine.New(v.cfg.BusyPoll.Spin())
 	}
@@ -83,6 +85,7 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 		v.recvBudget = engine.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
 	}
 	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
+	v.guard.Log = v.log
 	v.cm.Log, v.cm.Rejection, v.cm.Inline, v.cm.SplitPorts = v.log, rejection, inlineWanted, v.cfg.SplitQPLag
 	v.cm.SendDepth, v.cm.RecvDepth = depths(v.cfg)
 	v.cm.AckTimeout = v.cfg.RDMAAckTimeout
@@ -174,7 +177,7 @@ func (v *rvan) events() {
 			return
 		}
 		if ev.Type == verbs.ConnectRequest {
-			v.accept(ev)
+			acceptor{v}.accept(ev)
 			continue
 		}
 		serial, q := conn.CookieOf(ev.Cookie)
@@ -211,7 +214,7 @@ func (v *rvan) Start(recv van.Receiver) {
 // Stats implements van.Meter. Pinned is the number of registered regions in use.
 func (v *node) Stats() van.Stats {
 	s := van.Stats{SentMessages: v.stats.sentN.Load(), SentBytes: v.stats.sentB.Load(), ReceivedMessages: v.stats.recvN.Load(),
-		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load(), FencedMessages: v.stats.fenced.Load(), RefusedSends: v.stats.refusedSends.Load(),
+		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load(), FencedMessages: v.stats.fenced.Load(), RefusedSends: v.stats.refusedSends.Load(), Unproved: v.guard.Count(),
 		PausedReads: v.stats.paused.Load(), RefusedSlots: v.stats.overBudget.Load(), SlotWaits: v.stats.slotWaits.Load()}
 	for _, d := range *v.devices.Load() {
 		s.Pinned += uint64(d.regions.InUse())

@@ -86,6 +86,11 @@ func (h *hello) key() string {
 	return fmt.Sprintf("%s,%d,%d", h.host, h.node, h.port)
 }
 
+// sameNode reports whether h and x are of one process of this library.
+func (h *hello) sameNode(x *hello) bool {
+	return h.native && x.native && x.node == h.node && x.incarnation == h.incarnation && x.port == h.port && x.host == h.host
+}
+
 // name says whose it is.
 func (h *hello) name() string {
 	return fmt.Sprintf("%s at %s:%d", van.NodeName(h.node), h.host, h.port)
@@ -400,11 +405,26 @@ func rejection(private []byte) error {
 	if len(private) < offReason || le.Uint32(private[offMagic:]) != magic {
 		return nil
 	}
-	if len(private) > offReason && le.Uint32(private[offCode:]) == codeReplaced {
-		return fmt.Errorf("rejected by the peer: %w: %s", van.ErrReplaced, text(private[offReason:]))
-	}
-	return fmt.Errorf("rejected by the peer: %s", text(private[offReason:]))
+	return &rejected{private}
 }
+
+// rejected is the error of a connect request that a native peer has rejected.
+type rejected struct{ private []byte }
+
+func (r *rejected) replaced() bool {
+	return len(r.private) > offReason && le.Uint32(r.private[offCode:]) == codeReplaced
+}
+
+func (r *rejected) Error() string {
+	why := text(r.private[offReason:])
+	if r.replaced() {
+		why = fmt.Sprintf("%v: %s", van.ErrReplaced, why)
+	}
+	return "rejected by the peer: " + why
+}
+
+// Is reports van.ErrReplaced if the peer has said so.
+func (r *rejected) Is(target error) bool { return target == van.ErrReplaced && r.replaced() }
 
 func text(b []byte) string {
 	for i, c := range b {

@@ -1,0 +1,155 @@
+package rdma
+
+import (
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// This file owns what follows from the proofs of the cluster's secret, see proof.go: who is refused, and what an opener that has not
+// proved itself may do.
+
+// proved decides about a connect request. It returns the private data that the answer is to prove, nil if there is no proof in
+// it, and whether the opener has to prove itself; an error is a refusal.
+func (v acceptor) proved(ev *verbs.Event, h *hello) (req []byte, opener bool, err error) {
+	k := v.guard.Keys
+	has := h.native && proofIn(ev.Private, nativeContextLen) != nil
+	if k == nil {
+		if has {
+			if n, show := v.secretThere.Next(); show {
+				v.log.Warn("rdma: a peer may refuse this node", "from", ev.Peer, "node", h.node, "why", auth.ErrSecretThere, "so far", n)
+			}
+		}
+		return nil, false, nil
+	}
+	why := checkRequest(k, h, ev.Private, ev.New.LocalAddr())
+	if has {
+		req = ev.Private[:provedRequestLen]
+	}
+	if why == nil {
+		return req, true, nil
+	}
+	return req, false, v.guard.Unproved(why, "from", ev.Peer, "node", van.NodeName(h.node))
+}
+
+// prove decides about the answer for queue pair q of l.
+func (p connector) prove(l *link, q int, h *hello, private, req []byte) error {
+	k := p.v.guard.Keys
+	if k == nil || q > 0 && l.opening.keys == nil {
+		return nil // it has been admitted
+	}
+	n, why := checkAnswer(k, h, private, req)
+	if q == 0 {
+		l.opening = opening{keys: k, nonce: n, first: req}
+	} else if why == nil && n != l.opening.nonce {
+		why = auth.ErrOtherSecret // of another connection
+	}
+	if why == nil {
+		return nil
+	}
+	l.opening.keys = nil
+	return p.v.guard.Unproved(why, "peer", p.name())
+}
+
+// proveRejection returns err, or another error if it says that this process has been replaced and does not prove it.
+func (v *node) proveRejection(err error, req []byte) error {
+	var r *rejected
+	if !v.guard.Keys.Required() || !errors.As(err, &r) || !errors.Is(err, van.ErrReplaced) {
+		return err
+	}
+	if proof := proofIn(r.private, offRejectProof); proof == nil || !v.guard.Keys.Check(proof, rejectionProof, req, r.private[:offRejectProof]) {
+		v.guard.Refuse()
+		return fmt.Errorf("%w: it rejects this node as replaced, without proof", auth.ErrOtherSecret)
+	}
+	return err
+}
+
+// refuse refuses a connect request, with a proof if this node has keys.
+func (v acceptor) refuse(ev *verbs.Event, code uint32, why string) {
+	b := refusal(code, why)
+	if k := v.guard.Keys; k != nil && len(ev.Private) >= provedRequestLen {
+		b[offRejectProof-1] = 0 // ends the text
+		proof := k.Proof(rejectionProof, ev.Private[:provedRequestLen], b[:offRejectProof])
+		copy(b[offRejectProof:], proof[:])
+	}
+	_ = ev.New.Reject(b)
+	_ = ev.New.Destroy()
+}
+
+// Bounds of connections whose opener has not proved itself. One that is there does so at once.
+const (
+	maxUnproved = 1024
+	proveTime   = 10 * time.Second
+)
+
+// awaitProofLocked makes in, a new connection, wait for its opener's proof. v.mu is held.
+func (v acceptor) awaitProofLocked(in *inbound, req []byte) {
+	in.opening = opening{keys: v.guard.Keys, first: req}
+	_, _ = rand.Read(in.opening.nonce[:]) // it never fails
+	in.unproved.Store(true)
+	in.dialect = unprovedIn{nativeIn{slotSet{in}}}
+	v.unproved = append(v.unproved, in)
+	if len(v.unproved) > v.maxUnproved {
+		v.unproved[0].unprove(fmt.Errorf("%w: of more than %d connections without proof this is the oldest", auth.ErrNoSecret, v.maxUnproved))
+		v.unproved = slices.Delete(v.unproved, 0, 1)
+	}
+	time.AfterFunc(v.times.prove, func() {
+		if in.unproved.Load() && !in.gone.Load() {
+			in.unprove(fmt.Errorf("%w: no proof has come within %s", auth.ErrNoSecret, v.times.prove))
+		}
+	})
+}
+
+// unprove ends a connection whose opener does not prove itself, whatever the mode: it has said that it would.
+func (in *inbound) unprove(why error) {
+	in.v.guard.Refuse()
+	if n, show := in.v.unprovedLines.Next(); show {
+		in.v.log.Warn("rdma: a connection ends, its opener does not prove the cluster's secret", "peer", in.name(), "from", in.from, "why", why, "so far", n)
+	}
+	in.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, why))
+}
+
+// openedLocked makes in a connection of its process: its opener need not prove anything more. v.mu is held.
+func (v acceptor) openedLocked(in *inbound) {
+	v.unproved = slices.DeleteFunc(v.unproved, func(x *inbound) bool { return x == in })
+	in.unproved.Store(false)
+	for _, x := range v.inbounds {
+		if older := int32(in.serial-x.serial) > 0; older && in.hello.sameNode(&x.hello) && !x.superseded.Swap(true) {
+			time.AfterFunc(supersededTime, func() { // until then it may carry the last of what was sent
+				x.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
+			})
+		}
+	}
+}
+
+// unprovedIn is the dialect of a connection whose opener has to prove itself first: there is nothing else that it may send.
+type unprovedIn struct{ nativeIn }
+
+func (d unprovedIn) need(*start) (n rendezvous.Need, kind uint64, err error) {
+	err = &van.FieldError{Field: "SEND immediate", Value: immStart, Want: "3 first, with a proof"}
+	d.unprove(auth.ErrNoSecret)
+	return n, 0, err
+}
+
+func (d unprovedIn) refuse(uint64, uint32, error) {}
+
+func (d unprovedIn) control(c *verbs.Completion, t *trailer) (known bool) {
+	if c.Imm != immUp {
+		d.unprove(auth.ErrNoSecret)
+		return false
+	}
+	if err := d.opening.checkUp(recvData(c)); err != nil {
+		d.unprove(err)
+		return true
+	}
+	d.dialect = d.nativeIn
+	d.v.owner.opened(d.inbound)
+	return d.nativeIn.control(c, t)
+}
