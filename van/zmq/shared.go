@@ -109,23 +109,30 @@ func (n *shared) refused(peer, addr string, cause error) {
 
 // proveRecord puts into m, a registration, the proof that STEPAF_AUTH=warn looks for.
 func (n *shared) proveRecord(m *van.Meta) {
-	if len(m.Body) == 0 && len(m.Control.Nodes) == 1 {
+	if len(m.Control.Nodes) == 1 {
 		proof := recordProof(n.warns, &m.Control.Nodes[0])
-		m.Body = proof[:]
+		m.Body = append(m.Body[:len(m.Body):len(m.Body)], proof[:]...) // behind what the node says itself, see membership
 	}
 }
+
+// registerLen is the length of what membership puts into the body of a registration that proves its address.
+const registerLen = len("stepaf/1 register 0123456789abcdef")
 
 // checkRecord counts and names the node that m registers if it has no proof. It is admitted: connections are plain with
 // STEPAF_AUTH=warn, and whoever sees a registration can repeat it, so that the proof shows which nodes are configured, no more.
 func (n *shared) checkRecord(m *van.Meta) {
 	for i := range m.Control.Nodes {
 		proof := recordProof(n.warns, &m.Control.Nodes[i])
-		if hmac.Equal(proof[:], m.Body) {
+		var given []byte
+		if own := len(m.Body) - len(proof); own == 0 || own == registerLen {
+			given, m.Body = m.Body[own:], m.Body[:own]
+		}
+		if hmac.Equal(proof[:], given) {
 			continue
 		}
 		n.stats.unproved.Add(1)
 		cause := errNoSecretThere
-		if len(m.Body) == len(proof) {
+		if len(given) == len(proof) {
 			cause = errOtherSecret
 		}
 		who, addr := &m.Control.Nodes[i], m.Control.Nodes[i].Addr()
