@@ -289,7 +289,11 @@ func (n *Node) join(ctx context.Context) error {
 		n.mu.Lock()
 		report := m.Report(now())
 		n.mu.Unlock()
-		return &van.Error{Op: "start", Node: n.Name(), Detail: report.String(), Err: van.TimedOut(context.Cause(ctx))}
+		detail := report.String()
+		if meter, ok := van.As[van.Meter](n.van); ok && meter.Stats().Unproved > 0 {
+			detail += fmt.Sprintf("; %d connections had no valid proof of the cluster's secret, see the log", meter.Stats().Unproved)
+		}
+		return &van.Error{Op: "start", Node: n.Name(), Detail: detail, Err: van.TimedOut(context.Cause(ctx))}
 	}
 }
 

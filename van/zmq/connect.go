@@ -173,6 +173,39 @@ func (v *zvan) restore(c *conn) {
 	}
 }
 
+// followRefusals counts and names the failed handshakes of processes that connect to the ROUTER over a Unix socket.
+func (v *zvan) followRefusals() {
+	v.refusals.follow(func(event zmq4.Event, value int) {
+		if err := v.curve.handshakeError(event, value, true); err != nil {
+			v.refused("a process of this user", localPath(v.self.Port), err)
+		}
+	})
+}
+
+// The pause before a connection is made again whose handshake has failed; it doubles with each failure.
+const (
+	minRedial = 100 * time.Millisecond
+	maxRedial = 2 * time.Second
+)
+
+// redial connects to c's peer again after a pause. libzmq makes no further attempt after a handshake that broke the
+// protocol, but another process may take the address. The repetition also lets both ends learn why: the end that
+// finds the fault first closes the connection, perhaps before the other end has read enough to find it.
+func (v *zvan) redial(c *conn) {
+	n := c.redials.Add(1)
+	time.AfterFunc(min(minRedial<<min(n-1, 10), maxRedial), func() {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		id := c.who.Load().id
+		if v.closed.Load() || (*v.peers.Load())[id] != c {
+			return
+		}
+		if err := v.connect(context.Background(), id, c.peer); err != nil {
+			v.log.Warn("a peer is not connected to again", "peer", van.NodeName(id), "err", err)
+		}
+	})
+}
+
 // Beating implements van.Beater. libzmq ends the connection to a peer whose threads do not
 // answer its heartbeats. That the peer's own connection to this node stands says that it is
 // still that process, not another one at its address.

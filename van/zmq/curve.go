@@ -13,10 +13,8 @@ package zmq
 // connection has fresh session keys: a recorded handshake opens nothing.
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"time"
 
 	zmq4 "github.com/pebbe/zmq4"
 
@@ -75,7 +73,7 @@ var (
 	errNoSecretThere = fmt.Errorf("%w: it has no cluster secret, or STEPAF_AUTH is not require there", van.ErrUnauthenticated)
 	errNoSecretHere  = fmt.Errorf("%w: it requires the cluster's secret, which this node does not have (STEPAF_SECRET_FILE)", van.ErrUnauthenticated)
 	errOtherSecret   = fmt.Errorf("%w: its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID is another one", van.ErrUnauthenticated)
-	errMaybeSecret   = fmt.Errorf("%w: it ended the handshake; its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID may be another one", van.ErrUnauthenticated)
+	errMaybeSecret   = fmt.Errorf("%w: it ended the handshake; its secret (STEPAF_SECRET_FILE) may be missing or another one, or its STEPAF_CLUSTER_ID another one", van.ErrUnauthenticated)
 )
 
 // handshakeError says why a handshake failed, by libzmq's event and its value. accepted tells on which side: the peer
@@ -94,28 +92,4 @@ func (c *curve) handshakeError(event zmq4.Event, value int, accepted bool) error
 		return fmt.Errorf("%w: ZMTP error %#x in the handshake", van.ErrMalformed, value)
 	}
 	return errOtherSecret
-}
-
-// The pause before a connection is made again whose handshake has failed; it doubles with each failure.
-const (
-	minRedial = 100 * time.Millisecond
-	maxRedial = 2 * time.Second
-)
-
-// redial connects to c's peer again after a pause. libzmq makes no further attempt after a handshake that broke the
-// protocol, but another process may take the address. The repetition also lets both ends learn why: the end that
-// finds the fault first closes the connection, perhaps before the other end has read enough to find it.
-func (v *zvan) redial(c *conn) {
-	n := c.redials.Add(1)
-	time.AfterFunc(min(minRedial<<min(n-1, 10), maxRedial), func() {
-		v.mu.Lock()
-		defer v.mu.Unlock()
-		id := c.who.Load().id
-		if v.closed.Load() || (*v.peers.Load())[id] != c {
-			return
-		}
-		if err := v.connect(context.Background(), id, c.peer); err != nil {
-			v.log.Warn("a peer is not connected to again", "peer", van.NodeName(id), "err", err)
-		}
-	})
 }

@@ -45,6 +45,7 @@ type zvan struct {
 	zctx     *zmq4.Context
 	accounts accounts
 	unbind   func()
+	refusals *monitor // of handshakes over a Unix socket; over TCP the guard follows them
 
 	// shared.mu guards these.
 	loops   []*receiver
@@ -144,20 +145,27 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 		return 0, errors.Join(&van.Error{Op: "bind", Node: van.NodeName(self.ID), Detail: self.Addr(), Err: err}, z.Close())
 	}
 	var g *guard
-	if !v.cfg.Local {
-		v.serial++
-		if g, err = newGuard(&v.shared, &v.flow, v.zctx, z, v.serial, port); err != nil {
-			unbind()
-			return 0, errors.Join(fmt.Errorf("zmq: ROUTER: %w", err), z.Close())
-		}
+	var refusals *monitor
+	v.serial++
+	if v.cfg.Local {
+		refusals, err = newMonitor(v.zctx, z, v.serial, zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL|zmq4.EVENT_HANDSHAKE_FAILED_AUTH)
+	} else {
+		g, err = newGuard(&v.shared, &v.flow, v.zctx, z, v.serial, port)
+	}
+	if err != nil {
+		unbind()
+		return 0, errors.Join(fmt.Errorf("zmq: ROUTER: %w", err), z.Close())
 	}
 	s, err := newSocket(z, true)
 	if err != nil {
 		g.close()
+		if refusals != nil {
+			refusals.close()
+		}
 		unbind()
 		return 0, err
 	}
-	v.self, v.router, v.unbind, v.guard = self, s, unbind, g
+	v.self, v.router, v.unbind, v.guard, v.refusals = self, s, unbind, g, refusals
 	v.self.Port = port
 	if self.ID != van.Empty {
 		v.setID(self.ID)
@@ -210,6 +218,9 @@ func (v *zvan) Start(recv van.Receiver) {
 	defer v.mu.Unlock()
 	v.recv, v.started = recv, true
 	v.guard.start()
+	if v.refusals != nil {
+		v.wg.Go(v.followRefusals)
+	}
 	v.receiveFrom(v.router, nil, true, v.self.Role == van.Server)
 	for _, c := range *v.peers.Load() {
 		v.listen(c)
@@ -254,6 +265,9 @@ func (v *zvan) Close(ctx context.Context) error {
 	}
 	linger := max(time.Until(end), 0)
 	v.guard.close()
+	if v.refusals != nil {
+		v.refusals.close()
+	}
 	v.flow.stop()
 	if v.router != nil {
 		errs = append(errs, v.router.close(linger))
