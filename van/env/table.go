@@ -81,7 +81,7 @@ var table = []variable{
 		name: "DMLC_PS_ROOT_URI", topic: addresses, kind: String, needed: true, readers: "all", check: checkHost,
 		field:   func(c *Config) any { return &c.RootURI },
 		help:    "Host name or address of the scheduler, without port.",
-		differs: "Names are resolved. Addresses that name no host, such as `0.0.0.0`, are errors; a scheduler may have `0.0.0.0` and listens on every address.",
+		differs: "Names are resolved. Multicast addresses are errors. With `0.0.0.0` the scheduler listens on every address; nodes of its host may have it, too.",
 	}, {
 		name: "DMLC_PS_ROOT_PORT", topic: addresses, kind: Int, min: 1, max: 65535, needed: true, readers: "all",
 		field: func(c *Config) any { return &c.RootPort },

@@ -54,8 +54,8 @@ func (c *Config) Validate() error {
 		{"DMLC_NODE_HOST", "the name or an address of this host, or unset it"},
 	} {
 		addr, err := netip.ParseAddr(find(h.name).get(c))
-		if err != nil || !good(h.name) || h.name == "DMLC_PS_ROOT_URI" && c.Role == "scheduler" && addr.Unmap().IsUnspecified() {
-			continue // a name, or a scheduler that listens on every address
+		if err != nil || !good(h.name) || h.name == "DMLC_PS_ROOT_URI" && addr.Unmap().IsUnspecified() {
+			continue // a name; or a scheduler that listens on every address, and nodes of its host
 		}
 		if err := hostaddr.Check(addr.String()); err != nil {
 			add(&Error{Name: h.name, Value: addr.String(), Why: err.Error(), Want: h.want})
