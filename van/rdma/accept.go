@@ -49,7 +49,11 @@ func (v acceptor) accept(ev verbs.Event) {
 		if n, show := v.rejections.Next(logx.Kind(said)); show {
 			v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", said, "so far", n)
 		}
-		v.refuse(&ev, 0, why)
+		code := uint32(0)
+		if auth.IsUnproved(err) {
+			code = codeUnproved
+		}
+		v.refuse(&ev, code, why)
 		return
 	}
 	in, err := v.inboundFor(h, &ev, req, proves)

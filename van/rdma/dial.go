@@ -52,7 +52,11 @@ func (p connector) keepConnected(ctx context.Context) {
 				return
 			}
 			if !told || p.v.cfg.PrintRDMALog {
-				p.v.log.Info("rdma: no connection yet, trying again", "peer", p.name(), "err", err)
+				level := slog.LevelInfo
+				if forSecret(err) {
+					level = slog.LevelWarn // it does not pass by itself
+				}
+				p.v.log.Log(ctx, level, "rdma: no connection yet, trying again", "peer", p.name(), "err", err)
 			}
 			told = true
 			if !late && (errors.Is(err, van.ErrTimeout) || errors.Is(err, syscall.ETIMEDOUT)) {

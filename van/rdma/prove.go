@@ -58,6 +58,12 @@ func (p connector) prove(l *link, q int, h *hello, private, req []byte) error {
 	return p.v.guard.Unproved(why, "peer", p.name())
 }
 
+// forSecret reports whether err is that one of two nodes does not prove the cluster's secret.
+func forSecret(err error) bool {
+	var r *rejected
+	return auth.IsUnproved(err) || errors.As(err, &r) && r.code() == codeUnproved
+}
+
 // proveRejection returns err, or another error if it says that this process has been replaced and does not prove it.
 func (v *node) proveRejection(err error, req []byte) error {
 	var r *rejected

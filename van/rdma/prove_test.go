@@ -90,6 +90,11 @@ func TestProofModes(t *testing.T) {
 				}
 			} else {
 				w.wantDown(s)
+				for _, n := range []*testNode{w, s} {
+					if n.lines("WARN", "secret")+n.lines("WARN", "STEPAF_SECRET") == 0 {
+						t.Errorf("%s does not warn", van.NodeName(n.who.ID))
+					}
+				}
 			}
 			w.says(c.openerSays)
 			s.says(c.acceptorSays)
@@ -288,6 +293,7 @@ func TestUnprovedOpener(t *testing.T) {
 			s.Start(func(m *van.Message) { s.in <- m.Retain() })
 			r.link(w, s)
 			mine := s.incomingOf(9)
+			r.until("the member has proved itself", func() bool { return (*s.peers.Load())[9].inbound.Load() == mine })
 			p := newRaw(r, rawAddr, van.Node{ID: 9})
 			defer p.end()
 			p.port, p.node.Hostname = w.who.Port, w.who.Hostname

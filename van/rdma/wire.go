@@ -411,9 +411,14 @@ func rejection(private []byte) error {
 // rejected is the error of a connect request that a native peer has rejected.
 type rejected struct{ private []byte }
 
-func (r *rejected) replaced() bool {
-	return len(r.private) > offReason && le.Uint32(r.private[offCode:]) == codeReplaced
+func (r *rejected) code() uint32 {
+	if len(r.private) <= offReason {
+		return 0
+	}
+	return le.Uint32(r.private[offCode:])
 }
+
+func (r *rejected) replaced() bool { return r.code() == codeReplaced }
 
 func (r *rejected) Error() string {
 	why := text(r.private[offReason:])
@@ -435,8 +440,11 @@ func text(b []byte) string {
 	return string(b)
 }
 
-// codeReplaced in a rejection says that the process has been replaced.
-const codeReplaced = 1
+// Codes of a rejection.
+const (
+	codeReplaced = 1 // the process has been replaced
+	codeUnproved = 2 // it does not prove the cluster's secret
+)
 
 // refusal is the private data of a rejection; a code of 0 is none.
 func refusal(code uint32, why string) []byte {
