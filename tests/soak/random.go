@@ -49,6 +49,12 @@ func (g *generator) plan(seed uint64) {
 			c.Foreign = slices.Compact(c.Foreign)
 		}
 	}
+	if seed%3 == 1 && len(c.Foreign) == 0 { // as does the choice by 8
+		if c.Env == nil {
+			c.Env = map[string]string{}
+		}
+		c.Env["STEPAF_SECRET"] = "the secret of every third cluster"
+	}
 	for i := range 1 + g.r.IntN(3) {
 		g.phase(i)
 	}
