@@ -30,7 +30,7 @@ func (t *table) proves(n *van.Node, msg *van.Meta, verb string) bool {
 }
 
 // moreChallenges is how many proofs are sent in a second, besides one for each node of the cluster.
-const moreChallenges = 32
+const moreChallenges = 100
 
 // challenges sends proofs, within a limit: each costs a connection.
 type challenges struct {
