@@ -283,7 +283,7 @@ func TestInvalidArguments(t *testing.T) {
 		_, err := w.Pull(keys, &vals, opts...)
 		return err
 	}
-	big := make([]int32, 1)
+	few, many := make([]int32, 1), make([]int32, 3)
 	for _, x := range []struct {
 		err   error
 		names []string
@@ -298,7 +298,9 @@ func TestInvalidArguments(t *testing.T) {
 		{push([]kv.Key{1, 2}, f(3), kv.Lens([]int32{4, -1})), []string{"lens[1] = -1", "key 2"}},
 		{push([]kv.Key{1, 2}, f(3), kv.Lens([]int32{1, 1})), []string{"add up to 2", "3 values"}},
 		{push([]kv.Key{1, 2}, f(2), kv.Lens([]int32{math.MaxInt32, math.MaxInt32})), []string{"add up to 4294967294"}},
-		{pull([]kv.Key{1, 2}, nil, kv.LensInto(&big)), []string{"1 entries for 2 keys"}},
+		{push([]kv.Key{1, 2}, f(3), kv.Lens([]int32{1, 1, 1})), []string{"3 lengths for 2 keys"}},
+		{pull([]kv.Key{1, 2}, nil, kv.LensInto(&few)), []string{"1 entries for 2 keys"}},
+		{pull([]kv.Key{1, 2}, nil, kv.LensInto(&many)), []string{"3 entries for 2 keys"}},
 		{push([]kv.Key{1}, f(1), kv.Cmd(1), nil), []string{"option 1 is nil"}},
 		{pull([]kv.Key{1}, nil, nil), []string{"option 0 is nil"}},
 		{push([]kv.Key{1}, huge), []string{"keys[0:1]", "2147483656 bytes"}},

@@ -176,7 +176,9 @@ func TestRebuildBesideRebuild(t *testing.T) {
 		defer all[0].b.mu.Unlock()
 		return all[0].b.joining
 	})
-	vantest.Fails(t, all[0].Rebuild(t.Context()), van.ErrInvalid, "another Rebuild is under way")
+	soon, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	vantest.Fails(t, all[0].Rebuild(soon), van.ErrInvalid, "another Rebuild is under way")
 	if err := all[1].Rebuild(t.Context()); err != nil {
 		t.Error(err)
 	}

@@ -59,13 +59,14 @@ func (r *rig) free(w *Window) {
 }
 
 // TestCloseBehindOthers: the news that a rank has closed its window counts after what it has sent
-// before, though this rank is closing its own, and is not lost when that never comes.
+// before, though this rank is closing its own, and is not lost when that never comes. Close gives back the messages that wait for it.
 func TestCloseBehindOthers(t *testing.T) {
-	r := newRig(t, testcluster.Options{}, 2, Options{Signals: 1})
+	hook := &hooks.Van{}
+	r := newRig(t, testcluster.Options{Wrap: hook.Wrap("worker", 1)}, 2, Options{Size: 8, Signals: 1})
 	w, p := r.windows[1], r.windows[1].peers[0]
 	say := func(verb verb, seq uint64, signal uint16) {
 		n := note{verb: verb, seq: seq, signal: signal, window: w.base.tenant.Number, epoch: w.base.tenant.Epoch}
-		r.lie(n.append(nil), nil, int32(2*seq))
+		r.lie(n.append(nil), make([]byte, 8), int32(2*seq))
 	}
 	is := func(i uint64) bool {
 		p.in.mu.Lock()
@@ -95,9 +96,15 @@ func TestCloseBehindOthers(t *testing.T) {
 	p.gone.Store(nil)
 	say(verbClose, 3, noSignal)
 	early(3)
+	say(verbPut, 4, 0)
+	early(4)
+	if hook.Held() < 2 {
+		t.Fatalf("%d messages are held, want the two that wait", hook.Held())
+	}
 	if err := w.Close(); err != nil {
 		t.Fatal(err)
 	}
+	vantest.Eventually(t, testTime, "all messages are given back", func() bool { return hook.Held() == 0 })
 	if p.gone.Load() == nil {
 		t.Error("that the rank has closed was thrown away")
 	}

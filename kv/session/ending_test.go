@@ -5,6 +5,7 @@ package session_test
 import (
 	"context"
 	"errors"
+	"slices"
 	"testing"
 	"time"
 
@@ -12,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // replaced sets STEPAF_REPLACE_TIMEOUT.
@@ -48,6 +50,21 @@ func TestServeWithoutWorkers(t *testing.T) {
 		if !errors.Is(err, van.ErrPeerLost) || errors.Is(err, van.ErrFinished) {
 			t.Errorf("rank %d: %v, want an error that wraps van.ErrPeerLost", rank, err)
 		}
+	}
+}
+
+// TestLossOfAReturnedWorker: a worker that has returned and is lost again has all of STEPAF_REPLACE_TIMEOUT from its second loss.
+func TestLossOfAReturnedWorker(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 1, Servers: 1, Set: replaced(time.Minute)})
+	id := c.Workers[0].ID()
+	lost := map[int]time.Time{id: time.Now().Add(-time.Hour)} // its first loss
+	if again, err := session.Nobody(c.Servers[0], lost); again != time.Hour || err != nil {
+		t.Errorf("with a worker: %s, %v; want %s, nil", again, err, time.Hour)
+	}
+	c.Workers[0].Close()
+	vantest.Eventually(t, 30*time.Second, "the worker is lost", func() bool { return slices.Contains(c.Servers[0].DeadNodes(0), id) })
+	if again, err := session.Nobody(c.Servers[0], lost); again <= 0 || again > time.Minute || err != nil {
+		t.Errorf("after its second loss: %s, %v; want at most %s, nil", again, err, time.Minute)
 	}
 }
 

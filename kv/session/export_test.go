@@ -1,6 +1,11 @@
 package session
 
-import "fmt"
+import (
+	"fmt"
+	"time"
+
+	"github.com/stepaf/stepaf-go/postoffice"
+)
 
 // Heads of messages, for tests outside.
 const (
@@ -34,4 +39,9 @@ func (s *Session) Live() int {
 	s.handles.mu.Lock()
 	defer s.handles.mu.Unlock()
 	return len(s.handles.live)
+}
+
+// Nobody is serving.nobody of a rank on n.
+func Nobody(n *postoffice.Node, lost map[int]time.Time) (again time.Duration, err error) {
+	return (&serving{r: &Rank{node: n.App()}}).nobody(lost)
 }
