@@ -48,10 +48,14 @@ func TestEachExpires(t *testing.T) {
 		}
 		keep(9)
 		a.expireIn(time.Second)
-		time.Sleep(500 * time.Millisecond)
-		keep(11)
-		for _, want := range []int{1, 0} {
-			time.Sleep(550 * time.Millisecond) // a moment after what is to happen
+		for _, sender := range []int{11, 13} {
+			time.Sleep(300 * time.Millisecond)
+			keep(sender)
+		}
+		time.Sleep(110 * time.Millisecond)
+		for _, want := range []int{2, 1, 0} {
+			time.Sleep(300 * time.Millisecond) // until a moment after the next one is given up
+			synctest.Wait()
 			if got := kept(); got != want {
 				t.Errorf("%d requests are kept, want %d", got, want)
 			}

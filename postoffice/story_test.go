@@ -87,6 +87,35 @@ func TestStrangersExpire(t *testing.T) {
 	})
 }
 
+// TestStrangersExpireEach: messages of several unknown processes are dropped strangerTime after each arrived, not all with the last one.
+func TestStrangersExpireEach(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		cfg := DefaultConfig()
+		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 4, 1, 1
+		n := keptNode(cfg, slog.New(slog.DiscardHandler))
+		owner := &freed{}
+		const apart = 2 * time.Second
+		for id := 9; id <= 15; id += 2 {
+			m := &van.Message{}
+			m.Reset()
+			m.Sender, m.Request, m.Push = id, true, true
+			m.SetIncarnations(2, n.incarnation)
+			m.Adopt(owner, nil)
+			n.receive(m)
+			m.Release()
+			time.Sleep(apart)
+		}
+		time.Sleep(strangerTime - 4*apart + time.Millisecond) // since the first
+		for want := 1; want <= 4; want++ {
+			synctest.Wait()
+			if owner.count() != want {
+				t.Errorf("%d messages are dropped %s after message %d, want %d", owner.count(), strangerTime, want, want)
+			}
+			time.Sleep(apart)
+		}
+	})
+}
+
 // TestRoomBehindStrangers: what comes of a process while a handler is busy with what it sent before it was known waits
 // when that uses up the budget, and is counted once; it goes on in order when there is room.
 func TestRoomBehindStrangers(t *testing.T) {
