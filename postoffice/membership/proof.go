@@ -42,7 +42,7 @@ type challenges struct {
 // needed tells whether a process must prove its address, and has not done so. C++ StepMesh processes cannot. With PS_RESEND a
 // proof that was lost would not be sent again.
 func (c *challenges) needed(j *join) bool {
-	return !j.proved && incarnationOf(&j.node) != 0 && numeric(j.node.Hostname) && !c.table.own.Settings.Resend && !failpoint.On("proof")
+	return !j.proved && incarnationOf(&j.node) != 0 && !c.table.own.Settings.Resend && !failpoint.On("proof")
 }
 
 // may tells whether one more proof may be sent, and counts it.

@@ -125,6 +125,8 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 		return s.table.bad(from, msg, "control.node[0].address", rec.Addr(), err.Error())
 	}
 	switch {
+	case incarnationOf(&rec) != 0 && !numeric(rec.Hostname): // its address could not be proved
+		return s.table.bad(from, msg, "control.node[0].hostname", strconv.Quote(rec.Hostname), "a numeric address, which every node of this library has")
 	case rec.Role < van.Server || rec.Role > van.Joint:
 		return s.table.bad(from, msg, "control.node[0].role", rec.Role, "server or worker")
 	case rec.AuxID < -1:

@@ -510,6 +510,15 @@ func TestAddressesOfNobody(t *testing.T) {
 			}
 		}
 	}
+	m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0) // a name, whose address could not be proved
+	m.PeerLost(1e9, 9, nil)
+	m.Take()
+	if err := m.Step(2e9, van.Empty, registers(member(van.Worker, "somewhere", 4009, 66, 0), "")); err == nil {
+		t.Error("a registration with a name: no error")
+	}
+	if o := did(m); len(o.replaced) > 0 {
+		t.Errorf("a registration with a name: %+v", o)
+	}
 	cfg := strangerConfig(van.Worker, 0, 4009)
 	cfg.Self.Hostname = "0.0.0.0"
 	if _, err := New(cfg); err == nil {

@@ -170,7 +170,7 @@ func TestTrialsAreFew(t *testing.T) {
 		}
 	}
 	named := rec(2 * maxTrials)
-	named.Control.Nodes[0].Hostname = "name.example"
+	named.Control.Nodes[0].Hostname, named.Control.Nodes[0].Endpoint = "name.example", nil // of the original: others have addresses
 	misfit := rec(2*maxTrials + 1)
 	misfit.Control.Nodes[0].AuxID = 1 << 10
 	for _, m := range []*van.Meta{named, misfit} {
