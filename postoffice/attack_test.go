@@ -229,7 +229,7 @@ func TestForgedTable(t *testing.T) {
 // dies, and its replacement joins at once (A10).
 func TestReplacementInACrowd(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP})
-	count := 2000 // with 10,000 it takes as long to join
+	count := 1000 // with 10,000 it takes as long to join
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err == nil {
 		count = min(count, int(min(limit.Cur, 1<<20))/2)

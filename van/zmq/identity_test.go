@@ -1,8 +1,10 @@
 package zmq
 
 import (
+	"net/netip"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -38,5 +40,31 @@ func TestRoutingIDs(t *testing.T) {
 	}
 	if n := testing.AllocsPerRun(100, func() { nameOf([]byte("ps9.0badcafe.00000005"), 5) }); n != 0 {
 		t.Errorf("reading a routing id allocates %v times", n)
+	}
+}
+
+// TestOrigin: a message is of its sender's host if it comes from that address, or if both addresses are this host's.
+func TestOrigin(t *testing.T) {
+	lo, eth := netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("10.0.0.5")
+	here := hostaddr.Host{Interfaces: []hostaddr.Interface{{Name: "lo", Up: true, Loopback: true, Addrs: []netip.Addr{lo}}, {Name: "eth0", Up: true, Addrs: []netip.Addr{eth}}}}
+	for _, x := range []struct {
+		from, host string
+		want       van.Origin
+	}{
+		{"10.0.0.1", "10.0.0.1", van.OriginHost},
+		{"10.0.0.1", "::ffff:10.0.0.1", van.OriginHost},
+		{"10.0.0.2", "10.0.0.1", van.OriginOther},
+		{"10.0.0.5", "127.0.0.1", van.OriginHost}, // the scheduler of this host connects to this node's address
+		{"127.0.0.1", "10.0.0.5", van.OriginHost},
+		{"10.0.0.5", "0.0.0.0", van.OriginHost},
+		{"10.0.0.2", "127.0.0.1", van.OriginOther},
+		{"127.0.0.1", "10.0.0.1", van.OriginOther},
+		{"10.0.0.1", "scheduler.example", van.OriginUnknown},
+		{"", "10.0.0.1", van.OriginUnknown},
+	} {
+		from, _ := netip.ParseAddr(x.from)
+		if got := originOf(from, x.host, here); got != x.want {
+			t.Errorf("from %q, of %q: %d, want %d", x.from, x.host, got, x.want)
+		}
 	}
 }
