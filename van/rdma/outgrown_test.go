@@ -45,9 +45,8 @@ func TestOutgrownSlotsEnd(t *testing.T) {
 		w.must(push(s, key, 4, value(3000, 4)))
 		s.wantValue(4, value(3000, 4))
 	}
-	if n := s.ownSlots(0); n != 1 {
-		t.Errorf("%d slots are left of a key that has not grown, want its own", n)
-	}
+	// The connection that broke has a slot of the key, too, until it has been taken apart.
+	r.until("a key that has not grown has its own slot only", func() bool { return s.ownSlots(0) == 1 })
 	if n := s.Stats().Malformed + w.Stats().Malformed; n != 0 {
 		t.Errorf("%d malformed messages", n)
 	}
