@@ -43,12 +43,6 @@ func newCrowd(n *shared) crowd {
 	return c
 }
 
-// stranger is a connection of the guard with its descriptor.
-type stranger struct {
-	fd int
-	*incoming
-}
-
 // strangers lists the connections that are not members'. Those come first that are to be ended first: without a message for
 // firstTime, then the oldest. Some that may be those of C++ StepMesh members are left out: such a member opens a connection on which it may
 // never send. g.mu is held.
