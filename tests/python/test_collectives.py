@@ -1,6 +1,7 @@
 """Collectives among workers, and among servers: values, misuse, ranks that differ or are killed."""
 
 import gc
+import signal
 import time
 
 import arrays
@@ -363,3 +364,32 @@ def no_window_worker(n):
 def test_no_window(cluster):
     """Windows on GPUs without one: all ranks are told."""
     cluster(workers=2, servers=1, lib=HOST, env={"STEPMESH_BAKCEND": "CPU"}).run(no_window_worker, idle_server)
+
+
+def ctrl_c(n):
+    c = n.f.Communicator(list(range(n.workers)), timeout_ms=40000)
+    out, x = n.lib.zeros("float32", (2 * n.workers,)), n.lib.zeros("float32", (2,))
+    if n.rank == 0:
+        op = c.all_gather(out, x)
+        n.interrupted(op.wait)
+        n.f.barrier(False, True)
+        op.wait()  # it was not canceled
+        n.interrupted(c.barrier)
+        n.f.barrier(False, True)
+    else:
+        n.f.barrier(False, True)
+        c.all_gather(out, x).wait()
+        n.f.barrier(False, True)
+
+
+def test_ctrl_c(cluster):
+    """Ctrl-C ends the wait for a collective call that another rank has not begun."""
+    c = cluster(workers=2, servers=1, lib=HOST)
+    (w, _), _ = c.start(ctrl_c, idle_server)
+    for _ in range(2):
+        assert w.hear() == "waiting"
+        began = time.monotonic()
+        w.signal(signal.SIGINT)
+        assert w.hear(20) == "interrupted", w.report()
+        assert time.monotonic() - began < 10
+    c.finish(60)

@@ -1,5 +1,8 @@
 """Some of the servers, whatever batches are there, and when an answer has left."""
 
+import signal
+import time
+
 import arrays
 import harness
 import pytest
@@ -167,3 +170,39 @@ def reuse_server(n):
 @pytest.mark.parametrize("env", [{}, {"BYTEPS_ENABLE_IPC": "0"}], ids=["shm", "zmq"])
 def test_answer(cluster, env):
     cluster(lib=HOST, env=env).run(reuse_worker, reuse_server)
+
+
+def stopped_worker(n):
+    y = n.lib.zeros("uint8", (20 * BIG,))
+    h = n.f.push_pull([n.lib.zeros("uint8", (1,))], [1], [y], [2])
+    n.tell("asked")
+    n.f.wait(h, 60000)
+
+
+def ctrl_c_server(n):
+    (handler, _, _), = n.f.get_batch()
+    n.listen()
+    a = n.f.respond([n.lib.zeros("uint8", (20 * BIG,))], handler)
+    n.interrupted(a.wait, 60000)
+    assert not a.done()
+    n.listen()
+    a.wait(20000)
+    assert a.done()
+
+
+@pytest.mark.parametrize("env", [{}, {"BYTEPS_ENABLE_IPC": "0"}], ids=["shm", "zmq"])
+def test_ctrl_c_of_answer(cluster, env):
+    """Ctrl-C ends Answer.wait while the worker does not read; the answer leaves afterwards."""
+    c = cluster(lib=HOST, env=env)
+    (w,), (s,) = c.start(stopped_worker, ctrl_c_server)
+    assert w.hear() == "asked"
+    w.signal(signal.SIGSTOP)
+    s.tell("respond")
+    assert s.hear() == "waiting"
+    began = time.monotonic()
+    s.signal(signal.SIGINT)
+    assert s.hear(20) == "interrupted"
+    assert time.monotonic() - began < 10
+    w.signal(signal.SIGCONT)
+    s.tell("wait")
+    c.finish(60)
