@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -121,6 +123,34 @@ func TestCrowdSparesOthers(t *testing.T) {
 	_ = silent[0].SetReadDeadline(time.Now().Add(limit))
 	if _, err := io.Copy(io.Discard, silent[0]); err != nil {
 		t.Errorf("the oldest silent connection: %v, want its end", err)
+	}
+}
+
+// TestCrowdByHost: of too many connections, those of the host that has the most are ended, the first of the list first, until it has no
+// more than others.
+func TestCrowdByHost(t *testing.T) {
+	s := newNode(t, van.SchedulerID, 5, nil, nil)
+	var all []stranger
+	for i, n := range []int{6, 3, 1} { // of 127.0.1.0 to 127.0.1.2
+		for k := range n {
+			in := &incoming{host: netip.AddrFrom4([4]byte{127, 0, 1, byte(i)}), held: 10, name: peerName{id: k}}
+			all = append(all, stranger{-1, in})
+		}
+	}
+	s.guard.mu.Lock()
+	s.guard.held += 100
+	s.guard.turnOutBut(4, slices.Clone(all), "there are too many")
+	held := s.guard.held
+	s.guard.held -= 40 // no connections of the guard
+	s.guard.mu.Unlock()
+	var kept []string
+	for _, e := range all {
+		if !e.ended {
+			kept = append(kept, fmt.Sprintf("%s/%d", e.host, e.name.id))
+		}
+	}
+	if want := "127.0.1.0/5 127.0.1.1/1 127.0.1.1/2 127.0.1.2/0"; strings.Join(kept, " ") != want || held != 40 {
+		t.Errorf("%v are left, with %d bytes; want %s, with 40", kept, held, want)
 	}
 }
 
