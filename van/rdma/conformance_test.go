@@ -18,12 +18,7 @@ import (
 
 var addr = netip.MustParseAddr("10.77.0.1")
 
-// fake makes vans on one network in memory, each in a process of its own.
-func fake(t testing.TB, change func(*env.Config), options ...func(*fakeverbs.Config)) (func(testing.TB) van.Van, *fakeverbs.Net) {
-	return fakeWith(t, nil, change, options...)
-}
-
-// fakeWith is fake with the keys of a cluster's secret.
+// fakeWith makes vans on one network in memory, each in a process of its own. keys may be nil.
 func fakeWith(t testing.TB, keys *auth.Keys, change func(*env.Config), options ...func(*fakeverbs.Config)) (func(testing.TB) van.Van, *fakeverbs.Net) {
 	n := fakeverbs.NewNet(options...)
 	n.OnError(func(err error) { t.Errorf("the network: %v", err) })
