@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -511,6 +512,33 @@ func TestFair(t *testing.T) {
 				t.Error(err)
 			}
 		})
+	}
+}
+
+// TestTurns: applications whose messages wait for the rate of one peer take turns, also if one began with a backlog.
+func TestTurns(t *testing.T) {
+	t.Parallel()
+	const each, size = 6, 100_000 // a message takes longer than a burst
+	s := &sink{hold: make(chan struct{})}
+	v := New(s, Options{})
+	v.SetRates(Rates{Peers: map[int]int64{9: 10 * size}, Apps: map[int32]int64{7: 1 << 40}})
+	for app := 5; app <= 7; app += 2 {
+		for i := range each {
+			send(t, v, message(9, app, i, size))
+		}
+	}
+	close(s.hold)                       // all others wait behind the first
+	got, ahead := s.await(t, 2*each), 0 // messages of application 5
+	for i, what := range got {
+		if ahead++; strings.HasPrefix(what, "9/7/") {
+			ahead -= 2
+		}
+		if ahead < -1 || ahead > 1 {
+			t.Fatalf("after %d messages one application is ahead by %d: %v", i+1, ahead, got)
+		}
+	}
+	if err := v.Close(t.Context()); err != nil {
+		t.Error(err)
 	}
 }
 
