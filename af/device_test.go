@@ -232,6 +232,41 @@ type counter struct{ n atomic.Int32 }
 
 func (c *counter) Sent() { c.n.Add(1) }
 
+// TestAnswerOfAClosedServer: an answer on a busy stream that is refused, since the server is closed, keeps nothing: its tensors, the event, and
+// the batch's memory are given back, and all answers are told to have left.
+func TestAnswerOfAClosedServer(t *testing.T) {
+	d := startDevices(t, testcluster.InProc)
+	batches := make(chan af.Batch, 1)
+	if err := d.s.Handle(func(b af.Batch) { batches <- b }); err != nil {
+		t.Fatal(err)
+	}
+	pulls := []af.KeyTensor{{Key: 1, Val: hostTensor(t, make([]byte, 8))}, {Key: 2, Val: hostTensor(t, make([]byte, 8))}}
+	if _, err := d.w.PushPull([]af.KeyTensor{{Key: 3, Val: hostTensor(t, make([]byte, 8))}}, pulls); err != nil {
+		t.Fatal(err)
+	}
+	b := <-batches
+	gate := make(chan struct{})
+	defer close(gate)
+	d.sdev.Queue(3, func() { <-gate })
+	d.s.Close()
+	before, _ := d.sdev.Events()
+	var o owner
+	var left counter
+	own := owned(t, d.sdev, make([]byte, 8), &o)
+	held := o.n.Load()
+	err := b.Respond([]af.KeyTensor{{Key: 1, Val: own}, {Key: 2, Val: own}}, af.Stream(3), af.OnSent(&left))
+	vantest.Fails(t, err, van.ErrClosed, "respond")
+	if n := o.n.Load(); n != held {
+		t.Errorf("the tensor is held %d times, want %d", n, held)
+	}
+	if n, _ := d.sdev.Events(); n != before {
+		t.Errorf("%d events, want %d as before", n, before)
+	}
+	if n := left.n.Load(); n != 2 {
+		t.Errorf("%d answers are told to have left, want 2", n)
+	}
+}
+
 // TestWrongDevice: what the node does not own is refused before anything is sent.
 func TestWrongDevice(t *testing.T) {
 	d := startDevices(t, testcluster.InProc)

@@ -603,3 +603,24 @@ func TestErrorsNameTheCall(t *testing.T) {
 		_ = c.Close(t.Context())
 	}
 }
+
+// TestKeptOfAnEarlierEpoch: a request of a later epoch, or of another process, takes the place of one that is kept for the same call. Only the
+// same request again is refused.
+func TestKeptOfAnEarlierEpoch(t *testing.T) {
+	l := &flight{b: &base{}, asked: make([][maxInFlight]ask, 2)}
+	for i, x := range []struct {
+		epoch   uint64
+		process uint32
+		want    error
+	}{{5, 1, nil}, {6, 1, nil}, {6, 1, van.ErrMalformed}, {6, 2, nil}, {6, 2, van.ErrMalformed}} {
+		a := ask{request: request{rank: 1}, epoch: x.epoch, seq: 3}
+		a.reply.Epoch = x.process
+		l.b.mu.Lock()
+		if err := l.keep(&a); !errors.Is(err, x.want) {
+			t.Errorf("request %d: %v, want %v", i, err, x.want)
+		}
+		if got := l.asked[1][3]; !got.kept || got.epoch != x.epoch || got.reply.Epoch != x.process {
+			t.Errorf("request %d: that of epoch %d and process %d is kept, want %d and %d", i, got.epoch, got.reply.Epoch, x.epoch, x.process)
+		}
+	}
+}
