@@ -330,6 +330,31 @@ func TestFailures(t *testing.T) {
 	}
 }
 
+// TestOutputGoneWhileStopping: SIGPIPE, which each line gives that nobody reads, does not kill the processes that a signal is stopping.
+func TestOutputGoneWhileStopping(t *testing.T) {
+	workers, others := newVisits(t), newVisits(t)
+	hang := "hang " + others.Addr().String()
+	k := newCluster(map[string]string{"worker": "ignore; wait " + workers.Addr().String() + "; say goodbye", "server": hang, "scheduler": hang})
+	k.signals = make(chan os.Signal) // so that the launch has handled a signal when it takes the next one
+	done := make(chan error, 1)
+	go func() { done <- k.run(t) }()
+	worker := workers.await(t, 1)
+	others.await(t, 2)
+	for _, s := range []os.Signal{syscall.SIGINT, syscall.SIGPIPE, syscall.SIGPIPE} {
+		select {
+		case k.signals <- s:
+		case err := <-done:
+			t.Fatalf("the launch has ended before %v: %v", s, err)
+		}
+	}
+	for _, c := range worker {
+		c.Close()
+	}
+	if err := <-done; exit.Status(err) != 130 || !slices.Contains(k.out.lines(), "[worker 0] goodbye") {
+		t.Errorf("%v, with %q; want status 130 and the worker's last line", err, k.out.lines())
+	}
+}
+
 // TestOthersLive: who has the name, the command line and the environment of a child, and even its parent, and is not
 // of the launcher's making goes on, however the launch ends.
 func TestOthersLive(t *testing.T) {
