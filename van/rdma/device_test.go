@@ -4,6 +4,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -43,14 +44,19 @@ func TestDeviceConformance(t *testing.T) {
 	}{
 		{"plain", func(*env.Config) {}},
 		{"split", func(c *env.Config) { c.SplitQPLag = true }},
-		{"one queue pair", func(c *env.Config) { c.QPNum = 1 }},
+		{"one queue pair, with a secret", func(c *env.Config) { c.QPNum, c.Secret = 1, "the secret of a cluster" }},
+		{"secret", func(c *env.Config) { c.Secret = "the secret of a cluster" }},
 	} {
 		t.Run(s.name, func(t *testing.T) {
 			vantest.Run(t, vantest.Suite{Host: host, New: func(t testing.TB) van.Van {
 				cfg := env.Default()
 				cfg.VanType = "ibverbs"
 				s.change(cfg)
-				return rdma.NewOn(stack, van.Options{Config: cfg, Log: testLog(t)})
+				keys, err := auth.Open(cfg)
+				if err != nil {
+					t.Fatal(err)
+				}
+				return rdma.NewOn(stack, van.Options{Config: cfg, Log: testLog(t), Keys: keys})
 			}})
 		})
 	}

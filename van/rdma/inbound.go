@@ -121,6 +121,9 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello, req []byte) error {
 	}
 	if err == nil {
 		in.ids, in.requests = append(in.ids, id), append(in.requests, req)
+		if h.qp == 0 && in.opening.keys != nil {
+			in.opening.first = req // the request of another queue pair may have overtaken it
+		}
 		if more && in.acceptTimer == nil {
 			in.acceptTimer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
 		}

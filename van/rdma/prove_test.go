@@ -322,12 +322,18 @@ func TestUnprovedOpener(t *testing.T) {
 
 // TestProvedOpener: the connections above end for what is wrong with them only.
 func TestProvedOpener(t *testing.T) {
+	for name, order := range map[string][]int{"in order": {0, 1}, "the second request overtakes the first": {1, 0}} {
+		t.Run(name, func(t *testing.T) { provedOpener(t, order) })
+	}
+}
+
+func provedOpener(t *testing.T, order []int) {
 	r := newRig(t)
 	k := keysOf(t, secretA, true)
 	s := r.proving(8, k)
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
 	defer p.end()
-	x := p.dial(s, 2, func(q int) []byte { return p.request(k, s, 5, q, 2) })
+	x := p.dial(s, 2, func(q int) []byte { return p.request(k, s, 5, order[q], 2) })
 	if n := x.opening(k, nil).nonce; !bytes.Equal(x.answers[1][nativeContextLen:][:nonceLen], n[:]) {
 		t.Error("the answers for two queue pairs of one connection have different numbers")
 	}
