@@ -276,6 +276,31 @@ func askProof(t *testing.T, o testcluster.Options) {
 	}
 }
 
+// TestWarnedOf: with STEPAF_AUTH=warn, nodes that have the secret are not taken for nodes without; one that lacks it is.
+func TestWarnedOf(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers, o.Servers = 2, 2
+		o.Set = func(c *postoffice.Config) { c.Secret, c.Auth = "correct horse battery staple", env.AuthWarn }
+		c := testcluster.Start(t, o)
+		for _, n := range c.Nodes() {
+			if s := testcluster.Stats(n); s.Unproved != 0 {
+				t.Errorf("%s counts %d nodes without proof, want 0", n.Name(), s.Unproved)
+			}
+		}
+		c.Workers[1].Close()
+		testcluster.Lost(t, c.Scheduler, c.Workers[1].ID())
+		w, err := c.Join(within(t, time.Minute), "worker", 1, func(c *postoffice.Config) { c.Secret, c.Auth = "", "" })
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Workers[1] = w
+		if s := testcluster.Stats(c.Scheduler); s.Unproved == 0 {
+			t.Error("the scheduler has not counted a worker without the secret")
+		}
+		c.Finalize(t)
+	}, testcluster.TCP, testcluster.SHM)
+}
+
 func withSecret(secret, cluster string) func(*postoffice.Config) {
 	return func(c *postoffice.Config) { c.Secret, c.ClusterID = env.Secret(secret), cluster }
 }

@@ -264,7 +264,7 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 	case member:
 		kind = ofMember
 	}
-	if kind == ofStranger && msg.Control.Cmd == van.AddNode && r.in.n.warns != nil {
+	if kind == ofStranger && msg.Control.Cmd == van.AddNode && r.in.n.warns != nil && r.in.n.self.ID == van.SchedulerID {
 		r.in.n.checkRecord(&msg.Meta)
 	}
 	(*frames)(msg.Native()).setWeight(keeps+messageCost, kind)

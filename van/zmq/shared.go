@@ -3,6 +3,7 @@ package zmq
 // What the parts of a van share: who the node is, its peers, and its counters.
 
 import (
+	"bytes"
 	"crypto/hmac"
 	"log/slog"
 	"maps"
@@ -109,8 +110,10 @@ func (n *shared) refused(peer, addr string, cause error) {
 
 // proveRecord puts into m, a registration, the proof that STEPAF_AUTH=warn looks for.
 func (n *shared) proveRecord(m *van.Meta) {
-	if len(m.Control.Nodes) == 1 {
-		proof := recordProof(n.warns, &m.Control.Nodes[0])
+	if len(m.Control.Nodes) != 1 {
+		return
+	}
+	if proof := recordProof(n.warns, &m.Control.Nodes[0]); !bytes.HasSuffix(m.Body, proof[:]) { // it has one if it is sent again
 		m.Body = append(m.Body[:len(m.Body):len(m.Body)], proof[:]...) // behind what the node says itself, see membership
 	}
 }
