@@ -130,6 +130,9 @@ func TestRead(t *testing.T) {
 					t.Errorf("%q refused, but the value is %q, not the default %q", s, got, v.def)
 				}
 			}
+			if tt.name == secret || tt.name == secretFile {
+				return // see TestEmptySecret
+			}
 			c := load(t, tt.name+"=")
 			if got := v.get(c); got != v.def || c.Origin(tt.name) != "default" {
 				t.Errorf("empty gives %q from %s", got, c.Origin(tt.name))

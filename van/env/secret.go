@@ -9,6 +9,7 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"strings"
 	"syscall"
 )
 
@@ -77,7 +78,11 @@ func (c *Config) ReadSecret() ([]byte, error) {
 	case c.SecretFile != "":
 		b, why, want := readSecretFile(c.SecretFile)
 		if want != "" {
-			return nil, &Error{Name: secretFile, Value: c.SecretFile, Why: why, Want: want}
+			shown := c.SecretFile
+			if _, err := os.Lstat(shown); err != nil && len(shown) >= MinSecret && !strings.ContainsAny(shown, "/.") {
+				shown, want = "(not shown)", want+"; a secret belongs into STEPAF_SECRET, not its file's name"
+			}
+			return nil, &Error{Name: secretFile, Value: shown, Why: why, Want: want}
 		}
 		return b, nil
 	}

@@ -55,6 +55,7 @@ func TestReadSecret(t *testing.T) {
 		{"directory", Config{SecretFile: dir}, "", "(a directory): want a regular file"},
 		{"named pipe that nobody writes to", Config{SecretFile: pipe}, "", "(a named pipe): want a regular file"},
 		{"missing", Config{SecretFile: filepath.Join(dir, "missing")}, "", "(no such file or directory): want a file that this process can read"},
+		{"the secret itself", Config{SecretFile: "hunter2hunter2hunter2"}, "", `STEPAF_SECRET_FILE="(not shown)" (no such file or directory): want a file that this process can read; a secret belongs into STEPAF_SECRET`},
 		{"variable", Config{Secret: goodSecret}, goodSecret, ""},
 		{"short variable", Config{Secret: "hunter2"}, "", `STEPAF_SECRET="(set)" (7 bytes): want 16`},
 		{"both", Config{Secret: goodSecret, SecretFile: good}, "", "(STEPAF_SECRET is set too): want only one of the two"},
@@ -120,6 +121,16 @@ func TestAuthMode(t *testing.T) {
 		err = cfg.Validate()
 		if cfg.AuthMode() != c.mode || (err != nil) != (c.err != "") || err != nil && !strings.Contains(err.Error(), c.err) {
 			t.Errorf("secret %q, STEPAF_AUTH %q: mode %s, %v; want %s, %q", c.secret, c.auth, cfg.AuthMode(), err, c.mode, c.err)
+		}
+	}
+}
+
+// TestEmptySecret: a variable that is set and empty is a mistake, not a cluster without a secret.
+func TestEmptySecret(t *testing.T) {
+	for _, name := range []string{"STEPAF_SECRET", "STEPAF_SECRET_FILE"} {
+		_, err := LoadFrom(FromList([]string{name + "="}))
+		if want := name + " is not set (it is empty): want a secret, or a file with one; without a secret, unset it"; err == nil || err.Error() != want {
+			t.Errorf("%v, want %s", err, want)
 		}
 	}
 }

@@ -129,7 +129,10 @@ func (a *acceptor) provedHello(c *net.UnixConn, pid int) (hello []byte, fds []in
 	case p.keys == nil:
 		return hello, fds, nil
 	case !greeted:
-		return hello, fds, guard.Unproved(auth.ErrNoSecret, "process", pid)
+		if err := guard.Unproved(auth.ErrNoSecret, "process", pid); err != nil {
+			return hello, fds, fmt.Errorf("process %d: %w", pid, err)
+		}
+		return hello, fds, nil
 	}
 	closeAll(fds)
 	if p.receiver, err = newNumber(); err != nil {

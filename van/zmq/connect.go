@@ -176,7 +176,7 @@ func (v *zvan) restore(c *conn) {
 // followRefusals counts and names the failed handshakes of processes that connect to the ROUTER over a Unix socket.
 func (v *zvan) followRefusals() {
 	v.refusals.follow(func(event zmq4.Event, value int) {
-		if err := v.curve.handshakeError(event, value, true); err != nil {
+		if err := v.handshakeError(event, value, true); err != nil {
 			v.refused("a process of this user", localPath(v.self.Port), err)
 		}
 	})

@@ -72,9 +72,19 @@ const mechanismMismatch = 0x11000002
 var (
 	errNoSecretThere = fmt.Errorf("%w: it has no cluster secret, or STEPAF_AUTH is not require there", van.ErrUnauthenticated)
 	errNoSecretHere  = fmt.Errorf("%w: it requires the cluster's secret, which this node does not have (STEPAF_SECRET_FILE)", van.ErrUnauthenticated)
+	errNotRequired   = fmt.Errorf("%w: it requires the cluster's secret (STEPAF_AUTH=require), and STEPAF_AUTH is not require here", van.ErrUnauthenticated)
 	errOtherSecret   = fmt.Errorf("%w: its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID is another one", van.ErrUnauthenticated)
 	errMaybeSecret   = fmt.Errorf("%w: it ended the handshake; its secret (STEPAF_SECRET_FILE) may be missing or another one, or its STEPAF_CLUSTER_ID another one", van.ErrUnauthenticated)
 )
+
+// handshakeError is that of the node's keys. A node that has a secret and does not require it (STEPAF_AUTH) says so.
+func (n *shared) handshakeError(event zmq4.Event, value int, accepted bool) error {
+	err := n.curve.handshakeError(event, value, accepted)
+	if errors.Is(err, errNoSecretHere) && n.cfg.HasSecret() {
+		return errNotRequired
+	}
+	return err
+}
 
 // handshakeError says why a handshake failed, by libzmq's event and its value. accepted tells on which side: the peer
 // connected to this node. It returns nil if the event says nothing of a proof: the peer broke the connection.

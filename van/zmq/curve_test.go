@@ -44,6 +44,10 @@ func TestProofs(t *testing.T) {
 		{"another secret", withSecret(testSecret, ""), withSecret(otherSecret, ""), another, maybe},
 		{"another cluster", withSecret(testSecret, "a"), withSecret(testSecret, "b"), another, maybe},
 		{"only the scheduler has one", withSecret(testSecret, ""), withSecret("", ""), noneThere, noneHere},
+		{"both have it, and one does not require it", withSecret(testSecret, ""), func(c *env.Config) {
+			withSecret(testSecret, "")(c)
+			c.Auth = env.AuthOff
+		}, noneThere, "STEPAF_AUTH is not require here"},
 		{"only the worker has one", withSecret("", ""), withSecret(testSecret, ""), noneHere, noneThere},
 	}
 	for _, local := range []bool{false, true} {

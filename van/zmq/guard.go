@@ -101,7 +101,7 @@ func (g *guard) follow() {
 		case zmq4.EVENT_ACCEPT_FAILED:
 			g.notAccepted()
 		case zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq4.EVENT_HANDSHAKE_FAILED_AUTH:
-			if err := g.n.curve.handshakeError(event, value, true); err != nil {
+			if err := g.n.handshakeError(event, value, true); err != nil {
 				failed = append(failed, err)
 			}
 		case zmq4.EVENT_DISCONNECTED, zmq4.EVENT_CLOSED:

@@ -64,7 +64,7 @@ func (m *monitor) start(n *shared, c *conn) {
 		case zmq4.EVENT_CONNECTED:
 			c.connected(n, value)
 		case zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq4.EVENT_HANDSHAKE_FAILED_AUTH:
-			err := n.curve.handshakeError(event, value, false)
+			err := n.handshakeError(event, value, false)
 			if err == nil {
 				return
 			}
