@@ -63,7 +63,7 @@ const intro = `# Environment variables
 
 All variables are read once, when a node starts. ` + "`stepaf env`" + ` shows those in force and where each came from.
 
-- Unset and empty are the same. Blanks around a value do not count (except in paths).
+- Unset and empty are the same, but an empty secret is an error. Blanks around a value do not count (except in paths).
 - Integers are decimal with an optional sign. A switch is 0 (off) or 1 (on); other integers are on. Words such as
   ` + "`true`" + ` are errors, because the original library reads them as 0.
 - A value that makes no sense is an error that names the variable, its value and what is allowed. All errors are

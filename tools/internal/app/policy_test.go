@@ -75,7 +75,7 @@ func TestPolicySecret(t *testing.T) {
 		{[]string{good, "STEPAF_CLUSTER_ID=a"}, 0, "no policies are set"},
 		{[]string{"STEPAF_SECRET=" + own, "STEPAF_CLUSTER_ID=a"}, 0, "no policies are set"},
 		{[]string{good}, 1, "STEPAF_CLUSTER_ID"},
-		{[]string{file("other", secret.Make(), 0o600), "STEPAF_CLUSTER_ID=a"}, 1, "its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID"},
+		{[]string{file("other", secret.Make(), 0o600), "STEPAF_CLUSTER_ID=a"}, 1, "its secret (STEPAF_SECRET_FILE)"},
 		{[]string{"STEPAF_CLUSTER_ID=a"}, 1, "it requires the cluster's secret, which this node does not have (STEPAF_SECRET_FILE)"},
 		{[]string{good, "STEPAF_CLUSTER_ID=a", "STEPAF_AUTH=off"}, 1, "it requires the cluster's secret"},
 		{[]string{file("readable", own, 0o644), "STEPAF_CLUSTER_ID=a"}, 2, "(mode 0644): want mode 0600"},

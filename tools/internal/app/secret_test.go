@@ -115,7 +115,7 @@ func TestLaunchProtects(t *testing.T) {
 		launch []string // environment
 		asks   map[string][]string
 	}{
-		{nil, map[string][]string{refused: nil, "its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID": own}},
+		{nil, map[string][]string{refused: nil, "its secret (STEPAF_SECRET_FILE)": own}},
 		{own, map[string][]string{refused: nil, "no policies are set": own}},
 		{[]string{"STEPAF_AUTH=off", "STEPAF_CLUSTER_ID=mine"}, map[string][]string{"no policies are set": nil}},
 	} {

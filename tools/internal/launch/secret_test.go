@@ -40,7 +40,6 @@ func TestSecretChoice(t *testing.T) {
 		{"whole, without", func(s *Spec) { s.NoSecret = true }, nil, false, ""},
 		{"whole, a file", joint, []string{"STEPAF_SECRET_FILE=" + file}, false, ""},
 		{"whole, a variable", joint, []string{"STEPAF_SECRET=" + secret.Make()}, false, ""},
-		{"whole, empty variables", joint, []string{"STEPAF_SECRET=", "STEPAF_SECRET_FILE="}, true, ""},
 		{"whole, a default file", func(s *Spec) { s.Defaults = []Default{{"", "STEPAF_SECRET_FILE", file}} }, nil, false, ""},
 		{"whole, a default off", func(s *Spec) { s.Defaults = []Default{{"", "STEPAF_AUTH", "off"}} }, nil, false, ""},
 		{"whole, off by default, required", func(s *Spec) { s.Defaults = []Default{{"", "STEPAF_AUTH", "off"}} }, []string{"STEPAF_AUTH=require"}, true, ""},
