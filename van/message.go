@@ -14,10 +14,10 @@ import (
 type Origin uint8
 
 const (
-	OriginUnknown Origin = iota // the transport does not know
+	OriginUnknown Origin = iota // the transport does not know the hosts of connections
 	OriginDialed                // over the connection that this node has made to the sender's address
 	OriginHost                  // over a connection from the host of the sender's address
-	OriginOther                 // over a connection from another host
+	OriginOther                 // over a connection from another host, or from one that is not known to be the sender's
 )
 
 // Message is a Meta, its data frames, and its two ends.

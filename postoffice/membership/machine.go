@@ -106,12 +106,12 @@ func (m *Machine) Start(now time.Duration) {
 // Step handles one control message from node from (van.Empty if it has no id). It
 // does not keep msg. The error, which wraps van.ErrMalformed, names the sender and the
 // invalid field; the message was dropped then, but counts as a sign of life. A failed
-// machine ignores every message.
+// machine ignores every message. Step is StepFrom for a message that certainly is from's.
 func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
-	return m.StepFrom(now, from, van.OriginUnknown, msg)
+	return m.StepFrom(now, from, van.OriginDialed, msg)
 }
 
-// StepFrom is Step with what the transport knows of the origin of the message. C++ StepMesh marks no messages: if the
+// StepFrom is Step for a message of which the transport knows only its origin. C++ StepMesh marks no messages: if the
 // scheduler may be one of C++ StepMesh, anybody could speak in its name.
 func (m *Machine) StepFrom(now time.Duration, from int, origin van.Origin, msg *van.Meta) error {
 	switch m.life.phase {

@@ -161,7 +161,8 @@ const originalDelay = time.Second
 // A scheduler of this library marks its messages with this node's incarnation, which only the registration has named, and so proves that it is
 // what listens at the scheduler's address. C++ StepMesh proves nothing. Its messages are believed
 //  1. unless STEPAF_CLUSTER_ID says that all nodes are of this library, and STEPAF_FOREIGN does not say otherwise;
-//  2. if they come from the host of the scheduler's address; with STEPAF_FOREIGN, whose scheduler may have several addresses, from any;
+//  2. if they come from the host of the scheduler's address; with STEPAF_FOREIGN, whose scheduler may have several addresses, from any.
+//     Only a transport that knows no hosts (RDMA, shared memory, DMLC_LOCAL) may say nothing of that;
 //  3. if something listens at the scheduler's address, which has not answered as a scheduler of this library does.
 func (n *node) doubt(now time.Duration, from int, origin van.Origin, msg *van.Meta) (why string, keep bool) {
 	by, to := msg.Incarnations()
@@ -180,7 +181,7 @@ func (n *node) doubt(now time.Duration, from int, origin van.Origin, msg *van.Me
 		return "that of the scheduler, since STEPAF_CLUSTER_ID is set; set STEPAF_FOREIGN=1 here if the scheduler is one of C++ StepMesh", false
 	case origin == van.OriginOther && !n.cfg.Foreign:
 		return fmt.Sprintf("none only in messages from the host of the scheduler, %s; set STEPAF_FOREIGN=1 here if it is one of C++ StepMesh that uses another address", n.table.scheduler.Hostname), false
-	case n.life.phase != joining || origin == van.OriginUnknown || origin == van.OriginDialed:
+	case n.life.phase != joining || origin == van.OriginDialed:
 		return "", false
 	case n.schedulerOurs:
 		return "that of the scheduler, which is one of this library", false

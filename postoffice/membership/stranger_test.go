@@ -164,7 +164,19 @@ func TestTableOfAStranger(t *testing.T) {
 			m.StepFrom(2e9, 1, van.OriginHost, table(m))
 		}, false},
 		{"with a cluster id", 7, false, func(m *Machine) { m.PeerBack(0, 1); m.StepFrom(2e9, 1, van.OriginHost, table(m)) }, false},
-		{"with a cluster id, of a transport that knows no hosts", 7, false, func(m *Machine) { m.PeerBack(0, 1); m.Step(2e9, 1, table(m)) }, false},
+		{"with a cluster id, of a transport that knows no hosts", 7, false, func(m *Machine) { m.PeerBack(0, 1); m.StepFrom(2e9, 1, van.OriginUnknown, table(m)) }, false},
+		{"of a transport that knows no hosts, before there is a scheduler", 0, false, func(m *Machine) { m.StepFrom(0, 1, van.OriginUnknown, table(m)) }, false},
+		{"of a transport that knows no hosts, before a scheduler of this library answers", 0, false, func(m *Machine) {
+			m.PeerBack(0, 1)
+			m.StepFrom(0, 1, van.OriginUnknown, table(m))
+			m.StepFrom(1e6, 1, van.OriginDialed, hello(m))
+		}, false},
+		{"of a transport that knows no hosts, after a scheduler of this library has answered", 0, false, func(m *Machine) {
+			m.PeerBack(0, 1)
+			m.StepFrom(1e6, 1, van.OriginDialed, hello(m))
+			m.StepFrom(2e9, 1, van.OriginUnknown, table(m))
+		}, false},
+		{"with STEPAF_FOREIGN, before there is a scheduler", 0, true, func(m *Machine) { m.StepFrom(0, 1, van.OriginOther, table(m)) }, false},
 		{"for another process", 0, false, func(m *Machine) {
 			x := table(m)
 			x.SetIncarnations(55, 56)
@@ -178,7 +190,8 @@ func TestTableOfAStranger(t *testing.T) {
 			m.StepFrom(0, 1, van.OriginHost, table(m))
 			m.PeerBack(1e8, 1)
 		}, true},
-		{"of a transport that knows no hosts", 0, false, func(m *Machine) { m.Step(0, 1, table(m)) }, true},
+		{"of a transport that knows no hosts", 0, false, func(m *Machine) { m.PeerBack(0, 1); m.StepFrom(2e9, 1, van.OriginUnknown, table(m)) }, true},
+		{"over the connection to the scheduler", 0, false, func(m *Machine) { m.StepFrom(0, 1, van.OriginDialed, table(m)) }, true},
 		{"of the original's scheduler, with a cluster id and STEPAF_FOREIGN", 7, true, func(m *Machine) { m.PeerBack(0, 1); m.StepFrom(2e9, 1, van.OriginOther, table(m)) }, true},
 	} {
 		t.Run(x.name, func(t *testing.T) {

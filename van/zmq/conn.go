@@ -4,6 +4,7 @@ package zmq
 
 import (
 	"math"
+	"net/netip"
 	"sync"
 	"sync/atomic"
 
@@ -29,6 +30,7 @@ type conn struct {
 	leaves atomic.Bool   // this node ends it
 	ended  chan struct{} // closed when it has
 	link   atomic.Pointer[tcpSocket]
+	at     atomic.Pointer[netip.Addr] // the address that the latest connection leads to
 
 	incarnation uint32        // of the peer; 0: a node of the original
 	before      uint32        // of the process that it has replaced
@@ -53,6 +55,17 @@ func (c *conn) isOf(name peerName) bool {
 	return c.incarnation == name.incarnation && c.admitted.Load()
 }
 
+// address is the address of c's peer. If the peer's record has a name, it is that of the latest connection, and not valid before there was one.
+func (c *conn) address() netip.Addr {
+	if at := addrOfNode(&c.peer); at.IsValid() {
+		return at
+	}
+	if at := c.at.Load(); at != nil {
+		return *at
+	}
+	return netip.Addr{}
+}
+
 // seen reports whether c's peer has a connection to this node's ROUTER.
 func (c *conn) seen() bool { return c.arrives.Load() != 0 }
 
@@ -60,6 +73,9 @@ func (c *conn) seen() bool { return c.arrives.Load() != 0 }
 func (c *conn) succeed(old *conn) {
 	c.redials.Store(old.redials.Load())
 	c.before = old.incarnation
+	if c.peer.Hostname == old.peer.Hostname {
+		c.at.Store(old.at.Load())
+	}
 	if c.incarnation == old.incarnation {
 		c.before = old.before
 		c.admitted.Store(old.admitted.Load())
@@ -88,6 +104,9 @@ func (c *conn) connected(n *shared, fd int) {
 		if own, err := unix.Getsockname(fd); err == nil && addrOf(own) == addrOf(peer) && addrOf(own).IsValid() {
 			leads = false
 			_ = unix.Shutdown(fd, unix.SHUT_RDWR)
+		}
+		if at := addrOf(peer).Addr(); leads && at.IsValid() {
+			c.at.Store(&at)
 		}
 	})
 	if !leads {

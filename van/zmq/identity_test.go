@@ -59,12 +59,61 @@ func TestOrigin(t *testing.T) {
 		{"10.0.0.5", "0.0.0.0", van.OriginHost},
 		{"10.0.0.2", "127.0.0.1", van.OriginOther},
 		{"127.0.0.1", "10.0.0.1", van.OriginOther},
-		{"10.0.0.1", "scheduler.example", van.OriginUnknown},
-		{"", "10.0.0.1", van.OriginUnknown},
+		{"10.0.0.1", "scheduler.example", van.OriginOther}, // the name has no address yet
+		{"10.0.0.5", "scheduler.example", van.OriginOther},
+		{"", "10.0.0.1", van.OriginOther},
+		{"", "", van.OriginOther},
 	} {
 		from, _ := netip.ParseAddr(x.from)
-		if got := originOf(from, x.host, here); got != x.want {
+		if got := originOf(from, (&conn{peer: van.Node{Hostname: x.host}}).address(), func() hostaddr.Host { return here }); got != x.want {
 			t.Errorf("from %q, of %q: %d, want %d", x.from, x.host, got, x.want)
 		}
+	}
+}
+
+// TestOriginOfTheScheduler: a message that calls itself the scheduler's is of the scheduler's host only if its name is not for another process
+// (A2), and if the address of the scheduler is known. No TCP connection is of an unknown origin.
+func TestOriginOfTheScheduler(t *testing.T) {
+	scheduler := newNode(t, 1, 5, nil, nil)
+	free := newNode(t, 8, 6, nil, nil)
+	nobody := free.self.Port
+	if err := free.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for _, x := range []struct {
+		what, host string // of the scheduler's record; "": there is no connection to it
+		port       int
+		name       string
+		want       van.Origin
+	}{
+		{"a plain name", "127.0.0.1", nobody, "ps1", van.OriginHost},
+		{"a name for this process", "127.0.0.1", nobody, "ps1.00000001.00000007", van.OriginHost},
+		{"a name for another process", "127.0.0.1", nobody, "ps1.00000001.00000001", van.OriginOther},
+		{"the scheduler's name for another process", "127.0.0.1", nobody, "ps1.00000005.00000008", van.OriginOther},
+		{"another host's", "192.0.2.1", nobody, "ps1", van.OriginOther},
+		{"another host's, for this process", "192.0.2.1", nobody, "ps1.00000001.00000007", van.OriginOther},
+		{"no scheduler", "", nobody, "ps1", van.OriginOther},
+		{"a name without an address", "localhost", nobody, "ps1", van.OriginOther},
+		{"a name with an address", "localhost", scheduler.self.Port, "ps1", van.OriginHost},
+		{"a name with an address, for another process", "localhost", scheduler.self.Port, "ps1.00000005.00000008", van.OriginOther},
+	} {
+		t.Run(x.what, func(t *testing.T) {
+			n := newNode(t, 9, 7, nil, nil)
+			if x.host != "" {
+				rec := van.Node{Role: van.Scheduler, ID: 1, Hostname: x.host, Port: x.port}
+				if err := n.Connect(t.Context(), 1, rec); err != nil {
+					t.Fatal(err)
+				}
+				if x.port != nobody {
+					until(t, "connection", func() bool { return (*n.peers.Load())[1].up.Load() })
+				}
+			}
+			dialRaw(t, n, x.name).send(packed(t, heartbeat(9, 3)))
+			m := n.next(t)
+			defer m.Release()
+			if m.Sender != 1 || m.Origin != x.want {
+				t.Errorf("a message of %d has origin %d, want %d", m.Sender, m.Origin, x.want)
+			}
+		})
 	}
 }

@@ -280,11 +280,14 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 }
 
 // senderOf reads who sent a message, and finds the connection to the node that has that
-// id, if there is one.
+// id, if there is one. A name for another process has none: its sender does not know this process.
 func (r *receiver) senderOf(f *frames) (name peerName, c *conn, ours bool) {
 	name, ours = peerName{id: van.Empty}, true
 	if f.len() > 0 {
 		name, ours = nameOf(f.bytes(0), r.in.n.incarnation)
+	}
+	if r.router && !ours {
+		return name, nil, false
 	}
 	return name, r.connOf(name), ours
 }
@@ -294,20 +297,25 @@ func (r *receiver) originOf(f *frames, name peerName, c *conn) van.Origin {
 	switch {
 	case !r.router:
 		return van.OriginDialed
-	case c == nil || name.incarnation != 0 || name.id != van.SchedulerID || r.in.n.cfg.Local:
+	case name.id != van.SchedulerID || r.in.n.cfg.Local:
 		return van.OriginUnknown
+	case c == nil:
+		return van.OriginOther
 	}
-	return originOf(f.host(), c.peer.Hostname, hostaddr.This())
+	return originOf(f.host(), c.address(), hostaddr.This)
 }
 
 // originOf compares the address that a connection comes from with the one that its maker's name has. Both are this host's if
-// one process of this host connects to another: its address is then the one that it connects to.
-func originOf(from netip.Addr, host string, here hostaddr.Host) van.Origin {
-	at, err := netip.ParseAddr(host)
-	switch at = at.Unmap(); {
-	case err != nil || !from.IsValid(): // its name has no address yet
-		return van.OriginUnknown
-	case from == at || here.Has(from) && here.Has(at):
+// one process of this host connects to another: its address is then the one that it connects to. If either address is not
+// known, the origin is another host: nothing shows that the message is the named node's.
+func originOf(from, at netip.Addr, this func() hostaddr.Host) van.Origin {
+	switch {
+	case !from.IsValid() || !at.IsValid():
+		return van.OriginOther
+	case from == at:
+		return van.OriginHost
+	}
+	if here := this(); here.Has(from) && here.Has(at) {
 		return van.OriginHost
 	}
 	return van.OriginOther
