@@ -497,3 +497,31 @@ func TestRefusalsAtOneAddress(t *testing.T) {
 	m.sched.refusals.tick(refusalTime + 10)
 	said("third")
 }
+
+// TestFirstOfSeveral: the machine is ticked when the first of several things is due: claims, trials, losses that are held, and gathers that
+// wait for a replacement.
+func TestFirstOfSeveral(t *testing.T) {
+	l := &life{}
+	b := base{cfg: &Config{ReplaceTimeout: 10 * time.Second}, life: l, alive: &liveness{life: l, peers: map[int]*health{van.SchedulerID: {}}}}
+	claims := &places{base: b, claims: map[int]*join{}}
+	tries := &trials{base: b}
+	tickets := &tickets{base: b, held: losses{}}
+	open := &gathers{base: b, open: map[gatherKey]*gather{}}
+	for i, at := range []time.Duration{5, 3, 2, 7, 4, 9, 6} {
+		at *= time.Second
+		claims.alive.peers[8+i], claims.claims[8+i] = &health{}, &join{since: at}
+		tries.list = append(tries.list, &trial{at: at})
+		tickets.held[8+i] = loss{at: at}
+		open.open[gatherKey{group: 1 + i}] = &gather{stuck: true, since: at}
+	}
+	for range 100 { // the order of a map is random
+		for what, x := range map[string]struct{ got, want time.Duration }{
+			"claim": {claims.next(), 12 * time.Second}, "trial": {tries.next(), 2 * time.Second},
+			"loss": {tickets.next(), 2*time.Second + leaveGrace}, "gather": {open.next(), 12 * time.Second},
+		} {
+			if x.got != x.want {
+				t.Fatalf("%s: the next tick is at %s, want %s", what, x.got, x.want)
+			}
+		}
+	}
+}

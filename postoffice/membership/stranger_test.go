@@ -556,16 +556,3 @@ func TestClaimOnASilentMember(t *testing.T) {
 		t.Error("the member sends heartbeats, and is dead")
 	}
 }
-
-// TestNextClaim: the machine is ticked when the first of several claims ends.
-func TestNextClaim(t *testing.T) {
-	p := &places{base: base{cfg: &Config{ReplaceTimeout: 10 * time.Second}, alive: &liveness{peers: map[int]*health{}}}, claims: map[int]*join{}}
-	for i, since := range []time.Duration{5, 3, 2, 7, 4, 9, 6, 8} {
-		p.alive.peers[8+i], p.claims[8+i] = &health{}, &join{since: since * time.Second}
-	}
-	for range 100 { // the order of a map is random
-		if got, want := p.next(), 12*time.Second; got != want {
-			t.Fatalf("the next tick is at %s, want %s", got, want)
-		}
-	}
-}
