@@ -49,20 +49,20 @@ var table = []variable{
 	}, {
 		name: "STEPAF_CLUSTER_ID", topic: cluster, kind: String, readers: "all",
 		field:   func(c *Config) any { return &c.ClusterID },
-		help:    "A name for the cluster, the same on all nodes: nodes with another one, and C++ nodes unless `STEPAF_FOREIGN=1`, are refused, and a scheduler that is started again knows its nodes by it.",
+		help:    "A name for the cluster, the same on all nodes. Nodes with another one are refused, and C++ nodes unless `STEPAF_FOREIGN=1`. A restarted scheduler recognizes its nodes by it.",
 		defNote: "the scheduler makes one up",
 		differs: "Ours only.",
 	}, {
 		name: "STEPAF_FOREIGN", topic: cluster, kind: Switch, def: "0", readers: "all",
 		field:   func(c *Config) any { return &c.Foreign },
-		help:    "1: C++ nodes are expected in a cluster with a `STEPAF_CLUSTER_ID`, which they cannot say, and a C++ scheduler may use other addresses than `DMLC_PS_ROOT_URI`. Anybody can pretend to be such a node.",
+		help:    "1: C++ nodes, which cannot send a `STEPAF_CLUSTER_ID`, may join a cluster that has one. A C++ scheduler may use other addresses than `DMLC_PS_ROOT_URI`. Any process can pretend to be such a node.",
 		differs: "Ours only.",
 	},
 
 	{
 		name: secretFile, topic: trust, kind: Path, readers: "all",
 		field:   func(c *Config) any { return &c.SecretFile },
-		help:    "File with the cluster's secret, the same on all nodes (`stepaf secret` makes one). Its mode must be 0600 and its owner the user of the process. The file is read once, when the node starts. All keys are derived from the secret and `STEPAF_CLUSTER_ID`.",
+		help:    "File with the cluster's secret, the same on all nodes (`stepaf secret` makes one). Its mode must be 0600 or 0400, and its owner the user of the process. The node reads it once, when it starts.",
 		differs: "Ours only.",
 	}, {
 		name: secret, topic: trust, kind: Hidden, readers: "all",
@@ -73,7 +73,7 @@ var table = []variable{
 		name: authMode, topic: trust, kind: Enum, words: []string{AuthOff, AuthWarn, AuthRequire}, readers: "all",
 		defNote: "`require` with a secret, else `off`",
 		field:   func(c *Config) any { return &c.Auth },
-		help:    "What a peer must prove. `require`: only peers that know the secret can connect. `warn`: peers without proof are admitted, counted and named; connections are plain, as with `off`. `off`: nothing is proved. C++ nodes can join with `warn` and `off`.",
+		help:    "`require`: only peers that prove the secret can connect. `warn`: peers without proof are admitted, counted and logged; connections are plain. `off`: no proofs; connections are plain. C++ nodes can join with `warn` and `off`.",
 		differs: "Ours only.",
 	},
 
