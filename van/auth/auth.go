@@ -1,10 +1,10 @@
 // Package auth derives the keys of a cluster from its secret. Each transport proves with
 // them that it knows the secret, and checks the proofs of its peers.
 //
-// All keys come from one HKDF (SHA-256), salted with the cluster's id. Each purpose has a
-// key of its own, so that a proof for one purpose is worth nothing for another. In
-// particular the two ends of a handshake use different purposes: neither can be answered
-// with its own message.
+// All keys come from one HKDF (SHA-256), salted with the cluster's id. Each purpose has its
+// own key, so a proof for one purpose is invalid for any other. The two ends of a handshake
+// use different purposes. An attacker therefore cannot answer an end with that end's own
+// message.
 package auth
 
 import (
@@ -21,8 +21,8 @@ import (
 // label begins the info of every derived key; it changes when the derivation does.
 const label = "stepaf 1 "
 
-// Keys are the keys of one cluster. A nil *Keys is a node that proves nothing. Keys are
-// safe for concurrent use.
+// Keys are the keys of one cluster. A nil *Keys stands for a node without a secret, which
+// proves nothing. Keys are safe for concurrent use.
 type Keys struct {
 	root     []byte // HKDF's pseudorandom key
 	required bool
@@ -77,8 +77,8 @@ func (k *Keys) Curve(purpose string) (public, private [32]byte, err error) {
 const ProofLen = 16
 
 // Proof returns the proof for a purpose over parts: an HMAC of their lengths and bytes,
-// cut to ProofLen. The parts must include what makes a handshake unique: a fresh random
-// number of the end that will check the proof.
+// truncated to ProofLen. The parts must make the handshake unique: they must include a
+// fresh random number of the end that checks the proof.
 func (k *Keys) Proof(purpose string, parts ...[]byte) [ProofLen]byte {
 	key := k.Key(purpose)
 	h := hmac.New(sha256.New, key[:])
@@ -91,7 +91,8 @@ func (k *Keys) Proof(purpose string, parts ...[]byte) [ProofLen]byte {
 	return [ProofLen]byte(h.Sum(nil))
 }
 
-// Check reports whether proof is the Proof for the purpose over parts. It takes the same time whatever differs.
+// Check reports whether proof is the Proof for the purpose over parts. Its duration does
+// not depend on the position of a difference.
 func (k *Keys) Check(proof []byte, purpose string, parts ...[]byte) bool {
 	want := k.Proof(purpose, parts...)
 	return hmac.Equal(proof, want[:])

@@ -9,7 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/logx"
 )
 
-// Why a peer is unproved.
+// The causes for which a peer is unproved.
 var (
 	// ErrNoSecret: the peer has sent no proof.
 	ErrNoSecret = errors.New("the peer has no secret, or an older version")
@@ -19,7 +19,7 @@ var (
 	ErrSecretThere = errors.New("the peer has a secret, this node has none (STEPAF_SECRET_FILE, STEPAF_SECRET)")
 )
 
-// IsUnproved reports whether err is about a secret that one of the two nodes does not prove.
+// IsUnproved reports whether err wraps ErrNoSecret, ErrOtherSecret or ErrSecretThere.
 func IsUnproved(err error) bool {
 	return errors.Is(err, ErrNoSecret) || errors.Is(err, ErrOtherSecret) || errors.Is(err, ErrSecretThere)
 }
@@ -48,9 +48,10 @@ type Guard struct {
 	said logx.Causes
 }
 
-// Unproved decides about a peer that has not proved itself because of why: it returns the
-// error to refuse the peer with (STEPAF_AUTH=require), or logs and returns nil. The caller
-// logs refusals. Each cause is logged for the 1st, 2nd, 4th, ... peer.
+// Unproved decides about a peer that is unproved because of why. With STEPAF_AUTH=require
+// it returns the error to refuse the peer with, and the caller logs the refusal. Otherwise
+// it logs the admission and returns nil. Each cause is logged for the 1st, 2nd, 4th, ...
+// peer.
 func (g *Guard) Unproved(why error, peer ...any) error {
 	g.n.Add(1)
 	if g.Keys.Required() {
@@ -60,7 +61,8 @@ func (g *Guard) Unproved(why error, peer ...any) error {
 	return nil
 }
 
-// Refuse counts a peer that is refused in any mode: it has sent what no peer sends that has the secret.
+// Refuse counts a peer that is refused in any mode, because it sent a message that no peer
+// with the secret sends.
 func (g *Guard) Refuse() { g.n.Add(1) }
 
 // Count is the number of unproved peers: van.Stats.Unproved.

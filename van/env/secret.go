@@ -1,6 +1,7 @@
 package env
 
-// The cluster's secret: where it is read from, and who must prove that it knows it.
+// This file owns the cluster's secret: its sources, its checks, and the mode that decides
+// whether peers must prove it.
 
 import (
 	"bytes"
@@ -36,8 +37,8 @@ func (s Secret) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
 // The modes of STEPAF_AUTH.
 const (
-	AuthOff     = "off"     // nobody proves anything
-	AuthWarn    = "warn"    // peers without proof are admitted, counted and named
+	AuthOff     = "off"     // no node proves anything
+	AuthWarn    = "warn"    // peers without proof are admitted, counted and logged
 	AuthRequire = "require" // peers without proof are refused
 )
 
@@ -100,7 +101,7 @@ var wantSecret = fmt.Sprintf(`%d to %d bytes; "stepaf secret" makes one`, MinSec
 // readSecretFile returns the secret in the file at path, or why it is refused and what is expected instead.
 func readSecretFile(path string) (b []byte, why, want string) {
 	const readable = "a file that this process can read"
-	// O_NONBLOCK: opening a named pipe that nobody writes to must not wait.
+	// O_NONBLOCK: opening a named pipe without a writer must not wait.
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		if pe := (*os.PathError)(nil); errors.As(err, &pe) {
@@ -135,7 +136,7 @@ func readSecretFile(path string) (b []byte, why, want string) {
 	return b, "", ""
 }
 
-// kindOf names what a file is that is not a regular one.
+// kindOf names the type of a file that is not a regular file.
 func kindOf(m os.FileMode) string {
 	switch {
 	case m.IsDir():
@@ -148,7 +149,7 @@ func kindOf(m os.FileMode) string {
 	return "device"
 }
 
-// validateSecret checks the secret and what its use needs.
+// validateSecret checks the secret, and that one is set if STEPAF_AUTH is warn or require.
 func (c *Config) validateSecret(add func(*Error)) {
 	if _, err := c.ReadSecret(); err != nil {
 		if e := (*Error)(nil); errors.As(err, &e) {

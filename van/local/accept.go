@@ -24,12 +24,12 @@ type acceptor struct {
 	in       *inCommon
 	log      *slog.Logger
 	listener *net.UnixListener
-	refused  logx.Causes // log lines about peers that are refused
+	refused  logx.Causes // log lines about refused peers
 
 	// peers.mu guards these.
 	conns      map[*net.UnixConn]bool // of peers
-	handshakes []*net.UnixConn        // those of them that have not said hello yet, the oldest first
-	crowded    logx.Sparse            // log lines about too many of those
+	handshakes []*net.UnixConn        // the subset of conns whose handshake is not over, the oldest first
+	crowded    logx.Sparse            // log lines about too many handshakes
 
 	// For tests.
 	streamOnly bool         // as where reading other processes is forbidden
@@ -76,12 +76,13 @@ const (
 	maxPause = time.Second
 )
 
-// maxHandshakes is the largest number of connections that have not said hello. A peer says
-// hello within a millisecond, so it loses its connection to newer ones only in a crowd.
+// maxHandshakes is the largest number of connections whose handshake is not over. A peer's
+// handshake takes about a millisecond. Only a flood of newer connections can therefore end
+// a peer's connection.
 const maxHandshakes = 256
 
-// handshakeLocked counts c among the handshakes, and ends the oldest of too many. Any process
-// of the user could hold them. The caller holds peers.mu.
+// handshakeLocked adds c to the handshakes, and ends the oldest one if there are more than
+// maxHandshakes: any process of the user can open such connections. The caller holds peers.mu.
 func (a *acceptor) handshakeLocked(c *net.UnixConn) {
 	a.handshakes = append(a.handshakes, c)
 	if len(a.handshakes) <= maxHandshakes {

@@ -98,7 +98,8 @@ func (d *dialer) dial(ctx context.Context, id int, t *token, behind bool) (*outL
 	return d.handshake(ctx, id, t, behind, false)
 }
 
-// handshake is one try of dial. proves means that both ends are to prove that they know the secret.
+// handshake makes one attempt of dial. If proves is true, both ends must prove that they
+// know the secret.
 func (d *dialer) handshake(ctx context.Context, id int, t *token, behind, proves bool) (l *outLink, err error) {
 	var nd net.Dialer
 	c, err := nd.DialContext(ctx, "unixpacket", t.address())

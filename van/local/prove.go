@@ -1,8 +1,8 @@
 package local
 
-// The ends of a link prove to each other that they know the cluster's secret, before a
-// descriptor is handed over. If the sender has keys, the handshake begins with two more
-// messages, and a proof follows the hello:
+// This file owns the proofs in the handshake of a link. Both ends prove that they know the
+// cluster's secret before a descriptor is handed over. If the sender has keys, the handshake
+// begins with two more messages, and a proof follows the hello:
 //
 //	sender: greeting                 receiver: challenge
 //	 0  char[4]  "SAFG"               0  char[4]  "SAFC"
@@ -10,14 +10,14 @@ package local
 //	 8  u8[16]   its random number    8  u8[16]   its random number
 //	                                 24  u8[16]   proof: both numbers, the name of its socket, the version
 //
-//	sender: hello, with the segment and its bell, as ever, and
+//	sender: hello, with the segment and its bell, as without keys, and
 //	     u8[16]   proof: both numbers, the name of the socket, the hello
 //
-// A sender that refuses the receiver's proof sends "SAFD" in place of the hello, so that
-// the receiver can log it. A receiver without keys answers a greeting with a refusal, as
-// versions without proofs do. A sender that may be admitted without proof then dials again
-// and begins with the hello. Without keys the handshake begins with the hello, as described
-// in handshake.go.
+// If the sender refuses the receiver's proof, it sends "SAFD" in place of the hello, so that
+// the receiver can log the refusal. A receiver without keys, or of a version without proofs,
+// answers a greeting with a refusal. If the sender does not require a proof
+// (STEPAF_AUTH=warn), it then dials again and begins with the hello. A sender without keys
+// begins with the hello, as described in handshake.go.
 
 import (
 	"crypto/rand"
@@ -42,7 +42,8 @@ const (
 	receiverProof = "local receiver"
 )
 
-// number makes proofs of one handshake worthless in another.
+// number is a random number of one end. It makes the proofs of one handshake invalid in
+// any other.
 type number [numberLen]byte
 
 func newNumber() (n number, err error) {
@@ -50,14 +51,15 @@ func newNumber() (n number, err error) {
 	return n, err
 }
 
-// numbered begins a message of a handshake.
+// numbered returns the first part of a greeting or challenge: magic, version and n.
 func numbered(magic string, n number) []byte {
 	b := append(make([]byte, 0, challengeLen), magic...)
 	b = binary.LittleEndian.AppendUint32(b, tokenVersion)
 	return append(b, n[:]...)
 }
 
-// parseNumbered reads a message of length bytes that begins as numbered writes it.
+// parseNumbered parses a message of length bytes whose first part is that of numbered.
+// rest is the remainder.
 func parseNumbered(b []byte, magic string, length int) (n number, rest []byte, ok bool) {
 	if len(b) != length || string(b[:4]) != magic || binary.LittleEndian.Uint32(b[4:]) != tokenVersion {
 		return n, nil, false
@@ -65,7 +67,8 @@ func parseNumbered(b []byte, magic string, length int) (n number, rest []byte, o
 	return number(b[8:]), b[greetingLen:], true
 }
 
-// proofs are the two proofs of a handshake at the socket of name.
+// proofs holds the inputs of the two proofs of one handshake. name is the name of the
+// receiver's socket.
 type proofs struct {
 	keys             *auth.Keys
 	sender, receiver number
@@ -80,8 +83,8 @@ func (p *proofs) ofSender(hello []byte) (purpose string, parts [][]byte) {
 	return senderProof, [][]byte{p.receiver[:], p.sender[:], p.name[:], hello}
 }
 
-// greet asks the receiver whose socket has that name for its proof. If the receiver is
-// neither proved nor admitted, the error wraps one of auth's.
+// greet requests and checks the proof of the receiver, whose socket has that name. If the
+// receiver is neither proved nor admitted, auth.IsUnproved reports true for the error.
 func (e *endpoint) greet(conn *net.UnixConn, id int, name [16]byte) (*proofs, error) {
 	p := &proofs{keys: e.guard.Keys, name: name}
 	var err error
@@ -113,7 +116,8 @@ func (e *endpoint) greet(conn *net.UnixConn, id int, name [16]byte) (*proofs, er
 }
 
 // provedHello reads a peer's hello, and checks the peer's proof. If the peer is neither
-// proved nor admitted, the error wraps one of auth's. The caller closes fds in any case.
+// proved nor admitted, auth.IsUnproved reports true for the error. The caller closes fds in
+// any case.
 func (a *acceptor) provedHello(c *net.UnixConn, pid int) (hello []byte, fds []int, err error) {
 	hello, fds, err = receive(c, helloLen)
 	if err != nil {
@@ -148,7 +152,7 @@ func (a *acceptor) provedHello(c *net.UnixConn, pid int) (hello []byte, fds []in
 	case err != nil:
 		return nil, fds, err
 	case string(b) == denialMagic:
-		guard.Refuse() // it leaves
+		guard.Refuse() // the sender closes the connection
 		return nil, fds, auth.ErrOtherSecret
 	case len(b) < auth.ProofLen:
 		return nil, fds, fmt.Errorf("%w: hello of %d bytes with a proof", errProtocol, len(b))

@@ -15,16 +15,16 @@ import (
 // size is the number of random bytes in a secret.
 const size = 32
 
-// Make returns a new secret: 32 random bytes in base64url, which a shell, a variable and a file take as they are.
+// Make returns a new secret: 32 random bytes in base64url. A secret needs no quoting in a shell, a variable or a file.
 func Make() string {
 	var b [size]byte
-	rand.Read(b[:]) // never fails, see there
+	rand.Read(b[:]) // crypto/rand.Read never fails
 	return base64.RawURLEncoding.EncodeToString(b[:])
 }
 
-// Write writes a secret and a newline to a new file at path. The file has mode 0600 whatever the umask is. An existing
-// file, or link, is an error and stays as it is. It is also an error if a node would refuse the file: some file systems
-// keep no mode or owner. After an error no new file is left.
+// Write writes a secret and a newline to a new file at path, with mode 0600 independent of the umask. It returns an error
+// if path exists, even as a link, and leaves it unchanged. It also returns an error if a node would refuse the file, for
+// example because the file system stores no mode or owner. After an error no new file remains.
 func Write(path, secret string) (err error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if errors.Is(err, fs.ErrExist) {
