@@ -1,4 +1,4 @@
-// Package netns runs a test in a network namespace of its own.
+// Package netns runs a test in its own network namespace.
 package netns
 
 import (
@@ -12,12 +12,13 @@ import (
 	"time"
 )
 
-// inside is an argument of a test binary that runs in its own network.
+// inside is an argument that tells a test binary that it runs in its own network namespace.
 const inside = "in-a-network-of-its-own"
 
-// Enter runs the calling test again, in a process that has a network namespace of its own and a limit. There it returns true,
-// and the loopback is up. In the caller's process it returns false when the other process has ended, and the test is over.
-// The test is skipped where the namespace cannot be had, and if the other process skips it.
+// Enter runs the calling test a second time, in a child process with its own network namespace and a time limit. In the child
+// Enter returns true, and the loopback interface is up. In the caller's process Enter waits for the child and returns false,
+// and the test must then return. The test is skipped if the namespace cannot be created, or if the child skips it.
+// It fails if the child fails.
 func Enter(t *testing.T, limit time.Duration) bool {
 	t.Helper()
 	if slices.Contains(os.Args, inside) {

@@ -61,14 +61,15 @@ class Node:
         self.wrong = []  # what raises() has found
 
     def tell(self, what):
-        """Sends a value to the test; see Process.hear. One write: neither a signal's exception nor another thread's line
-        can divide the line."""
+        """Sends a value to the test; see Process.hear. The line is written in one call, so that neither a signal's exception
+        nor another thread's line can divide it."""
         sys.stdout.write(MARK + json.dumps(what) + "\n")
         sys.stdout.flush()
 
     def announce(self, what="waiting"):
-        """Tells the test as soon as the main thread waits in a call: two ticks of a timer in a row found the thread at
-        the same instruction. The test may then send a signal. Its exception can be raised at any later point."""
+        """Sends a value to the test as soon as the main thread waits in a call. The thread waits if two consecutive ticks of
+        a timer find it at the same instruction. The test may then send a signal. The signal's exception can be raised at
+        any later point."""
         found = []
 
         def tick(number, frame):
@@ -86,7 +87,7 @@ class Node:
         signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
 
     def interrupted(self, call, *args, **named):
-        """Makes a call that the test ends with SIGINT: tells "waiting" from within the call, and "interrupted" after it."""
+        """Makes a call that the test ends with SIGINT. It sends "waiting" from within the call, and "interrupted" after it."""
         try:
             self.announce()
             call(*args, **named)

@@ -19,7 +19,7 @@ import (
 // This file owns the connections that peers open to this node: which are accepted, which
 // process each belongs to, and how they end.
 
-// acceptor decides about connect requests.
+// acceptor is the part of a transport that decides about connect requests.
 type acceptor struct{ *rvan }
 
 // accept takes a connect request.
@@ -82,8 +82,8 @@ func (v acceptor) rejectReplaced(ev verbs.Event, h *hello) {
 	v.refuse(&ev, codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced")
 }
 
-// inboundFor finds or makes the incoming connection that the queue pair of a connect request belongs to. If its opener proves
-// itself, req is the request's private data.
+// inboundFor finds or makes the incoming connection of the queue pair in a connect request. If proves is true, the opener must prove
+// itself, and req is the request's private data.
 func (v acceptor) inboundFor(h hello, ev *verbs.Event, req []byte, proves bool) (*inbound, error) {
 	id, from := ev.New, ev.Peer
 	key := h.key() + " from " + from.Addr().String() // the host's name may be cut off
@@ -138,7 +138,7 @@ func (v acceptor) inboundFor(h hello, ev *verbs.Event, req []byte, proves bool) 
 	return in, nil
 }
 
-// opened makes in a connection of its process: its opener has proved itself.
+// opened assigns in to its process after its opener has proved itself.
 func (v *rvan) opened(in *inbound) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

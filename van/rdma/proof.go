@@ -7,18 +7,21 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// This file owns the proofs of the cluster's secret: what they are, and whether one is right. If both ends have it, a connection is made as follows:
+// This file owns the proofs of the cluster's secret: their layout and their checks. If both ends have the secret, a connection is made as
+// follows:
 //
-//	opener: connect request    hello, proof over the hello and the address that it connects to
+//	opener: connect request    hello, proof over the hello and the acceptor's address
 //	acceptor: answer           hello, random number, proof over the request's private data, the hello and the number
-//	opener: immUp              what it says, proof over the number, the private data of the first request and what it says
+//	opener: immUp              state, proof over the number, the private data of the first request and the state
 //
 // The opener sends nothing before it has checked the answers for all queue pairs. The acceptor gives no slot and delivers
-// nothing before it has checked immUp, which is the first on the connection: all SENDs go over the first queue pair. A request may
-// be a replayed one, so until then the connection is neither its peer's nor in place of an older one, and its time and the number
-// of such are bounded. Epoch, incarnation and queue pair make each request unique, so that no answer serves another one.
+// nothing before it has checked immUp. That is the first message on the connection, because all SENDs go over the first queue pair.
 //
-// A rejection that ends a node, see codeReplaced, has a proof, too.
+// A request may be replayed. Until immUp is checked, the connection is therefore not assigned to its peer and does not replace an
+// older one. The time and the number of such connections are bounded. Epoch, incarnation and queue pair make each request unique, so
+// an answer is valid for one request only.
+//
+// Rejections have a proof, too. The opener checks it if the rejection ends its node, see codeReplaced.
 
 // The purposes of the proofs.
 const (
@@ -37,18 +40,18 @@ const (
 	offRejectProof   = verbs.MaxRejectData - auth.ProofLen
 )
 
-var _ = [1]struct{}{}[provedRequestLen/(verbs.MaxConnectData+1)] // it fits
+var _ = [1]struct{}{}[provedRequestLen/(verbs.MaxConnectData+1)] // fails to compile if a request does not fit
 
-// nonce is the random number of an acceptor.
+// nonce is an acceptor's random number. It makes the proofs of one connection invalid in any other.
 type nonce [nonceLen]byte
 
-// addressBytes is an address as proofs have it: without what only one host knows of it.
+// addressBytes returns the encoding of an address in proofs. It leaves out the zone, whose name only one host knows.
 func addressBytes(a netip.AddrPort) []byte {
 	ip := a.Addr().Unmap().WithZone("").As16()
 	return le.AppendUint16(ip[:], a.Port())
 }
 
-// requestData is the private data of a connect request to that address. Without keys it is the hello.
+// requestData returns the private data of a connect request to the address to: the hello, and a proof if there are keys.
 func requestData(k *auth.Keys, h *hello, to netip.AddrPort) []byte {
 	b := h.encode()
 	if k == nil {
@@ -58,19 +61,19 @@ func requestData(k *auth.Keys, h *hello, to netip.AddrPort) []byte {
 	return append(b, proof[:]...)
 }
 
-// proofIn returns the proof at an offset of private data, nil if there is none.
+// proofIn returns the proof at an offset of private data, or nil if there is none.
 func proofIn(private []byte, off int) []byte {
 	if len(private) < off+auth.ProofLen {
 		return nil
 	}
 	p := private[off:][:auth.ProofLen]
-	if [auth.ProofLen]byte(p) == [auth.ProofLen]byte{} { // private data arrives padded
+	if [auth.ProofLen]byte(p) == [auth.ProofLen]byte{} { // private data arrives padded with zeros
 		return nil
 	}
 	return p
 }
 
-// checkRequest says why a connect request to that address proves nothing, or returns nil.
+// checkRequest checks the proof in a connect request to the address to. An error is the cause for which the opener is unproved.
 func checkRequest(k *auth.Keys, h *hello, private []byte, to netip.AddrPort) error {
 	switch proof := proofIn(private, nativeContextLen); {
 	case !h.native || proof == nil:
@@ -81,7 +84,7 @@ func checkRequest(k *auth.Keys, h *hello, private []byte, to netip.AddrPort) err
 	return nil
 }
 
-// answerData is the private data that answers a request. A nil request is one without a proof.
+// answerData returns the private data of the answer to a request. If req is nil, the request had no proof and the answer has none.
 func answerData(k *auth.Keys, h *hello, req []byte, n nonce) []byte {
 	b := h.encode()
 	if k == nil || req == nil {
@@ -91,7 +94,8 @@ func answerData(k *auth.Keys, h *hello, req []byte, n nonce) []byte {
 	return append(append(b, n[:]...), proof[:]...)
 }
 
-// checkAnswer says why the answer to a request proves nothing, or returns the acceptor's number.
+// checkAnswer checks the proof in the answer to a request, and returns the acceptor's number. An error is the cause for which the
+// acceptor is unproved.
 func checkAnswer(k *auth.Keys, h *hello, private, req []byte) (n nonce, err error) {
 	proof := proofIn(private, offAnswerProof)
 	if !h.native || proof == nil {
@@ -104,14 +108,14 @@ func checkAnswer(k *auth.Keys, h *hello, private, req []byte) (n nonce, err erro
 	return n, nil
 }
 
-// opening is what an opener proves that it has. The zero value is that of one that proves nothing.
+// opening holds the inputs of an opener's proof in immUp. The zero value is that of an opener that proves nothing.
 type opening struct {
 	keys  *auth.Keys
 	nonce nonce
 	first []byte // the private data of the first request
 }
 
-// up is the data of immUp, one of up and upAfterLoss.
+// up returns the data of immUp with the state says, which is up or upAfterLoss.
 func (o *opening) up(says byte) []byte {
 	b := []byte{says}
 	if o.keys == nil {
@@ -121,7 +125,7 @@ func (o *opening) up(says byte) []byte {
 	return append(b, proof[:]...)
 }
 
-// checkUp says why the data of immUp proves nothing, or returns nil.
+// checkUp checks the proof in the data of immUp. An error is the cause for which the opener is unproved.
 func (o *opening) checkUp(said []byte) error {
 	if len(said) != 1+auth.ProofLen {
 		return auth.ErrNoSecret

@@ -13,11 +13,11 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns what follows from the proofs of the cluster's secret, see proof.go: who is refused, and what an opener that has not
-// proved itself may do.
+// This file owns the consequences of the proofs of the cluster's secret (proof.go): which peers are refused, and the rights of an
+// opener that has not proved itself.
 
-// proved decides about a connect request. It returns the private data that the answer is to prove, nil if there is no proof in
-// it, and whether the opener has to prove itself; an error is a refusal.
+// proved decides about a connect request. req is the request's private data, over which the answer has its proof. It is nil if the
+// request has no proof. opener reports whether the opener must prove itself. An error refuses the request.
 func (v acceptor) proved(ev *verbs.Event, h *hello) (req []byte, opener bool, err error) {
 	k := v.guard.Keys
 	has := h.native && proofIn(ev.Private, nativeContextLen) != nil
@@ -39,17 +39,17 @@ func (v acceptor) proved(ev *verbs.Event, h *hello) (req []byte, opener bool, er
 	return req, false, v.guard.Unproved(why, "from", ev.Peer, "node", van.NodeName(h.node))
 }
 
-// prove decides about the answer for queue pair q of l.
+// prove checks the acceptor's answer for queue pair q of l, and decides about an acceptor without proof.
 func (p connector) prove(l *link, q int, h *hello, private, req []byte) error {
 	k := p.v.guard.Keys
 	if k == nil || q > 0 && l.opening.keys == nil {
-		return nil // it has been admitted
+		return nil // no proof is needed, or the acceptor was admitted without one
 	}
 	n, why := checkAnswer(k, h, private, req)
 	if q == 0 {
 		l.opening = opening{keys: k, nonce: n, first: req}
 	} else if why == nil && n != l.opening.nonce {
-		why = auth.ErrOtherSecret // of another connection
+		why = auth.ErrOtherSecret // the answer is that of another connection
 	}
 	if why == nil {
 		return nil
@@ -58,13 +58,14 @@ func (p connector) prove(l *link, q int, h *hello, private, req []byte) error {
 	return p.v.guard.Unproved(why, "peer", p.name())
 }
 
-// forSecret reports whether err is that one of two nodes does not prove the cluster's secret.
+// forSecret reports whether err has the cause that one of the two nodes does not prove the cluster's secret.
 func forSecret(err error) bool {
 	var r *rejected
 	return auth.IsUnproved(err) || errors.As(err, &r) && r.code() == codeUnproved
 }
 
-// proveRejection returns err, or another error if it says that this process has been replaced and does not prove it.
+// proveRejection returns err. If err is the rejection of a replaced process and lacks a valid proof, it returns another error, which
+// does not end this node.
 func (v *node) proveRejection(err error, req []byte) error {
 	var r *rejected
 	if !v.guard.Keys.Required() || !errors.As(err, &r) || !errors.Is(err, van.ErrReplaced) {
@@ -81,7 +82,7 @@ func (v *node) proveRejection(err error, req []byte) error {
 func (v acceptor) refuse(ev *verbs.Event, code uint32, why string) {
 	b := refusal(code, why)
 	if k := v.guard.Keys; k != nil && len(ev.Private) >= provedRequestLen {
-		b[offRejectProof-1] = 0 // ends the text
+		b[offRejectProof-1] = 0 // terminates the text
 		proof := k.Proof(rejectionProof, ev.Private[:provedRequestLen], b[:offRejectProof])
 		copy(b[offRejectProof:], proof[:])
 	}
@@ -89,16 +90,16 @@ func (v acceptor) refuse(ev *verbs.Event, code uint32, why string) {
 	_ = ev.New.Destroy()
 }
 
-// Bounds of connections whose opener has not proved itself. One that is there does so at once.
+// Bounds of connections whose opener has not proved itself. An opener that is alive proves itself at once.
 const (
 	maxUnproved = 1024
 	proveTime   = 10 * time.Second
 )
 
-// awaitProofLocked makes in, a new connection, wait for its opener's proof. v.mu is held.
+// awaitProofLocked marks the new connection in as unproved, and bounds the time until its opener's proof. The caller holds v.mu.
 func (v acceptor) awaitProofLocked(in *inbound, req []byte) {
 	in.opening = opening{keys: v.guard.Keys, first: req}
-	_, _ = rand.Read(in.opening.nonce[:]) // it never fails
+	_, _ = rand.Read(in.opening.nonce[:]) // crypto/rand.Read never fails
 	in.unproved.Store(true)
 	in.dialect = unprovedIn{nativeIn{slotSet{in}}}
 	v.unproved = append(v.unproved, in)
@@ -113,7 +114,7 @@ func (v acceptor) awaitProofLocked(in *inbound, req []byte) {
 	})
 }
 
-// unprove ends a connection whose opener does not prove itself, whatever the mode: it has said that it would.
+// unprove ends a connection whose opener does not prove itself. It does so in every mode, because the opener's request has a proof.
 func (in *inbound) unprove(why error) {
 	in.v.guard.Refuse()
 	if n, show := in.v.unprovedLines.Next(); show {
@@ -122,20 +123,21 @@ func (in *inbound) unprove(why error) {
 	in.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, why))
 }
 
-// openedLocked makes in a connection of its process: its opener need not prove anything more. v.mu is held.
+// openedLocked assigns in to its process, and ends older connections of that process later. The opener has proved itself or need
+// not. The caller holds v.mu.
 func (v acceptor) openedLocked(in *inbound) {
 	v.unproved = slices.DeleteFunc(v.unproved, func(x *inbound) bool { return x == in })
 	in.unproved.Store(false)
 	for _, x := range v.inbounds {
 		if older := int32(in.serial-x.serial) > 0; older && in.hello.sameNode(&x.hello) && !x.superseded.Swap(true) {
-			time.AfterFunc(supersededTime, func() { // until then it may carry the last of what was sent
+			time.AfterFunc(supersededTime, func() { // until then x may carry the last data that was sent
 				x.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
 			})
 		}
 	}
 }
 
-// unprovedIn is the dialect of a connection whose opener has to prove itself first: there is nothing else that it may send.
+// unprovedIn is the dialect of an unproved connection. Its opener may send only the proof.
 type unprovedIn struct{ nativeIn }
 
 func (d unprovedIn) need(*start) (n rendezvous.Need, kind uint64, err error) {

@@ -36,7 +36,7 @@ Look for faults: stepaf doctor
 
 Options of a command come before its arguments.`
 
-// output is the standard output of all commands. It keeps the first error of a write, with which the command then fails.
+// output is the standard output of all commands. It keeps the first error of a write, and the command fails with that error.
 type output struct {
 	io.Writer
 	mu  sync.Mutex
@@ -53,7 +53,7 @@ func (o *output) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// Stat describes the file that the output goes to, for a command that prints in color to a terminal.
+// Stat describes the file behind the output. A command that prints in color needs it to recognize a terminal.
 func (o *output) Stat() (fs.FileInfo, error) {
 	if f, ok := o.Writer.(interface{ Stat() (fs.FileInfo, error) }); ok {
 		return f.Stat()
@@ -61,7 +61,8 @@ func (o *output) Stat() (fs.FileInfo, error) {
 	return nil, errors.ErrUnsupported
 }
 
-// fail returns the error of a command that returned err, after its last write.
+// fail returns the final error of a command whose own result is err. A failed write is the error of a command that succeeded, or that
+// failed without a text. The caller calls fail after the command's last write.
 func (o *output) fail(err error) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()

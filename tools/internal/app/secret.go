@@ -24,7 +24,7 @@ secret for a cluster, copy it to every machine, and set its name for every node:
 
 Each copy must belong to the user that runs the node, with mode 0600; scp -p keeps
 the mode. "stepaf launch" makes a secret by itself for a cluster that it starts
-whole. "stepaf doctor" shows what is protected.`,
+whole. "stepaf doctor" shows the protection in force.`,
 		ArgsUsage: "[FILE]", HideHelpCommand: true,
 		Action: func(c *cli.Context) error {
 			switch {

@@ -1,7 +1,7 @@
 package doctor
 
-// The checks of the cluster's secret and of the ports that a node of this configuration opens. A port's finding says
-// whether other hosts reach it, and what a process without the secret can do there.
+// This file owns the checks of the cluster's secret and of the ports that a node of this configuration opens. A port's
+// finding says whether other hosts reach the port, and names the rights of a process without the secret there.
 
 import (
 	"cmp"
@@ -19,13 +19,13 @@ import (
 
 const makeSecret = `"stepaf secret FILE" makes a secret; set STEPAF_SECRET_FILE to it on all nodes`
 
-// ofSecret reports whether err is about the secret, which has a check of its own.
+// ofSecret reports whether err is about the secret, which has its own check.
 func ofSecret(err error) bool {
 	e, ok := errors.AsType[*env.Error](err)
 	return ok && (e.Name == "STEPAF_SECRET" || e.Name == "STEPAF_SECRET_FILE" || e.Name == "STEPAF_AUTH" && e.Why != "")
 }
 
-// secret says which protection is in force, and where the secret comes from. It shows nothing of the secret.
+// secret returns the finding about the protection in force and the source of the secret. The finding shows nothing of the secret.
 func (x *exam) secret(context.Context) []Finding {
 	c := x.cfg
 	mode := c.AuthMode()
@@ -66,7 +66,7 @@ func (x *exam) secret(context.Context) []Finding {
 
 const sharedMemory = "shared memory"
 
-// secretRemedy says what to do about a secret that a node refuses.
+// secretRemedy returns the remedy for a secret that a node refuses with err. file is STEPAF_SECRET_FILE.
 func secretRemedy(err error, file string) string {
 	why := ""
 	if e, ok := errors.AsType[*env.Error](err); ok {
@@ -85,14 +85,14 @@ func secretRemedy(err error, file string) string {
 	return "set STEPAF_SECRET_FILE to the file with the secret; " + makeSecret
 }
 
-// door is where a node of this configuration can be connected to.
+// door is an address at which a node of this configuration accepts connections.
 type door struct {
 	Role      string `json:"role"`
 	Transport string `json:"transport"`
 	Address   string `json:"address"`
 	Port      int    `json:"port,omitempty"` // 0 is any free one
 	Network   bool   `json:"network"`        // other hosts may reach it
-	Mode      string `json:"mode"`           // of STEPAF_AUTH
+	Mode      string `json:"mode"`           // the mode of STEPAF_AUTH in force
 	where     string
 }
 
@@ -163,14 +163,14 @@ func (x *exam) doors(ctx context.Context, h hostaddr.Host) []door {
 	return all
 }
 
-// nodeAddress is the address that a worker or server of this configuration listens at. It is invalid if there is none.
+// nodeAddress returns the address at which a worker or server of this configuration listens, or an invalid one if none is found.
 func (x *exam) nodeAddress(ctx context.Context, h hostaddr.Host, root netip.Addr) netip.Addr {
 	auto := strings.EqualFold(x.cfg.Interface, "auto")
 	switch {
 	case x.needRDMA && (x.cfg.NodeHost == "" || auto) && x.rdma.chosen != nil:
 		return x.rdma.chosen.Host
 	case x.cfg.NodeHost != "":
-		addr, _ := x.m.Resolve(ctx, x.cfg.NodeHost) // absentNames has the error
+		addr, _ := x.m.Resolve(ctx, x.cfg.NodeHost) // absentNames reports the error
 		return addr
 	case x.cfg.Interface != "" && !auto:
 		match := slices.DeleteFunc(slices.Clone(h.Interfaces), func(i hostaddr.Interface) bool { return !strings.HasPrefix(i.Name, x.cfg.Interface) })
@@ -191,7 +191,7 @@ func (x *exam) nodeAddress(ctx context.Context, h hostaddr.Host, root netip.Addr
 	return netip.AddrFrom4([4]byte{127, 0, 0, 1})
 }
 
-// judgeDoor returns the finding about d: whether other hosts reach it, and what a process without the secret can do there.
+// judgeDoor returns the finding about d: whether other hosts reach it, and the rights of a process without the secret there.
 func (x *exam) judgeDoor(d door) Finding {
 	f := Finding{Name: "exposed " + d.Role, Data: d}
 	reach := "from this host only"

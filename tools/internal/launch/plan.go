@@ -294,11 +294,11 @@ func (p *planner) cluster() {
 	}
 }
 
-// foreign says that nodes of the C++ library are expected: they know no secret, and no cluster's name.
+// foreign is the variable that admits nodes of the C++ library, which know neither a secret nor a cluster's name.
 const foreign = "STEPAF_FOREIGN"
 
-// secret decides whether Run makes a secret. The shares of a cluster can only get one from the user. The message says
-// what a missing secret means where other machines reach the share.
+// secret decides whether Run makes a secret. The shares of a cluster can only get a secret from the user. If a share has none and
+// other machines reach it, a message warns of the consequences.
 func (p *planner) secret() error {
 	if _, err := p.cfg.ReadSecret(); err != nil { // each child would say so
 		return exit.With(exit.Misuse, fmt.Errorf("environment: %w", err))

@@ -32,7 +32,7 @@ func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(stri
 		}
 		defer func() {
 			if err := os.RemoveAll(dir); err != nil {
-				r.out.say("the cluster's secret stays behind: %v", err)
+				r.out.say("the file with the cluster's secret was not removed: %v", err)
 			}
 		}()
 	}
@@ -54,7 +54,7 @@ type run struct {
 	plan    *Plan
 	out     *printer
 	ends    chan ended
-	extra   []string // variables of all children besides those of the plan
+	extra   []string // variables of all children, in addition to those of the plan
 	living  []*process
 	stopped bool
 	result  error
@@ -64,8 +64,8 @@ type run struct {
 }
 
 // makeSecret writes a new secret to a file in a private directory, and returns the directory. STEPAF_SECRET_FILE names the
-// file to all children. If the launcher is killed, the directory stays; the secret opens nothing then, because all
-// children are killed with the launcher.
+// file to all children. If the launcher is killed, the directory remains. Its secret is worthless then, because all children
+// are killed with the launcher.
 func (r *run) makeSecret() (dir string, err error) {
 	if dir, err = os.MkdirTemp("", "stepaf-launch-"); err != nil {
 		return "", err
