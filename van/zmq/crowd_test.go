@@ -5,7 +5,6 @@ import (
 	"io"
 	"net"
 	"net/netip"
-	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -20,7 +19,7 @@ import (
 func crowdOf(n *node) int {
 	n.guard.mu.Lock()
 	defer n.guard.mu.Unlock()
-	return len(n.guard.strangers())
+	return n.guard.crowd.silent.n + n.guard.crowd.heard.n
 }
 
 // allOf lists all connections.
@@ -78,12 +77,12 @@ func TestCrowd(t *testing.T) {
 	}
 }
 
-// TestCrowdSparesOthers: of the connections that are not members', those go last that have sent a message; members' connections do not
-// count, nor do as many silent ones as C++ StepMesh members of that host may have.
+// TestCrowdSparesOthers: silent connections that are not members' cost no place of those that have sent a message, nor of members'. As
+// many silent ones of a host stay as C++ StepMesh members of it may have.
 func TestCrowdSparesOthers(t *testing.T) {
 	s := newNode(t, 9, 5, nil, nil)
 	s.guard.mu.Lock()
-	s.guard.crowd.most = 4
+	s.guard.crowd.most = 3
 	s.guard.mu.Unlock()
 	// A server of the original, whose connection to a worker is silent, and a member of this library.
 	for id, incarnation := range map[int]uint32{8: 0, 10: 7} {
@@ -103,11 +102,11 @@ func TestCrowdSparesOthers(t *testing.T) {
 	s.next(t).Release()
 	silent := []*raw{dialRaw(t, s, "")}
 	until(t, "both", func() bool { return len(s.guard.allOf()) >= 3 })
-	s.guard.age(2 * firstTime)
+	s.guard.age(time.Second)
 	for range 10 {
 		silent = append(silent, dialRaw(t, s, ""))
 		until(t, "no more than the limit", func() bool { return crowdOf(s) <= 4 })
-		s.guard.age(2 * firstTime)
+		s.guard.age(time.Second)
 	}
 	original := dialRaw(t, s, "ps8") // the youngest of that host
 	until(t, "end of the silent ones", func() bool { return s.Stats().Strangers >= 7 })
@@ -126,31 +125,46 @@ func TestCrowdSparesOthers(t *testing.T) {
 	}
 }
 
-// TestCrowdByHost: of too many connections, those of the host that has the most are ended, the first of the list first, until it has no
-// more than others.
+// TestCrowdByHost: of too many connections, those of the host that has the most are ended, the oldest first, until it has no more than
+// others. Then the oldest of all are.
 func TestCrowdByHost(t *testing.T) {
 	s := newNode(t, van.SchedulerID, 5, nil, nil)
-	var all []stranger
+	g := s.guard
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	var all []*incoming
+	start := time.Now()
 	for i, n := range []int{6, 3, 1} { // of 127.0.1.0 to 127.0.1.2
 		for k := range n {
-			in := &incoming{host: netip.AddrFrom4([4]byte{127, 0, 1, byte(i)}), held: 10, name: peerName{id: k}}
-			all = append(all, stranger{-1, in})
+			in := &incoming{fd: -1, host: netip.AddrFrom4([4]byte{127, 0, 1, byte(i)}), held: 10, name: peerName{id: k}, since: start.Add(time.Duration(len(all)))}
+			g.place(in)
+			all = append(all, in)
 		}
 	}
-	s.guard.mu.Lock()
-	s.guard.held += 100
-	s.guard.turnOutBut(4, slices.Clone(all), "there are too many")
-	held := s.guard.held
-	s.guard.held -= 40 // no connections of the guard
-	s.guard.mu.Unlock()
-	var kept []string
-	for _, e := range all {
-		if !e.ended {
-			kept = append(kept, fmt.Sprintf("%s/%d", e.host, e.name.id))
+	g.held += 100
+	for _, x := range []struct {
+		most int
+		want string
+	}{
+		{9, "0/1 0/2 0/3 0/4 0/5 1/0 1/1 1/2 2/0"},
+		{7, "0/3 0/4 0/5 1/0 1/1 1/2 2/0"},
+		{4, "0/5 1/1 1/2 2/0"},
+		{2, "1/2 2/0"},
+		{0, ""},
+	} {
+		g.turnOutBut(x.most, &g.crowd.silent, "there are too many")
+		var kept []string
+		for _, in := range all {
+			if !in.ended {
+				kept = append(kept, fmt.Sprintf("%d/%d", in.host.As4()[3], in.name.id))
+			}
+		}
+		if strings.Join(kept, " ") != x.want || g.held != int64(10*x.most) || g.crowd.silent.n != x.most {
+			t.Errorf("%v are left, counted as %d, with %d bytes; want %s, with %d", kept, g.crowd.silent.n, g.held, x.want, 10*x.most)
 		}
 	}
-	if want := "127.0.1.0/5 127.0.1.1/1 127.0.1.1/2 127.0.1.2/0"; strings.Join(kept, " ") != want || held != 40 {
-		t.Errorf("%v are left, with %d bytes; want %s, with 40", kept, held, want)
+	if n := len(g.crowd.silent.hosts) + len(g.crowd.silent.of); n != 0 {
+		t.Errorf("%d hosts without a connection are kept", n)
 	}
 }
 

@@ -47,6 +47,9 @@ type guard struct {
 // greeting is about how many bytes a connection carries at most before the first message, with CURVE.
 const greeting = 1024
 
+// lookPause is between two looks at what strangers have sent: what a connection sends meanwhile costs one look.
+const lookPause = time.Millisecond
+
 // newGuard makes the guard of the ROUTER z, none if strangers have no budget.
 func newGuard(n *shared, flow *flow, ctx *zmq4.Context, z *zmq4.Socket, serial, port int) (*guard, error) {
 	budget := flow.strangers
@@ -119,22 +122,22 @@ func (g *guard) accepted(fd int) {
 		return // it has gone already
 	}
 	g.mu.Lock()
+	defer g.mu.Unlock()
 	in := g.conns[fd]
 	if in != nil && in.cookie != cookie { // heard of late, see heard
-		g.forget(fd, in)
+		g.forget(in)
 	}
 	in = g.at(fd, cookie)
-	if in.gone = false; in.member != nil {
+	in.gone = false
+	g.place(in)
+	if in.member != nil {
 		in.member.arrives.Store(int64(fd) + 1)
 	}
 	if in.member == nil {
 		// EPOLLOUT, since the kernel drops an event when libzmq has read the bytes already,
 		// but not when the connection can be written to as well.
 		_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLOUT | unix.EPOLLET&0xffffffff, Fd: int32(fd)})
-		g.thin()
 	}
-	g.mu.Unlock()
-	g.check(fd)
 }
 
 // epoll is the descriptor of g.poll.
@@ -148,7 +151,7 @@ func (g *guard) epoll() int {
 func (g *guard) at(fd int, cookie uint64) *incoming {
 	in := g.conns[fd]
 	if in == nil {
-		in = &incoming{name: peerName{id: van.Empty}, since: time.Now()}
+		in = &incoming{fd: fd, name: peerName{id: van.Empty}, since: time.Now()}
 		g.conns[fd] = in
 		if a, err := unix.Getpeername(fd); err == nil {
 			in.host = addrOf(a).Addr()
@@ -168,7 +171,7 @@ func (g *guard) gone(fd int) (host string, silent bool) {
 	}
 	host, silent = in.host.String(), in.member == nil && in.taken == 0
 	if cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || cookie != in.cookie {
-		g.forget(fd, in)
+		g.forget(in)
 		return host, silent
 	}
 	g.leave(in)
@@ -193,7 +196,7 @@ func (g *guard) heard(fd int, size int64, name peerName) {
 		case err != nil, cookie == in.cookie && in.taken > 0 && in.name != name:
 			return // the message is of one that had the descriptor before
 		case cookie != in.cookie:
-			g.forget(fd, in)
+			g.forget(in)
 			in = nil
 		}
 	}
@@ -203,6 +206,7 @@ func (g *guard) heard(fd int, size int64, name peerName) {
 			return // it has gone
 		}
 		in = g.at(fd, cookie)
+		g.place(in)
 	}
 	if in.member == nil {
 		if info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO); err == nil && int64(info.Bytes_received) < in.taken+size {
@@ -217,8 +221,10 @@ func (g *guard) heard(fd int, size int64, name peerName) {
 	// The table is read with g.mu held: a process that becomes a member now is seen here, or
 	// known sees the name.
 	if c := (*g.n.peers.Load())[name.id]; c != nil && c.isOf(name) {
-		g.joins(fd, in, c)
+		g.joins(in, c)
+		return
 	}
+	g.place(in)
 }
 
 // accepts tells whether fd is a connection to the port of the node's ROUTER: one that it
@@ -241,29 +247,30 @@ func (g *guard) known(c *conn) {
 	name := peerName{c.who.Load().id, c.incarnation}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	for fd, in := range g.conns {
+	for _, in := range g.conns {
 		former := in.member != nil && name.incarnation == 0 && in.member.to != c.to
 		if in.name == name && !in.gone && !former {
-			g.joins(fd, in, c)
+			g.joins(in, c)
 		}
 	}
 }
 
 // joins makes in the connection of a member. g.mu is held.
-func (g *guard) joins(fd int, in *incoming, c *conn) {
+func (g *guard) joins(in *incoming, c *conn) {
 	g.held -= in.held
 	in.member, in.held = c, 0
+	in.uncount()
 	if !in.gone {
-		c.arrives.Store(int64(fd) + 1)
+		c.arrives.Store(int64(in.fd) + 1)
 	}
 	if class, ok := g.n.classOf(c); ok {
-		tcpSocket{fd, in.cookie}.setClass(class)
+		tcpSocket{in.fd, in.cookie}.setClass(class)
 	}
-	_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_DEL, fd, nil)
+	_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_DEL, in.fd, nil)
 	if _, limit := g.n.heartbeats(); limit > 0 && c.incarnation != 0 {
 		// An answer that nobody acknowledges ends the connection, as a request does on
 		// the other side.
-		tcpSocket{fd, in.cookie}.use(func(fd int) {
+		tcpSocket{in.fd, in.cookie}.use(func(fd int) {
 			_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(limit.Milliseconds()))
 		})
 	}
@@ -282,6 +289,7 @@ func (g *guard) look() {
 		for _, e := range events[:n] {
 			g.check(int(e.Fd))
 		}
+		time.Sleep(lookPause)
 	}
 }
 
@@ -313,16 +321,11 @@ func (g *guard) check(fd int) {
 // relieve ends connections until the strangers hold no more than the budget. g.mu is
 // held.
 func (g *guard) relieve() {
-	var all []stranger
-	for fd, in := range g.conns {
-		if in.member == nil && in.held > 0 {
-			all = append(all, stranger{fd, in})
-		}
-	}
-	slices.SortFunc(all, func(a, b stranger) int { return cmp.Compare(b.held, a.held) })
+	all := append(g.crowd.silent.all(), g.crowd.heard.all()...)
+	slices.SortFunc(all, func(a, b *incoming) int { return cmp.Compare(b.held, a.held) })
 	excess := g.held - g.budget
 	again, doubt := g.mayConnectAgain()
-	for i := 0; i < len(all) && excess > 0; i++ {
+	for i := 0; i < len(all) && all[i].held > 0 && excess > 0; i++ {
 		e := all[i]
 		if spare := i < doubt || again[e.host] > 0; spare && e.held < 2*maxFrame {
 			excess -= e.held // it may be a worker whose first message is long
@@ -332,9 +335,7 @@ func (g *guard) relieve() {
 			continue
 		}
 		excess -= e.held
-		g.held -= e.held
-		g.end(e.fd, e.incoming)
-		e.held, e.ended = 0, true
+		g.end(e)
 	}
 }
 
@@ -366,12 +367,12 @@ func (g *guard) mayConnectAgain() (hosts map[netip.Addr]int, unseen int) {
 	return hosts, unseen
 }
 
-// end closes a connection: libzmq sees the end of it and lets go of what it holds. It is
-// counted first, so that who sees the end finds it in the counter.
-func (g *guard) end(fd int, in *incoming) {
-	from := g.shut(fd, in)
+// end closes the connection of a stranger that holds too much. g.mu is held.
+func (g *guard) end(in *incoming) {
+	held := in.held
+	from := g.shut(in)
 	if n, speak := g.lines.Next(); speak {
 		g.n.log.Warn("ended the connection of a stranger, which is not a member of the cluster", "from", from,
-			"bytes of unfinished messages", in.held, "limit", fmt.Sprintf("%d for all strangers (STEPAF_STRANGER_BUDGET)", g.budget), "ended so far", n)
+			"bytes of unfinished messages", held, "limit", fmt.Sprintf("%d for all strangers (STEPAF_STRANGER_BUDGET)", g.budget), "ended so far", n)
 	}
 }

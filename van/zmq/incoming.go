@@ -3,6 +3,7 @@ package zmq
 // The connections that the ROUTER has accepted, as the guard knows them.
 
 import (
+	"container/list"
 	"net/netip"
 	"time"
 
@@ -11,6 +12,7 @@ import (
 
 // incoming is a connection that was accepted.
 type incoming struct {
+	fd     int
 	cookie uint64
 	since  time.Time  // the time at which it was accepted
 	host   netip.Addr // of the peer
@@ -23,18 +25,23 @@ type incoming struct {
 	// libzmq has said that the connection of this descriptor has ended, and it is still open:
 	// it will be closed, or it is the next connection's already, and the event of that comes.
 	gone bool
+
+	line  *strangers    // that counts the connection, nil if none does
+	entry *list.Element // in it
 }
 
-// stranger is a connection of the guard with its descriptor.
-type stranger struct {
-	fd int
-	*incoming
+// uncount takes in out of the number of strangers' connections. g.mu is held.
+func (in *incoming) uncount() {
+	if in.line != nil {
+		in.line.remove(in)
+	}
 }
 
 // leave takes in, which has ended, out of the account. g.mu is held.
 func (g *guard) leave(in *incoming) {
 	g.held -= in.held
 	in.held, in.gone = 0, true
+	in.uncount()
 	if c := in.member; c != nil {
 		c.arrives.Store(0)
 		for _, s := range g.ofLocked(c) {
@@ -43,17 +50,21 @@ func (g *guard) leave(in *incoming) {
 	}
 }
 
-// forget forgets in, the connection of fd, which has ended. g.mu is held.
-func (g *guard) forget(fd int, in *incoming) {
-	delete(g.conns, fd)
+// forget forgets in, which has ended. g.mu is held.
+func (g *guard) forget(in *incoming) {
+	delete(g.conns, in.fd)
 	g.leave(in)
 }
 
-// shut is end without a log line. It returns the peer's address.
-func (g *guard) shut(fd int, in *incoming) (from string) {
+// shut ends in, a stranger's: libzmq sees the end of it and lets go of what it holds. It is counted first, so that who sees the end
+// finds it in the counter. shut returns the peer's address. g.mu is held.
+func (g *guard) shut(in *incoming) (from string) {
 	g.n.stats.strangers.Add(1)
+	g.held -= in.held
+	in.held, in.ended = 0, true
+	in.uncount()
 	from = "unknown"
-	tcpSocket{fd, in.cookie}.use(func(fd int) {
+	tcpSocket{in.fd, in.cookie}.use(func(fd int) {
 		if a, err := unix.Getpeername(fd); err == nil {
 			from = addrOf(a).String()
 		}
@@ -74,9 +85,9 @@ func (g *guard) of(c *conn) (l []tcpSocket) {
 
 // ofLocked is of where g.mu is held.
 func (g *guard) ofLocked(c *conn) (l []tcpSocket) {
-	for fd, in := range g.conns {
+	for _, in := range g.conns {
 		if in.member == c && !in.gone {
-			l = append(l, tcpSocket{fd, in.cookie})
+			l = append(l, tcpSocket{in.fd, in.cookie})
 		}
 	}
 	return l

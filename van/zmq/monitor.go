@@ -29,12 +29,19 @@ type monitor struct {
 // connEvents are those of a DEALER that change whether the peer is there.
 const connEvents = zmq4.EVENT_CONNECTED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED | zmq4.EVENT_CLOSED | zmq4.EVENT_MONITOR_STOPPED | handshakeFailed
 
+// eventQueue is how many events libzmq queues for a monitor. If the queue is full, libzmq's I/O thread waits, and all its connections
+// with it: a flood of connections must not fill it. It has an end, since libzmq reports without a pause that it has no descriptor left.
+const eventQueue = 1 << 16
+
 func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event) (*monitor, error) {
 	addr := fmt.Sprintf("inproc://monitor-%d", serial)
 	// The pair comes first: what libzmq reports when it frees a socket waits for a pair, and frees no others meanwhile.
 	pair, err := ctx.NewSocket(zmq4.PAIR)
 	if err != nil {
 		return nil, fmt.Errorf("monitor: %w", socketError(err))
+	}
+	if err := pair.SetRcvhwm(eventQueue); err != nil {
+		return nil, errors.Join(wrap("ZMQ_RCVHWM", eventQueue, err), pair.Close())
 	}
 	s, err := newSocket(pair, false)
 	if err != nil {

@@ -2,6 +2,7 @@ package zmq
 
 import (
 	"context"
+	"net"
 	"sync"
 	"syscall"
 	"testing"
@@ -165,4 +166,29 @@ func TestFilesLack(t *testing.T) {
 	c := (*worker.peers.Load())[8]
 	worker.Disconnect(8)
 	freed(t, c)
+}
+
+// TestBusyGuard: while the guard does not read what libzmq reports of a flood of connections, libzmq's thread reads what members send.
+func TestBusyGuard(t *testing.T) {
+	scheduler, member := newNode(t, 1, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, scheduler, member)
+	member.must(t, heartbeat(1, 0))
+	scheduler.next(t).Release()
+	until(t, "connection that is the member's", (*scheduler.peers.Load())[9].seen)
+	scheduler.guard.mu.Lock()
+	defer scheduler.guard.mu.Unlock()
+	for range 1500 { // two events each, and libzmq's default is 2000
+		c, err := net.DialTimeout("tcp", scheduler.self.Addr(), limit)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = c.(*net.TCPConn).SetLinger(0)
+		_ = c.Close()
+	}
+	for i := range 3 {
+		member.must(t, heartbeat(1, 1+i))
+		if m := scheduler.next(t); int(m.Timestamp) != 1+i {
+			t.Errorf("got message %d, want %d", m.Timestamp, 1+i)
+		}
+	}
 }

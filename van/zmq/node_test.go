@@ -254,8 +254,8 @@ func resident(t *testing.T) int64 {
 	return n * int64(os.Getpagesize())
 }
 
-// heap is what Go's heap holds after a collection.
-func heap() uint64 {
+// heapInUse is what Go's heap holds after a collection.
+func heapInUse() uint64 {
 	runtime.GC()
 	runtime.GC()
 	var m runtime.MemStats

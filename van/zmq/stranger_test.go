@@ -459,8 +459,8 @@ func TestHeardBeforeAccepted(t *testing.T) {
 		return of >= 0
 	})
 	for name, before := range map[string]incoming{
-		"one that has ended":         {cookie: now.cookie + 1, name: peerName{9, 7}, member: c, taken: 100, gone: true},
-		"one whose end is read late": {cookie: now.cookie, name: peerName{id: van.Empty}, gone: true},
+		"one that has ended":         {fd: of, cookie: now.cookie + 1, name: peerName{9, 7}, member: c, taken: 100, gone: true},
+		"one whose end is read late": {fd: of, cookie: now.cookie, name: peerName{id: van.Empty}, gone: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			g.mu.Lock()
@@ -522,11 +522,11 @@ func TestEndedConnectionForgotten(t *testing.T) {
 	if !c.seen() {
 		t.Error("of two connections one has ended, and the member is not seen")
 	}
-	g.forget(of-1, ended)
+	g.forget(ended)
 	if !c.seen() {
 		t.Error("a connection that had ended was forgotten, and the member is not seen")
 	}
-	if g.forget(of, other); c.seen() {
+	if g.forget(other); c.seen() {
 		t.Error("the member's last connection has ended, and it is seen")
 	}
 }
@@ -565,7 +565,7 @@ func TestMalformedKeepsNothing(t *testing.T) {
 	m.Body = make([]byte, 64<<20)
 	b := packed(t, m)
 	m.Body = nil
-	before := heap()
+	before := heapInUse()
 	send := func() {
 		_ = r.SetDeadline(time.Now().Add(limit)) // each takes long on a busy machine
 		r.send(b)
@@ -579,7 +579,7 @@ func TestMalformedKeepsNothing(t *testing.T) {
 	b[8] = byte(van.Heartbeat)
 	until(t, "refusal", func() bool { return n.Stats().Malformed == 3 })
 	n.says(t, "dropped a malformed message")
-	if after := heap(); after > before+16<<20 {
+	if after := heapInUse(); after > before+16<<20 {
 		t.Errorf("the heap has grown by %d MiB", (after-before)>>20)
 	}
 }
