@@ -98,7 +98,7 @@ const (
 
 var wantSecret = fmt.Sprintf(`%d to %d bytes; "stepaf secret" makes one`, MinSecret, MaxSecret)
 
-// readSecretFile returns the secret in the file at path, or why it is refused and what is expected instead.
+// readSecretFile returns the secret in the file at path. If the file is refused, why is the cause and want is the expectation.
 func readSecretFile(path string) (b []byte, why, want string) {
 	const readable = "a file that this process can read"
 	// O_NONBLOCK: opening a named pipe without a writer must not wait.
