@@ -25,6 +25,7 @@ type joins struct {
 	list       []*join        // in order of arrival
 	held       []*join        // for whom there is no place while some in list are alive, which is being found out
 	vanished   []string       // the latest that did, for reports
+	endings    []string       // what processes have said that ended before they registered
 }
 
 // join is a node that has registered.
@@ -208,7 +209,7 @@ const maxEnded = 500
 // ended records the text of a process that ends before it has registered.
 func (s *joins) ended(text string) {
 	text = strings.ToValidUTF8(text[:min(len(text), maxEnded)], "")
-	remember(&s.vanished, text)
+	remember(&s.endings, text)
 	s.out.emit(Warning{Text: "a node has ended before it registered: " + text})
 }
 

@@ -237,11 +237,11 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 // tickStart reports the missing nodes, or gives up.
 func (m *Machine) tickStart(now time.Duration) {
 	if d := m.cfg.StartTimeout; d > 0 && now-m.life.started >= d {
-		text := m.Report(now).String()
+		r := m.Report(now)
 		if m.sched != nil {
-			m.sched.joins.tell(notice{verb: verbError, text: "the scheduler gave up after " + d.String() + ": " + text})
+			m.sched.joins.tell(notice{verb: verbError, text: "the scheduler gave up after " + d.String() + ": " + r.told()})
 		}
-		m.tickets.end(&van.Error{Op: "start", Node: m.table.name(), Detail: text, Limit: d, Err: van.ErrTimeout})
+		m.tickets.end(&van.Error{Op: "start", Node: m.table.name(), Detail: r.String(), Limit: d, Err: van.ErrTimeout})
 		return
 	}
 	if now < m.nextReport {
@@ -253,7 +253,7 @@ func (m *Machine) tickStart(now time.Duration) {
 	r := m.Report(now)
 	m.sender.emit(Waiting{r})
 	if m.sched != nil {
-		m.sched.joins.tell(notice{verb: verbWaiting, text: r.String()})
+		m.sched.joins.tell(notice{verb: verbWaiting, text: r.told()})
 	}
 }
 

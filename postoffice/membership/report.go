@@ -20,6 +20,7 @@ type Report struct {
 	// Vanished and Refused are the nodes that disconnected or were refused during
 	// start-up, the latest 16 of each.
 	Vanished, Refused []string
+	Ended             []string // what processes have said that ended before they registered, the latest 16
 	Unreached         []string // why nodes that have registered cannot be reached
 	Dead              []string // with the cause
 	Returned          string   // on a restarted scheduler: how many nodes have come back
@@ -28,7 +29,17 @@ type Report struct {
 }
 
 // String puts the report on one line.
-func (r Report) String() string {
+func (r Report) String() string { return r.text(describe, true) }
+
+// told is String for processes that have registered with a scheduler, and may be no nodes of its cluster: it has no address of
+// another node. The scheduler's log has them.
+func (r Report) told() string {
+	of := func(n *van.Node) string { return fmt.Sprintf("%s (%s)", n.Role, rankText(n)) }
+	return r.text(of, false)
+}
+
+// text is the report with each present node as of describes it, and, if details is true, what is known of lost and refused ones and not only their number.
+func (r Report) text(of func(*van.Node) string, details bool) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "after %s: ", r.Elapsed.Round(time.Millisecond))
 	switch {
@@ -40,7 +51,7 @@ func (r Report) String() string {
 		fmt.Fprintf(&b, "waiting for %s", list(r.Missing))
 		var names []string
 		for i := range r.Present {
-			names = append(names, describe(&r.Present[i]))
+			names = append(names, of(&r.Present[i]))
 		}
 		if len(names) > 0 {
 			fmt.Fprintf(&b, "; present: %s", list(names))
@@ -51,8 +62,10 @@ func (r Report) String() string {
 	for _, part := range []struct {
 		name  string
 		items []string
-	}{{"not reached", r.Unreached}, {"vanished", r.Vanished}, {"refused", r.Refused}, {"dead", r.Dead}} {
-		if len(part.items) > 0 {
+	}{{"not reached", r.Unreached}, {"vanished", r.Vanished}, {"refused", r.Refused}, {"dead", r.Dead}, {"ended", r.Ended}} {
+		if len(part.items) > 0 && !details && part.name != "ended" {
+			fmt.Fprintf(&b, "; %s: %d, see the scheduler's log", part.name, len(part.items))
+		} else if len(part.items) > 0 {
 			fmt.Fprintf(&b, "; %s: %s", part.name, strings.Join(part.items, "; "))
 		}
 	}

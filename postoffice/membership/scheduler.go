@@ -150,7 +150,7 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 	} else if s.joins.register(now, j) {
 		s.trials.registered(now, &rec)
 		if s.form(now); s.life.phase == joining {
-			text += "; " + s.report(now).String()
+			text += "; " + s.report(now).told()
 		}
 	}
 	s.trials.answer(&rec, text, 0) // in any case: the process knows then that it has found a scheduler of this library
@@ -359,7 +359,7 @@ func (s *scheduler) report(now time.Duration) Report {
 	r := s.alive.report(now)
 	r.Unreached = s.trials.unreached()
 	r.Vanished, r.Refused = slices.Clone(s.joins.vanished), slices.Clone(s.refusals.texts)
-	r.Barriers = s.gathers.text()
+	r.Ended, r.Barriers = slices.Clone(s.joins.endings), s.gathers.text()
 	if !r.Ready {
 		r.Present = append(r.Present, s.joins.present()...)
 		r.Missing = s.joins.missing(r.Present)

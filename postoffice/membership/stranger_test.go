@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -379,6 +380,56 @@ func TestRefusalsNameNobody(t *testing.T) {
 			told(t, m)
 		})
 	}
+	t.Run("waiting/is accepted", func(t *testing.T) { // all that it is told until the scheduler gives up
+		cfg := strangerConfig(van.Scheduler, cluster, 8123)
+		cfg.NumWorkers, cfg.StartTimeout, cfg.Tries = 4, 30*time.Second, true
+		m := started(t, cfg)
+		register := func(now time.Duration, r van.Node) {
+			if err := m.Step(now, van.Empty, registers(r, "")); err != nil {
+				t.Fatal(err)
+			}
+		}
+		register(0, member(van.Worker, "10.0.0.1", 4009, 209, cluster))
+		vanishes := member(van.Worker, "10.0.0.1", 4010, 210, cluster)
+		register(0, vanishes)
+		register(0, member(van.Worker, "10.0.0.1", 4011, 211, 3)) // is refused
+		register(0, ranked(-1))
+		seen := func(o Output) (text string) {
+			switch o := o.(type) {
+			case Connect:
+				if o.Node.Addr() == vanishes.Addr() {
+					m.PeerLost(6*time.Second, o.ID, van.ErrPeerLost)
+				}
+			case Try:
+				m.Tried(6*time.Second, &o.Node, "10.0.0.99", syscall.ETIMEDOUT)
+			case Reply:
+				if o.Incarnation == 66 {
+					text = string(o.Meta.Body)
+				}
+			case Send:
+				text = string(o.Meta.Body) // all that wait are told the same
+			}
+			return text
+		}
+		heard := map[string]bool{} // the verbs of its notices
+		for now := time.Duration(0); now <= 31*time.Second; now += time.Second / 2 {
+			m.Tick(now)
+			for _, o := range m.Take() {
+				text := seen(o)
+				if strings.Contains(text, "10.0.0.1:") && !strings.HasPrefix(text, "stepaf/1 error worker 10.0.0.1:4011") { // the refused one is told its own
+					t.Errorf("%s: the stranger is told %q", now, text)
+				}
+				for _, want := range []string{"has registered; ", "error the scheduler gave up", "present: worker", "vanished: 1", "refused: 1", "not reached: "} {
+					heard[want] = heard[want] || strings.Contains(text, want)
+				}
+			}
+		}
+		for want, is := range heard {
+			if !is {
+				t.Errorf("the stranger is not told %q", want)
+			}
+		}
+	})
 	t.Run("heartbeat of another cluster", func(t *testing.T) {
 		m := formed(t, strangerConfig(van.Scheduler, cluster, 8123), cluster)
 		var h van.Meta

@@ -247,8 +247,8 @@ func TestEnded(t *testing.T) {
 		}
 	}
 	r := s.Report(0)
-	if n := len(r.Vanished); n != maxRefusals || !strings.HasPrefix(r.Vanished[n-1], "worker of rank 23 on h: too few files") {
-		t.Errorf("the report has %d that ended: %q", n, r.Vanished)
+	if n := len(r.Ended); n != maxRefusals || !strings.HasPrefix(r.Ended[n-1], "worker of rank 23 on h: too few files") {
+		t.Errorf("the report has %d that ended: %q", n, r.Ended)
 	}
 	if n := len(r.String()); n > 2*maxRefusals*maxEnded {
 		t.Errorf("the report has %d bytes", n)
