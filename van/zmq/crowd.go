@@ -152,6 +152,9 @@ func (g *guard) lookAround(now time.Time) {
 		}
 		g.mu.Unlock()
 	}
+	g.mu.Lock()
+	g.pause()
+	g.mu.Unlock()
 }
 
 // due lists the connections that have ended, or that carry no message for too long.

@@ -253,3 +253,41 @@ func TestEndlessMessageBesideADeadWorker(t *testing.T) {
 		})
 	}
 }
+
+// TestPause: while libzmq has not freed many connections that were ended, nothing connects, and again afterwards.
+func TestPause(t *testing.T) {
+	s := newNode(t, van.SchedulerID, 5, nil, nil)
+	ending := func(n int) {
+		s.guard.mu.Lock()
+		defer s.guard.mu.Unlock()
+		s.guard.ending = n
+		s.guard.pause()
+	}
+	ending(endingMost + 1)
+	if c, err := net.DialTimeout("tcp", s.self.Addr(), 50*time.Millisecond); err == nil {
+		_ = c.Close()
+		t.Error("a connection was made in the pause")
+	}
+	ending(endingMost/2 + 1)
+	if !s.guard.paused {
+		t.Error("the pause ended too early")
+	}
+	ending(0)
+	c, err := net.DialTimeout("tcp", s.self.Addr(), limit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = c.Close()
+	until(t, "its end", func() bool { return crowdOf(s) == 0 })
+	for range 20 { // each one that is ended counts until libzmq has freed it
+		r := dialRaw(t, s, "")
+		until(t, "the connection", func() bool { return crowdOf(s) == 1 })
+		s.guard.lookAround(time.Now().Add(silentTime))
+		until(t, "its end", func() bool {
+			s.guard.mu.Lock()
+			defer s.guard.mu.Unlock()
+			return s.guard.ending == 0
+		})
+		_ = r.Close()
+	}
+}

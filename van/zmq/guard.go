@@ -42,6 +42,10 @@ type guard struct {
 	mu    sync.Mutex
 	conns map[int]*incoming // by descriptor
 	held  int64             // of strangers
+
+	listens int  // the listening socket
+	ending  int  // connections that the guard has ended, and libzmq has not
+	paused  bool // nothing can connect
 }
 
 // greeting is about how many bytes a connection carries at most before the first message, with CURVE.
@@ -64,7 +68,7 @@ func newGuard(n *shared, flow *flow, ctx *zmq4.Context, z *zmq4.Socket, serial, 
 		_ = unix.Close(ep)
 		return nil, os.NewSyscallError("fcntl", err)
 	}
-	g := &guard{n: n, budget: budget, port: port, drained: flow.drained.Load, crowd: newCrowd(n), conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
+	g := &guard{n: n, budget: budget, port: port, listens: listener(port), drained: flow.drained.Load, crowd: newCrowd(n), conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
 	if g.raw, err = g.poll.SyscallConn(); err == nil {
 		g.mon, err = newMonitor(ctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_ACCEPT_FAILED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED|zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL|zmq4.EVENT_HANDSHAKE_FAILED_AUTH)
 	}
@@ -130,6 +134,7 @@ func (g *guard) accepted(fd int) {
 	in = g.at(fd, cookie)
 	in.gone = false
 	g.place(in)
+	g.pause()
 	if in.member != nil {
 		in.member.arrives.Store(int64(fd) + 1)
 	}
@@ -165,6 +170,7 @@ func (g *guard) at(fd int, cookie uint64) *incoming {
 func (g *guard) gone(fd int) (host string, silent bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	defer g.pause()
 	in := g.conns[fd]
 	if in == nil {
 		return "unknown", true

@@ -40,6 +40,9 @@ func (in *incoming) uncount() {
 // leave takes in, which has ended, out of the account. g.mu is held.
 func (g *guard) leave(in *incoming) {
 	g.held -= in.held
+	if in.ended && !in.gone {
+		g.ending--
+	}
 	in.held, in.gone = 0, true
 	in.uncount()
 	if c := in.member; c != nil {
@@ -61,6 +64,7 @@ func (g *guard) forget(in *incoming) {
 func (g *guard) shut(in *incoming) (from string) {
 	g.n.stats.strangers.Add(1)
 	g.held -= in.held
+	g.ending++
 	in.held, in.ended = 0, true
 	in.uncount()
 	from = "unknown"
