@@ -132,7 +132,7 @@ func (m *Message) Release() {
 func (m *Message) Reset() {
 	m.Meta.Reset()
 	m.Sender, m.Receiver = Empty, Empty
-	m.Epoch = 0
+	m.Epoch, m.Origin = 0, OriginUnknown
 	m.Frames = 0
 	m.Keys, m.Vals, m.Lens, m.Into = backend.Mem{}, backend.Mem{}, backend.Mem{}, backend.Mem{}
 	m.Placed, m.More, m.Continues = false, false, false
