@@ -83,12 +83,17 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 		z.SetReconnectIvlMax(2*time.Second), v.curve.client(z)); err != nil {
 		return fail(errors.Join(err, z.Close()))
 	}
+	v.serial++
 	if own := int(v.id.Load()); own == van.Empty && id == van.SchedulerID && v.incarnation != 0 {
 		if err := z.SetIdentity(newcomerID(v.incarnation)); err != nil {
 			return fail(errors.Join(err, z.Close()))
 		}
 	} else if own != van.Empty {
-		if err := z.SetIdentity(v.nameTo(c.incarnation)); err != nil {
+		name := v.nameTo(c.incarnation)
+		if own == van.SchedulerID && c.incarnation != 0 {
+			name = serialName(name, uint32(v.serial))
+		}
+		if err := z.SetIdentity(name); err != nil {
 			return fail(errors.Join(err, z.Close()))
 		}
 		c.named = c.incarnation != 0
@@ -99,7 +104,6 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 			return fail(errors.Join(err, z.Close()))
 		}
 	}
-	v.serial++
 	mon, err := newMonitor(v.zctx, z, v.serial, connEvents)
 	if err != nil {
 		return fail(errors.Join(err, z.Close()))

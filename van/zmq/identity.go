@@ -14,6 +14,10 @@ import (
 //   - A process that was replaced cannot take over the connection of its successor.
 //   - A process that some node has connected to cannot use that node's name at a third one, whose incarnation it
 //     does not know. The scheduler can therefore connect to a process that proves nothing, to refuse it or to answer it.
+//
+// The scheduler adds a serial number, so that each of its connections has a name of its own: "ps1.0badcafe.00c0ffee.00000007".
+// It may have several connections to one process: while it learns which node that is, it connects for each question. If they had one
+// name, the process would read only the newest, whichever of them the scheduler keeps.
 
 // peerName is who sent a message.
 type peerName struct {
@@ -40,6 +44,9 @@ func routingID(p peerName, to uint32) string {
 	}
 	return s + "." + digits(p.incarnation) + "." + digits(to)
 }
+
+// serialName is the name of one of several connections that have the name.
+func serialName(name string, serial uint32) string { return name + "." + digits(serial) }
 
 func digits(incarnation uint32) string {
 	hex := strconv.FormatUint(uint64(incarnation), 16)
@@ -74,7 +81,14 @@ func readName(routing []byte) (name peerName, to uint32) {
 	if i == len(routing) {
 		return p, 0
 	}
-	if len(routing) != i+2*(1+incarnationDigits) || routing[i+1+incarnationDigits] != '.' {
+	const part = 1 + incarnationDigits
+	if p.id == van.SchedulerID && len(routing) == i+3*part && routing[i+2*part] == '.' {
+		if _, ok := incarnationIn(routing[i+2*part+1:]); !ok {
+			return stranger, 0
+		}
+		routing = routing[:i+2*part]
+	}
+	if len(routing) != i+2*part || routing[i+part] != '.' {
 		return stranger, 0
 	}
 	by, ok := incarnationIn(routing[i+1:])

@@ -22,6 +22,19 @@ func TestRoutingIDs(t *testing.T) {
 	if got := routingID(peerName{9, 0xbadcafe}, 5); got != "ps9.0badcafe.00000005" {
 		t.Errorf("routing id %q, want ps9.0badcafe.00000005", got)
 	}
+	for name, want := range map[string]peerName{
+		serialName(routingID(peerName{1, 0xbadcafe}, 5), 7): {1, 0xbadcafe},
+		serialName(routingID(peerName{9, 0xbadcafe}, 5), 7): {id: van.Empty}, // only the scheduler's connections are numbered
+		"ps1.0badcafe.00000005.0000007":                     {id: van.Empty},
+		"ps1.0badcafe.00000005.0000000x":                    {id: van.Empty},
+		"ps1.0badcafe.00000005-00000007":                    {id: van.Empty},
+		"ps1.0badcafe.00000005.00000007.00000007":           {id: van.Empty},
+		"ps1.00000007": {id: van.Empty},
+	} {
+		if got, _ := nameOf([]byte(name), 5); got != want {
+			t.Errorf("%q is read as %+v, want %+v", name, got, want)
+		}
+	}
 	for _, s := range []string{
 		"", "p", "ps", "PS9", "xs9", "ps09", "ps009", "ps01", "ps0", "ps+9", "ps-9", "ps9 ", " ps9", "ps9\x00", "ps9x", "ps",
 		"ps2", "ps3", "ps4", "ps5", "ps6", "ps7", // groups

@@ -414,3 +414,30 @@ func TestSendWhileReplaced(t *testing.T) {
 		}
 	}
 }
+
+// TestConnectionsForQuestions: while the scheduler learns which node a process is, it makes several connections to it. Whichever of
+// them it keeps, the process reads all.
+func TestConnectionsForQuestions(t *testing.T) {
+	scheduler, worker := newNode(t, 1, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	for i := range 3 {
+		if err := scheduler.Connect(t.Context(), -1-i, worker.self); err != nil {
+			t.Fatal(err)
+		}
+		scheduler.must(t, heartbeat(-1-i, i))
+		if m := worker.next(t); m.Sender != 1 || m.Timestamp != int32(i) {
+			t.Fatalf("message %d of %d arrived, want %d of 1", m.Timestamp, m.Sender, i)
+		}
+	}
+	if err := scheduler.Rename(-2, 9); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 3 {
+		scheduler.must(t, heartbeat(9, 10+i))
+		if m := worker.next(t); m.Sender != 1 || m.Timestamp != int32(10+i) {
+			t.Fatalf("message %d of %d arrived, want %d of 1", m.Timestamp, m.Sender, 10+i)
+		}
+	}
+	if down := scheduler.logged.String(); strings.Contains(down, "closed") {
+		t.Errorf("a connection was lost: %s", down)
+	}
+}
