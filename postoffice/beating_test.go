@@ -21,7 +21,7 @@ type beater struct {
 
 func (b *beater) Unwrap() van.Van { return b.Van }
 
-func (b *beater) Beating(int) bool {
+func (b *beater) Alive(int) bool {
 	b.asked.Add(1)
 	return b.answers.Load()
 }

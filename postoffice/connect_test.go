@@ -53,7 +53,7 @@ type unasking struct{ van.Van }
 
 func (u unasking) Unwrap() van.Van { return u.Van }
 
-func (unasking) Beating(int) bool { return false }
+func (unasking) Alive(int) bool { return false }
 
 // TestCloseWhenAPeerIsLost: who is told of a loss may close the node, whoever
 // noticed the loss.

@@ -22,7 +22,7 @@ type control struct {
 	life    *lifetime
 	members *members
 	lanes   *laneTable
-	beating func(id int) bool // that of the transport, nil without; see van.Beater
+	beating func(id int) bool // that of the transport, nil without; see van.LivenessProber
 
 	mu       sync.Mutex // guards what follows, and changes of life
 	machine  *membership.Machine

@@ -267,8 +267,8 @@ func (n *Node) join(ctx context.Context) error {
 	if w, ok := van.As[van.PeerWatcher](n.van); ok {
 		w.WatchPeers(n.peerChanged)
 	}
-	if b, ok := van.As[van.Beater](n.van); ok {
-		n.beating = b.Beating
+	if b, ok := van.As[van.LivenessProber](n.van); ok {
+		n.beating = b.Alive
 	}
 	m.Start(now()) // before anything can be received
 	if notFound != nil && n.role != van.Scheduler {

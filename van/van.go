@@ -162,14 +162,14 @@ type Prober interface {
 	Reply(incarnation uint32, msg *Message) error
 }
 
-// Beater is implemented by vans that ask by themselves whether their peers are there, where a
-// thread answers that needs none of its program's locks and no scheduler but the system's: a
-// process that computes answers, one that was stopped does not.
-type Beater interface {
-	// Beating tells whether the process that the latest Connect named for peer id has answered
-	// within the time of PS_HEARTBEAT_TIMEOUT, a fourth of it more at most, while the connection
-	// to it stands. When it does not any more the van may end the connection. It must not block.
-	Beating(id int) bool
+// LivenessProber is implemented by transports that probe their peers themselves. A dedicated OS thread
+// answers probes; it takes no locks of the program and does not depend on Go's scheduler. A peer that is
+// busy computing therefore still answers, and a stopped process does not.
+type LivenessProber interface {
+	// Alive reports whether the connection to peer id stands and the process that the latest Connect named
+	// has answered a probe within PS_HEARTBEAT_TIMEOUT, or a fourth more at most. Once Alive turns false, the
+	// transport may end the connection. Alive must not block.
+	Alive(id int) bool
 }
 
 // Reorderer is implemented by vans that can tell whether they keep a peer's messages in

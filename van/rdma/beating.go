@@ -65,8 +65,8 @@ func otherEnd(p *peer) (beat.Process, bool) {
 	return x, x.Incarnation != 0
 }
 
-// Beating implements van.Beater.
-func (b *beating) Beating(id int) bool {
+// Alive implements van.LivenessProber.
+func (b *beating) Alive(id int) bool {
 	p := (*b.van.peers.Load())[id]
 	if p == nil || b.asker == nil {
 		return false

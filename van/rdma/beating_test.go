@@ -41,12 +41,12 @@ func TestBeating(t *testing.T) {
 		t.Fatal("no thread answers for the scheduler")
 	}
 	for what, answers := range map[string]func() bool{
-		"worker for the scheduler": func() bool { return h.Beating(9) }, "server for the scheduler": func() bool { return h.Beating(8) },
-		"scheduler for the worker": func() bool { return w.Beating(van.SchedulerID) }, "scheduler for the server": func() bool { return s.Beating(van.SchedulerID) },
+		"worker for the scheduler": func() bool { return h.Alive(9) }, "server for the scheduler": func() bool { return h.Alive(8) },
+		"scheduler for the worker": func() bool { return w.Alive(van.SchedulerID) }, "scheduler for the server": func() bool { return s.Alive(van.SchedulerID) },
 	} {
 		r.until(what+" that answers", answers)
 	}
-	if w.Beating(8) || h.Beating(10) {
+	if w.Alive(8) || h.Alive(10) {
 		t.Error("one answers who is not asked")
 	}
 	p := (*h.peers.Load())[9]
@@ -56,16 +56,16 @@ func TestBeating(t *testing.T) {
 		_, stands := otherEnd(p)
 		return !stands
 	})
-	if h.Beating(9) {
+	if h.Alive(9) {
 		t.Error("it answers without a connection")
 	}
 	r.net.Heal(h.addr, w.addr)
-	r.until("answer", func() bool { return h.Beating(9) })
+	r.until("answer", func() bool { return h.Alive(9) })
 	s.answerer.Close() // as if its process were stopped
 	s.answerer = nil
-	r.until("end of the answers", func() bool { return !h.Beating(8) })
+	r.until("end of the answers", func() bool { return !h.Alive(8) })
 	w.close()
-	if w.Beating(van.SchedulerID) {
+	if w.Alive(van.SchedulerID) {
 		t.Error("a node that is closed has answers")
 	}
 }
@@ -100,7 +100,7 @@ func TestNotBeating(t *testing.T) {
 			if all := h.judged(); x.original && len(all) > 0 {
 				t.Errorf("a node of the original is asked: %v", all)
 			}
-			if h.Beating(9) {
+			if h.Alive(9) {
 				t.Error("the worker answers")
 			}
 		})
@@ -129,7 +129,7 @@ func TestBeatingPortTaken(t *testing.T) {
 			t.Fatalf("a question: %v", err)
 		}
 	}
-	if h.Beating(9) {
+	if h.Alive(9) {
 		t.Error("the worker answers")
 	}
 	if !strings.Contains(w.logged.String(), "address already in use") {

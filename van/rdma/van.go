@@ -30,7 +30,7 @@ var (
 	_ van.Recaller        = (*rvan)(nil)
 	_ van.Flusher         = (*rvan)(nil)
 	_ van.PeerWatcher     = (*rvan)(nil)
-	_ van.Beater          = (*rvan)(nil)
+	_ van.LivenessProber  = (*rvan)(nil)
 	_ van.Meter           = (*rvan)(nil)
 	_ van.HostChooser     = (*rvan)(nil)
 	_ van.PathChooser     = (*rvan)(nil)

@@ -36,18 +36,18 @@ func TestBeating(t *testing.T) {
 			c := (*worker.peers.Load())[8]
 			until(t, "connection", c.up.Load)
 			if x.want {
-				until(t, "answers", func() bool { return worker.Beating(8) })
-			} else if worker.Beating(8) {
+				until(t, "answers", func() bool { return worker.Alive(8) })
+			} else if worker.Alive(8) {
 				t.Error("server 0 answers by itself")
 			}
-			if worker.Beating(10) {
+			if worker.Alive(10) {
 				t.Error("an unknown peer answers by itself")
 			}
-			if server.Beating(9) {
+			if server.Alive(9) {
 				t.Error("a peer answers a node that sends no heartbeats")
 			}
 			worker.Disconnect(8)
-			if worker.Beating(8) {
+			if worker.Alive(8) {
 				t.Error("a peer answers behind the end of the connection")
 			}
 		})
@@ -90,12 +90,12 @@ func TestBeatingEnds(t *testing.T) {
 			server.connect(t, worker)
 			server.must(t, heartbeat(9, 1))
 			worker.next(t)
-			until(t, "answers", func() bool { return worker.Beating(8) })
+			until(t, "answers", func() bool { return worker.Alive(8) })
 			ends(t, server, cut)
-			until(t, "end of the answers", func() bool { return !worker.Beating(8) })
+			until(t, "end of the answers", func() bool { return !worker.Alive(8) })
 			if name == "another process at its address" {
 				until(t, "connection", (*worker.peers.Load())[8].up.Load)
-				if worker.Beating(8) {
+				if worker.Alive(8) {
 					t.Error("another process answers for it")
 				}
 			}

@@ -210,10 +210,10 @@ func (v *zvan) redial(c *conn) {
 	})
 }
 
-// Beating implements van.Beater. libzmq ends the connection to a peer whose threads do not
+// Alive implements van.LivenessProber. libzmq ends the connection to a peer whose threads do not
 // answer its heartbeats. That the peer's own connection to this node stands says that it is
 // still that process, not another one at its address.
-func (v *zvan) Beating(id int) bool {
+func (v *zvan) Alive(id int) bool {
 	c := (*v.peers.Load())[id]
 	if c == nil || c.incarnation == 0 || !c.up.Load() || v.guard != nil && !c.seen() {
 		return false
