@@ -257,15 +257,15 @@ def serve(functions):
     _do(_SERVE, data=_encode(list(functions)))
     try:
         while True:
-            number, errand, name, data = _do(_NEXT)
-            if errand == _NONE:
+            number, task, name, data = _do(_NEXT)
+            if task == _NONE:
                 return
             try:
                 answer, out = 0, b""
-                if errand == _CALL:
+                if task == _CALL:
                     last += 1
                     kept[last], answer = functions[name](*[kept[a] if isinstance(a, _Number) else a for a in _decode(data)]), last
-                elif errand == _VALUE:
+                elif task == _VALUE:
                     out = _encode([kept[number]])
                 else:
                     del kept[number]

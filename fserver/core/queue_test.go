@@ -94,6 +94,61 @@ func TestTwoBatchesTwoCallers(t *testing.T) {
 	}
 }
 
+// TestManyWorkers: get_batch waits for each of 40 workers, and returns their batches in the order of ranks. C++ StepMesh keeps the
+// workers in a mask of 32 bits.
+func TestManyWorkers(t *testing.T) {
+	const workers = 40
+	c := testcluster.Start(t, testcluster.Options{Workers: workers})
+	opened := make([]*Session, workers)
+	server := newSession(c.Servers[0])
+	var opening sync.WaitGroup
+	for i, n := range c.Workers {
+		opened[i] = newSession(n)
+		opening.Go(func() {
+			if err := opened[i].open(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	opening.Go(func() {
+		if err := server.open(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+	opening.Wait()
+	push := func(rank int) {
+		t.Helper()
+		if _, err := opened[rank].PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: tensor(t, []byte{byte(rank)})}}, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const last = 33 // not a rank at an end, and bit 1 of the mask
+	for rank := workers - 1; rank >= 0; rank-- {
+		if rank != last {
+			push(rank)
+		}
+	}
+	vantest.Eventually(t, 20*time.Second, "all but one have pushed", func() bool {
+		return slices.Equal(server.queue.missing(), []string{c.Servers[0].App().PeerName(van.WorkerID(last))})
+	})
+	_, err := server.GetBatch(nil, time.Millisecond)
+	vantest.Fails(t, err, ErrPending)
+	push(last)
+	var items []Item
+	if err := later(t, func(slice time.Duration) (err error) {
+		items, err = server.GetBatch(nil, slice)
+		return err
+	}); err != nil || len(items) != workers {
+		t.Fatalf("%d batches, %v; want %d", len(items), err, workers)
+	}
+	for rank, it := range items {
+		if it.Worker() != rank || it.Pushes()[0].Val.Bytes()[0] != byte(rank) {
+			t.Errorf("batch %d is of worker %d", rank, it.Worker())
+		}
+		it.Release()
+	}
+}
+
 // awaitBatches waits until n batches of worker 0 are queued.
 func awaitBatches(t *testing.T, q *queue, n int) {
 	t.Helper()

@@ -49,7 +49,7 @@ var sessionNames = [...]string{SessionOpen: "open", SessionRun: "call", SessionW
 type SessionCall struct {
 	Op     SessionOp
 	Handle uint64 // SessionNext: the number of a result
-	Rank   int    // SessionNext: an Errand
+	Rank   int    // SessionNext: an SessionTask
 	Name   string
 	Data   []byte
 
@@ -57,15 +57,15 @@ type SessionCall struct {
 	dropped bool   // nobody waits for the result any more
 }
 
-// Errand is what SessionNext returns in Rank.
-type Errand int
+// SessionTask is what SessionNext returns in Rank.
+type SessionTask int
 
 // What there is to be done.
 const (
-	ErrandNone  Errand = iota // the session has ended
-	ErrandRun                 // the function Name with the arguments Data, where handles are numbers of results
-	ErrandValue               // the value of the result Handle
-	ErrandDrop                // the result Handle is needed no more
+	SessionTaskNone  SessionTask = iota // the session has ended
+	SessionTaskRun                      // the function Name with the arguments Data, where handles are numbers of results
+	SessionTaskValue                    // the value of the result Handle
+	SessionTaskDrop                     // the result Handle is needed no more
 )
 
 // sessionState is what there is of sessions: the one that a process controls, and the one that it serves.
@@ -88,14 +88,14 @@ func (p *Process) SessionCall(limit time.Duration, c *SessionCall) (waits bool, 
 	}
 	switch c.Op {
 	case SessionKill, SessionServe, SessionDone, SessionFail, SessionLeave:
-		return false, s.sessions.atOnce(c)
+		return false, s.sessions.callNow(c)
 	}
 	op := "session"
 	if c.Op >= 0 && int(c.Op) < len(sessionNames) {
 		op += "." + sessionNames[c.Op]
 	}
 	return true, p.begin(op, limit, func() (func(context.Context) error, error) {
-		return func(ctx context.Context) error { return s.sessions.carryOut(ctx, c) }, nil
+		return func(ctx context.Context) error { return s.sessions.callAndWait(ctx, c) }, nil
 	})
 }
 
@@ -114,7 +114,7 @@ func (p *Process) SessionDrop(c *SessionCall) {
 }
 
 // made notes what takes the result of a call back. Where nobody waits for it any more that is done now.
-func (k *sessionState) made(c *SessionCall, undo func()) {
+func (k *sessionState) setUndo(c *SessionCall, undo func()) {
 	k.mu.Lock()
 	c.undo = undo
 	dropped := c.dropped
@@ -124,8 +124,8 @@ func (k *sessionState) made(c *SessionCall, undo func()) {
 	}
 }
 
-// atOnce carries out a call that does not wait.
-func (k *sessionState) atOnce(c *SessionCall) error {
+// callNow carries out a call that does not wait.
+func (k *sessionState) callNow(c *SessionCall) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if c.Op == SessionKill {
@@ -166,77 +166,99 @@ func (k *sessionState) atOnce(c *SessionCall) error {
 	return nil
 }
 
-// carryOut carries out a call that waits.
-func (k *sessionState) carryOut(ctx context.Context, c *SessionCall) error {
-	if c.Op == SessionNext {
+// callAndWait makes a call that waits.
+func (k *sessionState) callAndWait(ctx context.Context, c *SessionCall) error {
+	switch c.Op {
+	case SessionNext:
 		return k.next(ctx, c)
-	}
-	if c.Op == SessionOpen {
-		k.mu.Lock()
-		old := k.s
-		k.mu.Unlock()
-		if old != nil {
-			if old.Err() == nil {
-				return fmt.Errorf("session: %w: one is open already", ErrMisuse)
-			}
-			old.Close() // it may have failed only
-		}
-		open, err := session.Open(ctx, k.node, session.Options{})
-		if err != nil {
-			return err
-		}
-		k.mu.Lock()
-		k.s, k.handles = open, map[uint64]*session.Handle{}
-		k.mu.Unlock()
-		c.Rank = open.Ranks()
-		k.made(c, open.Close)
-		return nil
+	case SessionOpen:
+		return k.openSession(ctx, c)
 	}
 	k.mu.Lock()
 	open, h := k.s, k.handles[c.Handle]
 	k.mu.Unlock()
 	if open == nil {
-		return fmt.Errorf("session: %w: none is open", ErrMisuse)
+		return fmt.Errorf("session: %w: no session is open", ErrMisuse)
 	}
-	var values []any
-	var value any
-	var err error
-	if c.Data != nil {
-		if values, err = session.Decode(c.Data); err != nil {
-			return err
+	args, err := c.arguments()
+	if err != nil {
+		return err
+	}
+	created, results, err := callSession(ctx, open, h, c, args)
+	if err != nil {
+		return err
+	}
+	if created != nil {
+		k.addHandle(c, created)
+	}
+	c.Data, err = session.Encode(results...)
+	return err
+}
+
+// openSession opens the session of a controller. An earlier session must have failed; openSession closes it.
+func (k *sessionState) openSession(ctx context.Context, c *SessionCall) error {
+	k.mu.Lock()
+	old := k.s
+	k.mu.Unlock()
+	if old != nil {
+		if old.Err() == nil {
+			return fmt.Errorf("session: %w: a session is open already", ErrMisuse)
 		}
+		old.Close()
 	}
-	if c.Op == SessionCopyTo || c.Op == SessionSet {
-		if len(values) != 1 {
-			return fmt.Errorf("session: %w: %d values, want 1", ErrMisuse, len(values))
-		}
-		value = values[0]
+	open, err := session.Open(ctx, k.node, session.Options{})
+	if err != nil {
+		return err
 	}
-	var made *session.Handle
-	var got []any
+	k.mu.Lock()
+	k.s, k.handles = open, map[uint64]*session.Handle{}
+	k.mu.Unlock()
+	c.Rank = open.Ranks()
+	k.setUndo(c, open.Close)
+	return nil
+}
+
+// arguments decodes Data.
+func (c *SessionCall) arguments() ([]any, error) {
+	if c.Data == nil {
+		return nil, nil
+	}
+	args, err := session.Decode(c.Data)
+	if err != nil {
+		return nil, err
+	}
+	if (c.Op == SessionCopyTo || c.Op == SessionSet) && len(args) != 1 {
+		return nil, fmt.Errorf("session: %w: %d values, want 1", ErrMisuse, len(args))
+	}
+	return args, nil
+}
+
+// callSession calls the method of the open session that c names. h is the handle that c names, or nil if there is none. The
+// results are a new handle, or values.
+func callSession(ctx context.Context, open *session.Session, h *session.Handle, c *SessionCall, args []any) (created *session.Handle, results []any, err error) {
 	switch c.Op {
 	case SessionRun:
-		made, err = open.Call(ctx, c.Name, values...)
+		created, err = open.Call(ctx, c.Name, args...)
 	case SessionWait:
 		if h == nil {
-			return fmt.Errorf("session: %w: handle %d was killed", ErrMisuse, c.Handle)
+			return nil, nil, fmt.Errorf("session: %w: handle %d was killed", ErrMisuse, c.Handle)
 		}
 		err = h.Wait(ctx)
 	case SessionCopyTo:
-		made, err = open.CopyTo(ctx, value)
+		created, err = open.CopyTo(ctx, args[0])
 	case SessionBroadcast:
-		made, err = open.Broadcast(ctx, h)
+		created, err = open.Broadcast(ctx, h)
 	case SessionGet:
 		var v any
 		v, err = open.Get(ctx, h, c.Rank)
-		got = []any{v}
+		results = []any{v}
 	case SessionSet:
-		err = open.Set(ctx, h, c.Rank, value)
+		err = open.Set(ctx, h, c.Rank, args[0])
 	case SessionHandles:
 		var ids []uint64
 		ids, err = open.Handles(ctx, c.Rank)
 		for _, id := range ids {
-			got = append(got, int64(id))
+			results = append(results, int64(id))
 		}
 	case SessionSync:
 		err = open.Sync(ctx)
@@ -247,31 +269,29 @@ func (k *sessionState) carryOut(ctx context.Context, c *SessionCall) error {
 	default:
 		err = fmt.Errorf("session: %w: call %d", ErrMisuse, c.Op)
 	}
-	if err != nil {
-		return err
-	}
-	if made != nil {
-		c.Handle = made.ID()
-		k.mu.Lock()
-		k.handles[c.Handle] = made
-		k.mu.Unlock()
-		k.made(c, func() { _ = k.atOnce(&SessionCall{Op: SessionKill, Handle: made.ID()}) })
-	}
-	c.Data, err = session.Encode(got...)
-	return err
+	return created, results, err
+}
+
+// addHandle makes a new handle the result of c.
+func (k *sessionState) addHandle(c *SessionCall, h *session.Handle) {
+	c.Handle = h.ID()
+	k.mu.Lock()
+	k.handles[c.Handle] = h
+	k.mu.Unlock()
+	k.setUndo(c, func() { _ = k.callNow(&SessionCall{Op: SessionKill, Handle: h.ID()}) })
 }
 
 // serving is one run of Rank.Serve, whose functions another language runs: it asks for one
-// errand after the other and answers each.
+// sessionTask after the other and answers each.
 type serving struct {
-	errands chan *errand
-	cancel  context.CancelCauseFunc
-	ended   chan struct{} // closed when Serve has returned err
-	err     error
-	now     *errand // has been given out; guarded by sessions.mu
+	tasks  chan *sessionTask
+	cancel context.CancelCauseFunc
+	ended  chan struct{} // closed when Serve has returned err
+	err    error
+	now    *sessionTask // has been given out; guarded by sessions.mu
 }
 
-type errand struct {
+type sessionTask struct {
 	call  SessionCall
 	reply chan reply // one
 }
@@ -292,7 +312,7 @@ func (k *sessionState) serve(names []byte) (*serving, error) {
 	if err != nil {
 		return nil, err
 	}
-	v := &serving{errands: make(chan *errand), ended: make(chan struct{})}
+	v := &serving{tasks: make(chan *sessionTask), ended: make(chan struct{})}
 	for _, name := range list {
 		text, is := name.(string)
 		if !is {
@@ -312,11 +332,11 @@ func (k *sessionState) serve(names []byte) (*serving, error) {
 	return v, nil
 }
 
-// ask has an errand done. It ends with the session.
-func (v *serving) ask(what Errand, handle uint64, name string, data []byte) (reply, error) {
-	e := &errand{SessionCall{Op: SessionNext, Handle: handle, Rank: int(what), Name: name, Data: data}, make(chan reply, 1)}
+// ask has an sessionTask done. It ends with the session.
+func (v *serving) ask(what SessionTask, handle uint64, name string, data []byte) (reply, error) {
+	e := &sessionTask{SessionCall{Op: SessionNext, Handle: handle, Rank: int(what), Name: name, Data: data}, make(chan reply, 1)}
 	select {
-	case v.errands <- e:
+	case v.tasks <- e:
 	case <-v.ended:
 		return reply{}, errOver
 	}
@@ -339,7 +359,7 @@ func (v *serving) run(name string, args []any) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	r, err := v.ask(ErrandRun, 0, name, data)
+	r, err := v.ask(SessionTaskRun, 0, name, data)
 	if err != nil {
 		return nil, err
 	}
@@ -354,7 +374,7 @@ type object struct {
 
 // Value implements session.Valuer.
 func (o *object) Value() (any, error) {
-	r, err := o.v.ask(ErrandValue, o.number, "", nil)
+	r, err := o.v.ask(SessionTaskValue, o.number, "", nil)
 	if err != nil {
 		return nil, err
 	}
@@ -370,7 +390,7 @@ func (o *object) Value() (any, error) {
 
 // Close implements io.Closer. With the session all objects end.
 func (o *object) Close() error {
-	_, err := o.v.ask(ErrandDrop, o.number, "", nil)
+	_, err := o.v.ask(SessionTaskDrop, o.number, "", nil)
 	if errors.Is(err, errOver) {
 		return nil
 	}
@@ -386,7 +406,7 @@ func (k *sessionState) finished(why error) error {
 	return fmt.Errorf("%w: %s", ErrLoopOver, why)
 }
 
-// next waits for an errand.
+// next waits for an sessionTask.
 func (k *sessionState) next(ctx context.Context, c *SessionCall) error {
 	k.mu.Lock()
 	v := k.serving
@@ -395,7 +415,7 @@ func (k *sessionState) next(ctx context.Context, c *SessionCall) error {
 		return fmt.Errorf("session: %w: this process does not serve", ErrMisuse)
 	}
 	select {
-	case e := <-v.errands:
+	case e := <-v.tasks:
 		k.mu.Lock()
 		v.now = e
 		k.mu.Unlock()
@@ -404,7 +424,7 @@ func (k *sessionState) next(ctx context.Context, c *SessionCall) error {
 		k.mu.Lock()
 		k.serving = nil
 		k.mu.Unlock()
-		*c = SessionCall{Rank: int(ErrandNone)}
+		*c = SessionCall{Rank: int(SessionTaskNone)}
 		if errors.Is(v.err, van.ErrFinished) {
 			return k.finished(v.err)
 		}

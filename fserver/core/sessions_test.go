@@ -86,7 +86,7 @@ func TestSessionDrop(t *testing.T) {
 	<-served
 }
 
-// TestSessionServes: another language runs the functions of a rank: it gets errands one after the other, with their
+// TestSessionServes: another language runs the functions of a rank: it gets tasks one after the other, with their
 // arguments, and its results are values, references that are dropped, or errors; when it leaves, what waits ends.
 func TestSessionServes(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
@@ -100,9 +100,9 @@ func TestSessionServes(t *testing.T) {
 	call := func(ctx context.Context, s *Session, c *SessionCall) error {
 		switch c.Op {
 		case SessionKill, SessionServe, SessionDone, SessionFail, SessionLeave:
-			return s.sessions.atOnce(c)
+			return s.sessions.callNow(c)
 		}
-		return s.sessions.carryOut(ctx, c)
+		return s.sessions.callAndWait(ctx, c)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 	defer cancel()
@@ -127,7 +127,7 @@ func TestSessionServes(t *testing.T) {
 		}
 		return b
 	}
-	refused(control, SessionCall{Op: SessionRun, Name: "f"}, "none is open")
+	refused(control, SessionCall{Op: SessionRun, Name: "f"}, "no session is open")
 	refused(rank, SessionCall{Op: SessionNext}, "does not serve")
 	refused(rank, SessionCall{Op: SessionDone}, "nothing to answer")
 	refused(rank, SessionCall{Op: SessionServe, Data: encode("f", 3)}, "want a string")
@@ -138,21 +138,21 @@ func TestSessionServes(t *testing.T) {
 	if n := do(control, SessionCall{Op: SessionOpen}).Rank; n != 1 {
 		t.Errorf("%d ranks, want 1", n)
 	}
-	refused(control, SessionCall{Op: SessionOpen}, "one is open already")
+	refused(control, SessionCall{Op: SessionOpen}, "a session is open already")
 	refused(control, SessionCall{Op: SessionClose + 100}, "call")
 	refused(control, SessionCall{Op: SessionCopyTo, Data: encode(1, 2)}, "2 values, want 1")
 	refused(control, SessionCall{Op: SessionWait, Handle: 999}, "was killed")
 
-	errand := func(what Errand) SessionCall {
+	task := func(what SessionTask) SessionCall {
 		t.Helper()
 		e := do(rank, SessionCall{Op: SessionNext})
-		if Errand(e.Rank) != what {
-			t.Fatalf("errand %d, want %d", e.Rank, what)
+		if SessionTask(e.Rank) != what {
+			t.Fatalf("task %d, want %d", e.Rank, what)
 		}
 		return e
 	}
 	f := do(control, SessionCall{Op: SessionRun, Name: "f", Data: encode(int64(5), "x")})
-	e := errand(ErrandRun)
+	e := task(SessionTaskRun)
 	if args, err := session.Decode(e.Data); e.Name != "f" || err != nil || len(args) != 2 || args[0] != int64(5) || args[1] != "x" {
 		t.Errorf("%s is to be run with %v, %v", e.Name, args, err)
 	}
@@ -164,7 +164,7 @@ func TestSessionServes(t *testing.T) {
 		got := SessionCall{Op: SessionGet, Handle: f.Handle}
 		ended := make(chan error, 1)
 		go func() { ended <- call(ctx, control, &got) }()
-		if e := errand(ErrandValue); e.Handle != 71 {
+		if e := task(SessionTaskValue); e.Handle != 71 {
 			t.Errorf("the value of %d is wanted, want that of 71", e.Handle)
 		}
 		do(rank, SessionCall{Op: SessionDone, Data: answer})
@@ -178,7 +178,7 @@ func TestSessionServes(t *testing.T) {
 	}
 
 	g := do(control, SessionCall{Op: SessionRun, Name: "g"})
-	errand(ErrandRun)
+	task(SessionTaskRun)
 	do(rank, SessionCall{Op: SessionFail, Name: "as it must"})
 	refused(control, SessionCall{Op: SessionWait, Handle: g.Handle}, "as it must")
 
@@ -186,7 +186,7 @@ func TestSessionServes(t *testing.T) {
 	refused(control, SessionCall{Op: SessionWait, Handle: f.Handle}, "was killed")
 	ended := make(chan error, 1)
 	go func() { ended <- call(ctx, control, &SessionCall{Op: SessionSync}) }() // with it the rank hears of that
-	if e := errand(ErrandDrop); e.Handle != 71 {
+	if e := task(SessionTaskDrop); e.Handle != 71 {
 		t.Errorf("%d is dropped, want 71", e.Handle)
 	}
 	do(rank, SessionCall{Op: SessionDone})
@@ -197,10 +197,10 @@ func TestSessionServes(t *testing.T) {
 	over, end := context.WithCancel(ctx)
 	end()
 	if err := call(over, rank, &SessionCall{Op: SessionNext}); !errors.Is(err, context.Canceled) {
-		t.Errorf("no errand: %v", err)
+		t.Errorf("no task: %v", err)
 	}
 	last := do(control, SessionCall{Op: SessionRun, Name: "f"})
-	errand(ErrandRun) // which nobody answers
+	task(SessionTaskRun) // which nobody answers
 	do(rank, SessionCall{Op: SessionLeave, Name: "has to go"})
 	refused(control, SessionCall{Op: SessionWait, Handle: last.Handle}, "has to go")
 	refused(rank, SessionCall{Op: SessionNext}, "does not serve")

@@ -34,34 +34,36 @@
 	"\"except TimeoutError\" works."
 
 #define DOC_INIT \
-	"init($module, /, *, timeout_ms=None)\n--\n\n" \
-	"Join the cluster that the environment describes; return when all nodes are there.\n" \
+	"init($module, path='', /, *, timeout_ms=None)\n--\n\n" \
+	"Join the cluster that the environment describes. Returns when all nodes have joined.\n" \
 	"\n" \
 	"Reads DMLC_ROLE (worker, server, scheduler), DMLC_NUM_WORKER, DMLC_NUM_SERVER,\n" \
 	"DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, and if set DMLC_NODE_RANK,\n" \
 	"DMLC_GROUP_SIZE, STEPMESH_GPU and the others of docs/env.md. Call it once per\n" \
-	"process. On the scheduler it returns too; the process must then stay, in stop()\n" \
-	"or asleep. While waiting it logs every few seconds who is missing.\n" \
+	"process. On the scheduler it returns too; that process must then keep running, in\n" \
+	"stop() or asleep. While init() waits, it logs the missing nodes every few seconds.\n" \
 	"\n" \
+	"path: must be empty. Some builds of StepMesh load a backend from this file; here\n" \
+	"    STEPMESH_BAKCEND selects the backend.\n" \
 	"timeout_ms: limit in milliseconds; None means STEPAF_START_TIMEOUT (300 s).\n" \
 	"\n" \
-	"Raises TimeoutError (names the missing nodes), ValueError (a variable makes no\n" \
-	"sense: names it, its value and what is allowed), Error (second call, forked\n" \
+	"Raises TimeoutError (names the missing nodes), ValueError (a path; a variable with a\n" \
+	"wrong value: names it, its value and what is allowed), Error (second call, forked\n" \
 	"process, the scheduler refused this node)."
 
-#define DOC_STOP \
-	"stop($module, /, *, timeout_ms=None)\n--\n\n" \
-	"Wait until every node, the scheduler too, has called stop(), then leave.\n" \
+#define DOC_STOP(name) \
+	name "($module, /, *, timeout_ms=None)\n--\n\n" \
+	"Wait until every node, including the scheduler, has called stop(), then leave the cluster.\n" \
 	"\n" \
-	"Calling it again does nothing. At the end of the interpreter a node that has not\n" \
-	"called it leaves without waiting for the others. Tensors that get_batch() returned\n" \
-	"stay valid.\n" \
+	"finalize() is another name of stop(). A second call does nothing. A node that has not\n" \
+	"called stop() leaves at the end of the interpreter, without waiting for the others.\n" \
+	"Tensors that get_batch() returned stay valid.\n" \
 	"\n" \
-	"timeout_ms: limit in milliseconds; None means STEPAF_STOP_TIMEOUT (30 s) on a\n" \
-	"worker, and no limit on the others, which serve until the workers are done.\n" \
+	"timeout_ms: limit in milliseconds. None means STEPAF_STOP_TIMEOUT (30 s) on a worker, and\n" \
+	"    no limit on servers and the scheduler, which wait for the workers.\n" \
 	"\n" \
-	"Raises TimeoutError (names the missing nodes), ConnectionError (a node was lost);\n" \
-	"the node has left in either case. Error before init()."
+	"Raises TimeoutError (names the missing nodes), ConnectionError (a node was lost); the\n" \
+	"node has left the cluster in both cases. Raises Error before init()."
 
 #define DOC_PUSH_PULL \
 	"push_pull($module, /, push_tensors, push_keys, pull_tensors, pull_keys, need_event=True, *, servers=None)\n--\n\n" \

@@ -61,13 +61,27 @@ static int watch_end_of_child(PyObject *module) {
   return done ? 0 : -1;
 }
 
+// Accepts the path of a backend's library only if it is empty. Programs written for other builds of StepMesh pass init("") or
+// init(path).
+static int no_path(PyObject *path) {
+  if (path == NULL || (PyUnicode_Check(path) && PyUnicode_GetLength(path) == 0)) return 0;
+  if (!PyUnicode_Check(path))
+    PyErr_Format(sf_error_type, "init: path is %R, want a str", path);
+  else
+    PyErr_Format(sf_error_value,
+                 "init: path is %R, but this library loads no backends from files, so the backend of that file is missing: "
+                 "call init() and set STEPMESH_BAKCEND=CPU or GPU",
+                 path);
+  return -1;
+}
+
 static PyObject *py_init(PyObject *self, PyObject *args, PyObject *kw) {
-  static char *names[] = {"timeout_ms", NULL};
-  PyObject *timeout = NULL;
+  static char *names[] = {"", "timeout_ms", NULL};
+  PyObject *path = NULL, *timeout = NULL;
   int64_t ms;
   sf_error e = {0, NULL};
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:init", names, &timeout)) return NULL;
-  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0 || watch_end_of_child(self) < 0) return NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|O$O:init", names, &path, &timeout)) return NULL;
+  if (sf_enter() < 0 || no_path(path) < 0 || sf_timeout_arg(timeout, &ms) < 0 || watch_end_of_child(self) < 0) return NULL;
   threads_fill_standard(); // the program may have closed them since the import
   if (sf_init(ms, &e) != SF_DONE) return sf_raise(&e);
   return wait_job();
@@ -479,7 +493,8 @@ static PyObject *py_session(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"init", KEYWORDS(py_init), DOC_INIT},
-    {"stop", KEYWORDS(py_stop), DOC_STOP},
+    {"stop", KEYWORDS(py_stop), DOC_STOP("stop")},
+    {"finalize", KEYWORDS(py_stop), DOC_STOP("finalize")},
     {"barrier", KEYWORDS(py_barrier), DOC_BARRIER},
     {"push_pull", KEYWORDS(py_push_pull), DOC_PUSH_PULL},
     {"prepare", KEYWORDS(sf_py_prepare), DOC_PREPARE},

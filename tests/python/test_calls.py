@@ -7,8 +7,9 @@ import fserver_lib as f
 import pytest
 
 CALLS = {
-    "init": "(*, timeout_ms=None)",
+    "init": "(path='', /, *, timeout_ms=None)",
     "stop": "(*, timeout_ms=None)",
+    "finalize": "(*, timeout_ms=None)",
     "push_pull": "(push_tensors, push_keys, pull_tensors, pull_keys, need_event=True, *, servers=None)",
     "wait": "(handler, timeout_ms=15000)",
     "get_all_handlers": "(handler, /)",
@@ -71,7 +72,7 @@ MISSHAPEN = [
     ("wait", (), {}), ("wait", (0,), dict(timeout=5)), ("wait", (0,), dict(handler=0)),
     ("get_all_handlers", (), dict(handler=0)), ("get_all_handlers", (), {}),
     ("fetch_trace", (), dict(handler=0)), ("fetch_trace", (1, 2), {}),
-    ("get_batch", (5,), {}), ("get_nanosecond", (1,), {}), ("init", (1,), {}), ("stop", (1,), {}),
+    ("get_batch", (5,), {}), ("get_nanosecond", (1,), {}), ("init", ("", 1), {}), ("init", (), dict(path="")), ("stop", (1,), {}),
     ("respond", ([],), {}), ("respond", ([], 0, True, 1), {}),
     ("respond_vec", (), dict(ret_buffer=0, tensors_vec=[], handler_vec=[])), ("respond_vec", (0, []), {}),
     ("register_recv_buffer", (), dict(tensor=0, worker_ranks=[], push_keys=[])),
