@@ -21,9 +21,9 @@ import (
 type calls struct {
 	node     postoffice.App
 	customer *postoffice.Customer
-	servers  []int       // node ids by server group rank, ascending
-	revoker  van.Revoker // nil when no peer writes into pull tensors
-	flusher  van.Flusher // nil when nothing is held
+	servers  []int           // node ids by server group rank, ascending
+	revoker  van.Invalidator // nil when no peer writes into pull tensors
+	flusher  van.Flusher     // nil when nothing is held
 
 	queue *streamqueue.Queue // of batches with tensors on the device, and those behind them
 
@@ -482,7 +482,7 @@ func (b *batch) Finished(err error) {
 	}
 	if r := b.c.revoker; r != nil && err != nil {
 		for i := range b.pulls {
-			r.Revoke(b.pulls[i].Val.mem) // an answer that is late must not come there
+			r.Invalidate(b.pulls[i].Val.mem) // an answer that is late must not come there
 		}
 	}
 	b.letGo()

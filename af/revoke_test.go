@@ -26,8 +26,8 @@ type revoking struct {
 // Unwrap implements van.Wrapper.
 func (v *revoking) Unwrap() van.Van { return v.Van }
 
-// Revoke implements van.Revoker.
-func (v *revoking) Revoke(m backend.Mem) {
+// Invalidate implements van.Invalidator.
+func (v *revoking) Invalidate(m backend.Mem) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.back = append(v.back, m.Addr())

@@ -43,7 +43,7 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	w := &Worker{node: node.App(), timeout: o.Timeout}
 	c := &w.calls
 	c.node, c.servers, c.queue = w.node, node.Topology().ServerInstances(), streamqueue.New(node.Backend(), node.Config().BusyPoll)
-	c.revoker, _ = van.As[van.Revoker](node.Van())
+	c.revoker, _ = van.As[van.Invalidator](node.Van())
 	c.flusher, _ = van.As[van.Flusher](node.Van())
 	w.graphs.node, w.graphs.spin = w.node, node.Config().BusyPoll.Spin()
 	var err error

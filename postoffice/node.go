@@ -29,7 +29,7 @@ type Node struct {
 
 	stack    *stack.Van
 	van      van.Van      // of stack
-	recaller van.Recaller // nil when the van reads no memory later
+	canceler van.Canceler // nil when the van reads no memory later
 	device   device
 	self     van.Node // this node's record
 	trials   trials

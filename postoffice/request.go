@@ -147,8 +147,8 @@ func (r *Request) Arrived(n int) {
 
 // recall takes the memory of the messages of the first n timestamps back from the transport.
 func (r *Request) recall(n int32) {
-	if x := r.c.node.recaller; x != nil {
-		x.Recall(van.Requests{App: int32(r.c.app), Customer: int32(r.c.id), First: r.first, Count: n})
+	if x := r.c.node.canceler; x != nil {
+		x.Cancel(van.Requests{App: int32(r.c.app), Customer: int32(r.c.id), First: r.first, Count: n})
 	}
 }
 

@@ -216,7 +216,7 @@ func newNode(o Options) (*Node, error) {
 		return nil, errors.Join(err, n.apps.profile.close(), n.device.close())
 	}
 	n.van = n.stack.Van
-	n.recaller, _ = van.As[van.Recaller](n.van)
+	n.canceler, _ = van.As[van.Canceler](n.van)
 	n.assemble()
 	n.self = van.Node{Role: role, ID: van.Empty, AuxID: cfg.Rank()}
 	if o.NoRank {

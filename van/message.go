@@ -51,8 +51,8 @@ type Message struct {
 
 	// Into, in a pull request, is the memory at Addr, ValLen bytes long, that the
 	// answer's value is wanted in. Transports that can write it there do so; the others
-	// ignore it. It belongs to the transport until the answer has come or Revoker's
-	// Revoke has returned.
+	// ignore it. It belongs to the transport until the answer has come or Invalidator's
+	// Invalidate has returned.
 	Into backend.Mem
 
 	// Placed says that the transport has written the value to where the request asked

@@ -78,22 +78,20 @@ type BufferRegistrar interface {
 	RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
 }
 
-// Revoker is implemented by vans whose peers write into memory named by Into.
-type Revoker interface {
-	// Revoke takes back memory that a pull request has named and whose answer is no
-	// longer awaited. When it returns, no peer can write there any more; one that
-	// tries loses its connection, which is then made again.
-	Revoke(backend.Mem)
+// Invalidator is implemented by transports whose peers write into memory that Message.Into names.
+type Invalidator interface {
+	// Invalidate withdraws the peers' access to the memory that a pull request has named and whose answer is no
+	// longer awaited. After Invalidate returns, no peer can write there. A peer that tries loses its connection,
+	// which is then made again.
+	Invalidate(backend.Mem)
 }
 
-// Recaller is implemented by vans that read the memory of messages after Send has
-// returned.
-type Recaller interface {
-	// Recall says that these requests are given up. When it returns, the bytes of their
-	// frames are the caller's again, whether or not Done has been called: a receiver of
-	// this library gets such a message as it was sent, or not at all. One of the original
-	// may get what is in that memory later.
-	Recall(Requests)
+// Canceler is implemented by transports that read the memory of messages after Send has returned.
+type Canceler interface {
+	// Cancel cancels the messages of these requests that have not left. After Cancel returns, the bytes of their
+	// frames belong to the caller, whether or not Done has been called. A receiver of this library gets a canceled
+	// message as it was sent, or not at all. A C++ StepMesh receiver may get what that memory holds later.
+	Cancel(Requests)
 }
 
 // Requests are those of one customer with consecutive timestamps.
@@ -145,7 +143,7 @@ type PeerWatcher interface {
 	// WatchPeers makes the van call f when the connection to a peer breaks (up
 	// false) and when it is back (up true). A van may also call it when an attempt to
 	// connect fails, with a cause that wraps syscall.ECONNREFUSED; it keeps
-	// trying. f must not block. It must not be called within Send or Recall: wrappers hold
+	// trying. f must not block. It must not be called within Send or Cancel: wrappers hold
 	// locks there that f may need. Call WatchPeers before Start.
 	WatchPeers(f func(id int, up bool, cause error))
 }

@@ -56,10 +56,10 @@ type base struct {
 	self     int   // this node's rank in it
 	hash     uint64
 	timeout  time.Duration
-	revoker  van.Revoker // nil when no peer writes into results
-	looks    bool        // waits look for a while before they sleep
-	early    bool        // and calls with tensors on a device before they return
-	fail     func(error) // Comm.fail: makes it unusable until Rebuild, and tells the other ranks
+	revoker  van.Invalidator // nil when no peer writes into results
+	looks    bool            // waits look for a while before they sleep
+	early    bool            // and calls with tensors on a device before they return
+	fail     func(error)     // Comm.fail: makes it unusable until Rebuild, and tells the other ranks
 
 	mu      sync.Mutex
 	epoch   uint64

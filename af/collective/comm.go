@@ -44,7 +44,7 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	}
 	c.meeting = meeting{b: b, ranks: make([]rank, len(b.ids))}
 	c.flight = flight{b: b, made: equip, asked: make([][maxInFlight]ask, len(b.ids)), copies: copies{b: b, queue: streamqueue.New(b.node.Backend(), b.node.Config().BusyPoll)}}
-	b.revoker, _ = van.As[van.Revoker](node.Van())
+	b.revoker, _ = van.As[van.Invalidator](node.Van())
 	if err := b.node.Link(b.ids); err != nil {
 		return nil, err
 	}

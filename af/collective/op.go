@@ -391,7 +391,7 @@ func (o *op) Finished(err error) {
 		err = o.named(err)
 		if r := o.b.revoker; r != nil {
 			for _, m := range o.wants.into {
-				r.Revoke(m) // a part that is late must not come there
+				r.Invalidate(m) // a part that is late must not come there
 			}
 		}
 		o.b.fail(err) // first: who asks for a call that has ended well is refused

@@ -190,9 +190,9 @@ func (l peers) takeBack(ctx context.Context, b *base) error {
 	if !l.lends() {
 		return nil
 	}
-	if x, ok := van.As[van.Recaller](b.app.Van()); ok {
+	if x, ok := van.As[van.Canceler](b.app.Van()); ok {
 		l.lent(func(seq uint64) {
-			x.Recall(van.Requests{App: int32(b.id), Customer: int32(b.id), First: b.timestamp(seq), Count: 1})
+			x.Cancel(van.Requests{App: int32(b.id), Customer: int32(b.id), First: b.timestamp(seq), Count: 1})
 		})
 		return nil
 	}

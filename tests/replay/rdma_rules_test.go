@@ -60,7 +60,7 @@ func TestCPPRevoked(t *testing.T) {
 		into := filledWith(6000, 0)
 		must(t, ours.Send(pullMsg(int32(i), 9, into)))
 		m := arrives(t, p, int32(i), nil)
-		ours.Van.(van.Revoker).Revoke(backend.Bytes(into))
+		ours.Van.(van.Invalidator).Invalidate(backend.Bytes(into))
 		p.answer(m, filledWith(6000, 40+i)) // fails the test when it does not complete
 		if a := ours.next(); a.Request || a.Push {
 			t.Fatalf("the answer is %s", a.String())

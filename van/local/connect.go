@@ -119,7 +119,7 @@ func (v *Van) Rename(old, id int) error {
 	if l != nil {
 		l.id.Store(int32(id))
 	}
-	p.setLink(id, l) // first: Recall is to find it all the time
+	p.setLink(id, l) // first: Cancel is to find it all the time
 	p.setLink(old, nil)
 	p.mu.Unlock()
 	if other != nil {

@@ -165,14 +165,14 @@ func TestDeviceRevoke(t *testing.T) {
 	eventually(t, "the copy is queued", func() bool { return worker.copies.running.Load() == 1 })
 	done := make(chan struct{})
 	go func() {
-		worker.Revoke(into)
+		worker.Invalidate(into)
 		clear(simgpu.Raw(into)) // the race detector sees a copy that still runs
 		close(done)
 	}()
 	server.must(data(9, 2, []byte("behind")))
 	select {
 	case <-done:
-		t.Error("Revoke has not waited for the copy")
+		t.Error("Invalidate has not waited for the copy")
 	case <-time.After(20 * time.Millisecond):
 	}
 	open()
@@ -184,7 +184,7 @@ func TestDeviceRevoke(t *testing.T) {
 
 	worker.must(pullInto(8, 3, into))
 	server.next().Release()
-	worker.Revoke(into)
+	worker.Invalidate(into)
 	server.must(asAnswer(value(sdev, 9, 3, pattern(2, 3000))))
 	m := worker.next()
 	if m.Placed {

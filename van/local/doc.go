@@ -40,7 +40,7 @@
 // another process, what is left waits for room in the ring.
 //
 // Only the receiver ever writes to its memory, so a late answer, or a peer gone mad,
-// can overwrite nothing, and Revoke needs no answer of a peer.
+// can overwrite nothing, and Invalidate needs no answer of a peer.
 //
 // # Waiting
 //

@@ -212,7 +212,7 @@ func TestRevokeBounded(t *testing.T) {
 	open := block(wdev, worker.feedOf())
 	server.must(asAnswer(value(sdev, 9, 1, pattern(1, 3000))))
 	eventually(t, "the copy is queued", func() bool { return worker.copies.running.Load() == 1 })
-	worker.Revoke(into)
+	worker.Invalidate(into)
 	if want := "a copy to memory that is taken back does not end"; !strings.Contains(log.String(), want) {
 		t.Errorf("the log has no line %q", want)
 	}
@@ -266,7 +266,7 @@ func TestStrandedCopy(t *testing.T) {
 			worker.event(8, false)
 			const line = "a copy to memory that is taken back does not end"
 			for i := range 2 {
-				worker.Revoke(into)
+				worker.Invalidate(into)
 				if n := strings.Count(log.String(), line); n != i+1 {
 					t.Errorf("%d lines %q, want %d", n, line, i+1)
 				}
@@ -278,7 +278,7 @@ func TestStrandedCopy(t *testing.T) {
 				t.Error("what the copy reads is not mapped any more")
 			}
 			open()
-			worker.Revoke(into)
+			worker.Invalidate(into)
 			if n := strings.Count(log.String(), line); n != 2 {
 				t.Errorf("the copy has ended, but the log has %d lines %q, want 2", n, line)
 			}
@@ -335,7 +335,7 @@ func TestDeviceUnrecorded(t *testing.T) {
 	if e := worker.event(8, false); !errors.Is(e.cause, errRecord) {
 		t.Errorf("lost because of %v", e.cause)
 	}
-	worker.Revoke(into)
+	worker.Invalidate(into)
 	clear(simgpu.Raw(into)) // the race detector sees a copy that still runs
 }
 

@@ -218,7 +218,7 @@ func TestRevoke(t *testing.T) {
 	dst := make([]byte, 1<<20)
 	worker.must(pull(8, 5, dst))
 	q := server.next()
-	worker.Revoke(backend.Bytes(dst[100:200]))
+	worker.Invalidate(backend.Bytes(dst[100:200]))
 	server.must(answer(q, pattern(5, len(dst))))
 	q.Release()
 	m := worker.next()
@@ -229,7 +229,7 @@ func TestRevoke(t *testing.T) {
 	// An unrelated range leaves it alone.
 	worker.must(pull(8, 6, dst))
 	q = server.next()
-	worker.Revoke(backend.Bytes(make([]byte, 1<<20)))
+	worker.Invalidate(backend.Bytes(make([]byte, 1<<20)))
 	server.must(answer(q, pattern(6, len(dst))))
 	q.Release()
 	if m = worker.next(); !m.Placed || !bytes.Equal(dst, pattern(6, len(dst))) {
@@ -262,15 +262,15 @@ func TestRevokeWithinStream(t *testing.T) {
 	if !bytes.Equal(some[:maxChunk], vals[:maxChunk]) || bytes.Equal(some, vals) {
 		t.Fatal("want a part of the answer in the tensor")
 	}
-	worker.Revoke(backend.Bytes(dst))
+	worker.Invalidate(backend.Bytes(dst))
 	worker.rx.feed.Unlock()
 	server.must(data(9, 8, []byte("next")))
 	if m := worker.next(); string(m.Vals.Host()) != "next" || !bytes.Equal(dst, some) {
-		t.Error("the answer was written or handed up after Revoke")
+		t.Error("the answer was written or handed up after Invalidate")
 	}
 }
 
-// TestRevokeRaces: while answers come, Revoke waits for the one that is being
+// TestRevokeRaces: while answers come, Invalidate waits for the one that is being
 // written, and nothing is written afterwards.
 func TestRevokeRaces(t *testing.T) {
 	worker, server := pair(t)
@@ -292,14 +292,14 @@ func TestRevokeRaces(t *testing.T) {
 		worker.must(pull(8, i, dst))
 		timer := time.NewTimer(time.Duration(i) * 50 * time.Microsecond)
 		<-timer.C
-		worker.Revoke(backend.Bytes(dst))
+		worker.Invalidate(backend.Bytes(dst))
 		now := bytes.Clone(dst)
 		worker.must(data(8, i, nil))
 		for m := worker.next(); m.Push != true; m = worker.next() {
 			m.Release()
 		}
 		if !bytes.Equal(now, dst) {
-			t.Fatalf("round %d: the memory was written to after Revoke", i)
+			t.Fatalf("round %d: the memory was written to after Invalidate", i)
 		}
 	}
 }

@@ -156,7 +156,7 @@ func (p *peers) setLink(id int, l *outLink) {
 }
 
 // takeLink takes away the link to id, and returns it, if there is one, for end. Until then it may
-// send what it has, so Recall must find it: in one list before it leaves the other. p.mu is held.
+// send what it has, so Cancel must find it: in one list before it leaves the other. p.mu is held.
 func (p *peers) takeLink(id int) *outLink {
 	l := p.link(id)
 	if l == nil {

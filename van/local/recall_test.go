@@ -38,10 +38,10 @@ func TestRecall(t *testing.T) {
 			answer := data(8, 52, pattern(52, 100_000)) // of a request of the peer's: it is not one of ours
 			answer.Request = false
 			worker.must(answer)
-			worker.Recall(van.Requests{First: 10, Count: sent - 20})
-			worker.Recall(van.Requests{First: 3, Count: 1})
-			worker.Recall(van.Requests{First: 20, Count: 4, Customer: 1})
-			worker.Recall(van.Requests{First: 3, Count: 1})
+			worker.Cancel(van.Requests{First: 10, Count: sent - 20})
+			worker.Cancel(van.Requests{First: 3, Count: 1})
+			worker.Cancel(van.Requests{First: 20, Count: 4, Customer: 1})
+			worker.Cancel(van.Requests{First: 3, Count: 1})
 			for i := range sent {
 				if recalled(i) && dones[i].count() != 1 {
 					t.Errorf("message %d: told %d times that its memory is free, want once", i, dones[i].count())
@@ -221,7 +221,7 @@ func TestRecallOfEndedLinks(t *testing.T) {
 				worker.must(m)
 			}
 			worker.Disconnect(8)
-			worker.Recall(van.Requests{Count: sent})
+			worker.Cancel(van.Requests{Count: sent})
 			for i := range sent {
 				if n := dones[i].count(); n != 1 {
 					t.Errorf("message %d: told %d times that its memory is free, want once", i, n)
@@ -255,10 +255,10 @@ func TestRecallOfEndedLinks(t *testing.T) {
 		go func() { connected <- worker.Connect(t.Context(), 8, server.self) }()
 		eventually(t, "the link is not found any more", func() bool { return worker.peers.link(8) != l })
 		if !slices.Contains(*worker.peers.ending.Load(), l) {
-			t.Error("Recall does not find the link, which can still send")
+			t.Error("Cancel does not find the link, which can still send")
 		}
 		l.mu.Unlock()
-		worker.Recall(van.Requests{First: 1, Count: 1})
+		worker.Cancel(van.Requests{First: 1, Count: 1})
 		if n := done.count(); n != 1 {
 			t.Errorf("told %d times that the memory is free, want once", n)
 		}

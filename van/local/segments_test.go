@@ -433,7 +433,7 @@ func TestSegmentsRecalled(t *testing.T) {
 	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
 	server.rx.feed.Lock() // nothing is received
 	worker.must(valueIn(mem, 1, pattern(1, 2*onePage)))
-	worker.Recall(van.Requests{First: 1, Count: 1})
+	worker.Cancel(van.Requests{First: 1, Count: 1})
 	worker.afterAWhile(2 * mapTime)
 	server.rx.feed.Unlock()
 	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })

@@ -56,8 +56,8 @@ var (
 	_ van.Flusher         = (*Van)(nil)
 	_ van.Meter           = (*Van)(nil)
 	_ van.BufferRegistrar = (*Van)(nil)
-	_ van.Revoker         = (*Van)(nil)
-	_ van.Recaller        = (*Van)(nil)
+	_ van.Invalidator     = (*Van)(nil)
+	_ van.Canceler        = (*Van)(nil)
 	_ van.Advertiser      = (*Van)(nil)
 	_ van.Admitter        = (*Van)(nil)
 	_ van.PathChooser     = (*Van)(nil)
@@ -275,28 +275,28 @@ func (v *Van) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error 
 	return nil
 }
 
-// Revoke implements van.Revoker.
-func (v *Van) Revoke(mem backend.Mem) {
+// Invalidate implements van.Invalidator.
+func (v *Van) Invalidate(mem backend.Mem) {
 	ctx, cancel := context.WithTimeout(context.Background(), v.rx.dropTime)
 	defer cancel()
 	if err := v.dests.revoke(ctx, mem); err != nil {
 		v.log.Error("a copy to memory that is taken back does not end", "bytes", mem.Len(), "err", err)
 	}
-	if r, ok := van.As[van.Revoker](v.inner); ok {
-		r.Revoke(mem)
+	if r, ok := van.As[van.Invalidator](v.inner); ok {
+		r.Invalidate(mem)
 	}
 }
 
-// Recall implements van.Recaller.
-func (v *Van) Recall(q van.Requests) {
+// Cancel implements van.Canceler.
+func (v *Van) Cancel(q van.Requests) {
 	for _, l := range *v.peers.outs.Load() {
 		l.recall(&q)
 	}
 	for _, l := range *v.peers.ending.Load() { // behind the others: see takeLink
 		l.recall(&q)
 	}
-	if r, ok := van.As[van.Recaller](v.inner); ok {
-		r.Recall(q)
+	if r, ok := van.As[van.Canceler](v.inner); ok {
+		r.Cancel(q)
 	}
 }
 

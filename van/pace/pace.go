@@ -51,7 +51,7 @@ type table struct {
 var (
 	_ van.Van      = (*Van)(nil)
 	_ van.Wrapper  = (*Van)(nil)
-	_ van.Recaller = (*Van)(nil)
+	_ van.Canceler = (*Van)(nil)
 )
 
 // New wraps inner. Use van.As to find the optional abilities of inner.
@@ -157,11 +157,11 @@ func (v *Van) each(peer int, f func(*line)) {
 	}
 }
 
-// Recall implements van.Recaller: what waits of these requests is not sent.
-func (v *Van) Recall(q van.Requests) {
+// Cancel implements van.Canceler: what waits of these requests is not sent.
+func (v *Van) Cancel(q van.Requests) {
 	v.each(van.Empty, func(l *line) { l.drop(func(m *van.Meta) bool { return q.Has(m) }) })
-	if r, ok := van.As[van.Recaller](v.Van); ok {
-		r.Recall(q)
+	if r, ok := van.As[van.Canceler](v.Van); ok {
+		r.Cancel(q)
 	}
 }
 

@@ -279,7 +279,7 @@ func TestRecall(t *testing.T) {
 		}
 		send(t, v, m)
 	}
-	v.Recall(van.Requests{App: 5, Customer: 0, First: 1, Count: 1})
+	v.Cancel(van.Requests{App: 5, Customer: 0, First: 1, Count: 1})
 	select {
 	case <-done:
 	default:
@@ -291,7 +291,7 @@ func TestRecall(t *testing.T) {
 	}
 }
 
-// TestRecallWaits: Recall returns when what is being handed on is with the van inside.
+// TestRecallWaits: Cancel returns when what is being handed on is with the van inside.
 func TestRecallWaits(t *testing.T) {
 	s := &sink{hold: make(chan struct{})}
 	v := New(s, Options{})
@@ -317,7 +317,7 @@ func TestRecallWaits(t *testing.T) {
 	}
 	recalled := make(chan struct{})
 	go func() {
-		v.Recall(van.Requests{App: 5, First: 1, Count: 1})
+		v.Cancel(van.Requests{App: 5, First: 1, Count: 1})
 		close(recalled)
 	}()
 	for { // until it is taken out of the queue
@@ -331,7 +331,7 @@ func TestRecallWaits(t *testing.T) {
 	}
 	select {
 	case <-recalled:
-		t.Error("Recall returned while the van inside was given the message")
+		t.Error("Cancel returned while the van inside was given the message")
 	default:
 	}
 	close(s.hold)

@@ -106,7 +106,7 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 		case k == 16:
 			v.SetRates(rates())
 		case k == 17:
-			v.Recall(van.Requests{App: int32(5 + rng.IntN(3)), First: int32(max(ts-10, 0)), Count: int32(rng.IntN(10))})
+			v.Cancel(van.Requests{App: int32(5 + rng.IntN(3)), First: int32(max(ts-10, 0)), Count: int32(rng.IntN(10))})
 		case k == 18:
 			s.mu.Lock()
 			s.full = rng.IntN(4)

@@ -230,7 +230,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 		}
 	})
 	giveUp := func(ts int, p *randomPull) { // mu is not held
-		w.Revoke(backend.Bytes(p.dst))
+		w.Invalidate(backend.Bytes(p.dst))
 		mu.Lock()
 		p.revoked = true
 		for i := range p.dst {

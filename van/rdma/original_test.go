@@ -50,7 +50,7 @@ func TestRevokedPullIsNotSentToOriginal(t *testing.T) {
 	gone, kept := make([]byte, 1000), make([]byte, 1000)
 	w.must(pull(s.who, 5, 1, gone))
 	w.must(pull(s.who, 5, 2, kept))
-	w.Revoke(backend.Bytes(gone))
+	w.Invalidate(backend.Bytes(gone))
 	slots := map[uint32][]byte{3: s.grant(c, 3)}
 	_, m := s.message(c, slots)
 	if m.Timestamp != 2 || m.Addr != backend.Bytes(kept).Addr() || m.Option == 0 {
@@ -105,7 +105,7 @@ func TestRevokeBesideAPullFromOriginal(t *testing.T) {
 	region.Release()
 	w.must(pull(s.who, 5, 1, all[1000:]))
 	_, m := s.message(c, map[uint32][]byte{3: s.grant(c, 3)})
-	w.Revoke(backend.Bytes(all[:1000]))
+	w.Invalidate(backend.Bytes(all[:1000]))
 	slot := back.ask(start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 1000}, origin: 2, key: 5})
 	a := answer(pull(s.who, 5, 1, all[1000:]), value(1000, 1))
 	back.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: m.Addr, RKey: uint32(m.Option)}, value(1000, 1))

@@ -41,7 +41,7 @@ func TestRevokeOfAnswered(t *testing.T) {
 				t.Fatal("no answer came")
 			}
 		}
-		w.Revoke(backend.Bytes(dst)) // as another server's loss does
+		w.Invalidate(backend.Bytes(dst)) // as another server's loss does
 		for k := range dst {
 			dst[k] = 77
 		}

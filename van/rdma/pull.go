@@ -29,7 +29,7 @@ func (p *peer) slotReply(l *link, r *reply) bool {
 
 // endPull ends a request: msg is the answer. It returns the memory that the answer's
 // value was to be put into, if msg means it. A value that is not there yet is copied to it
-// if it has its length: here, since with the lock goes the right to write, see Revoke.
+// if it has its length: here, since with the lock goes the right to write, see Invalidate.
 func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -10,8 +10,8 @@ import (
 
 // This file owns memory that the caller takes back from peers that may write there.
 
-// Revoke implements van.Revoker.
-func (v *rvan) Revoke(m backend.Mem) {
+// Invalidate implements van.Invalidator.
+func (v *rvan) Invalidate(m backend.Mem) {
 	if m.Len() == 0 {
 		return
 	}
@@ -51,11 +51,11 @@ func (v *rvan) Revoke(m backend.Mem) {
 	}
 }
 
-// Recall implements van.Recaller. Messages that wait for their turn or for a slot are
+// Cancel implements van.Canceler. Messages that wait for their turn or for a slot are
 // dropped. What is with the device may be read by it now, or again when it has to repeat
 // it: to a node of this library the trailer, which is read after the value, says from now on
 // that the message is to be dropped.
-func (v *rvan) Recall(q van.Requests) {
+func (v *rvan) Cancel(q van.Requests) {
 	for _, p := range v.allPeers() {
 		p.mu.Lock()
 		p.sender.Each(func(o *outgoing) {

@@ -25,7 +25,7 @@ func TestRevokeOfWaitingRequest(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	p.worker.Revoke(backend.Bytes(gone))
+	p.worker.Invalidate(backend.Bytes(gone))
 	end()
 	for i := range 2 {
 		m := p.next(p.atServer)
@@ -34,7 +34,7 @@ func TestRevokeOfWaitingRequest(t *testing.T) {
 		}
 		m.Release()
 	}
-	p.worker.Revoke(backend.Bytes(kept))
+	p.worker.Invalidate(backend.Bytes(kept))
 }
 
 // So it is when the connection is no longer wanted, and what was sent leaves.
@@ -47,7 +47,7 @@ func TestRevokeWhileLeaving(t *testing.T) {
 		t.Fatal(err)
 	}
 	p.worker.Disconnect(serverID)
-	p.worker.Revoke(backend.Bytes(into))
+	p.worker.Invalidate(backend.Bytes(into))
 	end()
 	select {
 	case m := <-p.atServer:
@@ -101,9 +101,9 @@ func TestRecallOfWaitingRequests(t *testing.T) {
 	if err := p.worker.Send(tensor(serverID, 9, 1, true, true, values[4])); err != nil {
 		t.Fatal(err)
 	}
-	p.worker.Recall(van.Requests{First: 1, Count: 2})
-	p.worker.Recall(van.Requests{First: 3, Count: 1, Customer: 1})
-	p.worker.Recall(van.Requests{First: 4, Count: 1})
+	p.worker.Cancel(van.Requests{First: 1, Count: 2})
+	p.worker.Cancel(van.Requests{First: 3, Count: 1, Customer: 1})
+	p.worker.Cancel(van.Requests{First: 4, Count: 1})
 	for _, i := range []int{1, 2} {
 		clear(values[i])
 	}
@@ -144,7 +144,7 @@ func TestRecallGivesSlotsBack(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	p.worker.Recall(van.Requests{First: 0, Count: int32(n - 1)})
+	p.worker.Cancel(van.Requests{First: 0, Count: int32(n - 1)})
 	end()
 	m := p.next(p.atServer)
 	if int(m.Timestamp) != n-1 {
@@ -175,7 +175,7 @@ func TestRecallOfPostedRequests(t *testing.T) {
 		for i := 1; i < len(values); i++ {
 			send(i)
 		}
-		p.worker.Recall(van.Requests{First: int32(recalled[0]), Count: int32(len(recalled))})
+		p.worker.Cancel(van.Requests{First: int32(recalled[0]), Count: int32(len(recalled))})
 		for _, i := range recalled {
 			clear(values[i])
 		}
@@ -219,7 +219,7 @@ func TestRecallWhileLeaving(t *testing.T) {
 	p.net.Fail(func(op fakeverbs.Op) error {
 		if op.Kind == fakeverbs.OpDisconnect && op.Stack == p.worker.stack {
 			once.Do(func() {
-				p.worker.Recall(van.Requests{First: 1, Count: 1})
+				p.worker.Cancel(van.Requests{First: 1, Count: 1})
 				clear(v)
 				p.net.Release()
 			})
@@ -277,7 +277,7 @@ func TestRevokeBesideASend(t *testing.T) {
 		defer to.mu.Unlock()
 		return to.sender.Waiting() == 0
 	})
-	w.Revoke(backend.Bytes(all[:half]))
+	w.Invalidate(backend.Bytes(all[:half]))
 	r.net.Release()
 	s.wantValue(3, v)
 	w.toldNothing()

@@ -206,7 +206,7 @@ func TestPlacedAnswer(t *testing.T) {
 	}
 }
 
-// TestRevoke: after Revoke a late answer cannot come to the memory.
+// TestRevoke: after Invalidate a late answer cannot come to the memory.
 func TestLateAnswer(t *testing.T) {
 	t.Run("asked", func(t *testing.T) {
 		r := newRig(t)
@@ -214,7 +214,7 @@ func TestLateAnswer(t *testing.T) {
 		dst := make([]byte, 100<<10)
 		w.must(pull(s, 1, 1, dst))
 		q := s.next()
-		w.Revoke(backend.Bytes(dst))
+		w.Invalidate(backend.Bytes(dst))
 		registered := w.stack.Registered()
 		s.must(answer(q, value(len(dst), 1)))
 		q.Release()
@@ -255,7 +255,7 @@ func TestLateAnswer(t *testing.T) {
 		w.connect(s)
 		dst := make([]byte, 100<<10)
 		w.must(pull(s, 1, 1, dst))
-		w.Revoke(backend.Bytes(dst))
+		w.Invalidate(backend.Bytes(dst))
 		s.who = self
 		s.listenOn(port)
 		s.Start(func(m *van.Message) { s.in <- m.Retain() })
@@ -564,7 +564,7 @@ func TestKilledWhilePolled(t *testing.T) {
 	s.kill(true)
 	w.wantDown(s)
 	w.engine.Poll(func() bool { return false })
-	w.Revoke(backend.Bytes(dst))
+	w.Invalidate(backend.Bytes(dst))
 	if n := w.Stats().Pinned; n != 0 {
 		t.Errorf("%d regions are in use", n)
 	}

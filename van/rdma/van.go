@@ -26,8 +26,8 @@ import (
 
 var (
 	_ van.BufferRegistrar = (*rvan)(nil)
-	_ van.Revoker         = (*rvan)(nil)
-	_ van.Recaller        = (*rvan)(nil)
+	_ van.Invalidator     = (*rvan)(nil)
+	_ van.Canceler        = (*rvan)(nil)
 	_ van.Flusher         = (*rvan)(nil)
 	_ van.PeerWatcher     = (*rvan)(nil)
 	_ van.LivenessProber  = (*rvan)(nil)

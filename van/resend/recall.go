@@ -4,9 +4,9 @@ package resend
 
 import "github.com/stepaf/stepaf-go/van"
 
-// Recall implements van.Recaller: what is kept for these requests is not sent again, nor what was kept a moment ago
+// Cancel implements van.Canceler: what is kept for these requests is not sent again, nor what was kept a moment ago
 // and was about to be.
-func (v *Van) Recall(q van.Requests) {
+func (v *Van) Cancel(q van.Requests) {
 	found := v.kept.recalled(&q, int(v.id.Load()))
 	for _, e := range found {
 		e.sending.Lock() // who is sending it again has ended then
@@ -21,7 +21,7 @@ func (v *Van) Recall(q van.Requests) {
 		e.release()
 		v.launch(next)
 	}
-	if r, ok := van.As[van.Recaller](v.inner); ok {
-		r.Recall(q)
+	if r, ok := van.As[van.Canceler](v.inner); ok {
+		r.Cancel(q)
 	}
 }

@@ -39,7 +39,7 @@ func TestRecall(t *testing.T) {
 		if s := f.p.take(); len(s) != 3 {
 			t.Fatalf("%d messages were sent, want 3", len(s))
 		}
-		f.Recall(van.Requests{First: 5, Count: 2})
+		f.Cancel(van.Requests{First: 5, Count: 2})
 		if n := done.Load(); n != 3 {
 			t.Errorf("%d messages were given back, want 3", n)
 		}
@@ -96,7 +96,7 @@ func TestRecallBehindTheMonitor(t *testing.T) {
 				ended := 0
 				f = newFixture(t, Options{Timeout: time.Second, MaxTries: 3, Log: slog.New(onRepeat{f: func() {
 					end(f, m)
-					f.Recall(van.Requests{First: 5, Count: 1})
+					f.Cancel(van.Requests{First: 5, Count: 1})
 					ended++
 				}})})
 				if err := f.Connect(t.Context(), 8, van.Node{Hostname: "h", Port: 1}); err != nil {
@@ -155,7 +155,7 @@ func TestRecallBehindDisconnect(t *testing.T) {
 		}}
 		f.Disconnect(8)
 		f.p.take()
-		f.Recall(van.Requests{First: 5, Count: 1})
+		f.Cancel(van.Requests{First: 5, Count: 1})
 		if n := done.Load(); n != 1 {
 			t.Errorf("the memory was given back %d times, want once", n)
 		}
@@ -175,7 +175,7 @@ type recaller struct {
 	got []van.Requests
 }
 
-func (r *recaller) Recall(q van.Requests) { r.got = append(r.got, q) }
+func (r *recaller) Cancel(q van.Requests) { r.got = append(r.got, q) }
 
 // TestRecallReachesTransport: what the wrapped van has is taken back, too.
 func TestRecallReachesTransport(t *testing.T) {
@@ -188,7 +188,7 @@ func TestRecallReachesTransport(t *testing.T) {
 		}
 	}()
 	want := van.Requests{First: 5, Count: 2, Customer: 1}
-	v.Recall(want)
+	v.Cancel(want)
 	if len(r.got) != 1 || r.got[0] != want {
 		t.Errorf("the transport was told %v, want %v", r.got, want)
 	}

@@ -68,7 +68,7 @@ var (
 	_ van.Van         = (*Van)(nil)
 	_ van.Wrapper     = (*Van)(nil)
 	_ van.PeerWatcher = (*Van)(nil)
-	_ van.Recaller    = (*Van)(nil)
+	_ van.Canceler    = (*Van)(nil)
 )
 
 // New wraps inner, which must not have been started. Until Enable is called,
@@ -179,7 +179,7 @@ func (v *Van) Rename(old, id int) error {
 func (v *Van) Disconnect(id int) {
 	v.inner.Disconnect(id) // first: from here on nothing is sent to it, nor kept
 	drop(v.kept.take(id, false))
-	v.kept.disconnect(id) // last: Recall looks for what is kept for those that are connected
+	v.kept.disconnect(id) // last: Cancel looks for what is kept for those that are connected
 	v.seen.forget(id)
 }
 

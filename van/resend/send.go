@@ -11,7 +11,7 @@ import (
 )
 
 // transmit sends e over the wrapped van. The caller holds a reference to e, and has noted it in table.sending
-// when e was in the table: from then on Recall knows of it, though an acknowledgement or a loss may have removed it.
+// when e was in the table: from then on Cancel knows of it, though an acknowledgement or a loss may have removed it.
 func (v *Van) transmit(e *entry) error {
 	defer v.kept.sent(e)
 	e.sending.Lock()

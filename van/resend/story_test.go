@@ -122,7 +122,7 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 			p.watch(id, rng.IntN(2) == 0, []error{nil, syscall.ECONNREFUSED, van.ErrPeerLost}[rng.IntN(3)])
 		case 18:
 			q := van.Requests{App: int32(rng.IntN(2)), Customer: int32(rng.IntN(2)), First: max(next[id]-4, 0), Count: int32(rng.IntN(4))}
-			v.Recall(q)
+			v.Cancel(q)
 		case 19: // the van inside lets go of some
 			p.mu.Lock()
 			free := p.dones

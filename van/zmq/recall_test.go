@@ -102,10 +102,10 @@ func testRecall(t *testing.T, size int, bundles bool) {
 	}
 	shared := push(8, 500, vals[n-1]) // another request, which is not given up
 	worker.must(t, shared)
-	worker.Recall(van.Requests{First: 10, Count: n / 2})
-	worker.Recall(van.Requests{First: 10 + n/2, Count: n/2 - 1})
-	worker.Recall(van.Requests{First: 500, Count: 1, Customer: 1}) // another customer's, and another application's
-	worker.Recall(van.Requests{First: 500, Count: 1, App: 1})
+	worker.Cancel(van.Requests{First: 10, Count: n / 2})
+	worker.Cancel(van.Requests{First: 10 + n/2, Count: n/2 - 1})
+	worker.Cancel(van.Requests{First: 500, Count: 1, Customer: 1}) // another customer's, and another application's
+	worker.Cancel(van.Requests{First: 500, Count: 1, App: 1})
 	for i := range n - 1 {
 		copy(vals[i], filled(size, 0xff))
 	}
@@ -184,7 +184,7 @@ func TestRecallOfOriginal(t *testing.T) {
 	for i := range 20 {
 		worker.must(t, push(8, i, make([]byte, 1<<20)))
 	}
-	worker.Recall(van.Requests{First: 0, Count: 20})
+	worker.Cancel(van.Requests{First: 0, Count: 20})
 	g.Unlock()
 	for range 20 {
 		server.next(t).Release()

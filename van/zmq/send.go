@@ -171,8 +171,8 @@ func (o *outgoing) pump() (more bool) {
 	return more
 }
 
-// Recall implements van.Recaller.
-func (o *outgoing) Recall(q van.Requests) {
+// Cancel implements van.Canceler.
+func (o *outgoing) Cancel(q van.Requests) {
 	foreign := o.n.lent.recall(q)
 	if foreign == 0 {
 		return

@@ -65,7 +65,7 @@ var (
 	_ van.Flusher     = (*node)(nil)
 	_ van.Meter       = (*node)(nil)
 	_ van.HostChooser = (*node)(nil)
-	_ van.Recaller    = (*node)(nil)
+	_ van.Canceler    = (*node)(nil)
 )
 
 // lane is what one peer sends.
@@ -343,9 +343,9 @@ func (v *node) pack(msg *van.Message, sender int, recalls bool) *packet {
 	return p
 }
 
-// Recall implements van.Recaller, as van/zmq does it: what has not arrived is dropped by
+// Cancel implements van.Canceler, as van/zmq does it: what has not arrived is dropped by
 // the receiver.
-func (v *node) Recall(q van.Requests) {
+func (v *node) Cancel(q van.Requests) {
 	v.n.mu.Lock()
 	defer v.n.mu.Unlock()
 	for _, p := range v.lent {
