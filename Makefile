@@ -30,7 +30,7 @@ PACKAGES := $(shell echo $$(($$(nproc 2>/dev/null || echo 2) * 3 / 2)))
 # sources are the Go files of the repository, those not yet committed too.
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
-.PHONY: help deps build run run-session af programs fserver wheel test check testrace testallocs cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test rdma-plans \
+.PHONY: help deps build run run-session run-moe af programs fserver wheel test check testrace testallocs cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test rdma-plans \
 	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz sim simfaults soak locks bench clean
 
 help: ## list the targets
@@ -49,6 +49,11 @@ run-session: deps build fserver ## a small sharded MLP on a controller and 4 ran
 	@has() { "$$1" -c 'import numpy' 2>/dev/null; }; python=$(PYTHON); \
 	if ! has $$python; then python=build/python/arrays/bin/python; has $$python || tools/python/test_deps.sh arrays; fi; \
 	PYTHONPATH=bin/python timeout 60 bin/stepaf launch -n 1 -s 4 -- $$python tests/examples/session/mlp.py
+
+run-moe: deps fserver ## a mixture-of-experts model on 2 attention and 2 expert processes, in Python with transformers; ARGS=--kill
+	@has() { "$$1" -c 'import torch, transformers' 2>/dev/null; }; python=$(PYTHON); \
+	if ! has $$python; then python=build/python/torch/bin/python; has $$python || tools/python/test_deps.sh torch; fi; \
+	PYTHONPATH=bin/python timeout 300 $$python tests/examples/moe/moe.py $(ARGS)
 
 af: ## build everything, as StepMesh's target: bin/stepaf and the test programs; USE_CUDA=0, USE_RDMA=0
 	@flags=$$(tools/build_flags.sh); tools/go.sh build $$flags ./...

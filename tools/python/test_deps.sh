@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the Python tests need, in the environments of build/python:
-#   torch   the system's Python with Debian's PyTorch and NumPy
+#   torch   the system's Python with Debian's PyTorch and NumPy, and a transformers that works with these
 #   arrays  the system's Python with NumPy, JAX, uvloop, gevent and pyinstrument of PyPI, no PyTorch
 #   old     Python 3.8 or 3.9 of PATH or of pyenv, if there is one, with the same but JAX: their signal handlers have no SA_ONSTACK
 #   full    $PYTHON with the current PyTorch, NumPy and JAX of PyPI; only when asked for
@@ -66,7 +66,7 @@ for name in "$@"; do
   case "$name" in
     torch)
       apt_install python3-venv python3-torch python3-numpy
-      environment torch "$system" --system-site-packages -- pytest
+      environment torch "$system" --system-site-packages -- pytest transformers==4.46.3
       ;;
     arrays)
       apt_install python3-venv
