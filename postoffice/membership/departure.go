@@ -19,12 +19,12 @@ const (
 
 type departure struct {
 	base
-	key   gatherKey
-	own   uint64         // names the scheduler's own request
-	waits map[int]uint64 // by id, the requests of those who are not known to have their releases
-	again time.Duration  // when these are repeated
-	until time.Duration  // when the scheduler leaves all the same
-	told  bool           // the log says whom it waits for
+	key         barrierKey
+	own         uint64         // names the scheduler's own request
+	unconfirmed map[int]uint64 // by id, the requests of those who are not known to have their releases
+	nextRepeat  time.Duration  // when these are repeated
+	deadline    time.Duration  // when the scheduler leaves all the same
+	logged      bool           // the log says whom it waits for
 }
 
 // limit is how long the scheduler waits at most: until a node that was cut off shortly before has been heard again, or is dead.
@@ -35,84 +35,84 @@ func (d *departure) limit() time.Duration {
 	return maxCut + departureSlack
 }
 
-// begin waits for the nodes of this library that came to the last barrier at the end of their programs. Others do not say
+// start waits for the nodes of this library that came to the last barrier at the end of their programs. Others do not say
 // that they have their releases. Who has given up, or been dead for longer than the limit, is not waited for.
-func (d *departure) begin(now time.Duration, key gatherKey, came []arrival) {
-	d.key, d.again, d.until = key, now+releaseRepeat, now+d.limit()
-	d.waits = map[int]uint64{}
+func (d *departure) start(now time.Duration, key barrierKey, came []barrierRequest) {
+	d.key, d.nextRepeat, d.deadline = key, now+releaseRepeat, now+d.limit()
+	d.unconfirmed = map[int]uint64{}
 	for _, a := range came {
 		switch {
 		case a.id == van.SchedulerID:
 			d.own = named(a.stamp)
-		case a.final && !a.gone && d.table.native(a.id) && !(d.alive.isDown(a.id) && now-d.alive.peers[a.id].since >= d.limit()):
-			d.waits[a.id] = named(a.stamp)
+		case a.ending && !a.left && d.table.native(a.id) && !(d.alive.isDown(a.id) && now-d.alive.peers[a.id].since >= d.limit()):
+			d.unconfirmed[a.id] = named(a.stamp)
 		}
 	}
-	d.leave()
+	d.leaveIfDone()
 }
 
-// open tells whether the last barrier is over and the scheduler stays.
-func (d *departure) open() bool { return len(d.waits) > 0 }
+// waiting tells whether the last barrier is over and the scheduler stays.
+func (d *departure) waiting() bool { return len(d.unconfirmed) > 0 }
 
-// leave ends the scheduler's own wait, if there is nobody to wait for.
-func (d *departure) leave() {
-	if !d.open() {
+// leaveIfDone ends the scheduler's own wait, if there is nobody to wait for.
+func (d *departure) leaveIfDone() {
+	if !d.waiting() {
 		d.out.release(van.SchedulerID, d.key.instance, 0, 0, d.own)
 	}
 }
 
-// heard notes that a node waits no more for the release of a request.
-func (d *departure) heard(from int, key gatherKey, request uint64) {
-	if want, waits := d.waits[from]; waits && d.key == key && want == request {
-		delete(d.waits, from)
-		d.leave()
+// confirmed notes that a node waits no more for the release of a request.
+func (d *departure) confirmed(from int, key barrierKey, request uint64) {
+	if want, waits := d.unconfirmed[from]; waits && d.key == key && want == request {
+		delete(d.unconfirmed, from)
+		d.leaveIfDone()
 	}
 }
 
 // repeat sends a node that may lack its release another one.
 func (d *departure) repeat(id int) {
-	if request, ok := d.waits[id]; ok {
+	if request, ok := d.unconfirmed[id]; ok {
 		d.out.release(id, d.key.instance, 0, 0, request)
 	}
 }
 
-// text says whom the scheduler waits for, "" if for nobody.
-func (d *departure) text() string {
-	if !d.open() {
+// waitingFor says whom the scheduler waits for, "" if for nobody.
+func (d *departure) waitingFor() string {
+	if !d.waiting() {
 		return ""
 	}
 	var names []string
-	for _, id := range sortedIDs(d.waits) {
+	for _, id := range sortedIDs(d.unconfirmed) {
 		names = append(names, d.table.peer(id))
 	}
 	return fmt.Sprintf("the %s barrier over %s, the last one, is over; not known to have heard of it: %s", kindName(d.key.instance), groupName(d.key.group), list(names))
 }
 
 func (d *departure) tick(now time.Duration) {
-	if late := now - d.again; d.open() && late > releaseRepeat { // this process stood still, and has not read what came
-		d.until += late
+	if late := now - d.nextRepeat; d.waiting() && late > releaseRepeat { // this process stood still, and has not read what came
+		d.deadline += late
 	}
 	switch {
-	case !d.open():
-	case now >= d.until:
-		d.out.emit(Warning{Text: fmt.Sprintf("%s: leaves after %s: %s", d.table.name(), d.limit(), d.text())})
-		clear(d.waits)
-		d.leave()
-	case now >= d.again:
-		if !d.told {
-			d.told = true
-			d.out.emit(Warning{Text: fmt.Sprintf("%s: stays for up to %s: %s", d.table.name(), d.limit(), d.text())})
+	case !d.waiting():
+	case now >= d.deadline:
+		d.out.emit(Warning{Text: fmt.Sprintf("%s: leaves after %s: %s", d.table.name(), d.limit(), d.waitingFor())})
+		clear(d.unconfirmed)
+		d.leaveIfDone()
+	case now >= d.nextRepeat:
+		if !d.logged {
+			d.logged = true
+			d.out.emit(Warning{Text: fmt.Sprintf("%s: stays for up to %s: %s", d.table.name(), d.limit(), d.waitingFor())})
 		}
-		d.again = now + releaseRepeat
-		for _, id := range sortedIDs(d.waits) {
+		d.nextRepeat = now + releaseRepeat
+		for _, id := range sortedIDs(d.unconfirmed) {
 			d.repeat(id)
 		}
 	}
 }
 
 func (d *departure) next() time.Duration {
-	if !d.open() {
+	if !d.waiting() {
 		return math.MaxInt64
 	}
-	return min(d.again, d.until)
+	return min(d.nextRepeat, d.deadline)
 }

@@ -275,7 +275,7 @@ func (m *Machine) Missing(n int) (who, hint string) {
 	case t == nil:
 		return "", ""
 	case m.sched != nil:
-		return m.sched.gathers.text(), ""
+		return m.sched.barriers.missingOfAll(), ""
 	}
 	return t.missing, t.hint(&m.tickets.base)
 }

@@ -16,7 +16,7 @@ import (
 type places struct {
 	base
 	refusals *refusals
-	gathers  *gathers
+	barriers *barriers
 	watch    *watch
 	policies *policyList
 
@@ -51,7 +51,7 @@ func (p *places) register(now time.Duration, j *join) {
 			p.watch.introduce(n.ID)
 			return
 		}
-		if p.gathers.leaves.open() {
+		if p.barriers.departure.waiting() {
 			break
 		}
 		if h := p.alive.peers[n.ID]; h.down == 0 && (h.lost == 0 || h.lost < h.heard) && !j.proved {
@@ -69,7 +69,7 @@ func (p *places) register(now time.Duration, j *join) {
 		}
 		break
 	}
-	if p.gathers.leaves.open() { // it registers again with the next scheduler here
+	if p.barriers.departure.waiting() { // it registers again with the next scheduler here
 		p.out.emit(Warning{Text: describe(&rec) + " comes to a cluster that has ended"})
 		return
 	}
@@ -146,7 +146,7 @@ func (p *places) give(now time.Duration, id int, rec van.Node, stamp int32) {
 	p.table.learn(id, &rec)
 	delete(p.out.first, id)
 	p.alive.begin(now, id)
-	p.gathers.replaced(now, id)
+	p.barriers.replaced(now, id)
 	p.out.connect(id, rec)
 	for _, to := range p.table.ids() {
 		switch {
@@ -159,7 +159,7 @@ func (p *places) give(now time.Duration, id int, rec van.Node, stamp int32) {
 		}
 	}
 	p.out.emit(PeerReplaced{id, rec})
-	p.gathers.recheck(now)
+	p.barriers.recheck(now)
 	if claim != nil && !sameAddr(&claim.node, &rec) { // else it was restarted
 		p.register(now, claim)
 	}

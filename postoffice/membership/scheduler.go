@@ -16,7 +16,7 @@ type scheduler struct {
 	base
 	calls    *tickets
 	refusals refusals
-	gathers  gathers
+	barriers barriers
 	watch    watch
 	policies policyList
 	joins    joins
@@ -29,16 +29,16 @@ type scheduler struct {
 
 func newScheduler(b base, calls *tickets) *scheduler {
 	s := &scheduler{base: b, calls: calls, refusals: refusals{base: b}}
-	s.gathers = gathers{base: b, calls: calls, open: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{},
-		several: map[int]bool{}, starting: map[int]*originalStart{}, passed: map[gatherKey]bool{}}
-	s.gathers.leaves = departure{base: b}
-	s.watch = watch{base: b, gathers: &s.gathers, unheard: map[int]*unheard{}}
+	s.barriers = barriers{base: b, calls: calls, open: map[barrierKey]*barrier{}, outcomes: map[int]map[barrierKey]barrierOutcome{},
+		multiCustomer: map[int]bool{}, foreignStarts: map[int]*foreignStart{}, released: map[barrierKey]bool{}}
+	s.barriers.departure = departure{base: b}
+	s.watch = watch{base: b, barriers: &s.barriers, unheard: map[int]*unheard{}}
 	s.policies = policyList{base: b, refusals: &s.refusals, have: map[int]havePolicies{}}
 	s.challenges = challenges{base: b}
 	s.joins = joins{base: b, refusals: &s.refusals, challenges: &s.challenges}
 	s.refusals.joins = &s.joins
 	s.joins.hosts, _ = hostOrder(b.cfg.OrderedHosts) // they were checked with the configuration
-	s.places = places{base: b, refusals: &s.refusals, gathers: &s.gathers, watch: &s.watch, policies: &s.policies,
+	s.places = places{base: b, refusals: &s.refusals, barriers: &s.barriers, watch: &s.watch, policies: &s.policies,
 		challenges: &s.challenges, stamps: map[int]int32{}, claims: map[int]*join{}}
 	s.trials = trials{base: b, joins: &s.joins}
 	s.returns = returns{base: b, refusals: &s.refusals, watch: &s.watch, policies: &s.policies, joins: &s.joins, places: &s.places, challenges: &s.challenges}
@@ -63,7 +63,7 @@ func (s *scheduler) step(now time.Duration, from int, _ van.Origin, msg *van.Met
 	case c.Cmd == van.Heartbeat:
 		return s.notice(now, from, msg)
 	case msg.Request && (c.Cmd == van.Barrier || c.Cmd == van.InstanceBarrier):
-		return s.gathers.request(now, from, msg)
+		return s.barriers.request(now, from, msg)
 	}
 	return s.calls.release(now, from, msg)
 }
@@ -211,7 +211,7 @@ func (s *scheduler) form(now time.Duration) {
 	sortJoins(present, s.joins.hosts)
 	s.table.shared = assignIDs(present)
 	for _, first := range s.table.shared {
-		s.gathers.several[first] = true
+		s.barriers.multiCustomer[first] = true
 	}
 	s.returns.end()
 	s.watch.open(now, present)
@@ -300,11 +300,11 @@ func (s *scheduler) notice(now time.Duration, from int, msg *van.Meta) error {
 	case verbAsk:
 		return s.policies.ask(now, from, msg, n, s.report)
 	case verbWithdraw:
-		return s.gathers.withdraw(now, from, msg, n)
+		return s.barriers.cancelRequest(now, from, msg, n)
 	case verbWaits:
-		return s.gathers.stillWaits(now, from, msg, n)
+		return s.barriers.confirmWaiting(now, from, msg, n)
 	case verbReleased:
-		return s.gathers.released(from, msg, n)
+		return s.barriers.releaseConfirmed(from, msg, n)
 	}
 	return s.table.bad(from, msg, "sender", from, "notices come from the scheduler only")
 }
@@ -351,7 +351,7 @@ func (s *scheduler) back(now time.Duration, id int) {
 		s.form(now)
 	} else if s.alive.peers[id] != nil { // not with an id below 0
 		s.watch.up(now, id, connLost)
-		s.gathers.leaves.repeat(id)
+		s.barriers.departure.repeat(id)
 	}
 }
 
@@ -359,7 +359,7 @@ func (s *scheduler) report(now time.Duration) Report {
 	r := s.alive.report(now)
 	r.Unreached = s.trials.unreached()
 	r.Vanished, r.Refused = slices.Clone(s.joins.vanished), slices.Clone(s.refusals.texts)
-	r.Ended, r.Barriers = slices.Clone(s.joins.endings), s.gathers.text()
+	r.Ended, r.Barriers = slices.Clone(s.joins.endings), s.barriers.missingOfAll()
 	if !r.Ready {
 		r.Present = append(r.Present, s.joins.present()...)
 		r.Missing = s.joins.missing(r.Present)
@@ -372,7 +372,7 @@ func (s *scheduler) report(now time.Duration) Report {
 
 func (s *scheduler) tick(now time.Duration) {
 	for _, t := range s.calls.expired(now) {
-		limit, missing := t.deadline-t.since, s.gathers.text()
+		limit, missing := t.deadline-t.since, s.barriers.missingOfAll()
 		if t.starting {
 			text := fmt.Sprintf("the scheduler gave up the start barrier after %s: %s", limit, missing)
 			s.watch.tellAll(van.SchedulerID, notice{verb: verbError, text: text})
@@ -380,19 +380,19 @@ func (s *scheduler) tick(now time.Duration) {
 		s.calls.giveUp(t, limit, missing, "")
 	}
 	s.calls.news(now, s.awaits)
-	s.gathers.tick(now)
+	s.barriers.tick(now)
 	s.watch.tick(now)
 }
 
 // awaits names the nodes that the scheduler's own barrier at the end waits for, if a worker waits there too, or a node is dead.
 // Otherwise the cluster still works, and awaits returns "". The steps after the release of the barrier have log lines of their own.
 func (s *scheduler) awaits(*ticket) string {
-	if s.gathers.leaves.open() || !s.gathers.delayed() {
+	if s.barriers.departure.waiting() || !s.barriers.mayDelayScheduler() {
 		return ""
 	}
-	return s.gathers.text()
+	return s.barriers.missingOfAll()
 }
 
 func (s *scheduler) next() time.Duration {
-	return min(s.calls.next(), s.gathers.next(), s.watch.next(), s.joins.next(), s.places.next(), s.refusals.next(), s.trials.next())
+	return min(s.calls.next(), s.barriers.next(), s.watch.next(), s.joins.next(), s.places.next(), s.refusals.next(), s.trials.next())
 }

@@ -14,7 +14,7 @@ import (
 
 type watch struct {
 	base
-	gathers      *gathers
+	barriers     *barriers
 	lastReplaced time.Duration    // when a node was last replaced; 0: never
 	unheard      map[int]*unheard // replacements, by id
 }
@@ -51,7 +51,7 @@ func (w *watch) down(now time.Duration, id int, r reason, cause error) {
 	switch first := w.alive.markDown(now, id, r, cause); {
 	case first:
 		w.tellAll(id, notice{verb: lossVerb(cause), id: id, text: cause.Error()})
-		w.gathers.recheck(now)
+		w.barriers.recheck(now)
 	case wasCut && r == silent && !w.life.leaving: // a node that has passed over the cut must hear of this
 		h.cause = &lossError{text: fmt.Sprintf("%s, and %s", h.cause, cause)}
 		w.tellAll(id, notice{verb: verbDead, id: id, text: h.cause.Error()})
@@ -62,7 +62,7 @@ func (w *watch) up(now time.Duration, id int, r reason) {
 	if w.alive.markUp(now, id, r) {
 		w.tellAll(id, notice{verb: verbBack, id: id})
 		w.catchUp(id)
-		w.gathers.recheck(now)
+		w.barriers.recheck(now)
 	}
 }
 

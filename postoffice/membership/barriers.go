@@ -1,0 +1,646 @@
+package membership
+
+// The barriers of the cluster, on the scheduler: counting requests, releasing or failing
+// barriers, and telling waiting nodes which others are missing.
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+type barriers struct {
+	base
+	calls         *tickets // the scheduler's own
+	departure     departure
+	open          map[barrierKey]*barrier
+	outcomes      map[int]map[barrierKey]barrierOutcome // to each node
+	multiCustomer map[int]bool                          // ids of processes that registered several customers
+	foreignStarts map[int]*foreignStart                 // by id
+	// Instance barriers that have been released: of those of start-up, processes that replace others
+	// are released at once.
+	released map[barrierKey]bool
+}
+
+// foreignStart describes a C++ StepMesh process that has replaced another one. If its program calls StartPS with its barrier,
+// the process sends a request that is identical to the one of Finalize. The scheduler must not count that request for the barrier of
+// Finalize, where others may wait already.
+type foreignStart struct {
+	since      time.Duration // the time at which the scheduler sent it the node table
+	counted    []int32       // the customers whose first request was counted for the barrier of StartPS
+	releasedAt time.Duration // the time at which the process alone was released from that barrier; 0: it was not
+}
+
+const (
+	// foreignStartLimit is the longest time from the node table to the request of StartPS; the process connects to all nodes in
+	// between. A later first request is that of Finalize: the program called StartPS without its barrier.
+	foreignStartLimit = 10 * time.Second
+	// foreignExitLimit is the longest life of a process after its Finalize has ended. If a process ends within that time after its
+	// first request was counted for StartPS, the request was that of Finalize.
+	foreignExitLimit = 5 * time.Second
+)
+
+// firstMissingNotice is after how long those who wait for a barrier are first told who is missing. It is not
+// longer than the shortest limit that can be set (STEPAF_STOP_TIMEOUT).
+const firstMissingNotice = 900 * time.Millisecond
+
+type barrierKey struct {
+	group    int
+	instance bool
+}
+
+// finalizeKey is the barrier of Finalize, and of what comes before it.
+var finalizeKey = barrierKey{van.AllNodes, true}
+
+// barrier is a barrier that was requested and is not complete.
+type barrier struct {
+	requests []barrierRequest
+	// stuck: since the time in since, only dead nodes are missing. After
+	// Config.ReplaceTimeout the barrier fails and told is set: the nodes that can be told
+	// have been told, once.
+	onlyDeadMissing, failureSent bool
+	stuckSince                   time.Duration
+	openedAt                     time.Duration // when the first request came
+	// Of the last request: a release to a C++ StepMesh node has them.
+	app, customer int32
+	// nextNews is when the waiting nodes are told next which nodes are missing.
+	nextNotice time.Duration
+}
+
+// barrierRequest is one counted request. customer is 0 unless several customers of one
+// process registered, each of which is counted. stamp is the timestamp of the request,
+// by which a release names it to nodes of this library.
+type barrierRequest struct {
+	id, customer int
+	stamp        int32
+	ending       bool // at the end of a program
+	finalize     bool // as Finalize's: its node leaves then
+	// unsure: the request may have been on its way for long, and given up meanwhile. The node was
+	// asked, first at that time, whether it still waits. Until it says so the request does not count.
+	unconfirmed bool
+	askedAt     time.Duration
+	left        bool // it has canceled the barrier of Finalize, or is known to have left: it needs no release
+}
+
+// barrierOutcome is the last release for a node of this library, or the notice that the barrier has failed.
+// A node that was down, or whose connection broke when it was sent, may not have it: it repeats its
+// request when it is back. That is not counted for the next barrier.
+type barrierOutcome struct {
+	stamp    int32
+	canceled bool   // not released: the node has given the request up
+	failed   string // not released: the reason that the node was told
+}
+
+// request counts a request and releases the barrier when it is complete.
+func (s *barriers) request(now time.Duration, from int, msg *van.Meta) error {
+	group, instance := msg.Control.BarrierGroup, msg.Control.Cmd == van.InstanceBarrier
+	switch {
+	case s.life.phase != ready || !s.table.has(from) && from != van.SchedulerID:
+		return s.table.bad(from, msg, "sender", from, "the id of a node of this cluster")
+	case group < 1 || group > van.AllNodes:
+		return s.table.bad(from, msg, "control.barrier_group", group, "1 to 7")
+	}
+	key := barrierKey{group, instance}
+	a := barrierRequest{id: from, stamp: msg.Timestamp}
+	if s.table.native(from) {
+		a.finalize = msg.Key == finalRequest
+		a.ending = a.finalize || msg.Key == stopRequest
+	}
+	if s.multiCustomer[from] {
+		a.customer = int(msg.CustomerID)
+	}
+	if instance && group == van.AllNodes && s.isForeignStart(now, from, msg) {
+		s.out.release(from, instance, msg.AppID, msg.CustomerID, 0)
+		return nil
+	}
+	g := s.open[key]
+	if g == nil {
+		g = s.newBarrier(now)
+		s.open[key] = g
+	}
+	same := func(o barrierRequest) bool { return o.id == a.id && o.customer == a.customer }
+	i := slices.IndexFunc(g.requests, same)
+	switch {
+	case s.table.native(from) && s.repeatOutcome(from, key, a.stamp):
+		s.dropEmpty()
+		return nil
+	case s.alreadyReleased(from, key, msg):
+		s.releaseAgain(from, key, a.stamp)
+		s.dropEmpty()
+		return nil
+	case i >= 0 && g.requests[i].stamp == a.stamp && s.table.native(from): // repeated
+		if a := &g.requests[i]; a.unconfirmed { // the question, or its answer, may be lost
+			s.askIfWaiting(a.askedAt, key, a)
+		}
+		return nil
+	case i >= 0 && s.table.native(from) && !newer(a.stamp, g.requests[i].stamp): // given up, and overtaken by the next one
+		return nil
+	case i >= 0 && (instance || s.table.native(from)): // given up and requested anew
+		g.requests[i] = a
+	default:
+		i = len(g.requests)
+		g.requests = append(g.requests, a)
+	}
+	g.app, g.customer = msg.AppID, msg.CustomerID
+	if s.table.native(from) && !a.ending && s.alive.peers[from].doubtful() {
+		s.askIfWaiting(now, key, &g.requests[i])
+	}
+	s.releaseIfComplete(now, key, g)
+	return nil
+}
+
+// isForeignStart reports whether the request of a C++ StepMesh process is to be released at once. That is so if the process has replaced
+// another one, and the request is that of its StartPS. If the others have not passed that barrier yet, the request counts there.
+func (s *barriers) isForeignStart(now time.Duration, from int, msg *van.Meta) bool {
+	st := s.foreignStarts[from]
+	if st == nil {
+		return false
+	}
+	others := slices.ContainsFunc(s.calls.open, func(t *ticket) bool { return t.starting })
+	if slices.Contains(st.counted, msg.CustomerID) || now-st.since >= foreignStartLimit && !others {
+		delete(s.foreignStarts, from)
+		return false
+	}
+	if st.counted = append(st.counted, msg.CustomerID); others {
+		if len(st.counted) == s.table.places(from) {
+			delete(s.foreignStarts, from)
+		}
+		return false
+	}
+	st.releasedAt = now
+	return true
+}
+
+// countExitedForeign counts the dead C++ StepMesh processes that are missing in g, the barrier of Finalize, if all of them ended within endOfOriginal
+// after their only request was released: that request was their Finalize. It reports whether g is then complete.
+func (s *barriers) countExitedForeign(now time.Duration, g *barrier) bool {
+	var ended []barrierRequest
+	for _, ids := range s.missingNodes(finalizeKey, g) {
+		id := ids[0] // in an instance barrier each id is awaited
+		st := s.foreignStarts[id]
+		if st == nil || len(st.counted) < s.table.places(id) || s.alive.peers[id].since-st.releasedAt > foreignExitLimit {
+			return false
+		}
+		for _, customer := range st.counted {
+			a := barrierRequest{id: id, left: true}
+			if s.multiCustomer[id] {
+				a.customer = int(customer)
+			}
+			ended = append(ended, a)
+		}
+		s.out.emit(Warning{Text: s.table.peer(id) + " has left after its first barrier, which counts as its Finalize: no other process has taken its place"})
+	}
+	g.requests = append(g.requests, ended...)
+	s.releaseIfComplete(now, finalizeKey, g)
+	return true
+}
+
+// newBarrier makes a barrier without requests.
+func (s *barriers) newBarrier(now time.Duration) *barrier {
+	return &barrier{openedAt: now, nextNotice: now + min(s.cfg.ReportEvery, firstMissingNotice)}
+}
+
+// releaseIfComplete releases a barrier when enough requests count.
+func (s *barriers) releaseIfComplete(now time.Duration, key barrierKey, g *barrier) {
+	if g.countedRequests() < s.cfg.expected(key.group, key.instance) {
+		g.failureSent = false
+		s.recheck(now)
+		return
+	}
+	delete(s.open, key)
+	s.released[key] = true // of use for instance barriers
+	kept := s.carryOver(now, key, g)
+	last := key == finalizeKey && s.calls.finalizing() && slices.ContainsFunc(g.requests, func(a barrierRequest) bool {
+		return a.id == van.SchedulerID && (a.finalize || !s.table.native(a.id))
+	})
+	to := make([]int, 0, len(g.requests))
+	if key.instance {
+		to = s.table.Members(key.group)
+	} else {
+		for _, a := range g.requests {
+			to = append(to, a.id)
+		}
+	}
+	for _, id := range to {
+		request := uint64(0)
+		if i := slices.IndexFunc(g.requests, func(a barrierRequest) bool { return a.id == id }); i >= 0 && s.table.native(id) {
+			s.setOutcome(id, key, barrierOutcome{stamp: g.requests[i].stamp})
+			request = named(g.requests[i].stamp)
+		}
+		if !s.alive.isDown(id) && !kept[id] && !(last && id == van.SchedulerID) {
+			s.out.release(id, key.instance, g.app, g.customer, request)
+		}
+	}
+	if last {
+		s.calls.Leaving(now) // the others leave when they have the release
+		s.departure.start(now, key, g.requests)
+	}
+	if len(kept) > 0 { // those who are missing now may all be dead
+		s.recheck(now)
+	}
+}
+
+// carryOver takes the requests of Finalize out of g, which is complete, for the next barrier, if somebody is known to come to
+// another one: whoever has called Finalize takes part in what the others call before it, as if it had called that too.
+// It returns whose they are.
+func (s *barriers) carryOver(now time.Duration, key barrierKey, g *barrier) (kept map[int]bool) {
+	goesOn := func(a barrierRequest) bool { return !a.finalize && s.table.native(a.id) }
+	if key != finalizeKey || !slices.ContainsFunc(g.requests, goesOn) {
+		return nil
+	}
+	kept = map[int]bool{}
+	next := s.newBarrier(now)
+	g.requests = slices.DeleteFunc(g.requests, func(a barrierRequest) bool {
+		if a.finalize {
+			kept[a.id] = true
+			next.requests = append(next.requests, a)
+		}
+		return a.finalize
+	})
+	if len(kept) > 0 {
+		s.open[key] = next
+	}
+	return kept
+}
+
+// countedRequests returns how many requests count.
+func (g *barrier) countedRequests() (n int) {
+	for i := range g.requests {
+		if !g.requests[i].unconfirmed {
+			n++
+		}
+	}
+	return n
+}
+
+// askIfWaiting asks a node whether it still waits for what it requested with a, which does not count
+// until then: it may have been held up as long as nothing came from that node, and the word that it
+// was given up comes after it. What ends a program is never given up.
+func (s *barriers) askIfWaiting(now time.Duration, key barrierKey, a *barrierRequest) {
+	a.unconfirmed, a.askedAt = true, now
+	s.out.tellAbout(a.id, notice{verb: verbWhether, group: key.group, instance: key.instance}, named(a.stamp))
+}
+
+// confirmWaiting handles the answer of a node that still waits.
+func (s *barriers) confirmWaiting(now time.Duration, from int, msg *van.Meta, n notice) error {
+	key := barrierKey{n.group, n.instance}
+	g, h := s.open[key], s.alive.peers[from]
+	switch {
+	case s.life.phase != ready || h == nil || !s.table.native(from):
+		return s.table.bad(from, msg, "sender", from, "a node of this cluster and of this library")
+	case g == nil: // over meanwhile
+		return nil
+	}
+	i := slices.IndexFunc(g.requests, func(a barrierRequest) bool { return a.id == from && a.unconfirmed && named(a.stamp) == msg.Key })
+	switch {
+	case i < 0:
+	case h.gap > g.requests[i].askedAt: // the answer may have been held up, too
+		s.askIfWaiting(now, key, &g.requests[i])
+	default:
+		g.requests[i].unconfirmed = false
+		h.sure = max(h.sure, g.requests[i].askedAt)
+		s.releaseIfComplete(now, key, g)
+	}
+	return nil
+}
+
+// alreadyReleased tells whether a request is for a barrier of start-up that the others have passed before its
+// process came.
+func (s *barriers) alreadyReleased(from int, key barrierKey, msg *van.Meta) bool {
+	return msg.Key == startRequest && from != van.SchedulerID && s.table.native(from) && s.table.record(from).IsRecovery &&
+		(s.released[key] || s.life.recovered)
+}
+
+func (s *barriers) setOutcome(id int, key barrierKey, a barrierOutcome) {
+	if s.outcomes[id] == nil {
+		s.outcomes[id] = map[barrierKey]barrierOutcome{}
+	}
+	s.outcomes[id][key] = a
+}
+
+// repeatOutcome tells whether a request of a node of this library belongs to a barrier that
+// is over, and repeats the release if it is the last one.
+func (s *barriers) repeatOutcome(from int, key barrierKey, stamp int32) bool {
+	last, ok := s.outcomes[from][key]
+	if !ok || newer(stamp, last.stamp) {
+		return false
+	}
+	switch {
+	case stamp != last.stamp || last.canceled:
+	case last.failed != "":
+		s.sendFailure(from, key, last)
+	default:
+		s.releaseAgain(from, key, last.stamp)
+	}
+	return true
+}
+
+// releaseConfirmed handles the word of a node that a barrier which ends a program is over there.
+func (s *barriers) releaseConfirmed(from int, msg *van.Meta, n notice) error {
+	if s.life.phase != ready || !s.table.has(from) || !s.table.native(from) {
+		return s.table.bad(from, msg, "sender", from, "a node of this cluster and of this library")
+	}
+	key := barrierKey{n.group, n.instance}
+	if g := s.open[key]; g != nil {
+		for i := range g.requests {
+			a := &g.requests[i]
+			a.left = a.left || a.id == from && named(a.stamp) == msg.Key
+		}
+	}
+	s.departure.confirmed(from, key, msg.Key)
+	return nil
+}
+
+// cancelRequest removes a request that was given up. If the request itself arrives later,
+// repeated or overtaken by the notice, it is not counted either.
+func (s *barriers) cancelRequest(now time.Duration, from int, msg *van.Meta, n notice) error {
+	switch {
+	case s.life.phase != ready || from != van.SchedulerID && (!s.table.has(from) || !s.table.native(from)):
+		return s.table.bad(from, msg, "sender", from, "a node of this cluster and of this library")
+	case msg.Key < 1 || msg.Key > math.MaxInt32+1:
+		return s.table.bad(from, msg, "key", msg.Key, "1 to 2147483648: the name of a request")
+	}
+	key, stamp := barrierKey{n.group, n.instance}, int32(msg.Key-1)
+	if last, ok := s.outcomes[from][key]; !ok || newer(stamp, last.stamp) {
+		s.setOutcome(from, key, barrierOutcome{stamp: stamp, canceled: true})
+	}
+	if g := s.open[key]; g != nil {
+		if i := slices.IndexFunc(g.requests, func(a barrierRequest) bool { return a.id == from && a.stamp == stamp }); i >= 0 {
+			if from != van.SchedulerID { // whose own error says it
+				s.out.emit(Warning{Text: s.table.peer(from) + " no longer waits: " + s.missingText(key, g)})
+			}
+			g.requests = slices.Delete(g.requests, i, i+1)
+		}
+		s.recheck(now)
+	}
+	return nil
+}
+
+// releaseAgain repeats the release of a request.
+func (s *barriers) releaseAgain(id int, key barrierKey, stamp int32) {
+	s.setOutcome(id, key, barrierOutcome{stamp: stamp})
+	s.out.release(id, key.instance, 0, 0, named(stamp))
+}
+
+// replaced removes the requests of the process that had id before.
+func (s *barriers) replaced(now time.Duration, id int) {
+	for _, g := range s.open {
+		g.requests = slices.DeleteFunc(g.requests, func(a barrierRequest) bool { return a.id == id })
+	}
+	s.dropEmpty()
+	delete(s.outcomes, id)
+	delete(s.foreignStarts, id)
+	if !s.table.native(id) {
+		s.foreignStarts[id] = &foreignStart{since: now}
+	}
+}
+
+func (s *barriers) dropEmpty() {
+	maps.DeleteFunc(s.open, func(_ barrierKey, g *barrier) bool { return len(g.requests) == 0 })
+}
+
+// recheck finds the barriers at which only dead nodes are missing. Such a barrier
+// fails after Config.ReplaceTimeout without a replacement; it fails at once, unless it is
+// at the end of a program, if the nodes died by silence while it was open: it has waited for their
+// heartbeats. One whose connection broke before is waited for, though it is silent, too, by and by.
+// While a live member is missing a barrier does not fail: some nodes wait in the barrier
+// of Finalize from the beginning, which must not end the work of the others. A barrier fails at once if a missing
+// node already waits at the end of its program.
+func (s *barriers) recheck(now time.Duration) {
+	for _, key := range sortedKeys(s.open) {
+		g := s.open[key]
+		for s.recheckOne(now, key, g) { // for those who stay: the others may be dead as well
+		}
+	}
+	s.dropEmpty()
+}
+
+// nodesInFinalize names the nodes that will not take part in a barrier, since they wait at the end of their programs. A node in stop() or
+// Finalize takes part in instance barriers over all nodes only. It returns "" if there are none, or the barrier has failed.
+func (s *barriers) nodesInFinalize(key barrierKey, g *barrier) string {
+	end := s.open[finalizeKey]
+	if key == finalizeKey || end == nil || g.failureSent {
+		return ""
+	}
+	ends := func(id int) bool {
+		return slices.ContainsFunc(end.requests, func(a barrierRequest) bool { return a.id == id && a.ending && !a.left })
+	}
+	if !key.instance {
+		// Any members' requests complete a group barrier, as C++ StepMesh counts: several of one group, too.
+		left := 0
+		for _, id := range s.table.Members(key.group) {
+			if !ends(id) && !slices.ContainsFunc(g.requests, func(a barrierRequest) bool { return a.id == id }) {
+				left++
+			}
+		}
+		if g.countedRequests()+left >= s.cfg.expected(key.group, false) {
+			return ""
+		}
+	}
+	var names []string
+	for _, ids := range s.missingNodes(key, g) {
+		some := slices.ContainsFunc(ids, ends)
+		if some && !slices.ContainsFunc(ids, func(id int) bool { return !ends(id) && !s.alive.isDown(id) }) {
+			names = append(names, s.table.peer(ids[0]))
+		}
+	}
+	if len(names) == 0 {
+		return ""
+	}
+	return list(names) + ": in stop() or Finalize, where a node takes part in no other barrier"
+}
+
+// recheckOne is recheck of one barrier. It tells whether that has failed, but not for all.
+func (s *barriers) recheckOne(now time.Duration, key barrierKey, g *barrier) (some bool) {
+	if text := s.nodesInFinalize(key, g); text != "" {
+		return s.fail(key, g, text)
+	}
+	dead, fell, living := "", false, false
+	for _, ids := range s.missingNodes(key, g) {
+		if slices.ContainsFunc(ids, func(id int) bool { return !s.alive.isDown(id) }) {
+			living = true
+			continue
+		}
+		for _, id := range ids {
+			h := s.alive.peers[id]
+			fell = fell || h.cut || h.down&silent == 0 || g.openedAt > h.since
+			dead += fmt.Sprintf("; %s is dead: %s", s.table.peer(id), h.cause)
+		}
+	}
+	if dead == "" || living && !failpoint.On("barrier-death") {
+		g.onlyDeadMissing, g.failureSent = false, false
+		return false
+	}
+	if !g.onlyDeadMissing {
+		g.onlyDeadMissing, g.stuckSince = true, now
+	}
+	wait := s.cfg.ReplaceTimeout
+	if !fell && !slices.ContainsFunc(g.requests, func(a barrierRequest) bool { return a.ending }) {
+		wait = 0
+	}
+	if g.failureSent || now-g.stuckSince < wait && !failpoint.On("barrier-death") {
+		return false
+	}
+	if key == finalizeKey && s.countExitedForeign(now, g) {
+		return false
+	}
+	return s.fail(key, g, strings.TrimPrefix(dead, "; "))
+}
+
+// fail tells the waiting nodes of this library that a barrier cannot be complete,
+// and removes their requests. Requests of C++ StepMesh nodes stay: they cannot be told,
+// and do not repeat them. Requests of Finalize stay if it is the barrier of others that they
+// took part in, as some tells.
+func (s *barriers) fail(key barrierKey, g *barrier, text string) (some bool) {
+	some = key == finalizeKey && slices.ContainsFunc(g.requests, func(a barrierRequest) bool { return !a.ending && s.table.native(a.id) })
+	g.failureSent, g.onlyDeadMissing = !some, !some
+	var told []barrierRequest
+	g.requests = slices.DeleteFunc(g.requests, func(a barrierRequest) bool {
+		if a.id != van.SchedulerID && !s.table.native(a.id) && !failpoint.On("foreign-barrier") {
+			return false
+		}
+		if some && a.finalize {
+			return false
+		}
+		told = append(told, a)
+		return true
+	})
+	if len(g.requests) == 0 {
+		delete(s.open, key)
+	}
+	for _, a := range told {
+		if a.id != van.SchedulerID && !s.alive.isDown(a.id) {
+			failed := barrierOutcome{stamp: a.stamp, failed: text}
+			s.setOutcome(a.id, key, failed)
+			s.sendFailure(a.id, key, failed)
+		}
+	}
+	for _, a := range told { // the scheduler last: it may leave then
+		if a.id == van.SchedulerID {
+			s.calls.refused(failedNotice(key, text), named(a.stamp))
+		}
+	}
+	return some && len(g.requests) > 0
+}
+
+func failedNotice(key barrierKey, text string) notice {
+	return notice{verb: verbBarrier, group: key.group, instance: key.instance, text: text}
+}
+
+// sendFailure tells a node of this library that what it has asked for cannot be complete.
+func (s *barriers) sendFailure(id int, key barrierKey, a barrierOutcome) {
+	s.out.tellAbout(id, failedNotice(key, a.failed), named(a.stamp))
+}
+
+// tick also tells the nodes that wait for a barrier which nodes are missing: they say so in their
+// error if they give up.
+func (s *barriers) tick(now time.Duration) {
+	if now < s.next() {
+		return
+	}
+	s.departure.tick(now)
+	s.recheck(now)
+	for _, key := range sortedKeys(s.open) {
+		g := s.open[key]
+		if now < g.nextNotice {
+			continue
+		}
+		for g.nextNotice <= now {
+			g.nextNotice += s.cfg.ReportEvery
+		}
+		for _, a := range g.requests {
+			switch {
+			case !s.isNotified(a) || s.alive.isDown(a.id):
+			case a.unconfirmed: // the question may be lost
+				s.askIfWaiting(a.askedAt, key, &a)
+			default:
+				s.out.tellAbout(a.id, notice{verb: verbWaiting, text: s.missingText(key, g)}, named(a.stamp))
+			}
+		}
+	}
+}
+
+func (s *barriers) isNotified(a barrierRequest) bool {
+	return a.id != van.SchedulerID && s.table.native(a.id)
+}
+
+func (s *barriers) next() time.Duration {
+	next := s.departure.next()
+	for _, g := range s.open {
+		if g.onlyDeadMissing && !g.failureSent {
+			next = min(next, g.stuckSince+s.cfg.ReplaceTimeout)
+		}
+		if slices.ContainsFunc(g.requests, s.isNotified) {
+			next = min(next, g.nextNotice)
+		}
+	}
+	return next
+}
+
+func sortedKeys[V any](m map[barrierKey]V) []barrierKey {
+	return slices.SortedFunc(maps.Keys(m), func(a, b barrierKey) int {
+		return cmp.Or(cmp.Compare(a.group, b.group), strings.Compare(kindName(a.instance), kindName(b.instance)))
+	})
+}
+
+// missingOfAll lists the missing nodes of all open barriers.
+func (s *barriers) missingOfAll() string {
+	var parts []string
+	for _, key := range sortedKeys(s.open) {
+		parts = append(parts, s.missingText(key, s.open[key]))
+	}
+	if t := s.departure.waitingFor(); t != "" {
+		parts = append(parts, t)
+	}
+	return strings.Join(parts, "; ")
+}
+
+// mayDelayScheduler reports whether a worker waits in the barrier at the end of programs, or a dead node may delay that barrier.
+func (s *barriers) mayDelayScheduler() bool {
+	g := s.open[finalizeKey]
+	return g != nil && (slices.ContainsFunc(g.requests, func(a barrierRequest) bool { return van.RoleOf(a.id) == van.Worker }) ||
+		slices.ContainsFunc(s.table.Members(van.AllNodes), s.alive.isDown))
+}
+
+func (s *barriers) missingText(key barrierKey, g *barrier) string {
+	var missing []string
+	for _, ids := range s.missingNodes(key, g) {
+		for _, id := range ids {
+			missing = append(missing, s.table.peer(id))
+		}
+	}
+	return fmt.Sprintf("%s barrier over %s: %d of %d requests, not from %s", kindName(key.instance),
+		groupName(key.group), g.countedRequests(), s.cfg.expected(key.group, key.instance), list(missing))
+}
+
+// missingNodes lists whose requests have yet to come. Each element is one node, or, for a group barrier,
+// the instances of one group, one of which is to ask.
+func (s *barriers) missingNodes(key barrierKey, g *barrier) (all [][]int) {
+	size := s.cfg.GroupSize
+	if key.instance {
+		size = 1
+	}
+	for _, id := range s.table.Members(key.group) {
+		if n := len(all); n > 0 && van.RoleOf(all[n-1][0]) == van.RoleOf(id) && van.RankOf(all[n-1][0])/size == van.RankOf(id)/size {
+			all[n-1] = append(all[n-1], id)
+		} else {
+			all = append(all, []int{id})
+		}
+	}
+	came := map[int]int{}
+	for _, a := range g.requests {
+		if !a.unconfirmed {
+			came[a.id]++
+		}
+	}
+	return slices.DeleteFunc(all, func(ids []int) bool {
+		return slices.ContainsFunc(ids, func(id int) bool { return came[id] >= s.table.places(id) })
+	})
+}
