@@ -59,9 +59,9 @@ func (n *Node) carryOut(o membership.Output) {
 	case membership.Waiting:
 		n.log.Warn("waiting to start: " + o.Report.String())
 	case membership.BarrierDone:
-		n.endBarrier(o.Ticket, nil)
+		n.endBarrier(o.Barrier, nil)
 	case membership.BarrierFailed:
-		n.endBarrier(o.Ticket, o.Err)
+		n.endBarrier(o.Barrier, o.Err)
 	case membership.PeerDead:
 		n.log.Warn("peer lost", "peer", n.peerName(o.ID), "cause", o.Cause)
 		n.apps.peerLost(o.ID, o.Cause)

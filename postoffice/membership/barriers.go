@@ -18,7 +18,7 @@ import (
 
 type barriers struct {
 	base
-	calls         *tickets // the scheduler's own
+	pending       *pendingBarriers // the scheduler's own
 	departure     departure
 	open          map[barrierKey]*barrier
 	outcomes      map[int]map[barrierKey]barrierOutcome // to each node
@@ -110,7 +110,7 @@ func (s *barriers) request(now time.Duration, from int, msg *van.Meta) error {
 	key := barrierKey{group, instance}
 	a := barrierRequest{id: from, stamp: msg.Timestamp}
 	if s.table.native(from) {
-		a.finalize = msg.Key == finalRequest
+		a.finalize = msg.Key == finalizeRequest
 		a.ending = a.finalize || msg.Key == stopRequest
 	}
 	if s.multiCustomer[from] {
@@ -163,7 +163,7 @@ func (s *barriers) isForeignStart(now time.Duration, from int, msg *van.Meta) bo
 	if st == nil {
 		return false
 	}
-	others := slices.ContainsFunc(s.calls.open, func(t *ticket) bool { return t.starting })
+	others := slices.ContainsFunc(s.pending.open, func(t *pendingBarrier) bool { return t.starting })
 	if slices.Contains(st.counted, msg.CustomerID) || now-st.since >= foreignStartLimit && !others {
 		delete(s.foreignStarts, from)
 		return false
@@ -217,7 +217,7 @@ func (s *barriers) releaseIfComplete(now time.Duration, key barrierKey, g *barri
 	delete(s.open, key)
 	s.released[key] = true // of use for instance barriers
 	kept := s.carryOver(now, key, g)
-	last := key == finalizeKey && s.calls.finalizing() && slices.ContainsFunc(g.requests, func(a barrierRequest) bool {
+	last := key == finalizeKey && s.pending.finalizing() && slices.ContainsFunc(g.requests, func(a barrierRequest) bool {
 		return a.id == van.SchedulerID && (a.finalize || !s.table.native(a.id))
 	})
 	to := make([]int, 0, len(g.requests))
@@ -232,14 +232,14 @@ func (s *barriers) releaseIfComplete(now time.Duration, key barrierKey, g *barri
 		request := uint64(0)
 		if i := slices.IndexFunc(g.requests, func(a barrierRequest) bool { return a.id == id }); i >= 0 && s.table.native(id) {
 			s.setOutcome(id, key, barrierOutcome{stamp: g.requests[i].stamp})
-			request = named(g.requests[i].stamp)
+			request = requestKey(g.requests[i].stamp)
 		}
 		if !s.alive.isDown(id) && !kept[id] && !(last && id == van.SchedulerID) {
 			s.out.release(id, key.instance, g.app, g.customer, request)
 		}
 	}
 	if last {
-		s.calls.Leaving(now) // the others leave when they have the release
+		s.pending.Leaving(now) // the others leave when they have the release
 		s.departure.start(now, key, g.requests)
 	}
 	if len(kept) > 0 { // those who are missing now may all be dead
@@ -285,7 +285,7 @@ func (g *barrier) countedRequests() (n int) {
 // was given up comes after it. What ends a program is never given up.
 func (s *barriers) askIfWaiting(now time.Duration, key barrierKey, a *barrierRequest) {
 	a.unconfirmed, a.askedAt = true, now
-	s.out.tellAbout(a.id, notice{verb: verbWhether, group: key.group, instance: key.instance}, named(a.stamp))
+	s.out.tellAbout(a.id, notice{verb: verbWhether, group: key.group, instance: key.instance}, requestKey(a.stamp))
 }
 
 // confirmWaiting handles the answer of a node that still waits.
@@ -298,7 +298,7 @@ func (s *barriers) confirmWaiting(now time.Duration, from int, msg *van.Meta, n 
 	case g == nil: // over meanwhile
 		return nil
 	}
-	i := slices.IndexFunc(g.requests, func(a barrierRequest) bool { return a.id == from && a.unconfirmed && named(a.stamp) == msg.Key })
+	i := slices.IndexFunc(g.requests, func(a barrierRequest) bool { return a.id == from && a.unconfirmed && requestKey(a.stamp) == msg.Key })
 	switch {
 	case i < 0:
 	case h.gap > g.requests[i].askedAt: // the answer may have been held up, too
@@ -351,7 +351,7 @@ func (s *barriers) releaseConfirmed(from int, msg *van.Meta, n notice) error {
 	if g := s.open[key]; g != nil {
 		for i := range g.requests {
 			a := &g.requests[i]
-			a.left = a.left || a.id == from && named(a.stamp) == msg.Key
+			a.left = a.left || a.id == from && requestKey(a.stamp) == msg.Key
 		}
 	}
 	s.departure.confirmed(from, key, msg.Key)
@@ -386,7 +386,7 @@ func (s *barriers) cancelRequest(now time.Duration, from int, msg *van.Meta, n n
 // releaseAgain repeats the release of a request.
 func (s *barriers) releaseAgain(id int, key barrierKey, stamp int32) {
 	s.setOutcome(id, key, barrierOutcome{stamp: stamp})
-	s.out.release(id, key.instance, 0, 0, named(stamp))
+	s.out.release(id, key.instance, 0, 0, requestKey(stamp))
 }
 
 // replaced removes the requests of the process that had id before.
@@ -524,7 +524,7 @@ func (s *barriers) fail(key barrierKey, g *barrier, text string) (some bool) {
 	}
 	for _, a := range told { // the scheduler last: it may leave then
 		if a.id == van.SchedulerID {
-			s.calls.refused(failedNotice(key, text), named(a.stamp))
+			s.pending.failedByScheduler(failedNotice(key, text), requestKey(a.stamp))
 		}
 	}
 	return some && len(g.requests) > 0
@@ -536,7 +536,7 @@ func failedNotice(key barrierKey, text string) notice {
 
 // sendFailure tells a node of this library that what it has asked for cannot be complete.
 func (s *barriers) sendFailure(id int, key barrierKey, a barrierOutcome) {
-	s.out.tellAbout(id, failedNotice(key, a.failed), named(a.stamp))
+	s.out.tellAbout(id, failedNotice(key, a.failed), requestKey(a.stamp))
 }
 
 // tick also tells the nodes that wait for a barrier which nodes are missing: they say so in their
@@ -561,7 +561,7 @@ func (s *barriers) tick(now time.Duration) {
 			case a.unconfirmed: // the question may be lost
 				s.askIfWaiting(a.askedAt, key, &a)
 			default:
-				s.out.tellAbout(a.id, notice{verb: verbWaiting, text: s.missingText(key, g)}, named(a.stamp))
+				s.out.tellAbout(a.id, notice{verb: verbWaiting, text: s.missingText(key, g)}, requestKey(a.stamp))
 			}
 		}
 	}

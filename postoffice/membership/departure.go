@@ -43,9 +43,9 @@ func (d *departure) start(now time.Duration, key barrierKey, came []barrierReque
 	for _, a := range came {
 		switch {
 		case a.id == van.SchedulerID:
-			d.own = named(a.stamp)
+			d.own = requestKey(a.stamp)
 		case a.ending && !a.left && d.table.native(a.id) && !(d.alive.isDown(a.id) && now-d.alive.peers[a.id].since >= d.limit()):
-			d.unconfirmed[a.id] = named(a.stamp)
+			d.unconfirmed[a.id] = requestKey(a.stamp)
 		}
 	}
 	d.leaveIfDone()

@@ -110,7 +110,7 @@ func (e *ending) saw(n *testNode, o Output) {
 	case BarrierFailed:
 		e.fault("%s: %s failed: %v", n.name, p.last, o.Err)
 	case BarrierDone:
-		if o.Ticket != p.waits {
+		if o.Barrier != p.waits {
 			return
 		}
 		p.waits = 0
@@ -134,7 +134,7 @@ func (e *ending) step(p *program) {
 		return
 	}
 	p.last, p.calls = p.calls[0], p.calls[1:]
-	p.waits = p.m.tickets.last + 1
+	p.waits = p.m.pendingBarriers.last + 1
 	call := p.m.Finalize
 	if p.last == "stop" {
 		call = p.m.StopBarrier

@@ -276,11 +276,11 @@ func (c *checker) look(o Output) {
 	case Failed:
 		c.failed = true
 	case BarrierDone:
-		ticket = o.Ticket
+		ticket = o.Barrier
 	case BarrierFailed:
-		ticket = o.Ticket
+		ticket = o.Barrier
 		if o.Err == nil {
-			c.t.Errorf("%s: barrier %d failed without an error", c.n.name, o.Ticket)
+			c.t.Errorf("%s: barrier %d failed without an error", c.n.name, o.Barrier)
 		}
 	case PeerDead:
 		if c.dead[o.ID] || !errors.Is(o.Cause, van.ErrPeerLost) {

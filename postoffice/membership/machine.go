@@ -19,7 +19,7 @@ type Machine struct {
 	*table
 	*sender
 	*liveness
-	*tickets
+	*pendingBarriers
 
 	role  role       // what the scheduler does otherwise than workers and servers
 	sched *scheduler // role, or nil on workers and servers
@@ -76,12 +76,12 @@ func New(cfg Config) (*Machine, error) {
 	b := base{cfg: &cfg, life: &life{}, table: newTable(&cfg)}
 	b.out = &sender{table: b.table, conns: map[int]bool{}, first: map[int]bool{}}
 	b.alive = &liveness{cfg: b.cfg, life: b.life, table: b.table, out: b.out, peers: map[int]*health{}}
-	m := &Machine{cfg: b.cfg, life: b.life, table: b.table, sender: b.out, liveness: b.alive, tickets: &tickets{base: b, held: losses{}}}
+	m := &Machine{cfg: b.cfg, life: b.life, table: b.table, sender: b.out, liveness: b.alive, pendingBarriers: &pendingBarriers{base: b, deferred: deferredLosses{}}}
 	if cfg.Role == van.Scheduler {
-		m.sched = newScheduler(b, m.tickets)
+		m.sched = newScheduler(b, m.pendingBarriers)
 		m.role = m.sched
 	} else {
-		m.node = newNode(b, m.tickets)
+		m.node = newNode(b, m.pendingBarriers)
 		m.role = m.node
 	}
 	return m, nil
@@ -137,7 +137,7 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 // notices that it is alive. A node of this library sends no requests to a node that takes it for dead.
 func (m *Machine) DataFrom(now time.Duration, id int) {
 	if m.node != nil && m.life.phase == ready && m.table.has(id) && !m.table.native(id) {
-		m.tickets.peerUp(now, id, declared)
+		m.pendingBarriers.peerUp(now, id, declared)
 	}
 }
 
@@ -179,7 +179,7 @@ func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
 		if m.sched != nil {
 			m.sched.watch.tellAll(id, notice{verb: verbError, text: fmt.Sprintf("start-up has failed: the scheduler cannot connect to %s: %s", m.table.peer(id), cause)})
 		}
-		m.tickets.end(&van.Error{Op: "start: connect", Node: m.table.name(), Peer: m.table.peer(id), Err: cause})
+		m.pendingBarriers.failMachine(&van.Error{Op: "start: connect", Node: m.table.name(), Peer: m.table.peer(id), Err: cause})
 	default:
 		m.PeerLost(now, id, cause)
 	}
@@ -241,7 +241,7 @@ func (m *Machine) tickStart(now time.Duration) {
 		if m.sched != nil {
 			m.sched.joins.tell(notice{verb: verbError, text: "the scheduler gave up after " + d.String() + ": " + r.told()})
 		}
-		m.tickets.end(&van.Error{Op: "start", Node: m.table.name(), Detail: r.String(), Limit: d, Err: van.ErrTimeout})
+		m.pendingBarriers.failMachine(&van.Error{Op: "start", Node: m.table.name(), Detail: r.String(), Limit: d, Err: van.ErrTimeout})
 		return
 	}
 	if now < m.nextReport {
@@ -261,23 +261,23 @@ func (m *Machine) tickStart(now time.Duration) {
 // of this library is told, and no longer counts this node's request; a C++ StepMesh one
 // cannot be told. An unknown ticket, or one that has ended, is ignored.
 func (m *Machine) CancelBarrier(n int) {
-	if t := m.tickets.get(n); t != nil {
+	if t := m.pendingBarriers.get(n); t != nil {
 		who, hint := m.Missing(n)
-		m.tickets.giveUp(t, 0, who, hint)
+		m.pendingBarriers.cancel(t, 0, who, hint)
 	}
 }
 
 // Missing lists the missing nodes of a barrier that waits, as far as this node knows, or else says
 // where to look, if anywhere.
 func (m *Machine) Missing(n int) (who, hint string) {
-	t := m.tickets.get(n)
+	t := m.pendingBarriers.get(n)
 	switch {
 	case t == nil:
 		return "", ""
 	case m.sched != nil:
 		return m.sched.barriers.missingOfAll(), ""
 	}
-	return t.missing, t.hint(&m.tickets.base)
+	return t.missing, t.hint(&m.pendingBarriers.base)
 }
 
 // Link connects this node to others of its role, for as long as it is in the cluster: to

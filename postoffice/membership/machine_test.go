@@ -505,13 +505,13 @@ func TestFirstOfSeveral(t *testing.T) {
 	b := base{cfg: &Config{ReplaceTimeout: 10 * time.Second}, life: l, alive: &liveness{life: l, peers: map[int]*health{van.SchedulerID: {}}}}
 	claims := &places{base: b, claims: map[int]*join{}}
 	tries := &trials{base: b}
-	tickets := &tickets{base: b, held: losses{}}
+	tickets := &pendingBarriers{base: b, deferred: deferredLosses{}}
 	open := &barriers{base: b, open: map[barrierKey]*barrier{}}
 	for i, at := range []time.Duration{5, 3, 2, 7, 4, 9, 6} {
 		at *= time.Second
 		claims.alive.peers[8+i], claims.claims[8+i] = &health{}, &join{since: at}
 		tries.list = append(tries.list, &trial{at: at})
-		tickets.held[8+i] = loss{at: at}
+		tickets.deferred[8+i] = deferredLoss{at: at}
 		open.open[barrierKey{group: 1 + i}] = &barrier{onlyDeadMissing: true, stuckSince: at}
 	}
 	for range 100 { // the order of a map is random

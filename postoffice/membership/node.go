@@ -28,7 +28,7 @@ const (
 
 type node struct {
 	base
-	calls    *tickets
+	pending  *pendingBarriers
 	records  records
 	policies nodePolicies
 	nextBeat time.Duration // when ready, if heartbeats are sent
@@ -51,8 +51,8 @@ type node struct {
 	proof              string        // of this node's address: what the scheduler has sent there last, see proof.go
 }
 
-func newNode(b base, calls *tickets) *node {
-	return &node{base: b, calls: calls, policies: nodePolicies{base: b}, records: records{base: b, calls: calls, latest: map[int]int32{}}}
+func newNode(b base, calls *pendingBarriers) *node {
+	return &node{base: b, pending: calls, policies: nodePolicies{base: b}, records: records{base: b, pending: calls, latest: map[int]int32{}}}
 }
 
 // register sends this node's record to the scheduler.
@@ -123,12 +123,12 @@ func (n *node) step(now time.Duration, from int, origin van.Origin, msg *van.Met
 	if !n.genuine(now, from, msg) {
 		return n.table.misdirected(from, msg)
 	}
-	n.calls.heard(now, from)
+	n.pending.heard(now, from)
 	switch c := &msg.Control; {
 	case c.Cmd == van.Heartbeat && len(c.Nodes) == 0:
 		return n.notice(now, from, msg)
 	case c.Cmd != van.AddNode && c.Cmd != van.Heartbeat:
-		return n.calls.release(now, from, msg)
+		return n.pending.release(now, from, msg)
 	case from != van.SchedulerID:
 		return n.table.bad(from, msg, "sender", from, "the scheduler")
 	case c.Cmd == van.Heartbeat:
@@ -271,7 +271,7 @@ func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
 	n.out.connect(van.SchedulerID, n.table.scheduler)
 	n.out.emit(PeerReplaced{van.SchedulerID, n.table.scheduler})
 	clear(n.records.latest) // its timestamps begin anew
-	n.calls.newScheduler()
+	n.pending.schedulerReplaced()
 	return true
 }
 
@@ -304,7 +304,7 @@ func (n *node) resumed() {
 	if n.life.rejoining {
 		n.life.rejoining = false
 		n.policies.sendTo(van.SchedulerID, &n.base)
-		n.calls.ask()
+		n.pending.sendRequests()
 	}
 }
 
@@ -340,7 +340,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	case verbWithdraw, verbWaits, verbReleased, verbRegistered, verbEnded:
 		return n.table.bad(from, msg, "body", what.verb, "a notice for others than the scheduler")
 	case verbError:
-		n.calls.end(n.table.refused("join the cluster", what.text))
+		n.pending.failMachine(n.table.refused("join the cluster", what.text))
 	case verbWaiting:
 		if n.life.phase == joining {
 			n.schedulerSaid = what.text
@@ -348,7 +348,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 				n.out.emit(Waiting{n.report(now)})
 			}
 		} else {
-			n.calls.waits(what.text, msg.Key)
+			n.pending.setMissing(what.text, msg.Key)
 		}
 	case verbRegister:
 		if n.life.phase == joining {
@@ -356,7 +356,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 			n.register(now)
 		}
 	case verbBarrier:
-		n.calls.refused(what, msg.Key)
+		n.pending.failedByScheduler(what, msg.Key)
 	case verbWhether:
 		n.whether(what, msg.Key)
 	case verbDown:
@@ -365,12 +365,12 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 			switch h := n.alive.peers[id]; {
 			case id == n.table.self.ID || h == nil || n.records.outdated(id, msg):
 			case slices.Contains(dead, id):
-				n.calls.peerDown(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
+				n.pending.peerDown(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
 			case h.down&declared != 0:
-				n.calls.peerUp(now, id, declared)
+				n.pending.peerUp(now, id, declared)
 			}
 		}
-		n.calls.askAgain() // this comes after the scheduler has lost this node, and perhaps what it had answered
+		n.pending.resendRequests() // this comes after the scheduler has lost this node, and perhaps what it had answered
 	case verbDead, verbCut, verbBack:
 		return n.declare(now, msg, what)
 	}
@@ -380,7 +380,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 // whether answers the scheduler's question whether this node still waits for what it requested.
 func (n *node) whether(what notice, request uint64) {
 	what.verb = verbWithdraw
-	if slices.ContainsFunc(n.calls.open, func(t *ticket) bool { return t.requested(what, request) }) {
+	if slices.ContainsFunc(n.pending.open, func(t *pendingBarrier) bool { return t.matches(what, request) }) {
 		what.verb = verbWaits
 	}
 	n.out.tellAbout(van.SchedulerID, what, request)
@@ -400,10 +400,10 @@ func (n *node) declare(now time.Duration, msg *van.Meta, what notice) error {
 	case about != 0 && known != 0 && about != known: // about a process before or after the one in the table
 	case n.records.outdated(id, msg):
 	case what.verb == verbBack:
-		n.calls.peerUp(now, id, declared)
+		n.pending.peerUp(now, id, declared)
 	case what.verb == verbCut && h != nil && h.sameLoss(now):
 	default:
-		n.calls.peerDown(now, id, declared, &lossError{text: "the scheduler says: " + what.text})
+		n.pending.peerDown(now, id, declared, &lossError{text: "the scheduler says: " + what.text})
 	}
 	return nil
 }
@@ -411,7 +411,7 @@ func (n *node) declare(now time.Duration, msg *van.Meta, what notice) error {
 func (n *node) lost(now time.Duration, id int, cause error) {
 	switch {
 	case id == van.SchedulerID && errors.Is(cause, van.ErrReplaced): // it cannot be asked any more
-		n.calls.end(n.table.refused("connect", fmt.Sprintf("%s was taken for dead and its place given to another process: %s", n.table.self.Addr(), cause)))
+		n.pending.failMachine(n.table.refused("connect", fmt.Sprintf("%s was taken for dead and its place given to another process: %s", n.table.self.Addr(), cause)))
 		return
 	case id == van.SchedulerID && n.life.phase == joining:
 		n.schedulerLost, n.schedulerSaid, n.schedulerUp, n.schedulerOurs, n.kept = cause, "", false, false, nil
@@ -420,16 +420,16 @@ func (n *node) lost(now time.Duration, id int, cause error) {
 		return
 	}
 	err, quiet := n.alive.broke(now, id, cause)
-	if n.calls.finalizing() {
+	if n.pending.finalizing() {
 		if !n.alive.isDown(id) {
-			n.calls.held.add(now, id, err)
+			n.pending.deferred.add(now, id, err)
 		}
 		return
 	}
 	if quiet {
-		n.calls.peerDown(now, id, silent, n.alive.silence(now, id))
+		n.pending.peerDown(now, id, silent, n.alive.silence(now, id))
 	}
-	n.calls.peerDown(now, id, connLost, err)
+	n.pending.peerDown(now, id, connLost, err)
 }
 
 func (n *node) back(now time.Duration, id int) {
@@ -443,7 +443,7 @@ func (n *node) back(now time.Duration, id int) {
 		}
 		return
 	}
-	held := n.calls.held.remove(id)
+	held := n.pending.deferred.remove(id)
 	h := n.alive.peers[id]
 	if h == nil {
 		return
@@ -452,19 +452,19 @@ func (n *node) back(now time.Duration, id int) {
 		n.beat(false) // another process may listen there now; its answer tells
 	}
 	if id == van.SchedulerID && held {
-		n.calls.askAgain()
+		n.pending.resendRequests()
 	}
-	n.calls.peerUp(now, id, connLost)
+	n.pending.peerUp(now, id, connLost)
 }
 
 func (n *node) tick(now time.Duration) {
-	for _, t := range n.calls.expired(now) {
-		n.calls.giveUp(t, t.deadline-t.since, t.missing, t.hint(&n.base))
+	for _, t := range n.pending.expired(now) {
+		n.pending.cancel(t, t.deadline-t.since, t.missing, t.hint(&n.base))
 	}
-	n.calls.reportHeld(now)
-	n.calls.failWithoutScheduler(now)
-	n.calls.failWithoutWorkers(now)
-	n.calls.news(now, func(t *ticket) string { return t.awaits(&n.base) })
+	n.pending.reportDeferred(now)
+	n.pending.failWithoutScheduler(now)
+	n.pending.failWithoutWorkers(now)
+	n.pending.logProgress(now, func(t *pendingBarrier) string { return t.missingText(&n.base) })
 	if now >= n.beatDue() {
 		n.nextBeat = now + n.cfg.HeartbeatInterval
 		if n.life.rejoining {
@@ -473,12 +473,12 @@ func (n *node) tick(now time.Duration) {
 		n.beat(false)
 	}
 	for _, id := range n.alive.fallen(now) {
-		n.calls.peerDown(now, id, silent, n.alive.silence(now, id))
+		n.pending.peerDown(now, id, silent, n.alive.silence(now, id))
 	}
 }
 
 func (n *node) next() time.Duration {
-	return min(n.calls.next(), n.beatDue(), n.alive.nextCheck())
+	return min(n.pending.next(), n.beatDue(), n.alive.nextCheck())
 }
 
 func (n *node) report(now time.Duration) Report {

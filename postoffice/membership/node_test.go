@@ -137,7 +137,7 @@ func TestReplacedSelf(t *testing.T) {
 	}
 	bf, ok1 := out[0].(BarrierFailed)
 	f, ok2 := out[1].(Failed)
-	if !ok1 || !ok2 || bf.Ticket != ticket || !errors.Is(bf.Err, ErrRefused) || !errors.Is(f.Err, ErrRefused) {
+	if !ok1 || !ok2 || bf.Barrier != ticket || !errors.Is(bf.Err, ErrRefused) || !errors.Is(f.Err, ErrRefused) {
 		t.Errorf("output %v", out)
 	}
 	if m.Ready() {

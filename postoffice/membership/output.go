@@ -57,13 +57,13 @@ type Ready struct{}
 type Waiting struct{ Report Report }
 
 // BarrierDone says that the barrier was released.
-type BarrierDone struct{ Ticket int }
+type BarrierDone struct{ Barrier int }
 
 // BarrierFailed says that the barrier was not released. Err is a *van.Error that wraps
 // van.ErrPeerLost, van.ErrTimeout, or the error of Failed.
 type BarrierFailed struct {
-	Ticket int
-	Err    error
+	Barrier int
+	Err     error
 }
 
 // PeerDead says that node ID is dead. Cause wraps van.ErrPeerLost. It is not repeated

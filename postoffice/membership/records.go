@@ -15,9 +15,9 @@ import (
 
 type records struct {
 	base
-	calls  *tickets
-	latest map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
-	linked []int         // nodes of this one's role, see Machine.Link
+	pending *pendingBarriers
+	latest  map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
+	linked  []int         // nodes of this one's role, see Machine.Link
 }
 
 func (r *records) step(now time.Duration, msg *van.Meta) error {
@@ -75,7 +75,7 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 			fmt.Sprintf("one of them %s at %s", r.table.self.Role, r.table.self.Addr()))
 	}
 	if count[van.Worker] != r.cfg.instances(van.Worker) || count[van.Server] != r.cfg.instances(van.Server) {
-		r.calls.end(&van.Error{Op: "start", Node: r.table.name(), Peer: r.table.peer(van.SchedulerID),
+		r.pending.failMachine(&van.Error{Op: "start", Node: r.table.name(), Peer: r.table.peer(van.SchedulerID),
 			Detail: fmt.Sprintf("the scheduler started a cluster of %d workers and %d servers, but here %s and %s",
 				count[van.Worker], count[van.Server], r.cfg.formula(van.Worker), r.cfg.formula(van.Server)),
 			Hint: "give all nodes the same numbers", Err: van.ErrInvalid})
@@ -111,7 +111,7 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 	if i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler }); i >= 0 {
 		if who, ok := nodes[i].Identity(); ok {
 			if own := r.table.own.Cluster; own != 0 && own != who.Cluster && !failpoint.On("cluster-id") {
-				r.calls.end(r.table.refused("start", "its STEPAF_CLUSTER_ID is another"))
+				r.pending.failMachine(r.table.refused("start", "its STEPAF_CLUSTER_ID is another"))
 				return nil
 			}
 			r.table.own.Cluster = who.Cluster
@@ -165,13 +165,13 @@ func (r *records) update(now time.Duration, n *van.Node) {
 	moved := another(old, n)
 	if n.ID == r.table.self.ID {
 		if moved {
-			r.calls.end(r.table.refused("stay in the cluster", fmt.Sprintf("%s was taken for dead and its place given to %s", r.table.self.Addr(), n.Addr())))
+			r.pending.failMachine(r.table.refused("stay in the cluster", fmt.Sprintf("%s was taken for dead and its place given to %s", r.table.self.Addr(), n.Addr())))
 		}
 		return
 	}
 	if !moved && (r.table.native(n.ID) || !n.IsRecovery || h.down == 0 && old.IsRecovery) {
 		if r.life.rejoining {
-			r.calls.peerUp(now, n.ID, declared)
+			r.pending.peerUp(now, n.ID, declared)
 		}
 		return // known
 	}
@@ -179,7 +179,7 @@ func (r *records) update(now time.Duration, n *van.Node) {
 	r.table.learn(n.ID, n)
 	delete(r.out.first, n.ID)
 	r.alive.begin(now, n.ID)
-	r.calls.held.remove(n.ID)
+	r.pending.deferred.remove(n.ID)
 	r.relink(n.ID)
 	r.out.emit(PeerReplaced{n.ID, r.table.nodes[i]})
 }

@@ -14,7 +14,7 @@ import (
 
 type scheduler struct {
 	base
-	calls    *tickets
+	pending  *pendingBarriers
 	refusals refusals
 	barriers barriers
 	watch    watch
@@ -27,9 +27,9 @@ type scheduler struct {
 	challenges challenges
 }
 
-func newScheduler(b base, calls *tickets) *scheduler {
-	s := &scheduler{base: b, calls: calls, refusals: refusals{base: b}}
-	s.barriers = barriers{base: b, calls: calls, open: map[barrierKey]*barrier{}, outcomes: map[int]map[barrierKey]barrierOutcome{},
+func newScheduler(b base, calls *pendingBarriers) *scheduler {
+	s := &scheduler{base: b, pending: calls, refusals: refusals{base: b}}
+	s.barriers = barriers{base: b, pending: calls, open: map[barrierKey]*barrier{}, outcomes: map[int]map[barrierKey]barrierOutcome{},
 		multiCustomer: map[int]bool{}, foreignStarts: map[int]*foreignStart{}, released: map[barrierKey]bool{}}
 	s.barriers.departure = departure{base: b}
 	s.watch = watch{base: b, barriers: &s.barriers, unheard: map[int]*unheard{}}
@@ -65,7 +65,7 @@ func (s *scheduler) step(now time.Duration, from int, _ van.Origin, msg *van.Met
 	case msg.Request && (c.Cmd == van.Barrier || c.Cmd == van.InstanceBarrier):
 		return s.barriers.request(now, from, msg)
 	}
-	return s.calls.release(now, from, msg)
+	return s.pending.release(now, from, msg)
 }
 
 // genuine tells whether msg comes from the process that has its sender's id, and is meant for
@@ -371,22 +371,22 @@ func (s *scheduler) report(now time.Duration) Report {
 }
 
 func (s *scheduler) tick(now time.Duration) {
-	for _, t := range s.calls.expired(now) {
+	for _, t := range s.pending.expired(now) {
 		limit, missing := t.deadline-t.since, s.barriers.missingOfAll()
 		if t.starting {
 			text := fmt.Sprintf("the scheduler gave up the start barrier after %s: %s", limit, missing)
 			s.watch.tellAll(van.SchedulerID, notice{verb: verbError, text: text})
 		}
-		s.calls.giveUp(t, limit, missing, "")
+		s.pending.cancel(t, limit, missing, "")
 	}
-	s.calls.news(now, s.awaits)
+	s.pending.logProgress(now, s.awaits)
 	s.barriers.tick(now)
 	s.watch.tick(now)
 }
 
 // awaits names the nodes that the scheduler's own barrier at the end waits for, if a worker waits there too, or a node is dead.
 // Otherwise the cluster still works, and awaits returns "". The steps after the release of the barrier have log lines of their own.
-func (s *scheduler) awaits(*ticket) string {
+func (s *scheduler) awaits(*pendingBarrier) string {
 	if s.barriers.departure.waiting() || !s.barriers.mayDelayScheduler() {
 		return ""
 	}
@@ -394,5 +394,5 @@ func (s *scheduler) awaits(*ticket) string {
 }
 
 func (s *scheduler) next() time.Duration {
-	return min(s.calls.next(), s.barriers.next(), s.watch.next(), s.joins.next(), s.places.next(), s.refusals.next(), s.trials.next())
+	return min(s.pending.next(), s.barriers.next(), s.watch.next(), s.joins.next(), s.places.next(), s.refusals.next(), s.trials.next())
 }

@@ -248,9 +248,9 @@ func showOutput(o Output) string {
 	case Waiting:
 		return "WAITING " + o.Report.String()
 	case BarrierDone:
-		return fmt.Sprintf("BARRIER DONE %d", o.Ticket)
+		return fmt.Sprintf("BARRIER DONE %d", o.Barrier)
 	case BarrierFailed:
-		return fmt.Sprintf("BARRIER FAILED %d: %v", o.Ticket, o.Err)
+		return fmt.Sprintf("BARRIER FAILED %d: %v", o.Barrier, o.Err)
 	case PeerDead:
 		return fmt.Sprintf("PEER DEAD %d: %v", o.ID, o.Cause)
 	case PeerAlive:

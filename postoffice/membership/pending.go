@@ -17,28 +17,28 @@ import (
 // their connections right after the last barrier, perhaps before this node has its release.
 const leaveGrace = time.Second
 
-// firstWait is the time until a program that waits at its end logs the nodes that it waits for. The pauses between the next lines
+// firstProgressLog is the time until a program that waits at its end logs the nodes that it waits for. The pauses between the next lines
 // double, from firstWait on.
-const firstWait = 4 * time.Second
+const firstProgressLog = 4 * time.Second
 
 // The key of a request says what its barrier is for. Only a scheduler of this library reads it.
 const (
-	finalRequest = 1 // it ends a program: Finalize's
-	startRequest = 2 // it begins one
-	stopRequest  = 3 // it ends one, and Finalize's comes after it
+	finalizeRequest = 1 // it ends a program: Finalize's
+	startRequest    = 2 // it begins one
+	stopRequest     = 3 // it ends one, and Finalize's comes after it
 )
 
-// named returns the key by which a release or a notice names the request that it answers;
+// requestKey returns the key by which a release or a notice names the request that it answers;
 // 0 names none. C++ StepMesh nodes do not read the key.
-func named(stamp int32) uint64 { return uint64(uint32(stamp)) + 1 }
+func requestKey(stamp int32) uint64 { return uint64(uint32(stamp)) + 1 }
 
-// ticket is one call of Barrier that has not ended.
-type ticket struct {
-	n        int
+// pendingBarrier is one call of Barrier that has not ended.
+type pendingBarrier struct {
+	number   int
 	customer int
 	group    int
 	instance bool
-	final    bool // the barrier of Finalize
+	finalize bool // the barrier of Finalize
 	ending   bool // that of Finalize, or StopBarrier
 	starting bool // a barrier of start-up
 	sent     bool
@@ -46,30 +46,32 @@ type ticket struct {
 	missing  string // what the scheduler says of missing nodes
 	since    time.Duration
 	deadline time.Duration // 0: none
-	nextNews time.Duration // if it ends a program: the time of the next log line about the missing nodes
-	pause    time.Duration // from that line to the next one
+	nextLog  time.Duration // if it ends a program: the time of the next log line about the missing nodes
+	logPause time.Duration // from that line to the next one
 }
 
-func (t *ticket) name() string { return kindName(t.instance) + " barrier over " + groupName(t.group) }
+func (t *pendingBarrier) name() string {
+	return kindName(t.instance) + " barrier over " + groupName(t.group)
+}
 
-func (t *ticket) withdrawal() notice {
+func (t *pendingBarrier) cancelNotice() notice {
 	return notice{verb: verbWithdraw, group: t.group, instance: t.instance}
 }
 
-type tickets struct {
+type pendingBarriers struct {
 	base
-	open      []*ticket // in the order of the calls
-	withdrawn []*ticket // given up; the scheduler is told not to count their requests
-	last      int
-	held      losses
+	open     []*pendingBarrier // in the order of the calls
+	canceled []*pendingBarrier // given up; the scheduler is told not to count their requests
+	last     int
+	deferred deferredLosses
 }
 
-// losses are the connections, by peer, that were lost while a Finalize waits.
-type losses map[int]loss
+// deferredLosses are the connections, by peer, that were lost while a Finalize waits.
+type deferredLosses map[int]deferredLoss
 
-// loss is a connection that was lost while a Finalize waits: the peer may have died, or left in
+// deferredLoss is a connection that was lost while a Finalize waits: the peer may have died, or left in
 // order.
-type loss struct {
+type deferredLoss struct {
 	cause error
 	at    time.Duration
 }
@@ -92,24 +94,24 @@ type loss struct {
 //
 // The error wraps van.ErrInvalid, van.ErrPeerLost when the scheduler is lost, or
 // van.ErrClosed.
-func (c *tickets) Barrier(now time.Duration, customer, group int, instance bool) (int, error) {
-	t := ticket{customer: customer, group: group, instance: instance}
+func (c *pendingBarriers) Barrier(now time.Duration, customer, group int, instance bool) (int, error) {
+	t := pendingBarrier{customer: customer, group: group, instance: instance}
 	if d := c.cfg.BarrierTimeout; d > 0 {
 		t.deadline = now + d
 	}
-	return c.call(now, t)
+	return c.start(now, t)
 }
 
 // StartBarrier is an instance barrier over a group at the end of start-up. A process that replaces
 // a lost one passes it when the others have. It fails at deadline, unless that is 0; on the
 // scheduler this fails start-up on all nodes.
-func (c *tickets) StartBarrier(now time.Duration, group int, deadline time.Duration) (int, error) {
-	return c.call(now, ticket{group: group, instance: true, starting: true, deadline: deadline})
+func (c *pendingBarriers) StartBarrier(now time.Duration, group int, deadline time.Duration) (int, error) {
+	return c.start(now, pendingBarrier{group: group, instance: true, starting: true, deadline: deadline})
 }
 
 // skipped tells whether this process need not ask for a barrier of start-up: it has resumed a cluster,
 // or it replaces another one, which a C++ StepMesh scheduler would count for the next barrier.
-func (t *ticket) skipped(b *base) bool {
+func (t *pendingBarrier) skipped(b *base) bool {
 	return t.starting && (b.life.recovered || b.table.self.IsRecovery && !b.table.native(van.SchedulerID))
 }
 
@@ -117,22 +119,22 @@ func (t *ticket) skipped(b *base) bool {
 // machine is leaving: peers may leave without being reported. Losses while it waits are
 // reported only if it fails. It takes part in the instance barriers over all nodes that others of
 // this library call before it. After a failure call Leaving before the van is closed.
-func (c *tickets) Finalize(now time.Duration, customer int) (int, error) {
-	t := ticket{customer: customer, group: van.AllNodes, instance: true, final: true, ending: true}
+func (c *pendingBarriers) Finalize(now time.Duration, customer int) (int, error) {
+	t := pendingBarrier{customer: customer, group: van.AllNodes, instance: true, finalize: true, ending: true}
 	if c.table.self.Role == van.Worker && c.cfg.StopTimeout > 0 {
 		t.deadline = now + c.cfg.StopTimeout
 	}
-	return c.call(now, t)
+	return c.start(now, t)
 }
 
 // StopBarrier is a barrier over all instances of all nodes that a program calls before
 // Finalize. As with Finalize, some nodes may call it as soon as they run: it has no limit,
 // and is requested again from a new scheduler process.
-func (c *tickets) StopBarrier(now time.Duration, customer int) (int, error) {
-	return c.call(now, ticket{customer: customer, group: van.AllNodes, instance: true, ending: true})
+func (c *pendingBarriers) StopBarrier(now time.Duration, customer int) (int, error) {
+	return c.start(now, pendingBarrier{customer: customer, group: van.AllNodes, instance: true, ending: true})
 }
 
-func (c *tickets) call(now time.Duration, t ticket) (int, error) {
+func (c *pendingBarriers) start(now time.Duration, t pendingBarrier) (int, error) {
 	refuse := func(detail string, err error) (int, error) {
 		return 0, &van.Error{Op: t.name(), Node: c.table.name(), Detail: detail, Err: err}
 	}
@@ -156,45 +158,45 @@ func (c *tickets) call(now time.Duration, t ticket) (int, error) {
 			Err: c.alive.peers[van.SchedulerID].cause}
 	}
 	c.last++
-	t.n, t.since, t.nextNews, t.pause = c.last, now, now+firstWait, firstWait
+	t.number, t.since, t.nextLog, t.logPause = c.last, now, now+firstProgressLog, firstProgressLog
 	if c.cfg.trivial(t.group, t.instance) || t.skipped(&c.base) {
-		c.out.emit(BarrierDone{t.n})
-		return t.n, nil
+		c.out.emit(BarrierDone{t.number})
+		return t.number, nil
 	}
 	c.open = append(c.open, &t)
-	c.ask()
-	return t.n, nil
+	c.sendRequests()
+	return t.number, nil
 }
 
-// ask sends the requests that need not wait for an earlier barrier.
-func (c *tickets) ask() {
+// sendRequests sends the requests that need not wait for an earlier barrier.
+func (c *pendingBarriers) sendRequests() {
 	if c.alive.unreachable() {
 		return
 	}
 	named := c.table.native(van.SchedulerID)
 	for i, t := range c.open {
-		held := slices.ContainsFunc(c.open[:i], func(e *ticket) bool {
+		held := slices.ContainsFunc(c.open[:i], func(e *pendingBarrier) bool {
 			return e.instance == t.instance && (e.group == t.group || e.customer == t.customer && !named)
 		})
 		if t.sent || held {
 			continue
 		}
 		t.sent, t.stamp = true, c.out.next()
-		c.request(t)
-		c.withdrawn = slices.DeleteFunc(c.withdrawn, func(e *ticket) bool {
+		c.sendRequest(t)
+		c.canceled = slices.DeleteFunc(c.canceled, func(e *pendingBarrier) bool {
 			return e.instance == t.instance && e.group == t.group && e.customer == t.customer
 		})
 	}
 }
 
-func (c *tickets) request(t *ticket) {
+func (c *pendingBarriers) sendRequest(t *pendingBarrier) {
 	meta := controlAt(t.stamp, barrierCommand(t.instance))
 	meta.Request, meta.AppID, meta.CustomerID = true, 0, int32(t.customer)
 	meta.Control.BarrierGroup = t.group
 	switch {
 	case !c.table.native(van.SchedulerID):
-	case t.final:
-		meta.Key = finalRequest
+	case t.finalize:
+		meta.Key = finalizeRequest
 	case t.ending:
 		meta.Key = stopRequest
 	case t.starting:
@@ -203,74 +205,74 @@ func (c *tickets) request(t *ticket) {
 	c.out.send(van.SchedulerID, meta)
 }
 
-// askAgain repeats the requests whose answers may have been lost with the connection to
+// resendRequests repeats the requests whose answers may have been lost with the connection to
 // the scheduler, with their old timestamps, so that they are counted once. A C++ StepMesh
 // scheduler would count them twice.
-func (c *tickets) askAgain() {
+func (c *pendingBarriers) resendRequests() {
 	if c.table.native(van.SchedulerID) && !c.life.rejoining {
-		for _, t := range c.withdrawn {
-			c.out.tellAbout(van.SchedulerID, t.withdrawal(), named(t.stamp))
+		for _, t := range c.canceled {
+			c.out.tellAbout(van.SchedulerID, t.cancelNotice(), requestKey(t.stamp))
 		}
 		for _, t := range c.open {
 			if t.sent {
-				c.request(t)
+				c.sendRequest(t)
 			}
 		}
 	}
-	c.ask()
+	c.sendRequests()
 }
 
-func (c *tickets) get(n int) *ticket {
-	if i := slices.IndexFunc(c.open, func(t *ticket) bool { return t.n == n }); i >= 0 {
+func (c *pendingBarriers) get(n int) *pendingBarrier {
+	if i := slices.IndexFunc(c.open, func(t *pendingBarrier) bool { return t.number == n }); i >= 0 {
 		return c.open[i]
 	}
 	return nil
 }
 
-// giveUp ends a barrier that this node no longer waits for, after limit if there was one.
+// cancel ends a barrier that this node no longer waits for, after limit if there was one.
 // missing says who has not come, as far as this node knows, hint where to look.
-func (c *tickets) giveUp(t *ticket, limit time.Duration, missing, hint string) {
-	c.withdraw(t)
-	c.fail(func(e *ticket) bool { return e == t }, van.Error{Limit: limit, Detail: missing, Err: van.ErrTimeout, Hint: hint})
+func (c *pendingBarriers) cancel(t *pendingBarrier, limit time.Duration, missing, hint string) {
+	c.cancelRequest(t)
+	c.fail(func(e *pendingBarrier) bool { return e == t }, van.Error{Limit: limit, Detail: missing, Err: van.ErrTimeout, Hint: hint})
 }
 
 // hint says where to look for who has not come, if this node has not been told. A scheduler of this
 // library logs it when it hears that a barrier is given up.
-func (t *ticket) hint(b *base) string {
-	if t.missing != "" || t.final || !t.sent || !b.table.native(van.SchedulerID) || b.alive.isDown(van.SchedulerID) {
+func (t *pendingBarrier) hint(b *base) string {
+	if t.missing != "" || t.finalize || !t.sent || !b.table.native(van.SchedulerID) || b.alive.isDown(van.SchedulerID) {
 		return ""
 	}
 	return "the scheduler's log says who has not come"
 }
 
-// withdraw tells a scheduler of this library that t's request is given up. This is repeated
+// cancelRequest tells a scheduler of this library that t's request is given up. This is repeated
 // after a lost connection, until there is a new request for the barrier. The request of
 // Finalize stays: a node that gives up there leaves, which is told as well.
-func (c *tickets) withdraw(t *ticket) {
+func (c *pendingBarriers) cancelRequest(t *pendingBarrier) {
 	switch {
 	case !t.sent || c.life.leaving:
 		return
-	case t.final:
-		t.isOver(&c.base)
+	case t.finalize:
+		t.notifyOver(&c.base)
 		return
 	case !c.table.isScheduler() && !c.table.native(van.SchedulerID) || failpoint.On("abandon"):
 		return
 	}
-	c.withdrawn = append(c.withdrawn, t)
+	c.canceled = append(c.canceled, t)
 	if !c.alive.unreachable() {
-		c.out.tellAbout(van.SchedulerID, t.withdrawal(), named(t.stamp))
+		c.out.tellAbout(van.SchedulerID, t.cancelNotice(), requestKey(t.stamp))
 	}
 }
 
-// isOver tells a scheduler of this library, which stays for it, that t at the end of a program is over on b's node.
-func (t *ticket) isOver(b *base) {
+// notifyOver tells a scheduler of this library, which stays for it, that t at the end of a program is over on b's node.
+func (t *pendingBarrier) notifyOver(b *base) {
 	if !b.table.isScheduler() && b.table.native(van.SchedulerID) && !b.alive.unreachable() {
-		b.out.tellAbout(van.SchedulerID, notice{verb: verbReleased, group: t.group, instance: t.instance}, named(t.stamp))
+		b.out.tellAbout(van.SchedulerID, notice{verb: verbReleased, group: t.group, instance: t.instance}, requestKey(t.stamp))
 	}
 }
 
 // release ends a barrier of this node. What nobody else takes comes here, and is to be a release.
-func (c *tickets) release(now time.Duration, from int, msg *van.Meta) error {
+func (c *pendingBarriers) release(now time.Duration, from int, msg *van.Meta) error {
 	switch {
 	case msg.Control.Cmd != van.Barrier && msg.Control.Cmd != van.InstanceBarrier:
 		return c.table.bad(from, msg, "control.cmd", msg.Control.Cmd, "ADD_NODE, BARRIER, INSTANCE_BARRIER or HEARTBEAT")
@@ -280,17 +282,17 @@ func (c *tickets) release(now time.Duration, from int, msg *van.Meta) error {
 		return c.table.bad(from, msg, "sender", from, "the scheduler")
 	}
 	instance := msg.Control.Cmd == van.InstanceBarrier
-	at := func(fits func(*ticket) bool) int {
-		return slices.IndexFunc(c.open, func(t *ticket) bool { return t.sent && t.instance == instance && fits(t) })
+	at := func(fits func(*pendingBarrier) bool) int {
+		return slices.IndexFunc(c.open, func(t *pendingBarrier) bool { return t.sent && t.instance == instance && fits(t) })
 	}
 	var i int
 	if c.table.native(van.SchedulerID) {
-		i = at(func(t *ticket) bool { return named(t.stamp) == msg.Key })
+		i = at(func(t *pendingBarrier) bool { return requestKey(t.stamp) == msg.Key })
 	} else {
 		// The release has the customer of the last request, which may be another node's.
-		i = at(func(t *ticket) bool { return t.customer == int(msg.CustomerID) })
+		i = at(func(t *pendingBarrier) bool { return t.customer == int(msg.CustomerID) })
 		if i < 0 {
-			i = at(func(*ticket) bool { return true })
+			i = at(func(*pendingBarrier) bool { return true })
 		}
 	}
 	if i < 0 {
@@ -299,161 +301,161 @@ func (c *tickets) release(now time.Duration, from int, msg *van.Meta) error {
 	t := c.open[i]
 	c.open = slices.Delete(c.open, i, i+1)
 	if t.ending {
-		t.isOver(&c.base)
+		t.notifyOver(&c.base)
 	}
-	if t.final {
+	if t.finalize {
 		c.Leaving(now)
 	}
-	c.out.emit(BarrierDone{t.n})
-	c.ask()
+	c.out.emit(BarrierDone{t.number})
+	c.sendRequests()
 	return nil
 }
 
-// waits handles the scheduler's notice of missing nodes.
-func (c *tickets) waits(text string, request uint64) {
+// setMissing handles the scheduler's notice of missing nodes.
+func (c *pendingBarriers) setMissing(text string, request uint64) {
 	for _, t := range c.open {
-		if t.sent && named(t.stamp) == request {
+		if t.sent && requestKey(t.stamp) == request {
 			t.missing = "the scheduler says: " + text
 		}
 	}
 }
 
-// requested tells whether t's request is the one that a notice of the scheduler and its key name.
-func (t *ticket) requested(n notice, request uint64) bool {
-	return t.sent && t.instance == n.instance && t.group == n.group && named(t.stamp) == request
+// matches tells whether t's request is the one that a notice of the scheduler and its key name.
+func (t *pendingBarrier) matches(n notice, request uint64) bool {
+	return t.sent && t.instance == n.instance && t.group == n.group && requestKey(t.stamp) == request
 }
 
-// refused handles the scheduler's notice that a barrier cannot be complete. request
+// failedByScheduler handles the scheduler's notice that a barrier cannot be complete. request
 // is the key of the request, see named.
-func (c *tickets) refused(n notice, request uint64) {
-	c.fail(func(t *ticket) bool { return t.requested(n, request) }, van.Error{Peer: c.table.peer(van.SchedulerID), Err: &lossError{text: n.text}})
+func (c *pendingBarriers) failedByScheduler(n notice, request uint64) {
+	c.fail(func(t *pendingBarrier) bool { return t.matches(n, request) }, van.Error{Peer: c.table.peer(van.SchedulerID), Err: &lossError{text: n.text}})
 }
 
 // fail fails the barriers that which selects. If Finalize is among them, the losses
 // that it has held are reported.
-func (c *tickets) fail(which func(*ticket) bool, why van.Error) {
-	out := slices.DeleteFunc(slices.Clone(c.open), func(t *ticket) bool { return !which(t) })
+func (c *pendingBarriers) fail(which func(*pendingBarrier) bool, why van.Error) {
+	out := slices.DeleteFunc(slices.Clone(c.open), func(t *pendingBarrier) bool { return !which(t) })
 	c.open = slices.DeleteFunc(c.open, which)
 	for _, t := range out {
 		e := why
 		e.Op, e.Node = t.name(), c.table.name()
-		c.out.emit(BarrierFailed{t.n, &e})
+		c.out.emit(BarrierFailed{t.number, &e})
 	}
 	if len(out) == 0 {
 		return
 	}
 	if !c.finalizing() {
-		c.reportHeld(math.MaxInt64)
+		c.reportDeferred(math.MaxInt64)
 	}
-	c.ask()
+	c.sendRequests()
 }
 
 // finalizing tells whether a Finalize waits.
-func (c *tickets) finalizing() bool {
-	return slices.ContainsFunc(c.open, func(t *ticket) bool { return t.final })
+func (c *pendingBarriers) finalizing() bool {
+	return slices.ContainsFunc(c.open, func(t *pendingBarrier) bool { return t.finalize })
 }
 
-// reportHeld reports the losses that were noticed at least leaveGrace before now: if
+// reportDeferred reports the losses that were noticed at least leaveGrace before now: if
 // the peers had left in order, the release of the last barrier would have come.
-func (c *tickets) reportHeld(now time.Duration) {
-	if len(c.held) == 0 {
+func (c *pendingBarriers) reportDeferred(now time.Duration) {
+	if len(c.deferred) == 0 {
 		return
 	}
 	for _, id := range c.table.Members(van.AllNodes) {
-		if l, ok := c.held[id]; ok && now >= l.at+leaveGrace {
-			delete(c.held, id)
+		if l, ok := c.deferred[id]; ok && now >= l.at+leaveGrace {
+			delete(c.deferred, id)
 			c.peerDown(l.at, id, connLost, l.cause)
 		}
 	}
 }
 
 // add keeps the loss of a peer until a Finalize has ended.
-func (l losses) add(now time.Duration, id int, cause error) {
+func (l deferredLosses) add(now time.Duration, id int, cause error) {
 	if _, known := l[id]; !known {
-		l[id] = loss{cause, now}
+		l[id] = deferredLoss{cause, now}
 	}
 }
 
 // remove removes a loss that is over, and reports whether there was one.
-func (l losses) remove(id int) bool {
+func (l deferredLosses) remove(id int) bool {
 	_, had := l[id]
 	delete(l, id)
 	return had
 }
 
 // peerDown and peerUp are markDown and markUp on workers and servers.
-func (c *tickets) peerDown(now time.Duration, id int, r reason, cause error) {
+func (c *pendingBarriers) peerDown(now time.Duration, id int, r reason, cause error) {
 	if c.alive.markDown(now, id, r, cause) {
-		c.held.remove(id)
+		c.deferred.remove(id)
 		c.failWithoutScheduler(now)
 	}
 }
 
-func (c *tickets) peerUp(now time.Duration, id int, r reason) {
+func (c *pendingBarriers) peerUp(now time.Duration, id int, r reason) {
 	if c.alive.markUp(now, id, r) && id == van.SchedulerID {
-		c.askAgain()
+		c.resendRequests()
 	}
 }
 
-func (c *tickets) heard(now time.Duration, id int) {
+func (c *pendingBarriers) heard(now time.Duration, id int) {
 	if c.alive.heard(now, id) {
 		c.peerUp(now, id, silent)
 	}
 }
 
-// newScheduler fails the barriers that were requested from a scheduler which another process
+// schedulerReplaced fails the barriers that were requested from a scheduler which another process
 // has replaced: it may have released them for others. Those at the end of a program are
 // requested from the new one.
-func (c *tickets) newScheduler() {
-	c.held.remove(van.SchedulerID)
-	c.withdrawn = nil // the new process knows of no request
+func (c *pendingBarriers) schedulerReplaced() {
+	c.deferred.remove(van.SchedulerID)
+	c.canceled = nil // the new process knows of no request
 	for _, t := range c.open {
 		if t.ending {
 			t.sent = false
 		}
 	}
-	c.fail(func(t *ticket) bool { return t.sent }, van.Error{Peer: c.table.peer(van.SchedulerID),
+	c.fail(func(t *pendingBarrier) bool { return t.sent }, van.Error{Peer: c.table.peer(van.SchedulerID),
 		Err: &lossError{text: "the scheduler was started again; whether others have passed this barrier is not known"}})
 }
 
 // Leaving says that this node is about to leave: lost peers are no longer reported.
-func (c *tickets) Leaving(time.Duration) {
+func (c *pendingBarriers) Leaving(time.Duration) {
 	c.life.leaving = true
-	clear(c.held)
+	clear(c.deferred)
 }
 
-// end ends the machine, and all barriers with it.
-func (c *tickets) end(err error) {
+// failMachine ends the machine, and all barriers with it.
+func (c *pendingBarriers) failMachine(err error) {
 	if c.life.phase == failed {
 		return
 	}
-	c.fail(func(*ticket) bool { return true }, van.Error{Err: err})
+	c.fail(func(*pendingBarrier) bool { return true }, van.Error{Err: err})
 	c.life.phase, c.life.failure = failed, err
 	c.out.emit(Failed{err})
 }
 
-func (c *tickets) expired(now time.Duration) []*ticket {
-	return slices.DeleteFunc(slices.Clone(c.open), func(t *ticket) bool { return t.deadline <= 0 || now < t.deadline })
+func (c *pendingBarriers) expired(now time.Duration) []*pendingBarrier {
+	return slices.DeleteFunc(slices.Clone(c.open), func(t *pendingBarrier) bool { return t.deadline <= 0 || now < t.deadline })
 }
 
 // failWithoutScheduler fails the barriers that wait for a scheduler that has been lost for
 // Config.ReplaceTimeout. A server's Finalize waits as long as a worker is alive: workers
 // do not need the scheduler for their requests.
-func (c *tickets) failWithoutScheduler(now time.Duration) {
+func (c *pendingBarriers) failWithoutScheduler(now time.Duration) {
 	if now < c.schedulerDeadline() {
 		return
 	}
 	for _, t := range c.open {
 		if t.needsScheduler(&c.base) {
-			c.withdraw(t)
+			c.cancelRequest(t)
 		}
 	}
-	c.fail(func(t *ticket) bool { return t.needsScheduler(&c.base) }, van.Error{Peer: c.table.peer(van.SchedulerID), Err: c.alive.peers[van.SchedulerID].cause})
+	c.fail(func(t *pendingBarrier) bool { return t.needsScheduler(&c.base) }, van.Error{Peer: c.table.peer(van.SchedulerID), Err: c.alive.peers[van.SchedulerID].cause})
 }
 
 // schedulerDeadline is when barriers that wait for a lost scheduler fail.
-func (c *tickets) schedulerDeadline() time.Duration {
-	if c.alive.unreachable() && slices.ContainsFunc(c.open, func(t *ticket) bool { return t.needsScheduler(&c.base) }) {
+func (c *pendingBarriers) schedulerDeadline() time.Duration {
+	if c.alive.unreachable() && slices.ContainsFunc(c.open, func(t *pendingBarrier) bool { return t.needsScheduler(&c.base) }) {
 		return c.alive.peers[van.SchedulerID].since + c.cfg.ReplaceTimeout
 	}
 	return math.MaxInt64
@@ -461,19 +463,19 @@ func (c *tickets) schedulerDeadline() time.Duration {
 
 // failWithoutWorkers fails, on a server, the barriers at the end of a program when no worker has been alive for
 // Config.StopTimeout. Such a barrier cannot complete, and a scheduler of C++ StepMesh does not report that.
-func (c *tickets) failWithoutWorkers(now time.Duration) {
+func (c *pendingBarriers) failWithoutWorkers(now time.Duration) {
 	var dead []string
 	for _, id := range c.table.Members(van.WorkerGroup) {
 		if h := c.alive.peers[id]; h != nil && h.down != 0 {
 			dead = append(dead, fmt.Sprintf("%s is dead: %s", c.table.peer(id), h.cause))
 		}
 	}
-	c.fail(func(t *ticket) bool { return now >= t.workersDeadline(&c.base) }, van.Error{Limit: c.cfg.StopTimeout,
+	c.fail(func(t *pendingBarrier) bool { return now >= t.workersDeadline(&c.base) }, van.Error{Limit: c.cfg.StopTimeout,
 		Err: &lossError{text: "no worker is left, and the scheduler, one of C++ StepMesh, does not end the barrier: " + list(dead)}})
 }
 
 // workersDeadline is the time at which failWithoutWorkers fails t.
-func (t *ticket) workersDeadline(b *base) time.Duration {
+func (t *pendingBarrier) workersDeadline(b *base) time.Duration {
 	if !t.ending || b.table.self.Role != van.Server || b.cfg.StopTimeout <= 0 || b.table.native(van.SchedulerID) {
 		return math.MaxInt64
 	}
@@ -487,31 +489,31 @@ func (t *ticket) workersDeadline(b *base) time.Duration {
 	return from + b.cfg.StopTimeout
 }
 
-// news logs the nodes that the barriers at the end of a program wait for. The function who returns the text about one
+// logProgress logs the nodes that the barriers at the end of a program wait for. The function who returns the text about one
 // barrier, or "" if it is normal that the barrier waits.
-func (c *tickets) news(now time.Duration, who func(*ticket) string) {
+func (c *pendingBarriers) logProgress(now time.Duration, who func(*pendingBarrier) string) {
 	for _, t := range c.open {
-		if !t.ending || now < t.nextNews {
+		if !t.ending || now < t.nextLog {
 			continue
 		}
 		text := who(t)
 		if text == "" {
-			t.pause, t.nextNews = firstWait, now+firstWait
+			t.logPause, t.nextLog = firstProgressLog, now+firstProgressLog
 			continue
 		}
 		in := "stop()"
-		if t.final {
+		if t.finalize {
 			in = "Finalize"
 		}
 		c.out.emit(Warning{Text: fmt.Sprintf("%s has waited in %s for %s: %s", c.table.name(), in, (now - t.since).Round(time.Second), text)})
-		t.nextNews = now + t.pause
-		t.pause *= 2
+		t.nextLog = now + t.logPause
+		t.logPause *= 2
 	}
 }
 
-// awaits names the nodes that t waits for, as far as a worker or server knows them. A server normally waits there as long as its
+// missingText names the nodes that t waits for, as far as a worker or server knows them. A server normally waits there as long as its
 // workers work. Its text is therefore empty unless a node is dead or the scheduler cannot be asked.
-func (t *ticket) awaits(b *base) string {
+func (t *pendingBarrier) missingText(b *base) string {
 	var text, dead string
 	switch h := b.alive.peers[van.SchedulerID]; {
 	case b.alive.unreachable():
@@ -534,22 +536,22 @@ func (t *ticket) awaits(b *base) string {
 	return text + dead
 }
 
-func (t *ticket) needsScheduler(b *base) bool {
+func (t *pendingBarrier) needsScheduler(b *base) bool {
 	return !t.ending || b.table.self.Role != van.Server ||
 		!slices.ContainsFunc(b.table.Members(van.WorkerGroup), func(id int) bool { return !b.alive.isDown(id) })
 }
 
-func (c *tickets) next() time.Duration {
+func (c *pendingBarriers) next() time.Duration {
 	next := c.schedulerDeadline()
 	for _, t := range c.open {
 		if t.deadline > 0 {
 			next = min(next, t.deadline)
 		}
 		if t.ending {
-			next = min(next, t.nextNews, t.workersDeadline(&c.base))
+			next = min(next, t.nextLog, t.workersDeadline(&c.base))
 		}
 	}
-	for _, l := range c.held {
+	for _, l := range c.deferred {
 		next = min(next, l.at+leaveGrace)
 	}
 	return next
