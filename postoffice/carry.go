@@ -40,9 +40,9 @@ func (n *Node) carryOut(o membership.Output) {
 		if err := n.van.Rename(o.Old, o.New); err != nil {
 			n.log.Error("rename failed", "peer", n.peerName(o.New), "err", err)
 		}
-	case membership.Try:
+	case membership.Probe:
 		go n.trials.try(o.Node, n.self.Hostname, func(from string, err error) {
-			n.step(func(t time.Duration) { n.machine.Tried(t, &o.Node, from, err) })
+			n.step(func(t time.Duration) { n.machine.Probed(t, &o.Node, from, err) })
 		})
 	case membership.Reply:
 		n.trials.reply(o, int(n.id.Load()))

@@ -83,7 +83,7 @@ func (c *control) passes(t time.Duration) {
 	if c.beating != nil {
 		for _, id := range c.machine.Silent(t) {
 			if c.beating(id) {
-				c.machine.Answers(t, id)
+				c.machine.ProbeAnswered(t, id)
 			}
 		}
 	}

@@ -43,15 +43,15 @@ func (n *Node) applyPolicies(list []membership.Policy) string {
 		s := membership.InForce
 		switch {
 		case p.Peer == n.ID(), p.Peer != 0 && !connected:
-			s = membership.Apart
+			s = membership.NotApplicable
 		case p.Peer == 0 && !n.apps.has(p.App):
 			s = membership.Pending
 		case p.Class == 0:
 		case !marks:
-			s = membership.Unfit
+			s = membership.Unsupported
 		default:
 			if now, ever := marker.Marked(p.Peer); !ever {
-				s = membership.Unfit
+				s = membership.Unsupported
 			} else if !now {
 				s = membership.Pending
 			}

@@ -255,7 +255,7 @@ func (n *Node) join(ctx context.Context) error {
 		Self: n.self, Scheduler: scheduler, NamedCluster: n.cfg.ClusterID != "", Foreign: n.cfg.Foreign, Nonce: n.rand(),
 		HeartbeatInterval: interval, HeartbeatTimeout: silence,
 		NativeInterval: n.cfg.HeartbeatInterval < 0, NativeTimeout: n.cfg.HeartbeatTimeout < 0,
-		Tries:        tries && !n.cfg.Resend, // replies are not acknowledged
+		CanProbe:     tries && !n.cfg.Resend, // replies are not acknowledged
 		StartTimeout: n.cfg.StartTimeout, StopTimeout: n.cfg.StopTimeout,
 		BarrierTimeout: n.cfg.BarrierTimeout, ReplaceTimeout: n.cfg.ReplaceTimeout, OrderedHosts: n.cfg.OrderedHosts,
 	})

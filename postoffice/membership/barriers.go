@@ -17,7 +17,7 @@ import (
 )
 
 type barriers struct {
-	base
+	core
 	pending       *pendingBarriers // the scheduler's own
 	departure     departure
 	open          map[barrierKey]*barrier
@@ -149,7 +149,7 @@ func (s *barriers) request(now time.Duration, from int, msg *van.Meta) error {
 		g.requests = append(g.requests, a)
 	}
 	g.app, g.customer = msg.AppID, msg.CustomerID
-	if s.table.native(from) && !a.ending && s.alive.peers[from].doubtful() {
+	if s.table.native(from) && !a.ending && s.alive.peers[from].mayBeDelayed() {
 		s.askIfWaiting(now, key, &g.requests[i])
 	}
 	s.releaseIfComplete(now, key, g)
@@ -169,7 +169,7 @@ func (s *barriers) isForeignStart(now time.Duration, from int, msg *van.Meta) bo
 		return false
 	}
 	if st.counted = append(st.counted, msg.CustomerID); others {
-		if len(st.counted) == s.table.places(from) {
+		if len(st.counted) == s.table.idsOf(from) {
 			delete(s.foreignStarts, from)
 		}
 		return false
@@ -185,7 +185,7 @@ func (s *barriers) countExitedForeign(now time.Duration, g *barrier) bool {
 	for _, ids := range s.missingNodes(finalizeKey, g) {
 		id := ids[0] // in an instance barrier each id is awaited
 		st := s.foreignStarts[id]
-		if st == nil || len(st.counted) < s.table.places(id) || s.alive.peers[id].since-st.releasedAt > foreignExitLimit {
+		if st == nil || len(st.counted) < s.table.idsOf(id) || s.alive.peers[id].deadSince-st.releasedAt > foreignExitLimit {
 			return false
 		}
 		for _, customer := range st.counted {
@@ -234,7 +234,7 @@ func (s *barriers) releaseIfComplete(now time.Duration, key barrierKey, g *barri
 			s.setOutcome(id, key, barrierOutcome{stamp: g.requests[i].stamp})
 			request = requestKey(g.requests[i].stamp)
 		}
-		if !s.alive.isDown(id) && !kept[id] && !(last && id == van.SchedulerID) {
+		if !s.alive.isDead(id) && !kept[id] && !(last && id == van.SchedulerID) {
 			s.out.release(id, key.instance, g.app, g.customer, request)
 		}
 	}
@@ -285,7 +285,7 @@ func (g *barrier) countedRequests() (n int) {
 // was given up comes after it. What ends a program is never given up.
 func (s *barriers) askIfWaiting(now time.Duration, key barrierKey, a *barrierRequest) {
 	a.unconfirmed, a.askedAt = true, now
-	s.out.tellAbout(a.id, notice{verb: verbWhether, group: key.group, instance: key.instance}, requestKey(a.stamp))
+	s.out.notifyAbout(a.id, notice{verb: verbWhether, group: key.group, instance: key.instance}, requestKey(a.stamp))
 }
 
 // confirmWaiting handles the answer of a node that still waits.
@@ -305,7 +305,7 @@ func (s *barriers) confirmWaiting(now time.Duration, from int, msg *van.Meta, n 
 		s.askIfWaiting(now, key, &g.requests[i])
 	default:
 		g.requests[i].unconfirmed = false
-		h.sure = max(h.sure, g.requests[i].askedAt)
+		h.confirmed = max(h.confirmed, g.requests[i].askedAt)
 		s.releaseIfComplete(now, key, g)
 	}
 	return nil
@@ -447,7 +447,7 @@ func (s *barriers) nodesInFinalize(key barrierKey, g *barrier) string {
 	var names []string
 	for _, ids := range s.missingNodes(key, g) {
 		some := slices.ContainsFunc(ids, ends)
-		if some && !slices.ContainsFunc(ids, func(id int) bool { return !ends(id) && !s.alive.isDown(id) }) {
+		if some && !slices.ContainsFunc(ids, func(id int) bool { return !ends(id) && !s.alive.isDead(id) }) {
 			names = append(names, s.table.peer(ids[0]))
 		}
 	}
@@ -464,13 +464,13 @@ func (s *barriers) recheckOne(now time.Duration, key barrierKey, g *barrier) (so
 	}
 	dead, fell, living := "", false, false
 	for _, ids := range s.missingNodes(key, g) {
-		if slices.ContainsFunc(ids, func(id int) bool { return !s.alive.isDown(id) }) {
+		if slices.ContainsFunc(ids, func(id int) bool { return !s.alive.isDead(id) }) {
 			living = true
 			continue
 		}
 		for _, id := range ids {
 			h := s.alive.peers[id]
-			fell = fell || h.cut || h.down&silent == 0 || g.openedAt > h.since
+			fell = fell || h.connBroke || h.deadFor&silent == 0 || g.openedAt > h.deadSince
 			dead += fmt.Sprintf("; %s is dead: %s", s.table.peer(id), h.cause)
 		}
 	}
@@ -516,7 +516,7 @@ func (s *barriers) fail(key barrierKey, g *barrier, text string) (some bool) {
 		delete(s.open, key)
 	}
 	for _, a := range told {
-		if a.id != van.SchedulerID && !s.alive.isDown(a.id) {
+		if a.id != van.SchedulerID && !s.alive.isDead(a.id) {
 			failed := barrierOutcome{stamp: a.stamp, failed: text}
 			s.setOutcome(a.id, key, failed)
 			s.sendFailure(a.id, key, failed)
@@ -536,7 +536,7 @@ func failedNotice(key barrierKey, text string) notice {
 
 // sendFailure tells a node of this library that what it has asked for cannot be complete.
 func (s *barriers) sendFailure(id int, key barrierKey, a barrierOutcome) {
-	s.out.tellAbout(id, failedNotice(key, a.failed), requestKey(a.stamp))
+	s.out.notifyAbout(id, failedNotice(key, a.failed), requestKey(a.stamp))
 }
 
 // tick also tells the nodes that wait for a barrier which nodes are missing: they say so in their
@@ -557,11 +557,11 @@ func (s *barriers) tick(now time.Duration) {
 		}
 		for _, a := range g.requests {
 			switch {
-			case !s.isNotified(a) || s.alive.isDown(a.id):
+			case !s.isNotified(a) || s.alive.isDead(a.id):
 			case a.unconfirmed: // the question may be lost
 				s.askIfWaiting(a.askedAt, key, &a)
 			default:
-				s.out.tellAbout(a.id, notice{verb: verbWaiting, text: s.missingText(key, g)}, requestKey(a.stamp))
+				s.out.notifyAbout(a.id, notice{verb: verbWaiting, text: s.missingText(key, g)}, requestKey(a.stamp))
 			}
 		}
 	}
@@ -606,7 +606,7 @@ func (s *barriers) missingOfAll() string {
 func (s *barriers) mayDelayScheduler() bool {
 	g := s.open[finalizeKey]
 	return g != nil && (slices.ContainsFunc(g.requests, func(a barrierRequest) bool { return van.RoleOf(a.id) == van.Worker }) ||
-		slices.ContainsFunc(s.table.Members(van.AllNodes), s.alive.isDown))
+		slices.ContainsFunc(s.table.Members(van.AllNodes), s.alive.isDead))
 }
 
 func (s *barriers) missingText(key barrierKey, g *barrier) string {
@@ -641,6 +641,6 @@ func (s *barriers) missingNodes(key barrierKey, g *barrier) (all [][]int) {
 		}
 	}
 	return slices.DeleteFunc(all, func(ids []int) bool {
-		return slices.ContainsFunc(ids, func(id int) bool { return came[id] >= s.table.places(id) })
+		return slices.ContainsFunc(ids, func(id int) bool { return came[id] >= s.table.idsOf(id) })
 	})
 }

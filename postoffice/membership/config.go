@@ -50,7 +50,7 @@ type Config struct {
 	// Foreign says that nodes of C++ StepMesh, which have no identity, may be in a NamedCluster, or its scheduler may be one.
 	Foreign      bool
 	Nonce        uint64        // random, of the scheduler's process: see proof
-	Tries        bool          // the transport can carry out Try and Reply
+	CanProbe     bool          // the transport can carry out Try and Reply
 	StartTimeout time.Duration // how long start-up may take; 0: for ever
 	// ReplaceTimeout is how long a barrier waits for the replacement of a dead node, or
 	// for the scheduler, when no live node is missing.

@@ -18,7 +18,7 @@ const (
 )
 
 type departure struct {
-	base
+	core
 	key         barrierKey
 	own         uint64         // names the scheduler's own request
 	unconfirmed map[int]uint64 // by id, the requests of those who are not known to have their releases
@@ -44,7 +44,7 @@ func (d *departure) start(now time.Duration, key barrierKey, came []barrierReque
 		switch {
 		case a.id == van.SchedulerID:
 			d.own = requestKey(a.stamp)
-		case a.ending && !a.left && d.table.native(a.id) && !(d.alive.isDown(a.id) && now-d.alive.peers[a.id].since >= d.limit()):
+		case a.ending && !a.left && d.table.native(a.id) && !(d.alive.isDead(a.id) && now-d.alive.peers[a.id].deadSince >= d.limit()):
 			d.unconfirmed[a.id] = requestKey(a.stamp)
 		}
 	}

@@ -104,7 +104,7 @@ func TestAssignIDs(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		sortJoins(c.in, hosts)
+		sortByAddress(c.in, hosts)
 		shared := assignIDs(c.in)
 		got := ""
 		for i := range c.in {

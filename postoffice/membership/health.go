@@ -15,13 +15,13 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// reason is why a node is considered dead. Each reason is cleared on its own.
-type reason uint8
+// deathReason is why a node is considered dead. Each reason is cleared on its own.
+type deathReason uint8
 
 const (
-	connLost reason = 1 << iota // the transport lost the connection
-	silent                      // no heartbeats
-	declared                    // the scheduler says so
+	connLost deathReason = 1 << iota // the transport lost the connection
+	silent                           // no heartbeats
+	declared                         // the scheduler says so
 )
 
 // lossError says why a node is considered dead. It wraps van.ErrPeerLost and the
@@ -41,22 +41,22 @@ func (e *lossError) Unwrap() []error {
 	return []error{van.ErrPeerLost, e.cause}
 }
 
-type health struct {
-	seen  time.Duration // when it was last heard, or its connection came back
-	heard time.Duration // when its last message came
-	down  reason        // 0: alive
-	cut   bool          // it went down as its connection broke, whatever has come since
-	since time.Duration // when it went down, or when the scheduler was replaced
-	cause error
+type peerHealth struct {
+	seen      time.Duration // when it was last heard, or its connection came back
+	heard     time.Duration // when its last message came
+	deadFor   deathReason   // 0: alive
+	connBroke bool          // it went down as its connection broke, whatever has come since
+	deadSince time.Duration // when it went down, or when the scheduler was replaced
+	cause     error
 
-	answered time.Duration // when its transport last answered for it, see Answers; 0: not since its last message
-	lost     time.Duration // when its connection was last lost
-	back     time.Duration // when it then came back; 0: not since
-	beats    bool          // it has sent a heartbeat
-	interval time.Duration // between its heartbeats, as it says
-	gap      time.Duration // when something came after nothing had for longer than that; 0: never
-	sure     time.Duration // when it was sent a question that it has answered since; 0: never
-	stale    bool          // its last heartbeat said that its table is old
+	answered        time.Duration // when its transport last answered for it, see Answers; 0: not since its last message
+	lost            time.Duration // when its connection was last lost
+	back            time.Duration // when it then came back; 0: not since
+	sendsHeartbeats bool          // it has sent a heartbeat
+	interval        time.Duration // between its heartbeats, as it says
+	gap             time.Duration // when something came after nothing had for longer than that; 0: never
+	confirmed       time.Duration // when it was sent a question that it has answered since; 0: never
+	staleTable      bool          // its last heartbeat said that its table is old
 }
 
 // sameLossTime is how long after a peer's connection to this node came back a connection to it that
@@ -64,33 +64,33 @@ type health struct {
 // it next sends something.
 const sameLossTime = 5 * time.Second
 
-// sameLoss tells whether the scheduler's loss of its connection to a node is what this node has seen
+// isSameLoss tells whether the scheduler's loss of its connection to a node is what this node has seen
 // itself, and is over. If the node has died since, this node's own connection shows it.
-func (h *health) sameLoss(now time.Duration) bool {
-	return h.down == 0 && h.back > 0 && now-h.back < sameLossTime
+func (h *peerHealth) isSameLoss(now time.Duration) bool {
+	return h.deadFor == 0 && h.back > 0 && now-h.back < sameLossTime
 }
 
-// doubtful tells whether what comes from the node may have been on its way for long.
-func (h *health) doubtful() bool { return h.gap > h.sure }
+// mayBeDelayed tells whether what comes from the node may have been on its way for long.
+func (h *peerHealth) mayBeDelayed() bool { return h.gap > h.confirmed }
 
 type liveness struct {
 	cfg       *Config
-	life      *life
+	life      *lifecycle
 	table     *table
-	out       *sender
-	peers     map[int]*health // of the scheduler and the table's nodes
-	lastCheck time.Duration   // when silence was last checked
+	out       *outputs
+	peers     map[int]*peerHealth // of the scheduler and the table's nodes
+	lastCheck time.Duration       // when silence was last checked
 }
 
-func (l *liveness) begin(now time.Duration, id int) { l.peers[id] = &health{seen: now} }
+func (l *liveness) begin(now time.Duration, id int) { l.peers[id] = &peerHealth{seen: now} }
 
-func (l *liveness) isDown(id int) bool {
+func (l *liveness) isDead(id int) bool {
 	h := l.peers[id]
-	return h != nil && h.down != 0
+	return h != nil && h.deadFor != 0
 }
 
-// unreachable tells whether the scheduler cannot be asked now.
-func (l *liveness) unreachable() bool { return l.isDown(van.SchedulerID) || l.life.rejoining }
+// schedulerUnreachable tells whether the scheduler cannot be asked now.
+func (l *liveness) schedulerUnreachable() bool { return l.isDead(van.SchedulerID) || l.life.rejoining }
 
 // heard notes that a message of from has come, and tells whether from was taken for silent.
 func (l *liveness) heard(now time.Duration, from int) bool {
@@ -102,26 +102,26 @@ func (l *liveness) heard(now time.Duration, from int) bool {
 		h.gap = now
 	}
 	h.seen, h.heard, h.answered = max(h.seen, now), max(h.heard, now), 0
-	return h.down&silent != 0
+	return h.deadFor&silent != 0
 }
 
-// broke notes that the connection to id was lost. The error says so; quiet is true when nothing
+// connectionLost notes that the connection to id was lost. The error says so; quiet is true when nothing
 // but that connection spoke for id.
-func (l *liveness) broke(now time.Duration, id int, cause error) (err *lossError, quiet bool) {
+func (l *liveness) connectionLost(now time.Duration, id int, cause error) (err *lossError, quiet bool) {
 	h := l.peers[id]
 	h.lost, h.back = now, 0
 	err = &lossError{text: "connection lost: " + cause.Error(), cause: cause, cut: !errors.Is(cause, van.ErrTimeout) && !errors.Is(cause, syscall.ETIMEDOUT)}
 	// A node that has answered, or whose time was up a moment ago.
-	return err, slices.Contains(l.watched(), id) && l.lapsed(now, id) && (h.answered > 0 || !l.overslept(now))
+	return err, slices.Contains(l.watched(), id) && l.silentTooLong(now, id) && (h.answered > 0 || !l.wasPaused(now))
 }
 
-// markDown marks id as dead for reason r. If it was alive, the application is told and true
+// markDead marks id as dead for reason r. If it was alive, the application is told and true
 // returned: the rest is to be done, see watch.down and tickets.peerDown.
-func (l *liveness) markDown(now time.Duration, id int, r reason, cause error) bool {
+func (l *liveness) markDead(now time.Duration, id int, r deathReason, cause error) bool {
 	h := l.peers[id]
-	first := h.down == 0
-	if h.down |= r; first {
-		h.cause, h.since, h.cut = cause, now, lossVerb(cause) == verbCut
+	first := h.deadFor == 0
+	if h.deadFor |= r; first {
+		h.cause, h.deadSince, h.connBroke = cause, now, lossVerb(cause) == verbCut
 	}
 	if !first || l.life.leaving {
 		return false
@@ -130,18 +130,18 @@ func (l *liveness) markDown(now time.Duration, id int, r reason, cause error) bo
 	return true
 }
 
-// markUp clears reasons. If none are left, id is alive again; the application is told and true
+// markAlive clears reasons. If none are left, id is alive again; the application is told and true
 // returned, as by markDown.
-func (l *liveness) markUp(now time.Duration, id int, r reason) bool {
+func (l *liveness) markAlive(now time.Duration, id int, r deathReason) bool {
 	h := l.peers[id]
-	if r&connLost != 0 && h.down&connLost != 0 {
+	if r&connLost != 0 && h.deadFor&connLost != 0 {
 		h.back = max(now, 1)
 	}
-	if h.down == 0 || h.down&^r != 0 {
-		h.down &^= r
+	if h.deadFor == 0 || h.deadFor&^r != 0 {
+		h.deadFor &^= r
 		return false
 	}
-	h.seen, h.down, h.cause = max(h.seen, now), 0, nil
+	h.seen, h.deadFor, h.cause = max(h.seen, now), 0, nil
 	if !l.life.leaving {
 		l.out.emit(PeerAlive{id})
 	}
@@ -156,8 +156,8 @@ func lossVerb(cause error) string {
 	return verbDead
 }
 
-// beating tells whether this node sends heartbeats, which the scheduler answers.
-func (l *liveness) beating() bool {
+// sendsHeartbeats tells whether this node sends heartbeats, which the scheduler answers.
+func (l *liveness) sendsHeartbeats() bool {
 	return !l.table.isScheduler() && l.cfg.HeartbeatInterval > 0 && !l.life.leaving &&
 		(!l.cfg.NativeInterval || l.table.native(van.SchedulerID)) && !failpoint.On("heartbeat")
 }
@@ -169,8 +169,8 @@ func (l *liveness) watched() []int {
 	case l.cfg.HeartbeatTimeout == 0 || l.life.leaving:
 	case l.table.isScheduler():
 		optional := l.cfg.NativeTimeout || l.cfg.HeartbeatInterval == 0
-		return slices.DeleteFunc(l.table.ids(), func(id int) bool { return optional && !l.peers[id].beats })
-	case l.beating():
+		return slices.DeleteFunc(l.table.ids(), func(id int) bool { return optional && !l.peers[id].sendsHeartbeats })
+	case l.sendsHeartbeats():
 		return []int{van.SchedulerID}
 	}
 	return nil
@@ -182,13 +182,13 @@ func (l *liveness) maxSilence(id int) time.Duration {
 	return max(l.cfg.HeartbeatTimeout, 3*l.peers[id].interval)
 }
 
-// lapsed tells whether id has been silent for too long, and is not known to have been.
-func (l *liveness) lapsed(now time.Duration, id int) bool {
+// silentTooLong tells whether id has been silent for too long, and is not known to have been.
+func (l *liveness) silentTooLong(now time.Duration, id int) bool {
 	h := l.peers[id]
-	return h.down&silent == 0 && now-h.seen >= l.maxSilence(id)
+	return h.deadFor&silent == 0 && now-h.seen >= l.maxSilence(id)
 }
 
-func (l *liveness) silence(now time.Duration, id int) error {
+func (l *liveness) silenceError(now time.Duration, id int) error {
 	limit := fmt.Sprintf("PS_HEARTBEAT_TIMEOUT=%s", l.cfg.HeartbeatTimeout)
 	if every := l.peers[id].interval; 3*every > l.cfg.HeartbeatTimeout {
 		limit += fmt.Sprintf(", but 3 times the %s between its heartbeats", every)
@@ -205,42 +205,42 @@ func (l *liveness) Silent(now time.Duration) []int {
 	}
 	return slices.DeleteFunc(l.watched(), func(id int) bool {
 		h := l.peers[id]
-		return !l.lapsed(now, id) || h.heard <= h.lost
+		return !l.silentTooLong(now, id) || h.heard <= h.lost
 	})
 }
 
-// Answers says that the transport of id, which does not wait for what its program does, has
+// ProbeAnswered says that the transport of id, which does not wait for what its program does, has
 // answered within the limit: the node stands, and is only busy. It counts for this time, and
 // must come before Tick.
-func (l *liveness) Answers(now time.Duration, id int) {
+func (l *liveness) ProbeAnswered(now time.Duration, id int) {
 	if h := l.peers[id]; h != nil {
 		h.answered = now
 	}
 }
 
-// overslept tells whether this process was stopped or starved: messages that came meanwhile may
+// wasPaused tells whether this process was stopped or starved: messages that came meanwhile may
 // not have been handled yet.
-func (l *liveness) overslept(now time.Duration) bool {
+func (l *liveness) wasPaused(now time.Duration) bool {
 	return now-l.lastCheck > l.cfg.HeartbeatTimeout/2
 }
 
-// fallen lists those who have been silent for too long.
-func (l *liveness) fallen(now time.Duration) []int {
-	watched, overslept := l.watched(), l.overslept(now)
+// timedOut lists those who have been silent for too long.
+func (l *liveness) timedOut(now time.Duration) []int {
+	watched, overslept := l.watched(), l.wasPaused(now)
 	l.lastCheck = now
 	return slices.DeleteFunc(watched, func(id int) bool {
 		h := l.peers[id]
 		if overslept {
 			h.seen = max(h.seen, now-l.cfg.HeartbeatTimeout/2)
 		}
-		return !l.lapsed(now, id) || h.answered >= now
+		return !l.silentTooLong(now, id) || h.answered >= now
 	})
 }
 
 func (l *liveness) nextCheck() time.Duration {
 	next, any := time.Duration(math.MaxInt64), false
 	for _, id := range l.watched() {
-		if h := l.peers[id]; h.down&silent == 0 {
+		if h := l.peers[id]; h.deadFor&silent == 0 {
 			if at := h.seen + l.maxSilence(id); at > h.answered { // else with a regular tick
 				next = min(next, at)
 			}
@@ -266,7 +266,7 @@ func (l *liveness) DeadNodes(now, t time.Duration) (dead []int) {
 			continue
 		}
 		hears := l.table.isScheduler() || id == van.SchedulerID
-		if h.down != 0 || hears && t > 0 && now-h.seen > t {
+		if h.deadFor != 0 || hears && t > 0 && now-h.seen > t {
 			dead = append(dead, id)
 		}
 	}
@@ -280,7 +280,7 @@ func (l *liveness) report(now time.Duration) Report {
 		r.Elapsed = 0
 	}
 	for _, id := range l.table.Members(van.AllNodes) {
-		if l.isDown(id) {
+		if l.isDead(id) {
 			r.Dead = append(r.Dead, fmt.Sprintf("%s: %s", l.table.peer(id), l.peers[id].cause))
 		}
 	}

@@ -209,11 +209,11 @@ func TestQuestionsLeaveRoom(t *testing.T) {
 			}
 			w.take(sched)
 		}
-		for range 2 * maxRefusing {
+		for range 2 * maxRefusalsSent {
 			ask()
 		}
 		var refused []*testNode
-		for i := range 2 * maxRefusing {
+		for i := range 2 * maxRefusalsSent {
 			n, _ := w.add(fmt.Sprint("x", i), testConfig(van.Worker, 1, 1, fmt.Sprintf("10.7.0.%d:9", i), -1))
 			refused = append(refused, n)
 		}
@@ -238,7 +238,7 @@ func TestRefusalIsForgotten(t *testing.T) {
 	sched := w.node("sched")
 	w.pass(time.Second, true)
 	sched.m.alive.heard(w.now, van.WorkerID(0)) // so that x is not held until it is known to live
-	for i := range maxRefusing {
+	for i := range maxRefusalsSent {
 		sched.m.sched.refusals.refuse(w.now, &van.Node{Role: van.Worker, Hostname: "10.9.9.9", Port: 1 + i, AuxID: -1}, "test", "")
 	}
 	w.take(sched)
@@ -247,7 +247,7 @@ func TestRefusalIsForgotten(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.deliver(1<<30, nil)
-	if n := len(sched.m.sched.refusals.waiting); n != 1 {
+	if n := len(sched.m.sched.refusals.queued); n != 1 {
 		t.Fatalf("%d refusals wait, want 1", n)
 	}
 	w.node("w0").dead = true

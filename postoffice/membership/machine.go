@@ -15,9 +15,9 @@ import (
 // Machine is one node's membership. Make it with New. Methods that its parts export are its own.
 type Machine struct {
 	cfg  *Config
-	life *life
+	life *lifecycle
 	*table
-	*sender
+	*outputs
 	*liveness
 	*pendingBarriers
 
@@ -28,12 +28,12 @@ type Machine struct {
 	nextReport time.Duration // while joining
 }
 
-// base is what all parts stand on.
-type base struct {
+// core is what all parts stand on.
+type core struct {
 	cfg   *Config
-	life  *life
+	life  *lifecycle
 	table *table
-	out   *sender
+	out   *outputs
 	alive *liveness
 }
 
@@ -46,8 +46,8 @@ const (
 	failed
 )
 
-// life is how far the node is, from New to its end.
-type life struct {
+// lifecycle is how far the node is, from New to its end.
+type lifecycle struct {
 	phase   phase
 	started time.Duration
 	failure error // what ended the machine
@@ -73,10 +73,10 @@ func New(cfg Config) (*Machine, error) {
 	if err := cfg.check(); err != nil {
 		return nil, err
 	}
-	b := base{cfg: &cfg, life: &life{}, table: newTable(&cfg)}
-	b.out = &sender{table: b.table, conns: map[int]bool{}, first: map[int]bool{}}
-	b.alive = &liveness{cfg: b.cfg, life: b.life, table: b.table, out: b.out, peers: map[int]*health{}}
-	m := &Machine{cfg: b.cfg, life: b.life, table: b.table, sender: b.out, liveness: b.alive, pendingBarriers: &pendingBarriers{base: b, deferred: deferredLosses{}}}
+	b := core{cfg: &cfg, life: &lifecycle{}, table: newTable(&cfg)}
+	b.out = &outputs{table: b.table, conns: map[int]bool{}, startConns: map[int]bool{}}
+	b.alive = &liveness{cfg: b.cfg, life: b.life, table: b.table, out: b.out, peers: map[int]*peerHealth{}}
+	m := &Machine{cfg: b.cfg, life: b.life, table: b.table, outputs: b.out, liveness: b.alive, pendingBarriers: &pendingBarriers{core: b, deferred: deferredLosses{}}}
 	if cfg.Role == van.Scheduler {
 		m.sched = newScheduler(b, m.pendingBarriers)
 		m.role = m.sched
@@ -94,11 +94,11 @@ func (m *Machine) Start(now time.Duration) {
 		return
 	}
 	m.life.phase, m.life.started, m.nextReport = joining, now, now+m.cfg.ReportEvery
-	if m.cfg.Tries {
+	if m.cfg.CanProbe {
 		m.nextReport -= min(reportEarlier, m.cfg.ReportEvery/2) // the trials have ended by then
 	}
 	if m.node != nil {
-		m.sender.connect(van.SchedulerID, m.table.scheduler)
+		m.outputs.connect(van.SchedulerID, m.table.scheduler)
 		m.node.register(now)
 	}
 }
@@ -137,7 +137,7 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 // notices that it is alive. A node of this library sends no requests to a node that takes it for dead.
 func (m *Machine) DataFrom(now time.Duration, id int) {
 	if m.node != nil && m.life.phase == ready && m.table.has(id) && !m.table.native(id) {
-		m.pendingBarriers.peerUp(now, id, declared)
+		m.pendingBarriers.peerAlive(now, id, declared)
 	}
 }
 
@@ -149,13 +149,13 @@ func (m *Machine) SchedulerNotFound(err error) {
 	}
 }
 
-// Tried takes the result of Try. err is nil if the address can be reached from from, an address of this host, else err
+// Probed takes the result of Try. err is nil if the address can be reached from from, an address of this host, else err
 // has the cause.
-func (m *Machine) Tried(_ time.Duration, n *van.Node, from string, err error) {
+func (m *Machine) Probed(_ time.Duration, n *van.Node, from string, err error) {
 	switch {
 	case m.life.phase == failed:
 	case m.sched != nil:
-		m.sched.trials.tried(n, from, err)
+		m.sched.probes.probed(n, from, err)
 	default:
 		m.node.schedulerUnreached = unreachedFrom(from, err)
 	}
@@ -175,9 +175,9 @@ func (m *Machine) PeerBack(now time.Duration, id int) {
 func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
 	switch {
 	case m.life.phase == failed || m.life.leaving:
-	case m.life.phase == joining && id == van.SchedulerID || m.sender.first[id]:
+	case m.life.phase == joining && id == van.SchedulerID || m.outputs.startConns[id]:
 		if m.sched != nil {
-			m.sched.watch.tellAll(id, notice{verb: verbError, text: fmt.Sprintf("start-up has failed: the scheduler cannot connect to %s: %s", m.table.peer(id), cause)})
+			m.sched.monitor.notifyOthers(id, notice{verb: verbError, text: fmt.Sprintf("start-up has failed: the scheduler cannot connect to %s: %s", m.table.peer(id), cause)})
 		}
 		m.pendingBarriers.failMachine(&van.Error{Op: "start: connect", Node: m.table.name(), Peer: m.table.peer(id), Err: cause})
 	default:
@@ -191,24 +191,24 @@ func (m *Machine) Tick(now time.Duration) {
 	switch m.life.phase {
 	case joining:
 		if m.sched != nil {
-			m.sched.returns.tick(now)
+			m.sched.recovery.tick(now)
 		}
 		if m.life.phase == joining {
 			m.tickStart(now)
 		}
 		if m.node != nil {
-			m.node.question(now)
-			m.node.try(now)
-			m.node.takeKept(now)
+			m.node.askScheduler(now)
+			m.node.probeScheduler(now)
+			m.node.applyPendingTable(now)
 		}
 	case ready:
 		m.role.tick(now)
 	}
 	if m.sched != nil && m.life.phase != failed {
-		m.sched.settle(now)
-		m.sched.places.tick(now)
+		m.sched.retryQueued(now)
+		m.sched.replacements.tick(now)
 		m.sched.refusals.tick(now)
-		m.sched.trials.tick(now)
+		m.sched.probes.tick(now)
 	}
 }
 
@@ -223,10 +223,10 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 			next = min(next, m.life.started+m.cfg.StartTimeout)
 		}
 		if m.node != nil {
-			next = min(next, m.node.nextQuestion, m.node.tryDue(), m.node.keptDue())
+			next = min(next, m.node.nextQuestion, m.node.probeDue(), m.node.pendingTableDue())
 		}
 		if m.sched != nil {
-			next = min(next, m.sched.returns.next(), m.sched.joins.next(), m.sched.places.next(), m.sched.refusals.next(), m.sched.trials.next())
+			next = min(next, m.sched.recovery.next(), m.sched.registrations.next(), m.sched.replacements.next(), m.sched.refusals.next(), m.sched.probes.next())
 		}
 	case ready:
 		next = m.role.next()
@@ -239,7 +239,7 @@ func (m *Machine) tickStart(now time.Duration) {
 	if d := m.cfg.StartTimeout; d > 0 && now-m.life.started >= d {
 		r := m.Report(now)
 		if m.sched != nil {
-			m.sched.joins.tell(notice{verb: verbError, text: "the scheduler gave up after " + d.String() + ": " + r.told()})
+			m.sched.registrations.notifyAll(notice{verb: verbError, text: "the scheduler gave up after " + d.String() + ": " + r.withoutAddresses()})
 		}
 		m.pendingBarriers.failMachine(&van.Error{Op: "start", Node: m.table.name(), Detail: r.String(), Limit: d, Err: van.ErrTimeout})
 		return
@@ -251,9 +251,9 @@ func (m *Machine) tickStart(now time.Duration) {
 		m.nextReport += m.cfg.ReportEvery
 	}
 	r := m.Report(now)
-	m.sender.emit(Waiting{r})
+	m.outputs.emit(Waiting{r})
 	if m.sched != nil {
-		m.sched.joins.tell(notice{verb: verbWaiting, text: r.told()})
+		m.sched.registrations.notifyAll(notice{verb: verbWaiting, text: r.withoutAddresses()})
 	}
 }
 
@@ -277,7 +277,7 @@ func (m *Machine) Missing(n int) (who, hint string) {
 	case m.sched != nil:
 		return m.sched.barriers.missingOfAll(), ""
 	}
-	return t.missing, t.hint(&m.pendingBarriers.base)
+	return t.missing, t.hint(&m.pendingBarriers.core)
 }
 
 // Link connects this node to others of its role, for as long as it is in the cluster: to
@@ -298,7 +298,7 @@ func (m *Machine) Link(_ time.Duration, ids []int) error {
 // scheduler is told, if it is new.
 func (m *Machine) PoliciesAre(_ time.Duration, version uint32, states string) {
 	if m.node != nil {
-		m.node.policies.are(version, states)
+		m.node.policies.reportStates(version, states)
 	}
 }
 

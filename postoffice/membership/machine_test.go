@@ -160,11 +160,11 @@ func TestTimestampsLeaveOutEmpty(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.stamp = van.Empty - 1
-	if a, b := m.sender.next(), m.sender.next(); a != van.Empty-1 || b != van.Empty+1 {
+	if a, b := m.outputs.nextStamp(), m.outputs.nextStamp(); a != van.Empty-1 || b != van.Empty+1 {
 		t.Errorf("timestamps %d, %d; want 32766, 32768", a, b)
 	}
 	m.stamp = 1<<31 - 1
-	if a, b := m.sender.next(), m.sender.next(); a != 1<<31-1 || b != 0 {
+	if a, b := m.outputs.nextStamp(), m.outputs.nextStamp(); a != 1<<31-1 || b != 0 {
 		t.Errorf("timestamps %d, %d; want the largest, then 0", a, b)
 	}
 }
@@ -418,17 +418,17 @@ func TestListsAreBounded(t *testing.T) {
 	}
 	var list []string
 	for i := range 40 {
-		remember(&list, fmt.Sprint(i))
-		remember(&list, fmt.Sprint(i))
+		appendRecent(&list, fmt.Sprint(i))
+		appendRecent(&list, fmt.Sprint(i))
 	}
-	if len(list) != maxRefusals || list[0] != fmt.Sprint(40-maxRefusals) || list[maxRefusals-1] != "39" {
+	if len(list) != maxRefusalTexts || list[0] != fmt.Sprint(40-maxRefusalTexts) || list[maxRefusalTexts-1] != "39" {
 		t.Errorf("remembered: %v", list)
 	}
-	for i := range maxFormer + 50 {
+	for i := range maxReplaced + 50 {
 		id := van.Identity{Incarnation: uint32(i + 1)}
-		m.sched.places.remember(&van.Node{ID: 9, Role: van.Worker, Endpoint: id.Encode()})
+		m.sched.replacements.recordReplaced(&van.Node{ID: 9, Role: van.Worker, Endpoint: id.Encode()})
 	}
-	if f := m.sched.places.former; len(f) != maxFormer || incarnationOf(&f[0]) != 51 || incarnationOf(&f[maxFormer-1]) != maxFormer+50 {
+	if f := m.sched.replacements.replaced; len(f) != maxReplaced || incarnationOf(&f[0]) != 51 || incarnationOf(&f[maxReplaced-1]) != maxReplaced+50 {
 		t.Errorf("%d former processes, from %d to %d", len(f), incarnationOf(&f[0]), incarnationOf(&f[len(f)-1]))
 	}
 
@@ -436,14 +436,14 @@ func TestListsAreBounded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.peers[van.SchedulerID] = &health{}
-	for i := range maxFormer + 50 {
+	m.peers[van.SchedulerID] = &peerHealth{}
+	for i := range maxReplaced + 50 {
 		id := van.Identity{Incarnation: uint32(i + 1), Cluster: 1}
 		if !m.node.schedulerChanged(0, &van.Node{ID: van.SchedulerID, Role: van.Scheduler, Endpoint: id.Encode()}) {
 			t.Fatal("the scheduler has not changed")
 		}
 	}
-	if f := m.node.former; len(f) != maxFormer || f[0] != 50 || f[maxFormer-1] != maxFormer+49 {
+	if f := m.node.formerSchedulers; len(f) != maxReplaced || f[0] != 50 || f[maxReplaced-1] != maxReplaced+49 {
 		t.Errorf("%d former schedulers, from %d to %d", len(f), f[0], f[len(f)-1])
 	}
 	if m.node.schedulerChanged(0, &van.Node{ID: van.SchedulerID, Role: van.Scheduler}) {
@@ -484,14 +484,14 @@ func TestRefusalsAtOneAddress(t *testing.T) {
 	m.sched.refusals.refuse(1, at(1), "second", "")
 	m.sched.refusals.refuse(2, at(1), "third", "")
 	said()
-	for i := range maxRefusing - 1 { // as many as may be told in a second
+	for i := range maxRefusalsSent - 1 { // as many as may be told in a second
 		m.sched.refusals.refuse(3, at(2+i), "other", "")
 	}
 	m.sched.refusals.refuse(4, at(100), "behind", "")
 	told()
 	m.sched.refusals.tick(refusalTime - 1)
 	said()
-	m.sched.refusals.recent[0].at = 10 // told anew meanwhile
+	m.sched.refusals.recent[0].sentAt = 10 // told anew meanwhile
 	m.sched.refusals.tick(refusalTime + 5)
 	said("behind")
 	m.sched.refusals.tick(refusalTime + 10)
@@ -501,16 +501,16 @@ func TestRefusalsAtOneAddress(t *testing.T) {
 // TestFirstOfSeveral: the machine is ticked when the first of several things is due: claims, trials, losses that are held, and gathers that
 // wait for a replacement.
 func TestFirstOfSeveral(t *testing.T) {
-	l := &life{}
-	b := base{cfg: &Config{ReplaceTimeout: 10 * time.Second}, life: l, alive: &liveness{life: l, peers: map[int]*health{van.SchedulerID: {}}}}
-	claims := &places{base: b, claims: map[int]*join{}}
-	tries := &trials{base: b}
-	tickets := &pendingBarriers{base: b, deferred: deferredLosses{}}
-	open := &barriers{base: b, open: map[barrierKey]*barrier{}}
+	l := &lifecycle{}
+	b := core{cfg: &Config{ReplaceTimeout: 10 * time.Second}, life: l, alive: &liveness{life: l, peers: map[int]*peerHealth{van.SchedulerID: {}}}}
+	claims := &replacements{core: b, claims: map[int]*registration{}}
+	tries := &probes{core: b}
+	tickets := &pendingBarriers{core: b, deferred: deferredLosses{}}
+	open := &barriers{core: b, open: map[barrierKey]*barrier{}}
 	for i, at := range []time.Duration{5, 3, 2, 7, 4, 9, 6} {
 		at *= time.Second
-		claims.alive.peers[8+i], claims.claims[8+i] = &health{}, &join{since: at}
-		tries.list = append(tries.list, &trial{at: at})
+		claims.alive.peers[8+i], claims.claims[8+i] = &peerHealth{}, &registration{since: at}
+		tries.list = append(tries.list, &probe{at: at})
 		tickets.deferred[8+i] = deferredLoss{at: at}
 		open.open[barrierKey{group: 1 + i}] = &barrier{onlyDeadMissing: true, stuckSince: at}
 	}

@@ -14,52 +14,52 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// returnBeat is the time between two heartbeats of a node whose scheduler does not know the
+// rejoinHeartbeat is the time between two heartbeats of a node whose scheduler does not know the
 // cluster yet.
-const returnBeat = time.Second
+const rejoinHeartbeat = time.Second
 
 // A process that has registered asks after firstQuestion whether the scheduler knows it: one that is held until a place may
 // be free is answered before. Each pause is twice the one before, up to maxQuestionPause: questions to a scheduler that does
 // not run yet wait for it.
 const (
-	firstQuestion    = heldFor + 2*refusalTime
+	firstQuestion    = maxQueueTime + 2*refusalTime
 	maxQuestionPause = time.Minute
 )
 
 type node struct {
-	base
-	pending  *pendingBarriers
-	records  records
-	policies nodePolicies
-	nextBeat time.Duration // when ready, if heartbeats are sent
-	former   []uint32      // incarnations of former schedulers
+	core
+	pending          *pendingBarriers
+	records          records
+	policies         nodePolicies
+	nextHeartbeat    time.Duration // when ready, if heartbeats are sent
+	formerSchedulers []uint32      // incarnations of former schedulers
 
 	// While joining: why the scheduler's name has no address, why the connection to it is
 	// lost, and its last waiting notice.
 	schedulerNotFound  error
 	schedulerLost      error
-	schedulerSaid      string
+	schedulerNote      string
 	schedulerUp        bool          // the connection to it is open
 	schedulerSince     time.Duration // the time at which it was opened
-	schedulerOurs      bool          // it has answered on that connection as a scheduler of this library
-	kept               *van.Meta     // a node table without an incarnation, see doubt
-	keptAt             time.Duration
+	schedulerNative    bool          // it has answered on that connection as a scheduler of this library
+	pendingTable       *van.Meta     // a node table without an incarnation, see doubt
+	pendingTableAt     time.Duration
 	schedulerUnreached string // the result of the last trial of its address
-	nextTry            time.Duration
+	nextProbe          time.Duration
 	nextQuestion       time.Duration
-	pause              time.Duration // from nextQuestion to the question after it
+	questionPause      time.Duration // from nextQuestion to the question after it
 	proof              string        // of this node's address: what the scheduler has sent there last, see proof.go
 }
 
-func newNode(b base, calls *pendingBarriers) *node {
-	return &node{base: b, pending: calls, policies: nodePolicies{base: b}, records: records{base: b, pending: calls, latest: map[int]int32{}}}
+func newNode(b core, calls *pendingBarriers) *node {
+	return &node{core: b, pending: calls, policies: nodePolicies{core: b}, records: records{core: b, pending: calls, latest: map[int]int32{}}}
 }
 
 // register sends this node's record to the scheduler.
 func (n *node) register(now time.Duration) {
-	n.pause = firstQuestion
-	n.nextQuestion = now + n.pause
-	n.nextTry = now + trialDelay
+	n.questionPause = firstQuestion
+	n.nextQuestion = now + n.questionPause
+	n.nextProbe = now + probeDelay
 	meta := n.out.control(van.AddNode)
 	meta.Control.Nodes = []van.Node{n.table.self}
 	if n.proof != "" {
@@ -68,34 +68,34 @@ func (n *node) register(now time.Duration) {
 	n.out.send(van.SchedulerID, meta)
 }
 
-// question asks a scheduler of this library whether it knows this process: its answer may be lost. The original's would take
+// askScheduler asks a scheduler of this library whether it knows this process: its answer may be lost. The original's would take
 // a second registration for another node's; it ignores a notice, but with PS_RESEND set a message whose sender has no id
 // aborts it, so there nothing is asked.
-func (n *node) question(now time.Duration) {
+func (n *node) askScheduler(now time.Duration) {
 	if n.life.phase != joining || now < n.nextQuestion {
 		return
 	}
-	n.pause = min(2*n.pause, maxQuestionPause)
-	n.nextQuestion = now + n.pause
+	n.questionPause = min(2*n.questionPause, maxQuestionPause)
+	n.nextQuestion = now + n.questionPause
 	self := &n.table.self
 	if who, ok := self.Identity(); ok && n.schedulerLost == nil && numeric(self.Hostname) && !who.Settings.Resend {
-		n.out.tell(van.SchedulerID, notice{verb: verbRegistered, text: fmt.Sprintf("%d %s", who.Incarnation, self.Addr())})
+		n.out.notify(van.SchedulerID, notice{verb: verbRegistered, text: fmt.Sprintf("%d %s", who.Incarnation, self.Addr())})
 	}
 }
 
-// try requests trials of the scheduler's address while there is no connection to the scheduler.
-func (n *node) try(now time.Duration) {
-	if n.life.phase == joining && now >= n.tryDue() {
-		n.nextTry = now + trialPause
-		n.out.emit(Try{n.table.scheduler})
+// probeScheduler requests trials of the scheduler's address while there is no connection to the scheduler.
+func (n *node) probeScheduler(now time.Duration) {
+	if n.life.phase == joining && now >= n.probeDue() {
+		n.nextProbe = now + probePause
+		n.out.emit(Probe{n.table.scheduler})
 	}
 }
 
-func (n *node) tryDue() time.Duration {
-	if !n.cfg.Tries || n.schedulerUp || n.schedulerNotFound != nil {
+func (n *node) probeDue() time.Duration {
+	if !n.cfg.CanProbe || n.schedulerUp || n.schedulerNotFound != nil {
 		return math.MaxInt64
 	}
-	return n.nextTry
+	return n.nextProbe
 }
 
 // unreachedFrom describes the result of a trial of the scheduler's address.
@@ -113,15 +113,15 @@ func unreachedFrom(from string, err error) string {
 }
 
 func (n *node) step(now time.Duration, from int, origin van.Origin, msg *van.Meta) error {
-	if why, keep := n.doubt(now, from, origin, msg); keep {
-		n.keep(now, msg)
+	if why, keep := n.checkOrigin(now, from, origin, msg); keep {
+		n.deferTable(now, msg)
 		return nil
 	} else if why != "" {
 		by, _ := msg.Incarnations()
 		return n.table.bad(from, msg, "incarnation", fmt.Sprintf("%08x", by), why)
 	}
 	if !n.genuine(now, from, msg) {
-		return n.table.misdirected(from, msg)
+		return n.table.wrongProcess(from, msg)
 	}
 	n.pending.heard(now, from)
 	switch c := &msg.Control; {
@@ -132,7 +132,7 @@ func (n *node) step(now time.Duration, from int, origin van.Origin, msg *van.Met
 	case from != van.SchedulerID:
 		return n.table.bad(from, msg, "sender", from, "the scheduler")
 	case c.Cmd == van.Heartbeat:
-		n.answered(msg)
+		n.heartbeatAnswered(msg)
 		return nil
 	}
 	joins := n.life.phase == joining
@@ -140,22 +140,22 @@ func (n *node) step(now time.Duration, from int, origin van.Origin, msg *van.Met
 		return err
 	}
 	if joins {
-		n.schedulerLost, n.schedulerSaid = nil, ""
-		n.nextBeat = now + n.cfg.HeartbeatInterval
+		n.schedulerLost, n.schedulerNote = nil, ""
+		n.nextHeartbeat = now + n.cfg.HeartbeatInterval
 		if n.cfg.NativeInterval || n.table.native(van.SchedulerID) { // at once: from then on the scheduler watches this node
-			n.nextBeat = now
+			n.nextHeartbeat = now
 		}
 	}
-	n.resumed()
+	n.schedulerResumed()
 	return nil
 }
 
-// originalDelay is the time from the connection to a scheduler, which may be of either library, to the first message of a
+// foreignDelay is the time from the connection to a scheduler, which may be of either library, to the first message of a
 // scheduler of C++ StepMesh that is believed: one of this library has answered before. It is also the longest time from that message
 // to the transport's word of the connection.
-const originalDelay = time.Second
+const foreignDelay = time.Second
 
-// doubt returns the reason why a message that calls itself the scheduler's, and has no incarnation as those of C++ StepMesh, is not
+// checkOrigin returns the reason why a message that calls itself the scheduler's, and has no incarnation as those of C++ StepMesh, is not
 // believed, or "". If keep is true, that is decided later.
 //
 // A scheduler of this library marks its messages with this node's incarnation, which only the registration has named, and so proves that it is
@@ -164,15 +164,15 @@ const originalDelay = time.Second
 //  2. if they come from the host of the scheduler's address; with STEPAF_FOREIGN, whose scheduler may have several addresses, from any.
 //     Only a transport that knows no hosts (RDMA, shared memory, DMLC_LOCAL) may say nothing of that;
 //  3. if something listens at the scheduler's address, which has not answered as a scheduler of this library does.
-func (n *node) doubt(now time.Duration, from int, origin van.Origin, msg *van.Meta) (why string, keep bool) {
+func (n *node) checkOrigin(now time.Duration, from int, origin van.Origin, msg *van.Meta) (why string, keep bool) {
 	by, to := msg.Incarnations()
 	switch own := n.table.own.Incarnation; {
 	case own == 0 || from != van.SchedulerID || failpoint.On("scheduler-origin"):
 		return "", false
 	case by != 0:
 		if origin == van.OriginDialed && to == own && n.life.phase == joining {
-			n.schedulerOurs = true
-			n.kept = nil
+			n.schedulerNative = true
+			n.pendingTable = nil
 		}
 		return "", false
 	case n.table.native(van.SchedulerID): // see genuine
@@ -183,40 +183,40 @@ func (n *node) doubt(now time.Duration, from int, origin van.Origin, msg *van.Me
 		return fmt.Sprintf("none only in messages from the host of the scheduler, %s; set STEPAF_FOREIGN=1 here if it is one of C++ StepMesh that uses another address", n.table.scheduler.Hostname), false
 	case n.life.phase != joining || origin == van.OriginDialed:
 		return "", false
-	case n.schedulerOurs:
+	case n.schedulerNative:
 		return "that of the scheduler, which is one of this library", false
-	case !n.schedulerUp || now < n.schedulerSince+originalDelay:
+	case !n.schedulerUp || now < n.schedulerSince+foreignDelay:
 		return "", true
 	}
 	return "", false
 }
 
-// keep keeps the latest node table until takeKept decides.
-func (n *node) keep(now time.Duration, msg *van.Meta) {
+// deferTable keeps the latest node table until takeKept decides.
+func (n *node) deferTable(now time.Duration, msg *van.Meta) {
 	if msg.Control.Cmd == van.AddNode {
-		n.kept, n.keptAt = new(van.Meta), now
-		n.kept.CopyFrom(msg)
+		n.pendingTable, n.pendingTableAt = new(van.Meta), now
+		n.pendingTable.CopyFrom(msg)
 	}
 }
 
-func (n *node) keptDue() time.Duration {
-	if n.kept == nil {
+func (n *node) pendingTableDue() time.Duration {
+	if n.pendingTable == nil {
 		return math.MaxInt64
 	}
-	if n.schedulerUp && n.schedulerSince <= n.keptAt+originalDelay {
-		return n.schedulerSince + originalDelay
+	if n.schedulerUp && n.schedulerSince <= n.pendingTableAt+foreignDelay {
+		return n.schedulerSince + foreignDelay
 	}
-	return n.keptAt + originalDelay
+	return n.pendingTableAt + foreignDelay
 }
 
-// takeKept takes the node table that was kept, if the connection to the scheduler stood then or soon after, or drops it.
-func (n *node) takeKept(now time.Duration) {
-	if now < n.keptDue() {
+// applyPendingTable takes the node table that was kept, if the connection to the scheduler stood then or soon after, or drops it.
+func (n *node) applyPendingTable(now time.Duration) {
+	if now < n.pendingTableDue() {
 		return
 	}
-	msg := n.kept
-	n.kept = nil
-	if n.schedulerUp && n.schedulerSince <= n.keptAt+originalDelay {
+	msg := n.pendingTable
+	n.pendingTable = nil
+	if n.schedulerUp && n.schedulerSince <= n.pendingTableAt+foreignDelay {
 		if err := n.step(now, van.SchedulerID, van.OriginHost, msg); err != nil {
 			n.out.emit(Warning{Text: err.Error()})
 		}
@@ -235,7 +235,7 @@ func (n *node) genuine(now time.Duration, from int, msg *van.Meta) bool {
 	switch {
 	case by == 0:
 		return want == 0 && len(msg.Body) == 0 // C++ StepMesh sends no notices
-	case to != own || slices.Contains(n.former, by):
+	case to != own || slices.Contains(n.formerSchedulers, by):
 		return false
 	case want == by || n.life.phase == joining:
 		return true
@@ -261,12 +261,12 @@ func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
 	if !ok || n.alive.peers[van.SchedulerID] == nil {
 		return false
 	}
-	n.former = keep(n.former, n.table.incs[van.SchedulerID], maxFormer)
+	n.formerSchedulers = appendBounded(n.formerSchedulers, n.table.incs[van.SchedulerID], maxReplaced)
 	n.table.scheduler.Endpoint = slices.Clone(rec.Endpoint)
 	n.table.incs[van.SchedulerID] = who.Incarnation
 	n.life.rejoining, n.proof = true, ""
-	n.nextBeat = now + returnBeat
-	n.alive.peers[van.SchedulerID] = &health{seen: now, since: now,
+	n.nextHeartbeat = now + rejoinHeartbeat
+	n.alive.peers[van.SchedulerID] = &peerHealth{seen: now, deadSince: now,
 		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
 	n.out.connect(van.SchedulerID, n.table.scheduler)
 	n.out.emit(PeerReplaced{van.SchedulerID, n.table.scheduler})
@@ -275,8 +275,8 @@ func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
 	return true
 }
 
-// beat sends a heartbeat with this node's record; with whole, of the others' as well.
-func (n *node) beat(whole bool) {
+// sendHeartbeat sends a heartbeat with this node's record; with whole, of the others' as well.
+func (n *node) sendHeartbeat(whole bool) {
 	meta := n.out.control(van.Heartbeat)
 	meta.Control.Nodes = []van.Node{n.table.self}
 	if whole {
@@ -284,7 +284,7 @@ func (n *node) beat(whole bool) {
 		meta.Control.Nodes = append(meta.Control.Nodes, others...)
 	}
 	if n.table.native(van.SchedulerID) {
-		meta.Key = beatKey(n.table.generation, n.cfg.HeartbeatInterval)
+		meta.Key = heartbeatKey(n.table.tableGeneration, n.cfg.HeartbeatInterval)
 		if n.life.rejoining && n.proof != "" {
 			meta.Body = notice{verb: verbRejoin, text: n.proof}.body()
 		}
@@ -292,26 +292,26 @@ func (n *node) beat(whole bool) {
 	n.out.send(van.SchedulerID, meta)
 }
 
-func (n *node) beatDue() time.Duration {
-	if n.alive.beating() || n.life.rejoining && !n.life.leaving {
-		return n.nextBeat
+func (n *node) heartbeatDue() time.Duration {
+	if n.alive.sendsHeartbeats() || n.life.rejoining && !n.life.leaving {
+		return n.nextHeartbeat
 	}
 	return math.MaxInt64
 }
 
-// resumed notes that the scheduler knows the cluster again.
-func (n *node) resumed() {
+// schedulerResumed notes that the scheduler knows the cluster again.
+func (n *node) schedulerResumed() {
 	if n.life.rejoining {
 		n.life.rejoining = false
-		n.policies.sendTo(van.SchedulerID, &n.base)
+		n.policies.sendTo(van.SchedulerID, &n.core)
 		n.pending.sendRequests()
 	}
 }
 
-// answered handles the scheduler's answer to a heartbeat.
-func (n *node) answered(msg *van.Meta) {
+// heartbeatAnswered handles the scheduler's answer to a heartbeat.
+func (n *node) heartbeatAnswered(msg *van.Meta) {
 	if len(msg.Body) == 0 || !n.table.native(van.SchedulerID) {
-		n.resumed()
+		n.schedulerResumed()
 		if p := n.policies.policies; p.version > 0 {
 			n.out.emit(Policies{p.version, p.list}) // more of them may be in force by now
 		}
@@ -319,7 +319,7 @@ func (n *node) answered(msg *van.Meta) {
 		if what.text != "table" {
 			n.proof = what.text
 		}
-		n.beat(what.text == "table") // a new scheduler lacks the records of some
+		n.sendHeartbeat(what.text == "table") // a new scheduler lacks the records of some
 	}
 }
 
@@ -343,7 +343,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 		n.pending.failMachine(n.table.refused("join the cluster", what.text))
 	case verbWaiting:
 		if n.life.phase == joining {
-			n.schedulerSaid = what.text
+			n.schedulerNote = what.text
 			if msg.Key == urgent {
 				n.out.emit(Waiting{n.report(now)})
 			}
@@ -358,35 +358,35 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	case verbBarrier:
 		n.pending.failedByScheduler(what, msg.Key)
 	case verbWhether:
-		n.whether(what, msg.Key)
+		n.answerIfWaiting(what, msg.Key)
 	case verbDown:
 		dead := what.ids()
 		for _, id := range n.table.ids() {
 			switch h := n.alive.peers[id]; {
 			case id == n.table.self.ID || h == nil || n.records.outdated(id, msg):
 			case slices.Contains(dead, id):
-				n.pending.peerDown(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
-			case h.down&declared != 0:
-				n.pending.peerUp(now, id, declared)
+				n.pending.peerDead(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
+			case h.deadFor&declared != 0:
+				n.pending.peerAlive(now, id, declared)
 			}
 		}
 		n.pending.resendRequests() // this comes after the scheduler has lost this node, and perhaps what it had answered
 	case verbDead, verbCut, verbBack:
-		return n.declare(now, msg, what)
+		return n.deathNotice(now, msg, what)
 	}
 	return nil
 }
 
-// whether answers the scheduler's question whether this node still waits for what it requested.
-func (n *node) whether(what notice, request uint64) {
+// answerIfWaiting answers the scheduler's question whether this node still waits for what it requested.
+func (n *node) answerIfWaiting(what notice, request uint64) {
 	what.verb = verbWithdraw
 	if slices.ContainsFunc(n.pending.open, func(t *pendingBarrier) bool { return t.matches(what, request) }) {
 		what.verb = verbWaits
 	}
-	n.out.tellAbout(van.SchedulerID, what, request)
+	n.out.notifyAbout(van.SchedulerID, what, request)
 }
 
-func (n *node) declare(now time.Duration, msg *van.Meta, what notice) error {
+func (n *node) deathNotice(now time.Duration, msg *van.Meta, what notice) error {
 	id, h := what.id, n.alive.peers[what.id]
 	about, known := msg.Key, uint64(n.table.incs[id])
 	switch {
@@ -400,10 +400,10 @@ func (n *node) declare(now time.Duration, msg *van.Meta, what notice) error {
 	case about != 0 && known != 0 && about != known: // about a process before or after the one in the table
 	case n.records.outdated(id, msg):
 	case what.verb == verbBack:
-		n.pending.peerUp(now, id, declared)
-	case what.verb == verbCut && h != nil && h.sameLoss(now):
+		n.pending.peerAlive(now, id, declared)
+	case what.verb == verbCut && h != nil && h.isSameLoss(now):
 	default:
-		n.pending.peerDown(now, id, declared, &lossError{text: "the scheduler says: " + what.text})
+		n.pending.peerDead(now, id, declared, &lossError{text: "the scheduler says: " + what.text})
 	}
 	return nil
 }
@@ -414,22 +414,22 @@ func (n *node) lost(now time.Duration, id int, cause error) {
 		n.pending.failMachine(n.table.refused("connect", fmt.Sprintf("%s was taken for dead and its place given to another process: %s", n.table.self.Addr(), cause)))
 		return
 	case id == van.SchedulerID && n.life.phase == joining:
-		n.schedulerLost, n.schedulerSaid, n.schedulerUp, n.schedulerOurs, n.kept = cause, "", false, false, nil
+		n.schedulerLost, n.schedulerNote, n.schedulerUp, n.schedulerNative, n.pendingTable = cause, "", false, false, nil
 		return
 	case n.alive.peers[id] == nil:
 		return
 	}
-	err, quiet := n.alive.broke(now, id, cause)
+	err, quiet := n.alive.connectionLost(now, id, cause)
 	if n.pending.finalizing() {
-		if !n.alive.isDown(id) {
+		if !n.alive.isDead(id) {
 			n.pending.deferred.add(now, id, err)
 		}
 		return
 	}
 	if quiet {
-		n.pending.peerDown(now, id, silent, n.alive.silence(now, id))
+		n.pending.peerDead(now, id, silent, n.alive.silenceError(now, id))
 	}
-	n.pending.peerDown(now, id, connLost, err)
+	n.pending.peerDead(now, id, connLost, err)
 }
 
 func (n *node) back(now time.Duration, id int) {
@@ -448,37 +448,37 @@ func (n *node) back(now time.Duration, id int) {
 	if h == nil {
 		return
 	}
-	if id == van.SchedulerID && n.table.native(id) && !n.life.leaving && (held || h.down != 0) {
-		n.beat(false) // another process may listen there now; its answer tells
+	if id == van.SchedulerID && n.table.native(id) && !n.life.leaving && (held || h.deadFor != 0) {
+		n.sendHeartbeat(false) // another process may listen there now; its answer tells
 	}
 	if id == van.SchedulerID && held {
 		n.pending.resendRequests()
 	}
-	n.pending.peerUp(now, id, connLost)
+	n.pending.peerAlive(now, id, connLost)
 }
 
 func (n *node) tick(now time.Duration) {
 	for _, t := range n.pending.expired(now) {
-		n.pending.cancel(t, t.deadline-t.since, t.missing, t.hint(&n.base))
+		n.pending.cancel(t, t.deadline-t.since, t.missing, t.hint(&n.core))
 	}
 	n.pending.reportDeferred(now)
 	n.pending.failWithoutScheduler(now)
 	n.pending.failWithoutWorkers(now)
-	n.pending.logProgress(now, func(t *pendingBarrier) string { return t.missingText(&n.base) })
-	if now >= n.beatDue() {
-		n.nextBeat = now + n.cfg.HeartbeatInterval
+	n.pending.logProgress(now, func(t *pendingBarrier) string { return t.missingText(&n.core) })
+	if now >= n.heartbeatDue() {
+		n.nextHeartbeat = now + n.cfg.HeartbeatInterval
 		if n.life.rejoining {
-			n.nextBeat = now + returnBeat
+			n.nextHeartbeat = now + rejoinHeartbeat
 		}
-		n.beat(false)
+		n.sendHeartbeat(false)
 	}
-	for _, id := range n.alive.fallen(now) {
-		n.pending.peerDown(now, id, silent, n.alive.silence(now, id))
+	for _, id := range n.alive.timedOut(now) {
+		n.pending.peerDead(now, id, silent, n.alive.silenceError(now, id))
 	}
 }
 
 func (n *node) next() time.Duration {
-	return min(n.pending.next(), n.beatDue(), n.alive.nextCheck())
+	return min(n.pending.next(), n.heartbeatDue(), n.alive.nextCheck())
 }
 
 func (n *node) report(now time.Duration) Report {
@@ -487,8 +487,8 @@ func (n *node) report(now time.Duration) Report {
 	case r.Ready:
 	case n.schedulerLost != nil:
 		r.Note = fmt.Sprintf("the connection to %s broke: %s", at, n.schedulerLost)
-	case n.schedulerSaid != "":
-		r.Note = "the scheduler says: " + n.schedulerSaid
+	case n.schedulerNote != "":
+		r.Note = "the scheduler says: " + n.schedulerNote
 	case n.schedulerNotFound != nil:
 		r.Note = fmt.Sprintf("%s has not answered to %s: %s; its name is looked up again (check DMLC_PS_ROOT_URI and the name service of this host)",
 			at, describe(&n.table.self), n.schedulerNotFound)

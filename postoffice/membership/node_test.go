@@ -167,8 +167,8 @@ func TestRefusalsAreBounded(t *testing.T) {
 		}
 		return n
 	}
-	if n := connects(func(i int) string { return fmt.Sprintf("10.9.%d.%d", i/250, i%250) }); n != maxRefusing {
-		t.Errorf("%d connections to strangers at once, want %d", n, maxRefusing)
+	if n := connects(func(i int) string { return fmt.Sprintf("10.9.%d.%d", i/250, i%250) }); n != maxRefusalsSent {
+		t.Errorf("%d connections to strangers at once, want %d", n, maxRefusalsSent)
 	}
 	total := 0
 	w.seen = func(_ *testNode, o Output) {
@@ -177,8 +177,8 @@ func TestRefusalsAreBounded(t *testing.T) {
 		}
 	}
 	w.pass(60*time.Second, false)
-	if total > maxRefusalsIn+maxHeld {
-		t.Errorf("%d connections to strangers later, want at most %d", total, maxRefusalsIn+maxHeld)
+	if total > maxRefusalsQueued+maxQueued {
+		t.Errorf("%d connections to strangers later, want at most %d", total, maxRefusalsQueued+maxQueued)
 	}
 	if n := connects(func(i int) string { return fmt.Sprintf("stranger-%d.example", i) }); n != 0 {
 		t.Errorf("%d connections to names", n)
@@ -260,7 +260,7 @@ func TestReturnsOnce(t *testing.T) {
 		var meta van.Meta
 		meta.Reset()
 		meta.Control.Cmd, meta.Control.Nodes = van.Heartbeat, nodes
-		meta.Body = notice{verb: verbRejoin, text: m.table.proof(&nodes[0])}.body()
+		meta.Body = notice{verb: verbRejoin, text: m.table.addressProof(&nodes[0])}.body()
 		meta.SetIncarnations(uint32(200+from), former)
 		if err := m.Step(at, from, &meta); err != nil {
 			t.Fatal(err)
@@ -279,8 +279,8 @@ func TestReturnsOnce(t *testing.T) {
 		return connects, tables
 	}
 	beat(0, 9, worker, server)
-	if beat(4*time.Second, 9, worker, server); !m.Ready() || !m.isDown(8) || m.isDown(9) {
-		t.Fatalf("ready %t, server lost %t, worker lost %t: want a cluster without its server", m.Ready(), m.isDown(8), m.isDown(9))
+	if beat(4*time.Second, 9, worker, server); !m.Ready() || !m.isDead(8) || m.isDead(9) {
+		t.Fatalf("ready %t, server lost %t, worker lost %t: want a cluster without its server", m.Ready(), m.isDead(8), m.isDead(9))
 	}
 	for i, x := range []struct {
 		node   van.Node

@@ -106,7 +106,7 @@ func parseNotice(body []byte) (notice, error) {
 	}
 	rest, ok := strings.CutPrefix(s, noticePrefix)
 	if !ok {
-		return bad("body", strconv.Quote(head(s)), "a text that begins with "+strconv.Quote(noticePrefix))
+		return bad("body", strconv.Quote(truncated(s)), "a text that begins with "+strconv.Quote(noticePrefix))
 	}
 	var n notice
 	word := func() string {
@@ -123,40 +123,40 @@ func parseNotice(body []byte) (notice, error) {
 		}
 	case verbDown:
 		if n.text = rest; n.ids() == nil && n.text != "" {
-			return bad("body "+n.verb, strconv.Quote(head(s)), "ids of workers and servers with commas between them")
+			return bad("body "+n.verb, strconv.Quote(truncated(s)), "ids of workers and servers with commas between them")
 		}
 	case verbRejoin:
 		if n.text = rest; n.text != "" && n.text != "table" && !isProof(rest) {
-			return bad("body "+n.verb, strconv.Quote(head(s)), "table, a proof, or nothing")
+			return bad("body "+n.verb, strconv.Quote(truncated(s)), "table, a proof, or nothing")
 		}
 	case verbRegister:
 		if n.text = rest; n.text != "" && !isProof(rest) {
-			return bad("body "+n.verb, strconv.Quote(head(s)), "a proof, or nothing")
+			return bad("body "+n.verb, strconv.Quote(truncated(s)), "a proof, or nothing")
 		}
 	case verbDead, verbCut, verbBack:
 		id, ok := number(word())
 		if !ok || id < 8 || id >= van.Empty {
-			return bad("body "+n.verb, strconv.Quote(head(s)), "the id of a worker or server")
+			return bad("body "+n.verb, strconv.Quote(truncated(s)), "the id of a worker or server")
 		}
 		if n.verb == verbBack && rest != "" {
-			return bad("body back", strconv.Quote(head(s)), "nothing after the id")
+			return bad("body back", strconv.Quote(truncated(s)), "nothing after the id")
 		}
 		n.id, n.text = id, rest
 	case verbBarrier, verbWithdraw, verbWhether, verbWaits, verbReleased:
 		group, ok := number(word())
 		if !ok || group < 1 || group > van.AllNodes {
-			return bad("body "+n.verb, strconv.Quote(head(s)), "a group from 1 to 7")
+			return bad("body "+n.verb, strconv.Quote(truncated(s)), "a group from 1 to 7")
 		}
 		kind := word()
 		if kind != kindName(true) && kind != kindName(false) {
-			return bad("body "+n.verb, strconv.Quote(head(s)), "instance or group")
+			return bad("body "+n.verb, strconv.Quote(truncated(s)), "instance or group")
 		}
 		if n.verb != verbBarrier && rest != "" {
-			return bad("body "+n.verb, strconv.Quote(head(s)), "nothing after the kind")
+			return bad("body "+n.verb, strconv.Quote(truncated(s)), "nothing after the kind")
 		}
 		n.group, n.instance, n.text = group, kind == kindName(true), rest
 	default:
-		return bad("body", strconv.Quote(head(s)), "a known verb")
+		return bad("body", strconv.Quote(truncated(s)), "a known verb")
 	}
 	return n, nil
 }
@@ -173,7 +173,7 @@ func number(s string) (int, bool) {
 	return n, err == nil && n >= 0 && strconv.Itoa(n) == s
 }
 
-func head(s string) string {
+func truncated(s string) string {
 	const most = 60
 	if len(s) > most {
 		return strings.ToValidUTF8(s[:most], "") + "..."
@@ -181,13 +181,13 @@ func head(s string) string {
 	return s
 }
 
-// asker reads whom to answer, a process that is no node, "<incarnation> <host:port>", and what comes behind that.
-func (t *table) asker(from int, msg *van.Meta, n notice) (rec van.Node, rest string, err error) {
+// parseProcess reads whom to answer, a process that is no node, "<incarnation> <host:port>", and what comes behind that.
+func (t *table) parseProcess(from int, msg *van.Meta, n notice) (rec van.Node, rest string, err error) {
 	words := append(strings.SplitN(n.text, " ", 3), "", "")
 	inc, ok := number(words[0])
 	addr, err := netip.ParseAddrPort(words[1])
 	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 || !numeric(addr.Addr().String()) || hostaddr.Check(addr.Addr().String()) != nil {
-		return rec, "", t.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), "an incarnation, and a numeric address")
+		return rec, "", t.bad(from, msg, "body "+n.verb, strconv.Quote(truncated(n.text)), "an incarnation, and a numeric address")
 	}
 	id := van.Identity{Incarnation: uint32(inc)}
 	return van.Node{Role: van.Worker, ID: van.Empty, Hostname: addr.Addr().String(), Port: int(addr.Port()), Ports: []int32{int32(addr.Port())},

@@ -28,9 +28,9 @@ type Disconnect struct{ ID int }
 // Rename asks to give the connection to Old the id New.
 type Rename struct{ Old, New int }
 
-// Try asks to try whether the address of Node can be reached, and to give the result to Tried. It
+// Probe asks to try whether the address of Node can be reached, and to give the result to Tried. It
 // is emitted only with Config.Tries.
-type Try struct{ Node van.Node }
+type Probe struct{ Node van.Node }
 
 // Reply asks to send Meta to the process with that incarnation, which has no id yet, on the connection that it has
 // made to this node, if there is one. It is emitted only with Config.Tries.
@@ -93,7 +93,7 @@ func (Send) output()          {}
 func (Connect) output()       {}
 func (Disconnect) output()    {}
 func (Rename) output()        {}
-func (Try) output()           {}
+func (Probe) output()         {}
 func (Reply) output()         {}
 func (SetID) output()         {}
 func (Assigned) output()      {}

@@ -59,7 +59,7 @@ func (t *pendingBarrier) cancelNotice() notice {
 }
 
 type pendingBarriers struct {
-	base
+	core
 	open     []*pendingBarrier // in the order of the calls
 	canceled []*pendingBarrier // given up; the scheduler is told not to count their requests
 	last     int
@@ -111,7 +111,7 @@ func (c *pendingBarriers) StartBarrier(now time.Duration, group int, deadline ti
 
 // skipped tells whether this process need not ask for a barrier of start-up: it has resumed a cluster,
 // or it replaces another one, which a C++ StepMesh scheduler would count for the next barrier.
-func (t *pendingBarrier) skipped(b *base) bool {
+func (t *pendingBarrier) skipped(b *core) bool {
 	return t.starting && (b.life.recovered || b.table.self.IsRecovery && !b.table.native(van.SchedulerID))
 }
 
@@ -153,13 +153,13 @@ func (c *pendingBarriers) start(now time.Duration, t pendingBarrier) (int, error
 		t.group <= van.AllNodes && t.group&groupBit(c.table.self.Role) == 0:
 		return refuse("this node is not in it", van.ErrInvalid)
 	}
-	if c.alive.isDown(van.SchedulerID) && now >= c.alive.peers[van.SchedulerID].since+c.cfg.ReplaceTimeout && t.needsScheduler(&c.base) {
+	if c.alive.isDead(van.SchedulerID) && now >= c.alive.peers[van.SchedulerID].deadSince+c.cfg.ReplaceTimeout && t.needsScheduler(&c.core) {
 		return 0, &van.Error{Op: t.name(), Node: c.table.name(), Peer: c.table.peer(van.SchedulerID),
 			Err: c.alive.peers[van.SchedulerID].cause}
 	}
 	c.last++
 	t.number, t.since, t.nextLog, t.logPause = c.last, now, now+firstProgressLog, firstProgressLog
-	if c.cfg.trivial(t.group, t.instance) || t.skipped(&c.base) {
+	if c.cfg.trivial(t.group, t.instance) || t.skipped(&c.core) {
 		c.out.emit(BarrierDone{t.number})
 		return t.number, nil
 	}
@@ -170,7 +170,7 @@ func (c *pendingBarriers) start(now time.Duration, t pendingBarrier) (int, error
 
 // sendRequests sends the requests that need not wait for an earlier barrier.
 func (c *pendingBarriers) sendRequests() {
-	if c.alive.unreachable() {
+	if c.alive.schedulerUnreachable() {
 		return
 	}
 	named := c.table.native(van.SchedulerID)
@@ -181,7 +181,7 @@ func (c *pendingBarriers) sendRequests() {
 		if t.sent || held {
 			continue
 		}
-		t.sent, t.stamp = true, c.out.next()
+		t.sent, t.stamp = true, c.out.nextStamp()
 		c.sendRequest(t)
 		c.canceled = slices.DeleteFunc(c.canceled, func(e *pendingBarrier) bool {
 			return e.instance == t.instance && e.group == t.group && e.customer == t.customer
@@ -211,7 +211,7 @@ func (c *pendingBarriers) sendRequest(t *pendingBarrier) {
 func (c *pendingBarriers) resendRequests() {
 	if c.table.native(van.SchedulerID) && !c.life.rejoining {
 		for _, t := range c.canceled {
-			c.out.tellAbout(van.SchedulerID, t.cancelNotice(), requestKey(t.stamp))
+			c.out.notifyAbout(van.SchedulerID, t.cancelNotice(), requestKey(t.stamp))
 		}
 		for _, t := range c.open {
 			if t.sent {
@@ -238,8 +238,8 @@ func (c *pendingBarriers) cancel(t *pendingBarrier, limit time.Duration, missing
 
 // hint says where to look for who has not come, if this node has not been told. A scheduler of this
 // library logs it when it hears that a barrier is given up.
-func (t *pendingBarrier) hint(b *base) string {
-	if t.missing != "" || t.finalize || !t.sent || !b.table.native(van.SchedulerID) || b.alive.isDown(van.SchedulerID) {
+func (t *pendingBarrier) hint(b *core) string {
+	if t.missing != "" || t.finalize || !t.sent || !b.table.native(van.SchedulerID) || b.alive.isDead(van.SchedulerID) {
 		return ""
 	}
 	return "the scheduler's log says who has not come"
@@ -253,21 +253,21 @@ func (c *pendingBarriers) cancelRequest(t *pendingBarrier) {
 	case !t.sent || c.life.leaving:
 		return
 	case t.finalize:
-		t.notifyOver(&c.base)
+		t.notifyOver(&c.core)
 		return
 	case !c.table.isScheduler() && !c.table.native(van.SchedulerID) || failpoint.On("abandon"):
 		return
 	}
 	c.canceled = append(c.canceled, t)
-	if !c.alive.unreachable() {
-		c.out.tellAbout(van.SchedulerID, t.cancelNotice(), requestKey(t.stamp))
+	if !c.alive.schedulerUnreachable() {
+		c.out.notifyAbout(van.SchedulerID, t.cancelNotice(), requestKey(t.stamp))
 	}
 }
 
 // notifyOver tells a scheduler of this library, which stays for it, that t at the end of a program is over on b's node.
-func (t *pendingBarrier) notifyOver(b *base) {
-	if !b.table.isScheduler() && b.table.native(van.SchedulerID) && !b.alive.unreachable() {
-		b.out.tellAbout(van.SchedulerID, notice{verb: verbReleased, group: t.group, instance: t.instance}, requestKey(t.stamp))
+func (t *pendingBarrier) notifyOver(b *core) {
+	if !b.table.isScheduler() && b.table.native(van.SchedulerID) && !b.alive.schedulerUnreachable() {
+		b.out.notifyAbout(van.SchedulerID, notice{verb: verbReleased, group: t.group, instance: t.instance}, requestKey(t.stamp))
 	}
 }
 
@@ -301,7 +301,7 @@ func (c *pendingBarriers) release(now time.Duration, from int, msg *van.Meta) er
 	t := c.open[i]
 	c.open = slices.Delete(c.open, i, i+1)
 	if t.ending {
-		t.notifyOver(&c.base)
+		t.notifyOver(&c.core)
 	}
 	if t.finalize {
 		c.Leaving(now)
@@ -364,7 +364,7 @@ func (c *pendingBarriers) reportDeferred(now time.Duration) {
 	for _, id := range c.table.Members(van.AllNodes) {
 		if l, ok := c.deferred[id]; ok && now >= l.at+leaveGrace {
 			delete(c.deferred, id)
-			c.peerDown(l.at, id, connLost, l.cause)
+			c.peerDead(l.at, id, connLost, l.cause)
 		}
 	}
 }
@@ -383,23 +383,23 @@ func (l deferredLosses) remove(id int) bool {
 	return had
 }
 
-// peerDown and peerUp are markDown and markUp on workers and servers.
-func (c *pendingBarriers) peerDown(now time.Duration, id int, r reason, cause error) {
-	if c.alive.markDown(now, id, r, cause) {
+// peerDead and peerUp are markDown and markUp on workers and servers.
+func (c *pendingBarriers) peerDead(now time.Duration, id int, r deathReason, cause error) {
+	if c.alive.markDead(now, id, r, cause) {
 		c.deferred.remove(id)
 		c.failWithoutScheduler(now)
 	}
 }
 
-func (c *pendingBarriers) peerUp(now time.Duration, id int, r reason) {
-	if c.alive.markUp(now, id, r) && id == van.SchedulerID {
+func (c *pendingBarriers) peerAlive(now time.Duration, id int, r deathReason) {
+	if c.alive.markAlive(now, id, r) && id == van.SchedulerID {
 		c.resendRequests()
 	}
 }
 
 func (c *pendingBarriers) heard(now time.Duration, id int) {
 	if c.alive.heard(now, id) {
-		c.peerUp(now, id, silent)
+		c.peerAlive(now, id, silent)
 	}
 }
 
@@ -446,17 +446,17 @@ func (c *pendingBarriers) failWithoutScheduler(now time.Duration) {
 		return
 	}
 	for _, t := range c.open {
-		if t.needsScheduler(&c.base) {
+		if t.needsScheduler(&c.core) {
 			c.cancelRequest(t)
 		}
 	}
-	c.fail(func(t *pendingBarrier) bool { return t.needsScheduler(&c.base) }, van.Error{Peer: c.table.peer(van.SchedulerID), Err: c.alive.peers[van.SchedulerID].cause})
+	c.fail(func(t *pendingBarrier) bool { return t.needsScheduler(&c.core) }, van.Error{Peer: c.table.peer(van.SchedulerID), Err: c.alive.peers[van.SchedulerID].cause})
 }
 
 // schedulerDeadline is when barriers that wait for a lost scheduler fail.
 func (c *pendingBarriers) schedulerDeadline() time.Duration {
-	if c.alive.unreachable() && slices.ContainsFunc(c.open, func(t *pendingBarrier) bool { return t.needsScheduler(&c.base) }) {
-		return c.alive.peers[van.SchedulerID].since + c.cfg.ReplaceTimeout
+	if c.alive.schedulerUnreachable() && slices.ContainsFunc(c.open, func(t *pendingBarrier) bool { return t.needsScheduler(&c.core) }) {
+		return c.alive.peers[van.SchedulerID].deadSince + c.cfg.ReplaceTimeout
 	}
 	return math.MaxInt64
 }
@@ -466,25 +466,25 @@ func (c *pendingBarriers) schedulerDeadline() time.Duration {
 func (c *pendingBarriers) failWithoutWorkers(now time.Duration) {
 	var dead []string
 	for _, id := range c.table.Members(van.WorkerGroup) {
-		if h := c.alive.peers[id]; h != nil && h.down != 0 {
+		if h := c.alive.peers[id]; h != nil && h.deadFor != 0 {
 			dead = append(dead, fmt.Sprintf("%s is dead: %s", c.table.peer(id), h.cause))
 		}
 	}
-	c.fail(func(t *pendingBarrier) bool { return now >= t.workersDeadline(&c.base) }, van.Error{Limit: c.cfg.StopTimeout,
+	c.fail(func(t *pendingBarrier) bool { return now >= t.workersDeadline(&c.core) }, van.Error{Limit: c.cfg.StopTimeout,
 		Err: &lossError{text: "no worker is left, and the scheduler, one of C++ StepMesh, does not end the barrier: " + list(dead)}})
 }
 
 // workersDeadline is the time at which failWithoutWorkers fails t.
-func (t *pendingBarrier) workersDeadline(b *base) time.Duration {
+func (t *pendingBarrier) workersDeadline(b *core) time.Duration {
 	if !t.ending || b.table.self.Role != van.Server || b.cfg.StopTimeout <= 0 || b.table.native(van.SchedulerID) {
 		return math.MaxInt64
 	}
 	from := t.since
 	for _, id := range b.table.Members(van.WorkerGroup) {
-		if !b.alive.isDown(id) {
+		if !b.alive.isDead(id) {
 			return math.MaxInt64
 		}
-		from = max(from, b.alive.peers[id].since)
+		from = max(from, b.alive.peers[id].deadSince)
 	}
 	return from + b.cfg.StopTimeout
 }
@@ -513,10 +513,10 @@ func (c *pendingBarriers) logProgress(now time.Duration, who func(*pendingBarrie
 
 // missingText names the nodes that t waits for, as far as a worker or server knows them. A server normally waits there as long as its
 // workers work. Its text is therefore empty unless a node is dead or the scheduler cannot be asked.
-func (t *pendingBarrier) missingText(b *base) string {
+func (t *pendingBarrier) missingText(b *core) string {
 	var text, dead string
 	switch h := b.alive.peers[van.SchedulerID]; {
-	case b.alive.unreachable():
+	case b.alive.schedulerUnreachable():
 		text = fmt.Sprintf("%s cannot be asked: %s", b.table.peer(van.SchedulerID), h.cause)
 	case t.missing != "":
 		text = t.missing
@@ -526,19 +526,19 @@ func (t *pendingBarrier) missingText(b *base) string {
 		text = "the scheduler, one of C++ StepMesh, does not say whom it waits for"
 	}
 	for _, id := range b.table.ids() {
-		if h := b.alive.peers[id]; id != b.table.self.ID && h != nil && h.down != 0 {
+		if h := b.alive.peers[id]; id != b.table.self.ID && h != nil && h.deadFor != 0 {
 			dead += fmt.Sprintf("; %s is dead: %s", b.table.peer(id), h.cause)
 		}
 	}
-	if b.table.self.Role == van.Server && dead == "" && !b.alive.unreachable() {
+	if b.table.self.Role == van.Server && dead == "" && !b.alive.schedulerUnreachable() {
 		return ""
 	}
 	return text + dead
 }
 
-func (t *pendingBarrier) needsScheduler(b *base) bool {
+func (t *pendingBarrier) needsScheduler(b *core) bool {
 	return !t.ending || b.table.self.Role != van.Server ||
-		!slices.ContainsFunc(b.table.Members(van.WorkerGroup), func(id int) bool { return !b.alive.isDown(id) })
+		!slices.ContainsFunc(b.table.Members(van.WorkerGroup), func(id int) bool { return !b.alive.isDead(id) })
 }
 
 func (c *pendingBarriers) next() time.Duration {
@@ -548,7 +548,7 @@ func (c *pendingBarriers) next() time.Duration {
 			next = min(next, t.deadline)
 		}
 		if t.ending {
-			next = min(next, t.nextLog, t.workersDeadline(&c.base))
+			next = min(next, t.nextLog, t.workersDeadline(&c.core))
 		}
 	}
 	for _, l := range c.deferred {

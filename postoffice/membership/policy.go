@@ -90,14 +90,14 @@ func ParsePolicy(s string) (p Policy, err error) {
 			want = "rate, class of a peer, or order of a communicator, each once"
 		}
 		if !ok {
-			return Policy{}, wrong(key, value, want)
+			return Policy{}, invalidField(key, value, want)
 		}
 	}
 	return p, nil
 }
 
-func wrong(field, value, want string) error {
-	return fmt.Errorf("%s %q: want %s: %w", field, head(value), want, van.ErrInvalid)
+func invalidField(field, value, want string) error {
+	return fmt.Errorf("%s %q: want %s: %w", field, truncated(value), want, van.ErrInvalid)
 }
 
 // State is how far a node has a policy.
@@ -105,10 +105,10 @@ type State byte
 
 // States of a policy on a node.
 const (
-	InForce State = 'y'
-	Pending State = 'p' // it has an effect once there is a connection, or the application
-	Unfit   State = 'n' // the transport, or the node, has no such thing
-	Apart   State = '-' // the policy is not about what this node does
+	InForce       State = 'y'
+	Pending       State = 'p' // it has an effect once there is a connection, or the application
+	Unsupported   State = 'n' // the transport, or the node, has no such thing
+	NotApplicable State = '-' // the policy is not about what this node does
 )
 
 // Policies says that the node's policies may have changed, and that the answer to the
@@ -127,9 +127,9 @@ type policies struct {
 }
 
 // sendTo sends the list to a node of this library.
-func (p *policies) sendTo(to int, b *base) {
+func (p *policies) sendTo(to int, b *core) {
 	if p.version > 0 && b.table.native(to) {
-		b.out.tell(to, notice{verb: verbPolicies, text: p.text()})
+		b.out.notify(to, notice{verb: verbPolicies, text: p.text()})
 	}
 }
 
@@ -148,7 +148,7 @@ func parsePolicies(text string) (version uint32, list []Policy, err error) {
 	words := strings.Split(text, " ")
 	n, ok := number(words[0])
 	if !ok || n < 1 || n >= 1<<32 {
-		return 0, nil, wrong("version", words[0], "a number from 1")
+		return 0, nil, invalidField("version", words[0], "a number from 1")
 	}
 	for _, w := range words[1:] {
 		p, err := ParsePolicy(w)
@@ -161,65 +161,65 @@ func parsePolicies(text string) (version uint32, list []Policy, err error) {
 }
 
 type policyList struct {
-	base
+	core
 	policies
-	refusals *refusals
-	own      bool                 // it has changed the list itself
-	await    time.Duration        // until then the nodes' lists of a former scheduler may come
-	have     map[int]havePolicies // by node
+	refusals  *refusals
+	changed   bool               // it has changed the list itself
+	waitUntil time.Duration      // until then the nodes' lists of a former scheduler may come
+	states    map[int]nodeStates // by node
 }
 
-// havePolicies is what a node has said.
-type havePolicies struct {
+// nodeStates is what a node has said.
+type nodeStates struct {
 	incarnation, version uint32
 	states               string
 }
 
-func (p *policyList) tellAll() {
+func (p *policyList) sendToAll() {
 	for _, id := range p.table.ids() {
-		p.sendTo(id, &p.base)
+		p.sendTo(id, &p.core)
 	}
 }
 
-// beat sends the list to a node that has sent a heartbeat, unless it has it.
-func (p *policyList) beat(id int) {
-	if h := p.have[id]; h.version != p.version || h.incarnation != p.table.incs[id] {
-		p.sendTo(id, &p.base)
+// heartbeat sends the list to a node that has sent a heartbeat, unless it has it.
+func (p *policyList) heartbeat(id int) {
+	if h := p.states[id]; h.version != p.version || h.incarnation != p.table.incs[id] {
+		p.sendTo(id, &p.core)
 	}
 }
 
-// maxTaken bounds the version that a scheduler takes from a node, so that there are others behind it.
-const maxTaken = 1 << 31
+// maxAdoptedVersion bounds the version that a scheduler takes from a node, so that there are others behind it.
+const maxAdoptedVersion = 1 << 31
 
-// take takes the list of a former scheduler from a node, on one that has resumed its cluster.
-func (p *policyList) take(from int, msg *van.Meta, n notice) error {
+// adopt takes the list of a former scheduler from a node, on one that has resumed its cluster.
+func (p *policyList) adopt(from int, msg *van.Meta, n notice) error {
 	version, list, err := parsePolicies(n.text)
 	switch {
 	case err != nil:
 		return p.table.bad(from, msg, "body "+n.verb, err, "policies")
-	case version >= maxTaken:
-		return p.table.bad(from, msg, "body "+n.verb, version, fmt.Sprintf("a version below %d", uint32(maxTaken)))
-	case p.table.native(from) && p.life.recovered && !p.own && version > p.version:
+	case version >= maxAdoptedVersion:
+		return p.table.bad(from, msg, "body "+n.verb, version, fmt.Sprintf("a version below %d", uint32(maxAdoptedVersion)))
+	case p.table.native(from) && p.life.recovered && !p.changed && version > p.version:
 		p.version, p.list = version, list
-		p.tellAll()
+		p.sendToAll()
 	}
 	return nil
 }
 
-// note notes what a node has.
-func (p *policyList) note(from int, n notice) {
+// recordStates notes what a node has.
+func (p *policyList) recordStates(from int, n notice) {
 	version, states, _ := strings.Cut(n.text, " ")
 	if v, ok := number(version); ok && p.table.native(from) && v == int(p.version) && len(states) == len(p.list) {
-		p.have[from] = havePolicies{p.table.incs[from], p.version, states}
+		p.states[from] = nodeStates{p.table.incs[from], p.version, states}
 	}
 }
 
 func (p *policyList) set(q Policy) error {
 	if q.Rate == 0 && q.Class == 0 && q.Order == "" {
-		return wrong("policy", q.String(), "a rate, a class or an order as well")
+		return invalidField("policy", q.String(), "a rate, a class or an order as well")
 	}
 	if q.Peer != 0 && !p.table.has(q.Peer) {
-		return wrong("peer", van.NodeName(q.Peer), fmt.Sprintf("a node of this cluster, which has %d workers and %d servers",
+		return invalidField("peer", van.NodeName(q.Peer), fmt.Sprintf("a node of this cluster, which has %d workers and %d servers",
 			p.cfg.instances(van.Worker), p.cfg.instances(van.Server)))
 	}
 	list := slices.Clone(p.list)
@@ -238,7 +238,7 @@ func (p *policyList) set(q Policy) error {
 		o.Order = q.Order
 	}
 	if full := (&policies{version: 1<<32 - 1, list: list}).text(); len(full) > maxPolicies {
-		return wrong("policies", strconv.Itoa(len(list)), "fewer: all of them must fit into one message; clear some")
+		return invalidField("policies", strconv.Itoa(len(list)), "fewer: all of them must fit into one message; clear some")
 	}
 	p.change(list)
 	return nil
@@ -249,8 +249,8 @@ func (p *policyList) change(list []Policy) {
 	if slices.Equal(list, p.list) {
 		return
 	}
-	p.version, p.list, p.own = p.version+1, list, true
-	p.tellAll()
+	p.version, p.list, p.changed = p.version+1, list, true
+	p.sendToAll()
 }
 
 // lines is the list with the ids of the nodes that have each policy in force, those where it
@@ -260,10 +260,10 @@ func (p *policyList) lines() (lines []string) {
 		groups := map[string][]string{}
 		for _, id := range p.table.ids() {
 			group := "asked"
-			switch h := p.have[id]; {
+			switch h := p.states[id]; {
 			case id == p.list[i].Peer:
 				continue
-			case p.alive.isDown(id):
+			case p.alive.isDead(id):
 				group = "dead"
 			case !p.table.native(id):
 				group = "original"
@@ -291,7 +291,7 @@ func (p *policyList) lines() (lines []string) {
 	return lines
 }
 
-var stateNames = map[State]string{InForce: "in-force", Pending: "pending", Unfit: "unfit"}
+var stateNames = map[State]string{InForce: "in-force", Pending: "pending", Unsupported: "unfit"}
 
 // Question is the body of a message to the scheduler from a process that is no node of the
 // cluster. It listens at addr, which is numeric.
@@ -315,31 +315,31 @@ func Answer(body []byte) (number int, text string, ok bool) {
 // answer costs a connection, so there are as many as of refusals at most, and none before the
 // nodes had time to say what a former scheduler has told them; who gets none asks again.
 func (p *policyList) ask(now time.Duration, from int, msg *van.Meta, n notice, report func(time.Duration) Report) error {
-	rec, question, err := p.table.asker(from, msg, n)
+	rec, question, err := p.table.parseProcess(from, msg, n)
 	switch {
 	case err != nil:
 		return err
 	case question == "":
-		return p.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), "an incarnation, an address and a question")
+		return p.table.bad(from, msg, "body "+n.verb, strconv.Quote(truncated(n.text)), "an incarnation, an address and a question")
 	}
-	if now < p.await || !p.refusals.mayAnswer(now) {
+	if now < p.waitUntil || !p.refusals.mayAnswer(now) {
 		return nil
 	}
-	answers, err := p.answer(question, report)
+	answers, err := p.execute(question, report)
 	if err != nil {
 		answers = []string{"error " + err.Error()}
 	}
-	temp := p.out.reach(rec)
+	temp := p.out.connectTemp(rec)
 	for i, a := range append(answers, "end") {
-		p.out.tell(temp, notice{verb: verbAnswer, text: strconv.Itoa(i) + " " + a})
+		p.out.notify(temp, notice{verb: verbAnswer, text: strconv.Itoa(i) + " " + a})
 	}
 	p.out.disconnect(temp)
 	return nil
 }
 
-// answer carries a question out: "list", "set POLICY", "clear TARGET", "clear all". Each of the
+// execute carries a question out: "list", "set POLICY", "clear TARGET", "clear all". Each of the
 // answers is a policy, and nodes in each state; consecutive ones may be about the same policy.
-func (p *policyList) answer(question string, report func(time.Duration) Report) ([]string, error) {
+func (p *policyList) execute(question string, report func(time.Duration) Report) ([]string, error) {
 	what, arg, _ := strings.Cut(question, " ")
 	switch {
 	case p.life.phase != ready:
@@ -356,17 +356,17 @@ func (p *policyList) answer(question string, report func(time.Duration) Report) 
 	case what == "clear":
 		p.change(slices.DeleteFunc(slices.Clone(p.list), func(o Policy) bool { return arg == "all" || o.Target() == arg }))
 	default:
-		return nil, wrong("question", question, "list, set POLICY, clear TARGET or clear all")
+		return nil, invalidField("question", question, "list, set POLICY, clear TARGET or clear all")
 	}
 	return p.lines(), nil
 }
 
 // nodePolicies are those that a worker or server has been sent.
 type nodePolicies struct {
-	base
+	core
 	policies
-	from uint32 // the scheduler's incarnation
-	said string // the last answer
+	scheduler uint32 // the scheduler's incarnation
+	reported  string // the last answer
 }
 
 // take takes the list from the scheduler.
@@ -375,16 +375,16 @@ func (p *nodePolicies) take(from int, msg *van.Meta, n notice) error {
 	if err != nil {
 		return p.table.bad(from, msg, "body "+n.verb, err, "policies")
 	}
-	if sender := p.table.incs[van.SchedulerID]; sender != p.from || version >= p.version {
-		p.policies, p.from, p.said = policies{version, list}, sender, ""
+	if sender := p.table.incs[van.SchedulerID]; sender != p.scheduler || version >= p.version {
+		p.policies, p.scheduler, p.reported = policies{version, list}, sender, ""
 		p.out.emit(Policies{version, list})
 	}
 	return nil
 }
 
-func (p *nodePolicies) are(version uint32, states string) {
-	if said := strconv.FormatUint(uint64(version), 10) + " " + states; version == p.version && said != p.said && p.life.phase == ready {
-		p.said = said
-		p.out.tell(van.SchedulerID, notice{verb: verbHave, text: said})
+func (p *nodePolicies) reportStates(version uint32, states string) {
+	if said := strconv.FormatUint(uint64(version), 10) + " " + states; version == p.version && said != p.reported && p.life.phase == ready {
+		p.reported = said
+		p.out.notify(van.SchedulerID, notice{verb: verbHave, text: said})
 	}
 }

@@ -56,19 +56,19 @@ func TestLyingAnswers(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.life.phase, m.table.incs[9] = ready, 7
-	m.peers[9] = &health{}
+	m.peers[9] = &peerHealth{}
 	m.table.fill([]van.Node{{ID: 9}})
 	if err := m.sched.policies.set(Policy{App: 5, Rate: 5000}); err != nil {
 		t.Fatal(err)
 	}
 	for _, text := range []string{"", "1", "1 ", "1 yy", "2 y", "x y", "-1 y", "4294967297 y"} {
-		m.sched.policies.note(9, notice{verb: verbHave, text: text})
-		if len(m.sched.policies.have) > 0 {
+		m.sched.policies.recordStates(9, notice{verb: verbHave, text: text})
+		if len(m.sched.policies.states) > 0 {
 			t.Errorf("%q is believed", text)
 		}
 	}
-	m.sched.policies.note(11, notice{verb: verbHave, text: "1 y"}) // C++ StepMesh
-	m.sched.policies.note(9, notice{verb: verbHave, text: "1 ?"})  // a state that this version does not know
+	m.sched.policies.recordStates(11, notice{verb: verbHave, text: "1 y"}) // C++ StepMesh
+	m.sched.policies.recordStates(9, notice{verb: verbHave, text: "1 ?"})  // a state that this version does not know
 	for _, l := range m.sched.policies.lines() {
 		if strings.Contains(l, "in-force") {
 			t.Error(l)
@@ -86,14 +86,14 @@ func TestLyingLists(t *testing.T) {
 			t.Fatal(err)
 		}
 		m.life.phase, m.table.incs[9], m.life.recovered = ready, 7, recovered
-		m.peers[9] = &health{}
+		m.peers[9] = &peerHealth{}
 		m.table.fill([]van.Node{{ID: 9}})
 		for _, x := range []struct {
 			text    string
 			version uint32 // of a scheduler that has resumed
 		}{{"1 app=1,rate=1000", 1}, {"4294967295", 1}, {"2147483648", 1}, {"7 app=1,rate=1000 app=2,rate=1000", 7}} {
-			_ = m.sched.policies.take(9, &van.Meta{}, notice{verb: verbPolicies, text: x.text})
-			m.sched.policies.note(9, notice{verb: verbHave, text: "1 y"})
+			_ = m.sched.policies.adopt(9, &van.Meta{}, notice{verb: verbPolicies, text: x.text})
+			m.sched.policies.recordStates(9, notice{verb: verbHave, text: "1 y"})
 			if !recovered {
 				x.version = 0
 			}
@@ -102,7 +102,7 @@ func TestLyingLists(t *testing.T) {
 			}
 			m.sched.policies.lines()
 		}
-		m.sched.policies.have = map[int]havePolicies{9: {incarnation: 7, version: m.sched.policies.version, states: ""}}
+		m.sched.policies.states = map[int]nodeStates{9: {incarnation: 7, version: m.sched.policies.version, states: ""}}
 		m.sched.policies.list = []Policy{{App: 1, Rate: 1000}}
 		if l := m.sched.policies.lines(); !strings.Contains(l[0], " asked=9") {
 			t.Errorf("recovered %t: %q", recovered, l)
@@ -112,7 +112,7 @@ func TestLyingLists(t *testing.T) {
 			t.Fatal(err)
 		}
 		own := m.sched.policies.version
-		_ = m.sched.policies.take(9, &van.Meta{}, notice{verb: verbPolicies, text: "100 app=1,rate=1000"})
+		_ = m.sched.policies.adopt(9, &van.Meta{}, notice{verb: verbPolicies, text: "100 app=1,rate=1000"})
 		if v := m.sched.policies.version; v != own {
 			t.Errorf("recovered %t: its own list, version %d, has become version %d", recovered, own, v)
 		}
@@ -127,7 +127,7 @@ func TestAnswerOfAReplacedProcess(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.life.phase, m.table.incs[9] = ready, 7
-	m.peers[9] = &health{}
+	m.peers[9] = &peerHealth{}
 	m.sched.policies.out.conns[9] = true
 	m.table.fill([]van.Node{{ID: 9}})
 	p := &m.sched.policies
@@ -148,13 +148,13 @@ func TestAnswerOfAReplacedProcess(t *testing.T) {
 	} {
 		m.table.incs[9] = c.incarnation
 		if c.says != "" {
-			p.note(9, notice{verb: verbHave, text: c.says})
+			p.recordStates(9, notice{verb: verbHave, text: c.says})
 		}
 		if l := p.lines(); len(l) != 1 || l[0] != c.want {
 			t.Errorf("%s: %q, want %q", c.what, l, c.want)
 		}
 		m.Take()
-		p.beat(9)
+		p.heartbeat(9)
 		if sent := len(m.Take()); sent != c.sent {
 			t.Errorf("%s: %d messages to a node that beats, want %d", c.what, sent, c.sent)
 		}
@@ -240,7 +240,7 @@ func TestQuestions(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := m.sched.policies.answer("list", m.Report); err == nil {
+	if _, err := m.sched.policies.execute("list", m.Report); err == nil {
 		t.Error("an answer before the cluster has formed")
 	}
 	m.life.phase = ready
@@ -253,7 +253,7 @@ func TestQuestions(t *testing.T) {
 		{"clear app=6", 1, true}, {"clear app=8", 1, true}, {"list", 1, true}, {"list all", 1, false}, {"drop", 1, false},
 		{"set app=6,rate=5000", 2, true}, {"clear all", 0, true},
 	} {
-		if _, err := m.sched.policies.answer(c.question, m.Report); err == nil != c.ok || len(m.sched.policies.list) != c.left {
+		if _, err := m.sched.policies.execute(c.question, m.Report); err == nil != c.ok || len(m.sched.policies.list) != c.left {
 			t.Errorf("%q: %v, and there are %d policies, want %d", c.question, err, len(m.sched.policies.list), c.left)
 		}
 	}

@@ -14,7 +14,7 @@ import (
 )
 
 type records struct {
-	base
+	core
 	pending *pendingBarriers
 	latest  map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
 	linked  []int         // nodes of this one's role, see Machine.Link
@@ -27,7 +27,7 @@ func (r *records) step(now time.Duration, msg *van.Meta) error {
 	if r.life.phase == joining {
 		return r.join(now, msg)
 	}
-	r.seen(msg)
+	r.noteGeneration(msg)
 	for i := range msg.Control.Nodes {
 		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler && r.life.phase != failed && !r.outdated(n.ID, msg) {
 			r.update(now, n)
@@ -49,12 +49,12 @@ func (r *records) outdated(id int, msg *van.Meta) bool {
 	return false
 }
 
-// seen notes the generation of the table that msg has, or completes. Heartbeats carry
+// noteGeneration notes the generation of the table that msg has, or completes. Heartbeats carry
 // it; the scheduler answers an old one with the whole table.
-func (r *records) seen(msg *van.Meta) {
+func (r *records) noteGeneration(msg *van.Meta) {
 	whole := slices.ContainsFunc(msg.Control.Nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
-	if g := uint32(msg.Key); r.table.native(van.SchedulerID) && (whole || g == r.table.generation+1) {
-		r.table.generation = g
+	if g := uint32(msg.Key); r.table.native(van.SchedulerID) && (whole || g == r.table.tableGeneration+1) {
+		r.table.tableGeneration = g
 	}
 }
 
@@ -66,7 +66,7 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 	for i := range nodes {
 		n := &nodes[i]
 		count[n.Role]++
-		if own == nil && n.Role == r.table.self.Role && sameAddr(n, &r.table.self) && r.table.mine(n) {
+		if own == nil && n.Role == r.table.self.Role && sameAddr(n, &r.table.self) && r.table.isOwn(n) {
 			own = n
 		}
 	}
@@ -119,7 +119,7 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 			r.table.learn(van.SchedulerID, &nodes[i])
 		}
 	}
-	r.seen(msg)
+	r.noteGeneration(msg)
 	for i := range table {
 		r.table.learn(table[i].ID, &table[i])
 		r.outdated(table[i].ID, msg)
@@ -141,7 +141,7 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 		case n.Role == van.Scheduler:
 			r.out.connect(van.SchedulerID, r.table.scheduler)
 		case n.Role != r.table.self.Role:
-			r.out.first[n.ID] = true
+			r.out.startConns[n.ID] = true
 			r.out.connect(n.ID, *r.table.record(n.ID))
 		}
 	}
@@ -162,22 +162,22 @@ func (r *records) update(now time.Duration, n *van.Node) {
 		return
 	}
 	old, h := &r.table.nodes[i], r.alive.peers[n.ID]
-	moved := another(old, n)
+	moved := differentProcess(old, n)
 	if n.ID == r.table.self.ID {
 		if moved {
 			r.pending.failMachine(r.table.refused("stay in the cluster", fmt.Sprintf("%s was taken for dead and its place given to %s", r.table.self.Addr(), n.Addr())))
 		}
 		return
 	}
-	if !moved && (r.table.native(n.ID) || !n.IsRecovery || h.down == 0 && old.IsRecovery) {
+	if !moved && (r.table.native(n.ID) || !n.IsRecovery || h.deadFor == 0 && old.IsRecovery) {
 		if r.life.rejoining {
-			r.pending.peerUp(now, n.ID, declared)
+			r.pending.peerAlive(now, n.ID, declared)
 		}
 		return // known
 	}
 	r.table.nodes[i] = n.Clone()
 	r.table.learn(n.ID, n)
-	delete(r.out.first, n.ID)
+	delete(r.out.startConns, n.ID)
 	r.alive.begin(now, n.ID)
 	r.pending.deferred.remove(n.ID)
 	r.relink(n.ID)

@@ -17,25 +17,25 @@ import (
 )
 
 const (
-	refusalTime   = time.Second
-	maxRefusing   = 32  // in refusalTime, with answers to others
-	maxAnswers    = 16  // of them to processes that ask
-	maxRefusalsIn = 256 // waiting to be sent
-	maxRefusals   = 16  // in each list of the scheduler's reports
+	refusalTime       = time.Second
+	maxRefusalsSent   = 32  // in refusalTime, with answers to others
+	maxAnswers        = 16  // of them to processes that ask
+	maxRefusalsQueued = 256 // waiting to be sent
+	maxRefusalTexts   = 16  // in each list of the scheduler's reports
 )
 
 type refusals struct {
-	base
-	joins   *joins
-	recent  []refusal // in the last refusalTime; answers to others have no text
-	waiting []refusal
-	texts   []string // of the latest, for reports
+	core
+	registrations *registrations
+	recent        []refusal // in the last refusalTime; answers to others have no text
+	queued        []refusal
+	texts         []string // of the latest, for reports
 }
 
 type refusal struct {
-	node van.Node
-	why  string
-	at   time.Duration
+	node   van.Node
+	reason string
+	sentAt time.Duration
 }
 
 // refuse tells a node without an id that it cannot be part of the cluster. A process is told
@@ -43,17 +43,17 @@ type refusal struct {
 // address. The scheduler's log has the details as well.
 func (r *refusals) refuse(now time.Duration, rec *van.Node, why, details string) {
 	r.expire(now)
-	n := refusal{node: rec.Clone(), why: why}
-	remember(&r.texts, describe(rec)+": "+why)
+	n := refusal{node: rec.Clone(), reason: why}
+	appendRecent(&r.texts, describe(rec)+": "+why)
 	switch {
 	case !numeric(rec.Hostname) || slices.ContainsFunc(r.recent, n.sameProcess):
-	case len(r.recent) < maxRefusing && !r.tooSoon(&n):
-		r.tell(now, n)
+	case len(r.recent) < maxRefusalsSent && !r.answeredRecently(&n):
+		r.send(now, n)
 	default:
-		if i := slices.IndexFunc(r.waiting, n.sameAddr); i >= 0 {
-			r.waiting[i] = n // who asked before has gone, or asks again
-		} else if len(r.waiting) < maxRefusalsIn {
-			r.waiting = append(r.waiting, n)
+		if i := slices.IndexFunc(r.queued, n.sameAddr); i >= 0 {
+			r.queued[i] = n // who asked before has gone, or asks again
+		} else if len(r.queued) < maxRefusalsQueued {
+			r.queued = append(r.queued, n)
 		}
 	}
 	r.out.emit(Warning{Text: fmt.Sprintf("refused %s: %s%s", describe(rec), why, details)})
@@ -68,32 +68,32 @@ func (r *refusal) sameProcess(o refusal) bool {
 	return ok && r.sameAddr(o) && mine.Incarnation == other.Incarnation
 }
 
-// tooSoon tells whether n may be what has been answered at its address a moment ago.
-func (r *refusals) tooSoon(n *refusal) bool {
+// answeredRecently tells whether n may be what has been answered at its address a moment ago.
+func (r *refusals) answeredRecently(n *refusal) bool {
 	_, named := n.node.Identity()
 	return !named && slices.ContainsFunc(r.recent, n.sameAddr)
 }
 
-func (r *refusals) tell(now time.Duration, n refusal) {
-	if incarnationOf(&n.node) == 0 && r.holder(&n.node) != "" {
+func (r *refusals) send(now time.Duration, n refusal) {
+	if incarnationOf(&n.node) == 0 && r.addressOwner(&n.node) != "" {
 		return
 	}
-	n.at = now
+	n.sentAt = now
 	r.recent = append(r.recent, n)
-	temp := r.out.reach(n.node)
-	r.out.tell(temp, notice{verb: verbError, text: describe(&n.node) + ": " + n.why})
+	temp := r.out.connectTemp(n.node)
+	r.out.notify(temp, notice{verb: verbError, text: describe(&n.node) + ": " + n.reason})
 	r.out.disconnect(temp)
 }
 
-// holder names who has the address of rec, and is alive: another process, which the scheduler has a connection to.
-func (r *refusals) holder(rec *van.Node) string {
+// addressOwner names who has the address of rec, and is alive: another process, which the scheduler has a connection to.
+func (r *refusals) addressOwner(rec *van.Node) string {
 	for i := range r.table.nodes {
-		if n := &r.table.nodes[i]; sameAddr(n, rec) && another(n, rec) && !r.alive.isDown(n.ID) {
+		if n := &r.table.nodes[i]; sameAddr(n, rec) && differentProcess(n, rec) && !r.alive.isDead(n.ID) {
 			return r.table.peer(n.ID)
 		}
 	}
-	for _, j := range r.joins.list {
-		if j.lost == nil && sameAddr(&j.node, rec) && another(&j.node, rec) {
+	for _, j := range r.registrations.list {
+		if j.lost == nil && sameAddr(&j.node, rec) && differentProcess(&j.node, rec) {
 			return describe(&j.node)
 		}
 	}
@@ -106,48 +106,48 @@ func (r *refusals) mayAnswer(now time.Duration) bool {
 	r.tick(now) // who is refused first
 	answers := 0
 	for i := range r.recent {
-		if r.recent[i].why == "" {
+		if r.recent[i].reason == "" {
 			answers++
 		}
 	}
-	if answers >= maxAnswers || len(r.recent) >= maxRefusing {
+	if answers >= maxAnswers || len(r.recent) >= maxRefusalsSent {
 		return false
 	}
-	r.recent = append(r.recent, refusal{at: now})
+	r.recent = append(r.recent, refusal{sentAt: now})
 	return true
 }
 
-// forget drops what a process has not been told yet: it registers again.
-func (r *refusals) forget(rec *van.Node) {
+// dequeue drops what a process has not been told yet: it registers again.
+func (r *refusals) dequeue(rec *van.Node) {
 	n := refusal{node: *rec}
-	r.waiting = slices.DeleteFunc(r.waiting, n.sameProcess)
+	r.queued = slices.DeleteFunc(r.queued, n.sameProcess)
 }
 
 func (r *refusals) expire(now time.Duration) {
-	r.recent = slices.DeleteFunc(r.recent, func(o refusal) bool { return now >= o.at+refusalTime })
+	r.recent = slices.DeleteFunc(r.recent, func(o refusal) bool { return now >= o.sentAt+refusalTime })
 }
 
 func (r *refusals) tick(now time.Duration) {
 	r.expire(now)
-	for i := 0; i < len(r.waiting) && len(r.recent) < maxRefusing; {
-		if n := r.waiting[i]; r.tooSoon(&n) {
+	for i := 0; i < len(r.queued) && len(r.recent) < maxRefusalsSent; {
+		if n := r.queued[i]; r.answeredRecently(&n) {
 			i++
 		} else {
-			r.waiting = slices.Delete(r.waiting, i, i+1)
-			r.tell(now, n)
+			r.queued = slices.Delete(r.queued, i, i+1)
+			r.send(now, n)
 		}
 	}
 }
 
 func (r *refusals) next() time.Duration {
-	if len(r.waiting) > 0 && len(r.recent) > 0 {
-		return r.recent[0].at + refusalTime
+	if len(r.queued) > 0 && len(r.recent) > 0 {
+		return r.recent[0].sentAt + refusalTime
 	}
 	return math.MaxInt64
 }
 
-func remember(list *[]string, what string) {
+func appendRecent(list *[]string, what string) {
 	if !slices.Contains(*list, what) {
-		*list = keep(*list, what, maxRefusals)
+		*list = appendBounded(*list, what, maxRefusalTexts)
 	}
 }

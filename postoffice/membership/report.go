@@ -29,17 +29,17 @@ type Report struct {
 }
 
 // String puts the report on one line.
-func (r Report) String() string { return r.text(describe, true) }
+func (r Report) String() string { return r.format(describe, true) }
 
-// told is String for processes that have registered with a scheduler, and may be no nodes of its cluster: it has no address of
+// withoutAddresses is String for processes that have registered with a scheduler, and may be no nodes of its cluster: it has no address of
 // another node. The scheduler's log has them.
-func (r Report) told() string {
+func (r Report) withoutAddresses() string {
 	of := func(n *van.Node) string { return fmt.Sprintf("%s (%s)", n.Role, rankText(n)) }
-	return r.text(of, false)
+	return r.format(of, false)
 }
 
-// text is the report with each present node as of describes it, and, if details is true, what is known of lost and refused ones and not only their number.
-func (r Report) text(of func(*van.Node) string, details bool) string {
+// format is the report with each present node as of describes it, and, if details is true, what is known of lost and refused ones and not only their number.
+func (r Report) format(of func(*van.Node) string, details bool) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "after %s: ", r.Elapsed.Round(time.Millisecond))
 	switch {

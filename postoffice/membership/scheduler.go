@@ -13,50 +13,50 @@ import (
 )
 
 type scheduler struct {
-	base
-	pending  *pendingBarriers
-	refusals refusals
-	barriers barriers
-	watch    watch
-	policies policyList
-	joins    joins
-	returns  returns
-	places   places
-	trials   trials
+	core
+	pending       *pendingBarriers
+	refusals      refusals
+	barriers      barriers
+	monitor       monitor
+	policies      policyList
+	registrations registrations
+	recovery      schedulerRecovery
+	replacements  replacements
+	probes        probes
 
 	challenges challenges
 }
 
-func newScheduler(b base, calls *pendingBarriers) *scheduler {
-	s := &scheduler{base: b, pending: calls, refusals: refusals{base: b}}
-	s.barriers = barriers{base: b, pending: calls, open: map[barrierKey]*barrier{}, outcomes: map[int]map[barrierKey]barrierOutcome{},
+func newScheduler(b core, calls *pendingBarriers) *scheduler {
+	s := &scheduler{core: b, pending: calls, refusals: refusals{core: b}}
+	s.barriers = barriers{core: b, pending: calls, open: map[barrierKey]*barrier{}, outcomes: map[int]map[barrierKey]barrierOutcome{},
 		multiCustomer: map[int]bool{}, foreignStarts: map[int]*foreignStart{}, released: map[barrierKey]bool{}}
-	s.barriers.departure = departure{base: b}
-	s.watch = watch{base: b, barriers: &s.barriers, unheard: map[int]*unheard{}}
-	s.policies = policyList{base: b, refusals: &s.refusals, have: map[int]havePolicies{}}
-	s.challenges = challenges{base: b}
-	s.joins = joins{base: b, refusals: &s.refusals, challenges: &s.challenges}
-	s.refusals.joins = &s.joins
-	s.joins.hosts, _ = hostOrder(b.cfg.OrderedHosts) // they were checked with the configuration
-	s.places = places{base: b, refusals: &s.refusals, barriers: &s.barriers, watch: &s.watch, policies: &s.policies,
-		challenges: &s.challenges, stamps: map[int]int32{}, claims: map[int]*join{}}
-	s.trials = trials{base: b, joins: &s.joins}
-	s.returns = returns{base: b, refusals: &s.refusals, watch: &s.watch, policies: &s.policies, joins: &s.joins, places: &s.places, challenges: &s.challenges}
+	s.barriers.departure = departure{core: b}
+	s.monitor = monitor{core: b, barriers: &s.barriers, unconfirmed: map[int]*unconfirmedTable{}}
+	s.policies = policyList{core: b, refusals: &s.refusals, states: map[int]nodeStates{}}
+	s.challenges = challenges{core: b}
+	s.registrations = registrations{core: b, refusals: &s.refusals, challenges: &s.challenges}
+	s.refusals.registrations = &s.registrations
+	s.registrations.hosts, _ = hostOrder(b.cfg.OrderedHosts) // they were checked with the configuration
+	s.replacements = replacements{core: b, refusals: &s.refusals, barriers: &s.barriers, monitor: &s.monitor, policies: &s.policies,
+		challenges: &s.challenges, registeredAt: map[int]int32{}, claims: map[int]*registration{}}
+	s.probes = probes{core: b, registrations: &s.registrations}
+	s.recovery = schedulerRecovery{core: b, refusals: &s.refusals, monitor: &s.monitor, policies: &s.policies, registrations: &s.registrations, replacements: &s.replacements, challenges: &s.challenges}
 	return s
 }
 
 func (s *scheduler) step(now time.Duration, from int, _ van.Origin, msg *van.Meta) error {
 	if !s.genuine(from, msg) {
-		if s.stray(now, from, msg) {
+		if s.fromNonMember(now, from, msg) {
 			return nil
 		}
-		return s.table.misdirected(from, msg)
+		return s.table.wrongProcess(from, msg)
 	}
 	c := &msg.Control
 	if c.Cmd == van.Heartbeat && len(c.Nodes) > 0 {
 		return s.heartbeat(now, from, msg)
 	}
-	s.watch.heard(now, from)
+	s.monitor.heard(now, from)
 	switch {
 	case c.Cmd == van.AddNode:
 		return s.register(now, from, msg)
@@ -79,10 +79,10 @@ func (s *scheduler) genuine(from int, msg *van.Meta) bool {
 	return by == s.table.incs[from] && (by == 0 || to == own) || failpoint.On("fencing") && s.life.phase == ready
 }
 
-// stray handles a message of a process that has no id in this cluster: it was replaced, or
+// fromNonMember handles a message of a process that has no id in this cluster: it was replaced, or
 // belongs to an earlier cluster, or to the former process of this scheduler. It returns
 // false when the message does not have what an answer needs.
-func (s *scheduler) stray(now time.Duration, from int, msg *van.Meta) bool {
+func (s *scheduler) fromNonMember(now time.Duration, from int, msg *van.Meta) bool {
 	by, _ := msg.Incarnations()
 	if by == 0 {
 		return false
@@ -95,17 +95,17 @@ func (s *scheduler) stray(now time.Duration, from int, msg *van.Meta) bool {
 		}
 		switch {
 		case s.life.phase == joining:
-			s.returns.heartbeat(now, &rec, who, msg)
+			s.recovery.heartbeat(now, &rec, who, msg)
 		case by == s.table.incs[from] && who.Cluster == s.table.own.Cluster:
-			s.places.back(now, &rec)
+			s.replacements.readmit(now, &rec)
 		default:
-			why, details := s.places.whyNot(from, who.Cluster)
+			why, details := s.replacements.whyFenced(from, who.Cluster)
 			s.refusals.refuse(now, &rec, why, details)
 		}
 		return true
 	}
-	if rec := s.places.formerly(by, from); rec != nil && s.life.phase == ready {
-		why, details := s.places.whyNot(from, s.table.own.Cluster)
+	if rec := s.replacements.replacedProcess(by, from); rec != nil && s.life.phase == ready {
+		why, details := s.replacements.whyFenced(from, s.table.own.Cluster)
 		s.refusals.refuse(now, rec, why, details)
 		return true
 	}
@@ -136,24 +136,24 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 			rec.Role, s.table.self.Addr()), "")
 		return nil
 	}
-	s.refusals.forget(&rec)
-	if why := s.joins.unlike(&rec); why != "" {
+	s.refusals.dequeue(&rec)
+	if why := s.registrations.mismatch(&rec); why != "" {
 		s.refusals.refuse(now, &rec, why, "")
 		return nil
 	}
-	j := &join{node: rec, stamp: msg.Timestamp, since: now, proved: s.table.proves(&rec, msg, verbRegister)}
+	j := &registration{node: rec, stamp: msg.Timestamp, since: now, proved: s.table.hasProof(&rec, msg, verbRegister)}
 	text := describe(&rec) + " has registered"
 	if s.life.phase == ready {
-		s.joins.unhold(j)
-		s.replace(now, j)
-		s.trials.registered(now, &rec)
-	} else if s.joins.register(now, j) {
-		s.trials.registered(now, &rec)
+		s.registrations.dequeue(j)
+		s.replaceOrQueue(now, j)
+		s.probes.registered(now, &rec)
+	} else if s.registrations.register(now, j) {
+		s.probes.registered(now, &rec)
 		if s.form(now); s.life.phase == joining {
-			text += "; " + s.report(now).told()
+			text += "; " + s.report(now).withoutAddresses()
 		}
 	}
-	s.trials.answer(&rec, text, 0) // in any case: the process knows then that it has found a scheduler of this library
+	s.probes.notify(&rec, text, 0) // in any case: the process knows then that it has found a scheduler of this library
 	return nil
 }
 
@@ -161,12 +161,12 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 // that it is refused when it stood still or was cut off: it is to register again. One that has a place was sent the table,
 // which may be lost as well.
 func (s *scheduler) registered(now time.Duration, from int, msg *van.Meta, n notice) error {
-	rec, rest, err := s.table.asker(from, msg, n)
+	rec, rest, err := s.table.parseProcess(from, msg, n)
 	switch {
 	case err != nil:
 		return err
 	case rest != "":
-		return s.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), "an incarnation and an address")
+		return s.table.bad(from, msg, "body "+n.verb, strconv.Quote(truncated(n.text)), "an incarnation and an address")
 	}
 	s.refusals.tick(now)
 	inc := incarnationOf(&rec)
@@ -175,67 +175,67 @@ func (s *scheduler) registered(now time.Duration, from int, msg *van.Meta, n not
 			continue
 		}
 		if m := s.table.record(id); s.alive.peers[id].heard == 0 && s.refusals.mayAnswer(now) {
-			s.places.register(now, &join{node: m.Clone(), stamp: s.places.stamps[id]})
+			s.replacements.register(now, &registration{node: m.Clone(), stamp: s.replacements.registeredAt[id]})
 		}
 		return nil
 	}
-	if s.hears(inc) || !s.refusals.mayAnswer(now) {
+	if s.willAnswer(inc) || !s.refusals.mayAnswer(now) {
 		return nil
 	}
 	s.challenges.send(now, &rec)
 	return nil
 }
 
-// hears tells whether the process with this incarnation, which has no place, will hear from the scheduler, or was refused a
+// willAnswer tells whether the process with this incarnation, which has no place, will hear from the scheduler, or was refused a
 // moment ago.
-func (s *scheduler) hears(incarnation uint32) bool {
+func (s *scheduler) willAnswer(incarnation uint32) bool {
 	is := func(rec *van.Node) bool { return incarnationOf(rec) == incarnation }
-	waits := func(j *join) bool { return j.lost == nil && is(&j.node) }
-	told := func(r refusal) bool { return r.why != "" && is(&r.node) }
-	for _, c := range s.places.claims {
+	waits := func(j *registration) bool { return j.lost == nil && is(&j.node) }
+	told := func(r refusal) bool { return r.reason != "" && is(&r.node) }
+	for _, c := range s.replacements.claims {
 		if waits(c) {
 			return true
 		}
 	}
-	return slices.ContainsFunc(s.joins.list, waits) || slices.ContainsFunc(s.joins.held, waits) ||
-		slices.ContainsFunc(s.refusals.recent, told) || slices.ContainsFunc(s.refusals.waiting, told)
+	return slices.ContainsFunc(s.registrations.list, waits) || slices.ContainsFunc(s.registrations.queued, waits) ||
+		slices.ContainsFunc(s.refusals.recent, told) || slices.ContainsFunc(s.refusals.queued, told)
 }
 
 // form assigns the ids when all nodes have registered. Until then a former scheduler's cluster may have waited for the last one.
 func (s *scheduler) form(now time.Duration) {
-	present := s.joins.present()
+	present := s.registrations.present()
 	if len(present) < s.cfg.groupLen(van.WorkerGroup|van.ServerGroup) {
-		s.returns.registered(now)
+		s.recovery.registered(now)
 		return
 	}
-	sortJoins(present, s.joins.hosts)
+	sortByAddress(present, s.registrations.hosts)
 	s.table.shared = assignIDs(present)
 	for _, first := range s.table.shared {
 		s.barriers.multiCustomer[first] = true
 	}
-	s.returns.end()
-	s.watch.open(now, present)
-	joins := s.joins.list
-	s.joins.list = nil
+	s.recovery.end()
+	s.monitor.openCluster(now, present)
+	joins := s.registrations.list
+	s.registrations.list = nil
 	for i := range present {
 		n := &present[i]
 		if s.table.at[n.ID] != i {
 			continue // another customer of the same process
 		}
-		j := joins[slices.IndexFunc(joins, func(j *join) bool { return j.lost == nil && sameAddr(&j.node, n) })]
-		s.places.stamps[n.ID] = j.stamp
+		j := joins[slices.IndexFunc(joins, func(j *registration) bool { return j.lost == nil && sameAddr(&j.node, n) })]
+		s.replacements.registeredAt[n.ID] = j.stamp
 		if j.temp != 0 {
 			s.out.rename(j.temp, n.ID)
 		} else {
 			s.out.connect(n.ID, *n)
 		}
-		s.out.first[n.ID] = true
+		s.out.startConns[n.ID] = true
 	}
 	for _, j := range joins {
 		s.out.disconnect(j.temp) // of those that vanished
 	}
 	s.out.emit(Assigned{ID: van.SchedulerID})
-	s.watch.recordsToAll()
+	s.monitor.sendTableToAll()
 	s.out.emit(Ready{})
 }
 
@@ -253,26 +253,26 @@ func (s *scheduler) heartbeat(now time.Duration, from int, msg *van.Meta) error 
 			return s.table.bad(from, msg, field, n.ID, "the id of a node of this cluster")
 		case n.ID != from:
 			return s.table.bad(from, msg, field, n.ID, fmt.Sprintf("the sender's, %d", from))
-		case another(s.table.record(from), n) && !failpoint.On("fencing"):
-			why, details := s.places.whyNot(from, s.table.own.Cluster)
+		case differentProcess(s.table.record(from), n) && !failpoint.On("fencing"):
+			why, details := s.replacements.whyFenced(from, s.table.own.Cluster)
 			s.refusals.refuse(now, n, why, details)
 			continue
 		}
-		s.watch.heard(now, from)
+		s.monitor.heard(now, from)
 		h := s.alive.peers[from]
-		h.beats = true
+		h.sendsHeartbeats = true
 		if s.table.native(from) {
-			generation, interval := parseBeatKey(msg.Key)
-			old := generation != s.table.generation
-			if old && h.stale { // two in a row: it has missed a record
-				s.watch.introduce(from)
+			generation, interval := parseHeartbeatKey(msg.Key)
+			old := generation != s.table.tableGeneration
+			if old && h.staleTable { // two in a row: it has missed a record
+				s.monitor.sendTable(from)
 			}
-			h.stale, h.interval = old, interval
+			h.staleTable, h.interval = old, interval
 		}
 		meta := s.out.control(van.Heartbeat)
 		meta.Control.Nodes = []van.Node{s.table.self}
 		s.out.send(from, meta)
-		s.policies.beat(from)
+		s.policies.heartbeat(from)
 	}
 	return nil
 }
@@ -288,14 +288,14 @@ func (s *scheduler) notice(now time.Duration, from int, msg *van.Meta) error {
 	}
 	switch n.verb {
 	case verbPolicies:
-		return s.policies.take(from, msg, n)
+		return s.policies.adopt(from, msg, n)
 	case verbHave:
-		s.policies.note(from, n)
+		s.policies.recordStates(from, n)
 		return nil
 	case verbRegistered:
 		return s.registered(now, from, msg, n)
 	case verbEnded:
-		s.joins.ended(n.text)
+		s.registrations.nodeEnded(n.text)
 		return nil
 	case verbAsk:
 		return s.policies.ask(now, from, msg, n, s.report)
@@ -312,58 +312,58 @@ func (s *scheduler) notice(now time.Duration, from int, msg *van.Meta) error {
 func (s *scheduler) lost(now time.Duration, id int, cause error) {
 	switch {
 	case id < 0:
-		s.joins.lost(id, cause)
+		s.registrations.lost(id, cause)
 	case s.alive.peers[id] != nil:
-		err, quiet := s.alive.broke(now, id, cause)
+		err, quiet := s.alive.connectionLost(now, id, cause)
 		if quiet {
-			s.watch.down(now, id, silent, s.alive.silence(now, id))
+			s.monitor.markDead(now, id, silent, s.alive.silenceError(now, id))
 		}
-		s.watch.down(now, id, connLost, err)
+		s.monitor.markDead(now, id, connLost, err)
 	}
-	s.settle(now)
+	s.retryQueued(now)
 }
 
-// settle decides about the nodes that are held.
-func (s *scheduler) settle(now time.Duration) {
+// retryQueued decides about the nodes that are held.
+func (s *scheduler) retryQueued(now time.Duration) {
 	if s.life.phase != ready {
-		if s.joins.retry(now) {
+		if s.registrations.retryQueued(now) {
 			s.form(now)
 		}
 		return
 	}
-	held := s.joins.held
-	s.joins.held = nil
+	held := s.registrations.queued
+	s.registrations.queued = nil
 	for _, j := range held {
-		s.replace(now, j)
+		s.replaceOrQueue(now, j)
 	}
 }
 
-// replace gives a node that comes to a cluster which has formed the place of a dead one, holds it while one may be
+// replaceOrQueue gives a node that comes to a cluster which has formed the place of a dead one, holds it while one may be
 // dead, or refuses it.
-func (s *scheduler) replace(now time.Duration, j *join) {
-	if !s.places.doubtful(&j.node) || !s.joins.hold(now, j) {
-		s.places.register(now, j)
+func (s *scheduler) replaceOrQueue(now time.Duration, j *registration) {
+	if !s.replacements.mayReplace(&j.node) || !s.registrations.enqueue(now, j) {
+		s.replacements.register(now, j)
 	}
 }
 
 func (s *scheduler) back(now time.Duration, id int) {
-	if id < 0 && s.joins.back(now, id) {
+	if id < 0 && s.registrations.back(now, id) {
 		s.form(now)
 	} else if s.alive.peers[id] != nil { // not with an id below 0
-		s.watch.up(now, id, connLost)
+		s.monitor.markAlive(now, id, connLost)
 		s.barriers.departure.repeat(id)
 	}
 }
 
 func (s *scheduler) report(now time.Duration) Report {
 	r := s.alive.report(now)
-	r.Unreached = s.trials.unreached()
-	r.Vanished, r.Refused = slices.Clone(s.joins.vanished), slices.Clone(s.refusals.texts)
-	r.Ended, r.Barriers = slices.Clone(s.joins.endings), s.barriers.missingOfAll()
+	r.Unreached = s.probes.unreached()
+	r.Vanished, r.Refused = slices.Clone(s.registrations.vanished), slices.Clone(s.refusals.texts)
+	r.Ended, r.Barriers = slices.Clone(s.registrations.ended), s.barriers.missingOfAll()
 	if !r.Ready {
-		r.Present = append(r.Present, s.joins.present()...)
-		r.Missing = s.joins.missing(r.Present)
-		if n := len(s.returns.nodes); n > 0 {
+		r.Present = append(r.Present, s.registrations.present()...)
+		r.Missing = s.registrations.missing(r.Present)
+		if n := len(s.recovery.nodes); n > 0 {
 			r.Returned = fmt.Sprintf("%d of the %d nodes of an earlier scheduler's cluster have come back", n, s.cfg.groupLen(van.WorkerGroup|van.ServerGroup))
 		}
 	}
@@ -375,18 +375,18 @@ func (s *scheduler) tick(now time.Duration) {
 		limit, missing := t.deadline-t.since, s.barriers.missingOfAll()
 		if t.starting {
 			text := fmt.Sprintf("the scheduler gave up the start barrier after %s: %s", limit, missing)
-			s.watch.tellAll(van.SchedulerID, notice{verb: verbError, text: text})
+			s.monitor.notifyOthers(van.SchedulerID, notice{verb: verbError, text: text})
 		}
 		s.pending.cancel(t, limit, missing, "")
 	}
-	s.pending.logProgress(now, s.awaits)
+	s.pending.logProgress(now, s.missingText)
 	s.barriers.tick(now)
-	s.watch.tick(now)
+	s.monitor.tick(now)
 }
 
-// awaits names the nodes that the scheduler's own barrier at the end waits for, if a worker waits there too, or a node is dead.
+// missingText names the nodes that the scheduler's own barrier at the end waits for, if a worker waits there too, or a node is dead.
 // Otherwise the cluster still works, and awaits returns "". The steps after the release of the barrier have log lines of their own.
-func (s *scheduler) awaits(*pendingBarrier) string {
+func (s *scheduler) missingText(*pendingBarrier) string {
 	if s.barriers.departure.waiting() || !s.barriers.mayDelayScheduler() {
 		return ""
 	}
@@ -394,5 +394,5 @@ func (s *scheduler) awaits(*pendingBarrier) string {
 }
 
 func (s *scheduler) next() time.Duration {
-	return min(s.pending.next(), s.barriers.next(), s.watch.next(), s.joins.next(), s.places.next(), s.refusals.next(), s.trials.next())
+	return min(s.pending.next(), s.barriers.next(), s.monitor.next(), s.registrations.next(), s.replacements.next(), s.refusals.next(), s.probes.next())
 }

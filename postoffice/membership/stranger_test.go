@@ -107,7 +107,7 @@ func beats(t *testing.T, m *Machine, now time.Duration) {
 	for _, id := range []int{8, 9} {
 		var h van.Meta
 		h.Reset()
-		h.Control.Cmd, h.Key = van.Heartbeat, beatKey(m.table.generation, time.Second)
+		h.Control.Cmd, h.Key = van.Heartbeat, heartbeatKey(m.table.tableGeneration, time.Second)
 		h.Control.Nodes = []van.Node{*m.table.record(id)}
 		h.SetIncarnations(uint32(200+id), m.table.own.Incarnation)
 		if err := m.Step(now, id, &h); err != nil {
@@ -270,7 +270,7 @@ func TestPhantomsComeBack(t *testing.T) {
 		t.Errorf("the proof of another node is taken: %+v", o)
 	}
 	for i, n := range nodes {
-		if o := beat(12*time.Second, n, "stepaf/1 rejoin "+m.table.proof(&n)); o.ready != (i == 1) {
+		if o := beat(12*time.Second, n, "stepaf/1 rejoin "+m.table.addressProof(&n)); o.ready != (i == 1) {
 			t.Errorf("node %d with its proof: ready %t", i, o.ready)
 		}
 	}
@@ -382,7 +382,7 @@ func TestRefusalsNameNobody(t *testing.T) {
 	}
 	t.Run("waiting/is accepted", func(t *testing.T) { // all that it is told until the scheduler gives up
 		cfg := strangerConfig(van.Scheduler, cluster, 8123)
-		cfg.NumWorkers, cfg.StartTimeout, cfg.Tries = 4, 30*time.Second, true
+		cfg.NumWorkers, cfg.StartTimeout, cfg.CanProbe = 4, 30*time.Second, true
 		m := started(t, cfg)
 		register := func(now time.Duration, r van.Node) {
 			if err := m.Step(now, van.Empty, registers(r, "")); err != nil {
@@ -400,8 +400,8 @@ func TestRefusalsNameNobody(t *testing.T) {
 				if o.Node.Addr() == vanishes.Addr() {
 					m.PeerLost(6*time.Second, o.ID, van.ErrPeerLost)
 				}
-			case Try:
-				m.Tried(6*time.Second, &o.Node, "10.0.0.99", syscall.ETIMEDOUT)
+			case Probe:
+				m.Probed(6*time.Second, &o.Node, "10.0.0.99", syscall.ETIMEDOUT)
 			case Reply:
 				if o.Incarnation == 66 {
 					text = string(o.Meta.Body)
@@ -520,7 +520,7 @@ func TestPlaceOfADeadMember(t *testing.T) {
 				t.Fatalf("registration %d: %+v; want the proof sent to its address", i, o)
 			}
 		}
-		_ = m.Step(8*time.Second, van.Empty, registers(s, "stepaf/1 register "+m.table.proof(&s)))
+		_ = m.Step(8*time.Second, van.Empty, registers(s, "stepaf/1 register "+m.table.addressProof(&s)))
 		if o := did(m); len(o.replaced) != 1 {
 			t.Errorf("with its proof: %+v", o)
 		}
@@ -535,8 +535,8 @@ func TestChallengesAreFew(t *testing.T) {
 	for i := range 1000 {
 		_ = m.Step(2e9, van.Empty, registers(member(van.Worker, "10.6.6.6", 1+i, uint32(1000+i), 0), ""))
 	}
-	if o := did(m); len(o.dials) != 2+moreChallenges || len(o.replaced) > 0 {
-		t.Errorf("%d connections, want %d", len(o.dials), 2+moreChallenges)
+	if o := did(m); len(o.dials) != 2+extraChallenges || len(o.replaced) > 0 {
+		t.Errorf("%d connections, want %d", len(o.dials), 2+extraChallenges)
 	}
 }
 
@@ -549,7 +549,7 @@ func TestPlaceOfAWaitingNode(t *testing.T) {
 		t.Errorf("present: %+v", r.Present)
 	}
 	n := member(van.Worker, "10.0.0.1", 4009, 66, 0)
-	_ = m.Step(2, van.Empty, registers(n, "stepaf/1 register "+m.table.proof(&n)))
+	_ = m.Step(2, van.Empty, registers(n, "stepaf/1 register "+m.table.addressProof(&n)))
 	if r := m.Report(2); len(r.Present) != 1 || incarnationOf(&r.Present[0]) != 66 {
 		t.Errorf("present, after the proof: %+v", r.Present)
 	}
@@ -599,11 +599,11 @@ func TestClaimOnASilentMember(t *testing.T) {
 	for now := 5 * time.Second; now <= 12*time.Second; now += time.Second / 4 {
 		m.Tick(now)
 	}
-	if !m.isDown(9) {
+	if !m.isDead(9) {
 		t.Fatal("the member is not dead yet")
 	}
 	beats(t, m, 13*time.Second)
-	if m.isDown(9) || m.isDown(8) {
+	if m.isDead(9) || m.isDead(8) {
 		t.Error("the member sends heartbeats, and is dead")
 	}
 }

@@ -27,10 +27,10 @@ type table struct {
 
 	// nodes holds all records in the scheduler's order; at finds them by id. Both are empty
 	// until start-up is complete.
-	nodes      []van.Node
-	at         map[int]int
-	shared     map[int]int // ids without a node of their own, see assignIDs
-	generation uint32      // how many replacements the table has seen
+	nodes           []van.Node
+	at              map[int]int
+	shared          map[int]int // ids without a node of their own, see assignIDs
+	tableGeneration uint32      // how many replacements the table has seen
 }
 
 // newTable makes the table of a node that has not started: it knows itself and the scheduler.
@@ -103,8 +103,8 @@ func (t *table) Members(group int) []int {
 // ids lists those of all workers and servers.
 func (t *table) ids() []int { return t.Members(van.WorkerGroup | van.ServerGroup) }
 
-// places is the number of ids that node id stands for.
-func (t *table) places(id int) int {
+// idsOf is the number of ids that node id stands for.
+func (t *table) idsOf(id int) int {
 	n := 1
 	for _, first := range t.shared {
 		if first == id {
@@ -129,9 +129,9 @@ func (t *table) Incarnation(id int) uint32 { return t.incs[id] }
 // native tells whether id is a node of this library.
 func (t *table) native(id int) bool { return t.incs[id] != 0 }
 
-// mine tells whether a record with this node's address is that of this process. A C++
+// isOwn tells whether a record with this node's address is that of this process. A C++
 // StepMesh scheduler may drop the identity.
-func (t *table) mine(n *van.Node) bool {
+func (t *table) isOwn(n *van.Node) bool {
 	inc := incarnationOf(n)
 	return inc == 0 || inc == t.own.Incarnation
 }
@@ -177,21 +177,21 @@ func (t *table) refused(op, detail string) error {
 	return &van.Error{Op: op, Node: t.name(), Peer: t.peer(van.SchedulerID), Detail: detail, Err: ErrRefused}
 }
 
-// misdirected is that for a message of, or for, another process.
-func (t *table) misdirected(from int, msg *van.Meta) error {
+// wrongProcess is that for a message of, or for, another process.
+func (t *table) wrongProcess(from int, msg *van.Meta) error {
 	by, to := msg.Incarnations()
-	return t.badErr(from, msg, &misdirectedError{by, to, t.incs[from], t.own.Incarnation})
+	return t.badErr(from, msg, &wrongProcessError{by, to, t.incs[from], t.own.Incarnation})
 }
 
-// misdirectedError has the incarnations that a message says, and those of its sender and receiver.
-type misdirectedError struct{ by, to, sender, receiver uint32 }
+// wrongProcessError has the incarnations that a message says, and those of its sender and receiver.
+type wrongProcessError struct{ by, to, sender, receiver uint32 }
 
-func (e *misdirectedError) Error() string {
+func (e *wrongProcessError) Error() string {
 	return fmt.Sprintf("of a process that was replaced, or for one: incarnations %08x to %08x, want %08x to %08x", e.by, e.to, e.sender, e.receiver)
 }
 
 // Unwrap implements errors.Unwrap: the message was dropped as those that make no sense are.
-func (e *misdirectedError) Unwrap() error { return van.ErrMalformed }
+func (e *wrongProcessError) Unwrap() error { return van.ErrMalformed }
 
 // checkRecords returns an error if any record of msg is invalid.
 func (t *table) checkRecords(msg *van.Meta) error {
@@ -238,9 +238,9 @@ func incarnationOf(n *van.Node) uint32 {
 	return who.Incarnation
 }
 
-// another tells whether two records are of different processes. Those of C++ StepMesh
+// differentProcess tells whether two records are of different processes. Those of C++ StepMesh
 // nodes are distinguished by the address only.
-func another(a, b *van.Node) bool {
+func differentProcess(a, b *van.Node) bool {
 	x, y := incarnationOf(a), incarnationOf(b)
 	if failpoint.On("incarnation") {
 		x, y = 0, 0
@@ -276,8 +276,8 @@ func list(names []string) string {
 	return strings.Join(names, ", ")
 }
 
-// keep appends to a list of which the latest most are kept.
-func keep[T any](list []T, v T, most int) []T {
+// appendBounded appends to a list of which the latest most are kept.
+func appendBounded[T any](list []T, v T, most int) []T {
 	if len(list) == most {
 		list = slices.Delete(list, 0, 1)
 	}

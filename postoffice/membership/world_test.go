@@ -205,7 +205,7 @@ func (w *world) pass(d time.Duration, deliver bool) {
 			if t, ok := n.m.NextTick(); ok && !n.dead && !n.frozen && t <= w.now {
 				for _, id := range n.m.Silent(w.now) {
 					if p := w.at(n.conns[id].addr); p != nil && p.busy {
-						n.m.Answers(w.now, id)
+						n.m.ProbeAnswered(w.now, id)
 					}
 				}
 				n.m.Tick(w.now)

@@ -15,48 +15,48 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// returnGrace is how long the scheduler waits for other nodes after the first one has come
+// recoveryGrace is how long the scheduler waits for other nodes after the first one has come
 // back.
-const returnGrace = 2 * time.Second
+const recoveryGrace = 2 * time.Second
 
-// leastAsk is the time between two questions for a table, however often new nodes register.
-const leastAsk = 100 * time.Millisecond
+// minTableRequestPause is the time between two questions for a table, however often new nodes register.
+const minTableRequestPause = 100 * time.Millisecond
 
-type returns struct {
-	base
-	refusals *refusals
-	watch    *watch
-	policies *policyList
-	joins    *joins
-	places   *places
-	nodes    map[int]*comeback // by id, those that have proved their addresses; nil if none has come back
-	since    time.Duration     // of the first one
+type schedulerRecovery struct {
+	core
+	refusals      *refusals
+	monitor       *monitor
+	policies      *policyList
+	registrations *registrations
+	replacements  *replacements
+	nodes         map[int]*returnedNode // by id, those that have proved their addresses; nil if none has come back
+	since         time.Duration         // of the first one
 	// records is the node table of one of them; it is requested when it is needed.
-	records             []van.Node
-	cluster, generation uint32        // of the records
-	asked, nextAsk      time.Duration // for a table
-	challenges          *challenges
+	records               []van.Node
+	cluster, generation   uint32        // of the records
+	askedAt, nextDecision time.Duration // for a table
+	challenges            *challenges
 }
 
 // challenge sends the proof of its address to a node that has come back. The node then sends its heartbeat again, with the proof.
-func (r *returns) challenge(now time.Duration, rec *van.Node) {
-	if !r.challenges.may(now, rec) {
+func (r *schedulerRecovery) challenge(now time.Duration, rec *van.Node) {
+	if !r.challenges.allow(now, rec) {
 		return
 	}
-	temp := r.out.reach(*rec)
-	r.answer(temp, r.table.proof(rec))
+	temp := r.out.connectTemp(*rec)
+	r.sendRejoin(temp, r.table.addressProof(rec))
 	r.out.disconnect(temp)
 }
 
-// comeback is a node of the cluster of a former scheduler process.
-type comeback struct {
+// returnedNode is a node of the cluster of a former scheduler process.
+type returnedNode struct {
 	node                van.Node
 	cluster, generation uint32
 	temp                int
 }
 
 // heartbeat handles, during start-up, that of a node of a former scheduler's cluster.
-func (r *returns) heartbeat(now time.Duration, rec *van.Node, who van.Identity, msg *van.Meta) {
+func (r *schedulerRecovery) heartbeat(now time.Duration, rec *van.Node, who van.Identity, msg *van.Meta) {
 	if failpoint.On("scheduler-back") || van.RankOf(rec.ID) >= r.cfg.instances(rec.Role) || who.Cluster == 0 {
 		return
 	}
@@ -64,22 +64,22 @@ func (r *returns) heartbeat(now time.Duration, rec *van.Node, who van.Identity, 
 		r.refusals.refuse(now, rec, "its STEPAF_CLUSTER_ID is not that of the scheduler", "")
 		return
 	}
-	if !r.table.proves(rec, msg, verbRejoin) {
+	if !r.table.hasProof(rec, msg, verbRejoin) {
 		r.challenge(now, rec)
 		return
 	}
 	if r.nodes == nil {
-		r.nodes, r.since, r.nextAsk = map[int]*comeback{}, now, now+returnGrace
+		r.nodes, r.since, r.nextDecision = map[int]*returnedNode{}, now, now+recoveryGrace
 		r.out.emit(Warning{Text: fmt.Sprintf("%s at %s belongs to the cluster (%08x) of an earlier scheduler: waiting for the rest of it, or for a new cluster",
 			van.NodeName(rec.ID), rec.Addr(), who.Cluster)})
 	}
-	generation, _ := parseBeatKey(msg.Key)
+	generation, _ := parseHeartbeatKey(msg.Key)
 	c := r.nodes[rec.ID]
 	switch {
 	case c == nil:
-		c = &comeback{}
+		c = &returnedNode{}
 		r.nodes[rec.ID] = c
-	case !another(&c.node, rec):
+	case !differentProcess(&c.node, rec):
 	case generation <= c.generation:
 		return // it has been replaced by the process that came first
 	default:
@@ -88,7 +88,7 @@ func (r *returns) heartbeat(now time.Duration, rec *van.Node, who van.Identity, 
 	}
 	c.node, c.cluster, c.generation = *rec, who.Cluster, generation
 	if c.temp == 0 {
-		c.temp = r.out.reach(*rec)
+		c.temp = r.out.connectTemp(*rec)
 	}
 	if nodes := msg.Control.Nodes; len(nodes) > 1 && r.table.checkRecords(msg) == nil && (r.records == nil || generation > r.generation) {
 		r.records, r.generation, r.cluster = nil, generation, who.Cluster
@@ -96,13 +96,13 @@ func (r *returns) heartbeat(now time.Duration, rec *van.Node, who van.Identity, 
 			r.records = append(r.records, nodes[i].Clone())
 		}
 	}
-	r.answer(c.temp, "")
+	r.sendRejoin(c.temp, "")
 	r.decide(now)
 }
 
-// answer tells a node, to which temp is the connection, that this scheduler is a new process. what is "table" to ask for the
+// sendRejoin tells a node, to which temp is the connection, that this scheduler is a new process. what is "table" to ask for the
 // whole table, or the proof of the node's address.
-func (r *returns) answer(temp int, what string) {
+func (r *schedulerRecovery) sendRejoin(temp int, what string) {
 	meta := r.out.control(van.Heartbeat)
 	meta.Control.Nodes = []van.Node{r.table.self}
 	meta.Body = notice{verb: verbRejoin, text: what}.body()
@@ -111,18 +111,18 @@ func (r *returns) answer(temp int, what string) {
 
 // registered looks, when a new node has registered, whether it was the last that a former scheduler's cluster waited for:
 // this scheduler may be about to give up.
-func (r *returns) registered(now time.Duration) {
+func (r *schedulerRecovery) registered(now time.Duration) {
 	if r.nodes != nil {
-		r.nextAsk = min(r.nextAsk, max(now, r.asked+leastAsk))
-		if r.decide(now); r.nodes != nil && r.nextAsk <= now {
-			r.lookAgain(now)
+		r.nextDecision = min(r.nextDecision, max(now, r.askedAt+minTableRequestPause))
+		if r.decide(now); r.nodes != nil && r.nextDecision <= now {
+			r.scheduleDecision(now)
 		}
 	}
 }
 
-// originals counts the C++ StepMesh nodes of a former scheduler's cluster by its table. They receive no notice that another process is
+// foreignNodes counts the C++ StepMesh nodes of a former scheduler's cluster by its table. They receive no notice that another process is
 // the scheduler, and need none. Most of them send no heartbeats.
-func (r *returns) originals(cluster uint32) (count int) {
+func (r *schedulerRecovery) foreignNodes(cluster uint32) (count int) {
 	if r.cluster != cluster {
 		return 0
 	}
@@ -139,7 +139,7 @@ func (r *returns) originals(cluster uint32) (count int) {
 // have registered for all the other ids, half of them after half of Config.ReplaceTimeout, and
 // fewer after three quarters of it: a new cluster would have been complete by then without
 // them. After all of ReplaceTimeout the returned nodes would give up.
-func (r *returns) decide(now time.Duration) {
+func (r *schedulerRecovery) decide(now time.Duration) {
 	count, newest, current := map[uint32]int{}, map[uint32]uint32{}, 0
 	var cluster uint32
 	for _, id := range sortedIDs(r.nodes) {
@@ -156,41 +156,41 @@ func (r *returns) decide(now time.Duration) {
 		}
 	}
 	known := r.records != nil && r.cluster == cluster && r.generation >= newest[cluster]
-	all := r.cfg.groupLen(van.WorkerGroup|van.ServerGroup) - r.originals(cluster)
+	all := r.cfg.groupLen(van.WorkerGroup|van.ServerGroup) - r.foreignNodes(cluster)
 	if current == all {
 		r.resume(now, cluster, newest[cluster])
 		return
 	}
-	wait, waitOfFew := r.waits()
+	wait, waitOfFew := r.waitLimits()
 	if 2*count[cluster] < all {
 		wait = waitOfFew
 	}
 	switch {
-	case now < r.since+returnGrace:
+	case now < r.since+recoveryGrace:
 		return
 	case 2*count[cluster] > all || r.cfg.NamedCluster:
 	case !known: // without the table it is not known which nodes are of C++ StepMesh, and cannot come back
-	case now < r.since+wait || !r.othersCame(cluster):
+	case now < r.since+wait || !r.othersRegistered(cluster):
 		return
 	}
 	if known {
 		r.resume(now, cluster, newest[cluster])
 		return
 	}
-	if now < r.nextAsk {
+	if now < r.nextDecision {
 		return
 	}
-	r.asked = now
-	r.lookAgain(now)
+	r.askedAt = now
+	r.scheduleDecision(now)
 	for _, id := range sortedIDs(r.nodes) { // all that have the newest table
 		if c := r.nodes[id]; c.cluster == cluster && c.generation == newest[cluster] {
-			r.answer(c.temp, "table")
+			r.sendRejoin(c.temp, "table")
 		}
 	}
 }
 
 // resume makes this the scheduler of that cluster, unless the record of a node is not known.
-func (r *returns) resume(now time.Duration, cluster, generation uint32) {
+func (r *schedulerRecovery) resume(now time.Duration, cluster, generation uint32) {
 	known := map[int]van.Node{}
 	if r.cluster == cluster {
 		for _, n := range r.records {
@@ -202,7 +202,7 @@ func (r *returns) resume(now time.Duration, cluster, generation uint32) {
 	for _, id := range r.cfg.members(van.WorkerGroup | van.ServerGroup) {
 		rec, isKnown := known[id]
 		c := r.nodes[id]
-		here := c != nil && c.cluster == cluster && (!isKnown || c.generation >= r.generation || !another(&rec, &c.node))
+		here := c != nil && c.cluster == cluster && (!isKnown || c.generation >= r.generation || !differentProcess(&rec, &c.node))
 		switch {
 		case here:
 			rec = c.node
@@ -215,43 +215,43 @@ func (r *returns) resume(now time.Duration, cluster, generation uint32) {
 		}
 		table = append(table, rec)
 	}
-	r.table.own.Cluster, r.table.generation, r.life.recovered = cluster, generation, true
+	r.table.own.Cluster, r.table.tableGeneration, r.life.recovered = cluster, generation, true
 	r.table.sign(&r.table.self)
-	r.policies.await = now + returnGrace
-	r.watch.open(now, table)
+	r.policies.waitUntil = now + recoveryGrace
+	r.monitor.openCluster(now, table)
 	r.out.emit(Assigned{ID: van.SchedulerID, Recovery: true})
 	for _, id := range sortedIDs(r.nodes) {
 		if c := r.nodes[id]; slices.Contains(missing, id) || c.cluster != cluster {
 			r.out.disconnect(c.temp)
 		} else {
 			r.out.rename(c.temp, id)
-			r.alive.peers[id].beats = true
+			r.alive.peers[id].sendsHeartbeats = true
 		}
 	}
 	for _, id := range originals {
 		r.out.connect(id, *r.table.record(id))
 	}
-	joins := r.joins.list
-	r.joins.list, r.nodes = nil, nil
+	joins := r.registrations.list
+	r.registrations.list, r.nodes = nil, nil
 	whole := r.table.whole()
 	for _, id := range r.table.ids() {
 		if r.table.native(id) { // C++ StepMesh would take a second table for the records of new nodes
-			r.watch.records(id, whole)
+			r.monitor.sendRecords(id, whole)
 		}
 	}
 	r.out.emit(Ready{})
 	for _, id := range missing {
-		r.watch.down(now, id, connLost, &lossError{text: "it has not come back to the scheduler, which was started again"})
+		r.monitor.markDead(now, id, connLost, &lossError{text: "it has not come back to the scheduler, which was started again"})
 	}
 	for _, j := range joins {
 		r.out.disconnect(j.temp)
-		r.places.register(now, j)
+		r.replacements.register(now, j)
 	}
 }
 
-// waits is how long the scheduler waits for the others when half of a former cluster's
+// waitLimits is how long the scheduler waits for the others when half of a former cluster's
 // nodes have come back, and when fewer have.
-func (r *returns) waits() (half, few time.Duration) {
+func (r *schedulerRecovery) waitLimits() (half, few time.Duration) {
 	limit := r.cfg.ReplaceTimeout
 	if start := r.cfg.StartTimeout; start > 0 { // then this scheduler gives up
 		limit = min(limit, start)
@@ -259,10 +259,10 @@ func (r *returns) waits() (half, few time.Duration) {
 	return limit / 2, limit * 3 / 4
 }
 
-// othersCame tells whether a new node has registered for each id of a former scheduler's
+// othersRegistered tells whether a new node has registered for each id of a former scheduler's
 // cluster whose node has not come back, so that no more nodes are expected.
-func (r *returns) othersCame(cluster uint32) bool {
-	joins := r.joins.present()
+func (r *schedulerRecovery) othersRegistered(cluster uint32) bool {
+	joins := r.registrations.present()
 	for _, id := range r.cfg.members(van.WorkerGroup | van.ServerGroup) {
 		if c := r.nodes[id]; c != nil && c.cluster == cluster {
 			continue
@@ -280,38 +280,38 @@ func (r *returns) othersCame(cluster uint32) bool {
 
 // end ends the wait for a former scheduler's cluster, since a new one has formed. Later messages
 // of the former cluster's nodes are refused.
-func (r *returns) end() {
+func (r *schedulerRecovery) end() {
 	for _, id := range sortedIDs(r.nodes) {
 		r.out.disconnect(r.nodes[id].temp)
 	}
 	r.nodes = nil
 }
 
-func (r *returns) next() time.Duration {
+func (r *schedulerRecovery) next() time.Duration {
 	if r.nodes == nil {
 		return math.MaxInt64
 	}
-	return max(r.since+returnGrace, r.nextAsk)
+	return max(r.since+recoveryGrace, r.nextDecision)
 }
 
-func (r *returns) tick(now time.Duration) {
+func (r *schedulerRecovery) tick(now time.Duration) {
 	if now < r.next() {
 		return
 	}
 	r.decide(now)
-	if r.nodes == nil || r.nextAsk > now {
+	if r.nodes == nil || r.nextDecision > now {
 		return
 	}
-	r.lookAgain(now)
+	r.scheduleDecision(now)
 }
 
-// lookAgain sets the time of the next decision, if no event triggers one before.
-func (r *returns) lookAgain(now time.Duration) {
-	r.nextAsk = now + returnBeat
-	half, few := r.waits()
+// scheduleDecision sets the time of the next decision, if no event triggers one before.
+func (r *schedulerRecovery) scheduleDecision(now time.Duration) {
+	r.nextDecision = now + rejoinHeartbeat
+	half, few := r.waitLimits()
 	for _, wait := range []time.Duration{half, few} { // the returned nodes may give up soon after
 		if at := r.since + wait; at > now {
-			r.nextAsk = min(r.nextAsk, at)
+			r.nextDecision = min(r.nextDecision, at)
 		}
 	}
 }

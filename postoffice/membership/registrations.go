@@ -16,20 +16,20 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-type joins struct {
-	base
+type registrations struct {
+	core
 	refusals *refusals
 
 	challenges *challenges
-	hosts      map[string]int // BYTEPS_ORDERED_HOSTS, or nil
-	list       []*join        // in order of arrival
-	held       []*join        // for whom there is no place while some in list are alive, which is being found out
-	vanished   []string       // the latest that did, for reports
-	endings    []string       // what processes have said that ended before they registered
+	hosts      map[string]int  // BYTEPS_ORDERED_HOSTS, or nil
+	list       []*registration // in order of arrival
+	queued     []*registration // for whom there is no place while some in list are alive, which is being found out
+	vanished   []string        // the latest that did, for reports
+	ended      []string        // what processes have said that ended before they registered
 }
 
-// join is a node that has registered.
-type join struct {
+// registration is a node that has registered.
+type registration struct {
 	node  van.Node
 	stamp int32
 	temp  int           // temporary id, or 0
@@ -40,25 +40,25 @@ type join struct {
 }
 
 // same tells whether o registered at the address of j, and not as another customer of one process.
-func (j *join) same(o *join) bool {
+func (j *registration) same(o *registration) bool {
 	return sameAddr(&o.node, &j.node) && (o.node.Role != j.node.Role || o.node.CustomerID == j.node.CustomerID)
 }
 
-// heldFor is for how long a node waits for the connection to another one, which has the place that it wants, to show
+// maxQueueTime is for how long a node waits for the connection to another one, which has the place that it wants, to show
 // that the other one has gone: it may be the same program, killed and started again.
-const heldFor = 2 * time.Second
+const maxQueueTime = 2 * time.Second
 
-// maxHeld bounds how many nodes wait so.
-const maxHeld = 256
+// maxQueued bounds how many nodes wait so.
+const maxQueued = 256
 
 // register handles a registration. It returns true if the node counts.
-func (s *joins) register(now time.Duration, j *join) bool {
-	s.unhold(j)
+func (s *registrations) register(now time.Duration, j *registration) bool {
+	s.dequeue(j)
 	i := slices.IndexFunc(s.list, j.same)
 	if i >= 0 {
 		old := s.list[i]
 		a, b := incarnationOf(&old.node), incarnationOf(&j.node)
-		if a != b && a != 0 && old.lost == nil && s.challenges.needed(j) {
+		if a != b && a != 0 && old.lost == nil && s.challenges.required(j) {
 			s.challenges.send(now, &j.node)
 			return false
 		}
@@ -73,10 +73,10 @@ func (s *joins) register(now time.Duration, j *join) bool {
 			s.out.disconnect(old.temp) // it is marked as for the process that was there, or broken
 		}
 		if a == b && old.lost != nil {
-			s.reappeared(old)
+			s.forgetVanished(old)
 		}
 	}
-	if !s.fits(now, j) {
+	if !s.admit(now, j) {
 		return false
 	}
 	if i >= 0 { // keep its position
@@ -87,67 +87,67 @@ func (s *joins) register(now time.Duration, j *join) bool {
 	return true
 }
 
-// fits tells whether a node can be accepted. Otherwise it is held or refused.
-func (s *joins) fits(now time.Duration, j *join) bool {
-	why, details, rivals := s.misfit(&j.node)
+// admit tells whether a node can be accepted. Otherwise it is held or refused.
+func (s *registrations) admit(now time.Duration, j *registration) bool {
+	why, details, rivals := s.conflict(&j.node)
 	if why == "" {
 		return true
 	}
 	s.out.disconnect(j.temp)
 	j.temp = 0
-	if len(rivals) == 0 || !s.hold(now, j) {
+	if len(rivals) == 0 || !s.enqueue(now, j) {
 		s.refusals.refuse(now, &j.node, why, details)
 		return false
 	}
 	for _, r := range rivals {
-		s.reach(r) // the connection shows whether it still runs
+		s.connect(r) // the connection shows whether it still runs
 	}
 	return false
 }
 
-// hold lets a node wait, if its time is not over.
-func (s *joins) hold(now time.Duration, j *join) bool {
-	if len(s.held) == maxHeld || now-j.since >= heldFor {
+// enqueue lets a node wait, if its time is not over.
+func (s *registrations) enqueue(now time.Duration, j *registration) bool {
+	if len(s.queued) == maxQueued || now-j.since >= maxQueueTime {
 		return false
 	}
-	s.held = append(s.held, j)
+	s.queued = append(s.queued, j)
 	return true
 }
 
-// unhold takes what had registered as j before off the nodes that are held. The same process goes on waiting in j.
-func (s *joins) unhold(j *join) {
-	if i := slices.IndexFunc(s.held, j.same); i >= 0 {
-		if incarnationOf(&s.held[i].node) == incarnationOf(&j.node) {
-			j.since = s.held[i].since
+// dequeue takes what had registered as j before off the nodes that are held. The same process goes on waiting in j.
+func (s *registrations) dequeue(j *registration) {
+	if i := slices.IndexFunc(s.queued, j.same); i >= 0 {
+		if incarnationOf(&s.queued[i].node) == incarnationOf(&j.node) {
+			j.since = s.queued[i].since
 		}
-		s.held = slices.Delete(s.held, i, i+1)
+		s.queued = slices.Delete(s.queued, i, i+1)
 	}
 }
 
-// retry looks at the nodes that are held again, and ends the connections by which they were told something. It returns
+// retryQueued looks at the nodes that are held again, and ends the connections by which they were told something. It returns
 // true if some count now.
-func (s *joins) retry(now time.Duration) (counts bool) {
-	held := s.held
-	s.held = nil
+func (s *registrations) retryQueued(now time.Duration) (counts bool) {
+	held := s.queued
+	s.queued = nil
 	for _, j := range held {
-		if s.fits(now, j) {
+		if s.admit(now, j) {
 			s.list, counts = append(s.list, j), true
 		}
 	}
 	return counts
 }
 
-func (s *joins) next() time.Duration {
+func (s *registrations) next() time.Duration {
 	next := time.Duration(math.MaxInt64)
-	for _, j := range s.held {
-		next = min(next, j.since+heldFor)
+	for _, j := range s.queued {
+		next = min(next, j.since+maxQueueTime)
 	}
 	return next
 }
 
-// misfit returns "", or why a node cannot be accepted. The details have the addresses of others. rivals are the registered nodes without
+// conflict returns "", or why a node cannot be accepted. The details have the addresses of others. rivals are the registered nodes without
 // which it could, if that is so.
-func (s *joins) misfit(rec *van.Node) (why, details string, rivals []*join) {
+func (s *registrations) conflict(rec *van.Node) (why, details string, rivals []*registration) {
 	n := s.cfg.instances(rec.Role)
 	if rec.AuxID >= n {
 		return fmt.Sprintf("preferred rank %d of a %s, but there are only ranks 0 to %d (%s); check DMLC_NODE_RANK, "+
@@ -157,7 +157,7 @@ func (s *joins) misfit(rec *van.Node) (why, details string, rivals []*join) {
 		return fmt.Sprintf("host %s is not in BYTEPS_ORDERED_HOSTS=%v", rec.Hostname, s.cfg.OrderedHosts), "", nil
 	}
 	var taken []string
-	var same []*join
+	var same []*registration
 	for _, j := range s.list {
 		o := &j.node
 		if j.lost != nil {
@@ -165,7 +165,7 @@ func (s *joins) misfit(rec *van.Node) (why, details string, rivals []*join) {
 		}
 		if (o.AuxID == -1) != (rec.AuxID == -1) {
 			return fmt.Sprintf("%s, but a %s registered with %s; give all nodes a preferred rank or none (DMLC_NODE_RANK)",
-				rankText(rec), o.Role, rankText(o)), ": the " + o.Role.String() + " at " + o.Addr(), []*join{j}
+				rankText(rec), o.Role, rankText(o)), ": the " + o.Role.String() + " at " + o.Addr(), []*registration{j}
 		}
 		if o.Role != rec.Role {
 			continue
@@ -173,7 +173,7 @@ func (s *joins) misfit(rec *van.Node) (why, details string, rivals []*join) {
 		taken, same = append(taken, o.Addr()), append(same, j)
 		if rec.AuxID != -1 && o.AuxID == rec.AuxID {
 			return fmt.Sprintf("%s and another %s both want rank %d; give each its own DMLC_NODE_RANK, STEPMESH_GPU or "+
-				"DMLC_RANK_OFFSET", rec.Addr(), rec.Role, rec.AuxID), ": the other one is at " + o.Addr(), []*join{j}
+				"DMLC_RANK_OFFSET", rec.Addr(), rec.Role, rec.AuxID), ": the other one is at " + o.Addr(), []*registration{j}
 		}
 	}
 	if len(taken) >= n {
@@ -183,7 +183,7 @@ func (s *joins) misfit(rec *van.Node) (why, details string, rivals []*join) {
 }
 
 // present lists the nodes that have registered and count.
-func (s *joins) present() (nodes []van.Node) {
+func (s *registrations) present() (nodes []van.Node) {
 	for _, j := range s.list {
 		if j.lost == nil {
 			nodes = append(nodes, j.node)
@@ -193,23 +193,23 @@ func (s *joins) present() (nodes []van.Node) {
 }
 
 // lost discounts a registered node whose connection broke.
-func (s *joins) lost(temp int, cause error) {
+func (s *registrations) lost(temp int, cause error) {
 	for _, j := range s.list {
 		if j.temp == temp && j.lost == nil {
 			j.lost = cause
-			remember(&s.vanished, gone(j, cause))
+			appendRecent(&s.vanished, vanishedText(j, cause))
 			s.out.emit(Warning{Text: fmt.Sprintf("%s vanished before the cluster was complete: %s", describe(&j.node), cause)})
 		}
 	}
 }
 
-// maxEnded bounds the text in which a process reports why it ends.
-const maxEnded = 500
+// maxEndedText bounds the text in which a process reports why it ends.
+const maxEndedText = 500
 
-// ended records the text of a process that ends before it has registered.
-func (s *joins) ended(text string) {
-	text = strings.ToValidUTF8(text[:min(len(text), maxEnded)], "")
-	remember(&s.endings, text)
+// nodeEnded records the text of a process that ends before it has registered.
+func (s *registrations) nodeEnded(text string) {
+	text = strings.ToValidUTF8(text[:min(len(text), maxEndedText)], "")
+	appendRecent(&s.ended, text)
 	s.out.emit(Warning{Text: "a node has ended before it registered: " + text})
 }
 
@@ -217,52 +217,54 @@ func (s *joins) ended(text string) {
 // and the cause.
 func Ended(text string) []byte { return notice{verb: verbEnded, text: text}.body() }
 
-// reappeared takes a node off those that are reported to have vanished.
-func (s *joins) reappeared(j *join) {
-	s.vanished = slices.DeleteFunc(s.vanished, func(v string) bool { return v == gone(j, j.lost) })
+// forgetVanished takes a node off those that are reported to have vanished.
+func (s *registrations) forgetVanished(j *registration) {
+	s.vanished = slices.DeleteFunc(s.vanished, func(v string) bool { return v == vanishedText(j, j.lost) })
 }
 
-func gone(j *join, cause error) string { return fmt.Sprintf("%s (%s)", describe(&j.node), cause) }
+func vanishedText(j *registration, cause error) string {
+	return fmt.Sprintf("%s (%s)", describe(&j.node), cause)
+}
 
 // back counts a node again whose connection is back, if it can still be accepted. It returns
 // true if it does.
-func (s *joins) back(now time.Duration, temp int) bool {
+func (s *registrations) back(now time.Duration, temp int) bool {
 	for i, j := range s.list {
 		if j.temp != temp || j.lost == nil {
 			continue
 		}
-		if why, details, _ := s.misfit(&j.node); why != "" {
+		if why, details, _ := s.conflict(&j.node); why != "" {
 			s.list = slices.Delete(s.list, i, i+1)
 			s.out.disconnect(temp)
 			s.refusals.refuse(now, &j.node, why, details)
 			return false
 		}
-		s.reappeared(j)
+		s.forgetVanished(j)
 		j.lost = nil
 		return true
 	}
 	return false
 }
 
-// reach gives a registered node a temporary id and a connection.
-func (s *joins) reach(j *join) {
+// connect gives a registered node a temporary id and a connection.
+func (s *registrations) connect(j *registration) {
 	if j.temp == 0 {
-		j.temp = s.out.reach(j.node)
+		j.temp = s.out.connectTemp(j.node)
 	}
 }
 
-// tell sends a notice to every node that waits for its id.
-func (s *joins) tell(n notice) {
-	for _, j := range slices.Concat(s.list, s.held) {
+// notifyAll sends a notice to every node that waits for its id.
+func (s *registrations) notifyAll(n notice) {
+	for _, j := range slices.Concat(s.list, s.queued) {
 		if j.lost == nil {
-			s.reach(j)
-			s.out.tell(j.temp, n)
+			s.connect(j)
+			s.out.notify(j.temp, n)
 		}
 	}
 }
 
 // missing lists, by role, how many nodes and which ranks have not registered.
-func (s *joins) missing(present []van.Node) []string {
+func (s *registrations) missing(present []van.Node) []string {
 	var out []string
 	for _, role := range []van.Role{van.Worker, van.Server} {
 		n := s.cfg.instances(role)
@@ -292,10 +294,10 @@ func (s *joins) missing(present []van.Node) []string {
 	return out
 }
 
-// unlike returns "", or why a registering node is not one of this cluster, or what it has that does
+// mismatch returns "", or why a registering node is not one of this cluster, or what it has that does
 // not fit the scheduler's: with it the cluster would form, and fail later. Who speaks another
 // version would be taken for a C++ StepMesh node, and would wait for what such a node is not told.
-func (s *joins) unlike(rec *van.Node) string {
+func (s *registrations) mismatch(rec *van.Node) string {
 	who, ok := rec.Identity()
 	_, ours := van.VersionOf(rec.Endpoint)
 	switch {
@@ -327,14 +329,14 @@ func (s *joins) unlike(rec *van.Node) string {
 	return ""
 }
 
-func (s *joins) otherCount(name string, its, own int) string {
+func (s *registrations) otherCount(name string, its, own int) string {
 	return fmt.Sprintf("its %s x DMLC_GROUP_SIZE is %d, that of the scheduler at %s is %d; give all nodes the same numbers", name, its, s.table.self.Addr(), own)
 }
 
-// sortJoins puts registered nodes into the order in which they get ids: by host,
+// sortByAddress puts registered nodes into the order in which they get ids: by host,
 // descending, then by port; with BYTEPS_ORDERED_HOSTS hosts are in that order. There
 // C++ StepMesh leaves the order of nodes on one host undefined; here ports decide it.
-func sortJoins(nodes []van.Node, hosts map[string]int) {
+func sortByAddress(nodes []van.Node, hosts map[string]int) {
 	slices.SortStableFunc(nodes, func(a, b van.Node) int {
 		byHost := cmp.Compare(b.Hostname, a.Hostname)
 		if hosts != nil {

@@ -10,27 +10,27 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-type sender struct {
-	table    *table
-	out      []Output
-	conns    map[int]bool // ids that Send may name, besides this node's
-	first    map[int]bool // ids whose first connections end start-up
-	lastTemp int          // last temporary id
-	stamp    int32        // the control counter: timestamp of the next control message
+type outputs struct {
+	table      *table
+	out        []Output
+	conns      map[int]bool // ids that Send may name, besides this node's
+	startConns map[int]bool // ids whose first connections end start-up
+	lastTemp   int          // last temporary id
+	stamp      int32        // the control counter: timestamp of the next control message
 }
 
-func (s *sender) emit(o Output) { s.out = append(s.out, o) }
+func (s *outputs) emit(o Output) { s.out = append(s.out, o) }
 
 // Take removes and returns the outputs since the last call, oldest first. Node lists of
 // several messages may share memory: do not modify them.
-func (s *sender) Take() []Output {
+func (s *outputs) Take() []Output {
 	out := s.out
 	s.out = nil
 	return out
 }
 
-// next returns the timestamp of the next control message.
-func (s *sender) next() int32 {
+// nextStamp returns the timestamp of the next control message.
+func (s *outputs) nextStamp() int32 {
 	if s.stamp == van.Empty {
 		s.stamp++
 	}
@@ -43,7 +43,7 @@ func (s *sender) next() int32 {
 func newer(a, b int32) bool { return (b-a)&math.MaxInt32 >= 1<<30 }
 
 // control returns a control message with the next timestamp.
-func (s *sender) control(cmd van.Command) van.Meta { return controlAt(s.next(), cmd) }
+func (s *outputs) control(cmd van.Command) van.Meta { return controlAt(s.nextStamp(), cmd) }
 
 func controlAt(stamp int32, cmd van.Command) van.Meta {
 	var meta van.Meta
@@ -53,7 +53,7 @@ func controlAt(stamp int32, cmd van.Command) van.Meta {
 }
 
 // send emits a message if there is a connection to the node.
-func (s *sender) send(to int, meta van.Meta) {
+func (s *outputs) send(to int, meta van.Meta) {
 	if s.conns[to] || to == s.table.self.ID {
 		if inc := s.table.incs[to]; inc != 0 {
 			meta.SetIncarnations(s.table.own.Incarnation, inc)
@@ -62,35 +62,35 @@ func (s *sender) send(to int, meta van.Meta) {
 	}
 }
 
-func (s *sender) tell(id int, n notice) { s.tellAbout(id, n, 0) }
+func (s *outputs) notify(id int, n notice) { s.notifyAbout(id, n, 0) }
 
-// tellAbout sends a notice with a key: the request that it answers, or the incarnation of
+// notifyAbout sends a notice with a key: the request that it answers, or the incarnation of
 // the node that it is about.
-func (s *sender) tellAbout(id int, n notice, key uint64) {
+func (s *outputs) notifyAbout(id int, n notice, key uint64) {
 	meta := s.control(van.Heartbeat)
 	meta.Key = key
 	meta.Body = n.body()
 	s.send(id, meta)
 }
 
-// beatKey is the key of a heartbeat to a scheduler of this library: the generation of the
+// heartbeatKey is the key of a heartbeat to a scheduler of this library: the generation of the
 // node's table, and the milliseconds between its heartbeats, 0 for none.
-func beatKey(generation uint32, interval time.Duration) uint64 {
+func heartbeatKey(generation uint32, interval time.Duration) uint64 {
 	return uint64(min(interval.Milliseconds(), math.MaxUint32))<<32 | uint64(generation)
 }
 
-func parseBeatKey(key uint64) (generation uint32, interval time.Duration) {
+func parseHeartbeatKey(key uint64) (generation uint32, interval time.Duration) {
 	return uint32(key), time.Duration(key>>32) * time.Millisecond
 }
 
 // release ends a barrier of a node; request is the key of the request that it answers, see named.
-func (s *sender) release(id int, instance bool, app, customer int32, request uint64) {
+func (s *outputs) release(id int, instance bool, app, customer int32, request uint64) {
 	meta := s.control(barrierCommand(instance))
 	meta.AppID, meta.CustomerID, meta.Key = app, customer, request
 	s.send(id, meta)
 }
 
-func (s *sender) connect(id int, n van.Node) {
+func (s *outputs) connect(id int, n van.Node) {
 	s.conns[id] = true
 	if id < 0 {
 		s.table.learn(id, &n)
@@ -98,22 +98,22 @@ func (s *sender) connect(id int, n van.Node) {
 	s.emit(Connect{id, n})
 }
 
-// reach connects to a node without an id, and returns the temporary one.
-func (s *sender) reach(n van.Node) int {
+// connectTemp connects to a node without an id, and returns the temporary one.
+func (s *outputs) connectTemp(n van.Node) int {
 	s.lastTemp--
 	s.connect(s.lastTemp, n)
 	return s.lastTemp
 }
 
 // rename gives the connection with a temporary id the id of a member.
-func (s *sender) rename(temp, id int) {
+func (s *outputs) rename(temp, id int) {
 	delete(s.conns, temp)
 	delete(s.table.incs, temp)
 	s.conns[id] = true
 	s.emit(Rename{temp, id})
 }
 
-func (s *sender) disconnect(id int) {
+func (s *outputs) disconnect(id int) {
 	if s.conns[id] {
 		delete(s.conns, id)
 		delete(s.table.incs, id)

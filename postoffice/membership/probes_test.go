@@ -10,14 +10,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// trying is a machine whose transport tries addresses.
-func trying(t *testing.T, role van.Role, incarnation uint32, workers int) *Machine {
+// probingMachine is a machine whose transport tries addresses.
+func probingMachine(t *testing.T, role van.Role, incarnation uint32, workers int) *Machine {
 	t.Helper()
 	id := van.Identity{Incarnation: incarnation, Cluster: 0}
 	if role == van.Scheduler {
 		id.Cluster = 7
 	}
-	m, err := New(Config{Role: role, NumWorkers: workers, NumServers: 1, GroupSize: 1, Tries: true, StartTimeout: time.Minute,
+	m, err := New(Config{Role: role, NumWorkers: workers, NumServers: 1, GroupSize: 1, CanProbe: true, StartTimeout: time.Minute,
 		Self:      van.Node{Role: role, ID: van.Empty, Hostname: fmt.Sprintf("10.77.0.%d", incarnation), Port: 20000, AuxID: -1, Endpoint: id.Encode()},
 		Scheduler: van.Node{Hostname: "10.77.0.1", Port: 8123}})
 	if err != nil {
@@ -27,8 +27,8 @@ func trying(t *testing.T, role van.Role, incarnation uint32, workers int) *Machi
 	return m
 }
 
-// registration is what a node sends first.
-func registration(t *testing.T, n *Machine) *van.Meta {
+// registrationOf is what a node sends first.
+func registrationOf(t *testing.T, n *Machine) *van.Meta {
 	t.Helper()
 	for _, o := range n.Take() {
 		if s, ok := o.(Send); ok && s.Meta.Control.Cmd == van.AddNode {
@@ -39,20 +39,20 @@ func registration(t *testing.T, n *Machine) *van.Meta {
 	return nil
 }
 
-// outputs has the outputs of a machine by kind.
-type outputs struct {
-	tries    []van.Node
+// collected has the outputs of a machine by kind.
+type collected struct {
+	probes   []van.Node
 	replies  []Reply
 	warnings []string
 	waiting  []string
 	connects int
 }
 
-func take(m *Machine) (all outputs) {
+func take(m *Machine) (all collected) {
 	for _, o := range m.Take() {
 		switch o := o.(type) {
-		case Try:
-			all.tries = append(all.tries, o.Node)
+		case Probe:
+			all.probes = append(all.probes, o.Node)
 		case Reply:
 			all.replies = append(all.replies, o)
 		case Warning:
@@ -71,8 +71,8 @@ const cannot = "worker 10.77.0.2:20000 (no preferred rank) has registered, but 1
 // TestRegisteredNodeKnows: a registered node gets a notice of that at once, on the connection that it has made. It never reports
 // that the scheduler does not run.
 func TestRegisteredNodeKnows(t *testing.T) {
-	s, w := trying(t, van.Scheduler, 1, 1), trying(t, van.Worker, 2, 1)
-	if err := s.Step(0, van.Empty, registration(t, w)); err != nil {
+	s, w := probingMachine(t, van.Scheduler, 1, 1), probingMachine(t, van.Worker, 2, 1)
+	if err := s.Step(0, van.Empty, registrationOf(t, w)); err != nil {
 		t.Fatal(err)
 	}
 	got := take(s)
@@ -97,13 +97,13 @@ func TestRegisteredNodeKnows(t *testing.T) {
 func TestUnreachableNode(t *testing.T) {
 	for _, formed := range []bool{false, true} {
 		t.Run(fmt.Sprintf("formed=%t", formed), func(t *testing.T) {
-			s, w := trying(t, van.Scheduler, 1, 1), trying(t, van.Worker, 2, 1)
-			if err := s.Step(0, van.Empty, registration(t, w)); err != nil {
+			s, w := probingMachine(t, van.Scheduler, 1, 1), probingMachine(t, van.Worker, 2, 1)
+			if err := s.Step(0, van.Empty, registrationOf(t, w)); err != nil {
 				t.Fatal(err)
 			}
 			if formed {
-				other := trying(t, van.Server, 3, 1)
-				if err := s.Step(0, van.Empty, registration(t, other)); err != nil {
+				other := probingMachine(t, van.Server, 3, 1)
+				if err := s.Step(0, van.Empty, registrationOf(t, other)); err != nil {
 					t.Fatal(err)
 				}
 				if !s.Ready() {
@@ -112,12 +112,12 @@ func TestUnreachableNode(t *testing.T) {
 				s.PeerLost(0, 9, syscall.ECONNREFUSED) // also where the connection fails at once
 			}
 			take(s)
-			s.Tick(trialDelay)
-			tries := take(s).tries
+			s.Tick(probeDelay)
+			tries := take(s).probes
 			if len(tries) == 0 || tries[0].Addr() != "10.77.0.2:20000" {
 				t.Fatalf("tries %v, want the worker's address", tries)
 			}
-			s.Tried(3*time.Second, &tries[0], "10.77.0.1", syscall.ETIMEDOUT)
+			s.Probed(3*time.Second, &tries[0], "10.77.0.1", syscall.ETIMEDOUT)
 			got := take(s)
 			if len(got.warnings) != 1 || !strings.Contains(got.warnings[0], cannot) || !strings.Contains(got.warnings[0], "DMLC_NODE_HOST or DMLC_INTERFACE") {
 				t.Errorf("the scheduler warns %q, want %q", got.warnings, cannot)
@@ -134,15 +134,15 @@ func TestUnreachableNode(t *testing.T) {
 			if r := s.Report(4 * time.Second).String(); !strings.Contains(r, "not reached: "+cannot) {
 				t.Errorf("the report is %q", r)
 			}
-			s.Tick(trialDelay + trialPause)
-			if again := take(s).tries; len(again) == 0 {
+			s.Tick(probeDelay + probePause)
+			if again := take(s).probes; len(again) == 0 {
 				t.Error("it is not tried again")
 			}
-			s.Tried(7*time.Second, &tries[0], "10.77.0.1", syscall.ETIMEDOUT)
+			s.Probed(7*time.Second, &tries[0], "10.77.0.1", syscall.ETIMEDOUT)
 			if again := take(s).warnings; len(again) != 0 {
 				t.Errorf("said again: %q", again)
 			}
-			s.Tried(8*time.Second, &tries[0], "10.77.0.1", nil)
+			s.Probed(8*time.Second, &tries[0], "10.77.0.1", nil)
 			if said := take(s).warnings; len(said) != 1 || !strings.Contains(said[0], "can be reached now") {
 				t.Errorf("the scheduler says %q, want that it can be reached now", said)
 			}
@@ -156,22 +156,22 @@ func TestUnreachableNode(t *testing.T) {
 // TestTrialsAreFew: only processes that have registered and count are tried, at numeric addresses, at most maxTrials in a second.
 // A process is not tried after it has sent a message. A timeout of a trial is not reported.
 func TestTrialsAreFew(t *testing.T) {
-	s := trying(t, van.Scheduler, 1, 3*maxTrials)
+	s := probingMachine(t, van.Scheduler, 1, 3*maxProbes)
 	rec := func(i int) *van.Meta {
-		w := trying(t, van.Worker, 2, 3*maxTrials)
-		meta := registration(t, w)
+		w := probingMachine(t, van.Worker, 2, 3*maxProbes)
+		meta := registrationOf(t, w)
 		id := van.Identity{Incarnation: uint32(100 + i)}
 		meta.Control.Nodes[0].Port, meta.Control.Nodes[0].Endpoint = 1000+i, id.Encode()
 		return meta
 	}
-	for i := range 2 * maxTrials {
+	for i := range 2 * maxProbes {
 		if err := s.Step(0, van.Empty, rec(i)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	named := rec(2 * maxTrials)
+	named := rec(2 * maxProbes)
 	named.Control.Nodes[0].Hostname, named.Control.Nodes[0].Endpoint = "name.example", nil // of the original: others have addresses
-	misfit := rec(2*maxTrials + 1)
+	misfit := rec(2*maxProbes + 1)
 	misfit.Control.Nodes[0].AuxID = 1 << 10
 	for _, m := range []*van.Meta{named, misfit} {
 		if err := s.Step(0, van.Empty, m); err != nil {
@@ -180,20 +180,20 @@ func TestTrialsAreFew(t *testing.T) {
 	}
 	take(s)
 	tried := map[string]int{}
-	at := trialDelay
-	for _, want := range []int{maxTrials, 2 * maxTrials, 2 * maxTrials} {
+	at := probeDelay
+	for _, want := range []int{maxProbes, 2 * maxProbes, 2 * maxProbes} {
 		s.Tick(at)
-		s.Tick(at + trialTime/2)
-		for _, n := range take(s).tries {
+		s.Tick(at + probePeriod/2)
+		for _, n := range take(s).probes {
 			tried[n.Addr()]++
-			if n.Hostname == "name.example" || n.Port > 1000+2*maxTrials {
+			if n.Hostname == "name.example" || n.Port > 1000+2*maxProbes {
 				t.Errorf("tried %s", n.Addr())
 			}
 		}
 		if len(tried) != want {
 			t.Errorf("%d addresses are tried after %s, want %d", len(tried), at, want)
 		}
-		at += trialTime
+		at += probePeriod
 	}
 	for addr, n := range tried {
 		if n != 1 {
@@ -201,26 +201,26 @@ func TestTrialsAreFew(t *testing.T) {
 		}
 	}
 	some := rec(0).Control.Nodes[0]
-	s.Tried(at, &some, "10.77.0.1", fmt.Errorf("%w: silent", van.ErrTimeout))
+	s.Probed(at, &some, "10.77.0.1", fmt.Errorf("%w: silent", van.ErrTimeout))
 	stranger := rec(9999).Control.Nodes[0]
-	s.Tried(at, &stranger, "10.77.0.1", syscall.ECONNREFUSED)
+	s.Probed(at, &stranger, "10.77.0.1", syscall.ECONNREFUSED)
 	if got := take(s); len(got.warnings) > 0 || len(got.replies) > 0 {
 		t.Errorf("warnings %q and replies %v after trials that show nothing", got.warnings, got.replies)
 	}
 	for at < time.Minute { // later trials stay within the limit as well
 		s.Tick(at)
-		if n := len(take(s).tries); n > maxTrials {
+		if n := len(take(s).probes); n > maxProbes {
 			t.Errorf("%d trials at %s", n, at)
 		}
-		at += trialTime
+		at += probePeriod
 	}
 }
 
 // TestHeardNodeIsNotTried: a node that has sent a message under its id is reached.
 func TestHeardNodeIsNotTried(t *testing.T) {
-	s, w, o := trying(t, van.Scheduler, 1, 1), trying(t, van.Worker, 2, 1), trying(t, van.Server, 3, 1)
+	s, w, o := probingMachine(t, van.Scheduler, 1, 1), probingMachine(t, van.Worker, 2, 1), probingMachine(t, van.Server, 3, 1)
 	for _, n := range []*Machine{w, o} {
-		if err := s.Step(0, van.Empty, registration(t, n)); err != nil {
+		if err := s.Step(0, van.Empty, registrationOf(t, n)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -230,16 +230,16 @@ func TestHeardNodeIsNotTried(t *testing.T) {
 	if err := s.Step(time.Millisecond, 9, &beat); err != nil {
 		t.Fatal(err)
 	}
-	s.Tick(trialDelay)
-	if tries := take(s).tries; len(tries) != 1 || tries[0].Addr() != "10.77.0.3:20000" {
+	s.Tick(probeDelay)
+	if tries := take(s).probes; len(tries) != 1 || tries[0].Addr() != "10.77.0.3:20000" {
 		t.Errorf("tries %v, want the server only, which has not been heard", tries)
 	}
 }
 
 // TestEnded: the reports have the cause of a process's end once, with a bounded length.
 func TestEnded(t *testing.T) {
-	s := trying(t, van.Scheduler, 1, 1)
-	for i := range 3 * maxRefusals {
+	s := probingMachine(t, van.Scheduler, 1, 1)
+	for i := range 3 * maxRefusalTexts {
 		meta := controlAt(0, van.Heartbeat)
 		meta.Body = Ended(fmt.Sprintf("worker of rank %d on h: %s", i/2, strings.Repeat("too few files ", 100)))
 		if err := s.Step(0, van.Empty, &meta); err != nil {
@@ -247,10 +247,10 @@ func TestEnded(t *testing.T) {
 		}
 	}
 	r := s.Report(0)
-	if n := len(r.Ended); n != maxRefusals || !strings.HasPrefix(r.Ended[n-1], "worker of rank 23 on h: too few files") {
+	if n := len(r.Ended); n != maxRefusalTexts || !strings.HasPrefix(r.Ended[n-1], "worker of rank 23 on h: too few files") {
 		t.Errorf("the report has %d that ended: %q", n, r.Ended)
 	}
-	if n := len(r.String()); n > 2*maxRefusals*maxEnded {
+	if n := len(r.String()); n > 2*maxRefusalTexts*maxEndedText {
 		t.Errorf("the report has %d bytes", n)
 	}
 }
@@ -269,14 +269,14 @@ func TestSchedulerUnreached(t *testing.T) {
 		{fmt.Errorf("%w: silent", van.ErrTimeout), "another program listens there"},
 		{nil, "has not answered"},
 	} {
-		w := trying(t, van.Worker, 2, 1)
+		w := probingMachine(t, van.Worker, 2, 1)
 		take(w)
-		w.Tick(trialDelay)
+		w.Tick(probeDelay)
 		got := take(w)
-		if len(got.tries) != 1 || got.tries[0].Addr() != "10.77.0.1:8123" {
-			t.Fatalf("tries %v, want the scheduler's address", got.tries)
+		if len(got.probes) != 1 || got.probes[0].Addr() != "10.77.0.1:8123" {
+			t.Fatalf("tries %v, want the scheduler's address", got.probes)
 		}
-		w.Tried(2*time.Second, &got.tries[0], "10.77.0.2", c.err)
+		w.Probed(2*time.Second, &got.probes[0], "10.77.0.2", c.err)
 		if said := take(w).waiting; len(said) > 0 {
 			t.Errorf("%v: said at once: %q", c.err, said)
 		}
@@ -285,11 +285,11 @@ func TestSchedulerUnreached(t *testing.T) {
 			t.Errorf("%v: says %q within 5 s, want %q", c.err, said, c.want)
 		}
 	}
-	w := trying(t, van.Worker, 2, 1)
+	w := probingMachine(t, van.Worker, 2, 1)
 	w.PeerBack(0, van.SchedulerID) // the node is connected to the scheduler
 	w.Tick(5*time.Second - time.Millisecond)
 	got := take(w)
-	if len(got.tries) != 0 || len(got.waiting) != 1 || strings.Contains(got.waiting[0], "does not run") || !strings.Contains(got.waiting[0], "is connected, and has not answered") {
-		t.Errorf("a scheduler that is connected is tried (%v), and the node says %q", got.tries, got.waiting)
+	if len(got.probes) != 0 || len(got.waiting) != 1 || strings.Contains(got.waiting[0], "does not run") || !strings.Contains(got.waiting[0], "is connected, and has not answered") {
+		t.Errorf("a scheduler that is connected is tried (%v), and the node says %q", got.probes, got.waiting)
 	}
 }
