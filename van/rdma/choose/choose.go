@@ -78,7 +78,7 @@ func (r Result) String() string {
 // (RoCE, version 2 before 1), or on an IP-over-InfiniBand interface. Errors are
 // *Error and wrap ErrNoDevice, ErrPortDown, ErrNoAddress or ErrNoInterface.
 func Choose(m Machine, r Request) (Result, error) {
-	l := m.look()
+	l := m.survey()
 	switch {
 	case strings.EqualFold(r.Interface, "auto"):
 		res, err := l.nearest(r.GPU)
@@ -95,9 +95,9 @@ func Choose(m Machine, r Request) (Result, error) {
 		return l.named(r.Interface)
 	}
 	if len(l.usable) == 0 {
-		return Result{}, l.nothing("", "")
+		return Result{}, l.noPort("", "")
 	}
-	if i := slices.IndexFunc(l.usable, func(e *end) bool { return e.addr == r.Toward }); i >= 0 {
+	if i := slices.IndexFunc(l.usable, func(e *endpoint) bool { return e.addr == r.Toward }); i >= 0 {
 		return l.result(l.usable[i], "its address leads to DMLC_PS_ROOT_URI", nil), nil
 	}
 	why := "first active RDMA port"
@@ -108,10 +108,10 @@ func Choose(m Machine, r Request) (Result, error) {
 }
 
 // nearest chooses by distance to the GPU.
-func (l *look) nearest(gpu string) (Result, error) {
+func (l *survey) nearest(gpu string) (Result, error) {
 	const setting = "DMLC_INTERFACE=auto: "
 	if len(l.usable) == 0 {
-		return Result{}, l.nothing("DMLC_INTERFACE", "auto")
+		return Result{}, l.noPort("DMLC_INTERFACE", "auto")
 	}
 	first := func(why string) (Result, error) {
 		return l.result(l.usable[0], setting+"first active RDMA port, "+why, nil), nil
@@ -123,9 +123,9 @@ func (l *look) nearest(gpu string) (Result, error) {
 	if at.path == nil {
 		return first("because GPU " + gpu + " is not in /sys")
 	}
-	near := func(e *end) closeness { return between(at, e.place) }
+	near := func(e *endpoint) distance { return distanceBetween(at, e.location) }
 	ends := slices.Clone(l.usable)
-	slices.SortStableFunc(ends, func(a, b *end) int { return near(a).compare(near(b)) })
+	slices.SortStableFunc(ends, func(a, b *endpoint) int { return near(a).compare(near(b)) })
 	best := near(ends[0])
 	why := fmt.Sprintf("%snearest to GPU %s (%s)", setting, at.path[len(at.path)-1], best)
 	equal := 0
@@ -141,15 +141,15 @@ func (l *look) nearest(gpu string) (Result, error) {
 }
 
 // host finds the device that has an address.
-func (l *look) host(addr netip.Addr) (Result, error) {
+func (l *survey) host(addr netip.Addr) (Result, error) {
 	const setting = "DMLC_NODE_HOST"
 	fail := func(err error, problem string) (Result, error) {
-		return Result{}, &Error{setting, addr.String(), problem, l.have(), err}
+		return Result{}, &Error{setting, addr.String(), problem, l.inventory(), err}
 	}
 	if !addr.Is4() {
 		return fail(ErrNoAddress, "want an IPv4 address")
 	}
-	if e := l.having(addr, ""); e != nil {
+	if e := l.endpointWith(addr, ""); e != nil {
 		if !e.port.Active {
 			return fail(ErrPortDown, fmt.Sprintf("%s is %s", e, e.port.State))
 		}
@@ -163,10 +163,10 @@ func (l *look) host(addr netip.Addr) (Result, error) {
 }
 
 // named finds the device behind an interface.
-func (l *look) named(name string) (Result, error) {
+func (l *survey) named(name string) (Result, error) {
 	const setting = "DMLC_INTERFACE"
 	fail := func(err error, format string, args ...any) (Result, error) {
-		return Result{}, &Error{setting, name, fmt.Sprintf(format, args...), l.have(), err}
+		return Result{}, &Error{setting, name, fmt.Sprintf(format, args...), l.inventory(), err}
 	}
 	var match []Interface
 	for _, i := range l.m.Interfaces {
@@ -186,7 +186,7 @@ func (l *look) named(name string) (Result, error) {
 		return fail(ErrNoInterface, "%d interfaces begin so", len(match))
 	}
 	i := match[0]
-	var found *end
+	var found *endpoint
 	v4 := 0
 	for _, a := range i.Addrs {
 		if !a.Is4() {
@@ -194,7 +194,7 @@ func (l *look) named(name string) (Result, error) {
 		}
 		v4++
 		// The first address of an active port, else the first one of any.
-		if e := l.having(a, i.Name); e != nil && (found == nil || !found.port.Active && e.port.Active) {
+		if e := l.endpointWith(a, i.Name); e != nil && (found == nil || !found.port.Active && e.port.Active) {
 			found = e
 		}
 	}
@@ -209,11 +209,11 @@ func (l *look) named(name string) (Result, error) {
 	return fail(ErrNoDevice, "%s is not on an RDMA port", i.Name)
 }
 
-// having is the end with an address, an active one before others, and one whose
+// endpointWith is the end with an address, an active one before others, and one whose
 // interface is known to be iface before others.
-func (l *look) having(addr netip.Addr, iface string) *end {
-	var best *end
-	score := func(e *end) int {
+func (l *survey) endpointWith(addr netip.Addr, iface string) *endpoint {
+	var best *endpoint
+	score := func(e *endpoint) int {
 		n := 0
 		if e.port.Active {
 			n = 2
@@ -223,7 +223,7 @@ func (l *look) having(addr netip.Addr, iface string) *end {
 		}
 		return n
 	}
-	for _, e := range l.ends {
+	for _, e := range l.endpoints {
 		if e.addr == addr && (best == nil || score(e) > score(best)) {
 			best = e
 		}
@@ -232,7 +232,7 @@ func (l *look) having(addr netip.Addr, iface string) *end {
 }
 
 // result describes e, and with near how far the others are.
-func (l *look) result(e *end, why string, near func(*end) closeness) Result {
+func (l *survey) result(e *endpoint, why string, near func(*endpoint) distance) Result {
 	r := Result{Host: e.addr, Iface: e.iface, Device: e.device, Port: e.port.Num, GIDIndex: e.gid.Index, GIDType: e.gid.Type, Why: why}
 	for _, o := range l.usable {
 		switch {
@@ -243,16 +243,16 @@ func (l *look) result(e *end, why string, near func(*end) closeness) Result {
 			r.Others = append(r.Others, fmt.Sprintf("%s %s", o, o.addr))
 		}
 	}
-	for _, u := range l.useless {
+	for _, u := range l.unusable {
 		r.Others = append(r.Others, u.name+" ("+u.why+")")
 	}
 	return r
 }
 
-// nothing is the error of a choice among no ports.
-func (l *look) nothing(setting, value string) error {
+// noPort is the error of a choice among no ports.
+func (l *survey) noPort(setting, value string) error {
 	if len(l.m.Devices) == 0 {
-		return &Error{setting, value, "no RDMA device; " + verbs.DeviceRemedy, l.have(), ErrNoDevice}
+		return &Error{setting, value, "no RDMA device; " + verbs.DeviceRemedy, l.inventory(), ErrNoDevice}
 	}
 	err := ErrNoAddress
 	if !slices.ContainsFunc(l.m.Devices, func(d verbs.DeviceInfo) bool {
@@ -260,5 +260,5 @@ func (l *look) nothing(setting, value string) error {
 	}) {
 		err = ErrPortDown
 	}
-	return &Error{setting, value, "no usable RDMA port", l.have(), err}
+	return &Error{setting, value, "no usable RDMA port", l.inventory(), err}
 }

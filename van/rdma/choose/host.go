@@ -44,12 +44,12 @@ func gpus(root fs.FS) []string {
 	var list []string
 	dirs, _ := fs.ReadDir(root, "proc/driver/nvidia/gpus")
 	for _, d := range dirs {
-		if a, ok := normal(d.Name()); ok {
+		if a, ok := normalizePCI(d.Name()); ok {
 			list = append(list, a)
 		}
 	}
 	if list == nil {
-		l := &look{m: Machine{Root: root}}
+		l := &survey{m: Machine{Root: root}}
 		dirs, _ := fs.ReadDir(root, "sys/bus/pci/devices")
 		for _, d := range dirs {
 			dir := l.link("sys/bus/pci/devices/" + d.Name())

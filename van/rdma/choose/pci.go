@@ -13,8 +13,8 @@ import (
 	"strings"
 )
 
-// place is where a device is plugged in.
-type place struct {
+// location is where a device is plugged in.
+type location struct {
 	path []string // the host bridge, the bridges and switches behind it, and the device
 	numa int      // NUMA node, negative when unknown
 }
@@ -36,21 +36,21 @@ func (n nearness) String() string {
 	return [...]string{"same PCIe switch", "same root complex", "same NUMA node", "other NUMA node", "unknown place"}[n]
 }
 
-// closeness orders ways also by how much of them is shared.
-type closeness struct {
+// distance orders ways also by how much of them is shared.
+type distance struct {
 	nearness
 	shared int // host bridge, bridges and switches in common
 }
 
 // compare orders the nearer first.
-func (c closeness) compare(d closeness) int {
+func (c distance) compare(d distance) int {
 	return cmp.Or(cmp.Compare(c.nearness, d.nearness), -cmp.Compare(c.shared, d.shared))
 }
 
-// between is the way from a to b.
-func between(a, b place) closeness {
+// distanceBetween is the way from a to b.
+func distanceBetween(a, b location) distance {
 	if a.path == nil || b.path == nil {
-		return closeness{unknown, 0}
+		return distance{unknown, 0}
 	}
 	n := 0
 	for n < min(len(a.path), len(b.path)) && a.path[n] == b.path[n] {
@@ -58,13 +58,13 @@ func between(a, b place) closeness {
 	}
 	switch {
 	case n >= 2: // a bridge below the host bridge
-		return closeness{sameSwitch, n}
+		return distance{sameSwitch, n}
 	case n == 1:
-		return closeness{sameRoot, n}
+		return distance{sameRoot, n}
 	case a.numa >= 0 && a.numa == b.numa:
-		return closeness{sameNode, 0}
+		return distance{sameNode, 0}
 	}
-	return closeness{elsewhere, 0}
+	return distance{elsewhere, 0}
 }
 
 var (
@@ -90,35 +90,35 @@ func pciPath(dir string) (devices []string, at string) {
 	return parts[begin:end], path.Join(parts[:end]...)
 }
 
-// place is where an RDMA device is: by its own path, else, as with Soft-RoCE, by
+// locationOf is where an RDMA device is: by its own path, else, as with Soft-RoCE, by
 // that of its interface.
-func (l *look) place(dir, iface string) place {
+func (l *survey) locationOf(dir, iface string) location {
 	devices, at := pciPath(dir)
 	if devices == nil && iface != "" {
 		devices, at = pciPath(l.netDir(iface))
 	}
-	return l.placeAt(devices, at)
+	return l.locationAt(devices, at)
 }
 
 // locate finds a PCI device by its address.
-func (l *look) locate(address string) place {
-	address, ok := normal(address)
+func (l *survey) locate(address string) location {
+	address, ok := normalizePCI(address)
 	if !ok {
-		return place{numa: -1}
+		return location{numa: -1}
 	}
-	return l.placeAt(pciPath(l.link("sys/bus/pci/devices/" + address)))
+	return l.locationAt(pciPath(l.link("sys/bus/pci/devices/" + address)))
 }
 
-func (l *look) placeAt(devices []string, at string) place {
+func (l *survey) locationAt(devices []string, at string) location {
 	if devices == nil {
-		return place{numa: -1}
+		return location{numa: -1}
 	}
-	return place{devices, l.number(path.Join(at, "numa_node"))}
+	return location{devices, l.number(path.Join(at, "numa_node"))}
 }
 
-// normal writes a PCI address as the kernel does: NVIDIA's has eight digits for the
+// normalizePCI writes a PCI address as the kernel does: NVIDIA's has eight digits for the
 // domain and capital letters, and some leave the domain out.
-func normal(address string) (string, bool) {
+func normalizePCI(address string) (string, bool) {
 	parts := strings.Split(strings.ToLower(strings.TrimSpace(address)), ":")
 	if len(parts) == 2 {
 		parts = append([]string{"0"}, parts...)
@@ -135,7 +135,7 @@ func normal(address string) (string, bool) {
 }
 
 // netDir is the directory of a network interface, "" when that is not known.
-func (l *look) netDir(iface string) string {
+func (l *survey) netDir(iface string) string {
 	if iface == "" || strings.ContainsAny(iface, "/") {
 		return ""
 	}
@@ -143,7 +143,7 @@ func (l *look) netDir(iface string) string {
 }
 
 // link is where a symbolic link of sysfs leads, "" when there is none.
-func (l *look) link(name string) string {
+func (l *survey) link(name string) string {
 	to, err := fs.ReadLink(l.m.Root, name)
 	if err != nil {
 		return ""
@@ -154,13 +154,13 @@ func (l *look) link(name string) string {
 	return path.Join(path.Dir(name), to)
 }
 
-func (l *look) exists(name string) bool {
+func (l *survey) exists(name string) bool {
 	_, err := fs.Stat(l.m.Root, name)
 	return err == nil
 }
 
 // read is the content of a file, "" when that cannot be had.
-func (l *look) read(name string) string {
+func (l *survey) read(name string) string {
 	b, err := fs.ReadFile(l.m.Root, name)
 	if err != nil {
 		return ""
@@ -169,7 +169,7 @@ func (l *look) read(name string) string {
 }
 
 // number reads a file with one number, -1 when that cannot be had.
-func (l *look) number(file string) int {
+func (l *survey) number(file string) int {
 	n, err := strconv.ParseInt(strings.TrimSpace(l.read(file)), 0, 32)
 	if err != nil {
 		return -1

@@ -14,36 +14,36 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// look is a machine looked at.
-type look struct {
-	m       Machine
-	ends    []*end    // of all ports, active or not, in order
-	usable  []*end    // those that a node may be given without having asked for them
-	useless []useless // ports without such
+// survey is a machine looked at.
+type survey struct {
+	m         Machine
+	endpoints []*endpoint // of all ports, active or not, in order
+	usable    []*endpoint // those that a node may be given without having asked for them
+	unusable  []unusable  // ports without such
 }
 
-// end is an address on a port.
-type end struct {
-	device string
-	port   *verbs.PortInfo
-	addr   netip.Addr
-	iface  string
-	gid    verbs.GID
-	place  place
+// endpoint is an address on a port.
+type endpoint struct {
+	device   string
+	port     *verbs.PortInfo
+	addr     netip.Addr
+	iface    string
+	gid      verbs.GID
+	location location
 }
 
 // String names the device and port.
-func (e *end) String() string { return portName(e.device, e.port.Num) }
+func (e *endpoint) String() string { return portName(e.device, e.port.Num) }
 
 func portName(device string, port int) string { return fmt.Sprintf("%s port %d", device, port) }
 
-type useless struct{ name, why string }
+type unusable struct{ name, why string }
 
-func (m Machine) look() *look {
+func (m Machine) survey() *survey {
 	if m.Root == nil {
 		m.Root = embed.FS{} // without a file
 	}
-	l := &look{m: m}
+	l := &survey{m: m}
 	devices := slices.Clone(m.Devices)
 	slices.SortStableFunc(devices, func(a, b verbs.DeviceInfo) int { return compareNames(a.Name, b.Name) })
 	for _, d := range devices {
@@ -55,15 +55,15 @@ func (m Machine) look() *look {
 }
 
 // port adds the ends of one port.
-func (l *look) port(d *verbs.DeviceInfo, p *verbs.PortInfo) {
-	ends := l.endsOf(d, p)
-	l.ends = append(l.ends, ends...)
+func (l *survey) port(d *verbs.DeviceInfo, p *verbs.PortInfo) {
+	ends := l.endpointsOf(d, p)
+	l.endpoints = append(l.endpoints, ends...)
 	name := portName(d.Name, p.Num)
 	if !p.Active {
-		l.useless = append(l.useless, useless{name, p.State})
+		l.unusable = append(l.unusable, unusable{name, p.State})
 		return
 	}
-	var good []*end
+	var good []*endpoint
 	why := "no IPv4 address"
 	for _, e := range ends {
 		owner := l.owner(e.addr)
@@ -78,11 +78,11 @@ func (l *look) port(d *verbs.DeviceInfo, p *verbs.PortInfo) {
 	}
 	// Addresses that somebody has configured come before those that the host has
 	// given itself.
-	slices.SortStableFunc(good, func(a, b *end) int {
+	slices.SortStableFunc(good, func(a, b *endpoint) int {
 		return cmp.Compare(linkLocal(a.addr), linkLocal(b.addr))
 	})
 	if len(good) == 0 {
-		l.useless = append(l.useless, useless{name, why})
+		l.unusable = append(l.unusable, unusable{name, why})
 	}
 	l.usable = append(l.usable, good...)
 }
@@ -94,12 +94,12 @@ func linkLocal(a netip.Addr) int {
 	return 0
 }
 
-// endsOf lists the IPv4 addresses of a port, in the order of its GIDs, each with
+// endpointsOf lists the IPv4 addresses of a port, in the order of its GIDs, each with
 // its best GID.
-func (l *look) endsOf(d *verbs.DeviceInfo, p *verbs.PortInfo) []*end {
-	var ends []*end
+func (l *survey) endpointsOf(d *verbs.DeviceInfo, p *verbs.PortInfo) []*endpoint {
+	var ends []*endpoint
 	add := func(addr netip.Addr, iface string) {
-		if slices.ContainsFunc(ends, func(e *end) bool { return e.addr == addr }) {
+		if slices.ContainsFunc(ends, func(e *endpoint) bool { return e.addr == addr }) {
 			return
 		}
 		gid, ok := BestGID(p.GIDs, addr)
@@ -110,7 +110,7 @@ func (l *look) endsOf(d *verbs.DeviceInfo, p *verbs.PortInfo) []*end {
 		if o := l.owner(addr); o != nil && iface == "" {
 			iface = o.Name
 		}
-		ends = append(ends, &end{d.Name, p, addr, iface, gid, l.place(d.Path, iface)})
+		ends = append(ends, &endpoint{d.Name, p, addr, iface, gid, l.locationOf(d.Path, iface)})
 	}
 	for _, g := range p.GIDs {
 		if a := g.Addr.Unmap(); a.Is4() && !a.IsUnspecified() {
@@ -119,7 +119,7 @@ func (l *look) endsOf(d *verbs.DeviceInfo, p *verbs.PortInfo) []*end {
 	}
 	if p.LinkLayer == "InfiniBand" {
 		for _, i := range l.m.Interfaces {
-			if l.over(i.Name, d.Name, p) {
+			if l.runsIPOver(i.Name, d.Name, p) {
 				for _, a := range i.Addrs {
 					if a.Is4() {
 						add(a, i.Name)
@@ -162,8 +162,8 @@ func BestGID(gids []verbs.GID, addr netip.Addr) (best verbs.GID, ok bool) {
 	return best, found >= 0
 }
 
-// over tells whether an interface runs IP over a port of a device.
-func (l *look) over(iface, device string, p *verbs.PortInfo) bool {
+// runsIPOver tells whether an interface runs IP over a port of a device.
+func (l *survey) runsIPOver(iface, device string, p *verbs.PortInfo) bool {
 	if slices.ContainsFunc(p.GIDs, func(g verbs.GID) bool { return g.Iface == iface }) {
 		return true
 	}
@@ -178,7 +178,7 @@ func (l *look) over(iface, device string, p *verbs.PortInfo) bool {
 }
 
 // owner is the interface with an address.
-func (l *look) owner(addr netip.Addr) *Interface {
+func (l *survey) owner(addr netip.Addr) *Interface {
 	for i := range l.m.Interfaces {
 		if slices.Contains(l.m.Interfaces[i].Addrs, addr) {
 			return &l.m.Interfaces[i]
@@ -187,17 +187,17 @@ func (l *look) owner(addr netip.Addr) *Interface {
 	return nil
 }
 
-// have lists ports and interfaces, for errors.
-func (l *look) have() string {
+// inventory lists ports and interfaces, for errors.
+func (l *survey) inventory() string {
 	var ports, rest []string
 	rdma := map[string]bool{}
-	for _, e := range l.ends {
+	for _, e := range l.endpoints {
 		rdma[e.iface] = true
 		name := cmp.Or(e.iface, "?")
 		ports = append(ports, fmt.Sprintf("%s %s (%s, %s)", name, e.addr, e, e.port.State))
 	}
-	for _, u := range l.useless {
-		if !slices.ContainsFunc(l.ends, func(e *end) bool { return e.String() == u.name }) {
+	for _, u := range l.unusable {
+		if !slices.ContainsFunc(l.endpoints, func(e *endpoint) bool { return e.String() == u.name }) {
 			ports = append(ports, u.name+" ("+u.why+")")
 		}
 	}
