@@ -39,7 +39,7 @@ func (c *channel) ended() bool { return c.closed || c.stack.ended() }
 func (c *channel) push(id *connID, ev verbs.Event, read, lost func()) {
 	n := c.net
 	enter := func() {
-		if id.gone || c.ended() {
+		if id.removed || c.ended() {
 			if lost != nil {
 				lost()
 			}
@@ -58,7 +58,7 @@ func (c *channel) push(id *connID, ev verbs.Event, read, lost func()) {
 		due = n.lastEvent
 	}
 	n.lastEvent = due
-	n.agenda.at(due, enter)
+	n.schedule.at(due, enter)
 }
 
 // wakeAll makes all that wait look again.

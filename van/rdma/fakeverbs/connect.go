@@ -52,9 +52,9 @@ func (id *connID) Connect(p verbs.ConnParam) error {
 	n.trace.cm(id, EventConnect, &p)
 	id.stack.toPeers(func() {
 		switch {
-		case id.gone || id.state != connecting:
+		case id.removed || id.state != connecting:
 		case n.cuts.has(id.local.Addr(), id.remote.Addr()):
-			id.giveUp(verbs.Unreachable, connecting)
+			id.failAfterTimeout(verbs.Unreachable, connecting)
 		default:
 			id.request()
 		}
@@ -62,10 +62,10 @@ func (id *connID) Connect(p verbs.ConnParam) error {
 	return nil
 }
 
-// giveUp fails what id is at when it still is after a while.
-func (id *connID) giveUp(t verbs.EventType, at idState) {
-	id.net.agenda.after(id.net.cfg.Unreachable, func() {
-		if id.state == at && !id.gone {
+// failAfterTimeout fails what id is at when it still is after a while.
+func (id *connID) failAfterTimeout(t verbs.EventType, at idState) {
+	id.net.schedule.after(id.net.cfg.Unreachable, func() {
+		if id.state == at && !id.removed {
 			id.fail(t, timedOut)
 		}
 	})
@@ -125,8 +125,8 @@ func (id *connID) Accept(p verbs.ConnParam) error {
 	id.qp.start(to.qp, to.param)
 	id.stack.toPeers(func() {
 		if n.cuts.has(id.local.Addr(), id.remote.Addr()) {
-			id.giveUp(verbs.Unreachable, accepting)
-			to.giveUp(verbs.Unreachable, connecting)
+			id.failAfterTimeout(verbs.Unreachable, accepting)
+			to.failAfterTimeout(verbs.Unreachable, connecting)
 			return
 		}
 		to.ch.push(to, verbs.Event{Type: verbs.Established, Private: padded(p.Private, verbs.MaxAcceptData)}, func() { to.establish(id) }, nil)
@@ -145,9 +145,9 @@ func (id *connID) establish(to *connID) {
 		p.RetryCount = id.param.RetryCount
 		id.qp.start(to.qp, p)
 	}
-	if to.state == accepting && !to.gone {
+	if to.state == accepting && !to.removed {
 		if id.net.cuts.has(id.local.Addr(), to.local.Addr()) {
-			to.giveUp(verbs.Unreachable, accepting)
+			to.failAfterTimeout(verbs.Unreachable, accepting)
 		} else {
 			to.state = connected
 			to.ch.push(to, verbs.Event{Type: verbs.Established}, nil, nil)
@@ -174,7 +174,7 @@ func (id *connID) Reject(private []byte) error {
 	n.trace.cm(id, EventReject, &verbs.ConnParam{Private: private})
 	id.stack.toPeers(func() {
 		if n.cuts.has(id.local.Addr(), id.remote.Addr()) {
-			id.peer.giveUp(verbs.Unreachable, id.peer.state)
+			id.peer.failAfterTimeout(verbs.Unreachable, id.peer.state)
 		} else {
 			id.peer.rejected(statusConsumer, private)
 		}
@@ -209,19 +209,19 @@ func (id *connID) disconnect(tell bool) {
 	id.state = disconnected
 	id.stack.toPeers(func() {
 		p := id.peer
-		reached := !p.gone && !p.ch.ended() && !n.cuts.has(id.local.Addr(), id.remote.Addr())
+		reached := !p.removed && !p.ch.ended() && !n.cuts.has(id.local.Addr(), id.remote.Addr())
 		if !reached || p.stack.stopped {
-			n.agenda.after(n.cfg.Unreachable, func() { id.tellDisconnected() })
+			n.schedule.after(n.cfg.Unreachable, func() { id.notifyDisconnected() })
 		}
 		if tell && reached {
-			p.tellDisconnected()
+			p.notifyDisconnected()
 		}
 	})
 }
 
-func (id *connID) tellDisconnected() {
-	if !id.told {
-		id.told = true
+func (id *connID) notifyDisconnected() {
+	if !id.notified {
+		id.notified = true
 		id.state = disconnected
 		id.ch.push(id, verbs.Event{Type: verbs.Disconnected}, nil, nil)
 	}
@@ -235,10 +235,10 @@ func (id *connID) Destroy() error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if id.stack.ended() {
-		id.gone = true
+		id.removed = true
 		return nil
 	}
-	if id.gone {
+	if id.removed {
 		return id.fault("destroy", verbs.ErrClosed, "its use")
 	}
 	id.destroy(true)
@@ -247,7 +247,7 @@ func (id *connID) Destroy() error {
 
 // destroy ends id. Its peer is told what the kernel would tell it.
 func (id *connID) destroy(tell bool) {
-	if id.gone {
+	if id.removed {
 		return
 	}
 	switch id.state {
@@ -261,7 +261,7 @@ func (id *connID) destroy(tell bool) {
 		state := id.state
 		id.stack.toPeers(func() { id.destroyed(state, tell) })
 	}
-	id.gone = true
+	id.removed = true
 	for _, h := range id.at {
 		if h.ports[id.local.Port()] == id {
 			delete(h.ports, id.local.Port())
@@ -280,20 +280,20 @@ func (id *connID) destroyed(state idState, tell bool) {
 	switch state {
 	case connecting:
 		switch {
-		case p == nil || p.gone:
+		case p == nil || p.removed:
 		case p.state == accepting && tell:
 			p.rejected(statusConsumer, nil)
 		case p.state == accepting:
-			p.giveUp(verbs.Unreachable, accepting)
+			p.failAfterTimeout(verbs.Unreachable, accepting)
 		case p.state == requested && tell:
 			p.rejected(statusTimeout, nil)
 		}
 	case requested:
-		if !p.gone && p.state == connecting {
+		if !p.removed && p.state == connecting {
 			if tell {
 				p.rejected(statusConsumer, nil)
 			} else {
-				p.giveUp(verbs.Unreachable, connecting)
+				p.failAfterTimeout(verbs.Unreachable, connecting)
 			}
 		}
 	default:

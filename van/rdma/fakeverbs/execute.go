@@ -18,12 +18,12 @@ const (
 	qpGone
 )
 
-// stall is why the first work request of a queue cannot be executed.
-type stall int
+// stallReason is why the first work request of a queue cannot be executed.
+type stallReason int
 
 const (
-	moving stall = iota
-	noPeer       // nobody acknowledges
+	notStalled stallReason = iota
+	noPeer                 // nobody acknowledges
 	noReceive
 )
 
@@ -47,17 +47,17 @@ type qp struct {
 	executed int
 	sent     []sent
 	free     int // receive requests posted
-	stalled  stall
+	stalled  stallReason
 	stallSeq uint64 // changes with stalled
-	asleep   bool   // it was broken by a process that stands still: the peer does not notice yet
+	silent   bool   // it was broken by a process that stands still: the peer does not notice yet
 }
 
 // work is a work request that waits.
 type work struct {
 	verbs.SendWR
-	pos  uint64
-	data []byte // when inline
-	late bool   // posted by a process that stands still
+	pos          uint64
+	data         []byte // when inline
+	whileStopped bool   // posted by a process that stands still
 }
 
 func (q *qp) Handle() verbs.Handle { return verbs.Handle(q.num) }
@@ -77,9 +77,9 @@ func (q *qp) breakDown() {
 	if q.state == qpError || q.state == qpGone {
 		return
 	}
-	q.asleep = q.dev.stack.stopped
+	q.silent = q.dev.stack.stopped
 	q.state = qpError
-	q.stalled = moving
+	q.stalled = notStalled
 	q.stallSeq++
 	for q.sq.Len() > 0 {
 		w := q.sq.Take()
@@ -101,10 +101,10 @@ func (q *qp) flushReceive() {
 // end destroys q with its completions.
 func (q *qp) end() {
 	n := q.net
-	q.asleep = q.asleep || q.dev.stack.stopped && q.state == qpRTS
+	q.silent = q.silent || q.dev.stack.stopped && q.state == qpRTS
 	q.state = qpGone
 	q.sq = fifo.Queue[work]{}
-	q.stalled = moving
+	q.stalled = notStalled
 	q.stallSeq++
 	delete(n.qps, q.Handle())
 	delete(n.heldPairs, q.num)
@@ -159,7 +159,7 @@ func (q *qp) deliver() {
 		q.run()
 		return
 	}
-	n.agenda.after(time.Duration(n.rnd.Int64N(int64(n.cfg.Jitter))), func() { q.run() })
+	n.schedule.after(time.Duration(n.rnd.Int64N(int64(n.cfg.Jitter))), func() { q.run() })
 }
 
 // run executes what q has, as far as it can be.
@@ -183,7 +183,7 @@ func (q *qp) step() bool {
 	}
 	p := q.peer
 	switch {
-	case p.asleep && p.dev.stack.stopped || q.dev.stack.stopped && q.sq.All()[0].late:
+	case p.silent && p.dev.stack.stopped || q.dev.stack.stopped && q.sq.All()[0].whileStopped:
 		return false
 	case p.state == qpError || p.state == qpGone || p.dev.ended() || p.dev.host.absent || n.cuts.has(q.dev.host.addr, p.dev.host.addr):
 		q.wait(noPeer)
@@ -210,14 +210,14 @@ func (q *qp) step() bool {
 	case w.Flags&verbs.Signaled != 0:
 		q.done(&w, s)
 	}
-	n.spare.put(w.data)
+	n.freeBuffers.put(w.data)
 	return true
 }
 
 // next takes the first work request off the queue.
 func (q *qp) next() work {
 	w := q.sq.Take()
-	q.stalled = moving
+	q.stalled = notStalled
 	q.stallSeq++
 	return w
 }
@@ -298,7 +298,7 @@ func (q *qp) fail(w *work, s verbs.Status) {
 }
 
 // wait notes why q does not move, and fails it when that lasts.
-func (q *qp) wait(why stall) {
+func (q *qp) wait(why stallReason) {
 	if q.stalled == why {
 		return
 	}
@@ -319,7 +319,7 @@ func (q *qp) wait(why stall) {
 		return
 	}
 	seq := q.stallSeq
-	q.net.agenda.after(limit, func() {
+	q.net.schedule.after(limit, func() {
 		if q.stallSeq == seq && q.state == qpRTS {
 			w := q.next()
 			q.fail(&w, s)

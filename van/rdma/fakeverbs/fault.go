@@ -122,7 +122,7 @@ func (n *Net) kill(s *Stack, tell bool) {
 	if s.dead {
 		return
 	}
-	s.stopped, s.kept = false, nil
+	s.stopped, s.deferred = false, nil
 	for _, id := range s.ids() {
 		id.destroy(tell)
 	}
@@ -158,8 +158,8 @@ func (n *Net) Wake(s *Stack) {
 		return
 	}
 	s.stopped = false
-	kept := s.kept
-	s.kept = nil
+	kept := s.deferred
+	s.deferred = nil
 	for _, do := range kept {
 		do()
 	}
@@ -203,7 +203,7 @@ func (n *Net) Close() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.closed = true
-	n.agenda.end()
+	n.schedule.end()
 	for _, s := range n.stacks {
 		s.wakeAll()
 	}

@@ -78,7 +78,7 @@ func (w *world) none(c verbs.Channel) {
 	w.net.mu.Lock()
 	defer w.net.mu.Unlock()
 	for _, q := range c.(*channel).queue.All() {
-		if !q.id.gone {
+		if !q.id.removed {
 			w.t.Fatalf("event %v, want none", q.Type)
 		}
 	}

@@ -42,23 +42,23 @@ type connID struct {
 	stack *Stack
 	seq   int // in its Stack
 
-	cookie  uint64
-	state   idState
-	local   netip.AddrPort
-	remote  netip.AddrPort
-	at      []*host // where it has its port
-	dev     *device
-	qp      *qp
-	peer    *connID // from the connect request on
-	active  bool    // it is the connector
-	param   verbs.ConnParam
-	backlog int
-	waiting int  // connect requests that were not read
-	ack     int  // SetAckTimeout
-	tos     int  // SetTOS
-	unread  bool // made by a connect request that was not read
-	told    bool // it was told, or will be, that it is disconnected
-	gone    bool // destroyed
+	cookie   uint64
+	state    idState
+	local    netip.AddrPort
+	remote   netip.AddrPort
+	at       []*host // where it has its port
+	dev      *device
+	qp       *qp
+	peer     *connID // from the connect request on
+	active   bool    // it is the connector
+	param    verbs.ConnParam
+	backlog  int
+	waiting  int  // connect requests that were not read
+	ack      int  // SetAckTimeout
+	tos      int  // SetTOS
+	unread   bool // made by a connect request that was not read
+	notified bool // it was told, or will be, that it is disconnected
+	removed  bool // destroyed
 }
 
 func (id *connID) describe() string {
@@ -90,7 +90,7 @@ func (id *connID) begin(op Op, states ...idState) error {
 	if err != nil {
 		return err
 	}
-	if id.gone || id.ch.ended() {
+	if id.removed || id.ch.ended() {
 		return id.fault(op.Kind.String(), verbs.ErrClosed, "its use")
 	}
 	if len(states) == 0 || slices.Contains(states, id.state) {
@@ -194,7 +194,7 @@ func (id *connID) ResolveAddr(src netip.Addr, dst netip.AddrPort, timeout time.D
 		if n.cfg.AddrAtOnce {
 			timeout = 0
 		}
-		n.agenda.after(timeout, func() {
+		n.schedule.after(timeout, func() {
 			if id.state == resolvingAddr {
 				id.fail(verbs.AddrError, timedOut)
 			}

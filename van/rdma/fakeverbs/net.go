@@ -28,26 +28,26 @@ type Net struct {
 
 	// mu guards everything below, and what belongs to the Stacks: one lock makes the
 	// order of all that happens one, and is held while memory is written.
-	mu        sync.Mutex
-	cfg       Config
-	rnd       *rand.Rand
-	closed    bool
-	hosts     map[netip.Addr]*host
-	stacks    []*Stack
-	qps       map[verbs.Handle]*qp
-	lastQP    uint32
-	lastKey   uint32
-	cuts      cuts
-	held      bool
-	heldPairs map[uint32]bool
-	rejects   int
-	reason    int // of rejects
-	failWR    func(WR) verbs.Status
-	trace     recorder
-	misuse    misuse
-	spare     buffers
-	agenda    agenda
-	lastEvent time.Time // when the latest delayed event is due
+	mu          sync.Mutex
+	cfg         Config
+	rnd         *rand.Rand
+	closed      bool
+	hosts       map[netip.Addr]*host
+	stacks      []*Stack
+	qps         map[verbs.Handle]*qp
+	lastQP      uint32
+	lastKey     uint32
+	cuts        cuts
+	held        bool
+	heldPairs   map[uint32]bool
+	rejects     int
+	reason      int // of rejects
+	failWR      func(WR) verbs.Status
+	trace       recorder
+	misuse      misuse
+	freeBuffers buffers
+	schedule    schedule
+	lastEvent   time.Time // when the latest delayed event is due
 }
 
 // host is an address with its device.
@@ -81,7 +81,7 @@ func NewNet(options ...func(*Config)) *Net {
 	for _, o := range options {
 		o(&n.cfg)
 	}
-	n.agenda.mu = &n.mu
+	n.schedule.mu = &n.mu
 	n.rnd = rand.New(rand.NewPCG(n.cfg.Seed, 0))
 	return n
 }

@@ -21,7 +21,7 @@ type Stack struct {
 	name       string
 	dead       bool
 	stopped    bool
-	kept       []func() // what others will notice when it goes on
+	deferred   []func() // what others will notice when it goes on
 	channels   map[*channel]bool
 	buffers    map[int][]byte
 	registered int
@@ -111,7 +111,7 @@ func (s *Stack) begin(op Op, ended func() bool) error {
 // toPeers does what peers will notice: now, or when the process goes on.
 func (s *Stack) toPeers(do func()) {
 	if s.stopped {
-		s.kept = append(s.kept, do)
+		s.deferred = append(s.deferred, do)
 		return
 	}
 	do()

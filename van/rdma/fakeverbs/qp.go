@@ -102,9 +102,9 @@ func (d *device) post(w *verbs.SendWR, chain int) (*qp, error) {
 		return nil, fault("post", verbs.ErrQueueFull, "%s: queue pair %d: %d work requests without a polled completion", d.stack.name,
 			q.num, q.opts.SendDepth)
 	}
-	k := work{SendWR: *w, pos: q.head, late: d.stack.stopped}
+	k := work{SendWR: *w, pos: q.head, whileStopped: d.stack.stopped}
 	if w.Flags&verbs.Inline != 0 && w.Len > 0 {
-		k.data = append(d.net.spare.get(), at(w.LocalAddr, w.Len)...)
+		k.data = append(d.net.freeBuffers.get(), at(w.LocalAddr, w.Len)...)
 	}
 	q.watch(&k)
 	q.head++

@@ -109,7 +109,7 @@ func (c *channel) Next() (verbs.Event, error) {
 		}
 		for c.queue.Len() > 0 && !c.stack.stopped {
 			q := c.queue.Take()
-			if q.id.gone {
+			if q.id.removed {
 				continue
 			}
 			q.Cookie = q.id.cookie

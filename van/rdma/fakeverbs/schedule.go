@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// agenda is what is to happen later, by time and then by order of entry.
-type agenda struct {
+// schedule is what is to happen later, by time and then by order of entry.
+type schedule struct {
 	mu    *sync.Mutex // of the Net
 	queue []entry     // in order
 	timer *time.Timer
@@ -22,7 +22,7 @@ type entry struct {
 }
 
 // at calls do, under mu, when it is due. The caller holds mu.
-func (a *agenda) at(due time.Time, do func()) {
+func (a *schedule) at(due time.Time, do func()) {
 	if a.over {
 		return
 	}
@@ -35,9 +35,9 @@ func (a *agenda) at(due time.Time, do func()) {
 	}
 }
 
-func (a *agenda) after(d time.Duration, do func()) { a.at(time.Now().Add(d), do) }
+func (a *schedule) after(d time.Duration, do func()) { a.at(time.Now().Add(d), do) }
 
-func (a *agenda) arm() {
+func (a *schedule) arm() {
 	d := time.Until(a.queue[0].due)
 	if a.timer == nil {
 		a.timer = time.AfterFunc(d, a.fire)
@@ -46,7 +46,7 @@ func (a *agenda) arm() {
 	}
 }
 
-func (a *agenda) fire() {
+func (a *schedule) fire() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for len(a.queue) > 0 {
@@ -61,7 +61,7 @@ func (a *agenda) fire() {
 }
 
 // end drops all. The caller holds mu.
-func (a *agenda) end() {
+func (a *schedule) end() {
 	a.over, a.queue = true, nil
 	if a.timer != nil {
 		a.timer.Stop()
