@@ -287,7 +287,7 @@ var exceptions = map[string]map[string]string{
 		"fserver/module/threads.go":         "its part for the program's signals",
 		"van/zmq/native.go":                 "libzmq and the shim for it",
 		"van/backend/gpu_cuda_extra.go":     "what gorgonia.org/cu lacks of the driver API",
-		"van/rdma/beat/answer.go":           "the thread that answers while Go's do not run",
+		"van/rdma/liveness/responder.go":    "the thread that answers while Go's do not run",
 		"van/rdma/verbs/":                   "libibverbs and librdmacm and the shim for them, and nothing else",
 		"tools/internal/bench/floor.go":     "the floor that benchmarks are compared with",
 		"tools/internal/bench/floor_zmq.go": "libzmq by itself, as such a floor",

@@ -24,12 +24,12 @@ type acceptor struct{ *rvan }
 
 // accept takes a connect request.
 func (v acceptor) accept(ev verbs.Event) {
-	h, err := decodeHello(ev.Private)
+	h, err := decodeHandshake(ev.Private)
 	var req []byte
 	var proves bool
 	why := ""
 	if err == nil && !v.closed.Load() {
-		if req, proves, err = v.proved(&ev, &h); err != nil {
+		if req, proves, err = v.admit(&ev, &h); err != nil {
 			why = auth.Explain(err)
 		}
 	}
@@ -75,7 +75,7 @@ func (v acceptor) accept(ev verbs.Event) {
 }
 
 // rejectReplaced tells a process whose place another has taken.
-func (v acceptor) rejectReplaced(ev verbs.Event, h *hello) {
+func (v acceptor) rejectReplaced(ev verbs.Event, h *handshake) {
 	if n, show := v.rejections.Next("replaced"); show {
 		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
 	}
@@ -84,13 +84,13 @@ func (v acceptor) rejectReplaced(ev verbs.Event, h *hello) {
 
 // inboundFor finds or makes the incoming connection of the queue pair in a connect request. If proves is true, the opener must prove
 // itself, and req is the request's private data.
-func (v acceptor) inboundFor(h hello, ev *verbs.Event, req []byte, proves bool) (*inbound, error) {
+func (v acceptor) inboundFor(h handshake, ev *verbs.Event, req []byte, proves bool) (*inbound, error) {
 	id, from := ev.New, ev.Peer
 	key := h.key() + " from " + from.Addr().String() // the host's name may be cut off
 	v.mu.Lock()
 	old := v.inbounds[key]
 	v.mu.Unlock()
-	if old != nil && !old.gone.Load() && len(old.ids) < v.cfg.QPNum {
+	if old != nil && !old.failed.Load() && len(old.ids) < v.cfg.QPNum {
 		return old, nil // connect requests may overtake each other
 	}
 	if old != nil {
@@ -109,7 +109,7 @@ func (v acceptor) inboundFor(h hello, ev *verbs.Event, req []byte, proves bool) 
 	if err != nil {
 		return nil, err
 	}
-	in := &inbound{v: v.node, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, draining: draining{drained: make(chan struct{})},
+	in := &inbound{v: v.node, serial: v.serials.Add(1), handshake: h, key: key, from: from, device: host, drainState: drainState{drained: make(chan struct{})},
 		slotState: slotState{cells: conn.Cells{Device: dev}, slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}}
 	in.dialect = stepmeshIn{slotSet{in}}
 	if h.native {
@@ -134,7 +134,7 @@ func (v acceptor) inboundFor(h hello, ev *verbs.Event, req []byte, proves bool) 
 	}
 	v.inbounds[key] = in
 	v.markUnlistedLocked()
-	v.rememberConnLocked(in.serial, &connection{in: in})
+	v.addConnLocked(in.serial, &connection{in: in})
 	return in, nil
 }
 
@@ -149,9 +149,9 @@ func (v *rvan) opened(in *inbound) {
 // supersededTime is how long a connection may stand when its process has made a newer one.
 const supersededTime = 2 * time.Second
 
-// endInbound takes apart a connection: what has come is handed up, then its slots
+// destroyInbound takes apart a connection: what has come is handed up, then its slots
 // end. p is the peer whose own connection it is, or nil.
-func (v *rvan) endInbound(in *inbound, p *peer, cause error) {
+func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 	if cause != nil && !v.closed.Load() {
 		v.log.Info("rdma: a peer's connection ended", "peer", in.name(), "why", cause)
 	}
@@ -168,20 +168,20 @@ func (v *rvan) endInbound(in *inbound, p *peer, cause error) {
 		_ = id.Disconnect()
 	}
 	if accepted > 0 {
-		in.host.awaitFlush(in)
+		in.device.awaitFlush(in)
 	}
-	in.host.dropHeld(in)
+	in.device.dropIncomplete(in)
 	in.mu.Lock()
 	in.closed = true
 	areas, out := in.areas, in.sends
-	in.slots, in.areas, in.waiting, in.credits = nil, nil, [2][]slotRequest{}, nil
+	in.slots, in.areas, in.waiting, in.credits = nil, nil, [2][]pendingRequest{}, nil
 	in.creditsOwed.Store(0)
 	in.mu.Unlock()
 	for _, id := range ids {
 		_ = id.Destroy()
-		v.cm.Release(in.host.dev)
+		v.cm.Release(in.device.dev)
 	}
-	v.forgetConn(in.serial)
+	v.removeConn(in.serial)
 	v.mu.Lock()
 	if v.inbounds[in.key] == in {
 		delete(v.inbounds, in.key)
@@ -189,23 +189,23 @@ func (v *rvan) endInbound(in *inbound, p *peer, cause error) {
 	v.unproved = slices.DeleteFunc(v.unproved, func(x *inbound) bool { return x == in })
 	again := false
 	for _, x := range v.inbounds {
-		again = again || x.hello.node == in.hello.node && !x.gone.Load()
+		again = again || x.handshake.node == in.handshake.node && !x.failed.Load()
 	}
 	v.mu.Unlock()
 	for _, p := range *v.peers.Load() {
 		p.inbound.CompareAndSwap(in, nil)
 	}
-	if p := (*v.peers.Load())[in.hello.node]; p != nil && !in.hello.native {
-		p.abandonPulls(again)
+	if p := (*v.peers.Load())[in.handshake.node]; p != nil && !in.handshake.native {
+		p.releasePulls(again)
 	}
-	in.host.exclusive(func() {
+	in.device.exclusive(func() {
 		v.slots.Each(func(l *receiveSlot) {
 			if l.Owner == in && v.slots.End(l) {
 				slotSet{in}.freeSlot(l)
 			}
 		})
 	})
-	in.host.dropHeld(in) // what has come since
+	in.device.dropIncomplete(in) // what has come since
 	for _, a := range areas {
 		a.put()
 	}
@@ -214,7 +214,7 @@ func (v *rvan) endInbound(in *inbound, p *peer, cause error) {
 	}
 	if out != nil {
 		in.mu.Lock()
-		all := out.Abandon()
+		all := out.FinishAll()
 		in.mu.Unlock()
 		for i := range all {
 			all[i].End()
@@ -234,7 +234,7 @@ func (v *rvan) linkInboundsLocked() {
 	for id, p := range *v.peers.Load() {
 		var back *inbound
 		for _, in := range v.inbounds {
-			if in.hello.node == id && in.hello.port == p.node.Port && !in.gone.Load() && !in.unlisted.Load() && !in.unproved.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
+			if in.handshake.node == id && in.handshake.port == p.node.Port && !in.failed.Load() && !in.unlisted.Load() && !in.unproved.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
 				back = in // the latest: the end of others has not been noticed yet
 			}
 		}
@@ -262,7 +262,7 @@ func (v *rvan) fenceLocked(id int, old, p *peer) {
 	// It may have come back, under another id even.
 	v.replaced = slices.DeleteFunc(v.replaced, func(x uint32) bool { return x == p.incarnation })
 	for _, in := range v.inbounds {
-		h := &in.hello
+		h := &in.handshake
 		var gone bool
 		if h.incarnation != 0 {
 			gone = slices.Contains(v.replaced, h.incarnation)
@@ -281,7 +281,7 @@ func (v *rvan) fenceLocked(id int, old, p *peer) {
 // counted. v.mu is held.
 func (v *rvan) markUnlistedLocked() {
 	for _, in := range v.inbounds {
-		p := (*v.peers.Load())[in.hello.node]
-		in.unlisted.Store(p != nil && p.incarnation != 0 && in.hello.incarnation != 0 && p.incarnation != in.hello.incarnation && !failpoint.On("fencing"))
+		p := (*v.peers.Load())[in.handshake.node]
+		in.unlisted.Store(p != nil && p.incarnation != 0 && in.handshake.incarnation != 0 && p.incarnation != in.handshake.incarnation && !failpoint.On("fencing"))
 	}
 }

@@ -357,7 +357,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 				left = "there is no connection"
 				return false
 			}
-			p.reclaimRequested(l, &reclaim{places: maxIndex, bytes: 1 << 40})
+			p.handleReclaim(l, &reclaimRequest{slots: maxIndex, bytes: 1 << 40})
 			if left = ""; e.to.slots.Len() > 0 {
 				left = slotsLeft(e.to, p)
 			}
@@ -391,7 +391,7 @@ func slotsLeft(n *testNode, p *peer) string {
 			owed := slices.Contains(in.credits, uint16(l.Index()))
 			in.mu.Unlock()
 			fmt.Fprintf(&b, "slot %d: %+v, %d bytes, one-shot %v, %d holders; credit owed: %v; connection %d, gone: %v, superseded: %v\n",
-				l.Index(), l.Route, l.Data, l.OneShot, l.Holders(), owed, in.hello.epoch, in.gone.Load(), in.superseded.Load())
+				l.Index(), l.Route, l.Data, l.OneShot, l.Holders(), owed, in.handshake.epoch, in.failed.Load(), in.superseded.Load())
 		})
 	})
 	p.mu.Lock()

@@ -18,13 +18,13 @@ var (
 	// errTotal: all peers together have as many as they may have.
 	errTotalBudget = errors.New("the bytes registered for all peers are as many as STEPAF_RDMA_BUDGET allows")
 	// errStalled: what it has sent is not taken, or the table does not name its process.
-	errNotTaken = errors.New("its messages are not taken now")
+	errStalled = errors.New("its messages are not taken now")
 )
 
 // cost is the number of bytes that the requested slot would add to what is registered.
-func (in slotSet) cost(s *start, need rendezvous.Need, kind uint64) int {
+func (in slotSet) cost(s *slotRequest, need rendezvous.Need, kind uint64) int {
 	n := metaBytes(need.Meta)
-	if !in.dialect.wantsData(need) {
+	if !in.dialect.needsData(need) {
 		return n
 	}
 	if _, ok := in.registeredBuffer(s, need, kind); ok {
@@ -35,10 +35,10 @@ func (in slotSet) cost(s *start, need rendezvous.Need, kind uint64) int {
 
 // withinBudget tells whether the bytes that a slot request wants are within the budgets. Control
 // messages may have a quarter more than others.
-func (in slotSet) withinBudget(s *start, need rendezvous.Need, kind uint64) error {
+func (in slotSet) withinBudget(s *slotRequest, need rendezvous.Need, kind uint64) error {
 	v, n := in.v, int64(in.cost(s, need, kind))
 	peer, total := v.peerBudget, v.totalBudget
-	if s.lane() == controlLane {
+	if s.priority() == controlPriority {
 		peer, total = peer+peer/4, total+total/4
 	}
 	switch {
@@ -47,8 +47,8 @@ func (in slotSet) withinBudget(s *start, need rendezvous.Need, kind uint64) erro
 	case peer > 0 && in.registeredBytes.Load()+n > peer:
 		in.overBudgetBy = in.registeredBytes.Load() + n - peer
 		return fmt.Errorf("%w, %d: it has %d and asks for %d", errPeerBudget, peer, in.registeredBytes.Load(), n)
-	case total > 0 && v.leased.Load()+n > total:
-		return fmt.Errorf("%w, %d: they have %d, and %d are asked for", errTotalBudget, total, v.leased.Load(), n)
+	case total > 0 && v.registered.Load()+n > total:
+		return fmt.Errorf("%w, %d: they have %d, and %d are asked for", errTotalBudget, total, v.registered.Load(), n)
 	}
 	return nil
 }

@@ -143,7 +143,7 @@ func TestReceiveBudget(t *testing.T) {
 // slot.
 func TestKeysAreCopied(t *testing.T) {
 	h := newHostileWorld(t, true)
-	r := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
+	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
 	keys, vals, lens := value(800, 1), value(1000, 2), value(400, 3)
 	data := make([]byte, 4096)
 	copy(data, keys)
@@ -178,9 +178,9 @@ func TestMetasOfPeersAreApart(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.w.must(push(h.s, 1, 1, value(100, 1)))
 	h.s.wantValue(1, value(100, 1))
-	a := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, 0}, origin: 1})
+	a := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, 0}, origin: 1})
 	h.s.slots.Each(func(l *receiveSlot) {
-		if l.Owner.(*inbound).hello.node == 9 && l.Memory.meta.RKey == a.metaKey {
+		if l.Owner.(*inbound).handshake.node == 9 && l.Memory.meta.RKey == a.metaKey {
 			t.Errorf("slot %d of another peer has the same key", l.Index())
 		}
 	})
@@ -215,7 +215,7 @@ func TestReceiveBudgetWithoutValues(t *testing.T) {
 	})
 	waits, d := 0, s.device0()
 	d.exclusive(func() {
-		d.lanes.m.Range(func(_, l any) bool { waits += l.(*lane).deferred.Len(); return true })
+		d.queues.m.Range(func(_, l any) bool { waits += l.(*peerQueue).deferred.Len(); return true })
 	})
 	if waits > 2000 {
 		t.Errorf("%d of %d messages wait in memory, with a budget of %d bytes", waits, sent, s.cfg.RecvBudgetPeer)

@@ -29,12 +29,12 @@ func (v *node) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
 
 // registeredBuffer is the buffer that the application has registered for the message, if it
 // may serve the request and is large enough.
-func (in slotSet) registeredBuffer(s *start, need rendezvous.Need, kind uint64) (backend.Mem, bool) {
+func (in slotSet) registeredBuffer(s *slotRequest, need rendezvous.Need, kind uint64) (backend.Mem, bool) {
 	if !in.dialect.usesBuffer(kind) {
 		return backend.Mem{}, false
 	}
 	in.v.mu.Lock()
 	defer in.v.mu.Unlock()
-	dst, ok := in.v.buffers[bufferKey{in.hello.node, s.key}]
+	dst, ok := in.v.buffers[bufferKey{in.handshake.node, s.key}]
 	return dst, ok && dst.Len() >= need.Exact
 }

@@ -14,19 +14,19 @@ import (
 type bundle struct {
 	record uint32
 	end    int // of the last message, from the beginning of the write
-	room   int // 0: there is none
+	limit  int // 0: there is none
 }
 
 // maxBundle is more messages than a cell has room for.
 const maxBundle = conn.CellSize/(rawMeta+trailerLen) + 1
 
-// takes tells whether o may be added to b. The peer's lock is held.
-func (b *bundle) takes(l *link, o *outgoing) bool {
-	if b.room == 0 || !o.fitsBundle() || l.Last(b.record) == nil {
+// fits tells whether o may be added to b. The peer's lock is held.
+func (b *bundle) fits(l *link, o *outgoing) bool {
+	if b.limit == 0 || !o.fitsBundle() || l.Last(b.record) == nil {
 		return false
 	}
 	n, _ := l.dialect.layout(o)
-	return aligned(b.end)+n <= b.room
+	return aligned(b.end)+n <= b.limit
 }
 
 // add adds o, which b takes, to p's link's. p.mu is held.
@@ -37,17 +37,17 @@ func (b *bundle) add(p *peer, o *outgoing) {
 	all := l.StageOf(b.record)[:from+n]
 	meta := all[from:]
 	copy(meta, o.meta)
-	if o.into.Len() > 0 {
-		if err := p.exposeDestination(l, o, meta); err != nil {
+	if o.destination.Len() > 0 {
+		if err := p.registerDestination(l, o, meta); err != nil {
 			p.failMessage(o, err)
 			return
 		}
 	}
 	t, _ := l.dialect.trailer(o, inMeta)
-	t.before = b.end
+	t.previousEnd = b.end
 	t.put(meta[n-trailerLen:])
 	if inMeta {
-		o.behind(meta[aligned(len(o.meta)):])
+		o.writeFrames(meta[aligned(len(o.meta)):])
 	}
 	b.end = len(all)
 	wr := l.Last(b.record)
@@ -55,11 +55,11 @@ func (b *bundle) add(p *peer, o *outgoing) {
 	p.recycle(o)
 }
 
-// written is what was written to a slot: its messages, in order.
-type written [maxBundle][]byte
+// writtenMessages is what was written to a slot: its messages, in order.
+type writtenMessages [maxBundle][]byte
 
-// messages finds the messages in the first n bytes of mem.
-func (w *written) messages(d inboundDialect, mem []byte, n int) ([][]byte, error) {
+// parse finds the messages in the first n bytes of mem.
+func (w *writtenMessages) parse(d inboundDialect, mem []byte, n int) ([][]byte, error) {
 	if n < rawMeta || n > len(mem) {
 		return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", n), Want: fmt.Sprintf("%d to %d", rawMeta, len(mem))}
 	}
@@ -71,7 +71,7 @@ func (w *written) messages(d inboundDialect, mem []byte, n int) ([][]byte, error
 		}
 		ends[count] = end
 		var err error
-		if end, err = d.before(mem[:end]); err != nil {
+		if end, err = d.previousEnd(mem[:end]); err != nil {
 			return nil, err
 		}
 	}

@@ -161,7 +161,7 @@ func TestBundleEnds(t *testing.T) {
 func TestHostileBundle(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.takesBundles()
-	r := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, 0}, origin: 1})
+	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, 0}, origin: 1})
 	one := func(ts int) *van.Message {
 		m := push(h.s, 1, ts, nil)
 		m.Push = false
@@ -171,7 +171,7 @@ func TestHostileBundle(t *testing.T) {
 	// two is two messages, of which the second has trailer t.
 	two := func(ts int, t trailer) []byte {
 		b := encode(h.rig, one(ts), &good)
-		t.before = len(b)
+		t.previousEnd = len(b)
 		return append(append(b, make([]byte, aligned(len(b))-len(b))...), encode(h.rig, one(ts+1), &t)...)
 	}
 	n := uint64(0)
@@ -206,7 +206,7 @@ func TestHostileBundle(t *testing.T) {
 // takesBundles makes the server believe that the process has said that it takes bundles.
 func (h *hostileWorld) takesBundles() {
 	in := h.s.incomingOf(11)
-	h.s.device0().exclusive(func() { in.hello.bundles = true })
+	h.s.device0().exclusive(func() { in.handshake.bundles = true })
 }
 
 // TestLongMetaOfAnEarlierNode: a node of before bundles has the length of each meta, in 32 bits, where others have the end
@@ -219,7 +219,7 @@ func TestLongMetaOfAnEarlierNode(t *testing.T) {
 		m.Body = make([]byte, n)
 		b := encode(h.rig, m, &trailer{frames: 2, lens: [van.MaxFrames]uint32{8}})
 		le.PutUint32(b[len(b)-trailerLen+offMetaLen:], uint32(len(b)-trailerLen))
-		q := h.c.ask(start{metaLen: uint64(max(len(b), conn.CellSize)), dataNum: nativeStart, origin: uint64(i + 1)})
+		q := h.c.ask(slotRequest{metaLen: uint64(max(len(b), conn.CellSize)), dataNum: nativeSlotRequest, origin: uint64(i + 1)})
 		h.c.notify(0, q.index, q.meta, q.metaKey, b)
 		got := h.s.next()
 		if len(got.Body) != n {
@@ -235,37 +235,37 @@ func TestLongMetaOfAnEarlierNode(t *testing.T) {
 func TestHostileBundleOfParts(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.takesBundles()
-	once := h.c.ask(start{metaLen: 1 << 16, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 2})
+	once := h.c.ask(slotRequest{metaLen: 1 << 16, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: 2})
 	in := h.s.incomingOf(11)
 	h.s.device0().exclusive(func() { // as after so many messages of which parts are said to come
-		for len(in.held) < maxIndex {
+		for len(in.incomplete) < maxIndex {
 			rx := h.s.device0().pool.get()
 			rx.in, rx.splits = in, math.MaxUint64
-			in.held = append(in.held, rx)
+			in.incomplete = append(in.incomplete, rx)
 		}
-		in.holds.Store(true)
+		in.hasIncomplete.Store(true)
 	})
 	p := push(h.s, 1, 2, value(64, 1))
 	meta := encode(h.rig, p, nil)
 	first := make([]byte, aligned(len(meta))+64+trailerLen)
 	copy(first, meta)
 	(&trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 64}, inMeta: true, metaLen: len(meta)}).put(first[len(first)-trailerLen:])
-	second := encode(h.rig, push(h.s, 1, 3, nil), &trailer{frames: 2, lens: [van.MaxFrames]uint32{8}, before: len(first)})
+	second := encode(h.rig, push(h.s, 1, 3, nil), &trailer{frames: 2, lens: [van.MaxFrames]uint32{8}, previousEnd: len(first)})
 	h.c.notify(0, once.index, once.meta, once.metaKey, append(append(first, make([]byte, aligned(len(first))-len(first))...), second...))
-	h.until("the connection ends", in.gone.Load)
+	h.until("the connection ends", in.failed.Load)
 	h.ends(0)
 }
 
 // FuzzBundle: whatever is written to a slot, the messages that are found lie in it one behind the other.
 func FuzzBundle(f *testing.F) {
 	b := make([]byte, 2*rawMeta+2*trailerLen+frameAlign)
-	(&trailer{before: rawMeta + trailerLen}).put(b[len(b)-trailerLen:])
+	(&trailer{previousEnd: rawMeta + trailerLen}).put(b[len(b)-trailerLen:])
 	f.Add(b)
-	var w written
+	var w writtenMessages
 	in := &inbound{}
-	in.hello.bundles = true
+	in.handshake.bundles = true
 	f.Fuzz(func(t *testing.T, b []byte) {
-		found, err := w.messages(nativeIn{slotSet{in}}, b, len(b))
+		found, err := w.parse(nativeIn{slotSet{in}}, b, len(b))
 		if err != nil {
 			if !errors.Is(err, van.ErrMalformed) || len(found) > 0 {
 				t.Errorf("%d messages and the error %v", len(found), err)

@@ -20,11 +20,11 @@ const (
 	// maxLinger is the longest that Close waits for messages to leave.
 	maxLinger = 5 * time.Second
 
-	// apartTime is how long connections may take to end after that, and stopTime how long the loops and
+	// teardownTime is how long connections may take to end after that, and stopTime how long the loops and
 	// Polls of devices may then. It takes longer only when a function of the application, a Done or a
 	// handler, does not return.
-	apartTime = 3 * time.Second
-	stopTime  = time.Second
+	teardownTime = 3 * time.Second
+	stopTime     = time.Second
 )
 
 // Close ends everything; sent messages leave until ctx ends, at most maxLinger. When a function of
@@ -37,15 +37,15 @@ func (v *rvan) Close(ctx context.Context) error {
 		return nil
 	}
 	for _, p := range *v.peers.Load() {
-		v.leaving[p] = true
+		v.closingPeers[p] = true
 	}
 	v.peers.Store(&map[int]*peer{})
-	peers := slices.Collect(maps.Keys(v.leaving))
+	peers := slices.Collect(maps.Keys(v.closingPeers))
 	v.mu.Unlock()
 	if v.cm.Channel == nil {
 		return nil
 	}
-	v.beating.end()
+	v.livenessState.stop()
 	linger, cancel := context.WithTimeout(ctx, maxLinger)
 	defer cancel()
 	var listen error
@@ -54,7 +54,7 @@ func (v *rvan) Close(ctx context.Context) error {
 		defer close(stopped)
 		var all sync.WaitGroup
 		for _, p := range peers {
-			all.Go(func() { connector{p}.end(linger) })
+			all.Go(func() { connector{p}.drainAndClose(linger) })
 		}
 		all.Wait()
 		listen = v.listen.Destroy()
@@ -82,9 +82,9 @@ func (v *rvan) Close(ctx context.Context) error {
 			return false
 		}
 	}
-	late := &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Err: van.ErrTimeout, Limit: apartTime,
+	late := &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Err: van.ErrTimeout, Limit: teardownTime,
 		Detail: "connections do not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"}
-	if ended(apart, apartTime) {
+	if ended(apart, teardownTime) {
 		if ended(stopped, stopTime) {
 			return errors.Join(listen, v.closeDevices())
 		}
@@ -129,7 +129,7 @@ func (v *rvan) drainEvents() {
 		to = netip.AddrFrom4([4]byte{127, 0, 0, 1})
 	}
 	serial := v.serials.Add(1)
-	defer v.forgetConn(serial)
+	defer v.removeConn(serial)
 	c, err := v.cm.NewID(conn.Cookie(serial, 0))
 	if err != nil {
 		return

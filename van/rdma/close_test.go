@@ -62,7 +62,7 @@ func TestDisconnectBeforeConnected(t *testing.T) {
 	a.must(control(b, 1))
 	<-began
 	a.Disconnect(b.who.ID)
-	<-time.After(leaveTime + 100*time.Millisecond)
+	<-time.After(drainTime + 100*time.Millisecond)
 	r.net.Fail(nil)
 	close(goOn)
 	m := b.next()

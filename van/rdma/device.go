@@ -25,7 +25,7 @@ type device struct {
 	regions *conn.Regions
 	feed    *engine.Feed[*van.Message]
 	spinner engine.Spinner // of who holds the feed
-	lanes   lanes
+	queues  peerQueues
 	pool    pool
 	stopped chan struct{}
 
@@ -35,11 +35,11 @@ type device struct {
 	dead     atomic.Bool // many polls in a row have failed
 
 	// All that follows is of who holds the feed.
-	came          fifo.Queue[*received] // not delivered
-	deferredLanes []*lane               // with messages that were put aside
-	trailer       trailer               // of the message being looked at
-	written       written               // the write being looked at
-	sleepTime     time.Duration
+	ready          fifo.Queue[*received] // not delivered
+	deferredQueues []*peerQueue          // with messages that were put aside
+	trailer        trailer               // of the message being looked at
+	written        writtenMessages       // the write being looked at
+	sleepTime      time.Duration
 
 	// What housekeeping looks at: connections with credits to send or messages that wait,
 	// those whose peers' slot requests wait, and those that nothing is sent on.
@@ -75,7 +75,7 @@ func (d *device) newArea(n int, host bool) (*area, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &area{Block: b, host: d}
+	a := &area{Block: b, device: d}
 	a.Mem = a.Mem.WithOwner(a)
 	a.refs.Store(1)
 	d.areasMu.Lock()
@@ -84,7 +84,7 @@ func (d *device) newArea(n int, host bool) (*area, error) {
 	return a, nil
 }
 
-func (d *areaSet) forgetArea(a *area) {
+func (d *areaSet) removeArea(a *area) {
 	d.areasMu.Lock()
 	delete(d.areas, a)
 	d.areasMu.Unlock()

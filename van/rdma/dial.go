@@ -36,11 +36,11 @@ const (
 
 // keepConnected keeps the connection of p: it makes it, and makes it again, until ctx ends.
 func (p connector) keepConnected(ctx context.Context) {
-	defer close(p.ends)
+	defer close(p.stopped)
 	backoff, told, late := minBackoff, false, false
 	for ctx.Err() == nil {
 		p.mu.Lock()
-		parts := p.detached && p.connects > 0 // before that, what was sent has not left
+		parts := p.detached && p.connectCount > 0 // before that, what was sent has not left
 		p.mu.Unlock()
 		if parts {
 			<-ctx.Done()
@@ -53,7 +53,7 @@ func (p connector) keepConnected(ctx context.Context) {
 			}
 			if !told || p.v.cfg.PrintRDMALog {
 				level := slog.LevelInfo
-				if forSecret(err) {
+				if isSecretMismatch(err) {
 					level = slog.LevelWarn // it does not pass by itself
 				}
 				p.v.log.Log(ctx, level, "rdma: no connection yet, trying again", "peer", p.name(), "err", err)
@@ -64,7 +64,7 @@ func (p connector) keepConnected(ctx context.Context) {
 				continue
 			}
 			p.mu.Lock()
-			p.lost = p.lost || p.connects > 0 && !p.awaited
+			p.lost = p.lost || p.connectCount > 0 && !p.queueForReconnect
 			p.mu.Unlock()
 			p.v.notify(p.peer, false, fmt.Errorf("no connection could be made: %w: %w", syscall.ECONNREFUSED, err))
 			select {
@@ -93,14 +93,14 @@ func (p connector) connected(l *link) {
 	p.mu.Lock()
 	lost, in := p.lost, p.inbound.Load()
 	same := p.process == 0 || l.process == 0 || p.process == l.process // a scheduler that was started again has its predecessor's address
-	p.oneWay = p.lost && l.native && p.asks() && p.hasConnected.Load() && !standing(in)
-	p.link, p.inboundDown, p.lost, p.awaited, p.connecting = l, nil, p.oneWay, false, false
-	if lost && standing(in) {
-		p.known = in.serial // what was lost has been told
+	p.oneWay = p.lost && l.native && p.isMyServer() && p.hasConnected.Load() && !established(in)
+	p.link, p.inboundDown, p.lost, p.queueForReconnect, p.connecting = l, nil, p.oneWay, false, false
+	if lost && established(in) {
+		p.confirmedSerial = in.serial // what was lost has been told
 	}
 	p.process = l.process
-	p.beats.Store(l.process)
-	p.connects++
+	p.remoteIncarnation.Store(l.process)
+	p.connectCount++
 	oneWay := p.oneWay
 	p.mu.Unlock()
 	if !same && !lost {
@@ -113,30 +113,30 @@ func (p connector) connected(l *link) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
-	l.host.probes.Add(&l.probeDue)
+	l.device.probes.Add(&l.probeDue)
 	// Messages that were sent before it was known which dialect the peer speaks.
 	refused := p.sender.Disconnect(func(o *outgoing) bool { return l.dialect.check(o) == nil })
 	if l.native {
-		l.announce(lost && same)
+		l.sendUp(lost && same)
 	}
 	p.sender.Connect(!l.native)
 	p.pump()
 	p.flush(false)
 	for _, o := range refused {
-		p.dropOne(o, l.dialect.check(o))
+		p.dropQueued(o, l.dialect.check(o))
 	}
 }
 
-// announce tells the peer that this node takes the connection as established: replies to
+// sendUp tells the peer that this node takes the connection as established: replies to
 // slot requests that the peer sends from now on will arrive.
-func (l *link) announce(afterLoss bool) {
+func (l *link) sendUp(afterLoss bool) {
 	if id, _, stage, ok := l.Begin(); ok {
 		says := byte(up)
 		if afterLoss {
 			says = upAfterLoss
 		}
 		l.Record(id).Note.data = afterLoss // without it the peer would wait: a break is none of control messages only
-		l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:copy(stage, l.opening.up(says))]))
+		l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:copy(stage, l.upProof.encodeUp(says))]))
 	}
 }
 
@@ -145,7 +145,7 @@ func (l *link) announce(afterLoss bool) {
 func (p connector) disconnected(l *link, cause error) {
 	p.mu.Lock()
 	p.link, p.ending, p.inboundDown, p.oneWay = nil, l, nil, false
-	p.beats.Store(0)
+	p.remoteIncarnation.Store(0)
 	l.Broken = true
 	var dropped []*outgoing
 	if cause != nil {
@@ -155,7 +155,7 @@ func (p connector) disconnected(l *link, cause error) {
 	// Where only control messages were under way nothing is lost: they are sent again.
 	quiet := cause != nil && l.numbered && len(p.pulls) == 0 && len(dropped) == 0 && !l.carriesData() && errors.Is(cause, errUnacknowledged)
 	p.lost = p.lost || cause != nil && !quiet
-	ups := p.connects
+	ups := p.connectCount
 	p.mu.Unlock()
 	if cause != nil {
 		level := slog.LevelInfo // peers come and go
@@ -164,9 +164,9 @@ func (p connector) disconnected(l *link, cause error) {
 		}
 		p.v.log.Log(context.Background(), level, "rdma: the connection broke", "peer", p.name(), "err", cause, "dropped", len(dropped))
 	}
-	ended := p.endLink(l)
+	ended := p.destroyLink(l)
 	p.resubmit(l, ended, cause != nil)
-	p.endAll(append(ended, p.dropMessages(dropped)...))
+	p.finishAll(append(ended, p.dropMessages(dropped)...))
 	switch {
 	case quiet:
 		time.AfterFunc(p.v.times.quiet, func() { p.notifyUnlessReconnected(ups, cause) })
@@ -183,7 +183,7 @@ func (p connector) notifyUnlessReconnected(ups int, cause error) {
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
 	p.mu.Lock()
-	lost := p.connects == ups && !p.lost && !p.ended
+	lost := p.connectCount == ups && !p.lost && !p.ended
 	p.lost = p.lost || lost
 	p.mu.Unlock()
 	if lost {
@@ -221,9 +221,9 @@ func (p connector) dropMessages(all []*outgoing) (ended []finished) {
 	return ended
 }
 
-func (p connector) endAll(all []finished) {
+func (p connector) finishAll(all []finished) {
 	for i := range all {
-		endSent(&all[i])
+		finishSent(&all[i])
 	}
 }
 
@@ -247,7 +247,7 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 	var dev verbs.Device
 	defer func() {
 		if err != nil {
-			v.forgetConn(serial)
+			v.removeConn(serial)
 			for _, id := range l.ids {
 				_ = id.Destroy()
 			}
@@ -257,7 +257,7 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 		}
 	}()
 	v.mu.Lock()
-	v.rememberConnLocked(serial, &connection{link: l, peer: p.peer})
+	v.addConnLocked(serial, &connection{link: l, peer: p.peer})
 	v.mu.Unlock()
 	for q := range v.cfg.QPNum {
 		c, err := v.cm.NewID(conn.Cookie(serial, q))
@@ -265,7 +265,7 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 			return nil, err
 		}
 		l.ids = append(l.ids, c)
-		qp, d, marked, err := v.cm.Prepare(ctx, c, p.addr, q, l.class)
+		qp, d, classSet, err := v.cm.Prepare(ctx, c, p.addr, q, l.class)
 		if err != nil {
 			return nil, fmt.Errorf("queue pair %d: %w", q, err)
 		}
@@ -274,12 +274,12 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 			return nil, fmt.Errorf("queue pair %d came to lie on device %s, the others on %s", q, d.Name(), dev.Name())
 		}
 		qps, dev = append(qps, qp), d
-		if !marked {
+		if !classSet {
 			l.class = unset
 		}
 	}
-	hello := v.hello(l.epoch)
-	l.connectedAs = hello.node
+	own := v.newHandshake(l.epoch)
+	l.connectedAs = own.node
 	p.setConnecting(true, l.connectedAs)
 	defer func() {
 		if err != nil {
@@ -293,12 +293,12 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 	requests := make([][]byte, len(l.ids))
 	for q, c := range l.ids {
 		if q == 1 {
-			if err := v.cm.WaitRefused(ctx, l.ids[0]); err != nil {
-				return nil, fmt.Errorf("queue pair 0: connect: %w", v.proveRejection(err, requests[0]))
+			if err := v.cm.WaitRejected(ctx, l.ids[0]); err != nil {
+				return nil, fmt.Errorf("queue pair 0: connect: %w", v.verifyRejection(err, requests[0]))
 			}
 		}
-		hello.qp = q
-		requests[q] = requestData(v.guard.Keys, &hello, p.addr)
+		own.qp = q
+		requests[q] = requestData(v.guard.Keys, &own, p.addr)
 		if err := c.Connect(verbs.ConnParam{Private: requests[q], RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {
 			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
 		}
@@ -306,11 +306,11 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 	for q, c := range l.ids {
 		ev, err := v.cm.Wait(ctx, c, verbs.Established, limit)
 		if err != nil {
-			return nil, fmt.Errorf("queue pair %d: connect: %w", q, v.proveRejection(err, requests[q]))
+			return nil, fmt.Errorf("queue pair %d: connect: %w", q, v.verifyRejection(err, requests[q]))
 		}
-		answer, err := decodeHello(ev.Private)
+		answer, err := decodeHandshake(ev.Private)
 		l.native = err == nil && answer.native
-		if err := p.prove(l, q, &answer, ev.Private, requests[q]); err != nil {
+		if err := p.verifyAcceptor(l, q, &answer, ev.Private, requests[q]); err != nil {
 			return nil, fmt.Errorf("queue pair %d: %w", q, err)
 		}
 		l.process = answer.incarnation
@@ -331,7 +331,7 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 	} else {
 		l.dialect = &stepmeshOut{keySizes: map[uint64]int{}}
 	}
-	l.host, err = v.owner.device(dev)
+	l.device, err = v.owner.device(dev)
 	if err != nil {
 		return nil, err
 	}
@@ -342,8 +342,8 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 // inlineWanted is for a meta with its trailer.
 const inlineWanted = 512
 
-// end lets what was sent leave until ctx ends, then ends the connection.
-func (p connector) end(ctx context.Context) {
+// drainAndClose lets what was sent leave until ctx ends, then ends the connection.
+func (p connector) drainAndClose(ctx context.Context) {
 	tick := time.Tick(time.Millisecond)
 	for !p.drained() {
 		select {
@@ -360,12 +360,12 @@ func (p connector) end(ctx context.Context) {
 	expected := p.pulls
 	p.pulls = map[pullKey]pullDestination{}
 	p.mu.Unlock()
-	p.endAll(p.dropMessages(dropped))
+	p.finishAll(p.dropMessages(dropped))
 	for _, x := range expected {
 		x.region.Release()
 	}
 	p.stop()
-	<-p.ends
+	<-p.stopped
 }
 
 // drained tells whether everything has left.
@@ -379,9 +379,9 @@ func (p connector) drained() bool {
 	return p.sender.Waiting() == 0 && (p.link == nil || p.link.Idle())
 }
 
-// awaitSent waits for the last completions of a connection that has been broken: they say
+// awaitCompletions waits for the last completions of a connection that has been broken: they say
 // what the peer has not received.
-func (p connector) awaitSent(l *link) {
+func (p connector) awaitCompletions(l *link) {
 	tick, limit := time.Tick(time.Millisecond), time.After(flushPause)
 	for {
 		p.mu.Lock()
@@ -394,27 +394,27 @@ func (p connector) awaitSent(l *link) {
 		case <-tick:
 		case <-limit:
 			return
-		case <-l.host.stopped:
+		case <-l.device.stopped:
 			return
 		}
 	}
 }
 
-// endLink takes apart a connection of this node's, and returns what it held.
-func (p connector) endLink(l *link) []finished {
+// destroyLink takes apart a connection of this node's, and returns what it held.
+func (p connector) destroyLink(l *link) []finished {
 	v := p.v
 	for _, id := range l.ids {
 		_ = id.Disconnect()
 	}
-	p.awaitSent(l)
+	p.awaitCompletions(l)
 	for _, id := range l.ids {
 		_ = id.Destroy()
 		v.cm.Release(l.Device)
 	}
-	v.forgetConn(l.epoch - v.epoch)
+	v.removeConn(l.epoch - v.epoch)
 	p.mu.Lock()
 	l.Each(l.markUncertain)
-	all, uncertain := l.Abandon(), l.uncertain
+	all, uncertain := l.FinishAll(), l.uncertain
 	p.ending = nil
 	p.mu.Unlock()
 	_ = l.Close()

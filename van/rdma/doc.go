@@ -20,5 +20,5 @@
 // slots.go, budget.go, reclaim.go and slotmemory.go (receiving side); peer.go with sent.go,
 // put.go, send.go, pull.go, notify.go and dial.go (sending side); native.go and stepmesh.go
 // (the dialects); receive.go and loop.go (completions); prove.go (who is refused), accept.go, peers.go, beating.go
-// (who answers for a busy process; package beat) and van.go.
+// (who answers for a busy process; package liveness) and van.go.
 package rdma

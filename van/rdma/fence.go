@@ -39,10 +39,10 @@ const maxControlSources = 1 << 14
 // isRepeated tells whether a control message has come before, on a connection that broke
 // before its sender knew that it has arrived.
 func (v *rvan) isRepeated(in *inbound, t *trailer) bool {
-	if in.hello.incarnation == 0 || failpoint.On("duplicate") {
+	if in.handshake.incarnation == 0 || failpoint.On("duplicate") {
 		return false
 	}
-	k, n := controlSource{in.hello.incarnation, t.lens[1]}, t.lens[0]
+	k, n := controlSource{in.handshake.incarnation, t.lens[1]}, t.lens[0]
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	last, known := v.lastControl[k]

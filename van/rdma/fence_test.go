@@ -43,7 +43,7 @@ func TestReplacedProcessIsFenced(t *testing.T) {
 	next.must(push(s, 1, 5, value(3000, 5)))
 	s.wantValue(5, value(3000, 5))
 	r.until("one connection is left", func() bool { return len(s.incoming()) == before })
-	if n := s.incomingOf(9).hello.incarnation; n != next.incarnation {
+	if n := s.incomingOf(9).handshake.incarnation; n != next.incarnation {
 		t.Errorf("the connection left is of incarnation %d, want %d", n, next.incarnation)
 	}
 	if len(s.in) > 0 {
@@ -59,7 +59,7 @@ func TestReplacedWhileItConnects(t *testing.T) {
 	s, old, next := r.node(8), r.node(9), r.node(9)
 	r.link(old, s)
 	before := s.incomingOf(9)
-	h := before.hello
+	h := before.handshake
 	h.epoch++
 	id := &requestedID{dev: s.device0().dev, meanwhile: func() { s.connect(next) }}
 	acceptor{s.rvan}.accept(verbs.Event{Type: verbs.ConnectRequest, New: id, Private: h.encode(), Peer: before.from})
@@ -67,7 +67,7 @@ func TestReplacedWhileItConnects(t *testing.T) {
 		t.Errorf("rejected with %v, want %v", why, van.ErrReplaced)
 	}
 	for _, c := range *s.conns.Load() {
-		if in := c.in; in != nil && in != before && in.hello.incarnation == old.incarnation {
+		if in := c.in; in != nil && in != before && in.handshake.incarnation == old.incarnation {
 			t.Error("the process that was replaced has a new connection")
 		}
 	}
@@ -133,10 +133,10 @@ func TestDataOfAProcessNotInTheTable(t *testing.T) {
 	w, s := r.pair()
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
 	c := p.dial(s, 2, func(q int) []byte {
-		h := hello{node: 11, port: p.port, host: p.addr.String(), epoch: 77, qp: q, qpCount: 2, incarnation: 5}
+		h := handshake{node: 11, port: p.port, host: p.addr.String(), epoch: 77, qp: q, qpCount: 2, incarnation: 5}
 		return h.encode()
 	})
-	slot := c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
+	slot := c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
 	s.connect(&testNode{who: van.Node{ID: 11, Hostname: "10.77.9.9", Port: 1, Endpoint: (&van.Identity{Incarnation: 6}).Encode()}})
 	c.notify(0, slot.index, slot.meta, slot.metaKey, encode(r, push(s, 1, 1, value(100, 1)), &trailer{packed: true, frames: 2, lens: [van.MaxFrames]uint32{8, 100}}))
 	s.says("rdma: dropped a message of a process that the cluster's table does not name", van.NodeName(11))
@@ -169,7 +169,7 @@ func TestPowerLossLeavesNothing(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8)
 	type level struct{ connections, places, bytes int }
-	look := func() level { return level{len(s.incoming()), s.slots.Len(), int(s.leased.Load())} }
+	look := func() level { return level{len(s.incoming()), s.slots.Len(), int(s.registered.Load())} }
 	var first level
 	for i := range 5 {
 		n := r.node(9)
@@ -204,5 +204,5 @@ func TestSilentLossLeavesNothing(t *testing.T) {
 		return in.creditsOwed.Load() == 0 && in.sends.Idle()
 	})
 	n.kill(false)
-	r.until("all of it is given back", func() bool { return len(s.incoming()) == 0 && s.slots.Len() == 0 && s.leased.Load() == 0 })
+	r.until("all of it is given back", func() bool { return len(s.incoming()) == 0 && s.slots.Len() == 0 && s.registered.Load() == 0 })
 }

@@ -54,7 +54,7 @@ func TestConnectFlood(t *testing.T) {
 	r.link(old, s)
 	before := s.incomingOf(9)
 	s.connect(next)
-	stranger := hello{node: 11, port: 1, host: "10.77.1.99", native: true, qpCount: s.cfg.QPNum, incarnation: 77}
+	stranger := handshake{node: 11, port: 1, host: "10.77.1.99", native: true, qpCount: s.cfg.QPNum, incarnation: 77}
 	other := stranger
 	other.qpCount++
 	for _, x := range []struct {
@@ -65,7 +65,7 @@ func TestConnectFlood(t *testing.T) {
 		{"rejected a connection", []byte("nonsense"), nil},
 		{"rejected a connection", other.encode(), nil},
 		{"could not accept a connection", stranger.encode(), nil},
-		{"rejected a process that has been replaced", before.hello.encode(), van.ErrReplaced},
+		{"rejected a process that has been replaced", before.handshake.encode(), van.ErrReplaced},
 	} {
 		log.taken()
 		const times = 1000

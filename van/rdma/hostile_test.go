@@ -68,23 +68,23 @@ func TestHostileQuestions(t *testing.T) {
 	for _, ours := range []bool{true, false} {
 		t.Run(fmt.Sprintf("ours %t", ours), func(t *testing.T) {
 			h := newHostileWorld(t, ours)
-			good := start{metaLen: 300, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 600}, origin: 5, key: 6}
+			good := slotRequest{metaLen: 300, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 600}, origin: 5, key: 6}
 			if !ours {
 				good.dataNum, good.data = 2, [4]uint64{8, 600}
 			}
-			bad := []func(*start){
-				func(s *start) { s.metaLen = 0 },
-				func(s *start) { s.metaLen = rawMeta - 1 },
-				func(s *start) { s.metaLen = maxMeta + 1 },
-				func(s *start) { s.metaLen = tooMuch },
-				func(s *start) { s.dataNum = 5 },
-				func(s *start) { s.dataNum = tooMuch },
+			bad := []func(*slotRequest){
+				func(s *slotRequest) { s.metaLen = 0 },
+				func(s *slotRequest) { s.metaLen = rawMeta - 1 },
+				func(s *slotRequest) { s.metaLen = maxMeta + 1 },
+				func(s *slotRequest) { s.metaLen = tooMuch },
+				func(s *slotRequest) { s.dataNum = 5 },
+				func(s *slotRequest) { s.dataNum = tooMuch },
 			}
 			if ours {
-				bad = append(bad, func(s *start) { s.data[0] = tooMuch }, func(s *start) { s.data[0] = roundedData + 1 },
-					func(s *start) { s.data[2] = 1025 }, func(s *start) { s.dataNum = 2 })
+				bad = append(bad, func(s *slotRequest) { s.data[0] = tooMuch }, func(s *slotRequest) { s.data[0] = roundedData + 1 },
+					func(s *slotRequest) { s.data[2] = 1025 }, func(s *slotRequest) { s.dataNum = 2 })
 			} else {
-				bad = append(bad, func(s *start) { s.data[1] = tooMuch }, func(s *start) { s.data[1] = 1 << 31 })
+				bad = append(bad, func(s *slotRequest) { s.data[1] = tooMuch }, func(s *slotRequest) { s.data[1] = 1 << 31 })
 			}
 			for i, f := range bad {
 				s := good
@@ -96,13 +96,13 @@ func TestHostileQuestions(t *testing.T) {
 					}
 					continue
 				}
-				var b [startLen]byte
+				var b [slotRequestLen]byte
 				s.put(b[:])
-				h.c.send(immStart, b[:])
+				h.c.send(immSlotRequest, b[:])
 			}
-			h.c.send(immStart, make([]byte, startLen-1))
-			h.c.send(immStart, nil)
-			h.c.send(immReply, make([]byte, replyLen))
+			h.c.send(immSlotRequest, make([]byte, slotRequestLen-1))
+			h.c.send(immSlotRequest, nil)
+			h.c.send(immSlotReply, make([]byte, slotReplyLen))
 			h.c.send(immCredits, make([]byte, trailerLen))
 			h.c.send(0xffffffff, make([]byte, 64))
 			if h.c.send(immUp, nil); ours { // once
@@ -119,7 +119,7 @@ func TestHostileQuestions(t *testing.T) {
 // TestHostileNotifications writes nonsense, in and out of slots.
 func TestHostileNotifications(t *testing.T) {
 	h := newHostileWorld(t, true)
-	s := start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1, key: 6}
+	s := slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1, key: 6}
 	r := h.c.ask(s)
 	n := uint64(0)
 	say := func(what string, imm uint32, b []byte) {
@@ -202,7 +202,7 @@ func TestHostileNotifications(t *testing.T) {
 // TestHostileOneShot uses a slot for one message twice.
 func TestHostileOneShot(t *testing.T) {
 	h := newHostileWorld(t, true)
-	r := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 1})
+	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: 1})
 	b := encode(h.rig, control(h.s, 5), &trailer{})
 	for range 3 {
 		h.c.notify(0, r.index, r.meta, r.metaKey, b)
@@ -219,7 +219,7 @@ func TestHostileOneShot(t *testing.T) {
 // ours does: what is written there again is not handed up, before the value is given back or after.
 func TestHostileOneShotWithValue(t *testing.T) {
 	h := newHostileWorld(t, true)
-	r := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 1})
+	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: 1})
 	m := push(h.s, 6, 1, value(100, 1))
 	meta := encode(h.rig, m, nil)
 	b := append(make([]byte, 0, conn.CellSize), meta...)
@@ -249,7 +249,7 @@ func TestHostileOneShotWithValue(t *testing.T) {
 // TestHostileParts claims parts of split messages that do not come.
 func TestHostileParts(t *testing.T) {
 	h := newHostileWorld(t, true)
-	r := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, 0}, origin: 1})
+	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, 0}, origin: 1})
 	m := push(h.s, 1, 1, nil)
 	m.Push = false
 	m.SlaveQPNum, m.SlaveQPCounter = 1, [2]uint64{math.MaxUint64, math.MaxUint64}
@@ -260,7 +260,7 @@ func TestHostileParts(t *testing.T) {
 	}
 	in := h.s.incomingOf(11)
 	h.until("all wait for their other parts", func() (all bool) {
-		h.s.device0().exclusive(func() { all = len(in.held) == 100 && in.splits == 100 })
+		h.s.device0().exclusive(func() { all = len(in.incomplete) == 100 && in.splits == 100 })
 		return all
 	})
 	h.ends(0)
@@ -273,7 +273,7 @@ func TestHostileParts(t *testing.T) {
 // for.
 func TestHostileOriginal(t *testing.T) {
 	h := newHostileWorld(t, false)
-	r := h.c.ask(start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 1, key: 6})
+	r := h.c.ask(slotRequest{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 1, key: 6})
 	n := uint64(0)
 	for _, valLen := range []int32{601, -1, math.MaxInt32, math.MinInt32} {
 		b := encode(h.rig, push(h.s, 6, 1, value(600, 1)), nil)
@@ -303,11 +303,11 @@ func TestHostileHello(t *testing.T) {
 	w, s := r.pair()
 	for name, private := range map[string][]byte{
 		"none":              nil,
-		"node 0":            (&hello{node: 0, host: "x", qpCount: 2}).encode(),
-		"node too large":    (&hello{node: 1 << 20, host: "x", qpCount: 2}).encode(),
-		"no queue pairs":    (&hello{node: 9, host: "x"}).encode(),
-		"queue pair 7 of 2": (&hello{node: 9, host: "x", qp: 7, qpCount: 2}).encode(),
-		"queue pair 2 of 2": (&hello{node: 9, host: "x", qp: 2, qpCount: 2}).encode(),
+		"node 0":            (&handshake{node: 0, host: "x", qpCount: 2}).encode(),
+		"node too large":    (&handshake{node: 1 << 20, host: "x", qpCount: 2}).encode(),
+		"no queue pairs":    (&handshake{node: 9, host: "x"}).encode(),
+		"queue pair 7 of 2": (&handshake{node: 9, host: "x", qp: 7, qpCount: 2}).encode(),
+		"queue pair 2 of 2": (&handshake{node: 9, host: "x", qp: 2, qpCount: 2}).encode(),
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := newRaw(r, rawAddr, van.Node{ID: 11})
@@ -339,7 +339,7 @@ func TestHostileServer(t *testing.T) {
 	c := p.accept(1, func(q int) []byte { return p.hello(true, 0, q, 2) })
 	// Before the connection stands.
 	c.send(immCredits, make([]byte, trailerLen))
-	c.send(immReply, make([]byte, replyLen))
+	c.send(immSlotReply, make([]byte, slotReplyLen))
 	c2 := p.accept(1, func(q int) []byte { return p.hello(true, 0, 1, 2) })
 	c2.mem = c2.mem[1<<19:]
 	w.wantUp(bad)
@@ -353,21 +353,21 @@ func TestHostileServer(t *testing.T) {
 	m := push(bad, 1, 1, value(5000, 1))
 	m.Done = w
 	w.must(m)
-	var q start
-	p.check(q.get(c.receive(immStart)))
+	var q slotRequest
+	p.check(q.get(c.receive(immSlotRequest)))
 	before := w.Stats().Malformed
 	n := uint64(0)
-	sendReply := func(x reply) {
-		var b [replyLen]byte
+	sendReply := func(x slotReply) {
+		var b [slotReplyLen]byte
 		x.put(b[:])
-		c.send(immReply, b[:])
+		c.send(immSlotReply, b[:])
 		n++
 	}
 	addr, key := uint64(0x1000), p.mr.RKey()
-	sendReply(reply{origin: q.origin + 1, index: 1, meta: addr, metaKey: key})
-	sendReply(reply{origin: 0, flags: replyNone})
-	sendReply(reply{origin: q.origin, index: maxIndex, meta: addr, metaKey: key})
-	sendReply(reply{origin: q.origin, index: math.MaxUint32, meta: addr, metaKey: key})
+	sendReply(slotReply{origin: q.origin + 1, index: 1, meta: addr, metaKey: key})
+	sendReply(slotReply{origin: 0, flags: replyNone})
+	sendReply(slotReply{origin: q.origin, index: maxIndex, meta: addr, metaKey: key})
+	sendReply(slotReply{origin: q.origin, index: math.MaxUint32, meta: addr, metaKey: key})
 	for _, t := range []trailer{{n: 1}, {n: maxCredits + 1}, {frames: 1}} {
 		var b [trailerLen]byte
 		t.epoch = epoch
@@ -376,21 +376,21 @@ func TestHostileServer(t *testing.T) {
 	}
 	n += 2 // a credit for an unknown slot is that of one that was retired
 	c.send(immCredits, nil)
-	c.send(immReply, nil)
-	c.send(immStart, make([]byte, startLen))
+	c.send(immSlotReply, nil)
+	c.send(immSlotRequest, make([]byte, slotRequestLen))
 	c.send(77, nil)
 	c.notify(0, 3, 0, 0, nil)
 	n += 5
 	r.until("all are counted", func() bool { return w.Stats().Malformed >= before+n })
 	// Refused, twice: the message fails once.
-	sendReply(reply{origin: q.origin, flags: replyRefused})
+	sendReply(slotReply{origin: q.origin, flags: replyRefused})
 	w.wantDown(bad, "no memory for")
 	w.wantUp(bad)
 	r.until("Done", func() bool { return w.dones.Load() == 1 })
 	// A slot that does not exist breaks the connection, nothing else.
 	w.must(push(bad, 1, 2, value(5000, 1)))
-	p.check(q.get(c.receive(immStart)))
-	sendReply(reply{origin: q.origin, index: 1, meta: addr, metaKey: 12345, data: addr, dataKey: 12345})
+	p.check(q.get(c.receive(immSlotRequest)))
+	sendReply(slotReply{origin: q.origin, index: 1, meta: addr, metaKey: 12345, data: addr, dataKey: 12345})
 	w.wantDown(bad, "remote access error")
 	w.must(push(s, 1, 3, value(2000, 1)))
 	s.wantValue(3, value(2000, 1))
@@ -423,7 +423,7 @@ func TestHostileRejection(t *testing.T) {
 	peer := (*w.peers.Load())[van.SchedulerID]
 	r.until("it is taken for the scheduler's", func() bool {
 		in := peer.inbound.Load()
-		return in != nil && !in.hello.native
+		return in != nil && !in.handshake.native
 	})
 	p.check(ids[0].Reject(refusal(codeReplaced, "another process")))
 	if c := w.wantDown(s, "answers"); errors.Is(c.cause, van.ErrReplaced) {

@@ -19,16 +19,16 @@ import (
 
 // inbound is a connection that a peer has opened to this node.
 type inbound struct {
-	v       *node
-	serial  uint32
-	hello   hello // of its first queue pair
-	dialect inboundDialect
-	key     string
-	from    netip.AddrPort
-	host    *device
-	once    sync.Once
-	gone    atomic.Bool
-	belonging
+	v         *node
+	serial    uint32
+	handshake handshake // of its first queue pair
+	dialect   inboundDialect
+	key       string
+	from      netip.AddrPort
+	device    *device
+	once      sync.Once
+	failed    atomic.Bool
+	processState
 	confirmed atomic.Int32 // what its opener has said with immUp, that it has it, as native nodes do
 	stalled   atomic.Bool  // what it has sent waits for its handler, and is too much
 
@@ -36,45 +36,45 @@ type inbound struct {
 	probeDue    conn.DueItem
 	requestsDue conn.DueItem // for slot requests that wait
 
-	receiving
-	draining
+	receiveState
+	drainState
 
 	mu     sync.Mutex
 	closed bool
-	accepting
+	acceptState
 	sends   *conn.SendQueue[struct{}] // for replies to slot requests, and credits
 	backlog fifo.Queue[queuedSend]    // what found no room
 	creditList
 	slotState
 }
 
-// belonging is what a connection is to the process that has opened it.
-type belonging struct {
+// processState is what a connection is to the process that has opened it.
+type processState struct {
 	// unlisted is set while its process is not the one that the table names: a newer one, of
 	// which this node has not heard yet.
 	unlisted   atomic.Bool
 	unproved   atomic.Bool // its opener has to prove that it knows the cluster's secret; see prove.go
-	opening    opening     // what it has to prove
+	upProof    upProof     // what it has to prove
 	superseded atomic.Bool // there is a newer one of the same process
 }
 
-// receiving is of who holds the feed.
-type receiving struct {
-	splits       uint64 // notifications of split messages' other parts
-	held         []*received
-	holds        atomic.Bool // len(held) > 0
-	lanes        [2]*lane    // of its messages, once known: data's, and control messages'
-	overBudgetBy int64       // bytes that the last slot request was over the peer's budget
+// receiveState is of who holds the feed.
+type receiveState struct {
+	splits        uint64 // notifications of split messages' other parts
+	incomplete    []*received
+	hasIncomplete atomic.Bool   // len(held) > 0
+	queues        [2]*peerQueue // of its messages, once known: data's, and control messages'
+	overBudgetBy  int64         // bytes that the last slot request was over the peer's budget
 }
 
-// draining counts the receive requests that end with the connection.
-type draining struct {
+// drainState counts the receive requests that end with the connection.
+type drainState struct {
 	flushed atomic.Int32
 	drained chan struct{} // closed when all have
 }
 
-// accepting is the queue pairs that the peer has sent connect requests for.
-type accepting struct {
+// acceptState is the queue pairs that the peer has sent connect requests for.
+type acceptState struct {
 	ids         []verbs.ID  // each with its queue pair
 	requests    [][]byte    // the private data that the answers are to prove, nil: nothing
 	accepted    int         // of them
@@ -96,14 +96,14 @@ type queuedSend struct {
 }
 
 // addQueuePair adds a queue pair and accepts it.
-func (in *inbound) addQueuePair(id verbs.ID, h hello, req []byte) error {
+func (in *inbound) addQueuePair(id verbs.ID, h handshake, req []byte) error {
 	v, q := in.v, len(in.ids)
 	dev, err := id.Device()
 	if err != nil {
 		return err
 	}
-	if dev != in.host.dev {
-		return fmt.Errorf("queue pair %d came to device %s, the others to %s", q, dev.Name(), in.host.dev.Name())
+	if dev != in.device.dev {
+		return fmt.Errorf("queue pair %d came to device %s, the others to %s", q, dev.Name(), in.device.dev.Name())
 	}
 	c := conn.Cookie(in.serial, q)
 	id.SetCookie(c)
@@ -114,15 +114,15 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello, req []byte) error {
 	_, rx := v.cfg.RDMADepths()
 	more := !h.native && q+1 < v.cfg.QPNum
 	in.mu.Lock()
-	if in.gone.Load() {
+	if in.failed.Load() {
 		err = fmt.Errorf("%w meanwhile", van.ErrClosed) // endInbound has looked at in.ids
 	} else if in.sends == nil {
 		in.sends, err = conn.NewSendQueue[struct{}](dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
 	}
 	if err == nil {
 		in.ids, in.requests = append(in.ids, id), append(in.requests, req)
-		if h.qp == 0 && in.opening.keys != nil {
-			in.opening.first = req // the request of another queue pair may have overtaken it
+		if h.qp == 0 && in.upProof.keys != nil {
+			in.upProof.first = req // the request of another queue pair may have overtaken it
 		}
 		if more && in.acceptTimer == nil {
 			in.acceptTimer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
@@ -143,14 +143,14 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello, req []byte) error {
 
 // acceptAll accepts the queue pairs of which connect requests have come.
 func (in *inbound) acceptAll() {
-	v, h := in.v, &in.hello
+	v, h := in.v, &in.handshake
 	in.mu.Lock()
 	first := in.accepted == 0
 	var failed error
-	for failed == nil && in.accepted < len(in.ids) && !in.gone.Load() && !in.closed {
-		mine := v.hello(h.epoch)
+	for failed == nil && in.accepted < len(in.ids) && !in.failed.Load() && !in.closed {
+		mine := v.newHandshake(h.epoch)
 		mine.qp = in.accepted
-		failed = in.ids[in.accepted].Accept(verbs.ConnParam{Private: answerData(v.guard.Keys, &mine, in.requests[in.accepted], in.opening.nonce), RetryCount: retryCount, RNRRetryCount: rnrRetryCount})
+		failed = in.ids[in.accepted].Accept(verbs.ConnParam{Private: answerData(v.guard.Keys, &mine, in.requests[in.accepted], in.upProof.nonce), RetryCount: retryCount, RNRRetryCount: rnrRetryCount})
 		in.accepted++
 	}
 	in.mu.Unlock()
@@ -159,7 +159,7 @@ func (in *inbound) acceptAll() {
 		return
 	}
 	if first {
-		v.log.Info("rdma: accepted", "node", h.node, "host", h.host, "port", h.port, "device", in.host.dev.Name(), "stepaf", h.native)
+		v.log.Info("rdma: accepted", "node", h.node, "host", h.host, "port", h.port, "device", in.device.dev.Name(), "stepaf", h.native)
 		v.owner.linkInbounds()
 	}
 }
@@ -167,12 +167,12 @@ func (in *inbound) acceptAll() {
 // fail ends the connection.
 func (in *inbound) fail(err error) {
 	in.once.Do(func() {
-		in.gone.Store(true)
-		p := (*in.v.peers.Load())[in.hello.node]
+		in.failed.Store(true)
+		p := (*in.v.peers.Load())[in.handshake.node]
 		if p != nil && p.inbound.Load() != in {
 			p = nil
 		}
-		in.v.wg.Go(func() { in.v.owner.endInbound(in, p, err) })
+		in.v.wg.Go(func() { in.v.owner.destroyInbound(in, p, err) })
 	})
 }
 
@@ -232,14 +232,14 @@ func (in *inbound) returnCreditLocked(l *receiveSlot) {
 	}
 	in.credits = append(in.credits, uint16(l.Index()))
 	in.creditsOwed.Store(int32(len(in.credits)))
-	in.host.active.Add(&in.activeDue)
-	if len(in.credits) >= maxCredits || in.host.sleeping.Load() {
+	in.device.active.Add(&in.activeDue)
+	if len(in.credits) >= maxCredits || in.device.sleeping.Load() {
 		in.sendCredits()
 	}
 }
 
-// letGo ends a Hold of l: the last one gives it back to the peer, or frees its memory.
-func (in slotSet) letGo(l *receiveSlot) {
+// release ends a Hold of l: the last one gives it back to the peer, or frees its memory.
+func (in slotSet) release(l *receiveSlot) {
 	in.mu.Lock()           // at once: who looks for slots that are not used would cut the peer off for this one
 	last, free := l.Drop() // not Held: another one may end at this moment
 	if last {
@@ -253,7 +253,7 @@ func (in slotSet) letGo(l *receiveSlot) {
 
 // takeCredits moves credits to t, which m carries.
 func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
-	t.epoch = in.hello.epoch
+	t.epoch = in.handshake.epoch
 	if in.creditsOwed.Load() == 0 {
 		return
 	}
@@ -272,7 +272,7 @@ func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
 func (in *inbound) sendCredits() {
 	for len(in.credits) > 0 {
 		var t trailer
-		t.epoch = in.hello.epoch
+		t.epoch = in.handshake.epoch
 		t.n = copy(t.credits[:], in.credits)
 		in.credits = in.credits[:copy(in.credits, in.credits[t.n:])]
 		var b [trailerLen]byte
@@ -299,7 +299,7 @@ func (in *inbound) tick(now uint64, all bool) (sent bool) {
 		slotSet{in}.checkOverwrite(now)
 	}
 	if in.creditsOwed.Load() > 0 || in.overwritten.Load() {
-		in.host.active.Add(&in.activeDue)
+		in.device.active.Add(&in.activeDue)
 	}
 	return sent
 }
@@ -308,10 +308,10 @@ func (in *inbound) tick(now uint64, all bool) (sent bool) {
 func (in *inbound) probe(uint64, bool) bool {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if in.closed || in.gone.Load() {
+	if in.closed || in.failed.Load() {
 		return false
 	}
-	in.host.probes.Add(&in.probeDue)
+	in.device.probes.Add(&in.probeDue)
 	if in.sends != nil && in.sends.Idle() {
 		if err := in.sends.Probe(); err != nil {
 			in.fail(asLost(err))
@@ -320,11 +320,11 @@ func (in *inbound) probe(uint64, bool) bool {
 	return false
 }
 
-func (in *inbound) name() string { return in.hello.name() }
+func (in *inbound) name() string { return in.handshake.name() }
 
-// sendCompleted takes the completion of what an answer to a slot request, or credits, were posted
+// handleSendCompletion takes the completion of what an answer to a slot request, or credits, were posted
 // with.
-func (in *inbound) sendCompleted(c *verbs.Completion) {
+func (in *inbound) handleSendCompletion(c *verbs.Completion) {
 	q, id := conn.RecordOf(c.ID)
 	if c.Status != verbs.StatusOK {
 		in.fail(statusError(c.Status, "answer to a rendezvous on queue pair", q))
@@ -342,8 +342,8 @@ func (in *inbound) sendCompleted(c *verbs.Completion) {
 	in.sendQueued()
 }
 
-// receiveFailed counts a receive request that has ended with its queue pair.
-func (in *inbound) receiveFailed(c *verbs.Completion) {
+// handleReceiveFailure counts a receive request that has ended with its queue pair.
+func (in *inbound) handleReceiveFailure(c *verbs.Completion) {
 	_, q := conn.CookieOf(c.Cookie)
 	in.fail(statusError(c.Status, "receive on queue pair", q))
 	in.mu.Lock()

@@ -27,7 +27,7 @@ func TestPeersAreLinkedWithTheirOwn(t *testing.T) {
 		t.Helper()
 		w.linkInbounds()
 		for _, s := range servers {
-			if in := w.linked(s.who.ID); in == nil || in.hello.node != s.who.ID || in.hello.incarnation != s.incarnation {
+			if in := w.linked(s.who.ID); in == nil || in.handshake.node != s.who.ID || in.handshake.incarnation != s.incarnation {
 				t.Fatalf("%s: %s is linked with a connection of %s", when, van.NodeName(s.who.ID), in.opener())
 			}
 		}
@@ -52,7 +52,7 @@ func TestPeersAreLinkedWithTheirOwn(t *testing.T) {
 	servers[0].Disconnect(9)
 	r.until("that of the first server has ended", func() bool { return len(w.incoming()) == 1 })
 	r.until("it is not linked any more", func() bool { return w.linked(8) == nil })
-	if in := w.linked(10); in == nil || in.hello.node != 10 {
+	if in := w.linked(10); in == nil || in.handshake.node != 10 {
 		t.Errorf("the second server is linked with a connection of %s after the end of the first one's", in.opener())
 	}
 	if n := w.Stats().Malformed + servers[1].Stats().Malformed; n != 0 {
@@ -83,9 +83,9 @@ func TestAnswersWaitForRoom(t *testing.T) {
 			r.net.HoldQP(q.Num())
 		}
 		for i := range n {
-			var b [startLen]byte
-			(&start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{512, kindPush | kindRequest, 512}, origin: uint64(said + i)}).put(b[:])
-			c.send(immStart, b[:])
+			var b [slotRequestLen]byte
+			(&slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{512, kindPush | kindRequest, 512}, origin: uint64(said + i)}).put(b[:])
+			c.send(immSlotRequest, b[:])
 		}
 		r.until("those without room wait", func() bool {
 			in.mu.Lock()
@@ -94,8 +94,8 @@ func TestAnswersWaitForRoom(t *testing.T) {
 		})
 		r.net.Release()
 		for i := range n {
-			var a reply
-			p.check(a.get(c.receive(immReply)))
+			var a slotReply
+			p.check(a.get(c.receive(immSlotReply)))
 			if a.origin != uint64(said+i) || a.flags&replyRefused != 0 {
 				t.Fatalf("answer %d is to request %d with flags %#x, want request %d", i, a.origin, a.flags, said+i)
 			}

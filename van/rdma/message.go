@@ -30,15 +30,15 @@ type outgoing struct {
 	request, push bool
 	singleKey     bool // of StepMesh form: one key, which the meta repeats
 	key           uint64
-	into          backend.Mem
+	destination   backend.Mem
 	pullKey       pullKey
 	direct        bool // the value goes to addr with rkey
 	addr          uint64
 	rkey          uint32
 	pullLen       int  // of a pull request's answer
-	revoked       bool // nobody waits for the answer any more
-	of            requestOf
-	recalled      bool // the pinned frames are the caller's again
+	invalidated   bool // nobody waits for the answer any more
+	id            requestID
+	canceled      bool // the pinned frames are the caller's again
 
 	frames int
 	lens   [van.MaxFrames]uint32
@@ -61,8 +61,8 @@ const (
 	metaRoom  = 512
 )
 
-// small is the length below which a frame of a larger payload is copied.
-const small = 64
+// smallFrame is the length below which a frame of a larger payload is copied.
+const smallFrame = 64
 
 // fill takes over what msg has.
 func (o *outgoing) fill(msg *van.Message, size int) error {
@@ -81,33 +81,33 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	o.control = msg.IsControl()
 	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
 	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
-	o.into, o.direct, o.singleKey, o.pullLen, o.revoked = backend.Mem{}, false, false, 0, false
-	o.of, o.recalled = requestOf{msg.AppID, msg.CustomerID, msg.Timestamp}, false
+	o.destination, o.direct, o.singleKey, o.pullLen, o.invalidated = backend.Mem{}, false, false, 0, false
+	o.id, o.canceled = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false
 	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
 		o.useSingleKeyForm(msg)
 	}
 	o.copies = o.copies[:0]
-	lent := false
+	zeroCopy := false
 	for i := range msg.Frames {
 		f := msg.Frame(i)
 		o.lens[i], o.data[i] = uint32(f.Len()), backend.Mem{}
 		if o.singleKey && i != 1 || f.Len() == 0 {
 			continue // the receiver makes them from the meta
 		}
-		if f.OnHost() && (f.Len() < small || size <= smallPayload-van.MaxFrames*frameAlign) {
+		if f.OnHost() && (f.Len() < smallFrame || size <= smallPayload-van.MaxFrames*frameAlign) {
 			o.copies = append(o.copies, f.Host()...)
 			continue
 		}
 		o.data[i] = f
-		lent = true
+		zeroCopy = true
 	}
 	if n := o.packedLen(); n > maxData {
 		return fmt.Errorf("%w: %d bytes of payload, each frame aligned to %d, want at most %d", van.ErrInvalid, n, frameAlign, maxData)
 	}
-	if lent {
+	if zeroCopy {
 		o.done = msg.Done
 	}
-	o.inMeta = !lent && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= conn.CellSize
+	o.inMeta = !zeroCopy && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= conn.CellSize
 	return nil
 }
 
@@ -127,7 +127,7 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	if pull {
 		o.pullLen = int(msg.ValLen)
 		if msg.Into.Len() == o.pullLen && msg.Addr == msg.Into.Addr() {
-			o.into, o.pullKey = msg.Into, keyOf(&msg.Meta)
+			o.destination, o.pullKey = msg.Into, keyOf(&msg.Meta)
 		}
 	}
 	if !msg.Request && !msg.Push && msg.Option != 0 && msg.Vals.Len() > 0 {
@@ -135,8 +135,8 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	}
 }
 
-// isLent tells whether o is a request whose value is read where the caller has it.
-func (o *outgoing) isLent() bool {
+// isZeroCopy tells whether o is a request whose value is read where the caller has it.
+func (o *outgoing) isZeroCopy() bool {
 	return o.request && !o.oneShot && o.data != [van.MaxFrames]backend.Mem{}
 }
 
@@ -157,8 +157,8 @@ func (o *outgoing) packedLen() int {
 	return n
 }
 
-// behind writes the frames, packed, behind the meta.
-func (o *outgoing) behind(b []byte) {
+// writeFrames writes the frames, packed, behind the meta.
+func (o *outgoing) writeFrames(b []byte) {
 	if o.singleKey {
 		copy(b, o.copies)
 		return
@@ -171,9 +171,9 @@ func (o *outgoing) behind(b []byte) {
 	}
 }
 
-// requestOf is the request that a message is one of.
-type requestOf struct{ app, customer, ts int32 }
+// requestID is the request that a message is one of.
+type requestID struct{ app, customer, ts int32 }
 
-func (r requestOf) in(q *van.Requests) bool {
+func (r requestID) in(q *van.Requests) bool {
 	return r.app == q.App && r.customer == q.Customer && r.ts >= q.First && r.ts-q.First < q.Count
 }

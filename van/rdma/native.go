@@ -22,7 +22,7 @@ type nativeOut struct {
 // maxKeys bounds what is remembered of keys without slots of their own.
 const maxKeys = 1 << 16
 
-func (d *nativeOut) rememberKeySlot(key uint64, own bool) {
+func (d *nativeOut) setKeySlot(key uint64, own bool) {
 	if len(d.keySlots) >= maxKeys {
 		for k, own := range d.keySlots {
 			if !own {
@@ -61,8 +61,8 @@ func (d *nativeOut) need(o *outgoing) rendezvous.Need {
 	return n
 }
 
-func (d *nativeOut) request(s *start, o *outgoing, need rendezvous.Need) {
-	s.dataNum = nativeStart
+func (d *nativeOut) completeRequest(s *slotRequest, o *outgoing, need rendezvous.Need) {
+	s.dataNum = nativeSlotRequest
 	s.data[0], s.data[2] = uint64(need.Data), uint64(need.Exact)
 	if o.push {
 		s.data[1] |= kindPush
@@ -81,13 +81,13 @@ func (d *nativeOut) request(s *start, o *outgoing, need rendezvous.Need) {
 	}
 }
 
-func (d *nativeOut) reply(snd *rendezvous.Sender[*outgoing], r *reply) (refused *outgoing, why error, ok bool) {
+func (d *nativeOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply) (refused *outgoing, why error, ok bool) {
 	need, known := snd.Requested(r.origin)
 	keyed := known && !need.OneShot && need.Route.Class == 0
 	switch {
 	case r.flags&replyRefused != 0:
 		if known && snd.Shared(need) {
-			d.rememberKeySlot(need.Route.Key, false)
+			d.setKeySlot(need.Route.Key, false)
 		}
 		o, need, dropped := snd.Refused(r.origin)
 		switch {
@@ -100,13 +100,13 @@ func (d *nativeOut) reply(snd *rendezvous.Sender[*outgoing], r *reply) (refused 
 	case r.index >= maxIndex || !known || r.flags&replyNone != 0 && !keyed:
 		return nil, nil, false
 	case r.flags&replyNone != 0:
-		d.rememberKeySlot(need.Route.Key, false)
+		d.setKeySlot(need.Route.Key, false)
 		snd.UseShared(r.origin)
 		return nil, nil, true
 	}
 	var shared *rendezvous.Route
 	if keyed {
-		d.rememberKeySlot(need.Route.Key, r.flags&replyShared == 0)
+		d.setKeySlot(need.Route.Key, r.flags&replyShared == 0)
 		if r.flags&replyShared != 0 {
 			class, _ := rendezvous.Class(need.Data)
 			shared = &rendezvous.Route{Class: class}
@@ -116,10 +116,10 @@ func (d *nativeOut) reply(snd *rendezvous.Sender[*outgoing], r *reply) (refused 
 	return nil, nil, true
 }
 
-func (d *nativeOut) answered(*rendezvous.Sender[*outgoing], uint64, bool) bool { return false }
+func (d *nativeOut) requestAnswered(*rendezvous.Sender[*outgoing], uint64, bool) bool { return false }
 
-// wanted: the receiver drops the answer to a revoked request.
-func (d *nativeOut) wanted(*outgoing) bool { return true }
+// mustSend: the receiver drops the answer to a revoked request.
+func (d *nativeOut) mustSend(*outgoing) bool { return true }
 
 func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
 	if o.inMeta {
@@ -139,16 +139,18 @@ func (d *nativeOut) trailer(o *outgoing, inMeta bool) (trailer, bool) {
 // nativeIn is the dialect of a connection that a native node has opened.
 type nativeIn struct{ slotSet }
 
-func (d nativeIn) need(s *start) (n rendezvous.Need, kind uint64, err error) { return s.need(true) }
+func (d nativeIn) need(s *slotRequest) (n rendezvous.Need, kind uint64, err error) {
+	return s.need(true)
+}
 
 func (d nativeIn) refuse(origin uint64, flags uint32, _ error) {
-	d.reply(&reply{origin: origin, flags: replyRefused | flags}, nil)
+	d.sendReply(&slotReply{origin: origin, flags: replyRefused | flags}, nil)
 }
 
 // sharedSlotsSuffice tells whether a slot of a key is not needed: the key has no buffer of
 // its own, and the slots of its size class are many. Else their number would follow that of
 // the keys.
-func (d nativeIn) sharedSlotsSuffice(s *start, need rendezvous.Need, kind uint64) bool {
+func (d nativeIn) sharedSlotsSuffice(s *slotRequest, need rendezvous.Need, kind uint64) bool {
 	if kind&kindKeyed == 0 || need.Data == 0 {
 		return false
 	}
@@ -171,9 +173,9 @@ func (d nativeIn) route(need rendezvous.Need, kind uint64) rendezvous.Route {
 
 func (d nativeIn) usesBuffer(kind uint64) bool { return kind&kindKeyed != 0 }
 
-func (d nativeIn) wantsData(need rendezvous.Need) bool { return need.Data > 0 }
+func (d nativeIn) needsData(need rendezvous.Need) bool { return need.Data > 0 }
 
-func (d nativeIn) dataCost(_ *start, need rendezvous.Need, kind uint64) int {
+func (d nativeIn) dataCost(_ *slotRequest, need rendezvous.Need, kind uint64) int {
 	if kind&kindKeyed != 0 {
 		_, size := rendezvous.Class(need.Data)
 		return size
@@ -181,7 +183,7 @@ func (d nativeIn) dataCost(_ *start, need rendezvous.Need, kind uint64) int {
 	return need.Data
 }
 
-func (d nativeIn) area(l *receiveSlot, _ *start, need rendezvous.Need, kind uint64, r *reply) (*area, error) {
+func (d nativeIn) valueArea(l *receiveSlot, _ *slotRequest, need rendezvous.Need, kind uint64, r *slotReply) (*area, error) {
 	if kind&kindKeyed != 0 {
 		r.flags |= replyShared
 		l.Route = rendezvous.Route{}
@@ -197,9 +199,9 @@ func (d nativeIn) record(l *receiveSlot) {
 	}
 }
 
-// outgrown ends the slots of a key that are smaller than q wants, which has been answered, and were
+// endOutgrown ends the slots of a key that are smaller than q wants, which has been answered, and were
 // asked for before it: with q the peer has given them up, whatever the answer is.
-func (d nativeIn) outgrown(q *start) {
+func (d nativeIn) endOutgrown(q *slotRequest) {
 	need, kind, err := d.need(q)
 	if err != nil || kind&kindKeyed == 0 || need.OneShot {
 		return
@@ -224,7 +226,7 @@ func (d nativeIn) outgrown(q *start) {
 	}
 }
 
-func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
+func (d nativeIn) handleSend(c *verbs.Completion, t *trailer) (known bool) {
 	switch c.Imm {
 	case immUp:
 		says := int32(up)
@@ -236,7 +238,7 @@ func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
 		}
 		// Also where a later connection of the process is linked by now. A process which had the
 		// id before is of no peer.
-		if p := (*d.v.peers.Load())[d.hello.node]; p != nil && p.node.Port == d.hello.port {
+		if p := (*d.v.peers.Load())[d.handshake.node]; p != nil && p.node.Port == d.handshake.port {
 			go d.v.notifyInbound(p, d.inbound)
 		}
 	case immReturn:
@@ -244,16 +246,16 @@ func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
 			d.malformed(err)
 			return true
 		}
-		d.slotsReturned(t)
+		d.handleReturnedSlots(t)
 	default:
 		return false
 	}
 	return true
 }
 
-func (d nativeIn) before(b []byte) (end int, err error) {
+func (d nativeIn) previousEnd(b []byte) (end int, err error) {
 	const least = rawMeta + trailerLen
-	if !d.hello.bundles || len(b) < least {
+	if !d.handshake.bundles || len(b) < least {
 		return 0, nil // what is too short split refuses
 	}
 	if end = int(le.Uint16(b[len(b)-trailerLen+offBefore:])); end > 0 && (end < least || aligned(end) > len(b)-least) {
@@ -262,7 +264,7 @@ func (d nativeIn) before(b []byte) (end int, err error) {
 	return end, nil
 }
 
-func (d nativeIn) split(b []byte, t *trailer) (meta, behind []byte, err error) {
+func (d nativeIn) splitMeta(b []byte, t *trailer) (meta, behind []byte, err error) {
 	if len(b) < rawMeta+trailerLen {
 		return nil, nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("at least %d", rawMeta+trailerLen)}
 	}
@@ -277,12 +279,12 @@ func (d nativeIn) split(b []byte, t *trailer) (meta, behind []byte, err error) {
 		behind, b = b[aligned(t.metaLen):], b[:t.metaLen]
 	}
 	if t.n > 0 {
-		d.v.creditsArrived(d.inbound, t)
+		d.v.handleCredits(d.inbound, t)
 	}
 	return b, behind, nil
 }
 
-func (d nativeIn) overwrite(l *receiveSlot, _ uint64) error {
+func (d nativeIn) handleOverwrite(l *receiveSlot, _ uint64) error {
 	return &van.FieldError{Field: "slot", Value: l.Index(), Want: "one that has been given back"}
 }
 
@@ -319,7 +321,7 @@ func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte
 		if t.inMeta && !t.placed {
 			small = behind[:n]
 		}
-		into, copied = d.v.endPull(d.hello.node, &m.Meta, small)
+		into, copied = d.v.endPull(d.handshake.node, &m.Meta, small)
 	}
 	if t.placed {
 		if m.Push { // as all requests that come here are

@@ -32,7 +32,7 @@ type node struct {
 	owner       owner
 	watch       func(id int, up bool, cause error)
 	stats       stats
-	proving
+	secretState
 
 	cm          conn.Manager  // IDs and queue pairs
 	eventsEnded chan struct{} // closed when the connection manager says no more
@@ -51,20 +51,20 @@ type node struct {
 	wg      sync.WaitGroup // goroutines that end by themselves
 }
 
-// proving is what decides about peers that do not prove the cluster's secret.
-type proving struct {
-	guard         auth.Guard  // its Keys are nil if this node proves nothing
-	secretThere   logx.Sparse // log lines about peers that have a secret where this node has none
-	unprovedLines logx.Sparse // log lines about connections that end for want of a proof
+// secretState is what decides about peers that do not prove the cluster's secret.
+type secretState struct {
+	guard             auth.Guard  // its Keys are nil if this node proves nothing
+	secretMismatchLog logx.Sparse // log lines about peers that have a secret where this node has none
+	unprovedLog       logx.Sparse // log lines about connections that end for want of a proof
 }
 
 // budgets bounds what is registered for peers: slots, and bytes.
 type budgets struct {
 	slots                   *rendezvous.SlotTable[slotMemory]
 	peerBudget, totalBudget int64 // 0: no bound
-	leased                  atomic.Int64
+	registered              atomic.Int64
 	slotsScannedAt          atomic.Uint64 // when all slots were last looked at
-	roomLines               logx.Sparse
+	slotWaitLog             logx.Sparse
 }
 
 // owner is the van as its connections see it: what they cannot do alone.
@@ -75,32 +75,32 @@ type owner interface {
 	linkInbounds()
 	// opened makes in a connection of its process, whose opener has proved itself.
 	opened(in *inbound)
-	// endInbound takes apart a connection to this node. p is the peer whose own connection
+	// destroyInbound takes apart a connection to this node. p is the peer whose own connection
 	// it is, or nil.
-	endInbound(in *inbound, p *peer, cause error)
+	destroyInbound(in *inbound, p *peer, cause error)
 }
 
 // PathTo implements van.PathChooser: values on a device go as they are, to every peer.
 func (v *node) PathTo(int) van.Path { return van.Path{Over: "ibverbs", Device: true} }
 
-// hello is what this node says of itself.
-func (v *node) hello(epoch uint32) hello {
-	return hello{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, native: true, bundles: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}
+// newHandshake is what this node says of itself.
+func (v *node) newHandshake(epoch uint32) handshake {
+	return handshake{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, native: true, bundles: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}
 }
 
-func (v *node) rememberConnLocked(serial uint32, c *connection) {
+func (v *node) addConnLocked(serial uint32, c *connection) {
 	m := maps.Clone(*v.conns.Load())
 	m[serial] = c
 	v.conns.Store(&m)
 }
 
-func (v *node) forgetConn(serial uint32) {
+func (v *node) removeConn(serial uint32) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m := maps.Clone(*v.conns.Load())
 	delete(m, serial)
 	v.conns.Store(&m)
-	v.cm.Forget(serial, v.cfg.QPNum)
+	v.cm.Remove(serial, v.cfg.QPNum)
 }
 
 // malformedFrom counts and reports nonsense from the network: the 1st, 2nd, 4th, ... so
@@ -115,12 +115,12 @@ func (v *node) malformedFrom(who string, err error) {
 type stats struct {
 	sentN, sentB, recvN, recvB, malformed atomic.Uint64
 
-	overBudget atomic.Uint64 // slot requests that were refused for good
-	slotWaits  atomic.Uint64 // slot requests that had to wait for room, or behind others
+	refusedSlots atomic.Uint64 // slot requests that were refused for good
+	slotWaits    atomic.Uint64 // slot requests that had to wait for room, or behind others
 
 	fenced, refusedSends, paused atomic.Uint64
 
-	blamed logx.Sparse // warnings of handlers that are slow
+	slowHandlerLog logx.Sparse // warnings of handlers that are slow
 }
 
 func (s *stats) sent(bytes int) { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
@@ -137,13 +137,13 @@ type times struct {
 	budgetWait               time.Duration // that a slot request waits for bytes of its own peer
 	sleep                    time.Duration // of a loop, at most
 	probe                    time.Duration // between two probes of an idle connection
-	prove                    time.Duration // for the opener of a connection to prove itself
+	proof                    time.Duration // for the opener of a connection to prove itself
 }
 
 // A StepMesh node aborts when a connect request is withdrawn: there the connection
 // manager, which tries for about a minute, has to say that nobody answers.
 var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second, inboundDown: inboundDownTime,
-	sleep: maxSleep, probe: probeTime, prove: proveTime}
+	sleep: maxSleep, probe: probeTime, proof: proofTime}
 
 // conn is what a serial number names: an outgoing connection with its peer, or an
 // incoming one.

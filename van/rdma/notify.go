@@ -50,7 +50,7 @@ const inboundDownTime = maxLinger + time.Second
 // node's to it: the answers on it are lost.
 func (p *peer) noteInboundDown(l *link, cause error) {
 	p.mu.Lock()
-	if p.link == l && p.inboundDown == nil && !(l.native && standing(p.inbound.Load())) { // else notifyInbound has told
+	if p.link == l && p.inboundDown == nil && !(l.native && established(p.inbound.Load())) { // else notifyInbound has told
 		p.inboundDown = &inboundDown{cause: cause, since: clock.Now()}
 		time.AfterFunc(p.v.times.inboundDown, func() { p.v.notifyInbound(p, nil) })
 	}
@@ -68,16 +68,16 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 	defer p.notifying.Unlock()
 	p.mu.Lock()
 	l, h, oneWay, now := p.link, p.inboundDown, p.oneWay, p.inbound.Load()
-	told, again := h != nil && h.notified, standing(now)
+	told, again := h != nil && h.notified, established(now)
 	var cause error
 	switch {
-	case in != nil && in.hello.native && in.confirmed.Load() != 0 && int32(in.serial-p.known) > 0 && !in.unlisted.Load():
-		p.known = in.serial
-		if in.confirmed.Load() == upAfterLoss && !p.lost && !p.answers() { // while p is lost nothing is sent
+	case in != nil && in.handshake.native && in.confirmed.Load() != 0 && int32(in.serial-p.confirmedSerial) > 0 && !in.unlisted.Load():
+		p.confirmedSerial = in.serial
+		if in.confirmed.Load() == upAfterLoss && !p.lost && !p.isMyWorker() { // while p is lost nothing is sent
 			cause = fmt.Errorf("%w: it took this node for lost", van.ErrPeerLost)
 		}
 	case h == nil:
-	case again && !now.hello.native, !again && clock.Now()-h.since >= uint64(v.times.inboundDown):
+	case again && !now.handshake.native, !again && clock.Now()-h.since >= uint64(v.times.inboundDown):
 		cause = asLost(h.cause)
 	}
 	if again {
@@ -103,17 +103,17 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 	}
 }
 
-// standing tells whether a peer's own connection to this node stands.
-func standing(in *inbound) bool {
-	return in != nil && !in.gone.Load() && (in.confirmed.Load() != 0 || !in.hello.native)
+// established tells whether a peer's own connection to this node stands.
+func established(in *inbound) bool {
+	return in != nil && !in.failed.Load() && (in.confirmed.Load() != 0 || !in.handshake.native)
 }
 
-// asks tells whether this node sends requests to p, and p none to it.
-func (p *peer) asks() bool {
+// isMyServer tells whether this node sends requests to p, and p none to it.
+func (p *peer) isMyServer() bool {
 	return van.RoleOf(int(p.v.id.Load())) == van.Worker && van.RoleOf(int(p.id.Load())) == van.Server
 }
 
-// answers tells whether p sends requests to this node, and this node none to it.
-func (p *peer) answers() bool {
+// isMyWorker tells whether p sends requests to this node, and this node none to it.
+func (p *peer) isMyWorker() bool {
 	return van.RoleOf(int(p.v.id.Load())) == van.Server && van.RoleOf(int(p.id.Load())) == van.Worker
 }

@@ -207,7 +207,7 @@ func TestEndOfReplacedConnection(t *testing.T) {
 	p := newRaw(r, rawAddr, van.Node{ID: 9})
 	defer p.end()
 	p.dial(s, 2, func(q int) []byte {
-		h := old.hello
+		h := old.handshake
 		h.epoch++
 		h.qp = q
 		return h.encode()
@@ -335,7 +335,7 @@ func TestLossIsSaidToTheSameProcess(t *testing.T) {
 			s.mu.Lock()
 			defer s.mu.Unlock()
 			for _, in := range s.inbounds {
-				if in.hello.node == w.who.ID && in.serial != first {
+				if in.handshake.node == w.who.ID && in.serial != first {
 					said = in.confirmed.Load()
 				}
 			}
@@ -394,7 +394,7 @@ func TestNothingIsLostAfterTheRepair(t *testing.T) {
 		r.until("Send of the server fails", func() bool { return lost(s.Send(push(w, 1, 0, value(3000, 1)))) })
 		w.wantDown(s)
 		// Else the worker takes it for whole, and hears of what was lost when the server connects again.
-		r.until("the worker notices the end of the server's connection", answers.gone.Load)
+		r.until("the worker notices the end of the server's connection", answers.failed.Load)
 		r.net.Heal(w.addr, s.addr)
 		w.wantUp(s)
 		dst := make([]byte, 3000)
@@ -464,7 +464,7 @@ func TestSaidToHaveLost(t *testing.T) {
 			p := newRaw(r, rawAddr, van.Node{ID: s.who.ID})
 			defer p.end()
 			again := p.dial(w, 2, func(q int) []byte {
-				h := old.hello
+				h := old.handshake
 				h.epoch++
 				h.qp = q
 				h.port += c.port
@@ -478,7 +478,7 @@ func TestSaidToHaveLost(t *testing.T) {
 			r.until("the first connection has ended, or the other one is confirmed", func() bool {
 				stands := false
 				for _, x := range *w.conns.Load() {
-					if c.port != 0 && x.in != nil && x.in.hello.port != old.hello.port {
+					if c.port != 0 && x.in != nil && x.in.handshake.port != old.handshake.port {
 						return x.in.confirmed.Load() != 0
 					}
 					stands = stands || x.in == old
@@ -503,7 +503,7 @@ func TestSaidToHaveLostTwice(t *testing.T) {
 	defer p.end()
 	hello := func(epoch uint32) func(q int) []byte {
 		return func(q int) []byte {
-			h := old.hello
+			h := old.handshake
 			h.epoch += epoch
 			h.qp = q
 			return h.encode()
@@ -515,7 +515,7 @@ func TestSaidToHaveLostTwice(t *testing.T) {
 	second := q.dial(w, 2, hello(2))
 	r.until("the second connection is known", func() bool {
 		in := w.incomingOf(s.who.ID)
-		return in != nil && in.hello.epoch == old.hello.epoch+2
+		return in != nil && in.handshake.epoch == old.handshake.epoch+2
 	})
 	first.send(immUp, []byte{upAfterLoss})
 	w.wantDown(s, "took this node for lost")

@@ -14,13 +14,13 @@ import (
 // that is returned.
 func (s *rawServer) grant(c *rawConn, index uint32) (meta []byte) {
 	s.r.Helper()
-	var q start
-	s.check(q.get(c.receive(immStart)))
+	var q slotRequest
+	s.check(q.get(c.receive(immSlotRequest)))
 	room := s.mem[len(s.mem)-8192*int(index+1):][:8192]
 	at := backend.Bytes(room).Addr()
-	var b [replyLen]byte
-	(&reply{origin: q.origin, index: index, meta: at, metaKey: s.mr.RKey(), data: at + 2048, dataKey: s.mr.RKey()}).put(b[:])
-	c.send(immReply, b[:])
+	var b [slotReplyLen]byte
+	(&slotReply{origin: q.origin, index: index, meta: at, metaKey: s.mr.RKey(), data: at + 2048, dataKey: s.mr.RKey()}).put(b[:])
+	c.send(immSlotReply, b[:])
 	return room
 }
 
@@ -106,7 +106,7 @@ func TestRevokeBesideAPullFromOriginal(t *testing.T) {
 	w.must(pull(s.who, 5, 1, all[1000:]))
 	_, m := s.message(c, map[uint32][]byte{3: s.grant(c, 3)})
 	w.Invalidate(backend.Bytes(all[:1000]))
-	slot := back.ask(start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 1000}, origin: 2, key: 5})
+	slot := back.ask(slotRequest{metaLen: 400, dataNum: 2, data: [4]uint64{8, 1000}, origin: 2, key: 5})
 	a := answer(pull(s.who, 5, 1, all[1000:]), value(1000, 1))
 	back.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: m.Addr, RKey: uint32(m.Option)}, value(1000, 1))
 	back.notify(0, slot.index, slot.meta, slot.metaKey, encode(r, a, nil))
@@ -119,9 +119,9 @@ func TestRevokeBesideAPullFromOriginal(t *testing.T) {
 func TestNoReceiveMemoryForOriginal(t *testing.T) {
 	h := newHostileWorld(t, false)
 	h.s.stack.Limit(h.s.stack.Registered() + 64<<10)
-	var b [startLen]byte
-	(&start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 1 << 20}, origin: 1, key: 6}).put(b[:])
-	h.c.send(immStart, b[:])
+	var b [slotRequestLen]byte
+	(&slotRequest{metaLen: 400, dataNum: 2, data: [4]uint64{8, 1 << 20}, origin: 1, key: 6}).put(b[:])
+	h.c.send(immSlotRequest, b[:])
 	h.until("its connection has ended", func() bool { return len(h.s.incoming()) == 1 })
 	h.s.stack.Limit(1 << 40)
 	h.ends(0)

@@ -61,14 +61,14 @@ func TestSlotBesideALaterLargerOne(t *testing.T) {
 	if err := h.s.RegisterRecvBuffer(11, 6, backend.Bytes(make([]byte, 8192))); err != nil {
 		t.Fatal(err)
 	}
-	want := func(origin, n uint64) start {
-		return start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: origin, key: 6}
+	want := func(origin, n uint64) slotRequest {
+		return slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: origin, key: 6}
 	}
 	first, later := h.c.ask(want(1, 500)), h.c.ask(want(3, 1000))
 	in := h.s.incomingOf(11)
 	grant := func() {
-		q := slotRequest{start: want(2, 2000)}
-		in.host.exclusive(func() { h.p.check((slotSet{in}).grant(&q)) })
+		q := pendingRequest{slotRequest: want(2, 2000)}
+		in.device.exclusive(func() { h.p.check((slotSet{in}).grant(&q)) })
 	}
 	grant()
 	if h.s.slots.Get(first.index) != nil {
@@ -95,8 +95,8 @@ func TestRegisteredBufferServesItsKey(t *testing.T) {
 	if err := h.s.RegisterRecvBuffer(11, 6, buffer); err != nil {
 		t.Fatal(err)
 	}
-	ask := func(key, origin, kind uint64) reply {
-		return h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{3000, kind, 3000}, origin: origin, key: key})
+	ask := func(key, origin, kind uint64) slotReply {
+		return h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{3000, kind, 3000}, origin: origin, key: key})
 	}
 	const keyed, shared = kindPush | kindRequest | kindKeyed, kindPush | kindRequest
 	origin := uint64(1)
@@ -107,7 +107,7 @@ func TestRegisteredBufferServesItsKey(t *testing.T) {
 			t.Fatalf("slot %d of a key without a buffer is %+v", origin, r)
 		}
 	}
-	in := func(r reply) bool { return r.data >= uint64(buffer.Addr()) && r.data < uint64(buffer.Addr())+4096 }
+	in := func(r slotReply) bool { return r.data >= uint64(buffer.Addr()) && r.data < uint64(buffer.Addr())+4096 }
 	if r := ask(6, origin+1, shared); in(r) || r.flags&replyRefused != 0 {
 		t.Errorf("a slot that is not of the key is %+v, in the buffer at %#x", r, buffer.Addr())
 	}

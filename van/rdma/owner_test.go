@@ -160,7 +160,7 @@ func (r *rig) starved(s *testNode) bool {
 	for _, c := range *s.conns.Load() {
 		if c.in != nil {
 			c.in.mu.Lock()
-			n := len(c.in.waiting[dataLane])
+			n := len(c.in.waiting[dataPriority])
 			c.in.mu.Unlock()
 			if n > 0 {
 				return true
@@ -216,16 +216,16 @@ func TestHeldOfEnded(t *testing.T) {
 	var once atomic.Bool
 	r.net.Fail(func(op fakeverbs.Op) error {
 		if op.Kind == fakeverbs.OpDestroy && op.Stack == s.stack && !once.Swap(true) {
-			in.host.exclusive(func() { // as arrived does
-				in.held = append(in.held, rx)
-				in.holds.Store(true)
+			in.device.exclusive(func() { // as arrived does
+				in.incomplete = append(in.incomplete, rx)
+				in.hasIncomplete.Store(true)
 			})
 		}
 		return nil
 	})
 	in.fail(errors.New("the test ends it"))
 	r.until("the message is given up", func() bool {
-		pool := &in.host.pool
+		pool := &in.device.pool
 		pool.mu.Lock()
 		defer pool.mu.Unlock()
 		return slices.Contains(pool.free, rx)

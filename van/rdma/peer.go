@@ -25,23 +25,23 @@ type peer struct {
 	incarnation uint32
 	tag         uint32 // with the number of a control message: of this peer
 
-	inbound      atomic.Pointer[inbound] // the peer's connection to this node
-	hasConnected atomic.Bool             // there has been one
-	notifying    sync.Mutex              // held while the watcher is notified of a connection that may end meanwhile
-	beats        atomic.Uint32           // the incarnation at the other end of link; 0: there is none, or it did not say
+	inbound           atomic.Pointer[inbound] // the peer's connection to this node
+	hasConnected      atomic.Bool             // there has been one
+	notifying         sync.Mutex              // held while the watcher is notified of a connection that may end meanwhile
+	remoteIncarnation atomic.Uint32           // the incarnation at the other end of link; 0: there is none, or it did not say
 
-	mu          sync.Mutex
-	sender      *rendezvous.Sender[*outgoing]
-	link        *link        // nil while there is none
-	ending      *link        // the one before, while the device may read for it
-	inboundDown *inboundDown // nil while both connections stand, or this node's does not
-	known       uint32       // serial of the last one of which notifyInbound has taken what it says
-	free        []*outgoing
-	unsent      int          // bytes of payload that wait
-	lastNumber  uint32       // of the last control message
-	tickedAt    uint64       // when Sender.Tick was last called
-	waitDue     conn.DueItem // for messages, and returned slots, that wait
-	pulls       map[pullKey]pullDestination
+	mu              sync.Mutex
+	sender          *rendezvous.Sender[*outgoing]
+	link            *link        // nil while there is none
+	ending          *link        // the one before, while the device may read for it
+	inboundDown     *inboundDown // nil while both connections stand, or this node's does not
+	confirmedSerial uint32       // serial of the last one of which notifyInbound has taken what it says
+	free            []*outgoing
+	unsent          int          // bytes of payload that wait
+	lastNumber      uint32       // of the last control message
+	tickedAt        uint64       // when Sender.Tick was last called
+	waitDue         conn.DueItem // for messages, and returned slots, that wait
+	pulls           map[pullKey]pullDestination
 	connectState
 }
 
@@ -51,26 +51,26 @@ type connector struct{ *peer }
 
 // connectState is what a connector keeps. The peer's mu guards what is no atomic.
 type connectState struct {
-	stop context.CancelFunc
-	ends chan struct{} // closed when the goroutine has ended
+	stop    context.CancelFunc
+	stopped chan struct{} // closed when the goroutine has ended
 
-	native       atomic.Bool // the last connection was to a native node
-	lost         bool        // there was a connection, and it broke
-	process      uint32      // the incarnation of the last one's other end; 0: it did not say
-	oneWay       bool        // it was made again, but the peer's own, which its answers need, was not
-	awaited      bool        // the peer was named again since: messages wait for the next connection, as for the first
-	connects     int         // connections there have been
-	detached     bool        // the peer is not in the table any more: its connection is not made again
-	connecting   bool        // connect requests are with the peer,
-	connectingAs int         // as those of this node id
-	ended        bool
+	native            atomic.Bool // the last connection was to a native node
+	lost              bool        // there was a connection, and it broke
+	process           uint32      // the incarnation of the last one's other end; 0: it did not say
+	oneWay            bool        // it was made again, but the peer's own, which its answers need, was not
+	queueForReconnect bool        // the peer was named again since: messages wait for the next connection, as for the first
+	connectCount      int         // connections there have been
+	detached          bool        // the peer is not in the table any more: its connection is not made again
+	connecting        bool        // connect requests are with the peer,
+	connectingAs      int         // as those of this node id
+	ended             bool
 }
 
 // link is one standing connection.
 type link struct {
 	*conn.SendQueue[sentMessage]
 	ids     []*conn.ID
-	host    *device
+	device  *device
 	dialect outboundDialect
 	native  bool // a native node
 	// numbered: control messages have numbers, so that those that may have arrived can be
@@ -80,7 +80,7 @@ type link struct {
 	bundle      bundle // the last of them
 	connectedAs int    // the id that this node had when it connected
 	process     uint32 // the incarnation with which the peer answered; 0: it did not say
-	opening     opening
+	upProof     upProof
 	class       int // the traffic class, or unset
 	epoch       uint32
 	probeDue    conn.DueItem
@@ -105,7 +105,7 @@ type pullDestination struct {
 func (p *peer) recycle(o *outgoing) {
 	p.unsent -= o.unsent
 	o.unsent = 0
-	o.done, o.into, o.data = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}
+	o.done, o.destination, o.data = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}
 	if len(p.free) < 256 && cap(o.meta) <= 4*metaRoom && cap(o.copies) <= 2*stageEach {
 		p.free = append(p.free, o)
 	}
@@ -115,9 +115,9 @@ func (p *peer) recycle(o *outgoing) {
 func (p *peer) flush(more bool) {
 	l := p.link
 	if l != nil && p.waiting() {
-		l.host.active.Add(&p.waitDue)
+		l.device.active.Add(&p.waitDue)
 	}
-	if l == nil || l.Unposted() == 0 || more && l.Unposted() < maxHeld {
+	if l == nil || l.Unposted() == 0 || more && l.Unposted() < maxUnposted {
 		return
 	}
 	l.bundle = bundle{}
@@ -126,8 +126,8 @@ func (p *peer) flush(more bool) {
 	}
 }
 
-// maxHeld is how many work requests wait for each other at most.
-const maxHeld = 24
+// maxUnposted is how many work requests wait for each other at most.
+const maxUnposted = 24
 
 // probeLink probes l if nothing is under way on it: a node that waits for an answer sends nothing.
 func (p *peer) probeLink(l *link, now uint64) bool {
@@ -136,7 +136,7 @@ func (p *peer) probeLink(l *link, now uint64) bool {
 	if p.link != l {
 		return false
 	}
-	l.host.probes.Add(&l.probeDue)
+	l.device.probes.Add(&l.probeDue)
 	if l.Idle() {
 		if err := l.Probe(); err != nil {
 			l.fail(asLost(err))
@@ -168,20 +168,20 @@ func (p *peer) currentLink() *link {
 	return p.link
 }
 
-// keepFor tells whether p is to be kept when it is named again, by a node with this id: it
+// reusableAs tells whether p is to be kept when it is named again, by a node with this id: it
 // has connected again, to a StepMesh node, under that id, or is about to. That one
 // takes a second connection under the same name for more queue pairs of the first, and
 // never hears it. What is sent from now on waits for the connection, as it would for a new
 // one.
-func (p connector) keepFor(id int) bool {
+func (p connector) reusableAs(id int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil {
 		keep := p.connecting && p.connectingAs == id
-		p.lost, p.awaited = p.lost && !keep, p.awaited || keep
+		p.lost, p.queueForReconnect = p.lost && !keep, p.queueForReconnect || keep
 		return keep
 	}
-	return !p.link.native && p.link.connectedAs == id && p.connects > 1
+	return !p.link.native && p.link.connectedAs == id && p.connectCount > 1
 }
 
 // setConnecting says that connect requests are with the peer, sent as those of node id, or that

@@ -32,11 +32,11 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	if identity, ok := node.Identity(); ok && id != van.SchedulerID { // which may come back as another process
 		incarnation = identity.Incarnation
 	}
-	if old != nil && old.addr == addr && old.incarnation == incarnation && (connector{old}).keepFor(int(v.id.Load())) {
+	if old != nil && old.addr == addr && old.incarnation == incarnation && (connector{old}).reusableAs(int(v.id.Load())) {
 		return nil
 	}
 	run, stop := context.WithCancel(context.Background())
-	p := &peer{v: v.node, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), connectState: connectState{stop: stop, ends: make(chan struct{})}, pulls: map[pullKey]pullDestination{}}
+	p := &peer{v: v.node, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), connectState: connectState{stop: stop, stopped: make(chan struct{})}, pulls: map[pullKey]pullDestination{}}
 	p.waitDue.Run = p.tick
 	p.id.Store(int32(id))
 	p.sender = rendezvous.NewSender(p.need)
@@ -47,7 +47,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	v.markUnlistedLocked()
 	v.linkInboundsLocked()
 	if old != nil {
-		v.leave(old, leaveTime)
+		v.closePeer(old, drainTime)
 	}
 	v.wg.Go(func() { connector{p}.keepConnected(run) })
 	v.log.Info("connect", "peer", van.NodeName(id), "addr", addr.String())
@@ -75,13 +75,13 @@ func (v *rvan) Rename(old, new int) error {
 	v.markUnlistedLocked()
 	v.linkInboundsLocked()
 	if other != nil && other != p {
-		v.leave(other, 0)
+		v.closePeer(other, 0)
 	}
 	return nil
 }
 
-// leaveTime is how long Disconnect lets sent messages leave, once there is a connection.
-const leaveTime = 500 * time.Millisecond
+// drainTime is how long Disconnect lets sent messages leave, once there is a connection.
+const drainTime = 500 * time.Millisecond
 
 // Disconnect ends the connection to id. What was sent before there was one has as long to leave as a
 // connection may take: it may say why id is refused.
@@ -93,29 +93,29 @@ func (v *rvan) Disconnect(id int) {
 		return
 	}
 	v.replace(func(m map[int]*peer) { delete(m, id) })
-	limit := leaveTime
+	limit := drainTime
 	p.mu.Lock()
-	if p.connects == 0 && p.sender.Waiting() > 0 {
+	if p.connectCount == 0 && p.sender.Waiting() > 0 {
 		limit += v.times.connect
 	}
 	p.mu.Unlock()
-	v.leave(p, limit)
+	v.closePeer(p, limit)
 }
 
-// leave ends a peer that is not in the table any more, when what was sent has left or
+// closePeer ends a peer that is not in the table any more, when what was sent has left or
 // the time is over. v.mu is held.
-func (v *rvan) leave(p *peer, limit time.Duration) {
-	v.leaving[p] = true
+func (v *rvan) closePeer(p *peer, limit time.Duration) {
+	v.closingPeers[p] = true
 	p.mu.Lock()
 	p.detached = true
 	p.mu.Unlock()
 	v.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
 		defer cancel()
-		connector{p}.end(ctx)
+		connector{p}.drainAndClose(ctx)
 		v.mu.Lock()
 		defer v.mu.Unlock()
-		delete(v.leaving, p)
+		delete(v.closingPeers, p)
 	})
 }
 
@@ -123,5 +123,5 @@ func (v *rvan) leave(p *peer, limit time.Duration) {
 func (v *rvan) allPeers() []*peer {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	return slices.AppendSeq(slices.Collect(maps.Values(*v.peers.Load())), maps.Keys(v.leaving))
+	return slices.AppendSeq(slices.Collect(maps.Values(*v.peers.Load())), maps.Keys(v.closingPeers))
 }

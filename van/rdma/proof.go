@@ -52,7 +52,7 @@ func addressBytes(a netip.AddrPort) []byte {
 }
 
 // requestData returns the private data of a connect request to the address to: the hello, and a proof if there are keys.
-func requestData(k *auth.Keys, h *hello, to netip.AddrPort) []byte {
+func requestData(k *auth.Keys, h *handshake, to netip.AddrPort) []byte {
 	b := h.encode()
 	if k == nil {
 		return b
@@ -74,7 +74,7 @@ func proofIn(private []byte, off int) []byte {
 }
 
 // checkRequest checks the proof in a connect request to the address to. An error is the cause for which the opener is unproved.
-func checkRequest(k *auth.Keys, h *hello, private []byte, to netip.AddrPort) error {
+func checkRequest(k *auth.Keys, h *handshake, private []byte, to netip.AddrPort) error {
 	switch proof := proofIn(private, nativeContextLen); {
 	case !h.native || proof == nil:
 		return auth.ErrNoSecret
@@ -85,7 +85,7 @@ func checkRequest(k *auth.Keys, h *hello, private []byte, to netip.AddrPort) err
 }
 
 // answerData returns the private data of the answer to a request. If req is nil, the request had no proof and the answer has none.
-func answerData(k *auth.Keys, h *hello, req []byte, n nonce) []byte {
+func answerData(k *auth.Keys, h *handshake, req []byte, n nonce) []byte {
 	b := h.encode()
 	if k == nil || req == nil {
 		return b
@@ -96,7 +96,7 @@ func answerData(k *auth.Keys, h *hello, req []byte, n nonce) []byte {
 
 // checkAnswer checks the proof in the answer to a request, and returns the acceptor's number. An error is the cause for which the
 // acceptor is unproved.
-func checkAnswer(k *auth.Keys, h *hello, private, req []byte) (n nonce, err error) {
+func checkAnswer(k *auth.Keys, h *handshake, private, req []byte) (n nonce, err error) {
 	proof := proofIn(private, offAnswerProof)
 	if !h.native || proof == nil {
 		return n, auth.ErrNoSecret
@@ -108,15 +108,15 @@ func checkAnswer(k *auth.Keys, h *hello, private, req []byte) (n nonce, err erro
 	return n, nil
 }
 
-// opening holds the inputs of an opener's proof in immUp. The zero value is that of an opener that proves nothing.
-type opening struct {
+// upProof holds the inputs of an opener's proof in immUp. The zero value is that of an opener that proves nothing.
+type upProof struct {
 	keys  *auth.Keys
 	nonce nonce
 	first []byte // the private data of the first request
 }
 
-// up returns the data of immUp with the state says, which is up or upAfterLoss.
-func (o *opening) up(says byte) []byte {
+// encodeUp returns the data of immUp with the state says, which is up or upAfterLoss.
+func (o *upProof) encodeUp(says byte) []byte {
 	b := []byte{says}
 	if o.keys == nil {
 		return b
@@ -126,7 +126,7 @@ func (o *opening) up(says byte) []byte {
 }
 
 // checkUp checks the proof in the data of immUp. An error is the cause for which the opener is unproved.
-func (o *opening) checkUp(said []byte) error {
+func (o *upProof) checkUp(said []byte) error {
 	if len(said) != 1+auth.ProofLen {
 		return auth.ErrNoSecret
 	}

@@ -16,14 +16,14 @@ import (
 // This file owns the consequences of the proofs of the cluster's secret (proof.go): which peers are refused, and the rights of an
 // opener that has not proved itself.
 
-// proved decides about a connect request. req is the request's private data, over which the answer has its proof. It is nil if the
+// admit decides about a connect request. req is the request's private data, over which the answer has its proof. It is nil if the
 // request has no proof. opener reports whether the opener must prove itself. An error refuses the request.
-func (v acceptor) proved(ev *verbs.Event, h *hello) (req []byte, opener bool, err error) {
+func (v acceptor) admit(ev *verbs.Event, h *handshake) (req []byte, opener bool, err error) {
 	k := v.guard.Keys
 	has := h.native && proofIn(ev.Private, nativeContextLen) != nil
 	if k == nil {
 		if has {
-			if n, show := v.secretThere.Next(); show {
+			if n, show := v.secretMismatchLog.Next(); show {
 				v.log.Warn("rdma: a peer may refuse this node", "from", ev.Peer, "node", h.node, "why", auth.ErrSecretThere, "so far", n)
 			}
 		}
@@ -39,34 +39,34 @@ func (v acceptor) proved(ev *verbs.Event, h *hello) (req []byte, opener bool, er
 	return req, false, v.guard.Unproved(why, "from", ev.Peer, "node", van.NodeName(h.node))
 }
 
-// prove checks the acceptor's answer for queue pair q of l, and decides about an acceptor without proof.
-func (p connector) prove(l *link, q int, h *hello, private, req []byte) error {
+// verifyAcceptor checks the acceptor's answer for queue pair q of l, and decides about an acceptor without proof.
+func (p connector) verifyAcceptor(l *link, q int, h *handshake, private, req []byte) error {
 	k := p.v.guard.Keys
-	if k == nil || q > 0 && l.opening.keys == nil {
+	if k == nil || q > 0 && l.upProof.keys == nil {
 		return nil // no proof is needed, or the acceptor was admitted without one
 	}
 	n, why := checkAnswer(k, h, private, req)
 	if q == 0 {
-		l.opening = opening{keys: k, nonce: n, first: req}
-	} else if why == nil && n != l.opening.nonce {
+		l.upProof = upProof{keys: k, nonce: n, first: req}
+	} else if why == nil && n != l.upProof.nonce {
 		why = auth.ErrOtherSecret // the answer is that of another connection
 	}
 	if why == nil {
 		return nil
 	}
-	l.opening.keys = nil
+	l.upProof.keys = nil
 	return p.v.guard.Unproved(why, "peer", p.name())
 }
 
-// forSecret reports whether err has the cause that one of the two nodes does not prove the cluster's secret.
-func forSecret(err error) bool {
+// isSecretMismatch reports whether err has the cause that one of the two nodes does not prove the cluster's secret.
+func isSecretMismatch(err error) bool {
 	var r *rejected
 	return auth.IsUnproved(err) || errors.As(err, &r) && r.code() == codeUnproved
 }
 
-// proveRejection returns err. If err is the rejection of a replaced process and lacks a valid proof, it returns another error, which
+// verifyRejection returns err. If err is the rejection of a replaced process and lacks a valid proof, it returns another error, which
 // does not end this node.
-func (v *node) proveRejection(err error, req []byte) error {
+func (v *node) verifyRejection(err error, req []byte) error {
 	var r *rejected
 	if !v.guard.Keys.Required() || !errors.As(err, &r) || !errors.Is(err, van.ErrReplaced) {
 		return err
@@ -93,31 +93,31 @@ func (v acceptor) refuse(ev *verbs.Event, code uint32, why string) {
 // Bounds of connections whose opener has not proved itself. An opener that is alive proves itself at once.
 const (
 	maxUnproved = 1024
-	proveTime   = 10 * time.Second
+	proofTime   = 10 * time.Second
 )
 
 // awaitProofLocked marks the new connection in as unproved, and bounds the time until its opener's proof. The caller holds v.mu.
 func (v acceptor) awaitProofLocked(in *inbound, req []byte) {
-	in.opening = opening{keys: v.guard.Keys, first: req}
-	_, _ = rand.Read(in.opening.nonce[:]) // crypto/rand.Read never fails
+	in.upProof = upProof{keys: v.guard.Keys, first: req}
+	_, _ = rand.Read(in.upProof.nonce[:]) // crypto/rand.Read never fails
 	in.unproved.Store(true)
 	in.dialect = unprovedIn{nativeIn{slotSet{in}}}
 	v.unproved = append(v.unproved, in)
 	if len(v.unproved) > v.maxUnproved {
-		v.unproved[0].unprove(fmt.Errorf("%w: of more than %d connections without proof this is the oldest", auth.ErrNoSecret, v.maxUnproved))
+		v.unproved[0].failUnproved(fmt.Errorf("%w: of more than %d connections without proof this is the oldest", auth.ErrNoSecret, v.maxUnproved))
 		v.unproved = slices.Delete(v.unproved, 0, 1)
 	}
-	time.AfterFunc(v.times.prove, func() {
-		if in.unproved.Load() && !in.gone.Load() {
-			in.unprove(fmt.Errorf("%w: no proof has come within %s", auth.ErrNoSecret, v.times.prove))
+	time.AfterFunc(v.times.proof, func() {
+		if in.unproved.Load() && !in.failed.Load() {
+			in.failUnproved(fmt.Errorf("%w: no proof has come within %s", auth.ErrNoSecret, v.times.proof))
 		}
 	})
 }
 
-// unprove ends a connection whose opener does not prove itself. It does so in every mode, because the opener's request has a proof.
-func (in *inbound) unprove(why error) {
+// failUnproved ends a connection whose opener does not prove itself. It does so in every mode, because the opener's request has a proof.
+func (in *inbound) failUnproved(why error) {
 	in.v.guard.Refuse()
-	if n, show := in.v.unprovedLines.Next(); show {
+	if n, show := in.v.unprovedLog.Next(); show {
 		in.v.log.Warn("rdma: a connection ends, its opener does not prove the cluster's secret", "peer", in.name(), "from", in.from, "why", why, "so far", n)
 	}
 	in.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, why))
@@ -129,7 +129,7 @@ func (v acceptor) openedLocked(in *inbound) {
 	v.unproved = slices.DeleteFunc(v.unproved, func(x *inbound) bool { return x == in })
 	in.unproved.Store(false)
 	for _, x := range v.inbounds {
-		if older := int32(in.serial-x.serial) > 0; older && in.hello.sameNode(&x.hello) && !x.superseded.Swap(true) {
+		if older := int32(in.serial-x.serial) > 0; older && in.handshake.sameProcess(&x.handshake) && !x.superseded.Swap(true) {
 			time.AfterFunc(supersededTime, func() { // until then x may carry the last data that was sent
 				x.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
 			})
@@ -140,24 +140,24 @@ func (v acceptor) openedLocked(in *inbound) {
 // unprovedIn is the dialect of an unproved connection. Its opener may send only the proof.
 type unprovedIn struct{ nativeIn }
 
-func (d unprovedIn) need(*start) (n rendezvous.Need, kind uint64, err error) {
-	err = &van.FieldError{Field: "SEND immediate", Value: immStart, Want: "3 first, with a proof"}
-	d.unprove(auth.ErrNoSecret)
+func (d unprovedIn) need(*slotRequest) (n rendezvous.Need, kind uint64, err error) {
+	err = &van.FieldError{Field: "SEND immediate", Value: immSlotRequest, Want: "3 first, with a proof"}
+	d.failUnproved(auth.ErrNoSecret)
 	return n, 0, err
 }
 
 func (d unprovedIn) refuse(uint64, uint32, error) {}
 
-func (d unprovedIn) control(c *verbs.Completion, t *trailer) (known bool) {
+func (d unprovedIn) handleSend(c *verbs.Completion, t *trailer) (known bool) {
 	if c.Imm != immUp {
-		d.unprove(auth.ErrNoSecret)
+		d.failUnproved(auth.ErrNoSecret)
 		return false
 	}
-	if err := d.opening.checkUp(recvData(c)); err != nil {
-		d.unprove(err)
+	if err := d.upProof.checkUp(recvData(c)); err != nil {
+		d.failUnproved(err)
 		return true
 	}
 	d.dialect = d.nativeIn
 	d.v.owner.opened(d.inbound)
-	return d.nativeIn.control(c, t)
+	return d.nativeIn.handleSend(c, t)
 }

@@ -146,7 +146,7 @@ func TestProofKeepsOrder(t *testing.T) {
 
 // request is a connect request of p that proves the secret of k.
 func (p *raw) request(k *auth.Keys, to *testNode, epoch uint32, q, qps int) []byte {
-	h := hello{node: p.node.ID, port: p.port, host: p.addr.String(), epoch: epoch, qp: q, qpCount: qps, incarnation: 77}
+	h := handshake{node: p.node.ID, port: p.port, host: p.addr.String(), epoch: epoch, qp: q, qpCount: qps, incarnation: 77}
 	return requestData(k, &h, netip.AddrPortFrom(to.addr, uint16(to.who.Port)))
 }
 
@@ -167,12 +167,12 @@ func (p *raw) tryDial(to *testNode, private []byte) verbs.Event {
 }
 
 // opening is what the opener of c has to prove after its request.
-func (c *rawConn) opening(k *auth.Keys, request []byte) *opening {
-	return &opening{keys: k, nonce: nonce(c.answers[0][nativeContextLen:]), first: request}
+func (c *rawConn) opening(k *auth.Keys, request []byte) *upProof {
+	return &upProof{keys: k, nonce: nonce(c.answers[0][nativeContextLen:]), first: request}
 }
 
 // slotWanted is a slot request that a node grants.
-var slotWanted = start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 600}, origin: 5, key: 6}
+var slotWanted = slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 600}, origin: 5, key: 6}
 
 // TestUnprovedRequests: connect requests without the right proof are rejected, and nothing is made for them.
 func TestUnprovedRequests(t *testing.T) {
@@ -243,51 +243,51 @@ func TestUnprovedOpener(t *testing.T) {
 	k := keysOf(t, secretA, true)
 	for _, c := range []struct {
 		name string
-		do   func(c *rawConn, o *opening)
+		do   func(c *rawConn, o *upProof)
 	}{
-		{"no proof", func(c *rawConn, o *opening) { c.send(immUp, []byte{up}) }},
-		{"nothing said", func(c *rawConn, o *opening) { c.send(immUp, nil) }},
-		{"zeros for a proof", func(c *rawConn, o *opening) { c.send(immUp, make([]byte, 1+auth.ProofLen)) }},
-		{"another secret", func(c *rawConn, o *opening) {
+		{"no proof", func(c *rawConn, o *upProof) { c.send(immUp, []byte{up}) }},
+		{"nothing said", func(c *rawConn, o *upProof) { c.send(immUp, nil) }},
+		{"zeros for a proof", func(c *rawConn, o *upProof) { c.send(immUp, make([]byte, 1+auth.ProofLen)) }},
+		{"another secret", func(c *rawConn, o *upProof) {
 			o.keys = keysOf(t, secretB, true)
-			c.send(immUp, o.up(up))
+			c.send(immUp, o.encodeUp(up))
 		}},
-		{"the proof of another connection", func(c *rawConn, o *opening) {
+		{"the proof of another connection", func(c *rawConn, o *upProof) {
 			o.nonce[0]++
-			c.send(immUp, o.up(up))
+			c.send(immUp, o.encodeUp(up))
 		}},
-		{"the proof of another request", func(c *rawConn, o *opening) {
+		{"the proof of another request", func(c *rawConn, o *upProof) {
 			o.first = slices.Clone(o.first)
 			o.first[offEpoch]++
-			c.send(immUp, o.up(up))
+			c.send(immUp, o.encodeUp(up))
 		}},
-		{"something else than is proved", func(c *rawConn, o *opening) {
-			b := o.up(up)
+		{"something else than is proved", func(c *rawConn, o *upProof) {
+			b := o.encodeUp(up)
 			b[0] = upAfterLoss
 			c.send(immUp, b)
 		}},
-		{"the acceptor's own proof", func(c *rawConn, o *opening) {
+		{"the acceptor's own proof", func(c *rawConn, o *upProof) {
 			c.send(immUp, append([]byte{up}, c.answers[0][offAnswerProof:][:auth.ProofLen]...))
 		}},
-		{"a proof that is cut off", func(c *rawConn, o *opening) { c.send(immUp, o.up(up)[:auth.ProofLen]) }},
-		{"a proof and more", func(c *rawConn, o *opening) { c.send(immUp, append(o.up(up), 0)) }},
-		{"a slot request", func(c *rawConn, o *opening) {
-			var b [startLen]byte
+		{"a proof that is cut off", func(c *rawConn, o *upProof) { c.send(immUp, o.encodeUp(up)[:auth.ProofLen]) }},
+		{"a proof and more", func(c *rawConn, o *upProof) { c.send(immUp, append(o.encodeUp(up), 0)) }},
+		{"a slot request", func(c *rawConn, o *upProof) {
+			var b [slotRequestLen]byte
 			q := slotWanted
 			q.put(b[:])
-			c.send(immStart, b[:])
+			c.send(immSlotRequest, b[:])
 		}},
-		{"slots given back", func(c *rawConn, o *opening) { c.send(immReturn, make([]byte, trailerLen)) }},
-		{"credits", func(c *rawConn, o *opening) { c.send(immCredits, make([]byte, trailerLen)) }},
-		{"a write to a slot, and silence", func(c *rawConn, o *opening) { c.notify(0, 0, 0, 0, nil) }},
-		{"silence", func(*rawConn, *opening) {}},
+		{"slots given back", func(c *rawConn, o *upProof) { c.send(immReturn, make([]byte, trailerLen)) }},
+		{"credits", func(c *rawConn, o *upProof) { c.send(immCredits, make([]byte, trailerLen)) }},
+		{"a write to a slot, and silence", func(c *rawConn, o *upProof) { c.notify(0, 0, 0, 0, nil) }},
+		{"silence", func(*rawConn, *upProof) {}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			r := newRig(t)
 			w, s := r.proving(9, k, oneQP), r.make(8, oneQP)
 			s.guard.Keys = k
 			if strings.Contains(c.name, "silence") {
-				s.times.prove = 200 * time.Millisecond
+				s.times.proof = 200 * time.Millisecond
 			}
 			s.listenOn(0)
 			s.Start(func(m *van.Message) { s.in <- m.Retain() })
@@ -297,7 +297,7 @@ func TestUnprovedOpener(t *testing.T) {
 			p := newRaw(r, rawAddr, van.Node{ID: 9})
 			defer p.end()
 			p.port, p.node.Hostname = w.who.Port, w.who.Hostname
-			h := w.hello(12345) // as the worker's, but for the epoch
+			h := w.newHandshake(12345) // as the worker's, but for the epoch
 			h.qpCount = 1
 			request := requestData(k, &h, netip.AddrPortFrom(s.addr, uint16(s.who.Port)))
 			x := p.dial(s, 1, func(int) []byte { return request })
@@ -306,7 +306,7 @@ func TestUnprovedOpener(t *testing.T) {
 			if n := s.Stats().Unproved; n != 1 {
 				t.Errorf("counted %d, want 1", n)
 			}
-			if mine.superseded.Load() || mine.gone.Load() || (*s.peers.Load())[9].inbound.Load() != mine {
+			if mine.superseded.Load() || mine.failed.Load() || (*s.peers.Load())[9].inbound.Load() != mine {
 				t.Error("it has taken the place of the member's connection")
 			}
 			w.must(push(s, 1, 1, value(5000, 1)))
@@ -337,7 +337,7 @@ func provedOpener(t *testing.T, order []int) {
 	if n := x.opening(k, nil).nonce; !bytes.Equal(x.answers[1][nativeContextLen:][:nonceLen], n[:]) {
 		t.Error("the answers for two queue pairs of one connection have different numbers")
 	}
-	x.send(immUp, x.opening(k, p.request(k, s, 5, 0, 2)).up(up))
+	x.send(immUp, x.opening(k, p.request(k, s, 5, 0, 2)).encodeUp(up))
 	if got := x.ask(slotWanted); got.meta == 0 || got.data == 0 {
 		t.Errorf("no slot: %+v", got)
 	}
@@ -351,7 +351,7 @@ func TestCrowdOfUnproved(t *testing.T) {
 	r := newRig(t)
 	k := keysOf(t, secretA, true)
 	w, s := r.proving(9, k, oneQP), r.proving(8, k, oneQP)
-	s.maxUnproved, s.times.prove = 3, time.Hour
+	s.maxUnproved, s.times.proof = 3, time.Hour
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
 	defer p.end()
 	for i := range uint32(5) {
@@ -377,44 +377,44 @@ func TestUnprovedAcceptor(t *testing.T) {
 	k := keysOf(t, secretA, true)
 	for _, c := range []struct {
 		name, want string
-		answer     func(h *hello, requests [][]byte, q int) []byte
+		answer     func(h *handshake, requests [][]byte, q int) []byte
 	}{
-		{"no proof", "no secret", func(h *hello, _ [][]byte, _ int) []byte { return h.encode() }},
-		{"a C++ node", "no secret", func(h *hello, _ [][]byte, _ int) []byte { return h.encode()[:contextLen] }},
-		{"nothing", "no secret", func(*hello, [][]byte, int) []byte { return nil }},
-		{"the request, reflected", "no secret", func(_ *hello, requests [][]byte, q int) []byte { return requests[q] }},
-		{"the request's proof", "differs", func(h *hello, requests [][]byte, q int) []byte {
+		{"no proof", "no secret", func(h *handshake, _ [][]byte, _ int) []byte { return h.encode() }},
+		{"a C++ node", "no secret", func(h *handshake, _ [][]byte, _ int) []byte { return h.encode()[:contextLen] }},
+		{"nothing", "no secret", func(*handshake, [][]byte, int) []byte { return nil }},
+		{"the request, reflected", "no secret", func(_ *handshake, requests [][]byte, q int) []byte { return requests[q] }},
+		{"the request's proof", "differs", func(h *handshake, requests [][]byte, q int) []byte {
 			b := append(h.encode(), make([]byte, nonceLen)...)
 			return append(b, requests[q][nativeContextLen:]...)
 		}},
-		{"another secret", "differs", func(h *hello, requests [][]byte, q int) []byte {
+		{"another secret", "differs", func(h *handshake, requests [][]byte, q int) []byte {
 			return answerData(keysOf(t, secretB, true), h, requests[q], nonce{1})
 		}},
-		{"another hello than is proved", "differs", func(h *hello, requests [][]byte, q int) []byte {
+		{"another hello than is proved", "differs", func(h *handshake, requests [][]byte, q int) []byte {
 			b := answerData(k, h, requests[q], nonce{1})
 			b[offIncarn]++
 			return b
 		}},
-		{"another number than is proved", "differs", func(h *hello, requests [][]byte, q int) []byte {
+		{"another number than is proved", "differs", func(h *handshake, requests [][]byte, q int) []byte {
 			b := answerData(k, h, requests[q], nonce{1})
 			b[nativeContextLen]++
 			return b
 		}},
-		{"a proof that is cut off", "differs", func(h *hello, requests [][]byte, q int) []byte {
+		{"a proof that is cut off", "differs", func(h *handshake, requests [][]byte, q int) []byte {
 			b := answerData(k, h, requests[q], nonce{1})
 			return b[:len(b)-1]
 		}},
-		{"a replayed answer", "differs", func(h *hello, requests [][]byte, q int) []byte {
+		{"a replayed answer", "differs", func(h *handshake, requests [][]byte, q int) []byte {
 			b := slices.Clone(requests[q])
 			b[offEpoch]++ // to an earlier request
 			return answerData(k, h, b, nonce{1})
 		}},
-		{"the answer for the other queue pair", "differs", func(h *hello, requests [][]byte, q int) []byte {
+		{"the answer for the other queue pair", "differs", func(h *handshake, requests [][]byte, q int) []byte {
 			b := slices.Clone(requests[q])
 			b[offQPIndex] ^= 1
 			return answerData(k, h, b, nonce{1})
 		}},
-		{"another connection's answer for the second queue pair", "differs", func(h *hello, requests [][]byte, q int) []byte {
+		{"another connection's answer for the second queue pair", "differs", func(h *handshake, requests [][]byte, q int) []byte {
 			return answerData(k, h, requests[q], nonce{byte(q)})
 		}},
 	} {
@@ -430,7 +430,7 @@ func TestUnprovedAcceptor(t *testing.T) {
 				ev := p.event(verbs.ConnectRequest)
 				requests = append(requests, ev.Private[:provedRequestLen])
 				p.use(ev.New)
-				h := hello{node: 10, port: p.port, host: p.addr.String(), native: true, qp: q, qpCount: 2}
+				h := handshake{node: 10, port: p.port, host: p.addr.String(), native: true, qp: q, qpCount: 2}
 				if err := ev.New.Accept(verbs.ConnParam{Private: c.answer(&h, requests, q), RetryCount: 6, RNRRetryCount: 7}); err != nil && q == 0 {
 					t.Fatal(err) // after that the node has left perhaps
 				}
@@ -497,7 +497,7 @@ func TestReplacedIsToldWithProof(t *testing.T) {
 
 // TestPlainPrivateData: without a secret private data has the bytes that versions without proofs know, and so has the first message.
 func TestPlainPrivateData(t *testing.T) {
-	h := hello{node: 9, port: 5, host: "h", native: true, epoch: 7, qpCount: 2}
+	h := handshake{node: 9, port: 5, host: "h", native: true, epoch: 7, qpCount: 2}
 	to := netip.MustParseAddrPort("10.77.1.1:5")
 	if b := requestData(nil, &h, to); !bytes.Equal(b, h.encode()) {
 		t.Errorf("request %x", b)
@@ -505,7 +505,7 @@ func TestPlainPrivateData(t *testing.T) {
 	if b := answerData(nil, &h, requestData(keysOf(t, secretA, true), &h, to), nonce{1}); !bytes.Equal(b, h.encode()) {
 		t.Errorf("answer %x", b)
 	}
-	if b := (&opening{}).up(upAfterLoss); !bytes.Equal(b, []byte{upAfterLoss}) {
+	if b := (&upProof{}).encodeUp(upAfterLoss); !bytes.Equal(b, []byte{upAfterLoss}) {
 		t.Errorf("first message %x", b)
 	}
 	for _, same := range [][2]string{{"10.77.1.1:5", "[::ffff:10.77.1.1]:5"}, {"[fe80::1%eth0]:5", "[fe80::1%2]:5"}} {
@@ -518,22 +518,22 @@ func TestPlainPrivateData(t *testing.T) {
 // FuzzPrivateProof: no private data and no first message that is made without the secret proves it.
 func FuzzPrivateProof(f *testing.F) {
 	k, other := keysOf(f, secretA, true), keysOf(f, secretB, true)
-	h := hello{node: 9, port: 5, host: "h", native: true, epoch: 7, qpCount: 2}
+	h := handshake{node: 9, port: 5, host: "h", native: true, epoch: 7, qpCount: 2}
 	to := netip.MustParseAddrPort("10.77.1.1:5")
 	req := requestData(other, &h, to)
 	f.Add(req, true)
 	f.Add(answerData(other, &h, req, nonce{1}), true)
-	f.Add((&opening{keys: other, first: req}).up(up), false)
+	f.Add((&upProof{keys: other, first: req}).encodeUp(up), false)
 	f.Add(make([]byte, verbs.MaxAcceptData), false)
 	f.Fuzz(func(t *testing.T, b []byte, native bool) {
-		h := hello{native: native}
+		h := handshake{native: native}
 		if err := checkRequest(k, &h, b, to); !auth.IsUnproved(err) {
 			t.Errorf("request: %v", err)
 		}
 		if _, err := checkAnswer(k, &h, b, req); !auth.IsUnproved(err) {
 			t.Errorf("answer: %v", err)
 		}
-		if err := (&opening{keys: k, first: req}).checkUp(b); !auth.IsUnproved(err) {
+		if err := (&upProof{keys: k, first: req}).checkUp(b); !auth.IsUnproved(err) {
 			t.Errorf("first message: %v", err)
 		}
 	})

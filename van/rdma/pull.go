@@ -11,16 +11,16 @@ import (
 
 // This file owns what a peer says on this node's connection to it, and the memory that its answers are put into.
 
-// slotReply takes the reply to a slot request. It tells whether it can be one.
-func (p *peer) slotReply(l *link, r *reply) bool {
+// handleSlotReply takes the reply to a slot request. It tells whether it can be one.
+func (p *peer) handleSlotReply(l *link, r *slotReply) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link != l || p.ended {
 		return true
 	}
-	refused, why, ok := l.dialect.reply(p.sender, r)
+	refused, why, ok := l.dialect.handleReply(p.sender, r)
 	if refused != nil {
-		p.dropOne(refused, why)
+		p.dropQueued(refused, why)
 	}
 	p.pump()
 	p.flush(false)
@@ -46,7 +46,7 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 			x.region.Release()
 		}
 	}
-	if l := p.link; l != nil && l.dialect.answered(p.sender, msg.Key, msg.Push) {
+	if l := p.link; l != nil && l.dialect.requestAnswered(p.sender, msg.Key, msg.Push) {
 		p.pump()
 		p.flush(false)
 	}
@@ -61,10 +61,10 @@ func (v *node) endPull(node int, m *van.Meta, value []byte) (into backend.Mem, c
 	return backend.Mem{}, false
 }
 
-// abandonPulls gives up the memory that a StepMesh node, whose connection has
+// releasePulls gives up the memory that a StepMesh node, whose connection has
 // ended, will not write to any more. again says that it has connected again: that one may
 // have been sent already.
-func (p *peer) abandonPulls(again bool) {
+func (p *peer) releasePulls(again bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for k, x := range p.pulls {
@@ -92,32 +92,32 @@ func (p *peer) takeCredits(t *trailer) (ok bool) {
 	return ok
 }
 
-// creditsArrived takes the credits that have come with a message.
-func (v *node) creditsArrived(in *inbound, t *trailer) {
+// handleCredits takes the credits that have come with a message.
+func (v *node) handleCredits(in *inbound, t *trailer) {
 	x := (*v.conns.Load())[t.epoch-v.epoch]
 	if x == nil || x.peer == nil {
 		return // of an earlier connection
 	}
-	if int(x.peer.id.Load()) != in.hello.node && in.hello.node != van.Empty || !x.peer.takeCredits(t) {
+	if int(x.peer.id.Load()) != in.handshake.node && in.handshake.node != van.Empty || !x.peer.takeCredits(t) {
 		in.malformed(&van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"})
 	}
 }
 
-// reclaimRequested takes the notice of a peer that wants slots back.
-func (p *peer) reclaimRequested(l *link, r *reclaim) {
+// handleReclaim takes the notice of a peer that wants slots back.
+func (p *peer) handleReclaim(l *link, r *reclaimRequest) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link != l || p.ended {
 		return
 	}
-	p.sender.Reclaim(int(r.places), int(min(r.bytes, maxReclaim)))
+	p.sender.Reclaim(int(r.slots), int(min(r.bytes, maxReclaim)))
 	p.returnSlots()
 	p.pump()
 	p.flush(false)
 }
 
-// sendCompleted takes the completion of a message's last part.
-func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
+// handleSendCompletion takes the completion of a message's last part.
+func (p *peer) handleSendCompletion(l *link, c *verbs.Completion) {
 	q, id := conn.RecordOf(c.ID)
 	if c.Status != verbs.StatusOK {
 		why := van.ErrPeerLost
@@ -140,7 +140,7 @@ func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
 	}
 	f, last := l.Complete(id)
 	if r := l.Record(id); !last && q == 0 && r != nil {
-		r.Note.forgetCredits() // the peer has them with the meta, whatever becomes of the parts on other queue pairs
+		r.Note.clearCredits() // the peer has them with the meta, whatever becomes of the parts on other queue pairs
 	}
 	if last && f.Note.control != nil {
 		p.recycle(f.Note.control)
@@ -152,19 +152,19 @@ func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
 	}
 	p.mu.Unlock()
 	if last {
-		endSent(&f)
+		finishSent(&f)
 	}
 }
 
-// receiveSend takes what the peer says on this node's connection to it: answers to
+// handleSend takes what the peer says on this node's connection to it: answers to
 // slot requests, and credits.
-func (p *peer) receiveSend(d *device, l *link, c *verbs.Completion) {
+func (p *peer) handleSend(d *device, l *link, c *verbs.Completion) {
 	b := recvData(c)
 	var err error
 	switch c.Imm {
-	case immReply:
-		var r reply
-		if err = r.get(b); err == nil && !p.slotReply(l, &r) {
+	case immSlotReply:
+		var r slotReply
+		if err = r.get(b); err == nil && !p.handleSlotReply(l, &r) {
 			err = &van.FieldError{Field: "rendezvous reply: origin", Value: r.origin, Want: "that of an open slot request"}
 		}
 	case immCredits:
@@ -173,9 +173,9 @@ func (p *peer) receiveSend(d *device, l *link, c *verbs.Completion) {
 			err = &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"}
 		}
 	case immReclaim:
-		var r reclaim
+		var r reclaimRequest
 		if err = r.get(b); err == nil {
-			p.reclaimRequested(l, &r)
+			p.handleReclaim(l, &r)
 		}
 	default:
 		err = &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1, 2 or 4"}

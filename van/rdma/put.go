@@ -21,9 +21,9 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		p.reject(id, o, at, err)
 		return
 	}
-	if o.recalled || !l.dialect.wanted(o) {
+	if o.canceled || !l.dialect.mustSend(o) {
 		p.sender.Release(at)
-		l.dropRecord(id, o)
+		l.finishUnsent(id, o)
 		p.recycle(o)
 		return
 	}
@@ -42,12 +42,12 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		r.Large, meta = b, b.Mem.Host()
 	}
 	copy(meta, o.meta)
-	if err := p.pin(l, r, o); err != nil {
+	if err := p.registerFrames(l, r, o); err != nil {
 		p.reject(id, o, at, err)
 		return
 	}
-	if o.into.Len() > 0 {
-		if err := p.exposeDestination(l, o, meta); err != nil {
+	if o.destination.Len() > 0 {
+		if err := p.registerDestination(l, o, meta); err != nil {
 			p.reject(id, o, at, err)
 			return
 		}
@@ -69,13 +69,13 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 			b.takeCredits(&t, &r.Note)
 		}
 		t.put(meta[n-trailerLen:])
-		if o.isLent() && !split { // a part on another queue pair may come after the trailer
+		if o.isZeroCopy() && !split { // a part on another queue pair may come after the trailer
 			late = true
-			r.Note.of, r.Note.flags = o.of, meta[n-trailerLen+offFlags:][:1]
+			r.Note.id, r.Note.flags = o.id, meta[n-trailerLen+offFlags:][:1]
 		}
 	}
 	if inMeta {
-		o.behind(meta[aligned(len(o.meta)):])
+		o.writeFrames(meta[aligned(len(o.meta)):])
 	} else {
 		p.addPayload(l, id, o, at, stage[metaRoom:], split)
 	}
@@ -84,14 +84,14 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	case r.Large != nil:
 		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), r.Large.MR.LKey()
 	case late:
-		wr = l.StagedLate(wr, meta)
+		wr = l.StagedByReference(wr, meta)
 	default:
 		wr = l.Staged(wr, meta)
 	}
 	l.Add(id, 0, wr)
 	l.bundle = bundle{}
 	if l.bundles && o.fitsBundle() {
-		l.bundle = bundle{record: id, end: n, room: min(at.MetaLen, len(stage))}
+		l.bundle = bundle{record: id, end: n, limit: min(at.MetaLen, len(stage))}
 	}
 	r.Note.done, r.Note.data = o.done, !o.control
 	if o.control && l.numbered {
@@ -100,25 +100,25 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		p.unsent, o.unsent = p.unsent-o.unsent, 0
 		return // it is recycled when it has arrived
 	}
-	if o.size >= maxHold {
+	if o.size >= flushSize {
 		p.flush(false)
 	}
 	p.recycle(o)
 }
 
-// maxHold is the payload from which a message does not wait for more.
-const maxHold = 32 << 10
+// flushSize is the payload from which a message does not wait for more.
+const flushSize = 32 << 10
 
 // minSplit is the length from which a value is split over the queue pairs.
 const minSplit = 8 << 10
 
-// pin makes the caller's memory known to the device.
-func (p *peer) pin(l *link, r *conn.Record[sentMessage], o *outgoing) error {
+// registerFrames makes the caller's memory known to the device.
+func (p *peer) registerFrames(l *link, r *conn.Record[sentMessage], o *outgoing) error {
 	for i := range o.frames {
 		if o.data[i].Len() == 0 {
 			continue
 		}
-		reg, err := l.host.regions.Get(o.data[i], 0)
+		reg, err := l.device.regions.Get(o.data[i], 0)
 		if err != nil {
 			return fmt.Errorf("value of %d bytes: %w", o.data[i].Len(), err)
 		}
@@ -128,32 +128,32 @@ func (p *peer) pin(l *link, r *conn.Record[sentMessage], o *outgoing) error {
 	return nil
 }
 
-// exposeDestination makes the memory that the answer is to be put into known to the peer.
-func (p *peer) exposeDestination(l *link, o *outgoing, meta []byte) error {
-	reg, err := l.host.regions.Get(o.into, verbs.LocalWrite|verbs.RemoteWrite)
+// registerDestination makes the memory that the answer is to be put into known to the peer.
+func (p *peer) registerDestination(l *link, o *outgoing, meta []byte) error {
+	reg, err := l.device.regions.Get(o.destination, verbs.LocalWrite|verbs.RemoteWrite)
 	if err != nil {
-		return fmt.Errorf("memory for the answer, %d bytes: %w", o.into.Len(), err)
+		return fmt.Errorf("memory for the answer, %d bytes: %w", o.destination.Len(), err)
 	}
 	if old, again := p.pulls[o.pullKey]; again {
 		old.region.Release()
 	}
-	p.pulls[o.pullKey] = pullDestination{o.into, reg, !l.native, l}
+	p.pulls[o.pullKey] = pullDestination{o.destination, reg, !l.native, l}
 	le.PutUint32(meta[metaOption:], reg.MR.RKey())
 	return nil
 }
 
-// dropRecord ends record id, of a message that is not sent.
-func (l *link) dropRecord(id uint32, o *outgoing) {
+// finishUnsent ends record id, of a message that is not sent.
+func (l *link) finishUnsent(id uint32, o *outgoing) {
 	f := l.Finish(id)
 	f.Note.done = o.done
-	go endSent(&f)
+	go finishSent(&f)
 }
 
 // reject drops a message that turns out to be impossible. The requests that wait for
 // its answer fail. p.mu is held.
 func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.RemoteSlot, err error) {
 	p.sender.Release(at)
-	p.link.dropRecord(id, o)
+	p.link.finishUnsent(id, o)
 	p.failMessage(o, err)
 }
 
@@ -224,16 +224,16 @@ func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.Remote
 func (p *peer) requestSlot(origin uint64, o *outgoing, need rendezvous.Need) {
 	l := p.link
 	id, _, stage, _ := l.Begin()
-	s := start{metaLen: uint64(need.Meta), origin: origin}
-	l.dialect.request(&s, o, need)
-	s.put(stage[:startLen])
-	l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immStart}, stage[:startLen]))
+	s := slotRequest{metaLen: uint64(need.Meta), origin: origin}
+	l.dialect.completeRequest(&s, o, need)
+	s.put(stage[:slotRequestLen])
+	l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immSlotRequest}, stage[:slotRequestLen]))
 	p.flush(false)
 }
 
-// dropOne drops a message that waits, and fails the requests that wait for its answer.
+// dropQueued drops a message that waits, and fails the requests that wait for its answer.
 // p.mu is held.
-func (p *peer) dropOne(o *outgoing, err error) {
+func (p *peer) dropQueued(o *outgoing, err error) {
 	if o.done != nil {
 		go o.done.Sent()
 	}

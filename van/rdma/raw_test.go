@@ -84,7 +84,7 @@ func (p *raw) event(want verbs.EventType) verbs.Event {
 
 // hello is what p says of itself.
 func (p *raw) hello(ours bool, epoch uint32, q, qps int) []byte {
-	h := hello{node: p.node.ID, port: p.port, host: p.addr.String(), epoch: epoch, qp: q, qpCount: qps}
+	h := handshake{node: p.node.ID, port: p.port, host: p.addr.String(), epoch: epoch, qp: q, qpCount: qps}
 	if b := h.encode(); ours {
 		return b
 	} else {
@@ -115,7 +115,7 @@ func (p *raw) use(id verbs.ID) verbs.QP {
 }
 
 // dial connects to a node as a node would. The private data is made by hello.
-func (p *raw) dial(to *testNode, qps int, hello func(q int) []byte) *rawConn {
+func (p *raw) dial(to *testNode, qps int, own func(q int) []byte) *rawConn {
 	p.r.Helper()
 	c := &rawConn{raw: p}
 	var ids []verbs.ID
@@ -129,7 +129,7 @@ func (p *raw) dial(to *testNode, qps int, hello func(q int) []byte) *rawConn {
 		c.qps, ids = append(c.qps, p.use(id)), append(ids, id)
 	}
 	for q, id := range ids {
-		p.check(id.Connect(verbs.ConnParam{Private: hello(q), RetryCount: 6, RNRRetryCount: 7}))
+		p.check(id.Connect(verbs.ConnParam{Private: own(q), RetryCount: 6, RNRRetryCount: 7}))
 	}
 	for range qps {
 		c.answers = append(c.answers, p.event(verbs.Established).Private)
@@ -192,13 +192,13 @@ func (c *rawConn) receive(imm uint32) []byte {
 }
 
 // ask asks for a slot and returns the answer.
-func (c *rawConn) ask(s start) reply {
+func (c *rawConn) ask(s slotRequest) slotReply {
 	c.r.Helper()
-	var b [startLen]byte
+	var b [slotRequestLen]byte
 	s.put(b[:])
-	c.send(immStart, b[:])
-	var r reply
-	c.check(r.get(c.receive(immReply)))
+	c.send(immSlotRequest, b[:])
+	var r slotReply
+	c.check(r.get(c.receive(immSlotReply)))
 	if r.origin != s.origin {
 		c.r.Fatalf("an answer to %d, want %d", r.origin, s.origin)
 	}

@@ -17,8 +17,8 @@ import (
 // This file owns the way from a completion to a message, and the order of each sender's
 // messages.
 
-// completed takes one completion. The feed is held.
-func (d *device) completed(c *verbs.Completion) {
+// handleCompletion takes one completion. The feed is held.
+func (d *device) handleCompletion(c *verbs.Completion) {
 	v := d.v
 	serial, q := conn.CookieOf(c.Cookie)
 	if c.Type == verbs.SendDone {
@@ -30,34 +30,34 @@ func (d *device) completed(c *verbs.Completion) {
 	}
 	switch {
 	case c.Type == verbs.SendDone && x.in != nil:
-		x.in.sendCompleted(c)
+		x.in.handleSendCompletion(c)
 	case c.Type == verbs.SendDone:
-		x.peer.sendCompleted(x.link, c)
+		x.peer.handleSendCompletion(x.link, c)
 	case c.Type == verbs.RecvFailed && x.in != nil:
-		x.in.receiveFailed(c)
+		x.in.handleReceiveFailure(c)
 	case c.Type == verbs.RecvFailed:
 		x.link.fail(statusError(c.Status, "receive on queue pair", q))
 	case x.in == nil && c.Type == verbs.RecvSend:
-		x.peer.receiveSend(d, x.link, c)
+		x.peer.handleSend(d, x.link, c)
 	case x.in == nil:
 		v.malformedFrom(x.peer.name(), &van.FieldError{Field: "notification", Value: c.Imm, Want: "none on a connection of this node"})
-	case c.Type == verbs.RecvSend && c.Imm == immStart:
-		slotSet{x.in}.slotRequested(recvData(c))
+	case c.Type == verbs.RecvSend && c.Imm == immSlotRequest:
+		slotSet{x.in}.handleSlotRequest(recvData(c))
 	case c.Type == verbs.RecvSend:
-		if !x.in.dialect.control(c, &d.trailer) {
+		if !x.in.dialect.handleSend(c, &d.trailer) {
 			x.in.malformed(&van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0, 5, or 3 once"})
 		}
 	default:
-		d.notification(x.in, c)
+		d.handleNotification(x.in, c)
 	}
 }
 
-// notification takes a notification.
-func (d *device) notification(in *inbound, c *verbs.Completion) {
+// handleNotification takes a notification.
+func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 	v := d.v
 	if c.Imm&immSlave != 0 {
 		in.splits++
-		d.releaseHeld(in)
+		d.releaseCompleted(in)
 		return
 	}
 	l := v.slots.Get(c.Imm)
@@ -69,7 +69,7 @@ func (d *device) notification(in *inbound, c *verbs.Completion) {
 	if !ok {
 		return // the connection has ended
 	}
-	messages, err := d.written.messages(in.dialect, l.Memory.meta.Mem, int(c.Len))
+	messages, err := d.written.parse(in.dialect, l.Memory.meta.Mem, int(c.Len))
 	for _, b := range messages {
 		var rx *received
 		if rx, err = d.decode(in, l, b, over); err != nil || rx != nil && !d.arrived(in, rx) {
@@ -82,7 +82,7 @@ func (d *device) notification(in *inbound, c *verbs.Completion) {
 	if l.OneShot {
 		v.slots.End(l)
 	}
-	slotSet{in}.letGo(l)
+	slotSet{in}.release(l)
 }
 
 // arrived puts rx behind what has come before it. It reports false when the connection ends instead. A control message
@@ -90,39 +90,39 @@ func (d *device) notification(in *inbound, c *verbs.Completion) {
 // connection ended meanwhile.
 func (d *device) arrived(in *inbound, rx *received) bool {
 	switch {
-	case rx.splits <= in.splits && (len(in.held) == 0 || rx.ofControl() && !slices.ContainsFunc(in.held, (*received).ofControl)):
-		d.came.Put(rx)
-	case len(in.held) >= maxIndex:
-		in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.held)))
+	case rx.splits <= in.splits && (len(in.incomplete) == 0 || rx.usesControlQueue() && !slices.ContainsFunc(in.incomplete, (*received).usesControlQueue)):
+		d.ready.Put(rx)
+	case len(in.incomplete) >= maxIndex:
+		in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.incomplete)))
 		rx.msg.Release()
 		return false
 	default:
-		in.held = append(in.held, rx)
-		in.holds.Store(true)
+		in.incomplete = append(in.incomplete, rx)
+		in.hasIncomplete.Store(true)
 	}
 	return true
 }
 
-// releaseHeld hands up messages whose other parts have come.
-func (d *device) releaseHeld(in *inbound) {
+// releaseCompleted hands up messages whose other parts have come.
+func (d *device) releaseCompleted(in *inbound) {
 	n := 0
-	for n < len(in.held) && in.held[n].splits <= in.splits {
-		d.came.Put(in.held[n])
+	for n < len(in.incomplete) && in.incomplete[n].splits <= in.splits {
+		d.ready.Put(in.incomplete[n])
 		n++
 	}
-	in.held = append(in.held[:0], in.held[n:]...)
-	in.holds.Store(len(in.held) > 0)
+	in.incomplete = append(in.incomplete[:0], in.incomplete[n:]...)
+	in.hasIncomplete.Store(len(in.incomplete) > 0)
 }
 
-// dropHeld gives up messages whose other parts will not come.
-func (d *device) dropHeld(in *inbound) {
-	if !in.holds.Load() {
+// dropIncomplete gives up messages whose other parts will not come.
+func (d *device) dropIncomplete(in *inbound) {
+	if !in.hasIncomplete.Load() {
 		return
 	}
 	var held []*received
 	d.exclusive(func() {
-		held, in.held = in.held, nil
-		in.holds.Store(false)
+		held, in.incomplete = in.incomplete, nil
+		in.hasIncomplete.Store(false)
 	})
 	for _, rx := range held {
 		rx.msg.Release()
@@ -134,7 +134,7 @@ func (d *device) dropHeld(in *inbound) {
 func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*received, error) {
 	t := &d.trailer
 	*t = trailer{}
-	b, behind, err := in.dialect.split(b, t) // behind is the frames, when they lie with the meta
+	b, behind, err := in.dialect.splitMeta(b, t) // behind is the frames, when they lie with the meta
 	if err != nil {
 		return nil, err
 	}
@@ -145,7 +145,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 		return nil, err
 	}
 	rx.in = in
-	if t.recalled {
+	if t.canceled {
 		m.Release()
 		return nil, nil
 	}
@@ -157,7 +157,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 		m.Release()
 		return nil, nil
 	}
-	m.Sender, m.Receiver = in.hello.node, int(d.v.id.Load())
+	m.Sender, m.Receiver = in.handshake.node, int(d.v.id.Load())
 	m.Trace().PostRecv = clock.Now()
 	if m.SlaveQPNum > 0 {
 		rx.splits = m.SlaveQPCounter[1]
@@ -172,7 +172,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 		m.Release()
 		return nil, err
 	}
-	if in.stalled.Load() && in.dialect.returnsCredits() && !rx.ofControl() {
+	if in.stalled.Load() && in.dialect.returnsCredits() && !rx.usesControlQueue() {
 		rx.slot = l // though no value lies there: its sender has to stop
 	}
 	if rx.slot != nil {
@@ -182,7 +182,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 			return nil, nil // the connection has ended
 		}
 		if over {
-			if err := in.dialect.overwrite(rx.slot, m.Key); err != nil {
+			if err := in.dialect.handleOverwrite(rx.slot, m.Key); err != nil {
 				m.Release()
 				return nil, err
 			}
@@ -194,57 +194,57 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 	return rx, nil
 }
 
-// lane is the order of a sender's messages. deferred is what has come while its handler has
+// peerQueue is the order of a sender's messages. deferred is what has come while its handler has
 // too much to do: the slots that it lies in are not given back, so the sender has to stop.
-type lane struct {
+type peerQueue struct {
 	engine.Lane[*van.Message]
-	hand     atomic.Int32 // Lane.Hand
+	inFlight atomic.Int32 // Lane.Hand
 	blame    engine.Blame
 	deferred fifo.Queue[*received] // these two are of who holds the feed
 	stalled  []*inbound            // the connections that they came on
 }
 
-// lanes gives each sender two lanes: control messages do not wait for data, nor for the
+// peerQueues gives each sender two lanes: control messages do not wait for data, nor for the
 // handler of data. Senders without an id share theirs.
-type lanes struct {
+type peerQueues struct {
 	m sync.Map // int to *lane
 }
 
-func (l *lanes) of(sender int, control bool) *lane {
+func (l *peerQueues) of(sender int, control bool) *peerQueue {
 	key := sender << 1
 	if control {
 		key++
 	}
 	if p, ok := l.m.Load(key); ok {
-		return p.(*lane)
+		return p.(*peerQueue)
 	}
-	x := &lane{}
-	x.ID, x.Hand = sender, &x.hand
+	x := &peerQueue{}
+	x.ID, x.Hand = sender, &x.inFlight
 	p, _ := l.m.LoadOrStore(key, x)
-	return p.(*lane)
+	return p.(*peerQueue)
 }
 
-// ofControl tells whether rx goes the way of control messages: their order is kept among
+// usesControlQueue tells whether rx goes the way of control messages: their order is kept among
 // them.
-func (rx *received) ofControl() bool { return rx.msg.IsControl() || rx.msg.SimpleApp }
+func (rx *received) usesControlQueue() bool { return rx.msg.IsControl() || rx.msg.SimpleApp }
 
-// lane is that of rx.
-func (d *device) lane(rx *received) *lane {
-	l := &rx.in.lanes[0]
-	if rx.ofControl() {
-		l = &rx.in.lanes[1]
+// queueOf is that of rx.
+func (d *device) queueOf(rx *received) *peerQueue {
+	l := &rx.in.queues[0]
+	if rx.usesControlQueue() {
+		l = &rx.in.queues[1]
 	}
 	if *l == nil {
-		*l = d.lanes.of(rx.msg.Sender, rx.ofControl())
+		*l = d.queues.of(rx.msg.Sender, rx.usesControlQueue())
 	}
 	return *l
 }
 
-// forPoll tells whether a Poll may deliver rx: an answer or a request of its own role that comes to a worker,
+// pollable tells whether a Poll may deliver rx: an answer or a request of its own role that comes to a worker,
 // or a request that comes to a server. Other handlers may take long.
-func (d *device) forPoll(rx *received) bool {
+func (d *device) pollable(rx *received) bool {
 	switch {
-	case rx.ofControl():
+	case rx.usesControlQueue():
 		return false
 	case d.v.self.Role == van.Server:
 		return rx.msg.Request
@@ -254,18 +254,18 @@ func (d *device) forPoll(rx *received) bool {
 
 // next returns what is to be delivered next. What a Poll may not deliver is the loop's, and what comes behind
 // it, too.
-func (d *device) next(poll bool) (*received, *lane, engine.Found) {
-	left := func(rx *received, l *lane) bool { return poll && (!d.forPoll(rx) || l.hand.Load() != 0) }
-	for i, l := range d.deferredLanes {
+func (d *device) next(poll bool) (*received, *peerQueue, engine.Found) {
+	forLoop := func(rx *received, l *peerQueue) bool { return poll && (!d.pollable(rx) || l.inFlight.Load() != 0) }
+	for i, l := range d.deferredQueues {
 		if !d.feed.Loop.MayRead(&l.Lane) {
 			continue
 		}
 		rx := l.deferred.Front()
-		if left(rx, l) {
+		if forLoop(rx, l) {
 			return nil, nil, engine.Leave
 		}
 		if l.deferred.Take(); l.deferred.Len() == 0 {
-			d.deferredLanes = slices.Delete(d.deferredLanes, i, i+1)
+			d.deferredQueues = slices.Delete(d.deferredQueues, i, i+1)
 			for _, in := range l.stalled {
 				in.stalled.Store(false)
 			}
@@ -273,18 +273,18 @@ func (d *device) next(poll bool) (*received, *lane, engine.Found) {
 		}
 		return rx, l, engine.Message
 	}
-	for d.came.Len() > 0 {
-		rx := d.came.Front()
-		l := d.lane(rx)
-		if left(rx, l) {
+	for d.ready.Len() > 0 {
+		rx := d.ready.Front()
+		l := d.queueOf(rx)
+		if forLoop(rx, l) {
 			return nil, nil, engine.Leave
 		}
-		d.came.Take()
+		d.ready.Take()
 		if l.deferred.Len() == 0 && d.feed.Loop.MayRead(&l.Lane) {
 			return rx, l, engine.Message
 		}
 		if l.deferred.Len() == 0 {
-			d.deferredLanes = append(d.deferredLanes, l)
+			d.deferredQueues = append(d.deferredQueues, l)
 		}
 		l.deferred.Put(rx)
 		if !rx.in.stalled.Swap(true) {
@@ -294,7 +294,7 @@ func (d *device) next(poll bool) (*received, *lane, engine.Found) {
 	return nil, nil, engine.Nothing
 }
 
-// mayReadmit tells whether something that was put aside may be handed up now.
-func (d *device) mayReadmit() bool {
-	return slices.ContainsFunc(d.deferredLanes, func(l *lane) bool { return d.feed.Loop.MayRead(&l.Lane) })
+// mayResume tells whether something that was put aside may be handed up now.
+func (d *device) mayResume() bool {
+	return slices.ContainsFunc(d.deferredQueues, func(l *peerQueue) bool { return d.feed.Loop.MayRead(&l.Lane) })
 }

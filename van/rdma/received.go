@@ -78,7 +78,7 @@ func (p *pool) get() *received {
 func (p *pool) Free(m *van.Message) {
 	rx := (*received)(m.Native())
 	if l := rx.slot; l != nil {
-		slotSet{rx.in}.letGo(l)
+		slotSet{rx.in}.release(l)
 	}
 	rx.in, rx.slot, rx.splits = nil, nil, 0
 	if rx.copies = rx.copies[:0]; cap(rx.copies) > maxKeptCopies {

@@ -23,36 +23,36 @@ const (
 	oneShotShare  = 16                     // a peer may have 1/16 of all slots for control messages
 )
 
-// overBudget refuses a slot request for good: its message fails at the sender.
-func (in slotSet) overBudget(q *slotRequest, why error) {
+// refuseOverBudget refuses a slot request for good: its message fails at the sender.
+func (in slotSet) refuseOverBudget(q *pendingRequest, why error) {
 	v := in.v
-	if n := v.stats.overBudget.Add(1); n&(n-1) == 0 {
+	if n := v.stats.refusedSlots.Add(1); n&(n-1) == 0 {
 		v.log.Warn("rdma: a peer gets no more memory", "peer", in.name(), "key", q.key, "why", why, "refused so far", n)
 	}
 	in.dialect.refuse(q.origin, replyBudget, why)
 }
 
-// foundNoRoom counts and reports a slot request that has to wait: because of err, or, with none,
+// countSlotWait counts and reports a slot request that has to wait: because of err, or, with none,
 // behind others. That a peer waits for slots of its own gets no line.
-func (in slotSet) foundNoRoom(err error) {
+func (in slotSet) countSlotWait(err error) {
 	v := in.v
-	if errors.Is(err, errNotTaken) {
+	if errors.Is(err, errStalled) {
 		return
 	}
 	v.stats.slotWaits.Add(1)
 	if err == nil || errors.Is(err, errPeerBudget) {
 		return
 	}
-	if n, show := v.roomLines.Next(); show {
+	if n, show := v.slotWaitLog.Next(); show {
 		v.log.Warn("rdma: a peer waits for a slot", "peer", in.name(), "why", err, "slots", v.slots.Len(), "BYTEPS_ADDRESS_POOL_SIZE", v.cfg.AddressPoolSize, "so far", n)
 	}
 }
 
-// makeRoom takes slots back, so that the slot request that err has made wait can be answered. The
+// reclaimFor takes slots back, so that the slot request that err has made wait can be answered. The
 // feed is held.
-func (in slotSet) makeRoom(err error, now uint64) {
+func (in slotSet) reclaimFor(err error, now uint64) {
 	v := in.v
-	if errors.Is(err, errNotTaken) {
+	if errors.Is(err, errStalled) {
 		return
 	}
 	if errors.Is(err, errPeerBudget) {
@@ -64,7 +64,7 @@ func (in slotSet) makeRoom(err error, now uint64) {
 	}
 	shares := map[*inbound]int{in.inbound: 0} // the slots that each peer has
 	v.slots.Each(func(l *receiveSlot) {
-		if of := l.Owner.(*inbound); !l.OneShot && of.hello.native {
+		if of := l.Owner.(*inbound); !l.OneShot && of.handshake.native {
 			shares[of]++
 		}
 	})
@@ -97,7 +97,7 @@ func (in slotSet) makeRoom(err error, now uint64) {
 // requestReclaim asks the peer to give slots back. One that has free slots, and does not answer,
 // is cut off: it connects again when it needs to.
 func (in slotSet) requestReclaim(places, bytes int, now uint64) {
-	if !in.hello.native || failpoint.On("rdma-reclaim") {
+	if !in.handshake.native || failpoint.On("rdma-reclaim") {
 		return
 	}
 	in.mu.Lock()
@@ -114,8 +114,8 @@ func (in slotSet) requestReclaim(places, bytes int, now uint64) {
 	if w.since == 0 {
 		w.since = now
 	}
-	var b [reclaimLen]byte
-	(&reclaim{places: uint32(places), bytes: uint64(bytes)}).put(b[:])
+	var b [reclaimRequestLen]byte
+	(&reclaimRequest{slots: uint32(places), bytes: uint64(bytes)}).put(b[:])
 	in.send(immReclaim, b[:])
 }
 
@@ -129,9 +129,9 @@ func (in slotSet) hasFreeSlots() bool {
 	return false
 }
 
-// slotsReturned takes slots back that the peer has given up. What it had written there before
+// handleReturnedSlots takes slots back that the peer has given up. What it had written there before
 // has come.
-func (in slotSet) slotsReturned(t *trailer) {
+func (in slotSet) handleReturnedSlots(t *trailer) {
 	in.mu.Lock()
 	in.reclaim.since = 0
 	ok := true

@@ -143,7 +143,7 @@ func TestHoarderIsCutOff(t *testing.T) {
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
 	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
 	for i := range s.slots.Room() {
-		c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: uint64(i), key: 6})
+		c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: uint64(i), key: 6})
 	}
 	w.must(push(s, 1, 1, value(3000, 1)))
 	s.wantValue(1, value(3000, 1))
@@ -161,8 +161,8 @@ func peerBudget(n int) func(*env.Config) {
 func TestPeerBudget(t *testing.T) {
 	h := newHostileWorld(t, true)
 	before := h.s.stack.Registered()
-	ask := func(n uint64) reply {
-		return h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{n, kindPush | kindRequest, n}, origin: n, key: 6})
+	ask := func(n uint64) slotReply {
+		return h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{n, kindPush | kindRequest, n}, origin: n, key: 6})
 	}
 	for range 8 {
 		if r := ask(2 << 30); r.flags != replyRefused|replyBudget {
@@ -223,7 +223,7 @@ func TestTotalBudget(t *testing.T) {
 		r.link(n, s)
 		hoard(n, s, 2, 120<<10)
 		hoard(n, s, 3, 60<<10)
-		if b := s.leased.Load(); b > 1<<20 {
+		if b := s.registered.Load(); b > 1<<20 {
 			t.Errorf("%d bytes are registered for %d peers, want at most %d", b, i+1, 1<<20)
 		}
 	}
@@ -250,7 +250,7 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 			n.must(push(s, uint64(k), k, value(size, k)))
 			s.wantValue(k, value(size, k))
 		}
-		if s.leased.Load() == 0 {
+		if s.registered.Load() == 0 {
 			t.Error("nothing is counted")
 		}
 		long := control(s, 10) // its meta does not fit into a cell
@@ -262,7 +262,7 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 			m.Release()
 		}
 		n.close()
-		r.until(fmt.Sprintf("all of peer %d is given back", i), func() bool { return s.leased.Load() == 0 && s.slots.Len() == 0 })
+		r.until(fmt.Sprintf("all of peer %d is given back", i), func() bool { return s.registered.Load() == 0 && s.slots.Len() == 0 })
 	}
 }
 
@@ -289,7 +289,7 @@ func (r *rig) allInUse() (w, s *testNode, held []*van.Message, askedTwice func()
 	return w, s, held, func() {
 		for range 2 {
 			before := asked()
-			r.until("it is asked again, or cut off", func() bool { return asked() != before || in.gone.Load() })
+			r.until("it is asked again, or cut off", func() bool { return asked() != before || in.failed.Load() })
 		}
 	}
 }
@@ -342,7 +342,7 @@ func TestSlotsInUseAreAllItHas(t *testing.T) {
 	r := newRig(t)
 	w, s, held, askedTwice := r.allInUse()
 	askedTwice()
-	if s.incomingOf(9).gone.Load() {
+	if s.incomingOf(9).failed.Load() {
 		t.Error("it was cut off")
 	}
 	for _, m := range held {
@@ -395,9 +395,9 @@ func TestRegisteredBuffersDoNotCount(t *testing.T) {
 // A StepMesh node that asks for too much cannot be told: its connection ends.
 func TestOriginalOverBudget(t *testing.T) {
 	h := newHostileWorld(t, false)
-	var b [startLen]byte
-	(&start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 2<<30 - 1}, origin: 1, key: 6}).put(b[:])
-	h.c.send(immStart, b[:])
+	var b [slotRequestLen]byte
+	(&slotRequest{metaLen: 400, dataNum: 2, data: [4]uint64{8, 2<<30 - 1}, origin: 1, key: 6}).put(b[:])
+	h.c.send(immSlotRequest, b[:])
 	h.until("its connection has ended", func() bool { return len(h.s.incoming()) == 1 })
 	h.ends(0)
 }
@@ -411,16 +411,16 @@ func TestUnusedOneShots(t *testing.T) {
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
 	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
 	for i := range 100 {
-		var b [startLen]byte
-		(&start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: uint64(i)}).put(b[:])
-		c.send(immStart, b[:])
+		var b [slotRequestLen]byte
+		(&slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: uint64(i)}).put(b[:])
+		c.send(immSlotRequest, b[:])
 	}
 	in := s.incomingOf(11)
 	most := s.slots.Room() / oneShotShare
 	r.until("all have been seen", func() bool {
 		in.mu.Lock()
 		defer in.mu.Unlock()
-		return len(in.waiting[controlLane]) == 100-most
+		return len(in.waiting[controlPriority]) == 100-most
 	})
 	if n := int(in.oneShots.Load()); n != most {
 		t.Errorf("it has %d slots for control messages, want %d", n, most)
@@ -436,8 +436,8 @@ func TestHostileReturns(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.w.must(push(h.s, 1, 900, value(6000, 1)))
 	h.s.wantValue(900, value(6000, 1))
-	mine := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1})
-	shot := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 2})
+	mine := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1})
+	shot := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: 2})
 	n := uint64(0)
 	say := func(what string, index int, refused bool) {
 		t.Helper()
@@ -451,7 +451,7 @@ func TestHostileReturns(t *testing.T) {
 	}
 	var others []*receiveSlot
 	h.s.slots.Each(func(l *receiveSlot) {
-		if l.Owner.(*inbound).hello.node != 11 {
+		if l.Owner.(*inbound).handshake.node != 11 {
 			others = append(others, l)
 		}
 	})
@@ -502,18 +502,18 @@ func TestHostileReclaims(t *testing.T) {
 	c := p.accept(2, func(q int) []byte { return p.hello(true, 0, q, 2) })
 	w.wantUp(bad)
 	w.must(push(bad, 1, 1, value(5000, 1)))
-	var q start
-	p.check(q.get(c.receive(immStart)))
+	var q slotRequest
+	p.check(q.get(c.receive(immSlotRequest)))
 	at := uint64(uintptr(unsafe.Pointer(&p.mem[len(p.mem)-16384])))
-	var b [replyLen]byte
-	(&reply{origin: q.origin, index: 7, meta: at, metaKey: p.mr.RKey(), data: at + conn.CellSize, dataKey: p.mr.RKey(), flags: replyShared}).put(b[:])
-	c.send(immReply, b[:])
-	for i, bad := range [][]byte{nil, make([]byte, reclaimLen), make([]byte, reclaimLen-1), make([]byte, startLen)} {
+	var b [slotReplyLen]byte
+	(&slotReply{origin: q.origin, index: 7, meta: at, metaKey: p.mr.RKey(), data: at + conn.CellSize, dataKey: p.mr.RKey(), flags: replyShared}).put(b[:])
+	c.send(immSlotReply, b[:])
+	for i, bad := range [][]byte{nil, make([]byte, reclaimRequestLen), make([]byte, reclaimRequestLen-1), make([]byte, slotRequestLen)} {
 		c.send(immReclaim, bad)
 		r.until("it is refused", func() bool { return w.Stats().Malformed == uint64(i+1) })
 	}
-	var ask [reclaimLen]byte
-	(&reclaim{places: 1<<32 - 1, bytes: 1<<64 - 1}).put(ask[:])
+	var ask [reclaimRequestLen]byte
+	(&reclaimRequest{slots: 1<<32 - 1, bytes: 1<<64 - 1}).put(ask[:])
 	c.send(immReclaim, ask[:])
 	var credit [trailerLen]byte
 	epoch := uint32(0)
@@ -530,7 +530,7 @@ func TestHostileReclaims(t *testing.T) {
 		t.Errorf("slots %v come back, want 7", back.credits[:back.n])
 	}
 	w.must(push(bad, 1, 2, value(5000, 1)))
-	p.check(q.get(c.receive(immStart))) // it asks for a new one
+	p.check(q.get(c.receive(immSlotRequest))) // it asks for a new one
 	w.Disconnect(10)
 	p.end()
 }
@@ -543,9 +543,9 @@ func TestCreditsWhileAsleep(t *testing.T) {
 		w.must(push(s, 1, i, value(3000, i)))
 		m := s.next()
 		in := s.incomingOf(9)
-		r.until("the receiver sleeps", in.host.sleeping.Load)
+		r.until("the receiver sleeps", in.device.sleeping.Load)
 		m.Release()
-		if n := in.creditsOwed.Load(); n != 0 && in.host.sleeping.Load() {
+		if n := in.creditsOwed.Load(); n != 0 && in.device.sleeping.Load() {
 			t.Errorf("%d credits wait while the loop sleeps", n)
 		}
 	}

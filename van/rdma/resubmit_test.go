@@ -38,13 +38,13 @@ func (s *rawServer) take() *rawConn {
 // moment there are requests for its other queue pairs, which end.
 func (s *rawServer) skip(request verbs.Event) {
 	s.r.Helper()
-	old, err := decodeHello(request.Private)
+	old, err := decodeHandshake(request.Private)
 	s.check(err)
 	for {
 		ev, err := s.ch.Next()
 		s.check(err)
 		if ev.Type == verbs.ConnectRequest {
-			h, err := decodeHello(ev.Private)
+			h, err := decodeHandshake(ev.Private)
 			s.check(err)
 			if h.epoch != old.epoch {
 				s.early = append(s.early, ev)
@@ -64,12 +64,12 @@ func (s *rawServer) open() *rawConn {
 func (s *rawServer) pull(c *rawConn, key uint64, n int) {
 	s.r.Helper()
 	s.w.must(pull(s.who, key, int(key), make([]byte, n)))
-	var q start
-	s.check(q.get(c.receive(immStart)))
+	var q slotRequest
+	s.check(q.get(c.receive(immSlotRequest)))
 	at := s.mem[len(s.mem)-4096:]
-	var b [replyLen]byte
-	(&reply{origin: q.origin, index: uint32(key), meta: uint64(uintptr(unsafe.Pointer(&at[0]))), metaKey: s.mr.RKey()}).put(b[:])
-	c.send(immReply, b[:])
+	var b [slotReplyLen]byte
+	(&slotReply{origin: q.origin, index: uint32(key), meta: uint64(uintptr(unsafe.Pointer(&at[0]))), metaKey: s.mr.RKey()}).put(b[:])
+	c.send(immSlotReply, b[:])
 	s.r.until("the request has been sent", func() bool { return slices.Contains(s.expected(), key) })
 }
 
@@ -152,7 +152,7 @@ func TestConnectWhileConnecting(t *testing.T) {
 				s.skip(old)
 			}
 			w.must(push(s.who, 1, 1, value(1000, 1)))
-			s.take().receive(immStart)
+			s.take().receive(immSlotRequest)
 			s.end()
 		})
 	}

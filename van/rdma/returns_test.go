@@ -44,7 +44,7 @@ func TestReturnsWaitForRoom(t *testing.T) {
 	const n = maxCredits + 7 // more than one notice can tell
 	p := fullLink(w, s, n)
 	p.mu.Lock()
-	said, waiting := p.link.HasRoom(), p.sender.Waiting()
+	said, waiting := p.link.CanBegin(), p.sender.Waiting()
 	p.mu.Unlock()
 	if said || waiting != 0 {
 		t.Fatalf("there is room: %t, %d messages wait; want neither", said, waiting)

@@ -31,8 +31,8 @@ func (v *rvan) Invalidate(m backend.Mem) {
 			}
 		}
 		p.sender.Each(func(o *outgoing) {
-			if o.into.Overlaps(m) {
-				o.into, o.revoked = backend.Mem{}, true
+			if o.destination.Overlaps(m) {
+				o.destination, o.invalidated = backend.Mem{}, true
 			}
 		})
 		p.mu.Unlock()
@@ -47,7 +47,7 @@ func (v *rvan) Invalidate(m backend.Mem) {
 		}
 	}
 	for _, d := range *v.devices.Load() {
-		d.regions.Revoke(m, kept)
+		d.regions.Invalidate(m, kept)
 	}
 }
 
@@ -59,8 +59,8 @@ func (v *rvan) Cancel(q van.Requests) {
 	for _, p := range v.allPeers() {
 		p.mu.Lock()
 		p.sender.Each(func(o *outgoing) {
-			if o.isLent() && o.of.in(&q) {
-				o.recalled = true
+			if o.isZeroCopy() && o.id.in(&q) {
+				o.canceled = true
 			}
 		})
 		for _, l := range []*link{p.link, p.ending} {
@@ -68,8 +68,8 @@ func (v *rvan) Cancel(q van.Requests) {
 				continue
 			}
 			l.Each(func(m *sentMessage) {
-				if m.flags != nil && m.of.in(&q) {
-					m.flags[0] |= trailerRecalled
+				if m.flags != nil && m.id.in(&q) {
+					m.flags[0] |= trailerCanceled
 				}
 			})
 		}

@@ -55,7 +55,7 @@ func TestRevokeWhileLeaving(t *testing.T) {
 			t.Errorf("the request comes with option %d, want 0: its memory was revoked", m.Option)
 		}
 		m.Release()
-	case <-time.After(leaveTime): // it has not left, that is right, too
+	case <-time.After(drainTime): // it has not left, that is right, too
 	}
 }
 

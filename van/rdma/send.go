@@ -98,8 +98,8 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 	}
 	p.pump()
 	p.flush(msg.More)
-	if idle && data && p.link != nil && p.sender.Waiting() > 0 && p.link.host.sleeping.Load() {
-		p.link.host.dev.Wake() // the loop sleeps too long for tick, which flush has made due
+	if idle && data && p.link != nil && p.sender.Waiting() > 0 && p.link.device.sleeping.Load() {
+		p.link.device.dev.Wake() // the loop sleeps too long for tick, which flush has made due
 	}
 	return done, nil
 }
@@ -125,8 +125,8 @@ func (v *node) Flush(id int) {
 
 // pump does what the rendezvous says, as long as the link has room. p.mu is held.
 func (p *peer) pump() {
-	for l := p.link; l != nil && l.HasRoom(); {
-		if o, ok := p.sender.First(); ok && l.bundle.takes(l, o) {
+	for l := p.link; l != nil && l.CanBegin(); {
+		if o, ok := p.sender.First(); ok && l.bundle.fits(l, o) {
 			p.sender.TakeFirst()
 			l.bundle.add(p, o)
 			continue
@@ -141,7 +141,7 @@ func (p *peer) pump() {
 		case rendezvous.Request:
 			p.requestSlot(a.Origin, a.Item, a.Need)
 		case rendezvous.Drop:
-			p.dropOne(a.Item, a.Err)
+			p.dropQueued(a.Item, a.Err)
 		}
 	}
 }

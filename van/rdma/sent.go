@@ -18,7 +18,7 @@ type sentMessage struct {
 	data    bool      // it is no control message
 	// Of a request whose value the device reads where the caller has it: flags is where those
 	// of the trailer lie, which the device reads after the value.
-	of    requestOf
+	id    requestID
 	flags []byte
 	// The credits that the message carries, of connection creditsOf.
 	creditsOf *inbound
@@ -29,16 +29,16 @@ type sentMessage struct {
 // finished is a message that is under way no more.
 type finished = conn.Finished[sentMessage]
 
-// endSent gives back what a finished message has used. It is called without a lock.
-func endSent(f *finished) {
+// finishSent gives back what a finished message has used. It is called without a lock.
+func finishSent(f *finished) {
 	f.End()
 	if f.Note.done != nil {
 		f.Note.done.Sent()
 	}
 }
 
-// forgetCredits forgets the credits that the message carries.
-func (m *sentMessage) forgetCredits() {
+// clearCredits forgets the credits that the message carries.
+func (m *sentMessage) clearCredits() {
 	clear(m.credits[:m.returned])
 	m.creditsOf, m.returned = nil, 0
 }
@@ -49,7 +49,7 @@ func (l *link) restoreCredits() {
 		for _, s := range m.credits[:m.returned] {
 			m.creditsOf.returnCredit(s)
 		}
-		m.forgetCredits()
+		m.clearCredits()
 	})
 }
 
@@ -62,7 +62,7 @@ func (l *link) markUncertain(m *sentMessage) {
 	if !slices.Contains(l.uncertain, m.creditsOf) {
 		l.uncertain = append(l.uncertain, m.creditsOf)
 	}
-	m.forgetCredits()
+	m.clearCredits()
 }
 
 // carriesData tells whether data is under way.

@@ -19,10 +19,10 @@ type slotSet struct{ *inbound }
 // slotState is the receive slots of one connection. Its inbound's mu guards what is no atomic.
 type slotState struct {
 	slots   map[rendezvous.Route][]*receiveSlot
-	areas   map[uint64]*area // of a StepMesh node, by key
-	cells   conn.Cells       // for metas: what one peer may write to, no other may
-	waiting [2][]slotRequest // for a slot: of control messages, and others
-	reclaim struct {         // slots that the peer is asked to give back
+	areas   map[uint64]*area    // of a StepMesh node, by key
+	cells   conn.Cells          // for metas: what one peer may write to, no other may
+	waiting [2][]pendingRequest // for a slot: of control messages, and others
+	reclaim struct {            // slots that the peer is asked to give back
 		at, since uint64 // when it was last asked; and first without an answer, or since then when a slot came free
 	}
 	suspect struct { // a slot to which a StepMesh node has written while a message lay there
@@ -52,9 +52,9 @@ type slotMemory struct {
 // StepMesh node.
 type area struct {
 	*conn.Block
-	host *device
-	refs atomic.Int32
-	of   *inbound // for whom it was registered; nil in tests
+	device *device
+	refs   atomic.Int32
+	of     *inbound // for whom it was registered; nil in tests
 }
 
 // Retain implements backend.Holder: an application that answers with what was pushed
@@ -66,7 +66,7 @@ func (a *area) Release() { a.put() }
 
 func (a *area) put() {
 	if a.refs.Add(-1) == 0 {
-		a.host.forgetArea(a)
+		a.device.removeArea(a)
 		_ = a.Close()
 		if a.of != nil {
 			slotSet{a.of}.charge(-a.Mem.Len())
@@ -77,7 +77,7 @@ func (a *area) put() {
 // charge counts bytes that are registered for the peer.
 func (in slotSet) charge(n int) {
 	in.registeredBytes.Add(int64(n))
-	in.v.leased.Add(int64(n))
+	in.v.registered.Add(int64(n))
 }
 
 // metaBytes is what a meta of n bytes costs. The usual ones, of which there cannot be more
@@ -91,7 +91,7 @@ func metaBytes(n int) int {
 
 // newArea makes registered memory for values of the peer.
 func (in slotSet) newArea(n int, host bool) (*area, error) {
-	a, err := in.host.newArea(n, host)
+	a, err := in.device.newArea(n, host)
 	if err == nil {
 		a.of = in.inbound
 		in.charge(a.Mem.Len())
@@ -163,7 +163,7 @@ func (in slotSet) noteOverwrite(l *receiveSlot, key uint64) {
 	if !in.warned && in.suspect.slot == nil {
 		in.suspect.slot, in.suspect.key, in.suspect.since = l, key, clock.Now()
 		in.overwritten.Store(true)
-		in.host.active.Add(&in.activeDue)
+		in.device.active.Add(&in.activeDue)
 	}
 }
 
@@ -181,7 +181,7 @@ func (in slotSet) checkOverwrite(now uint64) {
 	default:
 		in.warned = true
 		in.v.log.Warn("rdma: a peer has overwritten a value that is still in use: over RDMA a node of the C++ library may use a key again once it has its answer",
-			"peer", in.hello.name(), "key", x.key)
+			"peer", in.handshake.name(), "key", x.key)
 	}
 	x.slot = nil
 	in.overwritten.Store(false)

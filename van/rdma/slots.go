@@ -12,20 +12,20 @@ import (
 
 // This file owns the replies to peers' slot requests.
 
-// slotRequest is one that waits for its answer.
-type slotRequest struct {
-	start
+// pendingRequest is one that waits for its answer.
+type pendingRequest struct {
+	slotRequest
 	since uint64
 }
 
-// slotRequested takes a slot request. The feed is held.
-func (in slotSet) slotRequested(b []byte) {
-	q := slotRequest{since: clock.Now()}
+// handleSlotRequest takes a slot request. The feed is held.
+func (in slotSet) handleSlotRequest(b []byte) {
+	q := pendingRequest{since: clock.Now()}
 	if err := q.get(b); err != nil {
 		in.malformed(err)
 		return
 	}
-	later := &in.waiting[q.lane()]
+	later := &in.waiting[q.priority()]
 	in.mu.Lock()
 	wait := len(*later) > 0 // requests are granted in their order
 	in.mu.Unlock()
@@ -34,14 +34,14 @@ func (in slotSet) slotRequested(b []byte) {
 		if err = in.grant(&q); err == nil {
 			return
 		}
-		in.makeRoom(err, q.since)
+		in.reclaimFor(err, q.since)
 	}
-	in.foundNoRoom(err)
+	in.countSlotWait(err)
 	in.mu.Lock()
 	full := len(*later) >= maxIndex
 	if !full && !in.closed {
 		*later = append(*later, q)
-		in.host.requests.Add(&in.requestsDue)
+		in.device.requests.Add(&in.requestsDue)
 	}
 	in.mu.Unlock()
 	if full {
@@ -56,7 +56,7 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 		all := in.waiting[k]
 		in.waiting[k] = nil
 		in.mu.Unlock()
-		var kept []slotRequest
+		var kept []pendingRequest
 		for i := range all {
 			q := &all[i]
 			err := in.grant(q)
@@ -64,12 +64,12 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 				continue
 			}
 			if errors.Is(err, errPeerBudget) && now-q.since > uint64(in.v.times.budgetWait) {
-				in.overBudget(q, err)
-				in.dialect.outgrown(&q.start)
+				in.refuseOverBudget(q, err)
+				in.dialect.endOutgrown(&q.slotRequest)
 				continue
 			}
 			kept = append(kept, *q)
-			in.makeRoom(err, now)
+			in.reclaimFor(err, now)
 			if !errors.Is(err, errPeerBudget) { // else a smaller one behind it may be served
 				kept = append(kept, all[i+1:]...)
 				break
@@ -79,7 +79,7 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 			in.mu.Lock()
 			if !in.closed {
 				in.waiting[k] = append(kept, in.waiting[k]...)
-				in.host.requests.Add(&in.requestsDue)
+				in.device.requests.Add(&in.requestsDue)
 			}
 			in.mu.Unlock()
 		}
@@ -89,17 +89,17 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 
 // grant answers a slot request. With an error it has to wait: the error is one of ErrNoSlot,
 // errBudget, errTotal and errStalled.
-func (in slotSet) grant(q *slotRequest) error {
-	err := in.answer(q)
+func (in slotSet) grant(q *pendingRequest) error {
+	err := in.grantOrRefuse(q)
 	if err == nil {
-		in.dialect.outgrown(&q.start)
+		in.dialect.endOutgrown(&q.slotRequest)
 	}
 	return err
 }
 
-// answer makes a slot and tells the peer; see grant.
-func (in slotSet) answer(q *slotRequest) error {
-	v, s := in.v, &q.start
+// grantOrRefuse makes a slot and tells the peer; see grant.
+func (in slotSet) grantOrRefuse(q *pendingRequest) error {
+	v, s := in.v, &q.slotRequest
 	need, kind, err := in.dialect.need(s)
 	if err != nil {
 		in.malformed(err)
@@ -107,15 +107,15 @@ func (in slotSet) answer(q *slotRequest) error {
 		return nil
 	}
 	if !need.OneShot && (in.stalled.Load() || in.unlisted.Load()) {
-		return errNotTaken
+		return errStalled
 	}
 	if in.dialect.sharedSlotsSuffice(s, need, kind) {
-		in.reply(&reply{origin: s.origin, flags: replyShared | replyNone}, nil)
+		in.sendReply(&slotReply{origin: s.origin, flags: replyShared | replyNone}, nil)
 		return nil
 	}
 	switch err := in.withinBudget(s, need, kind); {
 	case errors.Is(err, errOverPeerBudget):
-		in.overBudget(q, err)
+		in.refuseOverBudget(q, err)
 		return nil
 	case err != nil:
 		return err
@@ -130,28 +130,28 @@ func (in slotSet) answer(q *slotRequest) error {
 		in.dialect.refuse(s.origin, 0, err)
 		return nil
 	}
-	in.reply(&r, l)
+	in.sendReply(&r, l)
 	return nil
 }
 
-// reply answers a slot request. l is the slot, or nil.
-func (in slotSet) reply(r *reply, l *receiveSlot) {
-	var b [replyLen]byte
+// sendReply answers a slot request. l is the slot, or nil.
+func (in slotSet) sendReply(r *slotReply, l *receiveSlot) {
+	var b [slotReplyLen]byte
 	r.put(b[:])
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	if l != nil {
 		in.recordSlot(l)
 	}
-	in.send(immReply, b[:])
+	in.send(immSlotReply, b[:])
 }
 
 // newSlot makes the slot that a peer has requested.
-func (in slotSet) newSlot(s *start, need rendezvous.Need, kind uint64) (*receiveSlot, reply, error) {
+func (in slotSet) newSlot(s *slotRequest, need rendezvous.Need, kind uint64) (*receiveSlot, slotReply, error) {
 	v := in.v
-	var r reply
+	var r slotReply
 	l := &receiveSlot{Owner: in.inbound, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
-	urgent := s.lane() == controlLane
+	urgent := s.priority() == controlPriority
 	if l.OneShot && int(in.oneShots.Load()) >= max(2, v.slots.Room()/oneShotShare) {
 		return nil, r, rendezvous.ErrNoSlot // it does not use those that it has
 	}
@@ -181,13 +181,13 @@ func (in slotSet) newSlot(s *start, need rendezvous.Need, kind uint64) (*receive
 }
 
 // allocate finds memory for the value.
-func (in slotSet) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind uint64, r *reply) error {
-	if !in.dialect.wantsData(need) {
+func (in slotSet) allocate(l *receiveSlot, s *slotRequest, need rendezvous.Need, kind uint64, r *slotReply) error {
+	if !in.dialect.needsData(need) {
 		return nil
 	}
 	m := &l.Memory
 	if dst, ok := in.registeredBuffer(s, need, kind); ok {
-		reg, err := in.host.regions.Get(dst, verbs.LocalWrite|verbs.RemoteWrite)
+		reg, err := in.device.regions.Get(dst, verbs.LocalWrite|verbs.RemoteWrite)
 		if err != nil {
 			return fmt.Errorf("registered receive buffer: %w", err)
 		}
@@ -196,7 +196,7 @@ func (in slotSet) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind 
 		r.data, r.dataKey = dst.Addr(), reg.MR.RKey()
 		return nil
 	}
-	a, err := in.dialect.area(l, s, need, kind, r)
+	a, err := in.dialect.valueArea(l, s, need, kind, r)
 	if err != nil {
 		return err
 	}

@@ -83,10 +83,10 @@ func TestSlowOriginalIsWaitedFor(t *testing.T) {
 	})
 	begun := time.Now()
 	r.until("the time has passed that a native node has", func() bool { return time.Since(begun) > 10*w.times.connect })
-	s.take().receive(immStart)
+	s.take().receive(immSlotRequest)
 	p.mu.Lock()
-	if p.connects != 1 {
-		t.Errorf("%d connections, want the first", p.connects)
+	if p.connectCount != 1 {
+		t.Errorf("%d connections, want the first", p.connectCount)
 	}
 	p.mu.Unlock()
 	if len(s.early) > 0 {
@@ -135,12 +135,12 @@ func TestControlSurvivesALostConnection(t *testing.T) {
 func TestRepeatedControl(t *testing.T) {
 	h := newHostileWorld(t, true)
 	send := func(c *rawConn, ts int, number uint32) {
-		r := c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: uint64(ts)})
+		r := c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: uint64(ts)})
 		c.notify(0, r.index, r.meta, r.metaKey, encode(h.rig, control(h.s, ts), &trailer{numbered: true, lens: [van.MaxFrames]uint32{number, 5}}))
 	}
 	hello := func(epoch uint32) func(int) []byte {
 		return func(q int) []byte {
-			x := hello{node: 13, port: h.p.port, host: h.p.addr.String(), native: true, epoch: epoch, qp: q, qpCount: 2, incarnation: 5555}
+			x := handshake{node: 13, port: h.p.port, host: h.p.addr.String(), native: true, epoch: epoch, qp: q, qpCount: 2, incarnation: 5555}
 			return x.encode()
 		}
 	}
@@ -193,7 +193,7 @@ func TestControlOfAReplacedWriter(t *testing.T) {
 func TestAnsweredValueIsLetGo(t *testing.T) {
 	h := newHostileWorld(t, false)
 	h.s.times.overwriteGrace = patience
-	r := h.c.ask(start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 1, key: 6})
+	r := h.c.ask(slotRequest{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 1, key: 6})
 	var last *van.Message
 	for i := range 20 {
 		h.c.notify(0, r.index, r.meta, r.metaKey, encode(h.rig, push(h.s, 6, i, value(600, i)), nil))

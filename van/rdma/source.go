@@ -41,11 +41,11 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 	d.regions.OnStuck = func(r *conn.Region, err error) {
 		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.Mem.Len(), "err", err)
 	}
-	d.feed = engine.NewFeed(v.engine, d, engine.FeedOptions{Polls: true, Spins: true, LongLooks: true, Spin: spinTime, Busy: v.movedMuch, Failing: d.dead.Load})
+	d.feed = engine.NewFeed(v.engine, d, engine.FeedOptions{Polls: true, Spins: true, LongLooks: true, Spin: spinTime, Busy: v.movedBulk, Failing: d.dead.Load})
 	l := d.feed.Loop
 	l.Begin = d.begin
 	l.Budget, l.Weight = v.recvBudget, weight
-	l.Paused = d.pausedLane
+	l.Paused = d.logPaused
 	l.Resumed = func(*engine.Lane[*van.Message]) { d.feed.Wake() }
 	return d
 }
@@ -62,11 +62,11 @@ func weight(m *van.Message) int {
 // messageBytes is about what a message itself takes.
 const messageBytes = 1 << 10
 
-// pausedLane logs that a sender's messages are not taken any more for a while.
-func (d *device) pausedLane(l *engine.Lane[*van.Message], bytes int64) {
+// logPaused logs that a sender's messages are not taken any more for a while.
+func (d *device) logPaused(l *engine.Lane[*van.Message], bytes int64) {
 	d.v.stats.paused.Add(1)
-	d.lanes.of(l.ID, false).blame.Watch(l.Paused, l.Slow, func() {
-		n, speak := d.v.stats.blamed.Next()
+	d.queues.of(l.ID, false).blame.Watch(l.Paused, l.Slow, func() {
+		n, speak := d.v.stats.slowHandlerLog.Next()
 		if !speak {
 			return
 		}
@@ -127,7 +127,7 @@ func (d *device) complete(spin time.Duration) bool {
 	n := d.polled
 	d.polled = 0
 	for i := range d.wcs[:n] {
-		d.completed(&d.wcs[i])
+		d.handleCompletion(&d.wcs[i])
 	}
 	return n > 0
 }
@@ -158,7 +158,7 @@ func (d *device) Arm(engine.Sleeper) bool {
 	if !d.active.Empty() || !d.requests.Empty() {
 		d.sleepTime = tickTime
 	}
-	return d.polled > 0 || d.came.Len() > 0 || d.mayReadmit()
+	return d.polled > 0 || d.ready.Len() > 0 || d.mayResume()
 }
 
 // Disarm implements engine.Source.
@@ -208,8 +208,8 @@ func (d *device) housekeep(sleeping bool) {
 // to move than it pays to poll for what comes next.
 const pollBulk = 256 << 10
 
-// movedMuch tells whether much has been sent or received since it was last called.
-func (v *rvan) movedMuch() bool {
+// movedBulk tells whether much has been sent or received since it was last called.
+func (v *rvan) movedBulk() bool {
 	n := v.stats.sentB.Load() + v.stats.recvB.Load()
 	return v.cfg.BusyPoll != env.SpinForever && n-v.movedBytes.Swap(n) > pollBulk
 }
@@ -219,10 +219,10 @@ func (v *rvan) movedMuch() bool {
 func (d *device) stop(ctx context.Context) {
 	_ = d.feed.Stop(ctx) // engine.ErrInDeliver, at most
 	_ = d.feed.Free(ctx, func() {
-		for d.came.Len() > 0 {
-			d.came.Take().msg.Release()
+		for d.ready.Len() > 0 {
+			d.ready.Take().msg.Release()
 		}
-		for _, l := range d.deferredLanes {
+		for _, l := range d.deferredQueues {
 			for l.deferred.Len() > 0 {
 				l.deferred.Take().msg.Release()
 			}

@@ -15,7 +15,7 @@ import (
 func (n *testNode) incomingOf(id int) *inbound {
 	n.r.Helper()
 	for _, c := range *n.conns.Load() {
-		if c.in != nil && c.in.hello.node == id && !c.in.gone.Load() {
+		if c.in != nil && c.in.handshake.node == id && !c.in.failed.Load() {
 			return c.in
 		}
 	}
@@ -31,7 +31,7 @@ func TestCreditOfEndedPlace(t *testing.T) {
 		t.Fatal(err)
 	}
 	ask := func(n uint64) uint32 {
-		return h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: n, key: 6}).index
+		return h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: n, key: 6}).index
 	}
 	small := h.s.slots.Get(ask(1000))
 	in := h.s.incomingOf(11)
@@ -39,8 +39,8 @@ func TestCreditOfEndedPlace(t *testing.T) {
 	in.credits = append(in.credits, uint16(small.Index()))
 	in.creditsOwed.Store(1)
 	in.mu.Unlock()
-	q := slotRequest{start: start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{2000, kindPush | kindRequest | kindKeyed, 2000}, origin: 2000, key: 6}}
-	in.host.exclusive(func() { h.p.check((slotSet{in}).grant(&q)) })
+	q := pendingRequest{slotRequest: slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{2000, kindPush | kindRequest | kindKeyed, 2000}, origin: 2000, key: 6}}
+	in.device.exclusive(func() { h.p.check((slotSet{in}).grant(&q)) })
 	in.mu.Lock()
 	owed, credits := in.creditsOwed.Load(), slices.Clone(in.credits)
 	in.mu.Unlock()
@@ -69,7 +69,7 @@ func TestCreditOfEarlierConnection(t *testing.T) {
 		return put
 	}
 	p.sender.Connect(false)
-	p.link = &link{SendQueue: &conn.SendQueue[sentMessage]{}, host: &device{}, dialect: &nativeOut{}, native: true, epoch: 7}
+	p.link = &link{SendQueue: &conn.SendQueue[sentMessage]{}, device: &device{}, dialect: &nativeOut{}, native: true, epoch: 7}
 	o := &outgoing{}
 	if err := p.sender.Submit(o); err != nil {
 		t.Fatal(err)
@@ -100,14 +100,14 @@ func TestOriginalAnswersShort(t *testing.T) {
 	back := s.open()
 	dst := value(600, 3)
 	w.must(pull(s.who, 6, 6, dst))
-	var q start
-	s.check(q.get(c.receive(immStart)))
+	var q slotRequest
+	s.check(q.get(c.receive(immSlotRequest)))
 	at := s.mem[len(s.mem)-4096:]
-	var b [replyLen]byte
-	(&reply{origin: q.origin, index: 1, meta: backend.Bytes(at).Addr(), metaKey: s.mr.RKey()}).put(b[:])
-	c.send(immReply, b[:])
+	var b [slotReplyLen]byte
+	(&slotReply{origin: q.origin, index: 1, meta: backend.Bytes(at).Addr(), metaKey: s.mr.RKey()}).put(b[:])
+	c.send(immSlotReply, b[:])
 	r.until("the request has been sent", func() bool { return slices.Contains(s.expected(), 6) })
-	place := back.ask(start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 2, key: 6})
+	place := back.ask(slotRequest{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 2, key: 6})
 	a := answer(pull(s.who, 6, 6, dst), value(100, 1))
 	a.Addr, a.Option = backend.Bytes(dst).Addr(), 1
 	back.notify(0, place.index, place.meta, place.metaKey, encode(r, a, nil))
@@ -128,15 +128,15 @@ func TestSlotOfEndedConnection(t *testing.T) {
 		defer in.mu.Unlock()
 		in.closed = yes
 	}
-	slots, leased := h.s.slots.Len(), h.s.leased.Load()
+	slots, leased := h.s.slots.Len(), h.s.registered.Load()
 	ended(true)
 	for i := range uint64(4) {
-		q := slotRequest{start: start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{6000, kindPush | kindRequest | kindKeyed, 6000}, origin: i, key: 6 + i}}
+		q := pendingRequest{slotRequest: slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{6000, kindPush | kindRequest | kindKeyed, 6000}, origin: i, key: 6 + i}}
 		if err := (slotSet{in}).grant(&q); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if n, b := h.s.slots.Len(), h.s.leased.Load(); n != slots || b != leased {
+	if n, b := h.s.slots.Len(), h.s.registered.Load(); n != slots || b != leased {
 		t.Errorf("%d slots with %d bytes, want %d with %d as before", n, b, slots, leased)
 	}
 	ended(false)

@@ -20,9 +20,9 @@ type stepmeshOut struct {
 
 func (d *stepmeshOut) check(o *outgoing) error {
 	switch {
-	case o.revoked, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
+	case o.invalidated, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
 		return nil
-	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.into.Len() > 0):
+	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.destination.Len() > 0):
 		// It has one buffer for all requests of a key, as large as the first one said, but puts
 		// only pushes there. Pulls it answers where they say.
 		n := max(int(o.lens[1]), o.pullLen)
@@ -49,7 +49,7 @@ func (d *stepmeshOut) need(o *outgoing) rendezvous.Need {
 	return n
 }
 
-func (d *stepmeshOut) request(s *start, o *outgoing, _ rendezvous.Need) {
+func (d *stepmeshOut) completeRequest(s *slotRequest, o *outgoing, _ rendezvous.Need) {
 	if o.oneShot {
 		return
 	}
@@ -62,20 +62,20 @@ func (d *stepmeshOut) request(s *start, o *outgoing, _ rendezvous.Need) {
 	}
 }
 
-func (d *stepmeshOut) reply(snd *rendezvous.Sender[*outgoing], r *reply) (refused *outgoing, why error, ok bool) {
+func (d *stepmeshOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply) (refused *outgoing, why error, ok bool) {
 	if r.index >= maxIndex || r.flags&replyNone != 0 {
 		return nil, nil, false
 	}
 	return nil, nil, snd.Reply(r.origin, r.slot(), nil)
 }
 
-func (d *stepmeshOut) answered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool {
+func (d *stepmeshOut) requestAnswered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool {
 	snd.Answered(key, push)
 	return true
 }
 
-// wanted: the peer would write to the memory all the same.
-func (d *stepmeshOut) wanted(o *outgoing) bool { return !o.revoked }
+// mustSend: the peer would write to the memory all the same.
+func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.invalidated }
 
 func (d *stepmeshOut) layout(o *outgoing) (n int, inMeta bool) { return len(o.meta), false }
 
@@ -84,7 +84,9 @@ func (d *stepmeshOut) trailer(*outgoing, bool) (t trailer, ok bool) { return t, 
 // stepmeshIn is the dialect of a connection that a StepMesh node has opened.
 type stepmeshIn struct{ slotSet }
 
-func (d stepmeshIn) need(s *start) (n rendezvous.Need, kind uint64, err error) { return s.need(false) }
+func (d stepmeshIn) need(s *slotRequest) (n rendezvous.Need, kind uint64, err error) {
+	return s.need(false)
+}
 
 // refuse ends the connection where the peer would wait for ever: its protocol has no word
 // for a refusal. A slot request that makes no sense is dropped as other nonsense is.
@@ -94,17 +96,17 @@ func (d stepmeshIn) refuse(_ uint64, _ uint32, why error) {
 	}
 }
 
-func (d stepmeshIn) sharedSlotsSuffice(*start, rendezvous.Need, uint64) bool { return false }
+func (d stepmeshIn) sharedSlotsSuffice(*slotRequest, rendezvous.Need, uint64) bool { return false }
 
 func (d stepmeshIn) route(need rendezvous.Need, _ uint64) rendezvous.Route { return need.Route }
 
 func (d stepmeshIn) usesBuffer(uint64) bool { return true }
 
-func (d stepmeshIn) wantsData(need rendezvous.Need) bool {
+func (d stepmeshIn) needsData(need rendezvous.Need) bool {
 	return need.Data > 0 && d.v.self.Role == van.Server
 }
 
-func (d stepmeshIn) dataCost(s *start, need rendezvous.Need, _ uint64) int {
+func (d stepmeshIn) dataCost(s *slotRequest, need rendezvous.Need, _ uint64) int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if a := d.areas[s.key]; a != nil && a.Mem.Len() >= need.Data {
@@ -113,22 +115,24 @@ func (d stepmeshIn) dataCost(s *start, need rendezvous.Need, _ uint64) int {
 	return need.Data
 }
 
-func (d stepmeshIn) area(_ *receiveSlot, s *start, need rendezvous.Need, _ uint64, _ *reply) (*area, error) {
+func (d stepmeshIn) valueArea(_ *receiveSlot, s *slotRequest, need rendezvous.Need, _ uint64, _ *slotReply) (*area, error) {
 	return d.keyArea(s.key, need.Data)
 }
 
 // record: the slots of a key are never given back.
 func (d stepmeshIn) record(*receiveSlot) {}
 
-func (d stepmeshIn) outgrown(*start) {}
+func (d stepmeshIn) endOutgrown(*slotRequest) {}
 
-func (d stepmeshIn) control(*verbs.Completion, *trailer) (known bool) { return false }
+func (d stepmeshIn) handleSend(*verbs.Completion, *trailer) (known bool) { return false }
 
-func (d stepmeshIn) before([]byte) (end int, err error) { return 0, nil }
+func (d stepmeshIn) previousEnd([]byte) (end int, err error) { return 0, nil }
 
-func (d stepmeshIn) split(b []byte, _ *trailer) (meta, behind []byte, err error) { return b, nil, nil }
+func (d stepmeshIn) splitMeta(b []byte, _ *trailer) (meta, behind []byte, err error) {
+	return b, nil, nil
+}
 
-func (d stepmeshIn) overwrite(l *receiveSlot, key uint64) error {
+func (d stepmeshIn) handleOverwrite(l *receiveSlot, key uint64) error {
 	d.noteOverwrite(l, key)
 	return nil
 }
@@ -145,7 +149,7 @@ func (d stepmeshIn) frames(rx *received, l *receiveSlot, _ *trailer, _ []byte) e
 		return nil
 	}
 	if !m.Request {
-		into, _ := d.v.endPull(d.hello.node, &m.Meta, nil)
+		into, _ := d.v.endPull(d.handshake.node, &m.Meta, nil)
 		if m.Push {
 			return nil
 		}

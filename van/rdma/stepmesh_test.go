@@ -54,7 +54,7 @@ func newOriginalOn(p *pair, id int, addr, host string) *original {
 	must(err)
 	o.qp, err = o.id.CreateQP(verbs.QPOptions{SendDepth: 64, RecvDepth: 64, Inline: 512})
 	must(err)
-	h := hello{node: id, port: 4000, host: host}
+	h := handshake{node: id, port: 4000, host: host}
 	must(o.id.Connect(verbs.ConnParam{Private: h.encode()[:contextLen], RetryCount: 7, RNRRetryCount: 7}))
 	o.event(verbs.Established)
 	o.mem = make([]byte, 4096)
@@ -105,20 +105,20 @@ func (o *original) completion(want verbs.CompletionType) verbs.Completion {
 }
 
 // ask asks for a slot.
-func (o *original) ask(s start) (r reply) {
+func (o *original) ask(s slotRequest) (r slotReply) {
 	o.Helper()
-	b := make([]byte, startLen)
+	b := make([]byte, slotRequestLen)
 	s.put(b)
-	o.post(verbs.SendWR{Op: verbs.OpSendImm, Imm: immStart}, b)
+	o.post(verbs.SendWR{Op: verbs.OpSendImm, Imm: immSlotRequest}, b)
 	c := o.completion(verbs.RecvSend)
-	if err := r.get(recvData(&c)); err != nil || c.Imm != immReply {
+	if err := r.get(recvData(&c)); err != nil || c.Imm != immSlotReply {
 		o.Fatalf("reply with immediate %d: %v", c.Imm, err)
 	}
 	return r
 }
 
 // send writes m to the slot.
-func (o *original) send(m *van.Message, at reply) {
+func (o *original) send(m *van.Message, at slotReply) {
 	o.Helper()
 	b := make([]byte, m.EncodedLen())
 	if err := m.EncodeTo(b); err != nil {
@@ -140,7 +140,7 @@ func TestControlOfOriginalKeepsNoPlace(t *testing.T) {
 	m.Control.Cmd = van.Heartbeat
 	for i := range 50 {
 		m.Timestamp = int32(i)
-		o.send(m, o.ask(start{metaLen: uint64(m.EncodedLen())}))
+		o.send(m, o.ask(slotRequest{metaLen: uint64(m.EncodedLen())}))
 		p.next(p.atServer).Release()
 	}
 	if n := p.server.slots.Len(); n > 1 {
@@ -153,8 +153,8 @@ func TestControlOfOriginalKeepsNoPlace(t *testing.T) {
 func TestAreaOfKey(t *testing.T) {
 	p := newPair(t, oneQP)
 	o := newOriginal(p, 11)
-	push := func(meta, n uint64) reply {
-		return o.ask(start{metaLen: meta, dataNum: 2, data: [4]uint64{8, n}, key: 5})
+	push := func(meta, n uint64) slotReply {
+		return o.ask(slotRequest{metaLen: meta, dataNum: 2, data: [4]uint64{8, n}, key: 5})
 	}
 	a, b, c := push(300, 1000), push(400, 1000), push(300, 2000)
 	if a.data == 0 || a.data != b.data || c.data == a.data || c.data == 0 {
@@ -165,7 +165,7 @@ func TestAreaOfKey(t *testing.T) {
 			continue
 		}
 		for n, want := range map[int]int{1000: 0, 2000: 0, 2001: 2001} {
-			if got := x.in.dialect.dataCost(&start{key: 5}, rendezvous.Need{Data: n}, 0); got != want {
+			if got := x.in.dialect.dataCost(&slotRequest{key: 5}, rendezvous.Need{Data: n}, 0); got != want {
 				t.Errorf("a slot for %d bytes costs %d, want %d", n, got, want)
 			}
 		}
@@ -232,7 +232,7 @@ func TestOriginalsWithLongNames(t *testing.T) {
 		newOriginalOn(p, van.Empty, fmt.Sprintf("10.77.0.%d", 2+i), fmt.Sprintf("a-rather-long-name-%d", i))
 	}
 	for _, x := range *p.server.conns.Load() {
-		if x.in != nil && x.in.gone.Load() {
+		if x.in != nil && x.in.failed.Load() {
 			t.Errorf("a connection has ended")
 		}
 	}

@@ -12,10 +12,10 @@ func TestStopReleasesWhatHasCome(t *testing.T) {
 	p.until("device", func() bool { return len(*p.worker.devices.Load()) > 0 })
 	d := newDevice(p.worker, (*p.worker.devices.Load())[0].dev)
 	for range 3 {
-		d.came.Put(d.pool.get())
+		d.ready.Put(d.pool.get())
 	}
 	d.stop(context.Background())
-	if n, free := d.came.Len(), len(d.pool.free); n != 0 || free != 3 {
+	if n, free := d.ready.Len(), len(d.pool.free); n != 0 || free != 3 {
 		t.Errorf("%d messages are in hand and %d have been released, want 0 and 3", n, free)
 	}
 }

@@ -49,7 +49,7 @@ func TestPlacesRunOut(t *testing.T) {
 		for _, c := range *s.conns.Load() {
 			if c.in != nil {
 				c.in.mu.Lock()
-				found = found || len(c.in.waiting[dataLane]) > 0
+				found = found || len(c.in.waiting[dataPriority]) > 0
 				c.in.mu.Unlock()
 			}
 		}
@@ -115,7 +115,7 @@ func TestNoReceiveMemoryGivesBack(t *testing.T) {
 	s.wantValue(1, value(5000, 1))
 	places, left := s.slots.Room(), 0
 	s.slots.Each(func(*receiveSlot) { left++ })
-	leased, shots := s.leased.Load(), s.incomingOf(9).oneShots.Load()
+	leased, shots := s.registered.Load(), s.incomingOf(9).oneShots.Load()
 	s.stack.Limit(s.stack.Registered() + 100<<10)
 	for i := range 4 {
 		m := push(s, 2, 2+i, value(200<<10, 2))
@@ -127,7 +127,7 @@ func TestNoReceiveMemoryGivesBack(t *testing.T) {
 	r.until("nothing is left of the slots", func() bool {
 		n := 0
 		s.slots.Each(func(*receiveSlot) { n++ })
-		return s.leased.Load() <= leased && n <= left && s.slots.Room() == places && s.incomingOf(9).oneShots.Load() <= shots
+		return s.registered.Load() <= leased && n <= left && s.slots.Room() == places && s.incomingOf(9).oneShots.Load() <= shots
 	})
 	s.stack.Limit(1 << 40)
 	w.must(push(s, 2, 10, value(200<<10, 4)))
@@ -376,7 +376,7 @@ func TestSplitLost(t *testing.T) {
 	w.must(push(s, 1, 1, value(40000, 1)))
 	held := func() (n int) {
 		for _, c := range *s.conns.Load() {
-			if c.in != nil && c.in.holds.Load() {
+			if c.in != nil && c.in.hasIncomplete.Load() {
 				n++
 			}
 		}
@@ -401,7 +401,7 @@ func TestSplitLost(t *testing.T) {
 // both messages are handed up.
 func TestOverwritten(t *testing.T) {
 	h := newHostileWorld(t, false)
-	r := h.c.ask(start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 1, key: 6})
+	r := h.c.ask(slotRequest{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 1, key: 6})
 	for i := range 2 {
 		h.c.notify(0, r.index, r.meta, r.metaKey, encode(h.rig, push(h.s, 6, i, value(600, i)), nil))
 		m := h.s.next()
@@ -411,7 +411,7 @@ func TestOverwritten(t *testing.T) {
 		defer m.Release()
 	}
 	for _, c := range *h.s.conns.Load() {
-		if c.in != nil && c.in.hello.node == 11 {
+		if c.in != nil && c.in.handshake.node == 11 {
 			h.until("the warning", func() bool {
 				c.in.mu.Lock()
 				defer c.in.mu.Unlock()

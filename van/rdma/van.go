@@ -46,14 +46,14 @@ type rvan struct {
 	engine     *engine.Engine
 	movedBytes atomic.Uint64 // bytes sent and received when movedMuch was last called
 	fences
-	beating
+	livenessState
 	rejections logx.Causes // log lines about connect requests
 
 	// These are guarded by mu.
 	inbounds      map[string]*inbound
 	unproved      []*inbound     // those whose opener has to prove itself, the oldest first
 	maxUnproved   int            // of those; maxUnproved, other than in tests
-	leaving       map[*peer]bool // not in peers any more
+	closingPeers  map[*peer]bool // not in peers any more
 	started       bool
 	noMoreDevices bool // nothing is on its way out any more
 }
@@ -65,18 +65,18 @@ func New(o van.Options) (van.Van, error) {
 		return nil, fmt.Errorf("van type %q (%s): %w", o.Config.VanType, o.Config.Origin("DMLC_PS_VAN_TYPE"), err)
 	}
 	v := NewOn(stack, o)
-	v.(*rvan).beating.real = true
+	v.(*rvan).livenessState.real = true
 	return v, nil
 }
 
 // NewOn makes a van on the given stack.
 func NewOn(stack verbs.Stack, o van.Options) van.Van {
-	v := &rvan{stack: stack, engine: o.Engine, inbounds: map[string]*inbound{}, leaving: map[*peer]bool{}, maxUnproved: maxUnproved,
+	v := &rvan{stack: stack, engine: o.Engine, inbounds: map[string]*inbound{}, closingPeers: map[*peer]bool{}, maxUnproved: maxUnproved,
 		fences: fences{lastControl: map[controlSource]uint32{}}}
 	v.node = &node{cfg: o.Config, log: o.Log, backend: o.Backend, incarnation: o.Incarnation, epoch: uint32(random.Uint64()), times: defaultTimes, owner: v,
 		budgets: budgets{slots: newTable(min(o.Config.AddressPoolSize, maxIndex)), peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget)},
 		buffers: map[bufferKey]backend.Mem{}, eventsEnded: make(chan struct{})}
-	v.beating.van = v.node
+	v.livenessState.van = v.node
 	v.guard.Keys = o.Keys
 	if v.engine == nil {
 		v.engine = engine.New(v.cfg.BusyPoll.Spin())
@@ -157,7 +157,7 @@ func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
 	if self.ID != van.Empty {
 		v.SetID(self.ID)
 	}
-	v.beating.begin(id.LocalAddr())
+	v.livenessState.start(id.LocalAddr())
 	go v.events()
 	return v.self.Port, nil
 }
@@ -215,7 +215,7 @@ func (v *rvan) Start(recv van.Receiver) {
 func (v *node) Stats() van.Stats {
 	s := van.Stats{SentMessages: v.stats.sentN.Load(), SentBytes: v.stats.sentB.Load(), ReceivedMessages: v.stats.recvN.Load(),
 		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load(), FencedMessages: v.stats.fenced.Load(), RefusedSends: v.stats.refusedSends.Load(), Unproved: v.guard.Count(),
-		PausedReads: v.stats.paused.Load(), RefusedSlots: v.stats.overBudget.Load(), SlotWaits: v.stats.slotWaits.Load()}
+		PausedReads: v.stats.paused.Load(), RefusedSlots: v.stats.refusedSlots.Load(), SlotWaits: v.stats.slotWaits.Load()}
 	for _, d := range *v.devices.Load() {
 		s.Pinned += uint64(d.regions.InUse())
 	}

@@ -18,12 +18,12 @@ var le = binary.LittleEndian
 
 // Immediate values of SENDs. StepMesh knows the first two.
 const (
-	immStart   = 0
-	immReply   = 1
-	immCredits = 2
-	immUp      = 3 // the first on a connection: its opener has it, and says up or upAfterLoss
-	immReclaim = 4 // the receiver wants slots back
-	immReturn  = 5 // slots that the sender gives up
+	immSlotRequest = 0
+	immSlotReply   = 1
+	immCredits     = 2
+	immUp          = 3 // the first on a connection: its opener has it, and says up or upAfterLoss
+	immReclaim     = 4 // the receiver wants slots back
+	immReturn      = 5 // slots that the sender gives up
 )
 
 // What is sent with immUp. After a loss the opener took the receiver for lost before: it has dropped
@@ -51,7 +51,7 @@ const (
 	offEpoch         = 28
 	offQPIndex       = 32
 	offQPCount       = 33
-	offTakes         = 34
+	offFeatures      = 34
 	offReason        = 34 // of a rejection, a text
 	offCode          = 28 // of a rejection
 	offIncarn        = 36
@@ -60,11 +60,11 @@ const (
 	offNodeHost      = 6
 )
 
-// takesBundles, at offTakes: see hello.bundles.
-const takesBundles = 1
+// acceptsBundles, at offTakes: see hello.bundles.
+const acceptsBundles = 1
 
-// hello is what one end says of itself when a queue pair is connected.
-type hello struct {
+// handshake is what one end says of itself when a queue pair is connected.
+type handshake struct {
 	node int // van.Empty before it has an id
 	port int
 	host string // cut to 15 bytes
@@ -79,24 +79,24 @@ type hello struct {
 }
 
 // key names the endpoint that the queue pairs of one connection have in common.
-func (h *hello) key() string {
+func (h *handshake) key() string {
 	if h.native {
 		return fmt.Sprintf("%s,%d,%d,%d", h.host, h.node, h.port, h.epoch)
 	}
 	return fmt.Sprintf("%s,%d,%d", h.host, h.node, h.port)
 }
 
-// sameNode reports whether h and x are of one process of this library.
-func (h *hello) sameNode(x *hello) bool {
+// sameProcess reports whether h and x are of one process of this library.
+func (h *handshake) sameProcess(x *handshake) bool {
 	return h.native && x.native && x.node == h.node && x.incarnation == h.incarnation && x.port == h.port && x.host == h.host
 }
 
 // name says whose it is.
-func (h *hello) name() string {
+func (h *handshake) name() string {
 	return fmt.Sprintf("%s at %s:%d", van.NodeName(h.node), h.host, h.port)
 }
 
-func (h *hello) encode() []byte {
+func (h *handshake) encode() []byte {
 	b := make([]byte, nativeContextLen)
 	le.PutUint32(b, uint32(h.node))
 	le.PutUint16(b[offNodePort:], uint16(h.port))
@@ -105,14 +105,14 @@ func (h *hello) encode() []byte {
 	le.PutUint32(b[offEpoch:], h.epoch)
 	b[offQPIndex], b[offQPCount] = byte(h.qp), byte(h.qpCount)
 	if h.bundles {
-		b[offTakes] = takesBundles
+		b[offFeatures] = acceptsBundles
 	}
 	le.PutUint32(b[offIncarn:], h.incarnation)
 	return b
 }
 
-func decodeHello(b []byte) (hello, error) {
-	var h hello
+func decodeHandshake(b []byte) (handshake, error) {
+	var h handshake
 	if len(b) < contextLen {
 		return h, &van.FieldError{Field: "private data", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("at least %d", contextLen)}
 	}
@@ -125,7 +125,7 @@ func decodeHello(b []byte) (hello, error) {
 	if len(b) >= nativeContextLen && le.Uint32(b[offMagic:]) == magic {
 		h.native, h.epoch = true, le.Uint32(b[offEpoch:])
 		h.qp, h.qpCount = int(b[offQPIndex]), int(b[offQPCount])
-		h.bundles = b[offTakes]&takesBundles != 0
+		h.bundles = b[offFeatures]&acceptsBundles != 0
 		h.incarnation = le.Uint32(b[offIncarn:])
 		if h.qp >= h.qpCount {
 			return h, &van.FieldError{Field: "private data: queue pair", Value: h.qp, Want: fmt.Sprintf("below their number, %d", h.qpCount)}
@@ -134,16 +134,16 @@ func decodeHello(b []byte) (hello, error) {
 	return h, nil
 }
 
-// start is RendezvousStart: the slot request. Native nodes say with
+// slotRequest is RendezvousStart: the slot request. Native nodes say with
 // dataNum = ourStart that data[0] is the number of bytes wanted, data[1] the kind of
 // message, and data[2] the number of bytes of its value.
-type start struct {
+type slotRequest struct {
 	metaLen, dataNum uint64
 	data             [4]uint64
 	origin, key      uint64
 }
 
-const nativeStart = 4
+const nativeSlotRequest = 4
 
 // Kinds in a native slot request.
 const (
@@ -154,9 +154,9 @@ const (
 	kindHost  // the slot must lie in ordinary memory
 )
 
-const startLen = 64
+const slotRequestLen = 64
 
-func (s *start) put(b []byte) {
+func (s *slotRequest) put(b []byte) {
 	le.PutUint64(b, s.metaLen)
 	le.PutUint64(b[8:], s.dataNum)
 	for i, n := range s.data {
@@ -166,9 +166,9 @@ func (s *start) put(b []byte) {
 	le.PutUint64(b[56:], s.key)
 }
 
-func (s *start) get(b []byte) error {
-	if len(b) < startLen {
-		return &van.FieldError{Field: "rendezvous start", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprint(startLen)}
+func (s *slotRequest) get(b []byte) error {
+	if len(b) < slotRequestLen {
+		return &van.FieldError{Field: "rendezvous start", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprint(slotRequestLen)}
 	}
 	s.metaLen, s.dataNum = le.Uint64(b), le.Uint64(b[8:])
 	for i := range s.data {
@@ -186,15 +186,15 @@ const maxMeta = 16 << 20
 const maxData = math.MaxInt32
 
 // need checks s. native tells which dialect it is of.
-func (s *start) need(native bool) (n rendezvous.Need, kind uint64, err error) {
+func (s *slotRequest) need(native bool) (n rendezvous.Need, kind uint64, err error) {
 	if s.metaLen < rawMeta || s.metaLen > maxMeta {
 		return n, 0, &van.FieldError{Field: "rendezvous meta_len", Value: s.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, maxMeta)}
 	}
 	n.Meta = int(s.metaLen)
 	n.Route.Key = s.key
 	if native {
-		if s.dataNum != nativeStart {
-			return n, 0, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprint(nativeStart)}
+		if s.dataNum != nativeSlotRequest {
+			return n, 0, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprint(nativeSlotRequest)}
 		}
 		kind = s.data[1]
 		n.Route.Push, n.Route.Request = kind&kindPush != 0, kind&kindRequest != 0
@@ -221,16 +221,16 @@ func (s *start) need(native bool) (n rendezvous.Need, kind uint64, err error) {
 // roundedData is maxData as a size class has it.
 const roundedData = 1 << 31
 
-// reply is RendezvousReply of the GDR build. The flags are native: StepMesh's four
+// slotReply is RendezvousReply of the GDR build. The flags are native: StepMesh's four
 // bytes of padding.
-type reply struct {
+type slotReply struct {
 	meta, data       uint64
 	metaKey, dataKey uint32
 	origin           uint64
 	index, flags     uint32
 }
 
-const replyLen = 48
+const slotReplyLen = 48
 
 // Flags of a reply to a native node.
 const (
@@ -240,8 +240,8 @@ const (
 	replyBudget              // with replyRefused: it is more than one peer may have
 )
 
-func (r *reply) put(b []byte) {
-	clear(b[:replyLen])
+func (r *slotReply) put(b []byte) {
+	clear(b[:slotReplyLen])
 	le.PutUint64(b, r.meta)
 	le.PutUint32(b[8:], r.metaKey)
 	le.PutUint64(b[16:], r.data)
@@ -251,9 +251,9 @@ func (r *reply) put(b []byte) {
 	le.PutUint32(b[44:], r.flags)
 }
 
-func (r *reply) get(b []byte) error {
-	if len(b) < replyLen {
-		return &van.FieldError{Field: "rendezvous reply", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d (the GDR form)", replyLen)}
+func (r *slotReply) get(b []byte) error {
+	if len(b) < slotReplyLen {
+		return &van.FieldError{Field: "rendezvous reply", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d (the GDR form)", slotReplyLen)}
 	}
 	r.meta, r.metaKey = le.Uint64(b), le.Uint32(b[8:])
 	r.data, r.dataKey = le.Uint64(b[16:]), le.Uint32(b[24:])
@@ -274,18 +274,18 @@ const (
 
 // trailer follows the meta between native nodes.
 type trailer struct {
-	packed   bool // the frames lie one behind the other in the slot's data
-	placed   bool // the value has been written where the request wanted it
-	frames   int
-	lens     [van.MaxFrames]uint32 // of the frames in bytes
-	epoch    uint32                // of the connection whose slots come back
-	credits  [maxCredits]uint16
-	n        int  // credits
-	numbered bool // of a control message: lens[0] is its number, lens[1] tells its senders apart
-	inMeta   bool // the frames lie between the meta and the trailer
-	metaLen  int  // of the meta, when inMeta
-	before   int  // where the message before it, in the same write, ends; 0: there is none
-	recalled bool // the request was given up before it had left: its value may be another one
+	packed      bool // the frames lie one behind the other in the slot's data
+	placed      bool // the value has been written where the request wanted it
+	frames      int
+	lens        [van.MaxFrames]uint32 // of the frames in bytes
+	epoch       uint32                // of the connection whose slots come back
+	credits     [maxCredits]uint16
+	n           int  // credits
+	numbered    bool // of a control message: lens[0] is its number, lens[1] tells its senders apart
+	inMeta      bool // the frames lie between the meta and the trailer
+	metaLen     int  // of the meta, when inMeta
+	previousEnd int  // where the message before it, in the same write, ends; 0: there is none
+	canceled    bool // the request was given up before it had left: its value may be another one
 }
 
 // maxCredits is how many slots a trailer, or a message of credits, gives back.
@@ -299,7 +299,7 @@ const (
 	trailerPlaced
 	trailerInMeta
 	trailerNumbered
-	trailerRecalled // set where the trailer lies, after it was put there
+	trailerCanceled // set where the trailer lies, after it was put there
 )
 
 // Offsets of the meta's length and of the end of the message before in a trailer. Both lie in one cell.
@@ -333,7 +333,7 @@ func (t *trailer) put(b []byte) {
 	le.PutUint32(b, magic)
 	le.PutUint16(b[offFlags:], flags)
 	le.PutUint16(b[offMetaLen:], uint16(t.metaLen))
-	le.PutUint16(b[offBefore:], uint16(t.before))
+	le.PutUint16(b[offBefore:], uint16(t.previousEnd))
 	b[6], b[7] = byte(t.n), byte(t.frames)
 	for i, n := range t.lens {
 		le.PutUint32(b[8+4*i:], n)
@@ -350,8 +350,8 @@ func (t *trailer) get(b []byte) error {
 	}
 	flags := le.Uint16(b[offFlags:])
 	t.packed, t.placed, t.inMeta = flags&trailerPacked != 0, flags&trailerPlaced != 0, flags&trailerInMeta != 0
-	t.numbered, t.recalled = flags&trailerNumbered != 0, flags&trailerRecalled != 0
-	t.metaLen, t.before = int(le.Uint16(b[offMetaLen:])), int(le.Uint16(b[offBefore:]))
+	t.numbered, t.canceled = flags&trailerNumbered != 0, flags&trailerCanceled != 0
+	t.metaLen, t.previousEnd = int(le.Uint16(b[offMetaLen:])), int(le.Uint16(b[offBefore:]))
 	t.n, t.frames = int(b[6]), int(b[7])
 	if t.n > maxCredits {
 		return &van.FieldError{Field: "trailer credits", Value: t.n, Want: fmt.Sprintf("0 to %d", maxCredits)}
@@ -372,28 +372,28 @@ func (t *trailer) get(b []byte) error {
 	return nil
 }
 
-// reclaim is what a receiver wants back: slots, of so many bytes in all.
-type reclaim struct {
-	places uint32
-	bytes  uint64
+// reclaimRequest is what a receiver wants back: slots, of so many bytes in all.
+type reclaimRequest struct {
+	slots uint32
+	bytes uint64
 }
 
-const reclaimLen = 16
+const reclaimRequestLen = 16
 
 // maxReclaim is more than a peer can have.
 const maxReclaim = maxIndex * roundedData
 
-func (r *reclaim) put(b []byte) {
+func (r *reclaimRequest) put(b []byte) {
 	le.PutUint32(b, magic)
-	le.PutUint32(b[4:], r.places)
+	le.PutUint32(b[4:], r.slots)
 	le.PutUint64(b[8:], r.bytes)
 }
 
-func (r *reclaim) get(b []byte) error {
-	if len(b) != reclaimLen || le.Uint32(b) != magic {
-		return &van.FieldError{Field: "slots that are wanted back", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d that begin with %#x", reclaimLen, magic)}
+func (r *reclaimRequest) get(b []byte) error {
+	if len(b) != reclaimRequestLen || le.Uint32(b) != magic {
+		return &van.FieldError{Field: "slots that are wanted back", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d that begin with %#x", reclaimRequestLen, magic)}
 	}
-	r.places, r.bytes = le.Uint32(b[4:]), le.Uint64(b[8:])
+	r.slots, r.bytes = le.Uint32(b[4:]), le.Uint64(b[8:])
 	return nil
 }
 
@@ -457,18 +457,18 @@ func refusal(code uint32, why string) []byte {
 
 // Lanes of slot requests that wait: those of control messages do not wait for others.
 const (
-	controlLane = iota
-	dataLane
+	controlPriority = iota
+	dataPriority
 )
 
-func (s *start) lane() int {
-	if s.dataNum == nativeStart && s.data[1]&kindOneShot != 0 || s.dataNum == 0 {
-		return controlLane // StepMesh's have no data
+func (s *slotRequest) priority() int {
+	if s.dataNum == nativeSlotRequest && s.data[1]&kindOneShot != 0 || s.dataNum == 0 {
+		return controlPriority // StepMesh's have no data
 	}
-	return dataLane
+	return dataPriority
 }
 
 // slot is the remote slot that a reply describes.
-func (r *reply) slot() rendezvous.RemoteSlot {
+func (r *slotReply) slot() rendezvous.RemoteSlot {
 	return rendezvous.RemoteSlot{Meta: r.meta, MetaKey: r.metaKey, Data: r.data, DataKey: r.dataKey, Index: r.index}
 }

@@ -14,23 +14,23 @@ import (
 
 // TestLayout compares offsets and sizes with those of StepMesh structs.
 func TestLayout(t *testing.T) {
-	b := bytes.Repeat([]byte{0xee}, startLen)
-	(&start{metaLen: 0x0102030405060708, dataNum: 2, data: [4]uint64{8, 0x1112131415161718, 3, 4}, origin: 0x2122232425262728,
+	b := bytes.Repeat([]byte{0xee}, slotRequestLen)
+	(&slotRequest{metaLen: 0x0102030405060708, dataNum: 2, data: [4]uint64{8, 0x1112131415161718, 3, 4}, origin: 0x2122232425262728,
 		key: 0x3132333435363738}).put(b)
 	want := "0807060504030201" + "0200000000000000" + "0800000000000000" + "1817161514131211" + "0300000000000000" +
 		"0400000000000000" + "2827262524232221" + "3837363534333231"
 	if got := fmt.Sprintf("%x", b); got != want {
 		t.Errorf("RendezvousStart:\n got %s\nwant %s", got, want)
 	}
-	b = bytes.Repeat([]byte{0xee}, replyLen)
-	(&reply{meta: 0x0102030405060708, metaKey: 0x11121314, data: 0x2122232425262728, dataKey: 0x31323334, origin: 0x4142434445464748,
+	b = bytes.Repeat([]byte{0xee}, slotReplyLen)
+	(&slotReply{meta: 0x0102030405060708, metaKey: 0x11121314, data: 0x2122232425262728, dataKey: 0x31323334, origin: 0x4142434445464748,
 		index: 0x2345}).put(b)
 	want = "0807060504030201" + "14131211" + "00000000" + "2827262524232221" + "34333231" + "00000000" + "4847464544434241" + "45230000" + "00000000"
 	if got := fmt.Sprintf("%x", b); got != want {
 		t.Errorf("RendezvousReply:\n got %s\nwant %s", got, want)
 	}
 	// RequestContext; StepMesh reads its first 24 bytes.
-	h := hello{node: 9, port: 0x1234, host: "a-host-name-that-is-long", native: true, epoch: 0x01020304, qp: 1, qpCount: 2}
+	h := handshake{node: 9, port: 0x1234, host: "a-host-name-that-is-long", native: true, epoch: 0x01020304, qp: 1, qpCount: 2}
 	want = "09000000" + "3412" + fmt.Sprintf("%x", "a-host-name-tha") + "00" + "0000" + "53414631" + "04030201" + "0102" + "000000000000"
 	if got := fmt.Sprintf("%x", h.encode()); got != want {
 		t.Errorf("RequestContext:\n got %s\nwant %s", got, want)
@@ -49,33 +49,33 @@ func TestLayout(t *testing.T) {
 }
 
 func TestHello(t *testing.T) {
-	for _, h := range []hello{
+	for _, h := range []handshake{
 		{node: 1, port: 65535, host: "10.0.0.1", native: true, epoch: math.MaxUint32, qp: 0, qpCount: 1},
 		{node: van.Empty, host: "fifteen-letters", native: true, qp: 1, qpCount: 2},
 	} {
-		got, err := decodeHello(h.encode())
+		got, err := decodeHandshake(h.encode())
 		if err != nil || got != h {
 			t.Errorf("got %+v, error %v; want %+v", got, err, h)
 		}
 		// The connection manager delivers more bytes than were sent.
 		padded := append(h.encode()[:contextLen:contextLen], make([]byte, verbs.MaxConnectData-contextLen)...)
-		theirs := hello{node: h.node, port: h.port, host: h.host}
-		if got, err = decodeHello(padded); err != nil || got != theirs {
+		theirs := handshake{node: h.node, port: h.port, host: h.host}
+		if got, err = decodeHandshake(padded); err != nil || got != theirs {
 			t.Errorf("of StepMesh: got %+v, error %v; want %+v", got, err, theirs)
 		}
 	}
 	for i := range contextLen {
-		if _, err := decodeHello(make([]byte, i)); !errors.Is(err, van.ErrMalformed) {
+		if _, err := decodeHandshake(make([]byte, i)); !errors.Is(err, van.ErrMalformed) {
 			t.Errorf("%d bytes: %v, want %v", i, err, van.ErrMalformed)
 		}
 	}
 }
 
 func TestShort(t *testing.T) {
-	var s start
-	var r reply
+	var s slotRequest
+	var r slotReply
 	var tr trailer
-	if err := s.get(make([]byte, startLen-1)); !errors.Is(err, van.ErrMalformed) {
+	if err := s.get(make([]byte, slotRequestLen-1)); !errors.Is(err, van.ErrMalformed) {
 		t.Errorf("start: %v", err)
 	}
 	// The form of the build without GPUs, with which nothing can be agreed.
@@ -88,10 +88,10 @@ func TestShort(t *testing.T) {
 }
 
 func FuzzHello(f *testing.F) {
-	f.Add((&hello{node: 9, port: 1, host: "h", epoch: 5, qp: 1, qpCount: 2}).encode())
+	f.Add((&handshake{node: 9, port: 1, host: "h", epoch: 5, qp: 1, qpCount: 2}).encode())
 	f.Add(make([]byte, verbs.MaxConnectData))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		h, err := decodeHello(b)
+		h, err := decodeHandshake(b)
 		if err != nil {
 			if !errors.Is(err, van.ErrMalformed) {
 				t.Errorf("error %v", err)
@@ -103,7 +103,7 @@ func FuzzHello(f *testing.F) {
 			t.Errorf("accepted %+v", h)
 		}
 		if h.native && len(h.host) < hostField {
-			if again, err := decodeHello(h.encode()); err != nil || again != h {
+			if again, err := decodeHandshake(h.encode()); err != nil || again != h {
 				t.Errorf("again %+v, error %v; want %+v", again, err, h)
 			}
 		}
@@ -111,12 +111,12 @@ func FuzzHello(f *testing.F) {
 }
 
 func FuzzStart(f *testing.F) {
-	b := make([]byte, startLen)
-	(&start{metaLen: 300, dataNum: nativeStart, data: [4]uint64{1024, 3, 600}, origin: 1, key: 2}).put(b)
+	b := make([]byte, slotRequestLen)
+	(&slotRequest{metaLen: 300, dataNum: nativeSlotRequest, data: [4]uint64{1024, 3, 600}, origin: 1, key: 2}).put(b)
 	f.Add(b, true)
-	f.Add(bytes.Repeat([]byte{0xff}, startLen), false)
+	f.Add(bytes.Repeat([]byte{0xff}, slotRequestLen), false)
 	f.Fuzz(func(t *testing.T, b []byte, ours bool) {
-		var s start
+		var s slotRequest
 		if s.get(b) != nil {
 			return
 		}
@@ -131,23 +131,23 @@ func FuzzStart(f *testing.F) {
 			!ours && (n.OneShot || kind != 0 || n.Data != n.Exact) {
 			t.Errorf("accepted %+v", n)
 		}
-		again := make([]byte, startLen)
-		if s.put(again); !bytes.Equal(again, b[:startLen]) {
+		again := make([]byte, slotRequestLen)
+		if s.put(again); !bytes.Equal(again, b[:slotRequestLen]) {
 			t.Errorf("again %x, want %x", again, b)
 		}
 	})
 }
 
 func FuzzReply(f *testing.F) {
-	b := make([]byte, replyLen)
-	(&reply{meta: 1, metaKey: 2, data: 3, dataKey: 4, origin: 5, index: 6, flags: replyShared}).put(b)
+	b := make([]byte, slotReplyLen)
+	(&slotReply{meta: 1, metaKey: 2, data: 3, dataKey: 4, origin: 5, index: 6, flags: replyShared}).put(b)
 	f.Add(b)
 	f.Fuzz(func(t *testing.T, b []byte) {
-		var r, again reply
+		var r, again slotReply
 		if r.get(b) != nil {
 			return
 		}
-		var c [replyLen]byte
+		var c [slotReplyLen]byte
 		r.put(c[:])
 		if err := again.get(c[:]); err != nil || again != r {
 			t.Errorf("again %+v, error %v; want %+v", again, err, r)
@@ -161,7 +161,7 @@ func FuzzTrailer(f *testing.F) {
 	f.Add(b)
 	(&trailer{inMeta: true, metaLen: 300, frames: 2}).put(b)
 	f.Add(bytes.Clone(b))
-	(&trailer{frames: 2, before: 352}).put(b)
+	(&trailer{frames: 2, previousEnd: 352}).put(b)
 	f.Add(bytes.Clone(b))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var x trailer

@@ -20,7 +20,7 @@ import (
 // Times of making a connection.
 const (
 	ResolveTime = 1000 * time.Millisecond // StepMesh's
-	refuseTime  = 5 * time.Millisecond    // a round trip: the peer's kernel says no
+	rejectTime  = 5 * time.Millisecond    // a round trip: the peer's kernel says no
 )
 
 // Manager makes IDs and queue pairs. Set the exported fields before use. Its methods may be
@@ -75,8 +75,8 @@ func (m *Manager) NewID(cookie uint64) (*ID, error) {
 	return x, nil
 }
 
-// Forget forgets the IDs of n queue pairs of a connection. It does not destroy them.
-func (m *Manager) Forget(serial uint32, n int) {
+// Remove forgets the IDs of n queue pairs of a connection. It does not destroy them.
+func (m *Manager) Remove(serial uint32, n int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for q := range n {
@@ -100,7 +100,7 @@ func (m *Manager) Deliver(ev verbs.Event) {
 
 // Prepare resolves the way to a peer and makes queue pair q of a connection to it, with that traffic
 // class if it is more than 0. marked is false if the provider takes none.
-func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q, class int) (qp verbs.QP, dev verbs.Device, marked bool, err error) {
+func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q, class int) (qp verbs.QP, dev verbs.Device, classSet bool, err error) {
 	fail := func(what string, err error) (verbs.QP, verbs.Device, bool, error) {
 		return nil, nil, false, fmt.Errorf("%s: %w", what, err)
 	}
@@ -113,11 +113,11 @@ func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q, clas
 	if err := x.SetAckTimeout(m.AckTimeout); err != nil {
 		m.Log.Debug("rdma: the provider keeps its time-out of acknowledgements", "err", err)
 	}
-	marked = true
+	classSet = true
 	if class > 0 {
 		if err := x.SetTOS(class << 2); err != nil {
 			m.Log.Warn("rdma: the provider takes no traffic class", "class", class, "err", err)
-			marked = false
+			classSet = false
 		}
 	}
 	if err := x.ResolveRoute(ResolveTime); err != nil {
@@ -136,7 +136,7 @@ func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q, clas
 	if qp, err = m.CreateQP(x.ID, dev, x.cookie, port); err != nil {
 		return fail("create queue pair", err)
 	}
-	return qp, dev, marked, nil
+	return qp, dev, classSet, nil
 }
 
 // CreateQP makes the queue pair of an ID, on a port if that is not 0, and reserves its room
@@ -182,11 +182,11 @@ func (m *Manager) Wait(ctx context.Context, x *ID, want verbs.EventType, limit t
 	}
 }
 
-// WaitRefused waits a moment for the answer to a connect request. It returns the error if
+// WaitRejected waits a moment for the answer to a connect request. It returns the error if
 // that is no; a yes is left for Wait. A StepMesh peer that begins to listen just then must
 // not get the second request of a connection without the first, which nobody took: it would
 // count the next connection's wrongly.
-func (m *Manager) WaitRefused(ctx context.Context, x *ID) error {
+func (m *Manager) WaitRejected(ctx context.Context, x *ID) error {
 	select {
 	case ev := <-x.events:
 		if ev.Type != verbs.Established {
@@ -194,7 +194,7 @@ func (m *Manager) WaitRefused(ctx context.Context, x *ID) error {
 		}
 		x.events <- ev // there is room: it was there
 		return nil
-	case <-time.After(refuseTime):
+	case <-time.After(rejectTime):
 		return nil
 	case <-ctx.Done():
 		return ctx.Err()

@@ -100,7 +100,7 @@ type Cells struct {
 	blocks []*Block
 	free   []Cell
 	large  map[*Block]bool // given out
-	out    int             // cells of blocks that are given out
+	inUse  int             // cells of blocks that are given out
 	closed bool
 }
 
@@ -150,7 +150,7 @@ func (c *Cells) Get(n int) (Cell, error) {
 	last := len(c.free) - 1
 	x := c.free[last]
 	c.free = c.free[:last]
-	c.out++
+	c.inUse++
 	return x, nil
 }
 
@@ -164,9 +164,9 @@ func (c *Cells) Put(x Cell) error {
 	case x.Mem == nil:
 		return nil
 	}
-	c.out--
+	c.inUse--
 	c.free = append(c.free, x)
-	if c.closed && c.out == 0 {
+	if c.closed && c.inUse == 0 {
 		return c.unmap()
 	}
 	return nil
@@ -185,7 +185,7 @@ func (c *Cells) Close() error {
 	for _, b := range c.blocks {
 		errs = append(errs, b.Deregister())
 	}
-	if c.out == 0 {
+	if c.inUse == 0 {
 		errs = append(errs, c.unmap())
 	}
 	return errors.Join(errs...)

@@ -28,8 +28,8 @@ type Regions struct {
 
 	sorted atomic.Pointer[[]*Region] // by address, then by length: find looks at the longest first
 
-	// dropping is held for reading while a region is removed: revoke waits for it.
-	dropping sync.RWMutex
+	// removing is held for reading while a region is removed: revoke waits for it.
+	removing sync.RWMutex
 
 	// OnStuck is told of a region that could not be deregistered: peers may still write
 	// there, so its memory is kept for good.
@@ -55,9 +55,9 @@ type Region struct {
 	pin    runtime.Pinner
 	last   atomic.Uint64 // when it was used
 	// refs counts users; dead is when it is negative.
-	refs  atomic.Int32
-	gone  atomic.Bool // revoked: do not find it
-	owner *Regions
+	refs        atomic.Int32
+	invalidated atomic.Bool // revoked: do not find it
+	owner       *Regions
 }
 
 const regionDead = -1 << 30
@@ -71,7 +71,7 @@ func NewRegions(dev verbs.Device, back backend.Backend) *Regions {
 func (r *Region) acquire() bool {
 	for {
 		n := r.refs.Load()
-		if n < 0 || r.gone.Load() {
+		if n < 0 || r.invalidated.Load() {
 			return false
 		}
 		if r.refs.CompareAndSwap(n, n+1) {
@@ -83,7 +83,7 @@ func (r *Region) acquire() bool {
 // Release ends a use. The last one of a revoked region deregisters it.
 func (r *Region) Release() {
 	r.last.Store(clock.Now())
-	if r.refs.Add(-1) == 0 && r.gone.Load() {
+	if r.refs.Add(-1) == 0 && r.invalidated.Load() {
 		r.owner.remove(r)
 	}
 }
@@ -144,7 +144,7 @@ func (rs *Regions) Get(m backend.Mem, a verbs.Access) (*Region, error) {
 	}
 	rs.mu.Unlock()
 	if closed {
-		return nil, errors.Join(verbs.ErrClosed, r.drop())
+		return nil, errors.Join(verbs.ErrClosed, r.deregister())
 	}
 	return r, nil
 }
@@ -155,13 +155,13 @@ func (rs *Regions) change(f func([]*Region) []*Region) {
 	rs.sorted.Store(&all)
 }
 
-// forever has the regions that could not be deregistered: whatever becomes of their van,
+// stuckRegions has the regions that could not be deregistered: whatever becomes of their van,
 // the process must not use their memory for anything else.
-var forever sync.Map
+var stuckRegions sync.Map
 
-func (r *Region) drop() error {
+func (r *Region) deregister() error {
 	if err := r.MR.Deregister(); err != nil {
-		forever.Store(r, true)
+		stuckRegions.Store(r, true)
 		r.owner.OnStuck(r, err)
 		return err
 	}
@@ -172,20 +172,20 @@ func (r *Region) drop() error {
 
 // remove deregisters r unless somebody uses it.
 func (rs *Regions) remove(r *Region) {
-	rs.dropping.RLock()
-	defer rs.dropping.RUnlock()
+	rs.removing.RLock()
+	defer rs.removing.RUnlock()
 	if r.refs.CompareAndSwap(0, regionDead) {
-		rs.end(r)
+		rs.removeDead(r)
 	}
 }
 
-// end takes a region that is dead out of the table, and drops it.
-func (rs *Regions) end(r *Region) {
+// removeDead takes a region that is dead out of the table, and drops it.
+func (rs *Regions) removeDead(r *Region) {
 	rs.mu.Lock()
 	rs.change(func(all []*Region) []*Region { return slices.DeleteFunc(all, func(x *Region) bool { return x == r }) })
 	rs.bytes -= r.Mem.Len()
 	rs.mu.Unlock()
-	_ = r.drop()
+	_ = r.deregister()
 }
 
 // idle is for how long r has not been used.
@@ -231,17 +231,17 @@ func (rs *Regions) Evict(now uint64) {
 	}
 }
 
-// Revoke makes sure that no peer can write to m any more, but for the regions in kept.
-func (rs *Regions) Revoke(m backend.Mem, kept []*Region) {
-	rs.dropping.Lock()
-	defer rs.dropping.Unlock()
+// Invalidate makes sure that no peer can write to m any more, but for the regions in kept.
+func (rs *Regions) Invalidate(m backend.Mem, kept []*Region) {
+	rs.removing.Lock()
+	defer rs.removing.Unlock()
 	for _, r := range *rs.sorted.Load() {
 		if r.access&verbs.RemoteWrite == 0 || !r.Mem.Overlaps(m) || slices.Contains(kept, r) {
 			continue
 		}
-		r.gone.Store(true)
+		r.invalidated.Store(true)
 		if r.refs.Swap(regionDead) >= 0 { // its users find out from their completions
-			rs.end(r)
+			rs.removeDead(r)
 		}
 	}
 }
@@ -257,7 +257,7 @@ func (rs *Regions) Close() error {
 	var errs []error
 	for _, r := range all {
 		if r.refs.Swap(regionDead) >= 0 {
-			errs = append(errs, r.drop())
+			errs = append(errs, r.deregister())
 		}
 	}
 	return errors.Join(errs...)

@@ -239,7 +239,7 @@ func TestRegionsHoldMemory(t *testing.T) {
 	if h.n.Load() != 1 {
 		t.Error("the memory is let go while it is registered")
 	}
-	rs.Revoke(m, nil)
+	rs.Invalidate(m, nil)
 	if h.n.Load() != 0 {
 		t.Errorf("%d holders after revoke", h.n.Load())
 	}
@@ -272,7 +272,7 @@ func TestRegionsRevoke(t *testing.T) {
 	}
 	used, idle, sending, other := get(0, 1000, both), get(1000, 2000, both), get(2000, 3000, 0), get(3000, 4000, both)
 	idle.Release()
-	rs.Revoke(backend.Bytes(buf[500:3000]), nil)
+	rs.Invalidate(backend.Bytes(buf[500:3000]), nil)
 	if n, bytes := rs.stats(); n != 2 || bytes != 2000 || stack.Registered() != 2000 {
 		t.Errorf("%d regions of %d bytes, %d registered; want the one for sending and the one elsewhere", n, bytes, stack.Registered())
 	}
@@ -306,7 +306,7 @@ func TestRegionsConcurrent(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				if r.refs.Load() <= 0 && !r.gone.Load() {
+				if r.refs.Load() <= 0 && !r.invalidated.Load() {
 					t.Error("a region in use has no users")
 				}
 				r.Release()
@@ -314,7 +314,7 @@ func TestRegionsConcurrent(t *testing.T) {
 				case 0:
 					rs.Evict(clock.Now() + uint64(2*maxIdle))
 				case 1:
-					rs.Revoke(backend.Bytes(buf[lo:lo+4096]), nil)
+					rs.Invalidate(backend.Bytes(buf[lo:lo+4096]), nil)
 				}
 			}
 		})
@@ -324,7 +324,7 @@ func TestRegionsConcurrent(t *testing.T) {
 		t.Errorf("%d regions of %d bytes, %d registered", n, bytes, stack.Registered())
 	}
 	// After a revoke nothing there can be written to, whatever else goes on.
-	rs.Revoke(backend.Bytes(buf), nil)
+	rs.Invalidate(backend.Bytes(buf), nil)
 	for _, r := range *rs.sorted.Load() {
 		if r.access&verbs.RemoteWrite != 0 {
 			t.Error("a writable region is left")
@@ -447,7 +447,7 @@ func TestStuckMemory(t *testing.T) {
 		}
 		return nil
 	})
-	rs.Revoke(stuck[0].Mem, nil)
+	rs.Invalidate(stuck[0].Mem, nil)
 	stuck[1].Release()
 	if err := rs.Close(); !errors.Is(err, errTest) {
 		t.Errorf("close: %v, want %v", err, errTest)

@@ -18,7 +18,7 @@ type SendQueue[T any] struct {
 	QueuePairs []verbs.QP
 	serial     uint32 // of the connection, in the IDs of work requests
 	Inline     int    // bytes that all queue pairs take inline
-	room       []int  // work requests that each queue pair takes
+	available  []int  // work requests that each queue pair takes
 
 	perRecord int    // work requests that one record may need on one queue pair
 	Longest   uint32 // write
@@ -61,7 +61,7 @@ func NewSendQueue[T any](dev verbs.Device, qps []verbs.QP, serial uint32, depth,
 	p := &SendQueue[T]{Device: dev, QueuePairs: qps, serial: serial, Inline: 1 << 30, perRecord: min(depth, MaxWRs), Longest: maxWrite, stage: stage, stageEach: each, recs: make([]Record[T], n)}
 	for _, q := range qps {
 		p.Inline = min(p.Inline, q.MaxInline())
-		p.room = append(p.room, depth)
+		p.available = append(p.available, depth)
 	}
 	for i := n - 1; i >= 0; i-- {
 		p.free = append(p.free, uint32(i))
@@ -70,12 +70,12 @@ func NewSendQueue[T any](dev verbs.Device, qps []verbs.QP, serial uint32, depth,
 	return p, nil
 }
 
-// HasRoom tells whether begin would succeed.
-func (p *SendQueue[T]) HasRoom() bool {
+// CanBegin tells whether begin would succeed.
+func (p *SendQueue[T]) CanBegin() bool {
 	if p.Broken || len(p.free) == 0 {
 		return false
 	}
-	for _, n := range p.room {
+	for _, n := range p.available {
 		if n < p.perRecord {
 			return false
 		}
@@ -85,7 +85,7 @@ func (p *SendQueue[T]) HasRoom() bool {
 
 // Begin takes a record if there is room for its work requests.
 func (p *SendQueue[T]) Begin() (id uint32, r *Record[T], stage []byte, ok bool) {
-	if !p.HasRoom() {
+	if !p.CanBegin() {
 		return 0, nil, nil, false
 	}
 	id = p.free[len(p.free)-1]
@@ -97,7 +97,7 @@ func (p *SendQueue[T]) Begin() (id uint32, r *Record[T], stage []byte, ok bool) 
 func (p *SendQueue[T]) Add(id uint32, q int, wr verbs.SendWR) {
 	r := &p.recs[id]
 	r.used[q]++
-	p.room[q]--
+	p.available[q]--
 	wr.QP = p.QueuePairs[q].Handle()
 	wr.ID = uint64(p.serial)<<32 | uint64(q)<<24 | uint64(id)
 	if wr.Flags&verbs.Signaled != 0 {
@@ -137,9 +137,9 @@ func (p *SendQueue[T]) Staged(wr verbs.SendWR, b []byte) verbs.SendWR {
 	return wr
 }
 
-// StagedLate completes wr with bytes of the stage that the device reads when it sends them:
+// StagedByReference completes wr with bytes of the stage that the device reads when it sends them:
 // until then they may change.
-func (p *SendQueue[T]) StagedLate(wr verbs.SendWR, b []byte) verbs.SendWR {
+func (p *SendQueue[T]) StagedByReference(wr verbs.SendWR, b []byte) verbs.SendWR {
 	wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(b).Addr(), uint32(len(b)), p.stage.MR.LKey()
 	return wr
 }
@@ -221,7 +221,7 @@ func (p *SendQueue[T]) Finish(id uint32) Finished[T] {
 	r := &p.recs[id]
 	f := Finished[T]{r.Note, r.Regions, r.Large}
 	for q, n := range r.used {
-		p.room[q] += n
+		p.available[q] += n
 		r.used[q] = 0
 	}
 	if r.failed {
@@ -272,8 +272,8 @@ func (p *SendQueue[T]) Unposted() int { return len(p.unposted) }
 // Idle tells whether everything that was posted has completed.
 func (p *SendQueue[T]) Idle() bool { return len(p.free) == len(p.recs) && len(p.unposted) == 0 }
 
-// Abandon ends all records of a connection whose queue pairs are gone.
-func (p *SendQueue[T]) Abandon() (all []Finished[T]) {
+// FinishAll ends all records of a connection whose queue pairs are gone.
+func (p *SendQueue[T]) FinishAll() (all []Finished[T]) {
 	p.Broken = true
 	free := make([]bool, len(p.recs))
 	for _, id := range p.free {

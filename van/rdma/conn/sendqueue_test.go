@@ -134,7 +134,7 @@ func TestSendQueue(t *testing.T) {
 	if !p.Idle() || sent != begun {
 		t.Errorf("idle %t; Done %d times, %d were begun", p.Idle(), sent, begun)
 	}
-	for q, room := range p.room {
+	for q, room := range p.available {
 		if room != depth {
 			t.Errorf("room %d on queue pair %d, want %d", room, q, depth)
 		}
@@ -184,11 +184,11 @@ func TestSendQueueBroken(t *testing.T) {
 		if _, _, _, ok := p.Begin(); ok {
 			t.Error("a broken queue begins a record")
 		}
-		all := p.Abandon()
+		all := p.FinishAll()
 		for i := range all {
 			end(all[i])
 		}
-		for i := range p.Abandon() {
+		for i := range p.FinishAll() {
 			t.Errorf("record %d is abandoned twice", i)
 		}
 		if sent != 2 {

@@ -1,11 +1,11 @@
 //go:build linux && cgo && !nordma
 
-package beat
+package liveness
 
 /*
 #cgo CFLAGS: -O2 -Wall -Wextra
 #cgo LDFLAGS: -lpthread
-#include "answer.h"
+#include "responder.h"
 */
 import "C"
 
@@ -22,26 +22,26 @@ import (
 
 // Both sides use these.
 var (
-	_ [C.SB_SIZE]byte = [size]byte{}
-	_ [C.SB_HEAD]byte = [numberAt]byte{}
+	_ [C.SL_SIZE]byte = [size]byte{}
+	_ [C.SL_HEAD]byte = [numberAt]byte{}
 )
 
-// Answerer is the thread that answers for this process, and its socket.
-type Answerer struct {
-	c       *C.sb_answerer
+// Responder is the thread that answers for this process, and its socket.
+type Responder struct {
+	c       *C.sl_responder
 	fd, end int
 }
 
-// Answer begins to answer at that address, as the process with that incarnation.
-func Answer(at netip.AddrPort, incarnation uint32) (*Answerer, error) {
-	a := &Answerer{fd: -1, end: -1}
+// StartResponder begins to answer at that address, as the process with that incarnation.
+func StartResponder(at netip.AddrPort, incarnation uint32) (*Responder, error) {
+	a := &Responder{fd: -1, end: -1}
 	if err := a.open(at); err != nil {
 		a.closeFiles()
 		return nil, err
 	}
-	asks, answers := head(question, incarnation), head(answer, incarnation)
+	asks, answers := head(probe, incarnation), head(answer, incarnation)
 	var why C.int
-	a.c = C.sb_start(C.int(a.fd), C.int(a.end), (*C.uint8_t)(unsafe.SliceData(asks)), (*C.uint8_t)(unsafe.SliceData(answers)), &why)
+	a.c = C.sl_start(C.int(a.fd), C.int(a.end), (*C.uint8_t)(unsafe.SliceData(asks)), (*C.uint8_t)(unsafe.SliceData(answers)), &why)
 	if a.c == nil {
 		a.closeFiles()
 		return nil, os.NewSyscallError("pthread_create", syscall.Errno(why))
@@ -50,7 +50,7 @@ func Answer(at netip.AddrPort, incarnation uint32) (*Answerer, error) {
 }
 
 // open makes the socket, which Go's poller is not to watch, and what ends the thread.
-func (a *Answerer) open(at netip.AddrPort) (err error) {
+func (a *Responder) open(at netip.AddrPort) (err error) {
 	var addr unix.Sockaddr
 	family := unix.AF_INET
 	switch ip := at.Addr().Unmap(); {
@@ -71,7 +71,7 @@ func (a *Answerer) open(at netip.AddrPort) (err error) {
 	return os.NewSyscallError("bind", unix.Bind(a.fd, addr))
 }
 
-func (a *Answerer) closeFiles() {
+func (a *Responder) closeFiles() {
 	for _, fd := range []int{a.fd, a.end} {
 		if fd >= 0 {
 			_ = unix.Close(fd)
@@ -80,7 +80,7 @@ func (a *Answerer) closeFiles() {
 }
 
 // Close ends the thread, once.
-func (a *Answerer) Close() {
-	C.sb_stop(a.c)
+func (a *Responder) Close() {
+	C.sl_stop(a.c)
 	a.closeFiles()
 }

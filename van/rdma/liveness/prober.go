@@ -1,8 +1,8 @@
-// Package beat finds out whether a process is there in which no goroutine may run: a thread of
+// Package liveness finds out whether a process is there in which no goroutine may run: a thread of
 // it that only the system schedules answers questions, which are UDP datagrams. A process that
 // was stopped or killed does not answer, nor does its child that has the socket, nor another
 // process at its address.
-package beat
+package liveness
 
 import (
 	"encoding/binary"
@@ -23,7 +23,7 @@ import (
 //	4  u32      incarnation of the process that is asked
 //	8  u64      random number
 const (
-	question = "SAFQ"
+	probe    = "SAFQ"
 	answer   = "SAFA"
 	numberAt = 8
 	size     = 16
@@ -56,16 +56,16 @@ const (
 	latest   = 6
 )
 
-// Asker asks processes all the time.
-type Asker struct {
-	conn  *net.UDPConn
-	every time.Duration
-	who   func() []Process
-	end   chan struct{}
-	wg    sync.WaitGroup
+// Prober asks processes all the time.
+type Prober struct {
+	conn    *net.UDPConn
+	every   time.Duration
+	targets func() []Process
+	end     chan struct{}
+	wg      sync.WaitGroup
 
-	mu    sync.Mutex
-	asked map[Process]*history // by their keys: those of the last round
+	mu     sync.Mutex
+	probed map[Process]*history // by their keys: those of the last round
 }
 
 // history is the latest questions to one process.
@@ -76,9 +76,9 @@ type history struct {
 	alive   time.Time // when the latest question was asked that was answered
 }
 
-// Ask begins to probe the processes that who returns. The probes are sent from the address from, or from any address if from is
+// StartProber begins to probe the processes that who returns. The probes are sent from the address from, or from any address if from is
 // not valid, and from any port but avoid, the port of the scheduler. A process that does not answer within limit counts as dead.
-func Ask(from netip.Addr, avoid int, limit time.Duration, who func() []Process) (*Asker, error) {
+func StartProber(from netip.Addr, avoid int, limit time.Duration, who func() []Process) (*Prober, error) {
 	var local *net.UDPAddr
 	if from.IsValid() {
 		local = net.UDPAddrFromAddrPort(netip.AddrPortFrom(from, 0))
@@ -94,39 +94,39 @@ func Ask(from netip.Addr, avoid int, limit time.Duration, who func() []Process) 
 	if err != nil {
 		return nil, err
 	}
-	a := &Asker{conn: c, every: max(limit/perLimit, time.Millisecond), who: who, end: make(chan struct{}), asked: map[Process]*history{}}
-	a.wg.Go(a.ask)
+	a := &Prober{conn: c, every: max(limit/perLimit, time.Millisecond), targets: who, end: make(chan struct{}), probed: map[Process]*history{}}
+	a.wg.Go(a.run)
 	a.wg.Go(a.receive)
 	return a, nil
 }
 
 // Close ends the asking, once.
-func (a *Asker) Close() {
+func (a *Prober) Close() {
 	close(a.end)
 	_ = a.conn.Close()
 	a.wg.Wait()
 }
 
-// Beating tells whether p has answered one of its latest questions.
-func (a *Asker) Beating(p Process) bool {
+// Alive tells whether p has answered one of its latest questions.
+func (a *Prober) Alive(p Process) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	h := a.asked[p.key()]
+	h := a.probed[p.key()]
 	return h != nil && time.Since(h.alive) < latest*a.every
 }
 
-// ask asks all, again and again.
-func (a *Asker) ask() {
+// run asks all, again and again.
+func (a *Prober) run() {
 	tick := time.Tick(a.every)
 	for {
-		all := a.who()
+		all := a.targets()
 		asked := make(map[Process]*history, len(all))
 		for _, p := range all {
-			b := le.AppendUint64(head(question, p.Incarnation), a.note(asked, p.key()))
+			b := le.AppendUint64(head(probe, p.Incarnation), a.record(asked, p.key()))
 			_, _ = a.conn.WriteToUDPAddrPort(b, p.Addr) // like one that is lost on its way
 		}
 		a.mu.Lock()
-		a.asked = asked // who is not asked any more is forgotten
+		a.probed = asked // who is not asked any more is forgotten
 		a.mu.Unlock()
 		select {
 		case <-tick:
@@ -136,15 +136,15 @@ func (a *Asker) ask() {
 	}
 }
 
-// note notes a question to p, in what is to be a.asked too, and returns its number.
-func (a *Asker) note(asked map[Process]*history, p Process) uint64 {
+// record notes a question to p, in what is to be a.asked too, and returns its number.
+func (a *Prober) record(asked map[Process]*history, p Process) uint64 {
 	number := random.Uint64()
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	h := a.asked[p]
+	h := a.probed[p]
 	if h == nil {
 		h = new(history)
-		a.asked[p] = h // the answer may come before the round ends
+		a.probed[p] = h // the answer may come before the round ends
 	}
 	asked[p] = h
 	h.numbers[h.next], h.times[h.next] = number, time.Now()
@@ -153,7 +153,7 @@ func (a *Asker) note(asked map[Process]*history, p Process) uint64 {
 }
 
 // receive takes answers.
-func (a *Asker) receive() {
+func (a *Prober) receive() {
 	var b [size + 1]byte // the end of a longer datagram is cut off
 	for {
 		n, from, err := a.conn.ReadFromUDPAddrPort(b[:])
@@ -163,20 +163,20 @@ func (a *Asker) receive() {
 		case err != nil:
 			time.Sleep(a.every) // whatever it is: it must not keep a processor busy
 		case n == size:
-			a.answered(from, b[:n])
+			a.handleAnswer(from, b[:n])
 		}
 	}
 }
 
-// answered takes a datagram. Anybody may have sent it.
-func (a *Asker) answered(from netip.AddrPort, b []byte) {
+// handleAnswer takes a datagram. Anybody may have sent it.
+func (a *Prober) handleAnswer(from netip.AddrPort, b []byte) {
 	if string(b[:len(answer)]) != answer {
 		return
 	}
 	p, number := Process{from, le.Uint32(b[len(answer):])}.key(), le.Uint64(b[numberAt:])
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	h := a.asked[p]
+	h := a.probed[p]
 	if h == nil {
 		return
 	}

@@ -1,4 +1,4 @@
-package beat
+package liveness
 
 import (
 	"net"
@@ -59,9 +59,9 @@ func until(t *testing.T, what string, is func() bool) {
 	}
 }
 
-func asker(t *testing.T, limit time.Duration, who func() []Process) *Asker {
+func asker(t *testing.T, limit time.Duration, who func() []Process) *Prober {
 	t.Helper()
-	a, err := Ask(netip.AddrFrom4([4]byte{127, 0, 0, 1}), 0, limit, who)
+	a, err := StartProber(netip.AddrFrom4([4]byte{127, 0, 0, 1}), 0, limit, who)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -69,9 +69,9 @@ func asker(t *testing.T, limit time.Duration, who func() []Process) *Asker {
 	return a
 }
 
-// TestAsker: only the answer of the process that is asked, to one of the latest questions,
+// TestProber: only the answer of the process that is asked, to one of the latest questions,
 // counts, and only for a time.
-func TestAsker(t *testing.T) {
+func TestProber(t *testing.T) {
 	t.Parallel()
 	peer, at := socket(t)
 	other, _ := socket(t)
@@ -102,7 +102,7 @@ func TestAsker(t *testing.T) {
 	for range 3 { // by then all these have been looked at
 		read(t, peer)
 	}
-	if a.Beating(p) {
+	if a.Alive(p) {
 		t.Error("nonsense counts as an answer")
 	}
 	for tries := 1; ; tries++ {
@@ -111,12 +111,12 @@ func TestAsker(t *testing.T) {
 			q, from = read(t, peer)
 			asked = time.Now()
 			write(t, peer, from, answer(q))
-			return a.Beating(p)
+			return a.Alive(p)
 		})
-		if a.Beating(Process{at, 8}) {
+		if a.Alive(Process{at, 8}) {
 			t.Error("another process has answered")
 		}
-		until(t, "end of the answer", func() bool { return !a.Beating(p) })
+		until(t, "end of the answer", func() bool { return !a.Alive(p) })
 		if d := time.Since(asked); d <= short {
 			break
 		} else if tries == 3 { // or it is late to see the end
@@ -131,13 +131,13 @@ func TestAsker(t *testing.T) {
 	for range 2 {
 		read(t, peer)
 	}
-	if a.Beating(p) {
+	if a.Alive(p) {
 		t.Error("the answer to an old question counts")
 	}
 }
 
-// TestForgets: a process that is not to be asked any more is forgotten.
-func TestForgets(t *testing.T) {
+// TestProberForgets: a process that is not to be asked any more is forgotten.
+func TestProberForgets(t *testing.T) {
 	t.Parallel()
 	peer, at := socket(t)
 	p := Process{at, 7}
@@ -151,23 +151,23 @@ func TestForgets(t *testing.T) {
 	until(t, "answer", func() bool { // in time: a machine that stands still makes questions old
 		q, from := read(t, peer)
 		write(t, peer, from, "SAFA"+q[4:])
-		return a.Beating(p)
+		return a.Alive(p)
 	})
 	ends.Store(true)
 	until(t, "end", func() bool {
 		a.mu.Lock()
 		defer a.mu.Unlock()
-		return len(a.asked) == 0
+		return len(a.probed) == 0
 	})
-	if a.Beating(p) {
+	if a.Alive(p) {
 		t.Error("it is remembered")
 	}
 }
 
-// TestNoAddress: an asker needs an address of this host.
-func TestNoAddress(t *testing.T) {
+// TestProberNoAddress: an asker needs an address of this host.
+func TestProberNoAddress(t *testing.T) {
 	t.Parallel()
-	a, err := Ask(netip.MustParseAddr("192.0.2.1"), 0, short, func() []Process { return nil })
+	a, err := StartProber(netip.MustParseAddr("192.0.2.1"), 0, short, func() []Process { return nil })
 	if err == nil {
 		a.Close()
 		t.Error("asks from an address that is not this host's")

@@ -1,6 +1,6 @@
 //go:build linux && cgo && !nordma
 
-#include "answer.h"
+#include "responder.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -12,27 +12,27 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-struct sb_answerer {
+struct sl_responder {
   int fd, end;
-  uint8_t question[SB_HEAD], answer[SB_HEAD];
+  uint8_t question[SL_HEAD], answer[SL_HEAD];
   pthread_t thread;
 };
 
 // Takes one datagram, whatever it is. It never waits: there may be none, and an answer for which
 // there is no room is lost like others on their way.
-static void take(const sb_answerer *a) {
-  uint8_t b[SB_SIZE + 1]; // the end of a longer one is cut off
+static void take(const sl_responder *a) {
+  uint8_t b[SL_SIZE + 1]; // the end of a longer one is cut off
   struct sockaddr_storage from;
   socklen_t len = sizeof from;
   ssize_t n = recvfrom(a->fd, b, sizeof b, MSG_DONTWAIT, (struct sockaddr *)&from, &len);
-  if (n != SB_SIZE || memcmp(b, a->question, SB_HEAD) != 0) return;
-  memcpy(b, a->answer, SB_HEAD);
-  sendto(a->fd, b, SB_SIZE, MSG_DONTWAIT | MSG_NOSIGNAL, (struct sockaddr *)&from, len);
+  if (n != SL_SIZE || memcmp(b, a->question, SL_HEAD) != 0) return;
+  memcpy(b, a->answer, SL_HEAD);
+  sendto(a->fd, b, SL_SIZE, MSG_DONTWAIT | MSG_NOSIGNAL, (struct sockaddr *)&from, len);
 }
 
 static void *run(void *arg) {
-  sb_answerer *a = arg;
-  prctl(PR_SET_NAME, SB_NAME);
+  sl_responder *a = arg;
+  prctl(PR_SET_NAME, SL_NAME);
   struct pollfd p[2] = {{.fd = a->end, .events = POLLIN}, {.fd = a->fd, .events = POLLIN}};
   for (;;) {
     if (poll(p, 2, -1) < 0) {
@@ -44,16 +44,16 @@ static void *run(void *arg) {
   }
 }
 
-sb_answerer *sb_start(int fd, int end, const uint8_t *question, const uint8_t *answer, int *err) {
-  sb_answerer *a = calloc(1, sizeof *a);
+sl_responder *sl_start(int fd, int end, const uint8_t *question, const uint8_t *answer, int *err) {
+  sl_responder *a = calloc(1, sizeof *a);
   if (a == NULL) {
     *err = ENOMEM;
     return NULL;
   }
   a->fd = fd;
   a->end = end;
-  memcpy(a->question, question, SB_HEAD);
-  memcpy(a->answer, answer, SB_HEAD);
+  memcpy(a->question, question, SL_HEAD);
+  memcpy(a->answer, answer, SL_HEAD);
   // Signals are for Go's threads: their handlers would wait for its scheduler here.
   sigset_t all, old;
   sigfillset(&all);
@@ -67,7 +67,7 @@ sb_answerer *sb_start(int fd, int end, const uint8_t *question, const uint8_t *a
   return a;
 }
 
-void sb_stop(sb_answerer *a) {
+void sl_stop(sl_responder *a) {
   const uint64_t one = 1;
   while (write(a->end, &one, sizeof one) < 0 && errno == EINTR) {
   }

@@ -1,6 +1,6 @@
 //go:build linux && cgo && !nordma
 
-package beat
+package liveness
 
 import (
 	"errors"
@@ -13,12 +13,12 @@ import (
 )
 
 // answerer answers at a free port.
-func answerer(t *testing.T, incarnation uint32) (*Answerer, netip.AddrPort) {
+func answerer(t *testing.T, incarnation uint32) (*Responder, netip.AddrPort) {
 	t.Helper()
 	for {
 		c, at := socket(t)
 		_ = c.Close()
-		switch a, err := Answer(at, incarnation); {
+		switch a, err := StartResponder(at, incarnation); {
 		case err == nil:
 			return a, at
 		case !errors.Is(err, syscall.EADDRINUSE):
@@ -42,8 +42,8 @@ func threads(t *testing.T) (all []string) {
 	return all
 }
 
-// TestAnswers: each question to this process is answered, and nothing else is.
-func TestAnswers(t *testing.T) {
+// TestResponder: each question to this process is answered, and nothing else is.
+func TestResponder(t *testing.T) {
 	a, at := answerer(t, 0x01020304)
 	c, _ := socket(t)
 	other, _ := socket(t)
@@ -60,11 +60,11 @@ func TestAnswers(t *testing.T) {
 			t.Fatalf("the other one got %q", b)
 		}
 	}
-	if _, err := Answer(at, 5); !errors.Is(err, syscall.EADDRINUSE) {
+	if _, err := StartResponder(at, 5); !errors.Is(err, syscall.EADDRINUSE) {
 		t.Errorf("at an address that is in use: %v", err)
 	}
 	a.Close()
-	a, err := Answer(at, 5) // the address is free again
+	a, err := StartResponder(at, 5) // the address is free again
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -76,8 +76,8 @@ func TestAnswers(t *testing.T) {
 	a.Close()
 }
 
-// TestThread: the thread takes no signals, whose handlers are Go's, and ends with Close.
-func TestThread(t *testing.T) {
+// TestResponderThread: the thread takes no signals, whose handlers are Go's, and ends with Close.
+func TestResponderThread(t *testing.T) {
 	a, at := answerer(t, 7)
 	c, _ := socket(t)
 	write(t, c, at, "SAFQ\x07\x00\x00\x0012345678")
@@ -102,24 +102,24 @@ func TestThread(t *testing.T) {
 	}
 }
 
-// TestBeating: a process that answers is there, until it does not any more.
-func TestBeating(t *testing.T) {
+// TestAlive: a process that answers is there, until it does not any more.
+func TestAlive(t *testing.T) {
 	a, at := answerer(t, 7)
 	p, other := Process{at, 7}, Process{at, 8}
 	k := asker(t, short, func() []Process { return []Process{p, other} })
-	until(t, "answer", func() bool { return k.Beating(p) })
-	if k.Beating(other) {
+	until(t, "answer", func() bool { return k.Alive(p) })
+	if k.Alive(other) {
 		t.Error("it answers for another process")
 	}
 	a.Close()
-	until(t, "end of the answers", func() bool { return !k.Beating(p) })
+	until(t, "end of the answers", func() bool { return !k.Alive(p) })
 }
 
 // TestBindFails: there is no answer at an address of another host, and nothing is left open.
 func TestBindFails(t *testing.T) {
 	for _, addr := range []netip.AddrPort{netip.MustParseAddrPort("192.0.2.1:9"), netip.MustParseAddrPort("[2001:db8::1]:9"), netip.MustParseAddrPort("[fe80::1%1]:9"), {}} {
 		before := files(t)
-		if a, err := Answer(addr, 7); err == nil {
+		if a, err := StartResponder(addr, 7); err == nil {
 			a.Close()
 			t.Errorf("answers at %s", addr)
 		}
@@ -142,16 +142,16 @@ func files(t *testing.T) int {
 func TestIPv6(t *testing.T) {
 	_, at := socket(t)
 	at = netip.AddrPortFrom(netip.IPv6Loopback(), at.Port())
-	a, err := Answer(at, 7)
+	a, err := StartResponder(at, 7)
 	if err != nil {
 		t.Skip(err) // without IPv6
 	}
 	defer a.Close()
 	p := Process{at, 7}
-	k, err := Ask(netip.IPv6Loopback(), 0, short, func() []Process { return []Process{p} })
+	k, err := StartProber(netip.IPv6Loopback(), 0, short, func() []Process { return []Process{p} })
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer k.Close()
-	until(t, "answer", func() bool { return k.Beating(p) })
+	until(t, "answer", func() bool { return k.Alive(p) })
 }

@@ -9,7 +9,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/rdma/beat"
+	"github.com/stepaf/stepaf-go/van/rdma/liveness"
 )
 
 // beats gives a node heartbeats.
@@ -20,16 +20,16 @@ func beats(c *env.Config) {
 // needsThread skips a test where this build has no thread that answers.
 func needsThread(t *testing.T) {
 	t.Helper()
-	a, err := beat.Answer(netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), 0), 1)
+	a, err := liveness.StartResponder(netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), 0), 1)
 	if err != nil {
 		t.Skip(err)
 	}
 	a.Close()
 }
 
-// TestBeating: the scheduler knows of each node, and each node of the scheduler, that its thread
+// TestLiveness: the scheduler knows of each node, and each node of the scheduler, that its thread
 // answers, while the connection to it stands.
-func TestBeating(t *testing.T) {
+func TestLiveness(t *testing.T) {
 	needsThread(t)
 	r := newRig(t)
 	r.real = true
@@ -37,7 +37,7 @@ func TestBeating(t *testing.T) {
 	r.link(h, w)
 	r.link(h, s)
 	r.link(w, s)
-	if h.answerer == nil {
+	if h.responder == nil {
 		t.Fatal("no thread answers for the scheduler")
 	}
 	for what, answers := range map[string]func() bool{
@@ -53,7 +53,7 @@ func TestBeating(t *testing.T) {
 	r.net.Cut(h.addr, w.addr)
 	h.must(control(w, 1))
 	r.until("end of the connection", func() bool {
-		_, stands := otherEnd(p)
+		_, stands := remoteProcess(p)
 		return !stands
 	})
 	if h.Alive(9) {
@@ -61,8 +61,8 @@ func TestBeating(t *testing.T) {
 	}
 	r.net.Heal(h.addr, w.addr)
 	r.until("answer", func() bool { return h.Alive(9) })
-	s.answerer.Close() // as if its process were stopped
-	s.answerer = nil
+	s.responder.Close() // as if its process were stopped
+	s.responder = nil
 	r.until("end of the answers", func() bool { return !h.Alive(8) })
 	w.close()
 	if w.Alive(van.SchedulerID) {
@@ -70,8 +70,8 @@ func TestBeating(t *testing.T) {
 	}
 }
 
-// TestNotBeating: those who do not ask, or are not asked.
-func TestNotBeating(t *testing.T) {
+// TestNotProbed: those who do not ask, or are not asked.
+func TestNotProbed(t *testing.T) {
 	needsThread(t)
 	silent := func(c *env.Config) { c.HeartbeatInterval, c.HeartbeatTimeout = 0, 0 }
 	for name, x := range map[string]struct {
@@ -94,10 +94,10 @@ func TestNotBeating(t *testing.T) {
 			w.listenOn(0)
 			w.Start(func(m *van.Message) { w.in <- m.Retain() })
 			r.link(h, w)
-			if asks := h.asker != nil; asks != x.asks {
+			if asks := h.prober != nil; asks != x.asks {
 				t.Errorf("the scheduler asks: %v, want %v", asks, x.asks)
 			}
-			if all := h.judged(); x.original && len(all) > 0 {
+			if all := h.probedProcesses(); x.original && len(all) > 0 {
 				t.Errorf("a node of the original is asked: %v", all)
 			}
 			if h.Alive(9) {
@@ -107,8 +107,8 @@ func TestNotBeating(t *testing.T) {
 	}
 }
 
-// TestBeatingPortTaken: a node whose UDP port another program has says so, and is asked in vain.
-func TestBeatingPortTaken(t *testing.T) {
+// TestLivenessPortTaken: a node whose UDP port another program has says so, and is asked in vain.
+func TestLivenessPortTaken(t *testing.T) {
 	needsThread(t)
 	r := newRig(t)
 	r.real = true
