@@ -1,6 +1,6 @@
 package core
 
-// Communicators as Python uses them: what waits does so in the background, and is waited for in slices.
+// Communicators for Python. Calls that wait run in the background, and Python waits for them in slices.
 
 import (
 	"context"
@@ -19,9 +19,9 @@ import (
 type Comms struct {
 	node *postoffice.Node
 
-	mu      sync.Mutex            // of what follows
+	mu      sync.Mutex            // guards the fields below
 	group   *Comm                 // see Group
-	closing map[int]chan struct{} // communicators that were dropped, by id; closed when they are
+	closing map[int]chan struct{} // by id of a dropped communicator; closed when the communicator is closed
 }
 
 // Comm is a communicator among nodes of this session's role.
@@ -31,26 +31,26 @@ type Comm struct {
 	id   int
 	made *Task
 
-	limit time.Duration // of its calls; negative for none
+	limit time.Duration // of each call; negative means no limit
 }
 
-// Task is something that waits for other ranks: a call of a communicator, or its making.
+// Task is an operation that waits for other ranks: a call of a communicator, or the creation of one.
 type Task struct {
 	canceller
 	done chan struct{}
 	err  error
 }
 
-// canceller makes what waits end soon.
+// canceller cancels an operation.
 type canceller struct{ cancel context.CancelCauseFunc }
 
-// Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
+// Cancel ends the operation with van.ErrTimeout, unless it has ended already.
 func (c canceller) Cancel() { c.cancel(van.ErrTimeout) }
 
-// Interrupt is Cancel for another reason than the time.
+// Interrupt ends the operation with errInterrupted, unless it has ended already.
 func (c canceller) Interrupt() { c.cancel(errInterrupted) }
 
-// newTask runs f, whose context has that limit, none when it is negative.
+// newTask runs f in a goroutine. limit is the limit of f's context; a negative limit means none.
 func newTask(limit time.Duration, f func(context.Context) error) *Task {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	t := &Task{canceller: canceller{cancel}, done: make(chan struct{})}
@@ -67,7 +67,7 @@ func newTask(limit time.Duration, f func(context.Context) error) *Task {
 	return t
 }
 
-// Wait waits for slice at most: then it returns ErrPending. It may be called as often as wanted.
+// Wait waits for the end of the task. After slice it returns ErrPending. Wait may be called any number of times.
 func (t *Task) Wait(slice time.Duration) error {
 	if err := awaitSlice(t.done, slice); err != nil {
 		return err
@@ -75,7 +75,7 @@ func (t *Task) Wait(slice time.Duration) error {
 	return t.err
 }
 
-// awaitSlice waits for a token or the end of c, for slice at most: then it returns ErrPending.
+// awaitSlice waits for a token of c, or until c is closed. After slice it returns ErrPending.
 func awaitSlice(c <-chan struct{}, slice time.Duration) error {
 	select {
 	case <-c:
@@ -90,14 +90,14 @@ func awaitSlice(c <-chan struct{}, slice time.Duration) error {
 	}
 }
 
-// errInterrupted: who has made a call, and has to wait for it, has given it up.
+// errInterrupted is the result of an operation that its caller has interrupted.
 var errInterrupted = errors.New("interrupted by the caller")
 
-// Drop is told that nobody will wait for it any more. It goes on.
+// Drop tells the task that nobody will wait for it. The task continues.
 func (t *Task) Drop() {}
 
-// abandon is for what t makes and nobody wants any more: it makes t end soon, and closes that if it is there then.
-func (t *Task) abandon(closing func() error) {
+// discard cancels t. If t succeeds all the same, closing closes what t has created.
+func (t *Task) discard(closing func() error) {
 	t.Cancel()
 	go func() {
 		if <-t.done; t.err == nil {
@@ -106,7 +106,7 @@ func (t *Task) abandon(closing func() error) {
 	}()
 }
 
-// Awaited is what Python waits for in slices: a Task, or a Pending.
+// Awaited is an operation that Python waits for in slices: a Task or a Pending.
 type Awaited interface {
 	Wait(slice time.Duration) error
 	Cancel()
@@ -114,14 +114,14 @@ type Awaited interface {
 	Drop()
 }
 
-// Pending is a call of a communicator. Who waits for it receives itself, without a goroutine between.
+// Pending is a call of a communicator. The waiting caller receives messages itself; there is no goroutine in between.
 type Pending struct {
 	canceller
 	op    collective.Op
 	ctx   context.Context
-	turn  chan struct{} // its token is with who waits
-	ended bool          // with the token
-	err   error         // likewise
+	turn  chan struct{} // the waiting caller holds its token
+	ended bool          // guarded by the token
+	err   error         // guarded by the token
 }
 
 func newPending(op collective.Op) *Pending {
@@ -131,9 +131,9 @@ func newPending(op collective.Op) *Pending {
 	return p
 }
 
-// Wait waits for slice at most: then it returns ErrPending. It may be called as often as wanted.
+// Wait waits for the end of the call. After slice it returns ErrPending. Wait may be called any number of times.
 func (p *Pending) Wait(slice time.Duration) error {
-	if err := awaitSlice(p.turn, slice); err != nil { // another one waits
+	if err := awaitSlice(p.turn, slice); err != nil { // another caller waits
 		return err
 	}
 	defer func() { p.turn <- struct{}{} }()
@@ -148,7 +148,7 @@ func (p *Pending) Wait(slice time.Duration) error {
 	return p.err
 }
 
-// Drop is told that nobody will wait for it any more. It goes on, until its limit.
+// Drop tells the call that nobody will wait for it. The call continues until its limit.
 func (p *Pending) Drop() {
 	<-p.turn
 	if p.ended {
@@ -160,14 +160,14 @@ func (p *Pending) Drop() {
 	}()
 }
 
-// New begins to make a communicator of those ranks, nil for the instances of this node's group, whose
-// calls have that limit, as its making has: 0 for the default, negative for none. It may be used
-// when the task has ended without an error.
+// New begins to create a communicator of those ranks; nil means the instances of this node's group. limit is the limit
+// of the creation and of each call: 0 means the default, a negative limit means none. The communicator may be used
+// after the task has ended without an error.
 func (l *Comms) New(id int, ranks []int, limit time.Duration) (*Comm, *Task) {
 	return l.begin(id, ranks, limit, noLimit)
 }
 
-// noLimit leaves the limit to the communicator.
+// noLimit means the limit of the communicator.
 const noLimit = -1
 
 func (l *Comms) begin(id int, ranks []int, limit, making time.Duration) (*Comm, *Task) {
@@ -181,7 +181,7 @@ func (l *Comms) begin(id int, ranks []int, limit, making time.Duration) (*Comm, 
 	return c, c.made
 }
 
-// dropped waits until a communicator with that id that was dropped is closed.
+// dropped waits until a dropped communicator with that id is closed.
 func (l *Comms) dropped(ctx context.Context, id int) error {
 	l.mu.Lock()
 	closing := l.closing[id]
@@ -197,15 +197,15 @@ func (l *Comms) dropped(ctx context.Context, id int) error {
 	}
 }
 
-// Group is the communicator with ID 0 of the instances of this node's group, which the first call
-// begins to make, and the next one again if that has failed.
+// Group is the communicator with ID 0, of the instances of this node's group. The first call begins to create it. If
+// that failed, the next call begins again.
 func (l *Comms) Group() (*Comm, *Task) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.makeGroup(noLimit)
 }
 
-// makeGroup is Group. mu is held.
+// makeGroup is Group. The caller holds mu.
 func (l *Comms) makeGroup(making time.Duration) (*Comm, *Task) {
 	if l.group == nil || l.group.failed() {
 		l.group, _ = l.begin(0, nil, 0, making)
@@ -213,8 +213,8 @@ func (l *Comms) makeGroup(making time.Duration) (*Comm, *Task) {
 	return l.group, l.group.made
 }
 
-// RebuildGroup begins Rebuild of the group's communicator, or to make it where that has not been done:
-// the others' Rebuild meets that.
+// RebuildGroup begins to rebuild the group's communicator. If this node has none yet, RebuildGroup begins to create it:
+// the Rebuild of the other ranks and the creation on this rank complete each other.
 func (l *Comms) RebuildGroup(limit time.Duration) *Task {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -225,13 +225,13 @@ func (l *Comms) RebuildGroup(limit time.Duration) *Task {
 	return t
 }
 
-// failed tells whether it could not be made.
+// failed reports whether the creation has failed.
 func (c *Comm) failed() bool {
 	err := c.made.Wait(0)
 	return err != nil && err != ErrPending
 }
 
-// Drop closes a communicator that nobody uses any more, in the background, also one that is still being made.
+// Drop closes, in the background, a communicator that nobody uses any more. Its creation may still be under way.
 func (c *Comm) Drop() {
 	c.made.Cancel()
 	closed := make(chan struct{})
@@ -241,11 +241,11 @@ func (c *Comm) Drop() {
 	c.of.mu.Unlock()
 	go func() {
 		if before != nil {
-			<-before // for which this one has not waited to its end
+			<-before // this communicator has not waited for its end
 		}
 		<-c.made.done
 		if c.Comm != nil {
-			_ = c.Comm.Close(context.Background()) // it names who still reads memory, which is kept until then
+			_ = c.Comm.Close(context.Background()) // the error names ranks that still read memory; the memory stays until they have ended
 		}
 		c.of.mu.Lock()
 		if c.of.closing[c.id] == closed {
@@ -256,7 +256,7 @@ func (c *Comm) Drop() {
 	}()
 }
 
-// Rebuild begins collective.Comm.Rebuild. A negative limit, here and below, is that of the communicator.
+// Rebuild begins collective.Comm.Rebuild. Here and below, a negative limit means the limit of the communicator.
 func (c *Comm) Rebuild(limit time.Duration) *Task { return newTask(limit, c.Comm.Rebuild) }
 
 // Close begins collective.Comm.Close.
@@ -265,7 +265,7 @@ func (c *Comm) Close(limit time.Duration) *Task { return newTask(limit, c.Comm.C
 // Barrier begins collective.Comm.Barrier.
 func (c *Comm) Barrier(limit time.Duration) *Task { return newTask(limit, c.Comm.Barrier) }
 
-// Collective is which call Call makes.
+// Collective selects the operation of Call.
 type Collective int
 
 // Collectives, in the order of abi.h.
@@ -280,12 +280,12 @@ const (
 	AllReduce
 )
 
-// reductions are their names in Python.
+// reductions are the reductions by their Python names.
 var reductions = map[string]collective.Reduction{"sum": collective.Sum, "min": collective.Min, "max": collective.Max, "product": collective.Product}
 
-// Call begins a call. Those with one tensor out or in have it in a list, which is empty where this
-// rank has none. root and reduction are for calls that have them. With tensors on the device the call
-// begins behind the work in stream.
+// Call begins a call. out and in are lists; a call with one tensor has it in a list of one, which is empty on a rank
+// that has no such tensor. root and reduction are used by the calls that have them. If the tensors are on the device,
+// the call begins after the work that is in stream.
 func (c *Comm) Call(stream af.Stream, kind Collective, out, in []af.Tensor, root int, reduction string) (*Pending, error) {
 	by, known := reductions[reduction]
 	if (kind == ReduceScatter || kind == AllReduce) && !known {
@@ -319,7 +319,7 @@ func (c *Comm) Call(stream af.Stream, kind Collective, out, in []af.Tensor, root
 	return newPending(op), nil
 }
 
-// only is the tensor of a list of one, or none.
+// only returns the tensor of a list of one, or no tensor.
 func only(l []af.Tensor) (t af.Tensor) {
 	if len(l) > 0 {
 		t = l[0]

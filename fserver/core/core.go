@@ -1,5 +1,5 @@
-// Package core is the Python module fserver_lib without Python: one node in a process,
-// with a tensor worker or a queue of batches on it.
+// Package core is the Python module fserver_lib without Python: one node of a process, with a tensor worker or a queue
+// of batches.
 package core
 
 import (
@@ -20,13 +20,13 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// ErrMisuse: a call at the wrong time or in the wrong role.
+// ErrMisuse is the error of a call at the wrong time or in the wrong role.
 var ErrMisuse = errors.New("wrong use")
 
-// ErrPending is returned by calls that wait in slices: call again.
+// ErrPending is returned by calls that wait in slices. The caller calls again.
 var ErrPending = postoffice.ErrPending
 
-// ErrUnknownHandler: there is no such handler, or there is none any more.
+// ErrUnknownHandler is the error of a handler that does not exist or no longer exists.
 var ErrUnknownHandler = postoffice.ErrUnknownHandler
 
 // Session is a process's membership of a cluster, from Start to Stop. All methods are safe
@@ -36,7 +36,7 @@ type Session struct {
 	worker *af.Worker   // nil unless a worker
 	server *af.Server   // nil unless a server
 	queue  *queue       // nil unless a server
-	over   *atomic.Bool // the loop of a server has ended, since its workers have ended
+	over   *atomic.Bool // the loop of a server has ended because its workers have ended
 
 	sessions sessionState
 	comms    Comms
@@ -49,9 +49,8 @@ func newSession(node *postoffice.Node) *Session {
 		comms: Comms{node: node, closing: map[int]chan struct{}{}}}
 }
 
-// Start reads the variables, starts the node, and waits for all others as C++ StepMesh
-// does: with a barrier over all nodes, then with one over workers and servers. A server
-// accepts requests before the second one.
+// Start reads the environment variables, starts the node, and waits for all other nodes as C++ StepMesh does: in a
+// barrier of all nodes, then in a barrier of workers and servers. A server accepts requests before the second barrier.
 func Start(ctx context.Context, lookup func(string) (string, bool), names func() []string) (*Session, error) {
 	began := time.Now()
 	cfg, err := postoffice.LoadConfigFrom(lookup, names)
@@ -68,7 +67,7 @@ func Start(ctx context.Context, lookup func(string) (string, bool), names func()
 	return open(ctx, node, cfg.StartTimeout-time.Since(began))
 }
 
-// Open makes the session of a node that has started. It closes the node if it fails.
+// Open makes the session of a started node. If Open fails, it closes the node.
 func Open(ctx context.Context, node *postoffice.Node) (*Session, error) {
 	return open(ctx, node, node.Config().StartTimeout)
 }
@@ -96,7 +95,7 @@ func (s *Session) open(ctx context.Context) (err error) {
 		s.queue = newQueue(s.node)
 		s.queue.over = s.over
 		if s.server, err = af.NewServer(s.node, af.ServerOptions{}); err == nil {
-			s.server.OnUnwanted(s.queue.unwanted)
+			s.server.OnUnwanted(s.queue.onCanceled)
 			err = s.server.Handle(s.queue.put)
 		}
 	default:
@@ -108,10 +107,10 @@ func (s *Session) open(ctx context.Context) (err error) {
 	return s.node.App().StartBarrier(ctx, van.WorkerGroup|van.ServerGroup)
 }
 
-// Stop waits for every node to stop and leaves. It leaves in any case.
+// Stop waits until every node has called Stop, then leaves the cluster. It leaves the cluster after an error, too.
 func (s *Session) Stop(ctx context.Context) error { return s.stop(ctx, 0) }
 
-// stop is Stop. thread is the calling thread of the program, 0 if it is not known; see queue.leave.
+// stop is Stop. thread is the calling thread of the program, or 0 if the thread is not known; see queue.leave.
 func (s *Session) stop(ctx context.Context, thread uint64) error {
 	if s.queue != nil {
 		done := make(chan struct{})
@@ -126,19 +125,19 @@ func (s *Session) stop(ctx context.Context, thread uint64) error {
 	return s.node.Finalize(ctx)
 }
 
-// Name is that of the node, for errors.
+// Name is the node's name, for errors.
 func (s *Session) Name() string { return s.node.Name() }
 
-// Close leaves at once.
+// Close leaves the cluster without waiting for other nodes.
 func (s *Session) Close() { s.node.Close() }
 
 // Comms are the communicators of the node.
 func (s *Session) Comms() *Comms { return &s.comms }
 
-// Streams are the exchanges in streams of the node.
+// Streams are the node's prepared GPU exchanges.
 func (s *Session) Streams() *Streams { return &s.streams }
 
-// Config is what the node was started with.
+// Config is the configuration of the node.
 func (s *Session) Config() *postoffice.Config { return s.node.Config() }
 
 func (s *Session) wrongRole(call, want string) error {
@@ -148,8 +147,8 @@ func (s *Session) wrongRole(call, want string) error {
 // Device is the memory of the node's device.
 func (s *Session) Device() backend.Backend { return s.node.Backend() }
 
-// PushPull is af.Worker.PushPull to servers in any order, in which their pulls are; nil means all. It returns the first
-// timestamp of the call.
+// PushPull is af.Worker.PushPull with servers in any order; the pulls are in the same order. nil means all servers.
+// PushPull returns the first timestamp of the call.
 func (s *Session) PushPull(stream af.Stream, servers []int, push, pull []af.KeyTensor) (int32, error) {
 	if s.worker == nil {
 		return 0, s.wrongRole("push_pull", "worker")
@@ -159,8 +158,8 @@ func (s *Session) PushPull(stream af.Stream, servers []int, push, pull []af.KeyT
 	return call.Timestamp(), err
 }
 
-// ascending sorts servers, and pull, which has a part for each of them, with them. What it
-// changes is a copy. Lists that do not fit are for PushPull to refuse.
+// ascending sorts servers, and the parts of pull that belong to them. It copies what it changes. If the lengths do not
+// fit, ascending changes nothing, and PushPull returns the error.
 func ascending(servers []int, pull []af.KeyTensor) ([]int, []af.KeyTensor) {
 	if slices.IsSorted(servers) || len(pull)%len(servers) != 0 {
 		return servers, pull
@@ -178,10 +177,10 @@ func ascending(servers []int, pull []af.KeyTensor) ([]int, []af.KeyTensor) {
 	return to, parts
 }
 
-// Wait waits until the batch with the given handler is complete, for limit counted
-// from the push_pull, but not longer than slice at a time. A handler from the
-// middle of a batch waits for that timestamp only. One that has ended returns at once, also a second
-// time, with the error of its batch if that has failed. Of two that wait for one handler at once, one gets postoffice.ErrOtherWaits.
+// Wait waits until the batch with the given handler is complete. limit counts from the push_pull; one call waits for
+// slice at most. A handler from the middle of a batch waits for that timestamp only. If the batch has ended, Wait
+// returns its result at once, as often as it is called. If two callers wait for one handler, one of them gets
+// postoffice.ErrOtherWaits.
 func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	if s.worker == nil {
 		return s.wrongRole("wait", "worker")
@@ -197,15 +196,14 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	case first == h:
 		err := s.worker.Customer().WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
 		if errors.Is(err, ErrUnknownHandler) && !errors.Is(err, postoffice.ErrOtherWaits) {
-			return s.worker.Customer().Outcome(h) // it has ended between the two calls
+			return s.worker.Customer().Outcome(h) // the batch has ended between the two calls
 		}
 		return err
 	}
 	return s.waitOne(h, first, limit, slice)
 }
 
-// waitOne waits for one timestamp of a batch. It polls, since only the end of the whole
-// batch is signalled.
+// waitOne waits for one timestamp of a batch. It polls, since only the end of the whole batch is signaled.
 func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
 	for end := time.Now().Add(slice); ; {
 		_, answered, flying, err := s.worker.Customer().Batch(h)
@@ -226,20 +224,20 @@ func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
 	}
 }
 
-// AllHandlers is the number of timestamps of the push_pull in flight whose first one is
-// handler, and 1 when there is none, as in C++ StepMesh.
+// AllHandlers returns the number of timestamps of the push_pull in flight whose first timestamp is handler. For other
+// handlers it returns 1, as C++ StepMesh does.
 func (s *Session) AllHandlers(handler int64) (int, error) {
 	if s.worker == nil {
 		return 0, s.wrongRole("get_all_handlers", "worker")
 	}
-	n := 1 // of an unknown handler
+	n := 1 // for an unknown handler
 	if h := int32(handler); int64(h) == handler {
 		n = max(s.worker.Customer().Timestamps(h), 1)
 	}
 	return n, nil
 }
 
-// FetchTrace returns the eight stamps of a timestamp; zeros before its answer.
+// FetchTrace returns the eight time stamps of a handler. They are 0 until the answer has arrived.
 func (s *Session) FetchTrace(handler int64) (stamps [8]uint64, err error) {
 	if s.worker == nil {
 		return stamps, s.wrongRole("fetch_trace", "worker")
@@ -268,8 +266,8 @@ func (s *Session) RegisterRecvBuffer(t af.Tensor, workerRanks []int, keys []uint
 	return s.server.RegisterRecvTensor(t, workerRanks, keys)
 }
 
-// Barrier waits for all instances of the chosen roles, or, when instances is
-// false, for as many as there are groups. The caller must be one of them.
+// Barrier waits for all instances of the chosen roles. If instances is false, it waits for one instance of each group.
+// The caller must have one of the roles.
 func (s *Session) Barrier(ctx context.Context, servers, workers, instances bool) error {
 	group := 0
 	if servers {
@@ -291,8 +289,8 @@ func (s *Session) Barrier(ctx context.Context, servers, workers, instances bool)
 // Nanosecond is the clock of the traces.
 func Nanosecond() uint64 { return clock.Now() }
 
-// GetBatch appends the oldest batch of every worker group to items, by rank. After slice
-// without one of each it returns ErrPending.
+// GetBatch appends the oldest batch of every worker group to items, in the order of ranks. If a worker has no batch
+// within slice, GetBatch returns ErrPending.
 func (s *Session) GetBatch(items []Item, slice time.Duration) ([]Item, error) {
 	if s.queue == nil {
 		return items, s.wrongRole("get_batch", "server")
@@ -300,35 +298,34 @@ func (s *Session) GetBatch(items []Item, slice time.Duration) ([]Item, error) {
 	return s.queue.await(items, eachOne, slice)
 }
 
-// GetAny appends the batches that are there to items, at most most (0: no limit) and the
-// oldest first, whoever has sent them. After slice without any it returns ErrPending.
+// GetAny appends the queued batches of all workers to items, oldest first, at most most of them (0: no limit). If there
+// is no batch within slice, GetAny returns ErrPending.
 func (s *Session) GetAny(items []Item, most int, slice time.Duration) ([]Item, error) {
 	if s.queue == nil {
 		return items, s.wrongRole("get_batch", "server")
 	}
-	s.queue.eager.Store(true) // from now on each batch is told
+	s.queue.eager.Store(true) // from now on each batch signals q.anyReady
 	return s.queue.await(items, most, slice)
 }
 
-// BatchTimeout is the error of a caller whose GetBatch has been pending for limit.
+// BatchTimeout returns the error of a caller whose GetBatch was pending for limit.
 func (s *Session) BatchTimeout(limit time.Duration) error {
 	if s.queue == nil {
 		return s.wrongRole("get_batch", "server")
 	}
 	return &van.Error{Op: "get_batch", Node: s.node.Name(), Detail: "no batch of " + strings.Join(s.queue.missing(), ", "),
-		Limit: limit, Elapsed: limit, Err: van.ErrTimeout, Hint: "what has come stays queued; call get_batch again"}
+		Limit: limit, Elapsed: limit, Err: van.ErrTimeout, Hint: "received batches stay queued; call get_batch again"}
 }
 
-// Answer answers the batch that GetBatch gave id: tensors in the order of its pulls,
-// whatever their keys. The tensors must not change until their owners are released. Those
-// on the device are sent when the work in stream is done.
+// Answer answers the batch with that id. tensors are in the order of the batch's pulls; their keys do not matter. The
+// tensors must not change until their owners are released. Tensors on the device are sent after the work that is in
+// stream.
 //
-// If the worker was lost, replaced, or has given the request up, the answer is dropped
-// with a log line and no error, since the program goes on serving other workers.
+// If the worker is lost or replaced, or has canceled the request, Answer drops the answer, logs it, and returns no
+// error, since the program continues to serve other workers.
 //
-// done, if not nil, is called once for each tensor
-// when it has left, or will not leave, and is the caller's again. told says whether it is:
-// not after errors that leave the batch as it was.
+// done, if not nil, is called once for each tensor when the library no longer uses it: it was sent, or will not be.
+// told reports whether done is called: it is not after errors that leave the batch unanswered.
 func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done van.Completion) (told bool, err error) {
 	if s.queue == nil {
 		return false, s.wrongRole("respond", "server")
@@ -336,7 +333,7 @@ func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, do
 	return s.queue.answer(stream, id, tensors, done)
 }
 
-// Refuse ends the batch that GetBatch gave id without an answer, see af.Batch.Refuse.
+// Refuse ends the batch with that id without an answer; see af.Batch.Refuse.
 func (s *Session) Refuse(id uint64, why string) error {
 	if s.queue == nil {
 		return s.wrongRole("refuse", "server")
@@ -345,8 +342,7 @@ func (s *Session) Refuse(id uint64, why string) error {
 	return s.queue.refuse(id, errors.New(cmp.Or(why, "no reason was given")))
 }
 
-// CanRespond tells why Answer would refuse this number of tensors for one of the
-// batches.
+// CanRespond returns the error with which Answer would refuse this number of tensors for one of the batches.
 func (s *Session) CanRespond(ids []uint64, tensors int) error {
 	if s.queue == nil {
 		return s.wrongRole("respond", "server")

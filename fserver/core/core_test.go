@@ -133,7 +133,7 @@ func TestUnansweredPushes(t *testing.T) {
 	s := &Session{queue: q}
 	for id := range uint64(keepAcked + 10) {
 		q.next = id + 1
-		q.acked.note(id, struct{}{}, keepAcked)
+		q.acked.add(id, struct{}{}, keepAcked)
 	}
 	if len(q.acked.of) != keepAcked || q.acked.order.Len() != keepAcked {
 		t.Errorf("%d batches in a list of %d are kept, want %d", len(q.acked.of), q.acked.order.Len(), keepAcked)

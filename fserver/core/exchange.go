@@ -1,6 +1,6 @@
 package core
 
-// Exchanges, which are prepared once and started again and again, as Python uses them.
+// Exchanges are prepared once and started many times. This file adapts them to Python.
 
 import (
 	"cmp"
@@ -15,23 +15,22 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Exchange is an af.Exchange as Python uses it: waits are in slices, and what is called while
-// the stream is captured into a graph goes into the graph.
+// Exchange is an af.Exchange for Python. It waits in slices. While the stream is being captured into a graph, its calls
+// go into the graph.
 type Exchange struct {
 	*af.Exchange
 	s      *Session
 	graphs backend.GraphFlagger // nil if the device has no graphs
-	flying atomic.Int64         // handler of the call that is to be waited for, or none
+	flying atomic.Int64         // handler of the started call, or none
 }
 
-// ErrCaptured is returned by calls that have gone into a graph.
+// ErrCaptured is returned by a call that went into a graph.
 var ErrCaptured = errors.New("captured into a graph")
 
-// none instead of a handler: handlers are not negative.
+// none is the handler of no call: handlers are not negative.
 const none = -1
 
-// Prepare is af.Worker.Prepare, with servers in any order, in which their pulls are; nil
-// means all.
+// Prepare is af.Worker.Prepare with servers in any order; the pulls are in the same order. nil means all servers.
 func (s *Session) Prepare(servers []int, push, pull []af.KeyTensor) (*Exchange, error) {
 	if s.worker == nil {
 		return nil, s.wrongRole("prepare", "worker")
@@ -47,13 +46,12 @@ func (s *Session) Prepare(servers []int, push, pull []af.KeyTensor) (*Exchange, 
 	return e, nil
 }
 
-// AllRows instead of a number of rows for Start: all that the tensors have.
+// AllRows is a number of rows for Start. It stands for all rows of the tensors.
 const AllRows = -1
 
-// Start is af.Exchange.Start; it returns the first timestamp of the call. If current, the
-// caller's stream on the device, is being captured, it is af.Exchange.QueueStart, and
-// returns ErrCaptured. Complete instead of a stream is for tensors on the host. event says
-// whether the tensors wait for what is in the stream.
+// Start is af.Exchange.Start; it returns the first timestamp of the call. current is the caller's stream on the device.
+// If it is being captured, Start is af.Exchange.QueueStart, and returns ErrCaptured. For tensors on the host, current
+// is Complete. event makes the send wait for the work that is in the stream.
 func (e *Exchange) Start(current af.Stream, event bool, rows int) (int32, error) {
 	var opts [2]af.StartOption
 	n := 0
@@ -81,7 +79,7 @@ func (e *Exchange) Start(current af.Stream, event bool, rows int) (int32, error)
 	return call.Timestamp(), nil
 }
 
-// capturing tells whether the caller's stream is being captured into a graph.
+// capturing reports whether the caller's stream is being captured into a graph.
 func (e *Exchange) capturing(current af.Stream) (bool, error) {
 	if e.graphs == nil || current == af.Complete {
 		return false, nil
@@ -89,10 +87,9 @@ func (e *Exchange) capturing(current af.Stream) (bool, error) {
 	return e.graphs.Capturing(uintptr(current))
 }
 
-// Wait waits until the call of the last Start is complete, for limit counted from the
-// Start, but not longer than slice at a time: then it returns ErrPending. Of two that wait
-// at once, one gets postoffice.ErrOtherWaits. If there is no such call and current is being
-// captured, it is af.Exchange.QueueWait, and returns ErrCaptured.
+// Wait waits until the call of the last Start is complete. limit counts from the Start; after slice Wait returns
+// ErrPending. If two callers wait, one of them gets postoffice.ErrOtherWaits. If there is no such call and current is
+// being captured, Wait is af.Exchange.QueueWait, and returns ErrCaptured.
 func (e *Exchange) Wait(current af.Stream, limit, slice time.Duration) error {
 	h := e.flying.Load()
 	if h == none {

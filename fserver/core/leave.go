@@ -10,7 +10,7 @@ func (s *Session) Finished() bool { return s.over.Load() }
 // OnlyThread, in place of a thread, means that the program has only one thread.
 const OnlyThread = 1
 
-// CalledBy notes which thread of the program is about to call GetBatch or GetAny. A thread is never 0.
+// CalledBy records the thread of the program that is about to call GetBatch or GetAny. A thread is never 0.
 func (s *Session) CalledBy(thread uint64) {
 	if s.queue == nil {
 		return
@@ -83,7 +83,7 @@ func (q *queue) refuseAll(out bool) {
 	for id, b := range q.out {
 		if out {
 			delete(q.out, id)
-			q.given.note(id, b.Worker(), keepGiven)
+			q.canceled.add(id, b.Worker(), keepCanceled)
 			b.Refuse(why)
 		}
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// ErrLoopOver: GetBatch returns no more batches, since all workers have ended.
+// ErrLoopOver means that GetBatch returns no more batches because all workers have ended.
 var ErrLoopOver = fmt.Errorf("%w: no worker sends anything any more", van.ErrFinished)
 
 // loopOver returns an error that wraps ErrLoopOver if no worker will send another batch: the program of at least one worker has

@@ -186,15 +186,15 @@ func TestQueueModel(t *testing.T) {
 					}
 				}
 				queued[w] = slices.Delete(queued[w], i, i+1)
-				q.unwanted(van.WorkerID(w))
+				q.onCanceled(van.WorkerID(w))
 				check("given up")
 			case 7:
-				if len(out) > 0 && q.waits(out[0].ID) {
+				if len(out) > 0 && q.isQueued(out[0].ID) {
 					t.Fatal("what is handed out waits")
 				}
 				for w := range queued {
 					for _, id := range queued[w] {
-						if !q.waits(id) {
+						if !q.isQueued(id) {
 							t.Fatalf("%d does not wait", id)
 						}
 					}

@@ -1,6 +1,6 @@
 package core
 
-// Streams that wait for a request or a batch while the Python thread goes on.
+// SimpleNotify: GPU streams that wait for a request or a batch while the Python thread continues.
 
 import (
 	"errors"
@@ -13,15 +13,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Notify makes a stream of the device wait for a request or for a batch, while the
-// thread that queues the stream's work goes on: the stream waits for a word in pinned
-// memory, which a goroutine sets when its own wait is over. It handles one wait at a time.
-// All methods are safe for concurrent use.
+// Notify makes a stream of the device wait for a request or for a batch, while the thread that queues the stream's work
+// continues. The stream waits for a flag in pinned memory. A goroutine sets the flag when the request is complete or
+// the batch has arrived. A Notify handles one wait at a time. All methods are safe for concurrent use.
 type Notify struct {
-	p *Process // whose session it attaches to; nil when it is attached already
+	p *Process // supplies the session; nil if the Notify is attached already
 
 	mu       sync.Mutex // not held in WaitFlag, which may block until a release makes room
-	attached bool       // s, device and word are set, and stay
+	attached bool       // s, device and word are set and no longer change
 
 	s      *Session
 	device backend.StreamFlagger
@@ -40,20 +39,20 @@ type notice struct {
 	err   error
 	items []Item
 
-	// Of mu:
+	// Guarded by mu:
 	dropped bool // the result will not be fetched: return the batches to the queue
 	ended   bool // the stream was released
 }
 
-// handlerLimit is how long a request that a stream waits for may take from its push_pull,
-// as in C++ StepMesh.
+// handlerLimit is the time from push_pull within which a request that a stream waits for must be complete, as in C++
+// StepMesh.
 const handlerLimit = postoffice.DefaultTimeout
 
-// waitSlice is how long the goroutine of a Notify waits at a time.
+// waitSlice is the time for which the goroutine of a Notify waits in one call.
 const waitSlice = 50 * time.Millisecond
 
-// NewNotify makes a Notify. Its word, a page of pinned memory, lives as long as the
-// device's backend, since a stream may wait for it.
+// NewNotify makes a Notify. Its flag, a page of pinned memory, stays until the device's backend is closed, since a
+// stream may wait for it.
 func (s *Session) NewNotify() (*Notify, error) {
 	n := &Notify{counter: 1}
 	if err := n.attach(s); err != nil {
@@ -62,9 +61,8 @@ func (s *Session) NewNotify() (*Notify, error) {
 	return n, nil
 }
 
-// NewNotify is Session.NewNotify. Before Init it makes a Notify that takes its word at its
-// first use: programs of the original make theirs before they name role, address and
-// device.
+// NewNotify is Session.NewNotify. Before Init it makes a Notify that allocates its flag at its first use: programs
+// written for C++ StepMesh create theirs before they set role, address and device.
 func (p *Process) NewNotify() (*Notify, error) {
 	switch s, err := p.Session(); {
 	case err == nil:
@@ -75,7 +73,7 @@ func (p *Process) NewNotify() (*Notify, error) {
 	return &Notify{p: p, counter: 1}, nil
 }
 
-// attach takes the word on the device of s. Nobody else uses n, or n.mu is held.
+// attach allocates the flag on the device of s. The caller holds n.mu, or is the only user of n.
 func (n *Notify) attach(s *Session) error {
 	b := s.Device()
 	flagger, can := b.(backend.StreamFlagger)
@@ -92,8 +90,7 @@ func (n *Notify) attach(s *Session) error {
 	return nil
 }
 
-// Attach attaches a Notify that was made before Init to the session, and returns the
-// device whose streams it is for.
+// Attach attaches a Notify that was made before Init to the session. It returns the device of the streams.
 func (n *Notify) Attach() (backend.Device, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -109,10 +106,10 @@ func (n *Notify) Attach() (backend.Device, error) {
 	return n.s.Device().Device(), nil
 }
 
-// set writes the word. The stream sees all earlier writes.
+// set writes the flag. A stream that sees it also sees all earlier writes.
 func (n *Notify) set(v uint32) { atomic.StoreUint32((*uint32)(n.word.Ptr()), v) }
 
-// release ends the streams' wait. n.mu is held.
+// release ends the waits of the streams. The caller holds n.mu.
 func (n *Notify) release() {
 	if !n.attached {
 		return // no stream waits
@@ -134,11 +131,11 @@ func (n *Notify) Block(stream uintptr) error {
 	if dropped {
 		return fmt.Errorf("block_now_stream: %w", errDropped)
 	}
-	return n.device.WaitFlag(stream, n.word, counter) // does not wait if the release has come
+	return n.device.WaitFlag(stream, n.word, counter) // does not wait if release was called in the meantime
 }
 
-// StreamWait makes stream wait for a worker's request. If the request fails the stream goes
-// on, and Done returns the error.
+// StreamWait makes stream wait for a worker's request. If the request fails, the stream continues, and Done returns the
+// error.
 func (n *Notify) StreamWait(stream uintptr, handler int64) error {
 	if _, err := n.Attach(); err != nil {
 		return fmt.Errorf("stream_wait_event: %w", err)
@@ -163,8 +160,8 @@ func (n *Notify) BlockAndGetBatch(stream uintptr) error {
 	})
 }
 
-// begin queues the stream's wait, and ends it when poll returns nil or an error other than
-// ErrPending, or when the result will not be fetched.
+// begin queues the stream's wait. It ends the wait when poll returns nil or an error other than ErrPending, or when the
+// result will not be fetched.
 func (n *Notify) begin(w *notice, stream uintptr, poll func(*notice) error) error {
 	w.done = make(chan struct{})
 	n.mu.Lock()
@@ -196,7 +193,7 @@ func (n *Notify) begin(w *notice, stream uintptr, poll func(*notice) error) erro
 		return fmt.Errorf("%s: %w", w.op, err)
 	}
 	go func() {
-		for w.err = ErrPending; errors.Is(w.err, ErrPending) && !n.unwanted(w); {
+		for w.err = ErrPending; errors.Is(w.err, ErrPending) && !n.isDropped(w); {
 			w.err = poll(w)
 		}
 		n.end(w)
@@ -204,7 +201,7 @@ func (n *Notify) begin(w *notice, stream uintptr, poll func(*notice) error) erro
 	return nil
 }
 
-func (n *Notify) unwanted(w *notice) bool {
+func (n *Notify) isDropped(w *notice) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return w.dropped
@@ -219,7 +216,7 @@ func (n *Notify) end(w *notice) {
 	close(w.done)
 }
 
-// giveBack returns w's batches to the queue if they will not be fetched. n.mu is held.
+// giveBack returns w's batches to the queue if they will not be fetched. The caller holds n.mu.
 func (n *Notify) giveBack(w *notice) {
 	if w.ended && w.dropped && len(w.items) > 0 {
 		n.s.GiveBack(w.items)
@@ -227,9 +224,8 @@ func (n *Notify) giveBack(w *notice) {
 	}
 }
 
-// Drop ends the use of n, and does not block. Waiting streams go on, except one that waits
-// for a request, which ends with the request. Batches that were not fetched return to the
-// queue for the next GetBatch.
+// Drop ends the use of n, and does not block. Waiting streams continue, except a stream that waits for a request, which
+// continues when the request has ended. Batches that were not fetched go back to the queue for the next GetBatch.
 func (n *Notify) Drop() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -247,8 +243,8 @@ func (n *Notify) Drop() {
 	}
 }
 
-// Done waits, for slice at most, for the end of a StreamWait and returns its error, or
-// ErrPending. Without a StreamWait it returns nil at once.
+// Done waits, for slice at most, for the end of a StreamWait. It returns the error of the StreamWait, or ErrPending.
+// Without a StreamWait it returns nil at once.
 func (n *Notify) Done(slice time.Duration) error {
 	w, err := n.fetch("wait_event_done", slice, false)
 	if w == nil {
@@ -270,7 +266,7 @@ func (n *Notify) Batch(slice time.Duration) ([]Item, error) {
 	}
 }
 
-// fetch waits for the notice under way, if it is of the wanted kind, and takes it.
+// fetch waits for the notice under way, if it is of the wanted kind, and removes it from n.
 func (n *Notify) fetch(op string, slice time.Duration, batch bool) (*notice, error) {
 	n.mu.Lock()
 	w := n.under
@@ -284,7 +280,7 @@ func (n *Notify) fetch(op string, slice time.Duration, batch bool) (*notice, err
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.under != w {
-		return nil, fmt.Errorf("%s: %w: the result is not there any more: another thread has fetched it, or the wait did not begin", op, ErrMisuse)
+		return nil, fmt.Errorf("%s: %w: the result no longer exists: another thread has fetched it, or the wait did not begin", op, ErrMisuse)
 	}
 	n.under = nil
 	return w, nil

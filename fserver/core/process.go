@@ -1,6 +1,6 @@
 package core
 
-// The process's one session, and the calls that wait for other nodes: init, stop, barrier.
+// The process's only session, and the calls that wait for other nodes: init, stop, barrier.
 
 import (
 	"context"
@@ -14,41 +14,40 @@ import (
 	"github.com/stepaf/stepaf-go/internal/logx"
 )
 
-// Process is this process's membership of a cluster; a process can join once. Init, Stop
-// and Barrier begin a job, one at a time, and return; Wait waits for it in slices, so that
-// the caller can handle signals meanwhile. The zero value has not begun. All methods are
-// safe for concurrent use.
+// Process is this process's membership of a cluster; a process can join once. Init, Stop and Barrier begin a job, one
+// at a time, and return. Wait waits for the job in slices, so that the caller can handle signals between them. The zero
+// value has not joined. All methods are safe for concurrent use.
 type Process struct {
-	open func(context.Context) (*Session, error) // instead of Start, in tests
+	open func(context.Context) (*Session, error) // replaces Start in tests
 
-	// OnSockets, if not nil, is called with the sockets of the node by Init, and by one goroutine whenever they
+	// OnSockets, if not nil, is called with the sockets of the node: by Init, and by one goroutine whenever they
 	// change. It is set before Init.
 	OnSockets func(Sockets)
 
 	session atomic.Pointer[Session]
 	ended   atomic.Bool
-	exits   atomic.Bool // Exit has ended it
+	exits   atomic.Bool // Exit was called
 
 	mu  sync.Mutex
-	job *job // under way, or its result was not taken
+	job *job // under way, or ended and its result not fetched yet
 }
 
-// job is a call that waits for others.
+// job is a call that waits for other nodes.
 type job struct {
 	op     string
 	cancel context.CancelFunc
 	done   chan struct{}
 	err    error
-	left   bool // it was cancelled and did not end in time; guarded by Process.mu
+	left   bool // canceled, and did not end in time; guarded by Process.mu
 }
 
 var (
-	errNotStarted = fmt.Errorf("%w: the module is not initialised: call init() first", ErrMisuse)
+	errNotStarted = fmt.Errorf("%w: the module is not initialized: call init() first", ErrMisuse)
 	errEnded      = fmt.Errorf("%w: stop() was called: a process can take part once", ErrMisuse)
 	errExits      = fmt.Errorf("%w: the interpreter is ending", ErrMisuse)
 )
 
-// Session is the session from the end of Init to that of Stop.
+// Session returns the session. It exists from the end of Init to the end of Stop.
 func (p *Process) Session() (*Session, error) {
 	if s := p.session.Load(); s != nil {
 		return s, nil
@@ -59,7 +58,7 @@ func (p *Process) Session() (*Session, error) {
 	return nil, errNotStarted
 }
 
-// over is why there is no session any more, or nil.
+// over returns the reason why there is no session any more, or nil.
 func (p *Process) over() error {
 	switch {
 	case p.exits.Load():
@@ -70,9 +69,9 @@ func (p *Process) over() error {
 	return nil
 }
 
-// begin runs the function that prepare returns, if it is not nil, as the job, unless
-// another one is under way. prepare runs after all earlier jobs, and no other job begins
-// meanwhile. A negative limit means none.
+// begin makes the function that prepare returns the job, unless another job is under way. If prepare returns nil, begin
+// starts nothing. prepare runs after all earlier jobs, and no other job begins while it runs. A negative limit means
+// none.
 func (p *Process) begin(op string, limit time.Duration, prepare func() (func(context.Context) error, error)) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -131,10 +130,9 @@ func (p *Process) Init(limit time.Duration, lookup func(string) (string, bool), 
 	})
 }
 
-// Stop begins Session.Stop, and tells whether it has: a second Stop does nothing. With a
-// negative limit a worker's is STEPAF_STOP_TIMEOUT, and servers and the scheduler have
-// none: they often call it as soon as they run, and wait for the workers. thread is the calling thread, 0 if it is not
-// known: see Session.CalledBy.
+// Stop begins Session.Stop, and reports whether it has begun: a second Stop does nothing. A negative limit means
+// STEPAF_STOP_TIMEOUT on a worker, and no limit on servers and the scheduler: they often call Stop right after their
+// start, and wait for the workers. thread is the calling thread, or 0 if it is not known; see Session.CalledBy.
 func (p *Process) Stop(limit time.Duration, thread uint64) (begun bool, err error) {
 	if s := p.session.Load(); limit < 0 && s != nil && s.Config().Role == "worker" {
 		limit = s.Config().StopTimeout
@@ -155,8 +153,8 @@ func (p *Process) Stop(limit time.Duration, thread uint64) (begun bool, err erro
 	return begun && err == nil, err
 }
 
-// Finish begins Session.Stop with the limit STEPAF_STOP_TIMEOUT, if the loop of this server has ended because its workers have
-// ended, and the program has not called Stop. It reports whether it has begun.
+// Finish begins Session.Stop with the limit STEPAF_STOP_TIMEOUT, if the loop of this server has ended because its
+// workers have ended and the program has not called Stop. It reports whether it has begun.
 func (p *Process) Finish() (begun bool, err error) {
 	s := p.session.Load()
 	if s == nil || !s.Finished() {
@@ -177,15 +175,15 @@ func (p *Process) Barrier(limit time.Duration, servers, workers, instances bool)
 	})
 }
 
-// current is the job under way, or nil.
+// current returns the job under way, or nil.
 func (p *Process) current() *job {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.job
 }
 
-// forget removes j, if it is still the current job.
-func (p *Process) forget(j *job) {
+// remove removes j, if it is still the current job.
+func (p *Process) remove(j *job) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.job == j {
@@ -193,8 +191,7 @@ func (p *Process) forget(j *job) {
 	}
 }
 
-// Wait waits for the job under way, for slice at most, and returns its error, or
-// ErrPending.
+// Wait waits for the job under way, for slice at most, and returns its error or ErrPending.
 func (p *Process) Wait(slice time.Duration) error {
 	j := p.current()
 	if j == nil {
@@ -203,14 +200,13 @@ func (p *Process) Wait(slice time.Duration) error {
 	if err := awaitSlice(j.done, slice); err != nil {
 		return err
 	}
-	p.forget(j)
+	p.remove(j)
 	return j.err
 }
 
-// Cancel cancels the job under way and waits until ctx ends for its end, since a transport
-// or a driver may be in a call that cannot be interrupted. If the job has not ended it goes
-// on in the background. This is safe: it remains the current job, so no other begins, and
-// when it ends its work is either complete or undone.
+// Cancel cancels the job under way and waits until the job or ctx has ended: a transport or a driver may be in a call
+// that cannot be interrupted. If the job has not ended, it continues in the background. This is safe: it remains the
+// current job, so no other job begins, and when it ends, its work is either complete or undone.
 func (p *Process) Cancel(ctx context.Context) error {
 	j := p.current()
 	if j == nil {
@@ -219,14 +215,14 @@ func (p *Process) Cancel(ctx context.Context) error {
 	j.cancel()
 	select {
 	case <-j.done:
-		p.forget(j)
+		p.remove(j)
 		return nil
 	case <-ctx.Done():
 	}
 	p.mu.Lock()
 	j.left = true
 	p.mu.Unlock()
-	return fmt.Errorf("%s() was interrupted, but does not end: it waits for the transport or the device%s, and goes on in the background: %w", j.op, p.who(), ctx.Err())
+	return fmt.Errorf("%s() was interrupted, but has not ended: it waits for the transport or the device%s, and continues in the background: %w", j.op, p.who(), ctx.Err())
 }
 
 func (p *Process) who() string {
@@ -236,17 +232,16 @@ func (p *Process) who() string {
 	return ""
 }
 
-// Exit leaves at once, because the process ends. It waits until ctx ends. Work that has not
-// ended by then goes on until the process ends, which is safe: Python does not free objects
-// that the library refers to, not even at its end, and the system closes connections and
-// devices.
+// Exit leaves the cluster at once, because the process ends. It waits until it has left or ctx has ended. Unfinished
+// work continues until the process ends. This is safe: Python does not free objects that the library refers to, not
+// even at its end, and the operating system closes connections and devices.
 func (p *Process) Exit(ctx context.Context) error {
 	who := p.who()
 	left := make(chan error, 1)
 	go func() {
 		err := p.Cancel(ctx)
 		if p.session.Load() != nil && !p.ended.Load() {
-			p.exits.Store(true) // before there is no session
+			p.exits.Store(true) // before the session is removed
 		}
 		if s := p.session.Swap(nil); s != nil {
 			p.ended.Store(true)
@@ -258,7 +253,7 @@ func (p *Process) Exit(ctx context.Context) error {
 	case err := <-left:
 		return err
 	case <-ctx.Done():
-		return fmt.Errorf("the end of the process does not wait on for the transport or the device%s to be closed: %w", who, ctx.Err())
+		return fmt.Errorf("the process ends without waiting longer for the transport or the device%s to close: %w", who, ctx.Err())
 	}
 }
 

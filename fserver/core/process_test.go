@@ -127,7 +127,7 @@ func TestCancelHasALimit(t *testing.T) {
 			t.Fatal(err)
 		}
 		for range 2 {
-			vantest.Fails(t, p.Cancel(over(t)), context.Canceled, "init()", "goes on")
+			vantest.Fails(t, p.Cancel(over(t)), context.Canceled, "init()", "continues")
 		}
 		vantest.Fails(t, p.Init(-1, nil, nil), ErrMisuse, "init() was interrupted and has not ended yet")
 		close(stuck)

@@ -7,10 +7,9 @@ import (
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 )
 
-// GiveBack returns batches of GetBatch that could not be used to the queue: the next
-// GetBatch returns them, each before later ones of its worker. The items no longer belong
-// to the caller. A batch that was answered meanwhile, or that its worker has given up, is
-// released.
+// GiveBack returns batches of GetBatch to the queue that the caller could not use. The next GetBatch returns them, each
+// before later batches of its worker. The items no longer belong to the caller. A batch that was answered or canceled
+// by its worker in the meantime is released.
 func (s *Session) GiveBack(items []Item) { s.queue.giveBack(items) }
 
 func (q *queue) giveBack(items []Item) {
@@ -26,7 +25,7 @@ func (q *queue) giveBack(items []Item) {
 			continue
 		}
 		if !it.Wanted() && !failpoint.On("lost-batches") {
-			forget(it)
+			release(it)
 			continue
 		}
 		q.charge(it.Worker(), weight(&it.Batch))
@@ -47,9 +46,8 @@ func (q *queue) giveBack(items []Item) {
 	}
 }
 
-// Retake returns the item of GetBatch with that id, for GiveBack, if it was not answered;
-// the item has a reference of its own. b is the batch, if the caller still has it; a batch
-// that needs an answer is found without b.
+// Retake returns the item of GetBatch with that id, for GiveBack, if it is not answered yet. The item has a reference
+// of its own. b is the batch, if the caller still has it. A batch that needs an answer is found without b.
 func (s *Session) Retake(id uint64, b *af.Batch) (Item, bool) {
 	q := s.queue
 	if q == nil {

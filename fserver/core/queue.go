@@ -1,6 +1,7 @@
 package core
 
-// The queue of complete batches between the tensor server and get_batch, and those that were handed out and not answered.
+// The queue of complete batches between the tensor server and get_batch, and the batches that get_batch has returned
+// and that have no answer yet.
 
 import (
 	"cmp"
@@ -20,48 +21,48 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Item is one batch handed out, which the caller must release after answering it.
+// Item is one batch that the queue has handed out. The caller must release it after answering it.
 type Item struct {
 	ID uint64
 	af.Batch
-	acked bool // it needs no answer
+	acked bool // the batch needs no answer
 }
 
-// queue orders complete batches by worker.
+// queue is a FIFO queue of complete batches for each worker.
 type queue struct {
-	node    postoffice.App
-	changed chan struct{} // one token when take may succeed
-	poll    func() bool   // ends GetBatch's polling; made once
-	came    chan struct{} // one token when takeAny may succeed, once GetAny has been called
-	pollAny func() bool   // ends GetAny's polling; made once
-	eager   atomic.Bool   // GetAny has been called
-	polling atomic.Int32  // callers of take that are receiving
+	node     postoffice.App
+	changed  chan struct{} // has a token when take may succeed
+	poll     func() bool   // ends GetBatch's polling
+	anyReady chan struct{} // has a token when takeAny may succeed; used after the first GetAny
+	pollAny  func() bool   // ends GetAny's polling
+	eager    atomic.Bool   // GetAny has been called
+	polling  atomic.Int32  // callers of take that are receiving
 
-	mu      sync.Mutex         // of what follows
-	workers []fifo.Queue[Item] // by group rank, oldest first
-	filled  int                // workers that have a batch
-	next    uint64
-	out     map[uint64]af.Batch // handed out and not answered
-	acked   recent[struct{}]    // handed out without pulls: an answer is allowed, but not needed
-	given   recent[int]         // handed out, and given up by their workers (group ranks) since: an answer is dropped
-	lost    map[int]loss        // workers by group rank
-	bytes   []int               // queued for each worker, by group rank
-	full    int                 // workers that have used up STEPAF_RECV_BUDGET_PEER
-	room    chan struct{}       // closed and replaced when such a worker has room again
+	mu       sync.Mutex         // guards the fields below
+	workers  []fifo.Queue[Item] // by group rank, oldest first
+	filled   int                // workers that have a batch
+	next     uint64
+	out      map[uint64]af.Batch // handed out and not answered
+	acked    recent[struct{}]    // handed out without pulls: an answer is allowed, but not needed
+	canceled recent[int]         // handed out, then canceled by their workers (group ranks): an answer is dropped
+	lost     map[int]loss        // workers by group rank
+	bytes    []int               // queued for each worker, by group rank
+	full     int                 // workers that have used up STEPAF_RECV_BUDGET_PEER
+	room     chan struct{}       // closed and replaced when such a worker is below its budget again
 
 	callers callers      // the threads that call get_batch
 	refuses bool         // the server is in stop(), and no thread calls get_batch
 	over    *atomic.Bool // see Session.Finished
 }
 
-// recent has a value for each of the last ids that were noted and not deleted since.
+// recent has a value for each of the latest ids that were added and not deleted since.
 type recent[V any] struct {
 	of    map[uint64]V
-	order fifo.Queue[uint64] // of all that were noted
+	order fifo.Queue[uint64] // of all ids that were added
 }
 
-// note adds id, and forgets the oldest one beyond keep.
-func (r *recent[V]) note(id uint64, v V, keep int) {
+// add adds id. If there are keep ids, it removes the oldest.
+func (r *recent[V]) add(id uint64, v V, keep int) {
 	if r.order.Len() == keep {
 		delete(r.of, r.order.Take())
 	}
@@ -69,7 +70,7 @@ func (r *recent[V]) note(id uint64, v V, keep int) {
 	r.order.Put(id)
 }
 
-// loss is why and since when a worker is away, and when a caller was last told.
+// loss is the cause and the time of a worker's loss, and the time of the latest error about it.
 type loss struct {
 	cause    error
 	at, told time.Time
@@ -77,12 +78,12 @@ type loss struct {
 
 func newQueue(n *postoffice.Node) *queue {
 	q := &queue{node: n.App(), workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, lost: map[int]loss{},
-		acked: recent[struct{}]{of: map[uint64]struct{}{}}, given: recent[int]{of: map[uint64]int{}}, over: &atomic.Bool{},
-		bytes: make([]int, n.Topology().NumWorkers), room: make(chan struct{}), changed: make(chan struct{}, 1), came: make(chan struct{}, 1)}
+		acked: recent[struct{}]{of: map[uint64]struct{}{}}, canceled: recent[int]{of: map[uint64]int{}}, over: &atomic.Bool{},
+		bytes: make([]int, n.Topology().NumWorkers), room: make(chan struct{}), changed: make(chan struct{}, 1), anyReady: make(chan struct{}, 1)}
 	q.poll = func() bool {
 		q.mu.Lock()
 		defer q.mu.Unlock()
-		// With a worker over its budget polling would deadlock: put would wait for take
+		// If a worker is over its budget, polling would deadlock: put would wait for take
 		// on the goroutine that is to call take.
 		return q.enough() || q.full > 0
 	}
@@ -93,7 +94,7 @@ func newQueue(n *postoffice.Node) *queue {
 	}
 	n.OnPeer(func(id int, up bool, cause error) {
 		if van.RoleOf(id) != van.Worker || van.RankOf(id)%n.Topology().GroupSize != n.Topology().Instance {
-			return // its batches go to another instance
+			return // another instance receives its batches
 		}
 		q.mu.Lock()
 		defer q.mu.Unlock()
@@ -102,7 +103,7 @@ func newQueue(n *postoffice.Node) *queue {
 			delete(q.lost, rank)
 		} else {
 			q.lost[rank] = loss{cause: cause, at: time.Now()}
-			q.sweep(rank)
+			q.dropCanceled(rank)
 		}
 		q.signal()
 		q.signalAny()
@@ -115,7 +116,7 @@ func newQueue(n *postoffice.Node) *queue {
 	return q
 }
 
-// clear lets go of the batches that nobody has taken, or answered.
+// clear releases the batches that were not handed out or not answered.
 func (q *queue) clear() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -123,32 +124,32 @@ func (q *queue) clear() {
 		for w := &q.workers[rank]; w.Len() > 0; {
 			it := w.Take()
 			q.charge(rank, -weight(&it.Batch))
-			forget(it)
+			release(it)
 		}
 	}
 	q.filled = 0
 	for id, b := range q.out {
-		q.giveUp(id, b)
+		q.cancel(id, b)
 	}
 }
 
-// keepGiven is the number of batches that were given up to which an answer is dropped. Later
-// it is an error.
-const keepGiven = 1 << 16
+// keepCanceled is the number of canceled batches for which an answer is dropped without an error. For older ones an
+// answer is an error.
+const keepCanceled = 1 << 16
 
-// giveUp lets go of a batch that was handed out and will not be answered. q.mu is held.
-func (q *queue) giveUp(id uint64, b af.Batch) {
+// cancel releases a batch that was handed out and will not be answered. The caller holds q.mu.
+func (q *queue) cancel(id uint64, b af.Batch) {
 	delete(q.out, id)
-	q.given.note(id, b.Worker(), keepGiven)
+	q.canceled.add(id, b.Worker(), keepCanceled)
 	b.Release()
 }
 
 func (q *queue) signal() { wake.Put(q.changed) }
 
-// signalAny wakes a GetAny, if there ever is one.
+// signalAny wakes a GetAny, if GetAny is used at all.
 func (q *queue) signalAny() {
 	if q.eager.Load() {
-		wake.Put(q.came)
+		wake.Put(q.anyReady)
 	}
 }
 
@@ -161,11 +162,10 @@ func weight(b *af.Batch) int {
 	return n
 }
 
-// put is the server's handler. It holds the batch beyond its answer, for the caller of
-// take. If the worker has used up its budget put blocks until batches are taken, and with
-// it the receiving of that worker's messages. While a caller of take receives it does not
-// block, since it may be on that caller's goroutine: what another one has put in a moment
-// ago may have used the budget up after the caller has looked.
+// put is the server's handler. It retains the batch for the caller of take. If the worker has used up its budget, put
+// blocks until batches are taken; until then the node reads no messages of that worker. While a caller of take
+// receives, put does not block, since it may run on that caller's goroutine: another put may have used up the budget
+// after the caller has checked it.
 func (q *queue) put(b af.Batch) {
 	b.Retain()
 	rank := b.Worker()
@@ -173,7 +173,7 @@ func (q *queue) put(b af.Batch) {
 	wait := q.polling.Load() == 0
 	for paused := false; wait && q.bytes[rank] >= q.budget() && b.Wanted() && q.node.Alive() == nil; paused = true {
 		if !paused {
-			q.node.PausedRead(q.node.Topology().WorkerInstance(rank), q.bytes[rank], "a worker's batches wait for get_batch: what else it sends is not read for now")
+			q.node.PausedRead(q.node.Topology().WorkerInstance(rank), q.bytes[rank], "a worker's batches wait for get_batch: the worker's other messages are not read until batches are taken")
 		}
 		room := q.room
 		q.mu.Unlock()
@@ -185,7 +185,7 @@ func (q *queue) put(b af.Batch) {
 	}
 	if !b.Wanted() && !failpoint.On("lost-batches") {
 		q.mu.Unlock()
-		forget(Item{Batch: b})
+		release(Item{Batch: b})
 		return
 	}
 	if q.refuses {
@@ -215,7 +215,7 @@ func (q *queue) budget() int {
 	return q.node.Config().RecvBudgetPeer
 }
 
-// charge adds bytes to a worker's account. q.mu is held.
+// charge adds bytes to a worker's account. The caller holds q.mu.
 func (q *queue) charge(rank, bytes int) {
 	was, budget := q.bytes[rank] >= q.budget(), q.budget()
 	q.bytes[rank] += bytes
@@ -229,8 +229,8 @@ func (q *queue) charge(rank, bytes int) {
 	}
 }
 
-// receive receives on the goroutine of a caller of take, until done returns true or nothing
-// has come for a short time.
+// receive receives messages on the goroutine of a caller of take, until done returns true or no message has arrived for
+// a short time.
 func (q *queue) receive(done func() bool) {
 	if done() {
 		return
@@ -240,23 +240,23 @@ func (q *queue) receive(done func() bool) {
 	q.node.Poll(done)
 }
 
-// forget releases a batch that will not be answered.
-func forget(it Item) {
-	if !it.acked { // the answer of an acked one has released the first reference
+// release releases a batch that will not be answered.
+func release(it Item) {
+	if !it.acked { // the answer of an acked batch has released the first reference
 		it.Release()
 	}
 	it.Release()
 }
 
-// sweep drops batches that their worker has given up, queued ones and those that were handed
-// out and not answered. q.mu is held.
-func (q *queue) sweep(rank int) {
+// dropCanceled releases the batches that their worker has canceled: queued batches, and batches that were handed out
+// and not answered. The caller holds q.mu.
+func (q *queue) dropCanceled(rank int) {
 	if failpoint.On("lost-batches") {
 		return
 	}
 	for id, b := range q.out {
 		if b.Worker() == rank && !b.Wanted() {
-			q.giveUp(id, b)
+			q.cancel(id, b)
 		}
 	}
 	w := &q.workers[rank]
@@ -268,38 +268,38 @@ func (q *queue) sweep(rank int) {
 			continue
 		}
 		q.charge(rank, -weight(&it.Batch))
-		forget(it)
+		release(it)
 	}
 	if had > 0 && w.Len() == 0 {
 		q.filled--
 	}
 	if gone := had - w.Len(); gone > 0 {
-		q.node.Log().Info("dropped batches that their worker does not wait for any more", "worker", q.node.PeerName(q.node.Topology().WorkerInstance(rank)), "batches", gone)
+		q.node.Log().Info("dropped batches that their worker has canceled", "worker", q.node.PeerName(q.node.Topology().WorkerInstance(rank)), "batches", gone)
 	}
 }
 
-// unwanted is called when a worker has given batches up.
-func (q *queue) unwanted(worker int) {
+// onCanceled is called when a worker has canceled batches.
+func (q *queue) onCanceled(worker int) {
 	if van.RankOf(worker)%q.node.Topology().GroupSize != q.node.Topology().Instance {
 		return
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if rank := van.RankOf(worker) / q.node.Topology().GroupSize; rank < len(q.workers) {
-		q.sweep(rank)
+		q.dropCanceled(rank)
 	}
 }
 
-// eachOne instead of a number of batches is one of each worker.
+// eachOne is a number of batches: one of each worker.
 const eachOne = -1
 
-// await is Session.GetBatch for most == eachOne, else GetAny.
+// await is Session.GetBatch if most is eachOne, else Session.GetAny.
 func (q *queue) await(items []Item, most int, slice time.Duration) ([]Item, error) {
 	poll, changed := q.poll, q.changed
 	if most != eachOne {
-		poll, changed = q.pollAny, q.came
+		poll, changed = q.pollAny, q.anyReady
 	}
-	var timer *time.Timer // made only when the batches do not come soon
+	var timer *time.Timer // created only if the batches do not arrive soon
 	var end time.Time
 	q.callers.calls.Add(1)
 	q.callers.inside.Add(1)
@@ -330,8 +330,8 @@ func (q *queue) await(items []Item, most int, slice time.Duration) ([]Item, erro
 	}
 }
 
-// enough reports whether every worker that has not ended has a batch. A worker that has ended sends no other. At least one
-// worker has a batch then. The caller holds q.mu.
+// enough reports whether every worker that has not ended has a batch. At least one worker then has a batch. A worker
+// that has ended sends no more batches. The caller holds q.mu.
 func (q *queue) enough() bool {
 	if q.filled == 0 || q.filled == len(q.workers) {
 		return q.filled > 0
@@ -344,16 +344,16 @@ func (q *queue) enough() bool {
 	return true
 }
 
-// ready tells whether take takes something.
+// ready reports whether take would return batches.
 func (q *queue) ready(most int) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.enough() || most != eachOne && q.filled > 0
 }
 
-// take appends the oldest batch of every worker to items if there are enough. Otherwise it
-// returns false, or an error if a worker without one is lost and was not replaced within
-// STEPAF_REPLACE_TIMEOUT, or if no worker will send another batch. If most is not eachOne, take is takeAny.
+// take appends the oldest batch of every worker to items if there are enough. Otherwise it returns false. It returns an
+// error if a worker without a batch is lost and was not replaced within STEPAF_REPLACE_TIMEOUT, or if no worker will
+// send another batch. If most is not eachOne, take is takeAny.
 func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -362,7 +362,7 @@ func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
 		return q.takeAny(items, most)
 	}
 	if !q.enough() && (q.filled == 0 || loopOver(q.node, q.lost) == nil) { // else these are the last batches: every other worker has ended or is lost
-		return items, false, q.away(1)
+		return items, false, q.lostError(1)
 	}
 	for i := range q.workers {
 		if q.workers[i].Len() > 0 {
@@ -370,17 +370,16 @@ func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
 		}
 	}
 	if q.enough() {
-		q.signal() // for another caller: two signals may have made one token
+		q.signal() // for another caller: two signals may have become one token
 	}
 	return items, true, nil
 }
 
-// takeAny appends the oldest batches to items, at most most of them (0: no limit), if there
-// is one. Otherwise it returns false, or an error if all workers are lost and none was
-// replaced within STEPAF_REPLACE_TIMEOUT. q.mu is held.
+// takeAny appends the oldest batches to items, at most most of them (0: no limit). If there is none, it returns false,
+// or an error if all workers are lost and none was replaced within STEPAF_REPLACE_TIMEOUT. The caller holds q.mu.
 func (q *queue) takeAny(items []Item, most int) ([]Item, bool, error) {
 	if q.filled == 0 {
-		return items, false, q.away(len(q.workers))
+		return items, false, q.lostError(len(q.workers))
 	}
 	for n := 0; q.filled > 0 && (most == 0 || n < most); n++ {
 		oldest := -1
@@ -397,7 +396,7 @@ func (q *queue) takeAny(items []Item, most int) ([]Item, bool, error) {
 	return items, true, nil
 }
 
-// takeOf hands out the oldest batch of a worker. q.mu is held.
+// takeOf hands out the oldest batch of a worker. The caller holds q.mu.
 func (q *queue) takeOf(rank int) Item {
 	w := &q.workers[rank]
 	it := w.Take()
@@ -408,10 +407,11 @@ func (q *queue) takeOf(rank int) Item {
 	return q.handOut(it)
 }
 
-// away returns an error that wraps ErrLoopOver if no worker will send another batch. Otherwise it counts the workers without a
-// batch that are lost and were not replaced within STEPAF_REPLACE_TIMEOUT. If there are at least least of them, it returns the error of one. After
-// that they have the same time again to be replaced, or a second if that time is 0. The caller holds q.mu.
-func (q *queue) away(least int) (err error) {
+// lostError returns an error that wraps ErrLoopOver if no worker will send another batch. Otherwise it counts the
+// workers without a batch that are lost and were not replaced within STEPAF_REPLACE_TIMEOUT. If there are at least
+// least of them, it returns the error of one. These workers then have the same time again to be replaced, or a second
+// if that time is 0. The caller holds q.mu.
+func (q *queue) lostError(least int) (err error) {
 	if err := loopOver(q.node, q.lost); err != nil {
 		q.over.Store(true)
 		return err
@@ -445,14 +445,13 @@ func (q *queue) away(least int) (err error) {
 // keepAcked is the number of batches without pulls that can still be answered.
 const keepAcked = 4096
 
-// handOut records that a batch has left the queue. One of several pushes and no pull needs
-// no answer, and few programs answer it, so it is answered here: only Python then holds
-// its memory. q.mu is held.
+// handOut records that a batch has left the queue. A batch of several pushes and no pull needs no answer, and few
+// programs answer it. handOut therefore answers it; only Python then holds its memory. The caller holds q.mu.
 func (q *queue) handOut(it Item) Item {
-	// A batch that was given back may be acked already.
+	// A batch that GiveBack has returned may be acked already.
 	it.acked = it.acked || !it.Single() && len(it.Pulls()) == 0 && it.Respond(nil) == nil
 	if it.acked {
-		q.acked.note(it.ID, struct{}{}, keepAcked)
+		q.acked.add(it.ID, struct{}{}, keepAcked)
 	} else {
 		q.out[it.ID] = it.Batch
 	}
@@ -470,10 +469,10 @@ func (q *queue) answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done
 		delete(q.acked.of, id)
 		return true, nil
 	}
-	if worker, ok := q.given.of[id]; ok {
+	if worker, ok := q.canceled.of[id]; ok {
 		err := q.node.Alive()
 		if err == nil {
-			delete(q.given.of, id)
+			delete(q.canceled.of, id)
 		}
 		q.mu.Unlock()
 		if err != nil {
@@ -506,7 +505,7 @@ func (q *queue) answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done
 		q.putBack(id, b)
 		return false, err
 	case errors.Is(err, van.ErrPeerLost):
-		q.unanswered(worker, nil, nil) // Respond has told done
+		q.unanswered(worker, nil, nil) // Respond has called done
 		return true, nil
 	}
 	return true, err
@@ -519,11 +518,11 @@ func (q *queue) refuse(id uint64, why error) error {
 		q.mu.Unlock()
 		return fmt.Errorf("refuse: %w: handler %d: pushes without a pull are acknowledged as they arrive", ErrMisuse, id)
 	}
-	if _, ok := q.given.of[id]; ok { // its worker is lost, or does not wait any more
+	if _, ok := q.canceled.of[id]; ok { // the worker is lost, or has canceled the batch
 		defer q.mu.Unlock()
 		err := q.node.Alive()
 		if err == nil {
-			delete(q.given.of, id)
+			delete(q.canceled.of, id)
 		}
 		return err
 	}
@@ -544,11 +543,11 @@ func (q *queue) canRespond(ids []uint64, tensors int) error {
 	for i, id := range ids {
 		b, ok := q.out[id]
 		_, acked := q.acked.of[id]
-		_, given := q.given.of[id]
+		_, canceled := q.canceled.of[id]
 		switch {
 		case acked && tensors != 0:
 			return misfit(id, 0, tensors)
-		case !ok && !acked && !given:
+		case !ok && !acked && !canceled:
 			return q.unknown("respond", id)
 		case slices.Contains(ids[:i], id):
 			return fmt.Errorf("respond: %w: handler %d is there twice; respond once to each batch", van.ErrInvalid, id)
@@ -559,7 +558,7 @@ func (q *queue) canRespond(ids []uint64, tensors int) error {
 	return nil
 }
 
-// missing names the workers that have no batch.
+// missing returns the names of the workers that have no batch.
 func (q *queue) missing() (names []string) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -571,10 +570,10 @@ func (q *queue) missing() (names []string) {
 	return names
 }
 
-// unknown is the error of an id that cannot be answered. It wraps ErrUnknownHandler unless
-// the batch was answered already. q.mu is held.
+// unknown returns the error of an id that cannot be answered. It wraps ErrUnknownHandler unless the batch was answered
+// already. The caller holds q.mu.
 func (q *queue) unknown(op string, id uint64) error {
-	if q.waits(id) {
+	if q.isQueued(id) {
 		return fmt.Errorf("%s: %w: %w: get_batch has not returned handler %d yet", op, ErrMisuse, ErrUnknownHandler, id)
 	}
 	if id < q.next {
@@ -587,15 +586,15 @@ func misfit(id uint64, pulls, tensors int) error {
 	return fmt.Errorf("respond: %w: %d tensors for handler %d, whose worker pulls %d", van.ErrInvalid, tensors, id, pulls)
 }
 
-// waits tells whether the batch with that id is still queued. q.mu is held.
-func (q *queue) waits(id uint64) bool {
+// isQueued reports whether the batch with that id is still queued. The caller holds q.mu.
+func (q *queue) isQueued(id uint64) bool {
 	is := func(it Item) bool { return it.ID == id }
 	return slices.ContainsFunc(q.workers, func(w fifo.Queue[Item]) bool { return slices.ContainsFunc(w.All(), is) })
 }
 
-// unanswered logs that an answer was dropped, and tells done of its tensors.
+// unanswered logs that an answer was dropped, and calls done for its tensors.
 func (q *queue) unanswered(worker int, tensors []af.KeyTensor, done van.Completion) {
-	q.node.Rarely("fserver: answer").Info("dropped an answer: its worker is gone, or does not wait for it any more",
+	q.node.Rarely("fserver: answer").Info("dropped an answer: its worker is lost, or has canceled the request",
 		"worker", q.node.PeerName(q.node.Topology().WorkerInstance(worker)))
 	for range tensors {
 		if done != nil {
@@ -604,12 +603,12 @@ func (q *queue) unanswered(worker int, tensors []af.KeyTensor, done van.Completi
 	}
 }
 
-// putBack makes a batch answerable again after an answer that was refused, unless its worker
-// has given it up meanwhile, or the node has left.
+// putBack makes a batch answerable again after an answer that was refused, unless its worker has canceled it in the
+// meantime, or the node has left the cluster.
 func (q *queue) putBack(id uint64, b af.Batch) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.out[id] = b; (!b.Wanted() || q.node.Alive() != nil) && !failpoint.On("lost-batches") {
-		q.giveUp(id, b)
+		q.cancel(id, b)
 	}
 }

@@ -1,7 +1,7 @@
 package core
 
-// Sessions (package kv/session) as a language without Go's types has them: handles are
-// numbers, values bytes that session.Encode has written.
+// Sessions (package kv/session) for a language without Go's types: handles are numbers, values are bytes that
+// session.Encode has written.
 
 import (
 	"context"
@@ -16,7 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// SessionOp is what SessionCall does.
+// SessionOp selects the operation of a SessionCall.
 type SessionOp int
 
 // The calls of a controller, then those of a rank.
@@ -34,53 +34,53 @@ const (
 	SessionShutdown
 	SessionClose
 	SessionServe // registers the functions whose names are Data, and returns at once
-	SessionNext  // waits for what is to be done
-	SessionDone  // says that it is, with what comes of it
-	SessionFail  // or that it has failed, with the text Name
-	SessionLeave // ends the serving, for the reason Name
+	SessionNext  // waits for a task
+	SessionDone  // reports that the task is done, with its result
+	SessionFail  // reports that the task has failed, with the text Name
+	SessionLeave // ends SessionServe, for the reason Name
 )
 
-// sessionNames are those of the functions that a program calls.
+// sessionNames are the names of the functions that a program calls.
 var sessionNames = [...]string{SessionOpen: "open", SessionRun: "call", SessionWait: "wait", SessionCopyTo: "copy_to", SessionBroadcast: "broadcast",
 	SessionGet: "get", SessionSet: "set", SessionHandles: "handles", SessionSync: "sync", SessionKill: "kill", SessionShutdown: "shutdown",
 	SessionClose: "close", SessionServe: "serve", SessionNext: "serve", SessionDone: "serve", SessionFail: "serve", SessionLeave: "serve"}
 
-// SessionCall is one call, and its result.
+// SessionCall is one call and its result.
 type SessionCall struct {
 	Op     SessionOp
 	Handle uint64 // SessionNext: the number of a result
-	Rank   int    // SessionNext: an SessionTask
+	Rank   int    // SessionNext: a SessionTask
 	Name   string
 	Data   []byte
 
-	undo    func() // takes the result back; it and dropped are guarded by sessions.mu
-	dropped bool   // nobody waits for the result any more
+	undo    func() // undoes the call; undo and dropped are guarded by sessions.mu
+	dropped bool   // the caller no longer waits for the result
 }
 
-// SessionTask is what SessionNext returns in Rank.
+// SessionTask is the kind of task that SessionNext returns in Rank.
 type SessionTask int
 
-// What there is to be done.
+// The kinds of tasks.
 const (
 	SessionTaskNone  SessionTask = iota // the session has ended
-	SessionTaskRun                      // the function Name with the arguments Data, where handles are numbers of results
-	SessionTaskValue                    // the value of the result Handle
-	SessionTaskDrop                     // the result Handle is needed no more
+	SessionTaskRun                      // run the function Name with the arguments Data; handles among them are numbers of results
+	SessionTaskValue                    // return the value of the result Handle
+	SessionTaskDrop                     // release the result Handle
 )
 
-// sessionState is what there is of sessions: the one that a process controls, and the one that it serves.
+// sessionState has the session that this process controls, and the session that it serves.
 type sessionState struct {
 	node *postoffice.Node
 	over *atomic.Bool // see Session.Finished
 
-	mu      sync.Mutex // of what follows
+	mu      sync.Mutex // guards the fields below
 	s       *session.Session
 	handles map[uint64]*session.Handle
 	serving *serving
 }
 
-// SessionCall begins a call, whose result is in c when Wait has returned nil. waits is false when there
-// is nothing to wait for.
+// SessionCall begins a call. The result is in c when Wait has returned nil. waits is false if the call is complete
+// already.
 func (p *Process) SessionCall(limit time.Duration, c *SessionCall) (waits bool, err error) {
 	s, err := p.Session()
 	if err != nil {
@@ -99,8 +99,7 @@ func (p *Process) SessionCall(limit time.Duration, c *SessionCall) (waits bool, 
 	})
 }
 
-// SessionDrop takes back what a call has made, or is about to: its caller was interrupted, and
-// does not have it.
+// SessionDrop undoes a call whose caller was interrupted and does not have the result. The call may still be under way.
 func (p *Process) SessionDrop(c *SessionCall) {
 	if s := p.session.Load(); s != nil {
 		s.sessions.mu.Lock()
@@ -113,7 +112,7 @@ func (p *Process) SessionDrop(c *SessionCall) {
 	}
 }
 
-// made notes what takes the result of a call back. Where nobody waits for it any more that is done now.
+// setUndo records the function that undoes a call. If the call's caller no longer waits, setUndo calls it.
 func (k *sessionState) setUndo(c *SessionCall, undo func()) {
 	k.mu.Lock()
 	c.undo = undo
@@ -124,7 +123,7 @@ func (k *sessionState) setUndo(c *SessionCall, undo func()) {
 	}
 }
 
-// callNow carries out a call that does not wait.
+// callNow makes a call that does not wait.
 func (k *sessionState) callNow(c *SessionCall) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -149,13 +148,13 @@ func (k *sessionState) callNow(c *SessionCall) error {
 	if c.Op == SessionLeave {
 		if v != nil {
 			v.cancel(errors.New(c.Name))
-			<-v.ended // the controller has heard, or does not answer
+			<-v.ended // the controller has answered, or is lost
 			k.serving = nil
 		}
 		return nil
 	}
 	if v == nil || v.now == nil {
-		return fmt.Errorf("session: %w: there is nothing to answer", ErrMisuse)
+		return fmt.Errorf("session: %w: there is no task to answer", ErrMisuse)
 	}
 	r := reply{c.Handle, c.Data, nil}
 	if c.Op == SessionFail {
@@ -281,19 +280,19 @@ func (k *sessionState) addHandle(c *SessionCall, h *session.Handle) {
 	k.setUndo(c, func() { _ = k.callNow(&SessionCall{Op: SessionKill, Handle: h.ID()}) })
 }
 
-// serving is one run of Rank.Serve, whose functions another language runs: it asks for one
-// sessionTask after the other and answers each.
+// serving is one run of Rank.Serve whose functions run in another language. The program asks for one task after the
+// other, and answers each.
 type serving struct {
 	tasks  chan *sessionTask
 	cancel context.CancelCauseFunc
 	ended  chan struct{} // closed when Serve has returned err
 	err    error
-	now    *sessionTask // has been given out; guarded by sessions.mu
+	now    *sessionTask // the task that the program works on; guarded by sessions.mu
 }
 
 type sessionTask struct {
 	call  SessionCall
-	reply chan reply // one
+	reply chan reply // buffer for one
 }
 
 type reply struct {
@@ -302,7 +301,7 @@ type reply struct {
 	err    error
 }
 
-// serve registers functions and serves.
+// serve registers the functions and starts Rank.Serve.
 func (k *sessionState) serve(names []byte) (*serving, error) {
 	r, err := session.NewRank(k.node, session.Options{})
 	if err != nil {
@@ -332,7 +331,7 @@ func (k *sessionState) serve(names []byte) (*serving, error) {
 	return v, nil
 }
 
-// ask has an sessionTask done. It ends with the session.
+// ask gives a task to the program and returns its reply. It fails when the session ends.
 func (v *serving) ask(what SessionTask, handle uint64, name string, data []byte) (reply, error) {
 	e := &sessionTask{SessionCall{Op: SessionNext, Handle: handle, Rank: int(what), Name: name, Data: data}, make(chan reply, 1)}
 	select {
@@ -348,7 +347,7 @@ func (v *serving) ask(what SessionTask, handle uint64, name string, data []byte)
 	}
 }
 
-// run has a function run. What it returns stays where it is, under a number.
+// run has the program run a function. The result stays in the program, under a number.
 func (v *serving) run(name string, args []any) (any, error) {
 	for i, a := range args {
 		if o, is := a.(*object); is {
@@ -366,7 +365,7 @@ func (v *serving) run(name string, args []any) (any, error) {
 	return &object{v, r.handle}, nil
 }
 
-// object is a result that is the other language's.
+// object is a result that the program of the other language holds.
 type object struct {
 	v      *serving
 	number uint64
@@ -388,7 +387,7 @@ func (o *object) Value() (any, error) {
 	return l[0], nil
 }
 
-// Close implements io.Closer. With the session all objects end.
+// Close implements io.Closer. When the session ends, all objects end.
 func (o *object) Close() error {
 	_, err := o.v.ask(SessionTaskDrop, o.number, "", nil)
 	if errors.Is(err, errOver) {
@@ -397,16 +396,16 @@ func (o *object) Close() error {
 	return err
 }
 
-// errOver: Serve has ended.
+// errOver means that Serve has ended.
 var errOver = errors.New("the session is over")
 
-// finished records that serving has ended, since no worker can open a session any more.
+// finished records that Serve has ended because no worker can open a session any more.
 func (k *sessionState) finished(why error) error {
 	k.over.Store(true)
 	return fmt.Errorf("%w: %s", ErrLoopOver, why)
 }
 
-// next waits for an sessionTask.
+// next waits for a task.
 func (k *sessionState) next(ctx context.Context, c *SessionCall) error {
 	k.mu.Lock()
 	v := k.serving

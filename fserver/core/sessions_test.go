@@ -129,12 +129,12 @@ func TestSessionServes(t *testing.T) {
 	}
 	refused(control, SessionCall{Op: SessionRun, Name: "f"}, "no session is open")
 	refused(rank, SessionCall{Op: SessionNext}, "does not serve")
-	refused(rank, SessionCall{Op: SessionDone}, "nothing to answer")
+	refused(rank, SessionCall{Op: SessionDone}, "no task to answer")
 	refused(rank, SessionCall{Op: SessionServe, Data: encode("f", 3)}, "want a string")
 	do(rank, SessionCall{Op: SessionLeave}) // it does not serve: nothing to end
 	do(rank, SessionCall{Op: SessionServe, Data: names})
 	refused(rank, SessionCall{Op: SessionServe, Data: names}, "serves already")
-	refused(rank, SessionCall{Op: SessionDone}, "nothing to answer")
+	refused(rank, SessionCall{Op: SessionDone}, "no task to answer")
 	if n := do(control, SessionCall{Op: SessionOpen}).Rank; n != 1 {
 		t.Errorf("%d ranks, want 1", n)
 	}
@@ -157,7 +157,7 @@ func TestSessionServes(t *testing.T) {
 		t.Errorf("%s is to be run with %v, %v", e.Name, args, err)
 	}
 	do(rank, SessionCall{Op: SessionDone, Handle: 71})
-	refused(rank, SessionCall{Op: SessionDone, Handle: 71}, "nothing to answer")
+	refused(rank, SessionCall{Op: SessionDone, Handle: 71}, "no task to answer")
 	do(control, SessionCall{Op: SessionWait, Handle: f.Handle})
 
 	for _, answer := range [][]byte{encode("value"), encode(), encode(1, 2)} { // one value is one

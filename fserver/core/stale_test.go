@@ -174,7 +174,7 @@ func TestReplacedWorker(t *testing.T) {
 			t.Errorf("%d batches of the lost worker, %d bytes, are in the queue", n, size)
 		}
 		await(t, "line about what was dropped", func() bool {
-			return strings.Contains(logged.String(), "dropped batches that their worker does not wait for any more")
+			return strings.Contains(logged.String(), "dropped batches that their worker has canceled")
 		})
 		r0, r1 := fresh.ask(t, 7, 64), workers[1].ask(t, 8, 64)
 		items := server.row(t)
@@ -254,7 +254,7 @@ func TestAnswersOfALostWorker(t *testing.T) {
 	}
 	fresh := replace(t, c, server, c.Workers[0].Close)
 	server.answer(t, rows[0])
-	if !strings.Contains(logged.String(), "dropped an answer: its worker is gone") {
+	if !strings.Contains(logged.String(), "dropped an answer: its worker is lost") {
 		t.Error("the log does not say that the answer was dropped")
 	}
 	server.GiveBack(rows[1])
@@ -348,23 +348,23 @@ func TestGivenUpIsForgotten(t *testing.T) {
 	vantest.Eventually(t, 20*time.Second, "it is given up", func() bool {
 		q.mu.Lock()
 		defer q.mu.Unlock()
-		return len(q.given.of) == 1
+		return len(q.canceled.of) == 1
 	})
-	if q.putBack(it.ID+1, it.Retain()); len(q.out) != 0 || len(q.given.of) != 2 {
-		t.Errorf("%d handed out and %d given up, want none and 2", len(q.out), len(q.given.of))
+	if q.putBack(it.ID+1, it.Retain()); len(q.out) != 0 || len(q.canceled.of) != 2 {
+		t.Errorf("%d handed out and %d given up, want none and 2", len(q.out), len(q.canceled.of))
 	}
 	q.mu.Lock()
-	for id := range uint64(2 * keepGiven) {
-		q.giveUp(100+id, it.Retain())
+	for id := range uint64(2 * keepCanceled) {
+		q.cancel(100+id, it.Retain())
 	}
-	n := len(q.given.of)
+	n := len(q.canceled.of)
 	q.mu.Unlock()
-	if n != keepGiven {
-		t.Errorf("%d are remembered, want %d", n, keepGiven)
+	if n != keepCanceled {
+		t.Errorf("%d are remembered, want %d", n, keepCanceled)
 	}
 	it.Release()
 	vantest.Fails(t, server.Respond(af.DefaultStream, it.ID, nil), ErrMisuse)
-	if err := server.Respond(af.DefaultStream, 100+keepGiven, nil); err != nil {
+	if err := server.Respond(af.DefaultStream, 100+keepCanceled, nil); err != nil {
 		t.Error(err)
 	}
 }

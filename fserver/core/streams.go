@@ -1,6 +1,6 @@
 package core
 
-// Exchanges in streams as Python uses them.
+// Prepared GPU exchanges (af/streams) for Python.
 
 import (
 	"context"
@@ -15,25 +15,24 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// StreamExchange is a streams.Exchange, which may be used when the task that makes it has ended
-// without an error.
+// StreamExchange is a streams.Exchange. It may be used after the task that creates it has ended without an error.
 type StreamExchange struct {
 	*streams.Exchange
 	made *Task
 
 	receiving sync.Mutex
-	slice     slice // of who holds receiving
+	slice     slice // of the caller that holds receiving
 }
 
-// Streams are the exchanges in streams of a node. All methods are safe for concurrent use.
+// Streams are the prepared GPU exchanges of a node. All methods are safe for concurrent use.
 type Streams struct {
 	node *postoffice.Node
 
 	mu   sync.Mutex
-	ends *streams.Ends // see open; under mu
+	ends *streams.Ends // see open; guarded by mu
 }
 
-// open returns what the node has for exchanges in streams, made at the first call.
+// open returns the node's streams.Ends, which the first call creates.
 func (s *Streams) open() (*streams.Ends, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -47,36 +46,36 @@ func (s *Streams) open() (*streams.Ends, error) {
 	return s.ends, nil
 }
 
-// Prepare begins to make an exchange in streams with those peers, nil for all, see
-// streams.Ends.Prepare: within limit, and with that limit of a round of a worker. host means streams.ByHost.
+// Prepare begins to prepare an exchange with those peers; nil means all. See streams.Ends.Prepare. limit is the limit
+// of the preparation, round the limit of a worker's round. host means streams.ByHost.
 func (s *Streams) Prepare(peers []int, push, pull []af.KeyTensor, limit, round time.Duration, host bool) (*StreamExchange, *Task, error) {
 	ends, err := s.open()
 	if err != nil {
 		return nil, nil, err
 	}
-	if limit < 0 { // Prepare has a limit of its own without one
+	if limit < 0 { // without a limit, Prepare uses its own
 		limit = forever
 	}
 	opts := []streams.Option{streams.Limit(round)}
 	if host {
 		opts = append(opts, streams.ByHost{})
 	}
-	push, pull = held(push), held(pull)
+	push, pull = retained(push), retained(pull)
 	x := &StreamExchange{}
 	x.made = newTask(limit, func(ctx context.Context) (err error) {
-		defer letGo(push)
-		defer letGo(pull)
+		defer releaseAll(push)
+		defer releaseAll(pull)
 		x.Exchange, err = ends.Prepare(ctx, peers, push, pull, opts...)
 		return err
 	})
 	return x, x.made, nil
 }
 
-// forever is as good as no limit.
+// forever is longer than any program runs.
 const forever = 100 * 365 * 24 * time.Hour
 
-// held is a copy of a list whose memory is held until letGo.
-func held(list []af.KeyTensor) []af.KeyTensor {
+// retained returns a copy of a list. The memory of its tensors is retained until releaseAll.
+func retained(list []af.KeyTensor) []af.KeyTensor {
 	list = append([]af.KeyTensor(nil), list...)
 	for i := range list {
 		list[i].Val.Mem().Retain()
@@ -84,7 +83,7 @@ func held(list []af.KeyTensor) []af.KeyTensor {
 	return list
 }
 
-func letGo(list []af.KeyTensor) {
+func releaseAll(list []af.KeyTensor) {
 	for i := range list {
 		list[i].Val.Mem().Release()
 	}
@@ -98,7 +97,7 @@ func (e *StreamExchange) Queue(send bool, stream af.Stream) error {
 	return e.QueueReceive(stream)
 }
 
-// slice is a context that ends at a time, made without an allocation for each wait.
+// slice is a context that ends at a time. It needs no allocation for each wait.
 type slice struct {
 	context.Context
 	until uint64 // clock.Now
@@ -111,7 +110,7 @@ func (s *slice) Err() error {
 	return context.DeadlineExceeded
 }
 
-// ReceiveWithin is Receive for limit at most: then it returns ErrPending, unless this was the last attempt.
+// ReceiveWithin is Receive with a limit. After limit it returns ErrPending, or if last is true, the error of Receive.
 func (e *StreamExchange) ReceiveWithin(limit time.Duration, last bool) error {
 	e.receiving.Lock()
 	defer e.receiving.Unlock()
@@ -123,7 +122,7 @@ func (e *StreamExchange) ReceiveWithin(limit time.Duration, last bool) error {
 	return err
 }
 
-// Drop closes an exchange that Python has let go of, also one that is still being made.
+// Drop closes an exchange that Python no longer uses. Its preparation may still be under way.
 func (e *StreamExchange) Drop() {
-	e.made.abandon(func() error { return e.Close() })
+	e.made.discard(func() error { return e.Close() })
 }

@@ -9,12 +9,11 @@
 // Values of device_type.
 enum { SF_CPU = 1, SF_GPU = 2 };
 
-// Instead of a stream: there is no work to wait for.
+// In place of a stream: there is no work to wait for.
 #define SF_COMPLETE UINT64_MAX
 
-// A tensor. Towards Go owner is a Python object with one reference that Go takes
-// over, and gives back by sf_drain when it needs the memory no more. From Go
-// owner is unused.
+// A tensor. In a call to Go, owner is a Python object with one reference that Go takes over. When Go no longer needs
+// the memory, sf_drain returns the object. In a result of Go, owner is unused.
 typedef struct {
   void *ptr;
   int64_t nbytes;
@@ -27,27 +26,27 @@ typedef struct {
   void *owner;
 } sf_tensor;
 
-// A batch from Go. Each tensor must be given back with sf_release(lease, stream).
+// A batch from Go. The caller must return each tensor with sf_release(lease, stream).
 typedef struct {
   uint64_t id, lease;
   int32_t n;
   sf_tensor *tensors;
 } sf_batch;
 
-// Instead of a number of batches for sf_get_batch: one of each worker.
+// In place of a number of batches for sf_get_batch: one batch of each worker.
 #define SF_ONE (-1)
 
-// Instead of a number of rows for sf_exchange_start: all that the tensors have.
+// In place of a number of rows for sf_exchange_start: all rows of the tensors.
 #define SF_ALL_ROWS (-1)
 
-// What respond() returned, in memory of malloc. All fields are atomic.
+// The result of respond(), in memory of malloc. All fields are atomic.
 typedef struct {
-  int32_t left;    // tensors that have not left
-  int32_t holds;   // Python's, and the library's while left > 0
-  int32_t waiters; // in sf_answer_wait
+  int32_t left;    // tensors that are not sent yet
+  int32_t holds;   // references: Python's, and the library's while left > 0
+  int32_t waiters; // callers in sf_answer_wait
 } sf_answer;
 
-// Gives up one hold.
+// Drops one reference.
 void sf_answer_drop(sf_answer *a);
 
 // Kinds of errors: which Python exception an error becomes.
@@ -75,30 +74,30 @@ typedef struct {
 // Publishes the sockets that a forked child closes. It takes ownership of the memory, which comes from malloc.
 void sf_publish(sf_sockets *s);
 
-// What sf_signal does: flag = seq, wait until flag >= seq, seq += 1.
+// The operations of sf_signal: flag = seq; wait until flag >= seq; seq += 1.
 enum { SF_WRITE_FLAG, SF_WAIT_FLAG, SF_SEQ_ADD_ONE };
 
-// What a stream waits for in sf_notify_stream: the request of a handler, the next
-// release, the batch that it begins to get.
+// What a stream waits for in sf_notify_stream: the request of a handler, the next release, or the batch that the call
+// begins to get.
 enum { SF_STREAM_WAIT, SF_STREAM_BLOCK, SF_STREAM_GET_BATCH };
 
-// Instead of what sf_comm_new has given: the communicator of this node's group.
+// In place of a communicator of sf_comm_new: the communicator of this node's group.
 #define SF_GROUP 0
 
-// Collectives: which one sf_comm_call makes.
+// The collectives of sf_comm_call.
 enum { SF_ALL_GATHER, SF_ALL_GATHER_V, SF_ALL_TO_ALL, SF_BROADCAST, SF_GATHER, SF_SCATTER, SF_REDUCE_SCATTER, SF_ALL_REDUCE };
 
-// What else a communicator does, see sf_comm_task.
+// The operations of sf_comm_task.
 enum { SF_COMM_BARRIER, SF_COMM_REBUILD, SF_COMM_CLOSE };
 
-// The calls of a window, and instead of a signal: none.
+// The calls of a window. SF_NO_SIGNAL in place of a signal: no signal.
 enum { SF_WINDOW_PUT, SF_WINDOW_SIGNAL, SF_WINDOW_WAIT, SF_WINDOW_FLUSH };
 #define SF_NO_SIGNAL (-1)
 
-// Results of calls that wait in slices. SF_CAPTURED: the call has gone into a graph.
+// Results of calls that wait in slices. SF_CAPTURED: the call went into a graph.
 enum { SF_CAPTURED = -2, SF_FAILED = -1, SF_DONE = 0, SF_PENDING = 1 };
 
-// The number of objects that sf_drain has to give back. Only Go writes it.
+// The number of objects that sf_drain would return. Only Go writes it.
 extern int32_t sf_dropped;
 
 #endif

@@ -80,12 +80,12 @@ static PyObject *answer_wait(PyObject *o, PyObject *args, PyObject *kw) {
   Py_RETURN_NONE;
 }
 
-// Only respond() makes one.
+// Only respond() creates an Answer.
 static PyObject *answer_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   (void)type;
   (void)args;
   (void)kw;
-  PyErr_SetString(sf_error_type, "fserver_lib.Answer cannot be made: respond() returns it");
+  PyErr_SetString(sf_error_type, "fserver_lib.Answer cannot be created: respond() returns it");
   return NULL;
 }
 

@@ -20,35 +20,35 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// answer is what respond() returned: the state is in C's memory, since Python and the
-// library both hold it, and either may be the last.
+// answer is the result of respond(). The state is in C memory, since Python and the library both refer to it, and
+// either may release it last.
 type answer C.sf_answer
 
 func (a *answer) missing() *int32 { return (*int32)(unsafe.Pointer(&a.c().left)) }
 func (a *answer) waiting() *int32 { return (*int32)(unsafe.Pointer(&a.c().waiters)) }
 func (a *answer) c() *C.sf_answer { return (*C.sf_answer)(a) }
 
-// gone wakes those who wait for an answer, all at once: few ever do.
-var gone = struct {
+// sent wakes all callers that wait for any answer. Few programs wait for answers.
+var sent = struct {
 	sync.Mutex
 	ch chan struct{} // closed and replaced
 }{ch: make(chan struct{})}
 
-// Sent implements van.Completion: one tensor of the answer has left, or will not.
+// Sent implements van.Completion: one tensor of the answer was sent, or will not be sent.
 func (a *answer) Sent() {
 	if atomic.AddInt32(a.missing(), -1) > 0 {
 		return
 	}
 	if atomic.LoadInt32(a.waiting()) > 0 {
-		gone.Lock()
-		close(gone.ch)
-		gone.ch = make(chan struct{})
-		gone.Unlock()
+		sent.Lock()
+		close(sent.ch)
+		sent.ch = make(chan struct{})
+		sent.Unlock()
 	}
 	C.sf_answer_drop(a.c())
 }
 
-// sf_answer_wait waits until all tensors of the answer have left, for sliceMs at most.
+// sf_answer_wait waits until all tensors of the answer are sent, for sliceMs at most.
 //
 //export sf_answer_wait
 func sf_answer_wait(p *C.sf_answer, sliceMs C.int64_t, e *C.sf_error) C.int {
@@ -58,9 +58,9 @@ func sf_answer_wait(p *C.sf_answer, sliceMs C.int64_t, e *C.sf_error) C.int {
 	timer := time.NewTimer(time.Duration(sliceMs) * time.Millisecond)
 	defer timer.Stop()
 	for {
-		gone.Lock()
-		ch := gone.ch
-		gone.Unlock()
+		sent.Lock()
+		ch := sent.ch
+		sent.Unlock()
 		if atomic.LoadInt32(a.missing()) == 0 {
 			return C.SF_DONE
 		}
@@ -75,20 +75,20 @@ func sf_answer_wait(p *C.sf_answer, sliceMs C.int64_t, e *C.sf_error) C.int {
 	}
 }
 
-// sf_answer_timeout is the error of a wait that has lasted ms.
+// sf_answer_timeout returns the error of a wait that has lasted ms.
 //
 //export sf_answer_timeout
 func sf_answer_timeout(p *C.sf_answer, ms C.int64_t, e *C.sf_error) C.int {
 	limit := time.Duration(ms) * time.Millisecond
-	err := &van.Error{Op: "wait", Detail: fmt.Sprintf("%d tensors of an answer have not left", atomic.LoadInt32((*answer)(p).missing())),
-		Limit: limit, Elapsed: limit, Err: van.ErrTimeout, Hint: "the worker does not read, or its link is slow; wait again"}
+	err := &van.Error{Op: "wait", Detail: fmt.Sprintf("%d tensors of an answer are not sent yet", atomic.LoadInt32((*answer)(p).missing())),
+		Limit: limit, Elapsed: limit, Err: van.ErrTimeout, Hint: "the worker does not read, or its link is slow; call wait again"}
 	if s, e := session(); e == nil {
 		err.Node = s.Name()
 	}
 	return fail(e, err)
 }
 
-// sf_respond answers a batch. With p the tensors are counted there when they have left.
+// sf_respond answers a batch. If p is not NULL, sf_respond counts in p the tensors that are not sent yet.
 //
 //export sf_respond
 func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, p *C.sf_answer, e *C.sf_error) C.int {

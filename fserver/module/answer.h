@@ -1,4 +1,4 @@
-// Answer, what respond() returns: whether the tensors of an answer have left.
+// Answer, the result of respond(): it reports whether the tensors of an answer were sent.
 #ifndef FSERVER_ANSWER_H
 #define FSERVER_ANSWER_H
 
@@ -10,10 +10,10 @@
 // Adds the class Answer to the module.
 int answer_init(PyObject *module);
 
-// Makes the state of an answer of n tensors. Returns NULL with an exception.
+// Creates the state of an answer of n tensors. Returns NULL with an exception.
 sf_answer *answer_state(Py_ssize_t n);
 
-// Makes an Answer of a state that sf_respond has taken. It takes over the caller's hold.
+// Creates an Answer from a state that sf_respond has accepted. It takes over the caller's reference.
 PyObject *answer_out(sf_answer *a);
 
 #endif

@@ -7,9 +7,9 @@
 #include "_cgo_export.h"
 #include "tensor.h"
 
-// The batch as (handler, tensors, keys). *used is the number of its tensors that are
-// given back by others: all on success, on failure those that *made, which may be NULL,
-// or an exception holds.
+// Returns the batch as (handler, tensors, keys). *used is the number of its tensors that other code returns with
+// sf_release: after a success all of them, after a failure those that *made, which may be NULL, or an exception refers
+// to.
 static PyObject *batch_out(sf_batch *b, int *used, PyObject **made) {
   PyObject *ts = PyList_New(b->n), *keys = PyList_New(b->n), *id = PyLong_FromUnsignedLongLong(b->id);
   int ok = ts != NULL && keys != NULL && id != NULL;
@@ -39,7 +39,7 @@ static PyObject *batch_out(sf_batch *b, int *used, PyObject **made) {
 
 PyObject *sf_batches_out(sf_batch *batches, int n, const void *room) {
   PyObject *list = PyList_New(n), *made = NULL;
-  int i = 0, used = 0; // batches in list, and what the one after them has lent
+  int i = 0, used = 0; // batches in list, and the used tensors of the batch after them
   for (; list != NULL && i < n; i++) {
     PyObject *b = batch_out(&batches[i], &used, &made);
     if (b == NULL) break;
@@ -47,7 +47,7 @@ PyObject *sf_batches_out(sf_batch *batches, int n, const void *room) {
   }
   if (i < n) {
     PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace); // hidden from the destructors below
+    PyErr_Fetch(&type, &value, &trace); // the destructors below must not see the exception
     sf_put_back(batches, n);
     for (; i < n; i++, used = 0)
       for (int k = used; k < batches[i].n; k++) sf_release(batches[i].lease, SF_COMPLETE);

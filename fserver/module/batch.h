@@ -7,7 +7,7 @@
 
 #include "abi.h"
 
-// Turns n batches into a list, and frees them unless they are in room.
+// Converts n batches to a list. Frees the batches unless they are in room.
 PyObject *sf_batches_out(sf_batch *batches, int n, const void *room);
 
 #endif

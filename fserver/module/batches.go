@@ -2,7 +2,7 @@
 
 package main
 
-// The batches of a server: what get_batch gives to Python, until Python lets go of it.
+// The batches of a server: get_batch gives them to Python; Python returns each tensor with sf_release.
 
 /*
 #include <stdlib.h>
@@ -33,17 +33,16 @@ type lease struct {
 	n     int
 }
 
-// sf_batch_timeout is the error of a get_batch that has waited for ms.
+// sf_batch_timeout returns the error of a get_batch that has waited for ms.
 //
 //export sf_batch_timeout
 func sf_batch_timeout(ms C.int64_t, e *C.sf_error) C.int {
 	return with(e, func(s *core.Session) error { return s.BatchTimeout(time.Duration(ms) * time.Millisecond) })
 }
 
-// sf_get_batch waits for one batch of each worker, or, if most is not SF_ONE, for at most
-// most batches of any (0: no limit), for sliceMs at most. *out points to
-// room, which has size bytes, or, if the batches do not fit, to one malloc'ed block that
-// the caller frees. thread is the calling thread.
+// sf_get_batch waits, for sliceMs at most, for one batch of each worker. If most is not SF_ONE, it waits for at most
+// most batches of any workers (0: no limit). *out points to room, which has size bytes. If the batches do not fit, *out
+// points to one malloc'ed block that the caller frees. thread is the calling thread.
 //
 //export sf_get_batch
 func sf_get_batch(sliceMs, most C.int64_t, thread C.uint64_t, room unsafe.Pointer, size C.size_t, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {
@@ -70,7 +69,7 @@ func sf_get_batch(sliceMs, most C.int64_t, thread C.uint64_t, room unsafe.Pointe
 
 var itemPool = sync.Pool{New: func() any { return new([]core.Item) }}
 
-// handOut writes items for Python, to room if that is large enough.
+// handOut writes items for Python, to room if it is large enough.
 func handOut(items []core.Item, room unsafe.Pointer, size C.size_t, out **C.sf_batch, n *C.int) C.int {
 	total := 0
 	for i := range items {
@@ -103,7 +102,7 @@ func handOut(items []core.Item, room unsafe.Pointer, size C.size_t, out **C.sf_b
 	return C.SF_DONE
 }
 
-// lend makes a lease of n tensors and returns its index. leases.mu is held.
+// lend makes a lease of n tensors and returns its index. The caller holds leases.mu.
 func lend(b af.Batch, n int) uint64 {
 	if k := len(leases.free); k > 0 {
 		at := leases.free[k-1]
@@ -128,8 +127,7 @@ func fill(c *C.sf_tensor, kt *af.KeyTensor) {
 	}
 }
 
-// sf_release gives back one tensor of a lease. Work queued in stream, unless it is
-// SF_COMPLETE, may still read the tensor.
+// sf_release returns one tensor of a lease. If stream is not SF_COMPLETE, work queued in it may still read the tensor.
 //
 //export sf_release
 func sf_release(at, stream C.uint64_t) {
@@ -154,8 +152,8 @@ func sf_release(at, stream C.uint64_t) {
 	}
 }
 
-// sf_check_respond tells whether each of n batches, whose handlers are the keys of
-// ts, can be answered with one tensor: nothing is sent when one cannot.
+// sf_check_respond reports whether each of n batches can be answered with one tensor. The keys of ts are the handlers.
+// If one batch cannot be answered, nothing is sent.
 //
 //export sf_check_respond
 func sf_check_respond(ts *C.sf_tensor, n C.int, e *C.sf_error) C.int {

@@ -35,7 +35,7 @@ PyObject *sf_raise(sf_error *e) {
 uint64_t sf_thread(void) { return (uint64_t)pthread_self(); }
 
 void sf_drain_dropped(void) {
-  if (__atomic_load_n(&sf_dropped, __ATOMIC_RELAXED) == 0) return; // Go is not called for nothing
+  if (__atomic_load_n(&sf_dropped, __ATOMIC_RELAXED) == 0) return; // saves a call of Go
   void *objects[64];
   int n;
   do {
@@ -47,7 +47,7 @@ void sf_drain_dropped(void) {
 int sf_enter(void) {
   if (sf_forked) {
     PyErr_SetString(error_base,
-                    "fserver_lib was imported before this process was forked, which its threads do not survive: "
+                    "fserver_lib was imported before this process was forked, and its threads do not exist in the child: "
                     "use the start method 'spawn', or import it in the child only");
     return -1;
   }
@@ -140,7 +140,7 @@ PyObject *sf_sequence(PyObject *o, const char *what, Py_ssize_t *n) {
     PyErr_Format(sf_error_type, "%s is %R, want a list or another sequence", what, o);
     return NULL;
   }
-  Py_ssize_t size = PySequence_Size(o); // of range objects, too, that no memory could hold
+  Py_ssize_t size = PySequence_Size(o); // a range object may be larger than any memory
   if (size > MAX_ITEMS) {
     PyErr_Format(sf_error_value, "%s has %zd items, want at most %d", what, size, MAX_ITEMS);
     return NULL;
@@ -151,7 +151,7 @@ PyObject *sf_sequence(PyObject *o, const char *what, Py_ssize_t *n) {
     return NULL;
   }
   *n = PyTuple_Size(t);
-  if (*n > MAX_ITEMS) { // its length was another one
+  if (*n > MAX_ITEMS) { // its length has changed
     PyErr_Format(sf_error_value, "%s has %zd items, want at most %d", what, *n, MAX_ITEMS);
     Py_CLEAR(t);
   }
@@ -164,7 +164,7 @@ static PyObject *exception_of(PyObject *module, const char *name, const char *do
   strncat(full, name, sizeof full - strlen(full) - 1);
   PyObject *class = PyErr_NewExceptionWithDoc(full, doc, bases, members);
   if (class == NULL) return NULL;
-  Py_INCREF(class); // the module takes one
+  Py_INCREF(class); // the module takes one reference
   if (PyModule_AddObject(module, name, class) < 0) {
     Py_DECREF(class);
     Py_CLEAR(class);
@@ -181,7 +181,8 @@ static PyObject *exception(PyObject *module, const char *name, const char *doc, 
   return class;
 }
 
-// Makes the class of the end of a server's loop. It is a SystemExit with the code 0: if it is not caught, it ends the program.
+// Creates the class for the end of a server's loop. It is a SystemExit with the code 0: if the program does not catch
+// it, it ends the program.
 static PyObject *finished(PyObject *module) {
   PyObject *members = Py_BuildValue("{si}", "code", 0);
   PyObject *class = members != NULL ? exception_of(module, "Finished", DOC_FINISHED, PyExc_SystemExit, members) : NULL;

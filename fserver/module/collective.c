@@ -15,21 +15,20 @@ static PyObject *comm_class, *operation_class;
 
 typedef struct {
   PyObject_HEAD
-  uint64_t at; // what Go knows it by, or SF_GROUP
+  uint64_t at; // Go's handle, or SF_GROUP
 } comm_object;
 
 typedef struct {
   PyObject_HEAD
   uint64_t task;
-  PyObject *of; // what it is a call of: a communicator that is dropped ends its calls
+  PyObject *of; // its communicator, kept because a dropped communicator ends its calls
 } operation_object;
 
-// How long a task that was cancelled is waited for.
+// The time to wait for a canceled task.
 #define CANCELLED_MS 1000
 
-// Waits for a task. ms < 0 is no limit but its own; when it passes the task ends with a
-// TimeoutError. Returns 0, or -1 with an exception; KeyboardInterrupt leaves the task running, or
-// cancels it.
+// Waits for a task. ms < 0 means only the task's own limit; after ms the task ends with a TimeoutError. Returns 0, or
+// -1 with an exception. After KeyboardInterrupt the task continues, unless cancel is set.
 static int task_wait(uint64_t task, int64_t ms, int cancel) {
   uint64_t start = ms >= 0 ? sf_now() : 0;
   for (;;) {
@@ -57,7 +56,7 @@ static int task_wait(uint64_t task, int64_t ms, int cancel) {
   }
 }
 
-// Waits for a task and drops it. Others may wait for it as well unless it is cancelled.
+// Waits for a task and drops it. Unless the task is canceled, other threads may wait for it as well.
 int sf_task_finish(uint64_t task, int cancel) {
   int rc = task_wait(task, -1, cancel);
   sf_task_drop(task);
@@ -65,10 +64,10 @@ int sf_task_finish(uint64_t task, int cancel) {
   return rc;
 }
 
-// What a method or a function of the module is about.
+// Returns the communicator of a method, or of a function of the module.
 static uint64_t comm_of(PyObject *self) { return PyObject_TypeCheck(self, (PyTypeObject *)comm_class) ? ((comm_object *)self)->at : SF_GROUP; }
 
-// Makes the group's communicator.
+// Creates the group's communicator.
 static int make_group(void) {
   uint64_t task;
   sf_error e = {0, NULL};
@@ -83,7 +82,7 @@ int sf_comm_ready(PyObject *self, uint64_t *at, int *rank, int *size) {
   sf_error e = {0, NULL};
   *at = comm_of(self);
   int there = sf_comm_place(*at, rank, size, &e);
-  if (there == SF_PENDING) { // the group's communicator, at the first call
+  if (there == SF_PENDING) { // the first call creates the group's communicator
     if (make_group() < 0) return -1;
     there = sf_comm_place(*at, rank, size, &e);
   }
@@ -94,7 +93,7 @@ int sf_comm_ready(PyObject *self, uint64_t *at, int *rank, int *size) {
   return 0;
 }
 
-// Reads a tensor or a list of them; None is nothing where it may be.
+// Reads a tensor or a list of tensors. If none is set, None stands for no tensor.
 static int read_tensors(PyObject *o, const char *what, int list, int writable, int none, sf_tensor **ts, Py_ssize_t *n) {
   *n = 0;
   if (list) return (*ts = tensors_in(o, what, NULL, NULL, writable, n)) != NULL ? 0 : -1;
@@ -117,7 +116,7 @@ static int read_tensors(PyObject *o, const char *what, int list, int writable, i
 typedef struct {
   const char *format;
   int out_list, in_list;
-  int root, reduction; // which it has
+  int root, reduction; // whether it has them
 } shape;
 
 static const shape shapes[] = {
@@ -131,7 +130,7 @@ static const shape shapes[] = {
     [SF_ALL_REDUCE] = {"OO|O:all_reduce", 0, 0, 0, 1},
 };
 
-// The GPU on which bytes lie, or -1. It does not matter where tensors without any are.
+// Returns the GPU of the tensors, or -1. Tensors without bytes do not count.
 static int32_t gpu_of(const sf_tensor *ts, Py_ssize_t n) {
   for (Py_ssize_t i = 0; i < n; i++)
     if (ts[i].device_type == SF_GPU && ts[i].nbytes > 0) return ts[i].device_id;
@@ -171,7 +170,7 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
     goto out;
   }
   int writable = kind != SF_BROADCAST || root != rank;
-  int ignored = kind == SF_GATHER && root != rank; // what others than the root give as out
+  int ignored = kind == SF_GATHER && root != rank; // out is ignored on ranks other than the root
   if (read_tensors(ignored ? NULL : out, kind == SF_BROADCAST ? "x" : "out", s->out_list, writable, ignored, &outs, &nout) < 0) goto out;
   ignored = kind == SF_BROADCAST || (kind == SF_SCATTER && root != rank);
   if (read_tensors(ignored ? NULL : x, "x", s->in_list, 0, ignored, &ins, &nin) < 0) goto out;
@@ -204,7 +203,7 @@ out:
   Py_XDECREF(text);
   tensors_drop(outs, nout);
   tensors_drop(ins, nin);
-  sf_drain_dropped(); // of a call that was refused
+  sf_drain_dropped(); // the objects of a call that was refused
   return result;
 }
 
@@ -325,12 +324,12 @@ static PyObject *operation_wait(PyObject *o, PyObject *args, PyObject *kw) {
   return operation_wait_for(o, timeout);
 }
 
-// Only collectives make one.
+// Only collectives create an Operation.
 static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   (void)type;
   (void)args;
   (void)kw;
-  return PyErr_Format(sf_error_type, "fserver_lib.Operation cannot be made: all_gather() and other collectives return it"), NULL;
+  return PyErr_Format(sf_error_type, "fserver_lib.Operation cannot be created: all_gather() and other collectives return it"), NULL;
 }
 
 #define KEYWORDS(f) (PyCFunction)(void (*)(void))(f), METH_VARARGS | METH_KEYWORDS

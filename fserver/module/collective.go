@@ -2,7 +2,7 @@
 
 package main
 
-// Communicators and what waits for their ranks. Python knows both by handles.
+// Communicators and their tasks. Python identifies both by handles.
 
 /*
 #include "abi.h"
@@ -18,7 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/fserver/core"
 )
 
-// comm is the communicator of a handle. The group's has been made, see sf_comm_group.
+// comm returns the communicator of a handle. For SF_GROUP, sf_comm_group has created it.
 func comm(at C.uint64_t) (*core.Comm, error) {
 	if at != C.SF_GROUP {
 		return cgo.Handle(at).Value().(*core.Comm), nil
@@ -31,7 +31,7 @@ func comm(at C.uint64_t) (*core.Comm, error) {
 	return c, t.Wait(0)
 }
 
-// give hands a task to Python.
+// give passes a task to Python.
 func give(task *C.uint64_t, t core.Awaited) { *task = C.uint64_t(cgo.NewHandle(t)) }
 
 //export sf_comm_new
@@ -44,7 +44,7 @@ func sf_comm_new(id C.int64_t, ranked *C.int64_t, n C.int, timeoutMs C.int64_t, 
 	})
 }
 
-// sf_comm_group begins to make the group's communicator, or gives the task that does.
+// sf_comm_group returns the task that creates the group's communicator, and begins it if necessary.
 //
 //export sf_comm_group
 func sf_comm_group(task *C.uint64_t, e *C.sf_error) C.int {
@@ -65,16 +65,16 @@ func sf_comm_place(at C.uint64_t, rank, size *C.int, e *C.sf_error) C.int {
 	return C.SF_DONE
 }
 
-// sf_comm_call begins a call. It takes the tensors' owners over unless it returns SF_PENDING.
+// sf_comm_call begins a call. It takes ownership of the tensors' owners unless it returns SF_PENDING.
 //
 //export sf_comm_call
 func sf_comm_call(at C.uint64_t, kind C.int, out *C.sf_tensor, nOut C.int, in *C.sf_tensor, nIn C.int, stream C.uint64_t, root C.int64_t, reduction *C.char, task *C.uint64_t, e *C.sf_error) C.int {
 	c, missing := comm(at)
-	if missing == core.ErrPending { // the group's communicator is to be made, and the call to be made again
+	if missing == core.ErrPending { // the caller creates the group's communicator and repeats the call
 		return C.SF_PENDING
 	}
 	a := argsPool.Get().(*args)
-	defer a.release() // the call holds what it needs
+	defer a.release() // the call has references of its own
 	var err, err2 error
 	a.push, err = a.read(a.push, in, nIn, "x")
 	a.pull, err2 = a.read(a.pull, out, nOut, "out")
@@ -98,12 +98,12 @@ func values(l []af.KeyTensor) []af.Tensor {
 	return v
 }
 
-// sf_comm_task begins what has no tensors. A negative limit is that of the communicator.
+// sf_comm_task begins an operation without tensors. A negative limit means the limit of the communicator.
 //
 //export sf_comm_task
 func sf_comm_task(at C.uint64_t, what C.int, timeoutMs C.int64_t, task *C.uint64_t, e *C.sf_error) C.int {
 	limit := time.Duration(timeoutMs) * time.Millisecond
-	if at == C.SF_GROUP { // only Rebuild is of the group
+	if at == C.SF_GROUP { // the group's communicator has only Rebuild
 		return with(e, func(s *core.Session) error {
 			give(task, s.Comms().RebuildGroup(limit))
 			return nil
@@ -135,7 +135,7 @@ func sf_task_cancel(task C.uint64_t) { cgo.Handle(task).Value().(core.Awaited).C
 //export sf_task_interrupt
 func sf_task_interrupt(task C.uint64_t) { cgo.Handle(task).Value().(core.Awaited).Interrupt() }
 
-// sf_comm_drop closes a communicator that Python has let go of, in the background.
+// sf_comm_drop closes, in the background, a communicator that Python no longer uses.
 //
 //export sf_comm_drop
 func sf_comm_drop(at C.uint64_t) {
@@ -143,7 +143,7 @@ func sf_comm_drop(at C.uint64_t) {
 	cgo.Handle(at).Delete()
 }
 
-// sf_task_drop forgets a task, which goes on.
+// sf_task_drop releases a task. The task continues.
 //
 //export sf_task_drop
 func sf_task_drop(task C.uint64_t) {

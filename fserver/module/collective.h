@@ -9,16 +9,16 @@
 // Adds the classes Communicator and Operation, and the functions of the group's communicator.
 int collective_init(PyObject *module);
 
-// Finds the communicator that a method, or a function of the module, is about; the group's is made if it has not
-// been. Returns 0, or -1 with an exception.
+// Finds the communicator of a method, or of a function of the module. The group's communicator is created if necessary.
+// Returns 0, or -1 with an exception.
 int sf_comm_ready(PyObject *self, uint64_t *at, int *rank, int *size);
 
-// Whether o is an Operation; and what wait() does with one. timeout may be NULL.
+// operation_check reports whether o is an Operation. operation_wait_for is wait() of one. timeout may be NULL.
 int operation_check(PyObject *o);
 PyObject *operation_wait_for(PyObject *o, PyObject *timeout);
 
-// Waits for a task of Go's and drops it. Others may wait for it as well unless it is cancelled, as with
-// KeyboardInterrupt if cancel is set. Returns 0, or -1 with an exception.
+// Waits for a task of Go and drops it. If cancel is set, KeyboardInterrupt cancels the task. Unless the task is
+// canceled, other threads may wait for it as well. Returns 0, or -1 with an exception.
 int sf_task_finish(uint64_t task, int cancel);
 
 #endif

@@ -12,7 +12,7 @@
 
 enum { INT64 = 4 }; // PyTorch's code
 
-// The CUDA view of a pinned tensor on the host. It keeps that tensor.
+// Returns the CUDA view of a pinned host tensor. The view keeps a reference to the tensor.
 PyObject *sf_py_map_pinned_tensor(PyObject *self, PyObject *args) {
   PyObject *tensor, *device, *r = NULL;
   int64_t id;
@@ -49,7 +49,7 @@ static PyObject *signal_stream(int what, PyObject *first, const char *first_name
   if (counter(first, first_name, &a) < 0) return NULL;
   if (second == NULL || counter(second, "seq", &b) == 0) {
     if (tensor_stream(a.device_id, &stream) == 0) {
-      // It waits when the device's queue is full, perhaps for what another thread does.
+      // It blocks while the device's queue is full, perhaps until another thread continues.
       Py_BEGIN_ALLOW_THREADS failed = sf_signal(what, &a, second != NULL ? &b : &a, stream, &e) != SF_DONE;
       Py_END_ALLOW_THREADS if (failed) sf_raise(&e);
     }
@@ -78,7 +78,7 @@ PyObject *sf_py_seq_add_one(PyObject *self, PyObject *args) {
   return PyArg_ParseTuple(args, "O:seq_add_one", &seq) ? signal_stream(SF_SEQ_ADD_ONE, seq, "seq", NULL) : NULL;
 }
 
-// SimpleNotify. id is Go's, 0 before init().
+// SimpleNotify. id is Go's handle, 0 before init().
 typedef struct {
   PyObject_HEAD uint64_t id;
 } notify_object;
@@ -92,8 +92,8 @@ static PyObject *notify_start(PyObject *o, PyObject *noargs) {
   Py_RETURN_NONE;
 }
 
-// Calls Go with the current stream, which waits when the device's queue is full, perhaps
-// for what another thread does. handler is only for the first of the calls.
+// Calls Go with the current stream. It blocks while the device's queue is full, perhaps until another thread continues.
+// Only the first of the calls uses handler.
 static PyObject *notify_stream(PyObject *o, int what, int64_t handler) {
   notify_object *n = (notify_object *)o;
   uint64_t stream = 0;

@@ -19,14 +19,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// gpus are the devices for signals without a session, by number. They stay open, since
-// Python's tensors and graphs may refer to them.
+// gpus are the devices for signals of processes without a session, by number. They stay open, since Python's tensors
+// and graphs may refer to them.
 var gpus = struct {
 	sync.Mutex
 	m map[int]backend.Backend
 }{m: map[int]backend.Backend{}}
 
-// gpu returns device id: the session's, if that is the one.
+// gpu returns device id. If it is the session's device, gpu returns that.
 func gpu(id int) (backend.Backend, error) {
 	if s, err := session(); err == nil && s.Device().Device() == (backend.Device{Type: backend.GPU, ID: int32(id)}) {
 		return s.Device(), nil
@@ -57,7 +57,7 @@ func signaller(id int) (backend.Signaller, error) {
 	return s, nil
 }
 
-// sf_cuda tells whether this is a build with CUDA.
+// sf_cuda reports whether the library was built with CUDA.
 //
 //export sf_cuda
 func sf_cuda() C.int {
@@ -67,20 +67,20 @@ func sf_cuda() C.int {
 	return 0
 }
 
-// sf_need_cuda fails if signals are not available, before their arguments are read.
+// sf_need_cuda fails if signals are not available. It is called before the arguments are read.
 //
 //export sf_need_cuda
 func sf_need_cuda(e *C.sf_error) C.int {
 	return result(e, haveGPUs())
 }
 
-// haveGPUs returns why there are no GPUs, or nil; it checks once.
+// haveGPUs returns nil, or the reason why no GPU is available. It checks once.
 var haveGPUs = sync.OnceValue(func() error {
 	_, err := backend.GPUs()
 	return err
 })
 
-// sf_map_pinned changes t from pinned host memory to the same memory as seen by a device.
+// sf_map_pinned changes t from pinned host memory to the address of the same memory on a device.
 //
 //export sf_map_pinned
 func sf_map_pinned(t *C.sf_tensor, device C.int64_t, e *C.sf_error) C.int {
@@ -99,7 +99,7 @@ func sf_map_pinned(t *C.sf_tensor, device C.int64_t, e *C.sf_error) C.int {
 	return C.SF_DONE
 }
 
-// sf_signal queues one of SF_WRITE_FLAG and so on.
+// sf_signal queues one of the operations SF_WRITE_FLAG and so on.
 //
 //export sf_signal
 func sf_signal(what C.int, flag, seq *C.sf_tensor, stream C.uint64_t, e *C.sf_error) C.int {
@@ -120,7 +120,7 @@ func sf_signal(what C.int, flag, seq *C.sf_tensor, stream C.uint64_t, e *C.sf_er
 	return result(e, err)
 }
 
-// sf_notify_new makes what a SimpleNotify has after its init(): a handle, which is not 0.
+// sf_notify_new creates the Go part of a SimpleNotify: its init() calls it. The handle is not 0.
 //
 //export sf_notify_new
 func sf_notify_new(id *C.uint64_t, e *C.sf_error) C.int {
@@ -135,8 +135,7 @@ func sf_notify_new(id *C.uint64_t, e *C.sf_error) C.int {
 	return C.SF_DONE
 }
 
-// sf_notify_device finds the device whose streams the object is for, which is known from
-// init() of the module on.
+// sf_notify_device returns the device of the object's streams. It is known after init() of the module.
 //
 //export sf_notify_device
 func sf_notify_device(id C.uint64_t, device *C.int32_t, e *C.sf_error) C.int {

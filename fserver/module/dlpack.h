@@ -1,5 +1,5 @@
-// DLPack's structures, as its specification has them: the unversioned tensor, the one
-// of version 1, and the table of functions that a library offers since version 1.3.
+// The structures of DLPack's specification: the unversioned tensor, the tensor of version 1, and the table of functions
+// of version 1.3.
 #ifndef FSERVER_DLPACK_H
 #define FSERVER_DLPACK_H
 
@@ -41,7 +41,7 @@ typedef struct dl_versioned {
   dl_tensor t;
 } dl_versioned;
 
-// Functions return 0, or -1 with an exception. None waits for a stream.
+// The functions return 0, or -1 with an exception. No function waits for a stream.
 typedef struct dl_exchange {
   dl_version version;
   struct dl_exchange *older;

@@ -9,7 +9,7 @@ static const dl_exchange *table;
 int exchange_find(PyObject *class) {
   PyObject *capsule = PyObject_GetAttrString(class, "__dlpack_c_exchange_api__");
   const dl_exchange *x = capsule != NULL ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
-  Py_XDECREF(capsule); // the table lives as long as the process
+  Py_XDECREF(capsule); // the table stays until the process ends
   if (x == NULL && sf_pardon() < 0) return -1;
   while (x != NULL && x->version.major > 1) x = x->older;
   if (x != NULL && x->version.major == 1) table = x;

@@ -1,5 +1,5 @@
-// PyTorch's tensors by its table of C functions (DLPack 1.3, PyTorch 2.10), for which
-// no Python code and no capsule is needed. Without it all of this does nothing.
+// PyTorch's tensors by its table of C functions (DLPack 1.3, PyTorch 2.10), without Python code and capsules. If
+// PyTorch has no such table, these functions do nothing.
 #ifndef FSERVER_EXCHANGE_H
 #define FSERVER_EXCHANGE_H
 
@@ -8,19 +8,19 @@
 
 #include "dlpack.h"
 
-// Looks for the table in a class. Returns 0, or -1 with an exception that is not ours.
+// Looks up the table in a class. Returns 0, or -1 with an exception that must not be replaced.
 int exchange_find(PyObject *class);
 
-// Describes a tensor of that class, whose memory, shape and strides stay its own.
-// Returns 1, 0 when it cannot be described, or -1 with an exception that is not ours.
+// Describes a tensor of that class. Memory, shape and strides remain the tensor's. Returns 1, 0 if it cannot be
+// described, or -1 with an exception that must not be replaced.
 int exchange_in(PyObject *o, dl_tensor *d);
 
-// Makes a tensor of m, which it takes over. Returns NULL when that cannot be done, with
-// an exception only if it is not ours; m is then still the caller's unless its deleter
-// was called.
+// Creates a tensor of m and takes ownership of m. Returns NULL if it cannot, with an exception only if that must not be
+// replaced; m then remains the caller's unless its deleter was called.
 PyObject *exchange_out(dl_versioned *m);
 
-// Finds the current stream of a GPU. Returns 1, 0 when it cannot tell, or -1 with an exception that is not ours.
+// Finds the current stream of a GPU. Returns 1, 0 if it is not known, or -1 with an exception that must not be
+// replaced.
 int exchange_stream(int32_t device, uint64_t *stream);
 
 #endif

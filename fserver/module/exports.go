@@ -1,8 +1,7 @@
 //go:build fserver
 
-// Command module is the Python extension module fserver_lib, built with
-// -buildmode=c-shared. module.c is the Python side; the Go files export package core to it: this
-// one the process and its calls.
+// Command module is the Python extension module fserver_lib, built with -buildmode=c-shared. module.c is the Python
+// side; the Go files export package core to it. This file exports the process and its calls.
 package main
 
 /*
@@ -31,7 +30,7 @@ func main() {} // never runs: the library is loaded by Python
 // process is this process's membership of the cluster.
 var process core.Process
 
-// leaveLimit is how long Ctrl-C and the end of the interpreter wait for calls to end.
+// leaveLimit is the time for which Ctrl-C and the end of the interpreter wait for calls to end.
 const leaveLimit = 10 * time.Second
 
 func session() (*core.Session, error) { return process.Session() }
@@ -57,7 +56,7 @@ func fail(e *C.sf_error, err error) C.int {
 	return C.SF_FAILED
 }
 
-// with is the result of f, which is not called without a session.
+// with returns the result of f. Without a session it does not call f.
 func with(e *C.sf_error, f func(*core.Session) error) C.int {
 	s, err := session()
 	if err == nil {
@@ -66,7 +65,7 @@ func with(e *C.sf_error, f func(*core.Session) error) C.int {
 	return result(e, err)
 }
 
-// result is SF_DONE, or what fail returns.
+// result returns SF_DONE, or the result of fail.
 func result(e *C.sf_error, err error) C.int {
 	if err != nil {
 		return fail(e, err)
@@ -133,13 +132,12 @@ func sf_job(sliceMs C.int64_t, e *C.sf_error) C.int {
 	return result(e, process.Wait(time.Duration(sliceMs)*time.Millisecond))
 }
 
-// sf_cancel cancels the job under way. The caller raises the exception of a signal, so an
-// error can only be logged.
+// sf_cancel cancels the job under way. It logs errors, since its caller raises the exception of a signal.
 //
 //export sf_cancel
 func sf_cancel() { core.Within(leaveLimit, process.Cancel) }
 
-// sf_exit leaves at once: the interpreter ends.
+// sf_exit leaves the cluster at once, because the interpreter ends.
 //
 //export sf_exit
 func sf_exit() { core.Within(leaveLimit, process.Exit) }
@@ -207,7 +205,7 @@ func sf_now() C.uint64_t { return C.uint64_t(core.Nanosecond()) }
 //export sf_register
 func sf_register(t *C.sf_tensor, workers *C.int64_t, keys *C.uint64_t, n C.int, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
-	defer a.release() // RegisterRecvBuffer keeps references of its own
+	defer a.release() // RegisterRecvBuffer has references of its own
 	var err error
 	if a.push, err = a.read(a.push, t, 1, "tensor"); err != nil {
 		return fail(e, err)

@@ -1,8 +1,7 @@
 //go:build fserver
 
-// fserver_lib for Python: turns Python's arguments into the structures of abi.h,
-// calls Go, and turns results and errors back. Uses the limited API only, so that
-// one binary serves Python 3.8 and later.
+// fserver_lib for Python: converts Python's arguments to the structures of abi.h, calls Go, and converts results and
+// errors back. It uses the limited API only, so that one binary serves Python 3.8 and later.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -22,7 +21,7 @@
 #include "threads.h"
 #include "window.h"
 
-// Waits for the job that Go has begun, and handles signals meanwhile.
+// Waits for the job that Go has begun, and handles signals while it waits.
 static PyObject *wait_job(void) {
   for (;;) {
     sf_error e = {0, NULL};
@@ -82,7 +81,7 @@ static PyObject *py_init(PyObject *self, PyObject *args, PyObject *kw) {
   sf_error e = {0, NULL};
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|O$O:init", names, &path, &timeout)) return NULL;
   if (sf_enter() < 0 || no_path(path) < 0 || sf_timeout_arg(timeout, &ms) < 0 || watch_end_of_child(self) < 0) return NULL;
-  threads_fill_standard(); // the program may have closed them since the import
+  threads_fill_standard(); // the program may have closed these descriptors since the import
   if (sf_init(ms, &e) != SF_DONE) return sf_raise(&e);
   return wait_job();
 }
@@ -135,7 +134,7 @@ static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
     request_drop(&r);
     return NULL;
   }
-  int64_t h; // in the call Go uses the tensors and the memory of their owners, which it has taken over
+  int64_t h; // Go takes ownership of the owners, and reads the tensors only during the call
   if (request_long(&r)) {
     Py_BEGIN_ALLOW_THREADS h = sf_push_pull(r.push, (int)r.npush, r.pull, (int)r.npull, stream, r.servers, (int)r.nservers, &e);
     Py_END_ALLOW_THREADS
@@ -224,12 +223,12 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
   if (max != NULL && max != Py_None) {
     if (sf_int64_arg(max, "max_batches", &most) < 0) return NULL;
     if (!any || most < 1) {
-      PyErr_Format(sf_error_value, "max_batches is %R, want at least 1, and any=True with it", max);
+      PyErr_Format(sf_error_value, "max_batches is %R, want at least 1, together with any=True", max);
       return NULL;
     }
   }
   uint64_t start = ms >= 0 ? sf_now() : 0;
-  union { // what most batches fit in
+  union { // large enough for most batches
     sf_batch first;
     char all[2048];
   } room;
@@ -243,7 +242,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
     Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE) break;
     if (PyErr_CheckSignals() < 0) return NULL;
-    sf_drain_dropped(); // answers that have left since
+    sf_drain_dropped(); // the tensors of answers that were sent in the meantime
     if (ms >= 0 && sf_now() - start >= (uint64_t)ms * 1000000) {
       sf_batch_timeout(ms, &e);
       return sf_raise(&e);
@@ -325,12 +324,12 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
     goto out;
   }
   if (buf.ndim == 0) {
-    PyErr_SetString(sf_error_value, "ret_buffer has no dimensions, want rows to take from");
+    PyErr_SetString(sf_error_value, "ret_buffer has no dimensions, want at least one");
     goto out;
   }
   for (Py_ssize_t i = 0; i < n; i++) {
     if (ts[i].ndim == 0) {
-      PyErr_Format(sf_error_value, "tensors_vec[%zd] has no dimensions, want as many rows as the answer is to have", i);
+      PyErr_Format(sf_error_value, "tensors_vec[%zd] has no dimensions, want as many rows as the answer has", i);
       goto out;
     }
     if (ts[i].shape[0] > buf.shape[0]) {
@@ -338,7 +337,7 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
                    (long long)buf.shape[0]);
       goto out;
     }
-    if (sf_uint64_arg(PyTuple_GetItem(items, i), "handler_vec", i, &ts[i].key) < 0) goto out; // its key is free
+    if (sf_uint64_arg(PyTuple_GetItem(items, i), "handler_vec", i, &ts[i].key) < 0) goto out; // the field key is unused otherwise
   }
   uint64_t stream = SF_COMPLETE;
   if (tensor_streams(&buf, 1, &stream) < 0) goto out;
@@ -355,7 +354,7 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
     if (respond(ts[i].key, &part, 1, stream, NULL, &failed) == SF_DONE) {
       if (part.nbytes > 0) stream = SF_COMPLETE; // answers leave in order, and all are parts of one buffer
     } else if (e.kind == 0) {
-      e = failed; // and the others get theirs
+      e = failed; // the other workers still get their answers
     } else {
       free(failed.text);
     }
@@ -460,8 +459,8 @@ static PyObject *py_exit_child(PyObject *self, PyObject *noargs) {
   return py_exit(self, noargs);
 }
 
-// What fserver.session is made of: _session(op, handle, rank, name, data, timeout_ms) makes a call of
-// core.SessionCall and returns (handle, rank, name, data), or None where there is nothing to wait for.
+// The call behind fserver.session: _session(op, handle, rank, name, data, timeout_ms) makes a core.SessionCall and
+// returns (handle, rank, name, data), or None if the call does not wait.
 static PyObject *py_session(PyObject *self, PyObject *args) {
   int op;
   unsigned long long handle;
@@ -521,8 +520,9 @@ static PyMethodDef methods[] = {
 // With a size of -1 Python would copy the module into other interpreters without asking PyInit_fserver_lib.
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fserver_lib", DOC_MODULE, 0, methods, NULL, NULL, NULL, NULL};
 
-// The first is in the limited API since Python 3.9. Python 3.8 has the second, Python 3.7 only the third, and Python 3.6 none.
-// Versions before 3.8 load the library all the same, and get an ImportError that names the required version.
+// The first function is in the limited API since Python 3.9. Python 3.8 has the second, Python 3.7 only the third, and
+// Python 3.6 none. Versions before 3.8 load the library all the same, and get an ImportError that names the required
+// version.
 extern PyInterpreterState *PyInterpreterState_Get(void) __attribute__((weak));
 extern PyInterpreterState *_PyInterpreterState_Get(void) __attribute__((weak));
 extern int64_t PyInterpreterState_GetID(PyInterpreterState *) __attribute__((weak));
@@ -533,8 +533,8 @@ static int new_enough(void) {
   return 0;
 }
 
-// Refuses all interpreters but the main one: what the module holds, and releases from its own
-// threads, belongs to one of them, and the end of another would wait for it for ever.
+// Refuses all interpreters but the main one: objects that the module refers to, and releases from its own threads,
+// belong to one interpreter, and the end of another interpreter would wait for them forever.
 static int in_main(void) {
   PyInterpreterState *here = PyInterpreterState_Get != NULL ? PyInterpreterState_Get() : _PyInterpreterState_Get();
   long long id = PyInterpreterState_GetID(here);
@@ -558,7 +558,7 @@ static int at_exit(PyObject *module) {
 PyMODINIT_FUNC PyInit_fserver_lib(void) {
   if (!new_enough() || in_main() < 0) return NULL;
   PyObject *module = PyState_FindModule(&definition);
-  if (module != NULL) { // imported before, and taken out of sys.modules
+  if (module != NULL) { // imported before, then removed from sys.modules
     Py_INCREF(module);
     return module;
   }

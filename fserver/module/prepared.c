@@ -12,11 +12,11 @@ static PyObject *exchange_class;
 
 typedef struct {
   PyObject_HEAD
-  uint64_t at;    // what Go knows it by
-  int32_t device; // on which tensors lie, or -1
+  uint64_t at;    // Go's index
+  int32_t device; // of the tensors, or -1 for the host
   int need_event;
-  int takes_long; // to start
-  int eager;      // start() has returned a handler: wait() needs no stream
+  int takes_long; // start() may take long
+  int eager;      // start() has returned a handler, so wait() needs no stream
 } exchange_object;
 
 PyObject *sf_py_prepare(PyObject *self, PyObject *args, PyObject *kw) {
@@ -113,7 +113,7 @@ static PyObject *exchange_wait(PyObject *o, PyObject *args, PyObject *kw) {
   Py_RETURN_NONE;
 }
 
-// Raises what rounds of graphs have failed with.
+// Raises the first error of rounds of graphs.
 static PyObject *exchange_check(PyObject *o, PyObject *noargs) {
   sf_error e = {0, NULL};
   (void)noargs;
@@ -129,12 +129,12 @@ static PyObject *exchange_close(PyObject *o, PyObject *noargs) {
   return exchange_check(o, noargs);
 }
 
-// Only prepare() makes one.
+// Only prepare() creates an Exchange.
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   (void)type;
   (void)args;
   (void)kw;
-  PyErr_SetString(sf_error_type, "fserver_lib.Exchange cannot be made: prepare() returns it");
+  PyErr_SetString(sf_error_type, "fserver_lib.Exchange cannot be created: prepare() returns it");
   return NULL;
 }
 

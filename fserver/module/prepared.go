@@ -16,17 +16,16 @@ import (
 	"github.com/stepaf/stepaf-go/fserver/core"
 )
 
-// exchanges are the prepared exchanges of Python, which knows them by their index in all,
-// and uses an index only while it holds the object. A round reads all without a lock: it is
-// replaced, not changed.
+// exchanges are the prepared exchanges of Python. Python identifies them by their index in all, and uses an index only
+// while it holds the object. A round reads all without a lock; all is replaced, never changed.
 var exchanges struct {
 	mu   sync.Mutex
 	free []int
 	all  atomic.Pointer[[]*core.Exchange]
 }
 
-// put makes x the exchange at index i, or at a new one if i is -1, and returns the index.
-// exchanges.mu is held.
+// put makes x the exchange at index i, or at a new index if i is -1, and returns the index. The caller holds
+// exchanges.mu.
 func put(x *core.Exchange, i int) int {
 	var all []*core.Exchange
 	if old := exchanges.all.Load(); old != nil {
@@ -46,7 +45,7 @@ func exchange(at C.uint64_t) *core.Exchange { return (*exchanges.all.Load())[at]
 //export sf_prepare
 func sf_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, servers *C.int64_t, nServers C.int, at *C.uint64_t, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
-	defer a.release() // Prepare holds what it needs
+	defer a.release() // Prepare has references of its own
 	if err := a.request(push, nPush, pull, nPull); err != nil {
 		return fail(e, err)
 	}
@@ -66,8 +65,8 @@ func sf_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, 
 	})
 }
 
-// sf_exchange_start returns the handler of the call, SF_CAPTURED or SF_FAILED. stream is
-// the current one, or SF_COMPLETE for tensors on the host.
+// sf_exchange_start returns the handler of the call, SF_CAPTURED or SF_FAILED. stream is the current stream, or
+// SF_COMPLETE for tensors on the host.
 //
 //export sf_exchange_start
 func sf_exchange_start(at C.uint64_t, rows C.int64_t, stream C.uint64_t, event C.int, e *C.sf_error) C.int64_t {
@@ -94,7 +93,7 @@ func sf_exchange_wait(at C.uint64_t, stream C.uint64_t, timeoutMs, sliceMs C.int
 	return C.SF_DONE
 }
 
-// sf_exchange_check tells what has failed of the rounds of graphs.
+// sf_exchange_check returns the first error of the rounds of graphs.
 //
 //export sf_exchange_check
 func sf_exchange_check(at C.uint64_t, e *C.sf_error) C.int {
@@ -104,7 +103,7 @@ func sf_exchange_check(at C.uint64_t, e *C.sf_error) C.int {
 //export sf_exchange_close
 func sf_exchange_close(at C.uint64_t) { exchange(at).Close() }
 
-// sf_exchange_drop closes an exchange that Python has let go of.
+// sf_exchange_drop closes an exchange that Python no longer uses.
 //
 //export sf_exchange_drop
 func sf_exchange_drop(at C.uint64_t) {

@@ -1,4 +1,4 @@
-// Prepared exchanges: what prepare() returns.
+// Prepared exchanges: the result of prepare().
 #ifndef FSERVER_PREPARED_H
 #define FSERVER_PREPARED_H
 

@@ -14,15 +14,14 @@ import (
 	"github.com/stepaf/stepaf-go/fserver/core"
 )
 
-// sf_put_back returns n batches of sf_get_batch to the queue. Of each batch that has
-// tensors, at least one must not have been given back with sf_release yet; the caller must
-// still give all of them back.
+// sf_put_back returns n batches of sf_get_batch to the queue. Of each batch with tensors, sf_release must not have
+// returned all tensors yet. The caller must still return all of them with sf_release.
 //
 //export sf_put_back
 func sf_put_back(batches *C.sf_batch, n C.int) {
 	s, err := session()
 	if err != nil {
-		return // the session has ended, and with it the queue
+		return // the queue has ended with the session
 	}
 	var items []core.Item
 	for _, b := range unsafe.Slice(batches, int(n)) {

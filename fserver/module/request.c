@@ -8,7 +8,7 @@
 #include "tensor.h"
 #include "torch.h"
 
-// From so many bytes on copying takes so long that Python's lock is released for it.
+// A copy of at least this many bytes takes so long that Python's lock is released for it.
 #define LONG_COPY (256 << 10)
 
 sf_tensor *tensors_in(PyObject *o, const char *what, PyObject *keys, const char *keys_what, int writable, Py_ssize_t *n) {
@@ -57,7 +57,7 @@ int tensors_long(const sf_tensor *ts, Py_ssize_t n) {
   return bytes >= LONG_COPY || tensor_gpu(ts, n) >= 0;
 }
 
-// Reads ranks of peers; *out is malloc'ed, NULL for None, which means all.
+// Reads ranks of peers. *out is malloc'ed, or NULL for None, which means all peers.
 static int peer_ranks(PyObject *o, const char *what, int64_t **out, Py_ssize_t *n) {
   if (o == NULL || o == Py_None) return 0;
   PyObject *items = sf_sequence(o, what, n);
@@ -107,7 +107,7 @@ void request_drop(request *r) {
 int32_t request_device(const request *r) {
   if (!r->need_event) return -1;
   int32_t device = tensor_gpu(r->push, r->npush);
-  return device >= 0 ? device : tensor_gpu(r->pull, r->npull); // which may still be in use there
+  return device >= 0 ? device : tensor_gpu(r->pull, r->npull); // work in the stream may still use the pull tensors
 }
 
 int request_long(const request *r) { return tensors_long(r->push, r->npush) || tensor_gpu(r->pull, r->npull) >= 0; }

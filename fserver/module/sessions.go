@@ -16,8 +16,8 @@ import (
 	"github.com/stepaf/stepaf-go/fserver/core"
 )
 
-// sf_session begins a call of a session, see core.SessionCall. It returns SF_PENDING when the
-// caller waits for it with sf_job, and has it then by sf_session_fetch.
+// sf_session begins a call of a session; see core.SessionCall. If it returns SF_PENDING, the caller waits with sf_job
+// and then calls sf_session_fetch.
 //
 //export sf_session
 func sf_session(op C.int, handle C.uint64_t, rank C.int64_t, name *C.char, data unsafe.Pointer, n C.int64_t, timeoutMs C.int64_t, ticket *C.uint64_t, e *C.sf_error) C.int {
@@ -36,8 +36,7 @@ func sf_session(op C.int, handle C.uint64_t, rank C.int64_t, name *C.char, data 
 	return C.SF_PENDING
 }
 
-// sf_session_fetch takes the result of a call that has ended well, or takes back what one has made that was interrupted. name and data
-// are malloc'ed.
+// sf_session_fetch returns the result of a successful call, or undoes an interrupted call. name and data are malloc'ed.
 //
 //export sf_session_fetch
 func sf_session_fetch(ticket C.uint64_t, ended C.int, handle *C.uint64_t, rank *C.int64_t, name **C.char, data *unsafe.Pointer, n *C.int64_t) {

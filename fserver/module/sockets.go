@@ -2,7 +2,7 @@
 
 package main
 
-// The addresses by which a forked child finds the node's sockets, see fork.c.
+// The addresses by which a forked child finds the node's sockets; see fork.c.
 
 /*
 #include <stdlib.h>

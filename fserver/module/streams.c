@@ -13,8 +13,8 @@ static PyObject *streams_class;
 
 typedef struct {
   PyObject_HEAD
-  uint64_t at;    // what Go knows it by
-  int32_t device; // on which tensors lie, or -1
+  uint64_t at;    // Go's handle
+  int32_t device; // of the tensors, or -1 for the host
   int host;       // send() and receive() are made by the host
 } streams_object;
 
@@ -134,12 +134,12 @@ static PyObject *streams_close(PyObject *o, PyObject *noargs) {
   Py_RETURN_NONE;
 }
 
-// Only prepare_streams() makes one.
+// Only prepare_streams() creates a StreamExchange.
 static PyObject *streams_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   (void)type;
   (void)args;
   (void)kw;
-  PyErr_SetString(sf_error_type, "fserver_lib.StreamExchange cannot be made: prepare_streams() returns it");
+  PyErr_SetString(sf_error_type, "fserver_lib.StreamExchange cannot be created: prepare_streams() returns it");
   return NULL;
 }
 

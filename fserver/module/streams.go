@@ -2,7 +2,7 @@
 
 package main
 
-// Exchanges in streams, which Python knows by handles.
+// Prepared GPU exchanges. Python identifies them by handles.
 
 /*
 #include "abi.h"
@@ -20,7 +20,7 @@ import (
 //export sf_streams_prepare
 func sf_streams_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, peers *C.int64_t, nPeers C.int, timeoutMs, roundMs C.int64_t, host C.int, at, task *C.uint64_t, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
-	defer a.release() // Prepare holds what it needs
+	defer a.release() // Prepare has references of its own
 	if err := a.request(push, nPush, pull, nPull); err != nil {
 		return fail(e, err)
 	}
@@ -63,7 +63,7 @@ func sf_streams_close(at C.uint64_t, e *C.sf_error) C.int {
 	return result(e, streamExchange(at).Close())
 }
 
-// sf_streams_drop closes an exchange that Python has let go of, in the background.
+// sf_streams_drop closes, in the background, an exchange that Python no longer uses.
 //
 //export sf_streams_drop
 func sf_streams_drop(at C.uint64_t) {

@@ -1,4 +1,4 @@
-// Exchanges in streams: what prepare_streams() returns.
+// Prepared GPU exchanges: the result of prepare_streams().
 #ifndef FSERVER_STREAMS_H
 #define FSERVER_STREAMS_H
 

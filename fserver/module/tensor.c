@@ -15,15 +15,14 @@
 
 static PyObject *tensor_class, *s_view;
 
-// Gives back one tensor of a batch. Work that is queued on a GPU may still read it:
-// the library waits for that.
+// Returns one tensor of a batch. Work queued on a GPU may still read it; the library waits for that work.
 static void release(const sf_tensor *t, uint64_t lease) {
   uint64_t stream = SF_COMPLETE;
   if (sf_forked) return;
   if (t->device_type == SF_GPU && Py_IsInitialized()) { // PyTorch may call without the GIL
     PyGILState_STATE g = PyGILState_Ensure();
     PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace); // an exception that is being raised must survive
+    PyErr_Fetch(&type, &value, &trace); // keeps an exception that is being raised
     if (tensor_stream(t->device_id, &stream) < 0) PyErr_Clear();
     PyErr_Restore(type, value, trace);
     PyGILState_Release(g);
@@ -31,11 +30,11 @@ static void release(const sf_tensor *t, uint64_t lease) {
   sf_release(lease, stream);
 }
 
-// Tensor is what Python gets from Go when there is no torch.
+// Tensor is the class of tensors from Go if torch was not imported or lacks the type.
 typedef struct {
   PyObject_HEAD sf_tensor t;
-  uint64_t lease;   // of a batch, unless
-  PyObject *keeper; // this keeps the memory
+  uint64_t lease;   // of a batch, unless keeper is set
+  PyObject *keeper; // keeps the memory
 } tensor_object;
 
 const sf_tensor *tensor_own(PyObject *o) { return (PyObject *)Py_TYPE(o) == tensor_class ? &((tensor_object *)o)->t : NULL; }
@@ -43,14 +42,14 @@ const sf_tensor *tensor_own(PyObject *o) { return (PyObject *)Py_TYPE(o) == tens
 // Memory of a batch in one of DLPack's two forms.
 typedef struct {
   union {
-    dl_managed plain; // what a capsule holds
+    dl_managed plain; // the form in a capsule
     dl_versioned versioned;
   } m;
   int64_t shape[SF_MAX_DIMS + 1], strides[SF_MAX_DIMS + 1];
   sf_tensor tensor;
   uint64_t lease;
-  PyObject *keeper; // a Tensor, or NULL: then it holds the batch itself
-  int *gone;        // while a tensor is made of it: set when it is freed, and the batch then is not released
+  PyObject *keeper; // a Tensor; if NULL, this structure has the lease
+  int *gone;        // not NULL while a tensor is created from it: delete_exported then sets *gone and does not release the batch
 } exported;
 
 static void delete_exported(exported *x) {
@@ -142,8 +141,7 @@ static PyObject *export_tensor(const sf_tensor *t, uint64_t lease, PyObject *kee
   return capsule;
 }
 
-// torch_out by PyTorch's table. Returns 1, 0 when it must be done by a capsule, or -1
-// with an exception.
+// torch_out by PyTorch's table. Returns 1, 0 if a capsule must be used, or -1 with an exception.
 static int quick_out(const sf_tensor *t, uint64_t lease, PyObject *keeper, PyObject **out) {
   int gone = 0;
   if (sf_type_of(t->dtype).bits == 0 || (t->device_type == SF_GPU && !sf_torch.gpu)) return 0;
@@ -156,7 +154,7 @@ static int quick_out(const sf_tensor *t, uint64_t lease, PyObject *keeper, PyObj
   if (*out != NULL) {
     if (!gone)
       x->gone = NULL;
-    else if (keeper == NULL) // it is a copy
+    else if (keeper == NULL) // PyTorch has copied the memory
       release(t, lease);
     return 1;
   }
@@ -164,7 +162,7 @@ static int quick_out(const sf_tensor *t, uint64_t lease, PyObject *keeper, PyObj
     Py_XDECREF(keeper);
     free(x);
   } else if (!PyErr_Occurred()) {
-    PyErr_SetString(sf_error_value, "PyTorch makes no tensor of what a worker pushed");
+    PyErr_SetString(sf_error_value, "PyTorch cannot create a tensor from the pushed memory");
   }
   return PyErr_Occurred() ? -1 : 0;
 }
@@ -178,7 +176,7 @@ static PyObject *shape_tuple(const sf_tensor *t) {
   return s;
 }
 
-// A tensor without elements, which needs no memory.
+// Creates a tensor without elements, which needs no memory.
 static PyObject *torch_empty(const sf_tensor *t, PyObject *dtype) {
   PyObject *s = shape_tuple(t), *kw = PyDict_New(), *args = s != NULL ? PyTuple_Pack(1, s) : NULL, *r = NULL;
   if (args != NULL && kw != NULL && PyDict_SetItemString(kw, "dtype", dtype) == 0) r = PyObject_Call(sf_torch.empty, args, kw);
@@ -188,11 +186,11 @@ static PyObject *torch_empty(const sf_tensor *t, PyObject *dtype) {
   return r;
 }
 
-// PyTorch's type for a code; NULL when it has none.
+// Returns PyTorch's type for a code, or NULL if PyTorch has none.
 static PyObject *torch_dtype(int32_t code) { return code >= 0 && code < NDTYPES ? sf_torch.dtypes[code] : NULL; }
 
-// Makes a tensor of a type that PyTorch has. keeper may be NULL: then it holds the
-// batch. *kept: see tensor_out.
+// Creates a tensor of a type that PyTorch has. If keeper is NULL, the tensor has the lease of the batch. *kept: see
+// tensor_out.
 static PyObject *torch_out(const sf_tensor *t, uint64_t lease, PyObject *keeper, int *kept) {
   PyObject *dtype = torch_dtype(t->dtype), *r, *v = NULL;
   int direct = sf_dtypes[t->dtype].bits != 0, gone = 0;
@@ -217,7 +215,7 @@ static PyObject *torch_out(const sf_tensor *t, uint64_t lease, PyObject *keeper,
     Py_XDECREF(v);
     Py_XDECREF(s);
   }
-  if (r == NULL) { // the exception must survive, hidden from the destructors
+  if (r == NULL) { // keeps the exception; the destructors must not see it
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     Py_DECREF(capsule);
@@ -226,8 +224,8 @@ static PyObject *torch_out(const sf_tensor *t, uint64_t lease, PyObject *keeper,
     Py_DECREF(capsule);
   }
   if (!gone)
-    x->gone = NULL; // whoever has it releases the batch
-  else if (r != NULL && keeper == NULL) // it is a copy
+    x->gone = NULL; // the object that refers to x releases the batch
+  else if (r != NULL && keeper == NULL) // PyTorch has copied the memory
     release(t, lease);
   *kept = !gone;
   return r;
@@ -353,8 +351,8 @@ static char numpy_kind(dl_dtype d) {
   return 0;
 }
 
-// numpy.asarray makes a writable array of this in every version of NumPy.
-// Before version 2.1 numpy.from_dlpack makes a read-only array.
+// numpy.asarray makes a writable array of this in every version of NumPy. Before version 2.1 numpy.from_dlpack makes a
+// read-only array.
 static PyObject *tensor_array_interface(PyObject *o, void *unused) {
   const sf_tensor *t = &((tensor_object *)o)->t;
   dl_dtype d = sf_type_of(t->dtype);
@@ -374,7 +372,7 @@ static PyObject *tensor_array_interface(PyObject *o, void *unused) {
   return Py_BuildValue("{sNsss(NO)si}", "shape", shape, "typestr", type, "data", at, Py_False, "version", 3);
 }
 
-// For types that NumPy does not know, or only with packages such as ml_dtypes.
+// For types that NumPy does not have, or has only with packages such as ml_dtypes.
 static PyObject *tensor_array(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"dtype", "copy", NULL};
   PyObject *dtype = Py_None, *copy = Py_None, *result = NULL;
@@ -382,7 +380,7 @@ static PyObject *tensor_array(PyObject *o, PyObject *args, PyObject *kw) {
   PyObject *numpy = PyImport_ImportModule("numpy");
   int known = numpy_kind(sf_type_of(((tensor_object *)o)->t.dtype)) != 0 && ((tensor_object *)o)->t.device_type != SF_GPU;
   PyObject *view = numpy != NULL ? PyObject_CallMethod(numpy, known ? "asarray" : "from_dlpack", "O", o) : NULL;
-  if (view != NULL && copy == Py_None) { // before version 2 array has no such copy
+  if (view != NULL && copy == Py_None) { // before NumPy 2, array() does not accept copy=None
     result = PyObject_CallMethod(numpy, "asarray", "OO", view, dtype);
   } else if (view != NULL) {
     PyObject *array = PyObject_GetAttrString(numpy, "array");
@@ -412,12 +410,12 @@ static PyGetSetDef tensor_attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-// Only Go makes tensors.
+// Only Go creates tensors.
 static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   (void)type;
   (void)args;
   (void)kw;
-  PyErr_SetString(sf_error_type, "fserver_lib.Tensor cannot be made, only received");
+  PyErr_SetString(sf_error_type, "fserver_lib.Tensor cannot be created: get_batch() returns it");
   return NULL;
 }
 

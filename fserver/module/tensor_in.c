@@ -13,7 +13,7 @@
 
 #define TAKEN "fserver_lib.dltensor"
 
-// Whether the library was built with CUDA, and what is said of a GPU's tensors if not.
+// Whether the library was built with CUDA, and the end of errors about GPU tensors if it was not.
 static int cuda;
 #define NO_CUDA "want cpu: this build has no CUDA; build with \"make af USE_CUDA=1\", see docs/gpu.md"
 
@@ -23,7 +23,7 @@ static const char *const DEVICES[] = {"none",   "cpu",   "cuda", "cuda_host", "o
 static const char *const TYPES[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
 #define NAME(names, i) ((size_t)(i) < sizeof names / sizeof *names ? names[i] : "unknown")
 
-// Names that are looked up for every tensor.
+// Names of attributes that are read of every tensor.
 static PyObject *s_contiguous, *s_device, *s_type, *s_data_ptr, *s_dtype, *s_shape, *s_dlpack, *s_interface, *s_is_conj, *s_is_neg, *s_index,
     *s_dlpack_device, *s_is_cpu;
 
@@ -45,7 +45,7 @@ static int set_shape(sf_tensor *t, Py_ssize_t ndim, label *name) {
   return 0;
 }
 
-// Fills in the length. The sizes are checked for overflow again in Go.
+// Sets the length in bytes. Go checks the sizes for overflow again.
 static int set_bytes(sf_tensor *t, label *name) {
   int64_t n = sf_dtypes[t->dtype].size;
   for (int i = 0; i < t->ndim; i++) {
@@ -56,7 +56,7 @@ static int set_bytes(sf_tensor *t, label *name) {
   }
   for (int i = 0; i < t->ndim; i++) {
     if (t->shape[i] < 0 || n > INT32_MAX / t->shape[i]) {
-      PyErr_Format(sf_error_value, "%s is larger than the %d bytes that a message has room for", named(name), INT32_MAX);
+      PyErr_Format(sf_error_value, "%s is larger than %d bytes, the limit of a message", named(name), INT32_MAX);
       return -1;
     }
     n *= t->shape[i];
@@ -74,9 +74,9 @@ static int read_shape(sf_tensor *t, PyObject *sizes) {
   return 0;
 }
 
-// The functions from here to torch_lazy return -1 with an exception that is not ours.
+// The functions from here to torch_lazy return -1 with an exception that must not be replaced.
 
-// The C string of a str attribute of an object, in buf; "" when it has none.
+// Writes a str attribute of an object into buf, or "" if there is none.
 static int attr_text(PyObject *o, PyObject *attr, char *buf, size_t n) {
   buf[0] = 0;
   PyObject *s = PyObject_GetAttr(o, attr), *b = s != NULL ? PyUnicode_AsUTF8String(s) : NULL;
@@ -86,7 +86,7 @@ static int attr_text(PyObject *o, PyObject *attr, char *buf, size_t n) {
   return b != NULL ? 0 : sf_pardon();
 }
 
-// Whether a method without arguments returns True; it may be missing.
+// Reports whether a method without arguments returns True. The method may be missing.
 static int is(PyObject *o, PyObject *method) {
   PyObject *x = PyObject_CallMethodObjArgs(o, method, NULL);
   int yes = x != NULL ? PyObject_IsTrue(x) : -1;
@@ -94,34 +94,34 @@ static int is(PyObject *o, PyObject *method) {
   return yes >= 0 ? yes : sf_pardon();
 }
 
-// Whether an attribute is True; it may be missing.
+// Reports whether an attribute is True. The attribute may be missing.
 static int has(PyObject *o, PyObject *attr) {
   PyObject *x = PyObject_GetAttr(o, attr);
   Py_XDECREF(x);
   return x != NULL ? x == Py_True : sf_pardon();
 }
 
-// Whether a view has the memory of another tensor, and other values.
+// Reports whether a tensor is a view with the memory of another tensor but other values.
 static int torch_lazy(PyObject *o, int32_t dtype) {
   int conj = dtype >= COMPLEX32 && dtype <= COMPLEX128 ? is(o, s_is_conj) : 0;
   return conj != 0 ? conj : is(o, s_is_neg);
 }
 
-// torch_in by PyTorch's table, for tensors of no subclass. Returns 1, 0 when torch_in
-// must read it or say what is wrong with it, or -1 with an exception.
+// torch_in by PyTorch's table, for tensors of no subclass. Returns 1, 0 if torch_in must read the tensor or raise the
+// error, or -1 with an exception that must not be replaced.
 static int torch_quick(PyObject *o, sf_tensor *t) {
   dl_tensor d;
   int rc = exchange_in(o, &d);
   if (rc <= 0) return rc;
   int gpu = cuda && d.device.device_type == DL_CUDA, dtype = sf_code_of(d.dtype);
-  if (dtype == UINT8 || dtype == INT8) { // or a type of fewer bits
+  if (dtype == UINT8 || dtype == INT8) { // may stand for a type of fewer bits
     PyObject *own = PyObject_GetAttr(o, s_dtype);
     Py_XDECREF(own);
     if (own == NULL) return sf_pardon();
     if (own != sf_torch.dtypes[dtype]) return 0;
   }
   if ((!gpu && d.device.device_type != DL_CPU) || dtype < 0 || d.ndim < 0 || d.ndim > SF_MAX_DIMS || (d.ndim > 0 && d.strides == NULL)) return 0;
-  int64_t n = 1, bytes = sf_dtypes[dtype].size; // n is of the dimensions so far
+  int64_t n = 1, bytes = sf_dtypes[dtype].size; // n: elements of the dimensions read so far
   for (int i = d.ndim - 1; i >= 0; i--) {
     int64_t size = t->shape[i] = d.shape[i];
     if (size <= 0 || (size != 1 && d.strides[i] != n) || n > INT32_MAX / bytes / size) return 0;
@@ -140,7 +140,7 @@ static int torch_quick(PyObject *o, sf_tensor *t) {
   return 1;
 }
 
-// Whether a torch.Tensor is of no subclass that could see things differently.
+// Reports whether o is a torch.Tensor itself. A subclass may override attributes.
 static int is_plain(PyObject *o) {
   PyObject *class = (PyObject *)Py_TYPE(o);
   return class == sf_torch.tensor || class == sf_torch.parameter;
@@ -149,7 +149,7 @@ static int is_plain(PyObject *o) {
 static int torch_device(PyObject *o, sf_tensor *t, label *name) {
   char device[16];
   t->device_type = SF_CPU;
-  int on_cpu = is_plain(o) ? has(o, s_is_cpu) : 0; // by far cheaper than the rest
+  int on_cpu = is_plain(o) ? has(o, s_is_cpu) : 0; // much cheaper than reading the device
   if (on_cpu != 0) return on_cpu < 0 ? -1 : 0;
   PyObject *x = PyObject_GetAttr(o, s_device);
   if (x == NULL) return -1;
@@ -222,13 +222,13 @@ static int torch_in(PyObject *o, sf_tensor *t, label *name) {
   return 0;
 }
 
-// Whether an object is a numpy.ma.MaskedArray, whose memory does not say what is masked.
-// Returns -1 with an exception that is not ours.
+// Reports whether an object is a numpy.ma.MaskedArray: its memory does not contain the mask. Returns -1 with an
+// exception that must not be replaced.
 static int is_masked(PyObject *o) {
-  static PyObject *unmasked; // the last class that was none
+  static PyObject *unmasked; // the latest class that is no MaskedArray
   PyObject *class = (PyObject *)Py_TYPE(o);
   if (class == unmasked) return 0;
-  PyObject *ma = PyDict_GetItemString(PyImport_GetModuleDict(), "numpy.ma"); // borrowed; without it there is none
+  PyObject *ma = PyDict_GetItemString(PyImport_GetModuleDict(), "numpy.ma"); // borrowed; if it is not imported, o is no MaskedArray
   PyObject *masked = ma != NULL ? PyObject_GetAttrString(ma, "MaskedArray") : NULL;
   int yes = masked != NULL ? PyObject_IsSubclass(class, masked) : 0;
   Py_XDECREF(masked);
@@ -242,8 +242,8 @@ static int is_masked(PyObject *o) {
   return yes;
 }
 
-// NumPy arrays by their array interface, since DLPack does not share read-only
-// ones. Returns 0, -1 with an exception, or 1 when DLPack must do.
+// NumPy arrays by their array interface, since DLPack does not share read-only arrays. Returns 0, -1 with an exception,
+// or 1 if DLPack must be used.
 static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
   char type[16];
   int rc = 1;
@@ -256,13 +256,13 @@ static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
   PyObject *typestr = PyDict_GetItemString(d, "typestr"), *shape = PyDict_GetItemString(d, "shape");
   PyObject *data = PyDict_GetItemString(d, "data"), *strides = PyDict_GetItemString(d, "strides"); // all borrowed
   PyObject *text = typestr != NULL && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8String(typestr) : NULL;
-  if (text == NULL) PyErr_Clear(); // no text, or none that UTF-8 has
+  if (text == NULL) PyErr_Clear(); // not a str, or not valid UTF-8
   if (text == NULL || shape == NULL || !PyTuple_Check(shape) || data == NULL || !PyTuple_Check(data) || PyTuple_Size(data) != 2)
     goto out;
   PyOS_snprintf(type, sizeof type, "%s", PyBytes_AsString(text));
   if ((t->dtype = sf_code_of_numpy(type)) < 0) goto out;
   rc = -1;
-  if (PyDict_GetItemString(d, "__ref") != NULL) { // it goes with d
+  if (PyDict_GetItemString(d, "__ref") != NULL) { // the memory is freed with d
     PyErr_Format(sf_error_type, "%s is %R, which has no memory of its own, want an array: use numpy.array", named(name), (PyObject *)Py_TYPE(o));
     goto out;
   }
@@ -279,7 +279,7 @@ static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
   if (set_shape(t, PyTuple_Size(shape), name) < 0) goto out;
   if (read_shape(t, shape) == 0) t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(data, 0));
   if (PyErr_Occurred()) {
-    if (!sf_not_ours()) PyErr_Format(sf_error_type, "%s has an __array_interface__ that NumPy would not give it", named(name));
+    if (!sf_not_ours()) PyErr_Format(sf_error_type, "%s has an invalid __array_interface__", named(name));
     goto out;
   }
   if (set_bytes(t, name) < 0) goto out;
@@ -299,14 +299,14 @@ out:
   return rc;
 }
 
-// Frees what a capsule of ours has taken over from a producer.
+// Frees the DLPack tensor of a capsule that this module has consumed.
 static void delete_taken(PyObject *capsule) {
   dl_managed *m = PyCapsule_GetPointer(capsule, TAKEN);
   if (m->deleter != NULL) m->deleter(m);
 }
 
-// Calls __dlpack__: of a GPU's array with the stream in which Python's work on that GPU
-// is queued, so that the producer makes that wait for what fills the array.
+// Calls __dlpack__. For an array on a GPU it passes the stream in which Python's work on that GPU is queued; the
+// producer makes that stream wait until the array is filled.
 static PyObject *dlpack_of(PyObject *o) {
   int type = 0, id = 0;
   PyObject *d = cuda ? PyObject_CallMethodObjArgs(o, s_dlpack_device, NULL) : NULL;
@@ -382,7 +382,7 @@ static int dlpack_in(PyObject *o, sf_tensor *t, label *name) {
     goto fail;
   }
   t->ptr = (char *)m->t.data + m->t.byte_offset;
-  // DLPack requires it, so that no other consumer takes the capsule over.
+  // DLPack requires the renaming, so that no other consumer takes ownership of the capsule.
   PyObject *taken = PyCapsule_New(m, TAKEN, NULL);
   if (taken == NULL || PyCapsule_SetName(capsule, "used_dltensor") < 0 || PyCapsule_SetDestructor(taken, delete_taken) < 0) {
     Py_XDECREF(taken);
@@ -408,7 +408,7 @@ int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int wri
   }
   int is_torch = ready ? PyObject_IsInstance(o, sf_torch.tensor) : 0;
   if (is_torch < 0) {
-    if (!sf_not_ours()) PyErr_Format(sf_error_type, "%s does not tell what it is, want a torch.Tensor or another object with __dlpack__", named(name));
+    if (!sf_not_ours()) PyErr_Format(sf_error_type, "%s cannot be inspected, want a torch.Tensor or another object with __dlpack__", named(name));
     return -1;
   }
   if (is_torch) {
@@ -420,14 +420,14 @@ int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int wri
     return -1;
   }
   const sf_tensor *own = tensor_own(o);
-  if (own != NULL) { // keeps its element type
+  if (own != NULL) { // the element type stays
     *t = *own;
     Py_INCREF(o);
     t->owner = o;
     return 0;
   }
   int rc = is_masked(o);
-  if (rc > 0) PyErr_Format(sf_error_type, "%s is %R, whose mask does not travel, want an array: use its filled()", named(name), (PyObject *)Py_TYPE(o));
+  if (rc > 0) PyErr_Format(sf_error_type, "%s is %R, whose mask is not sent, want an array: use its filled()", named(name), (PyObject *)Py_TYPE(o));
   if (rc != 0) return -1;
   rc = numpy_in(o, t, name, writable);
   if (rc <= 0) return rc;

@@ -28,14 +28,14 @@ type owner struct {
 
 var owners = sync.Pool{New: func() any { return new(owner) }}
 
-// garbage are Python objects that Go no longer needs. Only Python may drop its references
-// to them; it does so in its next call.
+// garbage are Python objects that Go no longer needs. Only Python may drop its references to them; its next call does
+// so.
 var garbage struct {
 	mu      sync.Mutex
 	objects []unsafe.Pointer
 }
 
-// setDropped tells Python the length of garbage. garbage.mu is held.
+// setDropped tells the C side the length of garbage. The caller holds garbage.mu.
 func setDropped() { atomic.StoreInt32((*int32)(&C.sf_dropped), int32(len(garbage.objects))) }
 
 func (o *owner) Retain() { o.refs.Add(1) }
@@ -96,8 +96,7 @@ func (a *args) request(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull 
 	return errors.Join(err, err2)
 }
 
-// read appends n tensors of Python to ts. All owners are taken over, also after an
-// error.
+// read appends n tensors of Python to ts. It takes ownership of all owners, also after an error.
 func (a *args) read(ts []af.KeyTensor, t *C.sf_tensor, n C.int, what string) (_ []af.KeyTensor, err error) {
 	in := unsafe.Slice(t, int(n))
 	for i := range in {

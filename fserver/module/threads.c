@@ -54,7 +54,7 @@ static struct sigaction before[TAKEN], gos[TAKEN];
 // The effect of the next CONFINE in this thread.
 LOCAL enum { PASS_ON, CONFINES, IGNORED } confine;
 
-// known is set if this thread may run Go: rule 1 or 2 has been applied.
+// known is set if this thread may run Go: rule 1 or 2 was applied.
 LOCAL int known;
 
 static pthread_mutex_t installing = PTHREAD_MUTEX_INITIALIZER;
@@ -127,14 +127,14 @@ int __wrap_pthread_create(pthread_t *t, const pthread_attr_t *attr, void *(*run)
   if (b == NULL) return EAGAIN;
   *b = (beginning){run, arg};
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old); // also for the first instructions of the thread
+  pthread_sigmask(SIG_SETMASK, &all, &old); // blocked from the first instruction of the new thread
   int err = __real_pthread_create(t, attr, begin, b);
   pthread_sigmask(SIG_SETMASK, &old, NULL);
   if (err != 0) free(b);
   return err;
 }
 
-// prepare is rule 2. Not inlined: its caller is on the path of every call.
+// prepare applies rule 2. It is not inlined: its caller is on the path of every call.
 static __attribute__((noinline)) void prepare(void) {
   sigset_t all, old;
   known = 1;
@@ -142,7 +142,7 @@ static __attribute__((noinline)) void prepare(void) {
   pthread_sigmask(SIG_SETMASK, &all, &old);
   send_confine();
   sf_deepen();
-  if (confine == CONFINES) confine = IGNORED; // the runtime has not unblocked it
+  if (confine == CONFINES) confine = IGNORED; // the runtime did not unblock CONFINE
   pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
@@ -168,7 +168,7 @@ void threads_fill_standard(void) {
   for (int fd = 0; fd <= 2; fd++) {
     if (fcntl(fd, F_GETFD) >= 0 || errno != EBADF) continue;
     int n = open("/dev/null", O_RDWR);
-    if (n > 2) close(n); // another thread was faster
+    if (n > 2) close(n); // another thread has opened the descriptor
   }
 }
 
@@ -178,7 +178,7 @@ static __attribute__((constructor(101))) void remember(void) {
   for (int i = 0; i < TAKEN; i++) sigaction(taken[i], NULL, &before[i]);
 }
 
-// The kernel's struct for rt_sigaction, with which glibc's own signals can be changed.
+// The kernel's structure for rt_sigaction. It can change glibc's own signals.
 typedef struct {
   void *handler;
   unsigned long flags;

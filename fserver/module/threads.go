@@ -9,12 +9,12 @@ package main
 */
 import "C"
 
-// deepenings times the 32 KiB of deepen's frame is the stack of a signal handler without SA_ONSTACK,
-// less the stack that the call itself uses. The runtime doubles stacks, so the stack is 256 KiB.
+// deepenings times the 32 KiB of deepen's frame is the stack of a signal handler without SA_ONSTACK, less the stack
+// that the call itself uses. The runtime doubles stacks, so the stack is 256 KiB.
 const deepenings = 6
 
-// sf_deepen grows the stack of this thread's goroutine to that size. The runtime keeps the goroutine
-// for the thread's next calls.
+// sf_deepen grows the stack of this thread's goroutine to that size. The runtime keeps the goroutine for the thread's
+// next calls.
 //
 //export sf_deepen
 func sf_deepen() { deepen(deepenings) }

@@ -8,8 +8,7 @@
 
 torch_parts sf_torch;
 
-// Gets an attribute that may be missing. Returns 1, 0, or -1 with an exception that is
-// not ours.
+// Gets an attribute that may be missing. Returns 1, 0, or -1 with an exception that must not be replaced.
 static int maybe_attr(PyObject *o, const char *name, PyObject **out) {
   *out = PyObject_GetAttrString(o, name);
   return *out != NULL ? 1 : sf_pardon();
@@ -19,8 +18,8 @@ static int maybe_attr(PyObject *o, const char *name, PyObject **out) {
 static int find_dtypes(PyObject *m, torch_parts *p) {
   if ((p->codes = PyDict_New()) == NULL) return -1;
   for (int i = 0; i < NDTYPES; i++) {
-    if (sf_dtypes[i].name[0] == 'q') continue; // quantised tensors are more than their bytes
-    int found = maybe_attr(m, sf_dtypes[i].name, &p->dtypes[i]); // a later PyTorch may
+    if (sf_dtypes[i].name[0] == 'q') continue; // a quantized tensor is more than its bytes
+    int found = maybe_attr(m, sf_dtypes[i].name, &p->dtypes[i]); // a later PyTorch may have it
     PyObject *code = found > 0 ? PyLong_FromLong(i) : NULL;
     if (found < 0 || (found > 0 && (code == NULL || PyDict_SetItem(p->codes, p->dtypes[i], code) < 0))) {
       Py_XDECREF(code);
@@ -31,7 +30,7 @@ static int find_dtypes(PyObject *m, torch_parts *p) {
   return 0;
 }
 
-// Fills p. Returns 1, 0 when something is not there yet, or -1 with an exception.
+// Fills p. Returns 1, 0 if a part does not exist yet, or -1 with an exception.
 static int find_parts(PyObject *m, torch_parts *p) {
   PyObject *c = NULL, *nn = NULL;
   int rc = maybe_attr(m, "Tensor", &p->tensor);
@@ -54,7 +53,7 @@ int torch_ready(void) {
   Py_INCREF(m);
   int rc = find_parts(m, &p);
   Py_DECREF(m);
-  if (rc > 0 && sf_torch.tensor == NULL) { // no other thread was faster
+  if (rc > 0 && sf_torch.tensor == NULL) { // no other thread has set it
     sf_torch = p;
     return 1;
   }

@@ -1,4 +1,4 @@
-// What is needed of PyTorch.
+// The parts of PyTorch that the module uses.
 #ifndef FSERVER_TORCH_H
 #define FSERVER_TORCH_H
 
@@ -7,7 +7,7 @@
 
 #include "dtypes.h"
 
-// What is needed of torch, found when the first tensor comes after its import.
+// The parts of torch, looked up when the first tensor arrives after the import of torch.
 typedef struct {
   PyObject *tensor;    // torch.Tensor
   PyObject *parameter; // torch.nn.Parameter, or NULL
@@ -15,13 +15,13 @@ typedef struct {
   PyObject *dtypes[NDTYPES];
   PyObject *from_dlpack, *empty;
   PyObject *current_stream; // NULL in a PyTorch without CUDA
-  int gpu;                  // from_dlpack has made a tensor on a GPU: it prepares PyTorch for that
+  int gpu;                  // from_dlpack has created a tensor on a GPU, which initializes CUDA in PyTorch
 } torch_parts;
 
 extern torch_parts sf_torch;
 
-// Finds torch if the program has imported it. Returns 1, 0 also while another
-// thread imports it, or -1 with an exception.
+// Looks up torch if the program has imported it. Returns 1, 0 (also while another thread imports torch), or -1 with an
+// exception.
 int torch_ready(void);
 
 #endif

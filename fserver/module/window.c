@@ -17,14 +17,14 @@ static PyObject *window_class;
 
 typedef struct {
   PyObject_HEAD
-  uint64_t at; // what Go knows it by
-  int32_t device;   // -1: in memory of the host
-  PyObject *of;     // a communicator that is dropped ends its windows
-  PyObject *memory; // what keeps memory of the host, for as long as tensors are made of it
+  uint64_t at; // Go's handle
+  int32_t device;   // -1: in host memory
+  PyObject *of;     // its communicator, kept because a dropped communicator ends its windows
+  PyObject *memory; // keeps host memory as long as tensors refer to it
   PyObject *given;  // the tensor that open_window() was given, or NULL
 } window_object;
 
-// Where a window is to be: SF_CPU or SF_GPU, or -1 with an exception.
+// Reads the argument device. Returns SF_CPU or SF_GPU, or -1 with an exception.
 static int where_arg(PyObject *o, uint64_t comm) {
   int where = -1;
   sf_error e = {0, NULL};
@@ -41,10 +41,10 @@ static int where_arg(PyObject *o, uint64_t comm) {
 
 static void free_memory(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, NULL)); }
 
-// More than this Go refuses, on all ranks.
+// Go refuses larger sizes on all ranks.
 #define MAX_SIZE ((int64_t)1 << 40)
 
-// Memory of the host for a window. t gets an owner, or none where Go will refuse the size.
+// Allocates host memory for a window. t gets an owner, except for a size that Go will refuse.
 static int allocate(int64_t size, sf_tensor *t) {
   if (size < 0 || size > MAX_SIZE) return 0;
   t->ptr = calloc(size > 0 ? (size_t)size : 1, 1);
@@ -86,13 +86,13 @@ PyObject *sf_py_open_window(PyObject *self, PyObject *args, PyObject *kw) {
     }
     if (t.device_type != SF_CPU) {
       Py_DECREF((PyObject *)t.owner);
-      return PyErr_Format(sf_error_value, "size is a tensor on cuda:%d, want one in memory of the host", (int)t.device_id), NULL;
+      return PyErr_Format(sf_error_value, "size is a tensor on cuda:%d, want a tensor in host memory", (int)t.device_id), NULL;
     }
   } else if (where == SF_CPU && allocate(size, &t) < 0) {
     return NULL;
   }
   PyObject *memory = t.owner;
-  Py_XINCREF(memory); // the other reference is taken over
+  Py_XINCREF(memory); // Go takes the other reference
   int rc = sf_window_open(comm, size, signals, where == SF_CPU ? &t : NULL, ms, &at, &task, &e);
   if (rc != SF_DONE) {
     sf_raise(&e);
@@ -132,14 +132,14 @@ static void window_dealloc(PyObject *o) {
   Py_DECREF(type);
 }
 
-// Makes a call of a window in memory of the host, which may wait. t has an owner when it is a put.
+// Makes a call of a window in host memory, which may wait. t has an owner if the call is a put.
 static int in_slices(window_object *w, int what, int64_t rank, int64_t offset, int64_t signal, sf_tensor *t, int64_t ms) {
   uint64_t start = sf_now();
   for (;;) {
     sf_error e = {0, NULL};
     int rc;
     int64_t waited = (int64_t)((sf_now() - start) / 1000000);
-    Py_XINCREF((PyObject *)t->owner); // which Go takes over
+    Py_XINCREF((PyObject *)t->owner); // Go takes this reference
     Py_BEGIN_ALLOW_THREADS rc = sf_window_slice(w->at, what, rank, offset, signal, t, sf_slice(-1, 0), ms, waited, &e);
     Py_END_ALLOW_THREADS sf_drain_dropped();
     if (rc == SF_FAILED) sf_raise(&e);
@@ -148,7 +148,7 @@ static int in_slices(window_object *w, int what, int64_t rank, int64_t offset, i
   }
 }
 
-// Makes a call: of a window on devices in the current stream. x may be NULL.
+// Makes a call. For a window on devices it goes to the current stream. x may be NULL.
 static PyObject *call(PyObject *o, int what, PyObject *rank_arg, PyObject *offset_arg, PyObject *x, PyObject *signal_arg, int64_t signal, PyObject *timeout) {
   window_object *w = (window_object *)o;
   int64_t rank, offset = 0, ms = -1;
@@ -169,8 +169,8 @@ static PyObject *call(PyObject *o, int what, PyObject *rank_arg, PyObject *offse
     if (tensor_in(x, &t, "x", -1, 0) < 0) return NULL;
     if (t.nbytes > 0 && (w->device < 0 ? t.device_type != SF_CPU : t.device_type != SF_GPU || t.device_id != w->device)) {
       Py_DECREF((PyObject *)t.owner);
-      if (w->device < 0) return PyErr_Format(sf_error_value, "x lies elsewhere, want a tensor in memory of the host"), NULL;
-      return PyErr_Format(sf_error_value, "x lies elsewhere, want a tensor on cuda:%d", (int)w->device), NULL;
+      if (w->device < 0) return PyErr_Format(sf_error_value, "x is on another device, want a tensor in host memory"), NULL;
+      return PyErr_Format(sf_error_value, "x is on another device, want a tensor on cuda:%d", (int)w->device), NULL;
     }
   }
   if (w->device < 0) {
@@ -246,12 +246,12 @@ static PyObject *window_tensor(PyObject *o, void *unused) {
   return tensor_over(&t, o);
 }
 
-// Only open_window() makes one.
+// Only open_window() creates a Window.
 static PyObject *window_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   (void)type;
   (void)args;
   (void)kw;
-  PyErr_SetString(sf_error_type, "fserver_lib.Window cannot be made: open_window() returns it");
+  PyErr_SetString(sf_error_type, "fserver_lib.Window cannot be created: open_window() returns it");
   return NULL;
 }
 

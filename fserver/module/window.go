@@ -2,7 +2,7 @@
 
 package main
 
-// Windows, which Python knows by handles.
+// Windows. Python identifies them by handles.
 
 /*
 #include "abi.h"
@@ -21,7 +21,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// sf_window_where says where windows are that are told nothing: SF_CPU or SF_GPU.
+// sf_window_where returns where a window is opened by default: SF_CPU or SF_GPU.
 //
 //export sf_window_where
 func sf_window_where(of C.uint64_t, where *C.int, e *C.sf_error) C.int {
@@ -36,12 +36,12 @@ func sf_window_where(of C.uint64_t, where *C.int, e *C.sf_error) C.int {
 	return C.SF_DONE
 }
 
-// sf_window_open begins to open a window on devices, or in that memory of the host, whose owner is taken over.
+// sf_window_open begins to open a window on devices, or in the given host memory, whose owner it takes.
 //
 //export sf_window_open
 func sf_window_open(of C.uint64_t, size, signals C.int64_t, memory *C.sf_tensor, timeoutMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
-	defer a.release() // the window holds what it needs
+	defer a.release() // the window has references of its own
 	c, err := comm(of)
 	var mem af.Tensor
 	if memory != nil && memory.owner != nil {
@@ -69,7 +69,7 @@ func sf_window_open(of C.uint64_t, size, signals C.int64_t, memory *C.sf_tensor,
 
 func windowOf(at C.uint64_t) *core.Window { return cgo.Handle(at).Value().(*core.Window) }
 
-// sf_window_tensor describes the window's memory here.
+// sf_window_tensor describes the memory of this rank's part of the window.
 //
 //export sf_window_tensor
 func sf_window_tensor(at C.uint64_t, t *C.sf_tensor) {
@@ -82,7 +82,7 @@ func sf_window_tensor(at C.uint64_t, t *C.sf_tensor) {
 	t.shape[0] = t.nbytes
 }
 
-// windowCall makes one of SF_WINDOW_PUT and so on.
+// windowCall makes one of the calls SF_WINDOW_PUT and so on.
 func windowCall(ctx context.Context, w *core.Window, what C.int, rank, offset, signal int, x af.Tensor, s af.Stream) error {
 	switch what {
 	case C.SF_WINDOW_PUT:
@@ -97,7 +97,7 @@ func windowCall(ctx context.Context, w *core.Window, what C.int, rank, offset, s
 	return fmt.Errorf("no such call of a window: %d", what)
 }
 
-// sf_window_queue makes a call of a window on devices, in a stream. x stays the caller's.
+// sf_window_queue queues a call of a window on devices to a stream. x remains the caller's.
 //
 //export sf_window_queue
 func sf_window_queue(at C.uint64_t, what C.int, rank, offset, signal C.int64_t, x *C.sf_tensor, stream C.uint64_t, e *C.sf_error) C.int {
@@ -112,13 +112,13 @@ func sf_window_queue(at C.uint64_t, what C.int, rank, offset, signal C.int64_t, 
 	return result(e, windowCall(context.Background(), windowOf(at), what, int(rank), int(offset), int(signal), t, af.Stream(stream)))
 }
 
-// sf_window_slice makes a call of a window in host memory, in slices: SF_PENDING means again, with the time of the first
-// one. It takes over the owner of x each time.
+// sf_window_slice makes a call of a window in host memory, in slices. After SF_PENDING the caller repeats the call,
+// with the time since the first one. Each call takes ownership of the owner of x.
 //
 //export sf_window_slice
 func sf_window_slice(at C.uint64_t, what C.int, rank, offset, signal C.int64_t, x *C.sf_tensor, sliceMs, timeoutMs C.int64_t, waitedMs C.int64_t, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
-	defer a.release() // what is under way is held
+	defer a.release() // an operation under way has references of its own
 	var t af.Tensor
 	if what == C.SF_WINDOW_PUT {
 		var err error
@@ -139,7 +139,7 @@ func sf_window_check(at C.uint64_t, e *C.sf_error) C.int { return result(e, wind
 //export sf_window_close
 func sf_window_close(at C.uint64_t, task *C.uint64_t) { give(task, windowOf(at).Close()) }
 
-// sf_window_drop closes a window that Python has let go of, in the background.
+// sf_window_drop closes, in the background, a window that Python no longer uses.
 //
 //export sf_window_drop
 func sf_window_drop(at C.uint64_t) {

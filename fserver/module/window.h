@@ -1,4 +1,4 @@
-// Windows: what open_window() returns.
+// Windows: the result of open_window().
 #ifndef FSERVER_WINDOW_H
 #define FSERVER_WINDOW_H
 

@@ -100,6 +100,4 @@ def test_one_pull_from_each_server(cluster, servers):
 
 
 def test_one_pull_from_each_server_in_arrays(cluster, lib):
-    if lib == "jax":
-        pytest.skip("JAX's arrays cannot be pulled into")
     cluster(workers=1, servers=1, lib=lib).run(one_pull_worker, one_pull_server)

@@ -159,7 +159,7 @@ def reuse_server(n):
                     a.wait(timeout_ms=1)
                     break
                 except TimeoutError as e:
-                    assert f"server {n.rank}" in str(e) and "have not left" in str(e)
+                    assert f"server {n.rank}" in str(e) and "are not sent" in str(e)
         assert a.done()
     (handler, _, _), = f.get_batch()
     assert f.respond([], handler).done()
