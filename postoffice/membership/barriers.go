@@ -1,7 +1,7 @@
 package membership
 
-// The barriers of the cluster, on the scheduler: counting requests, releasing or failing
-// barriers, and telling waiting nodes which others are missing.
+// The barriers of the cluster, on the scheduler: it counts requests, releases or fails barriers, and notifies waiting
+// nodes of the missing ones.
 
 import (
 	"cmp"
@@ -16,22 +16,23 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// barriers are all incomplete barriers, and the results that nodes may ask for again.
 type barriers struct {
 	core
-	pending       *pendingBarriers // the scheduler's own
+	pending       *pendingBarriers // of the scheduler itself
 	departure     departure
 	open          map[barrierKey]*barrier
-	outcomes      map[int]map[barrierKey]barrierOutcome // to each node
+	outcomes      map[int]map[barrierKey]barrierOutcome // the latest one for each node
 	multiCustomer map[int]bool                          // ids of processes that registered several customers
 	foreignStarts map[int]*foreignStart                 // by id
-	// Instance barriers that have been released: of those of start-up, processes that replace others
-	// are released at once.
+	// released has the instance barriers that have been released. From a start-up barrier among them, replacement
+	// processes are released at once.
 	released map[barrierKey]bool
 }
 
-// foreignStart describes a C++ StepMesh process that has replaced another one. If its program calls StartPS with its barrier,
-// the process sends a request that is identical to the one of Finalize. The scheduler must not count that request for the barrier of
-// Finalize, where others may wait already.
+// foreignStart describes a C++ StepMesh process that has replaced another one. If its program calls StartPS with its
+// barrier, the process sends a request that is identical to that of Finalize. The scheduler must not count that
+// request for the barrier of Finalize, where other nodes may wait already.
 type foreignStart struct {
 	since      time.Duration // the time at which the scheduler sent it the node table
 	counted    []int32       // the customers whose first request was counted for the barrier of StartPS
@@ -39,16 +40,17 @@ type foreignStart struct {
 }
 
 const (
-	// foreignStartLimit is the longest time from the node table to the request of StartPS; the process connects to all nodes in
-	// between. A later first request is that of Finalize: the program called StartPS without its barrier.
+	// foreignStartLimit is the longest time from the node table to the request of StartPS; the process connects to
+	// all nodes in between. A later first request is that of Finalize: the program called StartPS without its
+	// barrier.
 	foreignStartLimit = 10 * time.Second
-	// foreignExitLimit is the longest life of a process after its Finalize has ended. If a process ends within that time after its
-	// first request was counted for StartPS, the request was that of Finalize.
+	// foreignExitLimit is the longest life of a process after its Finalize has ended. If a process ends within that
+	// time after its first request was counted for StartPS, the request was that of Finalize.
 	foreignExitLimit = 5 * time.Second
 )
 
-// firstMissingNotice is after how long those who wait for a barrier are first told who is missing. It is not
-// longer than the shortest limit that can be set (STEPAF_STOP_TIMEOUT).
+// firstMissingNotice is the time until waiting nodes first receive the names of the missing ones. It is not longer
+// than the shortest limit that can be set (STEPAF_STOP_TIMEOUT).
 const firstMissingNotice = 900 * time.Millisecond
 
 type barrierKey struct {
@@ -56,46 +58,44 @@ type barrierKey struct {
 	instance bool
 }
 
-// finalizeKey is the barrier of Finalize, and of what comes before it.
+// finalizeKey is the barrier of Finalize, and of the calls before it.
 var finalizeKey = barrierKey{van.AllNodes, true}
 
 // barrier is a barrier that was requested and is not complete.
 type barrier struct {
 	requests []barrierRequest
-	// stuck: since the time in since, only dead nodes are missing. After
-	// Config.ReplaceTimeout the barrier fails and told is set: the nodes that can be told
-	// have been told, once.
+	// onlyDeadMissing: since stuckSince, only dead nodes are missing. After Config.ReplaceTimeout the barrier fails,
+	// and failureSent is set: the nodes that can be notified have been notified, once.
 	onlyDeadMissing, failureSent bool
 	stuckSince                   time.Duration
-	openedAt                     time.Duration // when the first request came
-	// Of the last request: a release to a C++ StepMesh node has them.
+	openedAt                     time.Duration // the time of the first request
+	// app and customer are those of the last request: a release to a C++ StepMesh node has them.
 	app, customer int32
-	// nextNews is when the waiting nodes are told next which nodes are missing.
+	// nextNotice is the time of the next notice of missing nodes to the waiting ones.
 	nextNotice time.Duration
 }
 
-// barrierRequest is one counted request. customer is 0 unless several customers of one
-// process registered, each of which is counted. stamp is the timestamp of the request,
-// by which a release names it to nodes of this library.
+// barrierRequest is one counted request. customer is 0 unless several customers of one process registered, each of
+// which is counted. stamp is the timestamp of the request, by which a release names it to nodes of this library.
 type barrierRequest struct {
 	id, customer int
 	stamp        int32
 	ending       bool // at the end of a program
-	finalize     bool // as Finalize's: its node leaves then
-	// unsure: the request may have been on its way for long, and given up meanwhile. The node was
-	// asked, first at that time, whether it still waits. Until it says so the request does not count.
+	finalize     bool // of Finalize: its node then leaves
+	// unconfirmed: the request may have been delayed for long, and canceled meanwhile. At askedAt the node was first
+	// asked whether it still waits. The request does not count until the node confirms it.
 	unconfirmed bool
 	askedAt     time.Duration
-	left        bool // it has canceled the barrier of Finalize, or is known to have left: it needs no release
+	left        bool // the node has canceled Finalize, or is known to have left: it needs no release
 }
 
-// barrierOutcome is the last release for a node of this library, or the notice that the barrier has failed.
-// A node that was down, or whose connection broke when it was sent, may not have it: it repeats its
-// request when it is back. That is not counted for the next barrier.
+// barrierOutcome is the last release for a node of this library, or the notice that the barrier has failed. A node
+// that was dead, or whose connection broke, may not have received it: the node repeats its request when it is back.
+// The repeated request is not counted for the next barrier.
 type barrierOutcome struct {
 	stamp    int32
-	canceled bool   // not released: the node has given the request up
-	failed   string // not released: the reason that the node was told
+	canceled bool   // not released: the node has canceled the request
+	failed   string // not released: the reason that was sent to the node
 }
 
 // request counts a request and releases the barrier when it is complete.
@@ -140,9 +140,9 @@ func (s *barriers) request(now time.Duration, from int, msg *van.Meta) error {
 			s.askIfWaiting(a.askedAt, key, a)
 		}
 		return nil
-	case i >= 0 && s.table.native(from) && !newer(a.stamp, g.requests[i].stamp): // given up, and overtaken by the next one
+	case i >= 0 && s.table.native(from) && !newer(a.stamp, g.requests[i].stamp): // canceled, and overtaken by the next one
 		return nil
-	case i >= 0 && (instance || s.table.native(from)): // given up and requested anew
+	case i >= 0 && (instance || s.table.native(from)): // canceled and requested again
 		g.requests[i] = a
 	default:
 		i = len(g.requests)
@@ -156,8 +156,9 @@ func (s *barriers) request(now time.Duration, from int, msg *van.Meta) error {
 	return nil
 }
 
-// isForeignStart reports whether the request of a C++ StepMesh process is to be released at once. That is so if the process has replaced
-// another one, and the request is that of its StartPS. If the others have not passed that barrier yet, the request counts there.
+// isForeignStart reports whether the request of a C++ StepMesh process must be released at once. That is so if the
+// process has replaced another one, and the request is that of its StartPS. If the other nodes have not passed that
+// barrier yet, the request counts there.
 func (s *barriers) isForeignStart(now time.Duration, from int, msg *van.Meta) bool {
 	st := s.foreignStarts[from]
 	if st == nil {
@@ -178,8 +179,9 @@ func (s *barriers) isForeignStart(now time.Duration, from int, msg *van.Meta) bo
 	return true
 }
 
-// countExitedForeign counts the dead C++ StepMesh processes that are missing in g, the barrier of Finalize, if all of them ended within endOfOriginal
-// after their only request was released: that request was their Finalize. It reports whether g is then complete.
+// countExitedForeign counts the dead C++ StepMesh processes that are missing in g, the barrier of Finalize, if all of
+// them ended within foreignExitLimit after their only request was released: that request was their Finalize. It
+// reports whether g is then complete.
 func (s *barriers) countExitedForeign(now time.Duration, g *barrier) bool {
 	var ended []barrierRequest
 	for _, ids := range s.missingNodes(finalizeKey, g) {
@@ -215,7 +217,7 @@ func (s *barriers) releaseIfComplete(now time.Duration, key barrierKey, g *barri
 		return
 	}
 	delete(s.open, key)
-	s.released[key] = true // of use for instance barriers
+	s.released[key] = true // used for instance barriers only
 	kept := s.carryOver(now, key, g)
 	last := key == finalizeKey && s.pending.finalizing() && slices.ContainsFunc(g.requests, func(a barrierRequest) bool {
 		return a.id == van.SchedulerID && (a.finalize || !s.table.native(a.id))
@@ -239,17 +241,17 @@ func (s *barriers) releaseIfComplete(now time.Duration, key barrierKey, g *barri
 		}
 	}
 	if last {
-		s.pending.Leaving(now) // the others leave when they have the release
+		s.pending.Leaving(now) // the others leave when they have received the release
 		s.departure.start(now, key, g.requests)
 	}
-	if len(kept) > 0 { // those who are missing now may all be dead
+	if len(kept) > 0 { // the nodes that are missing now may all be dead
 		s.recheck(now)
 	}
 }
 
-// carryOver takes the requests of Finalize out of g, which is complete, for the next barrier, if somebody is known to come to
-// another one: whoever has called Finalize takes part in what the others call before it, as if it had called that too.
-// It returns whose they are.
+// carryOver moves the requests of Finalize out of g, which is complete, to the next barrier, if another node is known
+// to call one: a node in Finalize takes part in the barriers that the others call before theirs, as if it had called
+// these too. It returns the ids of the moved requests.
 func (s *barriers) carryOver(now time.Duration, key barrierKey, g *barrier) (kept map[int]bool) {
 	goesOn := func(a barrierRequest) bool { return !a.finalize && s.table.native(a.id) }
 	if key != finalizeKey || !slices.ContainsFunc(g.requests, goesOn) {
@@ -270,7 +272,7 @@ func (s *barriers) carryOver(now time.Duration, key barrierKey, g *barrier) (kep
 	return kept
 }
 
-// countedRequests returns how many requests count.
+// countedRequests returns the number of requests that count.
 func (g *barrier) countedRequests() (n int) {
 	for i := range g.requests {
 		if !g.requests[i].unconfirmed {
@@ -280,9 +282,9 @@ func (g *barrier) countedRequests() (n int) {
 	return n
 }
 
-// askIfWaiting asks a node whether it still waits for what it requested with a, which does not count
-// until then: it may have been held up as long as nothing came from that node, and the word that it
-// was given up comes after it. What ends a program is never given up.
+// askIfWaiting asks a node whether it still waits for request a, which does not count until the node confirms it. The
+// request may have been delayed for as long as the node was silent, and a cancellation may follow it. Requests at the
+// end of a program are never canceled.
 func (s *barriers) askIfWaiting(now time.Duration, key barrierKey, a *barrierRequest) {
 	a.unconfirmed, a.askedAt = true, now
 	s.out.notifyAbout(a.id, notice{verb: verbWhether, group: key.group, instance: key.instance}, requestKey(a.stamp))
@@ -301,7 +303,7 @@ func (s *barriers) confirmWaiting(now time.Duration, from int, msg *van.Meta, n 
 	i := slices.IndexFunc(g.requests, func(a barrierRequest) bool { return a.id == from && a.unconfirmed && requestKey(a.stamp) == msg.Key })
 	switch {
 	case i < 0:
-	case h.gap > g.requests[i].askedAt: // the answer may have been held up, too
+	case h.gap > g.requests[i].askedAt: // the answer may have been delayed, too
 		s.askIfWaiting(now, key, &g.requests[i])
 	default:
 		g.requests[i].unconfirmed = false
@@ -311,8 +313,8 @@ func (s *barriers) confirmWaiting(now time.Duration, from int, msg *van.Meta, n 
 	return nil
 }
 
-// alreadyReleased tells whether a request is for a barrier of start-up that the others have passed before its
-// process came.
+// alreadyReleased reports whether a request is for a start-up barrier that the others passed before its process
+// registered.
 func (s *barriers) alreadyReleased(from int, key barrierKey, msg *van.Meta) bool {
 	return msg.Key == startRequest && from != van.SchedulerID && s.table.native(from) && s.table.record(from).IsRecovery &&
 		(s.released[key] || s.life.recovered)
@@ -325,8 +327,8 @@ func (s *barriers) setOutcome(id int, key barrierKey, a barrierOutcome) {
 	s.outcomes[id][key] = a
 }
 
-// repeatOutcome tells whether a request of a node of this library belongs to a barrier that
-// is over, and repeats the release if it is the last one.
+// repeatOutcome reports whether a request of a node of this library belongs to a barrier that is over, and repeats
+// the outcome if it is the latest.
 func (s *barriers) repeatOutcome(from int, key barrierKey, stamp int32) bool {
 	last, ok := s.outcomes[from][key]
 	if !ok || newer(stamp, last.stamp) {
@@ -342,7 +344,7 @@ func (s *barriers) repeatOutcome(from int, key barrierKey, stamp int32) bool {
 	return true
 }
 
-// releaseConfirmed handles the word of a node that a barrier which ends a program is over there.
+// releaseConfirmed handles the notice of a node that a barrier at the end of a program is over there.
 func (s *barriers) releaseConfirmed(from int, msg *van.Meta, n notice) error {
 	if s.life.phase != ready || !s.table.has(from) || !s.table.native(from) {
 		return s.table.bad(from, msg, "sender", from, "a node of this cluster and of this library")
@@ -358,8 +360,8 @@ func (s *barriers) releaseConfirmed(from int, msg *van.Meta, n notice) error {
 	return nil
 }
 
-// cancelRequest removes a request that was given up. If the request itself arrives later,
-// repeated or overtaken by the notice, it is not counted either.
+// cancelRequest removes a canceled request. If the request itself arrives later, repeated or overtaken by the notice,
+// it is not counted either.
 func (s *barriers) cancelRequest(now time.Duration, from int, msg *van.Meta, n notice) error {
 	switch {
 	case s.life.phase != ready || from != van.SchedulerID && (!s.table.has(from) || !s.table.native(from)):
@@ -373,7 +375,7 @@ func (s *barriers) cancelRequest(now time.Duration, from int, msg *van.Meta, n n
 	}
 	if g := s.open[key]; g != nil {
 		if i := slices.IndexFunc(g.requests, func(a barrierRequest) bool { return a.id == from && a.stamp == stamp }); i >= 0 {
-			if from != van.SchedulerID { // whose own error says it
+			if from != van.SchedulerID { // its own error says it
 				s.out.emit(Warning{Text: s.table.peer(from) + " no longer waits: " + s.missingText(key, g)})
 			}
 			g.requests = slices.Delete(g.requests, i, i+1)
@@ -389,7 +391,7 @@ func (s *barriers) releaseAgain(id int, key barrierKey, stamp int32) {
 	s.out.release(id, key.instance, 0, 0, requestKey(stamp))
 }
 
-// replaced removes the requests of the process that had id before.
+// replaced removes the requests of the earlier process of id.
 func (s *barriers) replaced(now time.Duration, id int) {
 	for _, g := range s.open {
 		g.requests = slices.DeleteFunc(g.requests, func(a barrierRequest) bool { return a.id == id })
@@ -406,24 +408,26 @@ func (s *barriers) dropEmpty() {
 	maps.DeleteFunc(s.open, func(_ barrierKey, g *barrier) bool { return len(g.requests) == 0 })
 }
 
-// recheck finds the barriers at which only dead nodes are missing. Such a barrier
-// fails after Config.ReplaceTimeout without a replacement; it fails at once, unless it is
-// at the end of a program, if the nodes died by silence while it was open: it has waited for their
-// heartbeats. One whose connection broke before is waited for, though it is silent, too, by and by.
-// While a live member is missing a barrier does not fail: some nodes wait in the barrier
-// of Finalize from the beginning, which must not end the work of the others. A barrier fails at once if a missing
-// node already waits at the end of its program.
+// recheck finds the barriers at which only dead nodes are missing. Such a barrier fails
+//  1. after Config.ReplaceTimeout without a replacement process;
+//  2. at once, unless it is at the end of a program, if all the dead nodes were silent while the barrier was open: it has
+//     waited for their heartbeats. A node whose connection broke before is waited for, though it is later silent, too;
+//  3. at once if a missing node already waits at the end of its program.
+//
+// While a live member is missing the barrier does not fail: some nodes wait in the barrier of Finalize from the
+// beginning, and must not end the work of the others.
 func (s *barriers) recheck(now time.Duration) {
 	for _, key := range sortedKeys(s.open) {
 		g := s.open[key]
-		for s.recheckOne(now, key, g) { // for those who stay: the others may be dead as well
+		for s.recheckOne(now, key, g) { // again for the requests that stay: the other members may be dead as well
 		}
 	}
 	s.dropEmpty()
 }
 
-// nodesInFinalize names the nodes that will not take part in a barrier, since they wait at the end of their programs. A node in stop() or
-// Finalize takes part in instance barriers over all nodes only. It returns "" if there are none, or the barrier has failed.
+// nodesInFinalize names the nodes that will not take part in a barrier, since they wait at the end of their programs.
+// A node in stop() or Finalize takes part in instance barriers over all nodes only. The result is "" if there are no
+// such nodes, or the barrier has failed.
 func (s *barriers) nodesInFinalize(key barrierKey, g *barrier) string {
 	end := s.open[finalizeKey]
 	if key == finalizeKey || end == nil || g.failureSent {
@@ -433,7 +437,7 @@ func (s *barriers) nodesInFinalize(key barrierKey, g *barrier) string {
 		return slices.ContainsFunc(end.requests, func(a barrierRequest) bool { return a.id == id && a.ending && !a.left })
 	}
 	if !key.instance {
-		// Any members' requests complete a group barrier, as C++ StepMesh counts: several of one group, too.
+		// Requests of any members complete a group barrier, as C++ StepMesh counts, even several of one group.
 		left := 0
 		for _, id := range s.table.Members(key.group) {
 			if !ends(id) && !slices.ContainsFunc(g.requests, func(a barrierRequest) bool { return a.id == id }) {
@@ -457,7 +461,7 @@ func (s *barriers) nodesInFinalize(key barrierKey, g *barrier) string {
 	return list(names) + ": in stop() or Finalize, where a node takes part in no other barrier"
 }
 
-// recheckOne is recheck of one barrier. It tells whether that has failed, but not for all.
+// recheckOne is recheck of one barrier. It reports whether the barrier has failed, but not for all.
 func (s *barriers) recheckOne(now time.Duration, key barrierKey, g *barrier) (some bool) {
 	if text := s.nodesInFinalize(key, g); text != "" {
 		return s.fail(key, g, text)
@@ -494,10 +498,9 @@ func (s *barriers) recheckOne(now time.Duration, key barrierKey, g *barrier) (so
 	return s.fail(key, g, strings.TrimPrefix(dead, "; "))
 }
 
-// fail tells the waiting nodes of this library that a barrier cannot be complete,
-// and removes their requests. Requests of C++ StepMesh nodes stay: they cannot be told,
-// and do not repeat them. Requests of Finalize stay if it is the barrier of others that they
-// took part in, as some tells.
+// fail notifies the waiting nodes of this library that a barrier cannot complete, and removes their requests.
+// Requests of C++ StepMesh nodes stay: these nodes cannot be notified, and do not repeat them. Requests of Finalize
+// stay if they counted for another barrier of other nodes; some reports that.
 func (s *barriers) fail(key barrierKey, g *barrier, text string) (some bool) {
 	some = key == finalizeKey && slices.ContainsFunc(g.requests, func(a barrierRequest) bool { return !a.ending && s.table.native(a.id) })
 	g.failureSent, g.onlyDeadMissing = !some, !some
@@ -534,13 +537,13 @@ func failedNotice(key barrierKey, text string) notice {
 	return notice{verb: verbBarrier, group: key.group, instance: key.instance, text: text}
 }
 
-// sendFailure tells a node of this library that what it has asked for cannot be complete.
+// sendFailure notifies a node of this library that its barrier cannot complete.
 func (s *barriers) sendFailure(id int, key barrierKey, a barrierOutcome) {
 	s.out.notifyAbout(id, failedNotice(key, a.failed), requestKey(a.stamp))
 }
 
-// tick also tells the nodes that wait for a barrier which nodes are missing: they say so in their
-// error if they give up.
+// tick also sends the names of missing nodes to the nodes that wait for a barrier. These put them into their error if
+// they time out.
 func (s *barriers) tick(now time.Duration) {
 	if now < s.next() {
 		return
@@ -602,7 +605,8 @@ func (s *barriers) missingOfAll() string {
 	return strings.Join(parts, "; ")
 }
 
-// mayDelayScheduler reports whether a worker waits in the barrier at the end of programs, or a dead node may delay that barrier.
+// mayDelayScheduler reports whether a worker waits in the barrier at the end of programs, or a dead node may delay
+// that barrier.
 func (s *barriers) mayDelayScheduler() bool {
 	g := s.open[finalizeKey]
 	return g != nil && (slices.ContainsFunc(g.requests, func(a barrierRequest) bool { return van.RoleOf(a.id) == van.Worker }) ||
@@ -620,8 +624,8 @@ func (s *barriers) missingText(key barrierKey, g *barrier) string {
 		groupName(key.group), g.countedRequests(), s.cfg.expected(key.group, key.instance), list(missing))
 }
 
-// missingNodes lists whose requests have yet to come. Each element is one node, or, for a group barrier,
-// the instances of one group, one of which is to ask.
+// missingNodes lists the nodes whose requests are missing. Each element is one node, or, for a group barrier, the
+// instances of one group, one of which must send a request.
 func (s *barriers) missingNodes(key barrierKey, g *barrier) (all [][]int) {
 	size := s.cfg.GroupSize
 	if key.instance {

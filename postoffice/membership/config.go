@@ -1,7 +1,7 @@
 package membership
 
-// The configuration of a Machine and its checks; which nodes belong to a group, and how many
-// requests release a barrier over it.
+// The configuration of a Machine and its checks, the members of a group, and the number of requests that release a
+// barrier over it.
 
 import (
 	"cmp"
@@ -19,7 +19,7 @@ const maxInstances = (van.Empty - 9) / 2
 
 const (
 	defaultReportEvery = 5 * time.Second
-	reportEarlier      = time.Second // the first report of a node that tries addresses: it names a wrong setting within 5 s
+	reportEarlier      = time.Second // the first report of a node that probes addresses is earlier: it names a wrong setting within 5 s
 )
 
 // Config describes a node and its cluster. The counts must be the same on all nodes.
@@ -30,40 +30,36 @@ type Config struct {
 	NumServers int // DMLC_NUM_SERVER: groups
 	GroupSize  int // DMLC_GROUP_SIZE: instances a group; 0 means 1
 
-	// Self has the address that this node listens at and advertises, and in AuxID its
-	// preferred instance rank, or -1; the scheduler's address is Scheduler. Its endpoint
-	// has the identity of this process; without one the node behaves as a C++ StepMesh
-	// node.
+	// Self has the address that this node listens at and advertises, and in AuxID its preferred instance rank, or -1;
+	// the scheduler's address is Scheduler. Its endpoint has the identity of this process; without one the node
+	// behaves as a C++ StepMesh node.
 	Self      van.Node
 	Scheduler van.Node // host and port
 
 	HeartbeatInterval time.Duration // PS_HEARTBEAT_INTERVAL; 0: none are sent
 	HeartbeatTimeout  time.Duration // PS_HEARTBEAT_TIMEOUT; 0: silent nodes are not dead
-	// With NativeInterval heartbeats are sent only to a scheduler of this library, the
-	// first one at once. With NativeTimeout the timeout applies only to nodes that have
-	// sent a heartbeat.
+	// With NativeInterval heartbeats are sent only to a scheduler of this library, the first one at once. With
+	// NativeTimeout the timeout applies only to nodes that have sent a heartbeat.
 	NativeInterval, NativeTimeout bool
-	// NamedCluster says that the cluster in Self's identity is that of
-	// STEPAF_CLUSTER_ID, which all nodes must have. Otherwise the scheduler's is any
-	// number, and that of other nodes 0.
+	// NamedCluster: the cluster in Self's identity is that of STEPAF_CLUSTER_ID, which all nodes must have. Otherwise
+	// the scheduler's is any number, and that of other nodes 0.
 	NamedCluster bool
-	// Foreign says that nodes of C++ StepMesh, which have no identity, may be in a NamedCluster, or its scheduler may be one.
+	// Foreign: nodes of C++ StepMesh, which have no identity, may be in a NamedCluster, or its scheduler may be one.
 	Foreign      bool
-	Nonce        uint64        // random, of the scheduler's process: see proof
-	CanProbe     bool          // the transport can carry out Try and Reply
-	StartTimeout time.Duration // how long start-up may take; 0: for ever
-	// ReplaceTimeout is how long a barrier waits for the replacement of a dead node, or
-	// for the scheduler, when no live node is missing.
+	Nonce        uint64        // random, of the scheduler's process: see addressProof
+	CanProbe     bool          // the transport can perform Probe and Reply
+	StartTimeout time.Duration // limit of start-up; 0: none
+	// ReplaceTimeout is the time for which a barrier waits for the replacement of a dead node, or for the scheduler,
+	// when no live node is missing.
 	ReplaceTimeout time.Duration
-	BarrierTimeout time.Duration // how long Barrier may take; 0: for ever
-	// StopTimeout is how long a worker's Finalize waits for the others; 0: for
-	// ever. It does not apply to servers and the scheduler, which often call Finalize
-	// as soon as they run.
+	BarrierTimeout time.Duration // limit of Barrier; 0: none
+	// StopTimeout is the limit of a worker's Finalize; 0: none. It does not apply to servers and the scheduler, which
+	// often call Finalize as soon as they run.
 	StopTimeout time.Duration
 	ReportEvery time.Duration // between two reports of missing nodes; 0 means 5 s
 
-	// OrderedHosts is BYTEPS_ORDERED_HOSTS ("ip" or "ip:port"), used by the
-	// scheduler. If not empty, ranks follow it and nodes on other hosts are refused.
+	// OrderedHosts is BYTEPS_ORDERED_HOSTS ("ip" or "ip:port"), used by the scheduler. If not empty, ranks follow it
+	// and nodes on other hosts are refused.
 	OrderedHosts []string
 }
 
@@ -146,7 +142,7 @@ func checkAddr(n *van.Node, what string) error {
 	return nil
 }
 
-// checkNode is checkAddr for a worker or server, whose address others connect to.
+// checkNode is checkAddr for a worker or server, to whose address other nodes connect.
 func checkNode(n *van.Node, what string) error {
 	err := checkAddr(n, what)
 	if err != nil {
@@ -158,8 +154,7 @@ func checkNode(n *van.Node, what string) error {
 	return nil
 }
 
-// hostOrder maps each host of BYTEPS_ORDERED_HOSTS to its position; ports are ignored,
-// as in C++ StepMesh.
+// hostOrder maps each host of BYTEPS_ORDERED_HOSTS to its position; ports are ignored, as in C++ StepMesh.
 func hostOrder(hosts []string) (map[string]int, error) {
 	if len(hosts) == 0 {
 		return nil, nil
@@ -223,7 +218,7 @@ func (c *Config) expected(group int, instance bool) int {
 	}
 }
 
-// trivial tells whether a barrier over group is complete without any message.
+// trivial reports whether a barrier over group completes without any message.
 func (c *Config) trivial(group int, instance bool) bool {
 	n := c.groupLen(group)
 	return n <= 1 || !instance && n <= c.GroupSize

@@ -1,7 +1,7 @@
 package membership
 
-// The end of a cluster, on the scheduler: it leaves when those who have asked for the end of the program are known to
-// have their releases. One that is on its way when its connection breaks is lost, and nobody else can repeat it.
+// The end of a cluster, on the scheduler: it leaves when every node that has requested the last barrier is known to
+// have its release. A release in flight is lost when its connection breaks, and only the scheduler can repeat it.
 
 import (
 	"fmt"
@@ -14,20 +14,22 @@ import (
 const (
 	releaseRepeat  = time.Second
 	maxCut         = 10 * time.Second // instead of Config.HeartbeatTimeout, if that is longer or 0
-	departureSlack = 5 * time.Second  // for connections to be made again after a cut that was too short for anybody to be dead
+	departureSlack = 5 * time.Second  // to reconnect after a cut that was too short for any node to be declared dead
 )
 
+// departure is the scheduler's wait after the last barrier.
 type departure struct {
 	core
 	key         barrierKey
-	own         uint64         // names the scheduler's own request
-	unconfirmed map[int]uint64 // by id, the requests of those who are not known to have their releases
-	nextRepeat  time.Duration  // when these are repeated
-	deadline    time.Duration  // when the scheduler leaves all the same
-	logged      bool           // the log says whom it waits for
+	own         uint64         // key of the scheduler's own request
+	unconfirmed map[int]uint64 // by id, the request keys of nodes that may lack their releases
+	nextRepeat  time.Duration  // time of the next repeated releases
+	deadline    time.Duration  // time at which the scheduler leaves in any case
+	logged      bool           // the log names the nodes that it waits for
 }
 
-// limit is how long the scheduler waits at most: until a node that was cut off shortly before has been heard again, or is dead.
+// limit is the scheduler's longest wait: until a node whose connection was cut shortly before has reconnected, or is
+// dead.
 func (d *departure) limit() time.Duration {
 	if t := d.cfg.HeartbeatTimeout; 0 < t && t < maxCut {
 		return t + departureSlack
@@ -35,8 +37,9 @@ func (d *departure) limit() time.Duration {
 	return maxCut + departureSlack
 }
 
-// start waits for the nodes of this library that came to the last barrier at the end of their programs. Others do not say
-// that they have their releases. Who has given up, or been dead for longer than the limit, is not waited for.
+// start begins to wait for the nodes of this library that requested the last barrier at the end of their programs.
+// Nodes of C++ StepMesh do not confirm their releases. Nodes that have canceled, or have been dead for longer than
+// the limit, are not waited for.
 func (d *departure) start(now time.Duration, key barrierKey, came []barrierRequest) {
 	d.key, d.nextRepeat, d.deadline = key, now+releaseRepeat, now+d.limit()
 	d.unconfirmed = map[int]uint64{}
@@ -51,17 +54,17 @@ func (d *departure) start(now time.Duration, key barrierKey, came []barrierReque
 	d.leaveIfDone()
 }
 
-// waiting tells whether the last barrier is over and the scheduler stays.
+// waiting reports whether the last barrier is over and the scheduler stays.
 func (d *departure) waiting() bool { return len(d.unconfirmed) > 0 }
 
-// leaveIfDone ends the scheduler's own wait, if there is nobody to wait for.
+// leaveIfDone ends the scheduler's own wait if all releases are confirmed.
 func (d *departure) leaveIfDone() {
 	if !d.waiting() {
 		d.out.release(van.SchedulerID, d.key.instance, 0, 0, d.own)
 	}
 }
 
-// confirmed notes that a node waits no more for the release of a request.
+// confirmed notes that a node no longer waits for the release of a request.
 func (d *departure) confirmed(from int, key barrierKey, request uint64) {
 	if want, waits := d.unconfirmed[from]; waits && d.key == key && want == request {
 		delete(d.unconfirmed, from)
@@ -69,14 +72,14 @@ func (d *departure) confirmed(from int, key barrierKey, request uint64) {
 	}
 }
 
-// repeat sends a node that may lack its release another one.
+// repeat sends another release to a node that may lack its release.
 func (d *departure) repeat(id int) {
 	if request, ok := d.unconfirmed[id]; ok {
 		d.out.release(id, d.key.instance, 0, 0, request)
 	}
 }
 
-// waitingFor says whom the scheduler waits for, "" if for nobody.
+// waitingFor names the nodes that the scheduler waits for; "" if there are none.
 func (d *departure) waitingFor() string {
 	if !d.waiting() {
 		return ""
@@ -89,7 +92,7 @@ func (d *departure) waitingFor() string {
 }
 
 func (d *departure) tick(now time.Duration) {
-	if late := now - d.nextRepeat; d.waiting() && late > releaseRepeat { // this process stood still, and has not read what came
+	if late := now - d.nextRepeat; d.waiting() && late > releaseRepeat { // this process was paused, and has not read its messages
 		d.deadline += late
 	}
 	switch {

@@ -1,7 +1,7 @@
 package membership
 
-// Which nodes are alive: when each was last heard, and why it is down. What else follows from a
-// death or a return is in watch.go for the scheduler, and in ticket.go for the others.
+// The liveness of nodes: the time of each node's last message, and the reasons why it is dead. Other effects of a
+// death or a return are in monitor.go for the scheduler, and in pending.go for workers and servers.
 
 import (
 	"errors"
@@ -15,17 +15,17 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// deathReason is why a node is considered dead. Each reason is cleared on its own.
+// deathReason is a set of reasons why a node is considered dead. Each reason is cleared on its own.
 type deathReason uint8
 
 const (
 	connLost deathReason = 1 << iota // the transport lost the connection
 	silent                           // no heartbeats
-	declared                         // the scheduler says so
+	declared                         // the scheduler declared it dead
 )
 
-// lossError says why a node is considered dead. It wraps van.ErrPeerLost and the
-// transport's error, if there is one.
+// lossError is the reason why a node is considered dead. It wraps van.ErrPeerLost and the transport's error, if there
+// is one.
 type lossError struct {
 	text  string
 	cause error
@@ -41,45 +41,47 @@ func (e *lossError) Unwrap() []error {
 	return []error{van.ErrPeerLost, e.cause}
 }
 
+// peerHealth is the liveness of one node.
 type peerHealth struct {
-	seen      time.Duration // when it was last heard, or its connection came back
-	heard     time.Duration // when its last message came
+	seen      time.Duration // time of its last message, or of its restored connection
+	heard     time.Duration // time of its last message
 	deadFor   deathReason   // 0: alive
-	connBroke bool          // it went down as its connection broke, whatever has come since
-	deadSince time.Duration // when it went down, or when the scheduler was replaced
+	connBroke bool          // it was declared dead for a broken connection, whatever arrived since
+	deadSince time.Duration // time at which it died, or the scheduler was replaced
 	cause     error
 
-	answered        time.Duration // when its transport last answered for it, see Answers; 0: not since its last message
-	lost            time.Duration // when its connection was last lost
-	back            time.Duration // when it then came back; 0: not since
+	answered        time.Duration // time of its transport's last answer to a probe, see ProbeAnswered; 0: none since its last message
+	lost            time.Duration // time at which its connection was last lost
+	back            time.Duration // time at which the connection was restored then; 0: not since
 	sendsHeartbeats bool          // it has sent a heartbeat
-	interval        time.Duration // between its heartbeats, as it says
-	gap             time.Duration // when something came after nothing had for longer than that; 0: never
-	confirmed       time.Duration // when it was sent a question that it has answered since; 0: never
-	staleTable      bool          // its last heartbeat said that its table is old
+	interval        time.Duration // between its heartbeats, as it announces
+	gap             time.Duration // time of the first message after a silence longer than that; 0: never
+	confirmed       time.Duration // time of the last question to it that it has answered; 0: none
+	staleTable      bool          // its last heartbeat announced an old table
 }
 
-// sameLossTime is how long after a peer's connection to this node came back a connection to it that
-// another node has lost is taken for lost by the same event: a link that was cut is noticed by each when
-// it next sends something.
+// sameLossTime limits the time between the restoration of this node's connection to a peer and a notice that another
+// node has lost its own connection to that peer, if both losses are to count as one event. Each node notices a link
+// that was cut when it next sends a message.
 const sameLossTime = 5 * time.Second
 
-// isSameLoss tells whether the scheduler's loss of its connection to a node is what this node has seen
-// itself, and is over. If the node has died since, this node's own connection shows it.
+// isSameLoss reports whether the scheduler's loss of its connection to a node is a loss that this node has noticed
+// itself, and that is over. If the node has died since, this node's own connection shows it.
 func (h *peerHealth) isSameLoss(now time.Duration) bool {
 	return h.deadFor == 0 && h.back > 0 && now-h.back < sameLossTime
 }
 
-// mayBeDelayed tells whether what comes from the node may have been on its way for long.
+// mayBeDelayed reports whether messages of the node may have been in flight for long.
 func (h *peerHealth) mayBeDelayed() bool { return h.gap > h.confirmed }
 
+// liveness tracks the health of all nodes that this node knows.
 type liveness struct {
 	cfg       *Config
 	life      *lifecycle
 	table     *table
 	out       *outputs
 	peers     map[int]*peerHealth // of the scheduler and the table's nodes
-	lastCheck time.Duration       // when silence was last checked
+	lastCheck time.Duration       // time of the last check for silent nodes
 }
 
 func (l *liveness) begin(now time.Duration, id int) { l.peers[id] = &peerHealth{seen: now} }
@@ -89,10 +91,10 @@ func (l *liveness) isDead(id int) bool {
 	return h != nil && h.deadFor != 0
 }
 
-// schedulerUnreachable tells whether the scheduler cannot be asked now.
+// schedulerUnreachable reports whether the scheduler cannot be asked now.
 func (l *liveness) schedulerUnreachable() bool { return l.isDead(van.SchedulerID) || l.life.rejoining }
 
-// heard notes that a message of from has come, and tells whether from was taken for silent.
+// heard notes a message of from, and reports whether from was considered silent.
 func (l *liveness) heard(now time.Duration, from int) bool {
 	h := l.peers[from]
 	if h == nil {
@@ -105,18 +107,18 @@ func (l *liveness) heard(now time.Duration, from int) bool {
 	return h.deadFor&silent != 0
 }
 
-// connectionLost notes that the connection to id was lost. The error says so; quiet is true when nothing
-// but that connection spoke for id.
+// connectionLost notes that the connection to id was lost, and returns the error for it. quiet is true when id has
+// been silent for too long, so that only the connection showed that it was alive.
 func (l *liveness) connectionLost(now time.Duration, id int, cause error) (err *lossError, quiet bool) {
 	h := l.peers[id]
 	h.lost, h.back = now, 0
 	err = &lossError{text: "connection lost: " + cause.Error(), cause: cause, cut: !errors.Is(cause, van.ErrTimeout) && !errors.Is(cause, syscall.ETIMEDOUT)}
-	// A node that has answered, or whose time was up a moment ago.
+	// The node has answered a probe, or has just timed out.
 	return err, slices.Contains(l.watched(), id) && l.silentTooLong(now, id) && (h.answered > 0 || !l.wasPaused(now))
 }
 
-// markDead marks id as dead for reason r. If it was alive, the application is told and true
-// returned: the rest is to be done, see watch.down and tickets.peerDown.
+// markDead marks id as dead for reason r. If it was alive, the application is notified and true is returned: the
+// caller does the rest, see monitor.markDead and pendingBarriers.peerDead.
 func (l *liveness) markDead(now time.Duration, id int, r deathReason, cause error) bool {
 	h := l.peers[id]
 	first := h.deadFor == 0
@@ -130,8 +132,8 @@ func (l *liveness) markDead(now time.Duration, id int, r deathReason, cause erro
 	return true
 }
 
-// markAlive clears reasons. If none are left, id is alive again; the application is told and true
-// returned, as by markDown.
+// markAlive clears reasons. If none are left, id is alive again; the application is notified and true is returned, as
+// by markDead.
 func (l *liveness) markAlive(now time.Duration, id int, r deathReason) bool {
 	h := l.peers[id]
 	if r&connLost != 0 && h.deadFor&connLost != 0 {
@@ -148,7 +150,7 @@ func (l *liveness) markAlive(now time.Duration, id int, r deathReason) bool {
 	return !l.life.leaving
 }
 
-// lossVerb is that of the notice about a node which is down for that cause.
+// lossVerb is the verb of the notice about a node that is dead for that cause.
 func lossVerb(cause error) string {
 	if l, ok := cause.(*lossError); ok && l.cut {
 		return verbCut
@@ -156,14 +158,14 @@ func lossVerb(cause error) string {
 	return verbDead
 }
 
-// sendsHeartbeats tells whether this node sends heartbeats, which the scheduler answers.
+// sendsHeartbeats reports whether this node sends heartbeats, which the scheduler answers.
 func (l *liveness) sendsHeartbeats() bool {
 	return !l.table.isScheduler() && l.cfg.HeartbeatInterval > 0 && !l.life.leaving &&
 		(!l.cfg.NativeInterval || l.table.native(van.SchedulerID)) && !failpoint.On("heartbeat")
 }
 
-// watched lists the nodes to which the heartbeat timeout applies: on the scheduler all
-// others, or those that have sent a heartbeat; elsewhere the scheduler, if it is sent them.
+// watched lists the nodes to which the heartbeat timeout applies: on the scheduler all others, or those that have
+// sent a heartbeat; elsewhere the scheduler, if heartbeats are sent to it.
 func (l *liveness) watched() []int {
 	switch {
 	case l.cfg.HeartbeatTimeout == 0 || l.life.leaving:
@@ -176,13 +178,13 @@ func (l *liveness) watched() []int {
 	return nil
 }
 
-// maxSilence is how long id may be silent: the timeout, or three of the intervals that id
+// maxSilence is the longest time for which id may be silent: the timeout, or three of the intervals that id
 // announces, if that is longer.
 func (l *liveness) maxSilence(id int) time.Duration {
 	return max(l.cfg.HeartbeatTimeout, 3*l.peers[id].interval)
 }
 
-// silentTooLong tells whether id has been silent for too long, and is not known to have been.
+// silentTooLong reports whether id has been silent for too long and is not yet marked as silent.
 func (l *liveness) silentTooLong(now time.Duration, id int) bool {
 	h := l.peers[id]
 	return h.deadFor&silent == 0 && now-h.seen >= l.maxSilence(id)
@@ -196,9 +198,9 @@ func (l *liveness) silenceError(now time.Duration, id int) error {
 	return &lossError{text: fmt.Sprintf("no heartbeat for %s (%s)", now-l.peers[id].seen, limit)}
 }
 
-// Silent lists the nodes that Tick takes for dead at that time, since nothing has come from
-// them, unless Answers is called for them before. One whose connection broke after its last
-// message is not among them: another process may answer at its address.
+// Silent lists the nodes that Tick declares dead at that time for their silence, unless ProbeAnswered is called for
+// them before. A node whose connection broke after its last message is not among them: another process may answer at
+// its address.
 func (l *liveness) Silent(now time.Duration) []int {
 	if l.life.phase != ready {
 		return nil
@@ -209,22 +211,22 @@ func (l *liveness) Silent(now time.Duration) []int {
 	})
 }
 
-// ProbeAnswered says that the transport of id, which does not wait for what its program does, has
-// answered within the limit: the node stands, and is only busy. It counts for this time, and
-// must come before Tick.
+// ProbeAnswered reports that the transport of id, which does not depend on its program, has answered a liveness probe
+// within the limit: the node runs, and is only busy. The answer counts for this time, and must be reported before
+// Tick.
 func (l *liveness) ProbeAnswered(now time.Duration, id int) {
 	if h := l.peers[id]; h != nil {
 		h.answered = now
 	}
 }
 
-// wasPaused tells whether this process was stopped or starved: messages that came meanwhile may
-// not have been handled yet.
+// wasPaused reports whether this process was stopped or starved: messages that arrived meanwhile may not have been
+// handled yet.
 func (l *liveness) wasPaused(now time.Duration) bool {
 	return now-l.lastCheck > l.cfg.HeartbeatTimeout/2
 }
 
-// timedOut lists those who have been silent for too long.
+// timedOut lists the nodes that have been silent for too long.
 func (l *liveness) timedOut(now time.Duration) []int {
 	watched, overslept := l.watched(), l.wasPaused(now)
 	l.lastCheck = now
@@ -247,15 +249,15 @@ func (l *liveness) nextCheck() time.Duration {
 			any = true
 		}
 	}
-	if any { // regular ticks, so that one that comes too late is noticed, and who is silent and answers is looked at again
+	if any { // regular ticks: a late one shows that this process was paused, and silent nodes that answer probes are checked again
 		next = min(next, l.lastCheck+l.cfg.HeartbeatTimeout/4+1)
 	}
 	return next
 }
 
-// DeadNodes lists, in the order of Members, the nodes that are known to be dead, and
-// those that have been silent for longer than t, which the scheduler knows of all
-// nodes and others only of the scheduler. With t = 0 silence does not count.
+// DeadNodes lists, in the order of Members, the nodes that are known to be dead, and those that have been silent for
+// longer than t. The scheduler knows the silence of all nodes, others only that of the scheduler. With t = 0 silence
+// does not count.
 func (l *liveness) DeadNodes(now, t time.Duration) (dead []int) {
 	if l.life.phase != ready {
 		return nil
@@ -273,7 +275,7 @@ func (l *liveness) DeadNodes(now, t time.Duration) (dead []int) {
 	return dead
 }
 
-// report is what all nodes report of the cluster.
+// report is the part of a report that all nodes have in common.
 func (l *liveness) report(now time.Duration) Report {
 	r := Report{Elapsed: now - l.life.started, Ready: l.life.phase == ready, Present: slices.Clone(l.table.nodes)}
 	if l.life.phase == created {

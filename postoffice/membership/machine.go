@@ -1,7 +1,6 @@
 package membership
 
-// Machine: its inputs, and time. What becomes of them is in scheduler.go on the scheduler, and in
-// node.go on workers and servers.
+// Machine: its inputs, and time. scheduler.go handles them on the scheduler, node.go on workers and servers.
 
 import (
 	"cmp"
@@ -12,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Machine is one node's membership. Make it with New. Methods that its parts export are its own.
+// Machine is one node's membership. Make it with New. It also has the exported methods of its embedded parts.
 type Machine struct {
 	cfg  *Config
 	life *lifecycle
@@ -21,14 +20,14 @@ type Machine struct {
 	*liveness
 	*pendingBarriers
 
-	role  role       // what the scheduler does otherwise than workers and servers
+	role  role       // the part that differs between the scheduler, and workers and servers
 	sched *scheduler // role, or nil on workers and servers
 	node  *node      // role, or nil on the scheduler
 
-	nextReport time.Duration // while joining
+	nextReport time.Duration // while joining: time of the next Waiting
 }
 
-// core is what all parts stand on.
+// core is the state that all parts of a Machine share.
 type core struct {
 	cfg   *Config
 	life  *lifecycle
@@ -46,16 +45,16 @@ const (
 	failed
 )
 
-// lifecycle is how far the node is, from New to its end.
+// lifecycle is the progress of the node from New to its end.
 type lifecycle struct {
 	phase   phase
 	started time.Duration
-	failure error // what ended the machine
+	failure error // the error that ended the machine
 
-	// leaving: the final barrier is over, or Leaving was called, so peers may leave.
+	// leaving: the final barrier is over, or Leaving was called. Lost peers are no longer reported.
 	leaving   bool
-	rejoining bool // the scheduler is a new process, which does not know the cluster yet
-	recovered bool // on the scheduler: it has resumed an earlier one's cluster
+	rejoining bool // the scheduler is a new process and does not know the cluster yet
+	recovered bool // on the scheduler: it has resumed the cluster of an earlier scheduler process
 }
 
 type role interface {
@@ -63,12 +62,12 @@ type role interface {
 	lost(now time.Duration, id int, cause error)
 	back(now time.Duration, id int)
 	report(now time.Duration) Report
-	tick(now time.Duration) // once start-up is complete
+	tick(now time.Duration) // after start-up
 	next() time.Duration
 }
 
-// New checks cfg and makes a machine that waits for Start. The error wraps
-// van.ErrInvalid and names the variable that is wrong.
+// New checks cfg and makes a machine that waits for Start. The error wraps van.ErrInvalid and names the variable that
+// is wrong.
 func New(cfg Config) (*Machine, error) {
 	if err := cfg.check(); err != nil {
 		return nil, err
@@ -87,15 +86,14 @@ func New(cfg Config) (*Machine, error) {
 	return m, nil
 }
 
-// Start begins start-up: a worker or server connects to the scheduler and
-// registers. A second call does nothing.
+// Start begins start-up: a worker or server connects to the scheduler and registers. A second call does nothing.
 func (m *Machine) Start(now time.Duration) {
 	if m.life.phase != created {
 		return
 	}
 	m.life.phase, m.life.started, m.nextReport = joining, now, now+m.cfg.ReportEvery
 	if m.cfg.CanProbe {
-		m.nextReport -= min(reportEarlier, m.cfg.ReportEvery/2) // the trials have ended by then
+		m.nextReport -= min(reportEarlier, m.cfg.ReportEvery/2) // the probes have ended by then
 	}
 	if m.node != nil {
 		m.outputs.connect(van.SchedulerID, m.table.scheduler)
@@ -103,16 +101,15 @@ func (m *Machine) Start(now time.Duration) {
 	}
 }
 
-// Step handles one control message from node from (van.Empty if it has no id). It
-// does not keep msg. The error, which wraps van.ErrMalformed, names the sender and the
-// invalid field; the message was dropped then, but counts as a sign of life. A failed
-// machine ignores every message. Step is StepFrom for a message that certainly is from's.
+// Step handles one control message from node from (van.Empty if it has no id). It does not keep msg. The error, which
+// wraps van.ErrMalformed, names the sender and the invalid field. Such a message is dropped, but counts as a sign of
+// life. A failed machine ignores every message. Step assumes that the message is authentic, see StepFrom.
 func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
 	return m.StepFrom(now, from, van.OriginDialed, msg)
 }
 
-// StepFrom is Step for a message of which the transport knows only its origin. C++ StepMesh marks no messages: if the
-// scheduler may be one of C++ StepMesh, anybody could speak in its name.
+// StepFrom is Step for a message of which the transport knows only the origin. C++ StepMesh does not tag messages
+// with incarnations: where the scheduler may be one of C++ StepMesh, any host could send in its name.
 func (m *Machine) StepFrom(now time.Duration, from int, origin van.Origin, msg *van.Meta) error {
 	switch m.life.phase {
 	case failed:
@@ -123,9 +120,9 @@ func (m *Machine) StepFrom(now time.Duration, from int, origin van.Origin, msg *
 	return m.role.step(now, from, origin, msg)
 }
 
-// PeerLost says that the transport lost the connection to id, which may be a temporary
-// id. It is ignored after Leaving and after the final barrier. A node whose connection the
-// scheduler refuses as it was replaced has failed.
+// PeerLost reports that the transport lost the connection to id, which may be a temporary id. It is ignored after
+// Leaving and after the final barrier. If the scheduler refuses the connection because this node was replaced, the
+// machine fails.
 func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	if m.life.phase != failed && !m.life.leaving && id != m.table.self.ID {
 		m.role.lost(now, id, cmp.Or(cause, van.ErrPeerLost))
@@ -133,24 +130,23 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 }
 
 // DataFrom reports that a data message of node id arrived over its own connection. A C++ StepMesh process that was
-// declared dead counts as alive again: it was paused. Its requests reach the other nodes before the scheduler
-// notices that it is alive. A node of this library sends no requests to a node that takes it for dead.
+// declared dead counts as alive again: it was paused. Its requests reach the other nodes before the scheduler notices
+// that it is alive. A node of this library sends no requests to a node that considers it dead.
 func (m *Machine) DataFrom(now time.Duration, id int) {
 	if m.node != nil && m.life.phase == ready && m.table.has(id) && !m.table.native(id) {
 		m.pendingBarriers.peerAlive(now, id, declared)
 	}
 }
 
-// SchedulerNotFound says why the scheduler's name has no address yet, for reports; nil once it
-// has one.
+// SchedulerNotFound sets the reason why the scheduler's name has no address yet, for reports; nil once it has one.
 func (m *Machine) SchedulerNotFound(err error) {
 	if m.node != nil {
 		m.node.schedulerNotFound = err
 	}
 }
 
-// Probed takes the result of Try. err is nil if the address can be reached from from, an address of this host, else err
-// has the cause.
+// Probed takes the result of a Probe. from is the address of this host that the probe used. err is nil if n's address
+// can be reached from there, else the cause.
 func (m *Machine) Probed(_ time.Duration, n *van.Node, from string, err error) {
 	switch {
 	case m.life.phase == failed:
@@ -161,17 +157,16 @@ func (m *Machine) Probed(_ time.Duration, n *van.Node, from string, err error) {
 	}
 }
 
-// PeerBack says that the connection to id is back. It does nothing if it was not lost.
+// PeerBack reports that the connection to id is open again. It does nothing if the connection was not lost.
 func (m *Machine) PeerBack(now time.Duration, id int) {
 	if m.life.phase != failed {
 		m.role.back(now, id)
 	}
 }
 
-// ConnectFailed says that a Connect to id failed permanently. If start-up needs the
-// connection, start-up fails, on all nodes that can be told; later the peer is lost until
-// it is replaced. For a node without an id, whose address may be invalid, its registration
-// is dropped.
+// ConnectFailed reports that a Connect to id failed permanently. If start-up needs the connection, start-up fails on
+// all nodes that can be notified. After start-up the peer is lost until it is replaced. The registration of a node
+// without an id, whose address may be invalid, is dropped.
 func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
 	switch {
 	case m.life.phase == failed || m.life.leaving:
@@ -185,8 +180,7 @@ func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
 	}
 }
 
-// Tick advances time. It may be called at any time, and need not be called before the
-// time that NextTick returns.
+// Tick advances time. It may be called at any time, and must be called at the time that NextTick returns.
 func (m *Machine) Tick(now time.Duration) {
 	switch m.life.phase {
 	case joining:
@@ -212,8 +206,7 @@ func (m *Machine) Tick(now time.Duration) {
 	}
 }
 
-// NextTick returns when Tick must be called next. It is false when time alone changes
-// nothing.
+// NextTick returns the time of the next call of Tick. It is false when time alone changes nothing.
 func (m *Machine) NextTick() (time.Duration, bool) {
 	next := time.Duration(math.MaxInt64)
 	switch m.life.phase {
@@ -234,7 +227,7 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 	return next, next != math.MaxInt64
 }
 
-// tickStart reports the missing nodes, or gives up.
+// tickStart reports the missing nodes, or fails start-up at its deadline.
 func (m *Machine) tickStart(now time.Duration) {
 	if d := m.cfg.StartTimeout; d > 0 && now-m.life.started >= d {
 		r := m.Report(now)
@@ -257,9 +250,9 @@ func (m *Machine) tickStart(now time.Duration) {
 	}
 }
 
-// CancelBarrier gives up waiting: a BarrierFailed with van.ErrTimeout follows. A scheduler
-// of this library is told, and no longer counts this node's request; a C++ StepMesh one
-// cannot be told. An unknown ticket, or one that has ended, is ignored.
+// CancelBarrier cancels this node's wait: a BarrierFailed with van.ErrTimeout follows. A scheduler of this library is
+// notified and no longer counts this node's request; one of C++ StepMesh cannot be notified. The number of an unknown
+// or ended barrier is ignored.
 func (m *Machine) CancelBarrier(n int) {
 	if t := m.pendingBarriers.get(n); t != nil {
 		who, hint := m.Missing(n)
@@ -267,8 +260,8 @@ func (m *Machine) CancelBarrier(n int) {
 	}
 }
 
-// Missing lists the missing nodes of a barrier that waits, as far as this node knows, or else says
-// where to look, if anywhere.
+// Missing lists the missing nodes of a pending barrier, as far as this node knows them. Otherwise the hint names the
+// place where they are logged, if there is one.
 func (m *Machine) Missing(n int) (who, hint string) {
 	t := m.pendingBarriers.get(n)
 	switch {
@@ -280,10 +273,9 @@ func (m *Machine) Missing(n int) (who, hint string) {
 	return t.missing, t.hint(&m.pendingBarriers.core)
 }
 
-// Link connects this node to others of its role, for as long as it is in the cluster: to
-// their replacements as well. Ids that it is linked to already, and its own, change nothing.
-// They do the same on their side, or cannot answer. An error wraps van.ErrInvalid; nothing
-// was connected then.
+// Link connects this node to others of its role and to their replacements, for as long as it is in the cluster. Its
+// own id, and ids that it is linked to already, change nothing. A peer must call Link as well to be able to answer.
+// An error wraps van.ErrInvalid; nothing was connected then.
 func (m *Machine) Link(_ time.Duration, ids []int) error {
 	switch {
 	case m.life.phase == failed:
@@ -294,19 +286,19 @@ func (m *Machine) Link(_ time.Duration, ids []int) error {
 	return m.node.records.link(ids)
 }
 
-// PoliciesAre says what this node has of the list of that version: a State for each. The
-// scheduler is told, if it is new.
+// PoliciesAre reports a State of this node for each policy of the list of that version. The scheduler is notified if
+// something has changed.
 func (m *Machine) PoliciesAre(_ time.Duration, version uint32, states string) {
 	if m.node != nil {
 		m.node.policies.reportStates(version, states)
 	}
 }
 
-// Ready tells whether start-up is complete and the node is part of the cluster.
+// Ready reports whether start-up is complete and the node is part of the cluster.
 func (m *Machine) Ready() bool { return m.life.phase == ready }
 
-// IsRecovery tells whether this node replaces a dead one, or is a scheduler that has
-// resumed the cluster of a former one. The others have passed the start-up barrier then.
+// IsRecovery reports whether this node replaces a dead one, or is a scheduler that has resumed the cluster of an
+// earlier scheduler process. The other nodes have then passed the start-up barrier already.
 func (m *Machine) IsRecovery() bool { return m.table.self.IsRecovery || m.life.recovered }
 
 // Report describes the present state.

@@ -1,7 +1,7 @@
 package membership
 
-// Who is alive, on the scheduler: what a death or a return means to open barriers, and what the
-// nodes are told of each other, records of the table and notices.
+// The scheduler's view of live and dead nodes: the effects of a death or a return on open barriers, and the records
+// and notices that nodes receive about each other.
 
 import (
 	"fmt"
@@ -12,19 +12,19 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// monitor tracks the nodes of a formed cluster on the scheduler.
 type monitor struct {
 	core
 	barriers     *barriers
-	lastReplaced time.Duration             // when a node was last replaced; 0: never
-	unconfirmed  map[int]*unconfirmedTable // replacements, by id
+	lastReplaced time.Duration             // time of the latest replacement of a node; 0: never
+	unconfirmed  map[int]*unconfirmedTable // by id, of replacement processes
 }
 
-// unconfirmedTable is a replacement of this library that no message has come from since it was sent the
-// table. That may be lost: the connection to the process before, at the same address, may take the
-// place of the new one after the table was written. A node that lacks it only waits, so it is sent
-// again.
+// unconfirmedTable is a table that was sent to a replacement process of this library that has sent no message since.
+// The table may be lost: the connection to the earlier process at the same address may take the place of the new one
+// after the table was written. A node without the table only waits, so the table is sent again.
 type unconfirmedTable struct {
-	next  time.Duration // of the next table
+	next  time.Duration // time of the next repetition
 	pause time.Duration
 	left  int
 }
@@ -52,7 +52,7 @@ func (w *monitor) markDead(now time.Duration, id int, r deathReason, cause error
 	case first:
 		w.notifyOthers(id, notice{verb: lossVerb(cause), id: id, text: cause.Error()})
 		w.barriers.recheck(now)
-	case wasCut && r == silent && !w.life.leaving: // a node that has passed over the cut must hear of this
+	case wasCut && r == silent && !w.life.leaving: // a node that has ignored the cut must learn this
 		h.cause = &lossError{text: fmt.Sprintf("%s, and %s", h.cause, cause)}
 		w.notifyOthers(id, notice{verb: verbDead, id: id, text: h.cause.Error()})
 	}
@@ -89,7 +89,7 @@ func (w *monitor) sendTableToAll() {
 	}
 }
 
-// sendTable sends a node the whole table, and which nodes of it are dead.
+// sendTable sends a node the whole table, and notices about the dead nodes in it.
 func (w *monitor) sendTable(to int) {
 	w.sendRecords(to, w.table.whole())
 	for _, id := range w.table.ids() {
@@ -100,8 +100,8 @@ func (w *monitor) sendTable(to int) {
 	}
 }
 
-// notifyOthers sends a notice about one worker or server to every other live one. Its key names
-// the process that it is about, since it may arrive after the record of the next one.
+// notifyOthers sends a notice about one worker or server to every other live one. Its key names the process that it
+// is about, since it may arrive after the record of the next one.
 func (w *monitor) notifyOthers(about int, n notice) {
 	for _, id := range w.table.ids() {
 		if id != about && !w.alive.isDead(id) {
@@ -110,12 +110,12 @@ func (w *monitor) notifyOthers(about int, n notice) {
 	}
 }
 
-// resync tells a node that is back what it may have missed: notices and records that were sent
-// while its connection was down, or were under way when it broke. A C++ StepMesh node gets the
-// records of all live replacements, each in a message of its own, as at first; it ignores those
-// whose address it is connected to.
+// resync sends a node that is back the messages that it may have missed: notices and records that were sent while its
+// connection was broken, or were in flight when it broke. A C++ StepMesh node gets the records of all live
+// replacement processes, each in a message of its own, as at first; it ignores those at whose address it is
+// connected.
 func (w *monitor) resync(id int) {
-	h := w.alive.peers[id] // what was sent since it was last heard, or shortly before, may have been on its way for as long
+	h := w.alive.peers[id] // a message sent after its last one, or shortly before, may have been in flight for as long
 	replaced := w.lastReplaced > 0 && w.lastReplaced >= min(h.heard, h.deadSince-time.Second)
 	if !w.table.native(id) {
 		for i := range w.table.nodes {
@@ -137,10 +137,10 @@ func (w *monitor) resync(id int) {
 	w.out.notify(id, notice{verb: verbDown, text: strings.Join(dead, ",")})
 }
 
-// expectMessage begins to wait for a message of id, which has been sent the table.
+// expectMessage starts the wait for a message of id, to which the table was sent.
 func (w *monitor) expectMessage(now time.Duration, id int) {
 	delete(w.unconfirmed, id)
-	if w.table.native(id) { // C++ StepMesh takes a second table for other nodes'
+	if w.table.native(id) { // C++ StepMesh takes a second table for one of other nodes
 		w.unconfirmed[id] = &unconfirmedTable{next: now + tableRepeat, pause: tableRepeat, left: tableRepeats}
 	}
 }

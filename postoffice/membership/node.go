@@ -1,6 +1,6 @@
 package membership
 
-// A worker or server: what becomes of the messages that it gets, and of losses.
+// The part of a worker or server: it handles the node's messages, and lost connections.
 
 import (
 	"errors"
@@ -14,41 +14,41 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// rejoinHeartbeat is the time between two heartbeats of a node whose scheduler does not know the
-// cluster yet.
+// rejoinHeartbeat is the time between two heartbeats of a node whose scheduler does not know the cluster yet.
 const rejoinHeartbeat = time.Second
 
-// A process that has registered asks after firstQuestion whether the scheduler knows it: one that is held until a place may
-// be free is answered before. Each pause is twice the one before, up to maxQuestionPause: questions to a scheduler that does
-// not run yet wait for it.
+// A process that has registered asks after firstQuestion whether the scheduler knows it. The scheduler answers a
+// queued registration before that. Each pause is twice the one before, up to maxQuestionPause: questions to a
+// scheduler that does not run yet are queued on the connection.
 const (
 	firstQuestion    = maxQueueTime + 2*refusalTime
 	maxQuestionPause = time.Minute
 )
 
+// node is the role of a worker or server.
 type node struct {
 	core
 	pending          *pendingBarriers
 	records          records
 	policies         nodePolicies
 	nextHeartbeat    time.Duration // when ready, if heartbeats are sent
-	formerSchedulers []uint32      // incarnations of former schedulers
+	formerSchedulers []uint32      // incarnations of earlier scheduler processes
 
-	// While joining: why the scheduler's name has no address, why the connection to it is
-	// lost, and its last waiting notice.
+	// The following fields are used while joining. schedulerNotFound: why the scheduler's name has no address.
+	// schedulerLost: why the connection to it is lost. schedulerNote: its last waiting notice.
 	schedulerNotFound  error
 	schedulerLost      error
 	schedulerNote      string
 	schedulerUp        bool          // the connection to it is open
 	schedulerSince     time.Duration // the time at which it was opened
-	schedulerNative    bool          // it has answered on that connection as a scheduler of this library
-	pendingTable       *van.Meta     // a node table without an incarnation, see doubt
+	schedulerNative    bool          // the scheduler has answered on that connection and is one of this library
+	pendingTable       *van.Meta     // a node table without an incarnation, see checkOrigin
 	pendingTableAt     time.Duration
-	schedulerUnreached string // the result of the last trial of its address
+	schedulerUnreached string // the result of the last probe of its address
 	nextProbe          time.Duration
 	nextQuestion       time.Duration
 	questionPause      time.Duration // from nextQuestion to the question after it
-	proof              string        // of this node's address: what the scheduler has sent there last, see proof.go
+	proof              string        // of this node's address: the last one that the scheduler sent there, see proof.go
 }
 
 func newNode(b core, calls *pendingBarriers) *node {
@@ -68,9 +68,9 @@ func (n *node) register(now time.Duration) {
 	n.out.send(van.SchedulerID, meta)
 }
 
-// askScheduler asks a scheduler of this library whether it knows this process: its answer may be lost. The original's would take
-// a second registration for another node's; it ignores a notice, but with PS_RESEND set a message whose sender has no id
-// aborts it, so there nothing is asked.
+// askScheduler asks a scheduler of this library whether it knows this process, since its answer may be lost. C++
+// StepMesh would count a second registration as another node's. It ignores a notice, but with PS_RESEND set a message
+// whose sender has no id aborts it; with PS_RESEND no question is sent.
 func (n *node) askScheduler(now time.Duration) {
 	if n.life.phase != joining || now < n.nextQuestion {
 		return
@@ -83,7 +83,7 @@ func (n *node) askScheduler(now time.Duration) {
 	}
 }
 
-// probeScheduler requests trials of the scheduler's address while there is no connection to the scheduler.
+// probeScheduler requests probes of the scheduler's address while there is no connection to the scheduler.
 func (n *node) probeScheduler(now time.Duration) {
 	if n.life.phase == joining && now >= n.probeDue() {
 		n.nextProbe = now + probePause
@@ -98,7 +98,7 @@ func (n *node) probeDue() time.Duration {
 	return n.nextProbe
 }
 
-// unreachedFrom describes the result of a trial of the scheduler's address.
+// unreachedFrom describes the result of a probe of the scheduler's address.
 func unreachedFrom(from string, err error) string {
 	hint := "check DMLC_PS_ROOT_URI, the route and firewalls between the hosts"
 	switch {
@@ -142,7 +142,7 @@ func (n *node) step(now time.Duration, from int, origin van.Origin, msg *van.Met
 	if joins {
 		n.schedulerLost, n.schedulerNote = nil, ""
 		n.nextHeartbeat = now + n.cfg.HeartbeatInterval
-		if n.cfg.NativeInterval || n.table.native(van.SchedulerID) { // at once: from then on the scheduler watches this node
+		if n.cfg.NativeInterval || n.table.native(van.SchedulerID) { // at once: from then on the scheduler monitors this node
 			n.nextHeartbeat = now
 		}
 	}
@@ -150,20 +150,22 @@ func (n *node) step(now time.Duration, from int, origin van.Origin, msg *van.Met
 	return nil
 }
 
-// foreignDelay is the time from the connection to a scheduler, which may be of either library, to the first message of a
-// scheduler of C++ StepMesh that is believed: one of this library has answered before. It is also the longest time from that message
-// to the transport's word of the connection.
+// foreignDelay is the time from the connection to a scheduler of unknown kind to the first message that is accepted
+// as one of C++ StepMesh: a scheduler of this library has answered before. It is also the longest time from that
+// message to the transport's report of the connection.
 const foreignDelay = time.Second
 
-// checkOrigin returns the reason why a message that calls itself the scheduler's, and has no incarnation as those of C++ StepMesh, is not
-// believed, or "". If keep is true, that is decided later.
+// checkOrigin returns the reason to reject a message from the scheduler's id without an incarnation, as C++ StepMesh
+// sends them, or "". If keep is true, the decision is postponed.
 //
-// A scheduler of this library marks its messages with this node's incarnation, which only the registration has named, and so proves that it is
-// what listens at the scheduler's address. C++ StepMesh proves nothing. Its messages are believed
+// A scheduler of this library tags its messages with this node's incarnation, which only the registration has named.
+// The tag proves that the sender listens at the scheduler's address. C++ StepMesh proves nothing. Its messages are
+// accepted
 //  1. unless STEPAF_CLUSTER_ID says that all nodes are of this library, and STEPAF_FOREIGN does not say otherwise;
-//  2. if they come from the host of the scheduler's address; with STEPAF_FOREIGN, whose scheduler may have several addresses, from any.
-//     Only a transport that knows no hosts (RDMA, shared memory, DMLC_LOCAL) may say nothing of that;
-//  3. if something listens at the scheduler's address, which has not answered as a scheduler of this library does.
+//  2. if they arrive from the host of the scheduler's address; with STEPAF_FOREIGN, from any host, since the
+//     scheduler may have several addresses. Only a transport without hosts (RDMA, shared memory, DMLC_LOCAL) may not
+//     know the host;
+//  3. if a process listens at the scheduler's address that has not answered as a scheduler of this library does.
 func (n *node) checkOrigin(now time.Duration, from int, origin van.Origin, msg *van.Meta) (why string, keep bool) {
 	by, to := msg.Incarnations()
 	switch own := n.table.own.Incarnation; {
@@ -191,7 +193,7 @@ func (n *node) checkOrigin(now time.Duration, from int, origin van.Origin, msg *
 	return "", false
 }
 
-// deferTable keeps the latest node table until takeKept decides.
+// deferTable stores the latest node table until applyPendingTable decides about it.
 func (n *node) deferTable(now time.Duration, msg *van.Meta) {
 	if msg.Control.Cmd == van.AddNode {
 		n.pendingTable, n.pendingTableAt = new(van.Meta), now
@@ -209,7 +211,8 @@ func (n *node) pendingTableDue() time.Duration {
 	return n.pendingTableAt + foreignDelay
 }
 
-// applyPendingTable takes the node table that was kept, if the connection to the scheduler stood then or soon after, or drops it.
+// applyPendingTable handles the pending node table if the connection to the scheduler was open when the table
+// arrived, or soon after; otherwise it drops the table.
 func (n *node) applyPendingTable(now time.Duration) {
 	if now < n.pendingTableDue() {
 		return
@@ -223,12 +226,11 @@ func (n *node) applyPendingTable(now time.Duration) {
 	}
 }
 
-// genuine tells whether msg comes from the process that has its sender's id, and is meant for
-// this process.
+// genuine reports whether msg is from the process that has its sender's id, and for this process.
 func (n *node) genuine(now time.Duration, from int, msg *van.Meta) bool {
 	own := n.table.own.Incarnation
 	if own == 0 || from != van.SchedulerID || failpoint.On("incarnation") {
-		return true // the handlers refuse what only a scheduler may send
+		return true // the handlers refuse messages that only a scheduler may send
 	}
 	by, to := msg.Incarnations()
 	want := n.table.incs[from]
@@ -242,7 +244,7 @@ func (n *node) genuine(now time.Duration, from int, msg *van.Meta) bool {
 	case want == 0:
 		return false
 	}
-	// A message of another scheduler process, which knows this process's incarnation.
+	// The message is from another scheduler process, which knows this process's incarnation.
 	if n, err := parseNotice(msg.Body); err == nil && n.verb == verbError {
 		return true
 	}
@@ -254,8 +256,8 @@ func (n *node) genuine(now time.Duration, from int, msg *van.Meta) bool {
 	return n.schedulerChanged(now, &nodes[i])
 }
 
-// schedulerChanged handles that the scheduler is a new process, with the record rec. It
-// returns false if that has no identity, or start-up is not complete.
+// schedulerChanged handles a new scheduler process with the record rec. It returns false if the record has no
+// identity, or start-up is not complete.
 func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
 	who, ok := rec.Identity()
 	if !ok || n.alive.peers[van.SchedulerID] == nil {
@@ -275,7 +277,7 @@ func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
 	return true
 }
 
-// sendHeartbeat sends a heartbeat with this node's record; with whole, of the others' as well.
+// sendHeartbeat sends a heartbeat with this node's record, and with all other records if whole is true.
 func (n *node) sendHeartbeat(whole bool) {
 	meta := n.out.control(van.Heartbeat)
 	meta.Control.Nodes = []van.Node{n.table.self}
@@ -299,7 +301,7 @@ func (n *node) heartbeatDue() time.Duration {
 	return math.MaxInt64
 }
 
-// schedulerResumed notes that the scheduler knows the cluster again.
+// schedulerResumed notes that a restarted scheduler has resumed the cluster.
 func (n *node) schedulerResumed() {
 	if n.life.rejoining {
 		n.life.rejoining = false
@@ -319,7 +321,7 @@ func (n *node) heartbeatAnswered(msg *van.Meta) {
 		if what.text != "table" {
 			n.proof = what.text
 		}
-		n.sendHeartbeat(what.text == "table") // a new scheduler lacks the records of some
+		n.sendHeartbeat(what.text == "table") // a new scheduler may lack some nodes' records
 	}
 }
 
@@ -370,14 +372,14 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 				n.pending.peerAlive(now, id, declared)
 			}
 		}
-		n.pending.resendRequests() // this comes after the scheduler has lost this node, and perhaps what it had answered
+		n.pending.resendRequests() // The scheduler sends this notice after it had lost this node, perhaps with some answers.
 	case verbDead, verbCut, verbBack:
 		return n.deathNotice(now, msg, what)
 	}
 	return nil
 }
 
-// answerIfWaiting answers the scheduler's question whether this node still waits for what it requested.
+// answerIfWaiting answers the scheduler's question whether this node still waits for a barrier.
 func (n *node) answerIfWaiting(what notice, request uint64) {
 	what.verb = verbWithdraw
 	if slices.ContainsFunc(n.pending.open, func(t *pendingBarrier) bool { return t.matches(what, request) }) {
@@ -386,18 +388,19 @@ func (n *node) answerIfWaiting(what notice, request uint64) {
 	n.out.notifyAbout(van.SchedulerID, what, request)
 }
 
+// deathNotice handles the scheduler's notice that a node is dead or alive again.
 func (n *node) deathNotice(now time.Duration, msg *van.Meta, what notice) error {
 	id, h := what.id, n.alive.peers[what.id]
 	about, known := msg.Key, uint64(n.table.incs[id])
 	switch {
 	case !n.table.has(id) && n.life.phase != joining:
 		return n.table.bad(van.SchedulerID, msg, "body "+what.verb, id, "the id of a node of this cluster")
-	case !n.table.has(id): // notices after the table will say which nodes are dead
+	case !n.table.has(id): // notices after the table will name the dead nodes
 	case id == n.table.self.ID:
 		if what.verb != verbBack {
 			n.out.emit(Warning{Text: n.table.name() + ": the scheduler takes this node for dead: " + what.text})
 		}
-	case about != 0 && known != 0 && about != known: // about a process before or after the one in the table
+	case about != 0 && known != 0 && about != known: // about an earlier or a later process than the one in the table
 	case n.records.outdated(id, msg):
 	case what.verb == verbBack:
 		n.pending.peerAlive(now, id, declared)
@@ -410,7 +413,7 @@ func (n *node) deathNotice(now time.Duration, msg *van.Meta, what notice) error 
 
 func (n *node) lost(now time.Duration, id int, cause error) {
 	switch {
-	case id == van.SchedulerID && errors.Is(cause, van.ErrReplaced): // it cannot be asked any more
+	case id == van.SchedulerID && errors.Is(cause, van.ErrReplaced): // the connection is refused: the scheduler cannot send the reason
 		n.pending.failMachine(n.table.refused("connect", fmt.Sprintf("%s was taken for dead and its place given to another process: %s", n.table.self.Addr(), cause)))
 		return
 	case id == van.SchedulerID && n.life.phase == joining:
@@ -449,7 +452,7 @@ func (n *node) back(now time.Duration, id int) {
 		return
 	}
 	if id == van.SchedulerID && n.table.native(id) && !n.life.leaving && (held || h.deadFor != 0) {
-		n.sendHeartbeat(false) // another process may listen there now; its answer tells
+		n.sendHeartbeat(false) // another process may listen there now; its answer shows it
 	}
 	if id == van.SchedulerID && held {
 		n.pending.resendRequests()

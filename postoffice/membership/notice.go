@@ -1,7 +1,6 @@
 package membership
 
-// Notices: what nodes of this library tell each other beyond ps-lite's messages, as text
-// in the body of a HEARTBEAT.
+// Notices: messages between nodes of this library that ps-lite does not have, as text in the body of a HEARTBEAT.
 
 import (
 	"encoding/hex"
@@ -26,31 +25,31 @@ const (
 // Verbs of a notice.
 const (
 	verbError   = "error"   // <text>: the receiver is not, or no longer, part of the cluster
-	verbWaiting = "waiting" // <text>: which nodes are missing
+	verbWaiting = "waiting" // <text>: the missing nodes
 	verbDead    = "dead"    // <id> <text>: the node is dead, and why
-	verbCut     = "cut"     // the same; all that is known is that the scheduler's connection to it broke
-	verbBack    = "back"    // <id>: the node answers again
+	verbCut     = "cut"     // the same; only the scheduler's connection to it is known to be broken
+	verbBack    = "back"    // <id>: the node is alive again
 	verbDown    = "down"    // <id>,<id>...: these nodes are dead, and no others
 	verbRejoin  = "rejoin"  // [table]: the scheduler is a new process; with table, send the node's table
 	// rejoin <proof>: the same, and the proof of the node's address; the node's heartbeats repeat it
 	verbBarrier = "barrier-failed"
-	// barrier-failed <group> <instance|group> <text>: the barrier cannot be complete
+	// barrier-failed <group> <instance|group> <text>: the barrier cannot complete
 	verbWithdraw = "withdraw"
-	// withdraw <group> <instance|group>: to the scheduler, the request that the key names is given up
+	// withdraw <group> <instance|group>: to the scheduler, the request that the key names is canceled
 	verbWhether    = "whether"  // <group> <instance|group>: does the node still wait for the request that the key names?
 	verbWaits      = "waits"    // the same: it does; else the answer is withdraw
-	verbReleased   = "released" // the same, of a barrier that ends a program: it has the release, or leaves without
+	verbReleased   = "released" // the same, of a barrier that ends a program: it has the release, or leaves without it
 	verbPolicies   = "policies" // <version> <policy>...: to a node; from a node to a new scheduler
-	verbHave       = "have"     // <version> <states>: to the scheduler, what the node has of them
+	verbHave       = "have"     // <version> <states>: to the scheduler, the node's states of them
 	verbRegistered = "registered"
-	// registered <incarnation> <host:port>: to the scheduler, of a process that waits to be a node
-	verbRegister = "register" // [proof]: to that process: the scheduler does not know it, it is to register again, with the proof of its address
+	// registered <incarnation> <host:port>: to the scheduler, from a process that waits to be admitted
+	verbRegister = "register" // [proof]: to that process: the scheduler does not know it; it must register again, with the proof of its address
 	verbEnded    = "ended"    // <text>: to the scheduler, from a process that ends before it has registered: the node and the cause
-	verbAsk      = "ask"      // <incarnation> <host:port> <question>: to the scheduler, of a process that is no node
+	verbAsk      = "ask"      // <incarnation> <host:port> <question>: to the scheduler, from a process that is not a node
 	verbAnswer   = "answer"   // <number> <text>: to that process
 )
 
-// notice is sent by the scheduler to a node, or, with withdraw, by a node to the scheduler.
+// notice is the content of a notice. The scheduler sends notices to nodes, and nodes to the scheduler.
 type notice struct {
 	verb     string
 	id       int // dead, back
@@ -161,13 +160,13 @@ func parseNotice(body []byte) (notice, error) {
 	return n, nil
 }
 
-// isProof tells whether s may be a proof.
+// isProof reports whether s may be a proof.
 func isProof(s string) bool {
 	b, err := hex.DecodeString(s)
 	return err == nil && len(b) == proofLen/2 && hex.EncodeToString(b) == s
 }
 
-// number accepts only what notice.body writes: digits without sign or leading 0.
+// number accepts only numbers as notice.body writes them: digits without sign or leading 0.
 func number(s string) (int, bool) {
 	n, err := strconv.Atoi(s)
 	return n, err == nil && n >= 0 && strconv.Itoa(n) == s
@@ -181,7 +180,8 @@ func truncated(s string) string {
 	return s
 }
 
-// parseProcess reads whom to answer, a process that is no node, "<incarnation> <host:port>", and what comes behind that.
+// parseProcess parses the address of a process that is not a node, "<incarnation> <host:port>", and returns the text
+// after it.
 func (t *table) parseProcess(from int, msg *van.Meta, n notice) (rec van.Node, rest string, err error) {
 	words := append(strings.SplitN(n.text, " ", 3), "", "")
 	inc, ok := number(words[0])

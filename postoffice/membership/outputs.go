@@ -1,7 +1,6 @@
 package membership
 
-// What this node sends: the list of outputs, the connections that they lead to, and the
-// control counter.
+// Outputs of this node: the list of outputs, the connections that they lead to, and the control counter.
 
 import (
 	"math"
@@ -10,19 +9,20 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// outputs collects the outputs of a Machine.
 type outputs struct {
 	table      *table
 	out        []Output
 	conns      map[int]bool // ids that Send may name, besides this node's
-	startConns map[int]bool // ids whose first connections end start-up
+	startConns map[int]bool // ids whose connections must open for start-up to complete
 	lastTemp   int          // last temporary id
 	stamp      int32        // the control counter: timestamp of the next control message
 }
 
 func (s *outputs) emit(o Output) { s.out = append(s.out, o) }
 
-// Take removes and returns the outputs since the last call, oldest first. Node lists of
-// several messages may share memory: do not modify them.
+// Take removes and returns the outputs since the last call, oldest first. Node lists of several messages may share
+// memory: do not modify them.
 func (s *outputs) Take() []Output {
 	out := s.out
 	s.out = nil
@@ -83,7 +83,7 @@ func parseHeartbeatKey(key uint64) (generation uint32, interval time.Duration) {
 	return uint32(key), time.Duration(key>>32) * time.Millisecond
 }
 
-// release ends a barrier of a node; request is the key of the request that it answers, see named.
+// release ends a barrier of a node; request is the key of the request that it answers, see requestKey.
 func (s *outputs) release(id int, instance bool, app, customer int32, request uint64) {
 	meta := s.control(barrierCommand(instance))
 	meta.AppID, meta.CustomerID, meta.Key = app, customer, request
@@ -98,7 +98,7 @@ func (s *outputs) connect(id int, n van.Node) {
 	s.emit(Connect{id, n})
 }
 
-// connectTemp connects to a node without an id, and returns the temporary one.
+// connectTemp connects to a node without an id, and returns the temporary id.
 func (s *outputs) connectTemp(n van.Node) int {
 	s.lastTemp--
 	s.connect(s.lastTemp, n)

@@ -1,7 +1,7 @@
 package membership
 
-// Barriers that this node has called: their requests to the scheduler, how they end, and, on
-// workers and servers, what the death of a peer means to them.
+// Barriers that this node has called: their requests to the scheduler, how they end, and, on workers and servers, the
+// effects of a peer's death on them.
 
 import (
 	"fmt"
@@ -13,23 +13,23 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// leaveGrace is how long the report of a lost peer is delayed during Finalize: nodes close
-// their connections right after the last barrier, perhaps before this node has its release.
+// leaveGrace is the delay of the report of a lost peer during Finalize: nodes close their connections right after the
+// last barrier, perhaps before this node has its release.
 const leaveGrace = time.Second
 
-// firstProgressLog is the time until a program that waits at its end logs the nodes that it waits for. The pauses between the next lines
-// double, from firstWait on.
+// firstProgressLog is the time until a program that waits at its end logs the missing nodes. The pauses between the
+// next lines double, from firstProgressLog on.
 const firstProgressLog = 4 * time.Second
 
-// The key of a request says what its barrier is for. Only a scheduler of this library reads it.
+// The key of a request names the purpose of its barrier. Only a scheduler of this library reads it.
 const (
-	finalizeRequest = 1 // it ends a program: Finalize's
-	startRequest    = 2 // it begins one
-	stopRequest     = 3 // it ends one, and Finalize's comes after it
+	finalizeRequest = 1 // the program ends: Finalize
+	startRequest    = 2 // the program starts
+	stopRequest     = 3 // the program ends, and a request of Finalize follows
 )
 
-// requestKey returns the key by which a release or a notice names the request that it answers;
-// 0 names none. C++ StepMesh nodes do not read the key.
+// requestKey is the key by which a release or a notice names the request that it answers; 0 names none. C++ StepMesh
+// nodes do not read the key.
 func requestKey(stamp int32) uint64 { return uint64(uint32(stamp)) + 1 }
 
 // pendingBarrier is one call of Barrier that has not ended.
@@ -39,14 +39,14 @@ type pendingBarrier struct {
 	group    int
 	instance bool
 	finalize bool // the barrier of Finalize
-	ending   bool // that of Finalize, or StopBarrier
+	ending   bool // the barrier of Finalize, or of StopBarrier
 	starting bool // a barrier of start-up
 	sent     bool
 	stamp    int32  // of the request, once it is sent
-	missing  string // what the scheduler says of missing nodes
+	missing  string // the scheduler's text about missing nodes
 	since    time.Duration
 	deadline time.Duration // 0: none
-	nextLog  time.Duration // if it ends a program: the time of the next log line about the missing nodes
+	nextLog  time.Duration // if the program ends: time of the next log line about the missing nodes
 	logPause time.Duration // from that line to the next one
 }
 
@@ -58,10 +58,11 @@ func (t *pendingBarrier) cancelNotice() notice {
 	return notice{verb: verbWithdraw, group: t.group, instance: t.instance}
 }
 
+// pendingBarriers are the node's pending barriers.
 type pendingBarriers struct {
 	core
 	open     []*pendingBarrier // in the order of the calls
-	canceled []*pendingBarrier // given up; the scheduler is told not to count their requests
+	canceled []*pendingBarrier // the scheduler must not count their requests
 	last     int
 	deferred deferredLosses
 }
@@ -69,31 +70,27 @@ type pendingBarriers struct {
 // deferredLosses are the connections, by peer, that were lost while a Finalize waits.
 type deferredLosses map[int]deferredLoss
 
-// deferredLoss is a connection that was lost while a Finalize waits: the peer may have died, or left in
-// order.
+// deferredLoss is a connection that was lost while a Finalize waits: the peer may have died, or left in order.
 type deferredLoss struct {
 	cause error
 	at    time.Duration
 }
 
-// Barrier starts a barrier of customer (usually 0) over a group (1 to 7, or this node's
-// id) that this node belongs to, and returns a ticket that BarrierDone or BarrierFailed
-// will name. With instance true it waits for every instance; otherwise for one request
-// per group of instances, as C++ StepMesh counts. A barrier that needs no other node is
-// done at once.
+// Barrier starts a barrier of customer (usually 0) over a group (1 to 7, or this node's id) that this node belongs
+// to, and returns the number that BarrierDone or BarrierFailed will have. With instance true it waits for every
+// instance; otherwise for one request of each group of instances, as C++ StepMesh counts. A barrier that needs no
+// other node is done at once.
 //
-// A release of a C++ StepMesh scheduler does not say which barrier it ends. With one, a
-// barrier is requested only when no earlier one of the same kind over the same group or
-// of the same customer waits, and a release ends the oldest one of its customer and kind.
-// A scheduler of this library names the request; only barriers over the same group wait
-// for each other.
+// A release of a C++ StepMesh scheduler does not name its barrier. With such a scheduler, a barrier is requested only
+// when no earlier barrier of the same kind over the same group or of the same customer is pending, and a release ends
+// the oldest barrier of its customer and kind. A scheduler of this library names the request; only barriers over the
+// same group wait for each other.
 //
-// It ends after Config.BarrierTimeout at the latest. When the scheduler is lost it waits
-// for Config.ReplaceTimeout: the request is repeated when the same scheduler is back, and
-// fails when a new process has replaced it, which does not know of the request.
+// The barrier ends after Config.BarrierTimeout at the latest. When the scheduler is lost, the barrier waits for
+// Config.ReplaceTimeout. The request is repeated when the same scheduler is back. It fails when a new process has
+// replaced the scheduler, which does not know of the request.
 //
-// The error wraps van.ErrInvalid, van.ErrPeerLost when the scheduler is lost, or
-// van.ErrClosed.
+// The error wraps van.ErrInvalid, van.ErrPeerLost when the scheduler is lost, or van.ErrClosed.
 func (c *pendingBarriers) Barrier(now time.Duration, customer, group int, instance bool) (int, error) {
 	t := pendingBarrier{customer: customer, group: group, instance: instance}
 	if d := c.cfg.BarrierTimeout; d > 0 {
@@ -102,23 +99,22 @@ func (c *pendingBarriers) Barrier(now time.Duration, customer, group int, instan
 	return c.start(now, t)
 }
 
-// StartBarrier is an instance barrier over a group at the end of start-up. A process that replaces
-// a lost one passes it when the others have. It fails at deadline, unless that is 0; on the
-// scheduler this fails start-up on all nodes.
+// StartBarrier is an instance barrier over a group at the end of start-up. A replacement process passes it when the
+// others have passed it. It fails at deadline, unless that is 0; on the scheduler this fails start-up on all nodes.
 func (c *pendingBarriers) StartBarrier(now time.Duration, group int, deadline time.Duration) (int, error) {
 	return c.start(now, pendingBarrier{group: group, instance: true, starting: true, deadline: deadline})
 }
 
-// skipped tells whether this process need not ask for a barrier of start-up: it has resumed a cluster,
-// or it replaces another one, which a C++ StepMesh scheduler would count for the next barrier.
+// skipped reports whether this process need not request a barrier of start-up: it has resumed a cluster, or it
+// replaces another process, whose request a C++ StepMesh scheduler would count for the next barrier.
 func (t *pendingBarrier) skipped(b *core) bool {
 	return t.starting && (b.life.recovered || b.table.self.IsRecovery && !b.table.native(van.SchedulerID))
 }
 
-// Finalize starts the last barrier, over all instances of all nodes. When it is done the
-// machine is leaving: peers may leave without being reported. Losses while it waits are
-// reported only if it fails. It takes part in the instance barriers over all nodes that others of
-// this library call before it. After a failure call Leaving before the van is closed.
+// Finalize starts the last barrier, over all instances of all nodes. When it is done the machine is leaving: peers
+// may leave without being reported. Losses while it waits are reported only if it fails. A waiting Finalize also
+// counts for the instance barriers over all nodes that other nodes of this library call before theirs. After a
+// failure call Leaving before the van is closed.
 func (c *pendingBarriers) Finalize(now time.Duration, customer int) (int, error) {
 	t := pendingBarrier{customer: customer, group: van.AllNodes, instance: true, finalize: true, ending: true}
 	if c.table.self.Role == van.Worker && c.cfg.StopTimeout > 0 {
@@ -127,9 +123,8 @@ func (c *pendingBarriers) Finalize(now time.Duration, customer int) (int, error)
 	return c.start(now, t)
 }
 
-// StopBarrier is a barrier over all instances of all nodes that a program calls before
-// Finalize. As with Finalize, some nodes may call it as soon as they run: it has no limit,
-// and is requested again from a new scheduler process.
+// StopBarrier is a barrier over all instances of all nodes that a program calls before Finalize. As with Finalize,
+// some nodes may call it as soon as they run: it has no limit, and is requested again from a new scheduler process.
 func (c *pendingBarriers) StopBarrier(now time.Duration, customer int) (int, error) {
 	return c.start(now, pendingBarrier{customer: customer, group: van.AllNodes, instance: true, ending: true})
 }
@@ -205,9 +200,8 @@ func (c *pendingBarriers) sendRequest(t *pendingBarrier) {
 	c.out.send(van.SchedulerID, meta)
 }
 
-// resendRequests repeats the requests whose answers may have been lost with the connection to
-// the scheduler, with their old timestamps, so that they are counted once. A C++ StepMesh
-// scheduler would count them twice.
+// resendRequests repeats the requests whose answers may have been lost with the connection to the scheduler. They
+// keep their timestamps, so that they are counted once. A C++ StepMesh scheduler would count them twice.
 func (c *pendingBarriers) resendRequests() {
 	if c.table.native(van.SchedulerID) && !c.life.rejoining {
 		for _, t := range c.canceled {
@@ -229,15 +223,15 @@ func (c *pendingBarriers) get(n int) *pendingBarrier {
 	return nil
 }
 
-// cancel ends a barrier that this node no longer waits for, after limit if there was one.
-// missing says who has not come, as far as this node knows, hint where to look.
+// cancel ends a barrier that this node no longer waits for, after limit if there was one. missing names the missing
+// nodes, as far as this node knows them; hint names the place where they are logged.
 func (c *pendingBarriers) cancel(t *pendingBarrier, limit time.Duration, missing, hint string) {
 	c.cancelRequest(t)
 	c.fail(func(e *pendingBarrier) bool { return e == t }, van.Error{Limit: limit, Detail: missing, Err: van.ErrTimeout, Hint: hint})
 }
 
-// hint says where to look for who has not come, if this node has not been told. A scheduler of this
-// library logs it when it hears that a barrier is given up.
+// hint names the place where the missing nodes are logged, if this node does not know them. A scheduler of this
+// library logs them when it handles the cancellation.
 func (t *pendingBarrier) hint(b *core) string {
 	if t.missing != "" || t.finalize || !t.sent || !b.table.native(van.SchedulerID) || b.alive.isDead(van.SchedulerID) {
 		return ""
@@ -245,9 +239,9 @@ func (t *pendingBarrier) hint(b *core) string {
 	return "the scheduler's log says who has not come"
 }
 
-// cancelRequest tells a scheduler of this library that t's request is given up. This is repeated
-// after a lost connection, until there is a new request for the barrier. The request of
-// Finalize stays: a node that gives up there leaves, which is told as well.
+// cancelRequest notifies a scheduler of this library that t is canceled. The notice is repeated after a lost
+// connection, until there is a new request for the barrier. The request of Finalize stays: the canceling node leaves,
+// and the scheduler is notified of that.
 func (c *pendingBarriers) cancelRequest(t *pendingBarrier) {
 	switch {
 	case !t.sent || c.life.leaving:
@@ -264,14 +258,16 @@ func (c *pendingBarriers) cancelRequest(t *pendingBarrier) {
 	}
 }
 
-// notifyOver tells a scheduler of this library, which stays for it, that t at the end of a program is over on b's node.
+// notifyOver notifies a scheduler of this library, which stays until then, that t at the end of a program is over on
+// b's node.
 func (t *pendingBarrier) notifyOver(b *core) {
 	if !b.table.isScheduler() && b.table.native(van.SchedulerID) && !b.alive.schedulerUnreachable() {
 		b.out.notifyAbout(van.SchedulerID, notice{verb: verbReleased, group: t.group, instance: t.instance}, requestKey(t.stamp))
 	}
 }
 
-// release ends a barrier of this node. What nobody else takes comes here, and is to be a release.
+// release ends a barrier of this node. It handles every message that no other handler takes; any other than a release
+// is an error.
 func (c *pendingBarriers) release(now time.Duration, from int, msg *van.Meta) error {
 	switch {
 	case msg.Control.Cmd != van.Barrier && msg.Control.Cmd != van.InstanceBarrier:
@@ -296,7 +292,7 @@ func (c *pendingBarriers) release(now time.Duration, from int, msg *van.Meta) er
 		}
 	}
 	if i < 0 {
-		return nil // of a cancelled barrier, or a duplicate
+		return nil // of a canceled barrier, or a duplicate
 	}
 	t := c.open[i]
 	c.open = slices.Delete(c.open, i, i+1)
@@ -320,19 +316,18 @@ func (c *pendingBarriers) setMissing(text string, request uint64) {
 	}
 }
 
-// matches tells whether t's request is the one that a notice of the scheduler and its key name.
+// matches reports whether a notice and its key name t's request.
 func (t *pendingBarrier) matches(n notice, request uint64) bool {
 	return t.sent && t.instance == n.instance && t.group == n.group && requestKey(t.stamp) == request
 }
 
-// failedByScheduler handles the scheduler's notice that a barrier cannot be complete. request
-// is the key of the request, see named.
+// failedByScheduler handles the scheduler's notice that a barrier cannot complete. request is the key of the request,
+// see requestKey.
 func (c *pendingBarriers) failedByScheduler(n notice, request uint64) {
 	c.fail(func(t *pendingBarrier) bool { return t.matches(n, request) }, van.Error{Peer: c.table.peer(van.SchedulerID), Err: &lossError{text: n.text}})
 }
 
-// fail fails the barriers that which selects. If Finalize is among them, the losses
-// that it has held are reported.
+// fail fails the barriers that which selects. If Finalize is among them, its deferred losses are reported.
 func (c *pendingBarriers) fail(which func(*pendingBarrier) bool, why van.Error) {
 	out := slices.DeleteFunc(slices.Clone(c.open), func(t *pendingBarrier) bool { return !which(t) })
 	c.open = slices.DeleteFunc(c.open, which)
@@ -350,13 +345,13 @@ func (c *pendingBarriers) fail(which func(*pendingBarrier) bool, why van.Error) 
 	c.sendRequests()
 }
 
-// finalizing tells whether a Finalize waits.
+// finalizing reports whether a Finalize waits.
 func (c *pendingBarriers) finalizing() bool {
 	return slices.ContainsFunc(c.open, func(t *pendingBarrier) bool { return t.finalize })
 }
 
-// reportDeferred reports the losses that were noticed at least leaveGrace before now: if
-// the peers had left in order, the release of the last barrier would have come.
+// reportDeferred reports the losses that were noticed at least leaveGrace before now: if the peers had left in order,
+// the release of the last barrier would have arrived.
 func (c *pendingBarriers) reportDeferred(now time.Duration) {
 	if len(c.deferred) == 0 {
 		return
@@ -369,7 +364,7 @@ func (c *pendingBarriers) reportDeferred(now time.Duration) {
 	}
 }
 
-// add keeps the loss of a peer until a Finalize has ended.
+// add defers the report of a lost peer until a Finalize has ended.
 func (l deferredLosses) add(now time.Duration, id int, cause error) {
 	if _, known := l[id]; !known {
 		l[id] = deferredLoss{cause, now}
@@ -383,7 +378,7 @@ func (l deferredLosses) remove(id int) bool {
 	return had
 }
 
-// peerDead and peerUp are markDown and markUp on workers and servers.
+// peerDead and peerAlive are markDead and markAlive on workers and servers.
 func (c *pendingBarriers) peerDead(now time.Duration, id int, r deathReason, cause error) {
 	if c.alive.markDead(now, id, r, cause) {
 		c.deferred.remove(id)
@@ -403,9 +398,8 @@ func (c *pendingBarriers) heard(now time.Duration, id int) {
 	}
 }
 
-// schedulerReplaced fails the barriers that were requested from a scheduler which another process
-// has replaced: it may have released them for others. Those at the end of a program are
-// requested from the new one.
+// schedulerReplaced fails the barriers that were requested from a scheduler process that has been replaced: it may
+// have released them for others. Barriers at the end of a program are requested from the new process.
 func (c *pendingBarriers) schedulerReplaced() {
 	c.deferred.remove(van.SchedulerID)
 	c.canceled = nil // the new process knows of no request
@@ -418,7 +412,7 @@ func (c *pendingBarriers) schedulerReplaced() {
 		Err: &lossError{text: "the scheduler was started again; whether others have passed this barrier is not known"}})
 }
 
-// Leaving says that this node is about to leave: lost peers are no longer reported.
+// Leaving reports that this node is about to leave: lost peers are no longer reported.
 func (c *pendingBarriers) Leaving(time.Duration) {
 	c.life.leaving = true
 	clear(c.deferred)
@@ -438,9 +432,8 @@ func (c *pendingBarriers) expired(now time.Duration) []*pendingBarrier {
 	return slices.DeleteFunc(slices.Clone(c.open), func(t *pendingBarrier) bool { return t.deadline <= 0 || now < t.deadline })
 }
 
-// failWithoutScheduler fails the barriers that wait for a scheduler that has been lost for
-// Config.ReplaceTimeout. A server's Finalize waits as long as a worker is alive: workers
-// do not need the scheduler for their requests.
+// failWithoutScheduler fails the barriers that wait for a scheduler that has been lost for Config.ReplaceTimeout. A
+// server's Finalize waits as long as a worker is alive: workers do not need the scheduler for their requests.
 func (c *pendingBarriers) failWithoutScheduler(now time.Duration) {
 	if now < c.schedulerDeadline() {
 		return
@@ -453,7 +446,7 @@ func (c *pendingBarriers) failWithoutScheduler(now time.Duration) {
 	c.fail(func(t *pendingBarrier) bool { return t.needsScheduler(&c.core) }, van.Error{Peer: c.table.peer(van.SchedulerID), Err: c.alive.peers[van.SchedulerID].cause})
 }
 
-// schedulerDeadline is when barriers that wait for a lost scheduler fail.
+// schedulerDeadline is the time at which barriers that wait for a lost scheduler fail.
 func (c *pendingBarriers) schedulerDeadline() time.Duration {
 	if c.alive.schedulerUnreachable() && slices.ContainsFunc(c.open, func(t *pendingBarrier) bool { return t.needsScheduler(&c.core) }) {
 		return c.alive.peers[van.SchedulerID].deadSince + c.cfg.ReplaceTimeout
@@ -489,14 +482,14 @@ func (t *pendingBarrier) workersDeadline(b *core) time.Duration {
 	return from + b.cfg.StopTimeout
 }
 
-// logProgress logs the nodes that the barriers at the end of a program wait for. The function who returns the text about one
+// logProgress logs the nodes that the barriers at the end of a program wait for. missing returns the text about one
 // barrier, or "" if it is normal that the barrier waits.
-func (c *pendingBarriers) logProgress(now time.Duration, who func(*pendingBarrier) string) {
+func (c *pendingBarriers) logProgress(now time.Duration, missing func(*pendingBarrier) string) {
 	for _, t := range c.open {
 		if !t.ending || now < t.nextLog {
 			continue
 		}
-		text := who(t)
+		text := missing(t)
 		if text == "" {
 			t.logPause, t.nextLog = firstProgressLog, now+firstProgressLog
 			continue
@@ -511,8 +504,8 @@ func (c *pendingBarriers) logProgress(now time.Duration, who func(*pendingBarrie
 	}
 }
 
-// missingText names the nodes that t waits for, as far as a worker or server knows them. A server normally waits there as long as its
-// workers work. Its text is therefore empty unless a node is dead or the scheduler cannot be asked.
+// missingText names the nodes that t waits for, as far as a worker or server knows them. A server normally waits as
+// long as its workers work. Its text is therefore empty unless a node is dead or the scheduler cannot be asked.
 func (t *pendingBarrier) missingText(b *core) string {
 	var text, dead string
 	switch h := b.alive.peers[van.SchedulerID]; {

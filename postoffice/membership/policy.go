@@ -1,10 +1,10 @@
 package membership
 
-// Policies: what the scheduler tells nodes of this library at run time about what they send.
-// It keeps the list, with a version that grows with each change, and sends all of it to nodes
-// that have not said that they have it, at the latest when their next heartbeat comes. A node
-// answers with what it has in force. A scheduler that was started again takes the list from
-// the nodes. Processes that are no nodes list it and change it.
+// Policies: settings that the scheduler sends to nodes of this library at run time about the data that they send. The
+// scheduler keeps the list, with a version that grows with each change. It sends the whole list to nodes that have
+// not confirmed it, at the latest after their next heartbeat. A node answers with the state of each policy. A
+// scheduler that was started again takes the list from the nodes. Processes that are not nodes list the policies and
+// change them.
 
 import (
 	"fmt"
@@ -16,17 +16,16 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Policy is what nodes are told about data for one peer, or of one application. What is not
-// set has its zero value.
+// Policy is a setting for data to one peer, or of one application. Fields that are not set have their zero value.
 type Policy struct {
-	Peer  int    // node id of who gets the data; 0: the policy is of App
+	Peer  int    // node id of the receiver of the data; 0: the policy is of App
 	App   int32  // application id
-	Rate  int64  // bytes in a second, of each node to each peer that it is about
+	Rate  int64  // bytes in a second, of each node to each peer that the policy is about
 	Class int    // traffic class, as Class0 + 0 to 63, the DSCP
-	Order string // of a communicator's application: in which order it asks ranks
+	Order string // of a communicator's application: the order in which it asks ranks
 }
 
-// Limits of what a policy says.
+// Limits of the values in a policy.
 const (
 	Class0   = 1 << 8 // Policy.Class of class 0
 	MaxClass = 63
@@ -34,7 +33,7 @@ const (
 	MaxRate  = 1_000_000_000_000
 )
 
-// Target names what the policy is about: "peer=9", "app=7".
+// Target names the subject of the policy: "peer=9", "app=7".
 func (p *Policy) Target() string {
 	if p.Peer != 0 {
 		return "peer=" + strconv.Itoa(p.Peer)
@@ -60,7 +59,7 @@ func (p *Policy) String() string {
 // Orders of a communicator.
 var Orders = []string{"ring", "rank"}
 
-// ParsePolicy reads a policy: a target, then what is set for it.
+// ParsePolicy parses a policy: a target, then its settings.
 func ParsePolicy(s string) (p Policy, err error) {
 	for i, word := range strings.Split(s, ",") {
 		key, value, _ := strings.Cut(word, "=")
@@ -100,19 +99,18 @@ func invalidField(field, value, want string) error {
 	return fmt.Errorf("%s %q: want %s: %w", field, truncated(value), want, van.ErrInvalid)
 }
 
-// State is how far a node has a policy.
+// State is the state of a policy on one node.
 type State byte
 
 // States of a policy on a node.
 const (
 	InForce       State = 'y'
 	Pending       State = 'p' // it has an effect once there is a connection, or the application
-	Unsupported   State = 'n' // the transport, or the node, has no such thing
-	NotApplicable State = '-' // the policy is not about what this node does
+	Unsupported   State = 'n' // the transport, or the node, has no such setting
+	NotApplicable State = '-' // the policy does not concern this node
 )
 
-// Policies says that the node's policies may have changed, and that the answer to the
-// scheduler, Machine.PoliciesAre, is due.
+// Policies is the output that reports new policies. The caller answers the scheduler with Machine.PoliciesAre.
 type Policies struct {
 	Version uint32
 	List    []Policy
@@ -120,7 +118,7 @@ type Policies struct {
 
 func (Policies) output() {}
 
-// policies are those of the cluster, as far as this node knows.
+// policies are the policies of the cluster, as far as this node knows them.
 type policies struct {
 	version uint32
 	list    []Policy
@@ -160,16 +158,17 @@ func parsePolicies(text string) (version uint32, list []Policy, err error) {
 	return uint32(n), list, nil
 }
 
+// policyList is the scheduler's list of policies.
 type policyList struct {
 	core
 	policies
 	refusals  *refusals
-	changed   bool               // it has changed the list itself
-	waitUntil time.Duration      // until then the nodes' lists of a former scheduler may come
+	changed   bool               // this process has changed the list itself
+	waitUntil time.Duration      // until then the nodes' lists from an earlier scheduler may arrive
 	states    map[int]nodeStates // by node
 }
 
-// nodeStates is what a node has said.
+// nodeStates are the states of the policies on one node, as it reported them.
 type nodeStates struct {
 	incarnation, version uint32
 	states               string
@@ -181,17 +180,17 @@ func (p *policyList) sendToAll() {
 	}
 }
 
-// heartbeat sends the list to a node that has sent a heartbeat, unless it has it.
+// heartbeat sends the list to a node that has sent a heartbeat, unless the node has it.
 func (p *policyList) heartbeat(id int) {
 	if h := p.states[id]; h.version != p.version || h.incarnation != p.table.incs[id] {
 		p.sendTo(id, &p.core)
 	}
 }
 
-// maxAdoptedVersion bounds the version that a scheduler takes from a node, so that there are others behind it.
+// maxAdoptedVersion bounds the version that a scheduler takes from a node, so that higher versions are left.
 const maxAdoptedVersion = 1 << 31
 
-// adopt takes the list of a former scheduler from a node, on one that has resumed its cluster.
+// adopt takes the list of an earlier scheduler from a node, on a scheduler that has resumed its cluster.
 func (p *policyList) adopt(from int, msg *van.Meta, n notice) error {
 	version, list, err := parsePolicies(n.text)
 	switch {
@@ -206,7 +205,7 @@ func (p *policyList) adopt(from int, msg *van.Meta, n notice) error {
 	return nil
 }
 
-// recordStates notes what a node has.
+// recordStates records the states that a node reports.
 func (p *policyList) recordStates(from int, n notice) {
 	version, states, _ := strings.Cut(n.text, " ")
 	if v, ok := number(version); ok && p.table.native(from) && v == int(p.version) && len(states) == len(p.list) {
@@ -244,7 +243,7 @@ func (p *policyList) set(q Policy) error {
 	return nil
 }
 
-// change makes list the policies, and tells all nodes.
+// change makes list the policies, and sends them to all nodes.
 func (p *policyList) change(list []Policy) {
 	if slices.Equal(list, p.list) {
 		return
@@ -253,8 +252,8 @@ func (p *policyList) change(list []Policy) {
 	p.sendToAll()
 }
 
-// lines is the list with the ids of the nodes that have each policy in force, those where it
-// waits, that cannot have it, that have not said so yet, are dead, and are C++ StepMesh's.
+// lines is the list of policies, each with the ids of the nodes in each state: in force, pending, unsupported, not
+// answered yet, dead, and C++ StepMesh.
 func (p *policyList) lines() (lines []string) {
 	for i := range p.list {
 		groups := map[string][]string{}
@@ -293,14 +292,13 @@ func (p *policyList) lines() (lines []string) {
 
 var stateNames = map[State]string{InForce: "in-force", Pending: "pending", Unsupported: "unfit"}
 
-// Question is the body of a message to the scheduler from a process that is no node of the
-// cluster. It listens at addr, which is numeric.
+// Question is the body of a message to the scheduler from a process that is not a node of the cluster. It listens at
+// addr, which is numeric.
 func Question(incarnation uint32, addr, question string) []byte {
 	return notice{verb: verbAsk, text: fmt.Sprintf("%d %s %s", incarnation, addr, question)}.body()
 }
 
-// Answer reads the body of one of the scheduler's answers. They are numbered from 0, and the
-// last one is "end".
+// Answer parses the body of one of the scheduler's answers. They are numbered from 0, and the last one is "end".
 func Answer(body []byte) (number int, text string, ok bool) {
 	n, err := parseNotice(body)
 	if err != nil || n.verb != verbAnswer {
@@ -311,9 +309,9 @@ func Answer(body []byte) (number int, text string, ok bool) {
 	return number, text, err == nil && strings.TrimSpace(text) != ""
 }
 
-// ask answers a process that is no node: "<incarnation> <host:port> <question>". Each
-// answer costs a connection, so there are as many as of refusals at most, and none before the
-// nodes had time to say what a former scheduler has told them; who gets none asks again.
+// ask answers a process that is not a node: "<incarnation> <host:port> <question>". Each answer costs a connection.
+// The number of answers is therefore bounded like that of refusals. No question is answered before the nodes had time
+// to report the policies of an earlier scheduler. A process without an answer asks again.
 func (p *policyList) ask(now time.Duration, from int, msg *van.Meta, n notice, report func(time.Duration) Report) error {
 	rec, question, err := p.table.parseProcess(from, msg, n)
 	switch {
@@ -337,8 +335,8 @@ func (p *policyList) ask(now time.Duration, from int, msg *van.Meta, n notice, r
 	return nil
 }
 
-// execute carries a question out: "list", "set POLICY", "clear TARGET", "clear all". Each of the
-// answers is a policy, and nodes in each state; consecutive ones may be about the same policy.
+// execute executes a question: "list", "set POLICY", "clear TARGET", "clear all". Each of the answers is a policy,
+// and nodes in each state; consecutive ones may be about the same policy.
 func (p *policyList) execute(question string, report func(time.Duration) Report) ([]string, error) {
 	what, arg, _ := strings.Cut(question, " ")
 	switch {
@@ -361,7 +359,7 @@ func (p *policyList) execute(question string, report func(time.Duration) Report)
 	return p.lines(), nil
 }
 
-// nodePolicies are those that a worker or server has been sent.
+// nodePolicies are the policies that a worker or server has received.
 type nodePolicies struct {
 	core
 	policies

@@ -1,8 +1,8 @@
 package membership
 
-// Trials: tests whether the scheduler can reach the address of a registered process. If it cannot, it
-// notifies the process. Since the scheduler cannot connect to the process, the notice is sent on
-// the connection that the process has made.
+// Probes: tests whether the scheduler can reach the address of a registered process. If it cannot, it notifies the
+// process. Since the scheduler cannot connect to the process, the notice is sent on the connection that the process
+// has made.
 
 import (
 	"errors"
@@ -16,27 +16,28 @@ import (
 )
 
 const (
-	probeDelay    = time.Second     // from a registration, or a node's start, to the first trial: most clusters have formed by then
-	probePause    = 5 * time.Second // from the first trial to the next; each pause is twice the one before
+	probeDelay    = time.Second     // from a registration, or a node's start, to the first probe: most clusters have formed by then
+	probePause    = 5 * time.Second // from the first probe to the next; each pause is twice the one before
 	maxProbePause = time.Minute
 	probePeriod   = time.Second
-	maxProbes     = 64   // in trialTime
+	maxProbes     = 64   // in probePeriod
 	maxProbed     = 4096 // processes
 )
 
-// probes holds the trials of the scheduler. Only a process that has registered and counts is tried. Each trial is one
+// probes are the probes of the scheduler. Only a process that has registered and counts is probed. Each probe is one
 // attempt at a numeric address.
 type probes struct {
 	core
 	registrations *registrations
 	list          []*probe
-	since         time.Duration // beginning of the present trialTime
-	started       int           // trials in it
+	since         time.Duration // beginning of the present probePeriod
+	started       int           // probes in it
 }
 
+// probe is the state of one process's probes.
 type probe struct {
 	node    van.Node
-	at      time.Duration // of the next one
+	at      time.Duration // time of the next one
 	pause   time.Duration
 	failure string // why the address cannot be reached; "" if that is not known
 }
@@ -45,7 +46,7 @@ func (t *probe) matches(n *van.Node) bool {
 	return sameAddr(&t.node, n) && !differentProcess(&t.node, n)
 }
 
-// registered schedules the trials of a process that has registered.
+// registered schedules the probes of a process that has registered.
 func (t *probes) registered(now time.Duration, n *van.Node) {
 	t.list = slices.DeleteFunc(t.list, func(o *probe) bool { return sameAddr(&o.node, n) })
 	if t.cfg.CanProbe && numeric(n.Hostname) && len(t.list) < maxProbed {
@@ -53,7 +54,8 @@ func (t *probes) registered(now time.Duration, n *van.Node) {
 	}
 }
 
-// reached reports whether the scheduler has received a message over its connection to the process of n, or n does not matter any more.
+// reached reports whether the scheduler has received a message over its connection to the process of n, or n is no
+// longer of interest.
 func (t *probes) reached(n *van.Node) bool {
 	for i := range t.table.nodes {
 		if m := &t.table.nodes[i]; sameAddr(m, n) && !differentProcess(m, n) {
@@ -89,11 +91,11 @@ func (t *probes) next() time.Duration {
 	return next
 }
 
-// probed takes the result of a trial from an address of this host.
+// probed takes the result of a probe from an address of this host.
 func (t *probes) probed(n *van.Node, from string, err error) {
 	i := slices.IndexFunc(t.list, func(o *probe) bool { return o.matches(n) })
 	switch {
-	case i < 0, errors.Is(err, van.ErrTimeout): // it listens, and is busy or stopped
+	case i < 0, errors.Is(err, van.ErrTimeout): // the process listens, and is busy or stopped
 	case err == nil && t.list[i].failure == "":
 		t.list = slices.Delete(t.list, i, i+1)
 	case err == nil:
@@ -110,7 +112,7 @@ func (t *probes) probed(n *van.Node, from string, err error) {
 	}
 }
 
-// failureHint returns the probable fault of the address of a running process, by the error of a trial.
+// failureHint returns the probable fault of the address of a running process, by the error of a probe.
 func failureHint(err error) string {
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.ENOENT):
@@ -134,7 +136,7 @@ func (t *probes) unreached() (all []string) {
 // urgent is the key of a waiting notice whose receiver reports it at once.
 const urgent = 1
 
-// notify sends a registered process the text of a waiting notice, on the connection that the process has made.
+// notify sends a registered process a waiting notice, on the connection that the process has made.
 func (t *probes) notify(n *van.Node, text string, key uint64) {
 	inc := incarnationOf(n)
 	if !t.cfg.CanProbe || inc == 0 {

@@ -1,8 +1,7 @@
 package membership
 
-// The scheduler's records, as a worker or server takes them: the table, with which it becomes
-// part of the cluster, and later those of replacements; and connections to nodes of its own role,
-// which C++ StepMesh nodes do not have.
+// The scheduler's records on a worker or server: the table with which it joins the cluster, and later the records of
+// replacement processes. Also connections to nodes of its own role, which C++ StepMesh nodes do not have.
 
 import (
 	"fmt"
@@ -13,6 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// records handles the scheduler's node records.
 type records struct {
 	core
 	pending *pendingBarriers
@@ -36,8 +36,8 @@ func (r *records) step(now time.Duration, msg *van.Meta) error {
 	return nil
 }
 
-// outdated tells whether the scheduler has sent something newer than msg about id; if not,
-// it notes msg as the latest. With PS_RESEND a lost message arrives after later ones.
+// outdated reports whether the scheduler has sent a newer message than msg about id; if not, it notes msg as the
+// latest. With PS_RESEND a lost message arrives after later ones.
 func (r *records) outdated(id int, msg *van.Meta) bool {
 	if !r.table.has(id) || msg.Timestamp == van.Empty {
 		return false
@@ -49,8 +49,8 @@ func (r *records) outdated(id int, msg *van.Meta) bool {
 	return false
 }
 
-// noteGeneration notes the generation of the table that msg has, or completes. Heartbeats carry
-// it; the scheduler answers an old one with the whole table.
+// noteGeneration notes the generation of the table that msg has, or completes. Heartbeats carry it; the scheduler
+// answers an old one with the whole table.
 func (r *records) noteGeneration(msg *van.Meta) {
 	whole := slices.ContainsFunc(msg.Control.Nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
 	if g := uint32(msg.Key); r.table.native(van.SchedulerID) && (whole || g == r.table.tableGeneration+1) {
@@ -58,48 +58,19 @@ func (r *records) noteGeneration(msg *van.Meta) {
 	}
 }
 
-// join handles the full table: this node's id, and the nodes to connect to.
+// join handles the full table: this node's id, and the nodes to connect to. It checks the records before it
+// changes the table.
 func (r *records) join(now time.Duration, msg *van.Meta) error {
-	nodes := msg.Control.Nodes
-	count := map[van.Role]int{}
-	var own *van.Node
-	for i := range nodes {
-		n := &nodes[i]
-		count[n.Role]++
-		if own == nil && n.Role == r.table.self.Role && sameAddr(n, &r.table.self) && r.table.isOwn(n) {
-			own = n
-		}
+	own, err := r.ownRecord(msg)
+	if err != nil {
+		return err
 	}
-	if own == nil {
-		return r.table.bad(van.SchedulerID, msg, "control.node", fmt.Sprintf("%d records", len(nodes)),
-			fmt.Sprintf("one of them %s at %s", r.table.self.Role, r.table.self.Addr()))
-	}
-	if count[van.Worker] != r.cfg.instances(van.Worker) || count[van.Server] != r.cfg.instances(van.Server) {
-		r.pending.failMachine(&van.Error{Op: "start", Node: r.table.name(), Peer: r.table.peer(van.SchedulerID),
-			Detail: fmt.Sprintf("the scheduler started a cluster of %d workers and %d servers, but here %s and %s",
-				count[van.Worker], count[van.Server], r.cfg.formula(van.Worker), r.cfg.formula(van.Server)),
-			Hint: "give all nodes the same numbers", Err: van.ErrInvalid})
+	if r.wrongCounts(msg.Control.Nodes) {
 		return nil
 	}
-	var table []van.Node
-	at := map[int]int{}
-	for i := range nodes {
-		n := &nodes[i]
-		if n.Role == van.Scheduler {
-			continue
-		}
-		field := fmt.Sprintf("control.node[%d].id", i)
-		if van.RankOf(n.ID) >= r.cfg.instances(n.Role) {
-			return r.table.bad(van.SchedulerID, msg, field, n.ID, fmt.Sprintf("a rank below %d", r.cfg.instances(n.Role)))
-		}
-		if prev, again := at[n.ID]; again {
-			if sameAddr(&table[prev], n) {
-				continue // another customer of the same process
-			}
-			return r.table.bad(van.SchedulerID, msg, field, n.ID, "another, for this is "+table[prev].Addr())
-		}
-		at[n.ID] = len(table)
-		table = append(table, n.Clone())
+	table, err := r.uniqueRecords(msg)
+	if err != nil {
+		return err
 	}
 	r.table.fill(table)
 	r.table.shared = map[int]int{}
@@ -108,16 +79,8 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 			r.table.shared[id] = van.Empty // no node has this id
 		}
 	}
-	if i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler }); i >= 0 {
-		if who, ok := nodes[i].Identity(); ok {
-			if own := r.table.own.Cluster; own != 0 && own != who.Cluster && !failpoint.On("cluster-id") {
-				r.pending.failMachine(r.table.refused("start", "its STEPAF_CLUSTER_ID is another"))
-				return nil
-			}
-			r.table.own.Cluster = who.Cluster
-			r.table.scheduler.Endpoint = slices.Clone(nodes[i].Endpoint)
-			r.table.learn(van.SchedulerID, &nodes[i])
-		}
+	if !r.learnScheduler(msg.Control.Nodes) {
+		return nil
 	}
 	r.noteGeneration(msg)
 	for i := range table {
@@ -129,13 +92,95 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 	r.life.phase, r.alive.lastCheck = ready, now
 	r.out.emit(SetID{own.ID})
 	r.out.emit(Assigned{ID: own.ID, Rank: van.RankOf(own.ID), Recovery: own.IsRecovery})
-	met := map[int]bool{}
+	r.connectAll(now, msg.Control.Nodes)
+	r.out.emit(Ready{})
+	return nil
+}
+
+// ownRecord returns this process's record in the table of msg.
+func (r *records) ownRecord(msg *van.Meta) (*van.Node, error) {
+	nodes := msg.Control.Nodes
+	for i := range nodes {
+		if n := &nodes[i]; n.Role == r.table.self.Role && sameAddr(n, &r.table.self) && r.table.isOwn(n) {
+			return n, nil
+		}
+	}
+	return nil, r.table.bad(van.SchedulerID, msg, "control.node", fmt.Sprintf("%d records", len(nodes)),
+		fmt.Sprintf("one of them %s at %s", r.table.self.Role, r.table.self.Addr()))
+}
+
+// wrongCounts reports whether the table has other numbers of nodes than this node is configured for, and fails the
+// machine then.
+func (r *records) wrongCounts(nodes []van.Node) bool {
+	count := map[van.Role]int{}
+	for i := range nodes {
+		count[nodes[i].Role]++
+	}
+	if count[van.Worker] == r.cfg.instances(van.Worker) && count[van.Server] == r.cfg.instances(van.Server) {
+		return false
+	}
+	r.pending.failMachine(&van.Error{Op: "start", Node: r.table.name(), Peer: r.table.peer(van.SchedulerID),
+		Detail: fmt.Sprintf("the scheduler started a cluster of %d workers and %d servers, but here %s and %s",
+			count[van.Worker], count[van.Server], r.cfg.formula(van.Worker), r.cfg.formula(van.Server)),
+		Hint: "give all nodes the same numbers", Err: van.ErrInvalid})
+	return true
+}
+
+// uniqueRecords returns the records of workers and servers in the table of msg, one for each process.
+func (r *records) uniqueRecords(msg *van.Meta) (table []van.Node, err error) {
+	nodes := msg.Control.Nodes
+	at := map[int]int{}
 	for i := range nodes {
 		n := &nodes[i]
-		if met[n.ID] {
+		if n.Role == van.Scheduler {
 			continue
 		}
-		met[n.ID] = true
+		field := fmt.Sprintf("control.node[%d].id", i)
+		if van.RankOf(n.ID) >= r.cfg.instances(n.Role) {
+			return nil, r.table.bad(van.SchedulerID, msg, field, n.ID, fmt.Sprintf("a rank below %d", r.cfg.instances(n.Role)))
+		}
+		if prev, again := at[n.ID]; again {
+			if sameAddr(&table[prev], n) {
+				continue // another customer of the same process
+			}
+			return nil, r.table.bad(van.SchedulerID, msg, field, n.ID, "another, for this is "+table[prev].Addr())
+		}
+		at[n.ID] = len(table)
+		table = append(table, n.Clone())
+	}
+	return table, nil
+}
+
+// learnScheduler takes the scheduler's identity from the table, if it has one. If the scheduler's cluster is another one,
+// learnScheduler fails the machine and returns false.
+func (r *records) learnScheduler(nodes []van.Node) bool {
+	i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
+	if i < 0 {
+		return true
+	}
+	who, ok := nodes[i].Identity()
+	if !ok {
+		return true
+	}
+	if own := r.table.own.Cluster; own != 0 && own != who.Cluster && !failpoint.On("cluster-id") {
+		r.pending.failMachine(r.table.refused("start", "its STEPAF_CLUSTER_ID is another"))
+		return false
+	}
+	r.table.own.Cluster = who.Cluster
+	r.table.scheduler.Endpoint = slices.Clone(nodes[i].Endpoint)
+	r.table.learn(van.SchedulerID, &nodes[i])
+	return true
+}
+
+// connectAll connects to the scheduler and to the nodes of the other role.
+func (r *records) connectAll(now time.Duration, nodes []van.Node) {
+	seen := map[int]bool{}
+	for i := range nodes {
+		n := &nodes[i]
+		if seen[n.ID] {
+			continue
+		}
+		seen[n.ID] = true
 		r.alive.begin(now, n.ID)
 		switch {
 		case n.Role == van.Scheduler:
@@ -145,15 +190,13 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 			r.out.connect(n.ID, *r.table.record(n.ID))
 		}
 	}
-	if !met[van.SchedulerID] { // connect again, so that the scheduler learns this node's id
+	if !seen[van.SchedulerID] { // connect again, so that the scheduler learns this node's id
 		r.alive.begin(now, van.SchedulerID)
 		r.out.connect(van.SchedulerID, r.table.scheduler)
 	}
-	r.out.emit(Ready{})
-	return nil
 }
 
-// update handles one record after start-up: usually that of a replacement.
+// update handles one record after start-up: usually that of a replacement process.
 func (r *records) update(now time.Duration, n *van.Node) {
 	i, ok := r.table.at[n.ID]
 	if !ok {
@@ -173,7 +216,7 @@ func (r *records) update(now time.Duration, n *van.Node) {
 		if r.life.rejoining {
 			r.pending.peerAlive(now, n.ID, declared)
 		}
-		return // known
+		return // unchanged
 	}
 	r.table.nodes[i] = n.Clone()
 	r.table.learn(n.ID, n)
@@ -206,8 +249,7 @@ func (r *records) link(ids []int) error {
 	return nil
 }
 
-// relink connects to the process that has taken the place of id, if this node is to be
-// connected to it.
+// relink connects to the process that has replaced id, if this node must be connected to it.
 func (r *records) relink(id int) {
 	switch {
 	case van.RoleOf(id) != r.table.self.Role, slices.Contains(r.linked, id) && r.table.native(id):

@@ -1,9 +1,8 @@
 package membership
 
-// Recovery from a restart of the scheduler, on the new process, which knows nothing of the
-// cluster. The nodes notice by its incarnation that it is a new process; their heartbeats, which
-// have their records with id and cluster, tell it about them. When most have come back, it
-// resumes the cluster. What the nodes do is in node.go.
+// Recovery from a restart of the scheduler, on the new process, which knows nothing of the cluster. The nodes notice
+// by its incarnation that it is a new process. Their heartbeats carry their records with id and cluster. When most
+// nodes have returned, the new scheduler resumes the cluster. The nodes' part is in node.go.
 
 import (
 	"fmt"
@@ -15,13 +14,13 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// recoveryGrace is how long the scheduler waits for other nodes after the first one has come
-// back.
+// recoveryGrace is the time for which the scheduler waits for other nodes after the first one has returned.
 const recoveryGrace = 2 * time.Second
 
-// minTableRequestPause is the time between two questions for a table, however often new nodes register.
+// minTableRequestPause is the time between two requests for a table, however often new nodes register.
 const minTableRequestPause = 100 * time.Millisecond
 
+// schedulerRecovery collects the nodes of an earlier scheduler's cluster.
 type schedulerRecovery struct {
 	core
 	refusals      *refusals
@@ -29,16 +28,17 @@ type schedulerRecovery struct {
 	policies      *policyList
 	registrations *registrations
 	replacements  *replacements
-	nodes         map[int]*returnedNode // by id, those that have proved their addresses; nil if none has come back
-	since         time.Duration         // of the first one
+	nodes         map[int]*returnedNode // by id, those with proved addresses; nil if none has returned
+	since         time.Duration         // time at which the first one returned
 	// records is the node table of one of them; it is requested when it is needed.
 	records               []van.Node
 	cluster, generation   uint32        // of the records
-	askedAt, nextDecision time.Duration // for a table
+	askedAt, nextDecision time.Duration // of and until a request for a table
 	challenges            *challenges
 }
 
-// challenge sends the proof of its address to a node that has come back. The node then sends its heartbeat again, with the proof.
+// challenge sends the proof of its address to a node that has returned. The node then repeats its heartbeat with the
+// proof.
 func (r *schedulerRecovery) challenge(now time.Duration, rec *van.Node) {
 	if !r.challenges.allow(now, rec) {
 		return
@@ -48,14 +48,14 @@ func (r *schedulerRecovery) challenge(now time.Duration, rec *van.Node) {
 	r.out.disconnect(temp)
 }
 
-// returnedNode is a node of the cluster of a former scheduler process.
+// returnedNode is a node of the cluster of an earlier scheduler process.
 type returnedNode struct {
 	node                van.Node
 	cluster, generation uint32
 	temp                int
 }
 
-// heartbeat handles, during start-up, that of a node of a former scheduler's cluster.
+// heartbeat handles, during start-up, the heartbeat of a node of an earlier scheduler's cluster.
 func (r *schedulerRecovery) heartbeat(now time.Duration, rec *van.Node, who van.Identity, msg *van.Meta) {
 	if failpoint.On("scheduler-back") || van.RankOf(rec.ID) >= r.cfg.instances(rec.Role) || who.Cluster == 0 {
 		return
@@ -81,7 +81,7 @@ func (r *schedulerRecovery) heartbeat(now time.Duration, rec *van.Node, who van.
 		r.nodes[rec.ID] = c
 	case !differentProcess(&c.node, rec):
 	case generation <= c.generation:
-		return // it has been replaced by the process that came first
+		return // it was replaced by the process that returned first
 	default:
 		r.out.disconnect(c.temp)
 		c.temp = 0
@@ -100,17 +100,17 @@ func (r *schedulerRecovery) heartbeat(now time.Duration, rec *van.Node, who van.
 	r.decide(now)
 }
 
-// sendRejoin tells a node, to which temp is the connection, that this scheduler is a new process. what is "table" to ask for the
-// whole table, or the proof of the node's address.
-func (r *schedulerRecovery) sendRejoin(temp int, what string) {
+// sendRejoin tells a node, to which temp is the connection, that this scheduler is a new process. request is "table"
+// for the whole table, or the proof of the node's address.
+func (r *schedulerRecovery) sendRejoin(temp int, request string) {
 	meta := r.out.control(van.Heartbeat)
 	meta.Control.Nodes = []van.Node{r.table.self}
-	meta.Body = notice{verb: verbRejoin, text: what}.body()
+	meta.Body = notice{verb: verbRejoin, text: request}.body()
 	r.out.send(temp, meta)
 }
 
-// registered looks, when a new node has registered, whether it was the last that a former scheduler's cluster waited for:
-// this scheduler may be about to give up.
+// registered checks, when a new node has registered, whether it was the last one that an earlier scheduler's cluster
+// waited for: this scheduler may be about to time out.
 func (r *schedulerRecovery) registered(now time.Duration) {
 	if r.nodes != nil {
 		r.nextDecision = min(r.nextDecision, max(now, r.askedAt+minTableRequestPause))
@@ -120,8 +120,8 @@ func (r *schedulerRecovery) registered(now time.Duration) {
 	}
 }
 
-// foreignNodes counts the C++ StepMesh nodes of a former scheduler's cluster by its table. They receive no notice that another process is
-// the scheduler, and need none. Most of them send no heartbeats.
+// foreignNodes counts the C++ StepMesh nodes of an earlier scheduler's cluster by its table. They cannot be notified
+// of the new scheduler process, and need not be. Most of them send no heartbeats.
 func (r *schedulerRecovery) foreignNodes(cluster uint32) (count int) {
 	if r.cluster != cluster {
 		return 0
@@ -134,11 +134,14 @@ func (r *schedulerRecovery) foreignNodes(cluster uint32) (count int) {
 	return count
 }
 
-// decide resumes a former scheduler's cluster if enough of its nodes of this library have come back: all; or,
-// after returnGrace, more than half, or any number if the cluster has a name; or, if new nodes
-// have registered for all the other ids, half of them after half of Config.ReplaceTimeout, and
-// fewer after three quarters of it: a new cluster would have been complete by then without
-// them. After all of ReplaceTimeout the returned nodes would give up.
+// decide resumes an earlier scheduler's cluster if enough of its nodes of this library have returned:
+//
+//   - all; or
+//   - after recoveryGrace, more than half, or any number if the cluster has a name; or
+//   - if new nodes have registered for all the other ids: half of them after half of Config.ReplaceTimeout, and fewer
+//     after three quarters of it. A new cluster would have been complete by then without them.
+//
+// After all of ReplaceTimeout the returned nodes would time out.
 func (r *schedulerRecovery) decide(now time.Duration) {
 	count, newest, current := map[uint32]int{}, map[uint32]uint32{}, 0
 	var cluster uint32
@@ -169,7 +172,7 @@ func (r *schedulerRecovery) decide(now time.Duration) {
 	case now < r.since+recoveryGrace:
 		return
 	case 2*count[cluster] > all || r.cfg.NamedCluster:
-	case !known: // without the table it is not known which nodes are of C++ StepMesh, and cannot come back
+	case !known: // without the table the C++ nodes, which cannot return, are not known
 	case now < r.since+wait || !r.othersRegistered(cluster):
 		return
 	}
@@ -206,7 +209,7 @@ func (r *schedulerRecovery) resume(now time.Duration, cluster, generation uint32
 		switch {
 		case here:
 			rec = c.node
-		case isKnown && incarnationOf(&rec) == 0: // if it is dead, no connection to it can be made
+		case isKnown && incarnationOf(&rec) == 0: // if it is dead, the connection to it fails
 			originals = append(originals, id)
 		case isKnown:
 			missing = append(missing, id)
@@ -249,18 +252,18 @@ func (r *schedulerRecovery) resume(now time.Duration, cluster, generation uint32
 	}
 }
 
-// waitLimits is how long the scheduler waits for the others when half of a former cluster's
-// nodes have come back, and when fewer have.
+// waitLimits returns the scheduler's wait for the other nodes when half of an earlier cluster's nodes have returned,
+// and when fewer have.
 func (r *schedulerRecovery) waitLimits() (half, few time.Duration) {
 	limit := r.cfg.ReplaceTimeout
-	if start := r.cfg.StartTimeout; start > 0 { // then this scheduler gives up
+	if start := r.cfg.StartTimeout; start > 0 { // then this scheduler times out
 		limit = min(limit, start)
 	}
 	return limit / 2, limit * 3 / 4
 }
 
-// othersRegistered tells whether a new node has registered for each id of a former scheduler's
-// cluster whose node has not come back, so that no more nodes are expected.
+// othersRegistered reports whether a new node has registered for each id of an earlier scheduler's cluster whose node
+// has not returned, so that no more nodes are expected.
 func (r *schedulerRecovery) othersRegistered(cluster uint32) bool {
 	joins := r.registrations.present()
 	for _, id := range r.cfg.members(van.WorkerGroup | van.ServerGroup) {
@@ -278,8 +281,8 @@ func (r *schedulerRecovery) othersRegistered(cluster uint32) bool {
 	return true
 }
 
-// end ends the wait for a former scheduler's cluster, since a new one has formed. Later messages
-// of the former cluster's nodes are refused.
+// end ends the wait for an earlier scheduler's cluster, since a new one has formed. Later messages of the earlier
+// cluster's nodes are refused.
 func (r *schedulerRecovery) end() {
 	for _, id := range sortedIDs(r.nodes) {
 		r.out.disconnect(r.nodes[id].temp)
@@ -309,7 +312,7 @@ func (r *schedulerRecovery) tick(now time.Duration) {
 func (r *schedulerRecovery) scheduleDecision(now time.Duration) {
 	r.nextDecision = now + rejoinHeartbeat
 	half, few := r.waitLimits()
-	for _, wait := range []time.Duration{half, few} { // the returned nodes may give up soon after
+	for _, wait := range []time.Duration{half, few} { // the returned nodes may time out soon after
 		if at := r.since + wait; at > now {
 			r.nextDecision = min(r.nextDecision, at)
 		}

@@ -1,11 +1,13 @@
 package membership
 
-// Nodes that the scheduler refuses. To tell a node the reason, the scheduler must connect
-// to an address that the node has named. The rate of these connections is bounded, and
-// only numeric addresses are used, since looking a name up may block. A connection has a name for the process that is
-// refused, which is of no use at another process. Toward a C++ StepMesh process, or one of another release, it has the scheduler's only name. Therefore
-// no such connection leads to another process that the scheduler has a connection to: it would
-// take the place of the first one there. The text of a refusal names no address of another node.
+// Nodes that the scheduler refuses. To send a node the reason, the scheduler must connect to an address that the node
+// has named.
+//  1. The rate of these connections is bounded.
+//  2. Only numeric addresses are used, since looking a name up may block.
+//  3. A connection has a name for the refused process, which is of no use at another process. Toward a C++ StepMesh
+//     process, or one of another release, it has the scheduler's only name. No such connection is made to an address at
+//     which another process is connected: it would take the place of that process's connection.
+//  4. The text of a refusal names no address of another node.
 
 import (
 	"fmt"
@@ -18,29 +20,31 @@ import (
 
 const (
 	refusalTime       = time.Second
-	maxRefusalsSent   = 32  // in refusalTime, with answers to others
+	maxRefusalsSent   = 32  // in refusalTime, with answers to other processes
 	maxAnswers        = 16  // of them to processes that ask
 	maxRefusalsQueued = 256 // waiting to be sent
 	maxRefusalTexts   = 16  // in each list of the scheduler's reports
 )
 
+// refusals sends the scheduler's refusals, within limits.
 type refusals struct {
 	core
 	registrations *registrations
-	recent        []refusal // in the last refusalTime; answers to others have no text
+	recent        []refusal // in the last refusalTime; answers to other processes have no reason
 	queued        []refusal
-	texts         []string // of the latest, for reports
+	texts         []string // the latest, for reports
 }
 
+// refusal is the reason why one process cannot be part of the cluster.
 type refusal struct {
 	node   van.Node
 	reason string
 	sentAt time.Duration
 }
 
-// refuse tells a node without an id that it cannot be part of the cluster. A process is told
-// once in refusalTime; of the original's, which do not say which process they are, one at an
-// address. The scheduler's log has the details as well.
+// refuse tells a node without an id that it cannot be part of the cluster. A process is notified once in refusalTime;
+// C++ StepMesh processes, which have no incarnation, once for an address. The scheduler's log has the details as
+// well.
 func (r *refusals) refuse(now time.Duration, rec *van.Node, why, details string) {
 	r.expire(now)
 	n := refusal{node: rec.Clone(), reason: why}
@@ -51,7 +55,7 @@ func (r *refusals) refuse(now time.Duration, rec *van.Node, why, details string)
 		r.send(now, n)
 	default:
 		if i := slices.IndexFunc(r.queued, n.sameAddr); i >= 0 {
-			r.queued[i] = n // who asked before has gone, or asks again
+			r.queued[i] = n // the process that asked before has ended, or asks again
 		} else if len(r.queued) < maxRefusalsQueued {
 			r.queued = append(r.queued, n)
 		}
@@ -61,14 +65,14 @@ func (r *refusals) refuse(now time.Duration, rec *van.Node, why, details string)
 
 func (r *refusal) sameAddr(o refusal) bool { return sameAddr(&o.node, &r.node) }
 
-// sameProcess tells whether o is a refusal that is known to be about the same process.
+// sameProcess reports whether o is a refusal that is known to be about the same process.
 func (r *refusal) sameProcess(o refusal) bool {
 	mine, ok := r.node.Identity()
 	other, _ := o.node.Identity()
 	return ok && r.sameAddr(o) && mine.Incarnation == other.Incarnation
 }
 
-// answeredRecently tells whether n may be what has been answered at its address a moment ago.
+// answeredRecently reports whether n may be about a process that has just been answered at its address.
 func (r *refusals) answeredRecently(n *refusal) bool {
 	_, named := n.node.Identity()
 	return !named && slices.ContainsFunc(r.recent, n.sameAddr)
@@ -85,7 +89,7 @@ func (r *refusals) send(now time.Duration, n refusal) {
 	r.out.disconnect(temp)
 }
 
-// addressOwner names who has the address of rec, and is alive: another process, which the scheduler has a connection to.
+// addressOwner names another live process at the address of rec that the scheduler has a connection to.
 func (r *refusals) addressOwner(rec *van.Node) string {
 	for i := range r.table.nodes {
 		if n := &r.table.nodes[i]; sameAddr(n, rec) && differentProcess(n, rec) && !r.alive.isDead(n.ID) {
@@ -100,10 +104,10 @@ func (r *refusals) addressOwner(rec *van.Node) string {
 	return ""
 }
 
-// mayAnswer tells whether a process that is no node, and asks, can be answered on a connection of its own. If so, that
-// counts as a refusal.
+// mayAnswer reports whether a process that is not a node, and asks, can be answered on a connection of its own. If
+// so, the answer counts as a refusal.
 func (r *refusals) mayAnswer(now time.Duration) bool {
-	r.tick(now) // who is refused first
+	r.tick(now) // refusals first
 	answers := 0
 	for i := range r.recent {
 		if r.recent[i].reason == "" {
@@ -117,7 +121,7 @@ func (r *refusals) mayAnswer(now time.Duration) bool {
 	return true
 }
 
-// dequeue drops what a process has not been told yet: it registers again.
+// dequeue drops refusals of a process that have not been sent: it registers again.
 func (r *refusals) dequeue(rec *van.Node) {
 	n := refusal{node: *rec}
 	r.queued = slices.DeleteFunc(r.queued, n.sameProcess)

@@ -1,7 +1,7 @@
 package membership
 
-// Registrations while the cluster has not formed: who has come, whom the scheduler cannot
-// accept, whose connection broke, and which id each gets.
+// Registrations while the cluster has not formed: which nodes are present, which ones the scheduler cannot accept,
+// whose connection broke, and the assignment of ids.
 
 import (
 	"cmp"
@@ -16,6 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// registrations are the nodes that have registered with the scheduler before the cluster forms.
 type registrations struct {
 	core
 	refusals *refusals
@@ -23,9 +24,9 @@ type registrations struct {
 	challenges *challenges
 	hosts      map[string]int  // BYTEPS_ORDERED_HOSTS, or nil
 	list       []*registration // in order of arrival
-	queued     []*registration // for whom there is no place while some in list are alive, which is being found out
-	vanished   []string        // the latest that did, for reports
-	ended      []string        // what processes have said that ended before they registered
+	queued     []*registration // for which there is no place unless a node of list turns out to be dead
+	vanished   []string        // the latest, for reports
+	ended      []string        // texts of processes that ended before they registered
 }
 
 // registration is a node that has registered.
@@ -33,22 +34,22 @@ type registration struct {
 	node  van.Node
 	stamp int32
 	temp  int           // temporary id, or 0
-	since time.Duration // of a claim, or of a node that is held
+	since time.Duration // of a claim, or of a queued node
 	lost  error         // not nil: the connection broke, so the node does not count
-	// proved: the process listens at its address, see proof.go.
+	// proved: the process has proved that it listens at its address, see proof.go.
 	proved bool
 }
 
-// same tells whether o registered at the address of j, and not as another customer of one process.
+// same reports whether o registered at the address of j, and not as another customer of one process.
 func (j *registration) same(o *registration) bool {
 	return sameAddr(&o.node, &j.node) && (o.node.Role != j.node.Role || o.node.CustomerID == j.node.CustomerID)
 }
 
-// maxQueueTime is for how long a node waits for the connection to another one, which has the place that it wants, to show
-// that the other one has gone: it may be the same program, killed and started again.
+// maxQueueTime is the time for which a registration is queued while another node has its place. In that time the
+// connection to the other node shows whether it has ended: both may be the same program, killed and started again.
 const maxQueueTime = 2 * time.Second
 
-// maxQueued bounds how many nodes wait so.
+// maxQueued bounds the number of queued registrations.
 const maxQueued = 256
 
 // register handles a registration. It returns true if the node counts.
@@ -70,7 +71,7 @@ func (s *registrations) register(now time.Duration, j *registration) bool {
 		if a == b && old.lost == nil {
 			j.temp = old.temp
 		} else {
-			s.out.disconnect(old.temp) // it is marked as for the process that was there, or broken
+			s.out.disconnect(old.temp) // it is tagged for the earlier process, or broken
 		}
 		if a == b && old.lost != nil {
 			s.forgetVanished(old)
@@ -87,7 +88,7 @@ func (s *registrations) register(now time.Duration, j *registration) bool {
 	return true
 }
 
-// admit tells whether a node can be accepted. Otherwise it is held or refused.
+// admit reports whether a node can be accepted. Otherwise the node is queued or refused.
 func (s *registrations) admit(now time.Duration, j *registration) bool {
 	why, details, rivals := s.conflict(&j.node)
 	if why == "" {
@@ -105,7 +106,7 @@ func (s *registrations) admit(now time.Duration, j *registration) bool {
 	return false
 }
 
-// enqueue lets a node wait, if its time is not over.
+// enqueue queues a registration, unless its time is over.
 func (s *registrations) enqueue(now time.Duration, j *registration) bool {
 	if len(s.queued) == maxQueued || now-j.since >= maxQueueTime {
 		return false
@@ -114,7 +115,7 @@ func (s *registrations) enqueue(now time.Duration, j *registration) bool {
 	return true
 }
 
-// dequeue takes what had registered as j before off the nodes that are held. The same process goes on waiting in j.
+// dequeue removes an earlier registration like j from the queue. If it is of the same process, j inherits its time.
 func (s *registrations) dequeue(j *registration) {
 	if i := slices.IndexFunc(s.queued, j.same); i >= 0 {
 		if incarnationOf(&s.queued[i].node) == incarnationOf(&j.node) {
@@ -124,8 +125,7 @@ func (s *registrations) dequeue(j *registration) {
 	}
 }
 
-// retryQueued looks at the nodes that are held again, and ends the connections by which they were told something. It returns
-// true if some count now.
+// retryQueued handles the queued registrations again. It returns true if some count now.
 func (s *registrations) retryQueued(now time.Duration) (counts bool) {
 	held := s.queued
 	s.queued = nil
@@ -145,8 +145,8 @@ func (s *registrations) next() time.Duration {
 	return next
 }
 
-// conflict returns "", or why a node cannot be accepted. The details have the addresses of others. rivals are the registered nodes without
-// which it could, if that is so.
+// conflict returns the reason why a node cannot be accepted, or "". The details have the addresses of others. rivals
+// are the registered nodes without which it could be accepted, if there are such.
 func (s *registrations) conflict(rec *van.Node) (why, details string, rivals []*registration) {
 	n := s.cfg.instances(rec.Role)
 	if rec.AuxID >= n {
@@ -192,7 +192,7 @@ func (s *registrations) present() (nodes []van.Node) {
 	return nodes
 }
 
-// lost discounts a registered node whose connection broke.
+// lost no longer counts a registered node whose connection broke.
 func (s *registrations) lost(temp int, cause error) {
 	for _, j := range s.list {
 		if j.temp == temp && j.lost == nil {
@@ -213,11 +213,11 @@ func (s *registrations) nodeEnded(text string) {
 	s.out.emit(Warning{Text: "a node has ended before it registered: " + text})
 }
 
-// Ended is the body of the message to the scheduler from a process that ends before it has registered. The text names the node
-// and the cause.
+// Ended is the body of the message to the scheduler from a process that ends before it has registered. The text names
+// the node and the cause.
 func Ended(text string) []byte { return notice{verb: verbEnded, text: text}.body() }
 
-// forgetVanished takes a node off those that are reported to have vanished.
+// forgetVanished removes a node from the reported disconnected ones.
 func (s *registrations) forgetVanished(j *registration) {
 	s.vanished = slices.DeleteFunc(s.vanished, func(v string) bool { return v == vanishedText(j, j.lost) })
 }
@@ -226,8 +226,7 @@ func vanishedText(j *registration, cause error) string {
 	return fmt.Sprintf("%s (%s)", describe(&j.node), cause)
 }
 
-// back counts a node again whose connection is back, if it can still be accepted. It returns
-// true if it does.
+// back counts a node again whose connection is restored, if it can still be accepted. It returns true if it counts.
 func (s *registrations) back(now time.Duration, temp int) bool {
 	for i, j := range s.list {
 		if j.temp != temp || j.lost == nil {
@@ -294,9 +293,9 @@ func (s *registrations) missing(present []van.Node) []string {
 	return out
 }
 
-// mismatch returns "", or why a registering node is not one of this cluster, or what it has that does
-// not fit the scheduler's: with it the cluster would form, and fail later. Who speaks another
-// version would be taken for a C++ StepMesh node, and would wait for what such a node is not told.
+// mismatch returns "", or the reason why a registering node does not belong to this cluster or is configured
+// differently from the scheduler: with it the cluster would form, and fail later. A node of another protocol version
+// would be taken for a C++ StepMesh node, and would wait for messages that such nodes do not receive.
 func (s *registrations) mismatch(rec *van.Node) string {
 	who, ok := rec.Identity()
 	_, ours := van.VersionOf(rec.Endpoint)
@@ -333,9 +332,9 @@ func (s *registrations) otherCount(name string, its, own int) string {
 	return fmt.Sprintf("its %s x DMLC_GROUP_SIZE is %d, that of the scheduler at %s is %d; give all nodes the same numbers", name, its, s.table.self.Addr(), own)
 }
 
-// sortByAddress puts registered nodes into the order in which they get ids: by host,
-// descending, then by port; with BYTEPS_ORDERED_HOSTS hosts are in that order. There
-// C++ StepMesh leaves the order of nodes on one host undefined; here ports decide it.
+// sortByAddress puts registered nodes into the order in which they get ids: by host, descending, then by port; with
+// BYTEPS_ORDERED_HOSTS hosts are in that order. C++ StepMesh leaves the order of nodes on one host undefined there;
+// here ports decide it.
 func sortByAddress(nodes []van.Node, hosts map[string]int) {
 	slices.SortStableFunc(nodes, func(a, b van.Node) int {
 		byHost := cmp.Compare(b.Hostname, a.Hostname)
@@ -349,10 +348,9 @@ func sortByAddress(nodes []van.Node, hosts map[string]int) {
 	})
 }
 
-// assignIDs gives every node of a sorted list its id: by preferred rank if it has one,
-// otherwise by counting. A second record with the same address, which is another
-// customer of the same process, gets the first one's id; shared maps the id that it
-// would have had to the one it got.
+// assignIDs gives every node of a sorted list its id: by preferred rank if it has one, otherwise by counting. A
+// second record with the same address, which is another customer of the same process, gets the first one's id; shared
+// maps the id that it would have had to the id that it got.
 func assignIDs(nodes []van.Node) (shared map[int]int) {
 	next := map[van.Role]int{}
 	type place struct {

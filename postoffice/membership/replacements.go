@@ -1,7 +1,7 @@
 package membership
 
-// The places of a cluster that has formed, on the scheduler: who registers then gets the one
-// of a dead node, or claims that of a node that may be alive, or is refused.
+// Registrations in a cluster that has formed, on the scheduler: the process replaces a dead member, or claims the
+// address of a member that may be alive, or is refused.
 
 import (
 	"fmt"
@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// replacements handles the registrations of processes that may replace members.
 type replacements struct {
 	core
 	refusals *refusals
@@ -21,15 +22,15 @@ type replacements struct {
 	policies *policyList
 
 	challenges   *challenges
-	registeredAt map[int]int32         // timestamp of the registration of each node
+	registeredAt map[int]int32         // timestamp of each member's registration
 	claims       map[int]*registration // by id, registrations under the address of a member that may be alive
 	replaced     []van.Node            // processes that were replaced, oldest first
 }
 
-// maxReplaced bounds how many replaced processes are remembered.
+// maxReplaced bounds the number of replaced processes that are remembered.
 const maxReplaced = 256
 
-// register handles a registration: the node may replace a dead one of its role.
+// register handles a registration: the process may replace a dead member of its role.
 func (p *replacements) register(now time.Duration, j *registration) {
 	rec, stamp := j.node, j.stamp
 	for i := range p.table.nodes {
@@ -40,9 +41,9 @@ func (p *replacements) register(now time.Duration, j *registration) {
 		inc := incarnationOf(&rec)
 		again := inc == 0 && stamp > p.registeredAt[n.ID] && !p.alive.isDead(n.ID)
 		if again || inc != 0 && !differentProcess(n, &rec) {
-			// It registered a second time before it had the table.
+			// The process registered a second time before it had the table.
 			p.registeredAt[n.ID] = stamp
-			if !p.out.conns[n.ID] { // a former scheduler gave it the place, and died before it knew
+			if !p.out.conns[n.ID] { // an earlier scheduler admitted the process and died before it could say so
 				n.IsRecovery = true
 				p.out.connect(n.ID, *n)
 				p.monitor.expectMessage(now, n.ID)
@@ -69,7 +70,7 @@ func (p *replacements) register(now time.Duration, j *registration) {
 		}
 		break
 	}
-	if p.barriers.departure.waiting() { // it registers again with the next scheduler here
+	if p.barriers.departure.waiting() { // the process registers again with the next scheduler at this address
 		p.out.emit(Warning{Text: describe(&rec) + " comes to a cluster that has ended"})
 		return
 	}
@@ -85,8 +86,9 @@ func (p *replacements) register(now time.Duration, j *registration) {
 	p.refusals.refuse(now, &rec, why, details)
 }
 
-// claim keeps a registration under the address of member id, which may be alive, while the registration may be false. A
-// process of this library is asked at that address for a proof. The connection to the member, and its heartbeats, answer for the member.
+// claim stores a registration under the address of member id, which may be alive, while the registration may be
+// false. A process of this library must prove that it listens there. The connection to the member and its heartbeats
+// prove the member.
 func (p *replacements) claim(now time.Duration, id int, j *registration) {
 	p.claims[id] = &registration{node: j.node, stamp: j.stamp, since: now}
 	if p.challenges.required(j) {
@@ -94,9 +96,10 @@ func (p *replacements) claim(now time.Duration, id int, j *registration) {
 	}
 }
 
+// fitsRank reports whether rec asks for id's rank, or for any.
 func fitsRank(rec *van.Node, id int) bool { return rec.AuxID == -1 || rec.AuxID == van.RankOf(id) }
 
-// replaceable returns the id of a dead node whose place rec can have, or van.Empty.
+// replaceable returns the id of a dead member that rec can replace, or van.Empty.
 func (p *replacements) replaceable(rec *van.Node) int {
 	for i := range p.table.nodes {
 		if n := &p.table.nodes[i]; n.Role == rec.Role && p.alive.isDead(n.ID) && fitsRank(rec, n.ID) {
@@ -106,8 +109,10 @@ func (p *replacements) replaceable(rec *van.Node) int {
 	return van.Empty
 }
 
-// mayReplace tells whether no node whose place rec can have is known to be dead, but one may be: the only one that rec
-// can stand for, or one that has not been heard since it got the place. It may have been started again as rec.
+// mayReplace reports whether rec could be a restarted member although no member that it can replace is known to be
+// dead. That is the case if
+//  1. rec names a rank, and the member of that rank is not at rec's address, or
+//  2. a member has not sent anything since it was admitted.
 func (p *replacements) mayReplace(rec *van.Node) (may bool) {
 	if p.replaceable(rec) != van.Empty {
 		return false
@@ -116,7 +121,7 @@ func (p *replacements) mayReplace(rec *van.Node) (may bool) {
 		n := &p.table.nodes[i]
 		switch {
 		case n.Role != rec.Role:
-		case sameAddr(n, rec): // register knows more of it
+		case sameAddr(n, rec): // register decides by the address
 			return false
 		case fitsRank(rec, n.ID) && (rec.AuxID >= 0 || p.alive.peers[n.ID].heard == 0):
 			may = true
@@ -125,9 +130,10 @@ func (p *replacements) mayReplace(rec *van.Node) (may bool) {
 	return may
 }
 
+// restarted is the cause of death of a member at whose address a new process has registered.
 func restarted(rec *van.Node) error { return &lossError{text: "restarted at " + rec.Addr()} }
 
-// replaceMember gives a new process the place of a dead one.
+// replaceMember gives the id of a dead member to a new process.
 func (p *replacements) replaceMember(now time.Duration, id int, rec van.Node, stamp int32) {
 	p.recordReplaced(p.table.record(id))
 	p.monitor.lastReplaced = max(now, 1)
@@ -160,12 +166,12 @@ func (p *replacements) replaceMember(now time.Duration, id int, rec van.Node, st
 	}
 	p.out.emit(PeerReplaced{id, rec})
 	p.barriers.recheck(now)
-	if claim != nil && !sameAddr(&claim.node, &rec) { // else it was restarted
+	if claim != nil && !sameAddr(&claim.node, &rec) { // else the claimant was restarted
 		p.register(now, claim)
 	}
 }
 
-// noMemberToReplace says why there is no place for a node. The details have the addresses of the nodes that have the places.
+// noMemberToReplace returns the reason why rec can replace no member. The details have the addresses of the members.
 func (p *replacements) noMemberToReplace(rec *van.Node) (why, details string) {
 	var names, dead []string
 	for i := range p.table.nodes {
@@ -183,9 +189,9 @@ func (p *replacements) noMemberToReplace(rec *van.Node) (why, details string) {
 		p.cfg.instances(rec.Role), rec.Role, p.cfg.formula(rec.Role)), ": " + list(names)
 }
 
-// readmit takes a node back that returns after the cluster was resumed without it, and sends the
-// table again to one that has not had it yet. Its connection is not made again then: the table
-// may be under way on it.
+// readmit admits a member that returns after the cluster was resumed without it, and sends the table again to a
+// member that has not received it. In the latter case it does not connect again: the table may be in flight on the
+// connection.
 func (p *replacements) readmit(now time.Duration, rec *van.Node) {
 	id := rec.ID
 	if p.alive.isDead(id) || !p.out.conns[id] {
@@ -197,14 +203,14 @@ func (p *replacements) readmit(now time.Duration, rec *van.Node) {
 	p.monitor.markAlive(now, id, connLost|silent|declared)
 }
 
-// recordReplaced notes the process with record old as a former one.
+// recordReplaced remembers the replaced process with record old.
 func (p *replacements) recordReplaced(old *van.Node) {
 	if incarnationOf(old) != 0 {
 		p.replaced = appendBounded(p.replaced, *old, maxReplaced)
 	}
 }
 
-// replacedProcess returns the process with that incarnation which had id, nil if it is not known.
+// replacedProcess returns the record of the process with that incarnation which had id, nil if it is not known.
 func (p *replacements) replacedProcess(incarnation uint32, id int) *van.Node {
 	if i := slices.IndexFunc(p.replaced, func(n van.Node) bool { return n.ID == id && incarnationOf(&n) == incarnation }); i >= 0 {
 		return &p.replaced[i]
@@ -212,8 +218,8 @@ func (p *replacements) replacedProcess(incarnation uint32, id int) *van.Node {
 	return nil
 }
 
-// whyFenced says why a process of that cluster has no place as id. The name of the scheduler's cluster, which a process must
-// know to join it, is only in the details.
+// whyFenced returns the reason why a process of that cluster may no longer act as id. The name of the scheduler's
+// cluster, which a process must know to join it, is only in the details.
 func (p *replacements) whyFenced(id int, cluster uint32) (why, details string) {
 	if own := p.table.own.Cluster; cluster != own {
 		return "it belongs to another cluster: the scheduler was started again, and a new cluster has formed", fmt.Sprintf(" (%08x, and %08x)", cluster, own)
@@ -224,7 +230,8 @@ func (p *replacements) whyFenced(id int, cluster uint32) (why, details string) {
 	return fmt.Sprintf("it was taken for dead and its place as %s given to another process", van.NodeName(id)), details
 }
 
-// claimDeadline is when the claim on member id's address ends, unless the member is heard, or found dead, before.
+// claimDeadline is the time at which the claim on member id's address ends, unless the member sends something or is
+// found dead before.
 func (p *replacements) claimDeadline(id int) time.Duration {
 	h, c := p.alive.peers[id], p.claims[id]
 	switch {
@@ -237,13 +244,14 @@ func (p *replacements) claimDeadline(id int) time.Duration {
 }
 
 // tick decides claims on the address of a member. The claimant replaces the member if the member is dead, or if the
-// connection to it has broken since: that the connection is back says nothing, since it may lead to the claimant. The member keeps
-// its address if it has been heard since, or if the connection has stood for as long as the claim is kept.
+// connection to it has broken since. A restored connection proves nothing, since it may lead to the claimant. The
+// member keeps its address if it has sent something since, or if the connection has not broken until the deadline of
+// the claim.
 func (p *replacements) tick(now time.Duration) {
 	for _, id := range sortedIDs(p.claims) {
 		c := p.claims[id]
 		if c == nil {
-			continue // who had it has got another place meanwhile
+			continue // its claimant has replaced another member meanwhile
 		}
 		h := p.alive.peers[id]
 		switch {
@@ -252,7 +260,7 @@ func (p *replacements) tick(now time.Duration) {
 			p.refusals.refuse(now, &c.node, p.table.peer(id)+" has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)", "")
 		case now >= p.claimDeadline(id) && (h.deadFor != 0 || h.lost > c.since):
 			delete(p.claims, id)
-			if !p.challenges.required(c) { // else nothing is known of the process that has registered
+			if !p.challenges.required(c) { // else nothing is known of the claimant
 				p.monitor.markDead(now, id, connLost, restarted(&c.node))
 			}
 			p.register(now, c)

@@ -10,20 +10,19 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Report describes the state of start-up or of the cluster: which nodes are present, with
-// the records that they have sent, and which are missing.
+// Report describes the state of start-up or of the cluster: the present nodes, with the records that they have sent,
+// and the missing ones.
 type Report struct {
 	Elapsed time.Duration // since Start
 	Ready   bool
 	Present []van.Node // in order of arrival, later of assignment
 	Missing []string   // "1 of 2 workers (rank 1)"
-	// Vanished and Refused are the nodes that disconnected or were refused during
-	// start-up, the latest 16 of each.
+	// Vanished and Refused are the nodes that disconnected or were refused during start-up, the latest 16 of each.
 	Vanished, Refused []string
-	Ended             []string // what processes have said that ended before they registered, the latest 16
+	Ended             []string // texts of processes that ended before they registered, the latest 16
 	Unreached         []string // why nodes that have registered cannot be reached
 	Dead              []string // with the cause
-	Returned          string   // on a restarted scheduler: how many nodes have come back
+	Returned          string   // on a restarted scheduler: how many nodes have returned
 	Barriers          string   // on the scheduler: the missing nodes of open barriers
 	Note              string   // on workers and servers: what is known of the scheduler
 }
@@ -31,14 +30,15 @@ type Report struct {
 // String puts the report on one line.
 func (r Report) String() string { return r.format(describe, true) }
 
-// withoutAddresses is String for processes that have registered with a scheduler, and may be no nodes of its cluster: it has no address of
-// another node. The scheduler's log has them.
+// withoutAddresses is String for processes that have registered with a scheduler, and may not be nodes of its
+// cluster: it has no address of another node. The scheduler's log has the addresses.
 func (r Report) withoutAddresses() string {
 	of := func(n *van.Node) string { return fmt.Sprintf("%s (%s)", n.Role, rankText(n)) }
 	return r.format(of, false)
 }
 
-// format is the report with each present node as of describes it, and, if details is true, what is known of lost and refused ones and not only their number.
+// format is the report in which of describes each present node. If details is true, it describes lost and refused
+// nodes, otherwise it only counts them.
 func (r Report) format(of func(*van.Node) string, details bool) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "after %s: ", r.Elapsed.Round(time.Millisecond))

@@ -1,6 +1,6 @@
 package membership
 
-// The scheduler: what becomes of the messages that it gets, and how its cluster forms.
+// The part of the scheduler: it handles the scheduler's messages, and forms its cluster.
 
 import (
 	"fmt"
@@ -12,6 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// scheduler is the role of the scheduler.
 type scheduler struct {
 	core
 	pending       *pendingBarriers
@@ -68,8 +69,7 @@ func (s *scheduler) step(now time.Duration, from int, _ van.Origin, msg *van.Met
 	return s.pending.release(now, from, msg)
 }
 
-// genuine tells whether msg comes from the process that has its sender's id, and is meant for
-// this process.
+// genuine reports whether msg is from the process that has its sender's id, and for this process.
 func (s *scheduler) genuine(from int, msg *van.Meta) bool {
 	own := s.table.own.Incarnation
 	if own == 0 || from == van.Empty || failpoint.On("incarnation") {
@@ -79,9 +79,9 @@ func (s *scheduler) genuine(from int, msg *van.Meta) bool {
 	return by == s.table.incs[from] && (by == 0 || to == own) || failpoint.On("fencing") && s.life.phase == ready
 }
 
-// fromNonMember handles a message of a process that has no id in this cluster: it was replaced, or
-// belongs to an earlier cluster, or to the former process of this scheduler. It returns
-// false when the message does not have what an answer needs.
+// fromNonMember handles a message of a process that has no id in this cluster: it was replaced, or belongs to an
+// earlier cluster, or to the earlier process of this scheduler. It returns false when the message lacks the data for
+// an answer.
 func (s *scheduler) fromNonMember(now time.Duration, from int, msg *van.Meta) bool {
 	by, _ := msg.Incarnations()
 	if by == 0 {
@@ -153,13 +153,13 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 			text += "; " + s.report(now).withoutAddresses()
 		}
 	}
-	s.probes.notify(&rec, text, 0) // in any case: the process knows then that it has found a scheduler of this library
+	s.probes.notify(&rec, text, 0) // in any case: it shows the process that the scheduler is of this library
 	return nil
 }
 
-// registered answers a process that waits to be a node. If nothing is known of it, its registration was lost, or it was told
-// that it is refused when it stood still or was cut off: it is to register again. One that has a place was sent the table,
-// which may be lost as well.
+// registered answers a process that waits to be admitted. If the scheduler does not know the process, its
+// registration was lost, or its refusal was sent while it was stopped or cut off: it must register again. A process
+// that has been admitted is sent the table, which may be lost as well.
 func (s *scheduler) registered(now time.Duration, from int, msg *van.Meta, n notice) error {
 	rec, rest, err := s.table.parseProcess(from, msg, n)
 	switch {
@@ -186,8 +186,8 @@ func (s *scheduler) registered(now time.Duration, from int, msg *van.Meta, n not
 	return nil
 }
 
-// willAnswer tells whether the process with this incarnation, which has no place, will hear from the scheduler, or was refused a
-// moment ago.
+// willAnswer reports whether the process with this incarnation, which is not admitted, will receive an answer, or was
+// refused a moment ago.
 func (s *scheduler) willAnswer(incarnation uint32) bool {
 	is := func(rec *van.Node) bool { return incarnationOf(rec) == incarnation }
 	waits := func(j *registration) bool { return j.lost == nil && is(&j.node) }
@@ -201,7 +201,8 @@ func (s *scheduler) willAnswer(incarnation uint32) bool {
 		slices.ContainsFunc(s.refusals.recent, told) || slices.ContainsFunc(s.refusals.queued, told)
 }
 
-// form assigns the ids when all nodes have registered. Until then a former scheduler's cluster may have waited for the last one.
+// form assigns the ids when all nodes have registered. Until then an earlier scheduler's cluster may have waited for
+// the last one.
 func (s *scheduler) form(now time.Duration) {
 	present := s.registrations.present()
 	if len(present) < s.cfg.groupLen(van.WorkerGroup|van.ServerGroup) {
@@ -232,14 +233,14 @@ func (s *scheduler) form(now time.Duration) {
 		s.out.startConns[n.ID] = true
 	}
 	for _, j := range joins {
-		s.out.disconnect(j.temp) // of those that vanished
+		s.out.disconnect(j.temp) // of nodes that disconnected
 	}
 	s.out.emit(Assigned{ID: van.SchedulerID})
 	s.monitor.sendTableToAll()
 	s.out.emit(Ready{})
 }
 
-// heartbeat notes that of a node, and answers it with this node's record.
+// heartbeat records the heartbeat of a node, and answers it with this node's record.
 func (s *scheduler) heartbeat(now time.Duration, from int, msg *van.Meta) error {
 	nodes := msg.Control.Nodes
 	if s.table.native(from) {
@@ -277,7 +278,7 @@ func (s *scheduler) heartbeat(now time.Duration, from int, msg *van.Meta) error 
 	return nil
 }
 
-// notice handles a notice of a node, or of a process that is none.
+// notice handles a notice of a node, or of a process that is not a node.
 func (s *scheduler) notice(now time.Duration, from int, msg *van.Meta) error {
 	if len(msg.Body) == 0 {
 		return nil
@@ -323,7 +324,7 @@ func (s *scheduler) lost(now time.Duration, id int, cause error) {
 	s.retryQueued(now)
 }
 
-// retryQueued decides about the nodes that are held.
+// retryQueued decides about the queued registrations.
 func (s *scheduler) retryQueued(now time.Duration) {
 	if s.life.phase != ready {
 		if s.registrations.retryQueued(now) {
@@ -338,8 +339,8 @@ func (s *scheduler) retryQueued(now time.Duration) {
 	}
 }
 
-// replaceOrQueue gives a node that comes to a cluster which has formed the place of a dead one, holds it while one may be
-// dead, or refuses it.
+// replaceOrQueue handles a registration in a cluster that has formed: the process replaces a dead member, is queued
+// while a member may be dead, or is refused.
 func (s *scheduler) replaceOrQueue(now time.Duration, j *registration) {
 	if !s.replacements.mayReplace(&j.node) || !s.registrations.enqueue(now, j) {
 		s.replacements.register(now, j)
@@ -384,8 +385,9 @@ func (s *scheduler) tick(now time.Duration) {
 	s.monitor.tick(now)
 }
 
-// missingText names the nodes that the scheduler's own barrier at the end waits for, if a worker waits there too, or a node is dead.
-// Otherwise the cluster still works, and awaits returns "". The steps after the release of the barrier have log lines of their own.
+// missingText names the nodes that the scheduler's own barrier at the end waits for, if a worker waits there too, or
+// a node is dead. Otherwise the cluster still works, and the text is "". The steps after the release of the barrier
+// have log lines of their own.
 func (s *scheduler) missingText(*pendingBarrier) string {
 	if s.barriers.departure.waiting() || !s.barriers.mayDelayScheduler() {
 		return ""

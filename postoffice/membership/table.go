@@ -1,8 +1,8 @@
 package membership
 
-// The table: the records of this node and of the others, which process has which id, and how
-// errors name them. Nodes of this library mark messages to each other with their incarnations, so
-// that no message of a former process counts as its successor's.
+// The table: the records of this node and of the others, the process that has each id, and the names of nodes in
+// errors. Nodes of this library tag messages to each other with their incarnations, so that no message of an earlier
+// process counts as one of its replacement process.
 
 import (
 	"errors"
@@ -18,19 +18,20 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
+// table has the records of all known nodes.
 type table struct {
 	cfg       *Config
-	own       van.Identity   // of this process, with the cluster's when it is known
+	own       van.Identity   // of this process, with the cluster's name when it is known
 	incs      map[int]uint32 // the incarnations of nodes of this library, by id
-	self      van.Node       // ID is van.Empty until the scheduler has given one
+	self      van.Node       // ID is van.Empty until the scheduler has assigned one
 	scheduler van.Node
 
-	// nodes holds all records in the scheduler's order; at finds them by id. Both are empty
-	// until start-up is complete.
+	// nodes holds all records in the scheduler's order; at finds them by id. Both are empty until start-up is
+	// complete.
 	nodes           []van.Node
 	at              map[int]int
 	shared          map[int]int // ids without a node of their own, see assignIDs
-	tableGeneration uint32      // how many replacements the table has seen
+	tableGeneration uint32      // number of replacements that the table includes
 }
 
 // newTable makes the table of a node that has not started: it knows itself and the scheduler.
@@ -68,8 +69,7 @@ func (t *table) fill(nodes []van.Node) {
 // ID is the node's id, or van.Empty before it has one.
 func (t *table) ID() int { return t.self.ID }
 
-// Node returns the record of a node; before start-up is complete only this node's and the
-// scheduler's are known.
+// Node returns the record of a node. Before start-up is complete only this node's and the scheduler's are known.
 func (t *table) Node(id int) (van.Node, bool) {
 	switch i, ok := t.at[id]; {
 	case id == t.self.ID && id != van.Empty:
@@ -87,20 +87,19 @@ func (t *table) has(id int) bool {
 	return ok
 }
 
-// record returns the record of id, which the table has.
+// record returns the record of id, which must be in the table.
 func (t *table) record(id int) *van.Node { return &t.nodes[t.at[id]] }
 
 // whole returns all records, the scheduler's too, on the scheduler.
 func (t *table) whole() []van.Node { return append(slices.Clone(t.nodes), t.self) }
 
-// Members returns the ids of a group (1 to 7): workers by rank, servers by rank,
-// the scheduler. A node id of 8 or more is a group of its own. It returns nil if this
-// cluster has no such group.
+// Members returns the ids of a group (1 to 7): workers by rank, servers by rank, the scheduler. A node id of 8 or
+// more is a group of its own. It returns nil if this cluster has no such group.
 func (t *table) Members(group int) []int {
 	return slices.DeleteFunc(t.cfg.members(group), func(id int) bool { _, no := t.shared[id]; return no })
 }
 
-// ids lists those of all workers and servers.
+// ids lists the ids of all workers and servers.
 func (t *table) ids() []int { return t.Members(van.WorkerGroup | van.ServerGroup) }
 
 // idsOf is the number of ids that node id stands for.
@@ -122,15 +121,14 @@ func (t *table) learn(id int, n *van.Node) {
 	}
 }
 
-// Incarnation is that of the process that has id, or 0 for a C++ StepMesh node and for an
-// unknown one.
+// Incarnation is the incarnation of the process that has id, or 0 for a C++ StepMesh node and for an unknown one.
 func (t *table) Incarnation(id int) uint32 { return t.incs[id] }
 
-// native tells whether id is a node of this library.
+// native reports whether id is a node of this library.
 func (t *table) native(id int) bool { return t.incs[id] != 0 }
 
-// isOwn tells whether a record with this node's address is that of this process. A C++
-// StepMesh scheduler may drop the identity.
+// isOwn reports whether a record with this node's address is that of this process. A C++ StepMesh scheduler may drop
+// the identity.
 func (t *table) isOwn(n *van.Node) bool {
 	inc := incarnationOf(n)
 	return inc == 0 || inc == t.own.Incarnation
@@ -172,25 +170,25 @@ func (t *table) badErr(from int, msg *van.Meta, err error) error {
 // ErrRefused is wrapped by the error of Failed when the scheduler refuses this node.
 var ErrRefused = errors.New("refused by the scheduler")
 
-// refused is the error of a node that the scheduler does not let be part of the cluster.
+// refused is the error of a node that the scheduler does not admit to the cluster.
 func (t *table) refused(op, detail string) error {
 	return &van.Error{Op: op, Node: t.name(), Peer: t.peer(van.SchedulerID), Detail: detail, Err: ErrRefused}
 }
 
-// wrongProcess is that for a message of, or for, another process.
+// wrongProcess is the error for a message of, or for, another process.
 func (t *table) wrongProcess(from int, msg *van.Meta) error {
 	by, to := msg.Incarnations()
 	return t.badErr(from, msg, &wrongProcessError{by, to, t.incs[from], t.own.Incarnation})
 }
 
-// wrongProcessError has the incarnations that a message says, and those of its sender and receiver.
+// wrongProcessError has the incarnations in a message, and those of its sender and receiver.
 type wrongProcessError struct{ by, to, sender, receiver uint32 }
 
 func (e *wrongProcessError) Error() string {
 	return fmt.Sprintf("of a process that was replaced, or for one: incarnations %08x to %08x, want %08x to %08x", e.by, e.to, e.sender, e.receiver)
 }
 
-// Unwrap implements errors.Unwrap: the message was dropped as those that make no sense are.
+// Unwrap implements errors.Unwrap: the message was dropped like a malformed one.
 func (e *wrongProcessError) Unwrap() error { return van.ErrMalformed }
 
 // checkRecords returns an error if any record of msg is invalid.
@@ -203,7 +201,7 @@ func (t *table) checkRecords(msg *van.Meta) error {
 		n := &nodes[i]
 		field := func(f string) string { return fmt.Sprintf("control.node[%d].%s", i, f) }
 		check := checkNode
-		if n.Role == van.Scheduler { // DMLC_PS_ROOT_URI as the scheduler has it, which may be unspecified; nobody connects to it
+		if n.Role == van.Scheduler { // DMLC_PS_ROOT_URI as the scheduler has it, which may be unspecified; no node connects to it
 			check = checkAddr
 		}
 		if err := check(n, field("address")); err != nil {
@@ -225,12 +223,12 @@ func (t *table) checkRecords(msg *van.Meta) error {
 	return nil
 }
 
-// isMember tells whether a record has the id of a worker or server.
+// isMember reports whether a record has the id of a worker or server.
 func isMember(n *van.Node) bool {
 	return n.ID >= 8 && n.ID < van.Empty && (n.Role == van.Worker || n.Role == van.Server) && van.RoleOf(n.ID) == n.Role
 }
 
-// sameAddr tells whether two records have the same address, in whichever spelling.
+// sameAddr reports whether two records have the same address, in any spelling.
 func sameAddr(a, b *van.Node) bool { return a.Port == b.Port && hostaddr.Same(a.Hostname, b.Hostname) }
 
 func incarnationOf(n *van.Node) uint32 {
@@ -238,8 +236,8 @@ func incarnationOf(n *van.Node) uint32 {
 	return who.Incarnation
 }
 
-// differentProcess tells whether two records are of different processes. Those of C++ StepMesh
-// nodes are distinguished by the address only.
+// differentProcess reports whether two records are of different processes. Those of C++ StepMesh nodes are
+// distinguished by the address only.
 func differentProcess(a, b *van.Node) bool {
 	x, y := incarnationOf(a), incarnationOf(b)
 	if failpoint.On("incarnation") {
@@ -260,8 +258,8 @@ func rankText(n *van.Node) string {
 	return fmt.Sprintf("rank %d", n.AuxID)
 }
 
-// numeric tells whether host is an address, which needs no look-up. One with a zone is none: a zone
-// may be any text.
+// numeric reports whether host is an address that needs no look-up. An address with a zone does not count: a zone may
+// be any text.
 func numeric(host string) bool {
 	a, err := netip.ParseAddr(host)
 	return err == nil && a.Zone() == ""
@@ -276,7 +274,7 @@ func list(names []string) string {
 	return strings.Join(names, ", ")
 }
 
-// appendBounded appends to a list of which the latest most are kept.
+// appendBounded appends to a list that keeps the latest most elements.
 func appendBounded[T any](list []T, v T, most int) []T {
 	if len(list) == most {
 		list = slices.Delete(list, 0, 1)
