@@ -1,6 +1,6 @@
 package core
 
-// Communicators, windows and exchanges in streams as Python uses them.
+// Communicators, windows and prepared GPU exchanges as Python uses them.
 
 import (
 	"bytes"
@@ -21,12 +21,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// workerSessions are those of so many workers, with a device each if devices is not nil.
+// workerSessions opens the sessions of n workers, with a device each if devices is not nil.
 func workerSessions(t *testing.T, n int, devices []*simgpu.Device) []*Session {
 	t.Helper()
 	o := testcluster.Options{Workers: n}
 	if devices != nil {
-		t.Cleanup(func() { // after the nodes are closed
+		t.Cleanup(func() { // runs after the nodes are closed
 			for _, d := range devices {
 				d.NothingLent(t)
 				if err := d.Close(); err != nil {
@@ -49,7 +49,7 @@ func workerSessions(t *testing.T, n int, devices []*simgpu.Device) []*Session {
 	return all
 }
 
-// together runs f for all ranks at once, and ends the test with their errors.
+// together runs f for all ranks at the same time, and ends the test with their errors.
 func together(t *testing.T, n int, f func(r int) error) {
 	t.Helper()
 	errs := make([]error, n)
@@ -65,7 +65,7 @@ func together(t *testing.T, n int, f func(r int) error) {
 	}
 }
 
-// pending waits for what is waited for in slices.
+// pending waits in slices for the end of an operation.
 func pending(x Awaited) error {
 	for end := time.Now().Add(20 * time.Second); ; {
 		if err := x.Wait(10 * time.Millisecond); err != ErrPending || time.Now().After(end) {
@@ -74,7 +74,7 @@ func pending(x Awaited) error {
 	}
 }
 
-// newComms makes a communicator of all.
+// newComms creates a communicator of all sessions.
 func newComms(t *testing.T, all []*Session, id int, limit time.Duration) []*Comm {
 	t.Helper()
 	l := make([]*Comm, len(all))
@@ -90,7 +90,7 @@ func newComms(t *testing.T, all []*Session, id int, limit time.Duration) []*Comm
 	return l
 }
 
-// TestComms: each collective, called by its number, gives what it should.
+// TestComms calls each collective by its number and compares its result.
 func TestComms(t *testing.T) {
 	all := workerSessions(t, 2, nil)
 	comms := newComms(t, all, 3, 20*time.Second)
@@ -132,7 +132,7 @@ func TestComms(t *testing.T) {
 			if err != nil {
 				return fmt.Errorf("%s: %w", name, err)
 			}
-			if err := p.Wait(0); err != nil { // as often as wanted
+			if err := p.Wait(0); err != nil { // Wait may be called again
 				return fmt.Errorf("%s, again: %w", name, err)
 			}
 			for i := range out {
@@ -161,7 +161,8 @@ func TestComms(t *testing.T) {
 	vantest.Fails(t, pending(comms[0].Barrier(-1)), van.ErrClosed)
 }
 
-// TestCommLimits: a limit of 0 is the default one, a negative one is none; that of a task's making is its own.
+// TestCommLimits: a limit of 0 means the default, a negative limit means none. The limit of a task is independent of
+// the communicator's limit.
 func TestCommLimits(t *testing.T) {
 	all := workerSessions(t, 2, nil)
 	for limit, want := range map[time.Duration]time.Duration{0: postoffice.DefaultTimeout, time.Hour: time.Hour, -1: -1} {
@@ -188,7 +189,8 @@ func TestCommLimits(t *testing.T) {
 	}
 }
 
-// TestPending: a call of which one waits in slices, one waits beside that, and nobody; and one that is given up.
+// TestPending: one caller waits for a call in slices; a second one waits at the same time; no one waits for a dropped
+// call; a canceled call ends.
 func TestPending(t *testing.T) {
 	comms := newComms(t, workerSessions(t, 2, nil), 3, 20*time.Second)
 	call := func(r int) *Pending {
@@ -205,7 +207,7 @@ func TestPending(t *testing.T) {
 			t.Fatalf("nobody else has called: %v", err)
 		}
 	}
-	<-p.turn // as another one that waits
+	<-p.turn // as a second waiting caller does
 	if err := p.Wait(time.Millisecond); err != ErrPending {
 		t.Fatalf("beside another one that waits: %v", err)
 	}
@@ -228,7 +230,7 @@ func TestPending(t *testing.T) {
 	p.Drop()
 
 	p = call(0)
-	p.Drop() // nobody waits, and it goes on
+	p.Drop() // nobody waits, and the call continues
 	if err := pending(call(1)); err != nil {
 		t.Error(err)
 	}
@@ -247,8 +249,8 @@ func TestPending(t *testing.T) {
 	}
 }
 
-// TestInterrupted: what was interrupted says so, to this rank's later calls and to the other ranks, and not that it took
-// too long.
+// TestInterrupted: after an interrupted call, this rank's later calls and the other ranks get an error that says so,
+// and not a timeout.
 func TestInterrupted(t *testing.T) {
 	all := workerSessions(t, 2, nil)
 	interrupted := func(what string, err error) {
@@ -279,7 +281,7 @@ func TestInterrupted(t *testing.T) {
 		call.Interrupt()
 		interrupted("the call", pending(call))
 		interrupted("a later call", pending(comms[0].Barrier(-1)))
-		if id == 1 { // the same call: before it hears of the end another one would not match
+		if id == 1 { // the same call, since a different call would not match before the rank receives the end
 			interrupted("the other rank's call", pending(comms[1].Barrier(-1)))
 		}
 		together(t, 2, func(r int) error { return pending(comms[r].Rebuild(20 * time.Second)) })
@@ -290,8 +292,8 @@ func TestInterrupted(t *testing.T) {
 	interrupted("the making", pending(made))
 }
 
-// TestGroup: the communicator of the group is made by the first call, again when that has failed, and is one; Rebuild makes
-// it where that was not done.
+// TestGroup: the first call creates the group's communicator; if that fails, the next call creates it again. Rebuild
+// creates it if it does not exist.
 func TestGroup(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Group: 2})
 	all := []*Session{newSession(c.Workers[0]), newSession(c.Workers[1])}
@@ -301,7 +303,7 @@ func TestGroup(t *testing.T) {
 	}
 	made.Cancel()
 	vantest.Fails(t, pending(made), van.ErrTimeout)
-	rebuilt := all[0].Comms().RebuildGroup(20 * time.Second) // which makes it
+	rebuilt := all[0].Comms().RebuildGroup(20 * time.Second) // creates it
 	second, made := all[0].Comms().Group()
 	if second == first || made != rebuilt {
 		t.Error("one that could not be made is used again, or Rebuild does not make one")
@@ -326,7 +328,8 @@ func TestGroup(t *testing.T) {
 	_ = pending(other.Close(-1))
 }
 
-// TestDroppedComm: an ID of a communicator that was dropped is free when that is closed; who is in a hurry is told.
+// TestDroppedComm: the ID of a dropped communicator is free after that is closed. A caller whose limit passes earlier
+// gets an error.
 func TestDroppedComm(t *testing.T) {
 	all := workerSessions(t, 1, nil)
 	l := all[0].Comms()
@@ -352,7 +355,7 @@ func TestDroppedComm(t *testing.T) {
 	vantest.Fails(t, pending(made), van.ErrTimeout, "ID 5", "not closed yet")
 }
 
-// TestHostWindow: a window in memory of the hosts, whose calls that wait do so in slices, until their limit.
+// TestHostWindow: a window in host memory. Its calls wait in slices, until their limit.
 func TestHostWindow(t *testing.T) {
 	comms := newComms(t, workerSessions(t, 2, nil), 3, 20*time.Second)
 	owner := &simgpu.Holds{}
@@ -386,7 +389,7 @@ func TestHostWindow(t *testing.T) {
 			t.Errorf("limit %s: %v, want that in it, and how long it took from the beginning", limit, err)
 		}
 	}
-	w[0].limit = 3 * time.Millisecond // that of the communicator
+	w[0].limit = 3 * time.Millisecond // the limit of the communicator
 	vantest.Fails(t, w[0].InSlice(time.Hour, -1, begun, call), van.ErrTimeout, "signal 1")
 	w[0].limit = -1
 	if err := w[0].InSlice(time.Millisecond, -1, begun.Add(-time.Hour), call); err != ErrPending {
@@ -412,7 +415,7 @@ func TestHostWindow(t *testing.T) {
 	vantest.Fails(t, w[0].InSlice(time.Second, -1, begun, call), van.ErrClosed)
 	vantest.Fails(t, w[0].Check(), van.ErrClosed)
 
-	// One that is dropped while it is made, one that is dropped later, and one that is not made.
+	// A window dropped during its creation, a window dropped later, and a window whose creation fails.
 	dropped, made := comms[0].OpenHostWindow(memory, 0, 1, -1)
 	dropped.Drop()
 	vantest.Fails(t, pending(made), van.ErrTimeout)
@@ -427,7 +430,7 @@ func TestHostWindow(t *testing.T) {
 	}
 }
 
-// TestDroppedWindow: one that is dropped is closed, which the others hear.
+// TestDroppedWindow: a dropped window is closed, and the other ranks receive the close.
 func TestDroppedWindow(t *testing.T) {
 	comms := newComms(t, workerSessions(t, 2, nil), 3, 20*time.Second)
 	var w [2]*Window
@@ -438,7 +441,7 @@ func TestDroppedWindow(t *testing.T) {
 	})
 	w[0].Drop()
 	vantest.Fails(t, w[1].WaitSignal(t.Context(), 0, 0, af.Complete), van.ErrClosed, "worker 0")
-	if err := w[1].Check(); err != nil { // it is not over by that
+	if err := w[1].Check(); err != nil { // the close alone does not end the window
 		t.Error(err)
 	}
 	_ = pending(w[1].Close())
@@ -447,7 +450,7 @@ func TestDroppedWindow(t *testing.T) {
 	}
 }
 
-// TestDeviceWindow: a window on devices, whose calls are put into streams.
+// TestDeviceWindow: a window on devices. Its calls are queued to streams.
 func TestDeviceWindow(t *testing.T) {
 	devices := []*simgpu.Device{simgpu.New(0), simgpu.New(1)}
 	comms := newComms(t, workerSessions(t, 2, devices), 3, 20*time.Second)
@@ -478,14 +481,14 @@ func TestDeviceWindow(t *testing.T) {
 	}
 }
 
-// overSoon waits until an exchange is over.
+// overSoon waits until an exchange has ended.
 func overSoon(t *testing.T, x *StreamExchange) {
 	t.Helper()
 	vantest.Eventually(t, 20*time.Second, "the exchange is over", func() bool { return x.Check() != nil })
 }
 
-// TestStreamExchange: an exchange in streams, one that is dropped while it waits for its peers, one that is dropped later,
-// and one that cannot be made. Tensors are held as long as they are used.
+// TestStreamExchange: a prepared GPU exchange, one that is dropped while it waits for its peers, one that is dropped
+// later, and one whose creation fails. Tensors are retained as long as the exchange uses them.
 func TestStreamExchange(t *testing.T) {
 	devices := map[string]*simgpu.Device{"worker": simgpu.New(0), "server": simgpu.New(1)}
 	t.Cleanup(func() {
@@ -534,7 +537,7 @@ func TestStreamExchange(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		vantest.Fails(t, x.Queue(false, 4), af.ErrStarted) // sends and receives take turns
+		vantest.Fails(t, x.Queue(false, 4), af.ErrStarted) // sends and receives alternate
 		done := make(chan struct{})
 		devices["worker"].Queue(4, func() { close(done) })
 		<-done

@@ -57,8 +57,7 @@ func (s *Session) waitFor(h int32) error {
 	}
 }
 
-// TestThreads: calls from many goroutines; some batches are of pushes alone, of
-// which some are answered.
+// TestThreads makes calls from many goroutines. Some batches have pushes only; the server answers some of these.
 func TestThreads(t *testing.T) {
 	const goroutines, each = 6, 100
 	worker, server := sessions(t)
@@ -126,8 +125,7 @@ func TestThreads(t *testing.T) {
 	servers.Wait()
 }
 
-// TestUnansweredPushes: batches of pushes alone are answerable for a while, and
-// nothing is kept of them but that.
+// TestUnansweredPushes: batches of pushes only can be answered for a while; the queue keeps only their ids.
 func TestUnansweredPushes(t *testing.T) {
 	q := newQueue(testcluster.Start(t, testcluster.Options{}).Servers[0])
 	s := &Session{queue: q}
@@ -152,7 +150,7 @@ func TestUnansweredPushes(t *testing.T) {
 	}
 }
 
-// TestSinglePush: the worker of a single push waits until the program has answered it, not until it has it.
+// TestSinglePush: the worker of a single push waits until the program has answered it, not only until it was delivered.
 func TestSinglePush(t *testing.T) {
 	worker, server := sessions(t)
 	h, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: tensor(t, []byte{1})}}, nil)
@@ -175,8 +173,7 @@ func TestSinglePush(t *testing.T) {
 	}
 }
 
-// TestUnknownHandlers: a batch that get_batch has not returned is unknown, one that was
-// answered is not.
+// TestUnknownHandlers: a batch that get_batch has not returned is unknown; a batch that was answered is not.
 func TestUnknownHandlers(t *testing.T) {
 	worker, server := sessions(t)
 	x := tensor(t, make([]byte, 4))
@@ -211,12 +208,12 @@ func TestUnknownHandlers(t *testing.T) {
 	}
 }
 
-// TestWaitAgain: who waits again, or late, for a call that has failed is told so again, and one that was answered
-// returns at once.
+// TestWaitAgain: a second or late wait for a failed call returns the error again. A wait for an answered call returns
+// at once.
 func TestWaitAgain(t *testing.T) {
 	worker, server := sessions(t)
 	x := tensor(t, make([]byte, 4))
-	push := func(keys ...uint64) int64 { // several are acknowledged when they come, one when the application answers it
+	push := func(keys ...uint64) int64 { // several pushes are acknowledged when they arrive, a single push when the application answers it
 		t.Helper()
 		var l []af.KeyTensor
 		for _, key := range keys {
@@ -239,7 +236,7 @@ func TestWaitAgain(t *testing.T) {
 	for range 2 {
 		vantest.Fails(t, worker.Wait(failed, time.Millisecond, time.Minute), van.ErrTimeout, "no answer")
 	}
-	late := make([]int64, 6000) // more than are kept of those that nobody waits for
+	late := make([]int64, 6000) // more than the number of unwaited calls that are kept
 	for i := range late {
 		late[i] = push(1)
 	}
@@ -279,7 +276,7 @@ func TestWaitOneLimit(t *testing.T) {
 	}
 }
 
-// TestRoles: what a process of the other role cannot do is refused, with the role that can.
+// TestRoles: a call of the other role is refused, and the error names the right role.
 func TestRoles(t *testing.T) {
 	worker, server := sessions(t)
 	_, push := server.PushPull(af.DefaultStream, nil, nil, nil)
@@ -320,7 +317,7 @@ func TestRoles(t *testing.T) {
 	}
 }
 
-// TestHandlersOfABatch: what can be asked of the handlers of one push_pull, before and after its answer.
+// TestHandlersOfABatch: the results of calls with each handler of a push_pull, before and after its answer.
 func TestHandlersOfABatch(t *testing.T) {
 	worker, server := sessions(t)
 	worker.worker.Customer().KeepTraces()
@@ -358,7 +355,7 @@ func TestHandlersOfABatch(t *testing.T) {
 		t.Fatal(err)
 	}
 	items[0].Release()
-	for _, one := range []int64{last, int64(h), last, int64(h)} { // that of the whole batch ends it
+	for _, one := range []int64{last, int64(h), last, int64(h)} { // the wait for the whole batch ends it
 		if err := later(t, func(slice time.Duration) error { return worker.Wait(one, time.Minute, slice) }); err != nil {
 			t.Errorf("the wait for %d: %v", one, err)
 		}
@@ -375,13 +372,13 @@ func TestHandlersOfABatch(t *testing.T) {
 	}
 }
 
-// sentTimes counts what has left.
+// sentTimes counts the tensors that were sent.
 type sentTimes atomic.Int32
 
 func (n *sentTimes) Sent() { (*atomic.Int32)(n).Add(1) }
 
-// TestRefusedAnswers: an answer that does not fit leaves the batch as it was, and nothing of it has left; what nobody
-// waits for any more is taken, and has left.
+// TestRefusedAnswers: an answer that does not fit leaves the batch unanswered, and no tensor of it is sent. The tensors
+// of an answer to a canceled request are released.
 func TestRefusedAnswers(t *testing.T) {
 	worker, server := sessions(t)
 	x := tensor(t, make([]byte, 8))
@@ -415,7 +412,7 @@ func TestRefusedAnswers(t *testing.T) {
 	r.pulls(t, 0)
 	await(t, "tensor that has left", func() bool { return (*atomic.Int32)(&sent).Load() == 1 })
 
-	// Pushes alone, which get_batch has answered.
+	// A batch of pushes only, which get_batch has answered.
 	if _, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: x}, {Key: 3, Val: x}}, nil); err != nil {
 		t.Fatal(err)
 	}
@@ -443,7 +440,7 @@ func TestRefusedAnswers(t *testing.T) {
 	it.Release()
 }
 
-// Respond is Answer for tests that do not wait until the tensors have left.
+// Respond is Answer for tests that do not wait until the tensors are sent.
 func (s *Session) Respond(stream af.Stream, id uint64, tensors []af.KeyTensor) error {
 	_, err := s.Answer(stream, id, tensors, nil)
 	return err

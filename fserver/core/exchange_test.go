@@ -15,7 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// TestExchange: rounds of all rows and of some, waits in slices, and what is not waited for.
+// TestExchange: rounds of all rows and of some rows, waits in slices, and rounds that no caller waits for.
 func TestExchange(t *testing.T) {
 	worker, server := sessions(t)
 	in, out := []byte{1, 2, 3}, make([]byte, 3)
@@ -91,7 +91,7 @@ func TestExchange(t *testing.T) {
 	vantest.Fails(t, err, van.ErrClosed)
 }
 
-// TestExchangeServers: servers are named in any order, in which their pulls are.
+// TestExchangeServers: servers are named in any order, and the pulls are in that order.
 func TestExchangeServers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
 	for s, n := range c.Servers {
@@ -122,8 +122,8 @@ func TestExchangeServers(t *testing.T) {
 	}
 }
 
-// TestTwoWait: of two that wait for one handler, or for one exchange, at once one is told
-// so; neither returns before the answer has come, and the exchange can be started again.
+// TestTwoWait: if two callers wait for one handler, or for one exchange, one of them gets an error. Neither returns
+// before the answer has arrived, and the exchange can be started again.
 func TestTwoWait(t *testing.T) {
 	worker, server := sessions(t)
 	in, out := []byte{1, 2, 3}, make([]byte, 3)
@@ -172,8 +172,7 @@ func TestTwoWait(t *testing.T) {
 	}
 }
 
-// TestExchangeInGraph: what is called while the stream is captured goes into the graph, the
-// rest is as always.
+// TestExchangeInGraph: calls made while the stream is being captured go into the graph; other calls work as always.
 func TestExchangeInGraph(t *testing.T) {
 	dev := simgpu.New(0)
 	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
@@ -244,7 +243,7 @@ func TestExchangeInGraph(t *testing.T) {
 	}
 	g = dev.Capture(4)
 	_, err1 := x.Start(4, false, AllRows)
-	err2 := x.Wait(4, 1500*time.Millisecond, time.Second) // longer than the machine may stand still
+	err2 := x.Wait(4, 1500*time.Millisecond, time.Second) // longer than the machine may be suspended
 	g.End()
 	if err1 != ErrCaptured || err2 != ErrCaptured {
 		t.Fatal(err1, err2)

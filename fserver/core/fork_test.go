@@ -16,7 +16,8 @@ func TestSocketsOf(t *testing.T) {
 	}
 }
 
-// TestWatchSockets: the sockets are published while the node is in the cluster, and none when it has left.
+// TestWatchSockets: the sockets are published while the node is in the cluster. After it has left, an empty list is
+// published.
 func TestWatchSockets(t *testing.T) {
 	worker, _ := sessions(t)
 	published := make(chan Sockets, 100)

@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestQueueModel puts batches of two workers, takes some of each or of any, gives them back, and has workers give some
-// up, and compares what the queue has, in which order, and its accounts with lists.
+// TestQueueModel puts batches of two workers into the queue, takes some of each worker or of any, returns some, and has
+// workers cancel some. It compares the queue's contents, order and accounts with plain lists.
 func TestQueueModel(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.RecvBudgetPeer = 1 << 30 }})
 	n := c.Servers[0]
@@ -108,7 +108,7 @@ func TestQueueModel(t *testing.T) {
 				batches[id] = b
 				queued[b.worker] = append(queued[b.worker], id)
 				id++
-				b.Retain() // the queue's
+				b.Retain() // the queue's reference
 				b.Release()
 				q.put(b.Batch)
 				check("put")
@@ -148,7 +148,7 @@ func TestQueueModel(t *testing.T) {
 				}
 				out = append(out, items...)
 				check("take any")
-			case 5: // some go back
+			case 5: // returns some
 				k := rng.IntN(len(out) + 1)
 				rng.Shuffle(len(out), func(i, j int) { out[i], out[j] = out[j], out[i] })
 				back := out[:k]
@@ -162,7 +162,7 @@ func TestQueueModel(t *testing.T) {
 				q.giveBack(back)
 				out = slices.Clone(out[k:])
 				check("give back")
-			case 6: // a worker gives one up
+			case 6: // a worker cancels one
 				w := rng.IntN(2)
 				if len(queued[w]) == 0 {
 					break
@@ -170,7 +170,7 @@ func TestQueueModel(t *testing.T) {
 				i := rng.IntN(len(queued[w]))
 				b := batches[queued[w][i]]
 				if len(b.Pulls()) == 0 {
-					break // it has been answered, perhaps
+					break // it may have been answered
 				}
 				ctx, cancel := context.WithCancel(t.Context())
 				cancel()
@@ -181,13 +181,13 @@ func TestQueueModel(t *testing.T) {
 				for end := time.After(20 * time.Second); b.Wanted(); {
 					select {
 					case <-end:
-						t.Fatal("the server does not hear that a batch is given up")
+						t.Fatal("the server does not receive the cancellation of a batch")
 					case <-time.After(time.Millisecond):
 					}
 				}
 				queued[w] = slices.Delete(queued[w], i, i+1)
 				q.onCanceled(van.WorkerID(w))
-				check("given up")
+				check("canceled")
 			case 7:
 				if len(out) > 0 && q.isQueued(out[0].ID) {
 					t.Fatal("what is handed out waits")

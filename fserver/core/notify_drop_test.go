@@ -17,7 +17,7 @@ type pretended = simgpu.Device
 type fullDevice struct {
 	*pretended
 	full    chan struct{} // nil, or closed when there is room again
-	in      chan struct{} // one token for each WaitFlag that blocks
+	in      chan struct{} // has a token for each WaitFlag that blocks
 	refuses error         // of WaitFlag
 }
 
@@ -32,7 +32,7 @@ func (d *fullDevice) WaitFlag(s uintptr, word backend.Mem, v uint32) error {
 	return d.pretended.WaitFlag(s, word, v)
 }
 
-// notifying are a worker and a server with pretended devices.
+// notifying opens a worker and a server with simulated devices.
 func notifying(t *testing.T) (worker, server *Session, wdev, sdev *fullDevice) {
 	t.Helper()
 	wdev, sdev = &fullDevice{pretended: simgpu.New(0)}, &fullDevice{pretended: simgpu.New(0)}
@@ -75,7 +75,7 @@ func passes(t *testing.T, d *fullDevice, stream uintptr) {
 	}
 }
 
-// request pushes one tensor with that value, and as many pulls.
+// request pushes tensors with that value, and pulls tensors.
 func request(t *testing.T, s *Session, d *fullDevice, v byte, pushes, pulls int) int32 {
 	t.Helper()
 	var kts [2][]af.KeyTensor
@@ -104,7 +104,7 @@ func one(t *testing.T, f func(slice time.Duration) ([]Item, error)) Item {
 	return items[0]
 }
 
-// next is the next batch of the only worker, whose value must be v.
+// next returns the next batch of the only worker, whose value must be v.
 func next(t *testing.T, s *Session, v byte) Item {
 	t.Helper()
 	it := one(t, func(slice time.Duration) ([]Item, error) { return s.GetBatch(nil, slice) })
@@ -114,7 +114,7 @@ func next(t *testing.T, s *Session, v byte) Item {
 	return it
 }
 
-// answer answers a batch, whose worker waits for h, once.
+// answer answers a batch once. h is the worker's handler.
 func answer(t *testing.T, worker, server *Session, it Item, h int32) {
 	t.Helper()
 	var out []af.KeyTensor
@@ -133,8 +133,8 @@ func answer(t *testing.T, worker, server *Session, it Item, h int32) {
 	}
 }
 
-// TestDropBeforeBatch: an object that is dropped while it waits for a batch lets its
-// stream go, and takes none from those who call GetBatch.
+// TestDropBeforeBatch: an object that is dropped while it waits for a batch releases its stream, and takes no batch
+// from callers of GetBatch.
 func TestDropBeforeBatch(t *testing.T) {
 	worker, server, wdev, sdev := notifying(t)
 	for round := range byte(50) {
@@ -144,7 +144,7 @@ func TestDropBeforeBatch(t *testing.T) {
 		}
 		var h int32
 		if round%2 == 0 {
-			h = request(t, worker, wdev, round, 1, 1) // it may have been taken, or not
+			h = request(t, worker, wdev, round, 1, 1) // the object may have taken it
 			n.Drop()
 		} else {
 			n.Drop()
@@ -164,8 +164,8 @@ func TestDropBeforeBatch(t *testing.T) {
 	}
 }
 
-// TestDropAfterBatch: a batch that came, and that nobody has fetched, is the next one
-// again, before those that came later, and can be answered.
+// TestDropAfterBatch: a batch that has arrived and was not fetched goes back to the queue, before later batches, and
+// can be answered.
 func TestDropAfterBatch(t *testing.T) {
 	worker, server, wdev, sdev := notifying(t)
 	for _, tt := range []struct {
@@ -175,7 +175,7 @@ func TestDropAfterBatch(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			n, m := newNotify(t, server), newNotify(t, server)
 			var hs [3]int32
-			for i, x := range []*Notify{n, m} { // each has the batch of one
+			for i, x := range []*Notify{n, m} { // each has one batch
 				if err := x.BlockAndGetBatch(3); err != nil {
 					t.Fatal(err)
 				}
@@ -198,8 +198,8 @@ func TestDropAfterBatch(t *testing.T) {
 	}
 }
 
-// TestDropOthers: streams that wait for the next release of a dropped object go on; one
-// that waits for a request does so still.
+// TestDropOthers: streams that wait for the next release of a dropped object continue; a stream that waits for a
+// request keeps waiting for it.
 func TestDropOthers(t *testing.T) {
 	worker, server, wdev, _ := notifying(t)
 	n := newNotify(t, worker)
@@ -230,7 +230,7 @@ func TestDropOthers(t *testing.T) {
 	passes(t, wdev, 4)
 }
 
-// TestDoneLeavesBatch: Done is for requests; the batch that the object gets stays.
+// TestDoneLeavesBatch: Done is for requests; the batch that the object has received stays.
 func TestDoneLeavesBatch(t *testing.T) {
 	worker, server, wdev, sdev := notifying(t)
 	n := newNotify(t, server)
@@ -248,8 +248,8 @@ func TestDoneLeavesBatch(t *testing.T) {
 	answer(t, worker, server, one(t, n.Batch), h)
 }
 
-// TestFullLaunchQueue: while a call waits for room in a stream, the result of another
-// comes, which may be what makes room, and the object can be dropped.
+// TestFullLaunchQueue: while a call waits for space in a stream's launch queue, the result of another wait arrives,
+// which may make the space. The object can be dropped at that time.
 func TestFullLaunchQueue(t *testing.T) {
 	worker, server, wdev, sdev := notifying(t)
 	n, m := newNotify(t, server), newNotify(t, server)
@@ -288,8 +288,8 @@ func TestFullLaunchQueue(t *testing.T) {
 	answer(t, worker, server, next(t, server, 2), h)
 }
 
-// TestNotifyAfterARefusal: a wait that the device has refused leaves nothing to be fetched:
-// the next one begins.
+// TestNotifyAfterARefusal: after a wait that the device has refused, there is no result to fetch, and the next wait
+// begins.
 func TestNotifyAfterARefusal(t *testing.T) {
 	worker, _, d, _ := notifying(t)
 	n := newNotify(t, worker)

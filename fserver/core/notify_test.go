@@ -25,8 +25,7 @@ func later(t *testing.T, f func(time.Duration) error) error {
 	}
 }
 
-// TestNotify: streams wait for a request at one end and for a batch at the other, the
-// threads do not.
+// TestNotify: a stream waits for a request on the worker, and for a batch on the server; the threads do not wait.
 func TestNotify(t *testing.T) {
 	wdev, sdev := simgpu.New(0), simgpu.New(0)
 	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
@@ -100,7 +99,7 @@ func TestNotify(t *testing.T) {
 	if err := atWorker.BlockAndGetBatch(3); !errors.Is(err, ErrMisuse) {
 		t.Errorf("a worker's get_batch: %v", err)
 	}
-	// An error lets the stream go on, and is told.
+	// After an error the stream continues, and Done returns the error.
 	if err := atWorker.StreamWait(4, 1<<40); err != nil {
 		t.Fatal(err)
 	}
@@ -131,7 +130,7 @@ func TestNotifyNeedsGPU(t *testing.T) {
 	}
 }
 
-// TestNotifyBeforeInit: programs of the original make theirs before they name their role.
+// TestNotifyBeforeInit: programs written for C++ StepMesh create their object before they set their role.
 func TestNotifyBeforeInit(t *testing.T) {
 	wdev := simgpu.New(0)
 	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
@@ -195,7 +194,7 @@ func TestNotifyBeforeInit(t *testing.T) {
 		t.Error(err)
 	}
 
-	// Without a GPU the first use says so.
+	// Without a GPU the first use returns the error.
 	cpu := &Process{open: func(context.Context) (*Session, error) { return server, nil }}
 	n, err = cpu.NewNotify()
 	if err != nil {

@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// waited is the result of what was begun.
+// waited waits for the job that begun belongs to, and returns its result.
 func (p *Process) waited(begun error) error {
 	for err := begun; ; {
 		if err != nil {
@@ -26,14 +26,14 @@ func (p *Process) waited(begun error) error {
 	}
 }
 
-// over is a context that has ended.
+// over returns a context that has ended.
 func over(t *testing.T) context.Context {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	return ctx
 }
 
-// TestOneInit: of threads that call Init at once, over and over, one starts a node.
+// TestOneInit: if threads call Init at the same time, repeatedly, one of them starts a node.
 func TestOneInit(t *testing.T) {
 	s := &Session{node: testcluster.Start(t, testcluster.Options{}).Workers[0]}
 	for range 300 {
@@ -62,7 +62,7 @@ func TestOneInit(t *testing.T) {
 	}
 }
 
-// TestOneStop: threads that call Stop at once stop one session, once.
+// TestOneStop: if threads call Stop at the same time, they stop the session once.
 func TestOneStop(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	p := &Process{}
@@ -110,8 +110,8 @@ func TestOneStop(t *testing.T) {
 	vantest.Fails(t, err, ErrMisuse, "stop() was called")
 }
 
-// TestCancelHasALimit: what does not end when it is cancelled is left alone, and what was
-// begun is named; nothing begins beside it, and all goes on when it has ended.
+// TestCancelHasALimit: Cancel stops waiting for a job that does not end, and its error names the job. No other job
+// begins meanwhile, and after the job has ended all calls work again.
 func TestCancelHasALimit(t *testing.T) {
 	s := &Session{node: testcluster.Start(t, testcluster.Options{}).Workers[0]}
 	for _, fails := range []bool{true, false} {
@@ -175,7 +175,7 @@ func TestCancel(t *testing.T) {
 	}
 }
 
-// TestExit leaves, and does not wait for what does not end.
+// TestExit: Exit leaves the cluster, and does not wait for a job that does not end.
 func TestExit(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	p := &Process{}
@@ -209,8 +209,8 @@ func TestExit(t *testing.T) {
 	<-ended
 }
 
-// TestDropWaitsForTheOneBefore: of two communicators with one id that are dropped after each other, also the first
-// is closed before the id is used again.
+// TestDropWaitsForTheOneBefore: if two communicators with one id are dropped one after the other, the id is used again
+// only after both are closed.
 func TestDropWaitsForTheOneBefore(t *testing.T) {
 	l := &Comms{closing: map[int]chan struct{}{}}
 	gate := make(chan struct{})

@@ -9,8 +9,8 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 )
 
-// TestRetake: batches whose holds were given up, but for one push tensor's, go back to
-// the queue, in their order, and can be taken and answered as before.
+// TestRetake: batches of which all tensors but one were returned go back to the queue, in their order, and can be taken
+// and answered as before.
 func TestRetake(t *testing.T) {
 	worker, server := sessions(t)
 	var handlers []int32
@@ -23,7 +23,7 @@ func TestRetake(t *testing.T) {
 		switch i {
 		case 1: // needs no answer
 			push, pull = append(push, kt(3, []byte{i})...), nil
-		case 2: // has no tensor to hold
+		case 2: // has no tensor
 			push = nil
 		case 3: // waits for an empty answer
 			pull = nil
@@ -34,7 +34,7 @@ func TestRetake(t *testing.T) {
 		}
 		handlers = append(handlers, h)
 	}
-	for end := time.Now().Add(20 * time.Second); came(server.queue) < 4; {
+	for end := time.Now().Add(20 * time.Second); arrived(server.queue) < 4; {
 		if time.Now().After(end) {
 			t.Fatal("the batches do not come")
 		}
@@ -103,15 +103,15 @@ func TestRetake(t *testing.T) {
 	}
 }
 
-// queued is how many bytes wait of the first worker.
+// queued returns the number of queued bytes of the first worker.
 func queued(q *queue) int {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.bytes[0]
 }
 
-// came is how many batches have come.
-func came(q *queue) uint64 {
+// arrived returns the number of batches that have arrived.
+func arrived(q *queue) uint64 {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.next

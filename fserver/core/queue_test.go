@@ -14,8 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// TestLostInstance: a server waits for its own instance of each worker. Another one that
-// comes back does not make up for it.
+// TestLostInstance: a server waits for its own instance of each worker. The return of another instance is not enough.
 func TestLostInstance(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Group: 2, Set: func(c *postoffice.Config) { c.ReplaceTimeout = 0 }})
 	n := c.Servers[0]
@@ -25,7 +24,7 @@ func TestLostInstance(t *testing.T) {
 		up bool
 	}
 	events := make(chan event, 16)
-	t.Cleanup(n.OnPeer(func(id int, up bool, _ error) { events <- event{id, up} })) // after the queue's
+	t.Cleanup(n.OnPeer(func(id int, up bool, _ error) { events <- event{id, up} })) // called after the queue's function
 	await := func(want event) {
 		t.Helper()
 		for end := time.After(20 * time.Second); ; {
@@ -69,8 +68,8 @@ func TestLostInstance(t *testing.T) {
 	vantest.Fails(t, err, ErrPending)
 }
 
-// TestTwoBatchesTwoCallers: when two rounds of batches have come before anybody woke, the
-// first caller to take one wakes the second.
+// TestTwoBatchesTwoCallers: if two rounds of batches have arrived before a caller woke, the first caller that takes a
+// round wakes the second.
 func TestTwoBatchesTwoCallers(t *testing.T) {
 	worker, server := sessions(t)
 	q := server.queue
@@ -94,8 +93,8 @@ func TestTwoBatchesTwoCallers(t *testing.T) {
 	}
 }
 
-// TestManyWorkers: get_batch waits for each of 40 workers, and returns their batches in the order of ranks. C++ StepMesh keeps the
-// workers in a mask of 32 bits.
+// TestManyWorkers: get_batch waits for each of 40 workers, and returns their batches in the order of ranks. C++
+// StepMesh keeps the workers in a mask of 32 bits.
 func TestManyWorkers(t *testing.T) {
 	const workers = 40
 	c := testcluster.Start(t, testcluster.Options{Workers: workers})
@@ -159,7 +158,7 @@ func awaitBatches(t *testing.T, q *queue, n int) {
 	})
 }
 
-// TestCloseWithBatches: a node that leaves lets go of the batches that nobody has taken.
+// TestCloseWithBatches: a node that leaves the cluster releases the batches that nobody has taken.
 func TestCloseWithBatches(t *testing.T) {
 	worker, server := sessions(t)
 	q := server.queue
@@ -187,8 +186,8 @@ func TestCloseWithBatches(t *testing.T) {
 	taken[0].Release()
 }
 
-// TestGetAny: what is there is handed out, the oldest first, whoever has sent it, and a
-// worker that is lost is missed only when nobody else is there.
+// TestGetAny: queued batches of all workers are handed out, oldest first. A lost worker is an error only if no other
+// worker is left.
 func TestGetAny(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 3, Set: func(c *postoffice.Config) { c.ReplaceTimeout = 0 }})
 	server := newSession(c.Servers[0])
@@ -301,18 +300,17 @@ func TestAscending(t *testing.T) {
 	}
 }
 
-// TestFullWhilePolling: a batch that a caller of GetBatch receives itself, of a worker whose
-// budget another goroutine has used up since the caller looked, does not keep it waiting for
-// the room that it is about to make.
+// TestFullWhilePolling: a caller of GetBatch receives a batch itself, of a worker whose budget another goroutine has
+// used up since the caller checked it. The caller does not wait for the budget that only its own take can free.
 func TestFullWhilePolling(t *testing.T) {
 	worker, server := sessions(t)
 	q := server.queue
 	looks := q.poll
-	for range 20 { // the loop may be quicker than the Poll
+	for range 20 { // the engine's loop may be faster than the Poll
 		used, calls := 0, 0
 		var h int32
 		q.poll = func() bool {
-			if calls++; calls != 3 { // first in receive, then in Poll, which has the source the third time
+			if calls++; calls != 3 { // calls: in receive, in Poll, and in Poll while it owns the source
 				return calls > 3 && looks()
 			}
 			used = q.budget()
@@ -341,7 +339,7 @@ func TestFullWhilePolling(t *testing.T) {
 		q.charge(0, -used)
 		q.mu.Unlock()
 		polled := len(items) > 0
-		if used > 0 && !polled { // the loop has it
+		if used > 0 && !polled { // the engine's loop has the batch
 			items = server.row(t)
 		}
 		for _, it := range items {

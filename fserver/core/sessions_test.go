@@ -11,8 +11,8 @@ import (
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
-// TestSessionDrop: what a call has made whose caller was interrupted is taken back, whether the call has
-// ended by then or not; and a session can be opened after one that has failed.
+// TestSessionDrop: the result of a call whose caller was interrupted is undone, whether or not the call has ended. A
+// session can be opened after one that has failed.
 func TestSessionDrop(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	r, err := session.NewRank(c.Servers[0], session.Options{})
@@ -49,7 +49,7 @@ func TestSessionDrop(t *testing.T) {
 		return values
 	}
 	for _, ended := range []bool{true, false} {
-		for range 2 { // the second opens in the place of one that was taken back
+		for range 2 { // the second replaces a session that was undone
 			open := &SessionCall{Op: SessionOpen}
 			if !ended {
 				p.SessionDrop(open)
@@ -86,8 +86,8 @@ func TestSessionDrop(t *testing.T) {
 	<-served
 }
 
-// TestSessionServes: another language runs the functions of a rank: it gets tasks one after the other, with their
-// arguments, and its results are values, references that are dropped, or errors; when it leaves, what waits ends.
+// TestSessionServes: another language runs the functions of a rank. It gets tasks one after the other, with their
+// arguments. Its results are values, references that are later dropped, or errors. When it leaves, waiting calls end.
 func TestSessionServes(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	names, err := session.Encode("f", "g")
@@ -131,7 +131,7 @@ func TestSessionServes(t *testing.T) {
 	refused(rank, SessionCall{Op: SessionNext}, "does not serve")
 	refused(rank, SessionCall{Op: SessionDone}, "no task to answer")
 	refused(rank, SessionCall{Op: SessionServe, Data: encode("f", 3)}, "want a string")
-	do(rank, SessionCall{Op: SessionLeave}) // it does not serve: nothing to end
+	do(rank, SessionCall{Op: SessionLeave}) // does nothing, since the rank does not serve
 	do(rank, SessionCall{Op: SessionServe, Data: names})
 	refused(rank, SessionCall{Op: SessionServe, Data: names}, "serves already")
 	refused(rank, SessionCall{Op: SessionDone}, "no task to answer")
@@ -160,7 +160,7 @@ func TestSessionServes(t *testing.T) {
 	refused(rank, SessionCall{Op: SessionDone, Handle: 71}, "no task to answer")
 	do(control, SessionCall{Op: SessionWait, Handle: f.Handle})
 
-	for _, answer := range [][]byte{encode("value"), encode(), encode(1, 2)} { // one value is one
+	for _, answer := range [][]byte{encode("value"), encode(), encode(1, 2)} { // want exactly one value
 		got := SessionCall{Op: SessionGet, Handle: f.Handle}
 		ended := make(chan error, 1)
 		go func() { ended <- call(ctx, control, &got) }()
@@ -185,7 +185,7 @@ func TestSessionServes(t *testing.T) {
 	do(control, SessionCall{Op: SessionKill, Handle: f.Handle})
 	refused(control, SessionCall{Op: SessionWait, Handle: f.Handle}, "was killed")
 	ended := make(chan error, 1)
-	go func() { ended <- call(ctx, control, &SessionCall{Op: SessionSync}) }() // with it the rank hears of that
+	go func() { ended <- call(ctx, control, &SessionCall{Op: SessionSync}) }() // flushes the drop to the rank
 	if e := task(SessionTaskDrop); e.Handle != 71 {
 		t.Errorf("%d is dropped, want 71", e.Handle)
 	}
@@ -200,7 +200,7 @@ func TestSessionServes(t *testing.T) {
 		t.Errorf("no task: %v", err)
 	}
 	last := do(control, SessionCall{Op: SessionRun, Name: "f"})
-	task(SessionTaskRun) // which nobody answers
+	task(SessionTaskRun) // nobody answers it
 	do(rank, SessionCall{Op: SessionLeave, Name: "has to go"})
 	refused(control, SessionCall{Op: SessionWait, Handle: last.Handle}, "has to go")
 	refused(rank, SessionCall{Op: SessionNext}, "does not serve")

@@ -37,7 +37,7 @@ func openAll(t *testing.T, c *testcluster.Cluster) (workers []*Session, server *
 	return all[1:], server
 }
 
-// asked is one number pushed, for which another one is pulled.
+// asked is a request that pushes one number and pulls another.
 type asked struct {
 	w    *Session
 	h    int32
@@ -56,7 +56,7 @@ func (s *Session) ask(t *testing.T, number byte, size int) *asked {
 	return r
 }
 
-// pulls waits for r and compares what it got.
+// pulls waits for r and compares its pulled number.
 func (r *asked) pulls(t *testing.T, want byte) {
 	t.Helper()
 	if err := r.w.waitFor(r.h); err != nil {
@@ -66,7 +66,7 @@ func (r *asked) pulls(t *testing.T, want byte) {
 	}
 }
 
-// await looks until ok.
+// await polls ok until it returns true.
 func await(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
@@ -78,14 +78,14 @@ func await(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// queued is the number of a worker's batches that wait, and their bytes.
+// queued returns the number of a worker's queued batches, and their bytes.
 func (s *Session) queued(rank int) (n, bytes int) {
 	s.queue.mu.Lock()
 	defer s.queue.mu.Unlock()
 	return s.queue.workers[rank].Len(), s.queue.bytes[rank]
 }
 
-// row takes a batch of each worker.
+// row takes one batch of each worker.
 func (s *Session) row(t *testing.T) (items []Item) {
 	t.Helper()
 	if err := later(t, func(slice time.Duration) (err error) {
@@ -97,7 +97,7 @@ func (s *Session) row(t *testing.T) (items []Item) {
 	return items
 }
 
-// numbers are what the workers have pushed.
+// numbers returns the pushed numbers.
 func numbers(items []Item) (ns []byte) {
 	for _, it := range items {
 		ns = append(ns, it.Pushes()[0].Val.Bytes()[0])
@@ -105,7 +105,7 @@ func numbers(items []Item) (ns []byte) {
 	return ns
 }
 
-// answer answers each batch with its number and ten.
+// answer answers each batch with its number plus ten.
 func (s *Session) answer(t *testing.T, items []Item) {
 	t.Helper()
 	for _, it := range items {
@@ -117,7 +117,7 @@ func (s *Session) answer(t *testing.T, items []Item) {
 	}
 }
 
-// replace ends worker 0 and starts another in its place.
+// replace ends worker 0 and starts a replacement.
 func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func()) *Session {
 	t.Helper()
 	watch := func(n *postoffice.Node) <-chan bool {
@@ -143,7 +143,7 @@ func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func()) 
 	atServer, atScheduler := watch(c.Servers[0]), watch(c.Scheduler)
 	end()
 	hear(atServer, false)
-	hear(atScheduler, false) // else it refuses the other
+	hear(atScheduler, false) // otherwise it refuses the replacement
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	n, err := c.Join(ctx, "worker", 0, nil)
@@ -158,9 +158,8 @@ func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func()) 
 	return w
 }
 
-// TestReplacedWorker: worker 0 is killed and replaced while get_batch waits for worker 1.
-// What it had asked for leaves the queue, and the new one gets the answer to its own
-// request. A line says so.
+// TestReplacedWorker: worker 0 is killed and replaced while get_batch waits for worker 1. Its earlier requests leave
+// the queue, with a log line, and the replacement gets the answer to its own request.
 func TestReplacedWorker(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		var logged vantest.Log
@@ -187,8 +186,8 @@ func TestReplacedWorker(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// TestGiveBackOfALostWorker: a batch without pulls, which GetBatch answers, is given back
-// after its worker was lost: it is freed once, as is one that waits for its answer.
+// TestGiveBackOfALostWorker: a batch without pulls, which GetBatch answers, is returned to the queue after its worker
+// was lost. It is released once, as is a batch that waits for its answer.
 func TestGiveBackOfALostWorker(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
@@ -204,7 +203,7 @@ func TestGiveBackOfALostWorker(t *testing.T) {
 	if !items[0].acked || items[1].acked || items[0].Wanted() || items[1].Wanted() {
 		t.Fatalf("answered %t and %t, wanted %t and %t", items[0].acked, items[1].acked, items[0].Wanted(), items[1].Wanted())
 	}
-	looking := []af.Batch{items[0].Retain(), items[1].Retain()} // somebody who looks at them still
+	looking := []af.Batch{items[0].Retain(), items[1].Retain()} // another user of the batches
 	before := hook.Held()
 	server.GiveBack(items)
 	if n := hook.Held(); n != before {
@@ -219,8 +218,8 @@ func TestGiveBackOfALostWorker(t *testing.T) {
 	}
 }
 
-// TestAnswerRefused: an answer that the transport refuses is an error, whose tensors are the caller's
-// again; the batch is answered.
+// TestAnswerRefused: an answer that the transport refuses is an error; the caller may use the tensors again, and the
+// batch counts as answered.
 func TestAnswerRefused(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
@@ -239,8 +238,8 @@ func TestAnswerRefused(t *testing.T) {
 	it.Release()
 }
 
-// TestAnswersOfALostWorker: a batch that the application has when its worker is lost is
-// answered in vain, with a line and without an error, or can be given back, which frees it.
+// TestAnswersOfALostWorker: the application has a batch when its worker is lost. An answer is dropped, with a log line
+// and without an error. Returning the batch to the queue releases it.
 func TestAnswersOfALostWorker(t *testing.T) {
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Log: logged.Logger()})
@@ -270,17 +269,17 @@ func TestAnswersOfALostWorker(t *testing.T) {
 	}
 }
 
-// told counts the tensors that have left, or will not.
+// told counts the tensors that were sent or will not be sent.
 type told struct{ n int }
 
 func (c *told) Sent() { c.n++ }
 
-// TestUnansweredIsFreed: the memory of a batch that was handed out and not answered is free when its
-// worker has given it up, or is lost, or the node leaves, as soon as the program has let go of it. A later
-// answer is dropped, once.
+// TestUnansweredIsFreed: the memory of a batch that was handed out and not answered is freed after its worker has
+// canceled it or is lost, or the node has left, as soon as the program has released it. A later answer is dropped,
+// once.
 func TestUnansweredIsFreed(t *testing.T) {
 	for name, end := range map[string]func(*testing.T, *testcluster.Cluster, *Session, *asked){
-		"given up": func(t *testing.T, _ *testcluster.Cluster, _ *Session, r *asked) {
+		"canceled": func(t *testing.T, _ *testcluster.Cluster, _ *Session, r *asked) {
 			if err := r.w.Wait(int64(r.h), time.Millisecond, time.Second); !errors.Is(err, van.ErrTimeout) {
 				t.Fatalf("%v, want %v", err, van.ErrTimeout)
 			}
@@ -334,9 +333,9 @@ func TestUnansweredIsFreed(t *testing.T) {
 	}
 }
 
-// TestGivenUpIsForgotten: of the batches that were given up the last ones are remembered. One whose answer was
-// refused, and that was given up meanwhile, is among them.
-func TestGivenUpIsForgotten(t *testing.T) {
+// TestCanceledAreKept: the queue keeps the ids of the latest canceled batches. A batch whose answer was refused, and
+// that was canceled meanwhile, is among them.
+func TestCanceledAreKept(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	workers, server := openAll(t, c)
 	r := workers[0].ask(t, 100, 64)
@@ -345,13 +344,13 @@ func TestGivenUpIsForgotten(t *testing.T) {
 		t.Fatalf("%v, want %v", err, van.ErrTimeout)
 	}
 	q := server.queue
-	vantest.Eventually(t, 20*time.Second, "it is given up", func() bool {
+	vantest.Eventually(t, 20*time.Second, "the batch is canceled", func() bool {
 		q.mu.Lock()
 		defer q.mu.Unlock()
 		return len(q.canceled.of) == 1
 	})
 	if q.putBack(it.ID+1, it.Retain()); len(q.out) != 0 || len(q.canceled.of) != 2 {
-		t.Errorf("%d handed out and %d given up, want none and 2", len(q.out), len(q.canceled.of))
+		t.Errorf("%d handed out and %d canceled, want none and 2", len(q.out), len(q.canceled.of))
 	}
 	q.mu.Lock()
 	for id := range uint64(2 * keepCanceled) {
@@ -369,8 +368,8 @@ func TestGivenUpIsForgotten(t *testing.T) {
 	}
 }
 
-// TestGetBatchWaitsForAReplacement: a worker that is lost has STEPAF_REPLACE_TIMEOUT to be
-// replaced before get_batch fails.
+// TestGetBatchWaitsForAReplacement: get_batch fails only after a lost worker was not replaced for
+// STEPAF_REPLACE_TIMEOUT.
 func TestGetBatchWaitsForAReplacement(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.ReplaceTimeout = time.Hour }})
 	_, server := openAll(t, c)
@@ -389,9 +388,9 @@ func TestGetBatchWaitsForAReplacement(t *testing.T) {
 	r.pulls(t, 17)
 }
 
-// TestLossIsToldAgain: who calls get_batch again after a loss waits as long as before until it is told again, a second
-// where that is no time.
-func TestLossIsToldAgain(t *testing.T) {
+// TestLossIsReportedAgain: after an error about a lost worker, get_batch waits as long as before until it returns the
+// error again; a second if that time is 0.
+func TestLossIsReportedAgain(t *testing.T) {
 	for limit, want := range map[time.Duration]time.Duration{0: time.Second, 300 * time.Millisecond: 300 * time.Millisecond} {
 		c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.ReplaceTimeout = limit }})
 		_, server := openAll(t, c)
@@ -400,7 +399,7 @@ func TestLossIsToldAgain(t *testing.T) {
 			"one of each": func(slice time.Duration) ([]Item, error) { return server.GetBatch(nil, slice) },
 			"any":         func(slice time.Duration) ([]Item, error) { return server.GetAny(nil, 0, slice) },
 		} {
-			var told, called time.Time // when the last call began that was told, and the last of all
+			var told, called time.Time // the start of the last call that returned the error, and of the last call
 			for range 3 {
 				err := later(t, func(slice time.Duration) error {
 					called = time.Now()
@@ -417,8 +416,8 @@ func TestLossIsToldAgain(t *testing.T) {
 	}
 }
 
-// TestStalledWorker: what worker 0 gave up while worker 1 stood still is not handed out
-// any more: the rows are of what both still wait for.
+// TestStalledWorker: batches that worker 0 canceled while worker 1 was stopped are not handed out: each row has the
+// current requests of both.
 func TestStalledWorker(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		o.Workers = 2
@@ -430,7 +429,7 @@ func TestStalledWorker(t *testing.T) {
 			if err := workers[0].Wait(int64(r.h), time.Millisecond, time.Second); !errors.Is(err, van.ErrTimeout) {
 				t.Fatalf("%v, want %v", err, van.ErrTimeout)
 			}
-			await(t, "end of what was given up", func() bool { n, size := server.queued(0); return n == 0 && size == 0 })
+			await(t, "the canceled batches leave the queue", func() bool { n, size := server.queued(0); return n == 0 && size == 0 })
 		}
 		for round := range byte(3) {
 			r0, r1 := workers[0].ask(t, 10*round, 64), workers[1].ask(t, 10*round+1, 64)
@@ -445,8 +444,8 @@ func TestStalledWorker(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// TestQueueBudget: a worker whose batches nobody takes is not read any more when they have
-// used up its budget, and a line says so; others are, and everything is served in the end.
+// TestQueueBudget: the node stops reading a worker that has used up its budget, and logs that. It reads other workers,
+// and all batches are served in the end.
 func TestQueueBudget(t *testing.T) {
 	const size, count, budget = 300 << 10, 12, 1 << 20
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {

@@ -9,8 +9,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// TestStartBarrierLimit: a server that has started and stands still before the second barrier
-// of start-up ends the start of the others within the limit. They do not know who it is: the error says who does.
+// TestStartBarrierLimit: a server stops before the second barrier of the start. The start of the other nodes ends
+// within the limit. They do not know the missing node; the error says who does.
 func TestStartBarrierLimit(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	begun := time.Now()
