@@ -46,7 +46,7 @@ func (v acceptor) accept(ev verbs.Event) {
 	if why != "" || err != nil {
 		why = cmp.Or(why, fmt.Sprint(err))
 		said := cmp.Or(err, errors.New(why))
-		if n, show := v.rejections.Next(logx.Kind(said)); show {
+		if n, show := v.accepted.rejections.Next(logx.Kind(said)); show {
 			v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", said, "so far", n)
 		}
 		code := uint32(0)
@@ -64,7 +64,7 @@ func (v acceptor) accept(ev verbs.Event) {
 	case errors.Is(err, van.ErrReplaced): // since it was looked at
 		v.rejectReplaced(ev, &h)
 	case err != nil:
-		if n, show := v.rejections.Next(logx.Kind(err)); show {
+		if n, show := v.accepted.rejections.Next(logx.Kind(err)); show {
 			v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err, "so far", n)
 		}
 		v.refuse(&ev, 0, err.Error())
@@ -76,7 +76,7 @@ func (v acceptor) accept(ev verbs.Event) {
 
 // rejectReplaced tells a process whose place another has taken.
 func (v acceptor) rejectReplaced(ev verbs.Event, h *handshake) {
-	if n, show := v.rejections.Next("replaced"); show {
+	if n, show := v.accepted.rejections.Next("replaced"); show {
 		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
 	}
 	v.refuse(&ev, codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced")
@@ -88,9 +88,9 @@ func (v acceptor) inboundFor(h handshake, ev *verbs.Event, req []byte, proves bo
 	id, from := ev.New, ev.Peer
 	key := h.key() + " from " + from.Addr().String() // the host's name may be cut off
 	v.mu.Lock()
-	old := v.inbounds[key]
+	old := v.accepted.inbounds[key]
 	v.mu.Unlock()
-	if old != nil && !old.failed.Load() && len(old.ids) < v.cfg.QPNum {
+	if old != nil && !old.failed.Load() && len(old.accept.ids) < v.cfg.QPNum {
 		return old, nil // connect requests may overtake each other
 	}
 	if old != nil {
@@ -109,8 +109,8 @@ func (v acceptor) inboundFor(h handshake, ev *verbs.Event, req []byte, proves bo
 	if err != nil {
 		return nil, err
 	}
-	in := &inbound{v: v.node, serial: v.serials.Add(1), handshake: h, key: key, from: from, device: host, drainState: drainState{drained: make(chan struct{})},
-		slotState: slotState{cells: conn.Cells{Device: dev}, slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}}
+	in := &inbound{v: v.node, serial: v.serials.Add(1), handshake: h, key: key, from: from, device: host, drain: drainState{drained: make(chan struct{})},
+		slots: slotState{cells: conn.Cells{Device: dev}, granted: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}}
 	in.dialect = stepmeshIn{slotSet{in}}
 	if h.native {
 		in.dialect = nativeIn{slotSet{in}}
@@ -120,7 +120,7 @@ func (v acceptor) inboundFor(h handshake, ev *verbs.Event, req []byte, proves bo
 	if v.closed.Load() {
 		return nil, van.ErrClosed
 	}
-	if h.native && v.isReplacedLocked(h.incarnation) {
+	if h.native && v.fences.isReplacedLocked(h.incarnation) {
 		return nil, van.ErrReplaced
 	}
 	if proves {
@@ -132,7 +132,7 @@ func (v acceptor) inboundFor(h handshake, ev *verbs.Event, req []byte, proves bo
 	if h.native && !failpoint.On("rdma-reclaim") {
 		host.probes.Add(&in.probeDue)
 	}
-	v.inbounds[key] = in
+	v.accepted.inbounds[key] = in
 	v.markUnlistedLocked()
 	v.addConnLocked(in.serial, &connection{in: in})
 	return in, nil
@@ -159,9 +159,9 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 		defer p.noteInboundDown(l, cause)
 	}
 	in.mu.Lock()
-	ids, accepted := in.ids, in.accepted
-	if in.acceptTimer != nil {
-		in.acceptTimer.Stop()
+	ids, accepted := in.accept.ids, in.accept.accepted
+	if in.accept.timer != nil {
+		in.accept.timer.Stop()
 	}
 	in.mu.Unlock()
 	for _, id := range ids {
@@ -173,9 +173,9 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 	in.device.dropIncomplete(in)
 	in.mu.Lock()
 	in.closed = true
-	areas, out := in.areas, in.sends
-	in.slots, in.areas, in.waiting, in.credits = nil, nil, [2][]pendingRequest{}, nil
-	in.creditsOwed.Store(0)
+	areas, out := in.slots.areas, in.sends
+	in.slots.granted, in.slots.areas, in.slots.waiting, in.owed.credits = nil, nil, [2][]pendingRequest{}, nil
+	in.owed.count.Store(0)
 	in.mu.Unlock()
 	for _, id := range ids {
 		_ = id.Destroy()
@@ -183,24 +183,24 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 	}
 	v.removeConn(in.serial)
 	v.mu.Lock()
-	if v.inbounds[in.key] == in {
-		delete(v.inbounds, in.key)
+	if v.accepted.inbounds[in.key] == in {
+		delete(v.accepted.inbounds, in.key)
 	}
-	v.unproved = slices.DeleteFunc(v.unproved, func(x *inbound) bool { return x == in })
+	v.accepted.unproved = slices.DeleteFunc(v.accepted.unproved, func(x *inbound) bool { return x == in })
 	again := false
-	for _, x := range v.inbounds {
+	for _, x := range v.accepted.inbounds {
 		again = again || x.handshake.node == in.handshake.node && !x.failed.Load()
 	}
 	v.mu.Unlock()
-	for _, p := range *v.peers.Load() {
+	for _, p := range *v.tables.peers.Load() {
 		p.inbound.CompareAndSwap(in, nil)
 	}
-	if p := (*v.peers.Load())[in.handshake.node]; p != nil && !in.handshake.native {
+	if p := (*v.tables.peers.Load())[in.handshake.node]; p != nil && !in.handshake.native {
 		p.releasePulls(again)
 	}
 	in.device.exclusive(func() {
-		v.slots.Each(func(l *receiveSlot) {
-			if l.Owner == in && v.slots.End(l) {
+		v.budget.slots.Each(func(l *receiveSlot) {
+			if l.Owner == in && v.budget.slots.End(l) {
 				slotSet{in}.freeSlot(l)
 			}
 		})
@@ -209,7 +209,7 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 	for _, a := range areas {
 		a.put()
 	}
-	if err := in.cells.Close(); err != nil {
+	if err := in.slots.cells.Close(); err != nil {
 		v.log.Error("rdma: memory for metas stays registered", "peer", in.name(), "err", err)
 	}
 	if out != nil {
@@ -231,10 +231,10 @@ func (v *rvan) linkInbounds() {
 }
 
 func (v *rvan) linkInboundsLocked() {
-	for id, p := range *v.peers.Load() {
+	for id, p := range *v.tables.peers.Load() {
 		var back *inbound
-		for _, in := range v.inbounds {
-			if in.handshake.node == id && in.handshake.port == p.node.Port && !in.failed.Load() && !in.unlisted.Load() && !in.unproved.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
+		for _, in := range v.accepted.inbounds {
+			if in.handshake.node == id && in.handshake.port == p.node.Port && !in.failed.Load() && !in.process.unlisted.Load() && !in.process.unproved.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
 				back = in // the latest: the end of others has not been noticed yet
 			}
 		}
@@ -252,20 +252,20 @@ func (v *rvan) fenceLocked(id int, old, p *peer) {
 		return
 	}
 	if x := old.incarnation; x != 0 && p.incarnation != x {
-		if p.incarnation != 0 && !slices.Contains(v.replaced, x) {
-			if len(v.replaced) >= maxReplaced {
-				v.replaced = slices.Delete(v.replaced, 0, maxReplaced/2)
+		if p.incarnation != 0 && !slices.Contains(v.fences.replaced, x) {
+			if len(v.fences.replaced) >= maxReplaced {
+				v.fences.replaced = slices.Delete(v.fences.replaced, 0, maxReplaced/2)
 			}
-			v.replaced = append(v.replaced, x)
+			v.fences.replaced = append(v.fences.replaced, x)
 		}
 	}
 	// It may have come back, under another id even.
-	v.replaced = slices.DeleteFunc(v.replaced, func(x uint32) bool { return x == p.incarnation })
-	for _, in := range v.inbounds {
+	v.fences.replaced = slices.DeleteFunc(v.fences.replaced, func(x uint32) bool { return x == p.incarnation })
+	for _, in := range v.accepted.inbounds {
 		h := &in.handshake
 		var gone bool
 		if h.incarnation != 0 {
-			gone = slices.Contains(v.replaced, h.incarnation)
+			gone = slices.Contains(v.fences.replaced, h.incarnation)
 		} else {
 			gone = h.node == id && old.addr != p.addr && h.port == old.node.Port && (h.port != p.node.Port || in.from.Addr() != p.addr.Addr())
 		}
@@ -280,8 +280,8 @@ func (v *rvan) fenceLocked(id int, old, p *peer) {
 // so it waits with its sender; what is written to a slot that was given before is dropped and
 // counted. v.mu is held.
 func (v *rvan) markUnlistedLocked() {
-	for _, in := range v.inbounds {
-		p := (*v.peers.Load())[in.handshake.node]
-		in.unlisted.Store(p != nil && p.incarnation != 0 && in.handshake.incarnation != 0 && p.incarnation != in.handshake.incarnation && !failpoint.On("fencing"))
+	for _, in := range v.accepted.inbounds {
+		p := (*v.tables.peers.Load())[in.handshake.node]
+		in.process.unlisted.Store(p != nil && p.incarnation != 0 && in.handshake.incarnation != 0 && p.incarnation != in.handshake.incarnation && !failpoint.On("fencing"))
 	}
 }

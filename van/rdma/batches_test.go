@@ -74,7 +74,7 @@ func TestRandomBatches(t *testing.T) {
 			}
 			w, v := r.pair(s.options)
 			if !s.takes {
-				p := (*w.peers.Load())[8]
+				p := (*w.tables.peers.Load())[8]
 				p.mu.Lock()
 				p.link.bundles = false
 				p.mu.Unlock()
@@ -238,12 +238,12 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 		}
 		mu.Unlock()
 	}
-	peerOf := func(n *testNode, id int) *peer { return (*n.peers.Load())[id] }
+	peerOf := func(n *testNode, id int) *peer { return (*n.tables.peers.Load())[id] }
 	up := func(n *testNode, id int) bool {
 		p := peerOf(n, id)
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return p.link != nil && !p.lost && !p.oneWay && p.sender.Waiting() == 0 && p.link.Idle()
+		return p.link != nil && !p.state.lost && !p.state.oneWay && p.sender.Waiting() == 0 && p.link.queue.Idle()
 	}
 	var given []*randomPull
 	ts := 0
@@ -358,7 +358,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 				return false
 			}
 			p.handleReclaim(l, &reclaimRequest{slots: maxIndex, bytes: 1 << 40})
-			if left = ""; e.to.slots.Len() > 0 {
+			if left = ""; e.to.budget.slots.Len() > 0 {
 				left = slotsLeft(e.to, p)
 			}
 			return left == ""
@@ -385,19 +385,19 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 func slotsLeft(n *testNode, p *peer) string {
 	var b strings.Builder
 	n.device0().exclusive(func() { // a new slot is in the table before all of it is set
-		n.slots.Each(func(l *receiveSlot) {
+		n.budget.slots.Each(func(l *receiveSlot) {
 			in := l.Owner.(*inbound)
 			in.mu.Lock()
-			owed := slices.Contains(in.credits, uint16(l.Index()))
+			owed := slices.Contains(in.owed.credits, uint16(l.Index()))
 			in.mu.Unlock()
 			fmt.Fprintf(&b, "slot %d: %+v, %d bytes, one-shot %v, %d holders; credit owed: %v; connection %d, gone: %v, superseded: %v\n",
-				l.Index(), l.Route, l.Data, l.OneShot, l.Holders(), owed, in.handshake.epoch, in.failed.Load(), in.superseded.Load())
+				l.Index(), l.Route, l.Data, l.OneShot, l.Holders(), owed, in.handshake.epoch, in.failed.Load(), in.process.superseded.Load())
 		})
 	})
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link != nil {
-		fmt.Fprintf(&b, "its user: connection %d, %d messages wait, returns %v, idle: %v", p.link.epoch, p.sender.Waiting(), p.sender.Returns(), p.link.Idle())
+		fmt.Fprintf(&b, "its user: connection %d, %d messages wait, returns %v, idle: %v", p.link.epoch, p.sender.Waiting(), p.sender.Returns(), p.link.queue.Idle())
 	}
 	return b.String()
 }

@@ -45,7 +45,7 @@ func TestSendBudget(t *testing.T) {
 	}
 	w.must(push(s, 1, 2000, v)) // there is room again
 	s.wantValue(2000, v)
-	p := (*w.peers.Load())[8]
+	p := (*w.tables.peers.Load())[8]
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.unsent != 0 {
@@ -129,12 +129,12 @@ func TestReceiveBudget(t *testing.T) {
 		m.Release()
 	}
 	// Those that had a slot when it was paused, and the budget: not slots for all.
-	if n := s.incomingOf(9).registeredBytes.Load(); n > count*size*3/4 {
+	if n := s.incomingOf(9).slots.registeredBytes.Load(); n > count*size*3/4 {
 		t.Errorf("%d bytes are registered for the peer", n)
 	}
 	close(gate)
 	<-done
-	r.until("nothing waits", func() bool { return s.recvBudget.Used() == 0 })
+	r.until("nothing waits", func() bool { return s.delivery.recvBudget.Used() == 0 })
 	w.must(push(s, 1, count, value(8*size, count))) // none of its slots is large enough
 	s.wantValue(count, value(8*size, count))
 }
@@ -179,7 +179,7 @@ func TestMetasOfPeersAreApart(t *testing.T) {
 	h.w.must(push(h.s, 1, 1, value(100, 1)))
 	h.s.wantValue(1, value(100, 1))
 	a := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, 0}, origin: 1})
-	h.s.slots.Each(func(l *receiveSlot) {
+	h.s.budget.slots.Each(func(l *receiveSlot) {
 		if l.Owner.(*inbound).handshake.node == 9 && l.Memory.meta.RKey == a.metaKey {
 			t.Errorf("slot %d of another peer has the same key", l.Index())
 		}

@@ -22,7 +22,7 @@ const maxBundle = conn.CellSize/(rawMeta+trailerLen) + 1
 
 // fits tells whether o may be added to b. The peer's lock is held.
 func (b *bundle) fits(l *link, o *outgoing) bool {
-	if b.limit == 0 || !o.fitsBundle() || l.Last(b.record) == nil {
+	if b.limit == 0 || !o.fitsBundle() || l.queue.Last(b.record) == nil {
 		return false
 	}
 	n, _ := l.dialect.layout(o)
@@ -34,7 +34,7 @@ func (b *bundle) add(p *peer, o *outgoing) {
 	l := p.link
 	from := aligned(b.end)
 	n, inMeta := l.dialect.layout(o)
-	all := l.StageOf(b.record)[:from+n]
+	all := l.queue.StageOf(b.record)[:from+n]
 	meta := all[from:]
 	copy(meta, o.meta)
 	if o.destination.Len() > 0 {
@@ -50,8 +50,8 @@ func (b *bundle) add(p *peer, o *outgoing) {
 		o.writeFrames(meta[aligned(len(o.meta)):])
 	}
 	b.end = len(all)
-	wr := l.Last(b.record)
-	*wr = l.Staged(*wr, all)
+	wr := l.queue.Last(b.record)
+	*wr = l.queue.Staged(*wr, all)
 	p.recycle(o)
 }
 

@@ -46,7 +46,7 @@ func TestBundle(t *testing.T) {
 			r := newRig(t)
 			w, s := r.pair()
 			for _, end := range [][2]*testNode{{w, s}, {s, w}} {
-				p := (*end[0].peers.Load())[end[1].who.ID]
+				p := (*end[0].tables.peers.Load())[end[1].who.ID]
 				p.mu.Lock()
 				if !p.link.bundles {
 					t.Error("a node of this library does not say that it takes bundles")
@@ -108,7 +108,7 @@ func TestBundle(t *testing.T) {
 					t.Errorf("node %d has sent %d writes with a notification for %d rounds", i, got, rounds)
 				}
 			}
-			if n := s.slots.Len(); n > 30 {
+			if n := s.budget.slots.Len(); n > 30 {
 				t.Errorf("%d slots after %d rounds of one call at a time", n, rounds)
 			}
 		})
@@ -238,12 +238,12 @@ func TestHostileBundleOfParts(t *testing.T) {
 	once := h.c.ask(slotRequest{metaLen: 1 << 16, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: 2})
 	in := h.s.incomingOf(11)
 	h.s.device0().exclusive(func() { // as after so many messages of which parts are said to come
-		for len(in.incomplete) < maxIndex {
+		for len(in.order.incomplete) < maxIndex {
 			rx := h.s.device0().pool.get()
 			rx.in, rx.splits = in, math.MaxUint64
-			in.incomplete = append(in.incomplete, rx)
+			in.order.incomplete = append(in.order.incomplete, rx)
 		}
-		in.hasIncomplete.Store(true)
+		in.order.hasIncomplete.Store(true)
 	})
 	p := push(h.s, 1, 2, value(64, 1))
 	meta := encode(h.rig, p, nil)

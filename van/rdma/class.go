@@ -7,11 +7,11 @@ package rdma
 const unset = -1
 
 // SetClasses implements van.Marker, for connections that are made from now on.
-func (v *node) SetClasses(classes map[int]int) { v.classes.Store(&classes) }
+func (v *node) SetClasses(classes map[int]int) { v.tables.classes.Store(&classes) }
 
 // classOf is the class of connections to a peer, 0 if none is set.
 func (v *node) classOf(id int) int {
-	if m := v.classes.Load(); m != nil {
+	if m := v.tables.classes.Load(); m != nil {
 		return (*m)[id]
 	}
 	return 0
@@ -19,7 +19,7 @@ func (v *node) classOf(id int) int {
 
 // Marked implements van.Marker. What a node sends leaves on the connection that it has made.
 func (v *node) Marked(id int) (now, ever bool) {
-	l := (*v.peers.Load())[id].currentLink()
+	l := (*v.tables.peers.Load())[id].currentLink()
 	if l == nil {
 		return false, true
 	}

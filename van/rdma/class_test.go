@@ -35,8 +35,8 @@ func TestClasses(t *testing.T) {
 	}
 	w.connect(s)
 	s.connect(w)
-	link := func() *link { return (*w.peers.Load())[8].currentLink() }
-	r.until("a connection", func() bool { return link() != nil && (*s.peers.Load())[9].currentLink() != nil })
+	link := func() *link { return (*w.tables.peers.Load())[8].currentLink() }
+	r.until("a connection", func() bool { return link() != nil && (*s.tables.peers.Load())[9].currentLink() != nil })
 	if now, _ := w.Marked(8); !now {
 		t.Error("the connection is not marked")
 	}
@@ -70,7 +70,7 @@ func TestNoClass(t *testing.T) {
 	w.SetClasses(map[int]int{8: 46})
 	w.connect(s)
 	s.connect(w)
-	r.until("a connection", func() bool { return (*w.peers.Load())[8].currentLink() != nil })
+	r.until("a connection", func() bool { return (*w.tables.peers.Load())[8].currentLink() != nil })
 	if now, ever := w.Marked(8); now || ever {
 		t.Errorf("marked %t, ever %t", now, ever)
 	}

@@ -30,22 +30,22 @@ const (
 // Close ends everything; sent messages leave until ctx ends, at most maxLinger. When a function of
 // the application does not return, it ends with an error, and the devices are closed when it has.
 func (v *rvan) Close(ctx context.Context) error {
-	v.engine.EndPoll(ctx)
+	v.delivery.engine.EndPoll(ctx)
 	v.mu.Lock()
 	if v.closed.Swap(true) {
 		v.mu.Unlock()
 		return nil
 	}
-	for _, p := range *v.peers.Load() {
+	for _, p := range *v.tables.peers.Load() {
 		v.closingPeers[p] = true
 	}
-	v.peers.Store(&map[int]*peer{})
+	v.tables.peers.Store(&map[int]*peer{})
 	peers := slices.Collect(maps.Keys(v.closingPeers))
 	v.mu.Unlock()
 	if v.cm.Channel == nil {
 		return nil
 	}
-	v.livenessState.stop()
+	v.liveness.stop()
 	linger, cancel := context.WithTimeout(ctx, maxLinger)
 	defer cancel()
 	var listen error
@@ -57,11 +57,11 @@ func (v *rvan) Close(ctx context.Context) error {
 			all.Go(func() { connector{p}.drainAndClose(linger) })
 		}
 		all.Wait()
-		listen = v.listen.Destroy()
+		listen = v.accepted.listen.Destroy()
 		v.drainEvents()
 		v.mu.Lock()
-		ins := v.inbounds
-		v.inbounds = map[string]*inbound{}
+		ins := v.accepted.inbounds
+		v.accepted.inbounds = map[string]*inbound{}
 		v.mu.Unlock()
 		for _, in := range ins {
 			in.fail(van.ErrClosed)
@@ -82,7 +82,7 @@ func (v *rvan) Close(ctx context.Context) error {
 			return false
 		}
 	}
-	late := &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Err: van.ErrTimeout, Limit: teardownTime,
+	late := &van.Error{Op: "close", Node: van.NodeName(int(v.local.id.Load())), Err: van.ErrTimeout, Limit: teardownTime,
 		Detail: "connections do not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"}
 	if ended(apart, teardownTime) {
 		if ended(stopped, stopTime) {
@@ -102,9 +102,9 @@ func (v *rvan) Close(ctx context.Context) error {
 // stopDevices ends the loops of the devices, and waits for the Polls that use them.
 func (v *rvan) stopDevices(ctx context.Context) {
 	v.mu.Lock()
-	v.noMoreDevices = true
+	v.delivery.noMoreDevices = true
 	v.mu.Unlock()
-	for _, d := range *v.devices.Load() {
+	for _, d := range *v.tables.devices.Load() {
 		d.stop(ctx)
 	}
 }
@@ -113,7 +113,7 @@ func (v *rvan) stopDevices(ctx context.Context) {
 // any more.
 func (v *rvan) closeDevices() error {
 	var errs []error
-	for _, d := range *v.devices.Load() {
+	for _, d := range *v.tables.devices.Load() {
 		errs = append(errs, d.close())
 	}
 	errs = append(errs, v.cm.Channel.Close())
@@ -135,7 +135,7 @@ func (v *rvan) drainEvents() {
 		return
 	}
 	defer c.Destroy()
-	if c.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(to, uint16(v.self.Port)), conn.ResolveTime) == nil {
+	if c.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(to, uint16(v.local.self.Port)), conn.ResolveTime) == nil {
 		_, _ = v.cm.Wait(context.Background(), c, verbs.AddrResolved, 2*conn.ResolveTime)
 	}
 }

@@ -27,7 +27,7 @@ func testConnectRequestDuringClose(t *testing.T, everywhere bool) {
 		return nil
 	})
 	p.connect(p.server, 11, p.worker)
-	p.until("device", func() bool { return len(*p.server.devices.Load()) > 0 })
+	p.until("device", func() bool { return len(*p.server.tables.devices.Load()) > 0 })
 	end := p.rejectAll()
 	p.connect(p.server, 13, p.worker)
 	if err := p.server.Send(tensor(13, 1, 1, true, true, make([]byte, 10))); err != nil {

@@ -43,7 +43,7 @@ func testCloseByDelivery(t *testing.T, poll, elsewhere bool) {
 		})
 	}
 	other := &bellSource{deliver: closeBy, bell: make(chan struct{}, 1)}
-	p.server.recv = func(m *van.Message) {
+	p.server.delivery.recv = func(m *van.Message) {
 		connected.Store(true)
 		overlap.Store(overlap.Load() || !elsewhere && inside.Load())
 		if !elsewhere {
@@ -51,7 +51,7 @@ func testCloseByDelivery(t *testing.T, poll, elsewhere bool) {
 		}
 	}
 	if elsewhere {
-		f := engine.NewFeed(p.server.engine, other, engine.FeedOptions{Polls: true, Spins: true})
+		f := engine.NewFeed(p.server.delivery.engine, other, engine.FeedOptions{Polls: true, Spins: true})
 		f.Start()
 		defer func() {
 			if err := f.Stop(t.Context()); err != nil {
@@ -75,7 +75,7 @@ func testCloseByDelivery(t *testing.T, poll, elsewhere bool) {
 	if poll {
 		all.Go(func() {
 			for !stop.Load() {
-				p.server.engine.Poll(stop.Load)
+				p.server.delivery.engine.Poll(stop.Load)
 			}
 		})
 	}
@@ -129,7 +129,7 @@ func (s *bellSource) Discard(int)                      {}
 func TestCloseBesideADoneThatBlocks(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
-	p.until("connection", func() bool { return len(*p.worker.devices.Load()) > 0 })
+	p.until("connection", func() bool { return len(*p.worker.tables.devices.Load()) > 0 })
 	inside, leave := make(chan struct{}), make(chan struct{})
 	var once sync.Once
 	var stop atomic.Bool
@@ -137,7 +137,7 @@ func TestCloseBesideADoneThatBlocks(t *testing.T) {
 	go func() {
 		defer close(polled)
 		for !stop.Load() {
-			p.worker.engine.Poll(stop.Load)
+			p.worker.delivery.engine.Poll(stop.Load)
 		}
 	}()
 	sent := func() {
@@ -199,7 +199,7 @@ func TestCloseBesideAHandlerThatBlocks(t *testing.T) {
 			inside, leave := make(chan struct{}), make(chan struct{})
 			var once sync.Once
 			var stop atomic.Bool
-			p.server.recv = func(*van.Message) {
+			p.server.delivery.recv = func(*van.Message) {
 				if bytes.Contains(debug.Stack(), []byte("Engine).Poll(")) == poll {
 					once.Do(func() {
 						close(inside)
@@ -212,7 +212,7 @@ func TestCloseBesideAHandlerThatBlocks(t *testing.T) {
 			if poll {
 				all.Go(func() {
 					for !stop.Load() {
-						p.server.engine.Poll(stop.Load)
+						p.server.delivery.engine.Poll(stop.Load)
 					}
 				})
 			}

@@ -30,7 +30,7 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 				}
 				return verbs.StatusOK
 			})
-			link := func() *link { return (*w.peers.Load())[s.who.ID].currentLink() }
+			link := func() *link { return (*w.tables.peers.Load())[s.who.ID].currentLink() }
 			first := link()
 			// arrive sends message i until it comes: connections may be about to end.
 			arrive := func(i int) *van.Message {
@@ -52,9 +52,9 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 			// exchange answers a push. It tells whether the answer has taken the slot back.
 			exchange := func(i int) bool {
 				m := arrive(i)
-				back := (*s.peers.Load())[w.who.ID].inbound.Load()
+				back := (*s.tables.peers.Load())[w.who.ID].inbound.Load()
 				m.Release()
-				owed := back != nil && back.creditsOwed.Load() > 0
+				owed := back != nil && back.owed.count.Load() > 0
 				armed.Store(owed)
 				a := push(&testNode{who: van.Node{ID: w.who.ID}}, 1, i, nil)
 				a.Request = false
@@ -64,8 +64,8 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 			// settle waits until the worker has the slots that have been given back.
 			settle := func(i int) {
 				r.until("nothing is owed", func() bool {
-					back := (*s.peers.Load())[w.who.ID].inbound.Load()
-					return back == nil || back.creditsOwed.Load() == 0
+					back := (*s.tables.peers.Load())[w.who.ID].inbound.Load()
+					return back == nil || back.owed.count.Load() == 0
 				})
 				s.must(control(w, i))
 				for came := false; !came; {
@@ -83,7 +83,7 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 				}
 				settle(i)
 			}
-			if n := s.slots.Len(); n >= losses {
+			if n := s.budget.slots.Len(); n >= losses {
 				t.Errorf("%d slots are given away, after %d lost answers", n, losses)
 			}
 			if now := link(); (now == first) != c.stays {
@@ -113,7 +113,7 @@ func TestCreditsOfHalfAMessage(t *testing.T) {
 		}
 		return verbs.StatusOK
 	})
-	p := (*s.peers.Load())[w.who.ID]
+	p := (*s.tables.peers.Load())[w.who.ID]
 	// said waits until w has what s says, and with it all that s has said before.
 	said := func(i int) {
 		s.must(control(w, i))
@@ -131,13 +131,13 @@ func TestCreditsOfHalfAMessage(t *testing.T) {
 		r.until("nothing is owed, all has left", func() bool {
 			p.mu.Lock()
 			defer p.mu.Unlock()
-			return p.inbound.Load().creditsOwed.Load() == 0 && p.link.Idle()
+			return p.inbound.Load().owed.count.Load() == 0 && p.link.queue.Idle()
 		})
-		r.net.HoldQP(p.currentLink().QueuePairs[1].Num())
+		r.net.HoldQP(p.currentLink().queue.QueuePairs[1].Num())
 		w.must(push(s, 1, i, value(40000, i)))
 		m, before := s.next(), alone.Load()
 		m.Release()
-		owed := p.inbound.Load().creditsOwed.Load() > 0
+		owed := p.inbound.Load().owed.count.Load() > 0
 		s.must(push(w, 1, i, value(64<<10, i)))
 		if owed && alone.Load() == before {
 			halves++
@@ -148,7 +148,7 @@ func TestCreditsOfHalfAMessage(t *testing.T) {
 		r.net.Release()
 		s.wantUp(w)
 		said(i)
-		r.until("nothing is owed", func() bool { return p.inbound.Load().creditsOwed.Load() == 0 })
+		r.until("nothing is owed", func() bool { return p.inbound.Load().owed.count.Load() == 0 })
 	}
 	if n := s.Stats().Malformed + w.Stats().Malformed; n != 0 {
 		t.Errorf("%d malformed messages", n)

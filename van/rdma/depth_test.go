@@ -30,12 +30,12 @@ func TestShortestQueues(t *testing.T) {
 func TestLongWrites(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
-	peer := (*p.worker.peers.Load())[serverID]
+	peer := (*p.worker.tables.peers.Load())[serverID]
 	p.until("connection", func() bool {
 		peer.mu.Lock()
 		defer peer.mu.Unlock()
 		if peer.link != nil {
-			peer.link.Longest = 64 << 10
+			peer.link.queue.Longest = 64 << 10
 		}
 		return peer.link != nil
 	})

@@ -30,7 +30,7 @@ type device struct {
 	stopped chan struct{}
 
 	areaSet
-	pollResult
+	polls    pollResult
 	sleeping atomic.Bool // the loop, or it is about to
 	dead     atomic.Bool // many polls in a row have failed
 
@@ -56,10 +56,10 @@ type areaSet struct {
 // pollResult is what the last poll has found. Who holds the feed and cq has it, or the loop
 // that sleeps, which holds cq alone.
 type pollResult struct {
-	cq           sync.Mutex
-	wcs          [pollBatch]verbs.Completion
-	polled       int // of wcs
-	pollFailures int // one after the other
+	cq       sync.Mutex
+	wcs      [pollBatch]verbs.Completion
+	n        int // of wcs
+	failures int // one after the other
 }
 
 // newArea makes registered memory of n bytes on the node's device, or on the host.
@@ -97,14 +97,14 @@ func (d *device) awaitFlush(in *inbound) {
 	limit, look := time.After(flushTime), time.Tick(flushPause)
 	for last := int32(0); ; {
 		select {
-		case <-in.drained:
+		case <-in.drain.drained:
 			return
 		case <-limit:
 			return
 		case <-d.stopped:
 			return
 		case <-look:
-			n := in.flushed.Load()
+			n := in.drain.flushed.Load()
 			if n > 0 && n == last {
 				return
 			}

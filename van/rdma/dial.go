@@ -36,11 +36,11 @@ const (
 
 // keepConnected keeps the connection of p: it makes it, and makes it again, until ctx ends.
 func (p connector) keepConnected(ctx context.Context) {
-	defer close(p.stopped)
+	defer close(p.state.stopped)
 	backoff, told, late := minBackoff, false, false
 	for ctx.Err() == nil {
 		p.mu.Lock()
-		parts := p.detached && p.connectCount > 0 // before that, what was sent has not left
+		parts := p.state.detached && p.state.connectCount > 0 // before that, what was sent has not left
 		p.mu.Unlock()
 		if parts {
 			<-ctx.Done()
@@ -64,7 +64,7 @@ func (p connector) keepConnected(ctx context.Context) {
 				continue
 			}
 			p.mu.Lock()
-			p.lost = p.lost || p.connectCount > 0 && !p.queueForReconnect
+			p.state.lost = p.state.lost || p.state.connectCount > 0 && !p.state.queueForReconnect
 			p.mu.Unlock()
 			p.v.notify(p.peer, false, fmt.Errorf("no connection could be made: %w: %w", syscall.ECONNREFUSED, err))
 			select {
@@ -88,20 +88,20 @@ func (p connector) keepConnected(ctx context.Context) {
 
 // connected gives p a connection.
 func (p connector) connected(l *link) {
-	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.Device.Name(), "qps", numbers(l.QueuePairs), "inline", l.Inline, "stepaf", l.native)
+	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.queue.Device.Name(), "qps", numbers(l.queue.QueuePairs), "inline", l.queue.Inline, "stepaf", l.native)
 	p.notifying.Lock()
 	p.mu.Lock()
-	lost, in := p.lost, p.inbound.Load()
-	same := p.process == 0 || l.process == 0 || p.process == l.process // a scheduler that was started again has its predecessor's address
-	p.oneWay = p.lost && l.native && p.isMyServer() && p.hasConnected.Load() && !established(in)
-	p.link, p.inboundDown, p.lost, p.queueForReconnect, p.connecting = l, nil, p.oneWay, false, false
+	lost, in := p.state.lost, p.inbound.Load()
+	same := p.state.process == 0 || l.process == 0 || p.state.process == l.process // a scheduler that was started again has its predecessor's address
+	p.state.oneWay = p.state.lost && l.native && p.isMyServer() && p.hasConnected.Load() && !established(in)
+	p.link, p.inboundDown, p.state.lost, p.state.queueForReconnect, p.state.connecting = l, nil, p.state.oneWay, false, false
 	if lost && established(in) {
 		p.confirmedSerial = in.serial // what was lost has been told
 	}
-	p.process = l.process
+	p.state.process = l.process
 	p.remoteIncarnation.Store(l.process)
-	p.connectCount++
-	oneWay := p.oneWay
+	p.state.connectCount++
+	oneWay := p.state.oneWay
 	p.mu.Unlock()
 	if !same && !lost {
 		p.v.notify(p.peer, false, fmt.Errorf("%w: another process answers there", van.ErrPeerLost)) // it knows nothing of this node
@@ -130,13 +130,13 @@ func (p connector) connected(l *link) {
 // sendUp tells the peer that this node takes the connection as established: replies to
 // slot requests that the peer sends from now on will arrive.
 func (l *link) sendUp(afterLoss bool) {
-	if id, _, stage, ok := l.Begin(); ok {
+	if id, _, stage, ok := l.queue.Begin(); ok {
 		says := byte(up)
 		if afterLoss {
 			says = upAfterLoss
 		}
-		l.Record(id).Note.data = afterLoss // without it the peer would wait: a break is none of control messages only
-		l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:copy(stage, l.upProof.encodeUp(says))]))
+		l.queue.Record(id).Note.data = afterLoss // without it the peer would wait: a break is none of control messages only
+		l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:copy(stage, l.upProof.encodeUp(says))]))
 	}
 }
 
@@ -144,18 +144,18 @@ func (l *link) sendUp(afterLoss bool) {
 // wanted.
 func (p connector) disconnected(l *link, cause error) {
 	p.mu.Lock()
-	p.link, p.ending, p.inboundDown, p.oneWay = nil, l, nil, false
+	p.link, p.ending, p.inboundDown, p.state.oneWay = nil, l, nil, false
 	p.remoteIncarnation.Store(0)
-	l.Broken = true
+	l.queue.Broken = true
 	var dropped []*outgoing
 	if cause != nil {
 		dropped = p.sender.Disconnect(func(o *outgoing) bool { return o.oneShot })
 	}
-	inFlight := len(p.pulls) > 0 || !l.Idle()
+	inFlight := len(p.pulls) > 0 || !l.queue.Idle()
 	// Where only control messages were under way nothing is lost: they are sent again.
 	quiet := cause != nil && l.numbered && len(p.pulls) == 0 && len(dropped) == 0 && !l.carriesData() && errors.Is(cause, errUnacknowledged)
-	p.lost = p.lost || cause != nil && !quiet
-	ups := p.connectCount
+	p.state.lost = p.state.lost || cause != nil && !quiet
+	ups := p.state.connectCount
 	p.mu.Unlock()
 	if cause != nil {
 		level := slog.LevelInfo // peers come and go
@@ -183,8 +183,8 @@ func (p connector) notifyUnlessReconnected(ups int, cause error) {
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
 	p.mu.Lock()
-	lost := p.connectCount == ups && !p.lost && !p.ended
-	p.lost = p.lost || lost
+	lost := p.state.connectCount == ups && !p.state.lost && !p.state.ended
+	p.state.lost = p.state.lost || lost
 	p.mu.Unlock()
 	if lost {
 		p.v.notify(p.peer, false, cause)
@@ -201,7 +201,7 @@ func (p connector) resubmit(l *link, all []finished, wanted bool) {
 	for i := range all {
 		switch o := all[i].Note.control; {
 		case o == nil:
-		case wanted && l.numbered && !p.ended:
+		case wanted && l.numbered && !p.state.ended:
 			kept = append(kept, o)
 		default:
 			p.recycle(o)
@@ -242,7 +242,7 @@ func numbers(qps []verbs.QP) []uint32 {
 func (p connector) dial(ctx context.Context) (_ *link, err error) {
 	v := p.v
 	serial := v.serials.Add(1)
-	l := &link{epoch: v.epoch + serial, failed: make(chan error, 1), class: v.classOf(int(p.id.Load()))}
+	l := &link{epoch: v.local.epoch + serial, failed: make(chan error, 1), class: v.classOf(int(p.id.Load()))}
 	var qps []verbs.QP
 	var dev verbs.Device
 	defer func() {
@@ -287,7 +287,7 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 		}
 	}()
 	limit := v.times.connect
-	if p.incarnation == 0 && !p.native.Load() {
+	if p.incarnation == 0 && !p.state.native.Load() {
 		limit = v.times.connectStepMesh
 	}
 	requests := make([][]byte, len(l.ids))
@@ -298,7 +298,7 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 			}
 		}
 		own.qp = q
-		requests[q] = requestData(v.guard.Keys, &own, p.addr)
+		requests[q] = requestData(v.secret.guard.Keys, &own, p.addr)
 		if err := c.Connect(verbs.ConnParam{Private: requests[q], RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {
 			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
 		}
@@ -315,8 +315,8 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 		}
 		l.process = answer.incarnation
 		l.bundles = l.native && answer.bundles && (q == 0 || l.bundles)
-		l.numbered = l.native && answer.incarnation != 0 && v.incarnation != 0
-		p.native.Store(l.native)
+		l.numbered = l.native && answer.incarnation != 0 && v.local.incarnation != 0
+		p.state.native.Store(l.native)
 		if l.native && p.incarnation != 0 && answer.incarnation != 0 && answer.incarnation != p.incarnation && !failpoint.On("fencing") {
 			return nil, fmt.Errorf("queue pair %d: another process answers than the one that was named (incarnation %#x, want %#x)", q, answer.incarnation, p.incarnation)
 		}
@@ -335,7 +335,7 @@ func (p connector) dial(ctx context.Context) (_ *link, err error) {
 	if err != nil {
 		return nil, err
 	}
-	l.SendQueue, err = conn.NewSendQueue[sentMessage](dev, qps, serial, v.cm.SendDepth, v.cm.SendDepth/2, stageEach)
+	l.queue, err = conn.NewSendQueue[sentMessage](dev, qps, serial, v.cm.SendDepth, v.cm.SendDepth/2, stageEach)
 	return l, err
 }
 
@@ -355,7 +355,7 @@ func (p connector) drainAndClose(ctx context.Context) {
 		break
 	}
 	p.mu.Lock()
-	p.ended = true
+	p.state.ended = true
 	dropped := p.sender.Disconnect(func(*outgoing) bool { return false })
 	expected := p.pulls
 	p.pulls = map[pullKey]pullDestination{}
@@ -364,8 +364,8 @@ func (p connector) drainAndClose(ctx context.Context) {
 	for _, x := range expected {
 		x.region.Release()
 	}
-	p.stop()
-	<-p.stopped
+	p.state.stop()
+	<-p.state.stopped
 }
 
 // drained tells whether everything has left.
@@ -373,10 +373,10 @@ func (p connector) drained() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.flush(false)
-	if p.ended || p.lost && p.link == nil {
+	if p.state.ended || p.state.lost && p.link == nil {
 		return true // nothing, or nobody, to wait for
 	}
-	return p.sender.Waiting() == 0 && (p.link == nil || p.link.Idle())
+	return p.sender.Waiting() == 0 && (p.link == nil || p.link.queue.Idle())
 }
 
 // awaitCompletions waits for the last completions of a connection that has been broken: they say
@@ -385,7 +385,7 @@ func (p connector) awaitCompletions(l *link) {
 	tick, limit := time.Tick(time.Millisecond), time.After(flushPause)
 	for {
 		p.mu.Lock()
-		done := l.Outstanding() <= 0
+		done := l.queue.Outstanding() <= 0
 		p.mu.Unlock()
 		if done {
 			return
@@ -409,15 +409,15 @@ func (p connector) destroyLink(l *link) []finished {
 	p.awaitCompletions(l)
 	for _, id := range l.ids {
 		_ = id.Destroy()
-		v.cm.Release(l.Device)
+		v.cm.Release(l.queue.Device)
 	}
-	v.removeConn(l.epoch - v.epoch)
+	v.removeConn(l.epoch - v.local.epoch)
 	p.mu.Lock()
-	l.Each(l.markUncertain)
-	all, uncertain := l.FinishAll(), l.uncertain
+	l.queue.Each(l.markUncertain)
+	all, uncertain := l.queue.FinishAll(), l.uncertain
 	p.ending = nil
 	p.mu.Unlock()
-	_ = l.Close()
+	_ = l.queue.Close()
 	for _, in := range uncertain { // a slot that is given back twice would be overwritten
 		in.fail(fmt.Errorf("%w: the other connection broke, and with it messages that gave back slots of this one", van.ErrPeerLost))
 	}

@@ -80,7 +80,7 @@ func TestListensEverywhere(t *testing.T) {
 		r := newRig(t)
 		n := r.make(s.id, func(c *env.Config) { c.Kubernetes = s.kubernetes })
 		n.listenOn(0)
-		if got := n.listen.LocalAddr().Addr(); got.IsUnspecified() != s.want {
+		if got := n.accepted.listen.LocalAddr().Addr(); got.IsUnspecified() != s.want {
 			t.Errorf("%s listens on %s (in Kubernetes: %t), want everywhere: %t", van.NodeName(s.id), got, s.kubernetes, s.want)
 		}
 	}

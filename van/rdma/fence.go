@@ -22,7 +22,7 @@ type fences struct {
 func (v *rvan) isReplaced(incarnation uint32) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	return v.isReplacedLocked(incarnation)
+	return v.fences.isReplacedLocked(incarnation)
 }
 
 func (f *fences) isReplacedLocked(incarnation uint32) bool {
@@ -45,13 +45,13 @@ func (v *rvan) isRepeated(in *inbound, t *trailer) bool {
 	k, n := controlSource{in.handshake.incarnation, t.lens[1]}, t.lens[0]
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	last, known := v.lastControl[k]
+	last, known := v.fences.lastControl[k]
 	if known && (n-last-1)&maxData >= maxData/2 {
 		return true
 	}
-	if !known && len(v.lastControl) >= maxControlSources {
-		clear(v.lastControl)
+	if !known && len(v.fences.lastControl) >= maxControlSources {
+		clear(v.fences.lastControl)
 	}
-	v.lastControl[k] = n
+	v.fences.lastControl[k] = n
 	return false
 }

@@ -43,8 +43,8 @@ func TestReplacedProcessIsFenced(t *testing.T) {
 	next.must(push(s, 1, 5, value(3000, 5)))
 	s.wantValue(5, value(3000, 5))
 	r.until("one connection is left", func() bool { return len(s.incoming()) == before })
-	if n := s.incomingOf(9).handshake.incarnation; n != next.incarnation {
-		t.Errorf("the connection left is of incarnation %d, want %d", n, next.incarnation)
+	if n := s.incomingOf(9).handshake.incarnation; n != next.local.incarnation {
+		t.Errorf("the connection left is of incarnation %d, want %d", n, next.local.incarnation)
 	}
 	if len(s.in) > 0 {
 		m := <-s.in
@@ -66,8 +66,8 @@ func TestReplacedWhileItConnects(t *testing.T) {
 	if why := rejection(id.rejected); !errors.Is(why, van.ErrReplaced) {
 		t.Errorf("rejected with %v, want %v", why, van.ErrReplaced)
 	}
-	for _, c := range *s.conns.Load() {
-		if in := c.in; in != nil && in != before && in.handshake.incarnation == old.incarnation {
+	for _, c := range *s.tables.conns.Load() {
+		if in := c.in; in != nil && in != before && in.handshake.incarnation == old.local.incarnation {
 			t.Error("the process that was replaced has a new connection")
 		}
 	}
@@ -156,7 +156,7 @@ func TestAnotherProcessAnswers(t *testing.T) {
 	who.Endpoint = (&van.Identity{Incarnation: 77}).Encode()
 	w.connect(&testNode{who: who})
 	w.wantTold("another one answers", func(c change) bool { return !c.up && c.id == 8 })
-	if (*w.peers.Load())[8].currentLink() != nil {
+	if (*w.tables.peers.Load())[8].currentLink() != nil {
 		t.Error("it has connected")
 	}
 	w.connect(s)
@@ -169,7 +169,7 @@ func TestPowerLossLeavesNothing(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8)
 	type level struct{ connections, places, bytes int }
-	look := func() level { return level{len(s.incoming()), s.slots.Len(), int(s.registered.Load())} }
+	look := func() level { return level{len(s.incoming()), s.budget.slots.Len(), int(s.budget.registered.Load())} }
 	var first level
 	for i := range 5 {
 		n := r.node(9)
@@ -201,8 +201,10 @@ func TestSilentLossLeavesNothing(t *testing.T) {
 	r.until("nothing is under way to it", func() bool {
 		in.mu.Lock()
 		defer in.mu.Unlock()
-		return in.creditsOwed.Load() == 0 && in.sends.Idle()
+		return in.owed.count.Load() == 0 && in.sends.Idle()
 	})
 	n.kill(false)
-	r.until("all of it is given back", func() bool { return len(s.incoming()) == 0 && s.slots.Len() == 0 && s.registered.Load() == 0 })
+	r.until("all of it is given back", func() bool {
+		return len(s.incoming()) == 0 && s.budget.slots.Len() == 0 && s.budget.registered.Load() == 0
+	})
 }

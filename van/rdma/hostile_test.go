@@ -132,8 +132,8 @@ func TestHostileNotifications(t *testing.T) {
 	h.w.must(push(h.s, 1, 900, value(6000, 1)))
 	h.s.wantValue(900, value(6000, 1))
 	others := 0
-	for i := range uint32(h.s.slots.Len()) {
-		if l := h.s.slots.Get(i); l != nil && i != r.index {
+	for i := range uint32(h.s.budget.slots.Len()) {
+		if l := h.s.budget.slots.Get(i); l != nil && i != r.index {
 			say("slot of another", i, encode(h.rig, push(h.s, 6, 1, value(100, 1)), &trailer{frames: 2}))
 			others++
 		}
@@ -141,7 +141,7 @@ func TestHostileNotifications(t *testing.T) {
 	if others == 0 {
 		t.Error("the worker has no slot, so none of another connection was tried")
 	}
-	for _, imm := range []uint32{r.index + 1, uint32(h.s.slots.Len()) + 5, maxIndex - 1, 1 << 16, 1 << 31} {
+	for _, imm := range []uint32{r.index + 1, uint32(h.s.budget.slots.Len()) + 5, maxIndex - 1, 1 << 16, 1 << 31} {
 		say(fmt.Sprintf("slot %d", imm), imm, nil)
 	}
 	m := push(h.s, 6, 1, value(1000, 1))
@@ -231,17 +231,17 @@ func TestHostileOneShotWithValue(t *testing.T) {
 	if string(got.Vals.Host()) != string(value(100, 1)) || got.Sender != 11 {
 		t.Errorf("%d bytes from %d, want 100 from 11", got.Vals.Len(), got.Sender)
 	}
-	if h.s.slots.Get(r.index) != nil {
+	if h.s.budget.slots.Get(r.index) != nil {
 		t.Error("the slot has not ended")
 	}
 	in := h.s.incomingOf(11)
-	if n := in.oneShots.Load(); n != 1 {
+	if n := in.slots.oneShots.Load(); n != 1 {
 		t.Errorf("%d such slots have memory, want one that holds a value", n)
 	}
 	h.c.notify(0, r.index, r.meta, r.metaKey, b)
 	h.seen(1, "its slot, which holds a value")
 	got.Release()
-	h.until("its memory is given back", func() bool { return in.oneShots.Load() == 0 })
+	h.until("its memory is given back", func() bool { return in.slots.oneShots.Load() == 0 })
 	h.c.notify(0, r.index, r.meta, r.metaKey, b)
 	h.ends(2)
 }
@@ -260,7 +260,7 @@ func TestHostileParts(t *testing.T) {
 	}
 	in := h.s.incomingOf(11)
 	h.until("all wait for their other parts", func() (all bool) {
-		h.s.device0().exclusive(func() { all = len(in.incomplete) == 100 && in.splits == 100 })
+		h.s.device0().exclusive(func() { all = len(in.order.incomplete) == 100 && in.order.splits == 100 })
 		return all
 	})
 	h.ends(0)
@@ -343,10 +343,10 @@ func TestHostileServer(t *testing.T) {
 	c2 := p.accept(1, func(q int) []byte { return p.hello(true, 0, 1, 2) })
 	c2.mem = c2.mem[1<<19:]
 	w.wantUp(bad)
-	epoch := w.epoch
-	for x := range *w.conns.Load() {
-		if cn := (*w.conns.Load())[x]; cn.peer != nil && int(cn.peer.id.Load()) == 10 {
-			epoch = w.epoch + x
+	epoch := w.local.epoch
+	for x := range *w.tables.conns.Load() {
+		if cn := (*w.tables.conns.Load())[x]; cn.peer != nil && int(cn.peer.id.Load()) == 10 {
+			epoch = w.local.epoch + x
 		}
 	}
 	// It sends to the bad server, which sees the slot request.
@@ -420,7 +420,7 @@ func TestHostileRejection(t *testing.T) {
 		p.check(id.Connect(verbs.ConnParam{Private: p.hello(false, 0, q, 2)}))
 		ids = append(ids, id)
 	}
-	peer := (*w.peers.Load())[van.SchedulerID]
+	peer := (*w.tables.peers.Load())[van.SchedulerID]
 	r.until("it is taken for the scheduler's", func() bool {
 		in := peer.inbound.Load()
 		return in != nil && !in.handshake.native

@@ -28,7 +28,7 @@ type inbound struct {
 	device    *device
 	once      sync.Once
 	failed    atomic.Bool
-	processState
+	process   processState
 	confirmed atomic.Int32 // what its opener has said with immUp, that it has it, as native nodes do
 	stalled   atomic.Bool  // what it has sent waits for its handler, and is too much
 
@@ -36,16 +36,16 @@ type inbound struct {
 	probeDue    conn.DueItem
 	requestsDue conn.DueItem // for slot requests that wait
 
-	receiveState
-	drainState
+	order receiveState
+	drain drainState
 
-	mu     sync.Mutex
-	closed bool
-	acceptState
+	mu      sync.Mutex
+	closed  bool
+	accept  acceptState
 	sends   *conn.SendQueue[struct{}] // for replies to slot requests, and credits
 	backlog fifo.Queue[queuedSend]    // what found no room
-	creditList
-	slotState
+	owed    creditList
+	slots   slotState
 }
 
 // processState is what a connection is to the process that has opened it.
@@ -75,17 +75,17 @@ type drainState struct {
 
 // acceptState is the queue pairs that the peer has sent connect requests for.
 type acceptState struct {
-	ids         []verbs.ID  // each with its queue pair
-	requests    [][]byte    // the private data that the answers are to prove, nil: nothing
-	accepted    int         // of them
-	acceptTimer *time.Timer // for the others of a StepMesh node
+	ids      []verbs.ID  // each with its queue pair
+	requests [][]byte    // the private data that the answers are to prove, nil: nothing
+	accepted int         // of them
+	timer    *time.Timer // for the others of a StepMesh node
 }
 
 // creditList is the slots that are owed to the peer.
 type creditList struct {
-	credits      []uint16
-	creditsSince uint64       // when the oldest of them came
-	creditsOwed  atomic.Int32 // len(credits)
+	credits []uint16
+	since   uint64       // when the oldest of them came
+	count   atomic.Int32 // len(credits)
 }
 
 // queuedSend is a SEND that waits for room.
@@ -97,7 +97,7 @@ type queuedSend struct {
 
 // addQueuePair adds a queue pair and accepts it.
 func (in *inbound) addQueuePair(id verbs.ID, h handshake, req []byte) error {
-	v, q := in.v, len(in.ids)
+	v, q := in.v, len(in.accept.ids)
 	dev, err := id.Device()
 	if err != nil {
 		return err
@@ -120,12 +120,12 @@ func (in *inbound) addQueuePair(id verbs.ID, h handshake, req []byte) error {
 		in.sends, err = conn.NewSendQueue[struct{}](dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
 	}
 	if err == nil {
-		in.ids, in.requests = append(in.ids, id), append(in.requests, req)
-		if h.qp == 0 && in.upProof.keys != nil {
-			in.upProof.first = req // the request of another queue pair may have overtaken it
+		in.accept.ids, in.accept.requests = append(in.accept.ids, id), append(in.accept.requests, req)
+		if h.qp == 0 && in.process.upProof.keys != nil {
+			in.process.upProof.first = req // the request of another queue pair may have overtaken it
 		}
-		if more && in.acceptTimer == nil {
-			in.acceptTimer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
+		if more && in.accept.timer == nil {
+			in.accept.timer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
 		}
 	}
 	in.mu.Unlock()
@@ -145,13 +145,13 @@ func (in *inbound) addQueuePair(id verbs.ID, h handshake, req []byte) error {
 func (in *inbound) acceptAll() {
 	v, h := in.v, &in.handshake
 	in.mu.Lock()
-	first := in.accepted == 0
+	first := in.accept.accepted == 0
 	var failed error
-	for failed == nil && in.accepted < len(in.ids) && !in.failed.Load() && !in.closed {
+	for failed == nil && in.accept.accepted < len(in.accept.ids) && !in.failed.Load() && !in.closed {
 		mine := v.newHandshake(h.epoch)
-		mine.qp = in.accepted
-		failed = in.ids[in.accepted].Accept(verbs.ConnParam{Private: answerData(v.guard.Keys, &mine, in.requests[in.accepted], in.upProof.nonce), RetryCount: retryCount, RNRRetryCount: rnrRetryCount})
-		in.accepted++
+		mine.qp = in.accept.accepted
+		failed = in.accept.ids[in.accept.accepted].Accept(verbs.ConnParam{Private: answerData(v.secret.guard.Keys, &mine, in.accept.requests[in.accept.accepted], in.process.upProof.nonce), RetryCount: retryCount, RNRRetryCount: rnrRetryCount})
+		in.accept.accepted++
 	}
 	in.mu.Unlock()
 	if failed != nil {
@@ -168,7 +168,7 @@ func (in *inbound) acceptAll() {
 func (in *inbound) fail(err error) {
 	in.once.Do(func() {
 		in.failed.Store(true)
-		p := (*in.v.peers.Load())[in.handshake.node]
+		p := (*in.v.tables.peers.Load())[in.handshake.node]
 		if p != nil && p.inbound.Load() != in {
 			p = nil
 		}
@@ -221,19 +221,19 @@ func (in *inbound) returnCredit(l *receiveSlot) {
 
 // returnCreditLocked is returnCredit for those who hold mu.
 func (in *inbound) returnCreditLocked(l *receiveSlot) {
-	if in.closed || !in.dialect.returnsCredits() || l == nil || in.v.slots.Get(l.Index()) != l {
+	if in.closed || !in.dialect.returnsCredits() || l == nil || in.v.budget.slots.Get(l.Index()) != l {
 		return
 	}
-	if len(in.credits) == 0 {
-		in.creditsSince = clock.Now()
+	if len(in.owed.credits) == 0 {
+		in.owed.since = clock.Now()
 	}
-	if in.reclaim.since != 0 {
-		in.reclaim.since = clock.Now() // it has used this one until now
+	if in.slots.reclaim.since != 0 {
+		in.slots.reclaim.since = clock.Now() // it has used this one until now
 	}
-	in.credits = append(in.credits, uint16(l.Index()))
-	in.creditsOwed.Store(int32(len(in.credits)))
+	in.owed.credits = append(in.owed.credits, uint16(l.Index()))
+	in.owed.count.Store(int32(len(in.owed.credits)))
 	in.device.active.Add(&in.activeDue)
-	if len(in.credits) >= maxCredits || in.device.sleeping.Load() {
+	if len(in.owed.credits) >= maxCredits || in.device.sleeping.Load() {
 		in.sendCredits()
 	}
 }
@@ -254,32 +254,32 @@ func (in slotSet) release(l *receiveSlot) {
 // takeCredits moves credits to t, which m carries.
 func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
 	t.epoch = in.handshake.epoch
-	if in.creditsOwed.Load() == 0 {
+	if in.owed.count.Load() == 0 {
 		return
 	}
 	in.mu.Lock()
-	t.n = copy(t.credits[:], in.credits)
-	in.credits = in.credits[:copy(in.credits, in.credits[t.n:])]
-	in.creditsOwed.Store(int32(len(in.credits)))
+	t.n = copy(t.credits[:], in.owed.credits)
+	in.owed.credits = in.owed.credits[:copy(in.owed.credits, in.owed.credits[t.n:])]
+	in.owed.count.Store(int32(len(in.owed.credits)))
 	m.creditsOf, m.returned = in, t.n
 	for i, index := range t.credits[:t.n] {
-		m.credits[i] = in.v.slots.Get(uint32(index))
+		m.credits[i] = in.v.budget.slots.Get(uint32(index))
 	}
 	in.mu.Unlock()
 }
 
 // sendCredits sends the credits. in.mu is held.
 func (in *inbound) sendCredits() {
-	for len(in.credits) > 0 {
+	for len(in.owed.credits) > 0 {
 		var t trailer
 		t.epoch = in.handshake.epoch
-		t.n = copy(t.credits[:], in.credits)
-		in.credits = in.credits[:copy(in.credits, in.credits[t.n:])]
+		t.n = copy(t.credits[:], in.owed.credits)
+		in.owed.credits = in.owed.credits[:copy(in.owed.credits, in.owed.credits[t.n:])]
 		var b [trailerLen]byte
 		t.put(b[:])
 		in.send(immCredits, b[:])
 	}
-	in.creditsOwed.Store(0)
+	in.owed.count.Store(0)
 }
 
 // creditDelay is how long credits wait for a message that takes them along.
@@ -288,17 +288,17 @@ const creditDelay = 1e6 // ns
 // tick sends credits that have waited for long, or all that there are, and looks at a slot
 // that may have been overwritten. It tells whether credits had to be sent alone.
 func (in *inbound) tick(now uint64, all bool) (sent bool) {
-	if in.creditsOwed.Load() > 0 {
+	if in.owed.count.Load() > 0 {
 		in.mu.Lock()
-		if sent = all || now-in.creditsSince > creditDelay; sent {
+		if sent = all || now-in.owed.since > creditDelay; sent {
 			in.sendCredits()
 		}
 		in.mu.Unlock()
 	}
-	if in.overwritten.Load() {
+	if in.slots.overwritten.Load() {
 		slotSet{in}.checkOverwrite(now)
 	}
-	if in.creditsOwed.Load() > 0 || in.overwritten.Load() {
+	if in.owed.count.Load() > 0 || in.slots.overwritten.Load() {
 		in.device.active.Add(&in.activeDue)
 	}
 	return sent
@@ -347,10 +347,10 @@ func (in *inbound) handleReceiveFailure(c *verbs.Completion) {
 	_, q := conn.CookieOf(c.Cookie)
 	in.fail(statusError(c.Status, "receive on queue pair", q))
 	in.mu.Lock()
-	qps := len(in.ids)
+	qps := len(in.accept.ids)
 	in.mu.Unlock()
-	if int(in.flushed.Add(1)) == qps*in.v.cm.RecvDepth {
-		close(in.drained)
+	if int(in.drain.flushed.Add(1)) == qps*in.v.cm.RecvDepth {
+		close(in.drain.drained)
 	}
 }
 

@@ -8,7 +8,7 @@ import (
 )
 
 // linked is the connection that n takes for that which a peer has opened to it.
-func (n *testNode) linked(id int) *inbound { return (*n.peers.Load())[id].inbound.Load() }
+func (n *testNode) linked(id int) *inbound { return (*n.tables.peers.Load())[id].inbound.Load() }
 
 // Each peer is linked with the connection that it has opened itself, though others listen on the same port, or connect
 // under its id from another one: what ends with theirs is not its own.
@@ -27,7 +27,7 @@ func TestPeersAreLinkedWithTheirOwn(t *testing.T) {
 		t.Helper()
 		w.linkInbounds()
 		for _, s := range servers {
-			if in := w.linked(s.who.ID); in == nil || in.handshake.node != s.who.ID || in.handshake.incarnation != s.incarnation {
+			if in := w.linked(s.who.ID); in == nil || in.handshake.node != s.who.ID || in.handshake.incarnation != s.local.incarnation {
 				t.Fatalf("%s: %s is linked with a connection of %s", when, van.NodeName(s.who.ID), in.opener())
 			}
 		}

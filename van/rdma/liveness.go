@@ -22,11 +22,11 @@ type livenessState struct {
 // by those who are too busy for heartbeats.
 func (b *livenessState) start(at netip.AddrPort) {
 	v := b.van
-	if !b.real || v.incarnation == 0 {
+	if !b.real || v.local.incarnation == 0 {
 		return
 	}
 	var err error
-	if b.responder, err = liveness.StartResponder(at, v.incarnation); err != nil {
+	if b.responder, err = liveness.StartResponder(at, v.local.incarnation); err != nil {
 		v.log.Info("rdma: no thread answers for this node while it is busy", "addr", "udp "+at.String(), "err", err)
 	}
 	_, limit := v.cfg.Heartbeats()
@@ -50,8 +50,8 @@ func (b *livenessState) stop() {
 // probedProcesses lists the processes that this node could take for dead since they are silent: all, if
 // it is the scheduler, else the scheduler.
 func (b *livenessState) probedProcesses() (all []liveness.Process) {
-	for id, p := range *b.van.peers.Load() {
-		if x, ok := remoteProcess(p); ok && (id == van.SchedulerID || b.van.id.Load() == van.SchedulerID) {
+	for id, p := range *b.van.tables.peers.Load() {
+		if x, ok := remoteProcess(p); ok && (id == van.SchedulerID || b.van.local.id.Load() == van.SchedulerID) {
 			all = append(all, x)
 		}
 	}
@@ -66,11 +66,11 @@ func remoteProcess(p *peer) (liveness.Process, bool) {
 }
 
 // Alive implements van.LivenessProber.
-func (b *livenessState) Alive(id int) bool {
-	p := (*b.van.peers.Load())[id]
-	if p == nil || b.prober == nil {
+func (v *rvan) Alive(id int) bool {
+	p, prober := (*v.tables.peers.Load())[id], v.liveness.prober
+	if p == nil || prober == nil {
 		return false
 	}
 	x, ok := remoteProcess(p)
-	return ok && b.prober.Alive(x)
+	return ok && prober.Alive(x)
 }

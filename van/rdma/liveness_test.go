@@ -37,7 +37,7 @@ func TestLiveness(t *testing.T) {
 	r.link(h, w)
 	r.link(h, s)
 	r.link(w, s)
-	if h.responder == nil {
+	if h.liveness.responder == nil {
 		t.Fatal("no thread answers for the scheduler")
 	}
 	for what, answers := range map[string]func() bool{
@@ -49,7 +49,7 @@ func TestLiveness(t *testing.T) {
 	if w.Alive(8) || h.Alive(10) {
 		t.Error("one answers who is not asked")
 	}
-	p := (*h.peers.Load())[9]
+	p := (*h.tables.peers.Load())[9]
 	r.net.Cut(h.addr, w.addr)
 	h.must(control(w, 1))
 	r.until("end of the connection", func() bool {
@@ -61,8 +61,8 @@ func TestLiveness(t *testing.T) {
 	}
 	r.net.Heal(h.addr, w.addr)
 	r.until("answer", func() bool { return h.Alive(9) })
-	s.responder.Close() // as if its process were stopped
-	s.responder = nil
+	s.liveness.responder.Close() // as if its process were stopped
+	s.liveness.responder = nil
 	r.until("end of the answers", func() bool { return !h.Alive(8) })
 	w.close()
 	if w.Alive(van.SchedulerID) {
@@ -89,15 +89,15 @@ func TestNotProbed(t *testing.T) {
 			h := r.node(van.SchedulerID, x.edit)
 			w := r.make(9, x.edit)
 			if x.original {
-				w.incarnation = 0
+				w.local.incarnation = 0
 			}
 			w.listenOn(0)
 			w.Start(func(m *van.Message) { w.in <- m.Retain() })
 			r.link(h, w)
-			if asks := h.prober != nil; asks != x.asks {
+			if asks := h.liveness.prober != nil; asks != x.asks {
 				t.Errorf("the scheduler asks: %v, want %v", asks, x.asks)
 			}
-			if all := h.probedProcesses(); x.original && len(all) > 0 {
+			if all := h.liveness.probedProcesses(); x.original && len(all) > 0 {
 				t.Errorf("a node of the original is asked: %v", all)
 			}
 			if h.Alive(9) {

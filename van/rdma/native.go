@@ -160,7 +160,7 @@ func (d nativeIn) sharedSlotsSuffice(s *slotRequest, need rendezvous.Need, kind 
 	class, size := rendezvous.Class(need.Data)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return len(d.slots[rendezvous.Route{Class: class}]) >= rendezvous.Eager(size)
+	return len(d.slots.granted[rendezvous.Route{Class: class}]) >= rendezvous.Eager(size)
 }
 
 func (d nativeIn) route(need rendezvous.Need, kind uint64) rendezvous.Route {
@@ -195,7 +195,7 @@ func (d nativeIn) valueArea(l *receiveSlot, _ *slotRequest, need rendezvous.Need
 // record: slots of one key end when its sender has outgrown them, see outgrown. in.mu is held.
 func (d nativeIn) record(l *receiveSlot) {
 	if !l.OneShot {
-		d.slots[l.Route] = append(d.slots[l.Route], l)
+		d.slots.granted[l.Route] = append(d.slots.granted[l.Route], l)
 	}
 }
 
@@ -211,7 +211,7 @@ func (d nativeIn) endOutgrown(q *slotRequest) {
 	if d.closed {
 		return
 	}
-	all := d.slots[need.Route]
+	all := d.slots.granted[need.Route]
 	kept := all[:0]
 	for _, x := range all {
 		if x.Memory.origin >= q.origin || x.Data >= need.Exact && len(x.Memory.meta.Mem) >= need.Meta {
@@ -221,8 +221,8 @@ func (d nativeIn) endOutgrown(q *slotRequest) {
 		d.endSlot(x)
 	}
 	clear(all[len(kept):])
-	if d.slots[need.Route] = kept; len(kept) == 0 {
-		delete(d.slots, need.Route)
+	if d.slots.granted[need.Route] = kept; len(kept) == 0 {
+		delete(d.slots.granted, need.Route)
 	}
 }
 
@@ -238,7 +238,7 @@ func (d nativeIn) handleSend(c *verbs.Completion, t *trailer) (known bool) {
 		}
 		// Also where a later connection of the process is linked by now. A process which had the
 		// id before is of no peer.
-		if p := (*d.v.peers.Load())[d.handshake.node]; p != nil && p.node.Port == d.handshake.port {
+		if p := (*d.v.tables.peers.Load())[d.handshake.node]; p != nil && p.node.Port == d.handshake.port {
 			go d.v.notifyInbound(p, d.inbound)
 		}
 	case immReturn:

@@ -21,34 +21,44 @@ import (
 
 // node is what the connections of a van, in both directions, know of it.
 type node struct {
-	cfg         *env.Config
-	log         *slog.Logger
-	backend     backend.Backend
-	self        van.Node // set by Bind
-	id          atomic.Int32
-	incarnation uint32 // this process; 0: not said
-	epoch       uint32 // added to serials to tell connections of different processes apart
-	times       times  // for tests to change
-	owner       owner
-	watch       func(id int, up bool, cause error)
-	stats       stats
-	secretState
+	cfg     *env.Config
+	log     *slog.Logger
+	backend backend.Backend
+	local   localNode
+	times   times // for tests to change
+	owner   owner
+	watch   func(id int, up bool, cause error)
+	stats   stats
+	secret  secretState
 
 	cm          conn.Manager  // IDs and queue pairs
 	eventsEnded chan struct{} // closed when the connection manager says no more
 	warnPin     sync.Once
 	serials     atomic.Uint32
-	peers       atomic.Pointer[map[int]*peer]
-	conns       atomic.Pointer[map[uint32]*connection]
-	devices     atomic.Pointer[[]*device]
-	classes     atomic.Pointer[map[int]int] // traffic classes of peers, see SetClasses
+	tables      tables
 
-	budgets
+	budget budgets
 
 	mu      sync.Mutex // guards changes of the tables above, and buffers
 	buffers map[bufferKey]backend.Mem
 	closed  atomic.Bool
 	wg      sync.WaitGroup // goroutines that end by themselves
+}
+
+// localNode is what this node tells its peers of itself.
+type localNode struct {
+	self        van.Node // set by Bind
+	id          atomic.Int32
+	incarnation uint32 // of this process; 0: not set
+	epoch       uint32 // added to serial numbers, so that connections of different processes differ
+}
+
+// tables are read without a lock. Who changes one holds node.mu and stores a new map or slice.
+type tables struct {
+	peers   atomic.Pointer[map[int]*peer]
+	conns   atomic.Pointer[map[uint32]*connection] // by serial number
+	devices atomic.Pointer[[]*device]
+	classes atomic.Pointer[map[int]int] // traffic classes of peers, see SetClasses
 }
 
 // secretState is what decides about peers that do not prove the cluster's secret.
@@ -60,11 +70,11 @@ type secretState struct {
 
 // budgets bounds what is registered for peers: slots, and bytes.
 type budgets struct {
-	slots                   *rendezvous.SlotTable[slotMemory]
-	peerBudget, totalBudget int64 // 0: no bound
-	registered              atomic.Int64
-	slotsScannedAt          atomic.Uint64 // when all slots were last looked at
-	slotWaitLog             logx.Sparse
+	slots          *rendezvous.SlotTable[slotMemory]
+	perPeer, total int64 // 0: no bound
+	registered     atomic.Int64
+	slotsScannedAt atomic.Uint64 // when all slots were last looked at
+	slotWaitLog    logx.Sparse
 }
 
 // owner is the van as its connections see it: what they cannot do alone.
@@ -85,21 +95,21 @@ func (v *node) PathTo(int) van.Path { return van.Path{Over: "ibverbs", Device: t
 
 // newHandshake is what this node says of itself.
 func (v *node) newHandshake(epoch uint32) handshake {
-	return handshake{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, native: true, bundles: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}
+	return handshake{node: int(v.local.id.Load()), port: v.local.self.Port, host: v.local.self.Hostname, native: true, bundles: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.local.incarnation}
 }
 
 func (v *node) addConnLocked(serial uint32, c *connection) {
-	m := maps.Clone(*v.conns.Load())
+	m := maps.Clone(*v.tables.conns.Load())
 	m[serial] = c
-	v.conns.Store(&m)
+	v.tables.conns.Store(&m)
 }
 
 func (v *node) removeConn(serial uint32) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	m := maps.Clone(*v.conns.Load())
+	m := maps.Clone(*v.tables.conns.Load())
 	delete(m, serial)
-	v.conns.Store(&m)
+	v.tables.conns.Store(&m)
 	v.cm.Remove(serial, v.cfg.QPNum)
 }
 

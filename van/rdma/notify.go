@@ -19,7 +19,7 @@ type inboundDown struct {
 
 // notify reports a change of p's connection to the watcher.
 func (v *node) notify(p *peer, up bool, cause error) {
-	if v.watch != nil && !v.closed.Load() && (*v.peers.Load())[int(p.id.Load())] == p {
+	if v.watch != nil && !v.closed.Load() && (*v.tables.peers.Load())[int(p.id.Load())] == p {
 		v.watch(int(p.id.Load()), up, cause)
 	}
 }
@@ -35,7 +35,7 @@ func (v *node) notifyFailure(p *peer, l *link, err error) {
 	}
 	v.notify(p, false, asLost(err))
 	p.mu.Lock()
-	stands := p.link == l && !p.oneWay && (p.inboundDown == nil || !p.inboundDown.notified) // its end is notified after this
+	stands := p.link == l && !p.state.oneWay && (p.inboundDown == nil || !p.inboundDown.notified) // its end is notified after this
 	p.mu.Unlock()
 	if stands {
 		v.notify(p, true, nil)
@@ -67,13 +67,13 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
 	p.mu.Lock()
-	l, h, oneWay, now := p.link, p.inboundDown, p.oneWay, p.inbound.Load()
+	l, h, oneWay, now := p.link, p.inboundDown, p.state.oneWay, p.inbound.Load()
 	told, again := h != nil && h.notified, established(now)
 	var cause error
 	switch {
-	case in != nil && in.handshake.native && in.confirmed.Load() != 0 && int32(in.serial-p.confirmedSerial) > 0 && !in.unlisted.Load():
+	case in != nil && in.handshake.native && in.confirmed.Load() != 0 && int32(in.serial-p.confirmedSerial) > 0 && !in.process.unlisted.Load():
 		p.confirmedSerial = in.serial
-		if in.confirmed.Load() == upAfterLoss && !p.lost && !p.isMyWorker() { // while p is lost nothing is sent
+		if in.confirmed.Load() == upAfterLoss && !p.state.lost && !p.isMyWorker() { // while p is lost nothing is sent
 			cause = fmt.Errorf("%w: it took this node for lost", van.ErrPeerLost)
 		}
 	case h == nil:
@@ -81,14 +81,14 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 		cause = asLost(h.cause)
 	}
 	if again {
-		p.inboundDown, p.oneWay, p.lost = nil, false, p.lost && !oneWay
+		p.inboundDown, p.state.oneWay, p.state.lost = nil, false, p.state.lost && !oneWay
 	} else if h != nil {
 		h.notified = told || cause != nil
 	} else if cause != nil && l != nil { // the connection that has come later is not confirmed yet
 		p.inboundDown = &inboundDown{cause: cause, since: clock.Now(), notified: true}
 	}
 	down := cause != nil && !told
-	p.lost = p.lost || down && l == nil
+	p.state.lost = p.state.lost || down && l == nil
 	p.mu.Unlock()
 	if down {
 		v.notify(p, false, fmt.Errorf("its connection to this node ended, answers on it are lost: %w", cause))
@@ -110,10 +110,10 @@ func established(in *inbound) bool {
 
 // isMyServer tells whether this node sends requests to p, and p none to it.
 func (p *peer) isMyServer() bool {
-	return van.RoleOf(int(p.v.id.Load())) == van.Worker && van.RoleOf(int(p.id.Load())) == van.Server
+	return van.RoleOf(int(p.v.local.id.Load())) == van.Worker && van.RoleOf(int(p.id.Load())) == van.Server
 }
 
 // isMyWorker tells whether p sends requests to this node, and this node none to it.
 func (p *peer) isMyWorker() bool {
-	return van.RoleOf(int(p.v.id.Load())) == van.Server && van.RoleOf(int(p.id.Load())) == van.Worker
+	return van.RoleOf(int(p.v.local.id.Load())) == van.Server && van.RoleOf(int(p.id.Load())) == van.Worker
 }

@@ -42,7 +42,7 @@ func TestFailureOfMessageAsConnectionBreaks(t *testing.T) {
 			defer close(left)
 			// The failure of the message. Now the connection breaks, and cannot be made again.
 			r.net.RejectNext(1<<30, 8)
-			p := (*w.peers.Load())[s.who.ID]
+			p := (*w.tables.peers.Load())[s.who.ID]
 			p.mu.Lock()
 			l := p.link
 			p.mu.Unlock()
@@ -104,7 +104,7 @@ func lostAnswer(w, s *testNode) {
 	dst := make([]byte, 100<<10)
 	w.must(pull(s, 1, 1, dst))
 	q := s.next()
-	w.r.until("the credits of the request have left", func() bool { return s.incomingOf(w.who.ID).creditsOwed.Load() == 0 })
+	w.r.until("the credits of the request have left", func() bool { return s.incomingOf(w.who.ID).owed.count.Load() == 0 })
 	var once sync.Once
 	w.r.net.FailWR(func(wr fakeverbs.WR) (st verbs.Status) {
 		if wr.Stack == s.stack && wr.Op == verbs.OpWrite && wr.Len > 0 {
@@ -213,7 +213,7 @@ func TestEndOfReplacedConnection(t *testing.T) {
 		return h.encode()
 	})
 	r.until("the first connection has ended", func() bool {
-		for _, c := range *s.conns.Load() {
+		for _, c := range *s.tables.conns.Load() {
 			if c.in == old {
 				return false
 			}
@@ -236,8 +236,8 @@ func TestBackWhenItCanAnswer(t *testing.T) {
 	w.wantDown(s, "queue pair")
 	r.until("Send of the server fails", func() bool { return lost(s.Send(push(w, 1, 0, value(3000, 1)))) })
 	s.wantDown(w)
-	back := (*s.peers.Load())[w.who.ID]
-	p := (*w.peers.Load())[s.who.ID]
+	back := (*s.tables.peers.Load())[w.who.ID]
+	p := (*w.tables.peers.Load())[s.who.ID]
 	r.until("the server's own connection has broken, at both ends", func() bool { return back.currentLink() == nil && p.inbound.Load() == nil })
 	for len(w.told) > 0 {
 		<-w.told
@@ -277,7 +277,7 @@ func TestLateNewsOfAQuietBreak(t *testing.T) {
 	var armed atomic.Bool
 	w.WatchPeers(func(id int, up bool, cause error) {
 		if armed.Load() && up {
-			p := (*w.peers.Load())[s.who.ID]
+			p := (*w.tables.peers.Load())[s.who.ID]
 			news := make(chan struct{})
 			go func() {
 				defer close(news)
@@ -294,7 +294,7 @@ func TestLateNewsOfAQuietBreak(t *testing.T) {
 	w.Start(func(m *van.Message) { w.in <- m.Retain() })
 	r.link(w, s)
 	armed.Store(true)
-	(*w.peers.Load())[s.who.ID].currentLink().fail(fmt.Errorf("%w: made to", errUnacknowledged))
+	(*w.tables.peers.Load())[s.who.ID].currentLink().fail(fmt.Errorf("%w: made to", errUnacknowledged))
 	w.wantUp(s)
 	w.must(push(s, 1, 1, value(5000, 1)))
 	s.wantValue(1, value(5000, 1))
@@ -309,7 +309,7 @@ func TestAnotherProcessAfterAQuietBreak(t *testing.T) {
 	w.times.quiet = time.Hour // its timer is not what is tested
 	r.link(w, s)
 	w.answeredBefore(s, 77)
-	(*w.peers.Load())[s.who.ID].currentLink().fail(fmt.Errorf("%w: made to", errUnacknowledged))
+	(*w.tables.peers.Load())[s.who.ID].currentLink().fail(fmt.Errorf("%w: made to", errUnacknowledged))
 	if c := w.wantTold("anything", func(change) bool { return true }); c.up || !lost(c.cause) || !strings.Contains(c.cause.Error(), "another process") {
 		t.Errorf("told first: up %t, %v; want %v, as another process answers", c.up, c.cause, van.ErrPeerLost)
 	}
@@ -327,14 +327,14 @@ func TestLossIsSaidToTheSameProcess(t *testing.T) {
 			w.answeredBefore(s, before)
 		}
 		first := s.incomingOf(w.who.ID).serial
-		(*w.peers.Load())[s.who.ID].currentLink().fail(van.ErrPeerLost)
+		(*w.tables.peers.Load())[s.who.ID].currentLink().fail(van.ErrPeerLost)
 		w.wantDown(s)
 		w.wantUp(s)
 		said := int32(0)
 		r.until("the node has said that it is back", func() bool {
 			s.mu.Lock()
 			defer s.mu.Unlock()
-			for _, in := range s.inbounds {
+			for _, in := range s.accepted.inbounds {
 				if in.handshake.node == w.who.ID && in.serial != first {
 					said = in.confirmed.Load()
 				}
@@ -349,10 +349,10 @@ func TestLossIsSaidToTheSameProcess(t *testing.T) {
 
 // answeredBefore lets another process of this incarnation be who has answered n at that address.
 func (n *testNode) answeredBefore(peer *testNode, incarnation uint32) {
-	p := (*n.peers.Load())[peer.who.ID]
+	p := (*n.tables.peers.Load())[peer.who.ID]
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.process = incarnation
+	p.state.process = incarnation
 }
 
 // What a process has to say of its losses it says again when that was lost, too.
@@ -362,7 +362,7 @@ func TestSaidAgain(t *testing.T) {
 	dst := make([]byte, 100<<10)
 	w.must(pull(s, 1, 1, dst))
 	q := s.next()
-	r.until("the credits of the request have left", func() bool { return s.incomingOf(w.who.ID).creditsOwed.Load() == 0 })
+	r.until("the credits of the request have left", func() bool { return s.incomingOf(w.who.ID).owed.count.Load() == 0 })
 	var writes, ups atomic.Int32
 	r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
 		switch {
@@ -477,7 +477,7 @@ func TestSaidToHaveLost(t *testing.T) {
 			}
 			r.until("the first connection has ended, or the other one is confirmed", func() bool {
 				stands := false
-				for _, x := range *w.conns.Load() {
+				for _, x := range *w.tables.conns.Load() {
 					if c.port != 0 && x.in != nil && x.in.handshake.port != old.handshake.port {
 						return x.in.confirmed.Load() != 0
 					}

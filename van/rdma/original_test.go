@@ -56,7 +56,7 @@ func TestRevokedPullIsNotSentToOriginal(t *testing.T) {
 	if m.Timestamp != 2 || m.Addr != backend.Bytes(kept).Addr() || m.Option == 0 {
 		t.Errorf("request %d comes with address %#x and key %d, want request 2 with %#x and a key", m.Timestamp, m.Addr, m.Option, backend.Bytes(kept).Addr())
 	}
-	p := (*w.peers.Load())[s.who.who.ID]
+	p := (*w.tables.peers.Load())[s.who.who.ID]
 	p.mu.Lock()
 	var expected []int32
 	for k := range p.pulls {

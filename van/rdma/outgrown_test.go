@@ -10,7 +10,7 @@ import (
 
 // ownSlots is the number of slots that n has given to a peer for a key alone.
 func (n *testNode) ownSlots(key uint64) (own int) {
-	n.slots.Each(func(l *receiveSlot) {
+	n.budget.slots.Each(func(l *receiveSlot) {
 		if !l.OneShot && l.Route.Class == 0 && l.Route.Key == key {
 			own++
 		}
@@ -71,10 +71,10 @@ func TestSlotBesideALaterLargerOne(t *testing.T) {
 		in.device.exclusive(func() { h.p.check((slotSet{in}).grant(&q)) })
 	}
 	grant()
-	if h.s.slots.Get(first.index) != nil {
+	if h.s.budget.slots.Get(first.index) != nil {
 		t.Error("the slot that was asked for before the larger one has not ended")
 	}
-	if l := h.s.slots.Get(later.index); l == nil || l.Data != 1000 {
+	if l := h.s.budget.slots.Get(later.index); l == nil || l.Data != 1000 {
 		t.Error("the slot that was asked for after the larger one has ended")
 	}
 	in.fail(van.ErrPeerLost)

@@ -26,7 +26,7 @@ func TestRevokeOfAnswered(t *testing.T) {
 		rounds = 200
 	}
 	all := make([][]byte, rounds)
-	p := (*w.peers.Load())[8]
+	p := (*w.tables.peers.Load())[8]
 	for i := range all {
 		dst := make([]byte, 100)
 		all[i] = dst
@@ -87,13 +87,13 @@ func TestSplitFails(t *testing.T) {
 	w, s := r.pair(func(c *env.Config) { c.QPNum, c.SplitQPLag = 2, true })
 	w.must(push(s, 1, 0, value(64<<10, 0)))
 	s.next().Release()
-	p := (*w.peers.Load())[8]
+	p := (*w.tables.peers.Load())[8]
 	r.until("the message has left", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return p.link.Idle()
+		return p.link.queue.Idle()
 	})
-	second := p.link.QueuePairs[1].Num()
+	second := p.link.queue.QueuePairs[1].Num()
 	r.net.HoldQP(second)
 	r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
 		if wr.Stack == w.stack && wr.Op == verbs.OpWrite && wr.Len > 0 {
@@ -129,7 +129,7 @@ func TestStarvedRegistersNothing(t *testing.T) {
 			held = append(held, m)
 		default:
 		}
-		return s.slots.Len() == s.slots.Room() && r.starved(s)
+		return s.budget.slots.Len() == s.budget.slots.Room() && r.starved(s)
 	})
 	var registered, looks atomic.Int64
 	r.net.Fail(func(op fakeverbs.Op) error {
@@ -157,10 +157,10 @@ func TestStarvedRegistersNothing(t *testing.T) {
 
 // starved tells whether a slot request waits at s.
 func (r *rig) starved(s *testNode) bool {
-	for _, c := range *s.conns.Load() {
+	for _, c := range *s.tables.conns.Load() {
 		if c.in != nil {
 			c.in.mu.Lock()
-			n := len(c.in.waiting[dataPriority])
+			n := len(c.in.slots.waiting[dataPriority])
 			c.in.mu.Unlock()
 			if n > 0 {
 				return true
@@ -217,8 +217,8 @@ func TestHeldOfEnded(t *testing.T) {
 	r.net.Fail(func(op fakeverbs.Op) error {
 		if op.Kind == fakeverbs.OpDestroy && op.Stack == s.stack && !once.Swap(true) {
 			in.device.exclusive(func() { // as arrived does
-				in.incomplete = append(in.incomplete, rx)
-				in.hasIncomplete.Store(true)
+				in.order.incomplete = append(in.order.incomplete, rx)
+				in.order.hasIncomplete.Store(true)
 			})
 		}
 		return nil

@@ -68,7 +68,7 @@ func (p *pair) node(id int, role van.Role, to chan *van.Message, change func(*en
 // connect makes from send to to, which has this id.
 func (p *pair) connect(from *rvan, id int, to *rvan) {
 	p.Helper()
-	if err := from.Connect(context.Background(), id, to.self); err != nil {
+	if err := from.Connect(context.Background(), id, to.local.self); err != nil {
 		p.Fatal(err)
 	}
 }

@@ -42,7 +42,7 @@ type peer struct {
 	tickedAt        uint64       // when Sender.Tick was last called
 	waitDue         conn.DueItem // for messages, and returned slots, that wait
 	pulls           map[pullKey]pullDestination
-	connectState
+	state           connectState
 }
 
 // connector makes the connection of a peer, and makes it again, in one goroutine; see
@@ -68,7 +68,7 @@ type connectState struct {
 
 // link is one standing connection.
 type link struct {
-	*conn.SendQueue[sentMessage]
+	queue   *conn.SendQueue[sentMessage]
 	ids     []*conn.ID
 	device  *device
 	dialect outboundDialect
@@ -117,11 +117,11 @@ func (p *peer) flush(more bool) {
 	if l != nil && p.waiting() {
 		l.device.active.Add(&p.waitDue)
 	}
-	if l == nil || l.Unposted() == 0 || more && l.Unposted() < maxUnposted {
+	if l == nil || l.queue.Unposted() == 0 || more && l.queue.Unposted() < maxUnposted {
 		return
 	}
 	l.bundle = bundle{}
-	if err := l.Post(); err != nil {
+	if err := l.queue.Post(); err != nil {
 		l.fail(asLost(err))
 	}
 }
@@ -137,8 +137,8 @@ func (p *peer) probeLink(l *link, now uint64) bool {
 		return false
 	}
 	l.device.probes.Add(&l.probeDue)
-	if l.Idle() {
-		if err := l.Probe(); err != nil {
+	if l.queue.Idle() {
+		if err := l.queue.Probe(); err != nil {
 			l.fail(asLost(err))
 		}
 	}
@@ -177,11 +177,11 @@ func (p connector) reusableAs(id int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil {
-		keep := p.connecting && p.connectingAs == id
-		p.lost, p.queueForReconnect = p.lost && !keep, p.queueForReconnect || keep
+		keep := p.state.connecting && p.state.connectingAs == id
+		p.state.lost, p.state.queueForReconnect = p.state.lost && !keep, p.state.queueForReconnect || keep
 		return keep
 	}
-	return !p.link.native && p.link.connectedAs == id && p.connectCount > 1
+	return !p.link.native && p.link.connectedAs == id && p.state.connectCount > 1
 }
 
 // setConnecting says that connect requests are with the peer, sent as those of node id, or that
@@ -189,5 +189,5 @@ func (p connector) reusableAs(id int) bool {
 func (p connector) setConnecting(asks bool, id int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.connecting, p.connectingAs = asks, id
+	p.state.connecting, p.state.connectingAs = asks, id
 }

@@ -17,7 +17,7 @@ import (
 func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	addr, err := resolve(ctx, node)
 	fail := func(err error) error {
-		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id) + " at " + node.Addr(), Err: err}
+		return &van.Error{Op: "connect", Node: van.NodeName(int(v.local.id.Load())), Peer: van.NodeName(id) + " at " + node.Addr(), Err: err}
 	}
 	if err != nil {
 		return fail(err)
@@ -27,16 +27,16 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	if v.closed.Load() || v.cm.Channel == nil {
 		return fail(van.ErrClosed)
 	}
-	old := (*v.peers.Load())[id]
+	old := (*v.tables.peers.Load())[id]
 	incarnation := uint32(0)
 	if identity, ok := node.Identity(); ok && id != van.SchedulerID { // which may come back as another process
 		incarnation = identity.Incarnation
 	}
-	if old != nil && old.addr == addr && old.incarnation == incarnation && (connector{old}).reusableAs(int(v.id.Load())) {
+	if old != nil && old.addr == addr && old.incarnation == incarnation && (connector{old}).reusableAs(int(v.local.id.Load())) {
 		return nil
 	}
 	run, stop := context.WithCancel(context.Background())
-	p := &peer{v: v.node, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), connectState: connectState{stop: stop, stopped: make(chan struct{})}, pulls: map[pullKey]pullDestination{}}
+	p := &peer{v: v.node, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), state: connectState{stop: stop, stopped: make(chan struct{})}, pulls: map[pullKey]pullDestination{}}
 	p.waitDue.Run = p.tick
 	p.id.Store(int32(id))
 	p.sender = rendezvous.NewSender(p.need)
@@ -56,20 +56,20 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 
 // replace changes the table of peers. v.mu is held.
 func (v *node) replace(change func(map[int]*peer)) {
-	m := maps.Clone(*v.peers.Load())
+	m := maps.Clone(*v.tables.peers.Load())
 	change(m)
-	v.peers.Store(&m)
+	v.tables.peers.Store(&m)
 }
 
 // Rename makes the connection to old serve new instead.
 func (v *rvan) Rename(old, new int) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	p := (*v.peers.Load())[old]
+	p := (*v.tables.peers.Load())[old]
 	if p == nil {
 		return &van.Error{Op: "rename", Peer: van.NodeName(old), Err: van.ErrUnknownPeer}
 	}
-	other := (*v.peers.Load())[new]
+	other := (*v.tables.peers.Load())[new]
 	p.id.Store(int32(new))
 	v.replace(func(m map[int]*peer) { delete(m, old); m[new] = p })
 	v.markUnlistedLocked()
@@ -88,14 +88,14 @@ const drainTime = 500 * time.Millisecond
 func (v *rvan) Disconnect(id int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	p := (*v.peers.Load())[id]
+	p := (*v.tables.peers.Load())[id]
 	if p == nil {
 		return
 	}
 	v.replace(func(m map[int]*peer) { delete(m, id) })
 	limit := drainTime
 	p.mu.Lock()
-	if p.connectCount == 0 && p.sender.Waiting() > 0 {
+	if p.state.connectCount == 0 && p.sender.Waiting() > 0 {
 		limit += v.times.connect
 	}
 	p.mu.Unlock()
@@ -107,7 +107,7 @@ func (v *rvan) Disconnect(id int) {
 func (v *rvan) closePeer(p *peer, limit time.Duration) {
 	v.closingPeers[p] = true
 	p.mu.Lock()
-	p.detached = true
+	p.state.detached = true
 	p.mu.Unlock()
 	v.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
@@ -123,5 +123,5 @@ func (v *rvan) closePeer(p *peer, limit time.Duration) {
 func (v *rvan) allPeers() []*peer {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	return slices.AppendSeq(slices.Collect(maps.Values(*v.peers.Load())), maps.Keys(v.closingPeers))
+	return slices.AppendSeq(slices.Collect(maps.Values(*v.tables.peers.Load())), maps.Keys(v.closingPeers))
 }

@@ -24,7 +24,7 @@ func TestPollBesideSlowHandler(t *testing.T) {
 		}
 	}()
 	block, entered, got := make(chan struct{}), make(chan struct{}), make(chan struct{}, 1)
-	p.server.recv = func(m *van.Message) {
+	p.server.delivery.recv = func(m *van.Message) {
 		if m.Sender == workerID {
 			close(entered)
 			<-block
@@ -49,7 +49,7 @@ func TestPollBesideSlowHandler(t *testing.T) {
 			case <-stop:
 				return
 			default:
-				p.server.engine.Poll(func() bool { return false })
+				p.server.delivery.engine.Poll(func() bool { return false })
 			}
 		}
 	}()
@@ -84,13 +84,13 @@ func quickest(count int, f func(i int)) time.Duration {
 func TestLoopAfterPoll(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
-	p.until("the worker has a device", func() bool { return len(*p.worker.devices.Load()) > 0 })
-	d := (*p.worker.devices.Load())[0]
+	p.until("the worker has a device", func() bool { return len(*p.worker.tables.devices.Load()) > 0 })
+	d := (*p.worker.tables.devices.Load())[0]
 	for i := range 5 {
 		// As if one Poll followed the other, and had found its answer.
 		for began := time.Now(); d.sleeping.Load() || time.Since(began) < 4*time.Millisecond; {
 			looks := 0
-			p.worker.engine.Poll(func() bool { looks++; return looks > 2 })
+			p.worker.delivery.engine.Poll(func() bool { looks++; return looks > 2 })
 			if time.Since(began) > testTime {
 				t.Fatal("the loop sleeps on the device beside a Poll")
 			}
@@ -114,7 +114,7 @@ func TestOthersBesidePoll(t *testing.T) {
 	var polls sync.WaitGroup
 	polls.Go(func() {
 		for !stop.Load() {
-			p.worker.engine.Poll(stop.Load)
+			p.worker.delivery.engine.Poll(stop.Load)
 		}
 	})
 	for i := range 20 {
@@ -122,7 +122,7 @@ func TestOthersBesidePoll(t *testing.T) {
 			t.Fatal(err)
 		}
 		p.until("the message has come", func() bool {
-			p.worker.engine.Poll(func() bool { return len(p.atWorker) > 0 })
+			p.worker.delivery.engine.Poll(func() bool { return len(p.atWorker) > 0 })
 			return len(p.atWorker) > 0
 		})
 		if m := p.next(p.atWorker); int(m.Timestamp) != i {
@@ -143,13 +143,13 @@ func TestPollOfWorkers(t *testing.T) {
 		}
 	}()
 	inPoll := make(chan bool, 1)
-	p.worker.recv = func(*van.Message) { inPoll <- strings.Contains(string(debug.Stack()), "engine.(*Engine).Poll") }
+	p.worker.delivery.recv = func(*van.Message) { inPoll <- strings.Contains(string(debug.Stack()), "engine.(*Engine).Poll") }
 	p.connect(second, workerID, p.worker)
 	var stop atomic.Bool
 	var polls sync.WaitGroup
 	polls.Go(func() {
 		for !stop.Load() {
-			p.worker.engine.Poll(stop.Load)
+			p.worker.delivery.engine.Poll(stop.Load)
 		}
 	})
 	defer polls.Wait()
@@ -179,12 +179,12 @@ func TestPollLeavesToLoop(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
 	turns := make(chan *engine.Turn, 1)
-	p.worker.recv = func(m *van.Message) { turns <- m.Turn }
+	p.worker.delivery.recv = func(m *van.Message) { turns <- m.Turn }
 	var stop atomic.Bool
 	var polls sync.WaitGroup
 	polls.Go(func() {
 		for !stop.Load() {
-			p.worker.engine.Poll(stop.Load)
+			p.worker.delivery.engine.Poll(stop.Load)
 		}
 	})
 	if each := quickest(100, func(i int) {
@@ -208,16 +208,16 @@ func TestPollLeavesToLoop(t *testing.T) {
 func TestPollOfNothing(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
-	p.until("the worker has a device", func() bool { return len(*p.worker.devices.Load()) > 0 })
-	d := (*p.worker.devices.Load())[0]
+	p.until("the worker has a device", func() bool { return len(*p.worker.tables.devices.Load()) > 0 })
+	d := (*p.worker.tables.devices.Load())[0]
 	for tries := 1; ; tries++ { // what came by itself may have woken it
 		p.until("the loop sleeps", func() bool { return d.sleeping.Load() && d.feed.Parked() })
 		for range 100 {
-			p.worker.engine.Poll(func() bool { return true })
+			p.worker.delivery.engine.Poll(func() bool { return true })
 		}
 		p.worker.stats.sentB.Add(pollBulk + 1)
 		looks := 0
-		p.worker.engine.Poll(func() bool { looks++; return false })
+		p.worker.delivery.engine.Poll(func() bool { looks++; return false })
 		if looks > 2 {
 			t.Errorf("%d looks for an answer though much has been moved", looks)
 		}
@@ -236,7 +236,7 @@ func TestPollYields(t *testing.T) {
 	was := runtime.GOMAXPROCS(1)
 	defer runtime.GOMAXPROCS(was)
 	d := &device{spinner: engine.New(time.Second).Spinner()}
-	d.cq.Lock()
+	d.polls.cq.Lock()
 	var ran atomic.Bool
 	go ran.Store(true)
 	for looks := 0; !ran.Load(); looks++ {

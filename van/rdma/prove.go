@@ -19,11 +19,11 @@ import (
 // admit decides about a connect request. req is the request's private data, over which the answer has its proof. It is nil if the
 // request has no proof. opener reports whether the opener must prove itself. An error refuses the request.
 func (v acceptor) admit(ev *verbs.Event, h *handshake) (req []byte, opener bool, err error) {
-	k := v.guard.Keys
+	k := v.secret.guard.Keys
 	has := h.native && proofIn(ev.Private, nativeContextLen) != nil
 	if k == nil {
 		if has {
-			if n, show := v.secretMismatchLog.Next(); show {
+			if n, show := v.secret.secretMismatchLog.Next(); show {
 				v.log.Warn("rdma: a peer may refuse this node", "from", ev.Peer, "node", h.node, "why", auth.ErrSecretThere, "so far", n)
 			}
 		}
@@ -36,12 +36,12 @@ func (v acceptor) admit(ev *verbs.Event, h *handshake) (req []byte, opener bool,
 	if why == nil {
 		return req, true, nil
 	}
-	return req, false, v.guard.Unproved(why, "from", ev.Peer, "node", van.NodeName(h.node))
+	return req, false, v.secret.guard.Unproved(why, "from", ev.Peer, "node", van.NodeName(h.node))
 }
 
 // verifyAcceptor checks the acceptor's answer for queue pair q of l, and decides about an acceptor without proof.
 func (p connector) verifyAcceptor(l *link, q int, h *handshake, private, req []byte) error {
-	k := p.v.guard.Keys
+	k := p.v.secret.guard.Keys
 	if k == nil || q > 0 && l.upProof.keys == nil {
 		return nil // no proof is needed, or the acceptor was admitted without one
 	}
@@ -55,7 +55,7 @@ func (p connector) verifyAcceptor(l *link, q int, h *handshake, private, req []b
 		return nil
 	}
 	l.upProof.keys = nil
-	return p.v.guard.Unproved(why, "peer", p.name())
+	return p.v.secret.guard.Unproved(why, "peer", p.name())
 }
 
 // isSecretMismatch reports whether err has the cause that one of the two nodes does not prove the cluster's secret.
@@ -68,11 +68,11 @@ func isSecretMismatch(err error) bool {
 // does not end this node.
 func (v *node) verifyRejection(err error, req []byte) error {
 	var r *rejected
-	if !v.guard.Keys.Required() || !errors.As(err, &r) || !errors.Is(err, van.ErrReplaced) {
+	if !v.secret.guard.Keys.Required() || !errors.As(err, &r) || !errors.Is(err, van.ErrReplaced) {
 		return err
 	}
-	if proof := proofIn(r.private, offRejectProof); proof == nil || !v.guard.Keys.Check(proof, rejectionProof, req, r.private[:offRejectProof]) {
-		v.guard.Refuse()
+	if proof := proofIn(r.private, offRejectProof); proof == nil || !v.secret.guard.Keys.Check(proof, rejectionProof, req, r.private[:offRejectProof]) {
+		v.secret.guard.Refuse()
 		return fmt.Errorf("%w: it rejects this node as replaced, without proof", auth.ErrOtherSecret)
 	}
 	return err
@@ -81,7 +81,7 @@ func (v *node) verifyRejection(err error, req []byte) error {
 // refuse refuses a connect request, with a proof if this node has keys.
 func (v acceptor) refuse(ev *verbs.Event, code uint32, why string) {
 	b := refusal(code, why)
-	if k := v.guard.Keys; k != nil && len(ev.Private) >= provedRequestLen {
+	if k := v.secret.guard.Keys; k != nil && len(ev.Private) >= provedRequestLen {
 		b[offRejectProof-1] = 0 // terminates the text
 		proof := k.Proof(rejectionProof, ev.Private[:provedRequestLen], b[:offRejectProof])
 		copy(b[offRejectProof:], proof[:])
@@ -98,17 +98,17 @@ const (
 
 // awaitProofLocked marks the new connection in as unproved, and bounds the time until its opener's proof. The caller holds v.mu.
 func (v acceptor) awaitProofLocked(in *inbound, req []byte) {
-	in.upProof = upProof{keys: v.guard.Keys, first: req}
-	_, _ = rand.Read(in.upProof.nonce[:]) // crypto/rand.Read never fails
-	in.unproved.Store(true)
+	in.process.upProof = upProof{keys: v.secret.guard.Keys, first: req}
+	_, _ = rand.Read(in.process.upProof.nonce[:]) // crypto/rand.Read never fails
+	in.process.unproved.Store(true)
 	in.dialect = unprovedIn{nativeIn{slotSet{in}}}
-	v.unproved = append(v.unproved, in)
-	if len(v.unproved) > v.maxUnproved {
-		v.unproved[0].failUnproved(fmt.Errorf("%w: of more than %d connections without proof this is the oldest", auth.ErrNoSecret, v.maxUnproved))
-		v.unproved = slices.Delete(v.unproved, 0, 1)
+	v.accepted.unproved = append(v.accepted.unproved, in)
+	if len(v.accepted.unproved) > v.accepted.maxUnproved {
+		v.accepted.unproved[0].failUnproved(fmt.Errorf("%w: of more than %d connections without proof this is the oldest", auth.ErrNoSecret, v.accepted.maxUnproved))
+		v.accepted.unproved = slices.Delete(v.accepted.unproved, 0, 1)
 	}
 	time.AfterFunc(v.times.proof, func() {
-		if in.unproved.Load() && !in.failed.Load() {
+		if in.process.unproved.Load() && !in.failed.Load() {
 			in.failUnproved(fmt.Errorf("%w: no proof has come within %s", auth.ErrNoSecret, v.times.proof))
 		}
 	})
@@ -116,8 +116,8 @@ func (v acceptor) awaitProofLocked(in *inbound, req []byte) {
 
 // failUnproved ends a connection whose opener does not prove itself. It does so in every mode, because the opener's request has a proof.
 func (in *inbound) failUnproved(why error) {
-	in.v.guard.Refuse()
-	if n, show := in.v.unprovedLog.Next(); show {
+	in.v.secret.guard.Refuse()
+	if n, show := in.v.secret.unprovedLog.Next(); show {
 		in.v.log.Warn("rdma: a connection ends, its opener does not prove the cluster's secret", "peer", in.name(), "from", in.from, "why", why, "so far", n)
 	}
 	in.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, why))
@@ -126,10 +126,10 @@ func (in *inbound) failUnproved(why error) {
 // openedLocked assigns in to its process, and ends older connections of that process later. The opener has proved itself or need
 // not. The caller holds v.mu.
 func (v acceptor) openedLocked(in *inbound) {
-	v.unproved = slices.DeleteFunc(v.unproved, func(x *inbound) bool { return x == in })
-	in.unproved.Store(false)
-	for _, x := range v.inbounds {
-		if older := int32(in.serial-x.serial) > 0; older && in.handshake.sameProcess(&x.handshake) && !x.superseded.Swap(true) {
+	v.accepted.unproved = slices.DeleteFunc(v.accepted.unproved, func(x *inbound) bool { return x == in })
+	in.process.unproved.Store(false)
+	for _, x := range v.accepted.inbounds {
+		if older := int32(in.serial-x.serial) > 0; older && in.handshake.sameProcess(&x.handshake) && !x.process.superseded.Swap(true) {
 			time.AfterFunc(supersededTime, func() { // until then x may carry the last data that was sent
 				x.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
 			})
@@ -153,7 +153,7 @@ func (d unprovedIn) handleSend(c *verbs.Completion, t *trailer) (known bool) {
 		d.failUnproved(auth.ErrNoSecret)
 		return false
 	}
-	if err := d.upProof.checkUp(recvData(c)); err != nil {
+	if err := d.process.upProof.checkUp(recvData(c)); err != nil {
 		d.failUnproved(err)
 		return true
 	}

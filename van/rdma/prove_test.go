@@ -38,7 +38,7 @@ func keysOf(t testing.TB, secret string, required bool) *auth.Keys {
 func (r *rig) proving(id int, k *auth.Keys, options ...func(*env.Config)) *testNode {
 	r.Helper()
 	n := r.make(id, options...)
-	n.guard.Keys = k
+	n.secret.guard.Keys = k
 	n.listenOn(0)
 	n.Start(func(m *van.Message) { n.in <- m.Retain() })
 	return n
@@ -107,7 +107,7 @@ func TestProofModes(t *testing.T) {
 				}
 			}
 			w.Disconnect(8) // it tries no more
-			s.slots.Each(func(*receiveSlot) {
+			s.budget.slots.Each(func(*receiveSlot) {
 				if !c.connects {
 					t.Error("an unproved peer has a slot")
 				}
@@ -222,7 +222,7 @@ func TestUnprovedRequests(t *testing.T) {
 			p := newRaw(r, rawAddr, van.Node{ID: 9})
 			defer p.end()
 			private := c.request(p, s)
-			before := len(*s.conns.Load())
+			before := len(*s.tables.conns.Load())
 			ev := p.tryDial(s, private)
 			if err := rejection(ev.Private); ev.Type != verbs.Rejected || err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("event %v with %v, want a rejection that says %q", ev.Type, err, c.want)
@@ -230,7 +230,7 @@ func TestUnprovedRequests(t *testing.T) {
 			if n := s.Stats().Unproved; n != 1 {
 				t.Errorf("counted %d, want 1", n)
 			}
-			if n := len(*s.conns.Load()); n != before {
+			if n := len(*s.tables.conns.Load()); n != before {
 				t.Errorf("%d connections, want %d", n, before)
 			}
 		})
@@ -285,7 +285,7 @@ func TestUnprovedOpener(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			r := newRig(t)
 			w, s := r.proving(9, k, oneQP), r.make(8, oneQP)
-			s.guard.Keys = k
+			s.secret.guard.Keys = k
 			if strings.Contains(c.name, "silence") {
 				s.times.proof = 200 * time.Millisecond
 			}
@@ -293,7 +293,7 @@ func TestUnprovedOpener(t *testing.T) {
 			s.Start(func(m *van.Message) { s.in <- m.Retain() })
 			r.link(w, s)
 			mine := s.incomingOf(9)
-			r.until("the member has proved itself", func() bool { return (*s.peers.Load())[9].inbound.Load() == mine })
+			r.until("the member has proved itself", func() bool { return (*s.tables.peers.Load())[9].inbound.Load() == mine })
 			p := newRaw(r, rawAddr, van.Node{ID: 9})
 			defer p.end()
 			p.port, p.node.Hostname = w.who.Port, w.who.Hostname
@@ -306,7 +306,7 @@ func TestUnprovedOpener(t *testing.T) {
 			if n := s.Stats().Unproved; n != 1 {
 				t.Errorf("counted %d, want 1", n)
 			}
-			if mine.superseded.Load() || mine.failed.Load() || (*s.peers.Load())[9].inbound.Load() != mine {
+			if mine.process.superseded.Load() || mine.failed.Load() || (*s.tables.peers.Load())[9].inbound.Load() != mine {
 				t.Error("it has taken the place of the member's connection")
 			}
 			w.must(push(s, 1, 1, value(5000, 1)))
@@ -314,7 +314,7 @@ func TestUnprovedOpener(t *testing.T) {
 			r.until("nothing is left of it", func() bool {
 				s.mu.Lock()
 				defer s.mu.Unlock()
-				return len(s.unproved) == 0 && len(s.inbounds) == 1
+				return len(s.accepted.unproved) == 0 && len(s.accepted.inbounds) == 1
 			})
 		})
 	}
@@ -351,7 +351,7 @@ func TestCrowdOfUnproved(t *testing.T) {
 	r := newRig(t)
 	k := keysOf(t, secretA, true)
 	w, s := r.proving(9, k, oneQP), r.proving(8, k, oneQP)
-	s.maxUnproved, s.times.proof = 3, time.Hour
+	s.accepted.maxUnproved, s.times.proof = 3, time.Hour
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
 	defer p.end()
 	for i := range uint32(5) {
@@ -361,7 +361,7 @@ func TestCrowdOfUnproved(t *testing.T) {
 		p.event(verbs.Disconnected)
 	}
 	s.mu.Lock()
-	held := len(s.unproved)
+	held := len(s.accepted.unproved)
 	s.mu.Unlock()
 	if held > 3 {
 		t.Errorf("%d connections wait for a proof, want up to 3", held)
@@ -486,7 +486,7 @@ func TestReplacedIsToldWithProof(t *testing.T) {
 	k := keysOf(t, secretA, true)
 	w, s := r.proving(9, k, oneQP), r.proving(8, k, oneQP)
 	s.mu.Lock()
-	s.replaced = append(s.replaced, w.incarnation)
+	s.fences.replaced = append(s.fences.replaced, w.local.incarnation)
 	s.mu.Unlock()
 	w.connect(s)
 	if down := w.wantDown(s); !errors.Is(down.cause, van.ErrReplaced) {

@@ -15,7 +15,7 @@ import (
 func (p *peer) handleSlotReply(l *link, r *slotReply) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.link != l || p.ended {
+	if p.link != l || p.state.ended {
 		return true
 	}
 	refused, why, ok := l.dialect.handleReply(p.sender, r)
@@ -55,7 +55,7 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 
 // endPull tells the peer's side of an answer; see peer.answered.
 func (v *node) endPull(node int, m *van.Meta, value []byte) (into backend.Mem, copied bool) {
-	if p := (*v.peers.Load())[node]; p != nil {
+	if p := (*v.tables.peers.Load())[node]; p != nil {
 		return p.endPull(m, value)
 	}
 	return backend.Mem{}, false
@@ -94,7 +94,7 @@ func (p *peer) takeCredits(t *trailer) (ok bool) {
 
 // handleCredits takes the credits that have come with a message.
 func (v *node) handleCredits(in *inbound, t *trailer) {
-	x := (*v.conns.Load())[t.epoch-v.epoch]
+	x := (*v.tables.conns.Load())[t.epoch-v.local.epoch]
 	if x == nil || x.peer == nil {
 		return // of an earlier connection
 	}
@@ -107,7 +107,7 @@ func (v *node) handleCredits(in *inbound, t *trailer) {
 func (p *peer) handleReclaim(l *link, r *reclaimRequest) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.link != l || p.ended {
+	if p.link != l || p.state.ended {
 		return
 	}
 	p.sender.Reclaim(int(r.slots), int(min(r.bytes, maxReclaim)))
@@ -124,22 +124,22 @@ func (p *peer) handleSendCompletion(l *link, c *verbs.Completion) {
 		if c.Status == verbs.StatusRetryExceeded {
 			why = errUnacknowledged
 		}
-		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", why, q, l.QueuePairs[q].Num(), c.Status))
+		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", why, q, l.queue.QueuePairs[q].Num(), c.Status))
 	}
 	p.mu.Lock()
 	if c.Status != verbs.StatusOK {
 		if q == 0 && peerRefused(c.Status) {
 			l.restoreCredits()
-		} else if r := l.Record(id); r != nil {
+		} else if r := l.queue.Record(id); r != nil {
 			l.markUncertain(&r.Note)
 		}
-		l.Broken = true // what is posted now would only be flushed
-		l.MarkFailed(id)
+		l.queue.Broken = true // what is posted now would only be flushed
+		l.queue.MarkFailed(id)
 		p.mu.Unlock()
 		return // another queue pair may still read the memory; see abandon
 	}
-	f, last := l.Complete(id)
-	if r := l.Record(id); !last && q == 0 && r != nil {
+	f, last := l.queue.Complete(id)
+	if r := l.queue.Record(id); !last && q == 0 && r != nil {
 		r.Note.clearCredits() // the peer has them with the meta, whatever becomes of the parts on other queue pairs
 	}
 	if last && f.Note.control != nil {

@@ -16,7 +16,7 @@ import (
 // has room. p.mu is held.
 func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	l := p.link
-	id, r, stage, _ := l.Begin()
+	id, r, stage, _ := l.queue.Begin()
 	if err := l.dialect.check(o); err != nil { // it was sent before there was a connection
 		p.reject(id, o, at, err)
 		return
@@ -34,7 +34,7 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		room = len(stage)
 	}
 	if !inMeta && n > room {
-		b, err := conn.NewBlock(l.Device, n, 0)
+		b, err := conn.NewBlock(l.queue.Device, n, 0)
 		if err != nil {
 			p.reject(id, o, at, fmt.Errorf("a meta of %d bytes: %w", n, err))
 			return
@@ -52,10 +52,10 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 			return
 		}
 	}
-	split := p.v.cfg.SplitQPLag && len(l.QueuePairs) > 1 && !inMeta && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
+	split := p.v.cfg.SplitQPLag && len(l.queue.QueuePairs) > 1 && !inMeta && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
 	if split {
 		l.splits++
-		le.PutUint32(meta[metaSlaves:], uint32(len(l.QueuePairs)-1))
+		le.PutUint32(meta[metaSlaves:], uint32(len(l.queue.QueuePairs)-1))
 		for i := range 2 {
 			le.PutUint64(meta[metaCounter+8*i:], l.splits)
 		}
@@ -84,11 +84,11 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	case r.Large != nil:
 		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), r.Large.MR.LKey()
 	case late:
-		wr = l.StagedByReference(wr, meta)
+		wr = l.queue.StagedByReference(wr, meta)
 	default:
-		wr = l.Staged(wr, meta)
+		wr = l.queue.Staged(wr, meta)
 	}
-	l.Add(id, 0, wr)
+	l.queue.Add(id, 0, wr)
 	l.bundle = bundle{}
 	if l.bundles && o.fitsBundle() {
 		l.bundle = bundle{record: id, end: n, limit: min(at.MetaLen, len(stage))}
@@ -144,7 +144,7 @@ func (p *peer) registerDestination(l *link, o *outgoing, meta []byte) error {
 
 // finishUnsent ends record id, of a message that is not sent.
 func (l *link) finishUnsent(id uint32, o *outgoing) {
-	f := l.Finish(id)
+	f := l.queue.Finish(id)
 	f.Note.done = o.done
 	go finishSent(&f)
 }
@@ -164,7 +164,7 @@ func (p *peer) failMessage(o *outgoing, err error) {
 
 // addPayload adds the writes of the payload.
 func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.RemoteSlot, stage []byte, split bool) {
-	r := l.Record(id)
+	r := l.queue.Record(id)
 	to, rkey := at.Data, at.DataKey
 	if o.direct {
 		to, rkey = o.addr, o.rkey
@@ -175,24 +175,24 @@ func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.Remote
 		}
 		wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: to, RKey: rkey}
 		if o.data[1].Len() == 0 {
-			l.Add(id, 0, l.Staged(wr, stage[:copy(stage, o.copies)]))
+			l.queue.Add(id, 0, l.queue.Staged(wr, stage[:copy(stage, o.copies)]))
 			return
 		}
 		wr.LocalAddr, wr.Len, wr.LKey = o.data[1].Addr(), o.lens[1], r.Regions[0].MR.LKey()
 		if !split {
-			l.AddValue(id, wr)
+			l.queue.AddValue(id, wr)
 			return
 		}
-		part := wr.Len / uint32(len(l.QueuePairs))
+		part := wr.Len / uint32(len(l.queue.QueuePairs))
 		first := wr
-		first.Len = wr.Len - part*uint32(len(l.QueuePairs)-1)
-		l.Add(id, 0, first)
+		first.Len = wr.Len - part*uint32(len(l.queue.QueuePairs)-1)
+		l.queue.Add(id, 0, first)
 		off := uint64(first.Len)
-		for q := 1; q < len(l.QueuePairs); q++ {
+		for q := 1; q < len(l.queue.QueuePairs); q++ {
 			x := wr
 			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, at.Index|immSlave
 			x.LocalAddr, x.RemoteAddr, x.Len = wr.LocalAddr+off, wr.RemoteAddr+off, part
-			l.Add(id, q, x)
+			l.queue.Add(id, q, x)
 			off += uint64(part)
 		}
 		return
@@ -210,11 +210,11 @@ func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.Remote
 			b := stage[:copy(stage, o.copies[copied:copied+n])]
 			stage = stage[aligned(n):]
 			copied += n
-			l.Add(id, 0, l.Staged(wr, b))
+			l.queue.Add(id, 0, l.queue.Staged(wr, b))
 		} else {
 			wr.LocalAddr, wr.Len, wr.LKey = o.data[i].Addr(), o.lens[i], r.Regions[reg].MR.LKey()
 			reg++
-			l.AddValue(id, wr)
+			l.queue.AddValue(id, wr)
 		}
 		off += n
 	}
@@ -223,11 +223,11 @@ func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.Remote
 // requestSlot sends a slot request. The link has room. p.mu is held.
 func (p *peer) requestSlot(origin uint64, o *outgoing, need rendezvous.Need) {
 	l := p.link
-	id, _, stage, _ := l.Begin()
+	id, _, stage, _ := l.queue.Begin()
 	s := slotRequest{metaLen: uint64(need.Meta), origin: origin}
 	l.dialect.completeRequest(&s, o, need)
 	s.put(stage[:slotRequestLen])
-	l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immSlotRequest}, stage[:slotRequestLen]))
+	l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immSlotRequest}, stage[:slotRequestLen]))
 	p.flush(false)
 }
 
@@ -247,7 +247,7 @@ func (p *peer) returnSlots() {
 		if len(back) == 0 {
 			return
 		}
-		id, _, stage, ok := l.Begin()
+		id, _, stage, ok := l.queue.Begin()
 		if !ok {
 			return // tick tries again
 		}
@@ -257,7 +257,7 @@ func (p *peer) returnSlots() {
 			t.n++
 		}
 		t.put(stage[:trailerLen])
-		l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immReturn}, stage[:trailerLen]))
+		l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immReturn}, stage[:trailerLen]))
 		p.sender.ReturnsSent(t.n)
 	}
 }

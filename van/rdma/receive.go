@@ -24,7 +24,7 @@ func (d *device) handleCompletion(c *verbs.Completion) {
 	if c.Type == verbs.SendDone {
 		serial = uint32(c.ID >> 32)
 	}
-	x := (*v.conns.Load())[serial]
+	x := (*v.tables.conns.Load())[serial]
 	if x == nil {
 		return // of a connection that has ended
 	}
@@ -56,11 +56,11 @@ func (d *device) handleCompletion(c *verbs.Completion) {
 func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 	v := d.v
 	if c.Imm&immSlave != 0 {
-		in.splits++
+		in.order.splits++
 		d.releaseCompleted(in)
 		return
 	}
-	l := v.slots.Get(c.Imm)
+	l := v.budget.slots.Get(c.Imm)
 	if l == nil || l.Owner != in {
 		in.malformed(&van.FieldError{Field: "slot", Value: c.Imm, Want: "one that this connection was given"})
 		return
@@ -80,7 +80,7 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 		in.malformed(err)
 	}
 	if l.OneShot {
-		v.slots.End(l)
+		v.budget.slots.End(l)
 	}
 	slotSet{in}.release(l)
 }
@@ -90,15 +90,15 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 // connection ended meanwhile.
 func (d *device) arrived(in *inbound, rx *received) bool {
 	switch {
-	case rx.splits <= in.splits && (len(in.incomplete) == 0 || rx.usesControlQueue() && !slices.ContainsFunc(in.incomplete, (*received).usesControlQueue)):
+	case rx.splits <= in.order.splits && (len(in.order.incomplete) == 0 || rx.usesControlQueue() && !slices.ContainsFunc(in.order.incomplete, (*received).usesControlQueue)):
 		d.ready.Put(rx)
-	case len(in.incomplete) >= maxIndex:
-		in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.incomplete)))
+	case len(in.order.incomplete) >= maxIndex:
+		in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.order.incomplete)))
 		rx.msg.Release()
 		return false
 	default:
-		in.incomplete = append(in.incomplete, rx)
-		in.hasIncomplete.Store(true)
+		in.order.incomplete = append(in.order.incomplete, rx)
+		in.order.hasIncomplete.Store(true)
 	}
 	return true
 }
@@ -106,23 +106,23 @@ func (d *device) arrived(in *inbound, rx *received) bool {
 // releaseCompleted hands up messages whose other parts have come.
 func (d *device) releaseCompleted(in *inbound) {
 	n := 0
-	for n < len(in.incomplete) && in.incomplete[n].splits <= in.splits {
-		d.ready.Put(in.incomplete[n])
+	for n < len(in.order.incomplete) && in.order.incomplete[n].splits <= in.order.splits {
+		d.ready.Put(in.order.incomplete[n])
 		n++
 	}
-	in.incomplete = append(in.incomplete[:0], in.incomplete[n:]...)
-	in.hasIncomplete.Store(len(in.incomplete) > 0)
+	in.order.incomplete = append(in.order.incomplete[:0], in.order.incomplete[n:]...)
+	in.order.hasIncomplete.Store(len(in.order.incomplete) > 0)
 }
 
 // dropIncomplete gives up messages whose other parts will not come.
 func (d *device) dropIncomplete(in *inbound) {
-	if !in.hasIncomplete.Load() {
+	if !in.order.hasIncomplete.Load() {
 		return
 	}
 	var held []*received
 	d.exclusive(func() {
-		held, in.incomplete = in.incomplete, nil
-		in.hasIncomplete.Store(false)
+		held, in.order.incomplete = in.order.incomplete, nil
+		in.order.hasIncomplete.Store(false)
 	})
 	for _, rx := range held {
 		rx.msg.Release()
@@ -149,7 +149,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 		m.Release()
 		return nil, nil
 	}
-	if in.unlisted.Load() && !m.IsControl() {
+	if in.process.unlisted.Load() && !m.IsControl() {
 		v := d.v
 		if n := v.stats.fenced.Add(1); n&(n-1) == 0 {
 			v.log.Warn("rdma: dropped a message of a process that the cluster's table does not name", "from", in.name(), "dropped so far", n)
@@ -157,7 +157,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 		m.Release()
 		return nil, nil
 	}
-	m.Sender, m.Receiver = in.handshake.node, int(d.v.id.Load())
+	m.Sender, m.Receiver = in.handshake.node, int(d.v.local.id.Load())
 	m.Trace().PostRecv = clock.Now()
 	if m.SlaveQPNum > 0 {
 		rx.splits = m.SlaveQPCounter[1]
@@ -188,7 +188,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 			}
 		}
 	} else if in.dialect.endsSlot(m) {
-		d.v.slots.End(l)
+		d.v.budget.slots.End(l)
 	}
 	d.v.stats.received(len(b) + m.PayloadLen())
 	return rx, nil
@@ -230,9 +230,9 @@ func (rx *received) usesControlQueue() bool { return rx.msg.IsControl() || rx.ms
 
 // queueOf is that of rx.
 func (d *device) queueOf(rx *received) *peerQueue {
-	l := &rx.in.queues[0]
+	l := &rx.in.order.queues[0]
 	if rx.usesControlQueue() {
-		l = &rx.in.queues[1]
+		l = &rx.in.order.queues[1]
 	}
 	if *l == nil {
 		*l = d.queues.of(rx.msg.Sender, rx.usesControlQueue())
@@ -246,10 +246,10 @@ func (d *device) pollable(rx *received) bool {
 	switch {
 	case rx.usesControlQueue():
 		return false
-	case d.v.self.Role == van.Server:
+	case d.v.local.self.Role == van.Server:
 		return rx.msg.Request
 	}
-	return !rx.msg.Request || van.RoleOf(rx.msg.Sender) == d.v.self.Role
+	return !rx.msg.Request || van.RoleOf(rx.msg.Sender) == d.v.local.self.Role
 }
 
 // next returns what is to be delivered next. What a Poll may not deliver is the loop's, and what comes behind

@@ -43,8 +43,8 @@ func (in slotSet) countSlotWait(err error) {
 	if err == nil || errors.Is(err, errPeerBudget) {
 		return
 	}
-	if n, show := v.slotWaitLog.Next(); show {
-		v.log.Warn("rdma: a peer waits for a slot", "peer", in.name(), "why", err, "slots", v.slots.Len(), "BYTEPS_ADDRESS_POOL_SIZE", v.cfg.AddressPoolSize, "so far", n)
+	if n, show := v.budget.slotWaitLog.Next(); show {
+		v.log.Warn("rdma: a peer waits for a slot", "peer", in.name(), "why", err, "slots", v.budget.slots.Len(), "BYTEPS_ADDRESS_POOL_SIZE", v.cfg.AddressPoolSize, "so far", n)
 	}
 }
 
@@ -56,24 +56,24 @@ func (in slotSet) reclaimFor(err error, now uint64) {
 		return
 	}
 	if errors.Is(err, errPeerBudget) {
-		in.requestReclaim(0, int(in.overBudgetBy), now)
+		in.requestReclaim(0, int(in.order.overBudgetBy), now)
 		return
 	}
-	if last := v.slotsScannedAt.Load(); now-last < uint64(slotScanPause) || !v.slotsScannedAt.CompareAndSwap(last, now) {
+	if last := v.budget.slotsScannedAt.Load(); now-last < uint64(slotScanPause) || !v.budget.slotsScannedAt.CompareAndSwap(last, now) {
 		return
 	}
 	shares := map[*inbound]int{in.inbound: 0} // the slots that each peer has
-	v.slots.Each(func(l *receiveSlot) {
+	v.budget.slots.Each(func(l *receiveSlot) {
 		if of := l.Owner.(*inbound); !l.OneShot && of.handshake.native {
 			shares[of]++
 		}
 	})
-	all := v.slots.Room()
+	all := v.budget.slots.Room()
 	ofBytes := errors.Is(err, errTotalBudget)
 	if ofBytes {
 		all = 0
 		for of := range shares {
-			shares[of] = int(of.registeredBytes.Load())
+			shares[of] = int(of.slots.registeredBytes.Load())
 			all += shares[of]
 		}
 	}
@@ -102,7 +102,7 @@ func (in slotSet) requestReclaim(places, bytes int, now uint64) {
 	}
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	w := &in.reclaim
+	w := &in.slots.reclaim
 	if in.closed || now-w.at < uint64(reclaimPause) {
 		return
 	}
@@ -121,7 +121,7 @@ func (in slotSet) requestReclaim(places, bytes int, now uint64) {
 
 // hasFreeSlots tells whether the peer, a native node, has a slot in which no message lies. in.mu is held.
 func (in slotSet) hasFreeSlots() bool {
-	for _, all := range in.slots {
+	for _, all := range in.slots.granted {
 		if slices.ContainsFunc(all, func(l *receiveSlot) bool { return !l.Held() }) {
 			return true
 		}
@@ -133,10 +133,10 @@ func (in slotSet) hasFreeSlots() bool {
 // has come.
 func (in slotSet) handleReturnedSlots(t *trailer) {
 	in.mu.Lock()
-	in.reclaim.since = 0
+	in.slots.reclaim.since = 0
 	ok := true
 	for _, i := range t.credits[:t.n] {
-		l := in.v.slots.Get(uint32(i))
+		l := in.v.budget.slots.Get(uint32(i))
 		if l == nil || l.Owner != in.inbound || l.OneShot || l.Held() {
 			ok = false
 			continue

@@ -41,7 +41,7 @@ func TestIdlePeerGivesBack(t *testing.T) {
 	a, b := r.node(9), r.node(11)
 	r.link(a, s)
 	r.link(b, s)
-	hoard(a, s, s.slots.Room(), 3000)
+	hoard(a, s, s.budget.slots.Room(), 3000)
 	b.must(control(s, 1))
 	b.must(push(s, 1, 2, value(3000, 2)))
 	seen := map[int32]bool{}
@@ -67,7 +67,7 @@ func TestPlacesOfOtherSizes(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(places(8))
 	for i, size := range []int{3000, 6000, 20000, 1500, 3000} {
-		hoard(w, s, s.slots.Room(), size+i)
+		hoard(w, s, s.budget.slots.Room(), size+i)
 	}
 	w.toldNothing()
 }
@@ -83,7 +83,7 @@ func TestControlIsNotStarved(t *testing.T) {
 		a.must(push(s, 1, i, value(3000, i)))
 	}
 	var held []*van.Message
-	for range s.slots.Room() {
+	for range s.budget.slots.Room() {
 		held = append(held, s.next())
 	}
 	r.until("a slot request waits", func() bool { return r.starved(s) })
@@ -142,7 +142,7 @@ func TestHoarderIsCutOff(t *testing.T) {
 	r.link(w, s)
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
 	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
-	for i := range s.slots.Room() {
+	for i := range s.budget.slots.Room() {
 		c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: uint64(i), key: 6})
 	}
 	w.must(push(s, 1, 1, value(3000, 1)))
@@ -206,7 +206,7 @@ func TestBudgetIsReclaimed(t *testing.T) {
 			for k := range 8 {
 				s.wantValue(k, value(size, round+i))
 			}
-			if n := s.incomingOf(9).registeredBytes.Load(); n > 1<<20 {
+			if n := s.incomingOf(9).slots.registeredBytes.Load(); n > 1<<20 {
 				t.Errorf("%d bytes are registered for the worker, want at most %d", n, 1<<20)
 			}
 		}
@@ -223,7 +223,7 @@ func TestTotalBudget(t *testing.T) {
 		r.link(n, s)
 		hoard(n, s, 2, 120<<10)
 		hoard(n, s, 3, 60<<10)
-		if b := s.registered.Load(); b > 1<<20 {
+		if b := s.budget.registered.Load(); b > 1<<20 {
 			t.Errorf("%d bytes are registered for %d peers, want at most %d", b, i+1, 1<<20)
 		}
 	}
@@ -250,7 +250,7 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 			n.must(push(s, uint64(k), k, value(size, k)))
 			s.wantValue(k, value(size, k))
 		}
-		if s.registered.Load() == 0 {
+		if s.budget.registered.Load() == 0 {
 			t.Error("nothing is counted")
 		}
 		long := control(s, 10) // its meta does not fit into a cell
@@ -262,7 +262,7 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 			m.Release()
 		}
 		n.close()
-		r.until(fmt.Sprintf("all of peer %d is given back", i), func() bool { return s.registered.Load() == 0 && s.slots.Len() == 0 })
+		r.until(fmt.Sprintf("all of peer %d is given back", i), func() bool { return s.budget.registered.Load() == 0 && s.budget.slots.Len() == 0 })
 	}
 }
 
@@ -280,11 +280,11 @@ func (r *rig) allInUse() (w, s *testNode, held []*van.Message, askedTwice func()
 	asked := func() (at uint64) {
 		in.mu.Lock()
 		defer in.mu.Unlock()
-		return in.reclaim.at
+		return in.slots.reclaim.at
 	}
 	r.until("it is asked for slots", func() bool { return asked() != 0 })
 	in.mu.Lock()
-	in.reclaim.since = 1
+	in.slots.reclaim.since = 1
 	in.mu.Unlock()
 	return w, s, held, func() {
 		for range 2 {
@@ -387,7 +387,7 @@ func TestRegisteredBuffersDoNotCount(t *testing.T) {
 	w.must(push(s, 1, 1, value(3<<20, 1)))
 	s.wantValue(1, value(3<<20, 1))
 	w.toldNothing()
-	if n := s.incomingOf(9).registeredBytes.Load(); n != 0 {
+	if n := s.incomingOf(9).slots.registeredBytes.Load(); n != 0 {
 		t.Errorf("%d bytes are counted", n)
 	}
 }
@@ -416,13 +416,13 @@ func TestUnusedOneShots(t *testing.T) {
 		c.send(immSlotRequest, b[:])
 	}
 	in := s.incomingOf(11)
-	most := s.slots.Room() / oneShotShare
+	most := s.budget.slots.Room() / oneShotShare
 	r.until("all have been seen", func() bool {
 		in.mu.Lock()
 		defer in.mu.Unlock()
-		return len(in.waiting[controlPriority]) == 100-most
+		return len(in.slots.waiting[controlPriority]) == 100-most
 	})
-	if n := int(in.oneShots.Load()); n != most {
+	if n := int(in.slots.oneShots.Load()); n != most {
 		t.Errorf("it has %d slots for control messages, want %d", n, most)
 	}
 	w.must(control(s, 1))
@@ -450,14 +450,14 @@ func TestHostileReturns(t *testing.T) {
 		}
 	}
 	var others []*receiveSlot
-	h.s.slots.Each(func(l *receiveSlot) {
+	h.s.budget.slots.Each(func(l *receiveSlot) {
 		if l.Owner.(*inbound).handshake.node != 11 {
 			others = append(others, l)
 		}
 	})
 	for _, l := range others {
 		say("slot of another", int(l.Index()), true)
-		if h.s.slots.Get(l.Index()) != l {
+		if h.s.budget.slots.Get(l.Index()) != l {
 			t.Error("the slot of another has ended")
 		}
 	}
@@ -465,7 +465,7 @@ func TestHostileReturns(t *testing.T) {
 		t.Error("no slot of another was tried")
 	}
 	say("slot for one message", int(shot.index), true)
-	say("no slot", h.s.slots.Len()+5, true)
+	say("no slot", h.s.budget.slots.Len()+5, true)
 	say("no slot that can be", 1<<16-1, true)
 	h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: mine.data, RKey: mine.dataKey}, value(1000, 9))
 	h.c.notify(0, mine.index, mine.meta, mine.metaKey, encode(h.rig, push(h.s, 6, 1, value(1000, 9)), &trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 1000}}))
@@ -477,12 +477,12 @@ func TestHostileReturns(t *testing.T) {
 	m.Release()
 	in := h.s.incomingOf(11)
 	in.mu.Lock()
-	in.reclaim.since = 1 // it was asked long ago
+	in.slots.reclaim.since = 1 // it was asked long ago
 	in.mu.Unlock()
 	say("mine", int(mine.index), false)
-	h.until("it has come back", func() bool { return h.s.slots.Get(mine.index) == nil })
+	h.until("it has come back", func() bool { return h.s.budget.slots.Get(mine.index) == nil })
 	in.mu.Lock()
-	if in.reclaim.since != 0 {
+	if in.slots.reclaim.since != 0 {
 		t.Error("it has given back what it was asked for, and will be cut off for not doing so")
 	}
 	in.mu.Unlock()
@@ -517,7 +517,7 @@ func TestHostileReclaims(t *testing.T) {
 	c.send(immReclaim, ask[:])
 	var credit [trailerLen]byte
 	epoch := uint32(0)
-	for _, x := range *w.conns.Load() {
+	for _, x := range *w.tables.conns.Load() {
 		if x.peer != nil {
 			epoch = x.link.epoch
 		}
@@ -545,7 +545,7 @@ func TestCreditsWhileAsleep(t *testing.T) {
 		in := s.incomingOf(9)
 		r.until("the receiver sleeps", in.device.sleeping.Load)
 		m.Release()
-		if n := in.creditsOwed.Load(); n != 0 && in.device.sleeping.Load() {
+		if n := in.owed.count.Load(); n != 0 && in.device.sleeping.Load() {
 			t.Errorf("%d credits wait while the loop sleeps", n)
 		}
 	}

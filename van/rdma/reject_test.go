@@ -21,8 +21,8 @@ func TestRejectedMessageGivesItsPlaceBack(t *testing.T) {
 	}
 	send(0, vals)
 	p.next(p.atServer).Release()
-	peer := (*p.worker.peers.Load())[serverID]
-	places := p.server.slots.Len
+	peer := (*p.worker.tables.peers.Load())[serverID]
+	places := p.server.budget.slots.Len
 	before := places()
 	noMemory := errors.New("no memory")
 	p.net.Fail(func(op fakeverbs.Op) error {
@@ -61,11 +61,11 @@ func TestMoreBeforeError(t *testing.T) {
 	p.next(p.atServer).Release()
 	// The credit has come, which would send what waits.
 	p.until("quiet", func() bool {
-		quiet := (*p.worker.devices.Load())[0].sleeping.Load()
-		for _, c := range *p.server.conns.Load() {
+		quiet := (*p.worker.tables.devices.Load())[0].sleeping.Load()
+		for _, c := range *p.server.tables.conns.Load() {
 			if in := c.in; in != nil {
 				in.mu.Lock()
-				quiet = quiet && len(in.credits) == 0 && in.sends.Idle()
+				quiet = quiet && len(in.owed.credits) == 0 && in.sends.Idle()
 				in.mu.Unlock()
 			}
 		}

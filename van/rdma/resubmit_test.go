@@ -75,7 +75,7 @@ func (s *rawServer) pull(c *rawConn, key uint64, n int) {
 
 // expected is the keys whose answers may still come.
 func (s *rawServer) expected() (keys []uint64) {
-	p := (*s.w.peers.Load())[s.who.who.ID]
+	p := (*s.w.tables.peers.Load())[s.who.who.ID]
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for k := range p.pulls {
@@ -87,7 +87,7 @@ func (s *rawServer) expected() (keys []uint64) {
 
 // incoming is the serial numbers of the connections to n.
 func (n *testNode) incoming() (all []uint32) {
-	for serial, c := range *n.conns.Load() {
+	for serial, c := range *n.tables.conns.Load() {
 		if c.in != nil {
 			all = append(all, serial)
 		}
@@ -107,7 +107,7 @@ func TestOriginalAgain(t *testing.T) {
 	old := w.incoming()
 	s.pull(first, 1, 1000)
 
-	p := (*w.peers.Load())[s.who.who.ID]
+	p := (*w.tables.peers.Load())[s.who.who.ID]
 	p.mu.Lock()
 	l := p.link
 	p.mu.Unlock()
@@ -136,13 +136,13 @@ func TestConnectWhileConnecting(t *testing.T) {
 			w := r.node(9)
 			s := newRawServer(r, w)
 			s.take()
-			p := (*w.peers.Load())[s.who.who.ID]
+			p := (*w.tables.peers.Load())[s.who.who.ID]
 			p.currentLink().fail(van.ErrPeerLost)
 			w.wantDown(s.who)
 			r.until("a connect request is with it", func() bool {
 				p.mu.Lock()
 				defer p.mu.Unlock()
-				return p.connecting
+				return p.state.connecting
 			})
 			w.connect(s.who)
 			if refused {

@@ -17,13 +17,13 @@ func fullLink(w, s *testNode, n int) *peer {
 	r := w.r
 	r.Helper()
 	hoard(w, s, n, 3000)
-	p := (*w.peers.Load())[s.who.ID]
+	p := (*w.tables.peers.Load())[s.who.ID]
 	r.until("all slots are free", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return p.link.Idle() && s.incomingOf(w.who.ID).creditsOwed.Load() == 0
+		return p.link.queue.Idle() && s.incomingOf(w.who.ID).owed.count.Load() == 0
 	})
-	for _, q := range p.currentLink().QueuePairs {
+	for _, q := range p.currentLink().queue.QueuePairs {
 		r.net.HoldQP(q.Num())
 	}
 	w.must(push(s, 1, 1000, value(3000, 7)))
@@ -44,7 +44,7 @@ func TestReturnsWaitForRoom(t *testing.T) {
 	const n = maxCredits + 7 // more than one notice can tell
 	p := fullLink(w, s, n)
 	p.mu.Lock()
-	said, waiting := p.link.CanBegin(), p.sender.Waiting()
+	said, waiting := p.link.queue.CanBegin(), p.sender.Waiting()
 	p.mu.Unlock()
 	if said || waiting != 0 {
 		t.Fatalf("there is room: %t, %d messages wait; want neither", said, waiting)
@@ -53,7 +53,7 @@ func TestReturnsWaitForRoom(t *testing.T) {
 	s.wantValue(1000, value(3000, 7))
 	r.until("the slots have come back", func() bool {
 		left := 0
-		s.slots.Each(func(l *receiveSlot) {
+		s.budget.slots.Each(func(l *receiveSlot) {
 			if !l.OneShot && l.Route.Class != 0 {
 				left++
 			}

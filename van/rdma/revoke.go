@@ -46,7 +46,7 @@ func (v *rvan) Invalidate(m backend.Mem) {
 			kept = append(kept, r)
 		}
 	}
-	for _, d := range *v.devices.Load() {
+	for _, d := range *v.tables.devices.Load() {
 		d.regions.Invalidate(m, kept)
 	}
 }
@@ -67,7 +67,7 @@ func (v *rvan) Cancel(q van.Requests) {
 			if l == nil {
 				continue
 			}
-			l.Each(func(m *sentMessage) {
+			l.queue.Each(func(m *sentMessage) {
 				if m.flags != nil && m.id.in(&q) {
 					m.flags[0] |= trailerCanceled
 				}

@@ -64,7 +64,7 @@ func TestPullsOfEndedPeer(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
 	inUse := func() (n int) {
-		for _, d := range *p.worker.devices.Load() {
+		for _, d := range *p.worker.tables.devices.Load() {
 			n += d.regions.InUse()
 		}
 		return n
@@ -151,7 +151,7 @@ func TestRecallGivesSlotsBack(t *testing.T) {
 		t.Errorf("request %d came, want %d", m.Timestamp, n-1)
 	}
 	m.Release()
-	if got, most := p.server.slots.Len(), rendezvous.Eager(size)+8; got > most { // and some for control messages
+	if got, most := p.server.budget.slots.Len(), rendezvous.Eager(size)+8; got > most { // and some for control messages
 		t.Errorf("%d slots serve one key, want at most %d", got, most)
 	}
 }
@@ -202,8 +202,8 @@ func TestRecallWhileLeaving(t *testing.T) {
 		t.Fatal(err)
 	}
 	p.next(p.atServer).Release() // there is a slot from now on
-	to := (*p.worker.peers.Load())[serverID]
-	for _, q := range to.currentLink().QueuePairs {
+	to := (*p.worker.tables.peers.Load())[serverID]
+	for _, q := range to.currentLink().queue.QueuePairs {
 		p.net.HoldQP(q.Num())
 	}
 	v := value(64<<10, 2)
@@ -230,7 +230,7 @@ func TestRecallWhileLeaving(t *testing.T) {
 	p.until("end of the connection", func() bool {
 		p.server.mu.Lock()
 		defer p.server.mu.Unlock()
-		return len(p.server.inbounds) == 0
+		return len(p.server.accepted.inbounds) == 0
 	})
 	p.net.Fail(nil)
 	if p.server.Stats().ReceivedMessages == 1 {
@@ -267,8 +267,8 @@ func TestRevokeBesideASend(t *testing.T) {
 
 	w.must(pull(s, 1, 2, all[:half])) // is given up
 	s.next().Release()
-	to := (*w.peers.Load())[8]
-	for _, q := range to.currentLink().QueuePairs {
+	to := (*w.tables.peers.Load())[8]
+	for _, q := range to.currentLink().queue.QueuePairs {
 		r.net.HoldQP(q.Num())
 	}
 	w.must(push(s, 2, 3, v))

@@ -86,7 +86,7 @@ func (r *rig) make(id int, options ...func(*env.Config)) *testNode {
 	n.stack.SetName(van.NodeName(id))
 	identity := van.Identity{Incarnation: uint32(1000 + len(r.nodes))}
 	n.rvan = NewOn(n.stack, van.Options{Config: cfg, Incarnation: identity.Incarnation, Log: n.logged.Logger()}).(*rvan)
-	n.real = r.real
+	n.liveness.real = r.real
 	LongNets(n.rvan)
 	if r.probes {
 		n.times.probe = probeTime
@@ -318,4 +318,4 @@ func (n *testNode) says(words ...string) {
 func lost(err error) bool { return errors.Is(err, van.ErrPeerLost) }
 
 // device0 is the node's first device.
-func (n *testNode) device0() *device { return (*n.devices.Load())[0] }
+func (n *testNode) device0() *device { return (*n.tables.devices.Load())[0] }

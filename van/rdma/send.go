@@ -14,7 +14,7 @@ import (
 
 // Send implements van.Van.
 func (v *rvan) Send(msg *van.Message) error {
-	p := (*v.peers.Load())[msg.Receiver]
+	p := (*v.tables.peers.Load())[msg.Receiver]
 	if p == nil {
 		if v.closed.Load() {
 			return v.sendError(msg, nil, van.ErrClosed)
@@ -52,11 +52,11 @@ func (v *rvan) Send(msg *van.Message) error {
 func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 	data := !msg.IsControl() && !msg.SimpleApp
 	switch {
-	case p.ended:
+	case p.state.ended:
 		return false, van.ErrClosed
-	case p.oneWay && data:
+	case p.state.oneWay && data:
 		return false, fmt.Errorf("%w: it has not connected to this node again, and could not answer", van.ErrPeerLost)
-	case p.lost && data:
+	case p.state.lost && data:
 		return false, fmt.Errorf("%w: its connection broke and has not been restored", van.ErrPeerLost)
 	case msg.Continues: // accepted with the first message of its request
 	case data && p.sender.Waiting() > 0 && p.unsent >= p.v.cfg.SendBudget && p.v.cfg.SendBudget > 0 && !failpoint.On("send-budget"):
@@ -106,7 +106,7 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 
 // sendError says what went wrong with a message for a peer.
 func (v *node) sendError(msg *van.Message, p *peer, err error) error {
-	e := &van.Error{Op: "send", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String(), Err: err}
+	e := &van.Error{Op: "send", Node: van.NodeName(int(v.local.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String(), Err: err}
 	if p != nil {
 		v.Flush(msg.Receiver) // what was sent with More has waited for msg
 		e.Peer += " at " + p.addr.String()
@@ -116,7 +116,7 @@ func (v *node) sendError(msg *van.Message, p *peer, err error) error {
 
 // Flush implements van.Flusher.
 func (v *node) Flush(id int) {
-	if p := (*v.peers.Load())[id]; p != nil {
+	if p := (*v.tables.peers.Load())[id]; p != nil {
 		p.mu.Lock()
 		p.flush(false)
 		p.mu.Unlock()
@@ -125,7 +125,7 @@ func (v *node) Flush(id int) {
 
 // pump does what the rendezvous says, as long as the link has room. p.mu is held.
 func (p *peer) pump() {
-	for l := p.link; l != nil && l.CanBegin(); {
+	for l := p.link; l != nil && l.queue.CanBegin(); {
 		if o, ok := p.sender.First(); ok && l.bundle.fits(l, o) {
 			p.sender.TakeFirst()
 			l.bundle.add(p, o)

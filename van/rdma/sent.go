@@ -45,7 +45,7 @@ func (m *sentMessage) clearCredits() {
 
 // restoreCredits owes again what messages carry that the peer has not received.
 func (l *link) restoreCredits() {
-	l.Each(func(m *sentMessage) {
+	l.queue.Each(func(m *sentMessage) {
 		for _, s := range m.credits[:m.returned] {
 			m.creditsOf.returnCredit(s)
 		}
@@ -67,6 +67,6 @@ func (l *link) markUncertain(m *sentMessage) {
 
 // carriesData tells whether data is under way.
 func (l *link) carriesData() (carries bool) {
-	l.Each(func(m *sentMessage) { carries = carries || m.data })
+	l.queue.Each(func(m *sentMessage) { carries = carries || m.data })
 	return carries
 }

@@ -18,7 +18,7 @@ type slotSet struct{ *inbound }
 
 // slotState is the receive slots of one connection. Its inbound's mu guards what is no atomic.
 type slotState struct {
-	slots   map[rendezvous.Route][]*receiveSlot
+	granted map[rendezvous.Route][]*receiveSlot
 	areas   map[uint64]*area    // of a StepMesh node, by key
 	cells   conn.Cells          // for metas: what one peer may write to, no other may
 	waiting [2][]pendingRequest // for a slot: of control messages, and others
@@ -76,8 +76,8 @@ func (a *area) put() {
 
 // charge counts bytes that are registered for the peer.
 func (in slotSet) charge(n int) {
-	in.registeredBytes.Add(int64(n))
-	in.v.registered.Add(int64(n))
+	in.slots.registeredBytes.Add(int64(n))
+	in.v.budget.registered.Add(int64(n))
 }
 
 // metaBytes is what a meta of n bytes costs. The usual ones, of which there cannot be more
@@ -103,7 +103,7 @@ func (in slotSet) newArea(n int, host bool) (*area, error) {
 func (in slotSet) keyArea(key uint64, n int) (*area, error) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	a := in.areas[key]
+	a := in.slots.areas[key]
 	if a == nil || a.Mem.Len() < n {
 		if in.closed {
 			return nil, van.ErrClosed
@@ -112,7 +112,7 @@ func (in slotSet) keyArea(key uint64, n int) (*area, error) {
 		if err != nil {
 			return nil, err
 		}
-		in.areas[key] = grown
+		in.slots.areas[key] = grown
 		if a != nil {
 			a.put()
 		}
@@ -125,26 +125,26 @@ func (in slotSet) keyArea(key uint64, n int) (*area, error) {
 // endSlot ends a slot, and what is owed for it: its index may soon be another slot's.
 // in.mu is held.
 func (in slotSet) endSlot(l *receiveSlot) {
-	in.credits = slices.DeleteFunc(in.credits, func(i uint16) bool { return uint32(i) == l.Index() })
-	in.creditsOwed.Store(int32(len(in.credits)))
-	if in.v.slots.End(l) {
+	in.owed.credits = slices.DeleteFunc(in.owed.credits, func(i uint16) bool { return uint32(i) == l.Index() })
+	in.owed.count.Store(int32(len(in.owed.credits)))
+	if in.v.budget.slots.End(l) {
 		in.freeSlot(l)
 	}
 }
 
 // dropSlot ends a slot that the peer has given up. in.mu is held.
 func (in slotSet) dropSlot(l *receiveSlot) {
-	in.slots[l.Route] = slices.DeleteFunc(in.slots[l.Route], func(x *receiveSlot) bool { return x == l })
+	in.slots.granted[l.Route] = slices.DeleteFunc(in.slots.granted[l.Route], func(x *receiveSlot) bool { return x == l })
 	in.endSlot(l)
 }
 
 // freeSlot gives back the memory of a slot that has ended and that nobody holds.
 func (in slotSet) freeSlot(l *receiveSlot) {
 	m := &l.Memory
-	_ = in.cells.Put(m.meta)
+	_ = in.slots.cells.Put(m.meta)
 	in.charge(-m.bytes)
 	if l.OneShot {
-		in.oneShots.Add(-1)
+		in.slots.oneShots.Add(-1)
 	}
 	if m.area != nil {
 		m.area.put()
@@ -160,9 +160,9 @@ func (in slotSet) freeSlot(l *receiveSlot) {
 func (in slotSet) noteOverwrite(l *receiveSlot, key uint64) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if !in.warned && in.suspect.slot == nil {
-		in.suspect.slot, in.suspect.key, in.suspect.since = l, key, clock.Now()
-		in.overwritten.Store(true)
+	if !in.slots.warned && in.slots.suspect.slot == nil {
+		in.slots.suspect.slot, in.slots.suspect.key, in.slots.suspect.since = l, key, clock.Now()
+		in.slots.overwritten.Store(true)
 		in.device.active.Add(&in.activeDue)
 	}
 }
@@ -171,7 +171,7 @@ func (in slotSet) noteOverwrite(l *receiveSlot, key uint64) {
 func (in slotSet) checkOverwrite(now uint64) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	x := &in.suspect
+	x := &in.slots.suspect
 	switch {
 	case x.slot == nil:
 		return
@@ -179,10 +179,10 @@ func (in slotSet) checkOverwrite(now uint64) {
 	case now-x.since < uint64(in.v.times.overwriteGrace):
 		return
 	default:
-		in.warned = true
+		in.slots.warned = true
 		in.v.log.Warn("rdma: a peer has overwritten a value that is still in use: over RDMA a node of the C++ library may use a key again once it has its answer",
 			"peer", in.handshake.name(), "key", x.key)
 	}
 	x.slot = nil
-	in.overwritten.Store(false)
+	in.slots.overwritten.Store(false)
 }

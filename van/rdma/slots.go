@@ -25,7 +25,7 @@ func (in slotSet) handleSlotRequest(b []byte) {
 		in.malformed(err)
 		return
 	}
-	later := &in.waiting[q.priority()]
+	later := &in.slots.waiting[q.priority()]
 	in.mu.Lock()
 	wait := len(*later) > 0 // requests are granted in their order
 	in.mu.Unlock()
@@ -51,10 +51,10 @@ func (in slotSet) handleSlotRequest(b []byte) {
 
 // retryRequests answers the slot requests that had to wait.
 func (in slotSet) retryRequests(now uint64, _ bool) bool {
-	for k := range in.waiting {
+	for k := range in.slots.waiting {
 		in.mu.Lock()
-		all := in.waiting[k]
-		in.waiting[k] = nil
+		all := in.slots.waiting[k]
+		in.slots.waiting[k] = nil
 		in.mu.Unlock()
 		var kept []pendingRequest
 		for i := range all {
@@ -78,7 +78,7 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 		if len(kept) > 0 {
 			in.mu.Lock()
 			if !in.closed {
-				in.waiting[k] = append(kept, in.waiting[k]...)
+				in.slots.waiting[k] = append(kept, in.slots.waiting[k]...)
 				in.device.requests.Add(&in.requestsDue)
 			}
 			in.mu.Unlock()
@@ -106,7 +106,7 @@ func (in slotSet) grantOrRefuse(q *pendingRequest) error {
 		in.dialect.refuse(s.origin, 0, err)
 		return nil
 	}
-	if !need.OneShot && (in.stalled.Load() || in.unlisted.Load()) {
+	if !need.OneShot && (in.stalled.Load() || in.process.unlisted.Load()) {
 		return errStalled
 	}
 	if in.dialect.sharedSlotsSuffice(s, need, kind) {
@@ -152,18 +152,18 @@ func (in slotSet) newSlot(s *slotRequest, need rendezvous.Need, kind uint64) (*r
 	var r slotReply
 	l := &receiveSlot{Owner: in.inbound, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
 	urgent := s.priority() == controlPriority
-	if l.OneShot && int(in.oneShots.Load()) >= max(2, v.slots.Room()/oneShotShare) {
+	if l.OneShot && int(in.slots.oneShots.Load()) >= max(2, v.budget.slots.Room()/oneShotShare) {
 		return nil, r, rendezvous.ErrNoSlot // it does not use those that it has
 	}
 	// First the index: to register memory is dear, and a request that waits is tried often.
-	if err := v.slots.Add(l, urgent); err != nil {
+	if err := v.budget.slots.Add(l, urgent); err != nil {
 		return nil, r, err
 	}
 	if l.OneShot {
-		in.oneShots.Add(1)
+		in.slots.oneShots.Add(1)
 	}
 	l.Route, l.Memory.origin = in.dialect.route(need, kind), s.origin
-	meta, err := in.cells.Get(need.Meta)
+	meta, err := in.slots.cells.Get(need.Meta)
 	if err == nil {
 		l.Memory.meta, l.Memory.bytes = meta, metaBytes(need.Meta)
 		in.charge(l.Memory.bytes)
@@ -171,7 +171,7 @@ func (in slotSet) newSlot(s *slotRequest, need rendezvous.Need, kind uint64) (*r
 		err = in.allocate(l, s, need, kind, &r)
 	}
 	if err != nil {
-		if v.slots.End(l) {
+		if v.budget.slots.End(l) {
 			in.freeSlot(l)
 		}
 		return nil, r, err
@@ -209,7 +209,7 @@ func (in slotSet) allocate(l *receiveSlot, s *slotRequest, need rendezvous.Need,
 func (in slotSet) recordSlot(l *receiveSlot) {
 	if !in.closed {
 		in.dialect.record(l)
-	} else if in.v.slots.End(l) {
+	} else if in.v.budget.slots.End(l) {
 		in.freeSlot(l)
 	}
 }

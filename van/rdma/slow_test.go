@@ -48,13 +48,13 @@ func TestOriginalIsAnsweredAtOnce(t *testing.T) {
 			return func() bool {
 				in.mu.Lock()
 				defer in.mu.Unlock()
-				return len(in.ids) == n
+				return len(in.accept.ids) == n
 			}
 		}
 		r.until("it has asked", asked(1))
 		if all {
 			in.mu.Lock()
-			n := in.accepted
+			n := in.accept.accepted
 			in.mu.Unlock()
 			if n != 0 {
 				t.Error("one of two queue pairs is accepted before the other has asked")
@@ -75,18 +75,18 @@ func TestSlowOriginalIsWaitedFor(t *testing.T) {
 	w.times.connect = time.Millisecond
 	s := newRawServer(r, w)
 	w.must(control(s.who, 1))
-	p := (*w.peers.Load())[8]
+	p := (*w.tables.peers.Load())[8]
 	r.until("a connect request is with it", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return p.connecting
+		return p.state.connecting
 	})
 	begun := time.Now()
 	r.until("the time has passed that a native node has", func() bool { return time.Since(begun) > 10*w.times.connect })
 	s.take().receive(immSlotRequest)
 	p.mu.Lock()
-	if p.connectCount != 1 {
-		t.Errorf("%d connections, want the first", p.connectCount)
+	if p.state.connectCount != 1 {
+		t.Errorf("%d connections, want the first", p.state.connectCount)
 	}
 	p.mu.Unlock()
 	if len(s.early) > 0 {
@@ -103,7 +103,7 @@ func TestControlSurvivesALostConnection(t *testing.T) {
 	w, s := r.pair()
 	w.times.quiet = patience
 	for round := range 3 {
-		first := (*w.peers.Load())[8].currentLink()
+		first := (*w.tables.peers.Load())[8].currentLink()
 		failed := false
 		r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
 			if wr.Stack == w.stack && wr.Op == verbs.OpWriteImm && !failed {
@@ -122,7 +122,7 @@ func TestControlSurvivesALostConnection(t *testing.T) {
 			}
 			m.Release()
 		}
-		if (*w.peers.Load())[8].currentLink() == first {
+		if (*w.tables.peers.Load())[8].currentLink() == first {
 			t.Error("the connection was not lost")
 		}
 		w.toldNothing()
@@ -170,9 +170,9 @@ func TestControlOfAReplacedWriter(t *testing.T) {
 		s.nextWith(int32(i)).Release()
 	}
 	for round := range 2 {
-		before := (*w.peers.Load())[s.who.ID]
+		before := (*w.tables.peers.Load())[s.who.ID]
 		w.connect(s)
-		if (*w.peers.Load())[s.who.ID] == before {
+		if (*w.tables.peers.Load())[s.who.ID] == before {
 			t.Fatal("the node goes on with the connection that it has")
 		}
 		w.wantUp(s)
@@ -205,9 +205,9 @@ func TestAnsweredValueIsLetGo(t *testing.T) {
 	}
 	last.Release()
 	in := h.s.incomingOf(11)
-	h.until("it has been looked at", func() bool { return !in.overwritten.Load() })
+	h.until("it has been looked at", func() bool { return !in.slots.overwritten.Load() })
 	in.mu.Lock()
-	if in.warned {
+	if in.slots.warned {
 		t.Error("it was warned of")
 	}
 	in.mu.Unlock()

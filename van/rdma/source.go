@@ -36,15 +36,15 @@ const (
 func newDevice(v *rvan, dev verbs.Device) *device {
 	d := &device{v: v, dev: dev, regions: conn.NewRegions(dev, v.backend), areaSet: areaSet{areas: map[*area]bool{}}, stopped: make(chan struct{})}
 	d.pool.d = d
-	d.spinner = v.engine.Spinner()
+	d.spinner = v.delivery.engine.Spinner()
 	d.probes.Delay = v.times.probe
 	d.regions.OnStuck = func(r *conn.Region, err error) {
 		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.Mem.Len(), "err", err)
 	}
-	d.feed = engine.NewFeed(v.engine, d, engine.FeedOptions{Polls: true, Spins: true, LongLooks: true, Spin: spinTime, Busy: v.movedBulk, Failing: d.dead.Load})
+	d.feed = engine.NewFeed(v.delivery.engine, d, engine.FeedOptions{Polls: true, Spins: true, LongLooks: true, Spin: spinTime, Busy: v.movedBulk, Failing: d.dead.Load})
 	l := d.feed.Loop
 	l.Begin = d.begin
-	l.Budget, l.Weight = v.recvBudget, weight
+	l.Budget, l.Weight = v.delivery.recvBudget, weight
 	l.Paused = d.logPaused
 	l.Resumed = func(*engine.Lane[*van.Message]) { d.feed.Wake() }
 	return d
@@ -71,7 +71,7 @@ func (d *device) logPaused(l *engine.Lane[*van.Message], bytes int64) {
 			return
 		}
 		d.v.log.Warn("rdma: messages of a peer wait for a handler that is slow; it gets no more slots until some have been taken",
-			"peer", van.NodeName(l.ID), "bytes", bytes, "STEPAF_RECV_BUDGET_PEER", d.v.cfg.RecvBudgetPeer, "of all peers", d.v.recvBudget.Used(), "STEPAF_RECV_BUDGET", d.v.cfg.RecvBudget, "so far", n)
+			"peer", van.NodeName(l.ID), "bytes", bytes, "STEPAF_RECV_BUDGET_PEER", d.v.cfg.RecvBudgetPeer, "of all peers", d.v.delivery.recvBudget.Used(), "STEPAF_RECV_BUDGET", d.v.cfg.RecvBudget, "so far", n)
 	})
 }
 
@@ -93,7 +93,7 @@ func (d *device) begin() {
 
 func (d *device) bound() bool {
 	cfg := d.v.cfg
-	return cfg.BindCPUCore && cfg.GPU >= 0 && d.v.self.Role != van.Scheduler
+	return cfg.BindCPUCore && cfg.GPU >= 0 && d.v.local.self.Role != van.Scheduler
 }
 
 // Take implements engine.Source.
@@ -116,35 +116,35 @@ func (d *device) Take(slice time.Duration, poll bool) (*van.Message, *engine.Lan
 // complete takes completions and turns them into messages in d.came. It tells whether
 // there were any.
 func (d *device) complete(spin time.Duration) bool {
-	if !d.cq.TryLock() {
+	if !d.polls.cq.TryLock() {
 		d.spinner.YieldGoroutines()
 		return false // the loop sleeps, and has been woken
 	}
-	defer d.cq.Unlock()
-	if d.polled == 0 {
+	defer d.polls.cq.Unlock()
+	if d.polls.n == 0 {
 		d.poll(spin, 0)
 	}
-	n := d.polled
-	d.polled = 0
-	for i := range d.wcs[:n] {
-		d.handleCompletion(&d.wcs[i])
+	n := d.polls.n
+	d.polls.n = 0
+	for i := range d.polls.wcs[:n] {
+		d.handleCompletion(&d.polls.wcs[i])
 	}
 	return n > 0
 }
 
 // poll polls completions. d.cq is held.
 func (d *device) poll(spin, block time.Duration) {
-	n, err := d.dev.Poll(d.wcs[:], spin, block)
-	d.polled = n
+	n, err := d.dev.Poll(d.polls.wcs[:], spin, block)
+	d.polls.n = n
 	switch {
 	case err != nil:
-		d.pollFailures++
-		d.dead.Store(d.pollFailures > 8)
-		if d.pollFailures&(d.pollFailures-1) == 0 && !d.v.closed.Load() {
-			d.v.log.Error("rdma: polling completions failed", "device", d.dev.Name(), "err", err, "so far", d.pollFailures)
+		d.polls.failures++
+		d.dead.Store(d.polls.failures > 8)
+		if d.polls.failures&(d.polls.failures-1) == 0 && !d.v.closed.Load() {
+			d.v.log.Error("rdma: polling completions failed", "device", d.dev.Name(), "err", err, "so far", d.polls.failures)
 		}
-	case d.pollFailures > 0:
-		d.pollFailures = 0
+	case d.polls.failures > 0:
+		d.polls.failures = 0
 		d.dead.Store(false)
 	}
 }
@@ -158,7 +158,7 @@ func (d *device) Arm(engine.Sleeper) bool {
 	if !d.active.Empty() || !d.requests.Empty() {
 		d.sleepTime = tickTime
 	}
-	return d.polled > 0 || d.ready.Len() > 0 || d.mayResume()
+	return d.polls.n > 0 || d.ready.Len() > 0 || d.mayResume()
 }
 
 // Disarm implements engine.Source.
@@ -167,8 +167,8 @@ func (d *device) Disarm() {}
 // Sleep implements engine.Source. From before it arms nobody else polls, who might take the
 // wake that is meant for it.
 func (d *device) Sleep(_ engine.Sleeper, arm func() bool, _ time.Duration) {
-	d.cq.Lock()
-	defer d.cq.Unlock()
+	d.polls.cq.Lock()
+	defer d.polls.cq.Unlock()
 	if !arm() {
 		d.poll(0, d.sleepTime)
 	}
@@ -181,7 +181,7 @@ func (d *device) Wake(engine.Sleeper) { d.dev.Wake() }
 // Deliver implements engine.Source.
 func (d *device) Deliver(m *van.Message, turn *engine.Turn) {
 	m.Turn = turn
-	d.v.recv(m)
+	d.v.delivery.recv(m)
 	m.Release()
 }
 
@@ -211,7 +211,7 @@ const pollBulk = 256 << 10
 // movedBulk tells whether much has been sent or received since it was last called.
 func (v *rvan) movedBulk() bool {
 	n := v.stats.sentB.Load() + v.stats.recvB.Load()
-	return v.cfg.BusyPoll != env.SpinForever && n-v.movedBytes.Swap(n) > pollBulk
+	return v.cfg.BusyPoll != env.SpinForever && n-v.delivery.movedBytes.Swap(n) > pollBulk
 }
 
 // stop ends the loop, and waits for the Poll that uses the device. ctx has no end, and may be of the
@@ -235,18 +235,18 @@ func (d *device) stop(ctx context.Context) {
 func (v *rvan) device(dev verbs.Device) (*device, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	for _, d := range *v.devices.Load() {
+	for _, d := range *v.tables.devices.Load() {
 		if d.dev == dev {
 			return d, nil
 		}
 	}
-	if v.noMoreDevices { // Close lets connections that are being made carry what waits for them
+	if v.delivery.noMoreDevices { // Close lets connections that are being made carry what waits for them
 		return nil, van.ErrClosed
 	}
 	d := newDevice(v, dev)
-	all := append(append([]*device(nil), *v.devices.Load()...), d)
-	v.devices.Store(&all)
-	if v.started {
+	all := append(append([]*device(nil), *v.tables.devices.Load()...), d)
+	v.tables.devices.Store(&all)
+	if v.delivery.started {
 		d.feed.Start()
 	}
 	return d, nil

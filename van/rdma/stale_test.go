@@ -14,7 +14,7 @@ import (
 // incomingOf is the connection that node id has opened to n.
 func (n *testNode) incomingOf(id int) *inbound {
 	n.r.Helper()
-	for _, c := range *n.conns.Load() {
+	for _, c := range *n.tables.conns.Load() {
 		if c.in != nil && c.in.handshake.node == id && !c.in.failed.Load() {
 			return c.in
 		}
@@ -33,18 +33,18 @@ func TestCreditOfEndedPlace(t *testing.T) {
 	ask := func(n uint64) uint32 {
 		return h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: n, key: 6}).index
 	}
-	small := h.s.slots.Get(ask(1000))
+	small := h.s.budget.slots.Get(ask(1000))
 	in := h.s.incomingOf(11)
 	in.mu.Lock()
-	in.credits = append(in.credits, uint16(small.Index()))
-	in.creditsOwed.Store(1)
+	in.owed.credits = append(in.owed.credits, uint16(small.Index()))
+	in.owed.count.Store(1)
 	in.mu.Unlock()
 	q := pendingRequest{slotRequest: slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{2000, kindPush | kindRequest | kindKeyed, 2000}, origin: 2000, key: 6}}
 	in.device.exclusive(func() { h.p.check((slotSet{in}).grant(&q)) })
 	in.mu.Lock()
-	owed, credits := in.creditsOwed.Load(), slices.Clone(in.credits)
+	owed, credits := in.owed.count.Load(), slices.Clone(in.owed.credits)
 	in.mu.Unlock()
-	if h.s.slots.Get(small.Index()) == small {
+	if h.s.budget.slots.Get(small.Index()) == small {
 		t.Error("the smaller slot has not ended")
 	}
 	if owed != 0 || len(credits) != 0 {
@@ -69,7 +69,7 @@ func TestCreditOfEarlierConnection(t *testing.T) {
 		return put
 	}
 	p.sender.Connect(false)
-	p.link = &link{SendQueue: &conn.SendQueue[sentMessage]{}, device: &device{}, dialect: &nativeOut{}, native: true, epoch: 7}
+	p.link = &link{queue: &conn.SendQueue[sentMessage]{}, device: &device{}, dialect: &nativeOut{}, native: true, epoch: 7}
 	o := &outgoing{}
 	if err := p.sender.Submit(o); err != nil {
 		t.Fatal(err)
@@ -128,7 +128,7 @@ func TestSlotOfEndedConnection(t *testing.T) {
 		defer in.mu.Unlock()
 		in.closed = yes
 	}
-	slots, leased := h.s.slots.Len(), h.s.registered.Load()
+	slots, leased := h.s.budget.slots.Len(), h.s.budget.registered.Load()
 	ended(true)
 	for i := range uint64(4) {
 		q := pendingRequest{slotRequest: slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{6000, kindPush | kindRequest | kindKeyed, 6000}, origin: i, key: 6 + i}}
@@ -136,7 +136,7 @@ func TestSlotOfEndedConnection(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if n, b := h.s.slots.Len(), h.s.registered.Load(); n != slots || b != leased {
+	if n, b := h.s.budget.slots.Len(), h.s.budget.registered.Load(); n != slots || b != leased {
 		t.Errorf("%d slots with %d bytes, want %d with %d as before", n, b, slots, leased)
 	}
 	ended(false)

@@ -103,13 +103,13 @@ func (d stepmeshIn) route(need rendezvous.Need, _ uint64) rendezvous.Route { ret
 func (d stepmeshIn) usesBuffer(uint64) bool { return true }
 
 func (d stepmeshIn) needsData(need rendezvous.Need) bool {
-	return need.Data > 0 && d.v.self.Role == van.Server
+	return need.Data > 0 && d.v.local.self.Role == van.Server
 }
 
 func (d stepmeshIn) dataCost(s *slotRequest, need rendezvous.Need, _ uint64) int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if a := d.areas[s.key]; a != nil && a.Mem.Len() >= need.Data {
+	if a := d.slots.areas[s.key]; a != nil && a.Mem.Len() >= need.Data {
 		return 0
 	}
 	return need.Data

@@ -46,7 +46,7 @@ func newOriginalOn(p *pair, id int, addr, host string) *original {
 	must(err)
 	o.id, err = o.ch.NewID(1)
 	must(err)
-	must(o.id.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(p.server.cm.Source, uint16(p.server.self.Port)), time.Second))
+	must(o.id.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(p.server.cm.Source, uint16(p.server.local.self.Port)), time.Second))
 	o.event(verbs.AddrResolved)
 	must(o.id.ResolveRoute(time.Second))
 	o.event(verbs.RouteResolved)
@@ -143,7 +143,7 @@ func TestControlOfOriginalKeepsNoPlace(t *testing.T) {
 		o.send(m, o.ask(slotRequest{metaLen: uint64(m.EncodedLen())}))
 		p.next(p.atServer).Release()
 	}
-	if n := p.server.slots.Len(); n > 1 {
+	if n := p.server.budget.slots.Len(); n > 1 {
 		t.Errorf("%d slots are given away after 50 control messages, want at most 1", n)
 	}
 }
@@ -160,7 +160,7 @@ func TestAreaOfKey(t *testing.T) {
 	if a.data == 0 || a.data != b.data || c.data == a.data || c.data == 0 {
 		t.Errorf("data at %#x, %#x and, larger, %#x", a.data, b.data, c.data)
 	}
-	for _, x := range *p.server.conns.Load() {
+	for _, x := range *p.server.tables.conns.Load() {
 		if x.in == nil {
 			continue
 		}
@@ -231,7 +231,7 @@ func TestOriginalsWithLongNames(t *testing.T) {
 	for i := range 2 {
 		newOriginalOn(p, van.Empty, fmt.Sprintf("10.77.0.%d", 2+i), fmt.Sprintf("a-rather-long-name-%d", i))
 	}
-	for _, x := range *p.server.conns.Load() {
+	for _, x := range *p.server.tables.conns.Load() {
 		if x.in != nil && x.in.failed.Load() {
 			t.Errorf("a connection has ended")
 		}

@@ -9,8 +9,8 @@ import (
 func TestStopReleasesWhatHasCome(t *testing.T) {
 	p := newPair(t, nil)
 	p.connect(p.worker, serverID, p.server)
-	p.until("device", func() bool { return len(*p.worker.devices.Load()) > 0 })
-	d := newDevice(p.worker, (*p.worker.devices.Load())[0].dev)
+	p.until("device", func() bool { return len(*p.worker.tables.devices.Load()) > 0 })
+	d := newDevice(p.worker, (*p.worker.tables.devices.Load())[0].dev)
 	for range 3 {
 		d.ready.Put(d.pool.get())
 	}

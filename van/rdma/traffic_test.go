@@ -26,7 +26,7 @@ func TestManyKeys(t *testing.T) {
 	for i := range keys {
 		s.wantValue(i, value(3000, i))
 	}
-	if n := s.slots.Len(); n > 150 {
+	if n := s.budget.slots.Len(); n > 150 {
 		t.Errorf("%d slots for %d keys of one size", n, keys)
 	}
 }
@@ -41,15 +41,15 @@ func TestPlacesRunOut(t *testing.T) {
 		w.must(push(s, 1, i, value(3000, i)))
 	}
 	var held []*van.Message
-	for len(held) < s.slots.Room() {
+	for len(held) < s.budget.slots.Room() {
 		held = append(held, s.next())
 	}
 	r.until("a slot request waits", func() bool {
 		found := false
-		for _, c := range *s.conns.Load() {
+		for _, c := range *s.tables.conns.Load() {
 			if c.in != nil {
 				c.in.mu.Lock()
-				found = found || len(c.in.waiting[dataPriority]) > 0
+				found = found || len(c.in.slots.waiting[dataPriority]) > 0
 				c.in.mu.Unlock()
 			}
 		}
@@ -83,7 +83,7 @@ func TestOneShotsRunOut(t *testing.T) {
 		}
 		m.Release()
 	}
-	r.until("the slots are free", func() bool { return s.slots.Len() == 0 })
+	r.until("the slots are free", func() bool { return s.budget.slots.Len() == 0 })
 }
 
 // TestNoReceiveMemory refuses memory to the receiver for a while.
@@ -113,9 +113,9 @@ func TestNoReceiveMemoryGivesBack(t *testing.T) {
 	w, s := r.pair()
 	w.must(push(s, 1, 1, value(5000, 1)))
 	s.wantValue(1, value(5000, 1))
-	places, left := s.slots.Room(), 0
-	s.slots.Each(func(*receiveSlot) { left++ })
-	leased, shots := s.registered.Load(), s.incomingOf(9).oneShots.Load()
+	places, left := s.budget.slots.Room(), 0
+	s.budget.slots.Each(func(*receiveSlot) { left++ })
+	leased, shots := s.budget.registered.Load(), s.incomingOf(9).slots.oneShots.Load()
 	s.stack.Limit(s.stack.Registered() + 100<<10)
 	for i := range 4 {
 		m := push(s, 2, 2+i, value(200<<10, 2))
@@ -126,8 +126,8 @@ func TestNoReceiveMemoryGivesBack(t *testing.T) {
 	}
 	r.until("nothing is left of the slots", func() bool {
 		n := 0
-		s.slots.Each(func(*receiveSlot) { n++ })
-		return s.registered.Load() <= leased && n <= left && s.slots.Room() == places && s.incomingOf(9).oneShots.Load() <= shots
+		s.budget.slots.Each(func(*receiveSlot) { n++ })
+		return s.budget.registered.Load() <= leased && n <= left && s.budget.slots.Room() == places && s.incomingOf(9).slots.oneShots.Load() <= shots
 	})
 	s.stack.Limit(1 << 40)
 	w.must(push(s, 2, 10, value(200<<10, 4)))
@@ -332,9 +332,9 @@ func TestSplitOrder(t *testing.T) {
 			w, s := r.pair(func(c *env.Config) { c.SplitQPLag = true })
 			w.must(push(s, 1, 0, value(40000, 0)))
 			s.wantValue(0, value(40000, 0))
-			p := (*w.peers.Load())[s.who.ID]
+			p := (*w.tables.peers.Load())[s.who.ID]
 			p.mu.Lock()
-			qps := p.link.QueuePairs
+			qps := p.link.queue.QueuePairs
 			p.mu.Unlock()
 			for _, q := range qps {
 				r.net.HoldQP(q.Num())
@@ -368,15 +368,15 @@ func TestSplitLost(t *testing.T) {
 	w, s := r.pair(func(c *env.Config) { c.SplitQPLag = true })
 	w.must(push(s, 1, 0, value(40000, 0)))
 	s.wantValue(0, value(40000, 0))
-	p := (*w.peers.Load())[s.who.ID]
+	p := (*w.tables.peers.Load())[s.who.ID]
 	p.mu.Lock()
-	qps := p.link.QueuePairs
+	qps := p.link.queue.QueuePairs
 	p.mu.Unlock()
 	r.net.HoldQP(qps[1].Num())
 	w.must(push(s, 1, 1, value(40000, 1)))
 	held := func() (n int) {
-		for _, c := range *s.conns.Load() {
-			if c.in != nil && c.in.hasIncomplete.Load() {
+		for _, c := range *s.tables.conns.Load() {
+			if c.in != nil && c.in.order.hasIncomplete.Load() {
 				n++
 			}
 		}
@@ -388,7 +388,7 @@ func TestSplitLost(t *testing.T) {
 		t.Errorf("%s came, want the control message with timestamp 2", m.Meta.String())
 	}
 	w.kill(true)
-	r.until("the connection has ended", func() bool { return len(*s.conns.Load()) <= 1 })
+	r.until("the connection has ended", func() bool { return len(*s.tables.conns.Load()) <= 1 })
 	select {
 	case m := <-s.in:
 		t.Errorf("timestamp %d came with half of its parts", m.Timestamp)
@@ -410,12 +410,12 @@ func TestOverwritten(t *testing.T) {
 		}
 		defer m.Release()
 	}
-	for _, c := range *h.s.conns.Load() {
+	for _, c := range *h.s.tables.conns.Load() {
 		if c.in != nil && c.in.handshake.node == 11 {
 			h.until("the warning", func() bool {
 				c.in.mu.Lock()
 				defer c.in.mu.Unlock()
-				return c.in.warned
+				return c.in.slots.warned
 			})
 			h.s.says("rdma: a peer has overwritten a value that is still in use")
 		}
@@ -563,7 +563,7 @@ func TestKilledWhilePolled(t *testing.T) {
 	s.next().Release()
 	s.kill(true)
 	w.wantDown(s)
-	w.engine.Poll(func() bool { return false })
+	w.delivery.engine.Poll(func() bool { return false })
 	w.Invalidate(backend.Bytes(dst))
 	if n := w.Stats().Pinned; n != 0 {
 		t.Errorf("%d regions are in use", n)

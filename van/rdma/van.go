@@ -39,23 +39,35 @@ var (
 // rvan is one node's RDMA van.
 type rvan struct {
 	*node
-	stack      verbs.Stack
-	listen     verbs.ID
-	recv       van.Receiver
-	recvBudget *engine.Budget // of messages that wait for their handlers
-	engine     *engine.Engine
-	movedBytes atomic.Uint64 // bytes sent and received when movedMuch was last called
-	fences
-	livenessState
-	rejections logx.Causes // log lines about connect requests
+	stack    verbs.Stack
+	delivery delivery
+	fences   fences
+	liveness livenessState
 
 	// These are guarded by mu.
-	inbounds      map[string]*inbound
-	unproved      []*inbound     // those whose opener has to prove itself, the oldest first
-	maxUnproved   int            // of those; maxUnproved, other than in tests
-	closingPeers  map[*peer]bool // not in peers any more
-	started       bool
-	noMoreDevices bool // nothing is on its way out any more
+	accepted     accepted
+	closingPeers map[*peer]bool // not in peers any more
+}
+
+// delivery is how received messages reach the node: its engine, which polls the devices, and its receiver.
+type delivery struct {
+	engine     *engine.Engine
+	recvBudget *engine.Budget // of messages that are queued for their handlers
+	recv       van.Receiver
+	movedBytes atomic.Uint64 // bytes sent and received when movedBulk was last called
+
+	// rvan's mu guards these.
+	started       bool // recv is set
+	noMoreDevices bool // Close has stopped all devices
+}
+
+// accepted holds the connections that peers have opened to this node.
+type accepted struct {
+	listen      verbs.ID
+	rejections  logx.Causes // log lines about connect requests
+	inbounds    map[string]*inbound
+	unproved    []*inbound // connections whose opener has not proved itself yet, the oldest first
+	maxUnproved int        // limit of len(unproved); tests change it
 }
 
 // New makes a van that has not bound yet, on the RDMA libraries of this machine.
@@ -65,34 +77,34 @@ func New(o van.Options) (van.Van, error) {
 		return nil, fmt.Errorf("van type %q (%s): %w", o.Config.VanType, o.Config.Origin("DMLC_PS_VAN_TYPE"), err)
 	}
 	v := NewOn(stack, o)
-	v.(*rvan).livenessState.real = true
+	v.(*rvan).liveness.real = true
 	return v, nil
 }
 
 // NewOn makes a van on the given stack.
 func NewOn(stack verbs.Stack, o van.Options) van.Van {
-	v := &rvan{stack: stack, engine: o.Engine, inbounds: map[string]*inbound{}, closingPeers: map[*peer]bool{}, maxUnproved: maxUnproved,
+	v := &rvan{stack: stack, delivery: delivery{engine: o.Engine}, accepted: accepted{inbounds: map[string]*inbound{}, maxUnproved: maxUnproved}, closingPeers: map[*peer]bool{},
 		fences: fences{lastControl: map[controlSource]uint32{}}}
-	v.node = &node{cfg: o.Config, log: o.Log, backend: o.Backend, incarnation: o.Incarnation, epoch: uint32(random.Uint64()), times: defaultTimes, owner: v,
-		budgets: budgets{slots: newTable(min(o.Config.AddressPoolSize, maxIndex)), peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget)},
+	v.node = &node{cfg: o.Config, log: o.Log, backend: o.Backend, local: localNode{incarnation: o.Incarnation, epoch: uint32(random.Uint64())}, times: defaultTimes, owner: v,
+		budget:  budgets{slots: newTable(min(o.Config.AddressPoolSize, maxIndex)), perPeer: int64(o.Config.RDMAPeerBudget), total: int64(o.Config.RDMABudget)},
 		buffers: map[bufferKey]backend.Mem{}, eventsEnded: make(chan struct{})}
-	v.livenessState.van = v.node
-	v.guard.Keys = o.Keys
-	if v.engine == nil {
-		v.engine = engine.New(v.cfg.BusyPoll.Spin())
+	v.liveness.van = v.node
+	v.secret.guard.Keys = o.Keys
+	if v.delivery.engine == nil {
+		v.delivery.engine = engine.New(v.cfg.BusyPoll.Spin())
 	}
 	if !failpoint.On("recv-budget") {
-		v.recvBudget = engine.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
+		v.delivery.recvBudget = engine.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
 	}
 	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
-	v.guard.Log = v.log
+	v.secret.guard.Log = v.log
 	v.cm.Log, v.cm.Rejection, v.cm.Inline, v.cm.SplitPorts = v.log, rejection, inlineWanted, v.cfg.SplitQPLag
 	v.cm.SendDepth, v.cm.RecvDepth = depths(v.cfg)
 	v.cm.AckTimeout = v.cfg.RDMAAckTimeout
-	v.peers.Store(&map[int]*peer{})
-	v.conns.Store(&map[uint32]*connection{})
-	v.devices.Store(&[]*device{})
-	v.id.Store(van.Empty)
+	v.tables.peers.Store(&map[int]*peer{})
+	v.tables.conns.Store(&map[uint32]*connection{})
+	v.tables.devices.Store(&[]*device{})
+	v.local.id.Store(van.Empty)
 	return v
 }
 
@@ -110,7 +122,7 @@ func (v *rvan) Reorders() bool { return true }
 
 func (v *node) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
 
-func (v *node) SetID(id int) { v.id.Store(int32(id)) }
+func (v *node) SetID(id int) { v.local.id.Store(int32(id)) }
 
 // Bind listens for connections.
 func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
@@ -149,17 +161,17 @@ func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
 	if err := id.Listen(backlog); err != nil {
 		return fail(errors.Join(fmt.Errorf("listen: %w", err), id.Destroy(), ch.Close()))
 	}
-	v.self, v.cm.Channel, v.listen = self, ch, id
-	v.self.Port = int(id.LocalAddr().Port())
+	v.local.self, v.cm.Channel, v.accepted.listen = self, ch, id
+	v.local.self.Port = int(id.LocalAddr().Port())
 	if !addr.Addr().IsUnspecified() {
 		v.cm.Source = addr.Addr()
 	}
 	if self.ID != van.Empty {
 		v.SetID(self.ID)
 	}
-	v.livenessState.start(id.LocalAddr())
+	v.liveness.start(id.LocalAddr())
 	go v.events()
-	return v.self.Port, nil
+	return v.local.self.Port, nil
 }
 
 // backlog is StepMesh's.
@@ -181,7 +193,7 @@ func (v *rvan) events() {
 			continue
 		}
 		serial, q := conn.CookieOf(ev.Cookie)
-		x := (*v.conns.Load())[serial]
+		x := (*v.tables.conns.Load())[serial]
 		if v.cfg.PrintRDMALog {
 			v.log.Info("rdma: event", "type", ev.Type.String(), "status", ev.Status, "connection", serial, "qp", q)
 		}
@@ -205,8 +217,8 @@ func (v *rvan) events() {
 func (v *rvan) Start(recv van.Receiver) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	v.recv, v.started = recv, true
-	for _, d := range *v.devices.Load() {
+	v.delivery.recv, v.delivery.started = recv, true
+	for _, d := range *v.tables.devices.Load() {
 		d.feed.Start()
 	}
 }
@@ -214,9 +226,9 @@ func (v *rvan) Start(recv van.Receiver) {
 // Stats implements van.Meter. Pinned is the number of registered regions in use.
 func (v *node) Stats() van.Stats {
 	s := van.Stats{SentMessages: v.stats.sentN.Load(), SentBytes: v.stats.sentB.Load(), ReceivedMessages: v.stats.recvN.Load(),
-		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load(), FencedMessages: v.stats.fenced.Load(), RefusedSends: v.stats.refusedSends.Load(), Unproved: v.guard.Count(),
+		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load(), FencedMessages: v.stats.fenced.Load(), RefusedSends: v.stats.refusedSends.Load(), Unproved: v.secret.guard.Count(),
 		PausedReads: v.stats.paused.Load(), RefusedSlots: v.stats.refusedSlots.Load(), SlotWaits: v.stats.slotWaits.Load()}
-	for _, d := range *v.devices.Load() {
+	for _, d := range *v.tables.devices.Load() {
 		s.Pinned += uint64(d.regions.InUse())
 	}
 	return s

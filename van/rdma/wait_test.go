@@ -49,7 +49,7 @@ func TestMorePlacesWhileIdle(t *testing.T) {
 		defer p.next(p.atServer).Release()
 		if i >= many {
 			took = append(took, time.Since(began))
-			p.until("sleep", (*p.worker.devices.Load())[0].sleeping.Load)
+			p.until("sleep", (*p.worker.tables.devices.Load())[0].sleeping.Load)
 		}
 	}
 	if slices.Sort(took); took[2] > 500*time.Millisecond { // a machine that stands still does so in one or two
