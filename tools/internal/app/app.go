@@ -1,5 +1,4 @@
-// Package app is the stepaf command without its process: arguments and streams
-// in, exit status out.
+// Package app is the stepaf command. It takes arguments and streams, and returns an exit status.
 package app
 
 import (
@@ -24,19 +23,19 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/policy"
 )
 
-const description = `StepAF carries tensors between the attention and FFN processes of an inference
-cluster: workers push tensors to servers and pull results back, and a scheduler
-introduces them to each other.
+const description = `StepAF exchanges tensors between the attention and FFN processes of an inference
+cluster. Workers (attention) push tensors to servers (FFN) and pull the results. A
+scheduler assigns their ids and distributes their addresses.
 
-Try it:          stepaf launch -n 1 -s 1 -- stepaf demo
-Run a program:   stepaf launch -n 2 -s 1 -- ./program
-Measure:         stepaf bench latency
-See settings:    stepaf env
-Look for faults: stepaf doctor
+Try it:              stepaf launch -n 1 -s 1 -- stepaf demo
+Run a program:       stepaf launch -n 2 -s 1 -- ./program
+Measure:             stepaf bench latency
+Show settings:       stepaf env
+Check this machine:  stepaf doctor
 
 Options of a command come before its arguments.`
 
-// output is the standard output of all commands. It keeps the first error of a write, and the command fails with that error.
+// output is the standard output of all commands. It keeps the first write error, with which the command then fails.
 type output struct {
 	io.Writer
 	mu  sync.Mutex
@@ -143,10 +142,10 @@ func Run(args []string, stdout, stderr io.Writer) int {
 	return exit.Status(err)
 }
 
-// badValue is what package flag says of a value that an option cannot have: it has the value and the name.
+// badValue matches the error of package flag for an invalid value of an option. The groups are the value and the name.
 var badValue = regexp.MustCompile(`^invalid (?:boolean )?value (".*") for (?:flag )?-([\w-]+): `)
 
-// wanted says of such a value what is wanted instead, which err does not: "parse error".
+// wanted returns an error that names the allowed values. The text of err is only "parse error".
 func wanted(err error, flags []cli.Flag) error {
 	m := badValue.FindStringSubmatch(err.Error())
 	if m == nil {
@@ -160,14 +159,14 @@ func wanted(err error, flags []cli.Flag) error {
 		switch f.(type) {
 		case *cli.IntFlag:
 			if want = "an integer"; strings.HasSuffix(err.Error(), "out of range") {
-				want = "an integer of 64 bits at most"
+				want = "an integer of at most 64 bits"
 			}
 		case *cli.IntSliceFlag:
-			want = "an integer, or several with commas between them"
+			want = "an integer, or several separated by commas"
 		case *cli.DurationFlag:
-			want = "a time with its unit, as 300ms, 10s or 5m"
+			want = "a duration with its unit, such as 300ms, 10s or 5m"
 		case *cli.BoolFlag:
-			want = "nothing, true or false"
+			want = "no value, true or false"
 		default:
 			return err
 		}
@@ -180,7 +179,7 @@ func wanted(err error, flags []cli.Flag) error {
 	return err
 }
 
-// errSilent is an error whose cause has been printed.
+// errSilent is an error whose cause was printed already.
 var errSilent = errors.New("failed")
 
 func names(commands []*cli.Command) string {

@@ -17,25 +17,25 @@ import (
 func doctorCommand() *cli.Command {
 	return &cli.Command{
 		Name:  "doctor",
-		Usage: "examine this machine: configuration, ZeroMQ, RDMA, GPUs",
-		Description: `Looks at what a node needs that is started here with this environment, and changes
-nothing: versions, memory, the variables, a message over ZeroMQ, RDMA from libraries
-and device files over ports and the limit of locked memory up to a round trip from
-each active port to itself, the GPUs, and copies between processes from each GPU to
-each other.
+		Usage: "check this machine: configuration, ZeroMQ, RDMA, GPUs",
+		Description: `Checks what a node needs that is started here with this environment: versions, memory,
+environment variables, a message over ZeroMQ, RDMA (libraries, device files, ports, the
+limit of locked memory, a round trip from each active port to itself), GPUs, and copies
+between processes for each pair of GPUs. It changes nothing.
 
-Each line is ok, warn, fail or skip, what was looked at, and what was found; below
-it stands what to do. A defect of RDMA fails only if DMLC_ENABLE_RDMA=ibverbs:
-
+    stepaf doctor
     DMLC_ENABLE_RDMA=ibverbs DMLC_INTERFACE=auto stepaf doctor
 
-The exit status is 0 if nothing has failed, 1 if something has, 2 for a wrong
-command line, and 130 or 143 after SIGINT or SIGTERM.`,
+Each line has a result (ok, warn, fail or skip), the subject and the finding. The next
+line says what to do. A defect of RDMA is a failure only if DMLC_ENABLE_RDMA=ibverbs.
+
+Exit status: 0 if no check failed, 1 if a check failed, 2 for a wrong command line, 130
+or 143 after SIGINT or SIGTERM.`,
 		ArgsUsage: " ", HideHelpCommand: true,
 		Flags: []cli.Flag{
 			&cli.BoolFlag{Name: "json", Usage: "print JSON"},
-			&cli.BoolFlag{Name: "verbose", Aliases: []string{"v"}, Usage: "with all GIDs, limits and paths"},
-			&cli.DurationFlag{Name: "timeout", Value: time.Minute, Usage: "stop looking after this long"},
+			&cli.BoolFlag{Name: "verbose", Aliases: []string{"v"}, Usage: "print all GIDs, limits and paths"},
+			&cli.DurationFlag{Name: "timeout", Value: time.Minute, Usage: "time limit of all checks"},
 		},
 		Action: exit.WithoutArguments(func(c *cli.Context) error {
 			o := doctorOptions{c.Bool("json"), c.Bool("verbose"), c.Duration("timeout")}
@@ -58,7 +58,7 @@ type doctorOptions struct {
 	timeout       time.Duration
 }
 
-// examine prints what doctor finds.
+// examine prints the findings of doctor.
 func examine(ctx context.Context, w io.Writer, m *doctor.Machine, o doctorOptions) error {
 	ctx, cancel := context.WithTimeout(ctx, o.timeout)
 	defer cancel()

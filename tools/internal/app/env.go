@@ -23,25 +23,29 @@ import (
 func envCommand() *cli.Command {
 	return &cli.Command{
 		Name:  "env",
-		Usage: "show every variable, its value in force and where that comes from",
-		Description: `StepAF is configured by environment variables, which each process reads once when
-it starts. This shows what a process started here would see.
+		Usage: "show every environment variable, its effective value and the origin of the value",
+		Description: `Environment variables configure StepAF. Each process reads them once, at its start. This
+command shows the values that a process started here would use.
 
-A node needs DMLC_ROLE (worker, server or scheduler), DMLC_NUM_WORKER and
-DMLC_NUM_SERVER (how many of each there are, the same everywhere), and
-DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT (where the scheduler is). All others have
-defaults. "stepaf launch" sets these for its processes.
+    stepaf env --set
+    DMLC_ROLE=worker DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 \
+    DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=8123 stepaf env --check
 
-Names that nothing reads but that look like ours are listed as perhaps misspelt.
-The exit status is 1 if a value makes no sense; with --check also if something
-that a node needs is missing, contradictory, or not in this build, or if the scheduler, on another host, cannot
-reach the address at which a node would listen.`,
+A node needs DMLC_ROLE (worker, server or scheduler), DMLC_NUM_WORKER and DMLC_NUM_SERVER
+(the numbers of workers and servers, the same on all nodes), and DMLC_PS_ROOT_URI and
+DMLC_PS_ROOT_PORT (the address of the scheduler). All other variables have defaults.
+"stepaf launch" sets these variables for its processes.
+
+Unknown names that are similar to known ones are listed as possible misspellings.
+Exit status: 1 if a value is invalid. With --check also 1 if a required variable is
+missing, if variables contradict each other, if this build lacks a transport or backend,
+or if a scheduler on another host cannot reach the address of a node started here.`,
 		ArgsUsage: " ", HideHelpCommand: true,
 		Flags: []cli.Flag{
 			&cli.BoolFlag{Name: "json", Usage: "print JSON"},
-			&cli.BoolFlag{Name: "set", Usage: "only what is not a default"},
-			&cli.BoolFlag{Name: "explain", Usage: "with allowed values and meaning"},
-			&cli.BoolFlag{Name: "check", Usage: "check also that a node could start"},
+			&cli.BoolFlag{Name: "set", Usage: "show only variables that differ from their defaults"},
+			&cli.BoolFlag{Name: "explain", Usage: "show allowed values and meaning"},
+			&cli.BoolFlag{Name: "check", Usage: "check also that a node could start here"},
 		},
 		Action: exit.WithoutArguments(func(c *cli.Context) error {
 			return showEnv(c.App.Writer, env.OS(), envOptions{c.Bool("json"), c.Bool("set"), c.Bool("explain"), c.Bool("check")})
@@ -54,10 +58,10 @@ const lookupTime = 5 * time.Second
 
 type envOptions struct{ json, set, explain, check bool }
 
-// envReport is what "stepaf env --json" prints.
+// envReport is the output of "stepaf env --json".
 type envReport struct {
 	Variables []env.Effective  `json:"variables"`
-	Misspelt  []env.Suggestion `json:"misspelt"` // names and the ones perhaps meant
+	Misspelt  []env.Suggestion `json:"misspelt"` // unknown names, and known names that are similar
 	Warnings  []string         `json:"warnings"`
 	Errors    []string         `json:"errors"`
 }
@@ -67,7 +71,7 @@ func showEnv(w io.Writer, src env.Source, o envOptions) error {
 	if o.check {
 		ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
 		defer cancel()
-		// Validate repeats what LoadFrom refused.
+		// Validate repeats the errors of LoadFrom.
 		errs := append(exit.Unjoin(cfg.Validate()), doctor.Absent(cfg, "DMLC_ENABLE_RDMA", cfg.VanType, van.Transports()),
 			doctor.Absent(cfg, "STEPMESH_BAKCEND", cfg.Backend, backend.Names()))
 		err = errors.Join(append(errs, doctor.Unreachable(ctx, cfg, hostaddr.This(), doctor.Resolve)...)...)

@@ -21,21 +21,23 @@ func schedulerCommand() *cli.Command {
 	return &cli.Command{
 		Name:  "scheduler",
 		Usage: "run the scheduler of a cluster until all nodes have left",
-		Description: `Introduces workers and servers to each other, runs their barriers, and ends when
-all have finished. It needs the same environment as they do:
+		Description: `The scheduler assigns ids to workers and servers, distributes their addresses, and runs
+their barriers. It ends when all nodes have left the cluster. It needs the same
+environment as the nodes:
 
     DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=8123 \
     DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 stepaf scheduler
 
 DMLC_ROLE may be unset. DMLC_PS_ROOT_URI must be an address of this machine.
-PS_VERBOSE=1 shows every node that arrives. It takes part in the barrier of
-fserver's stop(): where all others are nodes of the C++ library, which do not
-say that there is one, only with --fserver. For a cluster on one machine,
-"stepaf launch" starts the scheduler as well.`,
+PS_VERBOSE=1 logs every node that joins. For a cluster on one machine, "stepaf launch"
+starts the scheduler as well.
+
+The scheduler takes part in the barrier of fserver's stop() if a node of this library
+announces it. If all workers and servers are C++ nodes that call stop(), use --fserver.`,
 		ArgsUsage: " ", HideHelpCommand: true,
 		Flags: []cli.Flag{
-			&cli.BoolFlag{Name: "quiet", Aliases: []string{"q"}, Usage: "do not print where it listens"},
-			&cli.BoolFlag{Name: "fserver", Usage: "all nodes call fserver's stop(): take part in its barrier, though none says that there is one"},
+			&cli.BoolFlag{Name: "quiet", Aliases: []string{"q"}, Usage: "do not print the address and the progress"},
+			&cli.BoolFlag{Name: "fserver", Usage: "take part in the barrier of fserver's stop(), although all nodes are C++ nodes, which do not announce it"},
 		},
 		Action: exit.WithoutArguments(runScheduler),
 	}
@@ -85,7 +87,7 @@ func runScheduler(c *cli.Context) error {
 	return nil
 }
 
-// interruptible is a context that ends with *stopped at the first SIGINT or SIGTERM.
+// interruptible returns a context. The first SIGINT or SIGTERM ends it, with *stopped as the cause.
 func interruptible() (ctx context.Context, cancel func()) {
 	ctx, end := context.WithCancelCause(context.Background())
 	signals := make(chan os.Signal, 1)
@@ -108,7 +110,7 @@ type stopped struct{ signal syscall.Signal }
 
 func (s *stopped) Error() string { return "stopped by signal: " + s.signal.String() }
 
-// bySignal gives an error the status of the signal that caused it, if one did.
+// bySignal gives an error the exit status of the signal that caused it, if a signal did.
 func bySignal(ctx context.Context, err error) error {
 	if s, ok := errors.AsType[*stopped](context.Cause(ctx)); ok {
 		return exit.With(128+int(s.signal), s)

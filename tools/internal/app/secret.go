@@ -12,19 +12,19 @@ import (
 func secretCommand() *cli.Command {
 	return &cli.Command{
 		Name:  "secret",
-		Usage: "make the secret of a cluster",
-		Description: `Makes a secret of 32 random bytes and writes it to a new FILE, which only its owner
-may read (mode 0600), or prints it. An existing file is not overwritten.
+		Usage: "create the secret of a cluster",
+		Description: `Creates a secret of 32 random bytes. It writes the secret to a new FILE that only its
+owner can read (mode 0600), or without FILE prints it. It does not overwrite a file.
 
-A node that has a secret talks only to processes that have the same one. Make one
-secret for a cluster, copy it to every machine, and set its name for every node:
+A node with a secret communicates only with processes that have the same secret. Create
+one secret for a cluster, copy the file to every machine, and set its path for every node:
 
     stepaf secret cluster.secret
     STEPAF_SECRET_FILE=cluster.secret stepaf launch --role server ...
 
-Each copy must belong to the user that runs the node, with mode 0600; scp -p keeps
-the mode. "stepaf launch" makes a secret by itself for a cluster that it starts
-whole. "stepaf doctor" shows the protection in force.`,
+Each copy must belong to the user that runs the node, with mode 0600; "scp -p" keeps
+the mode. "stepaf launch" creates a secret itself if it starts the whole cluster.
+"stepaf doctor" shows the protection in force.`,
 		ArgsUsage: "[FILE]", HideHelpCommand: true,
 		Action: func(c *cli.Context) error {
 			switch {

@@ -18,8 +18,9 @@ var version string
 
 func versionCommand() *cli.Command {
 	return &cli.Command{
-		Name: "version", Usage: "print version, transports and devices of this build",
-		ArgsUsage: " ", HideHelpCommand: true,
+		Name: "version", Usage: "print version, transports and backends of this build",
+		Description: "    stepaf version",
+		ArgsUsage:   " ", HideHelpCommand: true,
 		Action: exit.WithoutArguments(func(c *cli.Context) error {
 			_, err := fmt.Fprintf(c.App.Writer, "stepaf %s (%s, %s/%s)\ntransports: %s\nbackends: %s\n", versionText(), runtime.Version(),
 				runtime.GOOS, runtime.GOARCH, strings.Join(van.Transports(), ", "), strings.Join(backend.Names(), ", "))
@@ -28,7 +29,7 @@ func versionCommand() *cli.Command {
 	}
 }
 
-// versionText is the version given to the linker, else what Go knows.
+// versionText returns the version given to the linker, or the version in the build information.
 func versionText() string {
 	if version != "" {
 		return version

@@ -15,55 +15,58 @@ import (
 // Command returns the command, to be added to the application's.
 func Command() *cli.Command {
 	common := []cli.Flag{
-		&cli.StringFlag{Name: "van", Value: zmq, Usage: "transport, as DMLC_ENABLE_RDMA names it, or local: shared memory"},
-		&cli.StringFlag{Name: "host", Usage: "address of the processes (default: 127.0.0.1; with ibverbs an RDMA port's, chosen as a node would)"},
-		&cli.IntFlag{Name: "rounds", Value: 10, Usage: "blocks of measurements, each beside one of the floor"},
-		&cli.DurationFlag{Name: "timeout", Value: 5 * time.Minute, Usage: "give up after this long"},
+		&cli.StringFlag{Name: "van", Value: zmq, Usage: "transport (a value of DMLC_ENABLE_RDMA), or local: shared memory"},
+		&cli.StringFlag{Name: "host", Usage: "address of the processes (default: 127.0.0.1; with ibverbs the address of an RDMA port, chosen as a node does)"},
+		&cli.IntFlag{Name: "rounds", Value: 10, Usage: "blocks of measurements; they alternate with blocks of the floor"},
+		&cli.DurationFlag{Name: "timeout", Value: 5 * time.Minute, Usage: "time limit"},
 		&cli.BoolFlag{Name: "json", Usage: "print one line of JSON instead of a table"},
 	}
 	bench := &cli.Command{
 		Name:  "bench",
 		Usage: "measure latency and bandwidth between processes on this machine",
-		Description: "Starts a scheduler, one server and one worker as processes, measures, and checks every answer.\n" +
-			"The floor is the baseline, measured in the same run: the same bytes to and fro between the same\n" +
-			"processes over plain TCP on loopback, blocking sockets, one thread each; with --van ibverbs, one\n" +
-			"RDMA write with immediate each way; with --device gpu, one copy from GPU to GPU each way.\n" +
-			"Compare ratios, not times: they depend on the machine.",
+		Description: "Starts a scheduler, one server and one worker as processes, measures, and checks every answer.\n\n" +
+			"    stepaf bench latency --van local --push 1024 --pull 1024\n\n" +
+			"The floor is the baseline, measured in the same run. It moves the same bytes in both directions\n" +
+			"between the same processes: over TCP on loopback, with blocking sockets and one thread each; with\n" +
+			"--van ibverbs, by one RDMA write with immediate each way; with --device gpu, by one copy between\n" +
+			"the GPUs each way. Compare ratios, not times: times depend on the machine.",
 		Subcommands: []*cli.Command{
 			{
 				Name:      "latency",
 				Usage:     "push_pull round trips of one tensor each way",
 				UsageText: "stepaf bench latency --push BYTES --pull BYTES [--iters N]\nstepaf bench latency --van ibverbs [--check]\nstepaf bench latency --van local --device gpu [--prepared] [--check]",
-				Description: "With --van ibverbs and neither --push nor --pull it measures 1 KiB and 64 KiB each way and the default.\n" +
-					"If the package perftest is installed, it runs ib_write_lat and ib_write_bw on the same port, too.\n\n" +
-					"With --van zmq a round trip of libzmq by itself stands beside: one message each way between a DEALER and a ROUTER, in C.\n\n" +
-					"With --device gpu the tensors are device memory, the worker's and the server's each on a GPU of its own. The floor\n" +
-					"is a copy into the other GPU's memory and a word written into host memory behind it, each way. Without sizes it\n" +
-					"measures 1 KiB, the default, 16 MiB and 256 MiB each way. The timed round trips move what lies on the devices;\n" +
-					"every byte is checked in others, not timed, before and after each block, and so is a block's last answer.",
+				Description: "    stepaf bench latency --push 1024 --pull 1024 --iters 1000\n\n" +
+					"With --van ibverbs and without --push and --pull it measures 1 KiB and 64 KiB each way, and the default sizes.\n" +
+					"If the package perftest is installed, it also runs ib_write_lat and ib_write_bw on the same port.\n\n" +
+					"With --van zmq it also measures a round trip of libzmq alone: one message each way between a DEALER and a ROUTER, in C.\n\n" +
+					"With --device gpu the tensors are device memory; worker and server each use a GPU. The floor is, each way, a copy\n" +
+					"into the other GPU's memory and then a flag in host memory. Without sizes it measures 1 KiB, the default sizes,\n" +
+					"16 MiB and 256 MiB each way. The timed round trips do not touch the contents. Every byte is checked in untimed\n" +
+					"round trips before and after each block, and in a block's last answer.",
 				Flags: append([]cli.Flag{
 					&cli.IntFlag{Name: "push", Value: attention.push, Usage: "bytes from worker to server"},
 					&cli.IntFlag{Name: "pull", Value: attention.pull, Usage: "bytes from server to worker"},
-					&cli.StringFlag{Name: "device", Value: cpu, Usage: "where tensors lie: cpu or gpu"},
+					&cli.StringFlag{Name: "device", Value: cpu, Usage: "device of the tensors: cpu or gpu"},
 					&cli.StringFlag{Name: "gpus", Usage: "the worker's and the server's GPU (default: 0,1; with one GPU 0,0)"},
-					&cli.BoolFlag{Name: "stream", Usage: "with --device gpu: tensors are said to be made in a stream, which costs a look at it or an event"},
-					&cli.BoolFlag{Name: "prepared", Usage: "with --device gpu: both ends prepare the exchange once, and their processors make it (af/streams, ByHost)"},
+					&cli.BoolFlag{Name: "stream", Usage: "with --device gpu: name the stream that makes the tensors, which costs a query of the stream or an event"},
+					&cli.BoolFlag{Name: "prepared", Usage: "with --device gpu: use a prepared GPU exchange, made by the CPUs of both ends (af/streams, ByHost)"},
 					&cli.IntFlag{Name: "iters", Usage: "measured round trips; 0 chooses by size"},
-					&cli.IntFlag{Name: "warmup", Usage: "round trips before; 0 chooses by size"},
-					&cli.BoolFlag{Name: "load", Usage: "meanwhile keep every core busy with a loop"},
-					&cli.BoolFlag{Name: "touch", Usage: "read and write every byte between rounds, at both ends, also of the floor"},
-					&cli.BoolFlag{Name: "check", Usage: "with --van ibverbs, or local and --device gpu: status 1 when a goal is missed or could not be looked at"},
+					&cli.IntFlag{Name: "warmup", Usage: "untimed round trips before; 0 chooses by size"},
+					&cli.BoolFlag{Name: "load", Usage: "keep every core busy with a loop during the measurement"},
+					&cli.BoolFlag{Name: "touch", Usage: "both ends read and write every byte between rounds, also of the floor"},
+					&cli.BoolFlag{Name: "check", Usage: "with --van ibverbs, or local and --device gpu: exit status 1 if a goal is missed or could not be measured"},
 				}, common...),
 				Action: runLatency,
 			},
 			{
-				Name:      "kv",
-				Usage:     "key-value pushes and pulls in batches",
-				UsageText: "stepaf bench kv [--keys N] [--values K] [--batch N]",
+				Name:        "kv",
+				Usage:       "key-value pushes and pulls in batches",
+				UsageText:   "stepaf bench kv [--keys N] [--values K] [--batch N]",
+				Description: "    stepaf bench kv --keys 100000 --values 16 --batch 20000",
 				Flags: append([]cli.Flag{
 					&cli.IntFlag{Name: "keys", Value: 1000000, Usage: "number of float32 keys"},
-					&cli.IntFlag{Name: "values", Value: 16, Usage: "values of a key"},
-					&cli.IntFlag{Name: "batch", Value: 20000, Usage: "keys of a request"},
+					&cli.IntFlag{Name: "values", Value: 16, Usage: "values per key"},
+					&cli.IntFlag{Name: "batch", Value: 20000, Usage: "keys per request"},
 					&cli.IntFlag{Name: "flight", Value: 4, Usage: "requests in flight"},
 				}, common...),
 				Action: runKV,
@@ -81,7 +84,7 @@ func Command() *cli.Command {
 	return bench
 }
 
-// checked is the action f of a benchmark.
+// checked adds the check of --timeout to the action f of a benchmark.
 func checked(f cli.ActionFunc) cli.ActionFunc {
 	return exit.WithoutArguments(func(c *cli.Context) error {
 		if t := c.Duration("timeout"); t <= 0 {
@@ -91,7 +94,7 @@ func checked(f cli.ActionFunc) cli.ActionFunc {
 	})
 }
 
-// runChild is one node of a benchmark.
+// runChild runs one node of a benchmark.
 func runChild(c *cli.Context) error {
 	part := map[string]func(*cli.Context, *postoffice.Node) error{
 		"latency": childLatency, "kv": childKV, "collective": childCollective, "window": childWindow, "session": childSession,

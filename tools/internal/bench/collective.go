@@ -68,22 +68,24 @@ var exchangeGoals = map[string]map[exchange]float64{
 func collectiveCommand(common []cli.Flag) *cli.Command {
 	return &cli.Command{
 		Name:      "collective",
-		Usage:     "AllGather, AllReduce and so on between processes, beside PyTorch's gloo",
+		Usage:     "AllGather, AllReduce and other collectives between processes, compared with PyTorch's gloo",
 		UsageText: "stepaf bench collective --van local [--op AllGather --size 1024] [--check]",
-		Description: "Starts ranks of one communicator as workers, and, where PyTorch is there, as many of torch.distributed with gloo.\n" +
-			"Blocks of the two alternate, and the floor: a copy, by one thread, of as many bytes as come to a rank. A call's time\n" +
-			"is that of the slowest rank; calls follow each other at once. Every byte of the last result of a block is checked,\n" +
-			"and the first element of each part of every result, outside the timed part. Over RDMA perftest's ib_write_lat for\n" +
-			"the same size, taken on the same port a moment before, stands beside it instead of gloo.\n\n" +
-			"--size is what a rank gives each other one (AllGather, AllToAll, ReduceScatter), or the tensor's (Broadcast from\n" +
-			"rank 0, AllReduce). Elements are float32, reductions sums.",
+		Description: "    stepaf bench collective --van local --op AllReduce --size 1048576 --ranks 2\n\n" +
+			"Starts the ranks of one communicator as workers, and if PyTorch is installed, the same number of ranks of\n" +
+			"torch.distributed with gloo. Their blocks alternate, with blocks of the floor: a copy, by one thread, of the bytes\n" +
+			"that one rank receives. The time of a call is that of the slowest rank; calls follow each other without a pause.\n" +
+			"Outside the timed part, every byte of the last result of a block is checked, and the first element of each part\n" +
+			"of every result. Over RDMA, perftest's ib_write_lat for the same size on the same port, measured just before,\n" +
+			"takes the place of gloo.\n\n" +
+			"--size is the size that a rank sends to each other rank (AllGather, AllToAll, ReduceScatter), or the size of the\n" +
+			"tensor (Broadcast from rank 0, AllReduce). Elements are float32; reductions are sums.",
 		Flags: append([]cli.Flag{
-			&cli.StringSliceFlag{Name: "op", Usage: "calls to measure: " + strings.Join(exchangeOps, ", ") + " (default: those with goals, and each of the others at 1 MiB)"},
+			&cli.StringSliceFlag{Name: "op", Usage: "calls to measure: " + strings.Join(exchangeOps, ", ") + " (default: the calls with goals, and each other call at 1 MiB)"},
 			&cli.IntSliceFlag{Name: "size", Usage: "bytes, with --op (default: 1024, 1048576)"},
-			&cli.IntSliceFlag{Name: "ranks", Value: cli.NewIntSlice(2, 4), Usage: "numbers of ranks"},
+			&cli.IntSliceFlag{Name: "ranks", Value: cli.NewIntSlice(2, 4), Usage: "numbers of ranks to measure"},
 			&cli.IntFlag{Name: "iters", Usage: "measured calls; 0 chooses by size"},
 			&cli.StringFlag{Name: "python", Value: "python3", Usage: "interpreter with PyTorch"},
-			&cli.BoolFlag{Name: "check", Usage: "status 1 when a goal is missed or could not be looked at"},
+			&cli.BoolFlag{Name: "check", Usage: "exit status 1 if a goal is missed or could not be measured"},
 		}, common...),
 		Action: runCollective,
 	}

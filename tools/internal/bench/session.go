@@ -29,15 +29,16 @@ const sessionRanks = 4
 func sessionCommand(common []cli.Flag) *cli.Command {
 	return &cli.Command{
 		Name:      "session",
-		Usage:     "calls of a function on all ranks of a session, beside push_pulls of 1 KiB",
+		Usage:     "calls of a function on all ranks of a session, compared with push_pulls of 1 KiB",
 		UsageText: "stepaf bench session --van local [--ranks 4] [--check]",
-		Description: "Starts a controller and ranks, and times calls of a function that does nothing: from Call to the end of\n" +
-			"Wait, when all ranks have run it. Blocks of these alternate with blocks of push_pulls of 1 KiB each way, of the same\n" +
-			"worker with the first of the same servers, and with all of them. All answers are checked.",
+		Description: "    stepaf bench session --van local --ranks 4\n\n" +
+			"Starts a controller and ranks, and times calls of a function that does nothing: from Call to the end of Wait, when\n" +
+			"all ranks have run it. Blocks of calls alternate with blocks of push_pulls of 1 KiB each way, from the same worker to\n" +
+			"the first of the same servers, and to all of them. All answers are checked.",
 		Flags: append([]cli.Flag{
-			&cli.IntFlag{Name: "ranks", Value: sessionRanks, Usage: "ranks"},
-			&cli.IntFlag{Name: "iters", Value: 500, Usage: "calls of a block"},
-			&cli.BoolFlag{Name: "check", Usage: "with --van local and 4 ranks: status 1 when the goal is missed"},
+			&cli.IntFlag{Name: "ranks", Value: sessionRanks, Usage: "number of ranks"},
+			&cli.IntFlag{Name: "iters", Value: 500, Usage: "calls per block"},
+			&cli.BoolFlag{Name: "check", Usage: "with --van local and 4 ranks: exit status 1 if the goal is missed"},
 		}, common...),
 		Action: runSession,
 	}

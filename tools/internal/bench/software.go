@@ -37,22 +37,24 @@ var softwareVans = []string{"null", "rdma"}
 func softwareCommand() *cli.Command {
 	return &cli.Command{
 		Name:      "software",
-		Usage:     "what a push_pull costs without a wire: time, allocations and lock operations",
+		Usage:     "cost of a push_pull without a network: time, allocations and lock operations",
 		UsageText: "stepaf bench software [--van null|rdma] [--push BYTES --pull BYTES] [--iters N]",
-		Description: "Runs a scheduler, a server and a worker in this process on one core (GOMAXPROCS=1), and times push_pulls of one\n" +
-			"tensor each way, one at a time. What is measured is what both nodes do together: what a NIC's latency is added to.\n\n" +
-			"null hands each message over by reference and leaves the bytes of answers where they are: the layers above a\n" +
-			"transport. rdma is van/rdma on devices in memory, which check and copy what is sent: the transport as well, with\n" +
-			"what plays the NICs. Its answers are checked.\n\n" +
-			"Without sizes it measures 1 KiB each way and one layer of a large model. Times are of the calling goroutine, CPU is\n" +
-			"of the process. Lock operations are of sync.Mutex and sync.RWMutex, in a build that counts them: tools/count_locks.sh.",
+		Description: "    stepaf bench software --van null --push 1024 --pull 1024\n\n" +
+			"Runs a scheduler, a server and a worker in this process on one core (GOMAXPROCS=1), and times push_pulls of one\n" +
+			"tensor each way, one at a time. The result is the work of both nodes, to which the network adds its latency.\n\n" +
+			"null passes each message by reference and does not move the bytes of answers: it measures the layers above a\n" +
+			"transport. rdma is van/rdma on simulated devices in memory, which check and copy the data: it also measures the\n" +
+			"transport, and the simulated NICs. Its answers are checked.\n\n" +
+			"Without sizes it measures 1 KiB each way and one layer of a large model. Times are those of the calling goroutine,\n" +
+			"CPU is that of the process. Lock operations are those of sync.Mutex and sync.RWMutex; only a build of\n" +
+			"tools/count_locks.sh counts them.",
 		Flags: []cli.Flag{
 			&cli.StringFlag{Name: "van", Usage: "null or rdma (default: both)"},
 			&cli.IntFlag{Name: "push", Usage: "bytes from worker to server"},
 			&cli.IntFlag{Name: "pull", Usage: "bytes from server to worker"},
 			&cli.IntFlag{Name: "iters", Usage: "measured round trips; 0 chooses by size"},
-			&cli.IntFlag{Name: "warmup", Usage: "round trips before; 0 chooses by size"},
-			&cli.DurationFlag{Name: "timeout", Value: 2 * time.Minute, Usage: "give up after this long"},
+			&cli.IntFlag{Name: "warmup", Usage: "untimed round trips before; 0 chooses by size"},
+			&cli.DurationFlag{Name: "timeout", Value: 2 * time.Minute, Usage: "time limit"},
 			&cli.BoolFlag{Name: "json", Usage: "print one line of JSON for each measurement instead of a table"},
 		},
 		Action: runSoftware,

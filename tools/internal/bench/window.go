@@ -35,21 +35,24 @@ func windowCommand(common []cli.Flag) *cli.Command {
 		Name:      "window",
 		Usage:     "PutSignal and WaitSignal between two processes",
 		UsageText: "stepaf bench window --van local [--size 1024] [--check]",
-		Description: "Two workers put the same bytes to and fro, each when it has waited for the other's signal. A round trip is taken\n" +
-			"by the first; one way is from before its PutSignal to the end of the other's WaitSignal, by the clock of the host. The\n" +
-			"floor is a round trip of the same bytes in the same run, in blocks that alternate with these: over zmq libzmq by\n" +
-			"itself, one message each way; with shared memory a copy and a flag each way, between two threads that do nothing but\n" +
-			"look; over RDMA a write with immediate each way, and perftest's ib_write_lat, taken on the same port a moment before,\n" +
-			"stands beside one way. The ends of all data are checked, and all bytes of a block's last, outside the timed part.\n\n" +
-			"With --device gpu the windows are device memory, each on a GPU of its own. Beside calls that name no stream there are those\n" +
-			"in streams: one way ends where the CPU sees the end of the stream that has waited; ahead, it is taken of blocks of round trips\n" +
-			"that are all queued at once. The floor is half a round trip of a copy into the other process's memory and a word for its CPU.",
+		Description: "    stepaf bench window --van local --size 1024\n\n" +
+			"Two workers put the same bytes to each other in turn: each waits for the other's signal before it puts. The first\n" +
+			"worker times the round trip. One way is the time from before its PutSignal to the end of the other's WaitSignal, by\n" +
+			"the clock of the host. The floor is a round trip of the same bytes in the same run, in alternating blocks: over zmq\n" +
+			"by libzmq alone, one message each way; in shared memory by a copy and a flag each way, between two polling threads;\n" +
+			"over RDMA by a write with immediate each way. Over RDMA, perftest's ib_write_lat on the same port, measured just\n" +
+			"before, is compared with one way. Outside the timed part, the first and last bytes of all data are checked, and\n" +
+			"every byte of a block's last data.\n\n" +
+			"With --device gpu the windows are device memory, each on a GPU of its own. Measured are calls without a stream, and\n" +
+			"calls in streams: one way then ends when the CPU sees the end of the waiting stream. \"ahead\" is one way measured in\n" +
+			"blocks whose round trips are all queued at once. The floor is half a round trip of a copy into the other process's\n" +
+			"memory and a flag for its CPU.",
 		Flags: append([]cli.Flag{
-			&cli.IntSliceFlag{Name: "size", Value: cli.NewIntSlice(1<<10, 64<<10, 1<<20), Usage: "bytes each way, 16 at least (default with --device gpu: 1024, 917504, 1835008, 16777216)"},
-			&cli.StringFlag{Name: "device", Value: cpu, Usage: "where the windows lie: cpu or gpu"},
-			&cli.StringFlag{Name: "gpus", Usage: "with --device gpu: the ranks' (default: 0,1, or 0,0 if there is only one)"},
+			&cli.IntSliceFlag{Name: "size", Value: cli.NewIntSlice(1<<10, 64<<10, 1<<20), Usage: "bytes each way, at least 16 (default with --device gpu: 1024, 917504, 1835008, 16777216)"},
+			&cli.StringFlag{Name: "device", Value: cpu, Usage: "device of the windows: cpu or gpu"},
+			&cli.StringFlag{Name: "gpus", Usage: "with --device gpu: the GPUs of the ranks (default: 0,1, or 0,0 if there is only one)"},
 			&cli.IntFlag{Name: "iters", Usage: "measured round trips; 0 chooses by size"},
-			&cli.BoolFlag{Name: "check", Usage: "status 1 when a goal is missed"},
+			&cli.BoolFlag{Name: "check", Usage: "exit status 1 if a goal is missed"},
 		}, common...),
 		Action: runWindow,
 	}

@@ -1,5 +1,4 @@
-// Package demo is a small cluster program: workers push a few tensors, servers add
-// them up, workers check the sums.
+// Package demo is a small cluster program: workers push a few tensors, servers add them, and workers check the sums.
 package demo
 
 import (
@@ -28,10 +27,10 @@ const (
 func Command() *cli.Command {
 	return &cli.Command{
 		Name:  "demo",
-		Usage: "take part in a cluster that adds tensors, and show how long it takes",
-		Description: `Is a worker, a server or the scheduler, as DMLC_ROLE says. Each worker pushes 3
-tensors of 1024 float32 to all servers and pulls back their sum, many times,
-checks every sum, and prints the time that a round takes.
+		Usage: "run a node of a small cluster that adds tensors, and print the time of a round",
+		Description: `Runs as a worker, a server or the scheduler, depending on DMLC_ROLE. Each worker pushes
+3 tensors of 1024 float32 to all servers and pulls their sum, many times. It checks every
+sum, and prints the time of a round.
 
     stepaf launch -n 1 -s 1 -- stepaf demo`,
 		ArgsUsage: " ", HideHelpCommand: true,
@@ -54,7 +53,7 @@ checks every sum, and prints the time that a round takes.
 	}
 }
 
-// run plays the role of cfg.
+// run runs a node with the role of cfg.
 func run(ctx context.Context, cfg *postoffice.Config, out io.Writer, rounds int) error {
 	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
 	if err != nil {

@@ -17,45 +17,49 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 )
 
-const description = `Starts a scheduler, servers and workers as processes of this machine. Servers and
-workers run COMMAND; the scheduler is built in. Each process gets its place in the
-cluster in DMLC_ROLE, DMLC_NODE_RANK, STEPMESH_GPU and so on; the rest of the
-environment is passed on as it is ("stepaf env" explains it).
+const description = `Starts a scheduler, servers and workers as processes of this machine. Servers and workers
+run COMMAND; the scheduler is built in. Each process gets its role and rank in DMLC_ROLE,
+DMLC_NODE_RANK, STEPMESH_GPU and other variables ("stepaf env" explains them). The rest of
+the environment is passed on unchanged.
 
     stepaf launch -n 2 -s 1 -- ./program --its-option
     stepaf launch -n 1 -s 1 --group-size 8 -- python3 program.py
 
-Lines of the processes come with their name in front, as in "[worker 0] ...".
+Each output line starts with the name of its process, as in "[worker 0] ...".
 
-The first process that fails ends everything: the others get SIGTERM, and SIGKILL
-after --kill-after. So do SIGINT, SIGTERM, --timeout, and the end of who reads the
-output, as in "| head -1". When all workers have
-ended well, servers and scheduler have --grace to end. What a process leaves
-running in its process group is killed.
+End: the first process that fails ends the cluster: the other processes get SIGTERM, and
+SIGKILL after --kill-after. SIGINT, SIGTERM, --timeout, and the end of the reader of the
+output, as in "| head -1", end it in the same way. After all workers have succeeded,
+servers and scheduler must end within --grace. Processes that a process leaves running in
+its process group are killed.
 
-Over several machines, start a share on each with --role: "server" is scheduler
-and first server group; "server-slave" and "worker" need --host and, from the
-second group on, --node-rank. All need the same -n, -s, --group-size and port.
+Several machines: run "stepaf launch" on every machine, with --role server on the first
+(it also starts the scheduler) and --role server-slave or --role worker on the others.
+These need --host and, from the second group of a role on, --node-rank. All need the same
+-n, -s, --group-size and port.
 
-A cluster that is started whole gets a secret, so that no other process can join
-it: the processes read it from a file in a private directory of TMPDIR, which is
-removed at the end. No secret is made if STEPAF_SECRET_FILE or STEPAF_SECRET is set,
-with --no-secret, with STEPAF_AUTH=off, and with STEPAF_FOREIGN=1, which programs of
-the C++ library need (--fserver sets it): they cannot join a cluster that has a
-secret. The shares of a cluster need the same STEPAF_SECRET_FILE ("stepaf secret"
-makes one).
+    stepaf launch --role server -n 1 -s 1 --port 8123 -- ./program
+    stepaf launch --role worker -n 1 -s 1 --host 10.0.0.1 --port 8123 -- ./program
 
-Exit status: 0 if all ended well; else that of the first process that failed (128
-and the number of the signal that ended it), 1 for failures of the launcher and
-for processes that did not end, 2 for a wrong command line or environment, 124
-after --timeout, 130 and 143 after SIGINT and SIGTERM, 141 when nobody reads on.`
+Secret: a cluster with --role joint gets a secret, so that no other process can join it.
+The processes read it from a file in a private directory in TMPDIR; the directory is
+removed at the end. No secret is created if STEPAF_SECRET_FILE or STEPAF_SECRET is set,
+with --no-secret, with STEPAF_AUTH=off, or with STEPAF_FOREIGN=1. Programs of the C++
+library need STEPAF_FOREIGN=1 (--fserver sets it), since they cannot join a cluster that
+has a secret. On several machines, set the same STEPAF_SECRET_FILE on all; "stepaf secret"
+creates the file.
 
-// Command returns "stepaf launch". self is this program, for the built-in
-// scheduler; raw is the whole command line, for finding the double dash.
+Exit status: 0 if all processes succeeded; else the status of the first process that
+failed (128 plus the number of the signal that ended it); 1 if the launcher failed or a
+process did not end; 2 for a wrong command line or environment; 124 after --timeout; 130
+and 143 after SIGINT and SIGTERM; 141 after the reader of the output has ended.`
+
+// Command returns "stepaf launch". self is the path of this program, for the built-in scheduler. raw is the whole command
+// line, in which the double dash is found.
 func Command(self string, raw []string) *cli.Command {
 	return &cli.Command{
 		Name:            "launch",
-		Usage:           "start a cluster, or a share of it, on this machine",
+		Usage:           "start a cluster, or this machine's part of it",
 		ArgsUsage:       "-- COMMAND [ARGUMENT...]",
 		Description:     description,
 		HideHelpCommand: true,
@@ -76,9 +80,8 @@ func Command(self string, raw []string) *cli.Command {
 	}
 }
 
-// ends are the signals that end a launch. SIGPIPE comes with a write to who has stopped
-// reading our output: without Notify it would end this process at once, and leave what the
-// children have started.
+// ends returns a channel of the signals that end a launch. A write to a pipe without a reader raises SIGPIPE. Without Notify,
+// SIGPIPE would end this process at once, and the processes of the children would keep running.
 func ends() chan os.Signal {
 	c := make(chan os.Signal, 2)
 	signal.Notify(c, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGPIPE)
@@ -97,30 +100,30 @@ func flags() []cli.Flag {
 	return []cli.Flag{
 		&cli.IntFlag{Name: "workers", Aliases: []string{"n"}, Category: shape, DefaultText: "DMLC_NUM_WORKER, else 1", Usage: "worker groups in the cluster"},
 		&cli.IntFlag{Name: "servers", Aliases: []string{"s"}, Category: shape, DefaultText: "DMLC_NUM_SERVER, else 1", Usage: "server groups in the cluster"},
-		&cli.StringFlag{Name: "group-size", Aliases: []string{"g"}, Category: shape, Usage: "processes in each group, or auto: one for each GPU, at most 8; 2 without", DefaultText: "DMLC_GROUP_SIZE, else 1"},
+		&cli.StringFlag{Name: "group-size", Aliases: []string{"g"}, Category: shape, Usage: "processes in each group, or auto: one for each GPU, at most 8; 2 without GPUs", DefaultText: "DMLC_GROUP_SIZE, else 1"},
 		&cli.StringFlag{Name: "role", Category: shape, Value: string(Joint), Usage: "what to start: joint (everything), server (and scheduler), server-slave, worker, or scheduler"},
-		&cli.IntFlag{Name: "node-rank", Category: shape, Value: -1, DefaultText: "DMLC_NODE_RANK, else 0", Usage: "rank of the group, unless everything is started"},
+		&cli.IntFlag{Name: "node-rank", Category: shape, Value: -1, DefaultText: "DMLC_NODE_RANK, else 0", Usage: "rank of the group; not with --role joint"},
 		&cli.StringFlag{Name: "gpus", Category: shape, Usage: "`LIST` of devices for the processes of a group, as in 0,2 (0,1,...)"},
 
 		&cli.StringFlag{Name: "host", Category: network, Usage: "scheduler's address (DMLC_PS_ROOT_URI, else this machine's)"},
 		&cli.IntFlag{Name: "port", Aliases: []string{"p"}, Category: network, DefaultText: "DMLC_PS_ROOT_PORT, else any free one", Usage: "scheduler's port"},
-		&cli.StringFlag{Name: "interface", Category: network, Usage: "network interface whose address the processes use (DMLC_NODE_HOST; else loopback, or the one that leads to the scheduler when the cluster has more machines)"},
+		&cli.StringFlag{Name: "interface", Category: network, Usage: "network interface whose address the processes use (DMLC_NODE_HOST; else loopback, or the one with the route to the scheduler if the cluster has several machines)"},
 
-		&cli.BoolFlag{Name: "no-secret", Category: network, Usage: "make no secret for a cluster that is started whole"},
+		&cli.BoolFlag{Name: "no-secret", Category: network, Usage: "create no secret for a cluster with --role joint"},
 
-		&cli.StringFlag{Name: "worker-command", Category: programs, Usage: "`COMMAND` of the workers, with arguments, quoted as for a shell"},
+		&cli.StringFlag{Name: "worker-command", Category: programs, Usage: "`COMMAND` of the workers, with arguments, quoted as in a shell"},
 		&cli.StringFlag{Name: "server-command", Category: programs, Usage: "`COMMAND` of the servers"},
-		&cli.BoolFlag{Name: "fserver", Category: programs, Usage: "COMMAND uses fserver of the C++ library, with init() and stop(): the scheduler takes part in the barrier of stop(), and STEPAF_FOREIGN is 1 unless it is set"},
+		&cli.BoolFlag{Name: "fserver", Category: programs, Usage: "COMMAND uses fserver of the C++ library, with init() and stop(): the scheduler takes part in the barrier of stop(), and STEPAF_FOREIGN is set to 1 unless it is set already"},
 		&cli.StringFlag{Name: "scheduler-command", Category: programs, Usage: "`COMMAND` of the scheduler (stepaf scheduler)"},
 
-		&cli.DurationFlag{Name: "timeout", Category: ending, DefaultText: "none", Usage: "stop everything after this time"},
+		&cli.DurationFlag{Name: "timeout", Category: ending, DefaultText: "none", Usage: "end the cluster after this time"},
 		&cli.DurationFlag{Name: "grace", Category: ending, Value: 10 * time.Second, Usage: "time for servers and scheduler to end after the last worker"},
 		&cli.DurationFlag{Name: "kill-after", Category: ending, Value: 5 * time.Second, Usage: "time from SIGTERM to SIGKILL"},
 		&cli.StringFlag{Name: "fail-on", Category: ending, Usage: "a process that prints a line matching `REGEXP` has failed"},
 
 		&cli.StringSliceFlag{Name: "default", Category: scripted, Usage: "`[ROLE:]NAME=VALUE` to set for the processes (of that role) unless the environment sets it"},
 		&cli.StringFlag{Name: "default-van", Category: scripted, Usage: "transport if DMLC_ENABLE_RDMA is unset: auto (ibverbs if there is a device, else zmq), zmq, or ibverbs"},
-		&cli.StringFlag{Name: "default-backend", Category: scripted, Usage: "where tensors live if STEPMESH_BAKCEND is unset: auto (GPU if there is one, else CPU), CPU, or GPU"},
+		&cli.StringFlag{Name: "default-backend", Category: scripted, Usage: "backend if STEPMESH_BAKCEND is unset: auto (GPU if there is one, else CPU), CPU, or GPU"},
 		&cli.IntFlag{Name: "default-port", Category: scripted, DefaultText: "any", Usage: "port if none is set; with --role joint the next free one from here"},
 		&cli.StringFlag{Name: "prefer-interface", Category: scripted, Usage: "like --interface, but it need not exist"},
 		&cli.StringFlag{Name: "banner", Category: scripted, Usage: "first line to print; {host} and {port} are the scheduler's"},
@@ -233,7 +236,7 @@ func numbers(text string) ([]int, error) {
 	for f := range strings.SplitSeq(text, ",") {
 		n, err := strconv.Atoi(strings.TrimSpace(f))
 		if err != nil || n < 0 {
-			return nil, fmt.Errorf("want numbers from 0 with commas between them, as in 0,1,2")
+			return nil, fmt.Errorf("want numbers from 0 separated by commas, as in 0,1,2")
 		}
 		list = append(list, n)
 	}

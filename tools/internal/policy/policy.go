@@ -24,30 +24,31 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-const description = `Sets what the nodes of a running cluster do with the data that they send, without
-restarting anything, and lists what is set and where it is in force:
+const description = `Changes how the nodes of a running cluster send data, without a restart: rates, traffic
+classes (DSCP) and the order of a communicator's requests. Without a subcommand it lists
+the policies and the nodes that apply them.
 
     stepaf policy                                     list
-    stepaf policy set --peer worker:0 --rate 100M     each node sends worker 0 at most
-                                                      100,000,000 bytes in a second
-    stepaf policy set --peer worker:0 --class 46      in packets of that DSCP
-    stepaf policy set --app 7 --rate 5M               of application 7, to each peer
-    stepaf policy set --comm 0 --order ring           communicator 0 asks ranks in a ring
-    stepaf policy clear --peer worker:0               or: clear --all
+    stepaf policy set --peer worker:0 --rate 100M     each node sends at most 100,000,000
+                                                      bytes per second to worker 0
+    stepaf policy set --peer worker:0 --class 46      its packets to worker 0 have DSCP 46
+    stepaf policy set --app 7 --rate 5M               limit application 7, to each peer
+    stepaf policy set --comm 0 --order ring           communicator 0 requests data in a ring
+    stepaf policy clear --peer worker:0               remove; or: clear --all
 
-It asks the scheduler at DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or --scheduler, and
-needs DMLC_ENABLE_RDMA and DMLC_INTERFACE as the nodes have them. What is set lasts as long
-as the cluster. Nodes of C++ StepMesh are not told. docs/policy.md says what each setting
-reaches, and when.`
+The command connects to the scheduler at DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or
+--scheduler. It needs DMLC_ENABLE_RDMA and DMLC_INTERFACE as the nodes have them. A policy
+lasts until the cluster ends. C++ StepMesh nodes do not receive policies. docs/policy.md
+describes the effect of each policy.`
 
-// Command returns the command, to be added to the application's.
+// Command returns "stepaf policy".
 func Command(interruptible func() (context.Context, func())) *cli.Command {
 	reach := []cli.Flag{
 		&cli.StringFlag{Name: "scheduler", Usage: "`HOST:PORT` of the scheduler (default: DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)"},
-		&cli.DurationFlag{Name: "timeout", Value: 10 * time.Second, Usage: "give up after this long, also waiting until nodes have what was set"},
+		&cli.DurationFlag{Name: "timeout", Value: 10 * time.Second, Usage: "time limit, including the time until the nodes have received a policy"},
 	}
 	target := []cli.Flag{
-		&cli.StringFlag{Name: "peer", Usage: "what others send to this `NODE`: worker:RANK or server:RANK"},
+		&cli.StringFlag{Name: "peer", Usage: "data that other nodes send to this `NODE`: worker:RANK or server:RANK"},
 		&cli.IntFlag{Name: "app", Usage: "data of the application with this `ID`"},
 		&cli.IntFlag{Name: "comm", Usage: "data of the communicator (af/collective) with this `ID`"},
 	}
@@ -71,17 +72,19 @@ func Command(interruptible func() (context.Context, func())) *cli.Command {
 		Action: action(func(*cli.Context) (string, error) { return "list", nil }),
 		Subcommands: []*cli.Command{
 			{
-				Name: "set", Usage: "set a rate, a traffic class or an order; what is not named stays", ArgsUsage: " ", HideHelpCommand: true,
+				Name: "set", Usage: "set a rate, a traffic class or an order; options that are not given stay as they are", ArgsUsage: " ",
+				Description: "    stepaf policy set --peer worker:0 --rate 100M --class 46\n    stepaf policy set --comm 0 --order ring", HideHelpCommand: true,
 				Flags: append(append([]cli.Flag{
-					&cli.StringFlag{Name: "rate", Usage: "`BYTES` in a second from each node to each peer, as 5000000, 5M or 1G"},
+					&cli.StringFlag{Name: "rate", Usage: "`BYTES` per second from each node to each peer, such as 5000000, 5M or 1G"},
 					&cli.IntFlag{Name: "class", Usage: "traffic class of a peer, the DSCP, `0 to 63`"},
-					&cli.StringFlag{Name: "order", Usage: "of a communicator's requests: " + strings.Join(membership.Orders, " or ")},
+					&cli.StringFlag{Name: "order", Usage: "order of a communicator's requests: " + strings.Join(membership.Orders, " or ")},
 				}, target...), reach...),
 				Action: action(set),
 			},
 			{
-				Name: "clear", Usage: "take back what was set for one, or for --all", ArgsUsage: " ", HideHelpCommand: true,
-				Flags: append(append([]cli.Flag{&cli.BoolFlag{Name: "all", Usage: "everything"}}, target...), reach...),
+				Name: "clear", Usage: "remove the policy of one target, or with --all all policies", ArgsUsage: " ",
+				Description: "    stepaf policy clear --peer worker:0\n    stepaf policy clear --all", HideHelpCommand: true,
+				Flags: append(append([]cli.Flag{&cli.BoolFlag{Name: "all", Usage: "all policies"}}, target...), reach...),
 				Action: action(func(c *cli.Context) (string, error) {
 					if c.Bool("all") && !c.IsSet("peer") && !c.IsSet("app") && !c.IsSet("comm") {
 						return "clear all", nil
@@ -94,7 +97,7 @@ func Command(interruptible func() (context.Context, func())) *cli.Command {
 	}
 }
 
-// targetOf reads the flag that says what a policy is about.
+// targetOf reads the option that names the target of a policy.
 func targetOf(c *cli.Context, others string) (p membership.Policy, err error) {
 	var given []string
 	for _, f := range []string{"peer", "app", "comm", "all"} {
