@@ -150,7 +150,7 @@ func TestBarrierErrors(t *testing.T) {
 
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
-	vantest.Fails(t, w.InstanceBarrier(ctx, 0, van.WorkerGroup), van.ErrTimeout, "worker 0 (id 9): instance barrier", "the scheduler's log says who has not come")
+	vantest.Fails(t, w.InstanceBarrier(ctx, 0, van.WorkerGroup), van.ErrTimeout, "worker 0 (id 9): instance barrier", "the scheduler's log names the missing nodes")
 	// Its request does not count any more: the other one waits until both have come.
 	came := make(chan error, 1)
 	go func() { came <- c.Workers[1].InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup) }()

@@ -118,7 +118,7 @@ func TestMissingNodes(t *testing.T) {
 	r := <-s
 	vantest.Fails(t, r.err, van.ErrTimeout, append(missing, "present: worker 127.0.0.1:", "scheduler", "limit 3s")...)
 	r = <-w
-	if r.err == nil || !strings.Contains(r.err.Error(), "the scheduler gave up after 3s") {
+	if r.err == nil || !strings.Contains(r.err.Error(), "start-up timed out on the scheduler after 3s") {
 		t.Fatalf("worker: %v, want the scheduler's word", r.err)
 	}
 	for _, text := range missing {

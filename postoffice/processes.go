@@ -117,7 +117,7 @@ func (t *processes) judge(msg *van.Message, p *process) verdict {
 func (t *processes) dropStale(msg *van.Message, p *process) {
 	if count, show := t.stale.Next(); show {
 		from, to := msg.Incarnations()
-		t.self.log.Warn("dropped a message of a process that was replaced, or for one", "from", t.self.peerName(msg.Sender), "message", msg.Meta.String(),
+		t.self.log.Warn("dropped a message from or for a process that was replaced", "from", t.self.peerName(msg.Sender), "message", msg.Meta.String(),
 			"its incarnation", fmt.Sprintf("%08x", from), "want", fmt.Sprintf("%08x", p.incarnation),
 			"meant for", fmt.Sprintf("%08x", to), "this is", fmt.Sprintf("%08x", t.incarnation), "dropped so far", count)
 	}

@@ -270,7 +270,7 @@ func TestMeantForAnother(t *testing.T) {
 		t.Fatal("nothing comes")
 	}
 	until(t, "nothing is held", func() bool { return hook.Held() == 0 })
-	if !strings.Contains(logged.String(), "dropped a message of a process that was replaced, or for one") {
+	if !strings.Contains(logged.String(), "dropped a message from or for a process that was replaced") {
 		t.Error("the log does not say what was dropped")
 	}
 }

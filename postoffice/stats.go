@@ -17,7 +17,7 @@ type Stats struct {
 	RefusedRequests                 uint64 // refused by their application with van.ErrQueueFull, as batches that do not end: STEPAF_RECV_BUDGET_PEER
 	InvalidRequests                 uint64 // refused by their application with van.ErrInvalid, as batches that are too long: STEPAF_RECV_BUDGET
 	PausedReads                     uint64 // times that a peer was not read until its application had taken some: STEPAF_RECV_BUDGET_PEER
-	FencedMessages                  uint64 // dropped: of a process that was replaced, or for one
+	FencedMessages                  uint64 // dropped: from or for a process that was replaced
 }
 
 // Stats returns the node's counters, each as it is at that moment: others may count meanwhile.

@@ -18,7 +18,7 @@ func TestStartBarrierLimit(t *testing.T) {
 	if took := time.Since(begun); s != nil || took < 300*time.Millisecond || took > 20*time.Second {
 		t.Errorf("%v after %s, want none after 300 ms", s, took)
 	}
-	vantest.Fails(t, err, context.DeadlineExceeded, "worker 0 (id 9)", "barrier", "the scheduler's log says who has not come")
+	vantest.Fails(t, err, context.DeadlineExceeded, "worker 0 (id 9)", "barrier", "the scheduler's log names the missing nodes")
 	if c.Workers[0].Alive() == nil {
 		t.Error("the node has not left")
 	}

@@ -197,7 +197,7 @@ func (s *barriers) countExitedForeign(now time.Duration, g *barrier) bool {
 			}
 			ended = append(ended, a)
 		}
-		s.out.emit(Warning{Text: s.table.peer(id) + " has left after its first barrier, which counts as its Finalize: no other process has taken its place"})
+		s.out.emit(Warning{Text: s.table.peer(id) + " has left after its first barrier, which counts as its Finalize: no process has replaced it"})
 	}
 	g.requests = append(g.requests, ended...)
 	s.releaseIfComplete(now, finalizeKey, g)

@@ -88,7 +88,7 @@ func (d *departure) waitingFor() string {
 	for _, id := range sortedIDs(d.unconfirmed) {
 		names = append(names, d.table.peer(id))
 	}
-	return fmt.Sprintf("the %s barrier over %s, the last one, is over; not known to have heard of it: %s", kindName(d.key.instance), groupName(d.key.group), list(names))
+	return fmt.Sprintf("the %s barrier over %s, the last one, is over; not yet confirmed by %s", kindName(d.key.instance), groupName(d.key.group), list(names))
 }
 
 func (d *departure) tick(now time.Duration) {

@@ -13,9 +13,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestNobodyLeavesEarly: programs that end with a barrier over all nodes and Finalize, as fserver's stop(), and a
-// scheduler that does the same, or only the second. Whatever breaks meanwhile, who is killed and replaced, and though the
-// scheduler is started again: no Finalize ends before all have called it, no call fails, and all end.
+// TestNobodyLeavesEarly: the programs end with a barrier over all nodes and Finalize, as fserver's stop() does; the
+// scheduler does the same, or only calls Finalize. Connections break, processes are killed and replaced, and the
+// scheduler is restarted. Then no Finalize ends before all have called it, no call fails, and all end.
 func TestNobodyLeavesEarly(t *testing.T) {
 	for seed := range uint64(1000) {
 		e := newEnding(seed)
@@ -38,19 +38,19 @@ type ending struct {
 	faults,
 	more int
 	cut    string // the slot whose connection with the scheduler is broken
-	absent string // that of a process that was killed
-	// excused: a process died in Finalize, where it counts: of the next one in its place nobody knows.
+	absent string // the slot of a process that was killed
+	// excused: a process died in Finalize, where it counts. Its replacement process is therefore not waited for.
 	excused bool
 	wrong   []string
 }
 
-// program is a process and what it calls.
+// program is a process and its calls.
 type program struct {
 	*testNode
 	slot  string
 	calls []string
-	waits int    // ticket, 0: for nothing
-	last  string // what it has called last
+	waits int    // number of its pending barrier; 0: none
+	last  string // its last call
 	over  bool   // its Finalize is
 }
 
@@ -128,7 +128,7 @@ func (e *ending) saw(n *testNode, o Output) {
 	}
 }
 
-// step lets a process call what comes next.
+// step lets a process make its next call.
 func (e *ending) step(p *program) {
 	if p.dead || p.waits != 0 || len(p.calls) == 0 || !p.m.Ready() {
 		return
@@ -145,14 +145,14 @@ func (e *ending) step(p *program) {
 	e.w.take(p.testNode)
 }
 
-// drop loses what is under way between two processes.
+// drop loses the messages in flight between two processes.
 func (e *ending) drop(p, q *program) {
 	e.w.queue = slices.DeleteFunc(e.w.queue, func(x packet) bool {
 		return x.name == p.name && x.to == q.addr || x.name == q.name && x.to == p.addr
 	})
 }
 
-// lose lets p notice that its connection with q has ended.
+// lose reports to p that its connection with q has ended.
 func (e *ending) lose(p, q *program) {
 	for _, id := range sortedIDs(p.conns) {
 		if !p.dead && p.conns[id].addr == q.addr {
@@ -190,7 +190,7 @@ func (e *ending) heal() {
 	e.cut = ""
 }
 
-// back lets p notice that its connection with q is there again.
+// back reports to p that its connection with q is restored.
 func (e *ending) back(p, q *program) {
 	for _, id := range sortedIDs(p.conns) {
 		if !p.dead && !q.dead && p.conns[id].addr == q.addr {
@@ -200,7 +200,7 @@ func (e *ending) back(p, q *program) {
 	}
 }
 
-// replace begins a process in the place of one that was killed.
+// replace starts a replacement process of one that was killed.
 func (e *ending) replace() {
 	if e.absent == "" {
 		return
@@ -256,7 +256,7 @@ func (e *ending) passes(x *packet) bool {
 	return q == nil || !(x.name == q.name && x.to == sched.addr || x.name == sched.name && x.to == q.addr)
 }
 
-// ended lets those leave whose Finalize is over, each with this chance, and tells whether all are.
+// ended lets every process whose Finalize is over leave with this probability, and reports whether all have.
 func (e *ending) ended(chance float64) bool {
 	all := true
 	for _, s := range endingSlots {

@@ -11,11 +11,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// FuzzMachines lets the input choose what happens to a small cluster: deliveries,
-// losses, duplicates, nonsense, deaths, restarts, barriers. Whatever happens, no
-// machine panics, sends where it has no connection, sends what cannot be encoded,
-// or speaks after it failed; each ticket ends at most once; and a node is not
-// dead twice.
+// FuzzMachines lets the input choose the events in a small cluster: deliveries, losses, duplicates, nonsense, deaths,
+// restarts, barriers. In every case: no machine panics, sends where it has no connection, sends a message that cannot
+// be encoded, or has outputs after it failed; each barrier ends at most once; and no node is reported dead twice.
 func FuzzMachines(f *testing.F) {
 	for seed := range uint64(4) {
 		f.Add(randomBytes(seed, 400))
@@ -53,18 +51,18 @@ func (in *input) pick(n int) int {
 	return v % n
 }
 
-// chaos tells tell, if there is one, all that happens.
-func chaos(t *testing.T, b []byte, tell func(line string)) {
+// chaos passes a line about each event to log, if that is not nil.
+func chaos(t *testing.T, b []byte, log func(line string)) {
 	in := input(b)
 	w := newWorld(t)
-	w.verbose = tell != nil
+	w.verbose = log != nil
 	w.log = func(format string, args ...any) {
 		s := fmt.Sprintf(format, args...)
 		if strings.Contains(s, "BUG") {
 			t.Error(s)
 		}
-		if tell != nil {
-			tell(s)
+		if log != nil {
+			log(s)
 		}
 	}
 	checks := map[*testNode]*checker{}
@@ -72,13 +70,13 @@ func chaos(t *testing.T, b []byte, tell func(line string)) {
 		if checks[n] == nil {
 			checks[n] = &checker{t: t, n: n, ended: map[int]bool{}, dead: map[int]bool{}}
 		}
-		checks[n].look(o)
-		if s, ok := o.(Send); ok && tell != nil {
+		checks[n].check(o)
+		if s, ok := o.(Send); ok && log != nil {
 			m, c := &s.Meta, &s.Meta.Control
 			from, to := m.Incarnations()
-			tell(fmt.Sprint(m.Key, m.CustomerID, m.Request, from, to, c.BarrierGroup))
+			log(fmt.Sprint(m.Key, m.CustomerID, m.Request, from, to, c.BarrierGroup))
 			for i := range c.Nodes {
-				tell(fmt.Sprint(c.Nodes[i].AuxID, c.Nodes[i].CustomerID, c.Nodes[i].Endpoint))
+				log(fmt.Sprint(c.Nodes[i].AuxID, c.Nodes[i].CustomerID, c.Nodes[i].Endpoint))
 			}
 		}
 	}
@@ -132,11 +130,11 @@ func chaos(t *testing.T, b []byte, tell func(line string)) {
 				n.m.CancelBarrier(in.pick(6))
 			}
 		case 11:
-			if n.name == "sched" && extra < 8 && in.pick(4) == 0 { // is started again
+			if n.name == "sched" && extra < 8 && in.pick(4) == 0 { // is restarted
 				extra++
 				n.dead = true
 				add("sched", cfg(van.Scheduler, "", 0))
-			} else if n.name != "sched" && extra < 8 { // dies, and perhaps another comes
+			} else if n.name != "sched" && extra < 8 { // dies, and is perhaps replaced
 				n.dead = true
 				extra++
 				role := []van.Role{van.Worker, van.Server}[in.pick(2)]
@@ -144,7 +142,7 @@ func chaos(t *testing.T, b []byte, tell func(line string)) {
 				add(fmt.Sprintf("x%d", extra), cfg(role, fmt.Sprintf("10.0.0.%d:%d", 1+in.pick(3), port), in.pick(2)-1))
 			}
 		case 12:
-			if len(w.queue) > 0 { // somebody says nearly what he should
+			if len(w.queue) > 0 { // a node sends a nearly valid message
 				p := &w.queue[in.pick(len(w.queue))]
 				var meta van.Meta
 				meta.CopyFrom(&p.meta)
@@ -184,7 +182,7 @@ func step(w *world, n *testNode, from int, meta *van.Meta) {
 	w.take(n)
 }
 
-// lie changes one field, mostly to a value at the edge of what is right.
+// lie changes one field, mostly to a value at the edge of the valid range.
 func lie(in *input, m *van.Meta) {
 	edges := []int{-2, -1, 0, 1, 2, 6, 7, 8, 9, 10, 11, 12, 13, van.Empty - 1, van.Empty, van.Empty + 1}
 	edge := edges[in.pick(len(edges))]
@@ -258,7 +256,7 @@ func nonsense(in *input) *van.Meta {
 	return &m
 }
 
-// checker looks at the outputs of one machine.
+// checker checks the outputs of one machine.
 type checker struct {
 	t      *testing.T
 	n      *testNode
@@ -267,7 +265,7 @@ type checker struct {
 	dead   map[int]bool
 }
 
-func (c *checker) look(o Output) {
+func (c *checker) check(o Output) {
 	if c.failed {
 		c.t.Errorf("%s: %s after it failed", c.n.name, showOutput(o))
 	}

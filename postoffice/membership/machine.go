@@ -232,7 +232,7 @@ func (m *Machine) tickStart(now time.Duration) {
 	if d := m.cfg.StartTimeout; d > 0 && now-m.life.started >= d {
 		r := m.Report(now)
 		if m.sched != nil {
-			m.sched.registrations.notifyAll(notice{verb: verbError, text: "the scheduler gave up after " + d.String() + ": " + r.withoutAddresses()})
+			m.sched.registrations.notifyAll(notice{verb: verbError, text: "start-up timed out on the scheduler after " + d.String() + ": " + r.withoutAddresses()})
 		}
 		m.pendingBarriers.failMachine(&van.Error{Op: "start", Node: m.table.name(), Detail: r.String(), Limit: d, Err: van.ErrTimeout})
 		return

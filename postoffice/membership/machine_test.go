@@ -169,9 +169,8 @@ func TestTimestampsLeaveOutEmpty(t *testing.T) {
 	}
 }
 
-// TestTwoCustomers registers one process twice, as a second customer of the
-// original does: it fills two places, has one id, and gets one table and one
-// release.
+// TestTwoCustomers registers one process twice, as a second customer of C++ StepMesh does: it fills two places, has
+// one id, and gets one table and one release.
 func TestTwoCustomers(t *testing.T) {
 	m, err := New(testConfig(van.Scheduler, 2, 1, "", 0))
 	if err != nil {
@@ -210,9 +209,9 @@ func TestTwoCustomers(t *testing.T) {
 	}
 }
 
-// TestTwoCustomersOfAReplacement: a process of the original with two customers takes the place of
-// one with two. Each of its customers passes the barrier of start-up at once, is waited for in
-// that of Finalize, and no record of the dead process is left.
+// TestTwoCustomersOfAReplacement: a C++ StepMesh process with two customers replaces one with two. Each of its
+// customers passes the barrier of start-up at once, is waited for in that of Finalize, and no record of the dead
+// process is left.
 func TestTwoCustomersOfAReplacement(t *testing.T) {
 	cfg := testConfig(van.Scheduler, 2, 1, "", 0)
 	cfg.ReplaceTimeout = 10 * time.Second
@@ -385,7 +384,7 @@ func TestNoTickWhenIdle(t *testing.T) {
 	}
 }
 
-// TestMemberIDs: ids below 8 are those of groups and of the scheduler, Empty is none, and even ones are servers.
+// TestMemberIDs: ids below 8 belong to groups and the scheduler, Empty is none, and even ones are servers.
 func TestMemberIDs(t *testing.T) {
 	m, err := New(testConfig(van.Worker, 1, 1, "10.0.0.2:4000", -1))
 	if err != nil {
@@ -409,8 +408,8 @@ func TestMemberIDs(t *testing.T) {
 	}
 }
 
-// TestListsAreBounded: what a scheduler remembers of refused and of replaced processes, and a node of
-// former schedulers, are the latest of them.
+// TestListsAreBounded: a scheduler remembers only the latest refused and replaced processes, and a node only the
+// latest earlier schedulers.
 func TestListsAreBounded(t *testing.T) {
 	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
 	if err != nil {
@@ -451,8 +450,9 @@ func TestListsAreBounded(t *testing.T) {
 	}
 }
 
-// TestRefusalsAtOneAddress: the original's nodes do not say which process they are. Who is refused where another was
-// a moment ago is told when that is over, of several the last one, and nobody behind them waits for that.
+// TestRefusalsAtOneAddress: C++ StepMesh nodes have no incarnation. A process that is refused right after another one
+// at its address is notified when refusalTime is over; of several processes, only the last. Refusals queued after it
+// do not wait for it.
 func TestRefusalsAtOneAddress(t *testing.T) {
 	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
 	if err != nil {
@@ -484,22 +484,22 @@ func TestRefusalsAtOneAddress(t *testing.T) {
 	m.sched.refusals.refuse(1, at(1), "second", "")
 	m.sched.refusals.refuse(2, at(1), "third", "")
 	said()
-	for i := range maxRefusalsSent - 1 { // as many as may be told in a second
+	for i := range maxRefusalsSent - 1 { // as many as may be sent in a second
 		m.sched.refusals.refuse(3, at(2+i), "other", "")
 	}
 	m.sched.refusals.refuse(4, at(100), "behind", "")
 	told()
 	m.sched.refusals.tick(refusalTime - 1)
 	said()
-	m.sched.refusals.recent[0].sentAt = 10 // told anew meanwhile
+	m.sched.refusals.recent[0].sentAt = 10 // sent again meanwhile
 	m.sched.refusals.tick(refusalTime + 5)
 	said("behind")
 	m.sched.refusals.tick(refusalTime + 10)
 	said("third")
 }
 
-// TestFirstOfSeveral: the machine is ticked when the first of several things is due: claims, trials, losses that are held, and gathers that
-// wait for a replacement.
+// TestFirstOfSeveral: the machine is ticked when the first of several events is due: claims, probes, deferred losses,
+// and barriers that wait for a replacement.
 func TestFirstOfSeveral(t *testing.T) {
 	l := &lifecycle{}
 	b := core{cfg: &Config{ReplaceTimeout: 10 * time.Second}, life: l, alive: &liveness{life: l, peers: map[int]*peerHealth{van.SchedulerID: {}}}}

@@ -398,7 +398,7 @@ func (n *node) deathNotice(now time.Duration, msg *van.Meta, what notice) error 
 	case !n.table.has(id): // notices after the table will name the dead nodes
 	case id == n.table.self.ID:
 		if what.verb != verbBack {
-			n.out.emit(Warning{Text: n.table.name() + ": the scheduler takes this node for dead: " + what.text})
+			n.out.emit(Warning{Text: n.table.name() + ": the scheduler has declared this node dead: " + what.text})
 		}
 	case about != 0 && known != 0 && about != known: // about an earlier or a later process than the one in the table
 	case n.records.outdated(id, msg):
@@ -414,7 +414,7 @@ func (n *node) deathNotice(now time.Duration, msg *van.Meta, what notice) error 
 func (n *node) lost(now time.Duration, id int, cause error) {
 	switch {
 	case id == van.SchedulerID && errors.Is(cause, van.ErrReplaced): // the connection is refused: the scheduler cannot send the reason
-		n.pending.failMachine(n.table.refused("connect", fmt.Sprintf("%s was taken for dead and its place given to another process: %s", n.table.self.Addr(), cause)))
+		n.pending.failMachine(n.table.refused("connect", fmt.Sprintf("%s was declared dead and replaced by another process: %s", n.table.self.Addr(), cause)))
 		return
 	case id == van.SchedulerID && n.life.phase == joining:
 		n.schedulerLost, n.schedulerNote, n.schedulerUp, n.schedulerNative, n.pendingTable = cause, "", false, false, nil

@@ -63,7 +63,7 @@ func TestTables(t *testing.T) {
 		if got := fmt.Sprint(m.KnownPeers()); got != c.peers {
 			t.Errorf("%s: peers %s, want %s", c.name, got, c.peers)
 		}
-		if c.field != "" { // no harm was done
+		if c.field != "" { // nothing was changed
 			meta.Control.Nodes = []van.Node{self, other, server, sched}
 			if err := m.Step(0, van.SchedulerID, &meta); err != nil || !m.Ready() {
 				t.Errorf("%s: the good table after it: %v", c.name, err)
@@ -72,7 +72,7 @@ func TestTables(t *testing.T) {
 	}
 }
 
-// TestRecordsAfterStart feeds a worker what a C++ scheduler sends in recoveries.
+// TestRecordsAfterStart feeds a worker the records that a C++ scheduler sends in recoveries.
 func TestRecordsAfterStart(t *testing.T) {
 	server := func(port int, recovery bool) van.Node {
 		n := withID(rec(van.Server, "10.2.0.1", port, 0), 8)
@@ -117,7 +117,7 @@ func TestRecordsAfterStart(t *testing.T) {
 	}
 }
 
-// TestReplacedSelf: a node whose place was given away must not go on.
+// TestReplacedSelf: a node that was replaced must not go on.
 func TestReplacedSelf(t *testing.T) {
 	m := startWorldOf(t, 1, 1, foreign).node("w0").m
 	ticket, err := m.Barrier(0, 0, van.AllNodes, true)
@@ -145,8 +145,8 @@ func TestReplacedSelf(t *testing.T) {
 	}
 }
 
-// TestRefusalsAreBounded: whoever floods the scheduler with registrations makes it open few
-// connections, and none to a name that would have to be looked up.
+// TestRefusalsAreBounded: a flood of registrations makes the scheduler open few connections, and none to a name that
+// would have to be looked up.
 func TestRefusalsAreBounded(t *testing.T) {
 	w := startWorld(t, 1, 1)
 	m := w.node("sched").m
@@ -185,8 +185,7 @@ func TestRefusalsAreBounded(t *testing.T) {
 	}
 }
 
-// TestDeadNodesBySilence: with t > 0 silence for longer than t counts, before it is a
-// death for everybody.
+// TestDeadNodesBySilence: with t > 0 a node that is silent for longer than t counts, before it is declared dead.
 func TestDeadNodesBySilence(t *testing.T) {
 	w := startWorld(t, 1, 1)
 	m := w.node("sched").m
@@ -202,10 +201,10 @@ func TestDeadNodesBySilence(t *testing.T) {
 	}
 }
 
-// TestLostAfterTheTimeout: the connection to a node breaks when its time is up, and before the scheduler
-// has looked: it was silent for long enough, as when the scheduler looks first, and barriers fail at once. If
-// the scheduler has not looked for long, what has come meanwhile may not have been handled: only the
-// connection is lost.
+// TestLostAfterTheTimeout: the connection to a node breaks when its timeout has passed and before the scheduler has
+// checked it. The node was silent for long enough, as if the scheduler had checked first, and barriers fail at once.
+// If the scheduler has not checked for long, messages may have arrived that it has not handled: only the connection
+// is lost.
 func TestLostAfterTheTimeout(t *testing.T) {
 	for _, c := range []struct {
 		name  string
@@ -236,9 +235,9 @@ func TestLostAfterTheTimeout(t *testing.T) {
 	}
 }
 
-// TestReturnsOnce: a node that comes back to a scheduler that was started again goes on to
-// speak to the former one until it has the table. Each heartbeat is answered with the table,
-// and the connection to it is made once, unless it breaks.
+// TestReturnsOnce: a node that returns to a restarted scheduler tags its messages for the earlier scheduler process
+// until it has the table. Each heartbeat is answered with the table, and the connection to the node is made once,
+// unless it breaks.
 func TestReturnsOnce(t *testing.T) {
 	const cluster, former = 7, 99
 	cfg := testConfig(van.Scheduler, 1, 1, "", -1)

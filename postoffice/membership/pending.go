@@ -236,7 +236,7 @@ func (t *pendingBarrier) hint(b *core) string {
 	if t.missing != "" || t.finalize || !t.sent || !b.table.native(van.SchedulerID) || b.alive.isDead(van.SchedulerID) {
 		return ""
 	}
-	return "the scheduler's log says who has not come"
+	return "the scheduler's log names the missing nodes"
 }
 
 // cancelRequest notifies a scheduler of this library that t is canceled. The notice is repeated after a lost
@@ -514,9 +514,9 @@ func (t *pendingBarrier) missingText(b *core) string {
 	case t.missing != "":
 		text = t.missing
 	case b.table.native(van.SchedulerID):
-		text = "the scheduler has not said whom it waits for"
+		text = "the scheduler has not named the missing nodes"
 	default:
-		text = "the scheduler, one of C++ StepMesh, does not say whom it waits for"
+		text = "the scheduler, one of C++ StepMesh, does not name the missing nodes"
 	}
 	for _, id := range b.table.ids() {
 		if h := b.alive.peers[id]; id != b.table.self.ID && h != nil && h.deadFor != 0 {

@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestPolicyText: a policy reads as it was written, and nothing else is one.
+// TestPolicyText: a policy is parsed as it was written, and no other text is one.
 func TestPolicyText(t *testing.T) {
 	for _, s := range []string{"peer=8,rate=1000", "peer=32766,class=0", "peer=9,rate=1000000000000,class=63", "app=0,order=ring",
 		"app=2147483647,rate=5000,order=rank", "app=7"} {
@@ -25,7 +25,7 @@ func TestPolicyText(t *testing.T) {
 	}
 }
 
-// TestManyPolicies: as many are taken as fit into a message, which nodes can read.
+// TestManyPolicies: the list takes as many policies as fit into a message, which nodes can parse.
 func TestManyPolicies(t *testing.T) {
 	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
 	if err != nil {
@@ -49,7 +49,7 @@ func TestManyPolicies(t *testing.T) {
 	}
 }
 
-// TestLyingAnswers: what a node says of policies that it was not told counts for nothing.
+// TestLyingAnswers: states that a node reports for policies that it was not sent are ignored.
 func TestLyingAnswers(t *testing.T) {
 	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
 	if err != nil {
@@ -76,9 +76,9 @@ func TestLyingAnswers(t *testing.T) {
 	}
 }
 
-// TestLyingLists: a scheduler takes lists from nodes only when it has resumed the cluster of a former
-// one, and no version behind which it could not count on; what nodes have said of another list of
-// the same version does no harm.
+// TestLyingLists: a scheduler adopts lists from nodes only when it has resumed the cluster of an earlier one, and no
+// version after which it could not count on. States that nodes have reported for another list of the same version do
+// no harm.
 func TestLyingLists(t *testing.T) {
 	for _, recovered := range []bool{false, true} {
 		m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
@@ -161,7 +161,7 @@ func TestAnswerOfAReplacedProcess(t *testing.T) {
 	}
 }
 
-// TestWordlessAnswers: an answer without words is none.
+// TestWordlessAnswers: an answer without text is not an answer.
 func TestWordlessAnswers(t *testing.T) {
 	for body, want := range map[string]bool{"answer 0": false, "answer 0 ": false, "answer 0   ": false, "answer x end": false, "answer 0 end": true} {
 		if _, text, ok := Answer([]byte(noticePrefix + body)); ok != want {
@@ -191,7 +191,7 @@ func TestZones(t *testing.T) {
 	}
 }
 
-// TestLongAnswers: the answers about more nodes than one message has place for name all of them.
+// TestLongAnswers: answers about more nodes than fit into one message name all of them.
 func TestLongAnswers(t *testing.T) {
 	m, err := New(Config{Role: van.Scheduler, NumWorkers: 3000, NumServers: 1000, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
 	if err != nil {
@@ -234,7 +234,7 @@ func TestLongAnswers(t *testing.T) {
 	}
 }
 
-// TestQuestions: what a process that is no node can ask, and what is answered to anything else.
+// TestQuestions: the questions that a process that is not a node can ask, and the answers to invalid ones.
 func TestQuestions(t *testing.T) {
 	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
 	if err != nil {

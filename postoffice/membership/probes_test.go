@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// probingMachine is a machine whose transport tries addresses.
+// probingMachine is a machine whose transport probes addresses.
 func probingMachine(t *testing.T, role van.Role, incarnation uint32, workers int) *Machine {
 	t.Helper()
 	id := van.Identity{Incarnation: incarnation, Cluster: 0}
@@ -27,7 +27,7 @@ func probingMachine(t *testing.T, role van.Role, incarnation uint32, workers int
 	return m
 }
 
-// registrationOf is what a node sends first.
+// registrationOf is the first message of a node.
 func registrationOf(t *testing.T, n *Machine) *van.Meta {
 	t.Helper()
 	for _, o := range n.Take() {
@@ -92,8 +92,9 @@ func TestRegisteredNodeKnows(t *testing.T) {
 	}
 }
 
-// TestUnreachableNode: if a registered node cannot be reached, the scheduler and the node report it within 5 s, with the
-// address, the address from which it was tried, and the cause. Each report is made once. When the node is reached, that is reported too.
+// TestUnreachableNode: if a registered node cannot be reached, the scheduler and the node report it within 5 s, with
+// the address, the address of the prober, and the cause. Each report is made once. When the node is reached, that is
+// reported too.
 func TestUnreachableNode(t *testing.T) {
 	for _, formed := range []bool{false, true} {
 		t.Run(fmt.Sprintf("formed=%t", formed), func(t *testing.T) {
@@ -153,8 +154,8 @@ func TestUnreachableNode(t *testing.T) {
 	}
 }
 
-// TestTrialsAreFew: only processes that have registered and count are tried, at numeric addresses, at most maxTrials in a second.
-// A process is not tried after it has sent a message. A timeout of a trial is not reported.
+// TestTrialsAreFew: only processes that have registered and count are probed, at numeric addresses, at most maxProbes
+// in a second. A process is not probed after it has sent a message. A timeout of a probe is not reported.
 func TestTrialsAreFew(t *testing.T) {
 	s := probingMachine(t, van.Scheduler, 1, 3*maxProbes)
 	rec := func(i int) *van.Meta {
@@ -170,7 +171,7 @@ func TestTrialsAreFew(t *testing.T) {
 		}
 	}
 	named := rec(2 * maxProbes)
-	named.Control.Nodes[0].Hostname, named.Control.Nodes[0].Endpoint = "name.example", nil // of the original: others have addresses
+	named.Control.Nodes[0].Hostname, named.Control.Nodes[0].Endpoint = "name.example", nil // of C++ StepMesh: other nodes have addresses
 	misfit := rec(2*maxProbes + 1)
 	misfit.Control.Nodes[0].AuxID = 1 << 10
 	for _, m := range []*van.Meta{named, misfit} {
@@ -207,7 +208,7 @@ func TestTrialsAreFew(t *testing.T) {
 	if got := take(s); len(got.warnings) > 0 || len(got.replies) > 0 {
 		t.Errorf("warnings %q and replies %v after trials that show nothing", got.warnings, got.replies)
 	}
-	for at < time.Minute { // later trials stay within the limit as well
+	for at < time.Minute { // later probes stay within the limit as well
 		s.Tick(at)
 		if n := len(take(s).probes); n > maxProbes {
 			t.Errorf("%d trials at %s", n, at)
@@ -255,8 +256,8 @@ func TestEnded(t *testing.T) {
 	}
 }
 
-// TestSchedulerUnreached: a node reports within 5 s why it cannot reach its scheduler. It reports nothing if the scheduler may
-// only not have started yet.
+// TestSchedulerUnreached: a node reports within 5 s why it cannot reach its scheduler. It reports nothing if the
+// scheduler may only not have started yet.
 func TestSchedulerUnreached(t *testing.T) {
 	for _, c := range []struct {
 		err  error

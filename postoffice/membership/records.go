@@ -208,7 +208,7 @@ func (r *records) update(now time.Duration, n *van.Node) {
 	moved := differentProcess(old, n)
 	if n.ID == r.table.self.ID {
 		if moved {
-			r.pending.failMachine(r.table.refused("stay in the cluster", fmt.Sprintf("%s was taken for dead and its place given to %s", r.table.self.Addr(), n.Addr())))
+			r.pending.failMachine(r.table.refused("stay in the cluster", fmt.Sprintf("%s was declared dead and replaced by %s", r.table.self.Addr(), n.Addr())))
 		}
 		return
 	}

@@ -244,7 +244,7 @@ func (r *schedulerRecovery) resume(now time.Duration, cluster, generation uint32
 	}
 	r.out.emit(Ready{})
 	for _, id := range missing {
-		r.monitor.markDead(now, id, connLost, &lossError{text: "it has not come back to the scheduler, which was started again"})
+		r.monitor.markDead(now, id, connLost, &lossError{text: "it has not returned to the restarted scheduler"})
 	}
 	for _, j := range joins {
 		r.out.disconnect(j.temp)

@@ -198,7 +198,7 @@ func (s *registrations) lost(temp int, cause error) {
 		if j.temp == temp && j.lost == nil {
 			j.lost = cause
 			appendRecent(&s.vanished, vanishedText(j, cause))
-			s.out.emit(Warning{Text: fmt.Sprintf("%s vanished before the cluster was complete: %s", describe(&j.node), cause)})
+			s.out.emit(Warning{Text: fmt.Sprintf("%s disconnected before the cluster was complete: %s", describe(&j.node), cause)})
 		}
 	}
 }

@@ -71,7 +71,7 @@ func (p *replacements) register(now time.Duration, j *registration) {
 		break
 	}
 	if p.barriers.departure.waiting() { // the process registers again with the next scheduler at this address
-		p.out.emit(Warning{Text: describe(&rec) + " comes to a cluster that has ended"})
+		p.out.emit(Warning{Text: describe(&rec) + " registers with a cluster that has ended"})
 		return
 	}
 	if id := p.replaceable(&rec); id != van.Empty {
@@ -183,7 +183,7 @@ func (p *replacements) noMemberToReplace(rec *van.Node) (why, details string) {
 		}
 	}
 	if len(dead) > 0 {
-		return fmt.Sprintf("it wants rank %d, but of the %ss only these are dead: %s", rec.AuxID, rec.Role, strings.Join(dead, ", ")), ""
+		return fmt.Sprintf("it asks for rank %d, and only these %ss are dead: %s", rec.AuxID, rec.Role, strings.Join(dead, ", ")), ""
 	}
 	return fmt.Sprintf("the cluster is complete: all %d places for a %s are taken (%s) and none of its nodes is dead",
 		p.cfg.instances(rec.Role), rec.Role, p.cfg.formula(rec.Role)), ": " + list(names)
@@ -227,7 +227,7 @@ func (p *replacements) whyFenced(id int, cluster uint32) (why, details string) {
 	if n, ok := p.table.Node(id); ok {
 		details = ", at " + n.Addr()
 	}
-	return fmt.Sprintf("it was taken for dead and its place as %s given to another process", van.NodeName(id)), details
+	return fmt.Sprintf("it was declared dead, and another process has replaced it as %s", van.NodeName(id)), details
 }
 
 // claimDeadline is the time at which the claim on member id's address ends, unless the member sends something or is

@@ -56,13 +56,13 @@ func (r Report) format(of func(*van.Node) string, details bool) string {
 		if len(names) > 0 {
 			fmt.Fprintf(&b, "; present: %s", list(names))
 		} else {
-			b.WriteString("; nobody has registered")
+			b.WriteString("; no node has registered")
 		}
 	}
 	for _, part := range []struct {
 		name  string
 		items []string
-	}{{"not reached", r.Unreached}, {"vanished", r.Vanished}, {"refused", r.Refused}, {"dead", r.Dead}, {"ended", r.Ended}} {
+	}{{"not reached", r.Unreached}, {"disconnected", r.Vanished}, {"refused", r.Refused}, {"dead", r.Dead}, {"ended", r.Ended}} {
 		if len(part.items) > 0 && !details && part.name != "ended" {
 			fmt.Fprintf(&b, "; %s: %d, see the scheduler's log", part.name, len(part.items))
 		} else if len(part.items) > 0 {

@@ -365,7 +365,7 @@ func (s *scheduler) report(now time.Duration) Report {
 		r.Present = append(r.Present, s.registrations.present()...)
 		r.Missing = s.registrations.missing(r.Present)
 		if n := len(s.recovery.nodes); n > 0 {
-			r.Returned = fmt.Sprintf("%d of the %d nodes of an earlier scheduler's cluster have come back", n, s.cfg.groupLen(van.WorkerGroup|van.ServerGroup))
+			r.Returned = fmt.Sprintf("%d of the %d nodes of an earlier scheduler's cluster have returned", n, s.cfg.groupLen(van.WorkerGroup|van.ServerGroup))
 		}
 	}
 	return r
@@ -375,7 +375,7 @@ func (s *scheduler) tick(now time.Duration) {
 	for _, t := range s.pending.expired(now) {
 		limit, missing := t.deadline-t.since, s.barriers.missingOfAll()
 		if t.starting {
-			text := fmt.Sprintf("the scheduler gave up the start barrier after %s: %s", limit, missing)
+			text := fmt.Sprintf("the start barrier timed out on the scheduler after %s: %s", limit, missing)
 			s.monitor.notifyOthers(van.SchedulerID, notice{verb: verbError, text: text})
 		}
 		s.pending.cancel(t, limit, missing, "")

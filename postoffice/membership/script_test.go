@@ -21,28 +21,28 @@ var (
 	story  = flag.Int("story", -1, "show this story of TestStories")
 )
 
-// TestScripts runs testdata/*.txt. A script has one command a line, indented
-// lines below it with what it must print, and comments. Commands:
+// TestScripts runs testdata/*.txt. A script has one command a line, its expected output in indented lines below it, and
+// comments. Commands:
 //
 //	cluster workers=2 servers=2 [group=1] [heartbeat=1s timeout=3s natives=1 start=60s stop=9s
 //	        replace=10s barrier=60s named=7 hosts=a,b]
-//	add NAME ROLE [ADDR] [foreign] [rank=0] [resend=0] [version=3] [and what cluster takes, for this node only]
-//	                     with resend the node says its settings
-//	                     foreign is a node of the original
+//	add NAME ROLE [ADDR] [foreign] [rank=0] [resend=0] [version=3] [and the options of cluster, for this node only]
+//	                     with resend the node announces its settings
+//	                     foreign is a C++ StepMesh node
 //	deliver [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]
 //	drop [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]
-//	late [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]   comes after all that is under way
+//	late [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]   arrives after all messages in flight
 //	tick 5s              time passes; nothing is delivered
 //	run 5s               time passes; everything is delivered at once
 //	barrier NAME group=6 kind=group [customer=0]
-//	stop NAME, finalize NAME, leaving NAME, cancel NAME TICKET
+//	stop NAME, finalize NAME, leaving NAME, cancel NAME BARRIER
 //	link NAME ID...
 //	startbarrier NAME 30s [group=7]
-//	kill NAME            it is gone; nobody is told
-//	freeze NAME, thaw NAME   it is stopped and woken; what is sent to it is kept
-//	busy NAME            it is too busy for anything, and only its transport answers, until thaw, or freeze
+//	kill NAME            its process ends without notice
+//	freeze NAME, thaw NAME   it is stopped and continued; messages to it are queued
+//	busy NAME            only its transport answers, until thaw or freeze
 //	lose NAME PEER [why=replaced]  NAME's transport loses the connection to PEER, or PEER refuses it
-//	back NAME PEER       ... and has it again
+//	back NAME PEER       ... and restores it
 //	data NAME PEER       NAME receives a data message of PEER
 //	inject to=NAME from=ID cmd=BARRIER [group=9] [ts=2] [key=3] [request] [untagged] [by=NAME] [body="..."] [node="worker 9 host:port"]
 //	report NAME, state NAME
@@ -68,7 +68,7 @@ func runScript(t *testing.T, path string) {
 	s.w.log = func(format string, args ...any) { got.WriteString("    " + fmt.Sprintf(format, args...) + "\n") }
 	for _, line := range strings.Split(strings.TrimRight(string(b), "\n"), "\n") {
 		if strings.HasPrefix(line, "    ") {
-			continue // what is expected
+			continue // the expected output
 		}
 		got.WriteString(line + "\n")
 		if line == "" || strings.HasPrefix(line, "#") {
@@ -357,11 +357,11 @@ func configure(cfg *Config, opts map[string]string) error {
 			n, err = strconv.Atoi(v)
 			id := van.Identity{Incarnation: 1, Cluster: uint32(n)}
 			cfg.Self.Endpoint, cfg.NamedCluster = id.Encode(), true
-		case "resend": // the node says its settings
+		case "resend": // the node announces its settings
 			id, _ := cfg.Self.Identity()
 			id.Incarnation, id.Settings = 1, van.Settings{Known: true, Resend: v == "1"}
 			cfg.Self.Endpoint = id.Encode()
-		case "version": // of another release; what follows is not known
+		case "version": // of another release; the rest is not known
 			var n int
 			n, err = strconv.Atoi(v)
 			cfg.Self.Endpoint = append(binary.LittleEndian.AppendUint32([]byte("SAFN"), uint32(n)), make([]byte, 40)...)
@@ -376,7 +376,7 @@ func configure(cfg *Config, opts map[string]string) error {
 	return nil
 }
 
-// choice reads which messages are meant.
+// choice parses a selection of messages.
 func choice(w *world, opts map[string]string) (n int, pick func(*packet) bool, err error) {
 	n = 1 << 30
 	if v, ok := opts["n"]; ok {
@@ -411,7 +411,7 @@ func (s *script) drop(opts map[string]string) error {
 	return err
 }
 
-// late makes messages arrive after all others, as one does that was lost and is sent again.
+// late makes messages arrive after all others, like a lost message that is sent again.
 func (s *script) late(opts map[string]string) error {
 	n, pick, err := choice(s.w, opts)
 	var kept, late []packet
@@ -456,7 +456,7 @@ func (s *script) inject(words []string, opts map[string]string) error {
 	if !slices.Contains(words, "untagged") {
 		meta.SetIncarnations(n.m.Incarnation(from), n.m.table.own.Incarnation)
 	}
-	if v := opts["by"]; v != "" { // the process of that node sends it
+	if v := opts["by"]; v != "" { // that node's process sends it
 		meta.SetIncarnations(s.w.node(v).m.table.own.Incarnation, n.m.table.own.Incarnation)
 	}
 	meta.Body = []byte(opts["body"])

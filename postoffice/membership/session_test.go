@@ -13,9 +13,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestRecordedSessions feeds every node of every recorded session what its C++
-// model received, and wants the control messages that the C++ node sent, equal in
-// content, order and timestamps, and the same connections in the same order.
+// TestRecordedSessions feeds every node of every recorded session the messages that its C++ model received. Its
+// control messages must equal those of the C++ node in content, order and timestamps, and its connections must be the
+// same in the same order.
 func TestRecordedSessions(t *testing.T) {
 	paths, err := filepath.Glob("../../van/testdata/sessions/*.jsonl")
 	if err != nil || len(paths) == 0 {
@@ -137,7 +137,7 @@ func replay(t *testing.T, s *vansession.Session, node vansession.Node) {
 	}
 }
 
-// controls tells whether a message is the business of this package.
+// controls reports whether this package handles a message.
 func controls(m *van.Meta) bool {
 	switch m.Control.Cmd {
 	case van.AddNode, van.Barrier, van.InstanceBarrier, van.Heartbeat:
@@ -146,8 +146,7 @@ func controls(m *van.Meta) bool {
 	return false
 }
 
-// application does what the recorded node did on its own next: barriers, and the
-// timer's heartbeats.
+// application makes the next calls of the recorded node: barriers, and the timer's heartbeats.
 func (r *replayed) application() {
 	for r.m.Ready() && r.sent < len(r.want) && len(r.m.open) == 0 {
 		switch w := r.want[r.sent].meta; {

@@ -11,10 +11,9 @@ import (
 
 const storiesPath = "testdata/stories.sum"
 
-// TestStories: what machines do in stories made at random, every message, event, warning and
-// error of it, changes only on purpose: who changes it looks at what a story was and is
-// (-run TestStories -story 17) and runs this with -update. The scripts say what is right; this
-// notices what no script looks at.
+// TestStories: every message, event, warning and error of machines in random stories changes only on purpose. To
+// change them, compare a story before and after (-run TestStories -story 17) and run this test with -update. The
+// scripts say what is right; this test notices changes that no script covers.
 func TestStories(t *testing.T) {
 	if *story >= 0 {
 		chaos(t, storyBytes(*story), func(line string) { t.Log(line) })

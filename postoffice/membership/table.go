@@ -185,7 +185,7 @@ func (t *table) wrongProcess(from int, msg *van.Meta) error {
 type wrongProcessError struct{ by, to, sender, receiver uint32 }
 
 func (e *wrongProcessError) Error() string {
-	return fmt.Sprintf("of a process that was replaced, or for one: incarnations %08x to %08x, want %08x to %08x", e.by, e.to, e.sender, e.receiver)
+	return fmt.Sprintf("from or for a process that was replaced: incarnations %08x to %08x, want %08x to %08x", e.by, e.to, e.sender, e.receiver)
 }
 
 // Unwrap implements errors.Unwrap: the message was dropped like a malformed one.

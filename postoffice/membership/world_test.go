@@ -10,9 +10,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// world is several machines and the network between them: per connection in
-// order, lossless while both ends live, and keeping what is sent to an address
-// where nobody listens yet, as ZeroMQ does.
+// world is several machines and the network between them. Each connection is ordered, and lossless while both ends
+// live. Messages to an address where no node listens yet are queued, as ZeroMQ does.
 type world struct {
 	now   time.Duration
 	nodes []*testNode // in order of addition
@@ -20,7 +19,7 @@ type world struct {
 	log   func(format string, args ...any)
 	// verbose shows actions and messages, not only events.
 	verbose bool
-	seen    func(*testNode, Output) // if not nil, is shown every output
+	seen    func(*testNode, Output) // if not nil, is called with every output
 
 	processes uint32 // so far
 }
@@ -30,11 +29,11 @@ type testNode struct {
 	addr  string
 	m     *Machine
 	conns map[int]testConn
-	id    int // as SetID told
+	id    int // set by SetID
 	dead  bool
 
 	frozen bool
-	busy   bool // frozen, but for its transport
+	busy   bool // frozen, except for its transport
 }
 
 type testConn struct {
@@ -49,7 +48,7 @@ type packet struct {
 	meta van.Meta
 }
 
-// foreign makes a node of the original of cfg, for add.
+// foreign changes cfg to that of a C++ StepMesh node, for add.
 func foreign(cfg Config) Config {
 	cfg.Self.Endpoint = []byte("foreign")
 	return cfg
@@ -92,7 +91,7 @@ func (w *world) node(name string) *testNode {
 	return nil
 }
 
-// at finds who listens at an address.
+// at returns the node that listens at an address.
 func (w *world) at(addr string) *testNode {
 	for i := len(w.nodes) - 1; i >= 0; i-- {
 		if w.nodes[i].addr == addr && !w.nodes[i].dead {
@@ -102,7 +101,7 @@ func (w *world) at(addr string) *testNode {
 	return nil
 }
 
-// forVan tells whether o is to be done with the van.
+// forVan reports whether the van performs o.
 func forVan(o Output) bool {
 	switch o.(type) {
 	case Send, Connect, Disconnect, Rename, SetID:
@@ -111,7 +110,7 @@ func forVan(o Output) bool {
 	return false
 }
 
-// take does a node's actions and shows what came out.
+// take performs a node's actions and shows its outputs.
 func (w *world) take(n *testNode) {
 	for {
 		out := n.m.Take()
@@ -154,8 +153,8 @@ func (w *world) take(n *testNode) {
 	}
 }
 
-// deliver hands over what is on the wire, also what that leads to, as far as
-// pick agrees and somebody listens, until nothing moves or n messages are over.
+// deliver delivers messages, also those that are sent in answer, as far as pick agrees and their receivers listen,
+// until none is left or n messages were delivered.
 func (w *world) deliver(n int, pick func(*packet) bool) (delivered int) {
 	for delivered < n {
 		i := slices.IndexFunc(w.queue, func(p packet) bool {
@@ -168,7 +167,7 @@ func (w *world) deliver(n int, pick func(*packet) bool) (delivered int) {
 		w.queue = slices.Delete(w.queue, i, i+1)
 		to := w.at(p.to)
 		if to == nil {
-			continue // the dead hear nothing
+			continue // a dead process receives nothing
 		}
 		if w.verbose {
 			w.log("%s -> %s: %s", p.name, to.name, showMeta(&p.meta))
@@ -182,12 +181,12 @@ func (w *world) deliver(n int, pick func(*packet) bool) (delivered int) {
 	return delivered
 }
 
-// gone tells whether what is sent to addr is lost: who listened there is dead.
+// gone reports whether messages to addr are lost: the process that listened there is dead.
 func (w *world) gone(addr string) bool {
 	return w.at(addr) == nil && slices.ContainsFunc(w.nodes, func(n *testNode) bool { return n.addr == addr && n.dead })
 }
 
-// pass lets time go by; with deliver messages arrive at once.
+// pass lets time pass; with deliver messages arrive at once.
 func (w *world) pass(d time.Duration, deliver bool) {
 	end := w.now + d
 	for {

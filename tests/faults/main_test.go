@@ -50,7 +50,7 @@ func child(c *nodetest.Child, what string) error {
 		c.Go(func(ctx context.Context) error {
 			for range 2 { // a call that waits then, and one that comes after it
 				err := c.Node.InstanceBarrier(ctx, 0, van.WorkerGroup)
-				if !errors.Is(err, postoffice.ErrRefused) || !strings.Contains(err.Error(), "was taken for dead and its place as worker 1 (id 11) given to") {
+				if !errors.Is(err, postoffice.ErrRefused) || !strings.Contains(err.Error(), "was declared dead, and another process has replaced it as worker 1 (id 11)") {
 					return fmt.Errorf("not refused as one that was replaced: %w", err)
 				}
 			}

@@ -11,9 +11,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestNobodyIsForgotten: whatever is lost, late or twice of what a process that waits to be a node is told, whoever is
-// killed, stopped, cut off or started again meanwhile, the scheduler too: in the end it is a node, or knows why it is not,
-// and no two processes are one node.
+// TestNobodyIsForgotten: messages to a process that waits to be admitted are lost, late or duplicated; processes,
+// also the scheduler, are killed, stopped, cut off or restarted. In the end the process is a node, or has the reason
+// why it is not, and no two processes are one node.
 func TestNobodyIsForgotten(t *testing.T) {
 	for seed := range uint64(1000) {
 		j := &forming{r: rand.New(rand.NewPCG(seed, 7)), w: newWorld(t)}
@@ -30,12 +30,12 @@ func TestNobodyIsForgotten(t *testing.T) {
 	}
 }
 
-// forming is a small cluster that forms, and in which things go wrong.
+// forming is a small cluster that forms under faults.
 type forming struct {
 	r      *rand.Rand
 	w      *world
 	ranked bool
-	more   int // processes that came later
+	more   int // processes that were added later
 	lost   []lostConn
 }
 
@@ -51,7 +51,7 @@ func (j *forming) add(name string, role van.Role, addr string, rank int) {
 	}
 	c.HeartbeatInterval, c.HeartbeatTimeout, c.NativeInterval, c.NativeTimeout = 2*time.Second, 10*time.Second, true, true
 	c.ReplaceTimeout = time.Minute
-	_, _ = j.w.add(name, c) // its Start may be refused at once, which is not what this is about
+	_, _ = j.w.add(name, c) // its Start may be refused at once; this test does not check that
 }
 
 func (j *forming) run() {
@@ -88,7 +88,7 @@ func (j *forming) run() {
 	j.w.pass(150*time.Second, true)
 }
 
-// disturb loses, or delays, what a process is told on a connection of its own.
+// disturb loses, or delays, messages to a process on a connection of its own.
 func (j *forming) disturb() {
 	for i, p := range j.w.queue {
 		body := string(p.meta.Body)
@@ -102,7 +102,7 @@ func (j *forming) disturb() {
 	}
 }
 
-// cut breaks a connection of n, or of the scheduler, with some of what is on it.
+// cut breaks a connection of n, or of the scheduler, and loses some of the messages on it.
 func (j *forming) cut(n *testNode) {
 	for _, id := range sortedIDs(n.conns) {
 		if n.dead || id == n.id || id != van.SchedulerID && n.name != "sched" || j.r.IntN(2) == 0 {
@@ -136,7 +136,7 @@ func (j *forming) heal() {
 	j.lost = nil
 }
 
-// replace kills n, and begins another process in its place, or one too many.
+// replace kills n, and starts a replacement process, or one process too many.
 func (j *forming) replace(n *testNode) {
 	if j.more >= 6 || n.dead {
 		return
@@ -177,7 +177,7 @@ func (j *forming) replace(n *testNode) {
 	j.more++
 }
 
-// wrong says what should not be in the end.
+// wrong lists the violations in the final state.
 func (j *forming) wrong() (all []string) {
 	sched, has := j.w.node("sched"), map[int]string{}
 	for _, n := range j.w.nodes {
@@ -194,7 +194,8 @@ func (j *forming) wrong() (all []string) {
 	return all
 }
 
-// TestQuestionsLeaveRoom: processes that are refused hear of it, however often strangers ask, and though the timer is late.
+// TestQuestionsLeaveRoom: processes that are refused receive their refusal, however often other processes ask
+// questions, and although the timer is late.
 func TestQuestionsLeaveRoom(t *testing.T) {
 	for _, question := range []string{"registered %d 10.9.9.9:%d", "ask %d 10.9.9.9:%d list"} {
 		w := startWorld(t, 1, 1)
@@ -231,13 +232,13 @@ func TestQuestionsLeaveRoom(t *testing.T) {
 	}
 }
 
-// TestRefusalIsForgotten: a process whose refusal has not been told yet registers again, and gets a place: it is not told any
-// more.
+// TestRefusalIsForgotten: a process whose refusal is still queued registers again, and is admitted: the refusal is
+// dropped.
 func TestRefusalIsForgotten(t *testing.T) {
 	w := startWorld(t, 1, 1)
 	sched := w.node("sched")
 	w.pass(time.Second, true)
-	sched.m.alive.heard(w.now, van.WorkerID(0)) // so that x is not held until it is known to live
+	sched.m.alive.heard(w.now, van.WorkerID(0)) // so that x is not queued until the node is known to be alive
 	for i := range maxRefusalsSent {
 		sched.m.sched.refusals.refuse(w.now, &van.Node{Role: van.Worker, Hostname: "10.9.9.9", Port: 1 + i, AuxID: -1}, "test", "")
 	}

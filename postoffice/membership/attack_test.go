@@ -1,5 +1,7 @@
 package membership
 
+// Messages of a process that is not a member and knows no incarnation.
+
 import (
 	"fmt"
 	"slices"
@@ -13,8 +15,8 @@ import (
 
 // stranger_test.go has what somebody who is no member can send, without knowing an incarnation.
 
-// deeds are the outputs of a machine that matter here: a machine did.
-type deeds struct {
+// actions are the outputs of a machine that these tests check.
+type actions struct {
 	connects, dials []Connect // to nodes with an id, and without
 	sends           []Send
 	dead            []int
@@ -23,7 +25,7 @@ type deeds struct {
 	warnings        []string
 }
 
-func did(m *Machine) (o deeds) {
+func actionsOf(m *Machine) (o actions) {
 	for _, x := range m.Take() {
 		switch x := x.(type) {
 		case Connect:
@@ -47,7 +49,7 @@ func did(m *Machine) (o deeds) {
 	return o
 }
 
-func strangerConfig(role van.Role, cluster uint32, port int) Config {
+func attackConfig(role van.Role, cluster uint32, port int) Config {
 	cfg := testConfig(role, 1, 1, fmt.Sprintf("10.0.0.2:%d", port), -1)
 	cfg.HeartbeatInterval, cfg.HeartbeatTimeout, cfg.ReplaceTimeout = time.Second, 10*time.Second, 30*time.Second
 	cfg.NamedCluster, cfg.Nonce = cluster != 0, 77
@@ -70,7 +72,7 @@ func started(t *testing.T, cfg Config) *Machine {
 	return m
 }
 
-func registers(r van.Node, body string) *van.Meta {
+func registrationMessage(r van.Node, body string) *van.Meta {
 	var m van.Meta
 	m.Reset()
 	m.Control.Cmd, m.Control.Nodes, m.Body = van.AddNode, []van.Node{r}, []byte(body)
@@ -85,16 +87,17 @@ func member(role van.Role, host string, port int, incarnation, cluster uint32) v
 	return r
 }
 
-// formed is a scheduler whose cluster has formed: server 8 at 10.0.0.1:4008, worker 9 at 10.0.0.1:4009, incarnations 208 and 209, which send heartbeats.
+// formed is a scheduler whose cluster has formed: server 8 at 10.0.0.1:4008, worker 9 at 10.0.0.1:4009, incarnations
+// 208 and 209, which send heartbeats.
 func formed(t *testing.T, cfg Config, cluster uint32) *Machine {
 	t.Helper()
 	m := started(t, cfg)
 	for _, r := range []van.Node{member(van.Server, "10.0.0.1", 4008, 208, cluster), member(van.Worker, "10.0.0.1", 4009, 209, cluster)} {
-		if err := m.Step(0, van.Empty, registers(r, "")); err != nil {
+		if err := m.Step(0, van.Empty, registrationMessage(r, "")); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if o := did(m); !o.ready {
+	if o := actionsOf(m); !o.ready {
 		t.Fatal("the cluster has not formed")
 	}
 	beats(t, m, 0)
@@ -126,7 +129,7 @@ func tableOf(nodes ...van.Node) *van.Meta {
 	return &m
 }
 
-// TestTableOfAStranger: a node that waits for its scheduler takes no table from somebody who calls himself ps1 (A2).
+// TestTableOfAStranger: a node that waits for its scheduler takes no table from a process that calls itself ps1 (A2).
 func TestTableOfAStranger(t *testing.T) {
 	table := func(m *Machine) *van.Meta {
 		own := m.table.self
@@ -196,23 +199,24 @@ func TestTableOfAStranger(t *testing.T) {
 		{"of the original's scheduler, with a cluster id and STEPAF_FOREIGN", 7, true, func(m *Machine) { m.PeerBack(0, 1); m.StepFrom(2e9, 1, van.OriginOther, table(m)) }, true},
 	} {
 		t.Run(x.name, func(t *testing.T) {
-			cfg := strangerConfig(van.Worker, x.cluster, 4009)
+			cfg := attackConfig(van.Worker, x.cluster, 4009)
 			cfg.Foreign = x.foreign
 			m := started(t, cfg)
 			x.steps(m)
 			for now := 2 * time.Second; now <= 5*time.Second; now += time.Second / 4 {
 				m.Tick(now)
 			}
-			if o := did(m); o.ready != x.want {
+			if o := actionsOf(m); o.ready != x.want {
 				t.Errorf("ready: %t, want %t; connected to %v", o.ready, x.want, o.connects)
 			}
 		})
 	}
 }
 
-// TestNoticesOfAStranger: nothing that somebody from another host sends as the original's scheduler reaches a node of its cluster.
+// TestNoticesOfAStranger: no notice that a process on another host sends as a C++ scheduler reaches a node of its
+// cluster.
 func TestNoticesOfAStranger(t *testing.T) {
-	m := started(t, strangerConfig(van.Worker, 0, 4009))
+	m := started(t, attackConfig(van.Worker, 0, 4009))
 	own := m.table.self
 	own.ID, own.Endpoint = 9, nil
 	server := withID(rec(van.Server, "10.0.0.1", 4008, -1), 8)
@@ -225,22 +229,22 @@ func TestNoticesOfAStranger(t *testing.T) {
 	if err := m.StepFrom(1, 1, van.OriginOther, tableOf(moved)); err == nil {
 		t.Error("a record from another host is taken")
 	}
-	if o := did(m); len(o.connects)+len(o.replaced) > 0 {
+	if o := actionsOf(m); len(o.connects)+len(o.replaced) > 0 {
 		t.Errorf("a stranger's record led to %+v", o)
 	}
 	if err := m.StepFrom(2, 1, van.OriginHost, tableOf(moved)); err != nil {
 		t.Error(err)
 	}
-	if o := did(m); len(o.replaced) != 1 {
+	if o := actionsOf(m); len(o.replaced) != 1 {
 		t.Errorf("the scheduler's record led to %+v", o)
 	}
 }
 
-// TestPhantomsComeBack: a waiting scheduler resumes no cluster of which it knows only what heartbeats say: a node must receive what
-// is sent to its address (A3).
+// TestPhantomsComeBack: a waiting scheduler resumes no cluster that it knows from heartbeats only: a node must prove
+// that it receives messages at its address (A3).
 func TestPhantomsComeBack(t *testing.T) {
-	m := started(t, strangerConfig(van.Scheduler, 0, 8123))
-	beat := func(now time.Duration, n van.Node, body string) deeds {
+	m := started(t, attackConfig(van.Scheduler, 0, 8123))
+	beat := func(now time.Duration, n van.Node, body string) actions {
 		var h van.Meta
 		h.Reset()
 		h.Control.Cmd, h.Control.Nodes, h.Body = van.Heartbeat, []van.Node{n}, []byte(body)
@@ -249,7 +253,7 @@ func TestPhantomsComeBack(t *testing.T) {
 			t.Fatal(err)
 		}
 		m.Tick(now)
-		return did(m)
+		return actionsOf(m)
 	}
 	nodes := []van.Node{withID(member(van.Server, "10.6.6.6", 1, 61, 666), 8), withID(member(van.Worker, "10.6.6.6", 2, 62, 666), 9)}
 	var proof string
@@ -265,7 +269,7 @@ func TestPhantomsComeBack(t *testing.T) {
 	if r := m.Report(10 * time.Second); r.Returned != "" {
 		t.Errorf("the scheduler reports %q", r.Returned)
 	}
-	// The proof of one is of no use to the other.
+	// The proof of one node is of no use to the other.
 	if o := beat(11*time.Second, nodes[0], proof); o.ready || m.Report(11*time.Second).Returned != "" {
 		t.Errorf("the proof of another node is taken: %+v", o)
 	}
@@ -276,14 +280,15 @@ func TestPhantomsComeBack(t *testing.T) {
 	}
 }
 
-// TestRecordsWithoutIdentity: with a cluster id a record that says no cluster is refused, unless nodes of the original are expected (A1, A4).
+// TestRecordsWithoutIdentity: with a cluster id a record without a cluster is refused, unless C++ StepMesh nodes are
+// expected (A1, A4).
 func TestRecordsWithoutIdentity(t *testing.T) {
 	for _, x := range []struct {
 		cluster          uint32
 		foreign, formed_ bool
 		want             bool
 	}{{0, false, false, true}, {7, false, false, false}, {7, true, false, true}, {0, false, true, true}, {7, false, true, false}, {7, true, true, true}} {
-		cfg := strangerConfig(van.Scheduler, x.cluster, 8123)
+		cfg := attackConfig(van.Scheduler, x.cluster, 8123)
 		cfg.Foreign = x.foreign
 		var m *Machine
 		if x.formed_ {
@@ -291,15 +296,15 @@ func TestRecordsWithoutIdentity(t *testing.T) {
 			m.PeerLost(1e9, 9, nil)
 		} else {
 			m = started(t, cfg)
-			if err := m.Step(0, van.Empty, registers(member(van.Server, "10.0.0.1", 4008, 208, x.cluster), "")); err != nil {
+			if err := m.Step(0, van.Empty, registrationMessage(member(van.Server, "10.0.0.1", 4008, 208, x.cluster), "")); err != nil {
 				t.Fatal(err)
 			}
 		}
 		m.Take()
-		if err := m.Step(2e9, van.Empty, registers(rec(van.Worker, "10.6.6.6", 666, -1), "")); err != nil {
+		if err := m.Step(2e9, van.Empty, registrationMessage(rec(van.Worker, "10.6.6.6", 666, -1), "")); err != nil {
 			t.Fatal(err)
 		}
-		o := did(m)
+		o := actionsOf(m)
 		if got := o.ready || len(o.replaced) > 0; got != x.want {
 			t.Errorf("%+v: accepted %t", x, got)
 		}
@@ -309,13 +314,13 @@ func TestRecordsWithoutIdentity(t *testing.T) {
 	}
 }
 
-// TestRefusalsNameNobody: what a stranger is told has no address of a member, nor the name of the cluster (A1).
+// TestRefusalsNameNobody: a refusal has no address of a member, nor the name of the cluster (A1).
 func TestRefusalsNameNobody(t *testing.T) {
 	const cluster = 0xabcdef12
 	told := func(t *testing.T, m *Machine) string {
 		m.Tick(m.life.started + time.Minute)
 		var all strings.Builder
-		o := did(m)
+		o := actionsOf(m)
 		for _, s := range o.sends {
 			if slices.ContainsFunc(o.dials, func(c Connect) bool { return c.ID == s.To && c.Node.Hostname == "10.6.6.6" }) {
 				all.Write(s.Meta.Body)
@@ -352,18 +357,18 @@ func TestRefusalsNameNobody(t *testing.T) {
 		return n
 	}
 	for name, msgs := range map[string][]*van.Meta{
-		"a place":       {registers(ranked(-1), "")},
-		"a rank":        {registers(ranked(0), "")},
-		"another rank":  {registers(ranked(5), "")},
-		"another name":  {registers(member(van.Worker, "10.6.6.6", 666, 66, 3), "")},
-		"a scheduler":   {registers(member(van.Scheduler, "10.6.6.6", 666, 66, cluster), "")},
+		"a place":       {registrationMessage(ranked(-1), "")},
+		"a rank":        {registrationMessage(ranked(0), "")},
+		"another rank":  {registrationMessage(ranked(5), "")},
+		"another name":  {registrationMessage(member(van.Worker, "10.6.6.6", 666, 66, 3), "")},
+		"a scheduler":   {registrationMessage(member(van.Scheduler, "10.6.6.6", 666, 66, cluster), "")},
 		"the policies":  {question("list")},
 		"a policy":      {question("set peer=8,rate=1000000")},
 		"nonsense":      {question("what")},
 		"a wrong state": {question("set x")},
 	} {
 		t.Run("formed/"+name, func(t *testing.T) {
-			m := formed(t, strangerConfig(van.Scheduler, cluster, 8123), cluster)
+			m := formed(t, attackConfig(van.Scheduler, cluster, 8123), cluster)
 			ask(m, msgs...)
 			told(t, m)
 		})
@@ -371,8 +376,8 @@ func TestRefusalsNameNobody(t *testing.T) {
 			continue // while nodes are missing these are accepted, or have no rival
 		}
 		t.Run("waiting/"+name, func(t *testing.T) {
-			m := started(t, strangerConfig(van.Scheduler, cluster, 8123))
-			if err := m.Step(0, van.Empty, registers(member(van.Worker, "10.0.0.1", 4009, 209, cluster), "")); err != nil {
+			m := started(t, attackConfig(van.Scheduler, cluster, 8123))
+			if err := m.Step(0, van.Empty, registrationMessage(member(van.Worker, "10.0.0.1", 4009, 209, cluster), "")); err != nil {
 				t.Fatal(err)
 			}
 			m.Take()
@@ -380,12 +385,12 @@ func TestRefusalsNameNobody(t *testing.T) {
 			told(t, m)
 		})
 	}
-	t.Run("waiting/is accepted", func(t *testing.T) { // all that it is told until the scheduler gives up
-		cfg := strangerConfig(van.Scheduler, cluster, 8123)
+	t.Run("waiting/is accepted", func(t *testing.T) { // all notices to it until the scheduler times out
+		cfg := attackConfig(van.Scheduler, cluster, 8123)
 		cfg.NumWorkers, cfg.StartTimeout, cfg.CanProbe = 4, 30*time.Second, true
 		m := started(t, cfg)
 		register := func(now time.Duration, r van.Node) {
-			if err := m.Step(now, van.Empty, registers(r, "")); err != nil {
+			if err := m.Step(now, van.Empty, registrationMessage(r, "")); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -407,7 +412,7 @@ func TestRefusalsNameNobody(t *testing.T) {
 					text = string(o.Meta.Body)
 				}
 			case Send:
-				text = string(o.Meta.Body) // all that wait are told the same
+				text = string(o.Meta.Body) // all waiting processes receive the same text
 			}
 			return text
 		}
@@ -416,10 +421,10 @@ func TestRefusalsNameNobody(t *testing.T) {
 			m.Tick(now)
 			for _, o := range m.Take() {
 				text := seen(o)
-				if strings.Contains(text, "10.0.0.1:") && !strings.HasPrefix(text, "stepaf/1 error worker 10.0.0.1:4011") { // the refused one is told its own
+				if strings.Contains(text, "10.0.0.1:") && !strings.HasPrefix(text, "stepaf/1 error worker 10.0.0.1:4011") { // the refusal has the refused process's own address
 					t.Errorf("%s: the stranger is told %q", now, text)
 				}
-				for _, want := range []string{"has registered; ", "error the scheduler gave up", "present: worker", "vanished: 1", "refused: 1", "not reached: "} {
+				for _, want := range []string{"has registered; ", "error start-up timed out on the scheduler", "present: worker", "disconnected: 1", "refused: 1", "not reached: "} {
 					heard[want] = heard[want] || strings.Contains(text, want)
 				}
 			}
@@ -431,7 +436,7 @@ func TestRefusalsNameNobody(t *testing.T) {
 		}
 	})
 	t.Run("heartbeat of another cluster", func(t *testing.T) {
-		m := formed(t, strangerConfig(van.Scheduler, cluster, 8123), cluster)
+		m := formed(t, attackConfig(van.Scheduler, cluster, 8123), cluster)
 		var h van.Meta
 		h.Reset()
 		h.Control.Cmd, h.Control.Nodes = van.Heartbeat, []van.Node{withID(member(van.Worker, "10.6.6.6", 666, 66, 3), 9)}
@@ -441,87 +446,88 @@ func TestRefusalsNameNobody(t *testing.T) {
 	})
 }
 
-// TestPlaceOfAStalledMember: a registration under the address of a member that stalls takes its place only after the heartbeat timeout, or if
-// the process proves that it listens there (A6). Spelling the address in another way does not help (A12).
+// TestPlaceOfAStalledMember: a registration under the address of a member that stalls replaces it only after the
+// heartbeat timeout, or if the process proves that it listens there (A6). Another spelling of the address does not
+// help (A12).
 func TestPlaceOfAStalledMember(t *testing.T) {
 	for _, host := range []string{"10.0.0.1", "::ffff:10.0.0.1"} {
 		for _, incarnation := range []uint32{0, 66} {
 			t.Run(fmt.Sprintf("%s/%d", host, incarnation), func(t *testing.T) {
-				m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+				m := formed(t, attackConfig(van.Scheduler, 0, 8123), 0)
 				s := member(van.Worker, host, 4009, incarnation, 0)
 				for now := 3 * time.Second; now < 10*time.Second; now += time.Second / 4 { // the member stalls from 0 on
 					if now == 4*time.Second || now == 8*time.Second {
-						if err := m.Step(now, van.Empty, registers(s, "stepaf/1 register 0123456789abcdef")); err != nil {
+						if err := m.Step(now, van.Empty, registrationMessage(s, "stepaf/1 register 0123456789abcdef")); err != nil {
 							t.Fatal(err)
 						}
 					}
 					m.Tick(now)
-					if o := did(m); len(o.dead)+len(o.replaced) > 0 {
+					if o := actionsOf(m); len(o.dead)+len(o.replaced) > 0 {
 						t.Fatalf("after %s: %+v", now, o)
 					}
 				}
 				beats(t, m, 9900*time.Millisecond)
 				m.Tick(10 * time.Second)
-				if o := did(m); len(o.dead)+len(o.replaced) > 0 {
+				if o := actionsOf(m); len(o.dead)+len(o.replaced) > 0 {
 					t.Errorf("the member was heard: %+v", o)
 				}
 			})
 		}
 	}
-	t.Run("with the proof", func(t *testing.T) { // a restart that nobody has noticed
-		m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+	t.Run("with the proof", func(t *testing.T) { // a restart that no node has noticed
+		m := formed(t, attackConfig(van.Scheduler, 0, 8123), 0)
 		s := member(van.Worker, "10.0.0.1", 4009, 66, 0)
-		_ = m.Step(4*time.Second, van.Empty, registers(s, ""))
-		o := did(m)
+		_ = m.Step(4*time.Second, van.Empty, registrationMessage(s, ""))
+		o := actionsOf(m)
 		if len(o.dials) != 1 || o.dials[0].Node.Addr() != "10.0.0.1:4009" || len(o.sends) != 1 || len(o.replaced) > 0 {
 			t.Fatalf("%+v: want the proof sent to the address", o)
 		}
-		_ = m.Step(4*time.Second, van.Empty, registers(s, string(o.sends[0].Meta.Body)))
-		if o := did(m); len(o.replaced) != 1 {
+		_ = m.Step(4*time.Second, van.Empty, registrationMessage(s, string(o.sends[0].Meta.Body)))
+		if o := actionsOf(m); len(o.replaced) != 1 {
 			t.Errorf("with its proof: %+v", o)
 		}
-		// The process that was there is told, if it still runs.
+		// The replaced process is notified, if it still runs.
 		var h van.Meta
 		h.Reset()
 		h.Control.Cmd, h.Control.Nodes = van.Heartbeat, []van.Node{withID(member(van.Worker, "10.0.0.1", 4009, 209, 5), 9)}
 		h.SetIncarnations(209, m.table.own.Incarnation)
 		_ = m.Step(5*time.Second, 9, &h)
-		if o := did(m); len(o.dials) != 1 || incarnationOf(&o.dials[0].Node) != 209 || len(o.sends) != 1 || !strings.Contains(string(o.sends[0].Meta.Body), "taken for dead") {
+		if o := actionsOf(m); len(o.dials) != 1 || incarnationOf(&o.dials[0].Node) != 209 || len(o.sends) != 1 || !strings.Contains(string(o.sends[0].Meta.Body), "declared dead") {
 			t.Errorf("the process that was replaced is told: %+v", o)
 		}
 	})
 	t.Run("without heartbeats", func(t *testing.T) {
-		cfg := strangerConfig(van.Scheduler, 0, 8123)
+		cfg := attackConfig(van.Scheduler, 0, 8123)
 		cfg.HeartbeatInterval, cfg.HeartbeatTimeout = 0, 0
 		m := formed(t, cfg, 0)
-		_ = m.Step(4*time.Second, van.Empty, registers(rec(van.Worker, "10.0.0.1", 4009, -1), ""))
+		_ = m.Step(4*time.Second, van.Empty, registrationMessage(rec(van.Worker, "10.0.0.1", 4009, -1), ""))
 		m.Tick(4 * time.Second)
-		if o := did(m); len(o.dead)+len(o.replaced) > 0 {
+		if o := actionsOf(m); len(o.dead)+len(o.replaced) > 0 {
 			t.Errorf("at once: %+v", o)
 		}
 		m.Tick(40 * time.Second)
-		if o := did(m); len(o.dead)+len(o.replaced) > 0 || len(o.warnings) != 1 || !strings.Contains(o.warnings[0], "the connection to it stands") {
+		if o := actionsOf(m); len(o.dead)+len(o.replaced) > 0 || len(o.warnings) != 1 || !strings.Contains(o.warnings[0], "the connection to it stands") {
 			t.Errorf("while the connection stands: %+v", o)
 		}
 	})
 }
 
-// TestPlaceOfADeadMember: a process that does not exist gets the place of no dead member.
+// TestPlaceOfADeadMember: a process that does not exist replaces no dead member.
 func TestPlaceOfADeadMember(t *testing.T) {
 	for _, addr := range []string{"10.6.6.6", "10.0.0.1"} {
-		m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+		m := formed(t, attackConfig(van.Scheduler, 0, 8123), 0)
 		m.PeerLost(1e9, 9, nil)
 		m.Take()
 		s := member(van.Worker, addr, 4009, 66, 0)
 		for i := range 5 {
-			_ = m.Step(time.Duration(2+i)*time.Second, van.Empty, registers(s, "stepaf/1 register 0123456789abcdef"))
+			_ = m.Step(time.Duration(2+i)*time.Second, van.Empty, registrationMessage(s, "stepaf/1 register 0123456789abcdef"))
 			m.Tick(time.Duration(2+i) * time.Second)
-			if o := did(m); len(o.replaced) > 0 || len(o.dials) != 1 || o.dials[0].Node.Hostname != addr {
+			if o := actionsOf(m); len(o.replaced) > 0 || len(o.dials) != 1 || o.dials[0].Node.Hostname != addr {
 				t.Fatalf("registration %d: %+v; want the proof sent to its address", i, o)
 			}
 		}
-		_ = m.Step(8*time.Second, van.Empty, registers(s, "stepaf/1 register "+m.table.addressProof(&s)))
-		if o := did(m); len(o.replaced) != 1 {
+		_ = m.Step(8*time.Second, van.Empty, registrationMessage(s, "stepaf/1 register "+m.table.addressProof(&s)))
+		if o := actionsOf(m); len(o.replaced) != 1 {
 			t.Errorf("with its proof: %+v", o)
 		}
 	}
@@ -529,38 +535,39 @@ func TestPlaceOfADeadMember(t *testing.T) {
 
 // TestChallengesAreFew: however many processes register, few proofs are sent in a second.
 func TestChallengesAreFew(t *testing.T) {
-	m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+	m := formed(t, attackConfig(van.Scheduler, 0, 8123), 0)
 	m.PeerLost(1e9, 9, nil)
 	m.Take()
 	for i := range 1000 {
-		_ = m.Step(2e9, van.Empty, registers(member(van.Worker, "10.6.6.6", 1+i, uint32(1000+i), 0), ""))
+		_ = m.Step(2e9, van.Empty, registrationMessage(member(van.Worker, "10.6.6.6", 1+i, uint32(1000+i), 0), ""))
 	}
-	if o := did(m); len(o.dials) != 2+extraChallenges || len(o.replaced) > 0 {
+	if o := actionsOf(m); len(o.dials) != 2+extraChallenges || len(o.replaced) > 0 {
 		t.Errorf("%d connections, want %d", len(o.dials), 2+extraChallenges)
 	}
 }
 
-// TestPlaceOfAWaitingNode: nor is a node that has registered displaced before the cluster has formed.
+// TestPlaceOfAWaitingNode: before the cluster has formed, such a registration does not displace a registered node
+// either.
 func TestPlaceOfAWaitingNode(t *testing.T) {
-	m := started(t, strangerConfig(van.Scheduler, 0, 8123))
-	_ = m.Step(0, van.Empty, registers(member(van.Worker, "10.0.0.1", 4009, 209, 0), ""))
-	_ = m.Step(1, van.Empty, registers(member(van.Worker, "10.0.0.1", 4009, 66, 0), ""))
+	m := started(t, attackConfig(van.Scheduler, 0, 8123))
+	_ = m.Step(0, van.Empty, registrationMessage(member(van.Worker, "10.0.0.1", 4009, 209, 0), ""))
+	_ = m.Step(1, van.Empty, registrationMessage(member(van.Worker, "10.0.0.1", 4009, 66, 0), ""))
 	if r := m.Report(1); len(r.Present) != 1 || incarnationOf(&r.Present[0]) != 209 {
 		t.Errorf("present: %+v", r.Present)
 	}
 	n := member(van.Worker, "10.0.0.1", 4009, 66, 0)
-	_ = m.Step(2, van.Empty, registers(n, "stepaf/1 register "+m.table.addressProof(&n)))
+	_ = m.Step(2, van.Empty, registrationMessage(n, "stepaf/1 register "+m.table.addressProof(&n)))
 	if r := m.Report(2); len(r.Present) != 1 || incarnationOf(&r.Present[0]) != 66 {
 		t.Errorf("present, after the proof: %+v", r.Present)
 	}
 }
 
-// TestAddressesOfNobody: an address that names no one host is refused, in a record and in a question (A12).
+// TestAddressesOfNobody: an address that is not that of one host is refused, in a record and in a question (A12).
 func TestAddressesOfNobody(t *testing.T) {
 	for _, host := range []string{"0.0.0.0", "::", "::ffff:0.0.0.0", "127.1", "0x0a000001", "255.255.255.255", "224.0.0.1"} {
-		m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+		m := formed(t, attackConfig(van.Scheduler, 0, 8123), 0)
 		for what, msg := range map[string]*van.Meta{
-			"a registration": registers(member(van.Worker, host, 4009, 66, 0), ""),
+			"a registration": registrationMessage(member(van.Worker, host, 4009, 66, 0), ""),
 			"a question":     {Body: Question(66, "["+host+"]:4009", "list")},
 		} {
 			if what == "a question" {
@@ -569,33 +576,33 @@ func TestAddressesOfNobody(t *testing.T) {
 			if err := m.Step(1e9, van.Empty, msg); err == nil {
 				t.Errorf("%s with %s: no error", what, host)
 			}
-			if o := did(m); len(o.dials)+len(o.connects)+len(o.sends)+len(o.dead) > 0 {
+			if o := actionsOf(m); len(o.dials)+len(o.connects)+len(o.sends)+len(o.dead) > 0 {
 				t.Errorf("%s with %s: %+v", what, host, o)
 			}
 		}
 	}
-	m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0) // a name, whose address could not be proved
+	m := formed(t, attackConfig(van.Scheduler, 0, 8123), 0) // a name, whose address could not be proved
 	m.PeerLost(1e9, 9, nil)
 	m.Take()
-	if err := m.Step(2e9, van.Empty, registers(member(van.Worker, "somewhere", 4009, 66, 0), "")); err == nil {
+	if err := m.Step(2e9, van.Empty, registrationMessage(member(van.Worker, "somewhere", 4009, 66, 0), "")); err == nil {
 		t.Error("a registration with a name: no error")
 	}
-	if o := did(m); len(o.replaced) > 0 {
+	if o := actionsOf(m); len(o.replaced) > 0 {
 		t.Errorf("a registration with a name: %+v", o)
 	}
-	cfg := strangerConfig(van.Worker, 0, 4009)
+	cfg := attackConfig(van.Worker, 0, 4009)
 	cfg.Self.Hostname = "0.0.0.0"
 	if _, err := New(cfg); err == nil {
 		t.Error("a node that advertises 0.0.0.0 starts")
 	}
 }
 
-// TestClaimOnASilentMember: a registration under the address of a member that is silent for too long does not keep the member from coming
-// back (found by the stranger of the simulation, seed 229).
+// TestClaimOnASilentMember: a registration under the address of a member that has been silent for too long does not
+// keep the member from returning (found by the simulation's attacker, seed 229).
 func TestClaimOnASilentMember(t *testing.T) {
-	m := formed(t, strangerConfig(van.Scheduler, 0, 8123), 0)
+	m := formed(t, attackConfig(van.Scheduler, 0, 8123), 0)
 	m.Tick(3 * time.Second)
-	_ = m.Step(5*time.Second, van.Empty, registers(member(van.Worker, "10.0.0.1", 4009, 66, 0), ""))
+	_ = m.Step(5*time.Second, van.Empty, registrationMessage(member(van.Worker, "10.0.0.1", 4009, 66, 0), ""))
 	for now := 5 * time.Second; now <= 12*time.Second; now += time.Second / 4 {
 		m.Tick(now)
 	}
