@@ -71,7 +71,7 @@ func (x *sender) accept(msg *van.Message) error {
 		}
 		x.mu.Unlock()
 		if s.reorders && err != nil {
-			s.node.Refuse(msg.Sender, msg.Epoch, int32(s.app), msg.CustomerID, msg.Timestamp, err)
+			s.node.Refuse(msg.Sender, msg.ProcessEpoch, int32(s.app), msg.CustomerID, msg.Timestamp, err)
 		}
 		return err
 	}
@@ -129,7 +129,7 @@ func (x *sender) batchOf(msg *van.Message) (*work, error) {
 		return b, nil
 	}
 	for i := len(x.open) - 1; i >= 0; i-- {
-		if b := x.open[i]; b.last+1 == msg.Timestamp && b.epoch == msg.Epoch {
+		if b := x.open[i]; b.last+1 == msg.Timestamp && b.epoch == msg.ProcessEpoch {
 			return b, nil
 		}
 	}
@@ -198,7 +198,7 @@ func (x *sender) unhold() *van.Message {
 	defer x.mu.Unlock()
 	for i, m := range x.held {
 		for _, b := range x.open {
-			if b.last+1 == m.Timestamp && b.epoch == m.Epoch {
+			if b.last+1 == m.Timestamp && b.epoch == m.ProcessEpoch {
 				x.held = append(x.held[:i], x.held[i+1:]...)
 				x.heldBytes -= m.PayloadLen()
 				x.early.Add(-1)
@@ -230,7 +230,7 @@ func (x *sender) drop(gone func(epoch uint32, customer, ts int32) bool) int {
 	}
 	var held []*van.Message
 	x.held = slices.DeleteFunc(x.held, func(m *van.Message) bool {
-		if !gone(m.Epoch, m.CustomerID, m.Timestamp) {
+		if !gone(m.ProcessEpoch, m.CustomerID, m.Timestamp) {
 			return false
 		}
 		x.heldBytes -= m.PayloadLen()
@@ -259,7 +259,7 @@ func (x *sender) take(msg *van.Message) *work {
 	if b == nil {
 		b = &work{s: x.s, x: x}
 	}
-	b.instance, b.epoch, b.customer, b.first = msg.Sender, msg.Epoch, msg.CustomerID, msg.Timestamp
+	b.instance, b.epoch, b.customer, b.first = msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp
 	b.single = msg.Head == van.Single
 	b.pushes, b.pulls, b.msgs = b.pushes[:0], b.pulls[:0], b.msgs[:0]
 	b.bytes = 0

@@ -56,7 +56,7 @@ func TestBatchStories(t *testing.T) {
 		message := func(worker int, head van.BatchFlag) *van.Message {
 			m := &van.Message{}
 			m.Reset()
-			m.Sender, m.Epoch, m.Request, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(worker), 1, true, head, ts[worker], 3, 0
+			m.Sender, m.ProcessEpoch, m.Request, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(worker), 1, true, head, ts[worker], 3, 0
 			ts[worker]++
 			n := int64(1 + rng.IntN(100_000))
 			m.Push, m.IsTensor, m.Dtype, m.Dim = rng.IntN(3) > 0, true, int32(Float32), 1
@@ -76,7 +76,7 @@ func TestBatchStories(t *testing.T) {
 			case 3:
 				m.Keys = backend.Bytes(make([]byte, 7))
 			case 4:
-				m.Epoch = 2
+				m.ProcessEpoch = 2
 			case 5:
 				m.SimpleApp = true
 			case 6:
@@ -192,7 +192,7 @@ func TestLossOfTheOneBefore(t *testing.T) {
 	push := func(epoch uint32, ts int32, head van.BatchFlag) {
 		m := &van.Message{}
 		m.Reset()
-		m.Sender, m.Epoch, m.Request, m.Push, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(0), epoch, true, true, head, ts, 3, 0
+		m.Sender, m.ProcessEpoch, m.Request, m.Push, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(0), epoch, true, true, head, ts, 3, 0
 		m.IsTensor, m.Dtype, m.Dim, m.Shape[0], m.ValLen = true, int32(Uint8), 1, 1, 1
 		m.Frames, m.Keys, m.Vals = 2, backend.Bytes(make([]byte, 8)), backend.Bytes(make([]byte, 1))
 		s.receive(m)
@@ -322,7 +322,7 @@ func TestSenderLimits(t *testing.T) {
 	accept := func(ts int32, head van.BatchFlag, size int) error {
 		m := &van.Message{}
 		m.Reset()
-		m.Sender, m.Epoch, m.Request, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(0), 1, true, head, ts, 3, 0
+		m.Sender, m.ProcessEpoch, m.Request, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(0), 1, true, head, ts, 3, 0
 		m.IsTensor, m.Dtype, m.Dim, m.Shape[0], m.ValLen = true, int32(Uint8), 1, int64(size), int32(size)
 		m.Frames, m.Keys, m.Vals = 2, backend.Bytes(make([]byte, 8)), backend.Bytes(make([]byte, size))
 		m.Push = size > 0

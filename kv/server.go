@@ -154,7 +154,7 @@ func (s *Server[V]) receive(msg *van.Message) {
 		if !errors.Is(err, van.ErrInvalid) {
 			why = fmt.Errorf("%w: %s", van.ErrInvalid, strings.TrimPrefix(err.Error(), van.ErrMalformed.Error()+": "))
 		}
-		s.node.Refuse(msg.Sender, msg.Epoch, msg.AppID, msg.CustomerID, msg.Timestamp, why)
+		s.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, why)
 	}
 	s.node.Rarely("kv: "+logx.Kind(err)).Warn("dropped a request",
 		"err", err, "from", s.node.PeerName(msg.Sender), "message", &msg.Meta)
@@ -266,7 +266,7 @@ func (r Request[V]) Refuse(why error) error {
 		return r.wrap(ErrAnswered)
 	}
 	tickets.Put(r.ticket)
-	r.s.node.Refuse(r.reply.Sender, r.reply.Epoch, r.reply.AppID, r.reply.CustomerID, r.reply.Timestamp, no)
+	r.s.node.Refuse(r.reply.Sender, r.reply.ProcessEpoch, r.reply.AppID, r.reply.CustomerID, r.reply.Timestamp, no)
 	return nil
 }
 

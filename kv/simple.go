@@ -116,7 +116,7 @@ func (a *SimpleApp) OnAnswer(h SimpleHandler) {
 }
 
 func (a *SimpleApp) messageOf(msg *van.Message) SimpleMessage {
-	return SimpleMessage{app: a, Head: msg.Head, Body: slices.Clone(msg.Body), Sender: msg.Sender, Timestamp: msg.Timestamp, CustomerID: msg.CustomerID, epoch: msg.Epoch}
+	return SimpleMessage{app: a, Head: msg.Head, Body: slices.Clone(msg.Body), Sender: msg.Sender, Timestamp: msg.Timestamp, CustomerID: msg.CustomerID, epoch: msg.ProcessEpoch}
 }
 
 // takes handles a request that is one for a simple application, and tells whether it is. It may come before begin.
@@ -214,7 +214,7 @@ func (d SimpleMessage) Respond(body []byte) error {
 	}
 	m := messages.Get().(*van.Message)
 	m.Reset()
-	m.Receiver, m.Epoch = d.Sender, d.epoch
+	m.Receiver, m.ProcessEpoch = d.Sender, d.epoch
 	m.SimpleApp, m.Head, m.Timestamp = true, d.Head, d.Timestamp
 	m.AppID, m.CustomerID = int32(a.app), d.CustomerID
 	m.Body = append(m.Body[:0], body...)

@@ -55,7 +55,7 @@ func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer
 
 // receive hands a data message of p to its application.
 func (a *apps) receive(msg *van.Message, p *process) {
-	msg.Epoch = p.epoch
+	msg.ProcessEpoch = p.epoch
 	if p.incarnation != 0 {
 		msg.RequestTrace.PreStart = 0 // it holds the incarnations, not a time
 	}
@@ -115,7 +115,7 @@ func (a *apps) withdraw(app int, w Withdrawn, epoch uint32) {
 	c := (*a.table.Load())[k]
 	if c == nil {
 		a.forget(func(of appKey, e *early) bool {
-			return of == k && e.msg.Sender == w.Sender && e.msg.Epoch == epoch && w.Has(e.msg.CustomerID, e.msg.Timestamp)
+			return of == k && e.msg.Sender == w.Sender && e.msg.ProcessEpoch == epoch && w.Has(e.msg.CustomerID, e.msg.Timestamp)
 		})
 	}
 	a.mu.Unlock()

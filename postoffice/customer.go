@@ -261,7 +261,7 @@ func (c *Customer) unknown(ts int32, waiting bool, r *Request) error {
 func (c *Customer) deliver(msg *van.Message) {
 	now := clock.Now()
 	if msg.Request {
-		if c.withdrawals.has(msg.Sender, msg.Epoch, msg.CustomerID, msg.Timestamp) {
+		if c.withdrawals.has(msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp) {
 			return // the sender has given the request up
 		}
 		msg.RequestTrace.Process = now

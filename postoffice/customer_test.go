@@ -492,7 +492,7 @@ func TestTraces(t *testing.T) {
 func TestManyProcesses(t *testing.T) {
 	n := testcluster.Start(t, testcluster.Options{}).Workers[0]
 	note := func(id int) {
-		who := van.Identity{Incarnation: uint32(id + 1000)}
+		who := van.NodeExtension{Incarnation: uint32(id + 1000)}
 		n.NoteProcess(id, &van.Node{ID: id, Endpoint: who.Encode()})
 	}
 	ids := []int{8, 63, 64, 70, 300, 301, 5000, van.Empty - 1}

@@ -32,7 +32,7 @@ type account struct{ messages, bytes int }
 func (a *apps) keep(k appKey, msg *van.Message) *Customer {
 	c, why := a.store(k, msg)
 	if why != "" {
-		a.notices.refuse(msg.Sender, msg.Epoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: %w: %s", van.ErrQueueFull, errNoApp, why))
+		a.notices.refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: %w: %s", van.ErrQueueFull, errNoApp, why))
 	}
 	return c
 }
@@ -195,7 +195,7 @@ func (a *apps) finish(text string) {
 
 // refuseFinished sends a refusal with the reason to the sender of a request. The caller holds a.mu.
 func (a *apps) refuseFinished(msg *van.Message) {
-	a.notices.refuse(msg.Sender, msg.Epoch, msg.AppID, msg.CustomerID, msg.Timestamp,
+	a.notices.refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp,
 		fmt.Errorf("%w: %s waits in %s and has no application %d", van.ErrFinished, a.self.Name(), a.finishes, msg.AppID))
 }
 

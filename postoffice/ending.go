@@ -55,7 +55,7 @@ func (e *ends) note(msg *van.Message) {
 	e.mu.Lock()
 	if msg.Head == headEnds {
 		e.some.Store(true)
-		e.workers[msg.Sender] = msg.Epoch
+		e.workers[msg.Sender] = msg.ProcessEpoch
 	} else {
 		delete(e.workers, msg.Sender)
 	}

@@ -68,7 +68,7 @@ func (n *Node) HeldQueues() int {
 // Receive is what the transport calls with each message.
 func (n *Node) Receive(m *van.Message) { n.receive(m) }
 
-// Incarnation is that of this process; see van.Identity.
+// Incarnation is that of this process; see van.NodeExtension.
 func (n *Node) Incarnation() uint32 { return n.incarnation }
 
 // Epoch counts the processes that have had node id, as far as n knows.

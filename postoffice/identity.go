@@ -19,7 +19,7 @@ import (
 type identity struct {
 	cfg         *Config
 	role        van.Role
-	incarnation uint32 // of this process, see van.Identity
+	incarnation uint32 // of this process, see van.NodeExtension
 	rand        func() uint64
 	id          atomic.Int32
 	name        atomic.Pointer[string]

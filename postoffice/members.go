@@ -54,7 +54,7 @@ func (m *members) noteProcess(id int, record *van.Node, replaced bool) {
 	if id == van.SchedulerID {
 		return // its record is made from the environment; noteProcesses gets its incarnation from the machine
 	}
-	who, _ := record.Identity()
+	who, _ := record.Extension()
 	m.strangers.note(id, who.Incarnation, replaced)
 }
 

@@ -24,7 +24,7 @@ func TestAnswerToAPausedOriginal(t *testing.T) {
 			send := func(request bool) error {
 				m := rawRequest(7, 1, 8)
 				m.Receiver, m.Request = w.ID(), request
-				m.Epoch = s.Epoch(w.ID())
+				m.ProcessEpoch = s.Epoch(w.ID())
 				return s.App().Send(m)
 			}
 			if err := send(false); original == (err != nil) || !original && !errors.Is(err, van.ErrPeerLost) {

@@ -33,9 +33,9 @@ func (n *Node) applyPolicies(list []membership.Policy) string {
 	}
 	n.stack.SetRates(rates)
 	n.apps.orders.Store(&orders)
-	marker, marks := van.As[van.Marker](n.van)
+	marker, marks := van.As[van.TrafficClassSetter](n.van)
 	if marks {
-		marker.SetClasses(classes)
+		marker.SetTrafficClasses(classes)
 	}
 	states := make([]byte, len(list))
 	for i, p := range list {
@@ -50,7 +50,7 @@ func (n *Node) applyPolicies(list []membership.Policy) string {
 		case !marks:
 			s = membership.Unsupported
 		default:
-			if now, ever := marker.Marked(p.Peer); !ever {
+			if now, ever := marker.TrafficClassApplied(p.Peer); !ever {
 				s = membership.Unsupported
 			} else if !now {
 				s = membership.Pending

@@ -283,8 +283,8 @@ func TestWarnedOf(t *testing.T) {
 		o.Set = func(c *postoffice.Config) { c.Secret, c.Auth = "correct horse battery staple", env.AuthWarn }
 		c := testcluster.Start(t, o)
 		for _, n := range c.Nodes() {
-			if s := testcluster.Stats(n); s.Unproved != 0 {
-				t.Errorf("%s counts %d nodes without proof, want 0", n.Name(), s.Unproved)
+			if s := testcluster.Stats(n); s.Unauthenticated != 0 {
+				t.Errorf("%s counts %d nodes without proof, want 0", n.Name(), s.Unauthenticated)
 			}
 		}
 		c.Workers[1].Close()
@@ -294,7 +294,7 @@ func TestWarnedOf(t *testing.T) {
 			t.Fatal(err)
 		}
 		c.Workers[1] = w
-		if s := testcluster.Stats(c.Scheduler); s.Unproved == 0 {
+		if s := testcluster.Stats(c.Scheduler); s.Unauthenticated == 0 {
 			t.Error("the scheduler has not counted a worker without the secret")
 		}
 		c.Finalize(t)

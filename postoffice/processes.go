@@ -17,7 +17,7 @@ import (
 // change stores a new one.
 type process struct {
 	epoch       uint32 // counts the processes that have had the id, from 1
-	incarnation uint32 // see van.Identity; 0: not known, or a C++ StepMesh node
+	incarnation uint32 // see van.NodeExtension; 0: not known, or a C++ StepMesh node
 	known       bool   // its record has come
 	behind      bool   // messages that came before its record are not all delivered yet
 	lost        error  // why it, or the one before it, is considered dead
@@ -125,7 +125,7 @@ func (t *processes) dropStale(msg *van.Message, p *process) {
 
 // answerTo returns errStale for an answer to a process that has been replaced.
 func (t *processes) answerTo(msg *van.Message, p *process) error {
-	if msg.Epoch == 0 || msg.Epoch == p.epoch || msg.Request || failpoint.On("incarnation") || failpoint.On("stale-answer") {
+	if msg.ProcessEpoch == 0 || msg.ProcessEpoch == p.epoch || msg.Request || failpoint.On("incarnation") || failpoint.On("stale-answer") {
 		return nil
 	}
 	return errStale

@@ -171,7 +171,7 @@ func TestWantedInPlaceOfALostOne(t *testing.T) {
 	if served.Wanted(id, former, 0, 1) {
 		t.Error("a request of the lost process is wanted")
 	}
-	s.NoteProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.Identity{Incarnation: w.Incarnation() ^ 1}).Encode()})
+	s.NoteProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: w.Incarnation() ^ 1}).Encode()})
 	next := s.Epoch(id)
 	if next == former {
 		t.Fatal("the one in its place has its epoch")
@@ -216,7 +216,7 @@ func TestEpochs(t *testing.T) {
 	record := func(incarnation uint32) van.Node {
 		r := van.Node{Role: van.Worker, ID: id, Hostname: "h", Port: 1, Ports: []int32{1}}
 		if incarnation != 0 {
-			r.Endpoint = (&van.Identity{Incarnation: incarnation}).Encode()
+			r.Endpoint = (&van.NodeExtension{Incarnation: incarnation}).Encode()
 		}
 		return r
 	}

@@ -290,8 +290,8 @@ func (n *Node) join(ctx context.Context) error {
 		report := m.Report(now())
 		n.mu.Unlock()
 		detail := report.String()
-		if meter, ok := van.As[van.Meter](n.van); ok && meter.Stats().Unproved > 0 {
-			detail += fmt.Sprintf("; %d connections had no valid proof of the cluster's secret, see the log", meter.Stats().Unproved)
+		if meter, ok := van.As[van.Meter](n.van); ok && meter.Stats().Unauthenticated > 0 {
+			detail += fmt.Sprintf("; %d connections had no valid proof of the cluster's secret, see the log", meter.Stats().Unauthenticated)
 		}
 		return &van.Error{Op: "start", Node: n.Name(), Detail: detail, Err: van.TimedOut(context.Cause(ctx))}
 	}
@@ -340,7 +340,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	}
 	n.self.Port, n.self.Ports = port, []int32{int32(port)}
 	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
-	identity := van.Identity{Incarnation: n.incarnation, Cluster: n.cluster(), Bundles: true, Settings: van.Settings{
+	identity := van.NodeExtension{Incarnation: n.incarnation, Cluster: n.cluster(), Bundles: true, Settings: van.Settings{
 		Known: true, Resend: n.cfg.Resend, Workers: n.cfg.NumWorkers * n.cfg.GroupSize, Servers: n.cfg.NumServers * n.cfg.GroupSize,
 	}}
 	if a, ok := van.As[van.Advertiser](n.van); ok {

@@ -221,7 +221,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 			}
 			mu.Lock()
 			defer mu.Unlock()
-			came = append(came, fmt.Sprint(m.Sender, "/", app, "/", m.Timestamp, "/", m.Epoch))
+			came = append(came, fmt.Sprint(m.Sender, "/", app, "/", m.Timestamp, "/", m.ProcessEpoch))
 		}
 	}
 	owner := &freed{}

@@ -83,7 +83,7 @@ func TestMessagesOfOtherProcesses(t *testing.T) {
 		}
 		testcluster.Counted(t, s, postoffice.Stats{FencedMessages: 3})
 		epoch := s.Epoch(van.WorkerID(0))
-		record := van.Node{Role: van.Worker, ID: van.WorkerID(0), Endpoint: (&van.Identity{Incarnation: next}).Encode()}
+		record := van.Node{Role: van.Worker, ID: van.WorkerID(0), Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()}
 		s.NoteProcess(van.WorkerID(0), &record)
 		late := send(next, its)
 		send(mine, its) // too late
@@ -109,7 +109,7 @@ func TestProcessesAroundAnOriginal(t *testing.T) {
 	if _, err := s.App().AddCustomer(7, 7, func(m *van.Message) {
 		mu.Lock()
 		defer mu.Unlock()
-		got = append(got, [2]uint32{uint32(m.Timestamp), m.Epoch})
+		got = append(got, [2]uint32{uint32(m.Timestamp), m.ProcessEpoch})
 	}); err != nil {
 		t.Fatal(err)
 	}
@@ -148,7 +148,7 @@ func TestProcessesAroundAnOriginal(t *testing.T) {
 	until(t, "two wait and one came too late, one is given up, and the others are there", func() bool {
 		return s.Held() == 3 && s.HeldNotices() == 1 && len(all()) == 2
 	})
-	s.NoteProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.Identity{Incarnation: next}).Encode()})
+	s.NoteProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()})
 	send(6, next, its)
 	want := [][2]uint32{{2, epoch + 1}, {5, epoch + 1}, {3, epoch + 2}, {6, epoch + 2}}
 	until(t, "the last one comes", func() bool { return slices.ContainsFunc(all(), func(x [2]uint32) bool { return x[0] == 6 }) })
@@ -220,7 +220,7 @@ func TestGivenUpByAStranger(t *testing.T) {
 	giveUp("7 7 3 1")
 	request(4)
 	until(t, "they are held", func() bool { return s.Held() == 3 })
-	record := van.Node{Role: van.Worker, ID: id, Endpoint: (&van.Identity{Incarnation: next}).Encode()}
+	record := van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()}
 	s.NoteProcess(id, &record)
 	request(3)
 	request(5)
@@ -249,7 +249,7 @@ func TestAnsweredWhenReplaced(t *testing.T) {
 		t.Fatal(err)
 	}
 	until(t, "it waits", func() bool { return s.Held() == 1 })
-	record := van.Node{Role: van.Worker, ID: id, Endpoint: (&van.Identity{Incarnation: next}).Encode()}
+	record := van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()}
 	s.NoteProcess(id, &record)
 	select {
 	case err := <-lost:
@@ -301,7 +301,7 @@ func TestStrangersHaveABudget(t *testing.T) {
 	gone := uint64(30 - hook.Held())
 	testcluster.Counted(t, s, postoffice.Stats{StrangerMessages: gone, StrangerBytes: gone * (size + 8 + 512)})
 	// What has been delivered does not count any more.
-	record := van.Node{Role: van.Worker, ID: van.WorkerID(0), Endpoint: (&van.Identity{Incarnation: w.Incarnation() ^ 1}).Encode()}
+	record := van.Node{Role: van.Worker, ID: van.WorkerID(0), Endpoint: (&van.NodeExtension{Incarnation: w.Incarnation() ^ 1}).Encode()}
 	s.NoteProcess(van.WorkerID(0), &record)
 	until(t, "what was kept is delivered", func() bool { return hook.Held() == 0 })
 	for ts := range int32(30) {

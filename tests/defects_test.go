@@ -51,7 +51,7 @@ func TestMemoryStaysFlat(t *testing.T) {
 	if rssAfter > rssBefore+100<<20 {
 		t.Errorf("resident memory grew from %d to %d bytes in 1000 rounds", rssBefore, rssAfter)
 	}
-	if n := testcluster.Stats(c.Workers[0]).Pinned + testcluster.Stats(c.Servers[0]).Pinned; n > 64 {
+	if n := testcluster.Stats(c.Workers[0]).LentValues + testcluster.Stats(c.Servers[0]).LentValues; n > 64 {
 		t.Errorf("%d values are still held after all answers have come", n)
 	}
 }

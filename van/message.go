@@ -35,10 +35,10 @@ type Message struct {
 	Sender   int // node id; Empty when the sender has none yet
 	Receiver int
 
-	// Epoch tells apart the processes that have had the sender's id one after the
+	// ProcessEpoch tells apart the processes that have had the sender's id one after the
 	// other. The node sets it in received messages; an answer has its request's, so that
 	// it does not go to another process. 0 means whichever process has the id.
-	Epoch uint32
+	ProcessEpoch uint32
 
 	// Origin says how far the transport vouches for Sender, in received control messages.
 	Origin Origin
@@ -132,7 +132,7 @@ func (m *Message) Release() {
 func (m *Message) Reset() {
 	m.Meta.Reset()
 	m.Sender, m.Receiver = Empty, Empty
-	m.Epoch, m.Origin = 0, OriginUnknown
+	m.ProcessEpoch, m.Origin = 0, OriginUnknown
 	m.Frames = 0
 	m.Keys, m.Vals, m.Lens, m.Into = backend.Mem{}, backend.Mem{}, backend.Mem{}, backend.Mem{}
 	m.Placed, m.More, m.Continues = false, false, false

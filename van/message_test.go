@@ -17,7 +17,7 @@ func TestResetForgets(t *testing.T) {
 	fresh, used := &Message{}, &Message{}
 	fresh.Reset()
 	b := backend.Bytes([]byte{1})
-	used.Sender, used.Receiver, used.Epoch, used.Frames, used.Origin = 8, 9, 3, 3, OriginOther
+	used.Sender, used.Receiver, used.ProcessEpoch, used.Frames, used.Origin = 8, 9, 3, 3, OriginOther
 	used.Keys, used.Vals, used.Lens, used.Into = b, b, b, b
 	used.Placed, used.More, used.Continues, used.Done = true, true, true, nothing{}
 	used.Adopt(nothing{}, nil)

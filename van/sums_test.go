@@ -36,7 +36,7 @@ func metaOf(rng *rand.Rand) *Meta {
 		m.Control.BarrierGroup, m.Control.MsgSig = rng.IntN(8), rng.Uint64()
 		for range rng.IntN(3) {
 			n := Node{Role: Role(rng.IntN(3)), ID: 8 + rng.IntN(5), Hostname: "10.0.0.1", Port: 80, AuxID: rng.IntN(4), Ports: []int32{80}}
-			n.Endpoint = (&Identity{Incarnation: rng.Uint32(), Cluster: 5, Bundles: rng.IntN(2) == 0, Settings: Settings{Known: true, Resend: rng.IntN(2) == 0, Workers: rng.IntN(20), Servers: 3}}).Encode()
+			n.Endpoint = (&NodeExtension{Incarnation: rng.Uint32(), Cluster: 5, Bundles: rng.IntN(2) == 0, Settings: Settings{Known: true, Resend: rng.IntN(2) == 0, Workers: rng.IntN(20), Servers: 3}}).Encode()
 			m.Control.Nodes = append(m.Control.Nodes, n)
 		}
 	}
@@ -57,11 +57,11 @@ func TestSums(t *testing.T) {
 				again, err := got.AppendTo(nil)
 				fmt.Fprintf(w, "%x %s %s %t %d\n", again, sums.Err(err), got.String(), got.IsControl(), len(got.ShapeSlice()))
 			}
-			id := Identity{Incarnation: 1 + rng.Uint32N(3), Cluster: 4, Local: make([]byte, rng.IntN(MaxLocalLen+2)), Bundles: rng.IntN(2) == 0,
+			id := NodeExtension{Incarnation: 1 + rng.Uint32N(3), Cluster: 4, Local: make([]byte, rng.IntN(MaxLocalLen+2)), Bundles: rng.IntN(2) == 0,
 				Settings: Settings{Known: rng.IntN(2) == 0, Resend: rng.IntN(2) == 0, Workers: int(sums.Edge(rng, MaxCount) & 0xffff), Servers: rng.IntN(9)}}
 			b := sums.Mangle(rng, id.Encode())
-			is, ok := ParseIdentity(b)
-			version, native := VersionOf(b)
+			is, ok := ParseExtension(b)
+			version, native := ExtensionVersionOf(b)
 			fmt.Fprintln(w, is, ok, version, native)
 			node := int(int32(sums.Edge(rng, 9)))
 			fmt.Fprintln(w, NodeName(node), RoleOf(node), RankOf(node), ServerID(node&0xff), WorkerID(node&0xff), Command(node), Command(node).Valid(), Role(node&7))

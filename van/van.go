@@ -109,7 +109,7 @@ func (r *Requests) Has(m *Meta) bool {
 // Advertiser is implemented by vans that tell peers about themselves in the node
 // record.
 type Advertiser interface {
-	// Endpoint is for Identity.Local, at most MaxLocalLen bytes, or nil. It is known
+	// Endpoint is for NodeExtension.Local, at most MaxLocalLen bytes, or nil. It is known
 	// after Bind.
 	Endpoint() []byte
 }
@@ -122,14 +122,14 @@ type Admitter interface {
 	Admit(id int)
 }
 
-// Marker is implemented by vans whose connections can carry a traffic class.
-type Marker interface {
-	// SetClasses makes classes those of what leaves for these peers, by id: 0 to 63, the
+// TrafficClassSetter is implemented by vans whose connections can carry a traffic class.
+type TrafficClassSetter interface {
+	// SetTrafficClasses makes classes those of what leaves for these peers, by id: 0 to 63, the
 	// DSCP. All others have the system's. Connections that are made later get them, too.
-	SetClasses(classes map[int]int)
-	// Marked tells whether what leaves for peer id has its class now, and otherwise whether
+	SetTrafficClasses(classes map[int]int)
+	// TrafficClassApplied tells whether what leaves for peer id has its class now, and otherwise whether
 	// it ever can.
-	Marked(id int) (now, ever bool)
+	TrafficClassApplied(id int) (now, ever bool)
 }
 
 // Flusher is implemented by vans that hold messages sent with More.
@@ -243,17 +243,17 @@ type Stats struct {
 	SentMessages, SentBytes         uint64
 	ReceivedMessages, ReceivedBytes uint64
 	Malformed                       uint64 // frames dropped because they were malformed
-	Pinned                          uint64 // values that the transport holds at present
+	LentValues                      uint64 // values that the transport holds at present
 
-	PausedReads    uint64 // times that reading from a peer paused: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET
-	RefusedSends   uint64 // messages refused with ErrQueueFull: STEPAF_SEND_BUDGET
-	Strangers      uint64 // connections ended and messages dropped: STEPAF_STRANGER_BUDGET
-	Unproved       uint64 // connections without proof of the cluster's secret, refused or (STEPAF_AUTH=warn) admitted
-	RefusedRings   uint64 // links through shared memory that got no memory, and rings that did not grow: STEPAF_SHM_BUDGET
-	RefusedSlots   uint64 // peers' requests for memory that got none: STEPAF_RDMA_PEER_BUDGET
-	SlotWaits      uint64 // those that had to wait: also STEPAF_RDMA_BUDGET, BYTEPS_ADDRESS_POOL_SIZE
-	FencedMessages uint64 // dropped: the process that sent them has been replaced
-	UnsharedValues uint64 // on the device, sent through host memory: their memory could not be shared
+	PausedReads     uint64 // times that reading from a peer paused: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET
+	RefusedSends    uint64 // messages refused with ErrQueueFull: STEPAF_SEND_BUDGET
+	DroppedUnknown  uint64 // connections ended and messages dropped: STEPAF_STRANGER_BUDGET
+	Unauthenticated uint64 // connections without proof of the cluster's secret, refused or (STEPAF_AUTH=warn) admitted
+	RefusedRings    uint64 // links through shared memory that got no memory, and rings that did not grow: STEPAF_SHM_BUDGET
+	RefusedSlots    uint64 // peers' requests for memory that got none: STEPAF_RDMA_PEER_BUDGET
+	SlotWaits       uint64 // those that had to wait: also STEPAF_RDMA_BUDGET, BYTEPS_ADDRESS_POOL_SIZE
+	FencedMessages  uint64 // dropped: the process that sent them has been replaced
+	UnsharedValues  uint64 // on the device, sent through host memory: their memory could not be shared
 }
 
 // Meter is implemented by vans that keep Stats.
@@ -266,7 +266,7 @@ type Options struct {
 	// Backend is where buffers for received values are allocated; nil means ordinary
 	// memory. The caller closes it after the van.
 	Backend backend.Backend
-	// Incarnation is the node's, see Identity; with 0 the van speaks as a C++ StepMesh
+	// Incarnation is the node's, see NodeExtension; with 0 the van speaks as a C++ StepMesh
 	// node does.
 	Incarnation uint32
 	// Engine receives for the node; nil makes the van use one of its own.

@@ -104,7 +104,7 @@ func (l *flight) takeAsked(f func(*ask) bool) (taken []ask) {
 // keep keeps a until this rank makes the call. base.mu is held, and unlocked.
 func (l *flight) keep(a *ask) error {
 	old := &l.asked[a.rank][a.seq%maxInFlight]
-	same, seq := old.kept && old.epoch == a.epoch && old.reply.Epoch == a.reply.Epoch, old.seq
+	same, seq := old.kept && old.epoch == a.epoch && old.reply.ProcessEpoch == a.reply.ProcessEpoch, old.seq
 	if !same {
 		*old = *a
 		old.kept = true

@@ -138,7 +138,7 @@ func TestHelloWhileItRuns(t *testing.T) {
 	say := func(h hello, epoch uint32) {
 		m := &van.Message{}
 		m.Reset()
-		m.Sender, m.Request, m.Epoch, m.AppID = c.b.ids[1], true, epoch, int32(appBase)
+		m.Sender, m.Request, m.ProcessEpoch, m.AppID = c.b.ids[1], true, epoch, int32(appBase)
 		m.Body = h.append(m.Body)
 		if err := c.handle(m); err != nil {
 			t.Error(err)

@@ -110,8 +110,8 @@ func (m *meeting) beginRound(op string, refuted func(error)) (own hello, waiting
 	own = hello{m.propose, m.round, m.b.hash, uint32(len(m.b.ids))}
 	for r := range m.ranks {
 		p := &m.ranks[r]
-		if q := p.waiting; q != nil && m.b.customer.Wanted(q.reply.Sender, q.reply.Epoch, q.reply.CustomerID, q.reply.Timestamp) {
-			m.meet(p, p.hello, q.reply.Epoch)
+		if q := p.waiting; q != nil && m.b.customer.Wanted(q.reply.Sender, q.reply.ProcessEpoch, q.reply.CustomerID, q.reply.Timestamp) {
+			m.meet(p, p.hello, q.reply.ProcessEpoch)
 			waiting = append(waiting, q)
 		}
 		p.waiting = nil
@@ -254,10 +254,10 @@ func (m *meeting) receiveHello(rank int, q request, h hello) {
 		return
 	}
 	p := &m.ranks[rank]
-	again := p.answered == h.round && p.epoch == q.reply.Epoch
+	again := p.answered == h.round && p.epoch == q.reply.ProcessEpoch
 	if m.b.joining || again {
 		if m.b.joining {
-			m.meet(p, h, q.reply.Epoch)
+			m.meet(p, h, q.reply.ProcessEpoch)
 		}
 		own := hello{m.propose, m.round, m.b.hash, uint32(len(m.b.ids))}
 		m.b.mu.Unlock()

@@ -614,13 +614,13 @@ func TestKeptOfAnEarlierEpoch(t *testing.T) {
 		want    error
 	}{{5, 1, nil}, {6, 1, nil}, {6, 1, van.ErrMalformed}, {6, 2, nil}, {6, 2, van.ErrMalformed}} {
 		a := ask{request: request{rank: 1}, epoch: x.epoch, seq: 3}
-		a.reply.Epoch = x.process
+		a.reply.ProcessEpoch = x.process
 		l.b.mu.Lock()
 		if err := l.keep(&a); !errors.Is(err, x.want) {
 			t.Errorf("request %d: %v, want %v", i, err, x.want)
 		}
-		if got := l.asked[1][3]; !got.kept || got.epoch != x.epoch || got.reply.Epoch != x.process {
-			t.Errorf("request %d: that of epoch %d and process %d is kept, want %d and %d", i, got.epoch, got.reply.Epoch, x.epoch, x.process)
+		if got := l.asked[1][3]; !got.kept || got.epoch != x.epoch || got.reply.ProcessEpoch != x.process {
+			t.Errorf("request %d: that of epoch %d and process %d is kept, want %d and %d", i, got.epoch, got.reply.ProcessEpoch, x.epoch, x.process)
 		}
 	}
 }

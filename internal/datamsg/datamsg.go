@@ -13,31 +13,31 @@ import (
 // Reply is what an answer needs of the request it answers. It is a small value
 // that may be kept after the request's message is gone.
 type Reply struct {
-	Sender     int    // node id of the instance that asked
-	Epoch      uint32 // of its process, see van.Message
-	AppID      int32
-	CustomerID int32
-	Head       int32
-	Timestamp  int32
-	Push       bool
-	Key        uint64
-	Addr       uint64
-	ValLen     int32
-	Option     int32
+	Sender       int    // node id of the instance that asked
+	ProcessEpoch uint32 // of its process, see van.Message
+	AppID        int32
+	CustomerID   int32
+	Head         int32
+	Timestamp    int32
+	Push         bool
+	Key          uint64
+	Addr         uint64
+	ValLen       int32
+	Option       int32
 
 	Trace van.Trace
 }
 
 // ReplyTo collects what an answer to msg needs.
 func ReplyTo(msg *van.Message) Reply {
-	return Reply{Sender: msg.Sender, Epoch: msg.Epoch, AppID: msg.AppID, CustomerID: msg.CustomerID, Head: msg.Head, Timestamp: msg.Timestamp,
+	return Reply{Sender: msg.Sender, ProcessEpoch: msg.ProcessEpoch, AppID: msg.AppID, CustomerID: msg.CustomerID, Head: msg.Head, Timestamp: msg.Timestamp,
 		Push: msg.Push, Key: msg.Key, Addr: msg.Addr, ValLen: msg.ValLen, Option: msg.Option, Trace: msg.RequestTrace}
 }
 
 // Fill makes m the answer to r, without data: the acknowledgement of a push.
 func (r *Reply) Fill(m *van.Message) {
 	m.Reset()
-	m.Receiver, m.Epoch = r.Sender, r.Epoch
+	m.Receiver, m.ProcessEpoch = r.Sender, r.ProcessEpoch
 	m.Request, m.Push = false, r.Push
 	m.AppID, m.CustomerID, m.Head, m.Timestamp = r.AppID, r.CustomerID, r.Head, r.Timestamp
 	m.Key, m.Addr, m.ValLen, m.Option = r.Key, r.Addr, r.ValLen, r.Option

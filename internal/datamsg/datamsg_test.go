@@ -20,7 +20,7 @@ func TestReply(t *testing.T) {
 	for range 200 {
 		q := &van.Message{}
 		q.Reset()
-		q.Sender, q.Epoch, q.Request, q.Push = rng.IntN(100), rng.Uint32(), true, rng.IntN(2) == 0
+		q.Sender, q.ProcessEpoch, q.Request, q.Push = rng.IntN(100), rng.Uint32(), true, rng.IntN(2) == 0
 		q.AppID, q.CustomerID, q.Head, q.Timestamp = rng.Int32(), rng.Int32(), rng.Int32(), rng.Int32()
 		q.Key, q.Addr, q.ValLen, q.Option = rng.Uint64(), rng.Uint64(), rng.Int32(), rng.Int32()
 		q.RequestTrace = van.Trace{Start: rng.Uint64(), PostSend: rng.Uint64(), PostRecv: rng.Uint64(), Process: rng.Uint64()}
@@ -30,14 +30,14 @@ func TestReply(t *testing.T) {
 		r.Fill(got)
 		want := &van.Message{}
 		want.Reset()
-		want.Receiver, want.Epoch, want.Push = q.Sender, q.Epoch, q.Push
+		want.Receiver, want.ProcessEpoch, want.Push = q.Sender, q.ProcessEpoch, q.Push
 		want.AppID, want.CustomerID, want.Head, want.Timestamp = q.AppID, q.CustomerID, q.Head, q.Timestamp
 		want.Key, want.Addr, want.ValLen, want.Option, want.RequestTrace = q.Key, q.Addr, q.ValLen, q.Option, q.RequestTrace
 		got.Body, want.Body = got.Body[:len(got.Body):0], nil
 		if len(got.Body) == 0 {
 			got.Body = nil
 		}
-		if !reflect.DeepEqual(&got.Meta, &want.Meta) || got.Receiver != want.Receiver || got.Epoch != want.Epoch || got.Frames != 0 || got.More {
+		if !reflect.DeepEqual(&got.Meta, &want.Meta) || got.Receiver != want.Receiver || got.ProcessEpoch != want.ProcessEpoch || got.Frames != 0 || got.More {
 			t.Fatalf("%+v, want %+v", got, want)
 		}
 		lens := backend.Mem{}

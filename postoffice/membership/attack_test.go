@@ -53,7 +53,7 @@ func attackConfig(role van.Role, cluster uint32, port int) Config {
 	cfg := testConfig(role, 1, 1, fmt.Sprintf("10.0.0.2:%d", port), -1)
 	cfg.HeartbeatInterval, cfg.HeartbeatTimeout, cfg.ReplaceTimeout = time.Second, 10*time.Second, 30*time.Second
 	cfg.NamedCluster, cfg.Nonce = cluster != 0, 77
-	id := van.Identity{Incarnation: uint32(100 + port), Cluster: cluster}
+	id := van.NodeExtension{Incarnation: uint32(100 + port), Cluster: cluster}
 	if role == van.Scheduler && cluster == 0 {
 		id.Cluster = 5
 	}
@@ -82,7 +82,7 @@ func registrationMessage(r van.Node, body string) *van.Meta {
 func member(role van.Role, host string, port int, incarnation, cluster uint32) van.Node {
 	r := rec(role, host, port, -1)
 	if incarnation != 0 {
-		r.Endpoint = (&van.Identity{Incarnation: incarnation, Cluster: cluster}).Encode()
+		r.Endpoint = (&van.NodeExtension{Incarnation: incarnation, Cluster: cluster}).Encode()
 	}
 	return r
 }

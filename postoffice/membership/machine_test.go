@@ -424,7 +424,7 @@ func TestListsAreBounded(t *testing.T) {
 		t.Errorf("remembered: %v", list)
 	}
 	for i := range maxReplaced + 50 {
-		id := van.Identity{Incarnation: uint32(i + 1)}
+		id := van.NodeExtension{Incarnation: uint32(i + 1)}
 		m.sched.replacements.recordReplaced(&van.Node{ID: 9, Role: van.Worker, Endpoint: id.Encode()})
 	}
 	if f := m.sched.replacements.replaced; len(f) != maxReplaced || incarnationOf(&f[0]) != 51 || incarnationOf(&f[maxReplaced-1]) != maxReplaced+50 {
@@ -437,7 +437,7 @@ func TestListsAreBounded(t *testing.T) {
 	}
 	m.peers[van.SchedulerID] = &peerHealth{}
 	for i := range maxReplaced + 50 {
-		id := van.Identity{Incarnation: uint32(i + 1), Cluster: 1}
+		id := van.NodeExtension{Incarnation: uint32(i + 1), Cluster: 1}
 		if !m.node.schedulerChanged(0, &van.Node{ID: van.SchedulerID, Role: van.Scheduler, Endpoint: id.Encode()}) {
 			t.Fatal("the scheduler has not changed")
 		}

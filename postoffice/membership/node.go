@@ -78,7 +78,7 @@ func (n *node) askScheduler(now time.Duration) {
 	n.questionPause = min(2*n.questionPause, maxQuestionPause)
 	n.nextQuestion = now + n.questionPause
 	self := &n.table.self
-	if who, ok := self.Identity(); ok && n.schedulerLost == nil && numeric(self.Hostname) && !who.Settings.Resend {
+	if who, ok := self.Extension(); ok && n.schedulerLost == nil && numeric(self.Hostname) && !who.Settings.Resend {
 		n.out.notify(van.SchedulerID, notice{verb: verbRegistered, text: fmt.Sprintf("%d %s", who.Incarnation, self.Addr())})
 	}
 }
@@ -259,7 +259,7 @@ func (n *node) genuine(now time.Duration, from int, msg *van.Meta) bool {
 // schedulerChanged handles a new scheduler process with the record rec. It returns false if the record has no
 // identity, or start-up is not complete.
 func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
-	who, ok := rec.Identity()
+	who, ok := rec.Extension()
 	if !ok || n.alive.peers[van.SchedulerID] == nil {
 		return false
 	}

@@ -242,7 +242,7 @@ func TestReturnsOnce(t *testing.T) {
 	const cluster, former = 7, 99
 	cfg := testConfig(van.Scheduler, 1, 1, "", -1)
 	cfg.NamedCluster = true
-	cfg.Self.Endpoint = (&van.Identity{Incarnation: 100, Cluster: cluster}).Encode()
+	cfg.Self.Endpoint = (&van.NodeExtension{Incarnation: 100, Cluster: cluster}).Encode()
 	m, err := New(cfg)
 	if err != nil {
 		t.Fatal(err)
@@ -250,7 +250,7 @@ func TestReturnsOnce(t *testing.T) {
 	m.Start(0)
 	member := func(role van.Role, id int) van.Node {
 		r := withID(rec(role, "10.0.0.1", 4000+id, -1), id)
-		r.Endpoint = (&van.Identity{Incarnation: uint32(200 + id), Cluster: cluster}).Encode()
+		r.Endpoint = (&van.NodeExtension{Incarnation: uint32(200 + id), Cluster: cluster}).Encode()
 		return r
 	}
 	server, worker := member(van.Server, 8), member(van.Worker, 9)

@@ -189,7 +189,7 @@ func (t *table) parseProcess(from int, msg *van.Meta, n notice) (rec van.Node, r
 	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 || !numeric(addr.Addr().String()) || hostaddr.Check(addr.Addr().String()) != nil {
 		return rec, "", t.bad(from, msg, "body "+n.verb, strconv.Quote(truncated(n.text)), "an incarnation, and a numeric address")
 	}
-	id := van.Identity{Incarnation: uint32(inc)}
+	id := van.NodeExtension{Incarnation: uint32(inc)}
 	return van.Node{Role: van.Worker, ID: van.Empty, Hostname: addr.Addr().String(), Port: int(addr.Port()), Ports: []int32{int32(addr.Port())},
 		DevTypes: []int32{0}, DevIDs: []int32{0}, Endpoint: id.Encode(), AuxID: -1}, words[2], nil
 }

@@ -13,7 +13,7 @@ import (
 // probingMachine is a machine whose transport probes addresses.
 func probingMachine(t *testing.T, role van.Role, incarnation uint32, workers int) *Machine {
 	t.Helper()
-	id := van.Identity{Incarnation: incarnation, Cluster: 0}
+	id := van.NodeExtension{Incarnation: incarnation, Cluster: 0}
 	if role == van.Scheduler {
 		id.Cluster = 7
 	}
@@ -161,7 +161,7 @@ func TestTrialsAreFew(t *testing.T) {
 	rec := func(i int) *van.Meta {
 		w := probingMachine(t, van.Worker, 2, 3*maxProbes)
 		meta := registrationOf(t, w)
-		id := van.Identity{Incarnation: uint32(100 + i)}
+		id := van.NodeExtension{Incarnation: uint32(100 + i)}
 		meta.Control.Nodes[0].Port, meta.Control.Nodes[0].Endpoint = 1000+i, id.Encode()
 		return meta
 	}

@@ -158,7 +158,7 @@ func (r *records) learnScheduler(nodes []van.Node) bool {
 	if i < 0 {
 		return true
 	}
-	who, ok := nodes[i].Identity()
+	who, ok := nodes[i].Extension()
 	if !ok {
 		return true
 	}

@@ -56,7 +56,7 @@ type returnedNode struct {
 }
 
 // heartbeat handles, during start-up, the heartbeat of a node of an earlier scheduler's cluster.
-func (r *schedulerRecovery) heartbeat(now time.Duration, rec *van.Node, who van.Identity, msg *van.Meta) {
+func (r *schedulerRecovery) heartbeat(now time.Duration, rec *van.Node, who van.NodeExtension, msg *van.Meta) {
 	if failpoint.On("scheduler-back") || van.RankOf(rec.ID) >= r.cfg.instances(rec.Role) || who.Cluster == 0 {
 		return
 	}

@@ -67,14 +67,14 @@ func (r *refusal) sameAddr(o refusal) bool { return sameAddr(&o.node, &r.node) }
 
 // sameProcess reports whether o is a refusal that is known to be about the same process.
 func (r *refusal) sameProcess(o refusal) bool {
-	mine, ok := r.node.Identity()
-	other, _ := o.node.Identity()
+	mine, ok := r.node.Extension()
+	other, _ := o.node.Extension()
 	return ok && r.sameAddr(o) && mine.Incarnation == other.Incarnation
 }
 
 // answeredRecently reports whether n may be about a process that has just been answered at its address.
 func (r *refusals) answeredRecently(n *refusal) bool {
-	_, named := n.node.Identity()
+	_, named := n.node.Extension()
 	return !named && slices.ContainsFunc(r.recent, n.sameAddr)
 }
 

@@ -297,8 +297,8 @@ func (s *registrations) missing(present []van.Node) []string {
 // differently from the scheduler: with it the cluster would form, and fail later. A node of another protocol version
 // would be taken for a C++ StepMesh node, and would wait for messages that such nodes do not receive.
 func (s *registrations) mismatch(rec *van.Node) string {
-	who, ok := rec.Identity()
-	_, ours := van.VersionOf(rec.Endpoint)
+	who, ok := rec.Extension()
+	_, ours := van.ExtensionVersionOf(rec.Endpoint)
 	switch {
 	case failpoint.On("cluster-id"):
 	case !ours && s.cfg.NamedCluster && !s.cfg.Foreign && !failpoint.On("foreign"):
@@ -310,9 +310,9 @@ func (s *registrations) mismatch(rec *van.Node) string {
 	case !s.cfg.NamedCluster && who.Cluster != 0:
 		return "its STEPAF_CLUSTER_ID is set, that of the scheduler is not"
 	}
-	if v, ok := van.VersionOf(rec.Endpoint); ok && v != van.IdentityVersion && s.table.own.Incarnation != 0 {
+	if v, ok := van.ExtensionVersionOf(rec.Endpoint); ok && v != van.ExtensionVersion && s.table.own.Incarnation != 0 {
 		return fmt.Sprintf("its library speaks version %d of what nodes tell each other, that of the scheduler at %s version %d; "+
-			"run one release of the library on all nodes", v, s.table.self.Addr(), van.IdentityVersion)
+			"run one release of the library on all nodes", v, s.table.self.Addr(), van.ExtensionVersion)
 	}
 	own, other, bit := s.table.own.Settings, who.Settings, map[bool]int{true: 1}
 	switch {

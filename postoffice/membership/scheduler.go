@@ -89,7 +89,7 @@ func (s *scheduler) fromNonMember(now time.Duration, from int, msg *van.Meta) bo
 	}
 	if msg.Control.Cmd == van.Heartbeat && len(msg.Control.Nodes) > 0 {
 		rec := msg.Control.Nodes[0].Clone()
-		who, ok := rec.Identity()
+		who, ok := rec.Extension()
 		if !ok || who.Incarnation != by || rec.ID != from || !isMember(&rec) || checkNode(&rec, "address") != nil {
 			return false
 		}

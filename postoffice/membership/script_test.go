@@ -355,10 +355,10 @@ func configure(cfg *Config, opts map[string]string) error {
 		case "named": // STEPAF_CLUSTER_ID
 			var n int
 			n, err = strconv.Atoi(v)
-			id := van.Identity{Incarnation: 1, Cluster: uint32(n)}
+			id := van.NodeExtension{Incarnation: 1, Cluster: uint32(n)}
 			cfg.Self.Endpoint, cfg.NamedCluster = id.Encode(), true
 		case "resend": // the node announces its settings
-			id, _ := cfg.Self.Identity()
+			id, _ := cfg.Self.Extension()
 			id.Incarnation, id.Settings = 1, van.Settings{Known: true, Resend: v == "1"}
 			cfg.Self.Endpoint = id.Encode()
 		case "version": // of another release; the rest is not known

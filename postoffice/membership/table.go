@@ -21,9 +21,9 @@ import (
 // table has the records of all known nodes.
 type table struct {
 	cfg       *Config
-	own       van.Identity   // of this process, with the cluster's name when it is known
-	incs      map[int]uint32 // the incarnations of nodes of this library, by id
-	self      van.Node       // ID is van.Empty until the scheduler has assigned one
+	own       van.NodeExtension // of this process, with the cluster's name when it is known
+	incs      map[int]uint32    // the incarnations of nodes of this library, by id
+	self      van.Node          // ID is van.Empty until the scheduler has assigned one
 	scheduler van.Node
 
 	// nodes holds all records in the scheduler's order; at finds them by id. Both are empty until start-up is
@@ -37,7 +37,7 @@ type table struct {
 // newTable makes the table of a node that has not started: it knows itself and the scheduler.
 func newTable(cfg *Config) *table {
 	t := &table{cfg: cfg, incs: map[int]uint32{}}
-	t.own, _ = cfg.Self.Identity()
+	t.own, _ = cfg.Self.Extension()
 	t.own.Local = slices.Clone(t.own.Local)
 	t.scheduler = van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: cfg.Scheduler.Hostname,
 		Port: cfg.Scheduler.Port, Ports: []int32{int32(cfg.Scheduler.Port)},
@@ -232,7 +232,7 @@ func isMember(n *van.Node) bool {
 func sameAddr(a, b *van.Node) bool { return a.Port == b.Port && hostaddr.Same(a.Hostname, b.Hostname) }
 
 func incarnationOf(n *van.Node) uint32 {
-	who, _ := n.Identity()
+	who, _ := n.Extension()
 	return who.Incarnation
 }
 

@@ -57,9 +57,9 @@ func foreign(cfg Config) Config {
 func (w *world) add(name string, cfg Config) (*testNode, error) {
 	if string(cfg.Self.Endpoint) == "foreign" {
 		cfg.Self.Endpoint = nil
-	} else if v, ok := van.VersionOf(cfg.Self.Endpoint); !ok || v == van.IdentityVersion { // else of another release
+	} else if v, ok := van.ExtensionVersionOf(cfg.Self.Endpoint); !ok || v == van.ExtensionVersion { // else of another release
 		w.processes++
-		id, _ := cfg.Self.Identity()
+		id, _ := cfg.Self.Extension()
 		id.Incarnation = w.processes
 		if id.Settings.Known {
 			full := cfg

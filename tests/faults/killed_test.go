@@ -166,7 +166,7 @@ func TestWorkerKilledBeforeAnswer(t *testing.T) {
 		vantest.Fails(t, nodetest.Echo(b), van.ErrPeerLost, "server 0 (id 8): send with worker 1 (id 11) at 127.0.0.1:")
 		vantest.Fails(t, nodetest.Echo(b), af.ErrAnswered)
 		work(t, 1, w)
-		if n := testcluster.Stats(c.Servers[0]).Pinned; n > 0 {
+		if n := testcluster.Stats(c.Servers[0]).LentValues; n > 0 {
 			t.Errorf("%d values are still held for the dead worker", n)
 		}
 	})

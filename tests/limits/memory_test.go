@@ -87,9 +87,9 @@ func nothingHeld(t testing.TB, c *testcluster.Cluster) {
 	t.Helper()
 	for _, n := range c.Nodes() {
 		// The transport lets go of a value a moment after the answer has come.
-		for limit := time.Now().Add(10 * time.Second); testcluster.Stats(n).Pinned > 0; runtime.Gosched() {
+		for limit := time.Now().Add(10 * time.Second); testcluster.Stats(n).LentValues > 0; runtime.Gosched() {
 			if time.Now().After(limit) {
-				t.Fatalf("%s still holds %d values", n.Name(), testcluster.Stats(n).Pinned)
+				t.Fatalf("%s still holds %d values", n.Name(), testcluster.Stats(n).LentValues)
 			}
 		}
 	}

@@ -171,7 +171,7 @@ func TestWorkerKilled(t *testing.T) {
 	if err := torn.Load(); err != nil {
 		t.Error(*err)
 	}
-	vantest.Eventually(t, 20*time.Second, "nothing is lent to the dead", func() bool { return testcluster.Stats(c.Servers[0]).Pinned == 0 })
+	vantest.Eventually(t, 20*time.Second, "nothing is lent to the dead", func() bool { return testcluster.Stats(c.Servers[0]).LentValues == 0 })
 }
 
 // TestServerStops: a server that stops in the middle fails its request in time, and

@@ -68,8 +68,8 @@ var dontCare = []struct {
 	{name: "node padding", node: true, off: 465, len: 3, why: "never written"},
 	{name: "node.customer_id of the scheduler", node: true, off: 468, len: 4, why: "uninitialised in the original",
 		only: func(_ *run, _ *van.Meta, n *van.Node) bool { return n.Role == van.Scheduler }},
-	{name: "node.endpoint_name", node: true, off: 472, len: 64, why: "uninitialised in the original; here van.Identity, which nodes of the original pass on unread"},
-	{name: "node.endpoint_name_len", node: true, off: 536, len: 1, why: "0 in the original; here the length of van.Identity"},
+	{name: "node.endpoint_name", node: true, off: 472, len: 64, why: "uninitialised in the original; here van.NodeExtension, which nodes of the original pass on unread"},
+	{name: "node.endpoint_name_len", node: true, off: 536, len: 1, why: "0 in the original; here the length of van.NodeExtension"},
 	{name: "node padding at the end", node: true, off: 548, len: 4, why: "never written"},
 }
 

@@ -48,11 +48,11 @@ type Guard struct {
 	said logx.Causes
 }
 
-// Unproved decides about a peer that is unproved because of why. With STEPAF_AUTH=require
+// Unauthenticated decides about a peer that is unproved because of why. With STEPAF_AUTH=require
 // it returns the error to refuse the peer with, and the caller logs the refusal. Otherwise
 // it logs the admission and returns nil. Each cause is logged for the 1st, 2nd, 4th, ...
 // peer.
-func (g *Guard) Unproved(why error, peer ...any) error {
+func (g *Guard) Unauthenticated(why error, peer ...any) error {
 	g.n.Add(1)
 	if g.Keys.Required() {
 		return fmt.Errorf("%w; STEPAF_AUTH is require here", why)
@@ -65,5 +65,5 @@ func (g *Guard) Unproved(why error, peer ...any) error {
 // with the secret sends.
 func (g *Guard) Refuse() { g.n.Add(1) }
 
-// Count is the number of unproved peers: van.Stats.Unproved.
+// Count is the number of unproved peers: van.Stats.Unauthenticated.
 func (g *Guard) Count() uint64 { return g.n.Load() }

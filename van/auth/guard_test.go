@@ -19,7 +19,7 @@ func TestGuard(t *testing.T) {
 		g := Guard{Keys: k, Log: slog.New(slog.NewTextHandler(&log, nil))}
 		for i := range 100 {
 			for _, why := range []error{ErrNoSecret, ErrOtherSecret} {
-				if err := g.Unproved(why, "process", i); (err != nil) != required || required && !errors.Is(err, why) {
+				if err := g.Unauthenticated(why, "process", i); (err != nil) != required || required && !errors.Is(err, why) {
 					t.Errorf("required %t: %v", required, err)
 				}
 			}

@@ -120,7 +120,7 @@ func TestReceiveBudget(t *testing.T) {
 			if n := held.Load(); n > budget+4<<20 {
 				t.Errorf("the server has held up to %d bytes of received values, want %d and a few more", n, budget)
 			}
-			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().Pinned == 0 })
+			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().LentValues == 0 })
 		})
 	}
 }

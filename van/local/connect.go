@@ -17,7 +17,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 		return nil // no data goes there
 	}
 	n := &outPeer{id: id, settled: make(chan struct{})}
-	who, _ := peer.Identity()
+	who, _ := peer.Extension()
 	t, offers := parseToken(who.Local)
 	n.token = t
 	p := v.peers

@@ -107,7 +107,7 @@ func TestDeviceToDevice(t *testing.T) {
 		}
 		wantValue(t, server.next(), i, dev, pattern(i, 1+i*997%70000))
 	}
-	eventually(t, "all is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	eventually(t, "all is acknowledged", func() bool { return worker.Stats().LentValues == 0 })
 }
 
 // TestDevicePlaces: a push goes to the buffer registered for it, an answer to where it

@@ -92,7 +92,7 @@ func (d *dialer) dial(ctx context.Context, id int, t *token, behind bool) (*outL
 	if guard.Keys == nil || !errors.Is(err, auth.ErrNoSecret) {
 		return l, err
 	}
-	if err := guard.Unproved(err, "peer", van.NodeName(id)); err != nil {
+	if err := guard.Unauthenticated(err, "peer", van.NodeName(id)); err != nil {
 		return nil, err
 	}
 	return d.handshake(ctx, id, t, behind, false)

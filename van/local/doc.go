@@ -4,7 +4,7 @@
 //
 // # Who uses it
 //
-// A node adds a token to its identity (van.Identity), which travels in its node record: host, namespaces, user, and the
+// A node adds a token to its identity (van.NodeExtension), which travels in its node record: host, namespaces, user, and the
 // name of an abstract Unix socket. The node dials that socket if the token is of
 // this host, these namespaces and this user, before the first data message to the
 // peer is sent.

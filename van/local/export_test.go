@@ -15,7 +15,7 @@ func LongNets(v *Van) { v.receiver.maxSleep, v.peers.holdTime = time.Minute, tim
 
 // Endpoint is the endpoint field of a node whose transport says local of itself.
 func Endpoint(local []byte) []byte {
-	id := van.Identity{Incarnation: 1, Local: local}
+	id := van.NodeExtension{Incarnation: 1, Local: local}
 	return id.Encode()
 }
 

@@ -81,7 +81,7 @@ func TestFullRing(t *testing.T) {
 				}
 				m.Release()
 			}
-			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().Pinned == 0 })
+			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().LentValues == 0 })
 		})
 	}
 }
@@ -133,7 +133,7 @@ func TestDoneOfLostLink(t *testing.T) {
 				m.Done = &dones[i]
 				worker.must(m)
 			}
-			if set == nil && worker.Stats().Pinned == 0 {
+			if set == nil && worker.Stats().LentValues == 0 {
 				t.Error("nothing is pinned to a receiver that takes nothing")
 			}
 			if err := server.Close(t.Context()); err != nil {
@@ -149,7 +149,7 @@ func TestDoneOfLostLink(t *testing.T) {
 				return true
 			})
 			// It is counted behind the call that says so.
-			eventually(t, "nothing is pinned", func() bool { return worker.Stats().Pinned == 0 })
+			eventually(t, "nothing is pinned", func() bool { return worker.Stats().LentValues == 0 })
 		})
 	}
 }

@@ -107,7 +107,7 @@ func (e *endpoint) greet(conn *net.UnixConn, id int, name [16]byte) (*proofs, er
 		return nil, auth.ErrNoSecret
 	}
 	if purpose, parts := p.ofReceiver(); !p.keys.Check(proof, purpose, parts...) {
-		if err := e.guard.Unproved(auth.ErrOtherSecret, "peer", van.NodeName(id)); err != nil {
+		if err := e.guard.Unauthenticated(auth.ErrOtherSecret, "peer", van.NodeName(id)); err != nil {
 			_, _ = conn.Write([]byte(denialMagic))
 			return nil, err
 		}
@@ -133,7 +133,7 @@ func (a *acceptor) provedHello(c *net.UnixConn, pid int) (hello []byte, fds []in
 	case p.keys == nil:
 		return hello, fds, nil
 	case !greeted:
-		if err := guard.Unproved(auth.ErrNoSecret, "process", pid); err != nil {
+		if err := guard.Unauthenticated(auth.ErrNoSecret, "process", pid); err != nil {
 			return hello, fds, fmt.Errorf("process %d: %w", pid, err)
 		}
 		return hello, fds, nil
@@ -159,7 +159,7 @@ func (a *acceptor) provedHello(c *net.UnixConn, pid int) (hello []byte, fds []in
 	}
 	hello = b[:len(b)-auth.ProofLen]
 	if purpose, parts := p.ofSender(hello); !p.keys.Check(b[len(hello):], purpose, parts...) {
-		return hello, fds, guard.Unproved(auth.ErrOtherSecret, "process", pid)
+		return hello, fds, guard.Unauthenticated(auth.ErrOtherSecret, "process", pid)
 	}
 	return hello, fds, nil
 }

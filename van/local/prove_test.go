@@ -97,7 +97,7 @@ func TestProofModes(t *testing.T) {
 				m.Release()
 			}
 			for i, x := range []*node{worker, server} {
-				eventually(t, "it is counted", func() bool { return (x.Stats().Unproved > 0) == c.unproved[i] })
+				eventually(t, "it is counted", func() bool { return (x.Stats().Unauthenticated > 0) == c.unproved[i] })
 			}
 			worker.says(c.dialerSays)
 			server.says(c.acceptorSays)
@@ -125,7 +125,7 @@ func TestProofOfBothWays(t *testing.T) {
 	worker.event(8, true)
 	worker.resend(data(8, 3, []byte("after")))
 	server.next().Release()
-	if n := worker.Stats().Unproved + server.Stats().Unproved; n != 0 {
+	if n := worker.Stats().Unauthenticated + server.Stats().Unauthenticated; n != 0 {
 		t.Errorf("%d unproved, want 0", n)
 	}
 }
@@ -341,7 +341,7 @@ func TestUnprovedDialer(t *testing.T) {
 			if ins := len(*server.peers.ins.Load()); ins != 0 {
 				t.Errorf("%d links, want none", ins)
 			}
-			if n := server.Stats().Unproved; (n == 1) != (c.want == differs || c.want == none) {
+			if n := server.Stats().Unauthenticated; (n == 1) != (c.want == differs || c.want == none) {
 				t.Errorf("%d unproved peers of a handshake that is refused with %q", n, c.want)
 			}
 		})
@@ -530,7 +530,7 @@ func TestUnprovedAcceptor(t *testing.T) {
 				t.Error("linked")
 			}
 			worker.says(c.want)
-			if n := worker.Stats().Unproved; (n == 1) != (c.want != "protocol") {
+			if n := worker.Stats().Unauthenticated; (n == 1) != (c.want != "protocol") {
 				t.Errorf("%d unproved peers after an answer that is refused with %q", n, c.want)
 			}
 			worker.must(data(8, 1, []byte("over the van inside")))

@@ -91,7 +91,7 @@ func TestRestOfManyParts(t *testing.T) {
 	m.DataTypes = append(m.DataTypes, van.TypeInt32)
 	m.DataSize = int32(m.PayloadLen())
 	worker.must(m)
-	if n := worker.Stats().Pinned; n != 1 {
+	if n := worker.Stats().LentValues; n != 1 {
 		t.Fatalf("%d values are pinned, want one", n)
 	}
 	server.start()
@@ -129,7 +129,7 @@ func TestTakenBack(t *testing.T) {
 	server.rx.feed.Lock() // so that the rest of the value is pinned
 	worker.must(data(8, 1, value))
 	server.rx.feed.Unlock()
-	if n := worker.Stats().Pinned; n != 1 {
+	if n := worker.Stats().LentValues; n != 1 {
 		t.Fatalf("%d values are pinned, want one", n)
 	}
 	eventually(t, "the value waits behind the first message", func() bool { return server.rx.feed.Loop.Budget.Used() > 0 })

@@ -80,7 +80,7 @@ func TestRecall(t *testing.T) {
 			if !came[5000] || !came[52] {
 				t.Error("a message that was not given up did not come")
 			}
-			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().Pinned == 0 })
+			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().LentValues == 0 })
 			l := (*worker.peers.outs.Load())[0]
 			l.mu.Lock()
 			defer l.mu.Unlock()

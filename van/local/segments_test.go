@@ -71,7 +71,7 @@ func TestSegments(t *testing.T) {
 		b := pattern(i, n)
 		worker.must(valueIn(mem.Sub(from, mem.Len()-from), i, b))
 		wantValue(t, server.next(), i, sdev.Device(), b)
-		eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+		eventually(t, "it is acknowledged", func() bool { return worker.Stats().LentValues == 0 })
 	}
 	if got := sdev.SegmentImports(); !slices.Equal(got, []int{onePage, 3 * onePage, 16 * onePage}) {
 		t.Errorf("mapped: %v", got)
@@ -123,7 +123,7 @@ func TestSegmentsMappedAnew(t *testing.T) {
 	if got := sdev.SegmentImports(); len(got) != 7 {
 		t.Errorf("mapped: %v", got)
 	}
-	eventually(t, "all is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	eventually(t, "all is acknowledged", func() bool { return worker.Stats().LentValues == 0 })
 	worker.afterAWhile(0)
 	eventually(t, "only the page that stayed is mapped", func() bool {
 		server.afterAWhile(0)
@@ -144,7 +144,7 @@ func TestSegmentsUnused(t *testing.T) {
 	}
 	open()
 	wantValue(t, server.next(), 1, sdev.Device(), pattern(1, 2*onePage))
-	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	eventually(t, "it is acknowledged", func() bool { return worker.Stats().LentValues == 0 })
 	worker.afterAWhile(2 * mapTime)
 	eventually(t, "nothing is mapped after a while", func() bool {
 		server.afterAWhile(0)
@@ -160,7 +160,7 @@ func TestSegmentsRoom(t *testing.T) {
 	l := (*worker.peers.links.Load())[8]
 	worker.must(valueIn(mem.Sub(0, onePage), 1, pattern(1, 10)))
 	server.next().Release()
-	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	eventually(t, "it is acknowledged", func() bool { return worker.Stats().LentValues == 0 })
 	open := block(sdev, server.feedOf())
 	worker.must(valueIn(mem.Sub(onePage, onePage), 2, pattern(2, 10)))
 	eventually(t, "the copy is queued", func() bool { return server.copies.running.Load() == 1 })
@@ -403,7 +403,7 @@ func TestSegmentsOfferedAgain(t *testing.T) {
 	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
 	worker.must(valueIn(mem.Sub(0, onePage), 1, pattern(1, onePage)))
 	wantValue(t, server.next(), 1, sdev.Device(), pattern(1, onePage))
-	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	eventually(t, "it is acknowledged", func() bool { return worker.Stats().LentValues == 0 })
 	worker.afterAWhile(2 * mapTime)
 	x := server.feedOf().imports
 	eventually(t, "it is withdrawn", func() bool {
@@ -436,13 +436,13 @@ func TestSegmentsRecalled(t *testing.T) {
 	worker.Cancel(van.Requests{First: 1, Count: 1})
 	worker.afterAWhile(2 * mapTime)
 	server.rx.feed.Unlock()
-	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	eventually(t, "it is acknowledged", func() bool { return worker.Stats().LentValues == 0 })
 	if n := server.Stats().Malformed; n != 0 {
 		t.Fatalf("the link was lost: %d malformed messages", n)
 	}
 	worker.must(valueIn(mem, 2, pattern(2, 2*onePage)))
 	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 2*onePage))
-	eventually(t, "all is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	eventually(t, "all is acknowledged", func() bool { return worker.Stats().LentValues == 0 })
 	worker.afterAWhile(2 * mapTime)
 	eventually(t, "then they are withdrawn", func() bool {
 		server.afterAWhile(0)
@@ -479,7 +479,7 @@ func TestSegmentsUsedMeanwhile(t *testing.T) {
 	before := clock.Now()
 	worker.must(valueIn(mem, 1, pattern(1, 2*onePage)))
 	server.next().Release()
-	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	eventually(t, "it is acknowledged", func() bool { return worker.Stats().LentValues == 0 })
 	l := (*worker.peers.links.Load())[8]
 	l.tidy(before)
 	l.mu.Lock()

@@ -25,7 +25,7 @@ func (s *stats) add(o van.Stats) van.Stats {
 	o.ReceivedMessages += s.recvN.Load()
 	o.ReceivedBytes += s.recvB.Load()
 	o.Malformed += s.malformed.Load()
-	o.Pinned += uint64(s.pinned.Load())
+	o.LentValues += uint64(s.pinned.Load())
 	o.RefusedSends += s.unsent.Load()
 	o.FencedMessages += s.fenced.Load()
 	return o

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// token is van.Identity.Local of a node that shares memory. The zero
+// token is van.NodeExtension.Local of a node that shares memory. The zero
 // token is that of a node that cannot be reached here.
 //
 //	0  char[4]  "SAFL"       8  u8[8]   host        24  u32      user id
@@ -65,7 +65,7 @@ func (t *token) encode() []byte {
 	return append(b, t.name[:]...)
 }
 
-// parseToken reads van.Identity.Local. It reports false when a peer has put
+// parseToken reads van.NodeExtension.Local. It reports false when a peer has put
 // nothing there, or something else.
 func parseToken(b []byte) (t token, ok bool) {
 	if len(b) != tokenLen || string(b[:4]) != tokenMagic || binary.LittleEndian.Uint32(b[4:]) != tokenVersion {

@@ -321,7 +321,7 @@ func (v *Van) Stats() van.Stats {
 	s = v.stats.add(s)
 	s.PausedReads += v.rx.feed.Loop.Pauses()
 	s.RefusedRings += v.tx.memory.refused.Load()
-	s.Unproved += v.own.guard.Count()
+	s.Unauthenticated += v.own.guard.Count()
 	return s
 }
 

@@ -181,7 +181,7 @@ func (l *line) keep(m *van.Message) (kept bool, err error) {
 	i := &item{bytes: n, lane: a}
 	i.msg.Reset()
 	i.msg.Meta.CopyFrom(&m.Meta)
-	i.msg.Sender, i.msg.Receiver, i.msg.Epoch, i.msg.Frames = m.Sender, m.Receiver, m.Epoch, m.Frames
+	i.msg.Sender, i.msg.Receiver, i.msg.ProcessEpoch, i.msg.Frames = m.Sender, m.Receiver, m.ProcessEpoch, m.Frames
 	i.msg.Into, i.msg.Placed, i.msg.Continues, i.msg.Done = m.Into, m.Placed, m.Continues, m.Done
 	for k := range m.Frames {
 		f := m.Frame(k)

@@ -6,8 +6,8 @@ package rdma
 // unset is the class of a connection for which the provider took none.
 const unset = -1
 
-// SetClasses implements van.Marker, for connections that are made from now on.
-func (v *node) SetClasses(classes map[int]int) { v.tables.classes.Store(&classes) }
+// SetTrafficClasses implements van.TrafficClassSetter, for connections that are made from now on.
+func (v *node) SetTrafficClasses(classes map[int]int) { v.tables.classes.Store(&classes) }
 
 // classOf is the class of connections to a peer, 0 if none is set.
 func (v *node) classOf(id int) int {
@@ -17,8 +17,8 @@ func (v *node) classOf(id int) int {
 	return 0
 }
 
-// Marked implements van.Marker. What a node sends leaves on the connection that it has made.
-func (v *node) Marked(id int) (now, ever bool) {
+// TrafficClassApplied implements van.TrafficClassSetter. What a node sends leaves on the connection that it has made.
+func (v *node) TrafficClassApplied(id int) (now, ever bool) {
 	l := (*v.tables.peers.Load())[id].currentLink()
 	if l == nil {
 		return false, true

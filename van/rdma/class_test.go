@@ -29,15 +29,15 @@ func TestClasses(t *testing.T) {
 		return slices.Clone(connects[n.stack])
 	}
 	w, s := r.node(9, func(c *env.Config) { c.QPNum = 2 }), r.node(8)
-	w.SetClasses(map[int]int{8: 46})
-	if now, ever := w.Marked(8); now || !ever {
+	w.SetTrafficClasses(map[int]int{8: 46})
+	if now, ever := w.TrafficClassApplied(8); now || !ever {
 		t.Errorf("without a connection: marked %t, ever %t", now, ever)
 	}
 	w.connect(s)
 	s.connect(w)
 	link := func() *link { return (*w.tables.peers.Load())[8].currentLink() }
 	r.until("a connection", func() bool { return link() != nil && (*s.tables.peers.Load())[9].currentLink() != nil })
-	if now, _ := w.Marked(8); !now {
+	if now, _ := w.TrafficClassApplied(8); !now {
 		t.Error("the connection is not marked")
 	}
 	if got := made(w); len(got) < 2 || slices.ContainsFunc(got, func(tos int) bool { return tos != 46<<2 }) {
@@ -48,14 +48,14 @@ func TestClasses(t *testing.T) {
 	}
 
 	before := len(made(w))
-	w.SetClasses(map[int]int{8: 10})
-	if now, ever := w.Marked(8); now || !ever {
+	w.SetTrafficClasses(map[int]int{8: 10})
+	if now, ever := w.TrafficClassApplied(8); now || !ever {
 		t.Errorf("after a change: marked %t, ever %t; want the next connection to have it", now, ever)
 	}
 	old := link()
 	old.fail(van.ErrPeerLost)
 	r.until("the next connection", func() bool { l := link(); return l != nil && l != old })
-	if now, _ := w.Marked(8); !now {
+	if now, _ := w.TrafficClassApplied(8); !now {
 		t.Error("the next connection is not marked")
 	}
 	if got := made(w)[before:]; len(got) < 2 || slices.ContainsFunc(got, func(tos int) bool { return tos != 10<<2 }) {
@@ -67,11 +67,11 @@ func TestClasses(t *testing.T) {
 func TestNoClass(t *testing.T) {
 	r := newRig(t, func(c *fakeverbs.Config) { c.NoTOS = true })
 	w, s := r.node(9), r.node(8)
-	w.SetClasses(map[int]int{8: 46})
+	w.SetTrafficClasses(map[int]int{8: 46})
 	w.connect(s)
 	s.connect(w)
 	r.until("a connection", func() bool { return (*w.tables.peers.Load())[8].currentLink() != nil })
-	if now, ever := w.Marked(8); now || ever {
+	if now, ever := w.TrafficClassApplied(8); now || ever {
 		t.Errorf("marked %t, ever %t", now, ever)
 	}
 }

@@ -194,7 +194,7 @@ func TestSilentPeer(t *testing.T) {
 	p := newRaw(r, a, van.Node{ID: 8})
 	defer p.end()
 	w.times.connect = 100 * time.Millisecond
-	w.connect(&testNode{who: van.Node{ID: 8, Hostname: a.String(), Port: p.port, Endpoint: (&van.Identity{Incarnation: 1}).Encode()}})
+	w.connect(&testNode{who: van.Node{ID: 8, Hostname: a.String(), Port: p.port, Endpoint: (&van.NodeExtension{Incarnation: 1}).Encode()}})
 	c := w.wantTold("it cannot connect", func(c change) bool { return !c.up })
 	if !errors.Is(c.cause, van.ErrTimeout) || !strings.Contains(c.cause.Error(), "no answer") {
 		t.Errorf("told %v, want a time-out", c.cause)

@@ -137,7 +137,7 @@ func TestDataOfAProcessNotInTheTable(t *testing.T) {
 		return h.encode()
 	})
 	slot := c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
-	s.connect(&testNode{who: van.Node{ID: 11, Hostname: "10.77.9.9", Port: 1, Endpoint: (&van.Identity{Incarnation: 6}).Encode()}})
+	s.connect(&testNode{who: van.Node{ID: 11, Hostname: "10.77.9.9", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 6}).Encode()}})
 	c.notify(0, slot.index, slot.meta, slot.metaKey, encode(r, push(s, 1, 1, value(100, 1)), &trailer{packed: true, frames: 2, lens: [van.MaxFrames]uint32{8, 100}}))
 	s.says("rdma: dropped a message of a process that the cluster's table does not name", van.NodeName(11))
 	if n := s.Stats().FencedMessages; n != 1 {
@@ -153,7 +153,7 @@ func TestAnotherProcessAnswers(t *testing.T) {
 	r := newRig(t)
 	w, s := r.node(9), r.node(8)
 	who := s.who
-	who.Endpoint = (&van.Identity{Incarnation: 77}).Encode()
+	who.Endpoint = (&van.NodeExtension{Incarnation: 77}).Encode()
 	w.connect(&testNode{who: who})
 	w.wantTold("another one answers", func(c change) bool { return !c.up && c.id == 8 })
 	if (*w.tables.peers.Load())[8].currentLink() != nil {

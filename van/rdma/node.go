@@ -58,7 +58,7 @@ type tables struct {
 	peers   atomic.Pointer[map[int]*peer]
 	conns   atomic.Pointer[map[uint32]*connection] // by serial number
 	devices atomic.Pointer[[]*device]
-	classes atomic.Pointer[map[int]int] // traffic classes of peers, see SetClasses
+	classes atomic.Pointer[map[int]int] // traffic classes of peers, see SetTrafficClasses
 }
 
 // secretState is what decides about peers that do not prove the cluster's secret.

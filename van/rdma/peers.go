@@ -29,7 +29,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	}
 	old := (*v.tables.peers.Load())[id]
 	incarnation := uint32(0)
-	if identity, ok := node.Identity(); ok && id != van.SchedulerID { // which may come back as another process
+	if identity, ok := node.Extension(); ok && id != van.SchedulerID { // which may come back as another process
 		incarnation = identity.Incarnation
 	}
 	if old != nil && old.addr == addr && old.incarnation == incarnation && (connector{old}).reusableAs(int(v.local.id.Load())) {

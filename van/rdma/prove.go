@@ -36,7 +36,7 @@ func (v acceptor) admit(ev *verbs.Event, h *handshake) (req []byte, opener bool,
 	if why == nil {
 		return req, true, nil
 	}
-	return req, false, v.secret.guard.Unproved(why, "from", ev.Peer, "node", van.NodeName(h.node))
+	return req, false, v.secret.guard.Unauthenticated(why, "from", ev.Peer, "node", van.NodeName(h.node))
 }
 
 // verifyAcceptor checks the acceptor's answer for queue pair q of l, and decides about an acceptor without proof.
@@ -55,7 +55,7 @@ func (p connector) verifyAcceptor(l *link, q int, h *handshake, private, req []b
 		return nil
 	}
 	l.upProof.keys = nil
-	return p.v.secret.guard.Unproved(why, "peer", p.name())
+	return p.v.secret.guard.Unauthenticated(why, "peer", p.name())
 }
 
 // isSecretMismatch reports whether err has the cause that one of the two nodes does not prove the cluster's secret.

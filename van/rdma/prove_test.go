@@ -99,7 +99,7 @@ func TestProofModes(t *testing.T) {
 			w.says(c.openerSays)
 			s.says(c.acceptorSays)
 			for i, n := range []*testNode{w, s} {
-				r.until("it is counted", func() bool { return (n.Stats().Unproved > 0) == c.unproved[i] })
+				r.until("it is counted", func() bool { return (n.Stats().Unauthenticated > 0) == c.unproved[i] })
 				for _, secret := range []string{secretA, secretB} {
 					if strings.Contains(n.logged.String(), secret) {
 						t.Error("a log shows a secret")
@@ -139,7 +139,7 @@ func TestProofKeepsOrder(t *testing.T) {
 	s.wantUp(w)
 	s.must(push(w, 1, 1000, value(5000, 1)))
 	w.wantValue(1000, value(5000, 1))
-	if n := w.Stats().Unproved + s.Stats().Unproved; n != 0 {
+	if n := w.Stats().Unauthenticated + s.Stats().Unauthenticated; n != 0 {
 		t.Errorf("%d unproved, want none", n)
 	}
 }
@@ -227,7 +227,7 @@ func TestUnprovedRequests(t *testing.T) {
 			if err := rejection(ev.Private); ev.Type != verbs.Rejected || err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("event %v with %v, want a rejection that says %q", ev.Type, err, c.want)
 			}
-			if n := s.Stats().Unproved; n != 1 {
+			if n := s.Stats().Unauthenticated; n != 1 {
 				t.Errorf("counted %d, want 1", n)
 			}
 			if n := len(*s.tables.conns.Load()); n != before {
@@ -303,7 +303,7 @@ func TestUnprovedOpener(t *testing.T) {
 			x := p.dial(s, 1, func(int) []byte { return request })
 			c.do(x, x.opening(k, request))
 			p.event(verbs.Disconnected)
-			if n := s.Stats().Unproved; n != 1 {
+			if n := s.Stats().Unauthenticated; n != 1 {
 				t.Errorf("counted %d, want 1", n)
 			}
 			if mine.process.superseded.Load() || mine.failed.Load() || (*s.tables.peers.Load())[9].inbound.Load() != mine {
@@ -341,7 +341,7 @@ func provedOpener(t *testing.T, order []int) {
 	if got := x.ask(slotWanted); got.meta == 0 || got.data == 0 {
 		t.Errorf("no slot: %+v", got)
 	}
-	if n := s.Stats().Unproved; n != 0 {
+	if n := s.Stats().Unauthenticated; n != 0 {
 		t.Errorf("%d unproved, want none", n)
 	}
 }
@@ -443,7 +443,7 @@ func TestUnprovedAcceptor(t *testing.T) {
 			if n, err := p.dev.Poll(out[:], 0, 0); err != nil || n == 1 && out[0].Type != verbs.RecvFailed {
 				t.Errorf("the node has sent %v, error %v", out[0].Type, err)
 			}
-			if n := w.Stats().Unproved; n == 0 {
+			if n := w.Stats().Unauthenticated; n == 0 {
 				t.Error("it is not counted")
 			}
 		})

@@ -84,7 +84,7 @@ func (r *rig) make(id int, options ...func(*env.Config)) *testNode {
 	}
 	n.stack = r.net.Stack(n.addr)
 	n.stack.SetName(van.NodeName(id))
-	identity := van.Identity{Incarnation: uint32(1000 + len(r.nodes))}
+	identity := van.NodeExtension{Incarnation: uint32(1000 + len(r.nodes))}
 	n.rvan = NewOn(n.stack, van.Options{Config: cfg, Incarnation: identity.Incarnation, Log: n.logged.Logger()}).(*rvan)
 	n.liveness.real = r.real
 	LongNets(n.rvan)

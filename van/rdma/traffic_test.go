@@ -199,7 +199,7 @@ func TestPlacedAnswer(t *testing.T) {
 				}
 				m.Release()
 			}
-			if n := w.Stats().Pinned; n != 0 {
+			if n := w.Stats().LentValues; n != 0 {
 				t.Errorf("%d regions are in use", n)
 			}
 		})
@@ -226,7 +226,7 @@ func TestLateAnswer(t *testing.T) {
 		if slices.Contains(dst, 8) || slices.Max(dst) != 0 {
 			t.Error("the answer has come to memory that was taken back")
 		}
-		if n := w.Stats().Pinned; n != 0 {
+		if n := w.Stats().LentValues; n != 0 {
 			t.Errorf("%d regions are in use", n)
 		}
 		// The next one works again.
@@ -264,7 +264,7 @@ func TestLateAnswer(t *testing.T) {
 			t.Error("the request names memory that was taken back")
 		}
 		q.Release()
-		if n := w.Stats().Pinned; n != 0 {
+		if n := w.Stats().LentValues; n != 0 {
 			t.Errorf("%d regions are in use", n)
 		}
 	})
@@ -565,7 +565,7 @@ func TestKilledWhilePolled(t *testing.T) {
 	w.wantDown(s)
 	w.delivery.engine.Poll(func() bool { return false })
 	w.Invalidate(backend.Bytes(dst))
-	if n := w.Stats().Pinned; n != 0 {
+	if n := w.Stats().LentValues; n != 0 {
 		t.Errorf("%d regions are in use", n)
 	}
 }

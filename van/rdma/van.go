@@ -226,10 +226,10 @@ func (v *rvan) Start(recv van.Receiver) {
 // Stats implements van.Meter. Pinned is the number of registered regions in use.
 func (v *node) Stats() van.Stats {
 	s := van.Stats{SentMessages: v.stats.sentN.Load(), SentBytes: v.stats.sentB.Load(), ReceivedMessages: v.stats.recvN.Load(),
-		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load(), FencedMessages: v.stats.fenced.Load(), RefusedSends: v.stats.refusedSends.Load(), Unproved: v.secret.guard.Count(),
+		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load(), FencedMessages: v.stats.fenced.Load(), RefusedSends: v.stats.refusedSends.Load(), Unauthenticated: v.secret.guard.Count(),
 		PausedReads: v.stats.paused.Load(), RefusedSlots: v.stats.refusedSlots.Load(), SlotWaits: v.stats.slotWaits.Load()}
 	for _, d := range *v.tables.devices.Load() {
-		s.Pinned += uint64(d.regions.InUse())
+		s.LentValues += uint64(d.regions.InUse())
 	}
 	return s
 }

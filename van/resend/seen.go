@@ -165,7 +165,7 @@ func (h *history) evict() {
 // begin notes that peer id is connected as node says. If it was connected before, what
 // other processes with that id have sent is forgotten; what this process has sent is not.
 func (r *memory) begin(id int, node *van.Node) {
-	who, _ := node.Identity()
+	who, _ := node.Extension()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	p := r.peers[id]

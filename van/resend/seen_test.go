@@ -62,7 +62,7 @@ func TestSentBeforeItsRecord(t *testing.T) {
 	record := func(inc uint32, port int32) van.Node {
 		n := van.Node{Hostname: "a", Ports: []int32{port}}
 		if inc != 0 {
-			n.Endpoint = (&van.Identity{Incarnation: inc}).Encode()
+			n.Endpoint = (&van.NodeExtension{Incarnation: inc}).Encode()
 		}
 		return n
 	}
@@ -117,8 +117,8 @@ func TestSentBeforeItsRecord(t *testing.T) {
 // A process that has no name yet gets one by Rename; the same holds.
 func TestSentBeforeItsName(t *testing.T) {
 	f := newFixture(t, Options{})
-	who := van.Node{Hostname: "a", Ports: []int32{1}, Endpoint: (&van.Identity{Incarnation: 6}).Encode()}
-	if err := f.Connect(context.Background(), 9, van.Node{Hostname: "a", Endpoint: (&van.Identity{Incarnation: 5}).Encode()}); err != nil {
+	who := van.Node{Hostname: "a", Ports: []int32{1}, Endpoint: (&van.NodeExtension{Incarnation: 6}).Encode()}
+	if err := f.Connect(context.Background(), 9, van.Node{Hostname: "a", Endpoint: (&van.NodeExtension{Incarnation: 5}).Encode()}); err != nil {
 		t.Fatal(err)
 	}
 	if err := f.Connect(context.Background(), -2, who); err != nil {
@@ -157,7 +157,7 @@ func TestLivesOfOthers(t *testing.T) {
 // heard again when it repeats a heartbeat.
 func TestAcknowledgedToAnother(t *testing.T) {
 	record := func(inc uint32) van.Node {
-		return van.Node{Hostname: "a", Ports: []int32{int32(inc)}, Endpoint: (&van.Identity{Incarnation: inc}).Encode()}
+		return van.Node{Hostname: "a", Ports: []int32{int32(inc)}, Endpoint: (&van.NodeExtension{Incarnation: inc}).Encode()}
 	}
 	marked := func(from, to uint32, m *van.Message) *van.Message {
 		m.SetIncarnations(from, to)

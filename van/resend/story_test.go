@@ -70,7 +70,7 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 	connect := func(id int, host string, incarnation uint32) {
 		n := van.Node{ID: id, Hostname: host, Port: 1}
 		if incarnation > 0 {
-			n.Endpoint = (&van.Identity{Incarnation: incarnation}).Encode()
+			n.Endpoint = (&van.NodeExtension{Incarnation: incarnation}).Encode()
 		}
 		addrs[id] = host
 		say("connect %s", sums.Err(v.Connect(context.Background(), id, n)))

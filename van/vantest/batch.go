@@ -19,9 +19,9 @@ func (n *node) letsGo(what string, dones ...*completion) {
 	if !ok {
 		return
 	}
-	for end := time.Now().Add(Limit); m.Stats().Pinned > 0; runtime.Gosched() {
+	for end := time.Now().Add(Limit); m.Stats().LentValues > 0; runtime.Gosched() {
 		if time.Now().After(end) {
-			n.w.Fatalf("%s: %d values are still held after %s", what, m.Stats().Pinned, Limit)
+			n.w.Fatalf("%s: %d values are still held after %s", what, m.Stats().LentValues, Limit)
 		}
 	}
 }

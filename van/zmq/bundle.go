@@ -10,7 +10,7 @@ import (
 )
 
 // A bundle is how data travels between two nodes of this library that say so in their
-// records (van.Identity): the messages that leave together, as a worker's push and pull,
+// records (van.NodeExtension): the messages that leave together, as a worker's push and pull,
 // or a server's acknowledgement and its answer, are one of libzmq's. So each side wakes
 // the other once, and small values cost no frames. Metas and short frames are copied into
 // the first frame; longer ones lie in frames behind it, those of a request with a mark, see

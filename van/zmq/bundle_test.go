@@ -15,7 +15,7 @@ import (
 
 // older makes n's record that of a version that takes no bundles.
 func (n *node) older() *node {
-	identity, _ := n.self.Identity()
+	identity, _ := n.self.Extension()
 	identity.Bundles = false
 	n.self.Endpoint = identity.Encode()
 	return n
@@ -47,11 +47,11 @@ func sealed(messages ...[][]byte) []byte {
 func TestBundleOnTheWire(t *testing.T) {
 	short, long := filled(1000, 1), filled(bundleBelow, 2)
 	for name, tt := range map[string]struct {
-		identity *van.Identity
+		identity *van.NodeExtension
 		want     [][]int // lengths of the frames of each message behind the sender's name, but of metas
 	}{
-		"bundles":  {&van.Identity{Incarnation: 5, Bundles: true}, [][]int{{-1, len(long), 1}}},
-		"older":    {&van.Identity{Incarnation: 5}, [][]int{{-1, 8, 1000, 1}, {-1, 8, len(long), 1}, {-1, 8, 0}}},
+		"bundles":  {&van.NodeExtension{Incarnation: 5, Bundles: true}, [][]int{{-1, len(long), 1}}},
+		"older":    {&van.NodeExtension{Incarnation: 5}, [][]int{{-1, 8, 1000, 1}, {-1, 8, len(long), 1}, {-1, 8, 0}}},
 		"original": {nil, [][]int{{-1, 8, 1000}, {-1, 8, len(long)}, {-1, 8, 0}}},
 	} {
 		t.Run(name, func(t *testing.T) {

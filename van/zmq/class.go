@@ -3,8 +3,8 @@ package zmq
 // Traffic classes: the DSCP of the packets to a peer, set on the sockets that libzmq has opened.
 // libzmq would set it on later connections only, and one for all on the ROUTER's.
 
-// SetClasses implements van.Marker.
-func (v *zvan) SetClasses(classes map[int]int) {
+// SetTrafficClasses implements van.TrafficClassSetter.
+func (v *zvan) SetTrafficClasses(classes map[int]int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	old := v.classes.Swap(&classes)
@@ -32,9 +32,9 @@ func (v *zvan) sockets(c *conn) (l []tcpSocket) {
 	return append(l, v.guard.of(c)...)
 }
 
-// Marked implements van.Marker. Unix sockets have no classes, and without the guard nobody knows
+// TrafficClassApplied implements van.TrafficClassSetter. Unix sockets have no classes, and without the guard nobody knows
 // which of the ROUTER's connections is whose.
-func (v *zvan) Marked(id int) (now, ever bool) {
+func (v *zvan) TrafficClassApplied(id int) (now, ever bool) {
 	c := (*v.peers.Load())[id]
 	if c == nil {
 		return false, true

@@ -62,8 +62,8 @@ func are(m map[int]int, n, class int) bool {
 	return len(m) == n
 }
 
-func marked(v van.Marker, id int) bool {
-	now, _ := v.Marked(id)
+func marked(v van.TrafficClassSetter, id int) bool {
+	now, _ := v.TrafficClassApplied(id)
 	return now
 }
 
@@ -76,8 +76,8 @@ func TestClasses(t *testing.T) {
 			server = newNode(t, 8, incarnation, nil, nil)
 			worker = newNode(t, 9, incarnation, nil, nil)
 			other = newNode(t, 11, incarnation, nil, nil)
-			server.SetClasses(map[int]int{11: 3}) // before there is a connection
-			if now, ever := server.Marked(11); now || !ever {
+			server.SetTrafficClasses(map[int]int{11: 3}) // before there is a connection
+			if now, ever := server.TrafficClassApplied(11); now || !ever {
 				t.Errorf("without a connection: marked %t, ever %t", now, ever)
 			}
 			for _, w := range []*node{worker, other} {
@@ -89,7 +89,7 @@ func TestClasses(t *testing.T) {
 			until(t, "connections", func() bool { return server.socketsTo(9) == 2 && (*worker.peers.Load())[8].link.Load() != nil })
 
 			// What the server sends to worker 0: its DEALER, and the accepted end at its ROUTER.
-			server.SetClasses(map[int]int{9: 46, 11: 3})
+			server.SetTrafficClasses(map[int]int{9: 46, 11: 3})
 			if !marked(server, 9) {
 				t.Error("worker 0 is not marked at once")
 			}
@@ -104,7 +104,7 @@ func TestClasses(t *testing.T) {
 			if theirs, _ := ends(t, server.self.Port); !are(theirs, 2, 0) {
 				t.Errorf("the workers' connections have %v, want none", theirs)
 			}
-			worker.SetClasses(map[int]int{8: 10})
+			worker.SetTrafficClasses(map[int]int{8: 10})
 			theirs, _ := ends(t, server.self.Port)
 			if got := slices.Sorted(maps.Values(theirs)); !slices.Equal(got, []int{0, 10}) || !marked(worker, 8) {
 				t.Errorf("the workers' connections have %v, want 10 and none", got)
@@ -127,8 +127,8 @@ func TestClasses(t *testing.T) {
 			})
 
 			// Taken back.
-			server.SetClasses(nil)
-			worker.SetClasses(nil)
+			server.SetTrafficClasses(nil)
+			worker.SetTrafficClasses(nil)
 			until(t, "no class", func() bool {
 				own, _ := ends(t, worker.self.Port)
 				theirs, accepted := ends(t, server.self.Port)
@@ -148,7 +148,7 @@ func TestClassTakenBack(t *testing.T) {
 	until(t, "a connection", func() bool { return c.link.Load() != nil })
 	s := *c.link.Load()
 	for i := range 3000 {
-		worker.SetClasses(map[int]int{8: 46})
+		worker.SetTrafficClasses(map[int]int{8: 46})
 		s.setClass(0) // as a connection is when it is made
 		var made sync.WaitGroup
 		for range 4 {
@@ -157,7 +157,7 @@ func TestClassTakenBack(t *testing.T) {
 		for range i % 300 {
 			runtime.Gosched()
 		}
-		worker.SetClasses(nil)
+		worker.SetTrafficClasses(nil)
 		made.Wait()
 		if s.hasClass(46) {
 			t.Fatalf("round %d: the connection has a class that was taken back", i)
@@ -177,11 +177,11 @@ func TestNoClasses(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			server, worker := newNode(t, 8, 7, nil, edit), newNode(t, 9, 7, nil, edit)
 			link(t, worker, server)
-			server.SetClasses(map[int]int{9: 46})
-			if now, ever := server.Marked(9); now || ever {
+			server.SetTrafficClasses(map[int]int{9: 46})
+			if now, ever := server.TrafficClassApplied(9); now || ever {
 				t.Errorf("marked %t, ever %t", now, ever)
 			}
-			server.SetClasses(nil)
+			server.SetTrafficClasses(nil)
 		})
 	}
 }

@@ -113,7 +113,7 @@ func (c *conn) connected(n *shared, fd int) {
 		return
 	}
 	c.link.Store(&s)
-	for has := 0; ; { // behind the Store: SetClasses looks there behind its own; it may set another meanwhile
+	for has := 0; ; { // behind the Store: SetTrafficClasses looks there behind its own; it may set another meanwhile
 		class, _ := n.classOf(c)
 		if class == has {
 			return

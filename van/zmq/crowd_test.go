@@ -64,14 +64,14 @@ func TestCrowd(t *testing.T) {
 					_, _ = r.Write(append(frame(nil, true), frame([]byte("x"), false)...))
 				}
 			}
-			until(t, "no more connections than the limit", func() bool { return s.Stats().Strangers >= 80 && crowdOf(s) <= 20 })
+			until(t, "no more connections than the limit", func() bool { return s.Stats().DroppedUnknown >= 80 && crowdOf(s) <= 20 })
 			newcomer := dialRaw(t, s, "new.00000009")
 			newcomer.send(packed(t, heartbeat(van.SchedulerID, 7)))
 			if m := s.next(t); m.Timestamp != 7 || m.Sender != van.Empty {
 				t.Errorf("got message %d of %d", m.Timestamp, m.Sender)
 			}
 			if lines := strings.Count(s.logged.String(), "ended the connection of a stranger"); lines < 1 || lines > 20 {
-				t.Errorf("%d log lines of %d connections", lines, s.Stats().Strangers)
+				t.Errorf("%d log lines of %d connections", lines, s.Stats().DroppedUnknown)
 			}
 		})
 	}
@@ -88,7 +88,7 @@ func TestCrowdSparesOthers(t *testing.T) {
 	for id, incarnation := range map[int]uint32{8: 0, 10: 7} {
 		rec := van.Node{Role: van.Server, ID: id, Hostname: "127.0.0.1", Port: 1}
 		if incarnation != 0 {
-			rec.Endpoint = (&van.Identity{Incarnation: incarnation}).Encode()
+			rec.Endpoint = (&van.NodeExtension{Incarnation: incarnation}).Encode()
 		}
 		if err := s.Connect(t.Context(), id, rec); err != nil {
 			t.Fatal(err)
@@ -109,7 +109,7 @@ func TestCrowdSparesOthers(t *testing.T) {
 		s.guard.age(time.Second)
 	}
 	original := dialRaw(t, s, "ps8") // the youngest of that host
-	until(t, "end of the silent ones", func() bool { return s.Stats().Strangers >= 7 })
+	until(t, "end of the silent ones", func() bool { return s.Stats().DroppedUnknown >= 7 })
 	if n := crowdOf(s); n != 4 {
 		t.Errorf("%d connections are not members', want 4", n)
 	}
@@ -178,7 +178,7 @@ func TestSilentForTooLong(t *testing.T) {
 	silent := dialRaw(t, s, "")
 	until(t, "both", func() bool { return crowdOf(s) == 2 })
 	s.guard.lookAround(time.Now().Add(silentTime / 2))
-	if n := s.Stats().Strangers; n != 0 {
+	if n := s.Stats().DroppedUnknown; n != 0 {
 		t.Fatalf("%d connections were ended too early", n)
 	}
 	s.guard.lookAround(time.Now().Add(silentTime))
@@ -197,7 +197,7 @@ func TestSilentForTooLong(t *testing.T) {
 	dialRaw(t, s, "")
 	until(t, "the next one", func() bool { return crowdOf(s) == 2 })
 	s.guard.lookAround(time.Now().Add(time.Hour))
-	if n := s.Stats().Strangers; n != 1 {
+	if n := s.Stats().DroppedUnknown; n != 1 {
 		t.Errorf("%d connections were ended, want 1", n)
 	}
 }
@@ -212,7 +212,7 @@ func TestNoDescriptorLeft(t *testing.T) {
 	for range 1000 { // libzmq tries without a pause
 		s.guard.notAccepted()
 	}
-	if n := s.Stats().Strangers; n != 5 {
+	if n := s.Stats().DroppedUnknown; n != 5 {
 		t.Errorf("%d connections were ended, want 5", n)
 	}
 	if text := s.logged.String(); strings.Count(text, "a connection could not be accepted") != 1 {
@@ -234,7 +234,7 @@ func TestEndlessMessageBesideADeadWorker(t *testing.T) {
 		name   string
 		record van.Node
 	}{
-		{"of this library", van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}},
+		{"of this library", van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}},
 		{"of the original, elsewhere", van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.9", Port: 1}},
 	} {
 		t.Run(x.name, func(t *testing.T) {
@@ -247,7 +247,7 @@ func TestEndlessMessageBesideADeadWorker(t *testing.T) {
 			if sent := endless(r); sent >= 256<<20 {
 				t.Errorf("the stranger could send %d MiB", sent>>20)
 			}
-			if n := server.Stats().Strangers; n != 1 {
+			if n := server.Stats().DroppedUnknown; n != 1 {
 				t.Errorf("%d connections were ended, want 1; %s", n, fmt.Sprint(counted(server)))
 			}
 		})

@@ -72,8 +72,8 @@ func TestProofs(t *testing.T) {
 					if m := scheduler.next(t); m.Timestamp != 1 {
 						t.Errorf("message %d arrived, want 1", m.Timestamp)
 					}
-					if s := scheduler.Stats(); s.Unproved != 0 {
-						t.Errorf("%d connections without proof were counted, want 0", s.Unproved)
+					if s := scheduler.Stats(); s.Unauthenticated != 0 {
+						t.Errorf("%d connections without proof were counted, want 0", s.Unauthenticated)
 					}
 					return
 				}
@@ -91,8 +91,8 @@ func TestProofs(t *testing.T) {
 				until(t, "line of the scheduler", func() bool {
 					return strings.Contains(scheduler.logged.String(), c.accepts) && strings.Contains(scheduler.logged.String(), from)
 				})
-				if scheduler.Stats().Unproved == 0 || worker.Stats().Unproved == 0 {
-					t.Errorf("scheduler and worker counted %d and %d connections without proof", scheduler.Stats().Unproved, worker.Stats().Unproved)
+				if scheduler.Stats().Unauthenticated == 0 || worker.Stats().Unauthenticated == 0 {
+					t.Errorf("scheduler and worker counted %d and %d connections without proof", scheduler.Stats().Unauthenticated, worker.Stats().Unauthenticated)
 				}
 				for _, n := range []*node{scheduler, worker} {
 					for _, secret := range []string{testSecret, otherSecret} {
@@ -129,9 +129,9 @@ func awaitUnauthenticated(t *testing.T, lost <-chan error) {
 func TestRepeatedProofs(t *testing.T) {
 	scheduler, worker := newNode(t, 1, 5, nil, withSecret(testSecret, "")), newNode(t, 9, 7, nil, withSecret(otherSecret, ""))
 	worker.connect(t, scheduler)
-	until(t, "five tries", func() bool { return scheduler.Stats().Unproved >= 5 })
+	until(t, "five tries", func() bool { return scheduler.Stats().Unauthenticated >= 5 })
 	if n := strings.Count(scheduler.logged.String(), "a connection was refused"); n > 4 {
-		t.Errorf("%d lines for %d tries, want those of the 1st, 2nd, 4th and 8th", n, scheduler.Stats().Unproved)
+		t.Errorf("%d lines for %d tries, want those of the 1st, 2nd, 4th and 8th", n, scheduler.Stats().Unauthenticated)
 	}
 }
 
@@ -176,7 +176,7 @@ func TestStrangersWithASecret(t *testing.T) {
 		{"a message instead of the first command", append(append([]byte{}, greeting...), frame([]byte("hello"), false)...), true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			before := scheduler.Stats().Unproved
+			before := scheduler.Stats().Unauthenticated
 			conn, err := net.Dial("tcp", scheduler.self.Addr())
 			if err != nil {
 				t.Fatal(err)
@@ -188,7 +188,7 @@ func TestStrangersWithASecret(t *testing.T) {
 			}
 			if c.counted {
 				_, _ = io.Copy(io.Discard, conn) // until the scheduler ends it
-				until(t, "counter", func() bool { return scheduler.Stats().Unproved > before })
+				until(t, "counter", func() bool { return scheduler.Stats().Unauthenticated > before })
 			}
 		})
 	}
@@ -314,7 +314,7 @@ func TestWarn(t *testing.T) {
 				t.Errorf("the registration has the text %q", m.Body)
 			}
 			said := strings.Contains(scheduler.logged.String(), "a node without proof was admitted (STEPAF_AUTH=warn)")
-			if n := scheduler.Stats().Unproved; said != (c.line != "") || (n == 2) != said || !strings.Contains(scheduler.logged.String(), c.line) {
+			if n := scheduler.Stats().Unauthenticated; said != (c.line != "") || (n == 2) != said || !strings.Contains(scheduler.logged.String(), c.line) {
 				t.Errorf("%d nodes without proof were counted, want %t; log: %s", n, c.line != "", scheduler.logged.String())
 			}
 		})

@@ -149,7 +149,7 @@ func TestContinuesBeyondTheBudget(t *testing.T) {
 		t.Run(fmt.Sprint("native=", native), func(t *testing.T) {
 			rec, accepted := listenRaw(t)
 			if native {
-				rec.Endpoint = (&van.Identity{Incarnation: 5, Bundles: true}).Encode()
+				rec.Endpoint = (&van.NodeExtension{Incarnation: 5, Bundles: true}).Encode()
 			}
 			worker := newNode(t, 9, 7, nil, func(c *env.Config) { c.SendBudget = budget })
 			if err := worker.Connect(t.Context(), 8, rec); err != nil {

@@ -40,7 +40,7 @@ func TestProbe(t *testing.T) {
 				return len(n.guard.conns) == 0 && n.guard.held == 0
 			})
 		}
-		if s := n.Stats(); s.Malformed != 0 || s.Strangers != 0 || n.logged.String() != "" && strings.Contains(n.logged.String(), "WARN") {
+		if s := n.Stats(); s.Malformed != 0 || s.DroppedUnknown != 0 || n.logged.String() != "" && strings.Contains(n.logged.String(), "WARN") {
 			t.Errorf("local=%t: the node that was tried has %+v and logs %q", local, s, n.logged.String())
 		}
 	}

@@ -58,7 +58,7 @@ func TestNativeName(t *testing.T) {
 func TestReplaced(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	rec := func(incarnation uint32) van.Node {
-		return van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: incarnation}).Encode()}
+		return van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: incarnation}).Encode()}
 	}
 	connect := func(incarnation uint32) {
 		if err := server.Connect(t.Context(), 9, rec(incarnation)); err != nil {
@@ -134,7 +134,7 @@ func TestReplaced(t *testing.T) {
 // of this library, before this node knows it, is handed up when it is known, in order.
 func TestReplacedByOriginal(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
-	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 1}).Encode()}
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 1}).Encode()}
 	if err := server.Connect(t.Context(), 9, rec); err != nil {
 		t.Fatal(err)
 	}
@@ -174,7 +174,7 @@ func TestControlOfReplaced(t *testing.T) {
 	scheduler := newNode(t, 1, 5, nil, nil)
 	for _, incarnation := range []uint32{1, 2} {
 		if err := scheduler.Connect(t.Context(), 9, van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1,
-			Endpoint: (&van.Identity{Incarnation: incarnation}).Encode()}); err != nil {
+			Endpoint: (&van.NodeExtension{Incarnation: incarnation}).Encode()}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -190,7 +190,7 @@ func TestControlOfReplaced(t *testing.T) {
 func TestNameForAnother(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	if err := server.Connect(t.Context(), 9, van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1,
-		Endpoint: (&van.Identity{Incarnation: 7}).Encode()}); err != nil {
+		Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}); err != nil {
 		t.Fatal(err)
 	}
 	r := dialRaw(t, server, "ps9.00000007.00000006")
@@ -335,7 +335,7 @@ func full(t *testing.T, watch func(id int, up bool, cause error)) (worker *node,
 		c.HeartbeatInterval, c.HeartbeatTimeout = 100*time.Millisecond, limit
 	})
 	worker.watch = watch
-	server := van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: port, Endpoint: (&van.Identity{Incarnation: 5, Bundles: true}).Encode()}
+	server := van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: port, Endpoint: (&van.NodeExtension{Incarnation: 5, Bundles: true}).Encode()}
 	if err := worker.Connect(t.Context(), 8, server); err != nil {
 		t.Fatal(err)
 	}
@@ -497,7 +497,7 @@ func TestKilledWithChild(t *testing.T) {
 		t.Fatal(err)
 	}
 	worker, lost := watched(t)
-	rec := van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: port, Endpoint: (&van.Identity{Incarnation: 5}).Encode()}
+	rec := van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: port, Endpoint: (&van.NodeExtension{Incarnation: 5}).Encode()}
 	if err := worker.Connect(t.Context(), 8, rec); err != nil {
 		t.Fatal(err)
 	}

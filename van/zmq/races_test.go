@@ -78,7 +78,7 @@ func TestFailedSendIsNotDone(t *testing.T) {
 		if err := server.Send(m); !errors.Is(err, van.ErrPeerLost) { // nobody has connected as 9
 			t.Fatalf("%d bytes: %v, want %v", size, err, van.ErrPeerLost)
 		}
-		until(t, "release", func() bool { server.lent.reap(); return server.Stats().Pinned == 0 })
+		until(t, "release", func() bool { server.lent.reap(); return server.Stats().LentValues == 0 })
 		if n := done.n.Load(); n != 0 {
 			t.Errorf("%d bytes: Done was called %d times", size, n)
 		}
@@ -101,7 +101,7 @@ func TestHeldMessageLost(t *testing.T) {
 		m.Request, m.More, m.Done = false, true, &done
 		server.must(t, m) // it waits for a Flush
 		server.Flush(9)   // nobody has connected as 9
-		until(t, "Done", func() bool { server.lent.reap(); return done.n.Load() == 1 && server.Stats().Pinned == 0 })
+		until(t, "Done", func() bool { server.lent.reap(); return done.n.Load() == 1 && server.Stats().LentValues == 0 })
 		if n := (*server.peers.Load())[9].acct.unsent(); n != 0 {
 			t.Errorf("%d bytes: %d are counted as unsent", size, n)
 		}
@@ -276,7 +276,7 @@ func TestHeldMessages(t *testing.T) {
 					t.Fatalf("got message %d with %d bytes, want %d with %d", m.Timestamp, m.Vals.Len(), i, size)
 				}
 			}
-			until(t, "release", func() bool { return done.n.Load() == n && c.from.Stats().Pinned == 0 })
+			until(t, "release", func() bool { return done.n.Load() == n && c.from.Stats().LentValues == 0 })
 			peer := (*c.from.peers.Load())[c.to.self.ID]
 			until(t, "even account", func() bool { return peer.acct.unsent() == 0 })
 		}

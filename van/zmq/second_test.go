@@ -15,7 +15,7 @@ import (
 func workerRecord(incarnation uint32, port int) van.Node {
 	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: port}
 	if incarnation != 0 {
-		rec.Endpoint = (&van.Identity{Incarnation: incarnation}).Encode()
+		rec.Endpoint = (&van.NodeExtension{Incarnation: incarnation}).Encode()
 	}
 	return rec
 }
@@ -115,7 +115,7 @@ func TestSecondConnection(t *testing.T) {
 					t.Errorf("the worker has %d connections, want 1: the others are of former processes", len(server.guard.of(c)))
 				}
 			}
-			if n := server.Stats().Strangers; n != 0 {
+			if n := server.Stats().DroppedUnknown; n != 0 {
 				t.Errorf("%d connections were ended as a stranger's, want none", n)
 			}
 		})
@@ -149,7 +149,7 @@ func TestConnectionsOfMemberEnd(t *testing.T) {
 			}
 			_ = r[order[1]].Close()
 			until(t, "end of the other", func() bool { return !c.seen() })
-			if n := server.Stats().Strangers; n != 0 {
+			if n := server.Stats().DroppedUnknown; n != 0 {
 				t.Errorf("%d connections were ended as a stranger's, want none", n)
 			}
 		})
@@ -182,7 +182,7 @@ func TestLongFirstMessageOfSecondConnection(t *testing.T) {
 	until(t, "half of the message", held(500<<10))
 	for i, stranger := range []*raw{dialFrom(t, server, "127.0.0.2", ""), dialRaw(t, server, "")} {
 		_, _ = stranger.Write(frame(make([]byte, 256<<10), true))
-		until(t, "end of the stranger", func() bool { return server.Stats().Strangers == uint64(i+1) })
+		until(t, "end of the stranger", func() bool { return server.Stats().DroppedUnknown == uint64(i+1) })
 	}
 	if _, err := next.Write(vals[512<<10:]); err != nil {
 		t.Fatal(err)
@@ -191,7 +191,7 @@ func TestLongFirstMessageOfSecondConnection(t *testing.T) {
 		t.Fatalf("got message %d of %d, want 1 of 9", m.Timestamp, m.Sender)
 	}
 	pushOf(t, server, next, 0, 2, 256<<10)
-	if n := server.Stats().Strangers; n != 2 {
+	if n := server.Stats().DroppedUnknown; n != 2 {
 		t.Errorf("%d connections were ended, want 2", n)
 	}
 }
@@ -239,7 +239,7 @@ func TestSecondConnectionWhileNotRead(t *testing.T) {
 				want++
 			}
 		case <-end:
-			t.Fatalf("message %d was not handed up within %s; %d connections were ended as a stranger's", want, limit, server.Stats().Strangers)
+			t.Fatalf("message %d was not handed up within %s; %d connections were ended as a stranger's", want, limit, server.Stats().DroppedUnknown)
 		}
 	}
 }

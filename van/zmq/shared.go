@@ -37,7 +37,7 @@ type shared struct {
 	mu      sync.Mutex // guards changes of peers
 	peers   atomic.Pointer[map[int]*conn]
 	closed  atomic.Bool
-	classes atomic.Pointer[map[int]int] // traffic classes of peers, see SetClasses
+	classes atomic.Pointer[map[int]int] // traffic classes of peers, see SetTrafficClasses
 	stats   stats
 }
 
@@ -60,7 +60,7 @@ func (n *shared) setID(id int) {
 // peerIdentity is which process peer is, if this node and it can tell such things, and
 // whether it takes bundles.
 func (n *shared) peerIdentity(peer *van.Node) (incarnation uint32, bundles bool) {
-	if identity, ok := peer.Identity(); ok && n.incarnation != 0 {
+	if identity, ok := peer.Extension(); ok && n.incarnation != 0 {
 		return identity.Incarnation, identity.Bundles
 	}
 	return 0, false
@@ -173,5 +173,5 @@ func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes))
 func (s *stats) get() van.Stats {
 	return van.Stats{SentMessages: s.sentN.Load(), SentBytes: s.sentB.Load(), ReceivedMessages: s.recvN.Load(),
 		ReceivedBytes: s.recvB.Load(), Malformed: s.malformed.Load(),
-		PausedReads: s.paused.Load(), RefusedSends: s.refused.Load(), Strangers: s.strangers.Load(), Unproved: s.unproved.Load(), FencedMessages: s.stale.Load()}
+		PausedReads: s.paused.Load(), RefusedSends: s.refused.Load(), DroppedUnknown: s.strangers.Load(), Unauthenticated: s.unproved.Load(), FencedMessages: s.stale.Load()}
 }

@@ -75,7 +75,7 @@ func TestEndlessMessage(t *testing.T) {
 				if sent := endless(stranger); sent > 48<<20 {
 					t.Errorf("the stranger got rid of %d MiB", sent>>20)
 				}
-				if n := scheduler.Stats().Strangers; n != uint64(i+1) {
+				if n := scheduler.Stats().DroppedUnknown; n != uint64(i+1) {
 					t.Errorf("%d connections were ended, want %d", n, i+1)
 				}
 				until(t, "line of the log", func() bool { return len(counted(scheduler)) > 0 }) // of the first one
@@ -88,7 +88,7 @@ func TestEndlessMessage(t *testing.T) {
 				}
 			}
 			// What the guard itself saw; the others' lines are spared.
-			if held := counted(scheduler)[0]; held <= most/2 || held >= most && scheduler.Stats().Strangers == 1 {
+			if held := counted(scheduler)[0]; held <= most/2 || held >= most && scheduler.Stats().DroppedUnknown == 1 {
 				t.Errorf("the node counted %d bytes when it ended the first connection, want more than the default budget and less than twice that", held)
 			}
 			until(t, "memory given back", func() bool { return resident(t)-before < 8<<20 })
@@ -122,7 +122,7 @@ func TestManyStrangers(t *testing.T) {
 		r := dialRaw(t, scheduler, "")
 		_, _ = r.Write(part)
 	}
-	until(t, "end of connections", func() bool { ended = int(scheduler.Stats().Strangers); return ended >= 15 })
+	until(t, "end of connections", func() bool { ended = int(scheduler.Stats().DroppedUnknown); return ended >= 15 })
 	if ended > 18 {
 		t.Errorf("%d connections were ended, want 16 or so: four are within the budget", ended)
 	}
@@ -143,7 +143,7 @@ func TestNewcomerLeavesTheAccount(t *testing.T) {
 		t.Fatal(err)
 	}
 	until(t, "it counts", func() bool { return held() > 200<<10 })
-	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}
 	if err := server.Connect(t.Context(), 9, rec); err != nil {
 		t.Fatal(err)
 	}
@@ -154,7 +154,7 @@ func TestNewcomerLeavesTheAccount(t *testing.T) {
 // does not make the next one, on another descriptor, a stranger's, which would be ended.
 func TestConnectionOfMemberAgain(t *testing.T) {
 	server := newNode(t, 8, 5, nil, func(c *env.Config) { c.StrangerBudget = 64 << 10 })
-	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}
 	if err := server.Connect(t.Context(), 9, rec); err != nil {
 		t.Fatal(err)
 	}
@@ -253,7 +253,7 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 	if !c.seen() {
 		t.Error("the worker's connection does not count any more")
 	}
-	if n := server.Stats().Strangers; n != 0 {
+	if n := server.Stats().DroppedUnknown; n != 0 {
 		t.Errorf("%d connections were ended as a stranger's, want none", n)
 	}
 }
@@ -302,7 +302,7 @@ func TestNamedByRename(t *testing.T) {
 		}
 	}
 	until(t, "message", in(func(in *incoming) bool { return in.name == peerName{9, 7} && in.taken > 0 }))
-	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}
 	if err := scheduler.Connect(t.Context(), -1, rec); err != nil {
 		t.Fatal(err)
 	}
@@ -319,7 +319,7 @@ func TestNamedByRename(t *testing.T) {
 // carried came over another one, which had the descriptor before.
 func TestMessageOfAnEarlierConnection(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
-	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}
 	if err := server.Connect(t.Context(), 9, rec); err != nil {
 		t.Fatal(err)
 	}
@@ -384,7 +384,7 @@ func TestStrangersGiveBack(t *testing.T) {
 		_ = r.Close()
 		until(t, "end of what he held", func() bool { return held() == 0 })
 	}
-	if n := scheduler.Stats().Strangers; n != 0 {
+	if n := scheduler.Stats().DroppedUnknown; n != 0 {
 		t.Errorf("%d connections were ended, want none: each was within the budget", n)
 	}
 }
@@ -405,7 +405,7 @@ func TestLongFirstMessage(t *testing.T) {
 				}
 				m.Release()
 			}
-			if n := server.Stats().Strangers; n != 0 {
+			if n := server.Stats().DroppedUnknown; n != 0 {
 				t.Errorf("%d connections were ended", n)
 			}
 		})
@@ -416,7 +416,7 @@ func TestLongFirstMessage(t *testing.T) {
 // next one, and is no stranger there, whatever it sends.
 func TestMemberComesBack(t *testing.T) {
 	server := newNode(t, 8, 5, nil, func(c *env.Config) { c.StrangerBudget = 64 << 10 })
-	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}
 	if err := server.Connect(t.Context(), 9, rec); err != nil {
 		t.Fatal(err)
 	}
@@ -433,7 +433,7 @@ func TestMemberComesBack(t *testing.T) {
 		_ = r.Close()
 		until(t, "end of the connection", func() bool { return !c.seen() })
 	}
-	if n := server.Stats().Strangers; n != 0 {
+	if n := server.Stats().DroppedUnknown; n != 0 {
 		t.Errorf("%d connections were ended", n)
 	}
 }
@@ -443,7 +443,7 @@ func TestMemberComesBack(t *testing.T) {
 // member's then, too.
 func TestHeardBeforeAccepted(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
-	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}
 	if err := server.Connect(t.Context(), 9, rec); err != nil {
 		t.Fatal(err)
 	}
@@ -486,7 +486,7 @@ func TestHeardBeforeAccepted(t *testing.T) {
 // TestNameOfAnotherProcess: a process that has a member's id, and is another one, is a stranger.
 func TestNameOfAnotherProcess(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
-	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}
 	if err := server.Connect(t.Context(), 9, rec); err != nil {
 		t.Fatal(err)
 	}
@@ -545,7 +545,7 @@ func TestStrangersMessages(t *testing.T) {
 		r.send(packed(t, m))
 		until(t, "receipt", func() bool { return n.Stats().ReceivedMessages == uint64(i+1) })
 	}
-	if got := n.Stats().Strangers; got < 80 {
+	if got := n.Stats().DroppedUnknown; got < 80 {
 		t.Errorf("%d messages were refused, want more than 80", got)
 	}
 	n.says(t, "dropped a message of a stranger")

@@ -229,7 +229,7 @@ func (v *zvan) Start(recv van.Receiver) {
 
 func (v *zvan) Stats() van.Stats {
 	s := v.stats.get()
-	s.Pinned = uint64(v.lent.held.Load())
+	s.LentValues = uint64(v.lent.held.Load())
 	return s
 }
 

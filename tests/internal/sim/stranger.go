@@ -100,7 +100,7 @@ func (s *stranger) speak() {
 		host, port := at()
 		n := van.Node{Role: van.RoleOf(id), ID: id, Hostname: host, Port: port, Ports: []int32{int32(port)}, DevTypes: []int32{0}, DevIDs: []int32{0}, AuxID: van.RankOf(id)}
 		if who != 0 {
-			n.Endpoint = (&van.Identity{Incarnation: who, Cluster: cluster}).Encode()
+			n.Endpoint = (&van.NodeExtension{Incarnation: who, Cluster: cluster}).Encode()
 		}
 		return n
 	}

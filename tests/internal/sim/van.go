@@ -111,7 +111,7 @@ func (v *node) SetID(id int) { v.id.Store(int64(id)) }
 // Stats implements van.Meter.
 func (v *node) Stats() van.Stats {
 	return van.Stats{SentMessages: v.sentMessages.Load(), SentBytes: v.sentBytes.Load(),
-		ReceivedMessages: v.receivedMessages.Load(), ReceivedBytes: v.receivedBytes.Load(), Pinned: uint64(v.holds.Load())}
+		ReceivedMessages: v.receivedMessages.Load(), ReceivedBytes: v.receivedBytes.Load(), LentValues: uint64(v.holds.Load())}
 }
 
 // tell reports a change of a connection, as long as the process runs.
@@ -177,7 +177,7 @@ func (v *node) Connect(_ context.Context, id int, peer van.Node) error {
 	c := &conn{n: n, from: v, peer: id, addr: addr,
 		seed: v.seed.of("conn").of(addr).at(uint64(v.dials[addr])), senderID: own, ident: v.routingID(own, peer)}
 	c.name = v.name + " > " + c.addr
-	identity, native := peer.Identity()
+	identity, native := peer.Extension()
 	c.route = routingID(id, identity.Incarnation, v.opts.Incarnation, native)
 	v.conns[id] = c
 	v.old = append(v.old, c)
@@ -190,7 +190,7 @@ func (v *node) routingID(own int, peer van.Node) string {
 	if own == van.Empty {
 		return ""
 	}
-	identity, native := peer.Identity()
+	identity, native := peer.Extension()
 	return routingID(own, v.opts.Incarnation, identity.Incarnation, native)
 }
 

@@ -3,10 +3,10 @@ package van
 // The endpoint field of a node record, in which nodes of this library tell each other
 // what C++ StepMesh has no field for.
 
-// Identity is what a node of this library says of itself in the endpoint field of its
+// NodeExtension is what a node of this library says of itself in the endpoint field of its
 // record. C++ StepMesh nodes pass the field on without reading it. A record without an
 // identity is that of a C++ StepMesh node.
-type Identity struct {
+type NodeExtension struct {
 	// Incarnation tells apart the processes that have had the same node id: a random
 	// number other than 0, chosen when the node starts.
 	Incarnation uint32
@@ -19,7 +19,7 @@ type Identity struct {
 	// of libzmq's, if it uses that.
 	Bundles bool
 	// Local belongs to the transport between processes of one host; nil is none. After
-	// ParseIdentity it shares the endpoint's memory.
+	// ParseExtension it shares the endpoint's memory.
 	Local []byte
 }
 
@@ -52,19 +52,19 @@ const (
 	serversAt      = 18
 )
 
-// MaxLocalLen is how long Identity.Local may be, in bytes.
+// MaxLocalLen is how long NodeExtension.Local may be, in bytes.
 const MaxLocalLen = MaxEndpointName - identityLen
 
 // Encode returns the identity as it travels. A Local that is longer than MaxLocalLen is
 // left out.
-func (id *Identity) Encode() []byte {
+func (id *NodeExtension) Encode() []byte {
 	local := id.Local
 	if len(local) > MaxLocalLen {
 		local = nil
 	}
 	b := make([]byte, 0, identityLen+len(local))
 	b = append(b, identityMagic...)
-	b = le.AppendUint32(b, IdentityVersion)
+	b = le.AppendUint32(b, ExtensionVersion)
 	b = le.AppendUint32(b, id.Incarnation)
 	b = le.AppendUint32(b, id.Cluster)
 	f := id.Settings.flags()
@@ -88,23 +88,23 @@ func (s *Settings) flags() (f uint32) {
 	return f
 }
 
-// IdentityVersion is the version of what nodes of this library tell each other.
-const IdentityVersion = 2
+// ExtensionVersion is the version of what nodes of this library tell each other.
+const ExtensionVersion = 2
 
-// VersionOf returns the version of the identity in the endpoint field of a node record,
-// also of one that ParseIdentity does not read. It reports false for a C++ StepMesh node.
-func VersionOf(endpoint []byte) (version uint32, ok bool) {
+// ExtensionVersionOf returns the version of the identity in the endpoint field of a node record,
+// also of one that ParseExtension does not read. It reports false for a C++ StepMesh node.
+func ExtensionVersionOf(endpoint []byte) (version uint32, ok bool) {
 	if len(endpoint) < 8 || string(endpoint[:4]) != identityMagic {
 		return 0, false
 	}
 	return le.Uint32(endpoint[4:]), true
 }
 
-// ParseIdentity reads the endpoint field of a node record. It reports false when there is
+// ParseExtension reads the endpoint field of a node record. It reports false when there is
 // no identity in it: the node is a C++ StepMesh node.
-func ParseIdentity(endpoint []byte) (id Identity, ok bool) {
+func ParseExtension(endpoint []byte) (id NodeExtension, ok bool) {
 	if len(endpoint) < identityLen || len(endpoint) > MaxEndpointName || string(endpoint[:4]) != identityMagic ||
-		le.Uint32(endpoint[4:]) != IdentityVersion || le.Uint32(endpoint[8:]) == 0 {
+		le.Uint32(endpoint[4:]) != ExtensionVersion || le.Uint32(endpoint[8:]) == 0 {
 		return id, false
 	}
 	id.Incarnation, id.Cluster = le.Uint32(endpoint[8:]), le.Uint32(endpoint[12:])
@@ -119,9 +119,9 @@ func ParseIdentity(endpoint []byte) (id Identity, ok bool) {
 	return id, true
 }
 
-// Identity returns the identity in n's endpoint field; false says that n is a C++
+// Extension returns the identity in n's endpoint field; false says that n is a C++
 // StepMesh node.
-func (n *Node) Identity() (Identity, bool) { return ParseIdentity(n.Endpoint) }
+func (n *Node) Extension() (NodeExtension, bool) { return ParseExtension(n.Endpoint) }
 
 // SetIncarnations marks m with the incarnations of the process that sends it and of the
 // one that it is meant for; 0 is unknown, and both are 0 towards C++ StepMesh nodes.

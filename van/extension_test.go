@@ -7,8 +7,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-func TestIdentity(t *testing.T) {
-	for _, id := range []van.Identity{
+func TestExtension(t *testing.T) {
+	for _, id := range []van.NodeExtension{
 		{Incarnation: 1},
 		{Incarnation: 0xfedcba98, Cluster: 0x01020304},
 		{Incarnation: 3, Settings: van.Settings{Known: true}},
@@ -22,7 +22,7 @@ func TestIdentity(t *testing.T) {
 		{Incarnation: 7, Local: bytes.Repeat([]byte{0xff}, van.MaxLocalLen)},
 	} {
 		b := id.Encode()
-		got, ok := van.ParseIdentity(b)
+		got, ok := van.ParseExtension(b)
 		if !ok || got.Incarnation != id.Incarnation || got.Cluster != id.Cluster || got.Settings != id.Settings || got.Bundles != id.Bundles || !bytes.Equal(got.Local, id.Local) {
 			t.Errorf("%+v came back as %+v, %t", id, got, ok)
 		}
@@ -34,7 +34,7 @@ func TestIdentity(t *testing.T) {
 		}
 	}
 	want := []byte("SAFN\x02\x00\x00\x00\x98\xba\xdc\xfe\x04\x03\x02\x01\x00\x00\x00\x00ab")
-	if b := (&van.Identity{Incarnation: 0xfedcba98, Cluster: 0x01020304, Local: []byte("ab")}).Encode(); !bytes.Equal(b, want) {
+	if b := (&van.NodeExtension{Incarnation: 0xfedcba98, Cluster: 0x01020304, Local: []byte("ab")}).Encode(); !bytes.Equal(b, want) {
 		t.Errorf("encoded as %q, want %q", b, want)
 	}
 	tests := []struct {
@@ -49,12 +49,12 @@ func TestIdentity(t *testing.T) {
 		{van.Settings{Workers: 1}, "\x00\x00\x00\x00"},
 	}
 	for _, tt := range tests {
-		if b := (&van.Identity{Incarnation: 1, Settings: tt.s}).Encode(); string(b[16:20]) != tt.want {
+		if b := (&van.NodeExtension{Incarnation: 1, Settings: tt.s}).Encode(); string(b[16:20]) != tt.want {
 			t.Errorf("%+v: bytes 16 to 19 are % x, want % x", tt.s, b[16:20], tt.want)
 		}
 	}
 	// A version that knows no bundles reads the settings and nothing else of the word.
-	if b := (&van.Identity{Incarnation: 1, Bundles: true}).Encode(); string(b[16:20]) != "\x04\x00\x00\x00" {
+	if b := (&van.NodeExtension{Incarnation: 1, Bundles: true}).Encode(); string(b[16:20]) != "\x04\x00\x00\x00" {
 		t.Errorf("bundles: bytes 16 to 19 are % x", b[16:20])
 	}
 	for _, tt := range []struct {
@@ -62,15 +62,15 @@ func TestIdentity(t *testing.T) {
 		want uint32
 		ok   bool
 	}{
-		{want, van.IdentityVersion, true},
+		{want, van.ExtensionVersion, true},
 		{[]byte("SAFN\x03\x00\x00\x00 and what we do not know"), 3, true},
-		{want[:8], van.IdentityVersion, true},
+		{want[:8], van.ExtensionVersion, true},
 		{want[:7], 0, false},
 		{append([]byte("SAFL"), want[4:]...), 0, false},
 		{make([]byte, 64), 0, false},
 		{nil, 0, false},
 	} {
-		if v, ok := van.VersionOf(tt.b); v != tt.want || ok != tt.ok {
+		if v, ok := van.ExtensionVersionOf(tt.b); v != tt.want || ok != tt.ok {
 			t.Errorf("%q: version %d, %t, want %d, %t", tt.b, v, ok, tt.want, tt.ok)
 		}
 	}
@@ -83,7 +83,7 @@ func TestIdentity(t *testing.T) {
 		"more than fits":  append(bytes.Clone(want), make([]byte, 64)...),
 		"of the original": make([]byte, 64),
 	} {
-		if id, ok := van.ParseIdentity(b); ok {
+		if id, ok := van.ParseExtension(b); ok {
 			t.Errorf("%s: parsed as %+v", what, id)
 		}
 	}
