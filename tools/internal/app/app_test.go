@@ -94,7 +94,7 @@ func TestStatus(t *testing.T) {
 		{"secret --nonsense", 2, "", "see stepaf secret --help"},
 		{"secret /no/such/directory/secret", 1, "", "secret: open /no/such/directory/secret: no such file or directory"},
 		{"version now", 2, "", `unexpected argument "now"`},
-		{"launch", 2, "", "write it behind --"},
+		{"launch", 2, "", "write it after --"},
 		{"launch -n 0 -- ls", 2, "", "--workers 0: want at least 1"},
 		{"launch -s -1 -- ls", 2, "", "--servers -1: want at least 1"},
 		{"launch -n x -- ls", 2, "", `-n "x": want an integer; see stepaf launch --help`},

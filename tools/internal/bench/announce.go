@@ -1,6 +1,6 @@
 package bench
 
-// The floor between a server and a worker: one starts it, the other connects.
+// The floor between a server and a worker: the server starts it, the worker connects.
 
 import (
 	"bufio"
@@ -18,18 +18,18 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// onGPU tells whether the node's tensors lie on a GPU.
+// onGPU reports whether the node's tensors are on a GPU.
 func onGPU(node *postoffice.Node) bool { return node.Backend().Device().Type == backend.GPU }
 
-// floors is what a push_pull is measured beside.
+// floors describes the baselines of a push_pull.
 type floors struct {
 	push, pull int
 	touch      bool // every byte is read and written between rounds
-	bare       bool // ZMQ by itself is measured, too
+	bare       bool // libzmq alone is measured, too
 }
 
-// childWithFloor is a node of a benchmark whose server serves and whose worker measures in turns with the
-// floor and, where that is asked for, with ZMQ by itself.
+// childWithFloor is a node of a benchmark. The server serves; the worker measures push_pulls, the floor and, if x.bare,
+// libzmq alone, in turns.
 func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, serve func(*postoffice.Node) error,
 	measure func(ctx context.Context, node *postoffice.Node, floor, bare baseline) (*result, error)) error {
 	switch node.Role() {
@@ -54,7 +54,7 @@ func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, serve func(
 	return nil
 }
 
-// announceFloor starts the servers and says where they listen.
+// announceFloor starts the servers and prints their addresses.
 func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 	var f *floorServer
 	host, err := floorHost(node)
@@ -112,7 +112,7 @@ func dialAnnounced(r io.Reader, node *postoffice.Node, x floors) (floor, bare ba
 	return floor, bare, nil
 }
 
-// floorHost is the node's address if the floor is one of RDMA.
+// floorHost returns the node's address if the floor uses RDMA.
 func floorHost(node *postoffice.Node) (netip.Addr, error) {
 	if node.Config().VanType != ibverbs {
 		return netip.Addr{}, nil

@@ -1,5 +1,5 @@
-// Package bench is the command "stepaf bench": round trips between processes,
-// beside the floor that plain TCP sets on the same machine in the same run.
+// Package bench is the command "stepaf bench": round trips between processes, compared with the floor of plain TCP on
+// the same machine in the same run.
 package bench
 
 import (
@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Command returns the command, to be added to the application's.
+// Command returns "stepaf bench".
 func Command() *cli.Command {
 	common := []cli.Flag{
 		&cli.StringFlag{Name: "van", Value: zmq, Usage: "transport (a value of DMLC_ENABLE_RDMA), or local: shared memory"},

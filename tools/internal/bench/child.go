@@ -27,13 +27,13 @@ import (
 	vanlocal "github.com/stepaf/stepaf-go/van/local"
 )
 
-// A benchmark's nodes are child processes of this one: the same binary, started
-// with the hidden command "bench child" and the usual variables.
+// The nodes of a benchmark are child processes: the same binary, started with the hidden command "bench child" and the
+// usual variables.
 
-// result is what the worker reports on its standard output.
+// result is the worker's report on its standard output.
 type result struct {
 	Ours, Floor []int64
-	Bare        []int64 // rounds of ZMQ by itself
+	Bare        []int64 // rounds of libzmq alone
 	CPU         float64 // seconds of the worker in the measured part
 	Checked     bool
 	Bytes       int64 // moved in the measured part (kv)
@@ -41,12 +41,12 @@ type result struct {
 	FloorBps    float64
 }
 
-// roles are the children, as DMLC_ROLE names them, in the order in which they are started.
+// roles are the children by DMLC_ROLE, in the order of their start.
 var roles = []string{"scheduler", "server", "worker"}
 
-// cluster is processes that are started, asked and ended together: a scheduler, a server and
-// workers, or others that they are compared with.
-type cluster struct{ children []*child } // in the order in which they were started
+// cluster is a set of processes that are started, asked and ended together: a scheduler, servers and workers, or the
+// ranks of gloo.
+type cluster struct{ children []*child } // in the order of their start
 
 // child is one of these processes.
 type child struct {
@@ -56,21 +56,21 @@ type child struct {
 	out  *bufio.Reader
 }
 
-// line reads what the child says next.
+// line reads the child's next line.
 func (p *child) line() (string, error) {
 	s, err := p.out.ReadString('\n')
 	return strings.TrimSuffix(s, "\n"), err
 }
 
-// newCluster is one without processes yet.
+// newCluster returns a cluster without processes.
 //
-// They die with the calling goroutine's thread, to which it is locked.
+// The kernel kills the processes when the calling goroutine's thread ends. The goroutine is locked to it.
 func newCluster() *cluster {
 	runtime.LockOSThread()
 	return &cluster{}
 }
 
-// start starts cmd as one of the cluster. If it cannot, all others are ended.
+// start starts cmd as a process of the cluster. After an error it ends all others.
 func (c *cluster) start(name string, cmd *exec.Cmd) error {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
@@ -94,7 +94,7 @@ func (c *cluster) start(name string, cmd *exec.Cmd) error {
 	return nil
 }
 
-// startCluster starts the children: a scheduler, servers and workers. spec is handed to each.
+// startCluster starts a scheduler, servers and workers. Each gets spec.
 func startCluster(ctx context.Context, c *cli.Context, host string, at place, servers, workers int,
 	spec ...any) (*cluster, error) {
 	self, err := os.Executable()
@@ -138,18 +138,17 @@ func startCluster(ctx context.Context, c *cli.Context, host string, at place, se
 	return cl, nil
 }
 
-// rankName names one of several workers.
+// rankName returns the name of one of several workers.
 func rankName(i int) string { return "worker " + strconv.Itoa(i) }
 
-// Vans, as --van names them. local is the name here for shared memory, which is not a
-// van by itself.
+// Values of --van. local means shared memory, which is not a van of its own.
 const (
 	zmq     = "zmq"
 	ibverbs = "ibverbs"
 	local   = "local"
 )
 
-// transport is the variables that choose what data goes over, and nothing else.
+// transport returns the variables that choose the transport of data.
 func transport(van string) []string {
 	if van == local {
 		return []string{"DMLC_ENABLE_RDMA=" + zmq, "BYTEPS_ENABLE_IPC=1"}
@@ -157,7 +156,7 @@ func transport(van string) []string {
 	return []string{"DMLC_ENABLE_RDMA=" + van, "BYTEPS_ENABLE_IPC=0"}
 }
 
-// checkTransport refuses to measure something else than what was asked for.
+// checkTransport refuses to measure over another transport than requested.
 func checkTransport(node *postoffice.Node, peers []int) error {
 	if node.Config().EnableIPC != 1 {
 		return nil
@@ -174,13 +173,13 @@ func checkTransport(node *postoffice.Node, peers []int) error {
 	return nil
 }
 
-// passed are the variables of the caller that the children see too.
+// passed are the variables of the caller that the children get too.
 var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHREADS", "DMLC_LOCAL", "PS_RESEND", "PS_RESEND_TIMEOUT",
 	"STEPAF_QP_NUM", "STEPMESH_SPLIT_QP_LAG", "BYTEPS_RDMA_START_DEPTH", "BYTEPS_RDMA_RX_DEPTH", "BYTEPS_RDMA_MAX_CONCURR_WR",
 	"BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_PRINT_RDMA_LOG", "STEPMESH_MEM_SYNC", "STEPAF_SECRET_FILE", "STEPAF_SECRET", "STEPAF_AUTH"}
 
-// wait waits for all children and returns the CPU seconds of each. The error names all
-// that failed: first those that a signal ended, since others fail because of them.
+// wait waits for all children and returns the CPU seconds of each. The error names all children that failed: first
+// those that a signal ended, since other failures follow from these.
 func (c *cluster) wait() (map[string]float64, error) {
 	defer runtime.UnlockOSThread()
 	for _, p := range c.children {
@@ -208,21 +207,21 @@ func (c *cluster) wait() (map[string]float64, error) {
 	return cpu, all
 }
 
-// answer is a rank's line: the nanoseconds of each call, or why there are none.
+// answer is a rank's line: the nanoseconds of each call, or the reason why there are none.
 type answer struct {
 	NS    []int64 `json:"ns"`
 	At    []int64 `json:"at,omitempty"` // by the clock of the host
 	Error string  `json:"error,omitempty"`
 }
 
-// unable is why a rank could not make a call.
+// unable is the reason why a rank could not make a call.
 type unable string
 
 func (u unable) Error() string { return string(u) }
 
-// askEach sends a line to n ranks, unless it is empty, and returns their answers.
+// askEach sends a line to n ranks, unless the line is empty, and returns their answers.
 func (c *cluster) askEach(n int, line string) ([]answer, error) {
-	ranks := c.children[len(c.children)-n:] // started last
+	ranks := c.children[len(c.children)-n:] // the ranks were started last
 	for i := 0; i < n && line != ""; i++ {
 		if _, err := fmt.Fprintln(ranks[i].in, line); err != nil {
 			return nil, err
@@ -244,7 +243,7 @@ func (c *cluster) askEach(n int, line string) ([]answer, error) {
 	return all, nil
 }
 
-// ask is askEach, of which it returns the time of each call: that of the slowest rank.
+// ask is askEach, and returns the time of each call: the time of the slowest rank.
 func (c *cluster) ask(n int, line string) ([]int64, error) {
 	all, err := c.askEach(n, line)
 	if err != nil {
@@ -261,7 +260,7 @@ func (c *cluster) ask(n int, line string) ([]int64, error) {
 	return all[0].NS, nil
 }
 
-// arguments reads what a child is handed behind the name of its benchmark.
+// arguments reads the arguments of a child after the name of its benchmark.
 func arguments(c *cli.Context, to ...any) error {
 	if _, err := fmt.Sscan(strings.Join(c.Args().Tail(), " "), to...); err != nil {
 		return exit.Usage("bench child is started by stepaf bench: %w", err)
@@ -269,7 +268,7 @@ func arguments(c *cli.Context, to ...any) error {
 	return nil
 }
 
-// answerLines answers each line of the parent, which is read into to, by what do returns.
+// answerLines reads each line of the parent into to, and answers it with the result of do.
 func answerLines(c *cli.Context, do func() (*answer, error), to ...any) error {
 	for in := bufio.NewScanner(c.App.Reader); in.Scan(); {
 		if _, err := fmt.Sscan(in.Text(), to...); err != nil {
@@ -286,8 +285,8 @@ func answerLines(c *cli.Context, do func() (*answer, error), to ...any) error {
 	return nil
 }
 
-// runCluster runs a scheduler, servers and a worker, and returns the worker's result and the CPU
-// seconds of each. With floor, the server says where its floor listens; the worker is told.
+// runCluster runs a scheduler, servers and a worker, and returns the worker's result and the CPU seconds of each. With
+// floor, the server prints the floor's address, and the worker gets it.
 func runCluster(c *cli.Context, host string, at place, servers int, floor bool,
 	spec ...any) (*result, map[string]float64, error) {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))

@@ -24,7 +24,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// glooProgram is one rank of what collectives are compared with.
+// glooProgram is one rank of gloo, with which collectives are compared.
 //
 //go:embed gloo.py
 var glooProgram string
@@ -32,12 +32,12 @@ var glooProgram string
 // exchange is one collective call of all ranks.
 type exchange struct {
 	op   string
-	size int // in bytes: of a part that one rank gives another, or of the tensor that all have
+	size int // in bytes: of the part for one other rank, or of the whole tensor
 }
 
 func (e exchange) String() string { return fmt.Sprintf("%s of %d bytes", e.op, e.size) }
 
-// The calls, as --op names them.
+// The calls that --op accepts.
 const (
 	allGather     = "AllGather"
 	allToAll      = "AllToAll"
@@ -49,7 +49,7 @@ const (
 
 var exchangeOps = []string{allGather, allToAll, broadcast, reduceScatter, allReduce, barrier}
 
-// exchanges are what is measured over a van when nothing is asked for.
+// exchanges are the calls measured over a van by default.
 var exchanges = map[string][]exchange{
 	local: {{allGather, 1 << 10}, {allGather, 1 << 20}, {allGather, 16 << 20}, {allReduce, 4 << 20},
 		{allToAll, 1 << 20}, {broadcast, 1 << 20}, {reduceScatter, 1 << 20}, {barrier, 0}},
@@ -58,7 +58,7 @@ var exchanges = map[string][]exchange{
 	ibverbs: {{allGather, 1 << 10}, {allGather, 64 << 10}, {barrier, 0}},
 }
 
-// exchangeGoals are those of some of them: of the ratio to gloo, over RDMA of that of 2 ranks to ib_write_lat.
+// exchangeGoals are the goals of some calls: ratios to gloo; over RDMA of 2 ranks to ib_write_lat.
 var exchangeGoals = map[string]map[exchange]float64{
 	local:   {{allGather, 1 << 10}: 0.3, {allGather, 1 << 20}: 0.5, {allGather, 16 << 20}: 0.7, {allReduce, 4 << 20}: 1},
 	zmq:     {{allGather, 1 << 10}: 2, {allGather, 1 << 20}: 1.2},
@@ -100,7 +100,7 @@ type collectiveReport struct {
 	Iters    int        `json:"iters"`
 	Ours     quantiles  `json:"ours"`
 	Gloo     *quantiles `json:"gloo,omitempty"`
-	NoGloo   string     `json:"no_gloo,omitempty"` // why it was not measured
+	NoGloo   string     `json:"no_gloo,omitempty"` // the reason why gloo was not measured
 	Copy     *quantiles `json:"copy,omitempty"`
 	RatioP50 float64    `json:"ratio_p50,omitempty"` // to gloo
 	RatioP99 float64    `json:"ratio_p99,omitempty"`
@@ -115,7 +115,7 @@ func (r *collectiveReport) String() string {
 	return fmt.Sprintf("%s, %d ranks", exchange{r.Op, r.Bytes}, r.Ranks)
 }
 
-// collectiveRun is one call of bench collective.
+// collectiveRun is one run of bench collective.
 type collectiveRun struct {
 	c    *cli.Context
 	rdma *rdmaRun // nil unless over RDMA
@@ -186,7 +186,7 @@ func (m *collectiveRun) group(n int, all []exchange) (err error) {
 	}
 	end := func(cl *cluster) {
 		if err != nil {
-			cancel() // nobody waits for those who do
+			cancel() // ends processes that still wait
 		}
 		if _, failed := cl.wait(); failed != nil && err == nil {
 			err = failed
@@ -235,7 +235,7 @@ func (m *collectiveRun) group(n int, all []exchange) (err error) {
 	return nil
 }
 
-// startGloo starts n ranks of gloo, or tells why it cannot.
+// startGloo starts n ranks of gloo, or returns the reason why it cannot.
 func startGloo(ctx context.Context, python string, n int) (*cluster, error) {
 	port, err := freeport.Find()
 	if err != nil {
@@ -265,7 +265,7 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 	r := &collectiveReport{Van: m.c.String("van"), Op: e.op, Bytes: e.size, Ranks: n, Iters: iters, Checked: true}
 	arrive := e.arrive(n)
 	from, to := make([]byte, arrive), make([]byte, arrive)
-	fill(from) // memory that was never written takes none
+	fill(from) // memory that was never written has no pages
 	var figures perfFigures
 	if m.rdma != nil {
 		var err error
@@ -316,7 +316,7 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 	return r, nil
 }
 
-// arrive is how many bytes come to a rank at least.
+// arrive returns the least number of bytes that a rank receives.
 func (e exchange) arrive(n int) int {
 	switch e.op {
 	case broadcast, barrier:
@@ -353,7 +353,7 @@ func (r *collectiveReport) print(w io.Writer) error {
 	return err
 }
 
-// joinWorkers makes a communicator of all workers, between which data goes as --van says.
+// joinWorkers creates a communicator of all workers, and checks that their data uses --van.
 func joinWorkers(c *cli.Context, node *postoffice.Node) (*collective.Comm, error) {
 	ranks := make([]int, node.Topology().NumWorkers)
 	var others []int
@@ -370,7 +370,7 @@ func joinWorkers(c *cli.Context, node *postoffice.Node) (*collective.Comm, error
 	return comm, checkTransport(node, others)
 }
 
-// childCollective is a node of bench collective: a worker makes the calls that it is asked for.
+// childCollective is a node of bench collective. A worker makes the requested calls.
 func childCollective(c *cli.Context, node *postoffice.Node) error {
 	if node.Role() != van.Worker {
 		return nil
@@ -393,7 +393,7 @@ func childCollective(c *cli.Context, node *postoffice.Node) error {
 	return comm.Close(c.Context)
 }
 
-// given is element k of what a rank gives in call i, in its part p. Sums of it are exact.
+// given returns element k of part p of a rank's input in call i. Sums of it are exact.
 func given(rank, p, k, i int) float32 {
 	if k == 0 {
 		return float32(i%1024 + rank + p)
@@ -404,7 +404,7 @@ func given(rank, p, k, i int) float32 {
 // run makes a call iters times, checks the results, and returns the nanoseconds of each.
 func (e exchange) run(ctx context.Context, c *collective.Comm, iters int) ([]int64, error) {
 	n, self, count := c.Size(), c.Rank(), e.size/4
-	gives, gets := 1, 1 // parts in in and out
+	gives, gets := 1, 1 // number of parts in in and out
 	want := func(part, k, i int) float32 { return given(part, 0, k, i) }
 	sum := func(p, k, i int) (s float32) {
 		for r := range n {
@@ -475,7 +475,7 @@ func (e exchange) run(ctx context.Context, c *collective.Comm, iters int) ([]int
 		if err != nil {
 			return nil, err
 		}
-		step := count // the first element of each part; of the last call, all
+		step := count // checks the first element of each part; in the last call every element
 		if i == iters-1 {
 			step = 1
 		}

@@ -5,8 +5,7 @@
 #include <sys/socket.h>
 #include <time.h>
 
-// Returns the number of bytes read, less than n only at the end of the stream, or
-// -1.
+// Returns the number of bytes read, less than n only at the end of the stream, or -1.
 static ssize_t read_all(int fd, char *buf, size_t n) {
   size_t got = 0;
   while (got < n) {
@@ -33,7 +32,7 @@ static int write_all(int fd, const char *buf, size_t n) {
 void floor_read(const char *buf, size_t n) {
   unsigned sum = 0;
   for (size_t i = 0; i < n; i++) sum += (unsigned char)buf[i];
-  __asm__ volatile("" : : "r"(sum)); // the sum is wanted
+  __asm__ volatile("" : : "r"(sum)); // keeps the compiler from removing the sum
 }
 
 void floor_write(char *buf, size_t n) {

@@ -22,10 +22,10 @@ type baseline interface {
 	close()
 }
 
-// floorServer is its server, which listens at an address.
+// floorServer is the server of a floor.
 type floorServer struct {
 	addr  string
-	ended chan struct{} // closed when it has ended, also by itself; nil for TCP
+	ended chan struct{} // closed when the server has ended; nil for TCP
 	close func()
 }
 
@@ -35,7 +35,7 @@ type none struct{}
 func (none) measure(int) ([]int64, error) { return nil, nil }
 func (none) close()                       {}
 
-// newTCPServer answers floor rounds of one client in a thread of its own.
+// newTCPServer starts a server that answers the floor rounds of one client in a thread of its own.
 func newTCPServer(push, pull int, touch bool) (*floorServer, error) {
 	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
@@ -88,8 +88,7 @@ func (f *tcpClient) measure(n int) ([]int64, error) {
 	return ns, err
 }
 
-// withBlocking runs f on a blocking duplicate of the connection's descriptor, on a
-// thread of its own.
+// withBlocking runs f on a blocking duplicate of the connection's descriptor, on a thread of its own.
 func withBlocking(c *net.TCPConn, f func(fd int) error) error {
 	file, err := c.File()
 	if err != nil {
@@ -112,10 +111,10 @@ func errno(n C.int) error {
 	return fmt.Errorf("floor: %w", syscall.Errno(n))
 }
 
-// chars are bytes for C.
+// chars returns a pointer to b for C.
 func chars(b []byte) *C.char { return (*C.char)(unsafe.Pointer(unsafe.SliceData(b))) }
 
-// flag is a bool for C.
+// flag returns a bool for C.
 func flag(on bool) C.int {
 	if on {
 		return 1

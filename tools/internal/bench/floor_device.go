@@ -18,13 +18,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// The floor from GPU to GPU: each way one copy into the other process's memory, and
-// behind it in the same stream a write of a word into a page of host memory that both
-// processes share. Who waits looks at its word and does nothing else.
+// The floor between GPUs. Each way is one copy into the other process's memory, and then, in the same stream, a write
+// of a flag in a page of host memory that both processes share. The waiting process does nothing but poll its flag.
 
 var le = binary.LittleEndian
 
-// deviceMemory is what the floor needs of a backend.
+// deviceMemory are the abilities of a backend that the floor needs.
 type deviceMemory interface {
 	backend.Backend
 	backend.Exporter
@@ -33,7 +32,7 @@ type deviceMemory interface {
 	backend.StreamFlagger
 }
 
-// deviceHello tells the other end what to copy into.
+// deviceHello tells the other end where to copy to.
 type deviceHello struct {
 	Handle                         [64]byte
 	Allocation, Base, Size, Offset uint64
@@ -51,21 +50,21 @@ type deviceEnd struct {
 	send   backend.Mem
 	recv   backend.Mem
 	far    backend.Mem // the other end's recv, imported
-	src    backend.Mem // what is sent of send
-	dst    backend.Mem // and where in far it goes
+	src    backend.Mem // the sent part of send
+	dst    backend.Mem // its destination in far
 	seq    uint32
 }
 
 const (
 	serverWord = 0
 	clientWord = 2048
-	// deviceWhole is the granularity of allocations that processes can share: smaller
-	// ones would share what else lies in the same block.
+	// deviceWhole is the granularity of memory that processes can share: a smaller allocation would share other
+	// allocations of the same block.
 	deviceWhole = 2 << 20
 )
 
-// newDeviceEnd makes an end which sends out bytes and receives in bytes. fd is the
-// shared page's and stays the caller's; own and other are the offsets of the words.
+// newDeviceEnd creates an end that sends out bytes and receives in bytes. fd is the shared page; it remains the
+// caller's. own and other are the offsets of the flags.
 func newDeviceEnd(b backend.Backend, conn *net.UnixConn, fd, own, other, out, in int) (_ *deviceEnd, err error) {
 	d, ok := b.(deviceMemory)
 	if !ok {
@@ -97,7 +96,7 @@ func newDeviceEnd(b backend.Backend, conn *net.UnixConn, fd, own, other, out, in
 	return e, err
 }
 
-// hello tells the other end where this one receives.
+// hello tells the other end where this end receives.
 func (e *deviceEnd) hello() error {
 	x, err := e.back.Export(e.recv)
 	if err != nil {
@@ -106,11 +105,11 @@ func (e *deviceEnd) hello() error {
 	return binary.Write(e.conn, le, deviceHello{x.Handle, x.Allocation, x.Base, uint64(x.Size), uint64(x.Offset)})
 }
 
-// meet imports what the other end says.
+// meet imports the memory of the other end's hello.
 func (e *deviceEnd) meet() error {
 	var h deviceHello
 	if err := binary.Read(e.conn, le, &h); err != nil {
-		return fmt.Errorf("floor: the other end says nothing: %w", err)
+		return fmt.Errorf("floor: the other end sent nothing: %w", err)
 	}
 	x := backend.Export{Handle: h.Handle, Allocation: h.Allocation, Base: h.Base, Size: int(h.Size), Offset: int(h.Offset)}
 	if n := e.src.Len(); x.Offset < 0 || x.Size < 0 || x.Offset > x.Size-n {
@@ -124,7 +123,7 @@ func (e *deviceEnd) meet() error {
 	return nil
 }
 
-// write sends everything and the word behind it.
+// write sends the data and then the flag.
 func (e *deviceEnd) write() error {
 	if err := e.back.CopyAsync(e.dst, e.src, e.stream); err != nil {
 		return err
@@ -132,7 +131,7 @@ func (e *deviceEnd) write() error {
 	return e.back.WriteFlag(e.stream, e.theirs, e.seq)
 }
 
-// arrival waits for the word. ctx ends when nobody wants the floor any more.
+// arrival waits for the flag. ctx ends when the floor is no longer needed.
 func (e *deviceEnd) arrival(ctx context.Context) error {
 	var start time.Time
 	for i := 1; e.word.Load() != e.seq; i++ {
@@ -145,15 +144,15 @@ func (e *deviceEnd) arrival(ctx context.Context) error {
 		case start.IsZero():
 			start = time.Now()
 		case time.Since(start) > floorPatient:
-			return fmt.Errorf("floor: nothing has come within %s", floorPatient)
+			return fmt.Errorf("floor: nothing arrived within %s", floorPatient)
 		}
 		runtime.Gosched()
 	}
 	return nil
 }
 
-// forget ends the use of the other end's memory.
-func (e *deviceEnd) forget() error {
+// unmap ends the use of the other end's memory.
+func (e *deviceEnd) unmap() error {
 	if e.far.Len() == 0 {
 		return nil
 	}
@@ -162,9 +161,9 @@ func (e *deviceEnd) forget() error {
 	return err
 }
 
-// free gives everything back. The other end does not use this one's memory any more.
+// free frees everything. The other end must no longer use this end's memory.
 func (e *deviceEnd) free() error {
-	errs := []error{e.forget()}
+	errs := []error{e.unmap()}
 	for _, m := range []backend.Mem{e.send, e.recv} {
 		if m.Len() > 0 {
 			errs = append(errs, e.back.Free(m))
@@ -182,12 +181,12 @@ func (e *deviceEnd) free() error {
 	return errors.Join(errs...)
 }
 
-// order reads how many rounds come, 0 for the end, and answers that it is ready.
+// order reads the number of the next rounds, 0 for the end, and answers that this end is ready.
 func (e *deviceEnd) order() (uint32, error) {
 	var n uint32
 	err := binary.Read(e.conn, le, &n)
 	if err == nil && n == 0 {
-		err = e.forget()
+		err = e.unmap()
 	}
 	if err == nil {
 		err = binary.Write(e.conn, le, n)
@@ -195,7 +194,8 @@ func (e *deviceEnd) order() (uint32, error) {
 	return n, err
 }
 
-// newDeviceServer answers the rounds of one client. close ends the floor, if the client has not done so.
+// newDeviceServer starts a server that answers the rounds of one client. close ends the floor, if the client has not
+// ended it.
 func newDeviceServer(b backend.Backend, push, pull int) (*floorServer, error) {
 	// The kernel chooses an abstract name.
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix"})
@@ -239,7 +239,7 @@ func serveDeviceFloor(ctx context.Context, l *net.UnixListener, b backend.Backen
 	return errors.Join(unlessEnded(answerRounds(ctx, e, fd)), e.free())
 }
 
-// unlessEnded drops errors that say that either end has gone.
+// unlessEnded returns nil for errors that mean that an end has closed the connection.
 func unlessEnded(err error) error {
 	if errors.Is(err, net.ErrClosed) || errors.Is(err, io.EOF) {
 		return nil
@@ -260,13 +260,13 @@ func answerRounds(ctx context.Context, e *deviceEnd, fd int) error {
 	}
 	_ = e.conn.SetDeadline(time.Time{})
 	for {
-		// It sleeps here while the library is measured.
+		// The server sleeps here while the library is measured.
 		n, err := e.order()
 		if err != nil {
 			return err
 		}
 		if n == 0 {
-			// The client closes when it has forgotten this end's memory.
+			// The client closes the connection after it has unmapped this end's memory.
 			_ = e.conn.SetReadDeadline(time.Now().Add(floorPatient))
 			_, err := e.conn.Read(make([]byte, 1))
 			return err
@@ -311,7 +311,7 @@ func dialDeviceFloor(b backend.Backend, to string, push, pull int) (_ *deviceFlo
 	return &deviceFloorClient{e}, nil
 }
 
-// receiveFD receives a file descriptor and the byte that it comes with.
+// receiveFD receives a file descriptor and the byte that it is sent with.
 func receiveFD(conn *net.UnixConn) (int, error) {
 	oob := make([]byte, unix.CmsgSpace(4))
 	_, n, _, _, err := conn.ReadMsgUnix(make([]byte, 1), oob)
@@ -330,14 +330,14 @@ func receiveFD(conn *net.UnixConn) (int, error) {
 	return fds[0], nil
 }
 
-// order tells the server how many rounds come and waits until it is ready.
+// order tells the server the number of the next rounds and waits until it is ready.
 func (c *deviceFloorClient) order(n uint32) error {
 	_ = c.e.conn.SetDeadline(time.Now().Add(floorPatient))
 	if err := binary.Write(c.e.conn, le, n); err != nil {
 		return err
 	}
 	if err := binary.Read(c.e.conn, le, &n); err != nil {
-		return fmt.Errorf("floor: the other end has gone: %w", err)
+		return fmt.Errorf("floor: the other end has closed the connection: %w", err)
 	}
 	return nil
 }
@@ -365,11 +365,10 @@ func (c *deviceFloorClient) measure(n int) ([]int64, error) {
 	return ns, nil
 }
 
-// close ends the floor: first neither end uses the other's memory any more, then both
-// give back their own.
+// close ends the floor: first both ends stop using the other's memory, then both free their own.
 func (c *deviceFloorClient) close() {
 	err := c.order(0)
-	err = errors.Join(err, c.e.forget(), c.e.conn.Close(), c.e.free())
+	err = errors.Join(err, c.e.unmap(), c.e.conn.Close(), c.e.free())
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench: floor:", err)
 	}

@@ -13,12 +13,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// The floor of RDMA is a write with immediate each way between the same two
-// processes, through package verbs and nothing else of this library.
+// The floor of RDMA is a write with immediate each way between the same two processes. It uses package verbs and
+// nothing else of this library.
 
 const (
 	floorPatient = 10 * time.Second
-	// floorSpin is how long an end looks before it sleeps.
+	// floorSpin is the time for which an end polls before it sleeps.
 	floorSpin = 5 * time.Millisecond
 )
 
@@ -30,7 +30,7 @@ func newVerbsEnd(out, in int) (*verbsprobe.End, error) {
 	return verbsprobe.New(stack, verbsprobe.Options{Out: out, In: in, Depth: 256, Inline: 1024})
 }
 
-// newVerbsServer answers the rounds of one client.
+// newVerbsServer starts a server that answers the rounds of one client.
 func newVerbsServer(host netip.Addr, push, pull int) (*floorServer, error) {
 	e, err := newVerbsEnd(pull, push)
 	if err != nil {
@@ -60,7 +60,7 @@ func serveVerbsFloor(ctx context.Context, e *verbsprobe.End) error {
 		return err
 	}
 	for ctx.Err() == nil {
-		// It sleeps while the library is measured.
+		// The server sleeps while the library is measured.
 		_, came, err := e.Arrival(floorSpin, time.Second)
 		if err == nil && came {
 			err = e.Write(0)

@@ -15,9 +15,9 @@ import (
 	"unsafe"
 )
 
-// What ZMQ costs by itself, measured in turns with the floor and a push_pull over zmq.
+// The cost of libzmq alone, measured in turns with the floor and with a push_pull over zmq.
 
-// newZMQServer is the ROUTER, in a thread of its own.
+// newZMQServer starts the ROUTER, in a thread of its own.
 func newZMQServer(pull int, touch bool) (*floorServer, error) {
 	const endpointLen = 256
 	ctx, ended := C.zmq_ctx_new(), make(chan struct{})
@@ -32,7 +32,7 @@ func newZMQServer(pull int, touch bool) (*floorServer, error) {
 		defer close(ended)
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
-		out := (*C.char)(C.calloc(1, C.size_t(max(pull, 1)))) // libzmq keeps it for longer than a call
+		out := (*C.char)(C.calloc(1, C.size_t(max(pull, 1)))) // libzmq uses it after the call
 		defer C.free(unsafe.Pointer(out))
 		C.zmq_floor_serve(soc, out, C.size_t(pull), flag(touch))
 	}()

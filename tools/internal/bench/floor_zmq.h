@@ -1,16 +1,15 @@
-// What ZMQ costs by itself: the same bytes to and fro between a DEALER and a ROUTER
-// over TCP, one thread each, without any of this library.
+// The cost of libzmq alone: the same bytes in both directions between a DEALER and a ROUTER over TCP, with one thread
+// each, without this library.
 #ifndef STEPAF_FLOOR_ZMQ_H
 #define STEPAF_FLOOR_ZMQ_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-// Makes a ROUTER on a free port of loopback and writes where it is to at. Returns NULL
-// after an error.
+// Creates a ROUTER on a free port of loopback and writes its address to at. Returns NULL after an error.
 void *zmq_floor_bind(void *ctx, char *at, size_t len);
 
-// Makes a DEALER that is connected to at. Returns NULL after an error.
+// Creates a DEALER that is connected to at. Returns NULL after an error.
 void *zmq_floor_connect(void *ctx, const char *at);
 
 // Answers each message with the out bytes of out_buf until the context is shut down.

@@ -10,14 +10,14 @@ import (
 // payload is the size of a round trip: bytes from worker to server, and back.
 type payload struct{ push, pull int }
 
-// attention is what one layer of a large model moves.
+// attention is the payload of one layer of a large model.
 var attention = payload{917504, 1835008}
 
 func (p payload) String() string { return fmt.Sprintf("push %d, pull %d", p.push, p.pull) }
 
 func both(n int) payload { return payload{n, n} }
 
-// What figures are compared with, besides the floor.
+// Baselines of goals, besides the floor.
 const (
 	ibWriteLat = "ib_write_lat"
 	ibWriteBW  = "ib_write_bw"
@@ -25,12 +25,11 @@ const (
 	gloo       = "gloo"
 )
 
-// goal bounds the ratio of a payload's figure to another one of the same run. The zero
-// goal is none.
+// goal bounds the ratio of a payload's figure to a baseline of the same run. The zero goal means no goal.
 type goal struct {
-	of    string // what the figure is compared with
+	of    string // the baseline
 	limit float64
-	least bool // the ratio is to be at least limit, not at most
+	least bool // limit is a minimum, not a maximum
 }
 
 func (g goal) String() string {
@@ -40,7 +39,7 @@ func (g goal) String() string {
 	return fmt.Sprintf("at most %g", g.limit)
 }
 
-// reached tells whether a ratio is within the goal.
+// reached reports whether a ratio meets the goal.
 func (g goal) reached(ratio float64) bool {
 	if g.least {
 		return ratio >= g.limit
@@ -48,10 +47,10 @@ func (g goal) reached(ratio float64) bool {
 	return ratio <= g.limit
 }
 
-// course is a way of measuring that has payloads of its own, and goals for some.
+// course is a transport and a device that have default payloads and goals.
 type course struct{ van, device string }
 
-// courses say what is measured when no size is asked for.
+// courses are the payloads that are measured by default.
 var (
 	courses = map[course][]payload{
 		{ibverbs, cpu}:    {both(1 << 10), both(64 << 10), attention},
@@ -62,7 +61,7 @@ var (
 	gpuPayloads = []payload{both(1 << 10), attention, both(16 << 20), both(256 << 20)}
 )
 
-// goals are those of some payloads.
+// goals are the goals of some payloads.
 var goals = map[course]map[payload]goal{
 	{ibverbs, cpu}: {
 		both(1 << 10):  {of: ibWriteLat, limit: 12},
@@ -81,8 +80,7 @@ var goals = map[course]map[payload]goal{
 	},
 }
 
-// payloads are what is measured when no size is asked for: one, unless way is a course
-// of its own.
+// payloads returns the payloads to measure by default: those of the course, or else one.
 func (way course) payloads(one payload) []payload {
 	if all := courses[way]; all != nil {
 		return all
@@ -90,10 +88,10 @@ func (way course) payloads(one payload) []payload {
 	return []payload{one}
 }
 
-// goal is that of one payload.
+// goal returns the goal of a payload.
 func (way course) goal(p payload) goal { return goals[way][p] }
 
-// goalText is a goal, or none, in a table.
+// goalText returns a goal, or none, for a table.
 func goalText(none string, limit float64, missed bool) string {
 	if limit > 0 {
 		none = fmt.Sprintf("%g", limit)
@@ -104,10 +102,10 @@ func goalText(none string, limit float64, missed bool) string {
 	return none
 }
 
-// verdict collects what --check is told of.
+// verdict collects the missed goals for --check.
 type verdict struct{ missed []string }
 
-// judge compares a ratio with a goal, and tells whether the goal is missed.
+// judge compares a ratio with a goal, and reports whether the goal is missed.
 func (v *verdict) judge(p fmt.Stringer, g goal, ratio float64) bool {
 	if g.limit == 0 || g.reached(ratio) {
 		return false
@@ -124,7 +122,7 @@ func (v *verdict) miss(p fmt.Stringer, why string) {
 	v.missed = append(v.missed, fmt.Sprintf("%s: %s", p, why))
 }
 
-// check is the error of --check.
+// check returns the error of --check.
 func (v *verdict) check(c *cli.Context) error {
 	if !c.Bool("check") {
 		return nil
@@ -132,7 +130,7 @@ func (v *verdict) check(c *cli.Context) error {
 	return v.err()
 }
 
-// err says what was missed.
+// err returns an error that names the missed goals.
 func (v *verdict) err() error {
 	if len(v.missed) == 0 {
 		return nil

@@ -20,7 +20,7 @@ type kvSpec struct {
 	keys, values, batch, flight, rounds int
 }
 
-// bytes is what a request of n keys moves: keys and values.
+// bytes is the size of a request of n keys: keys and values.
 func (s *kvSpec) bytes(n int) int { return n * (8 + 4*s.values) }
 
 // kvReport is the JSON line of bench kv.
@@ -86,7 +86,7 @@ func printKV(w io.Writer, asJSON bool, van, floorName string, s *kvSpec, r *resu
 	return nil
 }
 
-// floorBytes is what the floor sends and reads for one push and one pull.
+// floorBytes are the bytes that the floor sends and reads for one push and one pull.
 func (s *kvSpec) floorBytes() (out, in int) {
 	return s.bytes(s.batch) + 8*s.batch, s.bytes(s.batch)
 }
@@ -109,7 +109,7 @@ func serveKV(node *postoffice.Node) error {
 	return server.Handle(sums.Handle)
 }
 
-// measure runs the rounds, each beside the floor's, after one to warm up.
+// measure runs the rounds, in turns with the floor's, after one round to warm up.
 func (s *kvSpec) measure(ctx context.Context, node *postoffice.Node, floor, _ baseline) (*result, error) {
 	w, err := kv.NewWorker[float32](node, kv.WorkerOptions{})
 	if err != nil {
@@ -172,8 +172,8 @@ func (s *kvSpec) measure(ctx context.Context, node *postoffice.Node, floor, _ ba
 	return r, nil
 }
 
-// pass sends all batches, keeping flight requests in the air, and returns the time
-// of each from its call to the end of its Wait.
+// pass sends all batches, with flight requests in flight, and returns the time of each from its call to the end of its
+// Wait.
 func (s *kvSpec) pass(ctx context.Context, batches int, send func(lo, hi int) (kv.Call, error)) ([]int64, error) {
 	ns := make([]int64, 0, batches)
 	type request struct {

@@ -18,14 +18,14 @@ import (
 type latency struct {
 	push, pull    int
 	iters, warmup int
-	rounds        int  // blocks of ours and of the floor, alternating
-	stream        bool // on a GPU: tensors are made in a stream
-	both          bool // on a GPU: timed rounds are exchanges that both ends prepare
+	rounds        int  // blocks of push_pulls and of the floor, alternating
+	stream        bool // on a GPU: tensors are made in a named stream
+	both          bool // on a GPU: timed rounds are prepared GPU exchanges
 	touch         bool // every byte is read and written between rounds
 }
 
-// page is the distance between stamps in a tensor: what the server answers depends
-// on the request in every page, without a pass over all bytes in the timed part.
+// page is the distance of the stamps in a tensor. The server's answer depends on the request in every page, without a
+// pass over all bytes in the timed part.
 const page = 4096
 
 // stamp writes seq into every page of b.
@@ -45,7 +45,7 @@ func seal(b []byte) uint64 {
 	return binary.LittleEndian.Uint64(first[:])*31 + binary.LittleEndian.Uint64(last[:])
 }
 
-// fill gives a buffer contents that are the same in all processes.
+// fill writes contents that are the same in all processes.
 func fill(b []byte) {
 	x := uint32(1)
 	for i := range b {
@@ -54,13 +54,13 @@ func fill(b []byte) {
 	}
 }
 
-// serve answers every batch with a buffer stamped by the batch's seal.
+// serve answers every batch with a buffer that has the stamps of the batch's seal.
 func (l *latency) serve(node *postoffice.Node) error {
 	s, err := af.NewServer(node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
-	// Two buffers in turn: one may still be on its way.
+	// Two buffers alternate, since one may still be being sent.
 	var bufs [2][]byte
 	for i := range bufs {
 		if bufs[i], err = alloc(node.Backend(), l.pull); err != nil {
@@ -97,7 +97,7 @@ func (l *latency) serve(node *postoffice.Node) error {
 		if err := b.Respond(out, af.ByKey); err != nil {
 			node.Log().Error("respond", "err", err)
 		}
-		if l.touch { // not the buffer that is on its way
+		if l.touch { // not the buffer that is being sent
 			sum(pushed)
 			copy(bufs[turn^1], filled)
 		}
@@ -120,7 +120,7 @@ func alloc(b backend.Backend, n int) ([]byte, error) {
 	return m.Host(), nil
 }
 
-// measure does the round trips with tensors in host memory.
+// measure makes the round trips with tensors in host memory.
 func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor, bare baseline) (*result, error) {
 	w, err := af.NewWorker(node, af.WorkerOptions{})
 	if err != nil {
@@ -173,10 +173,10 @@ func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor, bar
 	return l.blocks(floor, bare, once, func() error { return nil })
 }
 
-// timedKey is the key of a push tensor; that of a pull tensor is the next one.
+// timedKey is the key of a push tensor; the key of a pull tensor is the next number.
 const timedKey = 1
 
-// tensors are what a push_pull takes: of memory without bytes there is none.
+// tensors returns the tensors of a push_pull. Memory without bytes gives none.
 func (l *latency) tensors(push, pull backend.Mem, key uint64) (pushes, pulls []af.KeyTensor, err error) {
 	one := func(m backend.Mem, key uint64) []af.KeyTensor {
 		if m.Len() == 0 || err != nil {
@@ -193,8 +193,8 @@ func (l *latency) tensors(push, pull backend.Mem, key uint64) (pushes, pulls []a
 	return pushes, pulls, err
 }
 
-// blocks warms up and measures, in turns with the baselines. once does a round trip and
-// returns its nanoseconds; check, which is not timed, is called between the blocks.
+// blocks warms up, and measures in turns with the baselines. once makes a round trip and returns its nanoseconds. check
+// is called between the blocks and is not timed.
 func (l *latency) blocks(floor, bare baseline, once func() (int64, error), check func() error) (*result, error) {
 	if err := check(); err != nil {
 		return nil, err
@@ -210,7 +210,7 @@ func (l *latency) blocks(floor, bare baseline, once func() (int64, error), check
 		}
 	}
 	r := &result{Checked: true}
-	for _, n := range blocks(l.iters, l.rounds)[1:] { // it has warmed up
+	for _, n := range blocks(l.iters, l.rounds)[1:] { // the first block was the warm-up
 		if err := check(); err != nil {
 			return nil, err
 		}

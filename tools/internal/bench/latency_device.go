@@ -16,15 +16,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// With tensors on a GPU there are two kinds of round trips. Timed ones only move what
-// lies there; the server answers from two buffers in turn. In checked ones, under keys
-// of their own, the worker pushes new contents, the server writes an answer that
-// depends on every byte of them into the buffer whose turn it is, and the worker looks
-// at every byte of the answer. So the worker knows what each timed answer must be.
+// GPU tensors have two kinds of round trips. Timed round trips do not change the contents; the server answers from two
+// buffers in turn. Checked round trips use keys of their own: the worker pushes new contents, the server writes an
+// answer that depends on every byte of them into the next buffer, and the worker compares every byte of the answer. So
+// the worker knows the correct contents of each timed answer.
 
 const checkedKey = timedKey + 2
 
-// deviceStream is the stream of which an end says that its tensors are made in it.
+// deviceStream returns the stream that an end names for its tensors.
 func (l *latency) deviceStream(b backend.Backend) (af.Stream, error) {
 	if !l.stream {
 		return af.Complete, nil
@@ -39,7 +38,7 @@ func (l *latency) deviceStream(b backend.Backend) (af.Stream, error) {
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// digest of a checked request with contents b, the count'th.
+// digest returns the digest of the count'th checked request, with contents b.
 func digest(count uint64, b []byte) uint64 {
 	return count<<32 | uint64(crc32.Checksum(b, castagnoli))
 }
@@ -93,7 +92,7 @@ func (l *latency) serveDevice(node *postoffice.Node) error {
 	})
 }
 
-// both prepares an exchange for each of the two buffers, and answers its rounds until its end.
+// both prepares an exchange for each of the two buffers, and answers their rounds until they end.
 func (d *deviceServer) both(node *postoffice.Node) error {
 	ends, err := streams.New(node)
 	if err != nil {
@@ -124,7 +123,7 @@ func (d *deviceServer) both(node *postoffice.Node) error {
 	return nil
 }
 
-// bothKey is the key of the push tensor of an exchange that both ends prepare.
+// bothKey is the key of the push tensor of a prepared GPU exchange.
 func bothKey(i int) uint64 { return checkedKey + 2 + 2*uint64(i) }
 
 func (d *deviceServer) answer(b af.Batch) error {
@@ -169,12 +168,12 @@ type deviceTrips struct {
 	push   backend.Mem
 	pull   backend.Mem
 
-	exchanges                   [2]*streams.Exchange // with latency.both: of the timed ones
+	exchanges                   [2]*streams.Exchange // of timed round trips, if latency.both
 	timedPushes, timedPulls     []af.KeyTensor
 	checkedPushes, checkedPulls []af.KeyTensor
 
 	turn    int
-	moved   bool   // there was a timed round trip since the latest checked one
+	moved   bool   // there was a timed round trip after the latest checked one
 	count   uint64 // of checked requests
 	digests [2]uint64
 	request []byte // on the host
@@ -182,7 +181,7 @@ type deviceTrips struct {
 	want    []byte
 }
 
-// measureDevice does the round trips with tensors on the node's device.
+// measureDevice makes the round trips with tensors on the node's device.
 func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floor, bare baseline) (*result, error) {
 	w, err := af.NewWorker(node, af.WorkerOptions{})
 	if err != nil {

@@ -96,7 +96,7 @@ func runLatency(c *cli.Context) error {
 	return m.v.check(c)
 }
 
-// checkable refuses --check where there is nothing to check.
+// checkable refuses --check if there is no goal.
 func (m *latencyRun) checkable(all []payload) error {
 	if slices.ContainsFunc(all, func(p payload) bool { return m.way.goal(p).limit != 0 }) {
 		return nil

@@ -40,8 +40,7 @@ func lockCallersDo(f func(map[[callerDepth]uintptr]uint64)) {
 	f(c.n)
 }
 
-// countLocks returns how often a sync.Mutex or sync.RWMutex has been taken in this
-// process, by the package of who took it.
+// countLocks returns how often a sync.Mutex or sync.RWMutex was locked in this process, by the package of the caller.
 func countLocks() map[string]uint64 {
 	sums := map[string]uint64{}
 	lockCallersDo(func(n map[[callerDepth]uintptr]uint64) {
@@ -52,7 +51,7 @@ func countLocks() map[string]uint64 {
 	return sums
 }
 
-// lockingPackage is the package of the first caller outside of sync.
+// lockingPackage returns the package of the first caller outside of sync.
 func lockingPackage(pcs []uintptr) string {
 	for frames, more := runtime.CallersFrames(pcs), true; more; {
 		var f runtime.Frame

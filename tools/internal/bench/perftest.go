@@ -17,17 +17,16 @@ import (
 	"github.com/stepaf/stepaf-go/internal/freeport"
 )
 
-// The tools of the package perftest run with both ends on this host, on one port of a
-// device: what the hardware, or its emulation, does without this library.
+// The tools of the package perftest run with both ends on this host, on one port of a device. They measure the
+// hardware, or its emulation, without this library.
 
-// errNoPerftest says that the tools are not there.
+// errNoPerftest means that the tools are not installed.
 var errNoPerftest = errors.New("perftest is not installed (Debian, Ubuntu: apt install perftest)")
 
-// bwSize is the size of the messages of which the bandwidth is measured.
+// bwSize is the message size of the bandwidth measurement.
 const bwSize = 1 << 20
 
-// writeLat is the typical (median) time in microseconds of one write of size bytes,
-// one way.
+// writeLat returns the typical (median) time in microseconds of one write of size bytes, one way.
 func (r *rdmaRun) writeLat(ctx context.Context, size int) (float64, error) {
 	text, err := r.run(ctx, "ib_write_lat", size, min(max(1<<26/size, 100), 2000))
 	if err != nil {
@@ -37,7 +36,7 @@ func (r *rdmaRun) writeLat(ctx context.Context, size int) (float64, error) {
 	return v, err
 }
 
-// writeBW is the average bandwidth of writes of bwSize bytes in bytes per second.
+// writeBW returns the average bandwidth of writes of bwSize bytes, in bytes per second.
 func (r *rdmaRun) writeBW(ctx context.Context) (float64, error) {
 	text, err := r.run(ctx, "ib_write_bw", bwSize, 200)
 	if err != nil {
@@ -50,10 +49,10 @@ func (r *rdmaRun) writeBW(ctx context.Context) (float64, error) {
 	return inBytes(v, unit)
 }
 
-// inBytes turns a bandwidth into bytes per second.
+// inBytes converts a bandwidth to bytes per second.
 func inBytes(v float64, unit string) (float64, error) {
 	switch unit {
-	case "MB/sec", "MiB/sec": // both are 2^20 bytes there
+	case "MB/sec", "MiB/sec": // perftest means 2^20 bytes by both
 		return v * (1 << 20), nil
 	case "Gb/sec":
 		return v * 1e9 / 8, nil
@@ -61,13 +60,13 @@ func inBytes(v float64, unit string) (float64, error) {
 	return 0, fmt.Errorf("ib_write_bw: BW average in %q: want MB/sec, MiB/sec or Gb/sec", unit)
 }
 
-// How often a client looks for its server, and how often it tries.
+// The interval between a client's attempts to connect to its server, and the number of attempts.
 const (
 	knockTime = 100 * time.Millisecond
 	knocks    = 100
 )
 
-// run runs a server and a client of a tool, and returns what the client prints.
+// run runs a server and a client of a tool, and returns the output of the client.
 func (r *rdmaRun) run(ctx context.Context, tool string, size, iters int) (string, error) {
 	path, err := exec.LookPath(tool)
 	if err != nil {
@@ -79,7 +78,7 @@ func (r *rdmaRun) run(ctx context.Context, tool string, size, iters int) (string
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	// The processes die with this thread.
+	// The kernel kills the processes when this thread ends.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	args := []string{"-d", r.at.Device, "-i", strconv.Itoa(r.at.Port), "-x", strconv.Itoa(r.at.GIDIndex),

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Where tensors lie, as --device names it.
+// Values of --device.
 const (
 	cpu = "cpu"
 	gpu = "gpu"
@@ -20,11 +20,11 @@ const (
 	prepared = "gpu, prepared" // with --prepared
 )
 
-// place says where the tensors of a benchmark lie. The zero place is host memory.
+// place says where the tensors of a benchmark are. The zero place is host memory.
 type place struct {
 	gpus   []int // of the worker and of the server; nil for host memory
-	stream bool  // tensors are said to be made in a stream
-	both   bool  // both ends prepare their exchanges, and their processors make them
+	stream bool  // the stream that makes the tensors is named
+	both   bool  // both ends prepare their exchanges, which their CPUs make
 }
 
 // newPlace reads the options. look lists the machine's GPUs.
@@ -70,7 +70,7 @@ func newPlace(c *cli.Context, look func() ([]backend.Info, error)) (place, error
 	return p, nil
 }
 
-// pair reads two numbers with a comma between them; of an empty text it makes nil.
+// pair reads two numbers separated by a comma. It returns nil for an empty text.
 func pair(text string) ([]int, error) {
 	if text == "" {
 		return nil, nil
@@ -84,7 +84,7 @@ func pair(text string) ([]int, error) {
 	return []int{int(a), int(b)}, nil
 }
 
-// device is the option's value.
+// device returns the value of --device.
 func (p place) device() string {
 	if p.gpus == nil {
 		return cpu
@@ -92,7 +92,7 @@ func (p place) device() string {
 	return gpu
 }
 
-// course is what is measured here over van.
+// course returns the course of measurements here over van.
 func (p place) course(van string) course {
 	if p.both {
 		return course{van, prepared}
@@ -100,7 +100,7 @@ func (p place) course(van string) course {
 	return course{van, p.device()}
 }
 
-// env is the variables that give a role its device.
+// env returns the variables that give a role its device.
 func (p place) env(role string) []string {
 	k := slices.Index([]string{"worker", "server"}, role)
 	if p.gpus == nil || k < 0 {
@@ -110,7 +110,7 @@ func (p place) env(role string) []string {
 	return []string{"STEPMESH_BAKCEND=GPU", "STEPMESH_GPU=" + strconv.Itoa(id), "DMLC_RANK_OFFSET=" + strconv.Itoa(-id)}
 }
 
-// of is the place of one of several workers, as if it were the only one: they have the GPUs in turn.
+// of returns the place of one of several workers, which use the GPUs in turn.
 func (p place) of(rank int) place {
 	if p.gpus != nil {
 		k := rank % len(p.gpus)
@@ -119,10 +119,10 @@ func (p place) of(rank int) place {
 	return p
 }
 
-// note is what has to be said of figures from here, "" for nothing.
+// note returns a reservation about figures of this place, or "".
 func (p place) note() string {
 	if p.gpus == nil || p.gpus[0] != p.gpus[1] {
 		return ""
 	}
-	return fmt.Sprintf("both processes use gpu:%d: they take turns on it, in time slices, so these figures say little", p.gpus[0])
+	return fmt.Sprintf("both processes use gpu:%d: they share it in time slices, so these figures mean little", p.gpus[0])
 }

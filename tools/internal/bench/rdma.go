@@ -16,10 +16,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// rdmaRun is what a benchmark over RDMA does besides.
+// rdmaRun adds the comparison with perftest to a benchmark over RDMA.
 type rdmaRun struct{ at choose.Result }
 
-// rdmaOf is the run of --van ibverbs, nil for other vans, and the host of the processes.
+// rdmaOf returns the run of --van ibverbs, or nil for other vans, and the host of the processes.
 func rdmaOf(c *cli.Context) (r *rdmaRun, host string, err error) {
 	if c.String("van") != ibverbs {
 		return nil, c.String("host"), nil
@@ -30,7 +30,7 @@ func rdmaOf(c *cli.Context) (r *rdmaRun, host string, err error) {
 	return r, r.at.Host.String(), nil
 }
 
-// newRDMARun chooses the port: that of host, or without one as a node would.
+// newRDMARun chooses the port: the port of host, or without host as a node does.
 func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
 	stack, err := verbs.Load(verbs.Options{})
 	if err != nil {
@@ -44,7 +44,7 @@ func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
 	if err != nil {
 		return nil, err
 	}
-	cfg, _ := env.LoadFrom(env.OS()) // its errors concern nodes
+	cfg, _ := env.LoadFrom(env.OS()) // its errors matter only for nodes
 	ask := choose.Request{Interface: cfg.Interface}
 	if host == "" {
 		host = cfg.NodeHost
@@ -63,7 +63,7 @@ func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
 	return &rdmaRun{at: at}, nil
 }
 
-// lookup finds the IPv4 address of a host.
+// lookup returns the IPv4 address of a host.
 func lookup(ctx context.Context, host string) (netip.Addr, error) {
 	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip4", host)
 	if err != nil {
@@ -72,18 +72,17 @@ func lookup(ctx context.Context, host string) (netip.Addr, error) {
 	return all[0].Unmap(), nil
 }
 
-// perfFigures is what perftest has measured; 0 is not measured.
+// perfFigures are the results of perftest; 0 means not measured.
 type perfFigures struct {
 	lat, bw float64 // microseconds, bytes per second
-	missing string  // why there are none
+	missing string  // the reason why there are none
 }
 
-// bulk is the payload of a round trip from which its bandwidth says something, and the
-// largest message that every device takes.
+// bulk is the payload from which a round trip's bandwidth is meaningful, and the largest message that every device
+// accepts.
 const bulk = 1 << 20
 
-// perftest measures what there is to compare with: ib_write_lat for lat bytes, unless that is 0, and
-// ib_write_bw.
+// perftest measures ib_write_lat for lat bytes, unless lat is 0, and if bw ib_write_bw.
 func (r *rdmaRun) perftest(c *cli.Context, lat int, bw bool) (f perfFigures, err error) {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
@@ -102,7 +101,7 @@ func (r *rdmaRun) perftest(c *cli.Context, lat int, bw bool) (f perfFigures, err
 	return f, nil
 }
 
-// rdmaReport is a figure beside perftest's of the same run.
+// rdmaReport compares a figure with perftest's figures of the same run.
 type rdmaReport struct {
 	Host     string  `json:"host"`
 	Device   string  `json:"device"`
@@ -111,15 +110,15 @@ type rdmaReport struct {
 	Missing  string  `json:"perftest_missing,omitempty"`
 	WriteLat float64 `json:"ib_write_lat_us,omitempty"` // one way, typical
 	LatRatio float64 `json:"ratio_ib_write_lat,omitempty"`
-	LatGoal  float64 `json:"goal_ib_write_lat,omitempty"` // LatRatio at most
+	LatGoal  float64 `json:"goal_ib_write_lat,omitempty"` // maximum of LatRatio
 	Bps      float64 `json:"bytes_per_s,omitempty"`       // both ways, at the median
 	WriteBW  float64 `json:"ib_write_bw_bytes_per_s,omitempty"`
 	BWRatio  float64 `json:"ratio_ib_write_bw,omitempty"`
-	BWGoal   float64 `json:"goal_ib_write_bw,omitempty"` // BWRatio at least
+	BWGoal   float64 `json:"goal_ib_write_bw,omitempty"` // minimum of BWRatio
 	Missed   bool    `json:"missed"`
 }
 
-// compare adds the figures to a report, and tells v what is missed.
+// compare adds perftest's figures to a report, and adds missed goals to v.
 func (r *rdmaRun) compare(rep *latencyReport, f perfFigures, v *verdict) {
 	x := r.beside(f, rep.P50)
 	rep.RDMA, x.Bps = x, float64(rep.PushBytes+rep.PullBytes)/rep.P50*1e6
@@ -130,7 +129,7 @@ func (r *rdmaRun) compare(rep *latencyReport, f perfFigures, v *verdict) {
 	x.judge(p, course{ibverbs, cpu}.goal(p), v)
 }
 
-// beside is what perftest has measured, and how often it goes into us.
+// beside returns perftest's figures, and the ratio of us to its latency.
 func (r *rdmaRun) beside(f perfFigures, us float64) *rdmaReport {
 	x := &rdmaReport{Host: r.at.Host.String(), Device: r.at.Device, Port: r.at.Port, GIDIndex: r.at.GIDIndex, Missing: f.missing,
 		WriteLat: f.lat, WriteBW: f.bw}
@@ -140,7 +139,7 @@ func (r *rdmaRun) beside(f perfFigures, us float64) *rdmaReport {
 	return x
 }
 
-// judge compares with the goal of p, and tells v if it is missed.
+// judge compares with the goal of p, and adds a missed goal to v.
 func (x *rdmaReport) judge(p fmt.Stringer, g goal, v *verdict) {
 	ratio := 0.0
 	switch g.of {
@@ -156,7 +155,7 @@ func (x *rdmaReport) judge(p fmt.Stringer, g goal, v *verdict) {
 	x.Missed = v.judge(p, g, ratio)
 }
 
-// print names what was measured.
+// print prints the comparison of what.
 func (x *rdmaReport) print(w io.Writer, what string) {
 	goal := func(word string, v float64) string {
 		if v == 0 {

@@ -18,12 +18,12 @@ type latencyReport struct {
 	FloorP90   float64            `json:"floor_p90_us"`
 	FloorP99   float64            `json:"floor_p99_us"`
 	FloorMax   float64            `json:"floor_max_us"`
-	RatioP50   float64            `json:"ratio_p50"` // to the floor of the same run
+	RatioP50   float64            `json:"ratio_p50"` // ratio to the floor of the same run
 	RatioP99   float64            `json:"ratio_p99"`
 	Bare       *bareReport        `json:"zmq,omitempty"`
 	Load       bool               `json:"load,omitempty"`           // whether every core was kept busy
 	Touch      bool               `json:"touch,omitempty"`          // whether every byte was read and written between rounds
-	Goal       float64            `json:"goal_ratio_p50,omitempty"` // RatioP50 at most
+	Goal       float64            `json:"goal_ratio_p50,omitempty"` // maximum of RatioP50
 	Missed     bool               `json:"missed,omitempty"`
 	CPU        map[string]float64 `json:"cpu_s"`
 	WorkerPart float64            `json:"worker_measured_cpu_s"`
@@ -31,16 +31,16 @@ type latencyReport struct {
 	RDMA       *rdmaReport        `json:"rdma,omitempty"`
 }
 
-// where says where the tensors were.
+// where describes the place of the tensors.
 type where struct {
 	Device   string `json:"device"`             // "cpu" or "gpu"
 	GPUs     []int  `json:"gpus,omitempty"`     // the worker's and the server's
-	Stream   bool   `json:"stream,omitempty"`   // whether tensors are said to be made in one
+	Stream   bool   `json:"stream,omitempty"`   // whether the stream of the tensors is named
 	Prepared bool   `json:"prepared,omitempty"` // by both ends
-	Note     string `json:"note,omitempty"`     // what speaks against the figures
+	Note     string `json:"note,omitempty"`     // a reservation about the figures
 }
 
-// bareReport is a round trip of ZMQ by itself, and what a push_pull takes of it.
+// bareReport is a round trip of libzmq alone, and the ratio of a push_pull to it.
 type bareReport struct {
 	P50      float64 `json:"p50_us"`
 	P90      float64 `json:"p90_us"`

@@ -1,6 +1,6 @@
 package bench
 
-// bench session: a call of a session's ranks, beside push_pulls with the same processes.
+// bench session: calls of a session's ranks, compared with push_pulls between the same processes.
 
 import (
 	"bytes"
@@ -21,7 +21,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// callGoal is what a call of an empty function on sessionRanks ranks may take.
+// callGoal is the goal of a call of an empty function on sessionRanks ranks.
 var callGoal = goal{of: "a push_pull of 1 KiB with one of them", limit: 4}
 
 const sessionRanks = 4
@@ -60,7 +60,7 @@ type sessionReport struct {
 	Checked  bool               `json:"checked"`
 }
 
-// String names it in a verdict.
+// String names the report in a verdict.
 func (r *sessionReport) String() string {
 	return fmt.Sprintf("call of %d ranks over %s", r.Ranks, r.Van)
 }
@@ -148,7 +148,7 @@ func childSession(c *cli.Context, node *postoffice.Node) error {
 	return nil
 }
 
-// measureSession times blocks of calls, of push_pulls with the first server, and with all, after
+// measureSession times blocks of calls, of push_pulls with the first server, and of push_pulls with all servers, after
 // one block of each to warm up.
 func measureSession(ctx context.Context, node *postoffice.Node, iters, rounds int) (*result, error) {
 	w, err := af.NewWorker(node, af.WorkerOptions{})
@@ -203,7 +203,7 @@ func measureSession(ctx context.Context, node *postoffice.Node, iters, rounds in
 	return r, s.Shutdown(ctx)
 }
 
-// pushPuller makes one checked push_pull of 1 KiB with n servers.
+// pushPuller returns a function that makes one checked push_pull of 1 KiB with n servers.
 func pushPuller(ctx context.Context, w *af.Worker, n int, opts ...af.CallOption) func() error {
 	in, out := bytes.Repeat([]byte{1}, 1<<10), make([]byte, n<<10)
 	return func() error {
@@ -225,7 +225,7 @@ func pushPuller(ctx context.Context, w *af.Worker, n int, opts ...af.CallOption)
 		}
 		for i := 0; i < n && err == nil; i++ {
 			if !bytes.Equal(in, out[i<<10:(i+1)<<10]) {
-				err = fmt.Errorf("bench: server %d answers something else than was pushed", i)
+				err = fmt.Errorf("bench: server %d has answered something else than was pushed", i)
 			}
 		}
 		return err

@@ -28,10 +28,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
-// The cost of the software alone: a cluster in this process, on one core, over
-// transports that have no wire.
+// The cost of the software alone: a cluster in this process, on one core, over transports without a network.
 
-// softwareVans are the transports of bench software, as --van names them.
+// softwareVans are the transports of bench software, the values of --van.
 var softwareVans = []string{"null", "rdma"}
 
 func softwareCommand() *cli.Command {
@@ -75,14 +74,14 @@ type softwareReport struct {
 	Mean int64 `json:"mean_ns"`
 	CPU  int64 `json:"cpu_ns"` // of the process
 
-	// For each push_pull.
+	// Per push_pull.
 	Allocs     float64 `json:"allocs"`
 	AllocBytes float64 `json:"alloc_bytes"`
-	// Locks is how often a lock was taken, by package; nil in a build that does not
-	// count. What plays the wire is not among them.
+	// Locks is the number of lock operations by package. It is nil in a build that does not count. Simulated hardware
+	// is not included.
 	Locks map[string]float64 `json:"locks,omitempty"`
 
-	Checked bool `json:"checked"` // whether the bytes of answers were
+	Checked bool `json:"checked"` // the bytes of answers were checked
 }
 
 func runSoftware(c *cli.Context) error {
@@ -185,7 +184,7 @@ func measureSoftware(ctx context.Context, name string, sizes []payload, iters, w
 	return all, leaving.Wait()
 }
 
-// softwareNet makes what plays the wire.
+// softwareNet creates the simulated network.
 func softwareNet(name string) (factory func(role string) van.Factory, end func()) {
 	if name == "null" {
 		n := newNullNet()
@@ -199,35 +198,35 @@ func softwareNet(name string) (factory func(role string) van.Factory, end func()
 	}, n.Close
 }
 
-// deviceAddr is the address of a role's device in memory.
+// deviceAddr returns the address of a role's simulated device.
 func deviceAddr(role string) netip.Addr {
 	return netip.AddrFrom4([4]byte{10, 77, 0, byte(slices.Index(roles, role) + 1)})
 }
 
-// placedVan is a van at an address that no interface of this host has.
+// placedVan is a van with an address that no interface of this host has.
 type placedVan struct {
 	van.Van
 	host string
 }
 
-// Unwrap returns the van inside, for van.As.
+// Unwrap returns the wrapped van, for van.As.
 func (v placedVan) Unwrap() van.Van { return v.Van }
 
 // ChooseHost implements van.HostChooser.
 func (v placedVan) ChooseHost() (host, why string, err error) { return v.host, "device in memory", nil }
 
-// startHere starts one node of each role in this process, in the order of roles. On
-// errors it returns those that did start.
+// startHere starts one node of each role in this process, in the order of roles. After an error it returns the nodes
+// that have started.
 func startHere(ctx context.Context, name string, factory func(role string) van.Factory) ([]*postoffice.Node, error) {
 	nodes := make([]*postoffice.Node, len(roles))
-	all, ctx := errgroup.WithContext(ctx) // when one fails, the others do not wait for it
+	all, ctx := errgroup.WithContext(ctx) // an error of one node ends the start of the others
 	for i, role := range roles {
 		cfg := postoffice.DefaultConfig()
 		cfg.Role, cfg.NumWorkers, cfg.NumServers = role, 1, 1
 		cfg.Backend = "CPU"
 		cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", 9000, "127.0.0.1"
 		if name == "rdma" {
-			// Devices in memory have addresses that this host does not.
+			// Simulated devices have addresses that this host does not have.
 			cfg.RootURI, cfg.NodeHost, cfg.Kubernetes = deviceAddr(roles[0]).String(), "", true
 		}
 		o := postoffice.Options{Config: cfg, Log: slog.New(slog.DiscardHandler), Van: factory(role)}
@@ -249,8 +248,7 @@ type software struct {
 	isAnswered             func() bool
 }
 
-// once does a push_pull of size i. Its goroutine plays both sides, so that no time goes
-// into waking another one.
+// once makes a push_pull of size i. Its goroutine runs both sides, so that no time is spent on waking another one.
 func (s *software) once(ctx context.Context, i int) error {
 	s.answered.Store(false)
 	call, err := s.worker.PushPull(s.pushes[i], s.pulls[i])
@@ -261,8 +259,7 @@ func (s *software) once(ctx context.Context, i int) error {
 	return call.Wait(ctx)
 }
 
-// newSoftware makes the worker, and a server that answers a pull with key 2i+1 by
-// the tensor of size i.
+// newSoftware creates the worker, and a server that answers a pull with key 2i+1 with the tensor of size i.
 func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, error) {
 	s := &software{server: server.App()}
 	s.isAnswered = s.answered.Load
@@ -290,7 +287,7 @@ func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, e
 	}
 	if err := srv.Handle(func(b af.Batch) {
 		if err := b.Respond(s.answers[b.Pulls()[0].Key/2]); err != nil {
-			server.Log().Error("respond", "err", err) // the worker waits, and gives up
+			server.Log().Error("respond", "err", err) // the worker waits until its limit
 		}
 		s.answered.Store(true)
 	}); err != nil {
@@ -300,8 +297,7 @@ func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, e
 	return s, err
 }
 
-// measure times push_pulls of size i. With check, the last answer is compared with
-// what the server has.
+// measure times push_pulls of size i. With check, the last answer is compared with the server's tensor.
 func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool) (*softwareReport, error) {
 	for range warmup {
 		if err := s.once(ctx, i); err != nil {
@@ -326,14 +322,14 @@ func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool
 	used, taken := cpuTime()-used, countLocks()
 	runtime.ReadMemStats(&after)
 	if check && !bytes.Equal(got, s.answers[i][0].Val.Bytes()) {
-		return nil, fmt.Errorf("the answer of %d bytes is not the server's", len(got))
+		return nil, fmt.Errorf("the answer of %d bytes differs from the server's tensor", len(got))
 	}
 	q, n := summarize(ns), float64(iters)
 	r := &softwareReport{Iters: iters, P50: int64(q.P50 * 1e3), P90: int64(q.P90 * 1e3), P99: int64(q.P99 * 1e3), Max: int64(q.Max * 1e3),
 		Mean: int64(q.Mean * 1e3), CPU: int64(used) / int64(iters), Allocs: float64(after.Mallocs-before.Mallocs) / n,
 		AllocBytes: float64(after.TotalAlloc-before.TotalAlloc) / n, Checked: check}
 	for name, count := range taken {
-		if playsWire(name) {
+		if isSimulation(name) {
 			continue
 		}
 		if r.Locks == nil {
@@ -346,7 +342,7 @@ func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool
 	return r, nil
 }
 
-// playsWire tells whether a package's locks are those of what stands for hardware.
-func playsWire(pkg string) bool {
+// isSimulation reports whether a package belongs to the simulated hardware.
+func isSimulation(pkg string) bool {
 	return strings.HasSuffix(pkg, "/van/rdma/fakeverbs") || strings.HasSuffix(pkg, "/tools/internal/bench")
 }

@@ -14,36 +14,35 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
-// nullNet is a transport without a wire, for nodes of one process: what a node sends is
-// handed to its peer by reference. Only frames that Send has to copy are copied. The
-// answer to a pull is handed up as one that lies in its place already, and its bytes
-// stay where they are: what a push_pull costs is what the layers above a transport cost.
+// nullNet is a transport without a network, for nodes of one process. It passes messages to the peer by reference, and
+// copies only frames that Send must copy. It delivers the answer to a pull as one whose values are in place already,
+// and does not move its bytes. So the cost of a push_pull is the cost of the layers above a transport.
 //
-// One goroutine at a time delivers, for all nodes: one that waits for an answer, or,
-// when nobody polls, the net's own after at most nullTick.
+// One goroutine at a time delivers, for all nodes: a caller that waits for an answer, or, if no caller polls, the net's
+// own goroutine after at most nullTick.
 type nullNet struct {
-	turn sync.Mutex // held by the one who delivers
+	turn sync.Mutex // held by the delivering goroutine
 
 	mu   sync.Mutex
 	ends map[string]*nullEnd      // by address
-	port int                      // the last one given to a node
-	sent fifo.Queue[*nullMessage] // and not delivered
+	port int                      // the latest port of a node
+	sent fifo.Queue[*nullMessage] // sent and not delivered yet
 	free fifo.Queue[*nullMessage]
 
 	stop    chan struct{}
 	stopped sync.WaitGroup
 }
 
-// nullTick is how long a message waits at most when nobody polls.
+// nullTick is the longest time that a message waits if no caller polls.
 const nullTick = 200 * time.Microsecond
 
-// nullEnd is an address: who listens there, or what waits for the one who will.
+// nullEnd is an address: its receiver, and messages that arrive before there is one.
 type nullEnd struct {
-	recv  van.Receiver // nil: nobody listens; under nullNet.mu
+	recv  van.Receiver // nil if there is none yet; guarded by nullNet.mu
 	early []*nullMessage
 }
 
-// nullMessage is a message on its way.
+// nullMessage is a message in flight.
 type nullMessage struct {
 	msg   van.Message
 	to    *nullEnd
@@ -77,7 +76,7 @@ func (n *nullNet) close() {
 	n.stopped.Wait()
 }
 
-// factory makes a node's transport.
+// factory creates a node's transport.
 func (n *nullNet) factory(o van.Options) (van.Van, error) {
 	v := &nullVan{net: n}
 	o.Engine.Add(n)
@@ -101,7 +100,7 @@ func (n *nullNet) CanSleep() bool { return false }
 // Sleep implements engine.Polled.
 func (n *nullNet) Sleep(time.Duration) {}
 
-// Help implements engine.Polled: it hands up one message. When there is none, a Poll ends.
+// Help implements engine.Polled: it delivers one message. If there is none, a Poll ends.
 func (n *nullNet) Help(time.Duration) engine.Found {
 	n.mu.Lock()
 	if n.sent.Len() == 0 {
@@ -186,7 +185,7 @@ func (v *nullVan) Start(recv van.Receiver) {
 	v.self.early = nil
 }
 
-// change replaces the table of peers by one that f has changed.
+// change replaces the table of peers by a copy that f has changed.
 func (v *nullVan) change(f func(peers map[int]*nullEnd)) {
 	v.net.mu.Lock()
 	defer v.net.mu.Unlock()
@@ -248,7 +247,7 @@ func (v *nullVan) Send(m *van.Message) error {
 	return nil
 }
 
-// Close implements van.Van. What is on its way to other nodes is still delivered.
+// Close implements van.Van. Messages in flight to other nodes are still delivered.
 func (v *nullVan) Close(context.Context) error {
 	v.net.mu.Lock()
 	defer v.net.mu.Unlock()

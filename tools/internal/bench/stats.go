@@ -10,7 +10,7 @@ import (
 	"github.com/urfave/cli/v2"
 )
 
-// quantiles of a set of durations, in microseconds.
+// quantiles are those of a set of durations, in microseconds.
 type quantiles struct {
 	P50  float64 `json:"p50_us"`
 	P90  float64 `json:"p90_us"`
@@ -33,7 +33,8 @@ func summarize(ns []int64) quantiles {
 	return quantiles{P50: at(0.50), P90: at(0.90), P99: at(0.99), Max: float64(ns[len(ns)-1]) / 1e3, Mean: sum / float64(len(ns)) / 1e3}
 }
 
-// blocks are how many calls each block has: the first one warms up, the others have iters together.
+// blocks returns the number of calls of each block. The first block is the warm-up; the others have iters calls
+// together.
 func blocks(iters, rounds int) []int {
 	all := []int{max(iters/10, 2)}
 	for k := range rounds {
@@ -44,12 +45,12 @@ func blocks(iters, rounds int) []int {
 	return all
 }
 
-// shown is a report, which its fields are in JSON.
+// shown is a report. Its fields are its JSON.
 type shown interface {
 	print(w io.Writer) error // as text
 }
 
-// show prints a report as --json says.
+// show prints a report in the form that --json chooses.
 func show(c *cli.Context, r shown) error {
 	if c.Bool("json") {
 		return json.NewEncoder(c.App.Writer).Encode(r)
@@ -57,7 +58,7 @@ func show(c *cli.Context, r shown) error {
 	return r.print(c.App.Writer)
 }
 
-// cpuTime is what this process has used so far.
+// cpuTime returns the CPU time of this process.
 func cpuTime() time.Duration {
 	var u syscall.Rusage
 	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {

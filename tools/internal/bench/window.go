@@ -22,7 +22,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// windowGoals are by van and size: ratios of a round trip to the floor's, at p50, and over RDMA of one way to
+// windowGoals are the goals by van and size: ratios of a round trip to the floor's at p50; over RDMA of one way to
 // ib_write_lat.
 var windowGoals = map[string]map[int]float64{
 	zmq:     {1 << 10: 3, 1 << 20: 3},
@@ -73,7 +73,7 @@ type windowReport struct {
 	Missed   bool      `json:"missed,omitempty"`
 	Checked  bool      `json:"checked"`
 
-	RDMA *rdmaReport `json:"rdma,omitempty"` // of one way
+	RDMA *rdmaReport `json:"rdma,omitempty"` // compared with one way
 }
 
 func (r *windowReport) String() string { return fmt.Sprintf("PutSignal of %d bytes", r.Bytes) }
@@ -122,7 +122,7 @@ func runWindow(c *cli.Context) error {
 			r, err = measureWindow(c, cl, over, rdma, size)
 		}
 		if err != nil {
-			cancel() // nobody waits for those who do
+			cancel() // ends processes that still wait
 			break
 		}
 		r.judge(&v)
@@ -139,7 +139,7 @@ func runWindow(c *cli.Context) error {
 	return v.check(c)
 }
 
-// judge compares with the goal, and tells v if it is missed.
+// judge compares with the goal, and adds a missed goal to v.
 func (r *windowReport) judge(v *verdict) {
 	limit := windowGoals[r.Van][r.Bytes]
 	if r.RDMA != nil {
@@ -150,12 +150,12 @@ func (r *windowReport) judge(v *verdict) {
 	r.Missed = v.judge(r, goal{of: ourFloor, limit: limit}, r.RatioP50)
 }
 
-// measureWindow measures one size, in blocks. rdma is nil unless over RDMA.
+// measureWindow measures one size, in blocks. rdma is nil unless the van is ibverbs.
 func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size int) (*windowReport, error) {
 	iters := c.Int("iters")
 	if iters == 0 {
 		moved := 1 << 30
-		if over == ibverbs { // perhaps emulated
+		if over == ibverbs { // the device may be emulated
 			moved = 1 << 28
 		}
 		iters = min(max(moved/(size+1<<18), 100), 4000)
@@ -208,7 +208,7 @@ func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size
 	return r, nil
 }
 
-// copies is the floor of shared memory: round trips of a copy of so many bytes and a flag between two threads.
+// copies is the floor of shared memory: round trips of a copy of that many bytes and a flag between two threads.
 type copies int
 
 func (copies) close() {}
@@ -252,7 +252,7 @@ func (r *windowReport) print(w io.Writer) error {
 	return err
 }
 
-// childWindow is a node of bench window: a worker makes the round trips that it is asked for.
+// childWindow is a node of bench window. A worker makes the requested round trips.
 func childWindow(c *cli.Context, node *postoffice.Node) error {
 	var most int
 	if err := arguments(c, &most); err != nil || node.Role() != van.Worker {
@@ -298,7 +298,7 @@ func putAndWait(ctx context.Context, w *window.Window, size, n int) ([]int64, er
 	}
 	want, got := bytes.Clone(b), w.Bytes()[:size]
 	ns := make([]int64, n)
-	put := func(i int) error { // with the time and the number
+	put := func(i int) error { // the data begins with the time and the number
 		le.PutUint64(b[size-8:], uint64(i))
 		le.PutUint64(b, clock.Now())
 		return w.PutSignal(ctx, 1-self, 0, t, 0)
@@ -331,7 +331,7 @@ func putAndWait(ctx context.Context, w *window.Window, size, n int) ([]int64, er
 		if last {
 			clear(got)
 		}
-		if err := w.Flush(ctx, 1-self); err != nil { // the source is written again
+		if err := w.Flush(ctx, 1-self); err != nil { // before the source is overwritten
 			return nil, err
 		}
 	}

@@ -16,17 +16,18 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Windows on GPUs. One way is from before the PutSignal to where the CPU of the other rank knows that it is there, by the clock of the
-// host: where its WaitSignal returns, or, in streams, where it sees the end of the stream that has waited. The floor is that of bench
-// latency: a copy into the other process's memory and behind it a word for its CPU; one way of it is half a round trip. Ahead is one
-// way in streams, too, on average, where both ranks have queued all round trips of a block, so that no CPU is in them.
+// Windows on GPUs. One way is the time from before the PutSignal until the CPU of the other rank sees the data, by the
+// clock of the host: its WaitSignal returns, or, in streams, it sees the end of the waiting stream. The floor is that
+// of bench latency: a copy into the other process's memory and then a flag for its CPU; one way is half a round trip.
+// Ahead is the average of one way in streams when both ranks have queued all round trips of a block, so that no CPU
+// takes part.
 
-// windowGPUGoals are ratios of one way to the floor's, at p50: those of the attention payload there and back.
+// windowGPUGoals are ratios of one way to the floor's, at p50, for the attention payload in both directions.
 var windowGPUGoals = map[int]float64{917504: 1.2, 1835008: 1.2}
 
 var windowGPUSizes = []int{1 << 10, 917504, 1835008, 16 << 20}
 
-// What a line to a rank asks for.
+// Requests to a rank.
 const (
 	askTrips   = "trips"   // size and number: the begin or the end of each way from rank 0, and on rank 0 the nanoseconds of each round trip
 	askStreams = "streams" // the same in streams
@@ -107,7 +108,7 @@ func (r *windowGPUReport) print(w io.Writer) error {
 	return err
 }
 
-// deviceTripper is a rank that puts to and fro.
+// deviceTripper is a rank that makes round trips.
 type deviceTripper struct {
 	w      *window.Window
 	comm   *collective.Comm
@@ -115,13 +116,13 @@ type deviceTripper struct {
 	stream af.Stream
 	event  backend.Event
 	src    backend.Mem
-	block  byte // in all bytes of a block
+	block  byte // added to all bytes of a block
 	floor  *deviceFloorClient
 	server *floorServer
 	size   int // of the floor
 }
 
-// answerOnGPU does what a rank of bench window --device gpu is asked for.
+// answerOnGPU answers the requests to a rank of bench window --device gpu.
 func answerOnGPU(c *cli.Context, w *window.Window, comm *collective.Comm, b backend.Backend, most int) error {
 	t, err := newDeviceTripper(w, comm, b, most)
 	if err != nil {
@@ -179,7 +180,7 @@ func (t *deviceTripper) do(ctx context.Context, what string, size, n int) (*answ
 	return a, t.check(size)
 }
 
-// image is what rank r puts in this block.
+// image returns the data that rank r puts in this block.
 func (t *deviceTripper) image(r, size int) []byte {
 	b := make([]byte, size)
 	fill(b)

@@ -15,8 +15,8 @@ import (
 
 const setOther = "set DMLC_NODE_HOST or DMLC_INTERFACE"
 
-// Unreachable lists what keeps the nodes of other hosts from reaching a node that starts on host h with cfg: an address
-// that cannot be reached from there, or no route to the scheduler. Names without an address are left out.
+// Unreachable returns the reasons why nodes of other hosts cannot reach a node that starts on host h with cfg: an
+// address that they cannot reach, or no route to the scheduler. Names without an address are not reported here.
 func Unreachable(ctx context.Context, cfg *env.Config, h hostaddr.Host, resolve func(context.Context, string) (netip.Addr, error)) []error {
 	scheduler, err := resolve(ctx, cfg.RootURI)
 	if cfg.RootURI == "" || err != nil || cfg.Local {

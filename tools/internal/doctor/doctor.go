@@ -1,9 +1,8 @@
-// Package doctor examines a machine for what StepAF needs: versions and
-// configuration, a message over ZeroMQ, GPUs, and RDMA from its libraries up to a round
-// trip on each port. It changes nothing.
+// Package doctor checks a machine for everything that StepAF needs: versions and configuration, a message over ZeroMQ,
+// GPUs, and RDMA from its libraries to a round trip on each port. It changes nothing.
 //
-// An examination is a list of checks that run one after the other, see checks. To
-// add one, write a method of exam, or of its part for RDMA or GPUs, and put it there.
+// The checks run one after the other, see exam.checks. To add one, write a method of exam, or of its part for RDMA or
+// GPUs, and add it to the list.
 package doctor
 
 import (
@@ -16,14 +15,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// check is one thing to look at.
+// check is one check.
 type check struct {
-	name string // of its findings that have none, or what theirs begins with
-	rdma bool   // only ibverbs needs it
+	name string // name of findings without a name; prefix of the names of others
+	rdma bool   // needed only for ibverbs
 	run  func(context.Context) []Finding
 }
 
-// checks lists everything in order; a check may use what those before it have found.
+// checks lists all checks in order. A check may use the results of earlier ones.
 func (x *exam) checks() []check {
 	return []check{
 		{"versions", false, x.versions},
@@ -46,19 +45,18 @@ func (x *exam) checks() []check {
 	}
 }
 
-// exam is an examination under way.
+// exam is the state of a run of all checks.
 type exam struct {
 	*subject
 	rdma rdmaExam
 	gpu  gpuExam
 }
 
-// grace is how long a check may take to notice that its context has ended.
+// grace is the time for which a check may continue after its context has ended.
 const grace = time.Second
 
-// Run examines m and calls each for every finding as it comes. It ends early with the
-// cause of ctx when that ends; what has not been looked at then is in the report,
-// too. A check that hangs is left behind.
+// Run checks m and calls each for every finding. It ends early if ctx ends; the report then lists the checks that were
+// not made. A check that does not end is left running.
 func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 	s := &subject{m: m, early: make(chan Finding)}
 	x := &exam{subject: s, rdma: rdmaExam{subject: s}, gpu: gpuExam{subject: s}}
@@ -66,7 +64,7 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 	x.needRDMA = x.cfg.VanType == ibverbs
 	r := Report{Van: x.cfg.VanType}
 	add := func(f Finding) {
-		f.Text = strings.ReplaceAll(strings.TrimSpace(f.Text), "\n", "; ") // of joined errors
+		f.Text = strings.ReplaceAll(strings.TrimSpace(f.Text), "\n", "; ") // from joined errors
 		r.Findings = append(r.Findings, f)
 		each(f)
 	}
@@ -97,7 +95,7 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 	return r, nil
 }
 
-// unknown is the status of what could not be looked at: it counts as ill.
+// unknown returns the status of a check without a result: it counts as a defect.
 func (x *exam) unknown(c check) Status {
 	switch {
 	case c.rdma:
@@ -108,7 +106,7 @@ func (x *exam) unknown(c check) Status {
 	return Fail
 }
 
-// unseen is the finding for all checks that are not made any more.
+// unseen returns the finding for all checks that were not made.
 func (x *exam) unseen(ctx context.Context, rest []check) Finding {
 	f := Finding{Name: rest[0].name, Status: Warn, Remedy: "run it again, with a longer --timeout"}
 	var names []string
@@ -118,14 +116,14 @@ func (x *exam) unseen(ctx context.Context, rest []check) Finding {
 			f.Status = Fail
 		}
 	}
-	f.Text = "not looked at: " + reason(ctx)
+	f.Text = "not checked: " + reason(ctx)
 	if len(names) > 1 {
-		f.Text += "; nor at " + strings.Join(names[1:], ", ")
+		f.Text += "; nor " + strings.Join(names[1:], ", ")
 	}
 	return f
 }
 
-// await waits for a check, and a little longer than ctx; each is for what it says early.
+// await waits for a check, until shortly after the end of ctx. It calls each for early findings.
 func (x *exam) await(ctx context.Context, done <-chan []Finding, each func(Finding)) (found []Finding, ended bool) {
 	over, late := ctx.Done(), (<-chan time.Time)(nil)
 	for {

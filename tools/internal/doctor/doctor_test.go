@@ -480,7 +480,7 @@ func TestOtherDevice(t *testing.T) {
 	m, _, n := equipped(t)
 	port(n, 0, func(p *verbs.PortInfo) { p.GIDs[1].Addr = fakeAddrs[1] })
 	f := find(t, examine(t, m), "rdma loopback fake0/1")
-	if f.Status != Warn || !strings.Contains(f.Text, "10.1.1.1 belongs to fake0, but connections from there lie on fake1") {
+	if f.Status != Warn || !strings.Contains(f.Text, "10.1.1.1 belongs to fake0, but connections from there use fake1") {
 		t.Errorf("%+v", f)
 	}
 }
@@ -498,8 +498,8 @@ func TestMemlock(t *testing.T) {
 		{65536, "0000000000004000", nil, OK, "CAP_IPC_LOCK"},
 		{65536, "0000000000002000", nil, Warn, "the limit is 64.0 KiB, and a node registers 80.0 MiB"},
 		{65536, "nonsense", nil, Warn, "64.0 KiB"},
-		{1 << 30, "0", nil, Warn, "more than that"},
-		{leastMemlock, "0", nil, Warn, "more than that"},
+		{1 << 30, "0", nil, Warn, "beyond it cannot be registered"},
+		{leastMemlock, "0", nil, Warn, "beyond it cannot be registered"},
 		{0, "0", syscall.EINVAL, Warn, "invalid argument"},
 	} {
 		m, root, _ := equipped(t)
@@ -550,7 +550,7 @@ func TestTimeout(t *testing.T) {
 	if f := find(t, r, "rdma libraries"); f.Status != Fail || f.Text != "does not end: the time is up" {
 		t.Errorf("%+v", f)
 	}
-	if f := find(t, r, "rdma devices"); f.Status != Fail || f.Text != "not looked at: the time is up; nor at rdma port, locked memory, rdma address, rdma loopback, gpu, gpu pairs, same host, exposed" {
+	if f := find(t, r, "rdma devices"); f.Status != Fail || f.Text != "not checked: the time is up; nor rdma port, locked memory, rdma address, rdma loopback, gpu, gpu pairs, same host, exposed" {
 		t.Errorf("%+v", f)
 	}
 }
@@ -565,7 +565,7 @@ func TestInterrupted(t *testing.T) {
 	if !errors.Is(err, why) {
 		t.Errorf("%v, want %v", err, why)
 	}
-	if f := find(t, r, "rdma build"); f.Status != Warn || !strings.HasPrefix(f.Text, "not looked at: enough; nor at rdma libraries,") {
+	if f := find(t, r, "rdma build"); f.Status != Warn || !strings.HasPrefix(f.Text, "not checked: enough; nor rdma libraries,") {
 		t.Errorf("%+v", f)
 	}
 }

@@ -17,7 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-const makeSecret = `"stepaf secret FILE" makes a secret; set STEPAF_SECRET_FILE to it on all nodes`
+const makeSecret = `"stepaf secret FILE" creates a secret; set STEPAF_SECRET_FILE to it on all nodes`
 
 // ofSecret reports whether err is about the secret, which has its own check.
 func ofSecret(err error) bool {
@@ -47,9 +47,9 @@ func (x *exam) secret(context.Context) []Finding {
 	case from == "" && mode != env.AuthOff:
 		f.Status, f.Text, f.Remedy = Fail, fmt.Sprintf("STEPAF_AUTH=%s, and no secret is set", mode), makeSecret
 	case from == "":
-		f.Text = "none is set: any process that reaches a node is served (STEPAF_AUTH is off)"
+		f.Text = "none is set: a node serves every process that reaches it (STEPAF_AUTH is off)"
 	case mode == env.AuthOff:
-		f.Status, f.Text, f.Remedy = Warn, from+", and STEPAF_AUTH=off: it is not used", "unset STEPAF_AUTH, or the secret"
+		f.Status, f.Text, f.Remedy = Warn, from+", and STEPAF_AUTH=off: the secret is not used", "unset STEPAF_AUTH, or the secret"
 	case !x.m.HasCurve && c.VanType == "zmq":
 		f.Status, f.Text = Fail, from+": libzmq "+x.m.LibZMQ+" was built without CURVE, which a node with a secret needs"
 		f.Remedy = "install a libzmq that is built with libsodium (Debian's libzmq5 is)"
@@ -90,7 +90,7 @@ type door struct {
 	Role      string `json:"role"`
 	Transport string `json:"transport"`
 	Address   string `json:"address"`
-	Port      int    `json:"port,omitempty"` // 0 is any free one
+	Port      int    `json:"port,omitempty"` // 0 means any free port
 	Network   bool   `json:"network"`        // other hosts may reach it
 	Mode      string `json:"mode"`           // the mode of STEPAF_AUTH in force
 	where     string
@@ -99,7 +99,7 @@ type door struct {
 // exposed lists the ports that a node of this configuration opens.
 func (x *exam) exposed(ctx context.Context) []Finding {
 	if x.cfg.RootURI == "" {
-		return []Finding{{Status: Skip, Text: "no cluster is configured (DMLC_PS_ROOT_URI is not set)", Remedy: "run it with the variables of a node: it says then which ports the node opens, and to whom"}}
+		return []Finding{{Status: Skip, Text: "no cluster is configured (DMLC_PS_ROOT_URI is not set)", Remedy: "run it with the variables of a node: then it lists the ports that the node opens, and who reaches them"}}
 	}
 	interfaces, err := x.m.Interfaces()
 	if err != nil {

@@ -32,18 +32,18 @@ func TestSecret(t *testing.T) {
 		status  Status
 		text    string // of the finding or its remedy
 	}{
-		{nil, nil, OK, "none is set: any process that reaches a node is served (STEPAF_AUTH is off)"},
+		{nil, nil, OK, "none is set: a node serves every process that reaches it (STEPAF_AUTH is off)"},
 		{[]string{"STEPAF_AUTH=off"}, nil, OK, "none is set"},
 		{[]string{good}, nil, OK, fmt.Sprintf("from STEPAF_SECRET_FILE=%q: processes without it are refused", filepath.Join(dir, "good"))},
 		{[]string{"STEPAF_SECRET=" + text}, nil, OK, "from STEPAF_SECRET: processes without it are refused"},
 		{[]string{good, "STEPAF_AUTH=warn"}, nil, Warn, "STEPAF_AUTH=warn: processes without it are admitted, counted and named"},
-		{[]string{good, "STEPAF_AUTH=off"}, nil, Warn, "STEPAF_AUTH=off: it is not used"},
+		{[]string{good, "STEPAF_AUTH=off"}, nil, Warn, "STEPAF_AUTH=off: the secret is not used"},
 		{[]string{"STEPAF_AUTH=require"}, nil, Fail, "STEPAF_AUTH=require, and no secret is set"},
 		{[]string{file("readable", text, 0o644)}, nil, Fail, "(mode 0644): want mode 0600"},
 		{[]string{file("group", text, 0o640)}, nil, Fail, "chmod 600 " + filepath.Join(dir, "group")},
 		{[]string{"STEPAF_SECRET_FILE=" + filepath.Join(dir, "none")}, nil, Fail, "no such file or directory"},
 		{[]string{"STEPAF_SECRET_FILE=" + filepath.Join(dir, "none")}, nil, Fail, "set STEPAF_SECRET_FILE to the file with the secret"},
-		{[]string{file("short2", text[:15], 0o600)}, nil, Fail, `"stepaf secret FILE" makes a secret`},
+		{[]string{file("short2", text[:15], 0o600)}, nil, Fail, `"stepaf secret FILE" creates a secret`},
 		{[]string{good, "STEPAF_SECRET=" + text}, nil, Fail, "unset one of the two"},
 		{[]string{file("empty", "", 0o600)}, nil, Fail, "it holds 0 bytes"},
 		{[]string{file("short", text[:15], 0o600)}, nil, Fail, "it holds 15 bytes"},

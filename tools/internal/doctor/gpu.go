@@ -10,16 +10,16 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// gpuExam is the checks of GPUs.
+// gpuExam has the checks of GPUs.
 type gpuExam struct {
 	*subject
 	all   []backend.Info
 	tried []pairResult
 }
 
-// list shows the GPUs and what they can do.
+// list describes the GPUs and their abilities.
 func (x *gpuExam) list(context.Context) []Finding {
-	const remedy = "docs/gpu.md says how; without one tensors stay in host memory"
+	const remedy = "see docs/gpu.md; without a GPU, tensors stay in host memory"
 	absent := Skip
 	if x.needGPU() {
 		absent = Fail
@@ -51,7 +51,7 @@ func (x *gpuExam) list(context.Context) []Finding {
 
 func peersText(peers []int) string {
 	if len(peers) == 0 {
-		return "reaches no other GPU directly"
+		return "has peer access to no other GPU"
 	}
 	list := strings.Trim(strings.ReplaceAll(fmt.Sprint(peers), " ", ", "), "[]")
 	return "reaches GPU " + list + " directly"
@@ -64,7 +64,7 @@ func dmabufText(can bool) string {
 	return "no dma-buf: RDMA on its memory needs nvidia_peermem"
 }
 
-// choice tells which GPU a node with this environment would use.
+// choice returns the finding about the GPU that a node with this environment would use.
 func (x *gpuExam) choice() Finding {
 	f := Finding{Name: "gpu choice"}
 	switch {
@@ -82,15 +82,15 @@ func (x *gpuExam) choice() Finding {
 	return f
 }
 
-// sameHost tells how values travel between nodes of this host, and those on a GPU.
+// sameHost returns the findings about the path of values between nodes of this host, and of values on a GPU.
 func (x *gpuExam) sameHost(context.Context) []Finding {
 	var f Finding
 	switch scope := x.ptraceScope(); {
 	case x.cfg.EnableIPC == 0:
-		f.Text = "over " + x.cfg.VanType + ": BYTEPS_ENABLE_IPC=0 switches shared memory off"
+		f.Text = "over " + x.cfg.VanType + ": BYTEPS_ENABLE_IPC=0 disables shared memory"
 	case scope > 1:
 		f.Status = Warn
-		f.Text = fmt.Sprintf("through shared memory, large values twice when the receiver is slow: kernel.yama.ptrace_scope is %d", scope)
+		f.Text = fmt.Sprintf("through shared memory; large values are copied twice if the receiver is slow: kernel.yama.ptrace_scope is %d", scope)
 		f.Remedy = "sysctl kernel.yama.ptrace_scope=1, if the machine's rules allow it"
 	default:
 		f.Text = "through shared memory"
@@ -115,13 +115,13 @@ func (x *gpuExam) sameHost(context.Context) []Finding {
 	return append(out, g)
 }
 
-// ptraceScope is Yama's, 0 where there is none.
+// ptraceScope returns Yama's setting, or 0 without Yama.
 func (x *gpuExam) ptraceScope() int {
-	n, _ := strconv.Atoi(x.line("proc/sys/kernel/yama/ptrace_scope")) // what is no number says nothing
+	n, _ := strconv.Atoi(x.line("proc/sys/kernel/yama/ptrace_scope")) // text that is no number counts as 0
 	return n
 }
 
-// tensorsHere tells how values on a GPU travel between nodes of this host.
+// tensorsHere describes the path of values on a GPU between nodes of this host.
 func (x *gpuExam) tensorsHere() string {
 	direct, known := 0, 0
 	for _, r := range x.tried {
@@ -140,5 +140,5 @@ func (x *gpuExam) tensorsHere() string {
 	case direct == known:
 		return "directly GPU to GPU"
 	}
-	return "directly GPU to GPU for the pairs above that work so, else through pinned host memory"
+	return "directly GPU to GPU for the pairs above that support it, else through pinned host memory"
 }

@@ -8,12 +8,12 @@ import (
 	"github.com/stepaf/stepaf-go/internal/limits"
 )
 
-// ofDoctor is how many files a node has open that does not run under this examination.
+// ofDoctor is the number of open files of this process that a node does not have.
 const ofDoctor = 8
 
-// limits compares what each node of the cluster would need with what it may have, as the
-// node does when it starts. Without the shape of a cluster it says how many peers the limit
-// of open files is enough for. Locked memory has a finding of its own.
+// limits compares the needs of each node of the cluster with this process's limits, as a node does when it starts.
+// Without the shape of a cluster it reports for how many peers the limit of open files is enough. Locked memory has a
+// finding of its own.
 func (x *exam) limits(context.Context) []Finding {
 	_, hard, err := x.m.Files()
 	if err != nil {
@@ -56,7 +56,7 @@ func (x *exam) limits(context.Context) []Finding {
 	return found
 }
 
-// judge returns the limits that are too low for a node of a role, and the limits that the node may exceed later.
+// judge returns the limits that are too low for a node of a role, and those that the node may exceed later.
 func judge(role string, needs []limits.Need) (found []Finding) {
 	for _, n := range needs {
 		f := Finding{Remedy: n.Raise}

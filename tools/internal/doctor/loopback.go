@@ -19,7 +19,7 @@ import (
 const (
 	loopbackRounds = 300
 	warmupRounds   = 20
-	portTime       = 5 * time.Second // for connecting and all rounds of one port
+	portTime       = 5 * time.Second // for the connection and all rounds of one port
 
 	pollSpin  = 200 * time.Microsecond
 	pollBlock = 20 * time.Millisecond
@@ -32,10 +32,9 @@ type trips struct {
 	p50, p99 time.Duration
 }
 
-// loopback connects addr with itself, lets a write with immediate go to and fro, and
-// takes everything down again.
+// loopback connects addr with itself, sends a write with immediate in both directions, and releases all resources.
 func loopback(ctx context.Context, stack verbs.Stack, addr netip.Addr, rounds int) (t trips, err error) {
-	var ends [2]*verbsprobe.End // which listens, and which dials
+	var ends [2]*verbsprobe.End // the listener, and the dialer
 	for i := range ends {
 		if ends[i], err = verbsprobe.New(stack, verbsprobe.Options{Out: 8, In: 8, Depth: 16}); err != nil {
 			return t, err
@@ -61,7 +60,7 @@ func loopback(ctx context.Context, stack verbs.Stack, addr netip.Addr, rounds in
 	return trips{device: ends[1].Device(), rounds: rounds, p50: took[len(took)/2], p99: took[len(took)*99/100]}, nil
 }
 
-// join connects two ends at addr. The error is that of the one that failed first.
+// join connects two ends at addr. The error is that of the end that failed first.
 func join(ctx context.Context, addr netip.Addr, listener, dialer *verbsprobe.End) error {
 	at, err := listener.Listen(addr)
 	if err != nil {
@@ -74,7 +73,7 @@ func join(ctx context.Context, addr netip.Addr, listener, dialer *verbsprobe.End
 	return cmp.Or(context.Cause(ctx), err)
 }
 
-// write sends a mark from one end to the other and waits until it is there.
+// write sends a byte from one end to the other and waits for it.
 func write(ctx context.Context, from, to *verbsprobe.End, n uint32) error {
 	mark := from.Out()[0] + 1
 	from.Out()[0] = mark
@@ -83,7 +82,7 @@ func write(ctx context.Context, from, to *verbsprobe.End, n uint32) error {
 	}
 	for {
 		imm, came, err := to.Arrival(pollSpin, pollBlock)
-		if !came { // who has sent knows why
+		if !came { // the sender has the cause
 			if _, _, failed := from.Arrival(0, 0); failed != nil {
 				return failed
 			}
@@ -101,7 +100,7 @@ func write(ctx context.Context, from, to *verbsprobe.End, n uint32) error {
 	}
 }
 
-// remedyFor says what to do about an error of loopback.
+// remedyFor returns the remedy for an error of loopback.
 func remedyFor(err error) string {
 	if e, ok := errors.AsType[*verbsprobe.EventError](err); ok {
 		switch e.Event {

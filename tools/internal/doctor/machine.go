@@ -23,7 +23,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/zmq"
 )
 
-// Machine is what an examination looks at. Host is this one; tests make one up.
+// Machine is the machine that is checked. Host returns this one; tests make their own.
 type Machine struct {
 	Root fs.FS // of the file system: dev, proc and sys are read
 	Env  env.Source
@@ -34,38 +34,37 @@ type Machine struct {
 	HasCurve   bool   // libzmq has CURVE
 	Transports []string
 	Backends   []string
-	CPUs       int // that this process may use
+	CPUs       int // usable by this process
 
 	Interfaces func() ([]choose.Interface, error)
-	// Source is the address of this host toward another one.
+	// Source returns the address of this host from which packets to another host leave.
 	Source func(dest netip.Addr) (netip.Addr, error)
-	// Resolve finds the IPv4 address of a host.
+	// Resolve returns the IPv4 address of a host.
 	Resolve func(ctx context.Context, host string) (netip.Addr, error)
 	// Open opens a device for reading and writing, and closes it.
 	Open func(name string) error
-	// Files are the soft and the hard limit of open files.
+	// Files returns the soft and the hard limit of open files.
 	Files func() (soft, hard uint64, err error)
-	// Memlock is RLIMIT_MEMLOCK in bytes; the largest uint64 is no limit.
+	// Memlock returns RLIMIT_MEMLOCK in bytes; the largest uint64 means no limit.
 	Memlock func() (uint64, error)
-	// Limits are those of threads, of address space, and of files on the host; their fields may be nil.
+	// Limits are the limits of threads, of address space, and of files on the host; the fields may be nil.
 	Limits limits.System
-	// ZMQ makes vans of ZeroMQ.
+	// ZMQ creates vans of ZeroMQ.
 	ZMQ van.Factory
-	// GPUs describes the GPUs, without opening any; it is only called when there is a
-	// backend GPU.
+	// GPUs describes the GPUs without opening them. It is only called if there is a backend GPU.
 	GPUs func() ([]backend.Info, error)
-	// OpenGPU opens one of them.
+	// OpenGPU opens a GPU.
 	OpenGPU func(id int) (backend.Backend, error)
-	// PairChild runs ChildCommand in another process, which reads request, until that or
-	// ctx ends, and returns the lines that it has written, also if it has failed.
+	// PairChild runs ChildCommand in another process, with request as its input, until that process or ctx ends. It
+	// returns the lines that the process has written, also after an error.
 	PairChild func(ctx context.Context, request []byte) ([]byte, error)
-	// PairBytes is how much is copied between two GPUs to measure their bandwidth.
+	// PairBytes is the size of the copy between two GPUs that measures their bandwidth.
 	PairBytes int
-	// Verbs loads RDMA; nil when this build has none.
+	// Verbs loads RDMA. It is nil if this build has no RDMA.
 	Verbs func() (verbs.Stack, error)
 }
 
-// Host is the machine that this process runs on. version is stepaf's.
+// Host returns the machine of this process. version is stepaf's.
 func Host(version string, log *slog.Logger) *Machine {
 	return &Machine{
 		Root:       os.DirFS("/"),
@@ -98,7 +97,7 @@ func libzmq() string {
 	return fmt.Sprintf("%d.%d.%d", major, minor, patch)
 }
 
-// Resolve finds the IPv4 address of a host by the name service of this one.
+// Resolve returns the IPv4 address of a host, from this host's name service.
 func Resolve(ctx context.Context, host string) (netip.Addr, error) {
 	if a, err := netip.ParseAddr(host); err == nil {
 		return a.Unmap(), nil

@@ -18,13 +18,13 @@ import (
 
 const (
 	gpuPairs  = "gpu pairs"      // the check's name
-	smallCopy = 1 << 10          // bytes of the copy whose time is measured
-	largeCopy = 64 << 20         // and of the one whose bandwidth is
+	smallCopy = 1 << 10          // bytes of the copy that measures the latency
+	largeCopy = 64 << 20         // bytes of the copy that measures the bandwidth
 	childTime = 15 * time.Second // for all copies to one GPU
-	lineGPUs  = 4                // up to so many a line for each pair, beyond a matrix
+	lineGPUs  = 4                // up to this number of GPUs each pair has a line; more GPUs get a matrix
 )
 
-// Results of CUDA that the remedies know.
+// Error codes of CUDA that have remedies.
 const (
 	cudaDeviceUnavailable = 46
 	cudaInvalidDevice     = 101
@@ -32,38 +32,38 @@ const (
 	cudaOperatingSystem   = 304
 )
 
-// pairRemedy says what can be done. reaches is what the driver says of peer access.
+// pairRemedy returns the remedy. reaches reports whether the driver allows peer access.
 func pairRemedy(r pairResult, reaches bool) string {
-	const topology = "both GPUs must be joined by NVLink, or by PCIe below one root complex; an IOMMU, PCIe ACS or a virtual machine can forbid it (nvidia-smi topo -p2p r)"
+	const topology = "both GPUs must be connected by NVLink, or by PCIe below one root complex; an IOMMU, PCIe ACS or a virtual machine can forbid it (nvidia-smi topo -p2p r)"
 	switch f := r.Fault; {
 	case f.Kind == faultWrong:
-		return "set BYTEPS_ENABLE_IPC=0 on all nodes, and see whether an IOMMU or PCIe ACS is on: either can garble copies between GPUs"
+		return "set BYTEPS_ENABLE_IPC=0 on all nodes, and see whether an IOMMU or PCIe ACS is on: either can corrupt copies between GPUs"
 	case f.Code == cudaDeviceUnavailable:
 		return "nvidia-smi -c DEFAULT: the GPU is in exclusive mode, which is for one process"
 	case f.Kind == faultMemory:
-		return "look with nvidia-smi who uses the GPU's memory: this takes " + size(largeCopy) + " and a context for each of two processes"
+		return "see in nvidia-smi which process uses the GPU's memory: this check needs " + size(largeCopy) + " and a context for each of two processes"
 	case f.Kind == faultLost:
 		return "see dmesg for Xid errors; nvidia-smi --gpu-reset, or restart the machine"
 	case f.Kind == faultUntried:
-		return "run stepaf doctor again, with a longer --timeout if time was short; see dmesg when it stays so"
+		return "run stepaf doctor again, with a longer --timeout if it ended early; see dmesg if the result stays the same"
 	case f.Code == cudaInvalidDevice:
 		return "see that CUDA_VISIBLE_DEVICES shows both GPUs to both processes"
 	case f.Code == cudaPeerUnsupported, r.From != r.To && !reaches:
 		return topology
 	case f.Code == cudaOperatingSystem:
-		return "see that both processes are of one user, and that the container's seccomp profile or MIG is not in the way"
+		return "check that both processes have the same user, and that neither the container's seccomp profile nor MIG prevents it"
 	case f.Kind == faultUnsupported:
-		return "CUDA IPC needs Linux on the machine itself or with the whole GPU passed through: WSL, vGPU and MIG have none"
+		return "CUDA IPC needs Linux on bare metal or with the whole GPU passed through: WSL, vGPU and MIG do not support it"
 	}
-	return "see dmesg; nodes work without it, only slower"
+	return "see dmesg; nodes work without it, but slower"
 }
 
-// pairs tries each ordered pair of GPUs with a process at either end.
+// pairs checks each ordered pair of GPUs with a process at either end.
 func (x *gpuExam) pairs(ctx context.Context) []Finding {
 	if why, remedy := x.noPairs(); why != "" {
 		return []Finding{{Status: Skip, Text: "not tried: " + why, Remedy: remedy}}
 	}
-	var late []Finding // what nobody could be told of any more
+	var late []Finding // findings after the end of ctx
 	tell := func(f Finding) {
 		if !x.say(ctx, f) {
 			late = append(late, f)
@@ -103,7 +103,7 @@ func (x *gpuExam) pairs(ctx context.Context) []Finding {
 	return late
 }
 
-// noPairs says why there is nothing to try.
+// noPairs returns the reason why no pair is checked, or "".
 func (x *gpuExam) noPairs() (why, remedy string) {
 	switch {
 	case !slices.Contains(x.m.Backends, "GPU"):
@@ -111,14 +111,14 @@ func (x *gpuExam) noPairs() (why, remedy string) {
 	case len(x.all) == 0:
 		return "this process sees no GPU", "see gpu above"
 	case x.cfg.Backend != "" && !x.needGPU():
-		return "STEPMESH_BAKCEND=" + x.cfg.Backend + ": the node uses no GPU", "unset STEPMESH_BAKCEND to have it tried"
+		return "STEPMESH_BAKCEND=" + x.cfg.Backend + ": the node uses no GPU", "unset STEPMESH_BAKCEND to check it"
 	case x.cfg.EnableIPC == 0:
-		return "BYTEPS_ENABLE_IPC=0 switches it off", "unset BYTEPS_ENABLE_IPC to have it tried"
+		return "BYTEPS_ENABLE_IPC=0 disables it", "unset BYTEPS_ENABLE_IPC to check it"
 	}
 	return "", ""
 }
 
-// pairsLeft is the finding for GPUs from to on, when the time is up.
+// pairsLeft returns the finding for the GPUs from to on after the time limit.
 func (x *gpuExam) pairsLeft(ctx context.Context, to int) Finding {
 	var names []string
 	for _, g := range x.all {
@@ -130,8 +130,8 @@ func (x *gpuExam) pairsLeft(ctx context.Context, to int) Finding {
 		Remedy: "run it again, with a longer --timeout"}
 }
 
-// exportAll fills memory on each GPU and exports it, or notes why not. The GPUs that are held
-// keep what the children import.
+// exportAll fills memory on each GPU and exports it, or records the error. The held GPUs keep the memory that the
+// children import.
 func (x *gpuExam) exportAll(ctx context.Context) (held []backend.Backend, sources []pairSource, faults map[int]*pairFault) {
 	faults = map[int]*pairFault{}
 	for _, g := range x.all {
@@ -154,7 +154,7 @@ func (x *gpuExam) exportAll(ctx context.Context) (held []backend.Backend, source
 	return held, sources, faults
 }
 
-// export fills n bytes of b with the pattern and names them. Close of b frees them.
+// export fills n bytes of b with the pattern and exports them. Close of b frees them.
 func export(b backend.Backend, seed uint64, n int) (backend.Export, error) {
 	e, ok := b.(backend.Exporter)
 	if !ok {
@@ -172,10 +172,10 @@ func export(b backend.Backend, seed uint64, n int) (backend.Export, error) {
 	return e.Export(m)
 }
 
-// pairsTo has a child bring all sources to one GPU, and returns a result for each GPU.
+// pairsTo has a child process copy from all sources to one GPU, and returns a result for each GPU.
 func (x *gpuExam) pairsTo(ctx context.Context, to int, sources []pairSource, faults map[int]*pairFault) []pairResult {
 	got := map[int]pairResult{}
-	var silent string // why a result is missing
+	var silent string // the reason of a missing result
 	if len(sources) > 0 {
 		silent = x.runPairChild(ctx, pairRequest{To: to, Bytes: x.m.PairBytes, Sources: sources}, got)
 	}
@@ -191,7 +191,7 @@ func (x *gpuExam) pairsTo(ctx context.Context, to int, sources []pairSource, fau
 	return row
 }
 
-// runPairChild puts what the child says into got, and says why it says no more.
+// runPairChild writes the results of the child into got. It returns the reason why results are missing.
 func (x *gpuExam) runPairChild(ctx context.Context, req pairRequest, got map[int]pairResult) string {
 	ctx, cancel := context.WithTimeoutCause(ctx, childTime, fmt.Errorf("the other process has not answered within %s", childTime))
 	defer cancel()
@@ -204,10 +204,10 @@ func (x *gpuExam) runPairChild(ctx context.Context, req pairRequest, got map[int
 	for line := range bytes.Lines(out) {
 		line, whole := bytes.CutSuffix(line, []byte{'\n'})
 		var r pairResult
-		if !whole { // it was ended
+		if !whole { // the process was ended
 			break
 		} else if err := json.Unmarshal(line, &r); err != nil || r.To != req.To {
-			bad = fmt.Errorf("the other process says %q: want a result for GPU %d", line, req.To)
+			bad = fmt.Errorf("the other process has written %q: want a result for GPU %d", line, req.To)
 			continue
 		}
 		got[r.From] = r
@@ -221,17 +221,17 @@ func (x *gpuExam) runPairChild(ctx context.Context, req pairRequest, got map[int
 	return "the other process has ended without an answer"
 }
 
-// reaches tells whether the driver lets GPU to access the memory of GPU from.
+// reaches reports whether the driver lets GPU to access the memory of GPU from.
 func (x *gpuExam) reaches(from, to int) bool {
 	i := slices.IndexFunc(x.all, func(g backend.Info) bool { return int(g.Device.ID) == to })
 	return i >= 0 && slices.Contains(x.all[i].Peers, from)
 }
 
-// pairFinding is the line of one pair.
+// pairFinding returns the finding of one pair.
 func (x *gpuExam) pairFinding(r pairResult) Finding {
 	f := Finding{Name: fmt.Sprintf("gpu %d -> gpu %d", r.From, r.To), Data: r}
 	if r.Fault != nil {
-		f.Status, f.Text, f.Remedy = r.Fault.status(), r.Fault.verdict(), pairRemedy(r, x.reaches(r.From, r.To))
+		f.Status, f.Text, f.Remedy = r.Fault.status(), r.Fault.effect(), pairRemedy(r, x.reaches(r.From, r.To))
 		if s := r.Fault.short(); s != r.Fault.Text {
 			f.Details = []string{r.Fault.Text}
 		}
@@ -252,7 +252,7 @@ func gigabytes(bps float64) string {
 	return fmt.Sprintf("%.0f", bps/1e9)
 }
 
-// matrixHead is the line above the matrix.
+// matrixHead returns the line above the matrix.
 func (x *gpuExam) matrixHead() Finding {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%-10s", "GB/s from")
@@ -262,7 +262,7 @@ func (x *gpuExam) matrixHead() Finding {
 	return Finding{Text: b.String()}
 }
 
-// matrixRow is the line of the copies to one GPU; '-' is what pairReasons explains.
+// matrixRow returns the line of the copies to one GPU. pairReasons explains each '-'.
 func matrixRow(to int, row []pairResult) Finding {
 	var b, small strings.Builder
 	fmt.Fprintf(&b, "to GPU %-3d", to)
@@ -279,7 +279,7 @@ func matrixRow(to int, row []pairResult) Finding {
 	return Finding{Name: fmt.Sprintf("gpu pairs to %d", to), Text: b.String(), Details: []string{small.String()}, Data: row}
 }
 
-// pairReasons tells below the matrix why pairs do not work, each reason once.
+// pairReasons returns, for the end of the matrix, each reason why pairs do not work, once.
 func (x *gpuExam) pairReasons() []Finding {
 	type group struct {
 		f     Finding
@@ -290,7 +290,7 @@ func (x *gpuExam) pairReasons() []Finding {
 		if r.Fault == nil {
 			continue
 		}
-		f := Finding{Status: r.Fault.status(), Text: r.Fault.verdict(), Remedy: pairRemedy(r, x.reaches(r.From, r.To))}
+		f := Finding{Status: r.Fault.status(), Text: r.Fault.effect(), Remedy: pairRemedy(r, x.reaches(r.From, r.To))}
 		i := slices.IndexFunc(groups, func(g *group) bool { return g.f.Text == f.Text && g.f.Remedy == f.Remedy })
 		if i < 0 {
 			i = len(groups)

@@ -29,9 +29,8 @@ const (
 	copyTime    = 5 * time.Second
 )
 
-// ChildCommand is the hidden command of stepaf by which doctor starts itself as the
-// other process of a pair of GPUs. It reads what to try from standard input and
-// writes a line of JSON for each attempt.
+// ChildCommand is a hidden command of stepaf: doctor starts itself with it as the other process of a pair of GPUs. It
+// reads its task from standard input and writes a line of JSON for each pair.
 func ChildCommand() *cli.Command {
 	return &cli.Command{
 		Name: pairCommand, Hidden: true, HideHelpCommand: true,
@@ -43,8 +42,8 @@ func ChildCommand() *cli.Command {
 
 func openGPU(id int) (backend.Backend, error) { return backend.New("GPU", id) }
 
-// startPairChild runs stepaf's ChildCommand until it ends or ctx does, and returns what
-// it has written. The child dies with this process.
+// startPairChild runs ChildCommand until it or ctx ends, and returns its output. The kernel kills the child when this
+// process ends.
 func startPairChild(ctx context.Context, request []byte) ([]byte, error) {
 	self, err := os.Executable()
 	if err != nil {
@@ -54,7 +53,7 @@ func startPairChild(ctx context.Context, request []byte) ([]byte, error) {
 }
 
 func runChild(cmd *exec.Cmd, request []byte) ([]byte, error) {
-	runtime.LockOSThread() // the child dies with the thread that starts it
+	runtime.LockOSThread() // the kernel kills the child when this thread ends
 	defer runtime.UnlockOSThread()
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.WaitDelay = grace / 2
@@ -69,7 +68,7 @@ func runChild(cmd *exec.Cmd, request []byte) ([]byte, error) {
 	return out, err
 }
 
-// lastLine is what a child has said last, nil when it has said nothing.
+// lastLine returns the last line of a child's output, or nil.
 func lastLine(b []byte) error {
 	s := strings.TrimSpace(string(b))
 	if s == "" {
@@ -78,12 +77,12 @@ func lastLine(b []byte) error {
 	return errors.New(s[strings.LastIndexByte(s, '\n')+1:])
 }
 
-// servePairs is the child: it opens the GPU that it is told, tries each source, and
-// writes what became of it at once, so that what hangs later hides nothing.
+// servePairs is the child. It opens the requested GPU, tries each source, and writes each result at once, so that a
+// later hang hides no result.
 func servePairs(ctx context.Context, in io.Reader, out io.Writer, open func(int) (backend.Backend, error)) (err error) {
 	var req pairRequest
 	if err := json.NewDecoder(in).Decode(&req); err != nil {
-		return fmt.Errorf("%s is started by stepaf doctor: read what to do: %w", pairCommand, err)
+		return fmt.Errorf("%s is started by stepaf doctor: read the task: %w", pairCommand, err)
 	}
 	if req.Bytes < smallCopy || req.Bytes%8 != 0 {
 		return fmt.Errorf("%s: %d bytes: want a multiple of 8, at least %d", pairCommand, req.Bytes, smallCopy)
@@ -109,13 +108,13 @@ func servePairs(ctx context.Context, in io.Reader, out io.Writer, open func(int)
 	return nil
 }
 
-// sharer is what a backend must be able to do for a pair.
+// sharer are the abilities of a backend that a pair needs.
 type sharer interface {
 	backend.AsyncCopier
 	backend.Exporter
 }
 
-// receiver is the importing end of a pair. Close of its backend frees all of it.
+// receiver is the importing end of a pair. Close of its backend frees everything.
 type receiver struct {
 	b      backend.Backend
 	share  sharer
@@ -152,10 +151,10 @@ func (p *receiver) prepare() (err error) {
 	return err
 }
 
-// errWrongBytes is wrapped when a copy differs from its source.
+// errWrongBytes is wrapped if a copy differs from its source.
 var errWrongBytes = errors.New("bytes differ")
 
-// try imports s, copies all of it, looks at every byte, and measures.
+// try imports s, copies all of it, compares every byte, and measures.
 func (p *receiver) try(ctx context.Context, s pairSource) (r pairResult, err error) {
 	e, n := s.Export, len(p.host)
 	if e.Offset < 0 || e.Size < n || e.Offset > e.Size-n {
@@ -167,7 +166,7 @@ func (p *receiver) try(ctx context.Context, s pairSource) (r pairResult, err err
 	}
 	defer func() { err = errors.Join(err, p.share.CloseImport(all)) }()
 	src := all.Sub(e.Offset, n)
-	if _, err := p.median(ctx, src, 1); err != nil { // the first one maps the memory
+	if _, err := p.median(ctx, src, 1); err != nil { // the first copy maps the memory
 		return r, err
 	}
 	if err := p.b.Copy(backend.Bytes(p.host), p.dst); err != nil {
@@ -192,8 +191,7 @@ func (p *receiver) try(ctx context.Context, s pairSource) (r pairResult, err err
 	return r, nil
 }
 
-// median copies src n times, each until this process knows that it has arrived, and
-// returns the median time.
+// median copies src n times, and waits for each copy. It returns the median time.
 func (p *receiver) median(ctx context.Context, src backend.Mem, n int) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, copyTime)
 	defer cancel()

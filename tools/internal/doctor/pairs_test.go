@@ -189,7 +189,7 @@ func TestPairsProcesses(t *testing.T) {
 		{"unreachable", "/", "/unreachable", map[string]string{
 			"gpu 0 -> gpu 0": direct, "gpu 1 -> gpu 0": direct,
 			"gpu 0 -> gpu 1": "through pinned memory: cuIpcOpenMemHandle: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217)",
-		}, "IOMMU", Warn, "directly GPU to GPU for the pairs above that work so, else through pinned"},
+		}, "IOMMU", Warn, "directly GPU to GPU for the pairs above that support it, else through pinned"},
 		{"garbled", "/", "garbled/garbled", map[string]string{
 			"gpu 1 -> gpu 0": "CUDA IPC delivers wrong values: bytes differ from byte 262136 of 262144 on",
 		}, "BYTEPS_ENABLE_IPC=0", Fail, "this host through pinned host memory"},
@@ -198,7 +198,7 @@ func TestPairsProcesses(t *testing.T) {
 		}, "nvidia-smi -c DEFAULT", Warn, "this host through pinned host memory"},
 		{"full", "full/", "/full", map[string]string{
 			"gpu 0 -> gpu 0": "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (2)", "gpu 1 -> gpu 0": direct, "gpu 1 -> gpu 1": "CUDA_ERROR_OUT_OF_MEMORY",
-		}, "who uses the GPU's memory", Warn, "for the pairs above"},
+		}, "which process uses the GPU's memory", Warn, "for the pairs above"},
 		{"crash", "/", "crash/", map[string]string{
 			"gpu 0 -> gpu 0": "not known: the other process: exit status 3; out of luck", "gpu 0 -> gpu 1": direct,
 		}, "again", Warn, "directly GPU to GPU where CUDA IPC works, else"},
@@ -312,11 +312,11 @@ func eightGPUs(from, to int) string {
 	return answerOf(from, to)
 }
 
-// TestPairAnswers: what a child should not say is told, and taken for no result.
+// TestPairAnswers: an invalid line of a child is reported, and is not a result.
 func TestPairAnswers(t *testing.T) {
 	for _, answer := range []string{"noise", `{"from":0,"to":9}`} {
 		f := find(t, examine(t, saying(2, func(int, int) string { return answer })), "gpu 0 -> gpu 1")
-		if f.Status != Warn || !strings.HasPrefix(f.Text, "not known: the other process says ") || !strings.Contains(f.Text, "want a result for GPU 1") {
+		if f.Status != Warn || !strings.HasPrefix(f.Text, "not known: the other process has written ") || !strings.Contains(f.Text, "want a result for GPU 1") {
 			t.Errorf("%s: %+v", answer, f)
 		}
 	}
@@ -337,9 +337,9 @@ func TestPairRemedies(t *testing.T) {
 		{pairFault{Kind: faultLost}, 1, true, "Xid"},
 		{pairFault{Code: cudaInvalidDevice}, 1, true, "CUDA_VISIBLE_DEVICES"},
 		{pairFault{Code: 1}, 1, false, "IOMMU"},
-		{pairFault{Code: 1}, 0, false, "only slower"}, // a GPU is no peer of itself
-		{pairFault{Code: 1}, 1, true, "only slower"},
-		{pairFault{Code: cudaOperatingSystem}, 1, true, "one user"},
+		{pairFault{Code: 1}, 0, false, "but slower"}, // a GPU is no peer of itself
+		{pairFault{Code: 1}, 1, true, "but slower"},
+		{pairFault{Code: cudaOperatingSystem}, 1, true, "same user"},
 		{pairFault{Kind: faultUnsupported}, 1, true, "vGPU"},
 	} {
 		if got := pairRemedy(pairResult{To: x.to, Fault: &x.f}, x.reaches); !strings.Contains(got, x.want) {

@@ -1,6 +1,6 @@
 package doctor
 
-// What the two processes of a pair of GPUs say to each other.
+// The messages between the two processes of a pair of GPUs.
 
 import (
 	"errors"
@@ -10,42 +10,41 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// pairRequest is what a child is asked to try: to bring memory of this process to a
-// GPU of its own.
+// pairRequest is a child's task: copy memory of the parent to the child's GPU.
 type pairRequest struct {
 	To      int          `json:"to"`
 	Bytes   int          `json:"bytes"` // of each source
 	Sources []pairSource `json:"sources"`
 }
 
-// pairSource is memory of a GPU, full of the pattern of Seed.
+// pairSource is GPU memory filled with the pattern of Seed.
 type pairSource struct {
 	From   int            `json:"from"`
 	Seed   uint64         `json:"seed"`
 	Export backend.Export `json:"export"`
 }
 
-// pairResult is what became of one pair, as the child says it and as JSON carries it.
+// pairResult is the result of one pair, in the child's output and in the JSON report.
 type pairResult struct {
 	From           int        `json:"from"`
 	To             int        `json:"to"`
-	SmallNS        int64      `json:"copy_1kib_ns,omitempty"` // median, until the host knows of it
+	SmallNS        int64      `json:"copy_1kib_ns,omitempty"` // median, including the host's wait
 	BytesPerSecond float64    `json:"bytes_per_second,omitempty"`
-	Fault          *pairFault `json:"fault,omitempty"` // nil when it works
+	Fault          *pairFault `json:"fault,omitempty"` // nil if the pair works
 }
 
-// pairFault says why values of a pair do not go directly.
+// pairFault is the reason why values of a pair are not copied directly.
 type pairFault struct {
 	Text string `json:"error"`
-	Call string `json:"call,omitempty"` // the driver's function, if it was one
+	Call string `json:"call,omitempty"` // the function of the driver that failed, if one did
 	Code int    `json:"code,omitempty"` // its result
 	Name string `json:"name,omitempty"`
 	Kind string `json:"kind,omitempty"` // one of the kinds below
 }
 
-// Kinds of faults with a remedy or a meaning of their own.
+// Kinds of faults that have a remedy or a status of their own.
 const (
-	faultUntried     = "untried" // says nothing of the pair
+	faultUntried     = "untried" // the pair was not checked
 	faultWrong       = "wrong bytes"
 	faultUnsupported = "unsupported"
 	faultMemory      = "memory"
@@ -53,7 +52,7 @@ const (
 )
 
 func newFault(err error) *pairFault {
-	f := &pairFault{Text: strings.ReplaceAll(err.Error(), "\n", "; ")} // of joined errors
+	f := &pairFault{Text: strings.ReplaceAll(err.Error(), "\n", "; ")} // from joined errors
 	if d, ok := errors.AsType[*backend.DeviceError](err); ok {
 		f.Call, f.Code, f.Name = d.Call, d.Code, d.Name
 	}
@@ -70,10 +69,10 @@ func newFault(err error) *pairFault {
 	return f
 }
 
-// untried is the fault of a pair that why has kept from being tried.
+// untried returns the fault of a pair that was not checked because of why.
 func untried(why string) *pairFault { return &pairFault{Text: why, Kind: faultUntried} }
 
-// short is the driver's function and result, or whatever else there is.
+// short returns the driver's function and result, or else the text.
 func (f *pairFault) short() string {
 	if f.Call == "" {
 		return f.Text
@@ -81,7 +80,7 @@ func (f *pairFault) short() string {
 	return fmt.Sprintf("%s: %s (%d)", f.Call, f.Name, f.Code)
 }
 
-// status of a pair that does not work: values that arrive changed are worse than slow.
+// status returns the status of a pair that does not work. Wrong values are worse than slow ones.
 func (f *pairFault) status() Status {
 	if f.Kind == faultWrong {
 		return Fail
@@ -89,8 +88,8 @@ func (f *pairFault) status() Status {
 	return Warn
 }
 
-// verdict says what becomes of a pair's values, and why.
-func (f *pairFault) verdict() string {
+// effect describes the path of the pair's values, and the reason.
+func (f *pairFault) effect() string {
 	switch f.Kind {
 	case faultUntried:
 		return "not known: " + f.Text

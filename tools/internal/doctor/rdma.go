@@ -17,14 +17,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// rdmaExam is the checks of RDMA. They follow each other from the ground upwards. Where the
-// ground is missing, one of them says so and those above are silent.
+// rdmaExam has the checks of RDMA, from the lowest layer upwards. If a layer is missing, its check reports that, and
+// the checks of higher layers report nothing.
 type rdmaExam struct {
 	*subject
 	stack      verbs.Stack // nil until loaded
 	interfaces []choose.Interface
-	found      []verbs.DeviceInfo // what the verbs show
-	chosen     *choose.Result     // nil when a node could not choose
+	found      []verbs.DeviceInfo // the devices that the verbs library lists
+	chosen     *choose.Result     // nil if a node could not choose
 }
 
 func (x *rdmaExam) build(context.Context) []Finding {
@@ -61,7 +61,7 @@ func (x *rdmaExam) libraries(context.Context) []Finding {
 	return []Finding{f}
 }
 
-// mapped lists the files of this process whose names have one of the parts in them.
+// mapped lists the mapped files of this process whose names contain one of the parts.
 func (x *rdmaExam) mapped(parts ...string) []string {
 	var list []string
 	for line := range strings.SplitSeq(x.text("proc/self/maps"), "\n") {
@@ -77,14 +77,13 @@ func (x *rdmaExam) mapped(parts ...string) []string {
 	return list
 }
 
-// sysDevices lists the RDMA devices that the kernel shows.
+// sysDevices lists the RDMA devices of the kernel.
 func (x *rdmaExam) sysDevices() []string { return x.names("sys/class/infiniband") }
 
-// modules are those that RDMA from user space needs, or that somebody may look for.
+// modules are the kernel modules that RDMA from user space needs, or that explain a problem.
 var modules = []string{"ib_core", "ib_uverbs", "rdma_ucm", "mlx5_ib", "bnxt_re", "irdma", "efa", "hns_roce", "rdma_rxe", "siw", "nvidia_peermem"}
 
-// devices looks at the kernel's side: devices, and the files through which a
-// process reaches them.
+// devices checks the kernel's devices, and the files through which a process uses them.
 func (x *rdmaExam) devices(context.Context) []Finding {
 	if x.m.Verbs == nil {
 		return nil
@@ -129,14 +128,14 @@ func (x *rdmaExam) devices(context.Context) []Finding {
 	return append([]Finding{f}, found...)
 }
 
-// deviceFile opens a file; it adds it to those that are good, or a finding to found.
+// deviceFile opens a file. It adds the file to good, or a finding to found.
 func (x *rdmaExam) deviceFile(file string, good *[]string, found []Finding) []Finding {
 	err := x.m.Open(file)
 	if err == nil {
 		*good = append(*good, file)
 		return found
 	}
-	f := Finding{Status: x.orFail(Warn), Text: err.Error(), Remedy: "see dmesg: the driver does not let " + file + " be opened"}
+	f := Finding{Status: x.orFail(Warn), Text: err.Error(), Remedy: "see dmesg: the driver refuses to open " + file + ""}
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		f.Text, f.Remedy = file+" is missing", "modprobe ib_uverbs rdma_ucm; give a container --device=/dev/infiniband and the host's network"
@@ -146,7 +145,7 @@ func (x *rdmaExam) deviceFile(file string, good *[]string, found []Finding) []Fi
 	return append(found, f)
 }
 
-// portData is what a program learns about a port.
+// portData are the properties of a port, for programs.
 type portData struct {
 	Device    string    `json:"device"`
 	Firmware  string    `json:"firmware"`
@@ -166,7 +165,7 @@ type gidData struct {
 	Iface string     `json:"interface,omitempty"`
 }
 
-// ports shows each port as the verbs see it.
+// ports describes each port that the verbs library lists.
 func (x *rdmaExam) ports(context.Context) []Finding {
 	if x.stack == nil || len(x.sysDevices()) == 0 {
 		return nil
@@ -175,7 +174,7 @@ func (x *rdmaExam) ports(context.Context) []Finding {
 	x.found = devices
 	var found []Finding
 	if err != nil { // of all devices, or of some
-		f := Finding{Status: x.orFail(Warn), Text: "not every device can be looked at: " + err.Error(), Remedy: "see the files above, ibv_devinfo -v, and dmesg"}
+		f := Finding{Status: x.orFail(Warn), Text: "not every device can be queried: " + err.Error(), Remedy: "see the files above, ibv_devinfo -v, and dmesg"}
 		if len(devices) > 0 {
 			f.Status = Warn
 		}
@@ -192,7 +191,7 @@ func (x *rdmaExam) ports(context.Context) []Finding {
 	return found
 }
 
-// fastLink is the rate in Gb/s from which small packets cost bandwidth.
+// fastLink is the rate in Gb/s from which a small MTU costs bandwidth.
 const fastLink = 100
 
 func (x *rdmaExam) port(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
@@ -232,11 +231,10 @@ func (x *rdmaExam) port(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
 	return f
 }
 
-// leastMemlock is what a node locks by itself: 10240 slots of a page, and as much
-// again. Tensors come on top.
+// leastMemlock is the memory that a node locks without tensors: 10240 slots of a page, and the same amount again.
 const leastMemlock = 80 << 20
 
-// lockedMemory looks at how much memory may be registered.
+// lockedMemory compares the limit of locked memory with the needs of a node.
 func (x *rdmaExam) lockedMemory(context.Context) []Finding {
 	if x.stack == nil || len(x.sysDevices()) == 0 {
 		return nil
@@ -250,11 +248,11 @@ func (x *rdmaExam) lockedMemory(context.Context) []Finding {
 	case limit == math.MaxUint64:
 		f.Text = "no limit"
 	case x.capable(capIPCLock):
-		f.Text = "the limit of " + size(limit) + " does not bind: this process has CAP_IPC_LOCK"
+		f.Text = "the limit of " + size(limit) + " does not apply: this process has CAP_IPC_LOCK"
 	case limit < leastMemlock:
 		f.Status, f.Text, f.Remedy = x.orFail(Warn), fmt.Sprintf("the limit is %s, and a node registers %s besides its tensors", size(limit), size(leastMemlock)), remedy
 	default:
-		f.Status, f.Text, f.Remedy = Warn, "the limit is "+size(limit)+": more than that of tensors and buffers cannot be registered", remedy
+		f.Status, f.Text, f.Remedy = Warn, "the limit is "+size(limit)+": tensors and buffers beyond it cannot be registered", remedy
 	}
 	if err == nil && limit != math.MaxUint64 {
 		f.Data = map[string]any{"limit_bytes": limit}
@@ -262,7 +260,7 @@ func (x *rdmaExam) lockedMemory(context.Context) []Finding {
 	return []Finding{f}
 }
 
-// address shows which address, device, port and GID a node would use.
+// address returns the finding about the address, device, port and GID that a node would use.
 func (x *rdmaExam) address(ctx context.Context) []Finding {
 	if len(x.found) == 0 {
 		return nil
@@ -317,8 +315,7 @@ func (x *rdmaExam) choose(ctx context.Context) (choose.Result, error) {
 	return r, err
 }
 
-// addresses lists the IPv4 addresses through which each active port can be reached,
-// one for a port.
+// addresses returns one IPv4 address for each active port.
 func (x *rdmaExam) addresses() []choose.Result {
 	var list []choose.Result
 	for _, d := range x.found {
@@ -338,8 +335,8 @@ func (x *rdmaExam) addresses() []choose.Result {
 	return list
 }
 
-// loopback makes a connection from each active port to itself. Only the one that
-// a node would use has to work.
+// loopback connects each active port with itself. Only a failure of the port that a node would use is a failure of the
+// check.
 func (x *rdmaExam) loopback(ctx context.Context) []Finding {
 	var found []Finding
 	for _, at := range x.addresses() {
@@ -360,7 +357,7 @@ func (x *rdmaExam) loopback(ctx context.Context) []Finding {
 		case err != nil:
 			f.Status, f.Text, f.Remedy = bad, fmt.Sprintf("%s: %v", at.Host, err), remedyFor(err)
 		case trips.device != at.Device:
-			f.Status, f.Text = bad, fmt.Sprintf("%s belongs to %s, but connections from there lie on %s", at.Host, at.Device, trips.device)
+			f.Status, f.Text = bad, fmt.Sprintf("%s belongs to %s, but connections from there use %s", at.Host, at.Device, trips.device)
 			f.Remedy = "see that every RDMA interface has a network of its own, or policy routes (ip route get " + at.Host.String() + ")"
 		default:
 			f.Text = fmt.Sprintf("%s: round trip of a write with immediate %s (p50 of %d, p99 %s)", at.Host, round(trips.p50), trips.rounds, round(trips.p99))

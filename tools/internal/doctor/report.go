@@ -8,12 +8,11 @@ import (
 	"strings"
 )
 
-// Status is how a finding is to be taken.
+// Status is the result of a check.
 type Status int
 
-// Statuses. Fail is for what the configured transport needs; Warn for what works
-// badly or would fail with another transport; Skip for what is not there to be looked
-// at.
+// The statuses. Fail: the configured transport does not work. Warn: something works badly, or would fail with another
+// transport. Skip: the subject of the check does not exist.
 const (
 	OK Status = iota
 	Warn
@@ -23,13 +22,13 @@ const (
 
 var statuses = [...]string{OK: "ok", Warn: "warn", Fail: "fail", Skip: "skip"}
 
-// String is the status as it is printed.
+// String returns the printed form of the status.
 func (s Status) String() string { return statuses[s] }
 
 // MarshalText writes the status as String does.
 func (s Status) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
-// UnmarshalText reads what MarshalText has written.
+// UnmarshalText reads the output of MarshalText.
 func (s *Status) UnmarshalText(b []byte) error {
 	i := slices.Index(statuses[:], string(b))
 	if i < 0 {
@@ -39,19 +38,19 @@ func (s *Status) UnmarshalText(b []byte) error {
 	return nil
 }
 
-// Finding is what a check has found.
+// Finding is the result of a check.
 type Finding struct {
 	Name    string   `json:"name"`
 	Status  Status   `json:"status"`
 	Text    string   `json:"finding"`
-	Remedy  string   `json:"remedy,omitempty"` // what to do; there is one unless the status is OK
+	Remedy  string   `json:"remedy,omitempty"` // what to do; empty only if the status is OK
 	Details []string `json:"details,omitempty"`
 	Data    any      `json:"data,omitempty"` // numbers of Text, for programs
 }
 
-// Report is a whole examination.
+// Report has the findings of all checks.
 type Report struct {
-	Healthy  bool      `json:"healthy"` // nothing has failed
+	Healthy  bool      `json:"healthy"` // no check has failed
 	Van      string    `json:"van"`     // the configured transport
 	Failed   int       `json:"failed"`
 	Warnings int       `json:"warnings"`
@@ -78,8 +77,7 @@ func (r *Report) JSON(w io.Writer) error {
 	return e.Encode(r)
 }
 
-// PrintFinding writes one finding as text: a line, one for the remedy, and with
-// verbose the details.
+// PrintFinding writes one finding as text: a line, a line with the remedy, and if verbose the details.
 func PrintFinding(w io.Writer, f Finding, verbose bool) {
 	fmt.Fprintf(w, "%-4s  %-24s  %s\n", f.Status, f.Name, f.Text)
 	const indent = "      "
@@ -95,17 +93,17 @@ func PrintFinding(w io.Writer, f Finding, verbose bool) {
 
 // PrintSummary writes the last line of the text.
 func (r *Report) PrintSummary(w io.Writer) {
-	verdict := "nothing stands in the way of a node with transport " + r.Van
+	summary := "no check failed: a node with transport " + r.Van + " should work"
 	if !r.Healthy {
-		verdict = Count(r.Failed, "check") + " failed: do not expect a node with transport " + r.Van + " to work"
+		summary = Count(r.Failed, "check") + " failed: do not expect a node with transport " + r.Van + " to work"
 	}
 	if r.Warnings > 0 {
-		verdict += ", " + Count(r.Warnings, "warning")
+		summary += ", " + Count(r.Warnings, "warning")
 	}
-	fmt.Fprintf(w, "\n%s\n", verdict)
+	fmt.Fprintf(w, "\n%s\n", summary)
 }
 
-// Count is a number of things, as it is written.
+// Count returns a number with its noun.
 func Count(n int, what string) string {
 	if n == 1 {
 		return "1 " + what

@@ -1,6 +1,6 @@
 package doctor
 
-// What all checks look at: the machine, its configuration, and files of the system.
+// The subject of all checks: the machine, its configuration, and files of the system.
 
 import (
 	"context"
@@ -15,7 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// subject is what is examined.
+// subject is the machine under test.
 type subject struct {
 	m      *Machine
 	cfg    *env.Config
@@ -23,11 +23,10 @@ type subject struct {
 
 	needRDMA bool // the configuration chooses ibverbs
 
-	early chan Finding // of a check under way, see say
+	early chan Finding // early findings of the running check; see say
 }
 
-// say tells of a finding before the check ends. It is false when ctx has ended: the
-// check returns the finding then.
+// say reports a finding before the check ends. It returns false if ctx has ended; the check then returns the finding.
 func (x *subject) say(ctx context.Context, f Finding) bool {
 	select {
 	case x.early <- f:
@@ -37,7 +36,7 @@ func (x *subject) say(ctx context.Context, f Finding) bool {
 	}
 }
 
-// reason says why ctx has ended.
+// reason returns the reason why ctx has ended.
 func reason(ctx context.Context) string {
 	err := context.Cause(ctx)
 	if errors.Is(err, context.DeadlineExceeded) {
@@ -48,8 +47,8 @@ func reason(ctx context.Context) string {
 
 const ibverbs = "ibverbs"
 
-// orFail is s, or Fail when the configuration chooses ibverbs: the status of a defect of RDMA (Warn), or of
-// RDMA that is not there (Skip).
+// orFail returns s, or Fail if the configuration chooses ibverbs. s is the status of a defect of RDMA (Warn), or of
+// absent RDMA (Skip).
 func (x *subject) orFail(s Status) Status {
 	if x.needRDMA {
 		return Fail
@@ -57,7 +56,7 @@ func (x *subject) orFail(s Status) Status {
 	return s
 }
 
-// useZMQ ends a remedy when RDMA was asked for.
+// useZMQ returns the end of a remedy if the configuration chooses RDMA.
 func (x *subject) useZMQ() string {
 	if x.needRDMA {
 		return "; or use DMLC_ENABLE_RDMA=zmq on all nodes"
@@ -65,18 +64,18 @@ func (x *subject) useZMQ() string {
 	return ""
 }
 
-// needGPU tells whether the configuration asks for a GPU.
+// needGPU reports whether the configuration chooses GPUs.
 func (x *subject) needGPU() bool { return x.cfg.Backend == "GPU" }
 
 const capIPCLock = 14
 
-// capable tells whether this process has a capability.
+// capable reports whether this process has a capability.
 func (x *subject) capable(bit int) bool {
 	caps, err := strconv.ParseUint(x.entry("proc/self/status", "CapEff"), 16, 64)
 	return err == nil && caps>>bit&1 == 1
 }
 
-// entry is what a file says of a name in a line "name: value", "" when it says nothing.
+// entry returns the value of the line "name: value" of a file, or "".
 func (x *subject) entry(file, name string) string {
 	for line := range strings.Lines(x.text(file)) {
 		if value, ok := strings.CutPrefix(line, name+":"); ok {
@@ -86,16 +85,16 @@ func (x *subject) entry(file, name string) string {
 	return ""
 }
 
-// names lists what a directory has, in order.
+// names returns the sorted names in a directory.
 func (x *subject) names(dir string) []string {
-	files, _ := fs.Glob(x.m.Root, dir+"/*") // the pattern is right
+	files, _ := fs.Glob(x.m.Root, dir+"/*") // the only error is a wrong pattern
 	for i, file := range files {
 		files[i] = path.Base(file)
 	}
 	return files
 }
 
-// text is the content of a file, "" when that cannot be had.
+// text returns the content of a file, or "" if it cannot be read.
 func (x *subject) text(name string) string {
 	b, err := fs.ReadFile(x.m.Root, name)
 	if err != nil {
@@ -106,7 +105,7 @@ func (x *subject) text(name string) string {
 
 func (x *subject) line(name string) string { return strings.TrimSpace(x.text(name)) }
 
-// size writes bytes for people.
+// size formats a number of bytes.
 func size(n uint64) string {
 	const units = "KMGTPE"
 	if n < 1<<10 {
@@ -119,7 +118,7 @@ func size(n uint64) string {
 	return fmt.Sprintf("%.1f %ciB", v, units[u])
 }
 
-// round drops digits that mean nothing.
+// round drops digits below the measurement's precision.
 func round(d time.Duration) time.Duration {
 	switch {
 	case d < 100*time.Microsecond:

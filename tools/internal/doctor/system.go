@@ -27,7 +27,7 @@ func (x *exam) versions(context.Context) []Finding {
 	}}
 }
 
-// lowMemory is what a node with its buffers may need before it has a tensor.
+// lowMemory is the memory that a node with its buffers may need without tensors.
 const lowMemory = 512 << 20
 
 func (x *exam) system(context.Context) []Finding {
@@ -39,14 +39,14 @@ func (x *exam) system(context.Context) []Finding {
 	}
 	switch {
 	case total > 0 && free < lowMemory:
-		f.Status, f.Remedy = Warn, "stop what uses the memory: a node wants "+size(lowMemory)+" besides its tensors"
+		f.Status, f.Remedy = Warn, "stop programs that use much memory: a node needs "+size(lowMemory)+" besides its tensors"
 	case x.cfg.BusyPoll == env.SpinForever && x.m.CPUs < 4:
-		f.Status, f.Remedy = Warn, "unset STEPAF_BUSY_POLL_ENABLE: waits that spin for ever want a CPU each, and there are few"
+		f.Status, f.Remedy = Warn, "unset STEPAF_BUSY_POLL_ENABLE: threads that spin forever need a CPU each, and this machine has few"
 	}
 	return []Finding{f}
 }
 
-// memory is the machine's, and how much of it can be had, 0 when not known.
+// memory returns the memory of the machine and the available part, 0 if it is not known.
 func (x *exam) memory() (total, free uint64) {
 	of := func(name string) uint64 {
 		number, _, _ := strings.Cut(x.entry("proc/meminfo", name), " ") // in KiB
@@ -61,8 +61,8 @@ func (x *exam) memory() (total, free uint64) {
 
 func (x *exam) environment(ctx context.Context) []Finding {
 	err := x.cfgErr
-	if x.cfg.Role != "" { // this is meant to be a node
-		err = x.cfg.Validate() // which repeats what LoadFrom refused
+	if x.cfg.Role != "" { // the variables are those of a node
+		err = x.cfg.Validate() // Validate repeats the errors of LoadFrom
 	}
 	var found []Finding
 	for _, e := range slices.DeleteFunc(Unwarned(x.cfg, err), ofSecret) {
@@ -82,7 +82,7 @@ func (x *exam) environment(ctx context.Context) []Finding {
 	var set []string
 	table := x.cfg.Table()
 	for _, v := range table {
-		// The variables of the transport name each other as origin; one is shown.
+		// The two variables of the transport name each other as origin; only one is shown.
 		other := slices.ContainsFunc(table, func(o env.Effective) bool { return o.Name == v.Origin })
 		if v.Origin != "default" && !other {
 			set = append(set, v.Name+"="+v.Value)
@@ -95,14 +95,13 @@ func (x *exam) environment(ctx context.Context) []Finding {
 	return append(found, f)
 }
 
-// Absent says that this build does not have what a variable names, a transport or a
-// backend; nil if it does.
+// Absent returns an error if this build does not have the transport or backend that a variable names.
 func Absent(cfg *env.Config, name, value string, have []string) error {
 	if value == "" || slices.Contains(have, value) {
 		return nil
 	}
 	if o := cfg.Origin(name); o != "environment" && o != "default" {
-		name = o // another name for it
+		name = o // the alias that is set
 	}
 	return fmt.Errorf("%s=%q: want one of those of this build, %s, or a program that has registered that one%s", name, value, strings.Join(have, ", "), env.DidYouMean(value, have))
 }
@@ -112,9 +111,8 @@ func Unwarned(cfg *env.Config, err error) []error {
 	return slices.DeleteFunc(slices.Clone(exit.Unjoin(err)), func(e error) bool { return slices.Contains(cfg.Warnings, e.Error()) })
 }
 
-// absentNames are variables that name what this build or this machine does not have: a
-// node of this build is refused when it starts, as by package postoffice. What is said of
-// RDMA and GPUs by checks of their own is left out.
+// absentNames returns errors about variables that name something that this build or machine does not have. A node of
+// this build would be refused at its start. RDMA and GPUs have checks of their own.
 func (x *exam) absentNames(ctx context.Context) (errs []error) {
 	if !x.needRDMA {
 		errs = append(errs, Absent(x.cfg, "DMLC_ENABLE_RDMA", x.cfg.VanType, x.m.Transports))
@@ -123,17 +121,17 @@ func (x *exam) absentNames(ctx context.Context) (errs []error) {
 		errs = append(errs, Absent(x.cfg, "STEPMESH_BAKCEND", x.cfg.Backend, x.m.Backends))
 	}
 	errs = slices.DeleteFunc(errs, func(err error) bool { return err == nil })
-	if x.cfg.RootURI != "" && (x.cfg.Role != scheduler || x.cfg.Kubernetes) { // any other scheduler is compared with this host
+	if x.cfg.RootURI != "" && (x.cfg.Role != scheduler || x.cfg.Kubernetes) { // for other schedulers the address is compared with this host
 		if _, err := x.m.Resolve(ctx, x.cfg.RootURI); err != nil {
 			errs = append(errs, fmt.Errorf("DMLC_PS_ROOT_URI=%q: %w; want the name or an address of the scheduler's host", x.cfg.RootURI, err))
 		}
 	}
 	if x.needRDMA {
-		return errs // its address is another check's
+		return errs // another check covers the address
 	}
 	interfaces, err := x.m.Interfaces()
 	if err != nil {
-		return errs // nothing to compare with
+		return errs // the interfaces are unknown
 	}
 	var have []string
 	for k := range interfaces {
@@ -171,7 +169,7 @@ func (x *exam) absentNames(ctx context.Context) (errs []error) {
 	return errs
 }
 
-// zmqTime is ample for a message over loopback.
+// zmqTime is more than enough for a message over loopback.
 const zmqTime = 5 * time.Second
 
 func (x *exam) zmqLoopback(ctx context.Context) []Finding {
@@ -190,7 +188,7 @@ func (x *exam) zmqLoopback(ctx context.Context) []Finding {
 		Data: map[string]any{"ns": took.Nanoseconds()}}}
 }
 
-// echo sends one message from a van to itself and returns how long all of it took.
+// echo sends one message from a van to itself and returns the time of the whole operation.
 func echo(ctx context.Context, f van.Factory) (took time.Duration, at string, err error) {
 	start := time.Now()
 	v, err := f(van.Options{Config: env.Default()})
@@ -211,7 +209,7 @@ func echo(ctx context.Context, f van.Factory) (took time.Duration, at string, er
 	v.Start(func(m *van.Message) {
 		select {
 		case got <- m.Timestamp == mark:
-		default: // one is enough
+		default: // one message is enough
 		}
 	})
 	self.ID = van.WorkerID(0)

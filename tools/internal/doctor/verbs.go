@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// loadVerbs is how this build loads RDMA.
+// loadVerbs returns the function with which this build loads RDMA.
 func loadVerbs(log *slog.Logger) func() (verbs.Stack, error) {
 	return func() (verbs.Stack, error) { return verbs.Load(verbs.Options{Log: log}) }
 }

@@ -1,4 +1,4 @@
-// Package exit gives errors of the stepaf command an exit status.
+// Package exit gives the errors of the stepaf command an exit status.
 package exit
 
 import (
@@ -11,19 +11,19 @@ import (
 
 // Exit statuses of the command.
 const (
-	Failure = 1   // what was asked for went wrong
-	Misuse  = 2   // the command line or the environment makes no sense
-	Timeout = 124 // a time limit passed, as with timeout(1)
+	Failure = 1   // the command has failed
+	Misuse  = 2   // the command line or the environment is wrong
+	Timeout = 124 // a time limit has passed, as in timeout(1)
 )
 
-// Usage is an error of the caller's, with status Misuse.
+// Usage returns an error of the command line, with status Misuse.
 func Usage(format string, args ...any) error { return With(Misuse, fmt.Errorf(format, args...)) }
 
 // With gives err a status.
 func With(status int, err error) error { return cli.Exit(err, status) }
 
-// WithoutArguments is the action f of a command that takes no arguments: an option after one would
-// be left out without a word.
+// WithoutArguments adds to the action f the refusal of arguments. An option after an argument would be ignored
+// silently.
 func WithoutArguments(f cli.ActionFunc) cli.ActionFunc {
 	return func(c *cli.Context) error {
 		if c.Args().Present() {
@@ -33,8 +33,8 @@ func WithoutArguments(f cli.ActionFunc) cli.ActionFunc {
 	}
 }
 
-// Status returns the exit status for err: 0 for nil, that of the first error in
-// its chain that has an ExitCode, else Failure.
+// Status returns the exit status for err: 0 for nil, else that of the first error in its chain that has an ExitCode,
+// else Failure.
 func Status(err error) int {
 	if err == nil {
 		return 0
@@ -45,7 +45,7 @@ func Status(err error) int {
 	return Failure
 }
 
-// Unjoin lists what errors.Join has joined.
+// Unjoin returns the errors that errors.Join has joined.
 func Unjoin(err error) []error {
 	if err == nil {
 		return nil

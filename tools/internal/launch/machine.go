@@ -24,7 +24,7 @@ type Address struct {
 	Loopback, Up  bool
 }
 
-// Machine is what a plan may use. Detect fills it in; tests do so by hand.
+// Machine is the hardware and network that a plan may use. Detect fills it in; tests fill it in by hand.
 type Machine struct {
 	Addresses []Address
 	GPUs      int  // CUDA devices that may be used
@@ -33,15 +33,16 @@ type Machine struct {
 	RDMABuild bool // this build has the ibverbs transport
 	Cores     int  // of the machine
 
-	// Toward is the address of this machine that leads to a host, the zero Address if there is none.
+	// Toward returns the address of this machine from which packets to a host leave, or the zero Address if there is
+	// none.
 	Toward func(host string) Address
-	// Free says why a port of an address of this machine cannot be listened to.
+	// Free returns the reason why a node cannot listen at a port of an address of this machine, or nil.
 	Free func(host string, port int) error
 }
 
-// Detect looks at this machine.
+// Detect describes this machine.
 func Detect(lookup func(string) (string, bool), cores int) *Machine {
-	devices, _ := os.ReadDir("/sys/class/infiniband") // where it is not to be read there are none
+	devices, _ := os.ReadDir("/sys/class/infiniband") // without the directory there are no devices
 	m := &Machine{
 		GPUs:      countGPUs(lookup),
 		GPUBuild:  slices.Contains(backend.Names(), "GPU"),
@@ -50,7 +51,7 @@ func Detect(lookup func(string) (string, bool), cores int) *Machine {
 		Cores:     cores,
 		Free:      free,
 	}
-	here := hostaddr.This() // without interfaces it is a machine without addresses
+	here := hostaddr.This() // without interfaces the machine has no addresses
 	for _, i := range here.Interfaces {
 		for _, a := range i.Addrs {
 			if a.Is4() {
@@ -65,7 +66,7 @@ func Detect(lookup func(string) (string, bool), cores int) *Machine {
 // lookupTime limits the resolution of a scheduler's name.
 const lookupTime = 5 * time.Second
 
-// toward is the address of this machine, which is here, that leads to host.
+// toward returns the address of this machine from which packets to host leave. here describes this machine.
 func (m *Machine) toward(here hostaddr.Host, host string) Address {
 	ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
 	defer cancel()
@@ -81,7 +82,7 @@ func (m *Machine) toward(here hostaddr.Host, host string) Address {
 }
 
 func countGPUs(lookup func(string) (string, bool)) int {
-	devices, _ := filepath.Glob("/dev/nvidia[0-9]*") // the pattern is right
+	devices, _ := filepath.Glob("/dev/nvidia[0-9]*") // the only error is a wrong pattern
 	n := len(devices)
 	if v, ok := lookup("CUDA_VISIBLE_DEVICES"); ok {
 		visible := 0
@@ -95,8 +96,7 @@ func countGPUs(lookup func(string) (string, bool)) int {
 	return n
 }
 
-// free listens and stops again; nothing connects in between, so the port can be
-// used at once.
+// free listens at the port and closes the listener. Nothing connects in between, so the port can be used at once.
 func free(host string, port int) error {
 	l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 	if err != nil {
@@ -114,8 +114,8 @@ func (m *Machine) loopback() Address {
 	return cmp.Or(m.first(func(a Address) bool { return a.Loopback }), Address{Interface: "lo", IP: "127.0.0.1", Loopback: true})
 }
 
-// outer returns the first address that other machines may reach, the zero Address if there is none. Link-local
-// addresses and those of container bridges are taken last.
+// outer returns the first address that other machines may reach, or the zero Address. Link-local addresses and
+// addresses of container bridges come last.
 func (m *Machine) outer() Address {
 	inner := func(a Address) bool {
 		ip, err := netip.ParseAddr(a.IP)
@@ -124,7 +124,7 @@ func (m *Machine) outer() Address {
 	return cmp.Or(m.first(func(a Address) bool { return !a.Loopback && a.Up && !inner(a) }), m.first(func(a Address) bool { return !a.Loopback && a.Up }))
 }
 
-// first returns the first address that fits, the zero Address if none does.
+// first returns the first address that fits, or the zero Address.
 func (m *Machine) first(fits func(Address) bool) Address {
 	if i := slices.IndexFunc(m.Addresses, fits); i >= 0 {
 		return m.Addresses[i]
@@ -132,7 +132,7 @@ func (m *Machine) first(fits func(Address) bool) Address {
 	return Address{}
 }
 
-// list names the interfaces for an error.
+// list returns the names of the interfaces, for an error.
 func (m *Machine) list() string {
 	var l []string
 	for _, a := range m.Addresses {
@@ -144,7 +144,7 @@ func (m *Machine) list() string {
 	return strings.Join(l, ", ")
 }
 
-// noGPU says why there is no GPU to use, "" when there is one.
+// noGPU returns the reason why no GPU can be used, or "".
 func (m *Machine) noGPU() string {
 	switch {
 	case m.GPUs == 0:

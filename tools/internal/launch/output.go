@@ -9,13 +9,13 @@ import (
 	"sync"
 )
 
-// maxLine is where an endless line is cut.
+// maxLine is the length at which a line is divided.
 const maxLine = 1 << 20
 
-// lastLines is how many lines of a failed child are repeated.
+// lastLines is the number of lines of a failed child that are printed again.
 const lastLines = 10
 
-// Streams are where output goes. Colour is used for each that is a terminal.
+// Streams are the outputs of the launcher. Output to a terminal is in color.
 type Streams struct {
 	Out, Err io.Writer
 }
@@ -51,14 +51,14 @@ func isTerminal(w io.Writer) bool {
 	return err == nil && st.Mode()&os.ModeCharDevice != 0
 }
 
-// say prints a line of the launcher's own to standard error.
+// say prints a line of the launcher itself to standard error.
 func (p *printer) say(format string, args ...any) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	fmt.Fprintf(p.streams[toErr], "stepaf: "+format+"\n", args...)
 }
 
-// banner prints a line to standard output as it is.
+// banner prints a line to standard output without changes.
 func (p *printer) banner(line string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -76,15 +76,14 @@ func (p *printer) line(stream int, label string, colour int, text []byte) {
 		b = fmt.Appendf(b, "[%s] ", label)
 	}
 	b = append(append(b, text...), '\n')
-	_, _ = p.streams[stream].Write(b) // nobody left to tell
+	_, _ = p.streams[stream].Write(b) // there is no other place for an error
 }
 
-// watch is what a child has printed: its last lines, and whether one of them
-// means failure.
+// watch keeps the last lines of a child, and the first line that means failure.
 type watch struct {
 	failOn *regexp.Regexp
 
-	mu   sync.Mutex // its two streams are copied at once
+	mu   sync.Mutex // the two streams are copied concurrently
 	last []string
 	bad  string // first line that failOn matches
 }
@@ -101,8 +100,8 @@ func (w *watch) see(line []byte) {
 	}
 }
 
-// lines is a writer that calls emit for each line without its end. The output of a progress bar ends with a
-// carriage return, and counts as a line: no newline follows for as long as the bar runs.
+// lines is a writer that calls emit for each line, without the line's end. The output of a progress bar ends with a
+// carriage return, and counts as a line, since no newline follows while the bar runs.
 type lines struct {
 	emit func([]byte)
 	rest []byte
@@ -136,7 +135,7 @@ func cutLine(b []byte) (line, rest []byte, whole bool) {
 	return b[:i], b[i+1:], true
 }
 
-// end is for a last line without newline.
+// end emits a last line that has no newline.
 func (l *lines) end() {
 	if rest := bytes.TrimSuffix(l.rest, []byte{'\r'}); len(rest) > 0 {
 		l.emit(rest)

@@ -15,32 +15,32 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Plan is what Run starts.
+// Plan is the complete description of what Run starts.
 type Plan struct {
-	Spec     Spec // with everything chosen
+	Spec     Spec // with all choices made
 	Children []Child
-	Messages []string // for the user, behind the banner
+	Messages []string // for the user, printed after the banner
 
-	MakesSecret bool // Run makes a secret for the cluster
+	MakesSecret bool // Run creates a secret for the cluster
 }
 
-// planner is a Plan in the making.
+// planner is a Plan that Resolve is making.
 type planner struct {
 	Plan
 	m       *Machine
 	cfg     *env.Config // the launcher's own environment
 	environ []string
 	lookup  func(string) (string, bool)
-	own     Address // under which this machine's nodes are reached
+	own     Address // of this machine's nodes
 	chosen  string  // transport
 	missing []string
 	using   []string
-	set     []Default // chosen here
+	set     []Default // chosen by Resolve
 }
 
-// Resolve chooses what s leaves open and computes the children. environ is the
-// launcher's environment, and what it sets is obeyed or refused, never replaced,
-// except for the places of the nodes. Errors have status 2.
+// Resolve makes the choices that s leaves open and makes the children. environ is the launcher's environment. Resolve
+// obeys its settings or refuses them, and replaces only the variables of a node's place (role, rank and so on). Errors
+// have status 2.
 func Resolve(s Spec, environ []string, m *Machine) (*Plan, error) {
 	if err := s.check(); err != nil {
 		return nil, err
@@ -74,7 +74,7 @@ func (p *planner) say(format string, args ...any) {
 	p.Messages = append(p.Messages, fmt.Sprintf(format, args...))
 }
 
-// has tells whether the environment sets the variable, under any of its names.
+// has reports whether the environment sets the variable, under any of its names.
 func (p *planner) has(name string) bool {
 	if o := p.cfg.Origin(name); o != "default" {
 		return true
@@ -83,7 +83,7 @@ func (p *planner) has(name string) bool {
 	return strings.TrimSpace(v) != ""
 }
 
-// backend decides on the device.
+// backend chooses the backend.
 func (p *planner) backend() error {
 	choice, explicit := p.Spec.DefaultBackend, p.has("STEPMESH_BAKCEND")
 	why := p.m.noGPU()
@@ -105,7 +105,7 @@ func (p *planner) backend() error {
 	return nil
 }
 
-// van decides on the transport.
+// van chooses the transport.
 func (p *planner) van() error {
 	p.chosen = p.cfg.VanType
 	choice, explicit := p.Spec.DefaultVan, p.has("DMLC_ENABLE_RDMA") || p.has("DMLC_PS_VAN_TYPE")
@@ -129,7 +129,7 @@ func (p *planner) van() error {
 	return nil
 }
 
-// onGPU tells whether the children will put tensors on GPUs, as far as is known.
+// onGPU reports whether the children will use GPU tensors, as far as that is known.
 func (p *planner) onGPU() bool {
 	i := slices.IndexFunc(p.set, func(d Default) bool { return d.Name == "STEPMESH_BAKCEND" })
 	if i >= 0 {
@@ -153,7 +153,7 @@ func (p *planner) groupSize() error {
 		}
 	}
 	g := s.GroupSize
-	// Before anything is made for each of them.
+	// Checked before anything is allocated for each instance.
 	for _, n := range []struct {
 		groups int
 		what   string
@@ -176,7 +176,7 @@ func (p *planner) groupSize() error {
 	return nil
 }
 
-// ranks checks which group is to be started.
+// ranks checks the rank of the group to start.
 func (p *planner) ranks() error {
 	s := &p.Spec
 	if s.NodeRank < 0 {
@@ -195,8 +195,7 @@ func (p *planner) ranks() error {
 	return nil
 }
 
-// address decides how nodes of this machine are reached, and where the scheduler
-// is.
+// address chooses the address of this machine's nodes, and the address of the scheduler.
 func (p *planner) address() error {
 	s := &p.Spec
 	s.Host = cmp.Or(s.Host, p.cfg.RootURI)
@@ -208,7 +207,7 @@ func (p *planner) address() error {
 			return exit.Usage("--host %s: %v; want the name or an address of the scheduler's host", s.Host, err)
 		}
 	}
-	var own Address // none yet
+	var own Address // not chosen yet
 	if s.Interface != "" {
 		if own = p.m.on(s.Interface); own == (Address{}) {
 			return exit.Usage("no interface %q with an IPv4 address: this machine has %s", s.Interface, p.m.list())
@@ -235,14 +234,14 @@ func (p *planner) address() error {
 
 func isLoopback(host string) bool { return host == "localhost" || net.ParseIP(host).IsLoopback() }
 
-// named is an address that the user has given.
+// named returns an address that the user has given.
 func (p *planner) named(host string) Address {
 	return cmp.Or(p.m.first(func(a Address) bool { return a.IP == host }), Address{Interface: "host", IP: host})
 }
 
-// Ports that are tried: from a default one upwards, else at random in a range
-// below those that kernels give to outgoing connections. One of these could be
-// taken before the scheduler starts, even by a node that tries to connect to it.
+// The ports that are tried: from a default port upwards, else random ports below the range that kernels assign to
+// outgoing connections. A port in that range could be taken before the scheduler starts, even by a node that connects
+// to the scheduler.
 const (
 	portsToTry  = 100
 	firstRandom = 20000
@@ -285,25 +284,24 @@ func (p *planner) port() error {
 	return exit.Usage("no free port on %s: %w", s.Host, first)
 }
 
-// cluster names the cluster, so that processes of an earlier run at the same port have no
-// part in it. Shares of one that are launched on several machines do not know of each
-// other: there only the user can name it.
+// cluster sets the cluster's name, which keeps processes of an earlier run at the same port out of the cluster.
+// Launchers on several machines do not know of each other; there only the user can set the name.
 func (p *planner) cluster() {
 	if p.Spec.Part.local() && !p.has("STEPAF_CLUSTER_ID") {
 		p.set = append(p.set, Default{Name: "STEPAF_CLUSTER_ID", Value: fmt.Sprintf("launch-%016x", random.Uint64())})
 	}
 }
 
-// foreign is the variable that admits nodes of the C++ library, which know neither a secret nor a cluster's name.
+// foreign is the variable that admits C++ nodes, which know neither a secret nor a cluster's name.
 const foreign = "STEPAF_FOREIGN"
 
-// secret decides whether Run makes a secret. The shares of a cluster can only get a secret from the user. If a share has none and
-// other machines reach it, a message warns of the consequences.
+// secret decides whether Run creates a secret. On several machines only the user can set the same secret everywhere. If
+// no secret is set and other machines reach the nodes, a message warns of the consequences.
 func (p *planner) secret() error {
-	if _, err := p.cfg.ReadSecret(); err != nil { // each child would say so
+	if _, err := p.cfg.ReadSecret(); err != nil { // otherwise each child would report it
 		return exit.With(exit.Misuse, fmt.Errorf("environment: %w", err))
 	}
-	seen := map[string]bool{} // of several defaults for a name the first counts
+	seen := map[string]bool{} // only the first default of a name is used
 	decides := func(d Default) bool {
 		if seen[d.Name] {
 			return false
@@ -322,7 +320,7 @@ func (p *planner) secret() error {
 	return nil
 }
 
-// children lists the processes: scheduler, servers, workers.
+// children makes the processes: scheduler, servers, workers.
 func (p *planner) children() {
 	s := &p.Spec
 	if s.Part.schedules() {
@@ -346,8 +344,8 @@ func (p *planner) children() {
 	groups("worker", s.Workers, s.WorkerCommand)
 }
 
-// placed are the variables that say which node a process is. The environment's
-// are those of the launcher, not of the child.
+// placed are the variables of a node's place in the cluster. In the environment they are those of the launcher, not of
+// the child.
 var placed = []string{"DMLC_ROLE", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "DMLC_GROUP_SIZE", "DMLC_NODE_RANK",
 	"DMLC_RANK_OFFSET", "DMLC_INSTANCE_ID", "STEPMESH_GPU", "STEPAF_GPU", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NODE_HOST"}
 
@@ -370,15 +368,15 @@ func (p *planner) add(c Child) {
 	}
 	put("DMLC_PS_ROOT_URI", s.Host)
 	put("DMLC_PS_ROOT_PORT", s.Port)
-	// An interface that the user has named would lose against a host.
+	// A node host would have precedence over an interface that the user has named.
 	if p.cfg.NodeHost != "" || p.cfg.Interface == "" || strings.EqualFold(p.cfg.Interface, auto) || s.Interface != "" {
 		put("DMLC_NODE_HOST", p.own.IP)
 	}
-	// Python buffers some kilobytes of output to a pipe. They are lost if the process is killed.
+	// Python buffers output to a pipe. The buffer is lost if the process is killed.
 	if _, set := p.lookup("PYTHONUNBUFFERED"); !set {
 		put("PYTHONUNBUFFERED", 1)
 	}
-	// What was found out here comes before the caller's wishes.
+	// Choices of Resolve come before the user's defaults.
 	done := map[string]bool{}
 	for _, d := range slices.Concat(p.set, s.Defaults) {
 		if d.Role != "" && d.Role != c.Role || done[d.Name] || p.has(d.Name) || slices.Contains(placed, d.Name) {
@@ -390,10 +388,9 @@ func (p *planner) add(c Child) {
 	p.Children = append(p.Children, c)
 }
 
-// cores turns binding to CPU cores off for all children when two threads would
-// share a core or a core does not exist, unless the user has asked for binding.
-// The original's formula assumes one process for each GPU on a machine with two
-// sockets of 48 cores.
+// cores disables binding to CPU cores for all children if two threads would share a core or a core does not exist,
+// unless the user has asked for binding. The formula of C++ StepMesh assumes one process for each GPU, on a machine
+// with two sockets of 48 cores.
 func (p *planner) cores() {
 	if p.has("STEPMESH_BIND_CPU_CORE") {
 		return
@@ -408,7 +405,7 @@ func (p *planner) cores() {
 	}
 }
 
-// clash says why binding as the children would do it on a machine with so many cores is no good.
+// clash returns the reason why the children cannot be bound on a machine with so many cores, or "".
 func clash(children []Child, cores int) string {
 	owner := map[int]string{}
 	for i := range children {
@@ -418,7 +415,7 @@ func clash(children []Child, cores int) string {
 		}
 		cfg, err := env.LoadFrom(env.FromList(c.Env))
 		if err != nil || !cfg.BindCPUCore {
-			continue // the child will say what is wrong
+			continue // the child reports the error
 		}
 		offsets := []int{env.CoreReceiver, env.CorePoller, env.CoreSender}
 		if c.Role == "server" {

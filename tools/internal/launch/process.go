@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// drainTime is how long output of a child that has ended may be held open by
-// somebody who has left its process group.
+// drainTime is the time for which a process that has left the child's process group may hold the output open after the
+// child's end.
 const drainTime = time.Second
 
 // process is a running child.
@@ -24,24 +24,23 @@ type process struct {
 	output [2]lines
 
 	mu    sync.Mutex
-	ended bool // the group's number may belong to others
+	ended bool // the process group id may be reused
 }
 
-// ended is how a process ended.
+// ended describes the end of a process.
 type ended struct {
 	p      *process
-	status int    // as a shell says it: 128 and the signal's number
+	status int    // as in a shell: after a signal 128 plus its number
 	how    string // "exit status 3", "signal: killed"
 	ok     bool
 	at     time.Time
 }
 
-// start starts c. The calling goroutine must be locked to its thread, and stay
-// until the child has ended.
+// start starts c. The calling goroutine must be locked to its thread, and must not end before the child has ended.
 func start(c *Child, plan *Plan, colour int, out *printer) (*process, error) {
 	p := &process{Child: c, watch: watch{failOn: plan.Spec.FailOn}, cmd: exec.Command(c.Argv[0], c.Argv[1:]...)}
 	p.cmd.Env, p.cmd.WaitDelay = c.Env, drainTime
-	// It has a process group of its own, and the kernel kills it when the thread that started it ends.
+	// The child has a process group of its own. The kernel kills it when the thread that started it ends.
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	for i := range p.output {
 		p.output[i].emit = func(line []byte) {
@@ -56,17 +55,16 @@ func start(c *Child, plan *Plan, colour int, out *printer) (*process, error) {
 	return p, nil
 }
 
-// signal sends s to the child and to what it has started.
+// signal sends s to the process group of the child.
 func (p *process) signal(s syscall.Signal) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !p.ended {
-		_ = syscall.Kill(-p.cmd.Process.Pid, s) // it may have ended, which is as good
+		_ = syscall.Kill(-p.cmd.Process.Pid, s) // the child may have ended
 	}
 }
 
-// wait waits for the end of the child, ends what it has left behind in its group,
-// and takes the rest of its output.
+// wait waits for the end of the child, kills the other processes of its group, and reads the rest of its output.
 func (p *process) wait() ended {
 	waitExit(p.cmd.Process.Pid)
 	at := time.Now()
@@ -74,7 +72,7 @@ func (p *process) wait() ended {
 	p.mu.Lock()
 	p.ended = true
 	p.mu.Unlock()
-	_ = p.cmd.Wait() // its error is what the state says, or that output was held open
+	_ = p.cmd.Wait() // the state has the error, or the output was held open
 	for i := range p.output {
 		p.output[i].end()
 	}
@@ -89,8 +87,8 @@ func (p *process) wait() ended {
 	return e
 }
 
-// waitExit waits until pid has ended and leaves it a zombie, so that its number,
-// and that of its group, are not given to another process yet.
+// waitExit waits until pid has ended and leaves it a zombie, so that its id, and the id of its group, are not reused
+// yet.
 func waitExit(pid int) {
 	for {
 		var info unix.Siginfo

@@ -16,19 +16,18 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/secret"
 )
 
-// Run starts the children of plan, and returns when all have ended: nil if all
-// ended well, else an error with the status of the first that failed. Everything
-// is stopped when one fails, when Spec.Timeout passes, or when a signal comes; a
-// second signal, other than SIGPIPE, kills at once. Signals end with status 128 and their number.
+// Run starts the children of plan, and returns when all have ended: nil if all succeeded, else an error with the status
+// of the first child that failed. Run ends all children if one fails, after Spec.Timeout, or at a signal. A second
+// signal other than SIGPIPE kills them at once. After a signal the status is 128 plus its number.
 //
-// When all workers (or, without workers, all servers) have ended well, the others
-// have Spec.Grace to do so too; those that must be ended count as failed.
+// After all workers (or without workers, all servers) have succeeded, the other children have Spec.Grace to end.
+// Children that Run must end count as failed.
 func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(string) (string, bool)) error {
 	r := &run{plan: plan, out: newPrinter(streams, lookup), ends: make(chan ended)}
 	if plan.MakesSecret {
 		dir, err := r.makeSecret()
 		if err != nil {
-			return fmt.Errorf("making the cluster's secret: %w; set TMPDIR to a directory where files can be made, or start without a secret (--no-secret)", err)
+			return fmt.Errorf("creating the cluster's secret: %w; set TMPDIR to a directory where files can be created, or start without a secret (--no-secret)", err)
 		}
 		defer func() {
 			if err := os.RemoveAll(dir); err != nil {
@@ -49,7 +48,7 @@ func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(stri
 	return r.result
 }
 
-// run is the state of Run's loop. Only its goroutine touches it.
+// run is the state of Run's loop. Only its goroutine uses it.
 type run struct {
 	plan    *Plan
 	out     *printer
@@ -58,36 +57,36 @@ type run struct {
 	living  []*process
 	stopped bool
 	result  error
-	first   time.Time // when the process failed that result is about; zero if it is about none
+	first   time.Time // when the process of result failed; zero if result is not about a process
 
 	grace, kill, limit <-chan time.Time
 }
 
-// makeSecret writes a new secret to a file in a private directory, and returns the directory. STEPAF_SECRET_FILE names the
-// file to all children. If the launcher is killed, the directory remains. Its secret is worthless then, because all children
-// are killed with the launcher.
+// makeSecret writes a new secret to a file in a private directory, and returns the directory. All children get the
+// file's path in STEPAF_SECRET_FILE. If the launcher is killed, the directory remains. Its secret is then useless,
+// because the kernel kills all children with the launcher.
 func (r *run) makeSecret() (dir string, err error) {
 	if dir, err = os.MkdirTemp("", "stepaf-launch-"); err != nil {
 		return "", err
 	}
-	file, err := filepath.Abs(filepath.Join(dir, "secret")) // a child may change its directory first
+	file, err := filepath.Abs(filepath.Join(dir, "secret")) // absolute, since a child may change its directory
 	if err == nil {
 		err = secret.Write(file, secret.Make())
 	}
 	if err != nil {
-		os.RemoveAll(dir) // err has the cause
+		os.RemoveAll(dir) // err is the cause
 		return "", err
 	}
 	r.extra = append(r.extra, "STEPAF_SECRET_FILE="+file)
 	return dir, nil
 }
 
-// startAll starts the children on one thread, which lives until the returned
-// function is called: their lives hang on it.
+// startAll starts the children on one thread. The thread must not end before the children, so it lives until release is
+// called.
 func (r *run) startAll() (release func()) {
 	done, started := make(chan struct{}), make(chan error)
 	go func() {
-		runtime.LockOSThread() // for good: the thread ends with this goroutine
+		runtime.LockOSThread() // not unlocked: the thread ends with this goroutine
 		for i := range r.plan.Children {
 			c := r.plan.Children[i]
 			c.Env = append(slices.Clip(c.Env), r.extra...)
@@ -126,7 +125,7 @@ func (r *run) loop(signals <-chan os.Signal) {
 			r.fail(fmt.Errorf("did not end within %v of the last %s: %s", r.plan.Spec.Grace, r.primary(), r.names()))
 		case <-r.kill:
 			r.kill = nil
-			r.out.say("killing what did not stop within %v: %s", r.plan.Spec.KillAfter, r.names())
+			r.out.say("killing processes that did not end within %v: %s", r.plan.Spec.KillAfter, r.names())
 			r.signalAll(syscall.SIGKILL)
 		}
 	}
@@ -139,7 +138,7 @@ func (r *run) signalled(s os.Signal) {
 	}
 	switch {
 	case r.stopped && number == syscall.SIGPIPE:
-		return // each line that nobody reads gives one
+		return // each line written to a closed pipe raises one
 	case r.stopped:
 		r.signalAll(syscall.SIGKILL)
 		return
@@ -147,7 +146,7 @@ func (r *run) signalled(s os.Signal) {
 	r.fail(exit.With(128+int(number), fmt.Errorf("stopped by signal: %s", number)))
 }
 
-// exited takes note of a process that has ended.
+// exited handles the end of a process.
 func (r *run) exited(e ended) {
 	r.living = slices.DeleteFunc(r.living, func(p *process) bool { return p == e.p })
 	switch {
@@ -155,7 +154,7 @@ func (r *run) exited(e ended) {
 		r.first = e.at
 		r.fail(exit.With(e.status, r.describe(e)))
 	case !e.ok && e.at.Before(r.first):
-		// Its output took longer than that of those who failed because of it.
+		// Its output ended later than that of the children that failed because of it.
 		r.first = e.at
 		r.result = exit.With(e.status, r.describe(e))
 	case r.stopped:
@@ -164,7 +163,7 @@ func (r *run) exited(e ended) {
 	}
 }
 
-// primary is the role whose end ends the run.
+// primary returns the role whose end ends the run.
 func (r *run) primary() string {
 	for _, role := range []string{"worker", "server"} {
 		if r.plan.Spec.starts(role) {
@@ -174,7 +173,7 @@ func (r *run) primary() string {
 	return "scheduler"
 }
 
-// describe names a failed process and repeats its last lines.
+// describe returns an error that names a failed process and has its last lines.
 func (r *run) describe(e ended) error {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s failed: %s", e.p.Name(), e.how)
@@ -193,7 +192,7 @@ func (r *run) describe(e ended) error {
 	return errors.New(b.String())
 }
 
-// fail records why everything ends, and stops what is running.
+// fail records the reason of the end, and stops the running children.
 func (r *run) fail(err error) {
 	if r.stopped {
 		return

@@ -11,11 +11,10 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 )
 
-// Part is the share of a cluster that is started, in the words of the launch
-// scripts.
+// Part is the part of a cluster that is started, named as in the launch scripts.
 type Part string
 
-// Parts of a cluster.
+// The parts of a cluster.
 const (
 	Joint       Part = "joint"        // scheduler, all servers and all workers
 	Server      Part = "server"       // scheduler and one server group
@@ -26,25 +25,24 @@ const (
 
 var parts = []Part{Joint, Server, ServerSlave, Worker, Scheduler}
 
-// local tells whether all nodes are on this machine, so that the launcher may
-// choose transport and device.
+// local reports whether all nodes are on this machine, so that the launcher may choose transport and backend.
 func (p Part) local() bool { return p == Joint }
 
-// schedules tells whether the scheduler is among the children.
+// schedules reports whether the scheduler is among the children.
 func (p Part) schedules() bool { return p == Joint || p == Server || p == Scheduler }
 
-// Auto as Spec.GroupSize is one instance for each GPU, at most 8, or 2 without.
+// Auto is a Spec.GroupSize: one instance for each GPU, at most 8, or 2 without GPUs.
 const Auto = -1
 
-// Words for Spec.DefaultVan and Spec.DefaultBackend that let the launcher choose.
+// auto is a value of Spec.DefaultVan and Spec.DefaultBackend: the launcher chooses.
 const auto = "auto"
 
-// Default is a variable that children get unless the launcher's own environment
-// has it. An empty Role is all of them.
+// Default is a variable of the children that is used unless the launcher's own environment sets it. An empty Role means
+// all children.
 type Default struct{ Role, Name, Value string }
 
-// Spec is what is to be started. Fields at their zero value are taken from the
-// environment variable named, or from its default.
+// Spec describes what to start. A field with its zero value is taken from the environment variable named, or from its
+// default.
 type Spec struct {
 	Part      Part
 	Workers   int   // groups in the whole cluster; DMLC_NUM_WORKER, 1
@@ -56,28 +54,28 @@ type Spec struct {
 	Host        string // scheduler's; DMLC_PS_ROOT_URI, this machine's address
 	Port        int    // scheduler's; DMLC_PS_ROOT_PORT, DefaultPort
 	DefaultPort int    // 0 is any free port
-	Interface   string // whose address this machine has; must exist
-	Prefer      string // the same, but need not exist
+	Interface   string // with the address of this machine; must exist
+	Prefer      string // like Interface, but need not exist
 
-	NoSecret bool // make no secret for a cluster that is started whole
+	NoSecret bool // create no secret for a cluster with Part Joint
 
 	DefaultVan     string // when DMLC_ENABLE_RDMA is unset; "auto" chooses, "" leaves it unset
 	DefaultBackend string // when STEPMESH_BAKCEND is unset; "auto" chooses, "" leaves it unset
 	Defaults       []Default
 
 	Command                                        []string // of servers and workers
-	SchedulerCommand, ServerCommand, WorkerCommand []string // in its place
+	SchedulerCommand, ServerCommand, WorkerCommand []string // in place of Command
 
 	Banner string         // printed first; {host} and {port} are the scheduler's
 	Notes  []string       // printed to standard error after the banner
 	FailOn *regexp.Regexp // a child that prints such a line has failed
 
-	Timeout   time.Duration // of everything; 0 is none
+	Timeout   time.Duration // of the whole run; 0 means none
 	Grace     time.Duration // for servers and scheduler after the last worker
 	KillAfter time.Duration // from SIGTERM to SIGKILL
 }
 
-// check refuses what makes no sense by itself and fills in the programs.
+// check refuses contradictory values, and fills in the commands.
 func (s *Spec) check() error {
 	switch {
 	case s.Workers < 0 || s.Servers < 0:
@@ -109,7 +107,7 @@ func (s *Spec) check() error {
 			continue
 		}
 		if len(p.argv) == 0 {
-			return exit.Usage("no command for the %ss: write it behind --, as in: stepaf launch -n 1 -s 1 -- ./program", p.role)
+			return exit.Usage("no command for the %ss: write it after --, as in: stepaf launch -n 1 -s 1 -- ./program", p.role)
 		}
 		if _, err := exec.LookPath(p.argv[0]); err != nil {
 			return exit.Usage("command of the %ss: %w", p.role, err)
@@ -118,7 +116,7 @@ func (s *Spec) check() error {
 	return nil
 }
 
-// starts tells whether any child has the role.
+// starts reports whether any child has the role.
 func (s *Spec) starts(role string) bool {
 	switch role {
 	case "scheduler":
@@ -147,8 +145,7 @@ func ParseDefault(text string) (Default, error) {
 	return d, nil
 }
 
-// Words splits a command as a shell does, with quotes and backslashes but without
-// expanding anything.
+// Words splits a command as a shell does, with quotes and backslashes, but without expansions.
 func Words(s string) ([]string, error) {
 	var list []string
 	var word strings.Builder
