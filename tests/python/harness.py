@@ -270,19 +270,24 @@ class Cluster:
 
 
 PORTS = itertools.count(os.getpid() * 17)
+CLAIMS = []  # abstract sockets whose names keep other test processes from the ports of this one
 
 
 def free_port():
-    """A port for a scheduler. It is below the range that the kernel assigns to connections, so that no
-    other process takes it meanwhile by chance."""
-    for _ in range(1000):
+    """A port for a scheduler, which no other process of these tests gets until this process ends. The port is below the
+    range that the kernel assigns to connections, so no other program gets it by chance."""
+    for _ in range(10000):
         port = 10000 + next(PORTS) % 10000
-        with socket.socket() as s:
-            try:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0stepaf-test-port-{port}")
+            with socket.socket() as s:
                 s.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                pass
+        except OSError:
+            claim.close()
+            continue
+        CLAIMS.append(claim)
+        return port
     raise AssertionError("no free port from 10000 to 19999")
 
 

@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# Runs the Python tests with each environment of test_deps.sh.
+# Runs the Python tests with environments of test_deps.sh, several tests at a time.
 #   test.sh [--ready] [NAME...] [-- arguments of pytest]
-# No name means torch and arrays, and old if it exists. --ready only reports whether torch and arrays exist.
+# No name means torch and arrays, and old if it exists. --ready only reports whether they exist.
+# Each environment runs:
+#   torch, full  all tests
+#   arrays       the tests that depend on the array library, on uvloop or on gevent
+#   old          the tests that depend on the interpreter: signals, forks, descriptors, calls
 set -euo pipefail
 # shellcheck source=../env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
@@ -45,19 +49,26 @@ done
 make --no-print-directory fserver build
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
+# These tests use fserver_lib alone, and arrays only as bytes: they have run with PyTorch.
+any_library=(before_fork copies descriptors ends limits loop misuse packaging secret waits)
+
+# The tests wait half of their time, so more of them run at a time than there are processors.
+jobs=$((($(nproc 2>/dev/null || echo 2) * 3 / 2 + ${#names[@]} - 1) / ${#names[@]}))
+
 # tests NAME [ARGUMENTS] ends the shell; the programs that tests start by name find the same interpreter.
 tests() {
-  local python="$PWD/build/python/$1/bin/python"
-  local files=(tests/python)
-  # Old Pythons differ only in signals; their binary interface is the same.
-  [ "$1" != old ] || files=(tests/python/test_{signals,descriptors,ends,waits,calls}.py)
+  local python="$PWD/build/python/$1/bin/python" files=(tests/python) part
+  case "$1" in
+    arrays) for part in "${any_library[@]}"; do files+=("--ignore=tests/python/test_$part.py"); done ;;
+    old) files=(tests/python/test_{signals,descriptors,ends,waits,calls}.py) ;;
+  esac
   echo "python-test: $1: $("$python" tools/python/versions.py)"
   PATH="$(dirname "$python"):$PATH" PYTHONPATH="$PWD/bin/python" \
-    exec timeout -k 10 2400 "$python" -m pytest -q --durations=15 -p no:cacheprovider "${files[@]}" "${@:2}"
+    exec timeout -k 10 2400 "$python" -m pytest -q -n "$jobs" --dist worksteal --durations=15 -p no:cacheprovider "${files[@]}" "${@:2}"
 }
 
-# The tests mostly wait, so the environments go beside each other. The first one is shown as it goes, what the others
-# print when they have ended; meanwhile it is in build/python/NAME.log.
+# The environments run at the same time. The output of the first one is shown while it runs. The output of each other
+# one is written to build/python/NAME.log, and shown when it has ended.
 declare -A others
 for name in "${names[@]:1}"; do
   tests "$name" "$@" >"build/python/$name.log" 2>&1 </dev/null &

@@ -66,21 +66,21 @@ for name in "$@"; do
   case "$name" in
     torch)
       apt_install python3-venv python3-torch python3-numpy
-      environment torch "$system" --system-site-packages -- pytest transformers==4.46.3
+      environment torch "$system" --system-site-packages -- pytest pytest-xdist transformers==4.46.3
       ;;
     arrays)
       apt_install python3-venv
-      environment arrays "$system" -- pytest numpy jax "${beside[@]}"
+      environment arrays "$system" -- pytest pytest-xdist numpy jax "${beside[@]}"
       ;;
     old)
       python="$(old_python)"
       if [ -n "$python" ]; then
-        environment old "$python" -- pytest numpy "${beside[@]}"
+        environment old "$python" -- pytest pytest-xdist numpy "${beside[@]}"
       else
         say "SKIPPED: old: there is no Python 3.8 or 3.9 in PATH or in pyenv's versions"
       fi
       ;;
-    full) environment full "${PYTHON:-python3}" -- pytest numpy jax torch ;;
+    full) environment full "${PYTHON:-python3}" -- pytest pytest-xdist numpy jax torch ;;
     *)
       say "no environment is called $name; want torch, arrays, old or full" >&2
       exit 2
