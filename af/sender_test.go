@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -26,7 +26,7 @@ func (c *counting) Free(*van.Message) { c.n++ }
 func TestBatchStories(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.RecvBudgetPeer, c.RecvBudget = 1<<20, 2<<20 }})
 	room := make([]byte, 4<<20)
-	sums.Check(t, "batches", 30, func(rng *rand.Rand, w io.Writer) {
+	golden.Check(t, "batches", 30, func(rng *rand.Rand, w io.Writer) {
 		s, err := NewServer(c.Servers[0], ServerOptions{AppID: 3})
 		if err != nil {
 			t.Fatal(err)

@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/postoffice/membership"
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -32,7 +32,7 @@ func (v *outbox) Send(m *van.Message) error {
 // TestNoticeStories: which notices of requests that were given up leave, and leave again when their peer is back, in
 // virtual time.
 func TestNoticeStories(t *testing.T) {
-	sums.Check(t, "notices", 60, func(rng *rand.Rand, w io.Writer) {
+	golden.Check(t, "notices", 60, func(rng *rand.Rand, w io.Writer) {
 		synctest.Test(t, func(t *testing.T) {
 			self := &identity{cfg: DefaultConfig(), log: slog.New(slog.DiscardHandler)}
 			self.id.Store(9)

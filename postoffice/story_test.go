@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/postoffice/membership"
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -291,7 +291,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 				break
 			}
 			c, err := n.App().AddCustomer(app, app, handler(app))
-			fmt.Fprintln(w, "customer", app, sums.Err(err))
+			fmt.Fprintln(w, "customer", app, golden.Err(err))
 			if err == nil {
 				c.OnWithdrawn(func(x Withdrawn) {
 					mu.Lock()

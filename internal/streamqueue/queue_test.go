@@ -12,7 +12,7 @@ import (
 	"time"
 
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -130,7 +130,7 @@ func (x *entryOf) SendNow(err error) {
 // TestStories: what leaves when, behind streams whose work takes long, fails, or is not wanted any more. Everything
 // that was added is sent or told why not, once and in order, and no event is left.
 func TestStories(t *testing.T) {
-	sums.Check(t, "stories", 80, func(rng *rand.Rand, w io.Writer) {
+	golden.Check(t, "stories", 80, func(rng *rand.Rand, w io.Writer) {
 		synctest.Test(t, func(t *testing.T) {
 			d := &device{free: map[uintptr]time.Time{}}
 			var back backend.Backend = d
@@ -146,7 +146,7 @@ func TestStories(t *testing.T) {
 				case k < 6:
 					stream := []uintptr{1, 2, 3, Complete}[rng.IntN(4)]
 					e, err := q.Mark(stream)
-					fmt.Fprintln(w, "mark", stream, e != nil, sums.Err(err))
+					fmt.Fprintln(w, "mark", stream, e != nil, golden.Err(err))
 					if err != nil {
 						break
 					}

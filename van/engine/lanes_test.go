@@ -7,13 +7,13 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 )
 
 // TestLanesModel: what waits in slow lanes, in order, which lanes are paused and which go on, against lists.
 // Nothing runs beside it: it calls what the receiver and the deliveries call.
 func TestLanesModel(t *testing.T) {
-	sums.Check(t, "lanes", 60, func(rng *rand.Rand, w io.Writer) {
+	golden.Check(t, "lanes", 60, func(rng *rand.Rand, w io.Writer) {
 		type waits struct{ seq, bytes int }
 		const n = 4
 		var lanes [n]Lane[waits]
@@ -127,9 +127,9 @@ func TestLanesModel(t *testing.T) {
 	})
 }
 
-// TestSmallSums: how long is looked before a sleep, and how often.
-func TestSmallSums(t *testing.T) {
-	sums.Check(t, "small", 30, func(rng *rand.Rand, w io.Writer) {
+// TestSmallGolden: how long is looked before a sleep, and how often.
+func TestSmallGolden(t *testing.T) {
+	golden.Check(t, "small", 30, func(rng *rand.Rand, w io.Writer) {
 		var a adaptiveSpin
 		now := uint64(1000)
 		p := pace{limit: 500}

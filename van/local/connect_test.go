@@ -161,7 +161,7 @@ func TestLateHello(t *testing.T) {
 	n := inproc.NewNetwork()
 	stopped := make(chan struct{})
 	var accepts atomic.Int32
-	worker := newNode(t, n, 9, nil)
+	worker := newNode(t, n, 9, func(v *Van) { v.own.linkTime = 200 * time.Millisecond }) // the server does not answer
 	server := newNode(t, n, 8, func(v *Van) {
 		v.acceptor.refuse = func() error {
 			accepts.Add(1)

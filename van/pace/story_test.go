@@ -12,7 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -65,7 +65,7 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 	v := New(s, Options{Budget: []int64{0, 100_000, 1_000_000}[rng.IntN(3)], OnFail: func(peer int, meta *van.Meta, err error) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		failed = append(failed, fmt.Sprint(peer, meta.Timestamp, sums.Err(err)))
+		failed = append(failed, fmt.Sprint(peer, meta.Timestamp, golden.Err(err)))
 	}})
 	rates := func() Rates {
 		r := Rates{Peers: map[int]int64{}, Apps: map[int32]int64{}}

@@ -14,7 +14,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -44,7 +44,7 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 		events = append(events, fmt.Sprintf(format, a...))
 	}
 	v := New(p, Options{Timeout: 100 * time.Millisecond, MaxTries: 3, OnFail: func(peer int, meta *van.Meta, err error) {
-		say("failed %d %d %t %s", peer, meta.Timestamp, errors.Is(err, van.ErrTimeout), sums.Err(err))
+		say("failed %d %d %t %s", peer, meta.Timestamp, errors.Is(err, van.ErrTimeout), golden.Err(err))
 	}})
 	v.WatchPeers(func(id int, up bool, cause error) { say("peer %d %t %t", id, up, cause != nil) })
 	v.Start(func(m *van.Message) { say("up %d %d %d", m.Sender, m.AppID, m.Timestamp) })
@@ -73,7 +73,7 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 			n.Endpoint = (&van.NodeExtension{Incarnation: incarnation}).Encode()
 		}
 		addrs[id] = host
-		say("connect %s", sums.Err(v.Connect(context.Background(), id, n)))
+		say("connect %s", golden.Err(v.Connect(context.Background(), id, n)))
 	}
 	var sent []sentMessage
 	enabled := false
@@ -87,7 +87,7 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 			m := data(id)
 			if err := v.Send(m); err != nil {
 				refused[m.Done.(*told)] = true
-				say("refused %s", sums.Err(err))
+				say("refused %s", golden.Err(err))
 			}
 		case 7, 8, 9: // some of what was sent is acknowledged
 			for range rng.IntN(6) {
@@ -117,7 +117,7 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 			v.Disconnect(id)
 		case 16:
 			to := peers[rng.IntN(len(peers))]
-			say("rename %s", sums.Err(v.Rename(id, to)))
+			say("rename %s", golden.Err(v.Rename(id, to)))
 		case 17:
 			p.watch(id, rng.IntN(2) == 0, []error{nil, syscall.ECONNREFUSED, van.ErrPeerLost}[rng.IntN(3)])
 		case 18:

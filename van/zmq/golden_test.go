@@ -7,16 +7,16 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/van"
 )
 
 // sumsOwn is the incarnation of the node that reads.
 const sumsOwn = 0xbadcafe
 
-// TestParserSums: what is read of routing ids and bundles, whatever is in them.
-func TestParserSums(t *testing.T) {
-	sums.Check(t, "parsers", 40, func(rng *rand.Rand, w io.Writer) {
+// TestParsersGolden: what is read of routing ids and bundles, whatever is in them.
+func TestParsersGolden(t *testing.T) {
+	golden.Check(t, "parsers", 40, func(rng *rand.Rand, w io.Writer) {
 		id := []int{van.SchedulerID, 7, 8, 9, 10, 1000, van.Empty - 1, van.Empty, van.Empty + 1}[rng.IntN(9)]
 		name := routingID(peerName{id, []uint32{0, 1, 0xbadcafe, 1<<32 - 1}[rng.IntN(4)]}, sumsOwn)
 		fmt.Fprintln(w, name)
@@ -47,7 +47,7 @@ func TestParserSums(t *testing.T) {
 			good = append(append(good, head...), body...)
 		}
 		for range 100 {
-			b := sums.Mangle(rng, []byte(name))
+			b := golden.Mangle(rng, []byte(name))
 			p, ours := nameOf(b, sumsOwn)
 			fmt.Fprintln(w, p, ours)
 			b = []byte(name)
@@ -63,12 +63,12 @@ func TestParserSums(t *testing.T) {
 			if rng.IntN(8) == 0 {
 				l = append(l, rng.IntN(3))
 			}
-			x := sums.Mangle(rng, good)
+			x := golden.Mangle(rng, good)
 			if len(x) < bundleHead {
 				continue
 			}
 			rest, n, err := openBundle(x, l)
-			fmt.Fprintln(w, len(rest), n, sums.Err(err))
+			fmt.Fprintln(w, len(rest), n, golden.Err(err))
 			for range n {
 				var r record
 				if rest, err = r.read(rest, l); err != nil {
@@ -83,7 +83,7 @@ func TestParserSums(t *testing.T) {
 
 // TestFlowLimits: at how many bytes a peer is asked to wait, and let go on.
 func TestFlowLimits(t *testing.T) {
-	sums.Check(t, "flow", 20, func(rng *rand.Rand, w io.Writer) {
+	golden.Check(t, "flow", 20, func(rng *rand.Rand, w io.Writer) {
 		for range 100 {
 			out := &outgoing{budget: int64(rng.IntN(3)) << 20}
 			f := &flow{recvAll: int64(rng.IntN(4)) << 22, holdAt: int64(rng.IntN(5)) << 19}

@@ -8,14 +8,14 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/memfd"
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestParserSums: what is read of records, exports, tokens and lengths, whatever is in them.
-func TestParserSums(t *testing.T) {
-	sums.Check(t, "parsers", 40, func(rng *rand.Rand, w io.Writer) {
+// TestParsersGolden: what is read of records, exports, tokens and lengths, whatever is in them.
+func TestParsersGolden(t *testing.T) {
+	golden.Check(t, "parsers", 40, func(rng *rand.Rand, w io.Writer) {
 		var lens []int
 		for range []int{0, 2, 3}[rng.IntN(3)] {
 			lens = append(lens, []int{0, 8, 64, 100, 5000, streamFrom - 1, streamFrom, 1 << 20}[rng.IntN(8)])
@@ -54,30 +54,30 @@ func TestParserSums(t *testing.T) {
 			good = append(good, named...)
 		}
 		for range 60 {
-			b := sums.Mangle(rng, good)
+			b := golden.Mangle(rng, good)
 			var got record
 			err := got.parse(b)
-			fmt.Fprintln(w, sums.Err(err))
+			fmt.Fprintln(w, golden.Err(err))
 			if err == nil {
 				fmt.Fprintln(w, got)
 			}
 			if len(b) >= 8 {
 				size, kind, err := peek(b, len(b)-rng.IntN(3)*32)
-				fmt.Fprintln(w, size, kind, sums.Err(err))
+				fmt.Fprintln(w, size, kind, golden.Err(err))
 			}
 			e := make([]byte, van.ExportLen)
 			van.PutExport(e, &x.Export)
-			e = sums.Mangle(rng, e)
+			e = golden.Mangle(rng, e)
 			if len(e) >= van.ExportLen {
-				got, err := van.ParseExport(e, int(int32(sums.Edge(rng, 1<<20-512))))
-				fmt.Fprintln(w, got.Allocation, got.Base, got.Size, got.Offset, sums.Err(err))
+				got, err := van.ParseExport(e, int(int32(golden.Edge(rng, 1<<20-512))))
+				fmt.Fprintln(w, got.Allocation, got.Base, got.Size, got.Offset, golden.Err(err))
 			}
 			n, err := segmentsIn(e)
-			fmt.Fprintln(w, n, sums.Err(err))
+			fmt.Fprintln(w, n, golden.Err(err))
 			own := token{uid: 5, host: [8]byte{1}, space: [8]byte{2}, name: [16]byte{3}}
-			other, ok := parseToken(sums.Mangle(rng, own.encode()))
+			other, ok := parseToken(golden.Mangle(rng, own.encode()))
 			fmt.Fprintln(w, other, ok, own.reach(&other) == "", own.reach(&token{host: own.host, space: own.space, uid: uint32(rng.IntN(7))}) == "")
-			at := int(sums.Edge(rng, minBlock) & (1<<31 - 1))
+			at := int(golden.Edge(rng, minBlock) & (1<<31 - 1))
 			fmt.Fprintln(w, blockLen(at), align(at), stallFor(at))
 			long := make([]byte, rng.IntN(maxChunk))
 			c := make([]byte, chunkHead+align(len(long)))

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 )
 
 // metaOf is a meta of random contents.
@@ -43,27 +43,27 @@ func metaOf(rng *rand.Rand) *Meta {
 	return m
 }
 
-// TestSums: what is read of metas and identities, whatever is in them, and what errors and names look like.
-func TestSums(t *testing.T) {
-	sums.Check(t, "codec", 20, func(rng *rand.Rand, w io.Writer) {
+// TestGolden: what is read of metas and identities, whatever is in them, and what errors and names look like.
+func TestGolden(t *testing.T) {
+	golden.Check(t, "codec", 20, func(rng *rand.Rand, w io.Writer) {
 		m := metaOf(rng)
 		good, err := m.AppendTo(nil)
-		fmt.Fprintf(w, "%x %d %s\n", good, m.EncodedLen(), sums.Err(err))
+		fmt.Fprintf(w, "%x %d %s\n", good, m.EncodedLen(), golden.Err(err))
 		var got Meta
 		for range 60 {
-			err := DecodeMeta(sums.Mangle(rng, good), &got)
-			fmt.Fprintln(w, sums.Err(err))
+			err := DecodeMeta(golden.Mangle(rng, good), &got)
+			fmt.Fprintln(w, golden.Err(err))
 			if err == nil {
 				again, err := got.AppendTo(nil)
-				fmt.Fprintf(w, "%x %s %s %t %d\n", again, sums.Err(err), got.String(), got.IsControl(), len(got.ShapeSlice()))
+				fmt.Fprintf(w, "%x %s %s %t %d\n", again, golden.Err(err), got.String(), got.IsControl(), len(got.ShapeSlice()))
 			}
 			id := NodeExtension{Incarnation: 1 + rng.Uint32N(3), Cluster: 4, Local: make([]byte, rng.IntN(MaxLocalLen+2)), Bundles: rng.IntN(2) == 0,
-				Settings: Settings{Known: rng.IntN(2) == 0, Resend: rng.IntN(2) == 0, Workers: int(sums.Edge(rng, MaxCount) & 0xffff), Servers: rng.IntN(9)}}
-			b := sums.Mangle(rng, id.Encode())
+				Settings: Settings{Known: rng.IntN(2) == 0, Resend: rng.IntN(2) == 0, Workers: int(golden.Edge(rng, MaxCount) & 0xffff), Servers: rng.IntN(9)}}
+			b := golden.Mangle(rng, id.Encode())
 			is, ok := ParseExtension(b)
 			version, native := ExtensionVersionOf(b)
 			fmt.Fprintln(w, is, ok, version, native)
-			node := int(int32(sums.Edge(rng, 9)))
+			node := int(int32(golden.Edge(rng, 9)))
 			fmt.Fprintln(w, NodeName(node), RoleOf(node), RankOf(node), ServerID(node&0xff), WorkerID(node&0xff), Command(node), Command(node).Valid(), Role(node&7))
 			q := Requests{App: 1, Customer: 2, First: int32(rng.IntN(9)), Count: int32(rng.IntN(4))}
 			x := &Meta{Request: rng.IntN(9) > 0, AppID: int32(1 + rng.IntN(9)/8), CustomerID: int32(2 + rng.IntN(9)/8), Timestamp: int32(rng.IntN(12))}

@@ -8,11 +8,11 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 )
 
-// TestParserSums: what is read of bodies and values, whatever is in them, and how it is written.
-func TestParserSums(t *testing.T) {
+// TestParsersGolden: what is read of bodies and values, whatever is in them, and how it is written.
+func TestParsersGolden(t *testing.T) {
 	types := []string{"bool", "int8", "uint8", "int16", "float16", "bfloat16", "float32", "int64", "float64", "complex128", "", "object"}
 	value := func(rng *rand.Rand) any {
 		switch rng.IntN(9) {
@@ -21,7 +21,7 @@ func TestParserSums(t *testing.T) {
 		case 1:
 			return rng.IntN(2) == 0
 		case 2:
-			return int64(sums.Edge(rng, 5))
+			return int64(golden.Edge(rng, 5))
 		case 3:
 			return rng.Float64()
 		case 4:
@@ -29,7 +29,7 @@ func TestParserSums(t *testing.T) {
 		case 5:
 			return make([]byte, rng.IntN(20))
 		case 6:
-			return HandleID(sums.Edge(rng, 5))
+			return HandleID(golden.Edge(rng, 5))
 		default:
 			a := Array{Type: types[rng.IntN(9)], Shape: []int{}}
 			n := sizes[a.Type]
@@ -41,9 +41,9 @@ func TestParserSums(t *testing.T) {
 			return a
 		}
 	}
-	sums.Check(t, "parsers", 40, func(rng *rand.Rand, w io.Writer) {
+	golden.Check(t, "parsers", 40, func(rng *rand.Rand, w io.Writer) {
 		want := int32(1 + rng.IntN(int(wantForget)+1))
-		q := request{session: 7, seq: sums.Edge(rng, 3), ranks: 4, handle: 6, text: "name"}
+		q := request{session: 7, seq: golden.Edge(rng, 3), ranks: 4, handle: 6, text: "name"}
 		for range rng.IntN(4) {
 			q.kills = append(q.kills, rng.Uint64N(10))
 		}
@@ -51,19 +51,19 @@ func TestParserSums(t *testing.T) {
 			q.values = append(q.values, value(rng))
 		}
 		good, err := q.append(nil, want)
-		fmt.Fprintf(w, "%x %s\n", good, sums.Err(err))
+		fmt.Fprintf(w, "%x %s\n", good, golden.Err(err))
 		a := answer{session: 7, seq: 3, outcome: outcome(rng.IntN(3)), text: "why", value: value(rng), handles: []uint64{1, 2}}
 		wrote, err := a.append(nil, want)
-		fmt.Fprintf(w, "%x %s\n", wrote, sums.Err(err))
+		fmt.Fprintf(w, "%x %s\n", wrote, golden.Err(err))
 		enc, err := Encode(q.values...)
-		fmt.Fprintf(w, "%x %s\n", enc, sums.Err(err))
+		fmt.Fprintf(w, "%x %s\n", enc, golden.Err(err))
 		for range 60 {
-			got, err := parseRequest(want, sums.Mangle(rng, good))
-			fmt.Fprintln(w, got, sums.Err(err))
-			back, err := parseAnswer(want, sums.Mangle(rng, wrote))
-			fmt.Fprintln(w, back, sums.Err(err))
-			l, err := Decode(sums.Mangle(rng, enc))
-			fmt.Fprintln(w, len(l), sums.Err(err))
+			got, err := parseRequest(want, golden.Mangle(rng, good))
+			fmt.Fprintln(w, got, golden.Err(err))
+			back, err := parseAnswer(want, golden.Mangle(rng, wrote))
+			fmt.Fprintln(w, back, golden.Err(err))
+			l, err := Decode(golden.Mangle(rng, enc))
+			fmt.Fprintln(w, len(l), golden.Err(err))
 			x := Array{Type: types[rng.IntN(len(types))]}
 			n := max(sizes[x.Type], 1)
 			for range rng.IntN(4) {
@@ -74,10 +74,10 @@ func TestParserSums(t *testing.T) {
 				x.Shape = append(x.Shape, make([]int, maxDims-len(x.Shape)+rng.IntN(3)-1)...)
 			}
 			if rng.IntN(10) == 0 {
-				x.Shape = append(x.Shape, int(sums.Edge(rng, 1<<31)&(1<<40-1)))
+				x.Shape = append(x.Shape, int(golden.Edge(rng, 1<<31)&(1<<40-1)))
 			}
 			x.Data = make([]byte, max(n+rng.IntN(3)-1, 0))
-			fmt.Fprintln(w, sums.Err(x.check()))
+			fmt.Fprintln(w, golden.Err(x.check()))
 		}
 	})
 }

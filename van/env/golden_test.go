@@ -7,14 +7,14 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 )
 
-// TestLoadSums: what the environment means, whatever is in it.
-func TestLoadSums(t *testing.T) {
+// TestLoadGolden: what the environment means, whatever is in it.
+func TestLoadGolden(t *testing.T) {
 	values := []string{"", "0", "1", "-1", "2", "7", "8", "31", "32", "100", "1000", "65535", "65536", "2147483647", "2147483648", "9999999999999999999999", " 1\n", "32x", "true", "false", "on",
 		"0x10", "1e3", "a,b", "a:1,[::1]:2", "auto", "ibverbs", "zmq", "worker", "server", "scheduler", "joint", "10.0.0.1", "eth0", "CPU", "gpu", "1.5", "10s", "-0", "+1", "\xff\x00", "x"}
-	sums.Check(t, "load", 30, func(rng *rand.Rand, w io.Writer) {
+	golden.Check(t, "load", 30, func(rng *rand.Rand, w io.Writer) {
 		for range 20 {
 			set := map[string]string{}
 			for range 1 + rng.IntN(4) {
@@ -36,7 +36,7 @@ func TestLoadSums(t *testing.T) {
 				}
 			}
 			c, err := LoadFrom(Source{Lookup: func(name string) (string, bool) { v, ok := set[name]; return v, ok }})
-			fmt.Fprintln(w, sums.Err(err))
+			fmt.Fprintln(w, golden.Err(err))
 			if err != nil {
 				continue
 			}
@@ -44,7 +44,7 @@ func TestLoadSums(t *testing.T) {
 				fmt.Fprintln(w, e.Name, e.Value, e.Origin)
 			}
 			every, limit := c.Heartbeats()
-			fmt.Fprintln(w, len(c.Warnings), len(c.Notes), sums.Err(c.Validate()), every, limit, c.Rank(), cmp.Compare(c.BusyPoll.Spin(), 0)) // its length depends on the machine
+			fmt.Fprintln(w, len(c.Warnings), len(c.Notes), golden.Err(c.Validate()), every, limit, c.Rank(), cmp.Compare(c.BusyPoll.Spin(), 0)) // its length depends on the machine
 		}
 	})
 }

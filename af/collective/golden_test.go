@@ -11,38 +11,38 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestSums: what is read of bodies, whatever is in them, whose part is what, which tensors share memory, and
+// TestGolden: what is read of bodies, whatever is in them, whose part is what, which tensors share memory, and
 // what sums of halves are.
-func TestSums(t *testing.T) {
+func TestGolden(t *testing.T) {
 	room := make([]byte, 4096) // addresses are told from its beginning
 	all := backend.Bytes(room)
-	sums.Check(t, "wire", 30, func(rng *rand.Rand, w io.Writer) {
-		k := call{kind: kind(1 + rng.IntN(int(lastKind))), reduction: Reduction(rng.IntN(int(lastReduction) + 1)), dtype: af.Dtype(rng.IntN(50)), root: int32(rng.IntN(5) - 1), bytes: sums.Edge(rng, 64)}
-		h := hello{sums.Edge(rng, 5), 6, 7, 3}
+	golden.Check(t, "wire", 30, func(rng *rand.Rand, w io.Writer) {
+		k := call{kind: kind(1 + rng.IntN(int(lastKind))), reduction: Reduction(rng.IntN(int(lastReduction) + 1)), dtype: af.Dtype(rng.IntN(50)), root: int32(rng.IntN(5) - 1), bytes: golden.Edge(rng, 64)}
+		h := hello{golden.Edge(rng, 5), 6, 7, 3}
 		why := []error{ErrMismatch, van.ErrPeerLost, van.ErrTimeout, van.ErrClosed, errRebuild, errMisfit, ErrAborted}[rng.IntN(7)]
 		for range 60 {
 			if k.dtype.Valid() {
 				fmt.Fprintln(w, len(k.String()) > 0)
 			}
-			c, epoch, err := parseAsk(sums.Mangle(rng, k.appendAsk(nil, 77)), 1+rng.IntN(5))
-			fmt.Fprintln(w, c.kind, c.reduction, int32(c.dtype), c.root, c.bytes, epoch, sums.Err(err))
-			got, err := parseHello(sums.Mangle(rng, h.append(nil)))
-			fmt.Fprintln(w, got, sums.Err(err))
+			c, epoch, err := parseAsk(golden.Mangle(rng, k.appendAsk(nil, 77)), 1+rng.IntN(5))
+			fmt.Fprintln(w, c.kind, c.reduction, int32(c.dtype), c.root, c.bytes, epoch, golden.Err(err))
+			got, err := parseHello(golden.Mangle(rng, h.append(nil)))
+			fmt.Fprintln(w, got, golden.Err(err))
 			b := appendReason(nil, verbAbort, 9, fmt.Errorf("%s: %w", strings.Repeat("x", []int{0, 10, maxText - 20, maxText + 5}[rng.IntN(4)]), why))
-			round, cause, err := parseReason(sums.Mangle(rng, b))
-			fmt.Fprintln(w, round, len(b), sums.Err(err), sums.Err(cause))
-			v, err := verbOf(sums.Mangle(rng, b))
-			fmt.Fprintln(w, v, sums.Err(err))
-			seq, rank := parseKey(partKey(uint32(sums.Edge(rng, 70)), int(sums.Edge(rng, 3))))
+			round, cause, err := parseReason(golden.Mangle(rng, b))
+			fmt.Fprintln(w, round, len(b), golden.Err(err), golden.Err(cause))
+			v, err := verbOf(golden.Mangle(rng, b))
+			fmt.Fprintln(w, v, golden.Err(err))
+			seq, rank := parseKey(partKey(uint32(golden.Edge(rng, 70)), int(golden.Edge(rng, 3))))
 			fmt.Fprintln(w, seq, rank)
-			id := int(int32(sums.Edge(rng, maxID)))
+			id := int(int32(golden.Edge(rng, maxID)))
 			app, err := AppOf(id)
-			fmt.Fprintln(w, app, sums.Err(err))
+			fmt.Fprintln(w, app, golden.Err(err))
 			fmt.Fprintln(w, fmt.Sprint(IDOf(appBase+id)))
 
 			mem := func() backend.Mem {

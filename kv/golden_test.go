@@ -8,18 +8,18 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/tests/sums"
+	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestCheckSums: what is said of frames, keys, lengths and slices, whatever is in them.
-func TestCheckSums(t *testing.T) {
-	sums.Check(t, "checks", 20, func(rng *rand.Rand, w io.Writer) {
+// TestChecksGolden: what is said of frames, keys, lengths and slices, whatever is in them.
+func TestChecksGolden(t *testing.T) {
+	golden.Check(t, "checks", 20, func(rng *rand.Rand, w io.Writer) {
 		for range 200 {
 			var keys []Key
 			for range rng.IntN(6) {
-				keys = append(keys, sums.Edge(rng, 3))
+				keys = append(keys, golden.Edge(rng, 3))
 			}
 			if rng.IntN(2) == 0 {
 				slices.Sort(keys)
@@ -33,7 +33,7 @@ func TestCheckSums(t *testing.T) {
 			}
 			n := []int{total, len(keys) * rng.IntN(4), rng.IntN(9)}[rng.IntN(3)]
 			n = max(n, 0)
-			fmt.Fprintln(w, sums.Err(checkKeys(van.ErrInvalid, keys)), sums.Err(checkShape(van.ErrInvalid, keys, n, lens)))
+			fmt.Fprintln(w, golden.Err(checkKeys(van.ErrInvalid, keys)), golden.Err(checkShape(van.ErrInvalid, keys, n, lens)))
 			m := &van.Message{}
 			m.Frames, m.Push, m.Request = rng.IntN(4), rng.IntN(2) == 0, rng.IntN(2) == 0
 			m.DataTypes = []van.DataType{van.TypeUint64, []van.DataType{van.TypeInt16, van.TypeOther, van.TypeChar, van.TypeFloat}[rng.IntN(4)], van.TypeInt32, 0}[:max(m.Frames-rng.IntN(9)/8, 0)]
@@ -42,19 +42,19 @@ func TestCheckSums(t *testing.T) {
 				m.Keys = backend.Bytes(make([]byte, rng.IntN(20)))
 			}
 			f, err := parse[int16](m)
-			fmt.Fprintln(w, f.keys, len(f.vals), f.lens, sums.Err(err))
+			fmt.Fprintln(w, f.keys, len(f.vals), f.lens, golden.Err(err))
 			servers := 1 + rng.IntN(4)
 			ranges := postoffice.Topology{NumServers: servers, GroupSize: 1}.ServerKeyRanges()
 			out := make([]Slice, servers)
 			slices.Sort(keys)
 			sliceByRange(keys, ranges, out)
 			order, err := checkSlices(out, len(keys), nil)
-			fmt.Fprintln(w, out, order, sums.Err(err))
+			fmt.Fprintln(w, out, order, golden.Err(err))
 			for i := range out { // of a slicer of a program's own
 				out[i] = Slice{rng.IntN(7) - 1, rng.IntN(7)}
 			}
 			order, err = checkSlices(out, rng.IntN(7), nil)
-			fmt.Fprintln(w, out, order, sums.Err(err))
+			fmt.Fprintln(w, out, order, golden.Err(err))
 			fmt.Fprintln(w, common(keys, lessOf(rng, keys)))
 		}
 	})
