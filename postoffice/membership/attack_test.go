@@ -129,8 +129,8 @@ func tableOf(nodes ...van.Node) *van.Meta {
 	return &m
 }
 
-// TestTableOfAStranger: a node that waits for its scheduler takes no table from a process that calls itself ps1 (A2).
-func TestTableOfAStranger(t *testing.T) {
+// TestTableOfAnUnknownPeer: a node that waits for its scheduler takes no table from a process that calls itself ps1 (A2).
+func TestTableOfAnUnknownPeer(t *testing.T) {
 	table := func(m *Machine) *van.Meta {
 		own := m.table.self
 		own.ID, own.Endpoint = 9, nil
@@ -213,9 +213,9 @@ func TestTableOfAStranger(t *testing.T) {
 	}
 }
 
-// TestNoticesOfAStranger: no notice that a process on another host sends as a C++ scheduler reaches a node of its
+// TestNoticesOfAnUnknownPeer: no notice that a process on another host sends as a C++ scheduler reaches a node of its
 // cluster.
-func TestNoticesOfAStranger(t *testing.T) {
+func TestNoticesOfAnUnknownPeer(t *testing.T) {
 	m := started(t, attackConfig(van.Worker, 0, 4009))
 	own := m.table.self
 	own.ID, own.Endpoint = 9, nil
@@ -240,9 +240,9 @@ func TestNoticesOfAStranger(t *testing.T) {
 	}
 }
 
-// TestPhantomsComeBack: a waiting scheduler resumes no cluster that it knows from heartbeats only: a node must prove
+// TestUnprovedNodesReturn: a waiting scheduler resumes no cluster that it knows from heartbeats only: a node must prove
 // that it receives messages at its address (A3).
-func TestPhantomsComeBack(t *testing.T) {
+func TestUnprovedNodesReturn(t *testing.T) {
 	m := started(t, attackConfig(van.Scheduler, 0, 8123))
 	beat := func(now time.Duration, n van.Node, body string) actions {
 		var h van.Meta
@@ -314,8 +314,8 @@ func TestRecordsWithoutIdentity(t *testing.T) {
 	}
 }
 
-// TestRefusalsNameNobody: a refusal has no address of a member, nor the name of the cluster (A1).
-func TestRefusalsNameNobody(t *testing.T) {
+// TestRefusalsNameNoMember: a refusal has no address of a member, nor the name of the cluster (A1).
+func TestRefusalsNameNoMember(t *testing.T) {
 	const cluster = 0xabcdef12
 	told := func(t *testing.T, m *Machine) string {
 		m.Tick(m.life.started + time.Minute)
@@ -562,8 +562,8 @@ func TestPlaceOfAWaitingNode(t *testing.T) {
 	}
 }
 
-// TestAddressesOfNobody: an address that is not that of one host is refused, in a record and in a question (A12).
-func TestAddressesOfNobody(t *testing.T) {
+// TestAddressesOfNoHost: an address that is not that of one host is refused, in a record and in a question (A12).
+func TestAddressesOfNoHost(t *testing.T) {
 	for _, host := range []string{"0.0.0.0", "::", "::ffff:0.0.0.0", "127.1", "0x0a000001", "255.255.255.255", "224.0.0.1"} {
 		m := formed(t, attackConfig(van.Scheduler, 0, 8123), 0)
 		for what, msg := range map[string]*van.Meta{

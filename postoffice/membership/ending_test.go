@@ -13,10 +13,10 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestNobodyLeavesEarly: the programs end with a barrier over all nodes and Finalize, as fserver's stop() does; the
+// TestNoNodeLeavesEarly: the programs end with a barrier over all nodes and Finalize, as fserver's stop() does; the
 // scheduler does the same, or only calls Finalize. Connections break, processes are killed and replaced, and the
 // scheduler is restarted. Then no Finalize ends before all have called it, no call fails, and all end.
-func TestNobodyLeavesEarly(t *testing.T) {
+func TestNoNodeLeavesEarly(t *testing.T) {
 	for seed := range uint64(1000) {
 		e := newEnding(seed)
 		e.run()

@@ -11,10 +11,10 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestNobodyIsForgotten: messages to a process that waits to be admitted are lost, late or duplicated; processes,
+// TestNoProcessIsForgotten: messages to a process that waits to be admitted are lost, late or duplicated; processes,
 // also the scheduler, are killed, stopped, cut off or restarted. In the end the process is a node, or has the reason
 // why it is not, and no two processes are one node.
-func TestNobodyIsForgotten(t *testing.T) {
+func TestNoProcessIsForgotten(t *testing.T) {
 	for seed := range uint64(1000) {
 		j := &forming{r: rand.New(rand.NewPCG(seed, 7)), w: newWorld(t)}
 		j.w.log = func(format string, args ...any) {
@@ -194,9 +194,9 @@ func (j *forming) wrong() (all []string) {
 	return all
 }
 
-// TestQuestionsLeaveRoom: processes that are refused receive their refusal, however often other processes ask
+// TestQuestionsLeaveCapacity: processes that are refused receive their refusal, however often other processes ask
 // questions, and although the timer is late.
-func TestQuestionsLeaveRoom(t *testing.T) {
+func TestQuestionsLeaveCapacity(t *testing.T) {
 	for _, question := range []string{"registered %d 10.9.9.9:%d", "ask %d 10.9.9.9:%d list"} {
 		w := startWorld(t, 1, 1)
 		sched, asked := w.node("sched"), 0
@@ -232,9 +232,9 @@ func TestQuestionsLeaveRoom(t *testing.T) {
 	}
 }
 
-// TestRefusalIsForgotten: a process whose refusal is still queued registers again, and is admitted: the refusal is
+// TestQueuedRefusalIsDropped: a process whose refusal is still queued registers again, and is admitted: the refusal is
 // dropped.
-func TestRefusalIsForgotten(t *testing.T) {
+func TestQueuedRefusalIsDropped(t *testing.T) {
 	w := startWorld(t, 1, 1)
 	sched := w.node("sched")
 	w.pass(time.Second, true)

@@ -269,14 +269,14 @@ func (c *checker) check(o Output) {
 	if c.failed {
 		c.t.Errorf("%s: %s after it failed", c.n.name, showOutput(o))
 	}
-	ticket := 0
+	number := 0
 	switch o := o.(type) {
 	case Failed:
 		c.failed = true
 	case BarrierDone:
-		ticket = o.Barrier
+		number = o.Barrier
 	case BarrierFailed:
-		ticket = o.Barrier
+		number = o.Barrier
 		if o.Err == nil {
 			c.t.Errorf("%s: barrier %d failed without an error", c.n.name, o.Barrier)
 		}
@@ -297,10 +297,10 @@ func (c *checker) check(o Output) {
 			c.t.Errorf("%s: %s: %v", c.n.name, showOutput(o), err)
 		}
 	}
-	if ticket != 0 {
-		if c.ended[ticket] {
-			c.t.Errorf("%s: ticket %d ended twice", c.n.name, ticket)
+	if number != 0 {
+		if c.ended[number] {
+			c.t.Errorf("%s: barrier %d ended twice", c.n.name, number)
 		}
-		c.ended[ticket] = true
+		c.ended[number] = true
 	}
 }

@@ -111,12 +111,12 @@ func TestBarrierErrors(t *testing.T) {
 		{"w0", 0, 13, false}, {"w0", -1, 6, false}, {"w0", 1 << 40, 6, false}, {"w0", 0, 9, true}, {"w0", 0, 4, true},
 		{"s0", 0, 4, false}, {"s0", 0, 8, true}, {"sched", 0, 6, false}, {"sched", 0, 1, true}} {
 		n := w.node(c.node)
-		ticket, err := n.m.Barrier(w.now, c.customer, c.group, true)
+		number, err := n.m.Barrier(w.now, c.customer, c.group, true)
 		if c.ok != (err == nil) || err != nil && !errors.Is(err, van.ErrInvalid) {
 			t.Errorf("%s group %d: %v", c.node, c.group, err)
 		}
 		out := n.m.Take()
-		if c.ok && (len(out) != 1 || out[0] != BarrierDone{ticket}) || !c.ok && len(out) != 0 {
+		if c.ok && (len(out) != 1 || out[0] != BarrierDone{number}) || !c.ok && len(out) != 0 {
 			t.Errorf("%s group %d: output %v", c.node, c.group, out)
 		}
 	}
@@ -505,19 +505,19 @@ func TestFirstOfSeveral(t *testing.T) {
 	b := core{cfg: &Config{ReplaceTimeout: 10 * time.Second}, life: l, alive: &liveness{life: l, peers: map[int]*peerHealth{van.SchedulerID: {}}}}
 	claims := &replacements{core: b, claims: map[int]*registration{}}
 	tries := &probes{core: b}
-	tickets := &pendingBarriers{core: b, deferred: deferredLosses{}}
+	pending := &pendingBarriers{core: b, deferred: deferredLosses{}}
 	open := &barriers{core: b, open: map[barrierKey]*barrier{}}
 	for i, at := range []time.Duration{5, 3, 2, 7, 4, 9, 6} {
 		at *= time.Second
 		claims.alive.peers[8+i], claims.claims[8+i] = &peerHealth{}, &registration{since: at}
 		tries.list = append(tries.list, &probe{at: at})
-		tickets.deferred[8+i] = deferredLoss{at: at}
+		pending.deferred[8+i] = deferredLoss{at: at}
 		open.open[barrierKey{group: 1 + i}] = &barrier{onlyDeadMissing: true, stuckSince: at}
 	}
 	for range 100 { // the order of a map is random
 		for what, x := range map[string]struct{ got, want time.Duration }{
 			"claim": {claims.next(), 12 * time.Second}, "trial": {tries.next(), 2 * time.Second},
-			"loss": {tickets.next(), 2*time.Second + leaveGrace}, "gather": {open.next(), 12 * time.Second},
+			"loss": {pending.next(), 2*time.Second + leaveGrace}, "barrier": {open.next(), 12 * time.Second},
 		} {
 			if x.got != x.want {
 				t.Fatalf("%s: the next tick is at %s, want %s", what, x.got, x.want)

@@ -120,7 +120,7 @@ func TestRecordsAfterStart(t *testing.T) {
 // TestReplacedSelf: a node that was replaced must not go on.
 func TestReplacedSelf(t *testing.T) {
 	m := startWorldOf(t, 1, 1, foreign).node("w0").m
-	ticket, err := m.Barrier(0, 0, van.AllNodes, true)
+	number, err := m.Barrier(0, 0, van.AllNodes, true)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -137,7 +137,7 @@ func TestReplacedSelf(t *testing.T) {
 	}
 	bf, ok1 := out[0].(BarrierFailed)
 	f, ok2 := out[1].(Failed)
-	if !ok1 || !ok2 || bf.Barrier != ticket || !errors.Is(bf.Err, ErrRefused) || !errors.Is(f.Err, ErrRefused) {
+	if !ok1 || !ok2 || bf.Barrier != number || !errors.Is(bf.Err, ErrRefused) || !errors.Is(f.Err, ErrRefused) {
 		t.Errorf("output %v", out)
 	}
 	if m.Ready() {

@@ -154,9 +154,9 @@ func TestUnreachableNode(t *testing.T) {
 	}
 }
 
-// TestTrialsAreFew: only processes that have registered and count are probed, at numeric addresses, at most maxProbes
+// TestProbesAreFew: only processes that have registered and count are probed, at numeric addresses, at most maxProbes
 // in a second. A process is not probed after it has sent a message. A timeout of a probe is not reported.
-func TestTrialsAreFew(t *testing.T) {
+func TestProbesAreFew(t *testing.T) {
 	s := probingMachine(t, van.Scheduler, 1, 3*maxProbes)
 	rec := func(i int) *van.Meta {
 		w := probingMachine(t, van.Worker, 2, 3*maxProbes)
@@ -217,8 +217,8 @@ func TestTrialsAreFew(t *testing.T) {
 	}
 }
 
-// TestHeardNodeIsNotTried: a node that has sent a message under its id is reached.
-func TestHeardNodeIsNotTried(t *testing.T) {
+// TestReachedNodeIsNotProbed: a node that has sent a message under its id is reached.
+func TestReachedNodeIsNotProbed(t *testing.T) {
 	s, w, o := probingMachine(t, van.Scheduler, 1, 1), probingMachine(t, van.Worker, 2, 1), probingMachine(t, van.Server, 3, 1)
 	for _, n := range []*Machine{w, o} {
 		if err := s.Step(0, van.Empty, registrationOf(t, n)); err != nil {

@@ -179,18 +179,18 @@ func (s *script) command(line string) error {
 	case "barrier", "stop", "finalize":
 		customer, _ := strconv.Atoi(opts["customer"])
 		group, _ := strconv.Atoi(opts["group"])
-		var ticket int
+		var number int
 		var err error
 		switch words[0] {
 		case "finalize":
-			ticket, err = n.m.Finalize(w.now, customer)
+			number, err = n.m.Finalize(w.now, customer)
 		case "stop":
-			ticket, err = n.m.StopBarrier(w.now, customer)
+			number, err = n.m.StopBarrier(w.now, customer)
 		default:
-			ticket, err = n.m.Barrier(w.now, customer, group, opts["kind"] == "instance")
+			number, err = n.m.Barrier(w.now, customer, group, opts["kind"] == "instance")
 		}
 		if err == nil {
-			w.log("%s: ticket %d", n.name, ticket)
+			w.log("%s: barrier %d", n.name, number)
 		}
 		return err
 	case "link":
@@ -204,8 +204,8 @@ func (s *script) command(line string) error {
 		}
 		return n.m.Link(w.now, ids)
 	case "cancel":
-		ticket, err := strconv.Atoi(arg(2))
-		n.m.CancelBarrier(ticket)
+		number, err := strconv.Atoi(arg(2))
+		n.m.CancelBarrier(number)
 		return err
 	case "leaving":
 		n.m.Leaving(w.now)
@@ -226,9 +226,9 @@ func (s *script) command(line string) error {
 				return err
 			}
 		}
-		ticket, err := n.m.StartBarrier(w.now, group, w.now+limit)
+		number, err := n.m.StartBarrier(w.now, group, w.now+limit)
 		if err == nil {
-			w.log("%s: ticket %d", n.name, ticket)
+			w.log("%s: barrier %d", n.name, number)
 		}
 		return err
 	case "lose", "back", "unreachable", "data":
