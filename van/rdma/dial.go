@@ -11,9 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -25,13 +23,6 @@ const (
 	flushPause = 200 * time.Millisecond
 	minBackoff = 10 * time.Millisecond
 	maxBackoff = 1 * time.Second
-)
-
-// Retries of the transport itself. 7 would be for ever on some providers, so that a
-// write to a dead peer would never end.
-const (
-	retryCount    = 6
-	rnrRetryCount = 7 // for ever: the peer is there, it is only slow
 )
 
 // keepConnected keeps the connection of p: it makes it, and makes it again, until ctx ends.
@@ -234,113 +225,6 @@ func numbers(qps []verbs.QP) []uint32 {
 	}
 	return n
 }
-
-// dial opens the queue pairs of a connection. The peer numbers them as they come, and
-// StepMesh's counts connect requests and ends of connecting with one counter: all
-// requests must be with it before the first is answered, or it loses a queue pair and
-// crashes later.
-func (p connector) dial(ctx context.Context) (_ *link, err error) {
-	v := p.v
-	serial := v.serials.Add(1)
-	l := &link{epoch: v.local.epoch + serial, failed: make(chan error, 1), class: v.classOf(int(p.id.Load()))}
-	var qps []verbs.QP
-	var dev verbs.Device
-	defer func() {
-		if err != nil {
-			v.removeConn(serial)
-			for _, id := range l.ids {
-				_ = id.Destroy()
-			}
-			for range qps {
-				v.cm.Release(dev)
-			}
-		}
-	}()
-	v.mu.Lock()
-	v.addConnLocked(serial, &connection{link: l, peer: p.peer})
-	v.mu.Unlock()
-	for q := range v.cfg.QPNum {
-		c, err := v.cm.NewID(conn.Cookie(serial, q))
-		if err != nil {
-			return nil, err
-		}
-		l.ids = append(l.ids, c)
-		qp, d, classSet, err := v.cm.Prepare(ctx, c, p.addr, q, l.class)
-		if err != nil {
-			return nil, fmt.Errorf("queue pair %d: %w", q, err)
-		}
-		if q > 0 && d != dev {
-			v.cm.Release(d)
-			return nil, fmt.Errorf("queue pair %d came to lie on device %s, the others on %s", q, d.Name(), dev.Name())
-		}
-		qps, dev = append(qps, qp), d
-		if !classSet {
-			l.class = unset
-		}
-	}
-	own := v.newHandshake(l.epoch)
-	l.connectedAs = own.node
-	p.setConnecting(true, l.connectedAs)
-	defer func() {
-		if err != nil {
-			p.setConnecting(false, 0)
-		}
-	}()
-	limit := v.times.connect
-	if p.incarnation == 0 && !p.state.native.Load() {
-		limit = v.times.connectStepMesh
-	}
-	requests := make([][]byte, len(l.ids))
-	for q, c := range l.ids {
-		if q == 1 {
-			if err := v.cm.WaitRejected(ctx, l.ids[0]); err != nil {
-				return nil, fmt.Errorf("queue pair 0: connect: %w", v.verifyRejection(err, requests[0]))
-			}
-		}
-		own.qp = q
-		requests[q] = requestData(v.secret.guard.Keys, &own, p.addr)
-		if err := c.Connect(verbs.ConnParam{Private: requests[q], RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {
-			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
-		}
-	}
-	for q, c := range l.ids {
-		ev, err := v.cm.Wait(ctx, c, verbs.Established, limit)
-		if err != nil {
-			return nil, fmt.Errorf("queue pair %d: connect: %w", q, v.verifyRejection(err, requests[q]))
-		}
-		answer, err := decodeHandshake(ev.Private)
-		l.native = err == nil && answer.native
-		if err := p.verifyAcceptor(l, q, &answer, ev.Private, requests[q]); err != nil {
-			return nil, fmt.Errorf("queue pair %d: %w", q, err)
-		}
-		l.process = answer.incarnation
-		l.bundles = l.native && answer.bundles && (q == 0 || l.bundles)
-		l.numbered = l.native && answer.incarnation != 0 && v.local.incarnation != 0
-		p.state.native.Store(l.native)
-		if l.native && p.incarnation != 0 && answer.incarnation != 0 && answer.incarnation != p.incarnation && !failpoint.On("fencing") {
-			return nil, fmt.Errorf("queue pair %d: another process answers than the one that was named (incarnation %#x, want %#x)", q, answer.incarnation, p.incarnation)
-		}
-		if v.cfg.SplitQPLag && !qps[q].Pinned() { // known only now
-			v.warnPin.Do(func() {
-				v.log.Info("rdma: STEPMESH_SPLIT_QP_LAG: queue pairs are not pinned to ports: not a bonded mlx5 device, or no libmlx5")
-			})
-		}
-	}
-	if l.native {
-		l.dialect = &nativeOut{keySlots: map[uint64]bool{}}
-	} else {
-		l.dialect = &stepmeshOut{keySizes: map[uint64]int{}}
-	}
-	l.device, err = v.owner.device(dev)
-	if err != nil {
-		return nil, err
-	}
-	l.queue, err = conn.NewSendQueue[sentMessage](dev, qps, serial, v.cm.SendDepth, v.cm.SendDepth/2, stageEach)
-	return l, err
-}
-
-// inlineWanted is for a meta with its trailer.
-const inlineWanted = 512
 
 // drainAndClose lets what was sent leave until ctx ends, then ends the connection.
 func (p connector) drainAndClose(ctx context.Context) {

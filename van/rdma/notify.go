@@ -30,7 +30,7 @@ func (v *node) notifyFailure(p *peer, l *link, err error) {
 	v.log.Error("rdma: a message could not be sent", "peer", p.name(), "err", err)
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
-	if !p.hasLink(l) {
+	if p.currentLink() != l {
 		return
 	}
 	v.notify(p, false, asLost(err))
@@ -98,7 +98,7 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 		}
 		p.mu.Unlock()
 	}
-	if again && (down || told || oneWay) && l != nil && p.hasLink(l) {
+	if again && (down || told || oneWay) && l != nil && p.currentLink() == l {
 		v.notify(p, true, nil)
 	}
 }

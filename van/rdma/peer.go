@@ -151,13 +151,6 @@ func (p *peer) waiting() bool { return p.sender.Waiting() > 0 || len(p.sender.Re
 // name says whom p leads to.
 func (p *peer) name() string { return van.NodeName(int(p.id.Load())) + " at " + p.node.Addr() }
 
-// hasLink tells whether l is p's connection.
-func (p *peer) hasLink(l *link) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.link == l
-}
-
 // currentLink is p's connection, or nil. p may be nil.
 func (p *peer) currentLink() *link {
 	if p == nil {

@@ -12,12 +12,16 @@ import (
 // This file owns the work requests of a message: slot requests, payload, meta and
 // notification.
 
-// put sends o to its slot: the value, and the meta behind it with the notification. The link
-// has room. p.mu is held.
+// put posts the work requests that send o to its slot at. The link can take them. p.mu is held. In this order:
+//  1. The value, on the first queue pair. If the value is split, the other queue pairs write their parts, each with a notification
+//     of its own (immSlave), and the meta says how many parts there are.
+//  2. The meta with its trailer, and the notification, on the first queue pair.
+//
+// A queue pair delivers in order: when the receiver polls the notification, an unsplit value is complete.
 func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	l := p.link
 	id, r, stage, _ := l.queue.Begin()
-	if err := l.dialect.check(o); err != nil { // it was sent before there was a connection
+	if err := l.dialect.check(o); err != nil { // o was queued before there was a connection
 		p.reject(id, o, at, err)
 		return
 	}
@@ -28,6 +32,33 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		return
 	}
 	n, inMeta := l.dialect.layout(o)
+	meta, err := p.stageMeta(r, o, stage, n, inMeta)
+	if err != nil {
+		p.reject(id, o, at, err)
+		return
+	}
+	split := !inMeta && p.v.cfg.SplitQPLag && l.canSplit(o)
+	if split {
+		l.announceParts(meta)
+	}
+	byReference := p.putTrailer(r, o, meta, inMeta, split)
+	if inMeta {
+		o.writeFrames(meta[aligned(len(o.meta)):])
+	} else {
+		l.addPayload(id, o, at, stage[metaRoom:], split)
+	}
+	l.addMeta(id, at, meta, byReference)
+	l.bundle = bundle{}
+	if l.bundles && o.fitsBundle() {
+		l.bundle = bundle{record: id, end: n, limit: min(at.MetaLen, len(stage))}
+	}
+	p.noteSent(r, o)
+}
+
+// stageMeta puts the meta of n bytes into the record's staging memory, or into memory of its own if it is too long. It registers the
+// memory of the value, and of the answer's destination.
+func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte, n int, inMeta bool) ([]byte, error) {
+	l := p.link
 	meta := stage[:min(n, len(stage))]
 	room := metaRoom
 	if len(o.copies) == 0 {
@@ -36,69 +67,80 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	if !inMeta && n > room {
 		b, err := conn.NewBlock(l.queue.Device, n, 0)
 		if err != nil {
-			p.reject(id, o, at, fmt.Errorf("a meta of %d bytes: %w", n, err))
-			return
+			return nil, fmt.Errorf("a meta of %d bytes: %w", n, err)
 		}
 		r.Large, meta = b, b.Mem.Host()
 	}
 	copy(meta, o.meta)
-	if err := p.registerFrames(l, r, o); err != nil {
-		p.reject(id, o, at, err)
-		return
+	if err := l.registerFrames(r, o); err != nil {
+		return nil, err
 	}
 	if o.destination.Len() > 0 {
-		if err := p.registerDestination(l, o, meta); err != nil {
-			p.reject(id, o, at, err)
-			return
-		}
+		return meta, p.registerDestination(l, o, meta)
 	}
-	split := p.v.cfg.SplitQPLag && len(l.queue.QueuePairs) > 1 && !inMeta && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
-	if split {
-		l.splits++
-		le.PutUint32(meta[metaSlaves:], uint32(len(l.queue.QueuePairs)-1))
-		for i := range 2 {
-			le.PutUint64(meta[metaCounter+8*i:], l.splits)
-		}
+	return meta, nil
+}
+
+// canSplit reports whether o's value can be split over the queue pairs, and is large enough.
+func (l *link) canSplit(o *outgoing) bool {
+	return len(l.queue.QueuePairs) > 1 && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
+}
+
+// announceParts says in the meta of a split message how many notifications of parts precede it.
+func (l *link) announceParts(meta []byte) {
+	l.splits++
+	le.PutUint32(meta[metaSlaves:], uint32(len(l.queue.QueuePairs)-1))
+	for i := range 2 {
+		le.PutUint64(meta[metaCounter+8*i:], l.splits)
 	}
-	late := false
-	if t, ok := l.dialect.trailer(o, inMeta); ok {
-		if o.control && l.numbered {
-			t.numbered, t.lens[0], t.lens[1] = true, o.number&maxData, p.tag&maxData
-		}
-		if b := p.inbound.Load(); b != nil {
-			b.takeCredits(&t, &r.Note)
-		}
-		t.put(meta[n-trailerLen:])
-		if o.isZeroCopy() && !split { // a part on another queue pair may come after the trailer
-			late = true
-			r.Note.id, r.Note.flags = o.id, meta[n-trailerLen+offFlags:][:1]
-		}
+}
+
+// putTrailer puts the trailer, if the dialect has one, at the end of meta. byReference reports that the device must read the meta when
+// it sends it, not when it is posted: a Cancel may set a flag in the trailer until then.
+func (p *peer) putTrailer(r *conn.Record[sentMessage], o *outgoing, meta []byte, inMeta, split bool) (byReference bool) {
+	l := p.link
+	t, ok := l.dialect.trailer(o, inMeta)
+	if !ok {
+		return false
 	}
-	if inMeta {
-		o.writeFrames(meta[aligned(len(o.meta)):])
-	} else {
-		p.addPayload(l, id, o, at, stage[metaRoom:], split)
+	if o.control && l.numbered {
+		t.numbered, t.lens[0], t.lens[1] = true, o.number&maxData, p.tag&maxData
 	}
+	if in := p.inbound.Load(); in != nil {
+		in.takeCredits(&t, &r.Note)
+	}
+	b := meta[len(meta)-trailerLen:]
+	t.put(b)
+	if !o.isZeroCopy() || split { // a part on another queue pair may arrive after the trailer
+		return false
+	}
+	r.Note.id, r.Note.flags = o.id, b[offFlags:][:1]
+	return true
+}
+
+// addMeta adds the write of the meta with the notification.
+func (l *link) addMeta(id uint32, at *rendezvous.RemoteSlot, meta []byte, byReference bool) {
 	wr := verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled, Imm: at.Index, RemoteAddr: at.Meta, RKey: at.MetaKey}
-	switch {
-	case r.Large != nil:
-		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), r.Large.MR.LKey()
-	case late:
+	switch large := l.queue.Record(id).Large; {
+	case large != nil:
+		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), large.MR.LKey()
+	case byReference:
 		wr = l.queue.StagedByReference(wr, meta)
 	default:
 		wr = l.queue.Staged(wr, meta)
 	}
 	l.queue.Add(id, 0, wr)
-	l.bundle = bundle{}
-	if l.bundles && o.fitsBundle() {
-		l.bundle = bundle{record: id, end: n, limit: min(at.MetaLen, len(stage))}
-	}
+}
+
+// noteSent records what the completion of o needs. A numbered control message is kept until it has arrived, any other is recycled.
+func (p *peer) noteSent(r *conn.Record[sentMessage], o *outgoing) {
+	l := p.link
 	r.Note.done, r.Note.data = o.done, !o.control
 	if o.control && l.numbered {
 		l.seq++
 		r.Note.control, r.Note.seq = o, l.seq
 		p.unsent, o.unsent = p.unsent-o.unsent, 0
-		return // it is recycled when it has arrived
+		return
 	}
 	if o.size >= flushSize {
 		p.flush(false)
@@ -113,7 +155,7 @@ const flushSize = 32 << 10
 const minSplit = 8 << 10
 
 // registerFrames makes the caller's memory known to the device.
-func (p *peer) registerFrames(l *link, r *conn.Record[sentMessage], o *outgoing) error {
+func (l *link) registerFrames(r *conn.Record[sentMessage], o *outgoing) error {
 	for i := range o.frames {
 		if o.data[i].Len() == 0 {
 			continue
@@ -163,7 +205,7 @@ func (p *peer) failMessage(o *outgoing, err error) {
 }
 
 // addPayload adds the writes of the payload.
-func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.RemoteSlot, stage []byte, split bool) {
+func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, stage []byte, split bool) {
 	r := l.queue.Record(id)
 	to, rkey := at.Data, at.DataKey
 	if o.direct {
