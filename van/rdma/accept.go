@@ -16,13 +16,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns the connections that peers open to this node: which are accepted, which
-// process each belongs to, and how they end.
+// This file owns the connections that peers open to this node: the decision to accept one, its assignment to a process, and its end.
 
-// acceptor is the part of a transport that decides about connect requests.
+// acceptor handles connect requests.
 type acceptor struct{ *rvan }
 
-// accept takes a connect request.
+// accept handles a connect request.
 func (v acceptor) accept(ev verbs.Event) {
 	h, err := decodeHandshake(ev.Private)
 	var req []byte
@@ -61,7 +60,7 @@ func (v acceptor) accept(ev verbs.Event) {
 		err = in.addQueuePair(ev.New, h, req)
 	}
 	switch {
-	case errors.Is(err, van.ErrReplaced): // since it was looked at
+	case errors.Is(err, van.ErrReplaced): // replaced since the check above
 		v.rejectReplaced(ev, &h)
 	case err != nil:
 		if n, show := v.accepted.rejections.Next(logx.Kind(err)); show {
@@ -74,7 +73,7 @@ func (v acceptor) accept(ev verbs.Event) {
 	}
 }
 
-// rejectReplaced tells a process whose place another has taken.
+// rejectReplaced rejects the connect request of a process that another one has replaced.
 func (v acceptor) rejectReplaced(ev verbs.Event, h *handshake) {
 	if n, show := v.accepted.rejections.Next("replaced"); show {
 		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
@@ -82,23 +81,23 @@ func (v acceptor) rejectReplaced(ev verbs.Event, h *handshake) {
 	v.refuse(&ev, codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced")
 }
 
-// inboundFor finds or makes the incoming connection of the queue pair in a connect request. If proves is true, the opener must prove
-// itself, and req is the request's private data.
+// inboundFor returns the inbound connection that the queue pair of a connect request belongs to, and makes it for the first one. If
+// proves is true, the opener must prove itself, and req is the request's private data.
 func (v acceptor) inboundFor(h handshake, ev *verbs.Event, req []byte, proves bool) (*inbound, error) {
 	id, from := ev.New, ev.Peer
-	key := h.key() + " from " + from.Addr().String() // the host's name may be cut off
+	key := h.key() + " from " + from.Addr().String() // the host name may be truncated
 	v.mu.Lock()
 	old := v.accepted.inbounds[key]
 	v.mu.Unlock()
 	if old != nil && !old.failed.Load() && len(old.accept.ids) < v.cfg.QPNum {
-		return old, nil // connect requests may overtake each other
+		return old, nil // connect requests may arrive out of order
 	}
 	if old != nil {
-		if h.native { // the key has the connection's epoch
+		if h.native { // the key includes the connection's epoch
 			return nil, fmt.Errorf("queue pair %d: %w: the connection has ended, or is complete", h.qp, van.ErrPeerLost)
 		}
-		// The peer has come again before its end was noticed, which is said when the new
-		// connection is known.
+		// The peer connects again, and the end of its old connection has not been noticed. Ending the old one notifies the watcher, so
+		// that happens after the new connection is known.
 		defer old.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
 	}
 	dev, err := id.Device()
@@ -146,11 +145,14 @@ func (v *rvan) opened(in *inbound) {
 	v.linkInboundsLocked()
 }
 
-// supersededTime is how long a connection may stand when its process has made a newer one.
+// supersededTime is how long an old connection stays open after its process has opened a newer one.
 const supersededTime = 2 * time.Second
 
-// destroyInbound takes apart a connection: what has come is handed up, then its slots
-// end. p is the peer whose own connection it is, or nil.
+// destroyInbound ends a connection that a peer has opened. p is the peer whose own connection it is, or nil.
+//  1. Disconnect: the peer can write no more. Wait until the receive requests are flushed, that is, all notifications are handled.
+//  2. Release messages that wait for parts on other queue pairs; they are incomplete.
+//  3. Destroy the queue pairs and remove the connection from the tables.
+//  4. Release the slots and their memory. Memory of messages that the application still holds stays until it releases them.
 func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 	if cause != nil && !v.closed.Load() {
 		v.log.Info("rdma: a peer's connection ended", "peer", in.name(), "why", cause)
@@ -205,7 +207,7 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 			}
 		})
 	})
-	in.device.dropIncomplete(in) // what has come since
+	in.device.dropIncomplete(in) // messages that were added after the first call
 	for _, a := range areas {
 		a.put()
 	}
@@ -223,7 +225,7 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 	}
 }
 
-// linkInbounds tells each peer which connection it has opened to this node.
+// linkInbounds assigns to each peer the connection that it has opened to this node.
 func (v *rvan) linkInbounds() {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -235,7 +237,7 @@ func (v *rvan) linkInboundsLocked() {
 		var back *inbound
 		for _, in := range v.accepted.inbounds {
 			if in.handshake.node == id && in.handshake.port == p.node.Port && !in.failed.Load() && !in.process.unlisted.Load() && !in.process.unproved.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
-				back = in // the latest: the end of others has not been noticed yet
+				back = in // the latest one: the end of an older one may not have been noticed yet
 			}
 		}
 		if back != nil && p.inbound.Swap(back) != back {
@@ -245,8 +247,8 @@ func (v *rvan) linkInboundsLocked() {
 	}
 }
 
-// fenceLocked ends what the process of old has opened to this node: now that of p has its
-// id. What the old one writes from now on fails, and its slots come back. v.mu is held.
+// fenceLocked ends the inbound connections of old's process, since p's process now has the node id. Later writes of the old process
+// fail, and its slots are released. v.mu is held.
 func (v *rvan) fenceLocked(id int, old, p *peer) {
 	if failpoint.On("fencing") {
 		return
@@ -259,7 +261,7 @@ func (v *rvan) fenceLocked(id int, old, p *peer) {
 			v.fences.replaced = append(v.fences.replaced, x)
 		}
 	}
-	// It may have come back, under another id even.
+	// p's process may have been replaced before and has returned, possibly under another id.
 	v.fences.replaced = slices.DeleteFunc(v.fences.replaced, func(x uint32) bool { return x == p.incarnation })
 	for _, in := range v.accepted.inbounds {
 		h := &in.handshake
@@ -275,10 +277,9 @@ func (v *rvan) fenceLocked(id int, old, p *peer) {
 	}
 }
 
-// markUnlistedLocked finds out which connections are of processes that the table does not name.
-// They may say control messages, by which a newcomer becomes known. Data gets no slot until then,
-// so it waits with its sender; what is written to a slot that was given before is dropped and
-// counted. v.mu is held.
+// markUnlistedLocked marks the connections of processes that the node table does not name. Such a process may send control messages,
+// which is how a replacement process registers. Its data gets no slot until it is in the table, so the data stays queued at the sender.
+// Data that it writes to a slot granted before is dropped and counted. v.mu is held.
 func (v *rvan) markUnlistedLocked() {
 	for _, in := range v.accepted.inbounds {
 		p := (*v.tables.peers.Load())[in.handshake.node]

@@ -17,11 +17,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
-// This file owns how addresses are found: those of peers, and the one that this node
-// listens on.
+// This file owns the resolution of addresses: those of peers, and the one that this node listens on.
 
-// ChooseHost implements van.HostChooser: the address of the RDMA port that the
-// configuration asks for, or of the one nearest to the node's GPU.
+// ChooseHost implements van.HostChooser. It returns the address of the RDMA port that the configuration names, or else of the port
+// nearest to the node's GPU.
 func (v *rvan) ChooseHost() (host, why string, err error) {
 	devices, err := v.stack.Devices()
 	if err != nil && len(devices) == 0 {
@@ -49,7 +48,7 @@ func (v *rvan) ChooseHost() (host, why string, err error) {
 // lookupTime is how long ChooseHost waits for the resolution of the scheduler's name.
 const lookupTime = 5 * time.Second
 
-// toward is the address that this host uses toward the scheduler, invalid if it is not known.
+// toward returns the local address of the route to the scheduler. The address is invalid if the route is not known.
 func toward(scheduler string) netip.Addr {
 	ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
 	defer cancel()
@@ -61,7 +60,7 @@ func toward(scheduler string) netip.Addr {
 	return addr
 }
 
-// gpu is the PCI address of the node's GPU, "" when it has none.
+// gpu returns the PCI address of the node's GPU, "" if it has none.
 func (v *node) gpu(root fs.FS) string {
 	if d, ok := v.backend.(backend.Describer); ok {
 		if i, _, err := d.Describe(); err == nil {
@@ -95,8 +94,7 @@ func resolve(ctx context.Context, n van.Node) (netip.AddrPort, error) {
 	return netip.AddrPort{}, fmt.Errorf("host %q has no IPv4 address: %v", n.Hostname, all)
 }
 
-// depths are those of one queue pair: StepMesh's, and room for one message at
-// least.
+// depths returns the depths of one queue pair. They are StepMesh's, and large enough for at least one message.
 func depths(cfg *env.Config) (send, recv int) {
 	start, rx := cfg.RDMADepths()
 	return max(start+rx, conn.MaxWRs), max(rx/cfg.QPNum, 1)

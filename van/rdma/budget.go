@@ -7,21 +7,21 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns what a peer may have registered for it.
+// This file owns the limits of memory that is registered for peers.
 
-// Why a slot request has to wait, besides ErrNoSlot.
+// Reasons why a slot request waits or is refused, besides rendezvous.ErrNoSlot.
 var (
-	// errBudget: the peer has as many bytes as one may have; some may come back.
+	// errPeerBudget: the peer's share is used up. The request waits, since the peer may return slots.
 	errPeerBudget = errors.New("the bytes registered for this peer are as many as STEPAF_RDMA_PEER_BUDGET allows")
-	// errNever: it is more than one may have.
+	// errOverPeerBudget: the request alone exceeds a peer's share. It is refused.
 	errOverPeerBudget = errors.New("more than STEPAF_RDMA_PEER_BUDGET allows one peer")
-	// errTotal: all peers together have as many as they may have.
+	// errTotalBudget: the shares of all peers together are used up. The request waits.
 	errTotalBudget = errors.New("the bytes registered for all peers are as many as STEPAF_RDMA_BUDGET allows")
-	// errStalled: what it has sent is not taken, or the table does not name its process.
+	// errStalled: the peer's messages wait for a slow handler, or the node table does not name its process. The request waits.
 	errStalled = errors.New("its messages are not taken now")
 )
 
-// cost is the number of bytes that the requested slot would add to what is registered.
+// cost returns the number of bytes that would be registered for the requested slot.
 func (in slotSet) cost(s *slotRequest, need rendezvous.Need, kind uint64) int {
 	n := metaBytes(need.Meta)
 	if !in.dialect.needsData(need) {
@@ -33,8 +33,8 @@ func (in slotSet) cost(s *slotRequest, need rendezvous.Need, kind uint64) int {
 	return n + in.dialect.dataCost(s, need, kind)
 }
 
-// withinBudget tells whether the bytes that a slot request wants are within the budgets. Control
-// messages may have a quarter more than others.
+// withinBudget returns nil if the bytes of a slot request are within the budgets, else the reason. Control messages may exceed the
+// budgets by a quarter.
 func (in slotSet) withinBudget(s *slotRequest, need rendezvous.Need, kind uint64) error {
 	v, n := in.v, int64(in.cost(s, need, kind))
 	peer, total := v.budget.perPeer, v.budget.total

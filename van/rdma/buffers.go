@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns the receive buffers that the application has registered.
+// This file owns the receive buffers that the application registers.
 
 // bufferKey names a registered receive buffer.
 type bufferKey struct {
@@ -27,8 +27,7 @@ func (v *node) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
 	return nil
 }
 
-// registeredBuffer is the buffer that the application has registered for the message, if it
-// may serve the request and is large enough.
+// registeredBuffer returns the application's buffer for the message, if the request may use it and it is large enough.
 func (in slotSet) registeredBuffer(s *slotRequest, need rendezvous.Need, kind uint64) (backend.Mem, bool) {
 	if !in.dialect.usesBuffer(kind) {
 		return backend.Mem{}, false

@@ -7,20 +7,20 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
-// This file owns bundles: small messages that leave together for a node of this library, as the push and the pull of a
-// call and the two answers, go in one write to one slot. The device and the receiver then do the work of one message.
+// This file owns bundles. A bundle is one write of several small messages to one slot, for example the push and the pull of a call, or
+// their two answers. The device and the receiver then do the work of one message. Only nodes of this library receive bundles.
 
-// bundle is the last write of a link to which messages may be added until it is posted, or another one follows.
+// bundle is the last write that was added to a link. Messages may be added to it until it is posted or another write follows.
 type bundle struct {
 	record uint32
-	end    int // of the last message, from the beginning of the write
-	limit  int // 0: there is none
+	end    int // offset of the last message's end in the write
+	limit  int // the most bytes that the write may have; 0: there is no bundle
 }
 
-// maxBundle is more messages than a cell has room for.
+// maxBundle is one more than the number of messages that fit into a cell.
 const maxBundle = conn.CellSize/(rawMeta+trailerLen) + 1
 
-// fits tells whether o may be added to b. The peer's lock is held.
+// fits reports whether o may be added to b. The peer's lock is held.
 func (b *bundle) fits(l *link, o *outgoing) bool {
 	if b.limit == 0 || !o.fitsBundle() || l.queue.Last(b.record) == nil {
 		return false
@@ -29,7 +29,7 @@ func (b *bundle) fits(l *link, o *outgoing) bool {
 	return aligned(b.end)+n <= b.limit
 }
 
-// add adds o, which b takes, to p's link's. p.mu is held.
+// add adds o, which fits, to b, the bundle of p's link. p.mu is held.
 func (b *bundle) add(p *peer, o *outgoing) {
 	l := p.link
 	from := aligned(b.end)
@@ -55,15 +55,15 @@ func (b *bundle) add(p *peer, o *outgoing) {
 	p.recycle(o)
 }
 
-// writtenMessages is what was written to a slot: its messages, in order.
+// writtenMessages are the messages of one write to a slot, in order.
 type writtenMessages [maxBundle][]byte
 
-// parse finds the messages in the first n bytes of mem.
+// parse splits the first n bytes of mem into messages. Each trailer says where the message before it ends, so it starts with the last.
 func (w *writtenMessages) parse(d inboundDialect, mem []byte, n int) ([][]byte, error) {
 	if n < rawMeta || n > len(mem) {
 		return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", n), Want: fmt.Sprintf("%d to %d", rawMeta, len(mem))}
 	}
-	var ends [maxBundle]int // the last one first
+	var ends [maxBundle]int // from the last message to the first
 	count := 0
 	for end := n; count == 0 || end > 0; count++ {
 		if count == maxBundle {

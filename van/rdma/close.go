@@ -20,15 +20,14 @@ const (
 	// maxLinger is the longest that Close waits for messages to leave.
 	maxLinger = 5 * time.Second
 
-	// teardownTime is how long connections may take to end after that, and stopTime how long the loops and
-	// Polls of devices may then. It takes longer only when a function of the application, a Done or a
-	// handler, does not return.
+	// teardownTime is how long connections may take to end after that, stopTime how long the loops and Polls of devices may then
+	// take. Longer means that a function of the application, a Done or a handler, does not return.
 	teardownTime = 3 * time.Second
 	stopTime     = time.Second
 )
 
-// Close ends everything; sent messages leave until ctx ends, at most maxLinger. When a function of
-// the application does not return, it ends with an error, and the devices are closed when it has.
+// Close ends everything. It first waits for queued messages to be sent, until ctx ends or for maxLinger. If a function of the
+// application does not return, Close returns an error, and the devices are closed when that function has returned.
 func (v *rvan) Close(ctx context.Context) error {
 	v.delivery.engine.EndPoll(ctx)
 	v.mu.Lock()
@@ -68,7 +67,7 @@ func (v *rvan) Close(ctx context.Context) error {
 		}
 		v.wg.Wait()
 		close(apart)
-		v.stopDevices(context.WithoutCancel(ctx)) // ctx also says by whose delivery this is called
+		v.stopDevices(context.WithoutCancel(ctx)) // without the deadline, but with the delivery that calls Close, if any
 	}()
 	select {
 	case <-apart:
@@ -99,7 +98,7 @@ func (v *rvan) Close(ctx context.Context) error {
 	return late
 }
 
-// stopDevices ends the loops of the devices, and waits for the Polls that use them.
+// stopDevices ends the loops of the devices, and waits for the Polls that use the devices.
 func (v *rvan) stopDevices(ctx context.Context) {
 	v.mu.Lock()
 	v.delivery.noMoreDevices = true
@@ -109,8 +108,7 @@ func (v *rvan) stopDevices(ctx context.Context) {
 	}
 }
 
-// closeDevices is the end of the devices and of the connection manager, which nobody uses
-// any more.
+// closeDevices closes the devices and the connection manager. Nothing uses them any more.
 func (v *rvan) closeDevices() error {
 	var errs []error
 	for _, d := range *v.tables.devices.Load() {
@@ -121,11 +119,11 @@ func (v *rvan) closeDevices() error {
 	return errors.Join(errs...)
 }
 
-// drainEvents waits until the connection manager's events so far have been taken: each
-// connect request has an ID, and all must be gone before the channel is closed.
+// drainEvents waits until all earlier events of the connection manager have been handled. Each connect request holds an ID, and all
+// IDs must be destroyed before the channel is closed.
 func (v *rvan) drainEvents() {
 	to := v.cm.Source
-	if !to.IsValid() { // it listens everywhere; any device will do
+	if !to.IsValid() { // this node listens at all addresses; any device works
 		to = netip.AddrFrom4([4]byte{127, 0, 0, 1})
 	}
 	serial := v.serials.Add(1)

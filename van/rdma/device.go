@@ -14,55 +14,53 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// This file owns the state of one RDMA device of a van: its memory, its due queues, and
-// what its poller keeps.
+// This file owns the state of one RDMA device of a van: its memory, its due queues, and the state of its poller.
 
-// device is what a van has on one RDMA device: memory, and the source of the engine that
-// takes its completions.
+// device is a van's state on one RDMA device. It is the engine's source for the device's completions.
 type device struct {
 	v       *rvan
 	dev     verbs.Device
 	regions *conn.Regions
 	feed    *engine.Feed[*van.Message]
-	spinner engine.Spinner // of who holds the feed
+	spinner engine.Spinner // used by the holder of the feed
 	queues  peerQueues
 	pool    pool
 	stopped chan struct{}
 
 	areaSet
 	polls    pollResult
-	sleeping atomic.Bool // the loop, or it is about to
+	sleeping atomic.Bool // the loop sleeps, or is about to
 	dead     atomic.Bool // many polls in a row have failed
 
-	// All that follows is of who holds the feed.
-	ready          fifo.Queue[*received] // not delivered
-	deferredQueues []*peerQueue          // with messages that were put aside
-	trailer        trailer               // of the message being looked at
-	written        writtenMessages       // the write being looked at
+	// The holder of the feed uses these.
+	ready          fifo.Queue[*received] // complete messages, not delivered yet
+	deferredQueues []*peerQueue          // queues that have deferred messages
+	trailer        trailer               // of the message that is being decoded
+	written        writtenMessages       // of the write that is being handled
 	sleepTime      time.Duration
 
-	// What housekeeping looks at: connections with credits to send or messages that wait,
-	// those whose peers' slot requests wait, and those that nothing is sent on.
+	// Due queues: of connections with credits to send or messages that wait, of connections whose peers' slot requests wait, and of
+	// idle connections to probe.
 	active, requests, probes conn.DueQueue
 	housekeptAt, evictedAt   uint64
 }
 
-// areaSet is the memory for values that the device's peers may write to.
+// areaSet is the memory of values that peers of the device may write to.
 type areaSet struct {
 	areasMu sync.Mutex
 	areas   map[*area]bool
 }
 
-// pollResult is what the last poll has found. Who holds the feed and cq has it, or the loop
-// that sleeps, which holds cq alone.
+// pollResult is the result of the last poll. The holder of both the feed and cq uses it, and so does the sleeping loop, which holds only
+// cq.
 type pollResult struct {
 	cq       sync.Mutex
 	wcs      [pollBatch]verbs.Completion
-	n        int // of wcs
-	failures int // one after the other
+	n        int // number of completions in wcs
+	failures int // in a row
 }
 
-// newArea makes registered memory of n bytes on the node's device, or on the host.
+// newArea registers n bytes of new memory on the node's device, or on the host.
 func (d *device) newArea(n int, host bool) (*area, error) {
 	const access = verbs.LocalWrite | verbs.RemoteWrite
 	var b *conn.Block
@@ -90,9 +88,8 @@ func (d *areaSet) removeArea(a *area) {
 	d.areasMu.Unlock()
 }
 
-// awaitFlush waits for the last completions of a connection that has been broken.
-// There may be fewer than receive requests: Soft-RoCE does not see those that are
-// posted once a queue pair has ended.
+// awaitFlush waits for the last completions of a broken connection. There may be fewer completions than receive requests: Soft-RoCE does
+// not flush requests that are posted after a queue pair has failed.
 func (d *device) awaitFlush(in *inbound) {
 	limit, look := time.After(flushTime), time.Tick(flushPause)
 	for last := int32(0); ; {
@@ -113,15 +110,14 @@ func (d *device) awaitFlush(in *inbound) {
 	}
 }
 
-// exclusive calls f while nobody takes completions.
+// exclusive calls f while no other goroutine handles completions.
 func (d *device) exclusive(f func()) {
 	d.feed.Lock()
 	defer d.feed.Unlock()
 	f()
 }
 
-// close deregisters everything on the device. Memory of messages that somebody still
-// holds stays until then.
+// close deregisters everything on the device. Memory of messages that the application still holds stays mapped until they are released.
 func (d *device) close() error {
 	errs := []error{d.regions.Close()}
 	d.areasMu.Lock()

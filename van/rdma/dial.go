@@ -15,9 +15,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// This file owns the making and the end of this node's connections to its peers.
+// This file owns the life of this node's connections to its peers: connecting, reconnecting, and ending.
 
-// Times of making and ending a connection.
+// Times of connecting and disconnecting.
 const (
 	flushTime  = 2 * time.Second
 	flushPause = 200 * time.Millisecond
@@ -25,13 +25,13 @@ const (
 	maxBackoff = 1 * time.Second
 )
 
-// keepConnected keeps the connection of p: it makes it, and makes it again, until ctx ends.
+// keepConnected connects to the peer, and reconnects when the connection breaks, until ctx ends.
 func (p connector) keepConnected(ctx context.Context) {
 	defer close(p.state.stopped)
 	backoff, told, late := minBackoff, false, false
 	for ctx.Err() == nil {
 		p.mu.Lock()
-		parts := p.state.detached && p.state.connectCount > 0 // before that, what was sent has not left
+		parts := p.state.detached && p.state.connectCount > 0 // before the first connection, queued messages have not been sent yet
 		p.mu.Unlock()
 		if parts {
 			<-ctx.Done()
@@ -45,13 +45,13 @@ func (p connector) keepConnected(ctx context.Context) {
 			if !told || p.v.cfg.PrintRDMALog {
 				level := slog.LevelInfo
 				if isSecretMismatch(err) {
-					level = slog.LevelWarn // it does not pass by itself
+					level = slog.LevelWarn // a wrong secret needs an operator
 				}
 				p.v.log.Log(ctx, level, "rdma: no connection yet, trying again", "peer", p.name(), "err", err)
 			}
 			told = true
 			if !late && (errors.Is(err, van.ErrTimeout) || errors.Is(err, syscall.ETIMEDOUT)) {
-				late = true // once: a busy host is no lost peer
+				late = true // retry once: a busy host is not a lost peer
 				continue
 			}
 			p.mu.Lock()
@@ -77,17 +77,17 @@ func (p connector) keepConnected(ctx context.Context) {
 	}
 }
 
-// connected gives p a connection.
+// connected makes l the connection of p.
 func (p connector) connected(l *link) {
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.queue.Device.Name(), "qps", numbers(l.queue.QueuePairs), "inline", l.queue.Inline, "stepaf", l.native)
 	p.notifying.Lock()
 	p.mu.Lock()
 	lost, in := p.state.lost, p.inbound.Load()
-	same := p.state.process == 0 || l.process == 0 || p.state.process == l.process // a scheduler that was started again has its predecessor's address
+	same := p.state.process == 0 || l.process == 0 || p.state.process == l.process // a restarted scheduler has its predecessor's address
 	p.state.oneWay = p.state.lost && l.native && p.isMyServer() && p.hasConnected.Load() && !established(in)
 	p.link, p.inboundDown, p.state.lost, p.state.queueForReconnect, p.state.connecting = l, nil, p.state.oneWay, false, false
 	if lost && established(in) {
-		p.confirmedSerial = in.serial // what was lost has been told
+		p.confirmedSerial = in.serial // the loss that in would report has been notified already
 	}
 	p.state.process = l.process
 	p.remoteIncarnation.Store(l.process)
@@ -95,17 +95,17 @@ func (p connector) connected(l *link) {
 	oneWay := p.state.oneWay
 	p.mu.Unlock()
 	if !same && !lost {
-		p.v.notify(p.peer, false, fmt.Errorf("%w: another process answers there", van.ErrPeerLost)) // it knows nothing of this node
+		p.v.notify(p.peer, false, fmt.Errorf("%w: another process answers there", van.ErrPeerLost)) // the new process does not know this node
 	}
 	if !oneWay {
-		p.v.notify(p.peer, true, nil) // before the peer may ask: what a lost peer asks for is dropped
+		p.v.notify(p.peer, true, nil) // before the peer sends requests: requests of a lost peer are dropped
 	}
 	p.notifying.Unlock()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
 	l.device.probes.Add(&l.probeDue)
-	// Messages that were sent before it was known which dialect the peer speaks.
+	// Messages that were queued before the peer's dialect was known.
 	refused := p.sender.Disconnect(func(o *outgoing) bool { return l.dialect.check(o) == nil })
 	if l.native {
 		l.sendUp(lost && same)
@@ -118,21 +118,20 @@ func (p connector) connected(l *link) {
 	}
 }
 
-// sendUp tells the peer that this node takes the connection as established: replies to
-// slot requests that the peer sends from now on will arrive.
+// sendUp tells the peer that this node considers the connection established. Replies to slot requests that the peer sends from now on will
+// be received.
 func (l *link) sendUp(afterLoss bool) {
 	if id, _, stage, ok := l.queue.Begin(); ok {
 		says := byte(up)
 		if afterLoss {
 			says = upAfterLoss
 		}
-		l.queue.Record(id).Note.data = afterLoss // without it the peer would wait: a break is none of control messages only
+		l.queue.Record(id).Note.data = afterLoss // counts as data, so that a break now is reported: the peer waits for it
 		l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:copy(stage, l.upProof.encodeUp(says))]))
 	}
 }
 
-// disconnected takes the connection from p and ends it. Without a cause p is no longer
-// wanted.
+// disconnected takes the broken link l from p and ends it. Without a cause, the connection is no longer wanted.
 func (p connector) disconnected(l *link, cause error) {
 	p.mu.Lock()
 	p.link, p.ending, p.inboundDown, p.state.oneWay = nil, l, nil, false
@@ -143,13 +142,13 @@ func (p connector) disconnected(l *link, cause error) {
 		dropped = p.sender.Disconnect(func(o *outgoing) bool { return o.oneShot })
 	}
 	inFlight := len(p.pulls) > 0 || !l.queue.Idle()
-	// Where only control messages were under way nothing is lost: they are sent again.
+	// If only control messages were in flight, nothing is lost: they are sent again.
 	quiet := cause != nil && l.numbered && len(p.pulls) == 0 && len(dropped) == 0 && !l.carriesData() && errors.Is(cause, errUnacknowledged)
 	p.state.lost = p.state.lost || cause != nil && !quiet
 	ups := p.state.connectCount
 	p.mu.Unlock()
 	if cause != nil {
-		level := slog.LevelInfo // peers come and go
+		level := slog.LevelInfo // a peer may end at any time
 		if inFlight || len(dropped) > 0 {
 			level = slog.LevelWarn
 		}
@@ -168,8 +167,8 @@ func (p connector) disconnected(l *link, cause error) {
 	}
 }
 
-// notifyUnlessReconnected tells that the connection is lost unless it has been made again since there were
-// so many.
+// notifyUnlessReconnected notifies the watcher of the loss unless p has connected again, that is, unless its connectCount has changed
+// from ups.
 func (p connector) notifyUnlessReconnected(ups int, cause error) {
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
@@ -182,8 +181,8 @@ func (p connector) notifyUnlessReconnected(ups int, cause error) {
 	}
 }
 
-// resubmit lets the control messages among all, which may not have arrived, wait for the next
-// connection, in their order. The peer knows them by their numbers.
+// resubmit queues the control messages in all, which may or may not have arrived, for the next connection, in their order. The peer drops
+// repeated ones by their numbers.
 func (p connector) resubmit(l *link, all []finished, wanted bool) {
 	slices.SortFunc(all, func(x, y finished) int { return cmp.Compare(x.Note.seq, y.Note.seq) })
 	p.mu.Lock()
@@ -201,7 +200,7 @@ func (p connector) resubmit(l *link, all []finished, wanted bool) {
 	p.sender.Resubmit(kept)
 }
 
-// dropMessages is the end of messages that will not be sent.
+// dropMessages recycles messages that will not be sent, and returns their completions.
 func (p connector) dropMessages(all []*outgoing) (ended []finished) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -226,12 +225,12 @@ func numbers(qps []verbs.QP) []uint32 {
 	return n
 }
 
-// drainAndClose lets what was sent leave until ctx ends, then ends the connection.
+// drainAndClose waits until queued messages have been sent or ctx ends, then ends the connection.
 func (p connector) drainAndClose(ctx context.Context) {
 	tick := time.Tick(time.Millisecond)
 	for !p.drained() {
 		select {
-		case <-tick: // completions of the last messages have no signal of their own
+		case <-tick: // the last completions wake nobody, so check regularly
 			continue
 		case <-ctx.Done():
 		case <-p.v.eventsEnded:
@@ -252,19 +251,18 @@ func (p connector) drainAndClose(ctx context.Context) {
 	<-p.state.stopped
 }
 
-// drained tells whether everything has left.
+// drained reports whether all messages have been sent.
 func (p connector) drained() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.flush(false)
 	if p.state.ended || p.state.lost && p.link == nil {
-		return true // nothing, or nobody, to wait for
+		return true // nothing can be sent any more
 	}
 	return p.sender.Waiting() == 0 && (p.link == nil || p.link.queue.Idle())
 }
 
-// awaitCompletions waits for the last completions of a connection that has been broken: they say
-// what the peer has not received.
+// awaitCompletions waits for the last completions of a broken connection. They say which messages the peer has not received.
 func (p connector) awaitCompletions(l *link) {
 	tick, limit := time.Tick(time.Millisecond), time.After(flushPause)
 	for {
@@ -284,7 +282,7 @@ func (p connector) awaitCompletions(l *link) {
 	}
 }
 
-// destroyLink takes apart a connection of this node's, and returns what it held.
+// destroyLink ends a connection of this node and returns its unfinished messages.
 func (p connector) destroyLink(l *link) []finished {
 	v := p.v
 	for _, id := range l.ids {
@@ -302,7 +300,7 @@ func (p connector) destroyLink(l *link) []finished {
 	p.ending = nil
 	p.mu.Unlock()
 	_ = l.queue.Close()
-	for _, in := range uncertain { // a slot that is given back twice would be overwritten
+	for _, in := range uncertain { // returning a slot twice would let the peer overwrite it
 		in.fail(fmt.Errorf("%w: the other connection broke, and with it messages that gave back slots of this one", van.ErrPeerLost))
 	}
 	return all

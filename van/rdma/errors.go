@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// This file owns the errors that several files speak of.
+// This file owns the errors that several files use.
 
 // asLost wraps err in van.ErrPeerLost, once.
 func asLost(err error) error {
@@ -22,12 +22,11 @@ func statusError(s verbs.Status, what string, q int) error {
 	return fmt.Errorf("%w: %s %d: %s", van.ErrPeerLost, what, q, s)
 }
 
-// errUnacknowledged: nobody has acknowledged what was written: the peer has gone, or its
-// host is too busy.
+// errUnacknowledged: the peer has not acknowledged a write. Its process has ended, or its host is too busy.
 var errUnacknowledged = fmt.Errorf("%w", van.ErrPeerLost)
 
-// peerRefused tells whether the peer has said no: it has not received this work request, nor
-// those behind it. Those before it have completed.
+// peerRefused reports whether the peer has refused a work request. It has received neither that request nor any later one, and all
+// earlier ones have completed.
 func peerRefused(s verbs.Status) bool {
 	return s == verbs.StatusRemoteInvalid || s == verbs.StatusRemoteAccess || s == verbs.StatusRemoteOp
 }

@@ -6,19 +6,18 @@ import (
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 )
 
-// This file owns what is remembered of processes: those that were replaced, and the
-// control messages that have come.
+// This file owns the history of processes: which ones were replaced, and which control messages they have sent.
 
-// maxReplaced bounds what is remembered of processes that were replaced.
+// maxReplaced limits the number of replaced processes that a van remembers.
 const maxReplaced = 4096
 
-// fences is what a van remembers of processes, guarded by its mu.
+// fences is the history of processes. The van's mu guards it.
 type fences struct {
-	replaced    []uint32                 // incarnations of processes that others have replaced, the latest last
-	lastControl map[controlSource]uint32 // number of the last control message
+	replaced    []uint32                 // incarnations of replaced processes, the latest last
+	lastControl map[controlSource]uint32 // number of the last control message of each source
 }
 
-// isReplaced tells whether the process with this incarnation has been replaced.
+// isReplaced reports whether the process with this incarnation has been replaced.
 func (v *rvan) isReplaced(incarnation uint32) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -29,15 +28,14 @@ func (f *fences) isReplacedLocked(incarnation uint32) bool {
 	return incarnation != 0 && slices.Contains(f.replaced, incarnation) && !failpoint.On("fencing")
 }
 
-// controlSource numbers control messages: a process, and one of its connections to this
-// node.
+// controlSource is a sequence of control message numbers: those of one process on one of its connections to this node.
 type controlSource struct{ incarnation, tag uint32 }
 
-// maxControlSources bounds what is remembered of them.
+// maxControlSources limits the number of sources in fences.lastControl.
 const maxControlSources = 1 << 14
 
-// isRepeated tells whether a control message has come before, on a connection that broke
-// before its sender knew that it has arrived.
+// isRepeated reports whether a control message was received before. Its sender repeats it if the earlier connection broke before the
+// sender knew that the message had arrived.
 func (v *rvan) isRepeated(in *inbound, t *trailer) bool {
 	if in.handshake.incarnation == 0 || failpoint.On("duplicate") {
 		return false

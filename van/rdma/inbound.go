@@ -14,14 +14,13 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// This file owns a connection that a peer has opened to this node: what is sent back on
-// it, and the credits that are owed to the peer.
+// This file owns a connection that a peer has opened to this node: the replies on it, and the credits that are owed to the peer.
 
 // inbound is a connection that a peer has opened to this node.
 type inbound struct {
 	v         *node
 	serial    uint32
-	handshake handshake // of its first queue pair
+	handshake handshake // of the first queue pair
 	dialect   inboundDialect
 	key       string
 	from      netip.AddrPort
@@ -29,12 +28,12 @@ type inbound struct {
 	once      sync.Once
 	failed    atomic.Bool
 	process   processState
-	confirmed atomic.Int32 // what its opener has said with immUp, that it has it, as native nodes do
-	stalled   atomic.Bool  // what it has sent waits for its handler, and is too much
+	confirmed atomic.Int32 // the state in the peer's immUp, 0 before it; only native nodes send it
+	stalled   atomic.Bool  // too many of its messages wait for their handler
 
-	activeDue   conn.DueItem // for credits, and slots that may have been overwritten
+	activeDue   conn.DueItem // for credits, and for slots that may have been overwritten
 	probeDue    conn.DueItem
-	requestsDue conn.DueItem // for slot requests that wait
+	requestsDue conn.DueItem // for pending slot requests
 
 	order receiveState
 	drain drainState
@@ -42,53 +41,52 @@ type inbound struct {
 	mu      sync.Mutex
 	closed  bool
 	accept  acceptState
-	sends   *conn.SendQueue[struct{}] // for replies to slot requests, and credits
-	backlog fifo.Queue[queuedSend]    // what found no room
+	sends   *conn.SendQueue[struct{}] // replies to slot requests, and credits
+	backlog fifo.Queue[queuedSend]    // SENDs that wait for room in sends
 	owed    creditList
 	slots   slotState
 }
 
-// processState is what a connection is to the process that has opened it.
+// processState relates a connection to the process that has opened it.
 type processState struct {
-	// unlisted is set while its process is not the one that the table names: a newer one, of
-	// which this node has not heard yet.
+	// unlisted is set while the node table names another process: this one is newer, and its registration has not arrived yet.
 	unlisted   atomic.Bool
-	unproved   atomic.Bool // its opener has to prove that it knows the cluster's secret; see prove.go
-	upProof    upProof     // what it has to prove
-	superseded atomic.Bool // there is a newer one of the same process
+	unproved   atomic.Bool // the opener must prove that it knows the cluster's secret; see prove.go
+	upProof    upProof     // inputs of that proof
+	superseded atomic.Bool // the same process has opened a newer connection
 }
 
-// receiveState is of who holds the feed.
+// receiveState is the order of received messages. The holder of the feed uses it.
 type receiveState struct {
-	splits        uint64 // notifications of split messages' other parts
+	splits        uint64 // notifications of parts of split messages so far
 	incomplete    []*received
-	hasIncomplete atomic.Bool   // len(held) > 0
-	queues        [2]*peerQueue // of its messages, once known: data's, and control messages'
-	overBudgetBy  int64         // bytes that the last slot request was over the peer's budget
+	hasIncomplete atomic.Bool   // len(incomplete) > 0
+	queues        [2]*peerQueue // of the sender, once known: for data, and for control messages
+	overBudgetBy  int64         // bytes by which the last slot request exceeds the peer's budget
 }
 
-// drainState counts the receive requests that end with the connection.
+// drainState counts the receive requests that are flushed when the connection ends.
 type drainState struct {
 	flushed atomic.Int32
-	drained chan struct{} // closed when all have
+	drained chan struct{} // closed when all are flushed
 }
 
-// acceptState is the queue pairs that the peer has sent connect requests for.
+// acceptState holds the queue pairs for which the peer has sent connect requests.
 type acceptState struct {
-	ids      []verbs.ID  // each with its queue pair
-	requests [][]byte    // the private data that the answers are to prove, nil: nothing
-	accepted int         // of them
-	timer    *time.Timer // for the others of a StepMesh node
+	ids      []verbs.ID  // each has a queue pair
+	requests [][]byte    // the private data that each answer's proof covers; nil: the answer has no proof
+	accepted int         // number of ids that were accepted
+	timer    *time.Timer // limits the wait for the other queue pairs of a StepMesh node
 }
 
-// creditList is the slots that are owed to the peer.
+// creditList holds the slots that are owed to the peer.
 type creditList struct {
 	credits []uint16
-	since   uint64       // when the oldest of them came
+	since   uint64       // when the oldest credit was added
 	count   atomic.Int32 // len(credits)
 }
 
-// queuedSend is a SEND that waits for room.
+// queuedSend is a SEND that waits for room in the send queue.
 type queuedSend struct {
 	imm  uint32
 	n    int
@@ -115,14 +113,14 @@ func (in *inbound) addQueuePair(id verbs.ID, h handshake, req []byte) error {
 	more := !h.native && q+1 < v.cfg.QPNum
 	in.mu.Lock()
 	if in.failed.Load() {
-		err = fmt.Errorf("%w meanwhile", van.ErrClosed) // endInbound has looked at in.ids
+		err = fmt.Errorf("%w meanwhile", van.ErrClosed) // destroyInbound has read in.accept.ids
 	} else if in.sends == nil {
 		in.sends, err = conn.NewSendQueue[struct{}](dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
 	}
 	if err == nil {
 		in.accept.ids, in.accept.requests = append(in.accept.ids, id), append(in.accept.requests, req)
 		if h.qp == 0 && in.process.upProof.keys != nil {
-			in.process.upProof.first = req // the request of another queue pair may have overtaken it
+			in.process.upProof.first = req // connect requests may arrive out of order
 		}
 		if more && in.accept.timer == nil {
 			in.accept.timer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
@@ -133,15 +131,14 @@ func (in *inbound) addQueuePair(id verbs.ID, h handshake, req []byte) error {
 		v.cm.Release(dev)
 		return err
 	}
-	if !more { // StepMesh counts the routes that it has resolved and the answers with one
-		// counter: an answer that comes before all its queue pairs have asked makes it wait
-		// for ever.
+	if !more { // A StepMesh node counts resolved routes and answers with one counter: if an
+		// answer arrives before all its queue pairs have sent their requests, it waits forever.
 		in.acceptAll()
 	}
 	return nil
 }
 
-// acceptAll accepts the queue pairs of which connect requests have come.
+// acceptAll accepts the queue pairs whose connect requests have arrived.
 func (in *inbound) acceptAll() {
 	v, h := in.v, &in.handshake
 	in.mu.Lock()
@@ -155,7 +152,7 @@ func (in *inbound) acceptAll() {
 	}
 	in.mu.Unlock()
 	if failed != nil {
-		in.fail(failed) // ends the IDs
+		in.fail(failed) // destroys the IDs
 		return
 	}
 	if first {
@@ -195,7 +192,7 @@ func (in *inbound) send(imm uint32, b []byte) {
 func (in *inbound) trySend(n *queuedSend) bool {
 	id, _, stage, ok := in.sends.Begin()
 	if !ok {
-		return in.sends.Broken // the message is lost with the connection
+		return in.sends.Broken // if broken, the message is lost with the connection
 	}
 	copy(stage, n.data[:n.n])
 	in.sends.Add(id, 0, in.sends.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: n.imm}, stage[:n.n]))
@@ -205,21 +202,21 @@ func (in *inbound) trySend(n *queuedSend) bool {
 	return true
 }
 
-// sendQueued sends what has waited for room. in.mu is held.
+// sendQueued sends the queued SENDs that now fit. in.mu is held.
 func (in *inbound) sendQueued() {
 	for in.backlog.Len() > 0 && in.trySend(&in.backlog.All()[0]) {
 		in.backlog.Take()
 	}
 }
 
-// returnCredit gives a slot back to the peer: with the next message to it, or soon.
+// returnCredit returns a slot to the peer, with the next message to it or after creditDelay.
 func (in *inbound) returnCredit(l *receiveSlot) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	in.returnCreditLocked(l)
 }
 
-// returnCreditLocked is returnCredit for those who hold mu.
+// returnCreditLocked is returnCredit for callers that hold mu.
 func (in *inbound) returnCreditLocked(l *receiveSlot) {
 	if in.closed || !in.dialect.returnsCredits() || l == nil || in.v.budget.slots.Get(l.Index()) != l {
 		return
@@ -228,7 +225,7 @@ func (in *inbound) returnCreditLocked(l *receiveSlot) {
 		in.owed.since = clock.Now()
 	}
 	if in.slots.reclaim.since != 0 {
-		in.slots.reclaim.since = clock.Now() // it has used this one until now
+		in.slots.reclaim.since = clock.Now() // the peer has used this slot until now
 	}
 	in.owed.credits = append(in.owed.credits, uint16(l.Index()))
 	in.owed.count.Store(int32(len(in.owed.credits)))
@@ -238,10 +235,10 @@ func (in *inbound) returnCreditLocked(l *receiveSlot) {
 	}
 }
 
-// release ends a Hold of l: the last one gives it back to the peer, or frees its memory.
+// release drops a reference to l. The last one returns the slot to the peer, or frees its memory if the slot has ended.
 func (in slotSet) release(l *receiveSlot) {
-	in.mu.Lock()           // at once: who looks for slots that are not used would cut the peer off for this one
-	last, free := l.Drop() // not Held: another one may end at this moment
+	in.mu.Lock()           // before Drop: otherwise reclaim could see an unused slot and disconnect the peer for not returning it
+	last, free := l.Drop() // not l.Held: another reference may be dropped concurrently
 	if last {
 		in.returnCreditLocked(l)
 	}
@@ -251,7 +248,7 @@ func (in slotSet) release(l *receiveSlot) {
 	}
 }
 
-// takeCredits moves credits to t, which m carries.
+// takeCredits moves credits into t, the trailer of m.
 func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
 	t.epoch = in.handshake.epoch
 	if in.owed.count.Load() == 0 {
@@ -268,7 +265,7 @@ func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
 	in.mu.Unlock()
 }
 
-// sendCredits sends the credits. in.mu is held.
+// sendCredits sends all credits. in.mu is held.
 func (in *inbound) sendCredits() {
 	for len(in.owed.credits) > 0 {
 		var t trailer
@@ -282,11 +279,11 @@ func (in *inbound) sendCredits() {
 	in.owed.count.Store(0)
 }
 
-// creditDelay is how long credits wait for a message that takes them along.
+// creditDelay is how long credits wait for a message that can carry them.
 const creditDelay = 1e6 // ns
 
-// tick sends credits that have waited for long, or all that there are, and looks at a slot
-// that may have been overwritten. It tells whether credits had to be sent alone.
+// tick sends credits that are older than creditDelay, or all credits if all is set, and checks a slot that may have been overwritten. It
+// reports whether it sent credits.
 func (in *inbound) tick(now uint64, all bool) (sent bool) {
 	if in.owed.count.Load() > 0 {
 		in.mu.Lock()
@@ -304,7 +301,7 @@ func (in *inbound) tick(now uint64, all bool) (sent bool) {
 	return sent
 }
 
-// probe probes the connection if nothing is under way on it.
+// probe probes the connection if it is idle.
 func (in *inbound) probe(uint64, bool) bool {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -322,8 +319,7 @@ func (in *inbound) probe(uint64, bool) bool {
 
 func (in *inbound) name() string { return in.handshake.name() }
 
-// handleSendCompletion takes the completion of what an answer to a slot request, or credits, were posted
-// with.
+// handleSendCompletion handles the completion of a reply to a slot request, or of credits.
 func (in *inbound) handleSendCompletion(c *verbs.Completion) {
 	q, id := conn.RecordOf(c.ID)
 	if c.Status != verbs.StatusOK {
@@ -336,13 +332,13 @@ func (in *inbound) handleSendCompletion(c *verbs.Completion) {
 	}
 	if c.Status != verbs.StatusOK {
 		in.sends.Broken = true
-		return // its memory may still be in use; see abandon
+		return // its memory may still be in use until FinishAll
 	}
 	in.sends.Complete(id)
 	in.sendQueued()
 }
 
-// handleReceiveFailure counts a receive request that has ended with its queue pair.
+// handleReceiveFailure counts a receive request that was flushed with its queue pair.
 func (in *inbound) handleReceiveFailure(c *verbs.Completion) {
 	_, q := conn.CookieOf(c.Cookie)
 	in.fail(statusError(c.Status, "receive on queue pair", q))

@@ -7,19 +7,17 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/liveness"
 )
 
-// This file owns who answers for a process that lets no goroutine run, and who is asked: see
-// package liveness.
+// This file owns the probes of processes that are too busy to run goroutines, and the answers to such probes: see package liveness.
 
-// livenessState is the van's part in that. A pointer is nil where there is none.
+// livenessState is the van's prober and responder. Either may be nil.
 type livenessState struct {
 	van       *node
-	real      bool // addresses are this machine's; in memory nobody listens at them
+	real      bool // addresses are this machine's; emulated devices have none at which a socket could listen
 	responder *liveness.Responder
 	prober    *liveness.Prober
 }
 
-// start begins to answer where the van listens, and to ask. What cannot be had is missed only
-// by those who are too busy for heartbeats.
+// start starts the responder at the van's address, and the prober. If either fails, busy nodes must rely on heartbeats.
 func (b *livenessState) start(at netip.AddrPort) {
 	v := b.van
 	if !b.real || v.local.incarnation == 0 {
@@ -47,8 +45,8 @@ func (b *livenessState) stop() {
 	}
 }
 
-// probedProcesses lists the processes that this node could take for dead since they are silent: all, if
-// it is the scheduler, else the scheduler.
+// probedProcesses returns the processes that this node could declare dead for their silence: all if it is the scheduler, else the
+// scheduler.
 func (b *livenessState) probedProcesses() (all []liveness.Process) {
 	for id, p := range *b.van.tables.peers.Load() {
 		if x, ok := remoteProcess(p); ok && (id == van.SchedulerID || b.van.local.id.Load() == van.SchedulerID) {
@@ -58,8 +56,7 @@ func (b *livenessState) probedProcesses() (all []liveness.Process) {
 	return all
 }
 
-// remoteProcess is the process at the other end of p's connection. There is none to be asked without
-// a connection, or when it is one of the original.
+// remoteProcess returns the process at the other end of p's connection. ok is false without a connection, or if it is a StepMesh node.
 func remoteProcess(p *peer) (liveness.Process, bool) {
 	x := liveness.Process{Addr: p.addr, Incarnation: p.remoteIncarnation.Load()}
 	return x, x.Incarnation != 0

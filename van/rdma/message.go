@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
-// This file owns messages on their way out: what is taken over from the caller, and how long it is.
+// This file owns outgoing messages: the data that Send takes from the caller, and the lengths on the wire.
 
 // pullKey names a pull request in flight.
 type pullKey struct {
@@ -21,41 +21,39 @@ func keyOf(m *van.Meta) pullKey {
 	return pullKey{m.Timestamp, int16(m.AppID), int16(m.CustomerID), m.Key}
 }
 
-// outgoing is a message on its way out.
+// outgoing is a message to be sent.
 type outgoing struct {
 	meta          []byte
 	oneShot       bool // a control or simple-app message
 	control       bool
 	number        uint32 // of control messages
 	request, push bool
-	singleKey     bool // of StepMesh form: one key, which the meta repeats
+	singleKey     bool // in StepMesh's form: one key, which the meta repeats
 	key           uint64
 	destination   backend.Mem
 	pullKey       pullKey
-	direct        bool // the value goes to addr with rkey
+	direct        bool // the value is written to addr with rkey
 	addr          uint64
 	rkey          uint32
-	pullLen       int  // of a pull request's answer
-	invalidated   bool // nobody waits for the answer any more
+	pullLen       int  // length of a pull request's answer
+	invalidated   bool // no caller waits for the answer any more
 	id            requestID
-	canceled      bool // the pinned frames are the caller's again
+	canceled      bool // the memory of the frames belongs to the caller again
 
 	frames int
 	lens   [van.MaxFrames]uint32
-	data   [van.MaxFrames]backend.Mem // pinned memory of the caller; empty where copied
-	copies []byte                     // of small frames, each aligned
+	data   [van.MaxFrames]backend.Mem // registered memory of the caller; empty if the frame was copied
+	copies []byte                     // the copied frames, each aligned
 	done   van.Completion
-	size   int  // payload
-	unsent int  // of it, in the sum of those that wait
+	size   int  // bytes of payload
+	unsent int  // part of size that peer.unsent includes
 	inMeta bool // all frames were copied, and fit behind the meta
 }
 
-// smallPayload is the payload up to which frames are copied by Send: it costs less
-// than looking after the caller's memory.
+// smallPayload is the largest payload whose frames Send copies: a copy costs less than registering the caller's memory.
 const smallPayload = stageEach - metaRoom
 
-// stageEach is the staging memory of a message: its meta, up to metaRoom bytes, and
-// its copied frames.
+// stageEach is the staging memory of a message. It holds the meta, up to metaRoom bytes, and the copied frames.
 const (
 	stageEach = conn.CellSize
 	metaRoom  = 512
@@ -64,7 +62,7 @@ const (
 // smallFrame is the length below which a frame of a larger payload is copied.
 const smallFrame = 64
 
-// fill takes over what msg has.
+// fill takes over the meta and the frames of msg.
 func (o *outgoing) fill(msg *van.Message, size int) error {
 	n := msg.EncodedLen()
 	if n > maxMeta-trailerLen {
@@ -92,7 +90,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 		f := msg.Frame(i)
 		o.lens[i], o.data[i] = uint32(f.Len()), backend.Mem{}
 		if o.singleKey && i != 1 || f.Len() == 0 {
-			continue // the receiver makes them from the meta
+			continue // the receiver derives them from the meta
 		}
 		if f.OnHost() && (f.Len() < smallFrame || size <= smallPayload-van.MaxFrames*frameAlign) {
 			o.copies = append(o.copies, f.Host()...)
@@ -111,8 +109,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	return nil
 }
 
-// useSingleKeyForm finds out whether msg has the form that StepMesh can send: one key,
-// which the meta repeats, and val_len bytes.
+// useSingleKeyForm sets singleKey if msg has the form that StepMesh can send: one key, which the meta repeats, and val_len bytes.
 func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	key := le.Uint64(msg.Keys.Host())
 	pull := msg.Request && !msg.Push
@@ -135,17 +132,17 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	}
 }
 
-// isZeroCopy tells whether o is a request whose value is read where the caller has it.
+// isZeroCopy reports whether o is a request whose value the device reads from the caller's memory.
 func (o *outgoing) isZeroCopy() bool {
 	return o.request && !o.oneShot && o.data != [van.MaxFrames]backend.Mem{}
 }
 
-// fitsBundle tells whether all of o lies in its meta's cell.
+// fitsBundle reports whether all of o fits into the cell of its meta.
 func (o *outgoing) fitsBundle() bool {
 	return !o.oneShot && (o.inMeta || len(o.copies) == 0 && o.data == [len(o.data)]backend.Mem{})
 }
 
-// packedLen is the length of the data that is written to the slot.
+// packedLen returns the number of bytes that are written to the slot's data.
 func (o *outgoing) packedLen() int {
 	if o.singleKey {
 		return int(o.lens[1])
@@ -157,7 +154,7 @@ func (o *outgoing) packedLen() int {
 	return n
 }
 
-// writeFrames writes the frames, packed, behind the meta.
+// writeFrames writes the packed frames to b, behind the meta.
 func (o *outgoing) writeFrames(b []byte) {
 	if o.singleKey {
 		copy(b, o.copies)
@@ -171,7 +168,7 @@ func (o *outgoing) writeFrames(b []byte) {
 	}
 }
 
-// requestID is the request that a message is one of.
+// requestID identifies the request that a message belongs to.
 type requestID struct{ app, customer, ts int32 }
 
 func (r requestID) in(q *van.Requests) bool {

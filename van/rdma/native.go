@@ -11,15 +11,15 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns the dialect between two nodes of this library: slots that all keys of a
-// size class share, credits, refusals, and a trailer behind each meta.
+// This file owns the dialect between two nodes of this library: slots shared by all keys of a size class, credits, refusals, and a
+// trailer behind each meta.
 
 // nativeOut is the dialect of a link to a native node.
 type nativeOut struct {
-	keySlots map[uint64]bool // whether a key has slots of its own, where it is known
+	keySlots map[uint64]bool // whether a key has slots of its own; no entry: unknown
 }
 
-// maxKeys bounds what is remembered of keys without slots of their own.
+// maxKeys limits the entries of keys without slots of their own.
 const maxKeys = 1 << 16
 
 func (d *nativeOut) setKeySlot(key uint64, own bool) {
@@ -38,14 +38,14 @@ func (d *nativeOut) check(*outgoing) error { return nil }
 func (d *nativeOut) need(o *outgoing) rendezvous.Need {
 	n := rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta) + trailerLen}
 	if n.Meta > conn.CellSize {
-		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // so that slots fit other metas, too
+		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // a power of two, so that the slot can be used again for other metas
 	}
 	n.Meta = max(n.Meta, conn.CellSize)
 	if !o.direct && !o.inMeta && !(o.request && !o.push && o.singleKey) {
 		n.Exact = o.packedLen()
 	}
 	n.Route.Class, n.Data = rendezvous.Class(n.Exact)
-	n.Route.Host = n.Exact > 0 && !o.singleKey // there are keys in it
+	n.Route.Host = n.Exact > 0 && !o.singleKey // the payload includes keys
 	if o.oneShot {
 		n.Data = n.Exact
 		return n
@@ -118,7 +118,7 @@ func (d *nativeOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply)
 
 func (d *nativeOut) requestAnswered(*rendezvous.Sender[*outgoing], uint64, bool) bool { return false }
 
-// mustSend: the receiver drops the answer to a revoked request.
+// mustSend: an answer to an invalidated request is sent, since the receiver drops it.
 func (d *nativeOut) mustSend(*outgoing) bool { return true }
 
 func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
@@ -147,9 +147,8 @@ func (d nativeIn) refuse(origin uint64, flags uint32, _ error) {
 	d.sendReply(&slotReply{origin: origin, flags: replyRefused | flags}, nil)
 }
 
-// sharedSlotsSuffice tells whether a slot of a key is not needed: the key has no buffer of
-// its own, and the slots of its size class are many. Else their number would follow that of
-// the keys.
+// sharedSlotsSuffice reports whether the key needs no slot of its own: it has no registered buffer, and its size class has many slots.
+// Otherwise the number of slots would grow with the number of keys.
 func (d nativeIn) sharedSlotsSuffice(s *slotRequest, need rendezvous.Need, kind uint64) bool {
 	if kind&kindKeyed == 0 || need.Data == 0 {
 		return false
@@ -192,15 +191,15 @@ func (d nativeIn) valueArea(l *receiveSlot, _ *slotRequest, need rendezvous.Need
 	return d.newArea(l.Data, need.Route.Host)
 }
 
-// record: slots of one key end when its sender has outgrown them, see outgrown. in.mu is held.
+// record adds l to the slots of its route. Slots of one key end when its sender has outgrown them, see endOutgrown. in.mu is held.
 func (d nativeIn) record(l *receiveSlot) {
 	if !l.OneShot {
 		d.slots.granted[l.Route] = append(d.slots.granted[l.Route], l)
 	}
 }
 
-// endOutgrown ends the slots of a key that are smaller than q wants, which has been answered, and were
-// asked for before it: with q the peer has given them up, whatever the answer is.
+// endOutgrown ends the slots of q's key that are smaller than q asks for and older than q. By sending q, the peer has released them,
+// whatever the answer is.
 func (d nativeIn) endOutgrown(q *slotRequest) {
 	need, kind, err := d.need(q)
 	if err != nil || kind&kindKeyed == 0 || need.OneShot {
@@ -236,8 +235,8 @@ func (d nativeIn) handleSend(c *verbs.Completion, t *trailer) (known bool) {
 		if !d.confirmed.CompareAndSwap(0, says) {
 			return false
 		}
-		// Also where a later connection of the process is linked by now. A process which had the
-		// id before is of no peer.
+		// This also holds if a later connection of the process has been linked meanwhile. A process that had the id before belongs to
+		// no peer.
 		if p := (*d.v.tables.peers.Load())[d.handshake.node]; p != nil && p.node.Port == d.handshake.port {
 			go d.v.notifyInbound(p, d.inbound)
 		}
@@ -256,7 +255,7 @@ func (d nativeIn) handleSend(c *verbs.Completion, t *trailer) (known bool) {
 func (d nativeIn) previousEnd(b []byte) (end int, err error) {
 	const least = rawMeta + trailerLen
 	if !d.handshake.bundles || len(b) < least {
-		return 0, nil // what is too short split refuses
+		return 0, nil // splitMeta refuses what is too short
 	}
 	if end = int(le.Uint16(b[len(b)-trailerLen+offBefore:])); end > 0 && (end < least || aligned(end) > len(b)-least) {
 		return 0, &van.FieldError{Field: "trailer end of the message before", Value: end, Want: fmt.Sprintf("0, or %d to %d", least, len(b)-least)}
@@ -292,7 +291,7 @@ func (d nativeIn) endsSlot(*van.Message) bool { return false }
 
 func (d nativeIn) returnsCredits() bool { return true }
 
-// frames finds the frames of a message. behind is what lies with the meta.
+// frames locates the frames of a message. behind holds the inline frames.
 func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte) error {
 	m := &rx.msg
 	m.Frames = t.frames
@@ -324,10 +323,10 @@ func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte
 		into, copied = d.v.endPull(d.handshake.node, &m.Meta, small)
 	}
 	if t.placed {
-		if m.Push { // as all requests that come here are
+		if m.Push { // true of all requests that reach this point
 			return &van.FieldError{Field: "trailer flags", Value: "placed", Want: "that only in answers to pull requests"}
 		}
-		if into.Len() == n { // else it is too late: nobody waits
+		if into.Len() == n { // otherwise the answer is late: no caller waits for it
 			m.Vals, m.Placed = into, true
 		}
 		return nil

@@ -12,8 +12,7 @@ import (
 
 // This file owns the table of peers.
 
-// Connect begins to connect to the peer, in place of a connection that serves the
-// same id.
+// Connect begins to connect to the peer. The new connection replaces an older one with the same id.
 func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	addr, err := resolve(ctx, node)
 	fail := func(err error) error {
@@ -29,7 +28,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	}
 	old := (*v.tables.peers.Load())[id]
 	incarnation := uint32(0)
-	if identity, ok := node.Extension(); ok && id != van.SchedulerID { // which may come back as another process
+	if identity, ok := node.Extension(); ok && id != van.SchedulerID { // a restarted scheduler keeps its id with another incarnation
 		incarnation = identity.Incarnation
 	}
 	if old != nil && old.addr == addr && old.incarnation == incarnation && (connector{old}).reusableAs(int(v.local.id.Load())) {
@@ -80,11 +79,11 @@ func (v *rvan) Rename(old, new int) error {
 	return nil
 }
 
-// drainTime is how long Disconnect lets sent messages leave, once there is a connection.
+// drainTime is how long Disconnect waits for queued messages to be sent, once there is a connection.
 const drainTime = 500 * time.Millisecond
 
-// Disconnect ends the connection to id. What was sent before there was one has as long to leave as a
-// connection may take: it may say why id is refused.
+// Disconnect ends the connection to id. If there was no connection yet, queued messages have as long as connecting may take: they may
+// say why id is refused.
 func (v *rvan) Disconnect(id int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -102,8 +101,7 @@ func (v *rvan) Disconnect(id int) {
 	v.closePeer(p, limit)
 }
 
-// closePeer ends a peer that is not in the table any more, when what was sent has left or
-// the time is over. v.mu is held.
+// closePeer ends a peer that has left the table, after its messages have been sent or after limit. v.mu is held.
 func (v *rvan) closePeer(p *peer, limit time.Duration) {
 	v.closingPeers[p] = true
 	p.mu.Lock()
@@ -119,7 +117,7 @@ func (v *rvan) closePeer(p *peer, limit time.Duration) {
 	})
 }
 
-// allPeers is the peers, and those that are leaving.
+// allPeers returns the peers in the table and those that are closing.
 func (v *rvan) allPeers() []*peer {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -10,8 +10,8 @@ import (
 // This file owns the proofs of the cluster's secret: their layout and their checks. If both ends have the secret, a connection is made as
 // follows:
 //
-//	opener: connect request    hello, proof over the hello and the acceptor's address
-//	acceptor: answer           hello, random number, proof over the request's private data, the hello and the number
+//	opener: connect request    handshake, proof over the handshake and the acceptor's address
+//	acceptor: answer           handshake, random number, proof over the request's private data, the handshake and the number
 //	opener: immUp              state, proof over the number, the private data of the first request and the state
 //
 // The opener sends nothing before it has checked the answers for all queue pairs. The acceptor gives no slot and delivers
@@ -51,7 +51,7 @@ func addressBytes(a netip.AddrPort) []byte {
 	return le.AppendUint16(ip[:], a.Port())
 }
 
-// requestData returns the private data of a connect request to the address to: the hello, and a proof if there are keys.
+// requestData returns the private data of a connect request to the address to: the handshake, and a proof if there are keys.
 func requestData(k *auth.Keys, h *handshake, to netip.AddrPort) []byte {
 	b := h.encode()
 	if k == nil {

@@ -9,9 +9,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// This file owns what a peer says on this node's connection to it, and the memory that its answers are put into.
+// This file owns the replies of a peer on this node's connection to it, and the memory that its answers are written to.
 
-// handleSlotReply takes the reply to a slot request. It tells whether it can be one.
+// handleSlotReply handles the reply to a slot request. It returns false if the reply is invalid.
 func (p *peer) handleSlotReply(l *link, r *slotReply) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -27,9 +27,9 @@ func (p *peer) handleSlotReply(l *link, r *slotReply) bool {
 	return ok
 }
 
-// endPull ends a request: msg is the answer. It returns the memory that the answer's
-// value was to be put into, if msg means it. A value that is not there yet is copied to it
-// if it has its length: here, since with the lock goes the right to write, see Invalidate.
+// endPull ends the request that msg answers. It returns the memory of the request's destination, if msg refers to it. If value is the
+// answer's value and has the right length, it is copied there. The copy must happen under the lock: after it, Invalidate may have given
+// the memory back to the caller.
 func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -53,7 +53,7 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 	return mem, copied
 }
 
-// endPull tells the peer's side of an answer; see peer.answered.
+// endPull calls peer.endPull for the peer with this node id, if there is one.
 func (v *node) endPull(node int, m *van.Meta, value []byte) (into backend.Mem, copied bool) {
 	if p := (*v.tables.peers.Load())[node]; p != nil {
 		return p.endPull(m, value)
@@ -61,9 +61,8 @@ func (v *node) endPull(node int, m *van.Meta, value []byte) (into backend.Mem, c
 	return backend.Mem{}, false
 }
 
-// releasePulls gives up the memory that a StepMesh node, whose connection has
-// ended, will not write to any more. again says that it has connected again: that one may
-// have been sent already.
+// releasePulls releases the destinations that a StepMesh node will no longer write to, since its connection has ended. again says that
+// it has connected again: answers to requests on p.link may then still be sent.
 func (p *peer) releasePulls(again bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -75,7 +74,7 @@ func (p *peer) releasePulls(again bool) {
 	}
 }
 
-// takeCredits takes back the slots that the peer has given back.
+// takeCredits adds the slots that the peer has returned.
 func (p *peer) takeCredits(t *trailer) (ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -92,7 +91,7 @@ func (p *peer) takeCredits(t *trailer) (ok bool) {
 	return ok
 }
 
-// handleCredits takes the credits that have come with a message.
+// handleCredits handles the credits in the trailer of a message.
 func (v *node) handleCredits(in *inbound, t *trailer) {
 	x := (*v.tables.conns.Load())[t.epoch-v.local.epoch]
 	if x == nil || x.peer == nil {
@@ -103,7 +102,7 @@ func (v *node) handleCredits(in *inbound, t *trailer) {
 	}
 }
 
-// handleReclaim takes the notice of a peer that wants slots back.
+// handleReclaim handles a peer's request to return slots.
 func (p *peer) handleReclaim(l *link, r *reclaimRequest) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -116,7 +115,7 @@ func (p *peer) handleReclaim(l *link, r *reclaimRequest) {
 	p.flush(false)
 }
 
-// handleSendCompletion takes the completion of a message's last part.
+// handleSendCompletion handles the completion of the last part of a message.
 func (p *peer) handleSendCompletion(l *link, c *verbs.Completion) {
 	q, id := conn.RecordOf(c.ID)
 	if c.Status != verbs.StatusOK {
@@ -133,14 +132,14 @@ func (p *peer) handleSendCompletion(l *link, c *verbs.Completion) {
 		} else if r := l.queue.Record(id); r != nil {
 			l.markUncertain(&r.Note)
 		}
-		l.queue.Broken = true // what is posted now would only be flushed
+		l.queue.Broken = true // anything posted now would only be flushed
 		l.queue.MarkFailed(id)
 		p.mu.Unlock()
-		return // another queue pair may still read the memory; see abandon
+		return // another queue pair may still read the memory until FinishAll
 	}
 	f, last := l.queue.Complete(id)
 	if r := l.queue.Record(id); !last && q == 0 && r != nil {
-		r.Note.clearCredits() // the peer has them with the meta, whatever becomes of the parts on other queue pairs
+		r.Note.clearCredits() // the credits arrive with the meta, whatever happens to parts on other queue pairs
 	}
 	if last && f.Note.control != nil {
 		p.recycle(f.Note.control)
@@ -156,8 +155,7 @@ func (p *peer) handleSendCompletion(l *link, c *verbs.Completion) {
 	}
 }
 
-// handleSend takes what the peer says on this node's connection to it: answers to
-// slot requests, and credits.
+// handleSend handles a SEND of the peer on this node's connection to it: a reply to a slot request, credits, or a reclaim request.
 func (p *peer) handleSend(d *device, l *link, c *verbs.Completion) {
 	b := recvData(c)
 	var err error

@@ -9,8 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns the work requests of a message: slot requests, payload, meta and
-// notification.
+// This file owns the work requests of a message: slot requests, payload, meta and notification.
 
 // put posts the work requests that send o to its slot at. The link can take them. p.mu is held. In this order:
 //  1. The value, on the first queue pair. If the value is split, the other queue pairs write their parts, each with a notification
@@ -148,13 +147,13 @@ func (p *peer) noteSent(r *conn.Record[sentMessage], o *outgoing) {
 	p.recycle(o)
 }
 
-// flushSize is the payload from which a message does not wait for more.
+// flushSize is the payload size from which a message is posted at once, without waiting for more messages.
 const flushSize = 32 << 10
 
 // minSplit is the length from which a value is split over the queue pairs.
 const minSplit = 8 << 10
 
-// registerFrames makes the caller's memory known to the device.
+// registerFrames registers the caller's memory with the device.
 func (l *link) registerFrames(r *conn.Record[sentMessage], o *outgoing) error {
 	for i := range o.frames {
 		if o.data[i].Len() == 0 {
@@ -170,7 +169,7 @@ func (l *link) registerFrames(r *conn.Record[sentMessage], o *outgoing) error {
 	return nil
 }
 
-// registerDestination makes the memory that the answer is to be put into known to the peer.
+// registerDestination registers the memory of the answer's destination, and puts its key into the meta.
 func (p *peer) registerDestination(l *link, o *outgoing, meta []byte) error {
 	reg, err := l.device.regions.Get(o.destination, verbs.LocalWrite|verbs.RemoteWrite)
 	if err != nil {
@@ -184,15 +183,14 @@ func (p *peer) registerDestination(l *link, o *outgoing, meta []byte) error {
 	return nil
 }
 
-// finishUnsent ends record id, of a message that is not sent.
+// finishUnsent ends record id, whose message is not sent.
 func (l *link) finishUnsent(id uint32, o *outgoing) {
 	f := l.queue.Finish(id)
 	f.Note.done = o.done
 	go finishSent(&f)
 }
 
-// reject drops a message that turns out to be impossible. The requests that wait for
-// its answer fail. p.mu is held.
+// reject drops a message that cannot be sent. The requests that wait for its answer fail. p.mu is held.
 func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.RemoteSlot, err error) {
 	p.sender.Release(at)
 	p.link.finishUnsent(id, o)
@@ -239,7 +237,7 @@ func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, sta
 		}
 		return
 	}
-	// Packed: runs of copied frames in one write each.
+	// Packed frames: one write for each.
 	off, copied, reg := 0, 0, 0
 	for i := range o.frames {
 		off = aligned(off)
@@ -262,7 +260,7 @@ func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, sta
 	}
 }
 
-// requestSlot sends a slot request. The link has room. p.mu is held.
+// requestSlot sends a slot request. The link can take it. p.mu is held.
 func (p *peer) requestSlot(origin uint64, o *outgoing, need rendezvous.Need) {
 	l := p.link
 	id, _, stage, _ := l.queue.Begin()
@@ -273,8 +271,7 @@ func (p *peer) requestSlot(origin uint64, o *outgoing, need rendezvous.Need) {
 	p.flush(false)
 }
 
-// dropQueued drops a message that waits, and fails the requests that wait for its answer.
-// p.mu is held.
+// dropQueued drops a queued message, and fails the requests that wait for its answer. p.mu is held.
 func (p *peer) dropQueued(o *outgoing, err error) {
 	if o.done != nil {
 		go o.done.Sent()
@@ -282,7 +279,7 @@ func (p *peer) dropQueued(o *outgoing, err error) {
 	p.failMessage(o, err)
 }
 
-// returnSlots tells the peer which slots are its own again. p.mu is held.
+// returnSlots returns slots to the peer that this node does not need. p.mu is held.
 func (p *peer) returnSlots() {
 	for l := p.link; l != nil; {
 		back := p.sender.Returns()
@@ -291,7 +288,7 @@ func (p *peer) returnSlots() {
 		}
 		id, _, stage, ok := l.queue.Begin()
 		if !ok {
-			return // tick tries again
+			return // the next tick tries again
 		}
 		t := trailer{epoch: l.epoch}
 		for t.n < min(len(back), maxCredits) {
