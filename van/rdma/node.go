@@ -17,35 +17,35 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns what all parts of a van have in common.
+// This file owns the state that all parts of a van share.
 
-// node is what the connections of a van, in both directions, know of it.
+// node is the part of a van that its connections, in both directions, use.
 type node struct {
 	cfg     *env.Config
 	log     *slog.Logger
 	backend backend.Backend
 	local   localNode
-	times   times // for tests to change
+	times   times // tests change them
 	owner   owner
 	watch   func(id int, up bool, cause error)
 	stats   stats
 	secret  secretState
 
 	cm          conn.Manager  // IDs and queue pairs
-	eventsEnded chan struct{} // closed when the connection manager says no more
+	eventsEnded chan struct{} // closed when the connection manager's events have ended
 	warnPin     sync.Once
 	serials     atomic.Uint32
 	tables      tables
 
 	budget budgets
 
-	mu      sync.Mutex // guards changes of the tables above, and buffers
+	mu      sync.Mutex // guards changes of tables, and buffers
 	buffers map[bufferKey]backend.Mem
 	closed  atomic.Bool
-	wg      sync.WaitGroup // goroutines that end by themselves
+	wg      sync.WaitGroup // goroutines that end without being told
 }
 
-// localNode is what this node tells its peers of itself.
+// localNode is what this node says of itself to its peers.
 type localNode struct {
 	self        van.Node // set by Bind
 	id          atomic.Int32
@@ -53,7 +53,7 @@ type localNode struct {
 	epoch       uint32 // added to serial numbers, so that connections of different processes differ
 }
 
-// tables are read without a lock. Who changes one holds node.mu and stores a new map or slice.
+// tables are read without a lock. To change one, hold node.mu and store a new map or slice.
 type tables struct {
 	peers   atomic.Pointer[map[int]*peer]
 	conns   atomic.Pointer[map[uint32]*connection] // by serial number
@@ -61,39 +61,38 @@ type tables struct {
 	classes atomic.Pointer[map[int]int] // traffic classes of peers, see SetTrafficClasses
 }
 
-// secretState is what decides about peers that do not prove the cluster's secret.
+// secretState decides about peers that do not prove the cluster's secret.
 type secretState struct {
 	guard             auth.Guard  // its Keys are nil if this node proves nothing
-	secretMismatchLog logx.Sparse // log lines about peers that have a secret where this node has none
-	unprovedLog       logx.Sparse // log lines about connections that end for want of a proof
+	secretMismatchLog logx.Sparse // log lines about peers that have a secret while this node has none
+	unprovedLog       logx.Sparse // log lines about connections that end because a proof is missing
 }
 
-// budgets bounds what is registered for peers: slots, and bytes.
+// budgets limits the slots and the bytes that are registered for peers.
 type budgets struct {
 	slots          *rendezvous.SlotTable[slotMemory]
-	perPeer, total int64 // 0: no bound
+	perPeer, total int64 // bytes; 0: no limit
 	registered     atomic.Int64
-	slotsScannedAt atomic.Uint64 // when all slots were last looked at
+	slotsScannedAt atomic.Uint64 // time of the last scan of all slots
 	slotWaitLog    logx.Sparse
 }
 
-// owner is the van as its connections see it: what they cannot do alone.
+// owner is the part of the van that its connections call.
 type owner interface {
-	// device returns the van's part on dev, and starts polling it.
+	// device returns the van's state on dev, and starts polling dev.
 	device(dev verbs.Device) (*device, error)
-	// linkInbounds tells each peer which connection it has opened to this node.
+	// linkInbounds assigns to each peer the connection that it has opened to this node.
 	linkInbounds()
-	// opened makes in a connection of its process, whose opener has proved itself.
+	// opened assigns in to its process after its opener has proved itself.
 	opened(in *inbound)
-	// destroyInbound takes apart a connection to this node. p is the peer whose own connection
-	// it is, or nil.
+	// destroyInbound ends a connection to this node. p is the peer whose own connection it is, or nil.
 	destroyInbound(in *inbound, p *peer, cause error)
 }
 
-// PathTo implements van.PathChooser: values on a device go as they are, to every peer.
+// PathTo implements van.PathChooser: values in device memory are sent from there, to every peer.
 func (v *node) PathTo(int) van.Path { return van.Path{Over: "ibverbs", Device: true} }
 
-// newHandshake is what this node says of itself.
+// newHandshake returns this node's handshake.
 func (v *node) newHandshake(epoch uint32) handshake {
 	return handshake{node: int(v.local.id.Load()), port: v.local.self.Port, host: v.local.self.Hostname, native: true, bundles: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.local.incarnation}
 }
@@ -113,50 +112,48 @@ func (v *node) removeConn(serial uint32) {
 	v.cm.Remove(serial, v.cfg.QPNum)
 }
 
-// malformedFrom counts and reports nonsense from the network: the 1st, 2nd, 4th, ... so
-// that a flood of it does not become a flood of lines.
+// malformedFrom counts an invalid message. It logs the 1st, 2nd, 4th, 8th, ..., so that a flood of messages is not a flood of log lines.
 func (v *node) malformedFrom(who string, err error) {
 	if n := v.stats.malformed.Add(1); n&(n-1) == 0 {
 		v.log.Warn("dropped a malformed message", "err", err, "from", who, "dropped so far", n)
 	}
 }
 
-// stats counts without locks.
+// stats are counters that need no lock.
 type stats struct {
 	sentN, sentB, recvN, recvB, malformed atomic.Uint64
 
-	refusedSlots atomic.Uint64 // slot requests that were refused for good
-	slotWaits    atomic.Uint64 // slot requests that had to wait for room, or behind others
+	refusedSlots atomic.Uint64 // slot requests that were refused
+	slotWaits    atomic.Uint64 // slot requests that had to wait for memory, or for earlier requests
 
 	fenced, refusedSends, paused atomic.Uint64
 
-	slowHandlerLog logx.Sparse // warnings of handlers that are slow
+	slowHandlerLog logx.Sparse // warnings about slow handlers
 }
 
 func (s *stats) sent(bytes int) { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
 
 func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes)) }
 
-// times are those that depend on how fast the peer is.
+// times are limits that depend on the speed of the peer.
 type times struct {
 	connect, connectStepMesh time.Duration // for the answer to a connect request
-	allQueuePairs            time.Duration // for the connect requests of all queue pairs; StepMesh may have fewer
-	inboundDown              time.Duration // that a peer may be without its own connection to this node
-	quiet                    time.Duration // in which a lost connection that carried no data may be made again, before the watcher is notified
-	overwriteGrace           time.Duration // that a request may be held after its answer
-	budgetWait               time.Duration // that a slot request waits for bytes of its own peer
-	sleep                    time.Duration // of a loop, at most
+	allQueuePairs            time.Duration // for the connect requests of all queue pairs; a StepMesh node may open fewer
+	inboundDown              time.Duration // how long a peer may be without its own connection to this node
+	quiet                    time.Duration // how long a lost connection that carried no data may take to be restored before the watcher is notified
+	overwriteGrace           time.Duration // how long a request may stay unreleased after its answer
+	budgetWait               time.Duration // how long a slot request waits for bytes of its own peer
+	sleep                    time.Duration // the longest sleep of a loop
 	probe                    time.Duration // between two probes of an idle connection
-	proof                    time.Duration // for the opener of a connection to prove itself
+	proof                    time.Duration // how long the opener of a connection may take to prove itself
 }
 
-// A StepMesh node aborts when a connect request is withdrawn: there the connection
-// manager, which tries for about a minute, has to say that nobody answers.
+// defaultTimes: connectStepMesh is long because a StepMesh node aborts if a connect request is withdrawn. There the connection manager,
+// which tries for about a minute, must report the time-out.
 var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second, inboundDown: inboundDownTime,
 	sleep: maxSleep, probe: probeTime, proof: proofTime}
 
-// conn is what a serial number names: an outgoing connection with its peer, or an
-// incoming one.
+// connection is the connection of a serial number: an outgoing one with its peer, or an inbound one.
 type connection struct {
 	link *link
 	peer *peer

@@ -8,24 +8,23 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// This file owns what the watcher of peers is told, and when.
+// This file decides when the watcher of peers is notified, and of what.
 
-// inboundDown is what is left when a peer's connection to this node has ended.
+// inboundDown records that a peer's connection to this node has ended.
 type inboundDown struct {
 	cause    error
 	since    uint64
-	notified bool // that the peer is lost
+	notified bool // the watcher knows that the peer is lost
 }
 
-// notify reports a change of p's connection to the watcher.
+// notify notifies the watcher of a change of p's connection.
 func (v *node) notify(p *peer, up bool, cause error) {
 	if v.watch != nil && !v.closed.Load() && (*v.tables.peers.Load())[int(p.id.Load())] == p {
 		v.watch(int(p.id.Load()), up, cause)
 	}
 }
 
-// notifyFailure makes the requests fail that wait for p, while its connection l stands. The
-// end of l makes them fail, too.
+// notifyFailure fails the requests that wait for p, although its connection l is still up. If l ends, they fail for that reason.
 func (v *node) notifyFailure(p *peer, l *link, err error) {
 	v.log.Error("rdma: a message could not be sent", "peer", p.name(), "err", err)
 	p.notifying.Lock()
@@ -35,22 +34,22 @@ func (v *node) notifyFailure(p *peer, l *link, err error) {
 	}
 	v.notify(p, false, asLost(err))
 	p.mu.Lock()
-	stands := p.link == l && !p.state.oneWay && (p.inboundDown == nil || !p.inboundDown.notified) // its end is notified after this
+	stands := p.link == l && !p.state.oneWay && (p.inboundDown == nil || !p.inboundDown.notified) // the end of the inbound connection is notified after this
 	p.mu.Unlock()
 	if stands {
 		v.notify(p, true, nil)
 	}
 }
 
-// inboundDownTime is how long a peer may be without its own connection to this node. One that
-// leaves is without it for as long as its last messages to others take.
+// inboundDownTime is how long a peer may be without its own connection to this node. A peer that is shutting down closes that
+// connection first and may then need up to maxLinger to send its last messages to others.
 const inboundDownTime = maxLinger + time.Second
 
-// noteInboundDown notes that the peer's own connection to this node has ended, while l was this
-// node's to it: the answers on it are lost.
+// noteInboundDown records that the peer's own connection to this node has ended while l, this node's connection, is up. Answers on the
+// ended connection are lost.
 func (p *peer) noteInboundDown(l *link, cause error) {
 	p.mu.Lock()
-	if p.link == l && p.inboundDown == nil && !(l.native && established(p.inbound.Load())) { // else notifyInbound has told
+	if p.link == l && p.inboundDown == nil && !(l.native && established(p.inbound.Load())) { // otherwise notifyInbound has notified it
 		p.inboundDown = &inboundDown{cause: cause, since: clock.Now()}
 		time.AfterFunc(p.v.times.inboundDown, func() { p.v.notifyInbound(p, nil) })
 	}
@@ -58,11 +57,11 @@ func (p *peer) noteInboundDown(l *link, cause error) {
 	p.v.notifyInbound(p, nil)
 }
 
-// notifyInbound makes the requests fail whose answers are lost, when the peer has connected to this
-// node again or, as one that leaves does not, after inboundDownTime. Requests that follow are not
-// touched. Whether something is lost a native peer says: then it has dropped what it owed this node. A
-// node that only answers the peer waits for nothing from it, and what the peer has given up it says
-// itself. in is the connection that has come, or nil.
+// notifyInbound fails the requests whose answers are lost. in is the peer's new connection to this node, or nil. The requests fail
+//  1. when the peer connects to this node again. A native peer then says in immUp whether it has dropped answers;
+//  2. inboundDownTime after the end of the peer's connection if it does not connect again, as a peer that shuts down.
+//
+// Later requests are not affected. A node that only answers the peer expects nothing from it: there the peer itself cancels requests.
 func (v *node) notifyInbound(p *peer, in *inbound) {
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
@@ -73,7 +72,7 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 	switch {
 	case in != nil && in.handshake.native && in.confirmed.Load() != 0 && int32(in.serial-p.confirmedSerial) > 0 && !in.process.unlisted.Load():
 		p.confirmedSerial = in.serial
-		if in.confirmed.Load() == upAfterLoss && !p.state.lost && !p.isMyWorker() { // while p is lost nothing is sent
+		if in.confirmed.Load() == upAfterLoss && !p.state.lost && !p.isMyWorker() { // while p is lost, no request is sent
 			cause = fmt.Errorf("%w: it took this node for lost", van.ErrPeerLost)
 		}
 	case h == nil:
@@ -84,7 +83,7 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 		p.inboundDown, p.state.oneWay, p.state.lost = nil, false, p.state.lost && !oneWay
 	} else if h != nil {
 		h.notified = told || cause != nil
-	} else if cause != nil && l != nil { // the connection that has come later is not confirmed yet
+	} else if cause != nil && l != nil { // the newer connection is not confirmed yet
 		p.inboundDown = &inboundDown{cause: cause, since: clock.Now(), notified: true}
 	}
 	down := cause != nil && !told
@@ -94,7 +93,7 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 		v.notify(p, false, fmt.Errorf("its connection to this node ended, answers on it are lost: %w", cause))
 		p.mu.Lock()
 		if l != nil && p.link == l && !l.native {
-			p.sender.AnswersLost() // else who sends under their keys again would wait for ever; tick sends what waits
+			p.sender.AnswersLost() // senders under the same keys would otherwise wait forever; tick sends what is queued
 		}
 		p.mu.Unlock()
 	}
@@ -103,17 +102,17 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 	}
 }
 
-// established tells whether a peer's own connection to this node stands.
+// established reports whether a peer's own connection to this node is up.
 func established(in *inbound) bool {
 	return in != nil && !in.failed.Load() && (in.confirmed.Load() != 0 || !in.handshake.native)
 }
 
-// isMyServer tells whether this node sends requests to p, and p none to it.
+// isMyServer reports whether this node sends requests to p, and p none to it.
 func (p *peer) isMyServer() bool {
 	return van.RoleOf(int(p.v.local.id.Load())) == van.Worker && van.RoleOf(int(p.id.Load())) == van.Server
 }
 
-// isMyWorker tells whether p sends requests to this node, and this node none to it.
+// isMyWorker reports whether p sends requests to this node, and this node none to it.
 func (p *peer) isMyWorker() bool {
 	return van.RoleOf(int(p.v.local.id.Load())) == van.Server && van.RoleOf(int(p.id.Load())) == van.Worker
 }

@@ -12,89 +12,86 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns what is kept of a peer, and of the link to it.
+// This file owns the state of a peer, and of the link to it.
 
-// peer is the way to one node: messages that wait, and the connection while it
-// stands.
+// peer is the sending side towards one node: queued messages, and the connection while there is one.
 type peer struct {
 	v    *node
 	id   atomic.Int32
 	node van.Node
 	addr netip.AddrPort
-	// incarnation is that of the process that the table names; 0 when it does not.
+	// incarnation is that of the process in the node table; 0 if the table does not say.
 	incarnation uint32
-	tag         uint32 // with the number of a control message: of this peer
+	tag         uint32 // identifies this peer object; its control messages carry it with their number
 
-	inbound           atomic.Pointer[inbound] // the peer's connection to this node
-	hasConnected      atomic.Bool             // there has been one
-	notifying         sync.Mutex              // held while the watcher is notified of a connection that may end meanwhile
-	remoteIncarnation atomic.Uint32           // the incarnation at the other end of link; 0: there is none, or it did not say
+	inbound           atomic.Pointer[inbound] // the peer's own connection to this node
+	hasConnected      atomic.Bool             // inbound was set before
+	notifying         sync.Mutex              // held while the watcher is notified, so that notifications of one connection stay in order
+	remoteIncarnation atomic.Uint32           // of the process at the other end of link; 0: no link, or not known
 
 	mu              sync.Mutex
 	sender          *rendezvous.Sender[*outgoing]
-	link            *link        // nil while there is none
-	ending          *link        // the one before, while the device may read for it
-	inboundDown     *inboundDown // nil while both connections stand, or this node's does not
-	confirmedSerial uint32       // serial of the last one of which notifyInbound has taken what it says
+	link            *link        // nil: no connection
+	ending          *link        // the previous link, while the device may still read for it
+	inboundDown     *inboundDown // nil if both connections are up, or if link is nil
+	confirmedSerial uint32       // serial number of the latest inbound connection whose immUp notifyInbound has handled
 	free            []*outgoing
-	unsent          int          // bytes of payload that wait
+	unsent          int          // bytes of queued payload
 	lastNumber      uint32       // of the last control message
 	tickedAt        uint64       // when Sender.Tick was last called
-	waitDue         conn.DueItem // for messages, and returned slots, that wait
+	waitDue         conn.DueItem // for queued messages, and for slots to be returned
 	pulls           map[pullKey]pullDestination
 	state           connectState
 }
 
-// connector makes the connection of a peer, and makes it again, in one goroutine; see
-// dial.go.
+// connector connects and reconnects a peer, in one goroutine; see dial.go.
 type connector struct{ *peer }
 
-// connectState is what a connector keeps. The peer's mu guards what is no atomic.
+// connectState is the state of a connector. The peer's mu guards all fields but atomics.
 type connectState struct {
 	stop    context.CancelFunc
 	stopped chan struct{} // closed when the goroutine has ended
 
 	native            atomic.Bool // the last connection was to a native node
-	lost              bool        // there was a connection, and it broke
-	process           uint32      // the incarnation of the last one's other end; 0: it did not say
-	oneWay            bool        // it was made again, but the peer's own, which its answers need, was not
-	queueForReconnect bool        // the peer was named again since: messages wait for the next connection, as for the first
-	connectCount      int         // connections there have been
-	detached          bool        // the peer is not in the table any more: its connection is not made again
-	connecting        bool        // connect requests are with the peer,
-	connectingAs      int         // as those of this node id
+	lost              bool        // a connection was made and has broken
+	process           uint32      // incarnation at the other end of the last connection; 0: not known
+	oneWay            bool        // link was restored, but the peer's own connection, on which its answers come, was not
+	queueForReconnect bool        // Connect was called again: messages are queued for the next connection, as for the first
+	connectCount      int         // number of connections so far
+	detached          bool        // the peer has left the table: do not reconnect
+	connecting        bool        // connect requests have been sent,
+	connectingAs      int         // under this node id
 	ended             bool
 }
 
-// link is one standing connection.
+// link is one connection to a peer.
 type link struct {
 	queue   *conn.SendQueue[sentMessage]
 	ids     []*conn.ID
 	device  *device
 	dialect outboundDialect
-	native  bool // a native node
-	// numbered: control messages have numbers, so that those that may have arrived can be
-	// sent again.
+	native  bool // the peer is a native node
+	// numbered: control messages have numbers, so that those that may not have arrived can be sent again.
 	numbered    bool
-	bundles     bool   // small messages that leave together go in one write
-	bundle      bundle // the last of them
-	connectedAs int    // the id that this node had when it connected
-	process     uint32 // the incarnation with which the peer answered; 0: it did not say
+	bundles     bool   // several small messages may be sent in one write
+	bundle      bundle // the last write, if messages may be added
+	connectedAs int    // this node's id when it connected
+	process     uint32 // incarnation in the peer's answer; 0: not known
 	upProof     upProof
 	class       int // the traffic class, or unset
 	epoch       uint32
 	probeDue    conn.DueItem
-	splits      uint64 // split messages so far
-	seq         uint64 // of control messages that have numbers
+	splits      uint64 // number of split messages so far
+	seq         uint64 // number of numbered control messages so far
 	failed      chan error
-	uncertain   []*inbound // whose credits may have been lost with this link
+	uncertain   []*inbound // connections whose credits may have been lost with this link
 	once        sync.Once
 }
 
-// fail says that the connection has broken. Only the first cause counts.
+// fail reports that the connection has broken. Only the first cause counts.
 func (l *link) fail(err error) { l.once.Do(func() { l.failed <- err }) }
 
-// pullDestination is where the answer to a pull request is to be put.
+// pullDestination is the memory for the answer to a pull request.
 type pullDestination struct {
 	mem      backend.Mem
 	region   *conn.Region
@@ -111,7 +108,7 @@ func (p *peer) recycle(o *outgoing) {
 	}
 }
 
-// flush posts what waits, unless more follows at once. p.mu is held.
+// flush posts the unposted work requests, unless more says that others follow at once. p.mu is held.
 func (p *peer) flush(more bool) {
 	l := p.link
 	if l != nil && p.waiting() {
@@ -126,10 +123,10 @@ func (p *peer) flush(more bool) {
 	}
 }
 
-// maxUnposted is how many work requests wait for each other at most.
+// maxUnposted is the number of work requests from which flush ignores more.
 const maxUnposted = 24
 
-// probeLink probes l if nothing is under way on it: a node that waits for an answer sends nothing.
+// probeLink probes l if it is idle: a node that waits for an answer sends nothing, so it would not notice a broken connection.
 func (p *peer) probeLink(l *link, now uint64) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -145,13 +142,13 @@ func (p *peer) probeLink(l *link, now uint64) bool {
 	return false
 }
 
-// waiting tells whether something waits for room or for a slot. p.mu is held.
+// waiting reports whether messages wait for a slot or for the link, or slots are to be returned. p.mu is held.
 func (p *peer) waiting() bool { return p.sender.Waiting() > 0 || len(p.sender.Returns()) > 0 }
 
-// name says whom p leads to.
+// name returns the peer's node name and address.
 func (p *peer) name() string { return van.NodeName(int(p.id.Load())) + " at " + p.node.Addr() }
 
-// currentLink is p's connection, or nil. p may be nil.
+// currentLink returns p's connection, or nil. p may be nil.
 func (p *peer) currentLink() *link {
 	if p == nil {
 		return nil
@@ -161,11 +158,9 @@ func (p *peer) currentLink() *link {
 	return p.link
 }
 
-// reusableAs tells whether p is to be kept when it is named again, by a node with this id: it
-// has connected again, to a StepMesh node, under that id, or is about to. That one
-// takes a second connection under the same name for more queue pairs of the first, and
-// never hears it. What is sent from now on waits for the connection, as it would for a new
-// one.
+// reusableAs reports whether Connect keeps p, called by a node that now has this id. That is the case for a StepMesh peer if p has
+// reconnected, or is connecting, under this id. A StepMesh node would take a second connection under the same name for more queue pairs
+// of the first, and never read it. Messages are then queued for the connection, as for a new one.
 func (p connector) reusableAs(id int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -177,8 +172,7 @@ func (p connector) reusableAs(id int) bool {
 	return !p.link.native && p.link.connectedAs == id && p.state.connectCount > 1
 }
 
-// setConnecting says that connect requests are with the peer, sent as those of node id, or that
-// there are none.
+// setConnecting records whether connect requests have been sent, and under which node id.
 func (p connector) setConnecting(asks bool, id int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

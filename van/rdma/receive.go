@@ -14,10 +14,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// This file owns the way from a completion to a message, and the order of each sender's
-// messages.
+// This file turns completions into messages, and keeps the order of each sender's messages.
 
-// handleCompletion takes one completion. The feed is held.
+// handleCompletion handles one completion. The feed is held.
 func (d *device) handleCompletion(c *verbs.Completion) {
 	v := d.v
 	serial, q := conn.CookieOf(c.Cookie)
@@ -52,7 +51,7 @@ func (d *device) handleCompletion(c *verbs.Completion) {
 	}
 }
 
-// handleNotification takes a notification.
+// handleNotification handles the notification of a write to a slot.
 func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 	v := d.v
 	if c.Imm&immSlave != 0 {
@@ -65,7 +64,7 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 		in.malformed(&van.FieldError{Field: "slot", Value: c.Imm, Want: "one that this connection was given"})
 		return
 	}
-	ok, over := l.Hold() // until all of it has been looked at
+	ok, over := l.Hold() // released below, when all messages of the write are decoded
 	if !ok {
 		return // the connection has ended
 	}
@@ -85,9 +84,8 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 	slotSet{in}.release(l)
 }
 
-// arrived puts rx behind what has come before it. It reports false when the connection ends instead. A control message
-// does not wait for the parts of data: its sender, which knows that it has been written, would not send it again if the
-// connection ended meanwhile.
+// arrived queues rx behind earlier messages. It returns false if it ends the connection instead. A control message does not wait for
+// parts of data messages: its sender knows that it was written, and would not send it again if the connection ended meanwhile.
 func (d *device) arrived(in *inbound, rx *received) bool {
 	switch {
 	case rx.splits <= in.order.splits && (len(in.order.incomplete) == 0 || rx.usesControlQueue() && !slices.ContainsFunc(in.order.incomplete, (*received).usesControlQueue)):
@@ -103,7 +101,7 @@ func (d *device) arrived(in *inbound, rx *received) bool {
 	return true
 }
 
-// releaseCompleted hands up messages whose other parts have come.
+// releaseCompleted moves messages whose other parts have arrived to d.ready.
 func (d *device) releaseCompleted(in *inbound) {
 	n := 0
 	for n < len(in.order.incomplete) && in.order.incomplete[n].splits <= in.order.splits {
@@ -114,7 +112,7 @@ func (d *device) releaseCompleted(in *inbound) {
 	in.order.hasIncomplete.Store(len(in.order.incomplete) > 0)
 }
 
-// dropIncomplete gives up messages whose other parts will not come.
+// dropIncomplete releases messages whose other parts will not arrive.
 func (d *device) dropIncomplete(in *inbound) {
 	if !in.order.hasIncomplete.Load() {
 		return
@@ -129,12 +127,12 @@ func (d *device) dropIncomplete(in *inbound) {
 	}
 }
 
-// decode makes a message of what was written to l, which the caller holds. With over, a message of an earlier write lies
-// there. A nil message with a nil error is none, but nothing wrong either.
+// decode decodes one message that was written to l, to which the caller holds a reference. over says that a message of an earlier write
+// is still in l. A nil message with a nil error is one to be dropped silently.
 func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*received, error) {
 	t := &d.trailer
 	*t = trailer{}
-	b, behind, err := in.dialect.splitMeta(b, t) // behind is the frames, when they lie with the meta
+	b, behind, err := in.dialect.splitMeta(b, t) // behind: the inline frames, if any
 	if err != nil {
 		return nil, err
 	}
@@ -168,12 +166,12 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 		return nil, nil
 	}
 	if err := in.dialect.frames(rx, l, t, behind); err != nil {
-		rx.slot = nil // it does not hold it yet
+		rx.slot = nil // no reference was taken yet
 		m.Release()
 		return nil, err
 	}
 	if in.stalled.Load() && in.dialect.returnsCredits() && !rx.usesControlQueue() {
-		rx.slot = l // though no value lies there: its sender has to stop
+		rx.slot = l // no value is there, but keeping the slot stops the sender
 	}
 	if rx.slot != nil {
 		if ok, _ := rx.slot.Hold(); !ok {
@@ -194,20 +192,20 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 	return rx, nil
 }
 
-// peerQueue is the order of a sender's messages. deferred is what has come while its handler has
-// too much to do: the slots that it lies in are not given back, so the sender has to stop.
+// peerQueue orders the messages of one sender. deferred holds those that arrive while too many wait for the handler. Their slots are not
+// returned, so the sender has to stop.
 type peerQueue struct {
 	engine.Lane[*van.Message]
 	inFlight atomic.Int32 // Lane.Hand
 	blame    engine.Blame
-	deferred fifo.Queue[*received] // these two are of who holds the feed
-	stalled  []*inbound            // the connections that they came on
+	deferred fifo.Queue[*received] // the holder of the feed uses this and stalled
+	stalled  []*inbound            // the connections of deferred messages
 }
 
-// peerQueues gives each sender two lanes: control messages do not wait for data, nor for the
-// handler of data. Senders without an id share theirs.
+// peerQueues has two queues for each sender, so that control messages wait neither for data nor for its handler. Senders without an id
+// share theirs.
 type peerQueues struct {
-	m sync.Map // int to *lane
+	m sync.Map // int to *peerQueue
 }
 
 func (l *peerQueues) of(sender int, control bool) *peerQueue {
@@ -224,11 +222,10 @@ func (l *peerQueues) of(sender int, control bool) *peerQueue {
 	return p.(*peerQueue)
 }
 
-// usesControlQueue tells whether rx goes the way of control messages: their order is kept among
-// them.
+// usesControlQueue reports whether rx is ordered among control messages.
 func (rx *received) usesControlQueue() bool { return rx.msg.IsControl() || rx.msg.SimpleApp }
 
-// queueOf is that of rx.
+// queueOf returns the queue of rx.
 func (d *device) queueOf(rx *received) *peerQueue {
 	l := &rx.in.order.queues[0]
 	if rx.usesControlQueue() {
@@ -240,8 +237,8 @@ func (d *device) queueOf(rx *received) *peerQueue {
 	return *l
 }
 
-// pollable tells whether a Poll may deliver rx: an answer or a request of its own role that comes to a worker,
-// or a request that comes to a server. Other handlers may take long.
+// pollable reports whether a Poll may deliver rx: at a worker, an answer or another worker's request; at a server, a request. Other
+// handlers may take long.
 func (d *device) pollable(rx *received) bool {
 	switch {
 	case rx.usesControlQueue():
@@ -252,8 +249,7 @@ func (d *device) pollable(rx *received) bool {
 	return !rx.msg.Request || van.RoleOf(rx.msg.Sender) == d.v.local.self.Role
 }
 
-// next returns what is to be delivered next. What a Poll may not deliver is the loop's, and what comes behind
-// it, too.
+// next returns the next message to deliver. If a Poll may not deliver it, the loop must deliver it and all messages behind it.
 func (d *device) next(poll bool) (*received, *peerQueue, engine.Found) {
 	forLoop := func(rx *received, l *peerQueue) bool { return poll && (!d.pollable(rx) || l.inFlight.Load() != 0) }
 	for i, l := range d.deferredQueues {
@@ -294,7 +290,7 @@ func (d *device) next(poll bool) (*received, *peerQueue, engine.Found) {
 	return nil, nil, engine.Nothing
 }
 
-// mayResume tells whether something that was put aside may be handed up now.
+// mayResume reports whether a deferred message may be delivered now.
 func (d *device) mayResume() bool {
 	return slices.ContainsFunc(d.deferredQueues, func(l *peerQueue) bool { return d.feed.Loop.MayRead(&l.Lane) })
 }

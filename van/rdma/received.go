@@ -9,28 +9,27 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// This file owns received messages, which are used again and again.
+// This file owns received messages, which are pooled.
 
 // received is a received message.
 type received struct {
 	msg    van.Message
 	d      *device
 	in     *inbound
-	slot   *receiveSlot // that the frames lie in; nil when they do not
-	splits uint64       // notifications of other parts that must have come
+	slot   *receiveSlot // holds the frames; nil: the frames are elsewhere
+	splits uint64       // notifications of parts that must precede the message
 	key    [8]byte
 	lens   [4]byte
-	copies []byte // copies of keys and lengths of many
+	copies []byte // copies of keys and lengths, if there are several
 }
 
-// maxKeptCopies is the most that a message keeps for the next one.
+// maxKeptCopies is the capacity of copies that a pooled message keeps.
 const maxKeptCopies = 64 << 10
 
-// copyFrame returns a copy of b, a frame of keys or lengths, of a message with trailer t, which
-// has been checked.
+// copyFrame returns a copy of b, a frame of keys or lengths, of a message with the valid trailer t.
 func (rx *received) copyFrame(b []byte, t *trailer) backend.Mem {
 	from := aligned(len(rx.copies))
-	if most := aligned(int(t.lens[0])) + int(t.lens[2]); cap(rx.copies) < most { // for both: it must not move
+	if most := aligned(int(t.lens[0])) + int(t.lens[2]); cap(rx.copies) < most { // large enough for both frames: the first must not move
 		rx.copies = make([]byte, 0, most)
 	}
 	rx.copies = rx.copies[:from+len(b)]
@@ -38,7 +37,7 @@ func (rx *received) copyFrame(b []byte, t *trailer) backend.Mem {
 	return backend.Bytes(rx.copies[from:])
 }
 
-// oneKey makes the frames that the meta repeats.
+// oneKey makes the frames of keys and lengths from the meta.
 func (rx *received) oneKey() {
 	m := &rx.msg
 	m.Frames = 2
@@ -93,10 +92,10 @@ func (p *pool) Free(m *van.Message) {
 	}
 }
 
-// packedFrames finds frames that lie one behind the other in data, of room bytes.
+// packedFrames locates frames that are packed in the first room bytes of data.
 func (rx *received) packedFrames(l *receiveSlot, t *trailer, data backend.Mem, room int) error {
 	off := 0
-	for i := range t.frames { // before anything is made of it
+	for i := range t.frames { // check all lengths first
 		off = aligned(off)
 		n := int(t.lens[i])
 		if n > 0 && n > room-off {
@@ -116,8 +115,7 @@ func (rx *received) packedFrames(l *receiveSlot, t *trailer, data backend.Mem, r
 		if i == 1 {
 			rx.slot = l
 		} else {
-			// Keys and lengths are checked, and then used: the peer must not be able to change
-			// them in between.
+			// Keys and lengths are validated before use: copy them, so that the peer cannot change them in between.
 			if !frame.OnHost() {
 				return &van.FieldError{Field: "trailer frames", Value: fmt.Sprintf("frame %d in memory of %s", i, frame.Device()), Want: "it in ordinary memory"}
 			}

@@ -12,18 +12,22 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// This file owns how slots are taken back from peers. A peer that is asked returns what
-// it does not use at once, and the rest as it comes free.
+// This file owns how slots are taken back from peers:
+//  1. A slot request finds too few slots or bytes.
+//  2. The receiver sends immReclaim to the peers that have more than a fair share.
+//  3. Such a peer returns unused slots at once with immReturn, and others as they come free.
+//  4. The receiver ends the slots, and grants the waiting request. A peer that returns nothing for reclaimTime, although it has free
+//     slots, is disconnected.
 
-// Times and bounds.
+// Times and limits.
 const (
 	reclaimPause  = 100 * time.Millisecond // between two requests to one peer
-	slotScanPause = 10 * time.Millisecond  // between two looks at all slots
-	reclaimTime   = 2 * time.Second        // a peer with free slots that neither uses nor gives back any is cut off
+	slotScanPause = 10 * time.Millisecond  // between two scans of all slots
+	reclaimTime   = 2 * time.Second        // a peer with free slots that neither uses nor returns any for so long is disconnected
 	oneShotShare  = 16                     // a peer may have 1/16 of all slots for control messages
 )
 
-// refuseOverBudget refuses a slot request for good: its message fails at the sender.
+// refuseOverBudget refuses a slot request: its message fails at the sender.
 func (in slotSet) refuseOverBudget(q *pendingRequest, why error) {
 	v := in.v
 	if n := v.stats.refusedSlots.Add(1); n&(n-1) == 0 {
@@ -32,8 +36,8 @@ func (in slotSet) refuseOverBudget(q *pendingRequest, why error) {
 	in.dialect.refuse(q.origin, replyBudget, why)
 }
 
-// countSlotWait counts and reports a slot request that has to wait: because of err, or, with none,
-// behind others. That a peer waits for slots of its own gets no line.
+// countSlotWait counts and logs a slot request that has to wait, because of err or, if err is nil, behind earlier requests. There is no
+// log line if a peer waits for slots of its own.
 func (in slotSet) countSlotWait(err error) {
 	v := in.v
 	if errors.Is(err, errStalled) {
@@ -48,8 +52,7 @@ func (in slotSet) countSlotWait(err error) {
 	}
 }
 
-// reclaimFor takes slots back, so that the slot request that err has made wait can be answered. The
-// feed is held.
+// reclaimFor asks peers to return slots, so that the slot request that err makes wait can be granted. The feed is held.
 func (in slotSet) reclaimFor(err error, now uint64) {
 	v := in.v
 	if errors.Is(err, errStalled) {
@@ -62,7 +65,7 @@ func (in slotSet) reclaimFor(err error, now uint64) {
 	if last := v.budget.slotsScannedAt.Load(); now-last < uint64(slotScanPause) || !v.budget.slotsScannedAt.CompareAndSwap(last, now) {
 		return
 	}
-	shares := map[*inbound]int{in.inbound: 0} // the slots that each peer has
+	shares := map[*inbound]int{in.inbound: 0} // number of slots of each peer
 	v.budget.slots.Each(func(l *receiveSlot) {
 		if of := l.Owner.(*inbound); !l.OneShot && of.handshake.native {
 			shares[of]++
@@ -89,13 +92,13 @@ func (in slotSet) reclaimFor(err error, now uint64) {
 		}
 		over = true
 	}
-	if !over { // it has had its share, in slots of other sizes
+	if !over { // the peer itself has its share, in slots of other sizes
 		in.requestReclaim(8, 0, now)
 	}
 }
 
-// requestReclaim asks the peer to give slots back. One that has free slots, and does not answer,
-// is cut off: it connects again when it needs to.
+// requestReclaim asks the peer to return slots. A peer that has free slots and does not return them is disconnected; it reconnects when it
+// needs to.
 func (in slotSet) requestReclaim(places, bytes int, now uint64) {
 	if !in.handshake.native || failpoint.On("rdma-reclaim") {
 		return
@@ -119,7 +122,7 @@ func (in slotSet) requestReclaim(places, bytes int, now uint64) {
 	in.send(immReclaim, b[:])
 }
 
-// hasFreeSlots tells whether the peer, a native node, has a slot in which no message lies. in.mu is held.
+// hasFreeSlots reports whether the peer, a native node, has a slot without a message. in.mu is held.
 func (in slotSet) hasFreeSlots() bool {
 	for _, all := range in.slots.granted {
 		if slices.ContainsFunc(all, func(l *receiveSlot) bool { return !l.Held() }) {
@@ -129,8 +132,7 @@ func (in slotSet) hasFreeSlots() bool {
 	return false
 }
 
-// handleReturnedSlots takes slots back that the peer has given up. What it had written there before
-// has come.
+// handleReturnedSlots ends slots that the peer returns. All its earlier writes to them have arrived.
 func (in slotSet) handleReturnedSlots(t *trailer) {
 	in.mu.Lock()
 	in.slots.reclaim.since = 0

@@ -4,6 +4,5 @@ package rdma
 
 import "github.com/stepaf/stepaf-go/van"
 
-// Where the verbs are not built in there is no such transport, though bench software runs this package on devices in
-// memory.
+// Without the verbs, this transport is not registered. Simulations and benchmarks still run the package on emulated devices.
 func init() { van.Register("ibverbs", New) }

@@ -8,14 +8,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
-// This file owns memory that the caller takes back from peers that may write there.
+// This file owns the invalidation of memory that peers may write to, and the cancellation of requests.
 
 // Invalidate implements van.Invalidator.
 func (v *rvan) Invalidate(m backend.Mem) {
 	if m.Len() == 0 {
 		return
 	}
-	var kept, beside, ours []*conn.Region // of C++ nodes: m itself, other memory of the same region; of others
+	var kept, beside, ours []*conn.Region // regions of StepMesh peers: with m itself, with other memory; regions of native peers
 	for _, p := range v.allPeers() {
 		p.mu.Lock()
 		for k, x := range p.pulls {
@@ -42,7 +42,7 @@ func (v *rvan) Invalidate(m backend.Mem) {
 			"bytes", m.Len(), "requests", len(kept))
 	}
 	for _, r := range beside {
-		if !slices.Contains(ours, r) { // else it is what a late answer would be written with
+		if !slices.Contains(ours, r) { // otherwise a late answer would be written to it
 			kept = append(kept, r)
 		}
 	}
@@ -51,10 +51,9 @@ func (v *rvan) Invalidate(m backend.Mem) {
 	}
 }
 
-// Cancel implements van.Canceler. Messages that wait for their turn or for a slot are
-// dropped. What is with the device may be read by it now, or again when it has to repeat
-// it: to a node of this library the trailer, which is read after the value, says from now on
-// that the message is to be dropped.
+// Cancel implements van.Canceler. Messages that wait for their turn or for a slot are dropped. The device may be reading a posted message
+// now, or read it again to repeat it. For a native peer, a flag in the trailer therefore says that the message is to be dropped. The device
+// reads the trailer after the value.
 func (v *rvan) Cancel(q van.Requests) {
 	for _, p := range v.allPeers() {
 		p.mu.Lock()

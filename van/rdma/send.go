@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns the way of a message from the caller to the rendezvous, and what the rendezvous says is to be done.
+// This file passes messages from the caller to the rendezvous, and carries out the rendezvous' decisions.
 
 // Send implements van.Van.
 func (v *rvan) Send(msg *van.Message) error {
@@ -47,8 +47,7 @@ func (v *rvan) Send(msg *van.Message) error {
 	return nil
 }
 
-// send hands msg to the rendezvous. done says that its frames have been copied.
-// p.mu is held.
+// send passes msg to the rendezvous. done reports that its frames have been copied. p.mu is held.
 func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 	data := !msg.IsControl() && !msg.SimpleApp
 	switch {
@@ -58,7 +57,7 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 		return false, fmt.Errorf("%w: it has not connected to this node again, and could not answer", van.ErrPeerLost)
 	case p.state.lost && data:
 		return false, fmt.Errorf("%w: its connection broke and has not been restored", van.ErrPeerLost)
-	case msg.Continues: // accepted with the first message of its request
+	case msg.Continues: // accepted with the first message of the request
 	case data && p.sender.Waiting() > 0 && p.unsent >= p.v.cfg.SendBudget && p.v.cfg.SendBudget > 0 && !failpoint.On("send-budget"):
 		if n := p.v.stats.refusedSends.Add(1); n&(n-1) == 0 {
 			p.v.log.Warn("rdma: a message is refused: too much waits for its peer", "peer", p.name(), "bytes that wait", p.unsent, "STEPAF_SEND_BUDGET", p.v.cfg.SendBudget, "refused so far", n)
@@ -99,16 +98,16 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 	p.pump()
 	p.flush(msg.More)
 	if idle && data && p.link != nil && p.sender.Waiting() > 0 && p.link.device.sleeping.Load() {
-		p.link.device.dev.Wake() // the loop sleeps too long for tick, which flush has made due
+		p.link.device.dev.Wake() // the loop's sleep is too long for tick, which flush has made due
 	}
 	return done, nil
 }
 
-// sendError says what went wrong with a message for a peer.
+// sendError returns the error of a message to a peer.
 func (v *node) sendError(msg *van.Message, p *peer, err error) error {
 	e := &van.Error{Op: "send", Node: van.NodeName(int(v.local.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String(), Err: err}
 	if p != nil {
-		v.Flush(msg.Receiver) // what was sent with More has waited for msg
+		v.Flush(msg.Receiver) // messages sent with More have waited for msg
 		e.Peer += " at " + p.addr.String()
 	}
 	return e
@@ -123,7 +122,7 @@ func (v *node) Flush(id int) {
 	}
 }
 
-// pump does what the rendezvous says, as long as the link has room. p.mu is held.
+// pump carries out the rendezvous' decisions while the link can take work requests. p.mu is held.
 func (p *peer) pump() {
 	for l := p.link; l != nil && l.queue.CanBegin(); {
 		if o, ok := p.sender.First(); ok && l.bundle.fits(l, o) {
@@ -146,7 +145,7 @@ func (p *peer) pump() {
 	}
 }
 
-// need says what o needs at its receiver. p.mu is held.
+// need returns what o needs at its receiver. p.mu is held.
 func (p *peer) need(o *outgoing) rendezvous.Need {
 	if p.link == nil {
 		return rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta)}
@@ -154,15 +153,14 @@ func (p *peer) need(o *outgoing) rendezvous.Need {
 	return p.link.dialect.need(o)
 }
 
-// tick is called every few milliseconds while something waits. It tells whether it still
-// does.
+// tick runs every few milliseconds while something waits. It reports whether something still does.
 func (p *peer) tick(now uint64, _ bool) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil || !p.waiting() {
 		return false
 	}
-	if time.Duration(now-p.tickedAt) >= tickTime { // a loop that hardly sleeps calls it often
+	if time.Duration(now-p.tickedAt) >= tickTime { // a loop that spins calls tick often
 		p.tickedAt = now
 		p.returnSlots()
 		p.sender.Tick()

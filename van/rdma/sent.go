@@ -7,29 +7,28 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
-// This file owns what a link notes of the messages that are under way on it, and with them
-// the credits that they carry.
+// This file owns what a link stores of messages in flight, and the credits that these carry.
 
-// sentMessage is what is noted of a message until its last completion.
+// sentMessage is stored for a message until its last completion.
 type sentMessage struct {
 	done    van.Completion
-	control *outgoing // a control message that has a number, until it has arrived
-	seq     uint64    // the order of those
-	data    bool      // it is no control message
-	// Of a request whose value the device reads where the caller has it: flags is where those
-	// of the trailer lie, which the device reads after the value.
+	control *outgoing // a numbered control message, until it has arrived
+	seq     uint64    // order of numbered control messages
+	data    bool      // not a control message
+	// Only for a request whose value the device reads from the caller's memory: flags are those in the trailer, which the device reads
+	// after the value.
 	id    requestID
 	flags []byte
-	// The credits that the message carries, of connection creditsOf.
+	// The credits that the message carries. They are for slots of connection creditsOf.
 	creditsOf *inbound
 	credits   [maxCredits]*receiveSlot
 	returned  int
 }
 
-// finished is a message that is under way no more.
+// finished is a message whose last completion has been handled.
 type finished = conn.Finished[sentMessage]
 
-// finishSent gives back what a finished message has used. It is called without a lock.
+// finishSent releases what a finished message has used. Call it without a lock.
 func finishSent(f *finished) {
 	f.End()
 	if f.Note.done != nil {
@@ -37,13 +36,13 @@ func finishSent(f *finished) {
 	}
 }
 
-// clearCredits forgets the credits that the message carries.
+// clearCredits removes the credits from the record of the message.
 func (m *sentMessage) clearCredits() {
 	clear(m.credits[:m.returned])
 	m.creditsOf, m.returned = nil, 0
 }
 
-// restoreCredits owes again what messages carry that the peer has not received.
+// restoreCredits moves the credits of messages that the peer has not received back to the lists of owed credits.
 func (l *link) restoreCredits() {
 	l.queue.Each(func(m *sentMessage) {
 		for _, s := range m.credits[:m.returned] {
@@ -53,8 +52,7 @@ func (l *link) restoreCredits() {
 	})
 }
 
-// markUncertain notes that the peer may have received m or not, and with it the credits that
-// it carries.
+// markUncertain records that the peer may or may not have received m with its credits.
 func (l *link) markUncertain(m *sentMessage) {
 	if m.returned == 0 {
 		return
@@ -65,7 +63,7 @@ func (l *link) markUncertain(m *sentMessage) {
 	m.clearCredits()
 }
 
-// carriesData tells whether data is under way.
+// carriesData reports whether data messages are in flight.
 func (l *link) carriesData() (carries bool) {
 	l.queue.Each(func(m *sentMessage) { carries = carries || m.data })
 	return carries

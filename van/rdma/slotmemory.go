@@ -11,54 +11,53 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns the memory of receive slots: what it costs, and when it is freed.
+// This file owns the memory of receive slots: its cost, and its release.
 
-// slotSet is a connection that a peer has opened, as the owner of its receive slots.
+// slotSet is an inbound connection in its role as the owner of receive slots.
 type slotSet struct{ *inbound }
 
-// slotState is the receive slots of one connection. Its inbound's mu guards what is no atomic.
+// slotState holds the receive slots of one connection. Its inbound's mu guards all fields but atomics.
 type slotState struct {
 	granted map[rendezvous.Route][]*receiveSlot
 	areas   map[uint64]*area    // of a StepMesh node, by key
-	cells   conn.Cells          // for metas: what one peer may write to, no other may
-	waiting [2][]pendingRequest // for a slot: of control messages, and others
-	reclaim struct {            // slots that the peer is asked to give back
-		at, since uint64 // when it was last asked; and first without an answer, or since then when a slot came free
+	cells   conn.Cells          // for metas; each peer has its own, so that no other can write there
+	waiting [2][]pendingRequest // slot requests by priority: of control messages, and of data
+	reclaim struct {            // the last request to return slots
+		at, since uint64 // at: when it was sent; since: when it was first sent without a response, or when a slot last came free after that
 	}
-	suspect struct { // a slot to which a StepMesh node has written while a message lay there
+	suspect struct { // a slot to which a StepMesh node wrote while it held a message
 		slot  *receiveSlot
 		key   uint64
 		since uint64
 	}
 	overwritten     atomic.Bool  // suspect.slot is not nil
-	warned          bool         // that it has overwritten a value in use
-	registeredBytes atomic.Int64 // for the peer
-	oneShots        atomic.Int32 // slots for control messages
+	warned          bool         // the log says that the peer has overwritten a value in use
+	registeredBytes atomic.Int64 // all memory registered for the peer
+	oneShots        atomic.Int32 // number of slots for control messages
 }
 
 type receiveSlot = rendezvous.ReceiveSlot[slotMemory]
 
-// slotMemory is a slot's.
+// slotMemory is the memory of a slot.
 type slotMemory struct {
 	meta   conn.Cell
 	data   backend.Mem
-	area   *area        // that data lies in
+	area   *area        // contains data
 	region *conn.Region // of a registered receive buffer
 	bytes  int          // registered for meta
-	origin uint64       // of the slot request; the peer counts them
+	origin uint64       // number of the slot request; the peer counts them
 }
 
-// area is memory for values that several slots may share: those of one key of a
-// StepMesh node.
+// area is registered memory for values. Several slots may share it: those of one key of a StepMesh node.
 type area struct {
 	*conn.Block
 	device *device
 	refs   atomic.Int32
-	of     *inbound // for whom it was registered; nil in tests
+	of     *inbound // the connection it was registered for; nil in tests
 }
 
-// Retain implements backend.Holder: an application that answers with what was pushed
-// registers the memory once more, and must not find other memory at its address later.
+// Retain implements backend.Holder. An application that answers with pushed memory registers that memory again, and must not find other
+// memory at its address later.
 func (a *area) Retain() { a.refs.Add(1) }
 
 // Release implements backend.Holder.
@@ -74,14 +73,13 @@ func (a *area) put() {
 	}
 }
 
-// charge counts bytes that are registered for the peer.
+// charge adds n to the bytes registered for the peer.
 func (in slotSet) charge(n int) {
 	in.slots.registeredBytes.Add(int64(n))
 	in.v.budget.registered.Add(int64(n))
 }
 
-// metaBytes is what a meta of n bytes costs. The usual ones, of which there cannot be more
-// than slots, are not counted.
+// metaBytes returns the cost of a meta of n bytes. Metas that fit a cell cost nothing: their number is limited by that of slots.
 func metaBytes(n int) int {
 	if n <= conn.CellSize {
 		return 0
@@ -89,7 +87,7 @@ func metaBytes(n int) int {
 	return (n + conn.PageSize - 1) &^ (conn.PageSize - 1)
 }
 
-// newArea makes registered memory for values of the peer.
+// newArea registers new memory for values of the peer.
 func (in slotSet) newArea(n int, host bool) (*area, error) {
 	a, err := in.device.newArea(n, host)
 	if err == nil {
@@ -99,7 +97,7 @@ func (in slotSet) newArea(n int, host bool) (*area, error) {
 	return a, err
 }
 
-// keyArea returns the memory for values of n bytes under key, with one more user.
+// keyArea returns the memory for values of n bytes under key, with one more reference.
 func (in slotSet) keyArea(key uint64, n int) (*area, error) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -122,8 +120,7 @@ func (in slotSet) keyArea(key uint64, n int) (*area, error) {
 	return a, nil
 }
 
-// endSlot ends a slot, and what is owed for it: its index may soon be another slot's.
-// in.mu is held.
+// endSlot ends a slot, and removes its credits: its index may soon belong to another slot. in.mu is held.
 func (in slotSet) endSlot(l *receiveSlot) {
 	in.owed.credits = slices.DeleteFunc(in.owed.credits, func(i uint16) bool { return uint32(i) == l.Index() })
 	in.owed.count.Store(int32(len(in.owed.credits)))
@@ -132,13 +129,13 @@ func (in slotSet) endSlot(l *receiveSlot) {
 	}
 }
 
-// dropSlot ends a slot that the peer has given up. in.mu is held.
+// dropSlot ends a slot that the peer has returned. in.mu is held.
 func (in slotSet) dropSlot(l *receiveSlot) {
 	in.slots.granted[l.Route] = slices.DeleteFunc(in.slots.granted[l.Route], func(x *receiveSlot) bool { return x == l })
 	in.endSlot(l)
 }
 
-// freeSlot gives back the memory of a slot that has ended and that nobody holds.
+// freeSlot frees the memory of a slot that has ended and has no references.
 func (in slotSet) freeSlot(l *receiveSlot) {
 	m := &l.Memory
 	_ = in.slots.cells.Put(m.meta)
@@ -155,8 +152,8 @@ func (in slotSet) freeSlot(l *receiveSlot) {
 	l.Memory = slotMemory{}
 }
 
-// noteOverwrite notes that a message has come to a slot where another one lies. That one may
-// have been answered, and be about to be let go.
+// noteOverwrite records that a message was written to a slot that holds another one. That one may have been answered already, and be about
+// to be released.
 func (in slotSet) noteOverwrite(l *receiveSlot, key uint64) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -167,7 +164,7 @@ func (in slotSet) noteOverwrite(l *receiveSlot, key uint64) {
 	}
 }
 
-// checkOverwrite warns if the slot has had two messages for a while.
+// checkOverwrite warns if the suspect slot has held two messages for overwriteGrace.
 func (in slotSet) checkOverwrite(now uint64) {
 	in.mu.Lock()
 	defer in.mu.Unlock()

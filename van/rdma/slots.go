@@ -12,13 +12,13 @@ import (
 
 // This file owns the replies to peers' slot requests.
 
-// pendingRequest is one that waits for its answer.
+// pendingRequest is a slot request that waits to be granted.
 type pendingRequest struct {
 	slotRequest
 	since uint64
 }
 
-// handleSlotRequest takes a slot request. The feed is held.
+// handleSlotRequest handles a slot request. The feed is held.
 func (in slotSet) handleSlotRequest(b []byte) {
 	q := pendingRequest{since: clock.Now()}
 	if err := q.get(b); err != nil {
@@ -27,7 +27,7 @@ func (in slotSet) handleSlotRequest(b []byte) {
 	}
 	later := &in.slots.waiting[q.priority()]
 	in.mu.Lock()
-	wait := len(*later) > 0 // requests are granted in their order
+	wait := len(*later) > 0 // requests are granted in order
 	in.mu.Unlock()
 	var err error
 	if !wait {
@@ -49,7 +49,7 @@ func (in slotSet) handleSlotRequest(b []byte) {
 	}
 }
 
-// retryRequests answers the slot requests that had to wait.
+// retryRequests tries the pending slot requests again.
 func (in slotSet) retryRequests(now uint64, _ bool) bool {
 	for k := range in.slots.waiting {
 		in.mu.Lock()
@@ -70,7 +70,7 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 			}
 			kept = append(kept, *q)
 			in.reclaimFor(err, now)
-			if !errors.Is(err, errPeerBudget) { // else a smaller one behind it may be served
+			if !errors.Is(err, errPeerBudget) { // otherwise a smaller request behind it may be granted
 				kept = append(kept, all[i+1:]...)
 				break
 			}
@@ -87,8 +87,7 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 	return true
 }
 
-// grant answers a slot request. With an error it has to wait: the error is one of ErrNoSlot,
-// errBudget, errTotal and errStalled.
+// grant answers a slot request. With an error the request has to wait: rendezvous.ErrNoSlot, errPeerBudget, errTotalBudget or errStalled.
 func (in slotSet) grant(q *pendingRequest) error {
 	err := in.grantOrRefuse(q)
 	if err == nil {
@@ -97,7 +96,7 @@ func (in slotSet) grant(q *pendingRequest) error {
 	return err
 }
 
-// grantOrRefuse makes a slot and tells the peer; see grant.
+// grantOrRefuse makes a slot and replies to the peer; see grant.
 func (in slotSet) grantOrRefuse(q *pendingRequest) error {
 	v, s := in.v, &q.slotRequest
 	need, kind, err := in.dialect.need(s)
@@ -134,7 +133,7 @@ func (in slotSet) grantOrRefuse(q *pendingRequest) error {
 	return nil
 }
 
-// sendReply answers a slot request. l is the slot, or nil.
+// sendReply replies to a slot request. l is the granted slot, or nil.
 func (in slotSet) sendReply(r *slotReply, l *receiveSlot) {
 	var b [slotReplyLen]byte
 	r.put(b[:])
@@ -153,9 +152,9 @@ func (in slotSet) newSlot(s *slotRequest, need rendezvous.Need, kind uint64) (*r
 	l := &receiveSlot{Owner: in.inbound, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
 	urgent := s.priority() == controlPriority
 	if l.OneShot && int(in.slots.oneShots.Load()) >= max(2, v.budget.slots.Room()/oneShotShare) {
-		return nil, r, rendezvous.ErrNoSlot // it does not use those that it has
+		return nil, r, rendezvous.ErrNoSlot // the peer does not use those that it has
 	}
-	// First the index: to register memory is dear, and a request that waits is tried often.
+	// The index comes first: registering memory is expensive, and a pending request is tried often.
 	if err := v.budget.slots.Add(l, urgent); err != nil {
 		return nil, r, err
 	}
@@ -180,7 +179,7 @@ func (in slotSet) newSlot(s *slotRequest, need rendezvous.Need, kind uint64) (*r
 	return l, r, nil
 }
 
-// allocate finds memory for the value.
+// allocate provides the memory for the value.
 func (in slotSet) allocate(l *receiveSlot, s *slotRequest, need rendezvous.Need, kind uint64, r *slotReply) error {
 	if !in.dialect.needsData(need) {
 		return nil
@@ -205,7 +204,7 @@ func (in slotSet) allocate(l *receiveSlot, s *slotRequest, need rendezvous.Need,
 	return nil
 }
 
-// recordSlot records a slot whose reply is sent. in.mu is held.
+// recordSlot records a granted slot. in.mu is held.
 func (in slotSet) recordSlot(l *receiveSlot) {
 	if !in.closed {
 		in.dialect.record(l)

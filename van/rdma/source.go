@@ -14,23 +14,20 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// This file owns the taking of a device's completions, and its housekeeping. The engine says
-// when: a device is one of its sources.
+// This file makes a device a source of the engine: it takes the device's completions, and does its housekeeping.
 
 const (
 	// pollBatch is the number of completions that are polled at once.
 	pollBatch = 32
-	// spinTime is how long to look for completions before sleeping: waking a sleeper costs
-	// more than a small message.
+	// spinTime is how long to poll before sleeping: waking a sleeping thread costs more than a small message.
 	spinTime = time.Millisecond
-	// spinSlice is the length of one call into C: shorter than it takes the runtime's
-	// monitor to look twice, which takes its processor from one that lasts longer, and
-	// then hardly sleeps itself.
+	// spinSlice is the length of one call into C. The Go runtime's monitor takes the processor away from a call that lasts two of its
+	// rounds, and then hardly sleeps itself.
 	spinSlice = 10 * time.Microsecond
 	maxSleep  = time.Second
 	tickTime  = 2 * time.Millisecond // of housekeeping
-	evictTime = time.Second          // between two looks for regions that nothing uses
-	probeTime = time.Second          // of idle connections
+	evictTime = time.Second          // between two searches for unused regions
+	probeTime = time.Second          // between probes of an idle connection
 )
 
 func newDevice(v *rvan, dev verbs.Device) *device {
@@ -50,19 +47,19 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 	return d
 }
 
-// weight is what a message costs while it waits for its handler.
+// weight returns the cost of a message that is queued for its handler.
 func weight(m *van.Message) int {
 	n := messageBytes + len(m.Body)
-	if !m.Placed { // else it lies in memory of the application
+	if !m.Placed { // otherwise the payload is in memory of the application
 		n += m.PayloadLen()
 	}
 	return n
 }
 
-// messageBytes is about what a message itself takes.
+// messageBytes is the approximate size of a message without its data.
 const messageBytes = 1 << 10
 
-// logPaused logs that a sender's messages are not taken any more for a while.
+// logPaused logs that a sender's messages are not read for a while.
 func (d *device) logPaused(l *engine.Lane[*van.Message], bytes int64) {
 	d.v.stats.paused.Add(1)
 	d.queues.of(l.ID, false).blame.Watch(l.Paused, l.Slow, func() {
@@ -75,9 +72,8 @@ func (d *device) logPaused(l *engine.Lane[*van.Message], bytes int64) {
 	})
 }
 
-// begin gives the goroutine that polls a thread of its own, on the core that the original gives it, if it is to
-// be bound; the thread ends with it. Else any thread will do: one of its own would have to be waited for each time
-// that the goroutine yields or sleeps.
+// begin binds the polling goroutine to the core that STEPMESH_BIND_CPU_CORE assigns, on a thread of its own that ends with the goroutine.
+// Without a binding any thread will do: after each yield or sleep the goroutine would have to wait for its own thread.
 func (d *device) begin() {
 	if !d.bound() {
 		return
@@ -103,7 +99,7 @@ func (d *device) Take(slice time.Duration, poll bool) (*van.Message, *engine.Lan
 		d.housekeep(false)
 		if d.complete(min(slice, spinSlice)) {
 			if rx, l, found = d.next(poll); found == engine.Nothing && poll {
-				found = engine.Progress // the loop need not look for more because of what has been sent
+				found = engine.Progress // the loop need not poll more because a send has completed
 			}
 		}
 	}
@@ -113,12 +109,11 @@ func (d *device) Take(slice time.Duration, poll bool) (*van.Message, *engine.Lan
 	return &rx.msg, &l.Lane, found
 }
 
-// complete takes completions and turns them into messages in d.came. It tells whether
-// there were any.
+// complete takes completions and adds their messages to d.ready. It reports whether there were completions.
 func (d *device) complete(spin time.Duration) bool {
 	if !d.polls.cq.TryLock() {
 		d.spinner.YieldGoroutines()
-		return false // the loop sleeps, and has been woken
+		return false // the loop is in Sleep, and has been woken
 	}
 	defer d.polls.cq.Unlock()
 	if d.polls.n == 0 {
@@ -149,8 +144,7 @@ func (d *device) poll(spin, block time.Duration) {
 	}
 }
 
-// Arm implements engine.Source. Credits that come to be owed from now on are sent at once,
-// and a message that begins to wait wakes the loop: their senders see that it sleeps.
+// Arm implements engine.Source. From now on, credits are sent at once, and a queued message wakes the loop, since both see d.sleeping.
 func (d *device) Arm(engine.Sleeper) bool {
 	d.sleeping.Store(true)
 	d.housekeep(true)
@@ -164,8 +158,8 @@ func (d *device) Arm(engine.Sleeper) bool {
 // Disarm implements engine.Source.
 func (d *device) Disarm() {}
 
-// Sleep implements engine.Source. From before it arms nobody else polls, who might take the
-// wake that is meant for it.
+// Sleep implements engine.Source. It holds cq from before it arms, so that no other goroutine polls and takes the wake-up meant for the
+// loop.
 func (d *device) Sleep(_ engine.Sleeper, arm func() bool, _ time.Duration) {
 	d.polls.cq.Lock()
 	defer d.polls.cq.Unlock()
@@ -188,7 +182,7 @@ func (d *device) Deliver(m *van.Message, turn *engine.Turn) {
 // Discard implements engine.Source.
 func (d *device) Discard(m *van.Message) { m.Release() }
 
-// housekeep does what is due. Idle connections cost nothing but a probe each second.
+// housekeep runs the due items. An idle connection costs only a probe each second.
 func (d *device) housekeep(sleeping bool) {
 	now := clock.Now()
 	if !sleeping && now-d.housekeptAt < uint64(tickTime) {
@@ -204,20 +198,19 @@ func (d *device) housekeep(sleeping bool) {
 	d.requests.Run(now, false)
 }
 
-// pollBulk is the number of bytes, sent or received since the last call of movedMuch, that take longer
-// to move than it pays to poll for what comes next.
+// pollBulk is the number of bytes since the last call of movedBulk from which spinning does not pay: moving them takes too long.
 const pollBulk = 256 << 10
 
-// movedBulk tells whether much has been sent or received since it was last called.
+// movedBulk reports whether more than pollBulk bytes were sent and received since its last call.
 func (v *rvan) movedBulk() bool {
 	n := v.stats.sentB.Load() + v.stats.recvB.Load()
 	return v.cfg.BusyPoll != env.SpinForever && n-v.delivery.movedBytes.Swap(n) > pollBulk
 }
 
-// stop ends the loop, and waits for the Poll that uses the device. ctx has no end, and may be of the
-// delivery that closes the van.
+// stop ends the loop, and waits for the Poll that uses the device. ctx has no deadline, and may be that of the delivery that closes the
+// van.
 func (d *device) stop(ctx context.Context) {
-	_ = d.feed.Stop(ctx) // engine.ErrInDeliver, at most
+	_ = d.feed.Stop(ctx) // its only error is engine.ErrInDeliver
 	_ = d.feed.Free(ctx, func() {
 		for d.ready.Len() > 0 {
 			d.ready.Take().msg.Release()
@@ -231,7 +224,7 @@ func (d *device) stop(ctx context.Context) {
 	close(d.stopped)
 }
 
-// device returns the van's part on dev, and starts polling it.
+// device returns the van's state on dev, and starts polling dev.
 func (v *rvan) device(dev verbs.Device) (*device, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -240,7 +233,7 @@ func (v *rvan) device(dev verbs.Device) (*device, error) {
 			return d, nil
 		}
 	}
-	if v.delivery.noMoreDevices { // Close lets connections that are being made carry what waits for them
+	if v.delivery.noMoreDevices { // Close lets connections that are being made send their queued messages
 		return nil, van.ErrClosed
 	}
 	d := newDevice(v, dev)

@@ -9,13 +9,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns the dialect between a node of this library and one of the C++ library: a
-// slot for each key, as large as its first message, and nothing but the meta to describe a
-// message. What it has no room for is refused before it is sent.
+// This file owns the dialect between a node of this library and a StepMesh node: one slot for each key, as large as the key's first message,
+// and nothing but the meta to describe a message. Messages that it cannot express are refused before they are sent.
 
 // stepmeshOut is the dialect of a link to a StepMesh node.
 type stepmeshOut struct {
-	keySizes map[uint64]int // bytes that the peer has for the requests of a key
+	keySizes map[uint64]int // bytes of the peer's buffer for requests of a key
 }
 
 func (d *stepmeshOut) check(o *outgoing) error {
@@ -23,8 +22,8 @@ func (d *stepmeshOut) check(o *outgoing) error {
 	case o.invalidated, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
 		return nil
 	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.destination.Len() > 0):
-		// It has one buffer for all requests of a key, as large as the first one said, but puts
-		// only pushes there. Pulls it answers where they say.
+		// The peer has one buffer for all requests of a key, whose size the first request sets. It writes only pushes there. It
+		// answers pulls to the address in the request.
 		n := max(int(o.lens[1]), o.pullLen)
 		have, known := d.keySizes[o.key]
 		if !known {
@@ -42,7 +41,7 @@ func (d *stepmeshOut) check(o *outgoing) error {
 func (d *stepmeshOut) need(o *outgoing) rendezvous.Need {
 	n := rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta)}
 	n.Route = rendezvous.Route{Key: o.key, Push: o.push, Request: o.request}
-	if o.push && o.request && !o.oneShot { // other values do not go there
+	if o.push && o.request && !o.oneShot { // other values are not written to the slot
 		n.Data = int(o.lens[1])
 	}
 	n.Exact = n.Data
@@ -74,7 +73,7 @@ func (d *stepmeshOut) requestAnswered(snd *rendezvous.Sender[*outgoing], key uin
 	return true
 }
 
-// mustSend: the peer would write to the memory all the same.
+// mustSend: an answer to an invalidated request must not be sent, since the peer would still write to the memory.
 func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.invalidated }
 
 func (d *stepmeshOut) layout(o *outgoing) (n int, inMeta bool) { return len(o.meta), false }
@@ -88,8 +87,8 @@ func (d stepmeshIn) need(s *slotRequest) (n rendezvous.Need, kind uint64, err er
 	return s.need(false)
 }
 
-// refuse ends the connection where the peer would wait for ever: its protocol has no word
-// for a refusal. A slot request that makes no sense is dropped as other nonsense is.
+// refuse ends the connection, since the peer would wait forever: its protocol has no refusal. An invalid slot request is dropped, as other
+// invalid data is.
 func (d stepmeshIn) refuse(_ uint64, _ uint32, why error) {
 	if bad := (*van.FieldError)(nil); !errors.As(why, &bad) {
 		d.fail(asLost(why))
@@ -119,7 +118,7 @@ func (d stepmeshIn) valueArea(_ *receiveSlot, s *slotRequest, need rendezvous.Ne
 	return d.keyArea(s.key, need.Data)
 }
 
-// record: the slots of a key are never given back.
+// record does nothing: the slots of a key are never returned.
 func (d stepmeshIn) record(*receiveSlot) {}
 
 func (d stepmeshIn) endOutgrown(*slotRequest) {}
@@ -137,12 +136,12 @@ func (d stepmeshIn) handleOverwrite(l *receiveSlot, key uint64) error {
 	return nil
 }
 
-// endsSlot: the peer requests a slot anew for each of these.
+// endsSlot reports true for messages for which the peer requests a slot each time.
 func (d stepmeshIn) endsSlot(m *van.Message) bool { return m.IsControl() || m.SimpleApp }
 
 func (d stepmeshIn) returnsCredits() bool { return false }
 
-// frames finds the frames of a message: they follow from what the message is.
+// frames makes the frames of a message: they follow from the meta.
 func (d stepmeshIn) frames(rx *received, l *receiveSlot, _ *trailer, _ []byte) error {
 	m := &rx.msg
 	if m.IsControl() || m.SimpleApp {

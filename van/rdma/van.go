@@ -21,8 +21,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns the van: it is made, listens, and takes the events of the connection
-// manager.
+// This file owns the van: its creation, its listener, and the events of the connection manager.
 
 var (
 	_ van.BufferRegistrar = (*rvan)(nil)
@@ -46,7 +45,7 @@ type rvan struct {
 
 	// These are guarded by mu.
 	accepted     accepted
-	closingPeers map[*peer]bool // not in peers any more
+	closingPeers map[*peer]bool // peers that have left the table
 }
 
 // delivery is how received messages reach the node: its engine, which polls the devices, and its receiver.
@@ -70,7 +69,7 @@ type accepted struct {
 	maxUnproved int        // limit of len(unproved); tests change it
 }
 
-// New makes a van that has not bound yet, on the RDMA libraries of this machine.
+// New makes an unbound van on the RDMA libraries of this machine.
 func New(o van.Options) (van.Van, error) {
 	stack, err := verbs.Load(verbs.Options{Log: o.Log})
 	if err != nil {
@@ -108,16 +107,15 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 	return v
 }
 
-// newTable makes the table of n slots. Some are kept for control messages, whatever data
-// is on its way.
+// newTable makes a table of n slots. Some are reserved for control messages.
 func newTable(n int) *rendezvous.SlotTable[slotMemory] {
 	return rendezvous.NewSlotTable[slotMemory](n, min(max(n/8, 1), 256, n-1))
 }
 
 func (v *rvan) Type() string { return "ibverbs" }
 
-// Reorders implements van.Reorderer: a message with a key that is new waits for its
-// rendezvous, those behind it do not, when the peer is a node of the original.
+// Reorders implements van.Reorderer. A message with a new key waits for its rendezvous; if the peer is a StepMesh node, messages behind it
+// do not wait.
 func (v *rvan) Reorders() bool { return true }
 
 func (v *node) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
@@ -142,7 +140,7 @@ func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
 	}
 	avoid := v.cfg.RootPort
 	if self.Port != 0 || self.ID == van.SchedulerID {
-		avoid = 0 // this node is the scheduler, or the program has chosen the port
+		avoid = 0 // the scheduler's own port, or one chosen by the program
 	}
 	var id verbs.ID
 	_, err = freeport.Except(avoid, func() (_ int, _ func(), err error) {
@@ -174,10 +172,10 @@ func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
 	return v.local.self.Port, nil
 }
 
-// backlog is StepMesh's.
+// backlog is the same as StepMesh's.
 const backlog = 128
 
-// events takes what the connection manager says, until the channel is closed.
+// events handles the events of the connection manager, until the channel is closed.
 func (v *rvan) events() {
 	defer close(v.eventsEnded)
 	for {
@@ -202,7 +200,7 @@ func (v *rvan) events() {
 		case x.in != nil:
 			switch ev.Type {
 			case verbs.Disconnected, verbs.DeviceRemoval, verbs.Unreachable, verbs.Rejected:
-				x.in.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, conn.EventError(ev))) // anybody may have opened it
+				x.in.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, conn.EventError(ev))) // without the private data, since any process may have opened it
 			}
 		default:
 			if ev.Type == verbs.Disconnected || ev.Type == verbs.DeviceRemoval {
@@ -213,7 +211,7 @@ func (v *rvan) events() {
 	}
 }
 
-// Start begins to receive.
+// Start starts the delivery of messages.
 func (v *rvan) Start(recv van.Receiver) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -11,39 +11,36 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns the formats of what is sent: private data, slot requests and replies,
-// trailers.
+// This file owns the formats on the wire: private data, slot requests and replies, trailers.
 
 var le = binary.LittleEndian
 
-// Immediate values of SENDs. StepMesh knows the first two.
+// Immediate values of SENDs. StepMesh has the first two.
 const (
 	immSlotRequest = 0
 	immSlotReply   = 1
 	immCredits     = 2
-	immUp          = 3 // the first on a connection: its opener has it, and says up or upAfterLoss
-	immReclaim     = 4 // the receiver wants slots back
-	immReturn      = 5 // slots that the sender gives up
+	immUp          = 3 // first message of a connection: the opener considers it established; data is up or upAfterLoss
+	immReclaim     = 4 // the receiver asks for slots back
+	immReturn      = 5 // the sender returns slots
 )
 
-// What is sent with immUp. After a loss the opener took the receiver for lost before: it has dropped
-// what it owed it. Nothing is the same as up.
+// Data of immUp. upAfterLoss: the opener had declared the receiver lost, and has dropped what it owed it. No data means up.
 const (
 	up          = 1
 	upAfterLoss = 2
 )
 
-// immSlave marks the notification of a split message's other parts.
+// immSlave marks the notifications of a split message's other parts.
 const immSlave = 0x8000
 
-// maxIndex is the number of slots that an immediate can name.
+// maxIndex is the number of slots that an immediate value can address.
 const maxIndex = immSlave
 
-// magic tells native nodes, in private data and trailers: "SAF1".
+// magic identifies native nodes, in private data and trailers: "SAF1".
 const magic = 0x31464153
 
-// RequestContext, the private data of a connection: StepMesh's 24 bytes, and
-// what native nodes add.
+// Layout of the private data of a connection: StepMesh's RequestContext of 24 bytes, and the additions of native nodes.
 const (
 	hostField        = 16
 	contextLen       = 24
@@ -52,33 +49,33 @@ const (
 	offQPIndex       = 32
 	offQPCount       = 33
 	offFeatures      = 34
-	offReason        = 34 // of a rejection, a text
-	offCode          = 28 // of a rejection
+	offReason        = 34 // of a rejection: a text
+	offCode          = 28 // of a rejection: a code
 	offIncarn        = 36
 	nativeContextLen = 40
 	offNodePort      = 4
 	offNodeHost      = 6
 )
 
-// acceptsBundles, at offTakes: see hello.bundles.
+// acceptsBundles, at offFeatures: see handshake.bundles.
 const acceptsBundles = 1
 
-// handshake is what one end says of itself when a queue pair is connected.
+// handshake is what one end says of itself when a queue pair connects.
 type handshake struct {
-	node int // van.Empty before it has an id
+	node int // van.Empty without an id
 	port int
-	host string // cut to 15 bytes
+	host string // truncated to 15 bytes
 
-	native  bool   // a native node; the rest is set only then
+	native  bool   // a native node; the following fields are set only then
 	epoch   uint32 // of the connection; the same for all its queue pairs
 	qp      int    // number of the queue pair, from 0
 	qpCount int
-	bundles bool // it takes several messages in one write
-	// incarnation is that of the process; 0 is not said.
+	bundles bool // accepts several messages in one write
+	// incarnation is that of the process; 0: not known.
 	incarnation uint32
 }
 
-// key names the endpoint that the queue pairs of one connection have in common.
+// key returns the name that the queue pairs of one connection have in common.
 func (h *handshake) key() string {
 	if h.native {
 		return fmt.Sprintf("%s,%d,%d,%d", h.host, h.node, h.port, h.epoch)
@@ -86,12 +83,12 @@ func (h *handshake) key() string {
 	return fmt.Sprintf("%s,%d,%d", h.host, h.node, h.port)
 }
 
-// sameProcess reports whether h and x are of one process of this library.
+// sameProcess reports whether h and x are of the same process of this library.
 func (h *handshake) sameProcess(x *handshake) bool {
 	return h.native && x.native && x.node == h.node && x.incarnation == h.incarnation && x.port == h.port && x.host == h.host
 }
 
-// name says whose it is.
+// name returns the node's name and address.
 func (h *handshake) name() string {
 	return fmt.Sprintf("%s at %s:%d", van.NodeName(h.node), h.host, h.port)
 }
@@ -134,9 +131,8 @@ func decodeHandshake(b []byte) (handshake, error) {
 	return h, nil
 }
 
-// slotRequest is RendezvousStart: the slot request. Native nodes say with
-// dataNum = ourStart that data[0] is the number of bytes wanted, data[1] the kind of
-// message, and data[2] the number of bytes of its value.
+// slotRequest is a slot request, StepMesh's RendezvousStart. A native node sets dataNum to nativeSlotRequest. Then data[0] is the number of
+// bytes wanted, data[1] the kind of message, and data[2] the number of bytes of its value.
 type slotRequest struct {
 	metaLen, dataNum uint64
 	data             [4]uint64
@@ -150,8 +146,8 @@ const (
 	kindPush = 1 << iota
 	kindRequest
 	kindOneShot
-	kindKeyed // the slot of a key is wanted
-	kindHost  // the slot must lie in ordinary memory
+	kindKeyed // the slot is for one key
+	kindHost  // the slot must be in host memory
 )
 
 const slotRequestLen = 64
@@ -178,14 +174,13 @@ func (s *slotRequest) get(b []byte) error {
 	return nil
 }
 
-// maxMeta is the longest meta that a slot is given for: a table of all nodes that
-// can be.
+// maxMeta is the longest meta for which a slot is granted. It is enough for a table of the largest cluster.
 const maxMeta = 16 << 20
 
 // maxData is the longest payload: lengths are signed 32-bit numbers.
 const maxData = math.MaxInt32
 
-// need checks s. native tells which dialect it is of.
+// need checks s. native says in which dialect it is.
 func (s *slotRequest) need(native bool) (n rendezvous.Need, kind uint64, err error) {
 	if s.metaLen < rawMeta || s.metaLen > maxMeta {
 		return n, 0, &van.FieldError{Field: "rendezvous meta_len", Value: s.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, maxMeta)}
@@ -218,11 +213,10 @@ func (s *slotRequest) need(native bool) (n rendezvous.Need, kind uint64, err err
 	return n, 0, nil
 }
 
-// roundedData is maxData as a size class has it.
+// roundedData is maxData rounded up to its size class.
 const roundedData = 1 << 31
 
-// slotReply is RendezvousReply of the GDR build. The flags are native: StepMesh's four
-// bytes of padding.
+// slotReply is StepMesh's RendezvousReply in the GDR build. The flags are native: they are in four bytes of padding.
 type slotReply struct {
 	meta, data       uint64
 	metaKey, dataKey uint32
@@ -236,8 +230,8 @@ const slotReplyLen = 48
 const (
 	replyShared  = 1 << iota // the slot serves all keys of its size class
 	replyRefused             // there is no slot
-	replyNone                // with replyShared: there are enough of them
-	replyBudget              // with replyRefused: it is more than one peer may have
+	replyNone                // with replyShared: no slot is granted, the peer has enough shared ones
+	replyBudget              // with replyRefused: it exceeds the budget of one peer
 )
 
 func (r *slotReply) put(b []byte) {
@@ -261,10 +255,10 @@ func (r *slotReply) get(b []byte) error {
 	return nil
 }
 
-// rawMeta is the fixed part of a packed meta.
+// rawMeta is the length of the fixed part of an encoded meta.
 const rawMeta = 288
 
-// Offsets in a packed meta that this transport fills in itself.
+// Offsets in an encoded meta that this transport sets itself.
 const (
 	metaKey     = 80
 	metaOption  = 100
@@ -272,23 +266,23 @@ const (
 	metaSlaves  = 280
 )
 
-// trailer follows the meta between native nodes.
+// trailer follows the meta in messages between native nodes.
 type trailer struct {
-	packed      bool // the frames lie one behind the other in the slot's data
-	placed      bool // the value has been written where the request wanted it
+	packed      bool // the frames are packed in the slot's data
+	placed      bool // the value was written to the destination of the request
 	frames      int
 	lens        [van.MaxFrames]uint32 // of the frames in bytes
-	epoch       uint32                // of the connection whose slots come back
+	epoch       uint32                // of the connection whose slots are returned
 	credits     [maxCredits]uint16
-	n           int  // credits
-	numbered    bool // of a control message: lens[0] is its number, lens[1] tells its senders apart
-	inMeta      bool // the frames lie between the meta and the trailer
-	metaLen     int  // of the meta, when inMeta
-	previousEnd int  // where the message before it, in the same write, ends; 0: there is none
-	canceled    bool // the request was given up before it had left: its value may be another one
+	n           int  // number of credits
+	numbered    bool // of a control message: lens[0] is its number, lens[1] the tag of its sender's peer object
+	inMeta      bool // the frames are between the meta and the trailer
+	metaLen     int  // of the meta, if inMeta
+	previousEnd int  // end of the message before it in the same write; 0: there is none
+	canceled    bool // the request was canceled before it was sent: its value may have changed
 }
 
-// maxCredits is how many slots a trailer, or a message of credits, gives back.
+// maxCredits is the number of slots that a trailer, or a message of credits, can return.
 const maxCredits = 18
 
 const trailerLen = 64
@@ -299,19 +293,19 @@ const (
 	trailerPlaced
 	trailerInMeta
 	trailerNumbered
-	trailerCanceled // set where the trailer lies, after it was put there
+	trailerCanceled // set in place, after the trailer was encoded
 )
 
-// Offsets of the meta's length and of the end of the message before in a trailer. Both lie in one cell.
+// Offsets of the meta's length and of the previous message's end in a trailer. Both are within one cell.
 const (
 	offMetaLen = 60
 	offBefore  = 62
 )
 
-// Offset of the flags, of which those in use fit a byte.
+// offFlags is the offset of the flags. Those in use fit into one byte.
 const offFlags = 4
 
-// frameAlign is the alignment of frames that are packed.
+// frameAlign is the alignment of packed frames.
 const frameAlign = 64
 
 func aligned(n int) int { return (n + frameAlign - 1) &^ (frameAlign - 1) }
@@ -372,7 +366,7 @@ func (t *trailer) get(b []byte) error {
 	return nil
 }
 
-// reclaimRequest is what a receiver wants back: slots, of so many bytes in all.
+// reclaimRequest asks the peer to return slots with a total number of bytes.
 type reclaimRequest struct {
 	slots uint32
 	bytes uint64
@@ -397,10 +391,10 @@ func (r *reclaimRequest) get(b []byte) error {
 	return nil
 }
 
-// recvData is what a SEND has brought.
+// recvData returns the data of a SEND.
 func recvData(c *verbs.Completion) []byte { return c.Data[:min(int(c.Len), len(c.Data))] }
 
-// rejection reads what a native peer says with a rejection; nil: it is no native peer.
+// rejection decodes the private data of a rejection. It returns nil if the peer is not a native node.
 func rejection(private []byte) error {
 	if len(private) < offReason || le.Uint32(private[offMagic:]) != magic {
 		return nil
@@ -428,7 +422,7 @@ func (r *rejected) Error() string {
 	return "rejected by the peer: " + why
 }
 
-// Is reports van.ErrReplaced if the peer has said so.
+// Is reports van.ErrReplaced if the rejection has that code.
 func (r *rejected) Is(target error) bool { return target == van.ErrReplaced && r.replaced() }
 
 func text(b []byte) string {
@@ -443,10 +437,10 @@ func text(b []byte) string {
 // Codes of a rejection.
 const (
 	codeReplaced = 1 // the process has been replaced
-	codeUnproved = 2 // it does not prove the cluster's secret
+	codeUnproved = 2 // the node does not prove the cluster's secret
 )
 
-// refusal is the private data of a rejection; a code of 0 is none.
+// refusal returns the private data of a rejection; code 0 is none.
 func refusal(code uint32, why string) []byte {
 	b := make([]byte, verbs.MaxRejectData)
 	le.PutUint32(b[offMagic:], magic)
@@ -455,7 +449,7 @@ func refusal(code uint32, why string) []byte {
 	return b
 }
 
-// Lanes of slot requests that wait: those of control messages do not wait for others.
+// Priorities of pending slot requests: those of control messages do not wait for those of data.
 const (
 	controlPriority = iota
 	dataPriority
@@ -463,12 +457,12 @@ const (
 
 func (s *slotRequest) priority() int {
 	if s.dataNum == nativeSlotRequest && s.data[1]&kindOneShot != 0 || s.dataNum == 0 {
-		return controlPriority // StepMesh's have no data
+		return controlPriority // a StepMesh control message has no data
 	}
 	return dataPriority
 }
 
-// slot is the remote slot that a reply describes.
+// slot returns the remote slot that a reply describes.
 func (r *slotReply) slot() rendezvous.RemoteSlot {
 	return rendezvous.RemoteSlot{Meta: r.meta, MetaKey: r.metaKey, Data: r.data, DataKey: r.dataKey, Index: r.index}
 }
