@@ -44,11 +44,23 @@ func chosen(names ...string) bool {
 	return true
 }
 
-// TestPlans carries out each plan on each leg that can.
+// brief are the plans that -short leaves: one for each API, nodes of the original, and for each role a process that is
+// killed, stopped or replaced.
+var brief = []string{"worker-replaced", "kv-replacements", "loop-ends", "groups", "foreign-cluster", "dies-while-others-finalize", "scheduler-comes-back",
+	"replaced-server-wakes"}
+
+// TestPlans carries out each plan on each leg that can; with -short a few plans, each on one leg.
 func TestPlans(t *testing.T) {
 	testlimit.Longer(t, 5*time.Minute) // for the longest plan, while other plans run
 	plans, err := plan.ReadDir("../plans")
 	try(t, err)
+	legs := legs
+	if testing.Short() {
+		plans, legs = slices.DeleteFunc(plans, func(p *plan.Plan) bool { return !slices.Contains(brief, p.Name) }), []real.Leg{real.SHM}
+		if len(plans) != len(brief) {
+			t.Fatalf("%d plans have a name of brief, want %d", len(plans), len(brief))
+		}
+	}
 	type done struct {
 		res *real.Result
 		err error

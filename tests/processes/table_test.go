@@ -168,58 +168,6 @@ func TestServerStopped(t *testing.T) {
 	}
 }
 
-// TestSchedulerBack: a scheduler that was killed and started again knows the cluster:
-// barriers work, and who dies is replaced. Data never stopped.
-func TestSchedulerBack(t *testing.T) {
-	timed(t, func(t *testing.T, leg real.Leg, a *attempt) {
-		c := start(t, real.Options{Workers: 2, Leg: leg})
-		try(t, c.Works(20, soon))
-		c.Get("scheduler", 0).Kill()
-		try(t, c.Works(20, soon))
-		back, m := time.Now(), real.WatchMachine(t.Context())
-		_, err := c.Spawn("scheduler", 0)
-		try(t, err)
-		for {
-			first, second := c.Get("worker", 0).Barrier(van.WorkerGroup, time.Minute), c.Get("worker", 1).Barrier(van.WorkerGroup, time.Minute)
-			errA, errB := result(t, first, soon, "the barrier of worker 0 ends"), result(t, second, soon, "the barrier of worker 1 ends")
-			if errA == nil && errB == nil {
-				break
-			}
-			if time.Since(back) > soon {
-				t.Fatalf("no barrier works: %v; %v", errA, errB)
-			}
-		}
-		a.within(t, m, back, 5*time.Second, "the next barrier")
-		for i := range 2 {
-			if s := c.Get("worker", i).State(); s.Stats.Failed > 0 {
-				t.Errorf("worker %d: %s: want no call that failed", i, s)
-			}
-		}
-		c.Get("worker", 1).Kill()
-		joins(t, c, "worker", 1)
-		try(t, c.Works(20, soon))
-		try(t, c.Finish(soon))
-	})
-}
-
-// TestWorkerKilledInFinalize: scheduler and server are in Finalize all the time, as in
-// ordinary programs. The death of a worker is nothing to the other one, and another
-// process takes its place.
-func TestWorkerKilledInFinalize(t *testing.T) {
-	onLegs(t, func(t *testing.T, leg real.Leg) {
-		t.Parallel()
-		c := start(t, real.Options{Workers: 2, Leg: leg})
-		try(t, c.Works(20, soon))
-		try(t, c.Get("worker", 0).Loads())
-		c.Get("worker", 1).Kill()
-		try(t, c.Get("worker", 0).Rounds(1000, 2*soon))
-		joins(t, c, "worker", 1)
-		try(t, c.Get("worker", 0).Loads(load))
-		try(t, c.Works(50, soon))
-		try(t, c.Finish(soon))
-	})
-}
-
 // TestKilledWithFork: a child that holds the sockets of a killed process does not keep it
 // alive, neither for the scheduler nor for its peers.
 func TestKilledWithFork(t *testing.T) {
