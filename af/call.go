@@ -11,16 +11,16 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/streamqueue"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // calls makes the batches of a worker. All but free is fixed once the worker is made.
 type calls struct {
-	node     postoffice.App
-	customer *postoffice.Customer
+	node     cluster.App
+	customer *cluster.Customer
 	servers  []int           // node ids by server group rank, ascending
 	revoker  van.Invalidator // nil when no peer writes into pull tensors
 	flusher  van.Flusher     // nil when nothing is held
@@ -33,7 +33,7 @@ type calls struct {
 
 // batch is one PushPull in flight.
 type batch struct {
-	postoffice.Request
+	cluster.Request
 	c        *calls
 	started  *atomic.Bool // of the Exchange that has started it, or nil
 	byStream *rounds      // of the stream that has started it, or nil
@@ -80,13 +80,13 @@ func (b *batch) start(device bool, o options) (Call, error) {
 			b.sendAll(call.Timestamp())
 			b.End()
 		}
-		return call, nil
+		return Call(call), nil
 	}
 	b.refs.Add(1)
 	if !c.queue.Add(b, event) {
 		b.SendNow(van.ErrClosed)
 	}
-	return call, nil
+	return Call(call), nil
 }
 
 // address sets the servers of b: those with the given ranks, or all.

@@ -11,9 +11,9 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
-// cluster runs a scheduler, a server and a worker in this process. Usually each is a
+// inProcess runs a scheduler, a server and a worker in this process. Usually each is a
 // process of its own, whose configuration comes from postoffice.LoadConfig.
-func cluster(server, worker func(*postoffice.Node)) {
+func inProcess(server, worker func(*postoffice.Node)) {
 	ctx, network := context.Background(), inproc.NewNetwork()
 	var all sync.WaitGroup
 	for role, program := range map[string]func(*postoffice.Node){"scheduler": func(*postoffice.Node) {}, "server": server, "worker": worker} {
@@ -36,7 +36,7 @@ func cluster(server, worker func(*postoffice.Node)) {
 
 // A worker pushes a tensor, the server doubles it, and the worker pulls the result.
 func Example() {
-	cluster(func(n *postoffice.Node) {
+	inProcess(func(n *postoffice.Node) {
 		server, _ := af.NewServer(n, af.ServerOptions{})
 		_ = server.Handle(func(b af.Batch) {
 			x, _ := af.Slice[float32](b.Pushes()[0].Val)
@@ -62,7 +62,7 @@ func Example() {
 
 // Two rounds of the same exchange, the second one with the first row only.
 func ExampleWorker_Prepare() {
-	cluster(func(n *postoffice.Node) {
+	inProcess(func(n *postoffice.Node) {
 		server, _ := af.NewServer(n, af.ServerOptions{})
 		_ = server.Handle(func(b af.Batch) { _ = b.Respond(b.Pushes()) })
 	}, func(n *postoffice.Node) {
@@ -99,7 +99,7 @@ func ExampleBatch_Respond() {
 	}
 	var left sync.WaitGroup
 	left.Add(2)
-	cluster(func(n *postoffice.Node) {
+	inProcess(func(n *postoffice.Node) {
 		server, _ := af.NewServer(n, af.ServerOptions{})
 		_ = server.Handle(func(b af.Batch) {
 			go b.Respond(weights[1:], af.ByKey, af.OnSent(completion(left.Done)))

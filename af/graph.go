@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -156,7 +157,7 @@ func (r *replayed) late() bool {
 // graphs are the replayed exchanges of a worker. A goroutine, which begins with the first
 // one, looks at their words, and another one at the first.
 type graphs struct {
-	node    postoffice.App
+	node    cluster.App
 	spin    time.Duration
 	closing atomic.Bool
 	turn    atomic.Uint64 // clock.Now when the goroutine last went round

@@ -18,8 +18,8 @@ import (
 func peer(t testing.TB, n *postoffice.Node, id int) <-chan bool {
 	t.Helper()
 	ch := make(chan bool, 16)
-	t.Cleanup(n.OnPeer(func(i int, up bool, _ error) {
-		if i == id {
+	t.Cleanup(n.OnPeer(func(i postoffice.NodeID, up bool, _ error) {
+		if int(i) == id {
 			ch <- up
 		}
 	}))

@@ -8,10 +8,10 @@ import (
 	"fmt"
 	"sync"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -78,7 +78,7 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 // before, is ErrAnswered.
 func (b Batch) Refuse(why error) error {
 	s := b.w.s
-	no := postoffice.Declined(why)
+	no := cluster.Declined(why)
 	if why == nil {
 		return &van.Error{Op: "refuse", Node: s.node.Name(), Err: no}
 	}

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/internal/streamqueue"
@@ -35,7 +36,7 @@ type ServerOptions struct{ AppID int }
 // safe for concurrent use. Workers share no lock: what is assembled of a worker's hangs
 // on its sender.
 type Server struct {
-	node     postoffice.App
+	node     cluster.App
 	app      int
 	buffers  *datamsg.RecvBuffers
 	queue    *streamqueue.Queue // of answers with tensors on the device, and those behind them
@@ -45,8 +46,8 @@ type Server struct {
 	reorders bool               // messages of a worker may overtake each other
 
 	handler  Handler // set once, before anything is received
-	serving  atomic.Pointer[postoffice.Customer]
-	unwanted atomic.Pointer[func(worker int)]
+	serving  atomic.Pointer[cluster.Customer]
+	unwanted atomic.Pointer[func(worker postoffice.NodeID)]
 
 	closed atomic.Bool
 
@@ -60,12 +61,12 @@ func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 	if node.Role() != van.Server {
 		return nil, fmt.Errorf("%w: tensor server on %s, want a node with role server", van.ErrInvalid, node.Name())
 	}
-	s := &Server{node: node.App(), app: o.AppID, buffers: datamsg.NewRecvBuffers(node),
+	s := &Server{node: (*cluster.Node)(node).App(), app: o.AppID, buffers: datamsg.NewRecvBuffers((*cluster.Node)(node)),
 		queue: streamqueue.New(node.Backend(), node.Config().BusyPoll), late: streamqueue.New(node.Backend(), env.AlwaysBlock)}
-	if r, ok := van.As[van.Reorderer](node.Van()); ok {
+	if r, ok := van.As[van.Reorderer]((*cluster.Node)(node).Van()); ok {
 		s.reorders = r.Reorders()
 	}
-	s.flusher, _ = van.As[van.Flusher](node.Van())
+	s.flusher, _ = van.As[van.Flusher]((*cluster.Node)(node).Van())
 	s.senders = make([]*sender, node.Topology().NumWorkerInstances())
 	for i := range s.senders {
 		s.senders[i] = &sender{s: s}
@@ -144,7 +145,7 @@ func (s *Server) RegisterRecvTensor(t Tensor, workerRanks []int, keys []uint64) 
 // OnUnwanted makes f the function that is told, with the node id of the worker's
 // instance, that some of its batches may not be Wanted any more: it has given them up.
 // f must not block. That a worker is lost, Node.OnPeer tells.
-func (s *Server) OnUnwanted(f func(worker int)) { s.unwanted.Store(&f) }
+func (s *Server) OnUnwanted(f func(worker postoffice.NodeID)) { s.unwanted.Store(&f) }
 
 // sender is what is known of the worker instance with that node id, nil when the cluster
 // has none.
@@ -195,12 +196,12 @@ func (s *Server) dropSender(id int) {
 }
 
 // giveUp drops what has come of a request that its worker does not wait for any more.
-func (s *Server) giveUp(w postoffice.Withdrawn) {
+func (s *Server) giveUp(w cluster.Withdrawn) {
 	if x := s.sender(w.Sender); x != nil {
 		x.drop(func(_ uint32, customer, ts int32) bool { return w.Has(customer, ts) })
 	}
 	if f := s.unwanted.Load(); f != nil {
-		(*f)(w.Sender)
+		(*f)(postoffice.NodeID(w.Sender))
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -53,8 +54,8 @@ func TestGivenUpBehindASlowHandler(t *testing.T) {
 				t.Error(err)
 			}
 		})
-		s.OnUnwanted(func(worker int) {
-			if worker != van.WorkerID(0) {
+		s.OnUnwanted(func(worker postoffice.NodeID) {
+			if worker != postoffice.WorkerID(0) {
 				t.Errorf("told of node %d", worker)
 			}
 			told.Add(1)
@@ -93,7 +94,7 @@ func TestOpenBatchBudget(t *testing.T) {
 	value := make([]byte, size)
 	for i := range 12 {
 		m := rawPush(int32(100*i), van.BatchStart, value)
-		if err := c.Workers[0].App().Send(m); err != nil {
+		if err := (*cluster.Node)(c.Workers[0]).App().Send(m); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -118,7 +119,7 @@ func TestOpenBatches(t *testing.T) {
 				t.Errorf("%d batches are open, want %d; or one was given up", n, i)
 			}
 		}
-		if err := c.Workers[0].App().Send(rawPush(int32(100*i), van.BatchStart, []byte{1})); err != nil {
+		if err := (*cluster.Node)(c.Workers[0]).App().Send(rawPush(int32(100*i), van.BatchStart, []byte{1})); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -143,7 +144,7 @@ func TestOpenBatchBudgetOfTheOldest(t *testing.T) {
 	})
 	send := func(ts int32, flag van.BatchFlag) {
 		t.Helper()
-		if err := c.Workers[0].App().Send(rawPush(ts, flag, make([]byte, size))); err != nil {
+		if err := (*cluster.Node)(c.Workers[0]).App().Send(rawPush(ts, flag, make([]byte, size))); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -180,7 +181,7 @@ func TestWrongMessageEndsItsBatch(t *testing.T) {
 	wrong := rawPush(101, van.BatchMiddle, make([]byte, 100))
 	wrong.Shape[0] = 99
 	for _, m := range []*van.Message{rawPush(100, van.BatchStart, make([]byte, 100)), wrong, rawPush(102, van.BatchEnd, make([]byte, 100))} {
-		if err := c.Workers[0].App().Send(m); err != nil {
+		if err := (*cluster.Node)(c.Workers[0]).App().Send(m); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -196,7 +197,7 @@ func TestHeldOfALostWorker(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.Resend = true }})
 	s := serve(t, c.Servers[0], echoes(t))
 	for i := range 3 {
-		if err := c.Workers[1].App().Send(rawPush(int32(10*i+5), van.BatchEnd, make([]byte, 64))); err != nil {
+		if err := (*cluster.Node)(c.Workers[1]).App().Send(rawPush(int32(10*i+5), van.BatchEnd, make([]byte, 64))); err != nil {
 			t.Fatal(err)
 		}
 	}

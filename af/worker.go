@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/streamqueue"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
@@ -27,7 +28,7 @@ type WorkerOptions struct {
 // Worker pushes tensors to all servers and pulls results back. All methods are safe for
 // concurrent use.
 type Worker struct {
-	node    postoffice.App
+	node    cluster.App
 	timeout time.Duration
 	calls   calls
 	graphs  graphs // exchanges that streams start
@@ -40,11 +41,11 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	if node.Role() != van.Worker {
 		return nil, fmt.Errorf("%w: tensor worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
-	w := &Worker{node: node.App(), timeout: o.Timeout}
+	w := &Worker{node: (*cluster.Node)(node).App(), timeout: o.Timeout}
 	c := &w.calls
-	c.node, c.servers, c.queue = w.node, node.Topology().ServerInstances(), streamqueue.New(node.Backend(), node.Config().BusyPoll)
-	c.revoker, _ = van.As[van.Invalidator](node.Van())
-	c.flusher, _ = van.As[van.Flusher](node.Van())
+	c.node, c.servers, c.queue = w.node, w.node.Topology().ServerInstances(), streamqueue.New(node.Backend(), node.Config().BusyPoll)
+	c.revoker, _ = van.As[van.Invalidator]((*cluster.Node)(node).Van())
+	c.flusher, _ = van.As[van.Flusher]((*cluster.Node)(node).Van())
 	w.graphs.node, w.graphs.spin = w.node, node.Config().BusyPoll.Spin()
 	var err error
 	c.customer, err = w.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
@@ -96,7 +97,7 @@ func (w *Worker) PushPull(push, pull []KeyTensor, opts ...CallOption) (Call, err
 
 // Customer is the worker's share of its node. Bindings to other languages, which know a
 // call by its timestamp, wait and look up traces with it.
-func (w *Worker) Customer() *postoffice.Customer { return w.calls.customer }
+func (w *Worker) Customer() *cluster.Customer { return w.calls.customer }
 
 // InFlight is the number of calls that are not finished or not waited for. Of
 // those finished that nobody waits for, the latest 4096 are remembered.

@@ -5,15 +5,15 @@ import (
 	"slices"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // call is one push or pull in flight. It is used again.
 type call[V Value] struct {
-	postoffice.Request
+	cluster.Request
 	w     *Worker[V]
 	op    string
 	push  bool

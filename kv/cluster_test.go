@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -97,7 +98,7 @@ type rawServer struct {
 func raw(t testing.TB, n *postoffice.Node, script func(s *rawServer, req *van.Message)) {
 	t.Helper()
 	s := &rawServer{n}
-	if _, err := n.App().AddCustomer(0, 0, func(m *van.Message) { script(s, m) }); err != nil {
+	if _, err := (*cluster.Node)(n).App().AddCustomer(0, 0, func(m *van.Message) { script(s, m) }); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -113,7 +114,7 @@ func (s *rawServer) answer(t testing.TB, req *van.Message, keys []kv.Key, vals, 
 	if change != nil {
 		change(m)
 	}
-	if err := s.n.App().Send(m); err != nil {
+	if err := (*cluster.Node)(s.n).App().Send(m); err != nil {
 		t.Errorf("raw answer: %v", err)
 	}
 }

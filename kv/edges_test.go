@@ -9,6 +9,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -80,7 +81,7 @@ func TestPullBeforePush(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)
 		sums[float32](t, c)
-		if _, err := c.Workers[0].App().AddCustomer(0, 5, func(*van.Message) {}); err != nil {
+		if _, err := (*cluster.Node)(c.Workers[0]).App().AddCustomer(0, 5, func(*van.Message) {}); err != nil {
 			t.Fatal(err)
 		}
 		// 304 bytes that ask for 512 MiB.
@@ -90,7 +91,7 @@ func TestPullBeforePush(t *testing.T) {
 		m.ValLen = 128 << 20
 		datamsg.SetData(m, backend.Slice([]kv.Key{1}), backend.Mem{}, backend.Mem{}, van.TypeFloat)
 		before := testcluster.Stats(c.Servers[0]).SentBytes
-		if err := c.Workers[0].App().Send(m); err != nil {
+		if err := (*cluster.Node)(c.Workers[0]).App().Send(m); err != nil {
 			t.Fatal(err)
 		}
 		eventually(t, "answer", func() bool { return testcluster.Stats(c.Servers[0]).SentBytes > before })

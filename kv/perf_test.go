@@ -74,7 +74,7 @@ func TestConcurrent(t *testing.T) {
 			w := newWorker[int64](t, n)
 			for u := range users {
 				wg.Go(func() {
-					mine := []kv.Key{kv.Key(n.ID()*100 + u), 1 << 62, kv.MaxKey - kv.Key(n.ID()*100+u), kv.MaxKey}
+					mine := []kv.Key{kv.Key(int(n.ID())*100 + u), 1 << 62, kv.MaxKey - kv.Key(int(n.ID())*100+u), kv.MaxKey}
 					for round := range int64(rounds) {
 						done := make(chan error, 1)
 						if _, err := w.Push(mine, []int64{1, 1, 1, 1}, kv.Done(func(err error) { done <- err })); err != nil {

@@ -230,7 +230,7 @@ func TestSimpleRefuse(t *testing.T) {
 		nodes := c.Nodes()
 		for i, n := range nodes {
 			a, err := kv.NewSimpleApp(n, kv.SimpleOptions{AppID: 3, CustomerID: 3, Handler: func(m kv.SimpleMessage) {
-				if n.ID() == int(m.Head) {
+				if int(n.ID()) == int(m.Head) {
 					if err := m.Refuse(fmt.Errorf("%s says no", n.Name())); err != nil {
 						t.Error(err)
 					}
@@ -255,9 +255,9 @@ func TestSimpleRefuse(t *testing.T) {
 				fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrRequestRefused, n.Name()+" says no")
 			}
 			if nodes[i].Role() == van.Worker {
-				call, err := a.Request(10, nil, van.ServerGroup)
+				call, err := a.Request(10, nil, postoffice.ServerGroup)
 				fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrRequestRefused, "server 1 (id 10) says no")
-				call, err = a.Request(0, nil, van.ServerGroup)
+				call, err = a.Request(0, nil, postoffice.ServerGroup)
 				if err := cmp.Or(err, call.Wait(t.Context())); err != nil {
 					t.Error(err)
 				}

@@ -9,6 +9,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -28,7 +29,7 @@ type Handler[V Value] func(Request[V])
 // Server hands the requests of all workers to a handler. All methods are safe for
 // concurrent use.
 type Server[V Value] struct {
-	node    postoffice.App
+	node    cluster.App
 	appID   int
 	buffers *datamsg.RecvBuffers
 	simple  *SimpleApp
@@ -52,7 +53,7 @@ func NewServer[V Value](node *postoffice.Node, o ServerOptions) (*Server[V], err
 	if node.Role() != van.Server {
 		return nil, fmt.Errorf("%w: key-value server on %s, want a node with role server", van.ErrInvalid, node.Name())
 	}
-	return &Server[V]{node: node.App(), appID: o.AppID, buffers: datamsg.NewRecvBuffers(node), simple: newSimpleApp(node, o.AppID, o.Timeout, nil)}, nil
+	return &Server[V]{node: (*cluster.Node)(node).App(), appID: o.AppID, buffers: datamsg.NewRecvBuffers((*cluster.Node)(node)), simple: newSimpleApp(node, o.AppID, o.Timeout, nil)}, nil
 }
 
 // Handle names the handler and begins to serve, first what has come before. It may be
@@ -258,7 +259,7 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 //
 // A request that was answered or refused before is ErrAnswered.
 func (r Request[V]) Refuse(why error) error {
-	no := postoffice.Declined(why)
+	no := cluster.Declined(why)
 	if why == nil {
 		return r.wrap(no)
 	}

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -225,7 +226,7 @@ func TestRequestBeforeHandler(t *testing.T) {
 // TestHandleAgain: a handler that could not begin to serve is none; the next one may.
 func TestHandleAgain(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
-	other, err := c.Servers[0].App().AddCustomer(0, 0, func(*van.Message) {})
+	other, err := (*cluster.Node)(c.Servers[0]).App().AddCustomer(0, 0, func(*van.Message) {})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -330,7 +331,7 @@ func TestMalformedRequests(t *testing.T) {
 		if change != nil {
 			change(m)
 		}
-		if err := c.Workers[0].App().Send(m); err != nil {
+		if err := (*cluster.Node)(c.Workers[0]).App().Send(m); err != nil {
 			t.Error(err)
 		}
 	}

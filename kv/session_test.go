@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -129,7 +130,7 @@ func simpleSession(t *testing.T, c *testcluster.Cluster) {
 		})
 	}
 	a := simple(t, c.Workers[0], nil)
-	ts, err := a.Request(42, []byte("hello"), van.ServerGroup)
+	ts, err := a.Request(42, []byte("hello"), postoffice.ServerGroup)
 	if err == nil {
 		err = ts.Wait(context.Background())
 	}

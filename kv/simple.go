@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
@@ -17,9 +18,9 @@ import (
 type SimpleMessage struct {
 	Head       int32
 	Body       []byte // the receiver's own
-	Sender     int    // node id
-	Timestamp  int32  // the requester's
-	CustomerID int32  // the requester's
+	Sender     postoffice.NodeID
+	Timestamp  int32 // the requester's
+	CustomerID int32 // the requester's
 
 	app   *SimpleApp
 	epoch uint32 // of the requester's process, see van.Message
@@ -52,10 +53,10 @@ type SimpleOptions struct {
 // that are connected: those of different roles, and a node and itself. All
 // methods are safe for concurrent use.
 type SimpleApp struct {
-	node     postoffice.App
+	node     cluster.App
 	app      int
 	timeout  time.Duration
-	customer atomic.Pointer[postoffice.Customer]
+	customer atomic.Pointer[cluster.Customer]
 	ready    chan struct{} // closed when customer is there
 	own      bool          // made by NewSimpleApp
 	request  atomic.Pointer[SimpleHandler]
@@ -81,13 +82,13 @@ func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
 }
 
 func newSimpleApp(node *postoffice.Node, appID int, timeout time.Duration, h SimpleHandler) *SimpleApp {
-	a := &SimpleApp{node: node.App(), app: appID, timeout: timeout, ready: make(chan struct{})}
+	a := &SimpleApp{node: (*cluster.Node)(node).App(), app: appID, timeout: timeout, ready: make(chan struct{})}
 	a.Handle(h)
 	return a
 }
 
 // begin lets requests of and to c pass, which hands what it gets to takes.
-func (a *SimpleApp) begin(c *postoffice.Customer) {
+func (a *SimpleApp) begin(c *cluster.Customer) {
 	a.customer.Store(c)
 	close(a.ready)
 }
@@ -116,7 +117,7 @@ func (a *SimpleApp) OnAnswer(h SimpleHandler) {
 }
 
 func (a *SimpleApp) messageOf(msg *van.Message) SimpleMessage {
-	return SimpleMessage{app: a, Head: msg.Head, Body: slices.Clone(msg.Body), Sender: msg.Sender, Timestamp: msg.Timestamp, CustomerID: msg.CustomerID, epoch: msg.ProcessEpoch}
+	return SimpleMessage{app: a, Head: msg.Head, Body: slices.Clone(msg.Body), Sender: postoffice.NodeID(msg.Sender), Timestamp: msg.Timestamp, CustomerID: msg.CustomerID, epoch: msg.ProcessEpoch}
 }
 
 // takes handles a request that is one for a simple application, and tells whether it is. It may come before begin.
@@ -133,14 +134,12 @@ func (a *SimpleApp) takes(msg *van.Message) bool {
 	return true
 }
 
-// Request sends head and body to node id to, or to every member of group to: a
-// sum of van.ServerGroup, van.WorkerGroup and van.SchedulerID. Each owes an
-// answer.
+// Request sends head and body to a node, or to every member of a group. Each owes an answer.
 //
 // A group without members, or with one that this node has no connection to (other
 // nodes of its own role), is an error that wraps van.ErrInvalid; then nothing was
 // sent.
-func (a *SimpleApp) Request(head int32, body []byte, to int, opts ...SimpleOption) (Call, error) {
+func (a *SimpleApp) Request(head int32, body []byte, to postoffice.Target, opts ...SimpleOption) (Call, error) {
 	c := a.customer.Load()
 	if c == nil {
 		return Call{}, a.refuse(fmt.Errorf("%w: this server does not serve yet: call its Handle first", van.ErrInvalid))
@@ -181,15 +180,15 @@ func (a *SimpleApp) Request(head int32, body []byte, to int, opts ...SimpleOptio
 		}
 	}
 	r.Recycle()
-	return call, nil
+	return Call(call), nil
 }
 
 // receivers lists the nodes that to names.
-func (a *SimpleApp) receivers(to int) ([]int, error) {
-	ids := a.node.Members(to)
+func (a *SimpleApp) receivers(to postoffice.Target) ([]int, error) {
+	ids := a.node.Members(membersOf(to))
 	if len(ids) == 0 {
 		return nil, fmt.Errorf("%w: no such node or group: %d, want a node id or a sum of %d (scheduler), %d (servers) and %d (workers)",
-			van.ErrInvalid, to, van.SchedulerID, van.ServerGroup, van.WorkerGroup)
+			van.ErrInvalid, membersOf(to), van.SchedulerID, van.ServerGroup, van.WorkerGroup)
 	}
 	for _, id := range ids {
 		if van.RoleOf(id) == a.node.Role() && id != a.node.ID() {
@@ -197,6 +196,17 @@ func (a *SimpleApp) receivers(to int) ([]int, error) {
 		}
 	}
 	return ids, nil
+}
+
+// membersOf is the node id or group that to has, 0 for nil.
+func membersOf(to postoffice.Target) int {
+	switch to := to.(type) {
+	case postoffice.NodeID:
+		return int(to)
+	case postoffice.Group:
+		return int(to)
+	}
+	return 0
 }
 
 func (a *SimpleApp) refuse(err error) error {
@@ -214,7 +224,7 @@ func (d SimpleMessage) Respond(body []byte) error {
 	}
 	m := messages.Get().(*van.Message)
 	m.Reset()
-	m.Receiver, m.ProcessEpoch = d.Sender, d.epoch
+	m.Receiver, m.ProcessEpoch = int(d.Sender), d.epoch
 	m.SimpleApp, m.Head, m.Timestamp = true, d.Head, d.Timestamp
 	m.AppID, m.CustomerID = int32(a.app), d.CustomerID
 	m.Body = append(m.Body[:0], body...)
@@ -227,14 +237,14 @@ func (d SimpleMessage) Respond(body []byte) error {
 // can be refused.
 func (d SimpleMessage) Refuse(why error) error {
 	a := d.app
-	no := postoffice.Declined(why)
+	no := cluster.Declined(why)
 	switch {
 	case a == nil:
 		return &van.Error{Op: "refuse", Err: fmt.Errorf("%w: this message has not come to a SimpleApp", van.ErrInvalid)}
 	case why == nil:
 		return &van.Error{Op: "refuse", Node: a.node.Name(), Err: no}
 	}
-	a.node.Refuse(d.Sender, d.epoch, int32(a.app), d.CustomerID, d.Timestamp, no)
+	a.node.Refuse(int(d.Sender), d.epoch, int32(a.app), d.CustomerID, d.Timestamp, no)
 	return nil
 }
 
@@ -247,7 +257,7 @@ func (d SimpleMessage) Wanted() bool {
 		return false
 	}
 	c := d.app.customer.Load()
-	return c != nil && c.Wanted(d.Sender, d.epoch, d.CustomerID, d.Timestamp)
+	return c != nil && c.Wanted(int(d.Sender), d.epoch, d.CustomerID, d.Timestamp)
 }
 
 // Close fails what is in flight and takes the application off its node. One that
@@ -260,7 +270,7 @@ func (a *SimpleApp) Close() {
 
 // simpleCall is one request in flight.
 type simpleCall struct {
-	postoffice.Request
+	cluster.Request
 	a     *SimpleApp
 	holds atomic.Int32 // the sender's and the customer's
 	done  func(error)

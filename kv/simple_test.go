@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/hooks"
@@ -27,13 +28,21 @@ func simple(t testing.TB, n *postoffice.Node, h kv.SimpleHandler) *kv.SimpleApp 
 	return a
 }
 
+// target is the node or the group with that number.
+func target(to int) postoffice.Target {
+	if to > van.AllNodes {
+		return postoffice.NodeID(to)
+	}
+	return postoffice.Group(to)
+}
+
 func TestSimpleApp(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		o.Workers, o.Servers, o.Group = 1, 2, 2
 		c := testcluster.Start(t, o)
 		apps := map[int]*kv.SimpleApp{}
 		for _, n := range c.Nodes() {
-			apps[n.ID()] = simple(t, n, func(d kv.SimpleMessage) {
+			apps[int(n.ID())] = simple(t, n, func(d kv.SimpleMessage) {
 				if err := d.Respond(fmt.Appendf(nil, "%s from %d", d.Body, n.ID())); err != nil {
 					t.Error(err)
 				}
@@ -58,10 +67,10 @@ func TestSimpleApp(t *testing.T) {
 					t.Errorf("answer %+v, want head -42 and body %q", d, want)
 				}
 				mu.Lock()
-				got = append(got, d.Sender)
+				got = append(got, int(d.Sender))
 				mu.Unlock()
 			})
-			ts, err := a.Request(-42, []byte(body), x.to)
+			ts, err := a.Request(-42, []byte(body), target(x.to))
 			if err == nil {
 				err = ts.Wait(t.Context())
 			}
@@ -80,7 +89,7 @@ func TestSimpleApp(t *testing.T) {
 		}{
 			{9, 0, "0"}, {9, -3, "-3"}, {9, 16, "16"}, {9, 13, "13"}, {9, van.WorkerGroup, "worker 1 (id 11)"}, {10, 8, "server 0 (id 8)"},
 		} {
-			_, err := apps[x.from].Request(1, nil, x.to)
+			_, err := apps[x.from].Request(1, nil, target(x.to))
 			fails(t, err, van.ErrInvalid, x.names)
 		}
 		c.Finalize(t)
@@ -92,7 +101,7 @@ func TestSimpleAppDefaults(t *testing.T) {
 	a, b := simple(t, c.Workers[0], nil), simple(t, c.Servers[0], nil)
 	got := make(chan kv.SimpleMessage, 1)
 	a.OnAnswer(func(d kv.SimpleMessage) { got <- d })
-	ts, err := a.Request(5, []byte("x"), van.ServerGroup)
+	ts, err := a.Request(5, []byte("x"), postoffice.ServerGroup)
 	if err == nil {
 		err = ts.Wait(t.Context())
 	}
@@ -101,14 +110,14 @@ func TestSimpleAppDefaults(t *testing.T) {
 	}
 	// One that does not answer.
 	b.Handle(func(kv.SimpleMessage) {})
-	if ts, err = a.Request(5, nil, van.ServerGroup); err != nil {
+	if ts, err = a.Request(5, nil, postoffice.ServerGroup); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	fails(t, ts.Wait(ctx), van.ErrTimeout, "server 0")
 	// One that is gone.
-	if ts, err = a.Request(5, nil, 8); err != nil {
+	if ts, err = a.Request(5, nil, postoffice.NodeID(8)); err != nil {
 		t.Fatal(err)
 	}
 	c.Servers[0].Close()
@@ -129,7 +138,7 @@ func TestSimpleOfKV(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, err = s.SimpleApp().Request(1, nil, van.WorkerGroup)
+	_, err = s.SimpleApp().Request(1, nil, postoffice.WorkerGroup)
 	fails(t, err, van.ErrInvalid, "call its Handle first")
 	s.SimpleApp().Handle(func(d kv.SimpleMessage) {
 		if err := d.Respond([]byte("ok")); err != nil {
@@ -144,12 +153,12 @@ func TestSimpleOfKV(t *testing.T) {
 	w.SimpleApp().OnAnswer(func(d kv.SimpleMessage) { body = string(d.Body) })
 	for range 3 {
 		do(t, w)(w.Push([]kv.Key{1}, []int32{1}))
-		do(t, w)(w.SimpleApp().Request(3, []byte("?"), van.ServerGroup))
+		do(t, w)(w.SimpleApp().Request(3, []byte("?"), postoffice.ServerGroup))
 	}
 	if body != "ok" {
 		t.Errorf("answer %q", body)
 	}
-	ts, err := s.SimpleApp().Request(4, nil, 9)
+	ts, err := s.SimpleApp().Request(4, nil, postoffice.NodeID(9))
 	if err == nil {
 		err = ts.Wait(t.Context())
 	}
@@ -166,8 +175,8 @@ func TestSimpleStaleAnswer(t *testing.T) {
 	asked := make(chan kv.SimpleMessage, 1)
 	simple(t, c.Servers[0], func(d kv.SimpleMessage) { asked <- d })
 	heard := make(chan bool, 4)
-	c.Servers[0].OnPeer(func(_ int, up bool, _ error) { heard <- up })
-	if _, err := simple(t, c.Workers[0], nil).Request(1, []byte("of the first process"), van.ServerID(0)); err != nil {
+	c.Servers[0].OnPeer(func(_ postoffice.NodeID, up bool, _ error) { heard <- up })
+	if _, err := simple(t, c.Workers[0], nil).Request(1, []byte("of the first process"), postoffice.ServerID(0)); err != nil {
 		t.Fatal(err)
 	}
 	old := <-asked
@@ -202,7 +211,7 @@ func TestSimpleEdges(t *testing.T) {
 	w.OnAnswer(func(kv.SimpleMessage) { answers++ })
 	request := func(to int) kv.Call {
 		t.Helper()
-		call, err := w.Request(3, []byte("body"), to, kv.Done(func(err error) { ended <- err }))
+		call, err := w.Request(3, []byte("body"), target(to), kv.Done(func(err error) { ended <- err }))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -230,8 +239,8 @@ func TestSimpleEdges(t *testing.T) {
 	d := <-asked
 	m := &van.Message{}
 	m.Reset()
-	m.Receiver, m.Timestamp, m.AppID, m.CustomerID = d.Sender, d.Timestamp, 7, 7
-	if err := c.Servers[1].App().Send(m); err != nil {
+	m.Receiver, m.Timestamp, m.AppID, m.CustomerID = int(d.Sender), d.Timestamp, 7, 7
+	if err := (*cluster.Node)(c.Servers[1]).App().Send(m); err != nil {
 		t.Fatal(err)
 	}
 	vantest.Fails(t, <-ended, van.ErrMalformed, "not one of a simple application")
@@ -293,7 +302,7 @@ func TestSimpleDoneOnce(t *testing.T) {
 		if i%2 == 0 {
 			opts = append(opts, kv.Done(func(error) { called.Add(1) }))
 		}
-		call, err := w.Request(3, []byte("body"), van.ServerID(0), opts...)
+		call, err := w.Request(3, []byte("body"), postoffice.ServerID(0), opts...)
 		if err == nil {
 			err = call.Wait(t.Context())
 		}

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -30,9 +31,9 @@ type WorkerOptions struct {
 // Worker pushes values to the servers and pulls them back. All methods are safe
 // for concurrent use.
 type Worker[V Value] struct {
-	node     postoffice.App
+	node     cluster.App
 	o        WorkerOptions
-	customer *postoffice.Customer
+	customer *cluster.Customer
 	simple   *SimpleApp
 	servers  []int // node ids by server group rank, ascending
 	ranges   []postoffice.KeyRange
@@ -47,7 +48,7 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 	if node.Role() != van.Worker {
 		return nil, fmt.Errorf("%w: key-value worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
-	w := &Worker[V]{node: node.App(), o: o, simple: newSimpleApp(node, o.AppID, o.Timeout, nil), servers: node.Topology().ServerInstances(), ranges: node.Topology().ServerKeyRanges()}
+	w := &Worker[V]{node: (*cluster.Node)(node).App(), o: o, simple: newSimpleApp(node, o.AppID, o.Timeout, nil), servers: (*cluster.Node)(node).Topology().ServerInstances(), ranges: node.Topology().ServerKeyRanges()}
 	c, err := w.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		if !w.simple.takes(msg) {
 			w.node.Rarely("kv: request to a worker").Warn("dropped a request: a key-value worker serves none",
@@ -172,7 +173,7 @@ func (w *Worker[V]) begin(c *call[V], limit time.Duration) (Call, error) {
 	}
 	c.msg.Reset() // holds on to nothing of the caller
 	c.unhold()
-	return call, nil
+	return Call(call), nil
 }
 
 // InFlight is the number of requests that are not finished or not waited for.

@@ -1,48 +1,28 @@
 package postoffice
 
-// How a node starts: its options, the device and the transport that it opens, its address.
+// Configuration and start of a node.
 
 import (
-	"cmp"
 	"context"
-	"errors"
-	"fmt"
-	"hash/fnv"
 	"log/slog"
-	"sync"
-	"syscall"
-	"time"
 
-	"github.com/stepaf/stepaf-go/internal/failpoint"
-	"github.com/stepaf/stepaf-go/internal/freeport"
-	"github.com/stepaf/stepaf-go/internal/hostaddr"
-	"github.com/stepaf/stepaf-go/internal/limits"
-	"github.com/stepaf/stepaf-go/internal/logx"
-	"github.com/stepaf/stepaf-go/internal/random"
-	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/stack"
 )
 
-// ErrRefused is wrapped by the error of Start when the scheduler refuses the node. The
-// error has the scheduler's reason.
-var ErrRefused = membership.ErrRefused
-
-// Config is the configuration of a node; see docs/env.md for what each field
-// means. Start from DefaultConfig or LoadConfig.
+// Config is the configuration of a node; see docs/env.md for what each field means.
 type Config = env.Config
 
 // DefaultConfig returns a configuration with every setting at its default.
 func DefaultConfig() *Config { return env.Default() }
 
-// LoadConfig reads the environment. The error names every variable with an invalid
-// value.
+// LoadConfig reads the environment. The error names every variable with an invalid value.
 func LoadConfig() (*Config, error) { return env.LoadFrom(env.OS()) }
 
-// LoadConfigFrom reads variables from another source: lookup returns a value and
-// whether it is set; names, which may be nil, lists the names that are set.
+// LoadConfigFrom reads variables from another source: lookup returns a value and whether it is set; names, which may be nil,
+// lists the names that are set.
 func LoadConfigFrom(lookup func(name string) (string, bool), names func() []string) (*Config, error) {
 	return env.LoadFrom(env.Source{Lookup: lookup, Names: names})
 }
@@ -79,325 +59,17 @@ type Options struct {
 	NoBarrier bool
 }
 
-// Start joins the cluster that o.Config describes and returns when every node has
-// come, or with an error when ctx ends, when the start-up deadline passes, or when
-// the scheduler refuses the node. The error says who is missing.
+// Start joins the cluster that o.Config describes. It returns when every node has joined, or with an error when ctx ends,
+// when the start-up deadline passes, or when the scheduler refuses the node. The error names the nodes that are missing.
 //
 // Config.Role must be worker, server or scheduler; for joint see StartJoint.
 func Start(ctx context.Context, o Options) (*Node, error) {
-	began := now()
-	n, err := newNode(o)
-	if err != nil {
-		if _, limit := errors.AsType[*limits.Error](err); limit || !errors.Is(err, van.ErrInvalid) { // an invalid configuration may belong to another cluster
-			sayEnded(ctx, o, err)
-		}
-		return nil, err
-	}
-	if err := n.join(ctx); err != nil {
-		linger := shortLinger
-		if n.role == van.Scheduler {
-			linger = lingerTime // all nodes wait for the scheduler's refusal
-		}
-		n.close(linger)
-		return nil, err
-	}
-	if !o.NoBarrier {
-		deadline := began + n.cfg.StartTimeout
-		if failpoint.On("start-deadline") {
-			deadline = 0
-		}
-		if err := n.await(ctx, "start barrier", func(t time.Duration) (int, error) { return n.machine.StartBarrier(t, van.AllNodes, deadline) }); err != nil {
-			n.close(shortLinger) // a node that has not come does not read its messages, either
-			return nil, err
-		}
-	}
-	return n, nil
+	n, err := cluster.Start(ctx, cluster.Options(o))
+	return (*Node)(n), err
 }
 
-// StartJoint starts a server and a worker in this process, each with its own id
-// and sockets, as DMLC_ROLE=joint does.
+// StartJoint starts a server and a worker in this process, each with its own id and sockets, as DMLC_ROLE=joint does.
 func StartJoint(ctx context.Context, o Options) (server, worker *Node, err error) {
-	if o.Config == nil {
-		return nil, nil, errNoConfig
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	var wg sync.WaitGroup
-	var nodes [2]*Node
-	var errs [2]error
-	for i, role := range []string{"server", "worker"} {
-		c := *o.Config
-		c.Role = role
-		if c.Port != 0 {
-			c.Port += i
-		}
-		oi := o
-		oi.Config = &c
-		wg.Go(func() {
-			if nodes[i], errs[i] = Start(ctx, oi); errs[i] != nil {
-				cancel() // the other node cannot start without this one
-			}
-		})
-	}
-	wg.Wait()
-	if err := errors.Join(errs[:]...); err != nil {
-		for _, n := range nodes {
-			if n != nil {
-				n.Close()
-			}
-		}
-		return nil, nil, err
-	}
-	return nodes[0], nodes[1], nil
-}
-
-var errNoConfig = fmt.Errorf("start: %w: no Config", van.ErrInvalid)
-
-var roles = map[string]van.Role{"server": van.Server, "worker": van.Worker, "scheduler": van.Scheduler}
-
-// newNode opens the device and makes the transport.
-func newNode(o Options) (*Node, error) {
-	if o.Config == nil {
-		return nil, errNoConfig
-	}
-	cfg := o.Config
-	role, ok := roles[cfg.Role]
-	if !ok && cfg.Role == "joint" {
-		return nil, fmt.Errorf("start: %w: role joint is two nodes, use StartJoint", van.ErrInvalid)
-	}
-	if err := cfg.Validate(); err != nil {
-		return nil, fmt.Errorf("start: %w: %w", van.ErrInvalid, err)
-	}
-	var tight []limits.Need
-	if o.Van == nil { // the needs of a van of the program's own are not known
-		var err error
-		if tight, err = limits.Check(cfg, cfg.Role); err != nil {
-			return nil, &van.Error{Op: "start", Node: role.String(), Err: err}
-		}
-	}
-	n := &Node{identity: identity{cfg: cfg, role: role}, lifetime: newLifetime()}
-	if n.rand = o.Rand; n.rand == nil {
-		n.rand = random.Uint64
-	}
-	n.incarnation = max(uint32(n.rand()), 1)
-	n.id.Store(van.Empty)
-	n.setName(role.String())
-	base := cmp.Or(o.Log, logx.New(logx.Stderr, cfg))
-	who := []slog.Attr{slog.String(logx.Role, role.String()), slog.Any(logx.Rank, knownID{&n.identity, true}), slog.Any(logx.ID, knownID{&n.identity, false})}
-	if cfg.Origin("STEPMESH_GPU") != "default" {
-		who = append(who, slog.Int(logx.GPU, cfg.GPU))
-	}
-	n.log = logx.With(base, who...)
-	n.debug = n.log.Enabled(context.Background(), slog.LevelDebug)
-	for _, w := range cfg.Warnings {
-		n.log.Warn(w)
-	}
-	for _, w := range cfg.Notes {
-		n.log.Info(w)
-	}
-	for i := range tight {
-		n.log.Warn(tight[i].String())
-	}
-	var err error
-	if n.device.Backend = o.Backend; o.Backend == nil {
-		if n.device.Backend, err = stack.OpenDevice(cfg, role, n.log); err != nil {
-			return nil, err
-		}
-		n.device.own = !o.KeepBackend
-	}
-	if n.apps.profile, err = openProfile(cfg, role, n.log); err != nil {
-		return nil, errors.Join(err, n.device.close())
-	}
-	n.stack, err = stack.New(stack.Options{
-		Options: van.Options{Config: cfg, Log: n.log, Backend: n.Backend(), Incarnation: n.incarnation},
-		Role:    role, Transport: o.Van, OnFail: n.givenUp,
-	})
-	if err != nil {
-		return nil, errors.Join(err, n.apps.profile.close(), n.device.close())
-	}
-	n.van = n.stack.Van
-	n.canceler, _ = van.As[van.Canceler](n.van)
-	n.assemble()
-	n.self = van.Node{Role: role, ID: van.Empty, AuxID: cfg.Rank()}
-	if o.NoRank {
-		n.self.AuxID = -1
-	}
-	if role == van.Scheduler {
-		n.self.ID, n.self.AuxID = van.SchedulerID, -1
-	}
-	return n, n.watchEnds()
-}
-
-// assemble tells the parts of n of each other. identity and van are complete.
-func (n *Node) assemble() {
-	n.processes.self, n.processes.incarnation = &n.identity, n.incarnation
-	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.identity, &n.processes, n.van, map[int][]notice{}
-	n.apps.init(&n.identity, &n.processes, &n.notices)
-	n.strangers.init(&n.identity, &n.processes, &n.apps)
-	n.members = members{self: &n.identity, processes: &n.processes, strangers: &n.strangers, unnamed: map[int]van.Node{}}
-	n.ending.workers = map[int]uint32{}
-	n.lanes.carryOut = n.carryOut
-	n.control = control{self: &n.identity, life: &n.lifetime, members: &n.members, lanes: &n.lanes,
-		due: map[int]int{}, waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
-}
-
-// join binds, starts the machine and waits until it is ready.
-func (n *Node) join(ctx context.Context) error {
-	scheduler, notFound := schedulerRecord(ctx, n.cfg)
-	if err := n.bind(ctx, scheduler); err != nil {
-		sayEnded(ctx, Options{Config: n.cfg}, err)
-		return err
-	}
-	interval, silence := n.cfg.Heartbeats()
-	_, tries := van.As[van.Prober](n.van)
-	m, err := membership.New(membership.Config{
-		Role: n.role, NumWorkers: n.cfg.NumWorkers, NumServers: n.cfg.NumServers, GroupSize: n.cfg.GroupSize,
-		Self: n.self, Scheduler: scheduler, NamedCluster: n.cfg.ClusterID != "", Foreign: n.cfg.Foreign, Nonce: n.rand(),
-		HeartbeatInterval: interval, HeartbeatTimeout: silence,
-		NativeInterval: n.cfg.HeartbeatInterval < 0, NativeTimeout: n.cfg.HeartbeatTimeout < 0,
-		CanProbe:     tries && !n.cfg.Resend, // replies are not acknowledged
-		StartTimeout: n.cfg.StartTimeout, StopTimeout: n.cfg.StopTimeout,
-		BarrierTimeout: n.cfg.BarrierTimeout, ReplaceTimeout: n.cfg.ReplaceTimeout, OrderedHosts: n.cfg.OrderedHosts,
-	})
-	if err != nil {
-		return err
-	}
-	n.machine = m
-	n.trials = newTrials(n)
-	if w, ok := van.As[van.PeerWatcher](n.van); ok {
-		w.WatchPeers(n.peerChanged)
-	}
-	if b, ok := van.As[van.LivenessProber](n.van); ok {
-		n.beating = b.Alive
-	}
-	m.Start(now()) // before anything can be received
-	if notFound != nil && n.role != van.Scheduler {
-		m.SchedulerNotFound(notFound)
-		ctx, cancel := context.WithCancel(ctx)
-		defer cancel()
-		go n.lookUpScheduler(ctx)
-	}
-	n.van.Start(n.receive)
-	go n.tick()
-	n.step(func(time.Duration) {})
-	select {
-	case <-n.ready:
-		return nil
-	case <-n.failed:
-		return n.err
-	case <-ctx.Done():
-		n.mu.Lock()
-		report := m.Report(now())
-		n.mu.Unlock()
-		detail := report.String()
-		if meter, ok := van.As[van.Meter](n.van); ok && meter.Stats().Unauthenticated > 0 {
-			detail += fmt.Sprintf("; %d connections had no valid proof of the cluster's secret, see the log", meter.Stats().Unauthenticated)
-		}
-		return &van.Error{Op: "start", Node: n.Name(), Detail: detail, Err: van.TimedOut(context.Cause(ctx))}
-	}
-}
-
-// bind chooses the address and listens.
-func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
-	here := hostaddr.This()
-	host, why, err := advertise(ctx, n.cfg, n.role, n.van, here, scheduler.Hostname)
-	if err != nil {
-		return err
-	}
-	n.self.Hostname, n.self.Port = host, n.cfg.Port
-	if n.role == van.Scheduler {
-		n.self.Port = n.cfg.RootPort
-	}
-	asked := n.self.Port
-	if asked == n.cfg.RootPort && n.role != van.Scheduler && isLocal(scheduler.Hostname) {
-		n.self.Port = 0
-		n.log.Warn("DMLC_PORT is the scheduler's port on this host: another is taken", "asked", asked)
-	}
-	port, err := n.van.Bind(ctx, n.self)
-	if n.role == van.Scheduler && errors.Is(err, syscall.EADDRINUSE) && freeport.Ephemeral(asked) {
-		port, err = n.bindAgain(ctx)
-	}
-	if errors.Is(err, syscall.EADDRINUSE) && asked != 0 && n.role != van.Scheduler {
-		n.self.Port = 0
-		if port, err = n.van.Bind(ctx, n.self); err == nil {
-			n.log.Warn("DMLC_PORT is in use, took another", "asked", asked, "took", port)
-		}
-	}
-	if err != nil {
-		hint := "set DMLC_NODE_HOST or DMLC_INTERFACE"
-		switch {
-		case errors.Is(err, syscall.EADDRINUSE):
-			hint = "stop the process that uses it, or set DMLC_PS_ROOT_PORT on all nodes"
-			if freeport.Ephemeral(asked) {
-				hint += " to one outside of net.ipv4.ip_local_port_range, whose ports the kernel gives to any connection"
-			}
-		case limits.Hint(err) != "":
-			hint = limits.Hint(err)
-		case n.role == van.Scheduler:
-			hint = "DMLC_PS_ROOT_URI must be an address of the scheduler's host"
-		}
-		return &van.Error{Op: "start", Node: n.Name(), Err: err, Hint: hint}
-	}
-	n.self.Port, n.self.Ports = port, []int32{int32(port)}
-	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
-	identity := van.NodeExtension{Incarnation: n.incarnation, Cluster: n.cluster(), Bundles: true, Settings: van.Settings{
-		Known: true, Resend: n.cfg.Resend, Workers: n.cfg.NumWorkers * n.cfg.GroupSize, Servers: n.cfg.NumServers * n.cfg.GroupSize,
-	}}
-	if a, ok := van.As[van.Advertiser](n.van); ok {
-		identity.Local = a.Endpoint()
-	}
-	n.self.Endpoint = identity.Encode()
-	if n.role == van.Scheduler {
-		n.id.Store(van.SchedulerID)
-		n.setName(van.NodeName(van.SchedulerID))
-	} else {
-		n.setName(fmt.Sprintf("%s at %s", n.role, n.self.Addr()))
-	}
-	n.log.Info("Bind to "+n.self.Addr(), "van", n.van.Type(), "why", why)
-	if doubt := doubtful(n.cfg, n.role, here, host, scheduler.Hostname); doubt != "" && !n.cfg.Local {
-		n.log.Warn(doubt, "why", why)
-	}
-	if danger := unprotected(n.cfg, n.self); danger != "" {
-		n.log.Warn(danger)
-	}
-	return nil
-}
-
-// bindTries and bindPause bound the time that a scheduler waits for its port. The kernel may have given the port to
-// a node's attempt to connect to that same port.
-const (
-	bindTries = 20
-	bindPause = 50 * time.Millisecond
-)
-
-// bindAgain binds the scheduler's port once it is free.
-func (n *Node) bindAgain(ctx context.Context) (port int, err error) {
-	pause := time.NewTicker(bindPause)
-	defer pause.Stop()
-	for range bindTries {
-		select {
-		case <-pause.C:
-		case <-ctx.Done():
-			return 0, van.TimedOut(context.Cause(ctx))
-		}
-		if port, err = n.van.Bind(ctx, n.self); !errors.Is(err, syscall.EADDRINUSE) {
-			break
-		}
-	}
-	return port, err
-}
-
-// cluster is the identity of the cluster as this node knows it before it joins: derived
-// from STEPAF_CLUSTER_ID if set; otherwise the scheduler chooses one and the others learn
-// it from the scheduler.
-func (n *identity) cluster() uint32 {
-	switch {
-	case n.cfg.ClusterID != "":
-		h := fnv.New32a()
-		h.Write([]byte(n.cfg.ClusterID))
-		return max(h.Sum32(), 1)
-	case n.role == van.Scheduler:
-		return max(uint32(n.rand()), 1)
-	}
-	return 0
+	s, w, err := cluster.StartJoint(ctx, cluster.Options(o))
+	return (*Node)(s), (*Node)(w), err
 }

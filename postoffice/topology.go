@@ -1,6 +1,6 @@
 package postoffice
 
-import "github.com/stepaf/stepaf-go/van"
+// The shape of a cluster.
 
 // Topology is the shape of a cluster, and a node's place in it.
 type Topology struct {
@@ -11,38 +11,29 @@ type Topology struct {
 	Instance   int // this node's index in its group
 }
 
-// Topology is the shape of the cluster, and this node's place in it. It does not change
-// once the node has started.
-func (n *identity) Topology() Topology {
-	size := n.cfg.GroupSize
-	return Topology{n.cfg.NumWorkers, n.cfg.NumServers, size, n.Rank() / size, n.Rank() % size}
-}
-
 // NumWorkerInstances counts workers.
 func (t Topology) NumWorkerInstances() int { return t.NumWorkers * t.GroupSize }
 
-// ServerInstances are the ids of the servers that a worker talks to, by server
-// group rank: in each group the instance with the worker's own index.
-func (t Topology) ServerInstances() []int {
-	ids := make([]int, t.NumServers)
+// ServerInstances returns the ids of the servers that a worker talks to, by server group rank: in each group the instance
+// with the worker's own index.
+func (t Topology) ServerInstances() []NodeID {
+	ids := make([]NodeID, t.NumServers)
 	for r := range ids {
-		ids[r] = van.ServerID(r*t.GroupSize + t.Instance)
+		ids[r] = ServerID(r*t.GroupSize + t.Instance)
 	}
 	return ids
 }
 
-// WorkerInstance is the id of the worker that a server talks to in the group of
-// the given rank.
-func (t Topology) WorkerInstance(groupRank int) int {
-	return van.WorkerID(groupRank*t.GroupSize + t.Instance)
+// WorkerInstance returns the id of the worker that a server talks to in the group of the given rank.
+func (t Topology) WorkerInstance(groupRank int) NodeID {
+	return WorkerID(groupRank*t.GroupSize + t.Instance)
 }
 
-// KeyRange is a half-open range of keys, except that the last server's includes
-// the largest key.
+// KeyRange is a half-open range of keys, except that the last server's includes the largest key.
 type KeyRange struct{ Begin, End uint64 }
 
-// ServerKeyRanges divides the keys among the servers as ps-lite does: server i of S
-// begins at (2^64-1)/S*i, and the last one also has the remainder.
+// ServerKeyRanges divides the keys among the servers as ps-lite does: server i of S begins at (2^64-1)/S*i, and the last one
+// also has the remainder.
 func (t Topology) ServerKeyRanges() []KeyRange {
 	s := uint64(t.NumServers)
 	step := ^uint64(0) / s

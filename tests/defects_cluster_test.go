@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	core "github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -191,11 +192,11 @@ func TestRequestsThatMakeNoSense(t *testing.T) {
 	key := binary.LittleEndian.AppendUint64(nil, 1)
 	m := &van.Message{}
 	m.Reset()
-	m.Receiver, m.Request, m.Push, m.AppID, m.CustomerID, m.Timestamp = c.Servers[0].ID(), true, true, 0, 0, 1000
+	m.Receiver, m.Request, m.Push, m.AppID, m.CustomerID, m.Timestamp = int(c.Servers[0].ID()), true, true, 0, 0, 1000
 	m.Head, m.Key, m.ValLen, m.IsTensor, m.Dim, m.Shape[0] = van.BatchMiddle, 1, 1, true, 1, 1
 	m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
 	m.Frames, m.Keys, m.Vals, m.DataSize = 2, backend.Bytes(key), backend.Bytes([]byte("x")), 9
-	if err := c.Workers[0].App().Send(m); err != nil {
+	if err := (*core.Node)(c.Workers[0]).App().Send(m); err != nil {
 		t.Fatal(err)
 	}
 	c.log.Wait(t, "continues none of the 0 open batches")
@@ -306,7 +307,7 @@ func TestRecoveryTwice(t *testing.T) {
 	w := c.tensorWorker(0)
 	for range 2 {
 		gone, back := make(chan struct{}, 4), make(chan struct{}, 4)
-		stop := c.Workers[0].OnPeer(func(id int, up bool, _ error) {
+		stop := c.Workers[0].OnPeer(func(id postoffice.NodeID, up bool, _ error) {
 			if up {
 				back <- struct{}{}
 			} else {
@@ -341,7 +342,7 @@ func TestInstancesInOneProcess(t *testing.T) {
 	c := inProcess(t, 1, 1, 2)
 	var exited [2]atomic.Int32
 	for i, n := range c.Workers {
-		n.App().OnExit(func() { exited[i].Add(1) })
+		(*core.Node)(n).App().OnExit(func() { exited[i].Add(1) })
 		if err := c.roundTrip(c.tensorWorker(i), []byte{byte(i)}); err != nil {
 			t.Errorf("instance %d: %v", i, err)
 		}

@@ -21,6 +21,7 @@ import (
 
 	"github.com/pebbe/zmq4"
 	"github.com/stepaf/stepaf-go/af"
+	core "github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -268,7 +269,7 @@ func TestStrayMessages(t *testing.T) {
 func (c *nodes) ports() []int {
 	ports := []int{c.Port}
 	for _, n := range append(slices.Clone(c.Servers), c.Workers...) {
-		addr := c.Scheduler.App().PeerName(n.ID())
+		addr := (*core.Node)(c.Scheduler).App().PeerName(int(n.ID()))
 		_, text, err := net.SplitHostPort(addr[strings.LastIndex(addr, " ")+1:])
 		if err != nil {
 			c.t.Fatalf("address of %s: %v", addr, err)

@@ -13,9 +13,9 @@ import (
 	"sync"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/logx"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -49,8 +49,8 @@ type Options struct {
 // base is a communicator as its parts know it. It has one lock, since it fails and begins anew as a whole: mu guards
 // what follows it here, and what meeting, flight, op and tenants say that it does.
 type base struct {
-	node     postoffice.App
-	customer *postoffice.Customer
+	node     cluster.App
+	customer *cluster.Customer
 	id       int
 	ids      []int // node ids by rank of the communicator, ascending
 	self     int   // this node's rank in it

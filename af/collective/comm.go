@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/internal/streamqueue"
@@ -35,7 +36,7 @@ type Comm struct {
 // the limit of o, unless ctx has a deadline. The error names those that have not.
 func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	const op = "new communicator"
-	c := &Comm{b: base{node: node.App(), id: o.ID, timeout: o.Timeout, err: errNotJoined}}
+	c := &Comm{b: base{node: (*cluster.Node)(node).App(), id: o.ID, timeout: o.Timeout, err: errNotJoined}}
 	b := &c.b
 	b.fail = c.fail
 	b.early = o.Look && b.node.Role() == van.Worker
@@ -44,7 +45,7 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	}
 	c.meeting = meeting{b: b, ranks: make([]rank, len(b.ids))}
 	c.flight = flight{b: b, made: equip, asked: make([][maxInFlight]ask, len(b.ids)), copies: copies{b: b, queue: streamqueue.New(b.node.Backend(), b.node.Config().BusyPoll)}}
-	b.revoker, _ = van.As[van.Invalidator](node.Van())
+	b.revoker, _ = van.As[van.Invalidator]((*cluster.Node)(node).Van())
 	if err := b.node.Link(b.ids); err != nil {
 		return nil, err
 	}

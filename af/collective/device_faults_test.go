@@ -11,9 +11,9 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
-	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -117,7 +117,7 @@ func TestCallsRunNoHandlers(t *testing.T) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		for !stop.Load() {
-			call, err := asks.Request(1, nil, van.WorkerID(0))
+			call, err := asks.Request(1, nil, postoffice.WorkerID(0))
 			if err == nil {
 				err = call.Wait(context.Background())
 			}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/hooks"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -198,7 +199,7 @@ func TestLimits(t *testing.T) {
 		ctx  context.Context
 		want time.Duration
 	}{{0, t.Context(), postoffice.DefaultTimeout}, {5, t.Context(), 5}, {-1, t.Context(), 0}, {0, deadline, 0}, {5, deadline, 0}, {-1, deadline, 0}} {
-		if got := (&base{node: cl.Workers[0].App(), timeout: x.of}).limit(x.ctx); got != x.want {
+		if got := (&base{node: (*cluster.Node)(cl.Workers[0]).App(), timeout: x.of}).limit(x.ctx); got != x.want {
 			t.Errorf("with a limit of %d: %s, want %s", x.of, got, x.want)
 		}
 	}

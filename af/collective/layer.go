@@ -8,7 +8,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 )
 
 // Layer is a communicator with what packages that build on one need and programs do not. It is a
@@ -19,7 +19,7 @@ type Layer struct{ *Comm }
 func (c *Comm) Layer() Layer { return Layer{c} }
 
 // App is the node.
-func (l Layer) App() postoffice.App { return l.b.node }
+func (l Layer) App() cluster.App { return l.b.node }
 
 // ID is Options.ID.
 func (l Layer) ID() int { return l.b.id }

@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -161,11 +161,11 @@ func (m *meeting) awaitHellos(ctx context.Context, errs []error) {
 
 // question is a request whose answer is a body: a hello, or an abort.
 type question struct {
-	postoffice.Request
+	cluster.Request
 	got hello
 }
 
-// Answer implements postoffice.Sink.
+// Answer implements cluster.Sink.
 func (q *question) Answer(_, _ int, msg *van.Message) error {
 	v, err := verbOf(msg.Body)
 	if err != nil {
@@ -183,10 +183,10 @@ func (q *question) Answer(_, _ int, msg *van.Message) error {
 	return err
 }
 
-// Finished implements postoffice.Sink.
+// Finished implements cluster.Sink.
 func (*question) Finished(error) {}
 
-// Recycle implements postoffice.Sink.
+// Recycle implements cluster.Sink.
 func (*question) Recycle() {}
 
 // greet says hello to a rank until it answers or ctx ends.
@@ -297,14 +297,14 @@ const tellLimit = 2 * time.Second
 func (m *meeting) tell(round uint64, why error) { heard(m.say(round, why)) }
 
 // heard waits until they have been told. Who has not heard of it in time will be told when it asks for something.
-func heard(calls []postoffice.Call) {
+func heard(calls []cluster.Call) {
 	for _, call := range calls {
 		_ = call.Wait(context.Background())
 	}
 }
 
 // say does tell's sending.
-func (m *meeting) say(round uint64, why error) (calls []postoffice.Call) {
+func (m *meeting) say(round uint64, why error) (calls []cluster.Call) {
 	for r, id := range m.b.ids {
 		if r == m.b.self {
 			continue

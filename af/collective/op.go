@@ -12,15 +12,15 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // op is a call in flight. It is used again.
 type op struct {
-	postoffice.Request
+	cluster.Request
 	b     *base
 	l     *flight
 	call  call
@@ -37,7 +37,7 @@ type op struct {
 	waiter  waiter
 
 	// Guarded by base.mu.
-	pull  postoffice.Call
+	pull  cluster.Call
 	gen   uint32 // tells uses of the op apart
 	refs  int    // the caller until Wait, the request until Recycle, memory that is lent, and who uses it
 	begun bool   // others may have their parts
@@ -93,7 +93,7 @@ func (l *flight) take(k call) *op {
 	case <-o.waiter.done:
 	default:
 	}
-	o.call, o.gen, o.refs, o.busy, o.begun, o.ended, o.err, o.pull = k, o.gen+1, 1, 0, false, false, nil, postoffice.Call{}
+	o.call, o.gen, o.refs, o.busy, o.begun, o.ended, o.err, o.pull = k, o.gen+1, 1, 0, false, false, nil, cluster.Call{}
 	o.waiter.told, o.waiter.waits, o.folding.ran, o.folding.next = false, false, false, nil
 	w := &o.wants
 	w.from, w.into, w.came = w.from[:0], w.into[:0], w.came[:0]
@@ -348,7 +348,7 @@ func (o *op) fits(a *ask, wanted bool) error {
 	return nil
 }
 
-// Answer implements postoffice.Sink: a part has come.
+// Answer implements cluster.Sink: a part has come.
 func (o *op) Answer(_, from int, msg *van.Message) error {
 	if msg.Frames == 0 && len(msg.Body) > 0 {
 		v, err := verbOf(msg.Body)
@@ -385,7 +385,7 @@ func (o *op) named(err error) error {
 	return &as
 }
 
-// Finished implements postoffice.Sink: all parts have come, or the request has failed.
+// Finished implements cluster.Sink: all parts have come, or the request has failed.
 func (o *op) Finished(err error) {
 	if err != nil {
 		err = o.named(err)
@@ -401,7 +401,7 @@ func (o *op) Finished(err error) {
 	o.settle()
 }
 
-// Recycle implements postoffice.Sink.
+// Recycle implements cluster.Sink.
 func (o *op) Recycle() { o.l.unref(o) }
 
 // settle notes that one of the things that o waits for is over.

@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/postoffice"
+	core "github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -79,7 +79,7 @@ func TestOrderPolicy(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	if _, err := postoffice.AskScheduler(ctx, &cfg, nil, fmt.Sprintf("set app=%d,order=ring", app)); err != nil {
+	if _, err := core.AskScheduler(ctx, &cfg, nil, fmt.Sprintf("set app=%d,order=ring", app)); err != nil {
 		t.Fatal(err)
 	}
 	tick := time.NewTicker(10 * time.Millisecond)

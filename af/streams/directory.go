@@ -10,15 +10,15 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/van"
 )
 
 // directory is what the exchanges of a node have in common. mu guards what follows it, and of each exchange and of its
 // peers what says so.
 type directory struct {
-	node     postoffice.App
-	customer *postoffice.Customer
+	node     cluster.App
+	customer *cluster.Customer
 	last     atomic.Uint64 // id of an exchange
 
 	mu       sync.Mutex

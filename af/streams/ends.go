@@ -12,6 +12,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -30,7 +31,7 @@ type Ends struct {
 // New makes what node, a worker or a server, needs. Call it after postoffice.Start; peers may have
 // called Prepare before. It needs nothing of the device before Prepare.
 func New(node *postoffice.Node) (*Ends, error) {
-	e := &Ends{dir: directory{node: node.App(), all: map[name]*Exchange{}, offers: map[name]*note{}, changed: make(chan struct{}), ended: make(chan struct{})}}
+	e := &Ends{dir: directory{node: (*cluster.Node)(node).App(), all: map[name]*Exchange{}, offers: map[name]*note{}, changed: make(chan struct{}), ended: make(chan struct{})}}
 	d := &e.dir
 	if r := node.Role(); r != van.Worker && r != van.Server {
 		return nil, fmt.Errorf("%w: exchanges in streams on %s, want a node with role worker or server", van.ErrInvalid, node.Name())
@@ -40,7 +41,7 @@ func New(node *postoffice.Node) (*Ends, error) {
 	if d.customer, err = d.node.AddCustomer(app, app, e.receive); err != nil {
 		return nil, err
 	}
-	e.unwatch = node.OnPeer(e.peerChanged)
+	e.unwatch = d.node.OnPeer(e.peerChanged)
 	e.stopExit = d.node.OnExit(func() { e.end(cmp.Or(d.node.Alive(), van.ErrClosed)) })
 	return e, nil
 }

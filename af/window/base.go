@@ -13,8 +13,8 @@ import (
 
 	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/wake"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -22,7 +22,7 @@ import (
 // base is the window as its parts know it. Once Open has made them they are told no changes but by over.
 type base struct {
 	layer   collective.Layer
-	app     postoffice.App
+	app     cluster.App
 	tenant  *collective.Tenant
 	id      int          // of the application, and of the customer
 	first   atomic.Int32 // timestamp of the first message, even

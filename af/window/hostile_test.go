@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -133,12 +134,12 @@ func TestStranger(t *testing.T) {
 	memory := r.windows[1].Bytes()
 	w := r.windows[0]
 	n := note{verb: verbPut, window: w.base.tenant.Number, epoch: w.base.tenant.Epoch, signal: 0}
-	server := r.c.Servers[0].App()
+	server := (*cluster.Node)(r.c.Servers[0]).App()
 	m := &van.Message{}
 	w.peers[1].message(m, &note{}, true, 0)
 	m.Body = n.append(m.Body[:0])
 	datamsg.SetData(m, keyMem, backend.Bytes([]byte("stranger")), backend.Mem{}, van.TypeOther)
-	m.Receiver = r.c.Workers[1].ID()
+	m.Receiver = int(r.c.Workers[1].ID())
 	if err := server.Send(m); err != nil {
 		t.Fatal(err)
 	}

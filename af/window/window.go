@@ -13,8 +13,8 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/logx"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -35,7 +35,7 @@ type Options struct {
 // Window is this rank's end of one. All methods are safe for concurrent use.
 type Window struct {
 	base     base
-	customer *postoffice.Customer
+	customer *cluster.Customer
 	dev      *onDevice // nil for one on the host
 	peers    peers
 

@@ -11,6 +11,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -171,7 +172,7 @@ func (l *Comms) New(id int, ranks []int, limit time.Duration) (*Comm, *Task) {
 const noLimit = -1
 
 func (l *Comms) begin(id int, ranks []int, limit, making time.Duration) (*Comm, *Task) {
-	c := &Comm{of: l, id: id, limit: l.node.App().Limit(limit)}
+	c := &Comm{of: l, id: id, limit: (*cluster.Node)(l.node).App().Limit(limit)}
 	c.made = newTask(making, func(ctx context.Context) (err error) {
 		if err = l.dropped(ctx, id); err == nil {
 			c.Comm, err = collective.New(ctx, l.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit, Look: true})

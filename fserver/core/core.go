@@ -14,6 +14,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
@@ -104,7 +105,7 @@ func (s *Session) open(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	return s.node.App().StartBarrier(ctx, van.WorkerGroup|van.ServerGroup)
+	return (*cluster.Node)(s.node).App().StartBarrier(ctx, van.WorkerGroup|van.ServerGroup)
 }
 
 // Stop waits until every node has called Stop, then leaves the cluster. It leaves the cluster after an error, too.
@@ -281,9 +282,9 @@ func (s *Session) Barrier(ctx context.Context, servers, workers, instances bool)
 		return fmt.Errorf("barrier: %w: include_server=%t, include_client=%t leave out the caller, %s", van.ErrInvalid, servers, workers, s.node.Name())
 	}
 	if instances {
-		return s.node.InstanceBarrier(ctx, 0, group)
+		return s.node.InstanceBarrier(ctx, 0, postoffice.Group(group))
 	}
-	return s.node.Barrier(ctx, 0, group)
+	return s.node.Barrier(ctx, 0, postoffice.Group(group))
 }
 
 // Nanosecond is the clock of the traces.

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -181,7 +182,7 @@ func TestUnknownHandlers(t *testing.T) {
 		t.Fatal(err)
 	}
 	all := func() bool { return server.queue.ready(eachOne) }
-	for end := time.Now().Add(20 * time.Second); !all(); server.node.App().Poll(all) {
+	for end := time.Now().Add(20 * time.Second); !all(); (*cluster.Node)(server.node).App().Poll(all) {
 		if time.Now().After(end) {
 			t.Fatal("the batch does not come")
 		}

@@ -4,6 +4,7 @@ package core
 
 import (
 	"context"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"net"
 	"net/netip"
 	"slices"
@@ -25,7 +26,7 @@ const lookUpTime = time.Second
 // watchSockets calls publish with the node's sockets before it returns, and from a goroutine whenever
 // the peers change. When the node leaves, the goroutine calls publish for the last time, with no sockets.
 func (s *Session) watchSockets(publish func(Sockets)) {
-	app := s.node.App()
+	app := (*cluster.Node)(s.node).App()
 	changed := make(chan struct{}, 1)
 	app.OnPeers(func() {
 		select {

@@ -1,6 +1,7 @@
 package core
 
 import (
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"net/netip"
 	"slices"
 	"testing"
@@ -32,7 +33,7 @@ func TestWatchSockets(t *testing.T) {
 			return Sockets{}
 		}
 	}
-	port, peers := worker.node.App().Addresses()
+	port, peers := (*cluster.Node)(worker.node).App().Addresses()
 	if first := next(); first.Port != port || len(first.Peers) < len(peers) {
 		t.Errorf("got %v, want port %d and the addresses of %v", first, port, peers)
 	}

@@ -8,7 +8,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -17,7 +17,7 @@ var ErrLoopOver = fmt.Errorf("%w: no worker sends anything any more", van.ErrFin
 
 // loopOver returns an error that wraps ErrLoopOver if no worker will send another batch: the program of at least one worker has
 // ended, and every other worker has ended or been lost for STEPAF_REPLACE_TIMEOUT. lost has the lost workers by group rank.
-func loopOver(node postoffice.App, lost map[int]loss) error {
+func loopOver(node cluster.App, lost map[int]loss) error {
 	var ended, gone []string
 	for rank := range node.Topology().NumWorkers {
 		id := node.Topology().WorkerInstance(rank)

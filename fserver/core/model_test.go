@@ -10,7 +10,6 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
-	"github.com/stepaf/stepaf-go/van"
 )
 
 // TestQueueModel puts batches of two workers into the queue, takes some of each worker or of any, returns some, and has
@@ -186,7 +185,7 @@ func TestQueueModel(t *testing.T) {
 					}
 				}
 				queued[w] = slices.Delete(queued[w], i, i+1)
-				q.onCanceled(van.WorkerID(w))
+				q.onCanceled(postoffice.WorkerID(w))
 				check("canceled")
 			case 7:
 				if len(out) > 0 && q.isQueued(out[0].ID) {

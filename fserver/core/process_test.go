@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -198,7 +199,7 @@ func TestExit(t *testing.T) {
 	}
 
 	stuck, ended := make(chan struct{}), make(chan struct{})
-	c.Servers[0].App().OnExit(func() {
+	(*cluster.Node)(c.Servers[0]).App().OnExit(func() {
 		<-stuck
 		close(ended)
 	})

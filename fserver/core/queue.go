@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/internal/wake"
@@ -30,7 +31,7 @@ type Item struct {
 
 // queue is a FIFO queue of complete batches for each worker.
 type queue struct {
-	node     postoffice.App
+	node     cluster.App
 	changed  chan struct{} // has a token when take may succeed
 	poll     func() bool   // ends GetBatch's polling
 	anyReady chan struct{} // has a token when takeAny may succeed; used after the first GetAny
@@ -77,7 +78,7 @@ type loss struct {
 }
 
 func newQueue(n *postoffice.Node) *queue {
-	q := &queue{node: n.App(), workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, lost: map[int]loss{},
+	q := &queue{node: (*cluster.Node)(n).App(), workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, lost: map[int]loss{},
 		acked: recent[struct{}]{of: map[uint64]struct{}{}}, canceled: recent[int]{of: map[uint64]int{}}, over: &atomic.Bool{},
 		bytes: make([]int, n.Topology().NumWorkers), room: make(chan struct{}), changed: make(chan struct{}, 1), anyReady: make(chan struct{}, 1)}
 	q.poll = func() bool {
@@ -92,7 +93,7 @@ func newQueue(n *postoffice.Node) *queue {
 		defer q.mu.Unlock()
 		return q.filled > 0
 	}
-	n.OnPeer(func(id int, up bool, cause error) {
+	q.node.OnPeer(func(id int, up bool, cause error) {
 		if van.RoleOf(id) != van.Worker || van.RankOf(id)%n.Topology().GroupSize != n.Topology().Instance {
 			return // another instance receives its batches
 		}
@@ -279,13 +280,13 @@ func (q *queue) dropCanceled(rank int) {
 }
 
 // onCanceled is called when a worker has canceled batches.
-func (q *queue) onCanceled(worker int) {
-	if van.RankOf(worker)%q.node.Topology().GroupSize != q.node.Topology().Instance {
+func (q *queue) onCanceled(worker postoffice.NodeID) {
+	if worker.Rank()%q.node.Topology().GroupSize != q.node.Topology().Instance {
 		return
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if rank := van.RankOf(worker) / q.node.Topology().GroupSize; rank < len(q.workers) {
+	if rank := worker.Rank() / q.node.Topology().GroupSize; rank < len(q.workers) {
 		q.dropCanceled(rank)
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -24,7 +25,7 @@ func TestLostInstance(t *testing.T) {
 		up bool
 	}
 	events := make(chan event, 16)
-	t.Cleanup(n.OnPeer(func(id int, up bool, _ error) { events <- event{id, up} })) // called after the queue's function
+	t.Cleanup(n.OnPeer(func(id postoffice.NodeID, up bool, _ error) { events <- event{int(id), up} })) // called after the queue's function
 	await := func(want event) {
 		t.Helper()
 		for end := time.After(20 * time.Second); ; {
@@ -54,7 +55,7 @@ func TestLostInstance(t *testing.T) {
 			_, err := s.GetBatch(nil, slice)
 			return err
 		})
-		vantest.Fails(t, err, van.ErrPeerLost, "get_batch", n.App().PeerName(van.WorkerID(0)))
+		vantest.Fails(t, err, van.ErrPeerLost, "get_batch", (*cluster.Node)(n).App().PeerName(van.WorkerID(0)))
 	}
 	for rank := range c.Workers {
 		c.Workers[rank].Close()
@@ -128,7 +129,7 @@ func TestManyWorkers(t *testing.T) {
 		}
 	}
 	vantest.Eventually(t, 20*time.Second, "all but one have pushed", func() bool {
-		return slices.Equal(server.queue.missing(), []string{c.Servers[0].App().PeerName(van.WorkerID(last))})
+		return slices.Equal(server.queue.missing(), []string{(*cluster.Node)(c.Servers[0]).App().PeerName(van.WorkerID(last))})
 	})
 	_, err := server.GetBatch(nil, time.Millisecond)
 	vantest.Fails(t, err, ErrPending)
@@ -261,8 +262,8 @@ func TestGetAny(t *testing.T) {
 	}
 	for rank := range workers {
 		down := make(chan struct{})
-		unwatch := c.Servers[0].OnPeer(func(id int, up bool, _ error) {
-			if id == van.WorkerID(rank) && !up {
+		unwatch := c.Servers[0].OnPeer(func(id postoffice.NodeID, up bool, _ error) {
+			if id == postoffice.WorkerID(rank) && !up {
 				close(down)
 			}
 		})

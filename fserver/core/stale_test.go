@@ -122,8 +122,8 @@ func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func()) 
 	t.Helper()
 	watch := func(n *postoffice.Node) <-chan bool {
 		heard := make(chan bool, 16)
-		t.Cleanup(n.OnPeer(func(id int, up bool, _ error) {
-			if id == van.WorkerID(0) {
+		t.Cleanup(n.OnPeer(func(id postoffice.NodeID, up bool, _ error) {
+			if id == postoffice.WorkerID(0) {
 				heard <- up
 			}
 		}))

@@ -6,7 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -15,7 +15,7 @@ import (
 // van that can put values there itself does so; for others Place copies. It is safe for
 // concurrent use.
 type RecvBuffers struct {
-	node *postoffice.Node
+	node *cluster.Node
 	used atomic.Bool                               // something has been registered
 	seen atomic.Pointer[map[bufferKey]backend.Mem] // a copy of m, nil while that is newer
 
@@ -29,7 +29,7 @@ type bufferKey struct {
 }
 
 // NewRecvBuffers returns an empty set of buffers for a node.
-func NewRecvBuffers(n *postoffice.Node) *RecvBuffers {
+func NewRecvBuffers(n *cluster.Node) *RecvBuffers {
 	return &RecvBuffers{node: n, m: map[bufferKey]backend.Mem{}}
 }
 

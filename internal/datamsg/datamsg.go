@@ -5,7 +5,7 @@ package datamsg
 import (
 	"fmt"
 
-	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -63,7 +63,7 @@ func SetData(m *van.Message, keys, vals, lens backend.Mem, t van.DataType) {
 
 // CheckSender refuses requests of nodes that may not ask n: all but the workers of the
 // cluster.
-func CheckSender(n *postoffice.Node, msg *van.Message) error {
+func CheckSender(n *cluster.Node, msg *van.Message) error {
 	id := msg.Sender
 	if id == van.Empty || van.RoleOf(id) != van.Worker || van.RankOf(id) >= n.Config().NumWorkers*n.Config().GroupSize {
 		return fmt.Errorf("%w: data request from %s, want one of the %d workers", van.ErrMalformed, van.NodeName(id), n.Topology().NumWorkerInstances())

@@ -8,6 +8,7 @@ import (
 	"reflect"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -79,7 +80,7 @@ func (h *holder) Release() { h.n-- }
 func TestRecvBuffers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Group: 2})
 	n := c.Servers[1] // instance 1: workers 1 and 3
-	b := NewRecvBuffers(n)
+	b := NewRecvBuffers((*cluster.Node)(n))
 	own := &holder{}
 	room := make([]byte, 64)
 	all := backend.At(backend.Bytes(room).Ptr(), 64, backend.Host, own)
@@ -142,7 +143,7 @@ func TestRecvBuffers(t *testing.T) {
 		t.Errorf("registered later: %q, %t, %v", room[40:43], owned, err)
 	}
 	for id, ok := range map[int]bool{van.WorkerID(0): true, van.WorkerID(3): true, van.WorkerID(4): false, van.ServerID(0): false, van.SchedulerID: false, van.Empty: false} {
-		if err := CheckSender(n, push(id, nil)); (err == nil) != ok {
+		if err := CheckSender((*cluster.Node)(n), push(id, nil)); (err == nil) != ok {
 			t.Errorf("a request of node %d: %v", id, err)
 		}
 	}
@@ -176,7 +177,7 @@ func TestRecvBuffersRefused(t *testing.T) {
 			return x, err
 		}
 	}})
-	b := NewRecvBuffers(c.Servers[0])
+	b := NewRecvBuffers((*cluster.Node)(c.Servers[0]))
 	list := []RecvBuffer{{0, 1, backend.Bytes(make([]byte, 8))}, {0, 2, backend.Bytes(make([]byte, 8))}}
 	vantest.Fails(t, b.Register(list...), van.ErrQueueFull, "the 1 before it of 2")
 	vantest.Fails(t, b.Register(list[0]), van.ErrInvalid)

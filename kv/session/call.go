@@ -13,14 +13,14 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/van"
 )
 
 // ranks are those of a session, as its controller knows them.
 type ranks struct {
-	node postoffice.App // the controller's
-	ids  []int          // of their nodes
+	node cluster.App // the controller's
+	ids  []int       // of their nodes
 }
 
 // name names who has that node id.
@@ -29,7 +29,7 @@ func (r *ranks) name(id int) string {
 }
 
 // wrong is the error of a call on node n.
-func wrong(n postoffice.App, op string, err error) error {
+func wrong(n cluster.App, op string, err error) error {
 	return &van.Error{Op: op, Node: n.Name(), Err: err}
 }
 

@@ -57,7 +57,7 @@ func TestServeWithoutWorkers(t *testing.T) {
 func TestLossOfAReturnedWorker(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 1, Servers: 1, Set: replaced(time.Minute)})
 	id := c.Workers[0].ID()
-	lost := map[int]time.Time{id: time.Now().Add(-time.Hour)} // its first loss
+	lost := map[int]time.Time{int(id): time.Now().Add(-time.Hour)} // its first loss
 	if again, err := session.Nobody(c.Servers[0], lost); again != time.Hour || err != nil {
 		t.Errorf("with a worker: %s, %v; want %s, nil", again, err, time.Hour)
 	}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 )
 
@@ -43,5 +44,5 @@ func (s *Session) Live() int {
 
 // Nobody is serving.nobody of a rank on n.
 func Nobody(n *postoffice.Node, lost map[int]time.Time) (again time.Duration, err error) {
-	return (&serving{r: &Rank{node: n.App()}}).nobody(lost)
+	return (&serving{r: &Rank{node: (*cluster.Node)(n).App()}}).nobody(lost)
 }

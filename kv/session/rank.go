@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/wake"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -36,7 +37,7 @@ type Valuer interface {
 // Rank runs functions for the controller of a session. All methods are safe for concurrent
 // use.
 type Rank struct {
-	node  postoffice.App
+	node  cluster.App
 	o     Options
 	mu    sync.Mutex
 	funcs map[string]Function
@@ -45,7 +46,7 @@ type Rank struct {
 
 // NewRank makes a server node a rank, whose number is the node's Rank.
 func NewRank(node *postoffice.Node, o Options) (*Rank, error) {
-	r := &Rank{node: node.App(), o: o, funcs: map[string]Function{}}
+	r := &Rank{node: (*cluster.Node)(node).App(), o: o, funcs: map[string]Function{}}
 	err := o.check()
 	if err == nil && node.Role() != van.Server {
 		err = fmt.Errorf("%w: ranks are servers", van.ErrInvalid)
@@ -111,7 +112,7 @@ func (r *Rank) Serve(ctx context.Context) error {
 		}
 	})()
 	app := appIDs + r.o.ID
-	a, err := kv.NewSimpleApp(r.node.Node, kv.SimpleOptions{AppID: app, CustomerID: app, Timeout: -1, Handler: s.asked})
+	a, err := kv.NewSimpleApp((*postoffice.Node)(r.node.Node), kv.SimpleOptions{AppID: app, CustomerID: app, Timeout: -1, Handler: s.asked})
 	if err != nil {
 		return err
 	}
@@ -190,7 +191,7 @@ func (s *serving) leave(a *kv.SimpleApp, why error) {
 	if err != nil {
 		return
 	}
-	if c, err := a.Request(wantLeave, body, to); err == nil {
+	if c, err := a.Request(wantLeave, body, postoffice.NodeID(to)); err == nil {
 		ctx, cancel := farewell(s.r.node)
 		defer cancel()
 		_ = c.Wait(ctx) // a controller that is lost as well need not know
@@ -230,7 +231,7 @@ func (s *serving) open(w work) error {
 	if n := len(s.r.node.Members(van.ServerGroup)); int(w.q.ranks) != n || w.q.session == 0 {
 		return fmt.Errorf("%w: %d ranks, want %d", van.ErrInvalid, w.q.ranks, n)
 	}
-	again := w.m.Sender == s.controller
+	again := int(w.m.Sender) == s.controller
 	switch {
 	case s.ctx.Err() != nil || w.q.session == s.gone || !w.m.Wanted():
 		return errLater
@@ -245,7 +246,7 @@ func (s *serving) open(w work) error {
 	default:
 		return s.another()
 	}
-	s.session, s.controller, s.opened, s.next = w.q.session, w.m.Sender, w.m, max(s.next, 1)
+	s.session, s.controller, s.opened, s.next = w.q.session, int(w.m.Sender), w.m, max(s.next, 1)
 	return nil
 }
 
@@ -261,7 +262,7 @@ func (s *serving) accept(w work) error {
 	switch {
 	case s.session == 0:
 		return fmt.Errorf("%w: no session has begun here", van.ErrInvalid)
-	case w.q.session != s.session || w.m.Sender != s.controller:
+	case w.q.session != s.session || int(w.m.Sender) != s.controller:
 		return s.another()
 	case w.m.Head == wantAbort:
 		s.last = &w
@@ -286,7 +287,7 @@ func (s *serving) givenUp(w work) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.gone = w.q.session
-	if w.q.session == s.session && w.m.Sender == s.controller && s.idle() {
+	if w.q.session == s.session && int(w.m.Sender) == s.controller && s.idle() {
 		s.forget(w.q.text)
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -34,7 +35,7 @@ func (o *Options) check() error {
 // Session is what the controller calls functions by. All methods are safe for concurrent
 // use; calls run in the order in which they are made.
 type Session struct {
-	node  postoffice.App
+	node  cluster.App
 	app   *kv.SimpleApp
 	ranks *ranks
 	id    uint64
@@ -57,14 +58,14 @@ const headRoom = 4096
 // Serve. It is called on a worker, whose session lasts until Shutdown or Close. Where it fails,
 // the ranks that have called Serve wait for the next session.
 func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, error) {
-	s := &Session{node: node.App(), longest: math.MaxInt32 - headRoom, told: make(chan struct{}), handles: handles{live: map[uint64]bool{}}}
+	s := &Session{node: (*cluster.Node)(node).App(), longest: math.MaxInt32 - headRoom, told: make(chan struct{}), handles: handles{live: map[uint64]bool{}}}
 	s.calls = calls{ranks: ranks{s.node, s.node.Members(van.ServerGroup)}, all: map[uint64]*call{}, tell: wantForget, freed: make(chan struct{}), broken: make(chan struct{})}
 	s.ranks = &s.calls.ranks
 	slices.Sort(s.ranks.ids)
 	if err := s.begin(o); err != nil {
 		return nil, wrong(s.node, "open", err)
 	}
-	s.watch = node.OnPeer(s.peer)
+	s.watch = s.node.OnPeer(s.peer)
 	err := s.invite(ctx)
 	if err == nil {
 		err = s.calls.tellAtEnd(wantAbort) // all have taken part
@@ -102,7 +103,7 @@ func (s *Session) invite(ctx context.Context) error {
 		all.Go(func() {
 			for limit := firstOpen; asking.Err() == nil; limit = min(2*limit, lastOpen) {
 				once, cancel := context.WithTimeout(asking, limit)
-				r, err := s.app.Request(wantOpen, body, id)
+				r, err := s.app.Request(wantOpen, body, postoffice.NodeID(id))
 				if err == nil {
 					err = r.Wait(once)
 				}
@@ -136,7 +137,7 @@ func (s *Session) begin(o Options) error {
 	s.id = random.Uint64()
 	app := appIDs + o.ID
 	var err error
-	if s.app, err = kv.NewSimpleApp(s.node.Node, kv.SimpleOptions{AppID: app, CustomerID: app, Timeout: -1, Handler: s.asked}); err != nil {
+	if s.app, err = kv.NewSimpleApp((*postoffice.Node)(s.node.Node), kv.SimpleOptions{AppID: app, CustomerID: app, Timeout: -1, Handler: s.asked}); err != nil {
 		return err
 	}
 	s.app.OnAnswer(s.answered)
@@ -170,7 +171,7 @@ func (s *Session) Close() {
 
 // farewell is for how long the end of a session waits until the other side has heard of it, where
 // messages get lost when it was told again.
-func farewell(n postoffice.App) (context.Context, context.CancelFunc) {
+func farewell(n cluster.App) (context.Context, context.CancelFunc) {
 	limit := 500 * time.Millisecond
 	if c := n.Config(); c.Resend {
 		limit += 2 * c.ResendTimeout
@@ -192,7 +193,7 @@ func (s *Session) fail(err error) {
 	body, err := q.append(nil, tell)
 	for _, id := range s.ranks.ids {
 		if err == nil {
-			if c, err := s.app.Request(tell, body, id); err == nil {
+			if c, err := s.app.Request(tell, body, postoffice.NodeID(id)); err == nil {
 				s.aborts = append(s.aborts, c)
 			}
 		}
@@ -219,7 +220,7 @@ func (s *Session) asked(m kv.SimpleMessage) {
 	if err != nil || q.session != s.id || m.Head != wantLeave {
 		return
 	}
-	s.fail(fmt.Errorf("%w: %s: its Serve has ended: %s", van.ErrPeerLost, s.ranks.name(m.Sender), q.text))
+	s.fail(fmt.Errorf("%w: %s: its Serve has ended: %s", van.ErrPeerLost, s.ranks.name(int(m.Sender)), q.text))
 }
 
 // answered takes the answer of a rank.
@@ -235,11 +236,11 @@ func (s *Session) answered(m kv.SimpleMessage) {
 		err = fmt.Errorf("%w: %s", ErrRefused, a.text)
 	}
 	if err != nil {
-		s.fail(fmt.Errorf("%s: %w", s.ranks.name(m.Sender), err))
+		s.fail(fmt.Errorf("%s: %w", s.ranks.name(int(m.Sender)), err))
 		return
 	}
 	if c := s.calls.find(a.seq); c != nil {
-		c.answered(slices.Index(s.ranks.ids, m.Sender), a)
+		c.answered(slices.Index(s.ranks.ids, int(m.Sender)), a)
 	}
 }
 
@@ -308,7 +309,7 @@ func (s *Session) send(ctx context.Context, want int32, rank int, of func(seq ui
 		if rank != everyRank && i != rank {
 			as, says = wantNothing, others
 		}
-		if _, err := s.app.Request(as, says, to, over); err != nil {
+		if _, err := s.app.Request(as, says, postoffice.NodeID(to), over); err != nil {
 			s.fail(err) // some ranks may have it, and others not
 			return nil, s.Err()
 		}

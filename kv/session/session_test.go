@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/kv/session"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -451,7 +452,7 @@ func TestLostRank(t *testing.T) {
 		}
 		s.Close()
 		back := make(chan struct{}, 1)
-		defer c.Workers[0].OnPeer(func(_ int, up bool, _ error) {
+		defer c.Workers[0].OnPeer(func(_ postoffice.NodeID, up bool, _ error) {
 			if up {
 				back <- struct{}{}
 			}

@@ -2,7 +2,9 @@ package membership
 
 // The outputs of a Machine: actions for its caller, and events for the application.
 
-import "github.com/stepaf/stepaf-go/van"
+import (
+	"github.com/stepaf/stepaf-go/van"
+)
 
 // Output is an action that the caller must perform with its van (Send, Connect, Disconnect, Rename, SetID, Probe,
 // Reply), or an event.

@@ -105,7 +105,7 @@ func TestSchedulerRestarted(t *testing.T) {
 			t.Fatal("the barrier that was open hangs")
 		}
 		work(t, 1, w)
-		if err := a.Barrier(nodetest.Within(t, 20*time.Second), 0, a.ID()); err != nil { // alone
+		if err := a.Barrier(nodetest.Within(t, 20*time.Second), 0, postoffice.Group(a.ID())); err != nil { // alone
 			t.Error(err)
 		}
 		scheduler.Ready()

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/pebbe/zmq4"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -65,9 +66,9 @@ func TestPeerFlood(t *testing.T) {
 				from = c.Servers[0]
 			}
 			for i := range each {
-				m := pushMessage(to.ID(), int32(i), van.Single, 1, []byte("x"))
+				m := pushMessage(int(to.ID()), int32(i), van.Single, 1, []byte("x"))
 				x.make(m, i)
-				if err := from.App().Send(m); err != nil {
+				if err := (*cluster.Node)(from).App().Send(m); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -110,7 +111,7 @@ func TestStrangerFlood(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i := range each / 4 {
-			m := pushMessage(to.ID(), int32(i), van.Single, 1, []byte("x"))
+			m := pushMessage(int(to.ID()), int32(i), van.Single, 1, []byte("x"))
 			x.make(m, i)
 			meta, err := m.AppendTo(nil)
 			if err != nil {

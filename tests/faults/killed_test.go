@@ -156,7 +156,7 @@ func TestWorkerKilledBeforeAnswer(t *testing.T) {
 		w := nodetest.Worker(t, c.Workers[0])
 		b := <-arrived
 		gone := make(chan struct{}, 16)
-		defer c.Servers[0].OnPeer(func(id int, up bool, _ error) {
+		defer c.Servers[0].OnPeer(func(id postoffice.NodeID, up bool, _ error) {
 			if id == 11 && !up {
 				gone <- struct{}{}
 			}

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
@@ -70,7 +71,7 @@ func child(c *nodetest.Child, what string) error {
 func childWorker(n *postoffice.Node, what string) error {
 	if what == begins {
 		for _, id := range n.Topology().ServerInstances() {
-			if err := n.App().Send(pushMessage(id, 0, van.BatchStart, 1, []byte("a batch that nobody ends"))); err != nil {
+			if err := (*cluster.Node)(n).App().Send(pushMessage(int(id), 0, van.BatchStart, 1, []byte("a batch that nobody ends"))); err != nil {
 				return err
 			}
 		}

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -56,8 +57,8 @@ func portOf(t testing.TB, c *testcluster.Cluster, n *postoffice.Node) int {
 		return c.Port
 	}
 	var port int
-	if _, err := fmt.Sscanf(c.Scheduler.App().PeerName(n.ID()), van.NodeName(n.ID())+" at 127.0.0.1:%d", &port); err != nil {
-		t.Fatalf("%s: %v", c.Scheduler.App().PeerName(n.ID()), err)
+	if _, err := fmt.Sscanf((*cluster.Node)(c.Scheduler).App().PeerName(int(n.ID())), van.NodeName(int(n.ID()))+" at 127.0.0.1:%d", &port); err != nil {
+		t.Fatalf("%s: %v", (*cluster.Node)(c.Scheduler).App().PeerName(int(n.ID())), err)
 	}
 	return port
 }

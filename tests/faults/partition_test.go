@@ -27,7 +27,7 @@ func TestPartition(t *testing.T) {
 	scheduler := fmt.Sprintf("127.0.0.1:%d", c.Port)
 	server := fmt.Sprintf("127.0.0.1:%d", portOf(t, c, c.Servers[1]))
 	events := make(chan error, 16)
-	defer c.Workers[0].OnPeer(func(id int, up bool, cause error) {
+	defer c.Workers[0].OnPeer(func(id postoffice.NodeID, up bool, cause error) {
 		if id == 10 {
 			events <- cause // nil when it is back
 		}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/pebbe/zmq4"
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -175,9 +176,9 @@ func TestStrayRequests(t *testing.T) {
 		{func(m *van.Message) { m.Dtype = 99 }, "dtype code 99"},
 		{func(m *van.Message) { m.Push = false; m.ValLen = 3 }, "is not the announced 3 bytes"},
 	} {
-		m := pushMessage(c.Servers[0].ID(), 50, van.Single, 1, []byte("x"))
+		m := pushMessage(int(c.Servers[0].ID()), 50, van.Single, 1, []byte("x"))
 		x.change(m)
-		if err := c.Workers[1].App().Send(m); err != nil {
+		if err := (*cluster.Node)(c.Workers[1]).App().Send(m); err != nil {
 			t.Fatalf("%s: %v", x.text, err)
 		}
 		level := "level=WARN"
@@ -190,7 +191,7 @@ func TestStrayRequests(t *testing.T) {
 	// The one who sent all that is served as well.
 	work(t, 1, nodetest.Worker(t, c.Workers[1]))
 	// A worker serves nobody.
-	if err := c.Servers[0].App().Send(pushMessage(c.Workers[0].ID(), 0, van.Single, 1, []byte("x"))); err != nil {
+	if err := (*cluster.Node)(c.Servers[0]).App().Send(pushMessage(int(c.Workers[0].ID()), 0, van.Single, 1, []byte("x"))); err != nil {
 		t.Fatal(err)
 	}
 	l.Wait(t, "dropped a request: a tensor worker serves none", "server 0 (id 8)")
@@ -204,8 +205,8 @@ func TestWrongAnswers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
 	nodetest.Server(t, c.Servers[0], nodetest.Echoes(t))
 	script := make(chan func(ask *van.Message), 1)
-	var server *postoffice.Customer
-	server, err := c.Servers[1].App().AddCustomer(0, 0, func(m *van.Message) {
+	var server *cluster.Customer
+	server, err := (*cluster.Node)(c.Servers[1]).App().AddCustomer(0, 0, func(m *van.Message) {
 		if m.Push {
 			return
 		}
@@ -223,7 +224,7 @@ func TestWrongAnswers(t *testing.T) {
 			} else {
 				change(m)
 			}
-			if err := c.Servers[1].App().Send(m); err != nil {
+			if err := (*cluster.Node)(c.Servers[1]).App().Send(m); err != nil {
 				t.Error(err)
 			}
 		}

@@ -63,7 +63,7 @@ func TestSharedMemoryGrows(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if !testcluster.SharesMemory(c.Workers[0], c.Servers[0].ID()) {
+	if !testcluster.SharesMemory(c.Workers[0], int(c.Servers[0].ID())) {
 		t.Skip("nodes of this machine share no memory")
 	}
 	if got, want := shared(t), 2*n<<12+2*n*n*(64<<10); got > want {

@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/kv"
-	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/postoffice"
 )
 
 // TestKV: pushes and pulls of one and of many keys, with and without lengths, and
@@ -114,7 +114,7 @@ func TestKV(t *testing.T) {
 			for k := range body {
 				body[k] = 'a' + byte(k%26)
 			}
-			ts, err := app.Request(int32(n), body, van.ServerGroup)
+			ts, err := app.Request(int32(n), body, postoffice.ServerGroup)
 			if err == nil {
 				err = ts.Wait(t.Context())
 			}

@@ -8,7 +8,6 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/van"
 )
 
 // script is what the applications of a session did between the barrier over
@@ -240,7 +239,7 @@ func askServers(_ *run, n *postoffice.Node) ([]action, error) {
 	answers := make(chan kv.SimpleMessage, n.Topology().NumServers)
 	a.OnAnswer(func(d kv.SimpleMessage) { answers <- d })
 	return []action{func(ctx context.Context) error {
-		ts, err := a.Request(42, []byte("hello"), van.ServerGroup)
+		ts, err := a.Request(42, []byte("hello"), postoffice.ServerGroup)
 		if err != nil {
 			return err
 		}

@@ -135,11 +135,11 @@ func (c *Cluster) Join(ctx context.Context, role string, rank int, set func(*pos
 
 // Lost waits until n counts peer id among the dead. A node that is to take its place is
 // refused as long as the scheduler does not.
-func Lost(t testing.TB, n *postoffice.Node, id int) {
+func Lost[ID ~int](t testing.TB, n *postoffice.Node, id ID) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
-	for end := time.After(30 * time.Second); !slices.Contains(n.DeadNodes(0), id); {
+	for end := time.After(30 * time.Second); !slices.Contains(n.DeadNodes(0), postoffice.NodeID(id)); {
 		select {
 		case <-tick.C:
 		case <-end:

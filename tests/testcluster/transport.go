@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/local"
@@ -71,12 +72,12 @@ func (x Transport) environ() []string {
 
 // SharesMemory tells whether data goes from n to node id through shared memory.
 func SharesMemory(n *postoffice.Node, id int) bool {
-	return van.PathTo(n.Van(), id).Over == local.SharedMemory
+	return van.PathTo((*cluster.Node)(n).Van(), id).Over == local.SharedMemory
 }
 
 // Stats are the counters of n's transports.
 func Stats(n *postoffice.Node) van.Stats {
-	if m, ok := van.As[van.Meter](n.Van()); ok {
+	if m, ok := van.As[van.Meter]((*cluster.Node)(n).Van()); ok {
 		return m.Stats()
 	}
 	return van.Stats{}

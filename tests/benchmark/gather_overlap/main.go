@@ -136,7 +136,7 @@ func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	first := n.Topology().GroupRank == 0
 	if first {
 		fmt.Printf("%d workers, %d servers, %d pieces over %s; microseconds until the last server has everything, and of the round trip\n", n.Topology().NumWorkers,
-			x.servers, *pieces, van.PathTo(n.Van(), n.Topology().ServerInstances()[0]).Over)
+			x.servers, *pieces, n.PathTo(n.Topology().ServerInstances()[0]).Over)
 		fmt.Printf("%9s %-12s %6s %9s %9s %9s %9s %9s   %s\n", "bytes", "", "calls", "p50", "p90", "p99", "trip p50", "p99",
 			"p50 / gather's; median of the blocks' (least to most)")
 	}

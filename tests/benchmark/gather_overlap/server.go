@@ -12,8 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/prog"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -58,10 +58,10 @@ type forward struct {
 
 type server struct {
 	n                    *prog.Node
-	app                  postoffice.App
+	app                  cluster.App
 	comm                 *collective.Comm
 	comms                []*collective.Comm // by worker
-	customer             *postoffice.Customer
+	customer             *cluster.Customer
 	self, servers, works int
 	siblings             []int // node ids
 	results              []result
@@ -96,7 +96,7 @@ func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
 	if err != nil {
 		return nil, err
 	}
-	x := &server{n: n, app: n.App(), self: t.GroupRank, servers: t.NumServers, works: t.NumWorkers, events: make(chan event, t.NumWorkers**pieces),
+	x := &server{n: n, app: (*cluster.Node)(n.Node).App(), self: t.GroupRank, servers: t.NumServers, works: t.NumWorkers, events: make(chan event, t.NumWorkers**pieces),
 		forwards: map[uint64]*forward{}, places: map[place]backend.Mem{}}
 	x.messages.New = func() any { return new(van.Message) }
 	var ranks []int
@@ -164,7 +164,7 @@ func (x *server) layOut(s *af.Server, i, size int) error {
 			return err
 		}
 	}
-	reg, direct := van.As[van.BufferRegistrar](x.n.Van())
+	reg, direct := van.As[van.BufferRegistrar]((*cluster.Node)(x.n.Node).Van())
 	for rank, part := range parts {
 		if rank != x.self {
 			r.ofSiblings = append(r.ofSiblings, part)

@@ -35,13 +35,13 @@ func GoesOn(t testing.TB, d time.Duration, what string, sign func() uint64, ok f
 
 // Returns waits until peer id of all nodes is there again, after join has made it
 // come.
-func Returns(t testing.TB, nodes []*postoffice.Node, id int, join func()) {
+func Returns[ID ~int](t testing.TB, nodes []*postoffice.Node, id ID, join func()) {
 	t.Helper()
 	var waits []chan struct{}
 	for _, n := range nodes {
 		back := make(chan struct{}, 16)
-		defer n.OnPeer(func(i int, up bool, _ error) {
-			if i == id && up {
+		defer n.OnPeer(func(i postoffice.NodeID, up bool, _ error) {
+			if int(i) == int(id) && up {
 				back <- struct{}{}
 			}
 		})()

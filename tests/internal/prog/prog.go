@@ -41,7 +41,7 @@ type Program struct {
 
 	// Ready is the group whose members wait for each other between Server and
 	// Worker; 0 none. A sum of van.ServerGroup and van.WorkerGroup.
-	Ready int
+	Ready postoffice.Group
 }
 
 // Handler answers a batch. Its error is logged, and makes the program fail.
@@ -220,7 +220,7 @@ func (p *Program) serve(n *Node) error {
 	})
 }
 
-func group(r van.Role) int {
+func group(r van.Role) postoffice.Group {
 	if r == van.Server {
 		return van.ServerGroup
 	}

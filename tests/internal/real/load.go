@@ -217,7 +217,7 @@ func (n *node) barrier(ctx context.Context, group int) error {
 	if n.session != nil {
 		err = n.session.Barrier(ctx, group&van.ServerGroup != 0, group&van.WorkerGroup != 0, true)
 	} else {
-		err = n.n.InstanceBarrier(ctx, 0, group)
+		err = n.n.InstanceBarrier(ctx, 0, postoffice.Group(group))
 	}
 	vote.End, vote.Passed = time.Now().UnixNano(), err == nil
 	n.say(Event{Event: barrier, Vote: &vote})

@@ -21,6 +21,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/fserver/core"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/kv"
@@ -269,7 +270,7 @@ func (n *node) rankRole() string {
 
 func (n *node) id() int {
 	if n.n != nil {
-		return n.n.ID()
+		return int(n.n.ID())
 	}
 	return 0
 }
@@ -556,7 +557,7 @@ func (n *node) flood(count, size int, e *Event) error {
 
 // drain waits until what flood has pushed is answered, as long as anything comes.
 func (n *node) drain(limit time.Duration) error {
-	meter, ok := van.As[van.Meter](n.n.Van())
+	meter, ok := van.As[van.Meter]((*cluster.Node)(n.n).Van())
 	if n.worker == nil || !ok {
 		return errors.New("only a plain worker can do that")
 	}

@@ -538,7 +538,7 @@ func (c *cluster) barrier(p *proc, group int) error {
 	v := c.check.vote(p)
 	c.net.note(p.name, fmt.Sprintf("barrier of group %d", group))
 	done := c.check.within(p, barrierLimit, "barrier")
-	err := p.node.Load().InstanceBarrier(p.ctx, 0, group)
+	err := p.node.Load().InstanceBarrier(p.ctx, 0, postoffice.Group(group))
 	done()
 	if p.ctx.Err() != nil {
 		return err

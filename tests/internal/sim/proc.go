@@ -145,7 +145,8 @@ func (p *proc) join() error {
 		}
 	}
 	began := c.net.now() // what happens at this time is told, or not, by chance
-	n.OnPeer(func(id int, up bool, cause error) {
+	n.OnPeer(func(peer postoffice.NodeID, up bool, cause error) {
+		id := int(peer)
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		if up {

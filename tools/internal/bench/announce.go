@@ -13,6 +13,7 @@ import (
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -70,14 +71,14 @@ func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 	if err != nil {
 		return err
 	}
-	node.App().OnExit(f.close)
+	(*cluster.Node)(node).App().OnExit(f.close)
 	at := f.addr
 	if x.bare {
 		z, err := newZMQServer(x.pull, x.touch)
 		if err != nil {
 			return err
 		}
-		node.App().OnExit(z.close)
+		(*cluster.Node)(node).App().OnExit(z.close)
 		at += " " + z.addr
 	}
 	_, err = fmt.Fprintln(w, at)

@@ -21,7 +21,6 @@ import (
 	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
-	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	vanlocal "github.com/stepaf/stepaf-go/van/local"
@@ -44,9 +43,9 @@ type result struct {
 // roles are the children by DMLC_ROLE, in the order of their start.
 var roles = []string{"scheduler", "server", "worker"}
 
-// cluster is a set of processes that are started, asked and ended together: a scheduler, servers and workers, or the
+// processes is a set of child processes that are started, asked and ended together: a scheduler, servers and workers, or the
 // ranks of gloo.
-type cluster struct{ children []*child } // in the order of their start
+type processes struct{ children []*child } // in the order of their start
 
 // child is one of these processes.
 type child struct {
@@ -65,13 +64,13 @@ func (p *child) line() (string, error) {
 // newCluster returns a cluster without processes.
 //
 // The kernel kills the processes when the calling goroutine's thread ends. The goroutine is locked to it.
-func newCluster() *cluster {
+func newCluster() *processes {
 	runtime.LockOSThread()
-	return &cluster{}
+	return &processes{}
 }
 
 // start starts cmd as a process of the cluster. After an error it ends all others.
-func (c *cluster) start(name string, cmd *exec.Cmd) error {
+func (c *processes) start(name string, cmd *exec.Cmd) error {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	cmd.WaitDelay = 5 * time.Second
@@ -96,7 +95,7 @@ func (c *cluster) start(name string, cmd *exec.Cmd) error {
 
 // startCluster starts a scheduler, servers and workers. Each gets spec.
 func startCluster(ctx context.Context, c *cli.Context, host string, at place, servers, workers int,
-	spec ...any) (*cluster, error) {
+	spec ...any) (*processes, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
@@ -157,17 +156,17 @@ func transport(van string) []string {
 }
 
 // checkTransport refuses to measure over another transport than requested.
-func checkTransport(node *postoffice.Node, peers []int) error {
+func checkTransport(node *postoffice.Node, peers []postoffice.NodeID) error {
 	if node.Config().EnableIPC != 1 {
 		return nil
 	}
 	for _, id := range peers {
-		path := van.PathTo(node.Van(), id)
+		path := node.PathTo(id)
 		if path.Over != vanlocal.SharedMemory {
-			return fmt.Errorf("bench: %s and %s do not share memory: see the log of PS_VERBOSE=1", node.Name(), van.NodeName(id))
+			return fmt.Errorf("bench: %s and %s do not share memory: see the log of PS_VERBOSE=1", node.Name(), id)
 		}
 		if node.Backend().Device().Type == backend.GPU && !path.Device {
-			return fmt.Errorf("bench: %s and %s do not reach each other's device: see the log of PS_VERBOSE=1", node.Name(), van.NodeName(id))
+			return fmt.Errorf("bench: %s and %s do not reach each other's device: see the log of PS_VERBOSE=1", node.Name(), id)
 		}
 	}
 	return nil
@@ -180,7 +179,7 @@ var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHRE
 
 // wait waits for all children and returns the CPU seconds of each. The error names all children that failed: first
 // those that a signal ended, since other failures follow from these.
-func (c *cluster) wait() (map[string]float64, error) {
+func (c *processes) wait() (map[string]float64, error) {
 	defer runtime.UnlockOSThread()
 	for _, p := range c.children {
 		_ = p.in.Close()
@@ -220,7 +219,7 @@ type unable string
 func (u unable) Error() string { return string(u) }
 
 // askEach sends a line to n ranks, unless the line is empty, and returns their answers.
-func (c *cluster) askEach(n int, line string) ([]answer, error) {
+func (c *processes) askEach(n int, line string) ([]answer, error) {
 	ranks := c.children[len(c.children)-n:] // the ranks were started last
 	for i := 0; i < n && line != ""; i++ {
 		if _, err := fmt.Fprintln(ranks[i].in, line); err != nil {
@@ -244,7 +243,7 @@ func (c *cluster) askEach(n int, line string) ([]answer, error) {
 }
 
 // ask is askEach, and returns the time of each call: the time of the slowest rank.
-func (c *cluster) ask(n int, line string) ([]int64, error) {
+func (c *processes) ask(n int, line string) ([]int64, error) {
 	all, err := c.askEach(n, line)
 	if err != nil {
 		return nil, err

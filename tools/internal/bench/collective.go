@@ -184,7 +184,7 @@ func (m *collectiveRun) group(n int, all []exchange) (err error) {
 	if err != nil {
 		return err
 	}
-	end := func(cl *cluster) {
+	end := func(cl *processes) {
 		if err != nil {
 			cancel() // ends processes that still wait
 		}
@@ -196,7 +196,7 @@ func (m *collectiveRun) group(n int, all []exchange) (err error) {
 		}
 	}
 	defer func() { end(ours) }()
-	var peers *cluster
+	var peers *processes
 	var noGloo error
 	if m.rdma == nil {
 		peers, noGloo = startGloo(ctx, m.c.String("python"), n)
@@ -236,7 +236,7 @@ func (m *collectiveRun) group(n int, all []exchange) (err error) {
 }
 
 // startGloo starts n ranks of gloo, or returns the reason why it cannot.
-func startGloo(ctx context.Context, python string, n int) (*cluster, error) {
+func startGloo(ctx context.Context, python string, n int) (*processes, error) {
 	port, err := freeport.Find()
 	if err != nil {
 		return nil, err
@@ -257,7 +257,7 @@ func startGloo(ctx context.Context, python string, n int) (*cluster, error) {
 }
 
 // measure measures one call, in blocks.
-func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*collectiveReport, error) {
+func (m *collectiveRun) measure(ours, peers *processes, n int, e exchange) (*collectiveReport, error) {
 	iters := m.c.Int("iters")
 	if iters == 0 {
 		iters = min(max(1<<31/(e.size*n*(n-1)+1<<21), 40), 500)
@@ -356,11 +356,11 @@ func (r *collectiveReport) print(w io.Writer) error {
 // joinWorkers creates a communicator of all workers, and checks that their data uses --van.
 func joinWorkers(c *cli.Context, node *postoffice.Node) (*collective.Comm, error) {
 	ranks := make([]int, node.Topology().NumWorkers)
-	var others []int
+	var others []postoffice.NodeID
 	for i := range ranks {
 		ranks[i] = i
 		if i != node.Rank() {
-			others = append(others, van.WorkerID(i))
+			others = append(others, postoffice.WorkerID(i))
 		}
 	}
 	comm, err := collective.New(c.Context, node, collective.Options{Ranks: ranks})

@@ -21,6 +21,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
@@ -242,7 +243,7 @@ func startHere(ctx context.Context, name string, factory func(role string) van.F
 // software is a worker, a server, and the tensors of a push_pull of each size.
 type software struct {
 	worker                 *af.Worker
-	server                 postoffice.App
+	server                 cluster.App
 	pushes, pulls, answers [][]af.KeyTensor
 	answered               atomic.Bool
 	isAnswered             func() bool
@@ -261,7 +262,7 @@ func (s *software) once(ctx context.Context, i int) error {
 
 // newSoftware creates the worker, and a server that answers a pull with key 2i+1 with the tensor of size i.
 func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, error) {
-	s := &software{server: server.App()}
+	s := &software{server: (*cluster.Node)(server).App()}
 	s.isAnswered = s.answered.Load
 	for i, p := range sizes {
 		for _, x := range []struct {

@@ -151,7 +151,7 @@ func (r *windowReport) judge(v *verdict) {
 }
 
 // measureWindow measures one size, in blocks. rdma is nil unless the van is ibverbs.
-func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size int) (*windowReport, error) {
+func measureWindow(c *cli.Context, cl *processes, over string, rdma *rdmaRun, size int) (*windowReport, error) {
 	iters := c.Int("iters")
 	if iters == 0 {
 		moved := 1 << 30

@@ -60,7 +60,7 @@ func (r *windowGPUReport) String() string {
 }
 
 // measureWindowGPU measures one size, in blocks.
-func measureWindowGPU(c *cli.Context, cl *cluster, at place, size int) (*windowGPUReport, error) {
+func measureWindowGPU(c *cli.Context, cl *processes, at place, size int) (*windowGPUReport, error) {
 	iters := c.Int("iters")
 	if iters == 0 {
 		iters = min(max(8<<30/(size+1<<20), 100), 4000)

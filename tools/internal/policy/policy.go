@@ -18,6 +18,7 @@ import (
 	"github.com/urfave/cli/v2"
 
 	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
@@ -229,7 +230,7 @@ func run(ctx context.Context, c *cli.Context, question string) error {
 		defer cancel()
 	}
 	if target, clears := strings.CutPrefix(question, "clear "); clears && target != "all" {
-		lines, err := postoffice.AskScheduler(ctx, cfg, nil, "list")
+		lines, err := cluster.AskScheduler(ctx, cfg, nil, "list")
 		if err != nil {
 			return fmt.Errorf("policy: %w", err)
 		}
@@ -241,7 +242,7 @@ func run(ctx context.Context, c *cli.Context, question string) error {
 			return fmt.Errorf("policy clear: nothing is set for %s: \"stepaf policy\" lists what is", targetName(&p))
 		}
 	}
-	lines, err := postoffice.AskScheduler(ctx, cfg, nil, question)
+	lines, err := cluster.AskScheduler(ctx, cfg, nil, question)
 	if err != nil {
 		return fmt.Errorf("policy: %w", err)
 	}
@@ -249,7 +250,7 @@ func run(ctx context.Context, c *cli.Context, question string) error {
 		select { // nodes answer in a moment; those that do not are listed
 		case <-time.After(100 * time.Millisecond):
 			var now []string
-			if now, err = postoffice.AskScheduler(ctx, cfg, nil, "list"); err == nil {
+			if now, err = cluster.AskScheduler(ctx, cfg, nil, "list"); err == nil {
 				lines = now
 			}
 		case <-ctx.Done():

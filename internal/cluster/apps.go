@@ -1,0 +1,152 @@
+package cluster
+
+// The routing of data messages to the customers of a node.
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+var errReplaced = fmt.Errorf("%w: another process has taken its place", van.ErrPeerLost)
+
+// errNoApp: a message came for an application that this node does not have.
+var errNoApp = errors.New("no such application")
+
+// AddCustomer makes handle the receiver of the requests for an application.
+// Answers are matched to the customer's own requests. On a worker several
+// customers of one application are told apart by customer id; elsewhere the
+// customer id is the application id. handle may block; see van.Receiver. Messages that
+// were kept are delivered first.
+func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer, error) {
+	n := a.Node
+	if n.role != van.Worker {
+		customer = id
+	}
+	k := appKey{int32(id), int32(customer)}
+	apps := &n.apps
+	apps.mu.Lock()
+	defer apps.mu.Unlock()
+	if apps.closed {
+		return nil, &van.Error{Op: "add customer", Node: n.Name(), Err: van.ErrClosed}
+	}
+	if (*apps.table.Load())[k] != nil {
+		return nil, &van.Error{Op: "add customer", Node: n.Name(), Detail: fmt.Sprintf("application %d, customer %d exists", id, customer), Err: van.ErrInvalid}
+	}
+	// One that is made again goes on: PS_RESEND takes earlier timestamps of a process for messages
+	// that came twice.
+	first, again := apps.next[k]
+	if !again && !failpoint.On("incarnation") && !failpoint.On("stale-answer") {
+		// A replacement must not use the timestamps of the former process: answers to
+		// those may still come.
+		first = int32(n.rand() % (1 << 30))
+	}
+	c := newCustomer(n, id, customer, first, handle)
+	c.begin(apps.take(k))
+	m := maps.Clone(*apps.table.Load())
+	m[k] = c
+	apps.table.Store(&m)
+	return c, nil
+}
+
+// receive hands a data message of p to its application.
+func (a *apps) receive(msg *van.Message, p *process) {
+	msg.ProcessEpoch = p.epoch
+	if p.incarnation != 0 {
+		msg.RequestTrace.PreStart = 0 // it holds the incarnations, not a time
+	}
+	a.profile.received(&msg.Meta)
+	a.deliver(msg)
+}
+
+// deliver hands a data message to its customer, or keeps it until there is one.
+func (a *apps) deliver(msg *van.Message) {
+	k := a.key(msg.AppID, msg.CustomerID)
+	c := (*a.table.Load())[k]
+	if c == nil {
+		if c = a.keep(k, msg); c == nil {
+			return
+		}
+	}
+	if c.early.behind.Load() && c.early.keep(msg, a.self) {
+		return
+	}
+	c.deliver(msg)
+}
+
+// peerLost fails the requests that node id has not answered, and drops its requests for
+// applications that have not been made.
+func (a *apps) peerLost(id int, cause error) {
+	a.mu.Lock()
+	a.forget(func(_ appKey, e *early) bool { return e.msg.Sender == id })
+	a.mu.Unlock()
+	for _, c := range a.customers() {
+		c.peerLost(id, cause)
+	}
+}
+
+func (a *apps) abort(err error) {
+	for _, c := range a.customers() {
+		c.abortAll(err)
+		c.early.end()
+	}
+}
+
+// failRequest fails the request that meta belongs to, if peer owes an answer to it.
+func (a *apps) failRequest(meta *van.Meta, peer int, err error) {
+	for _, c := range a.customers() {
+		if int32(c.app) == meta.AppID && int32(c.id) == meta.CustomerID {
+			if r := c.lookup(meta.Timestamp); r != nil {
+				r.failAt(meta.Timestamp, peer, err)
+			}
+		}
+	}
+}
+
+// withdraw passes w to its customer. If there is none yet, it drops the kept requests that
+// w names.
+func (a *apps) withdraw(app int, w Withdrawn, epoch uint32) {
+	k := a.key(int32(app), w.Customer)
+	a.mu.Lock()
+	c := (*a.table.Load())[k]
+	if c == nil {
+		a.forget(func(of appKey, e *early) bool {
+			return of == k && e.msg.Sender == w.Sender && e.msg.ProcessEpoch == epoch && w.Has(e.msg.CustomerID, e.msg.Timestamp)
+		})
+	}
+	a.mu.Unlock()
+	if c == nil {
+		return
+	}
+	c.withdrawals.add(w, epoch)
+	if f := c.onWithdrawn.Load(); f != nil {
+		(*f)(w)
+	}
+}
+
+// loop delivers a message that a node sends to itself.
+func (a *apps) loop(msg *van.Message) {
+	c := &van.Message{Meta: msg.Meta, Sender: msg.Receiver, Receiver: msg.Receiver, Frames: msg.Frames}
+	c.Body = append([]byte(nil), msg.Body...)
+	c.DataTypes = append([]van.DataType(nil), msg.DataTypes...)
+	for i := range msg.Frames {
+		c.SetFrame(i, backend.Bytes(append([]byte(nil), msg.Frame(i).Host()...)))
+	}
+	c.Adopt(discarded{}, nil)
+	if msg.Done != nil {
+		msg.Done.Sent()
+	}
+	go func() {
+		a.deliver(c)
+		c.Release()
+	}()
+}
+
+// discarded owns messages that the garbage collector frees.
+type discarded struct{}
+
+func (discarded) Free(*van.Message) {}

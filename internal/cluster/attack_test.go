@@ -1,0 +1,266 @@
+package cluster_test
+
+// Attacks of somebody who is no member, over real sockets.
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/freeport"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// zmtp is a stranger's end of a connection of ZMTP 3.0 without a proof.
+type zmtp struct{ net.Conn }
+
+const zmtpTime = 20 * time.Second
+
+// greet does the handshake and returns the routing id that the other side presents.
+func (z zmtp) greet(kind, id string) (other string, err error) {
+	_ = z.SetDeadline(time.Now().Add(zmtpTime))
+	greeting := make([]byte, 64)
+	greeting[0], greeting[9], greeting[10] = 0xff, 0x7f, 3
+	copy(greeting[12:], "NULL")
+	ready := []byte("\x05READY")
+	for _, p := range [][2]string{{"Socket-Type", kind}, {"Identity", id}} {
+		ready = append(ready, byte(len(p[0])))
+		ready = append(ready, p[0]...)
+		ready = binary.BigEndian.AppendUint32(ready, uint32(len(p[1])))
+		ready = append(ready, p[1]...)
+	}
+	if _, err := z.Write(append(append(greeting, 4, byte(len(ready))), ready...)); err != nil {
+		return "", err
+	}
+	var head [66]byte
+	if _, err := io.ReadFull(z, head[:]); err != nil {
+		return "", err
+	}
+	command := make([]byte, head[65])
+	if _, err := io.ReadFull(z, command); err != nil {
+		return "", err
+	}
+	if _, at, ok := bytes.Cut(command, []byte("Identity")); ok && len(at) >= 4 {
+		other = string(at[4:][:binary.BigEndian.Uint32(at)])
+	}
+	return other, nil
+}
+
+// send sends one control message.
+func (z zmtp) send(m *van.Message) error {
+	b := make([]byte, m.EncodedLen())
+	if err := m.EncodeTo(b); err != nil {
+		return err
+	}
+	_, err := z.Write(append(binary.BigEndian.AppendUint64([]byte{2}, uint64(len(b))), b...))
+	return err
+}
+
+// dialStranger connects to a node under a routing id.
+func dialStranger(t *testing.T, addr, id string) zmtp {
+	t.Helper()
+	c, err := net.Dial("tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	z := zmtp{c}
+	if _, err := z.greet("DEALER", id); err != nil {
+		t.Fatalf("%s: handshake as %q: %v", addr, id, err)
+	}
+	return z
+}
+
+func heartbeat(body []byte, nodes ...van.Node) *van.Message {
+	m := &van.Message{}
+	m.Reset()
+	m.Control.Cmd, m.Control.Nodes, m.Body, m.Timestamp = van.Heartbeat, nodes, body, 1
+	return m
+}
+
+// TestNameOfTheScheduler: a stranger asks the scheduler, which connects to him. With the name that it uses there he takes over none of its
+// connections to members, and none is taken for dead (A1).
+func TestNameOfTheScheduler(t *testing.T) {
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Workers: 2, Log: logged.Logger()})
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	scheduler := fmt.Sprintf("127.0.0.1:%d", c.Port)
+	if err := dialStranger(t, scheduler, "").send(heartbeat(membership.Question(0xeeee, l.Addr().String(), "list"))); err != nil {
+		t.Fatal(err)
+	}
+	_ = l.(*net.TCPListener).SetDeadline(time.Now().Add(zmtpTime))
+	in, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer in.Close()
+	name, err := zmtp{in}.greet("ROUTER", "")
+	if err != nil || !strings.HasPrefix(name, "ps1") {
+		t.Fatalf("the scheduler calls itself %q, %v; want a name that begins with ps1", name, err)
+	}
+	first, _, _ := strings.Cut(name[len("ps1."):], ".") // the scheduler's incarnation
+	for _, n := range append(c.Workers, c.Servers...) {
+		for _, as := range []string{name, "ps1." + first, "ps1", "ps1." + first + ".00000001"} {
+			z := dialStranger(t, core(n).Addr(), as)
+			for _, body := range []string{"stepaf/1 error go away", "stepaf/1 dead 8 it says so", "stepaf/1 dead 9 it says so"} {
+				if err := z.send(heartbeat([]byte(body))); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+	for range 3 { // its requests and releases need the scheduler's connections
+		together(t, c.Nodes(), func(n *postoffice.Node) error { return n.InstanceBarrier(within(t, 20*time.Second), 0, van.AllNodes) })
+	}
+	for _, n := range c.Nodes() {
+		if dead := n.DeadNodes(0); len(dead) > 0 {
+			t.Errorf("%s takes %v for dead", n.Name(), dead)
+		}
+	}
+	if text := logged.String(); strings.Contains(text, "peer lost") {
+		t.Errorf("somebody was taken for lost:\n%s", text)
+	}
+	c.Finalize(t)
+}
+
+// TestForgedTable: a node that waits for its scheduler is not captured by a table that a stranger sends as ps1, before the scheduler runs and while
+// it starts. It joins the real cluster (A2).
+func TestForgedTable(t *testing.T) {
+	c := testcluster.New(t, testcluster.Options{Over: testcluster.TCP})
+	addr := make(chan string, 1)
+	type result struct {
+		n   *postoffice.Node
+		err error
+	}
+	joined := make(chan result, 1)
+	go func() {
+		n, err := c.Join(within(t, time.Minute), "worker", 0, func(cfg *postoffice.Config) {
+			port, err := freeport.Find()
+			if err != nil {
+				t.Error(err)
+			}
+			cfg.Port, cfg.NodeHost = port, "127.0.0.1"
+			addr <- fmt.Sprintf("127.0.0.1:%d", port)
+		})
+		joined <- result{n, err}
+	}()
+	at := <-addr
+	host, port := "127.0.0.1", 0
+	fmt.Sscanf(at, "127.0.0.1:%d", &port)
+	record := func(role van.Role, id int, port int) van.Node {
+		return van.Node{Role: role, ID: id, Hostname: host, Port: port, Ports: []int32{int32(port)}, DevTypes: []int32{0}, DevIDs: []int32{0}, AuxID: -1}
+	}
+	table := &van.Message{}
+	table.Reset()
+	table.Control.Cmd, table.Timestamp = van.AddNode, 1
+	table.Control.Nodes = []van.Node{record(van.Server, 8, 1), record(van.Worker, 9, port), record(van.Scheduler, 1, c.Port)}
+	ctx, stop := context.WithCancel(t.Context())
+	over := make(chan struct{})
+	go func() { // again and again, until the worker has joined
+		defer close(over)
+		for k := 0; ctx.Err() == nil; k++ {
+			conn, err := net.Dial("tcp", at)
+			if err != nil {
+				continue // it does not listen yet
+			}
+			z := zmtp{conn}
+			if _, err = z.greet("DEALER", []string{"ps1", "ps1.00000001.00000001"}[k%2]); err == nil { // the second is a name for another process
+				for i := 0; err == nil && i < 50 && ctx.Err() == nil; i++ {
+					table.Timestamp = int32(i)
+					err = z.send(table)
+					select {
+					case <-ctx.Done():
+					case <-time.After(time.Millisecond):
+					}
+				}
+			}
+			_ = conn.Close()
+		}
+	}()
+	defer func() { stop(); <-over }()
+	select {
+	case r := <-joined:
+		t.Fatalf("the worker has joined a cluster without a scheduler: %v, %v", r.n, r.err)
+	case <-time.After(500 * time.Millisecond): // the stranger's time
+	}
+	rest := make(chan error, 2)
+	for _, role := range []string{"scheduler", "server"} {
+		go func() {
+			n, err := c.Join(within(t, time.Minute), role, 0, nil)
+			if err == nil {
+				t.Cleanup(func() { n.Close() })
+			}
+			rest <- err
+		}()
+	}
+	r := <-joined
+	for range 2 {
+		if err := <-rest; err != nil {
+			t.Error(err)
+		}
+	}
+	if r.err != nil {
+		t.Fatal(r.err)
+	}
+	defer r.n.Close()
+	if got := core(r.n).App().PeerName(8); strings.HasSuffix(got, ":1") {
+		t.Errorf("its server is the stranger's, %s", got)
+	}
+}
+
+// TestReplacementInACrowd: a stranger holds thousands of connections to the scheduler open. A worker
+// dies, and its replacement joins at once (A10).
+func TestReplacementInACrowd(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP})
+	count := 1000 // with 10,000 it takes as long to join
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err == nil {
+		count = min(count, int(min(limit.Cur, 1<<20))/2)
+	}
+	var idle []net.Conn
+	defer func() {
+		for _, x := range idle {
+			_ = x.Close()
+		}
+	}()
+	for i := range count {
+		x, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", c.Port))
+		if err != nil {
+			if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.EADDRNOTAVAIL) {
+				break
+			}
+			t.Fatal(err)
+		}
+		idle = append(idle, x)
+		if i%2 == 0 {
+			_, _ = x.Write(append([]byte{0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3}, make([]byte, 20)...)) // half a greeting
+		}
+	}
+	c.Workers[0].Close()
+	testcluster.Lost(t, c.Scheduler, van.WorkerID(0))
+	began := time.Now()
+	n, err := c.Join(within(t, zmtpTime), "worker", 0, nil)
+	if err != nil {
+		t.Fatalf("among %d idle connections: %v", len(idle), err)
+	}
+	t.Logf("a replacement has joined among %d idle connections within %s", len(idle), time.Since(began).Round(time.Millisecond))
+	c.Workers[0] = n
+	c.Finalize(t)
+}

@@ -1,0 +1,105 @@
+package cluster
+
+// A customer's messages that came before it was made.
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// weight estimates the memory that a message takes, in bytes.
+func weight(m *van.Message) int { return m.PayloadLen() + len(m.Body) + 512 }
+
+// backlogs has, by sender, the messages that came before their customer was made, and later
+// ones, which must not overtake them.
+type backlogs struct {
+	behind atomic.Bool // by is not empty
+	mu     sync.Mutex
+	by     map[int]*backlog
+	room   sync.Cond // a backlog has shrunk, or ended is set
+	ended  bool      // the node leaves
+}
+
+// backlog is the queue of one sender.
+type backlog struct {
+	queue []*van.Message
+	bytes int
+}
+
+// fill queues what was kept for the customer, and returns the senders. It comes first.
+func (s *backlogs) fill(kept []early) (senders []int) {
+	if len(kept) == 0 {
+		return nil
+	}
+	s.by = map[int]*backlog{}
+	for _, e := range kept {
+		b := s.by[e.msg.Sender]
+		if b == nil {
+			b = &backlog{}
+			s.by[e.msg.Sender] = b
+			senders = append(senders, e.msg.Sender)
+		}
+		b.queue = append(b.queue, e.msg)
+		b.bytes += weight(e.msg)
+	}
+	s.behind.Store(true)
+	return senders
+}
+
+// keep queues msg behind its sender's backlog, if there is one, and reports whether it did.
+// While the backlog has STEPAF_RECV_BUDGET_PEER bytes or more it blocks, and with it the receiving of that
+// sender's messages.
+func (s *backlogs) keep(msg *van.Message, self *identity) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for limit, paused := self.cfg.RecvBudgetPeer, false; ; paused = true {
+		b := s.by[msg.Sender]
+		switch {
+		case s.ended:
+			return true
+		case b == nil:
+			return false
+		case limit <= 0 || b.bytes < limit || failpoint.On("recv-budget"):
+			b.queue = append(b.queue, msg.Retain())
+			b.bytes += weight(msg)
+			return true
+		}
+		if !paused {
+			self.pausedRead(msg.Sender, b.bytes, "a peer is not read for now: what it sent before its application was made is not taken")
+		}
+		s.room.Wait()
+	}
+}
+
+// next takes the oldest message of a sender's backlog. When none is left, or after end, it
+// removes the backlog and returns nil.
+func (s *backlogs) next(sender int) *van.Message {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	defer s.room.Broadcast()
+	b := s.by[sender]
+	if len(b.queue) == 0 || s.ended {
+		for _, msg := range b.queue {
+			msg.Release()
+		}
+		delete(s.by, sender)
+		s.behind.Store(len(s.by) > 0)
+		return nil
+	}
+	msg := b.queue[0]
+	b.queue[0] = nil
+	b.queue = b.queue[1:]
+	b.bytes -= weight(msg)
+	return msg
+}
+
+// end ends waits in keep and drops the backlogs.
+func (s *backlogs) end() {
+	s.mu.Lock()
+	s.ended = true
+	s.room.Broadcast()
+	s.mu.Unlock()
+}

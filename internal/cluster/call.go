@@ -1,0 +1,72 @@
+package cluster
+
+import (
+	"context"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// DefaultTimeout is how long Call.Wait waits when neither its context nor the call's
+// maker has a limit, counted from the call. The original's default, 10 s, is shorter than the time in which the loss of a
+// stopped process is noticed: the call would end with van.ErrTimeout before van.ErrPeerLost could say why. Where
+// PS_HEARTBEAT_TIMEOUT asks for longer silences, the limit is that much longer, see App.Limit.
+const DefaultTimeout = 15 * time.Second
+
+// Limit is limit, or the default if it is 0: DefaultTimeout, or longer where a loss is noticed later than that.
+func (a App) Limit(limit time.Duration) time.Duration {
+	if limit != 0 {
+		return limit
+	}
+	return max(DefaultTimeout, a.lossNoticed())
+}
+
+// Call is a request of this node in flight: a push_pull, a push, a pull. It is a small
+// value that may be copied. All methods are safe for concurrent use.
+type Call struct {
+	c     *Customer
+	first int32
+	n     int32
+	limit time.Duration
+}
+
+// Call returns r as its caller sees it. A limit of 0 is the default of App.Limit, a negative one
+// is none. Call it after Open.
+func (r *Request) Call(limit time.Duration) Call { return Call{r.c, r.first, r.n, limit} }
+
+// Wait waits until all who were asked have answered, and forgets the call: its memory is
+// the caller's again, also after an error. Without a deadline in ctx it waits for the
+// limit of the call, counted from its begin. Errors wrap van.ErrTimeout, van.ErrPeerLost,
+// van.ErrClosed, van.ErrMalformed, van.ErrInvalid, ErrUnknownHandler (a second Wait), or
+// ctx's error, and name the peers concerned.
+func (c Call) Wait(ctx context.Context) error {
+	if c.c == nil {
+		return &van.Error{Op: "wait", Err: ErrUnknownHandler, Hint: "this Call was returned with an error, or never made"}
+	}
+	limit := App{c.c.node}.Limit(c.limit)
+	if _, has := ctx.Deadline(); has || limit < 0 {
+		limit = 0
+	}
+	return c.c.Wait(ctx, c.first, limit)
+}
+
+// Timestamp is the first of the call's consecutive timestamps, which errors and log lines
+// call its handler.
+func (c Call) Timestamp() int32 { return c.first }
+
+// Len is the number of timestamps: a push_pull has one for each push tensor and one for
+// each pull tensor of a server, other calls have one.
+func (c Call) Len() int { return int(c.n) }
+
+// Traces returns the stamps of the call's messages, one for each timestamp. With several
+// servers they are those of the last answer. Traces of the last 4096 answered timestamps
+// are kept; those of others, and of customers without KeepTraces, are zero.
+func (c Call) Traces() []Trace {
+	ts := make([]Trace, c.n)
+	for i := range ts {
+		if c.c != nil {
+			ts[i], _ = c.c.Trace(c.first + int32(i))
+		}
+	}
+	return ts
+}

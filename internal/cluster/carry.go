@@ -1,0 +1,128 @@
+package cluster
+
+// Carries out what the membership machine says.
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/limits"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// carryOut carries out one output of the machine.
+func (n *Node) carryOut(o membership.Output) {
+	switch o := o.(type) {
+	case membership.Send:
+		n.sendControl(o)
+	case membership.Connect:
+		n.mu.Lock()
+		n.connectDue(o.ID, -1)
+		n.mu.Unlock()
+		n.peers.Store(o.ID, o.Node.Addr())
+		n.peersChanged()
+		if err := limits.Explain(n.van.Connect(context.Background(), o.ID, o.Node)); err != nil {
+			n.rarely("connect: "+logx.Kind(err)).Error("connect failed", "peer", n.peerName(o.ID), "err", err)
+			n.step(func(t time.Duration) { n.machine.ConnectFailed(t, o.ID, err) })
+		}
+	case membership.Disconnect:
+		n.van.Disconnect(o.ID)
+		n.peers.Delete(o.ID)
+		n.peersChanged()
+	case membership.Rename:
+		if addr, ok := n.peers.LoadAndDelete(o.Old); ok {
+			n.peers.Store(o.New, addr)
+		}
+		if err := n.van.Rename(o.Old, o.New); err != nil {
+			n.log.Error("rename failed", "peer", n.peerName(o.New), "err", err)
+		}
+	case membership.Probe:
+		go n.trials.try(o.Node, n.self.Hostname, func(from string, err error) {
+			n.step(func(t time.Duration) { n.machine.Probed(t, &o.Node, from, err) })
+		})
+	case membership.Reply:
+		n.trials.reply(o, int(n.id.Load()))
+	case membership.SetID:
+		n.van.SetID(o.ID)
+	case membership.Assigned:
+		n.id.Store(int32(o.ID))
+		n.setName(van.NodeName(o.ID))
+		n.log.Info("joined", "as", van.NodeName(o.ID), "recovery", o.Recovery)
+	case membership.Ready:
+		n.stack.Enable()
+		n.log.Info("all nodes are known")
+		close(n.ready)
+	case membership.Waiting:
+		n.log.Warn("waiting to start: " + o.Report.String())
+	case membership.BarrierDone:
+		n.endBarrier(o.Barrier, nil)
+	case membership.BarrierFailed:
+		n.endBarrier(o.Barrier, o.Err)
+	case membership.PeerDead:
+		n.log.Warn("peer lost", "peer", n.peerName(o.ID), "cause", o.Cause)
+		n.apps.peerLost(o.ID, o.Cause)
+		n.notify(o.ID, false, o.Cause)
+	case membership.PeerAlive:
+		n.log.Warn("peer is back", "peer", n.peerName(o.ID))
+		n.notices.resend(o.ID)
+		n.notify(o.ID, true, nil)
+		n.strangers.admit(o.ID)
+	case membership.PeerReplaced:
+		// The new process does not answer requests to the former one.
+		cause := n.processes.lost(o.ID)
+		if cause == nil {
+			cause = errReplaced
+			n.apps.peerLost(o.ID, cause)
+			n.notify(o.ID, false, cause)
+		}
+		n.mu.Lock()
+		if !slices.Contains(n.machine.DeadNodes(now(), 0), o.ID) { // the new one may be lost already
+			n.processes.setLost(o.ID, nil)
+		}
+		n.mu.Unlock()
+		n.log.Warn("peer replaced", "peer", n.peerName(o.ID))
+		n.notify(o.ID, true, nil)
+		if a, ok := van.As[van.Admitter](n.van); ok {
+			a.Admit(o.ID)
+		}
+		n.strangers.admit(o.ID)
+	case membership.Policies:
+		states := n.applyPolicies(o.List)
+		n.step(func(t time.Duration) { n.machine.PoliciesAre(t, o.Version, states) })
+	case membership.Failed:
+		n.fail(o.Err)
+	case membership.Warning:
+		n.rarely("machine: " + logx.Kind(errors.New(o.Text))).Warn(o.Text)
+	}
+}
+
+func (n *Node) sendControl(o membership.Send) {
+	if o.To == int(n.id.Load()) {
+		n.step(func(t time.Duration) {
+			if err := n.machine.Step(t, o.To, &o.Meta); err != nil {
+				n.log.Error("own message refused", "err", err)
+			}
+		})
+		return
+	}
+	msg := &van.Message{Meta: o.Meta, Sender: int(n.id.Load()), Receiver: o.To}
+	n.logMessage("send", o.To, &msg.Meta)
+	if err := n.van.Send(msg); err != nil {
+		n.rarely("not sent: "+logx.Kind(err)).Warn("control message not sent", "err", err)
+	}
+}
+
+// fail makes the node unusable, with err as the reason.
+func (n *Node) fail(err error) {
+	n.mu.Lock()
+	usable := n.end(err)
+	n.mu.Unlock()
+	if usable {
+		n.log.Error("node failed", "err", err)
+		n.apps.abort(err)
+	}
+}

@@ -1,0 +1,197 @@
+package cluster
+
+// Runs the membership machine: feeds it messages and time, and waits for its barriers.
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/wake"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// control is the membership machine, and which of its outputs are still to be carried out.
+type control struct {
+	self    *identity
+	life    *lifetime
+	members *members
+	lanes   *laneTable
+	beating func(id int) bool // that of the transport, nil without; see van.LivenessProber
+
+	mu       sync.Mutex // guards what follows, and changes of life
+	machine  *membership.Machine
+	outputs  []membership.Output
+	draining bool               // a goroutine carries outputs out
+	due      map[int]int        // by peer, Connect outputs that are not carried out yet
+	waiters  map[int]chan error // by barrier ticket
+	rearm    chan struct{}      // the time of the next tick may have changed
+}
+
+// now is the machine's clock.
+func now() time.Duration { return time.Duration(clock.Now()) }
+
+// step gives the machine an input and carries out its outputs in order. If outputs are
+// being carried out already, by another goroutine or by a caller of step further up, the
+// new ones are left to it.
+func (c *control) step(input func(time.Duration)) {
+	c.mu.Lock()
+	t := now()
+	input(t)
+	outs := c.machine.Take()
+	// What is due at once leaves before what the application does next; but first this node
+	// gets what it sends to itself, such as the release of a barrier at its deadline.
+	if at, wanted := c.machine.NextTick(); wanted && at <= t && !sendsTo(outs, c.machine.ID()) {
+		c.passes(t)
+		outs = append(outs, c.machine.Take()...)
+	}
+	c.members.noteProcesses(outs, c.machine.Incarnation(van.SchedulerID))
+	c.members.noteLosses(outs)
+	for _, o := range outs {
+		if o, ok := o.(membership.Connect); ok {
+			c.connectDue(o.ID, 1)
+		}
+	}
+	c.outputs = append(c.outputs, outs...)
+	if c.draining {
+		c.mu.Unlock()
+		return
+	}
+	c.draining = true
+	for len(c.outputs) > 0 {
+		outs := c.outputs
+		c.outputs = nil
+		c.mu.Unlock()
+		for _, o := range outs {
+			c.lanes.dispatch(o)
+		}
+		c.mu.Lock()
+	}
+	c.draining = false
+	c.mu.Unlock()
+	wake.Put(c.rearm)
+}
+
+// passes tells the machine the time, and before that which of the nodes that it would take for
+// dead have a transport that still answers. mu is held.
+func (c *control) passes(t time.Duration) {
+	if c.beating != nil {
+		for _, id := range c.machine.Silent(t) {
+			if c.beating(id) {
+				c.machine.ProbeAnswered(t, id)
+			}
+		}
+	}
+	c.machine.Tick(t)
+}
+
+func sendsTo(outs []membership.Output, id int) bool {
+	return slices.ContainsFunc(outs, func(o membership.Output) bool {
+		m, ok := o.(membership.Send)
+		return ok && m.To == id
+	})
+}
+
+// connectDue counts the Connect outputs that are not carried out yet. mu is held.
+func (c *control) connectDue(id, more int) {
+	if c.due[id] += more; c.due[id] == 0 {
+		delete(c.due, id)
+	}
+}
+
+// tick steps the machine at the times that it asks for.
+func (c *control) tick() {
+	timer := time.NewTimer(time.Hour)
+	defer timer.Stop()
+	for {
+		c.mu.Lock()
+		at, wanted := c.machine.NextTick()
+		c.mu.Unlock()
+		if wanted {
+			timer.Reset(max(at-now(), 0))
+		} else {
+			timer.Stop()
+		}
+		select {
+		case <-timer.C:
+			c.step(c.passes)
+		case <-c.rearm:
+		case <-c.life.stop:
+			return
+		}
+	}
+}
+
+// peerChanged is called by the transport.
+func (c *control) peerChanged(id int, up bool, cause error) {
+	c.step(func(t time.Duration) {
+		switch {
+		case up:
+			c.machine.PeerBack(t, id)
+		case id == van.SchedulerID && !c.machine.Ready() && errors.Is(cause, syscall.ECONNREFUSED) && !errors.Is(cause, van.ErrReplaced):
+			// The scheduler does not listen yet. All other known peers listen.
+		case c.due[id] > 0:
+			// The lost connection is that of the process that had the id before: this
+			// one's has not been made yet.
+		default:
+			c.machine.PeerLost(t, id, cause)
+		}
+	})
+}
+
+// receive gives the machine a control message.
+func (c *control) receive(msg *van.Message) {
+	c.step(func(t time.Duration) {
+		if err := c.machine.StepFrom(t, msg.Sender, msg.Origin, &msg.Meta); err != nil {
+			c.self.droppedControl(msg.Sender, err)
+		}
+	})
+}
+
+// await gets a barrier ticket from begin and waits for its end.
+func (c *control) await(ctx context.Context, op string, begin func(time.Duration) (int, error)) error {
+	start := time.Now()
+	done := make(chan error, 1)
+	var ticket int
+	var err error
+	c.step(func(t time.Duration) {
+		if ticket, err = begin(t); err == nil {
+			c.waiters[ticket] = done
+		}
+	})
+	if err != nil {
+		return err
+	}
+	select {
+	case err := <-done:
+		return err
+	case <-c.life.failed:
+		return c.life.err
+	case <-c.life.closing:
+		err = van.ErrClosed
+	case <-ctx.Done():
+		err = van.TimedOut(context.Cause(ctx))
+	}
+	missing, hint := "", ""
+	c.step(func(time.Duration) {
+		delete(c.waiters, ticket)
+		missing, hint = c.machine.Missing(ticket)
+		c.machine.CancelBarrier(ticket)
+	})
+	return &van.Error{Op: op, Node: c.self.Name(), Detail: missing, Elapsed: time.Since(start), Err: err, Hint: hint}
+}
+
+func (c *control) endBarrier(ticket int, err error) {
+	c.mu.Lock()
+	done := c.waiters[ticket]
+	delete(c.waiters, ticket)
+	c.mu.Unlock()
+	if done != nil {
+		done <- err
+	}
+}

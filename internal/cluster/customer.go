@@ -1,0 +1,355 @@
+package cluster
+
+// Customer: opening requests and waiting for them, and the delivery of messages to an
+// application.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// ErrUnknownHandler: the timestamp was never given out, has been waited for
+// already, or belongs to a request that finished too long ago to be remembered.
+var ErrUnknownHandler = errors.New("unknown handler")
+
+// ErrOtherWaits: another goroutine waits for the handler, and gets the result. It is an
+// ErrUnknownHandler to who cannot tell the two apart.
+var ErrOtherWaits = fmt.Errorf("%w, now", ErrUnknownHandler)
+
+// ErrPending: WaitSlice ended before the request did. Wait again.
+var ErrPending = errors.New("not finished yet")
+
+// errLate marks an answer to a request that has ended.
+var errLate = errors.New("late or unknown answer")
+
+// Customer is an application object's end at a node: its requests in flight, and the
+// messages for it. It is safe for concurrent use.
+type Customer struct {
+	node    *Node
+	app, id int
+	handle  func(*van.Message)
+	traces  *traces // nil unless they are kept
+
+	requests
+	late  atomic.Uint64
+	early backlogs
+
+	withdrawals withdrawals
+	onWithdrawn atomic.Pointer[func(Withdrawn)]
+}
+
+func newCustomer(n *Node, app, id int, first int32, handle func(*van.Message)) *Customer {
+	c := &Customer{node: n, app: app, id: id, handle: handle}
+	c.early.room.L = &c.early.mu
+	c.requests.init(first)
+	return c
+}
+
+// AppID is the application id that the customer's messages carry.
+func (c *Customer) AppID() int { return c.app }
+
+// ID is the customer id that the customer's messages carry.
+func (c *Customer) ID() int { return c.id }
+
+// Open reserves n consecutive timestamps in r, for each of which every one of
+// receivers (node ids, without repeats) owes an answer. op names the operation in
+// errors. Send the messages afterwards, with r.First() and following; if a send
+// fails, call Abort.
+//
+// With no receivers the request is finished at once.
+func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int) error {
+	if n <= 0 {
+		return fmt.Errorf("%s: %w: %d timestamps, want at least 1", op, van.ErrInvalid, n)
+	}
+	if err := c.node.Alive(); err != nil {
+		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
+	}
+	c.mu.Lock()
+	first, err := c.reserve(n)
+	if err != nil {
+		c.mu.Unlock()
+		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
+	}
+	r.mu.Lock()
+	r.reset(c, op, sink, first, n, receivers)
+	r.mu.Unlock()
+	c.enter(r)
+	c.mu.Unlock()
+
+	// A peer that was lost before the request was in the table has not failed it, so it
+	// is checked here; a later loss finds the request in the table. The same holds for
+	// the end of this node.
+	if err := c.node.Alive(); err != nil {
+		r.fail(&van.Error{Op: op, Node: c.node.Name(), Err: err})
+		return nil
+	}
+	for _, id := range receivers {
+		if cause := c.node.processes.lost(id); cause != nil {
+			r.mu.Lock()
+			r.unsent = true
+			r.mu.Unlock()
+			r.failPeer(id, cause)
+			return nil
+		}
+	}
+	if len(receivers) == 0 {
+		r.mu.Lock()
+		r.settle()
+	}
+	return nil
+}
+
+// Skip takes n timestamps, for messages that belong to no Request, and returns the first. After the
+// largest comes 0.
+func (c *Customer) Skip(n int32) (first int32) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	first = c.next
+	c.next = (first + n) & math.MaxInt32
+	return first
+}
+
+// Abort fails a request whose messages could not all be sent.
+func (c *Customer) Abort(r *Request, err error) { r.fail(err) }
+
+// Wait waits until the request with handler ts is finished, and forgets it. limit
+// counts from Open; 0 means that only ctx ends the wait. When the wait ends before
+// the request does, the request is given up and the error names the peers that have not
+// answered.
+func (c *Customer) Wait(ctx context.Context, ts int32, limit time.Duration) error {
+	return c.WaitSlice(ctx, ts, limit, 0)
+}
+
+// WaitSlice is Wait for callers that have other work from time to time: when slice passes
+// first, it returns ErrPending and the request goes on. A slice of 0 is Wait.
+func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Duration) error {
+	c.mu.Lock()
+	r := c.lookup(ts)
+	if r == nil || r.first != ts || r.waiting {
+		waiting := r != nil && r.first == ts && r.waiting
+		base, next, given := c.base, c.next, c.given(ts)
+		c.mu.Unlock()
+		if !given {
+			return c.never(ts, base, next)
+		}
+		return c.unknown(ts, waiting, r)
+	}
+	r.mu.Lock()
+	r.waiting = true
+	r.mu.Unlock()
+	var timer *time.Timer
+	if limit > 0 || slice > 0 {
+		if k := len(c.timers); k > 0 {
+			timer, c.timers = c.timers[k-1], c.timers[:k-1]
+		} else {
+			timer = time.NewTimer(time.Hour)
+		}
+	}
+	c.mu.Unlock()
+
+	err := r.wait(ctx, limit, slice, timer)
+
+	c.mu.Lock()
+	if timer != nil {
+		c.timers = append(c.timers, timer)
+	}
+	if err == ErrPending {
+		r.mu.Lock()
+		r.waiting = false
+		done, gen := r.state == finished, r.gen
+		r.mu.Unlock()
+		c.mu.Unlock()
+		if done { // settle has left it to this waiter
+			c.completed(r, gen)
+		}
+		return err
+	}
+	c.forget(r)
+	c.mu.Unlock()
+	c.recycle(r)
+	return err
+}
+
+// Batch returns the handler of the request in flight that timestamp ts belongs to, and
+// whether all answers to ts have come; ok is false when there is no such request.
+func (c *Customer) Batch(ts int32) (handler int32, answered, ok bool, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	r := c.lookup(ts)
+	if r == nil || ts < r.first || ts >= r.first+r.n {
+		return 0, false, false, nil
+	}
+	answered, err = r.answered(ts)
+	return r.first, answered, true, err
+}
+
+// Outcome is what became of a request that has ended, ts being one of its timestamps: nil if it was answered, or an error
+// that wraps its own, or that of a request beside it which failed alike. It is ErrUnknownHandler for one that is in flight, that was never opened, or
+// that may be one of so many failed ones that they are not remembered.
+func (c *Customer) Outcome(ts int32) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.given(ts) {
+		return c.never(ts, c.base, c.next)
+	}
+	if r := c.lookup(ts); r != nil && ts >= r.first && ts < r.first+r.n {
+		return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler, Hint: "it has not been waited for"}
+	}
+	err, known := c.failures.find(ts, c.next)
+	if !known {
+		return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler,
+			Hint: "more requests have failed since than are remembered, and it may have failed, too; wait for each handler in time"}
+	}
+	if err != nil {
+		err = &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d has failed", ts), Err: err}
+	}
+	return err
+}
+
+// Elapsed is how long ago the request in flight that timestamp ts belongs to was
+// opened, 0 when there is none.
+func (c *Customer) Elapsed(ts int32) time.Duration {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	r := c.lookup(ts)
+	if r == nil || ts < r.first || ts >= r.first+r.n {
+		return 0
+	}
+	return time.Duration(clock.Now() - r.start)
+}
+
+// Given tells whether ts has been given out.
+func (c *Customer) Given(ts int32) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.given(ts)
+}
+
+// never is the error of a handler that was not given out.
+func (c *Customer) never(ts, base, next int32) error {
+	hint := "none has been given out"
+	if base != next {
+		hint = fmt.Sprintf("handlers from %d to %d have been given out", base, next-1)
+	}
+	return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler, Hint: hint}
+}
+
+// unknown is the error of a handler that was given out and cannot be waited for.
+func (c *Customer) unknown(ts int32, waiting bool, r *Request) error {
+	e := &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler}
+	switch {
+	case waiting:
+		e.Err = ErrOtherWaits
+		e.Hint = "another goroutine waits for it already; wait once for each handler"
+	case r != nil && ts >= r.first && ts < r.first+r.n:
+		e.Hint = fmt.Sprintf("it is inside the batch of handler %d; wait for that one", r.first)
+	default:
+		e.Hint = fmt.Sprintf("it has been waited for already, or finished more than %d requests ago; wait once for each handler", keepFinished)
+	}
+	return e
+}
+
+// deliver handles a message for this customer.
+func (c *Customer) deliver(msg *van.Message) {
+	now := clock.Now()
+	if msg.Request {
+		if c.withdrawals.has(msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp) {
+			return // the sender has given the request up
+		}
+		msg.RequestTrace.Process = now
+		c.handle(msg)
+		return
+	}
+	msg.ResponseTrace.Process = now
+	err := errLate
+	if r := c.lookup(msg.Timestamp); r != nil {
+		err = r.answer(msg)
+	}
+	if err == nil {
+		return
+	}
+	n := c.late.Add(1)
+	if _, show := c.node.causes.Next("answer: " + logx.Kind(err)); show {
+		c.node.log.Info("dropped an answer", "err", err, "from", van.NodeName(msg.Sender), "handler", msg.Timestamp, "late so far", n)
+	}
+}
+
+// begin delivers what was kept for c, before c gets anything else.
+func (c *Customer) begin(kept []early) {
+	for _, sender := range c.early.fill(kept) {
+		go c.catchUp(sender)
+	}
+}
+
+// catchUp delivers the backlog of one sender. Each sender has a goroutine, so that a
+// handler that blocks delays that sender only.
+func (c *Customer) catchUp(sender int) {
+	for msg := c.early.next(sender); msg != nil; msg = c.early.next(sender) {
+		c.deliver(msg)
+		msg.Release()
+	}
+}
+
+// peerLost fails the requests that node id has not answered.
+func (c *Customer) peerLost(id int, cause error) {
+	for _, r := range c.list() {
+		r.failPeer(id, cause)
+	}
+}
+
+// abortAll fails everything in flight.
+func (c *Customer) abortAll(err error) {
+	for _, r := range c.list() {
+		r.fail(err)
+	}
+}
+
+// Wanted tells whether the sender of a request still waits for its answer: it has not
+// given the request up, is not lost, and has not been replaced. epoch is that of the
+// request's message.
+func (c *Customer) Wanted(sender int, epoch uint32, customer, ts int32) bool {
+	p := c.node.processes.of(sender)
+	return p.epoch == epoch && (p.lost == nil || p.lostEpoch != epoch) && !c.withdrawals.has(sender, epoch, customer, ts)
+}
+
+// OnWithdrawn makes the customer call f with what senders give up, after Wanted has begun
+// to return false for it. f must not block.
+func (c *Customer) OnWithdrawn(f func(Withdrawn)) { c.onWithdrawn.Store(&f) }
+
+// Timestamps is the number of timestamps of the request with the given handler, 0
+// when it is not in flight.
+func (c *Customer) Timestamps(handler int32) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if r := c.lookup(handler); r != nil && r.first == handler {
+		return int(r.n)
+	}
+	return 0
+}
+
+// InFlight is the number of requests that are not finished, or not waited for yet.
+func (c *Customer) InFlight() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.live)
+}
+
+// Close fails the requests in flight and removes the customer from its node. Open fails
+// from then on.
+func (c *Customer) Close() {
+	c.mu.Lock()
+	c.closed = true
+	next := c.requests.next
+	c.mu.Unlock()
+	c.node.apps.remove(c, next)
+	c.early.end()
+	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
+}

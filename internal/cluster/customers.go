@@ -1,0 +1,71 @@
+package cluster
+
+// The customers of a node, and the requests that are kept for those to come.
+
+import (
+	"maps"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// apps routes data messages to customers. Requests for an application that does not
+// exist yet are kept, since peers may start sending before this process has made it.
+type apps struct {
+	self      *identity
+	processes *processes
+	notices   *notices
+	profile   *profile // nil unless asked for
+	role      van.Role
+	table     atomic.Pointer[map[appKey]*Customer]
+	orders    atomic.Pointer[map[int32]string] // of communicators' applications, see App.Order
+
+	mu       sync.Mutex
+	early    map[appKey][]early
+	by       map[int]account // of early, by sender
+	messages int             // of early
+	bytes    int
+	expiry   *time.Timer
+	closed   bool
+	finishes string           // the call in which the ending program waits, see finish
+	next     map[appKey]int32 // first timestamps for customers that are made again
+	noApp    logx.Sparse
+	tooMany  logx.Sparse
+}
+
+type appKey struct{ app, customer int32 }
+
+func (a *apps) init(self *identity, processes *processes, notices *notices) {
+	a.self, a.processes, a.notices, a.role = self, processes, notices, self.role
+	a.table.Store(&map[appKey]*Customer{})
+	a.early, a.by, a.next = map[appKey][]early{}, map[int]account{}, map[appKey]int32{}
+}
+
+// key returns the customer that a message is for: on a worker the customer id selects
+// it, elsewhere the application id is the customer id.
+func (a *apps) key(app, customer int32) appKey {
+	if a.role != van.Worker {
+		customer = app
+	}
+	return appKey{app, customer}
+}
+
+func (a *apps) remove(c *Customer, next int32) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	m := maps.Clone(*a.table.Load())
+	k := appKey{int32(c.app), int32(c.id)}
+	if m[k] == c {
+		delete(m, k)
+		a.next[k] = next
+	}
+	a.table.Store(&m)
+}
+
+func (a *apps) customers() []*Customer {
+	return slices.Collect(maps.Values(*a.table.Load()))
+}

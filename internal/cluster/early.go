@@ -1,0 +1,210 @@
+package cluster
+
+// Requests that arrive before their application exists: how many are kept, and how long.
+
+import (
+	"cmp"
+	"fmt"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// maxEarly bounds the number of messages of one sender that are kept, besides the budgets
+// in bytes.
+const maxEarly = 4096
+
+// earlyTime is how long they are kept when STEPAF_START_TIMEOUT is no limit.
+const earlyTime = 300 * time.Second
+
+// early is a request for an application that does not exist yet.
+type early struct {
+	msg *van.Message
+	at  uint64 // clock.Now
+}
+
+// account is how much is kept of one sender.
+type account struct{ messages, bytes int }
+
+// keep stores a request for an application that does not exist yet, or tells its sender that
+// it does not. It returns the customer if it has been made meanwhile.
+func (a *apps) keep(k appKey, msg *van.Message) *Customer {
+	c, why := a.store(k, msg)
+	if why != "" {
+		a.notices.refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: %w: %s", van.ErrQueueFull, errNoApp, why))
+	}
+	return c
+}
+
+// store is keep, but returns why the request is dropped.
+func (a *apps) store(k appKey, msg *van.Message) (c *Customer, why string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if c := (*a.table.Load())[k]; c != nil {
+		return c, ""
+	}
+	if a.closed {
+		return nil, ""
+	}
+	if !msg.Request {
+		if count, show := a.noApp.Next(); show {
+			a.self.log.Info("dropped an answer", "err", errNoApp, "from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "dropped so far", count)
+		}
+		return nil, ""
+	}
+	if a.finishes != "" {
+		a.refuseFinished(msg)
+		return nil, ""
+	}
+	if why := a.full(msg); why != "" {
+		a.self.counts.early.add(msg)
+		if count, show := a.tooMany.Next(); show {
+			a.self.log.Warn("dropped a request for an application that this node does not have: "+why, "err", errNoApp,
+				"from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "kept", a.messages, "bytes", a.bytes, "dropped so far", count)
+		}
+		return nil, why
+	}
+	if a.messages == 0 {
+		a.self.log.Info("keeping requests until their application is made", "app", k.app, "customer", k.customer)
+		a.expireIn(a.limit())
+	}
+	a.early[k] = append(a.early[k], early{msg.Retain(), clock.Now()})
+	a.count(msg, 1)
+	return nil, ""
+}
+
+// full returns why msg cannot be kept, or "". The first message of a member may be longer than
+// STEPAF_RECV_BUDGET_PEER: it would never come otherwise. a.mu is held. The loss of a sender is noted
+// before peerLost takes a.mu: what is kept in spite of this check is dropped there.
+func (a *apps) full(msg *van.Message) string {
+	if a.processes.lost(msg.Sender) != nil {
+		return "its sender has been lost"
+	}
+	size, of := weight(msg), a.by[msg.Sender]
+	what, limit, used := "STEPAF_RECV_BUDGET_PEER", a.self.cfg.RecvBudgetPeer, of.bytes
+	member := a.processes.of(msg.Sender).known
+	if !member {
+		if !a.self.mayJoin(msg.Sender) {
+			return "its sender is no member of the cluster"
+		}
+		what, limit, used = "STEPAF_STRANGER_BUDGET", a.self.cfg.StrangerBudget, a.bytes
+	}
+	switch {
+	case of.messages >= maxEarly:
+		return fmt.Sprintf("%d of its sender are kept already", of.messages)
+	case limit > 0 && used+size > limit && !(member && of.messages == 0):
+		return fmt.Sprintf("this one has %d bytes, and %d are kept already (%s=%d)", size, used, what, limit)
+	case a.self.cfg.RecvBudget > 0 && a.bytes+size > a.self.cfg.RecvBudget:
+		return fmt.Sprintf("this one has %d bytes, and %d are kept already (STEPAF_RECV_BUDGET=%d)", size, a.bytes, a.self.cfg.RecvBudget)
+	}
+	return ""
+}
+
+// count adds msg to the accounts (sign 1) or subtracts it (sign -1). a.mu is held.
+func (a *apps) count(msg *van.Message, sign int) {
+	of := a.by[msg.Sender]
+	of.messages += sign
+	of.bytes += sign * weight(msg)
+	if a.by[msg.Sender] = of; of.messages == 0 {
+		delete(a.by, msg.Sender)
+	}
+	a.messages += sign
+	a.bytes += sign * weight(msg)
+}
+
+// forget drops the kept requests that match and returns their number. a.mu is held.
+func (a *apps) forget(match func(appKey, *early) bool) (forgotten int) {
+	for k, list := range a.early {
+		rest := list[:0]
+		for i := range list {
+			if e := list[i]; match(k, &e) {
+				a.count(e.msg, -1)
+				e.msg.Release()
+				forgotten++
+			} else {
+				rest = append(rest, e)
+			}
+		}
+		clear(list[len(rest):])
+		if a.early[k] = rest; len(rest) == 0 {
+			delete(a.early, k)
+		}
+	}
+	return forgotten
+}
+
+// limit is how long requests are kept.
+func (a *apps) limit() time.Duration { return cmp.Or(max(a.self.cfg.StartTimeout, 0), earlyTime) }
+
+// expireIn drops, after d, the requests that have waited too long. a.mu is held.
+func (a *apps) expireIn(d time.Duration) {
+	if a.expiry != nil {
+		a.expiry.Stop()
+	}
+	a.expiry = time.AfterFunc(d, func() {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		limit, oldest := a.limit(), uint64(0)
+		var of appKey
+		gone := a.forget(func(k appKey, e *early) bool {
+			if time.Duration(clock.Now()-e.at) >= limit {
+				of = k
+				a.self.counts.early.add(e.msg)
+				return true
+			}
+			if oldest == 0 || e.at < oldest {
+				oldest = e.at
+			}
+			return false
+		})
+		if gone > 0 {
+			a.self.log.Warn("gave up requests for an application that was not made", "app", of.app, "customer", of.customer,
+				"requests", gone, "limit", limit, "err", errNoApp)
+		}
+		if a.messages > 0 && !a.closed {
+			a.expireIn(max(limit-time.Duration(clock.Now()-oldest), time.Millisecond))
+		}
+	})
+}
+
+// discard drops all kept requests and keeps no more.
+func (a *apps) discard() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.closed = true
+	if a.expiry != nil {
+		a.expiry.Stop()
+	}
+	a.forget(func(appKey, *early) bool { return true })
+}
+
+// finish refuses the requests for applications that this node does not have, both the queued ones and all that arrive from now
+// on. The program ends; text names the call in which it waits. If text is "", such requests are queued again.
+func (a *apps) finish(text string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.finishes = text; text == "" {
+		return
+	}
+	a.forget(func(_ appKey, e *early) bool {
+		a.refuseFinished(e.msg)
+		return true
+	})
+}
+
+// refuseFinished sends a refusal with the reason to the sender of a request. The caller holds a.mu.
+func (a *apps) refuseFinished(msg *van.Message) {
+	a.notices.refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp,
+		fmt.Errorf("%w: %s waits in %s and has no application %d", van.ErrFinished, a.self.Name(), a.finishes, msg.AppID))
+}
+
+// take removes and returns the requests that are kept for k. a.mu is held.
+func (a *apps) take(k appKey) []early {
+	kept := a.early[k]
+	delete(a.early, k)
+	for _, e := range kept {
+		a.count(e.msg, -1)
+	}
+	return kept
+}

@@ -1,0 +1,273 @@
+package cluster
+
+import (
+	"errors"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// TestOneExpiry: requests that are kept, taken and kept again, for whatever application,
+// are looked after by one timer, which ends with the node.
+func TestOneExpiry(t *testing.T) {
+	var a apps
+	a.expireIn(time.Hour)
+	first := a.expiry
+	a.expireIn(time.Hour)
+	if first.Stop() {
+		t.Error("the earlier timer still runs")
+	}
+	a.discard()
+	if a.expiry.Stop() {
+		t.Error("a timer runs on after the end")
+	}
+}
+
+// TestEachExpires: a request that was kept later is given up later, and is given up.
+func TestEachExpires(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var a apps
+		a.init(&identity{cfg: &Config{StartTimeout: time.Second}, log: slog.New(slog.DiscardHandler)}, nil, nil)
+		keep := func(sender int) {
+			a.mu.Lock()
+			defer a.mu.Unlock()
+			msg := (&van.Message{Sender: sender}).Retain()
+			a.early[appKey{7, 7}] = append(a.early[appKey{7, 7}], early{msg, clock.Now()})
+			a.count(msg, 1)
+		}
+		kept := func() int {
+			a.mu.Lock()
+			defer a.mu.Unlock()
+			return a.messages
+		}
+		keep(9)
+		a.expireIn(time.Second)
+		for _, sender := range []int{11, 13} {
+			time.Sleep(300 * time.Millisecond)
+			keep(sender)
+		}
+		time.Sleep(110 * time.Millisecond)
+		for _, want := range []int{2, 1, 0} {
+			time.Sleep(300 * time.Millisecond) // until a moment after the next one is given up
+			synctest.Wait()
+			if got := kept(); got != want {
+				t.Errorf("%d requests are kept, want %d", got, want)
+			}
+		}
+	})
+}
+
+// TestFull: what is kept early of a member, and of a process that is not one yet, is compared with its
+// budget: a member's with what it sent itself, that of others with all that is kept.
+func TestFull(t *testing.T) {
+	cfg := DefaultConfig()
+	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 3, 1, 1
+	cfg.StrangerBudget, cfg.RecvBudgetPeer, cfg.RecvBudget = 30000, 50000, 90000
+	n := keptNode(cfg, slog.New(slog.DiscardHandler))
+	n.processes.change(9, func(p *process) { p.known = true })
+	message := func(sender, size int) *van.Message {
+		m := &van.Message{Meta: van.Meta{Request: true}, Sender: sender}
+		m.Body = make([]byte, size-weight(m))
+		return m
+	}
+	a := &n.apps
+	for _, c := range []struct {
+		sender, size int
+		why          string // "" if it is kept
+	}{
+		{11, 15000, ""},
+		{13, 15000, ""},
+		{13, 2000, "this one has 2000 bytes, and 30000 are kept already (STEPAF_STRANGER_BUDGET=30000)"},
+		{9, 55000, ""}, // the first one may have any size
+		{9, 2000, "this one has 2000 bytes, and 55000 are kept already (STEPAF_RECV_BUDGET_PEER=50000)"},
+		{15, 2000, "no member"}, // there is no such rank
+	} {
+		m := message(c.sender, c.size)
+		a.mu.Lock()
+		why := a.full(m)
+		if why == "" {
+			a.count(m, 1)
+		}
+		a.mu.Unlock()
+		if (why == "") != (c.why == "") || !strings.Contains(why, c.why) {
+			t.Errorf("%d bytes of %d: %q, want %q", c.size, c.sender, why, c.why)
+		}
+	}
+}
+
+// TestBacklogIsCounted: what waits behind a handler that is busy with what came before it was
+// there counts, from the beginning: the budget of a sender is compared with it.
+func TestBacklogIsCounted(t *testing.T) {
+	n := &Node{identity: identity{cfg: &Config{}, rand: func() uint64 { return 0 }}}
+	n.assemble()
+	entered, release := make(chan struct{}, 3), make(chan struct{})
+	c := newCustomer(n, 7, 7, 0, func(*van.Message) {
+		entered <- struct{}{}
+		<-release
+	})
+	a := &n.apps
+	k, each := appKey{7, 7}, 0
+	a.mu.Lock()
+	for ts := range int32(3) {
+		msg := (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts, Body: make([]byte, 1000)}, Sender: 9}).Retain()
+		each = weight(msg)
+		a.early[k] = append(a.early[k], early{msg, clock.Now()})
+		a.count(msg, 1)
+	}
+	c.begin(a.take(k))
+	a.mu.Unlock()
+	<-entered
+	c.early.mu.Lock()
+	if b := c.early.by[9]; b.bytes != 2*each {
+		t.Errorf("%d bytes wait, want %d, those of two requests", b.bytes, 2*each)
+	}
+	c.early.mu.Unlock()
+	close(release)
+}
+
+// TestRoomBehindABacklog: a receiver that waits since too much is behind a busy handler goes on when messages of
+// its sender have been taken, and not before; it is counted as one that waits once.
+func TestRoomBehindABacklog(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var s backlogs
+		s.room.L = &s.mu
+		request := func(ts int32) *van.Message {
+			return (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts}, Sender: 9}).Retain()
+		}
+		s.fill([]early{{msg: request(0)}, {msg: request(1)}, {msg: request(2)}})
+		self := &identity{cfg: &Config{RecvBudgetPeer: 2 * weight(request(0))}, log: slog.New(slog.DiscardHandler)}
+		kept := make(chan bool, 1)
+		go func() { kept <- s.keep(request(3), self) }()
+		for ts := range int32(2) {
+			synctest.Wait()
+			if len(kept) > 0 {
+				t.Fatalf("a message was queued behind %d others, more than the limit allows", 3-ts)
+			}
+			if m := s.next(9); m.Timestamp != ts {
+				t.Fatalf("message %d is next, want %d", m.Timestamp, ts)
+			}
+		}
+		synctest.Wait()
+		if len(kept) == 0 {
+			t.Error("the receiver waits though there is room")
+			s.end()
+		}
+		if !<-kept {
+			t.Error("the message overtakes the backlog")
+		}
+		if n := self.counts.paused.Load(); n != 1 {
+			t.Errorf("counted %d times", n)
+		}
+	})
+}
+
+// sent is a van that keeps what is sent.
+type sent struct {
+	van.Van
+	bodies []string
+}
+
+func (s *sent) Send(m *van.Message) error {
+	s.bodies = append(s.bodies, string(m.Body))
+	return nil
+}
+
+// TestSayAgain: a server that is back is told what was given up meanwhile; another process
+// in its place, which has none of it, is not.
+func TestSayAgain(t *testing.T) {
+	out := &sent{}
+	n := &Node{identity: identity{log: slog.New(slog.DiscardHandler)}, van: out}
+	n.assemble()
+	n.processes.change(8, func(p *process) { p.known, p.incarnation, p.lost = true, 5, van.ErrPeerLost })
+	n.notices.withdraw(8, 7, Withdrawn{Customer: 1, First: 20, Count: 3})
+	if len(out.bodies) > 0 {
+		t.Fatalf("a lost server is told %q", out.bodies)
+	}
+	n.processes.change(8, func(p *process) { p.lost = nil })
+	n.notices.resend(8)
+	if len(out.bodies) != 1 || out.bodies[0] != "stepaf/1 given-up 7 1 20 3" {
+		t.Fatalf("a server that is back is told %q", out.bodies)
+	}
+	n.processes.change(8, func(p *process) { p.incarnation = 6 })
+	n.notices.resend(8)
+	if len(out.bodies) != 1 {
+		t.Errorf("another process is told %q", out.bodies[1:])
+	}
+}
+
+// ending is a Sink that tells when it has ended.
+type ending chan error
+
+func (e ending) Answer(int, int, *van.Message) error { return nil }
+func (e ending) Finished(err error)                  { e <- err }
+func (e ending) Recycle()                            {}
+
+// TestOpenBesideLoss: requests that are opened while their peer is found lost end, each once. The race
+// detector looks on.
+func TestOpenBesideLoss(t *testing.T) {
+	n := &Node{identity: identity{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, van: &sent{}}
+	n.setName("the test's node")
+	n.assemble()
+	n.processes.change(8, func(p *process) { p.known, p.lost = true, van.ErrPeerLost })
+	c := newCustomer(n, 7, 1, 0, func(*van.Message) {})
+	stop, losses := make(chan struct{}), sync.WaitGroup{}
+	losses.Go(func() {
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+				c.peerLost(8, van.ErrPeerLost)
+			}
+		}
+	})
+	for range 50_000 {
+		r, end := new(Request), make(ending, 2)
+		if err := c.Open(r, "ask", end, 1, []int{8}); err != nil {
+			t.Fatal(err)
+		}
+		if err := r.Call(0).Wait(t.Context()); !errors.Is(err, van.ErrPeerLost) || len(end) != 1 {
+			t.Fatalf("%v, ended %d times", err, len(end))
+		}
+	}
+	close(stop)
+	losses.Wait()
+}
+
+// TestFailsItsOwnRequest: what fails the request of a timestamp fails no other one that has come to its place in the table.
+func TestFailsItsOwnRequest(t *testing.T) {
+	n := &Node{identity: identity{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, lifetime: newLifetime(), van: &sent{}}
+	n.setName("the test's node")
+	n.assemble()
+	n.processes.change(8, func(p *process) { p.known = true })
+	c, err := n.App().AddCustomer(7, 7, func(*van.Message) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Skip(1024 + 5)
+	r, end := new(Request), make(ending, 2)
+	if err := c.Open(r, "ask", end, 2, []int{8}); err != nil {
+		t.Fatal(err)
+	}
+	fail := func(ts int32, from int) {
+		n.apps.failRequest(&van.Meta{AppID: 7, CustomerID: 7, Timestamp: ts}, from, van.ErrTimeout)
+	}
+	fail(5, 8)
+	fail(6, 8)
+	fail(7, 8)
+	fail(1024+7, 8)
+	fail(1024+5, 10)
+	if !r.Pending() {
+		t.Fatalf("it has failed: %v", <-end)
+	}
+	fail(1024+6, 8)
+	if err := c.Wait(t.Context(), r.First(), 0); !errors.Is(err, van.ErrTimeout) || len(end) != 1 {
+		t.Errorf("%v, ended %d times", err, len(end))
+	}
+}

@@ -1,0 +1,116 @@
+package cluster
+
+// What became of requests that were forgotten: those that failed are remembered, so that nobody who asks for one again, or
+// late, takes it for answered.
+
+import (
+	"cmp"
+	"errors"
+	"math"
+	"slices"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// maxFailures bounds how many failed requests, or stretches of them, are remembered.
+const maxFailures = 4096
+
+// failures are the failed requests of a customer.
+type failures struct {
+	list []failed // by timestamp; no two overlap
+	// forgotten is the latest timestamp of those that did not fit; what is as old as that may have failed. -1: none.
+	forgotten int32
+}
+
+// failed is a request that failed, or a stretch of them, one behind the other.
+type failed struct {
+	first, n int32
+	err      error // of one of them
+}
+
+// add remembers a request. next is the timestamp that is given out next.
+func (f *failures) add(first, n int32, err error, next int32) {
+	i, _ := slices.BinarySearchFunc(f.list, first, byFirst)
+	if f.list = slices.Insert(f.list, i, failed{first, n, err}); len(f.list) > maxFailures {
+		f.shrink(next)
+	}
+}
+
+func byFirst(x failed, ts int32) int { return cmp.Compare(x.first, ts) }
+
+// shrink makes stretches of what lies one behind the other and has failed alike, and forgets the oldest if that is not enough.
+func (f *failures) shrink(next int32) {
+	list := f.list[:1]
+	for _, x := range f.list[1:] {
+		if last := &list[len(list)-1]; last.first+last.n == x.first && alike(last.err, x.err) {
+			last.n += x.n
+		} else {
+			list = append(list, x)
+		}
+	}
+	clear(f.list[len(list):])
+	f.list = list
+	more := len(list) - maxFailures*3/4
+	if more <= 0 {
+		return
+	}
+	ages := make([]int32, len(list))
+	for i, x := range list {
+		ages[i] = age(x.first, next)
+	}
+	slices.Sort(ages)
+	oldest := ages[len(ages)-more]
+	f.list = slices.DeleteFunc(list, func(x failed) bool {
+		if age(x.first, next) < oldest {
+			return false
+		}
+		if last := x.first + x.n - 1; f.forgotten < 0 || age(last, next) < age(f.forgotten, next) {
+			f.forgotten = last
+		}
+		return true
+	})
+}
+
+// alike tells whether two errors are of one kind.
+func alike(a, b error) bool {
+	for _, kind := range []error{van.ErrTimeout, van.ErrPeerLost, van.ErrClosed, van.ErrQueueFull, van.ErrInvalid, van.ErrMalformed} {
+		if errors.Is(a, kind) != errors.Is(b, kind) {
+			return false
+		}
+	}
+	return true
+}
+
+// find returns the error of the failed request that ts belongs to. known is false when it may have failed.
+func (f *failures) find(ts, next int32) (err error, known bool) {
+	i, at := slices.BinarySearchFunc(f.list, ts, byFirst)
+	if !at {
+		i--
+	}
+	if i >= 0 && ts-f.list[i].first < f.list[i].n {
+		return f.list[i].err, true
+	}
+	return nil, f.forgotten < 0 || age(ts, next) < age(f.forgotten, next)
+}
+
+// reuse forgets timestamps that are given out again, which ascend.
+func (f *failures) reuse(first, n int32) {
+	i, at := slices.BinarySearchFunc(f.list, first, byFirst)
+	if !at && i > 0 && f.list[i-1].first+f.list[i-1].n > first {
+		i--
+	}
+	k, end := i, first+n
+	for ; k < len(f.list) && f.list[k].first < end; k++ {
+		if over := f.list[k].first + f.list[k].n - end; over > 0 {
+			f.list[k].first, f.list[k].n = end, over
+			break
+		}
+	}
+	f.list = slices.Delete(f.list, i, k)
+	if f.forgotten >= first && f.forgotten < end {
+		f.forgotten = -1
+	}
+}
+
+// age is how many timestamps have been given out since ts, up to next, and have begun from 0 again at the largest.
+func age(ts, next int32) int32 { return (next - 1 - ts) & math.MaxInt32 }

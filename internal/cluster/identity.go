@@ -1,0 +1,132 @@
+package cluster
+
+// Who a node is, which all its parts need to know: role, id, place in the cluster, names,
+// configuration and log.
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// identity is who a node is.
+type identity struct {
+	cfg         *Config
+	role        van.Role
+	incarnation uint32 // of this process, see van.NodeExtension
+	rand        func() uint64
+	id          atomic.Int32
+	name        atomic.Pointer[string]
+	peers       sync.Map               // node id to "host:port"
+	onPeers     atomic.Pointer[func()] // see App.OnPeers
+	log         *slog.Logger
+	debug       bool // log every message
+	causes      logx.Causes
+	counts      counts
+}
+
+// Name says who this node is: "worker 0 (id 9)".
+func (n *identity) Name() string { return *n.name.Load() }
+
+func (n *identity) setName(s string) { n.name.Store(&s) }
+
+// peersChanged calls the function of App.OnPeers.
+func (n *identity) peersChanged() {
+	if f := n.onPeers.Load(); f != nil {
+		(*f)()
+	}
+}
+
+// peerName names node id and its address: "server 1 (id 10) at 10.0.0.7:4021".
+func (n *identity) peerName(id int) string {
+	if addr, ok := n.peers.Load(id); ok {
+		return fmt.Sprintf("%s at %s", van.NodeName(id), addr)
+	}
+	return van.NodeName(id)
+}
+
+// Log is the node's logger; its lines carry role, rank and id.
+func (n *identity) Log() *slog.Logger { return n.log }
+
+// Config is what the node was started with. Do not change it.
+func (n *identity) Config() *Config { return n.cfg }
+
+// Role is the node's role: worker, server or scheduler.
+func (n *identity) Role() van.Role { return n.role }
+
+// ID is the node's id.
+func (n *identity) ID() int { return int(n.id.Load()) }
+
+// Rank is the instance rank.
+func (n *identity) Rank() int { return van.RankOf(n.ID()) }
+
+// mayJoin tells whether a cluster of this size has a node with that id.
+func (n *identity) mayJoin(id int) bool {
+	switch {
+	case id == van.SchedulerID:
+		return true
+	case id <= van.AllNodes || id >= van.Empty:
+		return false
+	case van.RoleOf(id) == van.Worker:
+		return van.RankOf(id) < n.cfg.NumWorkers*n.cfg.GroupSize
+	default:
+		return van.RankOf(id) < n.cfg.NumServers*n.cfg.GroupSize
+	}
+}
+
+// rarely is App.Rarely. Errors of one cause have the same logx.Kind.
+func (n *identity) rarely(cause string) *slog.Logger { return n.causes.Log(n.log, cause) }
+
+// pausedRead is App.PausedRead.
+func (n *identity) pausedRead(id, bytes int, text string) {
+	n.counts.paused.Add(1)
+	n.rarely(text).Warn(text, "peer", n.peerName(id), "bytes", bytes, "limit (STEPAF_RECV_BUDGET_PEER)", n.cfg.RecvBudgetPeer)
+}
+
+// droppedControl logs that a control message of node from was dropped, and why.
+func (n *identity) droppedControl(from int, why error) {
+	n.rarely("control: "+logx.Kind(why)).Warn("dropped a control message", "err", why, "from", n.peerName(from))
+}
+
+// logMessage writes a line for one message at PS_VERBOSE=2.
+func (n *identity) logMessage(way string, peer int, m *van.Meta) {
+	if !n.debug {
+		return
+	}
+	n.log.LogAttrs(context.Background(), slog.LevelDebug, way, slog.String("peer", van.NodeName(peer)), slog.String("message", m.String()))
+}
+
+// knownID makes log lines show what follows from the node's id as soon as that is known.
+type knownID struct {
+	n    *identity
+	rank bool // the rank
+}
+
+func (k knownID) LogValue() slog.Value {
+	switch id := k.n.ID(); {
+	case id == van.Empty:
+		return slog.StringValue("-")
+	case k.rank:
+		return slog.IntValue(van.RankOf(id))
+	default:
+		return slog.IntValue(id)
+	}
+}
+
+// lossMargin is the time for the steps after a missed heartbeat: the connection ends, and the layers above receive the loss.
+const lossMargin = 3 * time.Second
+
+// lossNoticed is the longest time from the stop of a process until it is found lost, 0 if heartbeats are off.
+func (n *identity) lossNoticed() time.Duration {
+	interval, silence := n.cfg.Heartbeats()
+	if interval <= 0 || silence <= 0 {
+		return 0
+	}
+	return silence + interval + lossMargin
+}

@@ -1,0 +1,37 @@
+package cluster
+
+import (
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// TestLeaveOnce: whoever ends a node while it is leaving waits until it has left, and gets
+// the result. Virtual time goes on meanwhile, which it does not for who waits for a mutex.
+func TestLeaveOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &Node{lifetime: lifetime{left: make(chan struct{})}}
+		want := errors.New("left with an error")
+		begun := make(chan struct{})
+		go n.leaveOnce(func() error {
+			close(begun)
+			time.Sleep(time.Second)
+			return want
+		})
+		<-begun
+		start := time.Now()
+		for range 2 {
+			n.leaveOnce(func() error {
+				t.Error("left twice")
+				return nil
+			})
+			if n.finalErr != want {
+				t.Errorf("the result is %v, want %v", n.finalErr, want)
+			}
+			if d := time.Since(start); d != time.Second {
+				t.Errorf("waited for %s, want 1s", d)
+			}
+		}
+	})
+}

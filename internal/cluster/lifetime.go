@@ -1,0 +1,60 @@
+package cluster
+
+// How far a node has come, and whether it can be used.
+
+import (
+	"sync"
+	"sync/atomic"
+)
+
+// lifetime is how far a node has come, from its start to its end. Changes are made with
+// control.mu held.
+type lifetime struct {
+	ready     chan struct{} // closed when all nodes are known
+	failed    chan struct{} // closed when the node cannot be used any more; err says why
+	err       error
+	onExit    []*func()
+	stop      chan struct{} // ends tick
+	leaving   atomic.Bool
+	left      chan struct{} // closed when the node has left; finalErr is set then
+	finalErr  error
+	closing   chan struct{} // closed by Close, to end a Finalize that waits
+	closeOnce sync.Once     // closes closing
+}
+
+func newLifetime() lifetime {
+	return lifetime{ready: make(chan struct{}), failed: make(chan struct{}), stop: make(chan struct{}),
+		closing: make(chan struct{}), left: make(chan struct{})}
+}
+
+// Alive returns nil, or why the node cannot be used: it has left, or failed.
+func (n *lifetime) Alive() error {
+	select {
+	case <-n.failed:
+		return n.err
+	default:
+		return nil
+	}
+}
+
+// end makes the node unusable, with err as the reason. It returns false if the node was so
+// before. control.mu is held.
+func (n *lifetime) end(err error) bool {
+	if n.Alive() != nil {
+		return false
+	}
+	n.err = err
+	close(n.failed)
+	return true
+}
+
+// leaveOnce calls leave the first time; other calls wait for its end. They wait for a
+// channel, not for the mutex of a sync.Once, which would stop the virtual time of tests.
+func (n *lifetime) leaveOnce(leave func() error) {
+	if n.leaving.Swap(true) {
+		<-n.left
+		return
+	}
+	defer close(n.left)
+	n.finalErr = leave()
+}

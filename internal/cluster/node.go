@@ -1,0 +1,156 @@
+package cluster
+
+// Node: what it is made of, its barriers, and its end.
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/stack"
+)
+
+// Node is one member of a cluster. All methods are safe for concurrent use.
+type Node struct {
+	identity
+	lifetime
+	control
+	watchers
+	lanes     laneTable
+	members   members
+	processes processes
+	strangers strangers
+	notices   notices
+	apps      apps
+	ending    ends
+
+	stack    *stack.Van
+	van      van.Van      // of stack
+	canceler van.Canceler // nil when the van reads no memory later
+	device   device
+	self     van.Node // this node's record
+	trials   trials
+}
+
+// device is a node's, and whether the node closes it.
+type device struct {
+	backend.Backend
+	own bool
+}
+
+func (d *device) close() error {
+	if d.own {
+		return d.Close()
+	}
+	return nil
+}
+
+// Backend is the memory of the node's device.
+func (n *Node) Backend() backend.Backend { return n.device.Backend }
+
+// Van is the node's transports, whose optional abilities van.As finds, and van.PathTo the
+// path to a peer. To send and to leave use the node's own methods.
+func (n *Node) Van() van.Van { return n.van }
+
+// IsRecovery tells whether this node replaces a dead one.
+func (n *Node) IsRecovery() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.machine.IsRecovery()
+}
+
+// DeadNodes lists the nodes that have been silent for longer than t, or are known to be
+// lost. The scheduler hears all nodes, the others only the scheduler.
+func (n *Node) DeadNodes(t time.Duration) []int {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.machine.DeadNodes(now(), t)
+}
+
+// Barrier waits until as many members of the group have called it as C++ StepMesh's
+// group barrier counts: one for each group of instances. Only members that have called
+// it are released. customer is usually 0. A call that ends with ctx does not count for
+// the others, unless the scheduler is C++ StepMesh's, which cannot be told. Barrier fails
+// after STEPAF_BARRIER_TIMEOUT; or, when only lost members are missing, after
+// STEPAF_REPLACE_TIMEOUT unless they are replaced.
+func (n *Node) Barrier(ctx context.Context, customer, group int) error {
+	return n.barrier(ctx, "barrier", customer, group, false)
+}
+
+// InstanceBarrier waits until every instance of the group has called it.
+func (n *Node) InstanceBarrier(ctx context.Context, customer, group int) error {
+	return n.barrier(ctx, "instance barrier", customer, group, true)
+}
+
+// StopBarrier is the instance barrier over all nodes that a program calls before
+// Finalize. The scheduler and servers may call it as soon as they have started, so it has
+// no limit of its own: it waits as long as a live member is missing.
+func (n *Node) StopBarrier(ctx context.Context) error {
+	n.beginEnd("stop()")
+	err := n.await(ctx, "stop barrier", func(t time.Duration) (int, error) { return n.machine.StopBarrier(t, 0) })
+	n.endEnd(err)
+	return err
+}
+
+func (n *Node) barrier(ctx context.Context, op string, customer, group int, instance bool) error {
+	return n.await(ctx, op, func(t time.Duration) (int, error) { return n.machine.Barrier(t, customer, group, instance) })
+}
+
+// Finalize waits until every node of the cluster has called it, then leaves. It leaves
+// and returns an error when ctx ends; when only lost nodes are missing and
+// STEPAF_REPLACE_TIMEOUT passes without replacements; or, on a worker, after
+// STEPAF_STOP_TIMEOUT. It takes part in the instance barriers over all nodes that others of
+// this library call before it. Only the first call has an effect; others return its result.
+func (n *Node) Finalize(ctx context.Context) error {
+	n.leaveOnce(func() error {
+		n.beginEnd("Finalize")
+		err := n.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.machine.Finalize(t, 0) })
+		return errors.Join(err, n.leave(ctx, lingerTime))
+	})
+	return n.finalErr
+}
+
+// Close leaves at once, without waiting for other nodes. Requests in flight fail with
+// van.ErrClosed, and so does a Finalize that waits. Close waits for handlers, so a handler
+// must call it on another goroutine.
+func (n *Node) Close() { n.close(lingerTime) }
+
+func (n *Node) close(linger time.Duration) {
+	n.closeOnce.Do(func() { close(n.closing) })
+	n.leaveOnce(func() error { return n.leave(context.Background(), linger) })
+}
+
+// How long a leaving node waits for its last messages to be sent: normally, and when it
+// has not started.
+const (
+	lingerTime  = 2 * time.Second
+	shortLinger = 300 * time.Millisecond
+)
+
+// leave ends the node; leaveOnce calls it.
+func (n *Node) leave(ctx context.Context, linger time.Duration) error {
+	n.mu.Lock()
+	if n.machine != nil {
+		n.machine.Leaving(now())
+	}
+	n.end(&van.Error{Op: "use", Node: n.Name(), Err: van.ErrClosed})
+	exits := slices.Clone(n.onExit)
+	n.mu.Unlock()
+
+	close(n.stop) // without waiting for tick: leave may run in a callback of it
+	n.endEnd(nil)
+	n.apps.abort(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
+	n.lanes.await(shortLinger)
+	n.strangers.close()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), linger)
+	defer cancel()
+	err := n.van.Close(ctx)
+	n.apps.discard()
+	for i := len(exits) - 1; i >= 0; i-- {
+		(*exits[i])()
+	}
+	return errors.Join(err, n.apps.profile.close(), n.device.close())
+}

@@ -1,0 +1,113 @@
+package cluster
+
+// What a worker tells the servers: which requests it has given up, so that they drop them. And
+// how a node tells another one such things.
+
+import (
+	"fmt"
+	"math"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// A worker sends a Withdrawn in the body of a HEARTBEAT without node records, as the scheduler
+// sends its notices, and only to servers of this library. It may overtake the request, or
+// arrive when that was answered long ago.
+const withdrawPrefix = "stepaf/1 given-up "
+
+// maxNotices is how many notices a node remembers for each peer.
+const maxNotices = 256
+
+// notice is a Withdrawn that was sent, or was to be sent, to a peer.
+type notice struct {
+	app int
+	w   Withdrawn
+	to  uint32 // incarnation
+	at  uint64
+}
+
+// notices has the notices by peer, oldest first.
+type notices struct {
+	self      *identity
+	processes *processes
+	van       van.Van
+	mu        sync.Mutex
+	by        map[int][]notice
+	sent      atomic.Int32 // how many notices have been sent, of refusals too; the timestamp of the last one
+}
+
+// withdraw tells node id that these answers are no longer awaited.
+func (s *notices) withdraw(id, app int, w Withdrawn) {
+	p := s.processes.of(id)
+	if p.incarnation == 0 || failpoint.On("abandon") {
+		return
+	}
+	s.add(id, notice{app: app, w: w, to: p.incarnation, at: clock.Now()})
+	if s.processes.of(id).lost == nil { // otherwise resend sends it when the peer is back
+		s.send(id, app, w)
+	}
+}
+
+func (s *notices) send(id, app int, w Withdrawn) {
+	err := s.tell(id, fmt.Appendf(nil, "%s%d %d %d %d", withdrawPrefix, app, w.Customer, w.First, w.Count))
+	if err != nil {
+		s.self.log.Info("could not tell a server that a request was given up", "server", s.self.peerName(id), "handler", w.First, "err", err)
+	}
+}
+
+// tell sends node id a notice.
+func (s *notices) tell(id int, body []byte) error {
+	msg := &van.Message{}
+	msg.Reset()
+	msg.Sender, msg.Receiver = s.self.ID(), id
+	// PS_RESEND would take the timestamps of one customer for earlier ones of another.
+	msg.Control.Cmd, msg.Timestamp = van.Heartbeat, s.sent.Add(1)&math.MaxInt32
+	msg.Body = body
+	s.processes.stamp(&msg.Meta, s.processes.of(id))
+	s.self.logMessage("send", id, &msg.Meta)
+	return s.van.Send(msg)
+}
+
+// resend sends recent notices to node id, which was lost and is back: those of the
+// meantime were not sent, and some may have been lost with the connection. The peer may
+// not have noticed the break, and still hold the requests. Duplicates do no harm.
+func (s *notices) resend(id int) {
+	incarnation := s.processes.of(id).incarnation
+	for _, x := range s.recent(id) {
+		if x.to == incarnation {
+			s.send(id, x.app, x.w)
+		}
+	}
+}
+
+func (s *notices) add(id int, x notice) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list := s.by[id]
+	if len(list) >= maxNotices {
+		list = list[:copy(list, list[1:])]
+	}
+	s.by[id] = append(list, x)
+}
+
+// recent returns the notices that are not older than rememberWithdrawn, and forgets the
+// others.
+func (s *notices) recent(id int) []notice {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list, now := s.by[id], clock.Now()
+	for len(list) > 0 && time.Duration(now-list[0].at) > rememberWithdrawn {
+		list = list[1:]
+	}
+	if len(list) == 0 {
+		delete(s.by, id)
+		return nil
+	}
+	s.by[id] = list
+	return append([]notice(nil), list...)
+}

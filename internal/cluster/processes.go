@@ -1,0 +1,135 @@
+package cluster
+
+// Which process has a node id, as far as this node knows, and which received messages
+// are that process's.
+
+import (
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// process is what a node knows of the process that has a node id. It is immutable; a
+// change stores a new one.
+type process struct {
+	epoch       uint32 // counts the processes that have had the id, from 1
+	incarnation uint32 // see van.NodeExtension; 0: not known, or a C++ StepMesh node
+	known       bool   // its record has come
+	behind      bool   // messages that came before its record are not all delivered yet
+	lost        error  // why it, or the one before it, is considered dead
+	lostEpoch   uint32 // of the one that is
+}
+
+// original reports whether the process is one of C++ StepMesh.
+func (p *process) original() bool { return p.known && p.incarnation == 0 }
+
+// unknownProcess is that of an id of which nothing is known.
+var unknownProcess = process{epoch: 1}
+
+// processes is the table of processes by node id. It is read without a lock, for every
+// message.
+type processes struct {
+	self        *identity
+	incarnation uint32     // of this process
+	mu          sync.Mutex // guards changes; taken before strangers.mu
+	at          atomic.Pointer[[]atomic.Pointer[process]]
+	stale       logx.Sparse // messages of or for other processes
+}
+
+func (t *processes) of(id int) *process {
+	if at := t.at.Load(); at != nil && id >= 0 && id < len(*at) {
+		if p := (*at)[id].Load(); p != nil {
+			return p
+		}
+	}
+	return &unknownProcess
+}
+
+// change replaces the entry of id. Ids that no member can have are ignored. mu is held.
+func (t *processes) change(id int, f func(*process)) {
+	if id < 0 || id >= van.Empty {
+		return
+	}
+	p := *t.of(id)
+	f(&p)
+	old := t.at.Load()
+	if old == nil || id >= len(*old) {
+		grown := make([]atomic.Pointer[process], max(id+1, 64))
+		if old != nil {
+			grown = make([]atomic.Pointer[process], max(id+1, 2*len(*old)))
+			for i := range *old {
+				grown[i].Store((*old)[i].Load())
+			}
+		}
+		old = &grown
+		t.at.Store(old)
+	}
+	(*old)[id].Store(&p)
+}
+
+// lost returns why node id is considered dead, or nil.
+func (t *processes) lost(id int) error { return t.of(id).lost }
+
+func (t *processes) setLost(id int, cause error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.change(id, func(p *process) { p.lost, p.lostEpoch = cause, p.epoch })
+}
+
+// stamp marks a message with this process and p, which it is meant for. Messages to C++
+// StepMesh nodes are not marked.
+func (t *processes) stamp(m *van.Meta, p *process) {
+	if p.incarnation != 0 && !failpoint.On("incarnation") {
+		m.SetIncarnations(t.incarnation, p.incarnation)
+	}
+}
+
+// verdict is what to do with a received message.
+type verdict int
+
+const (
+	accept   verdict = iota
+	discard          // it is of another process than the table's, or meant for another one
+	holdBack         // it is of a process that the table may have soon
+)
+
+// judge compares a data message's marks with the table. Most messages need only the
+// first comparison. The machine does this for control messages.
+func (t *processes) judge(msg *van.Message, p *process) verdict {
+	from, to := msg.Incarnations()
+	switch {
+	case from == p.incarnation && to == t.incarnation && from != 0 && !p.behind:
+		return accept
+	case failpoint.On("incarnation"), failpoint.On("stale-answer") && !msg.Request, p.known && p.incarnation == 0 && (from == 0 || to != t.incarnation), from == 0 && !p.known:
+		return accept // of a C++ StepMesh node, which may have something else where marks are, or of one that does not know this node yet
+	case from == 0 || to != t.incarnation:
+		return discard
+	default:
+		return holdBack
+	}
+}
+
+// dropStale counts a message of another process than the table's.
+func (t *processes) dropStale(msg *van.Message, p *process) {
+	if count, show := t.stale.Next(); show {
+		from, to := msg.Incarnations()
+		t.self.log.Warn("dropped a message from or for a process that was replaced", "from", t.self.peerName(msg.Sender), "message", msg.Meta.String(),
+			"its incarnation", fmt.Sprintf("%08x", from), "want", fmt.Sprintf("%08x", p.incarnation),
+			"meant for", fmt.Sprintf("%08x", to), "this is", fmt.Sprintf("%08x", t.incarnation), "dropped so far", count)
+	}
+}
+
+// answerTo returns errStale for an answer to a process that has been replaced.
+func (t *processes) answerTo(msg *van.Message, p *process) error {
+	if msg.ProcessEpoch == 0 || msg.ProcessEpoch == p.epoch || msg.Request || failpoint.On("incarnation") || failpoint.On("stale-answer") {
+		return nil
+	}
+	return errStale
+}
+
+// errStale: the process that sent the request has been replaced.
+var errStale = fmt.Errorf("%w: another process has taken the place of the one that asked", van.ErrPeerLost)

@@ -1,0 +1,91 @@
+package cluster
+
+// What a server tells a worker: which request it does not take, and why.
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// A server says so in the body of a HEARTBEAT without node records, as a worker says what it
+// has given up, and only to workers of this library.
+const refusedPrefix = "stepaf/1 refused "
+
+// maxRefused is how long such a body may be.
+const maxRefused = 1024
+
+// refusals are the errors that a refusal may carry, and the words for them. A notice has the words of all errors that its
+// reason matches, separated by commas.
+var refusals = [...]struct {
+	word string
+	err  error
+}{{"refused", van.ErrRequestRefused}, {"invalid", van.ErrInvalid}, {"full", van.ErrQueueFull}, {"finished", van.ErrFinished}}
+
+// Declined is why as the reason of a handler that refuses a request. A reason that matches van.ErrFinished stays as it is: it
+// is not the handler's.
+func Declined(why error) error {
+	if why == nil {
+		return fmt.Errorf("%w: no reason (nil) to refuse a request", van.ErrInvalid)
+	}
+	if errors.Is(why, van.ErrFinished) {
+		return why
+	}
+	return &declined{why}
+}
+
+// declined is the error of a handler that refuses a request. It has the handler's text, and matches van.ErrRequestRefused and the handler's
+// own sentinels.
+type declined struct{ why error }
+
+func (d *declined) Error() string { return van.ErrRequestRefused.Error() + ": " + d.why.Error() }
+
+func (d *declined) Unwrap() []error { return []error{van.ErrRequestRefused, d.why} }
+
+// Refuse tells node id that this node will not answer the request that timestamp ts belongs to: its call fails at once.
+// epoch is that of the request's message. Only reasons that match van.ErrRequestRefused, van.ErrInvalid,
+// van.ErrQueueFull or van.ErrFinished are sent. A lost process gets no notice, nor does the replacement of the process that
+// asked. A C++ process gets none, since its protocol has no refusal: it waits for its limit, and the log says so. Stats counts
+// refusals for van.ErrInvalid and van.ErrQueueFull, with or without a notice.
+func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {
+	switch {
+	case errors.Is(why, van.ErrInvalid):
+		a.counts.invalid.Add(1)
+	case errors.Is(why, van.ErrQueueFull):
+		a.counts.refused.Add(1)
+	}
+	a.notices.refuse(id, epoch, app, customer, ts, why)
+}
+
+func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why error) {
+	p := s.processes.of(id)
+	if p.lost != nil || p.epoch != epoch {
+		return
+	}
+	var words []string
+	text := why.Error()
+	for _, r := range refusals {
+		if errors.Is(why, r.err) {
+			words = append(words, r.word)
+			text = strings.TrimPrefix(text, r.err.Error()+": ")
+		}
+	}
+	if len(words) == 0 {
+		return
+	}
+	switch {
+	case !p.known:
+		return
+	case p.incarnation == 0:
+		s.self.rarely("refused: original").Warn("a request was refused; its worker is a process of the original, which cannot be told, and waits for its limit",
+			"worker", s.self.peerName(id), "handler", ts, "why", text)
+		return
+	}
+	body := fmt.Appendf(nil, "%s%d %d %d %s %s", refusedPrefix, app, customer, ts, strings.Join(words, ","), logx.Printable(text))
+	if err := s.tell(id, body[:min(len(body), maxRefused)]); err != nil {
+		s.self.log.Info("could not tell a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
+	}
+}

@@ -1,0 +1,71 @@
+package cluster
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// TestReadRefused: what refuse writes is read; nothing else is, and nothing unprintable gets into an error.
+func TestReadRefused(t *testing.T) {
+	out := &sent{}
+	var lines bytes.Buffer
+	n := &Node{identity: identity{log: slog.New(slog.NewTextHandler(&lines, nil))}, van: out}
+	n.assemble()
+	n.processes.change(9, func(p *process) { p.known, p.incarnation, p.epoch = true, 5, 2 })
+	n.App().Refuse(9, 2, 7, 3, 20, &van.Error{Detail: "12 bytes\n", Err: van.ErrQueueFull})
+	n.App().Refuse(9, 2, 7, 3, 20, errors.Join(van.ErrInvalid, errors.New(strings.Repeat("ä", 2000))))
+	for _, body := range out.bodies {
+		if rest, is := strings.CutPrefix(body, refusedPrefix); !is || len(body) > maxRefused {
+			t.Errorf("%d bytes are sent: %.60q", len(body), body)
+		} else if meta, why := readRefused([]byte(rest)); meta.AppID != 7 || meta.CustomerID != 3 || meta.Timestamp != 20 || why == nil || why.Error() != logx.Printable(why.Error()) {
+			t.Errorf("%.60q is read as %d %d %d %v", body, meta.AppID, meta.CustomerID, meta.Timestamp, why)
+		}
+	}
+	if len(out.bodies) != 2 {
+		t.Errorf("%d refusals are told, want 2", len(out.bodies))
+	}
+	n.App().Refuse(9, 1, 7, 3, 20, van.ErrInvalid)   // of the process before
+	n.App().Refuse(11, 1, 7, 3, 20, van.ErrInvalid)  // node 11 is unknown
+	n.App().Refuse(9, 2, 7, 3, 20, van.ErrMalformed) // no reason that is told
+	n.processes.change(9, func(p *process) { p.lost = van.ErrPeerLost })
+	n.App().Refuse(9, 2, 7, 3, 20, van.ErrInvalid)
+	if len(out.bodies) != 2 {
+		t.Errorf("%q are told, want nothing more", out.bodies[2:])
+	}
+	if got, want := n.Stats(), (Stats{RefusedRequests: 1, InvalidRequests: 4}); got != want {
+		t.Errorf("%+v is counted, want %+v", got, want)
+	}
+
+	n.processes.change(13, func(p *process) { p.known = true })
+	n.App().Refuse(13, 1, 7, 3, 20, Declined(errors.New("key 5 is locked")))
+	if want := "which cannot be told, and waits for its limit"; len(out.bodies) != 2 || !strings.Contains(lines.String(), want) || !strings.Contains(lines.String(), "key 5 is locked") {
+		t.Errorf("a process of the original is told %q; the log is %q, want %q", out.bodies[2:], lines.String(), want)
+	}
+	n.processes.change(9, func(p *process) { p.lost = nil })
+	n.App().Refuse(9, 2, 7, 3, 20, Declined(fmt.Errorf("%w: key 5 is locked", van.ErrInvalid)))
+	if len(out.bodies) != 3 {
+		t.Fatalf("%q are told, want one more", out.bodies[2:])
+	}
+	_, no := readRefused([]byte(strings.TrimPrefix(out.bodies[2], refusedPrefix)))
+	if !errors.Is(no, van.ErrRequestRefused) || !errors.Is(no, van.ErrInvalid) || errors.Is(no, van.ErrQueueFull) || no.Error() != "request refused: key 5 is locked" {
+		t.Errorf("%q is read as %v", out.bodies[2], no)
+	}
+
+	for body, want := range map[string]error{
+		"7 0 5 refused x": van.ErrRequestRefused, "7 0 5 refused,full x": van.ErrQueueFull, "7 0 5 refused, x": nil, "7 0 5 refused,closed x": nil, "7 0 5 , x": nil,
+		"7 0 5 invalid x": van.ErrInvalid, "7 0 5 full x y": van.ErrQueueFull, "7 0 5 full a\nb\xff": van.ErrQueueFull, "7 0 5 full ": van.ErrQueueFull,
+		"7 0 5 full": nil, "7 0 5 closed x": nil, "7 0 x full y": nil, "7 0 99999999999 full x": nil, "": nil, "7": nil, " 7 0 5 full x": nil,
+	} {
+		_, why := readRefused([]byte(body))
+		if !errors.Is(why, want) || why != nil && why.Error() != logx.Printable(why.Error()) {
+			t.Errorf("%q is read as %v, want %v", body, why, want)
+		}
+	}
+}

@@ -1,0 +1,413 @@
+package cluster
+
+// Request: who still owes which answer, and how a request finishes, fails or is given up.
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/wake"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// Sink takes the answers to a request.
+type Sink interface {
+	// Answer takes one answer to timestamp index i of the request, from receiver
+	// index from. It runs on the transport's goroutine; answers of different
+	// receivers may run at the same time. msg is valid until it returns. An error
+	// fails the request.
+	Answer(i, from int, msg *van.Message) error
+
+	// Finished is called once, before any Wait returns: with nil after the last
+	// answer, or with the error. No Answer runs any more, and the
+	// transport no longer reads the memory of messages sent before.
+	Finished(err error)
+
+	// Recycle is called once after Finished, when the request is no longer referred to;
+	// the sink may then be used for another request.
+	Recycle()
+}
+
+// Request is one or several consecutive timestamps in flight, to each of which every
+// receiver owes an answer. It is part of a larger object that pools it; the zero value is
+// ready for Customer.Open.
+type Request struct {
+	mu        sync.Mutex
+	c         *Customer
+	sink      Sink
+	op        string
+	first     int32
+	n         int32
+	receivers []int    // node ids, ascending
+	owed      []uint64 // n rows of words bits, set while an answer is owed
+	words     int
+	left      int // answers owed
+	busy      int // calls of Answer that run, and Begin without End
+	state     state
+	err       error
+	start     uint64 // clock.Now at Open
+	waiting   bool
+	gen       uint64        // counts uses, so that a late access notices that r was reused
+	unsent    bool          // no message of it was sent
+	ringIndex int           // in requests.finished, -1 when not there
+	done      chan struct{} // one token when finished
+	isDone    func() bool   // tells whether done has its token
+}
+
+type state uint8
+
+const (
+	unused   state = iota
+	open           // answers are awaited
+	failing        // failed, calls of Answer still run
+	finished       // Finished has been called
+)
+
+// reset prepares r for n timestamps from first. r.mu is held.
+func (r *Request) reset(c *Customer, op string, sink Sink, first int32, n int, receivers []int) {
+	r.c, r.op, r.sink = c, op, sink
+	r.first, r.n = first, int32(n)
+	r.receivers = append(r.receivers[:0], receivers...)
+	if !slices.IsSorted(r.receivers) {
+		slices.Sort(r.receivers)
+	}
+	r.words = (len(receivers) + 63) / 64
+	if need := n * r.words; cap(r.owed) < need {
+		r.owed = make([]uint64, need)
+	} else {
+		r.owed = r.owed[:need]
+	}
+	for i := range r.owed {
+		r.owed[i] = ^uint64(0)
+		if i%r.words == r.words-1 && len(receivers)%64 != 0 {
+			r.owed[i] = 1<<(len(receivers)%64) - 1
+		}
+	}
+	r.left, r.busy, r.err = n*len(receivers), 0, nil
+	r.state, r.waiting, r.unsent = open, false, false
+	r.gen++
+	r.ringIndex = -1
+	r.start = clock.Now()
+	if r.done == nil {
+		r.done = make(chan struct{}, 1)
+		r.isDone = func() bool { return len(r.done) > 0 }
+	}
+	select {
+	case <-r.done:
+	default:
+	}
+}
+
+// First is the first timestamp: the handler of the request.
+func (r *Request) First() int32 { return r.first }
+
+// Pending tells whether r still waits for answers: it has neither been answered nor
+// failed.
+func (r *Request) Pending() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.state == open
+}
+
+// Begin keeps r from finishing while a goroutine other than the one that opened it sends
+// its messages: Finished is not called before End. When r has been answered or has failed
+// it returns false, and End must not be called.
+func (r *Request) Begin() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.state != open {
+		return false
+	}
+	r.busy++
+	return true
+}
+
+// End ends a Begin.
+func (r *Request) End() {
+	r.mu.Lock()
+	r.busy--
+	r.settle()
+}
+
+// Arrived says that all receivers have the messages of the first n timestamps, as an answer to a later one may show:
+// when it returns they are not sent again (PS_RESEND), whether or not they were acknowledged, and their memory may change.
+func (r *Request) Arrived(n int) {
+	if n > 0 && r.c.node.cfg.Resend {
+		r.recall(int32(n))
+	}
+}
+
+// recall takes the memory of the messages of the first n timestamps back from the transport.
+func (r *Request) recall(n int32) {
+	if x := r.c.node.canceler; x != nil {
+		x.Cancel(van.Requests{App: int32(r.c.app), Customer: int32(r.c.id), First: r.first, Count: n})
+	}
+}
+
+// answer gives msg to the sink if its sender still owes this answer.
+func (r *Request) answer(msg *van.Message) error {
+	r.mu.Lock()
+	i := int(msg.Timestamp - r.first)
+	from, known := slices.BinarySearch(r.receivers, msg.Sender)
+	switch {
+	case r.state != open || i < 0 || i >= int(r.n):
+		r.mu.Unlock()
+		return errLate
+	case !known:
+		r.mu.Unlock()
+		return fmt.Errorf("%w: %s was not asked", van.ErrMalformed, van.NodeName(msg.Sender))
+	case !r.take(i, from):
+		r.mu.Unlock()
+		return fmt.Errorf("%w: %s answered twice", van.ErrMalformed, van.NodeName(msg.Sender))
+	}
+	r.busy++
+	sink := r.sink
+	r.mu.Unlock()
+
+	if t := r.c.traces; t != nil {
+		t.put(msg)
+	}
+	err := sink.Answer(i, from, msg)
+
+	r.mu.Lock()
+	r.busy--
+	r.left--
+	if err != nil && r.state == open {
+		r.err, r.state = r.wrap(err, msg.Sender), failing
+	}
+	r.settle()
+	return nil
+}
+
+// take clears the bit of an owed answer and tells whether it was set.
+func (r *Request) take(i, from int) bool {
+	w, bit := &r.owed[i*r.words+from/64], uint64(1)<<(from%64)
+	was := *w&bit != 0
+	*w &^= bit
+	return was
+}
+
+// settle finishes the request when all answers are in, or it has failed, and no call of
+// Answer runs. It unlocks r.mu.
+func (r *Request) settle() {
+	if r.busy > 0 || r.state == finished || r.state == unused || (r.state == open && r.left > 0) {
+		r.mu.Unlock()
+		return
+	}
+	sink, err, c, unsent := r.sink, r.err, r.c, r.unsent // which Open may be setting
+	r.state = finished
+	r.mu.Unlock()
+
+	switch {
+	case err != nil && !unsent:
+		if !failpoint.On("recall") {
+			r.recall(r.n)
+		}
+		r.notifyOwing()
+	case err == nil:
+		r.Arrived(int(r.n))
+	}
+	sink.Finished(err)
+
+	r.mu.Lock()
+	wake.Put(r.done)
+	waiting, gen := r.waiting, r.gen
+	r.mu.Unlock()
+	if !waiting {
+		c.completed(r, gen)
+	}
+}
+
+// notifyOwing tells the peers that still owe answers that the request is given up. No
+// other goroutine uses r meanwhile.
+func (r *Request) notifyOwing() {
+	n := r.c.node
+	if n.Alive() != nil {
+		return // the peers will see the connections end
+	}
+	for k, id := range r.receivers {
+		if r.owes(k) > 0 {
+			n.notices.withdraw(id, r.c.app, Withdrawn{Customer: int32(r.c.id), First: r.first, Count: r.n})
+		}
+	}
+}
+
+// owes is how many answers the receiver with that index owes. r.mu is held, or no other goroutine uses r.
+func (r *Request) owes(k int) (n int) {
+	for i := range int(r.n) {
+		n += int(r.owed[i*r.words+k/64] >> (k % 64) & 1)
+	}
+	return n
+}
+
+// fail ends the request with err, once no call of Answer runs.
+func (r *Request) fail(err error) {
+	r.mu.Lock()
+	if r.state != open {
+		r.mu.Unlock()
+		return
+	}
+	r.err, r.state = err, failing
+	r.settle()
+}
+
+// failPeer fails the request if node id owes an answer.
+func (r *Request) failPeer(id int, cause error) {
+	r.mu.Lock()
+	r.failOwing(id, cause)
+}
+
+// failAt is failPeer, but does nothing unless timestamp ts is of the request.
+func (r *Request) failAt(ts int32, id int, cause error) {
+	r.mu.Lock()
+	if ts < r.first || ts-r.first >= r.n {
+		r.mu.Unlock()
+		return
+	}
+	r.failOwing(id, cause)
+}
+
+// failOwing unlocks r.mu.
+func (r *Request) failOwing(id int, cause error) {
+	from, known := slices.BinarySearch(r.receivers, id)
+	if r.state != open || !known || r.owes(from) == 0 {
+		r.mu.Unlock()
+		return
+	}
+	r.err, r.state = r.wrap(cause, id), failing
+	r.settle()
+}
+
+// wrap adds operation, node, peer and handler to err. r.mu is held.
+func (r *Request) wrap(err error, peer int) error {
+	return &van.Error{
+		Op: r.op, Node: r.c.node.Name(), Peer: r.c.node.peerName(peer), PeerID: peer,
+		Detail:  fmt.Sprintf("handler %d", r.first),
+		Elapsed: time.Duration(clock.Now() - r.start), Err: err,
+	}
+}
+
+// owing lists the peers that still owe answers, for errors. r.mu is held.
+func (r *Request) owing() string {
+	var names []string
+	total := 0
+	for k, id := range r.receivers {
+		n := r.owes(k)
+		if n == 0 {
+			continue
+		}
+		if total++; len(names) < 8 {
+			names = append(names, fmt.Sprintf("%s (%d of %d answers missing)", r.c.node.peerName(id), n, r.n))
+		}
+	}
+	if total > len(names) {
+		names = append(names, fmt.Sprintf("and %d more", total-len(names)))
+	}
+	return strings.Join(names, ", ")
+}
+
+// wait waits until r is finished and returns its error. When ctx ends or limit
+// (counted from Open; 0 none) passes first, the request is given up: its memory
+// is the caller's again and late answers are dropped. When slice (counted from
+// now; 0 none) passes first, wait returns ErrPending.
+func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *time.Timer) error {
+	sliced := slice > 0
+	var left time.Duration // 0: none
+	if limit > 0 || sliced {
+		left = slice
+		if limit > 0 {
+			left = max(limit-time.Duration(clock.Now()-r.start), time.Nanosecond)
+			if sliced = sliced && slice < left; sliced {
+				left = slice
+			}
+		}
+		timer.Reset(left)
+		defer timer.Stop()
+	}
+	App{r.c.node}.PollFor(ctx, left, r.isDone)
+	select {
+	case <-r.done:
+		return r.err
+	default:
+	}
+	var expired <-chan time.Time
+	if timer != nil {
+		expired = timer.C
+	}
+	select {
+	case <-r.done:
+		return r.err
+	case <-ctx.Done():
+		r.giveUp(context.Cause(ctx), limit)
+	case <-expired:
+		if sliced {
+			return ErrPending
+		}
+		r.giveUp(van.ErrTimeout, limit)
+	}
+	<-r.done // running calls of Answer end soon
+	return r.err
+}
+
+// PollFor is what a wait does before it sleeps: Poll, on a worker only, since on a server that
+// would run handlers of requests, and again for limit (0: for ever) when waits are to spin.
+func (a App) PollFor(ctx context.Context, limit time.Duration, done func() bool) {
+	if a.role != van.Worker {
+		return
+	}
+	if a.cfg.BusyPoll != env.SpinForever {
+		a.stack.Poll(done)
+		return
+	}
+	begun := clock.Now()
+	a.stack.Poll(done)
+	for !done() && ctx.Err() == nil && (limit <= 0 || time.Duration(clock.Now()-begun) < limit) {
+		runtime.Gosched() // another waiter may be polling
+		a.stack.Poll(done)
+	}
+}
+
+// answered tells whether all answers to timestamp ts have come or r has failed, with r's
+// error.
+func (r *Request) answered(ts int32) (bool, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	i := int(ts - r.first)
+	if r.state != open || i < 0 || i >= int(r.n) {
+		return true, r.err
+	}
+	for _, w := range r.owed[i*r.words : (i+1)*r.words] {
+		if w != 0 {
+			return false, nil
+		}
+	}
+	return r.busy == 0, nil
+}
+
+// giveUp fails r because its waiter's time is over.
+func (r *Request) giveUp(cause error, limit time.Duration) {
+	r.mu.Lock()
+	if r.state != open {
+		r.mu.Unlock()
+		return
+	}
+	waited := time.Duration(clock.Now() - r.start)
+	hint := ""
+	if noticed := r.c.node.lossNoticed(); waited < noticed && waited > noticed/3 {
+		hint = fmt.Sprintf("a peer that stands still is found lost after up to %v only (PS_HEARTBEAT_TIMEOUT, PS_HEARTBEAT_INTERVAL): wait as long to tell whether it is", noticed)
+	}
+	r.err = &van.Error{
+		Op: r.op, Node: r.c.node.Name(), Detail: fmt.Sprintf("handler %d: no answer from %s", r.first, r.owing()),
+		Elapsed: waited, Limit: limit, Err: van.TimedOut(cause), Hint: hint,
+	}
+	r.state = failing
+	r.settle()
+}

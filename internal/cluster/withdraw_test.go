@@ -1,0 +1,69 @@
+package cluster
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// TestWithdrawalsAreForgotten: what was given up is looked up while its messages may come,
+// by its own process only, and costs nothing afterwards.
+func TestWithdrawalsAreForgotten(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var ws withdrawals
+		ws.add(Withdrawn{Sender: 9, Customer: 2, First: 5, Count: 3}, 1)
+		for _, x := range []struct {
+			sender       int
+			epoch        uint32
+			customer, ts int32
+			want         bool
+		}{
+			{9, 1, 2, 5, true}, {9, 1, 2, 7, true},
+			{9, 1, 2, 4, false}, {9, 1, 2, 8, false}, // before and behind
+			{9, 2, 2, 5, false}, // of the process that has its place
+			{9, 1, 3, 5, false}, // of another customer
+			{11, 1, 2, 5, false},
+		} {
+			if got := ws.has(x.sender, x.epoch, x.customer, x.ts); got != x.want {
+				t.Errorf("sender %d, epoch %d, customer %d, timestamp %d: given up is %t, want %t", x.sender, x.epoch, x.customer, x.ts, got, x.want)
+			}
+		}
+		time.Sleep(rememberWithdrawn)
+		if !ws.has(9, 1, 2, 5) {
+			t.Error("forgotten too early")
+		}
+		time.Sleep(time.Millisecond)
+		if ws.has(9, 1, 2, 5) {
+			t.Error("not forgotten")
+		}
+		if n := ws.of(9).count.Load(); n != 0 {
+			t.Errorf("%d are remembered still, for which each request takes a lock", n)
+		}
+	})
+}
+
+// TestWithdrawalsShareNoLock: that one worker has given something up does not make the
+// others' requests wait for each other.
+func TestWithdrawalsShareNoLock(t *testing.T) {
+	var ws withdrawals
+	ws.add(Withdrawn{Sender: 9, Count: 1}, 1)
+	ws.add(Withdrawn{Sender: 11, Count: 1}, 1)
+	ws.mu.Lock()
+	defer ws.mu.Unlock()
+	ws.of(9).mu.Lock()
+	defer ws.of(9).mu.Unlock()
+	if !ws.has(11, 1, 0, 0) || ws.has(13, 1, 0, 0) {
+		t.Error("want what 11 has given up, and nothing of 13")
+	}
+}
+
+// TestWithdrawalsAreBounded: of one sender, the newest are remembered.
+func TestWithdrawalsAreBounded(t *testing.T) {
+	var ws withdrawals
+	for ts := range int32(maxWithdrawn + 1) {
+		ws.add(Withdrawn{Sender: 9, First: ts, Count: 1}, 1)
+	}
+	if ws.has(9, 1, 0, 0) || !ws.has(9, 1, 0, 1) || !ws.has(9, 1, 0, maxWithdrawn) {
+		t.Errorf("want the last %d", maxWithdrawn)
+	}
+}
