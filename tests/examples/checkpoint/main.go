@@ -1,0 +1,137 @@
+// Command checkpoint is a key-value server with a rule of its own: a push is a step of
+// gradient descent. On request each server writes its values to a file, which it reads
+// when it is started again.
+package main
+
+import (
+	"context"
+	"encoding/gob"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log"
+	"os"
+	"slices"
+	"sync"
+
+	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+const width = 2 // values of a key
+
+// store has the values of one server. Requests of several workers use it at the same time.
+type store struct {
+	mu     sync.Mutex
+	values map[kv.Key][]float32
+}
+
+// handle is the handler of the server: a push subtracts a tenth of the gradient, a pull gets the values.
+func (s *store) handle(r kv.Request[float32]) {
+	if r.Push && len(r.Vals) != width*len(r.Keys) {
+		report(r.Refuse(fmt.Errorf("%d values for %d keys, want %d for each", len(r.Vals), len(r.Keys), width)))
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	answer := kv.Pairs[float32]{} // a push is answered without values
+	for i, key := range r.Keys {
+		v := s.values[key]
+		if v == nil {
+			v = make([]float32, width)
+			s.values[key] = v
+		}
+		if r.Push {
+			for j, gradient := range r.Vals[i*width : (i+1)*width] {
+				v[j] -= 0.1 * gradient
+			}
+		} else {
+			answer.Vals = append(answer.Vals, v...)
+		}
+	}
+	if !r.Push {
+		answer.Keys = r.Keys
+	}
+	report(r.Respond(answer))
+}
+
+// save writes the values to a new file and renames it, so that no half-written file is ever read.
+func (s *store) save(file string) error {
+	f, err := os.Create(file + ".new")
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	err = gob.NewEncoder(f).Encode(s.values)
+	s.mu.Unlock()
+	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	return os.Rename(file+".new", file)
+}
+
+func (s *store) load(file string) error {
+	f, err := os.Open(file)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil // the first start
+	} else if err != nil {
+		return err
+	}
+	defer f.Close()
+	return gob.NewDecoder(f).Decode(&s.values)
+}
+
+func main() {
+	ctx := context.Background()
+	cfg, err := postoffice.LoadConfig()
+	check(err)
+	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
+	check(err)
+	switch node.Role() {
+	case van.Server:
+		file := fmt.Sprintf("%s.%d", os.Args[1], node.Rank()) // each server has its own keys
+		s := &store{values: map[kv.Key][]float32{}}
+		check(s.load(file))
+		server, err := kv.NewServer[float32](node, kv.ServerOptions{})
+		check(err)
+		server.SimpleApp().Handle(func(m kv.SimpleMessage) {
+			if err := s.save(file); err != nil {
+				report(m.Refuse(err))
+				return
+			}
+			report(m.Respond(nil))
+		})
+		check(server.Handle(s.handle))
+	case van.Worker:
+		worker, err := kv.NewWorker[float32](node, kv.WorkerOptions{})
+		check(err)
+		keys := []kv.Key{kv.SpreadKey(0), kv.SpreadKey(1)}
+		slices.Sort(keys)
+		push, err := worker.Push(keys, []float32{1, 2, 3, 4})
+		check(err)
+		check(push.Wait(ctx))
+		var values []float32
+		pull, err := worker.Pull(keys, &values)
+		check(err)
+		check(pull.Wait(ctx))
+		fmt.Println("values", values)
+		saved, err := worker.SimpleApp().Request(0, nil, van.ServerGroup) // all servers
+		check(err)
+		check(saved.Wait(ctx))
+	}
+	check(node.Finalize(ctx))
+}
+
+func check(err error) {
+	if err != nil {
+		log.Fatal(err)
+	}
+}
+
+// report logs why an answer was not sent, for example because its worker was lost. The server goes on.
+func report(err error) {
+	if err != nil {
+		log.Print(err)
+	}
+}
