@@ -1,7 +1,7 @@
 package tests
 
 // Each test here shows that a defect of the original library is not ours. The
-// table in docs/compatibility.md names them.
+// table in docs/design/promises.md names them.
 
 import (
 	"bytes"

@@ -231,8 +231,8 @@ func TestPromises(t *testing.T) {
 			}
 		}
 	}
-	if marked < 150 {
-		t.Errorf("%d rows of tables marked with <!-- promises --> were found, want 150 or more", marked)
+	if marked < 100 {
+		t.Errorf("%d rows of tables marked with <!-- promises --> were found, want 100 or more", marked)
 	}
 }
 

@@ -9,17 +9,22 @@ import (
 	"testing"
 )
 
-// The programs in the README are files that compile and run.
+// TestReadmePrograms: a Go program in a document is the file of tests/examples that its first line names.
 func TestReadmePrograms(t *testing.T) {
-	readme := read(t, "README.md")
-	blocks := regexp.MustCompile("(?s)```go\n(.*?)```").FindAllStringSubmatch(readme, -1)
-	files := []string{"tests/examples/af/main.go", "tests/examples/kv/main.go"}
-	if len(blocks) != len(files) {
-		t.Fatalf("README.md has %d Go programs, want %d", len(blocks), len(files))
+	block := regexp.MustCompile("(?s)```go\n(// Command (\\w+) .*?)```")
+	shown := map[string]string{}
+	for _, doc := range documents(t) {
+		for _, m := range block.FindAllStringSubmatch(read(t, doc), -1) {
+			file := "tests/examples/" + m[2] + "/main.go"
+			if m[1] != read(t, file) {
+				t.Errorf("program %s of %s is not %s: copy the file there", m[2], doc, file)
+			}
+			shown[m[2]] = doc
+		}
 	}
-	for i, file := range files {
-		if blocks[i][1] != read(t, file) {
-			t.Errorf("Go program %d of README.md is not %s: copy the file there", i+1, file)
+	for program, doc := range map[string]string{"af": "README.md", "retry": "docs/getting-started.md", "checkpoint": "docs/kv.md"} {
+		if shown[program] != doc {
+			t.Errorf("%s does not show tests/examples/%s/main.go", doc, program)
 		}
 	}
 }
@@ -49,7 +54,22 @@ func TestExamples(t *testing.T) {
 	}
 }
 
-// The commands of the README that build and run its programs do so, as they stand there.
+// TestExampleCheckpoint: servers continue from the values that their predecessors have saved.
+func TestExampleCheckpoint(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "values")
+	for _, want := range []string{"values [-0.1 -0.2 -0.3 -0.4]", "values [-0.2 -0.4 -0.6 -0.8]"} {
+		c := newCluster(t, 1, 2, 1)
+		c.program("checkpoint")
+		c.args = []string{file}
+		c.start()
+		c.mustSucceed()
+		if out := strings.Join(c.role("worker")[0].lines(), "\n"); out != want {
+			t.Errorf("the worker printed %q, want %q", out, want)
+		}
+	}
+}
+
+// TestReadmeCommands: the commands of the documents that build and run an example print what they should.
 func TestReadmeCommands(t *testing.T) {
 	bin := t.TempDir()
 	run := func(command string) string {
@@ -64,10 +84,10 @@ func TestReadmeCommands(t *testing.T) {
 		return string(out)
 	}
 	run("go build -o bin/stepaf ./tools/stepaf")
-	commands := regexp.MustCompile(`(?m)^    (go build .*)$`).FindAllStringSubmatch(read(t, "README.md"), -1)
+	commands := regexp.MustCompile(`(?m)^    (go build .* && bin/stepaf launch .*)$`).FindAllStringSubmatch(read(t, "README.md")+read(t, "docs/kv.md"), -1)
 	want := []string{"[1 2 3 4] doubled is [2 4 6 8]", "pulled [2 4 6]"}
 	if len(commands) != len(want) {
-		t.Fatalf("README.md builds and runs %d programs, want %d", len(commands), len(want))
+		t.Fatalf("README.md and docs/kv.md build and run %d programs, want %d", len(commands), len(want))
 	}
 	for i, c := range commands {
 		if out := run(c[1]); !strings.Contains(out, want[i]) {

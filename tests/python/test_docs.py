@@ -1,4 +1,4 @@
-"""The programs and commands of docs/python.md do what it says."""
+"""The programs and commands of the documents do what they say."""
 
 import importlib.util
 import os
@@ -12,24 +12,27 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
-def blocks():
-    """(language, text) of each block of code of the page."""
-    with open(os.path.join(ROOT, "docs", "python.md"), encoding="utf-8") as page:
-        return re.findall(r"^```(\w+)\n(.*?)^```$", page.read(), re.M | re.S)
+PAGES = ["docs/python.md", "docs/getting-started.md", "README.md"]
 
 
-def runs():
+def blocks(page):
+    """(language, text) of each block of code of the page that names its language."""
+    with open(os.path.join(ROOT, page), encoding="utf-8") as file:
+        return [b for b in re.findall(r"^```(\w*)\n(.*?)^```$", file.read(), re.M | re.S) if b[0]]
+
+
+def runs(page):
     """(commands, wanted output, {name: program}) of each block of commands."""
     programs, all_runs = {}, []
-    for language, text in blocks():
+    for language, text in blocks(page):
         if language == "python":
             programs[re.match(r"# (\w+\.py)\n", text).group(1)] = text
         elif language == "bash":
             all_runs.append([text, "", programs])
         elif language == "text":
             all_runs[-1][1] = text
-        else:
-            raise ValueError(f"a block of {language}: this test does not know what to do with it")
+        elif language != "go":
+            raise ValueError(f"{page}: a block of {language}: this test does not know what to do with it")
     return all_runs
 
 
@@ -44,7 +47,7 @@ def name(run):
     return " ".join(re.findall(r"\w+\.py|stepaf", run[0])[-2:])
 
 
-@pytest.mark.parametrize("run", runs(), ids=name)
+@pytest.mark.parametrize("run", [run for page in PAGES for run in runs(page)], ids=name)
 def test_run(run, tmp_path):
     commands, wanted, programs = run
     program = programs[re.search(r"\w+\.py", commands).group()]
@@ -67,9 +70,10 @@ def test_run(run, tmp_path):
     assert want and got == want, said
 
 
-def test_every_program_runs():
-    programs = {p for run in runs() for p in run[2]}
-    started = {p for run in runs() for p in re.findall(r"\w+\.py", run[0])}
+@pytest.mark.parametrize("page", PAGES)
+def test_every_program_runs(page):
+    programs = {p for run in runs(page) for p in run[2]}
+    started = {p for run in runs(page) for p in re.findall(r"\w+\.py", run[0])}
     assert programs == started
 
 
