@@ -9,7 +9,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/van"
 )
 
 func main() {
@@ -19,7 +18,7 @@ func main() {
 	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
 	check(err)
 	switch node.Role() {
-	case van.Server:
+	case postoffice.Server:
 		server, err := af.NewServer(node, af.ServerOptions{})
 		check(err)
 		check(server.Handle(func(b af.Batch) {
@@ -30,7 +29,7 @@ func main() {
 			}
 			check(b.Respond(b.Pushes())) // the first push answers the first pull
 		}))
-	case van.Worker:
+	case postoffice.Worker:
 		worker, err := af.NewWorker(node, af.WorkerOptions{})
 		check(err)
 		in, out := []float32{1, 2, 3, 4}, make([]float32, 4)

@@ -16,7 +16,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/van"
 )
 
 const width = 2 // values of a key
@@ -89,7 +88,7 @@ func main() {
 	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
 	check(err)
 	switch node.Role() {
-	case van.Server:
+	case postoffice.Server:
 		file := fmt.Sprintf("%s.%d", os.Args[1], node.Rank()) // each server has its own keys
 		s := &store{values: map[kv.Key][]float32{}}
 		check(s.load(file))
@@ -103,7 +102,7 @@ func main() {
 			report(m.Respond(nil))
 		})
 		check(server.Handle(s.handle))
-	case van.Worker:
+	case postoffice.Worker:
 		worker, err := kv.NewWorker[float32](node, kv.WorkerOptions{})
 		check(err)
 		keys := []kv.Key{kv.SpreadKey(0), kv.SpreadKey(1)}
@@ -116,7 +115,7 @@ func main() {
 		check(err)
 		check(pull.Wait(ctx))
 		fmt.Println("values", values)
-		saved, err := worker.SimpleApp().Request(0, nil, van.ServerGroup) // all servers
+		saved, err := worker.SimpleApp().Request(0, nil, postoffice.ServerGroup) // all servers
 		check(err)
 		check(saved.Wait(ctx))
 	}

@@ -10,7 +10,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/van"
 )
 
 func main() {
@@ -20,12 +19,12 @@ func main() {
 	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
 	check(err)
 	switch node.Role() {
-	case van.Server:
+	case postoffice.Server:
 		server, err := kv.NewServer[float32](node, kv.ServerOptions{})
 		check(err)
 		var sums kv.SummingHandler[float32]
 		check(server.Handle(sums.Handle))
-	case van.Worker:
+	case postoffice.Worker:
 		worker, err := kv.NewWorker[float32](node, kv.WorkerOptions{})
 		check(err)
 		// Each server owns a range of keys: small numbers by themselves would all be the first server's.
@@ -34,7 +33,7 @@ func main() {
 		push, err := worker.Push(keys, []float32{1, 2, 3})
 		check(err)
 		check(push.Wait(ctx))
-		check(node.InstanceBarrier(ctx, 0, van.WorkerGroup)) // all workers have pushed
+		check(node.InstanceBarrier(ctx, 0, postoffice.WorkerGroup)) // all workers have pushed
 		var sums []float32
 		pull, err := worker.Pull(keys, &sums)
 		check(err)

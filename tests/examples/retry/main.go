@@ -11,7 +11,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/van"
 )
 
 func main() {
@@ -21,7 +20,7 @@ func main() {
 	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
 	check(err)
 	switch node.Role() {
-	case van.Server:
+	case postoffice.Server:
 		server, err := af.NewServer(node, af.ServerOptions{})
 		check(err)
 		check(server.Handle(func(b af.Batch) {
@@ -32,7 +31,7 @@ func main() {
 				log.Print(err) // the worker was lost
 			}
 		}))
-	case van.Worker:
+	case postoffice.Worker:
 		worker, err := af.NewWorker(node, af.WorkerOptions{})
 		check(err)
 		in, out := []float32{0}, []float32{0}
@@ -45,7 +44,7 @@ func main() {
 			call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
 			check(err)
 			switch err := call.Wait(ctx); {
-			case errors.Is(err, van.ErrPeerLost):
+			case errors.Is(err, postoffice.ErrPeerLost):
 				fmt.Println("failed:", err)
 			case err != nil:
 				log.Fatal(err)
