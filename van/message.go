@@ -72,9 +72,9 @@ type Message struct {
 	// also before Send returns, and must neither block nor send.
 	Done Completion
 
-	// Turn says on whose goroutine a received message is handed up. A receiver that
-	// closes its van passes it on: Close(engine.Within(ctx, m.Turn)).
-	Turn *engine.Turn
+	// Deliverer says on whose goroutine a received message is handed up. A receiver that
+	// closes its van passes it on: Close(engine.Within(ctx, m.Deliverer)).
+	Deliverer *engine.Deliverer
 
 	refs   atomic.Int32
 	owner  Owner
@@ -136,7 +136,7 @@ func (m *Message) Reset() {
 	m.Frames = 0
 	m.Keys, m.Vals, m.Lens, m.Into = backend.Mem{}, backend.Mem{}, backend.Mem{}, backend.Mem{}
 	m.Placed, m.More, m.Continues = false, false, false
-	m.Done, m.Turn = nil, nil
+	m.Done, m.Deliverer = nil, nil
 	m.owner, m.native = nil, nil
 }
 

@@ -302,7 +302,7 @@ func TestCloseFromReceiver(t *testing.T) {
 		<-ready
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
 		defer cancel()
-		errs <- v.Close(engine.Within(ctx, m.Turn))
+		errs <- v.Close(engine.Within(ctx, m.Deliverer))
 	})
 	close(ready)
 	connect(t, v, self)

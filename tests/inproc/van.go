@@ -33,7 +33,7 @@ type node struct {
 	ep    atomic.Pointer[endpoint] // set by Bind, under Network.mu
 	recv  van.Receiver
 	loop  *engine.Loop[*inbound]
-	lanes map[*node]*engine.Lane[*inbound] // used by the receiving goroutine only
+	lanes map[*node]*engine.PeerQueue[*inbound] // used by the receiving goroutine only
 
 	sentMessages, sentBytes, receivedMessages, receivedBytes atomic.Uint64
 }
@@ -51,13 +51,13 @@ func (n *Network) Factory() van.Factory {
 
 func newNode(n *Network, log *slog.Logger) *node {
 	log = cmp.Or(log, slog.New(slog.DiscardHandler))
-	v := &node{net: n, log: log, lanes: map[*node]*engine.Lane[*inbound]{}}
+	v := &node{net: n, log: log, lanes: map[*node]*engine.PeerQueue[*inbound]{}}
 	v.id.Store(van.Empty)
 	v.conns.Store(&map[int]*conn{})
 	v.loop = engine.NewLoop(v.next, v.deliver)
 	// Send bounds what is queued on a connection, so lanes need no bound, and a full
 	// one never blocks the others.
-	v.loop.LaneCap = int(^uint(0) >> 1)
+	v.loop.QueueCap = int(^uint(0) >> 1)
 	v.loop.Discard = func(p *inbound) {
 		p.conn.queued.Add(-1)
 		p.free()
@@ -213,7 +213,7 @@ func (v *node) Send(m *van.Message) error {
 }
 
 // next waits for a message and returns it with the lane of its sender.
-func (v *node) next() (*inbound, *engine.Lane[*inbound], bool) {
+func (v *node) next() (*inbound, *engine.PeerQueue[*inbound], bool) {
 	e := v.ep.Load()
 	if e == nil {
 		return nil, nil, false // Start without Bind: a node that only sends
@@ -224,13 +224,13 @@ func (v *node) next() (*inbound, *engine.Lane[*inbound], bool) {
 	}
 	lane := v.lanes[p.conn.from]
 	if lane == nil {
-		lane = new(engine.Lane[*inbound])
+		lane = new(engine.PeerQueue[*inbound])
 		v.lanes[p.conn.from] = lane
 	}
 	return p, lane, true
 }
 
-func (v *node) deliver(p *inbound, turn *engine.Turn) {
+func (v *node) deliver(p *inbound, turn *engine.Deliverer) {
 	p.conn.queued.Add(-1)
 	v.receivedMessages.Add(1)
 	v.receivedBytes.Add(uint64(p.msg.PayloadLen()))
@@ -239,7 +239,7 @@ func (v *node) deliver(p *inbound, turn *engine.Turn) {
 		p.msg.Trace().PostRecv = clock.Now()
 	}
 	p.adopt()
-	p.msg.Turn = turn
+	p.msg.Deliverer = turn
 	v.recv(&p.msg)
 	p.msg.Release()
 }

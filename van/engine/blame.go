@@ -8,22 +8,22 @@ import (
 )
 
 // Slow reports whether a delivery of this lane takes long, or items wait for such a delivery to end.
-func (l *Lane[T]) Slow() bool { return l.slow.Load() }
+func (l *PeerQueue[T]) Slow() bool { return l.slow.Load() }
 
 // Paused reports whether the items of this lane are not to be received.
-func (l *Lane[T]) Paused() bool {
+func (l *PeerQueue[T]) Paused() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.paused
 }
 
-// Blame finds out whether messages wait for an application because the application is slow, and not because the transport still
-// copies long values. The zero Blame is ready for use. Its methods may be called concurrently.
-type Blame struct{ watched atomic.Bool }
+// SlowDetector finds out whether messages wait for an application because the application is slow, and not because the transport still
+// copies long values. The zero SlowDetector is ready for use. Its methods may be called concurrently.
+type SlowDetector struct{ watched atomic.Bool }
 
 // Watch returns at once, and observes busy and waits while waits is true. It calls slow if during blameTime busy was true for most of
 // the time, and waits for all of it. slow runs on a goroutine of its own, at most once until waits was false.
-func (b *Blame) Watch(waits, busy func() bool, slow func()) {
+func (b *SlowDetector) Watch(waits, busy func() bool, slow func()) {
 	if b.watched.Swap(true) {
 		return
 	}

@@ -24,7 +24,7 @@ func TestBlame(t *testing.T) {
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				var b Blame
+				var b SlowDetector
 				var looks int
 				var called atomic.Int32
 				watch := func() {

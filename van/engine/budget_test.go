@@ -12,7 +12,7 @@ import (
 // sources has a queue for each lane, which is read only while the loop says that it may.
 type sources struct {
 	l      *Loop[item]
-	lanes  []Lane[item]
+	lanes  []PeerQueue[item]
 	mu     sync.Mutex
 	queues [][]item
 	turn   int
@@ -21,13 +21,13 @@ type sources struct {
 	once   sync.Once
 }
 
-func newSources(n int, deliver func(item, *Turn)) *sources {
-	s := &sources{lanes: make([]Lane[item], n), queues: make([][]item, n), wake: make(chan struct{}, 1), closed: make(chan struct{})}
+func newSources(n int, deliver func(item, *Deliverer)) *sources {
+	s := &sources{lanes: make([]PeerQueue[item], n), queues: make([][]item, n), wake: make(chan struct{}, 1), closed: make(chan struct{})}
 	for i := range s.lanes {
 		s.lanes[i].ID = i
 	}
 	s.l = NewLoop(s.recv, deliver)
-	s.l.Resumed = func(*Lane[item]) { s.ring() }
+	s.l.Resumed = func(*PeerQueue[item]) { s.ring() }
 	return s
 }
 
@@ -66,7 +66,7 @@ func (s *sources) take() (item, bool) {
 	return item{}, false
 }
 
-func (s *sources) recv() (item, *Lane[item], bool) {
+func (s *sources) recv() (item, *PeerQueue[item], bool) {
 	for {
 		if it, ok := s.take(); ok {
 			return it, it.lane, true
@@ -90,7 +90,7 @@ func (s *sources) stop(t *testing.T) {
 func TestBudgetOfALane(t *testing.T) {
 	release, entered, free := make(chan struct{}), make(chan struct{}, 1000), make(chan struct{}, 1000)
 	var stuck, paused, most atomic.Int64
-	s := newSources(2, func(it item, _ *Turn) {
+	s := newSources(2, func(it item, _ *Deliverer) {
 		if it.peer == 1 {
 			free <- struct{}{}
 			return
@@ -100,7 +100,7 @@ func TestBudgetOfALane(t *testing.T) {
 		stuck.Add(1)
 	})
 	s.l.Budget, s.l.Weight = NewBudget(1000, 0), func(item) int { return 100 }
-	s.l.Paused = func(lane *Lane[item], bytes int64) {
+	s.l.Paused = func(lane *PeerQueue[item], bytes int64) {
 		paused.Add(1)
 		most.Store(bytes)
 		if lane.ID != 0 {
@@ -139,7 +139,7 @@ func TestBudgetOfAll(t *testing.T) {
 	}
 	free := make(chan struct{}, 1000)
 	var got [stuck]atomic.Int64
-	s := newSources(stuck+1, func(it item, _ *Turn) {
+	s := newSources(stuck+1, func(it item, _ *Deliverer) {
 		if it.peer == stuck {
 			free <- struct{}{}
 			return
@@ -180,8 +180,8 @@ func TestBudgetOfAll(t *testing.T) {
 func TestBudgetOfAllWakesAll(t *testing.T) {
 	b := NewBudget(0, 400)
 	b.add(400)
-	b.note(new(Lane[item]), true)
-	b.note(new(Lane[item]), true)
+	b.note(new(PeerQueue[item]), true)
+	b.note(new(PeerQueue[item]), true)
 	if n := len(b.sub(90)); n != 0 {
 		t.Errorf("%d lanes are to look at %d bytes of 400, want none before three quarters", n, b.Used())
 	}
@@ -195,11 +195,11 @@ func TestBudgetOfAllWakesAll(t *testing.T) {
 
 // TestBudgetOfAllTells: who reads a lane that others have paused is told that there is room.
 func TestBudgetOfAllTells(t *testing.T) {
-	var full, paused Lane[item]
-	l := NewLoop(nil, func(item, *Turn) {})
+	var full, paused PeerQueue[item]
+	l := NewLoop(nil, func(item, *Deliverer) {})
 	l.Budget, l.Weight = NewBudget(0, 400), func(item) int { return 100 }
-	var told []*Lane[item]
-	l.Resumed = func(lane *Lane[item]) { told = append(told, lane) }
+	var told []*PeerQueue[item]
+	l.Resumed = func(lane *PeerQueue[item]) { told = append(told, lane) }
 	full.slow.Store(true)
 	paused.slow.Store(true)
 	for range 4 {
@@ -217,11 +217,11 @@ func TestBudgetOfAllTells(t *testing.T) {
 // TestBudgetNotAsked: the loop waits with what a transport receives without asking, and
 // loses nothing.
 func TestBudgetNotAsked(t *testing.T) {
-	var lane Lane[item]
+	var lane PeerQueue[item]
 	release := make(chan struct{})
 	var got atomic.Int64
 	src := &source{c: make(chan item), closed: make(chan struct{})}
-	l := NewLoop(src.recv, func(it item, _ *Turn) {
+	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
 		if it.seq == 0 {
 			<-release
 		}
@@ -251,7 +251,7 @@ func TestBudgetLosesNoWakeUp(t *testing.T) {
 	left.Store(peers * each)
 	done := make(chan struct{})
 	var n atomic.Int64
-	s := newSources(peers, func(it item, _ *Turn) {
+	s := newSources(peers, func(it item, _ *Deliverer) {
 		if n.Add(1)%500 == 0 {
 			time.Sleep(time.Millisecond) // the slow handler itself
 		}
@@ -260,7 +260,7 @@ func TestBudgetLosesNoWakeUp(t *testing.T) {
 		}
 	})
 	s.l.Limit = 100 * time.Microsecond
-	s.l.LaneCap = 16
+	s.l.QueueCap = 16
 	s.l.Budget, s.l.Weight = NewBudget(1000, 2000), func(item) int { return 100 }
 	s.l.Start()
 	for range each {
@@ -278,11 +278,11 @@ func TestBudgetLosesNoWakeUp(t *testing.T) {
 // TestTakeOver: a delivery that ends just when the role is taken from it finds its lane
 // slow, and so does not leave it to nobody.
 func TestTakeOver(t *testing.T) {
-	var lane Lane[item]
+	var lane PeerQueue[item]
 	src := newSource()
 	release, got := make(chan struct{}), make(chan struct{}, 1)
 	first := true
-	l := NewLoop(src.recv, func(it item, _ *Turn) {
+	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
 		if it.seq == 0 {
 			<-release
 			return

@@ -21,7 +21,7 @@ type cores struct {
 	until atomic.Uint64 // until when waits do not look; 0: they never were kept from it
 	doubt atomic.Uint64 // until when yields are examined; 0: they are not
 
-	ignored atomic.Bool // it is not noticed: see FeedOptions.Examined
+	ignored atomic.Bool // it is not noticed: see FeedOptions.DetectsBusyCores
 
 	mu    sync.Mutex
 	pause time.Duration // the last one

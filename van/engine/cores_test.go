@@ -103,7 +103,7 @@ func TestCoresExamined(t *testing.T) {
 
 // TestTakesExamined: looks of a source tell whether others want the cores.
 func TestTakesExamined(t *testing.T) {
-	f := NewFeed(New(time.Second), Source[int](newMemory(false, nil)), FeedOptions{Examined: true})
+	f := NewFeed(New(time.Second), Source[int](newMemory(false, nil)), FeedOptions{DetectsBusyCores: true})
 	c := f.e.spinner.cores
 	for _, slice := range []time.Duration{0, time.Nanosecond} {
 		c.doubt.Store(1) // which an examination would find over
@@ -118,7 +118,7 @@ func TestTakesExamined(t *testing.T) {
 // other sources and its waits have seen.
 func TestCoresIgnored(t *testing.T) {
 	e := New(time.Second)
-	NewFeed(e, Source[int](newMemory(false, nil)), FeedOptions{Examined: true})
+	NewFeed(e, Source[int](newMemory(false, nil)), FeedOptions{DetectsBusyCores: true})
 	c := e.spinner.cores
 	c.taken(clock.Now() + uint64(time.Hour)) // else it ends soon
 	if !c.wanted() {

@@ -24,6 +24,6 @@
 // While deliveries are quick there are two goroutines for each Loop, whatever the
 // number of peers; each delivery that is stuck at the moment adds one.
 //
-// A delivery is told in whose Turn it is made. What it calls that waits for the end of
+// A delivery is told by which Deliverer it is made. What it calls that waits for the end of
 // deliveries, as closing a transport does, is given that in a context, see Within.
 package engine

@@ -20,7 +20,7 @@ type Engine struct {
 	forever bool          // loops never sleep
 	spinner Spinner       // a new one; without cores, waits look also where others want the cores
 
-	sources  atomic.Pointer[[]Polled]
+	sources  atomic.Pointer[[]Pollable]
 	mu       sync.Mutex  // guards changes of sources
 	polling  atomic.Bool // a Poll is under way
 	spinning atomic.Bool // a loop looks without sleeping
@@ -28,13 +28,13 @@ type Engine struct {
 	// Of the Poll that is under way.
 	claimed []claim
 	looks   adaptiveSpin
-	turn    Turn
+	turn    Deliverer
 	ended   bool // by one of its deliveries
 }
 
 // claim is a source that a Poll receives from.
 type claim struct {
-	Polled
+	Pollable
 	found bool // something, in this Poll
 }
 
@@ -50,42 +50,42 @@ func New(spin time.Duration) *Engine {
 		e.spinner.cores = &cores{}
 	}
 	e.turn.engine = e
-	e.sources.Store(&[]Polled{})
+	e.sources.Store(&[]Pollable{})
 	return e
 }
 
 // Spinner returns what passes the time between two looks.
 func (e *Engine) Spinner() Spinner { return e.spinner }
 
-// Found is what a look at a source has found.
-type Found int
+// PollResult is what a look at a source has found.
+type PollResult int
 
 const (
 	// Nothing is there.
-	Nothing Found = iota
-	// Soon says that something is under way whose end nobody announces: it pays to look
+	Nothing PollResult = iota
+	// InFlight says that something is under way whose end nobody announces: it pays to look
 	// again at once.
-	Soon
+	InFlight
 	// Progress was made, but no message is complete.
 	Progress
 	// Message says that one was received.
 	Message
-	// Leave says that there is something, but not for a Poll: it ends, and the loop takes
+	// LeaveToLoop says that there is something, but not for a Poll: it ends, and the loop takes
 	// over.
-	Leave
+	LeaveToLoop
 )
 
-// Polled is what a Poll receives from. Its methods but Claim are called only between a
+// Pollable is what a Poll receives from. Its methods but Claim are called only between a
 // Claim that was true and its Release, all by one goroutine.
-type Polled interface {
+type Pollable interface {
 	// Claim makes the loop leave the source to the caller. It is false when there is
 	// nothing to be received that way for now.
 	Claim() bool
-	// Help receives and delivers what is there, one message or one batch, looking for it
+	// PollOnce receives and delivers what is there, one message or one batch, looking for it
 	// for slice at most.
-	Help(slice time.Duration) Found
-	// Awake is how long to look for what comes, by who does not sleep on the source.
-	Awake() time.Duration
+	PollOnce(slice time.Duration) PollResult
+	// SpinTime is how long to look for what comes, by who does not sleep on the source.
+	SpinTime() time.Duration
 	// CanSleep tells whether a Poll can sleep on the source.
 	CanSleep() bool
 	// Sleep sleeps until there may be something, limit at most.
@@ -96,7 +96,7 @@ type Polled interface {
 }
 
 // Add makes Polls receive from p, too.
-func (e *Engine) Add(p Polled) {
+func (e *Engine) Add(p Pollable) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	all := append(slices.Clone(*e.sources.Load()), p)
@@ -104,10 +104,10 @@ func (e *Engine) Add(p Polled) {
 }
 
 // Remove takes back Add. A Poll that is under way may go on to use p.
-func (e *Engine) Remove(p Polled) {
+func (e *Engine) Remove(p Pollable) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	all := slices.DeleteFunc(slices.Clone(*e.sources.Load()), func(x Polled) bool { return x == p })
+	all := slices.DeleteFunc(slices.Clone(*e.sources.Load()), func(x Pollable) bool { return x == p })
 	e.sources.Store(&all)
 }
 
@@ -134,7 +134,7 @@ func (e *Engine) Poll(done func() bool) {
 	claimed := e.claimed[:0]
 	for _, p := range *e.sources.Load() {
 		if p.Claim() {
-			claimed = append(claimed, claim{Polled: p})
+			claimed = append(claimed, claim{Pollable: p})
 		}
 	}
 	e.claimed = claimed
@@ -185,7 +185,7 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 	sleeps, most := n == 1 && claimed[0].CanSleep(), e.spin
 	for i := range claimed {
 		if !sleeps {
-			most = max(most, claimed[i].Awake())
+			most = max(most, claimed[i].SpinTime())
 		}
 	}
 	slice := most / time.Duration(slicesEach*n*n)
@@ -198,14 +198,14 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 		best := Nothing
 		for i := range claimed {
 			c := &claimed[i]
-			found := c.Help(slice)
+			found := c.PollOnce(slice)
 			if e.ended {
 				return
 			}
 			c.found = c.found || found >= Progress
 			best = max(best, found)
 		}
-		if best == Leave {
+		if best == LeaveToLoop {
 			return
 		}
 		if best >= Progress {
@@ -222,7 +222,7 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 			e.looks.begin(now)
 			start = now
 		}
-		if best == Soon && now-begun < uint64(maxPoll) {
+		if best == InFlight && now-begun < uint64(maxPoll) {
 			start = now
 		}
 		quiet := time.Duration(now - start)

@@ -17,7 +17,7 @@ type Source[T any] interface {
 	// more cheaply inside than by being called again may look for slice. For a Poll it
 	// leaves alone lanes whose Hand is not empty: the loop delivers earlier messages of
 	// them.
-	Take(slice time.Duration, poll bool) (item T, lane *Lane[T], found Found)
+	Take(slice time.Duration, poll bool) (item T, lane *PeerQueue[T], found PollResult)
 
 	// Arm makes peers wake s from now on, and tells whether there is something that would
 	// not: then s does not sleep. For ForLoop it is called by another goroutine than the
@@ -35,8 +35,8 @@ type Source[T any] interface {
 	// Wake ends the sleep of s, or the next one. Any goroutine calls it.
 	Wake(s Sleeper)
 
-	// Deliver hands up a message in a turn, see Turn.
-	Deliver(item T, turn *Turn)
+	// Deliver hands up a message in a turn, see Deliverer.
+	Deliver(item T, turn *Deliverer)
 
 	// Discard takes back a message that will not be delivered, since the loop ends.
 	Discard(item T)
@@ -58,25 +58,25 @@ type FeedOptions struct {
 	Polls bool
 	// Spins lets the loop look for a while before it sleeps.
 	Spins bool
-	// HandsOver says that a Poll can arm for a loop that sleeps, which is then not woken
+	// PollArmsLoop says that a Poll can arm for a loop that sleeps, which is then not woken
 	// for what a Poll receives; and that Polls may sleep, too. Otherwise what comes while a
 	// Poll looks would wake the loop, so it does not sleep on the source then, but looks
 	// now and then.
-	HandsOver bool
+	PollArmsLoop bool
 	// Spin is how long to look before a sleep, if not as long as the Engine says: for a
 	// source whose waking takes long.
 	Spin time.Duration
-	// LongLooks says that a Take which looks takes as long as many of other sources, and yields the core
+	// LongPolls says that a Take which looks takes as long as many of other sources, and yields the core
 	// meanwhile, but not to other goroutines.
-	LongLooks bool
-	// Failing, if not nil, tells whether the source cannot sleep for now. The loop looks at it
+	LongPolls bool
+	// CannotSleep, if not nil, tells whether the source cannot sleep for now. The loop looks at it
 	// now and then.
-	Failing func() bool
-	// Examined says that whoever looks for what comes, and yields the core meanwhile, shows by getting it back
+	CannotSleep func() bool
+	// DetectsBusyCores says that whoever looks for what comes, and yields the core meanwhile, shows by getting it back
 	// late that other programs want the cores. An Engine with a source that is not so never takes them for
 	// busy. Over RDMA it may be the kernel that has the core then, to carry out this node's own writes
 	// (Soft-RoCE), and who sleeps instead waits longer.
-	Examined bool
+	DetectsBusyCores bool
 	// Busy, if not nil, tells whether so much has lately been sent or received that it
 	// does not pay to look for what comes next.
 	Busy func() bool
@@ -96,9 +96,9 @@ type Feed[T any] struct {
 	mu       sync.Mutex
 	claimed  atomic.Bool // a Poll has mu, or waits for it: the loop leaves it alone
 	stopping atomic.Bool
-	left     bool     // the Poll has left something to the loop; mu
-	found    bool     // the Poll has received something; mu
-	lane     *Lane[T] // that the Poll delivers in; of the Poll
+	left     bool          // the Poll has left something to the loop; mu
+	found    bool          // the Poll has received something; mu
+	lane     *PeerQueue[T] // that the Poll delivers in; of the Poll
 
 	misses atomic.Int32  // Polls that received something elsewhere only, since one that received something here
 	until  atomic.Uint64 // when no other Poll is expected any more
@@ -119,7 +119,7 @@ func NewFeed[T any](e *Engine, src Source[T], o FeedOptions) *Feed[T] {
 		o.Spin = e.spin
 	}
 	f := &Feed[T]{e: e, src: src, o: o, timer: time.NewTimer(time.Hour), woken: make(chan struct{}, 1)}
-	if !o.Examined && e.spinner.cores != nil {
+	if !o.DetectsBusyCores && e.spinner.cores != nil {
 		e.spinner.cores.ignored.Store(true)
 	}
 	f.Loop = NewLoop(f.receive, src.Deliver)
@@ -185,20 +185,20 @@ func (f *Feed[T]) Unlock() { f.mu.Unlock() }
 func (f *Feed[T]) Parked() bool { return f.parked.Load() }
 
 // receive waits for the next message. It is the loop's.
-func (f *Feed[T]) receive() (item T, lane *Lane[T], ok bool) {
+func (f *Feed[T]) receive() (item T, lane *PeerQueue[T], ok bool) {
 	for !f.stopping.Load() {
 		item, lane, found := f.take(0, 0)
 		if found == Message {
 			return item, lane, true
 		}
-		if f.spins() && (f.hot || found >= Soon) {
+		if f.spins() && (f.hot || found >= InFlight) {
 			if item, lane, ok := f.look(); ok {
 				return item, lane, true
 			}
 		}
 		f.hot = f.e.forever
 		switch {
-		case (f.o.HandsOver || !f.pollExpected()) && (f.o.Failing == nil || !f.o.Failing()):
+		case (f.o.PollArmsLoop || !f.pollExpected()) && (f.o.CannotSleep == nil || !f.o.CannotSleep()):
 			f.park()
 		default:
 			f.timer.Reset(pollGrace)
@@ -218,7 +218,7 @@ func (f *Feed[T]) spins() bool {
 
 // take takes a message if there is one and no Poll has the source. It is time now; 0: the
 // clock is read only if that matters.
-func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, lane *Lane[T], found Found) {
+func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, lane *PeerQueue[T], found PollResult) {
 	if f.claimed.Load() || !f.mu.TryLock() {
 		return item, lane, Nothing
 	}
@@ -234,8 +234,8 @@ func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, lane *Lane[T], 
 		f.looks.empty(now)
 		return item, lane, found
 	}
-	if lane.Hand != nil {
-		lane.Hand.Add(1) // under mu: a Poll sees it
+	if lane.Undelivered != nil {
+		lane.Undelivered.Add(1) // under mu: a Poll sees it
 	}
 	f.looks.came(now, f.o.Spin)
 	f.hot = true
@@ -246,7 +246,7 @@ func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, lane *Lane[T], 
 }
 
 // takeFrom has the source take a message, which may look for it, and yield the core meanwhile.
-func (f *Feed[T]) takeFrom(slice time.Duration, poll bool) (item T, lane *Lane[T], found Found) {
+func (f *Feed[T]) takeFrom(slice time.Duration, poll bool) (item T, lane *PeerQueue[T], found PollResult) {
 	if slice == 0 {
 		return f.src.Take(slice, poll)
 	}
@@ -258,20 +258,20 @@ func (f *Feed[T]) takeFrom(slice time.Duration, poll bool) (item T, lane *Lane[T
 
 // look takes a message that comes soon, without sleeping. One loop of a node at a time
 // does, and none while a Poll does.
-func (f *Feed[T]) look() (item T, lane *Lane[T], ok bool) {
+func (f *Feed[T]) look() (item T, lane *PeerQueue[T], ok bool) {
 	if !f.e.forever {
 		if !f.e.spinning.CompareAndSwap(false, true) {
 			return item, lane, false
 		}
 		defer f.e.spinning.Store(false)
 	}
-	limit := f.Awake()
-	if f.o.HandsOver {
+	limit := f.SpinTime()
+	if f.o.PollArmsLoop {
 		limit = f.looks.spin(f.o.Spin)
 	}
 	slice := limit / 4 // a Poll need not wait longer than one of them
 	s := f.e.spinner
-	if f.o.LongLooks {
+	if f.o.LongPolls {
 		s.YieldGoroutines() // to those that the deliveries before have woken
 	}
 	start := clock.Now()
@@ -283,7 +283,7 @@ func (f *Feed[T]) look() (item T, lane *Lane[T], ok bool) {
 		switch {
 		case found == Message:
 			return item, lane, true
-		case found >= Soon:
+		case found >= InFlight:
 			start = now
 		case !f.e.forever && now-start > uint64(limit):
 			return item, lane, false
@@ -293,7 +293,7 @@ func (f *Feed[T]) look() (item T, lane *Lane[T], ok bool) {
 }
 
 func (f *Feed[T]) pause(s *Spinner) {
-	if f.o.LongLooks {
+	if f.o.LongPolls {
 		s.PauseLong()
 	} else {
 		s.Pause()
@@ -305,7 +305,7 @@ func (f *Feed[T]) park() {
 	f.parked.Store(true) // before arm looks whether a Poll has the source
 	f.src.Sleep(ByLoop, f.armLoop, 0)
 	f.parked.Store(false)
-	if f.o.HandsOver && !f.claimed.Load() {
+	if f.o.PollArmsLoop && !f.claimed.Load() {
 		f.src.Disarm()
 	}
 }
@@ -320,7 +320,7 @@ func (f *Feed[T]) arm() bool {
 			return found
 		}
 	}
-	return !f.o.HandsOver || f.stopping.Load()
+	return !f.o.PollArmsLoop || f.stopping.Load()
 }
 
 // pollGrace is how long after a Poll another one is expected.
@@ -337,7 +337,7 @@ const (
 	maxMisses = 64
 )
 
-// Claim implements Polled.
+// Claim implements Pollable.
 func (f *Feed[T]) Claim() bool {
 	if f.stopping.Load() || f.misses.Load() >= maxMisses {
 		return false
@@ -366,7 +366,7 @@ func (f *Feed[T]) Claim() bool {
 		f.mu.Unlock()
 		return false
 	}
-	if f.o.HandsOver {
+	if f.o.PollArmsLoop {
 		f.src.Disarm()
 	} else if f.parked.Load() {
 		f.src.Wake(ByLoop) // else it would be woken for what this Poll receives
@@ -374,8 +374,8 @@ func (f *Feed[T]) Claim() bool {
 	return true
 }
 
-// Help implements Polled.
-func (f *Feed[T]) Help(slice time.Duration) Found {
+// PollOnce implements Pollable.
+func (f *Feed[T]) PollOnce(slice time.Duration) PollResult {
 	if f.stopping.Load() {
 		return Nothing
 	}
@@ -390,19 +390,19 @@ func (f *Feed[T]) Help(slice time.Duration) Found {
 			f.Loop.drain(lane, &f.e.turn)
 		}
 		f.e.turn.ended.Add(1)
-	case Leave:
+	case LeaveToLoop:
 		f.left = true
 	}
 	return found
 }
 
-// Awake implements Polled.
-func (f *Feed[T]) Awake() time.Duration { return max(f.o.Spin, awakeLeast) }
+// SpinTime implements Pollable.
+func (f *Feed[T]) SpinTime() time.Duration { return max(f.o.Spin, awakeLeast) }
 
-// CanSleep implements Polled.
-func (f *Feed[T]) CanSleep() bool { return f.o.HandsOver }
+// CanSleep implements Pollable.
+func (f *Feed[T]) CanSleep() bool { return f.o.PollArmsLoop }
 
-// Sleep implements Polled.
+// Sleep implements Pollable.
 func (f *Feed[T]) Sleep(limit time.Duration) {
 	if !f.stopping.Load() {
 		f.src.Sleep(ByPoll, f.armPoll, limit)
@@ -410,7 +410,7 @@ func (f *Feed[T]) Sleep(limit time.Duration) {
 	}
 }
 
-// Release implements Polled.
+// Release implements Pollable.
 func (f *Feed[T]) Release(missed, again bool) {
 	switch {
 	case missed:
@@ -429,7 +429,7 @@ func (f *Feed[T]) Release(missed, again bool) {
 	f.claimed.Store(false)
 	switch {
 	case f.stopping.Load():
-	case f.o.HandsOver:
+	case f.o.PollArmsLoop:
 		if f.src.Arm(ForLoop) {
 			f.src.Wake(ByLoop)
 		}

@@ -22,21 +22,21 @@ type memory struct {
 	discarded atomic.Int32
 	bells     [4]chan struct{}
 
-	lane    Lane[int]
+	lane    PeerQueue[int]
 	hand    atomic.Int32
-	deliver func(n int, turn *Turn)
+	deliver func(n int, turn *Deliverer)
 }
 
-func newMemory(handsOver bool, deliver func(int, *Turn)) *memory {
+func newMemory(handsOver bool, deliver func(int, *Deliverer)) *memory {
 	m := &memory{handsOver: handsOver, deliver: deliver}
 	for i := range m.bells {
 		m.bells[i] = make(chan struct{}, 1)
 	}
-	m.lane.Hand = &m.hand
+	m.lane.Undelivered = &m.hand
 	return m
 }
 
-func (m *memory) Take(_ time.Duration, poll bool) (int, *Lane[int], Found) {
+func (m *memory) Take(_ time.Duration, poll bool) (int, *PeerQueue[int], PollResult) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if len(m.queue) == 0 || poll && m.hand.Load() != 0 {
@@ -84,8 +84,8 @@ func (m *memory) Wake(s Sleeper) {
 	}
 }
 
-func (m *memory) Deliver(n int, turn *Turn) { m.deliver(n, turn) }
-func (m *memory) Discard(int)               { m.discarded.Add(1) }
+func (m *memory) Deliver(n int, turn *Deliverer) { m.deliver(n, turn) }
+func (m *memory) Discard(int)                    { m.discarded.Add(1) }
 
 // put appends n and wakes who has armed.
 func (m *memory) put(n int) {
@@ -106,7 +106,7 @@ func (m *memory) put(n int) {
 func feed(t *testing.T, e *Engine, m Source[int], o ...FeedOptions) *Feed[int] {
 	t.Helper()
 	if o == nil {
-		o = []FeedOptions{{Polls: true, Spins: true, HandsOver: m.(*memory).handsOver}}
+		o = []FeedOptions{{Polls: true, Spins: true, PollArmsLoop: m.(*memory).handsOver}}
 	}
 	f := NewFeed(e, m, o[0])
 	f.Start()
@@ -130,7 +130,7 @@ func TestEverythingIsReceived(t *testing.T) {
 			var got [2]atomic.Int64
 			var ms [2]*memory
 			for i := range ms {
-				ms[i] = newMemory(handsOver, func(n int, _ *Turn) {
+				ms[i] = newMemory(handsOver, func(n int, _ *Deliverer) {
 					if want := got[i].Load(); int64(n) != want {
 						t.Errorf("spin %s, source %d: got %d, want %d", spin, i, n, want)
 					}
@@ -181,7 +181,7 @@ func (m *memory) asleep(t *testing.T) {
 // was asleep all the time.
 func TestLeftByPoll(t *testing.T) {
 	var got atomic.Int64
-	m := newMemory(true, func(int, *Turn) { got.Add(1) })
+	m := newMemory(true, func(int, *Deliverer) { got.Add(1) })
 	f := feed(t, New(50*time.Microsecond), m)
 	waitFor(t, "a Poll that has the source", func() bool { m.asleep(t); return f.Claim() }) // else the loop, which was woken, may be awake
 	m.put(1)
@@ -193,7 +193,7 @@ func TestLeftByPoll(t *testing.T) {
 // it did not get in time, is woken for what comes.
 func TestClaimGivenUp(t *testing.T) {
 	var got atomic.Int64
-	m := newMemory(true, func(int, *Turn) { got.Add(1) })
+	m := newMemory(true, func(int, *Deliverer) { got.Add(1) })
 	f := feed(t, New(50*time.Microsecond), m)
 	looks := func() int {
 		m.mu.Lock()
@@ -218,8 +218,8 @@ func TestClaimGivenUp(t *testing.T) {
 // TestTurns: a delivery says whether a loop or a Poll makes it.
 func TestTurns(t *testing.T) {
 	e := New(50 * time.Microsecond)
-	var turn atomic.Pointer[Turn]
-	m := newMemory(true, func(_ int, by *Turn) { turn.Store(by) })
+	var turn atomic.Pointer[Deliverer]
+	m := newMemory(true, func(_ int, by *Deliverer) { turn.Store(by) })
 	f := feed(t, e, m)
 	m.put(1)
 	waitFor(t, "delivery", func() bool { return turn.Load() != nil })
@@ -229,7 +229,7 @@ func TestTurns(t *testing.T) {
 	waitFor(t, "end of the delivery", func() bool { return m.hand.Load() == 0 })
 	claimed(t, f)
 	m.put(2)
-	if f.Help(0) != Message || turn.Load() != &e.turn {
+	if f.PollOnce(0) != Message || turn.Load() != &e.turn {
 		t.Error("a Poll does not deliver in its turn")
 	}
 	f.Release(false, false)
@@ -240,14 +240,14 @@ func TestTurns(t *testing.T) {
 func TestQuietSource(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	var got atomic.Int64
-	quiet := newMemory(false, func(int, *Turn) { got.Add(1) })
+	quiet := newMemory(false, func(int, *Deliverer) { got.Add(1) })
 	f := feed(t, e, quiet)
 	poll := func(missed bool, help int) {
 		t.Helper()
 		claimed(t, f)
 		for range help {
 			quiet.put(0)
-			if found := f.Help(0); found != Message {
+			if found := f.PollOnce(0); found != Message {
 				t.Errorf("a look has found %d, want a message", found)
 			}
 		}
@@ -291,7 +291,7 @@ func TestStopInPoll(t *testing.T) {
 		var f *Feed[int]
 		var m *memory
 		freed := false
-		m = newMemory(handsOver, func(n int, turn *Turn) {
+		m = newMemory(handsOver, func(n int, turn *Deliverer) {
 			if turn != &e.turn { // the loop was first
 				m.put(n + 1)
 				return
@@ -313,7 +313,7 @@ func TestStopInPoll(t *testing.T) {
 		f = feed(t, e, m)
 		m.put(1)
 		pollUntil(t, e, func() bool { return freed })
-		if found := f.Help(0); found != Nothing {
+		if found := f.PollOnce(0); found != Nothing {
 			t.Errorf("a Poll finds %d after Stop", found)
 		}
 		f.Sleep(time.Hour)
@@ -326,7 +326,7 @@ func TestStopInPoll(t *testing.T) {
 // TestStopLeavesPolls: a source that has stopped is no Poll's any more, and a Poll that sleeps on it is woken.
 func TestStopLeavesPolls(t *testing.T) {
 	e := New(50 * time.Microsecond)
-	m := newMemory(true, func(int, *Turn) {})
+	m := newMemory(true, func(int, *Deliverer) {})
 	f := feed(t, e, m)
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
@@ -348,8 +348,8 @@ func TestEndPoll(t *testing.T) {
 		e := New(50 * time.Microsecond)
 		var others, inside, last, ended atomic.Int64
 		var m *memory
-		other := newMemory(handsOver, func(int, *Turn) { others.Add(1) })
-		m = newMemory(handsOver, func(n int, turn *Turn) {
+		other := newMemory(handsOver, func(int, *Deliverer) { others.Add(1) })
+		m = newMemory(handsOver, func(n int, turn *Deliverer) {
 			if inside.Add(1) > 1 || int64(n) != last.Add(1) {
 				t.Errorf("message %d is delivered as number %d, beside %d others", n, last.Load(), inside.Load()-1)
 			}
@@ -390,7 +390,7 @@ func TestEndPollLate(t *testing.T) {
 	var first context.Context
 	done := false
 	var m *memory
-	m = newMemory(true, func(n int, turn *Turn) {
+	m = newMemory(true, func(n int, turn *Deliverer) {
 		switch {
 		case turn != &e.turn: // the loop was quicker
 			m.put(n + 1)
@@ -412,7 +412,7 @@ func TestEndPollLate(t *testing.T) {
 // TestFreeWaitsForPoll: what a Poll of somebody else uses is not freed.
 func TestFreeWaitsForPoll(t *testing.T) {
 	e := New(50 * time.Microsecond)
-	f := feed(t, e, newMemory(true, func(int, *Turn) {}))
+	f := feed(t, e, newMemory(true, func(int, *Deliverer) {}))
 	claimed(t, f)
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Millisecond)
 	defer cancel()
@@ -434,14 +434,14 @@ func TestFreeWaitsForPoll(t *testing.T) {
 func TestLeave(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	var got atomic.Int64
-	m := newMemory(false, func(int, *Turn) { got.Add(1) })
+	m := newMemory(false, func(int, *Deliverer) { got.Add(1) })
 	f := feed(t, e, leaving{m}, FeedOptions{Polls: true})
 	waitFor(t, "sleep", f.Parked)
 	for i := range int64(100) {
 		claimed(t, f)
 		m.put(int(i))
-		if found := f.Help(0); found != Leave {
-			t.Fatalf("a Poll finds %d, want %d", found, Leave)
+		if found := f.PollOnce(0); found != LeaveToLoop {
+			t.Fatalf("a Poll finds %d, want %d", found, LeaveToLoop)
 		}
 		f.Release(false, true)
 		if f.until.Load() != 0 {
@@ -455,9 +455,9 @@ func TestLeave(t *testing.T) {
 // leaving leaves everything to the loop.
 type leaving struct{ *memory }
 
-func (l leaving) Take(slice time.Duration, poll bool) (int, *Lane[int], Found) {
+func (l leaving) Take(slice time.Duration, poll bool) (int, *PeerQueue[int], PollResult) {
 	if poll {
-		return 0, nil, Leave
+		return 0, nil, LeaveToLoop
 	}
 	return l.memory.Take(slice, poll)
 }
@@ -467,8 +467,8 @@ func (l leaving) Take(slice time.Duration, poll bool) (int, *Lane[int], Found) {
 func TestPollEndsAtOnce(t *testing.T) {
 	e := New(time.Hour)
 	busy := false
-	f := NewFeed(e, newMemory(false, func(int, *Turn) {}), FeedOptions{Polls: true, Busy: func() bool { return busy }})
-	left := NewFeed(e, leaving{newMemory(false, func(int, *Turn) {})}, FeedOptions{Polls: true})
+	f := NewFeed(e, newMemory(false, func(int, *Deliverer) {}), FeedOptions{Polls: true, Busy: func() bool { return busy }})
+	left := NewFeed(e, leaving{newMemory(false, func(int, *Deliverer) {})}, FeedOptions{Polls: true})
 	e.Add(f)
 	e.Poll(func() bool { return true })
 	if f.until.Load() != 0 {
@@ -519,7 +519,7 @@ func TestPollOfParts(t *testing.T) {
 // TestStopDiscards: who stops gives the source back what waits for its handler.
 func TestStopDiscards(t *testing.T) {
 	entered, leave := make(chan struct{}), make(chan struct{})
-	m := newMemory(false, func(n int, _ *Turn) {
+	m := newMemory(false, func(n int, _ *Deliverer) {
 		if n == 0 {
 			close(entered)
 			<-leave
@@ -550,11 +550,11 @@ func TestStopDiscards(t *testing.T) {
 
 // endless is a source that always has a message, or part of one.
 type endless struct {
-	lane Lane[int]
+	lane PeerQueue[int]
 	part bool
 }
 
-func (s *endless) Take(time.Duration, bool) (int, *Lane[int], Found) {
+func (s *endless) Take(time.Duration, bool) (int, *PeerQueue[int], PollResult) {
 	if s.part {
 		return 0, nil, Progress
 	}
@@ -564,7 +564,7 @@ func (s *endless) Arm(Sleeper) bool                          { return true }
 func (s *endless) Disarm()                                   {}
 func (s *endless) Sleep(Sleeper, func() bool, time.Duration) {}
 func (s *endless) Wake(Sleeper)                              {}
-func (s *endless) Deliver(int, *Turn)                        {}
+func (s *endless) Deliver(int, *Deliverer)                   {}
 func (s *endless) Discard(int)                               {}
 
 // TestFailingSource: the loop does not sleep on a source that cannot be slept on, and yet
@@ -574,8 +574,8 @@ func TestFailingSource(t *testing.T) {
 	var failing atomic.Bool
 	failing.Store(true)
 	var got atomic.Int64
-	m := newMemory(true, func(int, *Turn) { got.Add(1) })
-	f := feed(t, e, m, FeedOptions{HandsOver: true, Failing: failing.Load})
+	m := newMemory(true, func(int, *Deliverer) { got.Add(1) })
+	f := feed(t, e, m, FeedOptions{PollArmsLoop: true, CannotSleep: failing.Load})
 	for i := range int64(3) {
 		m.put(int(i))
 		waitFor(t, "message", func() bool { return got.Load() == i+1 })
@@ -591,8 +591,8 @@ func TestFailingSource(t *testing.T) {
 func TestPollDoesNotAllocate(t *testing.T) {
 	e := New(time.Microsecond)
 	got := 0
-	m := newMemory(true, func(int, *Turn) { got++ })
-	f := NewFeed(e, m, FeedOptions{Polls: true, HandsOver: true})
+	m := newMemory(true, func(int, *Deliverer) { got++ })
+	f := NewFeed(e, m, FeedOptions{Polls: true, PollArmsLoop: true})
 	e.Add(f) // without its loop
 	want := 0
 	done := func() bool { return got >= want }
@@ -613,7 +613,7 @@ type looking struct {
 	once sync.Once
 }
 
-func (l *looking) Take(slice time.Duration, poll bool) (int, *Lane[int], Found) {
+func (l *looking) Take(slice time.Duration, poll bool) (int, *PeerQueue[int], PollResult) {
 	if slice > 0 && l.ran != nil {
 		l.once.Do(func() { l.saw <- l.ran.Load() })
 	}
@@ -625,8 +625,8 @@ func TestLookYields(t *testing.T) {
 	another := alone(t)
 	if !onceOfSome(func() bool {
 		l := &looking{memory: newMemory(true, nil), saw: make(chan bool, 1)}
-		l.deliver = func(int, *Turn) { l.ran = another() }
-		f := NewFeed(New(time.Second), Source[int](l), FeedOptions{Spins: true, HandsOver: true, LongLooks: true})
+		l.deliver = func(int, *Deliverer) { l.ran = another() }
+		f := NewFeed(New(time.Second), Source[int](l), FeedOptions{Spins: true, PollArmsLoop: true, LongPolls: true})
 		f.Start()
 		l.put(1)
 		saw := <-l.saw

@@ -7,17 +7,17 @@ import (
 	"github.com/stepaf/stepaf-go/internal/wake"
 )
 
-// Lane is the order of one peer: its items are delivered one after the other, in
-// the order in which they were received. The zero Lane is ready for use. A Lane
+// PeerQueue is the order of one peer: its items are delivered one after the other, in
+// the order in which they were received. The zero PeerQueue is ready for use. A PeerQueue
 // belongs to one Loop and must not be copied.
-type Lane[T any] struct {
-	// ID names the peer to Loop.Paused and Loop.Resumed. It is set before the Lane is
+type PeerQueue[T any] struct {
+	// ID names the peer to Loop.Paused and Loop.Resumed. It is set before the PeerQueue is
 	// used.
 	ID int
 
-	// Hand, if not nil, counts the items of this lane, and of others that share it, that
-	// the loop of a Feed has received and not delivered. It is set before the Lane is used.
-	Hand *atomic.Int32
+	// Undelivered, if not nil, counts the items of this lane, and of others that share it, that
+	// the loop of a Feed has received and not delivered. It is set before the PeerQueue is used.
+	Undelivered *atomic.Int32
 
 	// slow says that a goroutine without the receiving role delivers here, so that
 	// items have to queue. It is set and cleared under mu.
@@ -43,15 +43,15 @@ type waiting[T any] struct {
 const keepRing = 256
 
 // handed says that an item was delivered or discarded.
-func (l *Lane[T]) handed() {
-	if l.Hand != nil {
-		l.Hand.Add(-1)
+func (l *PeerQueue[T]) handed() {
+	if l.Undelivered != nil {
+		l.Undelivered.Add(-1)
 	}
 }
 
 // push appends v if lane is slow. It reports slow=false, without appending, when the lane
 // is not slow any more, and full=true when it has no room: it is paused then.
-func (l *Loop[T]) push(lane *Lane[T], v T) (slow, full bool) {
+func (l *Loop[T]) push(lane *PeerQueue[T], v T) (slow, full bool) {
 	lane.mu.Lock()
 	if !lane.slow.Load() {
 		lane.mu.Unlock()
@@ -79,13 +79,13 @@ func (l *Loop[T]) push(lane *Lane[T], v T) (slow, full bool) {
 }
 
 // keep makes the lane that of a goroutine without the receiving role, which drains it later.
-func (l *Lane[T]) keep() {
+func (l *PeerQueue[T]) keep() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.slow.Store(true)
 }
 
-func (l *Lane[T]) put(w waiting[T]) {
+func (l *PeerQueue[T]) put(w waiting[T]) {
 	if l.n == len(l.ring) {
 		l.grow()
 	}
@@ -94,7 +94,7 @@ func (l *Lane[T]) put(w waiting[T]) {
 	l.bytes += w.bytes
 }
 
-func (l *Lane[T]) grow() {
+func (l *PeerQueue[T]) grow() {
 	ring := make([]waiting[T], max(16, 2*len(l.ring)))
 	k := copy(ring, l.ring[l.head:])
 	copy(ring[k:], l.ring[:l.head])
@@ -102,7 +102,7 @@ func (l *Lane[T]) grow() {
 }
 
 // pop takes the oldest item. When there is none, the lane stops being slow.
-func (l *Loop[T]) pop(lane *Lane[T]) (v T, ok bool) {
+func (l *Loop[T]) pop(lane *PeerQueue[T]) (v T, ok bool) {
 	lane.mu.Lock()
 	var w waiting[T]
 	if lane.n == 0 {
@@ -134,9 +134,9 @@ func (l *Loop[T]) pop(lane *Lane[T]) (v T, ok bool) {
 // memory here. An item that is received all the same is not lost: the loop waits with it
 // until the lane has room, and other lanes wait, too. MayRead is for who has the receiving
 // role.
-func (l *Loop[T]) MayRead(lane *Lane[T]) bool { return !lane.slow.Load() || l.mayRead(lane) }
+func (l *Loop[T]) MayRead(lane *PeerQueue[T]) bool { return !lane.slow.Load() || l.mayRead(lane) }
 
-func (l *Loop[T]) mayRead(lane *Lane[T]) bool {
+func (l *Loop[T]) mayRead(lane *PeerQueue[T]) bool {
 	lane.mu.Lock()
 	began := lane.slow.Load() && l.pause(lane)
 	paused := lane.paused
@@ -149,8 +149,8 @@ func (l *Loop[T]) mayRead(lane *Lane[T]) bool {
 
 // pause pauses lane, which is slow, if it has no room. It tells whether that is new.
 // lane.mu is held.
-func (l *Loop[T]) pause(lane *Lane[T]) bool {
-	if lane.paused || lane.n < l.LaneCap && !l.Budget.full(lane.bytes) {
+func (l *Loop[T]) pause(lane *PeerQueue[T]) bool {
+	if lane.paused || lane.n < l.QueueCap && !l.Budget.full(lane.bytes) {
 		return false
 	}
 	// First the entry, then another look: who makes room after the look finds the entry.
@@ -160,7 +160,7 @@ func (l *Loop[T]) pause(lane *Lane[T]) bool {
 }
 
 // began says that lane is paused.
-func (l *Loop[T]) began(lane *Lane[T]) {
+func (l *Loop[T]) began(lane *PeerQueue[T]) {
 	l.pauses.Add(1)
 	if l.Paused == nil {
 		return
@@ -173,8 +173,8 @@ func (l *Loop[T]) began(lane *Lane[T]) {
 
 // resume ends lane's pause if there is room again, and tells whether it did. lane.mu is
 // held.
-func (l *Loop[T]) resume(lane *Lane[T]) bool {
-	room := lane.n <= l.LaneCap/4*3 && l.Budget.roomy(lane.bytes) || !lane.slow.Load()
+func (l *Loop[T]) resume(lane *PeerQueue[T]) bool {
+	room := lane.n <= l.QueueCap/4*3 && l.Budget.roomy(lane.bytes) || !lane.slow.Load()
 	if !lane.paused || !room {
 		return false
 	}
@@ -188,7 +188,7 @@ func (l *Loop[T]) resume(lane *Lane[T]) bool {
 }
 
 // look is told that there is room in the budget.
-func (l *Lane[T]) look() {
+func (l *PeerQueue[T]) look() {
 	l.mu.Lock()
 	loop := l.loop
 	resumed := loop.resume(l)

@@ -16,7 +16,7 @@ func TestLanesModel(t *testing.T) {
 	golden.Check(t, "lanes", 60, func(rng *rand.Rand, w io.Writer) {
 		type waits struct{ seq, bytes int }
 		const n = 4
-		var lanes [n]Lane[waits]
+		var lanes [n]PeerQueue[waits]
 		var want [n][]waits
 		var paused, resumed []int
 		budget := NewBudget([]int64{0, 300, 1000}[rng.IntN(3)], []int64{0, 700, 1500}[rng.IntN(3)])
@@ -25,18 +25,18 @@ func TestLanesModel(t *testing.T) {
 		}
 		loops := [2]*Loop[waits]{}
 		for i := range loops { // which share a budget
-			l := NewLoop(func() (waits, *Lane[waits], bool) { return waits{}, nil, false }, func(waits, *Turn) {})
-			l.LaneCap, l.Budget = []int{4, 8, 100}[rng.IntN(3)], budget
+			l := NewLoop(func() (waits, *PeerQueue[waits], bool) { return waits{}, nil, false }, func(waits, *Deliverer) {})
+			l.QueueCap, l.Budget = []int{4, 8, 100}[rng.IntN(3)], budget
 			if rng.IntN(4) > 0 {
 				l.Weight = func(x waits) int { return x.bytes }
 			}
-			l.Paused = func(lane *Lane[waits], bytes int64) {
+			l.Paused = func(lane *PeerQueue[waits], bytes int64) {
 				paused = append(paused, lane.ID)
 				if bytes != lane.bytes {
 					t.Errorf("%d bytes are told, %d wait", bytes, lane.bytes)
 				}
 			}
-			l.Resumed = func(lane *Lane[waits]) { resumed = append(resumed, lane.ID) }
+			l.Resumed = func(lane *PeerQueue[waits]) { resumed = append(resumed, lane.ID) }
 			loops[i] = l
 		}
 		for i := range lanes {

@@ -10,8 +10,8 @@ import (
 
 // Defaults of a Loop's fields.
 const (
-	DefaultLimit   = 500 * time.Microsecond
-	DefaultLaneCap = 65536
+	DefaultLimit    = 500 * time.Microsecond
+	DefaultQueueCap = 65536
 )
 
 // ErrInDeliver is returned by Stop when it was called by a delivery, which it
@@ -25,9 +25,9 @@ type Loop[T any] struct {
 	// most if all deliveries before were shorter.
 	Limit time.Duration
 
-	// LaneCap is the number of items that may wait in one lane behind a slow
+	// QueueCap is the number of items that may wait in one lane behind a slow
 	// delivery. A lane with so many is paused; see MayRead.
-	LaneCap int
+	QueueCap int
 
 	// Budget, if not nil, bounds the bytes that wait in lanes behind slow deliveries. A
 	// lane that has used it up is paused; see MayRead. Loops may share one.
@@ -39,11 +39,11 @@ type Loop[T any] struct {
 
 	// Paused, if not nil, is told that MayRead is false of a lane from now on, and how
 	// many bytes wait in it. It is called by who has the receiving role.
-	Paused func(lane *Lane[T], bytes int64)
+	Paused func(lane *PeerQueue[T], bytes int64)
 
 	// Resumed, if not nil, is told that a paused lane has room again. It is called by
 	// any goroutine and must not block.
-	Resumed func(lane *Lane[T])
+	Resumed func(lane *PeerQueue[T])
 
 	// Discard, if not nil, is given the items that will never be delivered because
 	// of Stop. It may be called by several goroutines at once.
@@ -53,14 +53,14 @@ type Loop[T any] struct {
 	// receiving role. It may lock the goroutine to its thread.
 	Begin func()
 
-	recv    func() (T, *Lane[T], bool)
-	deliver func(T, *Turn)
+	recv    func() (T, *PeerQueue[T], bool)
+	deliver func(T, *Deliverer)
 
 	// state is epoch<<1 | delivering. Who has the receiving role counts the epoch
 	// up with each delivery, so that the watchdog can tell one that is slow from
 	// one that has begun since, and takes the role by counting it up itself.
 	state atomic.Uint64
-	cur   atomic.Pointer[Lane[T]] // of the delivery in state
+	cur   atomic.Pointer[PeerQueue[T]] // of the delivery in state
 
 	taken func() // for tests: called while the role is being taken
 
@@ -71,7 +71,7 @@ type Loop[T any] struct {
 
 	mu       sync.Mutex
 	quitting bool
-	runners  map[*Turn]struct{}
+	runners  map[*Deliverer]struct{}
 	watching bool
 	changed  chan struct{} // closed and replaced when one of the above changes
 }
@@ -83,12 +83,12 @@ type Loop[T any] struct {
 //
 // deliver hands up one item in a turn. It may block: the deliveries of other lanes go
 // on. Deliveries of one lane never overlap.
-func NewLoop[T any](recv func() (item T, lane *Lane[T], ok bool), deliver func(T, *Turn)) *Loop[T] {
+func NewLoop[T any](recv func() (item T, lane *PeerQueue[T], ok bool), deliver func(T, *Deliverer)) *Loop[T] {
 	return &Loop[T]{
-		Limit: DefaultLimit, LaneCap: DefaultLaneCap,
+		Limit: DefaultLimit, QueueCap: DefaultQueueCap,
 		recv: recv, deliver: deliver,
 		dog: watchdog{wake: make(chan struct{}, 1)}, quit: make(chan struct{}),
-		runners: map[*Turn]struct{}{}, changed: make(chan struct{}),
+		runners: map[*Deliverer]struct{}{}, changed: make(chan struct{}),
 	}
 }
 
@@ -193,7 +193,7 @@ func (l *Loop[T]) changedLocked() {
 
 // spawn starts a goroutine that has the receiving role. The caller holds l.mu.
 func (l *Loop[T]) spawn(epoch uint64) {
-	turn := new(Turn)
+	turn := new(Deliverer)
 	l.runners[turn] = struct{}{}
 	go func() {
 		defer l.leave(turn)
@@ -229,7 +229,7 @@ func (l *Loop[T]) takeOver(busy uint64) {
 	}
 }
 
-func (l *Loop[T]) leave(t *Turn) {
+func (l *Loop[T]) leave(t *Deliverer) {
 	l.mu.Lock()
 	delete(l.runners, t)
 	l.changedLocked()
@@ -237,8 +237,8 @@ func (l *Loop[T]) leave(t *Turn) {
 }
 
 // run has the receiving role until it loses it or the loop ends.
-func (l *Loop[T]) run(epoch uint64, turn *Turn) {
-	var last *Lane[T]
+func (l *Loop[T]) run(epoch uint64, turn *Deliverer) {
+	var last *PeerQueue[T]
 	for !l.stopped.Load() {
 		item, lane, ok := l.recv()
 		if !ok {
@@ -275,7 +275,7 @@ func (l *Loop[T]) run(epoch uint64, turn *Turn) {
 
 // enqueue gives item to the goroutine that delivers in lane. It reports false
 // when there is none any more.
-func (l *Loop[T]) enqueue(lane *Lane[T], item T) bool {
+func (l *Loop[T]) enqueue(lane *PeerQueue[T], item T) bool {
 	for {
 		slow, full := l.push(lane, item)
 		if !slow {
@@ -294,7 +294,7 @@ func (l *Loop[T]) enqueue(lane *Lane[T], item T) bool {
 }
 
 // drain delivers what has come for lane until it is empty.
-func (l *Loop[T]) drain(lane *Lane[T], turn *Turn) {
+func (l *Loop[T]) drain(lane *PeerQueue[T], turn *Deliverer) {
 	for {
 		item, ok := l.pop(lane)
 		switch {
@@ -309,7 +309,7 @@ func (l *Loop[T]) drain(lane *Lane[T], turn *Turn) {
 	}
 }
 
-func (l *Loop[T]) discard(lane *Lane[T], item T) {
+func (l *Loop[T]) discard(lane *PeerQueue[T], item T) {
 	lane.handed()
 	if l.Discard != nil {
 		l.Discard(item)

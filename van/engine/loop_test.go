@@ -16,7 +16,7 @@ import (
 const deadline = 20 * time.Second
 
 type item struct {
-	lane *Lane[item]
+	lane *PeerQueue[item]
 	peer int
 	seq  int
 }
@@ -30,7 +30,7 @@ type source struct {
 
 func newSource() *source { return &source{c: make(chan item, 64), closed: make(chan struct{})} }
 
-func (s *source) recv() (item, *Lane[item], bool) {
+func (s *source) recv() (item, *PeerQueue[item], bool) {
 	select {
 	case it := <-s.c:
 		return it, it.lane, true
@@ -89,7 +89,7 @@ func goroutines() int {
 
 func TestOrderPerLaneWithSlowHandlers(t *testing.T) {
 	const peers, each = 8, 400
-	lanes := make([]Lane[item], peers)
+	lanes := make([]PeerQueue[item], peers)
 	var next [peers]int
 	var inside [peers]atomic.Bool
 	var wrong atomic.Pointer[string]
@@ -98,7 +98,7 @@ func TestOrderPerLaneWithSlowHandlers(t *testing.T) {
 	left.Store(peers * each)
 	done := make(chan struct{})
 	src := newSource()
-	l := NewLoop(src.recv, func(it item, _ *Turn) {
+	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
 		if inside[it.peer].Swap(true) {
 			fail("two deliveries of lane %d at once", it.peer)
 		}
@@ -115,7 +115,7 @@ func TestOrderPerLaneWithSlowHandlers(t *testing.T) {
 		}
 	})
 	l.Limit = 200 * time.Microsecond
-	l.LaneCap = 32 // so that receiving pauses too
+	l.QueueCap = 32 // so that receiving pauses too
 	l.Start()
 	for seq := range each {
 		for p := range peers {
@@ -131,13 +131,13 @@ func TestOrderPerLaneWithSlowHandlers(t *testing.T) {
 }
 
 func TestOtherLanesGoOnWhileOneBlocks(t *testing.T) {
-	var stuck, free Lane[item]
+	var stuck, free PeerQueue[item]
 	release, entered, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
 	var order []int
 	const n = 1000
 	src := newSource()
 	drained := make(chan struct{})
-	l := NewLoop(src.recv, func(it item, _ *Turn) {
+	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
 		if it.peer == 0 {
 			order = append(order, it.seq)
 			if it.seq == 0 {
@@ -171,11 +171,11 @@ func TestOtherLanesGoOnWhileOneBlocks(t *testing.T) {
 }
 
 func TestFullLanePausesWithoutLoss(t *testing.T) {
-	var lane Lane[item]
+	var lane PeerQueue[item]
 	release := make(chan struct{})
 	var got atomic.Int64
 	src := &source{c: make(chan item), closed: make(chan struct{})}
-	l := NewLoop(src.recv, func(it item, _ *Turn) {
+	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
 		if it.seq == 0 {
 			<-release
 		}
@@ -184,7 +184,7 @@ func TestFullLanePausesWithoutLoss(t *testing.T) {
 		}
 		got.Add(1)
 	})
-	l.LaneCap = 4
+	l.QueueCap = 4
 	l.Start()
 	for i := range 6 { // one in delivery, four queued, one in the receiver's hand
 		src.c <- item{&lane, 0, i}
@@ -200,16 +200,16 @@ func TestFullLanePausesWithoutLoss(t *testing.T) {
 }
 
 func TestStopDiscardsWhatWaits(t *testing.T) {
-	var lane Lane[item]
+	var lane PeerQueue[item]
 	release, entered := make(chan struct{}), make(chan struct{})
 	var delivered, discarded atomic.Int64
 	src := &source{c: make(chan item), closed: make(chan struct{})}
-	l := NewLoop(src.recv, func(it item, _ *Turn) {
+	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
 		delivered.Add(1)
 		close(entered)
 		<-release
 	})
-	l.LaneCap = 4
+	l.QueueCap = 4
 	l.Discard = func(item) { discarded.Add(1) }
 	l.Start()
 	src.c <- item{&lane, 0, 0}
@@ -233,12 +233,12 @@ func TestStopDiscardsWhatWaits(t *testing.T) {
 
 // TestStopInTheLastMoment: what ends as the context does, as in a process that stood still until then, has ended.
 func TestStopInTheLastMoment(t *testing.T) {
-	var lane Lane[item]
+	var lane PeerQueue[item]
 	src := newSource()
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	entered := make(chan struct{})
-	l := NewLoop(src.recv, func(item, *Turn) {
+	l := NewLoop(src.recv, func(item, *Deliverer) {
 		close(entered)
 		<-ctx.Done()
 	})
@@ -257,14 +257,14 @@ func TestStopInTheLastMoment(t *testing.T) {
 }
 
 func TestStopFromDeliveries(t *testing.T) {
-	var a, b Lane[item]
+	var a, b PeerQueue[item]
 	src := newSource()
 	errs := make(chan error, 2)
 	both, stopped := sync.WaitGroup{}, sync.WaitGroup{}
 	both.Add(2)
 	stopped.Add(2)
 	var l *Loop[item]
-	l = NewLoop(src.recv, func(it item, turn *Turn) {
+	l = NewLoop(src.recv, func(it item, turn *Deliverer) {
 		defer stopped.Wait() // neither has ended when the other one's Stop returns
 		defer stopped.Done()
 		both.Done()
@@ -288,14 +288,14 @@ func TestStopFromDeliveries(t *testing.T) {
 
 // TestStopWaitsForOthers: a delivery that calls Stop waits for one that does not.
 func TestStopWaitsForOthers(t *testing.T) {
-	var a, b Lane[item]
+	var a, b PeerQueue[item]
 	src := newSource()
 	var ended atomic.Bool
 	stopped := make(chan error, 1)
 	both := sync.WaitGroup{}
 	both.Add(2)
 	var l *Loop[item]
-	l = NewLoop(src.recv, func(it item, turn *Turn) {
+	l = NewLoop(src.recv, func(it item, turn *Deliverer) {
 		both.Done()
 		both.Wait()
 		if it.peer == 0 {
@@ -333,7 +333,7 @@ func TestStopWaitsForOthers(t *testing.T) {
 
 func TestLoopEndsWhenRecvDoes(t *testing.T) {
 	src := newSource()
-	l := NewLoop(src.recv, func(item, *Turn) {})
+	l := NewLoop(src.recv, func(item, *Deliverer) {})
 	l.Start()
 	src.close()
 	waitFor(t, "end of the loop", func() bool { return goroutines() == 0 })
@@ -347,7 +347,7 @@ func TestLoopEndsWhenRecvDoes(t *testing.T) {
 // TestStartAfterStop: a loop that was stopped before it began does not begin.
 func TestStartAfterStop(t *testing.T) {
 	src := newSource()
-	l := NewLoop(src.recv, func(item, *Turn) {})
+	l := NewLoop(src.recv, func(item, *Deliverer) {})
 	var begun atomic.Int32
 	l.Begin = func() { begun.Add(1) }
 	stop(t, l, src)
@@ -359,10 +359,10 @@ func TestStartAfterStop(t *testing.T) {
 }
 
 func TestIdleLoopDoesNotTick(t *testing.T) {
-	var lane Lane[item]
+	var lane PeerQueue[item]
 	src := newSource()
 	got := make(chan struct{}, 1)
-	l := NewLoop(src.recv, func(item, *Turn) { got <- struct{}{} })
+	l := NewLoop(src.recv, func(item, *Deliverer) { got <- struct{}{} })
 	l.Start()
 	idle := func() {
 		t.Helper()
@@ -409,10 +409,10 @@ func TestPace(t *testing.T) {
 
 // TestStuckAfterCalm: a delivery that is stuck after a long time of short ones is found.
 func TestStuckAfterCalm(t *testing.T) {
-	var stuck, free Lane[item]
+	var stuck, free PeerQueue[item]
 	src := newSource()
 	release, got := make(chan struct{}), make(chan struct{})
-	l := NewLoop(src.recv, func(it item, _ *Turn) {
+	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
 		if it.lane == &stuck {
 			<-release
 			return
@@ -434,10 +434,10 @@ func TestStuckAfterCalm(t *testing.T) {
 }
 
 func TestNoAllocationPerItem(t *testing.T) {
-	var lane Lane[item]
+	var lane PeerQueue[item]
 	src := newSource()
 	ack := make(chan struct{})
-	l := NewLoop(src.recv, func(item, *Turn) { ack <- struct{}{} })
+	l := NewLoop(src.recv, func(item, *Deliverer) { ack <- struct{}{} })
 	l.Start()
 	n := testing.AllocsPerRun(2000, func() {
 		src.c <- item{&lane, 0, 0}
@@ -450,9 +450,9 @@ func TestNoAllocationPerItem(t *testing.T) {
 }
 
 func TestQueuedItemsDoNotAllocate(t *testing.T) {
-	var lane Lane[item]
+	var lane PeerQueue[item]
 	lane.slow.Store(true)
-	l := NewLoop(nil, func(item, *Turn) {})
+	l := NewLoop(nil, func(item, *Deliverer) {})
 	l.Budget, l.Weight = NewBudget(1<<20, 1<<20), func(item) int { return 1000 }
 	n := testing.AllocsPerRun(100, func() {
 		for range 16 {
@@ -473,9 +473,9 @@ func TestQueuedItemsDoNotAllocate(t *testing.T) {
 // TestLongLane: a lane in which many items have waited does not keep the memory for them.
 func TestLongLane(t *testing.T) {
 	for n, keeps := range map[int]bool{keepRing: true, keepRing + 1: false} {
-		var lane Lane[item]
+		var lane PeerQueue[item]
 		lane.slow.Store(true)
-		l := NewLoop(nil, func(item, *Turn) {})
+		l := NewLoop(nil, func(item, *Deliverer) {})
 		for i := range n {
 			l.push(&lane, item{seq: i})
 		}
@@ -491,12 +491,12 @@ func TestLongLane(t *testing.T) {
 }
 
 func BenchmarkLoop(b *testing.B) {
-	var lane Lane[item]
+	var lane PeerQueue[item]
 	n := 0
-	l := NewLoop(func() (item, *Lane[item], bool) {
+	l := NewLoop(func() (item, *PeerQueue[item], bool) {
 		n++
 		return item{}, &lane, n <= b.N
-	}, func(item, *Turn) {})
+	}, func(item, *Deliverer) {})
 	b.ReportAllocs()
 	b.ResetTimer()
 	l.Start()

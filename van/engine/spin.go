@@ -29,7 +29,7 @@ func (s *Spinner) Pause() {
 	}
 }
 
-// PauseLong passes a moment after a look as FeedOptions.LongLooks has it.
+// PauseLong passes a moment after a look as FeedOptions.LongPolls has it.
 func (s *Spinner) PauseLong() {
 	if s.n++; s.n%fewLooks == 0 {
 		s.YieldGoroutines()

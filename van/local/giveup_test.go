@@ -524,7 +524,7 @@ func TestCloseInPoll(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 			defer cancel()
 			begun := time.Now()
-			err := worker.Close(engine.Within(ctx, m.Turn))
+			err := worker.Close(engine.Within(ctx, m.Deliverer))
 			if d := time.Since(begun); d > 10*time.Second {
 				t.Errorf("Close took %s", d)
 			}

@@ -19,11 +19,11 @@ import (
 // inPeer is the order of one sender's messages, over whichever link they come.
 type inPeer struct {
 	id     int
-	lane   engine.Lane[*inbound]
+	lane   engine.PeerQueue[*inbound]
 	inHand atomic.Int32 // messages that the loop has received and not delivered
 
 	fetching atomic.Bool // a value is being read from its memory
-	blame    engine.Blame
+	blame    engine.SlowDetector
 }
 
 // inbound is a received message with its memory.

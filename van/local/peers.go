@@ -194,7 +194,7 @@ func (p *peers) sender(id int) *inPeer {
 	s := p.senders[id]
 	if s == nil {
 		s = &inPeer{id: id}
-		s.lane.ID, s.lane.Hand = id, &s.inHand
+		s.lane.ID, s.lane.Undelivered = id, &s.inHand
 		p.senders[id] = s
 	}
 	return s

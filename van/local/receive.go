@@ -39,7 +39,7 @@ func (r *receiver) limit(c *env.Config) {
 		loop.Budget = engine.NewBudget(int64(c.RecvBudgetPeer), int64(c.RecvBudget))
 	}
 	loop.Weight = (*inbound).weight
-	loop.Paused = func(lane *engine.Lane[*inbound], bytes int64) {
+	loop.Paused = func(lane *engine.PeerQueue[*inbound], bytes int64) {
 		from := r.peers.sender(lane.ID)
 		// While a value is being read from the peer, its messages wait for the end of that.
 		from.blame.Watch(lane.Paused, func() bool { return lane.Slow() && !from.fetching.Load() }, func() {
@@ -49,14 +49,14 @@ func (r *receiver) limit(c *env.Config) {
 			}
 		})
 	}
-	loop.Resumed = func(*engine.Lane[*inbound]) { r.self.bell.wakeAll() }
+	loop.Resumed = func(*engine.PeerQueue[*inbound]) { r.self.bell.wakeAll() }
 }
 
 // maxSleep bounds a sleep; see bell.wait.
 const maxSleep = 500 * time.Millisecond
 
 // Take implements engine.Source.
-func (r *receiver) Take(_ time.Duration, poll bool) (*inbound, *engine.Lane[*inbound], engine.Found) {
+func (r *receiver) Take(_ time.Duration, poll bool) (*inbound, *engine.PeerQueue[*inbound], engine.PollResult) {
 	chunks := r.in.chunks.Load()
 	if p := r.scan(poll); p != nil {
 		return p, &p.from.lane, engine.Message
@@ -68,7 +68,7 @@ func (r *receiver) Take(_ time.Duration, poll bool) (*inbound, *engine.Lane[*inb
 	case r.in.chunks.Load() != chunks:
 		return nil, nil, engine.Progress
 	case r.in.copies.any() && r.in.copies.soon(clock.Now()):
-		return nil, nil, engine.Soon
+		return nil, nil, engine.InFlight
 	}
 	return nil, nil, engine.Nothing
 }
@@ -120,7 +120,7 @@ func (r *receiver) Wake(s engine.Sleeper) { r.self.bell.wake(waiterOf(s)) }
 
 // Deliver implements engine.Source: it hands up one message, after the parts that are
 // still with the sender have been read.
-func (r *receiver) Deliver(p *inbound, turn *engine.Turn) {
+func (r *receiver) Deliver(p *inbound, turn *engine.Deliverer) {
 	c := r.in
 	if p.in.fenced.Load() {
 		c.stats.fenced.Add(1)
@@ -133,7 +133,7 @@ func (r *receiver) Deliver(p *inbound, turn *engine.Turn) {
 		return
 	}
 	c.adopt(p)
-	p.msg.Turn = turn
+	p.msg.Deliverer = turn
 	c.stats.received(p.msg.PayloadLen())
 	r.deliver(&p.msg)
 	p.msg.Release()

@@ -93,7 +93,7 @@ func New(in van.Van, o van.Options) *Van {
 // receiveWith makes v a source of e.
 func (v *Van) receiveWith(e *engine.Engine) {
 	v.engine, v.tx.engine = e, e
-	v.rx.feed = engine.NewFeed(e, &v.receiver, engine.FeedOptions{Polls: true, Spins: true, HandsOver: true, Examined: true})
+	v.rx.feed = engine.NewFeed(e, &v.receiver, engine.FeedOptions{Polls: true, Spins: true, PollArmsLoop: true, DetectsBusyCores: true})
 	v.receiver.limit(v.cfg)
 }
 

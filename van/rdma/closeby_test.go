@@ -29,7 +29,7 @@ func testCloseByDelivery(t *testing.T, poll, elsewhere bool) {
 	closed := make(chan error, 1)
 	var once sync.Once
 	var closes, overlap, inside, connected atomic.Bool
-	closeBy := func(turn *engine.Turn) {
+	closeBy := func(turn *engine.Deliverer) {
 		if bytes.Contains(debug.Stack(), []byte("Engine).Poll(")) != poll {
 			return
 		}
@@ -47,7 +47,7 @@ func testCloseByDelivery(t *testing.T, poll, elsewhere bool) {
 		connected.Store(true)
 		overlap.Store(overlap.Load() || !elsewhere && inside.Load())
 		if !elsewhere {
-			closeBy(m.Turn)
+			closeBy(m.Deliverer)
 		}
 	}
 	if elsewhere {
@@ -97,12 +97,12 @@ func testCloseByDelivery(t *testing.T, poll, elsewhere bool) {
 // bellSource is a source with a message now and then.
 type bellSource struct {
 	any     atomic.Bool
-	lane    engine.Lane[int]
+	lane    engine.PeerQueue[int]
 	bell    chan struct{}
-	deliver func(*engine.Turn)
+	deliver func(*engine.Deliverer)
 }
 
-func (s *bellSource) Take(time.Duration, bool) (int, *engine.Lane[int], engine.Found) {
+func (s *bellSource) Take(time.Duration, bool) (int, *engine.PeerQueue[int], engine.PollResult) {
 	if s.any.Swap(false) {
 		return 1, &s.lane, engine.Message
 	}
@@ -121,8 +121,8 @@ func (s *bellSource) Wake(engine.Sleeper) {
 	default:
 	}
 }
-func (s *bellSource) Deliver(_ int, turn *engine.Turn) { s.deliver(turn) }
-func (s *bellSource) Discard(int)                      {}
+func (s *bellSource) Deliver(_ int, turn *engine.Deliverer) { s.deliver(turn) }
+func (s *bellSource) Discard(int)                           {}
 
 // TestCloseBesideADoneThatBlocks: a Done function that does not return keeps a Poll, and with it
 // what has been received, for itself. Close does not wait for it for ever, and says so.

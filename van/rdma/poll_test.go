@@ -178,8 +178,8 @@ func TestPollOfWorkers(t *testing.T) {
 func TestPollLeavesToLoop(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
-	turns := make(chan *engine.Turn, 1)
-	p.worker.delivery.recv = func(m *van.Message) { turns <- m.Turn }
+	turns := make(chan *engine.Deliverer, 1)
+	p.worker.delivery.recv = func(m *van.Message) { turns <- m.Deliverer }
 	var stop atomic.Bool
 	var polls sync.WaitGroup
 	polls.Go(func() {

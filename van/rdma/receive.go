@@ -195,9 +195,9 @@ func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*rece
 // peerQueue orders the messages of one sender. deferred holds those that arrive while too many wait for the handler. Their slots are not
 // returned, so the sender has to stop.
 type peerQueue struct {
-	engine.Lane[*van.Message]
-	inFlight atomic.Int32 // Lane.Hand
-	blame    engine.Blame
+	engine.PeerQueue[*van.Message]
+	inFlight atomic.Int32 // PeerQueue.Undelivered
+	blame    engine.SlowDetector
 	deferred fifo.Queue[*received] // the holder of the feed uses this and stalled
 	stalled  []*inbound            // the connections of deferred messages
 }
@@ -217,7 +217,7 @@ func (l *peerQueues) of(sender int, control bool) *peerQueue {
 		return p.(*peerQueue)
 	}
 	x := &peerQueue{}
-	x.ID, x.Hand = sender, &x.inFlight
+	x.ID, x.Undelivered = sender, &x.inFlight
 	p, _ := l.m.LoadOrStore(key, x)
 	return p.(*peerQueue)
 }
@@ -250,15 +250,15 @@ func (d *device) pollable(rx *received) bool {
 }
 
 // next returns the next message to deliver. If a Poll may not deliver it, the loop must deliver it and all messages behind it.
-func (d *device) next(poll bool) (*received, *peerQueue, engine.Found) {
+func (d *device) next(poll bool) (*received, *peerQueue, engine.PollResult) {
 	forLoop := func(rx *received, l *peerQueue) bool { return poll && (!d.pollable(rx) || l.inFlight.Load() != 0) }
 	for i, l := range d.deferredQueues {
-		if !d.feed.Loop.MayRead(&l.Lane) {
+		if !d.feed.Loop.MayRead(&l.PeerQueue) {
 			continue
 		}
 		rx := l.deferred.Front()
 		if forLoop(rx, l) {
-			return nil, nil, engine.Leave
+			return nil, nil, engine.LeaveToLoop
 		}
 		if l.deferred.Take(); l.deferred.Len() == 0 {
 			d.deferredQueues = slices.Delete(d.deferredQueues, i, i+1)
@@ -273,10 +273,10 @@ func (d *device) next(poll bool) (*received, *peerQueue, engine.Found) {
 		rx := d.ready.Front()
 		l := d.queueOf(rx)
 		if forLoop(rx, l) {
-			return nil, nil, engine.Leave
+			return nil, nil, engine.LeaveToLoop
 		}
 		d.ready.Take()
-		if l.deferred.Len() == 0 && d.feed.Loop.MayRead(&l.Lane) {
+		if l.deferred.Len() == 0 && d.feed.Loop.MayRead(&l.PeerQueue) {
 			return rx, l, engine.Message
 		}
 		if l.deferred.Len() == 0 {
@@ -292,5 +292,5 @@ func (d *device) next(poll bool) (*received, *peerQueue, engine.Found) {
 
 // mayResume reports whether a deferred message may be delivered now.
 func (d *device) mayResume() bool {
-	return slices.ContainsFunc(d.deferredQueues, func(l *peerQueue) bool { return d.feed.Loop.MayRead(&l.Lane) })
+	return slices.ContainsFunc(d.deferredQueues, func(l *peerQueue) bool { return d.feed.Loop.MayRead(&l.PeerQueue) })
 }

@@ -38,12 +38,12 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 	d.regions.OnStuck = func(r *conn.Region, err error) {
 		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.Mem.Len(), "err", err)
 	}
-	d.feed = engine.NewFeed(v.delivery.engine, d, engine.FeedOptions{Polls: true, Spins: true, LongLooks: true, Spin: spinTime, Busy: v.movedBulk, Failing: d.dead.Load})
+	d.feed = engine.NewFeed(v.delivery.engine, d, engine.FeedOptions{Polls: true, Spins: true, LongPolls: true, Spin: spinTime, Busy: v.movedBulk, CannotSleep: d.dead.Load})
 	l := d.feed.Loop
 	l.Begin = d.begin
 	l.Budget, l.Weight = v.delivery.recvBudget, weight
 	l.Paused = d.logPaused
-	l.Resumed = func(*engine.Lane[*van.Message]) { d.feed.Wake() }
+	l.Resumed = func(*engine.PeerQueue[*van.Message]) { d.feed.Wake() }
 	return d
 }
 
@@ -60,7 +60,7 @@ func weight(m *van.Message) int {
 const messageBytes = 1 << 10
 
 // logPaused logs that a sender's messages are not read for a while.
-func (d *device) logPaused(l *engine.Lane[*van.Message], bytes int64) {
+func (d *device) logPaused(l *engine.PeerQueue[*van.Message], bytes int64) {
 	d.v.stats.paused.Add(1)
 	d.queues.of(l.ID, false).blame.Watch(l.Paused, l.Slow, func() {
 		n, speak := d.v.stats.slowHandlerLog.Next()
@@ -93,7 +93,7 @@ func (d *device) bound() bool {
 }
 
 // Take implements engine.Source.
-func (d *device) Take(slice time.Duration, poll bool) (*van.Message, *engine.Lane[*van.Message], engine.Found) {
+func (d *device) Take(slice time.Duration, poll bool) (*van.Message, *engine.PeerQueue[*van.Message], engine.PollResult) {
 	rx, l, found := d.next(poll)
 	if found == engine.Nothing {
 		d.housekeep(false)
@@ -106,7 +106,7 @@ func (d *device) Take(slice time.Duration, poll bool) (*van.Message, *engine.Lan
 	if found != engine.Message {
 		return nil, nil, found
 	}
-	return &rx.msg, &l.Lane, found
+	return &rx.msg, &l.PeerQueue, found
 }
 
 // complete takes completions and adds their messages to d.ready. It reports whether there were completions.
@@ -173,8 +173,8 @@ func (d *device) Sleep(_ engine.Sleeper, arm func() bool, _ time.Duration) {
 func (d *device) Wake(engine.Sleeper) { d.dev.Wake() }
 
 // Deliver implements engine.Source.
-func (d *device) Deliver(m *van.Message, turn *engine.Turn) {
-	m.Turn = turn
+func (d *device) Deliver(m *van.Message, turn *engine.Deliverer) {
+	m.Deliverer = turn
 	d.v.delivery.recv(m)
 	m.Release()
 }

@@ -16,11 +16,11 @@ func TestCloseByPoll(t *testing.T) {
 		t.Fatal(err)
 	}
 	e := engine.New(50 * time.Microsecond)
-	acks := &source{ch: make(chan func(*engine.Turn), 1), wake: make(chan struct{}, 1)}
-	others := &source{ch: make(chan func(*engine.Turn), 1), wake: make(chan struct{}, 1)}
+	acks := &source{ch: make(chan func(*engine.Deliverer), 1), wake: make(chan struct{}, 1)}
+	others := &source{ch: make(chan func(*engine.Deliverer), 1), wake: make(chan struct{}, 1)}
 	began := time.Now()
-	others.ch <- func(turn *engine.Turn) {
-		acks.ch <- func(*engine.Turn) { f.p.recv(ack(8, 0x000009080000000b)) }
+	others.ch <- func(turn *engine.Deliverer) {
+		acks.ch <- func(*engine.Deliverer) { f.p.recv(ack(8, 0x000009080000000b)) }
 		acks.Wake(engine.ByLoop)
 		if err := f.Close(engine.Within(context.Background(), turn)); err != nil {
 			t.Error(err)
@@ -42,12 +42,12 @@ func TestCloseByPoll(t *testing.T) {
 
 // source is one of deliveries.
 type source struct {
-	ch   chan func(*engine.Turn)
+	ch   chan func(*engine.Deliverer)
 	wake chan struct{}
-	lane engine.Lane[func(*engine.Turn)]
+	lane engine.PeerQueue[func(*engine.Deliverer)]
 }
 
-func (s *source) Take(time.Duration, bool) (func(*engine.Turn), *engine.Lane[func(*engine.Turn)], engine.Found) {
+func (s *source) Take(time.Duration, bool) (func(*engine.Deliverer), *engine.PeerQueue[func(*engine.Deliverer)], engine.PollResult) {
 	select {
 	case f := <-s.ch:
 		return f, &s.lane, engine.Message
@@ -68,5 +68,5 @@ func (s *source) Wake(engine.Sleeper) {
 	default:
 	}
 }
-func (s *source) Deliver(f func(*engine.Turn), turn *engine.Turn) { f(turn) }
-func (s *source) Discard(func(*engine.Turn))                      {}
+func (s *source) Deliver(f func(*engine.Deliverer), turn *engine.Deliverer) { f(turn) }
+func (s *source) Discard(func(*engine.Deliverer))                           {}

@@ -54,7 +54,7 @@ const holdShare = 4
 // crowdedHold is used in its place when half of the budget for all is used up.
 const crowdedHold = 1 << 20
 
-type lane = engine.Lane[*van.Message]
+type lane = engine.PeerQueue[*van.Message]
 
 // lanes gives each sender its lane. Senders without an id share one.
 type lanes struct {
@@ -68,7 +68,7 @@ func (l *lanes) of(id int) *sender {
 	}
 	s := &sender{id: id}
 	s.lane.ID, s.control.ID = id, id
-	s.lane.Hand, s.control.Hand = l.hand, l.hand
+	s.lane.Undelivered, s.control.Undelivered = l.hand, l.hand
 	p, _ := l.m.LoadOrStore(id, s)
 	return p.(*sender)
 }
@@ -80,7 +80,7 @@ type sender struct {
 	control lane         // of control messages, which do not wait for the handler of data
 	waiting atomic.Int64 // bytes received and not delivered
 	asked   atomic.Bool  // to wait
-	blame   engine.Blame
+	blame   engine.SlowDetector
 }
 
 func (s *sender) of(msg *van.Message) *lane {

@@ -42,7 +42,7 @@ func newReceiver(in *intake, s *socket, peer *conn, spins, polls bool) *receiver
 	}
 	r.lanes.hand = &r.inHand
 	r.next = r.pool.get()
-	r.feed = engine.NewFeed(in.engine, r, engine.FeedOptions{Polls: polls, Spins: spins, Busy: in.busy, Examined: true})
+	r.feed = engine.NewFeed(in.engine, r, engine.FeedOptions{Polls: polls, Spins: spins, Busy: in.busy, DetectsBusyCores: true})
 	r.feed.Loop.Weight = func(msg *van.Message) int { n, _ := weight(msg); return int(n) }
 	r.feed.Loop.Budget = budget
 	r.feed.Loop.Paused = func(l *lane, bytes int64) { in.flow.paused("not read", r.lanes.of(l.ID), l, l.Paused, bytes) }
@@ -67,7 +67,7 @@ func (r *receiver) stop(ctx context.Context) error {
 }
 
 // Take implements engine.Source.
-func (r *receiver) Take(slice time.Duration, poll bool) (*van.Message, *lane, engine.Found) {
+func (r *receiver) Take(slice time.Duration, poll bool) (*van.Message, *lane, engine.PollResult) {
 	early := r.router && r.in.early.count.Load() > 0
 	if poll && (early || r.inHand.Load() != 0) {
 		return nil, nil, engine.Nothing // an earlier message is still being delivered
@@ -98,7 +98,7 @@ func (r *receiver) Take(slice time.Duration, poll bool) (*van.Message, *lane, en
 }
 
 // taken is the result of Take for a message that is no longer next.
-func (r *receiver) taken(msg *van.Message, verdict verdict) (*van.Message, *lane, engine.Found) {
+func (r *receiver) taken(msg *van.Message, verdict verdict) (*van.Message, *lane, engine.PollResult) {
 	if verdict != deliver {
 		return nil, nil, engine.Progress
 	}
@@ -139,8 +139,8 @@ func (r *receiver) Sleep(_ engine.Sleeper, arm func() bool, _ time.Duration) { r
 func (r *receiver) Wake(engine.Sleeper) { r.sock.wake() }
 
 // Deliver implements engine.Source.
-func (r *receiver) Deliver(msg *van.Message, turn *engine.Turn) {
-	msg.Turn = turn
+func (r *receiver) Deliver(msg *van.Message, turn *engine.Deliverer) {
+	msg.Deliverer = turn
 	r.in.recv(msg)
 	r.Discard(msg)
 }

@@ -70,7 +70,7 @@ var (
 
 // lane is what one peer sends.
 type lane struct {
-	engine.Lane[*packet]
+	engine.PeerQueue[*packet]
 	waits atomic.Int64 // bytes that have been read and not delivered
 }
 
@@ -89,7 +89,7 @@ func (n *Net) newNode(who plan.Node, name, host string, o van.Options) *node {
 		v.loop.Budget = engine.NewBudget(int64(o.Config.RecvBudgetPeer), int64(o.Config.RecvBudget))
 	}
 	v.loop.Weight = func(p *packet) int { return int(p.size) }
-	v.loop.Resumed = func(*engine.Lane[*packet]) { v.ring() }
+	v.loop.Resumed = func(*engine.PeerQueue[*packet]) { v.ring() }
 	n.mu.Lock()
 	n.nodes = append(n.nodes, v)
 	n.mu.Unlock()
@@ -414,17 +414,17 @@ func (v *node) ring() {
 }
 
 // next is the receiving side of the loop.
-func (v *node) next() (*packet, *engine.Lane[*packet], bool) {
+func (v *node) next() (*packet, *engine.PeerQueue[*packet], bool) {
 	for {
 		v.n.mu.Lock()
 		if !v.dead {
 			for i, p := range v.queue {
 				in := v.lanes[p.lane]
 				if in == nil {
-					in = &lane{Lane: engine.Lane[*packet]{ID: p.sender}}
+					in = &lane{PeerQueue: engine.PeerQueue[*packet]{ID: p.sender}}
 					v.lanes[p.lane] = in
 				}
-				if !v.loop.MayRead(&in.Lane) {
+				if !v.loop.MayRead(&in.PeerQueue) {
 					continue
 				}
 				v.queue = append(v.queue[:i], v.queue[i+1:]...)
@@ -443,7 +443,7 @@ func (v *node) next() (*packet, *engine.Lane[*packet], bool) {
 				}
 				v.receivedMessages.Add(1)
 				v.receivedBytes.Add(uint64(p.msg.PayloadLen()))
-				return p, &in.Lane, true
+				return p, &in.PeerQueue, true
 			}
 		}
 		v.n.mu.Unlock()
@@ -468,9 +468,9 @@ func (v *node) inLane(p *packet) {
 	}
 }
 
-func (v *node) deliver(p *packet, turn *engine.Turn) {
+func (v *node) deliver(p *packet, turn *engine.Deliverer) {
 	p.waits.Add(-p.size)
-	p.msg.Turn = turn
+	p.msg.Deliverer = turn
 	v.recv(&p.msg)
 	p.msg.Release()
 }

@@ -61,7 +61,7 @@ func newNullNet() *nullNet {
 				return
 			case <-tick.C:
 				if n.Claim() {
-					for n.Help(0) == engine.Message {
+					for n.PollOnce(0) == engine.Message {
 					}
 					n.Release(false, false)
 				}
@@ -85,27 +85,27 @@ func (n *nullNet) factory(o van.Options) (van.Van, error) {
 	return v, nil
 }
 
-// Claim implements engine.Polled.
+// Claim implements engine.Pollable.
 func (n *nullNet) Claim() bool { return n.turn.TryLock() }
 
-// Release implements engine.Polled.
+// Release implements engine.Pollable.
 func (n *nullNet) Release(bool, bool) { n.turn.Unlock() }
 
-// Awake implements engine.Polled.
-func (n *nullNet) Awake() time.Duration { return 0 }
+// SpinTime implements engine.Pollable.
+func (n *nullNet) SpinTime() time.Duration { return 0 }
 
-// CanSleep implements engine.Polled.
+// CanSleep implements engine.Pollable.
 func (n *nullNet) CanSleep() bool { return false }
 
-// Sleep implements engine.Polled.
+// Sleep implements engine.Pollable.
 func (n *nullNet) Sleep(time.Duration) {}
 
-// Help implements engine.Polled: it delivers one message. If there is none, a Poll ends.
-func (n *nullNet) Help(time.Duration) engine.Found {
+// PollOnce implements engine.Pollable: it delivers one message. If there is none, a Poll ends.
+func (n *nullNet) PollOnce(time.Duration) engine.PollResult {
 	n.mu.Lock()
 	if n.sent.Len() == 0 {
 		n.mu.Unlock()
-		return engine.Leave
+		return engine.LeaveToLoop
 	}
 	p := n.sent.Take()
 	recv := p.to.recv
@@ -142,8 +142,8 @@ type nullVan struct {
 }
 
 var (
-	_ van.Van       = (*nullVan)(nil)
-	_ engine.Polled = (*nullNet)(nil)
+	_ van.Van         = (*nullVan)(nil)
+	_ engine.Pollable = (*nullNet)(nil)
 )
 
 // Type implements van.Van.
