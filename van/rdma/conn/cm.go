@@ -14,51 +14,47 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// This file owns the IDs of the connection manager and the steps that connect one queue
-// pair.
+// This file owns the IDs of the connection manager, and the steps that connect one queue pair.
 
-// Times of making a connection.
+// Time limits of connecting.
 const (
-	ResolveTime = 1000 * time.Millisecond // StepMesh's
-	rejectTime  = 5 * time.Millisecond    // a round trip: the peer's kernel says no
+	ResolveTime = 1000 * time.Millisecond // the same as StepMesh's
+	rejectTime  = 5 * time.Millisecond    // a round trip: the peer's kernel rejects at once if nobody listens
 )
 
-// Manager makes IDs and queue pairs. Set the exported fields before use. Its methods may be
-// called by any goroutine.
+// Manager makes IDs and queue pairs. Set the exported fields before use. Any goroutine may call its methods.
 type Manager struct {
 	Log     *slog.Logger
 	Channel verbs.Channel
-	Source  netip.Addr // what outgoing connections bind; invalid: any
-	// SendDepth and RecvDepth are those of one queue pair; it takes Inline bytes inline if
-	// the device can.
+	Source  netip.Addr // local address of outgoing connections; invalid: any
+	// SendDepth and RecvDepth are the depths of one queue pair. Inline is the inline data in bytes that it accepts if the device can.
 	SendDepth, RecvDepth, Inline int
-	// AckTimeout is when what is not acknowledged is sent again: 4.096 us << AckTimeout.
+	// AckTimeout is the exponent of the retransmission time-out, 4.096 us << AckTimeout.
 	AckTimeout int
-	// SplitPorts pins the queue pairs of outgoing connections to the ports of a bonded device
-	// in turn.
+	// SplitPorts pins the queue pairs of outgoing connections alternately to the ports of a bonded device.
 	SplitPorts bool
-	// Rejection, if not nil, reads the private data of a rejection; nil: it says nothing.
+	// Rejection, if not nil, decodes the private data of a rejection. It returns nil if the data says nothing.
 	Rejection func(private []byte) error
 
 	mu       sync.Mutex
 	ids      map[uint64]*ID
-	reserved map[verbs.Device]int // room in completion queues
+	reserved map[verbs.Device]int // entries reserved in completion queues
 }
 
-// ID is an ID of the connection manager whose events somebody waits for.
+// ID is an ID of the connection manager whose events a goroutine can wait for.
 type ID struct {
 	verbs.ID
 	cookie uint64
 	events chan verbs.Event
 }
 
-// Cookie names queue pair q of the connection with this serial number.
+// Cookie returns the cookie of queue pair q of the connection with this serial number.
 func Cookie(serial uint32, q int) uint64 { return uint64(serial)<<8 | uint64(q) }
 
-// CookieOf is the serial number of the connection and the queue pair of a cookie.
+// CookieOf returns the serial number of the connection, and the queue pair, of a cookie.
 func CookieOf(cookie uint64) (serial uint32, q int) { return uint32(cookie >> 8), int(cookie & 0xff) }
 
-// NewID makes an ID whose events can be waited for, until Forget.
+// NewID makes an ID. Its events can be waited for until Remove.
 func (m *Manager) NewID(cookie uint64) (*ID, error) {
 	x := &ID{cookie: cookie, events: make(chan verbs.Event, 8)}
 	m.mu.Lock()
@@ -75,7 +71,7 @@ func (m *Manager) NewID(cookie uint64) (*ID, error) {
 	return x, nil
 }
 
-// Remove forgets the IDs of n queue pairs of a connection. It does not destroy them.
+// Remove removes the IDs of n queue pairs of a connection from the table. It does not destroy them.
 func (m *Manager) Remove(serial uint32, n int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -84,7 +80,7 @@ func (m *Manager) Remove(serial uint32, n int) {
 	}
 }
 
-// Deliver gives an event to the goroutine that waits for it, if any does.
+// Deliver passes an event to the goroutine that waits for it, if any.
 func (m *Manager) Deliver(ev verbs.Event) {
 	m.mu.Lock()
 	x := m.ids[ev.Cookie]
@@ -94,12 +90,12 @@ func (m *Manager) Deliver(ev verbs.Event) {
 	}
 	select {
 	case x.events <- ev:
-	default: // nobody waits
+	default: // no goroutine waits
 	}
 }
 
-// Prepare resolves the way to a peer and makes queue pair q of a connection to it, with that traffic
-// class if it is more than 0. marked is false if the provider takes none.
+// Prepare resolves the address and the route of a peer, and makes queue pair q of a connection to it. If class is positive, it sets this
+// traffic class. classSet is false if the provider refuses it.
 func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q, class int) (qp verbs.QP, dev verbs.Device, classSet bool, err error) {
 	fail := func(what string, err error) (verbs.QP, verbs.Device, bool, error) {
 		return nil, nil, false, fmt.Errorf("%s: %w", what, err)
@@ -139,8 +135,7 @@ func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q, clas
 	return qp, dev, classSet, nil
 }
 
-// CreateQP makes the queue pair of an ID, on a port if that is not 0, and reserves its room
-// in the completion queue; see Release.
+// CreateQP makes the queue pair of an ID, on a port if that is not 0, and reserves its entries in the completion queue; see Release.
 func (m *Manager) CreateQP(id verbs.ID, dev verbs.Device, cookie uint64, port int) (verbs.QP, error) {
 	m.mu.Lock()
 	if m.reserved == nil {
@@ -160,7 +155,7 @@ func (m *Manager) CreateQP(id verbs.ID, dev verbs.Device, cookie uint64, port in
 	return qp, nil
 }
 
-// Release takes back the room of one queue pair in the completion queue.
+// Release releases the entries of one queue pair in the completion queue.
 func (m *Manager) Release(dev verbs.Device) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -182,17 +177,16 @@ func (m *Manager) Wait(ctx context.Context, x *ID, want verbs.EventType, limit t
 	}
 }
 
-// WaitRejected waits a moment for the answer to a connect request. It returns the error if
-// that is no; a yes is left for Wait. A StepMesh peer that begins to listen just then must
-// not get the second request of a connection without the first, which nobody took: it would
-// count the next connection's wrongly.
+// WaitRejected waits up to rejectTime for the answer to a connect request. It returns the error of a rejection, and leaves an acceptance
+// for Wait. Without it, a StepMesh peer that begins to listen between two requests would receive the second one only, and would number
+// the queue pairs of the next connection wrongly.
 func (m *Manager) WaitRejected(ctx context.Context, x *ID) error {
 	select {
 	case ev := <-x.events:
 		if ev.Type != verbs.Established {
 			return m.EventError(ev)
 		}
-		x.events <- ev // there is room: it was there
+		x.events <- ev // does not block: its entry has just been taken out
 		return nil
 	case <-time.After(rejectTime):
 		return nil
@@ -201,8 +195,8 @@ func (m *Manager) WaitRejected(ctx context.Context, x *ID) error {
 	}
 }
 
-// EventError says what an event means that is not the one hoped for. It believes what a rejection
-// says: use it for connections that this node has asked for.
+// EventError returns the error for an event that ends a step unsuccessfully. It trusts the text of a rejection, so use it for connections
+// that this node has requested.
 func (m *Manager) EventError(ev verbs.Event) error {
 	if ev.Type == verbs.Rejected && m.Rejection != nil {
 		if err := m.Rejection(ev.Private); err != nil {
@@ -212,7 +206,7 @@ func (m *Manager) EventError(ev verbs.Event) error {
 	return EventError(ev)
 }
 
-// EventError says what an event means that is not the one hoped for, whatever its private data says.
+// EventError returns the error for an event that ends a step unsuccessfully. It ignores the event's private data.
 func EventError(ev verbs.Event) error {
 	switch {
 	case ev.Type == verbs.Rejected && ev.Status == 8:

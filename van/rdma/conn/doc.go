@@ -1,4 +1,3 @@
-// Package conn is what the connections of the RDMA transport are made of: queue pairs and
-// the steps that connect them, queues of work requests with what these use until they have
-// completed, registered memory, and the queues of what is due. It knows no messages.
+// Package conn has the parts of an RDMA connection: queue pairs and the steps that connect them, queues of work requests with the memory
+// that these use until completion, registered memory, and due queues for housekeeping. It knows nothing of messages.
 package conn

@@ -7,29 +7,27 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
-// This file owns the queues of what a device's housekeeping has to look at. A connection
-// with nothing due is in none of them, so that it costs nothing.
+// This file owns the due queues of a device's housekeeping. A connection with nothing due is in no queue, and costs nothing.
 
-// DueQueue holds items that are due a fixed time after they were added, in that order. Any
-// goroutine adds; only the one that does the housekeeping runs them. Adding takes no lock.
+// DueQueue holds items that are due a fixed time after they were added, in that order. Any goroutine may add items. Only the goroutine that
+// does the housekeeping runs them. Adding takes no lock.
 type DueQueue struct {
 	Delay       time.Duration
-	added       atomic.Pointer[DueItem] // the one added last, with those before it behind it
-	first, last *DueItem                // those that run has collected, the oldest first
+	added       atomic.Pointer[DueItem] // the item added last; next leads to those before it
+	first, last *DueItem                // the collected items, the oldest first
 }
 
-// DueItem is one thing that a connection may have to do.
+// DueItem is a task of a connection.
 type DueItem struct {
-	// Run does it. early is set before the loop sleeps: what would be due soon is done now.
-	// It tells whether there was something to do. An item that has more to do adds itself
-	// again.
+	// Run performs the task. early is set before the loop sleeps, so that tasks that are due soon run now. Run reports whether there
+	// was something to do. If more is to be done later, it adds the item again.
 	Run    func(now uint64, early bool) bool
 	queued atomic.Bool
 	at     uint64
 	next   *DueItem
 }
 
-// Add makes x due after the queue's delay. An item that is in a queue stays as it is.
+// Add makes x due after the queue's delay. It does nothing if x is in a queue.
 func (q *DueQueue) Add(x *DueItem) {
 	if x.queued.Load() || x.queued.Swap(true) {
 		return
@@ -44,7 +42,7 @@ func (q *DueQueue) Add(x *DueItem) {
 	}
 }
 
-// collect appends what was added to the list.
+// collect appends the added items to the list.
 func (q *DueQueue) collect() {
 	var oldest, newest *DueItem
 	for x := q.added.Swap(nil); x != nil; {
@@ -66,7 +64,7 @@ func (q *DueQueue) collect() {
 	q.last = newest
 }
 
-// Run runs what is due, and tells whether any item had something to do.
+// Run runs the items that are due, and reports whether any of them had something to do.
 func (q *DueQueue) Run(now uint64, early bool) (did bool) {
 	q.collect()
 	for q.first != nil && (early || q.first.at <= now) {
@@ -75,16 +73,16 @@ func (q *DueQueue) Run(now uint64, early bool) (did bool) {
 			q.last = nil
 		}
 		x.next = nil
-		x.queued.Store(false) // before it runs: what becomes due meanwhile adds it again
+		x.queued.Store(false) // before Run, which may add x again
 		did = x.Run(now, early) || did
 	}
 	return did
 }
 
-// Empty tells whether nothing is in the queue.
+// Empty reports whether the queue has no items.
 func (q *DueQueue) Empty() bool { return q.first == nil && q.added.Load() == nil }
 
-// Wait is how long it takes until the first item is due, at most limit.
+// Wait returns the time until the first item is due, at most limit.
 func (q *DueQueue) Wait(now uint64, limit time.Duration) time.Duration {
 	q.collect()
 	if q.first == nil {

@@ -12,14 +12,13 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// This file owns registered memory of the library's own.
+// This file owns the library's own registered memory.
 
-// Block is memory of the library's own, outside of the Go heap, registered with one
-// device.
+// Block is memory of the library, outside of the Go heap, that is registered with one device.
 type Block struct {
 	Mem backend.Mem
 	MR  verbs.MR
-	// Deregister ends the device's access, once; the memory stays until Close.
+	// Deregister ends the device's access. The memory stays mapped until Close. Further calls return the first result.
 	Deregister func() error
 	free       func() error
 }
@@ -53,7 +52,7 @@ func NewDeviceBlock(dev verbs.Device, back backend.Backend, n int, a verbs.Acces
 	return &Block{mem, mr, sync.OnceValue(mr.Deregister), func() error { return back.Free(mem) }}, nil
 }
 
-// Close also frees the memory, unless peers may still write there. Call it once.
+// Close deregisters and frees the memory. If deregistering fails, peers may still write there, and the memory stays. Call it once.
 func (b *Block) Close() error {
 	if err := b.Deregister(); err != nil {
 		return fmt.Errorf("%d bytes stay: %w", b.Mem.Len(), err)
@@ -61,9 +60,8 @@ func (b *Block) Close() error {
 	return b.free()
 }
 
-// register makes mem known to the device: host memory as it is; a GPU's as a dma-buf
-// where back can export it, else by its address, which needs the driver's peer memory
-// module.
+// register registers mem with the device. Host memory is registered by its address. GPU memory is registered as a dma-buf if back can export
+// one, else by its address, which needs the driver's peer memory module.
 func register(dev verbs.Device, back backend.Backend, mem backend.Mem, a verbs.Access) (verbs.MR, error) {
 	if mem.OnHost() {
 		return dev.Register(mem.Ptr(), mem.Len(), a)
@@ -93,14 +91,14 @@ func registerDMABuf(dev verbs.Device, back backend.Backend, mem backend.Mem, a v
 	return dev.RegisterDMABuf(fd, uint64(off), uint64(mem.Len()), mem.Addr(), a)
 }
 
-// Cells gives out small pieces of registered memory for metas.
+// Cells allocates small pieces of registered memory for metas.
 type Cells struct {
 	Device verbs.Device
 	mu     sync.Mutex
 	blocks []*Block
 	free   []Cell
-	large  map[*Block]bool // given out
-	inUse  int             // cells of blocks that are given out
+	large  map[*Block]bool // in use
+	inUse  int             // number of cells in use
 	closed bool
 }
 
@@ -109,12 +107,12 @@ type Cell struct {
 	Mem   []byte
 	Addr  uint64
 	RKey  uint32
-	large *Block // of its own
+	large *Block // the block, if the cell has its own
 }
 
 const (
 	CellSize  = 2048 // a meta with a small payload
-	cellsEach = 64   // in a block
+	cellsEach = 64   // cells in a block
 )
 
 func (c *Cells) Get(n int) (Cell, error) {
@@ -172,8 +170,7 @@ func (c *Cells) Put(x Cell) error {
 	return nil
 }
 
-// Close deregisters everything. Memory that somebody still reads stays until it is put
-// back.
+// Close deregisters everything. Memory that is still in use stays mapped until it is put back.
 func (c *Cells) Close() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -14,25 +14,23 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// This file owns registered memory of the library's callers.
+// This file owns the registrations of callers' memory.
 
-// Regions is the cache of the memory regions of callers' tensors on one device. A
-// region holds its memory (Go's is pinned, others' retained) until it is evicted, so
-// that an address always means the memory that was registered there.
+// Regions caches the memory regions of callers' tensors on one device. A region holds its memory until it is evicted: memory of Go is pinned,
+// other memory is retained. An address therefore always means the memory that was registered there.
 //
-// Finding a region takes no lock. What nothing uses is evicted when there is too much
-// of it, or after a while.
+// Finding a region takes no lock. An unused region is evicted after a while, or when the cache is full.
 type Regions struct {
 	dev  verbs.Device
-	back backend.Backend // of device memory
+	back backend.Backend // allocates device memory
 
-	sorted atomic.Pointer[[]*Region] // by address, then by length: find looks at the longest first
+	sorted atomic.Pointer[[]*Region] // by address, then by length, since find tries the longest first
 
-	// removing is held for reading while a region is removed: revoke waits for it.
+	// removing is held for reading while a region is removed, so that Invalidate can wait for that.
 	removing sync.RWMutex
 
-	// OnStuck is told of a region that could not be deregistered: peers may still write
-	// there, so its memory is kept for good.
+	// OnStuck is called for a region that could not be deregistered. Peers may still write there, so its memory is kept until the
+	// process ends.
 	OnStuck func(*Region, error)
 
 	mu     sync.Mutex // guards changes of sorted
@@ -40,7 +38,7 @@ type Regions struct {
 	closed bool
 }
 
-// Bounds of what the cache keeps without use.
+// Limits of unused regions in the cache.
 const (
 	maxRegions   = 1024
 	maxIdleBytes = 512 << 20
@@ -53,10 +51,10 @@ type Region struct {
 	access verbs.Access
 	MR     verbs.MR
 	pin    runtime.Pinner
-	last   atomic.Uint64 // when it was used
-	// refs counts users; dead is when it is negative.
+	last   atomic.Uint64 // time of the last use
+	// refs counts users. The region is dead if refs is negative.
 	refs        atomic.Int32
-	invalidated atomic.Bool // revoked: do not find it
+	invalidated atomic.Bool // find skips it
 	owner       *Regions
 }
 
@@ -80,7 +78,7 @@ func (r *Region) acquire() bool {
 	}
 }
 
-// Release ends a use. The last one of a revoked region deregisters it.
+// Release ends a use. The last one of an invalidated region deregisters it.
 func (r *Region) Release() {
 	r.last.Store(clock.Now())
 	if r.refs.Add(-1) == 0 && r.invalidated.Load() {
@@ -88,11 +86,11 @@ func (r *Region) Release() {
 	}
 }
 
-// findSteps is how far find looks back for a region that begins before another one.
+// findSteps is the number of preceding regions that find tries.
 const findSteps = 8
 
-// find returns a region that covers m, in use. Memory that is sent has one of its own, which no peer can write to: those
-// that peers write to are taken back when an answer is given up.
+// find returns a region that covers m, and counts a use of it. Memory that is sent has regions of its own, which no peer can write to: a region
+// that peers write to is invalidated when its request is canceled.
 func (rs *Regions) find(m backend.Mem, a verbs.Access) *Region {
 	all := *rs.sorted.Load()
 	addr := m.Addr()
@@ -111,8 +109,7 @@ func (rs *Regions) find(m backend.Mem, a verbs.Access) *Region {
 	return nil
 }
 
-// Get returns a region that covers m, registering it if need be. The caller releases
-// it.
+// Get returns a region that covers m, and registers one if necessary. The caller releases it.
 func (rs *Regions) Get(m backend.Mem, a verbs.Access) (*Region, error) {
 	if r := rs.find(m, a); r != nil {
 		return r, nil
@@ -155,8 +152,7 @@ func (rs *Regions) change(f func([]*Region) []*Region) {
 	rs.sorted.Store(&all)
 }
 
-// stuckRegions has the regions that could not be deregistered: whatever becomes of their van,
-// the process must not use their memory for anything else.
+// stuckRegions holds the regions that could not be deregistered. It outlives the van, since the process must never reuse their memory.
 var stuckRegions sync.Map
 
 func (r *Region) deregister() error {
@@ -166,11 +162,11 @@ func (r *Region) deregister() error {
 		return err
 	}
 	r.pin.Unpin()
-	r.Mem.Release() // mem stays: find may be looking at it
+	r.Mem.Release() // keep Mem: find may still read it
 	return nil
 }
 
-// remove deregisters r unless somebody uses it.
+// remove deregisters r unless it is in use.
 func (rs *Regions) remove(r *Region) {
 	rs.removing.RLock()
 	defer rs.removing.RUnlock()
@@ -179,7 +175,7 @@ func (rs *Regions) remove(r *Region) {
 	}
 }
 
-// removeDead takes a region that is dead out of the table, and drops it.
+// removeDead removes a dead region from the table, and deregisters it.
 func (rs *Regions) removeDead(r *Region) {
 	rs.mu.Lock()
 	rs.change(func(all []*Region) []*Region { return slices.DeleteFunc(all, func(x *Region) bool { return x == r }) })
@@ -188,10 +184,10 @@ func (rs *Regions) removeDead(r *Region) {
 	_ = r.deregister()
 }
 
-// idle is for how long r has not been used.
+// idle returns the time since r was last used.
 func (r *Region) idle(now uint64) time.Duration { return time.Duration(now - r.last.Load()) }
 
-// InUse is the number of regions that somebody uses.
+// InUse returns the number of regions in use.
 func (rs *Regions) InUse() (n int) {
 	for _, r := range *rs.sorted.Load() {
 		if r.refs.Load() > 0 {
@@ -201,7 +197,7 @@ func (rs *Regions) InUse() (n int) {
 	return n
 }
 
-// Evict deregisters what has not been used for long, or is too much.
+// Evict deregisters regions that were not used for maxIdle, and others if the cache is full.
 func (rs *Regions) Evict(now uint64) {
 	all := *rs.sorted.Load()
 	if len(all) == 0 {
@@ -231,7 +227,7 @@ func (rs *Regions) Evict(now uint64) {
 	}
 }
 
-// Invalidate makes sure that no peer can write to m any more, but for the regions in kept.
+// Invalidate ends remote write access to m, except by the regions in kept. It waits for removals in progress.
 func (rs *Regions) Invalidate(m backend.Mem, kept []*Region) {
 	rs.removing.Lock()
 	defer rs.removing.Unlock()
@@ -240,7 +236,7 @@ func (rs *Regions) Invalidate(m backend.Mem, kept []*Region) {
 			continue
 		}
 		r.invalidated.Store(true)
-		if r.refs.Swap(regionDead) >= 0 { // its users find out from their completions
+		if r.refs.Swap(regionDead) >= 0 { // users see failed completions
 			rs.removeDead(r)
 		}
 	}

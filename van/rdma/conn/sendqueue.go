@@ -10,18 +10,17 @@ import (
 
 // This file owns the work requests of one connection.
 
-// SendQueue posts work requests to the queue pairs of one connection, and keeps what they
-// use until they have completed. T is what its user notes of each message. It takes no lock:
-// its user does.
+// SendQueue posts work requests to the queue pairs of one connection, and holds their memory until completion. T is the user's note on each
+// message. It has no lock: its user serializes the calls.
 type SendQueue[T any] struct {
 	Device     verbs.Device
 	QueuePairs []verbs.QP
 	serial     uint32 // of the connection, in the IDs of work requests
-	Inline     int    // bytes that all queue pairs take inline
-	available  []int  // work requests that each queue pair takes
+	Inline     int    // inline data in bytes that all queue pairs accept
+	available  []int  // free work requests of each queue pair
 
-	perRecord int    // work requests that one record may need on one queue pair
-	Longest   uint32 // write
+	perRecord int    // most work requests of one record on one queue pair
+	Longest   uint32 // longest write in bytes
 
 	stage     *Block
 	stageEach int // bytes of stage for each record
@@ -30,29 +29,28 @@ type SendQueue[T any] struct {
 	unposted  []verbs.SendWR
 	Broken    bool
 
-	failedRecords int // of which a work request has failed
+	failedRecords int // records of which a work request has failed
 }
 
-// Record is what is in flight under one ID.
+// Record is a message in flight.
 type Record[T any] struct {
 	Note    T
 	Regions [van.MaxFrames]*Region
-	N       int    // regions
-	Large   *Block // memory of its own, for what is too long for the stage
-	used    []int  // work requests on each queue pair
-	pending int    // completions to come
-	failed  bool   // a work request of it has failed
+	N       int    // number of Regions
+	Large   *Block // memory for a message that is too long for the stage
+	used    []int  // number of work requests on each queue pair
+	pending int    // expected completions
+	failed  bool   // one of its work requests has failed
 }
 
-// MaxWRs is the number of work requests that one message may need on one queue pair:
-// one for each frame, one more as maxData bytes can be longer than maxWrite, and the
-// meta.
+// MaxWRs is the number of work requests that one message may need on one queue pair: one for each frame, another one because maxData bytes can
+// be longer than maxWrite, and one for the meta.
 const MaxWRs = van.MaxFrames + 2
 
-// maxWrite is the Longest write that all devices take: ConnectX's max_msg_sz.
+// maxWrite is the longest write that all devices can do: ConnectX's max_msg_sz.
 const maxWrite = 1 << 30
 
-// NewSendQueue makes a pipe of n records with each bytes of staging memory.
+// NewSendQueue makes a queue of n records, each with staging memory of the given size.
 func NewSendQueue[T any](dev verbs.Device, qps []verbs.QP, serial uint32, depth, n, each int) (*SendQueue[T], error) {
 	stage, err := NewBlock(dev, n*each, 0)
 	if err != nil {
@@ -70,7 +68,7 @@ func NewSendQueue[T any](dev verbs.Device, qps []verbs.QP, serial uint32, depth,
 	return p, nil
 }
 
-// CanBegin tells whether begin would succeed.
+// CanBegin reports whether Begin would succeed.
 func (p *SendQueue[T]) CanBegin() bool {
 	if p.Broken || len(p.free) == 0 {
 		return false
@@ -83,7 +81,7 @@ func (p *SendQueue[T]) CanBegin() bool {
 	return true
 }
 
-// Begin takes a record if there is room for its work requests.
+// Begin takes a record if there is one, and if its work requests fit into all queue pairs.
 func (p *SendQueue[T]) Begin() (id uint32, r *Record[T], stage []byte, ok bool) {
 	if !p.CanBegin() {
 		return 0, nil, nil, false
@@ -106,7 +104,7 @@ func (p *SendQueue[T]) Add(id uint32, q int, wr verbs.SendWR) {
 	p.unposted = append(p.unposted, wr)
 }
 
-// Last returns the work request that was added last, if it is one of record id and has not been posted, or nil.
+// Last returns the last work request that was added, if it is unposted and belongs to record id, else nil.
 func (p *SendQueue[T]) Last(id uint32) *verbs.SendWR {
 	n := len(p.unposted)
 	if n == 0 {
@@ -118,7 +116,7 @@ func (p *SendQueue[T]) Last(id uint32) *verbs.SendWR {
 	return &p.unposted[n-1]
 }
 
-// StageOf is the staging memory of record id.
+// StageOf returns the staging memory of record id.
 func (p *SendQueue[T]) StageOf(id uint32) []byte {
 	return p.stage.Mem.Host()[int(id)*p.stageEach : (int(id)+1)*p.stageEach]
 }
@@ -126,7 +124,7 @@ func (p *SendQueue[T]) StageOf(id uint32) []byte {
 // RecordOf returns the queue pair and the record of a work request's ID.
 func RecordOf(id uint64) (q int, record uint32) { return int(id >> 24 & 0xff), uint32(id) & 0xffffff }
 
-// Staged completes wr with bytes of the stage: inline if they fit.
+// Staged completes wr with bytes in the stage. They are sent inline if they are short enough.
 func (p *SendQueue[T]) Staged(wr verbs.SendWR, b []byte) verbs.SendWR {
 	wr.LocalAddr, wr.Len = backend.Bytes(b).Addr(), uint32(len(b))
 	if len(b) <= p.Inline {
@@ -137,14 +135,13 @@ func (p *SendQueue[T]) Staged(wr verbs.SendWR, b []byte) verbs.SendWR {
 	return wr
 }
 
-// StagedByReference completes wr with bytes of the stage that the device reads when it sends them:
-// until then they may change.
+// StagedByReference completes wr with bytes in the stage that the device reads when it sends them. They may change until then.
 func (p *SendQueue[T]) StagedByReference(wr verbs.SendWR, b []byte) verbs.SendWR {
 	wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(b).Addr(), uint32(len(b)), p.stage.MR.LKey()
 	return wr
 }
 
-// AddValue appends a write that may be longer than one work request can be.
+// AddValue appends a write, as several work requests if it is longer than Longest.
 func (p *SendQueue[T]) AddValue(id uint32, wr verbs.SendWR) {
 	for ; wr.Len > p.Longest; wr.Len -= p.Longest {
 		x := wr
@@ -156,7 +153,7 @@ func (p *SendQueue[T]) AddValue(id uint32, wr verbs.SendWR) {
 	p.Add(id, 0, wr)
 }
 
-// Post hands what was added to the device. When that fails, the connection is broken.
+// Post posts the added work requests. If that fails, the connection is broken.
 func (p *SendQueue[T]) Post() error {
 	if len(p.unposted) == 0 {
 		return nil
@@ -173,8 +170,7 @@ func (p *SendQueue[T]) Post() error {
 	return nil
 }
 
-// Probe writes nothing to the peer: one that has gone without a word shows only in what is
-// sent to it.
+// Probe writes zero bytes to the peer: only a write finds out that a peer has vanished.
 func (p *SendQueue[T]) Probe() error {
 	id, _, _, ok := p.Begin()
 	if !ok {
@@ -184,14 +180,14 @@ func (p *SendQueue[T]) Probe() error {
 	return p.Post()
 }
 
-// Finished is what has become free with a completion. Its user ends it without its lock.
+// Finished holds what a finished record has used. Its user calls End without its lock.
 type Finished[T any] struct {
 	Note    T
 	regions [van.MaxFrames]*Region
 	large   *Block
 }
 
-// End gives back the memory.
+// End releases the memory.
 func (f *Finished[T]) End() {
 	for _, r := range f.regions {
 		if r != nil {
@@ -203,8 +199,7 @@ func (f *Finished[T]) End() {
 	}
 }
 
-// Complete takes a completion of record id. ok is false when it is nonsense or not
-// the last.
+// Complete handles a completion of record id. ok is false if the id is invalid, or if further completions are expected.
 func (p *SendQueue[T]) Complete(id uint32) (f Finished[T], ok bool) {
 	r := p.Record(id)
 	if r == nil || r.pending == 0 {
@@ -216,7 +211,7 @@ func (p *SendQueue[T]) Complete(id uint32) (f Finished[T], ok bool) {
 	return p.Finish(id), true
 }
 
-// Finish ends record id, of which nothing is in flight.
+// Finish ends record id, which has nothing in flight.
 func (p *SendQueue[T]) Finish(id uint32) Finished[T] {
 	r := &p.recs[id]
 	f := Finished[T]{r.Note, r.Regions, r.Large}
@@ -232,7 +227,7 @@ func (p *SendQueue[T]) Finish(id uint32) Finished[T] {
 	return f
 }
 
-// Record is the one with this ID, or nil.
+// Record returns the record with this ID, or nil.
 func (p *SendQueue[T]) Record(id uint32) *Record[T] {
 	if id >= uint32(len(p.recs)) {
 		return nil
@@ -240,15 +235,14 @@ func (p *SendQueue[T]) Record(id uint32) *Record[T] {
 	return &p.recs[id]
 }
 
-// Each calls f with what is noted of each record.
+// Each calls f with the note of each record.
 func (p *SendQueue[T]) Each(f func(note *T)) {
 	for i := range p.recs {
 		f(&p.recs[i].Note)
 	}
 }
 
-// MarkFailed notes that a work request of record id has failed. The record ends with the
-// queue pairs.
+// MarkFailed records that a work request of record id has failed. The record ends with the queue pairs.
 func (p *SendQueue[T]) MarkFailed(id uint32) {
 	if r := p.Record(id); r != nil && !r.failed {
 		r.failed = true
@@ -256,7 +250,7 @@ func (p *SendQueue[T]) MarkFailed(id uint32) {
 	}
 }
 
-// Outstanding is the number of records of which completions may come.
+// Outstanding returns the number of records whose completions are still expected.
 func (p *SendQueue[T]) Outstanding() int {
 	unposted := map[uint32]bool{}
 	for i := range p.unposted {
@@ -266,13 +260,13 @@ func (p *SendQueue[T]) Outstanding() int {
 	return len(p.recs) - len(p.free) - p.failedRecords - len(unposted)
 }
 
-// Unposted is the number of work requests that were added and not posted.
+// Unposted returns the number of work requests that were added and not posted.
 func (p *SendQueue[T]) Unposted() int { return len(p.unposted) }
 
-// Idle tells whether everything that was posted has completed.
+// Idle reports whether all work requests were posted and have completed.
 func (p *SendQueue[T]) Idle() bool { return len(p.free) == len(p.recs) && len(p.unposted) == 0 }
 
-// FinishAll ends all records of a connection whose queue pairs are gone.
+// FinishAll ends all records of a connection whose queue pairs are destroyed.
 func (p *SendQueue[T]) FinishAll() (all []Finished[T]) {
 	p.Broken = true
 	free := make([]bool, len(p.recs))
@@ -287,5 +281,5 @@ func (p *SendQueue[T]) FinishAll() (all []Finished[T]) {
 	return all
 }
 
-// Close frees the staging memory. The queue pairs are gone.
+// Close frees the staging memory, after the queue pairs are destroyed.
 func (p *SendQueue[T]) Close() error { return p.stage.Close() }

@@ -1,7 +1,6 @@
-// Package liveness finds out whether a process is there in which no goroutine may run: a thread of
-// it that only the system schedules answers questions, which are UDP datagrams. A process that
-// was stopped or killed does not answer, nor does its child that has the socket, nor another
-// process at its address.
+// Package liveness finds out whether a process is alive although it may be unable to run goroutines. A thread of each process, which only the
+// operating system schedules, answers probes: UDP datagrams. A stopped or killed process does not answer, nor does its child that has
+// inherited the socket, nor another process at its address.
 package liveness
 
 import (
@@ -16,11 +15,11 @@ import (
 	"github.com/stepaf/stepaf-go/internal/random"
 )
 
-// Layout of a datagram. An answer repeats the question's numbers. It is no question, so that
-// two threads never answer each other, and not longer, so that it is of no use against others.
+// Layout of a datagram. An answer repeats the probe's random number. It differs from a probe, so that two threads never answer each other, and
+// is not longer, so that it does not amplify an attack.
 //
-//	0  char[4]  "SAFQ" question, "SAFA" answer
-//	4  u32      incarnation of the process that is asked
+//	0  char[4]  "SAFQ" probe, "SAFA" answer
+//	4  u32      incarnation of the probed process
 //	8  u64      random number
 const (
 	probe    = "SAFQ"
@@ -31,32 +30,31 @@ const (
 
 var le = binary.LittleEndian
 
-// head is the part of a datagram that says whom it is for.
+// head returns the part of a datagram that says what it is and for which process.
 func head(kind string, incarnation uint32) []byte {
 	return le.AppendUint32(append(make([]byte, 0, size), kind...), incarnation)
 }
 
-// Process is what is asked: the address where its thread listens, and which process it is.
+// Process is a process to probe: the address of its responder, and its incarnation.
 type Process struct {
 	Addr        netip.AddrPort
 	Incarnation uint32
 }
 
-// key is p as answers name it, which say a link-local address's zone in words of their own.
+// key returns p in the form in which answers name it. They name the zone of a link-local address differently.
 func (p Process) key() Process {
 	p.Addr = netip.AddrPortFrom(p.Addr.Addr().Unmap().WithZone(""), p.Addr.Port())
 	return p
 }
 
-// Within a limit each process is asked so often, and an answer to one of its latest questions
-// counts. That is less than the limit, as the silence of a process that was stopped begins with
-// its last heartbeat, which may have come before the last answer.
+// A process is probed perLimit times within the limit, and an answer to one of its latest probes counts. latest is smaller than perLimit, since
+// the silence of a stopped process begins with its last heartbeat, which may precede its last answer.
 const (
 	perLimit = 8
 	latest   = 6
 )
 
-// Prober asks processes all the time.
+// Prober probes processes at regular intervals.
 type Prober struct {
 	conn    *net.UDPConn
 	every   time.Duration
@@ -65,20 +63,20 @@ type Prober struct {
 	wg      sync.WaitGroup
 
 	mu     sync.Mutex
-	probed map[Process]*history // by their keys: those of the last round
+	probed map[Process]*history // by key; the processes of the last round
 }
 
-// history is the latest questions to one process.
+// history holds the latest probes of one process.
 type history struct {
 	numbers [latest]uint64
 	times   [latest]time.Time
-	next    int       // of these
-	alive   time.Time // when the latest question was asked that was answered
+	next    int       // index of the next probe in these
+	alive   time.Time // time of the latest probe that was answered
 }
 
-// StartProber begins to probe the processes that who returns. The probes are sent from the address from, or from any address if from is
-// not valid, and from any port but avoid, the port of the scheduler. A process that does not answer within limit counts as dead.
-func StartProber(from netip.Addr, avoid int, limit time.Duration, who func() []Process) (*Prober, error) {
+// StartProber begins to probe the processes that targets returns. It sends the probes from the address from, or from any address if from is not
+// valid, and from any port but avoid, the port of the scheduler. A process that does not answer within limit counts as dead.
+func StartProber(from netip.Addr, avoid int, limit time.Duration, targets func() []Process) (*Prober, error) {
 	var local *net.UDPAddr
 	if from.IsValid() {
 		local = net.UDPAddrFromAddrPort(netip.AddrPortFrom(from, 0))
@@ -94,20 +92,20 @@ func StartProber(from netip.Addr, avoid int, limit time.Duration, who func() []P
 	if err != nil {
 		return nil, err
 	}
-	a := &Prober{conn: c, every: max(limit/perLimit, time.Millisecond), targets: who, end: make(chan struct{}), probed: map[Process]*history{}}
+	a := &Prober{conn: c, every: max(limit/perLimit, time.Millisecond), targets: targets, end: make(chan struct{}), probed: map[Process]*history{}}
 	a.wg.Go(a.run)
 	a.wg.Go(a.receive)
 	return a, nil
 }
 
-// Close ends the asking, once.
+// Close ends the probes. Call it once.
 func (a *Prober) Close() {
 	close(a.end)
 	_ = a.conn.Close()
 	a.wg.Wait()
 }
 
-// Alive tells whether p has answered one of its latest questions.
+// Alive reports whether p has answered one of its latest probes.
 func (a *Prober) Alive(p Process) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -115,18 +113,18 @@ func (a *Prober) Alive(p Process) bool {
 	return h != nil && time.Since(h.alive) < latest*a.every
 }
 
-// run asks all, again and again.
+// run probes all processes, again and again.
 func (a *Prober) run() {
 	tick := time.Tick(a.every)
 	for {
 		all := a.targets()
-		asked := make(map[Process]*history, len(all))
+		probed := make(map[Process]*history, len(all))
 		for _, p := range all {
-			b := le.AppendUint64(head(probe, p.Incarnation), a.record(asked, p.key()))
-			_, _ = a.conn.WriteToUDPAddrPort(b, p.Addr) // like one that is lost on its way
+			b := le.AppendUint64(head(probe, p.Incarnation), a.record(probed, p.key()))
+			_, _ = a.conn.WriteToUDPAddrPort(b, p.Addr) // like a datagram that is lost in the network
 		}
 		a.mu.Lock()
-		a.probed = asked // who is not asked any more is forgotten
+		a.probed = probed // without the processes that are no longer probed
 		a.mu.Unlock()
 		select {
 		case <-tick:
@@ -136,39 +134,39 @@ func (a *Prober) run() {
 	}
 }
 
-// record notes a question to p, in what is to be a.asked too, and returns its number.
-func (a *Prober) record(asked map[Process]*history, p Process) uint64 {
+// record stores a probe of p, in probed too, and returns its number.
+func (a *Prober) record(probed map[Process]*history, p Process) uint64 {
 	number := random.Uint64()
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	h := a.probed[p]
 	if h == nil {
 		h = new(history)
-		a.probed[p] = h // the answer may come before the round ends
+		a.probed[p] = h // the answer may arrive before the round ends
 	}
-	asked[p] = h
+	probed[p] = h
 	h.numbers[h.next], h.times[h.next] = number, time.Now()
 	h.next = (h.next + 1) % latest
 	return number
 }
 
-// receive takes answers.
+// receive reads answers.
 func (a *Prober) receive() {
-	var b [size + 1]byte // the end of a longer datagram is cut off
+	var b [size + 1]byte // longer datagrams are truncated
 	for {
 		n, from, err := a.conn.ReadFromUDPAddrPort(b[:])
 		switch {
 		case errors.Is(err, net.ErrClosed):
 			return
 		case err != nil:
-			time.Sleep(a.every) // whatever it is: it must not keep a processor busy
+			time.Sleep(a.every) // an unexpected error must not keep a processor busy
 		case n == size:
 			a.handleAnswer(from, b[:n])
 		}
 	}
 }
 
-// handleAnswer takes a datagram. Anybody may have sent it.
+// handleAnswer handles a datagram, which any host may have sent.
 func (a *Prober) handleAnswer(from netip.AddrPort, b []byte) {
 	if string(b[:len(answer)]) != answer {
 		return

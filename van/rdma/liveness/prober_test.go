@@ -10,13 +10,13 @@ import (
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
-// patience is what a busy machine may need for what takes milliseconds.
+// patience is the time limit on a busy machine for steps that take milliseconds.
 const patience = 20 * time.Second
 
-// short is a limit in which an answer comes, whatever else the machine does.
+// short is a limit within which an answer arrives even on a busy machine.
 const short = 2 * time.Second
 
-// socket is a UDP socket on this host, and where it is.
+// socket opens a UDP socket on this host, and returns its address.
 func socket(t *testing.T) (*net.UDPConn, netip.AddrPort) {
 	t.Helper()
 	c, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
@@ -27,7 +27,7 @@ func socket(t *testing.T) (*net.UDPConn, netip.AddrPort) {
 	return c, c.LocalAddr().(*net.UDPAddr).AddrPort()
 }
 
-// read is the next datagram, and who sent it.
+// read returns the next datagram and its source.
 func read(t *testing.T, c *net.UDPConn) (string, netip.AddrPort) {
 	t.Helper()
 	var b [100]byte
@@ -69,8 +69,7 @@ func asker(t *testing.T, limit time.Duration, who func() []Process) *Prober {
 	return a
 }
 
-// TestProber: only the answer of the process that is asked, to one of the latest questions,
-// counts, and only for a time.
+// TestProber: only an answer of the probed process, to one of the latest probes, counts, and only for a time.
 func TestProber(t *testing.T) {
 	t.Parallel()
 	peer, at := socket(t)
@@ -99,7 +98,7 @@ func TestProber(t *testing.T) {
 		write(t, peer, from, b)
 	}
 	write(t, other, from, answer(q))
-	for range 3 { // by then all these have been looked at
+	for range 3 { // by then all these datagrams have been handled
 		read(t, peer)
 	}
 	if a.Alive(p) {
@@ -107,7 +106,7 @@ func TestProber(t *testing.T) {
 	}
 	for tries := 1; ; tries++ {
 		var asked time.Time
-		until(t, "answer", func() bool { // a machine that stands still makes questions old
+		until(t, "answer", func() bool { // a paused machine makes probes old
 			q, from = read(t, peer)
 			asked = time.Now()
 			write(t, peer, from, answer(q))
@@ -119,7 +118,7 @@ func TestProber(t *testing.T) {
 		until(t, "end of the answer", func() bool { return !a.Alive(p) })
 		if d := time.Since(asked); d <= short {
 			break
-		} else if tries == 3 { // or it is late to see the end
+		} else if tries == 3 { // the test may see the end late
 			t.Errorf("the answer counts for %s, want less than %s", d, short)
 			break
 		}
@@ -136,7 +135,7 @@ func TestProber(t *testing.T) {
 	}
 }
 
-// TestProberForgets: a process that is not to be asked any more is forgotten.
+// TestProberForgets: a process that is no longer a target is removed.
 func TestProberForgets(t *testing.T) {
 	t.Parallel()
 	peer, at := socket(t)
@@ -148,7 +147,7 @@ func TestProberForgets(t *testing.T) {
 		}
 		return []Process{p}
 	})
-	until(t, "answer", func() bool { // in time: a machine that stands still makes questions old
+	until(t, "answer", func() bool { // in time: a paused machine makes probes old
 		q, from := read(t, peer)
 		write(t, peer, from, "SAFA"+q[4:])
 		return a.Alive(p)
@@ -164,7 +163,7 @@ func TestProberForgets(t *testing.T) {
 	}
 }
 
-// TestProberNoAddress: an asker needs an address of this host.
+// TestProberNoAddress: a prober needs an address of this host.
 func TestProberNoAddress(t *testing.T) {
 	t.Parallel()
 	a, err := StartProber(netip.MustParseAddr("192.0.2.1"), 0, short, func() []Process { return nil })

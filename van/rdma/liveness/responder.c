@@ -18,10 +18,10 @@ struct sl_responder {
   pthread_t thread;
 };
 
-// Takes one datagram, whatever it is. It never waits: there may be none, and an answer for which
-// there is no room is lost like others on their way.
+// Handles one datagram, if there is one. It never waits: an answer that does not fit into the socket's buffer is lost, as a datagram
+// in the network may be.
 static void take(const sl_responder *a) {
-  uint8_t b[SL_SIZE + 1]; // the end of a longer one is cut off
+  uint8_t b[SL_SIZE + 1]; // longer datagrams are truncated
   struct sockaddr_storage from;
   socklen_t len = sizeof from;
   ssize_t n = recvfrom(a->fd, b, sizeof b, MSG_DONTWAIT, (struct sockaddr *)&from, &len);
@@ -54,7 +54,7 @@ sl_responder *sl_start(int fd, int end, const uint8_t *question, const uint8_t *
   a->end = end;
   memcpy(a->question, question, SL_HEAD);
   memcpy(a->answer, answer, SL_HEAD);
-  // Signals are for Go's threads: their handlers would wait for its scheduler here.
+  // Signals are for Go's threads: here, their handlers would wait for Go's scheduler.
   sigset_t all, old;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);

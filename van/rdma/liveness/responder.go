@@ -20,28 +20,28 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Both sides use these.
+// Constants of both Go and C.
 var (
 	_ [C.SL_SIZE]byte = [size]byte{}
 	_ [C.SL_HEAD]byte = [numberAt]byte{}
 )
 
-// Responder is the thread that answers for this process, and its socket.
+// Responder is the thread that answers for this process, with its socket.
 type Responder struct {
 	c       *C.sl_responder
 	fd, end int
 }
 
-// StartResponder begins to answer at that address, as the process with that incarnation.
+// StartResponder begins to answer at that address, for the process with that incarnation.
 func StartResponder(at netip.AddrPort, incarnation uint32) (*Responder, error) {
 	a := &Responder{fd: -1, end: -1}
 	if err := a.open(at); err != nil {
 		a.closeFiles()
 		return nil, err
 	}
-	asks, answers := head(probe, incarnation), head(answer, incarnation)
+	probes, answers := head(probe, incarnation), head(answer, incarnation)
 	var why C.int
-	a.c = C.sl_start(C.int(a.fd), C.int(a.end), (*C.uint8_t)(unsafe.SliceData(asks)), (*C.uint8_t)(unsafe.SliceData(answers)), &why)
+	a.c = C.sl_start(C.int(a.fd), C.int(a.end), (*C.uint8_t)(unsafe.SliceData(probes)), (*C.uint8_t)(unsafe.SliceData(answers)), &why)
 	if a.c == nil {
 		a.closeFiles()
 		return nil, os.NewSyscallError("pthread_create", syscall.Errno(why))
@@ -49,7 +49,7 @@ func StartResponder(at netip.AddrPort, incarnation uint32) (*Responder, error) {
 	return a, nil
 }
 
-// open makes the socket, which Go's poller is not to watch, and what ends the thread.
+// open makes the socket, which Go's poller does not watch, and the eventfd that ends the thread.
 func (a *Responder) open(at netip.AddrPort) (err error) {
 	var addr unix.Sockaddr
 	family := unix.AF_INET
@@ -57,7 +57,7 @@ func (a *Responder) open(at netip.AddrPort) (err error) {
 	case ip.Is4():
 		addr = &unix.SockaddrInet4{Port: int(at.Port()), Addr: ip.As4()}
 	case ip.Is6():
-		zone, _ := strconv.ParseUint(ip.Zone(), 10, 32) // a number, as package verbs has it
+		zone, _ := strconv.ParseUint(ip.Zone(), 10, 32) // a number, as in package verbs
 		family, addr = unix.AF_INET6, &unix.SockaddrInet6{Port: int(at.Port()), Addr: ip.As16(), ZoneId: uint32(zone)}
 	default:
 		return errors.New("no address")
@@ -79,7 +79,7 @@ func (a *Responder) closeFiles() {
 	}
 }
 
-// Close ends the thread, once.
+// Close ends the thread. Call it once.
 func (a *Responder) Close() {
 	C.sl_stop(a.c)
 	a.closeFiles()

@@ -12,8 +12,8 @@ import (
 	"testing"
 )
 
-// answerer answers at a free port.
-func answerer(t *testing.T, incarnation uint32) (*Responder, netip.AddrPort) {
+// responder starts a responder at a free port.
+func responder(t *testing.T, incarnation uint32) (*Responder, netip.AddrPort) {
 	t.Helper()
 	for {
 		c, at := socket(t)
@@ -27,7 +27,7 @@ func answerer(t *testing.T, incarnation uint32) (*Responder, netip.AddrPort) {
 	}
 }
 
-// threads are the files in /proc of those that answer.
+// threads returns the directories of responder threads in /proc.
 func threads(t *testing.T) (all []string) {
 	t.Helper()
 	tasks, err := filepath.Glob("/proc/self/task/*")
@@ -42,9 +42,9 @@ func threads(t *testing.T) (all []string) {
 	return all
 }
 
-// TestResponder: each question to this process is answered, and nothing else is.
+// TestResponder: each probe of this process is answered, and no other datagram is.
 func TestResponder(t *testing.T) {
-	a, at := answerer(t, 0x01020304)
+	a, at := responder(t, 0x01020304)
 	c, _ := socket(t)
 	other, _ := socket(t)
 	const good = "SAFQ\x04\x03\x02\x01"
@@ -76,12 +76,12 @@ func TestResponder(t *testing.T) {
 	a.Close()
 }
 
-// TestResponderThread: the thread takes no signals, whose handlers are Go's, and ends with Close.
+// TestResponderThread: the thread blocks signals, since their handlers are Go's, and ends with Close.
 func TestResponderThread(t *testing.T) {
-	a, at := answerer(t, 7)
+	a, at := responder(t, 7)
 	c, _ := socket(t)
 	write(t, c, at, "SAFQ\x07\x00\x00\x0012345678")
-	read(t, c) // it runs
+	read(t, c) // the thread runs
 	all := threads(t)
 	if len(all) != 1 {
 		t.Errorf("%d threads, want one", len(all))
@@ -91,7 +91,7 @@ func TestResponderThread(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// But SIGKILL, SIGSTOP, and the two that are the C library's.
+		// All but SIGKILL, SIGSTOP, and the two of the C library.
 		if _, blocked, _ := strings.Cut(string(status), "SigBlk:\t"); !strings.HasPrefix(blocked, "fffffffe7ffbfeff\n") && !strings.HasPrefix(blocked, "fffffffc7ffbfeff\n") {
 			t.Errorf("it blocks the signals %.16s", blocked)
 		}
@@ -102,9 +102,9 @@ func TestResponderThread(t *testing.T) {
 	}
 }
 
-// TestAlive: a process that answers is there, until it does not any more.
+// TestAlive: a process that answers is alive until its answers end.
 func TestAlive(t *testing.T) {
-	a, at := answerer(t, 7)
+	a, at := responder(t, 7)
 	p, other := Process{at, 7}, Process{at, 8}
 	k := asker(t, short, func() []Process { return []Process{p, other} })
 	until(t, "answer", func() bool { return k.Alive(p) })
@@ -115,7 +115,7 @@ func TestAlive(t *testing.T) {
 	until(t, "end of the answers", func() bool { return !k.Alive(p) })
 }
 
-// TestBindFails: there is no answer at an address of another host, and nothing is left open.
+// TestBindFails: a responder cannot use an address of another host, and leaves nothing open.
 func TestBindFails(t *testing.T) {
 	for _, addr := range []netip.AddrPort{netip.MustParseAddrPort("192.0.2.1:9"), netip.MustParseAddrPort("[2001:db8::1]:9"), netip.MustParseAddrPort("[fe80::1%1]:9"), {}} {
 		before := files(t)
@@ -138,7 +138,7 @@ func files(t *testing.T) int {
 	return len(all)
 }
 
-// TestIPv6: addresses may be of either kind.
+// TestIPv6: a responder and a prober work with IPv6.
 func TestIPv6(t *testing.T) {
 	_, at := socket(t)
 	at = netip.AddrPortFrom(netip.IPv6Loopback(), at.Port())

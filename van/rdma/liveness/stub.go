@@ -15,5 +15,5 @@ func StartResponder(netip.AddrPort, uint32) (*Responder, error) {
 	return nil, errors.New("this program was built without RDMA")
 }
 
-// Close ends the thread, once.
+// Close ends the thread. Call it once.
 func (*Responder) Close() {}
