@@ -1,6 +1,5 @@
-// Package choose decides which address of this host, and so which RDMA device,
-// port and GID, a node uses, and says why. It only looks at what it is given: the
-// devices, the network interfaces, and sysfs for how devices are wired.
+// Package choose decides which address of this host a node uses, and with it the RDMA device, port and GID, and says why. It uses only its
+// input: the devices, the network interfaces, and sysfs for the topology of devices.
 package choose
 
 import (
@@ -14,45 +13,43 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// Request is what a node wants.
+// Request holds the settings of a node.
 type Request struct {
-	// Interface is DMLC_INTERFACE: the name of a network interface or the beginning of
-	// only one, "auto" in any case, or "".
+	// Interface is DMLC_INTERFACE: the name of a network interface or a unique prefix of one, "auto" in upper or lower case, or "".
 	Interface string
-	// Host is DMLC_NODE_HOST as an IPv4 address, invalid when that is unset.
+	// Host is DMLC_NODE_HOST as an IPv4 address, invalid if the variable is not set.
 	Host netip.Addr
-	// GPU is the PCI address of the node's GPU, as the kernel or NVIDIA writes it, or
-	// "" when there is none or it is not known. See GPUAddress.
+	// GPU is the PCI address of the node's GPU, as the kernel or NVIDIA writes it, or "" if there is none or it is not known. See GPUAddress.
 	GPU string
-	// Toward is the address that this host uses toward the scheduler, invalid when that is not known.
+	// Toward is the local address of the route to the scheduler, invalid if it is not known.
 	Toward netip.Addr
 }
 
-// Machine is what there is to choose from.
+// Machine describes the hardware to choose from.
 type Machine struct {
 	Devices    []verbs.DeviceInfo
 	Interfaces []Interface
-	// Root is the root of the file system, of which sys and proc are read. It should
-	// implement fs.ReadLinkFS, as os.DirFS does. Nil means that nothing is known.
+	// Root is the root of the file system; sys and proc are read. It should implement fs.ReadLinkFS, as os.DirFS does. If it is nil,
+	// nothing is known of the topology.
 	Root fs.FS
 }
 
 // Interface is a network interface of this host.
 type Interface = hostaddr.Interface
 
-// Result is what was chosen.
+// Result is the chosen address.
 type Result struct {
 	Host     netip.Addr
-	Iface    string // "" when unknown
+	Iface    string // "" if not known
 	Device   string
 	Port     int // from 1
 	GIDIndex int
 	GIDType  string   // "RoCE v2", "RoCE v1", "IB"
 	Why      string   // which setting or rule decided
-	Others   []string // what could have been chosen, and what could not and why
+	Others   []string // the other ports, with the reason if they cannot be used
 }
 
-// String is one line for the log: what was chosen, why, and what else there was.
+// String describes the choice, its reason and the alternatives in one line.
 func (r Result) String() string {
 	on := ""
 	if r.Iface != "" {
@@ -65,18 +62,16 @@ func (r Result) String() string {
 	return s
 }
 
-// Choose chooses.
+// Choose chooses an address by the first of these rules that applies:
 //
-//   - Interface auto: the usable port nearest to the GPU by way of PCI; of equally
-//     near ones the first by the device's name. Without a known GPU, the first usable
-//     port. When no port is usable, Host counts.
-//   - Host: that address, on whichever device has it.
-//   - Interface: that interface's IPv4 address.
-//   - Neither: the usable port whose address leads to the scheduler, else the first usable port.
+//   - Interface is auto: the usable port nearest to the GPU in the PCI topology. Equally near ones are ordered by the device's name. If
+//     the GPU is not known, the first usable port. If no port is usable, Host applies.
+//   - Host is set: that address, on whichever device has it.
+//   - Interface is set: the IPv4 address of that interface.
+//   - Neither is set: the usable port whose address leads to the scheduler, else the first usable port.
 //
-// A port is usable when it is active and has an IPv4 address of this host: as a GID
-// (RoCE, version 2 before 1), or on an IP-over-InfiniBand interface. Errors are
-// *Error and wrap ErrNoDevice, ErrPortDown, ErrNoAddress or ErrNoInterface.
+// A port is usable if it is active and has an IPv4 address of this host: as a GID (RoCE, version 2 before 1), or on an IP-over-InfiniBand
+// interface. Errors are of type *Error and wrap ErrNoDevice, ErrPortDown, ErrNoAddress or ErrNoInterface.
 func Choose(m Machine, r Request) (Result, error) {
 	l := m.survey()
 	switch {
@@ -140,7 +135,7 @@ func (l *survey) nearest(gpu string) (Result, error) {
 	return l.result(ends[0], why, near), nil
 }
 
-// host finds the device that has an address.
+// host finds the device with an address.
 func (l *survey) host(addr netip.Addr) (Result, error) {
 	const setting = "DMLC_NODE_HOST"
 	fail := func(err error, problem string) (Result, error) {
@@ -162,7 +157,7 @@ func (l *survey) host(addr netip.Addr) (Result, error) {
 	return fail(ErrNoDevice, problem)
 }
 
-// named finds the device behind an interface.
+// named finds the device of an interface.
 func (l *survey) named(name string) (Result, error) {
 	const setting = "DMLC_INTERFACE"
 	fail := func(err error, format string, args ...any) (Result, error) {
@@ -193,7 +188,7 @@ func (l *survey) named(name string) (Result, error) {
 			continue
 		}
 		v4++
-		// The first address of an active port, else the first one of any.
+		// Take the first address on an active port, else the first one on any port.
 		if e := l.endpointWith(a, i.Name); e != nil && (found == nil || !found.port.Active && e.port.Active) {
 			found = e
 		}
@@ -209,8 +204,7 @@ func (l *survey) named(name string) (Result, error) {
 	return fail(ErrNoDevice, "%s is not on an RDMA port", i.Name)
 }
 
-// endpointWith is the end with an address, an active one before others, and one whose
-// interface is known to be iface before others.
+// endpointWith returns the endpoint with an address, preferably an active one, and one whose interface is known to be iface.
 func (l *survey) endpointWith(addr netip.Addr, iface string) *endpoint {
 	var best *endpoint
 	score := func(e *endpoint) int {
@@ -231,7 +225,7 @@ func (l *survey) endpointWith(addr netip.Addr, iface string) *endpoint {
 	return best
 }
 
-// result describes e, and with near how far the others are.
+// result describes the choice of e. If near is not nil, it gives the distance of the alternatives.
 func (l *survey) result(e *endpoint, why string, near func(*endpoint) distance) Result {
 	r := Result{Host: e.addr, Iface: e.iface, Device: e.device, Port: e.port.Num, GIDIndex: e.gid.Index, GIDType: e.gid.Type, Why: why}
 	for _, o := range l.usable {
@@ -249,7 +243,7 @@ func (l *survey) result(e *endpoint, why string, near func(*endpoint) distance) 
 	return r
 }
 
-// noPort is the error of a choice among no ports.
+// noPort returns the error for a machine without a usable port.
 func (l *survey) noPort(setting, value string) error {
 	if len(l.m.Devices) == 0 {
 		return &Error{setting, value, "no RDMA device; " + verbs.DeviceRemedy, l.inventory(), ErrNoDevice}

@@ -9,20 +9,19 @@ import (
 
 // Errors that callers tell apart with errors.Is.
 var (
-	// ErrNoDevice: there is no RDMA device, or none with that address.
+	// ErrNoDevice: there is no RDMA device, or none has the address.
 	ErrNoDevice = errors.New("no RDMA device")
 	// ErrPortDown: the port is not active.
 	ErrPortDown = errors.New("RDMA port is not active")
-	// ErrNoAddress: there is no IPv4 address.
+	// ErrNoAddress: the port or interface has no IPv4 address.
 	ErrNoAddress = errors.New("no IPv4 address")
-	// ErrNoInterface: no interface has that name, or several begin so.
+	// ErrNoInterface: no interface has that name, or several begin with it.
 	ErrNoInterface = errors.New("no such interface")
 )
 
-// Error says which setting asked for what, why that cannot be had, and what there
-// is.
+// Error says which setting cannot be satisfied, why, and which ports and interfaces exist.
 type Error struct {
-	Setting string // "DMLC_INTERFACE"; "" when nothing is set
+	Setting string // "DMLC_INTERFACE"; "" if nothing is set
 	Value   string
 	Problem string
 	Have    string

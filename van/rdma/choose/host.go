@@ -13,10 +13,9 @@ import (
 // Interfaces lists the network interfaces of this host.
 func Interfaces() ([]Interface, error) { return hostaddr.Interfaces() }
 
-// GPUAddress is the PCI address of the NVIDIA GPU that CUDA calls index, "" when
-// that is not known. visible is CUDA_VISIBLE_DEVICES, and set whether it is set. It
-// relies on CUDA's numbers being in the order of PCI addresses, which they are for
-// equal GPUs or with CUDA_DEVICE_ORDER=PCI_BUS_ID; whoever can ask CUDA should.
+// GPUAddress returns the PCI address of the NVIDIA GPU with that CUDA index, "" if it is not known. visible is CUDA_VISIBLE_DEVICES, and set
+// whether that is set. It assumes that CUDA numbers GPUs in the order of PCI addresses, which is the case if the GPUs are equal or with
+// CUDA_DEVICE_ORDER=PCI_BUS_ID. If CUDA is available, ask it instead.
 func GPUAddress(root fs.FS, index int, visible string, set bool) string {
 	if root == nil || index < 0 {
 		return ""
@@ -28,7 +27,7 @@ func GPUAddress(root fs.FS, index int, visible string, set bool) string {
 		}
 		n, err := strconv.Atoi(strings.TrimSpace(list[index]))
 		if err != nil || n < 0 {
-			return "" // a UUID, or none
+			return "" // a UUID, or no device
 		}
 		index = n
 	}
@@ -38,8 +37,7 @@ func GPUAddress(root fs.FS, index int, visible string, set bool) string {
 	return ""
 }
 
-// gpus lists the GPUs of the driver, which in a container are those that it has been
-// given, or else those of sysfs, by address.
+// gpus lists the GPUs by address: those of the driver, which in a container are the assigned ones, or else those in sysfs.
 func gpus(root fs.FS) []string {
 	var list []string
 	dirs, _ := fs.ReadDir(root, "proc/driver/nvidia/gpus")

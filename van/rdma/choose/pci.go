@@ -1,6 +1,6 @@
 package choose
 
-// How devices are wired, from sysfs.
+// This file finds the topology of devices in sysfs.
 
 import (
 	"cmp"
@@ -13,15 +13,14 @@ import (
 	"strings"
 )
 
-// location is where a device is plugged in.
+// location is the place of a device in the PCI topology.
 type location struct {
-	path []string // the host bridge, the bridges and switches behind it, and the device
-	numa int      // NUMA node, negative when unknown
+	path []string // from the host bridge to the device
+	numa int      // NUMA node, negative if not known
 }
 
-// nearness is the way between two devices, the shortest first. It follows what
-// decides about peer-to-peer transfers: whether they have to pass the host bridge or
-// the link between sockets.
+// nearness is the kind of path between two devices, the shortest first. The kinds differ in the cost of peer-to-peer transfers, which may have
+// to pass the host bridge or the link between sockets.
 type nearness int
 
 const (
@@ -36,18 +35,18 @@ func (n nearness) String() string {
 	return [...]string{"same PCIe switch", "same root complex", "same NUMA node", "other NUMA node", "unknown place"}[n]
 }
 
-// distance orders ways also by how much of them is shared.
+// distance is a kind of path, and the number of shared elements, which orders paths of one kind.
 type distance struct {
 	nearness
-	shared int // host bridge, bridges and switches in common
+	shared int // number of host bridges, bridges and switches in common
 }
 
-// compare orders the nearer first.
+// compare orders the shorter distance first.
 func (c distance) compare(d distance) int {
 	return cmp.Or(cmp.Compare(c.nearness, d.nearness), -cmp.Compare(c.shared, d.shared))
 }
 
-// distanceBetween is the way from a to b.
+// distanceBetween returns the distance from a to b.
 func distanceBetween(a, b location) distance {
 	if a.path == nil || b.path == nil {
 		return distance{unknown, 0}
@@ -57,7 +56,7 @@ func distanceBetween(a, b location) distance {
 		n++
 	}
 	switch {
-	case n >= 2: // a bridge below the host bridge
+	case n >= 2: // they share a bridge below the host bridge
 		return distance{sameSwitch, n}
 	case n == 1:
 		return distance{sameRoot, n}
@@ -72,8 +71,7 @@ var (
 	pciAddress = regexp.MustCompile(`^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$`)
 )
 
-// pciPath finds the devices on the way to a path of sysfs, and the last one's
-// directory.
+// pciPath returns the PCI devices along a path of sysfs, and the directory of the last one.
 func pciPath(dir string) (devices []string, at string) {
 	parts := strings.Split(path.Clean(strings.TrimPrefix(dir, "/")), "/")
 	begin := slices.IndexFunc(parts, hostBridge.MatchString)
@@ -90,8 +88,7 @@ func pciPath(dir string) (devices []string, at string) {
 	return parts[begin:end], path.Join(parts[:end]...)
 }
 
-// locationOf is where an RDMA device is: by its own path, else, as with Soft-RoCE, by
-// that of its interface.
+// locationOf returns the location of an RDMA device: from its own path, or from that of its interface if it has none, as with Soft-RoCE.
 func (l *survey) locationOf(dir, iface string) location {
 	devices, at := pciPath(dir)
 	if devices == nil && iface != "" {
@@ -116,8 +113,8 @@ func (l *survey) locationAt(devices []string, at string) location {
 	return location{devices, l.number(path.Join(at, "numa_node"))}
 }
 
-// normalizePCI writes a PCI address as the kernel does: NVIDIA's has eight digits for the
-// domain and capital letters, and some leave the domain out.
+// normalizePCI writes a PCI address as the kernel does. NVIDIA writes eight digits for the domain, and capital letters. Some tools omit the
+// domain.
 func normalizePCI(address string) (string, bool) {
 	parts := strings.Split(strings.ToLower(strings.TrimSpace(address)), ":")
 	if len(parts) == 2 {
@@ -134,7 +131,7 @@ func normalizePCI(address string) (string, bool) {
 	return s, pciAddress.MatchString(s)
 }
 
-// netDir is the directory of a network interface, "" when that is not known.
+// netDir returns the directory of a network interface, "" if it is not known.
 func (l *survey) netDir(iface string) string {
 	if iface == "" || strings.ContainsAny(iface, "/") {
 		return ""
@@ -142,7 +139,7 @@ func (l *survey) netDir(iface string) string {
 	return l.link("sys/class/net/" + iface)
 }
 
-// link is where a symbolic link of sysfs leads, "" when there is none.
+// link returns the target of a symbolic link in sysfs, "" if there is none.
 func (l *survey) link(name string) string {
 	to, err := fs.ReadLink(l.m.Root, name)
 	if err != nil {
@@ -159,7 +156,7 @@ func (l *survey) exists(name string) bool {
 	return err == nil
 }
 
-// read is the content of a file, "" when that cannot be had.
+// read returns the content of a file, "" if it cannot be read.
 func (l *survey) read(name string) string {
 	b, err := fs.ReadFile(l.m.Root, name)
 	if err != nil {
@@ -168,7 +165,7 @@ func (l *survey) read(name string) string {
 	return string(b)
 }
 
-// number reads a file with one number, -1 when that cannot be had.
+// number returns the number in a file, -1 if it cannot be read.
 func (l *survey) number(file string) int {
 	n, err := strconv.ParseInt(strings.TrimSpace(l.read(file)), 0, 32)
 	if err != nil {

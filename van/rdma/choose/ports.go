@@ -1,6 +1,6 @@
 package choose
 
-// Which addresses the ports of a machine have, and which of them a node may use.
+// This file finds the addresses of a machine's ports, and which of them a node may use.
 
 import (
 	"cmp"
@@ -14,12 +14,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// survey is a machine looked at.
+// survey holds a machine with the addresses of its ports.
 type survey struct {
 	m         Machine
 	endpoints []*endpoint // of all ports, active or not, in order
-	usable    []*endpoint // those that a node may be given without having asked for them
-	unusable  []unusable  // ports without such
+	usable    []*endpoint // may be chosen without having been asked for
+	unusable  []unusable  // ports without a usable endpoint
 }
 
 // endpoint is an address on a port.
@@ -41,7 +41,7 @@ type unusable struct{ name, why string }
 
 func (m Machine) survey() *survey {
 	if m.Root == nil {
-		m.Root = embed.FS{} // without a file
+		m.Root = embed.FS{} // has no files
 	}
 	l := &survey{m: m}
 	devices := slices.Clone(m.Devices)
@@ -54,7 +54,7 @@ func (m Machine) survey() *survey {
 	return l
 }
 
-// port adds the ends of one port.
+// port adds the endpoints of one port.
 func (l *survey) port(d *verbs.DeviceInfo, p *verbs.PortInfo) {
 	ends := l.endpointsOf(d, p)
 	l.endpoints = append(l.endpoints, ends...)
@@ -76,8 +76,7 @@ func (l *survey) port(d *verbs.DeviceInfo, p *verbs.PortInfo) {
 			good = append(good, e)
 		}
 	}
-	// Addresses that somebody has configured come before those that the host has
-	// given itself.
+	// Configured addresses precede link-local ones, which the host has assigned itself.
 	slices.SortStableFunc(good, func(a, b *endpoint) int {
 		return cmp.Compare(linkLocal(a.addr), linkLocal(b.addr))
 	})
@@ -94,8 +93,7 @@ func linkLocal(a netip.Addr) int {
 	return 0
 }
 
-// endpointsOf lists the IPv4 addresses of a port, in the order of its GIDs, each with
-// its best GID.
+// endpointsOf returns the IPv4 addresses of a port, in the order of its GIDs, each with its best GID.
 func (l *survey) endpointsOf(d *verbs.DeviceInfo, p *verbs.PortInfo) []*endpoint {
 	var ends []*endpoint
 	add := func(addr netip.Addr, iface string) {
@@ -131,9 +129,8 @@ func (l *survey) endpointsOf(d *verbs.DeviceInfo, p *verbs.PortInfo) []*endpoint
 	return ends
 }
 
-// BestGID is the GID that a connection from addr should use: addr itself, over RoCE
-// v2 before v1; on InfiniBand the port's own; then IPv6, link-local last. A GID that
-// is another IPv4 address is none. Of equal ones the first counts.
+// BestGID returns the GID for connections from addr. In this order: addr itself, RoCE v2 before v1; on InfiniBand the port's own GID; an IPv6
+// GID, link-local last. A GID with another IPv4 address is not used. Of equal ones it returns the first.
 func BestGID(gids []verbs.GID, addr netip.Addr) (best verbs.GID, ok bool) {
 	rank := func(g verbs.GID) int {
 		n := 1
@@ -162,7 +159,7 @@ func BestGID(gids []verbs.GID, addr netip.Addr) (best verbs.GID, ok bool) {
 	return best, found >= 0
 }
 
-// runsIPOver tells whether an interface runs IP over a port of a device.
+// runsIPOver reports whether an interface runs IP over a port of a device.
 func (l *survey) runsIPOver(iface, device string, p *verbs.PortInfo) bool {
 	if slices.ContainsFunc(p.GIDs, func(g verbs.GID) bool { return g.Iface == iface }) {
 		return true
@@ -171,13 +168,12 @@ func (l *survey) runsIPOver(iface, device string, p *verbs.PortInfo) bool {
 	if dir == "" || !l.exists(path.Join(path.Dir(path.Dir(dir)), "infiniband", device)) {
 		return false
 	}
-	// dev_port counts the ports of a device from 0; where the driver does not set it,
-	// dev_id does.
+	// dev_port numbers the ports of a device from 0. Some drivers set dev_id instead.
 	num := max(l.number(path.Join(dir, "dev_port")), l.number(path.Join(dir, "dev_id")), 0)
 	return num+1 == p.Num
 }
 
-// owner is the interface with an address.
+// owner returns the interface with an address, or nil.
 func (l *survey) owner(addr netip.Addr) *Interface {
 	for i := range l.m.Interfaces {
 		if slices.Contains(l.m.Interfaces[i].Addrs, addr) {
@@ -187,7 +183,7 @@ func (l *survey) owner(addr netip.Addr) *Interface {
 	return nil
 }
 
-// inventory lists ports and interfaces, for errors.
+// inventory lists the ports and interfaces, for errors.
 func (l *survey) inventory() string {
 	var ports, rest []string
 	rdma := map[string]bool{}
@@ -221,8 +217,7 @@ func (l *survey) inventory() string {
 	return s
 }
 
-// compareNames orders names with numbers in them as people do: mlx5_2 before
-// mlx5_10.
+// compareNames orders names with numbers numerically: mlx5_2 before mlx5_10.
 func compareNames(a, b string) int {
 	for a != "" && b != "" {
 		na, nb := digits(a), digits(b)
@@ -242,5 +237,5 @@ func compareNames(a, b string) int {
 	return cmp.Compare(len(a), len(b))
 }
 
-// digits is how many digits s begins with.
+// digits returns the number of leading digits of s.
 func digits(s string) int { return len(s) - len(strings.TrimLeft(s, "0123456789")) }

@@ -2,7 +2,7 @@
 
 package verbs
 
-// Addresses as the shim has them.
+// This file converts addresses to and from the shim's form.
 
 /*
 #include "shim.h"

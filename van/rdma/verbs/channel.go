@@ -17,8 +17,7 @@ import (
 	"unsafe"
 )
 
-// channel waits for events in Go's network poller, on a duplicate of the descriptor,
-// since both os.File and librdmacm close theirs.
+// channel waits for events in Go's network poller. It polls a duplicate of the descriptor, since os.File and librdmacm both close theirs.
 type channel struct {
 	s      *stack
 	poll   *os.File
@@ -27,13 +26,12 @@ type channel struct {
 	next   sync.Mutex // held by Next
 
 	mu   sync.Mutex
-	c    *C.sv_chan // nil: freed
+	c    *C.sv_chan // nil: closed
 	ids  int
 	devs map[C.uintptr_t]*device
 }
 
-// NewChannel opens an event channel. The error wraps ErrUnavailable when RDMA cannot
-// be used here.
+// NewChannel opens an event channel. The error wraps ErrUnavailable if RDMA cannot be used here.
 func (s *stack) NewChannel() (Channel, error) {
 	if err := s.diagnose(nil); err != nil {
 		return nil, err
@@ -112,16 +110,15 @@ func (ch *channel) own(c *C.sv_id) *id {
 	return &id{ch: ch, c: c}
 }
 
-// Close ends Next and gives everything back. When IDs or memory regions are left, the
-// error names them, and Close can be called again when they are gone. A second Close
-// does nothing.
+// Close ends Next and releases everything. If IDs or memory regions are left, the error names them, and Close can be called again when they
+// are released. A second Close does nothing.
 func (ch *channel) Close() error {
 	ch.closed.Store(true)
 	err := ch.poll.Close()
 	if errors.Is(err, os.ErrClosed) {
 		err = nil
 	}
-	ch.next.Lock() // Next has left
+	ch.next.Lock() // wait until Next has returned
 	defer ch.next.Unlock()
 	ch.mu.Lock()
 	defer ch.mu.Unlock()
@@ -142,7 +139,7 @@ func (ch *channel) Close() error {
 	return err
 }
 
-// device returns the device on which c lies, which it opens when it is the first there.
+// device returns the device of c. It opens the device for the first ID on it.
 func (ch *channel) device(c *C.sv_id) (*device, error) {
 	key := C.sv_id_context(c)
 	if key == 0 {

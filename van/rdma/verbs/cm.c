@@ -129,7 +129,7 @@ static int next_event(sv_chan *c, sv_event *e) {
         fresh->context = e->fresh;
       }
     }
-    switch (ev->event) { // the others have no connection parameters
+    switch (ev->event) { // other events have no connection parameters
     case RDMA_CM_EVENT_CONNECT_REQUEST:
     case RDMA_CM_EVENT_CONNECT_RESPONSE:
     case RDMA_CM_EVENT_REJECTED:
@@ -144,7 +144,7 @@ static int next_event(sv_chan *c, sv_event *e) {
     if (ev->event == RDMA_CM_EVENT_ESTABLISHED) sv_ready(of);
     c->lib->rdma_ack_cm_event(ev);
     if (fresh == NULL || e->fresh != NULL) return 0;
-    c->lib->rdma_destroy_id(fresh); // no memory: as if the request had never come
+    c->lib->rdma_destroy_id(fresh); // out of memory: drop the request
   }
 }
 
@@ -239,7 +239,7 @@ int sv_disconnect(sv_id *id) {
   errno = 0;
   int err = cm_errno(id->lib->rdma_disconnect(id->id));
   if (err == 0 || id->id->qp == NULL) return err;
-  // Not connected, or no longer: what was posted is flushed nevertheless.
+  // The ID is not connected (any more). Flush its posted requests all the same.
   struct ibv_qp_attr a;
   memset(&a, 0, sizeof a);
   a.qp_state = IBV_QPS_ERR;

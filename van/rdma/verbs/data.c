@@ -13,17 +13,17 @@
 enum {
   CHAIN = 32,   // longest chain of work requests
   BATCH = SV_BATCH,
-  CLOCK = 8,    // looks at the queue between looks at the clock
-  YIELD = 4000, // ns between yields, which others need where cores are few
+  CLOCK = 8, // polls between two reads of the clock
+  YIELD = 4000, // ns between yields, which other threads need on a machine with few cores
 };
 
-// In place of the id of a work request about which nothing is to be heard.
+// Replaces the id of a work request whose completion is not reported.
 #define SV_NOBODY UINT64_MAX
 
 static int make_wr(const sv_slot *s, const sv_wr *w, struct ibv_send_wr *wr, struct ibv_sge *sge) {
   wr->next = NULL;
   wr->sg_list = sge;
-  wr->num_sge = w->len > 0; // some devices take length 0 for 2 GiB
+  wr->num_sge = w->len > 0; // some devices treat length 0 as 2 GiB
   wr->send_flags = 0;
   if (w->flags & SV_SIGNALED) wr->send_flags |= IBV_SEND_SIGNALED;
   if (w->flags & SV_INLINE) {
@@ -44,8 +44,7 @@ static int make_wr(const sv_slot *s, const sv_wr *w, struct ibv_send_wr *wr, str
   }
 }
 
-// Posts what w begins with for one queue pair. Returns how many; *err says why the
-// chain ends before its time.
+// Posts the leading work requests of w that are for one queue pair. Returns their number. If the chain ends early, *err says why.
 static int post_chain(sv_slot *s, const sv_wr *w, int n, int *err) {
   struct ibv_send_wr wr[CHAIN], *bad = NULL;
   struct ibv_sge sge[CHAIN];
@@ -72,7 +71,7 @@ static int post_chain(sv_slot *s, const sv_wr *w, int n, int *err) {
     s->head += (uint32_t)(bad - wr);
     return (int)(bad - wr);
   }
-  // It does not say which were posted: none, but their places may be taken.
+  // The provider does not say which requests were posted. Report none, but keep their positions in use.
   for (int i = 0; i < k; i++) s->ids[(s->head + (uint32_t)i) & s->mask] = SV_NOBODY;
   s->head += (uint32_t)k;
   return 0;
@@ -107,8 +106,7 @@ static void take_send(sv_slot *s, uint32_t pos, sv_wc *o) {
   __atomic_store_n(&s->tail, tail + ((pos - tail) & s->mask) + 1, __ATOMIC_RELEASE);
 }
 
-// Returns whether the receive request is to be posted again: not those of a broken
-// queue pair, they would come back at once.
+// Returns whether the receive request is to be posted again. On a broken queue pair it is not, since it would be flushed at once.
 static int take_recv(sv_slot *s, const struct ibv_wc *wc, uint32_t pos, sv_wc *o) {
   o->id = 0;
   o->imm = 0;
@@ -132,8 +130,7 @@ static int take_recv(sv_slot *s, const struct ibv_wc *wc, uint32_t pos, sv_wc *o
   return 1;
 }
 
-// Fills *o and returns 1, or returns 0 when nobody waits for it any more. *again is
-// the slot when it has receive requests to post again.
+// Fills *o and returns 1, or returns 0 if the completion is stale. If the slot has receive requests to post again, *again is the slot.
 static int take(sv_dev *d, const struct ibv_wc *wc, sv_wc *o, sv_slot **again) {
   uint32_t pos = (uint32_t)(wc->wr_id >> SV_KEY_BITS & SV_MASK(SV_POS_BITS));
   sv_slot *s = sv_slot_at(d, wc->wr_id);
@@ -164,7 +161,7 @@ static int repost(sv_slot *s) {
   struct ibv_recv_wr *bad;
   int rc = 0;
   pthread_mutex_lock(&s->poll_mu);
-  if (s->qp != NULL && s->repost != NULL) { // NULL also when this batch named it twice
+  if (s->qp != NULL && s->repost != NULL) { // repost is NULL if this batch had the slot twice
     errno = 0;
     rc = ibv_post_recv(s->qp, s->repost, &bad);
     s->repost = NULL;
@@ -182,8 +179,8 @@ static void repost_all(sv_dev *d) {
   d->nagain = 0;
 }
 
-// Takes what there is. Returns how many, or -errno. Receive requests are posted again by
-// the next call, as the caller has more urgent things to do, unless they become few.
+// Polls completions. Returns their number, or -errno. The next call posts the receive requests again, since the caller has more urgent work,
+// unless few of them are left.
 static int harvest(sv_dev *d, sv_wc *out, int max) {
   struct ibv_wc wc[BATCH];
   int n = 0, k, want;
@@ -215,8 +212,7 @@ static int woken(sv_dev *d) {
   return __atomic_load_n(&d->wake, __ATOMIC_RELAXED) && __atomic_exchange_n(&d->wake, 0, __ATOMIC_SEQ_CST);
 }
 
-// Looks until end (0: for ever). Returns a number of completions, -errno, or 0 when
-// the time is over, or with *woke when sv_wake was called.
+// Polls until end (0: forever). Returns a number of completions, -errno, or 0 at the end. After sv_wake it returns 0 and sets *woke.
 static int spin(sv_dev *d, sv_wc *out, int max, int64_t end, int *woke) {
   int64_t yielded = now();
   for (uint32_t i = 1;; i++) {
@@ -234,7 +230,7 @@ static int spin(sv_dev *d, sv_wc *out, int max, int64_t end, int *woke) {
   }
 }
 
-// Asks for an event at the next completion, unless that was done.
+// Requests an event for the next completion, unless one is requested.
 static int arm(sv_dev *d) {
   if (__atomic_exchange_n(&d->resized, 0, __ATOMIC_SEQ_CST)) d->armed = 0;
   if (d->armed) return 0;
@@ -257,7 +253,7 @@ static int take_events(sv_dev *d) {
   }
 }
 
-// Sleeps until end at most. Returns a number of completions, -errno, or 0.
+// Sleeps at most until end. Returns a number of completions, -errno, or 0.
 static int block(sv_dev *d, sv_wc *out, int max, int64_t end) {
   for (;;) {
     int err = arm(d);
@@ -280,7 +276,7 @@ static int block(sv_dev *d, sv_wc *out, int max, int64_t end) {
     if (rc < 0 && err != EINTR) return -err;
     if (rc > 0 && p[1].revents) {
       uint64_t x;
-      if (read(d->event, &x, sizeof x) < 0) x = 0; // somebody's old wake, read before
+      if (read(d->event, &x, sizeof x) < 0) x = 0; // an old wake-up, which was read before
     }
     if (rc > 0 && p[0].revents && (err = take_events(d)) != 0) return -err;
     if (woken(d)) return harvest(d, out, max);
@@ -294,7 +290,7 @@ static int poll_locked(sv_dev *d, sv_wc *out, int max, int64_t spin_ns, int64_t 
     d->failed = 0;
     return -err;
   }
-  const int64_t longest = 1ll << 60; // some decades, and no overflow
+  const int64_t longest = 1ll << 60; // about 36 years; avoids overflow
   if (spin_ns > longest) spin_ns = longest;
   if (block_ns > longest) block_ns = longest;
   int woke = 0;
@@ -322,7 +318,7 @@ void sv_wake(sv_dev *d) {
 void sv_rouse(sv_dev *d) {
   uint64_t one = 1;
   if (!__atomic_load_n(&d->sleeping, __ATOMIC_SEQ_CST)) return;
-  pthread_mutex_lock(&d->wake_mu); // so that its number is not another's by now
-  if (d->event >= 0 && write(d->event, &one, sizeof one) < 0) one = 0; // full: it is awake
+  pthread_mutex_lock(&d->wake_mu); // the descriptor must not be closed, and its number reused, meanwhile
+  if (d->event >= 0 && write(d->event, &one, sizeof one) < 0) one = 0; // full: the sleeper is awake
   pthread_mutex_unlock(&d->wake_mu);
 }

@@ -72,7 +72,7 @@ int sv_dev_close(sv_dev *d, const char **op) {
   int rc = 0;
   __atomic_store_n(&d->closed, 1, __ATOMIC_SEQ_CST);
   sv_wake(d);
-  pthread_mutex_lock(&d->poll_mu); // the one who polls has left
+  pthread_mutex_lock(&d->poll_mu); // sv_poll has returned
   pthread_mutex_lock(&d->mu);
   *op = "destroy the completion queue";
   if (d->cq != NULL && (rc = d->lib->ibv_destroy_cq(d->cq)) != 0) goto out;
@@ -83,7 +83,7 @@ int sv_dev_close(sv_dev *d, const char **op) {
   *op = "free the protection domain";
   if (d->pd != NULL && (rc = d->lib->ibv_dealloc_pd(d->pd)) != 0) goto out;
   d->pd = NULL;
-  // Not left to sv_dev_free, which comes when Go's collector has found d unused, if ever.
+  // Do not leave this to sv_dev_free, which is called when Go's garbage collector finds d unused, if ever.
   pthread_mutex_lock(&d->wake_mu);
   if (d->event >= 0) close(d->event);
   d->event = -1;
@@ -125,7 +125,7 @@ int sv_resize(sv_dev *d, int n) {
   return err;
 }
 
-// A place for a queue pair, or NULL without memory. d->mu is held.
+// Returns a free slot for a queue pair, or NULL if out of memory. d->mu is held.
 static sv_slot *take_slot(sv_dev *d) {
   sv_slot *s = d->free;
   if (s != NULL) {
@@ -148,7 +148,7 @@ static sv_slot *take_slot(sv_dev *d) {
   return s;
 }
 
-// A place whose generations are used up is given up.
+// A slot whose generations are used up is not reused.
 static void give_slot(sv_dev *d, sv_slot *s) {
   pthread_mutex_lock(&d->mu);
   if (s->gen < SV_MASK(SV_GEN_BITS)) {
@@ -187,7 +187,7 @@ static int make_queues(sv_dev *d, sv_slot *s, const sv_qp_opts *o, const char **
   s->rx_wr = calloc(o->recv_depth, sizeof *s->rx_wr);
   s->rx_sge = calloc(o->recv_depth, sizeof *s->rx_sge);
   if (s->rx_wr == NULL || s->rx_sge == NULL) return ENOMEM;
-  // Pages of their own, so that nothing else is on pages that the device writes.
+  // Separate pages, so that the device's pages hold nothing else.
   s->rx_len = (size_t)o->recv_depth * SV_RECV_SIZE;
   s->rx = mmap(NULL, s->rx_len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (s->rx == MAP_FAILED) {
@@ -200,7 +200,7 @@ static int make_queues(sv_dev *d, sv_slot *s, const sv_qp_opts *o, const char **
   return s->rx_mr == NULL ? last() : 0;
 }
 
-// Devices differ in how much inline data they take: the most, up to o->inline_size.
+// Devices differ in how much inline data they accept. Tries to get the most, up to o->inline_size.
 static int make_qp(sv_dev *d, sv_id *id, sv_qp_opts *o) {
   for (uint32_t inl = o->inline_size;; inl /= 2) {
     struct ibv_qp_init_attr a;
@@ -287,7 +287,7 @@ void sv_destroy_qp(sv_id *id) {
   pthread_mutex_unlock(&s->poll_mu);
   pthread_mutex_unlock(&s->post_mu);
   pthread_mutex_lock(&id->chan->mu);
-  id->lib->rdma_destroy_qp(id->id); // only now: nobody posts or will
+  id->lib->rdma_destroy_qp(id->id); // only now: no thread posts to it any more
   pthread_mutex_unlock(&id->chan->mu);
   free_queues(id->dev, s);
   give_slot(id->dev, s);
@@ -301,7 +301,7 @@ void sv_ready(sv_id *id) {
   pthread_mutex_lock(&s->post_mu);
   if (s->handle == h && !s->ready) {
     s->ready = 1;
-    // From the state RTS on.
+    // Permitted from the state RTS on.
     if (s->port > 0 && sv_has_mlx5(l) && l->mlx5dv_is_supported(s->qp->context->device))
       s->pinned = l->mlx5dv_modify_qp_lag_port(s->qp, (uint8_t)s->port) == 0;
   }
@@ -320,7 +320,7 @@ int sv_pinned(sv_dev *d, uint64_t handle) {
 static int access_flags(int access) {
   int f = 0;
   if (access & SV_LOCAL_WRITE) f |= IBV_ACCESS_LOCAL_WRITE;
-  // The second without the first is refused.
+  // Providers refuse remote write without local write.
   if (access & SV_REMOTE_WRITE) f |= IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_LOCAL_WRITE;
   return f;
 }

@@ -25,12 +25,11 @@ import (
 	"unsafe"
 )
 
-// firstCQE is the capacity of a completion queue until Reserve.
+// firstCQE is the capacity of a completion queue before Reserve.
 const firstCQE = 4096
 
-// device is shared by the IDs of a channel on one RDMA device. Its protection domain
-// and queues end with the channel; the C structure lives as long as this one, so that
-// late calls find it closed.
+// device is shared by the IDs of a channel on one RDMA device. Its protection domain and queues end with the channel. The C structure lives as
+// long as the Go one, so that late calls find it closed.
 type device struct {
 	s    *stack
 	c    *C.sv_dev
@@ -38,7 +37,7 @@ type device struct {
 
 	posts, polls atomic.Uint64
 
-	mu     sync.RWMutex // held for reading in calls that need what close gives back
+	mu     sync.RWMutex // held for reading in calls that use what close releases
 	closed bool
 	mrs    atomic.Int64
 }
@@ -60,7 +59,7 @@ func newDevice(s *stack, i *C.sv_id) (*device, error) {
 	return d, nil
 }
 
-// close gives everything back, unless something is left in it.
+// close releases everything, unless memory regions are left.
 func (d *device) close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -76,10 +75,10 @@ func (d *device) close() error {
 	return nil
 }
 
-// Name is the device's name, as "mlx5_0".
+// Name returns the device's name, for example "mlx5_0".
 func (d *device) Name() string { return d.name }
 
-// Info describes the device as it is now.
+// Info returns the present state of the device.
 func (d *device) Info() (DeviceInfo, error) {
 	q := new(query)
 	rc := C.sv_dev_query(d.c, &q.info, &q.ports[0])
@@ -90,10 +89,10 @@ func (d *device) Info() (DeviceInfo, error) {
 	return d.s.describe(q), nil
 }
 
-// Calls counts the calls into C.
+// Calls returns the number of calls into C.
 func (d *device) Calls() (posts, polls uint64) { return d.posts.Load(), d.polls.Load() }
 
-// Post posts work requests. A queue pair that is not connected yet gives ENOTCONN.
+// Post posts work requests. A queue pair that is not connected yet returns ENOTCONN.
 func (d *device) Post(wrs []SendWR) (int, error) {
 	if len(wrs) == 0 {
 		return 0, nil
@@ -108,8 +107,7 @@ func (d *device) Post(wrs []SendWR) (int, error) {
 	return n, d.postError(errno, &wrs[n])
 }
 
-// postError keeps the path of success short. What a full queue gives is no news, and
-// comes often.
+// postError makes the error of Post. A full queue is common, so its error has no details.
 func (d *device) postError(errno C.int, w *SendWR) error {
 	switch errno {
 	case C.SV_EFULL:
@@ -139,7 +137,7 @@ func (d *device) Poll(out []Completion, spin, block time.Duration) (int, error) 
 	return 0, failure(-n, "poll", d.name, "")
 }
 
-// Wake ends a Poll that waits, or the next that would.
+// Wake ends a waiting Poll, or else the next one that would wait.
 func (d *device) Wake() {
 	C.sv_wake(d.c)
 	runtime.KeepAlive(d)
@@ -156,7 +154,7 @@ func (d *device) Reserve(n int) error {
 	return failure(C.sv_resize(d.c, C.int(n)), "reserve", d.name, strconv.Itoa(n)+" completions")
 }
 
-// capacity is the number of completions that the queue holds.
+// capacity returns the number of entries of the completion queue.
 func (d *device) capacity() int {
 	n := int(C.sv_capacity(d.c))
 	runtime.KeepAlive(d)

@@ -18,10 +18,9 @@ import (
 	"strings"
 )
 
-// Devices lists the devices. One that cannot be opened is listed with its name alone,
-// and the error says why.
+// Devices lists the devices. A device that cannot be opened is listed with its name only, and the error says why.
 func (s *stack) Devices() ([]DeviceInfo, error) {
-	found, _ := os.ReadDir(s.opt.sysfs) // none: no devices
+	found, _ := os.ReadDir(s.opt.sysfs) // not readable: no devices
 	if len(found) == 0 {
 		return nil, nil
 	}
@@ -53,7 +52,7 @@ func (s *stack) Devices() ([]DeviceInfo, error) {
 	return out, errors.Join(errs...)
 }
 
-// query is what C fills.
+// query holds the results of a query in C.
 type query struct {
 	info  C.sv_devinfo
 	ports [C.SV_MAX_PORTS]C.sv_portinfo
@@ -61,7 +60,7 @@ type query struct {
 
 var portStates = [...]string{"NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER"}
 
-// describe adds to what the device has said what sysfs knows.
+// describe combines the device's answers with the data in sysfs.
 func (s *stack) describe(q *query) DeviceInfo {
 	d := DeviceInfo{
 		Name: C.GoString(&q.info.name[0]), Firmware: C.GoString(&q.info.firmware[0]),
@@ -87,13 +86,13 @@ func (s *stack) describe(q *query) DeviceInfo {
 	return d
 }
 
-// path is the device's own place in sysfs.
+// path returns the device's own directory in sysfs.
 func (s *stack) path(name string) string {
 	p, _ := filepath.EvalSymlinks(filepath.Join(s.opt.sysfs, name, "device"))
-	return p // "" of a software device
+	return p // "" for a software device
 }
 
-// read is a file of sysfs without the newline, "" when it cannot be read.
+// read returns the content of a file in sysfs without the newline, "" if it cannot be read.
 func read(elem ...string) string {
 	b, err := os.ReadFile(filepath.Join(elem...))
 	if err != nil {
@@ -102,7 +101,7 @@ func read(elem ...string) string {
 	return strings.TrimSpace(string(b))
 }
 
-// rate takes Gbit/s out of "100 Gb/sec (4X EDR)".
+// rate parses Gbit/s in "100 Gb/sec (4X EDR)".
 func rate(s string) float64 {
 	n, _, _ := strings.Cut(s, " ")
 	f, err := strconv.ParseFloat(n, 64)
@@ -112,9 +111,9 @@ func rate(s string) float64 {
 	return f
 }
 
-// gids reads the table of addresses of a port; unused entries have no type.
+// gids reads the GID table of a port. Unused entries have no type.
 func gids(dir string, ethernet bool) []GID {
-	files, _ := os.ReadDir(filepath.Join(dir, "gids")) // none: no addresses
+	files, _ := os.ReadDir(filepath.Join(dir, "gids")) // not readable: no addresses
 	var out []GID
 	for _, f := range files {
 		i, err := strconv.Atoi(f.Name())

@@ -11,8 +11,8 @@ import (
 	"strings"
 )
 
-// diagnose looks for what RDMA needs of the system, and returns an error for the
-// first thing that is missing. cause is what failed, or nil.
+// diagnose checks the system's requirements for RDMA, and returns an error for the first one that is not met. cause is the error that led to
+// the check, or nil.
 func (s *stack) diagnose(cause error) error {
 	found, err := os.ReadDir(s.opt.sysfs)
 	if len(found) == 0 {
@@ -54,7 +54,7 @@ func (s *stack) diagnose(cause error) error {
 	return nil
 }
 
-// tryOpen opens as the libraries do: a container may forbid what permissions allow.
+// tryOpen opens a file as the libraries do. A container may forbid what file permissions allow.
 func tryOpen(path string) error {
 	f, err := os.OpenFile(path, os.O_RDWR, 0)
 	if err != nil {
@@ -63,7 +63,7 @@ func tryOpen(path string) error {
 	return f.Close()
 }
 
-// reason is err without the operation and path, which the caller names.
+// reason returns err without the operation and path, which its caller adds.
 func reason(err error) string {
 	if p, ok := errors.AsType[*fs.PathError](err); ok {
 		return p.Err.Error()

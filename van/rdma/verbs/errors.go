@@ -2,16 +2,16 @@ package verbs
 
 import "syscall"
 
-// Error is what the system said to an operation. errors.Is finds the errno in it.
+// Error is an error of the system. errors.Is finds the errno in it.
 type Error struct {
 	Op     string // "bind", "create a queue pair"
-	Device string // "" when no device is known
-	What   string // what it was done to: an address, a size; may be empty
+	Device string // "" if not known
+	What   string // the object, for example an address or a size; may be empty
 	Errno  syscall.Errno
-	Hint   string // what to do; may be empty
+	Hint   string // what to do about it; may be empty
 }
 
-// Error names all of it.
+// Error returns all fields in one line.
 func (e *Error) Error() string {
 	s := subject(e.Op, e.Device, e.What) + ": " + e.Errno.Error()
 	if e.Hint != "" {
@@ -20,7 +20,7 @@ func (e *Error) Error() string {
 	return s
 }
 
-// subject says what failed, on which device, and with what, which both may be empty.
+// subject names the failed operation, the device and the object. The last two may be empty.
 func subject(op, device, what string) string {
 	if device != "" {
 		op = device + ": " + op
@@ -31,5 +31,5 @@ func subject(op, device, what string) string {
 	return "rdma: " + op
 }
 
-// Unwrap is the errno.
+// Unwrap returns the errno.
 func (e *Error) Unwrap() error { return e.Errno }

@@ -2,7 +2,7 @@
 
 package verbs
 
-// IDs of the connection manager.
+// This file owns the IDs of the connection manager.
 
 /*
 #include "shim.h"
@@ -26,10 +26,10 @@ type id struct {
 	mu     sync.Mutex
 	c      *C.sv_id // nil: destroyed
 	qp     *qp
-	device *device // of qp, kept for C
+	device *device // of qp; kept alive for C
 }
 
-// do calls f with the ID, unless it is destroyed.
+// do calls f with the ID if it is not destroyed.
 func (i *id) do(op, what string, f func(c *C.sv_id) C.int) error {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -47,7 +47,7 @@ func (i *id) deviceName() string {
 	return i.device.name
 }
 
-// SetCookie names the ID. Events fetched before carry the old cookie.
+// SetCookie sets the ID's cookie. Events that were read before have the old one.
 func (i *id) SetCookie(cookie uint64) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -65,7 +65,7 @@ func (i *id) Bind(a netip.AddrPort) error {
 	return i.do("bind", a.String(), func(c *C.sv_id) C.int { return C.sv_bind(c, &sa) })
 }
 
-// Listen begins to take connect requests.
+// Listen begins to accept connect requests.
 func (i *id) Listen(backlog int) error {
 	return i.do("listen", "", func(c *C.sv_id) C.int { return C.sv_listen(c, C.int(backlog)) })
 }
@@ -81,7 +81,7 @@ func (i *id) LocalAddr() netip.AddrPort {
 	return fromAddr(&a)
 }
 
-// ResolveAddr begins to look for the way to dst.
+// ResolveAddr begins to resolve the device and path to dst.
 func (i *id) ResolveAddr(src netip.Addr, dst netip.AddrPort, timeout time.Duration) error {
 	d, err := toAddr(dst)
 	if err != nil {
@@ -98,17 +98,17 @@ func (i *id) ResolveAddr(src netip.Addr, dst netip.AddrPort, timeout time.Durati
 	return i.do("resolve address", what, func(c *C.sv_id) C.int { return C.sv_resolve_addr(c, &s, &d, millis(timeout)) })
 }
 
-// ResolveRoute begins to look for the route.
+// ResolveRoute begins to resolve the route.
 func (i *id) ResolveRoute(timeout time.Duration) error {
 	return i.do("resolve route", "", func(c *C.sv_id) C.int { return C.sv_resolve_route(c, millis(timeout)) })
 }
 
-// millis rounds up: 0 would be no time at all.
+// millis rounds up, since 0 would be no time at all.
 func millis(d time.Duration) C.int {
 	return C.int(min(max((d+time.Millisecond-1)/time.Millisecond, 1), math.MaxInt32))
 }
 
-// SetAckTimeout sets the time after which a message is sent again.
+// SetAckTimeout sets the retransmission time-out.
 func (i *id) SetAckTimeout(exp int) error {
 	if exp < 0 || exp > 31 {
 		return fmt.Errorf("rdma: set ACK timeout: exponent is %d, want 0 to 31", exp)
@@ -124,7 +124,7 @@ func (i *id) SetTOS(tos int) error {
 	return i.do("set type of service", strconv.Itoa(tos), func(c *C.sv_id) C.int { return C.sv_set_tos(c, C.int(tos)) })
 }
 
-// Device is the device that the ID lies on.
+// Device returns the device of the ID.
 func (i *id) Device() (Device, error) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -182,13 +182,13 @@ func (i *id) join(op string, p ConnParam, most int, f func(*C.sv_id, unsafe.Poin
 	}
 	return i.do(op, "", func(c *C.sv_id) C.int {
 		if i.qp == nil {
-			return C.int(syscall.ENOTCONN) // without a queue pair librdmacm would leave its states to the caller
+			return C.int(syscall.ENOTCONN) // without a queue pair, librdmacm would leave its state changes to the caller
 		}
 		return f(c, unsafe.Pointer(unsafe.SliceData(p.Private)), C.int(len(p.Private)))
 	})
 }
 
-// Reject refuses a connect request.
+// Reject rejects a connect request.
 func (i *id) Reject(private []byte) error {
 	if len(private) > MaxRejectData {
 		return fmt.Errorf("rdma: reject: %d bytes of private data, want at most %d", len(private), MaxRejectData)
@@ -198,13 +198,12 @@ func (i *id) Reject(private []byte) error {
 	})
 }
 
-// Disconnect ends the connection; everything posted is flushed.
+// Disconnect ends the connection. All posted work requests are flushed.
 func (i *id) Disconnect() error {
 	return i.do("disconnect", "", func(c *C.sv_id) C.int { return C.sv_disconnect(c) })
 }
 
-// Destroy ends the ID in any state. A Poll or Next that has begun before may still
-// return something of it. A second Destroy does nothing.
+// Destroy ends the ID in any state. A Poll or Next in progress may still return an event or completion of it. A second Destroy does nothing.
 func (i *id) Destroy() error {
 	i.mu.Lock()
 	defer i.mu.Unlock()

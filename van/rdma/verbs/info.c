@@ -45,7 +45,7 @@ int sv_list_query(sv_list *s, int i, sv_devinfo *info, sv_portinfo *ports) {
 }
 
 int sv_dev_query(sv_dev *d, sv_devinfo *info, sv_portinfo *ports) {
-  // Not during sv_dev_close: the context may go with the last ID of the channel.
+  // Not concurrently with sv_dev_close: the context may end with the last ID of the channel.
   pthread_mutex_lock(&d->mu);
   int err = d->closed ? SV_ESTALE : sv_query(d->lib, d->ctx, info, ports);
   pthread_mutex_unlock(&d->mu);
@@ -67,8 +67,7 @@ int sv_query(sv_lib *l, struct ibv_context *ctx, sv_devinfo *info, sv_portinfo *
   info->max_wr = a.max_qp_wr;
   info->max_size = a.max_mr_size;
   for (int i = 0; i < info->ports; i++) {
-    // The function fills what the structure had when it was young, which is all
-    // that is needed here.
+    // The function fills the first version of the structure, which has all that is needed here.
     struct ibv_port_attr p;
     memset(&p, 0, sizeof p);
     rc = l->ibv_query_port(ctx, (uint8_t)(i + 1), (void *)&p);

@@ -9,8 +9,8 @@ import "C"
 
 import "unsafe"
 
-// C reads and writes SendWR and Completion as they are: these lines do not compile
-// when the layouts differ. load.c checks the same numbers against the C structures.
+// C reads and writes SendWR and Completion directly. These lines do not compile if the layouts differ. load.c checks the same numbers against
+// the C structures.
 var (
 	_ [C.sizeof_sv_wr]byte = [unsafe.Sizeof(SendWR{})]byte{}
 	_ [0]byte              = [unsafe.Offsetof(SendWR{}.QP)]byte{}
@@ -36,7 +36,7 @@ var (
 	_ [48]byte             = [unsafe.Offsetof(Completion{}.Data)]byte{}
 )
 
-// Numbers that both sides use.
+// Constants that both languages use.
 var (
 	_ [C.SV_RECV_SIZE]byte       = [RecvSize]byte{}
 	_ [C.SV_OP_SEND_IMM]byte     = [OpSendImm]byte{}

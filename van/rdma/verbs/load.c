@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-// Go reads and writes these as they are.
+// Go reads and writes these directly.
 _Static_assert(sizeof(sv_wr) == 56, "sv_wr");
 _Static_assert(offsetof(sv_wr, qp) == 0 && offsetof(sv_wr, id) == 8 && offsetof(sv_wr, op) == 16 &&
                    offsetof(sv_wr, flags) == 20 && offsetof(sv_wr, imm) == 24 && offsetof(sv_wr, rkey) == 28 &&
@@ -66,7 +66,7 @@ sv_lib *sv_load(const char *verbs, const char *cm, const char *mlx5, int *what, 
 int sv_has_mlx5(const sv_lib *l) { return l->mlx5dv_is_supported != NULL && l->mlx5dv_modify_qp_lag_port != NULL; }
 int sv_has_dmabuf(const sv_lib *l) { return l->reg_dmabuf_mr != NULL; }
 
-// The verbs return an errno, or a negative one, or -1 with errno.
+// Functions of the verbs return an errno, a negative errno, or -1 with errno set.
 int sv_errno(int rc) {
   if (rc > 0) return rc;
   if (rc < -1) return -rc;

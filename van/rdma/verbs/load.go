@@ -22,27 +22,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Options says how Load is to work. The zero value is good.
+// Options configures Load. The zero value is usable.
 type Options struct {
-	Log *slog.Logger // what was found and what was not; nil: nobody wants to know
+	Log *slog.Logger // for the results of loading; nil: no log
 
-	// Where things are, for tests. Empty: where they always are.
+	// Paths, which tests change. Empty: the usual ones.
 	libVerbs, libCM, libMLX5 string
 	sysfs, dev               string
 }
 
-// stack is the libraries, opened. They stay open: closing librdmacm while one of its
-// threads or devices lives is not safe.
+// stack holds the opened libraries. They are never closed: closing librdmacm is unsafe while one of its threads or devices lives.
 type stack struct {
 	c       *C.sv_lib
 	opt     Options
 	log     *slog.Logger
-	devices atomic.Uint32 // numbers given to devices, which make handles unique
+	devices atomic.Uint32 // number of opened devices; it makes handles unique
 }
 
-// Load opens libibverbs and librdmacm, and libmlx5 where there is one. The error
-// wraps ErrUnavailable and says what is missing and how to get it. Whether there is
-// a device to use them with, NewChannel says.
+// Load opens libibverbs and librdmacm, and libmlx5 if there is one. The error wraps ErrUnavailable and says what is missing and how to install
+// it. Load does not look for devices; NewChannel reports if there is none.
 func Load(o Options) (Stack, error) {
 	o.libVerbs = cmp.Or(o.libVerbs, "libibverbs.so.1")
 	o.libCM = cmp.Or(o.libCM, "librdmacm.so.1")
@@ -81,7 +79,7 @@ func loadError(o Options, what C.int, text string) error {
 	return fmt.Errorf("%w: %w", ErrUnavailable, syscall.ENOMEM)
 }
 
-// The shim's own error numbers, which no system uses.
+// shimErrors are the shim's own error numbers, which no system uses.
 var shimErrors = map[C.int]error{
 	C.SV_ESTALE:    ErrClosed,
 	C.SV_EFULL:     ErrQueueFull,
@@ -91,7 +89,7 @@ var shimErrors = map[C.int]error{
 	C.SV_EPOLLING:  errors.New("somebody else polls"),
 }
 
-// failure makes an error of what the shim returned: nil for 0.
+// failure returns the error for a result of the shim, nil for 0.
 func failure(rc C.int, op, device, what string) error {
 	if rc == 0 {
 		return nil
@@ -113,7 +111,7 @@ func failure(rc C.int, op, device, what string) error {
 	return e
 }
 
-// memlockHint says what a process may lock: memory known to a device is locked.
+// memlockHint describes the limit of locked memory. Memory registered with a device is locked.
 func memlockHint() string {
 	var l unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l); err != nil {

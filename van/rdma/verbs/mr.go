@@ -24,7 +24,7 @@ type mr struct {
 	c  unsafe.Pointer // nil: deregistered
 }
 
-// Register makes memory known to the device. RemoteWrite implies LocalWrite.
+// Register registers memory with the device. RemoteWrite implies LocalWrite.
 func (d *device) Register(p unsafe.Pointer, n int, a Access) (MR, error) {
 	m := &mr{d: d, what: fmt.Sprintf("%d bytes at %p", n, p)}
 	if n <= 0 || p == nil {
@@ -40,9 +40,8 @@ func (d *device) Register(p unsafe.Pointer, n int, a Access) (MR, error) {
 	return r, err
 }
 
-// RegisterDMABuf makes a dma-buf known to the device. Without library support the
-// error wraps errors.ErrUnsupported; kernels and drivers without say EOPNOTSUPP,
-// which errors.Is takes for the same.
+// RegisterDMABuf registers a dma-buf with the device. If the library lacks support, the error wraps errors.ErrUnsupported. Kernels and drivers
+// without support return EOPNOTSUPP, which errors.Is treats as the same.
 func (d *device) RegisterDMABuf(fd int, offset, length, iova uint64, a Access) (MR, error) {
 	m := &mr{d: d, what: fmt.Sprintf("dma-buf %d (%d bytes at offset %d)", fd, length, offset)}
 	if C.sv_has_dmabuf(d.s.c) == 0 {
@@ -57,7 +56,7 @@ func (d *device) RegisterDMABuf(fd int, offset, length, iova uint64, a Access) (
 	})
 }
 
-// register returns m if f, which registers it, does not fail.
+// register returns m if f, which registers it, succeeds.
 func (m *mr) register(f func() C.int) (MR, error) {
 	m.d.mu.RLock()
 	defer m.d.mu.RUnlock()
@@ -75,7 +74,7 @@ func (m *mr) register(f func() C.int) (MR, error) {
 func (m *mr) LKey() uint32 { return uint32(m.lkey) }
 func (m *mr) RKey() uint32 { return uint32(m.rkey) }
 
-// Deregister ends the region. A second one does nothing.
+// Deregister ends the region. A second call does nothing.
 func (m *mr) Deregister() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -25,7 +25,7 @@ func (q *qp) Handle() Handle { return q.handle }
 func (q *qp) Num() uint32    { return q.num }
 func (q *qp) MaxInline() int { return q.inline }
 
-// Pinned is known when the connection stands.
+// Pinned is valid once the connection is established.
 func (q *qp) Pinned() bool {
 	ok := C.sv_pinned(q.d.c, C.uint64_t(q.handle)) != 0
 	runtime.KeepAlive(q.d)

@@ -1,6 +1,6 @@
 //go:build linux && cgo && !nordma
 
-// What Go sees of the shim. Functions return 0 or an errno unless said otherwise.
+// The shim's interface to Go. Functions return 0 or an errno unless stated otherwise.
 #ifndef SV_SHIM_H
 #define SV_SHIM_H
 
@@ -15,13 +15,13 @@ typedef struct sv_dev sv_dev;
 enum {
   SV_RECV_SIZE = 64,
   SV_INDEX_BITS = 20, // queue pairs of a device at one time
-  SV_GEN_BITS = 24,   // queue pairs that one place of the table serves, one after the other
-  SV_POS_BITS = 19,   // places in a queue
+  SV_GEN_BITS = 24, // queue pairs that use one slot of the table in succession
+  SV_POS_BITS = 19, // positions in a queue
   SV_DEV_BITS = 20,   // devices
   SV_MAX_DEPTH = 1 << (SV_POS_BITS - 1),
 };
 
-// Results of sv_post and sv_poll beside those of the providers.
+// Results of sv_post and sv_poll, in addition to those of the providers.
 enum {
   SV_ESTALE = 100001, // no such queue pair, or the device is closed
   SV_EFULL,
@@ -31,7 +31,7 @@ enum {
   SV_EPOLLING, // two callers of sv_poll
 };
 
-// The same as SendWR and Completion in Go.
+// The same layout as SendWR and Completion in Go.
 typedef struct {
   uint64_t qp, id;
   uint32_t op, flags, imm, rkey;
@@ -68,11 +68,10 @@ enum {
 
 // load.c
 
-// What sv_load could not do.
+// The step of sv_load that failed.
 enum { SV_LOAD_VERBS = 1, SV_LOAD_CM, SV_LOAD_VERBS_SYMBOL, SV_LOAD_CM_SYMBOL, SV_LOAD_MEMORY };
 
-// Opens the libraries; they are never closed. NULL: *what says which one failed,
-// err why.
+// Opens the libraries, which are never closed. On failure it returns NULL, *what is the failed step, and err the reason.
 sv_lib *sv_load(const char *verbs, const char *cm, const char *mlx5, int *what, char *err, int errlen);
 int sv_has_mlx5(const sv_lib *l);
 int sv_has_dmabuf(const sv_lib *l);
@@ -94,7 +93,7 @@ enum { SV_MAX_PORTS = 255 };
 typedef struct sv_list sv_list;
 sv_list *sv_list_new(sv_lib *l, int *n, int *err);
 const char *sv_list_name(sv_list *s, int i);
-// ports has room for SV_MAX_PORTS.
+// ports has SV_MAX_PORTS entries.
 int sv_list_query(sv_list *s, int i, sv_devinfo *info, sv_portinfo *ports);
 void sv_list_free(sv_list *s);
 int sv_dev_query(sv_dev *d, sv_devinfo *info, sv_portinfo *ports);
@@ -120,12 +119,12 @@ typedef struct {
 sv_chan *sv_chan_new(sv_lib *l, int *err);
 int sv_chan_fd(sv_chan *c); // non-blocking; belongs to the channel
 void sv_chan_free(sv_chan *c);
-// Takes the next event and acknowledges it. EAGAIN when there is none.
+// Reads the next event and acknowledges it. Returns EAGAIN if there is none.
 int sv_next(sv_chan *c, sv_event *e);
 
 sv_id *sv_id_new(sv_chan *c, uint64_t cookie, int *err);
 void sv_id_set_cookie(sv_id *id, uint64_t cookie);
-uintptr_t sv_id_context(sv_id *id); // identifies the device; 0 while there is none
+uintptr_t sv_id_context(sv_id *id); // identifies the device; 0 without a device
 void sv_id_addr(sv_id *id, sv_addr *a);
 int sv_bind(sv_id *id, const sv_addr *a);
 int sv_listen(sv_id *id, int backlog);
@@ -137,16 +136,16 @@ int sv_connect(sv_id *id, const void *priv, int privlen, int retry, int rnr);
 int sv_accept(sv_id *id, const void *priv, int privlen, int retry, int rnr);
 int sv_reject(sv_id *id, const void *priv, int privlen);
 int sv_disconnect(sv_id *id);
-// Ends the queue pair, too. id is gone when it returns 0.
+// Destroys the queue pair, too. Frees id if it returns 0.
 int sv_id_free(sv_id *id);
 
 // dev.c
 
-// On failure NULL and *op says what failed.
+// On failure it returns NULL, and *op is the failed operation.
 sv_dev *sv_dev_new(sv_lib *l, sv_id *id, uint32_t num, int cqe, int *err, const char **op);
 const char *sv_dev_name(sv_dev *d);
-// Gives everything back but the memory, which late callers may still look at. On
-// failure *op says what failed, and it can be called again.
+// Releases everything but the memory of d, which late callers may still read. On failure, *op is the failed operation, and the function can be
+// called again.
 int sv_dev_close(sv_dev *d, const char **op);
 void sv_dev_free(sv_dev *d);
 int sv_resize(sv_dev *d, int n);
@@ -159,7 +158,7 @@ typedef struct {
   uint32_t send_depth, recv_depth, inline_size, port, num;
 } sv_qp_opts; // inline_size, handle, num are set
 
-// On failure *op says what failed.
+// On failure, *op is the failed operation.
 int sv_create_qp(sv_dev *d, sv_id *id, sv_qp_opts *o, const char **op);
 int sv_pinned(sv_dev *d, uint64_t handle);
 
@@ -170,9 +169,9 @@ int sv_dereg(sv_dev *d, void *mr);
 
 // data.c
 
-// The number posted in the lower half, why no more in the upper one.
+// Returns the number of posted requests in the lower half, and the reason for stopping early in the upper half.
 uint64_t sv_post(sv_dev *d, const sv_wr *w, int n);
-// The number of completions, or -errno.
+// Returns the number of completions, or -errno.
 int sv_poll(sv_dev *d, sv_wc *out, int max, int64_t spin_ns, int64_t block_ns);
 void sv_wake(sv_dev *d);
 

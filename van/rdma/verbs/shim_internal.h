@@ -1,6 +1,6 @@
 //go:build linux && cgo && !nordma
 
-// What the C files share among themselves.
+// Declarations that only the C files use.
 #ifndef SV_INTERNAL_H
 #define SV_INTERNAL_H
 
@@ -11,12 +11,12 @@
 #include <rdma/rdma_cma.h>
 #include <stdbool.h>
 
-// verbs.h has macros of these names.
+// verbs.h defines macros with these names.
 #undef ibv_reg_mr
 #undef ibv_query_port
 #undef ibv_get_device_list
 
-// The functions that are no inline functions of the headers. X(library function)
+// Library functions that are not inline functions of the headers. X(library function)
 #define SV_VERBS_FUNCS(X)                                                                                            \
   X(ibv_get_device_list)                                                                                             \
   X(ibv_free_device_list)                                                                                            \
@@ -62,7 +62,7 @@ struct sv_lib {
   SV_VERBS_FUNCS(SV_FIELD)
   SV_CM_FUNCS(SV_FIELD)
 #undef SV_FIELD
-  // Of newer libraries, or NULL. Declared here since older headers do not.
+  // Functions of newer libraries, or NULL. Older headers do not declare them.
   struct ibv_mr *(*reg_dmabuf_mr)(struct ibv_pd *, uint64_t, size_t, uint64_t, int, int);
   bool (*mlx5dv_is_supported)(struct ibv_device *);
   int (*mlx5dv_modify_qp_lag_port)(struct ibv_qp *, uint8_t);
@@ -71,12 +71,11 @@ struct sv_lib {
 struct sv_chan {
   sv_lib *lib;
   struct rdma_event_channel *ch;
-  // librdmacm changes the state of a queue pair while it takes an event: it must not be
-  // destroyed then.
+  // librdmacm changes the state of a queue pair while it reads an event. The queue pair must not be destroyed then.
   pthread_mutex_t mu;
 };
 
-// One for each rdma_cm_id, whose context points to it.
+// Belongs to one rdma_cm_id, whose context points to it.
 struct sv_id {
   sv_lib *lib;
   sv_chan *chan;
@@ -86,15 +85,14 @@ struct sv_id {
   uint64_t handle; // of its queue pair, or 0
 };
 
-enum { SV_BATCH = 64 }; // completions taken at a time
+enum { SV_BATCH = 64 }; // completions polled at a time
 
 enum { SV_SLOTS = 256, SV_CHUNKS = (1 << SV_INDEX_BITS) / SV_SLOTS };
 
-// A place in the table of queue pairs. Its memory stays until the device's goes, so
-// that a stale handle finds something to compare itself with.
+// A slot of the queue pair table. Its memory lives as long as the device, so that a stale handle can be compared with it.
 typedef struct sv_slot {
-  pthread_mutex_t post_mu; // held by sv_post; with poll_mu by who changes qp, handle
-  pthread_mutex_t poll_mu; // held by sv_poll while it looks at this slot
+  pthread_mutex_t post_mu; // held by sv_post; to change qp or handle, hold both mutexes
+  pthread_mutex_t poll_mu; // held by sv_poll while it uses this slot
   struct ibv_qp *qp;
   uint64_t handle; // 0: no queue pair
   uint64_t cookie;
@@ -103,8 +101,7 @@ typedef struct sv_slot {
   int ready, pinned; // ready: RTS was reached
   uint32_t port;
 
-  // The send queue as a ring: who posts moves head, who polls moves tail. A
-  // completion frees what was posted before it, signaled or not.
+  // The send queue is a ring. Posting moves head, polling moves tail. A completion frees all requests posted before it, signaled or not.
   uint32_t send_depth, mask, head, tail, max_inline;
   uint64_t *ids; // of the work requests
 
@@ -114,7 +111,7 @@ typedef struct sv_slot {
   struct ibv_mr *rx_mr;
   struct ibv_recv_wr *rx_wr;
   struct ibv_sge *rx_sge;
-  struct ibv_recv_wr *repost; // to be posted again
+  struct ibv_recv_wr *repost; // receive requests to be posted again
   uint32_t unposted;          // their number
 } sv_slot;
 
@@ -132,13 +129,13 @@ struct sv_dev {
 
   pthread_mutex_t poll_mu; // held by sv_poll
   int closed, wake, sleeping;
-  int resized; // armed may no longer be true
-  int armed;  // the completion channel will show the next completion
-  sv_slot *again[SV_BATCH]; // with receive requests to be posted again
+  int resized; // armed may be outdated
+  int armed; // the completion channel will report the next completion
+  sv_slot *again[SV_BATCH]; // slots with receive requests to be posted again
   int nagain;
   int failed; // errno of a receive request that could not be posted again
 
-  pthread_mutex_t mu; // the table
+  pthread_mutex_t mu; // guards the table
   sv_slot *chunk[SV_CHUNKS];
   uint32_t nslots;
   sv_slot *free;
@@ -147,8 +144,8 @@ struct sv_dev {
 #define SV_MASK(bits) ((1ull << (bits)) - 1)
 #define SV_KEY_BITS (SV_INDEX_BITS + SV_GEN_BITS)
 
-// A handle is the device's number, the generation, and the index. A wr_id has the
-// position in the queue instead of the number, and bit 63 when it is a receive's.
+// A handle consists of the device's number, the generation and the index. A wr_id has the position in the queue instead of the number, and bit
+// 63 if it is a receive's.
 #define SV_RECV_BIT (1ull << 63)
 static inline uint64_t sv_key(uint64_t x) { return x & SV_MASK(SV_KEY_BITS); }
 static inline uint64_t sv_wr_id(const sv_slot *s, uint32_t pos) {
@@ -163,9 +160,9 @@ static inline sv_slot *sv_slot_at(sv_dev *d, uint64_t key) {
 
 int sv_errno(int rc); // the errno of a call that returned rc, which is not 0
 
-// Makes a sleeping sv_poll look round.
+// Makes a sleeping sv_poll check its flags.
 void sv_rouse(sv_dev *d);
-// Its queue pair has been connected: pins it.
+// Called when the queue pair of id is connected. Pins it.
 void sv_ready(sv_id *id);
 void sv_destroy_qp(sv_id *id);
 int sv_query(sv_lib *l, struct ibv_context *ctx, sv_devinfo *info, sv_portinfo *ports);

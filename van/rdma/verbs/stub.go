@@ -7,12 +7,12 @@ import (
 	"log/slog"
 )
 
-// Options says how Load is to work. The zero value is good.
+// Options configures Load. The zero value is usable.
 type Options struct {
-	Log *slog.Logger // what was found and what was not; nil: nobody wants to know
+	Log *slog.Logger // for the results of loading; nil: no log
 }
 
-// Load reports that RDMA was left out of this program.
+// Load reports that this program was built without RDMA.
 func Load(Options) (Stack, error) {
 	return nil, fmt.Errorf("%w: this program was built without it (USE_RDMA=0, build tag nordma, or not for Linux with cgo); "+
 		"build it on Linux with USE_RDMA=1", ErrUnavailable)

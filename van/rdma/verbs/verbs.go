@@ -1,12 +1,9 @@
-// Package verbs is the part of RDMA that a transport needs, as a few Go
-// interfaces: devices, connection management, memory regions, queue pairs, and
-// one completion queue for each device. Load gives the real ones, on libibverbs and
-// librdmacm, which are opened at run time; package fakeverbs has others in memory,
-// for tests.
+// Package verbs has Go interfaces for the part of RDMA that a transport needs: devices, connection management, memory regions, queue pairs, and
+// one completion queue for each device. Load returns the implementation on libibverbs and librdmacm, which are opened at run time. Package
+// fakeverbs implements the interfaces in memory, for tests.
 //
-// Work requests are posted and completions are polled in batches, one call into C
-// for each batch. Receive requests are the shim's own: it posts them, copies what a
-// SEND has brought into the completion, and posts them again.
+// Work requests are posted and completions are polled in batches, with one call into C for each batch. The shim owns the receive requests: it
+// posts them, copies the data of a SEND into the completion, and posts them again.
 package verbs
 
 import (
@@ -19,22 +16,20 @@ import (
 
 // Errors that callers tell apart with errors.Is.
 var (
-	// ErrUnavailable: RDMA cannot be used here. The text says what is missing, where
-	// it was looked for, and what to do.
+	// ErrUnavailable: RDMA cannot be used here. The text says what is missing, where it was searched, and what to do.
 	ErrUnavailable = errors.New("RDMA is not available")
-	// ErrClosed: the object was closed before or meanwhile.
+	// ErrClosed: the object is closed.
 	ErrClosed = errors.New("closed")
-	// ErrQueueFull: a queue pair takes no more work requests at present.
+	// ErrQueueFull: a queue pair accepts no more work requests at present.
 	ErrQueueFull = errors.New("send queue full")
 )
 
-// Handle names a queue pair in work requests and completions. A Handle is not used
-// again for another queue pair. 0 is none.
+// Handle identifies a queue pair in work requests and completions. A Handle is never reused for another queue pair. 0 is none.
 type Handle uint64
 
-// Stack is RDMA as this process sees it. Its methods are safe for concurrent use.
+// Stack is this process's access to RDMA. Its methods are safe for concurrent use.
 type Stack interface {
-	// Devices lists the RDMA devices of this host with their ports. None is no error.
+	// Devices lists the RDMA devices of this host with their ports. An empty list is no error.
 	Devices() ([]DeviceInfo, error)
 	// NewChannel opens an event channel of the connection manager.
 	NewChannel() (Channel, error)
@@ -50,10 +45,10 @@ type DeviceInfo struct {
 	MaxMR    int
 	MaxWR    int // work requests in one queue
 	MaxSize  uint64
-	Path     string // of the device in sysfs, its link resolved; "" when there is none
+	Path     string // of the device in sysfs, with links resolved; "" if there is none
 }
 
-// PortInfo describes a port of a device, as of the call that returned it.
+// PortInfo describes the state of a port at the time of the call that returned it.
 type PortInfo struct {
 	Num       int  // from 1
 	Active    bool // in state ACTIVE
@@ -70,13 +65,13 @@ type GID struct {
 	Index int
 	Addr  netip.Addr // IPv4 ones are unmapped
 	Type  string     // "RoCE v2", "RoCE v1", "IB"
-	Iface string     // network interface; "" when unknown
+	Iface string     // network interface; "" if not known
 }
 
-// EventType is what has happened to an ID.
+// EventType is the type of an event of the connection manager.
 type EventType int
 
-// Event types, as the connection manager has them.
+// Event types, as in the connection manager.
 const (
 	AddrResolved EventType = iota + 1
 	AddrError
@@ -92,7 +87,7 @@ const (
 	OtherEvent
 )
 
-// DeviceRemedy is what errors say to do on a host without a device.
+// DeviceRemedy says in errors what to do on a host without a device.
 const DeviceRemedy = "load the kernel module of the network card (mlx5_ib for ConnectX), " +
 	"or make a software device (modprobe rdma_rxe; rdma link add rxe0 type rxe netdev eth0); " +
 	"in a container, sysfs must show the host's devices"
@@ -102,7 +97,7 @@ var eventNames = [...]string{AddrResolved: "address resolved", AddrError: "addre
 	Established: "established", Disconnected: "disconnected", DeviceRemoval: "device removed", TimewaitExit: "timewait exit",
 	OtherEvent: "other event"}
 
-// String names the event in lower case.
+// String returns the type in lower case.
 func (t EventType) String() string {
 	if t > 0 && int(t) < len(eventNames) {
 		return eventNames[t]
@@ -113,26 +108,21 @@ func (t EventType) String() string {
 // Event is one event of the connection manager.
 type Event struct {
 	Type EventType
-	// Status is 0, a negative errno (AddrError, RouteError, Unreachable), or the
-	// reason of a rejection: 8 when nobody listens.
+	// Status is 0, a negative errno (AddrError, RouteError, Unreachable), or the reason of a rejection: 8 if no process listens there.
 	Status int
-	// Cookie is that of the ID it happened to; of the listening one for a
-	// ConnectRequest.
+	// Cookie is that of the event's ID; for a ConnectRequest, of the listening ID.
 	Cookie uint64
-	// New is the ID that a ConnectRequest has made. It has Cookie 0 until SetCookie,
-	// and is the receiver's to accept or reject, and to destroy.
+	// New is the ID of a ConnectRequest. Its Cookie is 0 until SetCookie. The receiver of the event accepts or rejects it, and destroys it.
 	New ID
-	// Private is the other side's private data, padded with zeros, nil when there is
-	// none. Any peer can send anything.
+	// Private is the peer's private data, padded with zeros, or nil. Do not trust it.
 	Private []byte
-	// Peer is the other end's address (ConnectRequest).
+	// Peer is the address of the other end, for a ConnectRequest.
 	Peer netip.AddrPort
 }
 
 // Channel delivers the events of the IDs that it has made.
 type Channel interface {
-	// Next waits for the next event. After Close it returns ErrClosed. One caller at
-	// a time.
+	// Next waits for the next event. After Close it returns ErrClosed. Only one goroutine may call it at a time.
 	Next() (Event, error)
 	// NewID makes an ID whose events carry cookie.
 	NewID(cookie uint64) (ID, error)
@@ -140,68 +130,63 @@ type Channel interface {
 	Close() error
 }
 
-// ID is one end of a connection, or a listener. The methods that begin something
-// end with an event. They must not be called at the same time for one ID, except
-// Disconnect.
+// ID is one end of a connection, or a listener. An operation that a method begins ends with an event. Except for Disconnect, the methods must
+// not be called concurrently for one ID.
 type ID interface {
-	// SetCookie names an ID that a ConnectRequest has brought.
+	// SetCookie sets the cookie of an ID that came with a ConnectRequest.
 	SetCookie(uint64)
-	// Bind binds the ID to a local address; port 0 is any free one. A busy port wraps
-	// syscall.EADDRINUSE, a foreign address syscall.EADDRNOTAVAIL.
+	// Bind binds the ID to a local address; port 0 means any free port. The error wraps syscall.EADDRINUSE for a used port, and
+	// syscall.EADDRNOTAVAIL for an address of another host.
 	Bind(netip.AddrPort) error
-	// Listen begins to take connect requests.
+	// Listen begins to accept connect requests.
 	Listen(backlog int) error
-	// LocalAddr is what Bind or ResolveAddr has bound.
+	// LocalAddr returns the address that Bind or ResolveAddr has bound.
 	LocalAddr() netip.AddrPort
-	// ResolveAddr finds the device and path to dst. src may be invalid (none).
+	// ResolveAddr resolves the device and path to dst. src may be invalid (none).
 	ResolveAddr(src netip.Addr, dst netip.AddrPort, timeout time.Duration) error
 	// ResolveRoute follows AddrResolved.
 	ResolveRoute(timeout time.Duration) error
-	// SetAckTimeout sets the time after which a message without acknowledgement is
-	// sent again, 4.096 us * 2^exp. Call it after AddrResolved. Not every provider can.
+	// SetAckTimeout sets the retransmission time-out to 4.096 us * 2^exp. Call it after AddrResolved. Some providers do not support it.
 	SetAckTimeout(exp int) error
-	// SetTOS sets the type of service, 0 to 255, of the packets of the ID's connection: the
-	// traffic class in four times the DSCP. Call it after AddrResolved and before ResolveRoute.
+	// SetTOS sets the type of service, 0 to 255, of the connection's packets: the DSCP in the upper six bits. Call it after AddrResolved
+	// and before ResolveRoute.
 	SetTOS(tos int) error
-	// Device is the device that the ID has come to lie on, with one protection domain
-	// and completion queue for all its IDs in this Stack's user. The same Device is
-	// returned for all IDs of a Channel on one device.
+	// Device returns the device of the ID. There is one Device, with one protection domain and completion queue, for all IDs of a
+	// Channel on an RDMA device.
 	Device() (Device, error)
-	// CreateQP makes the ID's queue pair, with its receive requests posted.
+	// CreateQP makes the ID's queue pair, and posts its receive requests.
 	CreateQP(QPOptions) (QP, error)
 	Connect(ConnParam) error
 	Accept(ConnParam) error
 	Reject(private []byte) error
-	// Disconnect moves the queue pair to the error state, so that everything posted
-	// is flushed, and tells the other side.
+	// Disconnect moves the queue pair to the error state, which flushes all posted requests, and notifies the other end.
 	Disconnect() error
-	// Destroy ends the ID and its queue pair. No event or completion of it comes
-	// afterwards.
+	// Destroy ends the ID and its queue pair. Later calls return no event or completion of it.
 	Destroy() error
 }
 
-// The most private data, in bytes, that the connection manager takes. It arrives padded to that length.
+// Largest private data in bytes that the connection manager carries. It arrives padded to that length.
 const (
 	MaxConnectData = 56
 	MaxAcceptData  = 196
 	MaxRejectData  = 148
 )
 
-// ConnParam is what a connection is made with.
+// ConnParam holds the parameters of a connection.
 type ConnParam struct {
 	Private       []byte // up to MaxConnectData bytes for Connect, MaxAcceptData for Accept
-	RetryCount    int    // tries of a message that is not acknowledged, up to 7
-	RNRRetryCount int    // the same while the other side has no receive request; 7 is for ever
+	RetryCount    int    // retries of an unacknowledged message, up to 7
+	RNRRetryCount int    // retries while the other end has no receive request; 7 is forever
 }
 
-// QPOptions is what a queue pair is made with.
+// QPOptions holds the parameters of a queue pair.
 type QPOptions struct {
-	Cookie    uint64 // in the completions of what it receives
-	SendDepth int    // work requests posted and not completed
+	Cookie    uint64 // in the completions of received messages
+	SendDepth int    // most posted work requests without completion
 	RecvDepth int    // receive requests, RecvSize bytes each
-	Inline    int    // bytes of inline data wanted; the device may grant more or less
-	// Port pins the queue pair to one port of a bonded device, from 1; 0 does not.
-	// Where the device or the library cannot, it is not pinned.
+	Inline    int    // requested bytes of inline data; the device may grant more or less
+	// Port pins the queue pair to one port of a bonded device, from 1; 0 does not pin it. If the device or the library does not support
+	// that, the queue pair is not pinned.
 	Port int
 }
 
@@ -213,7 +198,7 @@ type QP interface {
 	Handle() Handle
 	Num() uint32
 	MaxInline() int // bytes, as granted
-	Pinned() bool   // Port was obeyed; known once the connection stands
+	Pinned() bool   // Port was applied; valid once the connection is established
 }
 
 // Device is an open device with its protection domain and completion queue.
@@ -221,33 +206,29 @@ type Device interface {
 	Name() string
 	Info() (DeviceInfo, error)
 
-	// Register makes n bytes at p known to the device. The memory must stay where it
-	// is and be mapped until Deregister. n must be positive.
+	// Register registers n bytes at p. The memory must be mapped and must not move until Deregister. n must be positive.
 	Register(p unsafe.Pointer, n int, a Access) (MR, error)
-	// RegisterDMABuf does so with length bytes at offset of a dma-buf, which remote
-	// peers will find at address iova.
+	// RegisterDMABuf registers length bytes at offset of a dma-buf. Peers address them from iova on.
 	RegisterDMABuf(fd int, offset, length, iova uint64, a Access) (MR, error)
 
-	// Post posts work requests in order, one call into C for all of them. Requests of
-	// one queue pair that follow each other are posted as one chain. On an error n is
-	// the number that were posted; ErrQueueFull and ErrClosed are told apart.
+	// Post posts work requests in order, with one call into C. Adjacent requests of one queue pair are posted as one chain. On an
+	// error, n requests were posted; the error may be ErrQueueFull or ErrClosed.
 	Post(wrs []SendWR) (n int, err error)
 
-	// Poll takes up to len(out) completions. It looks for spin time (0: once; negative:
-	// until Wake), and then, with a positive block, sleeps up to that long for the
-	// first. It returns 0 when there is none or Wake was called. One caller at a time;
-	// the call runs in C.
+	// Poll returns up to len(out) completions. It polls for the time spin (0: once; negative: until Wake). Then, if block is positive, it
+	// sleeps until the first completion, at most for block. It returns 0 if there is none, or if Wake was called. Only one goroutine
+	// may call it at a time. The call runs in C.
 	Poll(out []Completion, spin, block time.Duration) (n int, err error)
-	// Wake ends a Poll that waits, or else the next one that would.
+	// Wake ends a waiting Poll, or else the next one that would wait.
 	Wake()
-	// Reserve makes sure that the completion queue holds n completions.
+	// Reserve makes the completion queue large enough for n completions.
 	Reserve(n int) error
 }
 
-// Access is what a region may be used for.
+// Access is the permitted use of a region.
 type Access int
 
-// LocalWrite lets the device write there, RemoteWrite peers, too. 0 is for sending.
+// LocalWrite lets the device write there, RemoteWrite also peers. 0 permits sending only.
 const (
 	LocalWrite Access = 1 << iota
 	RemoteWrite
@@ -280,20 +261,20 @@ func (o Opcode) String() string {
 
 // Flags of a work request.
 const (
-	Signaled uint32 = 1 << iota // gives a completion; failures always do
-	Inline                      // the bytes are taken at once, no LKey is needed
+	Signaled uint32 = 1 << iota // produces a completion; a failure always does
+	Inline                      // the bytes are copied when posted; no LKey is needed
 )
 
-// SendWR is one work request. C reads it as it is.
+// SendWR is a work request. C reads it directly.
 type SendWR struct {
 	QP         Handle
-	ID         uint64 // comes back in the completion; below 1<<63
+	ID         uint64 // returned in the completion; below 1<<63
 	Op         Opcode
 	Flags      uint32
-	Imm        uint32 // as the completion shows it, without byte swapping
+	Imm        uint32 // the completion shows it without byte swapping
 	RKey       uint32
 	RemoteAddr uint64
-	LocalAddr  uint64 // pinned, or not Go's
+	LocalAddr  uint64 // pinned memory, or memory outside of the Go heap
 	Len        uint32
 	LKey       uint32
 }
@@ -301,9 +282,8 @@ type SendWR struct {
 // Status is the status of a completion.
 type Status uint32
 
-// StatusOK is success. StatusFlushed is what everything else that was posted gets
-// when a queue pair has broken. The others that matter are RetryExceeded, when the
-// peer or the link is gone, and RemoteAccess, when it does not allow the write.
+// StatusOK is success. When a queue pair breaks, all its other posted requests get StatusFlushed. Two other common ones: RetryExceeded if the
+// peer or the link is down, RemoteAccess if the peer does not permit the write.
 const (
 	StatusOK            Status = 0
 	StatusLocalLength   Status = 1
@@ -323,7 +303,7 @@ var statusNames = map[Status]string{StatusOK: "success", StatusLocalLength: "loc
 	StatusRNRExceeded: "receiver-not-ready retries exceeded", 15: "remote aborted", 19: "fatal error", 20: "response timeout",
 	21: "general error"}
 
-// String names the status as the verbs do, with its number.
+// String returns the name in the verbs, with its number.
 func (s Status) String() string {
 	if n, ok := statusNames[s]; ok {
 		return fmt.Sprintf("%s (%d)", n, uint32(s))
@@ -331,18 +311,18 @@ func (s Status) String() string {
 	return fmt.Sprintf("status %d", uint32(s))
 }
 
-// CompletionType says what has completed.
+// CompletionType is the type of a completion.
 type CompletionType uint32
 
 // Completion types.
 const (
 	SendDone   CompletionType = iota + 1 // a posted work request
-	RecvSend                             // a SEND with immediate has come
-	RecvWrite                            // a write with immediate has come
+	RecvSend                             // a SEND with immediate was received
+	RecvWrite                            // a write with immediate was received
 	RecvFailed                           // a receive request ended with Status
 )
 
-// Completion is one completion. C writes it as it is.
+// Completion is a completion. C writes it directly.
 type Completion struct {
 	Type   CompletionType
 	Status Status
@@ -356,8 +336,7 @@ type Completion struct {
 	Data   [RecvSize]byte // RecvSend: the first Len bytes
 }
 
-// CallCounter is implemented by a Device that counts the calls that it has made into
-// C: of Post and of Poll.
+// CallCounter is implemented by a Device that counts its calls of Post and Poll into C.
 type CallCounter interface {
 	Calls() (posts, polls uint64)
 }
