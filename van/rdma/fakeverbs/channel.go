@@ -1,6 +1,6 @@
 package fakeverbs
 
-// Channels: events that wait, IDs, and devices with their completion queues.
+// This file owns channels: their pending events, their IDs, and their devices with completion queues.
 
 import (
 	"fmt"
@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// channel implements verbs.Channel. Everything is guarded by net.mu.
+// channel implements verbs.Channel. net.mu guards everything.
 type channel struct {
 	net     *Net
 	stack   *Stack
@@ -29,13 +29,12 @@ type channel struct {
 type queued struct {
 	verbs.Event
 	id   *connID
-	read func() // what reading it does, nil for nothing
+	read func() // side effect of reading the event; may be nil
 }
 
 func (c *channel) ended() bool { return c.closed || c.stack.ended() }
 
-// push makes ev happen to id, now or after the configured delay. It calls lost, which may be
-// nil, when nobody will read it.
+// push adds an event of id, now or after the configured delay. If the event will never be read, it calls lost, which may be nil.
 func (c *channel) push(id *connID, ev verbs.Event, read, lost func()) {
 	n := c.net
 	enter := func() {
@@ -61,7 +60,7 @@ func (c *channel) push(id *connID, ev verbs.Event, read, lost func()) {
 	n.schedule.at(due, enter)
 }
 
-// wakeAll makes all that wait look again.
+// wakeAll wakes all waiting calls, which then check their conditions again.
 func (c *channel) wakeAll() {
 	c.cond.Broadcast()
 	for _, d := range c.devices {
@@ -91,8 +90,7 @@ func (c *channel) device(h *host) (*device, error) {
 	return d, nil
 }
 
-// device implements verbs.Device: the protection domain and completion queue of one
-// channel at one host. Everything is guarded by net.mu.
+// device implements verbs.Device: the protection domain and completion queue of one channel at one host. net.mu guards everything.
 type device struct {
 	net     *Net
 	stack   *Stack
@@ -104,8 +102,8 @@ type device struct {
 	overrun error
 	wake    bool
 	polling bool
-	timer   *time.Timer // ends the wait of Poll; used again
-	until   time.Time   // when
+	timer   *time.Timer // ends the wait of Poll; reused
+	until   time.Time   // when timer expires
 	expired bool
 	lkeys   map[uint32]*region
 	rkeys   map[uint32]*region
@@ -122,8 +120,7 @@ func (d *device) addr() netip.AddrPort { return netip.AddrPortFrom(d.host.addr, 
 func (d *device) ended() bool          { return d.ch.ended() }
 func (d *device) Name() string         { return d.host.name }
 
-// enter enters a completion. A queue that is full is lost, as its device has it; full says that
-// this was when.
+// enter adds a completion. If the queue is full, it is lost, as on hardware; full reports that this call found it full.
 func (d *device) enter(e entryCQ) (full bool) {
 	if d.ended() || d.overrun != nil {
 		return false
@@ -139,7 +136,7 @@ func (d *device) enter(e entryCQ) (full bool) {
 	return full
 }
 
-// wait waits as Poll does.
+// wait implements the waiting of Poll.
 func (d *device) wait(spin, block time.Duration) {
 	limit := spin + max(block, 0)
 	if d.cq.Len() > 0 || d.ended() || d.overrun != nil || spin >= 0 && limit <= 0 {
@@ -158,7 +155,7 @@ func (d *device) wait(spin, block time.Duration) {
 	}
 }
 
-// alarm ends the wait that begins now after limit.
+// alarm sets the timer that ends the present wait after limit.
 func (d *device) alarm(limit time.Duration) {
 	d.until = time.Now().Add(limit)
 	if d.timer != nil {
@@ -169,7 +166,7 @@ func (d *device) alarm(limit time.Duration) {
 		d.net.mu.Lock()
 		defer d.net.mu.Unlock()
 		if time.Now().Before(d.until) {
-			return // it was set again meanwhile
+			return // alarm has set it again meanwhile
 		}
 		d.expired = true
 		d.cond.Broadcast()

@@ -1,6 +1,6 @@
 package fakeverbs
 
-// What is configured, what can be made to fail, and the errors.
+// This file owns the configuration, the calls that can be made to fail, and the errors.
 
 import (
 	"fmt"
@@ -10,45 +10,41 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// Config is how a Net behaves. See NewNet for the initial values.
+// Config is the behavior of a Net. The comments state the defaults.
 type Config struct {
-	// AddrAtOnce makes the resolution of an unknown address fail at once instead of
-	// after the caller's time-out.
+	// AddrAtOnce makes the resolution of an unknown address fail at once instead of after the caller's time-out.
 	AddrAtOnce bool
-	// Unreachable is after what time a connect request or a disconnect that nobody
-	// answers is given up: 100 ms.
+	// Unreachable is the time after which an unanswered connect request or disconnect fails: 100 ms.
 	Unreachable time.Duration
-	// Retry is after what time a message to a peer that does not acknowledge fails
-	// with RetryExceeded: 20 ms. 0 is never.
+	// Retry is the time after which a message to a peer that does not acknowledge fails with RetryExceeded: 20 ms. 0 means never.
 	Retry time.Duration
-	// SevenForever makes a retry count of 7 mean for ever, as Soft-RoCE does.
+	// SevenForever makes a retry count of 7 mean forever, as in Soft-RoCE.
 	SevenForever bool
-	// RNR is after what time a message for which the peer has no receive request
-	// fails with RNRExceeded, when the RNR retry count is below 7. 0 is never.
+	// RNR is the time after which a message fails with RNRExceeded because the peer has no receive request, if the RNR retry count is
+	// below 7. 0 means never.
 	RNR time.Duration
-	// EventDelay delays each event of the connection manager. Their order stays.
+	// EventDelay delays each event of the connection manager. It does not change their order.
 	EventDelay time.Duration
-	// Jitter delays what is posted by a random time up to it, so that queue pairs
-	// overtake each other. Within one queue pair the order stays.
+	// Jitter is the upper limit of a random delay of posted requests. Queue pairs then overtake each other; the order within a queue
+	// pair does not change.
 	Jitter time.Duration
-	// Seed is that of the random numbers.
+	// Seed seeds the random numbers.
 	Seed uint64
-	// MaxInline is the most inline data that is granted, in bytes: 512.
+	// MaxInline is the largest inline data in bytes that is granted: 512.
 	MaxInline int
 	// MaxMsg is the longest message in bytes: 1 GiB.
 	MaxMsg uint32
-	// MaxWR is the most work requests in one queue: 16384.
+	// MaxWR is the largest depth of a queue: 16384.
 	MaxWR int
-	// CQE is how many completions a new completion queue holds: 64.
+	// CQE is the capacity of a new completion queue: 64.
 	CQE int
-	// MaxCQE is how many one can hold: 32767.
+	// MaxCQE is the largest capacity of a completion queue: 32767.
 	MaxCQE int
-	// MaxMR is how many regions one device of a Stack can have: 65536.
+	// MaxMR is the largest number of regions on one device of a Stack: 65536.
 	MaxMR int
-	// CheckSource looks, when a completion is polled, whether the bytes that its work
-	// request and the ones before it have sent are still as they were posted, and
-	// registered. If not it is one of Errors. It is not for users who learn from the
-	// peer's answer that their bytes have arrived.
+	// CheckSource checks, when a completion is polled, that the bytes sent by its work request and by earlier ones are unchanged and
+	// still registered. Otherwise it adds to Errors. Do not set it for users that learn from the peer's answer that their bytes have
+	// arrived.
 	CheckSource bool
 	// NoAckTimeout makes SetAckTimeout fail with ENOSYS.
 	NoAckTimeout bool
@@ -61,7 +57,7 @@ func defaults() Config {
 		MaxWR: 16384, CQE: 64, MaxCQE: 32767, MaxMR: 65536}
 }
 
-// Reasons of a rejection, and the errno of a time-out as events have it.
+// Reasons of a rejection, and the errno of a time-out, as in events.
 const (
 	statusTimeout    = 4
 	statusNoListener = 8
@@ -69,8 +65,7 @@ const (
 	timedOut         = -110
 )
 
-// Error is what a call failed with. Err, which errors.Is finds, is an errno or one of
-// the errors of package verbs.
+// Error is the error of a call. Err, which errors.Is finds, is an errno or one of the errors of package verbs.
 type Error struct {
 	Op     string // the call
 	Detail string // the thing, its value, and what was expected
@@ -91,10 +86,10 @@ func fault(op string, err error, format string, args ...any) error {
 	return &Error{Op: op, Detail: fmt.Sprintf(format, args...), Err: err}
 }
 
-// OpKind is a call of package verbs.
+// OpKind is a kind of call to package verbs.
 type OpKind int
 
-// The calls that can be made to fail.
+// Calls that can be made to fail.
 const (
 	OpDevices OpKind = iota + 1
 	OpNewChannel
@@ -127,7 +122,7 @@ var opNames = [...]string{OpDevices: "devices", OpNewChannel: "new channel", OpN
 	OpInfo: "info", OpRegister: "register", OpPost: "post", OpPoll: "poll", OpReserve: "reserve",
 	OpDeregister: "deregister", OpDestroy: "destroy"}
 
-// String names the call.
+// String returns the name of the call.
 func (k OpKind) String() string {
 	if k > 0 && int(k) < len(opNames) {
 		return opNames[k]
@@ -135,25 +130,24 @@ func (k OpKind) String() string {
 	return fmt.Sprintf("call %d", int(k))
 }
 
-// Op is one call that is about to be made.
+// Op is a call before it is carried out.
 type Op struct {
 	Kind  OpKind
 	Stack *Stack
-	N     int            // this is the Nth of its kind in its Stack, from 1
-	Local netip.AddrPort // of the ID; only the address, of a device; else invalid
+	N     int            // the number of calls of this kind in this Stack, from 1
+	Local netip.AddrPort // of the ID; for a call of a device, only its address; else invalid
 	Peer  netip.AddrPort // of the ID, once known
 	Size  int            // OpRegister, OpDeregister: bytes; OpReserve: entries
-	WR    *verbs.SendWR  // OpPost: called for each of the work requests
+	WR    *verbs.SendWR  // OpPost is reported once for each work request
 }
 
-// EventError makes an OpResolveAddr, OpResolveRoute or OpConnect begin and then end with
-// the event of its failure and this status. A connect ends with Rejected when it is
-// positive, else with Unreachable.
+// EventError, returned for an OpResolveAddr, OpResolveRoute or OpConnect, lets the operation begin and then fail with an event of this status.
+// A connect ends with Rejected if the status is positive, else with Unreachable.
 type EventError int
 
 func (e EventError) Error() string { return fmt.Sprintf("event with status %d", int(e)) }
 
-// FailNth is a function for Fail: the kth call of that kind in a Stack fails with err.
+// FailNth returns a function for Fail: the kth call of that kind in a Stack fails with err.
 func FailNth(kind OpKind, k int, err error) func(Op) error {
 	return func(op Op) error {
 		if op.Kind == kind && op.N == k {
@@ -163,12 +157,12 @@ func FailNth(kind OpKind, k int, err error) func(Op) error {
 	}
 }
 
-// WR is a work request that is about to be executed.
+// WR is a work request before it is executed.
 type WR struct {
 	verbs.SendWR
-	Stack *Stack // the poster
+	Stack *Stack // the stack that posted it
 	Local netip.AddrPort
 	Peer  netip.AddrPort
 	Num   uint32 // of the queue pair
-	N     int    // this is the Nth of its queue pair, from 1
+	N     int    // the number of executed requests of this queue pair, from 1
 }

@@ -1,6 +1,6 @@
 package fakeverbs
 
-// IDs from Connect to Destroy.
+// This file owns the operations of IDs from Connect to Destroy.
 
 import (
 	"fmt"
@@ -16,7 +16,7 @@ func padded(private []byte, n int) []byte {
 	return p
 }
 
-// ready checks what Connect and Accept need.
+// ready checks the requirements of Connect and Accept.
 func (id *connID) ready(op string, p verbs.ConnParam, private int) error {
 	switch {
 	case id.qp == nil:
@@ -62,7 +62,7 @@ func (id *connID) Connect(p verbs.ConnParam) error {
 	return nil
 }
 
-// failAfterTimeout fails what id is at when it still is after a while.
+// failAfterTimeout makes id fail after Config.Unreachable if it is still in state at.
 func (id *connID) failAfterTimeout(t verbs.EventType, at idState) {
 	id.net.schedule.after(id.net.cfg.Unreachable, func() {
 		if id.state == at && !id.removed {
@@ -71,7 +71,7 @@ func (id *connID) failAfterTimeout(t verbs.EventType, at idState) {
 	})
 }
 
-// request brings id's connect request to its listener.
+// request delivers id's connect request to its listener.
 func (id *connID) request() {
 	n := id.net
 	h := n.hosts[id.remote.Addr()]
@@ -121,7 +121,7 @@ func (id *connID) Accept(p verbs.ConnParam) error {
 	to := id.peer
 	id.param, id.state = p, accepting
 	n.trace.cm(id, EventAccept, &p)
-	// What the other side has said is how often this side tries.
+	// The retry counts of one side are the parameters of the other.
 	id.qp.start(to.qp, to.param)
 	id.stack.toPeers(func() {
 		if n.cuts.has(id.local.Addr(), id.remote.Addr()) {
@@ -134,8 +134,7 @@ func (id *connID) Accept(p verbs.ConnParam) error {
 	return nil
 }
 
-// establish follows when the connector has read that it is accepted: only then its
-// queue pair works, and the acceptor is told.
+// establish is called when the connector has read the Established event: its queue pair works from then on, and the acceptor is notified.
 func (id *connID) establish(to *connID) {
 	if id.state == connecting {
 		id.state = connected
@@ -156,7 +155,7 @@ func (id *connID) establish(to *connID) {
 	to.qp.run()
 }
 
-// Reject refuses a connect request, or, by the connector, the answer to it.
+// Reject rejects a connect request or, called by the connector, an acceptance.
 func (id *connID) Reject(private []byte) error {
 	err := id.begin(Op{Kind: OpReject}, requested, connecting)
 	n := id.net
@@ -202,8 +201,8 @@ func (id *connID) Disconnect() error {
 	return nil
 }
 
-// disconnect tells the other side, if it can be told: one that has itself begun to
-// disconnect learns that it has ended. Where nobody answers, id is told after a while.
+// disconnect notifies the peer if tell is set and the peer can be reached. A peer that is disconnecting itself is notified that it has ended.
+// If the peer does not answer, id is notified after Config.Unreachable.
 func (id *connID) disconnect(tell bool) {
 	n := id.net
 	id.state = disconnected
@@ -245,7 +244,7 @@ func (id *connID) Destroy() error {
 	return nil
 }
 
-// destroy ends id. Its peer is told what the kernel would tell it.
+// destroy ends id. If tell is set, its peer gets the notifications that the kernel would send.
 func (id *connID) destroy(tell bool) {
 	if id.removed {
 		return
@@ -273,7 +272,7 @@ func (id *connID) destroy(tell bool) {
 	}
 }
 
-// destroyed tells the peer of id that it was destroyed in this state.
+// destroyed notifies the peer of id, which was in this state when it was destroyed.
 func (id *connID) destroyed(state idState, tell bool) {
 	p := id.peer
 	tell = tell && (p == nil || !id.net.cuts.has(id.local.Addr(), id.remote.Addr()))

@@ -1,6 +1,6 @@
 package fakeverbs
 
-// The calls of a device, but those for queue pairs and regions.
+// This file owns the calls of a device, except those of queue pairs and regions.
 
 import (
 	"syscall"
@@ -73,8 +73,7 @@ func (d *device) Poll(out []verbs.Completion, spin, block time.Duration) (int, e
 	return d.take(out), nil
 }
 
-// take takes completions from the queue, frees what they stand for, and posts the
-// receive requests again.
+// take moves completions to out, frees the positions of their work requests, and posts the receive requests again.
 func (d *device) take(out []verbs.Completion) int {
 	k := min(len(out), d.cq.Len())
 	again := make([]*qp, 0, 16)

@@ -1,6 +1,6 @@
 package fakeverbs
 
-// Queue pairs: their states, and how what was posted is executed.
+// This file owns the states of queue pairs, and the execution of posted work requests.
 
 import (
 	"time"
@@ -12,22 +12,22 @@ import (
 type qpState int
 
 const (
-	qpInit qpState = iota // takes no work requests
-	qpRTS                 // works
+	qpInit qpState = iota // accepts no work requests
+	qpRTS                 // connected
 	qpError
 	qpGone
 )
 
-// stallReason is why the first work request of a queue cannot be executed.
+// stallReason is the reason why the first work request of a queue cannot be executed.
 type stallReason int
 
 const (
 	notStalled stallReason = iota
-	noPeer                 // nobody acknowledges
+	noPeer                 // the peer does not acknowledge
 	noReceive
 )
 
-// qp implements verbs.QP. What changes is guarded by net.mu.
+// qp implements verbs.QP. net.mu guards the fields that change.
 type qp struct {
 	net    *Net
 	dev    *device
@@ -38,26 +38,26 @@ type qp struct {
 	pinned bool
 
 	state    qpState
-	peer     *qp // from when it works
+	peer     *qp // set when the queue pair is connected
 	retry    int
 	rnr      int
 	sq       fifo.Queue[work] // posted and not executed
 	head     uint64           // work requests posted
-	tail     uint64           // of them, known to be complete by a polled completion
+	tail     uint64           // of them, known to be complete from a polled completion
 	executed int
 	sent     []sent
 	free     int // receive requests posted
 	stalled  stallReason
 	stallSeq uint64 // changes with stalled
-	silent   bool   // it was broken by a process that stands still: the peer does not notice yet
+	silent   bool   // a stopped process broke it: the peer does not notice yet
 }
 
-// work is a work request that waits.
+// work is a posted work request.
 type work struct {
 	verbs.SendWR
 	pos          uint64
-	data         []byte // when inline
-	whileStopped bool   // posted by a process that stands still
+	data         []byte // if it is inline
+	whileStopped bool   // posted by a stopped process
 }
 
 func (q *qp) Handle() verbs.Handle { return verbs.Handle(q.num) }
@@ -72,7 +72,7 @@ func (q *qp) start(peer *qp, p verbs.ConnParam) {
 	}
 }
 
-// breakDown moves q to the error state: all that is posted is flushed.
+// breakDown moves q to the error state and flushes all posted requests.
 func (q *qp) breakDown() {
 	if q.state == qpError || q.state == qpGone {
 		return
@@ -98,7 +98,7 @@ func (q *qp) flushReceive() {
 		Cookie: q.opts.Cookie, QP: q.Handle()}, qp: q})
 }
 
-// end destroys q with its completions.
+// end destroys q, and removes its completions.
 func (q *qp) end() {
 	n := q.net
 	q.silent = q.silent || q.dev.stack.stopped && q.state == qpRTS
@@ -132,7 +132,7 @@ func (q *qp) repost() {
 	}
 }
 
-// buffers are those of inline data, for use again.
+// buffers are reusable buffers for inline data.
 type buffers [][]byte
 
 // get returns an empty buffer; put takes it back.
@@ -152,7 +152,7 @@ func (b *buffers) put(x []byte) {
 	}
 }
 
-// deliver executes what was posted to q, now or, with Config.Jitter, soon.
+// deliver executes the posted requests of q, now or, with Config.Jitter, after a delay.
 func (q *qp) deliver() {
 	n := q.net
 	if n.cfg.Jitter <= 0 {
@@ -162,20 +162,20 @@ func (q *qp) deliver() {
 	n.schedule.after(time.Duration(n.rnd.Int64N(int64(n.cfg.Jitter))), func() { q.run() })
 }
 
-// run executes what q has, as far as it can be.
+// run executes requests of q until one cannot be executed.
 func (q *qp) run() {
 	for q.sq.Len() > 0 && !q.net.held && !q.net.heldPairs[q.num] && q.step() {
 	}
 }
 
-// runAll executes what there is anywhere, as far as it can be.
+// runAll calls run for all queue pairs.
 func (n *Net) runAll() {
 	for _, q := range n.byAge() {
 		q.run()
 	}
 }
 
-// step executes the first work request of q. It reports whether it could.
+// step executes the first work request of q, and reports whether it could.
 func (q *qp) step() bool {
 	n := q.net
 	if q.state != qpRTS {
@@ -188,7 +188,7 @@ func (q *qp) step() bool {
 	case p.state == qpError || p.state == qpGone || p.dev.ended() || p.dev.host.absent || n.cuts.has(q.dev.host.addr, p.dev.host.addr):
 		q.wait(noPeer)
 		return false
-	case p.state == qpInit: // it has not read that it is connected
+	case p.state == qpInit: // the peer has not read the Established event
 		return false
 	}
 	if q.sq.All()[0].Op != verbs.OpWrite && p.free == 0 {
@@ -214,7 +214,7 @@ func (q *qp) step() bool {
 	return true
 }
 
-// next takes the first work request off the queue.
+// next removes the first work request from the queue.
 func (q *qp) next() work {
 	w := q.sq.Take()
 	q.stalled = notStalled
@@ -222,7 +222,7 @@ func (q *qp) next() work {
 	return w
 }
 
-// execute does what w says, p being the queue pair of the peer.
+// execute carries out w. p is the peer's queue pair.
 func (q *qp) execute(p *qp, w *work) verbs.Status {
 	if w.Len > q.net.cfg.MaxMsg {
 		return verbs.StatusLocalLength
@@ -251,7 +251,7 @@ func (q *qp) execute(p *qp, w *work) verbs.Status {
 		copy(c.Data[:], src)
 	} else {
 		c.Type = verbs.RecvWrite
-		if w.Len > 0 { // a NIC does not look at the key otherwise
+		if w.Len > 0 { // a NIC ignores the key of an empty write
 			m := p.dev.rkeys[w.RKey]
 			if m == nil || m.access&verbs.RemoteWrite == 0 {
 				return verbs.StatusRemoteAccess
@@ -270,7 +270,7 @@ func (q *qp) execute(p *qp, w *work) verbs.Status {
 	return verbs.StatusOK
 }
 
-// complete enters a completion of q. All queue pairs of a completion queue that is lost break.
+// complete adds a completion of q. If that overruns the completion queue, all its queue pairs break.
 func (q *qp) complete(e entryCQ) {
 	if !q.dev.enter(e) {
 		return
@@ -282,12 +282,12 @@ func (q *qp) complete(e entryCQ) {
 	}
 }
 
-// done completes w.
+// done adds the completion of w.
 func (q *qp) done(w *work, s verbs.Status) {
 	q.complete(entryCQ{Completion: verbs.Completion{Type: verbs.SendDone, Status: s, ID: w.ID}, qp: q, pos: w.pos})
 }
 
-// fail completes w with s and breaks q, and its peer when that is where s was found.
+// fail completes w with s and breaks q. It also breaks the peer's queue pair if the peer has detected the error.
 func (q *qp) fail(w *work, s verbs.Status) {
 	q.done(w, s)
 	q.breakDown()
@@ -297,7 +297,7 @@ func (q *qp) fail(w *work, s verbs.Status) {
 	}
 }
 
-// wait notes why q does not move, and fails it when that lasts.
+// wait records why q is stalled, and makes its first request fail after the time limit for that reason.
 func (q *qp) wait(why stallReason) {
 	if q.stalled == why {
 		return

@@ -1,6 +1,6 @@
 package fakeverbs
 
-// What tests do to the network: failures, lost links, processes that stop, and its end.
+// This file owns the faults that tests inject: failures, lost links, stopped processes, and the end of the Net.
 
 import (
 	"maps"
@@ -11,8 +11,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// Fail asks f before each call. An error that f returns is what the call returns; Post
-// posts what comes before. f may use the Net. nil ends it.
+// Fail calls f before each call. If f returns an error, the call returns it; Post first posts the preceding requests. f may use the Net. nil
+// ends it.
 func (n *Net) Fail(f func(Op) error) {
 	if f == nil {
 		n.fail.Store(nil)
@@ -21,25 +21,22 @@ func (n *Net) Fail(f func(Op) error) {
 	n.fail.Store(&f)
 }
 
-// FailWR asks f before each work request is executed. With another status than
-// StatusOK it completes with that one, and its queue pair breaks; that of the peer, too,
-// when the status is one that the peer finds. f must not use the Net. nil ends it.
+// FailWR calls f before each work request is executed. If f returns a status other than StatusOK, the request completes with that status and its
+// queue pair breaks. The peer's queue pair breaks, too, if the status is an error that the peer detects. f must not use the Net. nil ends it.
 func (n *Net) FailWR(f func(WR) verbs.Status) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.failWR = f
 }
 
-// RejectNext rejects the next count connect requests with this status, whether
-// somebody listens or not.
+// RejectNext rejects the next count connect requests with this status, with or without a listener.
 func (n *Net) RejectNext(count, status int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.rejects, n.reason = count, status
 }
 
-// Cut loses the link between two addresses: nobody is told, and messages fail after
-// Config.Retry, unless Heal comes before.
+// Cut loses the link between two addresses. Neither side is notified. Messages fail after Config.Retry, unless Heal is called before.
 func (n *Net) Cut(a, b netip.Addr) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -55,22 +52,22 @@ func (n *Net) Heal(a, b netip.Addr) {
 	n.runAll()
 }
 
-// Hold holds back everything that is posted until Release.
+// Hold postpones the delivery of all posted requests until Release.
 func (n *Net) Hold() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.held = true
 }
 
-// HoldQP holds back what is posted to the queue pair with this number.
+// HoldQP postpones the delivery of requests posted to the queue pair with this number.
 func (n *Net) HoldQP(num uint32) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.heldPairs[num] = true
 }
 
-// Release ends Hold and every HoldQP. What was held is delivered, that of the queue
-// pairs in first first, in their order, then that of the others by age.
+// Release ends Hold and every HoldQP. It delivers the held requests: first those of the queue pairs in first, in their order, then the others by
+// age.
 func (n *Net) Release(first ...uint32) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -84,8 +81,7 @@ func (n *Net) Release(first ...uint32) {
 	n.runAll()
 }
 
-// Step delivers the next work request of the queue pair with this number, held or not.
-// It reports whether there was one that could be.
+// Step delivers the next work request of the queue pair with this number, held or not. It reports whether it delivered one.
 func (n *Net) Step(num uint32) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -93,8 +89,7 @@ func (n *Net) Step(num uint32) bool {
 	return q != nil && q.sq.Len() > 0 && q.step()
 }
 
-// Pending lists the queue pairs with work requests that have not been executed, by
-// age.
+// Pending returns the numbers of the queue pairs with work requests that have not been executed, by age.
 func (n *Net) Pending() []uint32 {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -107,13 +102,11 @@ func (n *Net) Pending() []uint32 {
 	return nums
 }
 
-// Kill ends the process as a crash of its host would: no peer is told, and what peers
-// have posted or post fails after Config.Retry. All calls of the Stack return
-// verbs.ErrClosed from now on, those that give something back succeed.
+// Kill ends the process like a crash of its host: peers are not notified, and their present and later requests to it fail after Config.Retry. From
+// now on, all calls of the Stack return verbs.ErrClosed, except for those that release something, which succeed.
 func (n *Net) Kill(s *Stack) { n.kill(s, false) }
 
-// KillTelling ends the process as SIGKILL does: the kernel of its host tells the peers
-// that they are disconnected, then all is as after Kill.
+// KillTelling ends the process as SIGKILL does: the kernel of its host notifies the peers that they are disconnected. The rest is as with Kill.
 func (n *Net) KillTelling(s *Stack) { n.kill(s, true) }
 
 func (n *Net) kill(s *Stack, tell bool) {
@@ -139,9 +132,8 @@ func (n *Net) kill(s *Stack, tell bool) {
 	clear(s.channels)
 }
 
-// Stop lets the process stand still as SIGSTOP does: Next and Poll do not return, and what
-// it does all the same is noticed by nobody before Wake. Its device goes on: what was
-// posted before is executed, and peers write to its memory while it has receive requests.
+// Stop stops the process as SIGSTOP does: Next and Poll do not return, and peers notice its other calls only after Wake. Its device continues:
+// requests posted before are executed, and peers can write to its memory while it has receive requests.
 func (n *Net) Stop(s *Stack) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -167,7 +159,7 @@ func (n *Net) Wake(s *Stack) {
 	s.wakeAll()
 }
 
-// ids returns the Stack's IDs in the order in which they were made.
+// ids returns the Stack's IDs in the order of their creation.
 func (s *Stack) ids() []*connID {
 	var all []*connID
 	for c := range s.channels {
@@ -177,8 +169,7 @@ func (s *Stack) ids() []*connID {
 	return all
 }
 
-// RemoveDevice takes the device at addr away: its IDs get a DeviceRemoval event, its
-// queue pairs break, and it is no longer listed or connected to.
+// RemoveDevice removes the device at addr: its IDs get a DeviceRemoval event, its queue pairs break, and it is no longer listed or connected to.
 func (n *Net) RemoveDevice(addr netip.Addr) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -197,8 +188,7 @@ func (n *Net) RemoveDevice(addr netip.Addr) {
 	}
 }
 
-// Close ends the Net: all calls that wait or are made later return verbs.ErrClosed,
-// those that give back succeed.
+// Close ends the Net. Waiting and later calls return verbs.ErrClosed, except for those that release something, which succeed.
 func (n *Net) Close() {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -1,6 +1,6 @@
 package fakeverbs
 
-// IDs before they connect.
+// This file owns the operations of IDs before Connect.
 
 import (
 	"fmt"
@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// idState is how far an ID has come.
+// idState is the state of an ID.
 type idState int
 
 const (
@@ -23,9 +23,9 @@ const (
 	addrResolved
 	routeResolved
 	connecting   // Connect was called
-	requested    // made by a connect request, not answered
-	accepting    // Accept was called, the connector has not read its event
-	connected    // at the acceptor, when the connector has read its event
+	requested    // made by a connect request that is not answered
+	accepting    // Accept was called, the connector has not read the event
+	connected    // at the acceptor, once the connector has read the event
 	disconnected // either side has begun to disconnect
 	failed       // rejected, unreachable, not resolved
 )
@@ -35,29 +35,29 @@ var stateNames = [...]string{"idle", "bound", "listening", "resolving its addres
 
 func (s idState) String() string { return stateNames[s] }
 
-// connID implements verbs.ID. Everything but the first fields is guarded by net.mu.
+// connID implements verbs.ID. net.mu guards all but the first fields.
 type connID struct {
 	net   *Net
 	ch    *channel
 	stack *Stack
-	seq   int // in its Stack
+	seq   int // number in its Stack
 
 	cookie   uint64
 	state    idState
 	local    netip.AddrPort
 	remote   netip.AddrPort
-	at       []*host // where it has its port
+	at       []*host // the hosts where it has its port
 	dev      *device
 	qp       *qp
-	peer     *connID // from the connect request on
+	peer     *connID // set by the connect request
 	active   bool    // it is the connector
 	param    verbs.ConnParam
 	backlog  int
-	waiting  int  // connect requests that were not read
-	ack      int  // SetAckTimeout
-	tos      int  // SetTOS
-	unread   bool // made by a connect request that was not read
-	notified bool // it was told, or will be, that it is disconnected
+	waiting  int  // connect requests that were not read yet
+	ack      int  // the argument of SetAckTimeout
+	tos      int  // the argument of SetTOS
+	unread   bool // made by a connect request that was not read yet
+	notified bool // the Disconnected event was or will be added
 	removed  bool // destroyed
 }
 
@@ -76,7 +76,7 @@ func (id *connID) fault(op string, err error, detail string) error {
 	return fault(op, err, "%s: ID %s: %s", id.stack.name, id.describe(), detail)
 }
 
-// begin counts and locks for a call that is allowed in the states. The caller unlocks.
+// begin counts a call that is allowed in the given states, and locks. The caller unlocks.
 func (id *connID) begin(op Op, states ...idState) error {
 	n := id.net
 	n.mu.Lock()
@@ -201,7 +201,7 @@ func (id *connID) ResolveAddr(src netip.Addr, dst netip.AddrPort, timeout time.D
 		})
 		return nil
 	}
-	if id.local.Addr().IsUnspecified() { // the route decides
+	if id.local.Addr().IsUnspecified() { // the route determines the address
 		id.local = netip.AddrPortFrom(id.stack.sourceFor(dst.Addr()), id.local.Port())
 	}
 	if id.dev == nil {
@@ -214,7 +214,7 @@ func (id *connID) ResolveAddr(src netip.Addr, dst netip.AddrPort, timeout time.D
 	return nil
 }
 
-// fail ends what id has begun with an event.
+// fail ends the pending operation of id with an event.
 func (id *connID) fail(t verbs.EventType, status int) {
 	id.state = failed
 	id.ch.push(id, verbs.Event{Type: t, Status: status}, nil, nil)

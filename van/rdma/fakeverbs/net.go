@@ -1,6 +1,6 @@
 package fakeverbs
 
-// The Net: its hosts, and what all that is on it shares.
+// This file owns the Net: its hosts, and the state that they share.
 
 import (
 	"cmp"
@@ -26,8 +26,7 @@ const (
 type Net struct {
 	fail atomic.Pointer[func(Op) error]
 
-	// mu guards everything below, and what belongs to the Stacks: one lock makes the
-	// order of all that happens one, and is held while memory is written.
+	// mu guards everything below, and the state of the Stacks. This one lock orders all operations, and is held while memory is written.
 	mu          sync.Mutex
 	cfg         Config
 	rnd         *rand.Rand
@@ -47,13 +46,13 @@ type Net struct {
 	misuse      misuse
 	freeBuffers buffers
 	schedule    schedule
-	lastEvent   time.Time // when the latest delayed event is due
+	lastEvent   time.Time // time of the latest delayed event
 }
 
 // host is an address with its device.
 type host struct {
 	addr   netip.Addr
-	name   string // of the device; "" for a loopback address, which has none
+	name   string // of the device; "" for a loopback address, which has no device
 	index  int
 	edit   func(*verbs.DeviceInfo)
 	ports  map[uint16]*connID
@@ -61,7 +60,7 @@ type host struct {
 	absent bool // the device was removed
 }
 
-// cuts are the links that are lost.
+// cuts holds the lost links.
 type cuts map[link]bool
 
 type link struct{ a, b netip.Addr }
@@ -86,16 +85,14 @@ func NewNet(options ...func(*Config)) *Net {
 	return n
 }
 
-// Configure changes the Config. What has begun goes on with the old one. Seed has no
-// effect any more.
+// Configure changes the Config. Operations in progress continue with the old one. A change of Seed has no effect.
 func (n *Net) Configure(change func(*Config)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	change(&n.cfg)
 }
 
-// Stack makes a process on a host with a device at each of the addresses. Several
-// Stacks may have the same address. Their ports are then the same ones, too.
+// Stack makes a process on a host with a device at each of the addresses. Several Stacks may have the same address; they then share its ports.
 func (n *Net) Stack(addrs ...netip.Addr) *Stack {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -120,7 +117,7 @@ func (n *Net) host(a netip.Addr, device bool) *host {
 	return h
 }
 
-// freePort finds a port that is free at all of hosts.
+// freePort returns a port that is free at all hosts.
 func freePort(hosts []*host) (uint16, error) {
 	first := hosts[0]
 	for range 65536 - firstPort {
@@ -135,33 +132,29 @@ func freePort(hosts []*host) (uint16, error) {
 	return 0, syscall.EADDRINUSE
 }
 
-// Info makes the device at addr describe itself as edit changes its description. A
-// device with several ports obeys QPOptions.Port.
+// Info sets a function that edits the description of the device at addr. A device with several ports applies QPOptions.Port.
 func (n *Net) Info(addr netip.Addr, edit func(*verbs.DeviceInfo)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.host(addr, true).edit = edit
 }
 
-// Errors returns what the users of the Net have done that real hardware or its
-// libraries would not have forgiven: completion queues overrun, polls or reads of one
-// queue by two callers, regions deregistered twice, channels closed with IDs, and what
-// Config.CheckSource finds.
+// Errors returns misuse that hardware or its libraries would not tolerate: overrun completion queues, concurrent polls or reads of one queue, regions
+// that were deregistered twice, channels closed with IDs, and the findings of Config.CheckSource.
 func (n *Net) Errors() []error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return slices.Clone(n.misuse.errs)
 }
 
-// OnError calls f for each such error at once, as t.Error would want it. f must not use
-// the Net.
+// OnError calls f at once for each such error, for example to call t.Error. f must not use the Net.
 func (n *Net) OnError(f func(error)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.misuse.on = f
 }
 
-// byAge returns the queue pairs in the order in which they were made.
+// byAge returns the queue pairs in the order of their creation.
 func (n *Net) byAge() []*qp {
 	return slices.SortedFunc(maps.Values(n.qps), func(a, b *qp) int { return cmp.Compare(a.num, b.num) })
 }
@@ -171,7 +164,7 @@ func (n *Net) pair(num uint32) *qp { return n.qps[verbs.Handle(num)] }
 
 func (c cuts) has(a, b netip.Addr) bool { return len(c) != 0 && c[linkOf(a, b)] }
 
-// misuse is what Errors returns.
+// misuse collects the errors for Errors.
 type misuse struct {
 	errs []error
 	on   func(error)

@@ -1,6 +1,6 @@
 package fakeverbs
 
-// A Stack as a process: where it runs, whether it does, and what it has done.
+// This file owns Stacks: a Stack is a process on a host, with counters of its calls.
 
 import (
 	"fmt"
@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// Stack is one process with its view of its host's devices. It implements verbs.Stack.
+// Stack is one process with its devices. It implements verbs.Stack.
 type Stack struct {
 	net   *Net
 	hosts []*host
@@ -21,7 +21,7 @@ type Stack struct {
 	name       string
 	dead       bool
 	stopped    bool
-	deferred   []func() // what others will notice when it goes on
+	deferred   []func() // effects on peers, postponed until Wake
 	channels   map[*channel]bool
 	buffers    map[int][]byte
 	registered int
@@ -30,26 +30,26 @@ type Stack struct {
 	counters   Counters
 }
 
-// Counters counts what a Stack's user has done.
+// Counters counts the calls of a Stack's user.
 type Counters struct {
 	WRs             int // work requests that Post posted
 	Registrations   int
 	Deregistrations int
 	Channels        int // made
-	IDs             int // made, or brought by connect requests
+	IDs             int // made by NewID or by connect requests
 	QueuePairs      int // made
 }
 
 var _ verbs.Stack = (*Stack)(nil)
 
-// Name is what SetName has set, "stackN" without.
+// Name returns the name set by SetName, else "stackN".
 func (s *Stack) Name() string {
 	s.net.mu.Lock()
 	defer s.net.mu.Unlock()
 	return s.name
 }
 
-// SetName names the Stack in errors and Records.
+// SetName sets the Stack's name in errors and Records.
 func (s *Stack) SetName(name string) {
 	s.net.mu.Lock()
 	defer s.net.mu.Unlock()
@@ -63,22 +63,21 @@ func (s *Stack) Counters() Counters {
 	return s.counters
 }
 
-// Registered is how many bytes are registered.
+// Registered returns the number of registered bytes.
 func (s *Stack) Registered() int {
 	s.net.mu.Lock()
 	defer s.net.mu.Unlock()
 	return s.registered
 }
 
-// Limit makes registrations fail with ENOMEM that would bring Registered above bytes,
-// as the limit of locked memory does.
+// Limit makes registrations fail with ENOMEM if Registered would exceed bytes, like the limit of locked memory.
 func (s *Stack) Limit(bytes int) {
 	s.net.mu.Lock()
 	defer s.net.mu.Unlock()
 	s.limited, s.limit = true, bytes
 }
 
-// DMABuf makes mem what the dma-buf fd stands for. Without, RegisterDMABuf fails.
+// DMABuf makes fd a dma-buf of mem. RegisterDMABuf fails for any other fd.
 func (s *Stack) DMABuf(fd int, mem []byte) {
 	s.net.mu.Lock()
 	defer s.net.mu.Unlock()
@@ -87,7 +86,7 @@ func (s *Stack) DMABuf(fd int, mem []byte) {
 
 func (s *Stack) ended() bool { return s.dead || s.net.closed }
 
-// hook counts the call and asks the function of Fail. The caller does not hold mu.
+// hook counts the call and calls the function of Fail. The caller does not hold mu.
 func (s *Stack) hook(op Op) error {
 	op.N = int(s.calls[op.Kind].Add(1))
 	f := s.net.fail.Load()
@@ -98,7 +97,7 @@ func (s *Stack) hook(op Op) error {
 	return (*f)(op)
 }
 
-// begin counts and locks for a call of what must not have ended. The caller unlocks.
+// begin counts a call on an object that must not have ended, and locks. The caller unlocks.
 func (s *Stack) begin(op Op, ended func() bool) error {
 	err := s.hook(op)
 	s.net.mu.Lock()
@@ -108,7 +107,7 @@ func (s *Stack) begin(op Op, ended func() bool) error {
 	return err
 }
 
-// toPeers does what peers will notice: now, or when the process goes on.
+// toPeers carries out do, which affects peers, now or, if the process is stopped, after Wake.
 func (s *Stack) toPeers(do func()) {
 	if s.stopped {
 		s.deferred = append(s.deferred, do)
@@ -117,8 +116,7 @@ func (s *Stack) toPeers(do func()) {
 	do()
 }
 
-// hostsFor returns where an ID bound to a is bound: at all hosts of the Stack when a
-// is unspecified.
+// hostsFor returns the hosts of an ID bound to a: all hosts of the Stack if a is unspecified.
 func (s *Stack) hostsFor(a netip.Addr) ([]*host, error) {
 	a = a.Unmap()
 	if a.IsUnspecified() {
@@ -138,7 +136,7 @@ func (s *Stack) hostsFor(a netip.Addr) ([]*host, error) {
 	return nil, syscall.EADDRNOTAVAIL
 }
 
-// sourceFor is the address from which dst is reached: itself when it is local.
+// sourceFor returns the source address for dst: dst itself if it is local.
 func (s *Stack) sourceFor(dst netip.Addr) netip.Addr {
 	for _, h := range s.hosts {
 		if h.addr == dst {

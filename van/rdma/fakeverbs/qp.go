@@ -1,6 +1,6 @@
 package fakeverbs
 
-// Calls for queue pairs: they are made, and posted to.
+// This file owns the creation of queue pairs, and posting to them.
 
 import (
 	"fmt"
@@ -76,7 +76,7 @@ func (d *device) Post(wrs []verbs.SendWR) (int, error) {
 	return posted, failed
 }
 
-// post posts one work request. Nothing is executed yet.
+// post adds one work request to its queue. It does not execute it.
 func (d *device) post(w *verbs.SendWR, chain int) (*qp, error) {
 	q := d.net.qps[w.QP]
 	if q == nil || q.dev != d {

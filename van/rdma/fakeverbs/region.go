@@ -7,17 +7,17 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// region implements verbs.MR. It is guarded by net.mu.
+// region implements verbs.MR. net.mu guards it.
 type region struct {
 	dev        *device
 	base       unsafe.Pointer
-	start      uint64 // what peers take for the address of base
+	start      uint64 // the address of base for peers
 	size       int
 	access     verbs.Access
 	lkey, rkey uint32
 }
 
-// bytes returns n bytes at addr, false when they are not all in the region.
+// bytes returns n bytes at addr; false if the region does not contain them all.
 func (m *region) bytes(addr uint64, n uint32) ([]byte, bool) {
 	size := uint64(m.size)
 	if addr < m.start || uint64(n) > size || addr-m.start > size-uint64(n) {
@@ -26,7 +26,7 @@ func (m *region) bytes(addr uint64, n uint32) ([]byte, bool) {
 	return unsafe.Slice((*byte)(unsafe.Add(m.base, addr-m.start)), n), true
 }
 
-// at returns n bytes that are in no region.
+// at returns n bytes at addr, which belong to no region.
 func at(addr uint64, n uint32) []byte {
 	p := *(*unsafe.Pointer)(unsafe.Pointer(&addr))
 	return unsafe.Slice((*byte)(p), n)
@@ -93,7 +93,7 @@ func (d *device) register(p unsafe.Pointer, size int, start uint64, a verbs.Acce
 		return nil, fault("register", syscall.ENOMEM, "%s: region %d, want up to %d", s.name, len(d.lkeys)+1, n.cfg.MaxMR)
 	}
 	n.lastKey++
-	// The keys of one region differ, and are no key of another one.
+	// The two keys of a region differ, and no other region has them.
 	m := &region{dev: d, base: p, start: start, size: size, access: a, lkey: n.lastKey<<8 | 1, rkey: n.lastKey<<8 | 2}
 	d.lkeys[m.lkey] = m
 	d.rkeys[m.rkey] = m

@@ -9,7 +9,7 @@ import (
 
 var sourceSeed = maphash.MakeSeed()
 
-// sent is what a work request without inline data was posted with.
+// sent records the source of a work request without inline data.
 type sent struct {
 	pos    uint64
 	id     uint64
@@ -19,7 +19,7 @@ type sent struct {
 	hash   uint64
 }
 
-// watch remembers what w sends, for Config.CheckSource.
+// watch records the source of w, for Config.CheckSource.
 func (q *qp) watch(w *work) {
 	if !q.net.cfg.CheckSource || w.Flags&verbs.Inline != 0 {
 		return
@@ -33,9 +33,8 @@ func (q *qp) watch(w *work) {
 	}
 }
 
-// checkSent reports what has changed of the sources of the work requests up to pos,
-// which are now known to be complete. A source that is no longer registered may be
-// unmapped: that is reported, too, and nothing is read.
+// checkSent reports changed sources among the work requests up to pos, which are complete. It also reports a source that is no longer registered;
+// since that memory may be unmapped, it is not read.
 func (q *qp) checkSent(pos uint64) {
 	for len(q.sent) > 0 && q.sent[0].pos <= pos {
 		s := q.sent[0]

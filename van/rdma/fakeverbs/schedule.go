@@ -1,6 +1,6 @@
 package fakeverbs
 
-// What is to happen later.
+// This file owns the timer of later actions.
 
 import (
 	"slices"
@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// schedule is what is to happen later, by time and then by order of entry.
+// schedule holds later actions, ordered by time and then by their entry.
 type schedule struct {
 	mu    *sync.Mutex // of the Net
 	queue []entry     // in order
@@ -21,12 +21,12 @@ type entry struct {
 	do  func()
 }
 
-// at calls do, under mu, when it is due. The caller holds mu.
+// at calls do when it is due, with mu held. The caller holds mu.
 func (a *schedule) at(due time.Time, do func()) {
 	if a.over {
 		return
 	}
-	i := len(a.queue) // most are the latest
+	i := len(a.queue) // from the end, since most actions are the latest
 	for i > 0 && a.queue[i-1].due.After(due) {
 		i--
 	}
@@ -60,7 +60,7 @@ func (a *schedule) fire() {
 	}
 }
 
-// end drops all. The caller holds mu.
+// end drops all actions. The caller holds mu.
 func (a *schedule) end() {
 	a.over, a.queue = true, nil
 	if a.timer != nil {

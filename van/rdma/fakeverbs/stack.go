@@ -1,6 +1,6 @@
 package fakeverbs
 
-// The calls of a Stack and of its channels.
+// This file owns the calls of a Stack and of its channels.
 
 import (
 	"cmp"
@@ -11,15 +11,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// Leaks names the channels, IDs, queue pairs and regions that have not been given
-// back. A killed Stack has none.
+// Leaks describes the channels, IDs, queue pairs and regions that were not released. A killed Stack has none.
 func (s *Stack) Leaks() []string {
 	s.net.mu.Lock()
 	defer s.net.mu.Unlock()
 	return s.leaks()
 }
 
-// Leaks is that of all Stacks.
+// Leaks describes the leaks of all Stacks.
 func (n *Net) Leaks() []string {
 	n.mu.Lock()
 	defer n.mu.Unlock()

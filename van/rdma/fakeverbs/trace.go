@@ -7,7 +7,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// RecordKind is what a Record is of.
+// RecordKind is the kind of a Record.
 type RecordKind int
 
 // Kinds of Records.
@@ -17,8 +17,7 @@ const (
 	RecordCompletion                       // a completion that was polled
 )
 
-// What RecordCM is of: calls by the names that they have in C. Events that were read have
-// the type's name (verbs.EventType.String) instead.
+// Values of Record.Event: calls have their names in C. Events that were read have the name of their type instead (verbs.EventType.String).
 const (
 	EventCreateQP   = "create_qp"
 	EventConnect    = "rdma_connect"
@@ -27,19 +26,19 @@ const (
 	EventDisconnect = "rdma_disconnect"
 )
 
-// Record is something that was asked of the network or that it has told.
+// Record describes a call or an event.
 type Record struct {
 	Seq    int // from 0
 	Kind   RecordKind
-	Stack  *Stack         // whose user has called
+	Stack  *Stack         // the caller's
 	Local  netip.AddrPort // of the ID
-	Remote netip.AddrPort // what it is, or is to be, connected to; a connect request's sender
-	Peer   *Stack         // at Remote; nil when not known
-	QP     uint32         // number of the queue pair, 0 when there is none
+	Remote netip.AddrPort // the peer's address; for a connect request, its sender's
+	Peer   *Stack         // at Remote; nil if not known
+	QP     uint32         // number of the queue pair, 0 without one
 	Active bool           // the ID is the connector
 
 	Event   string // RecordCM
-	Private []byte // RecordCM: as given to the call, as padded in the event
+	Private []byte // RecordCM: as passed to the call, or padded as in the event
 
 	Param      verbs.ConnParam // EventConnect, EventAccept, EventReject
 	AckTimeout int             // EventConnect, EventAccept: of SetAckTimeout
@@ -48,22 +47,22 @@ type Record struct {
 	Inline     int             // EventCreateQP: bytes granted
 
 	WR    verbs.SendWR // RecordPost
-	Chain int          // RecordPost: its place in its chain
-	Data  []byte       // RecordPost: the bytes; nil when the local key does not cover them
+	Chain int          // RecordPost: index in its chain
+	Data  []byte       // RecordPost: the bytes; nil if the local key does not cover them
 
 	Completion verbs.Completion // RecordCompletion
 	Status     int              // of an event
 }
 
-// Trace calls f for all that happens from now on, in its order. f must not use the Net,
-// nor its Stacks but to compare them; it may keep the slices. nil ends it.
+// Trace calls f for all later calls and events, in order. f must not use the Net, and may only compare its Stacks. It may keep the slices. nil
+// ends it.
 func (n *Net) Trace(f func(Record)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.trace.f = f
 }
 
-// recorder tells of what happens. All its methods do nothing without a function.
+// recorder passes Records to a function. Without one, its methods do nothing.
 type recorder struct {
 	f   func(Record)
 	seq int
@@ -95,7 +94,7 @@ func (t *recorder) cm(id *connID, event string, p *verbs.ConnParam) {
 		r.Param, r.AckTimeout, r.TOS = *p, id.ack, id.tos
 		r.Private = slices.Clone(p.Private)
 		if h := id.net.hosts[id.remote.Addr()]; h != nil && id.peer == nil {
-			if l := h.ports[id.remote.Port()]; l != nil { // it will get the connect request
+			if l := h.ports[id.remote.Port()]; l != nil { // the listener that will get the connect request
 				r.Peer = l.stack
 			}
 		}

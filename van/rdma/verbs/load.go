@@ -40,7 +40,7 @@ type stack struct {
 }
 
 // Load opens libibverbs and librdmacm, and libmlx5 if there is one. The error wraps ErrUnavailable and says what is missing and how to install
-// it. Load does not look for devices; NewChannel reports if there is none.
+// it. Load does not look for devices; NewChannel reports a missing one.
 func Load(o Options) (Stack, error) {
 	o.libVerbs = cmp.Or(o.libVerbs, "libibverbs.so.1")
 	o.libCM = cmp.Or(o.libCM, "librdmacm.so.1")
