@@ -1,4 +1,4 @@
-// Package affinity tells which cores this process may use, and binds threads.
+// Package affinity returns the cores that this process may use, and binds threads to cores.
 package affinity
 
 import (
@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Check returns why threads of this process cannot be bound to core, or nil.
+// Check returns the reason why threads of this process cannot be bound to core, or nil.
 func Check(core int) error {
 	var set unix.CPUSet
 	if err := unix.SchedGetaffinity(0, &set); err != nil {

@@ -81,7 +81,7 @@ func TestDoubtful(t *testing.T) {
 		host, scheduler, uri string
 		want                 string
 	}{
-		{van.Worker, "127.0.0.1", "10.77.0.1", "", "10.77.0.1 cannot reach: it is a loopback address; 10.77.0.2 (eth0) leads there; set DMLC_NODE_HOST or DMLC_INTERFACE"},
+		{van.Worker, "127.0.0.1", "10.77.0.1", "", "10.77.0.1 cannot reach: it is a loopback address; the route there uses 10.77.0.2 (eth0); set DMLC_NODE_HOST or DMLC_INTERFACE"},
 		{van.Server, "172.17.0.1", "10.77.0.1", "", "docker0"},
 		{van.Server, "10.77.0.2", "10.77.0.1", "", ""},
 		{van.Worker, "127.0.0.1", "127.0.0.1", "", ""},

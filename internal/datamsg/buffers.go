@@ -11,13 +11,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// RecvBuffers is the memory that a server has registered for pushes, by sender and key. A
-// van that can put values there itself does so; for others Place copies. It is safe for
-// concurrent use.
+// RecvBuffers is the memory that a server has registered for pushes, by sender and key. Some vans receive values
+// directly into it; for others Place copies. It is safe for concurrent use.
 type RecvBuffers struct {
 	node *cluster.Node
-	used atomic.Bool                               // something has been registered
-	seen atomic.Pointer[map[bufferKey]backend.Mem] // a copy of m, nil while that is newer
+	used atomic.Bool                               // a buffer is registered
+	seen atomic.Pointer[map[bufferKey]backend.Mem] // a copy of m; nil after m has changed
 
 	mu sync.Mutex
 	m  map[bufferKey]backend.Mem
@@ -33,18 +32,16 @@ func NewRecvBuffers(n *cluster.Node) *RecvBuffers {
 	return &RecvBuffers{node: n, m: map[bufferKey]backend.Mem{}}
 }
 
-// RecvBuffer is the memory for what the worker with the given group rank pushes under a
-// key.
+// RecvBuffer is the memory for pushes of the worker with the given group rank under a key.
 type RecvBuffer struct {
 	Worker int
 	Key    uint64
 	Dst    backend.Mem
 }
 
-// Register makes all buffers known, or none when one makes no sense or has been named
-// before. Should the van refuse one after it has taken others, those stay registered,
-// and the error says so. What is registered is retained, for good. Register before the
-// worker's first push of the key.
+// Register registers all buffers, or none if one is invalid or registered already. If the van refuses a buffer, the
+// buffers before it stay registered, and the error says so. Registered memory is retained until the process ends. Call
+// Register before the worker's first push of the key.
 func (b *RecvBuffers) Register(buffers ...RecvBuffer) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -74,7 +71,7 @@ func (b *RecvBuffers) keyOf(p RecvBuffer) bufferKey {
 	return bufferKey{b.node.Topology().WorkerInstance(p.Worker), p.Key}
 }
 
-// check tells why buffers cannot be registered. b.mu is held.
+// check returns the reason why buffers cannot be registered. The caller holds b.mu.
 func (b *RecvBuffers) check(buffers []RecvBuffer) error {
 	first := make(map[bufferKey]int, len(buffers))
 	for i, p := range buffers {
@@ -93,8 +90,7 @@ func (b *RecvBuffers) check(buffers []RecvBuffer) error {
 	return nil
 }
 
-// find looks a buffer up without a lock: pushes of all workers come here. The copy is
-// made again by the first push after a Register.
+// find looks a buffer up without a lock, since pushes of all workers call it. The first push after a Register copies m.
 func (b *RecvBuffers) find(k bufferKey) (backend.Mem, bool) {
 	if !b.used.Load() {
 		return backend.Mem{}, false
@@ -111,9 +107,9 @@ func (b *RecvBuffers) find(k bufferKey) (backend.Mem, bool) {
 	return mem, ok
 }
 
-// Place returns where the value of a push lies: in the registered buffer, to
-// which it is copied unless the van has done so, or in the message itself. owned
-// tells that it is the registered buffer, so that the message is not needed.
+// Place returns the memory of a pushed value: the registered buffer, to which Place copies the value unless the van has
+// received it there, or the message itself. owned reports that it is the registered buffer, so that the message is no
+// longer needed.
 func (b *RecvBuffers) Place(msg *van.Message, key uint64) (vals backend.Mem, owned bool, err error) {
 	if msg.Placed {
 		return msg.Vals, true, nil

@@ -1,5 +1,5 @@
-// Package datamsg is what the key-value API and the tensor API share: how a request is
-// answered, what data frames are, and where pushes land.
+// Package datamsg is the common part of the key-value API and the tensor API: answers to requests, data frames, and
+// buffers for pushes.
 package datamsg
 
 import (
@@ -10,10 +10,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Reply is what an answer needs of the request it answers. It is a small value
-// that may be kept after the request's message is gone.
+// Reply has the fields of a request that an answer needs. It is a small value that may be kept after the request's
+// message is released.
 type Reply struct {
-	Sender       int    // node id of the instance that asked
+	Sender       int    // node id of the requesting instance
 	ProcessEpoch uint32 // of its process, see van.Message
 	AppID        int32
 	CustomerID   int32
@@ -28,13 +28,13 @@ type Reply struct {
 	Trace van.Trace
 }
 
-// ReplyTo collects what an answer to msg needs.
+// ReplyTo returns the Reply for msg.
 func ReplyTo(msg *van.Message) Reply {
 	return Reply{Sender: msg.Sender, ProcessEpoch: msg.ProcessEpoch, AppID: msg.AppID, CustomerID: msg.CustomerID, Head: msg.Head, Timestamp: msg.Timestamp,
 		Push: msg.Push, Key: msg.Key, Addr: msg.Addr, ValLen: msg.ValLen, Option: msg.Option, Trace: msg.RequestTrace}
 }
 
-// Fill makes m the answer to r, without data: the acknowledgement of a push.
+// Fill makes m an answer to r without data: the acknowledgment of a push.
 func (r *Reply) Fill(m *van.Message) {
 	m.Reset()
 	m.Receiver, m.ProcessEpoch = r.Sender, r.ProcessEpoch
@@ -44,8 +44,7 @@ func (r *Reply) Fill(m *van.Message) {
 	m.RequestTrace = r.Trace
 }
 
-// SetData adds data frames to a message: keys, values of element type t, and, if
-// not empty, lengths.
+// SetData adds data frames to a message: keys, values of element type t, and if they are not empty, lengths.
 func SetData(m *van.Message, keys, vals, lens backend.Mem, t van.DataType) {
 	m.DataTypes = append(m.DataTypes[:0], van.TypeUint64, t)
 	m.Keys, m.Vals, m.Lens, m.Frames = keys, vals, lens, 2
@@ -61,8 +60,7 @@ func SetData(m *van.Message, keys, vals, lens backend.Mem, t van.DataType) {
 	m.DataSize = int32(min(m.PayloadLen(), 1<<31-1))
 }
 
-// CheckSender refuses requests of nodes that may not ask n: all but the workers of the
-// cluster.
+// CheckSender refuses requests of nodes other than the workers of the cluster.
 func CheckSender(n *cluster.Node, msg *van.Message) error {
 	id := msg.Sender
 	if id == van.Empty || van.RoleOf(id) != van.Worker || van.RankOf(id) >= n.Config().NumWorkers*n.Config().GroupSize {

@@ -1,4 +1,3 @@
-// Package failpoint enables faults in the code, by name, to prove that the tests find
-// them. Without the build tag failpoints, On is constantly false, and the compiler drops
-// the code of the fault.
+// Package failpoint plants faults in the code, by name, to prove that the tests detect them. Without the build tag
+// failpoints, On is constantly false, and the compiler removes the code of the fault.
 package failpoint

@@ -2,10 +2,10 @@
 
 package failpoint
 
-// Enabled says whether faults can be planted in this build.
+// Enabled reports whether this build can plant faults.
 const Enabled = false
 
-// On tells whether the fault called name is planted: never, in this build.
+// On reports whether the fault called name is planted: never, in this build.
 func On(string) bool { return false }
 
 // Plant does nothing in this build.

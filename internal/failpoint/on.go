@@ -4,18 +4,18 @@ package failpoint
 
 import "sync/atomic"
 
-// Enabled says whether faults can be planted in this build.
+// Enabled reports whether this build can plant faults.
 const Enabled = true
 
 var planted atomic.Pointer[map[string]bool]
 
-// On tells whether the fault called name is planted.
+// On reports whether the fault called name is planted.
 func On(name string) bool {
 	p := planted.Load()
 	return p != nil && (*p)[name]
 }
 
-// Plant plants the named faults in this process in place of those planted before.
+// Plant plants the named faults in this process, and removes those planted before.
 func Plant(names ...string) {
 	m := map[string]bool{}
 	for _, n := range names {

@@ -1,20 +1,20 @@
-// Package fifo has a queue that reuses its memory: in steady state it does not allocate.
+// Package fifo is a queue that reuses its memory: in steady state it does not allocate.
 package fifo
 
 // Queue is a first-in, first-out queue. The zero value is empty. It is not safe for
 // concurrent use.
 type Queue[T any] struct {
 	items []T
-	head  int // of items: those before it were taken
+	head  int // index of the oldest element in items
 }
 
-// keep is the room, in elements, that an empty queue keeps at most.
+// keep is the largest capacity, in elements, that an empty queue keeps.
 const keep = 256
 
-// Len is the number of elements in q.
+// Len returns the number of elements in q.
 func (q *Queue[T]) Len() int { return len(q.items) - q.head }
 
-// Put appends v. Elements move at most once for each that was taken.
+// Put appends v. On average it moves at most one element for each element that was taken.
 func (q *Queue[T]) Put(v T) {
 	if q.head > 0 && len(q.items) == cap(q.items) && q.head >= len(q.items)/2 {
 		n := copy(q.items, q.items[q.head:])
@@ -24,7 +24,7 @@ func (q *Queue[T]) Put(v T) {
 	q.items = append(q.items, v)
 }
 
-// PutFront puts v before all others. All of them move if none was taken before.
+// PutFront puts v before all other elements. It moves all of them if none was taken before.
 func (q *Queue[T]) PutFront(v T) {
 	if q.head > 0 {
 		q.head--
@@ -52,6 +52,6 @@ func (q *Queue[T]) Take() T {
 	return v
 }
 
-// All returns the elements, oldest first, in the queue's own memory: it is valid until
-// the next call of a method that changes q.
+// All returns the elements, oldest first, in the queue's own memory. The slice is valid until the next call of a method
+// that changes q.
 func (q *Queue[T]) All() []T { return q.items[q.head:] }

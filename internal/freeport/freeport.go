@@ -13,15 +13,14 @@ import (
 
 const first, count = 10000, 10000
 
-// Processes that start one after another begin far from each other: by the golden ratio.
+// Processes that start one after another begin at distant ports, spread by the golden ratio.
 var ports = struct {
 	sync.Mutex
 	next int
 }{next: os.Getpid() * 6181 % count}
 
-// Find returns a port of the loopback that nobody uses. It is below the range that the kernel assigns
-// to connections, and a process gets each only once in 10000 calls, so that nothing takes it by chance before
-// the scheduler does.
+// Find returns a free port of the loopback. The port is below the range that the kernel assigns to connections, and a
+// process gets each port only once in 10000 calls, so another process rarely takes it before the scheduler does.
 func Find() (int, error) {
 	ports.Lock()
 	defer ports.Unlock()

@@ -28,7 +28,7 @@ func Interfaces() ([]Interface, error) {
 	for _, i := range all {
 		addrs, err := i.Addrs()
 		if err != nil {
-			continue // the interface was removed meanwhile
+			continue // the interface was removed in the meantime
 		}
 		o := Interface{Name: i.Name, Up: i.Flags&net.FlagUp != 0, Loopback: i.Flags&net.FlagLoopback != 0}
 		for _, a := range addrs {
@@ -43,8 +43,8 @@ func Interfaces() ([]Interface, error) {
 	return list, nil
 }
 
-// Source returns the address that this host uses toward dest. It asks the kernel's
-// routing table; no packet leaves the host.
+// Source returns the address of this host from which packets to dest leave. It asks the kernel's routing table; no
+// packet is sent.
 func Source(dest netip.Addr) (netip.Addr, error) {
 	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(dest, 9)))
 	if err != nil {
@@ -54,13 +54,13 @@ func Source(dest netip.Addr) (netip.Addr, error) {
 	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap(), nil
 }
 
-// Host is a host's interfaces and its routing table. This fills it in; tests do so by hand.
+// Host is a host's interfaces and routing table. This fills it in; tests fill it in by hand.
 type Host struct {
 	Interfaces []Interface
 	Source     func(dest netip.Addr) (netip.Addr, error)
 }
 
-// This returns the host that this process runs on. Without a list of interfaces it has none.
+// This returns the host of this process. If the interfaces cannot be listed, it has none.
 func This() Host {
 	all, _ := Interfaces() // Bind fails if an address is wrong
 	return Host{Interfaces: all, Source: Source}
@@ -159,14 +159,14 @@ func (h Host) Doubt(addr, dest netip.Addr) string {
 	case addr.IsLinkLocalUnicast():
 		what = "it is link-local"
 	case i != nil && Inner(i.Name, addr):
-		what = "it is of " + i.Name + ", a bridge inside this host"
+		what = "it belongs to " + i.Name + ", a bridge inside this host"
 	case i != nil && !i.Up:
 		what = "its interface " + i.Name + " is down"
 	default:
 		return ""
 	}
 	if ok {
-		what += fmt.Sprintf("; %s (%s) leads there", toward, leads)
+		what += fmt.Sprintf("; the route there uses %s (%s)", toward, leads)
 	}
 	return what
 }

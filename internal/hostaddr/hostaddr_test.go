@@ -101,13 +101,13 @@ func TestOf(t *testing.T) {
 
 // TestDoubt: Doubt finds an unreachable address only if the scheduler is on another host.
 func TestDoubt(t *testing.T) {
-	const leads = "; 10.77.0.2 (eth0) leads there"
+	const leads = "; the route there uses 10.77.0.2 (eth0)"
 	for _, c := range []struct{ addr, dest, want string }{
 		{"127.0.0.1", "10.77.0.1", "it is a loopback address" + leads},
 		{"127.0.1.1", "10.77.0.1", "it is a loopback address" + leads},
 		{"0.0.0.0", "10.77.0.1", "it is the unspecified address" + leads},
 		{"169.254.3.4", "10.77.0.1", "it is link-local" + leads},
-		{"172.17.0.1", "10.77.0.1", "it is of docker0, a bridge inside this host" + leads},
+		{"172.17.0.1", "10.77.0.1", "it belongs to docker0, a bridge inside this host" + leads},
 		{"10.99.0.2", "10.77.0.1", "its interface eth9 is down" + leads},
 		{"127.0.0.1", "192.0.2.1", "it is a loopback address"}, // no route there
 		{"10.77.0.2", "10.77.0.1", ""},

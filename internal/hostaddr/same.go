@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// Canonical returns the one spelling of host by which hosts are compared: that of its address, an IPv4 address
-// for an IPv4-mapped one. A name is returned in lower case.
+// Canonical returns the form of host in which hosts are compared: its address, as IPv4 if it is an IPv4-mapped address.
+// A name is converted to lower case.
 func Canonical(host string) string {
 	if a, err := netip.ParseAddr(host); err == nil {
 		return a.Unmap().String()
@@ -16,7 +16,7 @@ func Canonical(host string) string {
 	return strings.ToLower(host)
 }
 
-// Same reports whether a and b spell the same address or name.
+// Same reports whether a and b are forms of the same address or name.
 func Same(a, b string) bool { return a == b || Canonical(a) == Canonical(b) }
 
 var errNoHost = errors.New("it names no host that others can connect to")
@@ -34,8 +34,8 @@ func Check(host string) error {
 	return nil
 }
 
-// Choose returns the address to use of those that a name has: an IPv4 address, unmapped, or IPv6 if the name has no other.
-// Addresses that Check refuses do not count, such as the 0.0.0.0 of a name service that filters.
+// Choose returns one of a name's addresses: an IPv4 address, unmapped, or IPv6 if the name has no other. It ignores
+// addresses that Check refuses, such as the 0.0.0.0 of a filtering name service.
 func Choose(all []netip.Addr) (netip.Addr, error) {
 	var other netip.Addr
 	for _, a := range all {
@@ -57,7 +57,8 @@ func Choose(all []netip.Addr) (netip.Addr, error) {
 	return other, fmt.Errorf("it has the address %s: %w", all[0].Unmap(), errNoHost)
 }
 
-// isNumber reports whether the last part of host is a decimal, octal or hexadecimal number. No name of a host ends so.
+// isNumber reports whether the last part of host is a decimal, octal or hexadecimal number. No host name ends with a
+// number.
 func isNumber(host string) bool {
 	host = strings.ToLower(strings.TrimSuffix(host, "."))
 	last := host[strings.LastIndexByte(host, '.')+1:]

@@ -1,6 +1,5 @@
-// Package limits compares what a node will need of the system and of libzmq with the
-// limits of its process, before it starts. A limit that is reached later breaks a running
-// cluster, and with an error that does not name the limit.
+// Package limits compares, before a node starts, what the node will need of the system and of libzmq with the limits of
+// its process. A limit that is reached later breaks a running cluster, with an error that does not name the limit.
 package limits
 
 import (
@@ -15,31 +14,32 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// What a node costs; tests compare. Of open files it is the most that was measured: those
-// that are open for a moment only, while the cluster forms, are lacking as much as others.
-// Of locked memory it is a little less, so that no node is refused that could just run.
+// The resources of a node; tests measure them. The open files are the measured maximum, including files that are open
+// only for a moment while the cluster forms. The locked memory is slightly below the measured value, so that no node is
+// refused that could just run.
 const (
-	// FilesPerPeer are the descriptors of a connection over ZeroMQ, both ways: a socket
-	// and its monitor each have some.
+	// FilesPerPeer are the descriptors of a connection over ZeroMQ, in both directions: a socket and its monitor each
+	// have several.
 	FilesPerPeer = 9
-	// FilesPerSharer are the additional descriptors of shared memory with a peer: for each direction a socket and a descriptor
-	// that watches the peer's process, one for reading the peer's memory, one for this node's own ring, and a temporary one.
+	// FilesPerSharer are the additional descriptors of shared memory with a peer: for each direction a socket and a
+	// descriptor that watches the peer's process; one for reading the peer's memory; one for this node's own ring; and
+	// a temporary one.
 	FilesPerSharer = 7
-	// filesOfNode are those of a node without peers, and a few of a connection that is
-	// replaced by another; filesOfSharing are those that shared memory costs it.
+	// filesOfNode are the descriptors of a node without peers, and a few for a connection that is being replaced.
+	// filesOfSharing are those of shared memory.
 	filesOfNode    = 25
 	filesOfSharing = 2
-	// lockedPerPeer is the memory that a connection over RDMA registers before there is
-	// a tensor, both ways, and lockedOfNode what a node without peers does.
+	// lockedPerPeer is the memory that an RDMA connection registers before there is a tensor, in both directions.
+	// lockedOfNode is that of a node without peers.
 	lockedPerPeer = 512 << 10
 	lockedOfNode  = 1 << 20
 )
 
-// raiseFiles says how to raise RLIMIT_NOFILE.
+// raiseFiles explains how to raise RLIMIT_NOFILE.
 const raiseFiles = "ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"
 
-// Hint names the limit that an error means which came in spite of Check: what the program
-// itself opens is not known before. It is empty for an error that means none.
+// Hint names the limit behind an error that occurs after a successful Check: Check does not know what the program
+// itself will open. It returns "" for other errors.
 func Hint(err error) string {
 	switch {
 	case errors.Is(err, syscall.EMFILE):
@@ -50,7 +50,7 @@ func Hint(err error) string {
 	return ""
 }
 
-// Explain is err with Hint, if there is one.
+// Explain returns err with Hint, if there is one.
 func Explain(err error) error {
 	if hint := Hint(err); hint != "" {
 		return fmt.Errorf("%w; %s", err, hint)
@@ -63,30 +63,30 @@ const NoLimit = math.MaxUint64
 
 const zmqMaxSocket = "BYTEPS_ZMQ_MAX_SOCKET"
 
-// Need is something that a node needs, and what it may have.
+// Need is a resource that a node needs, and its limit.
 type Need struct {
 	What   string // "open files"
-	Name   string // of the limit: "RLIMIT_NOFILE", "BYTEPS_ZMQ_MAX_SOCKET"
+	Name   string // name of the limit: "RLIMIT_NOFILE", "BYTEPS_ZMQ_MAX_SOCKET"
 	Needed uint64
 	Have   uint64 // NoLimit if there is none
-	Why    string // what Needed is made up of
+	Why    string // the parts of Needed
 	Raise  string // how to raise the limit
-	Bytes  bool   // of the numbers
-	Ample  uint64 // with a lower limit a node starts, and may exceed the limit later; 0 if that is not known
+	Bytes  bool   // the numbers are bytes
+	Ample  uint64 // with a lower limit the node starts, but may exceed the limit later; 0 if not known
 }
 
-// Tight reports whether the limit meets the minimum of the node, and may be too low later.
+// Tight reports whether the limit is enough for the start of the node, but may be too low later.
 func (n *Need) Tight() bool { return n.Enough() && n.Ample > n.Have }
 
-// String says what a node may lack because of a tight limit.
+// String describes a tight limit.
 func (n *Need) String() string {
 	return fmt.Sprintf("few %s: %s is %d, this node needs %d at least and may need %d (%s): %s", n.What, n.Name, n.Have, n.Needed, n.Ample, n.Why, n.Raise)
 }
 
-// Enough tells whether the limit allows what the node needs.
+// Enough reports whether the limit is enough for the start of the node.
 func (n *Need) Enough() bool { return n.Needed <= n.Have }
 
-// Error is a limit that is too low. It is found before the node has done anything.
+// Error is a limit that is too low. It is found before the node starts.
 type Error struct{ Need }
 
 // Error implements error.
@@ -98,7 +98,7 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("too few %s: %s is %d%s, this node needs %d (%s): %s", e.What, e.Name, e.Have, unit, e.Needed, e.Why, e.Raise)
 }
 
-// Unwrap makes the error van.ErrInvalid if the limit is one of our variables.
+// Unwrap makes the error van.ErrInvalid if the limit is one of this library's variables.
 func (e *Error) Unwrap() error {
 	if e.Name == zmqMaxSocket {
 		return env.ErrInvalid
@@ -106,31 +106,29 @@ func (e *Error) Unwrap() error {
 	return nil
 }
 
-// System is where limits are read.
+// System reads the limits.
 type System struct {
-	// Files are the soft and the hard limit of open files.
+	// Files returns the soft and the hard limit of open files.
 	Files func() (soft, hard uint64, err error)
-	// Open is how many files are open.
+	// Open returns the number of open files.
 	Open func() int
-	// Memlock is the memory in bytes that the process may lock, NoLimit if there is no
-	// limit or none that binds it.
+	// Memlock returns the bytes that the process may lock, or NoLimit if no limit applies.
 	Memlock func() (uint64, error)
-	// Threads lists the limits of threads, nil for none.
+	// Threads lists the limits of threads; nil means none.
 	Threads func() []Room
-	// Space lists the limits of address space, and the stack of a thread in bytes; nil for none.
+	// Space lists the limits of address space, and returns the size of a thread's stack in bytes; nil means none.
 	Space func() (rooms []Room, stack uint64)
-	// Host lists the limits of open files that all processes share, nil for none.
+	// Host lists the limits of open files of all processes together; nil means none.
 	Host func() []Room
 }
 
-// OS is this process.
+// OS returns the limits of this process.
 func OS() System {
 	p := self()
 	return System{Files: files, Open: openFiles, Memlock: memlock, Threads: p.threads, Space: p.space, Host: p.host}
 }
 
-// Peers is how many nodes a node of a cluster with that shape is connected to. role is
-// "worker", "server" or "scheduler".
+// Peers returns the number of peers of a node in a cluster with that shape. role is "worker", "server" or "scheduler".
 func Peers(c *env.Config, role string) int {
 	workers, servers := c.NumWorkers*max(c.GroupSize, 1), c.NumServers*max(c.GroupSize, 1)
 	switch role {
@@ -142,8 +140,8 @@ func Peers(c *env.Config, role string) int {
 	return workers + servers
 }
 
-// PerPeer is how many descriptors a peer of a node costs that is no scheduler. Whether a peer
-// is on the same host is not known before it connects: any may be.
+// PerPeer returns the number of descriptors for a peer other than the scheduler. Any such peer may be on the same host;
+// that is not known before it connects.
 func PerPeer(c *env.Config) int {
 	if c.EnableIPC == 0 {
 		return FilesPerPeer
@@ -151,7 +149,7 @@ func PerPeer(c *env.Config) int {
 	return FilesPerPeer + FilesPerSharer
 }
 
-// openFilesOf is what a node needs of RLIMIT_NOFILE.
+// openFilesOf returns a node's need of RLIMIT_NOFILE.
 func openFilesOf(c *env.Config, role string, peers, open, hard uint64) Need {
 	n := Need{What: "open files", Name: "RLIMIT_NOFILE", Needed: open + filesOfNode + peers*FilesPerPeer, Have: hard,
 		Raise: raiseFiles}
@@ -168,8 +166,7 @@ func openFilesOf(c *env.Config, role string, peers, open, hard uint64) Need {
 	return n
 }
 
-// Of lists what a node with this configuration needs. It is not for role joint, which is
-// two nodes.
+// Of lists the needs of a node with this configuration. It is not for role joint, which is two nodes.
 func Of(c *env.Config, role string, s System) (needs []Need, err error) {
 	peers := uint64(Peers(c, role))
 	if c.VanType == "zmq" || c.VanType == "ibverbs" {
@@ -205,9 +202,8 @@ func Of(c *env.Config, role string, s System) (needs []Need, err error) {
 			Raise: fmt.Sprintf("set BYTEPS_ZMQ_MAX_SOCKET=%d or more on this node", peers+1)}), nil
 }
 
-// Check raises the soft limit of open files if it has to, and returns an error that wraps
-// an *Error for each limit that is too low for the node, and the limits that are tight. A limit
-// that cannot be read counts as high enough.
+// Check raises the soft limit of open files if necessary. It returns an error that wraps an *Error for each limit that
+// is too low for the node, and the tight limits. A limit that cannot be read counts as high enough.
 func Check(c *env.Config, role string) (tight []Need, err error) {
 	needs, err := Of(c, role, OS())
 	if err != nil {
@@ -235,8 +231,8 @@ func files() (soft, hard uint64, err error) {
 	return l.Cur, l.Max, nil
 }
 
-// raise sets the soft limit of open files to the hard one. Go does so when a Go program
-// starts, but not when a program of another language loads this library.
+// raise sets the soft limit of open files to the hard limit. Go does this when a Go program starts, but not when a
+// program of another language loads this library.
 func raise() {
 	var l syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &l); err == nil && l.Cur < l.Max {

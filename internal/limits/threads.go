@@ -168,7 +168,7 @@ func (p process) pids() (rooms []Room) {
 	return rooms
 }
 
-// ofUser is the number of this user's threads that this process can see.
+// ofUser returns the number of this user's threads that this process can see.
 func (p process) ofUser() (n uint64) {
 	all, _ := filepath.Glob(p.root + "/proc/[0-9]*/status")
 	for _, name := range all {
@@ -180,7 +180,7 @@ func (p process) ofUser() (n uint64) {
 	return n
 }
 
-// field is the first number behind a name in a file like /proc/self/status, 0 if there is none.
+// field returns the first number after a name in a file like /proc/self/status, or 0.
 func field(text, name string) uint64 {
 	for line := range strings.Lines(text) {
 		if rest, ok := strings.CutPrefix(line, name); ok {

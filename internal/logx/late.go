@@ -7,9 +7,8 @@ import (
 	"log/slog"
 )
 
-// With is l.With for attributes whose values are slog.LogValuers that change. Handlers
-// other than this package's resolve values once, in With; for those the attributes are
-// added to each record.
+// With is l.With for attributes whose values are slog.LogValuers that change. Handlers other than this package's
+// resolve values once, in With; for those, With adds the attributes to each record.
 func With(l *slog.Logger, attrs ...slog.Attr) *slog.Logger {
 	h := l.Handler()
 	if _, ours := h.(*handler); ours {
@@ -24,8 +23,8 @@ type late struct {
 	attrs []slog.Attr
 }
 
-// Handle implements slog.Handler. What a line says of a message it says now: a handler of the application may write
-// it when the message is used for another one.
+// Handle implements slog.Handler. It resolves values of a message at once: a handler of the application may write the
+// record after the message was reused.
 func (h *late) Handle(ctx context.Context, r slog.Record) error {
 	now := slog.NewRecord(r.Time, r.Level, r.Message, r.PC)
 	r.Attrs(func(a slog.Attr) bool {

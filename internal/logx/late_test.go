@@ -18,7 +18,7 @@ type changing struct{ v *int }
 
 func (c changing) LogValue() slog.Value { return slog.IntValue(*c.v) }
 
-// TestWith: values that change are asked for each line, whatever the handler.
+// TestWith: changing values are resolved for each line, with every handler.
 func TestWith(t *testing.T) {
 	var b bytes.Buffer
 	for _, x := range []struct {
@@ -42,12 +42,12 @@ func TestWith(t *testing.T) {
 	}
 }
 
-// said is a value that changes when it has been logged.
+// said is a value that changes after it was logged.
 type said struct{ text string }
 
 func (s *said) LogValue() slog.Value { return slog.StringValue(s.text) }
 
-// kept keeps what is logged, as a handler that writes later does.
+// kept keeps records, like a handler that writes them later.
 type kept struct {
 	slog.Handler
 	records []slog.Record
@@ -58,7 +58,7 @@ func (k *kept) Handle(_ context.Context, r slog.Record) error {
 	return nil
 }
 
-// TestNow: what a line says of a value is what it was when it was logged.
+// TestNow: a record has the value at the time of the log call.
 func TestNow(t *testing.T) {
 	k := &kept{Handler: slog.NewTextHandler(io.Discard, nil)}
 	s := &said{"first"}

@@ -1,10 +1,10 @@
-// Package logx makes the logger of a node. Its lines look like those of the C++
-// library, so that logs of both can be read side by side:
+// Package logx creates the logger of a node. Its lines have the form of the C++ library's, so that logs of both can be
+// read together:
 //
 //	[HH:MM:SS] <role> <gpu> r<rank>/<id> <file>:<line>: <message> key=value ...
 //
-// What is not known is a dash. Unlike there, a line is written in one piece and
-// appears whether or not DMLC_ROLE and STEPMESH_GPU are set.
+// A dash stands for an unknown value. Unlike the C++ library, logx writes a line in one piece, and also if DMLC_ROLE
+// and STEPMESH_GPU are not set.
 package logx
 
 import (
@@ -19,13 +19,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Keys of the attributes that fill the columns in front of the message when they
-// are given to Logger.With outside of any group. On a single record they are
-// ordinary attributes, so that "id" there can be that of a peer.
+// Keys of the attributes for the columns before the message, if they are given to Logger.With outside of any group. In
+// a single record they are ordinary attributes, so "id" there can be the id of a peer.
 //
-// A negative rank or id, and the id 32767 that messages use for "none yet", show as a
-// dash. A slog.LogValuer is resolved for each line, so that loggers made before a rank is
-// known show it as soon as it is. It must be safe for concurrent use.
+// A negative rank or id, and the id 32767 that messages use for "none yet", are printed as a dash. A slog.LogValuer is
+// resolved for each line, so that a logger shows a rank as soon as it is known. The LogValuer must be safe for
+// concurrent use.
 const (
 	Role = "role"
 	GPU  = "gpu"
@@ -33,9 +32,9 @@ const (
 	ID   = "id"
 )
 
-// New returns the logger of a node with c's role, device and level; rank and id
-// are yet unknown. Each record is one call of w.Write, and these never overlap.
-// The logger is safe for concurrent use, and later changes of c do not reach it.
+// New returns the logger of a node with c's role, device and level. Rank and id are not known yet. Each record is one
+// call of w.Write, and these calls never overlap. The logger is safe for concurrent use, and later changes of c do not
+// affect it.
 func New(w io.Writer, c *env.Config) *slog.Logger {
 	h := &handler{out: &output{w: w}, level: c.LogLevel()}
 	h.columns[colRole] = slog.StringValue(c.Role)
@@ -53,11 +52,11 @@ const (
 	numColumns
 )
 
-const noID = 1<<15 - 1 // above every id and rank
+const noID = 1<<15 - 1 // larger than every id and rank
 
 var columnOf = map[string]int{Role: colRole, GPU: colGPU, Rank: colRank, ID: colID}
 
-// output is shared by a logger and all that derive from it.
+// output is shared by a logger and all loggers derived from it.
 type output struct {
 	mu sync.Mutex
 	w  io.Writer
@@ -67,7 +66,7 @@ type handler struct {
 	out     *output
 	level   slog.Level
 	columns [numColumns]slog.Value
-	attrs   []byte // of With, ready to be written
+	attrs   []byte // attributes of With, formatted
 	group   string // open groups, with a dot after each
 }
 

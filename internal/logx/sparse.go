@@ -1,6 +1,6 @@
 package logx
 
-// Which of many similar events get a log line.
+// The choice of the events that are logged, if many are similar.
 
 import (
 	"log/slog"
@@ -8,32 +8,30 @@ import (
 	"sync/atomic"
 )
 
-// Sparse chooses the events of one cause that are logged: the 1st, 2nd, 4th, 8th and so
-// on, so that many events make few lines. The zero value is ready. It is safe for
-// concurrent use and allocates nothing.
+// Sparse chooses the events of one cause that are logged: the 1st, 2nd, 4th, 8th and so on, so that many events make
+// few lines. The zero value is ready. It is safe for concurrent use and allocates nothing.
 type Sparse struct{ n atomic.Uint64 }
 
-// Next counts one more event, and returns the count and whether to log this one.
+// Next counts one more event. It returns the count, and whether to log this event.
 func (s *Sparse) Next() (n uint64, show bool) {
 	n = s.n.Add(1)
 	return n, n&(n-1) == 0
 }
 
-// Count is how many events there were.
+// Count returns the number of events.
 func (s *Sparse) Count() uint64 { return s.n.Load() }
 
-// maxCauses bounds what a Causes remembers.
+// maxCauses bounds the number of causes in a Causes.
 const maxCauses = 256
 
-// Causes is a Sparse for each of several causes, which are named by a text. The zero
-// value is ready. It is safe for concurrent use. Its memory is bounded: all causes after
-// the first 256 are counted as one.
+// Causes is a Sparse for each of several causes, which are texts. The zero value is ready. It is safe for concurrent
+// use. Its memory is bounded: all causes after the first 256 are counted as one.
 type Causes struct {
 	mu sync.Mutex
 	m  map[string]*Sparse
 }
 
-// Next counts one more event of cause, and returns the count and whether to log this one.
+// Next counts one more event of cause. It returns the count, and whether to log this event.
 func (c *Causes) Next(cause string) (n uint64, show bool) {
 	c.mu.Lock()
 	s := c.m[cause]
@@ -56,7 +54,8 @@ func (c *Causes) Next(cause string) (n uint64, show bool) {
 // silent logs nothing.
 var silent = slog.New(slog.DiscardHandler)
 
-// Log is l for one more event of cause: it adds the count, as "so far", or logs nothing.
+// Log counts one more event of cause, and returns the logger for it: l with the count as "so far", or a logger that
+// writes nothing.
 func (c *Causes) Log(l *slog.Logger, cause string) *slog.Logger {
 	n, show := c.Next(cause)
 	if !show {
@@ -68,8 +67,8 @@ func (c *Causes) Log(l *slog.Logger, cause string) *slog.Logger {
 // maxKind bounds the text of a cause.
 const maxKind = 160
 
-// Kind is the text of err without its digits, for Causes: the same for errors that
-// differ in numbers, ids and addresses only.
+// Kind returns the text of err without its digits, for Causes: it is the same for errors that differ only in numbers,
+// ids and addresses.
 func Kind(err error) string {
 	text := err.Error()
 	b := make([]byte, 0, min(len(text), maxKind))

@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// TestSparse: of a flood only the 1st, 2nd, 4th, ... is logged, for each cause.
+// TestSparse: of many events only the 1st, 2nd, 4th, ... are logged, for each cause.
 func TestSparse(t *testing.T) {
 	var c logx.Causes
 	var s logx.Sparse
@@ -46,7 +46,7 @@ func TestSparse(t *testing.T) {
 	}
 }
 
-// TestCausesLog: a line that is written has the count behind its other attributes, and the place of who logs it.
+// TestCausesLog: a written line has the count after its other attributes, and the source line of the caller.
 func TestCausesLog(t *testing.T) {
 	var b bytes.Buffer
 	var c logx.Causes
@@ -65,7 +65,7 @@ func TestCausesLog(t *testing.T) {
 	}
 }
 
-// TestKind: errors that differ in numbers only are of one kind.
+// TestKind: errors that differ only in numbers are of one kind.
 func TestKind(t *testing.T) {
 	a, b := logx.Kind(errors.New("push 12 from 127.0.0.1:99")), logx.Kind(errors.New("push 7 from 10.0.0.100:1234"))
 	if a != b || a != "push  from ...:" {

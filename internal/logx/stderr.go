@@ -30,7 +30,7 @@ const (
 	stderrPiece = 4096
 )
 
-// lossy writes lines to a descriptor, as Stderr says.
+// lossy writes lines to a descriptor; see Stderr.
 type lossy struct {
 	fd int
 
@@ -60,7 +60,8 @@ func (l *lossy) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// put writes text in pieces. It reports whether all was written, and if not, whether the cause is a reader that does not read.
+// put writes text in pieces. It reports whether it has written everything, and if not, whether the reader does not
+// read.
 func (l *lossy) put(text []byte) (whole, stuck bool) {
 	for len(text) > 0 {
 		if writable, gone := l.wait(); gone || !writable {
@@ -70,7 +71,7 @@ func (l *lossy) put(text []byte) (whole, stuck bool) {
 		n, err := unix.Write(l.fd, text[:min(len(text), stderrPiece)])
 		switch {
 		case err == unix.EINTR:
-		case err == unix.EAGAIN: // another writer has filled it
+		case err == unix.EAGAIN: // another writer has filled the pipe
 			l.stuck = true
 			return false, true
 		case err != nil:

@@ -12,8 +12,7 @@ import (
 	"unicode/utf8"
 )
 
-// appendAttr adds " key=value", or as many as a group has, with the names of the
-// open groups before the key.
+// appendAttr appends " key=value", or for a group one for each attribute. The names of the open groups precede the key.
 func appendAttr(b []byte, group string, a slog.Attr) []byte {
 	a.Value = a.Value.Resolve()
 	if a.Equal(slog.Attr{}) {
@@ -56,7 +55,7 @@ func appendValue(b []byte, v slog.Value) []byte {
 	case slog.KindString:
 		return appendString(b, v.String())
 	default:
-		return appendString(b, fmt.Sprint(v.Any())) // survives a String method that panics
+		return appendString(b, fmt.Sprint(v.Any())) // a String method that panics does no harm
 	}
 }
 
@@ -77,8 +76,7 @@ func quoted(s string) bool {
 	return false
 }
 
-// appendPlain adds a message as it is, except for what would break the line or
-// disturb a terminal.
+// appendPlain appends a message, without characters that would break the line or disturb a terminal.
 func appendPlain(b []byte, s string) []byte {
 	for _, r := range s {
 		switch {
@@ -92,7 +90,7 @@ func appendPlain(b []byte, s string) []byte {
 	return b
 }
 
-// Printable replaces what may not be in a notice to another node or a log line.
+// Printable replaces characters that must not be in a notice to another node or in a log line.
 func Printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {

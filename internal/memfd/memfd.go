@@ -1,5 +1,5 @@
-// Package memfd makes memory that processes of one host share: files without a name in the
-// file system, of which nothing is left behind when their users end.
+// Package memfd creates memory that processes of one host share: files without a name in the file system. They
+// disappear when their users end.
 package memfd
 
 import (
@@ -9,16 +9,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// seals keep the file at its length, so that no mapping of it can fault.
+// seals keep the file at its length, so that an access to a mapping cannot fault.
 const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 
-// New makes a sealed file in memory with n bytes, all of which exist: where
-// there is no memory for them this says so, not a signal later. The caller closes it.
+// New creates a sealed file in memory with n bytes, all allocated: New returns an error if there is no memory for them;
+// a later access does not raise a signal. The caller closes the file.
 func New(n int) (fd int, err error) { return Part(n, n) }
 
-// Part makes a sealed file of n bytes. Only the first have bytes are allocated. The caller accesses the
-// other bytes only after Extend has allocated them, since a process that accesses a byte without memory
-// gets a signal. The caller closes the file.
+// Part creates a sealed file of n bytes. Only the first have bytes are allocated. The caller accesses the other bytes
+// only after Extend has allocated them, since an access to a byte without memory raises a signal. The caller closes the
+// file.
 func Part(n, have int) (fd int, err error) {
 	const noexec = 0x8 // MFD_NOEXEC_SEAL, unknown before Linux 6.3
 	fd, err = unix.MemfdCreate("stepaf", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|noexec)
@@ -57,7 +57,7 @@ func Extend(fd, from, to int) error {
 // ErrMemory is the error of Check.
 var ErrMemory = errors.New("not a sealed memory file of the agreed length")
 
-// Check refuses a file of another process that could shrink or does not have n bytes.
+// Check refuses a file of another process that can shrink or does not have n bytes.
 func Check(fd, n int) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {

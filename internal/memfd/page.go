@@ -1,6 +1,6 @@
 package memfd
 
-// Pages: files that other processes map by their name, which is the number of a process and of its file descriptor.
+// Pages: files that other processes map by name. A name is the numbers of a process and of its file descriptor.
 
 import (
 	"cmp"
@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Page is a mapping of a file of New. It ends when nobody refers to it any more: who gives its memory to others, as to a device
-// that pins it, has them refer to it.
+// Page is a mapping of a file of New. It is unmapped when nothing refers to it any more. Code that passes its memory
+// on, for example to a device that pins it, makes the receiver refer to the Page.
 type Page struct{ Mem []byte }
 
 // Map maps n bytes of the file fd, which stays open.
@@ -32,15 +32,15 @@ func mapPage(fd, n, access int) (*Page, error) {
 // NameLen is the length of a name in bytes.
 const NameLen = 12
 
-// Name is what other processes map the file fd of this process by, for as long as it is open.
+// Name returns the name by which other processes map the file fd of this process while it is open.
 func Name(fd int) []byte {
 	name := binary.NativeEndian.AppendUint64(nil, uint64(os.Getpid()))
 	return binary.NativeEndian.AppendUint32(name, uint32(fd))
 }
 
-// MapNamed maps n bytes of the file that another process has named in NameLen bytes, to be read or to be written, too. It opens nothing
-// whose opening may wait, or do anything: only a file in memory that cannot shrink and has that length. It
-// fails where this process may not look at the files of the other one.
+// MapNamed maps n bytes of the file that another process has named in NameLen bytes, for reading or also for writing.
+// It opens only a file in memory that cannot shrink and has that length, so opening neither blocks nor has side
+// effects. It fails if this process may not open the files of the other process.
 func MapNamed(name []byte, n int, write bool) (*Page, error) {
 	mode, access := unix.O_RDONLY, unix.PROT_READ
 	if write {
@@ -57,7 +57,7 @@ func MapNamed(name []byte, n int, write bool) (*Page, error) {
 	return mapPage(fd, n, access)
 }
 
-// open opens what lies where files in memory of this process do.
+// open opens a path only if it is on the file system of this process's files in memory.
 func open(path string, mode int) (int, error) {
 	at, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
 	if err != nil {

@@ -4,11 +4,13 @@ package memfd
 
 import "sync/atomic"
 
-// wrote stands for all words of shared memory.
+// wrote stands for all flags in shared memory.
 var wrote atomic.Uint32
 
-// Wrote is for the race detector, which does not see words in memory that is not Go's: it is called before one is written.
+// Wrote is for the race detector, which does not see accesses to memory outside of Go's heap. It is called before a
+// flag is written.
 func Wrote() { wrote.Add(1) }
 
-// Read is called after a word was read: what came before any Wrote until now comes before what follows.
+// Read is called after a flag was read. For the race detector, everything before any Wrote until now happens before
+// everything after Read.
 func Read() { wrote.Load() }

@@ -1,5 +1,4 @@
-// Package random draws the numbers by which nodes are told apart: incarnations, clusters,
-// first timestamps, epochs.
+// Package random makes the random numbers that distinguish nodes: incarnations, clusters, first timestamps, epochs.
 package random
 
 import (
@@ -7,11 +6,11 @@ import (
 	"encoding/binary"
 )
 
-// Uint64 is a random number from the kernel. Those of math/rand will not do: its start is
-// what the kernel gave the process when its program began, which forked processes share
-// until their next exec, so copies of one Python program would all draw the same numbers.
+// Uint64 returns a random number from the kernel. math/rand is not suitable: its seed is the kernel's value at the
+// start of the program, which forked processes share until their next exec, so that all copies of one Python program
+// would get the same numbers.
 func Uint64() uint64 {
 	var b [8]byte
-	rand.Read(b[:]) // never fails, see there
+	rand.Read(b[:]) // never fails; see crypto/rand
 	return binary.LittleEndian.Uint64(b[:])
 }

@@ -1,4 +1,4 @@
-// Package streamqueue sends what has to wait for work on a device, in order.
+// Package streamqueue sends entries, in order, after the work of a device that they wait for.
 package streamqueue
 
 import (
@@ -18,27 +18,26 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Queue sends in order what has to wait for a device. Its goroutine begins with the
-// first entry.
+// Queue sends entries in order. Each may wait for work of a device. The queue's goroutine starts with the first entry.
 type Queue struct {
 	back  backend.Backend
 	idler backend.StreamIdler // nil if the backend cannot tell
-	spin  time.Duration       // how long it looks for the next entry before it sleeps
+	spin  time.Duration       // how long the queue polls for the next entry before it sleeps
 
-	waiting atomic.Int64 // entries that are not sent yet
+	waiting atomic.Int64 // number of entries that are not sent yet
 	closing atomic.Bool
 
 	mu      sync.Mutex
 	entries fifo.Queue[entry]
 	events  []backend.Event // not in use
-	current Entry           // whose event is awaited
+	current Entry           // the queue waits for its event
 	ctx     context.Context // of that wait
 	cancel  context.CancelFunc
 	wake    chan struct{}
 	ended   chan struct{} // nil before the first entry
 }
 
-// entry is what is to be sent, and the event that it waits for, nil for none.
+// entry is an Entry, and the event that it waits for, or nil.
 type entry struct {
 	what  Entry
 	event backend.Event
@@ -46,28 +45,27 @@ type entry struct {
 
 // Entry is what a Queue sends.
 type Entry interface {
-	// Dead tells that nobody wants it sent any more.
+	// Dead reports whether the entry was canceled.
 	Dead() bool
-	// SendNow sends it. With an error, which says why the device's work is not waited for,
-	// it sends nothing.
+	// SendNow sends the entry. If err is not nil, the queue could not wait for the device's work, and SendNow sends
+	// nothing.
 	SendNow(err error)
 }
 
-// New makes a queue for work on b, which looks for the next entry before it sleeps as p says.
+// New creates a queue for work on b. p sets how long it polls for the next entry before it sleeps.
 func New(b backend.Backend, p env.BusyPoll) *Queue {
 	q := &Queue{back: b, spin: p.Spin(), wake: make(chan struct{}, 1)}
 	q.idler, _ = b.(backend.StreamIdler)
 	return q
 }
 
-// Busy tells whether something is to be sent before what comes now.
+// Busy reports whether there are entries that are not sent yet.
 func (q *Queue) Busy() bool { return q.waiting.Load() > 0 }
 
-// Complete is no stream: there is nothing to wait for.
+// Complete is the absence of a stream: there is no work to wait for.
 const Complete = ^uintptr(0)
 
-// Mark returns an event at the present end of stream, nil for Complete and for a
-// stream that has come to its end.
+// Mark returns an event at the present end of stream. It returns nil for Complete and for an idle stream.
 func (q *Queue) Mark(stream uintptr) (backend.Event, error) {
 	if stream == Complete {
 		return nil, nil
@@ -87,7 +85,7 @@ func (q *Queue) Mark(stream uintptr) (backend.Event, error) {
 	return e, nil
 }
 
-// Event returns an event that is not in use, to be given back with Unmark.
+// Event returns an unused event, which the caller returns with Unmark.
 func (q *Queue) Event() (e backend.Event, err error) {
 	q.mu.Lock()
 	if n := len(q.events); n > 0 {
@@ -100,10 +98,10 @@ func (q *Queue) Event() (e backend.Event, err error) {
 	return e, err
 }
 
-// keepEvents bounds the events that are kept for use again.
+// keepEvents bounds the number of unused events.
 const keepEvents = 256
 
-// Unmark gives back an event of Mark, which may be nil.
+// Unmark returns an event of Mark, which may be nil, for reuse.
 func (q *Queue) Unmark(e backend.Event) {
 	if e == nil {
 		return
@@ -115,12 +113,12 @@ func (q *Queue) Unmark(e backend.Event) {
 	}
 	q.mu.Unlock()
 	if !keep {
-		_ = e.Close() // one that its backend cannot free is freed with it
+		_ = e.Close() // an event that cannot be freed now is freed with the backend
 	}
 }
 
-// Add sends x when all before it is sent and e, which may be nil, is done. It takes e
-// over. It tells whether the queue is open.
+// Add sends x after all earlier entries, when e, which may be nil, is done. It takes ownership of e. It reports whether
+// the queue is open.
 func (q *Queue) Add(x Entry, e backend.Event) bool {
 	q.mu.Lock()
 	if q.closing.Load() {
@@ -152,7 +150,7 @@ func (q *Queue) run() {
 	}
 }
 
-// next waits for the next entry, at first without sleeping.
+// next waits for the next entry. It polls before it sleeps.
 func (q *Queue) next() (entry, bool) {
 	for begun := uint64(0); ; {
 		q.mu.Lock()
@@ -178,7 +176,7 @@ func (q *Queue) next() (entry, bool) {
 	}
 }
 
-// wait waits for the event of e, unless what it is for is dead.
+// wait waits for the event of e, unless the entry is canceled.
 func (q *Queue) wait(e entry) error {
 	if q.closing.Load() {
 		q.Unmark(e.event)
@@ -188,14 +186,14 @@ func (q *Queue) wait(e entry) error {
 		return nil
 	}
 	q.mu.Lock()
-	if q.ctx.Err() != nil && !q.closing.Load() { // of one that was given up
+	if q.ctx.Err() != nil && !q.closing.Load() { // a canceled entry ended the wait
 		q.ctx, q.cancel = context.WithCancel(context.Background())
 	}
 	q.current = e.what
 	ctx := q.ctx
 	q.mu.Unlock()
 	var err error
-	if !e.what.Dead() { // later, giveUp finds it
+	if !e.what.Dead() { // after this check, GiveUp ends the wait
 		err = e.event.Sync(ctx)
 	}
 	q.mu.Lock()
@@ -206,14 +204,14 @@ func (q *Queue) wait(e entry) error {
 	case q.closing.Load():
 		err = van.ErrClosed
 	case ctx.Err() == nil:
-		_ = e.event.Close() // it is of no use, and the error says why
+		_ = e.event.Close() // the event cannot be reused; err is the cause
 		return fmt.Errorf("wait for the work that makes the tensors: %w", err)
 	}
 	q.Unmark(e.event)
 	return err
 }
 
-// GiveUp ends the wait for the event of x, which is dead.
+// GiveUp ends the wait for the event of x, which is canceled.
 func (q *Queue) GiveUp(x Entry) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -222,8 +220,7 @@ func (q *Queue) GiveUp(x Entry) {
 	}
 }
 
-// Close ends the queue: what has not been sent is told van.ErrClosed. When it returns
-// nothing is sent any more.
+// Close ends the queue. Entries that are not sent get van.ErrClosed. After Close nothing is sent.
 func (q *Queue) Close() {
 	q.mu.Lock()
 	q.closing.Store(true)

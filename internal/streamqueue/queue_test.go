@@ -18,16 +18,16 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// device has streams whose work takes time.
+// device is a device whose streams' work takes time.
 type device struct {
-	backend.Backend // nil: what a test does not expect panics
+	backend.Backend // nil, so that an unexpected call panics
 	mu              sync.Mutex
 	free            map[uintptr]time.Time // when the work in a stream is done
 	open, made      int                   // events
 	refuse          error
 }
 
-// idling can tell whether a stream is idle.
+// idling is a device that can report whether a stream is idle.
 type idling struct{ *device }
 
 func (d idling) Idle(stream uintptr) (bool, error) {
@@ -93,7 +93,7 @@ func (e *event) Close() error {
 	return nil
 }
 
-// entryOf is what a queue sends.
+// entryOf is an entry of a test.
 type entryOf struct {
 	q    *world
 	n    int
@@ -127,8 +127,8 @@ func (x *entryOf) SendNow(err error) {
 	x.q.came = append(x.q.came, fmt.Sprint(x.n, " ", time.Since(x.q.begun).Milliseconds(), " ", errors.Is(err, van.ErrClosed), errors.Is(err, errBroken), errors.Is(err, context.Canceled), err != nil))
 }
 
-// TestStories: what leaves when, behind streams whose work takes long, fails, or is not wanted any more. Everything
-// that was added is sent or told why not, once and in order, and no event is left.
+// TestStories: the times at which entries are sent, after streams whose work takes long or fails, and of canceled
+// entries. Every added entry is sent or gets an error, once and in order, and no event is left.
 func TestStories(t *testing.T) {
 	golden.Check(t, "stories", 80, func(rng *rand.Rand, w io.Writer) {
 		synctest.Test(t, func(t *testing.T) {
@@ -137,7 +137,7 @@ func TestStories(t *testing.T) {
 			if rng.IntN(2) == 0 {
 				back = idling{d}
 			}
-			q := New(back, env.AlwaysBlock) // who looks without sleeping keeps virtual time from passing
+			q := New(back, env.AlwaysBlock) // a polling goroutine would stop virtual time
 			world := &world{begun: time.Now(), last: -1, order: true}
 			var all []*entryOf
 			closed := false
@@ -169,7 +169,7 @@ func TestStories(t *testing.T) {
 					d.mu.Unlock()
 				case k == 9:
 					time.Sleep(time.Duration(1+rng.IntN(80)) * time.Millisecond)
-				case k == 10 && len(all) > 0: // nobody wants one any more
+				case k == 10 && len(all) > 0: // cancels one
 					x := all[rng.IntN(len(all))]
 					x.mu.Lock()
 					x.dead = true
@@ -225,7 +225,7 @@ func TestStories(t *testing.T) {
 	})
 }
 
-// TestKeepsFewEvents: of many that come back only some are kept.
+// TestKeepsFewEvents: of many returned events only some are kept.
 func TestKeepsFewEvents(t *testing.T) {
 	d := &device{free: map[uintptr]time.Time{1: time.Now().Add(time.Hour)}}
 	q := New(d, env.AlwaysBlock)

@@ -1,4 +1,4 @@
-// Package secret makes secrets of clusters and writes them to files that nodes accept.
+// Package secret creates secrets of clusters and writes them to files that nodes accept.
 package secret
 
 import (
