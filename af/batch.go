@@ -159,7 +159,7 @@ func (b Batch) Release(on ...Stream) {
 		b.w.unref()
 		return
 	}
-	event, err := b.w.s.late.Mark(uintptr(on[0]))
+	event, err := b.w.s.late.RecordEvent(uintptr(on[0]))
 	switch {
 	case errors.Is(err, backend.ErrUnsupported): // a graph has captured the use of the memory
 		b.w.s.node.Log().Warn("received tensors are never used again", "worker", b.w.s.node.PeerName(b.w.instance), "err", err)
@@ -175,7 +175,7 @@ func (b Batch) Release(on ...Stream) {
 // reading is a batch that the device still reads.
 type reading work
 
-func (*reading) Dead() bool      { return false }
+func (*reading) Canceled() bool  { return false }
 func (r *reading) SendNow(error) { (*work)(r).unref() }
 
 // unref gives up one hold; after the last one the state is used again.

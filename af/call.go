@@ -57,7 +57,7 @@ func (b *batch) start(device bool, o options) (Call, error) {
 	var event backend.Event
 	if device {
 		var err error
-		if event, err = c.queue.Mark(uintptr(o.stream)); err != nil {
+		if event, err = c.queue.RecordEvent(uintptr(o.stream)); err != nil {
 			b.letGo()
 			b.Recycle()
 			return Call{}, &van.Error{Op: "push_pull", Node: c.node.Name(), Err: err}
@@ -68,7 +68,7 @@ func (b *batch) start(device bool, o options) (Call, error) {
 	b.p, b.q = len(b.pushes), len(b.pulls)/len(b.servers)
 	b.fillKeys()
 	if err := c.customer.Open(&b.Request, "push_pull", b, b.p+b.q, b.servers); err != nil {
-		c.queue.Unmark(event)
+		c.queue.ReturnEvent(event)
 		b.queued = false
 		b.Finished(err)
 		b.Recycle()
@@ -123,8 +123,8 @@ func (c *calls) mayLeaveOut(to To) error {
 	return nil
 }
 
-// Dead implements streamqueue.Entry.
-func (b *batch) Dead() bool { return !b.Pending() }
+// Canceled implements streamqueue.Entry.
+func (b *batch) Canceled() bool { return !b.Pending() }
 
 // SendNow implements streamqueue.Entry: it sends the batch unless it has failed meanwhile.
 func (b *batch) SendNow(err error) {
@@ -478,7 +478,7 @@ func (b *batch) hold() {
 // Finished is called when the batch is over: the tensors are the caller's again.
 func (b *batch) Finished(err error) {
 	if b.queued && err != nil {
-		b.c.queue.GiveUp(b)
+		b.c.queue.Cancel(b)
 	}
 	if r := b.c.revoker; r != nil && err != nil {
 		for i := range b.pulls {

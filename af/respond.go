@@ -43,7 +43,7 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	device, err = b.w.checkAnswer(outs, o.order)
 	var event backend.Event
 	if err == nil && device {
-		event, err = s.queue.Mark(uintptr(o.stream))
+		event, err = s.queue.RecordEvent(uintptr(o.stream))
 	}
 	if err != nil {
 		b.w.state.Store(b.gen << 1)
@@ -133,8 +133,8 @@ func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o options) error {
 	return &van.Error{Op: "respond", Node: s.node.Name(), Err: van.ErrClosed}
 }
 
-// Dead implements streamqueue.Entry: an answer is wanted until its worker is lost, which Send says.
-func (b *work) Dead() bool { return false }
+// Canceled implements streamqueue.Entry: an answer is wanted until its worker is lost, which Send says.
+func (b *work) Canceled() bool { return false }
 
 // SendNow implements streamqueue.Entry: it sends the answers and gives up the batch.
 func (b *work) SendNow(err error) {

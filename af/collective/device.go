@@ -75,7 +75,7 @@ func (c *Comm) startBehind(p *plan, on []af.Stream) (Op, error) {
 	if len(on) > 1 {
 		return Op{}, c.b.check(p.call, fmt.Errorf("%w: %d streams, want one", van.ErrInvalid, len(on)))
 	}
-	ready, err := c.flight.copies.queue.Mark(stream)
+	ready, err := c.flight.copies.queue.RecordEvent(stream)
 	var o *op
 	if err = c.b.check(p.call, err); err == nil {
 		c.pair.Lock()
@@ -83,7 +83,7 @@ func (c *Comm) startBehind(p *plan, on []af.Stream) (Op, error) {
 		c.pair.Unlock()
 	}
 	if err != nil {
-		c.flight.copies.queue.Unmark(ready)
+		c.flight.copies.queue.ReturnEvent(ready)
 		return Op{}, err
 	}
 	h := Op{o, o.gen}
@@ -164,7 +164,7 @@ func (d *deviceCopy) look() bool {
 		d.copyIfDue()
 		return true
 	}
-	return d.o.Dead() || clock.Now() > d.until
+	return d.o.Canceled() || clock.Now() > d.until
 }
 
 // copyOwn begins the copy of this rank's own part.
@@ -282,8 +282,8 @@ func (o *op) endCopy(err error) error {
 	return err
 }
 
-// Dead implements streamqueue.Entry.
-func (o *op) Dead() bool {
+// Canceled implements streamqueue.Entry.
+func (o *op) Canceled() bool {
 	o.b.mu.Lock()
 	defer o.b.mu.Unlock()
 	return o.ended
@@ -294,7 +294,7 @@ func (o *op) SendNow(err error) {
 	switch {
 	case err == nil:
 		o.launch(false)
-	case !o.Dead(): // which would be why
+	case !o.Canceled(): // which would be why
 		err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String(), Err: err}
 		o.b.fail(err)
 		o.end(err)

@@ -158,7 +158,7 @@ func TestOwnPartBehindClose(t *testing.T) {
 			t.Fatal(err)
 		}
 		onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })
-		vantest.Eventually(t, 20*time.Second, "the call has ended on both ranks", op.o.Dead)
+		vantest.Eventually(t, 20*time.Second, "the call has ended on both ranks", op.o.Canceled)
 		if err := all[0].Close(t.Context()); err != nil {
 			t.Fatal(err)
 		}

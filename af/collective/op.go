@@ -489,7 +489,7 @@ func (o *op) end(err error) {
 		b.customer.Abort(&o.Request, err)
 	}
 	if err != nil && o.device.is {
-		l.copies.queue.GiveUp(o)
+		l.copies.queue.Cancel(o)
 	}
 	for range untaken {
 		o.settle()
@@ -511,7 +511,7 @@ func (o *op) forget() {
 	o.b.mu.Unlock()
 	_ = pull.Wait(context.Background()) // at once: its result is o's
 	if o.device.is {
-		o.l.copies.queue.Unmark(o.device.copied)
+		o.l.copies.queue.ReturnEvent(o.device.copied)
 		o.device.copied, o.device.err = nil, nil
 		o.device.due.Store(false)
 		o.result.release()

@@ -45,8 +45,8 @@ type entry struct {
 
 // Entry is what a Queue sends.
 type Entry interface {
-	// Dead reports whether the entry was canceled.
-	Dead() bool
+	// Canceled reports whether the entry was canceled.
+	Canceled() bool
 	// SendNow sends the entry. If err is not nil, the queue could not wait for the device's work, and SendNow sends
 	// nothing.
 	SendNow(err error)
@@ -65,8 +65,8 @@ func (q *Queue) Busy() bool { return q.waiting.Load() > 0 }
 // Complete is the absence of a stream: there is no work to wait for.
 const Complete = ^uintptr(0)
 
-// Mark returns an event at the present end of stream. It returns nil for Complete and for an idle stream.
-func (q *Queue) Mark(stream uintptr) (backend.Event, error) {
+// RecordEvent returns an event at the present end of stream. It returns nil for Complete and for an idle stream.
+func (q *Queue) RecordEvent(stream uintptr) (backend.Event, error) {
 	if stream == Complete {
 		return nil, nil
 	}
@@ -85,7 +85,7 @@ func (q *Queue) Mark(stream uintptr) (backend.Event, error) {
 	return e, nil
 }
 
-// Event returns an unused event, which the caller returns with Unmark.
+// Event returns an unused event, which the caller returns with ReturnEvent.
 func (q *Queue) Event() (e backend.Event, err error) {
 	q.mu.Lock()
 	if n := len(q.events); n > 0 {
@@ -101,8 +101,8 @@ func (q *Queue) Event() (e backend.Event, err error) {
 // keepEvents bounds the number of unused events.
 const keepEvents = 256
 
-// Unmark returns an event of Mark, which may be nil, for reuse.
-func (q *Queue) Unmark(e backend.Event) {
+// ReturnEvent returns an event of RecordEvent, which may be nil, for reuse.
+func (q *Queue) ReturnEvent(e backend.Event) {
 	if e == nil {
 		return
 	}
@@ -123,7 +123,7 @@ func (q *Queue) Add(x Entry, e backend.Event) bool {
 	q.mu.Lock()
 	if q.closing.Load() {
 		q.mu.Unlock()
-		q.Unmark(e)
+		q.ReturnEvent(e)
 		return false
 	}
 	if q.ended == nil {
@@ -179,7 +179,7 @@ func (q *Queue) next() (entry, bool) {
 // wait waits for the event of e, unless the entry is canceled.
 func (q *Queue) wait(e entry) error {
 	if q.closing.Load() {
-		q.Unmark(e.event)
+		q.ReturnEvent(e.event)
 		return van.ErrClosed
 	}
 	if e.event == nil {
@@ -193,7 +193,7 @@ func (q *Queue) wait(e entry) error {
 	ctx := q.ctx
 	q.mu.Unlock()
 	var err error
-	if !e.what.Dead() { // after this check, GiveUp ends the wait
+	if !e.what.Canceled() { // after this check, Cancel ends the wait
 		err = e.event.Sync(ctx)
 	}
 	q.mu.Lock()
@@ -207,12 +207,12 @@ func (q *Queue) wait(e entry) error {
 		_ = e.event.Close() // the event cannot be reused; err is the cause
 		return fmt.Errorf("wait for the work that makes the tensors: %w", err)
 	}
-	q.Unmark(e.event)
+	q.ReturnEvent(e.event)
 	return err
 }
 
-// GiveUp ends the wait for the event of x, which is canceled.
-func (q *Queue) GiveUp(x Entry) {
+// Cancel ends the wait for the event of x, which is canceled.
+func (q *Queue) Cancel(x Entry) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.current == x {

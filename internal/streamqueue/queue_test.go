@@ -110,7 +110,7 @@ type world struct {
 	order bool
 }
 
-func (x *entryOf) Dead() bool {
+func (x *entryOf) Canceled() bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	return x.dead
@@ -145,13 +145,13 @@ func TestStories(t *testing.T) {
 				switch k := rng.IntN(12); {
 				case k < 6:
 					stream := []uintptr{1, 2, 3, Complete}[rng.IntN(4)]
-					e, err := q.Mark(stream)
+					e, err := q.RecordEvent(stream)
 					fmt.Fprintln(w, "mark", stream, e != nil, golden.Err(err))
 					if err != nil {
 						break
 					}
 					if rng.IntN(8) == 0 {
-						q.Unmark(e)
+						q.ReturnEvent(e)
 						break
 					}
 					x := &entryOf{q: world, n: n}
@@ -174,7 +174,7 @@ func TestStories(t *testing.T) {
 					x.mu.Lock()
 					x.dead = true
 					x.mu.Unlock()
-					q.GiveUp(x)
+					q.Cancel(x)
 				case k == 11 && rng.IntN(6) == 0:
 					q.Close()
 					closed = true
@@ -231,14 +231,14 @@ func TestKeepsFewEvents(t *testing.T) {
 	q := New(d, env.AlwaysBlock)
 	var l []backend.Event
 	for range keepEvents + 10 {
-		e, err := q.Mark(1)
+		e, err := q.RecordEvent(1)
 		if err != nil {
 			t.Fatal(err)
 		}
 		l = append(l, e)
 	}
 	for _, e := range l {
-		q.Unmark(e)
+		q.ReturnEvent(e)
 	}
 	if d.open != keepEvents {
 		t.Errorf("%d events are kept, want %d", d.open, keepEvents)

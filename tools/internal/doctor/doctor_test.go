@@ -324,7 +324,7 @@ func TestAbsentNames(t *testing.T) {
 		{"DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host; want the name or an address of the scheduler's host`},
 		{"DMLC_PS_ROOT_URI=192.0.2.1", `DMLC_PS_ROOT_URI="192.0.2.1": this host has no route to 192.0.2.1: network is unreachable`},
 		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=lo", `DMLC_INTERFACE="lo": a node would listen at 127.0.0.1, which the scheduler at 10.9.9.9 cannot reach: it is a loopback address; the route there uses 10.1.0.1 (eth0); set DMLC_NODE_HOST or DMLC_INTERFACE`},
-		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=docker0", `DMLC_INTERFACE="docker0": a node would listen at 172.17.0.1, which the scheduler at 10.9.9.9 cannot reach: it is of docker0`},
+		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=docker0", `DMLC_INTERFACE="docker0": a node would listen at 172.17.0.1, which the scheduler at 10.9.9.9 cannot reach: it belongs to docker0`},
 		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=usb0", `DMLC_INTERFACE="usb0": a node would listen at 169.254.1.1, which the scheduler at 10.9.9.9 cannot reach: it is link-local`},
 		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_NODE_HOST=0.0.0.0", `DMLC_NODE_HOST="0.0.0.0": a node would listen at 0.0.0.0, which the scheduler at 10.9.9.9 cannot reach: it is the unspecified address`},
 		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_NODE_HOST=127.0.0.1", `DMLC_NODE_HOST="127.0.0.1": a node would listen at 127.0.0.1`},
