@@ -18,7 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// pushMany is a push of several keys, which is packed.
+// pushMany makes a push of several keys, which is packed.
 func pushMany(to *testNode, keys, ts int, v []byte) *van.Message {
 	m := push(to, 0, ts, v)
 	k, lens := make([]byte, 8*keys), make([]byte, 4*keys)
@@ -32,16 +32,15 @@ func pushMany(to *testNode, keys, ts int, v []byte) *van.Message {
 	return m
 }
 
-// randomPull is a pull request on its way.
+// randomPull is a pull request in flight.
 type randomPull struct {
 	dst     []byte
 	n       int
 	revoked bool
 }
 
-// TestRandomBatches sends random batches both ways, holds their values for random times, breaks connections and gives
-// requests up: all bytes are right for as long as they are held, all messages come in order and once, control messages
-// all of them, and no slot is lost.
+// TestRandomBatches sends random batches in both directions, holds their values for random times, breaks connections and cancels requests. All
+// bytes are right for as long as they are held, each message arrives once and in order, no control message is lost, and no slot is lost.
 func TestRandomBatches(t *testing.T) {
 	const rounds, seed = 150, 1
 	for _, s := range []struct {
@@ -105,7 +104,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 	failing.Store(fails)
 
 	var mu sync.Mutex
-	kinds := map[int]int{} // length of what was sent, by timestamp; -1 - n: a pull of n
+	kinds := map[int]int{} // length of each sent message, by timestamp; -1 - n: a pull of n
 	pulls := map[int]*randomPull{}
 	stop := make(chan bool)
 	var all, releases sync.WaitGroup
@@ -197,7 +196,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 		}
 	})
 	took := rand.New(rand.NewPCG(rng.Uint64(), 2))
-	all.Go(func() { // answers
+	all.Go(func() { // the answers
 		last := -1
 		for {
 			var m *van.Message
@@ -283,7 +282,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 				m = push(s, uint64(rng.IntN(4)), ts, value(size, ts))
 			}
 			if m.Push && m.Frames == 2 && size <= 700 && rng.IntN(10) == 0 {
-				m.Key = 9 // it has a registered buffer, which values do not use that travel with the meta
+				m.Key = 9 // it has a registered buffer, which inline values do not use
 				le.PutUint64(m.Keys.Host(), 9)
 			} else if rng.IntN(30) == 0 {
 				m.Body = make([]byte, rng.IntN(3000))
@@ -336,8 +335,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 	if !fails {
 		r.until("all have come", func() bool { return int(dataIn.Load()) == ts && int(answersIn.Load()) == ts })
 	}
-	// No slot is lost: each end gives back all that it has when it is asked to. What has been written may still be on its
-	// way to those who take it.
+	// No slot is lost: each end returns all its slots when it is asked to. Messages may still be in flight.
 	for _, e := range []struct {
 		from, to *testNode
 		id       int
@@ -381,10 +379,10 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 	r.Logf("%d messages, %d came, %d answers, %d faults of the network", ts, dataIn.Load(), answersIn.Load(), broken.Load())
 }
 
-// slotsLeft says which slots n has given away, and what p, their user, knows of them.
+// slotsLeft describes the slots that n has granted, and the state of p, their user.
 func slotsLeft(n *testNode, p *peer) string {
 	var b strings.Builder
-	n.device0().exclusive(func() { // a new slot is in the table before all of it is set
+	n.device0().exclusive(func() { // a new slot is in the table before it is complete
 		n.budget.slots.Each(func(l *receiveSlot) {
 			in := l.Owner.(*inbound)
 			in.mu.Lock()

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// What no slot is given for is refused by Send, and nothing waits behind it.
+// Send refuses a message for which no slot would be granted, and later messages do not wait for it.
 func TestTooLongMeta(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -39,7 +39,7 @@ func TestTooLongMeta(t *testing.T) {
 	}
 }
 
-// Frames that are not of a tensor's form are packed, and may pass the limit only by that.
+// A message with more than one key or length is packed, and only the padding may make it exceed the limit.
 func TestTooLongPacked(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()

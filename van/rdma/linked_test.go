@@ -7,11 +7,11 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
-// linked is the connection that n takes for that which a peer has opened to it.
+// linked returns the connection that n assigns to a peer as the peer's own.
 func (n *testNode) linked(id int) *inbound { return (*n.tables.peers.Load())[id].inbound.Load() }
 
-// Each peer is linked with the connection that it has opened itself, though others listen on the same port, or connect
-// under its id from another one: what ends with theirs is not its own.
+// Each peer is assigned the connection that it has opened itself, although others listen on the same port, or connect under its id from another
+// port. The end of such a connection does not concern the peer.
 func TestPeersAreLinkedWithTheirOwn(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)
@@ -36,7 +36,7 @@ func TestPeersAreLinkedWithTheirOwn(t *testing.T) {
 		r.until("both have been linked", func() bool { return w.linked(s.who.ID) != nil })
 	}
 	check("at first")
-	p := newRaw(r, rawAddr, servers[0].who) // another port, and it does not say who it is
+	p := newRaw(r, rawAddr, servers[0].who) // another port; it does not send its node's name
 	p.dial(w, 2, func(q int) []byte { return p.hello(false, 0, q, 2) })
 	r.until("it has a connection", func() bool { return len(w.incoming()) == 3 })
 	check("beside one with the same id")
@@ -61,7 +61,7 @@ func TestPeersAreLinkedWithTheirOwn(t *testing.T) {
 	w.toldNothing()
 }
 
-// opener says whose in is.
+// opener names the opener of in.
 func (in *inbound) opener() string {
 	if in == nil {
 		return "nobody"
@@ -69,7 +69,7 @@ func (in *inbound) opener() string {
 	return in.name()
 }
 
-// What is said to a peer while its queue has no room is said when there is, once and in order.
+// A SEND to a peer that finds the queue full is sent later, once and in order.
 func TestAnswersWaitForRoom(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8, shortQueues)
@@ -78,7 +78,7 @@ func TestAnswersWaitForRoom(t *testing.T) {
 	in := s.incomingOf(11)
 	const n = 20
 	said := 0
-	for range 3 { // the queue is used again
+	for range 3 { // the queue is reused
 		for _, q := range in.sends.QueuePairs {
 			r.net.HoldQP(q.Num())
 		}
@@ -90,7 +90,7 @@ func TestAnswersWaitForRoom(t *testing.T) {
 		r.until("those without room wait", func() bool {
 			in.mu.Lock()
 			defer in.mu.Unlock()
-			return in.backlog.Len() == n-1 // that takes all the room
+			return in.backlog.Len() == n-1 // one SEND fills the queue
 		})
 		r.net.Release()
 		for i := range n {

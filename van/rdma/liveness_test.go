@@ -12,12 +12,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/liveness"
 )
 
-// beats gives a node heartbeats.
+// beats enables heartbeats.
 func beats(c *env.Config) {
 	c.HeartbeatInterval, c.HeartbeatTimeout = 500*time.Millisecond, 2*time.Second
 }
 
-// needsThread skips a test where this build has no thread that answers.
+// needsThread skips a test in a build without the responder's thread.
 func needsThread(t *testing.T) {
 	t.Helper()
 	a, err := liveness.StartResponder(netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), 0), 1)
@@ -27,8 +27,8 @@ func needsThread(t *testing.T) {
 	a.Close()
 }
 
-// TestLiveness: the scheduler knows of each node, and each node of the scheduler, that its thread
-// answers, while the connection to it stands.
+// TestLiveness: the scheduler knows of each node, and each node of the scheduler, that its thread answers, as long as the connection to it is
+// up.
 func TestLiveness(t *testing.T) {
 	needsThread(t)
 	r := newRig(t)
@@ -70,7 +70,7 @@ func TestLiveness(t *testing.T) {
 	}
 }
 
-// TestNotProbed: those who do not ask, or are not asked.
+// TestNotProbed: nodes that do not probe, and nodes that are not probed.
 func TestNotProbed(t *testing.T) {
 	needsThread(t)
 	silent := func(c *env.Config) { c.HeartbeatInterval, c.HeartbeatTimeout = 0, 0 }
@@ -107,7 +107,7 @@ func TestNotProbed(t *testing.T) {
 	}
 }
 
-// TestLivenessPortTaken: a node whose UDP port another program has says so, and is asked in vain.
+// TestLivenessPortTaken: a node logs that another program uses its UDP port, and probes of it are not answered.
 func TestLivenessPortTaken(t *testing.T) {
 	needsThread(t)
 	r := newRig(t)

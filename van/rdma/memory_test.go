@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// What was received stays readable after Close for as long as it is held.
+// A received message stays readable after Close for as long as it is held.
 func TestHeldAfterClose(t *testing.T) {
 	for _, n := range []int{100, 100 << 10} {
 		p := newPair(t, nil)

@@ -14,8 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// A connection that breaks while the failure of one message is being told is not told to
-// stand.
+// If a connection breaks during the notification that one message has failed, the peer is not reported as up afterwards.
 func TestFailureOfMessageAsConnectionBreaks(t *testing.T) {
 	r := newRig(t)
 	w, s := r.make(9), r.node(8)
@@ -40,7 +39,7 @@ func TestFailureOfMessageAsConnectionBreaks(t *testing.T) {
 				return
 			}
 			defer close(left)
-			// The failure of the message. Now the connection breaks, and cannot be made again.
+			// The message fails. Now the connection breaks, and cannot be restored.
 			r.net.RejectNext(1<<30, 8)
 			p := (*w.tables.peers.Load())[s.who.ID]
 			p.mu.Lock()
@@ -52,7 +51,7 @@ func TestFailureOfMessageAsConnectionBreaks(t *testing.T) {
 				defer p.mu.Unlock()
 				return p.link != l
 			})
-			select { // told by who has noticed it, if that does not wait for this
+			select { // notified by the goroutine that has noticed it, unless that waits for this one
 			case <-again:
 			case <-time.After(100 * time.Millisecond):
 			}
@@ -68,7 +67,7 @@ func TestFailureOfMessageAsConnectionBreaks(t *testing.T) {
 	w.must(push(s, 2, 2, value(100<<10, 2)))
 	w.wantDown(s, "value of 102400 bytes")
 	<-left
-	for range 3 { // attempts, each later than the one before
+	for range 3 { // attempts, each later than the previous one
 		w.wantDown(s, "nobody listens")
 	}
 	if n := ups.Load(); n > 0 {
@@ -79,8 +78,7 @@ func TestFailureOfMessageAsConnectionBreaks(t *testing.T) {
 	w.wantUp(s)
 }
 
-// An answer that is lost with the peer's connection fails the request, though this node's
-// own connection stands.
+// An answer that is lost with the peer's connection fails the request, although this node's own connection is up.
 func TestAnswerLost(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -98,7 +96,7 @@ func TestAnswerLost(t *testing.T) {
 	w.wantValue(2, value(len(dst), 2))
 }
 
-// lostAnswer makes s answer w, and breaks its connection by that.
+// lostAnswer makes s answer w, which breaks the connection of s.
 func lostAnswer(w, s *testNode) {
 	w.r.Helper()
 	dst := make([]byte, 100<<10)
@@ -117,7 +115,7 @@ func lostAnswer(w, s *testNode) {
 	s.wantDown(w)
 }
 
-// A peer that cannot connect again is lost; it is back when it has.
+// A peer that cannot connect again is lost. It is reported as up when it has connected.
 func TestAnswersLostForLong(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -130,8 +128,7 @@ func TestAnswersLostForLong(t *testing.T) {
 	s.wantUp(w)
 }
 
-// A peer that leaves is not told to be lost before this node's connection to it has ended,
-// and not to be back.
+// A peer that shuts down is not reported as lost before this node's connection to it has ended, and never as up.
 func TestPeerLeaves(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -172,7 +169,7 @@ func TestPeerLeaves(t *testing.T) {
 			}
 			r.until("its connection has ended", func() bool {
 				if c.name == "killed" {
-					return true // nobody notices
+					return true // no node notices
 				}
 				now := w.incoming()
 				return len(now) == 0 || now[0] != old[0]
@@ -184,7 +181,7 @@ func TestPeerLeaves(t *testing.T) {
 	}
 }
 
-// A StepMesh node that connects again has lost its answers, too.
+// A StepMesh node that connects again has also lost its answers.
 func TestAnswerOfOriginalLost(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)
@@ -197,7 +194,7 @@ func TestAnswerOfOriginalLost(t *testing.T) {
 	s.end()
 }
 
-// A connection that its process has replaced by a newer one ends without a word: no answer is lost with it.
+// No loss is reported when a connection ends that its process has replaced by a newer one: no answer is lost with it.
 func TestEndOfReplacedConnection(t *testing.T) {
 	r := newRig(t)
 	_, s := r.pair()
@@ -220,17 +217,17 @@ func TestEndOfReplacedConnection(t *testing.T) {
 		}
 		return true
 	})
-	s.close() // its watcher has heard everything
+	s.close() // its watcher has received all notifications
 	s.toldNothing()
 }
 
-// A worker is told that a server is back when it can answer: not before the server has connected to it
-// again. Until then requests are refused, and not lost.
+// A server is reported to a worker as up when it can answer, that is, not before it has connected to the worker again. Until then requests are
+// refused, and not lost.
 func TestBackWhenItCanAnswer(t *testing.T) {
 	r := newRig(t)
 	r.probes = true
 	w, s := r.pair()
-	open := s.barred() // a try that begins before that would go on behind the cut
+	open := s.barred() // otherwise an attempt that began before would continue after the cut
 	r.net.Cut(w.addr, s.addr)
 	r.until("Send fails", func() bool { return lost(w.Send(push(s, 1, 0, value(3000, 1)))) })
 	w.wantDown(s, "queue pair")
@@ -269,11 +266,11 @@ func TestBackWhenItCanAnswer(t *testing.T) {
 	w.toldNothing()
 }
 
-// What is told late of a break that lost nothing is not told when the connection has been made again.
+// A late notification of a break that lost nothing is dropped if the connection has been restored.
 func TestLateNewsOfAQuietBreak(t *testing.T) {
 	r := newRig(t)
 	w, s := r.make(9), r.node(8)
-	w.times.quiet = time.Hour // its timer is not what is tested
+	w.times.quiet = time.Hour // not the subject of this test
 	var armed atomic.Bool
 	w.WatchPeers(func(id int, up bool, cause error) {
 		if armed.Load() && up {
@@ -301,12 +298,12 @@ func TestLateNewsOfAQuietBreak(t *testing.T) {
 	w.toldNothing()
 }
 
-// A scheduler that was started again has the address of the one before, and knows nothing of this node: a
-// new process there is told as a loss, though the break has lost nothing.
+// A restarted scheduler has its predecessor's address, and knows nothing of this node. A new process there is reported as a loss, although the
+// break has lost nothing.
 func TestAnotherProcessAfterAQuietBreak(t *testing.T) {
 	r := newRig(t)
 	w, s := r.node(9), r.node(van.SchedulerID)
-	w.times.quiet = time.Hour // its timer is not what is tested
+	w.times.quiet = time.Hour // not the subject of this test
 	r.link(w, s)
 	w.answeredBefore(s, 77)
 	(*w.tables.peers.Load())[s.who.ID].currentLink().fail(fmt.Errorf("%w: made to", errUnacknowledged))
@@ -317,7 +314,7 @@ func TestAnotherProcessAfterAQuietBreak(t *testing.T) {
 	w.toldNothing()
 }
 
-// Who has lost a peer says so when it connects again, but not to another process, which has nothing to drop.
+// A node that has lost a peer says so when it connects again, but only to the same process: another one has nothing to drop.
 func TestLossIsSaidToTheSameProcess(t *testing.T) {
 	for before, want := range map[uint32]int32{0: upAfterLoss, 77: up} {
 		r := newRig(t)
@@ -347,7 +344,7 @@ func TestLossIsSaidToTheSameProcess(t *testing.T) {
 	}
 }
 
-// answeredBefore lets another process of this incarnation be who has answered n at that address.
+// answeredBefore makes n believe that a process of this incarnation answered it before at peer's address.
 func (n *testNode) answeredBefore(peer *testNode, incarnation uint32) {
 	p := (*n.tables.peers.Load())[peer.who.ID]
 	p.mu.Lock()
@@ -355,7 +352,7 @@ func (n *testNode) answeredBefore(peer *testNode, incarnation uint32) {
 	p.state.process = incarnation
 }
 
-// What a process has to say of its losses it says again when that was lost, too.
+// A process repeats its report of losses if the report is lost, too.
 func TestSaidAgain(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -368,7 +365,7 @@ func TestSaidAgain(t *testing.T) {
 		switch {
 		case wr.Stack != s.stack:
 		case wr.Op == verbs.OpWrite && wr.Len > 0 && writes.Add(1) == 1, // the answer
-			wr.Op == verbs.OpSendImm && writes.Load() > 0 && ups.Add(1) == 1: // the first thing on the next connection
+			wr.Op == verbs.OpSendImm && writes.Load() > 0 && ups.Add(1) == 1: // the first SEND on the next connection
 			return verbs.StatusRetryExceeded
 		}
 		return verbs.StatusOK
@@ -382,7 +379,7 @@ func TestSaidAgain(t *testing.T) {
 	}
 }
 
-// Once a server is told to be back after a cut, nothing that was lost before is told any more.
+// Once a server is reported as up after a cut, no earlier loss is reported any more.
 func TestNothingIsLostAfterTheRepair(t *testing.T) {
 	r := newRig(t)
 	r.probes = true
@@ -393,7 +390,7 @@ func TestNothingIsLostAfterTheRepair(t *testing.T) {
 		r.until("Send fails", func() bool { return lost(w.Send(push(s, 1, 0, value(3000, 1)))) })
 		r.until("Send of the server fails", func() bool { return lost(s.Send(push(w, 1, 0, value(3000, 1)))) })
 		w.wantDown(s)
-		// Else the worker takes it for whole, and hears of what was lost when the server connects again.
+		// Otherwise the worker considers it up, and receives the loss when the server connects again.
 		r.until("the worker notices the end of the server's connection", answers.failed.Load)
 		r.net.Heal(w.addr, s.addr)
 		w.wantUp(s)
@@ -409,7 +406,7 @@ func TestNothingIsLostAfterTheRepair(t *testing.T) {
 	}
 }
 
-// nextWith waits for the message with this timestamp. What was sent while the connection broke may come before it.
+// nextWith waits for the message with this timestamp. Messages that were sent while the connection broke may arrive before it.
 func (n *testNode) nextWith(ts int32) *van.Message {
 	n.r.Helper()
 	for {
@@ -421,7 +418,7 @@ func (n *testNode) nextWith(ts int32) *van.Message {
 	}
 }
 
-// barred lets the node connect to nobody until open is called.
+// barred makes the node's connect requests fail until open is called.
 func (n *testNode) barred() (open func()) {
 	var opened atomic.Bool
 	n.r.net.Fail(func(op fakeverbs.Op) error {
@@ -433,17 +430,16 @@ func (n *testNode) barred() (open func()) {
 	return func() { opened.Store(true) }
 }
 
-// A process that connects again says whether it took this node for lost, and so dropped what it owed
-// it. That ends the requests that wait for it, also where the end of its former connection has not been
-// noticed. A server waits for nothing from a worker. What a process says that had the id before, and
-// another port, is of no peer.
+// A process that connects again says whether it took this node for lost, and so dropped what it owed it. This fails the requests that wait for the
+// process, even if the end of its former connection has not been noticed. A server does not wait for a worker. A report of a process that had the
+// id before, with another port, concerns no peer.
 func TestSaidToHaveLost(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		of   int // the node
 		said []byte
 		lost bool
-		port int // besides the node's
+		port int // port, in addition to the node's
 	}{
 		{"a server that had lost this worker", 9, []byte{upAfterLoss}, true, 0},
 		{"a server that had not", 9, []byte{up}, false, 0},
@@ -485,14 +481,14 @@ func TestSaidToHaveLost(t *testing.T) {
 				}
 				return c.port == 0 && !stands
 			})
-			w.close() // its watcher has heard everything
+			w.close() // its watcher has received all notifications
 			w.toldNothing()
 		})
 	}
 }
 
-// TestSaidToHaveLostTwice: what a process has said of having lost this node counts also if its next
-// connection is known by the time it is read: the next one does not say it again.
+// TestSaidToHaveLostTwice: a report of losses also counts if the process has a newer connection by the time the report is read: it is not repeated on
+// the newer one.
 func TestSaidToHaveLostTwice(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()

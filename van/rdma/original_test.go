@@ -10,8 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// grant answers the next slot request that comes on c: messages for the slot with this number will lie at the memory
-// that is returned.
+// grant grants the next slot request on c: messages for the slot with this number are written to the returned memory.
 func (s *rawServer) grant(c *rawConn, index uint32) (meta []byte) {
 	s.r.Helper()
 	var q slotRequest
@@ -24,7 +23,7 @@ func (s *rawServer) grant(c *rawConn, index uint32) (meta []byte) {
 	return room
 }
 
-// message waits for a message in a slot, and returns the slot's number and what its meta says.
+// message waits for a message in a slot, and returns the slot's number and the message's meta.
 func (s *rawServer) message(c *rawConn, slots map[uint32][]byte) (index uint32, m van.Meta) {
 	s.r.Helper()
 	for limit := time.Now().Add(patience); time.Now().Before(limit); {
@@ -40,8 +39,7 @@ func (s *rawServer) message(c *rawConn, slots map[uint32][]byte) (index uint32, 
 	return 0, m
 }
 
-// A pull that was given up before it could be sent is not sent to a C++ node, which would write its answer all the same;
-// its slot is the next one's.
+// A pull that is canceled before it is sent is not sent to a StepMesh node, which would still write its answer. The next pull uses its slot.
 func TestRevokedPullIsNotSentToOriginal(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)
@@ -69,7 +67,7 @@ func TestRevokedPullIsNotSentToOriginal(t *testing.T) {
 	s.end()
 }
 
-// Who asks for a key again before the answer has come, at other memory, holds the first memory no longer for it.
+// If a key is pulled again before the answer arrives, into other memory, the first memory is released.
 func TestDestinationThatIsReplaced(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -92,8 +90,7 @@ func TestDestinationThatIsReplaced(t *testing.T) {
 	}
 }
 
-// Memory that is given up may lie in one region with memory that a C++ node has yet to write to, which would abort if it
-// were refused.
+// Invalidated memory may be in one region with memory that a StepMesh node will still write to. The node would abort if the write were refused.
 func TestRevokeBesideAPullFromOriginal(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)
@@ -115,7 +112,7 @@ func TestRevokeBesideAPullFromOriginal(t *testing.T) {
 	s.end()
 }
 
-// A C++ node whose slot request cannot be answered, as there is no memory, would wait for ever: its connection ends.
+// A StepMesh node whose slot request fails for lack of memory would wait forever: its connection ends.
 func TestNoReceiveMemoryForOriginal(t *testing.T) {
 	h := newHostileWorld(t, false)
 	h.s.stack.Limit(h.s.stack.Registered() + 64<<10)
@@ -127,8 +124,8 @@ func TestNoReceiveMemoryForOriginal(t *testing.T) {
 	h.ends(0)
 }
 
-// The slot of a request whose answer was lost with the connection of a C++ node is free again, as the request has failed:
-// else those that follow under the key would wait for ever.
+// The slot of a request whose answer was lost with the connection of a StepMesh node is free again, since the request has failed. Otherwise later
+// requests under the key would wait forever.
 func TestSlotOfLostAnswerOfOriginal(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)

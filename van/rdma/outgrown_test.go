@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
-// ownSlots is the number of slots that n has given to a peer for a key alone.
+// ownSlots returns the number of slots that n has granted for this key alone.
 func (n *testNode) ownSlots(key uint64) (own int) {
 	n.budget.slots.Each(func(l *receiveSlot) {
 		if !l.OneShot && l.Route.Class == 0 && l.Route.Key == key {
@@ -18,8 +18,8 @@ func (n *testNode) ownSlots(key uint64) (own int) {
 	return own
 }
 
-// Slots of a key that its sender has outgrown, and will not use again, end whatever the larger one is: also when that is
-// shared with other keys, as the registered buffer is too small for it, or when there is none.
+// Slots of a key that its sender has outgrown, and will not use again, end whatever replaces them: a larger slot of the key, a slot that keys share
+// because the registered buffer is too small, or none.
 func TestOutgrownSlotsEnd(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(peerBudget(1 << 20))
@@ -35,7 +35,7 @@ func TestOutgrownSlotsEnd(t *testing.T) {
 	}
 	w.must(push(s, 1, 2, value(10000, 2)))
 	s.wantValue(2, value(10000, 2))
-	// Slots end after the request has been answered: the answer does not wait for it.
+	// Slots end after the request has been answered: the answer does not wait for that.
 	r.until("the slot of a key that uses shared ones now has ended", func() bool { return s.ownSlots(1) == 0 })
 	w.must(push(s, 2, 3, value(2<<20, 3)))
 	w.wantDown(s, "STEPAF_RDMA_PEER_BUDGET")
@@ -45,7 +45,7 @@ func TestOutgrownSlotsEnd(t *testing.T) {
 		w.must(push(s, key, 4, value(3000, 4)))
 		s.wantValue(4, value(3000, 4))
 	}
-	// There may be a second slot: the worker asks for one if it has not learned yet that the first is free again.
+	// There may be a second slot: the worker requests one if it does not know yet that the first is free again.
 	if n := s.ownSlots(0); n == 0 {
 		t.Error("the slot of a key that has not grown has ended")
 	}
@@ -54,8 +54,8 @@ func TestOutgrownSlotsEnd(t *testing.T) {
 	}
 }
 
-// A slot that a peer asks for after a larger one of the same key is its own although the larger one, which had to wait,
-// is granted later. A connection that has ended meanwhile has none to look at.
+// A slot that was requested after a larger one of the same key stays valid although the larger one, which had to wait, is granted later. The check
+// also works on a connection that has ended meanwhile.
 func TestSlotBesideALaterLargerOne(t *testing.T) {
 	h := newHostileWorld(t, true)
 	if err := h.s.RegisterRecvBuffer(11, 6, backend.Bytes(make([]byte, 8192))); err != nil {
@@ -87,8 +87,8 @@ func TestSlotBesideALaterLargerOne(t *testing.T) {
 	h.ends(0)
 }
 
-// TestRegisteredBufferServesItsKey: the slot of a key is the buffer that is registered for it, also where slots that keys
-// share are enough; a slot that is not of a key never is: two messages would be written there.
+// TestRegisteredBufferServesItsKey: the slot of a key is the buffer that is registered for it, even if shared slots would do. A slot that is not for
+// a key never uses the buffer: two messages would be written there.
 func TestRegisteredBufferServesItsKey(t *testing.T) {
 	h := newHostileWorld(t, true)
 	buffer := backend.Bytes(make([]byte, 4096))
@@ -102,7 +102,7 @@ func TestRegisteredBufferServesItsKey(t *testing.T) {
 	origin := uint64(1)
 	for ; ; origin++ {
 		if r := ask(100+origin, origin, keyed); r.flags&replyNone != 0 {
-			break // there are enough that keys share
+			break // there are enough shared slots
 		} else if r.flags != replyShared || origin > 200 {
 			t.Fatalf("slot %d of a key without a buffer is %+v", origin, r)
 		}

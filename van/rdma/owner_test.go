@@ -15,8 +15,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// TestRevokeOfAnswered: memory that is taken back in the very moment in which its answer
-// comes is not written to any more. The race detector sees more than the values.
+// TestRevokeOfAnswered: memory that is invalidated at the moment when its answer arrives is not written to afterwards. The race detector finds more
+// than the comparison of values.
 func TestRevokeOfAnswered(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -36,12 +36,12 @@ func TestRevokeOfAnswered(t *testing.T) {
 			defer p.mu.Unlock()
 			return len(p.pulls)
 		}
-		for end := time.Now().Add(patience); expected() > 0; { // in this very moment
+		for end := time.Now().Add(patience); expected() > 0; { // at that moment
 			if time.Now().After(end) {
 				t.Fatal("no answer came")
 			}
 		}
-		w.Invalidate(backend.Bytes(dst)) // as another server's loss does
+		w.Invalidate(backend.Bytes(dst)) // as the loss of another server does
 		for k := range dst {
 			dst[k] = 77
 		}
@@ -80,8 +80,7 @@ type doneFunc func()
 
 func (f doneFunc) Sent() { f() }
 
-// TestSplitFails: when one queue pair of a split message fails, its memory is lent until
-// the other has ended, too.
+// TestSplitFails: if one queue pair of a split message fails, the message's memory is released only after the other one has ended, too.
 func TestSplitFails(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(func(c *env.Config) { c.QPNum, c.SplitQPLag = 2, true })
@@ -113,8 +112,7 @@ func TestSplitFails(t *testing.T) {
 	w.wantDown(s)
 }
 
-// TestStarvedRegistersNothing: who has no slot to give takes no memory for one, however
-// often it is asked.
+// TestStarvedRegistersNothing: a node without a free slot registers no memory for requests, however often they arrive.
 func TestStarvedRegistersNothing(t *testing.T) {
 	r := newRig(t)
 	w, s := r.node(9), r.node(8, func(c *env.Config) { c.AddressPoolSize = 4 })
@@ -155,7 +153,7 @@ func TestStarvedRegistersNothing(t *testing.T) {
 	}
 }
 
-// starved tells whether a slot request waits at s.
+// starved reports whether a slot request waits at s.
 func (r *rig) starved(s *testNode) bool {
 	for _, c := range *s.tables.conns.Load() {
 		if c.in != nil {
@@ -170,7 +168,7 @@ func (r *rig) starved(s *testNode) bool {
 	return false
 }
 
-// TestLongMeta: a message with a text of some length costs no registration.
+// TestLongMeta: a message with a moderately long text needs no registration.
 func TestLongMeta(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -200,12 +198,11 @@ func TestLongMeta(t *testing.T) {
 	if n := registered.Load(); n > 0 {
 		t.Errorf("%d registrations for texts, want none", n)
 	}
-	send(3000) // more than a message's staging memory
+	send(3000) // longer than a message's staging memory
 	r.net.Fail(nil)
 }
 
-// TestHeldOfEnded: messages whose other part will not come are given up also when they
-// come while the connection is being taken apart.
+// TestHeldOfEnded: messages whose other part will not arrive are released, even if they arrive while the connection is being destroyed.
 func TestHeldOfEnded(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()

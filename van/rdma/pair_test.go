@@ -21,8 +21,7 @@ const (
 
 const testTime = 30 * time.Second
 
-// pair is a worker and a server on one network in memory. Their vans are not
-// connected yet.
+// pair is a worker and a server on one emulated network. Their vans are not connected yet.
 type pair struct {
 	testing.TB
 	net            *fakeverbs.Net
@@ -65,7 +64,7 @@ func (p *pair) node(id int, role van.Role, to chan *van.Message, change func(*en
 	return v
 }
 
-// connect makes from send to to, which has this id.
+// connect connects from to to, which has this id.
 func (p *pair) connect(from *rvan, id int, to *rvan) {
 	p.Helper()
 	if err := from.Connect(context.Background(), id, to.local.self); err != nil {
@@ -90,7 +89,7 @@ func (p *pair) next(c chan *van.Message) *van.Message {
 	}
 }
 
-// until waits for a condition that nothing signals.
+// until polls a condition.
 func (p *pair) until(what string, ok func() bool) {
 	p.Helper()
 	tick := time.NewTicker(time.Millisecond)
@@ -113,7 +112,7 @@ func (p *pair) close() {
 	}
 }
 
-// tensor is a message of one key, in the form of the tensor application.
+// tensor makes a message of one key, in the form of the tensor application.
 func tensor(to, ts int, key uint64, request, push bool, vals []byte) *van.Message {
 	m := &van.Message{}
 	m.Reset()
@@ -129,7 +128,7 @@ func tensor(to, ts int, key uint64, request, push bool, vals []byte) *van.Messag
 	return m
 }
 
-// pullInto is a request whose answer is to be put into into.
+// pullInto makes a request with the destination into.
 func pullInto(to, ts int, key uint64, into []byte) *van.Message {
 	m := tensor(to, ts, key, true, false, into)
 	m.Into = backend.Bytes(into)
@@ -137,7 +136,7 @@ func pullInto(to, ts int, key uint64, into []byte) *van.Message {
 	return m
 }
 
-// rejectAll makes all connect requests fail until the function that it returns.
+// rejectAll makes all connect requests fail until end is called.
 func (p *pair) rejectAll() (end func()) {
 	p.net.RejectNext(1<<30, 8)
 	return func() { p.net.RejectNext(0, 0) }

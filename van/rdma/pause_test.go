@@ -12,16 +12,16 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// TestPauses: between two attempts to connect there are 10 ms at first, twice as many each time up to a second, and each
-// time half to one and a half of that, so that not all nodes come at once; after a connection they begin with 10 ms again.
-// That goes on until the peer leaves, with one line in the log.
+// TestPauses: the pause between attempts to connect begins with 10 ms and doubles up to a second. It is multiplied by a random factor from half to one
+// and a half, so that not all nodes connect at once. After a connection it begins with 10 ms again. The attempts continue until the peer is disconnected,
+// with one line in the log.
 func TestPauses(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)
-		block := func(c *env.Config) { c.BusyPoll = env.AlwaysBlock } // who looks for a while would look for ever
+		block := func(c *env.Config) { c.BusyPoll = env.AlwaysBlock } // a poller that spins would spin forever here
 		w, s := r.node(9, block), r.node(8, block)
 		var mu sync.Mutex
-		var attempts []time.Time // no time passes during one
+		var attempts []time.Time // no time passes during an attempt
 		r.net.Fail(func(op fakeverbs.Op) error {
 			mu.Lock()
 			defer mu.Unlock()

@@ -13,8 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
-// While a handler is slow for one peer, those who poll cannot deliver; the loop does,
-// and at once.
+// While a handler is slow for one peer, polling goroutines cannot deliver; the loop does, and at once.
 func TestPollBesideSlowHandler(t *testing.T) {
 	p := newPair(t, nil)
 	second := p.node(11, van.Worker, p.atWorker, nil)
@@ -64,8 +63,8 @@ func TestPollBesideSlowHandler(t *testing.T) {
 	close(block)
 }
 
-// quickest is how long one of count calls of f takes, in the quickest tenth of them: a machine that stands still, or
-// has other work, is slow in some of them, and a loop that is slow in all.
+// quickest returns the duration of one call in the fastest tenth of count calls of f. On a paused or busy machine, some calls are slow, but with a slow
+// loop all are.
 func quickest(count int, f func(i int)) time.Duration {
 	least := time.Hour
 	for i := 0; i < count; {
@@ -79,15 +78,14 @@ func quickest(count int, f func(i int)) time.Duration {
 	return least
 }
 
-// Who has polled and stops leaves what comes then to the loop, however long it was left
-// alone.
+// After the last Poll, the loop takes over, however long it has not polled.
 func TestLoopAfterPoll(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
 	p.until("the worker has a device", func() bool { return len(*p.worker.tables.devices.Load()) > 0 })
 	d := (*p.worker.tables.devices.Load())[0]
 	for i := range 5 {
-		// As if one Poll followed the other, and had found its answer.
+		// As if Polls followed each other, and the last one had found its answer.
 		for began := time.Now(); d.sleeping.Load() || time.Since(began) < 4*time.Millisecond; {
 			looks := 0
 			p.worker.delivery.engine.Poll(func() bool { looks++; return looks > 2 })
@@ -105,8 +103,7 @@ func TestLoopAfterPoll(t *testing.T) {
 	}
 }
 
-// While others wait beside one who polls, what comes to them is delivered, also when they
-// try to poll.
+// While one goroutine polls, messages of other waiting goroutines are delivered, also if these try to poll.
 func TestOthersBesidePoll(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
@@ -133,7 +130,7 @@ func TestOthersBesidePoll(t *testing.T) {
 	polls.Wait()
 }
 
-// A Poll delivers what another worker asks of this one, as ranks of a communicator do: nobody else is woken.
+// A Poll delivers requests of other workers, as ranks of a communicator send them, and wakes no other thread.
 func TestPollOfWorkers(t *testing.T) {
 	p := newPair(t, nil)
 	second := p.node(11, van.Worker, nil, nil)
@@ -155,7 +152,7 @@ func TestPollOfWorkers(t *testing.T) {
 	defer polls.Wait()
 	defer stop.Store(true)
 	began := time.Now()
-	for i := 0; ; i++ { // the loop may come first, but not always
+	for i := 0; ; i++ { // the loop may be first, but not always
 		if err := second.Send(tensor(workerID, i, 1, true, true, nil)); err != nil {
 			t.Fatal(err)
 		}
@@ -173,8 +170,7 @@ func TestPollOfWorkers(t *testing.T) {
 	}
 }
 
-// What a Poll may not deliver, since its handler may take long, it leaves to the loop, and
-// at once: a request that comes to a worker from a server.
+// A Poll leaves a message whose handler may take long to the loop, which delivers it at once: here, a server's request at a worker.
 func TestPollLeavesToLoop(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
@@ -203,14 +199,13 @@ func TestPollLeavesToLoop(t *testing.T) {
 	polls.Wait()
 }
 
-// A Poll that has nothing to wait for looks at nothing, and one that returns at once because
-// much has been moved neither: the loop sleeps on.
+// A Poll that has nothing to wait for does not poll, and neither does one that returns at once because many bytes were moved: the loop sleeps on.
 func TestPollOfNothing(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
 	p.until("the worker has a device", func() bool { return len(*p.worker.tables.devices.Load()) > 0 })
 	d := (*p.worker.tables.devices.Load())[0]
-	for tries := 1; ; tries++ { // what came by itself may have woken it
+	for tries := 1; ; tries++ { // an unrelated event may have woken it
 		p.until("the loop sleeps", func() bool { return d.sleeping.Load() && d.feed.Parked() })
 		for range 100 {
 			p.worker.delivery.engine.Poll(func() bool { return true })
@@ -230,8 +225,8 @@ func TestPollOfNothing(t *testing.T) {
 	}
 }
 
-// TestPollYields: a Poll that finds the loop still asleep lets it have the processor that it needs to end its sleep. The
-// scheduler may give the processor back to the Poll once or twice: it does not always look at the other one first.
+// TestPollYields: a Poll that finds the loop still asleep yields its processor, which the loop needs to end its sleep. The scheduler may give the
+// processor back to the Poll once or twice, since it does not always choose the other goroutine first.
 func TestPollYields(t *testing.T) {
 	was := runtime.GOMAXPROCS(1)
 	defer runtime.GOMAXPROCS(was)

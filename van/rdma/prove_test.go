@@ -21,7 +21,7 @@ const (
 	secretB = "the secret of another one"
 )
 
-// keysOf makes the keys of a secret; nil if there is none.
+// keysOf returns the keys of a secret, nil without a secret.
 func keysOf(t testing.TB, secret string, required bool) *auth.Keys {
 	t.Helper()
 	if secret == "" {
@@ -44,7 +44,7 @@ func (r *rig) proving(id int, k *auth.Keys, options ...func(*env.Config)) *testN
 	return n
 }
 
-// TestProofModes: with which secrets and modes of the two ends there is a connection, and what both say.
+// TestProofModes: for each combination of secrets and modes, whether the two ends connect, and what both log.
 func TestProofModes(t *testing.T) {
 	type end struct {
 		secret   string
@@ -60,7 +60,7 @@ func TestProofModes(t *testing.T) {
 		name             string
 		opener, acceptor end
 		connects         bool
-		unproved         [2]bool // counted by the opener, the acceptor
+		unproved         [2]bool // counts of the opener and the acceptor
 		openerSays       string
 		acceptorSays     string
 	}{
@@ -106,7 +106,7 @@ func TestProofModes(t *testing.T) {
 					}
 				}
 			}
-			w.Disconnect(8) // it tries no more
+			w.Disconnect(8) // it does not try again
 			s.budget.slots.Each(func(*receiveSlot) {
 				if !c.connects {
 					t.Error("an unproved peer has a slot")
@@ -116,8 +116,8 @@ func TestProofModes(t *testing.T) {
 	}
 }
 
-// TestProofKeepsOrder: what was sent before the connection stands arrives in order behind the proof, over two queue pairs, in both
-// directions, and again after the connection has broken.
+// TestProofKeepsOrder: messages sent before the connection is established arrive in order after the proof, over two queue pairs, in both directions, and
+// again after the connection has broken.
 func TestProofKeepsOrder(t *testing.T) {
 	r := newRig(t)
 	k := keysOf(t, secretA, true)
@@ -144,13 +144,13 @@ func TestProofKeepsOrder(t *testing.T) {
 	}
 }
 
-// request is a connect request of p that proves the secret of k.
+// request returns a connect request of p that proves the secret of k.
 func (p *raw) request(k *auth.Keys, to *testNode, epoch uint32, q, qps int) []byte {
 	h := handshake{node: p.node.ID, port: p.port, host: p.addr.String(), epoch: epoch, qp: q, qpCount: qps, incarnation: 77}
 	return requestData(k, &h, netip.AddrPortFrom(to.addr, uint16(to.who.Port)))
 }
 
-// tryDial connects one queue pair and returns the event that ends the try.
+// tryDial connects one queue pair and returns the event that ends the attempt.
 func (p *raw) tryDial(to *testNode, private []byte) verbs.Event {
 	p.r.Helper()
 	id, err := p.ch.NewID(1)
@@ -166,7 +166,7 @@ func (p *raw) tryDial(to *testNode, private []byte) verbs.Event {
 	return ev
 }
 
-// opening is what the opener of c has to prove after its request.
+// opening returns the inputs of the opener's proof after its request.
 func (c *rawConn) opening(k *auth.Keys, request []byte) *upProof {
 	return &upProof{keys: k, nonce: nonce(c.answers[0][nativeContextLen:]), first: request}
 }
@@ -174,7 +174,7 @@ func (c *rawConn) opening(k *auth.Keys, request []byte) *upProof {
 // slotWanted is a slot request that a node grants.
 var slotWanted = slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 600}, origin: 5, key: 6}
 
-// TestUnprovedRequests: connect requests without the right proof are rejected, and nothing is made for them.
+// TestUnprovedRequests: connect requests without a valid proof are rejected, and no state is made for them.
 func TestUnprovedRequests(t *testing.T) {
 	const differs, none = "STEPAF_CLUSTER_ID differs", "requires a proof"
 	k := keysOf(t, secretA, true)
@@ -237,8 +237,8 @@ func TestUnprovedRequests(t *testing.T) {
 	}
 }
 
-// TestUnprovedOpener: who replays a request of a member, and so is accepted, gets no slot, delivers nothing, and does not take the
-// place of the member's connection.
+// TestUnprovedOpener: an attacker that replays a member's request is accepted, but gets no slot, delivers nothing, and does not replace the member's
+// connection.
 func TestUnprovedOpener(t *testing.T) {
 	k := keysOf(t, secretA, true)
 	for _, c := range []struct {
@@ -297,7 +297,7 @@ func TestUnprovedOpener(t *testing.T) {
 			p := newRaw(r, rawAddr, van.Node{ID: 9})
 			defer p.end()
 			p.port, p.node.Hostname = w.who.Port, w.who.Hostname
-			h := w.newHandshake(12345) // as the worker's, but for the epoch
+			h := w.newHandshake(12345) // the worker's, with another epoch
 			h.qpCount = 1
 			request := requestData(k, &h, netip.AddrPortFrom(s.addr, uint16(s.who.Port)))
 			x := p.dial(s, 1, func(int) []byte { return request })
@@ -320,7 +320,7 @@ func TestUnprovedOpener(t *testing.T) {
 	}
 }
 
-// TestProvedOpener: the connections above end for what is wrong with them only.
+// TestProvedOpener: with a valid proof, the connections of the previous test succeed.
 func TestProvedOpener(t *testing.T) {
 	for name, order := range map[string][]int{"in order": {0, 1}, "the second request overtakes the first": {1, 0}} {
 		t.Run(name, func(t *testing.T) { provedOpener(t, order) })
@@ -346,7 +346,7 @@ func provedOpener(t *testing.T, order []int) {
 	}
 }
 
-// TestCrowdOfUnproved: connections that do not prove themselves are bounded in number, and keep no member out.
+// TestCrowdOfUnproved: the number of unproved connections is limited, and they do not keep members out.
 func TestCrowdOfUnproved(t *testing.T) {
 	r := newRig(t)
 	k := keysOf(t, secretA, true)
@@ -372,7 +372,7 @@ func TestCrowdOfUnproved(t *testing.T) {
 	s.says("a connection ends, its opener does not prove")
 }
 
-// TestUnprovedAcceptor: a node that has a secret says nothing to whoever does not prove it.
+// TestUnprovedAcceptor: a node that has a secret sends nothing to an acceptor without proof.
 func TestUnprovedAcceptor(t *testing.T) {
 	k := keysOf(t, secretA, true)
 	for _, c := range []struct {
@@ -406,7 +406,7 @@ func TestUnprovedAcceptor(t *testing.T) {
 		}},
 		{"a replayed answer", "differs", func(h *handshake, requests [][]byte, q int) []byte {
 			b := slices.Clone(requests[q])
-			b[offEpoch]++ // to an earlier request
+			b[offEpoch]++ // the answer to an earlier request
 			return answerData(k, h, b, nonce{1})
 		}},
 		{"the answer for the other queue pair", "differs", func(h *handshake, requests [][]byte, q int) []byte {
@@ -432,7 +432,7 @@ func TestUnprovedAcceptor(t *testing.T) {
 				p.use(ev.New)
 				h := handshake{node: 10, port: p.port, host: p.addr.String(), native: true, qp: q, qpCount: 2}
 				if err := ev.New.Accept(verbs.ConnParam{Private: c.answer(&h, requests, q), RetryCount: 6, RNRRetryCount: 7}); err != nil && q == 0 {
-					t.Fatal(err) // after that the node has left perhaps
+					t.Fatal(err) // the node may have ended after that
 				}
 			}
 			if down := w.wantDown(bad, c.want); errors.Is(down.cause, van.ErrReplaced) {
@@ -450,7 +450,7 @@ func TestUnprovedAcceptor(t *testing.T) {
 	}
 }
 
-// TestUnprovedRejection: only a member's rejection tells a node that it has been replaced.
+// TestUnprovedRejection: only a member's rejection makes a node believe that it has been replaced.
 func TestUnprovedRejection(t *testing.T) {
 	k := keysOf(t, secretA, true)
 	for _, c := range []struct {
@@ -480,7 +480,7 @@ func TestUnprovedRejection(t *testing.T) {
 	}
 }
 
-// TestReplacedIsToldWithProof: the rejection of a replaced process, as a node makes it, proves itself.
+// TestReplacedIsToldWithProof: a node's rejection of a replaced process has a valid proof.
 func TestReplacedIsToldWithProof(t *testing.T) {
 	r := newRig(t)
 	k := keysOf(t, secretA, true)
@@ -495,7 +495,7 @@ func TestReplacedIsToldWithProof(t *testing.T) {
 	w.Disconnect(8)
 }
 
-// TestPlainPrivateData: without a secret private data has the bytes that versions without proofs know, and so has the first message.
+// TestPlainPrivateData: without a secret, private data and the first message have the same bytes as in versions without proofs.
 func TestPlainPrivateData(t *testing.T) {
 	h := handshake{node: 9, port: 5, host: "h", native: true, epoch: 7, qpCount: 2}
 	to := netip.MustParseAddrPort("10.77.1.1:5")
@@ -515,7 +515,7 @@ func TestPlainPrivateData(t *testing.T) {
 	}
 }
 
-// FuzzPrivateProof: no private data and no first message that is made without the secret proves it.
+// FuzzPrivateProof: no private data and no first message that is made without the secret has a valid proof.
 func FuzzPrivateProof(f *testing.F) {
 	k, other := keysOf(f, secretA, true), keysOf(f, secretB, true)
 	h := handshake{node: 9, port: 5, host: "h", native: true, epoch: 7, qpCount: 2}

@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// raw is a process that speaks verbs by hand, so that it can say anything.
+// raw is a process that calls the verbs itself, so that it can send anything.
 type raw struct {
 	r      *rig
 	node   van.Node
@@ -32,7 +32,7 @@ type rawConn struct {
 	*raw
 	qps     []verbs.QP
 	id      uint64
-	answers [][]byte // the private data with which a node has accepted it
+	answers [][]byte // the private data of a node's acceptances
 }
 
 func newRaw(r *rig, addr netip.Addr, node van.Node) *raw {
@@ -60,7 +60,7 @@ func (p *raw) check(err error) {
 // end ends the process as SIGKILL does.
 func (p *raw) end() { p.r.net.KillTelling(p.stack) }
 
-// event waits for an event of a type; others wait for their turn.
+// event waits for an event of a type. It keeps other events for later calls.
 func (p *raw) event(want verbs.EventType) verbs.Event {
 	p.r.Helper()
 	for i, ev := range p.early {
@@ -82,7 +82,7 @@ func (p *raw) event(want verbs.EventType) verbs.Event {
 	}
 }
 
-// hello is what p says of itself.
+// hello returns p's private data.
 func (p *raw) hello(ours bool, epoch uint32, q, qps int) []byte {
 	h := handshake{node: p.node.ID, port: p.port, host: p.addr.String(), epoch: epoch, qp: q, qpCount: qps}
 	if b := h.encode(); ours {
@@ -96,7 +96,7 @@ func (p *raw) options() verbs.QPOptions {
 	return verbs.QPOptions{SendDepth: 512, RecvDepth: 256, Inline: inlineWanted}
 }
 
-// use makes memory on id's device.
+// use makes a queue pair and memory on id's device.
 func (p *raw) use(id verbs.ID) verbs.QP {
 	p.r.Helper()
 	dev, err := id.Device()
@@ -114,7 +114,7 @@ func (p *raw) use(id verbs.ID) verbs.QP {
 	return qp
 }
 
-// dial connects to a node as a node would. The private data is made by hello.
+// dial connects to a node as a node would. own makes the private data of each queue pair.
 func (p *raw) dial(to *testNode, qps int, own func(q int) []byte) *rawConn {
 	p.r.Helper()
 	c := &rawConn{raw: p}
@@ -150,10 +150,10 @@ func (p *raw) accept(qps int, hello func(q int) []byte) *rawConn {
 	return c
 }
 
-// post posts one work request on queue pair q whose local part is b.
+// post posts one work request on queue pair q with the local data b.
 func (c *rawConn) post(q int, wr verbs.SendWR, b []byte) {
 	c.r.Helper()
-	// A ring would do; there is room for all that a test posts.
+	// The memory is never reused: it is large enough for all posts of a test.
 	copy(c.mem, b)
 	local := c.mem[:len(b)]
 	c.mem = c.mem[len(b):]
@@ -191,7 +191,7 @@ func (c *rawConn) receive(imm uint32) []byte {
 	return nil
 }
 
-// ask asks for a slot and returns the answer.
+// ask requests a slot and returns the reply.
 func (c *rawConn) ask(s slotRequest) slotReply {
 	c.r.Helper()
 	var b [slotRequestLen]byte
@@ -205,7 +205,7 @@ func (c *rawConn) ask(s slotRequest) slotReply {
 	return r
 }
 
-// encode packs m with a trailer, which may be nil.
+// encode encodes m with a trailer, which may be nil.
 func encode(r *rig, m *van.Message, t *trailer) []byte {
 	r.Helper()
 	n := m.EncodedLen()

@@ -18,7 +18,7 @@ func places(n int) func(*env.Config) {
 	return func(c *env.Config) { c.AddressPoolSize = n }
 }
 
-// hoard makes n messages lie at s at once, and lets them go.
+// hoard makes s hold n messages at a time, and then releases them.
 func hoard(w, s *testNode, n, size int) {
 	w.r.Helper()
 	for i := range n {
@@ -33,8 +33,7 @@ func hoard(w, s *testNode, n, size int) {
 	}
 }
 
-// A peer that once had all slots, and is idle, does not keep another from sending: it
-// gives back what it does not use.
+// A peer that once had all slots, and is idle, does not keep another peer from sending: it returns the slots.
 func TestIdlePeerGivesBack(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8, places(8))
@@ -53,7 +52,7 @@ func TestIdlePeerGivesBack(t *testing.T) {
 	if !seen[1] || !seen[2] {
 		t.Errorf("timestamps %v, want 1 and 2", seen)
 	}
-	// The first one can send again.
+	// The first peer can send again.
 	hoard(a, s, 3, 3000)
 	if n := a.Stats().Malformed + b.Stats().Malformed + s.Stats().Malformed; n != 0 {
 		t.Errorf("%d malformed messages", n)
@@ -62,7 +61,7 @@ func TestIdlePeerGivesBack(t *testing.T) {
 	b.toldNothing()
 }
 
-// A peer whose slots all have the wrong size gets some of the right one for them.
+// If a peer's slots all have the wrong size, it gets some of the right size for them.
 func TestPlacesOfOtherSizes(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(places(8))
@@ -72,7 +71,7 @@ func TestPlacesOfOtherSizes(t *testing.T) {
 	w.toldNothing()
 }
 
-// Control messages come while data holds all slots that it can get.
+// Control messages arrive while data occupies all the slots that it may have.
 func TestControlIsNotStarved(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8, places(8))
@@ -106,8 +105,8 @@ func TestControlIsNotStarved(t *testing.T) {
 	}
 }
 
-// Many peers with bursts in three sizes share too few slots: all is carried. It is 64
-// peers with bursts of 64 and 10,240 slots, a thirty-second of it.
+// Many peers with bursts in three sizes share too few slots, and all messages arrive. The test models 64 peers with bursts of 64 and 10,240 slots, at a
+// thirty-second of that size.
 func TestBurstsOfManyPeers(t *testing.T) {
 	const peers, burst = 8, 16
 	r := newRig(t)
@@ -135,7 +134,7 @@ func TestBurstsOfManyPeers(t *testing.T) {
 	}
 }
 
-// An idle peer that does not give back what it is asked for is cut off.
+// An idle peer that does not return slots when asked is disconnected.
 func TestHoarderIsCutOff(t *testing.T) {
 	r := newRig(t)
 	s, w := r.node(8, places(8)), r.node(9)
@@ -157,7 +156,7 @@ func peerBudget(n int) func(*env.Config) {
 	return func(c *env.Config) { c.RDMAPeerBudget = n }
 }
 
-// Questions for more than one peer may have are refused, each at once; a node learns why.
+// Requests for more bytes than a peer may have are refused, each at once. A node's error says why.
 func TestPeerBudget(t *testing.T) {
 	h := newHostileWorld(t, true)
 	before := h.s.stack.Registered()
@@ -178,8 +177,7 @@ func TestPeerBudget(t *testing.T) {
 	h.ends(0)
 }
 
-// A message that is more than the peer's budget allows fails with an error that says so, and
-// others go on.
+// A message that exceeds the peer's budget fails with an error that says so, and other messages are sent.
 func TestOverPeerBudget(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(peerBudget(1 << 20))
@@ -194,7 +192,7 @@ func TestOverPeerBudget(t *testing.T) {
 	s.wantValue(2, value(3000, 2))
 }
 
-// Bytes that an idle peer has in slots of one size come back for those of another.
+// Bytes of an idle peer's slots of one size are returned for slots of another size.
 func TestBudgetIsReclaimed(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(peerBudget(1 << 20))
@@ -214,7 +212,7 @@ func TestBudgetIsReclaimed(t *testing.T) {
 	w.toldNothing()
 }
 
-// All peers together have a budget, too: idle ones give back for others.
+// The total budget also holds: idle peers return bytes for others.
 func TestTotalBudget(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8, func(c *env.Config) { c.RDMABudget = 1 << 20 })
@@ -238,7 +236,7 @@ func TestTotalBudget(t *testing.T) {
 	s.wantValue(7, value(3000, 7))
 }
 
-// What was registered for a peer is given back with its last connection.
+// All bytes registered for a peer are released with its last connection.
 func TestRegisteredBytesComeBack(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8)
@@ -266,8 +264,8 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 	}
 }
 
-// allInUse has a worker whose slots at a server all hold messages that are in use, held, and that waits with message 3. It
-// was asked for slots long ago; askedTwice returns when it was asked twice again, or was cut off.
+// allInUse makes a worker whose slots at a server all have messages in use, held, and that waits to send message 3. The server asked it for slots long ago.
+// askedTwice returns when the server has asked twice more, or has disconnected the worker.
 func (r *rig) allInUse() (w, s *testNode, held []*van.Message, askedTwice func()) {
 	s, w = r.node(8, func(c *env.Config) { c.RDMABudget = 900 << 10 }), r.node(9)
 	r.link(w, s)
@@ -294,8 +292,7 @@ func (r *rig) allInUse() (w, s *testNode, held []*van.Message, askedTwice func()
 	}
 }
 
-// A peer is not cut off for slots that it has been using until just now, however long ago it was asked for
-// them: its answer is on its way.
+// A peer is not disconnected for slots that it has used until just now, however long ago it was asked for them: its response is in flight.
 func TestSlotsInUseAreNotMissed(t *testing.T) {
 	r := newRig(t)
 	w, s, held, askedTwice := r.allInUse()
@@ -310,8 +307,8 @@ func TestSlotsInUseAreNotMissed(t *testing.T) {
 	w.toldNothing()
 }
 
-// TestSlotIsLetGoAtOnce: who looks for slots that a peer has and does not use does not find one that is just being let go,
-// before it is noted that it was used until then: the peer would be cut off.
+// TestSlotIsLetGoAtOnce: a search for unused slots does not find one that is being released, before its last use is recorded. Otherwise the peer would be
+// disconnected.
 func TestSlotIsLetGoAtOnce(t *testing.T) {
 	r := newRig(t)
 	w, s, held, _ := r.allInUse()
@@ -336,8 +333,7 @@ func TestSlotIsLetGoAtOnce(t *testing.T) {
 	w.toldNothing()
 }
 
-// TestSlotsInUseAreAllItHas: a peer that cannot give anything back, as its messages are still in use, is asked again and
-// again, and not cut off.
+// TestSlotsInUseAreAllItHas: a peer that cannot return anything, since its messages are still in use, is asked again and again, and not disconnected.
 func TestSlotsInUseAreAllItHas(t *testing.T) {
 	r := newRig(t)
 	w, s, held, askedTwice := r.allInUse()
@@ -352,8 +348,7 @@ func TestSlotsInUseAreAllItHas(t *testing.T) {
 	w.toldNothing()
 }
 
-// A value that could be put only where others lie that are in use waits for a while, then
-// fails.
+// A value that fits only in place of values that are in use waits for a while, then fails.
 func TestBudgetInUse(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(peerBudget(1 << 20))
@@ -377,7 +372,7 @@ func TestBudgetInUse(t *testing.T) {
 	s.wantValue(3, value(50<<10, 3))
 }
 
-// Buffers that the application has registered are not the peer's.
+// Buffers that the application has registered do not count as the peer's.
 func TestRegisteredBuffersDoNotCount(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(peerBudget(1 << 20))
@@ -392,7 +387,7 @@ func TestRegisteredBuffersDoNotCount(t *testing.T) {
 	}
 }
 
-// A StepMesh node that asks for too much cannot be told: its connection ends.
+// A StepMesh node that requests too much cannot be refused: its connection ends.
 func TestOriginalOverBudget(t *testing.T) {
 	h := newHostileWorld(t, false)
 	var b [slotRequestLen]byte
@@ -402,8 +397,7 @@ func TestOriginalOverBudget(t *testing.T) {
 	h.ends(0)
 }
 
-// Who asks for slots for control messages and does not use them gets some, and leaves some
-// for others.
+// A peer that requests slots for control messages without using them gets some, and leaves some for others.
 func TestUnusedOneShots(t *testing.T) {
 	r := newRig(t)
 	s, w := r.node(8, places(64)), r.node(9)
@@ -431,7 +425,7 @@ func TestUnusedOneShots(t *testing.T) {
 	p.end()
 }
 
-// Nonsense about slots that come back is refused: those of others, and those in use.
+// Invalid returns of slots are refused: those of other peers' slots, and of slots in use.
 func TestHostileReturns(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.w.must(push(h.s, 1, 900, value(6000, 1)))
@@ -492,7 +486,7 @@ func TestHostileReturns(t *testing.T) {
 	h.ends(n)
 }
 
-// A sender gives back what it is asked for, and refuses nonsense.
+// A sender returns the slots that it is asked for, and refuses invalid requests.
 func TestHostileReclaims(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)
@@ -530,12 +524,12 @@ func TestHostileReclaims(t *testing.T) {
 		t.Errorf("slots %v come back, want 7", back.credits[:back.n])
 	}
 	w.must(push(bad, 1, 2, value(5000, 1)))
-	p.check(q.get(c.receive(immSlotRequest))) // it asks for a new one
+	p.check(q.get(c.receive(immSlotRequest))) // it requests a new slot
 	w.Disconnect(10)
 	p.end()
 }
 
-// Credits that come up while the loop sleeps are sent at once.
+// Credits that arise while the loop sleeps are sent at once.
 func TestCreditsWhileAsleep(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()

@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
-// A message whose memory cannot be registered does not take its slot with it.
+// A message whose memory cannot be registered releases its slot.
 func TestRejectedMessageGivesItsPlaceBack(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
@@ -49,17 +49,17 @@ func TestRejectedMessageGivesItsPlaceBack(t *testing.T) {
 	}
 }
 
-// What was sent with More leaves although the message that it waits for is refused.
+// A message sent with More is posted although the next message, for which it waits, is refused.
 func TestMoreBeforeError(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
 	vals := make([]byte, 100)
 	m := tensor(serverID, 1, 1, true, true, vals)
-	if err := p.worker.Send(m); err != nil { // finds a slot
+	if err := p.worker.Send(m); err != nil { // there is a slot
 		t.Fatal(err)
 	}
 	p.next(p.atServer).Release()
-	// The credit has come, which would send what waits.
+	// The credit has arrived; otherwise it would cause the waiting message to be sent.
 	p.until("quiet", func() bool {
 		quiet := (*p.worker.tables.devices.Load())[0].sleeping.Load()
 		for _, c := range *p.server.tables.conns.Load() {

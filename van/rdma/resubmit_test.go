@@ -9,7 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// rawServer is a StepMesh node that a worker asks.
+// rawServer is a StepMesh node that a worker sends requests to.
 type rawServer struct {
 	*raw
 	w   *testNode
@@ -26,7 +26,7 @@ func newRawServer(r *rig, w *testNode) *rawServer {
 
 func (s *rawServer) private(int) []byte { return s.hello(false, 0, 0, 0) }
 
-// take takes the worker's connection.
+// take accepts the worker's connection.
 func (s *rawServer) take() *rawConn {
 	s.r.Helper()
 	c := s.accept(2, s.private)
@@ -34,8 +34,8 @@ func (s *rawServer) take() *rawConn {
 	return c
 }
 
-// skip drops what else comes of the attempt to connect that request is part of, which was rejected: if that took a
-// moment there are requests for its other queue pairs, which end.
+// skip drops the other events of the attempt that request belongs to, which was rejected. If the rejection took a moment, there are requests for the other
+// queue pairs.
 func (s *rawServer) skip(request verbs.Event) {
 	s.r.Helper()
 	old, err := decodeHandshake(request.Private)
@@ -60,7 +60,7 @@ func (s *rawServer) open() *rawConn {
 	return s.dial(s.w, 2, s.private)
 }
 
-// pull makes the worker ask for n bytes under key, on its connection c.
+// pull makes the worker pull n bytes under key, on its connection c.
 func (s *rawServer) pull(c *rawConn, key uint64, n int) {
 	s.r.Helper()
 	s.w.must(pull(s.who, key, int(key), make([]byte, n)))
@@ -73,7 +73,7 @@ func (s *rawServer) pull(c *rawConn, key uint64, n int) {
 	s.r.until("the request has been sent", func() bool { return slices.Contains(s.expected(), key) })
 }
 
-// expected is the keys whose answers may still come.
+// expected returns the keys whose answers may still arrive.
 func (s *rawServer) expected() (keys []uint64) {
 	p := (*s.w.tables.peers.Load())[s.who.who.ID]
 	p.mu.Lock()
@@ -85,7 +85,7 @@ func (s *rawServer) expected() (keys []uint64) {
 	return keys
 }
 
-// incoming is the serial numbers of the connections to n.
+// incoming returns the serial numbers of the connections to n.
 func (n *testNode) incoming() (all []uint32) {
 	for serial, c := range *n.tables.conns.Load() {
 		if c.in != nil {
@@ -96,8 +96,7 @@ func (n *testNode) incoming() (all []uint32) {
 	return all
 }
 
-// A server of StepMesh dies silently and comes again: what is pulled from the new one
-// is not given up with the old one's connection.
+// A StepMesh server dies silently and is restarted: pulls from the new process are not released with the old one's connection.
 func TestOriginalAgain(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)
@@ -127,8 +126,8 @@ func TestOriginalAgain(t *testing.T) {
 	r.until("all is given up with the new one", func() bool { return len(s.expected()) == 0 })
 }
 
-// Who is told to connect to a node, and is about to, lets messages wait for the connection, also when the
-// connect request that is with the node's place is refused: its new process may not have been there yet.
+// If Connect is called for a node while a connection to it is being made, messages wait for that connection, even if its connect request is rejected: the new
+// process may not have listened yet.
 func TestConnectWhileConnecting(t *testing.T) {
 	for _, refused := range []bool{false, true} {
 		t.Run(map[bool]string{false: "accepted", true: "refused"}[refused], func(t *testing.T) {

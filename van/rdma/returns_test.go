@@ -8,11 +8,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// shortQueues makes queues so short that one message under way takes all of the room.
+// shortQueues makes queues so short that one message in flight fills them.
 func shortQueues(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 1, c.QPNum }
 
-// fullLink makes w have n free slots at s, of which s wants all back while w's queue has no room to say so. It
-// returns w's way to s, with a message under way.
+// fullLink gives w n free slots at s. s asks for all of them while w's queue is full. It returns w's peer for s, which has a message in flight.
 func fullLink(w, s *testNode, n int) *peer {
 	r := w.r
 	r.Helper()
@@ -27,7 +26,7 @@ func fullLink(w, s *testNode, n int) *peer {
 		r.net.HoldQP(q.Num())
 	}
 	w.must(push(s, 1, 1000, value(3000, 7)))
-	slotSet{s.incomingOf(w.who.ID)}.requestReclaim(maxIndex, 0, clock.Now()|1<<62) // whenever it was asked before
+	slotSet{s.incomingOf(w.who.ID)}.requestReclaim(maxIndex, 0, clock.Now()|1<<62) // even if it was asked just before
 	r.until("the slots are given up", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
@@ -36,12 +35,11 @@ func fullLink(w, s *testNode, n int) *peer {
 	return p
 }
 
-// Slots that a node gives back while its queue has no room to say so are said when there is, each once: nothing else
-// may be under way that would do it.
+// Returns of slots that find the queue full are sent later, each once. No other message that could send them is in flight.
 func TestReturnsWaitForRoom(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(shortQueues)
-	const n = maxCredits + 7 // more than one notice can tell
+	const n = maxCredits + 7 // more than one SEND can return
 	p := fullLink(w, s, n)
 	p.mu.Lock()
 	said, waiting := p.link.queue.CanBegin(), p.sender.Waiting()
@@ -69,8 +67,7 @@ func TestReturnsWaitForRoom(t *testing.T) {
 	}
 }
 
-// Slots of a connection that broke before they were said to come back are not said on the next one, where their numbers
-// may be those of other slots.
+// Returns of slots that were not sent before their connection broke are not sent on the next one, where the same numbers may belong to other slots.
 func TestReturnsEndWithTheConnection(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(shortQueues)

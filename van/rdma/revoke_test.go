@@ -14,7 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// A request that has not been sent yet must not hand out memory that was revoked.
+// A request that has not been sent yet must not give a peer access to memory that was invalidated.
 func TestRevokeOfWaitingRequest(t *testing.T) {
 	p := newPair(t, nil)
 	end := p.rejectAll()
@@ -37,7 +37,7 @@ func TestRevokeOfWaitingRequest(t *testing.T) {
 	p.worker.Invalidate(backend.Bytes(kept))
 }
 
-// So it is when the connection is no longer wanted, and what was sent leaves.
+// The same holds while the connection ends and sends its queued messages.
 func TestRevokeWhileLeaving(t *testing.T) {
 	p := newPair(t, nil)
 	end := p.rejectAll()
@@ -55,11 +55,11 @@ func TestRevokeWhileLeaving(t *testing.T) {
 			t.Errorf("the request comes with option %d, want 0: its memory was revoked", m.Option)
 		}
 		m.Release()
-	case <-time.After(drainTime): // it has not left, that is right, too
+	case <-time.After(drainTime): // it was not sent, which is correct, too
 	}
 }
 
-// TestPullsOfEndedPeer: memory that a peer has not answered into is held for it no longer when it is disconnected.
+// TestPullsOfEndedPeer: the destinations of unanswered pulls are released when their peer is disconnected.
 func TestPullsOfEndedPeer(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
@@ -73,7 +73,7 @@ func TestPullsOfEndedPeer(t *testing.T) {
 		if err := p.worker.Send(pullInto(serverID, i, uint64(i), make([]byte, 64<<10))); err != nil {
 			t.Fatal(err)
 		}
-		p.next(p.atServer).Release() // and it is not answered
+		p.next(p.atServer).Release() // it is not answered
 	}
 	if n := inUse(); n != 3 {
 		t.Errorf("%d regions are in use, want those of 3 pulls", n)
@@ -82,8 +82,8 @@ func TestPullsOfEndedPeer(t *testing.T) {
 	p.until("end of the holds for the peer", func() bool { return inUse() == 0 })
 }
 
-// Requests that were given up before they could be sent do not leave with what is in
-// their memory then; others do, also from the same memory.
+// Requests that were canceled before they could be sent are not sent with the later content of their memory. Other requests are sent, also from the same
+// memory.
 func TestRecallOfWaitingRequests(t *testing.T) {
 	p := newPair(t, nil)
 	end := p.rejectAll()
@@ -117,7 +117,7 @@ func TestRecallOfWaitingRequests(t *testing.T) {
 		m.Release()
 	}
 	p.until("all memory is given back", func() bool { return dones.Load() == int32(len(values)) })
-	for ts := 20; ts < 30; ts++ { // the next ones, which use again what those have used, are not given up
+	for ts := 20; ts < 30; ts++ { // they reuse the objects of the canceled requests, and are not canceled
 		if err := p.worker.Send(tensor(serverID, ts, 1, true, true, values[4])); err != nil {
 			t.Fatal(err)
 		}
@@ -131,8 +131,7 @@ func TestRecallOfWaitingRequests(t *testing.T) {
 	}
 }
 
-// Requests that were given up while they waited do not keep the slots that they get: those behind
-// them use these, and no others are asked for.
+// Requests that are canceled while they wait do not keep the slots that they get: later requests use these slots, and no others are requested.
 func TestRecallGivesSlotsBack(t *testing.T) {
 	p := newPair(t, nil)
 	end := p.rejectAll()
@@ -156,8 +155,7 @@ func TestRecallGivesSlotsBack(t *testing.T) {
 	}
 }
 
-// A request that is with the device, which has not read it yet or has to read it again, comes
-// as it was sent or not at all; those before and behind it come.
+// A request that the device has not read yet, or has to read again, arrives unchanged or not at all. Requests before and after it arrive.
 func TestRecallOfPostedRequests(t *testing.T) {
 	p := newPair(t, nil)
 	p.connect(p.worker, serverID, p.server)
@@ -193,8 +191,7 @@ func TestRecallOfPostedRequests(t *testing.T) {
 	}
 }
 
-// So it is when the connection is about to end, and the device still sends: the request that is
-// given up just then does not come with what is put in its memory next.
+// The same holds while the connection ends and the device still sends: a request that is canceled just then does not arrive with the next content of its memory.
 func TestRecallWhileLeaving(t *testing.T) {
 	p := newPair(t, nil)
 	p.connect(p.worker, serverID, p.server)
@@ -248,8 +245,7 @@ type completion func()
 
 func (f completion) Sent() { f() }
 
-// TestRevokeBesideASend: a value that is being sent is not lost when memory beside it is taken back, though one pull
-// had been into all of it.
+// TestRevokeBesideASend: a value is sent correctly while memory beside it is invalidated, although an earlier pull had both as its destination.
 func TestRevokeBesideASend(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -265,7 +261,7 @@ func TestRevokeBesideASend(t *testing.T) {
 	w.must(push(s, 2, 1, v))
 	s.wantValue(1, v) // there is a slot from now on
 
-	w.must(pull(s, 1, 2, all[:half])) // is given up
+	w.must(pull(s, 1, 2, all[:half])) // is canceled
 	s.next().Release()
 	to := (*w.tables.peers.Load())[8]
 	for _, q := range to.currentLink().queue.QueuePairs {

@@ -19,19 +19,19 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// patience is what a test waits for something that must come.
+// patience is the time limit for events that must happen.
 const patience = 20 * time.Second
 
-// rig is a network in memory with vans on it, each on a host of its own.
+// rig is an emulated network with vans, each on a host of its own.
 type rig struct {
 	*testing.T
 	net    *fakeverbs.Net
 	nodes  []*testNode
-	probes bool // idle connections are probed as often as other than in tests
-	real   bool // addresses are this machine's, too, and threads answer there
+	probes bool // idle connections are probed as often as outside of tests
+	real   bool // addresses are this machine's, and responders listen there
 }
 
-// testNode is a van with what it has received and been told.
+// testNode is a van with its received messages and notifications.
 type testNode struct {
 	*rvan
 	r     *rig
@@ -45,7 +45,7 @@ type testNode struct {
 	logged vantest.Log
 }
 
-// change is what a watcher was told.
+// change is a notification of a watcher.
 type change struct {
 	id    int
 	up    bool
@@ -70,7 +70,7 @@ func newRig(t *testing.T, options ...func(*fakeverbs.Config)) *rig {
 	return r
 }
 
-// make makes a node that has not bound.
+// make makes a node that is not bound.
 func (r *rig) make(id int, options ...func(*env.Config)) *testNode {
 	cfg := env.Default()
 	cfg.VanType = "ibverbs"
@@ -134,7 +134,7 @@ func (n *testNode) connect(to *testNode) {
 	}
 }
 
-// pair makes a worker and a server that have heard each other.
+// pair makes a worker and a server that have exchanged messages.
 func (r *rig) pair(options ...func(*env.Config)) (w, s *testNode) {
 	r.Helper()
 	w, s = r.node(9, options...), r.node(8, options...)
@@ -175,7 +175,7 @@ func (n *testNode) kill(tell bool) {
 	}
 }
 
-// Sent counts.
+// Sent counts calls.
 func (n *testNode) Sent() { n.dones.Add(1) }
 
 // next waits for a message.
@@ -200,7 +200,7 @@ func (n *testNode) wantValue(ts int, v []byte) {
 	}
 }
 
-// wantTold waits for a change that is as f wants it.
+// wantTold waits for a notification for which f returns true.
 func (n *testNode) wantTold(what string, f func(change) bool) change {
 	n.r.Helper()
 	limit := time.After(patience)
@@ -221,7 +221,7 @@ func (n *testNode) wantUp(peer *testNode) {
 	n.wantTold("the peer is up", func(c change) bool { return c.id == peer.who.ID && c.up })
 }
 
-// wantDown waits for the news that peer is lost, whose cause has these words.
+// wantDown waits for the notification that peer is lost, with a cause that contains these words.
 func (n *testNode) wantDown(peer *testNode, words ...string) change {
 	n.r.Helper()
 	return n.wantTold("the peer is down: "+strings.Join(words, ", "), func(c change) bool {
@@ -229,7 +229,7 @@ func (n *testNode) wantDown(peer *testNode, words ...string) change {
 	})
 }
 
-// until waits for something that has no signal, looking at it again and again.
+// until polls a condition.
 func (r *rig) until(what string, f func() bool) {
 	r.Helper()
 	tick := time.NewTicker(time.Millisecond)
@@ -252,7 +252,7 @@ func value(n, seed int) []byte {
 	return b
 }
 
-// push is a request with one tensor.
+// push makes a request with one tensor.
 func push(to *testNode, key uint64, ts int, v []byte) *van.Message {
 	m := &van.Message{}
 	m.Reset()
@@ -266,7 +266,7 @@ func push(to *testNode, key uint64, ts int, v []byte) *van.Message {
 	return m
 }
 
-// pull is a request for a tensor, to be put into dst.
+// pull makes a request for a tensor, with the destination dst.
 func pull(to *testNode, key uint64, ts int, dst []byte) *van.Message {
 	m := push(to, key, ts, nil)
 	m.Push = false
@@ -275,7 +275,7 @@ func pull(to *testNode, key uint64, ts int, dst []byte) *van.Message {
 	return m
 }
 
-// answer is the answer to a pull request.
+// answer makes the answer to a pull request.
 func answer(q *van.Message, v []byte) *van.Message {
 	m := push(&testNode{who: van.Node{ID: q.Sender}}, q.Key, int(q.Timestamp), v)
 	m.Request, m.Push = false, false
@@ -283,7 +283,7 @@ func answer(q *van.Message, v []byte) *van.Message {
 	return m
 }
 
-// control is a control message.
+// control makes a control message.
 func control(to *testNode, ts int) *van.Message {
 	m := &van.Message{}
 	m.Reset()
@@ -299,7 +299,7 @@ func (n *testNode) must(m *van.Message) {
 	}
 }
 
-// lines is how many lines of the node's log have all these words.
+// lines counts the lines of the node's log that have all these words.
 func (n *testNode) lines(words ...string) (count int) {
 	for line := range strings.Lines(n.logged.String()) {
 		if !slices.ContainsFunc(words, func(w string) bool { return !strings.Contains(line, w) }) {
@@ -317,5 +317,5 @@ func (n *testNode) says(words ...string) {
 
 func lost(err error) bool { return errors.Is(err, van.ErrPeerLost) }
 
-// device0 is the node's first device.
+// device0 returns the node's first device.
 func (n *testNode) device0() *device { return (*n.tables.devices.Load())[0] }

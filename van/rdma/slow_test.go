@@ -27,8 +27,8 @@ func (p *raw) begin(to *testNode, qps int) (c *rawConn, ids []verbs.ID) {
 	return c, ids
 }
 
-// A StepMesh node is answered when all its queue pairs have asked: it counts resolved
-// routes and answers with one counter. (Fault 3 of the runs with C++ nodes.)
+// A StepMesh node is answered when all its queue pairs have sent connect requests: it counts resolved routes and answers with one counter. (Fault 3 of the runs
+// with C++ nodes.)
 func TestOriginalIsAnsweredAtOnce(t *testing.T) {
 	for _, all := range []bool{true, false} {
 		r := newRig(t)
@@ -67,8 +67,7 @@ func TestOriginalIsAnsweredAtOnce(t *testing.T) {
 	}
 }
 
-// A slow StepMesh node is waited for: it would abort if the connect request were
-// withdrawn. (Fault 4.)
+// A node waits long for a slow StepMesh node, which would abort if the connect request were withdrawn. (Fault 4.)
 func TestSlowOriginalIsWaitedFor(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)
@@ -95,9 +94,8 @@ func TestSlowOriginalIsWaitedFor(t *testing.T) {
 	s.end()
 }
 
-// A connection that is lost while only control messages are under way is made again and they
-// are sent again: neither is one lost, nor does one come twice, nor is the peer said to be
-// lost. (Fault 5.)
+// A connection that breaks while only control messages are in flight is restored, and they are sent again. None is lost, none is delivered twice, and the peer is
+// not reported as lost. (Fault 5.)
 func TestControlSurvivesALostConnection(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -131,7 +129,7 @@ func TestControlSurvivesALostConnection(t *testing.T) {
 	s.wantValue(1000, value(3000, 1))
 }
 
-// A control message that is sent again, although it had arrived, comes once.
+// A control message that is sent again, although it had arrived, is delivered once.
 func TestRepeatedControl(t *testing.T) {
 	h := newHostileWorld(t, true)
 	send := func(c *rawConn, ts int, number uint32) {
@@ -160,8 +158,8 @@ func TestRepeatedControl(t *testing.T) {
 	h.ends(0)
 }
 
-// A node that connects anew to a peer counts its control messages from the start: they are not taken for those of the
-// connection before, whose last ones may come later.
+// A node that makes a new connection to a peer numbers its control messages from the start. They are not confused with those of the former connection, whose last
+// ones may arrive later.
 func TestControlOfAReplacedWriter(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -188,8 +186,7 @@ func TestControlOfAReplacedWriter(t *testing.T) {
 	}
 }
 
-// A value that is let go right after the next one has come to its slot is no reason for a
-// warning.
+// There is no warning if a value is released right after the next one was written to its slot.
 func TestAnsweredValueIsLetGo(t *testing.T) {
 	h := newHostileWorld(t, false)
 	h.s.times.overwriteGrace = patience
@@ -199,7 +196,7 @@ func TestAnsweredValueIsLetGo(t *testing.T) {
 		h.c.notify(0, r.index, r.meta, r.metaKey, encode(h.rig, push(h.s, 6, i, value(600, i)), nil))
 		m := h.s.next()
 		if last != nil {
-			last.Release() // its answer had left before
+			last.Release() // its answer was sent before
 		}
 		last = m
 	}

@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// incomingOf is the connection that node id has opened to n.
+// incomingOf returns the connection that node id has opened to n.
 func (n *testNode) incomingOf(id int) *inbound {
 	n.r.Helper()
 	for _, c := range *n.tables.conns.Load() {
@@ -23,8 +23,7 @@ func (n *testNode) incomingOf(id int) *inbound {
 	return nil
 }
 
-// Credits that are owed for a slot end with it: its index may be another slot's when
-// they arrive.
+// Owed credits of a slot end with the slot: when they arrive, its index may belong to another one.
 func TestCreditOfEndedPlace(t *testing.T) {
 	h := newHostileWorld(t, true)
 	if err := h.s.RegisterRecvBuffer(11, 6, backend.Bytes(make([]byte, 8192))); err != nil {
@@ -53,7 +52,7 @@ func TestCreditOfEndedPlace(t *testing.T) {
 	h.ends(0)
 }
 
-// Credits of an earlier connection are not taken, although a slot has the same index now.
+// Credits of an earlier connection are ignored, although a slot has the same index now.
 func TestCreditOfEarlierConnection(t *testing.T) {
 	p := &peer{v: NewOn(nil, van.Options{Config: env.Default()}).(*rvan).node, pulls: map[pullKey]pullDestination{}}
 	put := 0
@@ -77,7 +76,7 @@ func TestCreditOfEarlierConnection(t *testing.T) {
 	if puts(); !p.sender.Reply(1, rendezvous.RemoteSlot{Index: 3}, nil) || puts() != 1 {
 		t.Fatalf("%d messages were put, want 1", put)
 	}
-	if err := p.sender.Submit(o); err != nil { // waits for the slot
+	if err := p.sender.Submit(o); err != nil { // it waits for the slot
 		t.Fatal(err)
 	}
 	for _, c := range []struct {
@@ -90,8 +89,8 @@ func TestCreditOfEarlierConnection(t *testing.T) {
 	}
 }
 
-// A StepMesh node that answers with another length than it was asked for, to the
-// right address, has not placed the value: the application must not get the tensor as one.
+// A StepMesh node that answers with another length than requested, to the right address, has not placed the value: the application must not get the tensor as
+// one.
 func TestOriginalAnswersShort(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)

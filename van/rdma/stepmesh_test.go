@@ -31,7 +31,7 @@ func newOriginal(p *pair, id int) *original {
 	return newOriginalOn(p, id, "10.77.0.2", "10.77.0.2")
 }
 
-// newOriginalOn does so at addr, with this name.
+// newOriginalOn is newOriginal at addr, with this name.
 func newOriginalOn(p *pair, id int, addr, host string) *original {
 	p.Helper()
 	o := &original{pair: p}
@@ -84,7 +84,7 @@ func (o *original) post(wr verbs.SendWR, b []byte) {
 	}
 }
 
-// completion waits for the next one of that type.
+// completion waits for the next completion of that type.
 func (o *original) completion(want verbs.CompletionType) verbs.Completion {
 	o.Helper()
 	out := make([]verbs.Completion, 1)
@@ -104,7 +104,7 @@ func (o *original) completion(want verbs.CompletionType) verbs.Completion {
 	return verbs.Completion{}
 }
 
-// ask asks for a slot.
+// ask requests a slot.
 func (o *original) ask(s slotRequest) (r slotReply) {
 	o.Helper()
 	b := make([]byte, slotRequestLen)
@@ -130,8 +130,7 @@ func (o *original) send(m *van.Message, at slotReply) {
 
 func oneQP(c *env.Config) { c.QPNum = 1 }
 
-// StepMesh asks for a new slot for each control message and never gives one
-// back.
+// StepMesh requests a new slot for each control message and never returns one.
 func TestControlOfOriginalKeepsNoPlace(t *testing.T) {
 	p := newPair(t, oneQP)
 	o := newOriginal(p, 11)
@@ -148,8 +147,7 @@ func TestControlOfOriginalKeepsNoPlace(t *testing.T) {
 	}
 }
 
-// Slots of one key of StepMesh lie in the same memory, until a larger one is
-// wanted; none is given on a connection that has ended.
+// StepMesh slots of one key share memory until a larger one is requested. On a connection that has ended, none is granted.
 func TestAreaOfKey(t *testing.T) {
 	p := newPair(t, oneQP)
 	o := newOriginal(p, 11)
@@ -181,7 +179,7 @@ func TestAreaOfKey(t *testing.T) {
 	}
 }
 
-// What a StepMesh node would abort over is refused.
+// Messages on which a StepMesh node would abort are refused.
 func TestFitsOriginal(t *testing.T) {
 	some := make([]byte, 100)
 	answer := tensor(workerID, 1, 5, false, false, some)
@@ -224,8 +222,7 @@ func TestFitsOriginal(t *testing.T) {
 	}
 }
 
-// Private data has room for 15 bytes of a host's name: two nodes without ids may look
-// the same.
+// Private data has space for 15 bytes of a host's name: two nodes without ids may look the same.
 func TestOriginalsWithLongNames(t *testing.T) {
 	p := newPair(t, oneQP)
 	for i := range 2 {

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// What has come and is not delivered because of Close is released.
+// Messages that have arrived, and are not delivered because of Close, are released.
 func TestStopReleasesWhatHasCome(t *testing.T) {
 	p := newPair(t, nil)
 	p.connect(p.worker, serverID, p.server)

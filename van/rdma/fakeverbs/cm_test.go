@@ -37,7 +37,7 @@ func TestConnect(t *testing.T) {
 	}
 	check(t, b.id.Accept(verbs.ConnParam{Private: []byte("welcome")}))
 
-	// The acceptor may post at once, but it arrives when the connector has read.
+	// The acceptor may post at once, but its message arrives when the connector has read the event.
 	src := b.memory(8, 0)
 	b.post(b.write(verbs.OpWriteImm, 1, 5, src, dst))
 	w.none(w.cb)
@@ -137,7 +137,7 @@ func TestResolveFails(t *testing.T) {
 func TestRejections(t *testing.T) {
 	tests := []struct {
 		name   string
-		do     func(w *world) // before the connector reads
+		do     func(w *world) // before the connector reads the event
 		status int
 		text   string
 	}{
@@ -213,7 +213,7 @@ func TestConnectorGivesUp(t *testing.T) {
 	if r := w.next(w.cb, verbs.Rejected); r.Status != 28 || !bytes.Equal(r.Private, padded([]byte("no"), 148)) {
 		t.Errorf("event %+v", r)
 	}
-	w.next(w.ca, verbs.Established) // which had come before
+	w.next(w.ca, verbs.Established) // which was added before
 	check(t, a.id.Destroy())
 	w.none(w.ca)
 }
@@ -236,7 +236,7 @@ func TestDisconnect(t *testing.T) {
 		}
 		a.quiet()
 		w.next(w.cb, verbs.Disconnected)
-		b.quiet() // that alone flushes nothing
+		b.quiet() // this alone flushes nothing
 		w.net.Release()
 		b.wantStatus(b.poll(1)[0], 1, verbs.StatusRetryExceeded)
 		for _, c := range b.poll(4) {
@@ -271,7 +271,7 @@ func TestDestroyDropsAll(t *testing.T) {
 	check(t, b.id.Disconnect())
 	check(t, a.id.Destroy()) // with a completion and an event
 	a.quiet()
-	w.none(w.ca) // but that of the disconnect goes on to the other side
+	w.none(w.ca) // but its Disconnected event reaches the other side
 	w.next(w.cb, verbs.Disconnected)
 	_, err := a.dev.Post([]verbs.SendWR{{QP: a.qp.Handle(), Op: verbs.OpSendImm}})
 	wantErr(t, err, verbs.ErrClosed)

@@ -61,7 +61,7 @@ func TestInline(t *testing.T) {
 	wr.Len = 512
 	w.net.Hold()
 	a.post(wr)
-	src.b[0] = 2 // they have been taken
+	src.b[0] = 2 // the inline bytes were copied
 	w.net.Release()
 	a.wantStatus(a.poll(1)[0], 1, verbs.StatusOK)
 	if dst.b[0] != 1 {
@@ -99,7 +99,7 @@ func TestRemoteErrors(t *testing.T) {
 			src, dst := a.memory(64, 0), b.memory(64, remote)
 			src.b[0] = 1
 			wr := a.write(verbs.OpWriteImm, 1, 0, src, dst)
-			wr.Flags = 0 // a failure completes all the same
+			wr.Flags = 0 // a failure completes even so
 			test.change(b, &wr, dst)
 			after := a.write(verbs.OpWrite, 2, 0, src, dst)
 			a.post(wr, after)
@@ -166,7 +166,7 @@ func TestReceiverNotReadyFails(t *testing.T) {
 			o.RecvDepth = 1
 			a := w.resolved(1, o)
 			check(t, a.id.Connect(p))
-			p.RNRRetryCount = retries // it is the other side that obeys
+			p.RNRRetryCount = retries // the other side uses it
 			b := w.accept(o, p)
 			w.next(w.ca, verbs.Established)
 			src := a.memory(8, 0)
@@ -199,7 +199,7 @@ func TestSendDepth(t *testing.T) {
 	}
 	wantErr(t, err, verbs.ErrQueueFull)
 	_, err = a.dev.Post(wrs[8:])
-	wantErr(t, err, verbs.ErrQueueFull) // it has completed, but nobody has polled that
+	wantErr(t, err, verbs.ErrQueueFull) // it has completed, but the completion was not polled
 	a.wantStatus(a.poll(1)[0], 3, verbs.StatusOK)
 	if n, err = a.dev.Post(slices.Repeat(wrs[8:], 5)); n != 4 {
 		t.Fatalf("posted %d, want 4", n)
@@ -240,7 +240,7 @@ func TestPollWaits(t *testing.T) {
 	if n, err := b.dev.Poll(out[:], time.Microsecond, time.Microsecond); n != 0 || err != nil {
 		t.Fatalf("%d completions, error %v", n, err)
 	}
-	b.dev.Wake() // the next one that waits
+	b.dev.Wake() // the next call that waits
 	if n, err := b.dev.Poll(out[:], 0, 0); n != 0 || err != nil {
 		t.Fatalf("%d completions, error %v", n, err)
 	}

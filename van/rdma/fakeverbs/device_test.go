@@ -153,14 +153,14 @@ func TestEventDelay(t *testing.T) {
 		}
 		check(t, a.id.Disconnect())
 		w.net.Configure(func(c *Config) { c.EventDelay = 0 })
-		check(t, b.id.Disconnect()) // after it, though undelayed
+		check(t, b.id.Disconnect()) // undelayed, but after it
 		w.next(w.cb, verbs.Disconnected)
 		w.next(w.ca, verbs.Disconnected)
 
 		a = w.resolved(1, options)
 		w.net.Configure(func(c *Config) { c.EventDelay = time.Second })
 		check(t, a.id.Connect(params))
-		check(t, w.listen.Destroy()) // on the way to it
+		check(t, w.listen.Destroy()) // during the connect request
 		w.next(w.ca, verbs.Rejected)
 	})
 }
@@ -179,7 +179,7 @@ func TestRetryTime(t *testing.T) {
 	})
 }
 
-// TestNetClose is in a bubble, which fails if a goroutine of the Net waits for ever.
+// TestNetClose is in a bubble, which fails if a goroutine of the Net waits forever.
 func TestNetClose(t *testing.T) { synctest.Test(t, testNetClose) }
 
 func testNetClose(t *testing.T) {
@@ -198,8 +198,7 @@ func testNetClose(t *testing.T) {
 	check(t, b.id.Destroy())
 }
 
-// TestTraffic writes in both directions over two queue pairs that overtake each other,
-// with readers that have nothing but the completions to go by.
+// TestTraffic writes in both directions over two queue pairs that overtake each other. The readers rely on completions only.
 func TestTraffic(t *testing.T) {
 	w := newWorld(t, func(c *Config) { c.Jitter = 20 * time.Microsecond; c.Seed = 1 })
 	o := verbs.QPOptions{SendDepth: 4, RecvDepth: 2}
@@ -217,7 +216,7 @@ func TestTraffic(t *testing.T) {
 			free[i] = make(chan struct{}, 1)
 			free[i] <- struct{}{}
 		}
-		wg.Go(func() { // sends
+		wg.Go(func() { // the sender
 			for i := range rounds {
 				<-free[i%2]
 				q := ends[i%2][side]
@@ -237,7 +236,7 @@ func TestTraffic(t *testing.T) {
 				}
 			}
 		})
-		wg.Go(func() { // receives on the other side, and polls what that side has sent
+		wg.Go(func() { // the receiver on the other side, which also polls the sender's completions
 			out := make([]verbs.Completion, 3)
 			last := [2]int{-1, -1}
 			for got := 0; got < 2*rounds; {

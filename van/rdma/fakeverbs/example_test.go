@@ -10,8 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// A connect request to a host on which nobody listens, then one without a free
-// queue pair.
+// A connect request to a host without a listener, then one without a free queue pair.
 func Example() {
 	net := fakeverbs.NewNet()
 	defer net.Close()

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// life uses every call once.
+// life makes every call once.
 func life(w *world) error {
 	c, err := w.sa.NewChannel()
 	if err != nil {
@@ -195,7 +195,7 @@ func testKill(t *testing.T) {
 		m.b[0] = 9
 		if tell {
 			w.net.KillTelling(w.sb)
-			w.next(w.ca, verbs.Rejected) // with the listener
+			w.next(w.ca, verbs.Rejected) // the listener exists
 			w.next(w.ca, verbs.Disconnected)
 		} else {
 			w.net.Kill(w.sb)
@@ -215,7 +215,7 @@ func testKill(t *testing.T) {
 		if dst.b[0] != 0 {
 			t.Error("the dead were written to")
 		}
-		c := w.resolved(3, options) // its host is there
+		c := w.resolved(3, options) // its host exists
 		check(t, c.id.Connect(params))
 		if ev := w.next(w.ca, verbs.Rejected); ev.Status != 8 {
 			t.Errorf("event %+v", ev)
@@ -259,7 +259,7 @@ func testCut(t *testing.T) {
 	a.post(a.send(2, 1, m))
 	a.wantStatus(a.poll(1)[0], 2, verbs.StatusRetryExceeded)
 	check(t, a.id.Disconnect())
-	w.next(w.ca, verbs.Disconnected) // nobody has answered
+	w.next(w.ca, verbs.Disconnected) // the peer has not answered
 	w.none(w.cb)
 	b.quiet()
 }
@@ -378,7 +378,7 @@ func testStop(t *testing.T) {
 	w.net.Release()
 	b.post(b.write(verbs.OpWriteImm, 2, 0, dst, back))
 
-	// Its device takes what comes while it has receive requests, and sends what was posted before.
+	// Its device receives while it has receive requests, and sends requests posted before.
 	for i := range 5 {
 		a.post(a.write(verbs.OpWriteImm, uint64(i), 0, src, dst))
 	}
@@ -389,7 +389,7 @@ func testStop(t *testing.T) {
 	time.Sleep(time.Minute)
 	a.quiet()
 
-	// It does not read, and nobody notices what its timers do.
+	// It does not read, and peers do not notice the calls of its timers.
 	polled := make(chan int)
 	go func() {
 		n, _ := b.dev.Poll(make([]verbs.Completion, 9), 0, time.Second)
@@ -417,7 +417,7 @@ func testStop(t *testing.T) {
 	a.quiet()
 
 	w.net.Wake(w.sb)
-	if n := <-polled; n != 0 { // its queue pair has gone with them
+	if n := <-polled; n != 0 { // its queue pair was destroyed with them
 		t.Errorf("%d completions, want none", n)
 	}
 	if ev := <-read; ev.Type != verbs.ConnectRequest {
@@ -433,8 +433,7 @@ func testStop(t *testing.T) {
 	}
 }
 
-// TestStopThenWake: what was posted while the process stood still is carried out when it goes on,
-// and what came meanwhile is read.
+// TestStopThenWake: requests posted while the process was stopped are carried out when it continues, and it reads what arrived meanwhile.
 func TestStopThenWake(t *testing.T) {
 	w := newWorld(t)
 	a, b := w.pair(options, params)
@@ -456,5 +455,5 @@ func TestStopThenWake(t *testing.T) {
 	w.net.Stop(w.sb)
 	w.net.KillTelling(w.sb)
 	w.next(w.ca, verbs.Disconnected)
-	w.net.Wake(w.sb) // of the dead: nothing
+	w.net.Wake(w.sb) // no effect on a dead process
 }

@@ -15,7 +15,7 @@ var (
 	addrB = netip.MustParseAddr("10.0.0.2")
 )
 
-const long = 10 * time.Second // what a test waits for something that must come
+const long = 10 * time.Second // time limit for events that must happen
 
 // world is two hosts with a process and a channel each, b listening.
 type world struct {
@@ -61,7 +61,7 @@ func wantErr(t *testing.T, err, want error) {
 	}
 }
 
-// next reads an event, which must be a want.
+// next reads an event, which must be of type want.
 func (w *world) next(c verbs.Channel, want verbs.EventType) verbs.Event {
 	w.t.Helper()
 	ev, err := c.Next()
@@ -72,7 +72,7 @@ func (w *world) next(c verbs.Channel, want verbs.EventType) verbs.Event {
 	return ev
 }
 
-// none checks that no event waits.
+// none checks that there is no event.
 func (w *world) none(c verbs.Channel) {
 	w.t.Helper()
 	w.net.mu.Lock()
@@ -95,7 +95,7 @@ type end struct {
 var options = verbs.QPOptions{Cookie: 7, SendDepth: 8, RecvDepth: 4, Inline: 1024}
 var params = verbs.ConnParam{Private: []byte("hello"), RetryCount: 6, RNRRetryCount: 7}
 
-// resolved is an ID of a with a queue pair, on the way to b's listener.
+// resolved makes an ID of a with a queue pair and a resolved route to b's listener.
 func (w *world) resolved(cookie uint64, o verbs.QPOptions) *end {
 	w.t.Helper()
 	e := w.small(cookie, o)

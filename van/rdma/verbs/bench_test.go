@@ -4,8 +4,7 @@ package verbs
 
 import "testing"
 
-// BenchmarkRoundTrip sends 8 bytes there and back, one after the other, as seen by
-// one thread that polls for both ends.
+// BenchmarkRoundTrip sends 8 bytes in turn in both directions. One thread polls for both ends.
 func BenchmarkRoundTrip(b *testing.B) {
 	r := newRig(b)
 	x, y := r.usualPair()
@@ -31,7 +30,7 @@ func BenchmarkRoundTrip(b *testing.B) {
 	}
 }
 
-// BenchmarkPollEmpty is what a look into an empty queue costs.
+// BenchmarkPollEmpty measures a poll of an empty queue.
 func BenchmarkPollEmpty(b *testing.B) {
 	r := newRig(b)
 	x, _ := r.usualPair()

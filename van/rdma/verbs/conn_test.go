@@ -128,7 +128,7 @@ func TestBind(t *testing.T) {
 	}
 }
 
-// IDs are destroyed in every state.
+// IDs can be destroyed in every state.
 func TestDestroyAnytime(t *testing.T) {
 	r := newRig(t)
 	l := r.listener()
@@ -148,7 +148,7 @@ func TestDestroyAnytime(t *testing.T) {
 	e = r.resolve(l.id.LocalAddr())
 	e.create(usual)
 	gone(e)
-	// Connecting, with the request on its way or never answered.
+	// A connecting ID, whose request is in flight or never answered.
 	e = r.resolve(l.id.LocalAddr())
 	e.create(usual)
 	r.must(e.id.Connect(param("")))
@@ -175,7 +175,7 @@ func TestDestroyAnytime(t *testing.T) {
 	if a := e.id.LocalAddr(); a.IsValid() {
 		t.Errorf("a destroyed ID has the address %v", a)
 	}
-	// A listener with a request that nobody has fetched, and established ends.
+	// A listener with an unread request, and established ends.
 	a, c := r.pair(l, usual, usual, param(""), param(""))
 	gone(a)
 	c.next(Disconnected)
@@ -241,7 +241,7 @@ func TestReserve(t *testing.T) {
 		t.Errorf("capacity %d has become %d", have, capacity())
 	}
 	buf := r.memory(8)
-	a.post(inline(buf, 1)) // its completions survive
+	a.post(inline(buf, 1)) // its completions remain
 	r.must(d.Reserve(have + 1000))
 	if capacity() < have+1000 {
 		t.Errorf("capacity %d, want %d", capacity(), have+1000)
@@ -270,7 +270,7 @@ func TestPollWaits(t *testing.T) {
 	if _, err := d.Poll(nil, 0, 0); err == nil {
 		t.Error("Poll into nothing")
 	}
-	// A wake before: seen by the next one that would wait, once.
+	// A wake-up before the wait ends the next wait, once.
 	d.Wake()
 	d.Wake()
 	for _, wait := range []struct{ spin, block time.Duration }{{0, 0}, {-1, 0}} {
@@ -282,7 +282,7 @@ func TestPollWaits(t *testing.T) {
 	if n, err := d.Poll(out[:], 0, 30*time.Millisecond); n != 0 || err != nil || time.Since(start) < 30*time.Millisecond {
 		t.Errorf("Poll = %d, %v after %v: woken twice", n, err, time.Since(start))
 	}
-	// A wake, and a completion, while it waits.
+	// A wake-up, and a completion, during the wait.
 	buf := r.memory(8)
 	for _, wait := range []struct{ spin, block time.Duration }{{-1, 0}, {0, patience}, {patience, 0}, {time.Millisecond, patience}} {
 		got := make(chan int)
@@ -317,7 +317,7 @@ func TestPollWaits(t *testing.T) {
 	}
 }
 
-// eventfds counts the process's descriptors that wake others.
+// eventfds counts the process's eventfds.
 func eventfds(t *testing.T) (n int) {
 	t.Helper()
 	all, err := os.ReadDir("/proc/self/fd")
@@ -379,13 +379,13 @@ func TestClose(t *testing.T) {
 	r.must(mr.Deregister())
 	r.must(ch.Close())
 	r.must(ch.Close())
-	if after := eventfds(t); after > before { // d is in use still, so nothing else has closed it
+	if after := eventfds(t); after > before { // d is still in use, so only Close can have closed it
 		t.Errorf("%d event descriptors, %d before", after, before)
 	}
 	wantText(t, <-polled, ErrClosed)
 	_, err = ch.Next()
 	wantText(t, err, ErrClosed)
-	// Everything on the device says so, and nothing crashes.
+	// Every call of the device returns an error, and nothing crashes.
 	d.Wake()
 	_, err = d.Register(unsafe.Pointer(&buf[0]), 64, LocalWrite)
 	wantText(t, err, ErrClosed)
@@ -399,7 +399,7 @@ func TestClose(t *testing.T) {
 	}
 }
 
-// The active end goes while the connection manager connects it, at various moments.
+// The active end is destroyed while the connection manager connects it, at various moments.
 func TestDestroyWhileConnecting(t *testing.T) {
 	const rounds = 24
 	r := newRig(t)
@@ -418,7 +418,7 @@ func TestDestroyWhileConnecting(t *testing.T) {
 					t.Errorf("%v at the listener", req.Type)
 					continue
 				}
-				// Both fail when the other end has gone already.
+				// Both fail if the other end has already been destroyed.
 				if _, err := req.New.CreateQP(usual); err == nil {
 					_ = req.New.Accept(param(""))
 				} else if !errors.Is(err, syscall.EINVAL) {
@@ -441,7 +441,7 @@ func TestDestroyWhileConnecting(t *testing.T) {
 		case 1:
 			<-accepted
 		case 2:
-			<-a.ev // whatever becomes of it
+			<-a.ev // with any result
 		}
 		r.must(a.id.Destroy())
 	}
@@ -449,7 +449,7 @@ func TestDestroyWhileConnecting(t *testing.T) {
 	serve.Wait()
 }
 
-// A channel has one Device for each device; handles tell queue pairs of both apart.
+// A channel has one Device for each RDMA device. Handles distinguish the queue pairs of both.
 func TestTwoDevices(t *testing.T) {
 	r := newRig(t)
 	if len(r.more) == 0 {

@@ -12,12 +12,12 @@ import (
 	"time"
 )
 
-// inline is a SEND of b, which must be pinned, with its index as immediate.
+// inline makes a SEND of b, which must be pinned.
 func inline(b []byte, imm uint32) SendWR {
 	return SendWR{ID: uint64(imm), Op: OpSendImm, Flags: Signaled | Inline, Imm: imm, LocalAddr: addr(b), Len: uint32(len(b))}
 }
 
-// find is the one completion of the type.
+// find returns the only completion of the type.
 func find(t *testing.T, cs []Completion, typ CompletionType) Completion {
 	t.Helper()
 	var found []Completion
@@ -252,7 +252,7 @@ func TestRemoteAccess(t *testing.T) {
 	r.must(b.id.Disconnect())
 }
 
-// Every receive request comes back once when a connection ends, and no more.
+// Every receive request is flushed exactly once when a connection ends.
 func TestDisconnectFlushes(t *testing.T) {
 	r := newRig(t)
 	o := QPOptions{SendDepth: 8, RecvDepth: 10, Inline: 8}
@@ -279,8 +279,7 @@ func TestDisconnectFlushes(t *testing.T) {
 	r.none(d)
 }
 
-// A peer without receive requests breaks the connection when it has been asked often
-// enough.
+// The connection to a peer without receive requests breaks after the permitted number of retries.
 func TestReceiverNotReady(t *testing.T) {
 	r := newRig(t)
 	p := param("")
@@ -293,8 +292,7 @@ func TestReceiverNotReady(t *testing.T) {
 	r.none(a.dev())
 }
 
-// One receive request serves many messages, since a sender that may try for ever
-// waits until it is posted again.
+// One receive request serves many messages, since a sender with endless retries waits until it is posted again.
 func TestReceiverSlow(t *testing.T) {
 	r := newRig(t)
 	a, _ := r.pair(r.listener(), usual, QPOptions{SendDepth: 8, RecvDepth: 1}, param(""), param(""))
@@ -330,7 +328,7 @@ func TestTwoQueuePairsConcurrently(t *testing.T) {
 				w[0].QP, w[1].QP = a1.qp.Handle(), a2.qp.Handle()
 				var n int
 				var err error
-				for n < 2 { // a full queue: until both are posted
+				for n < 2 { // a queue may be full: until both are posted
 					var k int
 					k, err = d.Post(w[n:])
 					if n += k; err != nil && !errors.Is(err, ErrQueueFull) {
@@ -368,8 +366,7 @@ func TestTwoQueuePairsConcurrently(t *testing.T) {
 	r.none(d)
 }
 
-// Posting, polling and destroying at the same time: what comes is a completion, or an
-// error, and never one of a queue pair that is gone.
+// Posting, polling and destroying concurrently gives completions or errors, but no completion of a destroyed queue pair.
 func TestDestroyWhilePosting(t *testing.T) {
 	r := newRig(t)
 	l := r.listener()
@@ -419,7 +416,7 @@ func TestDestroyWhilePosting(t *testing.T) {
 		if n, err := d.Post([]SendWR{w}); n != 0 || !errors.Is(err, ErrClosed) {
 			t.Errorf("Post on a destroyed queue pair = %d, %v", n, err)
 		}
-		r.none(d) // although its completions may lie in the queue
+		r.none(d) // although its completions may be in the queue
 	}
 }
 

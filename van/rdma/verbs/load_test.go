@@ -15,12 +15,12 @@ func load(t testing.TB, o Options) *stack {
 	t.Helper()
 	s, err := Load(o)
 	if err != nil {
-		t.Skip(err) // no libraries: the texts of that are tested, nothing else can be
+		t.Skip(err) // without the libraries, only the error texts can be tested
 	}
 	return s.(*stack)
 }
 
-// wantText checks that err is of the kind and names everything.
+// wantText checks that err wraps is and contains the words.
 func wantText(t *testing.T, err, is error, words ...string) {
 	t.Helper()
 	if !errors.Is(err, is) {
@@ -61,8 +61,7 @@ func TestNotLinked(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// A library that is linked is named in the table of dynamic strings, between zeros;
-	// what is opened with dlopen is among Go's strings, which have none.
+	// The name of a linked library is in the table of dynamic strings, between zeros. The name of a library for dlopen is among Go's strings, without zeros.
 	for _, lib := range []string{"libibverbs.so.1", "librdmacm.so.1", "libmlx5.so.1"} {
 		if strings.Contains(string(b), "\x00"+lib+"\x00") {
 			t.Errorf("%s is linked", lib)
@@ -119,11 +118,11 @@ func TestDiagnose(t *testing.T) {
 	wantText(t, s.diagnose(syscall.EIO), ErrUnavailable, "rdma_cm")
 }
 
-// TestDiagnoseSomeDevices: a container may be given some of the host's devices. One of them that can be opened is enough.
+// TestDiagnoseSomeDevices: a container may have only some of the host's devices. One that can be opened is enough.
 func TestDiagnoseSomeDevices(t *testing.T) {
 	dir := t.TempDir()
 	s := &stack{opt: Options{sysfs: filepath.Join(dir, "sys"), dev: filepath.Join(dir, "dev")}}
-	for _, d := range []string{"sys/nic7", "sys/nic8", "dev/uverbs0"} { // a directory cannot be opened, by nobody
+	for _, d := range []string{"sys/nic7", "sys/nic8", "dev/uverbs0"} { // no user can open a directory for writing
 		if err := os.MkdirAll(filepath.Join(dir, d), 0o755); err != nil {
 			t.Fatal(err)
 		}

@@ -13,8 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestMemlock registers more than the process may lock. Root may lock everything, so
-// as root the test runs again as nobody.
+// TestMemlock registers more than the process may lock. Root has no limit, so as root the test runs again as the user nobody.
 func TestMemlock(t *testing.T) {
 	const limit = 64 << 10
 	r := newRig(t)

@@ -14,8 +14,7 @@ import (
 
 const patience = 20 * time.Second
 
-// rig is a channel on the first device with an IPv4 address, and whoever waits for
-// its events.
+// rig is a channel on the first device with an IPv4 address, and passes events to the ends that wait for them.
 type rig struct {
 	t    testing.TB
 	s    Stack
@@ -30,8 +29,7 @@ type rig struct {
 	pins   runtime.Pinner
 }
 
-// newRig skips the test where there is no device. At the end it checks that nothing
-// was left: Close refuses.
+// newRig skips the test without a device. At the end, Close checks that nothing is left.
 func newRig(t testing.TB) *rig {
 	t.Helper()
 	s := load(t, Options{})
@@ -142,7 +140,7 @@ func (r *rig) newEnd() *end {
 	return e
 }
 
-// next is the next event, which must be of the type.
+// next returns the next event, which must be of the type.
 func (e *end) next(want EventType) Event {
 	e.r.t.Helper()
 	select {
@@ -167,7 +165,7 @@ func (r *rig) listenerOn(a netip.Addr) *end {
 	return l
 }
 
-// resolve makes an ID that knows its way to dst.
+// resolve makes an ID with a resolved route to dst.
 func (r *rig) resolve(dst netip.AddrPort) *end {
 	r.t.Helper()
 	e := r.newEnd()
@@ -261,7 +259,7 @@ func (r *rig) none(d Device) {
 	}
 }
 
-// memory is pinned until the test ends.
+// memory returns memory that is pinned until the test ends.
 func (r *rig) memory(n int) []byte {
 	b := make([]byte, n)
 	r.pins.Pin(&b[0])
