@@ -13,10 +13,25 @@ import (
 	"testing"
 )
 
-// wide are types that may have more fields, and why.
-var wide = map[string]string{
-	"van/env.Config": "a flat table: a field for each variable",
-	"van.Meta":       "mirrors the record on the wire, whose fields are the original's",
+// ceiling is the number of fields that a type may have, and why it is more than maxFields.
+type ceiling struct {
+	fields int
+	why    string
+}
+
+const byEmbedding = "by embedding: its parts are to become held structs or packages, and this ceiling lower"
+
+var wide = map[string]ceiling{
+	"van/env.Config":                     {200, "a flat table: a field for each variable"},
+	"van.Meta":                           {40, "mirrors the record on the wire, whose fields are the original's"},
+	"van.Message":                        {43, "a Meta, and how the process holds it"},
+	"tools/internal/bench.latencyReport": {30, byEmbedding},
+	"internal/cluster.App":               {49, byEmbedding},
+	"internal/cluster.Node":              {49, byEmbedding},
+	"postoffice/membership.Machine":      {36, byEmbedding},
+	"van/backend.gpu":                    {52, byEmbedding},
+	"van/local.inLink":                   {26, byEmbedding},
+	"van/zmq.zvan":                       {36, byEmbedding},
 }
 
 const (
@@ -32,6 +47,25 @@ func (nothing) Import(p string) (*types.Package, error) {
 	pkg := types.NewPackage(p, path.Base(p))
 	pkg.MarkComplete()
 	return pkg, nil
+}
+
+// fieldCount returns the number of fields of s. An embedded struct of the same package counts with its own fields.
+func fieldCount(s *types.Struct, pkg *types.Package, within ...*types.Named) (n int) {
+	for f := range s.Fields() {
+		t := f.Type()
+		if p, ok := t.(*types.Pointer); ok {
+			t = p.Elem()
+		}
+		named, _ := t.(*types.Named)
+		if f.Embedded() && named != nil && named.Obj().Pkg() == pkg && !slices.Contains(within, named) {
+			if inner, ok := named.Underlying().(*types.Struct); ok {
+				n += fieldCount(inner, pkg, append(within, named)...)
+				continue
+			}
+		}
+		n++
+	}
+	return n
 }
 
 // calls returns which file of a package calls a function of which other file, by name, and
@@ -69,7 +103,7 @@ func calls(fset *token.FileSet, files []*ast.File) (arrows map[[2]string]string,
 			methods[name] = i.NumExplicitMethods()
 		}
 		if s, ok := n.Underlying().(*types.Struct); ok {
-			fields[name] = s.NumFields()
+			fields[name] = fieldCount(s, pkg, n)
 		}
 	}
 	return arrows, fields, methods
@@ -136,10 +170,10 @@ func TestShape(t *testing.T) {
 			}
 		}
 		for name, n := range fields {
-			if full := dir + "." + name; n > maxFields && wide[full] != "" {
-				used[full] = true
-			} else if n > maxFields {
-				say("type %s has %d fields, want at most %d", name, n, maxFields)
+			full := dir + "." + name
+			used[full] = n > maxFields
+			if most := max(maxFields, wide[full].fields); n > most {
+				say("type %s has %d fields, those of embedded structs included, want at most %d", name, n, most)
 			}
 		}
 		for name, n := range methods {

@@ -1,6 +1,6 @@
 package van
 
-// The packed form of a Meta: encoding, and decoding of what the network brings.
+// The packed form of a Meta: encoding, and decoding of frames from the network.
 
 import (
 	"encoding/binary"
@@ -10,19 +10,19 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// MaxDataTypes is how many data types a meta may have. A message has at most three
-// data frames; the limit is wider than that so as not to refuse other senders.
+// MaxDataTypes is the maximum number of data types in a meta. A message has at most three
+// data frames; the limit is greater, so that other senders are not refused.
 const MaxDataTypes = 16
 
 var le = binary.LittleEndian
 
-// EncodedLen is the number of bytes that EncodeTo writes.
+// EncodedLen returns the number of bytes that EncodeTo writes.
 func (m *Meta) EncodedLen() int {
 	return metaSize + len(m.Body) + dataTypeSize*len(m.DataTypes) + nodeSize*len(m.Control.Nodes)
 }
 
-// AppendTo appends m as it goes over the wire to dst and returns the longer
-// slice. It fails where Validate does; dst is then returned as it was.
+// AppendTo appends the packed form of m to dst and returns the longer slice. If
+// Validate fails, AppendTo returns its error and dst unchanged.
 func (m *Meta) AppendTo(dst []byte) ([]byte, error) {
 	if err := m.Validate(); err != nil {
 		return dst, err
@@ -33,10 +33,10 @@ func (m *Meta) AppendTo(dst []byte) ([]byte, error) {
 	return dst, nil
 }
 
-// EncodeTo writes m as it goes over the wire to dst, which must have exactly
+// EncodeTo writes the packed form of m to dst, which must have exactly
 // EncodedLen bytes. It writes every byte, with zero for padding and for the
-// control fields that do not belong to the command, and does not allocate. It
-// fails where Validate does; dst is then as it was.
+// control fields that do not belong to the command, and does not allocate. If
+// Validate fails, EncodeTo returns its error and leaves dst unchanged.
 func (m *Meta) EncodeTo(dst []byte) error {
 	if err := m.Validate(); err != nil {
 		return err
@@ -129,14 +129,13 @@ func (n *Node) put(b []byte) {
 	put32(b, nodeOffAuxID, int32(n.AuxID))
 }
 
-// DecodeMeta makes m what the packed meta b says. It keeps nothing of b, and
+// DecodeMeta decodes the packed meta b into m. It keeps no reference to b. It
 // reuses the capacity of m's slices, those of its nodes included, so that a
 // data message decodes without allocation once they are large enough.
 //
-// b comes from the network: whatever it holds, DecodeMeta neither panics nor
-// allocates more than b's own length justifies. If b is not a meta that a peer
-// may send, it returns a *FieldError and resets m.
-// Bytes that ps-lite leaves uninitialised are ignored.
+// b is untrusted: for any b, DecodeMeta neither panics nor allocates more than
+// b's own length justifies. If b is invalid, it returns a *FieldError and resets m.
+// It ignores bytes that ps-lite leaves uninitialised.
 func DecodeMeta(b []byte, m *Meta) error {
 	body, err := m.get(b)
 	if err == nil {
@@ -149,7 +148,7 @@ func DecodeMeta(b []byte, m *Meta) error {
 	return err
 }
 
-// get reads b and checks what reading it needs; check judges the values. The body,
+// get reads b and checks its structure; check then checks the values. The body,
 // which may be long, is returned and not copied.
 func (m *Meta) get(b []byte) ([]byte, *FieldError) {
 	m.Reset()
@@ -220,7 +219,7 @@ func (m *Meta) get(b []byte) ([]byte, *FieldError) {
 	return body, nil
 }
 
-// getTail checks the sizes that the fixed part announces against the tail, reads
+// getTail checks the sizes in the fixed part against the tail, reads
 // the data types, and returns the body and the node records.
 func (m *Meta) getTail(fixed, tail []byte) (body, records []byte, err *FieldError) {
 	room := int64(len(tail))
@@ -255,7 +254,7 @@ func (m *Meta) getNodes(b []byte) *FieldError {
 	if count == 0 {
 		return nil
 	}
-	// The whole old array, to reuse the slices of its nodes.
+	// The full capacity of the old slice, to reuse the slices of its nodes.
 	nodes := m.Control.Nodes[:cap(m.Control.Nodes)]
 	if grow := count - len(nodes); grow > 0 {
 		nodes = append(nodes, make([]Node, grow)...)
@@ -288,7 +287,7 @@ func (n *Node) get(b []byte) *FieldError {
 	if n.IsRecovery, err = getBool(b, nodeOffIsRecovery, "is_recovery"); err != nil {
 		return err
 	}
-	if n.Hostname != string(name[:end]) { // an equal string is not allocated anew
+	if n.Hostname != string(name[:end]) { // an equal string is not allocated again
 		n.Hostname = string(name[:end])
 	}
 	n.Role = Role(get32(b, nodeOffRole))

@@ -1,6 +1,6 @@
 package van
 
-// The limits that a Meta must keep, whether it is to be sent or was received.
+// The validation of a Meta, before it is sent and after it was received.
 
 import (
 	"fmt"
@@ -8,9 +8,9 @@ import (
 	"strings"
 )
 
-// Validate tells whether m can be sent without loss and a peer will accept it.
+// Validate checks that m can be encoded without loss and that a peer will accept it.
 // The error wraps ErrInvalid and names the field. Validate does not check the
-// fields against each other; control fields that do not belong to the command
+// fields against each other. Control fields that do not belong to the command
 // are not sent.
 func (m *Meta) Validate() error {
 	if err := m.check(); err != nil {
@@ -19,7 +19,7 @@ func (m *Meta) Validate() error {
 	return nil
 }
 
-// check applies to metas to send and to received ones.
+// check checks the values of a meta to send or of a received one.
 func (m *Meta) check() *FieldError {
 	switch {
 	case len(m.Body) > math.MaxInt32:
@@ -44,7 +44,7 @@ func (m *Meta) check() *FieldError {
 	return m.Control.check()
 }
 
-// checkHead checks the command of a message with so many nodes.
+// checkHead checks the command of a message with this number of nodes.
 func (c *Control) checkHead(nodes int) *FieldError {
 	switch {
 	case !c.Cmd.Valid():

@@ -1,7 +1,7 @@
 package van
 
-// Offsets in the fixed part of a packed meta. Everything is little endian; bytes
-// that no offset names are padding.
+// Offsets in the fixed part of a packed meta. All numbers are little endian; bytes
+// without an offset are padding.
 const (
 	offHead           = 0
 	offBodySize       = 4

@@ -1,30 +1,33 @@
-// Package van is what all transports have in common: the messages that nodes
+// Package van defines what all transports share: the messages that nodes
 // exchange, their wire format, the Van interface, and the registry by which a
 // configuration chooses a transport.
 //
 // # Layers
 //
-// Below this package is van/backend, the memory that data frames point to.
-// Above it are the transports, one package each (van/zmq, van/rdma),
-// around them van/local for peers of the same host and van/stage for values on
-// devices, and on top of those postoffice, kv and af, which see only the Van
-// interface. A van knows addresses and bytes. It does not know who belongs to the cluster (that
-// is postoffice) nor what a message means (kv and af). van/stack imports every
-// transport of a build, for its registration.
+//	postoffice, kv, af     see only the Van interface
+//	van/stage              wraps a transport: values on devices
+//	van/local              wraps a transport: peers of the same host
+//	van/zmq, van/rdma      the transports, one package each
+//	van                    this package
+//	van/backend            the memory that data frames point to
 //
-// # Messages and who owns them
+// A van knows addresses and bytes. The members of the cluster are known to postoffice,
+// and the meaning of a message to kv and af. van/stack imports every transport of a
+// build, for its registration.
 //
-// A Message is a Meta, up to three data frames, and its two ends. The ends are
-// not in the meta: transports know them from the connection.
+// # Ownership of messages
 //
-// Sending: the caller fills a Message and calls Van.Send. When Send returns the
-// Message is the caller's again, but the bytes its frames point to are lent to
+// A Message is a Meta, up to three data frames, its sender and its receiver. Sender and
+// receiver are not in the meta: transports know them from the connection.
+//
+// Sending: the caller fills a Message and calls Van.Send. When Send returns, the
+// Message belongs to the caller again. The bytes its frames point to are lent to
 // the transport until Done is called.
 //
-// Receiving: the Message belongs to the transport, which lends it to the
-// Receiver until that returns. Retain keeps the message and its frames until
-// Release. The transport then reuses the Message and its slices: strings may be
-// kept, but Body, DataTypes and nodes must be copied (Node.Clone).
+// Receiving: the Message belongs to the transport and is valid until the Receiver
+// returns. Retain keeps the message and its frames valid until Release. The transport
+// then reuses the Message and its slices: strings may be kept, but Body, DataTypes and
+// nodes must be copied (Node.Clone).
 //
 // # Packed meta
 //
@@ -59,7 +62,7 @@
 //
 // A trace is pre_start, start, postsend, postrecv, process. barrier_group is
 // sent with BARRIER and INSTANCE_BARRIER only, msg_sig with ACK only, nodes with
-// control messages only; elsewhere the fields are zero and are not read.
+// control messages only. In all other messages these fields are zero and are not read.
 // slave_qp_counter and slave_qp_num are for RDMA and zero elsewhere.
 //
 // Node record:
@@ -78,12 +81,14 @@
 // its memory. DecodeMeta does not check or does not read them; EncodeTo writes
 // zeros.
 //
-// # What a frame may say
+// # Validation of frames
 //
-// Frames come from the network, so DecodeMeta checks all of a frame. Its length
-// must be what its counts add up to, to the byte. Booleans are 0 or 1, commands
-// and roles known, sizes and dimensions not negative, names terminated, counts
-// within what the layout has room for. A *FieldError names the first field that
-// breaks this. The receiver of the message must check that the data frames are
-// those that the meta announces, and every address and key.
+// DecodeMeta checks the complete frame, since it is untrusted input:
+//   - The frame's length equals the sum of its parts, to the byte.
+//   - Booleans are 0 or 1; commands and roles are known.
+//   - Sizes and dimensions are not negative; counts fit the layout.
+//   - Names are terminated.
+//
+// A *FieldError names the first invalid field. The receiver of the message must check
+// the data frames against the meta, and every address and key.
 package van

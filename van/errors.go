@@ -1,6 +1,6 @@
 package van
 
-// The errors that callers tell apart, and the types that carry their circumstances.
+// The sentinel errors, and the error types that carry their circumstances.
 
 import (
 	"context"
@@ -12,31 +12,31 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Errors that callers tell apart with errors.Is. They come wrapped in *Error,
-// which says who, what, and how long.
+// Errors to test for with errors.Is. They are wrapped in *Error, which names the
+// node, the operation, and the elapsed time.
 var (
-	// ErrClosed: the van, node, worker or server was closed before or meanwhile.
+	// ErrClosed: the van, node, worker or server was closed before or during the call.
 	ErrClosed = errors.New("closed")
 	// ErrPeerLost: the connection to the peer broke, or its heartbeats stopped.
 	ErrPeerLost = errors.New("peer lost")
-	// ErrReplaced: another process has taken the place of this one, says the peer: it takes
-	// nothing of it any more.
+	// ErrReplaced: the peer knows that another process has replaced this one, and accepts
+	// no more messages of this process.
 	ErrReplaced = errors.New("another process has taken the place of this one")
 	// ErrUnknownPeer: there is no connection to that node.
 	ErrUnknownPeer = errors.New("no such peer")
-	// ErrQueueFull: so much waits for the peer that nothing else is taken for it now.
+	// ErrQueueFull: the send queue of the peer is at its limit. The message was not sent.
 	ErrQueueFull = errors.New("send queue full")
-	// ErrFinished: the peer's program is at its end: it waits in Finalize, or in Python's stop(), and does nothing else.
+	// ErrFinished: the peer's program has ended its work and waits in Finalize, or in Python's stop().
 	ErrFinished = errors.New("finished")
 	// ErrTimeout: a wait reached its limit.
 	ErrTimeout = errors.New("timed out")
 	// ErrMalformed: a frame from the network breaks the protocol.
 	ErrMalformed = errors.New("malformed message")
-	// ErrUnauthenticated: one end of a connection has not proved that it knows the secret that the other end requires.
+	// ErrUnauthenticated: one end of a connection has not proved that it knows the secret which the other end requires.
 	ErrUnauthenticated = errors.New("no valid proof of the cluster's secret")
 	// ErrRequestRefused: the peer's handler has refused the request; the text has its reason.
 	ErrRequestRefused = errors.New("request refused")
-	// ErrNoTransport: the chosen van is not in this build. It matches ErrInvalid, too.
+	// ErrNoTransport: this build does not contain the chosen van. It matches ErrInvalid, too.
 	ErrNoTransport error = invalid("unsupported van type")
 	// ErrInvalid: an argument is out of range; nothing was sent.
 	ErrInvalid = env.ErrInvalid
@@ -49,7 +49,7 @@ func (e invalid) Error() string { return string(e) }
 
 func (e invalid) Unwrap() error { return ErrInvalid }
 
-// TimedOut is err, and ErrTimeout as well if it is a context's deadline.
+// TimedOut returns err. If err is a context's deadline, the result wraps ErrTimeout as well.
 func TimedOut(err error) error {
 	if errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, ErrTimeout) {
 		return fmt.Errorf("%w (%w)", ErrTimeout, err)
@@ -57,18 +57,18 @@ func TimedOut(err error) error {
 	return err
 }
 
-// Error says who failed at what. The zero value of a field means that it does
+// Error describes a failed operation. The zero value of a field means that it does
 // not apply, except where noted.
 type Error struct {
-	Op      string        // what was tried: "push_pull", "barrier", "bind"
-	Node    string        // who tried: "worker 0 (id 9)"
-	Peer    string        // with whom: "server 1 (id 10) at 10.0.0.7:4021"
-	PeerID  int           // that peer's node id, of a request that failed with one; 0 in other errors
-	Detail  string        // key, timestamp, field, value: whatever names the thing
-	Elapsed time.Duration // how long it took
-	Limit   time.Duration // how long it might have taken
-	Hint    string        // what to do about it
-	Err     error         // the cause; one of the sentinels above at its root
+	Op      string        // the operation: "push_pull", "barrier", "bind"
+	Node    string        // the node that tried it: "worker 0 (id 9)"
+	Peer    string        // its peer: "server 1 (id 10) at 10.0.0.7:4021"
+	PeerID  int           // the peer's node id, if a request to this peer failed; 0 in other errors
+	Detail  string        // the object: key, timestamp, field, value
+	Elapsed time.Duration // the time until the failure
+	Limit   time.Duration // the time limit of the operation
+	Hint    string        // the remedy
+	Err     error         // the cause, with one of the sentinels above at its root
 }
 
 // Error returns everything on one line.
@@ -102,15 +102,14 @@ func (e *Error) Error() string {
 // Unwrap returns the cause.
 func (e *Error) Unwrap() error { return e.Err }
 
-// FieldError says which field of a received frame is wrong. It wraps
-// ErrMalformed.
+// FieldError names an invalid field of a received frame. It wraps ErrMalformed.
 type FieldError struct {
 	Field string // "body_size", "control.node[1].hostname"
 	Value any
 	Want  string
 }
 
-// Error names the field, its value, and what was expected.
+// Error names the field, its value, and the expected value.
 func (e *FieldError) Error() string {
 	return fmt.Sprintf("malformed message: %s = %v, want %s", e.Field, e.Value, e.Want)
 }

@@ -1,6 +1,6 @@
 package van
 
-// The name of device memory, as it travels to other processes of the host.
+// The descriptor of exported device memory, as it travels to other processes of the host.
 
 import (
 	"encoding/binary"
@@ -9,7 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// ExportLen is the length in bytes of a backend.Export as it travels, little endian:
+// ExportLen is the length in bytes of an encoded backend.Export, little endian:
 //
 //	 0  u8[64]  handle          80  u64  length of the allocation
 //	64  u64     allocation      88  u64  offset in it
@@ -26,8 +26,8 @@ func PutExport(b []byte, e *backend.Export) {
 	le.PutUint64(b[88:], uint64(e.Offset))
 }
 
-// ParseExport reads what names n bytes of a peer's device, from ExportLen bytes at least. The
-// error is a *FieldError when they do not lie in the allocation.
+// ParseExport decodes the descriptor of n bytes on a peer's device. b has at least ExportLen bytes. If the
+// n bytes exceed the allocation, the error is a *FieldError.
 func ParseExport(b []byte, n int) (e backend.Export, err error) {
 	le := binary.LittleEndian
 	size, off := le.Uint64(b[80:]), le.Uint64(b[88:])
@@ -40,8 +40,9 @@ func ParseExport(b []byte, n int) (e backend.Export, err error) {
 	return e, nil
 }
 
-// MapExport maps the allocation that e names, and returns n bytes of it, and all. They stay mapped until CloseImport of all, or the end of the backend: the
-// driver unmaps nothing while streams may wait. The error wraps ErrMalformed if the allocation is shorter than e says.
+// MapExport maps the allocation of e. It returns n bytes of it in m, and the complete allocation in all. The mapping exists until CloseImport
+// of all, or the end of the backend: the driver unmaps nothing while streams may wait. If the allocation is shorter than e says, the error
+// wraps ErrMalformed.
 func MapExport(x backend.Exporter, e backend.Export, n int) (m, all backend.Mem, err error) {
 	if all, err = x.Import(e); err != nil {
 		return m, all, err

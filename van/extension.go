@@ -1,36 +1,34 @@
 package van
 
-// The endpoint field of a node record, in which nodes of this library tell each other
-// what C++ StepMesh has no field for.
+// The node record extension: data of nodes of this library that travels in the endpoint field
+// of a node record, since C++ StepMesh has no fields for it.
 
-// NodeExtension is what a node of this library says of itself in the endpoint field of its
-// record. C++ StepMesh nodes pass the field on without reading it. A record without an
-// identity is that of a C++ StepMesh node.
+// NodeExtension extends the node record of a node of this library. It travels in the record's endpoint
+// field, which C++ StepMesh nodes pass on without reading it. A record without an extension belongs to a
+// C++ StepMesh node.
 type NodeExtension struct {
-	// Incarnation tells apart the processes that have had the same node id: a random
+	// Incarnation distinguishes the processes that have had the same node id: a random
 	// number other than 0, chosen when the node starts.
 	Incarnation uint32
-	// Cluster names the cluster. Only the scheduler's record must have it; 0 is none.
+	// Cluster is the cluster's id; 0 is none. Only the scheduler's record must have it.
 	Cluster uint32
-	// Settings are those that the scheduler compares; without Known nothing is said of
-	// them.
+	// Settings are compared by the scheduler.
 	Settings Settings
-	// Bundles says that the node takes several messages of a node of this library in one
-	// of libzmq's, if it uses that.
+	// Bundles says that the node accepts bundles: several messages of this library in one
+	// message of libzmq.
 	Bundles bool
-	// Local belongs to the transport between processes of one host; nil is none. After
+	// Local is the endpoint of the transport between processes of one host; nil is none. After
 	// ParseExtension it shares the endpoint's memory.
 	Local []byte
 }
 
-// Settings of a node that must fit those of the others, since a cluster in which they do
-// not works at first and fails later.
+// Settings are the settings that must agree on all nodes. A cluster in which they differ works at
+// first and fails later.
 type Settings struct {
-	Known  bool // false: the node said nothing of its settings, the rest means nothing
+	Known  bool // false: the node has not sent its settings, and the other fields are meaningless
 	Resend bool // PS_RESEND
-	// Workers and Servers are DMLC_NUM_WORKER and DMLC_NUM_SERVER, each times
-	// DMLC_GROUP_SIZE: that is what nodes must agree on. 0: the node does not say, or it is
-	// more than travels (MaxCount).
+	// Workers and Servers are DMLC_NUM_WORKER and DMLC_NUM_SERVER, each times DMLC_GROUP_SIZE.
+	// 0: the node has not sent the number, or it is greater than MaxCount.
 	Workers, Servers int
 }
 
@@ -42,8 +40,8 @@ const MaxCount = 1<<14 - 1
 //	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   1 settings known, 2 resend, 4 bundles; 14 bits of workers from bit 4, of servers from bit 18
 //	4  u32      version    12  u32  cluster       20  u8[]  local
 const (
-	identityMagic = "SAFN"
-	identityLen   = 20
+	extensionMagic = "SAFN"
+	extensionLen   = 20
 
 	settingsKnown  = 1
 	settingsResend = 2
@@ -52,23 +50,22 @@ const (
 	serversAt      = 18
 )
 
-// MaxLocalLen is how long NodeExtension.Local may be, in bytes.
-const MaxLocalLen = MaxEndpointName - identityLen
+// MaxLocalLen is the maximum length of NodeExtension.Local in bytes.
+const MaxLocalLen = MaxEndpointName - extensionLen
 
-// Encode returns the identity as it travels. A Local that is longer than MaxLocalLen is
-// left out.
-func (id *NodeExtension) Encode() []byte {
-	local := id.Local
+// Encode returns the encoded extension. A Local longer than MaxLocalLen is omitted.
+func (x *NodeExtension) Encode() []byte {
+	local := x.Local
 	if len(local) > MaxLocalLen {
 		local = nil
 	}
-	b := make([]byte, 0, identityLen+len(local))
-	b = append(b, identityMagic...)
+	b := make([]byte, 0, extensionLen+len(local))
+	b = append(b, extensionMagic...)
 	b = le.AppendUint32(b, ExtensionVersion)
-	b = le.AppendUint32(b, id.Incarnation)
-	b = le.AppendUint32(b, id.Cluster)
-	f := id.Settings.flags()
-	if id.Bundles {
+	b = le.AppendUint32(b, x.Incarnation)
+	b = le.AppendUint32(b, x.Cluster)
+	f := x.Settings.flags()
+	if x.Bundles {
 		f |= takesBundles
 	}
 	b = le.AppendUint32(b, f)
@@ -88,51 +85,51 @@ func (s *Settings) flags() (f uint32) {
 	return f
 }
 
-// ExtensionVersion is the version of what nodes of this library tell each other.
+// ExtensionVersion is the version of this library's protocol between nodes.
 const ExtensionVersion = 2
 
-// ExtensionVersionOf returns the version of the identity in the endpoint field of a node record,
-// also of one that ParseExtension does not read. It reports false for a C++ StepMesh node.
+// ExtensionVersionOf returns the version of the extension in the endpoint field of a node record,
+// also if ParseExtension cannot read that version. It returns false for a C++ StepMesh node.
 func ExtensionVersionOf(endpoint []byte) (version uint32, ok bool) {
-	if len(endpoint) < 8 || string(endpoint[:4]) != identityMagic {
+	if len(endpoint) < 8 || string(endpoint[:4]) != extensionMagic {
 		return 0, false
 	}
 	return le.Uint32(endpoint[4:]), true
 }
 
-// ParseExtension reads the endpoint field of a node record. It reports false when there is
-// no identity in it: the node is a C++ StepMesh node.
-func ParseExtension(endpoint []byte) (id NodeExtension, ok bool) {
-	if len(endpoint) < identityLen || len(endpoint) > MaxEndpointName || string(endpoint[:4]) != identityMagic ||
+// ParseExtension decodes the endpoint field of a node record. It returns false if the field has no
+// extension of this version.
+func ParseExtension(endpoint []byte) (x NodeExtension, ok bool) {
+	if len(endpoint) < extensionLen || len(endpoint) > MaxEndpointName || string(endpoint[:4]) != extensionMagic ||
 		le.Uint32(endpoint[4:]) != ExtensionVersion || le.Uint32(endpoint[8:]) == 0 {
-		return id, false
+		return x, false
 	}
-	id.Incarnation, id.Cluster = le.Uint32(endpoint[8:]), le.Uint32(endpoint[12:])
+	x.Incarnation, x.Cluster = le.Uint32(endpoint[8:]), le.Uint32(endpoint[12:])
 	f := le.Uint32(endpoint[16:])
 	if f&settingsKnown != 0 {
-		id.Settings = Settings{Known: true, Resend: f&settingsResend != 0, Workers: int(f >> workersAt & MaxCount), Servers: int(f >> serversAt & MaxCount)}
+		x.Settings = Settings{Known: true, Resend: f&settingsResend != 0, Workers: int(f >> workersAt & MaxCount), Servers: int(f >> serversAt & MaxCount)}
 	}
-	id.Bundles = f&takesBundles != 0
-	if len(endpoint) > identityLen {
-		id.Local = endpoint[identityLen:]
+	x.Bundles = f&takesBundles != 0
+	if len(endpoint) > extensionLen {
+		x.Local = endpoint[extensionLen:]
 	}
-	return id, true
+	return x, true
 }
 
-// Extension returns the identity in n's endpoint field; false says that n is a C++
+// Extension returns the extension in n's endpoint field; false says that n is a C++
 // StepMesh node.
 func (n *Node) Extension() (NodeExtension, bool) { return ParseExtension(n.Endpoint) }
 
-// SetIncarnations marks m with the incarnations of the process that sends it and of the
-// one that it is meant for; 0 is unknown, and both are 0 towards C++ StepMesh nodes.
-// They travel in every message, in the request trace's PreStart, which is unused there.
+// SetIncarnations sets the incarnations of the sending and of the receiving process.
+// 0 is unknown; both are 0 towards C++ StepMesh nodes. They travel in every message, in
+// the request trace's PreStart, which C++ StepMesh does not use.
 func (m *Meta) SetIncarnations(from, to uint32) {
 	m.RequestTrace.PreStart = uint64(to)<<32 | uint64(from)
 }
 
-// Incarnations returns what SetIncarnations has set. It means something only when the
-// sender is known to be a node of this library, or to names the process that receives it: C++
-// StepMesh nodes do not set the field to that.
+// Incarnations returns the incarnations that SetIncarnations has set. They are valid only if the
+// sender is known to be a node of this library, or if to is the receiving process: C++ StepMesh
+// nodes never set the field to that value.
 func (m *Meta) Incarnations() (from, to uint32) {
 	return uint32(m.RequestTrace.PreStart), uint32(m.RequestTrace.PreStart >> 32)
 }

@@ -1,6 +1,6 @@
 package van
 
-// Message, the unit that transports carry, and the counting of its holders.
+// Message, the unit that transports carry, and its reference count.
 
 import (
 	"sync/atomic"
@@ -10,37 +10,37 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
-// Origin is how far a transport vouches for the sender of a received message, whose name anybody can use.
+// Origin says how far a transport has verified the sender of a received message. Any process can claim any sender id.
 type Origin uint8
 
 const (
 	OriginUnknown Origin = iota // the transport does not know the hosts of connections
-	OriginDialed                // over the connection that this node has made to the sender's address
-	OriginHost                  // over a connection from the host of the sender's address
-	OriginOther                 // over a connection from another host, or from one that is not known to be the sender's
+	OriginDialed                // received over the connection that this node has made to the sender's address
+	OriginHost                  // received over a connection from the host of the sender's address
+	OriginOther                 // received over a connection from any other host
 )
 
 // Message is a Meta, its data frames, and its two ends.
 //
-// To send one, fill it and call Van.Send; when Send returns, the Message itself
+// To send a message, fill it and call Van.Send. When Send returns, the Message itself
 // may be used again, but the bytes its frames point to belong to the transport
 // until Done has been called (or, without Done, until the answer to the message
-// has come). Frames shorter than CopyBelow are copied by Send.
+// has arrived). Send copies frames shorter than CopyBelow.
 //
 // A received Message belongs to the transport. It is valid until the receiver
-// function returns; to keep it or its frames longer, call Retain before that and
+// function returns. To use it or its frames longer, call Retain before that and
 // Release afterwards.
 type Message struct {
 	Meta
-	Sender   int // node id; Empty when the sender has none yet
+	Sender   int // node id; Empty if the sender has no id yet
 	Receiver int
 
-	// ProcessEpoch tells apart the processes that have had the sender's id one after the
-	// other. The node sets it in received messages; an answer has its request's, so that
-	// it does not go to another process. 0 means whichever process has the id.
+	// ProcessEpoch numbers the processes that have had the sender's id one after the other.
+	// The node sets it in received messages. An answer carries its request's, so that it does not
+	// reach another process. 0 means any process with that id.
 	ProcessEpoch uint32
 
-	// Origin says how far the transport vouches for Sender, in received control messages.
+	// Origin says how far the transport has verified Sender. It is set in received control messages.
 	Origin Origin
 
 	// Frames is the number of data frames: 0, 2 (keys, values) or 3 (and lengths).
@@ -49,22 +49,21 @@ type Message struct {
 	Vals   backend.Mem
 	Lens   backend.Mem // 4 bytes each
 
-	// Into, in a pull request, is the memory at Addr, ValLen bytes long, that the
-	// answer's value is wanted in. Transports that can write it there do so; the others
-	// ignore it. It belongs to the transport until the answer has come or Invalidator's
-	// Invalidate has returned.
+	// Into, in a pull request, is the destination of the answer's value: the memory at Addr, ValLen
+	// bytes long. Transports that can write there do so; the others ignore it. It belongs to the
+	// transport until the answer has arrived or Invalidator.Invalidate has returned.
 	Into backend.Mem
 
-	// Placed says that the transport has written the value to where the request asked
-	// for it, so that Vals need not be copied.
+	// Placed says that the transport has written the value to the requested destination, so that
+	// Vals need not be copied.
 	Placed bool
 
 	// More promises that another message to the same receiver, or a Flush, follows
-	// at once, so that the transport may wait for it and send both together.
+	// at once. The transport may wait for it and send both together.
 	More bool
 
-	// Continues says that Send has taken the first message of the same request, or of the
-	// answers to it: this one is taken as well, also beyond STEPAF_SEND_BUDGET.
+	// Continues says that Send has accepted the first message of the same request, or of the
+	// answers to it. Send then accepts this one as well, even beyond STEPAF_SEND_BUDGET.
 	Continues bool
 
 	// Done, if not nil, is called exactly once after a successful Send, when the
@@ -72,7 +71,7 @@ type Message struct {
 	// also before Send returns, and must neither block nor send.
 	Done Completion
 
-	// Deliverer says on whose goroutine a received message is handed up. A receiver that
+	// Deliverer identifies the goroutine that delivers a received message. A receiver that
 	// closes its van passes it on: Close(engine.Within(ctx, m.Deliverer)).
 	Deliverer *engine.Deliverer
 
@@ -81,36 +80,35 @@ type Message struct {
 	native unsafe.Pointer
 }
 
-// CopyBelow is the length in bytes from which a frame is lent to the transport
-// rather than copied by Send. A key frame is shorter.
+// CopyBelow is the length in bytes below which Send copies a frame instead of
+// lending it to the transport. A key frame is shorter.
 const CopyBelow = 34
 
 // Completion is called when a transport no longer needs a message's bytes.
 type Completion interface{ Sent() }
 
-// Owner is the transport a received message came from. It is only of interest
-// to transports.
+// Owner is the transport that has received a message. Only transports use it.
 type Owner interface {
-	// Free takes back a message that nobody holds any more.
+	// Free returns a message to the transport after its last Release.
 	Free(*Message)
 }
 
-// Adopt makes m a received message with one holder, which owner will get back.
-// native is the transport's own handle. Only transports call it.
+// Adopt makes m a received message with one reference. The last Release returns it to
+// owner. native is the transport's own handle. Only transports call Adopt.
 func (m *Message) Adopt(owner Owner, native unsafe.Pointer) {
 	m.owner, m.native = owner, native
 	m.refs.Store(1)
 }
 
-// Owner returns the transport that a received message came from, nil for others. A
-// wrapper that must know when m is free adopts it with an owner of its own before it
-// delivers m; that owner's Free then returns m to the transport's.
+// Owner returns the transport that has received m, nil for other messages. A wrapper
+// that must know when m is free adopts it with an owner of its own before it
+// delivers m. The Free of that owner then calls the transport's.
 func (m *Message) Owner() Owner { return m.owner }
 
-// Native returns what Adopt was given.
+// Native returns the handle that Adopt has stored.
 func (m *Message) Native() unsafe.Pointer { return m.native }
 
-// Retain adds a holder to a received message and returns m.
+// Retain adds a reference to a received message and returns m.
 func (m *Message) Retain() *Message {
 	if m.refs.Add(1) <= 1 && m.owner != nil {
 		panic("van: Retain of a released message")
@@ -118,7 +116,7 @@ func (m *Message) Retain() *Message {
 	return m
 }
 
-// Release removes a holder. After the last one m and its frames are gone.
+// Release removes a reference. After the last Release, m and its frames are invalid.
 func (m *Message) Release() {
 	switch n := m.refs.Add(-1); {
 	case n == 0 && m.owner != nil:
@@ -128,7 +126,7 @@ func (m *Message) Release() {
 	}
 }
 
-// Reset makes m an empty message with ps-lite's defaults, for use again.
+// Reset makes m an empty message with ps-lite's defaults, for reuse.
 func (m *Message) Reset() {
 	m.Meta.Reset()
 	m.Sender, m.Receiver = Empty, Empty

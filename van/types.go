@@ -1,6 +1,6 @@
 package van
 
-// Roles, ids, commands, node records and the Meta: the fields of a message as Go types.
+// The fields of a message as Go types: roles, ids, commands, node records and the Meta.
 
 import (
 	"fmt"
@@ -17,13 +17,13 @@ const Empty = 32767
 // MaxFrames is the largest number of data frames in a message: keys, values, lengths.
 const MaxFrames = 3
 
-// MaxDims is the number of dimensions that a shape on the wire has room for.
+// MaxDims is the maximum number of dimensions of a shape.
 const MaxDims = 8
 
-// Role of a node. The values travel in node records.
+// Role is the role of a node. The values travel in node records.
 type Role int32
 
-// Roles as they appear on the wire. Joint never does: a joint process runs a
+// Roles as they appear on the wire. Joint does not travel: a joint process runs a
 // server node and a worker node, each with an id of its own.
 const (
 	Server    Role = 0
@@ -74,7 +74,7 @@ func RoleOf(id int) Role {
 	}
 }
 
-// NodeName says who id is, for logs and errors: "server 0 (id 8)".
+// NodeName returns the name of node id for logs and errors: "server 0 (id 8)".
 func NodeName(id int) string {
 	switch {
 	case id == SchedulerID:
@@ -87,7 +87,7 @@ func NodeName(id int) string {
 	return fmt.Sprintf("%s %d (id %d)", RoleOf(id), RankOf(id), id)
 }
 
-// Command of a control message; EmptyCmd marks a data message.
+// Command is the command of a control message. EmptyCmd is that of a data message.
 type Command int32
 
 // Commands as they appear on the wire. Bootstrap, AddrRequest and AddrResolved
@@ -116,10 +116,10 @@ func (c Command) String() string {
 	return fmt.Sprintf("command(%d)", int32(c))
 }
 
-// Valid tells whether the protocol knows the command.
+// Valid reports whether the protocol defines the command.
 func (c Command) Valid() bool { return c >= 0 && int(c) < len(commandNames) }
 
-// DataType of a data frame, one for each frame of a message.
+// DataType is the element type of a data frame. A message has one for each frame.
 type DataType int32
 
 // Data types as they appear on the wire.
@@ -166,13 +166,13 @@ const (
 	MaxEndpointName = 64
 )
 
-// Node is one node's record: who it is and where it listens.
+// Node is a node record: the node's role and id, and the address where it listens.
 type Node struct {
 	Role     Role
-	ID       int // Empty until the scheduler has given one
+	ID       int // Empty until the scheduler has assigned an id
 	Hostname string
-	// Ports has at most MaxPorts entries. Port is the authoritative one, the
-	// port that the node bound.
+	// Ports has at most MaxPorts entries. Port is the port that the node has bound;
+	// connections use this one.
 	Ports      []int32
 	Port       int
 	DevTypes   []int32 // parallel to Ports; meaningless over ZMQ
@@ -188,15 +188,15 @@ type Node struct {
 // Addr returns "host:port".
 func (n *Node) Addr() string { return fmt.Sprintf("%s:%d", n.Hostname, n.Port) }
 
-// Clone returns a copy of n that shares nothing with it. To keep the node of a
-// received message, keep a clone: the transport reuses the message's own.
+// Clone returns a deep copy of n. To keep the node of a received message, keep a
+// clone: the transport reuses the message's own.
 func (n *Node) Clone() Node {
 	var c Node
 	c.copyFrom(n)
 	return c
 }
 
-// copyFrom makes n a deep copy of src, in the memory of its own slices where that is enough.
+// copyFrom makes n a deep copy of src. It reuses the capacity of n's slices.
 func (n *Node) copyFrom(src *Node) {
 	ports, types, ids, endpoint := n.Ports[:0], n.DevTypes[:0], n.DevIDs[:0], n.Endpoint[:0]
 	*n = *src
@@ -214,21 +214,20 @@ type Control struct {
 	Nodes        []Node
 }
 
-// Trace holds the times at which one direction of a request passed its stations:
-// nanoseconds of the clock of the host that took the stamp (CLOCK_MONOTONIC).
+// Trace holds timestamps of one direction of a request, in nanoseconds of CLOCK_MONOTONIC
+// of the host that took the timestamp.
 type Trace struct {
 	PreStart uint64 // in a request both incarnations, see SetIncarnations; otherwise not used
-	Start    uint64 // handed to Send
-	PostSend uint64 // given to the transport
-	PostRecv uint64 // taken from the transport, at the peer
-	Process  uint64 // handed to the application, at the peer
+	Start    uint64 // the application called Send
+	PostSend uint64 // the transport got the message
+	PostRecv uint64 // the peer's transport delivered the message
+	Process  uint64 // the peer's application got the message
 }
 
-// Now is the time that a Trace holds, for transports to stamp PostSend and PostRecv with.
-// It costs one reading of the clock, without a system call.
+// Now returns the time for a timestamp in a Trace. It reads the clock once, without a system call.
 func Now() uint64 { return clock.Now() }
 
-// Meta is everything of a message but its data frames and its two ends. It
+// Meta is a message without its data frames, sender and receiver. It
 // mirrors ps-lite's Meta; see the package documentation for the layout.
 type Meta struct {
 	Head       int32
@@ -262,15 +261,15 @@ type Meta struct {
 	Control Control
 }
 
-// Largest capacities that Reset keeps: bytes of a body, records of nodes.
+// The largest capacities that Reset keeps: bytes of a body, node records.
 const (
 	keepBody  = 64 << 10
 	keepNodes = 256
 )
 
 // Reset sets m to ps-lite's defaults for a new message. It keeps the capacity of
-// the slices, so that reusing a Meta does not allocate, but drops long ones: one
-// large message must not occupy memory for ever.
+// short slices, so that reusing a Meta does not allocate. It releases long slices, so that one
+// large message does not occupy memory forever.
 func (m *Meta) Reset() {
 	body, types, nodes := m.Body[:0], m.DataTypes[:0], m.Control.Nodes[:0]
 	if cap(body) > keepBody {
@@ -279,7 +278,7 @@ func (m *Meta) Reset() {
 	if cap(nodes) > keepNodes {
 		nodes = nil
 	}
-	*m = Meta{} // cleared where it is; a literal with values would be made elsewhere and copied
+	*m = Meta{} // clears in place; a literal with values would be built elsewhere and copied
 	m.Head, m.AppID, m.CustomerID, m.Timestamp = Empty, Empty, Empty, Empty
 	m.Src.ID, m.Dst.ID = -1, -1
 	m.Body, m.DataTypes = body, types
@@ -307,7 +306,7 @@ func (m *Meta) CopyFrom(src *Meta) {
 // ShapeSlice returns the dimensions as a slice of m's own array.
 func (m *Meta) ShapeSlice() []int64 { return m.Shape[:m.Dim] }
 
-// Trace is the times of the direction in which the message travels.
+// Trace returns the trace of the message's direction.
 func (m *Meta) Trace() *Trace {
 	if m.Request {
 		return &m.RequestTrace
@@ -315,10 +314,10 @@ func (m *Meta) Trace() *Trace {
 	return &m.ResponseTrace
 }
 
-// IsControl tells whether m is a control message.
+// IsControl reports whether m is a control message.
 func (m *Meta) IsControl() bool { return m.Control.Cmd != EmptyCmd }
 
-// LogValue implements slog.LogValuer: String, made only when a line is logged.
+// LogValue implements slog.LogValuer: it returns String, which is computed only for a line that is logged.
 func (m *Meta) LogValue() slog.Value { return slog.StringValue(m.String()) }
 
 // String describes the message on one line, for logs at PS_VERBOSE=2.

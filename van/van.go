@@ -18,11 +18,11 @@ import (
 )
 
 // Van carries messages between one node and its peers. It knows addresses and
-// bytes, not what a message means. All methods are safe for concurrent use.
+// bytes, not the meaning of a message. All methods are safe for concurrent use.
 //
 // The order of calls is Bind, Start, then Connect, Send, Rename and Disconnect
 // in any order, then Close. Data messages of one peer arrive in the order they were
-// sent, and so do control and simple-app messages; a transport may let one kind
+// sent, and so do control and simple-app messages. A transport may let one kind
 // overtake the other.
 type Van interface {
 	// Type names the transport: "zmq", "rdma".
@@ -32,10 +32,9 @@ type Van interface {
 	// the port. For the scheduler self.ID is SchedulerID, for others Empty.
 	Bind(ctx context.Context, self Node) (port int, err error)
 
-	// Start begins to hand received messages to recv. Messages of one peer come
-	// one after the other and in order; those of different peers may come at the
-	// same time. recv may block: peers other than the message's must still be
-	// served.
+	// Start begins to pass received messages to recv. Calls for one peer's messages
+	// are in order and do not overlap; calls for different peers may be concurrent.
+	// recv may block. The van then still serves the other peers.
 	Start(recv Receiver)
 
 	// SetID tells the van its node's id as soon as the scheduler has given it.
@@ -43,7 +42,7 @@ type Van interface {
 	SetID(id int)
 
 	// Connect opens (or replaces) the connection over which Send reaches id. It
-	// does not wait for the peer: what is sent before the peer listens is kept.
+	// does not wait for the peer: messages sent before the peer listens are queued.
 	// id is the peer's node id, or any negative number that the caller uses for a
 	// peer that has no id yet.
 	Connect(ctx context.Context, id int, peer Node) error
@@ -51,30 +50,30 @@ type Van interface {
 	// Rename makes the connection to old serve new instead.
 	Rename(old, new int) error
 
-	// Disconnect closes the connection to id, after giving what was sent a short
-	// time to leave. It does nothing when there is none.
+	// Disconnect closes the connection to id. Messages already sent get a short time
+	// to leave first. Without a connection to id it does nothing.
 	Disconnect(id int)
 
-	// Send hands msg to the transport for msg.Receiver and returns without waiting
-	// for the peer. It stamps PostSend in the message's trace. Errors wrap
+	// Send queues msg for msg.Receiver and returns without waiting for the peer. It
+	// stamps PostSend in the message's trace. Errors wrap
 	// ErrUnknownPeer, ErrPeerLost, ErrQueueFull or ErrClosed.
 	Send(msg *Message) error
 
-	// Close stops receiving, lets what was sent leave until ctx ends, and frees
-	// everything. No receiver runs after it returns; a receiver that calls it gives it a
-	// ctx made by engine.Within for its message's Turn, so that it does not wait for
-	// itself. Close twice is harmless.
+	// Close stops receiving, sends the queued messages until ctx ends, and frees
+	// everything. No receiver runs after Close returns. A receiver that calls Close passes a
+	// ctx made by engine.Within for its message's Deliverer, so that Close does not wait for
+	// that receiver. A second Close does nothing.
 	Close(ctx context.Context) error
 }
 
-// Receiver takes one received message. See Message for how long it is valid.
+// Receiver processes one received message. Message says how long the message is valid.
 type Receiver func(*Message)
 
-// BufferRegistrar is implemented by vans that can put a push straight into
-// memory that the application has named.
+// BufferRegistrar is implemented by transports that can receive pushed values
+// directly into memory of the application.
 type BufferRegistrar interface {
 	// RegisterRecvBuffer makes dst the destination of values that sender pushes under
-	// key. Such messages are delivered with Placed set and Vals inside dst.
+	// key. The transport delivers such messages with Placed set and Vals inside dst.
 	RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
 }
 
@@ -94,66 +93,66 @@ type Canceler interface {
 	Cancel(Requests)
 }
 
-// Requests are those of one customer with consecutive timestamps.
+// Requests is a range of requests of one customer, with consecutive timestamps.
 type Requests struct {
 	App, Customer int32
 	First         int32 // timestamp
 	Count         int32
 }
 
-// Has tells whether a message with that meta is one of the requests.
+// Has reports whether a message with that meta belongs to one of the requests.
 func (r *Requests) Has(m *Meta) bool {
 	return m.Request && !m.IsControl() && m.AppID == r.App && m.CustomerID == r.Customer && m.Timestamp >= r.First && m.Timestamp-r.First < r.Count
 }
 
-// Advertiser is implemented by vans that tell peers about themselves in the node
+// Advertiser is implemented by transports that publish an endpoint in the node
 // record.
 type Advertiser interface {
-	// Endpoint is for NodeExtension.Local, at most MaxLocalLen bytes, or nil. It is known
-	// after Bind.
+	// Endpoint returns the value for NodeExtension.Local: at most MaxLocalLen bytes, or nil.
+	// It is valid after Bind.
 	Endpoint() []byte
 }
 
-// Admitter is implemented by vans on which messages of a process that replaces a
-// lost one could arrive before this node knows of the replacement.
+// Admitter is implemented by transports on which messages of a replacement process
+// could arrive before this node knows of the replacement.
 type Admitter interface {
-	// Admit lets messages of peer id be delivered: all of this node knows the process
-	// that the latest Connect named in place of the former one.
+	// Admit allows the delivery of messages of peer id. The node calls it when all its
+	// layers know the process that the latest Connect named.
 	Admit(id int)
 }
 
-// TrafficClassSetter is implemented by vans whose connections can carry a traffic class.
+// TrafficClassSetter is implemented by transports whose connections can carry a traffic class.
 type TrafficClassSetter interface {
-	// SetTrafficClasses makes classes those of what leaves for these peers, by id: 0 to 63, the
-	// DSCP. All others have the system's. Connections that are made later get them, too.
+	// SetTrafficClasses sets the DSCP, 0 to 63, of outgoing traffic for each peer id in classes. Other
+	// peers have the system's default. The classes also apply to connections that are made later.
 	SetTrafficClasses(classes map[int]int)
-	// TrafficClassApplied tells whether what leaves for peer id has its class now, and otherwise whether
-	// it ever can.
+	// TrafficClassApplied reports whether outgoing traffic for peer id has its class now, and
+	// whether it ever can.
 	TrafficClassApplied(id int) (now, ever bool)
 }
 
-// Flusher is implemented by vans that hold messages sent with More.
+// Flusher is implemented by transports that queue messages sent with More.
 type Flusher interface {
-	// Flush sends what is held for peer id.
+	// Flush sends the queued messages for peer id.
 	Flush(id int)
 }
 
-// PeerWatcher is implemented by vans that notice when a peer goes away.
+// PeerWatcher is implemented by transports that detect broken connections.
 type PeerWatcher interface {
 	// WatchPeers makes the van call f when the connection to a peer breaks (up
-	// false) and when it is back (up true). A van may also call it when an attempt to
+	// false) and when it is restored (up true). A van may also call f when an attempt to
 	// connect fails, with a cause that wraps syscall.ECONNREFUSED; it keeps
-	// trying. f must not block. It must not be called within Send or Cancel: wrappers hold
+	// trying. f must not block. The van must not call f within Send or Cancel, since wrappers hold
 	// locks there that f may need. Call WatchPeers before Start.
 	WatchPeers(f func(id int, up bool, cause error))
 }
 
-// Prober is implemented by vans that can say why a peer is not reached, and that can reply to a
-// process which they do not reach.
+// Prober is implemented by transports that can diagnose why a peer cannot be reached, and that can
+// reply to a process to which they have no connection of their own.
 type Prober interface {
-	// Probe tries the address of a peer within ctx: nil if a node may listen there. It makes no connection for
-	// messages. An error wraps the system's errno, ErrMalformed if another program listens there, or ErrTimeout if what
-	// listens there is silent: another program, or a node that is stopped.
+	// Probe checks the address of a peer within ctx and returns nil if a node may listen there. It makes no connection
+	// for messages. An error wraps the system's errno, ErrMalformed if another program listens there, or ErrTimeout if the
+	// listener is silent: another program, or a stopped node.
 	Probe(ctx context.Context, peer Node) error
 	// Reply sends a control message to the process with that incarnation, which has no id yet, on the
 	// connection that it has made to this node. If there is none, the error wraps ErrPeerLost.
@@ -170,43 +169,41 @@ type LivenessProber interface {
 	Alive(id int) bool
 }
 
-// Reorderer is implemented by vans that can tell whether they keep a peer's messages in
-// order.
+// Reorderer is implemented by transports that may change the order of a peer's messages.
 type Reorderer interface {
-	// Reorders tells whether a message may be handed up before one that the same peer
-	// sent earlier, as when that one was lost and is sent again.
+	// Reorders reports whether a message may be delivered before an earlier message of the
+	// same peer, for example because the earlier one was lost and is sent again.
 	Reorders() bool
 }
 
-// HostChooser is implemented by vans that cannot use every address of this host,
-// such as one that needs an RDMA device.
+// HostChooser is implemented by transports that cannot use every address of this host,
+// for example because they need an RDMA device.
 type HostChooser interface {
-	// ChooseHost returns the address that a node which is not the scheduler should
-	// bind and tell others, and why that one, on one line for the log. It is asked
-	// before Bind when DMLC_INTERFACE decides, or nothing does: that is, unless
-	// DMLC_NODE_HOST is set and DMLC_INTERFACE is not auto. An empty host leaves the
-	// choice to the rules for any transport.
+	// ChooseHost returns the address that a worker or server should bind and publish, and
+	// the reason, on one line for the log. The node calls it before Bind, unless
+	// DMLC_NODE_HOST is set and DMLC_INTERFACE is not auto. If host is empty, the rules for
+	// all transports choose the address.
 	ChooseHost() (host, why string, err error)
 }
 
-// Path is how data goes to one peer.
+// Path is the route of data to one peer.
 type Path struct {
-	// Over names what carries it: a transport, or "shared memory".
+	// Over is the carrier: a transport, or "shared memory".
 	Over string
-	// Device says that values on the node's device go as they are. On other paths they are
-	// copied to the host first.
+	// Device says that values on the node's device are sent directly. On other paths they
+	// are copied to the host first.
 	Device bool
 }
 
-// PathChooser is implemented by vans that choose what carries the data of each peer, and
-// by those that take values on a device.
+// PathChooser is implemented by transports that choose a carrier for each peer, and
+// by transports that send values on a device directly.
 type PathChooser interface {
-	// PathTo returns the path to peer id. While it is not settled PathTo waits, as Send
-	// does. Without a connection to id it is that of most peers.
+	// PathTo returns the path to peer id. While the path is undecided, PathTo waits, as Send
+	// does. Without a connection to id, it returns the usual path.
 	PathTo(id int) Path
 }
 
-// PathTo returns how data goes from v to peer id.
+// PathTo returns the route of data from v to peer id.
 func PathTo(v Van, id int) Path {
 	if c, ok := As[PathChooser](v); ok {
 		return c.PathTo(id)
@@ -214,15 +211,15 @@ func PathTo(v Van, id int) Path {
 	return Path{Over: v.Type()}
 }
 
-// Wrapper is implemented by vans that wrap another one.
+// Wrapper is implemented by vans that wrap another van.
 type Wrapper interface {
-	// Unwrap returns the van inside.
+	// Unwrap returns the wrapped van.
 	Unwrap() Van
 }
 
-// As finds the first van, from v inwards, that has the optional ability T, such
+// As finds the first van, from v inwards, that implements the optional interface T, such
 // as PeerWatcher or BufferRegistrar. Use it instead of a type assertion, which
-// does not see the vans inside a wrapper.
+// does not see wrapped vans.
 func As[T any](v Van) (ability T, ok bool) {
 	for v != nil {
 		if ability, ok = v.(T); ok {
@@ -237,41 +234,41 @@ func As[T any](v Van) (ability T, ok bool) {
 	return ability, false
 }
 
-// Stats are counters of a van since it was made. Those that a transport does not
-// keep are 0.
+// Stats are the counters of a van since it was made. A counter that a transport does not
+// keep is 0.
 type Stats struct {
 	SentMessages, SentBytes         uint64
 	ReceivedMessages, ReceivedBytes uint64
-	Malformed                       uint64 // frames dropped because they were malformed
-	LentValues                      uint64 // values that the transport holds at present
+	Malformed                       uint64 // malformed frames, which were dropped
+	LentValues                      uint64 // values that the transport uses at present
 
-	PausedReads     uint64 // times that reading from a peer paused: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET
+	PausedReads     uint64 // pauses in reading from a peer: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET
 	RefusedSends    uint64 // messages refused with ErrQueueFull: STEPAF_SEND_BUDGET
-	DroppedUnknown  uint64 // connections ended and messages dropped: STEPAF_STRANGER_BUDGET
+	DroppedUnknown  uint64 // connections ended and messages dropped of unknown peers: STEPAF_STRANGER_BUDGET
 	Unauthenticated uint64 // connections without proof of the cluster's secret, refused or (STEPAF_AUTH=warn) admitted
 	RefusedRings    uint64 // links through shared memory that got no memory, and rings that did not grow: STEPAF_SHM_BUDGET
-	RefusedSlots    uint64 // peers' requests for memory that got none: STEPAF_RDMA_PEER_BUDGET
-	SlotWaits       uint64 // those that had to wait: also STEPAF_RDMA_BUDGET, BYTEPS_ADDRESS_POOL_SIZE
-	FencedMessages  uint64 // dropped: the process that sent them has been replaced
-	UnsharedValues  uint64 // on the device, sent through host memory: their memory could not be shared
+	RefusedSlots    uint64 // peers' requests for slot memory that were refused: STEPAF_RDMA_PEER_BUDGET
+	SlotWaits       uint64 // peers' requests for slot memory that had to wait: also STEPAF_RDMA_BUDGET, BYTEPS_ADDRESS_POOL_SIZE
+	FencedMessages  uint64 // messages of replaced processes, which were dropped
+	UnsharedValues  uint64 // device values sent through host memory, because their memory could not be shared
 }
 
-// Meter is implemented by vans that keep Stats.
+// Meter is implemented by transports that keep Stats.
 type Meter interface{ Stats() Stats }
 
-// Options is what a transport is made with.
+// Options are the parameters of a transport.
 type Options struct {
 	Config *env.Config
 	Log    *slog.Logger
-	// Backend is where buffers for received values are allocated; nil means ordinary
-	// memory. The caller closes it after the van.
+	// Backend allocates the buffers for received values; nil means ordinary memory. The
+	// caller closes it after the van.
 	Backend backend.Backend
-	// Incarnation is the node's, see NodeExtension; with 0 the van speaks as a C++ StepMesh
+	// Incarnation is the node's, see NodeExtension. With 0 the van behaves as a C++ StepMesh
 	// node does.
 	Incarnation uint32
-	// Engine receives for the node; nil makes the van use one of its own.
+	// Engine receives for the node. With nil the van makes an engine.
 	Engine *engine.Engine
-	// Keys prove that the node knows its cluster's secret; nil: it proves nothing.
+	// Keys prove that the node knows its cluster's secret; nil: no proof.
 	Keys *auth.Keys
 }
 
@@ -284,8 +281,8 @@ var transports = struct {
 }{m: map[string]Factory{}}
 
 // Register adds a transport under the name that DMLC_ENABLE_RDMA and
-// DMLC_PS_VAN_TYPE use. It is meant for init functions and panics when the name
-// is taken.
+// DMLC_PS_VAN_TYPE use. It is meant for init functions and panics if the name
+// is registered already.
 func Register(name string, f Factory) {
 	transports.Lock()
 	defer transports.Unlock()
@@ -309,7 +306,7 @@ func New(opts Options) (Van, error) {
 	return f(opts)
 }
 
-// Transports lists the registered transports in order.
+// Transports returns the names of the registered transports in alphabetical order.
 func Transports() []string {
 	transports.RLock()
 	defer transports.RUnlock()
