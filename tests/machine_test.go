@@ -1,13 +1,13 @@
 //go:build !race
 
-// The virtual machine with RDMA devices, booted and used. Not with the race detector:
-// there is no Go of ours to watch, and beside the race tests of the other packages an
-// emulated machine takes minutes to start. "make test" runs these tests by themselves.
+// Tests of the virtual machine with RDMA devices. They boot it, so -short leaves them out. They run without the race
+// detector: the machine runs no Go code of this test.
 
 package tests
 
 import (
 	"os"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
@@ -27,22 +27,28 @@ func machine(t *testing.T) []string {
 	return own
 }
 
+// TestRDMAMachine: a command of a host of the machine has its variables, and its output and status are those of rdma-vm.
 func TestRDMAMachine(t *testing.T) {
-	own := machine(t)
-	r := tool(t, "rdma-vm --hosts 2 -- rdma-host 2 printenv RDMA_VM_ADDR RDMA_VM_DEVICE", own...)
-	if again := regexp.MustCompile("(?m)^.* did not boot in .*\n").ReplaceAllString(r.err, ""); r.status != 0 || r.out != "10.77.0.2\nrxe1\n" || again != "" {
-		t.Errorf("status %d, output %q, standard error %q", r.status, r.out, r.err)
+	if testing.Short() {
+		t.Skip("boots a virtual machine")
 	}
-	if r := tool(t, "rdma-vm -- sh -c false", own...); r.status != 1 {
-		t.Errorf("false: status %d, want 1", r.status)
+	own := machine(t)
+	command := filepath.Join(t.TempDir(), "command")
+	write(t, command, "#!/bin/sh\nprintenv RDMA_VM_ADDR RDMA_VM_DEVICE\nexit 5\n", 0o755)
+	r := tool(t, "rdma-vm --hosts 2 -- rdma-host 2 "+command, own...)
+	if again := regexp.MustCompile("(?m)^.* did not boot in .*\n").ReplaceAllString(r.err, ""); r.status != 5 || r.out != "10.77.0.2\nrxe1\n" || again != "" {
+		t.Errorf("status %d, output %q, standard error %q; want status 5", r.status, r.out, r.err)
 	}
 	if r := tool(t, "rdma-vm --timeout 1 -- true", own...); r.status != 124 || !strings.Contains(r.err, "timed out after 1 s") {
 		t.Errorf("too short a limit: status %d, %q", r.status, r.err)
 	}
 }
 
-// TestRDMATest: what the packages of testdata/rdma do is noticed.
+// TestRDMATest: rdma_test.sh reports tests that fail, hang, are skipped, or leave processes behind.
 func TestRDMATest(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots a virtual machine")
+	}
 	own := machine(t)
 	r := tool(t, "rdma_test.sh --limit 10 ./tests/testdata/rdma/passes ./tests/testdata/rdma/skips ./tests/testdata/rdma/hangs ./tests/testdata/rdma/fails", own...)
 	const in = " tests/testdata/rdma/"

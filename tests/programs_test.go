@@ -243,6 +243,9 @@ func TestWrongEnvironment(t *testing.T) {
 
 // TestWithoutRDMA: a build without RDMA does not say that it has its transport.
 func TestWithoutRDMA(t *testing.T) {
+	if testing.Short() {
+		t.Skip("compiles the transports with other build tags")
+	}
 	program := filepath.Join(t.TempDir(), "stepaf")
 	if out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-tags", "nordma", "-o", program, "../tools/stepaf").CombinedOutput(); err != nil {
 		t.Fatalf("build: %v\n%s", err, out)

@@ -63,9 +63,6 @@ const mostSeeds = 500
 // TestFaults plants each fault and looks for the first seed that finds it. A seed that
 // fails without the fault does not count.
 func TestFaults(t *testing.T) {
-	if testing.Short() {
-		t.Skip("takes half a minute of two processors")
-	}
 	rows := make([]string, len(faults))
 	todo := make(chan int)
 	var wg sync.WaitGroup
