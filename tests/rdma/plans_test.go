@@ -20,7 +20,7 @@ var (
 // the virtual machine are slow, and several plans at once are late for each other.
 func TestPlans(t *testing.T) {
 	if !*withPlans {
-		t.Skip("takes longer than the other tests together: see docs/testing.md")
+		t.Skip("takes longer than the other tests together: see docs/design/testing.md")
 	}
 	testlimit.Longer(t, time.Duration(*slow)*5*time.Minute) // for the longest plan
 	host := addresses(t)[0]

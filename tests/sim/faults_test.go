@@ -13,7 +13,7 @@ import (
 	"testing"
 )
 
-// faults can be planted, what each of them brings back, and as which kinds of violations it counts as found. docs/testing.md
+// faults can be planted, what each of them brings back, and as which kinds of violations it counts as found. docs/design/testing.md
 // has the table that TestFaults prints.
 var faults = []struct {
 	name, what string

@@ -1,7 +1,7 @@
 // Package plan is what happens to a cluster in a test, as data: its shape, its
 // network, who works how, who is killed, stopped or cut off, and what must come of
 // it. The files are JSON (tests/plans). One runner carries a plan out in a simulation
-// (internal/sim), another on real processes; docs/testing.md has the meaning of every
+// (internal/sim), another on real processes; docs/design/testing.md has the meaning of every
 // field.
 //
 // What must hold in every plan is not written in it: no call returns wrong bytes, no

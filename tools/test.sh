@@ -1,0 +1,176 @@
+#!/usr/bin/env bash
+# Runs the tests in two parts. Each test runs in at least one of them.
+#   test.sh        the part of "make test": all packages, and the Python tests with PyTorch
+#   test.sh long   the part of "make test-long": what the first part leaves out
+#   test.sh list   prints the packages of each kind, and the tests that run in full in the second part only
+# A step that fails does not keep the next ones from running, unless nothing can be built.
+# The last lines say how each step ended.
+#
+# Which part a test belongs to:
+#   - A test that takes more than about 10 s of a processor, or repeats a shorter test many times, calls
+#     testing.Short. "make test" runs it with -short: it skips itself or makes fewer rounds. test-long finds
+#     these tests by that call, and runs them in full.
+#   - A package whose code runs in several goroutines is tested with the race detector, others without.
+#     Simulated clusters and real processes are tested without it in "make test", and with it in test-long.
+set -euo pipefail
+# shellcheck source=env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+usage_if_asked 'usage: tools/test.sh [long | list]
+  no argument  what "make test" runs
+  long         what "make test" leaves out
+  list         which package and test runs where' "$@"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# Packages without the race detector: rules without goroutines, tables, command lines and documents; programs and
+# scripts, which are other processes; and clusters that run with it in the long part.
+plain='/(tests|tests/(benchmark|examples|fserver|utests|internal|limits|processes|golden|replay|sim|soak|testdata|vansession)(/.*)?|tools(/.*)?'
+plain+='|postoffice/membership|van/(env|rdma/choose)|internal/(freeport|hostaddr|limits|testlimit))$'
+
+# The packages that take longest are started first, so that no processor is idle at the end.
+longest=(van/zmq postoffice van/local van/rdma af/window af/collective tests/faults af kv kv/session)
+longest_plain=(tests/processes tests tests/sim tools/internal/app tests/limits tests/replay postoffice/membership)
+
+# How many packages are tested at once: their tests wait most of the time.
+processors=$(nproc 2>/dev/null || echo 2)
+
+module=$(sed -n 's/^module //p' go.mod)
+
+# The race detector makes a process wait for a second at its end, unless this is set.
+export GORACE="atexit_sleep_ms=0 ${GORACE-}"
+
+# packages PATTERN OPTION-OF-GREP LONGEST...: the packages with tests that match, the longest first.
+packages() {
+  local all first
+  # shellcheck disable=SC2046 # the flags are a list
+  all=$(tools/go.sh list $(tools/build_flags.sh -q) -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}}{{end}}' ./... | grep -E "$2" "$1")
+  first=$(printf "$module/%s\n" "${@:3}")
+  grep -Fx "$first" <<<"$all" | awk -v order="$first" 'BEGIN { n = split(order, o, "\n") } { have[$0] = 1 } END { for (i = 1; i <= n; i++) if (o[i] in have) print o[i] }'
+  grep -vFx "$first" <<<"$all"
+}
+race_packages() { packages "$plain" -v "${longest[@]}"; }
+plain_packages() { packages "$plain" -e "${longest_plain[@]}"; }
+
+# long_tests: a line "DIRECTORY TEST|TEST..." for each directory with tests that call testing.Short.
+long_tests() {
+  grep -rl 'testing\.Short()' --include='*_test.go' . | sort | xargs awk '
+    /^func Test/ { name = $2; sub(/\(.*/, "", name) }
+    /^}/ { name = "" }
+    /testing\.Short\(\)/ && name != "" {
+      directory = FILENAME
+      sub(/^\.\//, "", directory)
+      sub(/\/[^\/]*$/, "", directory)
+      if (!(directory in tests)) order[++n] = directory
+      if (!((directory, name) in seen)) tests[directory] = tests[directory] (tests[directory] == "" ? "" : "|") name
+      seen[directory, name] = 1
+    }
+    END { for (i = 1; i <= n; i++) print order[i], tests[order[i]] }'
+}
+
+# go_test OPTION...: runs "go test" with the options of this machine. Packages were vetted by "make check".
+go_test() {
+  local flags
+  flags=$(tools/build_flags.sh)
+  # shellcheck disable=SC2086 # the flags are a list
+  (set -x && tools/go.sh test -vet=off $flags "$@")
+}
+
+# The steps. Each is run by "step NAME".
+install() { tools/install_deps.sh && tools/python/test_deps.sh torch; }
+check() { make --no-print-directory check; }
+race() {
+  local list && mapfile -t list < <(race_packages)
+  go_test -race -short -p $((processors * 2)) -timeout 10m "${list[@]}" && tools/go.sh test -C tests/thirdparty -race -timeout 5m ./...
+}
+plain() {
+  local list && mapfile -t list < <(plain_packages)
+  go_test -short -p $((processors * 2)) -timeout 10m "${list[@]}"
+}
+python() { tools/python/test.sh torch; }
+
+variants() { make --no-print-directory check-variants; }
+full() { # the tests that -short shortens, but those of tests/processes, which processes runs
+  local directory tests status=0
+  while read -r directory tests; do
+    local mode=()
+    if [ "$directory" = tests/processes ]; then continue; fi
+    if ! grep -qE "$plain" <<<"/$directory"; then mode=(-race); fi
+    go_test ${mode[@]+"${mode[@]}"} -timeout 18m -run "^($tests)\$" "./$directory" || status=1
+  done < <(long_tests)
+  return $status
+}
+processes() { # the race detector triples the time of the processor, so it watches one leg
+  local status=0
+  go_test -race -timeout 14m ./tests/processes -leg=shm || status=1
+  go_test -timeout 14m ./tests/processes -leg=tcp || status=1
+  return $status
+}
+simulated() { go_test -race -timeout 10m -run '^Test(Plans|Collectives|RDMA)$' ./tests/sim; }
+allocs() { make --no-print-directory testallocs; }
+seeds() { make --no-print-directory sim SEEDS=1000; }
+faults() { make --no-print-directory simfaults; }
+machine() { tools/rdma_test.sh; }
+pythons() { tools/python/test.sh arrays old; }
+
+results=() failed=''
+# step NAME: runs a step, and notes how it ended.
+step() {
+  local begun=$SECONDS status=0
+  echo "--- test: $1"
+  ( "$1" ) || status=$?
+  if [ "$status" -eq 0 ]; then
+    results+=("test: ok   $1 $((SECONDS - begun)) s")
+  else
+    results+=("test: FAIL $1 $((SECONDS - begun)) s: status $status")
+    failed+=" $1"
+  fi
+  return "$status"
+}
+# skip NAME REASON
+skip() { results+=("test: SKIPPED $1: $2"); }
+
+case "${1-}" in
+  '')
+    if step install && step check; then
+      step race || true
+      step plain || true
+      step python || true
+    fi
+    ;;
+  long)
+    step variants || true
+    step full || true
+    step processes || true
+    step simulated || true
+    step allocs || true
+    step seeds || true
+    step faults || true
+    if why="$(tools/rdma_test.sh --ready 2>&1)"; then step machine || true; else skip machine "$why"; fi
+    if why="$(tools/python/test.sh --ready 2>&1)"; then step pythons || true; else skip pythons "$why"; fi
+    ;;
+  list)
+    race_packages | sed "s|^$module/|race   |"
+    plain_packages | sed "s|^$module/|plain  |"
+    long_tests | sed 's/^/full   /'
+    exit
+    ;;
+  *)
+    echo "test: want no argument, long or list, not $*" >&2
+    exit 2
+    ;;
+esac
+
+echo '--- test: summary'
+printf '%s\n' "${results[@]}"
+if [ -z "${1-}" ]; then
+  cat <<END
+test: left out, run by "make test-long":
+  tests that -short shortens, in full: $(long_tests | sed 's/^[^ ]* //' | tr '\n|' '  ')
+  all plans on real processes, and simulated plans with the race detector: go test -race ./tests/processes ./tests/sim
+  allocations: make testallocs; 1000 seeds: make sim SEEDS=1000; planted faults: make simfaults
+  vet and staticcheck with the build tag nordma: make check-variants
+  RDMA devices in a virtual machine: make rdma-deps rdma-test
+  Python with NumPy and JAX, and Python below 3.10: make python-deps python-test
+END
+fi
+[ -z "$failed" ] || { echo "test: FAIL:$failed"; exit 1; }
+echo 'test: ok'
