@@ -48,6 +48,11 @@ def scheduler(n):
     """What a scheduler does: nothing but wait in stop()."""
 
 
+def within(seconds):
+    """A limit of real time: seconds on a machine with a processor for each process that wants one, longer on a loaded one."""
+    return seconds * max(os.getloadavg()[0] / (os.cpu_count() or 1), 1)
+
+
 class Node:
     """What a node function gets."""
 

@@ -7,6 +7,7 @@ import time
 import arrays
 import harness
 import pytest
+from harness import within
 
 HOST = "torch" if "torch" in harness.libraries() else "numpy"
 
@@ -205,7 +206,7 @@ def misuse_worker(n):
         begin = time.monotonic()
         with n.raises(f.TimeoutError, "worker 1"):
             c.all_gather(out, x).wait(timeout_ms=300)
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < within(8)
         f.barrier(False, True)
     else:
         f.barrier(False, True)
@@ -391,5 +392,5 @@ def test_ctrl_c(cluster):
         began = time.monotonic()
         w.signal(signal.SIGINT)
         assert w.hear(20) == "interrupted", w.report()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < within(10)
     c.finish(60)

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from harness import by_hand
+from harness import by_hand, within
 
 SIZE = (16,)
 
@@ -52,8 +52,8 @@ def test_server_killed_in_wait(cluster):
     servers[1].kill()
     start = time.monotonic()
     assert worker.hear(20) == "lost"
-    assert time.monotonic() - start < 15
-    assert worker.wait(20) == 0, worker.report()
+    assert time.monotonic() - start < within(15)
+    assert worker.wait() == 0, worker.report()
 
 
 @by_hand
@@ -94,8 +94,8 @@ def test_killed_with_a_living_child(cluster, env):
     server.kill()
     start = time.monotonic()
     assert worker.hear(30) == "lost"
-    assert time.monotonic() - start < 8
-    assert worker.wait(20) == 0, worker.report()
+    assert time.monotonic() - start < within(8)
+    assert worker.wait() == 0, worker.report()
 
 
 @by_hand
@@ -124,7 +124,7 @@ def test_worker_killed_in_get_batch(cluster):
         assert p.hear() == "there"
     workers[1].kill()
     assert server.hear(20) == "lost"
-    assert server.wait(20) == 0, server.report()
+    assert server.wait() == 0, server.report()
 
 
 @by_hand
@@ -149,7 +149,7 @@ def test_scheduler_killed_in_barrier(cluster):
     assert worker.hear() == server.hear() == "waiting"
     c.processes[0].kill()
     assert worker.hear(20) == "lost"
-    assert worker.wait(20) == 0, worker.report()
+    assert worker.wait() == 0, worker.report()
 
 
 # A busy worker
@@ -191,8 +191,8 @@ def test_exit_without_stop(cluster, how):
     _, (server,) = c.start(ending, ending, args=how)
     server.hear()
     start = time.monotonic()
-    status = server.wait(15)
-    assert time.monotonic() - start < 8
+    status = server.wait()
+    assert time.monotonic() - start < within(8)
     want = {"exception": 1, "SIGTERM": -signal.SIGTERM}.get(how, 0)
     assert status == want, server.report()
     assert "Fatal" not in server.report() and "panic" not in server.report(), server.report()
@@ -216,7 +216,7 @@ def test_exit_with_requests_in_flight(cluster):
     (worker,), (server,) = c.start(ends_in_flight, ends_in_flight)
     assert (worker.hear(), server.hear()) == ("sent", "got")
     worker.tell("end")
-    assert (worker.wait(15), server.wait(15)) == (0, 0), worker.report() + server.report()
+    assert (worker.wait(), server.wait()) == (0, 0), worker.report() + server.report()
 
 
 # Forks
@@ -234,7 +234,7 @@ def fork_before_init(n):
                 n.f.get_batch()
             with n.raises((), "fork"):
                 n.f.get_nanosecond() and n.f.stop()
-            ok = time.monotonic() - start < 5
+            ok = time.monotonic() - start < within(5)
         except BaseException:
             sys.excepthook(*sys.exc_info())
             ok = False
@@ -330,7 +330,7 @@ def here():
 def test_one_interpreter(order):
     """Another interpreter than the main one is refused, in every order; one that is left over does not keep the process."""
     program = INTERPRETERS + "".join(f"{name}()\n" for name in order.split())
-    r = subprocess.run([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
+    r = subprocess.run([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=180)
     want = {"here": "True", "elsewhere": "fserver_lib was imported in interpreter 1, want the main one: a process is one node"}
     assert (r.returncode, r.stdout.decode().splitlines()) == (0, [want[name] for name in order.split()])
 
@@ -338,4 +338,4 @@ def test_one_interpreter(order):
 def test_import_again():
     """An import after the first one has the same classes."""
     program = "import fserver_lib as a, sys; del sys.modules['fserver_lib']; import fserver_lib as b; assert b.Error is a.Error; b.get_nanosecond()"
-    subprocess.run([sys.executable, "-c", program], timeout=20, check=True)
+    subprocess.run([sys.executable, "-c", program], timeout=180, check=True)

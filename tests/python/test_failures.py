@@ -51,7 +51,7 @@ def test_respond_vec_to_a_lost_worker(cluster):
     assert workers[1].hear() == "answered"
     for p in (workers[1], server):
         p.tell("end")
-        assert p.wait(20) == 0, p.report()
+        assert p.wait() == 0, p.report()
 
 
 # A consumer of DLPack may free what it has when the interpreter is gone.

@@ -7,11 +7,13 @@ import sys
 
 import harness
 import pytest
+from harness import within
 
 TESTS = os.path.dirname(harness.HERE)
 ROOT = os.path.dirname(TESTS)
 
 pytest.importorskip("torch", reason="the programs use PyTorch")
+pytestmark = pytest.mark.still(120)  # a script waits for other builds, and its programs import PyTorch
 
 
 def run(command, timeout=180, **env):
@@ -19,7 +21,7 @@ def run(command, timeout=180, **env):
     # The scripts take the first python3: let it be this one.
     environ.update(PYTHON=sys.executable, PS_VERBOSE="0", DMLC_PS_ROOT_PORT=str(harness.free_port()), STEPMESH_BIND_CPU_CORE="0")
     environ.update(env)
-    p = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=timeout)
+    p = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=within(timeout))
     return p.returncode, p.stdout, p.stderr
 
 

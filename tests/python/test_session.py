@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from harness import within
 
 pytest.importorskip("numpy")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -177,7 +178,7 @@ def example(ranks):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_"))}
     done = subprocess.run([os.path.join(ROOT, "bin", "stepaf"), "launch", "-n", "1", "-s", str(ranks), "--", sys.executable,
                            os.path.join(ROOT, "tests", "examples", "session", "mlp.py")],
-                          env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, text=True)
+                          env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=within(60), text=True)
     return done.returncode, done.stdout
 
 

@@ -18,7 +18,7 @@ import time
 from unittest import mock
 
 import pytest
-from harness import by_hand, have
+from harness import by_hand, have, within
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROUNDS = 150
@@ -263,7 +263,7 @@ def waits_for_signals(n):
             assert len(os.read(descriptor, 128)) == 128
         else:
             assert signal.sigtimedwait({signal.SIGCHLD}, 20), "SIGCHLD was taken by another thread"
-        assert child.wait(20) == 0
+        assert child.wait(180) == 0
         got += 1
     traffic.end()
     n.f.stop()
@@ -594,7 +594,7 @@ def test_interrupt(cluster):
     began = time.monotonic()
     worker.signal(signal.SIGINT)
     assert worker.hear(20) == "interrupted"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < within(10)
     server.tell("end")
 
 

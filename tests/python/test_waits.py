@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from harness import by_hand
+from harness import by_hand, within
 
 SIZE = (16,)
 
@@ -22,7 +22,7 @@ def elapsed(since):
     return time.monotonic() - since
 
 
-SOON = 8  # seconds: less than what a wait takes that has not heard of its limit, more than a machine stands still
+SOON = within(8)  # seconds: less than a wait takes that ignores its limit
 
 
 # Time-outs
@@ -374,7 +374,7 @@ def test_ctrl_c_ends_a_program(cluster, call):
     assert p.hear() == "waiting"
     start = time.monotonic()
     p.signal(signal.SIGINT)
-    status = p.wait(30)
+    status = p.wait()
     assert elapsed(start) < SOON
     assert status in (-signal.SIGINT, 1, 130) and "KeyboardInterrupt" in p.report(), p.report()
 
