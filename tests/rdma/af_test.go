@@ -13,8 +13,7 @@ import (
 
 var sizes = []int{0, 1, 63, 1 << 10, 4001, 64 << 10, 1 << 20}
 
-// forms exchanges batches of all forms with tensors of all sizes, under keys that
-// are the same in all of them: every tensor has moved since its key was used last.
+// forms exchanges batches of all forms with tensors of all sizes. The forms use the same keys, so every tensor is at another address than when its key was last used.
 func forms(t *testing.T, c *client, parts func(n int, first uint64, size func(i int) int) []part) error {
 	for k := range sizes {
 		same := func(int) int { return sizes[k] }
@@ -48,12 +47,12 @@ func parts(n int, first uint64, size func(i int) int) (all []part) {
 	return all
 }
 
-// TestValues: all forms of batches in clusters of all forms.
+// TestValues: all forms of batches in clusters of different shapes.
 func TestValues(t *testing.T) {
 	for _, tt := range []struct {
 		name string
 		o    options
-		full bool // all forms, else some
+		full bool // all forms, otherwise some
 	}{
 		{"1x1", options{}, true},
 		{"2x2", options{workers: 2, servers: 2}, false},
@@ -89,8 +88,7 @@ func TestValues(t *testing.T) {
 	}
 }
 
-// TestRegistered: pushes land in registered receive buffers, and others beside them
-// do not disturb them.
+// TestRegistered: pushes are received in registered receive buffers, and other pushes do not disturb them.
 func TestRegistered(t *testing.T) {
 	for _, split := range []bool{false, true} {
 		t.Run(fmt.Sprintf("split %t", split), func(t *testing.T) {
@@ -125,8 +123,7 @@ func TestResized(t *testing.T) {
 	c.end()
 }
 
-// TestNewKeys: new keys between known ones keep the order of a batch. The original
-// lets the known ones overtake.
+// TestNewKeys: new keys among known ones do not change the order of a batch. In the original, the known ones overtake.
 func TestNewKeys(t *testing.T) {
 	c := start(t, options{workers: 2, servers: 2})
 	nodetest.Together(t, c.clients(), func(c *client) error {
@@ -138,9 +135,9 @@ func TestNewKeys(t *testing.T) {
 			fresh := uint64(100 + 10*i)
 			b := []part{known[0], {fresh, 200}, known[1], {fresh + 1, 100 << 10}, {fresh + 2, 0}, known[2]}
 			switch i % 3 {
-			case 1: // a new one first
+			case 1: // a new key first
 				b[0], b[1] = b[1], b[0]
-			case 2: // and last
+			case 2: // and a new key last
 				b[4], b[5] = b[5], b[4]
 			}
 			if err := c.exchange(t.Context(), b, b); err != nil {
@@ -165,7 +162,7 @@ func TestInFlight(t *testing.T) {
 				}
 				all = append(all, r)
 			}
-			for i := range all { // the last ones first
+			for i := range all { // in reverse order
 				if err := c.end(t.Context(), all[len(all)-1-i]); err != nil {
 					return fmt.Errorf("round %d, request %d: %w", round, len(all)-1-i, err)
 				}
@@ -176,7 +173,7 @@ func TestInFlight(t *testing.T) {
 	c.end()
 }
 
-// TestForeignMemory: tensors in memory that is not Go's.
+// TestForeignMemory: tensors in memory outside of the Go heap.
 func TestForeignMemory(t *testing.T) {
 	c := start(t, options{})
 	w := c.clients()[0]

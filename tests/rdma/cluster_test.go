@@ -18,12 +18,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// soon is well below the limit of a request, and above what a busy machine needs
-// to notice that a process is gone.
+// soon is well below the time limit of a request, and enough for a busy machine to notice the end of a process.
 const soon = 10 * time.Second
 
-// patientAck is STEPAF_RDMA_ACK_TIMEOUT of tests that cut no link: what the emulated devices of a busy
-// machine have not acknowledged for a second has not been lost.
+// patientAck is STEPAF_RDMA_ACK_TIMEOUT of tests that cut no link: an acknowledgement of an emulated device that is late by less than a second is not lost.
 const patientAck = 18
 
 // addresses returns the IPv4 addresses of the active RDMA ports, or skips.
@@ -65,9 +63,9 @@ func twoHosts(t testing.TB) []string {
 	return all
 }
 
-// place is where a node runs.
+// place says where a node runs.
 type place struct {
-	what string // of a child; "" is in this process
+	what string // role of a child process; "": in this process
 	host int    // from 1
 }
 
@@ -82,7 +80,7 @@ type options struct {
 	log                     *slog.Logger
 }
 
-// cluster is the nodes of a cluster over RDMA.
+// cluster holds the nodes of a cluster over RDMA.
 type cluster struct {
 	*testcluster.Cluster
 	t        testing.TB
@@ -92,8 +90,7 @@ type cluster struct {
 	mu       sync.Mutex
 }
 
-// start starts a cluster. Servers are children that answer, unless o says something
-// else.
+// start starts a cluster. Its servers are children with role answers, unless o says otherwise.
 func start(t testing.TB, o options) *cluster {
 	t.Helper()
 	c := prepare(t, o)
@@ -144,7 +141,7 @@ func (c *cluster) testOptions() testcluster.Options {
 		}}
 }
 
-// environ is that of a child.
+// environ returns the environment of a child.
 func (c *cluster) environ(role string, rank, host int) []string {
 	return slices.Concat(os.Environ(), c.Environ(role, rank), []string{"DMLC_ENABLE_RDMA=ibverbs", "BYTEPS_ENABLE_IPC=0", "DMLC_PS_ROOT_URI=" + c.hosts[0],
 		"DMLC_NODE_HOST=" + c.hosts[host-1], "STEPMESH_BAKCEND=CPU", fmt.Sprintf("STEPAF_RDMA_ACK_TIMEOUT=%d", cmp.Or(c.o.ack, patientAck)), "STEPAF_START_TIMEOUT=25", "STEPAF_STOP_TIMEOUT=20"}, c.o.env)
@@ -172,7 +169,7 @@ func (c *cluster) end() {
 	}
 }
 
-// clients makes the workers of this process clients.
+// clients makes clients of the workers in this process.
 func (c *cluster) clients() (all []*client) {
 	c.t.Helper()
 	for _, n := range c.Workers {
@@ -183,7 +180,7 @@ func (c *cluster) clients() (all []*client) {
 	return all
 }
 
-// child finds the process that runs a node.
+// child returns the process that runs a node.
 func (c *cluster) child(role string, rank int) *nodetest.Process {
 	c.t.Helper()
 	i := slices.IndexFunc(c.children, func(p *nodetest.Process) bool { return p.Role == role && p.Rank == rank })

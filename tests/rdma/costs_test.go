@@ -21,12 +21,12 @@ import (
 
 var pushPulls = flag.Int("push-pulls", 3000, "number of push_pulls in TestFlat")
 
-// counted is a stack that counts, in all devices together.
+// counted is a stack that counts the calls of all its devices.
 type counted struct {
 	verbs.Stack
 	regions, bytes     atomic.Int64 // registered at present
-	posts, polls, full atomic.Int64 // calls of Post and Poll, and those of Poll that returned completions
-	notes              atomic.Int64 // SENDs: what the van itself has to say, as credits
+	posts, polls, full atomic.Int64 // calls of Post and Poll, and calls of Poll that returned completions
+	notes              atomic.Int64 // SENDs: the van's own messages, for example credits
 	completions        atomic.Int64
 	mu                 sync.Mutex
 	devices            map[verbs.Device]*countedDevice
@@ -128,7 +128,7 @@ func (m *countedMR) Deregister() error {
 	return m.MR.Deregister()
 }
 
-// calls are those into C that the devices have counted themselves.
+// calls returns the calls into C that the devices have counted themselves.
 func (c *counted) calls(t testing.TB) (posts, polls int64) {
 	t.Helper()
 	c.mu.Lock()
@@ -144,7 +144,7 @@ func (c *counted) calls(t testing.TB) (posts, polls int64) {
 	return posts, polls
 }
 
-// alone is a cluster in this process, whose devices count.
+// alone starts a cluster in this process, whose devices count.
 func alone(t testing.TB) (*cluster, *counted) {
 	t.Helper()
 	addresses(t)
@@ -171,7 +171,7 @@ func tensors(t testing.TB, n, size int) (all []af.Tensor) {
 	return all
 }
 
-// pushPull is one that allocates nothing itself.
+// pushPull makes a push_pull without allocations of its own.
 func pushPull(t testing.TB, w *af.Worker, push, pull []af.KeyTensor) {
 	h, err := w.PushPull(push, pull)
 	if err == nil {
@@ -196,8 +196,7 @@ func serveOne(t testing.TB, c *cluster, answer func() af.Tensor) {
 	}
 }
 
-// holdings is what the process holds; heap and stacks are Go's, in bytes as resident is:
-// what else grows is C's or pages of the program itself.
+// holdings is the memory of the process in bytes: heap and stacks are Go's; resident also includes C's memory and pages of the program.
 type holdings struct {
 	resident, files, routines int
 	regions, bytes            int64
@@ -219,7 +218,7 @@ func (c *counted) look(t testing.TB) holdings {
 	}
 }
 
-// TestFlat: nothing grows over many push_pulls with tensors that change.
+// TestFlat: no resource grows over many push_pulls with changing tensors.
 func TestFlat(t *testing.T) {
 	c, n := alone(t)
 	const pool, size = 64, 8000
@@ -243,8 +242,7 @@ func TestFlat(t *testing.T) {
 	if vantest.Race {
 		noise = 12 << 20
 	}
-	// Pages of the program and of the runtime's own structures come at times of their own;
-	// what is kept for each push_pull comes each time.
+	// The memory of the program and of the runtime grows occasionally. Memory that leaks with each push_pull would grow each time.
 	after, grown := before, []int{}
 	for range 3 {
 		last := after
@@ -274,8 +272,7 @@ func TestFlat(t *testing.T) {
 	}
 }
 
-// TestCalls: a message costs at most one call into C to send, and a batch of
-// completions one to receive.
+// TestCalls: a message costs at most one call into C to send, and a batch of completions one call to receive.
 func TestCalls(t *testing.T) {
 	for _, size := range []int{100, 50000} {
 		c, n := alone(t)
@@ -294,8 +291,7 @@ func TestCalls(t *testing.T) {
 		for range 50 {
 			pushPull(t, w, push, pull)
 		}
-		// Loops poll meanwhile: what is to be less is read later at first, and earlier
-		// at the end.
+		// Loops poll meanwhile. A count that must be the smaller one is read later at first, and earlier at the end.
 		asked, got, full, completions := n.posts.Load(), n.polls.Load(), n.full.Load(), n.completions.Load()
 		messages, notes := sent(), n.notes.Load()
 		posts, polls := n.calls(t)
@@ -305,7 +301,7 @@ func TestCalls(t *testing.T) {
 		}
 		posts2, polls2 := n.calls(t)
 		posts, polls = posts2-posts, polls2-polls
-		// A message is counted once it is on its way: its answer may come before.
+		// A message is counted after it was posted: its answer may arrive before.
 		vantest.Eventually(t, 10*time.Second, "all messages to be counted", func() bool { return sent()-messages >= least })
 		messages, notes = sent()-messages, n.notes.Load()-notes
 		asked, got, full, completions = n.posts.Load()-asked, n.polls.Load()-got, n.full.Load()-full, n.completions.Load()-completions
@@ -316,7 +312,7 @@ func TestCalls(t *testing.T) {
 		if posts > asked {
 			t.Errorf("%d bytes: %d calls into C for %d of Post", size, posts, asked)
 		}
-		if polls > got { // those that return nothing are waits
+		if polls > got { // calls that return nothing are waits
 			t.Errorf("%d bytes: %d calls into C for %d of Poll", size, polls, got)
 		}
 		if full > completions || completions == 0 {
@@ -326,8 +322,7 @@ func TestCalls(t *testing.T) {
 	}
 }
 
-// TestAllocations: a push_pull in steady state allocates nothing, on worker and server
-// together.
+// TestAllocations: a push_pull in steady state allocates nothing, on worker and server together.
 func TestAllocations(t *testing.T) {
 	if vantest.Race {
 		t.Skip("the race detector allocates")
@@ -342,9 +337,8 @@ func TestAllocations(t *testing.T) {
 		for range 500 {
 			pushPull(t, w, push, pull)
 		}
-		// testing.AllocsPerRun leaves one processor, on which those who poll and those
-		// who wait take turns. A slow machine needs another goroutine or thread for many
-		// requests, as the engine takes who receives for blocked, but not for all of few.
+		// testing.AllocsPerRun leaves one processor, on which pollers and waiters take turns. A slow machine needs another goroutine or thread for many requests, since
+		// the engine considers a receiver blocked. It does not need one for all of few requests.
 		const windows, rounds = 100, 5
 		least := uint64(1 << 62)
 		for range windows {

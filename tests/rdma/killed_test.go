@@ -33,7 +33,7 @@ func traffic(t testing.TB, c *client) <-chan error {
 	return failed
 }
 
-// lost checks that what failed has failed because of the peer, and soon.
+// lost checks that requests fail soon, and that their errors name the peer.
 func lost(t testing.TB, failed <-chan error, since time.Time, texts ...string) {
 	t.Helper()
 	select {
@@ -48,14 +48,13 @@ func lost(t testing.TB, failed <-chan error, since time.Time, texts ...string) {
 	}
 }
 
-// TestServerKilled: a server that is killed among requests fails them, and those that
-// follow, until another one takes its place. The instances of the other members of
-// the groups go on.
+// TestServerKilled: if a server is killed during requests, these and later ones fail until another process replaces it. The instances of other members of the groups
+// continue.
 func TestServerKilled(t *testing.T) {
 	c := start(t, options{workers: 2, servers: 2, group: 2})
 	all := c.clients()
 	work(t, all...)
-	// Instances 0 of both workers go on with servers 0 and 2, instances 1 lose server 3.
+	// Instances 0 of both workers continue with servers 0 and 2; instances 1 lose server 3.
 	var stops []func()
 	for _, x := range []*client{all[0], all[2]} {
 		stops = append(stops, nodetest.Repeat(t, x.Name(), func(i int) error { return x.mixed(t.Context(), i) }))
@@ -78,8 +77,7 @@ func TestServerKilled(t *testing.T) {
 	work(t, all...)
 }
 
-// TestServerKilledWithRequests: a server that has requests and owes the answers is
-// killed.
+// TestServerKilledWithRequests: a server is killed while it has unanswered requests.
 func TestServerKilledWithRequests(t *testing.T) {
 	c := start(t, options{place: func(role string, _ int) place { return map[string]place{"server": {what: mute}}[role] }})
 	w := c.clients()[0]
@@ -93,7 +91,7 @@ func TestServerKilledWithRequests(t *testing.T) {
 	go func() { failed <- w.end(t.Context(), r) }()
 	p.Kill()
 	lost(t, failed, killed, "worker 0 (id 9): push_pull with server 0 (id 8)", fmt.Sprintf("handler %d", r.call.Timestamp()))
-	for range 2 { // the second time it is a replacement that is killed
+	for range 2 { // the second time, a replacement is killed
 		var next *nodetest.Process
 		nodetest.Returns(t, c.Workers, 8, func() { next = c.spawn("server", 0, answers, 1) })
 		next.Ready()
@@ -105,8 +103,7 @@ func TestServerKilledWithRequests(t *testing.T) {
 	}
 }
 
-// TestWorkerKilled: a worker that is killed among requests is no trouble to another
-// one, and can be replaced.
+// TestWorkerKilled: a worker that is killed during requests does not disturb another one, and can be replaced.
 func TestWorkerKilled(t *testing.T) {
 	c := start(t, options{workers: 2, servers: 2, place: func(role string, rank int) place {
 		if role == "worker" && rank == 1 {
@@ -131,8 +128,7 @@ func TestWorkerKilled(t *testing.T) {
 	work(t, w)
 }
 
-// TestSchedulerKilled: requests between workers and servers go on without a
-// scheduler; barriers fail and name it.
+// TestSchedulerKilled: requests between workers and servers continue without a scheduler. Barriers fail with an error that names it.
 func TestSchedulerKilled(t *testing.T) {
 	c := start(t, options{set: func(c *postoffice.Config) { c.StopTimeout, c.ReplaceTimeout = 5*time.Second, time.Second }, place: func(role string, _ int) place {
 		return map[string]place{"server": {what: answers}, "scheduler": {what: rules}}[role]
@@ -149,8 +145,7 @@ func TestSchedulerKilled(t *testing.T) {
 	vantest.Fails(t, w.n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, w.Name(), scheduler)
 }
 
-// TestServerStopped: a server that stands still gets its requests later. Those that
-// are not answered in time name it, also when there are more than it has places for.
+// TestServerStopped: a stopped server gets its requests later. The errors of requests that time out name it, also if there are more than it has slots for.
 func TestServerStopped(t *testing.T) {
 	c := start(t, options{servers: 2})
 	w := c.clients()[0]
@@ -177,7 +172,7 @@ func TestServerStopped(t *testing.T) {
 			if t.Failed() {
 				t.Fatalf("request %d", i)
 			}
-			for _, x := range r.pull { // the caller's again: a late answer must not change it
+			for _, x := range r.pull { // they belong to the caller again: a late answer must not change them
 				clear(x.Val.Bytes())
 			}
 		}

@@ -60,10 +60,8 @@ func recovers(t testing.TB, w *client) {
 	work(t, w)
 }
 
-// TestLinkLost: a link that is cut fails the requests that need it, in time and
-// naming the peer, whether the request was lost or the answer. When the link is back,
-// the pair goes on without anyone's doing. (With the interface down, Soft-RoCE would
-// lose the queue pair of the connection manager for good.)
+// TestLinkLost: a cut link fails the requests that need it, within the time limit and with errors that name the peer, whether the request or the answer was lost. When
+// the link is back, the pair continues by itself. (If the interface were down, Soft-RoCE would permanently lose the queue pair of the connection manager.)
 func TestLinkLost(t *testing.T) {
 	c := apart(t, options{})
 	w := c.clients()[0]
@@ -89,9 +87,8 @@ func TestLinkLost(t *testing.T) {
 	c.end()
 }
 
-// TestLoss: packets that are lost are sent again by the devices, and the answers are right.
-// What a device gives up is an error that names the peer, of few requests, and when nothing
-// is lost any more all go on.
+// TestLoss: devices send lost packets again, and the answers are correct. If a device fails after its retries, the errors name the peer, and few requests fail. Without
+// further losses, all requests succeed.
 func TestLoss(t *testing.T) {
 	c := apart(t, options{})
 	if _, err := exec.LookPath("tc"); err != nil {
@@ -133,7 +130,7 @@ func TestLoss(t *testing.T) {
 	c.end()
 }
 
-// dropped is how many packets of host 2 the rule of TestLoss has lost.
+// dropped returns the number of packets of host 2 that the rule of TestLoss has dropped.
 func dropped(t testing.TB) (n int) {
 	t.Helper()
 	out, err := exec.Command("rdma-host", "2", "tc", "-s", "qdisc", "show", "dev", "eth1").CombinedOutput()
@@ -177,8 +174,7 @@ func TestLateScheduler(t *testing.T) {
 	work(t, newClient(t, r.n))
 }
 
-// TestNoScheduler: a wrong port, and an address where nobody is, end with an error at
-// the deadline which says what was tried.
+// TestNoScheduler: with a wrong port, and with an unused address, the start ends at the deadline with an error that lists the attempts.
 func TestNoScheduler(t *testing.T) {
 	var log nodetest.Text
 	c := prepare(t, options{log: log.Logger(slog.LevelInfo)})

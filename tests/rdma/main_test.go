@@ -14,24 +14,24 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 )
 
-// What children do.
+// Roles of children.
 const (
 	answers = "answers" // a server that answers as expected() says
 	slots   = "slots"   // the same, with registered receive buffers
-	mute    = "mute"    // a server that says when it has a batch, and never answers
+	mute    = "mute"    // a server that reports its batches, and never answers
 	works   = "works"   // a worker that exchanges batches until the end
 	sums    = "sums"    // a kv server that adds up
 	rules   = "rules"   // a scheduler
-	anyone  = "anyone"  // a server that takes whatever batches are there
-	picks   = "picks"   // a worker that talks to some of the servers until the end
+	anyone  = "anyone"  // a server that takes any batches
+	picks   = "picks"   // a worker that uses some of the servers until the end
 )
 
 func TestMain(m *testing.M) {
-	real.Main() // in the processes of plans
+	real.Main() // for child processes of plans
 	nodetest.Main(m, child)
 }
 
-// child makes a node of a process of its own do what.
+// child runs a node in a process of its own with the role what.
 func child(c *nodetest.Child, what string) error {
 	switch what {
 	case answers, slots:

@@ -16,8 +16,7 @@ var (
 	slow      = flag.Int("slow", 1, "how many times as slow this machine is as the plans take for granted: all their times are so much longer")
 )
 
-// TestPlans carries out each plan that can be over RDMA, one after the other: the processors of
-// the virtual machine are slow, and several plans at once are late for each other.
+// TestPlans runs each plan that is possible over RDMA, one after the other: the processors of the virtual machine are too slow for several plans at once.
 func TestPlans(t *testing.T) {
 	if !*withPlans {
 		t.Skip("takes longer than the other tests together: see docs/design/testing.md")

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// TestLaunch: what users start.
+// TestLaunch: the programs that users start.
 func TestLaunch(t *testing.T) {
 	host := addresses(t)[0]
 	dir := os.Getenv("STEPAF_BIN")

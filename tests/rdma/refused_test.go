@@ -17,8 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// TestMemlock: a node that may not lock memory says so. Root may, so the node is a
-// child with another user's rights.
+// TestMemlock: a node that may not lock memory reports it. Root may, so the node is a child with another user's rights.
 func TestMemlock(t *testing.T) {
 	c := prepare(t, options{})
 	if os.Getuid() != 0 {
@@ -57,7 +56,7 @@ func TestMemlock(t *testing.T) {
 	says(t, out.String(), "RLIMIT_MEMLOCK", "is 65536 bytes", "ulimit -l")
 }
 
-// refused starts a worker with more in its environment, and returns what it says.
+// refused starts a worker with additional environment variables, and returns its output.
 func refused(t *testing.T, command []string, env ...string) string {
 	t.Helper()
 	p := exec.Command(command[0], command[1:]...)
@@ -70,7 +69,7 @@ func refused(t *testing.T, command []string, env ...string) string {
 	return string(out)
 }
 
-// says checks that a text has all of these.
+// says checks that a text contains all these.
 func says(t *testing.T, out string, want ...string) {
 	t.Helper()
 	for _, s := range want {
@@ -80,7 +79,7 @@ func says(t *testing.T, out string, want ...string) {
 	}
 }
 
-// TestNoDevice: where RDMA cannot be, the error says what is missing.
+// TestNoDevice: without RDMA, the error says what is missing.
 func TestNoDevice(t *testing.T) {
 	stack, err := verbs.Load(verbs.Options{})
 	if err == nil {
@@ -94,8 +93,7 @@ func TestNoDevice(t *testing.T) {
 	t.Log(out)
 }
 
-// TestHiddenDevice: devices whose files are not there, as in a container that was
-// not given them.
+// TestHiddenDevice: the device files are missing, as in a container without access to them.
 func TestHiddenDevice(t *testing.T) {
 	addresses(t)
 	if os.Getuid() != 0 {
@@ -105,7 +103,7 @@ func TestHiddenDevice(t *testing.T) {
 	says(t, out, "RDMA is not available", "/dev/infiniband")
 }
 
-// TestWrongInterface: an interface, or an address, that has no RDMA device.
+// TestWrongInterface: an interface or address without an RDMA device.
 func TestWrongInterface(t *testing.T) {
 	addresses(t)
 	for _, tt := range []struct {

@@ -11,13 +11,12 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestStarved: a process in which nothing of Go's runs for longer than its heartbeats may stay
-// away is lost for nobody, whatever its role: a thread answers for it. When it is stopped while
-// it is so busy, it is dead as soon as another.
+// TestStarved: a process whose Go code does not run for longer than the heartbeat limit is not declared dead by any node, whatever its role: a thread answers for it. If
+// it is stopped while it is so busy, it is declared dead as fast as any other process.
 func TestStarved(t *testing.T) {
 	const (
-		busy = 5 * time.Second // and 3 s is the limit
-		slow = 4               // as emulated devices of a busy machine are
+		busy = 5 * time.Second // the limit is 3 s
+		slow = 4               // like the emulated devices of a busy machine
 		ms   = plan.Duration(time.Millisecond)
 	)
 	c := real.Begin(t, real.Options{Workers: 2, Leg: real.RDMA, Host: addresses(t)[0], Slow: slow,

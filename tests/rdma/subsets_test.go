@@ -18,20 +18,19 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// Workers that talk to some of the servers, and servers that take whatever batches are there:
-// push_pull(servers=[...]) and get_batch(any=True), by the module's core.
+// This file tests workers that use some of the servers, and servers that take any batches: push_pull(servers=[...]) and get_batch(any=True), by the core of the Python
+// module.
 
-// Keys of a batch. The first push says which process has sent it, and its round.
+// Keys of a batch. The first push has the sender's process and round.
 const (
 	headKey = 1
 	bodyKey = 2
 )
 
-// mostBatches is how many batches a server takes at once.
+// mostBatches is the number of batches that a server takes at a time.
 const mostBatches = 2
 
-// serveAny makes n a server that answers each batch with values that follow from everything
-// in it, until ctx ends.
+// serveAny makes n a server that answers each batch with values that depend on all of it, until ctx ends.
 func serveAny(ctx context.Context, n *postoffice.Node) error {
 	s, err := core.Open(ctx, n)
 	if err != nil {
@@ -83,7 +82,7 @@ func keyed(key uint64, b []byte) (af.KeyTensor, error) {
 	return af.KeyTensor{Key: key, Val: x}, err
 }
 
-// picker is a worker that sends each batch to servers of its choice.
+// picker is a worker that chooses the servers of each batch.
 type picker struct {
 	s              *core.Session
 	rank           int
@@ -97,7 +96,7 @@ func newPicker(ctx context.Context, n *postoffice.Node) (*picker, error) {
 	return &picker{s: s, rank: at.GroupRank, servers: at.NumServers, process: uint64(os.Getpid())<<8 | uint64(at.GroupRank)}, err
 }
 
-// pickers makes the workers of this process pickers.
+// pickers makes pickers of the workers in this process.
 func (c *cluster) pickers() []*picker {
 	c.t.Helper()
 	all := make([]*picker, 0, len(c.Workers))
@@ -116,11 +115,10 @@ func (c *cluster) pickers() []*picker {
 	return all
 }
 
-// Name is that of its node.
+// Name returns the node's name.
 func (p *picker) Name() string { return p.s.Name() }
 
-// turn is what a worker asks in its turns: one server after the other, two in falling order,
-// all.
+// turn returns the servers of a worker's ith batch: one after the other, two in descending order, all.
 func (p *picker) turn(i int) []int {
 	switch first := (p.rank + i) % p.servers; i % 3 {
 	case 0:
@@ -131,7 +129,7 @@ func (p *picker) turn(i int) []int {
 	return nil
 }
 
-// picked is a batch for some servers, nil for all.
+// picked is a batch for some servers, or, if they are nil, for all.
 type picked struct {
 	to         []int
 	push, pull []af.KeyTensor
@@ -171,7 +169,7 @@ func (p *picker) write(b *picked) {
 	}
 }
 
-// check looks at the answers: those of each server, in the order in which they were asked.
+// check checks the answers: those of each server, in the order of the request.
 func (b *picked) check() error {
 	for i, x := range b.pull {
 		server, want := b.to[i/2], make([]byte, x.Val.Len())
@@ -183,7 +181,7 @@ func (b *picked) check() error {
 	return nil
 }
 
-// wait calls one wait after the other, which are in slices, until the batch is complete.
+// wait calls one, which waits for a slice of time, until the batch is complete.
 func wait(one func(limit, slice time.Duration) error) error {
 	for {
 		if err := one(20*time.Second, time.Second); !errors.Is(err, core.ErrPending) {
@@ -192,7 +190,7 @@ func wait(one func(limit, slice time.Duration) error) error {
 	}
 }
 
-// ask sends a batch, and returns what waits for the answers and checks them.
+// ask sends a batch. end waits for the answers and checks them.
 func (p *picker) ask(to []int, size int) (end func() error, err error) {
 	b, err := p.batch(to, size)
 	if err != nil {
@@ -213,7 +211,7 @@ func (p *picker) ask(to []int, size int) (end func() error, err error) {
 	}, err
 }
 
-// exchange asks, and waits.
+// exchange sends a batch, and waits for its answers.
 func (p *picker) exchange(to []int, size int) error {
 	end, err := p.ask(to, size)
 	if err != nil {
@@ -222,10 +220,10 @@ func (p *picker) exchange(to []int, size int) error {
 	return end()
 }
 
-// pickedSize is the size of a batch, which depends on the turn.
+// pickedSize returns the size of the ith batch.
 func pickedSize(i int) int { return []int{1, 100, 5000, 64 << 10}[i%4] }
 
-// turns has three batches under way at a time.
+// turns keeps three batches in flight.
 func (p *picker) turns(n int) error {
 	var flying []func() error
 	for i := range n {
@@ -275,8 +273,7 @@ func (p *picker) prepared(to []int, n int) error {
 	return nil
 }
 
-// startPicking starts a cluster with two servers that take what is there. Worker picking, if
-// not negative, is a child.
+// startPicking starts a cluster with two servers that take any batches. If picking is not negative, worker picking is a child.
 func startPicking(t *testing.T, workers, picking int) *cluster {
 	return start(t, options{workers: workers, servers: 2, place: func(role string, rank int) place {
 		if role == "worker" && rank == picking {
@@ -286,8 +283,7 @@ func startPicking(t *testing.T, workers, picking int) *cluster {
 	}})
 }
 
-// TestSubsets: one or three workers, two servers; each batch goes to one of them, to both, or
-// to all, in any order.
+// TestSubsets: one or three workers, two servers. Each batch goes to one server, to both, or to all, in any order.
 func TestSubsets(t *testing.T) {
 	for _, workers := range []int{1, 3} {
 		t.Run(fmt.Sprintf("%dA2F", workers), func(t *testing.T) {
@@ -300,8 +296,8 @@ func TestSubsets(t *testing.T) {
 	}
 }
 
-// TestSubsetsServerKilled: whoever does not talk to a server does not notice that it is killed.
-// Who does gets an error that names it, until another one has its place.
+// TestSubsetsServerKilled: a worker that does not use a server does not notice that it is killed. A worker that uses it gets an error that names it, until another
+// process has replaced it.
 func TestSubsetsServerKilled(t *testing.T) {
 	c := startPicking(t, 3, -1)
 	all := c.pickers()
@@ -329,8 +325,7 @@ func TestSubsetsServerKilled(t *testing.T) {
 	for i, to := range [][]int{{0}, {1}, nil, {1, 0}, {0}} {
 		err := all[2].exchange(to, pickedSize(i))
 		if len(to) == 1 && to[0] == 0 {
-			// An answer of server 0 to the previous, failed call may arrive after that call was canceled. The connection
-			// then breaks, and is made again.
+			// An answer of server 0 to the previous, failed call may arrive after that call was canceled. The connection then breaks, and is restored.
 			for end := time.Now().Add(10 * time.Second); i > 0 && errors.Is(err, van.ErrPeerLost) && time.Now().Before(end); {
 				err = all[2].exchange(to, pickedSize(i))
 			}
@@ -348,8 +343,8 @@ func TestSubsetsServerKilled(t *testing.T) {
 	nodetest.Together(t, all, func(p *picker) error { return p.turns(9) })
 }
 
-// TestSubsetsWorkerKilled: a worker that is killed with batches at some of the servers is no
-// trouble to them or to others, and the next process in its place gets its own answers.
+// TestSubsetsWorkerKilled: a worker that is killed with batches at some of the servers does not disturb servers or other workers, and its replacement gets its own
+// answers.
 func TestSubsetsWorkerKilled(t *testing.T) {
 	c := startPicking(t, 3, 2)
 	all := c.pickers()

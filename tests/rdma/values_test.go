@@ -16,18 +16,17 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// A server's answer depends on everything that was pushed with the request, or, if
-// nothing was, on what the same worker has pushed last. Keys from echoed on are
-// answered with the push tensor of the same key instead.
+// A server's answer depends on all tensors pushed with the request or, without any, on the last ones that the same worker has pushed. Keys from echoed on are answered
+// with the push tensor of the same key instead.
 const echoed = 1000
 
-// mix is a step of a hash.
+// mix is one step of a hash.
 func mix(h, x uint64) uint64 {
 	h = (h ^ x) * 0x9e3779b97f4a7c15
 	return h ^ h>>29
 }
 
-// fill writes bytes that follow from seed.
+// fill writes bytes derived from seed.
 func fill(b []byte, seed uint64) {
 	var last [8]byte
 	for i := 0; i < len(b); i += 8 {
@@ -41,7 +40,7 @@ func fill(b []byte, seed uint64) {
 	}
 }
 
-// digest sums up tensors: their order, keys, shapes and bytes.
+// digest hashes tensors: their order, keys, shapes and bytes.
 func digest(all []af.KeyTensor) uint64 {
 	h := uint64(len(all))
 	for i := range all {
@@ -60,17 +59,17 @@ func digest(all []af.KeyTensor) uint64 {
 	return h
 }
 
-// seed is that of server's answer under key.
+// seed returns the seed of server's answer under key.
 func seed(digest uint64, server int, key uint64) uint64 { return mix(mix(digest, uint64(server)), key) }
 
-// Registered receive buffers: slotKeys of each of slotWorkers.
+// Registered receive buffers: slotKeys for each of slotWorkers.
 const (
 	slotKeys    = 2
 	slotWorkers = 2
 	slotSize    = 1 << 18
 )
 
-// serveAnswers makes n a server that answers as above.
+// serveAnswers makes n a server with the answers described above.
 func serveAnswers(n *postoffice.Node, registered bool, fail func(error)) error {
 	s, err := af.NewServer(n, af.ServerOptions{})
 	if err != nil {
@@ -126,13 +125,13 @@ func serveAnswers(n *postoffice.Node, registered bool, fail func(error)) error {
 				fail(err)
 			}
 		}
-		if err := b.Respond(out, af.ByKey); err != nil && !errors.Is(err, van.ErrPeerLost) { // of a worker that was killed
+		if err := b.Respond(out, af.ByKey); err != nil && !errors.Is(err, van.ErrPeerLost) { // of a killed worker
 			fail(fmt.Errorf("batch of %d pushes and %d pulls of worker %d: %w", len(pushes), len(pulls), b.Worker(), err))
 		}
 	})
 }
 
-// inSlots checks that what was pushed under the first keys lies in its slot.
+// inSlots checks that the tensors pushed under the first keys are in its slot.
 func inSlots(buf []byte, b af.Batch) error {
 	for _, x := range b.Pushes() {
 		if x.Key > slotKeys || x.Val.Len() == 0 || b.Worker() >= slotWorkers {
@@ -146,12 +145,12 @@ func inSlots(buf []byte, b af.Batch) error {
 	return nil
 }
 
-// client is a worker that checks what it gets.
+// client is a worker that checks its answers.
 type client struct {
 	n      *postoffice.Node
 	w      *af.Worker
 	round  uint64
-	digest uint64 // of what was pushed last
+	digest uint64 // of the last pushed tensors
 }
 
 func newClient(t testing.TB, n *postoffice.Node) *client {
@@ -159,7 +158,7 @@ func newClient(t testing.TB, n *postoffice.Node) *client {
 	return &client{n: n, w: nodetest.Worker(t, n)}
 }
 
-// Name is that of its node.
+// Name returns the node's name.
 func (c *client) Name() string { return c.n.Name() }
 
 // part is one tensor of a batch.
@@ -168,7 +167,7 @@ type part struct {
 	size int
 }
 
-// request is a batch on its way.
+// request is a batch in flight.
 type request struct {
 	call   af.Call
 	push   []af.KeyTensor
@@ -177,7 +176,7 @@ type request struct {
 	digest uint64
 }
 
-// begin pushes and pulls in new memory.
+// begin makes a push_pull with new memory.
 func (c *client) begin(push, pull []part) (*request, error) {
 	r := &request{pulls: pull}
 	for _, p := range push {
@@ -242,7 +241,7 @@ func (c *client) end(ctx context.Context, r *request) error {
 	return nil
 }
 
-// exchange pushes and pulls, and waits.
+// exchange makes a push_pull, and waits for its answers.
 func (c *client) exchange(ctx context.Context, push, pull []part) error {
 	r, err := c.begin(push, pull)
 	if err != nil {
@@ -251,7 +250,7 @@ func (c *client) exchange(ctx context.Context, push, pull []part) error {
 	return c.end(ctx, r)
 }
 
-// mixed exchanges batches of different forms, which depend on i.
+// mixed exchanges batches of different forms, depending on i.
 func (c *client) mixed(ctx context.Context, i int) error {
 	sizes := []int{1, 100, 1 << 10, 5000, 64 << 10}
 	size := func(k int) int { return sizes[(i+k)%len(sizes)] }

@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// What waits for a peer that takes nothing is bounded in bytes.
+// The messages that wait for a slow peer are limited in bytes.
 func TestSendBudget(t *testing.T) {
 	r := newRig(t)
 	w, s := r.node(9, func(c *env.Config) { c.SendBudget = 1 << 20 }), r.node(8, places(4))
@@ -31,7 +31,7 @@ func TestSendBudget(t *testing.T) {
 		t.Errorf("%d messages are counted as refused, want 1", n)
 	}
 	w.says("rdma: a message is refused: too much waits for its peer", van.NodeName(8), "STEPAF_SEND_BUDGET")
-	w.must(control(s, 1000)) // not these
+	w.must(control(s, 1000)) // these do not count
 	got := 0
 	for range sent {
 		m := s.next()
@@ -43,7 +43,7 @@ func TestSendBudget(t *testing.T) {
 	if got != sent-1 {
 		t.Errorf("%d messages came, want %d", got, sent-1)
 	}
-	w.must(push(s, 1, 2000, v)) // there is room again
+	w.must(push(s, 1, 2000, v)) // the budget is free again
 	s.wantValue(2000, v)
 	p := (*w.tables.peers.Load())[8]
 	p.mu.Lock()
@@ -53,8 +53,8 @@ func TestSendBudget(t *testing.T) {
 	}
 }
 
-// What continues a request that was taken is taken, too, however many bytes and messages wait; then nothing is. All that
-// was taken comes.
+// Messages that continue an accepted request are accepted, too, however many bytes and messages wait. Other messages are refused then. All accepted
+// messages arrive.
 func TestContinuesBeyondTheBudget(t *testing.T) {
 	const size = 300 << 10
 	v := value(size, 1)
@@ -87,8 +87,8 @@ func TestContinuesBeyondTheBudget(t *testing.T) {
 	}
 }
 
-// A handler that is slow for one peer keeps at most the budget of its messages here; others
-// go on, and in the end all have come, in order. Then the peer gets new slots again.
+// If a handler is slow for one peer, that peer's queued messages stay within the budget. Other peers are not affected, and in the end all messages have
+// arrived, in order. Then the peer gets new slots again.
 func TestReceiveBudget(t *testing.T) {
 	r := newRig(t)
 	const budget, size, count = 1 << 20, 64 << 10, 200
@@ -128,7 +128,7 @@ func TestReceiveBudget(t *testing.T) {
 		}
 		m.Release()
 	}
-	// Those that had a slot when it was paused, and the budget: not slots for all.
+	// Slots that the peer had when it was paused, and the budget, but not slots for all messages.
 	if n := s.incomingOf(9).slots.registeredBytes.Load(); n > count*size*3/4 {
 		t.Errorf("%d bytes are registered for the peer", n)
 	}
@@ -139,8 +139,7 @@ func TestReceiveBudget(t *testing.T) {
 	s.wantValue(count, value(8*size, count))
 }
 
-// Keys and lengths are copied before they are handed up: the peer can go on writing to its
-// slot.
+// Keys and lengths are copied before delivery, since the peer can still write to its slot.
 func TestKeysAreCopied(t *testing.T) {
 	h := newHostileWorld(t, true)
 	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
@@ -157,7 +156,7 @@ func TestKeysAreCopied(t *testing.T) {
 	write(data)
 	m := h.s.next()
 	defer m.Release()
-	// It writes other keys while the message is in use, which is refused and yet done.
+	// The peer writes other keys while the message is in use. That is refused, but written even so.
 	for i := range data {
 		data[i] = 0xff
 	}
@@ -173,7 +172,7 @@ func TestKeysAreCopied(t *testing.T) {
 	h.ends(before + 1)
 }
 
-// Metas of two peers lie in different registrations: who may write to one cannot to others.
+// Metas of two peers have different registrations: a peer that may write to one cannot write to the other.
 func TestMetasOfPeersAreApart(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.w.must(push(h.s, 1, 1, value(100, 1)))
@@ -187,8 +186,8 @@ func TestMetasOfPeersAreApart(t *testing.T) {
 	h.ends(0)
 }
 
-// TestReceiveBudgetWithoutValues: a peer whose handler is slow cannot fill this node's memory with messages that have no
-// value either: their slots are not given back while others wait.
+// TestReceiveBudgetWithoutValues: a peer whose handler is slow cannot fill this node's memory with messages without values either: their slots are not
+// returned while other messages wait.
 func TestReceiveBudgetWithoutValues(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)

@@ -31,15 +31,14 @@ func (r *rig) notifications(nodes ...*testNode) []*atomic.Int64 {
 	return counts
 }
 
-// more says that another message follows at once.
+// more sets More, which says that another message follows at once.
 func more(m *van.Message) *van.Message {
 	m.More = true
 	return m
 }
 
-// TestBundle: the small messages of a call, and its answers, are one write each way, arrive in order, and give their
-// slot back once, when the last value in it is released. Towards a node that does not say that it takes bundles each
-// message has its write.
+// TestBundle: the small messages of a call, and its answers, are one write in each direction. They arrive in order, and return their slot once, when the
+// last value in it is released. For a node that does not accept bundles, each message is one write.
 func TestBundle(t *testing.T) {
 	for _, takes := range []bool{true, false} {
 		t.Run(fmt.Sprintf("taken=%v", takes), func(t *testing.T) {
@@ -103,7 +102,7 @@ func TestBundle(t *testing.T) {
 				round(i + 1)
 			}
 			for i, n := range counts {
-				// Credits that arrive in the middle of a batch send what there is.
+				// Credits that arrive in the middle of a batch cause queued messages to be sent.
 				if got := n.Load(); takes && got > rounds*3/2 || !takes && got != 3*rounds {
 					t.Errorf("node %d has sent %d writes with a notification for %d rounds", i, got, rounds)
 				}
@@ -115,8 +114,7 @@ func TestBundle(t *testing.T) {
 	}
 }
 
-// TestBundleEnds: what does not fit goes in a write of its own, a large value, too, and a control message between two
-// small ones; the order is kept.
+// TestBundleEnds: a message that does not fit gets a write of its own, as does a large value, and a control message between two small ones. The order is kept.
 func TestBundleEnds(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -156,8 +154,8 @@ func TestBundleEnds(t *testing.T) {
 	}
 }
 
-// TestHostileBundle: a write whose trailers name no messages, or overlapping ones, is refused as a whole; one of which
-// a later message makes no sense is taken up to there, and its slot comes back.
+// TestHostileBundle: a write whose trailers describe no messages, or overlapping ones, is refused as a whole. If a later message is invalid, the messages before
+// it are delivered, and the slot is returned.
 func TestHostileBundle(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.takesBundles()
@@ -168,7 +166,7 @@ func TestHostileBundle(t *testing.T) {
 		return m
 	}
 	good := trailer{frames: 2, lens: [van.MaxFrames]uint32{8}}
-	// two is two messages, of which the second has trailer t.
+	// two makes two messages, of which the second has trailer t.
 	two := func(ts int, t trailer) []byte {
 		b := encode(h.rig, one(ts), &good)
 		t.previousEnd = len(b)
@@ -203,16 +201,15 @@ func TestHostileBundle(t *testing.T) {
 	h.ends(n)
 }
 
-// takesBundles makes the server believe that the process has said that it takes bundles.
+// takesBundles makes the server believe that the process accepts bundles.
 func (h *hostileWorld) takesBundles() {
 	in := h.s.incomingOf(11)
 	h.s.device0().exclusive(func() { in.handshake.bundles = true })
 }
 
-// TestLongMetaOfAnEarlierNode: a node of before bundles has the length of each meta, in 32 bits, where others have the end
-// of the message before.
+// TestLongMetaOfAnEarlierNode: a node of a version without bundles has the 32-bit length of each meta where newer nodes have the end of the previous message.
 func TestLongMetaOfAnEarlierNode(t *testing.T) {
-	h := newHostileWorld(t, true) // its hello says nothing of bundles
+	h := newHostileWorld(t, true) // it does not announce bundles
 	for i, n := range []int{1000, 60000, 70000, 200000} {
 		m := push(h.s, 1, i, nil)
 		m.Push = false
@@ -230,14 +227,14 @@ func TestLongMetaOfAnEarlierNode(t *testing.T) {
 	h.ends(0)
 }
 
-// TestHostileBundleOfParts: a bundle in a slot that is used once, when too many messages wait for their other parts:
-// its first message is let go, and the memory in which the second one lies is not, before that has been looked at.
+// TestHostileBundleOfParts: a bundle in a one-shot slot, when too many messages wait for other parts. Its first message is released, but the memory of the
+// second one is not released before that has been decoded.
 func TestHostileBundleOfParts(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.takesBundles()
 	once := h.c.ask(slotRequest{metaLen: 1 << 16, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: 2})
 	in := h.s.incomingOf(11)
-	h.s.device0().exclusive(func() { // as after so many messages of which parts are said to come
+	h.s.device0().exclusive(func() { // as after so many messages whose parts are announced
 		for len(in.order.incomplete) < maxIndex {
 			rx := h.s.device0().pool.get()
 			rx.in, rx.splits = in, math.MaxUint64
@@ -256,7 +253,7 @@ func TestHostileBundleOfParts(t *testing.T) {
 	h.ends(0)
 }
 
-// FuzzBundle: whatever is written to a slot, the messages that are found lie in it one behind the other.
+// FuzzBundle: whatever was written to a slot, the messages found there do not overlap, and are in order.
 func FuzzBundle(f *testing.F) {
 	b := make([]byte, 2*rawMeta+2*trailerLen+frameAlign)
 	(&trailer{previousEnd: rawMeta + trailerLen}).put(b[len(b)-trailerLen:])

@@ -10,8 +10,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
-// TestClasses: all queue pairs of a connection have the traffic class that is set for the peer when it
-// is made, and a change is said to be in force when the connection has been made again.
+// TestClasses: all queue pairs of a connection have the traffic class that is set for the peer when the connection is made. A change is reported as applied
+// when the connection has been made again.
 func TestClasses(t *testing.T) {
 	r := newRig(t)
 	var mu sync.Mutex
@@ -63,7 +63,7 @@ func TestClasses(t *testing.T) {
 	}
 }
 
-// TestNoClass: with a provider that takes no class there is a connection all the same, and it is said.
+// TestNoClass: with a provider that refuses the class there is a connection even so, and a log line.
 func TestNoClass(t *testing.T) {
 	r := newRig(t, func(c *fakeverbs.Config) { c.NoTOS = true })
 	w, s := r.node(9), r.node(8)

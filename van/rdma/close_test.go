@@ -9,7 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
-// A connect request that comes during Close is rejected before Close returns.
+// A connect request that arrives during Close is rejected before Close returns.
 func TestConnectRequestDuringClose(t *testing.T) {
 	t.Run("at one address", func(t *testing.T) { testConnectRequestDuringClose(t, false) })
 	t.Run("everywhere", func(t *testing.T) { testConnectRequestDuringClose(t, true) })
@@ -45,8 +45,7 @@ func testConnectRequestDuringClose(t *testing.T, everywhere bool) {
 	}
 }
 
-// What was sent right before Disconnect leaves, though the connection takes longer to make than
-// messages may take to leave.
+// A message that was sent right before Disconnect is delivered, although connecting takes longer than drainTime.
 func TestDisconnectBeforeConnected(t *testing.T) {
 	r := newRig(t)
 	a, b := r.node(1), r.node(9)
@@ -72,7 +71,7 @@ func TestDisconnectBeforeConnected(t *testing.T) {
 	m.Release()
 }
 
-// Close does not wait for longer than it may for a peer that leaves and has no connection.
+// Close does not exceed its time limit for a peer that is closing and has no connection.
 func TestCloseWhileLeaving(t *testing.T) {
 	p := newPair(t, nil)
 	p.connect(p.worker, serverID, p.server)

@@ -16,8 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
-// A delivery may close the van, whether the loop makes it or a Poll, and whether a Poll has
-// received the message from the device or from another of its sources.
+// A delivery may close the van, in the loop or in a Poll, and whether the Poll has received the message from the device or from another of its sources.
 func TestCloseByDelivery(t *testing.T) {
 	for name, x := range map[string]struct{ poll, elsewhere bool }{"in the loop": {}, "in a Poll": {poll: true}, "in a Poll, of another source": {true, true}} {
 		t.Run(name, func(t *testing.T) { testCloseByDelivery(t, x.poll, x.elsewhere) })
@@ -94,7 +93,7 @@ func testCloseByDelivery(t *testing.T, poll, elsewhere bool) {
 	}
 }
 
-// bellSource is a source with a message now and then.
+// bellSource is a source with an occasional message.
 type bellSource struct {
 	any     atomic.Bool
 	lane    engine.PeerQueue[int]
@@ -124,8 +123,8 @@ func (s *bellSource) Wake(engine.Sleeper) {
 func (s *bellSource) Deliver(_ int, turn *engine.Deliverer) { s.deliver(turn) }
 func (s *bellSource) Discard(int)                           {}
 
-// TestCloseBesideADoneThatBlocks: a Done function that does not return keeps a Poll, and with it
-// what has been received, for itself. Close does not wait for it for ever, and says so.
+// TestCloseBesideADoneThatBlocks: a Done function that does not return blocks a Poll, which keeps received messages. Close does not wait for it forever, and
+// returns an error that says so.
 func TestCloseBesideADoneThatBlocks(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
@@ -180,7 +179,7 @@ func TestCloseBesideADoneThatBlocks(t *testing.T) {
 	stop.Store(true)
 	close(leave)
 	<-polled
-	p.until("end of the devices", func() bool { // what is left then is the network's to find
+	p.until("end of the devices", func() bool { // the network finds whatever is left then
 		select {
 		case <-p.worker.eventsEnded:
 			return true
@@ -190,8 +189,8 @@ func TestCloseBesideADoneThatBlocks(t *testing.T) {
 	})
 }
 
-// TestCloseBesideAHandlerThatBlocks: connections end beside a handler that does not return, and Close then says so. The
-// devices, and the memory of what was received, stay until it has.
+// TestCloseBesideAHandlerThatBlocks: connections end although a handler does not return, and Close then returns an error that says so. The devices, and the memory
+// of received messages, stay until the handler has returned.
 func TestCloseBesideAHandlerThatBlocks(t *testing.T) {
 	for name, poll := range map[string]bool{"in the loop": false, "in a Poll": true} {
 		t.Run(name, func(t *testing.T) {
@@ -223,7 +222,7 @@ func TestCloseBesideAHandlerThatBlocks(t *testing.T) {
 				select {
 				case <-inside:
 					in = true
-				case <-time.After(time.Millisecond): // the other one has it
+				case <-time.After(time.Millisecond): // the other goroutine has it
 				}
 			}
 			ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)

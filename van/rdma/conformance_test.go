@@ -18,7 +18,7 @@ import (
 
 var addr = netip.MustParseAddr("10.77.0.1")
 
-// fakeWith makes vans on one network in memory, each in a process of its own. keys may be nil.
+// fakeWith makes vans on one emulated network, each in a process of its own. keys may be nil.
 func fakeWith(t testing.TB, keys *auth.Keys, change func(*env.Config), options ...func(*fakeverbs.Config)) (func(testing.TB) van.Van, *fakeverbs.Net) {
 	n := fakeverbs.NewNet(options...)
 	n.OnError(func(err error) { t.Errorf("the network: %v", err) })
@@ -84,7 +84,7 @@ func TestConformance(t *testing.T) {
 		{name: "resend-drop20", suite: vantest.Suite{Lossy: true}, wrap: func(v van.Van) van.Van {
 			d := drop.New(v, 20, 1, nil)
 			d.Enable()
-			r := resend.New(d, resend.Options{Timeout: 20e6, MaxTries: 100, CloseWait: 10 * 20e6}) // else what is dropped four times is lost by Close
+			r := resend.New(d, resend.Options{Timeout: 20e6, MaxTries: 100, CloseWait: 10 * 20e6}) // otherwise Close would lose a message that is dropped four times
 			r.Enable()
 			return r
 		}},
@@ -99,7 +99,7 @@ func TestConformance(t *testing.T) {
 			}
 			plain, _ := fakeWith(t, s.keys, s.change, options...)
 			s.suite.Host = addr.String()
-			s.suite.MaxAllocs = -1 // the fake's own; TestDeviceConformance counts
+			s.suite.MaxAllocs = -1 // the fake allocates; TestDeviceConformance counts
 			s.suite.New = plain
 			if s.wrap != nil {
 				s.suite.New = func(t testing.TB) van.Van { return s.wrap(plain(t)) }

@@ -12,9 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// Slots that were given back with an answer that was lost are not lost with it. A peer
-// that has refused the answer has not heard of them; else nobody knows, and the connection
-// that they belong to ends.
+// Credits that were lost with an answer are not lost for good. If the peer has refused the answer, it has not received them. Otherwise it is not known whether it
+// has, and the connection that they belong to ends.
 func TestCreditsOfLostAnswer(t *testing.T) {
 	for _, c := range []struct {
 		status verbs.Status
@@ -32,7 +31,7 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 			})
 			link := func() *link { return (*w.tables.peers.Load())[s.who.ID].currentLink() }
 			first := link()
-			// arrive sends message i until it comes: connections may be about to end.
+			// arrive sends message i until it arrives: connections may be about to end.
 			arrive := func(i int) *van.Message {
 				for again := time.NewTicker(100 * time.Millisecond); ; {
 					w.wantUpOrSend(s, push(s, 1, i, value(40000, i)))
@@ -49,7 +48,7 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 					}
 				}
 			}
-			// exchange answers a push. It tells whether the answer has taken the slot back.
+			// exchange answers a push. It reports whether the answer has carried the slot's credit.
 			exchange := func(i int) bool {
 				m := arrive(i)
 				back := (*s.tables.peers.Load())[w.who.ID].inbound.Load()
@@ -61,7 +60,7 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 				s.wantUpOrSend(w, a)
 				return owed && !armed.Swap(false)
 			}
-			// settle waits until the worker has the slots that have been given back.
+			// settle waits until the worker has the returned slots.
 			settle := func(i int) {
 				r.until("nothing is owed", func() bool {
 					back := (*s.tables.peers.Load())[w.who.ID].inbound.Load()
@@ -96,13 +95,13 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 	}
 }
 
-// TestCreditsOfHalfAMessage: a message has been written by the first queue pair, and with it the slots that it gives back, but
-// not by the second one, when the peer refuses the next message. They are not given back once more: the peer may use them.
+// TestCreditsOfHalfAMessage: the first queue pair has written a message with its credits, but the second one has not written its part, when the peer refuses the
+// next message. The credits are not sent again: the peer may already use them.
 func TestCreditsOfHalfAMessage(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(func(c *env.Config) { c.QPNum, c.SplitQPLag = 2, true })
 	var refuses atomic.Bool
-	var alone atomic.Int64 // credits that no message carries
+	var alone atomic.Int64 // credits that were sent without a message
 	r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
 		switch {
 		case wr.Stack != s.stack:
@@ -114,7 +113,7 @@ func TestCreditsOfHalfAMessage(t *testing.T) {
 		return verbs.StatusOK
 	})
 	p := (*s.tables.peers.Load())[w.who.ID]
-	// said waits until w has what s says, and with it all that s has said before.
+	// said waits until w has the message of s, and with it all earlier messages.
 	said := func(i int) {
 		s.must(control(w, i))
 		for came := false; !came; {

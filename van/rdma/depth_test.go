@@ -26,7 +26,7 @@ func TestShortestQueues(t *testing.T) {
 	}
 }
 
-// A value that is longer than the device can write at once comes in parts.
+// A value that exceeds the device's longest write arrives in parts.
 func TestLongWrites(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()

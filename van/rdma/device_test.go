@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// realDevice returns the libraries and the IPv4 address of an active port, or skips.
+// realDevice returns the RDMA libraries and the IPv4 address of an active port, or skips.
 func realDevice(t testing.TB) (verbs.Stack, string) {
 	t.Helper()
 	stack, err := verbs.Load(verbs.Options{})

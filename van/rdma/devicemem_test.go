@@ -14,8 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
-// TestDeviceMemory: a tensor's value comes to memory of the receiver's device, keys and
-// whatever is read by the CPU to ordinary memory.
+// TestDeviceMemory: a tensor's value is received in memory of the receiver's device. Keys, and other data that the CPU reads, are received in host memory.
 func TestDeviceMemory(t *testing.T) {
 	n := fakeverbs.NewNet()
 	t.Cleanup(n.Close)
@@ -59,7 +58,7 @@ func TestDeviceMemory(t *testing.T) {
 		m.Frames, m.Keys, m.Vals = 2, backend.Bytes(make([]byte, 8*keys)), on
 		m.IsTensor, m.ValLen = keys == 1, int32(len(value))
 		m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
-		if keys > 1 { // plain keys and values lie on the host
+		if keys > 1 { // plain keys and values are on the host
 			m.Keys = backend.Bytes(binary.LittleEndian.AppendUint64(make([]byte, 8), 5))
 			m.Vals = backend.Bytes(value)
 		}

@@ -6,8 +6,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// LongNets makes the bounds so long that heal a lost wake-up that a test which needs one fails by its own limit. What
-// probes find is not found then.
+// LongNets makes the time limits so long that a test with a lost wake-up exceeds its own limit, instead of being rescued by one of them. Probes then find nothing.
 func LongNets(v van.Van) {
 	x := v.(*rvan)
 	x.times.sleep, x.times.probe = time.Minute, time.Minute

@@ -22,8 +22,7 @@ import (
 
 var errTest = errors.New("made to fail")
 
-// failing is a function for Fail: the first calls of that kind by n, or by anyone if n
-// is nil, fail with err.
+// failing returns a function for Fail: the first calls of that kind by n, or by any node if n is nil, fail with err.
 func failing(n *testNode, k fakeverbs.OpKind, times int32, err error) func(fakeverbs.Op) error {
 	var calls atomic.Int32
 	return func(op fakeverbs.Op) error {
@@ -70,8 +69,7 @@ func TestBindErrors(t *testing.T) {
 	}
 }
 
-// TestListensEverywhere: a scheduler in Kubernetes does, which its pods reach at a service's address,
-// and nobody else.
+// TestListensEverywhere: a scheduler in Kubernetes listens at all addresses, since pods reach it at a service's address. Other nodes do not.
 func TestListensEverywhere(t *testing.T) {
 	for _, s := range []struct {
 		id               int
@@ -86,8 +84,7 @@ func TestListensEverywhere(t *testing.T) {
 	}
 }
 
-// TestDialErrors lets each step of connecting fail a few times. What was sent before
-// arrives all the same, and no room in the completion queue is lost.
+// TestDialErrors lets each step of connecting fail a few times. Messages sent before still arrive, and no entries of the completion queue are lost.
 func TestDialErrors(t *testing.T) {
 	t.Parallel()
 	for _, s := range []struct {
@@ -155,7 +152,7 @@ func TestDialErrors(t *testing.T) {
 			start, rx := w.cfg.RDMADepths()
 			mu.Lock()
 			defer mu.Unlock()
-			// The peer may learn of the end of a connection only after the next has begun.
+			// The peer may notice the end of a connection only after the next one has begun.
 			if need := 2 * (start + rx + rx/2); most[w.stack] > need {
 				t.Errorf("room for %d completions was reserved, want %d", most[w.stack], need)
 			}
@@ -163,7 +160,7 @@ func TestDialErrors(t *testing.T) {
 	}
 }
 
-// TestRejects is the back-off: whatever the reason, the connection is made in the end.
+// TestRejects: whatever the reason of rejections, the node tries again until it is connected.
 func TestRejects(t *testing.T) {
 	r := newRig(t)
 	r.net.RejectNext(9, 8)
@@ -185,7 +182,7 @@ func TestDifferentQPNum(t *testing.T) {
 	w.wantDown(s, "STEPAF_QP_NUM is 1 here and 2 there")
 }
 
-// TestSilentPeer connects to an address where connect requests are never answered.
+// TestSilentPeer connects to an address that never answers connect requests.
 func TestSilentPeer(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -215,8 +212,7 @@ func TestNoDevice(t *testing.T) {
 	}
 }
 
-// TestLostPeer ends one of two servers in mid-traffic in each way there is. The other
-// one goes on, and every message's Done is called once.
+// TestLostPeer ends one of two servers during traffic, in every possible way. The other server is not affected, and every message's Done is called once.
 func TestLostPeer(t *testing.T) {
 	t.Parallel()
 	for _, s := range []struct {
@@ -278,12 +274,11 @@ func TestLostPeer(t *testing.T) {
 	}
 }
 
-// TestSlowFlush: what a connection had posted is given back by its device before it is taken down,
-// also where the first of it takes a while to come.
+// TestSlowFlush: the device flushes all posted requests of a connection before the connection is destroyed, even if the first one takes a while.
 func TestSlowFlush(t *testing.T) {
 	r := newRig(t)
 	w, s := r.node(9), r.node(8)
-	w.connect(s) // and s to nobody
+	w.connect(s) // s connects to no node
 	w.wantUp(s)
 	gate := make(chan struct{})
 	var stuck, broken, gone atomic.Int32
@@ -300,11 +295,11 @@ func TestSlowFlush(t *testing.T) {
 		}
 		return nil
 	})
-	w.must(push(s, 1, 1, value(100, 1))) // ends the look that is under way
+	w.must(push(s, 1, 1, value(100, 1))) // ends the poll in progress
 	r.until("the server sees no completions", func() bool { return stuck.Load() > 0 })
 	w.kill(true)
 	r.until("the server ends it too", func() bool { return broken.Load() > 0 })
-	<-time.After(3 * flushPause) // a few looks
+	<-time.After(3 * flushPause) // a few checks
 	if n := gone.Load(); n != 0 {
 		t.Errorf("%d are taken down though nothing of theirs has come back", n)
 	}
@@ -312,7 +307,7 @@ func TestSlowFlush(t *testing.T) {
 	r.until("all are taken down", func() bool { return gone.Load() > 0 })
 }
 
-// TestHeal loses a link and gives it back: the connection is made again.
+// TestHeal cuts a link and heals it: the connection is restored.
 func TestHeal(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -343,8 +338,7 @@ func TestHeal(t *testing.T) {
 	}
 }
 
-// TestFailedWorkRequest lets one work request fail with each status. The watcher is
-// told which queue pair and status, and the connection comes back.
+// TestFailedWorkRequest lets one work request fail with each status. The watcher is notified of queue pair and status, and the connection is restored.
 func TestFailedWorkRequest(t *testing.T) {
 	for _, status := range []verbs.Status{verbs.StatusLocalLength, verbs.StatusLocalProt, verbs.StatusRemoteInvalid,
 		verbs.StatusRemoteAccess, verbs.StatusRemoteOp, verbs.StatusRetryExceeded, verbs.StatusRNRExceeded, 21} {
@@ -362,10 +356,10 @@ func TestFailedWorkRequest(t *testing.T) {
 				m := push(s, 1, 1, value(8000, 1))
 				m.Done = w
 				err := w.Send(m)
-				if err != nil && !lost(err) { // what failed may be a work request that was under way before
+				if err != nil && !lost(err) { // an earlier work request may have failed
 					t.Fatal(err)
 				}
-				// Where the peer's queue pair breaks, too, its end may be heard of first.
+				// Where the peer's queue pair breaks, too, its end may be noticed first.
 				w.wantTold("which queue pair and status", func(c change) bool {
 					return !c.up && lost(c.cause) && (strings.Contains(c.cause.Error(), "queue pair 0") &&
 						strings.Contains(c.cause.Error(), status.String()) || strings.Contains(c.cause.Error(), "disconnected"))
@@ -382,8 +376,7 @@ func TestFailedWorkRequest(t *testing.T) {
 	}
 }
 
-// TestFailedCalls lets calls fail in mid-traffic. A connection that is lost by that
-// comes back, and what is sent afterwards arrives.
+// TestFailedCalls lets calls fail during traffic. A connection that is lost is restored, and later messages arrive.
 func TestFailedCalls(t *testing.T) {
 	anyone := func(_, _ *testNode) *testNode { return nil }
 	worker := func(w, _ *testNode) *testNode { return w }
@@ -393,10 +386,10 @@ func TestFailedCalls(t *testing.T) {
 		op    fakeverbs.OpKind
 		by    func(w, s *testNode) *testNode
 		times int32
-		used  bool // something has been sent before
-		lost  bool // the connection
+		used  bool // after other messages
+		lost  bool // the connection is lost
 		say   []string
-		log   string // in the line that says why; "connection": that one has ended, in either direction
+		log   string // in the line with the reason; "connection": the end of one, in either direction
 	}{
 		{name: "post", op: fakeverbs.OpPost, by: worker, times: 1, lost: true, say: []string{"post", "made to fail"}, log: "connection"},
 		{name: "answer to a slot request", op: fakeverbs.OpPost, by: server, times: 1, lost: true, log: "connection"},
@@ -416,7 +409,7 @@ func TestFailedCalls(t *testing.T) {
 				m := push(s, 1, 2, value(8000, 2))
 				m.Done = w
 				err := w.Send(m)
-				if err != nil && !lost(err) { // what failed may be a call that was under way before
+				if err != nil && !lost(err) { // an earlier call may have failed
 					t.Fatal(err)
 				}
 				if told := w.wantDown(s, c.say...); !lost(told.cause) {
@@ -436,7 +429,7 @@ func TestFailedCalls(t *testing.T) {
 					t.Fatalf("got message %d, its value is right: %t", ts, right)
 				}
 				if ts == 3 {
-					break // 2 has come where another call than its own failed
+					break // message 2 has arrived because another call than its own failed
 				}
 			}
 			r.until("a line: "+c.log, func() bool { return w.lines(c.log, "made to fail")+s.lines(c.log, "made to fail") > 0 })

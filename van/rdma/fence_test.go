@@ -10,8 +10,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// A process that stood still, was replaced and goes on is not heard any more: its queue pairs
-// are ended, its slots taken back, it is not let in again, and learns why.
+// A process that was stopped, replaced, and continues is fenced: its queue pairs are destroyed, its slots are released, its connect requests are rejected, and it
+// is notified of the reason.
 func TestReplacedProcessIsFenced(t *testing.T) {
 	r := newRig(t)
 	s, old := r.node(8), r.node(9)
@@ -36,8 +36,8 @@ func TestReplacedProcessIsFenced(t *testing.T) {
 	if err := old.Send(push(s, 1, 3, value(3000, 3))); !lost(err) {
 		t.Errorf("Send of a process that was replaced: %v, want %v", err, van.ErrPeerLost)
 	}
-	_ = old.Send(control(s, 4)) // waits for a connection that does not come
-	// What it was asked for goes to nobody.
+	_ = old.Send(control(s, 4)) // it waits for a connection that is not made
+	// Answers to its requests are not sent to the new process.
 	_ = s.Send(answer(q, value(len(dst), 7)))
 	q.Release()
 	next.must(push(s, 1, 5, value(3000, 5)))
@@ -53,7 +53,7 @@ func TestReplacedProcessIsFenced(t *testing.T) {
 	}
 }
 
-// A process that is replaced while its connect request is looked at is not let in either.
+// A process that is replaced while its connect request is handled is rejected, too.
 func TestReplacedWhileItConnects(t *testing.T) {
 	r := newRig(t)
 	s, old, next := r.node(8), r.node(9), r.node(9)
@@ -73,7 +73,7 @@ func TestReplacedWhileItConnects(t *testing.T) {
 	}
 }
 
-// requestedID is a connect request; something happens when its device is asked for.
+// requestedID is a connect request with a side effect when its device is read.
 type requestedID struct {
 	verbs.ID
 	dev       verbs.Device
@@ -102,8 +102,7 @@ func (id *requestedID) Reject(private []byte) error {
 
 func (id *requestedID) Destroy() error { return nil }
 
-// Data of a process of which a node has not heard yet waits until it has; control messages
-// come at once.
+// Data of a process that is not in the node table yet waits until it is. Control messages arrive at once.
 func TestNewcomerWaitsForTheTable(t *testing.T) {
 	r := newRig(t)
 	s, old := r.node(8), r.node(9)
@@ -118,7 +117,7 @@ func TestNewcomerWaitsForTheTable(t *testing.T) {
 		t.Errorf("timestamp %d came first, want the control message", m.Timestamp)
 	}
 	m.Release()
-	old.must(push(s, 1, 3, value(3000, 3))) // it is still who the table says
+	old.must(push(s, 1, 3, value(3000, 3))) // the table still names its process
 	s.wantValue(3, value(3000, 3))
 	if len(s.in) > 0 {
 		t.Error("data of a process came that the table does not name")
@@ -127,7 +126,7 @@ func TestNewcomerWaitsForTheTable(t *testing.T) {
 	s.wantValue(1, value(3000, 1))
 }
 
-// What a process that the table does not name writes to a slot that it was given before is dropped, counted and logged.
+// Data that a process outside of the node table writes to a slot it was granted before is dropped, counted and logged.
 func TestDataOfAProcessNotInTheTable(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -144,11 +143,11 @@ func TestDataOfAProcessNotInTheTable(t *testing.T) {
 		t.Errorf("%d messages are counted, want 1", n)
 	}
 	w.must(push(s, 1, 2, value(3000, 2)))
-	s.wantValue(2, value(3000, 2)) // the first that comes
+	s.wantValue(2, value(3000, 2)) // the first message that arrives
 	p.end()
 }
 
-// A node does not take another process for the one that it was told to connect to.
+// A node does not accept another process than the one that Connect names.
 func TestAnotherProcessAnswers(t *testing.T) {
 	r := newRig(t)
 	w, s := r.node(9), r.node(8)
@@ -163,8 +162,7 @@ func TestAnotherProcessAnswers(t *testing.T) {
 	w.wantUp(s)
 }
 
-// A host that loses its power leaves nothing behind at its peers: neither a connection, nor
-// slots, nor registered bytes.
+// A host that loses its power leaves nothing at its peers: no connection, no slots, no registered bytes.
 func TestPowerLossLeavesNothing(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8)
@@ -189,7 +187,7 @@ func TestPowerLossLeavesNothing(t *testing.T) {
 	}
 }
 
-// A peer that has gone without a word, and is not replaced, leaves nothing behind either.
+// A peer that vanishes silently, and is not replaced, leaves nothing either.
 func TestSilentLossLeavesNothing(t *testing.T) {
 	r := newRig(t)
 	r.probes = true

@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// deviceless is a connect request that came on a device that cannot be used.
+// deviceless is a connect request on a device that cannot be used.
 type deviceless struct{ requestedID }
 
 func (*deviceless) Device() (verbs.Device, error) { return nil, errors.New("the device has gone") }
@@ -22,7 +22,7 @@ type lineCount struct {
 	n  map[string]int
 }
 
-// taken is the counts since it was last called.
+// taken returns the counts since its last call.
 func (c *lineCount) taken() map[string]int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -41,8 +41,7 @@ func (c *lineCount) Handle(_ context.Context, r slog.Record) error {
 	return nil
 }
 
-// TestConnectFlood: connect requests that are rejected cost a few lines, however many come, and
-// each reason is told.
+// TestConnectFlood: rejected connect requests produce few log lines, however many arrive, and each reason is logged.
 func TestConnectFlood(t *testing.T) {
 	r := newRig(t)
 	log := lineCount{n: map[string]int{}}
@@ -80,7 +79,7 @@ func TestConnectFlood(t *testing.T) {
 			}
 		}
 		lines := log.taken()
-		for line, n := range lines { // also those of the old node, which tries again meanwhile
+		for line, n := range lines { // including those of the old node, which retries meanwhile
 			if n > 12 {
 				t.Errorf("%s: %d lines for %d connect requests, want 1 to 12", line, n, times)
 			}

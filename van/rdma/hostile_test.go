@@ -16,8 +16,7 @@ import (
 
 var rawAddr = netip.MustParseAddr("10.77.2.1")
 
-// hostileWorld is a worker and a server that talk, and a process that connects to the
-// server and says what no node would.
+// hostileWorld is a worker and a server with traffic, and a process that connects to the server and sends what no node would send.
 type hostileWorld struct {
 	*rig
 	w, s *testNode
@@ -35,8 +34,7 @@ func newHostileWorld(t *testing.T, ours bool) *hostileWorld {
 	return h
 }
 
-// ends checks that the server has counted n malformed messages at least, that nothing
-// has reached it, and that it serves its worker.
+// ends checks that the server has counted at least n malformed messages, has delivered none of them, and still serves its worker.
 func (h *hostileWorld) ends(n uint64) {
 	h.Helper()
 	h.until(fmt.Sprintf("%d malformed messages", n), func() bool { return h.s.Stats().Malformed >= n })
@@ -51,8 +49,7 @@ func (h *hostileWorld) ends(n uint64) {
 	}
 }
 
-// seen waits until the server has counted n malformed messages, and checks that it has
-// not counted more: so each case is judged by itself.
+// seen waits until the server has counted n malformed messages, and checks that there are no more, so that each case is judged separately.
 func (h *hostileWorld) seen(n uint64, what string) {
 	h.Helper()
 	h.until(fmt.Sprintf("%s is refused", what), func() bool { return h.s.Stats().Malformed >= n })
@@ -63,7 +60,7 @@ func (h *hostileWorld) seen(n uint64, what string) {
 
 const tooMuch = math.MaxUint64
 
-// TestHostileQuestions asks for slots that there cannot be.
+// TestHostileQuestions requests impossible slots.
 func TestHostileQuestions(t *testing.T) {
 	for _, ours := range []bool{true, false} {
 		t.Run(fmt.Sprintf("ours %t", ours), func(t *testing.T) {
@@ -90,7 +87,7 @@ func TestHostileQuestions(t *testing.T) {
 				s := good
 				s.origin = uint64(100 + i)
 				f(&s)
-				if ours { // who asks learns that there is no answer to wait for
+				if ours { // a native peer learns that there will be no slot
 					if r := h.c.ask(s); r.flags != replyRefused {
 						t.Errorf("slot request %d is answered by %+v, want a refusal", i, r)
 					}
@@ -105,7 +102,7 @@ func TestHostileQuestions(t *testing.T) {
 			h.c.send(immSlotReply, make([]byte, slotReplyLen))
 			h.c.send(immCredits, make([]byte, trailerLen))
 			h.c.send(0xffffffff, make([]byte, 64))
-			if h.c.send(immUp, nil); ours { // once
+			if h.c.send(immUp, nil); ours { // only once
 				h.c.send(immUp, nil)
 			}
 			if r := h.c.ask(good); r.meta == 0 || r.data == 0 {
@@ -116,7 +113,7 @@ func TestHostileQuestions(t *testing.T) {
 	}
 }
 
-// TestHostileNotifications writes nonsense, in and out of slots.
+// TestHostileNotifications writes invalid data, inside and outside of slots.
 func TestHostileNotifications(t *testing.T) {
 	h := newHostileWorld(t, true)
 	s := slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1, key: 6}
@@ -126,9 +123,9 @@ func TestHostileNotifications(t *testing.T) {
 		t.Helper()
 		h.c.notify(0, imm, r.meta, r.metaKey, b)
 		n++
-		h.seen(n, what) // else the next one would be written over it
+		h.seen(n, what) // otherwise the next write would overwrite it
 	}
-	// Slots that are not its: another connection's first.
+	// Slots of others: of another connection first.
 	h.w.must(push(h.s, 1, 900, value(6000, 1)))
 	h.s.wantValue(900, value(6000, 1))
 	others := 0
@@ -186,20 +183,20 @@ func TestHostileNotifications(t *testing.T) {
 	} {
 		say(fmt.Sprintf("trailer %d", i), r.index, enc(f))
 	}
-	// The slot is still good.
+	// The slot still works.
 	h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: r.data, RKey: r.dataKey}, value(1000, 9))
 	h.c.notify(0, r.index, r.meta, r.metaKey, enc(func(t *trailer) { t.packed = false }))
 	got := h.s.next()
 	if string(got.Vals.Host()) != string(value(1000, 9)) || got.Sender != 11 {
 		t.Errorf("%d bytes from %d, want 1000 from 11", got.Vals.Len(), got.Sender)
 	}
-	// It is held: what is written there again is not handed up.
+	// The slot is in use: a second message in it is not delivered.
 	say("slot in use", r.index, enc(func(t *trailer) { t.packed = false }))
 	got.Release()
 	h.ends(n)
 }
 
-// TestHostileOneShot uses a slot for one message twice.
+// TestHostileOneShot uses a one-shot slot twice.
 func TestHostileOneShot(t *testing.T) {
 	h := newHostileWorld(t, true)
 	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: 1})
@@ -215,8 +212,8 @@ func TestHostileOneShot(t *testing.T) {
 	h.ends(2)
 }
 
-// TestHostileOneShotWithValue: such a slot has ended also when it holds a value, which no message of
-// ours does: what is written there again is not handed up, before the value is given back or after.
+// TestHostileOneShotWithValue: a one-shot slot also ends if it holds a value, which no message of a node does. A second message in it is not delivered, neither before
+// nor after the value is released.
 func TestHostileOneShotWithValue(t *testing.T) {
 	h := newHostileWorld(t, true)
 	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: 1})
@@ -246,7 +243,7 @@ func TestHostileOneShotWithValue(t *testing.T) {
 	h.ends(2)
 }
 
-// TestHostileParts claims parts of split messages that do not come.
+// TestHostileParts announces parts of split messages that do not arrive.
 func TestHostileParts(t *testing.T) {
 	h := newHostileWorld(t, true)
 	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, 0}, origin: 1})
@@ -269,8 +266,7 @@ func TestHostileParts(t *testing.T) {
 	}
 }
 
-// TestHostileOriginal is a StepMesh node that writes more than it has asked
-// for.
+// TestHostileOriginal is a StepMesh node that writes more than it has requested.
 func TestHostileOriginal(t *testing.T) {
 	h := newHostileWorld(t, false)
 	r := h.c.ask(slotRequest{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 1, key: 6})
@@ -285,7 +281,7 @@ func TestHostileOriginal(t *testing.T) {
 	h.c.notify(0, r.index, r.meta, r.metaKey, bytes.Repeat([]byte{0xff}, 400))
 	n++
 	h.seen(n, "0xff")
-	// An answer to nothing is handed up without a value.
+	// An answer to no request is delivered without a value.
 	m := push(h.s, 6, 7, value(600, 1))
 	m.Request, m.Push, m.Addr, m.Option = false, false, 4096, 1
 	h.c.notify(0, r.index, r.meta, r.metaKey, encode(h.rig, m, nil))
@@ -329,7 +325,7 @@ func TestHostileHello(t *testing.T) {
 	s.wantValue(1, value(2000, 1))
 }
 
-// TestHostileServer accepts a worker's connection and answers nonsense.
+// TestHostileServer accepts a worker's connection and sends invalid replies.
 func TestHostileServer(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -337,7 +333,7 @@ func TestHostileServer(t *testing.T) {
 	bad := &testNode{who: van.Node{ID: 10, Hostname: rawAddr.String(), Port: p.port}}
 	w.connect(bad)
 	c := p.accept(1, func(q int) []byte { return p.hello(true, 0, q, 2) })
-	// Before the connection stands.
+	// Before the connection is established.
 	c.send(immCredits, make([]byte, trailerLen))
 	c.send(immSlotReply, make([]byte, slotReplyLen))
 	c2 := p.accept(1, func(q int) []byte { return p.hello(true, 0, 1, 2) })
@@ -349,7 +345,7 @@ func TestHostileServer(t *testing.T) {
 			epoch = w.local.epoch + x
 		}
 	}
-	// It sends to the bad server, which sees the slot request.
+	// The worker sends to the bad server, which gets the slot request.
 	m := push(bad, 1, 1, value(5000, 1))
 	m.Done = w
 	w.must(m)
@@ -374,7 +370,7 @@ func TestHostileServer(t *testing.T) {
 		t.put(b[:])
 		c.send(immCredits, b[:])
 	}
-	n += 2 // a credit for an unknown slot is that of one that was retired
+	n += 2 // a credit for an unknown slot counts as one for a retired slot
 	c.send(immCredits, nil)
 	c.send(immSlotReply, nil)
 	c.send(immSlotRequest, make([]byte, slotRequestLen))
@@ -382,12 +378,12 @@ func TestHostileServer(t *testing.T) {
 	c.notify(0, 3, 0, 0, nil)
 	n += 5
 	r.until("all are counted", func() bool { return w.Stats().Malformed >= before+n })
-	// Refused, twice: the message fails once.
+	// Refused twice: the message fails once.
 	sendReply(slotReply{origin: q.origin, flags: replyRefused})
 	w.wantDown(bad, "no memory for")
 	w.wantUp(bad)
 	r.until("Done", func() bool { return w.dones.Load() == 1 })
-	// A slot that does not exist breaks the connection, nothing else.
+	// A slot that does not exist breaks the connection, but nothing else.
 	w.must(push(bad, 1, 2, value(5000, 1)))
 	p.check(q.get(c.receive(immSlotRequest)))
 	sendReply(slotReply{origin: q.origin, index: 1, meta: addr, metaKey: 12345, data: addr, dataKey: 12345})
@@ -398,8 +394,8 @@ func TestHostileServer(t *testing.T) {
 	p.end()
 }
 
-// TestHostileRejection connects in the name of the scheduler and rejects the answer, as the scheduler
-// rejects who was replaced: only a connection that a node has asked for tells it so.
+// TestHostileRejection connects in the name of the scheduler and rejects the answer as the scheduler rejects a replaced process. A node believes that only of a
+// connection that it has requested.
 func TestHostileRejection(t *testing.T) {
 	r := newRig(t)
 	w, s := r.node(9), r.node(van.SchedulerID)

@@ -31,8 +31,7 @@ func TestManyKeys(t *testing.T) {
 	}
 }
 
-// TestPlacesRunOut lets a node hold all messages until there is no slot left, then
-// lets go.
+// TestPlacesRunOut lets a node hold all messages until there is no slot left, then releases them.
 func TestPlacesRunOut(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(func(c *env.Config) { c.AddressPoolSize = 8 })
@@ -86,7 +85,7 @@ func TestOneShotsRunOut(t *testing.T) {
 	r.until("the slots are free", func() bool { return s.budget.slots.Len() == 0 })
 }
 
-// TestNoReceiveMemory refuses memory to the receiver for a while.
+// TestNoReceiveMemory makes registrations of the receiver fail for a while.
 func TestNoReceiveMemory(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -106,8 +105,8 @@ func TestNoReceiveMemory(t *testing.T) {
 	s.wantValue(4, value(200<<10, 4))
 }
 
-// TestNoReceiveMemoryGivesBack: if there is no memory for a slot, the slot releases all its resources each time: the memory registered for its
-// meta, its place, and its place among the few for control messages.
+// TestNoReceiveMemoryGivesBack: each time that there is no memory for a slot, the slot's resources are released: the memory of its meta, its index, and its share of
+// the slots for control messages.
 func TestNoReceiveMemoryGivesBack(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -134,8 +133,7 @@ func TestNoReceiveMemoryGivesBack(t *testing.T) {
 	s.wantValue(10, value(200<<10, 4))
 }
 
-// TestFewPlaces has a receiver with memory for two more slots, and a burst that wants
-// many: it goes through those there are, of its key's and of others'.
+// TestFewPlaces has a receiver with memory for two more slots, and a burst that requests many: the burst uses the existing slots, of its own key and of others.
 func TestFewPlaces(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -152,7 +150,7 @@ func TestFewPlaces(t *testing.T) {
 	w.toldNothing()
 }
 
-// toldNothing checks that the watcher has heard nothing bad.
+// toldNothing checks that the watcher was notified of no loss.
 func (n *testNode) toldNothing() {
 	n.r.Helper()
 	for len(n.told) > 0 {
@@ -162,7 +160,7 @@ func (n *testNode) toldNothing() {
 	}
 }
 
-// TestNoSendMemory refuses memory to the sender, for values and pull tensors.
+// TestNoSendMemory makes registrations of the sender fail, for values and pull tensors.
 func TestNoSendMemory(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -180,7 +178,7 @@ func TestNoSendMemory(t *testing.T) {
 	s.wantValue(4, value(100<<10, 4))
 }
 
-// TestPlacedAnswer puts an answer into the pull tensor, also split.
+// TestPlacedAnswer writes an answer into the pull tensor, also split.
 func TestPlacedAnswer(t *testing.T) {
 	for _, split := range []bool{false, true} {
 		t.Run(fmt.Sprintf("split %t", split), func(t *testing.T) {
@@ -206,7 +204,7 @@ func TestPlacedAnswer(t *testing.T) {
 	}
 }
 
-// TestRevoke: after Invalidate a late answer cannot come to the memory.
+// TestLateAnswer: after Invalidate, a late answer cannot be written to the memory.
 func TestLateAnswer(t *testing.T) {
 	t.Run("asked", func(t *testing.T) {
 		r := newRig(t)
@@ -218,7 +216,7 @@ func TestLateAnswer(t *testing.T) {
 		registered := w.stack.Registered()
 		s.must(answer(q, value(len(dst), 1)))
 		q.Release()
-		// The one whose memory it was may be the first to end the connection.
+		// The worker, whose memory it was, may be the first to end the connection.
 		s.wantTold("the peer is down: remote access error, or disconnected", func(c change) bool {
 			return c.id == w.who.ID && !c.up && (strings.Contains(c.cause.Error(), "remote access error") || strings.Contains(c.cause.Error(), "disconnected"))
 		})
@@ -229,7 +227,7 @@ func TestLateAnswer(t *testing.T) {
 		if n := w.Stats().LentValues; n != 0 {
 			t.Errorf("%d regions are in use", n)
 		}
-		// The next one works again.
+		// The next pull works again.
 		w.wantUpOrSend(s, pull(s, 1, 2, dst))
 		q = s.next()
 		s.must(answer(q, value(len(dst), 2)))
@@ -270,7 +268,7 @@ func TestLateAnswer(t *testing.T) {
 	})
 }
 
-// wantUpOrSend sends m as soon as the connection stands again.
+// wantUpOrSend sends m as soon as the connection is up again.
 func (n *testNode) wantUpOrSend(to *testNode, m *van.Message) {
 	n.r.Helper()
 	n.r.until("the message can be sent", func() bool {
@@ -360,8 +358,8 @@ func TestSplitOrder(t *testing.T) {
 	}
 }
 
-// TestSplitLost loses the connection while a message waits for its other part. A control message does not wait for it:
-// its sender knows it for arrived, and does not send it again.
+// TestSplitLost loses the connection while a message waits for its other part. A control message does not wait for that part: its sender knows that it has arrived, and
+// does not send it again.
 func TestSplitLost(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -397,8 +395,7 @@ func TestSplitLost(t *testing.T) {
 	}
 }
 
-// TestOverwritten is a peer that overwrites what is still in use, as StepMesh may:
-// both messages are handed up.
+// TestOverwritten is a peer that overwrites a value in use, as StepMesh may. Both messages are delivered.
 func TestOverwritten(t *testing.T) {
 	h := newHostileWorld(t, false)
 	r := h.c.ask(slotRequest{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 1, key: 6})
@@ -423,8 +420,7 @@ func TestOverwritten(t *testing.T) {
 	h.ends(0)
 }
 
-// TestCloseWhileDialling closes nodes that connect to nowhere, to a silent address,
-// and to each other.
+// TestCloseWhileDialling closes nodes that connect to an unused address, to a silent one, and to each other.
 func TestCloseWhileDialling(t *testing.T) {
 	for i := range 8 {
 		r := newRig(t, func(c *fakeverbs.Config) { c.EventDelay, c.Seed = 300e3, uint64(i) })
@@ -454,7 +450,7 @@ func TestCloseWhileDialling(t *testing.T) {
 	}
 }
 
-// TestStorm connects again and again, with traffic.
+// TestStorm reconnects again and again, with traffic.
 func TestStorm(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
@@ -503,8 +499,7 @@ func TestStorm(t *testing.T) {
 	}
 }
 
-// TestManySenders sends from many goroutines: order is kept for each, and every
-// message arrives once.
+// TestManySenders sends from many goroutines: the order of each is kept, and every message arrives once.
 func TestManySenders(t *testing.T) {
 	r := newRig(t, func(c *fakeverbs.Config) { c.Jitter, c.Seed = 20e3, 3 })
 	w, s := r.pair(func(c *env.Config) { c.SplitQPLag = true })

@@ -10,12 +10,11 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// TestIdleNodeGivesBack: a node that has nothing to do, nor a connection to probe, deregisters memory that it has not used
-// for long.
+// TestIdleNodeGivesBack: a node with nothing to do, and without connections to probe, deregisters memory that it has not used for a while.
 func TestIdleNodeGivesBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)
-		block := func(c *env.Config) { c.BusyPoll = env.AlwaysBlock } // who looks for a while would look for ever
+		block := func(c *env.Config) { c.BusyPoll = env.AlwaysBlock } // a poller that spins would spin forever here
 		w, s := r.node(9, block), r.node(8, block)
 		w.times.sleep = maxSleep
 		r.link(w, s)
@@ -26,21 +25,20 @@ func TestIdleNodeGivesBack(t *testing.T) {
 		s.Disconnect(w.who.ID)
 		time.Sleep(20 * time.Second)
 		before := w.stack.Registered()
-		time.Sleep(30 * time.Second) // more than conn.maxIdle with the first ones, and less than the long bounds
+		time.Sleep(30 * time.Second) // longer than conn.maxIdle for the first messages, and less than the long limits
 		if now := w.stack.Registered(); now > before-len(v) {
 			t.Errorf("%d bytes are registered, %d some time before, want less by %d", now, before, len(v))
 		}
 	})
 }
 
-// The receiver may hold more messages than there are slots: more are asked for after
-// a few milliseconds, also when nothing else happens.
+// If the receiver holds more messages than there are slots, more slots are requested after a few milliseconds, even if nothing else happens.
 func TestMorePlacesWhileIdle(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
 	vals := make([]byte, 100)
 	many := rendezvous.Eager(0)
-	var took []time.Duration // those for which there was no slot
+	var took []time.Duration // of messages for which there was no slot
 	for i := range many + 6 {
 		began := time.Now()
 		if err := p.worker.Send(tensor(serverID, i, 1, true, true, vals)); err != nil {
@@ -52,7 +50,7 @@ func TestMorePlacesWhileIdle(t *testing.T) {
 			p.until("sleep", (*p.worker.tables.devices.Load())[0].sleeping.Load)
 		}
 	}
-	if slices.Sort(took); took[2] > 500*time.Millisecond { // a machine that stands still does so in one or two
+	if slices.Sort(took); took[2] > 500*time.Millisecond { // one or two may be slow on a paused machine
 		t.Errorf("messages took %s, want some milliseconds", took)
 	}
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// TestLayout compares offsets and sizes with those of StepMesh structs.
+// TestLayout compares offsets and sizes with those of the StepMesh structs.
 func TestLayout(t *testing.T) {
 	b := bytes.Repeat([]byte{0xee}, slotRequestLen)
 	(&slotRequest{metaLen: 0x0102030405060708, dataNum: 2, data: [4]uint64{8, 0x1112131415161718, 3, 4}, origin: 0x2122232425262728,
@@ -78,7 +78,7 @@ func TestShort(t *testing.T) {
 	if err := s.get(make([]byte, slotRequestLen-1)); !errors.Is(err, van.ErrMalformed) {
 		t.Errorf("start: %v", err)
 	}
-	// The form of the build without GPUs, with which nothing can be agreed.
+	// The form of a build without GPUs, which is not compatible.
 	if err := r.get(make([]byte, 32)); !errors.Is(err, van.ErrMalformed) || !strings.Contains(err.Error(), "GDR") {
 		t.Errorf("reply: %v", err)
 	}

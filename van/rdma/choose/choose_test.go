@@ -15,7 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// with changes a machine for one case.
+// with changes a copy of a machine for one case.
 func with(m choose.Machine, change func(*choose.Machine)) choose.Machine {
 	change(&m)
 	return m
@@ -34,7 +34,7 @@ func without(m *choose.Machine, device string) {
 	m.Devices = slices.DeleteFunc(m.Devices, func(d verbs.DeviceInfo) bool { return d.Name == device })
 }
 
-// unplaced makes the NUMA nodes of PCI devices unknown.
+// unplaced removes the NUMA nodes of PCI devices.
 func unplaced(m *choose.Machine, addresses ...string) {
 	root := m.Root.(fstest.MapFS)
 	for name := range root {
@@ -46,7 +46,7 @@ func unplaced(m *choose.Machine, addresses ...string) {
 	}
 }
 
-// place is "address interface device port gid".
+// place describes a result as "address interface device port gid".
 func place(r choose.Result) string {
 	return fmt.Sprintf("%s %s %s %d %d", r.Host, r.Iface, r.Device, r.Port, r.GIDIndex)
 }
@@ -59,8 +59,8 @@ func TestChoose(t *testing.T) {
 		host    string
 		gpu     string
 		want    string
-		why     string // in the line for the log
-		not     string // not there
+		why     string // in the log line
+		not     string // not in the log line
 		err     error
 		problem []string // in the error
 	}{
@@ -159,7 +159,7 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-// TestEveryGPU: each of eight GPUs gets the NIC behind its own switch.
+// TestEveryGPU: each of eight GPUs gets the NIC at its own switch.
 func TestEveryGPU(t *testing.T) {
 	m := eight()
 	for k := range 8 {
@@ -202,7 +202,7 @@ func TestBestGID(t *testing.T) {
 		roce(0, "RoCE v1", "fe80::1", ""), roce(1, "RoCE v2", "fe80::1", ""), roce(2, "RoCE v1", "2001::1", ""), roce(3, "RoCE v2", "2001::1", ""),
 		roce(4, "IB", "fe80::2", ""), roce(5, "RoCE v1", "10.0.0.1", ""), roce(6, "RoCE v2", "::ffff:10.0.0.1", ""), roce(7, "RoCE v2", "10.0.0.1", ""),
 	}
-	// From the best downwards; what was best is taken away.
+	// In the order of preference; each round removes the best one.
 	for _, want := range []int{6, 7, 5, 4, 3, 2, 1, 0} {
 		g, ok := choose.BestGID(all, addr)
 		if !ok || g.Index != want {
@@ -244,7 +244,7 @@ func TestGPUAddress(t *testing.T) {
 	}
 }
 
-// TestThisHost: what a real system shows does not trouble the reading of it.
+// TestThisHost: the sysfs of a real system can be read.
 func TestThisHost(t *testing.T) {
 	interfaces, err := choose.Interfaces()
 	if err != nil {
@@ -263,7 +263,7 @@ func TestThisHost(t *testing.T) {
 	}
 }
 
-// FuzzChoose: no text makes it do anything but choose or say why not.
+// FuzzChoose: for any text, the result is a choice or an error with a reason.
 func FuzzChoose(f *testing.F) {
 	for _, s := range []string{"", "auto", "eth", "eth5", "00000000:AA:00.0", "9a:00.0", "../..", "/"} {
 		f.Add(s, s, s)

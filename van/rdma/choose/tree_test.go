@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// tree is a file system with a sysfs, made up piece by piece.
+// tree is a file system with an artificial sysfs.
 type tree fstest.MapFS
 
 func (t tree) file(name, text string) { t[name] = &fstest.MapFile{Data: []byte(text + "\n")} }
@@ -54,7 +54,7 @@ func roce(index int, kind, addr, iface string) verbs.GID {
 	return verbs.GID{Index: index, Addr: netip.MustParseAddr(addr), Type: kind, Iface: iface}
 }
 
-// ethernet is an active RoCE port with the GIDs that a driver makes for an interface.
+// ethernet returns an active RoCE port with the GIDs that a driver makes for an interface.
 func ethernet(num int, iface, addr string) verbs.PortInfo {
 	p := verbs.PortInfo{Num: num, Active: true, State: "ACTIVE", LinkLayer: "Ethernet", MTU: 4096, Rate: 400}
 	p.GIDs = []verbs.GID{roce(0, "RoCE v1", "fe80::1", iface), roce(1, "RoCE v2", "fe80::1", iface)}
@@ -64,11 +64,9 @@ func ethernet(num int, iface, addr string) verbs.PortInfo {
 	return p
 }
 
-// eight is a host with two sockets, two root complexes on each, two switches on each
-// of those, and a GPU and a NIC behind every switch. The NICs are mlx5_2 to mlx5_9
-// with interfaces eth0 to eth7 and addresses 10.1.K.1; GPU k hangs beside NIC k. On a
-// root complex of its own at socket 0 is a bonded NIC, mlx5_bond_0, for everything
-// else.
+// eight returns a host with two sockets, two root complexes on each, two switches on each of those, and a GPU and a NIC at every switch. The NICs are mlx5_2 to
+// mlx5_9 with interfaces eth0 to eth7 and addresses 10.1.K.1; GPU k is next to NIC k. On a root complex of its own at socket 0 is a bonded NIC, mlx5_bond_0, for
+// other traffic.
 func eight() choose.Machine {
 	t := tree{}
 	m := choose.Machine{Root: fstest.MapFS(t)}
@@ -92,12 +90,12 @@ func eight() choose.Machine {
 	return m
 }
 
-// gpu is the address of GPU k of eight.
+// gpu returns the address of GPU k of eight.
 func gpu(k int) string {
 	return fmt.Sprintf("0000:%02x:00.0", []int{0x17, 0x3d, 0x97, 0xbd}[k/2]+3+k%2*0x10)
 }
 
-// infiniband is a host with one card of two ports, ib0 over the first.
+// infiniband returns a host with one card of two ports; ib0 uses the first.
 func infiniband() choose.Machine {
 	t := tree{}
 	dir := t.pci("pci0000:00/0000:00:01.0", "0000:01:00.0", "0x15b3", "0x020700", -1)
@@ -115,7 +113,7 @@ func infiniband() choose.Machine {
 	}
 }
 
-// soft is a host with Soft-RoCE over eth0, as a virtual device.
+// soft returns a host with Soft-RoCE over eth0, a virtual device.
 func soft() choose.Machine {
 	t := tree{}
 	t.net("", "eth0", 0)

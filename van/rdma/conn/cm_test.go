@@ -8,12 +8,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// failingID makes no queue pairs.
+// failingID fails to make queue pairs.
 type failingID struct{ verbs.ID }
 
 func (failingID) CreateQP(verbs.QPOptions) (verbs.QP, error) { return nil, errTest }
 
-// reserving is a device that notes what is reserved.
+// reserving is a device that records reservations.
 type reserving struct {
 	verbs.Device
 	most int
@@ -25,8 +25,7 @@ func (d *reserving) Reserve(n int) error {
 	return d.err
 }
 
-// TestFailedQueuePairsReserveNothing: a queue pair that cannot be made leaves its room in the
-// completion queue to others.
+// TestFailedQueuePairsReserveNothing: a queue pair that cannot be made releases its entries in the completion queue.
 func TestFailedQueuePairsReserveNothing(t *testing.T) {
 	for _, refused := range []error{nil, errors.New("too many entries")} {
 		m, d := &Manager{SendDepth: 10, RecvDepth: 20}, &reserving{err: refused}

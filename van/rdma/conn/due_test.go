@@ -7,8 +7,7 @@ import (
 	"time"
 )
 
-// TestDueQueue: items run once each, in the order in which they were added, those that
-// are not due yet stay, and an item that adds itself again runs the next time.
+// TestDueQueue: items run once each, in the order in which they were added. Items that are not due yet stay, and an item that adds itself again runs the next time.
 func TestDueQueue(t *testing.T) {
 	var q DueQueue
 	var ran []int
@@ -53,7 +52,7 @@ func TestDueQueue(t *testing.T) {
 	}
 }
 
-// TestDueQueueAdders: nothing that is added while the queue runs is lost.
+// TestDueQueueAdders: no item that is added while the queue runs is lost.
 func TestDueQueueAdders(t *testing.T) {
 	const adders, each = 4, 2000
 	var q DueQueue

@@ -25,7 +25,7 @@ const both = verbs.LocalWrite | verbs.RemoteWrite
 
 var errTest = errors.New("made to fail")
 
-// bare is a device without a van.
+// bare returns a device without a van.
 func bare(t *testing.T, options ...func(*fakeverbs.Config)) (verbs.Device, *fakeverbs.Stack, *fakeverbs.Net) {
 	t.Helper()
 	check := func(err error) {
@@ -82,7 +82,7 @@ func TestRegionsFind(t *testing.T) {
 		hit    bool
 	}{
 		{1000, 2000, both, true},
-		{1000, 2000, 0, false}, // peers that write there may lose it
+		{1000, 2000, 0, false}, // invalidation may end a region that peers write to
 		{1500, 1501, verbs.LocalWrite, false},
 		{1999, 2000, both, true},
 		{999, 2000, both, false},
@@ -100,7 +100,7 @@ func TestRegionsFind(t *testing.T) {
 			rs.remove(r)
 		}
 	}
-	// A region for sending is not for receiving.
+	// A region for sending is not used for receiving.
 	get(5000, 6000, 0)
 	before := stack.Counters().Registrations
 	get(5000, 6000, both)
@@ -118,13 +118,13 @@ func TestRegionsFind(t *testing.T) {
 	}
 }
 
-// TestRegionsGrow: of regions that begin at one address the longest is found first.
+// TestRegionsGrow: of regions with the same address, the longest is found first.
 func TestRegionsGrow(t *testing.T) {
 	dev, _, _ := bare(t)
 	rs := NewRegions(dev, nil)
 	defer rs.Close()
 	buf := make([]byte, 1<<20)
-	for n := 1; n <= 2*findSteps; n++ { // as a tensor of which more rows are sent each time
+	for n := 1; n <= 2*findSteps; n++ { // like a tensor of which more rows are sent each time
 		for again := range 3 {
 			r, err := rs.Get(backend.Bytes(buf[:n*4096]), both)
 			if err != nil {
@@ -146,7 +146,7 @@ func TestRegionsGrow(t *testing.T) {
 func TestRegionsEvict(t *testing.T) {
 	dev, stack, _ := bare(t)
 	rs := NewRegions(dev, nil)
-	// Tensors that overlap, so that they need little memory.
+	// The tensors overlap, so that they need little memory.
 	const size, step = 4 << 20, 4 << 10
 	tensors := make([][]byte, 2*maxIdleBytes/size)
 	buf := make([]byte, size+len(tensors)*step)
@@ -165,7 +165,7 @@ func TestRegionsEvict(t *testing.T) {
 			t.Fatalf("%d regions of %d bytes, %d registered", n, bytes, stack.Registered())
 		}
 	}
-	// What was used last is still there.
+	// The last one used is still there.
 	if r := rs.find(backend.Bytes(tensors[len(tensors)-1]), 0); r == nil {
 		t.Error("what was used last has been evicted")
 	} else {
@@ -174,7 +174,7 @@ func TestRegionsEvict(t *testing.T) {
 	if rs.find(backend.Bytes(tensors[0]), 0) != nil {
 		t.Error("what was used first has not been evicted")
 	}
-	// Without use all but the one in use end.
+	// After a while, all unused regions end.
 	rs.Evict(clock.Now())
 	rs.Evict(clock.Now() + uint64(maxIdle) + 1e9)
 	if n, bytes := rs.stats(); n != 1 || bytes != size {
@@ -200,7 +200,7 @@ func TestRegionsEvict(t *testing.T) {
 	}
 }
 
-// holder is memory that counts who holds it.
+// holder is memory that counts its references.
 type holder struct{ n atomic.Int32 }
 
 func (h *holder) Retain()  { h.n.Add(1) }
@@ -209,7 +209,7 @@ func (h *holder) Release() { h.n.Add(-1) }
 func TestRegionsHoldMemory(t *testing.T) {
 	dev, _, network := bare(t)
 	rs := NewRegions(dev, nil)
-	// Go memory stays while it is registered.
+	// Go memory is kept while it is registered.
 	var gone atomic.Bool
 	func() {
 		b := new([4096]byte)
@@ -227,7 +227,7 @@ func TestRegionsHoldMemory(t *testing.T) {
 		t.Fatal("registered memory was collected")
 	}
 	rs.Evict(clock.Now() + uint64(maxIdle) + 1e9)
-	// Others' is retained.
+	// Other memory is retained.
 	h := &holder{}
 	b := make([]byte, 100)
 	m := backend.At(unsafe.Pointer(&b[0]), len(b), backend.Host, h)
@@ -243,7 +243,7 @@ func TestRegionsHoldMemory(t *testing.T) {
 	if h.n.Load() != 0 {
 		t.Errorf("%d holders after revoke", h.n.Load())
 	}
-	// When registering fails nothing is held.
+	// If registering fails, nothing is retained.
 	network.Fail(func(op fakeverbs.Op) error {
 		if op.Kind == fakeverbs.OpRegister {
 			return errTest
@@ -289,8 +289,7 @@ func TestRegionsRevoke(t *testing.T) {
 	}
 }
 
-// TestRegionsConcurrent uses, evicts and revokes at once. Whoever has a region can
-// rely on it.
+// TestRegionsConcurrent uses, evicts and invalidates regions concurrently. The holder of a region can rely on it.
 func TestRegionsConcurrent(t *testing.T) {
 	dev, stack, _ := bare(t)
 	rs := NewRegions(dev, nil)
@@ -323,7 +322,7 @@ func TestRegionsConcurrent(t *testing.T) {
 	if n, bytes := rs.stats(); bytes != stack.Registered() {
 		t.Errorf("%d regions of %d bytes, %d registered", n, bytes, stack.Registered())
 	}
-	// After a revoke nothing there can be written to, whatever else goes on.
+	// After Invalidate, no peer can write there, whatever else happens.
 	rs.Invalidate(backend.Bytes(buf), nil)
 	for _, r := range *rs.sorted.Load() {
 		if r.access&verbs.RemoteWrite != 0 {
@@ -391,7 +390,7 @@ func TestCells(t *testing.T) {
 		t.Errorf("error %v, want %v", err, errTest)
 	}
 	network.Fail(nil)
-	// What is out at the end can be read until it is put back.
+	// A cell in use at the end can be read until it is put back.
 	x, y := get(10), get(CellSize+1)
 	x.Mem[0], y.Mem[0] = 1, 2
 	if err := c.Close(); err != nil {
@@ -415,8 +414,7 @@ func (rs *Regions) stats() (n, bytes int) {
 	return len(*rs.sorted.Load()), rs.bytes
 }
 
-// TestStuckMemory: memory that cannot be deregistered is not given back: peers may still
-// write there.
+// TestStuckMemory: memory that cannot be deregistered is not freed: peers may still write there.
 func TestStuckMemory(t *testing.T) {
 	dev, _, network := bare(t)
 	rs := NewRegions(dev, nil)
@@ -477,7 +475,7 @@ type exporter struct {
 
 func (e *exporter) ExportDMABuf(backend.Mem) (fd, offset int, err error) { return e.fd, 0, nil }
 
-// TestDMABufIsClosed: the descriptor of exported memory is closed when the memory is registered, or cannot be.
+// TestDMABufIsClosed: the descriptor of exported memory is closed after registering, successful or not.
 func TestDMABufIsClosed(t *testing.T) {
 	dev, stack, _ := bare(t)
 	gpu := simgpu.New(1)

@@ -11,12 +11,12 @@ import (
 
 const eachStage = 2048
 
-// stubDevice takes work requests and does nothing.
+// stubDevice accepts work requests and does nothing.
 type stubDevice struct {
 	verbs.Device
 	posted []verbs.SendWR
 	fail   error
-	take   int // of a failing Post
+	take   int // number accepted by a failing Post
 }
 
 func (d *stubDevice) Post(wrs []verbs.SendWR) (int, error) {
@@ -37,7 +37,7 @@ type stubQP struct {
 func (q stubQP) Handle() verbs.Handle { return verbs.Handle(q.n + 1) }
 func (q stubQP) MaxInline() int       { return q.inline }
 
-// counter counts records that have ended.
+// counter counts finished records.
 type counter int
 
 func end(f Finished[*counter]) {
@@ -61,12 +61,12 @@ func newTestSendQueue(t *testing.T, depth, n int) (*SendQueue[*counter], *stubDe
 	return p, dev
 }
 
-// TestSendQueue uses a send queue at random and compares its accounts.
+// TestSendQueue uses a send queue at random and checks its counts.
 func TestSendQueue(t *testing.T) {
 	const depth, n = 20, 6
 	p, dev := newTestSendQueue(t, depth, n)
 	rng := rand.New(rand.NewPCG(1, 1))
-	open := map[uint32]int{} // completions to come
+	open := map[uint32]int{} // expected completions
 	var sent, begun counter
 	for range 5000 {
 		if rng.IntN(2) == 0 {
@@ -152,13 +152,13 @@ func TestSendQueueInline(t *testing.T) {
 	if wr := p.Staged(verbs.SendWR{}, stage[:200]); wr.Flags&verbs.Inline == 0 || wr.LocalAddr != backend.Bytes(stage).Addr() || wr.Len != 200 {
 		t.Errorf("%+v, want 200 bytes inline", wr)
 	}
-	// No queue pair may be asked for more than it takes.
+	// Inline data must not exceed what all queue pairs accept.
 	if wr := p.Staged(verbs.SendWR{}, stage[:201]); wr.Flags&verbs.Inline != 0 || wr.LKey != p.stage.MR.LKey() {
 		t.Errorf("%+v, want 201 bytes with a key", wr)
 	}
 }
 
-// TestSendQueueBroken lets a post fail: nothing begins any more, and each record ends once.
+// TestSendQueueBroken lets a post fail: no record begins any more, and each ends once.
 func TestSendQueueBroken(t *testing.T) {
 	for _, s := range []struct {
 		take int
@@ -197,7 +197,7 @@ func TestSendQueueBroken(t *testing.T) {
 	}
 }
 
-// shortDevice takes one work request and says nothing.
+// shortDevice accepts one work request and returns no error.
 type shortDevice struct{ *stubDevice }
 
 func (d shortDevice) Post([]verbs.SendWR) (int, error) { return 1, nil }
