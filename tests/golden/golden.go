@@ -1,4 +1,4 @@
-// Package golden compares what a function does with many random inputs with what it did before. A test writes a text for
+// Package golden compares the results of functions for many random inputs with their earlier results. A test writes a text for
 // each seed; testdata/NAME.golden holds the first lines of these texts, and one checksum of the rest. A difference means a
 // change, not necessarily a mistake: a reader of the file judges it. To accept a change, run the test with
 // "-args -golden.update". To compare the whole text of two commits, write it to files with "-args -golden.out=DIRECTORY".

@@ -31,11 +31,11 @@ func settled(t testing.TB) usage {
 	return usage{nodetest.Resident(t, os.Getpid()), runtime.NumGoroutine()}
 }
 
-// spans is how often flat looks.
+// spans is how often flat measures.
 const spans = 3
 
-// flat checks that nothing grows with the number of requests, which run makes. What grows does so in each
-// span; a machine that is slow for a while leaves more in one of them.
+// flat checks that memory and goroutines do not grow with the number of requests, which run makes. A leak grows in each
+// span; a machine that is slow for a while grows one of them only.
 func flat(t testing.TB, run func(requests int)) {
 	t.Helper()
 	noise := 2 << 20 // in all requests
@@ -166,8 +166,8 @@ func withoutWait(t *testing.T, o testcluster.Options) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// Or there would be no end to what waits to be sent. The answers come in the
-			// order of the requests: after the last one all are finished.
+			// Without this Wait the output queue would grow without end. Answers arrive in the order of the requests:
+			// after the last answer all requests are finished.
 			if i%256 == 255 || i == n-1 {
 				if err := h.Wait(t.Context()); err != nil {
 					t.Fatal(err)
@@ -176,7 +176,7 @@ func withoutWait(t *testing.T, o testcluster.Options) {
 		}
 	}
 	flat(t, pushes)
-	// One that had finished before its Wait has displaced another one, and is forgotten.
+	// A request that finished before its Wait displaced another one, and is not remembered itself.
 	if n := w.InFlight(); n > 4096 || n < 4096-4096/256-1 {
 		t.Errorf("%d finished requests are remembered, want 4096, or one fewer for each of the last Waits", n)
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
+	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -21,7 +22,7 @@ func slower(d time.Duration) time.Duration {
 	return d
 }
 
-// TestStartUp: four workers and four servers are ready in a moment.
+// TestStartUp: four workers and four servers start within the limit.
 func TestStartUp(t *testing.T) {
 	soon(t, slower(3*time.Second), "the start of 4 workers and 4 servers", func() time.Duration {
 		began := time.Now()
@@ -32,24 +33,25 @@ func TestStartUp(t *testing.T) {
 	})
 }
 
-// soon checks how long something takes, in one of three tries: what is slow in the library is so in each of
-// them, and what else the machine does makes some of them longer.
+// soon checks that one of three tries takes the limit at most. A slow library makes all of them slow; other programs of the
+// machine make some of them slow. The limit grows by the time that the machine was late.
 func soon(t *testing.T, limit time.Duration, what string, try func() time.Duration) {
 	t.Helper()
 	for i := 1; ; i++ {
-		took := try()
-		t.Logf("%s took %s", what, took)
-		if took <= limit {
+		begun, m := time.Now(), real.WatchMachine(t.Context())
+		took, late := try(), m.Late(begun)
+		t.Logf("%s took %s; the machine was late by %s", what, took, late)
+		if took <= limit+late {
 			return
 		}
 		if i == 3 {
-			t.Errorf("%s took %s, and more than %s before, want at most that", what, took, limit)
+			t.Errorf("%s took %s, and more than %s before, want at most that; the machine was late by %s", what, took, limit, late)
 			return
 		}
 	}
 }
 
-// TestManyNodes: 129 nodes in one process start and leave in a moment.
+// TestManyNodes: 129 nodes in one process start and leave within the limit.
 func TestManyNodes(t *testing.T) {
 	soon(t, slower(5*time.Second), "64 workers and 64 servers that start and leave", func() time.Duration {
 		began := time.Now()
@@ -60,8 +62,7 @@ func TestManyNodes(t *testing.T) {
 	})
 }
 
-// TestIdle: a cluster in which nothing happens costs next to nothing, with and
-// without heartbeats.
+// TestIdle: an idle cluster uses at most one percent of a processor, with and without heartbeats.
 func TestIdle(t *testing.T) {
 	for _, over := range []testcluster.Transport{testcluster.TCP, testcluster.SHM} {
 		for _, beat := range []time.Duration{0, time.Second} {
@@ -72,7 +73,7 @@ func TestIdle(t *testing.T) {
 				for _, n := range c.Servers {
 					nodetest.Server(t, n, nodetest.Echoes(t))
 				}
-				for _, n := range c.Workers { // what spins does so after traffic
+				for _, n := range c.Workers { // goroutines that spin do so after traffic
 					busy(t, n)
 				}
 				most := time.Second / 100

@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
-// soon is what a busy machine may need for what takes milliseconds.
+// soon is how long a busy machine may take for an operation of milliseconds.
 const soon = 20 * time.Second
 
 // load is what workers do unless a test says otherwise.
@@ -62,7 +62,7 @@ func TestRuns(t *testing.T) {
 }
 
 // TestStartsHalf: a node that has started and cannot become what its program says is closed:
-// it leaves nothing open, which the runner looks at when a process ends.
+// it leaves nothing open, which the runner checks when a process ends.
 func TestStartsHalf(t *testing.T) {
 	c, err := real.New(real.Options{Leg: real.TCP, Program: "nothing"})
 	try(t, err)

@@ -7,9 +7,8 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 )
 
-// TestStarved: a process in which nothing of Go's runs for longer than its heartbeats may
-// stay away is lost for nobody, whatever its role: libzmq's threads answer for it. It goes on
-// as if nothing had been, and so do the others.
+// TestStarved: no node declares a process lost in which no Go code runs for longer than the heartbeat timeout, whatever
+// its role: libzmq's threads answer for it. The process and all others continue afterwards.
 func TestStarved(t *testing.T) {
 	for _, role := range []string{"worker", "server", "scheduler"} {
 		t.Run(role, func(t *testing.T) {

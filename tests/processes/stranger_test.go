@@ -24,17 +24,16 @@ func hello() []byte {
 	return append(append(b, 4, byte(len(ready))), ready...)
 }
 
-// TestEndlessMessage: strangers whose messages never end lose their connections before they
-// cost much, one after the other, and nobody else notices. One of those of a node may send
-// more: the stranger and libzmq keep two processors busy, and on two the node is not always
-// let run in time to end it.
+// TestEndlessMessage: an unknown peer whose message never ends loses its connection before the message costs much memory,
+// and the cluster works on. Four peers do this to each node, one after the other. One of the four may send more: the peer
+// and libzmq keep two processors busy, so a node on two processors may be late to end the connection.
 func TestEndlessMessage(t *testing.T) {
 	c := start(t, real.Options{Leg: real.TCP})
 	try(t, c.Works(20, soon))
 	for _, role := range []string{"scheduler", "server", "worker"} {
 		p := c.Get(role, 0)
 		before := p.Resident()
-		late, more := 0, 0 // strangers that could send more than 32 MiB, and how much more
+		late, more := 0, 0 // peers that could send more than 32 MiB, and how much more
 		for i := range 4 {
 			sent, err := endless(t, p)
 			grown := p.Resident() - before

@@ -38,8 +38,7 @@ func timed(t *testing.T, test func(t *testing.T, leg real.Leg, a *attempt)) {
 	})
 }
 
-// within checks how long something took. The limit is what is promised, and what this machine was late by: a quiet one
-// is not late.
+// within checks how long something took. The limit is the promised time plus the time by which this machine was late.
 func (a *attempt) within(t *testing.T, m *real.Machine, since time.Time, limit time.Duration, what string) {
 	t.Helper()
 	took, late := time.Since(since), m.Late(since)
@@ -72,7 +71,7 @@ func joins(t *testing.T, c *real.Cluster, role string, rank int) {
 	}
 }
 
-// result waits for what comes from a channel.
+// result receives from a channel within a limit.
 func result(t *testing.T, c <-chan error, limit time.Duration, what string) error {
 	t.Helper()
 	select {
@@ -84,7 +83,7 @@ func result(t *testing.T, c <-chan error, limit time.Duration, what string) erro
 	}
 }
 
-// settings are the defaults, and heartbeats that somebody has set.
+// settings are the defaults, and heartbeats of one second.
 var settings = []struct {
 	name  string
 	env   []string
@@ -98,9 +97,8 @@ var settings = []struct {
 // is up.
 var patient = []plan.Load{{Nodes: "workers", Every: ms, Size: 3000, Limit: 60_000 * ms}}
 
-// TestWorkerStopped: others do not wait for a worker that stands still. They get an error
-// or go on, and another process may take its place. The one that wakes up then is heard
-// nowhere, and is told.
+// TestWorkerStopped: others do not wait for a stopped worker. Their calls fail or succeed, and another process may replace
+// the worker. When the stopped process continues, nobody accepts its messages, and it gets a notice.
 func TestWorkerStopped(t *testing.T) {
 	for _, s := range settings {
 		t.Run(s.name, func(t *testing.T) {
@@ -250,8 +248,7 @@ func grows(p *real.Process, before, tooMuch int) int {
 	return most
 }
 
-// TestServerStoppedQueue: what waits for a server that stands still is bounded, and then
-// the error says so.
+// TestServerStoppedQueue: the output queue for a stopped server is bounded; when it is full, the error says so.
 func TestServerStoppedQueue(t *testing.T) {
 	onLegs(t, func(t *testing.T, leg real.Leg) {
 		c := start(t, real.Options{Leg: leg, Env: []string{"PS_HEARTBEAT_INTERVAL=0"}})

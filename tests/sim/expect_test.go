@@ -14,7 +14,7 @@ const expectPlan = `{"name": "x", "about": "x", "cluster": {"workers": 1, "serve
 			{"at": "5500ms", "do": "barrier", "node": "server 0"}],
 		"expect": [{"nodes": "worker 0", %s}]}], "end": {}}`
 
-// TestExpectations: what a plan expects of errors and times, and what does not come, is found.
+// TestExpectations: an error or a time that a plan does not expect is a violation, and so is an expected one that is missing.
 func TestExpectations(t *testing.T) {
 	for _, x := range []struct{ expect, want string }{
 		{`"some_error": "send queue full"`, ""},

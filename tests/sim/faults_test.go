@@ -13,8 +13,8 @@ import (
 	"testing"
 )
 
-// faults can be planted, what each of them brings back, and as which kinds of violations it counts as found. docs/design/testing.md
-// has the table that TestFaults prints.
+// faults are the faults that can be planted. "what" says which old mistake it brings back, "as" lists the kinds of violations
+// that count as found. docs/design/testing.md has the table that TestFaults prints.
 var faults = []struct {
 	name, what string
 	as         []string
@@ -60,8 +60,7 @@ func TestUnknownFault(t *testing.T) {
 // mostSeeds are tried for each fault.
 const mostSeeds = 500
 
-// TestFaults plants each fault and looks for the first seed that finds it. A seed that
-// fails without the fault does not count.
+// TestFaults plants each fault and searches the first seed that finds it. A seed that fails without the fault does not count.
 func TestFaults(t *testing.T) {
 	rows := make([]string, len(faults))
 	todo := make(chan int)

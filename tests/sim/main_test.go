@@ -250,8 +250,7 @@ func (p *process) measure(over <-chan struct{}) (why string) {
 	}
 }
 
-// showEvery is how often it is told how far it is: less often to a file than to somebody
-// who waits.
+// showEvery is the time between two lines of progress: less often in a file than on a terminal.
 var showEvery = sync.OnceValue(func() time.Duration {
 	if st, err := os.Stdout.Stat(); err == nil && st.Mode()&os.ModeCharDevice != 0 {
 		return 2 * time.Second
@@ -268,7 +267,7 @@ type process struct {
 	done int
 }
 
-// tail keeps the end of what is written.
+// tail is a writer that keeps the last bytes.
 type tail struct {
 	mu sync.Mutex
 	b  []byte
@@ -308,8 +307,7 @@ func start(cmd *exec.Cmd) (*process, error) {
 	return p, p.cmd.Start()
 }
 
-// run gives a seed to the child and waits for what comes of it. The child is of no use any
-// more if it returns false.
+// run gives a seed to the child and waits for its outcome. If run returns false, the child has ended.
 func (p *process) run(seed uint64) (outcome, bool) {
 	over, ended := make(chan struct{}), make(chan string, 1)
 	go func() { ended <- p.measure(over) }()
@@ -336,7 +334,7 @@ func (p *process) run(seed uint64) (outcome, bool) {
 	}
 }
 
-// running leaves out of a crash report the goroutines that wait for what synctest knows.
+// running removes from a crash report the goroutines that synctest counts as durably blocked.
 func running(report string) string {
 	var kept []string
 	for _, g := range strings.Split(report, "\n\n") {

@@ -21,7 +21,7 @@ func parse(t *testing.T, cluster, transport, event string) *plan.Plan {
 	return p
 }
 
-// TestRDMA: what a plan over RDMA sends goes over its devices.
+// TestRDMA: the messages of a plan over RDMA use its devices.
 func TestRDMA(t *testing.T) {
 	r := sim.Run(t, parse(t, "", "", ""), 1)
 	for _, v := range r.Violations {
@@ -33,7 +33,7 @@ func TestRDMA(t *testing.T) {
 	}
 }
 
-// TestRDMARefuses: what devices in memory cannot do is named, and not left out in silence.
+// TestRDMARefuses: a plan is refused, with the field, if it asks for something that devices in memory cannot do.
 func TestRDMARefuses(t *testing.T) {
 	for _, x := range []struct{ cluster, transport, event, want string }{
 		{"", "", `{"at": "0s", "do": "break", "node": "worker 0"}`, "phases[0].events[0].do: break"},

@@ -10,11 +10,11 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// known are plans that fail because of what has not been mended yet: none.
+// known are plans that fail because of a known fault: none.
 var known = map[string]bool{}
 
-// TestPlans carries out each plan with three seeds, with the race detector with one: make test does both.
-// Those that can be over RDMA as well are so with one more.
+// TestPlans carries out each plan with three seeds, with the race detector with one seed: make test does the first,
+// make test-long the second. One more seed carries out over RDMA each plan that can be.
 func TestPlans(t *testing.T) {
 	times := uint64(3)
 	if vantest.Race {
@@ -67,7 +67,7 @@ func TestRepeats(t *testing.T) {
 	}
 }
 
-// failed are seeds above those that "make test" runs that have failed once, and why.
+// failed are seeds beyond those of "make test-long" that once failed, and why.
 var failed = []struct {
 	seed uint64
 	why  string
@@ -105,7 +105,7 @@ var failed = []struct {
 	{2004245, "a copy of a message that was given up before it left: the simulated network made it of what lay there then"},
 }
 
-// TestSeedsThatFailed runs them again. What a seed means changes with the plans.
+// TestSeedsThatFailed runs these seeds again. The meaning of a seed changes with the plans.
 func TestSeedsThatFailed(t *testing.T) {
 	for _, f := range failed {
 		o := one(t, f.seed, 100)
