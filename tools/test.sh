@@ -38,6 +38,9 @@ module=$(sed -n 's/^module //p' go.mod)
 # The race detector makes a process wait for a second at its end, unless this is set.
 export GORACE="atexit_sleep_ms=0 ${GORACE-}"
 
+work="$(mktemp -d "${TMPDIR:-/tmp}/test.XXXXXX")"
+trap 'rm -rf "$work"' EXIT
+
 # packages PATTERN OPTION-OF-GREP LONGEST...: the packages with tests that match, the longest first.
 packages() {
   local all first
@@ -111,16 +114,24 @@ faults() { make --no-print-directory simfaults; }
 machine() { tools/rdma_test.sh; }
 pythons() { tools/python/test.sh arrays old; }
 
+# used: the seconds of processor time that all steps have used. "times" prints user and system time of this shell, then of its children.
+used() {
+  times >"$work/times"
+  awk -F '[ms ]+' 'NR == 2 { printf "%.0f\n", 60 * ($1 + $3) + $2 + $4 }' "$work/times"
+}
+
 results=() failed=''
 # step NAME: runs a step, and notes how it ended.
 step() {
-  local begun=$SECONDS status=0
+  local begun=$SECONDS before status=0 took
+  used >"$work/used" && before=$(<"$work/used")
   echo "--- test: $1"
   ( "$1" ) || status=$?
+  used >"$work/used" && took="$1 $((SECONDS - begun)) s, $(($(<"$work/used") - before)) s of processors"
   if [ "$status" -eq 0 ]; then
-    results+=("test: ok   $1 $((SECONDS - begun)) s")
+    results+=("test: ok   $took")
   else
-    results+=("test: FAIL $1 $((SECONDS - begun)) s: status $status")
+    results+=("test: FAIL $took: status $status")
     failed+=" $1"
   fi
   return "$status"
