@@ -79,7 +79,7 @@ go_test() {
 
 # The steps. Each is run by "step NAME".
 install() { tools/install_deps.sh && tools/python/test_deps.sh torch; }
-check() { make --no-print-directory check; }
+check() { make --no-print-directory fmtcheck vet; }
 race() {
   local list && mapfile -t list < <(race_packages)
   go_test -race -short -p $((processors * 2)) -timeout 10m "${list[@]}" && tools/go.sh test -C tests/thirdparty -race -timeout 5m ./...
@@ -88,9 +88,9 @@ plain() {
   local list && mapfile -t list < <(plain_packages)
   go_test -short -p $((processors * 2)) -timeout 10m "${list[@]}"
 }
-python() { tools/python/test.sh torch; }
+python() { tools/python/test.sh torch -- --short; }
 
-variants() { make --no-print-directory check-variants; }
+variants() { make --no-print-directory lint check-variants; }
 full() { # the tests that -short shortens, but those of tests/processes, which processes runs
   local directory tests status=0
   while read -r directory tests; do
@@ -112,7 +112,12 @@ allocs() { make --no-print-directory testallocs; }
 seeds() { make --no-print-directory sim SEEDS=1000; }
 faults() { make --no-print-directory simfaults; }
 machine() { tools/rdma_test.sh; }
-pythons() { tools/python/test.sh arrays old; }
+pythons() {
+  local status=0
+  tools/python/test.sh arrays old || status=1
+  tools/python/test.sh torch -- -m long || status=1
+  return $status
+}
 
 # used: the seconds of processor time that all steps have used. "times" prints user and system time of this shell, then of its children.
 used() {
@@ -178,9 +183,9 @@ test: left out, run by "make test-long":
   tests that -short shortens, in full: $(long_tests | sed 's/^[^ ]* //' | tr '\n|' '  ')
   all plans on real processes, and simulated plans with the race detector: go test -race ./tests/processes ./tests/sim
   allocations: make testallocs; 1000 seeds: make sim SEEDS=1000; planted faults: make simfaults
-  vet and staticcheck with the build tag nordma: make check-variants
+  staticcheck, and vet with the build tag nordma: make lint check-variants
   RDMA devices in a virtual machine: make rdma-deps rdma-test
-  Python with NumPy and JAX, and Python below 3.10: make python-deps python-test
+  Python tests that are marked long, with NumPy and JAX, and with Python below 3.10: make python-deps python-test
 END
 fi
 [ -z "$failed" ] || { echo "test: FAIL:$failed"; exit 1; }

@@ -12,7 +12,19 @@ import harness  # noqa: E402
 pytest_plugins = ["limits"]
 
 
+def pytest_addoption(parser):
+    parser.addoption("--short", action="store_true", help="leave out the tests that are marked long")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--short"):
+        long = [i for i in items if i.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [i for i in items if i not in long]
+
+
 def pytest_configure(config):
+    config.addinivalue_line("markers", "long: takes more than 10 s of a processor, or repeats a shorter test; make test leaves it out, make test-long runs it")
     if importlib.util.find_spec("fserver_lib") is None:
         pytest.exit("no fserver_lib for this Python: 'make fserver', or 'pip3 install -e .'", 2)
     if not harness.libraries():

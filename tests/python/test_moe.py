@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
+@pytest.mark.long
 @pytest.mark.still(110)  # the processes import transformers
 @pytest.mark.parametrize("options", [[], ["--kill"]], ids=["undisturbed", "killed"])
 def test_same_tokens(options):

@@ -91,6 +91,7 @@ def test_wheel(backend, monkeypatch, tmp_path, kind):
         assert {n: files[n].decode() for n in content} == {"__editable__fserver.pth": str(backend.HOME) + "\n"}
 
 
+@pytest.mark.long
 @pytest.mark.still(180)  # pip reads many files, and waits for other builds
 def test_pip_install_offline(tmp_path):
     """pip3 install -v -e . as a user types it, with pip's build isolation, and no network if we may."""

@@ -33,7 +33,10 @@ def script(name, *arguments, **env):
     return out
 
 
-@pytest.mark.parametrize("name,lines", [("test_fserver", 0), ("test_fserver_diff_stage", 12), ("test_fserver_dynamic", 0)])
+long = pytest.mark.long  # each of these programs is several processes that import PyTorch
+
+
+@pytest.mark.parametrize("name,lines", [pytest.param("test_fserver", 0, marks=long), ("test_fserver_diff_stage", 12), pytest.param("test_fserver_dynamic", 0, marks=long)])
 def test_single(name, lines):
     out = script("run_single_gpu.sh", BIN=name, BENCHMARK_ITER="4")
     assert "worker test done" in out
@@ -44,7 +47,7 @@ def test_default_program():
     assert "worker test done" in script("run_single_gpu.sh")
 
 
-@pytest.mark.parametrize("name", ["test_fserver", "test_fserver_diff_stage", "test_fserver_dynamic"])
+@pytest.mark.parametrize("name", [pytest.param("test_fserver", marks=long), pytest.param("test_fserver_diff_stage", marks=long), "test_fserver_dynamic"])
 def test_multi(name):
     out = script("run_multi_gpu.sh", BIN=name, GROUP_SIZE="2", NUM_WORKER="1", NUM_SERVER="2", BENCHMARK_ITER="3")
     assert out.startswith("Run scheduler, server, and worker jointly\n")
@@ -70,6 +73,7 @@ def test_benchmark():
     assert not re.search(r"\t\t(?:req_send|req_recv|process  |rsp_send|rsp_recv)\t-", out), out
 
 
+@long
 def test_benchmark_options():
     program = os.path.join(TESTS, "benchmark", "bmk_comm_latency_multiserver.py")
     status, out, _ = run([sys.executable, program, "--help"])
@@ -138,6 +142,7 @@ def test_keys():
     assert status == 0, err
 
 
+@long
 def test_overhead_program():
     """That it runs; its numbers are for a machine that does nothing else."""
     status, out, err = run([sys.executable, os.path.join(TESTS, "benchmark", "python_overhead.py"), "--blocks", "1", "--rounds", "50"])
