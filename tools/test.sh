@@ -27,7 +27,7 @@ plain='/(tests|tests/(benchmark|examples|fserver|utests|internal|limits|processe
 plain+='|postoffice/membership|van/(env|rdma/choose)|internal/(freeport|hostaddr|limits|testlimit))$'
 
 # The packages that take longest are started first, so that no processor is idle at the end.
-longest=(van/zmq postoffice van/local van/rdma af/window af/collective tests/faults af kv kv/session)
+longest=(van/zmq internal/cluster van/local van/rdma af/window af/collective tests/faults af kv kv/session)
 longest_plain=(tests/processes tests tests/sim tools/internal/app tests/limits tests/replay postoffice/membership)
 
 # How many packages are tested at once: their tests wait most of the time.
