@@ -5,7 +5,7 @@ import ctypes
 import importlib
 import random
 
-NAMES = ("torch", "jax", "numpy")
+NAMES = ("torch", "numpy", "jax")  # the first one that there is is the library of tests that do not choose one
 
 SIZES = {
     "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "float32": 4, "float64": 8,
