@@ -78,7 +78,7 @@ func (v acceptor) rejectReplaced(ev verbs.Event, h *handshake) {
 	if n, show := v.accepted.rejections.Next("replaced"); show {
 		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
 	}
-	v.refuse(&ev, codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced")
+	v.refuse(&ev, codeReplaced, van.NodeName(h.node)+" has been replaced by another process")
 }
 
 // inboundFor returns the inbound connection that the queue pair of a connect request belongs to, and makes it for the first one. If
@@ -272,7 +272,7 @@ func (v *rvan) fenceLocked(id int, old, p *peer) {
 			gone = h.node == id && old.addr != p.addr && h.port == old.node.Port && (h.port != p.node.Port || in.from.Addr() != p.addr.Addr())
 		}
 		if gone {
-			in.fail(fmt.Errorf("%w: %s is another process by now", van.ErrPeerLost, van.NodeName(id)))
+			in.fail(fmt.Errorf("%w: %s has been replaced by another process", van.ErrPeerLost, van.NodeName(id)))
 		}
 	}
 }

@@ -18,7 +18,7 @@ var (
 	// errTotalBudget: the shares of all peers together are used up. The request waits.
 	errTotalBudget = errors.New("the bytes registered for all peers are as many as STEPAF_RDMA_BUDGET allows")
 	// errStalled: the peer's messages wait for a slow handler, or the node table does not name its process. The request waits.
-	errStalled = errors.New("its messages are not taken now")
+	errStalled = errors.New("its messages wait for a slow handler, or the node table does not name its process")
 )
 
 // cost returns the number of bytes that would be registered for the requested slot.

@@ -92,7 +92,7 @@ func (v *rvan) Close(ctx context.Context) error {
 	go func() {
 		<-stopped
 		if err := v.closeDevices(); err != nil {
-			v.log.Warn("rdma: the devices were not closed in order", "err", err)
+			v.log.Warn("rdma: closing the devices failed", "err", err)
 		}
 	}()
 	return late

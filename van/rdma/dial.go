@@ -301,7 +301,7 @@ func (p connector) destroyLink(l *link) []finished {
 	p.mu.Unlock()
 	_ = l.queue.Close()
 	for _, in := range uncertain { // returning a slot twice would let the peer overwrite it
-		in.fail(fmt.Errorf("%w: the other connection broke, and with it messages that gave back slots of this one", van.ErrPeerLost))
+		in.fail(fmt.Errorf("%w: the other connection broke with messages that returned slots of this one", van.ErrPeerLost))
 	}
 	return all
 }

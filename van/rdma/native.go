@@ -258,7 +258,7 @@ func (d nativeIn) previousEnd(b []byte) (end int, err error) {
 		return 0, nil // splitMeta refuses what is too short
 	}
 	if end = int(le.Uint16(b[len(b)-trailerLen+offBefore:])); end > 0 && (end < least || aligned(end) > len(b)-least) {
-		return 0, &van.FieldError{Field: "trailer end of the message before", Value: end, Want: fmt.Sprintf("0, or %d to %d", least, len(b)-least)}
+		return 0, &van.FieldError{Field: "trailer end of the previous message", Value: end, Want: fmt.Sprintf("0, or %d to %d", least, len(b)-least)}
 	}
 	return end, nil
 }
@@ -284,7 +284,7 @@ func (d nativeIn) splitMeta(b []byte, t *trailer) (meta, behind []byte, err erro
 }
 
 func (d nativeIn) handleOverwrite(l *receiveSlot, _ uint64) error {
-	return &van.FieldError{Field: "slot", Value: l.Index(), Want: "one that has been given back"}
+	return &van.FieldError{Field: "slot", Value: l.Index(), Want: "one that has been returned"}
 }
 
 func (d nativeIn) endsSlot(*van.Message) bool { return false }

@@ -73,7 +73,7 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 	case in != nil && in.handshake.native && in.confirmed.Load() != 0 && int32(in.serial-p.confirmedSerial) > 0 && !in.process.unlisted.Load():
 		p.confirmedSerial = in.serial
 		if in.confirmed.Load() == upAfterLoss && !p.state.lost && !p.isMyWorker() { // while p is lost, no request is sent
-			cause = fmt.Errorf("%w: it took this node for lost", van.ErrPeerLost)
+			cause = fmt.Errorf("%w: it had declared this node lost", van.ErrPeerLost)
 		}
 	case h == nil:
 	case again && !now.handshake.native, !again && clock.Now()-h.since >= uint64(v.times.inboundDown):

@@ -468,7 +468,7 @@ func TestSaidToHaveLost(t *testing.T) {
 			})
 			again.send(immUp, c.said)
 			if c.lost {
-				w.wantDown(s, "took this node for lost")
+				w.wantDown(s, "had declared this node lost")
 				w.wantUp(s)
 			}
 			r.until("the first connection has ended, or the other one is confirmed", func() bool {
@@ -514,7 +514,7 @@ func TestSaidToHaveLostTwice(t *testing.T) {
 		return in != nil && in.handshake.epoch == old.handshake.epoch+2
 	})
 	first.send(immUp, []byte{upAfterLoss})
-	w.wantDown(s, "took this node for lost")
+	w.wantDown(s, "had declared this node lost")
 	second.send(immUp, []byte{up})
 	w.wantUp(s)
 }

@@ -110,7 +110,7 @@ func (in slotSet) requestReclaim(places, bytes int, now uint64) {
 		return
 	}
 	if w.since != 0 && now-w.since > uint64(reclaimTime) && in.hasFreeSlots() {
-		in.fail(fmt.Errorf("%w: it has slots that it does not use, and has not given any back within %s", van.ErrPeerLost, reclaimTime))
+		in.fail(fmt.Errorf("%w: it has unused slots, and has returned none within %s", van.ErrPeerLost, reclaimTime))
 		return
 	}
 	w.at = now
@@ -147,6 +147,6 @@ func (in slotSet) handleReturnedSlots(t *trailer) {
 	}
 	in.mu.Unlock()
 	if !ok {
-		in.malformed(&van.FieldError{Field: "slots that are given back", Value: t.credits[:t.n], Want: "those of this connection, without a message"})
+		in.malformed(&van.FieldError{Field: "returned slots", Value: t.credits[:t.n], Want: "those of this connection, without a message"})
 	}
 }
