@@ -17,8 +17,8 @@ import (
 
 	"github.com/urfave/cli/v2"
 
-	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/internal/cluster"
+	"github.com/stepaf/stepaf-go/internal/commlayer"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
@@ -122,7 +122,7 @@ func targetOf(c *cli.Context, others string) (p membership.Policy, err error) {
 		}
 		return p, nil
 	case "--comm":
-		if app, err = collective.AppOf(c.Int("comm")); err != nil {
+		if app, err = commlayer.AppOf(c.Int("comm")); err != nil {
 			return p, exit.Usage("--comm %d: %w", c.Int("comm"), err)
 		}
 	}
@@ -330,7 +330,7 @@ func targetName(p *membership.Policy) string {
 	if p.Peer != 0 {
 		return nodeName(p.Peer)
 	}
-	if id, ok := collective.IDOf(int(p.App)); ok {
+	if id, ok := commlayer.IDOf(int(p.App)); ok {
 		return "comm " + strconv.Itoa(id)
 	}
 	return "app " + strconv.Itoa(int(p.App))
