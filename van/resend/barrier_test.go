@@ -16,7 +16,7 @@ func barrierRequest(cmd van.Command, customer, ts int) *van.Message {
 	return m
 }
 
-// release is the scheduler's release of a barrier that customer asked for last.
+// release is the scheduler's release of a barrier whose last request was by customer.
 func release(cmd van.Command, customer, ts int) *van.Message {
 	m := from(van.SchedulerID, barrierRequest(cmd, customer, ts))
 	m.Request = false

@@ -8,8 +8,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
-// TestCloseByPoll: a delivery of a Poll that closes the van does not keep away the
-// acknowledgements that Close waits for.
+// TestCloseByPoll: if a delivery of a Poll closes the van, Close still receives the
+// acknowledgements that it waits for.
 func TestCloseByPoll(t *testing.T) {
 	f := newFixture(t, Options{CloseWait: 10 * time.Second})
 	if err := f.Send(request(8, 5)); err != nil {
@@ -40,7 +40,7 @@ func TestCloseByPoll(t *testing.T) {
 	}
 }
 
-// source is one of deliveries.
+// source is a source whose items are deliveries.
 type source struct {
 	ch   chan func(*engine.Deliverer)
 	wake chan struct{}

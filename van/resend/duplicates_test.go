@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// What comes twice is delivered once, and what is remembered for that is bounded.
+// Duplicates are delivered once, and the memory for that is limited.
 
 func TestDuplicates(t *testing.T) {
 	f := newFixture(t, Options{})
@@ -40,7 +40,7 @@ func TestDuplicates(t *testing.T) {
 			t.Errorf("%d %s: answered by %d messages, want one acknowledgement", i, c.name, len(s))
 		}
 	}
-	// A node that is started again counts from the beginning.
+	// A restarted node counts from the beginning.
 	for _, addr := range []string{"a", "b"} {
 		if err := f.Connect(context.Background(), 8, van.Node{Hostname: addr}); err != nil {
 			t.Fatal(err)
@@ -53,7 +53,7 @@ func TestDuplicates(t *testing.T) {
 	}
 }
 
-// TestDuplicateFlood: messages that come twice cost a few lines, however many a peer sends.
+// TestDuplicateFlood: any number of duplicates causes only a few log lines.
 func TestDuplicateFlood(t *testing.T) {
 	f := newFixture(t, Options{})
 	const times = 1000
@@ -63,8 +63,8 @@ func TestDuplicateFlood(t *testing.T) {
 	if len(f.up) != 1 {
 		t.Errorf("%d messages were handed up, want 1", len(f.up))
 	}
-	if n := strings.Count(f.log.String(), "came twice"); n == 0 || n > 10 {
-		t.Errorf("%d lines of %d messages that came twice, want 1 to 10", n, times)
+	if n := strings.Count(f.log.String(), "duplicate message"); n == 0 || n > 10 {
+		t.Errorf("%d lines of %d duplicate messages, want 1 to 10", n, times)
 	}
 }
 
@@ -96,7 +96,7 @@ func TestWindow(t *testing.T) {
 	}
 }
 
-// TestOldestStreamForgotten: what has been used last is remembered.
+// TestOldestStreamForgotten: the most recently used streams are kept.
 func TestOldestStreamForgotten(t *testing.T) {
 	f := newFixture(t, Options{})
 	recv := func(app, ts int) {

@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// key names a kept message: the peer's id, which the signature has only 8 bits of, and
+// key identifies a kept message: the peer's id, of which the signature has only 8 bits, and
 // the signature that the peer will acknowledge.
 type key struct {
 	peer int
@@ -31,13 +31,13 @@ type entry struct {
 
 	sending sync.Mutex // held during inner.Send, which writes to msg
 	msg     van.Message
-	dropped bool                               // not to be sent any more: its memory is the caller's again
+	dropped bool                               // it must not be sent: its memory is the caller's again
 	short   [van.MaxFrames][van.CopyBelow]byte // frames that Send copies
-	probe   bool                               // sent until it is acknowledged; see sendProbe
+	probe   bool                               // it is sent until it is acknowledged; see sendProbe
 
 	// Under table.mu:
-	held       bool // in the table
-	queued     bool // in the list, not behind another entry with its key
+	inTable    bool
+	queued     bool // it is in the list, and not behind another entry with its key
 	tries      int
 	due        time.Time
 	prev, next *entry // in the list, ordered by due
@@ -65,18 +65,18 @@ func (e *entry) release() {
 	}
 }
 
-// outlasts tells whether e is a probe that is kept though it could not be sent.
+// outlasts reports whether e is a probe that is kept although it could not be sent.
 func (e *entry) outlasts(err error) bool {
 	return e.probe && !errors.Is(err, van.ErrUnknownPeer) && !errors.Is(err, van.ErrClosed)
 }
 
-// isProbe tells whether a message between these nodes is one that sendProbe sends.
+// isProbe reports whether m, between nodes a and b, is a probe of sendProbe.
 func isProbe(m *van.Message, a, b int) bool {
 	return m.Control.Cmd == van.Heartbeat && len(m.Control.Nodes) == 0 && len(m.Body) == 0 && van.RoleOf(a) != van.Scheduler && van.RoleOf(b) != van.Scheduler
 }
 
-// tracked tells whether a message is acknowledged. A control message without a
-// timestamp cannot be: its signature would not identify it.
+// tracked reports whether a message is acknowledged. A control message without a
+// timestamp is not: its signature would not identify it.
 func tracked(m *van.Message) bool {
 	switch m.Control.Cmd {
 	case van.Ack, van.Terminate:

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// monitorRun resends what is due. It sleeps while no message is kept.
+// monitorRun resends messages that are due. It sleeps while no message is kept.
 func (v *Van) monitorRun() {
 	defer v.monitor.Done()
 	timer := time.NewTimer(0)
@@ -51,7 +51,7 @@ func (v *Van) retry(now time.Time) {
 			v.kept.mu.Unlock()
 			v.timedOut(e, tries, addr)
 			v.launch(next)
-			v.sendProbe(peer) // what has come before this is no sign of life
+			v.sendProbe(peer) // earlier messages of the peer do not show that it is alive
 			continue
 		}
 		v.kept.unlinkLocked(e)
@@ -61,7 +61,7 @@ func (v *Van) retry(now time.Time) {
 		e.refs.Add(1)
 		v.kept.mu.Unlock()
 		n, show, level := uint64(0), true, slog.LevelDebug
-		if !e.probe { // a peer that stands still makes all its messages late
+		if !e.probe { // many messages are late if a peer is suspended
 			n, show = v.again.Next()
 			level = slog.LevelWarn
 		}
@@ -83,7 +83,7 @@ func (v *Van) timedOut(e *entry, tries int, addr string) {
 	err := &van.Error{Op: "resend", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(e.key.peer) + " at " + addr,
 		Detail:  fmt.Sprintf("not acknowledged in %d tries: %s", tries, e.msg.Meta.String()),
 		Elapsed: time.Since(e.start), Limit: time.Duration(tries) * v.opts.Timeout, Err: van.ErrTimeout}
-	v.log.Error("message given up", "err", err)
+	v.log.Error("message failed: not acknowledged", "err", err)
 	peer := e.key.peer
 	v.fail(e, err)
 	if v.watch != nil {
@@ -91,9 +91,9 @@ func (v *Van) timedOut(e *entry, tries int, addr string) {
 	}
 }
 
-// sendProbe sends a peer that has let a message time out something that it acknowledges, until it does:
-// nothing else may be sent to a peer that is taken for lost. It is a heartbeat without records, which
-// nodes but the scheduler make nothing of. The scheduler itself has heartbeats of its own.
+// sendProbe sends a probe to a peer after a message to it has timed out, and repeats it until the peer
+// acknowledges it: no other message may be sent to a peer that counts as lost. A probe is a heartbeat without
+// records, which only the scheduler evaluates. The scheduler gets other heartbeats.
 func (v *Van) sendProbe(peer int) {
 	var m van.Message
 	m.Reset()
@@ -103,8 +103,8 @@ func (v *Van) sendProbe(peer int) {
 		v.kept.mu.Unlock()
 		return
 	}
-	v.kept.quiet[peer] = true
-	v.kept.anyQuiet.Store(true)
+	v.kept.unresponsive[peer] = true
+	v.kept.anyUnresponsive.Store(true)
 	probed := v.kept.byKey[key{peer, signature(&m.Meta, self, peer)}] != nil
 	v.kept.mu.Unlock()
 	if probed || !isProbe(&m, peer, self) {
@@ -115,9 +115,9 @@ func (v *Van) sendProbe(peer int) {
 	}
 }
 
-// heardFrom notes that something of a peer has come: if it had let messages time out, it is back.
-func (v *Van) heardFrom(peer int) {
-	if v.kept.heard(peer) && v.watch != nil {
+// received records a message of a peer. If messages to the peer had timed out, it is reported as up again.
+func (v *Van) received(peer int) {
+	if v.kept.responded(peer) && v.watch != nil {
 		v.watch(peer, true, nil)
 	}
 }

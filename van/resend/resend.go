@@ -1,6 +1,6 @@
 package resend
 
-// The wrapper around a van: its options, its life, and the handling of acknowledgements.
+// The wrapper around a van: its options, start and end, and the handling of acknowledgements.
 
 import (
 	"cmp"
@@ -30,8 +30,7 @@ type Options struct {
 	// Timeout is PS_RESEND_TIMEOUT: the time without an acknowledgement after which a
 	// message is resent.
 	Timeout time.Duration
-	// MaxTries is how often a message is sent before it fails, the first time
-	// included.
+	// MaxTries is the number of times that a message is sent before it fails.
 	MaxTries int
 	// CloseWait limits how long Close waits for the last acknowledgements; by default
 	// three Timeouts. A peer that has also closed never acknowledges.
@@ -43,7 +42,7 @@ type Options struct {
 	Log    *slog.Logger
 }
 
-// Van wraps a van and resends.
+// Van wraps a van and resends messages.
 type Van struct {
 	inner van.Van
 	opts  Options
@@ -54,8 +53,8 @@ type Van struct {
 	id      atomic.Int64
 	enabled atomic.Bool
 	warned  atomic.Bool
-	twice   logx.Sparse // log lines about messages that came twice
-	again   logx.Sparse // about messages that are sent again
+	twice   logx.Sparse // log lines about duplicates
+	again   logx.Sparse // log lines about repeats
 	closing sync.Once
 
 	kept    table
@@ -85,7 +84,7 @@ func New(inner van.Van, opts Options) *Van {
 	}
 	opts.Log = cmp.Or(opts.Log, slog.New(slog.DiscardHandler))
 	v := &Van{inner: inner, opts: opts, log: opts.Log,
-		kept: table{timeout: opts.Timeout, byKey: map[key]*entry{}, sending: map[*entry]int{}, conns: map[int]string{}, quiet: map[int]bool{}, wake: make(chan struct{}, 1)},
+		kept: table{timeout: opts.Timeout, byKey: map[key]*entry{}, sending: map[*entry]int{}, conns: map[int]string{}, unresponsive: map[int]bool{}, wake: make(chan struct{}, 1)},
 		seen: memory{peers: map[int]*peer{}}, quit: make(chan struct{})}
 	v.id.Store(van.Empty)
 	if w, ok := van.As[van.PeerWatcher](inner); ok {
@@ -95,7 +94,7 @@ func New(inner van.Van, opts Options) *Van {
 }
 
 // Enable begins to keep and to acknowledge messages. Call it when the node's
-// start-up is complete, as ps-lite does. Calling it again is harmless.
+// start-up is complete, as ps-lite does. A second call does nothing.
 func (v *Van) Enable() {
 	v.kept.mu.Lock()
 	defer v.kept.mu.Unlock()
@@ -117,7 +116,7 @@ func (v *Van) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
 // Type implements van.Van.
 func (v *Van) Type() string { return v.inner.Type() }
 
-// Reorders implements van.Reorderer: a message that was lost comes after those behind it.
+// Reorders implements van.Reorderer: a lost message arrives after later ones.
 func (v *Van) Reorders() bool { return true }
 
 // Bind implements van.Van.
@@ -139,16 +138,16 @@ func (v *Van) SetID(id int) {
 	v.inner.SetID(id)
 }
 
-// warnAbout warns once of ids that signatures cannot tell apart.
+// warnAbout warns once of ids that signatures cannot distinguish.
 func (v *Van) warnAbout(id int) {
 	if id > 255 && id != van.Empty && !v.warned.Swap(true) {
-		v.log.Warn("PS_RESEND tells only instance ranks 0 to 123 apart", "node", van.NodeName(id))
+		v.log.Warn("PS_RESEND distinguishes only instance ranks 0 to 123", "node", van.NodeName(id))
 	}
 }
 
-// Connect implements van.Van. A peer that connects a second time under the same id counts
-// as restarted, so its timestamps begin anew, unless its record says that it is the same
-// process. Kept messages are resent to it only if its address is the same.
+// Connect implements van.Van. A second connection under the same id counts as a restarted
+// peer, whose timestamps start again, unless its record has the same incarnation.
+// Kept messages are resent to it only if its address is the same.
 func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	v.warnAbout(id)
 	if err := v.inner.Connect(ctx, id, peer); err != nil {
@@ -158,7 +157,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	old, again := v.kept.connect(id, addr)
 	v.seen.begin(id, &peer)
 	if again && old != addr {
-		v.giveUp(id, &van.Error{Op: "connection", Peer: van.NodeName(id) + " at " + old, Detail: "replaced by " + addr, Err: van.ErrPeerLost})
+		v.failAll(id, &van.Error{Op: "connection", Peer: van.NodeName(id) + " at " + old, Detail: "replaced by " + addr, Err: van.ErrPeerLost})
 	}
 	return nil
 }
@@ -177,9 +176,9 @@ func (v *Van) Rename(old, id int) error {
 
 // Disconnect implements van.Van. Messages that were not acknowledged are dropped.
 func (v *Van) Disconnect(id int) {
-	v.inner.Disconnect(id) // first: from here on nothing is sent to it, nor kept
+	v.inner.Disconnect(id) // first: after this no message is sent to it, nor kept
 	drop(v.kept.take(id, false))
-	v.kept.disconnect(id) // last: Cancel looks for what is kept for those that are connected
+	v.kept.disconnect(id) // last: Cancel searches the entries of connected peers
 	v.seen.forget(id)
 }
 
@@ -233,10 +232,10 @@ func (v *Van) awaitAcks(ctx context.Context) {
 // receive handles a message that the wrapped van has received.
 func (v *Van) receive(m *van.Message) {
 	if m.Control.Cmd == van.Ack {
-		v.acknowledged(m) // first: a probe that is kept is under way
+		v.acknowledged(m) // first, as long as a probe is kept
 	}
-	if v.kept.anyQuiet.Load() && !v.seen.isStranger(m) {
-		v.heardFrom(m.Sender)
+	if v.kept.anyUnresponsive.Load() && !v.seen.fromOtherProcess(m) {
+		v.received(m.Sender)
 	}
 	if m.Control.Cmd == van.Ack {
 		return
@@ -251,18 +250,18 @@ func (v *Van) receive(m *van.Message) {
 		}
 		return
 	}
-	duplicate, stranger := v.seen.note(m)
+	duplicate, other := v.seen.note(m)
 	if v.enabled.Load() {
 		v.acknowledge(m)
 	}
 	if isRelease(m) {
 		v.released(m)
 	}
-	// Whoever was replaced hears of it in answer to its record: that answer may have been lost.
-	repeated := stranger && m.Control.Cmd == van.Heartbeat && len(m.Control.Nodes) > 0
+	// A replaced process learns that in answer to its record. That answer may have been lost, so a repeated record is delivered.
+	repeated := other && m.Control.Cmd == van.Heartbeat && len(m.Control.Nodes) > 0
 	if duplicate && !repeated && !failpoint.On("duplicate") {
 		if n, show := v.twice.Next(); show {
-			v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", &m.Meta, "so far", n)
+			v.log.Warn("dropped a duplicate message", "from", van.NodeName(m.Sender), "msg", &m.Meta, "so far", n)
 		}
 		return
 	}
@@ -293,10 +292,10 @@ func (v *Van) peerChanged(id int, up bool, cause error) {
 			cause = fmt.Errorf("connection to %s: %w", van.NodeName(id), van.ErrPeerLost)
 		}
 		lost := cause
-		if !errors.Is(lost, van.ErrPeerLost) { // transports say only what has happened
+		if !errors.Is(lost, van.ErrPeerLost) { // transports report only the cause
 			lost = fmt.Errorf("%w: %w", van.ErrPeerLost, cause)
 		}
-		v.giveUp(id, lost)
+		v.failAll(id, lost)
 	}
 	if v.watch != nil {
 		v.watch(id, up, cause)

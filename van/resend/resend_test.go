@@ -19,9 +19,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// pipe is an inner van that records what is sent and can be handed messages.
+// pipe is an inner van that records sent messages and can deliver messages.
 type pipe struct {
-	van.Van // nil: what a test does not expect panics
+	van.Van // nil: a call that a test does not expect panics
 
 	mu    sync.Mutex
 	sent  []sentMessage
@@ -113,7 +113,7 @@ type fixture struct {
 	failures []failure
 }
 
-// failure is what OnFail was called with.
+// failure is a call of OnFail.
 type failure struct {
 	Peer int
 	Meta *van.Meta
@@ -286,8 +286,8 @@ func TestRetriesThenGivesUp(t *testing.T) {
 	})
 }
 
-// TestProbe: a peer that has let a message time out is asked for a sign of life until it gives one, by
-// which it is back. Without it nothing would be sent to a peer that is taken for lost.
+// TestProbe: after a message has timed out, the peer gets probes until it acknowledges one and is up
+// again. Without probes no message would be sent to a peer that counts as lost.
 func TestProbe(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -375,7 +375,7 @@ func TestProbe(t *testing.T) {
 			f := newFixture(t, Options{Timeout: time.Second, MaxTries: 2})
 			var events []bool
 			f.WatchPeers(func(id int, up bool, cause error) {
-				if !up { // has been received before, and is handled now
+				if !up { // it has been received before, and is processed now
 					f.p.recv(from(8, request(9, 1)))
 				}
 				events = append(events, up)
@@ -444,7 +444,7 @@ func TestProbe(t *testing.T) {
 	})
 }
 
-// TestRetryFindsNoRoom: a repeat that the transport has no room for is tried again later.
+// TestRetryFindsNoRoom: if the transport's queue is full, a repeat is tried again later.
 func TestRetryFindsNoRoom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(t, Options{Timeout: time.Second})
@@ -468,8 +468,8 @@ func TestRetryFindsNoRoom(t *testing.T) {
 	})
 }
 
-// TestRepeatsKeepToTheBudget: what continues a request is sent beyond the budget once; a peer that takes nothing is not
-// sent it again and again.
+// TestRepeatsKeepToTheBudget: a message that continues a request exceeds the budget only once. Its repeats to a peer that
+// reads nothing do not.
 func TestRepeatsKeepToTheBudget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(t, Options{Timeout: time.Second})
@@ -570,7 +570,7 @@ func TestSameSignatureWaits(t *testing.T) {
 }
 
 func TestLostPeer(t *testing.T) {
-	closed := errors.New("its connection was closed") // as the transports say it
+	closed := errors.New("its connection was closed") // as the transports report it
 	for _, cause := range []error{nil, closed, fmt.Errorf("%w: %w", van.ErrPeerLost, closed)} {
 		t.Run(fmt.Sprint(cause), func(t *testing.T) { synctest.Test(t, func(t *testing.T) { losePeer(t, cause) }) })
 	}
@@ -580,13 +580,13 @@ func losePeer(t *testing.T, cause error) {
 	f := newFixture(t, Options{Timeout: time.Second})
 	dones := &counter{}
 	for _, peer := range []int{8, 8, 10} {
-		m := request(peer, 5) // the two to 8 have the same signature
+		m := request(peer, 5) // the two messages to 8 have the same signature
 		m.Done = dones
 		if err := f.Send(m); err != nil {
 			t.Fatal(err)
 		}
 	}
-	// It does not listen yet: nothing has been lost.
+	// The peer does not listen yet: no message has been lost.
 	f.p.watch(8, false, fmt.Errorf("connect: %w", syscall.ECONNREFUSED))
 	if len(f.failed()) != 0 || f.kept.count != 3 || dones.Load() != 0 {
 		t.Fatalf("a refused attempt to connect: %d failures, %d kept, Done %d times; want 0, 3, 0", len(f.failed()), f.kept.count, dones.Load())
@@ -606,7 +606,7 @@ func losePeer(t *testing.T, cause error) {
 	}
 }
 
-// TestRepeatsMakeFewLines: a peer that stands still makes no flood of lines, however many messages are sent to it again.
+// TestRepeatsMakeFewLines: any number of repeats to a suspended peer causes only a few log lines.
 func TestRepeatsMakeFewLines(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(t, Options{Timeout: time.Second})

@@ -1,6 +1,6 @@
 package resend
 
-// The received messages, as far as they are remembered to recognise duplicates.
+// The memory of received messages, which recognises duplicates.
 
 import (
 	"math"
@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Bounds on the memory of received messages.
+// Limits of the memory of received messages.
 const (
 	windowSize = 1 << 16 // timestamps of one stream: 8 KiB
 	maxStreams = 64      // streams of one peer
@@ -26,22 +26,22 @@ type stream struct {
 	request, push, simple bool
 }
 
-// peer is the memory of one node id. A process's requests may arrive before the record
-// that says that it has taken the id, so each process has a history of its own.
+// peer is the memory of one node id. Requests of a process may arrive before the node record
+// that assigns the id to it, so each process has its own history.
 type peer struct {
 	connected   bool
 	incarnation uint32 // in its record; 0: a C++ StepMesh node, or a scheduler that is not known yet
 	lives       []*history
 }
 
-// history is what has been received from one process.
+// history records the messages received from one process.
 type history struct {
 	incarnation uint32 // 0: not known
 	clock       uint64
 	streams     map[stream]*window
 }
 
-// of returns the history of the process that marks its messages with from.
+// of returns the history of the process whose messages carry the incarnation from.
 func (p *peer) of(id int, from uint32) *history {
 	if p.connected && p.incarnation == 0 && id != van.SchedulerID || failpoint.On("incarnation") {
 		from = 0 // C++ StepMesh does not set the field
@@ -63,7 +63,7 @@ func (p *peer) of(id int, from uint32) *history {
 	return h
 }
 
-// window holds which of the last windowSize timestamps up to top have been received.
+// window records which of the last windowSize timestamps up to top have been received.
 type window struct {
 	used uint64 // history.clock at the last use
 	any  bool
@@ -71,8 +71,8 @@ type window struct {
 	bits [windowSize / 64]uint64
 }
 
-// add notes ts and reports whether it was there already or is too old to tell.
-// Timestamps have 31 bits: after the largest come the small ones.
+// add records ts. It returns true if ts was received before or is too old to tell.
+// Timestamps have 31 bits and wrap around.
 func (w *window) add(ts int32) bool {
 	ts &= math.MaxInt32
 	if !w.any {
@@ -98,31 +98,31 @@ func (w *window) add(ts int32) bool {
 	return was
 }
 
-// isAnother tells whether a message that is marked with from is of another process than the one
-// that is connected.
-func (p *peer) isAnother(from uint32) bool {
+// isOtherProcess reports whether from is the incarnation of another process than the connected
+// one.
+func (p *peer) isOtherProcess(from uint32) bool {
 	return p.connected && p.incarnation != 0 && from != 0 && from != p.incarnation
 }
 
-// memory is that of all peers.
+// memory records the received messages of all peers.
 type memory struct {
 	mu    sync.Mutex
 	peers map[int]*peer
 }
 
-// isStranger tells whether m is of another process than the one that is connected under its
+// fromOtherProcess reports whether m is from another process than the one that is connected under its
 // sender's id.
-func (r *memory) isStranger(m *van.Message) bool {
+func (r *memory) fromOtherProcess(m *van.Message) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	p := r.peers[m.Sender]
 	from, _ := m.Incarnations()
-	return p != nil && p.isAnother(from)
+	return p != nil && p.isOtherProcess(from)
 }
 
-// note notes m and reports whether it has come before, and whether it is of another process
+// note records m. duplicate says that m was received before; other, that it is from another process
 // than the one that is connected under its sender's id.
-func (r *memory) note(m *van.Message) (duplicate, stranger bool) {
+func (r *memory) note(m *van.Message) (duplicate, other bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	p := r.peers[m.Sender]
@@ -134,7 +134,7 @@ func (r *memory) note(m *van.Message) (duplicate, stranger bool) {
 		r.peers[m.Sender] = p
 	}
 	from, _ := m.Incarnations()
-	stranger = p.isAnother(from)
+	other = p.isOtherProcess(from)
 	h := p.of(m.Sender, from)
 	h.clock++
 	id := stream{m.AppID, m.CustomerID, m.Control.Cmd, m.Request, m.Push, m.SimpleApp}
@@ -147,10 +147,10 @@ func (r *memory) note(m *van.Message) (duplicate, stranger bool) {
 		h.streams[id] = w
 	}
 	w.used = h.clock
-	return w.add(m.Timestamp), stranger
+	return w.add(m.Timestamp), other
 }
 
-// evict removes the stream that was used least recently.
+// evict removes the least recently used stream.
 func (h *history) evict() {
 	var oldest stream
 	at := h.clock + 1
@@ -162,8 +162,8 @@ func (h *history) evict() {
 	delete(h.streams, oldest)
 }
 
-// begin notes that peer id is connected as node says. If it was connected before, what
-// other processes with that id have sent is forgotten; what this process has sent is not.
+// begin records that peer id is connected to the process of node. If the id was connected before, the
+// histories of other processes are removed; that of this process stays.
 func (r *memory) begin(id int, node *van.Node) {
 	who, _ := node.Extension()
 	r.mu.Lock()
@@ -180,7 +180,7 @@ func (r *memory) begin(id int, node *van.Node) {
 func (p *peer) follow(id int, incarnation uint32) {
 	if p.connected {
 		p.lives = slices.DeleteFunc(p.lives, func(h *history) bool {
-			if id == van.SchedulerID { // its record does not say which process it is
+			if id == van.SchedulerID { // its record has no incarnation
 				return h.incarnation == 0
 			}
 			return h.incarnation == 0 || h.incarnation != incarnation
@@ -189,7 +189,7 @@ func (p *peer) follow(id int, incarnation uint32) {
 	p.connected, p.incarnation = true, incarnation
 }
 
-// rename gives a connected peer another id, from which messages may have come already.
+// rename changes a connected peer's id. Messages with the new id may have arrived already.
 func (r *memory) rename(old, id int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -205,7 +205,7 @@ func (r *memory) rename(old, id int) {
 	r.peers[id] = p
 }
 
-// forget removes all that is known of a peer.
+// forget removes the memory of a peer.
 func (r *memory) forget(id int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

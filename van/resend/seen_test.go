@@ -37,7 +37,7 @@ func TestWindowWraps(t *testing.T) {
 	}
 }
 
-// TestWindowForgets: what is behind the window cannot be told from a duplicate.
+// TestWindowForgets: a timestamp older than the window counts as a duplicate.
 func TestWindowForgets(t *testing.T) {
 	var w window
 	w.add(10)
@@ -50,14 +50,14 @@ func TestWindowForgets(t *testing.T) {
 	}
 }
 
-// of is a message of the process that has the incarnation inc.
+// of is a message of the process with incarnation inc.
 func of(inc uint32, sender int, m *van.Message) *van.Message {
 	m.SetIncarnations(inc, 1)
 	return from(sender, m)
 }
 
-// What a process has sent before its record came is still known afterwards: the
-// acknowledgements may not have reached it, and it sends again.
+// Messages that a process has sent before its record arrived are still recognised afterwards: the
+// acknowledgements may not have reached it, so that it sends them again.
 func TestSentBeforeItsRecord(t *testing.T) {
 	record := func(inc uint32, port int32) van.Node {
 		n := van.Node{Hostname: "a", Ports: []int32{port}}
@@ -70,15 +70,15 @@ func TestSentBeforeItsRecord(t *testing.T) {
 		name         string
 		id           int
 		before, next uint32 // of the records; 0: none
-		mark         uint32 // of the messages of the process that comes next
-		up           bool   // a repetition after the record is handed up
+		mark         uint32 // of the next process's messages
+		up           bool   // a repeat after the record is delivered
 	}{
 		{"replaced", 9, 5, 6, 6, false},
 		{"the same again", 9, 6, 6, 6, false},
 		{"another one follows", 9, 5, 7, 6, true},
-		{"the original's", 9, 0, 0, 0, true}, // which count from 0 again
+		{"the original's", 9, 0, 0, 0, true}, // its processes count from 0 again
 		{"the original's with trace stamps", 9, 0, 0, 6, true},
-		{"the scheduler", van.SchedulerID, 0, 0, 6, false}, // its record says nothing
+		{"the scheduler", van.SchedulerID, 0, 0, 6, false}, // its record has no incarnation
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := newFixture(t, Options{})
@@ -114,7 +114,7 @@ func TestSentBeforeItsRecord(t *testing.T) {
 	}
 }
 
-// A process that has no name yet gets one by Rename; the same holds.
+// A process without an id gets one by Rename; the same holds.
 func TestSentBeforeItsName(t *testing.T) {
 	f := newFixture(t, Options{})
 	who := van.Node{Hostname: "a", Ports: []int32{1}, Endpoint: (&van.NodeExtension{Incarnation: 6}).Encode()}
@@ -138,8 +138,8 @@ func TestSentBeforeItsName(t *testing.T) {
 	}
 }
 
-// TestLivesOfOthers: processes that claim an id do not make forget what the one that has it
-// has sent.
+// TestLivesOfOthers: messages of processes that claim an id do not remove the history of the process
+// that has it.
 func TestLivesOfOthers(t *testing.T) {
 	p := &peer{}
 	p.follow(9, 5)
@@ -152,9 +152,9 @@ func TestLivesOfOthers(t *testing.T) {
 	}
 }
 
-// Two processes have the id 9, one after the other, and send what has the same signature:
-// the acknowledgement of one is not that of the other, and the one that was replaced is
-// heard again when it repeats a heartbeat.
+// Two processes have the id 9, one after the other, and send messages with the same signature.
+// The acknowledgement of one is not that of the other, and a repeated heartbeat of the
+// replaced process is delivered.
 func TestAcknowledgedToAnother(t *testing.T) {
 	record := func(inc uint32) van.Node {
 		return van.Node{Hostname: "a", Ports: []int32{int32(inc)}, Endpoint: (&van.NodeExtension{Incarnation: inc}).Encode()}
@@ -165,7 +165,7 @@ func TestAcknowledgedToAnother(t *testing.T) {
 	}
 	t.Run("acknowledgement", func(t *testing.T) {
 		for _, c := range []struct {
-			by, of uint32 // 0: does not say
+			by, of uint32 // 0: not in the message
 			ends   bool
 		}{{7, 5, true}, {0, 0, true}, {7, 4, false}, {6, 5, false}, {6, 4, false}} {
 			f := newFixture(t, Options{Timeout: time.Hour, CloseWait: time.Nanosecond})

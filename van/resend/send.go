@@ -1,6 +1,6 @@
 package resend
 
-// Sending, and what an acknowledgement or a failure ends.
+// Sending, and the end of a message by an acknowledgement or a failure.
 
 import (
 	"errors"
@@ -10,8 +10,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// transmit sends e over the wrapped van. The caller holds a reference to e, and has noted it in table.sending
-// when e was in the table: from then on Cancel knows of it, though an acknowledgement or a loss may have removed it.
+// transmit sends e over the wrapped van. The caller has a reference to e, and has recorded it in table.sending
+// while e was in the table. Cancel thus finds e even if an acknowledgement or a loss removes it from the table.
 func (v *Van) transmit(e *entry) error {
 	defer v.kept.sent(e)
 	e.sending.Lock()
@@ -21,7 +21,7 @@ func (v *Van) transmit(e *entry) error {
 	}
 	e.refs.Add(1)
 	err := v.inner.Send(&e.msg)
-	e.msg.Continues = false // sent again, it is one message more
+	e.msg.Continues = false // a repeat counts against the budget
 	if err != nil {
 		e.refs.Add(-1) // not the last one: the caller has its own
 	}
@@ -30,7 +30,7 @@ func (v *Van) transmit(e *entry) error {
 
 // Send implements van.Van. The message's frames are kept, not copied, until it is
 // acknowledged or fails; then Done is called. Without Done, the frames' bytes may be
-// changed after the answer has come, as with any van.
+// changed after the answer has arrived, as with any van.
 func (v *Van) Send(m *van.Message) error {
 	self := int(v.id.Load())
 	if !v.enabled.Load() || !tracked(m) || m.Receiver < 0 || self == van.Empty {
@@ -81,7 +81,7 @@ func (v *Van) Send(m *van.Message) error {
 			e.release()
 			defer v.launch(next)
 		} else {
-			err = nil // failed meanwhile, which OnFail has reported
+			err = nil // it has failed meanwhile, which OnFail has reported
 		}
 	} else if !m.IsControl() {
 		e.sending.Lock()
@@ -92,7 +92,7 @@ func (v *Van) Send(m *van.Message) error {
 	return err
 }
 
-// launch sends an entry that has waited behind another one with the same key.
+// launch sends an entry that was queued behind another one with the same key.
 func (v *Van) launch(e *entry) {
 	for e != nil {
 		var next *entry
@@ -107,7 +107,7 @@ func (v *Van) launch(e *entry) {
 	}
 }
 
-// acknowledged lets go of the message that ack names.
+// acknowledged releases the message that ack names.
 func (v *Van) acknowledged(ack *van.Message) {
 	if e, next := v.kept.acknowledged(ack); e != nil {
 		e.release()
@@ -143,13 +143,14 @@ func (v *Van) fail(e *entry, err error) {
 	e.release()
 }
 
-func (v *Van) giveUp(peer int, cause error) {
+// failAll fails all kept messages for peer.
+func (v *Van) failAll(peer int, cause error) {
 	for _, e := range v.kept.take(peer, false) {
 		v.fail(e, cause)
 	}
 }
 
-// drop lets go of what was taken out of the table.
+// drop releases entries that were removed from the table.
 func drop(all []*entry) {
 	for _, e := range all {
 		e.release()

@@ -1,6 +1,6 @@
 package resend
 
-// What is kept, by key and by the time of the next try, and for which peers.
+// The kept messages by key and by the time of the next try, and their peers.
 
 import (
 	"sync"
@@ -12,33 +12,33 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// table is the entries and the peers that they are for.
+// table holds the entries and their peers.
 type table struct {
-	timeout time.Duration // after which an entry is due
+	timeout time.Duration // time until an entry is due
 
-	mu       sync.Mutex
-	byKey    map[key]*entry // the first entry of each key; others are behind it
-	count    int            // of all entries
-	first    *entry         // of the list ordered by the time of the next try
-	last     *entry
-	sending  map[*entry]int // entries that are being sent, or about to be, and how often: they may have left the table since
-	conns    map[int]string // peers and their addresses
-	quiet    map[int]bool   // peers that have let a message time out, each with a probe among the entries
-	anyQuiet atomic.Bool    // len(quiet) > 0
-	closed   bool           // nothing is added any more
-	none     chan struct{}  // if not nil, closed when count falls to 0
-	wake     chan struct{}  // a token when the list was empty
+	mu              sync.Mutex
+	byKey           map[key]*entry // the first entry of each key; others follow by entry.behind
+	count           int            // number of all entries
+	first           *entry         // of the list ordered by the time of the next try
+	last            *entry
+	sending         map[*entry]int // entries with running or imminent transmits, and how many. They may have left the table since
+	conns           map[int]string // peers and their addresses
+	unresponsive    map[int]bool   // peers to which a message has timed out, each with a probe among the entries
+	anyUnresponsive atomic.Bool    // len(quiet) > 0
+	closed          bool           // no entry is added any more
+	none            chan struct{}  // if not nil, closed when count falls to 0
+	wake            chan struct{}  // a token when the list stops being empty
 }
 
-// add takes e. It is to be sent at once, by transmit, if it is the first with its key. The table takes none
-// when it is not open any more.
+// add adds e. If first is true, e is the first with its key and the caller must transmit it at once. If open is
+// false, the table is closed and e was not added.
 func (t *table) add(e *entry) (first, open bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.closed {
 		return false, false
 	}
-	e.held = true
+	e.inTable = true
 	t.count++
 	if head := t.byKey[e.key]; head != nil {
 		for head.behind != nil {
@@ -54,7 +54,7 @@ func (t *table) add(e *entry) (first, open bool) {
 }
 
 // acknowledged removes the entry that ack names. Between our nodes an acknowledgement
-// carries the incarnations of the message that came, the other way round: the message of
+// carries the incarnations of the acknowledged message in reverse order, since a message of
 // another process under the same id may have had the same signature.
 func (t *table) acknowledged(ack *van.Message) (e, next *entry) {
 	by, of := ack.Incarnations()
@@ -88,13 +88,13 @@ func (t *table) released(m *van.Message) (oldest, next *entry) {
 	return oldest, next
 }
 
-// connect notes where peer is, and returns where it was.
+// connect records the address of peer, and returns its previous one.
 func (t *table) connect(peer int, addr string) (old string, again bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	old, again = t.conns[peer]
 	t.conns[peer] = addr
-	delete(t.quiet, peer)
+	delete(t.unresponsive, peer)
 	return old, again
 }
 
@@ -102,7 +102,7 @@ func (t *table) disconnect(peer int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	delete(t.conns, peer)
-	delete(t.quiet, peer)
+	delete(t.unresponsive, peer)
 }
 
 func (t *table) rename(old, peer int) {
@@ -148,9 +148,9 @@ func (t *table) unlinkLocked(e *entry) {
 	e.prev, e.next = nil, nil
 }
 
-// remove takes e, the first of its key, out of the table. It reports false when e has
-// been removed already. Otherwise the table's reference to e is the caller's, which
-// must pass next, if not nil, to launch.
+// remove removes e, the first of its key. It returns false if e has been removed
+// already. Otherwise the table's reference to e passes to the caller, which must pass
+// next, if not nil, to launch.
 func (t *table) remove(e *entry) (next *entry, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -158,10 +158,10 @@ func (t *table) remove(e *entry) (next *entry, ok bool) {
 }
 
 func (t *table) removeLocked(e *entry) (next *entry, ok bool) {
-	if !e.held {
+	if !e.inTable {
 		return nil, false
 	}
-	e.held = false
+	e.inTable = false
 	t.unlinkLocked(e)
 	if next = e.behind; next != nil {
 		e.behind = nil
@@ -183,13 +183,13 @@ func (t *table) fewerLocked(n int) {
 	}
 }
 
-// take removes and returns all entries of peer, or with all those of every peer.
+// take removes and returns all entries of peer, or of all peers.
 func (t *table) take(peer int, all bool) []*entry {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	var taken []*entry
-	if delete(t.quiet, peer); all {
-		clear(t.quiet)
+	if delete(t.unresponsive, peer); all {
+		clear(t.unresponsive)
 	}
 	for k, e := range t.byKey {
 		if !all && k.peer != peer {
@@ -198,7 +198,7 @@ func (t *table) take(peer int, all bool) []*entry {
 		delete(t.byKey, k)
 		for e != nil {
 			next := e.behind
-			e.behind, e.held = nil, false
+			e.behind, e.inTable = nil, false
 			t.unlinkLocked(e)
 			taken = append(taken, e)
 			e = next
@@ -210,18 +210,18 @@ func (t *table) take(peer int, all bool) []*entry {
 	return taken
 }
 
-// unkeep is remove for an entry that may be behind others of its key.
-func (t *table) unkeep(e *entry) (next *entry, ok bool) {
+// removeAny is remove for an entry that may follow others of its key.
+func (t *table) removeAny(e *entry) (next *entry, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	before := t.byKey[e.key]
-	if before == e || !e.held {
+	if before == e || !e.inTable {
 		return t.removeLocked(e)
 	}
 	for before.behind != e {
 		before = before.behind
 	}
-	before.behind, e.behind, e.held = e.behind, nil, false
+	before.behind, e.behind, e.inTable = e.behind, nil, false
 	t.fewerLocked(1)
 	return nil, true
 }
@@ -235,15 +235,15 @@ func (t *table) sent(e *entry) {
 	}
 }
 
-// recalled returns what the node with the id self has kept for q, or is sending, each with a hold.
-func (t *table) recalled(q *van.Requests, self int) (found []*entry) {
+// canceled returns the entries of q that the node with id self has kept or is sending, each with a reference.
+func (t *table) canceled(q *van.Requests, self int) (found []*entry) {
 	var m van.Meta
 	m.Reset()
 	m.Request, m.AppID, m.CustomerID = true, q.App, q.Customer
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for e := range t.sending {
-		if !e.held && q.Has(&e.msg.Meta) {
+		if !e.inTable && q.Has(&e.msg.Meta) {
 			e.refs.Add(1)
 			found = append(found, e)
 		}
@@ -264,12 +264,12 @@ func (t *table) recalled(q *van.Requests, self int) (found []*entry) {
 	return found
 }
 
-// heard notes that something of peer has come, and tells whether it was quiet.
-func (t *table) heard(peer int) bool {
+// responded records a message of peer, and reports whether the peer was unresponsive.
+func (t *table) responded(peer int) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	back := t.quiet[peer]
-	delete(t.quiet, peer)
-	t.anyQuiet.Store(len(t.quiet) > 0)
+	back := t.unresponsive[peer]
+	delete(t.unresponsive, peer)
+	t.anyUnresponsive.Store(len(t.unresponsive) > 0)
 	return back
 }

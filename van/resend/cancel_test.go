@@ -11,10 +11,10 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestRecall: requests that were given up are not sent again, or for the first time, and
-// nobody is told that they failed; their memory is given back. Others of the same name
-// are.
-func TestRecall(t *testing.T) {
+// TestCancel: canceled requests are not sent again, or for the first time, OnFail is not called,
+// and their memory is released. Other requests with the same signature are
+// not affected.
+func TestCancel(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(t, Options{Timeout: time.Second, MaxTries: 3})
 		if err := f.Connect(t.Context(), 8, van.Node{Hostname: "h", Port: 1}); err != nil {
@@ -28,7 +28,7 @@ func TestRecall(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		// Of name 5: sent, not sent, not sent.
+		// Of signature 5: sent, not sent, not sent.
 		for _, customer := range []int{1, 0, 0} {
 			send(5, customer)
 		}
@@ -80,9 +80,9 @@ func (h onRepeat) Handle(_ context.Context, r slog.Record) error {
 	return nil
 }
 
-// TestRecallBehindTheMonitor: a request ends, and its memory is the caller's again, while one of its messages is about
+// TestCancelDuringRetry: a request ends, and its memory is the caller's again, while one of its messages is about
 // to be sent again, which an acknowledgement or the loss of the peer has just removed.
-func TestRecallBehindTheMonitor(t *testing.T) {
+func TestCancelDuringRetry(t *testing.T) {
 	for name, end := range map[string]func(f *fixture, m *van.Message){
 		"acknowledged": func(f *fixture, m *van.Message) { f.p.recv(ack(8, signature(&m.Meta, 9, 8))) },
 		"peer lost":    func(f *fixture, _ *van.Message) { f.p.watch(8, false, errors.New("its connection broke")) },
@@ -106,7 +106,7 @@ func TestRecallBehindTheMonitor(t *testing.T) {
 					t.Fatal(err)
 				}
 				f.p.take()
-				time.Sleep(2500 * time.Millisecond) // of the bubble's time: two time-outs
+				time.Sleep(2500 * time.Millisecond) // of the bubble's time: two timeouts
 				for _, s := range f.p.take() {
 					if s.meta.Control.Cmd == van.EmptyCmd {
 						t.Errorf("%s was sent after its request had ended", &s.meta)
@@ -134,9 +134,9 @@ func (l *leaving) Disconnect(id int) {
 	l.Van.Disconnect(id)
 }
 
-// TestRecallBehindDisconnect: what is sent to a peer while it is disconnected, and whose memory is taken back then, is
+// TestCancelDuringDisconnect: a message that is sent while its peer is being disconnected, and canceled then, is
 // not sent when the peer is connected again.
-func TestRecallBehindDisconnect(t *testing.T) {
+func TestCancelDuringDisconnect(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(t, Options{Timeout: time.Second, MaxTries: 3})
 		connect := func() {
@@ -169,17 +169,17 @@ func TestRecallBehindDisconnect(t *testing.T) {
 	})
 }
 
-// recaller notes what it is told to take back.
-type recaller struct {
+// canceler records the canceled requests.
+type canceler struct {
 	pipe
 	got []van.Requests
 }
 
-func (r *recaller) Cancel(q van.Requests) { r.got = append(r.got, q) }
+func (r *canceler) Cancel(q van.Requests) { r.got = append(r.got, q) }
 
-// TestRecallReachesTransport: what the wrapped van has is taken back, too.
-func TestRecallReachesTransport(t *testing.T) {
-	r := &recaller{}
+// TestCancelReachesTransport: requests are also canceled in the wrapped van.
+func TestCancelReachesTransport(t *testing.T) {
+	r := &canceler{}
 	v := New(r, Options{Timeout: time.Second, Log: slog.New(slog.DiscardHandler)})
 	v.Start(func(*van.Message) {})
 	defer func() {
