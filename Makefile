@@ -28,7 +28,7 @@ VARIANTS := nordma
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
 .PHONY: help deps build run run-session run-moe af programs fserver wheel test test-long check check-variants testallocs cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test rdma-plans \
-	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz sim simfaults soak locks bench clean
+	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz sim simfaults soak locks lockorder pictures bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -123,6 +123,12 @@ simfaults: ## plant each fault of docs/design/testing.md, and find it within 500
 
 locks: ## what a push_pull takes without a wire, in a build that counts lock operations; ARGS="--van null"
 	@tools/count_locks.sh $(ARGS)
+
+lockorder: ## the tests in a build that records which locks are taken while others are held, against docs/design/locks.md; ARGS="./van/zmq"
+	@tools/lock_order.sh $(ARGS)
+
+pictures: ## make docs/pictures/*.svg from the text sources beside them (graphviz, plantuml, gnuplot-nox)
+	@tools/pictures.sh
 
 soak: ## random plans on real processes for MINUTES=60, logs in build/soak; SEED=n LEG=tcp or shm repeats one; LEG=rdma is in the virtual machine, SLOW=4
 	@mkdir -p build/soak; tools/go.sh build -o build/soak/run ./tests/soak

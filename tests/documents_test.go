@@ -3,6 +3,8 @@ package tests
 // Tests that read the documents: links, and the tests that docs/design/promises.md names.
 
 import (
+	"crypto/sha256"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -177,8 +179,8 @@ func tables(text string, marker *regexp.Regexp) (rows []row) {
 			if !marked || rule.MatchString(line) || i+1 < len(lines) && rule.MatchString(lines[i+1]) {
 				continue
 			}
-			first, _, _ := strings.Cut(strings.TrimPrefix(line, "| "), " |")
-			rows = append(rows, row{prefix + first, line})
+			first, _, _ := strings.Cut(line[len("|"):], "|")
+			rows = append(rows, row{prefix + strings.TrimSpace(first), line})
 		case marker == nil || line == "":
 		default:
 			m := marker.FindStringSubmatch(line)
@@ -240,11 +242,85 @@ func TestPromises(t *testing.T) {
 func TestDocumentsNameTests(t *testing.T) {
 	have := readExisting(t)
 	for _, doc := range documents(t) {
-		if strings.HasPrefix(doc, "docs/lab/") {
+		if strings.HasPrefix(doc, "docs/lab/") || doc == "docs/testing.md" {
 			continue
 		}
 		if _, wrong := have.names(read(t, doc)); len(wrong) > 0 {
 			t.Errorf("%s: there is no %s", doc, strings.Join(wrong, ", no "))
 		}
+	}
+}
+
+// TestDesignNames: where design documents name a file, or a function of a file as `af/call.go:start`, both are there.
+func TestDesignNames(t *testing.T) {
+	name := regexp.MustCompile("`((?:[\\w]+/)*[\\w]+\\.(?:go|c|h|md|sh|txt))(?::(\\w+))?`")
+	functions := 0
+	for _, doc := range documents(t) {
+		if !strings.HasPrefix(doc, "docs/design/") {
+			continue
+		}
+		for _, m := range name.FindAllStringSubmatch(read(t, doc), -1) {
+			if !strings.Contains(m[1], "/") {
+				continue // of a package that the text names
+			}
+			text, err := os.ReadFile("../" + m[1])
+			if err != nil {
+				t.Errorf("%s names %s: %v", doc, m[1], err)
+				continue
+			}
+			if m[2] == "" || filepath.Ext(m[1]) != ".go" {
+				continue
+			}
+			functions++
+			if !regexp.MustCompile(`(?m)^func (\([^)]*\) )?` + m[2] + `[\[(]`).Match(text) {
+				t.Errorf("%s: %s has no function %s", doc, m[1], m[2])
+			}
+		}
+	}
+	if functions < 30 {
+		t.Errorf("%d functions were found, want 30 or more", functions)
+	}
+}
+
+// TestPictures: every picture of the documents is shown by one of them, and was made from its present source.
+func TestPictures(t *testing.T) {
+	shown := map[string]bool{}
+	picture := regexp.MustCompile(`\]\(([^)]+\.svg)\)`)
+	for _, doc := range documents(t) {
+		for _, m := range picture.FindAllStringSubmatch(read(t, doc), -1) {
+			shown[filepath.ToSlash(filepath.Join(filepath.Dir(doc), m[1]))] = true
+		}
+	}
+	const dir = "docs/pictures/"
+	with := map[string]string{".dot": "", ".puml": read(t, dir+"style.iuml"), ".gp": read(t, dir+"performance.txt")}
+	sources := 0
+	entries, err := os.ReadDir("../" + dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		name := e.Name()
+		base, ext := strings.TrimSuffix(name, filepath.Ext(name)), filepath.Ext(name)
+		if ext == ".svg" && !shown[dir+name] {
+			t.Errorf("no document shows %s%s", dir, name)
+		}
+		if ext == ".svg" && !slices.ContainsFunc(entries, func(o os.DirEntry) bool {
+			_, source := with[filepath.Ext(o.Name())]
+			return source && strings.TrimSuffix(o.Name(), filepath.Ext(o.Name())) == base
+		}) {
+			t.Errorf("%s%s has no source", dir, name)
+		}
+		more, source := with[ext]
+		if !source {
+			continue
+		}
+		sources++
+		want := fmt.Sprintf("<!-- Made by make pictures from %s; sources %x -->\n", name, sha256.Sum256([]byte(read(t, dir+name)+more)))
+		if !strings.HasPrefix(read(t, dir+base+".svg"), want) {
+			t.Errorf("%s%s.svg is older than its source: run make pictures", dir, base)
+		}
+	}
+	if sources < 8 {
+		t.Errorf("%d pictures were found, want 8 or more", sources)
 	}
 }

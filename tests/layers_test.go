@@ -80,7 +80,7 @@ func tree(t *testing.T) []*source {
 // layers says what packages may import of ours; the first rule whose pattern fits
 // counts. A pattern or permission ending in / is everything below. What a rule
 // does not list is forbidden, so transports do not know each other. See
-// docs/architecture.md.
+// docs/design/architecture.md.
 var layers = []struct {
 	packages string
 	may      []string
@@ -154,7 +154,7 @@ func TestImportsPointDown(t *testing.T) {
 			continue
 		}
 		if _, known := allowed(s.pkg, ""); !known {
-			t.Errorf("%s: package %s is in no layer: put it into one here and in docs/architecture.md", s.path, s.pkg)
+			t.Errorf("%s: package %s is in no layer: put it into one here and in docs/design/architecture.md", s.path, s.pkg)
 		}
 		for _, i := range s.imports() {
 			to, ours := strings.CutPrefix(i, module+"/")

@@ -7,10 +7,11 @@ import (
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
-// TestBegin: Now is the host's clock, also if the process was descheduled during begin.
+// TestBegin: Now is the host's clock also when the process was kept from running while it
+// began.
 func TestBegin(t *testing.T) {
 	const pause, off = uint64(5 * time.Millisecond), uint64(time.Millisecond)
-	for late := range 6 { // the reading after which the process is descheduled
+	for late := range 6 { // reading after which it does not run for a while
 		readings := 0
 		base, nano := begin(func() uint64 {
 			now := monotonic()

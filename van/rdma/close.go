@@ -48,7 +48,7 @@ func (v *rvan) Close(ctx context.Context) error {
 	linger, cancel := context.WithTimeout(ctx, maxLinger)
 	defer cancel()
 	var listen error
-	tornDown, stopped := make(chan struct{}), make(chan struct{})
+	apart, stopped := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(stopped)
 		var all sync.WaitGroup
@@ -66,11 +66,11 @@ func (v *rvan) Close(ctx context.Context) error {
 			in.fail(van.ErrClosed)
 		}
 		v.wg.Wait()
-		close(tornDown)
+		close(apart)
 		v.stopDevices(context.WithoutCancel(ctx)) // without the deadline, but with the delivery that calls Close, if any
 	}()
 	select {
-	case <-tornDown:
+	case <-apart:
 	case <-linger.Done():
 	}
 	ended := func(what chan struct{}, limit time.Duration) bool {
@@ -81,21 +81,21 @@ func (v *rvan) Close(ctx context.Context) error {
 			return false
 		}
 	}
-	timeout := &van.Error{Op: "close", Node: van.NodeName(int(v.local.id.Load())), Err: van.ErrTimeout, Limit: teardownTime,
+	late := &van.Error{Op: "close", Node: van.NodeName(int(v.local.id.Load())), Err: van.ErrTimeout, Limit: teardownTime,
 		Detail: "connections do not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"}
-	if ended(tornDown, teardownTime) {
+	if ended(apart, teardownTime) {
 		if ended(stopped, stopTime) {
 			return errors.Join(listen, v.closeDevices())
 		}
-		timeout.Limit, timeout.Detail = stopTime, "receiving does not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"
+		late.Limit, late.Detail = stopTime, "receiving does not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"
 	}
 	go func() {
 		<-stopped
 		if err := v.closeDevices(); err != nil {
-			v.log.Warn("rdma: closing the devices failed", "err", err)
+			v.log.Warn("rdma: the devices were not closed in order", "err", err)
 		}
 	}()
-	return timeout
+	return late
 }
 
 // stopDevices ends the loops of the devices, and waits for the Polls that use the devices.

@@ -232,7 +232,7 @@ func (id *connID) ResolveRoute(time.Duration) error {
 		return err
 	}
 	if id.dev == nil {
-		return id.fault("resolve route", syscall.ENODEV, "no device on the route")
+		return id.fault("resolve route", syscall.ENODEV, "no device on the way")
 	}
 	id.state = routeResolved
 	id.ch.push(id, verbs.Event{Type: verbs.RouteResolved}, nil, nil)
