@@ -9,7 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/logx"
 )
 
-// The causes for which a peer is unproved.
+// The causes for which a peer counts as unauthenticated.
 var (
 	// ErrNoSecret: the peer has sent no proof.
 	ErrNoSecret = errors.New("the peer has no secret, or an older version")
@@ -24,8 +24,8 @@ func IsUnproved(err error) bool {
 	return errors.Is(err, ErrNoSecret) || errors.Is(err, ErrOtherSecret) || errors.Is(err, ErrSecretThere)
 }
 
-// Explain returns the text with which a node tells its peer that it refuses it with err.
-// It says nothing of the secret.
+// Explain returns the text of a refusal with err, for the refused peer.
+// It does not depend on the secret.
 func Explain(err error) string {
 	switch {
 	case errors.Is(err, ErrNoSecret):
@@ -38,7 +38,7 @@ func Explain(err error) string {
 	return err.Error()
 }
 
-// Guard decides about the unproved peers of one transport: it refuses or admits them, and
+// Guard decides about the unauthenticated peers of one transport: it refuses or admits them, and
 // counts them. It is safe for concurrent use.
 type Guard struct {
 	Keys *Keys
@@ -48,7 +48,7 @@ type Guard struct {
 	said logx.Causes
 }
 
-// Unauthenticated decides about a peer that is unproved because of why. With STEPAF_AUTH=require
+// Unauthenticated decides about a peer that is unauthenticated because of why. With STEPAF_AUTH=require
 // it returns the error to refuse the peer with, and the caller logs the refusal. Otherwise
 // it logs the admission and returns nil. Each cause is logged for the 1st, 2nd, 4th, ...
 // peer.
@@ -65,5 +65,5 @@ func (g *Guard) Unauthenticated(why error, peer ...any) error {
 // with the secret sends.
 func (g *Guard) Refuse() { g.n.Add(1) }
 
-// Count is the number of unproved peers: van.Stats.Unauthenticated.
+// Count is the number of unauthenticated peers: van.Stats.Unauthenticated.
 func (g *Guard) Count() uint64 { return g.n.Load() }

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// TestGuard: a guard refuses or admits, counts every unproved peer, and logs each cause sparsely.
+// TestGuard: a guard refuses or admits, counts every unauthenticated peer, and logs each cause sparsely.
 func TestGuard(t *testing.T) {
 	for _, required := range []bool{true, false} {
 		k, err := New(secret, "", required)
@@ -37,7 +37,7 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// TestExplain: what a peer is told names its own end, and other errors are told as they are.
+// TestExplain: the text for a refused peer names its own end; other errors are sent unchanged.
 func TestExplain(t *testing.T) {
 	for _, why := range []error{ErrNoSecret, ErrOtherSecret, ErrSecretThere} {
 		err := fmt.Errorf("refused: %w", why)

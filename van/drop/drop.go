@@ -36,8 +36,8 @@ var (
 // replaced by one from the time. The seed is logged, so that the sequence of draws can
 // be repeated. log may be nil.
 //
-// resend must wrap this van, not the other way round. Use van.As to find the optional
-// abilities of inner.
+// resend must wrap this van, not the reverse. Use van.As to find the optional
+// interfaces of inner.
 func New(inner van.Van, percent int, seed uint64, log *slog.Logger) *Van {
 	log = cmp.Or(log, slog.New(slog.DiscardHandler))
 	seed = cmp.Or(seed, uint64(time.Now().UnixNano()))
@@ -47,7 +47,7 @@ func New(inner van.Van, percent int, seed uint64, log *slog.Logger) *Van {
 	return &Van{Van: inner, percent: percent, log: log, rng: rand.New(rand.NewPCG(seed, seed))}
 }
 
-// Enable begins to drop. Call it when the node is ready.
+// Enable starts dropping. Call it when the node is ready.
 func (v *Van) Enable() { v.enabled.Store(true) }
 
 // Unwrap implements van.Wrapper.

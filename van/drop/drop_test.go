@@ -9,15 +9,15 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// source is an inner van that hands up what the test gives it.
+// source is an inner van that delivers the test's messages.
 type source struct {
-	van.Van // nil: what a test does not expect panics
+	van.Van // nil: a call that a test does not expect panics
 	recv    van.Receiver
 }
 
 func (s *source) Start(recv van.Receiver) { s.recv = recv }
 
-// run gives a van n control and n data messages and returns which were kept.
+// run passes n control and n data messages to a van and returns the delivered ones.
 func run(t *testing.T, v *Van, s *source, n int) (kept []bool) {
 	t.Helper()
 	var got bool

@@ -1,6 +1,6 @@
 package stack
 
-// Which device's memory a node uses.
+// The choice of the device whose memory a node uses.
 
 import (
 	"fmt"
@@ -11,9 +11,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// OpenDevice opens the memory of the device that the configuration names; if it names
-// none, that of the GPU, or ordinary memory where there is no GPU and on the scheduler,
-// which carries no tensors. The caller closes it.
+// OpenDevice opens the memory of the configured device. By default that is the GPU, or
+// ordinary memory if there is no GPU, and on the scheduler, which carries no tensors. The
+// caller closes it.
 func OpenDevice(cfg *env.Config, role van.Role, log *slog.Logger) (backend.Backend, error) {
 	name := cfg.Backend
 	if name == "" {
@@ -33,7 +33,7 @@ func OpenDevice(cfg *env.Config, role van.Role, log *slog.Logger) (backend.Backe
 	return tuned(b, cfg), nil
 }
 
-// tuned sets b's options for waits as the configuration says.
+// tuned sets b's wait options from the configuration.
 func tuned(b backend.Backend, cfg *env.Config) backend.Backend {
 	if t, ok := b.(backend.Tunable); ok {
 		o := backend.DefaultOptions()

@@ -1,7 +1,7 @@
-// Package stack assembles the transports of a node from its configuration: the one that
-// it names, shared memory with processes of the same host, and what is wrapped around
+// Package stack assembles the transports of a node from its configuration: the configured
+// transport, shared memory with processes of the same host, and the wrappers around
 // them. It links every transport of this build into the program, so that van.New finds
-// them by name; nothing above it knows a transport by name.
+// them by name. The packages above it know no transport by name.
 package stack
 
 import (
@@ -16,22 +16,22 @@ import (
 	_ "github.com/stepaf/stepaf-go/van/zmq" // registers itself
 )
 
-// Options say what New assembles.
+// Options are the parameters of New.
 type Options struct {
 	van.Options // of the transports; Engine and Keys are made by New
 
 	Role van.Role
 
-	// Transport makes the transport; nil means the one that Config names, with shared
-	// memory beside it.
+	// Transport makes the transport; nil means the configured one, with shared memory
+	// for peers of the same host.
 	Transport van.Factory
 
-	// OnFail is called with messages to peer that were resent in vain. It must not block,
+	// OnFail is called with messages to peer that failed after the last resend. It must not block,
 	// and may keep meta.
 	OnFail func(peer int, meta *van.Meta, err error)
 }
 
-// Van is a node's transports as one van. van.As finds the abilities of the van in it.
+// Van combines a node's transports into one van. van.As finds the optional interfaces of the wrapped vans.
 type Van struct {
 	van.Van
 	engine *engine.Engine
@@ -39,13 +39,13 @@ type Van struct {
 	pace   *pace.Van
 }
 
-// Rates are what data for peers, and of applications, keeps to.
+// Rates are the rate limits of data for peers and of applications.
 type Rates = pace.Rates
 
 // SetRates replaces all rates.
 func (v *Van) SetRates(r Rates) { v.pace.SetRates(r) }
 
-// Enable begins to resend and to drop messages, if the configuration asks for it. Call it
+// Enable starts resending and dropping messages, if the configuration says so. Call it
 // when start-up is complete.
 func (v *Van) Enable() {
 	for _, f := range v.enable {
@@ -53,8 +53,8 @@ func (v *Van) Enable() {
 	}
 }
 
-// Poll receives on the caller's goroutine from all transports that can, until done returns
-// true or nothing has come for a short time.
+// Poll receives on the caller's goroutine, from all transports that support it, until done returns
+// true or no message has arrived for a short time.
 func (v *Van) Poll(done func() bool) { v.engine.Poll(done) }
 
 // New makes a node's transports.
@@ -90,9 +90,9 @@ func transport(o Options) (van.Van, error) {
 	return Configured(o.Options, o.Role)
 }
 
-// Configured makes the transport that the configuration names and, unless it says no,
-// puts shared memory beside it, which chooses for each peer when it connects and logs
-// why. The scheduler carries no data and shares no memory.
+// Configured makes the configured transport and, unless the configuration disables it, shared
+// memory for peers of the same host. The choice is made for each peer when it connects, and is
+// logged with the reason. The scheduler carries no data and shares no memory.
 func Configured(o van.Options, role van.Role) (van.Van, error) {
 	v, err := van.New(o)
 	switch {
@@ -107,15 +107,15 @@ func Configured(o van.Options, role van.Role) (van.Van, error) {
 	return local.New(v, o), nil
 }
 
-// staged makes values on the node's device go through host memory to the peers whose path
-// takes none.
+// staged sends values on the node's device through host memory to peers whose path
+// cannot carry device values.
 func staged(v van.Van, o van.Options) van.Van {
 	so := stage.Options{Backend: o.Backend, Log: o.Log}
 	if c, ok := van.As[van.PathChooser](v); ok {
 		so.Direct = func(peer int) bool { return c.PathTo(peer).Device }
 	}
 	if _, several := v.(van.Wrapper); !several && so.Direct != nil && so.Direct(van.Empty) {
-		return v // one transport, which takes them for every peer
+		return v // the only transport carries device values to every peer
 	}
 	return stage.New(v, so)
 }

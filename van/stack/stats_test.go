@@ -15,7 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/stage"
 )
 
-// counting is a van that can only count.
+// counting is a van that implements only Meter.
 type counting struct {
 	van.Van
 	stats van.Stats

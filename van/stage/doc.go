@@ -1,5 +1,5 @@
-// Package stage wraps a van that handles host memory only, such as zmq, so that tensors
-// on a device can be sent over it.
+// Package stage wraps a van for host memory, such as zmq, so that tensors on a device can
+// be sent over it.
 //
 // A value to be sent is copied into a pinned host buffer, which is lent to the
 // transport; it sends while the next value is copied. A received push whose sender names

@@ -26,8 +26,8 @@ type Options struct {
 	// DefaultLimit. Beyond that, values are sent through ordinary host memory, and
 	// received values stay in host memory.
 	Pinned, Device int
-	// Direct, if not nil, tells whether the wrapped van can send values on the device to
-	// that peer; they are then not copied here, unless its Send returns
+	// Direct, if not nil, reports whether the wrapped van can send values on the device to
+	// that peer. They are then not copied here, unless its Send returns
 	// backend.ErrNotExportable. Receive buffers on the device are also registered with it.
 	Direct func(peer int) bool
 }
@@ -35,7 +35,7 @@ type Options struct {
 // DefaultLimit is 4 GiB.
 const DefaultLimit = 4 << 30
 
-// Van carries values on a device. The embedded van.Van does everything else.
+// Van carries values on a device. The embedded van.Van implements all other methods.
 type Van struct {
 	van.Van
 	back   backend.Backend
@@ -45,7 +45,7 @@ type Van struct {
 	direct func(peer int) bool // nil: never
 
 	sends sync.Pool // of *sending
-	holds sync.Pool // of *held
+	holds sync.Pool // of *received
 
 	mu    sync.RWMutex
 	dsts  map[destination]backend.Mem
@@ -54,17 +54,16 @@ type Van struct {
 	staged, unpinned, refused, unshared atomic.Uint64
 }
 
-// held owns a received message whose value is in a buffer of this van.
-type held struct {
+// received owns a received message whose value is in a buffer of this van.
+type received struct {
 	v      *Van
 	buf    *backend.Buffer
 	owner  van.Owner
 	native unsafe.Pointer
 }
 
-// Free returns the message to the transport that it came from, and the buffer to its
-// pool.
-func (h *held) Free(m *van.Message) {
+// Free returns the message to its transport, and the buffer to its pool.
+func (h *received) Free(m *van.Message) {
 	buf, owner, native := h.buf, h.owner, h.native
 	h.buf, h.owner, h.native = nil, nil, nil
 	h.v.holds.Put(h)
@@ -86,8 +85,8 @@ var (
 	_ van.Meter           = (*Van)(nil)
 )
 
-// New wraps inner. Without a backend, or with that of ordinary memory, there is nothing
-// to stage and New returns inner itself.
+// New wraps inner. Without a backend, or with that of ordinary memory, staging is not
+// needed and New returns inner itself.
 func New(inner van.Van, o Options) van.Van {
 	if o.Backend == nil || o.Backend.Device().Type == backend.CPU {
 		return inner
@@ -97,7 +96,7 @@ func New(inner van.Van, o Options) van.Van {
 	o.Device = cmp.Or(o.Device, DefaultLimit)
 	v := &Van{Van: inner, back: o.Backend, log: o.Log, direct: o.Direct, dsts: map[destination]backend.Mem{}}
 	v.sends.New = func() any { return &sending{v: v} }
-	v.holds.New = func() any { return &held{v: v} }
+	v.holds.New = func() any { return &received{v: v} }
 	v.lower, _ = van.As[van.BufferRegistrar](inner)
 	if p, ok := o.Backend.(backend.HostPinner); ok {
 		v.pinned = backend.NewPool(o.Pinned, p.AllocPinned, p.FreePinned).For(o.Backend)
@@ -111,7 +110,7 @@ func New(inner van.Van, o Options) van.Van {
 // Unwrap implements van.Wrapper.
 func (v *Van) Unwrap() van.Van { return v.Van }
 
-// Stats implements van.Meter: it is that of the wrapped van, and UnsharedValues.
+// Stats implements van.Meter: the counters of the wrapped van, and UnsharedValues.
 func (v *Van) Stats() van.Stats {
 	var s van.Stats
 	if m, ok := van.As[van.Meter](v.Van); ok {
@@ -121,7 +120,7 @@ func (v *Van) Stats() van.Stats {
 	return s
 }
 
-// sending is a value under way, in a pinned buffer or in ordinary memory.
+// sending is a value that is being sent, in a pinned buffer or in ordinary memory.
 type sending struct {
 	v    *Van
 	buf  *backend.Buffer
@@ -157,8 +156,8 @@ func (v *Van) Send(m *van.Message) error {
 		if !errors.Is(err, backend.ErrNotExportable) {
 			return err
 		}
-		// The link may have ended in between; then nothing is wrong with the memory.
-		if v.direct(m.Receiver) && v.unshared.Add(1) == 1 { // the others are in Stats
+		// If the link has ended meanwhile, the memory is not the cause.
+		if v.direct(m.Receiver) && v.unshared.Add(1) == 1 { // Stats counts the others
 			v.log.Warn("a value cannot be shared with its receiver as it lies; it goes through host memory, and so do others like it, which is slow",
 				"to", van.NodeName(m.Receiver), "key", m.Key, "bytes", m.Vals.Len(), "err", err)
 		}
@@ -236,7 +235,7 @@ func (v *Van) place(m *van.Message) {
 			v.refuse(m, err)
 			return
 		}
-		h := v.holds.Get().(*held)
+		h := v.holds.Get().(*received)
 		h.buf, h.owner, h.native = b, m.Owner(), m.Native()
 		m.Adopt(h, h.native)
 	}

@@ -21,7 +21,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/zmq"
 )
 
-// gpu0 tells where values lie: device 0 of each node is that.
+// gpu0 is the device of the values: device 0 of each node.
 var gpu0 = simgpu.New(0)
 
 func TestConformance(t *testing.T) {
@@ -59,15 +59,15 @@ type pair struct {
 	blocking         *blocking
 }
 
-// blocking is of devices whose streams may wait for the CPU.
+// blocking is a device whose streams may wait for the CPU.
 type blocking struct {
 	streams atomic.Bool
 	frees   atomic.Int32
 }
 
-type device = simgpu.Device // its name is that of a method, too
+type device = simgpu.Device // Device is also the name of a method
 
-// blocker is such a device. It counts what is freed.
+// blocker is such a device. It counts freed memory.
 type blocker struct {
 	*device
 	b *blocking
@@ -87,7 +87,7 @@ func connect(t *testing.T, o stage.Options) *pair {
 	return connectOver(t, inproc.NewNetwork().Factory(), o)
 }
 
-// overAll runs a test over each transport of host memory.
+// overAll runs a test over each transport for host memory.
 func overAll(t *testing.T, test func(t *testing.T, p *pair)) {
 	for name, f := range map[string]van.Factory{"inproc": inproc.NewNetwork().Factory(), "zmq": zmq.New} {
 		t.Run(name, func(t *testing.T) { test(t, connectOver(t, f, stage.Options{})) })
@@ -241,13 +241,13 @@ func buffersAreUsedAgain(t *testing.T, p *pair) {
 		}
 		take(t, p.atServ).Release()
 	}
-	if p.wdev.Allocs() > 50 || p.sdev.Allocs() != 1 { // libzmq may let go of a value a little later
+	if p.wdev.Allocs() > 50 || p.sdev.Allocs() != 1 { // libzmq may release a value a little later
 		t.Errorf("%d and %d buffers for one value at a time", p.wdev.Allocs(), p.sdev.Allocs())
 	}
 	p.close(t)
 }
 
-// Held messages keep their memory, each its own.
+// Each retained message keeps its own memory.
 func TestHeldMessages(t *testing.T) {
 	p := connect(t, stage.Options{})
 	var held []*van.Message
@@ -293,7 +293,7 @@ func hostValuesPass(t *testing.T, p *pair) {
 	}
 	got.Release()
 
-	// An answer from the device stays on the host: the worker knows where it goes.
+	// An answer from the device stays on the host: the worker knows its destination.
 	a := push(1, gpu0.Mem([]byte("an answer of the server")))
 	a.Receiver, a.Request, a.Push = 9, false, false
 	if err := p.server.Send(a); err != nil {
@@ -354,7 +354,7 @@ func registeredBuffer(t *testing.T, p *pair) {
 
 func TestLimitsAndFailures(t *testing.T) {
 	p := connect(t, stage.Options{Pinned: 8192, Device: 8192})
-	// Too large for both limits: through ordinary memory, and left there.
+	// Too large for both limits: sent through ordinary memory, and left there.
 	if err := p.worker.Send(push(1, gpu0.Mem(bytes.Repeat([]byte{4}, 9000)))); err != nil {
 		t.Fatal(err)
 	}
@@ -368,7 +368,7 @@ func TestLimitsAndFailures(t *testing.T) {
 	if unpinned != 1 || refused != 1 {
 		t.Errorf("unpinned %d, refused %d", unpinned, refused)
 	}
-	// Idle buffers make room for another size.
+	// Idle buffers are freed for another size.
 	for _, n := range []int{100, 8000, 100, 5000} {
 		if err := p.worker.Send(push(1, gpu0.Mem(make([]byte, n)))); err != nil {
 			t.Fatal(err)
@@ -380,7 +380,7 @@ func TestLimitsAndFailures(t *testing.T) {
 		m.Release()
 	}
 	boom := errors.New("the device is gone")
-	for i := range 8 { // more often than there are buffers: each is used again after a copy that failed
+	for i := range 8 { // more copies than buffers: each buffer is reused after a failed copy
 		fails := i%2 == 1
 		p.sdev.Fail(map[bool]error{true: boom}[fails])
 		if err := p.worker.Send(push(1, gpu0.Mem(make([]byte, 50)))); err != nil {
@@ -439,7 +439,7 @@ func manySenders(t *testing.T, p *pair) {
 	p.close(t)
 }
 
-// TestDirect: a peer that takes values on the device gets them as they are.
+// TestDirect: a peer that accepts device values gets them without a copy.
 func TestDirect(t *testing.T) {
 	p := connect(t, stage.Options{Direct: func(int) bool { return true }})
 	dst := gpu0.Mem(make([]byte, 100))
@@ -455,7 +455,7 @@ func TestDirect(t *testing.T) {
 	p.close(t)
 }
 
-// particular is a van that takes no value that lies on a device.
+// particular is a van that refuses values on a device.
 type particular struct{ van.Van }
 
 func (p particular) Unwrap() van.Van { return p.Van }
@@ -467,7 +467,7 @@ func (p particular) Send(m *van.Message) error {
 	return p.Van.Send(m)
 }
 
-// TestDirectRefused: a value that cannot be shared as it lies is staged.
+// TestDirectRefused: a value whose memory cannot be shared is staged.
 func TestDirectRefused(t *testing.T) {
 	net := inproc.NewNetwork().Factory()
 	var log bytes.Buffer
@@ -498,8 +498,8 @@ func TestDirectRefused(t *testing.T) {
 	p.close(t)
 }
 
-// TestPathGone: a value whose receiver took it as it lay a moment ago, and has been lost
-// since, says nothing about the memory: it is staged, and neither counted nor warned of.
+// TestPathGone: if the direct path ends between its choice and Send, the value is staged. The memory is not the
+// cause, so the value is neither counted nor warned of.
 func TestPathGone(t *testing.T) {
 	net := inproc.NewNetwork().Factory()
 	var log bytes.Buffer
