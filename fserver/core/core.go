@@ -141,7 +141,7 @@ func (s *Session) Streams() *Streams { return &s.streams }
 // Config is the configuration of the node.
 func (s *Session) Config() *postoffice.Config { return s.node.Config() }
 
-func (s *Session) wrongRole(call, want string) error {
+func wrongRole(s *Session, call, want string) error {
 	return fmt.Errorf("%s: %w: this process is %s, and only a %s can do it", call, ErrMisuse, s.node.Name(), want)
 }
 
@@ -152,7 +152,7 @@ func (s *Session) Device() backend.Backend { return s.node.Backend() }
 // PushPull returns the first timestamp of the call.
 func (s *Session) PushPull(stream af.Stream, servers []int, push, pull []af.KeyTensor) (int32, error) {
 	if s.worker == nil {
-		return 0, s.wrongRole("push_pull", "worker")
+		return 0, wrongRole(s, "push_pull", "worker")
 	}
 	servers, pull = ascending(servers, pull)
 	call, err := s.worker.PushPull(push, pull, stream, af.To(servers))
@@ -184,7 +184,7 @@ func ascending(servers []int, pull []af.KeyTensor) ([]int, []af.KeyTensor) {
 // postoffice.ErrOtherWaits.
 func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	if s.worker == nil {
-		return s.wrongRole("wait", "worker")
+		return wrongRole(s, "wait", "worker")
 	}
 	h := int32(handler)
 	if int64(h) != handler || !s.worker.Customer().Given(h) {
@@ -229,7 +229,7 @@ func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
 // handlers it returns 1, as C++ StepMesh does.
 func (s *Session) AllHandlers(handler int64) (int, error) {
 	if s.worker == nil {
-		return 0, s.wrongRole("get_all_handlers", "worker")
+		return 0, wrongRole(s, "get_all_handlers", "worker")
 	}
 	n := 1 // for an unknown handler
 	if h := int32(handler); int64(h) == handler {
@@ -241,7 +241,7 @@ func (s *Session) AllHandlers(handler int64) (int, error) {
 // FetchTrace returns the eight time stamps of a handler. They are 0 until the answer has arrived.
 func (s *Session) FetchTrace(handler int64) (stamps [8]uint64, err error) {
 	if s.worker == nil {
-		return stamps, s.wrongRole("fetch_trace", "worker")
+		return stamps, wrongRole(s, "fetch_trace", "worker")
 	}
 	h := int32(handler)
 	if int64(h) != handler || !s.worker.Customer().Given(h) {
@@ -262,7 +262,7 @@ func (s *Session) FetchTrace(handler int64) (stamps [8]uint64, err error) {
 // RegisterRecvBuffer is af.Server.RegisterRecvTensor.
 func (s *Session) RegisterRecvBuffer(t af.Tensor, workerRanks []int, keys []uint64) error {
 	if s.server == nil {
-		return s.wrongRole("register_recv_buffer", "server")
+		return wrongRole(s, "register_recv_buffer", "server")
 	}
 	return s.server.RegisterRecvTensor(t, workerRanks, keys)
 }
@@ -294,7 +294,7 @@ func Nanosecond() uint64 { return clock.Now() }
 // within slice, GetBatch returns ErrPending.
 func (s *Session) GetBatch(items []Item, slice time.Duration) ([]Item, error) {
 	if s.queue == nil {
-		return items, s.wrongRole("get_batch", "server")
+		return items, wrongRole(s, "get_batch", "server")
 	}
 	return s.queue.await(items, eachOne, slice)
 }
@@ -303,7 +303,7 @@ func (s *Session) GetBatch(items []Item, slice time.Duration) ([]Item, error) {
 // is no batch within slice, GetAny returns ErrPending.
 func (s *Session) GetAny(items []Item, most int, slice time.Duration) ([]Item, error) {
 	if s.queue == nil {
-		return items, s.wrongRole("get_batch", "server")
+		return items, wrongRole(s, "get_batch", "server")
 	}
 	s.queue.eager.Store(true) // from now on each batch signals q.anyReady
 	return s.queue.await(items, most, slice)
@@ -312,7 +312,7 @@ func (s *Session) GetAny(items []Item, most int, slice time.Duration) ([]Item, e
 // BatchTimeout returns the error of a caller whose GetBatch was pending for limit.
 func (s *Session) BatchTimeout(limit time.Duration) error {
 	if s.queue == nil {
-		return s.wrongRole("get_batch", "server")
+		return wrongRole(s, "get_batch", "server")
 	}
 	return &van.Error{Op: "get_batch", Node: s.node.Name(), Detail: "no batch of " + strings.Join(s.queue.missing(), ", "),
 		Limit: limit, Elapsed: limit, Err: van.ErrTimeout, Hint: "received batches stay queued; call get_batch again"}
@@ -329,7 +329,7 @@ func (s *Session) BatchTimeout(limit time.Duration) error {
 // told reports whether done is called: it is not after errors that leave the batch unanswered.
 func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done van.Completion) (told bool, err error) {
 	if s.queue == nil {
-		return false, s.wrongRole("respond", "server")
+		return false, wrongRole(s, "respond", "server")
 	}
 	return s.queue.answer(stream, id, tensors, done)
 }
@@ -337,7 +337,7 @@ func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, do
 // Refuse ends the batch with that id without an answer; see af.Batch.Refuse.
 func (s *Session) Refuse(id uint64, why string) error {
 	if s.queue == nil {
-		return s.wrongRole("refuse", "server")
+		return wrongRole(s, "refuse", "server")
 	}
 	why = strings.ReplaceAll(why, "\x00", "?")
 	return s.queue.refuse(id, errors.New(cmp.Or(why, "no reason was given")))
@@ -346,7 +346,7 @@ func (s *Session) Refuse(id uint64, why string) error {
 // CanRespond returns the error with which Answer would refuse this number of tensors for one of the batches.
 func (s *Session) CanRespond(ids []uint64, tensors int) error {
 	if s.queue == nil {
-		return s.wrongRole("respond", "server")
+		return wrongRole(s, "respond", "server")
 	}
 	return s.queue.canRespond(ids, tensors)
 }

@@ -33,7 +33,7 @@ const none = -1
 // Prepare is af.Worker.Prepare with servers in any order; the pulls are in the same order. nil means all servers.
 func (s *Session) Prepare(servers []int, push, pull []af.KeyTensor) (*Exchange, error) {
 	if s.worker == nil {
-		return nil, s.wrongRole("prepare", "worker")
+		return nil, wrongRole(s, "prepare", "worker")
 	}
 	servers, pull = ascending(servers, pull)
 	x, err := s.worker.Prepare(push, pull, af.To(servers))
