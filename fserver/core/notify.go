@@ -141,7 +141,7 @@ func (n *Notify) StreamWait(stream uintptr, handler int64) error {
 		return fmt.Errorf("stream_wait_event: %w", err)
 	}
 	if n.s.worker == nil {
-		return n.wrongRole(s, "stream_wait_event", "worker")
+		return wrongRole(n.s, "stream_wait_event", "worker")
 	}
 	return n.begin(&notice{op: "stream_wait_event"}, stream, func(*notice) error { return n.s.Wait(handler, handlerLimit, waitSlice) })
 }
@@ -152,7 +152,7 @@ func (n *Notify) BlockAndGetBatch(stream uintptr) error {
 		return fmt.Errorf("block_now_stream_and_get_batch: %w", err)
 	}
 	if n.s.queue == nil {
-		return n.wrongRole(s, "block_now_stream_and_get_batch", "server")
+		return wrongRole(n.s, "block_now_stream_and_get_batch", "server")
 	}
 	return n.begin(&notice{op: "block_now_stream_and_get_batch", batch: true}, stream, func(w *notice) (err error) {
 		w.items, err = n.s.GetBatch(nil, waitSlice)
