@@ -33,7 +33,7 @@ import time
 from template import Copy, start
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-LIMIT = 180  # seconds that a cluster may take: a guard, with time to import PyTorch in many processes at once
+LIMIT = 180  # seconds that a cluster may take: a guard, with time to import PyTorch in many processes at once; see within
 MARK = "\x1enode "  # starts a line from a node to the harness
 OURS = ("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_", "PS_", "BENCHMARK_")
 
@@ -172,7 +172,7 @@ class Process:
 
     def hear(self, timeout=LIMIT):
         """The next value of Node.tell."""
-        got = self.heard.get(timeout=timeout)
+        got = self.heard.get(timeout=within(timeout))
         if isinstance(got, EOFError):
             self.heard.put(got)
             raise AssertionError(self.report())
@@ -187,7 +187,7 @@ class Process:
 
     def wait(self, timeout=LIMIT):
         """Its exit status, after reading all that it printed."""
-        status = self.popen.wait(timeout)
+        status = self.popen.wait(within(timeout))
         for t in self.readers:
             t.join(5)
         return status
@@ -239,7 +239,7 @@ class Cluster:
     def finish(self, timeout=LIMIT):
         """Waits for all; each must have ended well. Returns what the functions of
         workers and servers returned, in the order of their start."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + within(timeout)
         bad = []
         for p in self.processes:
             try:
