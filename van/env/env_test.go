@@ -30,7 +30,7 @@ func TestDocument(t *testing.T) {
 		t.Errorf("%s is stale: rewrite it with go test ./van/env -run TestDocument -update", file)
 	}
 	for i := range table {
-		if strings.Count(want, "| `"+table[i].name+"`") != 1 {
+		if strings.Count(want, "|`"+table[i].name+"`") != 1 {
 			t.Errorf("%s does not have one line", table[i].name)
 		}
 	}

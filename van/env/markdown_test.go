@@ -13,7 +13,7 @@ func markdown() string {
 	b.WriteString(intro)
 	for _, t := range topics {
 		fmt.Fprintf(&b, "\n## %s\n\n", t)
-		b.WriteString("| Variable | Values | Default | Read by | Meaning | Unlike the original |\n|---|---|---|---|---|---|\n")
+		b.WriteString("|Variable|Values|Default|Read by|Meaning|Unlike the original|\n|---|---|---|---|---|---|\n")
 		for i := range table {
 			if v := &table[i]; v.topic == t {
 				b.WriteString(v.markdown())
@@ -27,13 +27,13 @@ func markdown() string {
 		}
 	}
 	b.WriteString("\n## Known, but without effect\n\n" +
-		"Setting one of these gives one warning, or a line at level 1 where that is said.\n\n| Variable | Why |\n|---|---|\n")
+		"Setting one of these gives one warning, or a line at level 1 where that is said.\n\n|Variable|Why|\n|---|---|\n")
 	for _, o := range others {
 		why := o.why
 		if o.note {
 			why += " (level 1)"
 		}
-		fmt.Fprintf(&b, "| `%s` | %s |\n", o.name, why)
+		fmt.Fprintf(&b, "|`%s`|%s|\n", o.name, why)
 	}
 	return b.String()
 }
@@ -54,7 +54,7 @@ func (v *variable) markdown() string {
 	case def == "":
 		def = "unset"
 	}
-	return fmt.Sprintf("| %s | %s | %s | %s | %s | %s |\n", name, v.allowed(), def, v.readers, v.help, v.differs)
+	return fmt.Sprintf("|%s|%s|%s|%s|%s|%s|\n", name, v.allowed(), def, v.readers, v.help, v.differs)
 }
 
 const intro = `# Environment variables
@@ -88,13 +88,13 @@ core is base for g = 0 and 1, base + S/2 - 2C for 2 and 3, base + S - 4C for 4 a
 sockets of S cores with four GPUs each. Over ZMQ the threads of libzmq share the cores of o = 2 and 3; there are no separate
 threads for o = 1 and 4, since requests and responses leave from the thread that makes them. For the defaults:
 
-| g | o = 1 | o = 2 | o = 3 | o = 4 |
+|g|o = 1|o = 2|o = 3|o = 4|
 |---|---|---|---|---|
 `)
 	for c.GPU = range 8 {
-		fmt.Fprintf(&b, "| %d |", c.GPU)
+		fmt.Fprintf(&b, "|%d|", c.GPU)
 		for o := 1; o <= 4; o++ {
-			fmt.Fprintf(&b, " %d |", c.Core(o))
+			fmt.Fprintf(&b, "%d|", c.Core(o))
 		}
 		b.WriteByte('\n')
 	}
