@@ -35,9 +35,9 @@ type calls struct {
 type batch struct {
 	cluster.Request
 	c        *calls
-	started  *atomic.Bool // of the Exchange that has started it, or nil
+	started  *atomic.Bool // of the Prepared that has started it, or nil
 	byStream *rounds      // of the stream that has started it, or nil
-	servers  []int        // node ids, ascending: c.servers, to, or those of an Exchange
+	servers  []int        // node ids, ascending: c.servers, to, or those of a Prepared
 	to       []int        // room for some of them
 	pushes   []KeyTensor
 	pulls    []KeyTensor // server-major: server*q + i

@@ -10,6 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/hooks"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
@@ -55,7 +56,7 @@ func startDevices(t *testing.T, over testcluster.Transport) *devices {
 
 func deviceTensor(t testing.TB, d *simgpu.Device, b []byte) af.Tensor {
 	t.Helper()
-	x, err := af.New(d.Mem(b), af.Uint8, int64(len(b)))
+	x, err := af.NewTensor(d.Mem(b), af.Uint8, int64(len(b)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -210,7 +211,7 @@ func TestAnswerOrder(t *testing.T) {
 			t.Errorf("answered again: %v", err)
 		}
 	}
-	if err := d.w.Customer().WaitSlice(t.Context(), hs[2].Timestamp(), 20*time.Second, time.Millisecond); !errors.Is(err, postoffice.ErrPending) {
+	if err := cluster.Call(hs[2]).Customer().WaitSlice(t.Context(), hs[2].Timestamp(), 20*time.Second, time.Millisecond); !errors.Is(err, postoffice.ErrPending) {
 		t.Fatalf("an answer overtook the first one: %v", err)
 	}
 	close(gate)
@@ -390,11 +391,11 @@ func TestDeviceEnds(t *testing.T) {
 			if name == "timeout" {
 				limit = 300 * time.Millisecond
 			}
-			if err := d.w.Customer().Wait(t.Context(), h.Timestamp(), limit); !errors.Is(err, end.want) {
+			if err := cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), limit); !errors.Is(err, end.want) {
 				t.Errorf("got %v, want %v", err, end.want)
 			}
 			d.wdev.Fail(nil)
-			err = d.w.Customer().Wait(t.Context(), next.Timestamp(), 20*time.Second)
+			err = cluster.Call(next).Customer().Wait(t.Context(), next.Timestamp(), 20*time.Second)
 			if ok := err == nil; !end.over && !errors.Is(end.want, errBoom) && !ok {
 				t.Errorf("the next batch: %v", err)
 			}
@@ -565,11 +566,11 @@ func TestNextAfterGivenUp(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := d.w.Customer().Wait(t.Context(), h.Timestamp(), 50*time.Millisecond); !errors.Is(err, van.ErrTimeout) {
+	if err := cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), 50*time.Millisecond); !errors.Is(err, van.ErrTimeout) {
 		t.Errorf("got %v, want %v", err, van.ErrTimeout)
 	}
 	time.AfterFunc(150*time.Millisecond, second) // by then its turn has come
-	if err := d.w.Customer().Wait(t.Context(), next.Timestamp(), 20*time.Second); err != nil {
+	if err := cluster.Call(next).Customer().Wait(t.Context(), next.Timestamp(), 20*time.Second); err != nil {
 		t.Errorf("the next batch: %v", err)
 	}
 	first()

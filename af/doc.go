@@ -7,7 +7,7 @@
 // what one worker sent as one Batch, hands it to the application, and sends the
 // answers that Respond gives.
 //
-// An Exchange is a PushPull of the same tensors, again and again: Prepare checks them once,
+// A Prepared is a PushPull of the same tensors, again and again: Prepare checks them once,
 // Start sends them, or their first rows.
 //
 // Memory: tensors of a call belong to the library until Wait returns. The push

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -352,7 +353,7 @@ func TestNodeLeaves(t *testing.T) {
 	h, _ := ask(t, w, 1, "x")
 	<-arrived
 	waiting := make(chan error)
-	go func() { waiting <- w.Customer().Wait(t.Context(), h.Timestamp(), time.Minute) }()
+	go func() { waiting <- cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), time.Minute) }()
 	c.Workers[0].Close()
 	vantest.Fails(t, <-waiting, van.ErrClosed, "worker 0 (id 9)")
 	_, err := w.PushPull([]af.KeyTensor{{}}, nil)

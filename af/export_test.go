@@ -1,5 +1,7 @@
 package af
 
+import "github.com/stepaf/stepaf-go/internal/cluster"
+
 // Early is how many messages wait for those before them, by the server's count.
 func (s *Server) Early() int { return early(s) }
 
@@ -26,3 +28,6 @@ func Held(s *Server, worker int) (n, bytes int) {
 	defer x.mu.Unlock()
 	return early(s), x.heldBytes
 }
+
+// Customer is the worker's end at its node.
+func (w *Worker) Customer() *cluster.Customer { return w.calls.customer }

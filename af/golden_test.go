@@ -26,7 +26,7 @@ func TestChecksGolden(t *testing.T) {
 			n, err := byteSize(d, shape)
 			fmt.Fprintln(w, d.Size(), d.Valid(), n, golden.Err(err))
 			have := max(min(n, len(room)-1)+rng.IntN(9)/8, 0)
-			x, err := New(backend.Bytes(room[:have]), d, shape...)
+			x, err := NewTensor(backend.Bytes(room[:have]), d, shape...)
 			fmt.Fprintln(w, x.Len(), x.Dims(), x.rank(), x.rows(), golden.Err(err))
 			if err == nil && x.rows() > 0 {
 				rows := rng.Int64N(x.rows() + 1)

@@ -33,7 +33,7 @@ import (
 // The first QueueStart takes 128 bytes of pinned memory that are kept until the backend is
 // closed, since a graph may be replayed after Close. Replays then do nothing; after the
 // backend's Close they must not be.
-func (x *Exchange) QueueStart(stream Stream, opts ...StartOption) error {
+func (x *Prepared) QueueStart(stream Stream, opts ...StartOption) error {
 	o, err := with(x.defaults, opts)
 	word := uint32(allRows)
 	switch {
@@ -60,7 +60,7 @@ func (x *Exchange) QueueStart(stream Stream, opts ...StartOption) error {
 // pull tensors are filled, or the round has failed, as a round does that takes longer than
 // limit. A limit of 0 is that of Prepare, a negative one is none; it is for all rounds that
 // begin from now on.
-func (x *Exchange) QueueWait(stream Stream, limit time.Duration) error {
+func (x *Prepared) QueueWait(stream Stream, limit time.Duration) error {
 	r, err := x.rounds()
 	if err == nil {
 		err = r.wait(stream)
@@ -74,7 +74,7 @@ func (x *Exchange) QueueWait(stream Stream, limit time.Duration) error {
 }
 
 // failed is err as the exchange's, if it is not one of rounds that streams have started.
-func (x *Exchange) failed(op string, err error) error {
+func (x *Prepared) failed(op string, err error) error {
 	if _, told := errors.AsType[*roundError](err); err == nil || told {
 		return err
 	}
@@ -82,7 +82,7 @@ func (x *Exchange) failed(op string, err error) error {
 }
 
 // rounds returns those of the exchange, made at the first call.
-func (x *Exchange) rounds() (*rounds, error) {
+func (x *Prepared) rounds() (*rounds, error) {
 	r := x.byStream.Load()
 	if r == nil {
 		var err error
@@ -98,7 +98,7 @@ func (x *Exchange) rounds() (*rounds, error) {
 
 // replayed is an exchange whose rounds the goroutine of graphs makes, which alone uses it.
 type replayed struct {
-	x      *Exchange
+	x      *Prepared
 	rounds *rounds
 	call   Call
 	begun  uint64        // clock.Now
@@ -162,14 +162,14 @@ type graphs struct {
 	closing atomic.Bool
 	turn    atomic.Uint64 // clock.Now when the goroutine last went round
 
-	mu    sync.Mutex                  // of what follows, to change it; before that of an Exchange
+	mu    sync.Mutex                  // of what follows, to change it; before that of a Prepared
 	all   atomic.Pointer[[]*replayed] // replaced, not changed
 	page  backend.Mem                 // what is left of the last one
 	ended chan struct{}               // nil before the first one
 }
 
 // add makes x a replayed exchange.
-func (g *graphs) add(x *Exchange) (*rounds, error) {
+func (g *graphs) add(x *Prepared) (*rounds, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if r := x.byStream.Load(); r != nil {

@@ -70,7 +70,7 @@ func startReplays(t *testing.T, over testcluster.Transport, servers int, hook ..
 
 // prepared is an exchange of the device's memory.
 type prepared struct {
-	*af.Exchange
+	*af.Prepared
 	push, pull []byte
 }
 
@@ -79,14 +79,14 @@ func (d *replays) prepare(t *testing.T, key uint64, n int, opts ...af.CallOption
 	p := &prepared{push: make([]byte, n), pull: make([]byte, n*len(d.Servers))}
 	pulls := make([]af.KeyTensor, len(d.Servers))
 	for i := range pulls {
-		x, err := af.New(d.dev.Mem(p.pull[i*n:(i+1)*n]), af.Uint8, int64(n))
+		x, err := af.NewTensor(d.dev.Mem(p.pull[i*n:(i+1)*n]), af.Uint8, int64(n))
 		if err != nil {
 			t.Fatal(err)
 		}
 		pulls[i] = af.KeyTensor{Key: key + 1, Val: x}
 	}
 	var err error
-	if p.Exchange, err = d.w.Prepare([]af.KeyTensor{{Key: key, Val: deviceTensor(t, d.dev, p.push)}}, pulls, opts...); err != nil {
+	if p.Prepared, err = d.w.Prepare([]af.KeyTensor{{Key: key, Val: deviceTensor(t, d.dev, p.push)}}, pulls, opts...); err != nil {
 		t.Fatal(err)
 	}
 	return p

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/hooks"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -43,7 +44,7 @@ func TestSendRefused(t *testing.T) {
 			})
 			h, _ := ask(t, w, 2, "refused")
 			began := time.Now()
-			vantest.Fails(t, w.Customer().Wait(t.Context(), h.Timestamp(), 20*time.Second), van.ErrQueueFull, "the test's queue")
+			vantest.Fails(t, cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), 20*time.Second), van.ErrQueueFull, "the test's queue")
 			if d := time.Since(began); d > 10*time.Second {
 				t.Errorf("message %d: Wait has returned after %s", nth, d)
 			}
@@ -93,7 +94,7 @@ func TestRefusedBatchIsFlushed(t *testing.T) {
 		return hooks.Pass
 	})
 	h, _ := ask(t, w, 2, "refused")
-	vantest.Fails(t, w.Customer().Wait(t.Context(), h.Timestamp(), 20*time.Second), van.ErrQueueFull)
+	vantest.Fails(t, cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), 20*time.Second), van.ErrQueueFull)
 	eventually(t, "each server is sent what was held for it", func() bool { return held.n.Load() == 2 })
 }
 
@@ -145,7 +146,7 @@ func TestAnswerRefused(t *testing.T) {
 			if n := holds.refs.Load(); n != 0 {
 				t.Errorf("%d holds on an answer that was refused, want none", n)
 			}
-			vantest.Fails(t, w.Customer().Wait(t.Context(), h.Timestamp(), 50*time.Millisecond), van.ErrTimeout)
+			vantest.Fails(t, cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), 50*time.Millisecond), van.ErrTimeout)
 			hook.OnSend(nil)
 			h, _ = ask(t, w, 1, string(text))
 			if err := <-answered; err != nil {

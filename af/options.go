@@ -11,11 +11,11 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// CallOption changes one PushPull, or all calls of an Exchange: a Stream, To, Within. It
+// CallOption changes one PushPull, or all calls of a Prepared one: a Stream, To, Within. It
 // costs no allocation.
 type CallOption interface{ callOption() }
 
-// StartOption changes one Start of an Exchange: a Stream, Rows. It costs no allocation.
+// StartOption changes one Start of a Prepared PushPull: a Stream, Rows. It costs no allocation.
 type StartOption interface{ startOption() }
 
 // RespondOption changes one Respond: a Stream, ByKey, OnSent. It costs no allocation.
@@ -57,7 +57,7 @@ type Within time.Duration
 
 func (Within) callOption() {}
 
-// Rows cuts each tensor of an Exchange, pushed or pulled, to its first rows for one Start: a
+// Rows cuts each tensor of a Prepared PushPull, pushed or pulled, to its first rows for one Start: a
 // row is what one index of the first dimension selects. No rows is fine, more than one of
 // the tensors has is an error.
 type Rows int

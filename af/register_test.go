@@ -23,7 +23,7 @@ func (h *holder) Release() { h.refs.Add(-1) }
 func heldTensor(t testing.TB, b []byte) (af.Tensor, *holder) {
 	t.Helper()
 	h := &holder{}
-	x, err := af.New(backend.Bytes(b).WithOwner(h), af.Uint8, int64(len(b)))
+	x, err := af.NewTensor(backend.Bytes(b).WithOwner(h), af.Uint8, int64(len(b)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -127,7 +127,7 @@ func TestRegisterWholeElements(t *testing.T) {
 		{af.Float32, []int64{11, 3}, []uint64{4, 5, 6}, false}, // not whole rows, as in the original
 		{af.Uint8, []int64{132}, []uint64{7, 8}, false},
 	} {
-		x, err := af.New(backend.Bytes(make([]byte, 132)), tt.dtype, tt.shape...)
+		x, err := af.NewTensor(backend.Bytes(make([]byte, 132)), tt.dtype, tt.shape...)
 		if err != nil {
 			t.Fatal(err)
 		}

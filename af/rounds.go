@@ -31,7 +31,7 @@ const (
 	wordPage   = 4096 // of pinned memory
 )
 
-// rounds are those of an Exchange. Streams write to the word and wait for it, the worker's
+// rounds are those of a Prepared. Streams write to the word and wait for it, the worker's
 // goroutine makes the rounds, and who watches that goroutine may end them.
 type rounds struct {
 	node, what string // for errors: the node, and the exchange's tensors

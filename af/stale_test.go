@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -85,7 +86,7 @@ func TestLateAnswer(t *testing.T) {
 			t.Fatal(err)
 		}
 		b := take(t, batches)
-		vantest.Fails(t, w.Customer().Wait(t.Context(), h.Timestamp(), time.Millisecond), van.ErrTimeout)
+		vantest.Fails(t, cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), time.Millisecond), van.ErrTimeout)
 		again := bytes.Repeat([]byte{1}, len(room))
 		copy(room, again)
 		before := testcluster.Stats(c.Workers[0]).ReceivedMessages

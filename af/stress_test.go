@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -121,7 +122,7 @@ func stressOne(t *testing.T, w *af.Worker, servers int, mark uint64) (answered b
 	case 1:
 		slice := time.Duration(1+rand.IntN(300)) * time.Microsecond
 		for err = postoffice.ErrPending; errors.Is(err, postoffice.ErrPending); {
-			err = w.Customer().WaitSlice(t.Context(), h.Timestamp(), 20*time.Second, slice)
+			err = cluster.Call(h).Customer().WaitSlice(t.Context(), h.Timestamp(), 20*time.Second, slice)
 		}
 		if err != nil {
 			return false, err

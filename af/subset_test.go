@@ -80,7 +80,7 @@ func TestExchangeToForeign(t *testing.T) {
 	w := newWorker(t, c.Workers[0])
 	push := []af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte("x"))}, {Key: 2, Val: bytesOf(t, []byte("y"))}}
 	some, both := prepare(t, w, push, nil, af.To{1}), prepare(t, w, push, nil)
-	for _, x := range []*af.Exchange{some, both} {
+	for _, x := range []*af.Prepared{some, both} {
 		if err := round(t, x); err != nil {
 			t.Fatal(err)
 		}

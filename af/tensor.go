@@ -53,12 +53,12 @@ func FromSlice[T Element](s []T, shape ...int64) (Tensor, error) {
 	if len(shape) == 0 {
 		shape = []int64{int64(len(s))}
 	}
-	return New(backend.Slice(s), DtypeOf[T](), shape...)
+	return NewTensor(backend.Slice(s), DtypeOf[T](), shape...)
 }
 
 // FromBytes returns a tensor of any element type that shares the memory of b.
 func FromBytes(b []byte, d Dtype, shape ...int64) (Tensor, error) {
-	return New(backend.Bytes(b), d, shape...)
+	return NewTensor(backend.Bytes(b), d, shape...)
 }
 
 // FromPointer returns a tensor over memory at p on device dev, whose length
@@ -74,12 +74,12 @@ func FromPointer(p unsafe.Pointer, dev backend.Device, owner any, d Dtype, shape
 	if p == nil && n > 0 {
 		return Tensor{}, fmt.Errorf("%w: tensor of %d bytes at address 0", van.ErrInvalid, n)
 	}
-	return New(backend.At(p, n, dev, owner), d, shape...)
+	return NewTensor(backend.At(p, n, dev, owner), d, shape...)
 }
 
-// New returns a tensor over mem, whose length must be that of the shape. A shape
+// NewTensor returns a tensor over mem, whose length must be that of the shape. A shape
 // without dimensions is a scalar.
-func New(mem backend.Mem, d Dtype, shape ...int64) (Tensor, error) {
+func NewTensor(mem backend.Mem, d Dtype, shape ...int64) (Tensor, error) {
 	n, err := byteSize(d, shape)
 	if err != nil {
 		return Tensor{}, err
@@ -126,23 +126,23 @@ func byteSize(d Dtype, shape []int64) (int, error) {
 }
 
 // Mem is the tensor's memory.
-func (t *Tensor) Mem() backend.Mem { return t.mem }
+func (t Tensor) Mem() backend.Mem { return t.mem }
 
 // Bytes is the tensor's memory as a slice that shares it, nil on a device.
-func (t *Tensor) Bytes() []byte { return t.mem.Host() }
+func (t Tensor) Bytes() []byte { return t.mem.Host() }
 
 // Len is the tensor's size in bytes.
-func (t *Tensor) Len() int { return t.mem.Len() }
+func (t Tensor) Len() int { return t.mem.Len() }
 
 // Dtype is the element type.
-func (t *Tensor) Dtype() Dtype { return t.dtype }
+func (t Tensor) Dtype() Dtype { return t.dtype }
 
 // Dims returns the shape; the slice is a copy.
-func (t *Tensor) Dims() []int64 { return append([]int64(nil), t.shape[:t.rank()]...) }
+func (t Tensor) Dims() []int64 { return append([]int64(nil), t.shape[:t.rank()]...) }
 
 // rank is the number of dimensions. A scalar has memory; what has neither
 // dimensions nor memory is the zero Tensor, of shape [0].
-func (t *Tensor) rank() int {
+func (t Tensor) rank() int {
 	if t.ndim == 0 && t.mem.Len() == 0 {
 		return 1
 	}
@@ -150,7 +150,7 @@ func (t *Tensor) rank() int {
 }
 
 // rows is the size of the first dimension, -1 without dimensions.
-func (t *Tensor) rows() int64 {
+func (t Tensor) rows() int64 {
 	if t.rank() == 0 {
 		return -1
 	}
@@ -166,7 +166,7 @@ func (t *Tensor) head(n int64) {
 }
 
 // Device is where the tensor lies.
-func (t *Tensor) Device() backend.Device {
+func (t Tensor) Device() backend.Device {
 	if t.mem.Len() == 0 && t.mem.Device() == (backend.Device{}) {
 		return backend.Host
 	}
@@ -174,7 +174,7 @@ func (t *Tensor) Device() backend.Device {
 }
 
 // String describes the tensor: "bfloat16[128 7168] on cpu".
-func (t *Tensor) String() string {
+func (t Tensor) String() string {
 	return fmt.Sprintf("%s%v on %s", t.dtype, t.shape[:t.rank()], t.Device())
 }
 

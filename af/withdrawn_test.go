@@ -65,7 +65,7 @@ func TestGivenUpBehindASlowHandler(t *testing.T) {
 		<-busy
 		for range 3 {
 			h, _ := ask(t, w, 1, "given up")
-			if err := w.Customer().Wait(t.Context(), h.Timestamp(), time.Millisecond); !errors.Is(err, van.ErrTimeout) {
+			if err := cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), time.Millisecond); !errors.Is(err, van.ErrTimeout) {
 				t.Fatalf("%v, want %v", err, van.ErrTimeout)
 			}
 		}

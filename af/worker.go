@@ -95,10 +95,6 @@ func (w *Worker) PushPull(push, pull []KeyTensor, opts ...CallOption) (Call, err
 	return b.start(device, o)
 }
 
-// Customer is the worker's share of its node. Bindings to other languages, which know a
-// call by its timestamp, wait and look up traces with it.
-func (w *Worker) Customer() *cluster.Customer { return w.calls.customer }
-
 // InFlight is the number of calls that are not finished or not waited for. Of
 // those finished that nobody waits for, the latest 4096 are remembered.
 func (w *Worker) InFlight() int { return w.calls.customer.InFlight() }

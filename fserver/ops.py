@@ -1,5 +1,5 @@
-"""Prepared exchanges as operators of PyTorch, so that torch.compile makes one graph of what
-uses them. It needs PyTorch 2.4; fserver and fserver_lib do without this module.
+"""Prepared exchanges as operators of PyTorch, so that torch.compile makes one graph of code that
+uses them. This module needs PyTorch 2.4; fserver and fserver_lib do not need this module.
 
     from fserver import ops
 
@@ -12,9 +12,9 @@ uses them. It needs PyTorch 2.4; fserver and fserver_lib do without this module.
         x.wait()
         return out + h
 
-start() and wait() are torch.ops.stepaf.start and .wait, which know the exchange by its
-number. A compiled function may hand them other tensors than those prepared, with the
-values that these would have: they are copied. Nothing is where they are the same.
+start() and wait() are torch.ops.stepaf.start and .wait, which identify the exchange by its
+number. A compiled function may pass other tensors than the prepared ones: they are then
+copied to or from the prepared ones. The same tensors are not copied.
 """
 
 import itertools
@@ -29,22 +29,22 @@ if not hasattr(library, "register_fake"):
 
 __all__ = ["Exchange", "prepare"]
 
-_exchanges = weakref.WeakValueDictionary()  # by number, which is never used again
+_exchanges = weakref.WeakValueDictionary()  # by number; numbers are not reused
 _numbers = itertools.count(1)
 
 
 class Exchange:
-    """What prepare() returns: an fserver_lib.Exchange with its tensors and a number."""
+    """The result of prepare(): an fserver_lib.Exchange with its tensors and a number."""
 
     def __init__(self, exchange, push, pull):
         self.exchange, self.push, self.pull = exchange, list(push), list(pull)
         self.number = next(_numbers)
-        self.rows = -1  # of the round that was started last
-        self.started = False  # and was not waited for
+        self.rows = -1  # of the latest round
+        self.started = False  # and not waited for yet
         _exchanges[self.number] = self
 
     def start(self, rows=-1):
-        """Begins a round of all rows, or of the first so many of each tensor."""
+        """Begins a round of all rows, or of the first `rows` rows of each tensor."""
         torch.ops.stepaf.start(self.number, self.push, self.pull, rows)
 
     def wait(self, timeout_ms=15000):
@@ -52,11 +52,11 @@ class Exchange:
         torch.ops.stepaf.wait(self.number, self.push, self.pull, timeout_ms)
 
     def check(self):
-        """Raises what rounds of CUDA graphs have failed with."""
+        """Raises the first error of rounds of CUDA graphs."""
         self.exchange.check()
 
     def close(self):
-        """Lets go of the tensors."""
+        """Releases the tensors."""
         self.exchange.close()
 
 
@@ -68,12 +68,12 @@ def prepare(push_tensors, push_keys, pull_tensors, pull_keys, need_event=True, *
 def _exchange(number):
     x = _exchanges.get(number)
     if x is None:
-        raise f.ValueError("stepaf: there is no exchange %d, or it was dropped: keep what prepare() returned" % number)
+        raise f.ValueError("stepaf: there is no exchange %d, or it was dropped: keep the result of prepare()" % number)
     return x
 
 
 def _bring(to, of, rows, what):
-    """Copies the rows of tensors to others, where they are not the same."""
+    """Copies the rows of tensors to others, unless they are the same tensors."""
     if len(to) != len(of):
         raise f.ValueError("stepaf: %d %s tensors, but %d were prepared" % (len(of), what, len(to)))
     for i, (mine, given) in enumerate(zip(to, of)):
@@ -100,7 +100,7 @@ def _wait(exchange, push, pull, timeout_ms=15000):
     try:
         x.exchange.wait(timeout_ms)
     except f.Error:
-        x.started = False  # the round is over, or was given up
+        x.started = False  # the round has ended, or was canceled
         raise
     x.started = False
     _bring(pull, x.pull, x.rows, "pull")
@@ -110,8 +110,8 @@ def _nothing(*args):
     return None
 
 
-# Both have all tensors, and say that they change those to be filled: so what uses the
-# values stays behind wait, and what writes new ones to be sent as well.
+# Both operators take all tensors, and declare that they change the pull tensors. So the compiler
+# keeps code that uses the values, or writes new values to send, after wait.
 _ops = library.Library("stepaf", "DEF")
 for _name, _last, _function in (("start", "SymInt rows=-1", _start), ("wait", "int timeout_ms=15000", _wait)):
     _ops.define("%s(int exchange, Tensor[] push, Tensor(a!)[] pull, %s) -> ()" % (_name, _last), tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,24 +1,24 @@
-"""A controller that runs functions on many processes: package kv/session for Python.
+"""Sessions: a controller runs functions on many processes. This is package kv/session for Python.
 
     from fserver import session                       # after fserver.init()
 
-    session.serve({"forward": forward})               # on each server: until the session ends
+    session.serve({"forward": forward})               # on each server: runs until the session ends
 
     with session.open() as s:                         # on one worker
-        x = s.broadcast(s.copy_to(array))             # from rank 0 to all
+        x = s.broadcast(s.copy_to(array))             # to rank 0, then to all ranks
         y = s.call("forward", x, 0.5)                 # all ranks run it
-        print(s.copy_from(y))                         # what rank 0 has
+        print(s.copy_from(y))                         # the result on rank 0
 
-All ranks run the calls of a session one after the other, in the order in which they were made; call()
-does not wait for them. What a function returns, any object, stays on its rank under a handle. A handle
-that is not referred to any more is killed. Arguments and what is copied are None, bool, int,
-float, str, bytes, NumPy arrays of numbers, dates or times (no long doubles), and, as arguments, handles. One thread calls at a
-time, as with barrier(); a thread in serve() holds that place but while a function runs, so that no other can count
-on being let in to init(), stop() or barrier() meanwhile.
+All ranks run the calls of a session one after the other, in the order in which they were made. call()
+does not wait for them. The result of a function, any object, stays on its rank under a handle. A handle
+without references is killed. Arguments and copied values are None, bool, int, float, str, bytes, NumPy
+arrays of numbers, dates or times (no long doubles), and, as arguments, handles. Only one thread may call
+at a time, as with barrier(). A thread in serve() counts as calling except while a function runs, so other
+threads should not call init(), stop() or barrier() meanwhile.
 
-An exception in a function, or a name that a rank does not have, is a fserver_lib.Error of
-wait(), sync() or a copy of the result, which names the rank. Where a rank is lost, or the controller, all
-that waits raises ConnectionError or Error, and the session has ended.
+If a function raises an exception, or a rank does not have the named function, wait(), sync() or a copy of
+the result raises fserver_lib.Error, which names the rank. If a rank or the controller is lost, all waiting
+calls raise ConnectionError or Error, and the session has ended.
 """
 
 import struct
@@ -40,7 +40,7 @@ def _utf8(text):
     try:
         return text.encode()
     except UnicodeEncodeError as e:
-        raise f.ValueError("session: a str that cannot be written in UTF-8: %s" % e) from None
+        raise f.ValueError("session: a str that cannot be encoded in UTF-8: %s" % e) from None
 
 
 _NUMBERS = frozenset(("bool int8 uint8 int16 uint16 float16 bfloat16 int32 uint32 float32 int64 uint64 float64 complex64 "
@@ -48,16 +48,16 @@ _NUMBERS = frozenset(("bool int8 uint8 int16 uint16 float16 bfloat16 int32 uint3
 
 
 def _travels(dtype):
-    """Whether arrays of it do: its name, which is all that travels of it, is one of those that the Go package knows."""
+    """Whether arrays of this dtype can be sent: only the dtype's name is sent, and the Go package must know it."""
     return dtype.isnative and (dtype.kind in "mM" or dtype.name in _NUMBERS)
 
 
 class _Number(int):
-    """A handle, or the number of a result, as it travels."""
+    """A handle, or the number of a result, in encoded values."""
 
 
 def _encode(values):
-    """What session.Decode of the Go package describes."""
+    """Encodes values in the format of session.Decode of the Go package."""
     b = bytearray(struct.pack("<I", len(values)))
     for v in values:
         if isinstance(v, np.generic) and v.dtype.kind not in "mM":
@@ -83,7 +83,7 @@ def _encode(values):
             b += struct.pack("<BI", 5, len(v)) + v
         elif isinstance(v, np.ndarray) and not isinstance(v, np.ma.MaskedArray):
             if not _travels(v.dtype):
-                raise f.ValueError("session: an array of %r, want one of %s, datetime64 or timedelta64, in the order of this machine"
+                raise f.ValueError("session: an array of %r, want one of %s, datetime64 or timedelta64, in the byte order of this machine"
                                    % (v.dtype, ", ".join(sorted(_NUMBERS))))
             if v.ndim > 32:
                 raise f.ValueError("session: an array of %d dimensions, want at most 32" % v.ndim)
@@ -97,7 +97,7 @@ def _encode(values):
 
 
 def _decode(b):
-    """The values in b; arrays are copies."""
+    """Returns the values in b. Arrays are copies."""
     (n,), at, values = struct.unpack_from("<I", b), 4, []
 
     def take(form):
@@ -135,17 +135,17 @@ def _do(op, handle=0, rank=0, name="", data=b"", timeout_ms=None):
 
 
 class Handle:
-    """A result that is on the ranks, of one session."""
+    """A result of one session, stored on its ranks."""
 
     def __init__(self, number, session):
         self.number, self._session = number, session
-        self._kill = f.f._session  # which may be gone when this goes
+        self._kill = f.f._session  # the module may be freed before this object
 
     def __del__(self):
         self.kill()
 
     def kill(self):
-        """Gives the result up: the ranks drop it before the next call."""
+        """Releases the result: the ranks release it before the next call."""
         kill, self._kill = self._kill, None
         if kill is not None and self._session is _now:
             try:
@@ -154,20 +154,20 @@ class Handle:
                 pass  # the process has stopped
 
     def wait(self, timeout_ms=None):
-        """Waits until all ranks have run the call, and raises what has gone wrong there."""
+        """Waits until all ranks have run the call, and raises their errors."""
         self._session._do(_WAIT, self._session._number(self), timeout_ms=timeout_ms)
 
 
 class Session:
-    """What open() returns. It is a context manager: its end shuts the session down, or closes it
-    when there is an exception."""
+    """The result of open(). It is a context manager: at the end it shuts the session down, or after an
+    exception closes it."""
 
     def __init__(self, ranks):
         self.ranks = ranks
         self._open = True
 
     def _number(self, handle):
-        """The number of a handle of this session. Another session has used the same ones."""
+        """Returns the number of a handle of this session. Other sessions use the same numbers."""
         if not isinstance(handle, Handle):
             raise f.TypeError("session: a %s, want a handle" % type(handle).__name__)
         if handle._session is not self or self is not _now:
@@ -175,9 +175,9 @@ class Session:
         return handle.number
 
     def _do(self, *args, **kw):
-        """A call of this session. A process has one at a time: without this, it would be one of the next."""
+        """Makes a call of this session. A process has one session at a time: without the check, the call would be made in the next session."""
         if self is not _now or not self._open:
-            raise f.Error("session: this one has ended")
+            raise f.Error("session: this session has ended")
         return _do(*args, **kw)
 
     def __enter__(self):
@@ -187,7 +187,7 @@ class Session:
         self.shutdown() if kind is None else self.close()
 
     def call(self, name, *args, timeout_ms=None):
-        """Has all ranks run a function; the limit is for there being room for the call."""
+        """Runs a function on all ranks. The limit is for the wait until the window of calls has space."""
         if not isinstance(name, str):
             raise f.TypeError("session: a %s, want the name of a function" % type(name).__name__)
         if b"\0" in _utf8(name):
@@ -198,38 +198,38 @@ class Session:
         return Handle(self._do(_RUN, 0, 0, name, _encode(args), timeout_ms)[0], self)
 
     def copy_to(self, value, timeout_ms=None):
-        """Keeps a value on rank 0."""
+        """Stores a value on rank 0."""
         return Handle(self._do(_COPY_TO, 0, 0, "", _encode([value]), timeout_ms)[0], self)
 
     def broadcast(self, handle, timeout_ms=None):
-        """Keeps on all ranks, under a new handle, what rank 0 has. It goes through this process."""
+        """Stores rank 0's value on all ranks, under a new handle. The value is sent through this process."""
         return Handle(self._do(_BROADCAST, self._number(handle), timeout_ms=timeout_ms)[0], self)
 
     def copy_from(self, handle, timeout_ms=None):
-        """What rank 0 has."""
+        """Returns the value on rank 0."""
         return self.get(handle, 0, timeout_ms)
 
     def get(self, handle, rank, timeout_ms=None):
-        """What one rank has."""
+        """Returns the value on one rank."""
         return _decode(self._do(_GET, self._number(handle), rank, timeout_ms=timeout_ms)[3])[0]
 
     def set(self, handle, rank, value, timeout_ms=None):
-        """Replaces what one rank has."""
+        """Replaces the value on one rank."""
         self._do(_SET, self._number(handle), rank, "", _encode([value]), timeout_ms)
 
     def handles(self, rank, timeout_ms=None):
-        """The numbers of the handles under which a rank has something."""
+        """Returns the numbers of the handles that have a value on a rank."""
         return _decode(self._do(_HANDLES, 0, rank, timeout_ms=timeout_ms)[3])
 
     def sync(self, timeout_ms=None):
-        """Waits for all calls, and raises the errors of those that nobody has waited for."""
+        """Waits for all calls, and raises the errors of calls without a wait()."""
         self._do(_SYNC, timeout_ms=timeout_ms)
 
     def shutdown(self, timeout_ms=None):
         """Waits for all calls, and ends serve() on all ranks."""
         if self._open and self is _now:
             _do(_SHUTDOWN, timeout_ms=timeout_ms)
-            self._open = False  # only now: a call that is refused has ended nothing
+            self._open = False  # after the call: a refused call has not ended the session
 
     def close(self):
         """Ends the session at once; serve() ends with an error on all ranks."""
@@ -239,20 +239,20 @@ class Session:
 
 
 def open(timeout_ms=15000):
-    """Begins a session with all servers, and returns when all have called serve(). For a worker, after init()."""
+    """Begins a session with all servers. Returns when all have called serve(). Call it on a worker, after init()."""
     global _now
     _now = Session(_do(_OPEN, timeout_ms=timeout_ms)[1])
     return _now
 
 
-_now = None  # the last session that was opened: a process controls one at a time
+_now = None  # the latest session: a process controls one at a time
 
 
 def serve(functions):
-    """Runs functions, a dict by name, for the controller, on the calling thread, until it shuts the session
-    down or calls stop(). Raises when the session has failed or the controller is lost, ConnectionError when no session
-    is open and all workers are lost, and Finished when all workers are in stop(): it ends the program as that of
-    get_batch() does. For a server, after init()."""
+    """Runs functions, a dict by name, for the controller, on the calling thread, until the controller shuts the
+    session down or calls stop(). Call it on a server, after init(). Raises an error if the session has failed or the
+    controller is lost, ConnectionError if no session is open and all workers are lost, and Finished if all workers are
+    in stop(): that ends the program, as after get_batch()."""
     kept, last = {}, 0
     _do(_SERVE, data=_encode(list(functions)))
     try:
@@ -273,14 +273,14 @@ def serve(functions):
                 _do(_FAIL, name=_text(e))
             else:
                 _do(_DONE, answer, data=out)
-            data = out = None  # which may be long
+            data = out = None  # releases long data
     except BaseException as e:
-        _do(_LEAVE, name=_text(e))  # the controller is told, if it is not the cause
+        _do(_LEAVE, name=_text(e))  # reports to the controller, unless that is the cause
         raise
 
 
 def _text(e):
-    """What an exception says, as text that travels."""
+    """Returns the text of an exception, in a form that can be sent."""
     try:
         text = "%s: %s" % (type(e).__name__, e)
     except Exception:

@@ -53,7 +53,7 @@ func TestPullOnly(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if err := w.Customer().Wait(t.Context(), h.Timestamp(), 10*time.Second); err != nil {
+				if err := core.Call(h).Customer().Wait(t.Context(), h.Timestamp(), 10*time.Second); err != nil {
 					t.Fatal(err)
 				}
 				for i := range pull {
@@ -206,7 +206,7 @@ func TestRequestsThatMakeNoSense(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		return w.Customer().Wait(t.Context(), h.Timestamp(), limit)
+		return core.Call(h).Customer().Wait(t.Context(), h.Timestamp(), limit)
 	}
 	if err := push(9, 20*time.Second); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "pushed 9 bytes under key 7") {
 		t.Errorf("push larger than its buffer: %v, want an error that says so", err)

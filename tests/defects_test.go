@@ -156,7 +156,7 @@ func TestTimeoutIsAnError(t *testing.T) {
 		if h, _, err = c.request(w, []byte("x")); err != nil {
 			t.Fatal(err)
 		}
-		err = w.Customer().Wait(t.Context(), h.Timestamp(), limit)
+		err = core.Call(h).Customer().Wait(t.Context(), h.Timestamp(), limit)
 		if !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "server 1 (id 10)") {
 			t.Errorf("got %v, want a timeout that names server 1", err)
 		}
@@ -190,7 +190,7 @@ func TestLostServerFailsItsRequests(t *testing.T) {
 	}
 	<-arrived
 	c.Servers[1].Close()
-	if err := w.Customer().Wait(t.Context(), h.Timestamp(), 20*time.Second); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "server 1 (id 10)") {
+	if err := core.Call(h).Customer().Wait(t.Context(), h.Timestamp(), 20*time.Second); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "server 1 (id 10)") {
 		t.Errorf("got %v, want the loss of server 1", err)
 	}
 	if err := c.Workers[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup); err != nil {

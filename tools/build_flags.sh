@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Prints the options of go build for this machine: USE_CUDA and USE_RDMA (0, 1, or
-# unset for what the machine has) become build tags, and so do the arguments. What
-# was chosen goes to standard error, unless the option -q is given.
+# Prints the options of go build for this machine. USE_CUDA and USE_RDMA (0, 1, or unset to detect) become build tags,
+# and so do the arguments. The choices are printed to standard error, unless -q is given.
 #   build_flags.sh [-q] [TAG...]
 set -euo pipefail
 # shellcheck source=env.sh
@@ -25,7 +24,7 @@ fi
 for name in USE_FABRIC USE_UCX USE_TP; do
   case "${!name-}" in
     '' | 0) ;;
-    *) stop "$name=${!name}: not yet; the transports are zmq and, where it is built, ibverbs" ;;
+    *) stop "$name=${!name}: not supported; the transports are zmq and, if it is built, ibverbs" ;;
   esac
 done
 for name in USE_CUDA USE_RDMA; do
@@ -36,19 +35,19 @@ for name in USE_CUDA USE_RDMA; do
 done
 
 for tag in "$@"; do
-  [[ $tag =~ ^[A-Za-z0-9_.]+$ ]] || stop "want build tags, not '$tag'; --help says what else"
+  [[ $tag =~ ^[A-Za-z0-9_.]+$ ]] || stop "want build tags, not '$tag'; see --help"
 done
 tags=("$@")
 
-# The environment's lists of options for the C compiler, as Go reads them: a part in quotes may have blanks.
+# The environment's lists of options for the C compiler, in Go's format: a quoted part may have blanks.
 words() { xargs -r printf '%s\n' <<<"$1"; }
 mapfile -t cflags < <(words "${CGO_CPPFLAGS-} ${CGO_CFLAGS-}")
 mapfile -t ldflags < <(words "${CGO_LDFLAGS-}")
 read -r -a compiler <<<"${CC:-$(tools/go.sh env CC 2>/dev/null || echo cc)}"
 
-# Only cuda.h and a libcuda.so to link with are needed, a stub will do: the driver's
-# library is opened when a program uses a GPU. The places are those that
-# gorgonia.org/cu knows; others are for CGO_CFLAGS and CGO_LDFLAGS, see cuda_env.mk.
+# Only cuda.h and a libcuda.so to link with are needed; a stub is enough, since a program opens the driver's library
+# when it uses a GPU. The directories are those of gorgonia.org/cu; set CGO_CFLAGS and CGO_LDFLAGS for others, see
+# cuda_env.mk.
 cuda_headers() {
   "${compiler[@]}" ${cflags[@]+"${cflags[@]}"} -I/usr/local/cuda/include -x c - -o /dev/null ${ldflags[@]+"${ldflags[@]}"} \
     -L/usr/local/cuda/lib64 -lcuda >/dev/null 2>&1 <<<$'#include <cuda.h>\nint main(void) { return (int)cuInit(0); }'
@@ -66,7 +65,7 @@ else
   say "GPU support: off, no CUDA ($cuda_packages)"
 fi
 
-# Only the headers are needed: the libraries are opened when a program uses RDMA.
+# Only the headers are needed: a program opens the libraries when it uses RDMA.
 rdma_headers() {
   "${compiler[@]}" ${cflags[@]+"${cflags[@]}"} -E -o /dev/null - >/dev/null 2>&1 \
     <<<$'#include <infiniband/verbs.h>\n#include <rdma/rdma_cma.h>'

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Runs "stepaf bench software" in a build that counts how often sync.Mutex and
-# sync.RWMutex are taken. The build has copies of two files of Go's package sync, in
-# which taking a lock calls a hook; nothing of it is in other builds. Its times are
-# longer than those of an ordinary build: only the lock operations are of interest.
+# Runs "stepaf bench software" in a build that counts the lock operations of sync.Mutex and sync.RWMutex. The build has
+# copies of two files of Go's package sync, in which locking calls a hook; other builds do not have it. Its times are
+# longer than those of an ordinary build: only the lock operations are meaningful.
 #   count_locks.sh [OPTION of bench software...]
 set -euo pipefail
 # shellcheck source=env.sh
@@ -15,8 +14,7 @@ out=build/locks
 mkdir -p $out
 source="$(tools/go.sh env GOROOT)/src"
 
-# hook FILE FUNCTION...: prints the file with a call of the hook at the beginning of
-# each function.
+# hook FILE FUNCTION...: prints the file with a call of the hook at the start of each function.
 hook() {
   local file="$1" expressions=() f
   shift

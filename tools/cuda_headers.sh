@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Fetches cuda.h and the stub of libcuda.so of Debian's or Ubuntu's nvidia-cuda-dev into
-# build/cuda, where make finds them. The package itself would bring 5 GB of libraries
-# that we do not use; its 750 MB are fetched all the same, and checked by apt. Nothing
-# outside build/ changes, the sources of apt neither. Status 77, and a line that says
-# why, where there is no such package.
+# Fetches cuda.h and the stub of libcuda.so from Debian's or Ubuntu's nvidia-cuda-dev into build/cuda, where make finds
+# them. The whole package would install 5 GB of unused libraries; its 750 MB are downloaded all the same, and apt checks
+# them. Nothing outside build/ changes, not even the sources of apt. If there is no such package, the status is 77, and
+# a line gives the reason.
 set -euo pipefail
 # shellcheck source=env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

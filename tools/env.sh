@@ -1,4 +1,4 @@
-# Sourced first by every script of this repository; never run.
+# Every script of this repository sources this file first. It is not run by itself.
 
 # The script restarts itself once without the exported settings of a user's shell that change
 # how bash and grep run a script: CDPATH (with it cd prints), POSIXLY_CORRECT, BASH_ENV,

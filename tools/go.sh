@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Runs the command go, $GO if that is set, with an environment that suits this module,
-# independently of the user's environment: modules and cgo are on, a go.work of a parent
-# directory is ignored, and -mod=vendor applies only if there is a directory vendor. Go asks
-# git for the version of a program. If git fails, as in a checkout that belongs to another
-# user or a linked worktree without its repository, go.sh switches that off.
+# Runs the command go ($GO if that is set) in an environment for this module, independent of the user's environment:
+# modules and cgo are on, a go.work of a parent directory is ignored, and -mod=vendor applies only if there is a
+# directory vendor. Go asks git for the version of a program. If git fails, as in a checkout of another user or in a
+# linked worktree without its repository, go.sh disables that.
 #   go.sh ARGUMENT OF GO...
 set -euo pipefail
 # shellcheck source=env.sh

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests that need GPUs: the backend's, in Go, and those of the Python module and
-# its programs with PyTorch. With Go it builds first; without Go it takes what is in
-# bin/, see docs/gpu.md.
+# Runs the tests that need GPUs: those of the backend, in Go, and those of the Python module and its programs with
+# PyTorch. With Go it builds first; without Go it uses the files in bin/, see docs/gpu.md.
 set -euo pipefail
 # shellcheck source=env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

@@ -37,7 +37,7 @@ elif [ $# -gt 0 ]; then
   exit 2
 fi
 
-# header NAME: does the C compiler find it?
+# header NAME: succeeds if the C compiler finds the header.
 header() {
   local compiler="${CC:-cc}"
   command -v "$compiler" >/dev/null 2>&1 || compiler=gcc
@@ -77,7 +77,7 @@ if [ ${#missing[@]} -eq 0 ]; then
   exit 0
 fi
 
-# stop LINE: it cannot be installed. Without the headers of RDMA a build is possible.
+# stop LINE: ends the script, since packages cannot be installed. Without the RDMA headers a build is still possible.
 stop() {
   echo "install_deps: $1: ${missing[*]}" >&2
   if [ "$needed" -gt 0 ] || [ "${USE_RDMA-}" = 1 ]; then

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests that need RDMA devices in a virtual machine of tools/rdma-vm. All is
-# compiled here; one machine is booted, and runs one package after the other.
-# A package of which nothing passed, as all was skipped, has failed.
+# Runs the tests that need RDMA devices in a virtual machine of tools/rdma-vm. Everything is compiled here. One machine
+# is booted, and runs one package after the other. A package in which no test passed, because all were skipped, has
+# failed.
 set -euo pipefail
 # shellcheck source=env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -83,7 +83,7 @@ begun=$SECONDS
 flags="$(USE_RDMA=1 tools/build_flags.sh -q)"
 list='{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{.Dir}}{{end}}'
 if [ ${#packages[@]} -eq 0 ]; then
-  # What runs on the fake needs no device, and has run with the other tests.
+  # Tests on simulated devices run with the other tests.
   [ "$run" ] || devices='^TestDevice'
   # shellcheck disable=SC2086 # the flags are a list
   found="$(tools/go.sh list $flags -f "$list" ./van/rdma/... ./tests/... | grep -E '/(van|tests)/rdma(/| )' | grep -v '/fakeverbs ' || true)"
@@ -126,8 +126,8 @@ say "compiled ${#names[@]} packages in $((SECONDS - begun)) s"
 # ---------------------------------------------------------------------------
 # Running
 
-# The text of this function is sent to the machine. For each package it prints a
-# line "ran NAME STATUS SECONDS PROCESSES-LEFT".
+# The text of this function is sent to the machine. For each package it prints a line "ran NAME STATUS SECONDS
+# PROCESSES-LEFT".
 in_guest() { # DIRECTORY LIMIT OPTION...
   local work=$1 limit=$2 name dir only group begun status left try
   shift 2
@@ -180,7 +180,7 @@ count() {
 
 passed=0 failed=0 skipped=0 bad=()
 
-# report NAME SECONDS PROBLEM: the verdict on a package; no problem is "".
+# report NAME SECONDS PROBLEM: prints the result of a package; an empty problem means success.
 report() {
   local name=$1 seconds=$2 problem=$3 p f s verdict=ok notes log="build/rdma/$1.log"
   {

@@ -11,7 +11,8 @@
 #     testing.Short. "make test" runs it with -short: it skips itself or makes fewer rounds. test-long finds
 #     these tests by that call, and runs them in full.
 #   - A package whose code runs in several goroutines is tested with the race detector, others without.
-#     Simulated clusters and real processes are tested without it in "make test", and with it in test-long.
+#     Simulated clusters and real processes run without it in "make test". In test-long all simulated plans and some
+#     plans on real processes run with it.
 set -euo pipefail
 # shellcheck source=env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -27,7 +28,7 @@ plain='/(tests|tests/(benchmark|examples|fserver|utests|internal|limits|processe
 plain+='|postoffice/membership|van/(env|rdma/choose)|internal/(freeport|hostaddr|limits|testlimit))$'
 
 # The packages that take longest are started first, so that no processor is idle at the end.
-longest=(van/zmq postoffice van/local van/rdma af/window af/collective tests/faults af kv kv/session)
+longest=(van/zmq internal/cluster van/local van/rdma af/window af/collective tests/faults af kv kv/session)
 longest_plain=(tests/processes tests tests/sim tools/internal/app tests/limits tests/replay postoffice/membership)
 
 # How many packages are tested at once: their tests wait most of the time.
@@ -101,10 +102,10 @@ full() { # the tests that -short shortens, but those of tests/processes, which p
   done < <(long_tests)
   return $status
 }
-processes() { # the race detector triples the time of the processor, so it watches one leg
+processes() { # the race detector triples the processor time of a plan, so it watches the brief ones
   local status=0
-  go_test -race -timeout 14m ./tests/processes -leg=shm || status=1
-  go_test -timeout 14m ./tests/processes -leg=tcp || status=1
+  go_test -timeout 14m ./tests/processes || status=1
+  go_test -race -short -timeout 14m ./tests/processes -leg=shm || status=1
   return $status
 }
 simulated() { go_test -race -timeout 10m -run '^Test(Plans|Collectives|RDMA)$' ./tests/sim; }
@@ -141,6 +142,23 @@ step() {
   fi
   return "$status"
 }
+# begin NAME: starts a step beside the next ones. collect NAME: waits for it, prints its output, and notes how it ended.
+begin() {
+  ( status=0; begun=$SECONDS; "$1" || status=$?; echo "$status $((SECONDS - begun))" >"$work/$1.ended" ) >"$work/$1.log" 2>&1 </dev/null &
+}
+collect() {
+  local status took
+  wait
+  echo "--- test: $1"
+  cat "$work/$1.log"
+  read -r status took <"$work/$1.ended"
+  if [ "$status" -eq 0 ]; then
+    results+=("test: ok   $1 $took s, beside others")
+  else
+    results+=("test: FAIL $1 $took s, beside others: status $status")
+    failed+=" $1"
+  fi
+}
 # skip NAME REASON
 skip() { results+=("test: SKIPPED $1: $2"); }
 
@@ -153,14 +171,18 @@ case "${1-}" in
     fi
     ;;
   long)
+    # The virtual machine waits a third of its time, and so do the processes of plans.
+    machine=''
+    if why="$(tools/rdma_test.sh --ready 2>&1)"; then machine=1 && begin machine; else skip machine "$why"; fi
     step variants || true
-    step full || true
-    step processes || true
-    step simulated || true
-    step allocs || true
     step seeds || true
     step faults || true
-    if why="$(tools/rdma_test.sh --ready 2>&1)"; then step machine || true; else skip machine "$why"; fi
+    if [ "$machine" ]; then collect machine; fi
+    begin simulated
+    step processes || true
+    collect simulated
+    step full || true
+    step allocs || true
     if why="$(tools/python/test.sh --ready 2>&1)"; then step pythons || true; else skip pythons "$why"; fi
     ;;
   list)
@@ -181,7 +203,7 @@ if [ -z "${1-}" ]; then
   cat <<END
 test: left out, run by "make test-long":
   tests that -short shortens, in full: $(long_tests | sed 's/^[^ ]* //' | tr '\n|' '  ')
-  all plans on real processes, and simulated plans with the race detector: go test -race ./tests/processes ./tests/sim
+  all plans on real processes: go test ./tests/processes; plans with the race detector: go test -race -short ./tests/processes ./tests/sim
   allocations: make testallocs; 1000 seeds: make sim SEEDS=1000; planted faults: make simfaults
   staticcheck, and vet with the build tag nordma: make lint check-variants
   RDMA devices in a virtual machine: make rdma-deps rdma-test

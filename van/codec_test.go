@@ -80,7 +80,7 @@ func TestDecodeSessions(t *testing.T) {
 	}
 }
 
-// What a C++ node leaves uninitialised must neither fail nor come back.
+// TestDecodeIgnoresGarbage: bytes that a C++ node leaves uninitialised are accepted, and do not appear in the result.
 func TestDecodeIgnoresGarbage(t *testing.T) {
 	packed := loadVector(t, "add_node_reply_1w1s")
 	var want Meta
@@ -210,7 +210,7 @@ func TestDecodeLies(t *testing.T) {
 	}
 }
 
-// A negative shape entry that dim does not cover means nothing.
+// A negative shape entry beyond dim is ignored.
 func TestDecodeShapeBeyondDim(t *testing.T) {
 	b := loadVector(t, "push_request_batch_end")
 	le.PutUint64(b[offShape+8:], math.MaxUint64)
@@ -223,7 +223,7 @@ func TestDecodeShapeBeyondDim(t *testing.T) {
 	}
 }
 
-// A frame that announces much and has little must not make us allocate much.
+// A short frame with large counts must not cause a large allocation.
 func TestDecodeAllocatesLittle(t *testing.T) {
 	b := loadVector(t, "add_node_reply_1w1s")
 	le.PutUint32(b[offNodeSize:], 3_000_000)
@@ -320,7 +320,7 @@ func TestValidate(t *testing.T) {
 		dst := bytes.Repeat([]byte{0xa5}, m.EncodedLen())
 		wantInvalid(t, m.EncodeTo(dst), tc.field)
 		if tc.field == "" {
-			wantInvalid(t, DecodeMeta(dst, &Meta{}), "") // what may be sent is received
+			wantInvalid(t, DecodeMeta(dst, &Meta{}), "") // a meta that may be sent is accepted
 		}
 		longer, err := m.AppendTo([]byte("x"))
 		wantInvalid(t, err, tc.field)
@@ -354,7 +354,7 @@ func TestAppendTo(t *testing.T) {
 }
 
 func TestCodecAllocations(t *testing.T) {
-	// The last two: control messages and bodies reuse what the first run made.
+	// The last two: control messages and bodies reuse the memory of the first run.
 	for _, name := range []string{"push_request_single", "push_response", "pull_request_batch_end_bf16", "pull_response",
 		"kv_push_request_with_lens", "add_node_reply_2w2s", "simple_app_request"} {
 		b := loadVector(t, name)
@@ -411,7 +411,7 @@ func benchCodec(b *testing.B, f func(*testing.B, []byte, *Meta)) {
 	}
 }
 
-// wantBytes says where two packed metas differ first.
+// wantBytes reports the first difference of two packed metas.
 func wantBytes(t *testing.T, got, want []byte) {
 	t.Helper()
 	if bytes.Equal(got, want) {
@@ -432,7 +432,7 @@ func wantMeta(t *testing.T, got, want *Meta) {
 	}
 }
 
-// sameMeta compares what goes over the wire; empty and nil slices are the same.
+// sameMeta compares the encoded fields; empty and nil slices are the same.
 func sameMeta(a, b *Meta) bool {
 	flat := func(m *Meta) (Meta, string) {
 		c := *m
@@ -468,8 +468,8 @@ func wantInvalid(t *testing.T, err error, field string) {
 	}
 }
 
-// TestRefusedKeepsNothing: a meta that is refused is refused before its body is
-// copied, and one that was taken does not keep a long body, or many nodes, for ever.
+// TestRefusedKeepsNothing: an invalid meta is refused before its body is copied. After
+// a valid one, Reset releases a long body and many nodes.
 func TestRefusedKeepsNothing(t *testing.T) {
 	long := make([]byte, 8<<20)
 	pack := func(edit func(*Meta), wrong func([]byte)) []byte {

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// The body is address space that faults on every access: judging a length must
+// The body is address space that faults on every access: checking a length must
 // not read the bytes.
 func TestValidateHugeBody(t *testing.T) {
 	body, err := syscall.Mmap(-1, 0, 1<<31, syscall.PROT_NONE, syscall.MAP_ANON|syscall.MAP_PRIVATE)

@@ -14,7 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// vector is a meta and what the C++ reference packs for it.
+// vector is a meta and its packed form by the C++ reference.
 type vector struct {
 	Name      string
 	Meta      vectorMeta
@@ -73,8 +73,8 @@ type vectorMeta struct {
 //
 // field_order_probe has negative values to tell signed fields from unsigned.
 // add_node_multi_port_endpoint has a host name of 64 bytes, though its note says
-// 63: there is no room for the zero that the reference's reader looks for, so
-// that it would read on into num_ports.
+// 63: it has no terminating zero, so the reference's reader would read on into
+// num_ports.
 var refused = map[string]string{
 	"field_order_probe":            "val_len",
 	"add_node_multi_port_endpoint": "control.node[0].hostname",

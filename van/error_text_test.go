@@ -8,8 +8,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestErrorText: all that an Error has is in its text, once and in this order, and nothing
-// stands for what it has not.
+// TestErrorText: the text of an Error has all its fields, once and in this order, and nothing
+// for empty fields.
 func TestErrorText(t *testing.T) {
 	cause := errors.New("cause")
 	for _, c := range []struct {
@@ -36,8 +36,8 @@ func TestErrorText(t *testing.T) {
 	}
 }
 
-// TestRequestsHas: Requests are those of one customer of one application, from the first
-// timestamp on, so many; also where those are the largest there are.
+// TestRequestsHas: Requests has Count requests of one customer of one application, from the first
+// timestamp on, also for the largest timestamps.
 func TestRequestsHas(t *testing.T) {
 	has := func(first, count, ts int32, change func(*van.Meta)) bool {
 		var m van.Meta

@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestMapExport: a mapping that is shorter than what was named is the peer's mistake.
+// TestMapExport: a mapping that is shorter than its descriptor says is an error of the peer.
 func TestMapExport(t *testing.T) {
 	d, other := simgpu.New(0), simgpu.New(1)
 	defer d.Close()

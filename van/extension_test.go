@@ -53,7 +53,7 @@ func TestExtension(t *testing.T) {
 			t.Errorf("%+v: bytes 16 to 19 are % x, want % x", tt.s, b[16:20], tt.want)
 		}
 	}
-	// A version that knows no bundles reads the settings and nothing else of the word.
+	// A version without bundles reads only the settings of the word.
 	if b := (&van.NodeExtension{Incarnation: 1, Bundles: true}).Encode(); string(b[16:20]) != "\x04\x00\x00\x00" {
 		t.Errorf("bundles: bytes 16 to 19 are % x", b[16:20])
 	}
@@ -89,7 +89,7 @@ func TestExtension(t *testing.T) {
 	}
 }
 
-// TestIncarnations: they survive the codec at the bytes that nodes of the original read
+// TestIncarnations: incarnations survive the codec at the bytes that nodes of the original read
 // and do not use.
 func TestIncarnations(t *testing.T) {
 	var m van.Meta

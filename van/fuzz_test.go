@@ -2,8 +2,8 @@ package van
 
 import "testing"
 
-// FuzzDecodeMeta: whatever decodes can be encoded, to the same length, and
-// decodes to the same; nothing panics.
+// FuzzDecodeMeta: a meta that decodes can be encoded, to the same length, and
+// decodes to an equal meta; no input panics.
 func FuzzDecodeMeta(f *testing.F) {
 	for _, v := range loadVectors(f) {
 		f.Add(v.packed)

@@ -43,7 +43,7 @@ func metaOf(rng *rand.Rand) *Meta {
 	return m
 }
 
-// TestGolden: what is read of metas and identities, whatever is in them, and what errors and names look like.
+// TestGolden: the results of decoding arbitrary metas and node extensions, and the texts of errors and names.
 func TestGolden(t *testing.T) {
 	golden.Check(t, "codec", 20, func(rng *rand.Rand, w io.Writer) {
 		m := metaOf(rng)

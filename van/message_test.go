@@ -12,7 +12,7 @@ type nothing struct{}
 func (nothing) Sent()         {}
 func (nothing) Free(*Message) {}
 
-// TestResetForgets: a message that is used again has nothing of its last use.
+// TestResetForgets: after Reset a message has no values of its last use.
 func TestResetForgets(t *testing.T) {
 	fresh, used := &Message{}, &Message{}
 	fresh.Reset()
@@ -47,8 +47,8 @@ type freed int
 
 func (f *freed) Free(*Message) { *f++ }
 
-// TestHolders: a received message goes back to its owner after its last holder, and whoever
-// holds it or lets it go after that is told.
+// TestHolders: a received message returns to its owner after its last Release. A Retain or Release after that
+// panics.
 func TestHolders(t *testing.T) {
 	var owner freed
 	m := &Message{}

@@ -126,7 +126,7 @@ func TestNodeAddr(t *testing.T) {
 
 var registered atomic.Int32 // names are used once in a process
 
-// TestTransports: transports are listed in order, whatever the order in which they were registered.
+// TestTransports: transports are listed in alphabetical order, in any order of registration.
 func TestTransports(t *testing.T) {
 	first := registered.Add(1)
 	for i := range 20 {

@@ -49,7 +49,7 @@ func TestCopyFrom(t *testing.T) {
 	for range 2 { // the second time into used memory
 		n := &src.Control.Nodes[0]
 		src.Body[0], src.DataTypes[0], n.Ports[0], n.DevIDs[0], n.DevTypes[0], n.Endpoint[0] = 'x', 0, 9, 9, 9, 9
-		// As text: what is empty may be nil or not.
+		// Compared as text: an empty slice may be nil or not.
 		if got, want := fmt.Sprintf("%+v", dst), fmt.Sprintf("%+v", want); got != want {
 			t.Errorf("the copy shares memory with its source: %s\nwant %s", got, want)
 		}

@@ -47,7 +47,7 @@ type Options struct {
 }
 
 // base is a communicator as its parts know it. It has one lock, since it fails and begins anew as a whole: mu guards
-// what follows it here, and what meeting, flight, op and tenants say that it does.
+// what follows it here, and what meeting, flight, op and children say that it does.
 type base struct {
 	node     cluster.App
 	customer *cluster.Customer

@@ -86,7 +86,7 @@ func filled(n int, seed uint64) af.Tensor {
 	for i := range b {
 		b[i] = byte(r.Uint32())
 	}
-	return must(af.New(lent.Bytes(b), af.Uint8, int64(n)))
+	return must(af.NewTensor(lent.Bytes(b), af.Uint8, int64(n)))
 }
 
 func must(t af.Tensor, err error) af.Tensor {
@@ -96,7 +96,9 @@ func must(t af.Tensor, err error) af.Tensor {
 	return t
 }
 
-func zeros(n int) af.Tensor { return must(af.New(lent.Bytes(make([]byte, n)), af.Uint8, int64(n))) }
+func zeros(n int) af.Tensor {
+	return must(af.NewTensor(lent.Bytes(make([]byte, n)), af.Uint8, int64(n)))
+}
 
 func wait(op Op, err error) error {
 	if err != nil {
@@ -235,7 +237,7 @@ func (m memory) zeros(n int) af.Tensor {
 	if m.dev == nil {
 		return zeros(n)
 	}
-	return must(af.New(m.dev.Mem(make([]byte, n)), af.Uint8, int64(n)))
+	return must(af.NewTensor(m.dev.Mem(make([]byte, n)), af.Uint8, int64(n)))
 }
 
 // in is t there. A device's is made by a stream, which takes its time.

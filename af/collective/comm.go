@@ -24,12 +24,12 @@ import (
 // Comm is a communicator: this node's end of one. All methods are safe for concurrent use,
 // but all ranks must make their calls in the same order.
 type Comm struct {
-	b       base
-	meeting meeting
-	flight  flight
-	tenants tenants
-	pair    sync.Mutex // held while calls get their numbers; taken before base.mu
-	stop    func()     // ends the watch for lost peers
+	b        base
+	meeting  meeting
+	flight   flight
+	children children
+	pair     sync.Mutex // held while calls get their numbers; taken before base.mu
+	stop     func()     // ends the watch for lost peers
 }
 
 // New makes this node's end of a communicator and waits until all ranks have made theirs: for
@@ -174,7 +174,7 @@ func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again
 	for _, a := range answers {
 		epoch = max(epoch, a.epoch)
 	}
-	b.epoch, b.err, b.left, c.flight.next, c.tenants.entered = epoch, nil, nil, 0, 0
+	b.epoch, b.err, b.left, c.flight.next, c.children.entered = epoch, nil, nil, 0, 0
 	stale := c.flight.takeAsked(func(a *ask) bool { return a.epoch != epoch })
 	// Some may have failed meanwhile.
 	var over error
@@ -332,10 +332,10 @@ func (c *Comm) fail(err error) {
 	c.meeting.telling.Add(1)
 	told := make(chan struct{})
 	c.meeting.told = told
-	round, tenants := c.meeting.round, c.tenants.all
-	c.tenants.all = nil
+	round, children := c.meeting.round, c.children.all
+	c.children.all = nil
 	b.mu.Unlock()
-	for _, t := range tenants {
+	for _, t := range children {
 		t.changed(-1, err)
 	}
 	for _, o := range ops {
@@ -363,9 +363,9 @@ func (c *Comm) leave(rank int, err error) {
 	for _, o := range c.flight.window {
 		needed = needed || o != nil && o.needs(rank)
 	}
-	tenants := c.tenants.all
+	children := c.children.all
 	b.mu.Unlock()
-	for _, t := range tenants {
+	for _, t := range children {
 		t.changed(rank, err)
 	}
 	if needed {

@@ -203,7 +203,7 @@ func TestDeviceFails(t *testing.T) {
 func TestDeviceMisuse(t *testing.T) {
 	all, at := onDevices(t, testcluster.Options{}, 2)
 	c, m := all[0], at[0]
-	other := must(af.New(simgpu.New(3).Mem(make([]byte, 100)), af.Uint8, 100))
+	other := must(af.NewTensor(simgpu.New(3).Mem(make([]byte, 100)), af.Uint8, 100))
 	host := zeros(100)
 	outs := func(x af.Tensor) []af.Tensor { return []af.Tensor{x, m.zeros(100)} }
 	for name, x := range map[string]struct {
@@ -218,7 +218,7 @@ func TestDeviceMisuse(t *testing.T) {
 		"scatter":                   {func() (Op, error) { return c.Scatter(m.zeros(100), zeros(200), 0) }, "all tensors of a call"},
 		"shared memory": {func() (Op, error) {
 			out := m.zeros(200)
-			return c.AllGather(out, must(af.New(out.Mem().Sub(50, 100), af.Uint8, 100)))
+			return c.AllGather(out, must(af.NewTensor(out.Mem().Sub(50, 100), af.Uint8, 100)))
 		}, "shares memory"},
 		"streams":       {func() (Op, error) { return c.AllGather(m.zeros(200), m.zeros(100), 5, 6) }, "2 streams, want one"},
 		"AllReduce":     {func() (Op, error) { return c.AllReduce(m.zeros(100), m.zeros(100), Sum) }, "NCCL"},

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/commlayer"
 	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -41,9 +42,9 @@ func TestGolden(t *testing.T) {
 			seq, rank := parseKey(partKey(uint32(golden.Edge(rng, 70)), int(golden.Edge(rng, 3))))
 			fmt.Fprintln(w, seq, rank)
 			id := int(int32(golden.Edge(rng, maxID)))
-			app, err := AppOf(id)
+			app, err := commlayer.AppOf(id)
 			fmt.Fprintln(w, app, golden.Err(err))
-			fmt.Fprintln(w, fmt.Sprint(IDOf(appBase+id)))
+			fmt.Fprintln(w, fmt.Sprint(commlayer.IDOf(appBase+id)))
 
 			mem := func() backend.Mem {
 				from := rng.IntN(200)
@@ -71,7 +72,7 @@ func TestGolden(t *testing.T) {
 					if of == &in && rng.IntN(2) == 0 {
 						m = all.Sub(1000+40*len(*of), m.Len())
 					}
-					x, err := af.New(m, af.Uint8, int64(m.Len()))
+					x, err := af.NewTensor(m, af.Uint8, int64(m.Len()))
 					if err != nil {
 						t.Fatal(err)
 					}

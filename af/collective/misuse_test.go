@@ -21,7 +21,7 @@ import (
 )
 
 func floats(n int) af.Tensor {
-	return must(af.New(lent.Bytes(make([]byte, 4*n)), af.Float32, int64(n)))
+	return must(af.NewTensor(lent.Bytes(make([]byte, 4*n)), af.Float32, int64(n)))
 }
 
 // TestNothingForARank: a rank that neither gives nor gets anything has only empty tensors, of

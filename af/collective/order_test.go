@@ -9,6 +9,7 @@ import (
 	"time"
 
 	core "github.com/stepaf/stepaf-go/internal/cluster"
+	"github.com/stepaf/stepaf-go/internal/commlayer"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -73,7 +74,7 @@ func TestOrderPolicy(t *testing.T) {
 	}
 	order(map[int][]int{0: {11, 13, 15}, 1: {9, 13, 15}, 3: {9, 11, 13}})
 	cfg := *cluster.Workers[0].Config()
-	app, err := AppOf(0)
+	app, err := commlayer.AppOf(0)
 	if err != nil {
 		t.Fatal(err)
 	}

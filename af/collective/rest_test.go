@@ -33,8 +33,8 @@ func atRest(t *testing.T, c *Comm) {
 			}
 		}
 	}
-	if c.b.closed && len(c.tenants.all) > 0 {
-		t.Errorf("rank %d: %d tenants have not heard", c.b.self, len(c.tenants.all))
+	if c.b.closed && len(c.children.all) > 0 {
+		t.Errorf("rank %d: %d children have not heard", c.b.self, len(c.children.all))
 	}
 	if c.b.joining || c.meeting.refuted != nil {
 		t.Errorf("rank %d: a round is under way", c.b.self)

@@ -130,7 +130,7 @@ func (p *planned) empty(m memory, count int) af.Tensor {
 	if m.dev != nil {
 		mem = m.dev.Mem(b)
 	}
-	return must(af.New(mem, p.dtype, int64(count)))
+	return must(af.NewTensor(mem, p.dtype, int64(count)))
 }
 
 // fill makes t, in m, what b is: on a device when the stream comes to it.
@@ -166,7 +166,7 @@ func (p *planned) make(c *Comm, at memory) (m made, err error) {
 	}
 	of := func(r int) []byte { return p.given(r, 0, 0, count) }
 	part := func(t af.Tensor, r int) af.Tensor {
-		return must(af.New(t.Mem().Sub(r*count*size, count*size), p.dtype, int64(count)))
+		return must(af.NewTensor(t.Mem().Sub(r*count*size, count*size), p.dtype, int64(count)))
 	}
 	switch p.kind {
 	case allGather, gather:

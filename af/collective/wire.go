@@ -9,27 +9,15 @@ import (
 	"fmt"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/commlayer"
 	"github.com/stepaf/stepaf-go/van"
 )
 
 // appBase is the application id of the communicator with ID 0.
-const appBase = 0x5AF000
+const appBase = commlayer.AppBase
 
 // maxID is the largest Options.ID.
-const maxID = 0xFFF
-
-// AppOf is the application id of the data of the communicator with that ID.
-func AppOf(id int) (app int, err error) {
-	if id < 0 || id > maxID {
-		return 0, fmt.Errorf("%w: communicator %d, want 0 to %d", van.ErrInvalid, id, maxID)
-	}
-	return appBase + id, nil
-}
-
-// IDOf is the ID of the communicator whose data has that application id, if it is one's.
-func IDOf(app int) (id int, ok bool) {
-	return app - appBase, app >= appBase && app <= appBase+maxID
-}
+const maxID = commlayer.MaxID
 
 // version is the first byte of every body.
 const version = 1

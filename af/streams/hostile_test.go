@@ -87,7 +87,7 @@ func TestLiars(t *testing.T) {
 func TestSameKeys(t *testing.T) {
 	worker, server, d := both(t)
 	w := worker.dir.node.ID()
-	tensor, err := af.New(d.Mem(make([]byte, 8)), af.Uint8, 8)
+	tensor, err := af.NewTensor(d.Mem(make([]byte, 8)), af.Uint8, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -115,7 +115,7 @@ func TestSameKeys(t *testing.T) {
 func TestOfferOfALostWorker(t *testing.T) {
 	worker, server, d := both(t)
 	w, other := worker.dir.node.ID(), van.WorkerID(1)
-	tensor, err := af.New(d.Mem(make([]byte, 8)), af.Uint8, 8)
+	tensor, err := af.NewTensor(d.Mem(make([]byte, 8)), af.Uint8, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -145,7 +145,7 @@ func TestOfferOfALostWorker(t *testing.T) {
 // in its place, too.
 func TestOfferToTheNextServer(t *testing.T) {
 	worker, server, d := both(t)
-	x, err := af.New(d.Mem(make([]byte, 8)), af.Uint8, 8)
+	x, err := af.NewTensor(d.Mem(make([]byte, 8)), af.Uint8, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -190,7 +190,7 @@ func TestWrongMemory(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			worker, server, d := both(t)
 			list := func(key uint64) []af.KeyTensor {
-				x, err := af.New(d.Mem(make([]byte, 8)), af.Uint8, 8)
+				x, err := af.NewTensor(d.Mem(make([]byte, 8)), af.Uint8, 8)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -265,7 +265,7 @@ func TestOfferBehindItsEnd(t *testing.T) {
 		t.Fatal(err)
 	}
 	list := func(role string) []af.KeyTensor {
-		x, err := af.New(devices[role].Mem(make([]byte, 8)), af.Uint8, 8)
+		x, err := af.NewTensor(devices[role].Mem(make([]byte, 8)), af.Uint8, 8)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -333,7 +333,7 @@ func TestGivenUpOfferIsTakenBack(t *testing.T) {
 			return len(server.dir.offers) == n
 		})
 	}
-	v, err := af.New(device.Mem(make([]byte, 8)), af.Uint8, 8)
+	v, err := af.NewTensor(device.Mem(make([]byte, 8)), af.Uint8, 8)
 	if err != nil {
 		t.Fatal(err)
 	}

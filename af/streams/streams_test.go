@@ -94,7 +94,7 @@ func (s *ends) newEnd(t *testing.T, n *postoffice.Node, d *simgpu.Device) *end {
 func (e *end) list(t *testing.T, first uint64, each int, b ...[]byte) (l []af.KeyTensor) {
 	t.Helper()
 	for i := range b {
-		x, err := af.New(e.dev.Mem(b[i]), af.Uint8, int64(len(b[i])))
+		x, err := af.NewTensor(e.dev.Mem(b[i]), af.Uint8, int64(len(b[i])))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -544,7 +544,7 @@ func TestHostBackend(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x, err := af.New(simgpu.New(0).Mem(make([]byte, 4)), af.Uint8, 4)
+	x, err := af.NewTensor(simgpu.New(0).Mem(make([]byte, 4)), af.Uint8, 4)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -11,9 +11,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/cluster"
+	"github.com/stepaf/stepaf-go/internal/commlayer"
 	"github.com/stepaf/stepaf-go/internal/wake"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -21,9 +21,9 @@ import (
 
 // base is the window as its parts know it. Once Open has made them they are told no changes but by over.
 type base struct {
-	layer   collective.Layer
+	layer   commlayer.Layer
 	app     cluster.App
-	tenant  *collective.Tenant
+	child   *commlayer.Child
 	id      int          // of the application, and of the customer
 	first   atomic.Int32 // timestamp of the first message, even
 	mem     backend.Mem
@@ -52,7 +52,7 @@ func (b *base) fail(err error) {
 
 // String names the window, for errors.
 func (b *base) String() string {
-	return fmt.Sprintf("window %d of communicator %d", b.tenant.Number, b.layer.ID())
+	return fmt.Sprintf("window %d of communicator %d", b.child.Number, b.layer.ID())
 }
 
 // bad is the error of arguments that make no sense.
@@ -121,7 +121,7 @@ func (p *peer) failure(op string) error {
 
 // message makes m one that says n.
 func (p *peer) message(m *van.Message, n *note, push bool, ts int32) *van.Message {
-	n.window, n.epoch = p.w.tenant.Number, p.w.tenant.Epoch
+	n.window, n.epoch = p.w.child.Number, p.w.child.Epoch
 	m.Reset()
 	m.Receiver, m.Request, m.Push, m.Head, m.Timestamp = p.id, true, push, van.Single, ts
 	m.AppID, m.CustomerID = int32(p.w.id), int32(p.w.id)

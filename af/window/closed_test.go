@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/commlayer"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/hooks"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -65,7 +66,7 @@ func TestCloseBehindOthers(t *testing.T) {
 	r := newRig(t, testcluster.Options{Wrap: hook.Wrap("worker", 1)}, 2, Options{Size: 8, Signals: 1})
 	w, p := r.windows[1], r.windows[1].peers[0]
 	say := func(verb verb, seq uint64, signal uint16) {
-		n := note{verb: verb, seq: seq, signal: signal, window: w.base.tenant.Number, epoch: w.base.tenant.Epoch}
+		n := note{verb: verb, seq: seq, signal: signal, window: w.base.child.Number, epoch: w.base.child.Epoch}
 		r.lie(n.append(nil), make([]byte, 8), int32(2*seq))
 	}
 	is := func(i uint64) bool {
@@ -137,11 +138,11 @@ func TestSameIDWithResend(t *testing.T) {
 			err := r.comms[i].Rebuild(t.Context())
 			_ = old.Close()
 			r.free(old)
-			for l := r.comms[i].Layer(); err == nil; {
-				tenant, e := l.Enter("try", func(int, error) {})
+			for l := commlayer.Of(r.comms[i]); err == nil; {
+				child, e := l.Enter("try", func(int, error) {})
 				if err = e; err == nil {
-					tenant.Leave()
-					if appOf(tenant.Epoch, tenant.Number+1, l.ID()) == old.base.id {
+					child.Leave()
+					if appOf(child.Epoch, child.Number+1, l.ID()) == old.base.id {
 						break
 					}
 				}

@@ -73,7 +73,7 @@ func (v *onDevice) meet(ctx context.Context, c *collective.Comm, n int) error {
 		return err
 	}
 	m.offered = true
-	all, err := Exchange(ctx, c, offer)
+	all, err := c.AllGatherBytes(ctx, offer)
 	if err != nil {
 		return err
 	}
@@ -94,7 +94,7 @@ func (v *onDevice) hear(ctx context.Context, c *collective.Comm, bad error) erro
 	if bad != nil {
 		why = bad.Error()
 	}
-	said, err := Exchange(ctx, c, []byte(why[:min(len(why), 1000)]))
+	said, err := c.AllGatherBytes(ctx, []byte(why[:min(len(why), 1000)]))
 	if err = cmp.Or(bad, err); err != nil {
 		return err
 	}

@@ -274,7 +274,7 @@ func TestDeviceSourceHeld(t *testing.T) {
 	owner := &simgpu.Holds{}
 	m, err := d.RegisterHost(owner.Bytes([]byte{1, 2, 3}))
 	r.must(err)
-	src, err := af.New(m, af.Uint8, 3)
+	src, err := af.NewTensor(m, af.Uint8, 3)
 	r.must(err)
 	was := a.dev.memory.d
 	a.dev.memory.d = unsupported{was}

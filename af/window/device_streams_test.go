@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/commlayer"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -190,7 +191,7 @@ func TestDeviceFailsAtOpen(t *testing.T) {
 		return others(role, rank)
 	}
 	r := newRig(t, o, 2, Options{Size: 64, Signals: 1, Device: true})
-	fail := func() { r.comms[0].Layer().Fail(errors.New("a test")) }
+	fail := func() { commlayer.Of(r.comms[0]).Fail(errors.New("a test")) }
 	d.at.Store(&fail)
 	r.all(func(i int) error {
 		w, err := Open(t.Context(), r.comms[i], Options{Size: 1 << 20, Device: true})
@@ -312,7 +313,7 @@ func TestDeviceFreed(t *testing.T) {
 		r.must(a.Signal(t.Context(), 1, 50, stream), b.WaitSignal(t.Context(), 0, 50, stream))
 	}
 	r.must(b.WaitSignal(t.Context(), 0, 50, stream), b.WaitSignal(t.Context(), 0, 50, stream+1), b.WaitSignal(t.Context(), 0, 70, stream+2))
-	r.comms[1].Layer().Fail(errors.New("a test"))
+	commlayer.Of(r.comms[1]).Fail(errors.New("a test"))
 	for k := range 3 {
 		r.settle(1, stream+af.Stream(k))
 	}
@@ -374,7 +375,7 @@ func TestDeviceHostSource(t *testing.T) {
 	owner := &simgpu.Holds{}
 	m, err := d.RegisterHost(owner.Bytes([]byte{1, 2, 3}))
 	r.must(err)
-	src, err := af.New(m, af.Uint8, 3)
+	src, err := af.NewTensor(m, af.Uint8, 3)
 	r.must(err)
 	letGo := r.hold(0, stream)
 	r.must(w.Put(t.Context(), 1, 1, src, stream), w.Put(t.Context(), 1, 5, src, stream))

@@ -61,7 +61,7 @@ func newDeviceRig(t *testing.T, n int, of Options) *deviceRig {
 
 // tensor is b on the device of a rank.
 func (r *deviceRig) tensor(rank int, b []byte) af.Tensor {
-	t, err := af.New(r.devices[rank].Mem(b), af.Uint8, int64(len(b)))
+	t, err := af.NewTensor(r.devices[rank].Mem(b), af.Uint8, int64(len(b)))
 	if err != nil {
 		r.Fatal(err)
 	}
@@ -189,7 +189,7 @@ func TestDeviceHost(t *testing.T) {
 	pinned, err := r.devices[0].AllocPinned(3)
 	r.must(err)
 	copy(pinned.Host(), []byte{1, 2, 3})
-	host, err := af.New(pinned, af.Uint8, 3)
+	host, err := af.NewTensor(pinned, af.Uint8, 3)
 	r.must(err, a.PutSignal(ctx, 0, 1, host, 0, af.Complete), a.Signal(ctx, 0, 0, af.Complete), a.WaitSignal(ctx, 0, 0), a.WaitSignal(ctx, 0, 0))
 	if got := r.memory(0)[:5]; !bytes.Equal(got, []byte{0, 1, 2, 3, 0}) {
 		t.Errorf("a put to this rank itself: %v", got)

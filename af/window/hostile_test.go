@@ -48,7 +48,7 @@ func TestLiar(t *testing.T) {
 		const size = 64
 		r := newRig(t, o, 2, Options{Size: size, Signals: 1})
 		w := r.windows[0]
-		honest := note{verb: verbPut, window: w.base.tenant.Number, epoch: w.base.tenant.Epoch, signal: 0}
+		honest := note{verb: verbPut, window: w.base.child.Number, epoch: w.base.child.Epoch, signal: 0}
 		bad := func(change func(n *note)) []byte {
 			n := honest
 			change(&n)
@@ -109,7 +109,7 @@ func TestLiar(t *testing.T) {
 func TestOrder(t *testing.T) {
 	r := newRig(t, testcluster.Options{}, 2, Options{Size: 8, Signals: 1})
 	w := r.windows[0]
-	n := note{verb: verbPut, window: w.base.tenant.Number, epoch: w.base.tenant.Epoch, signal: noSignal}
+	n := note{verb: verbPut, window: w.base.child.Number, epoch: w.base.child.Epoch, signal: noSignal}
 	with := func(seq uint64, signal uint16) []byte {
 		m := n
 		m.seq, m.signal = seq, signal
@@ -133,7 +133,7 @@ func TestStranger(t *testing.T) {
 	r := newRig(t, testcluster.Options{}, 2, Options{Size: 8, Signals: 1})
 	memory := r.windows[1].Bytes()
 	w := r.windows[0]
-	n := note{verb: verbPut, window: w.base.tenant.Number, epoch: w.base.tenant.Epoch, signal: 0}
+	n := note{verb: verbPut, window: w.base.child.Number, epoch: w.base.child.Epoch, signal: 0}
 	server := (*cluster.Node)(r.c.Servers[0]).App()
 	m := &van.Message{}
 	w.peers[1].message(m, &note{}, true, 0)

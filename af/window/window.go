@@ -14,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/internal/cluster"
+	"github.com/stepaf/stepaf-go/internal/commlayer"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -60,7 +61,7 @@ var errInUse = fmt.Errorf("%w: a window that is not closed has its place, of %d"
 
 // open tries to open the next window, which may fail with errInUse on all ranks.
 func open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
-	w := &Window{base: base{layer: c.Layer(), signals: o.Signals, self: c.Rank(), aliveEvery: aliveEvery}, shut: make(chan struct{})}
+	w := &Window{base: base{layer: commlayer.Of(c), signals: o.Signals, self: c.Rank(), aliveEvery: aliveEvery}, shut: make(chan struct{})}
 	b := &w.base
 	b.app, b.isOver = b.layer.App(), w.isOver
 	bad := b.take(o)
@@ -70,14 +71,14 @@ func open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 	if bad == nil && o.Device { // before Enter: changed looks at it
 		w.dev, bad = newOnDevice(b, w.peers)
 	}
-	tenant, err := b.layer.Enter("open window", w.changed)
+	child, err := b.layer.Enter("open window", w.changed)
 	if err != nil {
 		return nil, err
 	}
-	b.tenant = tenant
+	b.child = child
 	b.mem.Retain()
 	if bad == nil {
-		b.id = appOf(tenant.Epoch, tenant.Number, b.layer.ID())
+		b.id = appOf(child.Epoch, child.Number, b.layer.ID())
 		w.customer, bad = b.app.AddCustomer(b.id, b.id, w.receive) // which may be called before it returns
 		if bad == nil {
 			b.first.Store(w.customer.Skip(0) &^ 1)
@@ -105,7 +106,7 @@ func open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 		if w.dev != nil {
 			err = errors.Join(err, w.dev.memory.discard())
 		}
-		return nil, &van.Error{Op: "open window", Node: b.app.Name(), Detail: fmt.Sprintf("communicator %d, window %d", b.layer.ID(), tenant.Number), Err: err}
+		return nil, &van.Error{Op: "open window", Node: b.app.Name(), Detail: fmt.Sprintf("communicator %d, window %d", b.layer.ID(), child.Number), Err: err}
 	}
 	return w, nil
 }
@@ -141,11 +142,11 @@ func (b *base) take(o Options) error {
 
 // agree compares the windows of all ranks; bad is why this rank's makes no sense.
 func (w *Window) agree(ctx context.Context, c *collective.Comm, size int, bad error) error {
-	own := shape{uint64(size), uint32(w.base.signals), w.base.tenant.Number, bad != nil, w.dev != nil, false}
+	own := shape{uint64(size), uint32(w.base.signals), w.base.child.Number, bad != nil, w.dev != nil, false}
 	if errors.Is(bad, errInUse) {
 		own.refused, own.inUse = false, true
 	}
-	all, err := Exchange(ctx, c, own.append(nil))
+	all, err := c.AllGatherBytes(ctx, own.append(nil))
 	if own.refused {
 		return bad
 	}
@@ -183,7 +184,7 @@ func (w *Window) Bytes() []byte { return w.base.mem.Host() }
 
 // Tensor is this rank's memory, bytes of the host or of the device. That of a device lasts until the node's backend is closed.
 func (w *Window) Tensor() af.Tensor {
-	t, _ := af.New(w.base.mem, af.Uint8, int64(w.base.mem.Len())) // of that length
+	t, _ := af.NewTensor(w.base.mem, af.Uint8, int64(w.base.mem.Len())) // of that length
 	return t
 }
 
@@ -267,7 +268,7 @@ func (w *Window) handle(msg *van.Message) error {
 		return err
 	case !member || rank == b.self:
 		return fmt.Errorf("%w: %s is not another rank of %s", van.ErrMalformed, van.NodeName(msg.Sender), b)
-	case n.window != b.tenant.Number || n.epoch != b.tenant.Epoch:
+	case n.window != b.child.Number || n.epoch != b.child.Epoch:
 		if n.verb == verbPut {
 			return errStale
 		}
@@ -350,7 +351,7 @@ func (w *Window) end() {
 			used = max(used, p.out.next.Load(), p.in.tells)
 			p.in.mu.Unlock()
 		}
-		w.base.tenant.Leave()
+		w.base.child.Leave()
 		if w.customer != nil {
 			w.customer.Skip(int32(2 * used & math.MaxInt32))
 			w.customer.Close()

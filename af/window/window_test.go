@@ -132,7 +132,7 @@ func content(n int, seed uint64) []byte {
 }
 
 func tensor(b []byte) af.Tensor {
-	t, err := af.New(held.Bytes(b), af.Uint8, int64(len(b)))
+	t, err := af.NewTensor(held.Bytes(b), af.Uint8, int64(len(b)))
 	if err != nil {
 		panic(err)
 	}
@@ -499,7 +499,7 @@ func TestOpen(t *testing.T) {
 	got := make([][][]byte, 3)
 	r.all(func(i int) error {
 		var err error
-		got[i], err = Exchange(t.Context(), r.comms[i], content(i*10, uint64(i)))
+		got[i], err = r.comms[i].AllGatherBytes(t.Context(), content(i*10, uint64(i)))
 		return err
 	})
 	for i := range got {

@@ -3,13 +3,9 @@ package window
 // What ranks tell each other: in the body of messages, beside ps-lite's fields, and all of them by Exchange.
 
 import (
-	"cmp"
-	"context"
 	"encoding/binary"
 	"fmt"
 
-	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -139,46 +135,4 @@ func (s shape) String() string {
 		on = " on the device"
 	}
 	return fmt.Sprintf("%d bytes%s and %d signals", s.size, on, s.signals)
-}
-
-// maxValue is the longest value that Exchange takes.
-const maxValue = 1 << 20
-
-// Exchange gives every rank of c the values of all, in the order of ranks: addresses, say, or keys. Lengths
-// may differ, up to 1 MiB. All ranks call it.
-func Exchange(ctx context.Context, c *collective.Comm, value []byte) ([][]byte, error) {
-	own, lens := make([]uint32, 1), make([]uint32, c.Size())
-	own[0] = uint32(min(len(value), maxValue+1)) // too long for all of them, who then know whose it is
-	in, err := af.FromSlice(own)
-	out, err2 := af.FromSlice(lens)
-	if err := cmp.Or(err, err2); err != nil {
-		return nil, err
-	}
-	op, err := c.AllGather(out, in)
-	if err == nil {
-		err = op.Wait(ctx)
-	}
-	if err != nil {
-		return nil, err
-	}
-	values, parts := make([][]byte, c.Size()), make([]af.Tensor, c.Size())
-	for r, n := range lens {
-		if n > maxValue {
-			return nil, fmt.Errorf("exchange: %w: rank %d has a value of %d bytes, want at most %d", van.ErrMalformed, r, n, maxValue)
-		}
-		values[r] = make([]byte, n)
-		if parts[r], err = af.FromBytes(values[r], af.Uint8, int64(n)); err != nil {
-			return nil, err
-		}
-	}
-	if in, err = af.FromBytes(value, af.Uint8, int64(len(value))); err != nil {
-		return nil, err
-	}
-	if op, err = c.AllGatherV(parts, in); err == nil {
-		err = op.Wait(ctx)
-	}
-	if err != nil {
-		return nil, err
-	}
-	return values, nil
 }

@@ -7,12 +7,12 @@
     side.send(0, hidden)
     out = side.recv(0)
 
-Attention and FFN are the two sides, of any engine, and any numbers of them. On these
-stand the connectors for vLLM's afd-plugin (fserver.connectors.vllm_afd) and for SGLang
-(fserver.connectors.sglang). docs/engines.md tells how to run engines with them.
+Attention and FFN are the two sides, for any engine and any number of ranks. The connectors
+for vLLM's afd-plugin (fserver.connectors.vllm_afd) and for SGLang
+(fserver.connectors.sglang) use them. docs/engines.md explains how to run engines with them.
 
-To import this package, or a connector, does not import fserver_lib: an engine may do it
-before it forks. The first use of the library is what imports it.
+An import of this package, or of a connector, does not import fserver_lib, so an engine may
+import it before it forks. The first use of the library imports fserver_lib.
 """
 
 import importlib

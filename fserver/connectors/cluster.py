@@ -1,4 +1,4 @@
-"""How a process of an engine joins the cluster, and leaves it."""
+"""An engine's process joins and leaves the cluster."""
 
 import logging
 import os
@@ -12,13 +12,13 @@ log = logging.getLogger("fserver.connectors")
 
 ROLES = {"attention": "worker", "ffn": "server"}
 
-# The scheduler's process: it introduces the nodes to each other, and ends with the last.
+# The program of the scheduler's process. It ends after the last node.
 SCHEDULER = "import sys; sys.path[:0] = %r\nimport fserver_lib as f\nf.init()\nf.stop()\n"
 
 
 def environment(role, rank, attention, ffn, host, port, device=0, transport=None):
-    """The variables with which a rank of an engine joins, as a dict. Each rank is a node
-    of its own (groups of one), so that any number of them may be on either side."""
+    """Returns the variables with which a rank of an engine joins, as a dict. Each rank is a
+    node of its own (groups of one), so that either side may have any number of ranks."""
     if role not in ROLES:
         raise ValueError("role is %r, want one of %s" % (role, ", ".join(map(repr, ROLES))))
     count = attention if role == "attention" else ffn
@@ -32,7 +32,7 @@ def environment(role, rank, attention, ffn, host, port, device=0, transport=None
         "DMLC_ROLE": ROLES[role], "DMLC_NODE_RANK": str(rank), "DMLC_GROUP_SIZE": "1",
         "DMLC_NUM_WORKER": str(attention), "DMLC_NUM_SERVER": str(ffn),
         "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(port),
-        # A group of one on device k would have rank k otherwise.
+        # Without the offset, a group of one on device k would have rank k.
         "STEPMESH_GPU": str(device), "DMLC_RANK_OFFSET": str(-device),
     }
     if transport:
@@ -43,13 +43,13 @@ def environment(role, rank, attention, ffn, host, port, device=0, transport=None
 
 
 def join(role, rank, attention, ffn, host="127.0.0.1", port=8123, device=0, transport=None, scheduler="auto", timeout_ms=None):
-    """Makes this process attention or FFN rank `rank`, and returns when all are there; one
-    that comes in the place of a lost rank, when it has that rank's place.
+    """Makes this process attention or FFN rank `rank`. Returns when all ranks have joined. A
+    replacement of a lost rank returns when it has that rank.
 
-    host and port are the scheduler's. With scheduler="auto" FFN rank 0 starts it, unless
-    one listens there, so host is then an address of its machine; with "no" nobody does.
-    timeout_ms is how long the others may take; STEPAF_START_TIMEOUT is set to that, too,
-    unless it is set already, since each node and the scheduler keep to it.
+    host and port are the scheduler's. With scheduler="auto", FFN rank 0 starts the scheduler,
+    unless one listens there; host must then be an address of its machine. With "no", join
+    starts none. timeout_ms is the time within which the other ranks must join. Each node and
+    the scheduler use STEPAF_START_TIMEOUT, so join sets it to that time unless it is set.
     """
     os.environ.update(environment(role, rank, attention, ffn, host, port, device, transport))
     if scheduler not in ("auto", "no"):
@@ -63,7 +63,7 @@ def join(role, rank, attention, ffn, host="127.0.0.1", port=8123, device=0, tran
     try:
         f.init(timeout_ms=timeout_ms)
     except BaseException:
-        if child is not None:  # without this rank nobody would end it
+        if child is not None:  # without this rank the scheduler would not end
             child.kill()
             child.wait()
         if limits:  # the next attempt may have another limit
@@ -72,8 +72,8 @@ def join(role, rank, attention, ffn, host="127.0.0.1", port=8123, device=0, tran
 
 
 def listening(host, port):
-    """Whether somebody listens there: when FFN rank 0 was restarted, the scheduler of the
-    job, which outlives it."""
+    """Whether a process listens there. After a restart of FFN rank 0 it is the scheduler of
+    the job, which keeps running."""
     try:
         socket.create_connection((host, port), 2).close()
         return True
@@ -82,8 +82,8 @@ def listening(host, port):
 
 
 def start_scheduler():
-    """Starts the scheduler of this process's cluster as a process of its own, in a session
-    of its own, so that it outlives this rank, which may be replaced."""
+    """Starts the scheduler of this process's cluster as a separate process in a separate
+    session, so that it outlives this rank, which may be replaced."""
     env = dict(os.environ, DMLC_ROLE="scheduler", STEPMESH_BAKCEND="CPU", CUDA_VISIBLE_DEVICES="")
     for name in ("DMLC_NODE_RANK", "DMLC_RANK_OFFSET", "STEPMESH_GPU"):
         env.pop(name, None)
@@ -92,9 +92,9 @@ def start_scheduler():
 
 
 def leave(timeout_ms=10000):
-    """Leaves the cluster, together with the others if they come in time. A process can
-    join once only."""
+    """Leaves the cluster, together with the other ranks if they leave in time. A process can
+    join only once."""
     try:
         f.stop(timeout_ms=timeout_ms)
     except (f.TimeoutError, f.ConnectionError) as e:
-        log.warning("left without the others: %s", e)
+        log.warning("left the cluster without the other ranks: %s", e)

@@ -1,8 +1,8 @@
-"""Who talks to whom: attention ranks are spread over FFN ranks in blocks.
+"""The assignment of attention ranks to FFN ranks, in blocks.
 
-With at least as many attention ranks as FFN ranks each has one FFN rank, and an FFN rank
-has a block of consecutive attention ranks. With fewer, an attention rank has a block of
-FFN ranks, and each gets a share of its rows. The blocks differ in size by one at most.
+With at least as many attention ranks as FFN ranks, each attention rank has one FFN rank, and
+an FFN rank has a block of consecutive attention ranks. With fewer, an attention rank has a
+block of FFN ranks, and each gets a share of its rows. Block sizes differ by at most one.
 """
 
 
@@ -22,7 +22,7 @@ def _rank(role, rank, count):
 
 
 def servers_of(rank, attention, ffn):
-    """The FFN ranks that attention rank `rank` talks to, in rising order."""
+    """Returns the FFN ranks of attention rank `rank`, in rising order."""
     _check(attention, ffn)
     _rank("attention", rank, attention)
     if attention >= ffn:
@@ -31,7 +31,7 @@ def servers_of(rank, attention, ffn):
 
 
 def workers_of(rank, attention, ffn):
-    """The attention ranks that FFN rank `rank` serves, in rising order."""
+    """Returns the attention ranks of FFN rank `rank`, in rising order."""
     _check(attention, ffn)
     _rank("ffn", rank, ffn)
     if attention >= ffn:
@@ -40,5 +40,5 @@ def workers_of(rank, attention, ffn):
 
 
 def share(rows, index, parts):
-    """The range of rows that part `index` of `parts` gets, as (begin, end)."""
+    """Returns the range of rows of part `index` of `parts`, as (begin, end)."""
     return rows * index // parts, rows * (index + 1) // parts

@@ -1,13 +1,12 @@
 """The two sides of an exchange between attention and FFN processes.
 
-An attention rank sends the hidden states of a micro-batch, of as many rows as it has, and
-further tensors with a row for each of those (routing, scales), and gets as many rows back.
+An attention rank sends the hidden states of a micro-batch, any number of rows, and further
+tensors with the same number of rows (routing, scales). It receives the same number of rows.
 Each micro-batch ("stage") has buffers of its own, for the largest batch, and prepared
-exchanges on them, so that a round settles nothing anew. Keys say which rank, stage and
-layer a tensor belongs to, so no header travels, and nothing is read back from a device:
-rows are known from shapes.
+exchanges of these buffers, so a round needs no setup. Keys contain rank, stage and layer of
+a tensor, so no header is sent, and nothing is read back from a device: shapes give the rows.
 
-Both sides tell each other at first what they were made with, and a difference is an error
+At first both sides exchange a handshake with their configurations. A difference is an error
 that names both.
 """
 
@@ -23,14 +22,14 @@ import fserver_lib as f
 
 from . import layout
 
-VERSION = 2  # of what the two sides send to each other
-DATA, CONTROL, HELLO, FORGET = 1, 2, 3, 4
-TEXT = 2048  # bytes of the answer to a hello
+VERSION = 2  # of the protocol between the two sides
+DATA, CONTROL, HELLO, CANCEL = 1, 2, 3, 4
+TEXT = 2048  # bytes of the answer to a handshake
 STAGES, LAYERS, FORMS, TENSORS = 256, 1 << 16, 16, 16
 
 
 class Mismatch(f.ValueError):
-    """What the two sides were made with, or have counted, does not fit together."""
+    """The configurations or the counts of the two sides differ."""
 
 
 def _key(kind, rank, stage=0, layer=0, index=0):
@@ -38,7 +37,7 @@ def _key(kind, rank, stage=0, layer=0, index=0):
 
 
 def _parse(key):
-    """kind, rank, stage and layer of a key."""
+    """Returns kind, rank, stage and layer of a key."""
     return key >> 48, key >> 32 & 0xFFFF, key >> 8 & 0xFF, key >> 16 & 0xFFFF
 
 
@@ -51,7 +50,7 @@ def _count(name, value, most):
 
 
 def _raw(t):
-    """t, or a view of its bytes where PyTorch cannot copy or join the dtype (fp8, packed)."""
+    """Returns t, or a view of its bytes if PyTorch cannot copy or join the dtype (fp8, packed)."""
     if t.element_size() == 1 and t.dtype not in (torch.uint8, torch.int8, torch.bool):
         return t.view(torch.uint8)
     return t
@@ -66,7 +65,7 @@ def _left(end):
 
 
 class _Side:
-    """What both sides have: who they are, and what the other one must agree with."""
+    """The common part of both sides: identity, and the configuration that both must agree on."""
 
     def __init__(self, role, rank, attention, ffn, width, dtype, out_dtype, stages, layers):
         peers = layout.servers_of if role == "attention" else layout.workers_of
@@ -98,12 +97,12 @@ class _Side:
 
 
 class _Form:
-    """Buffers of a stage for tensors of certain shapes, and the exchanges on them."""
+    """Buffers of a stage for tensors of certain shapes, and their exchanges."""
 
     def __init__(self, index, inputs, outputs):
         self.index = index
-        self.inputs, self.outputs = inputs, outputs  # inputs of each server; an output of each server
-        self.exchanges = {}  # of each layer: one for each server
+        self.inputs, self.outputs = inputs, outputs  # inputs and one output for each server
+        self.exchanges = {}  # by layer: one for each server
 
 
 class _Round:
@@ -115,18 +114,17 @@ class _Round:
 
 
 class Attention(_Side):
-    """The attention side: sends a micro-batch, and receives what the FFN side made of it.
+    """The attention side: sends a micro-batch, and receives the result of the FFN side.
 
-    rank of `attention` ranks talks to self.peers, some of `ffn` ranks. width and dtype are
-    those of the hidden states, out_dtype is that of the answer (the same by default),
-    max_rows the largest batch. layers is for engines whose FFN side wants to know the
-    layer (Batch.layer); others leave it at 1.
+    Rank `rank` of `attention` ranks exchanges with self.peers, some of `ffn` ranks. width and
+    dtype are those of the hidden states, out_dtype is that of the answer (the same by
+    default), max_rows is the largest batch. layers is for engines whose FFN side needs the
+    layer (Batch.layer); other engines leave it at 1.
 
-    With replace_ms a round whose FFN rank is lost is sent again to the process that comes
-    in its place within that time; without, recv raises ConnectionError. It is 30000 by
-    default where layers says which layer a round is of. With layers=1 a round is not sent
-    again: the new process does not know which layer it is; recv raises ConnectionError,
-    begin a new step.
+    If an FFN rank is lost, its round is sent again to a replacement process that joins within
+    replace_ms; with 0, recv raises ConnectionError. The default is 30000 with layers above 1.
+    With layers=1 a round is not sent again, since the new process does not know its layer:
+    recv raises ConnectionError, and the engine begins a new step.
     """
 
     def __init__(self, rank, attention, ffn, *, width, dtype, max_rows, stages=1, layers=1, out_dtype=None, device="cpu", timeout_ms=15000, replace_ms=None):
@@ -135,15 +133,15 @@ class Attention(_Side):
         self.device = torch.device(device)
         self.timeout_ms = timeout_ms
         self.replace_ms = (30000 if self.layers > 1 else 0) if replace_ms is None else replace_ms
-        self._forms = {}  # of each stage, by the further tensors
-        self._rounds = {}  # of each stage, the round under way
-        self._control = []  # of the last control message: handlers and indices of self.peers
-        self._gave_up = {}  # of each stage whose round failed: {index of peer: handler of FORGET}
-        self._lost = set()  # indices of peers that must compare again before they get a round
+        self._forms = {}  # by stage, then by the further tensors
+        self._rounds = {}  # by stage: the round under way
+        self._control = []  # indices of self.peers and handlers of the latest control message
+        self._canceled = {}  # by stage whose round failed: {index of peer: handler of CANCEL}
+        self._lost = set()  # indices of peers that need another handshake before they get a round
         self._greeted = False
         self._greet()
 
-    # What the two sides were made with.
+    # The handshake.
 
     def _who(self, again):
         text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()), again=again)
@@ -155,13 +153,13 @@ class Attention(_Side):
         self._greeting = f.push_pull([self._who(False)], [key], self._replies, [key] * len(self.peers), servers=self.peers)
 
     def check(self, timeout_ms=None):
-        """Waits until the FFN ranks have compared what they were made with; raises Mismatch
-        when something differs. The first send does so, too."""
+        """Waits for the handshake with the FFN ranks. Raises Mismatch if configurations differ.
+        The first send calls it, too."""
         if self._greeted:
             return
         end = time.monotonic() + self.replace_ms / 1000
         while True:
-            old = self._greeting is not None  # its limit counts from when it was sent
+            old = self._greeting is not None  # its limit counts from its start
             try:
                 if not old:
                     self._greet()
@@ -171,20 +169,20 @@ class Attention(_Side):
                 self._greeting = None
                 if time.monotonic() >= end:
                     raise
-                time.sleep(0.05)  # the news of another one may be on its way
+                time.sleep(0.05)  # a message about the replacement may be in flight
             except f.TimeoutError:
                 self._greeting = None
                 if not old:
                     raise
             except BaseException:
-                self._greeting = None  # replies that did not come say nothing
+                self._greeting = None  # there are no replies
                 raise
         for reply in self._replies:
             _compared(reply)
         self._greeted = True
 
     def _compare(self, i, timeout_ms):
-        """Compares again with the process that is in the place of a lost one."""
+        """Repeats the handshake with the replacement of a lost peer."""
         if i not in self._lost:
             return
         reply, key = torch.zeros(TEXT, dtype=torch.uint8), _key(HELLO, self.rank)
@@ -195,7 +193,7 @@ class Attention(_Side):
     # A micro-batch.
 
     def _tensors(self, tensors):
-        """Checks what send was given. Returns the tensors as a list, and the rows."""
+        """Checks the arguments of send. Returns the tensors as a list, and the rows."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if not 1 <= len(tensors) <= TENSORS:
             raise ValueError("%s: %d tensors to send, want 1 to %d" % (self, len(tensors), TENSORS))
@@ -203,7 +201,7 @@ class Attention(_Side):
             if not isinstance(t, torch.Tensor) or t.dim() == 0:
                 raise TypeError("%s: tensor %d is %s, want a torch.Tensor with a row for each token" % (self, i, type(t).__name__))
             if t.device.type != self.device.type or None not in (t.device.index, self.device.index) and t.device != self.device:
-                raise ValueError("%s: tensor %d is on %s, want %s, the device this side was made with" % (self, i, t.device, self.device))
+                raise ValueError("%s: tensor %d is on %s, want %s, the device of this side" % (self, i, t.device, self.device))
             if t.shape[0] != tensors[0].shape[0]:
                 raise ValueError("%s: tensor %d has %d rows, tensor 0 has %d, want the same" % (self, i, t.shape[0], tensors[0].shape[0]))
         x, rows = tensors[0], tensors[0].shape[0]
@@ -221,7 +219,7 @@ class Attention(_Side):
         if form is None:
             if len(forms) == FORMS:
                 raise ValueError("%s: stage %d: more than %d combinations of dtypes and shapes" % (self, stage, FORMS))
-            most = -(-self.max_rows // len(self.peers))  # rows of one server
+            most = -(-self.max_rows // len(self.peers))  # most rows of one server
             make = lambda dtype, shape: torch.empty((most,) + shape, dtype=dtype, device=self.device)
             form = forms[like] = _Form(len(forms), [[make(*one) for one in like] for _ in self.peers],
                                        [make(self.out_dtype, (self.width,)) for _ in self.peers])
@@ -238,8 +236,8 @@ class Attention(_Side):
 
     def send(self, stage, tensors, layer=0):
         """Sends a micro-batch: the hidden states, or a list of them and of further tensors
-        with as many rows; none at all is a batch, too. The tensors are copied on the
-        current stream, and are the caller's again. Then call recv."""
+        with the same number of rows; 0 rows are allowed. The tensors are copied on the
+        current stream, so the caller may change them. Then call recv."""
         self._stage(stage)
         if not 0 <= layer < self.layers:
             raise ValueError("%s: there is no layer %r, want 0 to %d" % (self, layer, self.layers - 1))
@@ -247,7 +245,7 @@ class Attention(_Side):
             raise ValueError("%s: stage %d is under way (layer %d), want recv(%d) first" % (self, stage, self._rounds[stage].layer, stage))
         tensors, rows = self._tensors(tensors)
         self.check()
-        self._forgotten(stage)
+        self._await_cancel(stage)
         form = self._form(stage, tensors)
         round_ = _Round(form, layer, [b - a for a, b in self._parts(rows)], self._exchanges(form, stage, layer))
         for inputs, (begin, end) in zip(form.inputs, self._parts(rows)):
@@ -257,10 +255,10 @@ class Attention(_Side):
         self._rounds[stage] = round_
         for i in range(len(self.peers)):
             try:
-                if i not in self._lost:  # otherwise recv compares first
+                if i not in self._lost:  # for a lost peer recv repeats the handshake first
                     self._start(round_, i)
             except f.ConnectionError:
-                self._lost.add(i)  # recv starts it again, or says so
+                self._lost.add(i)  # recv starts it again, or raises the error
 
     def _parts(self, rows):
         return [layout.share(rows, i, len(self.peers)) for i in range(len(self.peers))]
@@ -271,9 +269,9 @@ class Attention(_Side):
         round_.started[i] = True
 
     def recv(self, stage, out=None, timeout_ms=None):
-        """The answer to the last send of this stage: a tensor with as many rows. It is the
-        stage's buffer, overwritten by the next answer, unless `out` is given, which is
-        filled and returned."""
+        """Returns the answer to the last send of this stage: a tensor with the same number of
+        rows. It is the stage's buffer, which the next answer overwrites. If `out` is given,
+        it is filled and returned instead."""
         self._stage(stage)
         round_ = self._rounds.get(stage)
         if round_ is None:
@@ -282,7 +280,7 @@ class Attention(_Side):
             for i in range(len(self.peers)):
                 self._finish(stage, round_, i, self.timeout_ms if timeout_ms is None else timeout_ms)
         except BaseException:
-            self._give_up(stage, round_)
+            self._cancel(stage, round_)
             raise
         finally:
             del self._rounds[stage]
@@ -299,7 +297,7 @@ class Attention(_Side):
         return out
 
     def _finish(self, stage, round_, i, timeout_ms):
-        """Waits for one server's answer; after a loss, for that of the process in its place."""
+        """Waits for one server's answer; after a loss, for the answer of the replacement."""
         end = None
         while True:
             try:
@@ -318,58 +316,58 @@ class Attention(_Side):
                     raise type(e)("%s: stage %d, layer %d, ffn %d: %s" % (self, stage, round_.layer, self.peers[i], e)) from e
             except Mismatch:
                 raise
-            except f.Error as e:  # such as that the FFN rank is about to leave
+            except f.Error as e:  # for example, the FFN rank is leaving
                 round_.started[i] = False
                 raise type(e)("%s: stage %d, layer %d, ffn %d: %s" % (self, stage, round_.layer, self.peers[i], e)) from e
-            time.sleep(0.05)  # the news of another one may be on its way
+            time.sleep(0.05)  # a message about the replacement may be in flight
 
-    def _give_up(self, stage, round_):
-        """Gives up what is still under way of a round that failed, and tells the FFN ranks,
-        so that its rows do not become part of a later batch."""
+    def _cancel(self, stage, round_):
+        """Cancels the exchanges of a failed round that are still under way, and tells the FFN
+        ranks, so that its rows do not become part of a later batch."""
         for i, started in enumerate(round_.started):
             if started:
                 try:
                     round_.exchanges[i].wait(timeout_ms=1)
                 except f.Error:
                     pass  # the first error is being raised
-        self._gave_up[stage] = {i: self._forget(stage, i) for i in range(len(self.peers))}
-        if self.layers == 1:  # the FFN side takes no more of the old step: it waits for a hello
+        self._canceled[stage] = {i: self._send_cancel(stage, i) for i in range(len(self.peers))}
+        if self.layers == 1:  # the FFN side ignores the rest of the old step: it waits for a handshake
             self._lost.update(range(len(self.peers)))
 
-    def _forget(self, stage, i):
-        key = _key(FORGET, self.rank, stage)
+    def _send_cancel(self, stage, i):
+        key = _key(CANCEL, self.rank, stage)
         try:
             return f.push_pull([torch.ones(1, dtype=torch.uint8)], [key], [torch.zeros(1, dtype=torch.uint8)], [key], servers=[self.peers[i]])
         except f.Error:
-            return None  # is asked again by the next send
+            return None  # the next send repeats it
 
-    def _forgotten(self, stage):
+    def _await_cancel(self, stage):
         """Waits until the FFN ranks have dropped the last round of this stage, if it failed."""
-        asked = self._gave_up.get(stage, {})
+        asked = self._canceled.get(stage, {})
         for i in list(asked):
-            for last in (False, True):  # the limit of the first counts from when the round failed
+            for last in (False, True):  # the first limit counts from the failure of the round
                 try:
                     if asked[i] is None:
-                        asked[i] = self._forget(stage, i)
+                        asked[i] = self._send_cancel(stage, i)
                     if asked[i] is not None:
                         f.wait(asked[i], timeout_ms=self.timeout_ms)
                     break
                 except f.ConnectionError:
-                    asked[i] = None  # what it held is lost with it
+                    asked[i] = None  # its rows are lost with it
                     break
                 except f.TimeoutError as e:
                     asked[i] = None
                     if last:
-                        raise f.TimeoutError("%s: stage %d: ffn %d has not dropped the round that failed: %s" % (self, stage, self.peers[i], e)) from e
+                        raise f.TimeoutError("%s: stage %d: ffn %d has not dropped the failed round: %s" % (self, stage, self.peers[i], e)) from e
             if asked.pop(i) is None:
                 self._lost.add(i)
-        self._gave_up.pop(stage, None)
+        self._canceled.pop(stage, None)
 
     # Control messages.
 
     def send_control(self, data):
-        """Sends bytes to the FFN ranks, which get them from recv_control. Does not wait for
-        them; the next one waits until this one was taken."""
+        """Sends bytes to the FFN ranks, which receive them with recv_control. Does not wait for
+        them; the next call waits until this message was received."""
         if not isinstance(data, (bytes, bytearray)) or not data:
             raise TypeError("%s: the control message is %s, want bytes, at least one" % (self, type(data).__name__ if data != b"" else "empty"))
         self.check()
@@ -378,9 +376,9 @@ class Attention(_Side):
             try:
                 f.wait(handler, timeout_ms=self.timeout_ms)
             except f.ConnectionError:
-                self._lost.add(i)  # another one in its place gets this message
+                self._lost.add(i)  # a replacement gets this message
             except f.Error as e:
-                wrong = wrong or e  # the others get theirs
+                wrong = wrong or e  # the other ranks still get the message
         text, key = torch.tensor(list(data), dtype=torch.uint8), _key(CONTROL, self.rank)
         for i, peer in enumerate(self.peers):
             try:
@@ -392,32 +390,32 @@ class Attention(_Side):
 
 
 class Answers:
-    """What Batch.respond returns: when the tensor may be written to again."""
+    """The result of Batch.respond: it tells when the tensor may be changed."""
 
     def __init__(self, answers):
         self._answers = answers
 
     def done(self):
-        """Whether all parts have left."""
+        """Whether all parts are sent."""
         return all(a.done() for a in self._answers)
 
     def wait(self, timeout_ms=None):
-        """Waits until all parts have left."""
+        """Waits until all parts are sent."""
         wrong = None
         for a in self._answers:
             try:
                 a.wait(timeout_ms)
             except f.Error as e:
-                wrong = wrong or e  # the others may be on their way still
+                wrong = wrong or e  # the others may still be being sent
         if wrong:
             raise wrong
 
 
 class Batch:
-    """What FFN.recv returns: a micro-batch, of one attention rank or of several.
+    """The result of FFN.recv: a micro-batch of one or several attention ranks.
 
-    tensors are the hidden states and what else was sent, the rows of `ranks` one behind the
-    other; rows are their numbers. respond answers with a row for each.
+    tensors are the hidden states and the further tensors: the rows of `ranks` one after the
+    other. rows has the number of rows of each rank. respond answers with the same rows.
     """
 
     def __init__(self, side, stage, items):
@@ -430,8 +428,8 @@ class Batch:
         self._side, self._handlers = side, [i.handler for i in items]
 
     def respond(self, out):
-        """Sends the rows of `out` to the ranks they belong to. out must not be written to
-        until the result is done(), or recv has returned the next batch of this stage."""
+        """Sends the rows of `out` to their ranks. Do not change out until the result is done(),
+        or recv has returned the next batch of this stage."""
         side = self._side
         if self._handlers is None:
             raise ValueError("%s: stage %d, layer %d is answered already" % (side, self.stage, self.layer))
@@ -445,7 +443,7 @@ class Batch:
             try:
                 answers.append(f.respond([out[begin:begin + rows]], handler, True))
             except f.Error as e:
-                wrong = wrong or e  # the other ranks get theirs
+                wrong = wrong or e  # the other ranks still get their rows
             begin += rows
         side._answers[self.stage, tuple(self.ranks)] = answers = Answers(answers)
         if wrong:
@@ -463,34 +461,34 @@ _Item = collections.namedtuple("_Item", "order rank layer handler tensors since"
 class FFN(_Side):
     """The FFN side: receives micro-batches, and answers them.
 
-    rank of `ffn` ranks serves self.peers, some of `attention` ranks. The other arguments
-    are those of the attention side. With together=True (the default) recv waits until
-    every rank of self.peers has sent this stage, and returns all as one batch, so that
-    their rows share a matrix product; once one has come the others have timeout_ms. It
-    raises TimeoutError then; who calls it again waits for as long again. With
-    together=False it returns each rank's batch by itself, as they come.
+    Rank `rank` of `ffn` ranks serves self.peers, some of `attention` ranks. The other
+    arguments are those of the attention side. With together=True (the default) recv waits
+    until every rank of self.peers has sent this stage, and returns all as one batch, so that
+    their rows share a matrix product. After the first rank the others have timeout_ms; then
+    recv raises TimeoutError, and another call waits for the same time again. With
+    together=False it returns each rank's batch separately, in the order of arrival.
 
-    With layers=1 nobody can tell which layer a round is of. So when a rank has given up a
-    round, or is another process, recv raises Mismatch, once: begin a new step. The other
-    ranks get no answer to what they sent of the old one, and begin a new step, too.
+    With layers=1 a round does not name its layer. If a rank has canceled a round, or is
+    another process, recv therefore raises Mismatch, once, and the engine begins a new step.
+    The other ranks get no answers of the old step, and begin a new step, too.
     """
 
     def __init__(self, rank, attention, ffn, *, width, dtype, stages=1, layers=1, out_dtype=None, device="cpu", together=True, timeout_ms=30000):
         super().__init__("ffn", rank, attention, ffn, width, dtype, out_dtype, stages, layers)
         self.device = torch.device(device)
         self.together, self.timeout_ms = together, timeout_ms
-        self._slots = {}  # (stage, rank): the batch that waits
+        self._slots = {}  # (stage, rank): the waiting batch
         self._controls = {r: collections.deque() for r in self.peers}
         self._expected = {}
         self._answers = {}
         self._seen = set()  # ranks that have sent a batch
-        self._wrong = collections.deque()  # errors to be raised
-        self._known = set()  # ranks that have said hello; with layers=1 since the last error
+        self._wrong = collections.deque()  # errors that recv will raise
+        self._known = set()  # ranks with a handshake; with layers=1 since the last error
         self._order = 0
 
     def recv(self, stage=None, timeout_ms=None):
-        """The next Batch of this stage, or of any stage: then the oldest. Waits for the
-        first rank without a limit unless timeout_ms is given."""
+        """Returns the next Batch of this stage, or the oldest of any stage. Waits for the first
+        rank without a limit unless timeout_ms is given."""
         if stage is not None:
             self._stage(stage)
         end = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
@@ -502,27 +500,27 @@ class FFN(_Side):
             self._pump(end, late, missing)
 
     def recv_control(self, timeout_ms=None):
-        """The next control message of each rank of self.peers, as a dict of bytes."""
+        """Returns the next control message of each rank of self.peers, as a dict of bytes."""
         end = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         late = None
         self._tell()
         while not all(self._controls.values()):
             if late is None and any(self._controls.values()):
                 late = time.monotonic() + self.timeout_ms / 1000
-            self._pump(end, late, "a control message of attention %s is here, none of attention %s" % (
+            self._pump(end, late, "a control message of attention %s has arrived, none of attention %s" % (
                 _list(r for r in self.peers if self._controls[r]), _list(r for r in self.peers if not self._controls[r])))
         return {r: c.popleft() for r, c in self._controls.items()}
 
     def expect(self, rows):
-        """Says how many rows are to come: {stage: {rank: rows}}. recv raises Mismatch for a
-        batch of another number. Replaces what was said before; {} expects anything."""
+        """Sets the expected rows: {stage: {rank: rows}}. recv raises Mismatch for a batch with
+        another number. Replaces the previous expectation; {} accepts any number."""
         self._expected = {(s, r): n for s, ranks in rows.items() for r, n in ranks.items()}
 
-    # What has come.
+    # Received batches.
 
     def _take(self, stage):
-        """Stage and items of the oldest batch that is complete. Without one: None, None,
-        until when the rest of a batch must come, and what is missing."""
+        """Returns stage and items of the oldest complete batch. If there is none: None, None,
+        the time until which the rest of a batch must arrive, and the missing part."""
         best, late, missing = None, None, ""
         for s in range(self.stages) if stage is None else [stage]:
             items = [self._slots[s, r] for r in self.peers if (s, r) in self._slots]
@@ -534,10 +532,10 @@ class FFN(_Side):
             limit, why = None, ""
             if self.together and len(items) < len(self.peers):
                 limit = oldest + self.timeout_ms / 1000
-                why = "stage %d, layer %d of attention %s is here, none of attention %s" % (
+                why = "stage %d, layer %d of attention %s has arrived, none of attention %s" % (
                     s, items[0].layer, _list(i.rank for i in items), _list(r for r in self.peers if (s, r) not in self._slots))
             elif any(i.layer != items[0].layer for i in items) and time.monotonic() < newest + self.timeout_ms / 1000:
-                limit = newest + self.timeout_ms / 1000  # one may be of a lost rank, whose successor says so
+                limit = newest + self.timeout_ms / 1000  # one may be from a lost rank; a handshake of its replacement will tell
             if limit is not None:
                 late, missing = (limit, why) if late is None or limit < late else (late, missing)
             elif best is None or max(i.order for i in items) < best[0]:
@@ -548,15 +546,15 @@ class FFN(_Side):
 
     def _batch(self, stage, items):
         for key in [k for k in self._answers if k[0] == stage]:
-            self._answers[key].wait(self.timeout_ms)  # the ranks have its rows, so this hardly waits
+            self._answers[key].wait(self.timeout_ms)  # the ranks have received its rows, so this waits at most briefly
             del self._answers[key]
         for i in items:
             del self._slots[stage, i.rank]
         first = items[0]
-        for i in items:  # what does not fit stays unanswered: its rank must take nothing for the answer
+        for i in items:  # a mismatch stays unanswered, so that no rank takes a wrong answer
             want = self._expected.get((stage, i.rank))
             if want is not None and want != len(i.tensors[0]):
-                raise Mismatch("stage %d, layer %d: attention %d sent %d rows, %s was told of %d" % (stage, i.layer, i.rank, len(i.tensors[0]), self, want))
+                raise Mismatch("stage %d, layer %d: attention %d sent %d rows, %s expects %d" % (stage, i.layer, i.rank, len(i.tensors[0]), self, want))
             if i.layer != first.layer:
                 raise Mismatch("%s: stage %d: attention %d sent layer %d, attention %d layer %d" % (self, stage, first.rank, first.layer, i.rank, i.layer))
             if [(t.dtype, t.shape[1:]) for t in i.tensors] != [(t.dtype, t.shape[1:]) for t in first.tensors]:
@@ -565,36 +563,36 @@ class FFN(_Side):
         return Batch(self, stage, items)
 
     def _pump(self, end, late, missing):
-        """Takes what comes. end is the caller's limit; what is missing must come until late."""
+        """Receives batches. end is the caller's limit; the missing part must arrive until late."""
         over = bool(missing) and late is not None and time.monotonic() >= late
         first = min((t for t in (end, late) if t is not None), default=None)
         try:
             batches = f.get_batch(any=True, timeout_ms=1 if over else _left(first))
-        except f.Finished as e:  # a SystemExit, which an engine's thread would not report
+        except f.Finished as e:  # a SystemExit, which a thread of an engine would not report
             raise f.ConnectionError("%s: all attention ranks have left: %s" % (self, e)) from e
         except f.TimeoutError:
-            if over:  # nor is what is missing here already, such as a successor's hello
-                self._slots = {k: i._replace(since=time.monotonic()) for k, i in self._slots.items()}  # the next recv waits for as long
+            if over:  # and the missing part is not queued either, such as the handshake of a replacement
+                self._slots = {k: i._replace(since=time.monotonic()) for k, i in self._slots.items()}  # the next recv waits for the same time
                 raise f.TimeoutError("%s: %s: timed out (limit %d ms)" % (self, missing, self.timeout_ms)) from None
             if end is not None and time.monotonic() >= end:
                 raise
             return
         for handler, tensors, keys in batches:
             try:
-                self._came(handler, tensors, keys)
+                self._receive(handler, tensors, keys)
             except Mismatch as e:
-                self._wrong.append(e)  # the others of these batches are not lost
+                self._wrong.append(e)  # the other batches are kept
         self._tell()
 
     def _tell(self):
-        """Raises what was wrong with something that came: one at a time, before a batch is returned."""
+        """Raises the errors of received batches, one at a time, before a batch is returned."""
         if self._wrong:
             raise self._wrong.popleft()
 
-    def _came(self, handler, tensors, keys):
+    def _receive(self, handler, tensors, keys):
         kind, rank, stage, layer = _parse(keys[0]) if keys else (0, 0, 0, 0)
-        if kind not in (DATA, CONTROL, HELLO, FORGET):
-            raise Mismatch("%s: a batch with keys %s is not of an Attention; does the worker use the same connector?" % (self, list(keys)))
+        if kind not in (DATA, CONTROL, HELLO, CANCEL):
+            raise Mismatch("%s: a batch with keys %s was not sent by an Attention: does the worker use the same connector?" % (self, list(keys)))
         if rank not in self._controls:
             text = "attention %d sent to %s, which serves attention %s of %d (with %d ffn ranks)" % (rank, self, _list(self.peers), self.attention, self.ffn)
             if kind == HELLO:
@@ -605,15 +603,15 @@ class FFN(_Side):
         elif kind == CONTROL:
             self._controls[rank].append(bytes(tensors[0].tolist()))
             f.respond([torch.ones(1, dtype=torch.uint8)], handler)
-        elif kind == FORGET:
+        elif kind == CANCEL:
             self._drop(self._slots.pop((stage, rank), None))
             f.respond([torch.ones(1, dtype=torch.uint8)], handler)
             if rank in self._known:
-                self._new_step(rank, "has given up stage %d" % stage)
+                self._new_step(rank, "has canceled stage %d" % stage)
         elif self.layers == 1 and rank not in self._known:
-            return  # of a step that this side knows nothing of, so its rank gets no answer, and says hello
+            return  # part of an unknown step: its rank gets no answer, and repeats the handshake
         else:
-            self._order += 1  # tensors without elements come to the host, whatever they were
+            self._order += 1  # tensors without elements are received on the host
             item = _Item(self._order, rank, layer, handler, [t if t.numel() else t.to(self.device) for t in tensors], time.monotonic())
             x = tensors[0]
             if x.dim() != 2 or x.shape[1] != self.width or x.dtype != self.dtype:
@@ -621,14 +619,13 @@ class FFN(_Side):
             if stage >= self.stages or layer >= self.layers:
                 raise Mismatch("attention %d sent stage %d, layer %d; %s has %d stages and %d layers" % (rank, stage, layer, self, self.stages, self.layers))
             self._seen.add(rank)
-            self._drop(self._slots.pop((stage, rank), None))  # its rank has given that one up
+            self._drop(self._slots.pop((stage, rank), None))  # its rank has canceled the earlier batch
             self._slots[stage, rank] = item
 
     def _welcome(self, handler, rank, text):
-        """Compares what a rank was made with. Nothing that an earlier process of that rank
-        sent counts any more."""
+        """Answers a handshake. Drops everything that an earlier process of that rank has sent."""
         other, own = json.loads(text.decode()), self._hello()
-        if not other.get("again"):  # otherwise rounds of other stages live on
+        if not other.get("again"):  # a repeated handshake keeps the rounds of other stages
             for s in range(self.stages):
                 self._drop(self._slots.pop((s, rank), None))
             self._controls[rank].clear()
@@ -636,26 +633,26 @@ class FFN(_Side):
                  for k, v in own.items() if other.get(k) != v]
         f.respond([_text("; ".join(wrong))], handler)
         if wrong and rank not in self._seen:
-            raise Mismatch("; ".join(wrong))  # a later process is refused, and does not stop this side
+            raise Mismatch("; ".join(wrong))  # a replacement with a mismatch is refused, but does not stop this side
         if wrong:
             self._known.discard(rank)
             return
         known = rank in self._known
         self._known.add(rank)
         if known and rank in self._seen and not other.get("again"):
-            self._new_step(rank, "is another process, or has made its side anew")
+            self._new_step(rank, "is another process, or has created its side again")
 
     def _new_step(self, rank, why):
-        """With layers=1 this side counts layers, and cannot go on in the middle of a step:
-        what others sent in it stays unanswered, as does what they send before a hello."""
+        """With layers=1 this side counts layers, and cannot continue in the middle of a step. The
+        step's batches stay unanswered, as do batches before the next handshake."""
         if self.layers > 1:
             return
         self._slots.clear()
         self._known = {rank}
-        raise Mismatch("%s: attention %d %s, and with layers=1 nobody can tell which layer is next: begin a new step" % (self, rank, why))
+        raise Mismatch("%s: attention %d %s, and with layers=1 the next layer is unknown: begin a new step" % (self, rank, why))
 
     def _drop(self, item):
-        """Lets go of a batch for which its rank does not wait any more: nobody gets the answer."""
+        """Releases a batch that its rank has canceled. The answer is dropped."""
         if item is None:
             return
         try:
@@ -665,14 +662,14 @@ class FFN(_Side):
 
 
 def _compared(reply):
-    """Raises what the answer to a hello says."""
+    """Raises the error in an answer to a handshake."""
     text = bytes(reply.tolist()).rstrip(b"\0").decode(errors="replace")
     if text:
         raise Mismatch(text)
 
 
 def _text(text):
-    """The answer to a hello."""
+    """Encodes an answer to a handshake."""
     return torch.tensor(list(text.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8)
 
 

@@ -2,14 +2,14 @@
 
 Written against python/sglang/srt/layers/moe/token_dispatcher/stepmesh.py of
 sgl-project/sglang PR #36258 (read at commit 0153775): StepMeshATTN and StepMeshFFN have
-the constructors and methods of the classes there, and are given out in their place:
+the constructors and methods of the classes there, and replace them:
 
     from fserver.connectors import sglang as stepaf
     stepaf.setup("attention", rank, attention=3, ffn=2, host=..., width=..., dtype=..., max_rows=...)
     from fserver.connectors.sglang import StepMeshATTN, StepMeshFFN
 
-Any numbers of attention and FFN ranks; batches without rows and fp8 go as they are; how
-many tokens there are is never read back from a device.
+Any number of attention and FFN ranks is possible. Batches without rows and fp8 tensors are
+sent unchanged. The number of tokens is never read back from a device.
 """
 
 import collections
@@ -23,8 +23,8 @@ _here = None  # the one _Context of the process
 
 
 def _pair():
-    """The module of the two sides, which imports fserver_lib: when it is used, not before an
-    engine has forked."""
+    """Returns the module of the two sides. It imports fserver_lib, so it is imported at its
+    first use, after an engine has forked."""
     from . import pair
 
     return pair
@@ -33,16 +33,16 @@ def _pair():
 class _Context:
     def __init__(self, side, inflight):
         self.side = side
-        self.free = set(range(inflight))  # stages, of the attention side
-        self.counts = {}  # of each stage: the tokens of each FFN rank of the group
-        self.last = {}  # of each stage: the layer of its last batch
+        self.free = set(range(inflight))  # free stages, on the attention side
+        self.counts = {}  # by stage: the tokens of each FFN rank of the group
+        self.last = {}  # by stage: the layer of its latest batch
 
 
 def setup(role, rank, *, attention=None, ffn=None, host="127.0.0.1", port=8123, width, dtype, max_rows, layers, inflight=2, device=None, transport=None, scheduler="auto", timeout_ms=15000, init_timeout_ms=600000):
-    """Joins the cluster as attention or FFN rank `rank`. The numbers of ranks are those of
-    DMLC_NUM_WORKER and DMLC_NUM_SERVER unless they are given. device is the tensors':
-    the current CUDA device by default, or the CPU. inflight is how many micro-batches may
-    be under way at once. Does nothing when it was called before."""
+    """Joins the cluster as attention or FFN rank `rank`. The default numbers of ranks are
+    DMLC_NUM_WORKER and DMLC_NUM_SERVER. device is the device of the tensors: by default the
+    current CUDA device, or the CPU. inflight is the largest number of micro-batches under
+    way. A second call does nothing."""
     global _here
     if _here is not None:
         return
@@ -85,17 +85,17 @@ class StepMeshATTN:
         self.waits = collections.deque()
 
     def send(self, p):
-        """Sends what the experts need: hidden_states, topk_weights, topk_ids, router_logits."""
+        """Sends the experts' input: hidden_states, topk_weights, topk_ids, router_logits."""
         c = _context("attention")
         if not c.free:
             raise RuntimeError("%s: layer %d: %d micro-batches are under way, want recv() first, or a larger inflight" % (c.side, self.layer_id, c.side.stages))
-        stage = min(c.free)  # the same for all layers of a micro-batch, where one is sent at a time
+        stage = min(c.free)  # if one micro-batch is sent at a time, all its layers have the same stage
         c.side.send(stage, [p["hidden_states"], p["topk_weights"], p["topk_ids"], p["router_logits"]], layer=self.layer_id)
         c.free.remove(stage)
         self.waits.append(stage)
 
     def recv(self):
-        """The experts' output of the oldest send: a tensor of the caller's own."""
+        """Returns the experts' output for the oldest send: a new tensor."""
         c = _context("attention")
         if not self.waits:
             raise RuntimeError("%s: layer %d: nothing is under way, want send() first" % (c.side, self.layer_id))
@@ -107,15 +107,15 @@ class StepMeshATTN:
 
 
 class StepMeshFFN:
-    """The FFN side of a layer. group has the FFN ranks that compute together, each with
-    the tokens of the attention ranks that it serves."""
+    """The FFN side of a layer. group has the FFN ranks that compute together. Each has the
+    tokens of the attention ranks that it serves."""
 
     def __init__(self, layer_id, group):
         self.layer_id, self.group = layer_id, group
         self.comms = collections.deque()
 
     def recv(self):
-        """The tokens of all ranks of the group: hidden states, and what top-k has chosen."""
+        """Returns the tokens of all ranks of the group: hidden states and top-k choices."""
         batch = _context("ffn").side.recv()
         if batch.layer != self.layer_id:
             raise _pair().Mismatch("%s: attention %s sent layer %d, layer %d is next here" % (_here.side, batch.ranks, batch.layer, self.layer_id))
@@ -127,8 +127,7 @@ class StepMeshFFN:
         return tensors[0], _topk(*tensors[1:])
 
     def send(self, x):
-        """Answers the oldest batch that recv has returned, with the sum of what the ranks
-        of the group have computed."""
+        """Answers the oldest batch of recv with the sum of the results of the group's ranks."""
         if not self.comms:
             raise RuntimeError("%s: send: no batch of layer %d has been received that is not answered" % (_context("ffn").side, self.layer_id))
         batch, counts = self.comms.popleft()
@@ -138,13 +137,13 @@ class StepMeshFFN:
         batch.respond(x[begin:begin + counts[self.group.rank_in_group]])
 
     def _counts(self, batch):
-        """The tokens of each rank of the group; they are the same for all layers of a step,
-        and change in its first layer. They are exchanged between the hosts."""
+        """Returns the number of tokens of each rank of the group. It is the same for all layers
+        of a step; the hosts exchange it in the first layer."""
         if self.group.world_size == 1:
             return [sum(batch.rows)]
         c, stage, layer, own = _here, batch.stage, batch.layer, sum(batch.rows)
         last, c.last[stage] = c.last.get(stage), layer
-        if last is None or layer <= last:  # layers rise within a step; the first that has experts need not be 0
+        if last is None or layer <= last:  # layer numbers rise within a step; the first layer with experts may be above 0
             c.counts.pop(stage, None)
             said = self.group.all_gather_object((stage, layer, own))
             if any(one[:2] != (stage, layer) for one in said):
@@ -158,7 +157,7 @@ class StepMeshFFN:
         return counts
 
     def _gather(self, t, counts):
-        """The rows of t of all ranks, which may have different numbers of them."""
+        """Gathers the rows of t of all ranks. The numbers of rows may differ."""
         most, raw = max(counts), _pair()._raw(t)
         if most == 0:
             return t

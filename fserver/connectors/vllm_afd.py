@@ -1,13 +1,13 @@
 """The connector for vLLM's AFD plugin.
 
-Written against vllm-project/afd-plugin of 2026-08-08 (commit 2e4378f, for vLLM 0.26), of
-which the classes below have not changed since, as far as was seen (commit a915ce8). The
-plugin's list of connector names is fixed: register() adds ours, which vLLM calls by the
-entry point of the installed package (fserver.connectors.vllm_plugin).
+Written against vllm-project/afd-plugin of 2026-08-08 (commit 2e4378f, for vLLM 0.26). The
+classes used here had not changed at commit a915ce8. The plugin's list of connector names is
+fixed. register() of fserver.connectors.vllm_plugin adds this connector's name; vLLM calls it
+through the entry point of the installed package.
 
-One attention or FFN rank of the plugin is one node. Any numbers of them may be on either
-side; with fewer attention than FFN ranks each FFN rank gets a share of the rows. Tensors
-go where the plugin's ranks have them, and no token count is read back from a device.
+Each attention or FFN rank of the plugin is one node. Either side may have any number of
+ranks; with fewer attention than FFN ranks, each FFN rank gets a share of the rows. Tensors
+stay on the devices of the plugin's ranks, and no token count is read back from a device.
 """
 
 import itertools
@@ -35,8 +35,8 @@ NAME = "StepMeshAFDConnector"
 
 
 def _pair():
-    """The module of the two sides, which imports fserver_lib: when it is used, not before an
-    engine has forked."""
+    """Returns the module of the two sides. It imports fserver_lib, so it is imported at its
+    first use, after an engine has forked."""
     from . import pair
 
     return pair
@@ -44,12 +44,12 @@ def _pair():
 
 @dataclass(frozen=True)
 class StepMeshExtraInfo(ConnectorExtraInfo):
-    """connector_extra_config: what may stand there, with its default."""
+    """The settings in connector_extra_config, with their defaults."""
 
     transport: Optional[str] = None  # DMLC_ENABLE_RDMA: zmq or ibverbs; None leaves the environment's
-    scheduler: str = "auto"  # "no": somebody else starts it at host:port
-    timeout_ms: int = 15000  # for an answer; and for the others of a batch, once one has come
-    init_timeout_ms: int = 600000  # for all ranks to come, which load their weights meanwhile
+    scheduler: str = "auto"  # "no": another program starts it at host:port
+    timeout_ms: int = 15000  # for an answer; on the FFN side for the other ranks of a batch after the first
+    init_timeout_ms: int = 600000  # until all ranks have joined, which load their weights first
     stop_timeout_ms: int = 10000
     environment: Dict[str, str] = field(default_factory=dict)  # variables of docs/env.md
 
@@ -70,13 +70,13 @@ class StepMeshExtraInfo(ConnectorExtraInfo):
 
 
 class _Received(AFDTransferState):
-    """What links an answer to its batch."""
+    """Links an answer to its batch."""
 
     def __init__(self, batch):
         self.batch = batch
 
 
-_connectors = {}  # for the custom ops, which take numbers
+_connectors = {}  # by number, for the custom ops
 _numbers = itertools.count()
 
 
@@ -94,7 +94,7 @@ class StepMeshAFDConnector(AFDConnectorBase):
         self.peers = peers(role_rank, self.attn_size, self.ffn_size)
         self.control_plane = StepMeshAFDControlPlane(self)
         self.side = None
-        self.last = {}  # FFN: the layer of each stage's last batch in this step
+        self.last = {}  # FFN: the layer of each stage's latest batch in this step
         self.closed = False
         self.number = next(_numbers)
 
@@ -102,7 +102,7 @@ class StepMeshAFDConnector(AFDConnectorBase):
         if self.is_initialized:
             return
         if self.closed:
-            raise RuntimeError("%s rank %d: the connector is closed, and a process joins once only; start it again" % (self.afd_config.role, self.role_rank))
+            raise RuntimeError("%s rank %d: the connector is closed, and a process can join only once: start the process again" % (self.afd_config.role, self.role_rank))
         config, extra, model = self.afd_config, self.extra_info, self.vllm_config.model_config
         device = self._device()
         os.environ.update(extra.environment)
@@ -112,7 +112,7 @@ class StepMeshAFDConnector(AFDConnectorBase):
         common = dict(width=int(model.hf_config.hidden_size), dtype=model.dtype, stages=self._stages(),
                       layers=int(model.hf_config.num_hidden_layers), timeout_ms=extra.timeout_ms)
         if config.role == "attention":
-            # A step in which an FFN rank was lost fails: the one in its place begins with a new step.
+            # If an FFN rank is lost, the step fails. The replacement begins with a new step.
             self.side = _pair().Attention(self.role_rank, self.attn_size, self.ffn_size, device=device, replace_ms=0,
                                   max_rows=int(self.vllm_config.scheduler_config.max_num_batched_tokens), **common)
         else:
@@ -121,7 +121,7 @@ class StepMeshAFDConnector(AFDConnectorBase):
         _register_ops()
 
     def _device(self):
-        """Where the rank's tensors are; CPU where PyTorch sees no GPU."""
+        """Returns the device of the rank's tensors; the CPU if PyTorch sees no GPU."""
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
     def _stages(self):
@@ -174,8 +174,8 @@ class StepMeshAFDConnector(AFDConnectorBase):
         if len(batch.tensors) != (1 if spec is None else 2):
             raise _pair().Mismatch("stage %d: attention %s sent %d tensors, ffn %d wants %s" % (
                 ubatch_idx, batch.ranks, len(batch.tensors), self.role_rank, "the hidden states only" if spec is None else "router_logits with them"))
-        # The plugin does not say which layer it wants; its layers rise within a step. A batch
-        # of the next step, when this one has failed elsewhere, is not of the layer it would compute.
+        # The plugin does not name the layer that it wants; its layers rise within a step. If the step has
+        # failed on another rank, a batch of the next step would have the wrong layer.
         last = self.last.get(ubatch_idx, -1)
         if batch.layer <= last:
             raise _pair().Mismatch("stage %d: attention %s sent layer %d after layer %d of the same step: the step has failed there, ffn %d must begin a new one" % (
@@ -188,7 +188,7 @@ class StepMeshAFDConnector(AFDConnectorBase):
                 raise _pair().Mismatch("stage %d: the router_logits of attention %s are %s of shape %s, ffn %d wants %s and %d columns" % (
                     ubatch_idx, batch.ranks, logits.dtype, tuple(logits.shape), self.role_rank, spec.router_logits_dtype, spec.router_logits_width))
         lengths = [n for n in batch.rows if n]
-        if not lengths:  # the plugin has no empty batches: the model gets one row, which goes nowhere
+        if not lengths:  # the plugin has no empty batches: the model gets one row, whose result is not sent
             lengths = [1]
             hidden = hidden.new_zeros((1,) + tuple(hidden.shape[1:]))
             logits = None if logits is None else logits.new_zeros((1,) + tuple(logits.shape[1:]))
@@ -207,8 +207,8 @@ class StepMeshAFDConnector(AFDConnectorBase):
 
 
 class StepMeshAFDControlPlane(AFDControlPlane):
-    """Token counts of a step, from each attention rank to its FFN ranks. They travel as
-    host bytes, and both sides check batches against them."""
+    """Token counts of a step, from each attention rank to its FFN ranks. They are sent as
+    host bytes, and both sides compare batches with them."""
 
     def __init__(self, connector):
         self.connector = connector
@@ -225,7 +225,7 @@ class StepMeshAFDControlPlane(AFDControlPlane):
         c._open("ffn").expect(expected)
 
     def _rows(self, count, rank):
-        """How many of an attention rank's rows this FFN rank gets."""
+        """Returns the number of an attention rank's rows for this FFN rank."""
         c = self.connector
         servers = layout.servers_of(rank, c.attn_size, c.ffn_size)
         begin, end = layout.share(max(count, 1), servers.index(c.role_rank), len(servers))
@@ -247,8 +247,8 @@ class StepMeshAFDControlPlane(AFDControlPlane):
 
 
 def _counts(metadata, attention):
-    """The tokens of each attention rank, or None where the counts do not say. Those of
-    data-parallel ranks hold for each of their tensor-parallel ranks."""
+    """Returns the tokens of each attention rank, or None if the counts do not tell. The count
+    of a data-parallel rank applies to each of its tensor-parallel ranks."""
     counts = metadata.num_tokens_across_dp_cpu.flatten().tolist()  # a CPU tensor
     if not counts or attention % len(counts):
         return None
@@ -259,7 +259,7 @@ def _all_counts(payload):
     return {stage: m.num_tokens_across_dp_cpu.flatten().tolist() for stage, m in payload.dp_metadata_list.items()}
 
 
-# torch.compile: the two calls of the attention side as ops that it does not look into.
+# torch.compile: the two calls of the attention side are ops that it treats as opaque.
 
 _ops = None
 
@@ -274,7 +274,7 @@ def _register_ops():
     if _ops is not None or not hasattr(getattr(torch, "compiler", None), "is_compiling"):
         return
     _ops = library.Library("stepaf_afd", "DEF")
-    # That send changes its argument is not true: it keeps the op in its place.
+    # send does not change its argument; the declaration keeps the order of the ops.
     _ops.define("send(Tensor(a!) hidden, Tensor? router_logits, int connector, int stage, int layer) -> ()")
     _ops.define("recv(Tensor(a!) out, int connector, int stage) -> ()")
 

@@ -1,5 +1,5 @@
-"""The entry point for vLLM (group vllm.general_plugins): adds our connector's name to those
-that afd-plugin knows. Without afd-plugin it does nothing."""
+"""The entry point for vLLM (group vllm.general_plugins): adds the connector's name to the
+names of afd-plugin. Without afd-plugin it does nothing."""
 
 import importlib.util
 
@@ -14,6 +14,6 @@ def register():
     from afd_plugin.connectors import AFDConnectorFactory
 
     AFDConnectorFactory.register_connector(NAME, "fserver.connectors.vllm_afd", NAME, replace=True)
-    # The names are in a list of their own as well.
+    # The plugin has the names in a second list.
     if NAME not in config.SUPPORTED_AFD_CONNECTORS:
         config.SUPPORTED_AFD_CONNECTORS = (*config.SUPPORTED_AFD_CONNECTORS, NAME)

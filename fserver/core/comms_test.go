@@ -359,7 +359,7 @@ func TestDroppedComm(t *testing.T) {
 func TestHostWindow(t *testing.T) {
 	comms := newComms(t, workerSessions(t, 2, nil), 3, 20*time.Second)
 	owner := &simgpu.Holds{}
-	memory, err := af.New(owner.Bytes(make([]byte, 8)), af.Uint8, 8)
+	memory, err := af.NewTensor(owner.Bytes(make([]byte, 8)), af.Uint8, 8)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -148,6 +148,9 @@ func wrongRole(s *Session, call, want string) error {
 // Device is the memory of the node's device.
 func (s *Session) Device() backend.Backend { return s.node.Backend() }
 
+// customer has the worker's requests in flight, which Python names by their timestamps.
+func (s *Session) customer() *cluster.Customer { return (*cluster.Node)(s.node).App().Customer(0, 0) }
+
 // PushPull is af.Worker.PushPull with servers in any order; the pulls are in the same order. nil means all servers.
 // PushPull returns the first timestamp of the call.
 func (s *Session) PushPull(stream af.Stream, servers []int, push, pull []af.KeyTensor) (int32, error) {
@@ -187,17 +190,17 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 		return wrongRole(s, "wait", "worker")
 	}
 	h := int32(handler)
-	if int64(h) != handler || !s.worker.Customer().Given(h) {
+	if int64(h) != handler || !s.customer().Given(h) {
 		return fmt.Errorf("wait: %w: handler %d was not returned by push_pull: %w", ErrMisuse, handler, ErrUnknownHandler)
 	}
-	first, _, flying, _ := s.worker.Customer().Batch(h)
+	first, _, flying, _ := s.customer().Batch(h)
 	switch {
 	case !flying:
-		return s.worker.Customer().Outcome(h)
+		return s.customer().Outcome(h)
 	case first == h:
-		err := s.worker.Customer().WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
+		err := s.customer().WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
 		if errors.Is(err, ErrUnknownHandler) && !errors.Is(err, postoffice.ErrOtherWaits) {
-			return s.worker.Customer().Outcome(h) // the batch has ended between the two calls
+			return s.customer().Outcome(h) // the batch has ended between the two calls
 		}
 		return err
 	}
@@ -207,14 +210,14 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 // waitOne waits for one timestamp of a batch. It polls, since only the end of the whole batch is signaled.
 func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
 	for end := time.Now().Add(slice); ; {
-		_, answered, flying, err := s.worker.Customer().Batch(h)
+		_, answered, flying, err := s.customer().Batch(h)
 		if !flying {
-			return s.worker.Customer().Outcome(h)
+			return s.customer().Outcome(h)
 		}
 		if answered {
 			return err
 		}
-		if elapsed := s.worker.Customer().Elapsed(h); elapsed >= limit {
+		if elapsed := s.customer().Elapsed(h); elapsed >= limit {
 			return &van.Error{Op: "wait", Node: s.node.Name(), Detail: fmt.Sprintf("handler %d of batch %d", h, first),
 				Elapsed: elapsed, Limit: limit, Err: van.ErrTimeout}
 		}
@@ -233,7 +236,7 @@ func (s *Session) AllHandlers(handler int64) (int, error) {
 	}
 	n := 1 // for an unknown handler
 	if h := int32(handler); int64(h) == handler {
-		n = max(s.worker.Customer().Timestamps(h), 1)
+		n = max(s.customer().Timestamps(h), 1)
 	}
 	return n, nil
 }
@@ -244,12 +247,12 @@ func (s *Session) FetchTrace(handler int64) (stamps [8]uint64, err error) {
 		return stamps, wrongRole(s, "fetch_trace", "worker")
 	}
 	h := int32(handler)
-	if int64(h) != handler || !s.worker.Customer().Given(h) {
+	if int64(h) != handler || !s.customer().Given(h) {
 		return stamps, fmt.Errorf("fetch_trace: %w: handler %d was not returned by push_pull: %w", ErrMisuse, handler, ErrUnknownHandler)
 	}
-	t, ok := s.worker.Customer().Trace(h)
+	t, ok := s.customer().Trace(h)
 	if !ok {
-		if _, answered, flying, _ := s.worker.Customer().Batch(h); flying && !answered {
+		if _, answered, flying, _ := s.customer().Batch(h); flying && !answered {
 			return stamps, nil
 		}
 		return stamps, &van.Error{Op: "fetch_trace", Node: s.node.Name(), Detail: fmt.Sprintf("handler %d", h), Err: ErrUnknownHandler,

@@ -264,12 +264,12 @@ func TestWaitOneLimit(t *testing.T) {
 		t.Fatal(err)
 	}
 	one := int64(h) + 1
-	for worker.worker.Customer().Elapsed(h) < 50*time.Millisecond {
+	for worker.customer().Elapsed(h) < 50*time.Millisecond {
 		if err := worker.Wait(one, time.Hour, time.Millisecond); err != ErrPending {
 			t.Fatalf("before the limit: %v, want %v", err, ErrPending)
 		}
 	}
-	limit := worker.worker.Customer().Elapsed(h)
+	limit := worker.customer().Elapsed(h)
 	err = worker.Wait(one, limit, 0)
 	var e *van.Error
 	if !errors.Is(err, van.ErrTimeout) || !errors.As(err, &e) || e.Limit != limit || e.Elapsed < limit {
@@ -321,7 +321,7 @@ func TestRoles(t *testing.T) {
 // TestHandlersOfABatch: the results of calls with each handler of a push_pull, before and after its answer.
 func TestHandlersOfABatch(t *testing.T) {
 	worker, server := sessions(t)
-	worker.worker.Customer().KeepTraces()
+	worker.customer().KeepTraces()
 	x, y := tensor(t, make([]byte, 4)), tensor(t, make([]byte, 4))
 	h, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}}, []af.KeyTensor{{Key: 3, Val: y}})
 	if err != nil {

@@ -15,10 +15,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Exchange is an af.Exchange for Python. It waits in slices. While the stream is being captured into a graph, its calls
+// Exchange is an af.Prepared for Python. It waits in slices. While the stream is being captured into a graph, its calls
 // go into the graph.
 type Exchange struct {
-	*af.Exchange
+	*af.Prepared
 	s      *Session
 	graphs backend.GraphFlagger // nil if the device has no graphs
 	flying atomic.Int64         // handler of the started call, or none
@@ -40,7 +40,7 @@ func (s *Session) Prepare(servers []int, push, pull []af.KeyTensor) (*Exchange, 
 	if err != nil {
 		return nil, err
 	}
-	e := &Exchange{Exchange: x, s: s}
+	e := &Exchange{Prepared: x, s: s}
 	e.graphs, _ = s.Device().(backend.GraphFlagger)
 	e.flying.Store(none)
 	return e, nil
@@ -49,8 +49,8 @@ func (s *Session) Prepare(servers []int, push, pull []af.KeyTensor) (*Exchange, 
 // AllRows is a number of rows for Start. It stands for all rows of the tensors.
 const AllRows = -1
 
-// Start is af.Exchange.Start; it returns the first timestamp of the call. current is the caller's stream on the device.
-// If it is being captured, Start is af.Exchange.QueueStart, and returns ErrCaptured. For tensors on the host, current
+// Start is af.Prepared.Start; it returns the first timestamp of the call. current is the caller's stream on the device.
+// If it is being captured, Start is af.Prepared.QueueStart, and returns ErrCaptured. For tensors on the host, current
 // is Complete. event makes the send wait for the work that is in the stream.
 func (e *Exchange) Start(current af.Stream, event bool, rows int) (int32, error) {
 	var opts [2]af.StartOption
@@ -71,7 +71,7 @@ func (e *Exchange) Start(current af.Stream, event bool, rows int) (int32, error)
 	if opts[n] = current; !event {
 		opts[n] = af.Complete
 	}
-	call, err := e.Exchange.Start(opts[:n+1]...)
+	call, err := e.Prepared.Start(opts[:n+1]...)
 	if err != nil {
 		return 0, err
 	}
@@ -89,7 +89,7 @@ func (e *Exchange) capturing(current af.Stream) (bool, error) {
 
 // Wait waits until the call of the last Start is complete. limit counts from the Start; after slice Wait returns
 // ErrPending. If two callers wait, one of them gets postoffice.ErrOtherWaits. If there is no such call and current is
-// being captured, Wait is af.Exchange.QueueWait, and returns ErrCaptured.
+// being captured, Wait is af.Prepared.QueueWait, and returns ErrCaptured.
 func (e *Exchange) Wait(current af.Stream, limit, slice time.Duration) error {
 	h := e.flying.Load()
 	if h == none {
@@ -105,7 +105,7 @@ func (e *Exchange) Wait(current af.Stream, limit, slice time.Duration) error {
 		}
 		return fmt.Errorf("%s: wait: %w: this exchange is not started: call start() first", e.s.Name(), ErrMisuse)
 	}
-	err := e.s.worker.Customer().WaitSlice(context.Background(), int32(h), max(limit, time.Nanosecond), slice)
+	err := e.s.customer().WaitSlice(context.Background(), int32(h), max(limit, time.Nanosecond), slice)
 	if err != ErrPending && !errors.Is(err, postoffice.ErrOtherWaits) {
 		e.flying.CompareAndSwap(h, none)
 	}

@@ -116,7 +116,7 @@ func TestNotify(t *testing.T) {
 
 func deviceTensor(t *testing.T, d *simgpu.Device, b []byte) af.Tensor {
 	t.Helper()
-	x, err := af.New(d.Mem(b), af.Uint8, int64(len(b)))
+	x, err := af.NewTensor(d.Mem(b), af.Uint8, int64(len(b)))
 	if err != nil {
 		t.Fatal(err)
 	}

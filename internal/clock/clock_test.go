@@ -7,11 +7,10 @@ import (
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
-// TestBegin: Now is the host's clock also when the process was kept from running while it
-// began.
+// TestBegin: Now is the host's clock, also if the process was descheduled during begin.
 func TestBegin(t *testing.T) {
 	const pause, off = uint64(5 * time.Millisecond), uint64(time.Millisecond)
-	for late := range 6 { // reading after which it does not run for a while
+	for late := range 6 { // the reading after which the process is descheduled
 		readings := 0
 		base, nano := begin(func() uint64 {
 			now := monotonic()

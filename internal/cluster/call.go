@@ -50,6 +50,9 @@ func (c Call) Wait(ctx context.Context) error {
 	return c.c.Wait(ctx, c.first, limit)
 }
 
+// Customer is whose request the call is, nil for the zero Call.
+func (c Call) Customer() *Customer { return c.c }
+
 // Timestamp is the first of the call's consecutive timestamps, which errors and log lines
 // call its handler.
 func (c Call) Timestamp() int32 { return c.first }

@@ -118,7 +118,7 @@ func (r *rejected) Connect(_ context.Context, id int, _ van.Node) error {
 // TestReplacedBeforeItHasJoined: a node that the scheduler rejects because another has its
 // place is told at once, though it has not joined yet. For one that does not listen, it waits.
 func TestReplacedBeforeItHasJoined(t *testing.T) {
-	for cause, want := range map[error]error{van.ErrReplaced: postoffice.ErrRefused, errors.New("nobody listens there yet"): van.ErrTimeout} {
+	for cause, want := range map[error]error{van.ErrReplaced: postoffice.ErrRefused, errors.New("no process listens there yet"): van.ErrTimeout} {
 		network := inproc.NewNetwork()
 		n, err := postoffice.Start(t.Context(), postoffice.Options{Log: discard,
 			Config: config(func(c *postoffice.Config) {

@@ -66,6 +66,11 @@ func (a *apps) remove(c *Customer, next int32) {
 	a.table.Store(&m)
 }
 
+// Customer returns the node's customer with these ids, nil if there is none.
+func (a App) Customer(app, id int) *Customer {
+	return (*a.apps.table.Load())[a.apps.key(int32(app), int32(id))]
+}
+
 func (a *apps) customers() []*Customer {
 	return slices.Collect(maps.Values(*a.table.Load()))
 }

@@ -15,7 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// TestReply: an answer has what its request says, and nothing of the message that was there before.
+// TestReply: an answer has the fields of its request, and none of the message's previous contents.
 func TestReply(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
@@ -69,14 +69,14 @@ func TestReply(t *testing.T) {
 	}
 }
 
-// holder counts holds.
+// holder counts references.
 type holder struct{ n int }
 
 func (h *holder) Retain()  { h.n++ }
 func (h *holder) Release() { h.n-- }
 
-// TestRecvBuffers: pushes land in what was registered for their worker and key, and stay where they are otherwise; a
-// refused list changes nothing.
+// TestRecvBuffers: pushes are received in the buffer that is registered for their worker and key, and otherwise stay in
+// the message. A refused list changes nothing.
 func TestRecvBuffers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Group: 2})
 	n := c.Servers[1] // instance 1: workers 1 and 3
@@ -136,7 +136,7 @@ func TestRecvBuffers(t *testing.T) {
 	if got, owned, err := b.Place(m, 5); err != nil || !owned || string(got.Host()) != "there" {
 		t.Errorf("what the transport has put there: %q, %t, %v", got.Host(), owned, err)
 	}
-	if err := b.Register(part(1, 9, 40, 8)); err != nil { // after pushes have come
+	if err := b.Register(part(1, 9, 40, 8)); err != nil { // after pushes have arrived
 		t.Fatal(err)
 	}
 	if m, owned, err := place(van.WorkerID(3), 9, "new"); err != nil || !owned || string(room[40:43]) != "new" || m.Len() != 3 {
@@ -149,7 +149,7 @@ func TestRecvBuffers(t *testing.T) {
 	}
 }
 
-// refusing is a van that takes some buffers only.
+// refusing is a van that accepts some buffers only.
 type refusing struct {
 	van.Van
 	left int
@@ -164,7 +164,8 @@ func (v *refusing) RegisterRecvBuffer(int, uint64, backend.Mem) error {
 	return nil
 }
 
-// TestRecvBuffersRefused: what the transport has taken before it refuses one stays registered, and the error says so.
+// TestRecvBuffersRefused: buffers that the transport has accepted before it refuses one stay registered, and the error
+// says so.
 func TestRecvBuffersRefused(t *testing.T) {
 	x := &refusing{left: 1}
 	c := testcluster.Start(t, testcluster.Options{Wrap: func(role string, _ int, f van.Factory) van.Factory {

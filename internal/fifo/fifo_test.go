@@ -8,8 +8,8 @@ import (
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
-// TestQueue: elements come out in the order in which they went in, however many are in
-// the queue at a time, and a queue that never runs empty does not grow.
+// TestQueue: elements come out in the order of Put, whatever the length of the queue, and a queue that never becomes
+// empty does not grow.
 func TestQueue(t *testing.T) {
 	for _, most := range []int{1, 2, 7, 4 * keep} {
 		var q Queue[*int]
@@ -35,7 +35,7 @@ func TestQueue(t *testing.T) {
 					t.Fatalf("at most %d: element %d is %d, want %d", most, i, *v, out+i)
 				}
 			}
-			// What was taken is not kept from the garbage collector.
+			// The queue does not refer to elements that were taken.
 			if slices.ContainsFunc(q.items[:q.head], func(v *int) bool { return v != nil }) {
 				t.Fatalf("at most %d: it holds elements that were taken", most)
 			}
@@ -52,8 +52,8 @@ func TestQueue(t *testing.T) {
 	}
 }
 
-// TestReuse: neither a queue that runs empty each time nor one that never does takes
-// memory for the next element.
+// TestReuse: neither a queue that becomes empty each time nor one that never does allocates memory for the next
+// element.
 func TestReuse(t *testing.T) {
 	for _, before := range []int{0, 1, 100} {
 		var q Queue[int]
@@ -73,8 +73,8 @@ func TestReuse(t *testing.T) {
 	}
 }
 
-// TestPutFront: what is put back comes out next, also into a queue that is empty or that
-// nothing was taken from.
+// TestPutFront: an element of PutFront comes out next, also from a queue that was empty or from which nothing was
+// taken.
 func TestPutFront(t *testing.T) {
 	for _, taken := range []int{0, 1, 5, 8} {
 		var q Queue[int]

@@ -11,7 +11,7 @@ import (
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
-// TestFind: those who ask at once get different ports, on which nobody listens.
+// TestFind: concurrent callers get different free ports.
 func TestFind(t *testing.T) {
 	var mu sync.Mutex
 	got := map[int]bool{}
@@ -40,7 +40,7 @@ func TestFind(t *testing.T) {
 	all.Wait()
 }
 
-// TestExcept: the port to avoid is released once there is another.
+// TestExcept: the port to avoid is released after another port is found.
 func TestExcept(t *testing.T) {
 	full := errors.New("no free port")
 	for _, c := range []struct {

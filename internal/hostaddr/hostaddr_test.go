@@ -43,7 +43,7 @@ func usual() Host {
 	return host(up("lo", "127.0.0.1", "::1"), up("docker0", "172.17.0.1"), up("eth1", "fe80::1", "169.254.3.4", "10.88.0.2"), up("eth0", "10.77.0.2"), down)
 }
 
-// TestToward: the address that a node advertises is the one that leads to its scheduler.
+// TestToward: a node advertises the address from which packets to its scheduler leave.
 func TestToward(t *testing.T) {
 	for dest, want := range map[string]string{
 		"10.77.0.1": "10.77.0.2 eth0", // docker0 and a link-local address come first
@@ -81,7 +81,7 @@ func TestFirst(t *testing.T) {
 	}
 }
 
-// TestOf: if an interface has several addresses, Of returns the one that leads to the scheduler.
+// TestOf: if an interface has several addresses, Of returns the one with the route to the scheduler.
 func TestOf(t *testing.T) {
 	for _, c := range []struct {
 		i          Interface
@@ -123,7 +123,7 @@ func TestDoubt(t *testing.T) {
 	if got := usual().Doubt(ip("127.0.0.1"), netip.Addr{}); got != "" {
 		t.Errorf("beside a scheduler without an address: %q", got)
 	}
-	linked := host(up("docker0", "10.77.0.2")) // a container bridge that leads to the scheduler
+	linked := host(up("docker0", "10.77.0.2")) // a container bridge with the route to the scheduler
 	if got := linked.Doubt(ip("10.77.0.2"), ip("10.77.0.1")); got != "" {
 		t.Errorf("the only way to the scheduler: %q", got)
 	}

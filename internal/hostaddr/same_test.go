@@ -29,7 +29,7 @@ func TestSame(t *testing.T) {
 	}
 }
 
-// TestCheck: an address that names no one host, or that is spelled as only the resolver reads it, is refused.
+// TestCheck: an address that is not one host's, or that only the resolver accepts in its notation, is refused.
 func TestCheck(t *testing.T) {
 	for _, bad := range []string{"0.0.0.0", "::", "::ffff:0.0.0.0", "224.0.0.1", "ff02::1", "255.255.255.255",
 		"127.1", "0x7f000001", "0X7F.0.0.1", "2130706433", "010.0.0.1", "127.0.0.01", "0", "127.0.0.1.", "10.0.0.256", "1.2.3.4.5", "host.7", "a.0x"} {
@@ -44,7 +44,7 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-// TestChoose: of the addresses of a name those that name no host do not count.
+// TestChoose: addresses that are not one host's are ignored.
 func TestChoose(t *testing.T) {
 	for _, c := range []struct {
 		all  []string

@@ -17,7 +17,7 @@ func config(workers, servers, group int, van string) *env.Config {
 	return c
 }
 
-// apart is config where nodes share no memory.
+// apart is config without shared memory between nodes.
 func apart(workers, servers, group int, van string) *env.Config {
 	c := config(workers, servers, group, van)
 	c.EnableIPC = 0
@@ -32,7 +32,7 @@ func system(files, open, memlock uint64) System {
 	}
 }
 
-// TestOf: what is needed follows from the role and the shape of the cluster.
+// TestOf: the needs follow from the role and the shape of the cluster.
 func TestOf(t *testing.T) {
 	for _, x := range []struct {
 		name string
@@ -97,7 +97,7 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-// TestExplain: an error that means a limit names it.
+// TestExplain: an error that a limit causes names the limit.
 func TestExplain(t *testing.T) {
 	for _, x := range []struct {
 		err  error

@@ -137,7 +137,7 @@ func TestSpace(t *testing.T) {
 	}
 }
 
-// TestHostFiles: the limit of open files on the host binds those without privileges.
+// TestHostFiles: the limit of open files on the host applies to processes without privileges.
 func TestHostFiles(t *testing.T) {
 	for _, c := range []struct {
 		text, low string

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
@@ -48,7 +49,7 @@ func TestPartition(t *testing.T) {
 	for _, w := range ws {
 		h, _, err := request(w, 2, []byte("x"))
 		if err == nil {
-			err = w.Customer().Wait(t.Context(), h.Timestamp(), soon)
+			err = cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), soon)
 		}
 		vantest.Fails(t, err, van.ErrPeerLost, "push_pull with server 1 (id 10) at "+server, "no heartbeat")
 	}
@@ -84,7 +85,7 @@ func TestCutOffWorker(t *testing.T) {
 	for range 3 {
 		h, _, err := request(cut, 1, []byte("x"))
 		if err == nil {
-			err = cut.Customer().Wait(t.Context(), h.Timestamp(), 50*time.Millisecond)
+			err = cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), 50*time.Millisecond)
 		}
 		vantest.Fails(t, err, van.ErrTimeout, "server 0 (id 8) at "+b, "2 of 2 answers missing")
 		work(t, 1, other)

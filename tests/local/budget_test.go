@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -143,7 +144,7 @@ func TestSendBudget(t *testing.T) {
 			if err := refused.Wait(context.Background()); !errors.Is(err, van.ErrQueueFull) || !strings.Contains(err.Error(), "server 0") {
 				t.Errorf("%v, want %v that names the server", err, van.ErrQueueFull)
 			}
-		} else if _, _, _, err := w.Customer().Batch(h.Timestamp()); err == nil {
+		} else if _, _, _, err := cluster.Call(h).Customer().Batch(h.Timestamp()); err == nil {
 			last = h // it was taken
 		}
 	}
@@ -159,7 +160,7 @@ func TestSendBudget(t *testing.T) {
 	}
 	// What was taken goes before, on a machine that does other things.
 	nodetest.GoesOn(t, 20*time.Second, "what was taken is answered", func() uint64 { return testcluster.Stats(c.Workers[0]).ReceivedMessages }, func() bool {
-		_, answered, known, _ := w.Customer().Batch(last.Timestamp())
+		_, answered, known, _ := cluster.Call(last).Customer().Batch(last.Timestamp())
 		return answered || !known // finished, and forgotten since nobody waits for it
 	})
 	if err := roundTrip(w, 2, 1000); err != nil {

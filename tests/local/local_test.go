@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -191,7 +192,7 @@ func TestServerStops(t *testing.T) {
 		if err := p.Stop(); err != nil {
 			t.Fatal(err)
 		}
-		err = w.Customer().Wait(context.Background(), h.Timestamp(), 200*time.Millisecond)
+		err = cluster.Call(h).Customer().Wait(context.Background(), h.Timestamp(), 200*time.Millisecond)
 		if err == nil { // it was quicker
 			err = check(pull, 100+round)
 		} else if errors.Is(err, van.ErrTimeout) {

@@ -5,7 +5,7 @@ import ctypes
 import importlib
 import random
 
-NAMES = ("torch", "jax", "numpy")
+NAMES = ("torch", "numpy", "jax")  # the first one that there is is the library of tests that do not choose one
 
 SIZES = {
     "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "float32": 4, "float64": 8,
@@ -66,7 +66,7 @@ class Torch:
         return t.data_ptr()
 
     def own(self, t):
-        """Is t what get_batch is to return when this library is loaded?"""
+        """Whether t has the type that get_batch returns if this library is loaded."""
         return type(t) is self.torch.Tensor
 
 
@@ -82,7 +82,7 @@ class NumPy:
             self.np.dtype(dtype)
         except TypeError:
             return False
-        if dtype == "bool":  # of DLPack's
+        if dtype == "bool":  # DLPack's bool
             return tuple(map(int, self.np.__version__.split(".")[:2])) >= (1, 25)
         return dtype != "bfloat16" and not dtype.startswith("float8")  # which JAX teaches NumPy
 
@@ -134,7 +134,7 @@ class Jax(NumPy):
         return self.jnp.asarray(self.np.frombuffer(bytearray(data), getattr(self.jnp, dtype)).reshape(shape))
 
     def pointer(self, t):
-        # JAX itself copies what is not aligned to its taste.
+        # JAX copies arrays that are not sufficiently aligned.
         return (t if isinstance(t, self.np.ndarray) else self.np.from_dlpack(t)).__array_interface__["data"][0]
 
     def view(self, t):

@@ -1,4 +1,4 @@
-"""Fixtures: clusters, and the array libraries that there are."""
+"""Fixtures: clusters, and the installed array libraries."""
 
 import importlib.util
 import os
@@ -49,5 +49,5 @@ def cluster(request):
 
 @pytest.fixture(params=harness.libraries())
 def lib(request):
-    """The name of each array library that there is."""
+    """The name of each installed array library."""
     return request.param

@@ -45,7 +45,7 @@ def by_hand(function):
 
 
 def scheduler(n):
-    """What a scheduler does: nothing but wait in stop()."""
+    """The function of a scheduler: it only waits in stop()."""
 
 
 def within(seconds):
@@ -54,7 +54,7 @@ def within(seconds):
 
 
 class Node:
-    """What a node function gets."""
+    """The argument of a node function."""
 
     def __init__(self, spec):
         self.role, self.rank, self.instance = spec["role"], spec["rank"], spec["instance"]
@@ -63,7 +63,7 @@ class Node:
         self.args = spec["args"]
         self.lib = None  # arrays.Lib
         self.f = None  # fserver_lib
-        self.wrong = []  # what raises() has found
+        self.wrong = []  # errors found by raises()
 
     def tell(self, what):
         """Sends a value to the test; see Process.hear. The line is written in one call, so that neither a signal's exception
@@ -138,7 +138,7 @@ class Raises:
 
 
 class Process:
-    """One node, seen from the test."""
+    """One node, as the test uses it."""
 
     def __init__(self, spec, python, copies):
         self.name = f"{spec['role']} {spec['rank']}" + (f".{spec['instance']}" if spec["group"] > 1 else "")
@@ -186,7 +186,7 @@ class Process:
         self.popen.wait(LIMIT)
 
     def wait(self, timeout=LIMIT):
-        """Its exit status, after reading all that it printed."""
+        """Returns its exit status after reading all its output."""
         status = self.popen.wait(within(timeout))
         for t in self.readers:
             t.join(5)

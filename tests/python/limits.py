@@ -14,7 +14,7 @@ import pytest
 
 STILL = float(os.environ.get("PYTEST_STILL", 45))  # the plugin's own test makes it shorter
 BUSY = 400  # more than a cluster of the harness may take
-SHARE = 0.2  # of one processor: processes that want more work
+SHARE = 0.2  # of one CPU: processes that need more are working
 LAST = 30  # after so many seconds more the whole run ends: the thread is in C code
 
 SIGNAL = signal.SIGRTMIN + 7

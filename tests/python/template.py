@@ -34,7 +34,7 @@ class Copy:
 
     def _ended(self, timeout):
         if self.returncode is None and select.select([self.fate], [], [], timeout)[0]:
-            self.returncode = int(self.fate.readline() or -signal.SIGKILL)  # nothing: who waited for it was killed
+            self.returncode = int(self.fate.readline() or -signal.SIGKILL)  # no line: the waiting parent was killed
             self.fate.close()
         return self.returncode
 
@@ -56,7 +56,7 @@ def start(python, directory, module):
     which Copy asks for copies; the template ends when it is closed. None: there can be none,
     as the module has started threads, of which a copy would have the locks only."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(180)  # for the import
+    ours.settimeout(180)  # time for the import
     with theirs:
         subprocess.Popen(
             [python, "-c", "import template; template.main()", str(theirs.fileno()), module],

@@ -10,8 +10,8 @@ def tensor(n, seed):
     return n.lib.make("uint8", SHAPE, pattern(seed, "uint8", SHAPE))
 
 
-# Every server answers pull j of a batch with its first push (or noise), changed by
-# what tells servers and pulls apart.
+# Every server answers pull j of a batch with its first push (or with random bytes), changed depending on server and
+# pull.
 
 def answer(first, server, pull):
     return bytes(b ^ (16 * server + pull + 1) for b in first)
@@ -55,7 +55,7 @@ def test_matrix(cluster, workers, servers, group):
     cluster(workers=workers, servers=servers, group=group).run(matrix_worker, matrix_server, ROUNDS)
 
 
-# Server-major pull tensors with keys of their own per server.
+# Server-major pull tensors, with separate keys for each server.
 
 def keys_worker(n):
     push = [tensor(n, 1)]
@@ -74,7 +74,7 @@ def test_server_major(cluster):
     cluster(servers=2).run(keys_worker, keys_server)
 
 
-# Requests in flight; answers in any order; the worker waits in any order.
+# Requests in flight. Servers answer in any order; the worker waits in any order.
 
 def flight_worker(n):
     waits = []
@@ -131,7 +131,7 @@ def test_handler_from_the_middle(cluster):
     c.finish()
 
 
-# One worker ahead of the other: get_batch waits for both, and gives one of each.
+# One worker is ahead of the other: get_batch waits for both, and returns one batch of each.
 
 def ahead_worker(n):
     handlers = []
@@ -152,7 +152,7 @@ def ahead_server(n):
     with n.raises(TimeoutError, "worker 1"):
         n.f.get_batch(timeout_ms=1500)
     with n.raises((), "has not returned handler 0"):
-        n.f.respond([], 0)  # it is there, but not handed out
+        n.f.respond([], 0)  # the batch is queued, but not handed out
     n.tell("one is missing")
     for i in range(5):
         batches = n.f.get_batch()
@@ -318,7 +318,7 @@ def traces_worker(n):
     after = n.f.get_nanosecond()
     traces = [n.f.fetch_trace(x) for x in handlers]
     for t in traces:
-        # On one host all are of one clock.
+        # On one host all times are of one clock.
         assert all(x > 0 for x in t), t
         assert [before] + t + [after] == sorted([before] + t + [after]), (before, t, after)
     # The server slept before it answered the pull, not before it acknowledged.
@@ -334,7 +334,7 @@ def traces_server(n):
     import time
 
     (handler, tensors, _), = n.f.get_batch()
-    time.sleep(0.06)  # so that there is something to see in the trace
+    time.sleep(0.06)  # a delay that the trace must show
     n.f.respond(tensors[:1], handler)
 
 

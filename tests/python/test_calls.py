@@ -43,7 +43,7 @@ def test_errors_are_runtime_errors():
         assert ours.__doc__
 
 
-# Each of these calls is well formed, so that what is wrong is that there is no node.
+# Each of these calls has valid arguments, so the error is that there is no node.
 BEFORE_INIT = {
     "push_pull": [([], [], [], []), dict(push_tensors=[], push_keys=[], pull_tensors=[], pull_keys=[], need_event=False)],
     "wait": [(0,), (0, 5), dict(handler=0, timeout_ms=5)],
@@ -131,9 +131,9 @@ def sequences_worker(n):
         assert [lib.bytes(t) for t in pull] == [lib.bytes(t) for t in push]
         assert f.get_all_handlers(h) == [h]
         handlers.append(h)
-    assert 0 <= handlers[0] < 2**30  # at random, so that no process takes an earlier one's answers
+    assert 0 <= handlers[0] < 2**30  # random, so that a process does not get the answers of an earlier one
     assert handlers == list(range(handlers[0], handlers[0] + 4 * len(handlers), 4))
-    # By name, and with the flags that do nothing on a CPU.
+    # By name, and with flags that have no effect on a CPU.
     pull = [lib.zeros("int32", (4,)) for _ in range(2)]
     h = f.push_pull(push_tensors=tensors(2), push_keys=[0, 2**64 - 1], pull_tensors=pull, pull_keys=[2**64 - 1, 0], need_event=False)
     assert f.wait(handler=np.int64(h), timeout_ms=np.int32(9000)) is None

@@ -1,4 +1,4 @@
-"""DLPack capsules made by hand: what none of the array libraries here exports."""
+"""DLPack capsules made by hand, of kinds that no installed array library exports."""
 
 import ctypes
 
@@ -24,7 +24,7 @@ name_of.restype, name_of.argtypes = c.c_char_p, (c.py_object,)
 
 
 class Array:
-    """Exports one capsule over its memory, and counts what becomes of it."""
+    """Exports one capsule over its memory, and counts its deletions."""
 
     def __init__(self, shape, strides=None, data=b"", offset=0, code=0, bits=32, lanes=1, device=1, ndim=None):
         self.memory = c.create_string_buffer(data, len(data)) if data is not None else None
@@ -58,7 +58,7 @@ def numbers(*values):
 
 
 def views_worker(n):
-    # Pushes: the same six numbers in each way of laying them out that is contiguous.
+    # Pushes: the same six numbers in each contiguous layout.
     want = numbers(1, 2, 3, 4, 5, 6)
     made = []
     for key, a in enumerate([
@@ -66,7 +66,7 @@ def views_worker(n):
         Array((2, 3), (3, 1), want),
         Array((2, 3), data=b"before!!" + want, offset=8),
         Array((2, 3), (3, 1), b"before!!" + want, offset=8),
-        Array((1, 6), (99, 1), want),  # the stride of a dimension of one says nothing
+        Array((1, 6), (99, 1), want),  # the stride of a dimension of 1 has no meaning
         Array((6, 1), (1, 7), want),
         Array((2, 1, 3), (3, -5, 1), want),
     ]):
@@ -75,16 +75,16 @@ def views_worker(n):
         assert n.lib.bytes(pull) == want, key
         assert name_of(a.capsule) == b"used_dltensor"
         made.append(a)
-    # A pull into memory behind an offset: nothing before it is touched.
+    # A pull into memory after an offset does not change the bytes before it.
     a = Array((6,), data=bytes(8) + bytes(24), offset=8)
     n.f.wait(n.f.push_pull([n.lib.make("int32", (6,), want)], [50], [a], [51]))
     assert a.memory.raw == bytes(8) + want, a.memory.raw
     made.append(a)
     for a in made:
         a.capsule = None
-    # No elements, no memory.
+    # A tensor without elements has no memory.
     n.f.wait(n.f.push_pull([Array((0, 4), (4, 1), None), n.lib.make("int32", (6,), want)], [60, 61], [], []))
-    # What a call has taken over goes back once, some time after it.
+    # A capsule that a call has consumed is deleted once, some time after the call.
     import gc
     import time
 
@@ -117,7 +117,7 @@ def views_worker(n):
             n.f.push_pull([a], [1], [target], [2])
         with n.raises(ValueError, "pull_tensors[0]", *words):
             n.f.push_pull([n.lib.make("int32", (6,), want)], [1], [a], [2])
-        assert name_of(a.capsule) == b"dltensor" and a.deleted == 0, f"{words}: a capsule that was refused is still its producer's"
+        assert name_of(a.capsule) == b"dltensor" and a.deleted == 0, f"{words}: a refused capsule still belongs to its producer"
     n.f.wait(n.f.push_pull([n.lib.make("int32", (6,), want)], [99], [], []))
 
 

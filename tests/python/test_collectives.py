@@ -43,7 +43,7 @@ def every_call(n, c, rank, size):
         joined = b"".join(data(seed(r), shape) for r in range(size))
         assert lib.bytes(out) == joined, ("all_gather", k)
 
-        outs = [lib.zeros("float32", (k, r)) for r in range(size)]  # rank 0 gives nothing
+        outs = [lib.zeros("float32", (k, r)) for r in range(size)]  # rank 0 sends nothing
         c.all_gather_v(outs, make(n, seed(rank), (k, rank))).wait()
         assert [lib.bytes(t) for t in outs] == [data(seed(r), (k, r)) for r in range(size)], ("all_gather_v", k)
 
@@ -87,7 +87,7 @@ def values_worker(n):
     every_call(n, c, c.rank, c.size)
     c.barrier()
     x, out = ints(n, [n.rank]), n.lib.zeros("int32", (1,))
-    f.all_gather(out, x).wait()  # the group is this process alone
+    f.all_gather(out, x).wait()  # the group has only this process
     assert numbers(n, out) == [n.rank]
     c.close()
     with n.raises((), "closed"):
@@ -105,7 +105,7 @@ def test_values(cluster, env):
 
 
 def group_worker(n):
-    """The functions of the module are of the instances of the group."""
+    """The functions of the module use the instances of the group."""
     f, lib = n.f, n.lib
     every_call(n, f, n.instance, n.group)
     f.barrier(True, True)
@@ -120,7 +120,7 @@ def test_group(cluster):
 
 
 class OnGPU:
-    """Says that it lies on a GPU, where there is none."""
+    """An object that claims to be on a GPU, on a machine without one."""
 
     def __dlpack_device__(self):
         return (2, 0)
@@ -147,7 +147,7 @@ def misuse_worker(n):
     with n.raises(V, "timeout_ms", "-1"):
         f.Communicator([0, 1], timeout_ms=-1)
     c = f.Communicator([0, 1])
-    with n.raises((), "1"):  # another one of that ID
+    with n.raises((), "1"):  # a second communicator with that ID
         f.Communicator([0, 1])
     x, out, half = (lib.zeros("float32", (k,)) for k in (4, 8, 6))
     with n.raises(V, "out", "want 32"):
@@ -176,17 +176,17 @@ def misuse_worker(n):
         f.Operation()
     with n.raises(V, "timeout_ms"):
         c.barrier(timeout_ms=-5)
-    op = c.all_gather(out, x)  # nothing of the above was sent
+    op = c.all_gather(out, x)  # nothing was sent by the calls above
     with n.raises(V, "timeout_ms"):
         op.wait(timeout_ms=-1)
     op.wait()
-    op.wait()  # the same again
+    op.wait()  # a second wait has the same result
 
     def again():
         c.rebuild()
         c.all_gather(out, x).wait()
 
-    # Calls that do not match: an error on both that names both calls.
+    # Calls that do not match: both ranks get an error that names both calls.
     for mine, theirs in (
             (lambda: c.all_gather(out, x), lambda: c.all_to_all([lib.zeros("float32", (k,)) for k in (4, 6)], [x, half])),
             (lambda: c.all_gather(out, x), lambda: c.all_gather(lib.zeros("float32", (12,)), half)),
@@ -201,7 +201,7 @@ def misuse_worker(n):
         with n.raises((), "communicator"):
             c.all_gather(out, x)
         again()
-    # One that does not come.
+    # A rank that does not call.
     if n.rank == 0:
         begin = time.monotonic()
         with n.raises(f.TimeoutError, "worker 1"):
@@ -226,12 +226,12 @@ def idle_server(n):
 
 
 def lives_worker(n):
-    """Communicators and tensors that are not referred to any more, and limits of one call."""
+    """Communicators and tensors without references, and limits of one call."""
     f, lib = n.f, n.lib
     x, out = ints(n, [n.rank]), lib.zeros("int32", (2,))
     f.Communicator([0, 1]).all_gather(out, x).wait()  # the call keeps its communicator
     assert numbers(n, out) == [0, 1]
-    for i in range(5):  # one that was dropped gives its id back
+    for i in range(5):  # the id of a dropped communicator is free
         c = f.Communicator([0, 1], timeout_ms=3000)
         c.barrier(timeout_ms=20000)
         if (n.rank, i) == (1, 0):
@@ -245,7 +245,7 @@ def lives_worker(n):
         c.barrier()
         t = lib.make("float32", (50_000,), data(n.rank, (50_000,)))
         op = c.broadcast(t, 0)
-        t.data = lib.zeros("float32", (3,))  # its memory is the library's all the same
+        t.data = lib.zeros("float32", (3,))  # the library keeps the old memory
         op.wait()
     c.close()
     c.close()
@@ -257,7 +257,7 @@ def test_lives(cluster):
 
 
 def late_worker(n):
-    """rebuild() of the module meets that of a rank that has no communicator yet."""
+    """rebuild() of the module on a rank that has no communicator yet."""
     f, lib = n.f, n.lib
     x, out = ints(n, [n.instance]), lib.zeros("int32", (2,))
     if n.instance == 0:
@@ -295,7 +295,7 @@ def killed_worker(n):
     with n.raises((), "communicator"):
         c.all_gather(out, x)
     c.close()
-    rest = f.Communicator([0, 1], id=2)  # goes on without it
+    rest = f.Communicator([0, 1], id=2)  # continues without the killed rank
     every_call(n, rest, rest.rank, rest.size)
     n.tell("went on")
     time.sleep(60)
@@ -319,7 +319,7 @@ ARRAYS = [lib for lib in ("numpy", "jax") if lib in harness.libraries()]
 
 
 def arrays_worker(n):
-    """What is only read may be anything; results go where memory can be written."""
+    """Inputs may be any arrays; results need writable memory."""
     import numpy
 
     c = n.f.Communicator([0, 1])
@@ -328,7 +328,7 @@ def arrays_worker(n):
     c.all_gather(out, x).wait()
     assert out.tobytes() == data(0, (5, 3)) + data(1, (5, 3))
     if n.rank == 0:
-        c.broadcast(x, 0).wait()  # only read at its root
+        c.broadcast(x, 0).wait()  # the root only reads it
     else:
         y = numpy.zeros((5, 3), "float32")
         c.broadcast(y, 0).wait()
@@ -363,7 +363,7 @@ def no_window_worker(n):
 
 
 def test_no_window(cluster):
-    """Windows on GPUs without one: all ranks are told."""
+    """GPU windows on machines without a GPU: all ranks get an error."""
     cluster(workers=2, servers=1, lib=HOST, env={"STEPMESH_BAKCEND": "CPU"}).run(no_window_worker, idle_server)
 
 

@@ -28,7 +28,7 @@ def compiled_worker(n):
         y.start()
         other = torch.sin(h)
         x.wait()
-        push.copy_(h * 5)  # not before the wait
+        push.copy_(h * 5)  # must not run before the wait
         y.wait()
         return pull + other, pull2 * 2, push + 1
 
@@ -60,7 +60,7 @@ def compiled_worker(n):
         x.wait()
     push.fill_(3)
     x.start()
-    with n.raises((), "started already"):  # and what is being sent is not written to
+    with n.raises((), "started already"):  # and the tensors in flight are not changed
         torch.ops.stepaf.start(x.number, [torch.zeros_like(push)], [pull])
     assert bool((push == 3).all())
     x.wait()
@@ -98,7 +98,7 @@ def test_too_old():
 
 
 def test_lazy():
-    """fserver and fserver_lib do not bring torch.ops.stepaf along."""
+    """An import of fserver or fserver_lib does not define torch.ops.stepaf."""
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""fserver.connectors: the pair of sides that is the same for every engine."""
+"""fserver.connectors: the two sides, which are the same for every engine."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ WIDTH, MOST, STAGES, LAYERS = 8, 12, 3, 2
 WAIT = 180  # seconds
 
 
-# Who talks to whom.
+# The assignment of attention ranks to FFN ranks.
 
 def test_layout():
     for attention in range(1, 12):
@@ -66,10 +66,10 @@ def values_attention(n):
     side = Attention(n.rank, n.workers, n.servers, width=WIDTH, dtype=torch.float32, max_rows=MOST, stages=STAGES, layers=LAYERS)
     for step in range(STEPS):
         for layer in range(LAYERS):
-            for stage in range(STAGES):  # three under way
+            for stage in range(STAGES):  # three micro-batches under way
                 x, ids = hidden(n.rank, step, stage, layer), routing(n.rank, step, stage)
                 side.send(stage, [x, ids] if layer else x, layer)
-                x.fill_(-1)  # it is ours again
+                x.fill_(-1)  # send() has copied it
             for stage in range(STAGES):
                 x, ids = hidden(n.rank, step, stage, layer), routing(n.rank, step, stage)
                 want = x * 2 + layer + (ids if layer else 0)
@@ -150,7 +150,7 @@ def test_types(cluster):
     cluster(workers=2).run(types_attention, types_ffn, timeout=WAIT)
 
 
-# A lost rank, and another one in its place.
+# A lost rank, and its replacement.
 
 QUICK = {"STEPAF_REPLACE_TIMEOUT": "60"}
 
@@ -169,7 +169,7 @@ def serve(side, batches, stage=None):
 
 
 def replaced_ffn_attention(n):
-    """Its FFN rank is killed between a send and its recv; nobody tells it."""
+    """The FFN rank is killed between a send and its recv. The attention rank gets no other notice."""
     side = side_of(n)
     x = torch.ones(3, WIDTH)
     side.send(0, x)
@@ -186,7 +186,7 @@ def replaced_ffn_attention(n):
     with n.raises(ConnectionError, "attention", "stage 0", "ffn 0"):
         hurried.recv(0)
     n.tell(n.wrong)
-    time.sleep(300)  # without an FFN rank there is no common end
+    time.sleep(300)  # without an FFN rank the cluster cannot stop together
 
 
 @harness.by_hand
@@ -224,7 +224,7 @@ def replaced_attention_attention(n):
         side.send(0, x)
         assert torch.equal(side.recv(0), x + 1)
     if n.args == "first" and n.rank == 1:
-        side.send(1, x - 5, layer=3)  # is not to be mixed with what its successor sends
+        side.send(1, x - 5, layer=3)  # must not be mixed with the rows of the replacement
         n.tell("sent")
         time.sleep(300)  # until it is killed
     if n.rank == 0:
@@ -256,7 +256,7 @@ def test_replaced_attention(cluster):
 
 @harness.by_hand
 def late_attention(n):
-    """Rank 1 is lost; rank 0 has sent, and its successor comes after the FFN rank's limit."""
+    """Rank 0 has sent. Rank 1 is lost, and its replacement arrives after the FFN rank's limit."""
     n.f.init()
     side = side_of(n)
     if n.args == "first" and n.rank == 1:
@@ -270,7 +270,7 @@ def late_attention(n):
 
 
 def one_missing(side, stage, *words):
-    """recv(), until the rows of those who are there have come: the error has the words then."""
+    """Calls recv() until the rows of the present ranks have arrived: the error then has the words."""
     end = time.monotonic() + 100
     while True:
         with pytest.raises(f.TimeoutError) as e:
@@ -282,16 +282,16 @@ def one_missing(side, stage, *words):
 
 def late_ffn(n):
     side = side_of(n, timeout_ms=500)
-    one_missing(side, 0, "attention 0 is here", "none of attention 1")
+    one_missing(side, 0, "attention 0 has arrived", "none of attention 1")
     begun = time.monotonic()
-    one_missing(side, 0, "attention 0 is here", "none of attention 1")
-    assert time.monotonic() - begun >= 0.4  # who calls it again and again does not keep a processor busy
+    one_missing(side, 0, "attention 0 has arrived", "none of attention 1")
+    assert time.monotonic() - begun >= 0.4  # a caller in a loop does not keep a CPU busy
     n.tell("late")
     end = time.monotonic() + 100
     while True:
         try:
             return serve(side, 1)
-        except f.TimeoutError:  # until rank 1 is there
+        except f.TimeoutError:  # until rank 1 has joined
             assert time.monotonic() < end
             time.sleep(0.05)
 
@@ -306,7 +306,7 @@ def test_recv_goes_on_after_a_timeout(cluster):
     c.finish(WAIT)
 
 
-# A process in the place of a lost FFN rank is compared before it gets a round again.
+# The replacement of a lost FFN rank passes a handshake before it gets a round.
 
 def other_type_attention(n):
     side = side_of(n)
@@ -347,7 +347,7 @@ def test_replacement_of_another_type(cluster):
     assert w.hear(WAIT) == []
 
 
-# With layers=1 nothing says which layer a round is of, so none is sent again.
+# With layers=1 a round does not name its layer, so no round is sent again.
 
 def uncounted_attention(n):
     side = side_of(n, layers=1)
@@ -360,7 +360,7 @@ def uncounted_attention(n):
     with n.raises(ConnectionError, "attention 0: stage 0", "ffn 0"):
         side.recv(0)
     n.tell("failed")
-    n.listen()  # the other one is there
+    n.listen()  # the replacement has joined
     side.send(0, 2 * x)
     assert torch.equal(side.recv(0), 2 * x + 1)
 
@@ -390,7 +390,7 @@ def test_no_second_sending_without_layers(cluster):
     c.finish(WAIT)
 
 
-# What a rank has given up does not become part of a later batch.
+# The rows of a canceled round do not become part of a later batch.
 
 def given_up_attention(n):
     side = side_of(n, timeout_ms=60000)
@@ -409,7 +409,7 @@ def given_up_attention(n):
 def given_up_ffn(n):
     side = side_of(n, timeout_ms=60000)
     with n.raises(TimeoutError):
-        side.recv(timeout_ms=1500)  # takes the rows, and that they are to be forgotten
+        side.recv(timeout_ms=1500)  # receives the rows and their cancellation
     n.tell("waited")
     batch = side.recv()
     assert batch.tensors[0].tolist() == [[0.0] * WIDTH] * 2 + [[1.0] * WIDTH] * 2
@@ -422,7 +422,7 @@ def test_given_up(cluster):
     (w0, w1), (server,) = c.start(given_up_attention, given_up_ffn)
     assert w1.hear(WAIT) == "gave up" and server.hear(WAIT) == "waited"
     w0.tell("go on")
-    time.sleep(1)  # with the rows of before, rank 0's would be a whole batch
+    time.sleep(1)  # together with the canceled rows, rank 0's would be a complete batch
     w1.tell("go on")
     c.finish(WAIT)
 
@@ -431,7 +431,7 @@ def uncounted_step_attention(n):
     side = side_of(n, layers=1, timeout_ms=60000)
     x = torch.full((1, WIDTH), float(n.rank))
     side.send(0, x)
-    n.listen()  # the rows of both are there
+    n.listen()  # the rows of both have arrived
     side.timeout_ms = 1000
     with n.raises(TimeoutError, "stage 0"):
         side.recv(0)
@@ -443,7 +443,7 @@ def uncounted_step_attention(n):
         except f.TimeoutError:
             pass
     else:
-        raise AssertionError("no step went well")
+        raise AssertionError("no step succeeded")
     n.f.barrier(True, True)
 
 
@@ -473,11 +473,11 @@ def test_new_step_without_layers(cluster):
     c.finish(WAIT)
 
 
-# A comparison that failed is made again.
+# A handshake that failed is repeated.
 
 def compared_attention(n):
     side = side_of(n, width=WIDTH + 1)
-    for _ in range(2):  # nobody compares yet
+    for _ in range(2):  # the FFN rank does not answer yet
         with n.raises(TimeoutError):
             side.check(timeout_ms=300)
     n.tell("failed twice")
@@ -491,7 +491,7 @@ def compared_ffn(n):
     side = side_of(n)
     with n.raises(Mismatch, "width"):
         side.recv(timeout_ms=60000)
-    # That may have been a hello that was given up, if its news was still on its way.
+    # That may have been a canceled handshake whose cancellation was in flight.
     over = threading.Thread(target=n.listen)
     over.start()
     while over.is_alive():
@@ -499,7 +499,7 @@ def compared_ffn(n):
             side.recv(timeout_ms=50)
         except (Mismatch, TimeoutError):
             pass
-        except f.ConnectionError:  # the worker has been told that it is over, and has left
+        except f.ConnectionError:  # the worker has received the end, and has left
             break
     over.join()
 
@@ -514,7 +514,7 @@ def test_comparison_is_made_again(cluster):
     c.finish(WAIT)
 
 
-# What does not fit together is an error that names both sides, and nothing hangs.
+# Configurations that differ are an error that names both sides, and nothing hangs.
 
 def unlike_attention(n):
     side = side_of(n, timeout_ms=20000)
@@ -539,7 +539,7 @@ def counts_attention(n):
     side = side_of(n, timeout_ms=60000)
     side.send_control(b"3 rows")
     side.send(0, torch.zeros(4, WIDTH))
-    n.listen()  # the FFN rank has said what is wrong
+    n.listen()  # the FFN rank has raised the error
     with n.raises(TimeoutError, "attention %d" % n.rank, "stage 0", "ffn 0"):
         side.recv(0, timeout_ms=300)
     side.send(1, torch.zeros(1, WIDTH), layer=n.rank)
@@ -558,15 +558,15 @@ def counts_ffn(n):
     side = side_of(n, timeout_ms=60000)
     assert side.recv_control() == {0: b"3 rows", 1: b"3 rows"}
     side.expect({0: {0: 4, 1: 3}})
-    with n.raises(Mismatch, "stage 0", "attention 1 sent 4 rows", "ffn 0 was told of 3"):
+    with n.raises(Mismatch, "stage 0", "attention 1 sent 4 rows", "ffn 0 expects 3"):
         side.recv(0)
     n.tell("rows")
-    side.timeout_ms = 5000  # for so long one of the two may be of a lost rank
+    side.timeout_ms = 5000  # within this time one of the two may be from a lost rank
     with n.raises(Mismatch, "attention 0 sent layer 0", "attention 1 layer 1", "ffn 0"):
         side.recv(1)
     n.tell("layers")
     side.timeout_ms = 500
-    one_missing(side, 1, "ffn 0", "stage 1, layer 0 of attention 0 is here", "none of attention 1", "500 ms")
+    one_missing(side, 1, "ffn 0", "stage 1, layer 0 of attention 0 has arrived", "none of attention 1", "500 ms")
     n.tell("missing")
     n.f.barrier(True, True)
 
@@ -584,7 +584,7 @@ def test_counts(cluster):
 def stranger_attention(n):
     x, y = torch.zeros(4), torch.zeros(4)
     handler = n.f.push_pull([x], [1], [y], [1])
-    n.listen()  # the FFN rank has seen it
+    n.listen()  # the FFN rank has received the batch
     with n.raises(TimeoutError, "server 0"):
         n.f.wait(handler, timeout_ms=1)
     wrong = Attention(n.rank, 2, 1, width=WIDTH, dtype=torch.float32, max_rows=MOST, timeout_ms=20000)
@@ -594,7 +594,7 @@ def stranger_attention(n):
 
 def stranger_ffn(n):
     side = side_of(n)
-    with n.raises(Mismatch, "ffn 0", "keys [1]", "not of an Attention"):
+    with n.raises(Mismatch, "ffn 0", "keys [1]", "not sent by an Attention"):
         side.recv()
     n.tell("seen")
     with n.raises(Mismatch, "attention: attention 0", "has 2"):
@@ -669,7 +669,7 @@ def test_refused(cluster):
     cluster().run(refused_attention, refused_ffn, timeout=WAIT)
 
 
-# Joining and leaving as engines do: FFN rank 0 brings the scheduler, which ends with the cluster.
+# Ranks join and leave as in an engine: FFN rank 0 starts the scheduler, which ends with the cluster.
 
 def joined(n, role):
     port = int(n.env["DMLC_PS_ROOT_PORT"])
@@ -726,7 +726,7 @@ def join_alone(n):
 
 
 def test_join_alone(cluster):
-    """The scheduler of a start that failed ends with it."""
+    """The scheduler of a failed start ends with it."""
     c = cluster()
     c.spawn("server", join_alone)
     c.finish(WAIT)
@@ -735,7 +735,7 @@ def test_join_alone(cluster):
 
 @pytest.mark.parametrize("before", [None, "", "7"])
 def test_join_again(monkeypatch, before):
-    """An attempt that failed leaves its limit to none that follows. What the user has set stays."""
+    """The limit of a failed attempt does not apply to later ones. A limit of the user stays."""
     seen = []
 
     def init(timeout_ms):
@@ -764,7 +764,7 @@ def miscounted(n):
 
 
 def test_counts_of_ranks_differ(cluster):
-    """3 attention ranks say some nodes, 2 another one."""
+    """Some nodes expect 3 attention ranks, another one 2."""
     c = cluster(workers=2, servers=1)
     c.spawn("scheduler", harness.scheduler)
     w = c.spawn("worker", miscounted, rank=0, args=dict(role="attention", attention=3))

@@ -17,7 +17,7 @@ WAIT = 180  # seconds
 
 
 class Group:
-    """What the dispatcher asks of a GroupCoordinator, over gloo."""
+    """The methods of a GroupCoordinator that the dispatcher uses, over gloo."""
 
     def __init__(self, rank, size, port):
         self.rank_in_group, self.world_size = rank, size
@@ -51,7 +51,7 @@ def setup(n, layers=LAYERS):
             del os.environ[name]
     sglang.setup("attention" if n.role == "worker" else "ffn", n.rank, attention=n.workers, ffn=n.servers, port=port,
                  width=WIDTH, dtype=torch.float32, max_rows=16, layers=layers, timeout_ms=20000)
-    sglang.setup("neither", 99, width=1, dtype=None, max_rows=0, layers=0)  # was called before
+    sglang.setup("neither", 99, width=1, dtype=None, max_rows=0, layers=0)  # a second call does nothing
     return sglang
 
 
@@ -99,7 +99,7 @@ def ffn(n):
             for micro in range(2):
                 x, topk = layer.recv()
                 assert len(x) == sum(tokens(step, r) for r in range(n.workers)) == len(topk.topk_ids)
-                if n.rank == 0:  # each rank of the group has some of the experts: their sum is the answer
+                if n.rank == 0:  # each rank of the group has some of the experts; the answer is the sum of their results
                     x = x + topk.topk_weights[:, :1] + topk.topk_ids[:, :1] + topk.router_logits[:, :1]
                 layer.send(x)
     assert group.objects == (STEPS * 2 if n.servers > 1 else 0), "token counts are exchanged in a step's first layer"

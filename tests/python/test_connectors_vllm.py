@@ -35,14 +35,14 @@ def plugin():
     from fserver.connectors import vllm_plugin
 
     vllm_plugin.register()
-    vllm_plugin.register()  # as often as one likes
+    vllm_plugin.register()  # repeated calls are allowed
     import afd_plugin.connectors
 
     return afd_plugin.connectors
 
 
 def engine(n, stages=2, extra=None, **changes):
-    """What an engine's process has: a configuration, and the connector made of it."""
+    """The parts of an engine's process: a configuration, and its connector."""
     connectors = plugin()
     from afd_plugin import config
 
@@ -73,7 +73,7 @@ def payload(connectors, step, stages, ranks):
 
 @harness.by_hand
 def attention(n):
-    """As the attention runner and the model's layers do."""
+    """Makes the calls of the attention runner and the model's layers."""
     connectors, c = engine(n)
     assert not c.is_initialized and (c.attn_size, c.ffn_size) == (n.workers, n.servers)
     with pytest.raises(RuntimeError, match="init_afd_connector"):
@@ -111,7 +111,7 @@ def attention(n):
 
 @harness.by_hand
 def ffn(n):
-    """As the FFN worker's loop does."""
+    """Makes the calls of the FFN worker's loop."""
     connectors, c = engine(n)
     c.init_afd_connector()
     empty = 0
@@ -149,7 +149,7 @@ def test_steps(cluster, attentions, ffns):
     c.finish(WAIT)
 
 
-# Counts that differ: the FFN rank says so, and its loop's end is noticed on the other side.
+# Counts that differ: the FFN rank raises an error, and the other side notices the end of its loop.
 
 @harness.by_hand
 def miscounting_attention(n):
@@ -159,7 +159,7 @@ def miscounting_attention(n):
     c.control_plane.send_dp_metadata_list(p)
     metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=0, stage_idx=0, seq_len=1)
     c.send_attn_output(torch.zeros(1, WIDTH), connectors.AFDTransferContext(metadata=metadata))
-    n.listen()  # nobody will answer
+    n.listen()  # there will be no answer
     c.side.timeout_ms = 300
     with pytest.raises(f.Error, match="attention %d: stage 0, layer 0, ffn 0" % n.rank):
         c.recv_ffn_output(torch.zeros(1, WIDTH))
@@ -175,7 +175,7 @@ def miscounting_ffn(n):
     with pytest.raises(Mismatch, match=r"ffn 0: attention 0 announced \{0: \[1, 2\]\} tokens.*attention 1 \{0: \[4, 5\]\}"):
         c.control_plane.recv_dp_metadata_list()
     c.control_plane.update_state_from_dp_metadata(payload(connectors, 1, 1, n.workers))
-    with pytest.raises(Mismatch, match="attention 0 sent 1 rows, ffn 0 was told of 4"):
+    with pytest.raises(Mismatch, match="attention 0 sent 1 rows, ffn 0 expects 4"):
         c.recv_attn_output(0)
     n.tell("raised")
     c.close()
@@ -206,7 +206,7 @@ def early_attention(n):
             c.send_attn_output(h, connectors.AFDTransferContext(metadata=metadata))
             if layers == 2:
                 c.recv_ffn_output(h)
-    n.listen()  # nobody will answer
+    n.listen()  # there will be no answer
     c.side.timeout_ms = 300
     with pytest.raises(f.Error, match="stage 0, layer 0, ffn 0"):
         c.recv_ffn_output(h)
@@ -277,7 +277,7 @@ def run_python(code):
 
 
 def test_configuration():
-    """In a process of its own, since it imports afd_plugin."""
+    """Runs in a separate process, since it imports afd_plugin."""
     run_python("""
 import pytest, torch
 connectors = t.plugin()

@@ -95,7 +95,7 @@ def test_sglang(cluster):
 
 @by_hand
 def forever(n):
-    """A scheduler as SGLang's: a child that sleeps for ever."""
+    """A scheduler like SGLang's: a child that sleeps forever."""
     n.f.init()
     n.tell("up")
     while True:
@@ -104,7 +104,7 @@ def forever(n):
 
 @by_hand
 def leaves(n):
-    """A node as SGLang's: it never calls stop."""
+    """A node like SGLang's: it never calls stop."""
     n.f.init()
     if n.role == "worker":
         sglang_worker(n)
@@ -117,7 +117,7 @@ def leaves(n):
 
 
 def test_sglang_without_stop(cluster):
-    """The scheduler starts last, and nobody stops."""
+    """The scheduler starts last, and no node calls stop."""
     c = cluster()
     nodes = [c.spawn("worker", leaves), c.spawn("server", leaves)]
     scheduler = c.spawn("scheduler", forever, env={"STEPMESH_GPU": "0"})
@@ -190,7 +190,7 @@ def vllm_worker(n):
             for h in handlers:
                 trace = f.fetch_trace(h)
                 assert trace == sorted(trace) and trace[0] > 0
-            # Every worker gets the first rows: what worker 0 has sent.
+            # Every worker gets the first rows, which worker 0 has sent.
             want = arrays.pattern((layer << 8) + stage, "int16", (rows, HIDDEN))
             for server, r in enumerate(recv[stage]):
                 assert lib.bytes(r[:rows]) == bytes(b ^ (server + 1) for b in want), (layer, stage, server)

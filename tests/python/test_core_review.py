@@ -40,7 +40,7 @@ def refused_server(n):
             f.register_recv_buffer(a, ranks, keys)
         del a
         with n.raises((), "handler"):
-            f.respond([], 1 << 40)  # any call drops what Go has given back
+            f.respond([], 1 << 40)  # every call drops the objects that Go has returned
         gc.collect()
         assert gone() is None, (ranks, keys)
     a, kept2 = held(8)
@@ -121,7 +121,7 @@ def test_handlers(cluster):
     c.finish()
 
 
-# Threads that call init and stop at once: one node, once.
+# Threads that call init and stop at the same time: one node starts and stops, once.
 
 @by_hand
 def crowd(n):
@@ -142,7 +142,7 @@ def crowd(n):
         for t in threads:
             t.join()
         assert len(good) + len(bad) == 8 and good, (call, bad)
-        assert call is n.f.stop or len(good) == 1, good  # after a stop there is nothing to wait for
+        assert call is n.f.stop or len(good) == 1, good  # after a stop there is nothing left to wait for
         assert all("another thread" in text or "called already" in text for text in bad), bad
 
 

@@ -1,4 +1,4 @@
-"""Descriptors 0 to 2 of a node: closed, a pipe that nobody reads, or a file of somebody else."""
+"""Descriptors 0 to 2 of a node: closed, a pipe that nobody reads, or another file of the program."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ def broken():
 
 @pytest.mark.parametrize("sigpipe", ["SIG_IGN", "SIG_DFL"])
 def test_error_output_that_nobody_reads(tmp_path, sigpipe):
-    """Lines of the log go to a pipe without a reader. The process goes on, whatever it does on SIGPIPE."""
+    """Lines of the log go to a pipe without a reader. The process continues, whatever its action for SIGPIPE."""
     w = broken()
     try:
         set_it = f"import signal; signal.signal(signal.SIGPIPE, signal.{sigpipe})"

@@ -62,7 +62,7 @@ def parent_server(n):
     if os.fork() == 0:
         null = os.open(os.devnull, os.O_RDWR)
         for fd in range(3):
-            os.dup2(null, fd)  # or the test would wait for its end
+            os.dup2(null, fd)  # otherwise the test would wait for the child's end
         time.sleep(40)
         os._exit(0)
     (handler, tensors, _), = n.f.get_batch()
@@ -205,7 +205,7 @@ def ends_in_flight(n):
         for _ in range(50):
             request(n)
         n.tell("sent")
-        n.listen()  # a server that has not got them yet drops the requests of a worker that has ended
+        n.listen()  # a server drops requests that it receives after their worker has ended
     else:
         n.tensors = n.f.get_batch()
         n.tell("got")
@@ -240,7 +240,7 @@ def fork_before_init(n):
             ok = False
         os._exit(0 if ok else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    n.f.init()  # the parent goes on
+    n.f.init()  # the parent continues
     n.f.stop()
 
 
@@ -283,7 +283,7 @@ def test_fork_after_init(cluster):
 
 
 def children_worker(n):
-    """Other processes that a node starts are none of the module's business."""
+    """The module does not affect other processes that a node starts."""
     import multiprocessing
     import subprocess
 
@@ -314,7 +314,7 @@ except ImportError:
     import _xxsubinterpreters as s
     try:
         other, run = s.create(isolated=False), s.run_string
-    except TypeError:  # Python 3.8 has no others
+    except TypeError:  # Python 3.8 has no isolated interpreters
         other, run = s.create(), s.run_string
 
 def elsewhere():
@@ -328,7 +328,7 @@ def here():
 
 @pytest.mark.parametrize("order", ["elsewhere", "here elsewhere", "elsewhere here elsewhere"])
 def test_one_interpreter(order):
-    """Another interpreter than the main one is refused, in every order; one that is left over does not keep the process."""
+    """Another interpreter than the main one is refused, in every order; one that is left over does not keep the process from ending."""
     program = INTERPRETERS + "".join(f"{name}()\n" for name in order.split())
     r = subprocess.run([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=180)
     want = {"here": "True", "elsewhere": "fserver_lib was imported in interpreter 1, want the main one: a process is one node"}

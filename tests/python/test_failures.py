@@ -1,4 +1,4 @@
-"""What fails while tensors are read, made and answered with, and that nothing is lost by it."""
+"""Failures while tensors are read, created and answered with. No batch is lost."""
 
 import ctypes
 
@@ -13,7 +13,7 @@ def tensor(n, seed):
     return n.lib.make("uint8", SIZE, arrays.pattern(seed, "uint8", SIZE))
 
 
-# respond_vec goes on when a worker is lost.
+# respond_vec continues if a worker is lost.
 
 @by_hand
 def vec_worker(n):
@@ -34,8 +34,8 @@ def vec_server(n):
     batches = n.f.get_batch()
     n.tell("got")
     with n.raises(ConnectionError, "worker 0"):
-        n.f.get_batch()  # which waits for a replacement first
-    # The answer that nobody waits for is dropped: the program serves the others.
+        n.f.get_batch()  # waits for a replacement first
+    # The answer to the lost worker is dropped: the program serves the others.
     n.f.respond_vec(tensor(n, 5), [b[1][0] for b in batches], [b[0] for b in batches])
     n.tell("went on")
     n.listen()
@@ -54,7 +54,7 @@ def test_respond_vec_to_a_lost_worker(cluster):
         assert p.wait() == 0, p.report()
 
 
-# A consumer of DLPack may free what it has when the interpreter is gone.
+# A consumer of DLPack may free its tensors after the end of the interpreter.
 
 @by_hand
 def late_server(n):
@@ -84,7 +84,7 @@ def test_freed_after_the_interpreter(cluster):
     cluster(lib="numpy").run(late_worker, late_server)
 
 
-# fserver_lib.Tensor offers its memory, and nothing else.
+# fserver_lib.Tensor exports its memory, and has no other operations.
 
 def offer_worker(n):
     torch = arrays.load("torch").torch
@@ -153,7 +153,7 @@ class Steps:
 
 
 def interrupted(n, steps, push, min_steps):
-    """Pushes push again and again, with an exception at each step on the way."""
+    """Pushes push repeatedly, with an exception at each step."""
     for kind in (KeyboardInterrupt, SystemExit, ZeroDivisionError):
         for step in range(1, 100):
             steps.left, steps.error = step, kind
@@ -210,11 +210,11 @@ def interrupted_server(n):
 
 def test_interrupted_while_reading(cluster, lib):
     if lib == "jax":
-        lib = "numpy"  # which JAX's arrays are read like
+        lib = "numpy"  # JAX's arrays are read in the same way
     cluster(lib=lib).run(interrupted_worker, interrupted_server)
 
 
-# What PyTorch has no name for comes as fserver_lib.Tensor, beside tensors of PyTorch.
+# A tensor of a dtype that PyTorch lacks is received as fserver_lib.Tensor, together with tensors of PyTorch.
 
 def nameless_worker(n):
     np = arrays.load("numpy")
@@ -228,7 +228,7 @@ def nameless_worker(n):
 def nameless_server(n):
     torch, np = n.lib.torch, arrays.load("numpy")
     if hasattr(torch, "uint16"):
-        del torch.uint16  # before fserver_lib looks for it
+        del torch.uint16  # before fserver_lib looks it up
     for i in range(2):
         for rank, (handler, (x, t, empty), keys) in enumerate(n.f.get_batch()):
             assert type(x) is torch.Tensor and keys == [1, 2, 3]
@@ -244,7 +244,7 @@ def test_without_a_name(cluster):
     cluster(workers=2, lib="torch").run(nameless_worker, nameless_server)
 
 
-# Batches that cannot be made into tensors are there again for the next get_batch.
+# If the tensors of batches cannot be created, the next get_batch returns the batches again.
 
 BATCHES = ((1, 1), (3, 0), (1, 0), (0, 1), (3, 2))  # pushes and pulls of each
 BIG = 4 << 20
@@ -279,7 +279,7 @@ def again_server(n):
 
     if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         torch.Tensor.__dlpack_c_exchange_api__ = None
-    torch._C._from_dlpack = fails  # before fserver_lib looks for it
+    torch._C._from_dlpack = fails  # before fserver_lib looks it up
     for i, (pushes, pulls) in enumerate(BATCHES):
         for step in range(1, 2 * pushes + 1):
             for error in (MemoryError, KeyboardInterrupt):

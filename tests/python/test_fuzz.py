@@ -17,7 +17,7 @@ SEED = int(os.environ.get("SEED") or 1)
 
 
 class Nasty:
-    """An object whose every use raises, or answers nonsense."""
+    """An object whose every use raises an exception, or returns a meaningless value."""
 
     def __init__(self, r):
         self._r = r
@@ -72,7 +72,7 @@ class Maker:
                          r.getrandbits(64), r.randrange(10)))
 
     def tensor(self):
-        if len(self.pool) < 100:  # some libraries take long to make one
+        if len(self.pool) < 100:  # some libraries need long to create one
             r = self.r
             dtype = r.choice(self.lib.dtypes)
             shape = tuple(r.choice((0, 1, 1, 2, 3)) for _ in range(r.randrange(10)))
@@ -116,7 +116,7 @@ class Maker:
 
 
 def fuzz():
-    """The process that is to live: without a node."""
+    """The process, without a node, that must survive."""
     seed, count, lib = int(sys.argv[1]), int(sys.argv[2]), arrays.load(sys.argv[3])
     m = Maker(seed, lib)
     raised = harmless = 0
@@ -139,7 +139,7 @@ def fuzz():
             if isinstance(e, f.Error):
                 str(e)
         else:
-            # What needs no node.
+            # Calls that need no node.
             assert function in (f.get_nanosecond, f.SimpleNotify), (i, function, arguments, named)
             harmless += 1
     print(raised, harmless)
@@ -164,7 +164,7 @@ def test_without_init(lib):
 # The same with a node, which still works afterwards.
 
 def fuzz_node(n, m, count):
-    """Calls that do not wait for others."""
+    """Calls that do not wait for other nodes."""
     f = n.f
     for i in range(count):
         function, arguments, named = m.call()
@@ -185,7 +185,7 @@ def fuzz_node(n, m, count):
 
 
 class NodeMaker(Maker):
-    """Misuse only: no push_pull that is right, which would be a batch for the server."""
+    """Misuse only: a valid push_pull would be a batch for the server."""
 
     def call(self):
         function, arguments, named = super().call()
@@ -205,7 +205,7 @@ def misusing_server(n):
     (handler, tensors, _), = n.f.get_batch()
     kept = handler, tensors
     m = NodeMaker(SEED + 1, n.lib)
-    m.integer = lambda: m.r.choice((1, -1, 2**64, 2**63, 77))  # not the handler that there is
+    m.integer = lambda: m.r.choice((1, -1, 2**64, 2**63, 77))  # not the existing handler
     fuzz_node(n, m, COUNT // 4)
     n.f.respond(kept[1], kept[0])
 

@@ -34,7 +34,7 @@ def gpu_cluster(cluster, ipc="1", **options):
 
 
 def slow(stream_of):
-    """Work that takes some milliseconds of the current stream."""
+    """Work that keeps the current stream busy for some milliseconds."""
     torch.cuda._sleep(20_000_000)
     return stream_of
 
@@ -50,7 +50,7 @@ def sums_worker(n):
     for i, size in enumerate(SIZES * 3):
         stream = torch.cuda.Stream(dev) if i % 2 else torch.cuda.current_stream(dev)
         with torch.cuda.stream(stream):
-            push = big[1 + i: 1 + i + size]  # of another address, and inside an allocation
+            push = big[1 + i: 1 + i + size]  # at a new address, inside an allocation
             push2 = torch.empty(size, device=dev)
             pull = torch.full((size + 3,), -1.0, device=dev)[3:]
             slow(push)
@@ -118,7 +118,7 @@ def test_prepared(cluster, ipc):
     gpu_cluster(cluster, ipc).run(rounds_worker, rounds_server)
 
 
-# Memory of a push is not used again while kernels read it.
+# Memory of a push is not reused while kernels read it.
 
 def reuse_worker(n):
     x = torch.empty(1 << 20, device="cuda")
@@ -262,7 +262,7 @@ def test_notify(cluster):
     gpu_cluster(cluster).run(notify_worker, notify_server)
 
 
-# What is refused.
+# Refused calls.
 
 def wrong_worker(n):
     f = n.f
@@ -302,7 +302,7 @@ def test_backend_cpu(cluster):
 
 
 class OnGPU:
-    """An array that says that it lies on a GPU."""
+    """An array that claims to be on a GPU."""
 
     def __dlpack_device__(self):
         return (2, 0)

@@ -75,7 +75,7 @@ def values_worker(n):
     f, dev = n.f, device(n)
     for i, k in enumerate(SIZES):
         every_call(f, n.instance, 2, dev, k, torch.cuda.Stream(dev) if i % 2 else torch.cuda.current_stream(dev))
-        torch.cuda.empty_cache()  # the peer still has mapped what is now freed
+        torch.cuda.empty_cache()  # the peer still has the freed memory mapped
     x = torch.zeros(8, device=dev)
     with n.raises(f.ValueError, "NCCL"):
         f.all_reduce(x, x)
@@ -112,7 +112,7 @@ def test_values(cluster, ipc, memory):
 
 
 def killed_worker(n):
-    """One is killed inside a call: the others' fail, and they go on without it."""
+    """A rank is killed inside a call: the call fails on the other ranks, which continue without it."""
     f, dev = n.f, device(n)
     ranks, k = list(range(n.workers)), 1 << 20
     c = f.Communicator(ranks, timeout_ms=60000)

@@ -35,14 +35,14 @@ def worker(n):
         for (push,), pull, x in parts:
             if step % 7 == 0:
                 push.random_(-1 << 30, 1 << 29)
-            push.add_(step)  # the stream may still be at it when this end says that it has sent
+            push.add_(step)  # the stream may still be working on it when this end reports its send
             for p in pull:
                 p.fill_(-1)
             if step % 3 == 0:
                 torch.cuda.synchronize()
             x.send(step % 3 > 0)
         for ((push,), pull, x), w in zip(parts, want):
-            torch.cuda.current_stream().synchronize()  # receive() does not wait for what fills its tensors
+            torch.cuda.current_stream().synchronize()  # receive() does not wait for the work that fills its tensors
             x.receive()
             answer(push, w, one)
             for p in pull:
@@ -52,7 +52,7 @@ def worker(n):
     for _, _, x in parts:
         x.check()
     n.f.barrier(True, True)
-    for _, _, x in parts if peers == 1 else []:  # whoever closes it first ends it for the other worker
+    for _, _, x in parts if peers == 1 else []:  # the first close ends it for the other worker
         x.close()
         with n.raises((), "is over"):
             x.send()
@@ -86,7 +86,7 @@ def test_two_and_two(cluster):
     start(cluster, worker, server, 2, args=("ordinary", 2))[0].finish(100)
 
 
-# Ends of other kinds.
+# Other endings.
 
 def killed_worker(n):
     _, (pull,), x = part(n, 1)

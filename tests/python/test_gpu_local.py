@@ -25,7 +25,7 @@ THROUGH_HOST = '"values on the device"="through host memory'
 NOT_SHARED = "a value cannot be shared with its receiver as it lies"
 
 
-# Nodes import this module, too: what needs a GPU is asked in a fixture.
+# Nodes import this module, too, so a fixture checks for a GPU.
 
 @pytest.fixture(scope="module")
 def gpu():
@@ -40,7 +40,7 @@ def gpu():
     except fserver_lib.Error as e:
         pytest.skip("fserver_lib: %s" % e)
     if GPUS > 1:
-        # What this process allocates itself, it does before memory is measured.
+        # This process allocates its own memory before memory is measured.
         torch.cuda.can_device_access_peer(0, 1)
 
 
@@ -56,7 +56,7 @@ def memory_used():
 
 @pytest.fixture(autouse=True)
 def nothing_left(gpu):
-    """After a test, and its killed nodes, the machine is as before."""
+    """After a test and its killed nodes, the memory in use is as before."""
     files, used = set(os.listdir("/dev/shm")), memory_used()
     yield
     left = set(os.listdir("/dev/shm")) - files
@@ -119,7 +119,7 @@ def hear(c, p, want, timeout=90):
     except queue.Empty:
         got = "nothing in %s s" % timeout
     except AssertionError:
-        time.sleep(1)  # what the others have to say about it
+        time.sleep(1)  # time for the errors of the other nodes
         got = "its end"
     assert got == want, "from %s: %s, want %s\n%s" % (p.name, got, want, reports(c))
 
@@ -132,7 +132,7 @@ def device(n):
 
 
 def works(dev):
-    """A context that works allocates, computes and copies."""
+    """Allocates, computes and copies in the context, to check that it works."""
     torch.cuda.synchronize()
     x = torch.arange(1 << 20, device=dev)
     assert int((x * 3).sum()) == 3 * (2**20 - 1) * 2**19
@@ -188,7 +188,7 @@ def churn_worker(n):
                 want = pattern(base, b, i + 3, len(t)) + push[i][:1]
                 assert torch.equal(t, want), ("batch", b, "pull", i, len(t), int((t != want).sum()), "bytes are wrong")
         del h, b, push, pull, flying, t, want
-        torch.cuda.empty_cache()  # the peer still has mapped what is now freed
+        torch.cuda.empty_cache()  # the peer still has the freed memory mapped
         if first % 3 == 1:
             ballast = [torch.empty(r, dtype=torch.uint8, device=dev) for r in (1 + first << 20, 3 << 20)]
         elif first % 3 == 2:
@@ -303,7 +303,7 @@ def trimming_worker(n):
 
     dev, free = trimming(n, exchange)
     if GPUS > 1:
-        # What was unmapped, 2 GB in all, is the device's again: neither this library keeps it nor the peer.
+        # The unmapped memory, 2 GB in all, is free again: neither this library nor the peer keeps it.
         end = time.monotonic() + 60
         while torch.cuda.mem_get_info(dev)[0] < free - (256 << 20):
             assert time.monotonic() < end, "free on the device: %s before, %s now" % (free, torch.cuda.mem_get_info(dev)[0])
@@ -326,7 +326,7 @@ def trimming_server(n):
 
 
 def test_expandable_trim(cluster):
-    """PyTorch trims its cache after each exchange, and what it maps then is other memory."""
+    """PyTorch trims its cache after each exchange, and then maps other memory."""
     c = gpu_cluster(cluster)
     nodes = pair(c, trimming_worker, trimming_server, variables=(EXPANDABLE, EXPANDABLE))
     c.finish(240)
@@ -347,7 +347,7 @@ def test_pool_memory(cluster):
 
 
 def test_invisible_device(cluster):
-    """Each process sees one GPU only. Whether they can share memory is the driver's affair."""
+    """Each process sees one GPU only. The driver decides whether they can share memory."""
     if GPUS < 2:
         pytest.skip("one GPU")
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
@@ -360,7 +360,7 @@ def test_invisible_device(cluster):
         print(p.name, *lines, sep="\n")
 
 
-# Static tensors of a CUDA graph, and what lies in the memory of its pool.
+# Static tensors of a CUDA graph, and tensors in the memory of its pool.
 
 REPLAYS, PRIME = 50, 1_000_003
 
@@ -453,7 +453,7 @@ def pushing_worker(n):
 
 
 def bereaved_server(n):
-    """Serves worker 0 and all lives of worker 1."""
+    """Serves worker 0, and worker 1 and its replacements."""
     f, dev = n.f, device(n)
     told, good, left, deadline = 0, 0, None, None
     while left != 0:
@@ -466,7 +466,7 @@ def bereaved_server(n):
                 n.tell("lost")
                 told, deadline = told + 1, time.monotonic() + 90
             assert time.monotonic() < deadline, e
-            time.sleep(0.02)  # until another one has its place
+            time.sleep(0.02)  # until a replacement has its place
             continue
         for rank, (handler, (tag, x), keys) in enumerate(batch):
             life, i = tag.tolist()
@@ -483,7 +483,7 @@ def bereaved_server(n):
         if left is not None:
             left -= 1
         elif good == 5:
-            left = WINDOW  # those that both workers have under way
+            left = WINDOW  # the batches that both workers have under way
     works(dev)
 
 
@@ -538,7 +538,7 @@ def serving_server(n):
 
 
 def request(n, dev, i, last=False):
-    """Pushes to both servers. Returns what answers() wants."""
+    """Pushes to both servers. Returns the argument of answers()."""
     value = fill(0, i)
     push = [torch.tensor([i, value, last], device=dev, **INT), torch.full((BIG,), value, dtype=torch.uint8, device=dev)]
     pull = [t for _ in range(n.servers) for t in (torch.zeros(2, device=dev, **INT), torch.zeros(BIG, dtype=torch.uint8, device=dev))]
@@ -580,7 +580,7 @@ def bereaved_worker(n):
                     answers(n, x)
                 except ConnectionError as other:
                     assert "server 1" in str(other), other
-            if deadline is None:  # else they have not left, and there would be too many of them
+            if deadline is None:  # otherwise they are not sent yet, and there would be too many of them
                 for _, _, pull in list(flying) + ([current] if current else []):
                     stale += pull
             flying.clear()
@@ -591,7 +591,7 @@ def bereaved_worker(n):
                 n.tell("lost")
                 deadline = time.monotonic() + 90
             assert time.monotonic() < deadline, e
-            time.sleep(0.02)  # until another one has its place
+            time.sleep(0.02)  # until a replacement has its place
             continue
         for t in stale:
             assert is_all(t, 77), "an answer came after the request had failed"
@@ -637,7 +637,7 @@ def late_worker(n):
     other = torch.full((BIG,), 9, dtype=torch.uint8, device=dev)  # most likely the same memory
     n.tell(other.data_ptr() == address)
     after = torch.zeros(BIG, dtype=torch.uint8, device=dev)
-    f.wait(f.push_pull([one], [1], [after], [1]), 60_000)  # answered behind the late ones
+    f.wait(f.push_pull([one], [1], [after], [1]), 60_000)  # answered after the late ones
     assert is_all(after, 3)
     time.sleep(0.5)
     torch.cuda.synchronize()
@@ -669,7 +669,7 @@ RACES = 60
 
 
 def racing_worker(n):
-    """Answers that come about when the time is over."""
+    """Answers that arrive at about the time of the limit."""
     f, dev = n.f, device(n)
     r, late = random.Random(SEED), 0
     pull, check = torch.zeros(BIG, dtype=torch.uint8, device=dev), torch.zeros(1, dtype=torch.uint8, device=dev)
@@ -700,7 +700,7 @@ def racing_server(n):
     while i < RACES:
         (handler, (pause,), _), = f.get_batch(timeout_ms=60_000)
         pause = pause.tolist()
-        if len(pause) == 1:  # the one behind; what was given up before it came here is not handed out
+        if len(pause) == 1:  # the check request; requests that were canceled before they arrived are not handed out
             f.respond([small], handler)
             i = pause[0] + 1
             continue

@@ -41,7 +41,7 @@ def part(n, i):
 
 
 def answer(push, out, one):
-    """What is answered: it depends on every element."""
+    """Returns the answer, which depends on every element."""
     k = push.numel()
     torch.mul(push, 3, out=out[:k])
     torch.add(push, one, out=out[k:])
@@ -94,7 +94,7 @@ def worker(n):
         x.close()
         with n.raises((), "is over"):
             x.send()
-    n.f.barrier(True, True)  # the server's end of its function closes, too
+    n.f.barrier(True, True)  # the server's end closes at the end of its function, too
     return took / REPLAYS * 1e6
 
 
@@ -166,7 +166,7 @@ def test_two_and_two(cluster):
     start(cluster, many_worker, many_server, 2)[0].finish(100)
 
 
-# Ends of other kinds.
+# Other endings.
 
 def killed_worker(n):
     push, pull = ints(n, 1000), ints(n, 1000)
@@ -179,7 +179,7 @@ def killed_worker(n):
     graph = captured(ask)
     n.tell("ready")
     begun = time.monotonic()
-    graph.replay()  # nobody answers
+    graph.replay()  # there is no answer
     settle()
     assert time.monotonic() - begun < 9
     with n.raises(ConnectionError, "server 0"):
@@ -295,7 +295,7 @@ def test_late(cluster):
 
 
 def test_without_gpu(cluster):
-    """What is missing is said."""
+    """The error names what is missing."""
     if GPUS:
         pytest.skip("this machine has a GPU")
 

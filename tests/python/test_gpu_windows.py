@@ -21,11 +21,11 @@ from device_latency import Profile  # noqa: E402
 
 
 def idle(n):
-    """A server that nobody asks anything."""
+    """A server without requests."""
 
 
 def start(cluster, function, count=2, args=None):
-    """So many workers, on the GPUs in turn."""
+    """Workers on the GPUs in turn."""
     c = cluster(lib="torch", workers=count, servers=1, env={"STEPMESH_BAKCEND": "GPU"})
     c.spawn("scheduler", scheduler)
     c.spawn("server", idle, env={"STEPMESH_BAKCEND": "CPU"})
@@ -45,7 +45,7 @@ def opened(n, size, signals=1):
 
 
 def ping(n):
-    """Rounds to and fro, all queued without a look: each puts what depends on what it has got."""
+    """Round trips, all queued without synchronization. Each put depends on the data received before."""
     c, w, dev = opened(n, max(SIZES) + 64, 2)
     other, first = 1 - n.rank, n.rank == 0
     streams = [torch.cuda.Stream(dev) for _ in range(2)]
@@ -56,7 +56,7 @@ def ping(n):
         one = torch.ones_like(x)
         places = torch.arange(size, device=dev).to(torch.uint8)
         with own_stream():
-            wrong.add_((x != want).sum())  # what allocates does so before a stream waits
+            wrong.add_((x != want).sum())  # allocations are made before a stream waits
             x.copy_(places)
             torch.add(places, one, out=want)
             if not first:
@@ -90,7 +90,7 @@ def ping(n):
         for i in range(40):
             with torch.cuda.stream(streams[i % 2]):
                 if i > 0:
-                    w.wait_signal(other, 0)  # the other rank has looked; this stream waits for nothing else of the other one
+                    w.wait_signal(other, 0)  # the other rank has read its data; this stream waits for nothing else from it
                 w.flush(other)  # the other stream has read x
                 x.fill_(i)
                 w.put(other, 0, x)
@@ -120,7 +120,7 @@ def test_values(cluster):
 
 
 def launched(n):
-    """What the GPU does for a hundred rounds, as PyTorch's profiler sees it."""
+    """The work of the GPU in a hundred rounds, recorded by PyTorch's profiler."""
     c, w, dev = opened(n, 917_504)
     x = torch.zeros(917_504, dtype=torch.uint8, device=dev)
     torch.cuda.synchronize()
@@ -141,7 +141,7 @@ def launched(n):
 @on_gpu
 def test_no_kernels(cluster):
     c, _ = start(cluster, launched)
-    for seen in c.finish(100)[1:]:  # the server's is not there
+    for seen in c.finish(100)[1:]:  # without the server's
         print(seen)
         assert not [s for s in seen if s[0] == "kernel"], seen
         assert sum(count for kind, _, count in seen if kind == "gpu_memcpy") == 100, seen
@@ -164,9 +164,9 @@ def killed(n):
     with own_stream():
         here = torch.cuda.Event()
         here.record()
-        w.wait_signal(1)  # nobody signals
+        w.wait_signal(1)  # there is no signal
         here.synchronize()
-        n.tell("waits")  # the stream has come to the wait, or does so next: that cannot be seen
+        n.tell("waits")  # the stream is at the wait, or reaches it next; that cannot be observed
         settle()
     assert time.monotonic() - begun < 15
     with n.raises((ConnectionError,), "worker 1"):

@@ -53,7 +53,7 @@ def own_stream():
 
 
 def settle(stream=None):
-    """Waits for the stream, but not for ever."""
+    """Waits for the stream, with a limit."""
     event = torch.cuda.Event()
     event.record(stream)
     end = time.monotonic() + LIMIT
@@ -92,7 +92,7 @@ class Part:
 
 
 def serve(n):
-    """Answers three times what comes, until finish()."""
+    """Answers each push with three times its values, until finish()."""
     while True:
         for handler, (t,), keys in n.f.get_batch():
             if keys == [999]:
@@ -195,7 +195,7 @@ def test_streams_and_rows(cluster):
     run(cluster, streams_worker, serve)
 
 
-# A time-out, misuse, and what comes after.
+# A timeout, misuse, and later rounds.
 
 def late_worker(n):
     p = Part(n, 0)
@@ -222,7 +222,7 @@ def late_worker(n):
             p.x.start()
     graph = captured(ask)
     p.x.start()
-    graph.replay()  # beside a round that is not of the graph
+    graph.replay()  # during a round that is not of the graph
     settle()
     with n.raises((), "round 3", "started already"):
         p.x.check()
@@ -274,7 +274,7 @@ def after_worker(n):
     settle()
     deadline = time.monotonic() + LIMIT
     failed = None
-    while failed is None and time.monotonic() < deadline:  # the library may not have got round to it
+    while failed is None and time.monotonic() < deadline:  # the library may not have noticed it yet
         try:
             p.x.check()
             graphs[0].replay()
@@ -282,7 +282,7 @@ def after_worker(n):
         except RuntimeError as e:
             failed = str(e)
     assert failed and "closed" in failed, failed
-    graphs[1].replay()  # others go on
+    graphs[1].replay()  # other graphs continue
     settle()
     q.x.check()
     finish(n)
@@ -333,7 +333,7 @@ def survivor(n):
         except ConnectionError as e:
             failed = str(e)
     assert failed and "server 0" in failed and "round" in failed, failed
-    for _ in range(3):  # nobody is there
+    for _ in range(3):  # there is no server
         graph.replay()
     settle()
     with n.raises(ConnectionError, "server 0"):
@@ -357,7 +357,7 @@ def test_killed(cluster, ipc):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_check_without_gpu(cluster):
-    """check() of an exchange that is in no graph has nothing to say."""
+    """check() of an exchange that is in no graph raises nothing."""
     cluster(lib="torch").run(unused_worker, unused_server)
 
 

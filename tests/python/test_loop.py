@@ -43,13 +43,13 @@ def ends(cluster, **shape):
 
 @pytest.mark.parametrize("shape", [dict(), dict(workers=2, servers=2), dict(group=2)], ids=["1x1", "2x2", "groups"])
 def test_natural_program(cluster, shape):
-    """The server has no end of its own, and no worker's stop() fails."""
+    """The server's loop has no exit condition, and no worker's stop() fails."""
     ends(cluster, **shape).run(worker, loop, timeout=60)
 
 
 @by_hand
 def uneven(n):
-    """Worker 0 sends 2 batches, worker 1 sends 6, of which it waits for half. Nobody waits for the rest before stop()."""
+    """Worker 0 sends 2 batches, worker 1 sends 6, of which it waits for half. The rest is not waited for before stop()."""
     n.f.init()
     for i in range(2 if n.rank == 0 else 6):
         handler = n.f.push_pull([n.lib.make("uint8", SIZE, bytes(16))], [1], [], [])
@@ -92,7 +92,7 @@ def anywhere(n):
 
     t = threading.Thread(target=serve)
     t.start()
-    t.join()  # and the end of the program does what stop() does
+    t.join()  # the end of the program then leaves the cluster as stop() does
 
 
 def test_thread(cluster):
@@ -110,7 +110,7 @@ def catches(n):
                 batches = f.get_batch(timeout_ms=20, any=n.args["any"])
             except f.TimeoutError:
                 continue
-            except Exception as e:  # what servers write to go on after an error
+            except Exception as e:  # servers use this to continue after an error
                 raise AssertionError("no Exception is raised") from e
             for handler, tensors, keys in batches:
                 seen += 1
@@ -163,7 +163,7 @@ def tells(n):
 
 
 def test_not_before_the_last(cluster):
-    """While one worker goes on, so does the server."""
+    """The server continues as long as one worker does."""
     c = ends(cluster, workers=2)
     workers, (server,) = c.start(goes_on, tells)
     assert server.hear() == "serves" and [w.hear() for w in workers] == ["ready"] * 2
@@ -230,7 +230,7 @@ def other_thread(n):
         try:
             for i in range(3):
                 for handler, tensors, keys in n.f.get_batch():
-                    time.sleep(1.5)  # longer than it takes to find that nobody serves
+                    time.sleep(1.5)  # longer than the time after which the server refuses requests
                     n.f.respond(tensors, handler)
         except n.f.Finished:
             n.wrong.append("Finished before the worker's last request")
@@ -266,11 +266,11 @@ def interrupted(n):
 
 
 def test_end_of_the_program_can_be_interrupted(cluster):
-    """What waits at the end of the program for the others ends with Ctrl-C."""
+    """Ctrl-C ends the wait for other nodes at the end of the program."""
     c = ends(cluster, servers=2)
     (w,), servers = c.start(leaves_all_behind, interrupted, {"requests": 0})
     assert [s.hear(20) for s in servers] == ["finished"] * 2
-    servers[0].tell("end")  # the other one is missing
+    servers[0].tell("end")  # the second server does not end
     with pytest.raises(Exception):
         servers[0].hear(1)
     servers[0].signal(signal.SIGINT)
@@ -328,7 +328,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("threads", ["main", "threads"])
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_children_of_multiprocessing(tmp_path, method, threads):
-    """Servers that have no end of their own, in the main thread or in others, and no stop() fails."""
+    """Servers without an exit condition, in the main thread or in others. No stop() fails."""
     program = tmp_path / "program.py"
     program.write_text(CHILDREN)
     environ = {k: v for k, v in os.environ.items() if not k.startswith(harness.OURS)}
@@ -358,7 +358,7 @@ def controls(n):
 
     n.f.init()
     s = session.open()
-    s.call("same", 1)  # it is neither waited for nor shut down
+    s.call("same", 1)  # neither the call nor the session is ended
     n.f.stop()
 
 

@@ -1,4 +1,4 @@
-"""Calls that make no sense, in a cluster that goes on."""
+"""Invalid calls, in a cluster that continues to work."""
 
 import threading
 
@@ -57,7 +57,7 @@ def worker(n):
         with n.raises(ValueError, "include_client"):
             f.barrier(servers, workers)
     h = f.push_pull(t[:1], [1], p[:2], [3, 3])
-    with n.raises((), f"handler {h - 1}"):  # nothing of all this has a handler
+    with n.raises((), f"handler {h - 1}"):  # the invalid calls used no handler
         f.wait(h - 1)
     f.wait(h)
     assert n.lib.bytes(p[0]) == n.lib.bytes(p[1]) == bytes(16)
@@ -192,7 +192,7 @@ def test_threads(cluster):
     cluster().run(many_worker, many_server)
 
 
-# Variables that make no sense.
+# Invalid variables.
 
 def bad_environment(n):
     import os

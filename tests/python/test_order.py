@@ -15,7 +15,7 @@ LAYERS, STAGES, ROWS, HIDDEN = 61, 3, 4, 64
 
 
 class Connector:
-    """What a connector of an engine does: a notify in the constructor, before the
+    """The calls of an engine's connector: a notify in the constructor, before the
     variables are set and before init()."""
 
     def __init__(self, n, role):
@@ -23,7 +23,7 @@ class Connector:
         notify = n.f.SimpleNotify()
         try:
             notify.init()
-        except n.f.Error as e:  # only of a GPU that is not there
+        except n.f.Error as e:  # only if there is no GPU
             assert "backend not available" in str(e), e
         self.notify = notify
         self.events = deque(maxlen=STAGES)

@@ -1,4 +1,4 @@
-"""Prepared exchanges: prepare(), start() and wait(), as often as wanted."""
+"""Prepared exchanges: prepare(), start() and wait(), repeatedly."""
 
 import gc
 import signal
@@ -136,9 +136,9 @@ def refused_worker(n):
     e.wait(None)
     with n.raises((), "not started"):
         e.wait()
-    f.wait(e.start(rows=2))  # its handler serves as well
+    f.wait(e.start(rows=2))  # wait() accepts its handler
     e.start()
-    e.close()  # the round goes on
+    e.close()  # the round continues
     e.wait()
     e.close()
     with n.raises((), "closed"):
@@ -177,7 +177,7 @@ def test_refused(cluster):
     c.finish()
 
 
-# The memory belongs to the exchange, and is given back.
+# The memory belongs to the exchange until it is released.
 
 class Memory:
     """An array that can be watched, by its array interface."""
@@ -209,10 +209,10 @@ def memory_worker(n):
     n.tell("dropped")
     end = time.monotonic() + 20
     while any(r() for r in alive) and time.monotonic() < end:
-        f.get_all_handlers(0)  # each call lets go of what is not needed any more
+        f.get_all_handlers(0)  # each call releases objects that are no longer needed
         time.sleep(0.01)
     assert not any(r() for r in alive)
-    for _ in range(300):  # nothing grows, and no index is mistaken
+    for _ in range(300):  # memory does not grow, and no index is confused
         x, y = Memory(1), Memory(1)
         x.buffer.raw = b"\x07"
         e = f.prepare([x], [1], [y], [1])
@@ -287,7 +287,7 @@ def test_threads(cluster):
     cluster(lib=HOST).run(threads_worker, threads_server)
 
 
-# A lost server, another one in its place, and Ctrl-C.
+# A lost server, its replacement, and Ctrl-C.
 
 def lost_worker(n):
     f, lib = n.f, n.lib
@@ -311,7 +311,7 @@ def lost_worker(n):
             e.start()
             e.wait()
             break
-        except ConnectionError:  # the news of the other one may be on its way
+        except ConnectionError:  # a message about the replacement may be in flight
             assert time.monotonic() < end
             time.sleep(0.05)
     assert lib.bytes(y) == b"\x09\x09"

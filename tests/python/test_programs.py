@@ -69,7 +69,7 @@ def test_benchmark():
     for leg in LEGS:
         found = re.findall(rf"^.*\t\t{leg}\t{number}\t{number}\t{number}\t{number} {number} {number}$", out, re.M)
         assert len(found) == 9, (leg, out)
-    # The legs that are of one clock are times, and all but the network is in them.
+    # The legs measured by one clock are times; they cover everything but the network.
     assert not re.search(r"\t\t(?:req_send|req_recv|process  |rsp_send|rsp_recv)\t-", out), out
 
 
@@ -144,7 +144,7 @@ def test_keys():
 
 @long
 def test_overhead_program():
-    """That it runs; its numbers are for a machine that does nothing else."""
+    """The program runs. Its figures are meaningful only on an idle machine."""
     status, out, err = run([sys.executable, os.path.join(TESTS, "benchmark", "python_overhead.py"), "--blocks", "1", "--rounds", "50"])
     assert status == 0, err
     number = r" +-?\d+\.\d"

@@ -1,4 +1,4 @@
-"""The secret of a cluster: a file that all nodes read, or what is wrong with it."""
+"""The secret of a cluster: a file that all nodes read, and invalid files."""
 
 import os
 import time

@@ -13,7 +13,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 
 class Object:
-    """What a rank may keep, and nobody can copy."""
+    """An object that a rank may keep, but that cannot be copied."""
 
     count = 0
 
@@ -74,7 +74,7 @@ def controller(n):
     import numpy as np
     from fserver import session
 
-    with session.open(timeout_ms=60000) as s:  # the ranks import NumPy meanwhile
+    with session.open(timeout_ms=60000) as s:  # the ranks import NumPy first
         assert s.ranks == 3
         for v in (None, True, -5, 2.5, "text \u00e4", b"bytes", np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 4), np.int8),
                   np.array(3.5), np.ones(1 << 20, np.uint8), np.arange(5)[::2],
@@ -90,7 +90,7 @@ def controller(n):
         assert s.get(s.call("same", a), 1) == 100
         s.call("join").wait(timeout_ms=30000)
         x = np.arange(100000, dtype=np.float32)
-        total = s.call("total", x)  # what ranks say to each other does not pass here
+        total = s.call("total", x)  # the ranks exchange data directly
         assert all((s.get(total, r) == 6 * x).all() for r in range(3))
         del total
         kept = s.call("object")
@@ -135,7 +135,7 @@ def controller(n):
         with n.raises(n.f.Error, "open already"):
             session.open()
     first = s
-    with session.open() as s:  # which uses the same numbers
+    with session.open() as s:  # the new session uses the same numbers
         mine = [s.call("rank")]
         while mine[-1].number < b.number:
             mine.append(s.call("rank"))
@@ -156,7 +156,7 @@ def controller(n):
     s = session.open()
     with n.raises(n.f.Error, "rank 1", "SystemExit: over"):
         s.call("leave", 1).wait(timeout_ms=20000)
-    with session.open() as s:  # which closes the one that has failed
+    with session.open() as s:  # closes the failed session
         assert s.get(s.call("rank"), 1) == 1
 
 

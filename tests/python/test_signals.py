@@ -87,7 +87,7 @@ class Traffic:
 
 
 def beside(function):
-    """A node function: function(n, traffic) runs in the main thread beside traffic, on the worker and on the server."""
+    """A node function: function(n, traffic) runs in the main thread during the traffic, on the worker and on the server."""
 
     @functools.wraps(function)
     def node(n):
@@ -234,7 +234,7 @@ def test_sigurg_is_the_programs(cluster):
 def setuid(n):
     traffic = Traffic(n)
     while traffic.running():
-        os.setuid(os.getuid())  # glibc tells every thread by a signal
+        os.setuid(os.getuid())  # glibc sends a signal to every thread
         os.setgid(os.getgid())
     traffic.end()
 

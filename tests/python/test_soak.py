@@ -24,7 +24,7 @@ POOL = arrays.pattern(0, "uint8", (1 << 18,))
 
 
 def batch(i):
-    """What round i pushes: dtype, shape and bytes of each; the answers are these in
+    """The pushes of round i: dtype, shape and bytes of each. The answers are these in
     reverse order."""
     r = random.Random(i)
     out = []

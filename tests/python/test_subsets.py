@@ -1,4 +1,4 @@
-"""Some of the servers, whatever batches are there, and when an answer has left."""
+"""Requests to some of the servers, get_batch(any=True), and the completion of answers."""
 
 import signal
 import time
@@ -50,7 +50,7 @@ def check(n, i, handler, asked, y):
 
 
 def expected(n):
-    """How many batches this server gets."""
+    """The number of batches for this server."""
     total = 0
     for rank in range(n.workers):
         of = type("Of", (), dict(rank=rank, servers=n.servers))
@@ -82,7 +82,7 @@ def test_ratios(cluster, attention, ffn):
     cluster(workers=attention, servers=ffn, lib=HOST if attention < 5 else "numpy", env={"PS_VERBOSE": "-1"}).run(worker, server, timeout=180)
 
 
-# What is refused.
+# Refused calls.
 
 def bad_worker(n):
     f, lib = n.f, n.lib
@@ -129,7 +129,7 @@ def test_refused(cluster):
     cluster(servers=2, lib=HOST).run(bad_worker, bad_server)
 
 
-# Completion: the buffer is written again as soon as done() says so.
+# Completion: the buffer is changed as soon as done() returns True.
 
 def reuse_worker(n):
     y = [n.lib.zeros("uint8", (BIG,)) for _ in range(4)]
@@ -193,7 +193,7 @@ def ctrl_c_server(n):
 
 @pytest.mark.parametrize("env", [{}, {"BYTEPS_ENABLE_IPC": "0"}], ids=["shm", "zmq"])
 def test_ctrl_c_of_answer(cluster, env):
-    """Ctrl-C ends Answer.wait while the worker does not read; the answer leaves afterwards."""
+    """Ctrl-C ends Answer.wait while the worker does not read; the answer is sent afterwards."""
     c = cluster(lib=HOST, env=env)
     (w,), (s,) = c.start(stopped_worker, ctrl_c_server)
     assert w.hear() == "asked"

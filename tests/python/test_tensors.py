@@ -1,4 +1,4 @@
-"""Tensors: dtypes, shapes, views, lifetimes, and what is not a tensor."""
+"""Tensors: dtypes, shapes, views, lifetimes, and objects that are no tensors."""
 
 import gc
 import itertools
@@ -133,7 +133,7 @@ def test_without_table(cluster, kind):
     cluster(lib="torch").run(without_table_worker, without_table_server, kind)
 
 
-# Tensors of PyTorch that are more, or less, than a row of memory.
+# Tensors of PyTorch that are not simply contiguous memory.
 
 def kinds(torch):
     """Each with its elements, and the name of its type."""
@@ -193,7 +193,7 @@ def test_kinds_of_tensors(cluster):
     cluster(lib="torch").run(kinds_worker, kinds_server)
 
 
-# Tensors of get_batch stay what they are while Python holds them.
+# Tensors of get_batch do not change while Python refers to them.
 
 KEPT = 200
 
@@ -256,7 +256,7 @@ def test_part_of_a_tensor(cluster, lib):
     cluster(lib=lib).run(views_worker, views_server)
 
 
-# Memory is given back.
+# Memory is released.
 
 BIG = 8 << 20
 
@@ -320,7 +320,7 @@ def test_unanswered_pushes(cluster, lib):
     assert max(sizes[50:]) < max(sizes[:50]) + 16 * BIG, [s >> 20 for s in sizes]
 
 
-# Capsules are taken over: nobody else can free what is on its way.
+# Capsules are consumed, so that no other code can free memory in flight.
 
 def capsule_worker(n):
     torch = n.lib.torch
@@ -350,7 +350,7 @@ def test_capsules(cluster):
     cluster(lib="torch").run(capsule_worker, capsule_server)
 
 
-# Nobody has to keep what is being sent.
+# The program need not keep references to tensors in flight.
 
 def temporaries_worker(n):
     import random
@@ -363,7 +363,7 @@ def temporaries_worker(n):
         n.f.wait(h)
         del junk
         assert n.lib.bytes(pull) == bytes(x ^ y for x, y in zip(a, a[::-1])), f"round {i}"
-    # Pull tensors that nobody holds are still somebody's memory.
+    # The library keeps pull tensors to which the program has no references.
     h = n.f.push_pull([n.lib.make("uint8", (50000,), a)] * 2, [1, 2], [n.lib.zeros("uint8", (50000,))], [1])
     gc.collect()
     n.f.wait(h)
@@ -402,7 +402,7 @@ def test_expressions(cluster):
     cluster(lib="torch").run(sums_worker, sums_server)
 
 
-# What is refused, and that nothing is sent then.
+# Refused calls send nothing.
 
 def refused_worker(n):
     f, lib = n.f, n.lib
@@ -410,7 +410,7 @@ def refused_worker(n):
     target = lib.zeros("float32", (4, 4))
 
     class Odd:
-        """Has a memory of another kind of device, or none."""
+        """An object with memory of another kind of device, or without memory."""
 
         def __init__(self, device=None, error=None):
             self.device, self.error = device, error
@@ -422,7 +422,7 @@ def refused_worker(n):
             raise self.error or BufferError("no capsule for you")
 
     class Faked:
-        """Says that it is a NumPy array."""
+        """An object that claims to be a NumPy array."""
 
         def __init__(self, typestr, shape, a, address=None):
             data = a.__array_interface__["data"] if address is None else (address, False)
@@ -493,7 +493,7 @@ def refused_worker(n):
             # Scalars: their memory is gone with the interface.
             ([np.float64(1)], [target], TypeError, ("push_tensors[0]", "float64", "numpy.array")),
             ([good], [np.float64(1)], TypeError, ("pull_tensors[0]", "float64", "numpy.array")),
-            # Arrays with a mask, which would not travel.
+            # Arrays with a mask, which would not be sent.
             ([np.ma.array([1, 2], mask=[0, 1])], [target], TypeError, ("push_tensors[0]", "MaskedArray", "filled")),
             ([good], [np.ma.array([1.0, 2.0])], TypeError, ("pull_tensors[0]", "MaskedArray")),
             ([Faked("<i32", (2,), good)], [target], TypeError, ("push_tensors[0]",)),

@@ -34,7 +34,7 @@ def limits_worker(n):
     with n.raises(TimeoutError, "server 0", "300ms") as e:
         f.wait(h, timeout_ms=300)
     assert 0.3 <= elapsed(start) < SOON, (elapsed(start), e.error)
-    for again in h, h, h + 1:  # it has failed for good: its tensors have no answer
+    for again in h, h, h + 1:  # the failure is permanent: its tensors have no answer
         with n.raises(TimeoutError, f"handler {again} has failed", "server 0"):
             f.wait(again)
     # The clock starts at push_pull.
@@ -94,11 +94,11 @@ def test_limits(cluster):
 
 def late_worker(n):
     h = request(n)
-    n.listen()  # the server has it: it would not get what was given up before
+    n.listen()  # the server has received it; it would not receive a request canceled earlier
     with n.raises(TimeoutError):
         n.f.wait(h, 100)
     n.tell("late")
-    # The request is given up; the next one is not confused by the late answer.
+    # The request is canceled. The late answer does not affect the next request.
     for _ in range(3):
         n.f.wait(request(n))
 
@@ -153,7 +153,7 @@ def test_init_limit(cluster):
     assert p.wait() == 0, p.report()
 
 
-# What was set for all processes of a job holds where init has no limit of its own.
+# STEPAF_START_TIMEOUT applies if init has no limit of its own.
 
 MISSING = "waiting for 1 of 1 servers (rank 0)"
 
@@ -169,7 +169,7 @@ def scheduler_without_server(n):
 @by_hand
 def worker_without_server(n):
     n.tell("here")
-    with n.raises(n.f.Error, MISSING):  # the scheduler has given up, and says why
+    with n.raises(n.f.Error, MISSING):  # the scheduler has timed out, and names the missing nodes
         n.f.init()
 
 
@@ -229,7 +229,7 @@ class Counter(threading.Thread):
             time.sleep(0.002)
 
     def during(self, call, *args, **named):
-        """How many times it ran in a call, per second of it."""
+        """Returns how many times per second it ran during a call."""
         before, start = self.count, time.monotonic()
         call(*args, **named)
         return (self.count - before) / max(elapsed(start), 1e-9), elapsed(start)
@@ -258,7 +258,7 @@ def gil_worker(n):
 @by_hand
 def gil_server(n):
     n.listen()
-    time.sleep(WAIT)  # here and below: the times that others wait for this node
+    time.sleep(WAIT)  # here and below: the time for which other nodes wait for this node
     n.f.init()
     c = Counter()
     c.start()
@@ -298,7 +298,7 @@ def test_other_threads_run(cluster, size, copies):
         assert rate > 50, f"during {call} another thread ran {rate:.0f} times per second, want about 400"
 
 
-# Ctrl-C ends every waiting call within a second, and what follows works.
+# Ctrl-C ends every waiting call within a second, and later calls work.
 
 @by_hand
 def ctrl_c_worker(n):
@@ -365,7 +365,7 @@ def test_ctrl_c(cluster):
 
 @pytest.mark.parametrize("call", ["init", "get_batch"])
 def test_ctrl_c_ends_a_program(cluster, call):
-    """As typed by a user: KeyboardInterrupt, and the process is gone soon."""
+    """Ctrl-C as typed by a user: KeyboardInterrupt, and the process ends soon."""
     c = cluster()
     if call == "init":
         p = c.spawn("worker", uncaught_init)
@@ -394,7 +394,7 @@ def nothing(n):
     n.listen()
 
 
-# A handler of a signal may call the module, and raise what it likes.
+# A signal handler may call the module, and raise any exception.
 
 class Rang(Exception):
     pass

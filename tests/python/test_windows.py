@@ -1,4 +1,4 @@
-"""Windows in memory of the hosts (open_window), among workers: values, ends, misuse. Those on GPUs are in
+"""Windows in host memory (open_window), among workers: values, endings, misuse. GPU windows are in
 test_gpu_windows.py."""
 
 import gc
@@ -15,7 +15,7 @@ SIZES = (1, 4096, 100_000, 3 << 20)
 
 
 def idle(n):
-    """A server that nobody asks anything."""
+    """A server without requests."""
 
 
 def pattern(size, seed):
@@ -23,7 +23,7 @@ def pattern(size, seed):
 
 
 def bytes_of(n, t, first, size):
-    """What lies in a window: its tensor is one of the library's, or a Tensor."""
+    """Returns bytes of a window, whose tensor is one of the array library or a fserver_lib.Tensor."""
     if not hasattr(t, "tobytes") and type(t) is n.f.Tensor:
         import numpy
         t = numpy.from_dlpack(t)
@@ -36,10 +36,10 @@ def opened(n, size, signals=1, **kw):
 
 
 def ring(n):
-    """Each rank writes to the next one, and answers what it gets with what follows from it."""
+    """Each rank writes to the next one, and answers received data with values derived from it."""
     lib, count = n.lib, n.workers
     after, before = (n.rank + 1) % count, (n.rank - 1) % count
-    for own in (False, True):  # memory of the library's, or of the program's
+    for own in (False, True):  # memory of the library, or of the program
         room = max(SIZES) + 64
         c, w = opened(n, lib.zeros("uint8", (room,)) if own else room, 3, device="cpu" if own else None)
         for k, size in enumerate(SIZES):
@@ -79,7 +79,7 @@ def test_values(cluster, ipc):
 
 
 def source(n):
-    """The library keeps what is put until it has left, also when the program does not."""
+    """The library keeps put data until it is sent, even if the program does not."""
     lib = n.lib
     c, w = opened(n, 4 << 20)
     if n.rank == 0:
@@ -118,7 +118,7 @@ def misuse(n):
             call()
     with n.raises((), "GPU"):
         c.open_window(64, device="cuda")
-    c.rebuild()  # it may have failed by that
+    c.rebuild()  # the killed rank may have made it fail
     c.barrier()
     begun = time.monotonic()
     v = c.open_window(64)
@@ -126,9 +126,9 @@ def misuse(n):
         v.wait_signal(1 - n.rank, timeout_ms=300)
     assert 0.29 < time.monotonic() - begun < within(15)
     c.barrier()
-    v.signal(1 - n.rank)  # the wait that failed has taken none
+    v.signal(1 - n.rank)  # the failed wait has consumed none
     v.wait_signal(1 - n.rank)
-    for size in (64 + n.rank, -1, 1 << 50):  # differ, or make no sense
+    for size in (64 + n.rank, -1, 1 << 50):  # sizes that differ or are invalid
         with n.raises((f.Error, MemoryError)):
             c.open_window(size)
         c.rebuild()
@@ -140,7 +140,7 @@ def test_misuse(cluster):
 
 
 def closing(n):
-    """Who closes its end leaves the others' calls among themselves alone."""
+    """A rank that closes its end does not affect calls between the other ranks."""
     c, w = opened(n, 64)
     other = 3 - n.rank
     x = n.lib.make("uint8", (2,), b"xy")
@@ -149,7 +149,7 @@ def closing(n):
         w.put_signal(2, 8, x)
         w.close()
     else:
-        w.wait_signal(0)  # what came before counts
+        w.wait_signal(0)  # the earlier signal counts
         assert bytes_of(n, w.tensor, 8, 2) == b"xy"
         with n.raises((), "worker 0"):
             w.wait_signal(0)
@@ -198,7 +198,7 @@ def interrupted(n):
     if n.rank == 0:
         n.interrupted(w.wait_signal, 1, timeout_ms=60000)
         n.f.barrier(False, True)
-        w.wait_signal(1)  # none was taken
+        w.wait_signal(1)  # none was consumed
     else:
         n.f.barrier(False, True)
         w.signal(0)

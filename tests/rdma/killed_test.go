@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	core "github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
@@ -167,7 +168,7 @@ func TestServerStopped(t *testing.T) {
 			all = append(all, r)
 		}
 		for i, r := range all {
-			err := w.w.Customer().Wait(t.Context(), r.call.Timestamp(), 300*time.Millisecond)
+			err := core.Call(r.call).Customer().Wait(t.Context(), r.call.Timestamp(), 300*time.Millisecond)
 			vantest.Fails(t, err, van.ErrTimeout, "worker 0 (id 9): push_pull", "no answer from server 1 (id 10) at "+c.hosts[0])
 			if t.Failed() {
 				t.Fatalf("request %d", i)

@@ -182,7 +182,7 @@ func TestNoScheduler(t *testing.T) {
 	for _, tt := range []struct {
 		name, host, text string
 	}{
-		{"wrong port", c.hosts[0], "nobody listens there yet"},
+		{"wrong port", c.hosts[0], "no process listens there yet"},
 		{"no such host", "10.77.0.99", "resolve address"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

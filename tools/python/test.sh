@@ -24,7 +24,7 @@ while [ $# -gt 0 ]; do
       ;;
     torch | arrays | old | full) names+=("$1") ;;
     *)
-      echo "python-test: no environment is called $1; want torch, arrays, old or full, and arguments of pytest behind --" >&2
+      echo "python-test: no environment is called $1; want torch, arrays, old or full, and arguments of pytest after --" >&2
       exit 2
       ;;
   esac

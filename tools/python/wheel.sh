@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes build/wheel/fserver-*-manylinux_*.whl, which has libzmq and what it needs
-# inside, and tries it: see wheel_check.sh. auditwheel finds the tag.
+# Creates build/wheel/fserver-*-manylinux_*.whl, which contains libzmq and its dependencies, and tests it: see
+# wheel_check.sh. auditwheel chooses the tag.
 set -euo pipefail
 # shellcheck source=../env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Tries a wheel as on a machine without Go, compiler and libzmq: installs it into a
-# new environment, then runs a cluster of three processes with nothing but that
-# environment on the PATH. With the rights for it, the libraries of the system that
-# the wheel has inside are hidden; in any case none of them may be loaded.
+# Tests a wheel as on a machine without Go, compiler and libzmq: installs it into a new environment, then runs a cluster
+# of three processes with only that environment in PATH. If the script has the rights, it hides the system's copies of
+# the libraries inside the wheel; in any case none of them may be loaded.
 #   wheel_check.sh WHEEL
 set -euo pipefail
 # shellcheck source=../env.sh
@@ -24,7 +23,7 @@ python="$place/env/bin/python"
 "$python" -m pip install -q --disable-pip-version-check numpy
 "$python" -m pip install -q --disable-pip-version-check --no-index "$wheel"
 
-# Names of the libraries inside; auditwheel has put a number into them.
+# Names of the libraries inside the wheel; auditwheel has added a number to them.
 inside="$("$python" -m zipfile -l "$wheel" | sed -nE 's|^[Ff][Ss]erver\.libs/([^ ]+) .*|\1|p' | sed -E 's/-[0-9a-f]{8}\././')"
 if ! grep -q '^libzmq\.so' <<<"$inside"; then
   echo "wheel: no libzmq inside $wheel" >&2
@@ -46,6 +45,6 @@ script='
 if [ "$(id -u)" -eq 0 ] && unshare -m true 2>/dev/null; then
   PATH="$PATH:/sbin:/usr/sbin" unshare -m bash -c "$script" hide "$inside" "${run[@]}" hidden
 else
-  echo "wheel: no right to hide the system's libraries; looking at what is loaded only" >&2
+  echo "wheel: no right to hide the system's libraries; checking only the loaded libraries" >&2
   (cd / && env -i HOME=/nonexistent PATH="$place/env/bin" "${run[@]}")
 fi

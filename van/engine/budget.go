@@ -6,26 +6,26 @@ import (
 	"sync"
 )
 
-// Budget bounds the bytes that wait in lanes behind slow deliveries. Several Loops may
-// share one. Only items that wait are counted, so a quick delivery does not touch it.
+// Budget limits the bytes that are queued behind slow deliveries. Several Loops may
+// share one. Only queued items count, so a quick delivery does not touch it.
 type Budget struct {
-	lane, total int64
+	perQueue, total int64
 
 	mu     sync.Mutex
 	used   int64
-	paused map[looker]struct{}
+	paused map[pausedQueue]struct{}
 }
 
-// looker is a paused lane.
-type looker interface{ look() }
+// pausedQueue is a paused PeerQueue.
+type pausedQueue interface{ recheck() }
 
-// NewBudget makes a Budget of so many bytes for one lane and for all; 0 is no bound. One
-// item more than that may wait, however long it is.
-func NewBudget(lane, total int64) *Budget {
-	return &Budget{lane: lane, total: total, paused: map[looker]struct{}{}}
+// NewBudget makes a Budget with a limit in bytes for one queue and for all queues; 0 is no limit. A
+// queue may exceed the limit by one item of any length.
+func NewBudget(perQueue, total int64) *Budget {
+	return &Budget{perQueue: perQueue, total: total, paused: map[pausedQueue]struct{}{}}
 }
 
-// Used is how many bytes wait in all lanes.
+// Used returns the number of queued bytes in all queues.
 func (b *Budget) Used() int64 {
 	if b == nil {
 		return 0
@@ -35,15 +35,15 @@ func (b *Budget) Used() int64 {
 	return b.used
 }
 
-// full tells whether nothing is to be added to a lane with so many bytes.
-func (b *Budget) full(lane int64) bool {
-	return b != nil && (b.lane > 0 && lane >= b.lane || b.total > 0 && b.Used() >= b.total)
+// full reports whether a queue that holds n bytes may not grow.
+func (b *Budget) full(n int64) bool {
+	return b != nil && (b.perQueue > 0 && n >= b.perQueue || b.total > 0 && b.Used() >= b.total)
 }
 
-// roomy tells whether a paused lane with so many bytes is to go on: not for each item
-// that has left.
-func (b *Budget) roomy(lane int64) bool {
-	return b == nil || (b.lane <= 0 || lane <= b.lane/4*3) && (b.total <= 0 || b.Used() <= b.total/4*3)
+// mayResume reports whether a paused queue that holds n bytes may resume: at three quarters of the limits,
+// so that a queue does not resume and pause for each item.
+func (b *Budget) mayResume(n int64) bool {
+	return b == nil || (b.perQueue <= 0 || n <= b.perQueue/4*3) && (b.total <= 0 || b.Used() <= b.total/4*3)
 }
 
 func (b *Budget) add(n int64) {
@@ -55,9 +55,8 @@ func (b *Budget) add(n int64) {
 	b.used += n
 }
 
-// sub takes off n bytes and returns the lanes that were paused until now, if those that
-// wait for others may go on.
-func (b *Budget) sub(n int64) (again []looker) {
+// sub subtracts n bytes. If the total falls to three quarters of its limit, sub returns all paused queues, to be rechecked.
+func (b *Budget) sub(n int64) (recheck []pausedQueue) {
 	if b == nil || n == 0 {
 		return nil
 	}
@@ -70,16 +69,16 @@ func (b *Budget) sub(n int64) (again []looker) {
 	return slices.Collect(maps.Keys(b.paused))
 }
 
-// note notes whether a lane is paused.
-func (b *Budget) note(lane looker, paused bool) {
+// note records whether a queue is paused.
+func (b *Budget) note(queue pausedQueue, paused bool) {
 	if b == nil {
 		return
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if paused {
-		b.paused[lane] = struct{}{}
+		b.paused[queue] = struct{}{}
 	} else {
-		delete(b.paused, lane)
+		delete(b.paused, queue)
 	}
 }

@@ -11,30 +11,30 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
-// cores notices that other programs keep the cores busy. Who yields then waits for a whole turn
-// of another program, some milliseconds, whereas a sleeper runs as soon as it is woken. So waits do
-// not look for a while, and then try again.
+// cores detects that other programs keep the cores busy. A goroutine that yields then waits for a
+// time slice of another program, some milliseconds, whereas a sleeping one runs as soon as it is woken.
+// Goroutines therefore do not spin for a pause, and then try again.
 //
-// A yield is also long where the hypervisor takes the core away, and then a sleep is no better. So
-// one long time between two looks only makes the next yields be examined: whether the core went to another thread.
+// A yield is also long if the hypervisor takes the core away, and then a sleep is no better. So one long
+// time between two polls only starts the examination of the next yields: did the core go to another thread?
 type cores struct {
-	until atomic.Uint64 // until when waits do not look; 0: they never were kept from it
-	doubt atomic.Uint64 // until when yields are examined; 0: they are not
+	until atomic.Uint64 // end of the latest pause in spinning; 0: there was none
+	doubt atomic.Uint64 // end of the examination of yields; 0: none
 
-	ignored atomic.Bool // it is not noticed: see FeedOptions.DetectsBusyCores
+	ignored atomic.Bool // detection is off: see FeedOptions.DetectsBusyCores
 
 	mu    sync.Mutex
-	pause time.Duration // the last one
+	pause time.Duration // length of the latest pause
 }
 
 const (
-	longYield  = time.Millisecond // longer than a peer of small messages keeps a core that it shares
+	longYield  = time.Millisecond // longer than a peer with small messages keeps a shared core
 	doubtTime  = 100 * time.Millisecond
 	firstPause = 16 * time.Millisecond
 	maxPause   = time.Second
 )
 
-// wanted tells whether others want the cores, so that waits are not to look.
+// wanted reports whether other programs want the cores, so that goroutines must not spin.
 func (c *cores) wanted() bool {
 	if c == nil {
 		return false
@@ -43,21 +43,21 @@ func (c *cores) wanted() bool {
 	return until != 0 && !c.ignored.Load() && clock.Now() < until
 }
 
-// passed says that between two looks, of limit at most, so much time has passed until now.
+// passed records the time between two polls, the latter at time now. A poll lasts limit at most.
 func (c *cores) passed(now, time uint64, limit time.Duration) {
 	if c != nil && time >= uint64(limit+longYield) && c.doubt.Load() == 0 {
 		c.doubt.Store(now + uint64(doubtTime))
 	}
 }
 
-// yields is a time in which the core is yielded, examined if c is not nil.
+// yields is an interval in which the core is yielded. If c is not nil, the interval is examined.
 type yields struct {
 	c        *cores
 	begun    uint64
 	switches int64
 }
 
-// begin is called before the core is yielded, and end of what it returns behind that, by the same goroutine.
+// begin is called before the core is yielded. After that, the same goroutine calls end on the result.
 func (c *cores) begin() yields {
 	if c == nil {
 		return yields{}
@@ -80,7 +80,7 @@ func (c *cores) begin() yields {
 	return yields{c: c, begun: now, switches: n}
 }
 
-// end ends what was to take limit at most.
+// end ends an interval that should have lasted limit at most.
 func (y yields) end(limit time.Duration) {
 	if y.c == nil {
 		return
@@ -93,20 +93,20 @@ func (y yields) end(limit time.Duration) {
 	}
 }
 
-// yield lets other threads have the core.
+// yield yields the core to other threads.
 func (c *cores) yield() {
 	y := c.begin()
 	_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
 	y.end(0)
 }
 
-// taken says that at time now the core came back from another thread, after a long time.
+// taken records that another thread has had the core for a long time, until now.
 func (c *cores) taken(now uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	until := c.until.Load()
 	switch {
-	case now < until: // another wait has seen it
+	case now < until: // another goroutine has detected it
 		return
 	case now-until > 4*uint64(c.pause):
 		c.pause = firstPause
@@ -117,7 +117,7 @@ func (c *cores) taken(now uint64) {
 	c.doubt.Store(now + uint64(c.pause+doubtTime))
 }
 
-// switches is how often this thread has lost its core to another thread, if the system says so.
+// switches returns how often this thread has lost its core to another thread, if the system reports it.
 func switches() (n int64, ok bool) {
 	var u unix.Rusage
 	err := unix.Getrusage(unix.RUSAGE_THREAD, &u)

@@ -7,8 +7,8 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
-// TestCoresTaken: each time that the cores are found busy at once again, waits do not look for twice as long, up to a
-// second; after a calm time it begins anew.
+// TestCoresTaken: each time that the cores are busy again at once, the pause in spinning doubles, up to a
+// second. After a calm time it starts again with the first pause.
 func TestCoresTaken(t *testing.T) {
 	var c cores
 	if c.wanted() {
@@ -18,11 +18,11 @@ func TestCoresTaken(t *testing.T) {
 	for _, want := range []time.Duration{firstPause, 2 * firstPause, 4 * firstPause, 8 * firstPause, 16 * firstPause, 32 * firstPause, maxPause, maxPause} {
 		c.taken(now)
 		if got := c.until.Load() - now; got != uint64(want) {
-			t.Fatalf("waits do not look for %s, want %s", time.Duration(got), want)
+			t.Fatalf("the pause in spinning is %s, want %s", time.Duration(got), want)
 		}
 		c.taken(now + 1) // by another wait
 		if got := c.until.Load() - now; got != uint64(want) {
-			t.Fatalf("said twice, waits do not look for %s, want %s", time.Duration(got), want)
+			t.Fatalf("said twice, the pause in spinning is %s, want %s", time.Duration(got), want)
 		}
 		if c.doubt.Load() <= c.until.Load() {
 			t.Fatal("the next yield is not examined")
@@ -32,32 +32,32 @@ func TestCoresTaken(t *testing.T) {
 	now += 5 * uint64(maxPause)
 	c.taken(now)
 	if got := c.until.Load() - now; got != uint64(firstPause) {
-		t.Errorf("after a calm time waits do not look for %s, want %s", time.Duration(got), firstPause)
+		t.Errorf("after a calm time the pause in spinning is %s, want %s", time.Duration(got), firstPause)
 	}
 }
 
-// TestCoresWanted: while others want the cores, neither a Poll nor a loop looks; then both do. Without a limit they are not asked.
+// TestCoresWanted: while other programs want the cores, neither a Poll nor a loop spins; after that both do. With an unlimited spin, the cores are not watched.
 func TestCoresWanted(t *testing.T) {
 	e := New(time.Second)
 	asked := 0
 	done := func() bool { asked++; return true }
 	e.spinner.cores.until.Store(clock.Now() + uint64(time.Hour))
 	if e.Poll(done); asked != 0 || !e.spinner.cores.wanted() {
-		t.Errorf("a Poll began to look where others want the cores")
+		t.Errorf("a Poll began to spin while other programs want the cores")
 	}
 	e.spinner.cores.until.Store(clock.Now() - 1)
 	if e.Poll(done); asked == 0 || e.spinner.cores.wanted() {
-		t.Errorf("a Poll does not look, though others no longer want the cores")
+		t.Errorf("a Poll does not spin, though other programs no longer want the cores")
 	}
 	for _, spin := range []time.Duration{0, -1} {
 		if e := New(spin); e.spinner.cores != nil || e.spinner.cores.wanted() {
-			t.Errorf("with a look of %s the cores are watched", spin)
+			t.Errorf("with a spin of %s the cores are watched", spin)
 		}
 	}
 }
 
-// TestCoresExamined: yields are examined for a while when a long time has passed between two looks, and one that gave the
-// core to nobody for long changes nothing.
+// TestCoresExamined: yields are examined for a while after a long time between two polls. A yield after which no other
+// thread ran for long changes nothing.
 func TestCoresExamined(t *testing.T) {
 	if _, ok := switches(); !ok {
 		t.Skip("the system does not count switches of a thread")
@@ -79,7 +79,7 @@ func TestCoresExamined(t *testing.T) {
 			t.Fatal("a yield is not examined")
 		}
 		if y.end(time.Hour); c.wanted() {
-			t.Fatal("what may take so long tells that others want the core")
+			t.Fatal("a yield within its limit counts as taken by other programs")
 		}
 		if c.yield(); clock.Now()-before < uint64(longYield) && c.wanted() {
 			t.Fatal("a short yield tells that others want the core")
@@ -101,7 +101,7 @@ func TestCoresExamined(t *testing.T) {
 	(*cores)(nil).passed(now, uint64(time.Hour), 0)
 }
 
-// TestTakesExamined: looks of a source tell whether others want the cores.
+// TestTakesExamined: spinning in a source's Take detects that other programs want the cores.
 func TestTakesExamined(t *testing.T) {
 	f := NewFeed(New(time.Second), Source[int](newMemory(false, nil)), FeedOptions{DetectsBusyCores: true})
 	c := f.e.spinner.cores
@@ -114,8 +114,8 @@ func TestTakesExamined(t *testing.T) {
 	}
 }
 
-// TestCoresIgnored: with a source that tells nothing about it, an Engine never takes the cores for busy, whatever its
-// other sources and its waits have seen.
+// TestCoresIgnored: with a source without DetectsBusyCores, an Engine never considers the cores busy, even if its
+// other sources and its own yields indicate it.
 func TestCoresIgnored(t *testing.T) {
 	e := New(time.Second)
 	NewFeed(e, Source[int](newMemory(false, nil)), FeedOptions{DetectsBusyCores: true})
@@ -131,6 +131,6 @@ func TestCoresIgnored(t *testing.T) {
 	c.doubt.Store(1)
 	f.takeFrom(time.Nanosecond, false)
 	if c.yield(); c.doubt.Load() == 0 {
-		t.Error("looks and yields are examined")
+		t.Error("polls and yields are examined")
 	}
 }

@@ -1,29 +1,32 @@
-// Package engine receives for a node and hands up what comes.
+// Package engine receives and delivers the messages of a node.
 //
-// A transport supplies a Source, for each socket or device: take what is there, arm before
-// sleeping, sleep, wake. NewFeed makes it one of the sources of an Engine, of which a node
-// has one, whatever the number of its transports. The engine owns who receives: the
-// source's loop, or, in place of all loops, a goroutine that waits for an answer and calls
-// Engine.Poll, which saves waking it. It owns how long to look before sleeping, and that
-// only one goroutine of a node looks at a time. A Poll takes from several sources in turn,
-// and leaves alone those that nothing has come from for many Polls, until their loops have
-// received something.
+// A transport implements a Source for each socket or device: take a message, arm before
+// sleeping, sleep, wake. NewFeed makes it one of the sources of an Engine. A node has one
+// Engine, for all its transports. The engine decides
+//   - which goroutine receives: the loop of the source or, in place of all loops, a
+//     goroutine that waits for an answer and calls Engine.Poll, which saves waking it;
+//   - how long to spin before sleeping, and that only one goroutine of a node spins at a time.
 //
-// A handler that is slow for one peer never holds up another peer, and the common case, a
-// quick handler, costs no goroutine hop. That is what a Loop does. One goroutine has the
-// receiving role: it takes an item and delivers it itself. When that delivery takes long, a
-// watchdog gives the role to another goroutine and the slow one keeps only its peer's lane:
-// what comes for this lane meanwhile queues up behind it, in order, and when the lane is
-// empty that goroutine ends.
+// A Poll receives from several sources in turn. It skips sources from which many Polls have
+// received nothing, until their loops receive something.
 //
-// What queues up is bounded by number and, with a Budget, in bytes, for one peer and for
-// all. A transport with a source for each peer asks MayRead before it receives, and leaves
-// what it must not receive where it is: there the peer's own flow control holds it back,
-// and other peers are served. Only what waits is counted: a quick delivery is not.
+// A Loop delivers. A slow handler of one peer does not delay other peers, and the common
+// case, a quick handler, costs no goroutine hop:
+//  1. One goroutine has the receiving role. It takes an item and delivers it itself.
+//  2. If the delivery is slow, a watchdog gives the role to another goroutine. The slow
+//     one keeps only its peer's PeerQueue.
+//  3. Further items of this peer are queued there, in order. The slow goroutine delivers
+//     them and ends when the queue is empty.
 //
-// While deliveries are quick there are two goroutines for each Loop, whatever the
-// number of peers; each delivery that is stuck at the moment adds one.
+// The queues are bounded by number and, with a Budget, in bytes, for one peer and for
+// all. A transport with a source for each peer calls MayRead before it receives. If MayRead
+// is false, it leaves the item in the source: the peer's own flow control then holds the
+// sender back, and other peers are served. Only queued items count, not quick deliveries.
 //
-// A delivery is told by which Deliverer it is made. What it calls that waits for the end of
-// deliveries, as closing a transport does, is given that in a context, see Within.
+// While deliveries are quick there are two goroutines for each Loop, for any number of
+// peers. Each delivery that is slow at the moment adds one.
+//
+// Each delivery gets a Deliverer. Calls that wait for the end of deliveries, as closing a
+// transport does, must not wait for the delivery that makes them: it passes its Deliverer
+// in a context, see Within.
 package engine

@@ -13,34 +13,34 @@ import (
 )
 
 // Engine receives for one node, from all its sources. Each source has a loop, which
-// receives and delivers, and sleeps when nothing comes. A goroutine that waits for an
+// receives and delivers, and sleeps while the source is idle. A goroutine that waits for an
 // answer receives in place of the loops: see Poll.
 type Engine struct {
-	spin    time.Duration // the longest look before a sleep; 0: none
+	spin    time.Duration // the longest spin before a sleep; 0: none
 	forever bool          // loops never sleep
-	spinner Spinner       // a new one; without cores, waits look also where others want the cores
+	spinner Spinner       // copied by each caller; if cores is nil, goroutines also spin while other programs want the cores
 
 	sources  atomic.Pointer[[]Pollable]
 	mu       sync.Mutex  // guards changes of sources
-	polling  atomic.Bool // a Poll is under way
-	spinning atomic.Bool // a loop looks without sleeping
+	polling  atomic.Bool // a Poll runs
+	spinning atomic.Bool // a loop spins
 
-	// Of the Poll that is under way.
-	claimed []claim
-	looks   adaptiveSpin
-	turn    Deliverer
-	ended   bool // by one of its deliveries
+	// State of the running Poll.
+	claimed   []claim
+	spinStats adaptiveSpin
+	deliverer Deliverer
+	ended     bool // by one of its deliveries
 }
 
-// claim is a source that a Poll receives from.
+// claim is a source that a Poll has claimed.
 type claim struct {
 	Pollable
-	found bool // something, in this Poll
+	found bool // this Poll has received from it
 }
 
-// New makes an Engine whose waits look for spin before they sleep: 0 not at all, negative
-// for ever, but in Polls, whose callers have a deadline. Where other programs keep the
-// cores busy, waits of a limited look do not look at all.
+// New makes an Engine whose goroutines spin for the given time before they sleep: 0 is no
+// spinning, negative is forever, except in Polls, whose callers have a deadline. While other
+// programs keep the cores busy, goroutines with a limited spin do not spin at all.
 func New(spin time.Duration) *Engine {
 	e := &Engine{spin: spin, forever: spin < 0, spinner: Spinner{oversubscribed: runtime.GOMAXPROCS(0) <= fewThreads}}
 	switch {
@@ -49,53 +49,52 @@ func New(spin time.Duration) *Engine {
 	case spin > 0:
 		e.spinner.cores = &cores{}
 	}
-	e.turn.engine = e
+	e.deliverer.engine = e
 	e.sources.Store(&[]Pollable{})
 	return e
 }
 
-// Spinner returns what passes the time between two looks.
+// Spinner returns a Spinner, which passes the time between two polls of a source.
 func (e *Engine) Spinner() Spinner { return e.spinner }
 
-// PollResult is what a look at a source has found.
+// PollResult is the result of one poll of a source.
 type PollResult int
 
 const (
-	// Nothing is there.
+	// Nothing: the source is idle.
 	Nothing PollResult = iota
-	// InFlight says that something is under way whose end nobody announces: it pays to look
-	// again at once.
+	// InFlight: an operation is in flight whose end causes no wake-up. Polling again at once
+	// pays.
 	InFlight
-	// Progress was made, but no message is complete.
+	// Progress: progress was made, but no message is complete.
 	Progress
-	// Message says that one was received.
+	// Message: a message was received.
 	Message
-	// LeaveToLoop says that there is something, but not for a Poll: it ends, and the loop takes
-	// over.
+	// LeaveToLoop: there is a message that a Poll may not receive. The Poll ends, and the loop
+	// receives it.
 	LeaveToLoop
 )
 
-// Pollable is what a Poll receives from. Its methods but Claim are called only between a
-// Claim that was true and its Release, all by one goroutine.
+// Pollable is a source from which a Poll can receive. All methods except Claim are called only
+// between a successful Claim and its Release, by one goroutine.
 type Pollable interface {
-	// Claim makes the loop leave the source to the caller. It is false when there is
-	// nothing to be received that way for now.
+	// Claim reserves the source for the caller instead of its loop. It returns false if a Poll
+	// cannot receive from the source at present.
 	Claim() bool
-	// PollOnce receives and delivers what is there, one message or one batch, looking for it
-	// for slice at most.
+	// PollOnce receives and delivers one message or one batch. It spins for slice at most.
 	PollOnce(slice time.Duration) PollResult
-	// SpinTime is how long to look for what comes, by who does not sleep on the source.
+	// SpinTime returns how long a caller that does not sleep on the source should spin.
 	SpinTime() time.Duration
-	// CanSleep tells whether a Poll can sleep on the source.
+	// CanSleep reports whether a Poll can sleep on the source.
 	CanSleep() bool
-	// Sleep sleeps until there may be something, limit at most.
+	// Sleep sleeps until there may be a message, limit at most.
 	Sleep(limit time.Duration)
-	// Release gives the source back to its loop. Missed says that the Poll has received
-	// something, but not here. Again says that another Poll is likely soon.
+	// Release returns the source to its loop. missed says that the Poll has received
+	// from other sources only. again says that another Poll is likely soon.
 	Release(missed, again bool)
 }
 
-// Add makes Polls receive from p, too.
+// Add adds p to the sources of Polls.
 func (e *Engine) Add(p Pollable) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -103,7 +102,7 @@ func (e *Engine) Add(p Pollable) {
 	e.sources.Store(&all)
 }
 
-// Remove takes back Add. A Poll that is under way may go on to use p.
+// Remove undoes Add. A running Poll may continue to use p.
 func (e *Engine) Remove(p Pollable) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -112,21 +111,21 @@ func (e *Engine) Remove(p Pollable) {
 }
 
 const (
-	// maxQuiet and maxPoll bound a Poll, the first one after the last progress: its
+	// maxQuiet limits a Poll after its last progress, and maxPoll limits it in total, since its
 	// caller has a deadline.
 	maxQuiet = time.Millisecond
 	maxPoll  = 20 * time.Millisecond
 
-	// rarely is how many looks find something between two readings of the clock.
-	rarely = 16
+	// clockInterval is the number of successful polls between two readings of the clock.
+	clockInterval = 16
 
-	// slicesEach is how many looks of one source there are in the longest look.
+	// slicesEach is the number of polls of one source within the longest spin.
 	slicesEach = 8
 )
 
-// Poll receives and delivers on the caller's goroutine until done returns true or nothing
-// has come for a short time. It saves the one who waits from being woken. Only one caller
-// at a time polls, for all; others return at once.
+// Poll receives and delivers on the caller's goroutine until done returns true or no
+// message has arrived for a short time. It saves waking the waiting goroutine. Only one caller
+// at a time polls, for all sources; others return at once.
 func (e *Engine) Poll(done func() bool) {
 	if e.spin <= 0 || e.spinner.cores.wanted() || done() || !e.polling.CompareAndSwap(false, true) {
 		return
@@ -149,7 +148,7 @@ func (e *Engine) Poll(done func() bool) {
 	e.polling.Store(false)
 }
 
-// release gives the sources of the Poll that is under way back to their loops.
+// release returns the sources of the running Poll to their loops.
 func (e *Engine) release(again bool) {
 	found := false
 	for i := range e.claimed {
@@ -160,22 +159,22 @@ func (e *Engine) release(again bool) {
 	}
 }
 
-// EndPoll ends the Poll whose delivery calls it, if ctx says that it is one, see Within: loops
-// receive from now on, from all sources, and what comes for the lane of the delivery waits
-// for its end. What closes a transport calls it first, since what it then waits for has to
-// be received.
+// EndPoll ends the Poll whose delivery calls it, if ctx belongs to such a delivery; see Within. From
+// then on loops receive from all sources. Items for the queue of the delivery wait for its
+// end. A function that closes a transport calls EndPoll first, since it waits for messages
+// that must still be received.
 func (e *Engine) EndPoll(ctx context.Context) {
-	if turnOf(ctx) == &e.turn && !e.ended {
+	if delivererOf(ctx) == &e.deliverer && !e.ended {
 		e.ended = true
 		e.release(false)
 	}
 }
 
-// EndPoll is Engine.EndPoll of the Engine whose Poll makes the delivery that ctx is of, if one
-// does.
+// EndPoll calls Engine.EndPoll of the engine whose Poll makes the delivery of ctx, if a Poll
+// makes it.
 func EndPoll(ctx context.Context) {
-	if t := turnOf(ctx); t != nil && t.engine != nil {
-		t.engine.EndPoll(ctx)
+	if d := delivererOf(ctx); d != nil && d.engine != nil {
+		d.engine.EndPoll(ctx)
 	}
 }
 
@@ -190,10 +189,10 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 	}
 	slice := most / time.Duration(slicesEach*n*n)
 	begun := clock.Now()
-	e.looks.begin(begun)
-	// The clock is read while nothing comes: before a look, and not between a message and
-	// its delivery, or the next message that is there already.
-	now, stale, came := begun, false, 0
+	e.spinStats.begin(begun)
+	// The clock is read only while the sources are idle, before a poll: not between a message and
+	// its delivery, nor before a message that has arrived already.
+	now, stale, received := begun, false, 0
 	for start := begun; !done(); {
 		best := Nothing
 		for i := range claimed {
@@ -209,17 +208,17 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 			return
 		}
 		if best >= Progress {
-			e.looks.came(now, most)
-			e.looks.begin(now)
+			e.spinStats.arrived(now, most)
+			e.spinStats.begin(now)
 			stale = true
-			if came++; came%rarely == 0 && clock.Now()-begun > uint64(maxPoll) {
-				return // there is always more
+			if received++; received%clockInterval == 0 && clock.Now()-begun > uint64(maxPoll) {
+				return // messages arrive without a pause
 			}
 			continue
 		}
 		if stale {
 			now, stale = clock.Now(), false
-			e.looks.begin(now)
+			e.spinStats.begin(now)
 			start = now
 		}
 		if best == InFlight && now-begun < uint64(maxPoll) {
@@ -230,7 +229,7 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 			return
 		}
 		switch {
-		case sleeps && quiet > e.looks.spin(most):
+		case sleeps && quiet > e.spinStats.spin(most):
 			claimed[0].Sleep(maxQuiet - quiet)
 		case !sleeps && quiet > most:
 			return
@@ -242,6 +241,6 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 	}
 }
 
-// awakeLeast is the least time to look where the goroutine that looks is not the one that
-// sleeps: to give up takes waking another goroutine then, and that one's sleep.
-const awakeLeast = 100 * time.Microsecond
+// minSpin is the least time to spin if the spinning goroutine is not the one that sleeps. To end such a
+// spin, the goroutine must wake another one, which then goes to sleep.
+const minSpin = 100 * time.Microsecond

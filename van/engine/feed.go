@@ -10,42 +10,41 @@ import (
 	"github.com/stepaf/stepaf-go/internal/wake"
 )
 
-// Source is where messages of a transport come from: a socket, memory, a device. Take,
-// Arm and Disarm are called by one goroutine at a time, which holds the Feed.
+// Source is a source of a transport's messages: a socket, memory, a device. Take,
+// Arm and Disarm are called by one goroutine at a time, the holder of the Feed.
 type Source[T any] interface {
-	// Take takes one message, if one is there, without blocking. A source that can look
-	// more cheaply inside than by being called again may look for slice. For a Poll it
-	// leaves alone lanes whose Hand is not empty: the loop delivers earlier messages of
-	// them.
-	Take(slice time.Duration, poll bool) (item T, lane *PeerQueue[T], found PollResult)
+	// Take takes one message, if there is one, without blocking. A source that can spin
+	// more cheaply itself than by repeated calls may spin for slice. For a Poll, Take skips
+	// queues whose Undelivered is not 0: the loop still delivers earlier messages of them.
+	Take(slice time.Duration, poll bool) (item T, queue *PeerQueue[T], found PollResult)
 
-	// Arm makes peers wake s from now on, and tells whether there is something that would
-	// not: then s does not sleep. For ForLoop it is called by another goroutine than the
-	// sleeper.
+	// Arm makes peers wake s from now on. It returns true if there is a message that will
+	// cause no wake-up; s then does not sleep. With ForLoop, the caller is not the sleeping
+	// goroutine.
 	Arm(s Sleeper) bool
 
-	// Disarm says that nobody sleeps.
+	// Disarm ends Arm: no goroutine sleeps.
 	Disarm()
 
-	// Sleep calls arm and, unless that is true, sleeps until s has been woken, by a peer or
-	// by Wake, since Sleep was called. It sleeps for limit at most, if limit is not 0. It may
-	// return early.
+	// Sleep calls arm and, if arm returns false, sleeps until a peer or Wake wakes s. A
+	// wake-up since the call of Sleep counts. Sleep lasts limit at most, if limit is not 0. It
+	// may return early.
 	Sleep(s Sleeper, arm func() bool, limit time.Duration)
 
-	// Wake ends the sleep of s, or the next one. Any goroutine calls it.
+	// Wake ends the sleep of s, or its next one. Any goroutine may call it.
 	Wake(s Sleeper)
 
-	// Deliver hands up a message in a turn, see Deliverer.
-	Deliver(item T, turn *Deliverer)
+	// Deliver delivers a message on the goroutine of by.
+	Deliver(item T, by *Deliverer)
 
-	// Discard takes back a message that will not be delivered, since the loop ends.
+	// Discard releases a message that will not be delivered, since the loop ends.
 	Discard(item T)
 }
 
-// Sleeper is who may sleep on a source.
+// Sleeper names a goroutine that may sleep on a source.
 type Sleeper uint32
 
-// The sleepers. ForLoop is the loop, if it sleeps, on whose behalf a Poll arms.
+// The sleepers. ForLoop is a loop that sleeps, if a Poll arms the source on its behalf.
 const (
 	ByLoop  Sleeper = 1
 	ByPoll  Sleeper = 2
@@ -54,31 +53,28 @@ const (
 
 // FeedOptions say how an Engine uses a source.
 type FeedOptions struct {
-	// Polls lets Polls receive from the source.
+	// Polls allows Polls to receive from the source.
 	Polls bool
-	// Spins lets the loop look for a while before it sleeps.
+	// Spins allows the loop to spin before it sleeps.
 	Spins bool
-	// PollArmsLoop says that a Poll can arm for a loop that sleeps, which is then not woken
-	// for what a Poll receives; and that Polls may sleep, too. Otherwise what comes while a
-	// Poll looks would wake the loop, so it does not sleep on the source then, but looks
-	// now and then.
+	// PollArmsLoop says that a caller inside Poll can re-arm the source on behalf of the sleeping loop. The loop
+	// then stays asleep while callers poll, and callers may sleep too. Without it, every message that arrives
+	// during a Poll also wakes the loop, so the loop polls periodically instead of sleeping.
 	PollArmsLoop bool
-	// Spin is how long to look before a sleep, if not as long as the Engine says: for a
-	// source whose waking takes long.
+	// Spin replaces the Engine's spin time, for a source with slow wake-ups. 0: the Engine's.
 	Spin time.Duration
-	// LongPolls says that a Take which looks takes as long as many of other sources, and yields the core
+	// LongPolls says that a spinning Take lasts as long as many polls of other sources. It yields the core
 	// meanwhile, but not to other goroutines.
 	LongPolls bool
-	// CannotSleep, if not nil, tells whether the source cannot sleep for now. The loop looks at it
-	// now and then.
+	// CannotSleep, if not nil, reports whether the source cannot sleep at present. The loop then polls it
+	// periodically.
 	CannotSleep func() bool
-	// DetectsBusyCores says that whoever looks for what comes, and yields the core meanwhile, shows by getting it back
-	// late that other programs want the cores. An Engine with a source that is not so never takes them for
-	// busy. Over RDMA it may be the kernel that has the core then, to carry out this node's own writes
-	// (Soft-RoCE), and who sleeps instead waits longer.
+	// DetectsBusyCores says that a late return from a yield, while spinning on this source, shows that other
+	// programs want the cores. If one source of an Engine does not set it, the Engine never considers the cores
+	// busy. Over RDMA (Soft-RoCE) the kernel may use the core for this node's own writes, and sleeping would
+	// only wait longer.
 	DetectsBusyCores bool
-	// Busy, if not nil, tells whether so much has lately been sent or received that it
-	// does not pay to look for what comes next.
+	// Busy, if not nil, reports whether the recent traffic is so high that spinning does not pay.
 	Busy func() bool
 }
 
@@ -91,24 +87,24 @@ type Feed[T any] struct {
 	src Source[T]
 	o   FeedOptions
 
-	// mu is held by who receives: the loop for one Take, a Poll from Claim to Release,
+	// mu is held while receiving: by the loop for one Take, by a Poll from Claim to Release,
 	// also while it delivers.
 	mu       sync.Mutex
-	claimed  atomic.Bool // a Poll has mu, or waits for it: the loop leaves it alone
+	claimed  atomic.Bool // a Poll has mu, or waits for it: the loop does not lock it
 	stopping atomic.Bool
-	left     bool          // the Poll has left something to the loop; mu
-	found    bool          // the Poll has received something; mu
-	lane     *PeerQueue[T] // that the Poll delivers in; of the Poll
+	left     bool          // the Poll has left a message to the loop; mu
+	found    bool          // the Poll has received a message; mu
+	queue    *PeerQueue[T] // of the Poll's current delivery
 
-	misses atomic.Int32  // Polls that received something elsewhere only, since one that received something here
-	until  atomic.Uint64 // when no other Poll is expected any more
+	misses atomic.Int32  // Polls that received from other sources only, since the last that received from this one
+	until  atomic.Uint64 // time until which another Poll is expected
 
-	// Of who has the receiving role.
-	hot    bool // a message has come since it last slept
-	looks  adaptiveSpin
-	parked atomic.Bool
-	timer  *time.Timer
-	woken  chan struct{} // ends a wait of the loop for timer
+	// State of the goroutine with the receiving role.
+	hot       bool // a message has come since it last slept
+	spinStats adaptiveSpin
+	parked    atomic.Bool
+	timer     *time.Timer
+	woken     chan struct{} // ends a wait of the loop for timer
 
 	armLoop, armPoll func() bool
 }
@@ -147,8 +143,8 @@ func (f *Feed[T]) Stop(ctx context.Context) error {
 	return f.Loop.Stop(ctx)
 }
 
-// Free calls free when nobody receives from f, which was stopped. It returns ctx's error,
-// without having called free, when a Poll still receives at the end of ctx.
+// Free calls free when no goroutine receives from f any more. f was stopped. If a Poll still
+// receives at the end of ctx, Free returns ctx's error and does not call free.
 func (f *Feed[T]) Free(ctx context.Context, free func()) error {
 	for s, since := f.e.spinner, clock.Now(); !f.mu.TryLock(); s.Pause() {
 		if ctx.Err() != nil {
@@ -165,7 +161,7 @@ func (f *Feed[T]) Free(ctx context.Context, free func()) error {
 	return nil
 }
 
-// Wake makes the loop look again.
+// Wake makes the loop poll the source again.
 func (f *Feed[T]) Wake() {
 	f.src.Wake(ByLoop)
 	f.endWait()
@@ -175,25 +171,25 @@ func (f *Feed[T]) endWait() {
 	wake.Put(f.woken)
 }
 
-// Lock waits until nobody receives, and keeps others from it until Unlock.
+// Lock waits until no goroutine receives, and prevents receiving until Unlock.
 func (f *Feed[T]) Lock() { f.mu.Lock() }
 
 // Unlock ends Lock.
 func (f *Feed[T]) Unlock() { f.mu.Unlock() }
 
-// Parked tells whether the loop sleeps, or is about to.
+// Parked reports whether the loop sleeps, or is about to sleep.
 func (f *Feed[T]) Parked() bool { return f.parked.Load() }
 
-// receive waits for the next message. It is the loop's.
-func (f *Feed[T]) receive() (item T, lane *PeerQueue[T], ok bool) {
+// receive waits for the next message. Only the loop calls it.
+func (f *Feed[T]) receive() (item T, queue *PeerQueue[T], ok bool) {
 	for !f.stopping.Load() {
-		item, lane, found := f.take(0, 0)
+		item, queue, found := f.take(0, 0)
 		if found == Message {
-			return item, lane, true
+			return item, queue, true
 		}
 		if f.spins() && (f.hot || found >= InFlight) {
-			if item, lane, ok := f.look(); ok {
-				return item, lane, true
+			if item, queue, ok := f.spin(); ok {
+				return item, queue, true
 			}
 		}
 		f.hot = f.e.forever
@@ -208,88 +204,88 @@ func (f *Feed[T]) receive() (item T, lane *PeerQueue[T], ok bool) {
 			}
 		}
 	}
-	return item, lane, false
+	return item, queue, false
 }
 
-// spins tells whether the loop may look before it sleeps.
+// spins reports whether the loop may spin before it sleeps.
 func (f *Feed[T]) spins() bool {
 	return f.o.Spins && f.o.Spin > 0 && !f.e.spinner.cores.wanted() && (f.o.Busy == nil || !f.o.Busy())
 }
 
-// take takes a message if there is one and no Poll has the source. It is time now; 0: the
-// clock is read only if that matters.
-func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, lane *PeerQueue[T], found PollResult) {
+// take takes a message if there is one and no Poll has the source. now is the current time; with 0 take
+// reads the clock if it needs the time.
+func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, queue *PeerQueue[T], found PollResult) {
 	if f.claimed.Load() || !f.mu.TryLock() {
-		return item, lane, Nothing
+		return item, queue, Nothing
 	}
 	defer f.mu.Unlock()
 	if f.stopping.Load() {
-		return item, lane, Nothing
+		return item, queue, Nothing
 	}
-	item, lane, found = f.takeFrom(slice, false)
-	if now == 0 && (found != Message || f.looks.waiting) {
+	item, queue, found = f.takeFrom(slice, false)
+	if now == 0 && (found != Message || f.spinStats.waiting) {
 		now = clock.Now()
 	}
 	if found != Message {
-		f.looks.empty(now)
-		return item, lane, found
+		f.spinStats.empty(now)
+		return item, queue, found
 	}
-	if lane.Undelivered != nil {
-		lane.Undelivered.Add(1) // under mu: a Poll sees it
+	if queue.Undelivered != nil {
+		queue.Undelivered.Add(1) // under mu: a Poll sees it
 	}
-	f.looks.came(now, f.o.Spin)
+	f.spinStats.arrived(now, f.o.Spin)
 	f.hot = true
 	if f.misses.Load() != 0 {
 		f.misses.Store(0)
 	}
-	return item, lane, found
+	return item, queue, found
 }
 
-// takeFrom has the source take a message, which may look for it, and yield the core meanwhile.
-func (f *Feed[T]) takeFrom(slice time.Duration, poll bool) (item T, lane *PeerQueue[T], found PollResult) {
+// takeFrom calls the source's Take, which may spin and yield the core meanwhile.
+func (f *Feed[T]) takeFrom(slice time.Duration, poll bool) (item T, queue *PeerQueue[T], found PollResult) {
 	if slice == 0 {
 		return f.src.Take(slice, poll)
 	}
 	y := f.e.spinner.cores.begin()
-	item, lane, found = f.src.Take(slice, poll)
+	item, queue, found = f.src.Take(slice, poll)
 	y.end(slice)
-	return item, lane, found
+	return item, queue, found
 }
 
-// look takes a message that comes soon, without sleeping. One loop of a node at a time
-// does, and none while a Poll does.
-func (f *Feed[T]) look() (item T, lane *PeerQueue[T], ok bool) {
+// spin polls the source for a limited time, without sleeping. Only one loop of a node spins
+// at a time, and none during a Poll.
+func (f *Feed[T]) spin() (item T, queue *PeerQueue[T], ok bool) {
 	if !f.e.forever {
 		if !f.e.spinning.CompareAndSwap(false, true) {
-			return item, lane, false
+			return item, queue, false
 		}
 		defer f.e.spinning.Store(false)
 	}
 	limit := f.SpinTime()
 	if f.o.PollArmsLoop {
-		limit = f.looks.spin(f.o.Spin)
+		limit = f.spinStats.spin(f.o.Spin)
 	}
-	slice := limit / 4 // a Poll need not wait longer than one of them
+	slice := limit / 4 // the longest time that a Poll waits for this loop
 	s := f.e.spinner
 	if f.o.LongPolls {
-		s.YieldGoroutines() // to those that the deliveries before have woken
+		s.YieldGoroutines() // to goroutines that earlier deliveries have woken
 	}
 	start := clock.Now()
 	for was := start; !f.stopping.Load() && !f.e.polling.Load(); f.pause(&s) {
-		now := clock.Now() // before the look, not between it and the delivery
+		now := clock.Now() // before the poll, not between it and the delivery
 		f.e.spinner.cores.passed(now, now-was, limit)
 		was = now
-		item, lane, found := f.take(slice, now)
+		item, queue, found := f.take(slice, now)
 		switch {
 		case found == Message:
-			return item, lane, true
+			return item, queue, true
 		case found >= InFlight:
 			start = now
 		case !f.e.forever && now-start > uint64(limit):
-			return item, lane, false
+			return item, queue, false
 		}
 	}
-	return item, lane, false
+	return item, queue, false
 }
 
 func (f *Feed[T]) pause(s *Spinner) {
@@ -302,7 +298,7 @@ func (f *Feed[T]) pause(s *Spinner) {
 
 // park sleeps until there may be something to receive.
 func (f *Feed[T]) park() {
-	f.parked.Store(true) // before arm looks whether a Poll has the source
+	f.parked.Store(true) // before arm checks whether a Poll has the source
 	f.src.Sleep(ByLoop, f.armLoop, 0)
 	f.parked.Store(false)
 	if f.o.PollArmsLoop && !f.claimed.Load() {
@@ -310,8 +306,8 @@ func (f *Feed[T]) park() {
 	}
 }
 
-// arm arms the source for the loop. While a Poll has the source it stays as it is: the end
-// of the Poll arms it, or the loop is not to sleep on it.
+// arm arms the source for the loop. While a Poll has the source, arm does not change it: the end
+// of the Poll arms it, or the loop must not sleep on it.
 func (f *Feed[T]) arm() bool {
 	for s := f.e.spinner; !f.claimed.Load(); s.Pause() {
 		if f.mu.TryLock() {
@@ -323,17 +319,17 @@ func (f *Feed[T]) arm() bool {
 	return !f.o.PollArmsLoop || f.stopping.Load()
 }
 
-// pollGrace is how long after a Poll another one is expected.
+// pollGrace is the time after a Poll in which another one is expected.
 const pollGrace = time.Millisecond
 
 func (f *Feed[T]) pollExpected() bool { return f.claimed.Load() || clock.Now() < f.until.Load() }
 
 const (
-	// holdTime is longer than the loop holds a source but for what is rare.
+	// holdTime is the longest time that Claim waits for a loop. Loops seldom hold a source longer.
 	holdTime = 50 * time.Microsecond
 
-	// maxMisses is how many Polls may receive from other sources only, between two that receive from this one. Then they
-	// leave it alone until its loop receives something. Polls that receive nothing tell nothing.
+	// maxMisses is the number of successive Polls that may receive from other sources only. Further Polls skip this source
+	// until its loop receives a message. Polls that receive nothing do not count.
 	maxMisses = 64
 )
 
@@ -357,7 +353,7 @@ func (f *Feed[T]) Claim() bool {
 		}
 		if now-begun > uint64(holdTime) {
 			f.claimed.Store(false)
-			f.Wake() // it may have gone to sleep because of the claim
+			f.Wake() // the loop may have gone to sleep because of the claim
 			return false
 		}
 	}
@@ -369,7 +365,7 @@ func (f *Feed[T]) Claim() bool {
 	if f.o.PollArmsLoop {
 		f.src.Disarm()
 	} else if f.parked.Load() {
-		f.src.Wake(ByLoop) // else it would be woken for what this Poll receives
+		f.src.Wake(ByLoop) // otherwise each message of this Poll would wake the loop
 	}
 	return true
 }
@@ -379,17 +375,17 @@ func (f *Feed[T]) PollOnce(slice time.Duration) PollResult {
 	if f.stopping.Load() {
 		return Nothing
 	}
-	item, lane, found := f.takeFrom(slice, true)
+	item, queue, found := f.takeFrom(slice, true)
 	f.found = f.found || found >= Progress
 	switch found {
 	case Message:
-		f.lane = lane
-		f.src.Deliver(item, &f.e.turn)
-		f.lane = nil
+		f.queue = queue
+		f.src.Deliver(item, &f.e.deliverer)
+		f.queue = nil
 		if f.e.ended {
-			f.Loop.drain(lane, &f.e.turn)
+			f.Loop.drain(queue, &f.e.deliverer)
 		}
-		f.e.turn.ended.Add(1)
+		f.e.deliverer.ended.Add(1)
 	case LeaveToLoop:
 		f.left = true
 	}
@@ -397,7 +393,7 @@ func (f *Feed[T]) PollOnce(slice time.Duration) PollResult {
 }
 
 // SpinTime implements Pollable.
-func (f *Feed[T]) SpinTime() time.Duration { return max(f.o.Spin, awakeLeast) }
+func (f *Feed[T]) SpinTime() time.Duration { return max(f.o.Spin, minSpin) }
 
 // CanSleep implements Pollable.
 func (f *Feed[T]) CanSleep() bool { return f.o.PollArmsLoop }
@@ -415,15 +411,15 @@ func (f *Feed[T]) Release(missed, again bool) {
 	switch {
 	case missed:
 		f.misses.Add(1)
-	case f.left: // no Poll comes first
+	case f.left: // the loop must receive before the next Poll
 		f.misses.Store(maxMisses)
 	case f.found && f.misses.Load() != 0:
 		f.misses.Store(0)
 	}
 	again = again && !f.left
 	f.left, f.found = false, false
-	if f.lane != nil { // EndPoll
-		f.lane.keep()
+	if f.queue != nil { // called by EndPoll
+		f.queue.setSlow()
 	}
 	defer f.mu.Unlock()
 	f.claimed.Store(false)
@@ -440,7 +436,7 @@ func (f *Feed[T]) Release(missed, again bool) {
 	}
 }
 
-// resume makes the loop take over at once, since no Poll is likely soon.
+// resume makes the loop continue at once, since no Poll is expected soon.
 func (f *Feed[T]) resume() {
 	f.until.Store(0)
 	f.endWait()

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// memory is a source: a queue of numbers in one lane.
+// memory is a source: numbers for one PeerQueue.
 type memory struct {
 	handsOver bool
 
@@ -22,9 +22,9 @@ type memory struct {
 	discarded atomic.Int32
 	bells     [4]chan struct{}
 
-	lane    PeerQueue[int]
-	hand    atomic.Int32
-	deliver func(n int, turn *Deliverer)
+	peerQueue PeerQueue[int]
+	hand      atomic.Int32
+	deliver   func(n int, turn *Deliverer)
 }
 
 func newMemory(handsOver bool, deliver func(int, *Deliverer)) *memory {
@@ -32,7 +32,7 @@ func newMemory(handsOver bool, deliver func(int, *Deliverer)) *memory {
 	for i := range m.bells {
 		m.bells[i] = make(chan struct{}, 1)
 	}
-	m.lane.Undelivered = &m.hand
+	m.peerQueue.Undelivered = &m.hand
 	return m
 }
 
@@ -44,7 +44,7 @@ func (m *memory) Take(_ time.Duration, poll bool) (int, *PeerQueue[int], PollRes
 	}
 	n := m.queue[0]
 	m.queue = m.queue[:copy(m.queue, m.queue[1:])]
-	return n, &m.lane, Message
+	return n, &m.peerQueue, Message
 }
 
 func (m *memory) Arm(s Sleeper) bool {
@@ -87,7 +87,7 @@ func (m *memory) Wake(s Sleeper) {
 func (m *memory) Deliver(n int, turn *Deliverer) { m.deliver(n, turn) }
 func (m *memory) Discard(int)                    { m.discarded.Add(1) }
 
-// put appends n and wakes who has armed.
+// put appends n and wakes the sleeper that has armed.
 func (m *memory) put(n int) {
 	m.mu.Lock()
 	m.queue = append(m.queue, n)
@@ -120,8 +120,8 @@ func feed(t *testing.T, e *Engine, m Source[int], o ...FeedOptions) *Feed[int] {
 	return f
 }
 
-// TestEverythingIsReceived: by Polls of several callers, and by the loop when nobody polls,
-// once and in order, however the source sleeps.
+// TestEverythingIsReceived: Polls of several callers, and the loop while no caller polls, receive
+// each message once and in order, for each way in which a source sleeps.
 func TestEverythingIsReceived(t *testing.T) {
 	for _, spin := range []time.Duration{-1, 0, time.Nanosecond, 50 * time.Microsecond} {
 		for _, handsOver := range []bool{false, true} {
@@ -161,13 +161,13 @@ func TestEverythingIsReceived(t *testing.T) {
 	}
 }
 
-// claimed gives f to a Poll: at the first try only if the loop, where it has the source for a moment, does not stand still then.
+// claimed claims f for a Poll. The first try fails if the loop is suspended while it briefly holds the source.
 func claimed(t *testing.T, f *Feed[int]) {
 	t.Helper()
 	waitFor(t, "a Poll that has the source", f.Claim)
 }
 
-// asleep waits until the loop of m sleeps and is woken for what comes.
+// asleep waits until the loop of m sleeps and is woken by new messages.
 func (m *memory) asleep(t *testing.T) {
 	t.Helper()
 	waitFor(t, "sleep", func() bool {
@@ -177,8 +177,8 @@ func (m *memory) asleep(t *testing.T) {
 	})
 }
 
-// TestLeftByPoll: what comes after the last look of a Poll is received by the loop, which
-// was asleep all the time.
+// TestLeftByPoll: the loop, which was asleep all the time, receives a message that arrives after the
+// last poll of a Poll.
 func TestLeftByPoll(t *testing.T) {
 	var got atomic.Int64
 	m := newMemory(true, func(int, *Deliverer) { got.Add(1) })
@@ -189,8 +189,8 @@ func TestLeftByPoll(t *testing.T) {
 	waitFor(t, "what the Poll has left", func() bool { return got.Load() == 1 })
 }
 
-// TestClaimGivenUp: a loop that went to sleep because a Poll was to have the source, which
-// it did not get in time, is woken for what comes.
+// TestClaimGivenUp: a loop that went to sleep because of a claim, which then timed out, is
+// woken by new messages.
 func TestClaimGivenUp(t *testing.T) {
 	var got atomic.Int64
 	m := newMemory(true, func(int, *Deliverer) { got.Add(1) })
@@ -215,7 +215,7 @@ func TestClaimGivenUp(t *testing.T) {
 	}
 }
 
-// TestTurns: a delivery says whether a loop or a Poll makes it.
+// TestTurns: a delivery's Deliverer shows whether a loop or a Poll makes it.
 func TestTurns(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	var turn atomic.Pointer[Deliverer]
@@ -223,20 +223,20 @@ func TestTurns(t *testing.T) {
 	f := feed(t, e, m)
 	m.put(1)
 	waitFor(t, "delivery", func() bool { return turn.Load() != nil })
-	if turn.Load() == &e.turn {
-		t.Error("the loop delivers in the turn of a Poll")
+	if turn.Load() == &e.deliverer {
+		t.Error("the loop delivers with the Deliverer of a Poll")
 	}
 	waitFor(t, "end of the delivery", func() bool { return m.hand.Load() == 0 })
 	claimed(t, f)
 	m.put(2)
-	if f.PollOnce(0) != Message || turn.Load() != &e.turn {
-		t.Error("a Poll does not deliver in its turn")
+	if f.PollOnce(0) != Message || turn.Load() != &e.deliverer {
+		t.Error("a Poll does not deliver with its Deliverer")
 	}
 	f.Release(false, false)
 }
 
-// TestQuietSource: one of several sources that nothing comes from is left alone by Polls
-// until its loop has received something.
+// TestQuietSource: Polls skip an idle source, one of several,
+// until its loop has received a message.
 func TestQuietSource(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	var got atomic.Int64
@@ -248,7 +248,7 @@ func TestQuietSource(t *testing.T) {
 		for range help {
 			quiet.put(0)
 			if found := f.PollOnce(0); found != Message {
-				t.Errorf("a look has found %d, want a message", found)
+				t.Errorf("a poll has found %d, want a message", found)
 			}
 		}
 		f.Release(missed, false)
@@ -283,7 +283,7 @@ func pollUntil(t *testing.T, e *Engine, ok func() bool) {
 	}
 }
 
-// TestStopInPoll: a delivery of a Poll may stop the source and free what receivers use, which
+// TestStopInPoll: a delivery of a Poll may stop the source and free the receivers' memory, which
 // is not used after that.
 func TestStopInPoll(t *testing.T) {
 	for _, handsOver := range []bool{false, true} {
@@ -292,7 +292,7 @@ func TestStopInPoll(t *testing.T) {
 		var m *memory
 		freed := false
 		m = newMemory(handsOver, func(n int, turn *Deliverer) {
-			if turn != &e.turn { // the loop was first
+			if turn != &e.deliverer { // the loop was first
 				m.put(n + 1)
 				return
 			}
@@ -323,7 +323,7 @@ func TestStopInPoll(t *testing.T) {
 	}
 }
 
-// TestStopLeavesPolls: a source that has stopped is no Poll's any more, and a Poll that sleeps on it is woken.
+// TestStopLeavesPolls: Polls do not use a stopped source, and a Poll that sleeps on it is woken.
 func TestStopLeavesPolls(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	m := newMemory(true, func(int, *Deliverer) {})
@@ -341,8 +341,8 @@ func TestStopLeavesPolls(t *testing.T) {
 	}
 }
 
-// TestEndPoll: while a delivery that has ended its Poll goes on, the loops receive from all
-// sources; what comes for its lane waits for it, and stays in order.
+// TestEndPoll: while a delivery that has ended its Poll continues, the loops receive from all
+// sources. Messages for its PeerQueue wait for its end, in order.
 func TestEndPoll(t *testing.T) {
 	for _, handsOver := range []bool{false, true} {
 		e := New(50 * time.Microsecond)
@@ -354,7 +354,7 @@ func TestEndPoll(t *testing.T) {
 				t.Errorf("message %d is delivered as number %d, beside %d others", n, last.Load(), inside.Load()-1)
 			}
 			defer inside.Add(-1)
-			if turn != &e.turn || ended.Load() > 0 {
+			if turn != &e.deliverer || ended.Load() > 0 {
 				if ended.Load() == 0 {
 					m.put(n + 1)
 				}
@@ -367,7 +367,7 @@ func TestEndPoll(t *testing.T) {
 			m.put(n + 2)
 			other.put(1)
 			waitFor(t, "message of another source", func() bool { return others.Load() == 1 })
-			waitFor(t, "messages of the lane", func() bool { m.lane.mu.Lock(); defer m.lane.mu.Unlock(); return m.lane.n == 2 })
+			waitFor(t, "messages of the peerQueue", func() bool { m.peerQueue.mu.Lock(); defer m.peerQueue.mu.Unlock(); return m.peerQueue.n == 2 })
 			ended.Store(int64(n))
 		})
 		f := feed(t, e, m)
@@ -376,7 +376,7 @@ func TestEndPoll(t *testing.T) {
 		pollUntil(t, e, func() bool { return ended.Load() > 0 })
 		want := ended.Load() + 2
 		if got := last.Load(); got != want {
-			t.Errorf("message %d was the last, want %d: what has waited is delivered before the Poll ends", got, want)
+			t.Errorf("message %d was the last, want %d: queued messages are delivered before the Poll ends", got, want)
 		}
 		claimed(t, f)
 		e.EndPoll(context.Background()) // does nothing
@@ -384,7 +384,7 @@ func TestEndPoll(t *testing.T) {
 	}
 }
 
-// TestEndPollLate: what is said in the name of a delivery that has ended ends no other's Poll.
+// TestEndPollLate: EndPoll with the context of an ended delivery does not end another Poll.
 func TestEndPollLate(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	var first context.Context
@@ -392,7 +392,7 @@ func TestEndPollLate(t *testing.T) {
 	var m *memory
 	m = newMemory(true, func(n int, turn *Deliverer) {
 		switch {
-		case turn != &e.turn: // the loop was quicker
+		case turn != &e.deliverer: // the loop was quicker
 			m.put(n + 1)
 		case first == nil:
 			first = Within(context.Background(), turn)
@@ -409,7 +409,7 @@ func TestEndPollLate(t *testing.T) {
 	pollUntil(t, e, func() bool { return done })
 }
 
-// TestFreeWaitsForPoll: what a Poll of somebody else uses is not freed.
+// TestFreeWaitsForPoll: memory that another goroutine's Poll uses is not freed.
 func TestFreeWaitsForPoll(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	f := feed(t, e, newMemory(true, func(int, *Deliverer) {}))
@@ -429,8 +429,8 @@ func TestFreeWaitsForPoll(t *testing.T) {
 	}
 }
 
-// TestLeave: what a source leaves to the loop, Polls leave alone until the loop has received
-// it, at once.
+// TestLeave: Polls skip a source that has left a message to the loop until the loop has received
+// it, which it does at once.
 func TestLeave(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	var got atomic.Int64
@@ -452,7 +452,7 @@ func TestLeave(t *testing.T) {
 	}
 }
 
-// leaving leaves everything to the loop.
+// leaving is a source that leaves all messages to the loop.
 type leaving struct{ *memory }
 
 func (l leaving) Take(slice time.Duration, poll bool) (int, *PeerQueue[int], PollResult) {
@@ -462,8 +462,8 @@ func (l leaving) Take(slice time.Duration, poll bool) (int, *PeerQueue[int], Pol
 	return l.memory.Take(slice, poll)
 }
 
-// TestPollEndsAtOnce: one whose caller has its answer, or finds a source busy, or meets what
-// is the loop's. The loop does not wait for the next one.
+// TestPollEndsAtOnce: a Poll ends if its caller has its answer, or if a source is busy or leaves a
+// message to the loop. The loop does not wait for the next Poll.
 func TestPollEndsAtOnce(t *testing.T) {
 	e := New(time.Hour)
 	busy := false
@@ -481,13 +481,13 @@ func TestPollEndsAtOnce(t *testing.T) {
 		t.Error("the loop waits for a Poll though its source is busy")
 	}
 	e.Add(left)
-	e.Poll(func() bool { return false }) // else it looks for an hour
+	e.Poll(func() bool { return false }) // otherwise it spins for an hour
 	if left.Claim() {
 		t.Error("a Poll takes the source before its loop has taken what was left")
 	}
 }
 
-// TestPollOfEndless: a Poll returns soon, however much comes: its caller has a deadline.
+// TestPollOfEndless: a Poll returns soon even if messages arrive without end: its caller has a deadline.
 func TestPollOfEndless(t *testing.T) {
 	var stop atomic.Bool
 	e := New(50 * time.Microsecond)
@@ -503,7 +503,7 @@ func TestPollOfEndless(t *testing.T) {
 	}
 }
 
-// TestPollOfParts: a Poll looks on while a message comes in parts, none of which is one.
+// TestPollOfParts: a Poll continues while a message arrives in parts.
 func TestPollOfParts(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	f := NewFeed(e, &endless{part: true}, FeedOptions{Polls: true})
@@ -516,7 +516,7 @@ func TestPollOfParts(t *testing.T) {
 	}
 }
 
-// TestStopDiscards: who stops gives the source back what waits for its handler.
+// TestStopDiscards: Stop discards the messages that are queued for a handler.
 func TestStopDiscards(t *testing.T) {
 	entered, leave := make(chan struct{}), make(chan struct{})
 	m := newMemory(false, func(n int, _ *Deliverer) {
@@ -550,15 +550,15 @@ func TestStopDiscards(t *testing.T) {
 
 // endless is a source that always has a message, or part of one.
 type endless struct {
-	lane PeerQueue[int]
-	part bool
+	peerQueue PeerQueue[int]
+	part      bool
 }
 
 func (s *endless) Take(time.Duration, bool) (int, *PeerQueue[int], PollResult) {
 	if s.part {
 		return 0, nil, Progress
 	}
-	return 0, &s.lane, Message
+	return 0, &s.peerQueue, Message
 }
 func (s *endless) Arm(Sleeper) bool                          { return true }
 func (s *endless) Disarm()                                   {}
@@ -567,8 +567,8 @@ func (s *endless) Wake(Sleeper)                              {}
 func (s *endless) Deliver(int, *Deliverer)                   {}
 func (s *endless) Discard(int)                               {}
 
-// TestFailingSource: the loop does not sleep on a source that cannot be slept on, and yet
-// looks at it.
+// TestFailingSource: the loop does not sleep on a source that cannot be slept on, but still
+// polls it.
 func TestFailingSource(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	var failing atomic.Bool
@@ -587,7 +587,7 @@ func TestFailingSource(t *testing.T) {
 	waitFor(t, "sleep", f.Parked)
 }
 
-// TestPollDoesNotAllocate: neither one that finds something nor one that does not.
+// TestPollDoesNotAllocate: neither a Poll that receives a message nor one that does not.
 func TestPollDoesNotAllocate(t *testing.T) {
 	e := New(time.Microsecond)
 	got := 0
@@ -605,7 +605,7 @@ func TestPollDoesNotAllocate(t *testing.T) {
 	}
 }
 
-// looking is a source that says what its loop's first look without sleeping saw.
+// looking is a source that records the result of its loop's first spinning poll.
 type looking struct {
 	*memory
 	ran  *atomic.Bool // of a goroutine that the delivery before has woken
@@ -620,7 +620,7 @@ func (l *looking) Take(slice time.Duration, poll bool) (int, *PeerQueue[int], Po
 	return l.memory.Take(slice, poll)
 }
 
-// TestLookYields: with few threads whom a delivery has woken runs before the loop of a source whose looks are long looks on.
+// TestLookYields: with few threads, a goroutine that a delivery has woken runs before the loop of a source with LongPolls polls again.
 func TestLookYields(t *testing.T) {
 	another := alone(t)
 	if !onceOfSome(func() bool {
@@ -635,6 +635,6 @@ func TestLookYields(t *testing.T) {
 		}
 		return saw
 	}) {
-		t.Error("the loop looks on while the one who was woken waits for a thread")
+		t.Error("the loop polls again while the woken goroutine waits for a thread")
 	}
 }

@@ -14,76 +14,77 @@ const (
 	DefaultQueueCap = 65536
 )
 
-// ErrInDeliver is returned by Stop when it was called by a delivery, which it
-// cannot wait for.
+// ErrInDeliver is returned by a Stop that a delivery has called. Stop cannot
+// wait for that delivery.
 var ErrInDeliver = errors.New("engine: Stop called from a delivery")
 
-// Loop receives items and delivers them. Set its fields before Start.
+// Loop receives items and delivers them, with one goroutine at a time in the
+// receiving role. Set its fields before Start.
 type Loop[T any] struct {
-	// Limit is how long a delivery may keep the receiving role. Another goroutine
-	// has it after one to two Limits (and the kernel's timer slack), and after eight at
-	// most if all deliveries before were shorter.
+	// Limit is the time that a delivery may keep the receiving role. Another goroutine
+	// gets the role after one to two Limits (and the kernel's timer slack), or after at most
+	// eight if all earlier deliveries were shorter.
 	Limit time.Duration
 
-	// QueueCap is the number of items that may wait in one lane behind a slow
-	// delivery. A lane with so many is paused; see MayRead.
+	// QueueCap is the number of items that one queue may hold behind a slow
+	// delivery. A full queue is paused; see MayRead.
 	QueueCap int
 
-	// Budget, if not nil, bounds the bytes that wait in lanes behind slow deliveries. A
-	// lane that has used it up is paused; see MayRead. Loops may share one.
+	// Budget, if not nil, limits the bytes that are queued behind slow deliveries. A
+	// queue at the limit is paused; see MayRead. Loops may share one Budget.
 	Budget *Budget
 
-	// Weight is how many bytes an item takes while it waits; nil: none. It is only
-	// asked of items that do.
+	// Weight returns the number of bytes that a queued item uses; nil: none. It is
+	// called for queued items only.
 	Weight func(T) int
 
-	// Paused, if not nil, is told that MayRead is false of a lane from now on, and how
-	// many bytes wait in it. It is called by who has the receiving role.
-	Paused func(lane *PeerQueue[T], bytes int64)
+	// Paused, if not nil, is called by the goroutine with the receiving role when a queue is
+	// paused. bytes are the queued bytes.
+	Paused func(queue *PeerQueue[T], bytes int64)
 
-	// Resumed, if not nil, is told that a paused lane has room again. It is called by
-	// any goroutine and must not block.
-	Resumed func(lane *PeerQueue[T])
+	// Resumed, if not nil, is called by any goroutine when a paused queue has capacity
+	// again. It must not block.
+	Resumed func(queue *PeerQueue[T])
 
-	// Discard, if not nil, is given the items that will never be delivered because
-	// of Stop. It may be called by several goroutines at once.
+	// Discard, if not nil, is called with each item that will not be delivered because
+	// of Stop. Calls may be concurrent.
 	Discard func(T)
 
-	// Begin, if not nil, is called by each goroutine that is about to have the
-	// receiving role. It may lock the goroutine to its thread.
+	// Begin, if not nil, is called by each goroutine before it gets the receiving
+	// role. It may lock the goroutine to its thread.
 	Begin func()
 
 	recv    func() (T, *PeerQueue[T], bool)
 	deliver func(T, *Deliverer)
 
-	// state is epoch<<1 | delivering. Who has the receiving role counts the epoch
-	// up with each delivery, so that the watchdog can tell one that is slow from
-	// one that has begun since, and takes the role by counting it up itself.
+	// state is count<<1 | delivering. The goroutine with the receiving role increments count
+	// with each delivery, so that the watchdog can distinguish a slow delivery from a later
+	// one. The watchdog takes the role by incrementing it.
 	state atomic.Uint64
 	cur   atomic.Pointer[PeerQueue[T]] // of the delivery in state
 
-	taken func() // for tests: called while the role is being taken
+	taken func() // for tests: called while the watchdog takes the role
 
 	dog     watchdog
 	pauses  atomic.Uint64
 	stopped atomic.Bool
-	quit    chan struct{} // closed when nothing will be received any more
+	quit    chan struct{} // closed at the end of receiving
 
 	mu       sync.Mutex
 	quitting bool
 	runners  map[*Deliverer]struct{}
 	watching bool
-	changed  chan struct{} // closed and replaced when one of the above changes
+	changed  chan struct{} // closed and replaced when watching or runners change
 }
 
 // NewLoop makes a Loop.
 //
-// recv waits for the next item and says which lane it belongs to; with ok false
+// recv waits for the next item and returns it with its queue; with ok false
 // the loop ends. It is called by one goroutine at a time, not always the same.
 //
-// deliver hands up one item in a turn. It may block: the deliveries of other lanes go
-// on. Deliveries of one lane never overlap.
-func NewLoop[T any](recv func() (item T, lane *PeerQueue[T], ok bool), deliver func(T, *Deliverer)) *Loop[T] {
+// deliver delivers one item. It may block: the deliveries of other queues go
+// on. Deliveries of one queue never overlap.
+func NewLoop[T any](recv func() (item T, queue *PeerQueue[T], ok bool), deliver func(T, *Deliverer)) *Loop[T] {
 	return &Loop[T]{
 		Limit: DefaultLimit, QueueCap: DefaultQueueCap,
 		recv: recv, deliver: deliver,
@@ -111,26 +112,25 @@ func (l *Loop[T]) Start() {
 	l.spawn(0)
 }
 
-// lastTicks, lastTick apart, are how long Stop waits when ctx has ended. A process that stood still for as long as ctx
-// lasts finds it over before its goroutines could end. If it stands still again it misses the ticks of that time.
+// After the end of ctx, Stop waits for lastTicks ticks of lastTick. A process that was suspended during ctx thus has time to
+// end its goroutines. If it is suspended again, the ticks of that time do not count.
 const (
 	lastTicks = 50
 	lastTick  = 10 * time.Millisecond
 )
 
 // Stop ends the loop and waits until no delivery runs and all goroutines of the
-// loop have ended, or until a moment after ctx ends, whose error it then returns. The caller
-// sees to it that a recv that is waiting returns, before Stop or meanwhile.
-// What waits in lanes is discarded. Stop may be called more than once.
+// loop have ended, or until shortly after ctx ends; it then returns ctx's error. The caller
+// must make a waiting recv return, before Stop or during it. Queued items are
+// discarded. Stop may be called more than once.
 //
-// When a delivery calls Stop, with a ctx that Within has made for its turn, it waits for
-// all other deliveries (but not for those that are waiting in Stop like itself) and
-// returns ErrInDeliver; the loop has ended when that delivery has returned. A delivery
-// that calls Stop with another ctx, or waits for another goroutine to Stop the loop,
-// waits until that ctx ends.
+// If a delivery calls Stop, with a ctx that Within has made for its Deliverer, Stop waits for
+// all deliveries that do not wait in Stop themselves, and returns ErrInDeliver. The loop
+// has ended when the calling delivery has returned. A delivery that calls Stop with another
+// ctx, or that waits for another goroutine to stop the loop, waits until that ctx ends.
 func (l *Loop[T]) Stop(ctx context.Context) error {
 	l.stopped.Store(true)
-	self := turnOf(ctx)
+	self := delivererOf(ctx)
 	l.mu.Lock()
 	l.quitLocked()
 	_, inside := l.runners[self]
@@ -161,10 +161,10 @@ func (l *Loop[T]) Stop(ctx context.Context) error {
 	return nil
 }
 
-// Ticks is the number of times that the watchdog's timer has fired.
+// Ticks returns the number of times that the watchdog's timer has fired.
 func (l *Loop[T]) Ticks() uint64 { return l.dog.ticks.Load() }
 
-// Pauses is how often a lane was paused.
+// Pauses returns the number of pauses of queues.
 func (l *Loop[T]) Pauses() uint64 { return l.pauses.Load() }
 
 func (l *Loop[T]) settledLocked(inside bool) bool {
@@ -191,39 +191,39 @@ func (l *Loop[T]) changedLocked() {
 	l.changed = make(chan struct{})
 }
 
-// spawn starts a goroutine that has the receiving role. The caller holds l.mu.
-func (l *Loop[T]) spawn(epoch uint64) {
-	turn := new(Deliverer)
-	l.runners[turn] = struct{}{}
+// spawn starts a goroutine in the receiving role. The caller holds l.mu.
+func (l *Loop[T]) spawn(count uint64) {
+	by := new(Deliverer)
+	l.runners[by] = struct{}{}
 	go func() {
-		defer l.leave(turn)
+		defer l.leave(by)
 		if l.Begin != nil {
 			l.Begin()
 		}
-		l.run(epoch, turn)
+		l.run(count, by)
 	}()
 }
 
-// takeOver gives the receiving role to a new goroutine if the delivery that busy
-// stands for still runs.
+// takeOver gives the receiving role to a new goroutine if the delivery with state
+// busy still runs.
 func (l *Loop[T]) takeOver(busy uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.quitting {
 		return
 	}
-	lane := l.cur.Load()
-	// The goroutine that loses the role goes to the lane's lock next, so it finds
-	// the lane slow.
-	lane.mu.Lock()
+	queue := l.cur.Load()
+	// The goroutine that loses the role locks the queue next, so it finds the queue
+	// slow.
+	queue.mu.Lock()
 	taken := l.state.CompareAndSwap(busy, busy+1)
 	if taken && l.taken != nil {
 		l.taken()
 	}
 	if taken {
-		lane.slow.Store(true)
+		queue.slow.Store(true)
 	}
-	lane.mu.Unlock()
+	queue.mu.Unlock()
 	if taken {
 		l.spawn((busy + 1) >> 1)
 	}
@@ -236,48 +236,48 @@ func (l *Loop[T]) leave(t *Deliverer) {
 	l.mu.Unlock()
 }
 
-// run has the receiving role until it loses it or the loop ends.
-func (l *Loop[T]) run(epoch uint64, turn *Deliverer) {
+// run receives and delivers until it loses the receiving role or the loop ends.
+func (l *Loop[T]) run(count uint64, by *Deliverer) {
 	var last *PeerQueue[T]
 	for !l.stopped.Load() {
-		item, lane, ok := l.recv()
+		item, queue, ok := l.recv()
 		if !ok {
 			l.mu.Lock()
 			l.quitLocked()
 			l.mu.Unlock()
 			return
 		}
-		if lane.slow.Load() && l.enqueue(lane, item) {
+		if queue.slow.Load() && l.enqueue(queue, item) {
 			continue
 		}
 		if l.stopped.Load() {
-			l.discard(lane, item)
+			l.discard(queue, item)
 			return
 		}
-		if lane != last {
-			last = lane
-			l.cur.Store(lane)
+		if queue != last {
+			last = queue
+			l.cur.Store(queue)
 		}
-		epoch++
-		busy := epoch<<1 | 1
+		count++
+		busy := count<<1 | 1
 		l.state.Store(busy)
 		if l.dog.parked.Load() {
 			l.dog.unpark()
 		}
-		l.deliver(item, turn)
-		lane.handed()
+		l.deliver(item, by)
+		queue.done()
 		if !l.state.CompareAndSwap(busy, busy-1) {
-			l.drain(lane, turn)
+			l.drain(queue, by)
 			return
 		}
 	}
 }
 
-// enqueue gives item to the goroutine that delivers in lane. It reports false
-// when there is none any more.
-func (l *Loop[T]) enqueue(lane *PeerQueue[T], item T) bool {
+// enqueue queues item for the goroutine that delivers queue's items. It returns false
+// if no goroutine does so any more.
+func (l *Loop[T]) enqueue(queue *PeerQueue[T], item T) bool {
 	for {
-		slow, full := l.push(lane, item)
+		slow, full := l.push(queue, item)
 		if !slow {
 			return false
 		}
@@ -285,32 +285,32 @@ func (l *Loop[T]) enqueue(lane *PeerQueue[T], item T) bool {
 			return true
 		}
 		select {
-		case <-lane.room:
+		case <-queue.free:
 		case <-l.quit:
-			l.discard(lane, item)
+			l.discard(queue, item)
 			return true
 		}
 	}
 }
 
-// drain delivers what has come for lane until it is empty.
-func (l *Loop[T]) drain(lane *PeerQueue[T], turn *Deliverer) {
+// drain delivers the items of queue until it is empty.
+func (l *Loop[T]) drain(queue *PeerQueue[T], by *Deliverer) {
 	for {
-		item, ok := l.pop(lane)
+		item, ok := l.pop(queue)
 		switch {
 		case !ok:
 			return
 		case l.stopped.Load():
-			l.discard(lane, item)
+			l.discard(queue, item)
 		default:
-			l.deliver(item, turn)
-			lane.handed()
+			l.deliver(item, by)
+			queue.done()
 		}
 	}
 }
 
-func (l *Loop[T]) discard(lane *PeerQueue[T], item T) {
-	lane.handed()
+func (l *Loop[T]) discard(queue *PeerQueue[T], item T) {
+	queue.done()
 	if l.Discard != nil {
 		l.Discard(item)
 	}

@@ -16,12 +16,12 @@ import (
 const deadline = 20 * time.Second
 
 type item struct {
-	lane *PeerQueue[item]
-	peer int
-	seq  int
+	queue *PeerQueue[item]
+	peer  int
+	seq   int
 }
 
-// source is a recv side that a channel feeds.
+// source is a recv function that reads a channel.
 type source struct {
 	c      chan item
 	closed chan struct{}
@@ -33,7 +33,7 @@ func newSource() *source { return &source{c: make(chan item, 64), closed: make(c
 func (s *source) recv() (item, *PeerQueue[item], bool) {
 	select {
 	case it := <-s.c:
-		return it, it.lane, true
+		return it, it.queue, true
 	case <-s.closed:
 		return item{}, nil, false
 	}
@@ -60,7 +60,7 @@ func wait(t *testing.T, c <-chan struct{}, what string) {
 	}
 }
 
-// waitFor polls for a condition that nothing signals.
+// waitFor polls for a condition without a signal.
 func waitFor(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
@@ -89,7 +89,7 @@ func goroutines() int {
 
 func TestOrderPerLaneWithSlowHandlers(t *testing.T) {
 	const peers, each = 8, 400
-	lanes := make([]PeerQueue[item], peers)
+	peerQueues := make([]PeerQueue[item], peers)
 	var next [peers]int
 	var inside [peers]atomic.Bool
 	var wrong atomic.Pointer[string]
@@ -100,10 +100,10 @@ func TestOrderPerLaneWithSlowHandlers(t *testing.T) {
 	src := newSource()
 	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
 		if inside[it.peer].Swap(true) {
-			fail("two deliveries of lane %d at once", it.peer)
+			fail("two deliveries of queue %d at once", it.peer)
 		}
 		if next[it.peer] != it.seq {
-			fail("lane %d: got %d, want %d", it.peer, it.seq, next[it.peer])
+			fail("queue %d: got %d, want %d", it.peer, it.seq, next[it.peer])
 		}
 		next[it.peer]++
 		if it.seq%50 == it.peer {
@@ -119,7 +119,7 @@ func TestOrderPerLaneWithSlowHandlers(t *testing.T) {
 	l.Start()
 	for seq := range each {
 		for p := range peers {
-			src.c <- item{&lanes[p], p, seq}
+			src.c <- item{&peerQueues[p], p, seq}
 		}
 	}
 	wait(t, done, "last item")
@@ -158,20 +158,20 @@ func TestOtherLanesGoOnWhileOneBlocks(t *testing.T) {
 		src.c <- item{&stuck, 0, i}
 		src.c <- item{&free, 1, i}
 	}
-	wait(t, entered, "delivery in the stuck lane")
-	wait(t, done, "delivery in the free lane")
+	wait(t, entered, "delivery in the stuck queue")
+	wait(t, done, "delivery in the free queue")
 	close(release)
-	wait(t, drained, "rest of the stuck lane")
+	wait(t, drained, "rest of the stuck queue")
 	for i, seq := range order {
 		if i != seq {
-			t.Fatalf("stuck lane: item %d came as number %d", seq, i)
+			t.Fatalf("stuck queue: item %d came as number %d", seq, i)
 		}
 	}
 	stop(t, l, src)
 }
 
 func TestFullLanePausesWithoutLoss(t *testing.T) {
-	var lane PeerQueue[item]
+	var queue PeerQueue[item]
 	release := make(chan struct{})
 	var got atomic.Int64
 	src := &source{c: make(chan item), closed: make(chan struct{})}
@@ -187,11 +187,11 @@ func TestFullLanePausesWithoutLoss(t *testing.T) {
 	l.QueueCap = 4
 	l.Start()
 	for i := range 6 { // one in delivery, four queued, one in the receiver's hand
-		src.c <- item{&lane, 0, i}
+		src.c <- item{&queue, 0, i}
 	}
 	select {
-	case src.c <- item{&lane, 0, 6}:
-		t.Error("a seventh item was received although the lane is full")
+	case src.c <- item{&queue, 0, 6}:
+		t.Error("a seventh item was received although the queue is full")
 	case <-time.After(20 * time.Millisecond):
 	}
 	close(release)
@@ -200,7 +200,7 @@ func TestFullLanePausesWithoutLoss(t *testing.T) {
 }
 
 func TestStopDiscardsWhatWaits(t *testing.T) {
-	var lane PeerQueue[item]
+	var queue PeerQueue[item]
 	release, entered := make(chan struct{}), make(chan struct{})
 	var delivered, discarded atomic.Int64
 	src := &source{c: make(chan item), closed: make(chan struct{})}
@@ -212,10 +212,10 @@ func TestStopDiscardsWhatWaits(t *testing.T) {
 	l.QueueCap = 4
 	l.Discard = func(item) { discarded.Add(1) }
 	l.Start()
-	src.c <- item{&lane, 0, 0}
+	src.c <- item{&queue, 0, 0}
 	wait(t, entered, "delivery")
 	for i := range 5 {
-		src.c <- item{&lane, 0, i + 1}
+		src.c <- item{&queue, 0, i + 1}
 	}
 	src.close()
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
@@ -231,9 +231,9 @@ func TestStopDiscardsWhatWaits(t *testing.T) {
 	waitFor(t, "end of the loop's goroutines", func() bool { return goroutines() == 0 })
 }
 
-// TestStopInTheLastMoment: what ends as the context does, as in a process that stood still until then, has ended.
+// TestStopInTheLastMoment: goroutines that end together with the context, as in a process that was suspended until then, count as ended.
 func TestStopInTheLastMoment(t *testing.T) {
-	var lane PeerQueue[item]
+	var queue PeerQueue[item]
 	src := newSource()
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
@@ -243,7 +243,7 @@ func TestStopInTheLastMoment(t *testing.T) {
 		<-ctx.Done()
 	})
 	l.Start()
-	src.c <- item{&lane, 0, 0}
+	src.c <- item{&queue, 0, 0}
 	wait(t, entered, "delivery")
 	src.close()
 	stopped := make(chan error, 1)
@@ -286,7 +286,7 @@ func TestStopFromDeliveries(t *testing.T) {
 	waitFor(t, "end of the loop's goroutines", func() bool { return goroutines() == 0 })
 }
 
-// TestStopWaitsForOthers: a delivery that calls Stop waits for one that does not.
+// TestStopWaitsForOthers: a delivery that calls Stop waits for a delivery that does not.
 func TestStopWaitsForOthers(t *testing.T) {
 	var a, b PeerQueue[item]
 	src := newSource()
@@ -309,7 +309,7 @@ func TestStopWaitsForOthers(t *testing.T) {
 			stopped <- err
 			return
 		}
-		// Until the other one waits for nothing else.
+		// Until the other delivery waits for this one only.
 		waitFor(t, "Stop", func() bool {
 			l.mu.Lock()
 			defer l.mu.Unlock()
@@ -344,7 +344,7 @@ func TestLoopEndsWhenRecvDoes(t *testing.T) {
 	}
 }
 
-// TestStartAfterStop: a loop that was stopped before it began does not begin.
+// TestStartAfterStop: a loop that was stopped before Start does not start.
 func TestStartAfterStop(t *testing.T) {
 	src := newSource()
 	l := NewLoop(src.recv, func(item, *Deliverer) {})
@@ -352,14 +352,14 @@ func TestStartAfterStop(t *testing.T) {
 	l.Begin = func() { begun.Add(1) }
 	stop(t, l, src)
 	l.Start()
-	stop(t, l, src) // waits for what has begun
+	stop(t, l, src) // waits for the begun delivery
 	if n := begun.Load(); n != 0 {
 		t.Errorf("%d goroutines have received, want none", n)
 	}
 }
 
 func TestIdleLoopDoesNotTick(t *testing.T) {
-	var lane PeerQueue[item]
+	var queue PeerQueue[item]
 	src := newSource()
 	got := make(chan struct{}, 1)
 	l := NewLoop(src.recv, func(item, *Deliverer) { got <- struct{}{} })
@@ -377,43 +377,43 @@ func TestIdleLoopDoesNotTick(t *testing.T) {
 	if n := l.Ticks(); n != 0 {
 		t.Errorf("a loop that never received ticked %d times", n)
 	}
-	src.c <- item{&lane, 0, 0}
+	src.c <- item{&queue, 0, 0}
 	wait(t, got, "delivery")
 	waitFor(t, "tick", func() bool { return l.Ticks() > 0 })
 	idle()
 	stop(t, l, src)
 }
 
-// TestPace: the watchdog looks less often while all deliveries are short, but never so
-// seldom that a slow one is not found within eight Limits, which is two looks.
+// TestPace: the watchdog checks less often while all deliveries are short, but often enough to
+// find a slow one within eight Limits, which is two checks.
 func TestPace(t *testing.T) {
-	p := pace{limit: time.Millisecond}
+	p := interval{limit: time.Millisecond}
 	p.begin()
 	var every []time.Duration
 	for i := range 10 * calmTicks {
 		if changed := p.calm(); changed != ((i+1)%calmTicks == 0 && i < 2*calmTicks) {
-			t.Errorf("look %d: the pace changes: %v", i, changed)
+			t.Errorf("check %d: the interval changes: %v", i, changed)
 		}
 		if i%calmTicks == calmTicks-2 {
 			every = append(every, p.every/time.Millisecond)
 		}
 	}
 	if want := []time.Duration{1, 2, 4, 4, 4, 4, 4, 4, 4, 4}; !slices.Equal(every, want) {
-		t.Errorf("milliseconds between looks: %d, want %d", every, want)
+		t.Errorf("milliseconds between checks: %d, want %d", every, want)
 	}
 	p.begin()
 	if p.every != p.limit || p.calm() {
-		t.Errorf("after a slow delivery it looks every %s, want %s", p.every, p.limit)
+		t.Errorf("after a slow delivery it checks every %s, want %s", p.every, p.limit)
 	}
 }
 
-// TestStuckAfterCalm: a delivery that is stuck after a long time of short ones is found.
+// TestStuckAfterCalm: a delivery that is stuck after many short ones is found.
 func TestStuckAfterCalm(t *testing.T) {
 	var stuck, free PeerQueue[item]
 	src := newSource()
 	release, got := make(chan struct{}), make(chan struct{})
 	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
-		if it.lane == &stuck {
+		if it.queue == &stuck {
 			<-release
 			return
 		}
@@ -421,26 +421,26 @@ func TestStuckAfterCalm(t *testing.T) {
 	})
 	l.Start()
 	one := func() {
-		src.c <- item{lane: &free}
+		src.c <- item{queue: &free}
 		wait(t, got, "delivery")
 	}
 	for l.Ticks() < 4*calmTicks {
 		one()
 	}
-	src.c <- item{lane: &stuck}
+	src.c <- item{queue: &stuck}
 	one() // by another goroutine
 	close(release)
 	stop(t, l, src)
 }
 
 func TestNoAllocationPerItem(t *testing.T) {
-	var lane PeerQueue[item]
+	var queue PeerQueue[item]
 	src := newSource()
 	ack := make(chan struct{})
 	l := NewLoop(src.recv, func(item, *Deliverer) { ack <- struct{}{} })
 	l.Start()
 	n := testing.AllocsPerRun(2000, func() {
-		src.c <- item{&lane, 0, 0}
+		src.c <- item{&queue, 0, 0}
 		<-ack
 	})
 	stop(t, l, src)
@@ -450,19 +450,19 @@ func TestNoAllocationPerItem(t *testing.T) {
 }
 
 func TestQueuedItemsDoNotAllocate(t *testing.T) {
-	var lane PeerQueue[item]
-	lane.slow.Store(true)
+	var queue PeerQueue[item]
+	queue.slow.Store(true)
 	l := NewLoop(nil, func(item, *Deliverer) {})
 	l.Budget, l.Weight = NewBudget(1<<20, 1<<20), func(item) int { return 1000 }
 	n := testing.AllocsPerRun(100, func() {
 		for range 16 {
-			if !l.MayRead(&lane) {
-				t.Fatal("a lane within its budget is paused")
+			if !l.MayRead(&queue) {
+				t.Fatal("a queue within its budget is paused")
 			}
-			l.push(&lane, item{})
+			l.push(&queue, item{})
 		}
 		for range 16 {
-			l.pop(&lane)
+			l.pop(&queue)
 		}
 	})
 	if n != 0 {
@@ -470,32 +470,32 @@ func TestQueuedItemsDoNotAllocate(t *testing.T) {
 	}
 }
 
-// TestLongLane: a lane in which many items have waited does not keep the memory for them.
-func TestLongLane(t *testing.T) {
+// TestLongQueue: a queue releases the memory of many items when it is empty.
+func TestLongQueue(t *testing.T) {
 	for n, keeps := range map[int]bool{keepRing: true, keepRing + 1: false} {
-		var lane PeerQueue[item]
-		lane.slow.Store(true)
+		var queue PeerQueue[item]
+		queue.slow.Store(true)
 		l := NewLoop(nil, func(item, *Deliverer) {})
 		for i := range n {
-			l.push(&lane, item{seq: i})
+			l.push(&queue, item{seq: i})
 		}
 		for i := range n {
-			if it, ok := l.pop(&lane); !ok || it.seq != i {
+			if it, ok := l.pop(&queue); !ok || it.seq != i {
 				t.Fatalf("item %d, %t, want %d", it.seq, ok, i)
 			}
 		}
-		if _, ok := l.pop(&lane); ok || (len(lane.ring) > 0) != keeps {
-			t.Errorf("after %d items an empty lane keeps room for %d", n, len(lane.ring))
+		if _, ok := l.pop(&queue); ok || (len(queue.ring) > 0) != keeps {
+			t.Errorf("after %d items an empty queue keeps room for %d", n, len(queue.ring))
 		}
 	}
 }
 
 func BenchmarkLoop(b *testing.B) {
-	var lane PeerQueue[item]
+	var queue PeerQueue[item]
 	n := 0
 	l := NewLoop(func() (item, *PeerQueue[item], bool) {
 		n++
-		return item{}, &lane, n <= b.N
+		return item{}, &queue, n <= b.N
 	}, func(item, *Deliverer) {})
 	b.ReportAllocs()
 	b.ResetTimer()

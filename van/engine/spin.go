@@ -5,21 +5,22 @@ import (
 	"time"
 )
 
-// Spinner passes the time between two looks. It yields often, since on a busy machine the
-// peer may be waiting for this very core: two that spin and yield share one well. To other
-// goroutines it yields less often, and only where they may have no other thread to run on:
-// for a goroutine that is bound to its thread, as Python's callers are, that takes as long
-// as a sleep. It belongs to one goroutine.
+// Spinner passes the time between two polls. It belongs to one goroutine.
+//
+// It yields the core often, since on a busy machine the peer may need this core: two processes
+// that spin and yield share a core well. It yields to other goroutines less often, and only if
+// they may have no other thread: a goroutine that is bound to its thread, such as a caller from
+// Python, needs as long as a sleep for that.
 type Spinner struct {
 	n              uint
 	oversubscribed bool
-	cores          *cores // nil: whether others want the cores is not looked at
+	cores          *cores // nil: it does not detect that other programs want the cores
 }
 
-// fewThreads is a number of threads for goroutines that those who spin may take up.
+// fewThreads is a number of threads that spinning goroutines may occupy completely.
 const fewThreads = 3
 
-// Pause passes a moment.
+// Pause passes the time between two short polls.
 func (s *Spinner) Pause() {
 	switch s.n++; {
 	case s.n%256 == 0 && s.oversubscribed:
@@ -29,29 +30,28 @@ func (s *Spinner) Pause() {
 	}
 }
 
-// PauseLong passes a moment after a look as FeedOptions.LongPolls has it.
+// PauseLong passes the time between two long polls, see FeedOptions.LongPolls.
 func (s *Spinner) PauseLong() {
-	if s.n++; s.n%fewLooks == 0 {
+	if s.n++; s.n%longPollsPerYield == 0 {
 		s.YieldGoroutines()
 	}
 }
 
-// fewLooks is how many long looks may pass before other goroutines have their turn.
-const fewLooks = 16 // 160 us over RDMA
+// longPollsPerYield is the number of long polls before other goroutines may run.
+const longPollsPerYield = 16 // 160 us over RDMA
 
-// YieldGoroutines lets other goroutines run that may have no other thread.
+// YieldGoroutines lets other goroutines run if they may have no other thread.
 func (s *Spinner) YieldGoroutines() {
 	if s.oversubscribed {
 		runtime.Gosched()
 	}
 }
 
-// adaptiveSpin says for how long to look before sleeping: long while what is awaited has
-// mostly come within the longest look, else hardly at all, since then the core is wanted by
-// others, perhaps by the very peer.
+// adaptiveSpin computes the spin time before a sleep. While most messages arrive within the longest
+// spin, it is long. Otherwise it is short, since other programs, perhaps the peer, need the core.
 type adaptiveSpin struct {
 	waiting bool
-	since   uint64 // when the wait began
+	since   uint64 // begin of the wait
 	score   int    // from -maxScore to maxScore
 }
 
@@ -60,18 +60,18 @@ const (
 	shortSpin = 5 * time.Microsecond
 )
 
-// empty says that there is nothing at time now.
+// empty records that there was no message at time now.
 func (a *adaptiveSpin) empty(now uint64) {
 	if !a.waiting {
 		a.waiting, a.since = true, now
 	}
 }
 
-// begin begins a wait anew.
+// begin starts a new wait.
 func (a *adaptiveSpin) begin(now uint64) { a.waiting, a.since = true, now }
 
-// came says that a message has come, where the longest look is most.
-func (a *adaptiveSpin) came(now uint64, most time.Duration) {
+// arrived records that a message has arrived at time now. most is the longest spin.
+func (a *adaptiveSpin) arrived(now uint64, most time.Duration) {
 	if !a.waiting {
 		return
 	}
@@ -83,7 +83,7 @@ func (a *adaptiveSpin) came(now uint64, most time.Duration) {
 	}
 }
 
-// spin is how long to look, of the longest time that the configuration allows.
+// spin returns the spin time. most is the configured longest spin.
 func (a *adaptiveSpin) spin(most time.Duration) time.Duration {
 	if a.score < 0 {
 		return min(most, shortSpin)

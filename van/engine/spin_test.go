@@ -7,13 +7,13 @@ import (
 	"time"
 )
 
-// TestAdaptiveSpin: waits that were short make the next one spin, long ones do not.
+// TestAdaptiveSpin: after short waits the next one spins, after long waits it does not.
 func TestAdaptiveSpin(t *testing.T) {
 	const most = 50 * time.Microsecond
 	var p adaptiveSpin
 	wait := func(d time.Duration) {
 		p.begin(1000)
-		p.came(1000+uint64(d), most)
+		p.arrived(1000+uint64(d), most)
 	}
 	if got := p.spin(most); got != most {
 		t.Errorf("at first it spins for %s, want %s", got, most)
@@ -38,8 +38,8 @@ func TestAdaptiveSpin(t *testing.T) {
 	}
 }
 
-// alone makes the goroutine of a test the only one that runs, until it yields, and returns a function that tells whether
-// another one, begun just now, has run.
+// alone makes the goroutine of a test the only running one until it yields. It returns a function that starts another
+// goroutine and returns whether it has run.
 func alone(t *testing.T) (another func() (ran *atomic.Bool)) {
 	t.Helper()
 	was := runtime.GOMAXPROCS(1)
@@ -51,8 +51,8 @@ func alone(t *testing.T) (another func() (ran *atomic.Bool)) {
 	}
 }
 
-// onceOfSome says whether saw has been true in one of some trials. Who yields may be chosen to run on: Go's scheduler
-// looks first, each 61st time, where those wait who have yielded.
+// onceOfSome reports whether saw was true in one of some trials. A yielding goroutine may continue at once: each 61st
+// time, Go's scheduler first checks the queue of yielding goroutines.
 func onceOfSome(saw func() bool) bool {
 	for range 5 {
 		if saw() {
@@ -62,18 +62,18 @@ func onceOfSome(saw func() bool) bool {
 	return false
 }
 
-// TestPauseLong: with few threads other goroutines run after a number of long looks, and at once where that is asked for.
+// TestPauseLong: with few threads other goroutines run after a number of long polls, and at once after YieldGoroutines.
 func TestPauseLong(t *testing.T) {
 	another := alone(t)
 	s := New(time.Second).Spinner()
 	if !onceOfSome(func() bool {
 		ran := another()
-		for range fewLooks {
+		for range longPollsPerYield {
 			s.PauseLong()
 		}
 		return ran.Load()
 	}) {
-		t.Errorf("after %d long looks no other goroutine has run", fewLooks)
+		t.Errorf("after %d long polls no other goroutine has run", longPollsPerYield)
 	}
 	if !onceOfSome(func() bool {
 		ran := another()

@@ -9,38 +9,38 @@ import (
 	"github.com/stepaf/stepaf-go/internal/wake"
 )
 
-// idleTicks is how many ticks without an item make the watchdog park. Waking it costs
-// some microseconds, which nobody feels after a pause of that length.
+// idleTicks is the number of ticks without an item after which the watchdog parks. Waking it costs
+// some microseconds, which do not matter after a pause of that length.
 const idleTicks = 8
 
-// After so many ticks without a slow delivery the watchdog looks half as often, at last
-// every maxPace Limits.
+// After calmTicks ticks without a slow delivery the watchdog halves its rate, down to one check
+// every maxInterval Limits.
 const (
-	calmTicks = 16
-	maxPace   = 4
+	calmTicks   = 16
+	maxInterval = 4
 )
 
-// watchdog finds deliveries that are slow.
+// watchdog detects slow deliveries.
 type watchdog struct {
 	parked atomic.Bool // it sleeps without a timer
 	wake   chan struct{}
 	ticks  atomic.Uint64
 }
 
-// watch looks every limit whether state, of Loop, still has the same delivery, less often while
-// all are short: where processors are few, each look takes one from those who work. It
-// calls slow with that state. It parks when nothing has come for a while.
+// watch checks every limit whether Loop.state still shows the same delivery, and then calls slow with
+// that state. While all deliveries are short it checks less often: on a machine with few cores, each
+// check takes a core from the application. It parks while no items arrive.
 func (w *watchdog) watch(limit time.Duration, state *atomic.Uint64, quit <-chan struct{}, slow func(busy uint64)) {
 	ticker := time.NewTicker(limit)
 	defer ticker.Stop()
 	last, idle := state.Load(), idleTicks
-	p := pace{limit: limit}
+	p := interval{limit: limit}
 	p.begin()
 	for {
 		if idle >= idleTicks {
 			ticker.Stop()
-			// First the mark, then the look: who begins to deliver after the look
-			// sees the mark.
+			// The order matters: parked first, then the check of state. A delivery that begins
+			// after the check sees parked.
 			w.parked.Store(true)
 			if state.Load() == last {
 				select {
@@ -78,18 +78,18 @@ func (w *watchdog) watch(limit time.Duration, state *atomic.Uint64, quit <-chan 
 	}
 }
 
-// pace is how often the watchdog looks.
-type pace struct {
+// interval is the time between two checks of the watchdog.
+type interval struct {
 	limit, every time.Duration
-	looks        int // since begin
+	checks       int // since begin
 }
 
-// begin makes it look every Limit.
-func (p *pace) begin() { p.every, p.looks = p.limit, 0 }
+// begin sets the interval to one Limit.
+func (p *interval) begin() { p.every, p.checks = p.limit, 0 }
 
-// calm says that a look has found nothing slow. It tells whether every has changed.
-func (p *pace) calm() bool {
-	if p.looks++; p.looks%calmTicks != 0 || p.every >= maxPace*p.limit {
+// calm records a check without a slow delivery. It reports whether every has changed.
+func (p *interval) calm() bool {
+	if p.checks++; p.checks%calmTicks != 0 || p.every >= maxInterval*p.limit {
 		return false
 	}
 	p.every *= 2

@@ -26,7 +26,7 @@ func TestWatchdogAfterAPause(t *testing.T) {
 				state.Add(2)
 				time.Sleep(limit)
 			}
-			time.Sleep(2 * idleTicks * maxPace * limit)
+			time.Sleep(2 * idleTicks * maxInterval * limit)
 			if !w.parked.Load() {
 				t.Fatal("after a pause the watchdog is not parked")
 			}

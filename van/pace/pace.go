@@ -1,9 +1,9 @@
-// Package pace holds data back to the rates that were set for peers and applications: a
-// wrapper around a van. Without a rate a message costs one atomic load more. Control messages
-// never wait.
+// Package pace limits the data rates to peers and of applications. It is a wrapper around a
+// van. Without a rate, a message costs one additional atomic load. Control messages are not
+// limited.
 //
-// What may not leave yet waits in a queue of its peer, in the order of Send for each
-// application, and a goroutine of that peer hands it on; nobody who sends or receives waits.
+// A message that may not leave yet is queued for its peer, in the order of Send for each
+// application. A goroutine of that peer forwards it. Senders and receivers do not wait.
 package pace
 
 import (
@@ -15,37 +15,37 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Rates are bytes in a second for what this node sends, to one peer each: 0 is no limit.
+// Rates are the limits of sent data in bytes per second; 0 is no limit.
 type Rates struct {
 	Peers map[int]int64   // all data for a peer
-	Apps  map[int32]int64 // data of an application for a peer, each peer by itself
+	Apps  map[int32]int64 // data of an application, for each peer separately
 }
 
 // Options of New.
 type Options struct {
-	// Budget is how many bytes may wait for one peer, 0 any; from then on Send fails with
-	// van.ErrQueueFull, but for what continues a request. So while fewer wait, a message of any
-	// length may.
+	// Budget is the number of queued bytes for one peer from which Send fails with
+	// van.ErrQueueFull, except for messages that continue a request; 0 is no limit. Below it, Send
+	// accepts a message of any length.
 	Budget int64
-	// OnFail is called with messages that could not be sent when their time had come. It must
+	// OnFail is called with queued messages that could not be sent when they were due. It must
 	// not block, and may keep meta.
 	OnFail func(peer int, meta *van.Meta, err error)
 }
 
-// Van is a van whose data messages keep to rates.
+// Van is a van that limits the rates of data messages.
 type Van struct {
 	van.Van
 	opts  Options
-	table atomic.Pointer[table] // nil while there is no rate and nothing waits
-	mu    sync.Mutex            // of changes of table
-	wg    sync.WaitGroup        // goroutines of lines
-	ended atomic.Bool           // by Close: no rate is taken any more, and no message that would wait
+	table atomic.Pointer[table] // nil while there is no rate and no message is queued
+	mu    sync.Mutex            // guards changes of table
+	wg    sync.WaitGroup        // goroutines of peer queues
+	ended atomic.Bool           // set by Close: no more rates, and no more messages that would be queued
 }
 
 // table is immutable; a change stores a new one.
 type table struct {
-	rates Rates
-	lines map[int]*line // of peers for which a rate has mattered
+	rates  Rates
+	queues map[int]*peerQueue // of peers for which a rate has mattered
 }
 
 var (
@@ -60,7 +60,7 @@ func New(inner van.Van, opts Options) *Van { return &Van{Van: inner, opts: opts}
 // Unwrap implements van.Wrapper.
 func (v *Van) Unwrap() van.Van { return v.Van }
 
-// current is the table, an empty one if there is none.
+// current returns the table, an empty one if there is none.
 func (v *Van) current() table {
 	if t := v.table.Load(); t != nil {
 		return *t
@@ -68,7 +68,7 @@ func (v *Van) current() table {
 	return table{}
 }
 
-// SetRates replaces all rates, also for what waits already. rates is not copied.
+// SetRates replaces all rates, also for queued messages. rates is not copied.
 func (v *Van) SetRates(rates Rates) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -79,21 +79,21 @@ func (v *Van) SetRates(rates Rates) {
 }
 
 func (v *Van) setRates(rates Rates) {
-	t := &table{rates, v.current().lines}
+	t := &table{rates, v.current().queues}
 	v.table.Store(t)
-	for peer, l := range t.lines {
+	for peer, l := range t.queues {
 		l.set(rates.Peers[peer], rates.Apps)
 	}
 	v.tidy()
 }
 
-// tidy takes the table away when nothing needs it any more. v.mu is held.
+// tidy removes the table when there are no rates and no queued messages. The caller holds v.mu.
 func (v *Van) tidy() {
 	t := v.table.Load()
 	if t == nil || len(t.rates.Peers)+len(t.rates.Apps) > 0 {
 		return
 	}
-	for _, l := range t.lines {
+	for _, l := range t.queues {
 		if !l.empty() {
 			return
 		}
@@ -101,65 +101,65 @@ func (v *Van) tidy() {
 	v.table.Store(nil)
 }
 
-// Send implements van.Van. A message that has to wait is kept as any van keeps it: its frames
+// Send implements van.Van. A queued message is treated as in any van: its frames
 // are the caller's again when Done is called.
 func (v *Van) Send(m *van.Message) error {
 	t := v.table.Load()
 	if t == nil || m.IsControl() {
 		return v.Van.Send(m)
 	}
-	l := t.lines[m.Receiver]
+	l := t.queues[m.Receiver]
 	if l == nil {
 		if t.rates.Peers[m.Receiver] == 0 && t.rates.Apps[m.AppID] == 0 {
 			return v.Van.Send(m)
 		}
-		l = v.line(m.Receiver)
+		l = v.queue(m.Receiver)
 	}
-	if kept, err := l.keep(m); kept {
+	if kept, err := l.enqueue(m); kept {
 		if f, ok := van.As[van.Flusher](v.Van); ok && !m.More {
-			f.Flush(m.Receiver) // what came before it does not wait for it
+			f.Flush(m.Receiver) // earlier messages do not wait for this one
 		}
 		return err
 	}
 	return v.Van.Send(m)
 }
 
-// line returns the line of peer, a new one if there is none.
-func (v *Van) line(peer int) *line {
+// queue returns the queue of peer, a new one if there is none.
+func (v *Van) queue(peer int) *peerQueue {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	t := v.current()
-	if l := t.lines[peer]; l != nil {
+	if l := t.queues[peer]; l != nil {
 		return l
 	}
-	l := newLine(v, peer, func() {
+	l := newPeerQueue(v, peer, func() {
 		v.mu.Lock()
 		defer v.mu.Unlock()
 		v.tidy()
 	})
 	l.set(t.rates.Peers[peer], t.rates.Apps)
-	t.lines = maps.Clone(t.lines)
-	if t.lines == nil {
-		t.lines = map[int]*line{}
+	t.queues = maps.Clone(t.queues)
+	if t.queues == nil {
+		t.queues = map[int]*peerQueue{}
 	}
-	t.lines[peer] = l
+	t.queues[peer] = l
 	v.table.Store(&t)
-	v.tidy() // if rates have been taken back meanwhile
+	v.tidy() // in case the rates have been removed meanwhile
 	return l
 }
 
-// each calls f with all lines, or that of one peer.
-func (v *Van) each(peer int, f func(*line)) {
-	for id, l := range v.current().lines {
+// each calls f with the queue of peer, or with all queues if peer is van.Empty.
+func (v *Van) each(peer int, f func(*peerQueue)) {
+	for id, l := range v.current().queues {
 		if peer == van.Empty || id == peer {
 			f(l)
 		}
 	}
 }
 
-// Cancel implements van.Canceler: what waits of these requests is not sent.
+// Cancel implements van.Canceler: queued messages of these requests are not sent.
 func (v *Van) Cancel(q van.Requests) {
-	v.each(van.Empty, func(l *line) { l.drop(func(m *van.Meta) bool { return q.Has(m) }) })
+	v.each(van.Empty, func(l *peerQueue) { l.drop(func(m *van.Meta) bool { return q.Has(m) }) })
 	if r, ok := van.As[van.Canceler](v.Van); ok {
 		r.Cancel(q)
 	}
@@ -167,19 +167,19 @@ func (v *Van) Cancel(q van.Requests) {
 
 func all(*van.Meta) bool { return true }
 
-// Connect implements van.Van. What waits is for the process that had the id before.
+// Connect implements van.Van. It drops the queued messages, which are for the previous process with that id.
 func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
-	v.each(id, func(l *line) { l.drop(all) })
+	v.each(id, func(l *peerQueue) { l.drop(all) })
 	return v.Van.Connect(ctx, id, peer)
 }
 
-// Disconnect implements van.Van. What waits is dropped.
+// Disconnect implements van.Van. It drops the queued messages.
 func (v *Van) Disconnect(id int) {
-	v.each(id, func(l *line) { l.drop(all) })
+	v.each(id, func(l *peerQueue) { l.drop(all) })
 	v.Van.Disconnect(id)
 }
 
-// Close implements van.Van. What waits is handed on at once.
+// Close implements van.Van. It forwards the queued messages at once.
 func (v *Van) Close(ctx context.Context) error {
 	v.mu.Lock()
 	v.ended.Store(true)
@@ -189,8 +189,8 @@ func (v *Van) Close(ctx context.Context) error {
 	go func() { v.wg.Wait(); close(gone) }()
 	select {
 	case <-gone:
-	case <-ctx.Done(): // the van inside has no room
-		v.each(van.Empty, func(l *line) { l.drop(all) })
+	case <-ctx.Done(): // the inner van's queue is full
+		v.each(van.Empty, func(l *peerQueue) { l.drop(all) })
 	}
 	return v.Van.Close(ctx)
 }

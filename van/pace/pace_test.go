@@ -14,16 +14,16 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// sink is an inner van that notes what it gets: the keys of messages.
+// sink is an inner van that records the keys of its messages.
 type sink struct {
-	van.Van // nil: what a test does not expect panics
+	van.Van // nil: a call that a test does not expect panics
 
 	mu     sync.Mutex
 	got    []string
 	last   *van.Message
-	full   int           // so many messages get ErrQueueFull
-	err    error         // what all others get
-	came   chan string   // if not nil, gets each
+	full   int           // number of messages that get ErrQueueFull
+	err    error         // the error of all other messages
+	came   chan string   // if not nil, gets each key
 	hold   chan struct{} // if not nil, Send waits for it
 	closed bool
 
@@ -67,7 +67,7 @@ func (s *sink) all() []string {
 	return slices.Clone(s.got)
 }
 
-// await waits until the van inside has n messages.
+// await waits until the inner van has n messages.
 func (s *sink) await(t *testing.T, n int) []string {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
@@ -110,9 +110,9 @@ type completion struct{ c chan struct{} }
 
 func (c completion) Sent() { close(c.c) }
 
-const slow = 10 // bytes in a second: what waits at this rate waits for the whole test
+const slow = 10 // bytes per second: a message queued at this rate waits for the whole test
 
-// TestNothingSet: without a rate that matters messages pass as they are.
+// TestNothingSet: without a rate for them, messages pass unchanged.
 func TestNothingSet(t *testing.T) {
 	s := &sink{}
 	v := New(s, Options{})
@@ -132,7 +132,7 @@ func TestNothingSet(t *testing.T) {
 	}
 }
 
-// TestRate: bytes take the time of their rate, whatever the messages, and come in order.
+// TestRate: bytes take the time of their rate, for any message sizes, and arrive in order.
 func TestRate(t *testing.T) {
 	for _, c := range []struct {
 		rates Rates
@@ -178,7 +178,7 @@ func TestRate(t *testing.T) {
 	}
 }
 
-// TestQueueFull: what waits is bounded for each peer, but for one message of any length.
+// TestQueueFull: the queued bytes of each peer are limited, except for one message of any length.
 func TestQueueFull(t *testing.T) {
 	s := &sink{}
 	v := New(s, Options{Budget: 10000})
@@ -196,8 +196,8 @@ func TestQueueFull(t *testing.T) {
 	s.await(t, 3)
 }
 
-// TestContinues: what continues a request that was taken is taken, too, and a message of any length while less than the
-// budget waits; then nothing is. The van inside is told.
+// TestContinues: Send accepts messages that continue an accepted request, and a message of any length below the
+// budget; others fail. The inner van gets Continues, too.
 func TestContinues(t *testing.T) {
 	const budget = 10000
 	s := &sink{}
@@ -221,8 +221,8 @@ func TestContinues(t *testing.T) {
 	}
 }
 
-// TestChange: a change of rates holds for what waits already; messages of an application come in
-// order, and those of another one do not wait for it.
+// TestChange: a change of rates applies to queued messages. Messages of an application arrive in
+// order, and those of another application do not wait for them.
 func TestChange(t *testing.T) {
 	s := &sink{}
 	v := New(s, Options{})
@@ -250,7 +250,7 @@ func TestChange(t *testing.T) {
 	}
 	v.SetRates(Rates{Peers: map[int]int64{9: slow}, Apps: map[int32]int64{6: slow}})
 	v.SetRates(Rates{})
-	send(t, v, message(9, 5, 20, 10)) // behind those that wait
+	send(t, v, message(9, 5, 20, 10)) // behind the queued messages
 	got := s.await(t, 21)[10:]
 	if want := append(of(5, got), "9/5/20"); !slices.Equal(got, want) {
 		t.Errorf("%v, want %v", got, want)
@@ -266,8 +266,8 @@ func TestChange(t *testing.T) {
 	}
 }
 
-// TestRecall: what was given up is not sent, and its memory is the caller's again.
-func TestRecall(t *testing.T) {
+// TestCancel: a canceled message is not sent, and its memory is the caller's again.
+func TestCancel(t *testing.T) {
 	s := &sink{}
 	v := New(s, Options{})
 	v.SetRates(Rates{Peers: map[int]int64{9: slow}})
@@ -291,15 +291,15 @@ func TestRecall(t *testing.T) {
 	}
 }
 
-// TestRecallWaits: Cancel returns when what is being handed on is with the van inside.
-func TestRecallWaits(t *testing.T) {
+// TestCancelWaits: Cancel returns when the inner van has the message that is being forwarded.
+func TestCancelWaits(t *testing.T) {
 	s := &sink{hold: make(chan struct{})}
 	v := New(s, Options{})
 	v.SetRates(Rates{Peers: map[int]int64{9: quick}})
-	send(t, v, message(9, 5, 0, quick/10)) // due in a moment
+	send(t, v, message(9, 5, 0, quick/10)) // due soon
 	s.hold <- struct{}{}
 	send(t, v, message(9, 5, 1, quick/10))
-	l := v.table.Load().lines[9]
+	l := v.table.Load().queues[9]
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for end := time.After(30 * time.Second); ; {
@@ -312,7 +312,7 @@ func TestRecallWaits(t *testing.T) {
 		select {
 		case <-tick.C:
 		case <-end:
-			t.Fatal("it is not handed on")
+			t.Fatal("it is not forwarded")
 		}
 	}
 	recalled := make(chan struct{})
@@ -320,7 +320,7 @@ func TestRecallWaits(t *testing.T) {
 		v.Cancel(van.Requests{App: 5, First: 1, Count: 1})
 		close(recalled)
 	}()
-	for { // until it is taken out of the queue
+	for { // until it is removed from the queue
 		l.mu.Lock()
 		n := l.rest.queue.Len()
 		l.mu.Unlock()
@@ -341,10 +341,10 @@ func TestRecallWaits(t *testing.T) {
 	}
 }
 
-// quick is a rate at which a tenth of it takes longer than the burst.
+// quick is a rate at which a tenth of a second's bytes takes longer than the burst.
 const quick = 1_000_000
 
-// TestAnotherProcess: what waits is not for the process that takes the peer's id.
+// TestAnotherProcess: queued messages do not go to a process that replaces the peer.
 func TestAnotherProcess(t *testing.T) {
 	for what, do := range map[string]func(*Van) error{
 		"connect":    func(v *Van) error { return v.Connect(t.Context(), 9, van.Node{}) },
@@ -369,7 +369,7 @@ func TestAnotherProcess(t *testing.T) {
 	}
 }
 
-// TestNoRoom: a message for which the van inside has no room is not lost, and one that cannot be
+// TestNoRoom: a message is not lost if the inner van's queue is full, and a message that cannot be
 // sent is reported.
 func TestNoRoom(t *testing.T) {
 	s := &sink{full: 3}
@@ -395,7 +395,7 @@ func TestNoRoom(t *testing.T) {
 	<-done
 }
 
-// TestClose: what waits leaves, and rates that are set later change nothing.
+// TestClose: Close sends the queued messages, and later rates have no effect.
 func TestClose(t *testing.T) {
 	s := &sink{}
 	v := New(s, Options{})
@@ -413,7 +413,7 @@ func TestClose(t *testing.T) {
 	}
 }
 
-// TestCloseUnderLoad: who goes on sending does not keep Close from ending.
+// TestCloseUnderLoad: Close ends although other goroutines continue to send.
 func TestCloseUnderLoad(t *testing.T) {
 	s := &sink{}
 	v := New(s, Options{})
@@ -461,7 +461,7 @@ func TestShortFrames(t *testing.T) {
 	}
 }
 
-// TestChangeOfOthers: setting other rates does not begin anew what waits.
+// TestChangeOfOthers: a change of other rates does not restart the wait of queued messages.
 func TestChangeOfOthers(t *testing.T) {
 	s := &sink{}
 	v := New(s, Options{})
@@ -480,8 +480,8 @@ func TestChangeOfOthers(t *testing.T) {
 	}
 }
 
-// TestFair: a large message of one application leaves before what another one, which has a rate of its own, has sent
-// since then, though that could leave earlier: there may be no end to it.
+// TestFair: a large message of one application leaves before later messages of another application with its own
+// rate, though these could leave earlier: they may be endless.
 func TestFair(t *testing.T) {
 	for name, more := range map[string]int{"now and then": 1, "more than may leave": 40} {
 		t.Run(name, func(t *testing.T) {
@@ -515,7 +515,7 @@ func TestFair(t *testing.T) {
 	}
 }
 
-// TestTurns: applications whose messages wait for the rate of one peer take turns, also if one began with a backlog.
+// TestTurns: applications whose messages wait for one peer's rate alternate, also if one began with a backlog.
 func TestTurns(t *testing.T) {
 	t.Parallel()
 	const each, size = 6, 100_000 // a message takes longer than a burst
@@ -579,7 +579,7 @@ func TestBody(t *testing.T) {
 	s.await(t, 1)
 }
 
-// flushes is a sink that holds messages with More.
+// flushes is a sink that queues messages with More.
 type flushes struct {
 	*sink
 	flushed []int
@@ -587,7 +587,7 @@ type flushes struct {
 
 func (f *flushes) Flush(id int) { f.flushed = append(f.flushed, id) }
 
-// TestMore: what the van inside holds until the last message of a batch does not wait for that.
+// TestMore: messages that the inner van queues with More do not wait for a last message that pace delays.
 func TestMore(t *testing.T) {
 	f := &flushes{sink: &sink{}}
 	v := New(f, Options{})
@@ -602,7 +602,7 @@ func TestMore(t *testing.T) {
 	if !slices.Equal(f.flushed, []int{9}) {
 		t.Errorf("flushed %v, want 9", f.flushed)
 	}
-	if err := v.Close(t.Context()); err != nil { // also what other tests would find running
+	if err := v.Close(t.Context()); err != nil { // so that no goroutine of it disturbs other tests
 		t.Error(err)
 	}
 }

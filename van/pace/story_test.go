@@ -16,12 +16,12 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// timed is a sink that notes when messages come, in microseconds.
+// timed is a sink that records the arrival times of messages, in microseconds.
 type timed struct {
 	sink
 	begun time.Time
 	came  []string
-	full  int // so many messages for peer 9 get ErrQueueFull
+	full  int // number of messages for peer 9 that get ErrQueueFull
 }
 
 func (s *timed) Send(m *van.Message) error {
@@ -45,10 +45,10 @@ type sent struct{ atomic.Int32 }
 
 func (s *sent) Sent() { s.Add(1) }
 
-// TestStories: messages wait and leave, in virtual time, with rates that change, requests that are given up,
-// peers that come and go, and a van inside that has no room. The accounts are always those of what waits; at the end nothing
-// does, and Done was called once for each message that was taken. Which of two applications whose messages have waited as
-// long is first is open, so this is not summed up.
+// TestStories: messages are queued and leave, in virtual time, while rates change, requests are canceled, peers
+// connect and disconnect, and the inner van's queue is full at times. The counted bytes always match the queued messages. At the
+// end the queues are empty, and Done was called once for each accepted message. If messages of two applications have waited
+// equally long, their order is open, so there is no golden file.
 func TestStories(t *testing.T) {
 	for seed := range uint64(50) {
 		synctest.Test(t, func(t *testing.T) { story(t, rand.New(rand.NewPCG(seed, 1)), io.Discard) })
@@ -119,17 +119,17 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 		}
 		synctest.Wait()
 		s.mu.Lock()
-		slices.Sort(s.came) // those of two peers may leave at once
+		slices.Sort(s.came) // messages of two peers may leave at once
 		slices.Sort(failed)
 		fmt.Fprintln(w, s.came, failed, time.Since(s.begun).Microseconds())
 		s.came, failed = nil, nil
 		s.mu.Unlock()
 		if table := v.table.Load(); table != nil {
 			for _, id := range []int{9, 11, 13} {
-				if l := table.lines[id]; l != nil {
+				if l := table.queues[id]; l != nil {
 					l.mu.Lock()
 					bytes, n := int64(0), 0
-					for _, a := range append([]*lane{l.rest}, lanesOf(l)...) {
+					for _, a := range append([]*rateQueue{l.rest}, rateQueues(l)...) {
 						for _, i := range a.queue.All() {
 							bytes += i.bytes + itemCost
 							n++
@@ -172,7 +172,7 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 	}
 }
 
-func lanesOf(l *line) (all []*lane) {
+func rateQueues(l *peerQueue) (all []*rateQueue) {
 	for _, app := range []int32{5, 6, 7} {
 		if a := l.apps[app]; a != nil {
 			all = append(all, a)

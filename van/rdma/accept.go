@@ -44,9 +44,9 @@ func (v acceptor) accept(ev verbs.Event) {
 	}
 	if why != "" || err != nil {
 		why = cmp.Or(why, fmt.Sprint(err))
-		said := cmp.Or(err, errors.New(why))
-		if n, show := v.accepted.rejections.Next(logx.Kind(said)); show {
-			v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", said, "so far", n)
+		cause := cmp.Or(err, errors.New(why))
+		if n, show := v.accepted.rejections.Next(logx.Kind(cause)); show {
+			v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", cause, "so far", n)
 		}
 		code := uint32(0)
 		if auth.IsUnproved(err) {
@@ -78,7 +78,7 @@ func (v acceptor) rejectReplaced(ev verbs.Event, h *handshake) {
 	if n, show := v.accepted.rejections.Next("replaced"); show {
 		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
 	}
-	v.refuse(&ev, codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced")
+	v.refuse(&ev, codeReplaced, van.NodeName(h.node)+" has been replaced by another process")
 }
 
 // inboundFor returns the inbound connection that the queue pair of a connect request belongs to, and makes it for the first one. If
@@ -175,7 +175,7 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 	in.device.dropIncomplete(in)
 	in.mu.Lock()
 	in.closed = true
-	areas, out := in.slots.areas, in.sends
+	areas, sends := in.slots.areas, in.sends
 	in.slots.granted, in.slots.areas, in.slots.waiting, in.owed.credits = nil, nil, [2][]pendingRequest{}, nil
 	in.owed.count.Store(0)
 	in.mu.Unlock()
@@ -189,16 +189,16 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 		delete(v.accepted.inbounds, in.key)
 	}
 	v.accepted.unproved = slices.DeleteFunc(v.accepted.unproved, func(x *inbound) bool { return x == in })
-	again := false
+	connected := false
 	for _, x := range v.accepted.inbounds {
-		again = again || x.handshake.node == in.handshake.node && !x.failed.Load()
+		connected = connected || x.handshake.node == in.handshake.node && !x.failed.Load()
 	}
 	v.mu.Unlock()
 	for _, p := range *v.tables.peers.Load() {
 		p.inbound.CompareAndSwap(in, nil)
 	}
 	if p := (*v.tables.peers.Load())[in.handshake.node]; p != nil && !in.handshake.native {
-		p.releasePulls(again)
+		p.releasePulls(connected)
 	}
 	in.device.exclusive(func() {
 		v.budget.slots.Each(func(l *receiveSlot) {
@@ -214,14 +214,14 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 	if err := in.slots.cells.Close(); err != nil {
 		v.log.Error("rdma: memory for metas stays registered", "peer", in.name(), "err", err)
 	}
-	if out != nil {
+	if sends != nil {
 		in.mu.Lock()
-		all := out.FinishAll()
+		all := sends.FinishAll()
 		in.mu.Unlock()
 		for i := range all {
 			all[i].End()
 		}
-		_ = out.Close()
+		_ = sends.Close()
 	}
 }
 
@@ -234,15 +234,15 @@ func (v *rvan) linkInbounds() {
 
 func (v *rvan) linkInboundsLocked() {
 	for id, p := range *v.tables.peers.Load() {
-		var back *inbound
+		var latest *inbound
 		for _, in := range v.accepted.inbounds {
-			if in.handshake.node == id && in.handshake.port == p.node.Port && !in.failed.Load() && !in.process.unlisted.Load() && !in.process.unproved.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
-				back = in // the latest one: the end of an older one may not have been noticed yet
+			if in.handshake.node == id && in.handshake.port == p.node.Port && !in.failed.Load() && !in.process.unlisted.Load() && !in.process.unproved.Load() && (latest == nil || int32(in.serial-latest.serial) > 0) {
+				latest = in // the latest one: the end of an older one may not have been noticed yet
 			}
 		}
-		if back != nil && p.inbound.Swap(back) != back {
+		if latest != nil && p.inbound.Swap(latest) != latest {
 			p.hasConnected.Store(true)
-			go v.notifyInbound(p, back)
+			go v.notifyInbound(p, latest)
 		}
 	}
 }
@@ -265,14 +265,14 @@ func (v *rvan) fenceLocked(id int, old, p *peer) {
 	v.fences.replaced = slices.DeleteFunc(v.fences.replaced, func(x uint32) bool { return x == p.incarnation })
 	for _, in := range v.accepted.inbounds {
 		h := &in.handshake
-		var gone bool
+		var fenced bool
 		if h.incarnation != 0 {
-			gone = slices.Contains(v.fences.replaced, h.incarnation)
+			fenced = slices.Contains(v.fences.replaced, h.incarnation)
 		} else {
-			gone = h.node == id && old.addr != p.addr && h.port == old.node.Port && (h.port != p.node.Port || in.from.Addr() != p.addr.Addr())
+			fenced = h.node == id && old.addr != p.addr && h.port == old.node.Port && (h.port != p.node.Port || in.from.Addr() != p.addr.Addr())
 		}
-		if gone {
-			in.fail(fmt.Errorf("%w: %s is another process by now", van.ErrPeerLost, van.NodeName(id)))
+		if fenced {
+			in.fail(fmt.Errorf("%w: %s has been replaced by another process", van.ErrPeerLost, van.NodeName(id)))
 		}
 	}
 }

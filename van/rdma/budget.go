@@ -18,7 +18,7 @@ var (
 	// errTotalBudget: the shares of all peers together are used up. The request waits.
 	errTotalBudget = errors.New("the bytes registered for all peers are as many as STEPAF_RDMA_BUDGET allows")
 	// errStalled: the peer's messages wait for a slow handler, or the node table does not name its process. The request waits.
-	errStalled = errors.New("its messages are not taken now")
+	errStalled = errors.New("its messages wait for a slow handler, or the node table does not name its process")
 )
 
 // cost returns the number of bytes that would be registered for the requested slot.
@@ -37,16 +37,16 @@ func (in slotSet) cost(s *slotRequest, need rendezvous.Need, kind uint64) int {
 // budgets by a quarter.
 func (in slotSet) withinBudget(s *slotRequest, need rendezvous.Need, kind uint64) error {
 	v, n := in.v, int64(in.cost(s, need, kind))
-	peer, total := v.budget.perPeer, v.budget.total
+	perPeer, total := v.budget.perPeer, v.budget.total
 	if s.priority() == controlPriority {
-		peer, total = peer+peer/4, total+total/4
+		perPeer, total = perPeer+perPeer/4, total+total/4
 	}
 	switch {
-	case peer > 0 && n > peer:
-		return fmt.Errorf("%d bytes are %w, %d", n, errOverPeerBudget, peer)
-	case peer > 0 && in.slots.registeredBytes.Load()+n > peer:
-		in.order.overBudgetBy = in.slots.registeredBytes.Load() + n - peer
-		return fmt.Errorf("%w, %d: it has %d and asks for %d", errPeerBudget, peer, in.slots.registeredBytes.Load(), n)
+	case perPeer > 0 && n > perPeer:
+		return fmt.Errorf("%d bytes are %w, %d", n, errOverPeerBudget, perPeer)
+	case perPeer > 0 && in.slots.registeredBytes.Load()+n > perPeer:
+		in.order.overBudgetBy = in.slots.registeredBytes.Load() + n - perPeer
+		return fmt.Errorf("%w, %d: it has %d and asks for %d", errPeerBudget, perPeer, in.slots.registeredBytes.Load(), n)
 	case total > 0 && v.budget.registered.Load()+n > total:
 		return fmt.Errorf("%w, %d: they have %d, and %d are asked for", errTotalBudget, total, v.budget.registered.Load(), n)
 	}

@@ -30,7 +30,7 @@ func TestSendBudget(t *testing.T) {
 	if n := w.Stats().RefusedSends; n != 1 {
 		t.Errorf("%d messages are counted as refused, want 1", n)
 	}
-	w.says("rdma: a message is refused: too much waits for its peer", van.NodeName(8), "STEPAF_SEND_BUDGET")
+	w.says("rdma: a message is refused: too many bytes are queued for its peer", van.NodeName(8), "STEPAF_SEND_BUDGET")
 	w.must(control(s, 1000)) // these do not count
 	got := 0
 	for range sent {
@@ -117,7 +117,7 @@ func TestReceiveBudget(t *testing.T) {
 		w.must(push(s, 1, i, value(size, i)))
 	}
 	r.until("the peer is paused", func() bool { return s.Stats().PausedReads > 0 })
-	s.says("rdma: messages of a peer wait for a handler that is slow", van.NodeName(9), "STEPAF_RECV_BUDGET_PEER")
+	s.says("rdma: messages of a peer wait for a slow handler", van.NodeName(9), "STEPAF_RECV_BUDGET_PEER")
 	for i := range 20 { // meanwhile
 		other.must(push(s, 1, i, value(size, i)))
 		s.wantValue(i, value(size, i))

@@ -158,7 +158,7 @@ func TestBundleEnds(t *testing.T) {
 // it are delivered, and the slot is returned.
 func TestHostileBundle(t *testing.T) {
 	h := newHostileWorld(t, true)
-	h.takesBundles()
+	h.acceptBundles()
 	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, 0}, origin: 1})
 	one := func(ts int) *van.Message {
 		m := push(h.s, 1, ts, nil)
@@ -201,8 +201,8 @@ func TestHostileBundle(t *testing.T) {
 	h.ends(n)
 }
 
-// takesBundles makes the server believe that the process accepts bundles.
-func (h *hostileWorld) takesBundles() {
+// acceptBundles makes the server believe that the process accepts bundles.
+func (h *hostileWorld) acceptBundles() {
 	in := h.s.incomingOf(11)
 	h.s.device0().exclusive(func() { in.handshake.bundles = true })
 }
@@ -231,7 +231,7 @@ func TestLongMetaOfAnEarlierNode(t *testing.T) {
 // second one is not released before that has been decoded.
 func TestHostileBundleOfParts(t *testing.T) {
 	h := newHostileWorld(t, true)
-	h.takesBundles()
+	h.acceptBundles()
 	once := h.c.ask(slotRequest{metaLen: 1 << 16, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: 2})
 	in := h.s.incomingOf(11)
 	h.s.device0().exclusive(func() { // as after so many messages whose parts are announced

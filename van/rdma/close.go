@@ -48,7 +48,7 @@ func (v *rvan) Close(ctx context.Context) error {
 	linger, cancel := context.WithTimeout(ctx, maxLinger)
 	defer cancel()
 	var listen error
-	apart, stopped := make(chan struct{}), make(chan struct{})
+	tornDown, stopped := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(stopped)
 		var all sync.WaitGroup
@@ -66,11 +66,11 @@ func (v *rvan) Close(ctx context.Context) error {
 			in.fail(van.ErrClosed)
 		}
 		v.wg.Wait()
-		close(apart)
+		close(tornDown)
 		v.stopDevices(context.WithoutCancel(ctx)) // without the deadline, but with the delivery that calls Close, if any
 	}()
 	select {
-	case <-apart:
+	case <-tornDown:
 	case <-linger.Done():
 	}
 	ended := func(what chan struct{}, limit time.Duration) bool {
@@ -81,21 +81,21 @@ func (v *rvan) Close(ctx context.Context) error {
 			return false
 		}
 	}
-	late := &van.Error{Op: "close", Node: van.NodeName(int(v.local.id.Load())), Err: van.ErrTimeout, Limit: teardownTime,
+	timeout := &van.Error{Op: "close", Node: van.NodeName(int(v.local.id.Load())), Err: van.ErrTimeout, Limit: teardownTime,
 		Detail: "connections do not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"}
-	if ended(apart, teardownTime) {
+	if ended(tornDown, teardownTime) {
 		if ended(stopped, stopTime) {
 			return errors.Join(listen, v.closeDevices())
 		}
-		late.Limit, late.Detail = stopTime, "receiving does not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"
+		timeout.Limit, timeout.Detail = stopTime, "receiving does not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"
 	}
 	go func() {
 		<-stopped
 		if err := v.closeDevices(); err != nil {
-			v.log.Warn("rdma: the devices were not closed in order", "err", err)
+			v.log.Warn("rdma: closing the devices failed", "err", err)
 		}
 	}()
-	return late
+	return timeout
 }
 
 // stopDevices ends the loops of the devices, and waits for the Polls that use the devices.

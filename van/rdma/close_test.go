@@ -72,7 +72,7 @@ func TestDisconnectBeforeConnected(t *testing.T) {
 }
 
 // Close does not exceed its time limit for a peer that is closing and has no connection.
-func TestCloseWhileLeaving(t *testing.T) {
+func TestCloseWhileDraining(t *testing.T) {
 	p := newPair(t, nil)
 	p.connect(p.worker, serverID, p.server)
 	end := p.rejectAll()

@@ -91,7 +91,7 @@ func (d *areaSet) removeArea(a *area) {
 // awaitFlush waits for the last completions of a broken connection. There may be fewer completions than receive requests: Soft-RoCE does
 // not flush requests that are posted after a queue pair has failed.
 func (d *device) awaitFlush(in *inbound) {
-	limit, look := time.After(flushTime), time.Tick(flushPause)
+	limit, check := time.After(flushTime), time.Tick(flushPause)
 	for last := int32(0); ; {
 		select {
 		case <-in.drain.drained:
@@ -100,7 +100,7 @@ func (d *device) awaitFlush(in *inbound) {
 			return
 		case <-d.stopped:
 			return
-		case <-look:
+		case <-check:
 			n := in.drain.flushed.Load()
 			if n > 0 && n == last {
 				return

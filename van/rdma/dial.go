@@ -28,12 +28,12 @@ const (
 // keepConnected connects to the peer, and reconnects when the connection breaks, until ctx ends.
 func (p connector) keepConnected(ctx context.Context) {
 	defer close(p.state.stopped)
-	backoff, told, late := minBackoff, false, false
+	backoff, logged, retried := minBackoff, false, false
 	for ctx.Err() == nil {
 		p.mu.Lock()
-		parts := p.state.detached && p.state.connectCount > 0 // before the first connection, queued messages have not been sent yet
+		detached := p.state.detached && p.state.connectCount > 0 // before the first connection, queued messages have not been sent yet
 		p.mu.Unlock()
-		if parts {
+		if detached {
 			<-ctx.Done()
 			return
 		}
@@ -42,16 +42,16 @@ func (p connector) keepConnected(ctx context.Context) {
 			if ctx.Err() != nil {
 				return
 			}
-			if !told || p.v.cfg.PrintRDMALog {
+			if !logged || p.v.cfg.PrintRDMALog {
 				level := slog.LevelInfo
 				if isSecretMismatch(err) {
 					level = slog.LevelWarn // a wrong secret needs an operator
 				}
 				p.v.log.Log(ctx, level, "rdma: no connection yet, trying again", "peer", p.name(), "err", err)
 			}
-			told = true
-			if !late && (errors.Is(err, van.ErrTimeout) || errors.Is(err, syscall.ETIMEDOUT)) {
-				late = true // retry once: a busy host is not a lost peer
+			logged = true
+			if !retried && (errors.Is(err, van.ErrTimeout) || errors.Is(err, syscall.ETIMEDOUT)) {
+				retried = true // retry once: a busy host is not a lost peer
 				continue
 			}
 			p.mu.Lock()
@@ -66,7 +66,7 @@ func (p connector) keepConnected(ctx context.Context) {
 			backoff = min(2*backoff, maxBackoff)
 			continue
 		}
-		backoff, told, late = minBackoff, false, false
+		backoff, logged, retried = minBackoff, false, false
 		p.connected(l)
 		select {
 		case err = <-l.failed:
@@ -122,12 +122,12 @@ func (p connector) connected(l *link) {
 // be received.
 func (l *link) sendUp(afterLoss bool) {
 	if id, _, stage, ok := l.queue.Begin(); ok {
-		says := byte(up)
+		state := byte(up)
 		if afterLoss {
-			says = upAfterLoss
+			state = upAfterLoss
 		}
 		l.queue.Record(id).Note.data = afterLoss // counts as data, so that a break now is reported: the peer waits for it
-		l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:copy(stage, l.upProof.encodeUp(says))]))
+		l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:copy(stage, l.upProof.encodeUp(state))]))
 	}
 }
 
@@ -145,7 +145,7 @@ func (p connector) disconnected(l *link, cause error) {
 	// If only control messages were in flight, nothing is lost: they are sent again.
 	quiet := cause != nil && l.numbered && len(p.pulls) == 0 && len(dropped) == 0 && !l.carriesData() && errors.Is(cause, errUnacknowledged)
 	p.state.lost = p.state.lost || cause != nil && !quiet
-	ups := p.state.connectCount
+	connectCount := p.state.connectCount
 	p.mu.Unlock()
 	if cause != nil {
 		level := slog.LevelInfo // a peer may end at any time
@@ -159,7 +159,7 @@ func (p connector) disconnected(l *link, cause error) {
 	p.finishAll(append(ended, p.dropMessages(dropped)...))
 	switch {
 	case quiet:
-		time.AfterFunc(p.v.times.quiet, func() { p.notifyUnlessReconnected(ups, cause) })
+		time.AfterFunc(p.v.times.quiet, func() { p.notifyUnlessReconnected(connectCount, cause) })
 	case cause != nil:
 		p.notifying.Lock()
 		defer p.notifying.Unlock()
@@ -167,13 +167,13 @@ func (p connector) disconnected(l *link, cause error) {
 	}
 }
 
-// notifyUnlessReconnected notifies the watcher of the loss unless p has connected again, that is, unless its connectCount has changed
-// from ups.
-func (p connector) notifyUnlessReconnected(ups int, cause error) {
+// notifyUnlessReconnected notifies the watcher of the loss unless p has connected again, that is, unless its number of connections has changed
+// from connectCount.
+func (p connector) notifyUnlessReconnected(connectCount int, cause error) {
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
 	p.mu.Lock()
-	lost := p.state.connectCount == ups && !p.state.lost && !p.state.ended
+	lost := p.state.connectCount == connectCount && !p.state.lost && !p.state.ended
 	p.state.lost = p.state.lost || lost
 	p.mu.Unlock()
 	if lost {
@@ -187,17 +187,17 @@ func (p connector) resubmit(l *link, all []finished, wanted bool) {
 	slices.SortFunc(all, func(x, y finished) int { return cmp.Compare(x.Note.seq, y.Note.seq) })
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	var kept []*outgoing
+	var resubmitted []*outgoing
 	for i := range all {
 		switch o := all[i].Note.control; {
 		case o == nil:
 		case wanted && l.numbered && !p.state.ended:
-			kept = append(kept, o)
+			resubmitted = append(resubmitted, o)
 		default:
 			p.recycle(o)
 		}
 	}
-	p.sender.Resubmit(kept)
+	p.sender.Resubmit(resubmitted)
 }
 
 // dropMessages recycles messages that will not be sent, and returns their completions.
@@ -301,7 +301,7 @@ func (p connector) destroyLink(l *link) []finished {
 	p.mu.Unlock()
 	_ = l.queue.Close()
 	for _, in := range uncertain { // returning a slot twice would let the peer overwrite it
-		in.fail(fmt.Errorf("%w: the other connection broke, and with it messages that gave back slots of this one", van.ErrPeerLost))
+		in.fail(fmt.Errorf("%w: the other connection broke with messages that returned slots of this one", van.ErrPeerLost))
 	}
 	return all
 }

@@ -161,7 +161,7 @@ func (d *dialing) awaitAnswer(ctx context.Context, q int, limit time.Duration) e
 	l.numbered = l.native && answer.incarnation != 0 && v.local.incarnation != 0
 	p.state.native.Store(l.native)
 	if l.native && p.incarnation != 0 && answer.incarnation != 0 && answer.incarnation != p.incarnation && !failpoint.On("fencing") {
-		return fmt.Errorf("queue pair %d: another process answers than the one that was named (incarnation %#x, want %#x)", q, answer.incarnation, p.incarnation)
+		return fmt.Errorf("queue pair %d: another process answers than the one in the node table (incarnation %#x, want %#x)", q, answer.incarnation, p.incarnation)
 	}
 	if v.cfg.SplitQPLag && !d.qps[q].Pinned() { // known only after the connection is established
 		v.warnPin.Do(func() {

@@ -103,7 +103,7 @@ func TestDialErrors(t *testing.T) {
 		{name: "completion queue", op: fakeverbs.OpReserve, err: syscall.ENOMEM, say: "create queue pair"},
 		{name: "connect at once", op: fakeverbs.OpConnect, err: errTest, say: "connect"},
 		{name: "unreachable", op: fakeverbs.OpConnect, err: fakeverbs.EventError(-110), say: "unreachable"},
-		{name: "nobody listens", op: fakeverbs.OpConnect, err: fakeverbs.EventError(8), say: "nobody listens"},
+		{name: "no process listens", op: fakeverbs.OpConnect, err: fakeverbs.EventError(8), say: "no process listens"},
 		{name: "rejected", op: fakeverbs.OpConnect, err: fakeverbs.EventError(28), say: "rejected by the peer (28)"},
 		{name: "staging memory", op: fakeverbs.OpRegister, err: syscall.ENOMEM, say: "staging memory"},
 		{name: "queue pair there", op: fakeverbs.OpCreateQP, err: syscall.ENOMEM, peer: true, say: "rejected"},
@@ -131,7 +131,7 @@ func TestDialErrors(t *testing.T) {
 			w.connect(srv)
 			v := value(5000, 1)
 			w.must(push(srv, 3, 1, v))
-			c := w.wantTold("it cannot connect", func(c change) bool { return !c.up })
+			c := w.wantChange("it cannot connect", func(c change) bool { return !c.up })
 			if !errors.Is(c.cause, syscall.ECONNREFUSED) || !strings.Contains(c.cause.Error(), s.say) {
 				t.Errorf("told %v, want ECONNREFUSED and %q", c.cause, s.say)
 			}
@@ -192,7 +192,7 @@ func TestSilentPeer(t *testing.T) {
 	defer p.end()
 	w.times.connect = 100 * time.Millisecond
 	w.connect(&testNode{who: van.Node{ID: 8, Hostname: a.String(), Port: p.port, Endpoint: (&van.NodeExtension{Incarnation: 1}).Encode()}})
-	c := w.wantTold("it cannot connect", func(c change) bool { return !c.up })
+	c := w.wantChange("it cannot connect", func(c change) bool { return !c.up })
 	if !errors.Is(c.cause, van.ErrTimeout) || !strings.Contains(c.cause.Error(), "no answer") {
 		t.Errorf("told %v, want a time-out", c.cause)
 	}
@@ -307,8 +307,8 @@ func TestSlowFlush(t *testing.T) {
 	r.until("all are taken down", func() bool { return gone.Load() > 0 })
 }
 
-// TestHeal cuts a link and heals it: the connection is restored.
-func TestHeal(t *testing.T) {
+// TestLinkHeals cuts a link and heals it: the connection is restored.
+func TestLinkHeals(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
 	w, s := r.pair()
@@ -360,7 +360,7 @@ func TestFailedWorkRequest(t *testing.T) {
 					t.Fatal(err)
 				}
 				// Where the peer's queue pair breaks, too, its end may be noticed first.
-				w.wantTold("which queue pair and status", func(c change) bool {
+				w.wantChange("which queue pair and status", func(c change) bool {
 					return !c.up && lost(c.cause) && (strings.Contains(c.cause.Error(), "queue pair 0") &&
 						strings.Contains(c.cause.Error(), status.String()) || strings.Contains(c.cause.Error(), "disconnected"))
 				})

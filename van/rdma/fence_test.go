@@ -28,7 +28,7 @@ func TestReplacedProcessIsFenced(t *testing.T) {
 	s.connect(next)
 	s.wantUp(next)
 	next.wantUp(s)
-	c := old.wantTold("why", func(c change) bool { return !c.up && errors.Is(c.cause, van.ErrReplaced) })
+	c := old.wantChange("why", func(c change) bool { return !c.up && errors.Is(c.cause, van.ErrReplaced) })
 	if c.id != s.who.ID {
 		t.Errorf("told of %s", van.NodeName(c.id))
 	}
@@ -103,7 +103,7 @@ func (id *requestedID) Reject(private []byte) error {
 func (id *requestedID) Destroy() error { return nil }
 
 // Data of a process that is not in the node table yet waits until it is. Control messages arrive at once.
-func TestNewcomerWaitsForTheTable(t *testing.T) {
+func TestReplacementWaitsForTheTable(t *testing.T) {
 	r := newRig(t)
 	s, old := r.node(8), r.node(9)
 	r.link(old, s)
@@ -154,7 +154,7 @@ func TestAnotherProcessAnswers(t *testing.T) {
 	who := s.who
 	who.Endpoint = (&van.NodeExtension{Incarnation: 77}).Encode()
 	w.connect(&testNode{who: who})
-	w.wantTold("another one answers", func(c change) bool { return !c.up && c.id == 8 })
+	w.wantChange("another one answers", func(c change) bool { return !c.up && c.id == 8 })
 	if (*w.tables.peers.Load())[8].currentLink() != nil {
 		t.Error("it has connected")
 	}

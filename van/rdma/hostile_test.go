@@ -30,7 +30,7 @@ func newHostileWorld(t *testing.T, ours bool) *hostileWorld {
 	h := &hostileWorld{rig: newRig(t), ours: ours}
 	h.w, h.s = h.pair()
 	h.p = newRaw(h.rig, rawAddr, van.Node{ID: 11})
-	h.c = h.p.dial(h.s, 2, func(q int) []byte { return h.p.hello(ours, 77, q, 2) })
+	h.c = h.p.dial(h.s, 2, func(q int) []byte { return h.p.privateData(ours, 77, q, 2) })
 	return h
 }
 
@@ -60,8 +60,8 @@ func (h *hostileWorld) seen(n uint64, what string) {
 
 const tooMuch = math.MaxUint64
 
-// TestHostileQuestions requests impossible slots.
-func TestHostileQuestions(t *testing.T) {
+// TestHostileSlotRequests requests impossible slots.
+func TestHostileSlotRequests(t *testing.T) {
 	for _, ours := range []bool{true, false} {
 		t.Run(fmt.Sprintf("ours %t", ours), func(t *testing.T) {
 			h := newHostileWorld(t, ours)
@@ -293,8 +293,8 @@ func TestHostileOriginal(t *testing.T) {
 	h.ends(n)
 }
 
-// TestHostileHello connects with private data that no node sends.
-func TestHostileHello(t *testing.T) {
+// TestHostileHandshake connects with private data that no node sends.
+func TestHostileHandshake(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
 	for name, private := range map[string][]byte{
@@ -332,11 +332,11 @@ func TestHostileServer(t *testing.T) {
 	p := newRaw(r, rawAddr, van.Node{ID: 10})
 	bad := &testNode{who: van.Node{ID: 10, Hostname: rawAddr.String(), Port: p.port}}
 	w.connect(bad)
-	c := p.accept(1, func(q int) []byte { return p.hello(true, 0, q, 2) })
+	c := p.accept(1, func(q int) []byte { return p.privateData(true, 0, q, 2) })
 	// Before the connection is established.
 	c.send(immCredits, make([]byte, trailerLen))
 	c.send(immSlotReply, make([]byte, slotReplyLen))
-	c2 := p.accept(1, func(q int) []byte { return p.hello(true, 0, 1, 2) })
+	c2 := p.accept(1, func(q int) []byte { return p.privateData(true, 0, 1, 2) })
 	c2.mem = c2.mem[1<<19:]
 	w.wantUp(bad)
 	epoch := w.local.epoch
@@ -413,7 +413,7 @@ func TestHostileRejection(t *testing.T) {
 		p.check(id.ResolveRoute(patience))
 		p.event(verbs.RouteResolved)
 		p.use(id)
-		p.check(id.Connect(verbs.ConnParam{Private: p.hello(false, 0, q, 2)}))
+		p.check(id.Connect(verbs.ConnParam{Private: p.privateData(false, 0, q, 2)}))
 		ids = append(ids, id)
 	}
 	peer := (*w.tables.peers.Load())[van.SchedulerID]

@@ -101,7 +101,7 @@ func (in *inbound) addQueuePair(id verbs.ID, h handshake, req []byte) error {
 		return err
 	}
 	if dev != in.device.dev {
-		return fmt.Errorf("queue pair %d came to device %s, the others to %s", q, dev.Name(), in.device.dev.Name())
+		return fmt.Errorf("queue pair %d arrived on device %s, the others on %s", q, dev.Name(), in.device.dev.Name())
 	}
 	c := conn.Cookie(in.serial, q)
 	id.SetCookie(c)
@@ -182,7 +182,7 @@ func (in *inbound) send(imm uint32, b []byte) {
 	copy(n.data[:], b)
 	if in.backlog.Len() > 0 || !in.trySend(&n) {
 		if in.backlog.Len() >= maxIndex {
-			in.fail(fmt.Errorf("%w: it does not take %d answers", van.ErrMalformed, maxIndex))
+			in.fail(fmt.Errorf("%w: it has not read %d replies", van.ErrMalformed, maxIndex))
 			return
 		}
 		in.backlog.Put(n)

@@ -28,7 +28,7 @@ func TestPeersAreLinkedWithTheirOwn(t *testing.T) {
 		w.linkInbounds()
 		for _, s := range servers {
 			if in := w.linked(s.who.ID); in == nil || in.handshake.node != s.who.ID || in.handshake.incarnation != s.local.incarnation {
-				t.Fatalf("%s: %s is linked with a connection of %s", when, van.NodeName(s.who.ID), in.opener())
+				t.Fatalf("%s: %s is linked with a connection of %s", when, van.NodeName(s.who.ID), in.openerName())
 			}
 		}
 	}
@@ -37,7 +37,7 @@ func TestPeersAreLinkedWithTheirOwn(t *testing.T) {
 	}
 	check("at first")
 	p := newRaw(r, rawAddr, servers[0].who) // another port; it does not send its node's name
-	p.dial(w, 2, func(q int) []byte { return p.hello(false, 0, q, 2) })
+	p.dial(w, 2, func(q int) []byte { return p.privateData(false, 0, q, 2) })
 	r.until("it has a connection", func() bool { return len(w.incoming()) == 3 })
 	check("beside one with the same id")
 	for i, s := range servers {
@@ -53,16 +53,16 @@ func TestPeersAreLinkedWithTheirOwn(t *testing.T) {
 	r.until("that of the first server has ended", func() bool { return len(w.incoming()) == 1 })
 	r.until("it is not linked any more", func() bool { return w.linked(8) == nil })
 	if in := w.linked(10); in == nil || in.handshake.node != 10 {
-		t.Errorf("the second server is linked with a connection of %s after the end of the first one's", in.opener())
+		t.Errorf("the second server is linked with a connection of %s after the end of the first one's", in.openerName())
 	}
 	if n := w.Stats().Malformed + servers[1].Stats().Malformed; n != 0 {
 		t.Errorf("%d malformed messages", n)
 	}
-	w.toldNothing()
+	w.wantNoLoss()
 }
 
-// opener names the opener of in.
-func (in *inbound) opener() string {
+// openerName names the opener of in.
+func (in *inbound) openerName() string {
 	if in == nil {
 		return "nobody"
 	}
@@ -70,11 +70,11 @@ func (in *inbound) opener() string {
 }
 
 // A SEND to a peer that finds the queue full is sent later, once and in order.
-func TestAnswersWaitForRoom(t *testing.T) {
+func TestRepliesWaitForQueue(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8, shortQueues)
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
-	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
+	c := p.dial(s, 2, func(q int) []byte { return p.privateData(true, 77, q, 2) })
 	in := s.incomingOf(11)
 	const n = 20
 	said := 0

@@ -25,14 +25,14 @@ func (b *livenessState) start(at netip.AddrPort) {
 	}
 	var err error
 	if b.responder, err = liveness.StartResponder(at, v.local.incarnation); err != nil {
-		v.log.Info("rdma: no thread answers for this node while it is busy", "addr", "udp "+at.String(), "err", err)
+		v.log.Info("rdma: no thread answers probes while this node is busy", "addr", "udp "+at.String(), "err", err)
 	}
 	_, limit := v.cfg.Heartbeats()
 	if limit <= 0 {
 		return
 	}
 	if b.prober, err = liveness.StartProber(v.cm.Source, v.cfg.RootPort, limit, b.probedProcesses); err != nil {
-		v.log.Info("rdma: busy nodes are not asked whether they are there", "from", v.cm.Source.String(), "err", err)
+		v.log.Info("rdma: busy nodes are not probed", "from", v.cm.Source.String(), "err", err)
 	}
 }
 

@@ -211,16 +211,16 @@ func (d nativeIn) endOutgrown(q *slotRequest) {
 		return
 	}
 	all := d.slots.granted[need.Route]
-	kept := all[:0]
+	remaining := all[:0]
 	for _, x := range all {
 		if x.Memory.origin >= q.origin || x.Data >= need.Exact && len(x.Memory.meta.Mem) >= need.Meta {
-			kept = append(kept, x)
+			remaining = append(remaining, x)
 			continue
 		}
 		d.endSlot(x)
 	}
-	clear(all[len(kept):])
-	if d.slots.granted[need.Route] = kept; len(kept) == 0 {
+	clear(all[len(remaining):])
+	if d.slots.granted[need.Route] = remaining; len(remaining) == 0 {
 		delete(d.slots.granted, need.Route)
 	}
 }
@@ -228,11 +228,11 @@ func (d nativeIn) endOutgrown(q *slotRequest) {
 func (d nativeIn) handleSend(c *verbs.Completion, t *trailer) (known bool) {
 	switch c.Imm {
 	case immUp:
-		says := int32(up)
-		if said := recvData(c); len(said) > 0 && said[0] == upAfterLoss {
-			says = upAfterLoss
+		state := int32(up)
+		if data := recvData(c); len(data) > 0 && data[0] == upAfterLoss {
+			state = upAfterLoss
 		}
-		if !d.confirmed.CompareAndSwap(0, says) {
+		if !d.confirmed.CompareAndSwap(0, state) {
 			return false
 		}
 		// This also holds if a later connection of the process has been linked meanwhile. A process that had the id before belongs to
@@ -258,7 +258,7 @@ func (d nativeIn) previousEnd(b []byte) (end int, err error) {
 		return 0, nil // splitMeta refuses what is too short
 	}
 	if end = int(le.Uint16(b[len(b)-trailerLen+offBefore:])); end > 0 && (end < least || aligned(end) > len(b)-least) {
-		return 0, &van.FieldError{Field: "trailer end of the message before", Value: end, Want: fmt.Sprintf("0, or %d to %d", least, len(b)-least)}
+		return 0, &van.FieldError{Field: "trailer end of the previous message", Value: end, Want: fmt.Sprintf("0, or %d to %d", least, len(b)-least)}
 	}
 	return end, nil
 }
@@ -284,7 +284,7 @@ func (d nativeIn) splitMeta(b []byte, t *trailer) (meta, behind []byte, err erro
 }
 
 func (d nativeIn) handleOverwrite(l *receiveSlot, _ uint64) error {
-	return &van.FieldError{Field: "slot", Value: l.Index(), Want: "one that has been given back"}
+	return &van.FieldError{Field: "slot", Value: l.Index(), Want: "one that has been returned"}
 }
 
 func (d nativeIn) endsSlot(*van.Message) bool { return false }

@@ -34,9 +34,9 @@ func (v *node) notifyFailure(p *peer, l *link, err error) {
 	}
 	v.notify(p, false, asLost(err))
 	p.mu.Lock()
-	stands := p.link == l && !p.state.oneWay && (p.inboundDown == nil || !p.inboundDown.notified) // the end of the inbound connection is notified after this
+	up := p.link == l && !p.state.oneWay && (p.inboundDown == nil || !p.inboundDown.notified) // the end of the inbound connection is notified after this
 	p.mu.Unlock()
-	if stands {
+	if up {
 		v.notify(p, true, nil)
 	}
 }
@@ -66,27 +66,27 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
 	p.mu.Lock()
-	l, h, oneWay, now := p.link, p.inboundDown, p.state.oneWay, p.inbound.Load()
-	told, again := h != nil && h.notified, established(now)
+	l, h, oneWay, current := p.link, p.inboundDown, p.state.oneWay, p.inbound.Load()
+	notified, restored := h != nil && h.notified, established(current)
 	var cause error
 	switch {
 	case in != nil && in.handshake.native && in.confirmed.Load() != 0 && int32(in.serial-p.confirmedSerial) > 0 && !in.process.unlisted.Load():
 		p.confirmedSerial = in.serial
 		if in.confirmed.Load() == upAfterLoss && !p.state.lost && !p.isMyWorker() { // while p is lost, no request is sent
-			cause = fmt.Errorf("%w: it took this node for lost", van.ErrPeerLost)
+			cause = fmt.Errorf("%w: it had declared this node lost", van.ErrPeerLost)
 		}
 	case h == nil:
-	case again && !now.handshake.native, !again && clock.Now()-h.since >= uint64(v.times.inboundDown):
+	case restored && !current.handshake.native, !restored && clock.Now()-h.since >= uint64(v.times.inboundDown):
 		cause = asLost(h.cause)
 	}
-	if again {
+	if restored {
 		p.inboundDown, p.state.oneWay, p.state.lost = nil, false, p.state.lost && !oneWay
 	} else if h != nil {
-		h.notified = told || cause != nil
+		h.notified = notified || cause != nil
 	} else if cause != nil && l != nil { // the newer connection is not confirmed yet
 		p.inboundDown = &inboundDown{cause: cause, since: clock.Now(), notified: true}
 	}
-	down := cause != nil && !told
+	down := cause != nil && !notified
 	p.state.lost = p.state.lost || down && l == nil
 	p.mu.Unlock()
 	if down {
@@ -97,7 +97,7 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 		}
 		p.mu.Unlock()
 	}
-	if again && (down || told || oneWay) && l != nil && p.currentLink() == l {
+	if restored && (down || notified || oneWay) && l != nil && p.currentLink() == l {
 		v.notify(p, true, nil)
 	}
 }

@@ -23,7 +23,7 @@ func TestFailureOfMessageAsConnectionBreaks(t *testing.T) {
 	again, left, ups := make(chan struct{}, 1), make(chan struct{}), atomic.Int32{}
 	w.WatchPeers(func(id int, up bool, cause error) {
 		now := armed.Load()
-		w.told <- change{id, up, cause}
+		w.changes <- change{id, up, cause}
 		switch {
 		case !now:
 		case up:
@@ -68,7 +68,7 @@ func TestFailureOfMessageAsConnectionBreaks(t *testing.T) {
 	w.wantDown(s, "value of 102400 bytes")
 	<-left
 	for range 3 { // attempts, each later than the previous one
-		w.wantDown(s, "nobody listens")
+		w.wantDown(s, "no process listens")
 	}
 	if n := ups.Load(); n > 0 {
 		t.Errorf("the peer was told to be up %d times, without a connection", n)
@@ -83,7 +83,7 @@ func TestAnswerLost(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
 	lostAnswer(w, s)
-	c := w.wantTold("answers are lost", func(c change) bool { return !c.up })
+	c := w.wantChange("answers are lost", func(c change) bool { return !c.up })
 	if c.id != s.who.ID || !lost(c.cause) || !strings.Contains(c.cause.Error(), "answers") {
 		t.Errorf("told of %s: %v; want %s and %v", van.NodeName(c.id), c.cause, van.NodeName(s.who.ID), van.ErrPeerLost)
 	}
@@ -129,7 +129,7 @@ func TestAnswersLostForLong(t *testing.T) {
 }
 
 // A peer that shuts down is not reported as lost before this node's connection to it has ended, and never as up.
-func TestPeerLeaves(t *testing.T) {
+func TestPeerShutsDown(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		end  func(r *rig, w, s *testNode)
@@ -159,7 +159,7 @@ func TestPeerLeaves(t *testing.T) {
 			c.end(r, w, s)
 			if c.lost {
 				for range 3 {
-					w.wantTold("the peer is lost", func(c change) bool {
+					w.wantChange("the peer is lost", func(c change) bool {
 						if c.up {
 							t.Error("the peer was told to be back")
 						}
@@ -175,7 +175,7 @@ func TestPeerLeaves(t *testing.T) {
 				return len(now) == 0 || now[0] != old[0]
 			})
 			if !c.lost {
-				w.toldNothing()
+				w.wantNoLoss()
 			}
 		})
 	}
@@ -200,7 +200,7 @@ func TestEndOfReplacedConnection(t *testing.T) {
 	_, s := r.pair()
 	s.times.inboundDown = 1
 	old := s.incomingOf(9)
-	s.toldNothing()
+	s.wantNoLoss()
 	p := newRaw(r, rawAddr, van.Node{ID: 9})
 	defer p.end()
 	p.dial(s, 2, func(q int) []byte {
@@ -218,7 +218,7 @@ func TestEndOfReplacedConnection(t *testing.T) {
 		return true
 	})
 	s.close() // its watcher has received all notifications
-	s.toldNothing()
+	s.wantNoLoss()
 }
 
 // A server is reported to a worker as up when it can answer, that is, not before it has connected to the worker again. Until then requests are
@@ -236,8 +236,8 @@ func TestBackWhenItCanAnswer(t *testing.T) {
 	back := (*s.tables.peers.Load())[w.who.ID]
 	p := (*w.tables.peers.Load())[s.who.ID]
 	r.until("the server's own connection has broken, at both ends", func() bool { return back.currentLink() == nil && p.inbound.Load() == nil })
-	for len(w.told) > 0 {
-		<-w.told
+	for len(w.changes) > 0 {
+		<-w.changes
 	}
 	r.net.Heal(w.addr, s.addr)
 	r.until("the worker's connection stands", func() bool { return p.currentLink() != nil })
@@ -246,8 +246,8 @@ func TestBackWhenItCanAnswer(t *testing.T) {
 	if err := w.Send(push(s, 1, 0, value(3000, 1))); !lost(err) || !strings.Contains(err.Error(), "has not connected to this node again") {
 		t.Errorf("a request that could not be answered: %v, want %v that says so", err, van.ErrPeerLost)
 	}
-	for len(w.told) > 0 {
-		if c := <-w.told; c.up {
+	for len(w.changes) > 0 {
+		if c := <-w.changes; c.up {
 			t.Error("the server was told to be back before it could answer")
 		}
 	}
@@ -263,11 +263,11 @@ func TestBackWhenItCanAnswer(t *testing.T) {
 		t.Error("the answer is another one")
 	}
 	m.Release()
-	w.toldNothing()
+	w.wantNoLoss()
 }
 
 // A late notification of a break that lost nothing is dropped if the connection has been restored.
-func TestLateNewsOfAQuietBreak(t *testing.T) {
+func TestLateNotificationOfAQuietBreak(t *testing.T) {
 	r := newRig(t)
 	w, s := r.make(9), r.node(8)
 	w.times.quiet = time.Hour // not the subject of this test
@@ -285,7 +285,7 @@ func TestLateNewsOfAQuietBreak(t *testing.T) {
 			case <-time.After(100 * time.Millisecond):
 			}
 		}
-		w.told <- change{id, up, cause}
+		w.changes <- change{id, up, cause}
 	})
 	w.listenOn(0)
 	w.Start(func(m *van.Message) { w.in <- m.Retain() })
@@ -295,7 +295,7 @@ func TestLateNewsOfAQuietBreak(t *testing.T) {
 	w.wantUp(s)
 	w.must(push(s, 1, 1, value(5000, 1)))
 	s.wantValue(1, value(5000, 1))
-	w.toldNothing()
+	w.wantNoLoss()
 }
 
 // A restarted scheduler has its predecessor's address, and knows nothing of this node. A new process there is reported as a loss, although the
@@ -307,15 +307,15 @@ func TestAnotherProcessAfterAQuietBreak(t *testing.T) {
 	r.link(w, s)
 	w.answeredBefore(s, 77)
 	(*w.tables.peers.Load())[s.who.ID].currentLink().fail(fmt.Errorf("%w: made to", errUnacknowledged))
-	if c := w.wantTold("anything", func(change) bool { return true }); c.up || !lost(c.cause) || !strings.Contains(c.cause.Error(), "another process") {
+	if c := w.wantChange("anything", func(change) bool { return true }); c.up || !lost(c.cause) || !strings.Contains(c.cause.Error(), "another process") {
 		t.Errorf("told first: up %t, %v; want %v, as another process answers", c.up, c.cause, van.ErrPeerLost)
 	}
 	w.wantUp(s)
-	w.toldNothing()
+	w.wantNoLoss()
 }
 
 // A node that has lost a peer says so when it connects again, but only to the same process: another one has nothing to drop.
-func TestLossIsSaidToTheSameProcess(t *testing.T) {
+func TestLossReportToTheSameProcess(t *testing.T) {
 	for before, want := range map[uint32]int32{0: upAfterLoss, 77: up} {
 		r := newRig(t)
 		w, s := r.node(9), r.node(van.SchedulerID)
@@ -353,7 +353,7 @@ func (n *testNode) answeredBefore(peer *testNode, incarnation uint32) {
 }
 
 // A process repeats its report of losses if the report is lost, too.
-func TestSaidAgain(t *testing.T) {
+func TestLossReportIsRepeated(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
 	dst := make([]byte, 100<<10)
@@ -402,7 +402,7 @@ func TestNothingIsLostAfterTheRepair(t *testing.T) {
 		q.Release()
 		w.nextWith(ts).Release()
 		s.wantUp(w)
-		w.toldNothing()
+		w.wantNoLoss()
 	}
 }
 
@@ -433,7 +433,7 @@ func (n *testNode) barred() (open func()) {
 // A process that connects again says whether it took this node for lost, and so dropped what it owed it. This fails the requests that wait for the
 // process, even if the end of its former connection has not been noticed. A server does not wait for a worker. A report of a process that had the
 // id before, with another port, concerns no peer.
-func TestSaidToHaveLost(t *testing.T) {
+func TestLossReport(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		of   int // the node
@@ -456,7 +456,7 @@ func TestSaidToHaveLost(t *testing.T) {
 			}
 			s.barred()
 			old := w.incomingOf(s.who.ID)
-			w.toldNothing()
+			w.wantNoLoss()
 			p := newRaw(r, rawAddr, van.Node{ID: s.who.ID})
 			defer p.end()
 			again := p.dial(w, 2, func(q int) []byte {
@@ -468,7 +468,7 @@ func TestSaidToHaveLost(t *testing.T) {
 			})
 			again.send(immUp, c.said)
 			if c.lost {
-				w.wantDown(s, "took this node for lost")
+				w.wantDown(s, "had declared this node lost")
 				w.wantUp(s)
 			}
 			r.until("the first connection has ended, or the other one is confirmed", func() bool {
@@ -482,19 +482,19 @@ func TestSaidToHaveLost(t *testing.T) {
 				return c.port == 0 && !stands
 			})
 			w.close() // its watcher has received all notifications
-			w.toldNothing()
+			w.wantNoLoss()
 		})
 	}
 }
 
-// TestSaidToHaveLostTwice: a report of losses also counts if the process has a newer connection by the time the report is read: it is not repeated on
+// TestLossReportOfOlderConnection: a report of losses also counts if the process has a newer connection by the time the report is read: it is not repeated on
 // the newer one.
-func TestSaidToHaveLostTwice(t *testing.T) {
+func TestLossReportOfOlderConnection(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
 	s.barred()
 	old := w.incomingOf(s.who.ID)
-	w.toldNothing()
+	w.wantNoLoss()
 	p := newRaw(r, rawAddr, van.Node{ID: s.who.ID})
 	defer p.end()
 	hello := func(epoch uint32) func(q int) []byte {
@@ -514,7 +514,7 @@ func TestSaidToHaveLostTwice(t *testing.T) {
 		return in != nil && in.handshake.epoch == old.handshake.epoch+2
 	})
 	first.send(immUp, []byte{upAfterLoss})
-	w.wantDown(s, "took this node for lost")
+	w.wantDown(s, "had declared this node lost")
 	second.send(immUp, []byte{up})
 	w.wantUp(s)
 }

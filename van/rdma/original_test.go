@@ -40,7 +40,7 @@ func (s *rawServer) message(c *rawConn, slots map[uint32][]byte) (index uint32, 
 }
 
 // A pull that is canceled before it is sent is not sent to a StepMesh node, which would still write its answer. The next pull uses its slot.
-func TestRevokedPullIsNotSentToOriginal(t *testing.T) {
+func TestInvalidatedPullIsNotSentToOriginal(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)
 	s := newRawServer(r, w)
@@ -91,7 +91,7 @@ func TestDestinationThatIsReplaced(t *testing.T) {
 }
 
 // Invalidated memory may be in one region with memory that a StepMesh node will still write to. The node would abort if the write were refused.
-func TestRevokeBesideAPullFromOriginal(t *testing.T) {
+func TestInvalidateBesideAPullFromOriginal(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)
 	s := newRawServer(r, w)
@@ -108,7 +108,7 @@ func TestRevokeBesideAPullFromOriginal(t *testing.T) {
 	back.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: m.Addr, RKey: uint32(m.Option)}, value(1000, 1))
 	back.notify(0, slot.index, slot.meta, slot.metaKey, encode(r, a, nil))
 	w.wantValue(1, value(1000, 1))
-	w.toldNothing()
+	w.wantNoLoss()
 	s.end()
 }
 

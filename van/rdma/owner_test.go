@@ -15,9 +15,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// TestRevokeOfAnswered: memory that is invalidated at the moment when its answer arrives is not written to afterwards. The race detector finds more
+// TestInvalidateOfAnswered: memory that is invalidated at the moment when its answer arrives is not written to afterwards. The race detector finds more
 // than the comparison of values.
-func TestRevokeOfAnswered(t *testing.T) {
+func TestInvalidateOfAnswered(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
 	r.serve(s, 100)
@@ -202,8 +202,8 @@ func TestLongMeta(t *testing.T) {
 	r.net.Fail(nil)
 }
 
-// TestHeldOfEnded: messages whose other part will not arrive are released, even if they arrive while the connection is being destroyed.
-func TestHeldOfEnded(t *testing.T) {
+// TestIncompleteOfEnded: messages whose other part will not arrive are released, even if they arrive while the connection is being destroyed.
+func TestIncompleteOfEnded(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
 	w.must(push(s, 1, 1, value(5000, 1)))

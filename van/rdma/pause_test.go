@@ -60,7 +60,7 @@ func TestPauses(t *testing.T) {
 			if shorter == 0 || longer == 0 {
 				t.Errorf("of the last pauses %d are of less than a second and %d of more, want some of each", shorter, longer)
 			}
-			if n := w.lines(again, van.NodeName(8), "nobody listens"); n != round {
+			if n := w.lines(again, van.NodeName(8), "no process listens"); n != round {
 				t.Errorf("%d lines say that there is no connection yet and why, want %d", n, round)
 			}
 		}

@@ -115,9 +115,9 @@ type upProof struct {
 	first []byte // the private data of the first request
 }
 
-// encodeUp returns the data of immUp with the state says, which is up or upAfterLoss.
-func (o *upProof) encodeUp(says byte) []byte {
-	b := []byte{says}
+// encodeUp returns the data of immUp with that state, up or upAfterLoss.
+func (o *upProof) encodeUp(state byte) []byte {
+	b := []byte{state}
 	if o.keys == nil {
 		return b
 	}
@@ -126,11 +126,11 @@ func (o *upProof) encodeUp(says byte) []byte {
 }
 
 // checkUp checks the proof in the data of immUp. An error is the cause for which the opener is unproved.
-func (o *upProof) checkUp(said []byte) error {
-	if len(said) != 1+auth.ProofLen {
+func (o *upProof) checkUp(data []byte) error {
+	if len(data) != 1+auth.ProofLen {
 		return auth.ErrNoSecret
 	}
-	if !o.keys.Check(said[1:], openerProof, o.nonce[:], o.first, said[:1]) {
+	if !o.keys.Check(data[1:], openerProof, o.nonce[:], o.first, data[:1]) {
 		return auth.ErrOtherSecret
 	}
 	return nil

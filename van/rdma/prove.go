@@ -104,12 +104,12 @@ func (v acceptor) awaitProofLocked(in *inbound, req []byte) {
 	in.dialect = unprovedIn{nativeIn{slotSet{in}}}
 	v.accepted.unproved = append(v.accepted.unproved, in)
 	if len(v.accepted.unproved) > v.accepted.maxUnproved {
-		v.accepted.unproved[0].failUnproved(fmt.Errorf("%w: of more than %d connections without proof this is the oldest", auth.ErrNoSecret, v.accepted.maxUnproved))
+		v.accepted.unproved[0].failUnproved(fmt.Errorf("%w: more than %d connections have no proof, and this is the oldest", auth.ErrNoSecret, v.accepted.maxUnproved))
 		v.accepted.unproved = slices.Delete(v.accepted.unproved, 0, 1)
 	}
 	time.AfterFunc(v.times.proof, func() {
 		if in.process.unproved.Load() && !in.failed.Load() {
-			in.failUnproved(fmt.Errorf("%w: no proof has come within %s", auth.ErrNoSecret, v.times.proof))
+			in.failUnproved(fmt.Errorf("%w: no proof has arrived within %s", auth.ErrNoSecret, v.times.proof))
 		}
 	})
 }

@@ -182,10 +182,10 @@ func TestUnprovedRequests(t *testing.T) {
 		name, want string
 		request    func(p *raw, s *testNode) []byte
 	}{
-		{"no proof", none, func(p *raw, s *testNode) []byte { return p.hello(true, 1, 0, 1) }},
-		{"a C++ node", none, func(p *raw, s *testNode) []byte { return p.hello(false, 1, 0, 1) }},
+		{"no proof", none, func(p *raw, s *testNode) []byte { return p.privateData(true, 1, 0, 1) }},
+		{"a C++ node", none, func(p *raw, s *testNode) []byte { return p.privateData(false, 1, 0, 1) }},
 		{"zeros for a proof", none, func(p *raw, s *testNode) []byte {
-			return append(p.hello(true, 1, 0, 1), make([]byte, auth.ProofLen)...)
+			return append(p.privateData(true, 1, 0, 1), make([]byte, auth.ProofLen)...)
 		}},
 		{"a wrong proof", differs, func(p *raw, s *testNode) []byte {
 			b := p.request(k, s, 1, 0, 1)
@@ -213,7 +213,7 @@ func TestUnprovedRequests(t *testing.T) {
 		}},
 		{"the proof of an answer", differs, func(p *raw, s *testNode) []byte {
 			c := p.dial(s, 1, func(q int) []byte { return p.request(k, s, 2, q, 1) })
-			return append(p.hello(true, 1, 0, 1), c.answers[0][offAnswerProof:][:auth.ProofLen]...)
+			return append(p.privateData(true, 1, 0, 1), c.answers[0][offAnswerProof:][:auth.ProofLen]...)
 		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -346,8 +346,8 @@ func provedOpener(t *testing.T, order []int) {
 	}
 }
 
-// TestCrowdOfUnproved: the number of unproved connections is limited, and they do not keep members out.
-func TestCrowdOfUnproved(t *testing.T) {
+// TestManyUnproved: the number of unproved connections is limited, and they do not keep members out.
+func TestManyUnproved(t *testing.T) {
 	r := newRig(t)
 	k := keysOf(t, secretA, true)
 	w, s := r.proving(9, k, oneQP), r.proving(8, k, oneQP)
@@ -480,8 +480,8 @@ func TestUnprovedRejection(t *testing.T) {
 	}
 }
 
-// TestReplacedIsToldWithProof: a node's rejection of a replaced process has a valid proof.
-func TestReplacedIsToldWithProof(t *testing.T) {
+// TestReplacedRejectionHasProof: a node's rejection of a replaced process has a valid proof.
+func TestReplacedRejectionHasProof(t *testing.T) {
 	r := newRig(t)
 	k := keysOf(t, secretA, true)
 	w, s := r.proving(9, k, oneQP), r.proving(8, k, oneQP)

@@ -282,8 +282,8 @@ func (p *peer) dropQueued(o *outgoing, err error) {
 // returnSlots returns slots to the peer that this node does not need. p.mu is held.
 func (p *peer) returnSlots() {
 	for l := p.link; l != nil; {
-		back := p.sender.Returns()
-		if len(back) == 0 {
+		returned := p.sender.Returns()
+		if len(returned) == 0 {
 			return
 		}
 		id, _, stage, ok := l.queue.Begin()
@@ -291,8 +291,8 @@ func (p *peer) returnSlots() {
 			return // the next tick tries again
 		}
 		t := trailer{epoch: l.epoch}
-		for t.n < min(len(back), maxCredits) {
-			t.credits[t.n] = uint16(back[t.n])
+		for t.n < min(len(returned), maxCredits) {
+			t.credits[t.n] = uint16(returned[t.n])
 			t.n++
 		}
 		t.put(stage[:trailerLen])

@@ -82,8 +82,8 @@ func (p *raw) event(want verbs.EventType) verbs.Event {
 	}
 }
 
-// hello returns p's private data.
-func (p *raw) hello(ours bool, epoch uint32, q, qps int) []byte {
+// privateData returns p's private data.
+func (p *raw) privateData(ours bool, epoch uint32, q, qps int) []byte {
 	h := handshake{node: p.node.ID, port: p.port, host: p.addr.String(), epoch: epoch, qp: q, qpCount: qps}
 	if b := h.encode(); ours {
 		return b

@@ -61,7 +61,7 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 	}
 	l := v.budget.slots.Get(c.Imm)
 	if l == nil || l.Owner != in {
-		in.malformed(&van.FieldError{Field: "slot", Value: c.Imm, Want: "one that this connection was given"})
+		in.malformed(&van.FieldError{Field: "slot", Value: c.Imm, Want: "one granted on this connection"})
 		return
 	}
 	ok, over := l.Hold() // released below, when all messages of the write are decoded

@@ -67,28 +67,28 @@ func (in slotSet) reclaimFor(err error, now uint64) {
 	}
 	shares := map[*inbound]int{in.inbound: 0} // number of slots of each peer
 	v.budget.slots.Each(func(l *receiveSlot) {
-		if of := l.Owner.(*inbound); !l.OneShot && of.handshake.native {
-			shares[of]++
+		if owner := l.Owner.(*inbound); !l.OneShot && owner.handshake.native {
+			shares[owner]++
 		}
 	})
 	all := v.budget.slots.Room()
 	ofBytes := errors.Is(err, errTotalBudget)
 	if ofBytes {
 		all = 0
-		for of := range shares {
-			shares[of] = int(of.slots.registeredBytes.Load())
-			all += shares[of]
+		for owner := range shares {
+			shares[owner] = int(owner.slots.registeredBytes.Load())
+			all += shares[owner]
 		}
 	}
 	fair, over := all/len(shares), false
-	for _, of := range slices.SortedFunc(maps.Keys(shares), func(x, y *inbound) int { return cmp.Compare(x.serial, y.serial) }) {
-		switch more := shares[of] - fair; {
-		case of == in.inbound || more <= 0:
+	for _, owner := range slices.SortedFunc(maps.Keys(shares), func(x, y *inbound) int { return cmp.Compare(x.serial, y.serial) }) {
+		switch more := shares[owner] - fair; {
+		case owner == in.inbound || more <= 0:
 			continue
 		case ofBytes:
-			slotSet{of}.requestReclaim(0, more, now)
+			slotSet{owner}.requestReclaim(0, more, now)
 		default:
-			slotSet{of}.requestReclaim(more, 0, now)
+			slotSet{owner}.requestReclaim(more, 0, now)
 		}
 		over = true
 	}
@@ -99,26 +99,26 @@ func (in slotSet) reclaimFor(err error, now uint64) {
 
 // requestReclaim asks the peer to return slots. A peer that has free slots and does not return them is disconnected; it reconnects when it
 // needs to.
-func (in slotSet) requestReclaim(places, bytes int, now uint64) {
+func (in slotSet) requestReclaim(slots, bytes int, now uint64) {
 	if !in.handshake.native || failpoint.On("rdma-reclaim") {
 		return
 	}
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	w := &in.slots.reclaim
-	if in.closed || now-w.at < uint64(reclaimPause) {
+	last := &in.slots.reclaim
+	if in.closed || now-last.at < uint64(reclaimPause) {
 		return
 	}
-	if w.since != 0 && now-w.since > uint64(reclaimTime) && in.hasFreeSlots() {
-		in.fail(fmt.Errorf("%w: it has slots that it does not use, and has not given any back within %s", van.ErrPeerLost, reclaimTime))
+	if last.since != 0 && now-last.since > uint64(reclaimTime) && in.hasFreeSlots() {
+		in.fail(fmt.Errorf("%w: it has unused slots, and has returned none within %s", van.ErrPeerLost, reclaimTime))
 		return
 	}
-	w.at = now
-	if w.since == 0 {
-		w.since = now
+	last.at = now
+	if last.since == 0 {
+		last.since = now
 	}
 	var b [reclaimRequestLen]byte
-	(&reclaimRequest{slots: uint32(places), bytes: uint64(bytes)}).put(b[:])
+	(&reclaimRequest{slots: uint32(slots), bytes: uint64(bytes)}).put(b[:])
 	in.send(immReclaim, b[:])
 }
 
@@ -147,6 +147,6 @@ func (in slotSet) handleReturnedSlots(t *trailer) {
 	}
 	in.mu.Unlock()
 	if !ok {
-		in.malformed(&van.FieldError{Field: "slots that are given back", Value: t.credits[:t.n], Want: "those of this connection, without a message"})
+		in.malformed(&van.FieldError{Field: "returned slots", Value: t.credits[:t.n], Want: "those of this connection, without a message"})
 	}
 }

@@ -34,7 +34,7 @@ func hoard(w, s *testNode, n, size int) {
 }
 
 // A peer that once had all slots, and is idle, does not keep another peer from sending: it returns the slots.
-func TestIdlePeerGivesBack(t *testing.T) {
+func TestIdlePeerReturnsSlots(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8, places(8))
 	a, b := r.node(9), r.node(11)
@@ -57,18 +57,18 @@ func TestIdlePeerGivesBack(t *testing.T) {
 	if n := a.Stats().Malformed + b.Stats().Malformed + s.Stats().Malformed; n != 0 {
 		t.Errorf("%d malformed messages", n)
 	}
-	a.toldNothing()
-	b.toldNothing()
+	a.wantNoLoss()
+	b.wantNoLoss()
 }
 
 // If a peer's slots all have the wrong size, it gets some of the right size for them.
-func TestPlacesOfOtherSizes(t *testing.T) {
+func TestSlotsOfOtherSizes(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(places(8))
 	for i, size := range []int{3000, 6000, 20000, 1500, 3000} {
 		hoard(w, s, s.budget.slots.Room(), size+i)
 	}
-	w.toldNothing()
+	w.wantNoLoss()
 }
 
 // Control messages arrive while data occupies all the slots that it may have.
@@ -130,17 +130,17 @@ func TestBurstsOfManyPeers(t *testing.T) {
 		}
 	}
 	for _, n := range all {
-		n.toldNothing()
+		n.wantNoLoss()
 	}
 }
 
 // An idle peer that does not return slots when asked is disconnected.
-func TestHoarderIsCutOff(t *testing.T) {
+func TestHoarderIsDisconnected(t *testing.T) {
 	r := newRig(t)
 	s, w := r.node(8, places(8)), r.node(9)
 	r.link(w, s)
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
-	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
+	c := p.dial(s, 2, func(q int) []byte { return p.privateData(true, 77, q, 2) })
 	for i := range s.budget.slots.Room() {
 		c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: uint64(i), key: 6})
 	}
@@ -209,7 +209,7 @@ func TestBudgetIsReclaimed(t *testing.T) {
 			}
 		}
 	}
-	w.toldNothing()
+	w.wantNoLoss()
 }
 
 // The total budget also holds: idle peers return bytes for others.
@@ -226,7 +226,7 @@ func TestTotalBudget(t *testing.T) {
 		}
 	}
 	for _, n := range r.nodes[1:] {
-		n.toldNothing()
+		n.wantNoLoss()
 	}
 	if x := s.Stats(); x.SlotWaits == 0 || x.RefusedSlots != 0 {
 		t.Errorf("%d slot requests are counted as waiting, %d as refused, want some and none", x.SlotWaits, x.RefusedSlots)
@@ -304,12 +304,12 @@ func TestSlotsInUseAreNotMissed(t *testing.T) {
 	for _, m := range held[1:] {
 		m.Release()
 	}
-	w.toldNothing()
+	w.wantNoLoss()
 }
 
-// TestSlotIsLetGoAtOnce: a search for unused slots does not find one that is being released, before its last use is recorded. Otherwise the peer would be
+// TestSlotIsReleasedAtOnce: a search for unused slots does not find one that is being released, before its last use is recorded. Otherwise the peer would be
 // disconnected.
-func TestSlotIsLetGoAtOnce(t *testing.T) {
+func TestSlotIsReleasedAtOnce(t *testing.T) {
 	r := newRig(t)
 	w, s, held, _ := r.allInUse()
 	in := s.incomingOf(9)
@@ -330,7 +330,7 @@ func TestSlotIsLetGoAtOnce(t *testing.T) {
 	for _, m := range held[1:] {
 		m.Release()
 	}
-	w.toldNothing()
+	w.wantNoLoss()
 }
 
 // TestSlotsInUseAreAllItHas: a peer that cannot return anything, since its messages are still in use, is asked again and again, and not disconnected.
@@ -345,7 +345,7 @@ func TestSlotsInUseAreAllItHas(t *testing.T) {
 		m.Release()
 	}
 	s.wantValue(3, value(250<<10, 3))
-	w.toldNothing()
+	w.wantNoLoss()
 }
 
 // A value that fits only in place of values that are in use waits for a while, then fails.
@@ -381,7 +381,7 @@ func TestRegisteredBuffersDoNotCount(t *testing.T) {
 	}
 	w.must(push(s, 1, 1, value(3<<20, 1)))
 	s.wantValue(1, value(3<<20, 1))
-	w.toldNothing()
+	w.wantNoLoss()
 	if n := s.incomingOf(9).slots.registeredBytes.Load(); n != 0 {
 		t.Errorf("%d bytes are counted", n)
 	}
@@ -403,7 +403,7 @@ func TestUnusedOneShots(t *testing.T) {
 	s, w := r.node(8, places(64)), r.node(9)
 	r.link(w, s)
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
-	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
+	c := p.dial(s, 2, func(q int) []byte { return p.privateData(true, 77, q, 2) })
 	for i := range 100 {
 		var b [slotRequestLen]byte
 		(&slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: uint64(i)}).put(b[:])
@@ -493,7 +493,7 @@ func TestHostileReclaims(t *testing.T) {
 	p := newRaw(r, rawAddr, van.Node{ID: 10})
 	bad := &testNode{who: van.Node{ID: 10, Hostname: rawAddr.String(), Port: p.port}}
 	w.connect(bad)
-	c := p.accept(2, func(q int) []byte { return p.hello(true, 0, q, 2) })
+	c := p.accept(2, func(q int) []byte { return p.privateData(true, 0, q, 2) })
 	w.wantUp(bad)
 	w.must(push(bad, 1, 1, value(5000, 1)))
 	var q slotRequest

@@ -9,7 +9,7 @@ import (
 )
 
 // A message whose memory cannot be registered releases its slot.
-func TestRejectedMessageGivesItsPlaceBack(t *testing.T) {
+func TestRejectedMessageReleasesItsSlot(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
 	vals := make([]byte, 64<<10)

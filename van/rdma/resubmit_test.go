@@ -24,7 +24,7 @@ func newRawServer(r *rig, w *testNode) *rawServer {
 	return s
 }
 
-func (s *rawServer) private(int) []byte { return s.hello(false, 0, 0, 0) }
+func (s *rawServer) private(int) []byte { return s.privateData(false, 0, 0, 0) }
 
 // take accepts the worker's connection.
 func (s *rawServer) take() *rawConn {

@@ -36,7 +36,7 @@ func fullLink(w, s *testNode, n int) *peer {
 }
 
 // Returns of slots that find the queue full are sent later, each once. No other message that could send them is in flight.
-func TestReturnsWaitForRoom(t *testing.T) {
+func TestReturnsWaitForQueue(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(shortQueues)
 	const n = maxCredits + 7 // more than one SEND can return

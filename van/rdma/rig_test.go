@@ -34,13 +34,13 @@ type rig struct {
 // testNode is a van with its received messages and notifications.
 type testNode struct {
 	*rvan
-	r     *rig
-	who   van.Node
-	stack *fakeverbs.Stack
-	addr  netip.Addr
-	in    chan *van.Message // retained
-	told  chan change
-	dones atomic.Int32
+	r       *rig
+	who     van.Node
+	stack   *fakeverbs.Stack
+	addr    netip.Addr
+	in      chan *van.Message // retained
+	changes chan change
+	dones   atomic.Int32
 
 	logged vantest.Log
 }
@@ -78,7 +78,7 @@ func (r *rig) make(id int, options ...func(*env.Config)) *testNode {
 		f(cfg)
 	}
 	n := &testNode{r: r, addr: netip.AddrFrom4([4]byte{10, 77, 1, byte(len(r.nodes) + 1)}), in: make(chan *van.Message, 1<<14),
-		told: make(chan change, 1<<12)}
+		changes: make(chan change, 1<<12)}
 	if r.real {
 		n.addr = netip.AddrFrom4([4]byte{127, 77, 1, n.addr.As4()[3]})
 	}
@@ -94,7 +94,7 @@ func (r *rig) make(id int, options ...func(*env.Config)) *testNode {
 	n.who = van.Node{Role: van.RoleOf(id), ID: id, Hostname: n.addr.String(), AuxID: -1, Endpoint: identity.Encode()}
 	n.WatchPeers(func(id int, up bool, cause error) {
 		select {
-		case n.told <- change{id, up, cause}:
+		case n.changes <- change{id, up, cause}:
 		default:
 		}
 	})
@@ -200,13 +200,13 @@ func (n *testNode) wantValue(ts int, v []byte) {
 	}
 }
 
-// wantTold waits for a notification for which f returns true.
-func (n *testNode) wantTold(what string, f func(change) bool) change {
+// wantChange waits for a notification for which f returns true.
+func (n *testNode) wantChange(what string, f func(change) bool) change {
 	n.r.Helper()
 	limit := time.After(patience)
 	for {
 		select {
-		case c := <-n.told:
+		case c := <-n.changes:
 			if f(c) {
 				return c
 			}
@@ -218,13 +218,13 @@ func (n *testNode) wantTold(what string, f func(change) bool) change {
 
 func (n *testNode) wantUp(peer *testNode) {
 	n.r.Helper()
-	n.wantTold("the peer is up", func(c change) bool { return c.id == peer.who.ID && c.up })
+	n.wantChange("the peer is up", func(c change) bool { return c.id == peer.who.ID && c.up })
 }
 
 // wantDown waits for the notification that peer is lost, with a cause that contains these words.
 func (n *testNode) wantDown(peer *testNode, words ...string) change {
 	n.r.Helper()
-	return n.wantTold("the peer is down: "+strings.Join(words, ", "), func(c change) bool {
+	return n.wantChange("the peer is down: "+strings.Join(words, ", "), func(c change) bool {
 		return c.id == peer.who.ID && !c.up && !slices.ContainsFunc(words, func(w string) bool { return !strings.Contains(c.cause.Error(), w) })
 	})
 }

@@ -60,7 +60,7 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 	case msg.Continues: // accepted with the first message of the request
 	case data && p.sender.Waiting() > 0 && p.unsent >= p.v.cfg.SendBudget && p.v.cfg.SendBudget > 0 && !failpoint.On("send-budget"):
 		if n := p.v.stats.refusedSends.Add(1); n&(n-1) == 0 {
-			p.v.log.Warn("rdma: a message is refused: too much waits for its peer", "peer", p.name(), "bytes that wait", p.unsent, "STEPAF_SEND_BUDGET", p.v.cfg.SendBudget, "refused so far", n)
+			p.v.log.Warn("rdma: a message is refused: too many bytes are queued for its peer", "peer", p.name(), "queued bytes", p.unsent, "STEPAF_SEND_BUDGET", p.v.cfg.SendBudget, "refused so far", n)
 		}
 		return false, fmt.Errorf("%w: %d bytes wait, want less than %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, p.unsent, p.v.cfg.SendBudget)
 	case p.sender.Waiting() >= p.v.cfg.RDMAMaxConcurrWR:

@@ -25,9 +25,9 @@ func (in slotSet) handleSlotRequest(b []byte) {
 		in.malformed(err)
 		return
 	}
-	later := &in.slots.waiting[q.priority()]
+	queue := &in.slots.waiting[q.priority()]
 	in.mu.Lock()
-	wait := len(*later) > 0 // requests are granted in order
+	wait := len(*queue) > 0 // requests are granted in order
 	in.mu.Unlock()
 	var err error
 	if !wait {
@@ -38,9 +38,9 @@ func (in slotSet) handleSlotRequest(b []byte) {
 	}
 	in.countSlotWait(err)
 	in.mu.Lock()
-	full := len(*later) >= maxIndex
+	full := len(*queue) >= maxIndex
 	if !full && !in.closed {
-		*later = append(*later, q)
+		*queue = append(*queue, q)
 		in.device.requests.Add(&in.requestsDue)
 	}
 	in.mu.Unlock()
@@ -56,7 +56,7 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 		all := in.slots.waiting[k]
 		in.slots.waiting[k] = nil
 		in.mu.Unlock()
-		var kept []pendingRequest
+		var pending []pendingRequest
 		for i := range all {
 			q := &all[i]
 			err := in.grant(q)
@@ -68,17 +68,17 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 				in.dialect.endOutgrown(&q.slotRequest)
 				continue
 			}
-			kept = append(kept, *q)
+			pending = append(pending, *q)
 			in.reclaimFor(err, now)
 			if !errors.Is(err, errPeerBudget) { // otherwise a smaller request behind it may be granted
-				kept = append(kept, all[i+1:]...)
+				pending = append(pending, all[i+1:]...)
 				break
 			}
 		}
-		if len(kept) > 0 {
+		if len(pending) > 0 {
 			in.mu.Lock()
 			if !in.closed {
-				in.slots.waiting[k] = append(kept, in.slots.waiting[k]...)
+				in.slots.waiting[k] = append(pending, in.slots.waiting[k]...)
 				in.device.requests.Add(&in.requestsDue)
 			}
 			in.mu.Unlock()

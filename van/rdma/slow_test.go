@@ -39,7 +39,7 @@ func TestOriginalIsAnsweredAtOnce(t *testing.T) {
 		p := newRaw(r, rawAddr, van.Node{ID: 9})
 		_, ids := p.begin(s, 2)
 		ask := func(q int) {
-			p.check(ids[q].Connect(verbs.ConnParam{Private: p.hello(false, 0, q, 2), RetryCount: 6, RNRRetryCount: 7}))
+			p.check(ids[q].Connect(verbs.ConnParam{Private: p.privateData(false, 0, q, 2), RetryCount: 6, RNRRetryCount: 7}))
 		}
 		ask(0)
 		r.until("the server has the first", func() bool { return len(s.incoming()) == 1 })
@@ -123,7 +123,7 @@ func TestControlSurvivesALostConnection(t *testing.T) {
 		if (*w.tables.peers.Load())[8].currentLink() == first {
 			t.Error("the connection was not lost")
 		}
-		w.toldNothing()
+		w.wantNoLoss()
 	}
 	w.must(push(s, 1, 1000, value(3000, 1)))
 	s.wantValue(1000, value(3000, 1))
@@ -187,7 +187,7 @@ func TestControlOfAReplacedWriter(t *testing.T) {
 }
 
 // There is no warning if a value is released right after the next one was written to its slot.
-func TestAnsweredValueIsLetGo(t *testing.T) {
+func TestAnsweredValueIsReleased(t *testing.T) {
 	h := newHostileWorld(t, false)
 	h.s.times.overwriteGrace = patience
 	r := h.c.ask(slotRequest{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 1, key: 6})

@@ -36,7 +36,7 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 	d.spinner = v.delivery.engine.Spinner()
 	d.probes.Delay = v.times.probe
 	d.regions.OnStuck = func(r *conn.Region, err error) {
-		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.Mem.Len(), "err", err)
+		v.log.Error("rdma: memory stays registered and is not freed", "device", dev.Name(), "bytes", r.Mem.Len(), "err", err)
 	}
 	d.feed = engine.NewFeed(v.delivery.engine, d, engine.FeedOptions{Polls: true, Spins: true, LongPolls: true, Spin: spinTime, Busy: v.movedBulk, CannotSleep: d.dead.Load})
 	l := d.feed.Loop
@@ -67,7 +67,7 @@ func (d *device) logPaused(l *engine.PeerQueue[*van.Message], bytes int64) {
 		if !speak {
 			return
 		}
-		d.v.log.Warn("rdma: messages of a peer wait for a handler that is slow; it gets no more slots until some have been taken",
+		d.v.log.Warn("rdma: messages of a peer wait for a slow handler; the peer gets no more slots until some have been handled",
 			"peer", van.NodeName(l.ID), "bytes", bytes, "STEPAF_RECV_BUDGET_PEER", d.v.cfg.RecvBudgetPeer, "of all peers", d.v.delivery.recvBudget.Used(), "STEPAF_RECV_BUDGET", d.v.cfg.RecvBudget, "so far", n)
 	})
 }

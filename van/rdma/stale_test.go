@@ -24,7 +24,7 @@ func (n *testNode) incomingOf(id int) *inbound {
 }
 
 // Owed credits of a slot end with the slot: when they arrive, its index may belong to another one.
-func TestCreditOfEndedPlace(t *testing.T) {
+func TestCreditOfEndedSlot(t *testing.T) {
 	h := newHostileWorld(t, true)
 	if err := h.s.RegisterRecvBuffer(11, 6, backend.Bytes(make([]byte, 8192))); err != nil {
 		t.Fatal(err)

@@ -34,7 +34,7 @@ func (d *stepmeshOut) check(o *outgoing) error {
 		}
 		return nil
 	}
-	return fmt.Errorf("%w: the peer is a node of the C++ library: over RDMA a message to it has one key of 8 bytes and a value of val_len bytes, at least 1; a pull says where its answer is to be put, and an answer goes there",
+	return fmt.Errorf("%w: the peer is a node of the C++ library: over RDMA a message to it has one key of 8 bytes and a value of val_len bytes, at least 1; a pull names the destination of its answer, and the answer is written there",
 		van.ErrInvalid)
 }
 

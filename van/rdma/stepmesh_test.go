@@ -131,7 +131,7 @@ func (o *original) send(m *van.Message, at slotReply) {
 func oneQP(c *env.Config) { c.QPNum = 1 }
 
 // StepMesh requests a new slot for each control message and never returns one.
-func TestControlOfOriginalKeepsNoPlace(t *testing.T) {
+func TestControlOfOriginalKeepsNoSlot(t *testing.T) {
 	p := newPair(t, oneQP)
 	o := newOriginal(p, 11)
 	m := &van.Message{}

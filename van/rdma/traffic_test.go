@@ -31,8 +31,8 @@ func TestManyKeys(t *testing.T) {
 	}
 }
 
-// TestPlacesRunOut lets a node hold all messages until there is no slot left, then releases them.
-func TestPlacesRunOut(t *testing.T) {
+// TestSlotsRunOut lets a node hold all messages until there is no slot left, then releases them.
+func TestSlotsRunOut(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(func(c *env.Config) { c.AddressPoolSize = 8 })
 	const n = 40
@@ -105,9 +105,9 @@ func TestNoReceiveMemory(t *testing.T) {
 	s.wantValue(4, value(200<<10, 4))
 }
 
-// TestNoReceiveMemoryGivesBack: each time that there is no memory for a slot, the slot's resources are released: the memory of its meta, its index, and its share of
+// TestNoReceiveMemoryReleases: each time that there is no memory for a slot, the slot's resources are released: the memory of its meta, its index, and its share of
 // the slots for control messages.
-func TestNoReceiveMemoryGivesBack(t *testing.T) {
+func TestNoReceiveMemoryReleases(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
 	w.must(push(s, 1, 1, value(5000, 1)))
@@ -133,8 +133,8 @@ func TestNoReceiveMemoryGivesBack(t *testing.T) {
 	s.wantValue(10, value(200<<10, 4))
 }
 
-// TestFewPlaces has a receiver with memory for two more slots, and a burst that requests many: the burst uses the existing slots, of its own key and of others.
-func TestFewPlaces(t *testing.T) {
+// TestFewSlots has a receiver with memory for two more slots, and a burst that requests many: the burst uses the existing slots, of its own key and of others.
+func TestFewSlots(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
 	w.must(push(s, 1, 0, value(200<<10, 0)))
@@ -147,14 +147,14 @@ func TestFewPlaces(t *testing.T) {
 	for i := 1; i <= n; i++ {
 		s.wantValue(i, value(200<<10, i))
 	}
-	w.toldNothing()
+	w.wantNoLoss()
 }
 
-// toldNothing checks that the watcher was notified of no loss.
-func (n *testNode) toldNothing() {
+// wantNoLoss checks that the watcher was notified of no loss.
+func (n *testNode) wantNoLoss() {
 	n.r.Helper()
-	for len(n.told) > 0 {
-		if c := <-n.told; !c.up {
+	for len(n.changes) > 0 {
+		if c := <-n.changes; !c.up {
 			n.r.Errorf("%s was told: %v", van.NodeName(n.who.ID), c.cause)
 		}
 	}
@@ -217,7 +217,7 @@ func TestLateAnswer(t *testing.T) {
 		s.must(answer(q, value(len(dst), 1)))
 		q.Release()
 		// The worker, whose memory it was, may be the first to end the connection.
-		s.wantTold("the peer is down: remote access error, or disconnected", func(c change) bool {
+		s.wantChange("the peer is down: remote access error, or disconnected", func(c change) bool {
 			return c.id == w.who.ID && !c.up && (strings.Contains(c.cause.Error(), "remote access error") || strings.Contains(c.cause.Error(), "disconnected"))
 		})
 		s.wantUp(w)

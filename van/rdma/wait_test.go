@@ -10,8 +10,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// TestIdleNodeGivesBack: a node with nothing to do, and without connections to probe, deregisters memory that it has not used for a while.
-func TestIdleNodeGivesBack(t *testing.T) {
+// TestIdleNodeDeregisters: a node with nothing to do, and without connections to probe, deregisters memory that it has not used for a while.
+func TestIdleNodeDeregisters(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)
 		block := func(c *env.Config) { c.BusyPoll = env.AlwaysBlock } // a poller that spins would spin forever here
@@ -33,7 +33,7 @@ func TestIdleNodeGivesBack(t *testing.T) {
 }
 
 // If the receiver holds more messages than there are slots, more slots are requested after a few milliseconds, even if nothing else happens.
-func TestMorePlacesWhileIdle(t *testing.T) {
+func TestMoreSlotsWhileIdle(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
 	vals := make([]byte, 100)

@@ -385,7 +385,7 @@ func (r *reclaimRequest) put(b []byte) {
 
 func (r *reclaimRequest) get(b []byte) error {
 	if len(b) != reclaimRequestLen || le.Uint32(b) != magic {
-		return &van.FieldError{Field: "slots that are wanted back", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d that begin with %#x", reclaimRequestLen, magic)}
+		return &van.FieldError{Field: "reclaim request", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d that begin with %#x", reclaimRequestLen, magic)}
 	}
 	r.slots, r.bytes = le.Uint32(b[4:]), le.Uint64(b[8:])
 	return nil

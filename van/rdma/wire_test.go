@@ -48,7 +48,7 @@ func TestLayout(t *testing.T) {
 	}
 }
 
-func TestHello(t *testing.T) {
+func TestHandshake(t *testing.T) {
 	for _, h := range []handshake{
 		{node: 1, port: 65535, host: "10.0.0.1", native: true, epoch: math.MaxUint32, qp: 0, qpCount: 1},
 		{node: van.Empty, host: "fifteen-letters", native: true, qp: 1, qpCount: 2},
@@ -87,7 +87,7 @@ func TestShort(t *testing.T) {
 	}
 }
 
-func FuzzHello(f *testing.F) {
+func FuzzHandshake(f *testing.F) {
 	f.Add((&handshake{node: 9, port: 1, host: "h", epoch: 5, qp: 1, qpCount: 2}).encode())
 	f.Add(make([]byte, verbs.MaxConnectData))
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -110,7 +110,7 @@ func FuzzHello(f *testing.F) {
 	})
 }
 
-func FuzzStart(f *testing.F) {
+func FuzzSlotRequest(f *testing.F) {
 	b := make([]byte, slotRequestLen)
 	(&slotRequest{metaLen: 300, dataNum: nativeSlotRequest, data: [4]uint64{1024, 3, 600}, origin: 1, key: 2}).put(b)
 	f.Add(b, true)
@@ -138,7 +138,7 @@ func FuzzStart(f *testing.F) {
 	})
 }
 
-func FuzzReply(f *testing.F) {
+func FuzzSlotReply(f *testing.F) {
 	b := make([]byte, slotReplyLen)
 	(&slotReply{meta: 1, metaKey: 2, data: 3, dataKey: 4, origin: 5, index: 6, flags: replyShared}).put(b)
 	f.Add(b)

@@ -23,29 +23,29 @@ type item struct {
 	push, request bool
 	meta, data    int
 
-	done string // "put", "dropped"; "" while it waits
+	done string // "put", "dropped"; "" while it is queued
 }
 
-// event is what the sender has sent: a slot request or a message.
+// event is a slot request or a message from the sender.
 type event struct {
 	origin uint64 // of a slot request
 	need   Need
 	item   *item // of a message
 	index  uint32
-	back   []uint32 // slots that are given back
+	back   []uint32 // slots that the sender gives back
 }
 
-// answer is what the receiver has sent back, on a path where order is not kept.
+// answer is a message of the receiver, on a path that may change the order.
 type answer func()
 
-// model is a Sender with a receiver that behaves as the transports' do, and checks
-// what it is sent.
+// model is a Sender with a receiver that behaves as the transports' receivers do, and checks
+// the messages.
 type model struct {
 	t        testing.TB
 	rng      *rand.Rand
 	s        *Sender[*item]
 	original bool
-	room     int // actions that are done
+	room     int // number of actions that may be executed
 
 	keys    map[uint64]bool // the sender's: whether it has slots of its own
 	wire    []event
@@ -60,15 +60,15 @@ type model struct {
 	unanswered []*item // requests that StepMesh has not answered
 	inFlight   map[Route]*item
 	refuse     float64
-	memory     int // slots that there is memory for
+	memory     int // number of slots with memory
 	refusals   int
 	enough     int // slots of a class, then Elsewhere
 	last       [2]int
 	arrived    int
 	returned   int
-	credits    bool // give them at all
+	credits    bool // whether the receiver gives any
 
-	story hash.Hash64 // of all that the Sender has wanted
+	story hash.Hash64 // of all actions of the Sender
 }
 
 func newModel(t testing.TB, seed uint64, original bool) *model {
@@ -79,7 +79,7 @@ func newModel(t testing.TB, seed uint64, original bool) *model {
 	return m
 }
 
-// forget is the end of a connection.
+// forget ends the connection.
 func (m *model) forget() {
 	m.table, m.leases = NewSlotTable[int](1<<12, 0), map[Route][]*ReceiveSlot[int]{}
 	m.wire, m.answers, m.held, m.unanswered = nil, nil, nil, nil
@@ -107,7 +107,7 @@ func (m *model) need(o *item) Need {
 	return n
 }
 
-// pump does what the Sender says, as long as there is room.
+// pump executes the Sender's actions, up to room.
 func (m *model) pump() {
 	for ; m.room > 0; m.room-- {
 		a, ok := m.s.Next()
@@ -129,7 +129,7 @@ func (m *model) pump() {
 	}
 }
 
-// tell notes what the Sender wants.
+// tell records an action of the Sender.
 func (m *model) tell(a Action[*item]) {
 	slot := RemoteSlot{}
 	if a.Slot != nil {
@@ -170,7 +170,7 @@ func (m *model) drop(o *item) {
 	o.done = "dropped"
 }
 
-// receive takes the next event of the wire.
+// receive processes the next event on the wire.
 func (m *model) receive() {
 	e := m.wire[0]
 	m.wire = m.wire[1:]
@@ -190,14 +190,14 @@ func (m *model) receive() {
 	if !ok {
 		m.t.Fatalf("item %d came to slot %d, which has ended", e.item.seq, e.index)
 	}
-	lane := 1
+	queue := 1
 	if e.item.oneShot {
-		lane = 0
+		queue = 0
 	}
-	if e.item.seq <= m.last[lane] {
-		m.t.Fatalf("item %d came after %d", e.item.seq, m.last[lane])
+	if e.item.seq <= m.last[queue] {
+		m.t.Fatalf("item %d came after %d", e.item.seq, m.last[queue])
 	}
-	m.last[lane] = e.item.seq
+	m.last[queue] = e.item.seq
 	m.arrived++
 	if m.original && !l.OneShot {
 		l.Drop()
@@ -289,7 +289,7 @@ func (m *model) reclaim(places, bytes int) {
 	m.answers = append(m.answers, func() { m.s.Reclaim(places, bytes) })
 }
 
-// giveBack sends what the sender has given up.
+// giveBack sends the slots that the sender gives back.
 func (m *model) giveBack() {
 	if b := m.s.Returns(); len(b) > 0 {
 		fmt.Fprintln(m.story, "back", b)
@@ -335,7 +335,7 @@ func (m *model) respond(i int) {
 	})
 }
 
-// step lets something happen that can.
+// step executes a random possible event.
 func (m *model) step() bool {
 	for _, k := range m.rng.Perm(4) {
 		switch {
@@ -361,7 +361,7 @@ func (m *model) step() bool {
 	return false
 }
 
-// check compares the Sender's counters with what they count.
+// check compares the Sender's counters with the counted objects.
 func (m *model) check() {
 	s := m.s
 	asking, queued := map[*route]int{}, map[*route]int{}
@@ -373,8 +373,8 @@ func (m *model) check() {
 			m.t.Fatalf("slot request %d is open, the last was %d", origin, s.origin)
 		}
 	}
-	for i := range s.lanes[1].q.len() {
-		if r := s.lanes[1].q.at(i).route; r != nil {
+	for i := range s.queues[1].q.len() {
+		if r := s.queues[1].q.at(i).route; r != nil {
 			queued[r]++
 		}
 	}
@@ -402,7 +402,7 @@ func (m *model) check() {
 	}
 }
 
-// settle lets everything happen, and ticks, until nothing waits.
+// settle executes all possible events, and ticks, until no message is queued.
 func (m *model) settle() {
 	m.t.Helper()
 	m.room = 1 << 30
@@ -433,10 +433,9 @@ func (m *model) submit(o *item) {
 
 var update = flag.Bool("update", false, "rewrite what the stories of TestModel are")
 
-// TestModel runs random traffic through a Sender and a model of its receiver. The model finds
-// what is wrong; that a Sender wants the same things in the same order as ever, so that it
-// neither asks for more slots than it needs nor for too few, changes only on purpose, with
-// -update.
+// TestModel runs random traffic through a Sender and a model of its receiver. The model detects
+// errors. The golden file detects a change in the Sender's actions or their order, such as
+// too many or too few slot requests; -update rewrites it.
 func TestModel(t *testing.T) {
 	const path = "testdata/stories.sum"
 	b, err := os.ReadFile(path)

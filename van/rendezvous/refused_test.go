@@ -16,7 +16,7 @@ func refusing(t *testing.T, places int) (m *model, submit func(key uint64, data 
 	}
 }
 
-// A burst that wants more slots than there is memory for goes through those there are.
+// A burst that needs more slots than there is memory for uses the existing slots.
 func TestRefusedBurst(t *testing.T) {
 	m, submit := refusing(t, 2)
 	for i := range 40 {
@@ -33,7 +33,7 @@ func TestRefusedBurst(t *testing.T) {
 	}
 }
 
-// A key that there is no slot of its own for uses those of its size.
+// A key without a slot of its own uses the slots of its size class.
 func TestRefusedKey(t *testing.T) {
 	m, submit := refusing(t, 1)
 	submit(1, 1000)
@@ -45,7 +45,7 @@ func TestRefusedKey(t *testing.T) {
 	}
 }
 
-// Where no slot is large enough the message is dropped, and those behind it go on.
+// If no slot is large enough, the message is dropped, and the messages behind it are sent.
 func TestRefusedWithoutPlace(t *testing.T) {
 	m, submit := refusing(t, 1)
 	submit(1, 1000)
@@ -58,7 +58,7 @@ func TestRefusedWithoutPlace(t *testing.T) {
 	}
 }
 
-// Memory that has become free is asked for again, though no slot is given back.
+// After memory has become free, slots are requested again, even if no slot is given back.
 func TestRefusedAgain(t *testing.T) {
 	m, submit := refusing(t, 1)
 	m.credits = false

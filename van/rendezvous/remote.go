@@ -8,33 +8,32 @@ import (
 	"slices"
 )
 
-// This file owns what a Sender knows of its receiver's slots, and the slot requests that are
-// open.
+// This file owns a Sender's knowledge of its receiver's slots, and the open slot requests.
 
 // ErrGrown: the peer is a StepMesh node, which cannot receive more under a
 // key than the first time.
 var ErrGrown = errors.New("larger than the first message of its key")
 
-// Route is what a slot is remembered by.
+// Route is the kind of messages that a slot is for.
 type Route struct {
 	Key           uint64 // 0 when Class is used
 	Push, Request bool
-	Class         int8 // of the size, for slots shared by all keys; 0 for one key's
+	Class         int8 // the size class, for slots shared by all keys; 0 for slots of one key
 	// Host is set for slots in ordinary memory, whatever the receiver's device.
 	Host bool
 }
 
-// Need is what a message needs at its receiver.
+// Need describes the slot that a message needs at its receiver.
 type Need struct {
 	Route Route
 	// OneShot is set for messages whose slot is used once: control messages.
 	OneShot    bool
 	Meta, Data int // bytes
-	// Exact is Data without rounding: what a slot of one key has.
+	// Exact is Data without rounding: the size of a slot of one key.
 	Exact int
 }
 
-// RemoteSlot is memory at the receiver, as it has described it.
+// RemoteSlot is memory at the receiver, as the receiver has described it.
 type RemoteSlot struct {
 	Meta, Data       uint64 // addresses; Data is 0 when there is none
 	MetaKey, DataKey uint32
@@ -45,7 +44,7 @@ type RemoteSlot struct {
 	busy  bool
 }
 
-// size is what a slot of the route must have.
+// size returns the data bytes that a slot of the route must have.
 func (n *Need) size() int {
 	if n.Route.Class == 0 {
 		return n.Exact
@@ -65,9 +64,9 @@ func Class(n int) (class int8, size int) {
 	return int8(b), 1 << b
 }
 
-// Eager is how many slots of a route, of data bytes each, are requested without
-// hesitation: 64 MiB in all, but at least 4 and at most 64. Beyond it the credits of
-// others are awaited for a while; see Tick.
+// Eager returns how many slots of a route, of data bytes each, are requested at once:
+// 64 MiB in all, but at least 4 and at most 64. Beyond that, messages first wait for
+// credits; see Tick.
 func Eager(data int) int { return min(max(64<<20/max(data, 1), 4), 64) }
 
 // remoteSlots is the slots of one connection's receiver.
@@ -81,9 +80,9 @@ type remoteSlots struct {
 	requests map[uint64]*request
 	freed    bool // a slot has become free since Next
 
-	// What the receiver wants back, and has not got yet.
+	// The slots and bytes that the receiver wants back and has not got yet.
 	wanted  struct{ slots, bytes int }
-	returns []uint32 // slots that are given up; see Returns
+	returns []uint32 // slots to give back; see Returns
 }
 
 type route struct {
@@ -91,8 +90,8 @@ type route struct {
 	slots    []*RemoteSlot
 	free     int
 	requests int
-	queued   int // waiting for a slot of this route, roughly
-	cooldown int // Ticks before another slot is requested, as one was refused
+	queued   int // approximate number of messages that wait for a slot of this route
+	cooldown int // Ticks before another slot is requested, after a refusal
 }
 
 // request is a slot request that has not been answered.
@@ -103,7 +102,7 @@ type request struct {
 	retired bool   // a larger one has been requested since
 }
 
-// growth refuses what would make a StepMesh node abort.
+// growth refuses a message that would make a StepMesh node abort.
 func (s *remoteSlots) growth(need Need) error {
 	r := s.routes[need.Route]
 	if r == nil || need.OneShot {
@@ -134,7 +133,7 @@ func (s *remoteSlots) route(r Route) *route {
 	return t
 }
 
-// take finds a free slot that is large enough, and marks it.
+// take returns a free slot that is large enough, and marks it busy.
 func (s *remoteSlots) take(need Need) *RemoteSlot {
 	r := s.routes[need.Route]
 	if r == nil || r.free == 0 {
@@ -153,7 +152,7 @@ func (s *remoteSlots) take(need Need) *RemoteSlot {
 	return nil
 }
 
-// Release takes back a slot that is not used, as that of a Put whose message was dropped.
+// Release frees a slot without use, such as that of a Put whose message was dropped.
 func (s *remoteSlots) Release(p *RemoteSlot) {
 	if p.busy {
 		p.busy = false
@@ -175,8 +174,8 @@ func (s *remoteSlots) openRequests(r *route, need Need) (n int) {
 	return n
 }
 
-// retire forgets the slots of one key that are smaller than need. The receiver does
-// so when a larger one is requested; all messages to them have been sent before.
+// retire removes the slots of one key that are smaller than need. The receiver does the
+// same when a larger slot is requested. All messages to them have been sent before.
 func (s *remoteSlots) retire(r *route, need Need) {
 	kept := r.slots[:0]
 	for _, p := range r.slots {
@@ -199,15 +198,15 @@ func (s *remoteSlots) retire(r *route, need Need) {
 	}
 }
 
-// forgetIfEmpty forgets r when it has nothing.
+// forgetIfEmpty removes r if it has neither slots nor requests.
 func (s *remoteSlots) forgetIfEmpty(r *route) {
 	if len(r.slots) == 0 && r.requests == 0 && s.routes[r.Route] == r {
 		delete(s.routes, r.Route)
 	}
 }
 
-// Shared tells whether n, of one key, fits in a slot that all keys of its size class
-// share, and in none of its key.
+// Shared reports whether n, of one key, fits in a slot that all keys of its size class
+// share, and in no slot of its key.
 func (s *remoteSlots) Shared(n Need) bool {
 	return !n.OneShot && n.Route.Class == 0 && !s.routes[n.Route].serves(n) && s.shared(n) != nil
 }
@@ -226,9 +225,9 @@ func (r *route) serves(n Need) bool {
 	return r != nil && slices.ContainsFunc(r.slots, func(p *RemoteSlot) bool { return p.fits(&n) })
 }
 
-// Reclaim says that the receiver wants so many slots back, of so many bytes in all. Those
-// that are free are given up now, the others as they become so. What it has wanted before
-// is replaced. Slots of a StepMesh node do not come back.
+// Reclaim reports that the receiver wants a number of slots back, and a number of bytes in all. Free
+// slots are given back now, others when they become free. The call replaces earlier ones.
+// It does nothing for a StepMesh node.
 func (s *remoteSlots) Reclaim(places, bytes int) {
 	if s.freedByAnswer {
 		return
@@ -241,16 +240,16 @@ func (s *remoteSlots) Reclaim(places, bytes int) {
 		}
 	}
 	slices.SortFunc(free, func(x, y *RemoteSlot) int {
-		return cmp.Or(cmp.Compare(min(x.route.queued, 1), min(y.route.queued, 1)), // first those that nobody waits for
+		return cmp.Or(cmp.Compare(min(x.route.queued, 1), min(y.route.queued, 1)), // first slots for which no message waits
 			-cmp.Compare(x.DataLen, y.DataLen), cmp.Compare(x.Index, y.Index))
 	})
 	for _, p := range free {
-		s.giveUp(p)
+		s.giveBack(p)
 	}
 }
 
-// giveUp gives up a slot that is free, if the receiver wants any.
-func (s *remoteSlots) giveUp(p *RemoteSlot) {
+// giveBack gives a free slot back, if the receiver wants slots.
+func (s *remoteSlots) giveBack(p *RemoteSlot) {
 	if s.wanted.slots <= 0 && s.wanted.bytes <= 0 {
 		return
 	}
@@ -267,15 +266,14 @@ func (s *remoteSlots) giveUp(p *RemoteSlot) {
 	}
 }
 
-// Returns is the slots that have been given up and of which the receiver has not been
-// notified; see ReturnsSent.
+// Returns returns the slots to give back of which the receiver has not been
+// notified yet; see ReturnsSent.
 func (s *remoteSlots) Returns() []uint32 { return s.returns }
 
-// ReturnsSent says that the receiver has been notified of the first n of Returns.
+// ReturnsSent reports that the receiver has been notified of the first n of Returns.
 func (s *remoteSlots) ReturnsSent(n int) { s.returns = s.returns[:copy(s.returns, s.returns[n:])] }
 
-// Answered says that the request with this key has been answered, by a node of the
-// original.
+// Answered reports that a StepMesh node has answered the request with this key.
 func (s *remoteSlots) Answered(key uint64, push bool) {
 	if r := s.routes[Route{Key: key, Push: push, Request: true}]; r != nil {
 		for _, p := range r.slots {
@@ -284,9 +282,8 @@ func (s *remoteSlots) Answered(key uint64, push bool) {
 	}
 }
 
-// AnswersLost says that requests that have been sent will not be answered: the connection
-// of the receiver, a node of the original, has ended on which the answers would come. Their
-// slots are free.
+// AnswersLost reports that sent requests will not be answered, since the connection for the answers of
+// the receiver, a StepMesh node, has ended. It frees their slots.
 func (s *remoteSlots) AnswersLost() {
 	for _, r := range s.routes {
 		if s.freedByAnswer {
@@ -297,7 +294,7 @@ func (s *remoteSlots) AnswersLost() {
 	}
 }
 
-// Requested returns what an open slot request is for.
+// Requested returns the need of an open slot request.
 func (s *remoteSlots) Requested(origin uint64) (Need, bool) {
 	a := s.requests[origin]
 	if a == nil {

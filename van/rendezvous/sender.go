@@ -1,22 +1,22 @@
 package rendezvous
 
-// This file owns the queues of messages that wait for slots, and what is to be done next.
+// This file owns the queues of messages that wait for slots, and the choice of the next action.
 
-// Kind is what an Action is.
+// Kind is the kind of an Action.
 type Kind int
 
 // The kinds of actions.
 const (
 	// Put: send Item to Slot.
 	Put Kind = iota
-	// Request: send a slot request with Origin, for Need; the reply is given to Reply,
-	// UseShared or Refused with the same origin. Item is the message that it is for.
+	// Request: send a slot request for Item with Origin and Need. Its reply is passed to Reply,
+	// UseShared or Refused with the same origin.
 	Request
-	// Drop: Item cannot be put, and is forgotten. Err wraps ErrGrown.
+	// Drop: Item cannot be put and is removed. Err wraps ErrGrown.
 	Drop
 )
 
-// Action is what is to be done next. Each needs room to send one message.
+// Action is the next step of the caller. Each needs the capacity to send one message.
 type Action[T any] struct {
 	Kind   Kind
 	Item   T
@@ -26,25 +26,26 @@ type Action[T any] struct {
 	Err    error
 }
 
-// Sender is the sending side of one connection: its methods take what has happened, and
-// Next returns what is to be done about it. It is not safe for concurrent use.
+// Sender is the sending side of one connection. Its methods report events, and
+// Next returns the resulting actions. It is not safe for concurrent use.
 type Sender[T any] struct {
 	need func(T) Need
 	remoteSlots
 	connected bool
-	origin    uint64     // of the last slot request
-	lanes     [2]lane[T] // one-shots, others
+	origin    uint64         // of the last slot request
+	queues    [2]outQueue[T] // one-shots, others
 
-	// extra is set when the first message of the second lane has waited for long: one more
+	// extra is set when the first message of the second queue has waited for long. Then one more
 	// slot is requested.
 	extra bool
 }
 
-// lane is a queue. One-shots do not wait for the others, and the others not for them.
-type lane[T any] struct {
+// outQueue is a FIFO queue of messages that have not been put. One-shots have their own, so that neither
+// kind waits for the other.
+type outQueue[T any] struct {
 	q    fifo[waitingItem[T]]
-	head uint64 // number of the first in q
-	// changed is set when the first of q may be put, or may need a slot request.
+	head uint64 // number of q's first entry
+	// changed is set when q's first entry may be put, or may need a slot request.
 	changed bool
 	// scanned is the number of the first entry that may not have been considered for a slot
 	// request of its own.
@@ -59,37 +60,37 @@ type waitingItem[T any] struct {
 	route      *route      // that counts it as queued
 }
 
-// NewSender makes a Sender without a connection: what is submitted waits for Connect. need
-// says what an item needs, which may change while it waits.
+// NewSender makes a Sender without a connection: submitted messages wait for Connect. need
+// returns the need of an item, which may change while the item waits.
 func NewSender[T any](need func(T) Need) *Sender[T] {
 	s := &Sender[T]{need: need}
-	s.forget()
+	s.reset()
 	return s
 }
 
-func (s *Sender[T]) forget() {
+func (s *Sender[T]) reset() {
 	s.routes, s.granted, s.requests = map[Route]*route{}, map[uint32]*RemoteSlot{}, map[uint64]*request{}
 	s.wanted.slots, s.wanted.bytes, s.returns = 0, 0, s.returns[:0]
 }
 
 // Connect begins a connection. freedByAnswer is set for a StepMesh peer. Slots of an
-// earlier connection are forgotten.
+// earlier connection are discarded.
 func (s *Sender[T]) Connect(freedByAnswer bool) {
-	s.forget()
+	s.reset()
 	s.connected, s.freedByAnswer = true, freedByAnswer
-	for i := range s.lanes {
-		l := &s.lanes[i]
+	for i := range s.queues {
+		l := &s.queues[i]
 		l.changed, l.scanned = true, l.head
 	}
 }
 
-// Disconnect ends the connection. It returns what had not been put of those for which keep
-// is false; the others wait for the next connection.
+// Disconnect ends the connection. It returns the messages that had not been put and for which keep
+// is false. The others wait for the next connection.
 func (s *Sender[T]) Disconnect(keep func(T) bool) (dropped []T) {
-	s.forget()
+	s.reset()
 	s.connected, s.extra = false, false
-	for i := range s.lanes {
-		l := &s.lanes[i]
+	for i := range s.queues {
+		l := &s.queues[i]
 		for range l.q.len() {
 			w := l.q.pop()
 			l.head++
@@ -104,13 +105,13 @@ func (s *Sender[T]) Disconnect(keep func(T) bool) (dropped []T) {
 	return dropped
 }
 
-// Resubmit lets one-shots wait for the next connection, before those that do already. It
-// is for use between Down and Up.
+// Resubmit queues one-shots for the next connection, before those that are queued already. Call it
+// between Disconnect and Connect.
 func (s *Sender[T]) Resubmit(items []T) {
 	if len(items) == 0 {
 		return
 	}
-	l := &s.lanes[0]
+	l := &s.queues[0]
 	n := l.q.len()
 	for _, x := range items {
 		l.q.push(waitingItem[T]{item: x})
@@ -120,22 +121,22 @@ func (s *Sender[T]) Resubmit(items []T) {
 	}
 }
 
-// Waiting is the number of messages that have not been put.
-func (s *Sender[T]) Waiting() int { return s.lanes[0].q.len() + s.lanes[1].q.len() }
+// Waiting returns the number of messages that have not been put.
+func (s *Sender[T]) Waiting() int { return s.queues[0].q.len() + s.queues[1].q.len() }
 
-// Each calls f for what has not been put.
+// Each calls f for each message that has not been put.
 func (s *Sender[T]) Each(f func(T)) {
-	for i := range s.lanes {
-		for k := range s.lanes[i].q.len() {
-			f(s.lanes[i].q.at(k).item)
+	for i := range s.queues {
+		for k := range s.queues[i].q.len() {
+			f(s.queues[i].q.at(k).item)
 		}
 	}
 }
 
-// Submit adds item to those that wait. The error wraps ErrGrown; item is not added then.
+// Submit queues item. The error wraps ErrGrown; item is not queued then.
 func (s *Sender[T]) Submit(item T) error {
 	need := s.need(item)
-	l := s.lane(need)
+	l := s.queue(need)
 	if s.connected && s.freedByAnswer {
 		if err := s.growth(need); err != nil {
 			return err
@@ -148,15 +149,15 @@ func (s *Sender[T]) Submit(item T) error {
 	return nil
 }
 
-func (s *Sender[T]) lane(need Need) *lane[T] {
+func (s *Sender[T]) queue(need Need) *outQueue[T] {
 	if need.OneShot {
-		return &s.lanes[0]
+		return &s.queues[0]
 	}
-	return &s.lanes[1]
+	return &s.queues[1]
 }
 
 // considerRequest returns the slot request for entry i of l, unless enough are open.
-func (s *Sender[T]) considerRequest(l *lane[T], i int, need Need) (a Action[T], ok bool) {
+func (s *Sender[T]) considerRequest(l *outQueue[T], i int, need Need) (a Action[T], ok bool) {
 	w := l.q.at(i)
 	if w.requested || w.slot != nil {
 		return a, false
@@ -211,9 +212,9 @@ func (s *Sender[T]) newRequest(w *waitingItem[T], r *route, need Need) Action[T]
 	return Action[T]{Kind: Request, Item: w.item, Origin: s.origin, Need: need}
 }
 
-// Reply is the answer to a slot request: p, whose lengths need not be set. shared is the
-// route that the slot belongs to instead of the requested one, if not nil. It
-// reports false for an answer to nothing.
+// Reply reports the reply to a slot request: p, whose lengths need not be set. If shared is not nil,
+// the slot belongs to this route instead of the requested one. Reply returns false if there is no
+// such request.
 func (s *Sender[T]) Reply(origin uint64, p RemoteSlot, shared *Route) bool {
 	a := s.requests[origin]
 	if a == nil {
@@ -226,14 +227,14 @@ func (s *Sender[T]) Reply(origin uint64, p RemoteSlot, shared *Route) bool {
 		_, place.DataLen = Class(a.need.Data)
 	}
 	if a.need.OneShot {
-		l := &s.lanes[0]
+		l := &s.queues[0]
 		if i := a.seq - l.head; i < uint64(l.q.len()) {
 			l.q.at(int(i)).slot = place
 			l.changed = true
 		}
 		return true
 	}
-	s.lanes[1].changed = true
+	s.queues[1].changed = true
 	a.route.requests--
 	r := a.route
 	if shared != nil && *shared != r.Route {
@@ -249,9 +250,9 @@ func (s *Sender[T]) Reply(origin uint64, p RemoteSlot, shared *Route) bool {
 	return true
 }
 
-// UseShared is the reply that the requested route has no slots, and that there are
-// enough of the route that Need names from now on. It reports false for an answer to
-// nothing.
+// UseShared reports the reply that the requested route has no slots of its own, and that the
+// shared route, which need returns from now on, has enough. It returns false if there is no such
+// request.
 func (s *Sender[T]) UseShared(origin uint64) bool {
 	a := s.requests[origin]
 	if a == nil || a.route == nil {
@@ -260,7 +261,7 @@ func (s *Sender[T]) UseShared(origin uint64) bool {
 	delete(s.requests, origin)
 	a.route.requests--
 	s.forgetIfEmpty(a.route)
-	l := &s.lanes[1]
+	l := &s.queues[1]
 	for i := range l.q.len() {
 		if w := l.q.at(i); w.route == a.route {
 			w.requested, w.considered = false, false
@@ -273,9 +274,9 @@ func (s *Sender[T]) UseShared(origin uint64) bool {
 // refusedCooldown is about a second.
 const refusedCooldown = 500
 
-// Refused is the answer that there will be no slot. It returns what the slot request was
-// asked for, or false when it has found another slot meanwhile, or waits for one that
-// there is. Where Shared is true, Need names the shared route from now on.
+// Refused reports the reply that there will be no slot. It removes and returns the message of the
+// request. It returns false if that message has found another slot meanwhile, or waits for an
+// existing one. If Shared is true, need must return the shared route from now on.
 func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	a := s.requests[origin]
 	if a == nil {
@@ -287,11 +288,11 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 		return item, need, false
 	}
 	delete(s.requests, origin)
-	l := s.lane(a.need)
+	l := s.queue(a.need)
 	if a.route != nil {
 		a.route.requests--
 		s.forgetIfEmpty(a.route)
-		if a.route.serves(a.need) { // a busy one is better than none
+		if a.route.serves(a.need) { // a busy slot is better than none
 			a.route.cooldown = refusedCooldown
 			l.changed = true
 			return item, need, false
@@ -320,32 +321,32 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	return item, need, ok
 }
 
-// Credit says that the slot with this index is free again. It reports false when
-// that cannot be.
+// Credit reports that the slot with this index is free again. It returns false if
+// the slot was not in use.
 func (s *Sender[T]) Credit(index uint32) bool {
 	p := s.granted[index]
 	if p == nil {
-		return true // retired since, as far as is known here
+		return true // it may have been retired since
 	}
 	if !p.busy || s.freedByAnswer {
 		return false
 	}
 	s.Release(p)
-	s.giveUp(p)
+	s.giveBack(p)
 	return true
 }
 
-// Next returns what is to be done next. Call it when there is room to send a message, until
+// Next returns the next action. Call it while there is capacity to send a message, until
 // ok is false.
 func (s *Sender[T]) Next() (a Action[T], ok bool) {
 	if !s.connected {
 		return a, false
 	}
 	if s.freed {
-		s.freed, s.lanes[1].changed = false, true
+		s.freed, s.queues[1].changed = false, true
 	}
-	for i := range s.lanes {
-		l := &s.lanes[i]
+	for i := range s.queues {
+		l := &s.queues[i]
 		for l.changed {
 			if a, ok = s.nextOf(l); ok {
 				return a, true
@@ -353,16 +354,16 @@ func (s *Sender[T]) Next() (a Action[T], ok bool) {
 			l.changed = false
 		}
 	}
-	for i := range s.lanes {
-		if a, ok = s.nextRequest(&s.lanes[i]); ok {
+	for i := range s.queues {
+		if a, ok = s.nextRequest(&s.queues[i]); ok {
 			return a, true
 		}
 	}
 	return s.extraRequest()
 }
 
-// nextOf is what is to be done for the first of l.
-func (s *Sender[T]) nextOf(l *lane[T]) (a Action[T], ok bool) {
+// nextOf returns the action for l's first message.
+func (s *Sender[T]) nextOf(l *outQueue[T]) (a Action[T], ok bool) {
 	if l.q.len() == 0 {
 		return a, false
 	}
@@ -380,28 +381,28 @@ func (s *Sender[T]) nextOf(l *lane[T]) (a Action[T], ok bool) {
 			return Action[T]{Kind: Drop, Item: s.popFirst(l), Err: err}, true
 		}
 	}
-	// What it has requested may have gone to another, or be too small.
+	// Its requested slot may be in use by another message, or be too small.
 	w.requested = w.requested && (need.OneShot || s.openRequests(s.route(need.Route), need) > 0)
 	return s.considerRequest(l, 0, need)
 }
 
-// First is the first message that waits and is no one-shot.
+// First returns the first queued message that is no one-shot.
 func (s *Sender[T]) First() (item T, ok bool) {
-	l := &s.lanes[1]
+	l := &s.queues[1]
 	if !s.connected || l.q.len() == 0 {
 		return item, false
 	}
 	return l.q.at(0).item, true
 }
 
-// TakeFirst takes First, which needs no slot of its own.
+// TakeFirst removes First, which needs no slot of its own.
 func (s *Sender[T]) TakeFirst() {
-	l := &s.lanes[1]
+	l := &s.queues[1]
 	s.popFirst(l)
 	l.changed = true
 }
 
-func (s *Sender[T]) popFirst(l *lane[T]) T {
+func (s *Sender[T]) popFirst(l *outQueue[T]) T {
 	w := l.q.pop()
 	l.head++
 	if w.route != nil {
@@ -410,9 +411,9 @@ func (s *Sender[T]) popFirst(l *lane[T]) T {
 	return w.item
 }
 
-// nextRequest is the slot request of an entry of l that has not been considered. One-shots
-// request their slots ahead, each for itself.
-func (s *Sender[T]) nextRequest(l *lane[T]) (a Action[T], ok bool) {
+// nextRequest returns the slot request of an entry of l that has not been considered. Each one-shot
+// requests a slot in advance.
+func (s *Sender[T]) nextRequest(l *outQueue[T]) (a Action[T], ok bool) {
 	l.scanned = max(l.scanned, l.head)
 	for l.scanned < l.head+uint64(l.q.len()) {
 		i := int(l.scanned - l.head)
@@ -429,9 +430,9 @@ func (s *Sender[T]) nextRequest(l *lane[T]) (a Action[T], ok bool) {
 	return a, false
 }
 
-// extraRequest is the slot request that Tick has found to be needed.
+// extraRequest returns the additional slot request that Tick has decided on.
 func (s *Sender[T]) extraRequest() (a Action[T], ok bool) {
-	l := &s.lanes[1]
+	l := &s.queues[1]
 	if !s.extra || l.q.len() == 0 {
 		s.extra = false
 		return a, false
@@ -446,11 +447,11 @@ func (s *Sender[T]) extraRequest() (a Action[T], ok bool) {
 	return s.newRequest(w, r, need), true
 }
 
-// Tick is called every few milliseconds. Where the first message has waited since the
-// last Tick for one of many slots, which may be held by messages that wait for it in
-// turn, Next will request one more.
+// Tick must be called every few milliseconds. If the first message has waited since the
+// last Tick for one of many slots, Next will request one more: the slots may hold messages
+// that in turn wait for the first one.
 func (s *Sender[T]) Tick() {
-	l := &s.lanes[1]
+	l := &s.queues[1]
 	if !s.connected || s.freedByAnswer || l.q.len() == 0 {
 		l.q.mark = 0
 		return

@@ -29,8 +29,8 @@ func TestClass(t *testing.T) {
 	}
 }
 
-// TestBatchOverEager has a receiver that gives nothing back before it has a whole
-// batch, which needs more slots than are asked for at once.
+// TestBatchOverEager has a receiver that returns no slot before it has a complete
+// batch, which needs more slots than are requested at once.
 func TestBatchOverEager(t *testing.T) {
 	m := newModel(t, 1, false)
 	m.credits = false
@@ -71,7 +71,7 @@ func TestBatchOverEager(t *testing.T) {
 	}
 }
 
-// TestManyKeys: what is remembered does not grow with the keys.
+// TestManyKeys: the Sender's memory does not grow with the number of keys.
 func TestManyKeys(t *testing.T) {
 	m := newModel(t, 2, false)
 	m.enough = 8
@@ -96,7 +96,7 @@ func TestManyKeys(t *testing.T) {
 	}
 }
 
-// TestGrown: a StepMesh node is never asked for more under a key than at first.
+// TestGrown: a StepMesh node never gets a request for a larger slot of a key than the first.
 func TestGrown(t *testing.T) {
 	send := func(m *model, seq, data int) *item {
 		return &item{seq: seq, key: 5, request: true, push: true, meta: 300, data: data}
@@ -139,7 +139,7 @@ func TestGrown(t *testing.T) {
 	})
 }
 
-// TestRequestsInOrder: slots are requested in the order of the messages, also for those that waited for the connection.
+// TestRequestsInOrder: slots are requested in the order of the messages, also for messages that waited for the connection.
 func TestRequestsInOrder(t *testing.T) {
 	for _, original := range []bool{false, true} {
 		m := newModel(t, 1, original)
@@ -160,7 +160,7 @@ func TestRequestsInOrder(t *testing.T) {
 	}
 }
 
-// TestNonsense: what a hostile peer may say changes nothing.
+// TestNonsense: invalid messages of a hostile peer have no effect.
 func TestNonsense(t *testing.T) {
 	m := newModel(t, 1, false)
 	m.connect()
@@ -188,8 +188,8 @@ func TestNonsense(t *testing.T) {
 	m.check()
 }
 
-// TestReclaim: free slots come back at once, the others when they are free, as many as are
-// wanted; and what waits asks for new ones.
+// TestReclaim: free slots return at once, the others when they are free, up to the wanted
+// number; queued messages request new slots.
 func TestReclaim(t *testing.T) {
 	m := newModel(t, 1, false)
 	m.connect()

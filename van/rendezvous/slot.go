@@ -6,8 +6,8 @@ import (
 	"sync/atomic"
 )
 
-// ErrNoSlot: every index is in use.
-var ErrNoSlot = errors.New("all slots are given away")
+// ErrNoSlot: all indexes are in use.
+var ErrNoSlot = errors.New("all slots are in use")
 
 // ReceiveSlot is a slot in this node's memory that one connection's peer may write to. T
 // is the transport's own part: memory and registration.
@@ -15,12 +15,12 @@ type ReceiveSlot[T any] struct {
 	Memory T
 	Owner  any // the connection
 	Route  Route
-	Data   int // bytes, as asked for
-	// OneShot slots end with their first message.
+	Data   int // bytes, as requested
+	// OneShot says that the slot ends with its first message.
 	OneShot bool
 
 	index    uint32
-	ordinary bool // counts against what is not kept for urgent ones
+	ordinary bool // it is not urgent, and so must not use the reserve
 	// state is the number of holders (messages that lie there), and whether the
 	// peer may still use the slot.
 	state atomic.Int32
@@ -28,11 +28,11 @@ type ReceiveSlot[T any] struct {
 
 const ended = 1 << 30
 
-// Index names the slot in notifications.
+// Index returns the slot's number in notifications.
 func (l *ReceiveSlot[T]) Index() uint32 { return l.index }
 
-// Hold counts a message that lies in the slot. It reports false when the slot has
-// ended or, with more than one message there, true and overwritten.
+// Hold counts a message that lies in the slot. ok is false if the slot has ended.
+// overwritten says that another message lies there already.
 func (l *ReceiveSlot[T]) Hold() (ok, overwritten bool) {
 	for {
 		s := l.state.Load()
@@ -45,43 +45,43 @@ func (l *ReceiveSlot[T]) Hold() (ok, overwritten bool) {
 	}
 }
 
-// Drop ends a Hold. Of the last holder, and of no other, it says so: last where the peer may use the slot again, free
-// where the slot has ended before, so that the caller frees its memory.
+// Drop ends a Hold. For the last holder, either last is true, and the peer may use the slot again, or free is
+// true, because the slot has ended, and the caller must free its memory.
 func (l *ReceiveSlot[T]) Drop() (last, free bool) {
 	s := l.state.Add(-1)
 	return s == 0, s == ended
 }
 
-// Holders is the number of messages that lie there.
+// Holders returns the number of messages that lie in the slot.
 func (l *ReceiveSlot[T]) Holders() int { return int(l.state.Load() &^ ended) }
 
-// Held tells whether a message lies there.
+// Held reports whether a message lies in the slot.
 func (l *ReceiveSlot[T]) Held() bool { return l.state.Load()&^ended > 0 }
 
-// SlotTable is the slots of one node, by index. Get needs no lock.
+// SlotTable is the table of one node's slots by index. Get needs no lock.
 type SlotTable[T any] struct {
 	entries  []atomic.Pointer[ReceiveSlot[T]]
-	reserve  int // entries that only urgent slots get
+	reserve  int // entries for urgent slots only
 	mu       sync.Mutex
 	free     []uint32
-	used     int // entries that have ever been used
+	used     int // entries that have been used so far
 	ordinary int // slots that are not urgent
 }
 
-// NewSlotTable makes a Table of up to n slots, reserve of them for urgent ones only.
+// NewSlotTable makes a table of up to n slots, reserve of them for urgent slots only.
 func NewSlotTable[T any](n, reserve int) *SlotTable[T] {
 	return &SlotTable[T]{entries: make([]atomic.Pointer[ReceiveSlot[T]], n), reserve: reserve}
 }
 
-// Add gives l an index. The error is ErrNoSlot. urgent ones, those of control messages,
-// also get what is kept for them.
+// Add assigns an index to l. The error is ErrNoSlot. Urgent slots, those of control messages,
+// may also use the reserve.
 func (t *SlotTable[T]) Add(l *ReceiveSlot[T], urgent bool) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	switch {
 	case !urgent && t.ordinary >= len(t.entries)-t.reserve:
 		return ErrNoSlot
-	case t.used < len(t.entries): // the one freed last longest
+	case t.used < len(t.entries): // an unused index first, then the one that has been free longest
 		l.index = uint32(t.used)
 		t.used++
 	case len(t.free) > 0:
@@ -105,8 +105,8 @@ func (t *SlotTable[T]) Get(index uint32) *ReceiveSlot[T] {
 	return t.entries[index].Load()
 }
 
-// End takes l out. free says that no message lies there, so that the caller frees its
-// memory; otherwise the last Drop says so. Ending twice does nothing.
+// End removes l. If free is true, no message lies there, and the caller must free its
+// memory. Otherwise the last Drop returns free. A second End does nothing.
 func (t *SlotTable[T]) End(l *ReceiveSlot[T]) (free bool) {
 	if !t.entries[l.index].CompareAndSwap(l, nil) {
 		return false
@@ -129,10 +129,10 @@ func (t *SlotTable[T]) Each(f func(*ReceiveSlot[T])) {
 	}
 }
 
-// Room is the number of slots, in all, that there can be of those that are not urgent.
+// Room returns the maximum number of slots that are not urgent.
 func (t *SlotTable[T]) Room() int { return len(t.entries) - t.reserve }
 
-// Len is the number of slots.
+// Len returns the number of slots.
 func (t *SlotTable[T]) Len() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()

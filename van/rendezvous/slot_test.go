@@ -43,8 +43,8 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// TestTableReuse: the index of a slot that has ended is given out again last, so that what
-// is still said of it meets no other.
+// TestTableReuse: the index of an ended slot is reused last, so that late messages about
+// it do not affect another slot.
 func TestTableReuse(t *testing.T) {
 	tb := NewSlotTable[int](4, 0)
 	var order []uint32
@@ -72,7 +72,7 @@ func TestTableReuse(t *testing.T) {
 	}
 }
 
-// TestTableReserve: what is kept for control messages is given to nothing else.
+// TestTableReserve: the reserve is used for control messages only.
 func TestTableReserve(t *testing.T) {
 	tb := NewSlotTable[int](4, 1)
 	lease := func() *ReceiveSlot[int] { return &ReceiveSlot[int]{} }
@@ -99,7 +99,7 @@ func TestTableReserve(t *testing.T) {
 	}
 }
 
-// TestLeaseHold is the life of a slot: who frees its memory.
+// TestLeaseHold: at each end of a slot's life, exactly one call frees its memory.
 func TestLeaseHold(t *testing.T) {
 	tb := NewSlotTable[int](1, 0)
 	add := func() *ReceiveSlot[int] {
@@ -140,7 +140,7 @@ func TestLeaseHold(t *testing.T) {
 	}
 }
 
-// TestTableConcurrent holds, drops and ends at once: each memory is freed once.
+// TestTableConcurrent holds, drops and ends concurrently: each memory is freed once.
 func TestTableConcurrent(t *testing.T) {
 	tb := NewSlotTable[*atomic.Int32](16, 0)
 	var made, freed atomic.Int32

@@ -84,5 +84,5 @@ func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 
 // firstRows is a view on the first rows of t.
 func firstRows(t af.Tensor, rows int) (af.Tensor, error) {
-	return af.New(t.Mem().Sub(0, 2*rows*columns), t.Dtype(), int64(rows), columns)
+	return af.NewTensor(t.Mem().Sub(0, 2*rows*columns), t.Dtype(), int64(rows), columns)
 }

@@ -23,7 +23,7 @@ func (n *Node) Tensor(d af.Dtype, shape ...int64) (af.Tensor, error) {
 	if err != nil {
 		return af.Tensor{}, err
 	}
-	t, err := af.New(mem, d, shape...)
+	t, err := af.NewTensor(mem, d, shape...)
 	if err != nil {
 		return af.Tensor{}, err
 	}

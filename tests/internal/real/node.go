@@ -544,7 +544,7 @@ func (n *node) flood(count, size int, e *Event) error {
 		e.ID = i
 		call, err := n.worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, nil)
 		if err == nil {
-			_, _, _, err = n.worker.Customer().Batch(call.Timestamp()) // what could not be sent
+			_, _, _, err = cluster.Call(call).Customer().Batch(call.Timestamp()) // what could not be sent
 		}
 		if err != nil {
 			return err
@@ -565,7 +565,7 @@ func (n *node) drain(limit time.Duration) error {
 	defer tick.Stop()
 	came, at := uint64(0), time.Now()
 	for {
-		_, answered, known, err := n.worker.Customer().Batch(n.flooded.Load())
+		_, answered, known, err := (*cluster.Node)(n.n).App().Customer(0, 0).Batch(n.flooded.Load())
 		if err != nil {
 			return err
 		}

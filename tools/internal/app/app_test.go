@@ -20,7 +20,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// The test binary is also the stepaf command, for what it starts.
+// The test binary also runs as the stepaf command.
 func TestMain(m *testing.M) {
 	if os.Getenv("STEPAF_TEST_COMMAND") != "" {
 		os.Exit(Run(os.Args, os.Stdout, os.Stderr))
@@ -150,7 +150,7 @@ func TestDemo(t *testing.T) {
 	}
 }
 
-// TestFullOutput: a command whose output is lost fails, and says so once.
+// TestFullOutput: a command whose output is lost fails, with one error.
 func TestFullOutput(t *testing.T) {
 	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
 	if errors.Is(err, fs.ErrNotExist) {

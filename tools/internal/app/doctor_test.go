@@ -39,8 +39,7 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
-// TestDoctorInterrupted: a signal ends the examination, and is the exit status; what
-// was found till then is printed.
+// TestDoctorInterrupted: a signal ends doctor and sets the exit status; the findings so far are printed.
 func TestDoctorInterrupted(t *testing.T) {
 	for _, j := range []bool{false, true} {
 		ctx, cancel := context.WithCancelCause(t.Context())

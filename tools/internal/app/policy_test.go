@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/secret"
 )
 
-// TestPolicy: the command sets, lists and takes back what a running cluster does.
+// TestPolicy: the command sets, lists and removes policies of a running cluster.
 func TestPolicy(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Workers: 2})
 	environ := []string{"DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprint("DMLC_PS_ROOT_PORT=", c.Port), "DMLC_NODE_HOST=127.0.0.1"}
@@ -83,7 +83,7 @@ func TestPolicySecret(t *testing.T) {
 	} {
 		cmd := command(t, append(x.set, "DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprint("DMLC_PS_ROOT_PORT=", c.Port)), "policy")
 		began := time.Now()
-		out, _ := cmd.CombinedOutput() // the status is looked at
+		out, _ := cmd.CombinedOutput() // the status is checked below
 		if s := cmd.ProcessState.ExitCode(); s != x.status || !strings.Contains(string(out), x.want) || strings.Contains(string(out), own) {
 			t.Errorf("%q: status %d, want %d, and %q in\n%s", x.set, s, x.status, x.want, out)
 		}

@@ -19,7 +19,7 @@ import (
 // node is an environment in which a worker could start.
 var node = []string{"DMLC_ROLE=worker", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=127.0.0.1", "DMLC_PS_ROOT_PORT=1"}
 
-// TestSecret: what the command makes, a node accepts; a second call does not overwrite it.
+// TestSecret: a node accepts the secret of the command; a second call does not overwrite the file.
 func TestSecret(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "secret")
 	for _, want := range []string{"", "stepaf: secret: open " + path + ": file exists: want the name of a new file"} {
@@ -58,7 +58,7 @@ func TestEnvCheckSecret(t *testing.T) {
 	file := func(path string) string { return "STEPAF_SECRET_FILE=" + path }
 	for _, c := range []struct {
 		set  []string
-		want string // of the error; "" is none
+		want string // of the error; "" means no error
 	}{
 		{[]string{file(write("good", good+"\n", 0o600))}, ""},
 		{[]string{file(write("readonly", good, 0o400))}, ""},
@@ -102,8 +102,8 @@ func TestLaunchSecretFlags(t *testing.T) {
 	}
 }
 
-// TestLaunchProtects: a cluster that is started whole answers nobody without its secret, which nobody has; with a secret and a
-// name of the user's it answers the user.
+// TestLaunchProtects: a cluster with --role joint answers only processes with its secret, which is in no other place.
+// With a secret and a cluster name of the user it answers the user.
 func TestLaunchProtects(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "secret")
 	if err := secret.Write(file, secret.Make()); err != nil {
@@ -139,7 +139,7 @@ func TestLaunchProtects(t *testing.T) {
 		if err := launch.Process.Signal(syscall.SIGTERM); err != nil {
 			t.Error(err)
 		}
-		_ = launch.Wait() // the status is looked at
+		_ = launch.Wait() // the status is checked below
 		if s := launch.ProcessState.ExitCode(); s != 143 {
 			t.Errorf("%q: status %d, want 143\n%s", c.launch, s, out.String())
 		}
@@ -149,7 +149,7 @@ func TestLaunchProtects(t *testing.T) {
 	}
 }
 
-// TestSharesWithSecret: the shares of a cluster are given its secret, one by a file and one by a variable.
+// TestSharesWithSecret: the parts of a cluster get its secret, one from a file and one from a variable.
 func TestSharesWithSecret(t *testing.T) {
 	file, text := filepath.Join(t.TempDir(), "secret"), secret.Make()
 	if err := secret.Write(file, text); err != nil {

@@ -18,8 +18,7 @@ func children(t *testing.T, scripts map[string]string) *processes {
 	return c
 }
 
-// TestWaitTellsCause: of children that fail, one that was killed comes first, since the
-// others fail because of it.
+// TestWaitTellsCause: of several failed children, a killed one is named first, since the other failures follow from it.
 func TestWaitTellsCause(t *testing.T) {
 	for _, c := range []struct{ scheduler, server, worker, want string }{
 		{"cat", "kill -9 $$", "exit 1", "server: signal: killed; worker: exit status 1"},

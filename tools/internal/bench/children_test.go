@@ -22,7 +22,7 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// lines runs a benchmark with --json, and returns what it has printed, and its error.
+// lines runs a benchmark with --json, and returns its output and its error.
 func lines[T any](t *testing.T, args string) (all []T, err error) {
 	t.Helper()
 	text, err := bench(t, strings.Fields(args+" --json")...)
@@ -36,12 +36,12 @@ func lines[T any](t *testing.T, args string) (all []T, err error) {
 	return all, err
 }
 
-// ordered tells whether quantiles are some of measured times.
+// ordered reports whether quantiles are in order and measured.
 func (q quantiles) ordered() bool {
 	return 0 < q.P50 && q.P50 <= q.P90 && q.P90 <= q.P99 && q.P99 <= q.Max && 0 < q.Mean && q.Mean <= q.Max
 }
 
-// TestOverRDMA runs what is compared with perftest, on a device.
+// TestOverRDMA runs the benchmarks that are compared with perftest, on a device.
 func TestOverRDMA(t *testing.T) {
 	run, err := newRDMARun(t.Context(), "")
 	if err != nil {

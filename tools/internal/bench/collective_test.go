@@ -29,7 +29,7 @@ func TestCollectiveArguments(t *testing.T) {
 	}
 }
 
-// TestExchange: each call is made and checked, and the check notices other results.
+// TestExchange: each call is made and checked, and the check detects wrong results.
 func TestExchange(t *testing.T) {
 	const n = 3
 	c := testcluster.Start(t, testcluster.Options{Workers: n})
@@ -88,8 +88,7 @@ func TestExchange(t *testing.T) {
 	}
 }
 
-// TestAsk: a call's time is that of the slowest rank, and what gloo lacks is told apart from a rank
-// that has ended.
+// TestAsk: a call's time is that of the slowest rank. A call that gloo lacks differs from a rank that has ended.
 func TestAsk(t *testing.T) {
 	for _, x := range []struct{ zero, one, want string }{
 		{`echo '{"ns":[5,2]}'`, `echo '{"ns":[3,4]}'`, "[5 4] <nil>"},

@@ -16,7 +16,7 @@ import (
 
 type pretended = simgpu.Device
 
-// sharing is a pretended device whose memory does not begin where its allocation does.
+// sharing is a simulated device whose memory starts after the start of its allocation.
 type sharing struct {
 	*pretended
 	copies  atomic.Int32 // calls of CopyAsync
@@ -101,7 +101,7 @@ func TestDeviceFloor(t *testing.T) {
 	}
 }
 
-// TestDeviceFloorEnds: whoever goes away, the other end gives everything back.
+// TestDeviceFloorEnds: if one end disappears, the other end frees everything.
 func TestDeviceFloorEnds(t *testing.T) {
 	sd, cd := newSharing(t, 1), newSharing(t, 0)
 	start := func() (*floorServer, *deviceFloorClient) {
@@ -129,7 +129,7 @@ func TestDeviceFloorEnds(t *testing.T) {
 	if s, err := newDeviceServer(sd, 10, 10); err != nil {
 		t.Error(err)
 	} else {
-		s.close() // nobody came
+		s.close() // no client has connected
 	}
 	sd.Leaks(t)
 	cd.Leaks(t)
@@ -144,7 +144,7 @@ type counting struct{ n int }
 func (c *counting) measure(n int) ([]int64, error) { c.n += n; return make([]int64, n), nil }
 func (c *counting) close()                         {}
 
-// TestDeviceLatency measures between pretended devices, with and without a stream.
+// TestDeviceLatency measures between simulated devices, with and without a stream.
 func TestDeviceLatency(t *testing.T) {
 	for _, l := range []*latency{
 		{push: 9000, pull: 20000, iters: 25, warmup: 3, rounds: 4},
@@ -169,7 +169,7 @@ func TestDeviceLatency(t *testing.T) {
 	}
 }
 
-// TestDeviceValues: answers that are wrong are found.
+// TestDeviceValues: wrong answers are detected.
 func TestDeviceValues(t *testing.T) {
 	l := &latency{push: 9000, pull: 20000, iters: 4, warmup: 1, rounds: 2}
 	_, _, err := runDevices(t, l, &spoiling{})

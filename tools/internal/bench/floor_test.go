@@ -44,8 +44,7 @@ func TestHostFloors(t *testing.T) {
 	}
 }
 
-// TestBareReport: what ZMQ takes by itself stands in the report, and nothing where it was
-// not measured.
+// TestBareReport: the report has libzmq's own round trip if it was measured.
 func TestBareReport(t *testing.T) {
 	r := &result{Ours: []int64{60000}, Floor: []int64{20000}, Bare: []int64{50000}, Checked: true}
 	for _, c := range []struct {

@@ -182,7 +182,7 @@ func (l *latency) tensors(push, pull backend.Mem, key uint64) (pushes, pulls []a
 		if m.Len() == 0 || err != nil {
 			return nil
 		}
-		t, e := af.New(m, af.Uint8, int64(m.Len()))
+		t, e := af.NewTensor(m, af.Uint8, int64(m.Len()))
 		err = e
 		return []af.KeyTensor{{Key: key, Val: t}}
 	}

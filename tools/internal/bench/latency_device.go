@@ -74,7 +74,7 @@ func (l *latency) serveDevice(node *postoffice.Node) error {
 		if l.pull == 0 {
 			continue
 		}
-		t, err := af.New(d.bufs[i], af.Uint8, int64(l.pull))
+		t, err := af.NewTensor(d.bufs[i], af.Uint8, int64(l.pull))
 		if err != nil {
 			return err
 		}

@@ -21,8 +21,7 @@ func TestSessionArguments(t *testing.T) {
 	}
 }
 
-// TestSession runs the benchmark with processes: what it prints, and that --check fails when the goal is
-// missed and only then.
+// TestSession runs the benchmark with processes: its output, and that --check fails only if the goal is missed.
 func TestSession(t *testing.T) {
 	text, err := bench(t, strings.Fields("session --van zmq --ranks 1 --iters 5 --rounds 2")...)
 	for _, want := range []string{"10 calls of an empty function on 1 ranks over zmq, all checked: true\n", "push_pull, 1 KiB ", "times one with all of them\n"} {

@@ -19,8 +19,8 @@ func benchCommand(t *testing.T, args ...string) (string, error) {
 	return out.String(), err
 }
 
-// What a push_pull costs without a wire is measured over both transports, and the
-// answers over devices in memory are the server's.
+// The cost of a push_pull without a network is measured over both transports, and over simulated devices the answers
+// are the server's.
 func TestSoftware(t *testing.T) {
 	out, err := benchCommand(t, "software", "--json", "--iters", "300", "--warmup", "300")
 	if err != nil {

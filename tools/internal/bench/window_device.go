@@ -203,7 +203,7 @@ func (t *deviceTripper) prepare(ctx context.Context, size int) (src af.Tensor, e
 	if err != nil {
 		return src, err
 	}
-	return af.New(t.src.Sub(0, size), af.Uint8, int64(size))
+	return af.NewTensor(t.src.Sub(0, size), af.Uint8, int64(size))
 }
 
 // check compares the window with what the other rank has put.
@@ -309,7 +309,7 @@ func (t *deviceTripper) beginFloor(ctx context.Context, size int) (err error) {
 		}
 		at = t.server.addr
 	}
-	all, err := window.Exchange(ctx, t.comm, []byte(at))
+	all, err := t.comm.AllGatherBytes(ctx, []byte(at))
 	if err == nil && t.w.Rank() == 0 {
 		t.floor, err = dialDeviceFloor(t.back, string(all[1]), size, size)
 	}

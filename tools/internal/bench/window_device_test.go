@@ -15,8 +15,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestDeviceTripper: what ranks of bench window --device gpu do, with pretended devices: round trips, some ahead, the floor,
-// and that other data is noticed.
+// TestDeviceTripper: the ranks of bench window --device gpu on simulated devices: round trips, round trips ahead, the
+// floor, and the detection of wrong data.
 func TestDeviceTripper(t *testing.T) {
 	devices := []*sharing{newSharing(t, 0), newSharing(t, 1)}
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Backend: func(role string, rank int) backend.Backend {
@@ -34,7 +34,7 @@ func TestDeviceTripper(t *testing.T) {
 		for r := range errs {
 			wg.Go(func() {
 				if errs[r] = f(ctx, r); errs[r] != nil {
-					cancel() // nobody waits for who has left
+					cancel() // ends the rank that still waits
 				}
 			})
 		}

@@ -31,8 +31,7 @@ func TestWindowArguments(t *testing.T) {
 	}
 }
 
-// TestWindow runs the benchmark with processes: what it prints, and that --check fails when a goal is
-// missed and only then.
+// TestWindow runs the benchmark with processes: its output, and that --check fails only if a goal is missed.
 func TestWindow(t *testing.T) {
 	text, err := bench(t, strings.Fields("window --van zmq --size 1024 --iters 6 --rounds 2")...)
 	for _, want := range []string{"two ranks over zmq, ", "\n     1024      6 ", "(libzmq)\n"} {
@@ -62,7 +61,7 @@ func TestWindow(t *testing.T) {
 	}
 }
 
-// TestWindowGoals: the goals, at them and behind them; over RDMA one way is compared with perftest.
+// TestWindowGoals: results at the goals and beyond them; over RDMA one way is compared with perftest.
 func TestWindowGoals(t *testing.T) {
 	beside := func(lat, us float64) *rdmaReport {
 		return (&rdmaRun{at: choose.Result{Device: "rxe0", Port: 1}}).beside(perfFigures{lat: lat}, us)
@@ -98,7 +97,7 @@ func TestWindowGoals(t *testing.T) {
 	}
 }
 
-// TestPutAndWait: round trips are made and checked, and the check notices other data.
+// TestPutAndWait: round trips are made and checked, and the check detects wrong data.
 func TestPutAndWait(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2})
 	var windows [2]*window.Window
@@ -110,7 +109,7 @@ func TestPutAndWait(t *testing.T) {
 		for r := range errs {
 			wg.Go(func() {
 				if errs[r] = f(ctx, r); errs[r] != nil {
-					cancel() // nobody waits for who has left
+					cancel() // ends the rank that still waits
 				}
 			})
 		}

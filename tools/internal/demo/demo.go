@@ -110,7 +110,7 @@ func answer(b af.Batch) error {
 	return b.Respond(answers, af.ByKey)
 }
 
-// newTensor is a tensor, and its elements.
+// newTensor returns a tensor and its elements.
 func newTensor(key uint64) ([]float32, af.KeyTensor, error) {
 	v := make([]float32, elements)
 	t, err := af.FromSlice(v)
@@ -167,7 +167,7 @@ func work(ctx context.Context, node *postoffice.Node, out io.Writer, rounds int)
 	return nil
 }
 
-// report prints what came out.
+// report prints the results.
 func report(out io.Writer, times []time.Duration, servers int) {
 	slices.Sort(times)
 	var total time.Duration

@@ -32,7 +32,7 @@ import (
 
 var update = flag.Bool("update", false, "rewrite the golden files")
 
-// tree is the root of a made-up machine.
+// tree is the root directory of a simulated machine.
 type tree fstest.MapFS
 
 func (t tree) file(name, text string) { t[name] = &fstest.MapFile{Data: []byte(text + "\n")} }
@@ -89,7 +89,7 @@ func withGPUs(environ ...string) *Machine {
 
 var fakeAddrs = []netip.Addr{netip.MustParseAddr("10.1.0.1"), netip.MustParseAddr("10.1.1.1")}
 
-// equipped is a machine with two RDMA devices and a GPU beside the second one.
+// equipped is a machine with two RDMA devices, and a GPU close to the second one.
 func equipped(t testing.TB, environ ...string) (*Machine, tree, *fakeverbs.Net) {
 	m, root := plain(environ...)
 	n := fakeverbs.NewNet()
@@ -160,7 +160,7 @@ func examine(t *testing.T, m *Machine) Report {
 	return r
 }
 
-// What differs each time.
+// The parts of a report that differ between runs.
 var (
 	times = regexp.MustCompile(`\b[0-9.]+(ns|µs|ms|s)\b`)
 	nanos = regexp.MustCompile(`("(?:p50_|p99_)?ns": )[0-9]+`)
@@ -302,8 +302,8 @@ func TestGolden(t *testing.T) {
 	}
 }
 
-// TestAbsentNames: a variable that names what this build or machine has not, for which a
-// node is refused when it starts, fails the examination.
+// TestAbsentNames: a variable that names something that this build or machine does not have is a failed check, since a
+// node would be refused at its start.
 func TestAbsentNames(t *testing.T) {
 	for _, x := range []struct{ environ, want string }{
 		{"DMLC_ENABLE_RDMA=abc", `DMLC_ENABLE_RDMA="abc": want one of those of this build, ibverbs, zmq`},
@@ -314,13 +314,13 @@ func TestAbsentNames(t *testing.T) {
 		{"DMLC_INTERFACE=eth", `DMLC_INTERFACE="eth": want one interface`},
 		{"DMLC_INTERFACE=six0", `DMLC_INTERFACE="six0": want one interface`},
 		{"DMLC_INTERFACE=eth1", ""},
-		{"DMLC_INTERFACE=l", ""}, // lo is the only one that begins so
+		{"DMLC_INTERFACE=l", ""}, // only lo begins with l
 		{"DMLC_INTERFACE=auto", ""},
 		{"DMLC_NODE_HOST=10.9.9.9", `DMLC_NODE_HOST="10.9.9.9": want an address of this host, which has lo`},
 		{"DMLC_NODE_HOST=nowhere", `DMLC_NODE_HOST="nowhere": no such host; want an address of this host`},
 		{"DMLC_NODE_HOST=10.1.1.1", ""},
 		{"DMLC_NODE_HOST=127.0.0.5", ""},
-		{"DMLC_PS_ROOT_URI=10.9.9.9", ""}, // of another host
+		{"DMLC_PS_ROOT_URI=10.9.9.9", ""}, // the address of another host
 		{"DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host; want the name or an address of the scheduler's host`},
 		{"DMLC_PS_ROOT_URI=192.0.2.1", `DMLC_PS_ROOT_URI="192.0.2.1": this host has no route to 192.0.2.1: network is unreachable`},
 		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=lo", `DMLC_INTERFACE="lo": a node would listen at 127.0.0.1, which the scheduler at 10.9.9.9 cannot reach: it is a loopback address; the route there uses 10.1.0.1 (eth0); set DMLC_NODE_HOST or DMLC_INTERFACE`},
@@ -330,7 +330,7 @@ func TestAbsentNames(t *testing.T) {
 		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_NODE_HOST=127.0.0.1", `DMLC_NODE_HOST="127.0.0.1": a node would listen at 127.0.0.1`},
 		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=eth1", ""}, // another network for data
 		{"DMLC_PS_ROOT_URI=10.9.9.9 DMLC_INTERFACE=auto", ""},
-		{"DMLC_PS_ROOT_URI=10.1.0.1 DMLC_INTERFACE=lo", ""}, // the scheduler is here
+		{"DMLC_PS_ROOT_URI=10.1.0.1 DMLC_INTERFACE=lo", ""}, // the scheduler is on this host
 		{"DMLC_PS_ROOT_URI=127.0.0.1 DMLC_NODE_HOST=127.0.0.1", ""},
 		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=debian", `DMLC_PS_ROOT_URI="debian": it is 127.0.1.1 on this host, which no other host can reach`},
 		{"DMLC_ROLE=worker DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host`},
@@ -396,8 +396,7 @@ func find(t *testing.T, r Report, name string) Finding {
 	return Finding{}
 }
 
-// TestLoopbackFails: whatever goes wrong is said, with a remedy, and nothing is left
-// behind.
+// TestLoopbackFails: every error is reported with a remedy, and no resource is left.
 func TestLoopbackFails(t *testing.T) {
 	once := func(k fakeverbs.OpKind, n int, err error) func(*fakeverbs.Net) {
 		return func(net *fakeverbs.Net) { net.Fail(fakeverbs.FailNth(k, n, err)) }
@@ -445,7 +444,7 @@ func TestLoopbackFails(t *testing.T) {
 	}
 }
 
-// TestOtherPortFails: a port that a node would not use is no reason to fail.
+// TestOtherPortFails: an error of a port that a node would not use is not a failure.
 func TestOtherPortFails(t *testing.T) {
 	m, _, n := equipped(t, "DMLC_ENABLE_RDMA=ibverbs", "DMLC_INTERFACE=eth1")
 	n.Fail(fakeverbs.FailNth(fakeverbs.OpConnect, 1, syscall.EINVAL))
@@ -455,7 +454,7 @@ func TestOtherPortFails(t *testing.T) {
 	}
 }
 
-// TestLoopbackHeld: a write that never arrives ends with the time, not later.
+// TestLoopbackHeld: the wait for a write that never arrives ends with the time limit.
 func TestLoopbackHeld(t *testing.T) {
 	_, _, n := equipped(t)
 	stack := n.Stack(fakeAddrs[0])
@@ -475,7 +474,7 @@ func TestLoopbackHeld(t *testing.T) {
 	}
 }
 
-// TestOtherDevice: an address whose connections lie on another device is noticed.
+// TestOtherDevice: an address whose connections use another device is detected.
 func TestOtherDevice(t *testing.T) {
 	m, _, n := equipped(t)
 	port(n, 0, func(p *verbs.PortInfo) { p.GIDs[1].Addr = fakeAddrs[1] })
@@ -485,7 +484,7 @@ func TestOtherDevice(t *testing.T) {
 	}
 }
 
-// TestMemlock: the limit counts only for those whom it binds.
+// TestMemlock: the limit matters only for processes to which it applies.
 func TestMemlock(t *testing.T) {
 	for _, x := range []struct {
 		limit  uint64
@@ -511,8 +510,8 @@ func TestMemlock(t *testing.T) {
 	}
 }
 
-// TestThreads: a limit of threads fails as it does for a node, and a tight limit is a warning, also if the size of the cluster
-// is not known.
+// TestThreads: a limit of threads fails as it does for a node. A tight limit is a warning, also if the size of the
+// cluster is not known.
 func TestThreads(t *testing.T) {
 	for _, environ := range [][]string{nil, {"DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_ROLE=worker"}} {
 		for _, x := range []struct {
@@ -532,7 +531,7 @@ func TestThreads(t *testing.T) {
 	}
 }
 
-// TestTimeout: a check that hangs is left behind, and what follows is not looked at.
+// TestTimeout: a check that hangs is left running, and later checks are not made.
 func TestTimeout(t *testing.T) {
 	m, _ := plain("DMLC_ENABLE_RDMA=ibverbs")
 	hang := make(chan struct{})
@@ -570,7 +569,7 @@ func TestInterrupted(t *testing.T) {
 	}
 }
 
-// TestThisMachine: the real one can be looked at, whatever it is.
+// TestThisMachine: doctor runs on the real machine.
 func TestThisMachine(t *testing.T) {
 	m := Host("test", nil)
 	m.Env = env.FromList(nil)
@@ -601,7 +600,7 @@ func TestStatusText(t *testing.T) {
 	}
 }
 
-// TestLimits: a limit that a node of the configured cluster would run into has failed.
+// TestLimits: a limit that a node of the configured cluster would exceed is a failed check.
 func TestLimits(t *testing.T) {
 	shape := func(more ...string) []string {
 		return append([]string{"DMLC_NUM_WORKER=300", "DMLC_NUM_SERVER=500", "DMLC_PS_ROOT_URI=10.1.0.1", "DMLC_PS_ROOT_PORT=9000"}, more...)

@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/secret"
 )
 
-// TestSecret: the line says which protection is in force and where the secret is from, and nothing of the secret is shown.
+// TestSecret: the line names the protection in force and the source of the secret, and shows nothing of the secret.
 func TestSecret(t *testing.T) {
 	dir, text := t.TempDir(), secret.Make()
 	file := func(name, text string, mode os.FileMode) string {
@@ -72,7 +72,8 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// TestExposed: each port that the configuration opens, who reaches it, and what a process without the secret can do there.
+// TestExposed: the line names each port that the configuration opens, the hosts that reach it, and the rights of a
+// process without the secret.
 func TestExposed(t *testing.T) {
 	const (
 		join   = ": any process can join the cluster there, and read and change tensors"
@@ -128,7 +129,7 @@ func TestExposedRDMA(t *testing.T) {
 	}
 }
 
-// TestSecretOwner: a file of another user is refused, and the remedy says how to get one of this user.
+// TestSecretOwner: a file of another user is refused, and the remedy explains how to get a file of this user.
 func TestSecretOwner(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "secret")
 	if err := secret.Write(path, secret.Make()); err != nil {

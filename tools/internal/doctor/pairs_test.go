@@ -23,7 +23,7 @@ import (
 type fakeGPU struct {
 	backend.Backend // of the host, for events
 	id              int
-	mode            string // what goes wrong
+	mode            string // the planted error
 
 	mu   sync.Mutex
 	fds  map[uint64]int // of Alloc, by address
@@ -140,8 +140,8 @@ func (g *fakeGPU) CopyAsync(dst, src backend.Mem, _ uintptr) error {
 	return nil
 }
 
-// TestMain is also the other process of a pair: its arguments are the command and what
-// goes wrong on each GPU, as "mode/mode".
+// TestMain is also the other process of a pair: its arguments are the command and the error of each GPU, as
+// "mode/mode".
 func TestMain(m *testing.M) {
 	if len(os.Args) != 3 || os.Args[1] != pairCommand {
 		os.Exit(m.Run())
@@ -171,8 +171,8 @@ func inProcesses(t *testing.T, parent, child string) *Machine {
 	return m
 }
 
-// TestPairsProcesses: what one process exports another one imports, copies and looks
-// at, and every way in which that ends is told.
+// TestPairsProcesses: one process exports memory; another one imports, copies and compares it. Every result is
+// reported.
 func TestPairsProcesses(t *testing.T) {
 	const direct = "directly (CUDA IPC, "
 	for _, x := range []struct {
@@ -226,7 +226,7 @@ func TestPairsProcesses(t *testing.T) {
 	}
 }
 
-// TestPairsSticky: a GPU that does not close is told of.
+// TestPairsSticky: a GPU that cannot be closed is reported.
 func TestPairsSticky(t *testing.T) {
 	r := examine(t, inProcesses(t, "/sticky", "/"))
 	if f := find(t, r, gpuPairs); f.Status != Warn || f.Text != "after the attempt: this GPU does not close" {
@@ -234,8 +234,7 @@ func TestPairsSticky(t *testing.T) {
 	}
 }
 
-// TestPairsHang: a child that hangs is ended with the examination, and what it said
-// before counts.
+// TestPairsHang: a child that hangs is ended with doctor; its earlier results are kept.
 func TestPairsHang(t *testing.T) {
 	m := inProcesses(t, "/", "hang/hang")
 	ctx, cancel := context.WithCancelCause(t.Context())
@@ -262,7 +261,7 @@ func TestPairsHang(t *testing.T) {
 	}
 }
 
-// saying is a machine with n GPUs whose child says what answer returns.
+// saying is a machine with n GPUs whose child prints the result of answer.
 func saying(n int, answer func(from, to int) string, environ ...string) *Machine {
 	m := withGPUs(environ...)
 	all, err := m.GPUs()
@@ -326,7 +325,7 @@ func TestPairAnswers(t *testing.T) {
 	}
 }
 
-// TestPairRemedies: each fault with a known cure names it.
+// TestPairRemedies: each fault with a known remedy names it.
 func TestPairRemedies(t *testing.T) {
 	for _, x := range []struct {
 		f       pairFault
@@ -337,7 +336,7 @@ func TestPairRemedies(t *testing.T) {
 		{pairFault{Kind: faultLost}, 1, true, "Xid"},
 		{pairFault{Code: cudaInvalidDevice}, 1, true, "CUDA_VISIBLE_DEVICES"},
 		{pairFault{Code: 1}, 1, false, "IOMMU"},
-		{pairFault{Code: 1}, 0, false, "but slower"}, // a GPU is no peer of itself
+		{pairFault{Code: 1}, 0, false, "but slower"}, // a GPU is not a peer of itself
 		{pairFault{Code: 1}, 1, true, "but slower"},
 		{pairFault{Code: cudaOperatingSystem}, 1, true, "same user"},
 		{pairFault{Kind: faultUnsupported}, 1, true, "vGPU"},
@@ -348,8 +347,7 @@ func TestPairRemedies(t *testing.T) {
 	}
 }
 
-// TestServePairsRefuses: a request that makes no sense is an error, one that cannot be
-// met a result.
+// TestServePairsRefuses: an invalid request is an error; a request that fails is a result.
 func TestServePairsRefuses(t *testing.T) {
 	open := func(id int) (backend.Backend, error) { return openFake(id, "") }
 	for _, in := range []string{"", "{}", `{"bytes":1025}`, `{"bytes":-8}`} {
@@ -377,7 +375,7 @@ func TestServePairsRefuses(t *testing.T) {
 	}
 }
 
-// TestExportRefused: a backend that shares nothing is a reason for its pairs.
+// TestExportRefused: a backend that cannot share memory is the reason for its pairs.
 func TestExportRefused(t *testing.T) {
 	m := saying(2, answerOf)
 	m.OpenGPU = func(int) (backend.Backend, error) { return backend.NewCPU(), nil }
@@ -410,7 +408,7 @@ func TestLastLine(t *testing.T) {
 	}
 }
 
-// TestChildEnded: what a child has written before it is ended counts, but no unfinished line.
+// TestChildEnded: lines that a child has written before it is ended are kept, but no incomplete line.
 func TestChildEnded(t *testing.T) {
 	x := &gpuExam{subject: &subject{m: &Machine{PairChild: func(ctx context.Context, request []byte) ([]byte, error) {
 		return runChild(exec.CommandContext(ctx, "sh", "-c", `echo '{"from":1,"to":2}'; printf '{"from":3,"to":2}'; kill -9 $$`), request)

@@ -17,7 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// machines that plans are made for.
+// Machines of the plans.
 func laptop() *Machine {
 	return &Machine{Cores: 8, Free: anyPort, Addresses: []Address{{"lo", "127.0.0.1", true, true}}}
 }
@@ -27,7 +27,7 @@ func bigNode() *Machine {
 		{"lo", "127.0.0.1", true, true}, {"eth0", "192.0.2.1", false, true}, {"bond0", "192.0.2.2", false, true}}}
 }
 
-// between has docker's bridge and a link-local address before the interface that leads to 10.77.0.1.
+// between has docker's bridge and a link-local address before the interface with the route to 10.77.0.1.
 func between() *Machine {
 	m := &Machine{Cores: 8, Free: anyPort, Addresses: []Address{{"lo", "127.0.0.1", true, true}, {"docker0", "172.17.0.1", false, true},
 		{"eth1", "169.254.1.1", false, true}, {"eth2", "10.88.0.2", false, true}, {"eth3", "10.77.0.2", false, true}}}
@@ -48,7 +48,7 @@ func base() Spec {
 	return Spec{Part: Joint, NodeRank: -1, Command: self, SchedulerCommand: self}
 }
 
-// seen is what a child makes of its environment.
+// seen returns what a child reads from its environment.
 func seen(t *testing.T, c Child) *env.Config {
 	t.Helper()
 	cfg, err := env.LoadFrom(env.FromList(c.Env))
@@ -66,7 +66,7 @@ func TestChildren(t *testing.T) {
 		name string
 		spec func(*Spec)
 		env  []string
-		want []string // name/node rank/GPU/rank as the child computes it
+		want []string // name/node rank/GPU/rank in the child's computation
 	}{
 		{"default", func(*Spec) {}, nil, []string{"scheduler", "server 0", "worker 0"}},
 		{"counts", func(s *Spec) { s.Workers, s.Servers, s.GroupSize = 2, 1, 2 }, nil,
@@ -111,7 +111,7 @@ func TestChildren(t *testing.T) {
 	}
 }
 
-// script is a Spec as the launch scripts make it for this machine.
+// script is a Spec of the launch scripts for this machine.
 func script(s *Spec) {
 	s.DefaultVan, s.DefaultBackend, s.GroupSize, s.DefaultPort = auto, auto, Auto, 8123
 	s.Defaults = []Default{{"", "STEPMESH_SPLIT_QP_LAG", "1"}, {"", "STEPMESH_BIND_CPU_CORE", "1"}, {"worker", "STEPMESH_CPU_START_OFFSET", "55"}}
@@ -180,7 +180,7 @@ func TestChoices(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			s := base()
 			c.spec(&s)
-			p, err := Resolve(s, append(c.env, "STEPAF_AUTH=off"), c.machine) // the secret has tests of its own
+			p, err := Resolve(s, append(c.env, "STEPAF_AUTH=off"), c.machine) // other tests cover the secret
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -261,8 +261,8 @@ func TestParseDefault(t *testing.T) {
 	}
 }
 
-// TestClusterName: all processes of a launch have a name for their cluster that no other
-// launch has. Shares on several machines have the user's, or none.
+// TestClusterName: all processes of a launch have a cluster name that no other launch has. On several machines they
+// have the user's name, or none.
 func TestClusterName(t *testing.T) {
 	names := func(spec func(*Spec), environ ...string) []string {
 		s := base()

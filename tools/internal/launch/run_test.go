@@ -21,8 +21,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// The test binary is also the children of the tests: STEPAF_TEST_<ROLE> says what
-// a process does.
+// The test binary also runs as the children of the tests: STEPAF_TEST_<ROLE> is the script of a process.
 func TestMain(m *testing.M) {
 	if role := os.Getenv("DMLC_ROLE"); os.Getenv("STEPAF_TEST_CHILDREN") != "" {
 		os.Exit(behave(os.Getenv("STEPAF_TEST_" + strings.ToUpper(role) + "_" + os.Getenv("DMLC_NODE_RANK"))))
@@ -30,7 +29,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// behave does one thing after the other and returns the exit status.
+// behave runs the steps of a script and returns the exit status.
 func behave(script string) int {
 	for step := range strings.SplitSeq(script, "; ") {
 		verb, arg, _ := strings.Cut(step, " ")
@@ -69,15 +68,15 @@ func behave(script string) int {
 			}
 			fmt.Fprintln(c, "here")
 			_, _ = io.Copy(io.Discard, c)
-			return 98 // the test has hung up
-		case "wait": // as hang, and then go on
+			return 98 // the test has closed the connection
+		case "wait": // like hang, then continue
 			c, err := net.Dial("tcp", arg)
 			if err != nil {
 				fmt.Println(err)
 				return 99
 			}
 			_, _ = io.Copy(io.Discard, c)
-		case "secret": // say what this process is told of the cluster's secret
+		case "secret": // report this process's variables of the secret
 			cfg, err := env.LoadFrom(env.OS())
 			if err != nil {
 				fmt.Println(err)
@@ -106,7 +105,7 @@ func behave(script string) int {
 	return 0
 }
 
-// lock is a buffer that may be written by several goroutines.
+// lock is a buffer that several goroutines may write.
 type lock struct {
 	mu sync.Mutex
 	b  bytes.Buffer
@@ -160,7 +159,7 @@ func (c *cluster) run(t *testing.T) error {
 	return Run(plan, Streams{&c.out, &c.err}, c.signals, func(string) (string, bool) { return "", false })
 }
 
-// visits is a listener that children hang on.
+// visits is a listener to which children connect.
 type visits struct {
 	net.Listener
 	conns chan net.Conn
@@ -186,7 +185,7 @@ func newVisits(t *testing.T) *visits {
 	return v
 }
 
-// await returns when n children hang on, with their connections.
+// await returns the connections of n children.
 func (v *visits) await(t *testing.T, n int) (all []net.Conn) {
 	t.Helper()
 	for range n {
@@ -202,7 +201,7 @@ func (v *visits) await(t *testing.T, n int) (all []net.Conn) {
 	return all
 }
 
-// gone checks that the processes behind the connections have ended.
+// gone checks that the processes of the connections have ended.
 func gone(t *testing.T, all []net.Conn) {
 	t.Helper()
 	for i, c := range all {
@@ -257,7 +256,7 @@ func TestAllWell(t *testing.T) {
 func TestFailures(t *testing.T) {
 	v, workers := newVisits(t), newVisits(t)
 	hang := "hang " + v.Addr().String()
-	wait := "wait " + workers.Addr().String() // until the others have come
+	wait := "wait " + workers.Addr().String() // until the others have connected
 	for _, c := range []struct {
 		name    string
 		scripts map[string]string
@@ -310,7 +309,7 @@ func TestFailures(t *testing.T) {
 			var err error
 			for err == nil {
 				select {
-				case extra := <-v.conns: // of those whose coming is no condition
+				case extra := <-v.conns: // of processes that may but need not connect
 					defer extra.Close()
 					continue
 				case err = <-done:
@@ -330,7 +329,8 @@ func TestFailures(t *testing.T) {
 	}
 }
 
-// TestOutputGoneWhileStopping: SIGPIPE, which each line gives that nobody reads, does not kill the processes that a signal is stopping.
+// TestOutputGoneWhileStopping: SIGPIPE, which each line to a closed pipe raises, does not kill the processes that a
+// signal is stopping.
 func TestOutputGoneWhileStopping(t *testing.T) {
 	workers, others := newVisits(t), newVisits(t)
 	hang := "hang " + others.Addr().String()
@@ -355,8 +355,8 @@ func TestOutputGoneWhileStopping(t *testing.T) {
 	}
 }
 
-// TestOthersLive: who has the name, the command line and the environment of a child, and even its parent, and is not
-// of the launcher's making goes on, however the launch ends.
+// TestOthersLive: a process with the name, the command line, the environment and even the parent of a child, which the
+// launcher has not started, keeps running, however the launch ends.
 func TestOthersLive(t *testing.T) {
 	mine, theirs := newVisits(t), newVisits(t)
 	hang := "hang " + theirs.Addr().String()
@@ -394,7 +394,7 @@ func TestOthersLive(t *testing.T) {
 			var err error
 			for ended := false; !ended; {
 				select {
-				case extra := <-theirs.conns: // of those whose coming is no condition
+				case extra := <-theirs.conns: // of processes that may but need not connect
 					defer extra.Close()
 				case err = <-done:
 					ended = true
@@ -404,10 +404,10 @@ func TestOthersLive(t *testing.T) {
 				t.Errorf("status %d, want %d; error %v", exit.Status(err), c.status, err)
 			}
 			for _, conn := range conns {
-				_ = conn.Close() // at which they end by themselves
+				_ = conn.Close() // the processes end at this
 			}
 			for i, cmd := range others {
-				if _ = cmd.Wait(); cmd.ProcessState.ExitCode() != 98 { // of hang
+				if _ = cmd.Wait(); cmd.ProcessState.ExitCode() != 98 { // the status of hang
 					t.Errorf("process %d, which the launcher has not started: %v, want that it ended by itself with status 98", i, cmd.ProcessState)
 				}
 			}
@@ -415,8 +415,7 @@ func TestOthersLive(t *testing.T) {
 	}
 }
 
-// TestOrphan: a process that ends leaves nothing behind in its group, and nobody
-// waits for that.
+// TestOrphan: the launcher kills the processes in a child's group when the child ends, and does not wait for them.
 func TestOrphan(t *testing.T) {
 	v := newVisits(t)
 	c := newCluster(map[string]string{"worker": "say before; child ignore, hang " + v.Addr().String() + "; exit 0"})
@@ -424,7 +423,7 @@ func TestOrphan(t *testing.T) {
 	go func() { done <- c.run(t) }()
 	for {
 		select {
-		case conn := <-v.conns: // it may be killed before it comes
+		case conn := <-v.conns: // it may be killed before it connects
 			gone(t, []net.Conn{conn})
 			conn.Close()
 		case err := <-done:
@@ -436,13 +435,13 @@ func TestOrphan(t *testing.T) {
 	}
 }
 
-// TestLauncherKilled: the children end with a launcher that cannot end them.
+// TestLauncherKilled: the children end with a launcher that was killed.
 func TestLauncherKilled(t *testing.T) {
 	v := newVisits(t)
 	hang := "ignore; hang " + v.Addr().String()
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(environment(map[string]string{"launcher": "launch", "worker": hang, "server": hang, "scheduler": hang}), "DMLC_ROLE=launcher", "DMLC_NODE_RANK=0",
-		"TMPDIR="+t.TempDir()) // the secret's directory stays there
+		"TMPDIR="+t.TempDir()) // keeps the secret's directory
 	var out lock
 	cmd.Stdout, cmd.Stderr = &out, &out
 	if err := cmd.Start(); err != nil {
@@ -459,8 +458,8 @@ func TestLauncherKilled(t *testing.T) {
 	}
 }
 
-// TestNobodyReads: when who reads the output has gone, all end as after a signal, with what
-// they have started.
+// TestNobodyReads: when the reader of the output has ended, all processes end as after a signal, with the processes
+// that they have started.
 func TestNobodyReads(t *testing.T) {
 	v := newVisits(t)
 	hang := "hang " + v.Addr().String()
@@ -477,7 +476,7 @@ func TestNobodyReads(t *testing.T) {
 	conns := v.await(t, 3)
 	_ = out.Close() // while the worker goes on writing
 	gone(t, conns)
-	_ = cmd.Wait() // its status is looked at
+	_ = cmd.Wait() // the status is checked below
 	if s := cmd.ProcessState.ExitCode(); s != 141 {
 		t.Errorf("%v, want status 141", cmd.ProcessState)
 	}

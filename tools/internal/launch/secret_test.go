@@ -14,8 +14,8 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/secret"
 )
 
-// TestSecretChoice: a cluster that is started whole gets a secret unless the user has decided otherwise, and shares are
-// told what it means to have none.
+// TestSecretChoice: a cluster with --role joint gets a secret unless the user has decided otherwise. On several
+// machines a message explains the consequences of no secret.
 func TestSecretChoice(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "secret")
 	if err := secret.Write(file, secret.Make()); err != nil {
@@ -30,7 +30,7 @@ func TestSecretChoice(t *testing.T) {
 		spec  func(*Spec)
 		env   []string
 		makes bool
-		says  string // a part of the only message; "" is none
+		says  string // a part of the only message; "" means no message
 	}{
 		{"whole", joint, nil, true, ""},
 		{"whole, on a network", func(s *Spec) { s.Interface = "eth0" }, nil, true, ""},
@@ -102,7 +102,8 @@ func TestBadSecret(t *testing.T) {
 
 var told = regexp.MustCompile(`^\[.*\] secret "([\w-]{43})" file "(.*)": <nil>$`)
 
-// TestSecretOfChildren: all children read the same secret from a file, which is gone at the end, however that comes.
+// TestSecretOfChildren: all children read the same secret from a file, which is removed at the end, however the launch
+// ends.
 func TestSecretOfChildren(t *testing.T) {
 	v := newVisits(t)
 	hang := "secret; hang " + v.Addr().String()
@@ -150,7 +151,7 @@ func TestSecretOfChildren(t *testing.T) {
 	}
 }
 
-// TestSecretUnwritable: without a place for the secret nothing is started.
+// TestSecretUnwritable: without a directory for the secret, no process is started.
 func TestSecretUnwritable(t *testing.T) {
 	t.Setenv("TMPDIR", filepath.Join(t.TempDir(), "none"))
 	c := newCluster(map[string]string{"worker": "say started", "server": "say started", "scheduler": "say started"})
@@ -163,7 +164,7 @@ func TestSecretUnwritable(t *testing.T) {
 	}
 }
 
-// TestSecretPassedOn: a secret of the user's environment reaches the children as it is, and no file is made.
+// TestSecretPassedOn: the children get the secret of the user's environment unchanged, and no file is created.
 func TestSecretPassedOn(t *testing.T) {
 	tmp, own := t.TempDir(), secret.Make()
 	t.Setenv("TMPDIR", tmp)

@@ -1,5 +1,5 @@
-// Package policy is the command "stepaf policy": what nodes of a running cluster are told about
-// the data that they send, through its scheduler.
+// Package policy is the command "stepaf policy": it sets, through the scheduler, how the nodes of a running cluster
+// send data.
 package policy
 
 import (
@@ -17,8 +17,8 @@ import (
 
 	"github.com/urfave/cli/v2"
 
-	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/internal/cluster"
+	"github.com/stepaf/stepaf-go/internal/commlayer"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
@@ -122,7 +122,7 @@ func targetOf(c *cli.Context, others string) (p membership.Policy, err error) {
 		}
 		return p, nil
 	case "--comm":
-		if app, err = collective.AppOf(c.Int("comm")); err != nil {
+		if app, err = commlayer.AppOf(c.Int("comm")); err != nil {
 			return p, exit.Usage("--comm %d: %w", c.Int("comm"), err)
 		}
 	}
@@ -161,7 +161,7 @@ func set(c *cli.Context) (string, error) {
 	return "set " + p.String(), nil
 }
 
-// asGiven is what a policy is about in the words of the command line: the scheduler has numbers for it.
+// asGiven returns the target of a policy as on the command line: the scheduler uses numbers.
 func asGiven(c *cli.Context) string {
 	for _, name := range []string{"peer", "app", "comm"} {
 		if c.IsSet(name) {
@@ -191,7 +191,7 @@ func rateOf(s string) (int64, error) {
 	return n * unit, nil
 }
 
-// flagOf is the value of a flag of the command, or of the one above it.
+// flagOf returns the value of a flag of the command, or of its parent command.
 func flagOf[T any](c *cli.Context, name string, get func(*cli.Context, string) T) T {
 	for _, l := range c.Lineage() {
 		if l.Command != nil && l.IsSet(name) {
@@ -201,7 +201,7 @@ func flagOf[T any](c *cli.Context, name string, get func(*cli.Context, string) T
 	return get(c, name)
 }
 
-// run asks, waits until the nodes have answered, and prints the list.
+// run sends the request, waits until the nodes have answered, and prints the list.
 func run(ctx context.Context, c *cli.Context, question string) error {
 	cfg, err := postoffice.LoadConfig()
 	if err != nil {
@@ -238,7 +238,7 @@ func run(ctx context.Context, c *cli.Context, question string) error {
 			t, _, _ := strings.Cut(strings.Fields(l)[0], ",")
 			return t == target
 		}) {
-			p, _ := membership.ParsePolicy(target) // it is a target of ours
+			p, _ := membership.ParsePolicy(target) // the target was formatted by this command
 			return fmt.Errorf("policy clear: nothing is set for %s: \"stepaf policy\" lists what is", targetName(&p))
 		}
 	}
@@ -247,7 +247,7 @@ func run(ctx context.Context, c *cli.Context, question string) error {
 		return fmt.Errorf("policy: %w", err)
 	}
 	for err == nil && question != "list" && strings.Contains(strings.Join(lines, " "), " asked=") {
-		select { // nodes answer in a moment; those that do not are listed
+		select { // nodes answer quickly; nodes that do not are listed
 		case <-time.After(100 * time.Millisecond):
 			var now []string
 			if now, err = cluster.AskScheduler(ctx, cfg, nil, "list"); err == nil {
@@ -260,7 +260,7 @@ func run(ctx context.Context, c *cli.Context, question string) error {
 	return finish(ctx, c.App.Writer, lines, err)
 }
 
-// finish shows the list, and returns an error if not all nodes have answered, because of err.
+// finish prints the list. It returns an error if err kept nodes from answering.
 func finish(ctx context.Context, out io.Writer, lines []string, err error) error {
 	if shown := show(out, lines); shown != nil || err == nil {
 		return shown
@@ -289,7 +289,7 @@ func show(out io.Writer, lines []string) error {
 		if err != nil {
 			return fmt.Errorf("policy: the scheduler's answer %q: %w", lines[0], err)
 		}
-		for lines = lines[1:]; len(lines) > 0; lines = lines[1:] { // one policy, more nodes
+		for lines = lines[1:]; len(lines) > 0; lines = lines[1:] { // more nodes of the same policy
 			more := strings.Fields(lines[0])
 			if more[0] != words[0] {
 				break
@@ -317,7 +317,7 @@ func show(out io.Writer, lines []string) error {
 	return w.Flush()
 }
 
-// states says why nodes have a policy not in force.
+// states returns the reasons why nodes do not apply a policy.
 var states = map[string]string{
 	"pending":  "waits for a connection, or the application",
 	"unfit":    "the transport cannot",
@@ -330,7 +330,7 @@ func targetName(p *membership.Policy) string {
 	if p.Peer != 0 {
 		return nodeName(p.Peer)
 	}
-	if id, ok := collective.IDOf(int(p.App)); ok {
+	if id, ok := commlayer.IDOf(int(p.App)); ok {
 		return "comm " + strconv.Itoa(id)
 	}
 	return "app " + strconv.Itoa(int(p.App))

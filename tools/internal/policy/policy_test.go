@@ -10,8 +10,8 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 )
 
-// TestShow: what the scheduler says about one policy in several answers is one line, and a word that
-// is no id is not shown as another node.
+// TestShow: several answers of the scheduler about one policy are one line, and a word that is no id is not printed as
+// a node.
 func TestShow(t *testing.T) {
 	var out strings.Builder
 	err := show(&out, []string{"peer=9,rate=5000 in-force=8,10", "peer=9,rate=5000 in-force=12 asked=11,13", "peer=9,rate=5000 asked=15,1...", "app=7,rate=6000 dead=9"})
@@ -27,7 +27,7 @@ app 7     6000 B/s  -      -      -                           worker:0 (lost)
 	}
 }
 
-// TestUnanswered: when nodes have not answered, the list is shown, and the status is not 0.
+// TestUnanswered: if nodes have not answered, the list is printed, and the status is not 0.
 func TestUnanswered(t *testing.T) {
 	late, cancel := context.WithTimeout(t.Context(), 0)
 	defer cancel()
@@ -52,7 +52,7 @@ func TestUnanswered(t *testing.T) {
 	}
 }
 
-// TestRateOf: rates as they are given on the command line.
+// TestRateOf: rates in the forms of the command line.
 func TestRateOf(t *testing.T) {
 	for in, want := range map[string]int64{"1000": 1000, "5k": 5000, "2K": 2000, "3M": 3_000_000, "7G": 7_000_000_000, "1000G": 1_000_000_000_000} {
 		if got, err := rateOf(in); err != nil || got != want {

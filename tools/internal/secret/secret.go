@@ -38,7 +38,7 @@ func Write(path, secret string) (err error) {
 			err = e
 		}
 		if err != nil {
-			os.Remove(path) // err has the cause
+			os.Remove(path) // err is the cause
 		}
 	}()
 	if err := f.Chmod(0o600); err != nil {

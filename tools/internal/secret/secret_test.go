@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// TestMake: each secret is another one, and a node accepts it as a variable.
+// TestMake: secrets differ, and a node accepts one as a variable.
 func TestMake(t *testing.T) {
 	seen := map[string]bool{}
 	for range 100 {
@@ -52,7 +52,7 @@ func TestWrite(t *testing.T) {
 	}
 }
 
-// TestWriteRefuses: what exists stays, and an error leaves no file.
+// TestWriteRefuses: an existing file stays, and an error leaves no file.
 func TestWriteRefuses(t *testing.T) {
 	dir := t.TempDir()
 	kept := filepath.Join(dir, "kept")

@@ -1,6 +1,5 @@
-// Package verbsprobe is a connection for probes of RDMA: writes with immediate between
-// two ends, through package verbs and nothing else of this library. Doctor tries a port
-// with it, and bench compares figures with it.
+// Package verbsprobe is a connection for tests of RDMA: writes with immediate between two ends, through package verbs
+// and nothing else of this library. Doctor checks a port with it, and bench compares figures with it.
 package verbsprobe
 
 import (
@@ -21,25 +20,24 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// End is one end of a connection, with registered memory for what it sends and for what
-// it receives. Listen or Dial comes first, and Close last; they and Accept are for one
-// goroutine, Write and Arrival for one at a time.
+// End is one end of a connection, with registered memory for sending and receiving. Call Listen or Dial first, and
+// Close last; these and Accept are for one goroutine. Write and Arrival are for one goroutine at a time.
 type End struct {
 	opts Options
 
 	ch     verbs.Channel
 	events chan verbs.Event
-	done   chan struct{} // closed when nobody takes events any more
+	done   chan struct{} // closed when events are no longer received
 	pump   sync.WaitGroup
 	ids    []verbs.ID
-	joined verbs.ID // the one with a queue pair
+	joined verbs.ID // the ID with a queue pair
 	dev    verbs.Device
 	qp     verbs.QP
-	mem    []byte // what is sent, and from inAt on what is received
+	mem    []byte // the sent bytes, and from inAt on the received bytes
 	inAt   int
 	mr     verbs.MR
 
-	addr uint64 // where the other end receives
+	addr uint64 // address of the other end's receive memory
 	rkey uint32
 	most int // bytes of one message
 
@@ -47,9 +45,9 @@ type End struct {
 	wcs [16]verbs.Completion
 }
 
-// Options of an end.
+// Options are the options of an end.
 type Options struct {
-	Out, In int // bytes of what it sends and receives
+	Out, In int // bytes to send and to receive
 	Depth   int // work requests in flight
 	Inline  int // bytes that are posted inline, if the device can
 }
@@ -61,9 +59,9 @@ const (
 
 var le = binary.LittleEndian
 
-// EventError is an event of the connection manager that should not have come.
+// EventError is an unexpected event of the connection manager.
 type EventError struct {
-	Step  string // what was being done
+	Step  string // the step during which it arrived
 	Event verbs.EventType
 	Code  int // a negative errno, or the reason of a rejection
 }
@@ -80,13 +78,13 @@ func (e *EventError) Error() string {
 	return s
 }
 
-// StatusError is a work request that has failed.
+// StatusError is a failed work request.
 type StatusError struct{ Status verbs.Status }
 
 // Error implements error.
 func (e *StatusError) Error() string { return "a write failed: " + e.Status.String() }
 
-// MemoryError says that memory could not be registered.
+// MemoryError is a failure to register memory.
 type MemoryError struct {
 	Bytes int
 	Err   error
@@ -100,7 +98,7 @@ func (e *MemoryError) Error() string {
 // Unwrap returns the cause.
 func (e *MemoryError) Unwrap() error { return e.Err }
 
-// New makes an end on stack.
+// New creates an end on stack.
 func New(stack verbs.Stack, o Options) (*End, error) {
 	e := &End{opts: o, events: make(chan verbs.Event), done: make(chan struct{})}
 	var err error
@@ -122,13 +120,13 @@ func (e *End) pumpEvents() {
 		case e.events <- ev:
 		case <-e.done:
 			if ev.New != nil {
-				_ = ev.New.Destroy() // nobody wants it; the channel's end shows what remains
+				_ = ev.New.Destroy() // unwanted; the end of the channel reveals resources that remain
 			}
 		}
 	}
 }
 
-// await takes events until one of a type comes, and errs at a failure.
+// await receives events until one of a type arrives, and returns an error after a failure.
 func (e *End) await(ctx context.Context, step string, want verbs.EventType) (verbs.Event, error) {
 	for {
 		select {
@@ -155,7 +153,7 @@ func (e *End) newID() (verbs.ID, error) {
 	return id, err
 }
 
-// Listen waits at a port of host, which it returns, for one Dial.
+// Listen listens at a port of host, which it returns, for one Dial.
 func (e *End) Listen(host netip.Addr) (netip.AddrPort, error) {
 	id, err := e.newID()
 	if err != nil {
@@ -170,8 +168,8 @@ func (e *End) Listen(host netip.Addr) (netip.AddrPort, error) {
 	return id.LocalAddr(), nil
 }
 
-// Accept takes the connection of a Dial. When it returns, the other end may not know
-// yet that it stands; what is written then arrives later.
+// Accept accepts the connection of a Dial. When it returns, the other end may not know yet that the connection is
+// established; data written then arrives later.
 func (e *End) Accept(ctx context.Context) error {
 	ev, err := e.await(ctx, "connect", verbs.ConnectRequest)
 	if err != nil {
@@ -222,7 +220,7 @@ func (e *End) Dial(ctx context.Context, host netip.Addr, to netip.AddrPort) erro
 	return e.meet(ev.Private)
 }
 
-// prepare makes the memory and the queue pair of an ID whose device is known.
+// prepare creates the memory and the queue pair of an ID whose device is known.
 func (e *End) prepare(id verbs.ID) (err error) {
 	if e.dev, err = id.Device(); err != nil {
 		return fmt.Errorf("open the device: %w", err)
@@ -258,7 +256,7 @@ func (e *End) prepare(id verbs.ID) (err error) {
 	return nil
 }
 
-// param has where this end receives. It has 6 tries: 7 are for ever on Soft-RoCE.
+// param describes this end's receive memory. It allows 6 retries: 7 means forever on Soft-RoCE.
 func (e *End) param() verbs.ConnParam {
 	hello := le.AppendUint64(nil, e.address(e.inAt))
 	return verbs.ConnParam{Private: le.AppendUint32(hello, e.mr.RKey()), RetryCount: 6, RNRRetryCount: 7}
@@ -276,16 +274,16 @@ func (e *End) address(off int) uint64 {
 	return uint64(uintptr(unsafe.Pointer(&e.mem[0]))) + uint64(off)
 }
 
-// Out is the memory that Write sends.
+// Out returns the memory that Write sends.
 func (e *End) Out() []byte { return e.mem[:e.opts.Out] }
 
-// In is the memory that the other end writes.
+// In returns the memory that the other end writes.
 func (e *End) In() []byte { return e.mem[e.inAt : e.inAt+e.opts.In] }
 
-// Device is the name of the connection's device.
+// Device returns the name of the connection's device.
 func (e *End) Device() string { return e.dev.Name() }
 
-// Write sends all of Out, in as few messages as the device takes, the last one with imm.
+// Write sends all of Out, in as few messages as the device allows, the last one with imm.
 func (e *End) Write(imm uint32) error {
 	e.wrs = e.wrs[:0]
 	for off := 0; off == 0 || off < e.opts.Out; {
@@ -307,11 +305,11 @@ func (e *End) Write(imm uint32) error {
 	return nil
 }
 
-// ErrEnded says that the other end has gone.
+// ErrEnded means that the other end has ended.
 var ErrEnded = errors.New("the other end has gone")
 
-// Arrival looks for a Write of the other end for the time of spin and then sleeps for up
-// to block. It reports whether one has come, and its immediate value.
+// Arrival polls for a Write of the other end for the time of spin, and then sleeps for up to block. It reports whether
+// a Write has arrived, and its immediate value.
 func (e *End) Arrival(spin, block time.Duration) (imm uint32, came bool, err error) {
 	n, err := e.dev.Poll(e.wcs[:], spin, block)
 	if err != nil {
@@ -330,12 +328,12 @@ func (e *End) Arrival(spin, block time.Duration) (imm uint32, came bool, err err
 	return imm, came, nil
 }
 
-// Close takes down what there is.
+// Close releases all resources.
 func (e *End) Close() error {
 	close(e.done)
 	var errs []error
 	if e.joined != nil {
-		_ = e.joined.Disconnect() // it may not be connected
+		_ = e.joined.Disconnect() // fails if it is not connected
 	}
 	for _, id := range slices.Backward(e.ids) {
 		errs = append(errs, id.Destroy())

@@ -210,7 +210,7 @@ func (m *Manager) EventError(ev verbs.Event) error {
 func EventError(ev verbs.Event) error {
 	switch {
 	case ev.Type == verbs.Rejected && ev.Status == 8:
-		return errors.New("rejected (8): nobody listens there yet")
+		return errors.New("rejected (8): no process listens there yet")
 	case ev.Type == verbs.Rejected:
 		return fmt.Errorf("rejected by the peer (%d)", ev.Status)
 	case ev.Status < 0:

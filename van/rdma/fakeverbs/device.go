@@ -58,7 +58,7 @@ func (d *device) Poll(out []verbs.Completion, spin, block time.Duration) (int, e
 	d.polling = true
 	defer func() { d.polling = false }()
 	if len(out) == 0 {
-		return 0, fault("poll", syscall.EINVAL, "%s: room for no completion", d.stack.name)
+		return 0, fault("poll", syscall.EINVAL, "%s: no space for completions", d.stack.name)
 	}
 	d.wait(spin, block)
 	for d.stack.stopped && !d.ended() {

@@ -232,7 +232,7 @@ func (id *connID) ResolveRoute(time.Duration) error {
 		return err
 	}
 	if id.dev == nil {
-		return id.fault("resolve route", syscall.ENODEV, "no device on the way")
+		return id.fault("resolve route", syscall.ENODEV, "no device on the route")
 	}
 	id.state = routeResolved
 	id.ch.push(id, verbs.Event{Type: verbs.RouteResolved}, nil, nil)

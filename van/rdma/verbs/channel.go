@@ -143,7 +143,7 @@ func (ch *channel) Close() error {
 func (ch *channel) device(c *C.sv_id) (*device, error) {
 	key := C.sv_id_context(c)
 	if key == 0 {
-		return nil, errors.New("rdma: the ID lies on no device yet: its address must be resolved, or bound to a device's")
+		return nil, errors.New("rdma: the ID has no device yet: its address must be resolved, or bound to a device's")
 	}
 	ch.mu.Lock()
 	defer ch.mu.Unlock()

@@ -122,7 +122,7 @@ func (d *device) postError(errno C.int, w *SendWR) error {
 // Poll takes completions.
 func (d *device) Poll(out []Completion, spin, block time.Duration) (int, error) {
 	if len(out) == 0 {
-		return 0, fmt.Errorf("rdma: %s: poll: no room for completions", d.name)
+		return 0, fmt.Errorf("rdma: %s: poll: no space for completions", d.name)
 	}
 	d.polls.Add(1)
 	n := C.sv_poll(d.c, (*C.sv_wc)(unsafe.Pointer(unsafe.SliceData(out))), C.int(min(len(out), math.MaxInt32)),

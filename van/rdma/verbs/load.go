@@ -86,7 +86,7 @@ var shimErrors = map[C.int]error{
 	C.SV_ENOTREADY: syscall.ENOTCONN,
 	C.SV_EINLINE:   syscall.EMSGSIZE,
 	C.SV_EOPCODE:   errors.New("unknown opcode"),
-	C.SV_EPOLLING:  errors.New("somebody else polls"),
+	C.SV_EPOLLING:  errors.New("another caller polls"),
 }
 
 // failure returns the error for a result of the shim, nil for 0.

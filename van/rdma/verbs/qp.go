@@ -45,7 +45,7 @@ func (d *device) createQP(i *C.sv_id, o QPOptions) (*qp, error) {
 		}
 	}
 	if o.Port > 0 && C.sv_has_mlx5(d.s.c) == 0 {
-		d.s.log.Debug("rdma: queue pair not pinned: no libmlx5 that can", "device", d.name, "port", o.Port)
+		d.s.log.Debug("rdma: queue pair not pinned: libmlx5 is missing, or too old", "device", d.name, "port", o.Port)
 	}
 	c := C.sv_qp_opts{cookie: C.uint64_t(o.Cookie), send_depth: C.uint32_t(o.SendDepth), recv_depth: C.uint32_t(o.RecvDepth),
 		inline_size: C.uint32_t(o.Inline), port: C.uint32_t(o.Port)}
@@ -54,7 +54,7 @@ func (d *device) createQP(i *C.sv_id, o QPOptions) (*qp, error) {
 	err := failure(rc, C.GoString(what), d.name,
 		fmt.Sprintf("(%d send, %d receive requests, %d bytes inline)", o.SendDepth, o.RecvDepth, o.Inline))
 	if e, ok := errors.AsType[*Error](err); ok && e.Errno == syscall.EINVAL {
-		e.Hint = "the device does not take these values, or the other end of the connection has gone meanwhile"
+		e.Hint = "the device does not take these values, or the other end of the connection has ended meanwhile"
 	}
 	if err != nil {
 		return nil, err

@@ -15,7 +15,7 @@ func (v *rvan) Invalidate(m backend.Mem) {
 	if m.Len() == 0 {
 		return
 	}
-	var kept, beside, ours []*conn.Region // regions of StepMesh peers: with m itself, with other memory; regions of native peers
+	var kept, sameRegion, native []*conn.Region // regions of StepMesh peers: with m itself, with other memory; regions of native peers
 	for _, p := range v.allPeers() {
 		p.mu.Lock()
 		for k, x := range p.pulls {
@@ -23,10 +23,10 @@ func (v *rvan) Invalidate(m backend.Mem) {
 			case x.stepmesh && x.mem.Overlaps(m):
 				kept = append(kept, x.region)
 			case x.stepmesh && x.region.Mem.Overlaps(m):
-				beside = append(beside, x.region)
+				sameRegion = append(sameRegion, x.region)
 			case x.mem.Overlaps(m):
 				delete(p.pulls, k)
-				ours = append(ours, x.region)
+				native = append(native, x.region)
 				x.region.Release()
 			}
 		}
@@ -41,8 +41,8 @@ func (v *rvan) Invalidate(m backend.Mem) {
 		v.log.Warn("rdma: memory stays open for a late answer of a node of the C++ library, which would abort if it were refused",
 			"bytes", m.Len(), "requests", len(kept))
 	}
-	for _, r := range beside {
-		if !slices.Contains(ours, r) { // otherwise a late answer would be written to it
+	for _, r := range sameRegion {
+		if !slices.Contains(native, r) { // otherwise a late answer would be written to it
 			kept = append(kept, r)
 		}
 	}

@@ -19,7 +19,7 @@ import (
 )
 
 // round starts x and waits for it.
-func round(t testing.TB, x *af.Exchange, opts ...af.StartOption) error {
+func round(t testing.TB, x *af.Prepared, opts ...af.StartOption) error {
 	t.Helper()
 	call, err := x.Start(opts...)
 	if err != nil {
@@ -29,7 +29,7 @@ func round(t testing.TB, x *af.Exchange, opts ...af.StartOption) error {
 }
 
 // prepare is Worker.Prepare. The exchange is closed when the test ends.
-func prepare(t testing.TB, w *af.Worker, push, pull []af.KeyTensor, opts ...af.CallOption) *af.Exchange {
+func prepare(t testing.TB, w *af.Worker, push, pull []af.KeyTensor, opts ...af.CallOption) *af.Prepared {
 	t.Helper()
 	x, err := w.Prepare(push, pull, opts...)
 	if err != nil {
@@ -183,7 +183,7 @@ func TestExchangeRefused(t *testing.T) {
 	small := prepare(t, w, list(5, []int64{4, 2}, []int64{3, 0}), list(5, []int64{9}, []int64{9}, []int64{9}, []int64{9}), af.Complete)
 	scalar := prepare(t, w, list(5, []int64{4}, nil), nil)
 	for _, x := range []struct {
-		e    *af.Exchange
+		e    *af.Prepared
 		opt  af.StartOption
 		text string
 	}{

@@ -1,6 +1,6 @@
 package pace
 
-// What waits for one peer, and when it may leave.
+// The queued messages of one peer, and the times when they may leave.
 
 import (
 	"errors"
@@ -17,24 +17,24 @@ import (
 )
 
 const (
-	// burst is how much unused time counts: after a pause so much of a second's bytes leaves at once.
+	// burst is the unused time that counts: after a pause, the bytes of this time leave at once.
 	burst = 50 * time.Millisecond
-	// metaCost is what a message counts for besides its values and its body: about its packed meta.
+	// metaCost is the cost of a message in bytes besides its values and its body: about its packed meta.
 	metaCost = 288
-	// itemCost is what it counts for against the budget beside that.
+	// itemCost is its additional cost in the budget.
 	itemCost = int64(unsafe.Sizeof(item{}))
-	// again is when a message is tried again for which the van inside had no room.
-	again = 5 * time.Millisecond
+	// retryTime is the time until the next try if the inner van's queue was full.
+	retryTime = 5 * time.Millisecond
 )
 
-// bucket keeps a rate by the time at which the next byte may leave. A message leaves when its
-// last byte may, so that one of any length takes the time that its bytes take.
+// bucket enforces a rate by the time at which the next byte may leave. A message leaves when its
+// last byte may, so that a message of any length takes the time of its bytes.
 type bucket struct {
-	rate int64 // bytes in a second; 0: any
+	rate int64 // bytes per second; 0: no limit
 	next time.Duration
 }
 
-// due is when a message of n bytes that could have begun at since may leave.
+// due returns when a message of n bytes may leave that could have begun at since.
 func (b *bucket) due(since time.Duration, n int64) time.Duration {
 	if b.rate == 0 {
 		return 0
@@ -42,71 +42,71 @@ func (b *bucket) due(since time.Duration, n int64) time.Duration {
 	return max(b.next, since-b.burst()) + b.time(n)
 }
 
-// time is how long n bytes take.
+// time returns the time of n bytes.
 func (b *bucket) time(n int64) time.Duration {
 	return time.Duration(float64(n) / float64(b.rate) * float64(time.Second))
 }
 
-// burst is how much unused time counts, for a short message at the least.
+// burst returns the unused time that counts: at least that of a short message.
 func (b *bucket) burst() time.Duration { return max(burst, b.time(2*metaCost)) }
 
-// take counts a message that leaves now and was due.
+// take counts a message that leaves now and was due at the given time.
 func (b *bucket) take(now, due time.Duration) {
 	if b.rate > 0 {
 		b.next = max(due, now-b.burst())
 	}
 }
 
-// item is a message that waits. Its frames are the caller's, except short ones.
+// item is a queued message. Its frames are the caller's, except short ones, which are copied.
 type item struct {
 	msg     van.Message
 	bytes   int64
-	lane    *lane
+	queue   *rateQueue
 	paid    bool // its rates have counted it
-	dropped bool // it is not in its lane any more
+	dropped bool // it has been removed from its queue
 	short   [van.MaxFrames][van.CopyBelow]byte
 }
 
-// lane is what waits of one application, or of all that have no rate.
-type lane struct {
+// rateQueue holds the queued messages of one application, or of all applications without a rate.
+type rateQueue struct {
 	bucket
-	since time.Duration // when its first message could begin
+	since time.Duration // time from which its first message could leave
 	queue fifo.Queue[*item]
 }
 
-// line is what waits for one peer.
-type line struct {
+// peerQueue holds the queued messages of one peer.
+type peerQueue struct {
 	v    *Van
 	peer int
-	idle func() // told when nothing waits any more, without locks
+	idle func() // called without locks when the queue is empty
 
 	mu      sync.Mutex
-	whole   bucket // of the peer
-	rest    *lane  // of applications without a rate
-	apps    map[int32]*lane
+	whole   bucket     // the peer's rate
+	rest    *rateQueue // of applications without a rate
+	apps    map[int32]*rateQueue
 	bytes   int64
 	running bool
-	current *item // that is being handed on
+	current *item // the message that is being forwarded
 	changed chan struct{}
 
-	sending sync.Mutex // held while a message is handed on; taken after mu
+	sending sync.Mutex // held while a message is forwarded; locked after mu
 }
 
-func newLine(v *Van, peer int, idle func()) *line {
-	return &line{v: v, peer: peer, idle: idle, rest: &lane{}, apps: map[int32]*lane{}, changed: make(chan struct{}, 1)}
+func newPeerQueue(v *Van, peer int, idle func()) *peerQueue {
+	return &peerQueue{v: v, peer: peer, idle: idle, rest: &rateQueue{}, apps: map[int32]*rateQueue{}, changed: make(chan struct{}, 1)}
 }
 
 func now() time.Duration { return time.Duration(clock.Now()) }
 
-func (l *line) empty() bool {
+func (l *peerQueue) empty() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return !l.running
 }
 
-// set changes the rates. Messages of an application that has a rate from now on get a lane of
-// their own, in their order; that of one without any stays until it is empty.
-func (l *line) set(whole int64, apps map[int32]int64) {
+// set changes the rates. Queued messages of an application with a new rate move to a rate queue of
+// their own, in order. The queue of an application without a rate stays until it is empty.
+func (l *peerQueue) set(whole int64, apps map[int32]int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	t := now()
@@ -121,18 +121,18 @@ func (l *line) set(whole int64, apps map[int32]int64) {
 		if l.apps[app] != nil {
 			continue
 		}
-		a := &lane{bucket: bucket{rate: rate}, since: t}
+		a := &rateQueue{bucket: bucket{rate: rate}, since: t}
 		l.apps[app] = a
 		for _, i := range l.rest.remove(func(m *van.Meta) bool { return m.AppID == app }) {
-			i.lane = a
+			i.queue = a
 			a.queue.Put(i)
 		}
 	}
 	l.poke()
 }
 
-// remove takes out what is chosen, and returns it.
-func (a *lane) remove(chosen func(*van.Meta) bool) (removed []*item) {
+// remove removes and returns the chosen messages.
+func (a *rateQueue) remove(chosen func(*van.Meta) bool) (removed []*item) {
 	all := a.queue.All()
 	if !slices.ContainsFunc(all, func(i *item) bool { return chosen(&i.msg.Meta) }) {
 		return nil
@@ -148,14 +148,14 @@ func (a *lane) remove(chosen func(*van.Meta) bool) (removed []*item) {
 	return removed
 }
 
-// poke makes the goroutine look again.
-func (l *line) poke() {
+// poke makes the goroutine compute the due times again.
+func (l *peerQueue) poke() {
 	wake.Put(l.changed)
 }
 
-// keep puts m in its queue, unless it may leave at once. It reports false then, and the caller
-// sends it. It does not pass what waits only for the peer's rate: that would wait for ever.
-func (l *line) keep(m *van.Message) (kept bool, err error) {
+// enqueue queues m. If m may leave at once, enqueue returns false and the caller sends m. m does not
+// overtake messages that wait only for the peer's rate: they would wait forever.
+func (l *peerQueue) enqueue(m *van.Message) (kept bool, err error) {
 	n := int64(m.PayloadLen()+len(m.Body)) + metaCost
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -178,14 +178,14 @@ func (l *line) keep(m *van.Message) (kept bool, err error) {
 	if b := l.v.opts.Budget; b > 0 && l.bytes >= b && !m.Continues {
 		return true, &van.Error{Op: "send", Peer: van.NodeName(l.peer), Detail: "a rate limit holds data back (stepaf policy)", Err: van.ErrQueueFull}
 	}
-	i := &item{bytes: n, lane: a}
+	i := &item{bytes: n, queue: a}
 	i.msg.Reset()
 	i.msg.Meta.CopyFrom(&m.Meta)
 	i.msg.Sender, i.msg.Receiver, i.msg.ProcessEpoch, i.msg.Frames = m.Sender, m.Receiver, m.ProcessEpoch, m.Frames
 	i.msg.Into, i.msg.Placed, i.msg.Continues, i.msg.Done = m.Into, m.Placed, m.Continues, m.Done
 	for k := range m.Frames {
 		f := m.Frame(k)
-		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may use it again when Send returns
+		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may reuse it when Send returns
 			f = backend.Bytes(i.short[k][:copy(i.short[k][:], f.Host())])
 		}
 		f.Retain()
@@ -197,15 +197,15 @@ func (l *line) keep(m *van.Message) (kept bool, err error) {
 		l.running = true
 		l.v.wg.Go(l.run)
 	} else if a.queue.Len() == 1 {
-		l.poke() // it may be due before the one that is waited for
+		l.poke() // it may be due before the message that the goroutine waits for
 	}
 	return true, nil
 }
 
-// ready is the lane whose first message has waited longest of those that only the peer's rate holds back at
-// t, or nil. Otherwise some message waits for a rate of its own, until at the earliest. l.mu is held.
-func (l *line) ready(t time.Duration) (ready *lane, until time.Duration, waits bool) {
-	look := func(a *lane) {
+// ready returns the rate queue whose first message may leave at t by its own rate and has waited longest, or
+// nil. waits says that messages wait for rates of their own, until at the earliest. The caller holds l.mu.
+func (l *peerQueue) ready(t time.Duration) (ready *rateQueue, until time.Duration, waits bool) {
+	check := func(a *rateQueue) {
 		if a.queue.Len() == 0 {
 			return
 		}
@@ -218,23 +218,23 @@ func (l *line) ready(t time.Duration) (ready *lane, until time.Duration, waits b
 			ready = a
 		}
 	}
-	look(l.rest)
+	check(l.rest)
 	for _, a := range l.apps {
-		look(a)
+		check(a)
 	}
 	return ready, until, waits
 }
 
-// ownDue is when the rate of the lane lets its first message leave.
-func (a *lane) ownDue() time.Duration {
+// ownDue returns when the first message may leave by the queue's own rate.
+func (a *rateQueue) ownDue() time.Duration {
 	if next := a.queue.Front(); !next.paid {
 		return a.due(a.since, next.bytes)
 	}
 	return 0
 }
 
-// run hands on what waits, until nothing does.
-func (l *line) run() {
+// run forwards the queued messages until there are none.
+func (l *peerQueue) run() {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	for {
@@ -263,10 +263,10 @@ func (l *line) run() {
 				l.whole.take(t, whole)
 				a.take(t, own)
 			}
-			if l.handOn(i) {
+			if l.forward(i) {
 				continue
 			}
-			wait = again
+			wait = retryTime
 		} else {
 			l.mu.Unlock()
 		}
@@ -278,9 +278,9 @@ func (l *line) run() {
 	}
 }
 
-// handOn sends i, the first of its lane, and reports false if the van inside had no room. l.mu
-// is held, and released.
-func (l *line) handOn(i *item) bool {
+// forward sends i, the first of its queue. It returns false if the inner van's queue was full. The caller
+// holds l.mu, and forward unlocks it.
+func (l *peerQueue) forward(i *item) bool {
 	l.sending.Lock()
 	l.current = i
 	l.mu.Unlock()
@@ -289,7 +289,7 @@ func (l *line) handOn(i *item) bool {
 	l.mu.Lock()
 	l.current = nil
 	full := errors.Is(err, van.ErrQueueFull) && !i.dropped
-	if a := i.lane; !full && !i.dropped {
+	if a := i.queue; !full && !i.dropped {
 		a.queue.Take()
 		a.since = now()
 		l.bytes -= i.bytes + itemCost
@@ -308,7 +308,7 @@ func (l *line) handOn(i *item) bool {
 	return true
 }
 
-// end lets go of what i keeps. The van inside calls Done for what it has taken.
+// end releases the frames of i. With done it also calls Done, if the inner van has not accepted i.
 func (i *item) end(done bool) {
 	for k := range i.msg.Frames {
 		i.msg.Frame(k).Release()
@@ -318,16 +318,16 @@ func (i *item) end(done bool) {
 	}
 }
 
-// drop forgets what waits and is chosen. When it returns nothing of it is being handed on.
-func (l *line) drop(chosen func(*van.Meta) bool) {
+// drop removes the chosen messages. When it returns, none of them is being forwarded.
+func (l *peerQueue) drop(chosen func(*van.Meta) bool) {
 	var dropped []*item
 	l.mu.Lock()
 	busy := l.current != nil && chosen(&l.current.msg.Meta)
-	remove := func(a *lane) {
+	remove := func(a *rateQueue) {
 		for _, i := range a.remove(chosen) {
 			i.dropped = true
 			l.bytes -= i.bytes + itemCost
-			if i != l.current { // handOn ends that one
+			if i != l.current { // forward ends the message that it sends
 				dropped = append(dropped, i)
 			}
 		}
@@ -341,7 +341,7 @@ func (l *line) drop(chosen func(*van.Meta) bool) {
 	for _, i := range dropped {
 		i.end(true)
 	}
-	if busy { // until it is with the van inside
+	if busy { // wait until the inner van has it
 		l.sending.Lock()
 		defer l.sending.Unlock()
 	}

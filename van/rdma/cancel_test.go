@@ -15,7 +15,7 @@ import (
 )
 
 // A request that has not been sent yet must not give a peer access to memory that was invalidated.
-func TestRevokeOfWaitingRequest(t *testing.T) {
+func TestInvalidateQueuedRequest(t *testing.T) {
 	p := newPair(t, nil)
 	end := p.rejectAll()
 	p.connect(p.worker, serverID, p.server)
@@ -38,7 +38,7 @@ func TestRevokeOfWaitingRequest(t *testing.T) {
 }
 
 // The same holds while the connection ends and sends its queued messages.
-func TestRevokeWhileLeaving(t *testing.T) {
+func TestInvalidateWhileDraining(t *testing.T) {
 	p := newPair(t, nil)
 	end := p.rejectAll()
 	p.connect(p.worker, serverID, p.server)
@@ -84,7 +84,7 @@ func TestPullsOfEndedPeer(t *testing.T) {
 
 // Requests that were canceled before they could be sent are not sent with the later content of their memory. Other requests are sent, also from the same
 // memory.
-func TestRecallOfWaitingRequests(t *testing.T) {
+func TestCancelQueuedRequests(t *testing.T) {
 	p := newPair(t, nil)
 	end := p.rejectAll()
 	p.connect(p.worker, serverID, p.server)
@@ -132,7 +132,7 @@ func TestRecallOfWaitingRequests(t *testing.T) {
 }
 
 // Requests that are canceled while they wait do not keep the slots that they get: later requests use these slots, and no others are requested.
-func TestRecallGivesSlotsBack(t *testing.T) {
+func TestCancelReleasesSlots(t *testing.T) {
 	p := newPair(t, nil)
 	end := p.rejectAll()
 	p.connect(p.worker, serverID, p.server)
@@ -156,7 +156,7 @@ func TestRecallGivesSlotsBack(t *testing.T) {
 }
 
 // A request that the device has not read yet, or has to read again, arrives unchanged or not at all. Requests before and after it arrive.
-func TestRecallOfPostedRequests(t *testing.T) {
+func TestCancelPostedRequests(t *testing.T) {
 	p := newPair(t, nil)
 	p.connect(p.worker, serverID, p.server)
 	values := make([][]byte, 4)
@@ -192,7 +192,7 @@ func TestRecallOfPostedRequests(t *testing.T) {
 }
 
 // The same holds while the connection ends and the device still sends: a request that is canceled just then does not arrive with the next content of its memory.
-func TestRecallWhileLeaving(t *testing.T) {
+func TestCancelWhileDraining(t *testing.T) {
 	p := newPair(t, nil)
 	p.connect(p.worker, serverID, p.server)
 	if err := p.worker.Send(tensor(serverID, 0, 1, true, true, value(64<<10, 1))); err != nil {
@@ -245,8 +245,8 @@ type completion func()
 
 func (f completion) Sent() { f() }
 
-// TestRevokeBesideASend: a value is sent correctly while memory beside it is invalidated, although an earlier pull had both as its destination.
-func TestRevokeBesideASend(t *testing.T) {
+// TestInvalidateBesideASend: a value is sent correctly while memory beside it is invalidated, although an earlier pull had both as its destination.
+func TestInvalidateBesideASend(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
 	const half = 64 << 10
@@ -276,5 +276,5 @@ func TestRevokeBesideASend(t *testing.T) {
 	w.Invalidate(backend.Bytes(all[:half]))
 	r.net.Release()
 	s.wantValue(3, v)
-	w.toldNothing()
+	w.wantNoLoss()
 }

@@ -13,14 +13,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// ErrStarted: an Exchange was started again before the call of its last Start was waited
+// ErrStarted: a prepared PushPull was started again before the call of its last Start was waited
 // for.
 var ErrStarted = errors.New("exchange started already")
 
-// Exchange is a PushPull that is prepared once and started as often as wanted, one call at
+// Prepared is a PushPull that is prepared once and started as often as wanted, one call at
 // a time: its tensors, keys and servers are checked by Prepare. All methods are safe for
 // concurrent use.
-type Exchange struct {
+type Prepared struct {
 	w          *Worker
 	push, pull []KeyTensor
 	to         To    // nil for all servers
@@ -36,12 +36,12 @@ type Exchange struct {
 	closed bool
 }
 
-// Prepare checks the lists and options of a PushPull, and returns an Exchange whose calls
+// Prepare checks the lists and options of a PushPull, and returns a Prepared one, whose calls
 // send and fill these tensors. The lists are copied; the tensors' memory is held until
 // Close. A Stream among the options is that of all calls that name none.
-func (w *Worker) Prepare(push, pull []KeyTensor, opts ...CallOption) (*Exchange, error) {
+func (w *Worker) Prepare(push, pull []KeyTensor, opts ...CallOption) (*Prepared, error) {
 	o, err := with(options{limit: w.timeout}, opts)
-	x := &Exchange{w: w, to: slices.Clone(o.to), defaults: options{stream: o.stream, limit: o.limit}}
+	x := &Prepared{w: w, to: slices.Clone(o.to), defaults: options{stream: o.stream, limit: o.limit}}
 	b := w.calls.take()
 	defer b.unref()
 	if err == nil {
@@ -68,7 +68,7 @@ func (w *Worker) Prepare(push, pull []KeyTensor, opts ...CallOption) (*Exchange,
 // Start sends the exchange as PushPull would, and returns at once. The call must be waited
 // for before the next Start, which is ErrStarted until then. A lost server is an error of
 // Wait; when another process has taken its place, the next call goes to that one.
-func (x *Exchange) Start(opts ...StartOption) (Call, error) {
+func (x *Prepared) Start(opts ...StartOption) (Call, error) {
 	if err := x.Check(); err != nil {
 		return Call{}, err
 	}
@@ -88,7 +88,7 @@ func (x *Exchange) Start(opts ...StartOption) (Call, error) {
 
 // next makes the batch of a Start, or of a round that a stream has started, and holds its
 // memory.
-func (x *Exchange) next(o options, r *rounds) (*batch, error) {
+func (x *Prepared) next(o options, r *rounds) (*batch, error) {
 	if err := x.w.calls.mayLeaveOut(x.to); err != nil { // a server may have been replaced since
 		return nil, err
 	}
@@ -119,7 +119,7 @@ func (x *Exchange) next(o options, r *rounds) (*batch, error) {
 // Check returns, once, why rounds that streams have started have failed, or nil: the first
 // of them, and how many more there were since the last Check. It may be called after Close,
 // and does not wait. Start, QueueStart and QueueWait do the same first.
-func (x *Exchange) Check() error {
+func (x *Prepared) Check() error {
 	if r := x.byStream.Load(); r != nil {
 		return r.check()
 	}
@@ -129,7 +129,7 @@ func (x *Exchange) Check() error {
 // Close gives the memory of the tensors back to its owners; a call in flight goes on and
 // holds it until its end. Start fails from then on, and graphs that are replayed do not
 // start or wait for anything.
-func (x *Exchange) Close() {
+func (x *Prepared) Close() {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.closed {
@@ -148,12 +148,12 @@ func (x *Exchange) Close() {
 }
 
 // tensors describes the exchange in errors.
-func (x *Exchange) tensors() string {
+func (x *Prepared) tensors() string {
 	return fmt.Sprintf("%d push and %d pull tensors", len(x.push), len(x.pull))
 }
 
 // tooMany says why no call can have n rows.
-func (x *Exchange) tooMany(n Rows) error {
+func (x *Prepared) tooMany(n Rows) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	for k, list := range [][]KeyTensor{x.push, x.pull} {
