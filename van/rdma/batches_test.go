@@ -34,9 +34,9 @@ func pushMany(to *testNode, keys, ts int, v []byte) *van.Message {
 
 // randomPull is a pull request in flight.
 type randomPull struct {
-	dst     []byte
-	n       int
-	revoked bool
+	dst      []byte
+	n        int
+	canceled bool
 }
 
 // TestRandomBatches sends random batches in both directions, holds their values for random times, breaks connections and cancels requests. All
@@ -220,7 +220,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 			answersIn.Add(1)
 			mu.Lock()
 			p := pulls[ts]
-			if p != nil && !p.revoked && !bytes.Equal(p.dst, value(p.n, ts)) && !bytes.Equal(m.Vals.Host(), value(p.n, ts)) {
+			if p != nil && !p.canceled && !bytes.Equal(p.dst, value(p.n, ts)) && !bytes.Equal(m.Vals.Host(), value(p.n, ts)) {
 				fault("answer %d: wrong bytes in the pull tensor of %d", ts, p.n)
 			}
 			delete(pulls, ts)
@@ -231,7 +231,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 	giveUp := func(ts int, p *randomPull) { // mu is not held
 		w.Invalidate(backend.Bytes(p.dst))
 		mu.Lock()
-		p.revoked = true
+		p.canceled = true
 		for i := range p.dst {
 			p.dst[i] = 0xee
 		}
@@ -368,7 +368,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 	for _, p := range given {
 		for _, b := range p.dst {
 			if b != 0xee {
-				fault("memory of a revoked request was written to")
+				fault("memory of a canceled request was written to")
 				break
 			}
 		}

@@ -52,7 +52,7 @@ func TestInvalidateWhileDraining(t *testing.T) {
 	select {
 	case m := <-p.atServer:
 		if m.Option != 0 {
-			t.Errorf("the request comes with option %d, want 0: its memory was revoked", m.Option)
+			t.Errorf("the request comes with option %d, want 0: its memory was invalidated", m.Option)
 		}
 		m.Release()
 	case <-time.After(drainTime): // it was not sent, which is correct, too
@@ -116,7 +116,7 @@ func TestCancelQueuedRequests(t *testing.T) {
 		}
 		m.Release()
 	}
-	p.until("all memory is given back", func() bool { return dones.Load() == int32(len(values)) })
+	p.until("all memory is released", func() bool { return dones.Load() == int32(len(values)) })
 	for ts := 20; ts < 30; ts++ { // they reuse the objects of the canceled requests, and are not canceled
 		if err := p.worker.Send(tensor(serverID, ts, 1, true, true, values[4])); err != nil {
 			t.Fatal(err)
@@ -168,23 +168,23 @@ func TestCancelPostedRequests(t *testing.T) {
 	}
 	send(0)
 	p.next(p.atServer).Release() // there is a slot from now on
-	for _, recalled := range [][]int{{1}, {1, 2}, {3}} {
+	for _, canceled := range [][]int{{1}, {1, 2}, {3}} {
 		p.net.Hold()
 		for i := 1; i < len(values); i++ {
 			send(i)
 		}
-		p.worker.Cancel(van.Requests{First: int32(recalled[0]), Count: int32(len(recalled))})
-		for _, i := range recalled {
+		p.worker.Cancel(van.Requests{First: int32(canceled[0]), Count: int32(len(canceled))})
+		for _, i := range canceled {
 			clear(values[i])
 		}
 		p.net.Release()
 		for i := 1; i < len(values); i++ {
-			if slices.Contains(recalled, i) {
+			if slices.Contains(canceled, i) {
 				continue
 			}
 			m := p.next(p.atServer)
 			if int(m.Timestamp) != i || !bytes.Equal(m.Vals.Host(), values[i]) {
-				t.Errorf("requests %d recalled: request %d came, with the right bytes: %t; want %d", recalled, m.Timestamp, bytes.Equal(m.Vals.Host(), values[i]), i)
+				t.Errorf("requests %d canceled: request %d came, with the right bytes: %t; want %d", canceled, m.Timestamp, bytes.Equal(m.Vals.Host(), values[i]), i)
 			}
 			m.Release()
 		}
@@ -236,7 +236,7 @@ func TestCancelWhileDraining(t *testing.T) {
 	m := p.next(p.atServer)
 	defer m.Release()
 	if !bytes.Equal(m.Vals.Host(), value(64<<10, 2)) {
-		t.Error("the request comes with what was put in its memory after it was given up")
+		t.Error("the request comes with what was put in its memory after it was canceled")
 	}
 }
 

@@ -17,7 +17,7 @@ func (v *node) classOf(id int) int {
 	return 0
 }
 
-// TrafficClassApplied implements van.TrafficClassSetter. What a node sends leaves on the connection that it has made.
+// TrafficClassApplied implements van.TrafficClassSetter. A node sends on the connection that it has made itself.
 func (v *node) TrafficClassApplied(id int) (now, ever bool) {
 	l := (*v.tables.peers.Load())[id].currentLink()
 	if l == nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// Credits that were lost with an answer are not lost for good. If the peer has refused the answer, it has not received them. Otherwise it is not known whether it
+// Credits are not lost with an answer. If the peer has refused the answer, it has not received them. Otherwise it is not known whether it
 // has, and the connection that they belong to ends.
 func TestCreditsOfLostAnswer(t *testing.T) {
 	for _, c := range []struct {

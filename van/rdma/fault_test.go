@@ -133,7 +133,7 @@ func TestDialErrors(t *testing.T) {
 			w.must(push(srv, 3, 1, v))
 			c := w.wantChange("it cannot connect", func(c change) bool { return !c.up })
 			if !errors.Is(c.cause, syscall.ECONNREFUSED) || !strings.Contains(c.cause.Error(), s.say) {
-				t.Errorf("told %v, want ECONNREFUSED and %q", c.cause, s.say)
+				t.Errorf("notified of %v, want ECONNREFUSED and %q", c.cause, s.say)
 			}
 			w.wantUp(srv)
 			srv.wantValue(1, v)
@@ -160,7 +160,7 @@ func TestDialErrors(t *testing.T) {
 	}
 }
 
-// TestRejects: whatever the reason of rejections, the node tries again until it is connected.
+// TestRejects: after rejections for any reason, the node tries again until it is connected.
 func TestRejects(t *testing.T) {
 	r := newRig(t)
 	r.net.RejectNext(9, 8)
@@ -194,7 +194,7 @@ func TestSilentPeer(t *testing.T) {
 	w.connect(&testNode{who: van.Node{ID: 8, Hostname: a.String(), Port: p.port, Endpoint: (&van.NodeExtension{Incarnation: 1}).Encode()}})
 	c := w.wantChange("it cannot connect", func(c change) bool { return !c.up })
 	if !errors.Is(c.cause, van.ErrTimeout) || !strings.Contains(c.cause.Error(), "no answer") {
-		t.Errorf("told %v, want a time-out", c.cause)
+		t.Errorf("notified of %v, want a time-out", c.cause)
 	}
 }
 
@@ -412,8 +412,8 @@ func TestFailedCalls(t *testing.T) {
 				if err != nil && !lost(err) { // an earlier call may have failed
 					t.Fatal(err)
 				}
-				if told := w.wantDown(s, c.say...); !lost(told.cause) {
-					t.Errorf("told %v, want %v", told.cause, van.ErrPeerLost)
+				if lostChange := w.wantDown(s, c.say...); !lost(lostChange.cause) {
+					t.Errorf("notified of %v, want %v", lostChange.cause, van.ErrPeerLost)
 				}
 				w.wantUp(s)
 				if err == nil {

@@ -30,7 +30,7 @@ func TestReplacedProcessIsFenced(t *testing.T) {
 	next.wantUp(s)
 	c := old.wantChange("why", func(c change) bool { return !c.up && errors.Is(c.cause, van.ErrReplaced) })
 	if c.id != s.who.ID {
-		t.Errorf("told of %s", van.NodeName(c.id))
+		t.Errorf("notified of %s", van.NodeName(c.id))
 	}
 	s.says("rdma: rejected a process that has been replaced", van.NodeName(9))
 	if err := old.Send(push(s, 1, 3, value(3000, 3))); !lost(err) {
@@ -176,7 +176,7 @@ func TestPowerLossLeavesNothing(t *testing.T) {
 		if i == 0 {
 			first = look()
 		}
-		r.until(fmt.Sprintf("all of predecessor %d is given back: %+v", i, first), func() bool {
+		r.until(fmt.Sprintf("all of predecessor %d is released: %+v", i, first), func() bool {
 			now := look()
 			return now.connections == 1 && now.places <= first.places+2 && now.bytes <= first.bytes+first.bytes/4
 		})
@@ -202,7 +202,7 @@ func TestSilentLossLeavesNothing(t *testing.T) {
 		return in.owed.count.Load() == 0 && in.sends.Idle()
 	})
 	n.kill(false)
-	r.until("all of it is given back", func() bool {
+	r.until("all of it is released", func() bool {
 		return len(s.incoming()) == 0 && s.budget.slots.Len() == 0 && s.budget.registered.Load() == 0
 	})
 }

@@ -53,8 +53,8 @@ func TestConnectFlood(t *testing.T) {
 	r.link(old, s)
 	before := s.incomingOf(9)
 	s.connect(next)
-	stranger := handshake{node: 11, port: 1, host: "10.77.1.99", native: true, qpCount: s.cfg.QPNum, incarnation: 77}
-	other := stranger
+	unknown := handshake{node: 11, port: 1, host: "10.77.1.99", native: true, qpCount: s.cfg.QPNum, incarnation: 77}
+	other := unknown
 	other.qpCount++
 	for _, x := range []struct {
 		line    string
@@ -63,7 +63,7 @@ func TestConnectFlood(t *testing.T) {
 	}{
 		{"rejected a connection", []byte("nonsense"), nil},
 		{"rejected a connection", other.encode(), nil},
-		{"could not accept a connection", stranger.encode(), nil},
+		{"could not accept a connection", unknown.encode(), nil},
 		{"rejected a process that has been replaced", before.handshake.encode(), van.ErrReplaced},
 	} {
 		log.taken()

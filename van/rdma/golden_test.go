@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestParsersGolden: what is read of what peers write, whatever is in it, and how it is written.
+// TestParsersGolden: the encoding of each format, and the result of decoding mangled input.
 func TestParsersGolden(t *testing.T) {
 	golden.Check(t, "parsers", 30, func(rng *rand.Rand, w io.Writer) {
 		h := handshake{node: []int{1, 8, 9, van.Empty, 0, -1}[rng.IntN(6)], port: int(golden.Edge(rng, 65535) & 0xfffff), host: "10.77.0.1"[:rng.IntN(10)], epoch: 5, qp: rng.IntN(3), qpCount: rng.IntN(4), native: true}

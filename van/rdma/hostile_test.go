@@ -238,7 +238,7 @@ func TestHostileOneShotWithValue(t *testing.T) {
 	h.c.notify(0, r.index, r.meta, r.metaKey, b)
 	h.seen(1, "its slot, which holds a value")
 	got.Release()
-	h.until("its memory is given back", func() bool { return in.slots.oneShots.Load() == 0 })
+	h.until("its memory is released", func() bool { return in.slots.oneShots.Load() == 0 })
 	h.c.notify(0, r.index, r.meta, r.metaKey, b)
 	h.ends(2)
 }

@@ -12,8 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/liveness"
 )
 
-// beats enables heartbeats.
-func beats(c *env.Config) {
+// withHeartbeats enables heartbeats.
+func withHeartbeats(c *env.Config) {
 	c.HeartbeatInterval, c.HeartbeatTimeout = 500*time.Millisecond, 2*time.Second
 }
 
@@ -33,7 +33,7 @@ func TestLiveness(t *testing.T) {
 	needsThread(t)
 	r := newRig(t)
 	r.real = true
-	h, w, s := r.node(van.SchedulerID, beats), r.node(9, beats), r.node(8, beats)
+	h, w, s := r.node(van.SchedulerID, withHeartbeats), r.node(9, withHeartbeats), r.node(8, withHeartbeats)
 	r.link(h, w)
 	r.link(h, s)
 	r.link(w, s)
@@ -78,8 +78,8 @@ func TestNotProbed(t *testing.T) {
 		real, original, asks bool
 		edit                 func(*env.Config)
 	}{
-		"in memory":              {false, false, false, beats},
-		"a node of the original": {true, true, true, beats},
+		"in memory":              {false, false, false, withHeartbeats},
+		"a node of the original": {true, true, true, withHeartbeats},
 		"no heartbeats":          {true, false, false, silent},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -112,7 +112,7 @@ func TestLivenessPortTaken(t *testing.T) {
 	needsThread(t)
 	r := newRig(t)
 	r.real = true
-	h, w := r.node(van.SchedulerID, beats), r.make(9, beats)
+	h, w := r.node(van.SchedulerID, withHeartbeats), r.make(9, withHeartbeats)
 	c, err := net.ListenUDP("udp4", &net.UDPAddr{IP: w.addr.AsSlice()})
 	if err != nil {
 		t.Fatal(err)

@@ -199,7 +199,7 @@ func (d nativeIn) record(l *receiveSlot) {
 }
 
 // endOutgrown ends the slots of q's key that are smaller than q asks for and older than q. By sending q, the peer has released them,
-// whatever the answer is.
+// even if q is refused.
 func (d nativeIn) endOutgrown(q *slotRequest) {
 	need, kind, err := d.need(q)
 	if err != nil || kind&kindKeyed == 0 || need.OneShot {

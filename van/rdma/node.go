@@ -42,7 +42,7 @@ type node struct {
 	mu      sync.Mutex // guards changes of tables, and buffers
 	buffers map[bufferKey]backend.Mem
 	closed  atomic.Bool
-	wg      sync.WaitGroup // goroutines that end without being told
+	wg      sync.WaitGroup // goroutines that end by themselves
 }
 
 // localNode is what this node says of itself to its peers.

@@ -46,7 +46,7 @@ func TestFailureOfMessageAsConnectionBreaks(t *testing.T) {
 			l := p.link
 			p.mu.Unlock()
 			l.fail(van.ErrPeerLost)
-			r.until("the connection is gone", func() bool {
+			r.until("the connection has ended", func() bool {
 				p.mu.Lock()
 				defer p.mu.Unlock()
 				return p.link != l
@@ -71,7 +71,7 @@ func TestFailureOfMessageAsConnectionBreaks(t *testing.T) {
 		w.wantDown(s, "no process listens")
 	}
 	if n := ups.Load(); n > 0 {
-		t.Errorf("the peer was told to be up %d times, without a connection", n)
+		t.Errorf("the peer was reported as up %d times, without a connection", n)
 	}
 	w.stack.Limit(1 << 40)
 	r.net.RejectNext(0, 0)
@@ -85,7 +85,7 @@ func TestAnswerLost(t *testing.T) {
 	lostAnswer(w, s)
 	c := w.wantChange("answers are lost", func(c change) bool { return !c.up })
 	if c.id != s.who.ID || !lost(c.cause) || !strings.Contains(c.cause.Error(), "answers") {
-		t.Errorf("told of %s: %v; want %s and %v", van.NodeName(c.id), c.cause, van.NodeName(s.who.ID), van.ErrPeerLost)
+		t.Errorf("notified of %s: %v; want %s and %v", van.NodeName(c.id), c.cause, van.NodeName(s.who.ID), van.ErrPeerLost)
 	}
 	w.wantUp(s)
 	dst := make([]byte, 100<<10)
@@ -161,7 +161,7 @@ func TestPeerShutsDown(t *testing.T) {
 				for range 3 {
 					w.wantChange("the peer is lost", func(c change) bool {
 						if c.up {
-							t.Error("the peer was told to be back")
+							t.Error("the peer was reported as up")
 						}
 						return !c.up
 					})
@@ -248,7 +248,7 @@ func TestBackWhenItCanAnswer(t *testing.T) {
 	}
 	for len(w.changes) > 0 {
 		if c := <-w.changes; c.up {
-			t.Error("the server was told to be back before it could answer")
+			t.Error("the server was reported as up before it could answer")
 		}
 	}
 	open()
@@ -308,7 +308,7 @@ func TestAnotherProcessAfterAQuietBreak(t *testing.T) {
 	w.answeredBefore(s, 77)
 	(*w.tables.peers.Load())[s.who.ID].currentLink().fail(fmt.Errorf("%w: made to", errUnacknowledged))
 	if c := w.wantChange("anything", func(change) bool { return true }); c.up || !lost(c.cause) || !strings.Contains(c.cause.Error(), "another process") {
-		t.Errorf("told first: up %t, %v; want %v, as another process answers", c.up, c.cause, van.ErrPeerLost)
+		t.Errorf("first notification: up %t, %v; want %v, as another process answers", c.up, c.cause, van.ErrPeerLost)
 	}
 	w.wantUp(s)
 	w.wantNoLoss()
@@ -497,7 +497,7 @@ func TestLossReportOfOlderConnection(t *testing.T) {
 	w.wantNoLoss()
 	p := newRaw(r, rawAddr, van.Node{ID: s.who.ID})
 	defer p.end()
-	hello := func(epoch uint32) func(q int) []byte {
+	private := func(epoch uint32) func(q int) []byte {
 		return func(q int) []byte {
 			h := old.handshake
 			h.epoch += epoch
@@ -505,10 +505,10 @@ func TestLossReportOfOlderConnection(t *testing.T) {
 			return h.encode()
 		}
 	}
-	first := p.dial(w, 2, hello(1))
+	first := p.dial(w, 2, private(1))
 	q := newRaw(r, rawAddr, van.Node{ID: s.who.ID})
 	defer q.end()
-	second := q.dial(w, 2, hello(2))
+	second := q.dial(w, 2, private(2))
 	r.until("the second connection is known", func() bool {
 		in := w.incomingOf(s.who.ID)
 		return in != nil && in.handshake.epoch == old.handshake.epoch+2

@@ -105,7 +105,7 @@ func TestSplitFails(t *testing.T) {
 	m.Done = doneFunc(func() { done <- slices.Contains(r.net.Pending(), second) })
 	w.must(m)
 	if early := <-done; early {
-		t.Error("the memory was given back while the second queue pair had not ended")
+		t.Error("the memory was released while the second queue pair had not ended")
 	}
 	r.net.FailWR(nil)
 	r.net.Release()
@@ -221,7 +221,7 @@ func TestIncompleteOfEnded(t *testing.T) {
 		return nil
 	})
 	in.fail(errors.New("the test ends it"))
-	r.until("the message is given up", func() bool {
+	r.until("the message is released", func() bool {
 		pool := &in.device.pool
 		pool.mu.Lock()
 		defer pool.mu.Unlock()

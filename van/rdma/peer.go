@@ -71,7 +71,7 @@ type link struct {
 	device  *device
 	dialect outboundDialect
 	native  bool // the peer is a native node
-	// numbered: control messages have numbers, so that those that may not have arrived can be sent again.
+	// numbered: control messages have numbers, so that the uncertain ones can be sent again after a break.
 	numbered    bool
 	bundles     bool   // several small messages may be sent in one write
 	bundle      bundle // the last write, if messages may be added

@@ -197,7 +197,7 @@ func TestUnprovedRequests(t *testing.T) {
 			return b[:len(b)-1]
 		}},
 		{"another secret", differs, func(p *raw, s *testNode) []byte { return p.request(keysOf(t, secretB, true), s, 1, 0, 1) }},
-		{"another hello than is proved", differs, func(p *raw, s *testNode) []byte {
+		{"another handshake than is proved", differs, func(p *raw, s *testNode) []byte {
 			b := p.request(k, s, 1, 0, 1)
 			b[offEpoch]++
 			return b
@@ -390,7 +390,7 @@ func TestUnprovedAcceptor(t *testing.T) {
 		{"another secret", "differs", func(h *handshake, requests [][]byte, q int) []byte {
 			return answerData(keysOf(t, secretB, true), h, requests[q], nonce{1})
 		}},
-		{"another hello than is proved", "differs", func(h *handshake, requests [][]byte, q int) []byte {
+		{"another handshake than is proved", "differs", func(h *handshake, requests [][]byte, q int) []byte {
 			b := answerData(k, h, requests[q], nonce{1})
 			b[offIncarn]++
 			return b
@@ -490,7 +490,7 @@ func TestReplacedRejectionHasProof(t *testing.T) {
 	s.mu.Unlock()
 	w.connect(s)
 	if down := w.wantDown(s); !errors.Is(down.cause, van.ErrReplaced) {
-		t.Errorf("told %v, want that it was replaced", down.cause)
+		t.Errorf("notified of %v, want that it was replaced", down.cause)
 	}
 	w.Disconnect(8)
 }

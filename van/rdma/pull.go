@@ -139,7 +139,7 @@ func (p *peer) handleSendCompletion(l *link, c *verbs.Completion) {
 	}
 	f, last := l.queue.Complete(id)
 	if r := l.queue.Record(id); !last && q == 0 && r != nil {
-		r.Note.clearCredits() // the credits arrive with the meta, whatever happens to parts on other queue pairs
+		r.Note.clearCredits() // the credits arrive with the meta, even if a part on another queue pair is lost
 	}
 	if last && f.Note.control != nil {
 		p.recycle(f.Note.control)

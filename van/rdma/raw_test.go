@@ -138,13 +138,13 @@ func (p *raw) dial(to *testNode, qps int, own func(q int) []byte) *rawConn {
 }
 
 // accept accepts the queue pairs of a node's connection.
-func (p *raw) accept(qps int, hello func(q int) []byte) *rawConn {
+func (p *raw) accept(qps int, private func(q int) []byte) *rawConn {
 	p.r.Helper()
 	c := &rawConn{raw: p}
 	for q := range qps {
 		id := p.event(verbs.ConnectRequest).New
 		c.qps = append(c.qps, p.use(id))
-		p.check(id.Accept(verbs.ConnParam{Private: hello(q), RetryCount: 6, RNRRetryCount: 7}))
+		p.check(id.Accept(verbs.ConnParam{Private: private(q), RetryCount: 6, RNRRetryCount: 7}))
 		p.event(verbs.Established)
 	}
 	return c

@@ -260,7 +260,7 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 			m.Release()
 		}
 		n.close()
-		r.until(fmt.Sprintf("all of peer %d is given back", i), func() bool { return s.budget.registered.Load() == 0 && s.budget.slots.Len() == 0 })
+		r.until(fmt.Sprintf("all of peer %d is released", i), func() bool { return s.budget.registered.Load() == 0 && s.budget.slots.Len() == 0 })
 	}
 }
 
@@ -477,7 +477,7 @@ func TestHostileReturns(t *testing.T) {
 	h.until("it has come back", func() bool { return h.s.budget.slots.Get(mine.index) == nil })
 	in.mu.Lock()
 	if in.slots.reclaim.since != 0 {
-		t.Error("it has given back what it was asked for, and will be cut off for not doing so")
+		t.Error("it has returned the slots that it was asked for, and will be disconnected for not doing so")
 	}
 	in.mu.Unlock()
 	h.c.send(immReturn, nil)

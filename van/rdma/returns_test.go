@@ -81,7 +81,7 @@ func TestReturnsEndWithTheConnection(t *testing.T) {
 	left := len(p.sender.Returns())
 	p.mu.Unlock()
 	if left != 0 {
-		t.Errorf("%d slots of the connection before are still to be given back", left)
+		t.Errorf("%d slots of the connection before are still to be returned", left)
 	}
 	for i := range 4 {
 		w.must(push(s, 1, i, value(3000, i)))

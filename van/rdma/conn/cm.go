@@ -19,7 +19,7 @@ import (
 // Time limits of connecting.
 const (
 	ResolveTime = 1000 * time.Millisecond // the same as StepMesh's
-	rejectTime  = 5 * time.Millisecond    // a round trip: the peer's kernel rejects at once if nobody listens
+	rejectTime  = 5 * time.Millisecond    // a round trip: the peer's kernel rejects at once without a listener
 )
 
 // Manager makes IDs and queue pairs. Set the exported fields before use. Any goroutine may call its methods.

@@ -237,11 +237,11 @@ func TestRegionsHoldMemory(t *testing.T) {
 	}
 	r.Release()
 	if h.n.Load() != 1 {
-		t.Error("the memory is let go while it is registered")
+		t.Error("the memory is released while it is registered")
 	}
 	rs.Invalidate(m, nil)
 	if h.n.Load() != 0 {
-		t.Errorf("%d holders after revoke", h.n.Load())
+		t.Errorf("%d holders after Invalidate", h.n.Load())
 	}
 	// If registering fails, nothing is retained.
 	network.Fail(func(op fakeverbs.Op) error {
@@ -280,7 +280,7 @@ func TestRegionsRevoke(t *testing.T) {
 	sending.Release()
 	other.Release()
 	if r := get(0, 1000, both); r == used {
-		t.Error("a revoked region is found")
+		t.Error("an invalidated region is found")
 	} else {
 		r.Release()
 	}
@@ -322,7 +322,7 @@ func TestRegionsConcurrent(t *testing.T) {
 	if n, bytes := rs.stats(); bytes != stack.Registered() {
 		t.Errorf("%d regions of %d bytes, %d registered", n, bytes, stack.Registered())
 	}
-	// After Invalidate, no peer can write there, whatever else happens.
+	// After Invalidate, no peer can write there any more.
 	rs.Invalidate(backend.Bytes(buf), nil)
 	for _, r := range *rs.sorted.Load() {
 		if r.access&verbs.RemoteWrite != 0 {
@@ -418,12 +418,12 @@ func (rs *Regions) stats() (n, bytes int) {
 func TestStuckMemory(t *testing.T) {
 	dev, _, network := bare(t)
 	rs := NewRegions(dev, nil)
-	var told []int
+	var reported []int
 	rs.OnStuck = func(r *Region, err error) {
 		if !errors.Is(err, errTest) {
 			t.Errorf("stuck because of %v, want %v", err, errTest)
 		}
-		told = append(told, r.Mem.Len())
+		reported = append(reported, r.Mem.Len())
 	}
 	h := &holder{}
 	b := make([]byte, 300)
@@ -456,8 +456,8 @@ func TestStuckMemory(t *testing.T) {
 		}
 	}
 	own.Mem.Host()[0] = 1 // it would fault
-	if h.n.Load() != 2 || !slices.Equal(told, []int{100, 101}) {
-		t.Errorf("%d holders of memory that is still registered, want 2; told of regions of %d bytes", h.n.Load(), told)
+	if h.n.Load() != 2 || !slices.Equal(reported, []int{100, 101}) {
+		t.Errorf("%d holders of memory that is still registered, want 2; reported regions of %d bytes", h.n.Load(), reported)
 	}
 	network.Fail(nil)
 	for _, mr := range []verbs.MR{stuck[0].MR, stuck[1].MR, own.MR} {

@@ -189,7 +189,7 @@ func TestSendQueueBroken(t *testing.T) {
 			end(all[i])
 		}
 		for i := range p.FinishAll() {
-			t.Errorf("record %d is abandoned twice", i)
+			t.Errorf("record %d is finished twice", i)
 		}
 		if sent != 2 {
 			t.Errorf("Done %d times, want 2", sent)

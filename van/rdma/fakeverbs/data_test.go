@@ -209,8 +209,8 @@ func TestSendDepth(t *testing.T) {
 
 func TestOverrun(t *testing.T) {
 	w := newWorld(t, func(c *Config) { c.CQE = 3 })
-	var told []error
-	w.net.OnError(func(err error) { told = append(told, err) })
+	var reported []error
+	w.net.OnError(func(err error) { reported = append(reported, err) })
 	o := options
 	o.RecvDepth = 0
 	a := w.small(1, o)
@@ -228,8 +228,8 @@ func TestOverrun(t *testing.T) {
 	a.poll(3)
 	_, err := a.dev.Poll(make([]verbs.Completion, 1), 0, long)
 	wantErr(t, err, syscall.EOVERFLOW)
-	if got := w.net.Errors(); len(got) != 1 || len(told) != 1 {
-		t.Errorf("errors %v, told %v, want one", got, told)
+	if got := w.net.Errors(); len(got) != 1 || len(reported) != 1 {
+		t.Errorf("errors %v, reported %v, want one", got, reported)
 	}
 }
 
