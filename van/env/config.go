@@ -23,7 +23,7 @@ type Config struct {
 	ClusterID  string // STEPAF_CLUSTER_ID: a name for the cluster
 	Foreign    bool   // STEPAF_FOREIGN: nodes of C++ StepMesh may be in a cluster with a name
 
-	// Who may join.
+	// Admission to the cluster.
 	SecretFile string // STEPAF_SECRET_FILE: a file with the cluster's secret
 	Secret     Secret // STEPAF_SECRET: the secret itself
 	Auth       string // STEPAF_AUTH: AuthOff, AuthWarn or AuthRequire; "" see AuthMode
@@ -134,7 +134,7 @@ const (
 	manyCPUs  = 8
 )
 
-// Spin is how long a wait spins before it sleeps: 0 not at all, negative for ever.
+// Spin returns how long a wait spins before it sleeps: 0 not at all, negative forever.
 func (b BusyPoll) Spin() time.Duration {
 	switch {
 	case b == SpinForever:

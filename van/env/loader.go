@@ -61,7 +61,7 @@ func (l *loader) read(v *variable) {
 	}
 	if first == "" {
 		if raw, set := l.src.Lookup(v.name); set && v.clean(raw) == "" && (v.name == secret || v.name == secretFile) {
-			// An empty secret is a mistake, such as a variable of a script that is not set: nobody means it to be none.
+			// An empty secret is a mistake, such as an unset variable of a script. It never means "no secret".
 			l.refuse(v.name, &Error{Name: v.name, Why: "it is empty", Want: "a secret, or a file with one; without a secret, unset it"})
 		}
 		return

@@ -40,7 +40,7 @@ func readNames() (list []string) {
 
 func knownNames() map[string]bool {
 	known := map[string]bool{}
-	for _, n := range slices.Concat(readNames(), strangers) {
+	for _, n := range slices.Concat(readNames(), otherPrograms) {
 		known[n] = true
 	}
 	for _, o := range others {

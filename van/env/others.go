@@ -48,9 +48,9 @@ var others = []other{
 	{name: "BYTEPS_ENABLE_MIXED_MODE", kind: Switch, why: "mixed mode is not supported: ranks follow the preferred ranks, or the hosts"},
 }
 
-// strangers begin with one of the prefixes but belong to launch scripts, trackers and
+// otherPrograms are names with one of the prefixes that belong to launch scripts, trackers and
 // programs that use the library. They are not reported as misspelt.
-var strangers = []string{
+var otherPrograms = []string{
 	"STEPMESH_DROP_RATE", "STEPMESH_CONNECTOR_DEBUG", "STEPMESH_SCHEDULER_STARTED",
 	"DMLC_NUM_ATTEMPT", "DMLC_TRACKER_URI", "DMLC_TRACKER_PORT",
 	"DMLC_JOB_CLUSTER", "DMLC_JOB_ID", "DMLC_TASK_ID", "DMLC_WORKER_ID", "DMLC_SERVER_ID",

@@ -49,20 +49,20 @@ var table = []variable{
 	}, {
 		name: "STEPAF_CLUSTER_ID", topic: cluster, kind: String, readers: "all",
 		field:   func(c *Config) any { return &c.ClusterID },
-		help:    "A name for the cluster, the same on all nodes. Nodes with another one are refused, and C++ nodes unless `STEPAF_FOREIGN=1`. A restarted scheduler recognizes its nodes by it.",
+		help:    "Name of the cluster, equal on all nodes. Nodes with another name are refused, and C++ nodes unless `STEPAF_FOREIGN=1`. Identifies nodes after a scheduler restart.",
 		defNote: "the scheduler makes one up",
 		differs: "Ours only.",
 	}, {
 		name: "STEPAF_FOREIGN", topic: cluster, kind: Switch, def: "0", readers: "all",
 		field:   func(c *Config) any { return &c.Foreign },
-		help:    "1: C++ nodes, which cannot send a `STEPAF_CLUSTER_ID`, may join a cluster that has one. A C++ scheduler may use other addresses than `DMLC_PS_ROOT_URI`. Any process can pretend to be such a node.",
+		help:    "1: C++ nodes may join a cluster with a `STEPAF_CLUSTER_ID`, and a C++ scheduler may use other addresses. Any process can pretend to be one.",
 		differs: "Ours only.",
 	},
 
 	{
 		name: secretFile, topic: trust, kind: Path, readers: "all",
 		field:   func(c *Config) any { return &c.SecretFile },
-		help:    "File with the cluster's secret, the same on all nodes (`stepaf secret` makes one). Its mode must be 0600 or 0400, and its owner the user of the process. The node reads it once, when it starts.",
+		help:    "File with the cluster's secret, the same on all nodes (`stepaf secret` makes one). Mode 0600 or 0400, owned by the process's user.",
 		differs: "Ours only.",
 	}, {
 		name: secret, topic: trust, kind: Hidden, readers: "all",
@@ -73,7 +73,7 @@ var table = []variable{
 		name: authMode, topic: trust, kind: Enum, words: []string{AuthOff, AuthWarn, AuthRequire}, readers: "all",
 		defNote: "`require` with a secret, else `off`",
 		field:   func(c *Config) any { return &c.Auth },
-		help:    "`require`: only peers that prove the secret can connect. `warn`: peers without proof are admitted, counted and logged; connections are plain. `off`: no proofs; connections are plain. C++ nodes can join with `warn` and `off`.",
+		help:    "`require`: only peers with a proof. `warn`: peers without proof are admitted, counted and logged. `off`: no proofs. C++ nodes need `warn` or `off` (plaintext).",
 		differs: "Ours only.",
 	},
 
@@ -96,8 +96,8 @@ var table = []variable{
 		name: "DMLC_INTERFACE", topic: addresses, kind: String, readers: "workers, servers", check: checkInterface,
 		defNote: "the one that leads to `DMLC_PS_ROOT_URI`; ibverbs: if it is no active RDMA port, the first that is",
 		field:   func(c *Config) any { return &c.Interface },
-		help:    "Network interface whose address is advertised when `DMLC_NODE_HOST` is unset. With ibverbs `auto` takes the one nearest to the GPU, even if `DMLC_NODE_HOST` is set; with zmq it is the same as unset.",
-		differs: "A name works (the original stops with `failed to get ip`). `auto` in any case. If `auto` finds nothing, `DMLC_NODE_HOST` counts. The default of the original is the first interface that is not loopback.",
+		help:    "Interface whose address is advertised if `DMLC_NODE_HOST` is unset. `auto` with ibverbs: the one nearest to the GPU, before `DMLC_NODE_HOST`; with zmq: unset.",
+		differs: "A name works (original: `failed to get ip`). `auto` falls back to `DMLC_NODE_HOST`. The original's default is the first interface that is not loopback.",
 	}, {
 		name: "DMLC_PORT", topic: addresses, kind: Int, min: 0, max: 65535, defNote: "0, any free port", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.Port },
@@ -181,7 +181,7 @@ var table = []variable{
 	}, {
 		name: "STEPAF_RDMA_ACK_TIMEOUT", topic: rdma, kind: Int, min: 10, max: 22, def: "15", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMAAckTimeout },
-		help:    "n: what is not acknowledged within 4.096 us * 2^n is sent again, 6 times; then the peer is lost. 15 is a second in all, 17 is four, for links that pause for longer.",
+		help:    "n: a write without acknowledgement for 4.096 us * 2^n is repeated, 6 times; then the peer is lost. 15: 1 s; 17: 4 s.",
 		differs: "Ours only.",
 	},
 
@@ -202,69 +202,69 @@ var table = []variable{
 	}, {
 		name: "PS_HEARTBEAT_INTERVAL", topic: reliability, kind: Seconds, min: 0, max: day, none: -1, defNote: "2 towards a scheduler of this library, else 0", readers: "all",
 		field:   func(c *Config) any { return &c.HeartbeatInterval },
-		help:    "Time between signs of life to the scheduler, and over ZMQ between the heartbeats of libzmq to all nodes, which come at least four times in PS_HEARTBEAT_TIMEOUT. 0 sends none.",
+		help:    "Time between heartbeats to the scheduler, and of libzmq to all nodes (at least four in PS_HEARTBEAT_TIMEOUT). 0: none.",
 		differs: "On by default between our nodes. Stopping does not wait for it.",
 	}, {
 		name: "PS_HEARTBEAT_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, none: -1, defNote: "10, or 3 times the interval if that is set; nodes that send none are not missed", readers: "all",
 		field:   func(c *Config) any { return &c.HeartbeatTimeout },
-		help:    "A node silent for longer is dead, and a new one may take its place. One for which a thread still answers is not: it is busy. 0 never declares one dead. Must exceed the interval.",
+		help:    "A node silent for longer is dead and can be replaced, unless its thread still answers probes. 0: never dead. Must exceed the interval.",
 		differs: "On by default between our nodes. A dead peer fails the requests that need it.",
 	}, {
 		name: "STEPAF_START_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "300", readers: "all",
 		field:   func(c *Config) any { return &c.StartTimeout },
 		help:    "How long starting waits for the other nodes, its barrier included.",
-		differs: "Ours only; the original waits for ever.",
+		differs: "Ours only; the original waits forever.",
 	}, {
 		name: "STEPAF_STOP_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "30", readers: "workers",
 		field:   func(c *Config) any { return &c.StopTimeout },
 		help:    "How long a worker's stopping waits for the other nodes. Servers and the scheduler wait for the workers that live.",
-		differs: "Ours only; the original waits for ever.",
+		differs: "Ours only; the original waits forever.",
 	}, {
 		name: "STEPAF_BARRIER_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "3600", readers: "all",
 		field:   func(c *Config) any { return &c.BarrierTimeout },
 		help:    "How long a barrier that a program asks for waits for the other nodes.",
-		differs: "Ours only; the original waits for ever.",
+		differs: "Ours only; the original waits forever.",
 	}, {
 		name: "STEPAF_REPLACE_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, def: "10", readers: "all",
 		field:   func(c *Config) any { return &c.ReplaceTimeout },
 		help:    "How long a barrier to which only dead nodes have yet to come waits for their replacements, or for the scheduler.",
-		differs: "Ours only; the original waits for ever.",
+		differs: "Ours only; the original waits forever.",
 	},
 
 	{
 		name: "STEPAF_RECV_BUDGET_PEER", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudgetPeer },
-		help:    "Bytes of one peer that may wait for this node's application. Then that peer is not read until some have been taken; others are. Of a worker that has begun several batches and ended none, a server gives up the oldest when they have more: their calls fail (`van.ErrQueueFull`).",
+		help:    "Bytes of one peer that may be queued for the application. At the limit, the peer is not read; unfinished batches fail, oldest first (`van.ErrQueueFull`).",
 		differs: "Ours only; the original keeps everything.",
 	}, {
 		name: "STEPAF_RECV_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudget },
-		help:    "The same for all peers together, for each transport of the node: ZeroMQ and shared memory count what came through them; over ZeroMQ what workers send to a server, and what servers send to a worker, is counted apart. Also what a server keeps of one batch, unless `STEPAF_RECV_BUDGET_PEER` is more: a call that pushes more to it fails at once (`van.ErrInvalid`). What goes to memory that is registered for it is not counted.",
+		help:    "The same for all peers, per transport and direction, without registered buffers. A call that pushes more than both limits to a server fails (`van.ErrInvalid`).",
 		differs: "Ours only; the original keeps everything.",
 	}, {
 		name: "STEPAF_SEND_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "all",
 		field:   func(c *Config) any { return &c.SendBudget },
-		help:    "Bytes that may wait to be sent to one peer. While fewer do, a request is taken whole, however long, and so are the answers to one; then sending is an error (`van.ErrQueueFull`) until some have left. So at most the budget plus one request waits, of each thread that sends.",
+		help:    "Bytes that may be queued for one peer. Below it, a request of any length is accepted; at the limit sending fails (`van.ErrQueueFull`).",
 		differs: "Ours only; the original keeps everything, or aborts.",
 	}, {
 		name: "STEPAF_STRANGER_BUDGET", topic: budgets, kind: Size, min: 1 << 16, max: 1 << 30, def: "16M", readers: "all",
 		field:   func(c *Config) any { return &c.StrangerBudget },
-		help:    "Bytes that senders which are not members of the cluster may make this node hold.",
+		help:    "Bytes of memory that processes outside the cluster may use in this node.",
 		differs: "Ours only.",
 	}, {
 		name: "STEPAF_SHM_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.SHMBudget },
-		help:    "Shared memory that this node makes for data to peers of its host: 256 KiB for each peer that it has sent data to are counted, and up to 2 MiB for one with large values or much in flight. A peer for which too little is left gets its data over the other transport, and is tried again.",
+		help:    "Shared memory for data to peers of this host: 256 KiB to 2 MiB each. Beyond it, data uses the other transport.",
 		differs: "Ours only.",
 	}, {
 		name: "STEPAF_RDMA_PEER_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMAPeerBudget },
-		help:    "Bytes that this node registers for one peer to write to. A value that needs more fails at its sender; else receive slots that the peer does not use are taken back for those that it needs. Buffers that the application has registered do not count.",
-		differs: "Ours only; the original registers what it is asked for.",
+		help:    "Bytes that this node registers for one peer's writes, without the application's buffers. Unused slots are reclaimed; a larger value fails at its sender.",
+		differs: "Ours only; the original registers all requested memory.",
 	}, {
 		name: "STEPAF_RDMA_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "16G", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMABudget },
-		help:    "The same for all peers together. Who asks for more waits until others have given back what they do not use.",
+		help:    "The same for all peers together. At the limit, a peer's request waits until others return unused slots.",
 		differs: "Ours only.",
 	},
 
@@ -320,10 +320,10 @@ var table = []variable{
 		help:  "B in the formula below. Give two processes on one GPU different values.",
 	}, {
 		name: "STEPAF_BUSY_POLL_ENABLE", topic: devices, kind: Switch, readers: "all",
-		defNote: "look for a while, then sleep: shared memory and GPUs 50 µs, with 8 processors or more 250 µs; zmq 100 µs; ibverbs 1 ms",
+		defNote: "spin, then sleep: shared memory and GPUs 50 µs, with 8 processors or more 250 µs; zmq 100 µs; ibverbs 1 ms",
 		field:   func(c *Config) any { return &c.BusyPoll },
-		help:    "1: waiting threads spin for ever. 0: they sleep at once.",
-		differs: "Unset is a mixture of both, and 0 for up to a second where other programs keep the cores busy (not with ibverbs). All three are correct with any number of threads.",
+		help:    "1: waiting threads spin forever. 0: they sleep at once.",
+		differs: "Unset: spin, then sleep; no spinning for up to a second while other programs keep the cores busy (not with ibverbs).",
 	},
 
 	{

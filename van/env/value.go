@@ -1,6 +1,6 @@
 package env
 
-// Values by kind: what is allowed, parsing, formatting.
+// Values by kind: allowed values, parsing, formatting.
 
 import (
 	"fmt"
