@@ -21,16 +21,16 @@ type control struct {
 	self    *identity
 	life    *lifetime
 	members *members
-	lanes   *laneTable
-	beating func(id int) bool // that of the transport, nil without; see van.LivenessProber
+	queues  *outputQueues
+	probe   func(id int) bool // that of the transport, nil without; see van.LivenessProber
 
-	mu       sync.Mutex // guards what follows, and changes of life
-	machine  *membership.Machine
-	outputs  []membership.Output
-	draining bool               // a goroutine carries outputs out
-	due      map[int]int        // by peer, Connect outputs that are not carried out yet
-	waiters  map[int]chan error // by barrier ticket
-	rearm    chan struct{}      // the time of the next tick may have changed
+	mu              sync.Mutex // guards what follows, and changes of life
+	machine         *membership.Machine
+	outputs         []membership.Output
+	draining        bool               // a goroutine carries outputs out
+	pendingConnects map[int]int        // by peer, Connect outputs that are not carried out yet
+	waiters         map[int]chan error // by barrier ticket
+	rearm           chan struct{}      // the time of the next tick may have changed
 }
 
 // now is the machine's clock.
@@ -47,14 +47,14 @@ func (c *control) step(input func(time.Duration)) {
 	// What is due at once leaves before what the application does next; but first this node
 	// gets what it sends to itself, such as the release of a barrier at its deadline.
 	if at, wanted := c.machine.NextTick(); wanted && at <= t && !sendsTo(outs, c.machine.ID()) {
-		c.passes(t)
+		c.tick(t)
 		outs = append(outs, c.machine.Take()...)
 	}
 	c.members.noteProcesses(outs, c.machine.Incarnation(van.SchedulerID))
 	c.members.noteLosses(outs)
 	for _, o := range outs {
 		if o, ok := o.(membership.Connect); ok {
-			c.connectDue(o.ID, 1)
+			c.addPendingConnect(o.ID, 1)
 		}
 	}
 	c.outputs = append(c.outputs, outs...)
@@ -68,7 +68,7 @@ func (c *control) step(input func(time.Duration)) {
 		c.outputs = nil
 		c.mu.Unlock()
 		for _, o := range outs {
-			c.lanes.dispatch(o)
+			c.queues.dispatch(o)
 		}
 		c.mu.Lock()
 	}
@@ -77,12 +77,12 @@ func (c *control) step(input func(time.Duration)) {
 	wake.Put(c.rearm)
 }
 
-// passes tells the machine the time, and before that which of the nodes that it would take for
+// tick tells the machine the time, and before that which of the nodes that it would take for
 // dead have a transport that still answers. mu is held.
-func (c *control) passes(t time.Duration) {
-	if c.beating != nil {
+func (c *control) tick(t time.Duration) {
+	if c.probe != nil {
 		for _, id := range c.machine.Silent(t) {
-			if c.beating(id) {
+			if c.probe(id) {
 				c.machine.ProbeAnswered(t, id)
 			}
 		}
@@ -97,15 +97,15 @@ func sendsTo(outs []membership.Output, id int) bool {
 	})
 }
 
-// connectDue counts the Connect outputs that are not carried out yet. mu is held.
-func (c *control) connectDue(id, more int) {
-	if c.due[id] += more; c.due[id] == 0 {
-		delete(c.due, id)
+// addPendingConnect counts the Connect outputs that are not carried out yet. mu is held.
+func (c *control) addPendingConnect(id, more int) {
+	if c.pendingConnects[id] += more; c.pendingConnects[id] == 0 {
+		delete(c.pendingConnects, id)
 	}
 }
 
-// tick steps the machine at the times that it asks for.
-func (c *control) tick() {
+// runTimer steps the machine at the times that it asks for.
+func (c *control) runTimer() {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	for {
@@ -119,7 +119,7 @@ func (c *control) tick() {
 		}
 		select {
 		case <-timer.C:
-			c.step(c.passes)
+			c.step(c.tick)
 		case <-c.rearm:
 		case <-c.life.stop:
 			return
@@ -135,7 +135,7 @@ func (c *control) peerChanged(id int, up bool, cause error) {
 			c.machine.PeerBack(t, id)
 		case id == van.SchedulerID && !c.machine.Ready() && errors.Is(cause, syscall.ECONNREFUSED) && !errors.Is(cause, van.ErrReplaced):
 			// The scheduler does not listen yet. All other known peers listen.
-		case c.due[id] > 0:
+		case c.pendingConnects[id] > 0:
 			// The lost connection is that of the process that had the id before: this
 			// one's has not been made yet.
 		default:
@@ -186,7 +186,7 @@ func (c *control) await(ctx context.Context, op string, begin func(time.Duration
 	return &van.Error{Op: op, Node: c.self.Name(), Detail: missing, Elapsed: time.Since(start), Err: err, Hint: hint}
 }
 
-func (c *control) endBarrier(ticket int, err error) {
+func (c *control) barrierEnded(ticket int, err error) {
 	c.mu.Lock()
 	done := c.waiters[ticket]
 	delete(c.waiters, ticket)

@@ -10,7 +10,7 @@ import (
 func (n *Node) ConnectDue(id, more int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.connectDue(id, more)
+	n.addPendingConnect(id, more)
 }
 
 // PeerChanged is what the transport calls.

@@ -8,7 +8,7 @@ import (
 )
 
 // CarryOut does what the machine says.
-func (n *Node) CarryOut(o membership.Output) { n.carryOut(o) }
+func (n *Node) CarryOut(o membership.Output) { n.perform(o) }
 
 // Completed is called, by whoever ends a request, after it has let go of it.
 func (c *Customer) Completed(r *Request, use uint64) { c.completed(r, use) }

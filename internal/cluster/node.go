@@ -19,7 +19,7 @@ type Node struct {
 	lifetime
 	control
 	watchers
-	lanes     laneTable
+	outputs   outputQueues
 	members   members
 	processes processes
 	strangers strangers
@@ -32,7 +32,7 @@ type Node struct {
 	canceler van.Canceler // nil when the van reads no memory later
 	device   device
 	self     van.Node // this node's record
-	trials   trials
+	probes   probes
 }
 
 // device is a node's, and whether the node closes it.
@@ -143,7 +143,7 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 	close(n.stop) // without waiting for tick: leave may run in a callback of it
 	n.endEnd(nil)
 	n.apps.abort(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
-	n.lanes.await(shortLinger)
+	n.outputs.await(shortLinger)
 	n.strangers.close()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), linger)
 	defer cancel()

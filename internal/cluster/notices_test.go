@@ -85,8 +85,8 @@ func TestLanesModel(t *testing.T) {
 			var done []membership.Output
 			busy := 0
 			block := map[int]chan struct{}{}
-			var l laneTable
-			l.carryOut = func(o membership.Output) {
+			var l outputQueues
+			l.perform = func(o membership.Output) {
 				id, _, slow := peerOf(o)
 				mu.Lock()
 				busy++
@@ -142,7 +142,7 @@ func TestLanesModel(t *testing.T) {
 						readies++
 					}
 				case 11:
-					if rng.IntN(4) == 0 && l.lanes[id] != nil { // it has another id from now on
+					if rng.IntN(4) == 0 && l.queues[id] != nil { // it has another id from now on
 						o = membership.Rename{Old: id, New: 10*i + 10}
 						alias[10*i+10] = id
 					}
@@ -161,7 +161,7 @@ func TestLanesModel(t *testing.T) {
 				}
 				synctest.Wait()
 				waits := map[int]bool{}
-				for id := range l.lanes {
+				for id := range l.queues {
 					waits[of(id)] = true
 				}
 				mu.Lock()
@@ -177,7 +177,7 @@ func TestLanesModel(t *testing.T) {
 				close(over)
 			}()
 			synctest.Wait()
-			waiting := len(l.lanes) > 0
+			waiting := len(l.queues) > 0
 			select {
 			case <-over:
 				if waiting {
@@ -212,8 +212,8 @@ func TestLanesModel(t *testing.T) {
 					t.Errorf("seed %d: of peer %d\n%v were carried out, want\n%v", seed, id, got[id], asked[id])
 				}
 			}
-			if ready != readies || len(l.lanes) > 0 || len(l.after) > 0 || len(l.idle) > 0 {
-				t.Errorf("%d times ready, want %d; %d lanes, %d outputs, %d waits are left", ready, readies, len(l.lanes), len(l.after), len(l.idle))
+			if ready != readies || len(l.queues) > 0 || len(l.waiting) > 0 || len(l.idle) > 0 {
+				t.Errorf("%d times ready, want %d; %d lanes, %d outputs, %d waits are left", ready, readies, len(l.queues), len(l.waiting), len(l.idle))
 			}
 		})
 	}

@@ -236,9 +236,9 @@ func (n *Node) assemble() {
 	n.strangers.init(&n.identity, &n.processes, &n.apps)
 	n.members = members{self: &n.identity, processes: &n.processes, strangers: &n.strangers, unnamed: map[int]van.Node{}}
 	n.ending.workers = map[int]uint32{}
-	n.lanes.carryOut = n.carryOut
-	n.control = control{self: &n.identity, life: &n.lifetime, members: &n.members, lanes: &n.lanes,
-		due: map[int]int{}, waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
+	n.outputs.perform = n.perform
+	n.control = control{self: &n.identity, life: &n.lifetime, members: &n.members, queues: &n.outputs,
+		pendingConnects: map[int]int{}, waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
 }
 
 // join binds, starts the machine and waits until it is ready.
@@ -263,12 +263,12 @@ func (n *Node) join(ctx context.Context) error {
 		return err
 	}
 	n.machine = m
-	n.trials = newTrials(n)
+	n.probes = newProbes(n)
 	if w, ok := van.As[van.PeerWatcher](n.van); ok {
 		w.WatchPeers(n.peerChanged)
 	}
 	if b, ok := van.As[van.LivenessProber](n.van); ok {
-		n.beating = b.Alive
+		n.probe = b.Alive
 	}
 	m.Start(now()) // before anything can be received
 	if notFound != nil && n.role != van.Scheduler {
@@ -278,7 +278,7 @@ func (n *Node) join(ctx context.Context) error {
 		go n.lookUpScheduler(ctx)
 	}
 	n.van.Start(n.receive)
-	go n.tick()
+	go n.runTimer()
 	n.step(func(time.Duration) {})
 	select {
 	case <-n.ready:

@@ -14,37 +14,37 @@ import (
 )
 
 const (
-	trialTime = 2500 * time.Millisecond // two attempts of TCP, and soon enough for a message within 5 s
-	maxTrials = 32                      // concurrent trials
+	probeTime = 2500 * time.Millisecond // two attempts of TCP, and soon enough for a message within 5 s
+	maxProbes = 32                      // concurrent trials
 )
 
-// trials makes the attempts of a node to reach addresses of others, and sends its replies to processes that have no id yet. If
+// probes makes the attempts of a node to reach addresses of others, and sends its replies to processes that have no id yet. If
 // the van is no van.Prober, trials does neither.
-type trials struct {
-	van   van.Prober
-	log   *slog.Logger
-	stop  <-chan struct{} // closed when the node leaves
-	slots chan struct{}   // has an element for each trial under way
+type probes struct {
+	prober  van.Prober
+	log     *slog.Logger
+	stop    <-chan struct{} // closed when the node leaves
+	running chan struct{}   // has an element for each trial under way
 }
 
-func newTrials(n *Node) trials {
+func newProbes(n *Node) probes {
 	p, _ := van.As[van.Prober](n.van)
-	return trials{van: p, log: n.log, stop: n.stop, slots: make(chan struct{}, maxTrials)}
+	return probes{prober: p, log: n.log, stop: n.stop, running: make(chan struct{}, maxProbes)}
 }
 
-// try tries the address of a node and calls tried with the result and the address of this host, own by default,
+// probe tries the address of a node and calls tried with the result and the address of this host, own by default,
 // from which it was tried. It does not call tried if the node leaves meanwhile.
-func (t *trials) try(other van.Node, own string, tried func(from string, err error)) {
-	if t.van == nil {
+func (t *probes) probe(other van.Node, own string, tried func(from string, err error)) {
+	if t.prober == nil {
 		return
 	}
 	select {
-	case t.slots <- struct{}{}:
-		defer func() { <-t.slots }()
+	case t.running <- struct{}{}:
+		defer func() { <-t.running }()
 	case <-t.stop:
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), trialTime)
+	ctx, cancel := context.WithTimeout(context.Background(), probeTime)
 	defer cancel()
 	go func() {
 		select {
@@ -53,7 +53,7 @@ func (t *trials) try(other van.Node, own string, tried func(from string, err err
 		case <-ctx.Done():
 		}
 	}()
-	err := t.van.Probe(ctx, other)
+	err := t.prober.Probe(ctx, other)
 	select {
 	case <-t.stop:
 		return
@@ -68,12 +68,12 @@ func (t *trials) try(other van.Node, own string, tried func(from string, err err
 }
 
 // reply sends a message of the machine to a process that has no id yet. sender is this node's id.
-func (t *trials) reply(o membership.Reply, sender int) {
-	if t.van == nil {
+func (t *probes) reply(o membership.Reply, sender int) {
+	if t.prober == nil {
 		return
 	}
 	msg := &van.Message{Meta: o.Meta, Sender: sender, Receiver: van.Empty}
-	if err := t.van.Reply(o.Incarnation, msg); err != nil {
+	if err := t.prober.Reply(o.Incarnation, msg); err != nil {
 		t.log.Debug("no reply to a process that has registered", "err", err) // the process or its connection has ended
 	}
 }

@@ -43,7 +43,7 @@ func TestRenameKeepsTheOrder(t *testing.T) {
 	for _, o := range []membership.Output{
 		membership.Connect{ID: -3}, membership.Rename{Old: -3, New: 9}, membership.Send{To: 9}, membership.Send{To: 11},
 	} {
-		n.lanes.dispatch(o)
+		n.outputs.dispatch(o)
 	}
 	close(v.release)
 	var calls []string

@@ -13,17 +13,17 @@ import (
 // peers, such as heartbeats, must not wait for it: from a slow output on, a peer's outputs
 // are carried out by a goroutine of their own, in order, until none is left.
 
-// laneTable is the lanes of the peers for which a slow output is being carried out.
-type laneTable struct {
-	carryOut func(membership.Output)
-	mu       sync.Mutex
-	lanes    map[int]*lane
-	after    []membership.Output // to be carried out when lanes is empty
-	idle     []chan struct{}     // closed when lanes is empty
+// outputQueues is the lanes of the peers for which a slow output is being carried out.
+type outputQueues struct {
+	perform func(membership.Output)
+	mu      sync.Mutex
+	queues  map[int]*outputQueue
+	waiting []membership.Output // to be carried out when lanes is empty
+	idle    []chan struct{}     // closed when lanes is empty
 }
 
-// lane is the queue of a peer's outputs behind the one being carried out.
-type lane struct{ outputs []membership.Output }
+// outputQueue is the queue of a peer's outputs behind the one being carried out.
+type outputQueue struct{ outputs []membership.Output }
 
 // peerOf is the peer that an output is about, if it is about one, and whether the output may take long.
 func peerOf(o membership.Output) (id int, about, slow bool) {
@@ -48,40 +48,40 @@ func peerOf(o membership.Output) (id int, about, slow bool) {
 
 // dispatch carries an output out, or queues it in its peer's lane. Ready waits until all
 // lanes are empty, and so all connections made.
-func (t *laneTable) dispatch(o membership.Output) {
+func (t *outputQueues) dispatch(o membership.Output) {
 	id, about, slow := peerOf(o)
 	t.mu.Lock()
-	l := t.lanes[id]
+	l := t.queues[id]
 	_, ready := o.(membership.Ready)
 	switch {
-	case ready && len(t.lanes) > 0:
-		t.after = append(t.after, o)
+	case ready && len(t.queues) > 0:
+		t.waiting = append(t.waiting, o)
 		t.mu.Unlock()
 	case about && l != nil:
 		l.outputs = append(l.outputs, o)
 		if r, ok := o.(membership.Rename); ok { // outputs with the new id must follow the Rename
-			t.lanes[r.New] = l
+			t.queues[r.New] = l
 		}
 		t.mu.Unlock()
 	case slow:
-		if t.lanes == nil {
-			t.lanes = map[int]*lane{}
+		if t.queues == nil {
+			t.queues = map[int]*outputQueue{}
 		}
-		l = &lane{outputs: []membership.Output{o}}
-		t.lanes[id] = l
+		l = &outputQueue{outputs: []membership.Output{o}}
+		t.queues[id] = l
 		t.mu.Unlock()
-		go t.runLane(l)
+		go t.run(l)
 	default:
 		t.mu.Unlock()
-		t.carryOut(o)
+		t.perform(o)
 	}
 }
 
 // await waits, for at most limit, until the last outputs, such as a message with the reason
 // why start-up has failed, have reached the transport.
-func (t *laneTable) await(limit time.Duration) {
+func (t *outputQueues) await(limit time.Duration) {
 	t.mu.Lock()
-	if len(t.lanes) == 0 {
+	if len(t.queues) == 0 {
 		t.mu.Unlock()
 		return
 	}
@@ -94,20 +94,20 @@ func (t *laneTable) await(limit time.Duration) {
 	}
 }
 
-// runLane carries out l's outputs until it is empty, and after the last lane the outputs
+// run carries out l's outputs until it is empty, and after the last lane the outputs
 // that wait for all lanes.
-func (t *laneTable) runLane(l *lane) {
+func (t *outputQueues) run(l *outputQueue) {
 	for {
 		t.mu.Lock()
 		if len(l.outputs) == 0 {
-			for id, x := range t.lanes {
+			for id, x := range t.queues {
 				if x == l {
-					delete(t.lanes, id)
+					delete(t.queues, id)
 				}
 			}
 			var after []membership.Output
-			if len(t.lanes) == 0 {
-				after, t.after = t.after, nil
+			if len(t.queues) == 0 {
+				after, t.waiting = t.waiting, nil
 				for _, idle := range t.idle {
 					close(idle)
 				}
@@ -115,13 +115,13 @@ func (t *laneTable) runLane(l *lane) {
 			}
 			t.mu.Unlock()
 			for _, o := range after {
-				t.carryOut(o)
+				t.perform(o)
 			}
 			return
 		}
 		o := l.outputs[0]
 		l.outputs = l.outputs[1:]
 		t.mu.Unlock()
-		t.carryOut(o)
+		t.perform(o)
 	}
 }

@@ -14,14 +14,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// carryOut carries out one output of the machine.
-func (n *Node) carryOut(o membership.Output) {
+// perform carries out one output of the machine.
+func (n *Node) perform(o membership.Output) {
 	switch o := o.(type) {
 	case membership.Send:
 		n.sendControl(o)
 	case membership.Connect:
 		n.mu.Lock()
-		n.connectDue(o.ID, -1)
+		n.addPendingConnect(o.ID, -1)
 		n.mu.Unlock()
 		n.peers.Store(o.ID, o.Node.Addr())
 		n.peersChanged()
@@ -41,11 +41,11 @@ func (n *Node) carryOut(o membership.Output) {
 			n.log.Error("rename failed", "peer", n.peerName(o.New), "err", err)
 		}
 	case membership.Probe:
-		go n.trials.try(o.Node, n.self.Hostname, func(from string, err error) {
+		go n.probes.probe(o.Node, n.self.Hostname, func(from string, err error) {
 			n.step(func(t time.Duration) { n.machine.Probed(t, &o.Node, from, err) })
 		})
 	case membership.Reply:
-		n.trials.reply(o, int(n.id.Load()))
+		n.probes.reply(o, int(n.id.Load()))
 	case membership.SetID:
 		n.van.SetID(o.ID)
 	case membership.Assigned:
@@ -59,9 +59,9 @@ func (n *Node) carryOut(o membership.Output) {
 	case membership.Waiting:
 		n.log.Warn("waiting to start: " + o.Report.String())
 	case membership.BarrierDone:
-		n.endBarrier(o.Barrier, nil)
+		n.barrierEnded(o.Barrier, nil)
 	case membership.BarrierFailed:
-		n.endBarrier(o.Barrier, o.Err)
+		n.barrierEnded(o.Barrier, o.Err)
 	case membership.PeerDead:
 		n.log.Warn("peer lost", "peer", n.peerName(o.ID), "cause", o.Cause)
 		n.apps.peerLost(o.ID, o.Cause)
