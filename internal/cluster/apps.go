@@ -46,7 +46,7 @@ func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer
 		first = int32(n.rand() % (1 << 30))
 	}
 	c := newCustomer(n, id, customer, first, handle)
-	c.begin(apps.take(k))
+	c.deliverBacklog(apps.takeQueued(k))
 	m := maps.Clone(*apps.table.Load())
 	m[k] = c
 	apps.table.Store(&m)
@@ -68,11 +68,11 @@ func (a *apps) deliver(msg *van.Message) {
 	k := a.key(msg.AppID, msg.CustomerID)
 	c := (*a.table.Load())[k]
 	if c == nil {
-		if c = a.keep(k, msg); c == nil {
+		if c = a.enqueue(k, msg); c == nil {
 			return
 		}
 	}
-	if c.early.behind.Load() && c.early.keep(msg, a.self) {
+	if c.backlogs.active.Load() && c.backlogs.enqueue(msg, a.self) {
 		return
 	}
 	c.deliver(msg)
@@ -82,17 +82,17 @@ func (a *apps) deliver(msg *van.Message) {
 // applications that have not been made.
 func (a *apps) peerLost(id int, cause error) {
 	a.mu.Lock()
-	a.forget(func(_ appKey, e *early) bool { return e.msg.Sender == id })
+	a.dropQueued(func(_ appKey, e *queuedRequest) bool { return e.msg.Sender == id })
 	a.mu.Unlock()
 	for _, c := range a.customers() {
 		c.peerLost(id, cause)
 	}
 }
 
-func (a *apps) abort(err error) {
+func (a *apps) failAll(err error) {
 	for _, c := range a.customers() {
 		c.abortAll(err)
-		c.early.end()
+		c.backlogs.end()
 	}
 }
 
@@ -107,14 +107,14 @@ func (a *apps) failRequest(meta *van.Meta, peer int, err error) {
 	}
 }
 
-// withdraw passes w to its customer. If there is none yet, it drops the kept requests that
+// cancel passes w to its customer. If there is none yet, it drops the kept requests that
 // w names.
-func (a *apps) withdraw(app int, w Withdrawn, epoch uint32) {
+func (a *apps) cancel(app int, w Withdrawn, epoch uint32) {
 	k := a.key(int32(app), w.Customer)
 	a.mu.Lock()
 	c := (*a.table.Load())[k]
 	if c == nil {
-		a.forget(func(of appKey, e *early) bool {
+		a.dropQueued(func(of appKey, e *queuedRequest) bool {
 			return of == k && e.msg.Sender == w.Sender && e.msg.ProcessEpoch == epoch && w.Has(e.msg.CustomerID, e.msg.Timestamp)
 		})
 	}
@@ -128,15 +128,15 @@ func (a *apps) withdraw(app int, w Withdrawn, epoch uint32) {
 	}
 }
 
-// loop delivers a message that a node sends to itself.
-func (a *apps) loop(msg *van.Message) {
+// deliverToSelf delivers a message that a node sends to itself.
+func (a *apps) deliverToSelf(msg *van.Message) {
 	c := &van.Message{Meta: msg.Meta, Sender: msg.Receiver, Receiver: msg.Receiver, Frames: msg.Frames}
 	c.Body = append([]byte(nil), msg.Body...)
 	c.DataTypes = append([]van.DataType(nil), msg.DataTypes...)
 	for i := range msg.Frames {
 		c.SetFrame(i, backend.Bytes(append([]byte(nil), msg.Frame(i).Host()...)))
 	}
-	c.Adopt(discarded{}, nil)
+	c.Adopt(garbageCollected{}, nil)
 	if msg.Done != nil {
 		msg.Done.Sent()
 	}
@@ -146,7 +146,7 @@ func (a *apps) loop(msg *van.Message) {
 	}()
 }
 
-// discarded owns messages that the garbage collector frees.
-type discarded struct{}
+// garbageCollected owns messages that the garbage collector frees.
+type garbageCollected struct{}
 
-func (discarded) Free(*van.Message) {}
+func (garbageCollected) Free(*van.Message) {}

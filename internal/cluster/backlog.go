@@ -16,11 +16,11 @@ func weight(m *van.Message) int { return m.PayloadLen() + len(m.Body) + 512 }
 // backlogs has, by sender, the messages that came before their customer was made, and later
 // ones, which must not overtake them.
 type backlogs struct {
-	behind atomic.Bool // by is not empty
-	mu     sync.Mutex
-	by     map[int]*backlog
-	room   sync.Cond // a backlog has shrunk, or ended is set
-	ended  bool      // the node leaves
+	active  atomic.Bool // by is not empty
+	mu      sync.Mutex
+	queues  map[int]*backlog
+	changed sync.Cond // a backlog has shrunk, or ended is set
+	ended   bool      // the node leaves
 }
 
 // backlog is the queue of one sender.
@@ -30,33 +30,33 @@ type backlog struct {
 }
 
 // fill queues what was kept for the customer, and returns the senders. It comes first.
-func (s *backlogs) fill(kept []early) (senders []int) {
+func (s *backlogs) fill(kept []queuedRequest) (senders []int) {
 	if len(kept) == 0 {
 		return nil
 	}
-	s.by = map[int]*backlog{}
+	s.queues = map[int]*backlog{}
 	for _, e := range kept {
-		b := s.by[e.msg.Sender]
+		b := s.queues[e.msg.Sender]
 		if b == nil {
 			b = &backlog{}
-			s.by[e.msg.Sender] = b
+			s.queues[e.msg.Sender] = b
 			senders = append(senders, e.msg.Sender)
 		}
 		b.queue = append(b.queue, e.msg)
 		b.bytes += weight(e.msg)
 	}
-	s.behind.Store(true)
+	s.active.Store(true)
 	return senders
 }
 
-// keep queues msg behind its sender's backlog, if there is one, and reports whether it did.
+// enqueue queues msg behind its sender's backlog, if there is one, and reports whether it did.
 // While the backlog has STEPAF_RECV_BUDGET_PEER bytes or more it blocks, and with it the receiving of that
 // sender's messages.
-func (s *backlogs) keep(msg *van.Message, self *identity) bool {
+func (s *backlogs) enqueue(msg *van.Message, self *identity) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for limit, paused := self.cfg.RecvBudgetPeer, false; ; paused = true {
-		b := s.by[msg.Sender]
+		b := s.queues[msg.Sender]
 		switch {
 		case s.ended:
 			return true
@@ -70,7 +70,7 @@ func (s *backlogs) keep(msg *van.Message, self *identity) bool {
 		if !paused {
 			self.pausedRead(msg.Sender, b.bytes, "a peer is not read for now: what it sent before its application was made is not taken")
 		}
-		s.room.Wait()
+		s.changed.Wait()
 	}
 }
 
@@ -79,14 +79,14 @@ func (s *backlogs) keep(msg *van.Message, self *identity) bool {
 func (s *backlogs) next(sender int) *van.Message {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	defer s.room.Broadcast()
-	b := s.by[sender]
+	defer s.changed.Broadcast()
+	b := s.queues[sender]
 	if len(b.queue) == 0 || s.ended {
 		for _, msg := range b.queue {
 			msg.Release()
 		}
-		delete(s.by, sender)
-		s.behind.Store(len(s.by) > 0)
+		delete(s.queues, sender)
+		s.active.Store(len(s.queues) > 0)
 		return nil
 	}
 	msg := b.queue[0]
@@ -100,6 +100,6 @@ func (s *backlogs) next(sender int) *van.Message {
 func (s *backlogs) end() {
 	s.mu.Lock()
 	s.ended = true
-	s.room.Broadcast()
+	s.changed.Broadcast()
 	s.mu.Unlock()
 }

@@ -36,7 +36,7 @@ func TestJoint(t *testing.T) {
 		t.Run(fmt.Sprintf("port %d", port), func(t *testing.T) {
 			root := testcluster.FreePort(t)
 			s := begin(t, nil, config(func(c *postoffice.Config) { c.Role, c.RootPort = "scheduler", root }))
-			server, worker, err := postoffice.StartJoint(t.Context(), postoffice.Options{Log: discard,
+			server, worker, err := postoffice.StartJoint(t.Context(), postoffice.Options{Log: drop,
 				Config: config(func(c *postoffice.Config) { c.Role, c.RootPort, c.Port = "joint", root, port })})
 			if err != nil {
 				t.Fatal(err)
@@ -71,10 +71,10 @@ func TestJointFails(t *testing.T) {
 	_, _, err := postoffice.StartJoint(t.Context(), postoffice.Options{})
 	vantest.Fails(t, err, van.ErrInvalid, "no Config")
 	port := testcluster.FreePort(t)
-	_, _, err = postoffice.StartJoint(t.Context(), postoffice.Options{Log: discard,
+	_, _, err = postoffice.StartJoint(t.Context(), postoffice.Options{Log: drop,
 		Config: config(func(c *postoffice.Config) { c.RootPort, c.StartTimeout = port, 200*time.Millisecond })})
 	vantest.Fails(t, err, van.ErrTimeout, "worker at 127.0.0.1:", "server at 127.0.0.1:", fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port))
-	_, _, err = postoffice.StartJoint(t.Context(), postoffice.Options{Log: discard,
+	_, _, err = postoffice.StartJoint(t.Context(), postoffice.Options{Log: drop,
 		Config: config(func(c *postoffice.Config) { c.NumServers, c.NodeRank, c.RootPort = 2, 1, port })})
 	vantest.Fails(t, err, van.ErrInvalid, "DMLC_NUM_WORKER 1") // the server would wait for a worker that cannot be
 }

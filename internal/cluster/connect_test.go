@@ -120,7 +120,7 @@ func (r *rejected) Connect(_ context.Context, id int, _ van.Node) error {
 func TestReplacedBeforeItHasJoined(t *testing.T) {
 	for cause, want := range map[error]error{van.ErrReplaced: postoffice.ErrRefused, errors.New("no process listens there yet"): van.ErrTimeout} {
 		network := inproc.NewNetwork()
-		n, err := postoffice.Start(t.Context(), postoffice.Options{Log: discard,
+		n, err := postoffice.Start(t.Context(), postoffice.Options{Log: drop,
 			Config: config(func(c *postoffice.Config) {
 				if c.StartTimeout = 20 * time.Second; want == van.ErrTimeout {
 					c.StartTimeout = 100 * time.Millisecond
@@ -163,7 +163,7 @@ func TestSchedulerCannotConnect(t *testing.T) {
 		done := make(chan result, 1)
 		results[role] = done
 		go func() {
-			n, err := postoffice.Start(t.Context(), postoffice.Options{Log: discard,
+			n, err := postoffice.Start(t.Context(), postoffice.Options{Log: drop,
 				Config: config(func(c *postoffice.Config) { c.Role, c.StartTimeout = role, 5*time.Second }),
 				Van: func(o van.Options) (van.Van, error) {
 					v, err := network.Factory()(o)
@@ -290,9 +290,9 @@ func TestLossOfThePredecessor(t *testing.T) {
 		}
 	})
 	early, late := errors.New("of the predecessor"), errors.New("of the node itself")
-	core(n).ConnectDue(id, 1)
+	core(n).AddPendingConnect(id, 1)
 	core(n).PeerChanged(id, false, early)
-	core(n).ConnectDue(id, -1)
+	core(n).AddPendingConnect(id, -1)
 	core(n).PeerChanged(id, false, late)
 	select {
 	case cause := <-lost:

@@ -50,8 +50,8 @@ func (c *control) step(input func(time.Duration)) {
 		c.tick(t)
 		outs = append(outs, c.machine.Take()...)
 	}
-	c.members.noteProcesses(outs, c.machine.Incarnation(van.SchedulerID))
-	c.members.noteLosses(outs)
+	c.members.updateProcesses(outs, c.machine.Incarnation(van.SchedulerID))
+	c.members.updateLosses(outs)
 	for _, o := range outs {
 		if o, ok := o.(membership.Connect); ok {
 			c.addPendingConnect(o.ID, 1)

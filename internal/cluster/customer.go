@@ -39,8 +39,8 @@ type Customer struct {
 	traces  *traces // nil unless they are kept
 
 	requests
-	late  atomic.Uint64
-	early backlogs
+	late     atomic.Uint64
+	backlogs backlogs
 
 	withdrawals withdrawals
 	onWithdrawn atomic.Pointer[func(Withdrawn)]
@@ -48,7 +48,7 @@ type Customer struct {
 
 func newCustomer(n *Node, app, id int, first int32, handle func(*van.Message)) *Customer {
 	c := &Customer{node: n, app: app, id: id, handle: handle}
-	c.early.room.L = &c.early.mu
+	c.backlogs.changed.L = &c.backlogs.mu
 	c.requests.init(first)
 	return c
 }
@@ -135,12 +135,12 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 	r := c.lookup(ts)
 	if r == nil || r.first != ts || r.waiting {
 		waiting := r != nil && r.first == ts && r.waiting
-		base, next, given := c.base, c.next, c.given(ts)
+		base, next, given := c.base, c.next, c.issued(ts)
 		c.mu.Unlock()
 		if !given {
-			return c.never(ts, base, next)
+			return c.neverIssued(ts, base, next)
 		}
-		return c.unknown(ts, waiting, r)
+		return c.cannotWait(ts, waiting, r)
 	}
 	r.mu.Lock()
 	r.waiting = true
@@ -168,7 +168,7 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 		r.mu.Unlock()
 		c.mu.Unlock()
 		if done { // settle has left it to this waiter
-			c.completed(r, gen)
+			c.addFinished(r, gen)
 		}
 		return err
 	}
@@ -197,8 +197,8 @@ func (c *Customer) Batch(ts int32) (handler int32, answered, ok bool, err error)
 func (c *Customer) Outcome(ts int32) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !c.given(ts) {
-		return c.never(ts, c.base, c.next)
+	if !c.issued(ts) {
+		return c.neverIssued(ts, c.base, c.next)
 	}
 	if r := c.lookup(ts); r != nil && ts >= r.first && ts < r.first+r.n {
 		return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler, Hint: "it has not been waited for"}
@@ -230,11 +230,11 @@ func (c *Customer) Elapsed(ts int32) time.Duration {
 func (c *Customer) Given(ts int32) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.given(ts)
+	return c.issued(ts)
 }
 
-// never is the error of a handler that was not given out.
-func (c *Customer) never(ts, base, next int32) error {
+// neverIssued is the error of a handler that was not given out.
+func (c *Customer) neverIssued(ts, base, next int32) error {
 	hint := "none has been given out"
 	if base != next {
 		hint = fmt.Sprintf("handlers from %d to %d have been given out", base, next-1)
@@ -242,8 +242,8 @@ func (c *Customer) never(ts, base, next int32) error {
 	return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler, Hint: hint}
 }
 
-// unknown is the error of a handler that was given out and cannot be waited for.
-func (c *Customer) unknown(ts int32, waiting bool, r *Request) error {
+// cannotWait is the error of a handler that was given out and cannot be waited for.
+func (c *Customer) cannotWait(ts int32, waiting bool, r *Request) error {
 	e := &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler}
 	switch {
 	case waiting:
@@ -282,17 +282,17 @@ func (c *Customer) deliver(msg *van.Message) {
 	}
 }
 
-// begin delivers what was kept for c, before c gets anything else.
-func (c *Customer) begin(kept []early) {
-	for _, sender := range c.early.fill(kept) {
-		go c.catchUp(sender)
+// deliverBacklog delivers what was kept for c, before c gets anything else.
+func (c *Customer) deliverBacklog(kept []queuedRequest) {
+	for _, sender := range c.backlogs.fill(kept) {
+		go c.deliverFrom(sender)
 	}
 }
 
-// catchUp delivers the backlog of one sender. Each sender has a goroutine, so that a
+// deliverFrom delivers the backlog of one sender. Each sender has a goroutine, so that a
 // handler that blocks delays that sender only.
-func (c *Customer) catchUp(sender int) {
-	for msg := c.early.next(sender); msg != nil; msg = c.early.next(sender) {
+func (c *Customer) deliverFrom(sender int) {
+	for msg := c.backlogs.next(sender); msg != nil; msg = c.backlogs.next(sender) {
 		c.deliver(msg)
 		msg.Release()
 	}
@@ -350,6 +350,6 @@ func (c *Customer) Close() {
 	next := c.requests.next
 	c.mu.Unlock()
 	c.node.apps.remove(c, next)
-	c.early.end()
+	c.backlogs.end()
 	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
 }

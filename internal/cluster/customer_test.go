@@ -135,7 +135,7 @@ func TestOneRequestWithoutAnswer(t *testing.T) {
 		<-r.finished
 		<-r.recycled
 	}
-	if n := x.Places(); n > 4096 {
+	if n := x.TableSize(); n > 4096 {
 		t.Errorf("the table has %d places for 2 timestamps in flight", n)
 	}
 	if h, answered, ok, err := x.Batch(stuck.First() + 1); h != stuck.First() || answered || !ok || err != nil {
@@ -494,7 +494,7 @@ func TestManyProcesses(t *testing.T) {
 	n := testcluster.Start(t, testcluster.Options{}).Workers[0]
 	note := func(id int) {
 		who := van.NodeExtension{Incarnation: uint32(id + 1000)}
-		core(n).NoteProcess(id, &van.Node{ID: id, Endpoint: who.Encode()})
+		core(n).SetProcess(id, &van.Node{ID: id, Endpoint: who.Encode()})
 	}
 	ids := []int{8, 63, 64, 70, 300, 301, 5000, van.Empty - 1}
 	for _, id := range ids {
@@ -571,7 +571,7 @@ func (s sentTo) Sent() { s <- struct{}{} }
 func TestOldestNoticesGo(t *testing.T) {
 	n := testcluster.Start(t, testcluster.Options{}).Workers[0]
 	for i := range int32(300) {
-		core(n).Withdraw(van.ServerID(0), 5, cluster.Withdrawn{First: i, Count: 1})
+		core(n).CancelAt(van.ServerID(0), 5, cluster.Withdrawn{First: i, Count: 1})
 	}
 	firsts := core(n).NoticesFor(van.ServerID(0))
 	if len(firsts) == 0 || len(firsts) == 300 {

@@ -24,17 +24,17 @@ type apps struct {
 	table     atomic.Pointer[map[appKey]*Customer]
 	orders    atomic.Pointer[map[int32]string] // of communicators' applications, see App.Order
 
-	mu       sync.Mutex
-	early    map[appKey][]early
-	by       map[int]account // of early, by sender
-	messages int             // of early
-	bytes    int
-	expiry   *time.Timer
-	closed   bool
-	finishes string           // the call in which the ending program waits, see finish
-	next     map[appKey]int32 // first timestamps for customers that are made again
-	noApp    logx.Sparse
-	tooMany  logx.Sparse
+	mu         sync.Mutex
+	queued     map[appKey][]queuedRequest
+	usage      map[int]usage // of early, by sender
+	messages   int           // of early
+	bytes      int
+	expiry     *time.Timer
+	closed     bool
+	endingCall string           // the call in which the ending program waits, see finish
+	next       map[appKey]int32 // first timestamps for customers that are made again
+	noApp      logx.Sparse
+	tooMany    logx.Sparse
 }
 
 type appKey struct{ app, customer int32 }
@@ -42,7 +42,7 @@ type appKey struct{ app, customer int32 }
 func (a *apps) init(self *identity, processes *processes, notices *notices) {
 	a.self, a.processes, a.notices, a.role = self, processes, notices, self.role
 	a.table.Store(&map[appKey]*Customer{})
-	a.early, a.by, a.next = map[appKey][]early{}, map[int]account{}, map[appKey]int32{}
+	a.queued, a.usage, a.next = map[appKey][]queuedRequest{}, map[int]usage{}, map[appKey]int32{}
 }
 
 // key returns the customer that a message is for: on a worker the customer id selects

@@ -83,7 +83,7 @@ func (n *Node) watchEnds() error {
 // worker, notifies the servers.
 func (n *Node) beginEnd(call string) {
 	begins, first := n.ending.begin(call)
-	n.apps.finish(call)
+	n.apps.refuseNew(call)
 	if !first {
 		return
 	}
@@ -118,7 +118,7 @@ func (n *Node) endEnd(err error) {
 		close(told)
 	}
 	if goesOn {
-		n.apps.finish("")
+		n.apps.refuseNew("")
 		if n.role == van.Worker {
 			n.tellEnd(headGoesOn)
 		}

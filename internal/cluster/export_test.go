@@ -6,8 +6,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// ConnectDue counts connections that are still to be made to node id.
-func (n *Node) ConnectDue(id, more int) {
+// AddPendingConnect counts connections that are still to be made to node id.
+func (n *Node) AddPendingConnect(id, more int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.addPendingConnect(id, more)
@@ -26,27 +26,27 @@ func (c *Customer) SetNext(ts int32) {
 	c.base, c.next, c.wrapped = min(c.base, ts), ts, false
 }
 
-// Places is the size of c's table of requests in flight.
-func (c *Customer) Places() int { return len(*c.table.Load()) }
+// TableSize is the size of c's table of requests in flight.
+func (c *Customer) TableSize() int { return len(*c.table.Load()) }
 
-// NoteProcess notes that record's process has id.
-func (n *Node) NoteProcess(id int, record *van.Node) { n.members.noteProcess(id, record, true) }
+// SetProcess notes that record's process has id.
+func (n *Node) SetProcess(id int, record *van.Node) { n.members.setProcess(id, record, true) }
 
-// Held counts the messages of processes that the table does not have.
-func (n *Node) Held() (count int) {
-	n.strangers.mu.Lock()
-	defer n.strangers.mu.Unlock()
-	for _, v := range n.strangers.held {
+// PendingMessages counts the messages of processes that the table does not have.
+func (n *Node) PendingMessages() (count int) {
+	n.pending.mu.Lock()
+	defer n.pending.mu.Unlock()
+	for _, v := range n.pending.queues {
 		count += len(v.queue)
 	}
 	return count
 }
 
-// HeldNotices counts what processes have given up that the table does not have.
-func (n *Node) HeldNotices() int {
-	n.strangers.mu.Lock()
-	defer n.strangers.mu.Unlock()
-	return len(n.strangers.givenUp)
+// PendingCancels counts what processes have given up that the table does not have.
+func (n *Node) PendingCancels() int {
+	n.pending.mu.Lock()
+	defer n.pending.mu.Unlock()
+	return len(n.pending.cancellations)
 }
 
 // SetLost makes node id be considered dead because of cause, or not with nil.
@@ -55,14 +55,14 @@ func (n *Node) SetLost(id int, cause error) { n.processes.setLost(id, cause) }
 // SetStartTimeout changes how long requests for applications that are not made are kept.
 func (n *Node) SetStartTimeout(d time.Duration) { n.cfg.StartTimeout = d }
 
-// Withdraw tells a server that a request is given up.
-func (n *Node) Withdraw(id, app int, w Withdrawn) { n.notices.withdraw(id, app, w) }
+// CancelAt tells a server that a request is given up.
+func (n *Node) CancelAt(id, app int, w Withdrawn) { n.notices.withdraw(id, app, w) }
 
-// HeldQueues counts the senders of which Held counts messages.
-func (n *Node) HeldQueues() int {
-	n.strangers.mu.Lock()
-	defer n.strangers.mu.Unlock()
-	return len(n.strangers.held)
+// PendingQueues counts the senders of which Held counts messages.
+func (n *Node) PendingQueues() int {
+	n.pending.mu.Lock()
+	defer n.pending.mu.Unlock()
+	return len(n.pending.queues)
 }
 
 // Receive is what the transport calls with each message.

@@ -11,7 +11,7 @@ import (
 func (n *Node) CarryOut(o membership.Output) { n.perform(o) }
 
 // Completed is called, by whoever ends a request, after it has let go of it.
-func (c *Customer) Completed(r *Request, use uint64) { c.completed(r, use) }
+func (c *Customer) Completed(r *Request, use uint64) { c.addFinished(r, use) }
 
 // Use counts the uses of r.
 func (r *Request) Use() uint64 {
@@ -31,7 +31,7 @@ func (r *Request) Kept() bool {
 func (n *Node) NoteProcesses(outs ...membership.Output) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.members.noteProcesses(outs, n.machine.Incarnation(van.SchedulerID))
+	n.members.updateProcesses(outs, n.machine.Incarnation(van.SchedulerID))
 }
 
 // MayJoin tells whether the cluster has a place for id.

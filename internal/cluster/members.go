@@ -14,53 +14,53 @@ import (
 type members struct {
 	self      *identity
 	processes *processes
-	strangers *strangers
-	unnamed   map[int]van.Node // records of nodes with temporary ids
+	pending   *pendingMessages
+	tempNodes map[int]van.Node // records of nodes with temporary ids
 }
 
-// noteProcesses updates the table before the outputs are carried out, so that no message
+// updateProcesses updates the table before the outputs are carried out, so that no message
 // of a replaced process counts as its successor's. scheduler is the scheduler's incarnation,
 // 0 if it is not known. control.mu is held.
-func (m *members) noteProcesses(outs []membership.Output, scheduler uint32) {
+func (m *members) updateProcesses(outs []membership.Output, scheduler uint32) {
 	if scheduler != 0 && m.self.role != van.Scheduler && scheduler != m.processes.of(van.SchedulerID).incarnation {
-		m.strangers.note(van.SchedulerID, scheduler, false)
+		m.pending.setProcess(van.SchedulerID, scheduler, false)
 	}
 	for _, o := range outs {
 		if o, ok := o.(membership.PeerReplaced); ok {
-			m.noteProcess(o.ID, &o.Node, true)
+			m.setProcess(o.ID, &o.Node, true)
 		}
 	}
 	for _, o := range outs {
 		switch o := o.(type) {
 		case membership.Connect:
 			if o.ID > 0 {
-				m.noteProcess(o.ID, &o.Node, false)
+				m.setProcess(o.ID, &o.Node, false)
 			} else {
-				m.unnamed[o.ID] = o.Node
+				m.tempNodes[o.ID] = o.Node
 			}
 		case membership.Rename:
-			if record, ok := m.unnamed[o.Old]; ok {
-				m.noteProcess(o.New, &record, false)
+			if record, ok := m.tempNodes[o.Old]; ok {
+				m.setProcess(o.New, &record, false)
 			}
-			delete(m.unnamed, o.Old)
+			delete(m.tempNodes, o.Old)
 		case membership.Disconnect:
-			delete(m.unnamed, o.ID)
+			delete(m.tempNodes, o.ID)
 		}
 	}
 }
 
-// noteProcess notes the record of id.
-func (m *members) noteProcess(id int, record *van.Node, replaced bool) {
+// setProcess notes the record of id.
+func (m *members) setProcess(id int, record *van.Node, replaced bool) {
 	if id == van.SchedulerID {
 		return // its record is made from the environment; noteProcesses gets its incarnation from the machine
 	}
 	who, _ := record.Extension()
-	m.strangers.note(id, who.Incarnation, replaced)
+	m.pending.setProcess(id, who.Incarnation, replaced)
 }
 
-// noteLosses updates the table of lost peers before the outputs are carried out, so that
+// updateLosses updates the table of lost peers before the outputs are carried out, so that
 // it always agrees with DeadNodes. control.mu is held.
-func (m *members) noteLosses(outs []membership.Output) {
+func (m *members) updateLosses(outs []membership.Output) {
 	for _, o := range outs {
 		switch o := o.(type) {
 		case membership.PeerDead:

@@ -22,7 +22,7 @@ type Node struct {
 	outputs   outputQueues
 	members   members
 	processes processes
-	strangers strangers
+	pending   pendingMessages
 	notices   notices
 	apps      apps
 	ending    ends
@@ -142,13 +142,13 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 
 	close(n.stop) // without waiting for tick: leave may run in a callback of it
 	n.endEnd(nil)
-	n.apps.abort(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
+	n.apps.failAll(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
 	n.outputs.await(shortLinger)
-	n.strangers.close()
+	n.pending.close()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), linger)
 	defer cancel()
 	err := n.van.Close(ctx)
-	n.apps.discard()
+	n.apps.close()
 	for i := len(exits) - 1; i >= 0; i-- {
 		(*exits[i])()
 	}

@@ -68,7 +68,7 @@ func (s *notices) tell(id int, body []byte) error {
 	// PS_RESEND would take the timestamps of one customer for earlier ones of another.
 	msg.Control.Cmd, msg.Timestamp = van.Heartbeat, s.sent.Add(1)&math.MaxInt32
 	msg.Body = body
-	s.processes.stamp(&msg.Meta, s.processes.of(id))
+	s.processes.tag(&msg.Meta, s.processes.of(id))
 	s.self.logMessage("send", id, &msg.Meta)
 	return s.van.Send(msg)
 }

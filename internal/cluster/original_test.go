@@ -17,7 +17,7 @@ func TestAnswerToAPausedOriginal(t *testing.T) {
 			c := testcluster.Start(t, testcluster.Options{})
 			w, s := c.Workers[0], c.Servers[0]
 			if original {
-				core(s).NoteProcess(int(w.ID()), &van.Node{Role: van.Worker, ID: int(w.ID())})
+				core(s).SetProcess(int(w.ID()), &van.Node{Role: van.Worker, ID: int(w.ID())})
 			}
 			cause := &van.Error{Op: "heartbeat", Err: van.ErrPeerLost}
 			core(s).SetLost(int(w.ID()), cause)

@@ -70,7 +70,7 @@ func (n *Node) perform(o membership.Output) {
 		n.log.Warn("peer is back", "peer", n.peerName(o.ID))
 		n.notices.resend(o.ID)
 		n.notify(o.ID, true, nil)
-		n.strangers.admit(o.ID)
+		n.pending.deliverPending(o.ID)
 	case membership.PeerReplaced:
 		// The new process does not answer requests to the former one.
 		cause := n.processes.lost(o.ID)
@@ -89,7 +89,7 @@ func (n *Node) perform(o membership.Output) {
 		if a, ok := van.As[van.Admitter](n.van); ok {
 			a.Admit(o.ID)
 		}
-		n.strangers.admit(o.ID)
+		n.pending.deliverPending(o.ID)
 	case membership.Policies:
 		states := n.applyPolicies(o.List)
 		n.step(func(t time.Duration) { n.machine.PoliciesAre(t, o.Version, states) })
@@ -123,6 +123,6 @@ func (n *Node) fail(err error) {
 	n.mu.Unlock()
 	if usable {
 		n.log.Error("node failed", "err", err)
-		n.apps.abort(err)
+		n.apps.failAll(err)
 	}
 }

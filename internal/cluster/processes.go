@@ -19,7 +19,7 @@ type process struct {
 	epoch       uint32 // counts the processes that have had the id, from 1
 	incarnation uint32 // see van.NodeExtension; 0: not known, or a C++ StepMesh node
 	known       bool   // its record has come
-	behind      bool   // messages that came before its record are not all delivered yet
+	hasPending  bool   // messages that came before its record are not all delivered yet
 	lost        error  // why it, or the one before it, is considered dead
 	lostEpoch   uint32 // of the one that is
 }
@@ -37,7 +37,7 @@ type processes struct {
 	incarnation uint32     // of this process
 	mu          sync.Mutex // guards changes; taken before strangers.mu
 	at          atomic.Pointer[[]atomic.Pointer[process]]
-	stale       logx.Sparse // messages of or for other processes
+	dropped     logx.Sparse // messages of or for other processes
 }
 
 func (t *processes) of(id int) *process {
@@ -80,42 +80,42 @@ func (t *processes) setLost(id int, cause error) {
 	t.change(id, func(p *process) { p.lost, p.lostEpoch = cause, p.epoch })
 }
 
-// stamp marks a message with this process and p, which it is meant for. Messages to C++
+// tag marks a message with this process and p, which it is meant for. Messages to C++
 // StepMesh nodes are not marked.
-func (t *processes) stamp(m *van.Meta, p *process) {
+func (t *processes) tag(m *van.Meta, p *process) {
 	if p.incarnation != 0 && !failpoint.On("incarnation") {
 		m.SetIncarnations(t.incarnation, p.incarnation)
 	}
 }
 
-// verdict is what to do with a received message.
-type verdict int
+// disposition is what to do with a received message.
+type disposition int
 
 const (
-	accept   verdict = iota
-	discard          // it is of another process than the table's, or meant for another one
-	holdBack         // it is of a process that the table may have soon
+	deliver  disposition = iota
+	drop                 // it is of another process than the table's, or meant for another one
+	postpone             // it is of a process that the table may have soon
 )
 
-// judge compares a data message's marks with the table. Most messages need only the
+// check compares a data message's marks with the table. Most messages need only the
 // first comparison. The machine does this for control messages.
-func (t *processes) judge(msg *van.Message, p *process) verdict {
+func (t *processes) check(msg *van.Message, p *process) disposition {
 	from, to := msg.Incarnations()
 	switch {
-	case from == p.incarnation && to == t.incarnation && from != 0 && !p.behind:
-		return accept
+	case from == p.incarnation && to == t.incarnation && from != 0 && !p.hasPending:
+		return deliver
 	case failpoint.On("incarnation"), failpoint.On("stale-answer") && !msg.Request, p.known && p.incarnation == 0 && (from == 0 || to != t.incarnation), from == 0 && !p.known:
-		return accept // of a C++ StepMesh node, which may have something else where marks are, or of one that does not know this node yet
+		return deliver // of a C++ StepMesh node, which may have something else where marks are, or of one that does not know this node yet
 	case from == 0 || to != t.incarnation:
-		return discard
+		return drop
 	default:
-		return holdBack
+		return postpone
 	}
 }
 
-// dropStale counts a message of another process than the table's.
-func (t *processes) dropStale(msg *van.Message, p *process) {
-	if count, show := t.stale.Next(); show {
+// logDropped counts a message of another process than the table's.
+func (t *processes) logDropped(msg *van.Message, p *process) {
+	if count, show := t.dropped.Next(); show {
 		from, to := msg.Incarnations()
 		t.self.log.Warn("dropped a message from or for a process that was replaced", "from", t.self.peerName(msg.Sender), "message", msg.Meta.String(),
 			"its incarnation", fmt.Sprintf("%08x", from), "want", fmt.Sprintf("%08x", p.incarnation),
@@ -123,8 +123,8 @@ func (t *processes) dropStale(msg *van.Message, p *process) {
 	}
 }
 
-// answerTo returns errStale for an answer to a process that has been replaced.
-func (t *processes) answerTo(msg *van.Message, p *process) error {
+// checkAnswer returns errStale for an answer to a process that has been replaced.
+func (t *processes) checkAnswer(msg *van.Message, p *process) error {
 	if msg.ProcessEpoch == 0 || msg.ProcessEpoch == p.epoch || msg.Request || failpoint.On("incarnation") || failpoint.On("stale-answer") {
 		return nil
 	}

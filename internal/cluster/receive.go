@@ -14,7 +14,7 @@ import (
 func (n *Node) receive(msg *van.Message) {
 	n.logMessage("recv", msg.Sender, &msg.Meta)
 	if msg.IsControl() {
-		if !n.strangers.withdrawn(msg) && !n.apps.refused(msg) {
+		if !n.pending.handleCancel(msg) && !n.apps.refused(msg) {
 			n.control.receive(msg)
 		}
 		return
@@ -25,12 +25,12 @@ func (n *Node) receive(msg *van.Message) {
 		n.control.step(func(t time.Duration) { n.machine.DataFrom(t, msg.Sender) })
 		p = n.processes.of(msg.Sender)
 	}
-	switch n.processes.judge(msg, p) {
-	case discard:
-		n.processes.dropStale(msg, p)
+	switch n.processes.check(msg, p) {
+	case drop:
+		n.processes.logDropped(msg, p)
 		return
-	case holdBack:
-		if n.strangers.hold(msg) {
+	case postpone:
+		if n.pending.enqueue(msg) {
 			return
 		}
 		p = n.processes.of(msg.Sender)
@@ -58,7 +58,7 @@ func (a App) Send(msg *van.Message) error {
 	}
 	n.logMessage("send", msg.Receiver, &msg.Meta)
 	if msg.Receiver == int(n.id.Load()) {
-		n.apps.loop(msg)
+		n.apps.deliverToSelf(msg)
 		return nil
 	}
 	p := n.processes.of(msg.Receiver)
@@ -68,10 +68,10 @@ func (a App) Send(msg *van.Message) error {
 	if p.lost != nil && (msg.Request || !p.original()) {
 		return refuse(p.lost)
 	}
-	if cause := n.processes.answerTo(msg, p); cause != nil {
+	if cause := n.processes.checkAnswer(msg, p); cause != nil {
 		return refuse(cause)
 	}
-	n.processes.stamp(&msg.Meta, p)
+	n.processes.tag(&msg.Meta, p)
 	err := n.van.Send(msg)
 	if err != nil && p.lost != nil { // this is an answer to a C++ StepMesh process; if the process was only paused, it waits for the answer
 		return refuse(errors.Join(p.lost, err))

@@ -20,7 +20,7 @@ func (a *apps) refused(msg *van.Message) bool {
 	}
 	p := a.processes.of(msg.Sender)
 	if from, to := msg.Incarnations(); from == 0 || from != p.incarnation || to != a.processes.incarnation {
-		a.processes.dropStale(msg, p)
+		a.processes.logDropped(msg, p)
 		return true
 	}
 	meta, why := readRefused(msg.Body[len(refusedPrefix):min(len(msg.Body), maxRefused)])

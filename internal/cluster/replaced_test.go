@@ -172,7 +172,7 @@ func TestWantedInPlaceOfALostOne(t *testing.T) {
 	if served.Wanted(id, former, 0, 1) {
 		t.Error("a request of the lost process is wanted")
 	}
-	core(s).NoteProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: core(w).Incarnation() ^ 1}).Encode()})
+	core(s).SetProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: core(w).Incarnation() ^ 1}).Encode()})
 	next := core(s).Epoch(id)
 	if next == former {
 		t.Fatal("the one in its place has its epoch")
@@ -196,7 +196,7 @@ func TestWithdrawnWhileLost(t *testing.T) {
 	told := make(chan cluster.Withdrawn, 16)
 	served.OnWithdrawn(func(w cluster.Withdrawn) { told <- w })
 	core(w).PeerChanged(int(s.ID()), false, van.ErrPeerLost)
-	core(w).Withdraw(int(s.ID()), 7, cluster.Withdrawn{Customer: 2, First: 40, Count: 3})
+	core(w).CancelAt(int(s.ID()), 7, cluster.Withdrawn{Customer: 2, First: 40, Count: 3})
 	core(w).PeerChanged(int(s.ID()), true, nil)
 	select {
 	case got := <-told:

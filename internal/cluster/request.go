@@ -222,7 +222,7 @@ func (r *Request) settle() {
 	waiting, gen := r.waiting, r.gen
 	r.mu.Unlock()
 	if !waiting {
-		c.completed(r, gen)
+		c.addFinished(r, gen)
 	}
 }
 

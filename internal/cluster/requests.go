@@ -117,17 +117,17 @@ func (q *requests) lookup(ts int32) *Request {
 	return table[int(ts)&(len(table)-1)].Load()
 }
 
-// given tells whether ts has been given out. mu is held.
-func (q *requests) given(ts int32) bool {
+// issued tells whether ts has been given out. mu is held.
+func (q *requests) issued(ts int32) bool {
 	if q.wrapped {
 		return ts >= 0 && (ts < q.next || ts >= q.base)
 	}
 	return ts >= q.base && ts < q.next
 }
 
-// completed puts r, which has finished without a waiter, into the ring. The request that
+// addFinished puts r, which has finished without a waiter, into the ring. The request that
 // it displaces is forgotten.
-func (q *requests) completed(r *Request, gen uint64) {
+func (q *requests) addFinished(r *Request, gen uint64) {
 	q.mu.Lock()
 	if _, ok := q.live[r]; !ok || r.waiting || r.gen != gen || r.ringIndex >= 0 {
 		q.mu.Unlock()

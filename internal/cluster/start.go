@@ -233,8 +233,8 @@ func (n *Node) assemble() {
 	n.processes.self, n.processes.incarnation = &n.identity, n.incarnation
 	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.identity, &n.processes, n.van, map[int][]notice{}
 	n.apps.init(&n.identity, &n.processes, &n.notices)
-	n.strangers.init(&n.identity, &n.processes, &n.apps)
-	n.members = members{self: &n.identity, processes: &n.processes, strangers: &n.strangers, unnamed: map[int]van.Node{}}
+	n.pending.init(&n.identity, &n.processes, &n.apps)
+	n.members = members{self: &n.identity, processes: &n.processes, pending: &n.pending, tempNodes: map[int]van.Node{}}
 	n.ending.workers = map[int]uint32{}
 	n.outputs.perform = n.perform
 	n.control = control{self: &n.identity, life: &n.lifetime, members: &n.members, queues: &n.outputs,

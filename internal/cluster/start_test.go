@@ -25,11 +25,11 @@ func config(set func(*postoffice.Config)) *postoffice.Config {
 	return c
 }
 
-var discard = slog.New(slog.DiscardHandler)
+var drop = slog.New(slog.DiscardHandler)
 
 // start starts one node on network, or over ZMQ when that is nil.
 func start(ctx context.Context, network *inproc.Network, cfg *postoffice.Config) (*postoffice.Node, error) {
-	o := postoffice.Options{Config: cfg, Log: discard}
+	o := postoffice.Options{Config: cfg, Log: drop}
 	if network != nil {
 		o.Van = network.Factory()
 	}

@@ -27,7 +27,7 @@ func (n *Node) Stats() Stats {
 		StrangerMessages: c.strangers.n.Load(), StrangerBytes: c.strangers.bytes.Load(),
 		EarlyRequests: c.early.n.Load(), EarlyBytes: c.early.bytes.Load(),
 		RefusedRequests: c.refused.Load(), InvalidRequests: c.invalid.Load(),
-		PausedReads: c.paused.Load(), FencedMessages: n.processes.stale.Count(),
+		PausedReads: c.paused.Load(), FencedMessages: n.processes.dropped.Count(),
 	}
 }
 

@@ -60,7 +60,7 @@ func TestStrangersExpire(t *testing.T) {
 		cfg := DefaultConfig()
 		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
 		n := keptNode(cfg, logged.Logger())
-		n.strangers.note(9, 1, false)
+		n.pending.setProcess(9, 1, false)
 		owner := &freed{}
 		for i := range 3 {
 			m := &van.Message{}
@@ -70,7 +70,7 @@ func TestStrangersExpire(t *testing.T) {
 			m.Adopt(owner, nil)
 			n.receive(m)
 			m.Release()
-			time.Sleep(strangerTime - time.Nanosecond)
+			time.Sleep(pendingTime - time.Nanosecond)
 			synctest.Wait()
 			if owner.count() != i || strings.Count(logged.String(), said) != i {
 				t.Errorf("message %d: given back %d times before its time; logged: %q", i, owner.count(), logged.String())
@@ -105,11 +105,11 @@ func TestStrangersExpireEach(t *testing.T) {
 			m.Release()
 			time.Sleep(apart)
 		}
-		time.Sleep(strangerTime - 4*apart + time.Millisecond) // since the first
+		time.Sleep(pendingTime - 4*apart + time.Millisecond) // since the first
 		for want := 1; want <= 4; want++ {
 			synctest.Wait()
 			if owner.count() != want {
-				t.Errorf("%d messages are dropped %s after message %d, want %d", owner.count(), strangerTime, want, want)
+				t.Errorf("%d messages are dropped %s after message %d, want %d", owner.count(), pendingTime, want, want)
 			}
 			time.Sleep(apart)
 		}
@@ -125,7 +125,7 @@ func TestRoomBehindStrangers(t *testing.T) {
 		cfg.RecvBudgetPeer = 2 * 512
 		var logged vantest.Log
 		n := keptNode(cfg, logged.Logger())
-		n.strangers.note(9, 1, false)
+		n.pending.setProcess(9, 1, false)
 		came, free := make(chan int32, 8), make(chan struct{})
 		if _, err := n.App().AddCustomer(7, 7, func(m *van.Message) {
 			came <- m.Timestamp
@@ -143,7 +143,7 @@ func TestRoomBehindStrangers(t *testing.T) {
 		}
 		send(0)
 		send(1)
-		n.strangers.note(9, 2, true)
+		n.pending.setProcess(9, 2, true)
 		synctest.Wait()
 		send(2)
 		returned := make(chan struct{})
@@ -274,7 +274,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 		case k < 14:
 			incarnation := uint32(rng.IntN(4))
 			incarnations[id] = incarnation
-			n.strangers.note(id, incarnation, rng.IntN(3) == 0)
+			n.pending.setProcess(id, incarnation, rng.IntN(3) == 0)
 			fmt.Fprintln(w, "note", id, incarnation)
 		case k == 14:
 			cause := errors.New("lost")
@@ -283,7 +283,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 			fmt.Fprintln(w, "lost", id)
 		case k == 15, k == 16:
 			n.processes.setLost(id, nil)
-			n.strangers.admit(id)
+			n.pending.deliverPending(id)
 			fmt.Fprintln(w, "admit", id)
 		case k == 17, k == 18:
 			app := rng.IntN(3)
@@ -320,7 +320,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 		case k == 22:
 			time.Sleep(time.Duration(rng.IntN(5000)) * time.Millisecond)
 		case rng.IntN(4) == 0:
-			time.Sleep([]time.Duration{strangerTime, 2*strangerTime + time.Second, time.Minute, earlyTime + 1}[rng.IntN(4)])
+			time.Sleep([]time.Duration{pendingTime, 2*pendingTime + time.Second, time.Minute, queueTime + 1}[rng.IntN(4)])
 		}
 		synctest.Wait()
 		mu.Lock()
@@ -354,13 +354,13 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 		synctest.Wait()
 		n.look(t, w, ids)
 	}
-	n.apps.abort(van.ErrClosed)
-	n.strangers.close()
+	n.apps.failAll(van.ErrClosed)
+	n.pending.close()
 	for _, c := range lanes {
 		close(c)
 	}
 	all.Wait()
-	n.apps.discard()
+	n.apps.close()
 	synctest.Wait()
 	n.look(t, w, ids)
 	if got := owner.count(); got != made {
@@ -368,40 +368,40 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 	}
 	n.apps.mu.Lock()
 	defer n.apps.mu.Unlock()
-	n.strangers.mu.Lock()
-	defer n.strangers.mu.Unlock()
-	if n.apps.messages != 0 || n.apps.bytes != 0 || len(n.apps.early) != 0 || len(n.apps.by) != 0 || n.strangers.bytes != 0 {
-		t.Errorf("kept at the end: %d messages, %d bytes, and %d bytes of strangers", n.apps.messages, n.apps.bytes, n.strangers.bytes)
+	n.pending.mu.Lock()
+	defer n.pending.mu.Unlock()
+	if n.apps.messages != 0 || n.apps.bytes != 0 || len(n.apps.queued) != 0 || len(n.apps.usage) != 0 || n.pending.bytes != 0 {
+		t.Errorf("kept at the end: %d messages, %d bytes, and %d bytes of strangers", n.apps.messages, n.apps.bytes, n.pending.bytes)
 	}
 }
 
 // look writes what is kept, and compares the accounts with it.
 func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 	t.Helper()
-	a, s := &n.apps, &n.strangers
+	a, s := &n.apps, &n.pending
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	by, messages, bytes := map[int]account{}, 0, 0
-	for _, l := range a.early {
+	by, messages, bytes := map[int]usage{}, 0, 0
+	for _, l := range a.queued {
 		for _, e := range l {
 			x := by[e.msg.Sender]
-			by[e.msg.Sender] = account{x.messages + 1, x.bytes + weight(e.msg)}
+			by[e.msg.Sender] = usage{x.messages + 1, x.bytes + weight(e.msg)}
 			messages, bytes = messages+1, bytes+weight(e.msg)
 		}
 	}
-	if a.messages != messages || a.bytes != bytes || len(a.by) != len(by) {
-		t.Errorf("%d messages of %d bytes of %d senders are counted, %d of %d of %d are kept", a.messages, a.bytes, len(a.by), messages, bytes, len(by))
+	if a.messages != messages || a.bytes != bytes || len(a.usage) != len(by) {
+		t.Errorf("%d messages of %d bytes of %d senders are counted, %d of %d of %d are kept", a.messages, a.bytes, len(a.usage), messages, bytes, len(by))
 	}
 	for id, x := range by {
-		if a.by[id] != x {
-			t.Errorf("%v of sender %d is counted, %v is kept", a.by[id], id, x)
+		if a.usage[id] != x {
+			t.Errorf("%v of sender %d is counted, %v is kept", a.usage[id], id, x)
 		}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	total := 0
 	for _, id := range ids {
-		if v := s.held[id]; v != nil {
+		if v := s.queues[id]; v != nil {
 			sum := 0
 			for _, e := range v.queue {
 				sum += weight(e.msg)
@@ -410,20 +410,20 @@ func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 				t.Errorf("%d bytes of %d are counted, %d are held", v.bytes, id, sum)
 			}
 			total += sum
-			fmt.Fprint(w, id, " holds ", len(v.queue), " ", v.running, "; ")
+			fmt.Fprint(w, id, " holds ", len(v.queue), " ", v.delivering, "; ")
 		}
 		p := n.processes.of(id)
-		fmt.Fprint(w, p.epoch, p.incarnation, p.known, p.behind, p.lost != nil, p.lostEpoch, " ")
+		fmt.Fprint(w, p.epoch, p.incarnation, p.known, p.hasPending, p.lost != nil, p.lostEpoch, " ")
 	}
 	if s.bytes != total {
 		t.Errorf("%d bytes of strangers are counted, %d are held", s.bytes, total)
 	}
-	fmt.Fprintln(w, messages, bytes, total, len(s.givenUp))
+	fmt.Fprintln(w, messages, bytes, total, len(s.cancellations))
 	for app := range int32(3) {
 		if c := (*a.table.Load())[appKey{app, app}]; c != nil {
-			c.early.mu.Lock()
+			c.backlogs.mu.Lock()
 			for _, id := range ids {
-				if b := c.early.by[id]; b != nil {
+				if b := c.backlogs.queues[id]; b != nil {
 					sum := 0
 					for _, m := range b.queue {
 						sum += weight(m)
@@ -434,10 +434,10 @@ func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 					fmt.Fprint(w, "behind ", app, id, len(b.queue), " ")
 				}
 			}
-			if c.early.behind.Load() != (len(c.early.by) > 0) {
-				t.Errorf("application %d: behind %t, %d backlogs", app, c.early.behind.Load(), len(c.early.by))
+			if c.backlogs.active.Load() != (len(c.backlogs.queues) > 0) {
+				t.Errorf("application %d: behind %t, %d backlogs", app, c.backlogs.active.Load(), len(c.backlogs.queues))
 			}
-			c.early.mu.Unlock()
+			c.backlogs.mu.Unlock()
 			for _, id := range ids {
 				if g := c.withdrawals.of(id); g != nil {
 					if int(g.count.Load()) != len(g.list) {

@@ -23,7 +23,7 @@ func TestOneExpiry(t *testing.T) {
 	if first.Stop() {
 		t.Error("the earlier timer still runs")
 	}
-	a.discard()
+	a.close()
 	if a.expiry.Stop() {
 		t.Error("a timer runs on after the end")
 	}
@@ -38,7 +38,7 @@ func TestEachExpires(t *testing.T) {
 			a.mu.Lock()
 			defer a.mu.Unlock()
 			msg := (&van.Message{Sender: sender}).Retain()
-			a.early[appKey{7, 7}] = append(a.early[appKey{7, 7}], early{msg, clock.Now()})
+			a.queued[appKey{7, 7}] = append(a.queued[appKey{7, 7}], queuedRequest{msg, clock.Now()})
 			a.count(msg, 1)
 		}
 		kept := func() int {
@@ -90,7 +90,7 @@ func TestFull(t *testing.T) {
 	} {
 		m := message(c.sender, c.size)
 		a.mu.Lock()
-		why := a.full(m)
+		why := a.whyFull(m)
 		if why == "" {
 			a.count(m, 1)
 		}
@@ -117,17 +117,17 @@ func TestBacklogIsCounted(t *testing.T) {
 	for ts := range int32(3) {
 		msg := (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts, Body: make([]byte, 1000)}, Sender: 9}).Retain()
 		each = weight(msg)
-		a.early[k] = append(a.early[k], early{msg, clock.Now()})
+		a.queued[k] = append(a.queued[k], queuedRequest{msg, clock.Now()})
 		a.count(msg, 1)
 	}
-	c.begin(a.take(k))
+	c.deliverBacklog(a.takeQueued(k))
 	a.mu.Unlock()
 	<-entered
-	c.early.mu.Lock()
-	if b := c.early.by[9]; b.bytes != 2*each {
+	c.backlogs.mu.Lock()
+	if b := c.backlogs.queues[9]; b.bytes != 2*each {
 		t.Errorf("%d bytes wait, want %d, those of two requests", b.bytes, 2*each)
 	}
-	c.early.mu.Unlock()
+	c.backlogs.mu.Unlock()
 	close(release)
 }
 
@@ -136,14 +136,14 @@ func TestBacklogIsCounted(t *testing.T) {
 func TestRoomBehindABacklog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var s backlogs
-		s.room.L = &s.mu
+		s.changed.L = &s.mu
 		request := func(ts int32) *van.Message {
 			return (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts}, Sender: 9}).Retain()
 		}
-		s.fill([]early{{msg: request(0)}, {msg: request(1)}, {msg: request(2)}})
+		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}, {msg: request(2)}})
 		self := &identity{cfg: &Config{RecvBudgetPeer: 2 * weight(request(0))}, log: slog.New(slog.DiscardHandler)}
 		kept := make(chan bool, 1)
-		go func() { kept <- s.keep(request(3), self) }()
+		go func() { kept <- s.enqueue(request(3), self) }()
 		for ts := range int32(2) {
 			synctest.Wait()
 			if len(kept) > 0 {

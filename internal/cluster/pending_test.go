@@ -85,7 +85,7 @@ func TestMessagesOfOtherProcesses(t *testing.T) {
 		testcluster.Counted(t, s, postoffice.Stats{FencedMessages: 3})
 		epoch := core(s).Epoch(van.WorkerID(0))
 		record := van.Node{Role: van.Worker, ID: van.WorkerID(0), Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()}
-		core(s).NoteProcess(van.WorkerID(0), &record)
+		core(s).SetProcess(van.WorkerID(0), &record)
 		late := send(next, its)
 		send(mine, its) // too late
 		want = append(append(want, early...), late)
@@ -134,7 +134,7 @@ func TestProcessesAroundAnOriginal(t *testing.T) {
 		}
 	}
 	epoch := core(s).Epoch(id)
-	core(s).NoteProcess(id, &van.Node{Role: van.Worker, ID: id})
+	core(s).SetProcess(id, &van.Node{Role: van.Worker, ID: id})
 	send(1, mine, its)
 	send(2, 0, 0)
 	send(3, next, its)
@@ -147,9 +147,9 @@ func TestProcessesAroundAnOriginal(t *testing.T) {
 		return slices.Clone(got)
 	}
 	until(t, "two wait and one came too late, one is given up, and the others are there", func() bool {
-		return core(s).Held() == 3 && core(s).HeldNotices() == 1 && len(all()) == 2
+		return core(s).PendingMessages() == 3 && core(s).PendingCancels() == 1 && len(all()) == 2
 	})
-	core(s).NoteProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()})
+	core(s).SetProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()})
 	send(6, next, its)
 	want := [][2]uint32{{2, epoch + 1}, {5, epoch + 1}, {3, epoch + 2}, {6, epoch + 2}}
 	until(t, "the last one comes", func() bool { return slices.ContainsFunc(all(), func(x [2]uint32) bool { return x[0] == 6 }) })
@@ -173,7 +173,7 @@ func TestGivenUpOfTwoCustomers(t *testing.T) {
 	for _, w := range []cluster.Withdrawn{{First: 900_000_000, Count: 1}, {First: 100_000_000, Count: 2}, {First: 100_000_005, Count: 1}} {
 		app := 7 + int(w.Count)%2
 		w.Customer = int32(app)
-		core(c.Workers[0]).Withdraw(van.ServerID(0), app, w)
+		core(c.Workers[0]).CancelAt(van.ServerID(0), app, w)
 		select {
 		case got := <-heard:
 			if w.Sender = van.WorkerID(0); got != w {
@@ -220,9 +220,9 @@ func TestGivenUpByAStranger(t *testing.T) {
 	giveUp("7 7 1 1")
 	giveUp("7 7 3 1")
 	request(4)
-	until(t, "they are held", func() bool { return core(s).Held() == 3 })
+	until(t, "they are held", func() bool { return core(s).PendingMessages() == 3 })
 	record := van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()}
-	core(s).NoteProcess(id, &record)
+	core(s).SetProcess(id, &record)
 	request(3)
 	request(5)
 	until(t, "the last one comes", func() bool { return slices.Contains(app.all(), 5) })
@@ -249,9 +249,9 @@ func TestAnsweredWhenReplaced(t *testing.T) {
 	if err := core(w).Van().Send(m); err != nil {
 		t.Fatal(err)
 	}
-	until(t, "it waits", func() bool { return core(s).Held() == 1 })
+	until(t, "it waits", func() bool { return core(s).PendingMessages() == 1 })
 	record := van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()}
-	core(s).NoteProcess(id, &record)
+	core(s).SetProcess(id, &record)
 	select {
 	case err := <-lost:
 		t.Fatalf("delivered before its sender can be answered: %v", err)
@@ -303,7 +303,7 @@ func TestStrangersHaveABudget(t *testing.T) {
 	testcluster.Counted(t, s, postoffice.Stats{StrangerMessages: gone, StrangerBytes: gone * (size + 8 + 512)})
 	// What has been delivered does not count any more.
 	record := van.Node{Role: van.Worker, ID: van.WorkerID(0), Endpoint: (&van.NodeExtension{Incarnation: core(w).Incarnation() ^ 1}).Encode()}
-	core(s).NoteProcess(van.WorkerID(0), &record)
+	core(s).SetProcess(van.WorkerID(0), &record)
 	until(t, "what was kept is delivered", func() bool { return hook.Held() == 0 })
 	for ts := range int32(30) {
 		m := rawRequest(7, ts, size)
@@ -354,7 +354,7 @@ func TestStrangersLeaveNothing(t *testing.T) {
 		m.SetIncarnations(core(w).Incarnation()^1, core(s).Incarnation())
 		core(s).Receive(m)
 	}
-	if n := core(s).HeldQueues(); n != 0 {
+	if n := core(s).PendingQueues(); n != 0 {
 		t.Errorf("%d ids are kept of %d that cannot be members", n, ids)
 	}
 	if !strings.Contains(logged.String(), "dropped a message of a process that this node does not know") {

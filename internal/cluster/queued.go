@@ -11,34 +11,34 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// maxEarly bounds the number of messages of one sender that are kept, besides the budgets
+// maxQueuedRequests bounds the number of messages of one sender that are kept, besides the budgets
 // in bytes.
-const maxEarly = 4096
+const maxQueuedRequests = 4096
 
-// earlyTime is how long they are kept when STEPAF_START_TIMEOUT is no limit.
-const earlyTime = 300 * time.Second
+// queueTime is how long they are kept when STEPAF_START_TIMEOUT is no limit.
+const queueTime = 300 * time.Second
 
-// early is a request for an application that does not exist yet.
-type early struct {
-	msg *van.Message
-	at  uint64 // clock.Now
+// queuedRequest is a request for an application that does not exist yet.
+type queuedRequest struct {
+	msg      *van.Message
+	queuedAt uint64 // clock.Now
 }
 
-// account is how much is kept of one sender.
-type account struct{ messages, bytes int }
+// usage is how much is kept of one sender.
+type usage struct{ messages, bytes int }
 
-// keep stores a request for an application that does not exist yet, or tells its sender that
+// enqueue stores a request for an application that does not exist yet, or tells its sender that
 // it does not. It returns the customer if it has been made meanwhile.
-func (a *apps) keep(k appKey, msg *van.Message) *Customer {
-	c, why := a.store(k, msg)
+func (a *apps) enqueue(k appKey, msg *van.Message) *Customer {
+	c, why := a.tryEnqueue(k, msg)
 	if why != "" {
 		a.notices.refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: %w: %s", van.ErrQueueFull, errNoApp, why))
 	}
 	return c
 }
 
-// store is keep, but returns why the request is dropped.
-func (a *apps) store(k appKey, msg *van.Message) (c *Customer, why string) {
+// tryEnqueue is keep, but returns why the request is dropped.
+func (a *apps) tryEnqueue(k appKey, msg *van.Message) (c *Customer, why string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if c := (*a.table.Load())[k]; c != nil {
@@ -53,11 +53,11 @@ func (a *apps) store(k appKey, msg *van.Message) (c *Customer, why string) {
 		}
 		return nil, ""
 	}
-	if a.finishes != "" {
+	if a.endingCall != "" {
 		a.refuseFinished(msg)
 		return nil, ""
 	}
-	if why := a.full(msg); why != "" {
+	if why := a.whyFull(msg); why != "" {
 		a.self.counts.early.add(msg)
 		if count, show := a.tooMany.Next(); show {
 			a.self.log.Warn("dropped a request for an application that this node does not have: "+why, "err", errNoApp,
@@ -67,21 +67,21 @@ func (a *apps) store(k appKey, msg *van.Message) (c *Customer, why string) {
 	}
 	if a.messages == 0 {
 		a.self.log.Info("keeping requests until their application is made", "app", k.app, "customer", k.customer)
-		a.expireIn(a.limit())
+		a.expireIn(a.queueLimit())
 	}
-	a.early[k] = append(a.early[k], early{msg.Retain(), clock.Now()})
+	a.queued[k] = append(a.queued[k], queuedRequest{msg.Retain(), clock.Now()})
 	a.count(msg, 1)
 	return nil, ""
 }
 
-// full returns why msg cannot be kept, or "". The first message of a member may be longer than
+// whyFull returns why msg cannot be kept, or "". The first message of a member may be longer than
 // STEPAF_RECV_BUDGET_PEER: it would never come otherwise. a.mu is held. The loss of a sender is noted
 // before peerLost takes a.mu: what is kept in spite of this check is dropped there.
-func (a *apps) full(msg *van.Message) string {
+func (a *apps) whyFull(msg *van.Message) string {
 	if a.processes.lost(msg.Sender) != nil {
 		return "its sender has been lost"
 	}
-	size, of := weight(msg), a.by[msg.Sender]
+	size, of := weight(msg), a.usage[msg.Sender]
 	what, limit, used := "STEPAF_RECV_BUDGET_PEER", a.self.cfg.RecvBudgetPeer, of.bytes
 	member := a.processes.of(msg.Sender).known
 	if !member {
@@ -91,7 +91,7 @@ func (a *apps) full(msg *van.Message) string {
 		what, limit, used = "STEPAF_STRANGER_BUDGET", a.self.cfg.StrangerBudget, a.bytes
 	}
 	switch {
-	case of.messages >= maxEarly:
+	case of.messages >= maxQueuedRequests:
 		return fmt.Sprintf("%d of its sender are kept already", of.messages)
 	case limit > 0 && used+size > limit && !(member && of.messages == 0):
 		return fmt.Sprintf("this one has %d bytes, and %d are kept already (%s=%d)", size, used, what, limit)
@@ -103,19 +103,19 @@ func (a *apps) full(msg *van.Message) string {
 
 // count adds msg to the accounts (sign 1) or subtracts it (sign -1). a.mu is held.
 func (a *apps) count(msg *van.Message, sign int) {
-	of := a.by[msg.Sender]
+	of := a.usage[msg.Sender]
 	of.messages += sign
 	of.bytes += sign * weight(msg)
-	if a.by[msg.Sender] = of; of.messages == 0 {
-		delete(a.by, msg.Sender)
+	if a.usage[msg.Sender] = of; of.messages == 0 {
+		delete(a.usage, msg.Sender)
 	}
 	a.messages += sign
 	a.bytes += sign * weight(msg)
 }
 
-// forget drops the kept requests that match and returns their number. a.mu is held.
-func (a *apps) forget(match func(appKey, *early) bool) (forgotten int) {
-	for k, list := range a.early {
+// dropQueued drops the kept requests that match and returns their number. a.mu is held.
+func (a *apps) dropQueued(match func(appKey, *queuedRequest) bool) (forgotten int) {
+	for k, list := range a.queued {
 		rest := list[:0]
 		for i := range list {
 			if e := list[i]; match(k, &e) {
@@ -127,15 +127,15 @@ func (a *apps) forget(match func(appKey, *early) bool) (forgotten int) {
 			}
 		}
 		clear(list[len(rest):])
-		if a.early[k] = rest; len(rest) == 0 {
-			delete(a.early, k)
+		if a.queued[k] = rest; len(rest) == 0 {
+			delete(a.queued, k)
 		}
 	}
 	return forgotten
 }
 
-// limit is how long requests are kept.
-func (a *apps) limit() time.Duration { return cmp.Or(max(a.self.cfg.StartTimeout, 0), earlyTime) }
+// queueLimit is how long requests are kept.
+func (a *apps) queueLimit() time.Duration { return cmp.Or(max(a.self.cfg.StartTimeout, 0), queueTime) }
 
 // expireIn drops, after d, the requests that have waited too long. a.mu is held.
 func (a *apps) expireIn(d time.Duration) {
@@ -145,16 +145,16 @@ func (a *apps) expireIn(d time.Duration) {
 	a.expiry = time.AfterFunc(d, func() {
 		a.mu.Lock()
 		defer a.mu.Unlock()
-		limit, oldest := a.limit(), uint64(0)
+		limit, oldest := a.queueLimit(), uint64(0)
 		var of appKey
-		gone := a.forget(func(k appKey, e *early) bool {
-			if time.Duration(clock.Now()-e.at) >= limit {
+		gone := a.dropQueued(func(k appKey, e *queuedRequest) bool {
+			if time.Duration(clock.Now()-e.queuedAt) >= limit {
 				of = k
 				a.self.counts.early.add(e.msg)
 				return true
 			}
-			if oldest == 0 || e.at < oldest {
-				oldest = e.at
+			if oldest == 0 || e.queuedAt < oldest {
+				oldest = e.queuedAt
 			}
 			return false
 		})
@@ -168,26 +168,26 @@ func (a *apps) expireIn(d time.Duration) {
 	})
 }
 
-// discard drops all kept requests and keeps no more.
-func (a *apps) discard() {
+// close drops all kept requests and keeps no more.
+func (a *apps) close() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.closed = true
 	if a.expiry != nil {
 		a.expiry.Stop()
 	}
-	a.forget(func(appKey, *early) bool { return true })
+	a.dropQueued(func(appKey, *queuedRequest) bool { return true })
 }
 
-// finish refuses the requests for applications that this node does not have, both the queued ones and all that arrive from now
+// refuseNew refuses the requests for applications that this node does not have, both the queued ones and all that arrive from now
 // on. The program ends; text names the call in which it waits. If text is "", such requests are queued again.
-func (a *apps) finish(text string) {
+func (a *apps) refuseNew(text string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.finishes = text; text == "" {
+	if a.endingCall = text; text == "" {
 		return
 	}
-	a.forget(func(_ appKey, e *early) bool {
+	a.dropQueued(func(_ appKey, e *queuedRequest) bool {
 		a.refuseFinished(e.msg)
 		return true
 	})
@@ -196,13 +196,13 @@ func (a *apps) finish(text string) {
 // refuseFinished sends a refusal with the reason to the sender of a request. The caller holds a.mu.
 func (a *apps) refuseFinished(msg *van.Message) {
 	a.notices.refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp,
-		fmt.Errorf("%w: %s waits in %s and has no application %d", van.ErrFinished, a.self.Name(), a.finishes, msg.AppID))
+		fmt.Errorf("%w: %s waits in %s and has no application %d", van.ErrFinished, a.self.Name(), a.endingCall, msg.AppID))
 }
 
-// take removes and returns the requests that are kept for k. a.mu is held.
-func (a *apps) take(k appKey) []early {
-	kept := a.early[k]
-	delete(a.early, k)
+// takeQueued removes and returns the requests that are kept for k. a.mu is held.
+func (a *apps) takeQueued(k appKey) []queuedRequest {
+	kept := a.queued[k]
+	delete(a.queued, k)
 	for _, e := range kept {
 		a.count(e.msg, -1)
 	}
