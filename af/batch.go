@@ -79,7 +79,7 @@ func (b Batch) Wanted() bool {
 		return false
 	}
 	c := b.w.s.serving.Load()
-	return c == nil || c.Wanted(b.w.instance, b.w.epoch, b.w.customer, b.w.first)
+	return c == nil || c.IsAwaited(b.w.instance, b.w.epoch, b.w.customer, b.w.first)
 }
 
 // add adds one message to the batch.

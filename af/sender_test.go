@@ -111,7 +111,7 @@ func TestBatchStories(t *testing.T) {
 					fmt.Fprintln(w, "dropped", s.senders[worker].drop(func(uint32, int32, int32) bool { return true }))
 				}
 			case 5:
-				s.giveUp(cluster.Withdrawn{Sender: van.WorkerID(worker), Customer: int32(rng.IntN(8) / 7), First: max(ts[worker]-int32(rng.IntN(8)), 0), Count: int32(rng.IntN(4))})
+				s.giveUp(cluster.Canceled{Sender: van.WorkerID(worker), Customer: int32(rng.IntN(8) / 7), First: max(ts[worker]-int32(rng.IntN(8)), 0), Count: int32(rng.IntN(4))})
 			case 6:
 				if len(later) > 0 {
 					later[0].Release()
@@ -354,7 +354,7 @@ func TestSenderLimits(t *testing.T) {
 	}
 	for _, other := range []int{van.ServerID(0), van.SchedulerID, van.WorkerID(1)} {
 		s.dropSender(other)
-		s.giveUp(cluster.Withdrawn{Sender: other, First: 1000, Count: 1})
+		s.giveUp(cluster.Canceled{Sender: other, First: 1000, Count: 1})
 		if len(x.open) != 1 {
 			t.Fatalf("node %d has given up what worker 0 has begun", other)
 		}
@@ -366,7 +366,7 @@ func TestSenderLimits(t *testing.T) {
 		}
 	}
 	testcluster.Counted(t, c.Servers[0], postoffice.Stats{InvalidRequests: 1, RefusedRequests: 2})
-	s.giveUp(cluster.Withdrawn{Sender: van.WorkerID(0), First: 2000, Count: 1})
+	s.giveUp(cluster.Canceled{Sender: van.WorkerID(0), First: 2000, Count: 1})
 	if len(x.open) != 1 || len(x.held) != maxOpen-1 {
 		t.Errorf("%d batches are open, %d messages are held, want 1 and %d", len(x.open), len(x.held), maxOpen-1)
 	}

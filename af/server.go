@@ -99,7 +99,7 @@ func (s *Server) Handle(h Handler) error {
 		return err
 	}
 	s.serving.Store(c)
-	c.OnWithdrawn(s.giveUp)
+	c.OnCanceled(s.giveUp)
 	unwatch := s.node.OnPeer(func(id int, up bool, _ error) {
 		if !up {
 			s.dropSender(id)
@@ -190,13 +190,13 @@ func (s *Server) dropSender(id int) {
 	if x == nil {
 		return
 	}
-	if open := x.drop(func(epoch uint32, customer, ts int32) bool { return !c.Wanted(id, epoch, customer, ts) }); open > 0 {
+	if open := x.drop(func(epoch uint32, customer, ts int32) bool { return !c.IsAwaited(id, epoch, customer, ts) }); open > 0 {
 		s.node.Log().Warn("gave up unfinished batches of a lost worker", "worker", s.node.PeerName(id), "batches", open)
 	}
 }
 
 // giveUp drops what has come of a request that its worker does not wait for any more.
-func (s *Server) giveUp(w cluster.Withdrawn) {
+func (s *Server) giveUp(w cluster.Canceled) {
 	if x := s.sender(w.Sender); x != nil {
 		x.drop(func(_ uint32, customer, ts int32) bool { return w.Has(customer, ts) })
 	}

@@ -257,7 +257,7 @@ func (d SimpleMessage) Wanted() bool {
 		return false
 	}
 	c := d.app.customer.Load()
-	return c != nil && c.Wanted(int(d.Sender), d.epoch, d.CustomerID, d.Timestamp)
+	return c != nil && c.IsAwaited(int(d.Sender), d.epoch, d.CustomerID, d.Timestamp)
 }
 
 // Close fails what is in flight and takes the application off its node. One that

@@ -110,7 +110,7 @@ func (m *meeting) beginRound(op string, refuted func(error)) (own hello, waiting
 	own = hello{m.propose, m.round, m.b.hash, uint32(len(m.b.ids))}
 	for r := range m.ranks {
 		p := &m.ranks[r]
-		if q := p.waiting; q != nil && m.b.customer.Wanted(q.reply.Sender, q.reply.ProcessEpoch, q.reply.CustomerID, q.reply.Timestamp) {
+		if q := p.waiting; q != nil && m.b.customer.IsAwaited(q.reply.Sender, q.reply.ProcessEpoch, q.reply.CustomerID, q.reply.Timestamp) {
 			m.meet(p, p.hello, q.reply.ProcessEpoch)
 			waiting = append(waiting, q)
 		}

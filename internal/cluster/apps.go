@@ -109,7 +109,7 @@ func (a *apps) failRequest(meta *van.Meta, peer int, err error) {
 
 // cancel passes w to its customer. If there is none yet, it drops the kept requests that
 // w names.
-func (a *apps) cancel(app int, w Withdrawn, epoch uint32) {
+func (a *apps) cancel(app int, w Canceled, epoch uint32) {
 	k := a.key(int32(app), w.Customer)
 	a.mu.Lock()
 	c := (*a.table.Load())[k]
@@ -122,8 +122,8 @@ func (a *apps) cancel(app int, w Withdrawn, epoch uint32) {
 	if c == nil {
 		return
 	}
-	c.withdrawals.add(w, epoch)
-	if f := c.onWithdrawn.Load(); f != nil {
+	c.cancellations.add(w, epoch)
+	if f := c.onCanceled.Load(); f != nil {
 		(*f)(w)
 	}
 }

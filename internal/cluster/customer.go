@@ -42,8 +42,8 @@ type Customer struct {
 	late     atomic.Uint64
 	backlogs backlogs
 
-	withdrawals withdrawals
-	onWithdrawn atomic.Pointer[func(Withdrawn)]
+	cancellations cancellations
+	onCanceled    atomic.Pointer[func(Canceled)]
 }
 
 func newCustomer(n *Node, app, id int, first int32, handle func(*van.Message)) *Customer {
@@ -102,7 +102,7 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 	}
 	if len(receivers) == 0 {
 		r.mu.Lock()
-		r.settle()
+		r.finishIfDone()
 	}
 	return nil
 }
@@ -261,7 +261,7 @@ func (c *Customer) cannotWait(ts int32, waiting bool, r *Request) error {
 func (c *Customer) deliver(msg *van.Message) {
 	now := clock.Now()
 	if msg.Request {
-		if c.withdrawals.has(msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp) {
+		if c.cancellations.has(msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp) {
 			return // the sender has given the request up
 		}
 		msg.RequestTrace.Process = now
@@ -312,17 +312,17 @@ func (c *Customer) abortAll(err error) {
 	}
 }
 
-// Wanted tells whether the sender of a request still waits for its answer: it has not
+// IsAwaited tells whether the sender of a request still waits for its answer: it has not
 // given the request up, is not lost, and has not been replaced. epoch is that of the
 // request's message.
-func (c *Customer) Wanted(sender int, epoch uint32, customer, ts int32) bool {
+func (c *Customer) IsAwaited(sender int, epoch uint32, customer, ts int32) bool {
 	p := c.node.processes.of(sender)
-	return p.epoch == epoch && (p.lost == nil || p.lostEpoch != epoch) && !c.withdrawals.has(sender, epoch, customer, ts)
+	return p.epoch == epoch && (p.lost == nil || p.lostEpoch != epoch) && !c.cancellations.has(sender, epoch, customer, ts)
 }
 
-// OnWithdrawn makes the customer call f with what senders give up, after Wanted has begun
+// OnCanceled makes the customer call f with what senders give up, after Wanted has begun
 // to return false for it. f must not block.
-func (c *Customer) OnWithdrawn(f func(Withdrawn)) { c.onWithdrawn.Store(&f) }
+func (c *Customer) OnCanceled(f func(Canceled)) { c.onCanceled.Store(&f) }
 
 // Timestamps is the number of timestamps of the request with the given handler, 0
 // when it is not in flight.

@@ -571,7 +571,7 @@ func (s sentTo) Sent() { s <- struct{}{} }
 func TestOldestNoticesGo(t *testing.T) {
 	n := testcluster.Start(t, testcluster.Options{}).Workers[0]
 	for i := range int32(300) {
-		core(n).CancelAt(van.ServerID(0), 5, cluster.Withdrawn{First: i, Count: 1})
+		core(n).CancelAt(van.ServerID(0), 5, cluster.Canceled{First: i, Count: 1})
 	}
 	firsts := core(n).NoticesFor(van.ServerID(0))
 	if len(firsts) == 0 || len(firsts) == 300 {

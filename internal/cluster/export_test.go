@@ -56,7 +56,7 @@ func (n *Node) SetLost(id int, cause error) { n.processes.setLost(id, cause) }
 func (n *Node) SetStartTimeout(d time.Duration) { n.cfg.StartTimeout = d }
 
 // CancelAt tells a server that a request is given up.
-func (n *Node) CancelAt(id, app int, w Withdrawn) { n.notices.withdraw(id, app, w) }
+func (n *Node) CancelAt(id, app int, w Canceled) { n.notices.cancel(id, app, w) }
 
 // PendingQueues counts the senders of which Held counts messages.
 func (n *Node) PendingQueues() int {

@@ -62,7 +62,7 @@ func (n *Node) NoticesFor(id int) (firsts []int32) {
 	n.notices.mu.Lock()
 	defer n.notices.mu.Unlock()
 	for _, x := range n.notices.by[id] {
-		firsts = append(firsts, x.w.First)
+		firsts = append(firsts, x.canceled.First)
 	}
 	return firsts
 }

@@ -18,17 +18,17 @@ import (
 // A worker sends a Withdrawn in the body of a HEARTBEAT without node records, as the scheduler
 // sends its notices, and only to servers of this library. It may overtake the request, or
 // arrive when that was answered long ago.
-const withdrawPrefix = "stepaf/1 given-up "
+const cancelPrefix = "stepaf/1 given-up "
 
 // maxNotices is how many notices a node remembers for each peer.
 const maxNotices = 256
 
-// notice is a Withdrawn that was sent, or was to be sent, to a peer.
-type notice struct {
-	app int
-	w   Withdrawn
-	to  uint32 // incarnation
-	at  uint64
+// cancelNotice is a Withdrawn that was sent, or was to be sent, to a peer.
+type cancelNotice struct {
+	app         int
+	canceled    Canceled
+	incarnation uint32 // incarnation
+	at          uint64
 }
 
 // notices has the notices by peer, oldest first.
@@ -37,31 +37,31 @@ type notices struct {
 	processes *processes
 	van       van.Van
 	mu        sync.Mutex
-	by        map[int][]notice
+	by        map[int][]cancelNotice
 	sent      atomic.Int32 // how many notices have been sent, of refusals too; the timestamp of the last one
 }
 
-// withdraw tells node id that these answers are no longer awaited.
-func (s *notices) withdraw(id, app int, w Withdrawn) {
+// cancel tells node id that these answers are no longer awaited.
+func (s *notices) cancel(id, app int, w Canceled) {
 	p := s.processes.of(id)
 	if p.incarnation == 0 || failpoint.On("abandon") {
 		return
 	}
-	s.add(id, notice{app: app, w: w, to: p.incarnation, at: clock.Now()})
+	s.add(id, cancelNotice{app: app, canceled: w, incarnation: p.incarnation, at: clock.Now()})
 	if s.processes.of(id).lost == nil { // otherwise resend sends it when the peer is back
 		s.send(id, app, w)
 	}
 }
 
-func (s *notices) send(id, app int, w Withdrawn) {
-	err := s.tell(id, fmt.Appendf(nil, "%s%d %d %d %d", withdrawPrefix, app, w.Customer, w.First, w.Count))
+func (s *notices) send(id, app int, w Canceled) {
+	err := s.sendNotice(id, fmt.Appendf(nil, "%s%d %d %d %d", cancelPrefix, app, w.Customer, w.First, w.Count))
 	if err != nil {
 		s.self.log.Info("could not tell a server that a request was given up", "server", s.self.peerName(id), "handler", w.First, "err", err)
 	}
 }
 
-// tell sends node id a notice.
-func (s *notices) tell(id int, body []byte) error {
+// sendNotice sends node id a notice.
+func (s *notices) sendNotice(id int, body []byte) error {
 	msg := &van.Message{}
 	msg.Reset()
 	msg.Sender, msg.Receiver = s.self.ID(), id
@@ -79,13 +79,13 @@ func (s *notices) tell(id int, body []byte) error {
 func (s *notices) resend(id int) {
 	incarnation := s.processes.of(id).incarnation
 	for _, x := range s.recent(id) {
-		if x.to == incarnation {
-			s.send(id, x.app, x.w)
+		if x.incarnation == incarnation {
+			s.send(id, x.app, x.canceled)
 		}
 	}
 }
 
-func (s *notices) add(id int, x notice) {
+func (s *notices) add(id int, x cancelNotice) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	list := s.by[id]
@@ -97,11 +97,11 @@ func (s *notices) add(id int, x notice) {
 
 // recent returns the notices that are not older than rememberWithdrawn, and forgets the
 // others.
-func (s *notices) recent(id int) []notice {
+func (s *notices) recent(id int) []cancelNotice {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	list, now := s.by[id], clock.Now()
-	for len(list) > 0 && time.Duration(now-list[0].at) > rememberWithdrawn {
+	for len(list) > 0 && time.Duration(now-list[0].at) > cancelMemory {
 		list = list[1:]
 	}
 	if len(list) == 0 {
@@ -109,5 +109,5 @@ func (s *notices) recent(id int) []notice {
 		return nil
 	}
 	s.by[id] = list
-	return append([]notice(nil), list...)
+	return append([]cancelNotice(nil), list...)
 }

@@ -39,14 +39,14 @@ func TestNoticeStories(t *testing.T) {
 			self.setName("worker 0")
 			v := &outbox{}
 			p := &processes{self: self, incarnation: 77}
-			s := &notices{self: self, processes: p, van: v, by: map[int][]notice{}}
+			s := &notices{self: self, processes: p, van: v, by: map[int][]cancelNotice{}}
 			said := map[int]int{}
 			for i := range 120 {
 				id := []int{8, 10}[rng.IntN(2)]
 				switch rng.IntN(10) {
 				case 0, 1, 2, 3, 4:
 					for range 1 + rng.IntN(10)/9*40 {
-						s.withdraw(id, rng.IntN(3), Withdrawn{Customer: 1, First: int32(i), Count: 2})
+						s.cancel(id, rng.IntN(3), Canceled{Customer: 1, First: int32(i), Count: 2})
 						said[id]++
 					}
 				case 5:
@@ -59,7 +59,7 @@ func TestNoticeStories(t *testing.T) {
 					p.setLost(id, nil)
 					s.resend(id)
 				case 8:
-					time.Sleep([]time.Duration{time.Second, time.Minute, rememberWithdrawn}[rng.IntN(3)])
+					time.Sleep([]time.Duration{time.Second, time.Minute, cancelMemory}[rng.IntN(3)])
 				case 9:
 					v.fail = []error{nil, van.ErrQueueFull}[rng.IntN(2)]
 				}

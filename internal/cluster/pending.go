@@ -41,7 +41,7 @@ type pendingMessages struct {
 type pendingCancel struct {
 	incarnation uint32
 	app         int
-	w           Withdrawn
+	w           Canceled
 	at          uint64
 }
 
@@ -60,13 +60,13 @@ func (s *pendingMessages) init(self *identity, processes *processes, apps *apps)
 
 // handleCancel handles msg if it is such a notice, and tells whether it is.
 func (s *pendingMessages) handleCancel(msg *van.Message) bool {
-	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) > 0 || !bytes.HasPrefix(msg.Body, []byte(withdrawPrefix)) {
+	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) > 0 || !bytes.HasPrefix(msg.Body, []byte(cancelPrefix)) {
 		return false
 	}
 	p := s.processes.of(msg.Sender)
 	from, to := msg.Incarnations()
-	w, app := Withdrawn{Sender: msg.Sender}, 0
-	k, err := fmt.Sscanf(string(msg.Body[len(withdrawPrefix):min(len(msg.Body), 128)]), "%d %d %d %d", &app, &w.Customer, &w.First, &w.Count)
+	w, app := Canceled{Sender: msg.Sender}, 0
+	k, err := fmt.Sscanf(string(msg.Body[len(cancelPrefix):min(len(msg.Body), 128)]), "%d %d %d %d", &app, &w.Customer, &w.First, &w.Count)
 	valid := err == nil && k == 4 && w.First >= 0 && w.Count >= 1
 	switch {
 	case from == 0 || to != s.self.incarnation:
@@ -83,7 +83,7 @@ func (s *pendingMessages) handleCancel(msg *van.Message) bool {
 
 // addCancel notes what a process has given up that this node does not know yet, or whose
 // messages are being delivered. It returns false if the process cannot be a member.
-func (s *pendingMessages) addCancel(incarnation uint32, app int, w Withdrawn) bool {
+func (s *pendingMessages) addCancel(incarnation uint32, app int, w Canceled) bool {
 	s.processes.mu.Lock()
 	defer s.processes.mu.Unlock()
 	s.mu.Lock()
@@ -92,7 +92,7 @@ func (s *pendingMessages) addCancel(incarnation uint32, app int, w Withdrawn) bo
 		return false
 	}
 	now := clock.Now()
-	for len(s.cancellations) > 0 && (len(s.cancellations) >= maxWithdrawn || time.Duration(now-s.cancellations[0].at) > 2*pendingTime) {
+	for len(s.cancellations) > 0 && (len(s.cancellations) >= maxCancellations || time.Duration(now-s.cancellations[0].at) > 2*pendingTime) {
 		s.cancellations = s.cancellations[1:]
 	}
 	s.cancellations = append(s.cancellations, pendingCancel{incarnation, app, w, now})

@@ -162,15 +162,15 @@ func TestProcessesAroundAnOriginal(t *testing.T) {
 // whatever the timestamps of others were.
 func TestGivenUpOfTwoCustomers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.Resend = true }})
-	heard := make(chan cluster.Withdrawn, 1)
+	heard := make(chan cluster.Canceled, 1)
 	for _, app := range []int{7, 8} {
 		x, err := core(c.Servers[0]).App().AddCustomer(app, app, func(*van.Message) {})
 		if err != nil {
 			t.Fatal(err)
 		}
-		x.OnWithdrawn(func(w cluster.Withdrawn) { heard <- w })
+		x.OnCanceled(func(w cluster.Canceled) { heard <- w })
 	}
-	for _, w := range []cluster.Withdrawn{{First: 900_000_000, Count: 1}, {First: 100_000_000, Count: 2}, {First: 100_000_005, Count: 1}} {
+	for _, w := range []cluster.Canceled{{First: 900_000_000, Count: 1}, {First: 100_000_000, Count: 2}, {First: 100_000_005, Count: 1}} {
 		app := 7 + int(w.Count)%2
 		w.Customer = int32(app)
 		core(c.Workers[0]).CancelAt(van.ServerID(0), app, w)

@@ -185,7 +185,7 @@ func TestSayAgain(t *testing.T) {
 	n := &Node{identity: identity{log: slog.New(slog.DiscardHandler)}, van: out}
 	n.assemble()
 	n.processes.change(8, func(p *process) { p.known, p.incarnation, p.lost = true, 5, van.ErrPeerLost })
-	n.notices.withdraw(8, 7, Withdrawn{Customer: 1, First: 20, Count: 3})
+	n.notices.cancel(8, 7, Canceled{Customer: 1, First: 20, Count: 3})
 	if len(out.bodies) > 0 {
 		t.Fatalf("a lost server is told %q", out.bodies)
 	}

@@ -38,8 +38,8 @@ func (n *Node) receive(msg *van.Message) {
 	n.apps.receive(msg, p)
 }
 
-// givenUp is called with a message that was resent in vain.
-func (n *Node) givenUp(peer int, meta *van.Meta, err error) {
+// resendFailed is called with a message that was resent in vain.
+func (n *Node) resendFailed(peer int, meta *van.Meta, err error) {
 	n.rarely("gave up a message").Warn("gave up a message", "peer", n.peerName(peer), "message", meta, "err", err)
 	if !meta.IsControl() && meta.Request {
 		n.apps.failRequest(meta, peer, err)

@@ -85,7 +85,7 @@ func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why erro
 		return
 	}
 	body := fmt.Appendf(nil, "%s%d %d %d %s %s", refusedPrefix, app, customer, ts, strings.Join(words, ","), logx.Printable(text))
-	if err := s.tell(id, body[:min(len(body), maxRefused)]); err != nil {
+	if err := s.sendNotice(id, body[:min(len(body), maxRefused)]); err != nil {
 		s.self.log.Info("could not tell a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
 	}
 }

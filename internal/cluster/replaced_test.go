@@ -79,7 +79,7 @@ func TestFinishedTooLate(t *testing.T) {
 
 // TestWithdrawn: a request that was given up is its own timestamps, and no other.
 func TestWithdrawn(t *testing.T) {
-	w := cluster.Withdrawn{Sender: van.WorkerID(0), Customer: 3, First: 100, Count: 2}
+	w := cluster.Canceled{Sender: van.WorkerID(0), Customer: 3, First: 100, Count: 2}
 	for _, x := range []struct {
 		customer, ts int32
 		want         bool
@@ -88,7 +88,7 @@ func TestWithdrawn(t *testing.T) {
 			t.Errorf("customer %d, timestamp %d: %t, want %t", x.customer, x.ts, got, x.want)
 		}
 	}
-	last := cluster.Withdrawn{First: math.MaxInt32, Count: 1}
+	last := cluster.Canceled{First: math.MaxInt32, Count: 1}
 	if !last.Has(0, math.MaxInt32) || last.Has(0, 0) || last.Has(0, math.MaxInt32-1) {
 		t.Error("the largest timestamp is not the only one of its request")
 	}
@@ -104,8 +104,8 @@ func TestWithdrawalsFromTheNetwork(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	told := make(chan cluster.Withdrawn, 16)
-	served.OnWithdrawn(func(w cluster.Withdrawn) { told <- w })
+	told := make(chan cluster.Canceled, 16)
+	served.OnCanceled(func(w cluster.Canceled) { told <- w })
 	say := func(body string, from, to uint32) {
 		t.Helper()
 		m := &van.Message{}
@@ -130,7 +130,7 @@ func TestWithdrawalsFromTheNetwork(t *testing.T) {
 	say("stepaf/1 given-up 7 0 6 1", mine^1, its)
 	say("stepaf/1 given-up 7 0 7 1", mine, its^1)
 	say("stepaf/1 given-up 7 2 40 3", mine, its)
-	want := cluster.Withdrawn{Sender: int(w.ID()), Customer: 2, First: 40, Count: 3}
+	want := cluster.Canceled{Sender: int(w.ID()), Customer: 2, First: 40, Count: 3}
 	select {
 	case got := <-told:
 		if got != want {
@@ -152,7 +152,7 @@ func TestWithdrawalsFromTheNetwork(t *testing.T) {
 		epoch        uint32
 		want         bool
 	}{{2, 39, epoch, true}, {2, 40, epoch, false}, {2, 42, epoch, false}, {2, 43, epoch, true}, {1, 41, epoch, true}, {0, 5, epoch, true}, {0, 6, epoch, true}, {0, 7, epoch, true}, {2, 39, epoch + 1, false}} {
-		if got := served.Wanted(int(w.ID()), x.epoch, x.customer, x.ts); got != x.want {
+		if got := served.IsAwaited(int(w.ID()), x.epoch, x.customer, x.ts); got != x.want {
 			t.Errorf("customer %d, timestamp %d, epoch %d: wanted %t, want %t", x.customer, x.ts, x.epoch, got, x.want)
 		}
 	}
@@ -169,7 +169,7 @@ func TestWantedInPlaceOfALostOne(t *testing.T) {
 	}
 	id, former := int(w.ID()), core(s).Epoch(int(w.ID()))
 	core(s).SetLost(id, van.ErrPeerLost)
-	if served.Wanted(id, former, 0, 1) {
+	if served.IsAwaited(id, former, 0, 1) {
 		t.Error("a request of the lost process is wanted")
 	}
 	core(s).SetProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: core(w).Incarnation() ^ 1}).Encode()})
@@ -177,9 +177,9 @@ func TestWantedInPlaceOfALostOne(t *testing.T) {
 	if next == former {
 		t.Fatal("the one in its place has its epoch")
 	}
-	if served.Wanted(id, former, 0, 1) || !served.Wanted(id, next, 0, 1) {
+	if served.IsAwaited(id, former, 0, 1) || !served.IsAwaited(id, next, 0, 1) {
 		t.Errorf("wanted of the lost process: %t, of the one in its place: %t, want false and true",
-			served.Wanted(id, former, 0, 1), served.Wanted(id, next, 0, 1))
+			served.IsAwaited(id, former, 0, 1), served.IsAwaited(id, next, 0, 1))
 	}
 }
 
@@ -193,14 +193,14 @@ func TestWithdrawnWhileLost(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	told := make(chan cluster.Withdrawn, 16)
-	served.OnWithdrawn(func(w cluster.Withdrawn) { told <- w })
+	told := make(chan cluster.Canceled, 16)
+	served.OnCanceled(func(w cluster.Canceled) { told <- w })
 	core(w).PeerChanged(int(s.ID()), false, van.ErrPeerLost)
-	core(w).CancelAt(int(s.ID()), 7, cluster.Withdrawn{Customer: 2, First: 40, Count: 3})
+	core(w).CancelAt(int(s.ID()), 7, cluster.Canceled{Customer: 2, First: 40, Count: 3})
 	core(w).PeerChanged(int(s.ID()), true, nil)
 	select {
 	case got := <-told:
-		if want := (cluster.Withdrawn{Sender: int(w.ID()), Customer: 2, First: 40, Count: 3}); got != want {
+		if want := (cluster.Canceled{Sender: int(w.ID()), Customer: 2, First: 40, Count: 3}); got != want {
 			t.Errorf("told of %+v, want %+v", got, want)
 		}
 	case <-time.After(20 * time.Second):

@@ -134,19 +134,19 @@ func (r *Request) Begin() bool {
 func (r *Request) End() {
 	r.mu.Lock()
 	r.busy--
-	r.settle()
+	r.finishIfDone()
 }
 
 // Arrived says that all receivers have the messages of the first n timestamps, as an answer to a later one may show:
 // when it returns they are not sent again (PS_RESEND), whether or not they were acknowledged, and their memory may change.
 func (r *Request) Arrived(n int) {
 	if n > 0 && r.c.node.cfg.Resend {
-		r.recall(int32(n))
+		r.cancelMessages(int32(n))
 	}
 }
 
-// recall takes the memory of the messages of the first n timestamps back from the transport.
-func (r *Request) recall(n int32) {
+// cancelMessages takes the memory of the messages of the first n timestamps back from the transport.
+func (r *Request) cancelMessages(n int32) {
 	if x := r.c.node.canceler; x != nil {
 		x.Cancel(van.Requests{App: int32(r.c.app), Customer: int32(r.c.id), First: r.first, Count: n})
 	}
@@ -183,7 +183,7 @@ func (r *Request) answer(msg *van.Message) error {
 	if err != nil && r.state == open {
 		r.err, r.state = r.wrap(err, msg.Sender), failing
 	}
-	r.settle()
+	r.finishIfDone()
 	return nil
 }
 
@@ -195,9 +195,9 @@ func (r *Request) take(i, from int) bool {
 	return was
 }
 
-// settle finishes the request when all answers are in, or it has failed, and no call of
+// finishIfDone finishes the request when all answers are in, or it has failed, and no call of
 // Answer runs. It unlocks r.mu.
-func (r *Request) settle() {
+func (r *Request) finishIfDone() {
 	if r.busy > 0 || r.state == finished || r.state == unused || (r.state == open && r.left > 0) {
 		r.mu.Unlock()
 		return
@@ -209,9 +209,9 @@ func (r *Request) settle() {
 	switch {
 	case err != nil && !unsent:
 		if !failpoint.On("recall") {
-			r.recall(r.n)
+			r.cancelMessages(r.n)
 		}
-		r.notifyOwing()
+		r.notifyCanceled()
 	case err == nil:
 		r.Arrived(int(r.n))
 	}
@@ -226,16 +226,16 @@ func (r *Request) settle() {
 	}
 }
 
-// notifyOwing tells the peers that still owe answers that the request is given up. No
+// notifyCanceled tells the peers that still owe answers that the request is given up. No
 // other goroutine uses r meanwhile.
-func (r *Request) notifyOwing() {
+func (r *Request) notifyCanceled() {
 	n := r.c.node
 	if n.Alive() != nil {
 		return // the peers will see the connections end
 	}
 	for k, id := range r.receivers {
 		if r.owes(k) > 0 {
-			n.notices.withdraw(id, r.c.app, Withdrawn{Customer: int32(r.c.id), First: r.first, Count: r.n})
+			n.notices.cancel(id, r.c.app, Canceled{Customer: int32(r.c.id), First: r.first, Count: r.n})
 		}
 	}
 }
@@ -256,7 +256,7 @@ func (r *Request) fail(err error) {
 		return
 	}
 	r.err, r.state = err, failing
-	r.settle()
+	r.finishIfDone()
 }
 
 // failPeer fails the request if node id owes an answer.
@@ -283,7 +283,7 @@ func (r *Request) failOwing(id int, cause error) {
 		return
 	}
 	r.err, r.state = r.wrap(cause, id), failing
-	r.settle()
+	r.finishIfDone()
 }
 
 // wrap adds operation, node, peer and handler to err. r.mu is held.
@@ -295,8 +295,8 @@ func (r *Request) wrap(err error, peer int) error {
 	}
 }
 
-// owing lists the peers that still owe answers, for errors. r.mu is held.
-func (r *Request) owing() string {
+// owingPeers lists the peers that still owe answers, for errors. r.mu is held.
+func (r *Request) owingPeers() string {
 	var names []string
 	total := 0
 	for k, id := range r.receivers {
@@ -346,12 +346,12 @@ func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *t
 	case <-r.done:
 		return r.err
 	case <-ctx.Done():
-		r.giveUp(context.Cause(ctx), limit)
+		r.cancel(context.Cause(ctx), limit)
 	case <-expired:
 		if sliced {
 			return ErrPending
 		}
-		r.giveUp(van.ErrTimeout, limit)
+		r.cancel(van.ErrTimeout, limit)
 	}
 	<-r.done // running calls of Answer end soon
 	return r.err
@@ -392,8 +392,8 @@ func (r *Request) answered(ts int32) (bool, error) {
 	return r.busy == 0, nil
 }
 
-// giveUp fails r because its waiter's time is over.
-func (r *Request) giveUp(cause error, limit time.Duration) {
+// cancel fails r because its waiter's time is over.
+func (r *Request) cancel(cause error, limit time.Duration) {
 	r.mu.Lock()
 	if r.state != open {
 		r.mu.Unlock()
@@ -405,9 +405,9 @@ func (r *Request) giveUp(cause error, limit time.Duration) {
 		hint = fmt.Sprintf("a peer that stands still is found lost after up to %v only (PS_HEARTBEAT_TIMEOUT, PS_HEARTBEAT_INTERVAL): wait as long to tell whether it is", noticed)
 	}
 	r.err = &van.Error{
-		Op: r.op, Node: r.c.node.Name(), Detail: fmt.Sprintf("handler %d: no answer from %s", r.first, r.owing()),
+		Op: r.op, Node: r.c.node.Name(), Detail: fmt.Sprintf("handler %d: no answer from %s", r.first, r.owingPeers()),
 		Elapsed: waited, Limit: limit, Err: van.TimedOut(cause), Hint: hint,
 	}
 	r.state = failing
-	r.settle()
+	r.finishIfDone()
 }

@@ -210,7 +210,7 @@ func newNode(o Options) (*Node, error) {
 	}
 	n.stack, err = stack.New(stack.Options{
 		Options: van.Options{Config: cfg, Log: n.log, Backend: n.Backend(), Incarnation: n.incarnation},
-		Role:    role, Transport: o.Van, OnFail: n.givenUp,
+		Role:    role, Transport: o.Van, OnFail: n.resendFailed,
 	})
 	if err != nil {
 		return nil, errors.Join(err, n.apps.profile.close(), n.device.close())
@@ -231,7 +231,7 @@ func newNode(o Options) (*Node, error) {
 // assemble tells the parts of n of each other. identity and van are complete.
 func (n *Node) assemble() {
 	n.processes.self, n.processes.incarnation = &n.identity, n.incarnation
-	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.identity, &n.processes, n.van, map[int][]notice{}
+	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.identity, &n.processes, n.van, map[int][]cancelNotice{}
 	n.apps.init(&n.identity, &n.processes, &n.notices)
 	n.pending.init(&n.identity, &n.processes, &n.apps)
 	n.members = members{self: &n.identity, processes: &n.processes, pending: &n.pending, tempNodes: map[int]van.Node{}}

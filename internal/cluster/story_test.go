@@ -269,7 +269,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 		case k < 12: // it has given some up
 			m := message(id)
 			m.Control.Cmd = van.Heartbeat
-			m.Body = fmt.Appendf(nil, "%s%d %d %d %d", withdrawPrefix, rng.IntN(3), rng.IntN(2), max(ts[id]-int32(rng.IntN(5)), 0), rng.IntN(4))
+			m.Body = fmt.Appendf(nil, "%s%d %d %d %d", cancelPrefix, rng.IntN(3), rng.IntN(2), max(ts[id]-int32(rng.IntN(5)), 0), rng.IntN(4))
 			lanes[id] <- m
 		case k < 14:
 			incarnation := uint32(rng.IntN(4))
@@ -293,7 +293,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 			c, err := n.App().AddCustomer(app, app, handler(app))
 			fmt.Fprintln(w, "customer", app, golden.Err(err))
 			if err == nil {
-				c.OnWithdrawn(func(x Withdrawn) {
+				c.OnCanceled(func(x Canceled) {
 					mu.Lock()
 					defer mu.Unlock()
 					came = append(came, fmt.Sprint("given up ", app, x))
@@ -333,7 +333,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 		for app, c := range customers {
 			for back := range int32(4) {
 				for _, epoch := range []uint32{1, 2, 3} {
-					if c.Wanted(id, epoch, 0, ts[id]-back) {
+					if c.IsAwaited(id, epoch, 0, ts[id]-back) {
 						came = append(came, fmt.Sprint("wanted ", app, epoch, back))
 					}
 				}
@@ -439,7 +439,7 @@ func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 			}
 			c.backlogs.mu.Unlock()
 			for _, id := range ids {
-				if g := c.withdrawals.of(id); g != nil {
+				if g := c.cancellations.of(id); g != nil {
 					if int(g.count.Load()) != len(g.list) {
 						t.Errorf("%d withdrawals are counted, %d kept", g.count.Load(), len(g.list))
 					}

@@ -12,9 +12,9 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
-// Withdrawn says that a worker no longer waits for the answers to consecutive timestamps:
+// Canceled says that a worker no longer waits for the answers to consecutive timestamps:
 // it has given the request up, or could not send all of it.
-type Withdrawn struct {
+type Canceled struct {
 	Sender   int   // node id of the worker's instance
 	Customer int32 // its customer id
 	First    int32 // timestamp
@@ -22,39 +22,39 @@ type Withdrawn struct {
 }
 
 // Has tells whether timestamp ts of that customer is among those given up.
-func (w *Withdrawn) Has(customer, ts int32) bool {
+func (w *Canceled) Has(customer, ts int32) bool {
 	return customer == w.Customer && ts >= w.First && ts-w.First < w.Count
 }
 
 // How long a withdrawal is remembered, since messages of the request may still be under
 // way or wait behind a slow handler, and how many of each sender.
 const (
-	rememberWithdrawn = 5 * time.Minute
-	maxWithdrawn      = 1024
+	cancelMemory     = 5 * time.Minute
+	maxCancellations = 1024
 )
 
-// withdrawals has what senders have given up recently. Every received request is looked up
+// cancellations has what senders have given up recently. Every received request is looked up
 // here, so each sender has a list and a lock of its own.
-type withdrawals struct {
+type cancellations struct {
 	mu sync.Mutex // of changes of by
-	by atomic.Pointer[map[int]*givenUp]
+	by atomic.Pointer[map[int]*senderCancellations]
 }
 
-// givenUp is what one sender has given up, oldest first.
-type givenUp struct {
+// senderCancellations is what one sender has given up, oldest first.
+type senderCancellations struct {
 	count atomic.Int32 // of list; usually 0, which saves the lock
 	mu    sync.Mutex
-	list  []withdrawal
+	list  []cancellation
 }
 
-type withdrawal struct {
-	Withdrawn
+type cancellation struct {
+	Canceled
 	epoch uint32
 	at    uint64
 }
 
 // of returns the list of sender, nil if it has never given anything up.
-func (ws *withdrawals) of(sender int) *givenUp {
+func (ws *cancellations) of(sender int) *senderCancellations {
 	by := ws.by.Load()
 	if by == nil {
 		return nil
@@ -62,15 +62,15 @@ func (ws *withdrawals) of(sender int) *givenUp {
 	return (*by)[sender]
 }
 
-func (ws *withdrawals) add(w Withdrawn, epoch uint32) {
+func (ws *cancellations) add(w Canceled, epoch uint32) {
 	ws.mu.Lock()
 	g := ws.of(w.Sender)
 	if g == nil {
-		by := map[int]*givenUp{}
+		by := map[int]*senderCancellations{}
 		if old := ws.by.Load(); old != nil {
 			by = maps.Clone(*old)
 		}
-		g = &givenUp{}
+		g = &senderCancellations{}
 		by[w.Sender] = g
 		ws.by.Store(&by)
 	}
@@ -79,26 +79,26 @@ func (ws *withdrawals) add(w Withdrawn, epoch uint32) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	now := clock.Now()
-	g.expire(now, maxWithdrawn-1)
-	g.list = append(g.list, withdrawal{w, epoch, now})
+	g.expire(now, maxCancellations-1)
+	g.list = append(g.list, cancellation{w, epoch, now})
 	g.count.Store(int32(len(g.list)))
 }
 
-func (ws *withdrawals) has(sender int, epoch uint32, customer, ts int32) bool {
+func (ws *cancellations) has(sender int, epoch uint32, customer, ts int32) bool {
 	g := ws.of(sender)
 	if g == nil || g.count.Load() == 0 {
 		return false
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.expire(clock.Now(), maxWithdrawn)
-	return slices.ContainsFunc(g.list, func(w withdrawal) bool { return w.epoch == epoch && w.Has(customer, ts) })
+	g.expire(clock.Now(), maxCancellations)
+	return slices.ContainsFunc(g.list, func(w cancellation) bool { return w.epoch == epoch && w.Has(customer, ts) })
 }
 
 // expire removes old entries, and the oldest beyond most. g.mu is held.
-func (g *givenUp) expire(now uint64, most int) {
+func (g *senderCancellations) expire(now uint64, most int) {
 	old := max(len(g.list)-most, 0)
-	for old < len(g.list) && time.Duration(now-g.list[old].at) > rememberWithdrawn {
+	for old < len(g.list) && time.Duration(now-g.list[old].at) > cancelMemory {
 		old++
 	}
 	if old == 0 {

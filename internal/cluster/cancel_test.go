@@ -10,8 +10,8 @@ import (
 // by its own process only, and costs nothing afterwards.
 func TestWithdrawalsAreForgotten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var ws withdrawals
-		ws.add(Withdrawn{Sender: 9, Customer: 2, First: 5, Count: 3}, 1)
+		var ws cancellations
+		ws.add(Canceled{Sender: 9, Customer: 2, First: 5, Count: 3}, 1)
 		for _, x := range []struct {
 			sender       int
 			epoch        uint32
@@ -28,7 +28,7 @@ func TestWithdrawalsAreForgotten(t *testing.T) {
 				t.Errorf("sender %d, epoch %d, customer %d, timestamp %d: given up is %t, want %t", x.sender, x.epoch, x.customer, x.ts, got, x.want)
 			}
 		}
-		time.Sleep(rememberWithdrawn)
+		time.Sleep(cancelMemory)
 		if !ws.has(9, 1, 2, 5) {
 			t.Error("forgotten too early")
 		}
@@ -45,9 +45,9 @@ func TestWithdrawalsAreForgotten(t *testing.T) {
 // TestWithdrawalsShareNoLock: that one worker has given something up does not make the
 // others' requests wait for each other.
 func TestWithdrawalsShareNoLock(t *testing.T) {
-	var ws withdrawals
-	ws.add(Withdrawn{Sender: 9, Count: 1}, 1)
-	ws.add(Withdrawn{Sender: 11, Count: 1}, 1)
+	var ws cancellations
+	ws.add(Canceled{Sender: 9, Count: 1}, 1)
+	ws.add(Canceled{Sender: 11, Count: 1}, 1)
 	ws.mu.Lock()
 	defer ws.mu.Unlock()
 	ws.of(9).mu.Lock()
@@ -59,11 +59,11 @@ func TestWithdrawalsShareNoLock(t *testing.T) {
 
 // TestWithdrawalsAreBounded: of one sender, the newest are remembered.
 func TestWithdrawalsAreBounded(t *testing.T) {
-	var ws withdrawals
-	for ts := range int32(maxWithdrawn + 1) {
-		ws.add(Withdrawn{Sender: 9, First: ts, Count: 1}, 1)
+	var ws cancellations
+	for ts := range int32(maxCancellations + 1) {
+		ws.add(Canceled{Sender: 9, First: ts, Count: 1}, 1)
 	}
-	if ws.has(9, 1, 0, 0) || !ws.has(9, 1, 0, 1) || !ws.has(9, 1, 0, maxWithdrawn) {
-		t.Errorf("want the last %d", maxWithdrawn)
+	if ws.has(9, 1, 0, 0) || !ws.has(9, 1, 0, 1) || !ws.has(9, 1, 0, maxCancellations) {
+		t.Errorf("want the last %d", maxCancellations)
 	}
 }
