@@ -70,9 +70,9 @@ func advertise(ctx context.Context, cfg *env.Config, role van.Role, v van.Van, h
 	return "127.0.0.1", "no interface but the loopback has an IPv4 address", nil
 }
 
-// doubtful returns the reason why other hosts cannot reach a node, or the scheduler, of this host at the
+// unreachableReason returns the reason why other hosts cannot reach a node, or the scheduler, of this host at the
 // address host, and the variables to set. It returns "" if the address has no known fault.
-func doubtful(cfg *env.Config, role van.Role, h hostaddr.Host, host, scheduler string) string {
+func unreachableReason(cfg *env.Config, role van.Role, h hostaddr.Host, host, scheduler string) string {
 	addr, err := netip.ParseAddr(host)
 	if err != nil {
 		return ""
@@ -91,9 +91,9 @@ func doubtful(cfg *env.Config, role van.Role, h hostaddr.Host, host, scheduler s
 	return ""
 }
 
-// unprotected returns what other hosts can do to the node that listens at self, and the remedy. It returns "" if no other
+// unprotectedReason returns what other hosts can do to the node that listens at self, and the remedy. It returns "" if no other
 // host reaches the address, if there is a secret, and if STEPAF_AUTH is set: then the user has decided.
-func unprotected(cfg *env.Config, self van.Node) string {
+func unprotectedReason(cfg *env.Config, self van.Node) string {
 	at := net.JoinHostPort(self.Hostname, strconv.Itoa(self.Port))
 	addr, err := netip.ParseAddr(self.Hostname)
 	switch {

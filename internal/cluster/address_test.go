@@ -93,7 +93,7 @@ func TestDoubtful(t *testing.T) {
 	} {
 		cfg := env.Default()
 		cfg.RootURI = c.uri
-		if got := doubtful(cfg, c.role, fakeHost(), c.host, c.scheduler); (got == "") != (c.want == "") || !strings.Contains(got, c.want) {
+		if got := unreachableReason(cfg, c.role, fakeHost(), c.host, c.scheduler); (got == "") != (c.want == "") || !strings.Contains(got, c.want) {
 			t.Errorf("%s at %s, scheduler at %s (%s): %q, want %q", c.role, c.host, c.scheduler, c.uri, got, c.want)
 		}
 	}
@@ -125,7 +125,7 @@ func TestUnprotected(t *testing.T) {
 	} {
 		cfg := env.Default()
 		c.set(cfg)
-		got := unprotected(cfg, van.Node{Role: c.role, Hostname: c.host, Port: 4711})
+		got := unprotectedReason(cfg, van.Node{Role: c.role, Hostname: c.host, Port: 4711})
 		if (got == "") != (c.want == "") || !strings.Contains(got, c.want) || strings.Contains(got, "\n") {
 			t.Errorf("%s at %s: %q, want %q", c.role, c.host, got, c.want)
 		}
@@ -229,7 +229,7 @@ func TestLookUpScheduler(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &Node{identity: identity{cfg: cfg}}
+	n := &Node{nodeInfo: nodeInfo{cfg: cfg}}
 	n.machine = m
 	m.Start(0)
 	m.SchedulerNotFound(errors.New("lookup localhost: no such host"))

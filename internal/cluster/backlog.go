@@ -52,7 +52,7 @@ func (s *backlogs) fill(kept []queuedRequest) (senders []int) {
 // enqueue queues msg behind its sender's backlog, if there is one, and reports whether it did.
 // While the backlog has STEPAF_RECV_BUDGET_PEER bytes or more it blocks, and with it the receiving of that
 // sender's messages.
-func (s *backlogs) enqueue(msg *van.Message, self *identity) bool {
+func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for limit, paused := self.cfg.RecvBudgetPeer, false; ; paused = true {

@@ -18,7 +18,7 @@ func (a App) Limit(limit time.Duration) time.Duration {
 	if limit != 0 {
 		return limit
 	}
-	return max(DefaultTimeout, a.lossNoticed())
+	return max(DefaultTimeout, a.lossDetectionTime())
 }
 
 // Call is a request of this node in flight: a push_pull, a push, a pull. It is a small

@@ -18,7 +18,7 @@ import (
 
 // control is the membership machine, and which of its outputs are still to be carried out.
 type control struct {
-	self    *identity
+	self    *nodeInfo
 	life    *lifetime
 	members *members
 	queues  *outputQueues

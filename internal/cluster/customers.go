@@ -16,7 +16,7 @@ import (
 // apps routes data messages to customers. Requests for an application that does not
 // exist yet are kept, since peers may start sending before this process has made it.
 type apps struct {
-	self      *identity
+	self      *nodeInfo
 	processes *processes
 	notices   *notices
 	profile   *profile // nil unless asked for
@@ -39,7 +39,7 @@ type apps struct {
 
 type appKey struct{ app, customer int32 }
 
-func (a *apps) init(self *identity, processes *processes, notices *notices) {
+func (a *apps) init(self *nodeInfo, processes *processes, notices *notices) {
 	a.self, a.processes, a.notices, a.role = self, processes, notices, self.role
 	a.table.Store(&map[appKey]*Customer{})
 	a.queued, a.usage, a.next = map[appKey][]queuedRequest{}, map[int]usage{}, map[appKey]int32{}

@@ -17,11 +17,11 @@ import (
 	"github.com/stepaf/stepaf-go/van/stack"
 )
 
-// endedTime limits the time in which an ending node sends the notice.
-const endedTime = time.Second
+// endedTimeout limits the time in which an ending node sends the notice.
+const endedTimeout = time.Second
 
-// sayEnded sends the scheduler the reason why the node that o describes ends. It does nothing if o does not allow a connection over ZMQ.
-func sayEnded(ctx context.Context, o Options, why error) {
+// sendEnded sends the scheduler the reason why the node that o describes ends. It does nothing if o does not allow a connection over ZMQ.
+func sendEnded(ctx context.Context, o Options, why error) {
 	if o.Config == nil || o.Van != nil || o.Config.VanType != "zmq" || o.Config.Role != "worker" && o.Config.Role != "server" {
 		return
 	}
@@ -36,7 +36,7 @@ func sayEnded(ctx context.Context, o Options, why error) {
 	if err != nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, endedTime)
+	ctx, cancel := context.WithTimeout(ctx, endedTimeout)
 	defer cancel()
 	defer func() { _ = v.Close(ctx) }() // Close waits until the message was sent
 	if err := v.Connect(ctx, van.SchedulerID, scheduler); err != nil {

@@ -18,8 +18,8 @@ const endingApp = 0x5ED0000
 
 // Values of Head in such a message.
 const (
-	headGoesOn = 0 // StopBarrier has failed, and the program goes on
-	headEnds   = 1
+	headContinues = 0 // StopBarrier has failed, and the program goes on
+	headEnds      = 1
 )
 
 // A worker repeats the message as long as it waits, since a message may be lost with a connection, and a server may be replaced.
@@ -28,33 +28,33 @@ const (
 	maxEndingRepeat = 8 * time.Second
 )
 
-// ends holds the ends of programs that a node knows of.
-type ends struct {
-	sent atomic.Int32 // timestamp of the last message
-	some atomic.Bool  // a worker's program has ended
+// programEnds holds the ends of programs that a node knows of.
+type programEnds struct {
+	sent      atomic.Int32 // timestamp of the last message
+	anyWorker atomic.Bool  // a worker's program has ended
 
-	mu       sync.Mutex     // guards the fields below
-	call     string         // the call in which this node's program waits at its end, "" if none
-	told     chan struct{}  // closed to end the repeats; nil unless this is a worker that waits
-	begins   []*func()      // see App.OnEnding
-	workers  map[int]uint32 // epochs of the workers whose programs end, by id
-	watchers []*func(id int)
+	mu         sync.Mutex     // guards the fields below
+	call       string         // the call in which this node's program waits at its end, "" if none
+	stopRepeat chan struct{}  // closed to end the repeats; nil unless this is a worker that waits
+	onEnding   []*func()      // see App.OnEnding
+	workers    map[int]uint32 // epochs of the workers whose programs end, by id
+	watchers   []*func(id int)
 }
 
 // begin records that this node's program waits in call. It returns the functions to be called, and whether the program was not waiting before.
-func (e *ends) begin(call string) (begins []*func(), first bool) {
+func (e *programEnds) begin(call string) (begins []*func(), first bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	first = e.call == ""
 	e.call = call
-	return slices.Clone(e.begins), first
+	return slices.Clone(e.onEnding), first
 }
 
-// note records a message of a worker.
-func (e *ends) note(msg *van.Message) {
+// workerEnded records a message of a worker.
+func (e *programEnds) workerEnded(msg *van.Message) {
 	e.mu.Lock()
 	if msg.Head == headEnds {
-		e.some.Store(true)
+		e.anyWorker.Store(true)
 		e.workers[msg.Sender] = msg.ProcessEpoch
 	} else {
 		delete(e.workers, msg.Sender)
@@ -73,15 +73,15 @@ func (n *Node) watchEnds() error {
 	}
 	_, err := n.App().AddCustomer(endingApp, endingApp, func(msg *van.Message) {
 		if msg.Request && van.RoleOf(msg.Sender) == van.Worker {
-			n.ending.note(msg)
+			n.ending.workerEnded(msg)
 		}
 	})
 	return err
 }
 
-// beginEnd records that this node's program waits in call. It refuses requests from then on, calls the functions of OnEnding, and, on a
+// startEnding records that this node's program waits in call. It refuses requests from then on, calls the functions of OnEnding, and, on a
 // worker, notifies the servers.
-func (n *Node) beginEnd(call string) {
+func (n *Node) startEnding(call string) {
 	begins, first := n.ending.begin(call)
 	n.apps.refuseNew(call)
 	if !first {
@@ -93,23 +93,23 @@ func (n *Node) beginEnd(call string) {
 	if n.role == van.Worker {
 		told := make(chan struct{})
 		n.ending.mu.Lock()
-		n.ending.told = told
+		n.ending.stopRepeat = told
 		n.ending.mu.Unlock()
-		n.tellEnd(headEnds)
-		go n.repeatEnd(told)
+		n.notifyServers(headEnds)
+		go n.repeatEnding(told)
 	}
 }
 
-// endEnd records that the program does not wait any more. If err is not nil and the node can be used, the program continues.
-func (n *Node) endEnd(err error) {
+// stopEnding records that the program does not wait any more. If err is not nil and the node can be used, the program continues.
+func (n *Node) stopEnding(err error) {
 	n.ending.mu.Lock()
-	told, call := n.ending.told, n.ending.call
+	told, call := n.ending.stopRepeat, n.ending.call
 	goesOn := call != "" && err != nil && n.Alive() == nil
 	if goesOn {
 		n.ending.call = ""
 	}
 	if err != nil || n.Alive() != nil {
-		n.ending.told = nil
+		n.ending.stopRepeat = nil
 	} else {
 		told = nil // Finalize comes next
 	}
@@ -120,16 +120,16 @@ func (n *Node) endEnd(err error) {
 	if goesOn {
 		n.apps.refuseNew("")
 		if n.role == van.Worker {
-			n.tellEnd(headGoesOn)
+			n.notifyServers(headContinues)
 		}
 	}
 }
 
-func (n *Node) repeatEnd(told <-chan struct{}) {
+func (n *Node) repeatEnding(told <-chan struct{}) {
 	for pause := endingRepeat; ; pause = min(2*pause, maxEndingRepeat) {
 		select {
 		case <-time.After(pause):
-			n.tellEnd(headEnds)
+			n.notifyServers(headEnds)
 		case <-told:
 			return
 		case <-n.stop:
@@ -138,8 +138,8 @@ func (n *Node) repeatEnd(told <-chan struct{}) {
 	}
 }
 
-// tellEnd sends a message to all servers of this library. repeatEnd also repeats a message that could not be sent.
-func (n *Node) tellEnd(head int32) {
+// notifyServers sends a message to all servers of this library. repeatEnd also repeats a message that could not be sent.
+func (n *Node) notifyServers(head int32) {
 	a := n.App()
 	for _, id := range a.Members(van.ServerGroup) {
 		if !a.Native(id) || n.processes.lost(id) != nil {
@@ -163,11 +163,11 @@ func (a App) OnEnding(f func()) (stop func()) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	at := &f
-	e.begins = append(e.begins, at)
+	e.onEnding = append(e.onEnding, at)
 	return func() {
 		e.mu.Lock()
 		defer e.mu.Unlock()
-		e.begins = slices.DeleteFunc(e.begins, func(x *func()) bool { return x == at })
+		e.onEnding = slices.DeleteFunc(e.onEnding, func(x *func()) bool { return x == at })
 	}
 }
 
@@ -175,7 +175,7 @@ func (a App) OnEnding(f func()) (stop func()) {
 // before it was lost. All requests that it has sent before have been received. Only workers of this library say so.
 func (a App) HasEnded(worker int) bool {
 	e := &a.ending
-	if !e.some.Load() {
+	if !e.anyWorker.Load() {
 		return false
 	}
 	e.mu.Lock()

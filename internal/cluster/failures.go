@@ -17,13 +17,13 @@ const maxFailures = 4096
 
 // failures are the failed requests of a customer.
 type failures struct {
-	list []failed // by timestamp; no two overlap
+	list []failedRange // by timestamp; no two overlap
 	// forgotten is the latest timestamp of those that did not fit; what is as old as that may have failed. -1: none.
 	forgotten int32
 }
 
-// failed is a request that failed, or a stretch of them, one behind the other.
-type failed struct {
+// failedRange is a request that failed, or a stretch of them, one behind the other.
+type failedRange struct {
 	first, n int32
 	err      error // of one of them
 }
@@ -31,12 +31,12 @@ type failed struct {
 // add remembers a request. next is the timestamp that is given out next.
 func (f *failures) add(first, n int32, err error, next int32) {
 	i, _ := slices.BinarySearchFunc(f.list, first, byFirst)
-	if f.list = slices.Insert(f.list, i, failed{first, n, err}); len(f.list) > maxFailures {
+	if f.list = slices.Insert(f.list, i, failedRange{first, n, err}); len(f.list) > maxFailures {
 		f.shrink(next)
 	}
 }
 
-func byFirst(x failed, ts int32) int { return cmp.Compare(x.first, ts) }
+func byFirst(x failedRange, ts int32) int { return cmp.Compare(x.first, ts) }
 
 // shrink makes stretches of what lies one behind the other and has failed alike, and forgets the oldest if that is not enough.
 func (f *failures) shrink(next int32) {
@@ -60,7 +60,7 @@ func (f *failures) shrink(next int32) {
 	}
 	slices.Sort(ages)
 	oldest := ages[len(ages)-more]
-	f.list = slices.DeleteFunc(list, func(x failed) bool {
+	f.list = slices.DeleteFunc(list, func(x failedRange) bool {
 		if age(x.first, next) < oldest {
 			return false
 		}
@@ -93,8 +93,8 @@ func (f *failures) find(ts, next int32) (err error, known bool) {
 	return nil, f.forgotten < 0 || age(ts, next) < age(f.forgotten, next)
 }
 
-// reuse forgets timestamps that are given out again, which ascend.
-func (f *failures) reuse(first, n int32) {
+// clearReused forgets timestamps that are given out again, which ascend.
+func (f *failures) clearReused(first, n int32) {
 	i, at := slices.BinarySearchFunc(f.list, first, byFirst)
 	if !at && i > 0 && f.list[i-1].first+f.list[i-1].n > first {
 		i--

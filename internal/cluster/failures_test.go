@@ -78,7 +78,7 @@ func TestFailuresModel(t *testing.T) {
 			t.Errorf("seed %d: %d timestamps are known, %d are not", seed, right, unknown)
 		}
 		ts := given[len(given)-1]
-		f.reuse(ts, 1)
+		f.clearReused(ts, 1)
 		if err, known := f.find(ts, next); err != nil || !known {
 			t.Errorf("seed %d: timestamp %d is given out again: %v, known %t", seed, ts, err, known)
 		}
@@ -104,11 +104,11 @@ func TestFailuresTouch(t *testing.T) {
 	}
 
 	// Timestamps that are given out again are forgotten, the rest of a stretch is not.
-	f = failures{list: []failed{{0, 5, why[0]}, {10, 10, why[1]}, {30, 1, why[0]}}, forgotten: -1}
+	f = failures{list: []failedRange{{0, 5, why[0]}, {10, 10, why[1]}, {30, 1, why[0]}}, forgotten: -1}
 	for ts := int32(0); ts < 15; ts += 3 {
-		f.reuse(ts, 3)
+		f.clearReused(ts, 3)
 	}
-	if len(f.list) != 2 || f.list[0] != (failed{15, 5, why[1]}) || f.list[1].first != 30 {
+	if len(f.list) != 2 || f.list[0] != (failedRange{15, 5, why[1]}) || f.list[1].first != 30 {
 		t.Errorf("after 15 timestamps %v is left", f.list)
 	}
 }

@@ -12,7 +12,7 @@ import (
 
 // members keeps the table of processes as the membership machine says.
 type members struct {
-	self      *identity
+	self      *nodeInfo
 	processes *processes
 	pending   *pendingMessages
 	tempNodes map[int]van.Node // records of nodes with temporary ids

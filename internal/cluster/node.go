@@ -15,7 +15,7 @@ import (
 
 // Node is one member of a cluster. All methods are safe for concurrent use.
 type Node struct {
-	identity
+	nodeInfo
 	lifetime
 	control
 	watchers
@@ -25,23 +25,23 @@ type Node struct {
 	pending   pendingMessages
 	notices   notices
 	apps      apps
-	ending    ends
+	ending    programEnds
 
 	stack    *stack.Van
 	van      van.Van      // of stack
 	canceler van.Canceler // nil when the van reads no memory later
-	device   device
+	device   nodeDevice
 	self     van.Node // this node's record
 	probes   probes
 }
 
-// device is a node's, and whether the node closes it.
-type device struct {
+// nodeDevice is a node's, and whether the node closes it.
+type nodeDevice struct {
 	backend.Backend
 	own bool
 }
 
-func (d *device) close() error {
+func (d *nodeDevice) close() error {
 	if d.own {
 		return d.Close()
 	}
@@ -89,9 +89,9 @@ func (n *Node) InstanceBarrier(ctx context.Context, customer, group int) error {
 // Finalize. The scheduler and servers may call it as soon as they have started, so it has
 // no limit of its own: it waits as long as a live member is missing.
 func (n *Node) StopBarrier(ctx context.Context) error {
-	n.beginEnd("stop()")
+	n.startEnding("stop()")
 	err := n.await(ctx, "stop barrier", func(t time.Duration) (int, error) { return n.machine.StopBarrier(t, 0) })
-	n.endEnd(err)
+	n.stopEnding(err)
 	return err
 }
 
@@ -106,7 +106,7 @@ func (n *Node) barrier(ctx context.Context, op string, customer, group int, inst
 // this library call before it. Only the first call has an effect; others return its result.
 func (n *Node) Finalize(ctx context.Context) error {
 	n.leaveOnce(func() error {
-		n.beginEnd("Finalize")
+		n.startEnding("Finalize")
 		err := n.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.machine.Finalize(t, 0) })
 		return errors.Join(err, n.leave(ctx, lingerTime))
 	})
@@ -141,7 +141,7 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 	n.mu.Unlock()
 
 	close(n.stop) // without waiting for tick: leave may run in a callback of it
-	n.endEnd(nil)
+	n.stopEnding(nil)
 	n.apps.failAll(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
 	n.outputs.await(shortLinger)
 	n.pending.close()

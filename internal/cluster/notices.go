@@ -33,7 +33,7 @@ type cancelNotice struct {
 
 // notices has the notices by peer, oldest first.
 type notices struct {
-	self      *identity
+	self      *nodeInfo
 	processes *processes
 	van       van.Van
 	mu        sync.Mutex

@@ -34,7 +34,7 @@ func (v *outbox) Send(m *van.Message) error {
 func TestNoticeStories(t *testing.T) {
 	golden.Check(t, "notices", 60, func(rng *rand.Rand, w io.Writer) {
 		synctest.Test(t, func(t *testing.T) {
-			self := &identity{cfg: DefaultConfig(), log: slog.New(slog.DiscardHandler)}
+			self := &nodeInfo{cfg: DefaultConfig(), log: slog.New(slog.DiscardHandler)}
 			self.id.Store(9)
 			self.setName("worker 0")
 			v := &outbox{}

@@ -22,7 +22,7 @@ const pendingTime = 10 * time.Second
 // pendingMessages holds data messages of processes that this node does not know yet, in order
 // of arrival.
 type pendingMessages struct {
-	self      *identity
+	self      *nodeInfo
 	processes *processes
 	apps      *apps
 
@@ -52,7 +52,7 @@ type pendingQueue struct {
 	delivering bool // catchUp is delivering it
 }
 
-func (s *pendingMessages) init(self *identity, processes *processes, apps *apps) {
+func (s *pendingMessages) init(self *nodeInfo, processes *processes, apps *apps) {
 	s.self, s.processes, s.apps = self, processes, apps
 	s.changed.L = &s.mu
 	s.queues = map[int]*pendingQueue{}

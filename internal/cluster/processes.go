@@ -33,7 +33,7 @@ var unknownProcess = process{epoch: 1}
 // processes is the table of processes by node id. It is read without a lock, for every
 // message.
 type processes struct {
-	self        *identity
+	self        *nodeInfo
 	incarnation uint32     // of this process
 	mu          sync.Mutex // guards changes; taken before strangers.mu
 	at          atomic.Pointer[[]atomic.Pointer[process]]

@@ -33,7 +33,7 @@ func TestOneExpiry(t *testing.T) {
 func TestEachExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var a apps
-		a.init(&identity{cfg: &Config{StartTimeout: time.Second}, log: slog.New(slog.DiscardHandler)}, nil, nil)
+		a.init(&nodeInfo{cfg: &Config{StartTimeout: time.Second}, log: slog.New(slog.DiscardHandler)}, nil, nil)
 		keep := func(sender int) {
 			a.mu.Lock()
 			defer a.mu.Unlock()
@@ -104,7 +104,7 @@ func TestFull(t *testing.T) {
 // TestBacklogIsCounted: what waits behind a handler that is busy with what came before it was
 // there counts, from the beginning: the budget of a sender is compared with it.
 func TestBacklogIsCounted(t *testing.T) {
-	n := &Node{identity: identity{cfg: &Config{}, rand: func() uint64 { return 0 }}}
+	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, rand: func() uint64 { return 0 }}}
 	n.assemble()
 	entered, release := make(chan struct{}, 3), make(chan struct{})
 	c := newCustomer(n, 7, 7, 0, func(*van.Message) {
@@ -141,7 +141,7 @@ func TestRoomBehindABacklog(t *testing.T) {
 			return (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts}, Sender: 9}).Retain()
 		}
 		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}, {msg: request(2)}})
-		self := &identity{cfg: &Config{RecvBudgetPeer: 2 * weight(request(0))}, log: slog.New(slog.DiscardHandler)}
+		self := &nodeInfo{cfg: &Config{RecvBudgetPeer: 2 * weight(request(0))}, log: slog.New(slog.DiscardHandler)}
 		kept := make(chan bool, 1)
 		go func() { kept <- s.enqueue(request(3), self) }()
 		for ts := range int32(2) {
@@ -182,7 +182,7 @@ func (s *sent) Send(m *van.Message) error {
 // in its place, which has none of it, is not.
 func TestSayAgain(t *testing.T) {
 	out := &sent{}
-	n := &Node{identity: identity{log: slog.New(slog.DiscardHandler)}, van: out}
+	n := &Node{nodeInfo: nodeInfo{log: slog.New(slog.DiscardHandler)}, van: out}
 	n.assemble()
 	n.processes.change(8, func(p *process) { p.known, p.incarnation, p.lost = true, 5, van.ErrPeerLost })
 	n.notices.cancel(8, 7, Canceled{Customer: 1, First: 20, Count: 3})
@@ -211,7 +211,7 @@ func (e ending) Recycle()                            {}
 // TestOpenBesideLoss: requests that are opened while their peer is found lost end, each once. The race
 // detector looks on.
 func TestOpenBesideLoss(t *testing.T) {
-	n := &Node{identity: identity{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, van: &sent{}}
+	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, van: &sent{}}
 	n.setName("the test's node")
 	n.assemble()
 	n.processes.change(8, func(p *process) { p.known, p.lost = true, van.ErrPeerLost })
@@ -242,7 +242,7 @@ func TestOpenBesideLoss(t *testing.T) {
 
 // TestFailsItsOwnRequest: what fails the request of a timestamp fails no other one that has come to its place in the table.
 func TestFailsItsOwnRequest(t *testing.T) {
-	n := &Node{identity: identity{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, lifetime: newLifetime(), van: &sent{}}
+	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, lifetime: newLifetime(), van: &sent{}}
 	n.setName("the test's node")
 	n.assemble()
 	n.processes.change(8, func(p *process) { p.known = true })

@@ -18,9 +18,9 @@ const refusedPrefix = "stepaf/1 refused "
 // maxRefused is how long such a body may be.
 const maxRefused = 1024
 
-// refusals are the errors that a refusal may carry, and the words for them. A notice has the words of all errors that its
+// refusalKinds are the errors that a refusal may carry, and the words for them. A notice has the words of all errors that its
 // reason matches, separated by commas.
-var refusals = [...]struct {
+var refusalKinds = [...]struct {
 	word string
 	err  error
 }{{"refused", van.ErrRequestRefused}, {"invalid", van.ErrInvalid}, {"full", van.ErrQueueFull}, {"finished", van.ErrFinished}}
@@ -67,7 +67,7 @@ func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why erro
 	}
 	var words []string
 	text := why.Error()
-	for _, r := range refusals {
+	for _, r := range refusalKinds {
 		if errors.Is(why, r.err) {
 			words = append(words, r.word)
 			text = strings.TrimPrefix(text, r.err.Error()+": ")

@@ -23,7 +23,7 @@ func (a *apps) refused(msg *van.Message) bool {
 		a.processes.logDropped(msg, p)
 		return true
 	}
-	meta, why := readRefused(msg.Body[len(refusedPrefix):min(len(msg.Body), maxRefused)])
+	meta, why := parseRefused(msg.Body[len(refusedPrefix):min(len(msg.Body), maxRefused)])
 	if why == nil {
 		a.self.droppedControl(msg.Sender, &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, timestamp, refused, invalid, full or finished, and why"})
 		return true
@@ -32,8 +32,8 @@ func (a *apps) refused(msg *van.Message) bool {
 	return true
 }
 
-// readRefused reads what refuse has written. why is nil if it makes no sense.
-func readRefused(b []byte) (meta van.Meta, why error) {
+// parseRefused reads what refuse has written. why is nil if it makes no sense.
+func parseRefused(b []byte) (meta van.Meta, why error) {
 	w := strings.SplitN(string(b), " ", 5)
 	if len(w) < 5 {
 		return meta, nil
@@ -47,7 +47,7 @@ func readRefused(b []byte) (meta van.Meta, why error) {
 	}
 	no := &refusal{text: logx.Printable(w[4])}
 	for word := range strings.SplitSeq(w[3], ",") {
-		i := slices.IndexFunc(refusals[:], func(r struct {
+		i := slices.IndexFunc(refusalKinds[:], func(r struct {
 			word string
 			err  error
 		}) bool {
@@ -56,7 +56,7 @@ func readRefused(b []byte) (meta van.Meta, why error) {
 		if i < 0 {
 			return meta, nil
 		}
-		no.is = append(no.is, refusals[i].err)
+		no.is = append(no.is, refusalKinds[i].err)
 	}
 	return meta, no
 }

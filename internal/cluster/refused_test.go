@@ -16,7 +16,7 @@ import (
 func TestReadRefused(t *testing.T) {
 	out := &sent{}
 	var lines bytes.Buffer
-	n := &Node{identity: identity{log: slog.New(slog.NewTextHandler(&lines, nil))}, van: out}
+	n := &Node{nodeInfo: nodeInfo{log: slog.New(slog.NewTextHandler(&lines, nil))}, van: out}
 	n.assemble()
 	n.processes.change(9, func(p *process) { p.known, p.incarnation, p.epoch = true, 5, 2 })
 	n.App().Refuse(9, 2, 7, 3, 20, &van.Error{Detail: "12 bytes\n", Err: van.ErrQueueFull})
@@ -24,7 +24,7 @@ func TestReadRefused(t *testing.T) {
 	for _, body := range out.bodies {
 		if rest, is := strings.CutPrefix(body, refusedPrefix); !is || len(body) > maxRefused {
 			t.Errorf("%d bytes are sent: %.60q", len(body), body)
-		} else if meta, why := readRefused([]byte(rest)); meta.AppID != 7 || meta.CustomerID != 3 || meta.Timestamp != 20 || why == nil || why.Error() != logx.Printable(why.Error()) {
+		} else if meta, why := parseRefused([]byte(rest)); meta.AppID != 7 || meta.CustomerID != 3 || meta.Timestamp != 20 || why == nil || why.Error() != logx.Printable(why.Error()) {
 			t.Errorf("%.60q is read as %d %d %d %v", body, meta.AppID, meta.CustomerID, meta.Timestamp, why)
 		}
 	}
@@ -53,7 +53,7 @@ func TestReadRefused(t *testing.T) {
 	if len(out.bodies) != 3 {
 		t.Fatalf("%q are told, want one more", out.bodies[2:])
 	}
-	_, no := readRefused([]byte(strings.TrimPrefix(out.bodies[2], refusedPrefix)))
+	_, no := parseRefused([]byte(strings.TrimPrefix(out.bodies[2], refusedPrefix)))
 	if !errors.Is(no, van.ErrRequestRefused) || !errors.Is(no, van.ErrInvalid) || errors.Is(no, van.ErrQueueFull) || no.Error() != "request refused: key 5 is locked" {
 		t.Errorf("%q is read as %v", out.bodies[2], no)
 	}
@@ -63,7 +63,7 @@ func TestReadRefused(t *testing.T) {
 		"7 0 5 invalid x": van.ErrInvalid, "7 0 5 full x y": van.ErrQueueFull, "7 0 5 full a\nb\xff": van.ErrQueueFull, "7 0 5 full ": van.ErrQueueFull,
 		"7 0 5 full": nil, "7 0 5 closed x": nil, "7 0 x full y": nil, "7 0 99999999999 full x": nil, "": nil, "7": nil, " 7 0 5 full x": nil,
 	} {
-		_, why := readRefused([]byte(body))
+		_, why := parseRefused([]byte(body))
 		if !errors.Is(why, want) || why != nil && why.Error() != logx.Printable(why.Error()) {
 			t.Errorf("%q is read as %v, want %v", body, why, want)
 		}

@@ -401,7 +401,7 @@ func (r *Request) cancel(cause error, limit time.Duration) {
 	}
 	waited := time.Duration(clock.Now() - r.start)
 	hint := ""
-	if noticed := r.c.node.lossNoticed(); waited < noticed && waited > noticed/3 {
+	if noticed := r.c.node.lossDetectionTime(); waited < noticed && waited > noticed/3 {
 		hint = fmt.Sprintf("a peer that stands still is found lost after up to %v only (PS_HEARTBEAT_TIMEOUT, PS_HEARTBEAT_INTERVAL): wait as long to tell whether it is", noticed)
 	}
 	r.err = &van.Error{

@@ -46,7 +46,7 @@ func (q *requests) init(base int32) {
 // enter puts r, whose timestamps reserve has found, into the table. mu is held.
 func (q *requests) enter(r *Request) {
 	if q.wrapped = q.wrapped || r.first < q.next; q.wrapped {
-		q.failures.reuse(r.first, r.n)
+		q.failures.clearReused(r.first, r.n)
 	}
 	q.next = r.first + r.n
 	q.inUse += int(r.n)

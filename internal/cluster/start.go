@@ -89,7 +89,7 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 	n, err := newNode(o)
 	if err != nil {
 		if _, limit := errors.AsType[*limits.Error](err); limit || !errors.Is(err, van.ErrInvalid) { // an invalid configuration may belong to another cluster
-			sayEnded(ctx, o, err)
+			sendEnded(ctx, o, err)
 		}
 		return nil, err
 	}
@@ -175,7 +175,7 @@ func newNode(o Options) (*Node, error) {
 			return nil, &van.Error{Op: "start", Node: role.String(), Err: err}
 		}
 	}
-	n := &Node{identity: identity{cfg: cfg, role: role}, lifetime: newLifetime()}
+	n := &Node{nodeInfo: nodeInfo{cfg: cfg, role: role}, lifetime: newLifetime()}
 	if n.rand = o.Rand; n.rand == nil {
 		n.rand = random.Uint64
 	}
@@ -183,7 +183,7 @@ func newNode(o Options) (*Node, error) {
 	n.id.Store(van.Empty)
 	n.setName(role.String())
 	base := cmp.Or(o.Log, logx.New(logx.Stderr, cfg))
-	who := []slog.Attr{slog.String(logx.Role, role.String()), slog.Any(logx.Rank, knownID{&n.identity, true}), slog.Any(logx.ID, knownID{&n.identity, false})}
+	who := []slog.Attr{slog.String(logx.Role, role.String()), slog.Any(logx.Rank, knownID{&n.nodeInfo, true}), slog.Any(logx.ID, knownID{&n.nodeInfo, false})}
 	if cfg.Origin("STEPMESH_GPU") != "default" {
 		who = append(who, slog.Int(logx.GPU, cfg.GPU))
 	}
@@ -230,14 +230,14 @@ func newNode(o Options) (*Node, error) {
 
 // assemble tells the parts of n of each other. identity and van are complete.
 func (n *Node) assemble() {
-	n.processes.self, n.processes.incarnation = &n.identity, n.incarnation
-	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.identity, &n.processes, n.van, map[int][]cancelNotice{}
-	n.apps.init(&n.identity, &n.processes, &n.notices)
-	n.pending.init(&n.identity, &n.processes, &n.apps)
-	n.members = members{self: &n.identity, processes: &n.processes, pending: &n.pending, tempNodes: map[int]van.Node{}}
+	n.processes.self, n.processes.incarnation = &n.nodeInfo, n.incarnation
+	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.nodeInfo, &n.processes, n.van, map[int][]cancelNotice{}
+	n.apps.init(&n.nodeInfo, &n.processes, &n.notices)
+	n.pending.init(&n.nodeInfo, &n.processes, &n.apps)
+	n.members = members{self: &n.nodeInfo, processes: &n.processes, pending: &n.pending, tempNodes: map[int]van.Node{}}
 	n.ending.workers = map[int]uint32{}
 	n.outputs.perform = n.perform
-	n.control = control{self: &n.identity, life: &n.lifetime, members: &n.members, queues: &n.outputs,
+	n.control = control{self: &n.nodeInfo, life: &n.lifetime, members: &n.members, queues: &n.outputs,
 		pendingConnects: map[int]int{}, waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
 }
 
@@ -245,7 +245,7 @@ func (n *Node) assemble() {
 func (n *Node) join(ctx context.Context) error {
 	scheduler, notFound := schedulerRecord(ctx, n.cfg)
 	if err := n.bind(ctx, scheduler); err != nil {
-		sayEnded(ctx, Options{Config: n.cfg}, err)
+		sendEnded(ctx, Options{Config: n.cfg}, err)
 		return err
 	}
 	interval, silence := n.cfg.Heartbeats()
@@ -354,10 +354,10 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 		n.setName(fmt.Sprintf("%s at %s", n.role, n.self.Addr()))
 	}
 	n.log.Info("Bind to "+n.self.Addr(), "van", n.van.Type(), "why", why)
-	if doubt := doubtful(n.cfg, n.role, here, host, scheduler.Hostname); doubt != "" && !n.cfg.Local {
+	if doubt := unreachableReason(n.cfg, n.role, here, host, scheduler.Hostname); doubt != "" && !n.cfg.Local {
 		n.log.Warn(doubt, "why", why)
 	}
-	if danger := unprotected(n.cfg, n.self); danger != "" {
+	if danger := unprotectedReason(n.cfg, n.self); danger != "" {
 		n.log.Warn(danger)
 	}
 	return nil
@@ -390,7 +390,7 @@ func (n *Node) bindAgain(ctx context.Context) (port int, err error) {
 // cluster is the identity of the cluster as this node knows it before it joins: derived
 // from STEPAF_CLUSTER_ID if set; otherwise the scheduler chooses one and the others learn
 // it from the scheduler.
-func (n *identity) cluster() uint32 {
+func (n *nodeInfo) cluster() uint32 {
 	switch {
 	case n.cfg.ClusterID != "":
 		h := fnv.New32a()

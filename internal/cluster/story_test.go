@@ -180,7 +180,7 @@ func (v telling) Send(m *van.Message) error { v.send(m); return nil }
 
 // keptNode is the server of a story. Its machine has not started.
 func keptNode(cfg *Config, log *slog.Logger) *Node {
-	n := &Node{identity: identity{cfg: cfg, role: van.Server, incarnation: 77}, lifetime: newLifetime()}
+	n := &Node{nodeInfo: nodeInfo{cfg: cfg, role: van.Server, incarnation: 77}, lifetime: newLifetime()}
 	n.rand = func() uint64 { return 5 }
 	n.id.Store(8)
 	n.setName("server 0")

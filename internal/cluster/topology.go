@@ -15,7 +15,7 @@ type Topology struct {
 
 // Topology is the shape of the cluster, and this node's place in it. It does not change
 // once the node has started.
-func (n *identity) Topology() Topology {
+func (n *nodeInfo) Topology() Topology {
 	size := n.cfg.GroupSize
 	return Topology{n.cfg.NumWorkers, n.cfg.NumServers, size, n.Rank() / size, n.Rank() % size}
 }

@@ -15,8 +15,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// identity is who a node is.
-type identity struct {
+// nodeInfo is who a node is.
+type nodeInfo struct {
 	cfg         *Config
 	role        van.Role
 	incarnation uint32 // of this process, see van.NodeExtension
@@ -32,19 +32,19 @@ type identity struct {
 }
 
 // Name says who this node is: "worker 0 (id 9)".
-func (n *identity) Name() string { return *n.name.Load() }
+func (n *nodeInfo) Name() string { return *n.name.Load() }
 
-func (n *identity) setName(s string) { n.name.Store(&s) }
+func (n *nodeInfo) setName(s string) { n.name.Store(&s) }
 
 // peersChanged calls the function of App.OnPeers.
-func (n *identity) peersChanged() {
+func (n *nodeInfo) peersChanged() {
 	if f := n.onPeers.Load(); f != nil {
 		(*f)()
 	}
 }
 
 // peerName names node id and its address: "server 1 (id 10) at 10.0.0.7:4021".
-func (n *identity) peerName(id int) string {
+func (n *nodeInfo) peerName(id int) string {
 	if addr, ok := n.peers.Load(id); ok {
 		return fmt.Sprintf("%s at %s", van.NodeName(id), addr)
 	}
@@ -52,22 +52,22 @@ func (n *identity) peerName(id int) string {
 }
 
 // Log is the node's logger; its lines carry role, rank and id.
-func (n *identity) Log() *slog.Logger { return n.log }
+func (n *nodeInfo) Log() *slog.Logger { return n.log }
 
 // Config is what the node was started with. Do not change it.
-func (n *identity) Config() *Config { return n.cfg }
+func (n *nodeInfo) Config() *Config { return n.cfg }
 
 // Role is the node's role: worker, server or scheduler.
-func (n *identity) Role() van.Role { return n.role }
+func (n *nodeInfo) Role() van.Role { return n.role }
 
 // ID is the node's id.
-func (n *identity) ID() int { return int(n.id.Load()) }
+func (n *nodeInfo) ID() int { return int(n.id.Load()) }
 
 // Rank is the instance rank.
-func (n *identity) Rank() int { return van.RankOf(n.ID()) }
+func (n *nodeInfo) Rank() int { return van.RankOf(n.ID()) }
 
 // mayJoin tells whether a cluster of this size has a node with that id.
-func (n *identity) mayJoin(id int) bool {
+func (n *nodeInfo) mayJoin(id int) bool {
 	switch {
 	case id == van.SchedulerID:
 		return true
@@ -81,21 +81,21 @@ func (n *identity) mayJoin(id int) bool {
 }
 
 // rarely is App.Rarely. Errors of one cause have the same logx.Kind.
-func (n *identity) rarely(cause string) *slog.Logger { return n.causes.Log(n.log, cause) }
+func (n *nodeInfo) rarely(cause string) *slog.Logger { return n.causes.Log(n.log, cause) }
 
 // pausedRead is App.PausedRead.
-func (n *identity) pausedRead(id, bytes int, text string) {
+func (n *nodeInfo) pausedRead(id, bytes int, text string) {
 	n.counts.paused.Add(1)
 	n.rarely(text).Warn(text, "peer", n.peerName(id), "bytes", bytes, "limit (STEPAF_RECV_BUDGET_PEER)", n.cfg.RecvBudgetPeer)
 }
 
 // droppedControl logs that a control message of node from was dropped, and why.
-func (n *identity) droppedControl(from int, why error) {
+func (n *nodeInfo) droppedControl(from int, why error) {
 	n.rarely("control: "+logx.Kind(why)).Warn("dropped a control message", "err", why, "from", n.peerName(from))
 }
 
 // logMessage writes a line for one message at PS_VERBOSE=2.
-func (n *identity) logMessage(way string, peer int, m *van.Meta) {
+func (n *nodeInfo) logMessage(way string, peer int, m *van.Meta) {
 	if !n.debug {
 		return
 	}
@@ -104,7 +104,7 @@ func (n *identity) logMessage(way string, peer int, m *van.Meta) {
 
 // knownID makes log lines show what follows from the node's id as soon as that is known.
 type knownID struct {
-	n    *identity
+	n    *nodeInfo
 	rank bool // the rank
 }
 
@@ -122,8 +122,8 @@ func (k knownID) LogValue() slog.Value {
 // lossMargin is the time for the steps after a missed heartbeat: the connection ends, and the layers above receive the loss.
 const lossMargin = 3 * time.Second
 
-// lossNoticed is the longest time from the stop of a process until it is found lost, 0 if heartbeats are off.
-func (n *identity) lossNoticed() time.Duration {
+// lossDetectionTime is the longest time from the stop of a process until it is found lost, 0 if heartbeats are off.
+func (n *nodeInfo) lossDetectionTime() time.Duration {
 	interval, silence := n.cfg.Heartbeats()
 	if interval <= 0 || silence <= 0 {
 		return 0
