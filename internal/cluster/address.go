@@ -1,6 +1,6 @@
 package cluster
 
-// Which address a node binds and tells the others.
+// The address that a node binds and advertises.
 
 import (
 	"context"
@@ -18,12 +18,17 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// advertise chooses the address that a node of host h binds and advertises, and returns the
-// reason. The scheduler's address is DMLC_PS_ROOT_URI. For others the order is DMLC_NODE_HOST,
-// DMLC_INTERFACE, the address that leads to the scheduler, the first interface that other hosts
-// may reach, the loopback. A van that is a HostChooser decides in place of DMLC_INTERFACE and the
-// rest; with DMLC_INTERFACE=auto it comes before DMLC_NODE_HOST. scheduler is the host of the
-// scheduler, a name if its address is not known yet.
+// advertise chooses the address that a node of host h binds and advertises, and returns the reason. The scheduler's
+// address is DMLC_PS_ROOT_URI. For other nodes the order is
+//
+//  1. DMLC_NODE_HOST,
+//  2. DMLC_INTERFACE,
+//  3. the address that leads to the scheduler,
+//  4. the first interface that other hosts may reach,
+//  5. the loopback.
+//
+// A van that is a HostChooser decides in place of steps 2 to 5; with DMLC_INTERFACE=auto it comes before step 1.
+// scheduler is the host of the scheduler, a name if its address is not known yet.
 func advertise(ctx context.Context, cfg *env.Config, role van.Role, v van.Van, h hostaddr.Host, scheduler string) (host, why string, err error) {
 	if role == van.Scheduler {
 		return schedulerHost(ctx, cfg)
@@ -91,8 +96,8 @@ func unreachableReason(cfg *env.Config, role van.Role, h hostaddr.Host, host, sc
 	return ""
 }
 
-// unprotectedReason returns what other hosts can do to the node that listens at self, and the remedy. It returns "" if no other
-// host reaches the address, if there is a secret, and if STEPAF_AUTH is set: then the user has decided.
+// unprotectedReason returns what other hosts can do to the node that listens at self, and the remedy. It returns ""
+// if no other host reaches the address, if there is a secret, and if STEPAF_AUTH is set: then the user has decided.
 func unprotectedReason(cfg *env.Config, self van.Node) string {
 	at := net.JoinHostPort(self.Hostname, strconv.Itoa(self.Port))
 	addr, err := netip.ParseAddr(self.Hostname)
@@ -126,11 +131,10 @@ func addressError(name, value string, err error, hint string) error {
 	return &van.Error{Op: "choose address", Detail: fmt.Sprintf("%s=%q", name, value), Err: fmt.Errorf("%w: %w", van.ErrInvalid, err), Hint: hint}
 }
 
-// lookupTime bounds how long a name is looked up for.
+// lookupTime is the limit of one name lookup.
 const lookupTime = 5 * time.Second
 
-// resolve turns a host name into a numeric IPv4 address, or IPv6 if it has no
-// other. Only what is no address already is looked up.
+// resolve turns a host name into a numeric IPv4 address, or IPv6 if it has no other. An address is not looked up.
 func resolve(ctx context.Context, host string) (string, error) {
 	if ip := net.ParseIP(host); ip != nil {
 		return ip.String(), nil
@@ -148,7 +152,7 @@ func resolve(ctx context.Context, host string) (string, error) {
 	return addr.String(), nil
 }
 
-// schedulerRecord is the scheduler as the configuration names it, and why its name has no
+// schedulerRecord is the scheduler's record as the configuration names it, and the reason why its name has no
 // address; the transport is given the name then.
 func schedulerRecord(ctx context.Context, cfg *env.Config) (van.Node, error) {
 	host, err := resolve(ctx, cfg.RootURI)
@@ -161,9 +165,9 @@ func schedulerRecord(ctx context.Context, cfg *env.Config) (van.Node, error) {
 // lookupEvery is the pause before the scheduler's name is looked up again.
 const lookupEvery = 2 * time.Second
 
-// lookUpScheduler looks the scheduler's name up until it has an address or ctx ends, and tells
-// the machine why it has none. That the name appears later is usual in Kubernetes. The
-// transport finds the address itself when it tries to connect again.
+// lookUpScheduler looks the scheduler's name up until it has an address or ctx ends, and passes the reason why it has
+// none to the machine. In Kubernetes a name often appears later. The transport finds the address itself when it tries
+// to connect again.
 func (n *Node) lookUpScheduler(ctx context.Context) {
 	timer := time.NewTimer(lookupEvery)
 	defer timer.Stop()
@@ -187,7 +191,7 @@ func (n *Node) lookUpScheduler(ctx context.Context) {
 	}
 }
 
-// isLocal tells whether this host has the address. All of 127.0.0.0/8 is local.
+// isLocal reports whether this host has the address. All of 127.0.0.0/8 is local.
 func isLocal(host string) bool {
 	ip := net.ParseIP(host)
 	if ip == nil {
@@ -206,8 +210,8 @@ func isLocal(host string) bool {
 	})
 }
 
-// interfaceAddr finds the IPv4 address of the interface called name, or of the only one
-// whose name begins with it. If it has several addresses, the one that leads to the scheduler counts.
+// interfaceAddr finds the IPv4 address of the interface called name, or of the only interface whose name begins with
+// it. Of several addresses it chooses the one that leads to the scheduler.
 func interfaceAddr(h hostaddr.Host, name string, scheduler netip.Addr) (host, full string, err error) {
 	var match []hostaddr.Interface
 	for _, i := range h.Interfaces {

@@ -1,6 +1,6 @@
 package cluster
 
-// App: a node as packages that build an application protocol on it use it, such as af and kv.
+// App: a node for packages that implement an application protocol on it, such as af and kv.
 
 import (
 	"context"
@@ -9,11 +9,11 @@ import (
 	"time"
 )
 
-// App is a node with what application packages need and programs do not: customers,
-// messages, and how to speak of peers. It is a small value.
+// App is a node with the methods that application packages need and programs do not: customers, messages, names of
+// peers. It is a small value.
 type App struct{ *Node }
 
-// App is the node as application packages use it.
+// App returns the node for application packages.
 func (n *Node) App() App { return App{n} }
 
 // Members lists the node ids of a group (a sum of van.SchedulerID, ServerGroup,
@@ -24,8 +24,8 @@ func (a App) Members(group int) []int {
 	return a.machine.Members(group)
 }
 
-// Native tells whether the node with that id is one of this library, as far as is known:
-// only those understand what an application adds to the original's protocol.
+// Native reports whether the node with that id is known to be one of this library: only those understand an
+// application's additions to ps-lite's protocol.
 func (a App) Native(id int) bool { return a.processes.of(id).incarnation != 0 }
 
 // PeerName names node id and its address: "server 1 (id 10) at 10.0.0.7:4021".
@@ -41,24 +41,24 @@ func (a App) Addresses() (port int, peers []string) {
 	return a.self.Port, peers
 }
 
-// OnPeers registers f, instead of an earlier one, to run whenever the addresses of Addresses have changed. f must not
-// block.
+// OnPeers registers f, in place of an earlier function, to run whenever the addresses of Addresses have changed. f
+// must not block.
 func (a App) OnPeers(f func()) { a.onPeers.Store(&f) }
 
-// Rarely is the node's logger for what peers send, of which there may be a flood: it counts one more event of a cause,
-// adds the count as "so far", and logs nothing for most of them. Errors of one cause differ in numbers only.
+// Rarely is the node's logger for events that peers cause, of which there may be a flood. It counts one more event of
+// a cause, adds the count as "so far", and logs nothing for most events. Errors of one cause differ in numbers only.
 func (a App) Rarely(cause string) *slog.Logger { return a.rarely(cause) }
 
-// PausedRead counts that a handler is about to block because bytes of what node id has sent wait for the program, and
-// logs text as Rarely says: that peer is not read meanwhile.
+// PausedRead counts that a handler is about to block because that many bytes of node id wait for the program, and
+// logs text as Rarely does: the peer is not read meanwhile.
 func (a App) PausedRead(id, bytes int, text string) { a.pausedRead(id, bytes, text) }
 
-// Poll receives on the caller's goroutine, if the van can, until done returns true or
-// nothing has come for a short time. Handlers run on it, too, so they must never block.
+// Poll receives on the caller's goroutine, if the van can, until done returns true or no message has arrived for a
+// short time. Handlers run on it, too, and must never block.
 func (a App) Poll(done func() bool) { a.stack.Poll(done) }
 
-// OnExit registers f to run when the node has left, the last one first. What it returns takes
-// that back.
+// OnExit registers f to run after the node has left, in reverse order of registration. The returned function removes
+// f.
 func (a App) OnExit(f func()) (stop func()) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -71,20 +71,19 @@ func (a App) OnExit(f func()) (stop func()) {
 	}
 }
 
-// StartBarrier waits until every instance of the group has called it at the end of its start. A process
-// that replaces a lost one passes it when the others have. It has no limit but ctx's.
+// StartBarrier waits until every instance of the group has called it at the end of its start. A process that replaces
+// a lost one passes it when the others have passed it. Its only limit is that of ctx.
 func (a App) StartBarrier(ctx context.Context, group int) error {
 	return a.await(ctx, "start barrier", func(t time.Duration) (int, error) { return a.machine.StartBarrier(t, group, 0) })
 }
 
-// Ended is closed when the node has left or failed; Alive says why.
+// Ended is closed when the node has left or failed; Alive returns the reason.
 func (a App) Ended() <-chan struct{} { return a.failed }
 
-// Link connects the node to others of its role, and to those that replace them, for as long
-// as it is in the cluster. C++ StepMesh has no such connections, so every one of ids must be a
-// node of this library; one that is not is refused. Connections are made in the background: until a message has
-// been answered, Send may fail with van.ErrUnknownPeer, and a message may be lost, since the
-// other side answers only when it has called Link, too.
+// Link connects the node to others of its role and to their replacements, for as long as it is in the cluster. C++
+// StepMesh has no such connections: every one of ids must be a node of this library, any other is refused.
+// Connections are made in the background. Until a message has been answered, Send may fail with van.ErrUnknownPeer,
+// and a message may be lost, since the peer answers only after it has called Link, too.
 func (a App) Link(ids []int) error {
 	var err error
 	a.step(func(t time.Duration) { err = a.machine.Link(t, ids) })

@@ -14,14 +14,12 @@ import (
 
 var errReplaced = fmt.Errorf("%w: another process has taken its place", van.ErrPeerLost)
 
-// errNoApp: a message came for an application that this node does not have.
+// errNoApp: a message arrived for an application that this node does not have.
 var errNoApp = errors.New("no such application")
 
-// AddCustomer makes handle the receiver of the requests for an application.
-// Answers are matched to the customer's own requests. On a worker several
-// customers of one application are told apart by customer id; elsewhere the
-// customer id is the application id. handle may block; see van.Receiver. Messages that
-// were kept are delivered first.
+// AddCustomer makes handle the receiver of the requests for an application. Answers are matched to the customer's own
+// requests. On a worker several customers of one application are distinguished by customer id; elsewhere the customer
+// id is the application id. handle may block; see van.Receiver. Queued messages are delivered first.
 func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer, error) {
 	n := a.Node
 	if n.role != van.Worker {
@@ -37,12 +35,12 @@ func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer
 	if (*apps.table.Load())[k] != nil {
 		return nil, &van.Error{Op: "add customer", Node: n.Name(), Detail: fmt.Sprintf("application %d, customer %d exists", id, customer), Err: van.ErrInvalid}
 	}
-	// One that is made again goes on: PS_RESEND takes earlier timestamps of a process for messages
-	// that came twice.
+	// A customer that is made again continues its timestamps: PS_RESEND takes earlier timestamps of a process for
+	// duplicates.
 	first, again := apps.next[k]
 	if !again && !failpoint.On("incarnation") && !failpoint.On("stale-answer") {
-		// A replacement must not use the timestamps of the former process: answers to
-		// those may still come.
+		// A replacement process must not use the timestamps of the earlier process: answers to those may still
+		// arrive.
 		first = int32(n.rand() % (1 << 30))
 	}
 	c := newCustomer(n, id, customer, first, handle)
@@ -53,7 +51,7 @@ func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer
 	return c, nil
 }
 
-// receive hands a data message of p to its application.
+// receive passes a data message of p to its application.
 func (a *apps) receive(msg *van.Message, p *process) {
 	msg.ProcessEpoch = p.epoch
 	if p.incarnation != 0 {
@@ -63,7 +61,7 @@ func (a *apps) receive(msg *van.Message, p *process) {
 	a.deliver(msg)
 }
 
-// deliver hands a data message to its customer, or keeps it until there is one.
+// deliver delivers a data message to its customer, or queues it until there is one.
 func (a *apps) deliver(msg *van.Message) {
 	k := a.key(msg.AppID, msg.CustomerID)
 	c := (*a.table.Load())[k]
@@ -78,8 +76,7 @@ func (a *apps) deliver(msg *van.Message) {
 	c.deliver(msg)
 }
 
-// peerLost fails the requests that node id has not answered, and drops its requests for
-// applications that have not been made.
+// peerLost fails the requests that node id has not answered, and drops its queued requests.
 func (a *apps) peerLost(id int, cause error) {
 	a.mu.Lock()
 	a.dropQueued(func(_ appKey, e *queuedRequest) bool { return e.msg.Sender == id })
@@ -107,8 +104,7 @@ func (a *apps) failRequest(meta *van.Meta, peer int, err error) {
 	}
 }
 
-// cancel passes w to its customer. If there is none yet, it drops the kept requests that
-// w names.
+// cancel passes a cancellation to its customer. If there is none yet, it drops the queued requests that c names.
 func (a *apps) cancel(app int, w Canceled, epoch uint32) {
 	k := a.key(int32(app), w.Customer)
 	a.mu.Lock()

@@ -1,6 +1,6 @@
 package cluster
 
-// How a process that is no node asks the scheduler about policies.
+// Questions about policies to the scheduler, from a process that is not a node.
 
 import (
 	"cmp"
@@ -21,17 +21,16 @@ import (
 	"github.com/stepaf/stepaf-go/van/stack"
 )
 
-// askRefusals is how many handshakes in a row may fail for want of a proof before the question fails. One may also fail
-// because the scheduler ends just then.
+// askRefusals is the number of handshakes in a row that may fail without a valid proof before the question fails. One
+// handshake may also fail because the scheduler ends at that moment.
 const askRefusals = 3
 
-// askEvery is how long an answer is awaited before the question is sent again.
+// askEvery is the wait for an answer before the question is sent again.
 const askEvery = time.Second
 
-// AskScheduler asks the scheduler of a running cluster, which cfg names, and returns its
-// answers. This process is not, and does not become, a node of it. question is "list", "set
-// POLICY" with what membership.ParsePolicy reads, "clear TARGET" or "clear all"; each of them may be
-// asked again without harm. log may be nil.
+// AskScheduler asks the scheduler of a running cluster, which cfg names, and returns its answers. This process is
+// not, and does not become, a node of it. question is "list", "set POLICY" in the syntax of membership.ParsePolicy,
+// "clear TARGET" or "clear all"; each question may be repeated without harm. log may be nil.
 func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question string) ([]string, error) {
 	log = cmp.Or(log, slog.New(slog.DiscardHandler))
 	c := *cfg
@@ -44,7 +43,7 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 		return nil, fail(notFound)
 	}
 	incarnation, begun := max(uint32(random.Uint64()), 1), time.Now()
-	v, err := stack.New(stack.Options{Role: van.Scheduler, OnFail: func(int, *van.Meta, error) {}, // the role of one without data
+	v, err := stack.New(stack.Options{Role: van.Scheduler, OnFail: func(int, *van.Meta, error) {}, // the role of a process without data
 		Options: van.Options{Config: &c, Log: log, Backend: backend.NewCPU(), Incarnation: incarnation}})
 	if err != nil {
 		return nil, fail(err)
@@ -62,7 +61,7 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 	if err != nil {
 		return nil, fail(err)
 	}
-	handshakes := make(chan error, 16) // nil for one that has succeeded
+	handshakes := make(chan error, 16) // nil: a handshake has succeeded
 	if w, ok := van.As[van.PeerWatcher](v.Van); ok {
 		w.WatchPeers(func(_ int, up bool, cause error) {
 			if up || errors.Is(cause, van.ErrUnauthenticated) {
@@ -85,7 +84,7 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 		if i, text, ok := membership.Answer(m.Body); ok {
 			select {
 			case came <- answer{i, text}:
-			default: // it is asked again
+			default: // the question is repeated
 			}
 		}
 	})
@@ -96,7 +95,7 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 	ask := time.NewTicker(askEvery)
 	defer ask.Stop()
 	var answers []string
-	refusals, refusal := 0, error(nil) // since a handshake has succeeded, and the last one
+	refusals, refusal := 0, error(nil) // since the last successful handshake, and the latest
 	for i := int32(0); ; i++ {
 		m := &van.Message{}
 		m.Reset()

@@ -1,6 +1,6 @@
 package cluster
 
-// A customer's messages that came before it was made.
+// A customer's messages that arrived before it was made.
 
 import (
 	"sync"
@@ -10,13 +10,13 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// weight estimates the memory that a message takes, in bytes.
+// weight is the number of bytes of a message that count against budgets.
 func weight(m *van.Message) int { return m.PayloadLen() + len(m.Body) + 512 }
 
-// backlogs has, by sender, the messages that came before their customer was made, and later
-// ones, which must not overtake them.
+// backlogs has, by sender, the messages that arrived before their customer was made, and later ones, which must not
+// overtake them.
 type backlogs struct {
-	active  atomic.Bool // by is not empty
+	active  atomic.Bool // queues is not empty
 	mu      sync.Mutex
 	queues  map[int]*backlog
 	changed sync.Cond // a backlog has shrunk, or ended is set
@@ -29,7 +29,7 @@ type backlog struct {
 	bytes int
 }
 
-// fill queues what was kept for the customer, and returns the senders. It comes first.
+// fill stores the messages that were queued for the customer, and returns the senders. It is called first.
 func (s *backlogs) fill(kept []queuedRequest) (senders []int) {
 	if len(kept) == 0 {
 		return nil
@@ -49,9 +49,8 @@ func (s *backlogs) fill(kept []queuedRequest) (senders []int) {
 	return senders
 }
 
-// enqueue queues msg behind its sender's backlog, if there is one, and reports whether it did.
-// While the backlog has STEPAF_RECV_BUDGET_PEER bytes or more it blocks, and with it the receiving of that
-// sender's messages.
+// enqueue queues msg after its sender's backlog, if there is one, and reports whether it did. While the backlog has
+// STEPAF_RECV_BUDGET_PEER bytes or more it blocks, and with it the receiving of that sender's messages.
 func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -96,7 +95,7 @@ func (s *backlogs) next(sender int) *van.Message {
 	return msg
 }
 
-// end ends waits in keep and drops the backlogs.
+// end ends waits in enqueue and drops the backlogs.
 func (s *backlogs) end() {
 	s.mu.Lock()
 	s.ended = true

@@ -7,9 +7,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// DefaultTimeout is how long Call.Wait waits when neither its context nor the call's
-// maker has a limit, counted from the call. The original's default, 10 s, is shorter than the time in which the loss of a
-// stopped process is noticed: the call would end with van.ErrTimeout before van.ErrPeerLost could say why. Where
+// DefaultTimeout is the limit of Call.Wait when neither its context nor the call's maker has one, counted from the
+// call. The default of C++ StepMesh, 10 s, is shorter than the time in which the loss of a stopped process is
+// noticed: the call would end with van.ErrTimeout before van.ErrPeerLost could give the reason. Where
 // PS_HEARTBEAT_TIMEOUT asks for longer silences, the limit is that much longer, see App.Limit.
 const DefaultTimeout = 15 * time.Second
 
@@ -30,15 +30,14 @@ type Call struct {
 	limit time.Duration
 }
 
-// Call returns r as its caller sees it. A limit of 0 is the default of App.Limit, a negative one
-// is none. Call it after Open.
+// Call returns r as its caller uses it. A limit of 0 is the default of App.Limit, a negative limit is none. Call it
+// after Open.
 func (r *Request) Call(limit time.Duration) Call { return Call{r.c, r.first, r.n, limit} }
 
-// Wait waits until all who were asked have answered, and forgets the call: its memory is
-// the caller's again, also after an error. Without a deadline in ctx it waits for the
-// limit of the call, counted from its begin. Errors wrap van.ErrTimeout, van.ErrPeerLost,
-// van.ErrClosed, van.ErrMalformed, van.ErrInvalid, ErrUnknownHandler (a second Wait), or
-// ctx's error, and name the peers concerned.
+// Wait waits until all receivers have answered, and forgets the call: its memory is the caller's again, also after an
+// error. Without a deadline in ctx it waits for the limit of the call, counted from its start. Errors wrap
+// van.ErrTimeout, van.ErrPeerLost, van.ErrClosed, van.ErrMalformed, van.ErrInvalid, ErrUnknownHandler (a second
+// Wait), or ctx's error, and name the peers concerned.
 func (c Call) Wait(ctx context.Context) error {
 	if c.c == nil {
 		return &van.Error{Op: "wait", Err: ErrUnknownHandler, Hint: "this Call was returned with an error, or never made"}

@@ -1,6 +1,6 @@
 package cluster
 
-// What workers have given up, which a server remembers.
+// Recent cancellations of workers, which a server remembers.
 
 import (
 	"maps"
@@ -12,8 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
-// Canceled says that a worker no longer waits for the answers to consecutive timestamps:
-// it has given the request up, or could not send all of it.
+// Canceled reports that a worker no longer waits for the answers to consecutive timestamps: it has canceled the
+// request, or could not send all of it.
 type Canceled struct {
 	Sender   int   // node id of the worker's instance
 	Customer int32 // its customer id
@@ -21,26 +21,26 @@ type Canceled struct {
 	Count    int32
 }
 
-// Has tells whether timestamp ts of that customer is among those given up.
+// Has reports whether timestamp ts of that customer is among the canceled ones.
 func (w *Canceled) Has(customer, ts int32) bool {
 	return customer == w.Customer && ts >= w.First && ts-w.First < w.Count
 }
 
-// How long a withdrawal is remembered, since messages of the request may still be under
-// way or wait behind a slow handler, and how many of each sender.
+// Limits of the time for which a cancellation is remembered, since messages of the request may still be in flight or
+// wait for a slow handler, and of the number for each sender.
 const (
 	cancelMemory     = 5 * time.Minute
 	maxCancellations = 1024
 )
 
-// cancellations has what senders have given up recently. Every received request is looked up
-// here, so each sender has a list and a lock of its own.
+// cancellations has the recent cancellations of senders. Every received request is looked up here, so each sender has
+// a list and a lock of its own.
 type cancellations struct {
-	mu sync.Mutex // of changes of by
+	mu sync.Mutex // guards changes of by
 	by atomic.Pointer[map[int]*senderCancellations]
 }
 
-// senderCancellations is what one sender has given up, oldest first.
+// senderCancellations are the cancellations of one sender, oldest first.
 type senderCancellations struct {
 	count atomic.Int32 // of list; usually 0, which saves the lock
 	mu    sync.Mutex
@@ -53,7 +53,7 @@ type cancellation struct {
 	at    uint64
 }
 
-// of returns the list of sender, nil if it has never given anything up.
+// of returns the cancellations of sender, nil if it has never canceled a request.
 func (ws *cancellations) of(sender int) *senderCancellations {
 	by := ws.by.Load()
 	if by == nil {
@@ -95,7 +95,7 @@ func (ws *cancellations) has(sender int, epoch uint32, customer, ts int32) bool 
 	return slices.ContainsFunc(g.list, func(w cancellation) bool { return w.epoch == epoch && w.Has(customer, ts) })
 }
 
-// expire removes old entries, and the oldest beyond most. g.mu is held.
+// expire removes old entries, and the oldest ones above the limit most. g.mu is held.
 func (g *senderCancellations) expire(now uint64, most int) {
 	old := max(len(g.list)-most, 0)
 	for old < len(g.list) && time.Duration(now-g.list[old].at) > cancelMemory {

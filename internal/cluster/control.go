@@ -1,6 +1,6 @@
 package cluster
 
-// Runs the membership machine: feeds it messages and time, and waits for its barriers.
+// Runs the membership machine: passes messages and time to it, and waits for its barriers.
 
 import (
 	"context"
@@ -16,20 +16,20 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// control is the membership machine, and which of its outputs are still to be carried out.
+// control is the membership machine and its outputs that are not performed yet.
 type control struct {
 	self    *nodeInfo
 	life    *lifetime
 	members *members
 	queues  *outputQueues
-	probe   func(id int) bool // that of the transport, nil without; see van.LivenessProber
+	probe   func(id int) bool // reports whether a peer's transport answers probes; nil without, see van.LivenessProber
 
-	mu              sync.Mutex // guards what follows, and changes of life
+	mu              sync.Mutex // guards the fields below, and changes of life
 	machine         *membership.Machine
 	outputs         []membership.Output
-	draining        bool               // a goroutine carries outputs out
-	pendingConnects map[int]int        // by peer, Connect outputs that are not carried out yet
-	waiters         map[int]chan error // by barrier ticket
+	draining        bool               // a goroutine performs outputs
+	pendingConnects map[int]int        // by peer, Connect outputs that are not performed yet
+	waiters         map[int]chan error // by barrier number
 	rearm           chan struct{}      // the time of the next tick may have changed
 }
 
@@ -77,8 +77,8 @@ func (c *control) step(input func(time.Duration)) {
 	wake.Put(c.rearm)
 }
 
-// tick tells the machine the time, and before that which of the nodes that it would take for
-// dead have a transport that still answers. mu is held.
+// tick passes the time to the machine, and before that the peers whose transports still answer although the machine
+// would declare them dead. mu is held.
 func (c *control) tick(t time.Duration) {
 	if c.probe != nil {
 		for _, id := range c.machine.Silent(t) {
@@ -97,7 +97,7 @@ func sendsTo(outs []membership.Output, id int) bool {
 	})
 }
 
-// addPendingConnect counts the Connect outputs that are not carried out yet. mu is held.
+// addPendingConnect counts the Connect outputs that are not performed yet. mu is held.
 func (c *control) addPendingConnect(id, more int) {
 	if c.pendingConnects[id] += more; c.pendingConnects[id] == 0 {
 		delete(c.pendingConnects, id)
@@ -136,15 +136,15 @@ func (c *control) peerChanged(id int, up bool, cause error) {
 		case id == van.SchedulerID && !c.machine.Ready() && errors.Is(cause, syscall.ECONNREFUSED) && !errors.Is(cause, van.ErrReplaced):
 			// The scheduler does not listen yet. All other known peers listen.
 		case c.pendingConnects[id] > 0:
-			// The lost connection is that of the process that had the id before: this
-			// one's has not been made yet.
+			// The lost connection is that of the earlier process of the id. The connection to the present one is not
+			// made yet.
 		default:
 			c.machine.PeerLost(t, id, cause)
 		}
 	})
 }
 
-// receive gives the machine a control message.
+// receive passes a control message to the machine.
 func (c *control) receive(msg *van.Message) {
 	c.step(func(t time.Duration) {
 		if err := c.machine.StepFrom(t, msg.Sender, msg.Origin, &msg.Meta); err != nil {
@@ -153,7 +153,7 @@ func (c *control) receive(msg *van.Message) {
 	})
 }
 
-// await gets a barrier ticket from begin and waits for its end.
+// await starts a barrier and waits for its end.
 func (c *control) await(ctx context.Context, op string, begin func(time.Duration) (int, error)) error {
 	start := time.Now()
 	done := make(chan error, 1)

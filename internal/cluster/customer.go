@@ -1,7 +1,6 @@
 package cluster
 
-// Customer: opening requests and waiting for them, and the delivery of messages to an
-// application.
+// Customer: opens requests, waits for them, and delivers messages to an application.
 
 import (
 	"context"
@@ -16,22 +15,21 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// ErrUnknownHandler: the timestamp was never given out, has been waited for
-// already, or belongs to a request that finished too long ago to be remembered.
+// ErrUnknownHandler: the timestamp was never issued, has been waited for already, or belongs to a request that
+// finished too long ago to be remembered.
 var ErrUnknownHandler = errors.New("unknown handler")
 
-// ErrOtherWaits: another goroutine waits for the handler, and gets the result. It is an
-// ErrUnknownHandler to who cannot tell the two apart.
+// ErrOtherWaits: another goroutine waits for the handler, and gets the result. It matches ErrUnknownHandler, too.
 var ErrOtherWaits = fmt.Errorf("%w, now", ErrUnknownHandler)
 
 // ErrPending: WaitSlice ended before the request did. Wait again.
 var ErrPending = errors.New("not finished yet")
 
-// errLate marks an answer to a request that has ended.
+// errLate: an answer belongs to a request that has ended.
 var errLate = errors.New("late or unknown answer")
 
-// Customer is an application object's end at a node: its requests in flight, and the
-// messages for it. It is safe for concurrent use.
+// Customer is the part of an application object at a node: its requests in flight, and the messages for it. It is
+// safe for concurrent use.
 type Customer struct {
 	node    *Node
 	app, id int
@@ -59,12 +57,11 @@ func (c *Customer) AppID() int { return c.app }
 // ID is the customer id that the customer's messages carry.
 func (c *Customer) ID() int { return c.id }
 
-// Open reserves n consecutive timestamps in r, for each of which every one of
-// receivers (node ids, without repeats) owes an answer. op names the operation in
-// errors. Send the messages afterwards, with r.First() and following; if a send
+// Open reserves n consecutive timestamps in r. Each of receivers (node ids, without repeats) owes an answer to each
+// of them. op names the operation in errors. Send the messages afterwards, with r.First() and following; if a send
 // fails, call Abort.
 //
-// With no receivers the request is finished at once.
+// Without receivers the request is finished at once.
 func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int) error {
 	if n <= 0 {
 		return fmt.Errorf("%s: %w: %d timestamps, want at least 1", op, van.ErrInvalid, n)
@@ -84,9 +81,8 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 	c.enter(r)
 	c.mu.Unlock()
 
-	// A peer that was lost before the request was in the table has not failed it, so it
-	// is checked here; a later loss finds the request in the table. The same holds for
-	// the end of this node.
+	// A peer that was lost before the request was in the table has not failed it and is checked here. A later loss
+	// finds the request in the table. The same holds for the end of this node.
 	if err := c.node.Alive(); err != nil {
 		r.fail(&van.Error{Op: op, Node: c.node.Name(), Err: err})
 		return nil
@@ -107,8 +103,8 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 	return nil
 }
 
-// Skip takes n timestamps, for messages that belong to no Request, and returns the first. After the
-// largest comes 0.
+// Skip issues n timestamps, for messages that belong to no Request, and returns the first. After the largest
+// timestamp follows 0.
 func (c *Customer) Skip(n int32) (first int32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -120,10 +116,9 @@ func (c *Customer) Skip(n int32) (first int32) {
 // Abort fails a request whose messages could not all be sent.
 func (c *Customer) Abort(r *Request, err error) { r.fail(err) }
 
-// Wait waits until the request with handler ts is finished, and forgets it. limit
-// counts from Open; 0 means that only ctx ends the wait. When the wait ends before
-// the request does, the request is given up and the error names the peers that have not
-// answered.
+// Wait waits until the request with handler ts is finished, and forgets it. limit counts from Open; 0 means that only
+// ctx ends the wait. When the wait ends before the request does, the request is canceled and the error names the
+// peers that have not answered.
 func (c *Customer) Wait(ctx context.Context, ts int32, limit time.Duration) error {
 	return c.WaitSlice(ctx, ts, limit, 0)
 }
@@ -167,7 +162,7 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 		done, gen := r.state == finished, r.gen
 		r.mu.Unlock()
 		c.mu.Unlock()
-		if done { // settle has left it to this waiter
+		if done { // finishIfDone has left it to this waiter
 			c.addFinished(r, gen)
 		}
 		return err
@@ -178,8 +173,8 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 	return err
 }
 
-// Batch returns the handler of the request in flight that timestamp ts belongs to, and
-// whether all answers to ts have come; ok is false when there is no such request.
+// Batch returns the handler of the request in flight that timestamp ts belongs to, and whether all answers to ts have
+// arrived; ok is false when there is no such request.
 func (c *Customer) Batch(ts int32) (handler int32, answered, ok bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -191,9 +186,10 @@ func (c *Customer) Batch(ts int32) (handler int32, answered, ok bool, err error)
 	return r.first, answered, true, err
 }
 
-// Outcome is what became of a request that has ended, ts being one of its timestamps: nil if it was answered, or an error
-// that wraps its own, or that of a request beside it which failed alike. It is ErrUnknownHandler for one that is in flight, that was never opened, or
-// that may be one of so many failed ones that they are not remembered.
+// Outcome is the result of a request that has ended, ts being one of its timestamps: nil if it was answered, else an
+// error that wraps its own error or that of an adjacent request that failed for the same reason. It is
+// ErrUnknownHandler for a request that is in flight, was never opened, or failed so long ago that it may be
+// forgotten.
 func (c *Customer) Outcome(ts int32) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -214,8 +210,7 @@ func (c *Customer) Outcome(ts int32) error {
 	return err
 }
 
-// Elapsed is how long ago the request in flight that timestamp ts belongs to was
-// opened, 0 when there is none.
+// Elapsed is the time since the request in flight that timestamp ts belongs to was opened, 0 when there is none.
 func (c *Customer) Elapsed(ts int32) time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -226,14 +221,14 @@ func (c *Customer) Elapsed(ts int32) time.Duration {
 	return time.Duration(clock.Now() - r.start)
 }
 
-// Given tells whether ts has been given out.
+// Given reports whether ts has been issued.
 func (c *Customer) Given(ts int32) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.issued(ts)
 }
 
-// neverIssued is the error of a handler that was not given out.
+// neverIssued is the error of a handler that was not issued.
 func (c *Customer) neverIssued(ts, base, next int32) error {
 	hint := "none has been given out"
 	if base != next {
@@ -242,7 +237,7 @@ func (c *Customer) neverIssued(ts, base, next int32) error {
 	return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler, Hint: hint}
 }
 
-// cannotWait is the error of a handler that was given out and cannot be waited for.
+// cannotWait is the error of a handler that was issued and cannot be waited for.
 func (c *Customer) cannotWait(ts int32, waiting bool, r *Request) error {
 	e := &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler}
 	switch {
@@ -262,7 +257,7 @@ func (c *Customer) deliver(msg *van.Message) {
 	now := clock.Now()
 	if msg.Request {
 		if c.cancellations.has(msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp) {
-			return // the sender has given the request up
+			return // the sender has canceled the request
 		}
 		msg.RequestTrace.Process = now
 		c.handle(msg)
@@ -282,15 +277,15 @@ func (c *Customer) deliver(msg *van.Message) {
 	}
 }
 
-// deliverBacklog delivers what was kept for c, before c gets anything else.
+// deliverBacklog delivers the messages that were queued for c, before c gets any other.
 func (c *Customer) deliverBacklog(kept []queuedRequest) {
 	for _, sender := range c.backlogs.fill(kept) {
 		go c.deliverFrom(sender)
 	}
 }
 
-// deliverFrom delivers the backlog of one sender. Each sender has a goroutine, so that a
-// handler that blocks delays that sender only.
+// deliverFrom delivers the backlog of one sender. Each sender has a goroutine, so that a handler that blocks delays
+// that sender only.
 func (c *Customer) deliverFrom(sender int) {
 	for msg := c.backlogs.next(sender); msg != nil; msg = c.backlogs.next(sender) {
 		c.deliver(msg)
@@ -305,23 +300,22 @@ func (c *Customer) peerLost(id int, cause error) {
 	}
 }
 
-// abortAll fails everything in flight.
+// abortAll fails all requests in flight.
 func (c *Customer) abortAll(err error) {
 	for _, r := range c.list() {
 		r.fail(err)
 	}
 }
 
-// IsAwaited tells whether the sender of a request still waits for its answer: it has not
-// given the request up, is not lost, and has not been replaced. epoch is that of the
-// request's message.
+// IsAwaited reports whether the sender of a request still waits for its answer: it has not canceled the request, is
+// not lost, and has not been replaced. epoch is that of the request's message.
 func (c *Customer) IsAwaited(sender int, epoch uint32, customer, ts int32) bool {
 	p := c.node.processes.of(sender)
 	return p.epoch == epoch && (p.lost == nil || p.lostEpoch != epoch) && !c.cancellations.has(sender, epoch, customer, ts)
 }
 
-// OnCanceled makes the customer call f with what senders give up, after Wanted has begun
-// to return false for it. f must not block.
+// OnCanceled makes the customer call f with the cancellations of senders, after IsAwaited has begun to return false
+// for them. f must not block.
 func (c *Customer) OnCanceled(f func(Canceled)) { c.onCanceled.Store(&f) }
 
 // Timestamps is the number of timestamps of the request with the given handler, 0

@@ -1,6 +1,6 @@
 package cluster
 
-// The customers of a node, and the requests that are kept for those to come.
+// The customers of a node, and the requests that are queued for later ones.
 
 import (
 	"maps"
@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// apps routes data messages to customers. Requests for an application that does not
-// exist yet are kept, since peers may start sending before this process has made it.
+// apps routes data messages to customers. Requests for an application that does not exist yet are queued, since peers
+// may start to send before this process has made it.
 type apps struct {
 	self      *nodeInfo
 	processes *processes
@@ -26,12 +26,12 @@ type apps struct {
 
 	mu         sync.Mutex
 	queued     map[appKey][]queuedRequest
-	usage      map[int]usage // of early, by sender
-	messages   int           // of early
+	usage      map[int]usage // of queued, by sender
+	messages   int           // of queued
 	bytes      int
 	expiry     *time.Timer
 	closed     bool
-	endingCall string           // the call in which the ending program waits, see finish
+	endingCall string           // the call in which the ending program waits, see refuseNew
 	next       map[appKey]int32 // first timestamps for customers that are made again
 	noApp      logx.Sparse
 	tooMany    logx.Sparse
@@ -45,8 +45,8 @@ func (a *apps) init(self *nodeInfo, processes *processes, notices *notices) {
 	a.queued, a.usage, a.next = map[appKey][]queuedRequest{}, map[int]usage{}, map[appKey]int32{}
 }
 
-// key returns the customer that a message is for: on a worker the customer id selects
-// it, elsewhere the application id is the customer id.
+// key returns the customer of a message: on a worker the customer id selects it, elsewhere the application id is the
+// customer id.
 func (a *apps) key(app, customer int32) appKey {
 	if a.role != van.Worker {
 		customer = app

@@ -20,7 +20,8 @@ import (
 // endedTimeout limits the time in which an ending node sends the notice.
 const endedTimeout = time.Second
 
-// sendEnded sends the scheduler the reason why the node that o describes ends. It does nothing if o does not allow a connection over ZMQ.
+// sendEnded sends the scheduler the reason why the node that o describes ends. It does nothing if o does not allow a
+// connection over ZMQ.
 func sendEnded(ctx context.Context, o Options, why error) {
 	if o.Config == nil || o.Van != nil || o.Config.VanType != "zmq" || o.Config.Role != "worker" && o.Config.Role != "server" {
 		return
@@ -31,7 +32,7 @@ func sendEnded(ctx context.Context, o Options, why error) {
 	if err != nil {
 		return
 	}
-	v, err := stack.New(stack.Options{Role: van.Scheduler, OnFail: func(int, *van.Meta, error) {}, // the role of one without data
+	v, err := stack.New(stack.Options{Role: van.Scheduler, OnFail: func(int, *van.Meta, error) {}, // the role of a process without data
 		Options: van.Options{Config: &c, Log: slog.New(slog.DiscardHandler), Backend: backend.NewCPU(), Incarnation: max(uint32(random.Uint64()), 1)}})
 	if err != nil {
 		return

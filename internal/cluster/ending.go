@@ -18,7 +18,7 @@ const endingApp = 0x5ED0000
 
 // Values of Head in such a message.
 const (
-	headContinues = 0 // StopBarrier has failed, and the program goes on
+	headContinues = 0 // StopBarrier has failed, and the program continues
 	headEnds      = 1
 )
 
@@ -28,7 +28,7 @@ const (
 	maxEndingRepeat = 8 * time.Second
 )
 
-// programEnds holds the ends of programs that a node knows of.
+// programEnds has the ends of programs that a node knows of.
 type programEnds struct {
 	sent      atomic.Int32 // timestamp of the last message
 	anyWorker atomic.Bool  // a worker's program has ended
@@ -41,7 +41,8 @@ type programEnds struct {
 	watchers   []*func(id int)
 }
 
-// begin records that this node's program waits in call. It returns the functions to be called, and whether the program was not waiting before.
+// begin records that this node's program waits in call. It returns the functions to be called, and whether the
+// program was not waiting before.
 func (e *programEnds) begin(call string) (begins []*func(), first bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -79,8 +80,8 @@ func (n *Node) watchEnds() error {
 	return err
 }
 
-// startEnding records that this node's program waits in call. It refuses requests from then on, calls the functions of OnEnding, and, on a
-// worker, notifies the servers.
+// startEnding records that this node's program waits in call. It refuses requests from then on, calls the functions
+// of OnEnding, and, on a worker, notifies the servers.
 func (n *Node) startEnding(call string) {
 	begins, first := n.ending.begin(call)
 	n.apps.refuseNew(call)
@@ -100,7 +101,8 @@ func (n *Node) startEnding(call string) {
 	}
 }
 
-// stopEnding records that the program does not wait any more. If err is not nil and the node can be used, the program continues.
+// stopEnding records that the program no longer waits. If err is not nil and the node can be used, the program
+// continues.
 func (n *Node) stopEnding(err error) {
 	n.ending.mu.Lock()
 	told, call := n.ending.stopRepeat, n.ending.call
@@ -138,7 +140,8 @@ func (n *Node) repeatEnding(told <-chan struct{}) {
 	}
 }
 
-// notifyServers sends a message to all servers of this library. repeatEnd also repeats a message that could not be sent.
+// notifyServers sends a message to all servers of this library. repeatEnding also repeats a message that could not be
+// sent.
 func (n *Node) notifyServers(head int32) {
 	a := n.App()
 	for _, id := range a.Members(van.ServerGroup) {
@@ -156,8 +159,8 @@ func (n *Node) notifyServers(head int32) {
 	}
 }
 
-// OnEnding makes the node call f when its program begins to wait in StopBarrier or Finalize: f refuses what nobody will
-// answer. f must not block. The returned function removes f.
+// OnEnding makes the node call f when its program begins to wait in StopBarrier or Finalize. f then refuses the
+// requests that will not be answered. f must not block. The returned function removes f.
 func (a App) OnEnding(f func()) (stop func()) {
 	e := &a.ending
 	e.mu.Lock()
@@ -171,8 +174,9 @@ func (a App) OnEnding(f func()) (stop func()) {
 	}
 }
 
-// HasEnded tells whether the program of the worker with that id has ended: it waits in StopBarrier or Finalize, or did
-// before it was lost. All requests that it has sent before have been received. Only workers of this library say so.
+// HasEnded reports whether the program of the worker with that id has ended: it waits in StopBarrier or Finalize, or
+// did so before it was lost. All earlier requests of the worker have been received. Only workers of this library
+// report their end.
 func (a App) HasEnded(worker int) bool {
 	e := &a.ending
 	if !e.anyWorker.Load() {
@@ -184,8 +188,8 @@ func (a App) HasEnded(worker int) bool {
 	return ended && epoch == a.processes.of(worker).epoch
 }
 
-// OnEnded makes the node call f when HasEnded may have changed for the worker with that id. f must not block. The returned
-// function removes f.
+// OnEnded makes the node call f when HasEnded may have changed for the worker with that id. f must not block. The
+// returned function removes f.
 func (a App) OnEnded(f func(worker int)) (stop func()) {
 	e := &a.ending
 	e.mu.Lock()

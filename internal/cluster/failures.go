@@ -1,7 +1,7 @@
 package cluster
 
-// What became of requests that were forgotten: those that failed are remembered, so that nobody who asks for one again, or
-// late, takes it for answered.
+// Failed requests that were forgotten are remembered as ranges, so that a late or repeated question about one does
+// not report it as answered.
 
 import (
 	"cmp"
@@ -12,23 +12,24 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// maxFailures bounds how many failed requests, or stretches of them, are remembered.
+// maxFailures bounds the number of ranges of failed requests that are remembered.
 const maxFailures = 4096
 
 // failures are the failed requests of a customer.
 type failures struct {
 	list []failedRange // by timestamp; no two overlap
-	// forgotten is the latest timestamp of those that did not fit; what is as old as that may have failed. -1: none.
+	// forgotten is the latest timestamp of the ranges that did not fit; a request that is as old may have failed. -1:
+	// none.
 	forgotten int32
 }
 
-// failedRange is a request that failed, or a stretch of them, one behind the other.
+// failedRange is a failed request, or a range of consecutive ones.
 type failedRange struct {
 	first, n int32
 	err      error // of one of them
 }
 
-// add remembers a request. next is the timestamp that is given out next.
+// add remembers a request. next is the timestamp that is issued next.
 func (f *failures) add(first, n int32, err error, next int32) {
 	i, _ := slices.BinarySearchFunc(f.list, first, byFirst)
 	if f.list = slices.Insert(f.list, i, failedRange{first, n, err}); len(f.list) > maxFailures {
@@ -38,7 +39,7 @@ func (f *failures) add(first, n int32, err error, next int32) {
 
 func byFirst(x failedRange, ts int32) int { return cmp.Compare(x.first, ts) }
 
-// shrink makes stretches of what lies one behind the other and has failed alike, and forgets the oldest if that is not enough.
+// shrink joins consecutive ranges with errors of one kind, and forgets the oldest ranges if that is not enough.
 func (f *failures) shrink(next int32) {
 	list := f.list[:1]
 	for _, x := range f.list[1:] {
@@ -71,7 +72,7 @@ func (f *failures) shrink(next int32) {
 	})
 }
 
-// alike tells whether two errors are of one kind.
+// alike reports whether two errors are of one kind.
 func alike(a, b error) bool {
 	for _, kind := range []error{van.ErrTimeout, van.ErrPeerLost, van.ErrClosed, van.ErrQueueFull, van.ErrInvalid, van.ErrMalformed} {
 		if errors.Is(a, kind) != errors.Is(b, kind) {
@@ -93,7 +94,7 @@ func (f *failures) find(ts, next int32) (err error, known bool) {
 	return nil, f.forgotten < 0 || age(ts, next) < age(f.forgotten, next)
 }
 
-// clearReused forgets timestamps that are given out again, which ascend.
+// clearReused forgets timestamps that are issued again, which ascend.
 func (f *failures) clearReused(first, n int32) {
 	i, at := slices.BinarySearchFunc(f.list, first, byFirst)
 	if !at && i > 0 && f.list[i-1].first+f.list[i-1].n > first {
@@ -112,5 +113,5 @@ func (f *failures) clearReused(first, n int32) {
 	}
 }
 
-// age is how many timestamps have been given out since ts, up to next, and have begun from 0 again at the largest.
+// age is the number of timestamps that have been issued since ts, up to next. After the largest timestamp follows 0.
 func age(ts, next int32) int32 { return (next - 1 - ts) & math.MaxInt32 }

@@ -1,20 +1,19 @@
 package cluster
 
-// How far a node has come, and whether it can be used.
+// The stages of a node's life, and whether it can be used.
 
 import (
 	"sync"
 	"sync/atomic"
 )
 
-// lifetime is how far a node has come, from its start to its end. Changes are made with
-// control.mu held.
+// lifetime is the stage that a node has reached, from its start to its end. Changes are made with control.mu held.
 type lifetime struct {
 	ready     chan struct{} // closed when all nodes are known
-	failed    chan struct{} // closed when the node cannot be used any more; err says why
+	failed    chan struct{} // closed when the node cannot be used any more; err is the reason
 	err       error
 	onExit    []*func()
-	stop      chan struct{} // ends tick
+	stop      chan struct{} // ends runTimer
 	leaving   atomic.Bool
 	left      chan struct{} // closed when the node has left; finalErr is set then
 	finalErr  error
@@ -27,7 +26,7 @@ func newLifetime() lifetime {
 		closing: make(chan struct{}), left: make(chan struct{})}
 }
 
-// Alive returns nil, or why the node cannot be used: it has left, or failed.
+// Alive returns nil, or the reason why the node cannot be used: it has left, or failed.
 func (n *lifetime) Alive() error {
 	select {
 	case <-n.failed:
@@ -37,8 +36,8 @@ func (n *lifetime) Alive() error {
 	}
 }
 
-// end makes the node unusable, with err as the reason. It returns false if the node was so
-// before. control.mu is held.
+// end makes the node unusable, with err as the reason. It returns false if the node was unusable before. control.mu
+// is held.
 func (n *lifetime) end(err error) bool {
 	if n.Alive() != nil {
 		return false

@@ -1,6 +1,6 @@
 package cluster
 
-// What a node notes and does when a process takes an id, is lost, or is back.
+// The changes on a node when a process takes an id, is lost, or is back.
 
 import (
 	"slices"
@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// members keeps the table of processes as the membership machine says.
+// members updates the table of processes from the outputs of the membership machine.
 type members struct {
 	self      *nodeInfo
 	processes *processes
@@ -18,9 +18,8 @@ type members struct {
 	tempNodes map[int]van.Node // records of nodes with temporary ids
 }
 
-// updateProcesses updates the table before the outputs are carried out, so that no message
-// of a replaced process counts as its successor's. scheduler is the scheduler's incarnation,
-// 0 if it is not known. control.mu is held.
+// updateProcesses updates the table before the outputs are performed, so that no message of a replaced process counts
+// as one of its replacement. scheduler is the scheduler's incarnation, 0 if it is not known. control.mu is held.
 func (m *members) updateProcesses(outs []membership.Output, scheduler uint32) {
 	if scheduler != 0 && m.self.role != van.Scheduler && scheduler != m.processes.of(van.SchedulerID).incarnation {
 		m.pending.setProcess(van.SchedulerID, scheduler, false)
@@ -49,17 +48,17 @@ func (m *members) updateProcesses(outs []membership.Output, scheduler uint32) {
 	}
 }
 
-// setProcess notes the record of id.
+// setProcess enters the record of id.
 func (m *members) setProcess(id int, record *van.Node, replaced bool) {
 	if id == van.SchedulerID {
-		return // its record is made from the environment; noteProcesses gets its incarnation from the machine
+		return // its record is made from the environment; updateProcesses gets its incarnation from the machine
 	}
 	who, _ := record.Extension()
 	m.pending.setProcess(id, who.Incarnation, replaced)
 }
 
-// updateLosses updates the table of lost peers before the outputs are carried out, so that
-// it always agrees with DeadNodes. control.mu is held.
+// updateLosses updates the table of lost peers before the outputs are performed, so that it always agrees with
+// DeadNodes. control.mu is held.
 func (m *members) updateLosses(outs []membership.Output) {
 	for _, o := range outs {
 		switch o := o.(type) {
@@ -71,7 +70,7 @@ func (m *members) updateLosses(outs []membership.Output) {
 	}
 }
 
-// watchers are told when a peer is lost or back.
+// watchers are functions that are called when a peer is lost or back.
 type watchers struct {
 	watchMu sync.Mutex
 	list    []*watcher
@@ -79,9 +78,8 @@ type watchers struct {
 
 type watcher func(id int, up bool, cause error)
 
-// OnPeer makes the node call f when a peer is lost (up false, with the cause) and when
-// it or its replacement is back (up true). f must not block, but may close the node. The
-// returned function removes f.
+// OnPeer makes the node call f when a peer is lost (up false, with the cause) and when the peer or its replacement is
+// back (up true). f must not block, but may close the node. The returned function removes f.
 func (n *watchers) OnPeer(f func(id int, up bool, cause error)) (stop func()) {
 	w := (*watcher)(&f)
 	n.watchMu.Lock()

@@ -1,6 +1,6 @@
 package cluster
 
-// Node: what it is made of, its barriers, and its end.
+// Node: its parts, its barriers, and its end.
 
 import (
 	"context"
@@ -29,16 +29,16 @@ type Node struct {
 
 	stack    *stack.Van
 	van      van.Van      // of stack
-	canceler van.Canceler // nil when the van reads no memory later
+	canceler van.Canceler // nil when the van does not read memory after Send
 	device   nodeDevice
 	self     van.Node // this node's record
 	probes   probes
 }
 
-// nodeDevice is a node's, and whether the node closes it.
+// nodeDevice is the node's device.
 type nodeDevice struct {
 	backend.Backend
-	own bool
+	own bool // the node closes it
 }
 
 func (d *nodeDevice) close() error {
@@ -51,31 +51,30 @@ func (d *nodeDevice) close() error {
 // Backend is the memory of the node's device.
 func (n *Node) Backend() backend.Backend { return n.device.Backend }
 
-// Van is the node's transports, whose optional abilities van.As finds, and van.PathTo the
-// path to a peer. To send and to leave use the node's own methods.
+// Van is the node's transports. van.As finds their optional abilities, and van.PathTo the path to a peer. To send and
+// to leave use the node's own methods.
 func (n *Node) Van() van.Van { return n.van }
 
-// IsRecovery tells whether this node replaces a dead one.
+// IsRecovery reports whether this node replaces a dead one.
 func (n *Node) IsRecovery() bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.machine.IsRecovery()
 }
 
-// DeadNodes lists the nodes that have been silent for longer than t, or are known to be
-// lost. The scheduler hears all nodes, the others only the scheduler.
+// DeadNodes lists the nodes that have been silent for longer than t, or are known to be lost. The scheduler knows the
+// silence of all nodes, the others only that of the scheduler.
 func (n *Node) DeadNodes(t time.Duration) []int {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.machine.DeadNodes(now(), t)
 }
 
-// Barrier waits until as many members of the group have called it as C++ StepMesh's
-// group barrier counts: one for each group of instances. Only members that have called
-// it are released. customer is usually 0. A call that ends with ctx does not count for
-// the others, unless the scheduler is C++ StepMesh's, which cannot be told. Barrier fails
-// after STEPAF_BARRIER_TIMEOUT; or, when only lost members are missing, after
-// STEPAF_REPLACE_TIMEOUT unless they are replaced.
+// Barrier waits until as many members of the group have called it as C++ StepMesh's group barrier counts: one for
+// each group of instances. Only members that have called it are released. customer is usually 0. A call that ends
+// with ctx does not count for the others, unless the scheduler is one of C++ StepMesh, which cannot be notified.
+// Barrier fails after STEPAF_BARRIER_TIMEOUT; or, when only lost members are missing, after STEPAF_REPLACE_TIMEOUT
+// unless they are replaced.
 func (n *Node) Barrier(ctx context.Context, customer, group int) error {
 	return n.barrier(ctx, "barrier", customer, group, false)
 }
@@ -99,11 +98,14 @@ func (n *Node) barrier(ctx context.Context, op string, customer, group int, inst
 	return n.await(ctx, op, func(t time.Duration) (int, error) { return n.machine.Barrier(t, customer, group, instance) })
 }
 
-// Finalize waits until every node of the cluster has called it, then leaves. It leaves
-// and returns an error when ctx ends; when only lost nodes are missing and
-// STEPAF_REPLACE_TIMEOUT passes without replacements; or, on a worker, after
-// STEPAF_STOP_TIMEOUT. It takes part in the instance barriers over all nodes that others of
-// this library call before it. Only the first call has an effect; others return its result.
+// Finalize waits until every node of the cluster has called it, then leaves. It leaves and returns an error
+//
+//  1. when ctx ends;
+//  2. when only lost nodes are missing and STEPAF_REPLACE_TIMEOUT passes without replacements;
+//  3. on a worker, after STEPAF_STOP_TIMEOUT.
+//
+// A waiting Finalize also counts for the instance barriers over all nodes that other nodes of this library call
+// before theirs. Only the first call has an effect; others return its result.
 func (n *Node) Finalize(ctx context.Context) error {
 	n.leaveOnce(func() error {
 		n.startEnding("Finalize")
@@ -113,9 +115,8 @@ func (n *Node) Finalize(ctx context.Context) error {
 	return n.finalErr
 }
 
-// Close leaves at once, without waiting for other nodes. Requests in flight fail with
-// van.ErrClosed, and so does a Finalize that waits. Close waits for handlers, so a handler
-// must call it on another goroutine.
+// Close leaves at once, without waiting for other nodes. Requests in flight fail with van.ErrClosed, and so does a
+// pending Finalize. Close waits for handlers, so a handler must call it on another goroutine.
 func (n *Node) Close() { n.close(lingerTime) }
 
 func (n *Node) close(linger time.Duration) {
@@ -123,8 +124,7 @@ func (n *Node) close(linger time.Duration) {
 	n.leaveOnce(func() error { return n.leave(context.Background(), linger) })
 }
 
-// How long a leaving node waits for its last messages to be sent: normally, and when it
-// has not started.
+// Limits of the time in which a leaving node sends its last messages: normally, and when it has not started.
 const (
 	lingerTime  = 2 * time.Second
 	shortLinger = 300 * time.Millisecond

@@ -1,7 +1,6 @@
 package cluster
 
-// Who a node is, which all its parts need to know: role, id, place in the cluster, names,
-// configuration and log.
+// The description of a node that all its parts need: role, id, rank, names, configuration and log.
 
 import (
 	"context"
@@ -15,7 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// nodeInfo is who a node is.
+// nodeInfo describes a node.
 type nodeInfo struct {
 	cfg         *Config
 	role        van.Role
@@ -31,7 +30,7 @@ type nodeInfo struct {
 	counts      counts
 }
 
-// Name says who this node is: "worker 0 (id 9)".
+// Name is the node's name: "worker 0 (id 9)".
 func (n *nodeInfo) Name() string { return *n.name.Load() }
 
 func (n *nodeInfo) setName(s string) { n.name.Store(&s) }
@@ -54,7 +53,7 @@ func (n *nodeInfo) peerName(id int) string {
 // Log is the node's logger; its lines carry role, rank and id.
 func (n *nodeInfo) Log() *slog.Logger { return n.log }
 
-// Config is what the node was started with. Do not change it.
+// Config is the configuration that the node was started with. Do not change it.
 func (n *nodeInfo) Config() *Config { return n.cfg }
 
 // Role is the node's role: worker, server or scheduler.
@@ -66,7 +65,7 @@ func (n *nodeInfo) ID() int { return int(n.id.Load()) }
 // Rank is the instance rank.
 func (n *nodeInfo) Rank() int { return van.RankOf(n.ID()) }
 
-// mayJoin tells whether a cluster of this size has a node with that id.
+// mayJoin reports whether a cluster of this size has a node with that id.
 func (n *nodeInfo) mayJoin(id int) bool {
 	switch {
 	case id == van.SchedulerID:
@@ -102,10 +101,10 @@ func (n *nodeInfo) logMessage(way string, peer int, m *van.Meta) {
 	n.log.LogAttrs(context.Background(), slog.LevelDebug, way, slog.String("peer", van.NodeName(peer)), slog.String("message", m.String()))
 }
 
-// knownID makes log lines show what follows from the node's id as soon as that is known.
+// knownID is a log attribute that shows the node's id, or its rank, as soon as it is known.
 type knownID struct {
 	n    *nodeInfo
-	rank bool // the rank
+	rank bool // shows the rank
 }
 
 func (k knownID) LogValue() slog.Value {
@@ -119,7 +118,8 @@ func (k knownID) LogValue() slog.Value {
 	}
 }
 
-// lossMargin is the time for the steps after a missed heartbeat: the connection ends, and the layers above receive the loss.
+// lossMargin is the time for the steps after a missed heartbeat: the connection ends, and the layers above receive
+// the loss.
 const lossMargin = 3 * time.Second
 
 // lossDetectionTime is the longest time from the stop of a process until it is found lost, 0 if heartbeats are off.

@@ -1,7 +1,7 @@
 package cluster
 
-// What a worker tells the servers: which requests it has given up, so that they drop them. And
-// how a node tells another one such things.
+// The notices of a worker to the servers about canceled requests, so that they drop them; and how a node sends
+// notices to another one.
 
 import (
 	"fmt"
@@ -15,15 +15,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// A worker sends a Withdrawn in the body of a HEARTBEAT without node records, as the scheduler
-// sends its notices, and only to servers of this library. It may overtake the request, or
-// arrive when that was answered long ago.
+// A worker sends a Canceled in the body of a HEARTBEAT without node records, like the scheduler's notices, and only
+// to servers of this library. It may overtake the request, or arrive long after the answer was sent.
 const cancelPrefix = "stepaf/1 given-up "
 
-// maxNotices is how many notices a node remembers for each peer.
+// maxNotices bounds the number of notices that a node remembers for each peer.
 const maxNotices = 256
 
-// cancelNotice is a Withdrawn that was sent, or was to be sent, to a peer.
+// cancelNotice is a Canceled that was sent, or was to be sent, to a peer.
 type cancelNotice struct {
 	app         int
 	canceled    Canceled
@@ -38,10 +37,10 @@ type notices struct {
 	van       van.Van
 	mu        sync.Mutex
 	by        map[int][]cancelNotice
-	sent      atomic.Int32 // how many notices have been sent, of refusals too; the timestamp of the last one
+	sent      atomic.Int32 // number of sent notices, including refusals; the timestamp of the last one
 }
 
-// cancel tells node id that these answers are no longer awaited.
+// cancel notifies node id that these answers are no longer awaited.
 func (s *notices) cancel(id, app int, w Canceled) {
 	p := s.processes.of(id)
 	if p.incarnation == 0 || failpoint.On("abandon") {
@@ -73,9 +72,9 @@ func (s *notices) sendNotice(id int, body []byte) error {
 	return s.van.Send(msg)
 }
 
-// resend sends recent notices to node id, which was lost and is back: those of the
-// meantime were not sent, and some may have been lost with the connection. The peer may
-// not have noticed the break, and still hold the requests. Duplicates do no harm.
+// resend sends recent notices to node id, which was lost and is back. Notices of the meantime were not sent, and
+// earlier ones may have been lost with the connection. The peer may not have noticed the break, and still have the
+// requests. Duplicates do no harm.
 func (s *notices) resend(id int) {
 	incarnation := s.processes.of(id).incarnation
 	for _, x := range s.recent(id) {
@@ -95,8 +94,7 @@ func (s *notices) add(id int, x cancelNotice) {
 	s.by[id] = append(list, x)
 }
 
-// recent returns the notices that are not older than rememberWithdrawn, and forgets the
-// others.
+// recent returns the notices that are not older than cancelMemory, and forgets the others.
 func (s *notices) recent(id int) []cancelNotice {
 	s.mu.Lock()
 	defer s.mu.Unlock()

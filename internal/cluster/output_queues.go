@@ -7,25 +7,25 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 )
 
-// The order in which outputs of the membership machine are carried out.
+// The order in which outputs of the membership machine are performed.
 //
-// Connecting to a peer or closing a connection may take seconds. Outputs about other
-// peers, such as heartbeats, must not wait for it: from a slow output on, a peer's outputs
-// are carried out by a goroutine of their own, in order, until none is left.
+// Connecting to a peer or closing a connection may take seconds. Outputs about other peers, such as heartbeats, must
+// not wait for it. From a slow output on, a peer's outputs are performed in order by a goroutine of their own, until
+// none is left.
 
-// outputQueues is the lanes of the peers for which a slow output is being carried out.
+// outputQueues has the output queues of the peers for which a slow output is performed.
 type outputQueues struct {
 	perform func(membership.Output)
 	mu      sync.Mutex
 	queues  map[int]*outputQueue
-	waiting []membership.Output // to be carried out when lanes is empty
-	idle    []chan struct{}     // closed when lanes is empty
+	waiting []membership.Output // to be performed when queues is empty
+	idle    []chan struct{}     // closed when queues is empty
 }
 
-// outputQueue is the queue of a peer's outputs behind the one being carried out.
+// outputQueue has a peer's outputs that follow the one being performed.
 type outputQueue struct{ outputs []membership.Output }
 
-// peerOf is the peer that an output is about, if it is about one, and whether the output may take long.
+// peerOf returns the peer that an output is about, if any, and whether the output may take long.
 func peerOf(o membership.Output) (id int, about, slow bool) {
 	switch o := o.(type) {
 	case membership.Send:
@@ -46,8 +46,8 @@ func peerOf(o membership.Output) (id int, about, slow bool) {
 	return 0, false, false
 }
 
-// dispatch carries an output out, or queues it in its peer's lane. Ready waits until all
-// lanes are empty, and so all connections made.
+// dispatch performs an output, or appends it to its peer's queue. Ready waits until all queues are empty, and so all
+// connections made.
 func (t *outputQueues) dispatch(o membership.Output) {
 	id, about, slow := peerOf(o)
 	t.mu.Lock()
@@ -77,8 +77,8 @@ func (t *outputQueues) dispatch(o membership.Output) {
 	}
 }
 
-// await waits, for at most limit, until the last outputs, such as a message with the reason
-// why start-up has failed, have reached the transport.
+// await waits, for at most limit, until the last outputs, such as a message with the reason why start-up has failed,
+// have reached the transport.
 func (t *outputQueues) await(limit time.Duration) {
 	t.mu.Lock()
 	if len(t.queues) == 0 {
@@ -94,8 +94,7 @@ func (t *outputQueues) await(limit time.Duration) {
 	}
 }
 
-// run carries out l's outputs until it is empty, and after the last lane the outputs
-// that wait for all lanes.
+// run performs q's outputs until it is empty, and after the last queue the outputs that wait for all queues.
 func (t *outputQueues) run(l *outputQueue) {
 	for {
 		t.mu.Lock()

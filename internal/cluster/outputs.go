@@ -1,6 +1,6 @@
 package cluster
 
-// Carries out what the membership machine says.
+// Performs the outputs of the membership machine.
 
 import (
 	"context"
@@ -14,7 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// perform carries out one output of the machine.
+// perform performs one output of the machine.
 func (n *Node) perform(o membership.Output) {
 	switch o := o.(type) {
 	case membership.Send:

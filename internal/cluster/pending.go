@@ -1,7 +1,7 @@
 package cluster
 
-// Data messages of processes whose record has not arrived: how long and how many are
-// held, and their delivery.
+// Pending messages: data messages of processes whose record has not arrived. Their limits in time and number, and
+// their delivery.
 
 import (
 	"bytes"
@@ -15,12 +15,11 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// pendingTime is how long data of an unknown process is held: its first messages may
-// arrive before the scheduler's news that it has joined.
+// pendingTime is the time for which data of an unknown process is queued: its first messages may arrive before the
+// scheduler's record of it.
 const pendingTime = 10 * time.Second
 
-// pendingMessages holds data messages of processes that this node does not know yet, in order
-// of arrival.
+// pendingMessages has the data messages of processes that this node does not know yet, in order of arrival.
 type pendingMessages struct {
 	self      *nodeInfo
 	processes *processes
@@ -36,8 +35,8 @@ type pendingMessages struct {
 	cancellations []pendingCancel // oldest first
 }
 
-// pendingCancel is what a process that this node does not know yet has given up. Its
-// requests may be held here, or by the transport.
+// pendingCancel is a cancellation of a process that this node does not know yet. The canceled requests may be queued
+// here, or by the transport.
 type pendingCancel struct {
 	incarnation uint32
 	app         int
@@ -45,11 +44,11 @@ type pendingCancel struct {
 	at          uint64
 }
 
-// pendingQueue has the messages that came under one node id.
+// pendingQueue has the messages that arrived under one node id.
 type pendingQueue struct {
 	queue      []queuedRequest
 	bytes      int
-	delivering bool // catchUp is delivering it
+	delivering bool // deliverAll is running
 }
 
 func (s *pendingMessages) init(self *nodeInfo, processes *processes, apps *apps) {
@@ -58,7 +57,7 @@ func (s *pendingMessages) init(self *nodeInfo, processes *processes, apps *apps)
 	s.queues = map[int]*pendingQueue{}
 }
 
-// handleCancel handles msg if it is such a notice, and tells whether it is.
+// handleCancel handles msg if it is a notice of canceled requests, and reports whether it is.
 func (s *pendingMessages) handleCancel(msg *van.Message) bool {
 	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) > 0 || !bytes.HasPrefix(msg.Body, []byte(cancelPrefix)) {
 		return false
@@ -81,8 +80,8 @@ func (s *pendingMessages) handleCancel(msg *van.Message) bool {
 	return true
 }
 
-// addCancel notes what a process has given up that this node does not know yet, or whose
-// messages are being delivered. It returns false if the process cannot be a member.
+// addCancel stores the cancellation of a process that this node does not know yet, or whose messages are being
+// delivered. It returns false if the process cannot be a member.
 func (s *pendingMessages) addCancel(incarnation uint32, app int, w Canceled) bool {
 	s.processes.mu.Lock()
 	defer s.processes.mu.Unlock()
@@ -105,7 +104,7 @@ func (s *pendingMessages) addCancel(incarnation uint32, app int, w Canceled) boo
 	return true
 }
 
-// takeCancels returns and forgets what a process has given up. mu is held.
+// takeCancels removes and returns the cancellations of a process. mu is held.
 func (s *pendingMessages) takeCancels(id int, incarnation uint32) (taken []pendingCancel) {
 	s.cancellations = slices.DeleteFunc(s.cancellations, func(x pendingCancel) bool {
 		mine := x.w.Sender == id && x.incarnation == incarnation
@@ -117,7 +116,7 @@ func (s *pendingMessages) takeCancels(id int, incarnation uint32) (taken []pendi
 	return taken
 }
 
-// has tells whether something of that process is held. mu is held.
+// has reports whether messages or cancellations of that process are queued. mu is held.
 func (s *pendingMessages) has(id int, incarnation uint32) bool {
 	if slices.ContainsFunc(s.cancellations, func(x pendingCancel) bool { return x.w.Sender == id && x.incarnation == incarnation }) {
 		return true
@@ -129,8 +128,8 @@ func (s *pendingMessages) has(id int, incarnation uint32) bool {
 	})
 }
 
-// enqueue keeps or drops msg and returns true. It returns false if msg can be delivered: its
-// sender has become known, and no message of it is held.
+// enqueue queues or drops msg and returns true. It returns false if msg can be delivered: its sender has become
+// known, and no message of it is queued.
 func (s *pendingMessages) enqueue(msg *van.Message) bool {
 	size := weight(msg)
 	s.mu.Lock()
@@ -187,7 +186,7 @@ func (s *pendingMessages) shift(v *pendingQueue) *van.Message {
 	return msg
 }
 
-// expireIn drops, after d, the messages that have been held too long. mu is held.
+// expireIn drops, after d, the messages that have been queued too long. mu is held.
 func (s *pendingMessages) expireIn(d time.Duration) {
 	s.expiry = time.AfterFunc(d, func() {
 		s.mu.Lock()
@@ -219,7 +218,7 @@ func (s *pendingMessages) expireIn(d time.Duration) {
 	})
 }
 
-// setProcess records which process has id; incarnation 0 is a C++ StepMesh node.
+// setProcess records the process that has id; incarnation 0 is a C++ StepMesh node.
 func (s *pendingMessages) setProcess(id int, incarnation uint32, replaced bool) {
 	s.processes.mu.Lock()
 	defer s.processes.mu.Unlock()
@@ -232,12 +231,12 @@ func (s *pendingMessages) setProcess(id int, incarnation uint32, replaced bool) 
 		p.known, p.incarnation = true, incarnation
 		p.hasPending = s.has(id, incarnation)
 	})
-	if s.processes.of(id).lost == nil { // otherwise admit does it, when answers can be sent
+	if s.processes.of(id).lost == nil { // otherwise deliverPending does it, when answers can be sent
 		s.startDelivery(id)
 	}
 }
 
-// deliverPending delivers the messages that were held until node id could be answered.
+// deliverPending delivers the messages that were queued until node id could be answered.
 func (s *pendingMessages) deliverPending(id int) {
 	s.processes.mu.Lock()
 	defer s.processes.mu.Unlock()
@@ -246,7 +245,7 @@ func (s *pendingMessages) deliverPending(id int) {
 	s.startDelivery(id)
 }
 
-// startDelivery starts catchUp if messages are held. processes.mu and mu are held.
+// startDelivery starts deliverAll if messages are queued. processes.mu and mu are held.
 func (s *pendingMessages) startDelivery(id int) {
 	v := s.queues[id]
 	if !s.processes.of(id).hasPending || v != nil && v.delivering {
@@ -260,8 +259,8 @@ func (s *pendingMessages) startDelivery(id int) {
 	go s.deliverAll(id)
 }
 
-// deliverAll forgets what node id has given up, and delivers its held messages, including
-// those that are queued meanwhile.
+// deliverAll applies the cancellations of node id and delivers its queued messages, including those that are queued
+// meanwhile.
 func (s *pendingMessages) deliverAll(id int) {
 	for {
 		s.processes.mu.Lock()
@@ -305,7 +304,7 @@ func (s *pendingMessages) deliverAll(id int) {
 	}
 }
 
-// close drops the held messages and ends waits in hold.
+// close drops the queued messages and ends waits in enqueue.
 func (s *pendingMessages) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -1,6 +1,6 @@
 package cluster
 
-// What a node does with the policies that the scheduler has sent.
+// The application of the scheduler's policies on a node.
 
 import (
 	"github.com/stepaf/stepaf-go/postoffice/membership"
@@ -8,8 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/stack"
 )
 
-// applyPolicies puts the policies in force, in place of those before, and returns a
-// membership.State for each.
+// applyPolicies puts the policies in force, in place of the earlier ones, and returns a membership.State for each.
 func (n *Node) applyPolicies(list []membership.Policy) string {
 	rates := stack.Rates{Peers: map[int]int64{}, Apps: map[int32]int64{}}
 	classes, orders := map[int]int{}, map[int32]string{}
@@ -69,7 +68,7 @@ func (a App) Order(app int) string {
 	return ""
 }
 
-// has tells whether this node has an application.
+// has reports whether this node has an application.
 func (a *apps) has(app int32) bool {
 	for k := range *a.table.Load() {
 		if k.app == app {

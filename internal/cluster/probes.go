@@ -1,6 +1,6 @@
 package cluster
 
-// Trials: attempts to reach the address of another node from this host.
+// Probes: attempts to reach the address of another node from this host.
 
 import (
 	"context"
@@ -14,17 +14,17 @@ import (
 )
 
 const (
-	probeTime = 2500 * time.Millisecond // two attempts of TCP, and soon enough for a message within 5 s
-	maxProbes = 32                      // concurrent trials
+	probeTime = 2500 * time.Millisecond // two attempts of TCP, and early enough for a message within 5 s
+	maxProbes = 32                      // concurrent probes
 )
 
-// probes makes the attempts of a node to reach addresses of others, and sends its replies to processes that have no id yet. If
-// the van is no van.Prober, trials does neither.
+// probes performs the probes of a node, and sends its replies to processes that have no id yet. If the van is no
+// van.Prober, it does neither.
 type probes struct {
 	prober  van.Prober
 	log     *slog.Logger
 	stop    <-chan struct{} // closed when the node leaves
-	running chan struct{}   // has an element for each trial under way
+	running chan struct{}   // has an element for each running probe
 }
 
 func newProbes(n *Node) probes {
@@ -32,8 +32,8 @@ func newProbes(n *Node) probes {
 	return probes{prober: p, log: n.log, stop: n.stop, running: make(chan struct{}, maxProbes)}
 }
 
-// probe tries the address of a node and calls tried with the result and the address of this host, own by default,
-// from which it was tried. It does not call tried if the node leaves meanwhile.
+// probe probes the address of a node. It calls probed with the result and the address of this host, own by default,
+// from which the probe was made. It does not call probed if the node leaves meanwhile.
 func (t *probes) probe(other van.Node, own string, tried func(from string, err error)) {
 	if t.prober == nil {
 		return

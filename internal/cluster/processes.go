@@ -1,7 +1,6 @@
 package cluster
 
-// Which process has a node id, as far as this node knows, and which received messages
-// are that process's.
+// The process that has each node id, as far as this node knows, and the check whether a received message is from it.
 
 import (
 	"fmt"
@@ -13,31 +12,29 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// process is what a node knows of the process that has a node id. It is immutable; a
-// change stores a new one.
+// process describes the process that has a node id. It is immutable; a change stores a new one.
 type process struct {
 	epoch       uint32 // counts the processes that have had the id, from 1
 	incarnation uint32 // see van.NodeExtension; 0: not known, or a C++ StepMesh node
-	known       bool   // its record has come
-	hasPending  bool   // messages that came before its record are not all delivered yet
+	known       bool   // its record has arrived
+	hasPending  bool   // messages that arrived before its record are not all delivered yet
 	lost        error  // why it, or the one before it, is considered dead
-	lostEpoch   uint32 // of the one that is
+	lostEpoch   uint32 // epoch of the one that is considered dead
 }
 
 // original reports whether the process is one of C++ StepMesh.
 func (p *process) original() bool { return p.known && p.incarnation == 0 }
 
-// unknownProcess is that of an id of which nothing is known.
+// unknownProcess stands for an id that this node knows nothing about.
 var unknownProcess = process{epoch: 1}
 
-// processes is the table of processes by node id. It is read without a lock, for every
-// message.
+// processes is the table of processes by node id. It is read without a lock, for every message.
 type processes struct {
 	self        *nodeInfo
 	incarnation uint32     // of this process
-	mu          sync.Mutex // guards changes; taken before strangers.mu
+	mu          sync.Mutex // guards changes; taken before pendingMessages.mu
 	at          atomic.Pointer[[]atomic.Pointer[process]]
-	dropped     logx.Sparse // messages of or for other processes
+	dropped     logx.Sparse // messages from or for other processes
 }
 
 func (t *processes) of(id int) *process {
@@ -71,7 +68,7 @@ func (t *processes) change(id int, f func(*process)) {
 	(*old)[id].Store(&p)
 }
 
-// lost returns why node id is considered dead, or nil.
+// lost returns the reason why node id is considered dead, or nil.
 func (t *processes) lost(id int) error { return t.of(id).lost }
 
 func (t *processes) setLost(id int, cause error) {
@@ -80,32 +77,32 @@ func (t *processes) setLost(id int, cause error) {
 	t.change(id, func(p *process) { p.lost, p.lostEpoch = cause, p.epoch })
 }
 
-// tag marks a message with this process and p, which it is meant for. Messages to C++
-// StepMesh nodes are not marked.
+// tag puts the incarnations of this process and of p, its receiver, into a message. Messages to C++ StepMesh nodes
+// have none.
 func (t *processes) tag(m *van.Meta, p *process) {
 	if p.incarnation != 0 && !failpoint.On("incarnation") {
 		m.SetIncarnations(t.incarnation, p.incarnation)
 	}
 }
 
-// disposition is what to do with a received message.
+// disposition is the handling of a received message.
 type disposition int
 
 const (
 	deliver  disposition = iota
-	drop                 // it is of another process than the table's, or meant for another one
-	postpone             // it is of a process that the table may have soon
+	drop                 // it is from another process than the table's, or for another one
+	postpone             // it is from a process that the table may soon have
 )
 
-// check compares a data message's marks with the table. Most messages need only the
-// first comparison. The machine does this for control messages.
+// check compares a data message's incarnations with the table. Most messages need only the first comparison. The
+// machine checks control messages.
 func (t *processes) check(msg *van.Message, p *process) disposition {
 	from, to := msg.Incarnations()
 	switch {
 	case from == p.incarnation && to == t.incarnation && from != 0 && !p.hasPending:
 		return deliver
 	case failpoint.On("incarnation"), failpoint.On("stale-answer") && !msg.Request, p.known && p.incarnation == 0 && (from == 0 || to != t.incarnation), from == 0 && !p.known:
-		return deliver // of a C++ StepMesh node, which may have something else where marks are, or of one that does not know this node yet
+		return deliver // of a C++ StepMesh node, which may have other data in place of the incarnations, or of a process that does not know this node yet
 	case from == 0 || to != t.incarnation:
 		return drop
 	default:

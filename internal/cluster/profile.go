@@ -15,14 +15,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// profile writes a line for each data message received, in C++ StepMesh's format: the low
-// 16 bits of the key, role and operation, and the time in microseconds since 1970. It ends with
-// the first line that cannot be written, of which a part may be there.
+// profile writes a line for each data message received, in C++ StepMesh's format: the low 16 bits of the key, role
+// and operation, and the time in microseconds since 1970. It ends with the first line that cannot be written
+// completely.
 type profile struct {
 	log  *slog.Logger
 	role string
 
-	mu    sync.Mutex // of what follows
+	mu    sync.Mutex // guards the fields below
 	f     *os.File
 	lines int
 	ended bool
@@ -77,7 +77,7 @@ func ownFile(name string) (*os.File, error) {
 	}
 }
 
-// received notes one message. A nil profile does nothing.
+// received adds a line for one message. A nil profile does nothing.
 func (p *profile) received(m *van.Meta) {
 	if p == nil {
 		return

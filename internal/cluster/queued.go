@@ -1,6 +1,6 @@
 package cluster
 
-// Requests that arrive before their application exists: how many are kept, and how long.
+// The queue of requests that arrive before their application exists, and its limits.
 
 import (
 	"cmp"
@@ -11,11 +11,10 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// maxQueuedRequests bounds the number of messages of one sender that are kept, besides the budgets
-// in bytes.
+// maxQueuedRequests bounds the number of queued requests of one sender, in addition to the budgets in bytes.
 const maxQueuedRequests = 4096
 
-// queueTime is how long they are kept when STEPAF_START_TIMEOUT is no limit.
+// queueTime is the time for which they are queued when STEPAF_START_TIMEOUT is no limit.
 const queueTime = 300 * time.Second
 
 // queuedRequest is a request for an application that does not exist yet.
@@ -24,11 +23,11 @@ type queuedRequest struct {
 	queuedAt uint64 // clock.Now
 }
 
-// usage is how much is kept of one sender.
+// usage is the number of queued messages and bytes of one sender.
 type usage struct{ messages, bytes int }
 
-// enqueue stores a request for an application that does not exist yet, or tells its sender that
-// it does not. It returns the customer if it has been made meanwhile.
+// enqueue queues a request for an application that does not exist yet, or refuses it. It returns the customer if that
+// has been made meanwhile.
 func (a *apps) enqueue(k appKey, msg *van.Message) *Customer {
 	c, why := a.tryEnqueue(k, msg)
 	if why != "" {
@@ -37,7 +36,7 @@ func (a *apps) enqueue(k appKey, msg *van.Message) *Customer {
 	return c
 }
 
-// tryEnqueue is keep, but returns why the request is dropped.
+// tryEnqueue is enqueue, but returns the reason why the request is dropped.
 func (a *apps) tryEnqueue(k appKey, msg *van.Message) (c *Customer, why string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -74,9 +73,9 @@ func (a *apps) tryEnqueue(k appKey, msg *van.Message) (c *Customer, why string) 
 	return nil, ""
 }
 
-// whyFull returns why msg cannot be kept, or "". The first message of a member may be longer than
-// STEPAF_RECV_BUDGET_PEER: it would never come otherwise. a.mu is held. The loss of a sender is noted
-// before peerLost takes a.mu: what is kept in spite of this check is dropped there.
+// whyFull returns the reason why msg cannot be queued, or "". The first message of a member may be longer than
+// STEPAF_RECV_BUDGET_PEER: it could never be received otherwise. a.mu is held. The loss of a sender is recorded
+// before peerLost takes a.mu: a message that is queued in spite of this check is dropped there.
 func (a *apps) whyFull(msg *van.Message) string {
 	if a.processes.lost(msg.Sender) != nil {
 		return "its sender has been lost"
@@ -101,7 +100,7 @@ func (a *apps) whyFull(msg *van.Message) string {
 	return ""
 }
 
-// count adds msg to the accounts (sign 1) or subtracts it (sign -1). a.mu is held.
+// count adds msg to the usage (sign 1) or subtracts it (sign -1). a.mu is held.
 func (a *apps) count(msg *van.Message, sign int) {
 	of := a.usage[msg.Sender]
 	of.messages += sign
@@ -113,7 +112,7 @@ func (a *apps) count(msg *van.Message, sign int) {
 	a.bytes += sign * weight(msg)
 }
 
-// dropQueued drops the kept requests that match and returns their number. a.mu is held.
+// dropQueued drops the queued requests that match and returns their number. a.mu is held.
 func (a *apps) dropQueued(match func(appKey, *queuedRequest) bool) (forgotten int) {
 	for k, list := range a.queued {
 		rest := list[:0]
@@ -134,7 +133,7 @@ func (a *apps) dropQueued(match func(appKey, *queuedRequest) bool) (forgotten in
 	return forgotten
 }
 
-// queueLimit is how long requests are kept.
+// queueLimit is the time for which requests are queued.
 func (a *apps) queueLimit() time.Duration { return cmp.Or(max(a.self.cfg.StartTimeout, 0), queueTime) }
 
 // expireIn drops, after d, the requests that have waited too long. a.mu is held.
@@ -168,7 +167,7 @@ func (a *apps) expireIn(d time.Duration) {
 	})
 }
 
-// close drops all kept requests and keeps no more.
+// close drops all queued requests. No more are queued.
 func (a *apps) close() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -179,8 +178,8 @@ func (a *apps) close() {
 	a.dropQueued(func(appKey, *queuedRequest) bool { return true })
 }
 
-// refuseNew refuses the requests for applications that this node does not have, both the queued ones and all that arrive from now
-// on. The program ends; text names the call in which it waits. If text is "", such requests are queued again.
+// refuseNew refuses the requests for applications that this node does not have, both the queued ones and later ones.
+// The program ends; text names the call in which it waits. If text is "", such requests are queued again.
 func (a *apps) refuseNew(text string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -199,7 +198,7 @@ func (a *apps) refuseFinished(msg *van.Message) {
 		fmt.Errorf("%w: %s waits in %s and has no application %d", van.ErrFinished, a.self.Name(), a.endingCall, msg.AppID))
 }
 
-// takeQueued removes and returns the requests that are kept for k. a.mu is held.
+// takeQueued removes and returns the requests that are queued for k. a.mu is held.
 func (a *apps) takeQueued(k appKey) []queuedRequest {
 	kept := a.queued[k]
 	delete(a.queued, k)

@@ -21,7 +21,8 @@ func (n *Node) receive(msg *van.Message) {
 	}
 	p := n.processes.of(msg.Sender)
 	if p.lost != nil && p.original() {
-		// This happens before the application gets the message, since it may answer at once, and the process waits for the answer.
+		// The machine is notified before the application gets the message: the application may answer at once, and
+		// the process waits for the answer.
 		n.control.step(func(t time.Duration) { n.machine.DataFrom(t, msg.Sender) })
 		p = n.processes.of(msg.Sender)
 	}
@@ -38,7 +39,7 @@ func (n *Node) receive(msg *van.Message) {
 	n.apps.receive(msg, p)
 }
 
-// resendFailed is called with a message that was resent in vain.
+// resendFailed is called with a message that was resent without an acknowledgement until its limit.
 func (n *Node) resendFailed(peer int, meta *van.Meta, err error) {
 	n.rarely("gave up a message").Warn("gave up a message", "peer", n.peerName(peer), "message", meta, "err", err)
 	if !meta.IsControl() && meta.Request {
@@ -73,7 +74,7 @@ func (a App) Send(msg *van.Message) error {
 	}
 	n.processes.tag(&msg.Meta, p)
 	err := n.van.Send(msg)
-	if err != nil && p.lost != nil { // this is an answer to a C++ StepMesh process; if the process was only paused, it waits for the answer
+	if err != nil && p.lost != nil { // the message is an answer to a C++ StepMesh process; if that was only paused, it waits for the answer
 		return refuse(errors.Join(p.lost, err))
 	}
 	return err

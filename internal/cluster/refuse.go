@@ -1,6 +1,6 @@
 package cluster
 
-// What a server tells a worker: which request it does not take, and why.
+// The refusals of a server: a notice to a worker that its request will not be answered, with the reason.
 
 import (
 	"errors"
@@ -11,22 +11,22 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// A server says so in the body of a HEARTBEAT without node records, as a worker says what it
-// has given up, and only to workers of this library.
+// A server refuses a request in the body of a HEARTBEAT without node records, like the cancellations of a worker, and
+// only to workers of this library.
 const refusedPrefix = "stepaf/1 refused "
 
-// maxRefused is how long such a body may be.
+// maxRefused is the longest such body.
 const maxRefused = 1024
 
-// refusalKinds are the errors that a refusal may carry, and the words for them. A notice has the words of all errors that its
-// reason matches, separated by commas.
+// refusalKinds are the errors that a refusal may carry, and the words for them. A notice has the words of all errors
+// that its reason matches, separated by commas.
 var refusalKinds = [...]struct {
 	word string
 	err  error
 }{{"refused", van.ErrRequestRefused}, {"invalid", van.ErrInvalid}, {"full", van.ErrQueueFull}, {"finished", van.ErrFinished}}
 
-// Declined is why as the reason of a handler that refuses a request. A reason that matches van.ErrFinished stays as it is: it
-// is not the handler's.
+// Declined returns why as the reason of a handler that refuses a request. A reason that matches van.ErrFinished stays
+// as it is: it is not the handler's.
 func Declined(why error) error {
 	if why == nil {
 		return fmt.Errorf("%w: no reason (nil) to refuse a request", van.ErrInvalid)
@@ -45,11 +45,11 @@ func (d *declined) Error() string { return van.ErrRequestRefused.Error() + ": " 
 
 func (d *declined) Unwrap() []error { return []error{van.ErrRequestRefused, d.why} }
 
-// Refuse tells node id that this node will not answer the request that timestamp ts belongs to: its call fails at once.
-// epoch is that of the request's message. Only reasons that match van.ErrRequestRefused, van.ErrInvalid,
-// van.ErrQueueFull or van.ErrFinished are sent. A lost process gets no notice, nor does the replacement of the process that
-// asked. A C++ process gets none, since its protocol has no refusal: it waits for its limit, and the log says so. Stats counts
-// refusals for van.ErrInvalid and van.ErrQueueFull, with or without a notice.
+// Refuse notifies node id that this node will not answer the request that timestamp ts belongs to: its call fails at
+// once. epoch is that of the request's message. Only reasons that match van.ErrRequestRefused, van.ErrInvalid,
+// van.ErrQueueFull or van.ErrFinished are sent. A lost process gets no notice, nor does the replacement of the
+// process that asked. The protocol of a C++ process has no refusal: it waits for its limit, and the log reports that.
+// Stats counts refusals for van.ErrInvalid and van.ErrQueueFull, with or without a notice.
 func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {
 	switch {
 	case errors.Is(why, van.ErrInvalid):

@@ -1,6 +1,6 @@
 package cluster
 
-// What a worker does when a server says that it does not take a request.
+// The refusals of servers on a worker.
 
 import (
 	"bytes"
@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// refused handles msg if it is such a notice, and tells whether it is.
+// refused handles msg if it is a refusal, and reports whether it is.
 func (a *apps) refused(msg *van.Message) bool {
 	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) > 0 || !bytes.HasPrefix(msg.Body, []byte(refusedPrefix)) {
 		return false
@@ -32,7 +32,7 @@ func (a *apps) refused(msg *van.Message) bool {
 	return true
 }
 
-// parseRefused reads what refuse has written. why is nil if it makes no sense.
+// parseRefused parses the text of a refusal. why is nil if it is invalid.
 func parseRefused(b []byte) (meta van.Meta, why error) {
 	w := strings.SplitN(string(b), " ", 5)
 	if len(w) < 5 {
@@ -61,7 +61,7 @@ func parseRefused(b []byte) (meta van.Meta, why error) {
 	return meta, no
 }
 
-// refusal is the reason why a server does not take a request.
+// refusal is the reason why a server refuses a request.
 type refusal struct {
 	is   []error
 	text string

@@ -1,6 +1,6 @@
 package cluster
 
-// Request: who still owes which answer, and how a request finishes, fails or is given up.
+// Request: the answers that receivers still owe, and how a request finishes, fails or is canceled.
 
 import (
 	"context"
@@ -18,7 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Sink takes the answers to a request.
+// Sink receives the answers to a request.
 type Sink interface {
 	// Answer takes one answer to timestamp index i of the request, from receiver
 	// index from. It runs on the transport's goroutine; answers of different
@@ -36,9 +36,8 @@ type Sink interface {
 	Recycle()
 }
 
-// Request is one or several consecutive timestamps in flight, to each of which every
-// receiver owes an answer. It is part of a larger object that pools it; the zero value is
-// ready for Customer.Open.
+// Request is one or several consecutive timestamps in flight. Every receiver owes an answer to each of them. It is
+// part of a larger object that pools it; the zero value is ready for Customer.Open.
 type Request struct {
 	mu        sync.Mutex
 	c         *Customer
@@ -59,7 +58,7 @@ type Request struct {
 	unsent    bool          // no message of it was sent
 	ringIndex int           // in requests.finished, -1 when not there
 	done      chan struct{} // one token when finished
-	isDone    func() bool   // tells whether done has its token
+	isDone    func() bool   // reports whether done has its token
 }
 
 type state uint8
@@ -109,17 +108,15 @@ func (r *Request) reset(c *Customer, op string, sink Sink, first int32, n int, r
 // First is the first timestamp: the handler of the request.
 func (r *Request) First() int32 { return r.first }
 
-// Pending tells whether r still waits for answers: it has neither been answered nor
-// failed.
+// Pending reports whether r still waits for answers: it has neither been answered nor failed.
 func (r *Request) Pending() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.state == open
 }
 
-// Begin keeps r from finishing while a goroutine other than the one that opened it sends
-// its messages: Finished is not called before End. When r has been answered or has failed
-// it returns false, and End must not be called.
+// Begin keeps r from finishing while a goroutine other than the one that opened it sends its messages: Finished is
+// not called before End. When r has been answered or has failed it returns false, and End must not be called.
 func (r *Request) Begin() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -137,8 +134,9 @@ func (r *Request) End() {
 	r.finishIfDone()
 }
 
-// Arrived says that all receivers have the messages of the first n timestamps, as an answer to a later one may show:
-// when it returns they are not sent again (PS_RESEND), whether or not they were acknowledged, and their memory may change.
+// Arrived reports that all receivers have the messages of the first n timestamps, as an answer to a later one may
+// show. When it returns they are not sent again (PS_RESEND), whether or not they were acknowledged, and their memory
+// may change.
 func (r *Request) Arrived(n int) {
 	if n > 0 && r.c.node.cfg.Resend {
 		r.cancelMessages(int32(n))
@@ -152,7 +150,7 @@ func (r *Request) cancelMessages(n int32) {
 	}
 }
 
-// answer gives msg to the sink if its sender still owes this answer.
+// answer passes msg to the sink if its sender still owes this answer.
 func (r *Request) answer(msg *van.Message) error {
 	r.mu.Lock()
 	i := int(msg.Timestamp - r.first)
@@ -187,7 +185,7 @@ func (r *Request) answer(msg *van.Message) error {
 	return nil
 }
 
-// take clears the bit of an owed answer and tells whether it was set.
+// take clears the bit of an owed answer and reports whether it was set.
 func (r *Request) take(i, from int) bool {
 	w, bit := &r.owed[i*r.words+from/64], uint64(1)<<(from%64)
 	was := *w&bit != 0
@@ -195,14 +193,14 @@ func (r *Request) take(i, from int) bool {
 	return was
 }
 
-// finishIfDone finishes the request when all answers are in, or it has failed, and no call of
-// Answer runs. It unlocks r.mu.
+// finishIfDone finishes the request when all answers have arrived, or it has failed, and no call of Answer runs. It
+// unlocks r.mu.
 func (r *Request) finishIfDone() {
 	if r.busy > 0 || r.state == finished || r.state == unused || (r.state == open && r.left > 0) {
 		r.mu.Unlock()
 		return
 	}
-	sink, err, c, unsent := r.sink, r.err, r.c, r.unsent // which Open may be setting
+	sink, err, c, unsent := r.sink, r.err, r.c, r.unsent // Open may be setting unsent
 	r.state = finished
 	r.mu.Unlock()
 
@@ -226,8 +224,8 @@ func (r *Request) finishIfDone() {
 	}
 }
 
-// notifyCanceled tells the peers that still owe answers that the request is given up. No
-// other goroutine uses r meanwhile.
+// notifyCanceled notifies the peers that still owe answers that the request is canceled. No other goroutine uses r
+// meanwhile.
 func (r *Request) notifyCanceled() {
 	n := r.c.node
 	if n.Alive() != nil {
@@ -240,7 +238,7 @@ func (r *Request) notifyCanceled() {
 	}
 }
 
-// owes is how many answers the receiver with that index owes. r.mu is held, or no other goroutine uses r.
+// owes is the number of answers that the receiver with that index owes. r.mu is held, or no other goroutine uses r.
 func (r *Request) owes(k int) (n int) {
 	for i := range int(r.n) {
 		n += int(r.owed[i*r.words+k/64] >> (k % 64) & 1)
@@ -275,7 +273,7 @@ func (r *Request) failAt(ts int32, id int, cause error) {
 	r.failOwing(id, cause)
 }
 
-// failOwing unlocks r.mu.
+// failOwing fails r if node id owes an answer. It unlocks r.mu.
 func (r *Request) failOwing(id int, cause error) {
 	from, known := slices.BinarySearch(r.receivers, id)
 	if r.state != open || !known || r.owes(from) == 0 {
@@ -314,10 +312,9 @@ func (r *Request) owingPeers() string {
 	return strings.Join(names, ", ")
 }
 
-// wait waits until r is finished and returns its error. When ctx ends or limit
-// (counted from Open; 0 none) passes first, the request is given up: its memory
-// is the caller's again and late answers are dropped. When slice (counted from
-// now; 0 none) passes first, wait returns ErrPending.
+// wait waits until r is finished and returns its error. When ctx ends or limit (counted from Open; 0: none) passes
+// first, the request is canceled: its memory is the caller's again and late answers are dropped. When slice (counted
+// from now; 0: none) passes first, wait returns ErrPending.
 func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *time.Timer) error {
 	sliced := slice > 0
 	var left time.Duration // 0: none
@@ -357,8 +354,8 @@ func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *t
 	return r.err
 }
 
-// PollFor is what a wait does before it sleeps: Poll, on a worker only, since on a server that
-// would run handlers of requests, and again for limit (0: for ever) when waits are to spin.
+// PollFor polls before a wait sleeps. It polls on a worker only, since on a server it would run handlers of requests.
+// When waits are to spin, it repeats that for limit (0: no limit).
 func (a App) PollFor(ctx context.Context, limit time.Duration, done func() bool) {
 	if a.role != van.Worker {
 		return
@@ -375,8 +372,7 @@ func (a App) PollFor(ctx context.Context, limit time.Duration, done func() bool)
 	}
 }
 
-// answered tells whether all answers to timestamp ts have come or r has failed, with r's
-// error.
+// answered reports whether all answers to timestamp ts have arrived or r has failed, with r's error.
 func (r *Request) answered(ts int32) (bool, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -392,7 +388,7 @@ func (r *Request) answered(ts int32) (bool, error) {
 	return r.busy == 0, nil
 }
 
-// cancel fails r because its waiter's time is over.
+// cancel fails r because its wait has ended.
 func (r *Request) cancel(cause error, limit time.Duration) {
 	r.mu.Lock()
 	if r.state != open {

@@ -14,18 +14,17 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// keepFinished is the number of finished requests without a Wait that a customer
-// remembers. Older ones are forgotten, so that the memory of an application that only
-// uses callbacks does not grow.
+// keepFinished is the number of finished requests without a Wait that a customer remembers. Older ones are forgotten,
+// so that the memory of an application that only uses callbacks does not grow.
 const keepFinished = 4096
 
-// requests gives out timestamps and finds the requests that they belong to: those in
-// flight, and the last finished ones that nobody has waited for.
+// requests issues timestamps and finds the requests that they belong to: those in flight, and the last finished ones
+// that have not been waited for.
 type requests struct {
 	mu       sync.Mutex
 	closed   bool
 	base     int32 // the first timestamp
-	wrapped  bool  // timestamps have passed the largest and begun from 0
+	wrapped  bool  // timestamps have passed the largest and continue from 0
 	next     int32
 	table    atomic.Pointer[[]atomic.Pointer[Request]] // by timestamp; the length is a power of two
 	live     map[*Request]struct{}
@@ -33,7 +32,7 @@ type requests struct {
 	finished [keepFinished]*Request // a ring of requests that finished without a Wait
 	newest   int                    // index of the next one; never wraps, used modulo keepFinished
 	timers   []*time.Timer          // for waiting
-	failures failures               // of those that are forgotten
+	failures failures               // of forgotten requests
 }
 
 func (q *requests) init(base int32) {
@@ -117,7 +116,7 @@ func (q *requests) lookup(ts int32) *Request {
 	return table[int(ts)&(len(table)-1)].Load()
 }
 
-// issued tells whether ts has been given out. mu is held.
+// issued reports whether ts has been issued. mu is held.
 func (q *requests) issued(ts int32) bool {
 	if q.wrapped {
 		return ts >= 0 && (ts < q.next || ts >= q.base)
@@ -125,8 +124,7 @@ func (q *requests) issued(ts int32) bool {
 	return ts >= q.base && ts < q.next
 }
 
-// addFinished puts r, which has finished without a waiter, into the ring. The request that
-// it displaces is forgotten.
+// addFinished puts r, which has finished without a waiter, into the ring. The request that it displaces is forgotten.
 func (q *requests) addFinished(r *Request, gen uint64) {
 	q.mu.Lock()
 	if _, ok := q.live[r]; !ok || r.waiting || r.gen != gen || r.ringIndex >= 0 {
@@ -147,7 +145,7 @@ func (q *requests) addFinished(r *Request, gen uint64) {
 	}
 }
 
-// forget takes r out of the table. mu is held.
+// forget removes r from the table. mu is held.
 func (q *requests) forget(r *Request) {
 	table := *q.table.Load()
 	for ts := r.first; ts < r.first+r.n; ts++ {
@@ -164,8 +162,8 @@ func (q *requests) forget(r *Request) {
 	}
 }
 
-// recycle gives r back to its owner. The goroutine of a late answer may still hold a
-// pointer to r; answer then finds that the timestamp is not r's.
+// recycle returns r to its owner. The goroutine of a late answer may still have a pointer to r; answer then finds
+// that the timestamp is not r's.
 func (q *requests) recycle(r *Request) {
 	r.mu.Lock()
 	sink := r.sink

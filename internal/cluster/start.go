@@ -1,6 +1,6 @@
 package cluster
 
-// How a node starts: its options, the device and the transport that it opens, its address.
+// The start of a node: its options, the device and the transport that it opens, its address.
 
 import (
 	"cmp"
@@ -26,8 +26,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/stack"
 )
 
-// ErrRefused is wrapped by the error of Start when the scheduler refuses the node. The
-// error has the scheduler's reason.
+// ErrRefused is wrapped by the error of Start when the scheduler refuses the node. The error has the scheduler's
+// reason.
 var ErrRefused = membership.ErrRefused
 
 // Config is the configuration of a node; see docs/env.md for what each field
@@ -70,8 +70,8 @@ type Options struct {
 	// Config (only with a GroupSize of 1).
 	NoRank bool
 
-	// Rand is the source of random numbers: the incarnation, first timestamps. nil means
-	// the kernel's. Reproducible tests set it.
+	// Rand is the source of random numbers: the incarnation, first timestamps. nil means the kernel's source.
+	// Reproducible tests set it.
 	Rand func() uint64
 
 	// NoBarrier makes Start return as soon as this node knows all others, without the
@@ -79,9 +79,8 @@ type Options struct {
 	NoBarrier bool
 }
 
-// Start joins the cluster that o.Config describes and returns when every node has
-// come, or with an error when ctx ends, when the start-up deadline passes, or when
-// the scheduler refuses the node. The error says who is missing.
+// Start joins the cluster that o.Config describes and returns when every node has joined, or with an error when ctx
+// ends, when the start-up deadline passes, or when the scheduler refuses the node. The error names the missing nodes.
 //
 // Config.Role must be worker, server or scheduler; for joint see StartJoint.
 func Start(ctx context.Context, o Options) (*Node, error) {
@@ -107,7 +106,7 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 			deadline = 0
 		}
 		if err := n.await(ctx, "start barrier", func(t time.Duration) (int, error) { return n.machine.StartBarrier(t, van.AllNodes, deadline) }); err != nil {
-			n.close(shortLinger) // a node that has not come does not read its messages, either
+			n.close(shortLinger) // a missing node does not read its messages, either
 			return nil, err
 		}
 	}
@@ -169,7 +168,7 @@ func newNode(o Options) (*Node, error) {
 		return nil, fmt.Errorf("start: %w: %w", van.ErrInvalid, err)
 	}
 	var tight []limits.Need
-	if o.Van == nil { // the needs of a van of the program's own are not known
+	if o.Van == nil { // the needs of a program's own van are not known
 		var err error
 		if tight, err = limits.Check(cfg, cfg.Role); err != nil {
 			return nil, &van.Error{Op: "start", Node: role.String(), Err: err}
@@ -228,7 +227,7 @@ func newNode(o Options) (*Node, error) {
 	return n, n.watchEnds()
 }
 
-// assemble tells the parts of n of each other. identity and van are complete.
+// assemble connects the parts of n. nodeInfo and van are complete.
 func (n *Node) assemble() {
 	n.processes.self, n.processes.incarnation = &n.nodeInfo, n.incarnation
 	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.nodeInfo, &n.processes, n.van, map[int][]cancelNotice{}
@@ -270,7 +269,7 @@ func (n *Node) join(ctx context.Context) error {
 	if b, ok := van.As[van.LivenessProber](n.van); ok {
 		n.probe = b.Alive
 	}
-	m.Start(now()) // before anything can be received
+	m.Start(now()) // before any message can be received
 	if notFound != nil && n.role != van.Scheduler {
 		m.SchedulerNotFound(notFound)
 		ctx, cancel := context.WithCancel(ctx)
@@ -363,8 +362,8 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	return nil
 }
 
-// bindTries and bindPause bound the time that a scheduler waits for its port. The kernel may have given the port to
-// a node's attempt to connect to that same port.
+// bindTries and bindPause bound the scheduler's wait for its port. The kernel may have given the port to a node's
+// attempt to connect to that same port.
 const (
 	bindTries = 20
 	bindPause = 50 * time.Millisecond
@@ -387,9 +386,8 @@ func (n *Node) bindAgain(ctx context.Context) (port int, err error) {
 	return port, err
 }
 
-// cluster is the identity of the cluster as this node knows it before it joins: derived
-// from STEPAF_CLUSTER_ID if set; otherwise the scheduler chooses one and the others learn
-// it from the scheduler.
+// cluster is the cluster's name as this node knows it before it joins: derived from STEPAF_CLUSTER_ID if set.
+// Otherwise the scheduler chooses one and the others receive it from the scheduler.
 func (n *nodeInfo) cluster() uint32 {
 	switch {
 	case n.cfg.ClusterID != "":

@@ -1,6 +1,6 @@
 package cluster
 
-// What a node counts of the messages that it does not take, or not at once.
+// Counters of the messages that a node drops, refuses or queues.
 
 import (
 	"sync/atomic"
@@ -8,19 +8,19 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Stats are counters of a node since it was made: what the layers above its transports, which have van.Stats,
-// drop, refuse and hold back. What is counted as dropped or refused is in one of them only. Bytes are those that count against
-// budgets: of values and bodies, and 512 for each message.
+// Stats are counters of a node since it was made, of messages that the layers above its transports drop, refuse and
+// queue; van.Stats has those of the transports. A dropped or refused message is counted once. Bytes are those that
+// count against budgets: of values and bodies, and 512 for each message.
 type Stats struct {
-	StrangerMessages, StrangerBytes uint64 // of processes that are not known, dropped: STEPAF_STRANGER_BUDGET, or no member after 10 s
-	EarlyRequests, EarlyBytes       uint64 // for applications that are not made, dropped: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET, STEPAF_STRANGER_BUDGET, STEPAF_START_TIMEOUT
-	RefusedRequests                 uint64 // refused by their application with van.ErrQueueFull, as batches that do not end: STEPAF_RECV_BUDGET_PEER
-	InvalidRequests                 uint64 // refused by their application with van.ErrInvalid, as batches that are too long: STEPAF_RECV_BUDGET
-	PausedReads                     uint64 // times that a peer was not read until its application had taken some: STEPAF_RECV_BUDGET_PEER
-	FencedMessages                  uint64 // dropped: of a process that was replaced, or for one
+	StrangerMessages, StrangerBytes uint64 // of unknown processes, dropped: STEPAF_STRANGER_BUDGET, or not a member after 10 s
+	EarlyRequests, EarlyBytes       uint64 // for applications that do not exist yet, dropped: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET, STEPAF_STRANGER_BUDGET, STEPAF_START_TIMEOUT
+	RefusedRequests                 uint64 // refused by their application with van.ErrQueueFull, such as incomplete batches: STEPAF_RECV_BUDGET_PEER
+	InvalidRequests                 uint64 // refused by their application with van.ErrInvalid, such as batches that are too long: STEPAF_RECV_BUDGET
+	PausedReads                     uint64 // times that a peer was not read until its application had taken some messages: STEPAF_RECV_BUDGET_PEER
+	FencedMessages                  uint64 // dropped: from or for a process that was replaced
 }
 
-// Stats returns the node's counters, each as it is at that moment: others may count meanwhile.
+// Stats returns the node's counters, each as it is at that moment: others may be counted meanwhile.
 func (n *Node) Stats() Stats {
 	c := &n.counts
 	return Stats{
@@ -31,7 +31,7 @@ func (n *Node) Stats() Stats {
 	}
 }
 
-// counts is what Stats is made of.
+// counts has the counters of Stats.
 type counts struct {
 	strangers, early         tally
 	refused, invalid, paused atomic.Uint64

@@ -15,7 +15,7 @@ type Trace struct{ Request, Response van.Trace }
 // traceDepth is the number of most recent timestamps whose traces are kept.
 const traceDepth = 4096
 
-// traces keeps the stamps of a customer's recent answers.
+// traces has the stamps of a customer's recent answers.
 type traces struct {
 	entries [traceDepth]traceEntry
 }
@@ -38,8 +38,8 @@ func (r *traces) put(msg *van.Message) {
 // it before Open.
 func (c *Customer) KeepTraces() { c.traces = &traces{} }
 
-// Trace returns the stamps of timestamp ts and of its last answer, ok false when there
-// are none: no answer has come, or 4096 later timestamps have been answered.
+// Trace returns the stamps of timestamp ts and of its last answer. ok is false when there are none: no answer has
+// arrived, or 4096 later timestamps have been answered.
 func (c *Customer) Trace(ts int32) (t Trace, ok bool) {
 	if ts < 0 || c.traces == nil {
 		return Trace{}, false
