@@ -36,16 +36,27 @@ type control struct {
 // now is the machine's clock.
 func now() time.Duration { return time.Duration(clock.Now()) }
 
-// step gives the machine an input and carries out its outputs in order. If outputs are
-// being carried out already, by another goroutine or by a caller of step further up, the
-// new ones are left to it.
+// step passes an input to the machine and performs its outputs in order. If another goroutine, or a caller of step further
+// up, is performing outputs already, it also performs the new ones.
 func (c *control) step(input func(time.Duration)) {
 	c.mu.Lock()
+	c.advance(input)
+	if c.draining {
+		c.mu.Unlock()
+		return
+	}
+	c.drain()
+	c.mu.Unlock()
+	wake.Put(c.rearm)
+}
+
+// advance passes an input to the machine, queues its outputs, and updates the tables that depend on them. mu is held.
+func (c *control) advance(input func(time.Duration)) {
 	t := now()
 	input(t)
 	outs := c.machine.Take()
-	// What is due at once leaves before what the application does next; but first this node
-	// gets what it sends to itself, such as the release of a barrier at its deadline.
+	// Outputs that are due now precede the application's next calls. Messages of this node to itself are delivered first,
+	// such as the release of a barrier at its deadline.
 	if at, wanted := c.machine.NextTick(); wanted && at <= t && !sendsTo(outs, c.machine.ID()) {
 		c.tick(t)
 		outs = append(outs, c.machine.Take()...)
@@ -58,10 +69,11 @@ func (c *control) step(input func(time.Duration)) {
 		}
 	}
 	c.outputs = append(c.outputs, outs...)
-	if c.draining {
-		c.mu.Unlock()
-		return
-	}
+}
+
+// drain performs the queued outputs, including those that are queued meanwhile. mu is held, but not while an output is
+// performed.
+func (c *control) drain() {
 	c.draining = true
 	for len(c.outputs) > 0 {
 		outs := c.outputs
@@ -73,8 +85,6 @@ func (c *control) step(input func(time.Duration)) {
 		c.mu.Lock()
 	}
 	c.draining = false
-	c.mu.Unlock()
-	wake.Put(c.rearm)
 }
 
 // tick passes the time to the machine, and before that the peers whose transports still answer although the machine

@@ -72,24 +72,7 @@ func (n *Node) perform(o membership.Output) {
 		n.notify(o.ID, true, nil)
 		n.pending.deliverPending(o.ID)
 	case membership.PeerReplaced:
-		// The new process does not answer requests to the former one.
-		cause := n.processes.lost(o.ID)
-		if cause == nil {
-			cause = errReplaced
-			n.apps.peerLost(o.ID, cause)
-			n.notify(o.ID, false, cause)
-		}
-		n.mu.Lock()
-		if !slices.Contains(n.machine.DeadNodes(now(), 0), o.ID) { // the new one may be lost already
-			n.processes.setLost(o.ID, nil)
-		}
-		n.mu.Unlock()
-		n.log.Warn("peer replaced", "peer", n.peerName(o.ID))
-		n.notify(o.ID, true, nil)
-		if a, ok := van.As[van.Admitter](n.van); ok {
-			a.Admit(o.ID)
-		}
-		n.pending.deliverPending(o.ID)
+		n.peerReplaced(o.ID)
 	case membership.Policies:
 		states := n.applyPolicies(o.List)
 		n.step(func(t time.Duration) { n.machine.PoliciesAre(t, o.Version, states) })
@@ -98,6 +81,27 @@ func (n *Node) perform(o membership.Output) {
 	case membership.Warning:
 		n.rarely("machine: " + logx.Kind(errors.New(o.Text))).Warn(o.Text)
 	}
+}
+
+// peerReplaced handles a new process of a peer: requests to the earlier process fail, and messages of the new one are
+// delivered.
+func (n *Node) peerReplaced(id int) {
+	// The new process does not answer requests to the earlier one.
+	if n.processes.lost(id) == nil {
+		n.apps.peerLost(id, errReplaced)
+		n.notify(id, false, errReplaced)
+	}
+	n.mu.Lock()
+	if !slices.Contains(n.machine.DeadNodes(now(), 0), id) { // the new process may be lost already
+		n.processes.setLost(id, nil)
+	}
+	n.mu.Unlock()
+	n.log.Warn("peer replaced", "peer", n.peerName(id))
+	n.notify(id, true, nil)
+	if a, ok := van.As[van.Admitter](n.van); ok {
+		a.Admit(id)
+	}
+	n.pending.deliverPending(id)
 }
 
 func (n *Node) sendControl(o membership.Send) {
