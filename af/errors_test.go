@@ -244,8 +244,8 @@ func TestUnknownHandlers(t *testing.T) {
 	vantest.Fails(t, wait(0), postoffice.ErrUnknownHandler, who+"0")
 	works(t, w, 1) // handlers 0, 2, 4
 	vantest.Fails(t, wait(4), postoffice.ErrUnknownHandler, who+"4", "it has been waited for already", "wait once for each handler")
-	vantest.Fails(t, wait(6), postoffice.ErrUnknownHandler, who+"6", "handlers from 0 to 5 have been given out")
-	vantest.Fails(t, wait(1<<30), postoffice.ErrUnknownHandler, "handlers from 0 to 5 have been given out")
+	vantest.Fails(t, wait(6), postoffice.ErrUnknownHandler, who+"6", "handlers from 0 to 5 have been issued")
+	vantest.Fails(t, wait(1<<30), postoffice.ErrUnknownHandler, "handlers from 0 to 5 have been issued")
 	vantest.Fails(t, wait(-1), postoffice.ErrUnknownHandler, who+"-1")
 
 	held.Store(true)

@@ -305,7 +305,7 @@ func TestRequestBeforeHandler(t *testing.T) {
 				}
 				handlers, answers = append(handlers, h), append(answers, pulls[0])
 			}
-			c.log.Wait(t, "keeping requests until their application is made")
+			c.log.Wait(t, "queueing requests until their application is made")
 			if s == nil {
 				if s, err = af.NewServer(c.Servers[0], af.ServerOptions{}); err != nil {
 					t.Fatal(err)

@@ -232,7 +232,7 @@ func interfaceAddr(h hostaddr.Host, name string, scheduler netip.Addr) (host, fu
 		}
 		return "", "", fmt.Errorf("interface %s has no IPv4 address", match[0].Name)
 	default:
-		return "", "", errors.New("several interfaces begin so")
+		return "", "", errors.New("several interface names begin so")
 	}
 }
 

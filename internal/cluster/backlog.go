@@ -67,7 +67,7 @@ func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo) bool {
 			return true
 		}
 		if !paused {
-			self.pausedRead(msg.Sender, b.bytes, "a peer is not read for now: what it sent before its application was made is not taken")
+			self.pausedRead(msg.Sender, b.bytes, "a peer is not read for now: its messages from before its application was made are still queued")
 		}
 		s.changed.Wait()
 	}

@@ -230,9 +230,9 @@ func (c *Customer) Given(ts int32) bool {
 
 // neverIssued is the error of a handler that was not issued.
 func (c *Customer) neverIssued(ts, base, next int32) error {
-	hint := "none has been given out"
+	hint := "none has been issued"
 	if base != next {
-		hint = fmt.Sprintf("handlers from %d to %d have been given out", base, next-1)
+		hint = fmt.Sprintf("handlers from %d to %d have been issued", base, next-1)
 	}
 	return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler, Hint: hint}
 }

@@ -347,8 +347,8 @@ func TestLimitOfACall(t *testing.T) {
 	if e := call(context.WithoutCancel(ctx), 0, postoffice.DefaultTimeout); e.Limit != postoffice.DefaultTimeout {
 		t.Errorf("the limit is %s, want %s", e.Limit, postoffice.DefaultTimeout)
 	}
-	if e := call(context.WithoutCancel(ctx), 9*time.Second, 9*time.Second); !strings.Contains(e.Hint, "found lost after up to 15s only") {
-		t.Errorf("%v, which does not say when a peer that stands still is found lost", e)
+	if e := call(context.WithoutCancel(ctx), 9*time.Second, 9*time.Second); !strings.Contains(e.Hint, "found lost only after up to 15s") {
+		t.Errorf("%v, which does not name the time after which a stopped peer is found lost", e)
 	}
 	if e := call(context.WithoutCancel(ctx), time.Second, time.Second); e.Hint != "" {
 		t.Errorf("%v, which has a hint", e)
@@ -371,7 +371,7 @@ func TestLimitOfACall(t *testing.T) {
 func TestWhichHandlers(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	x.BeginAt(math.MaxInt32 - 5)
-	vantest.Fails(t, x.Wait(t.Context(), math.MaxInt32-5, time.Hour), postoffice.ErrUnknownHandler, "none has been given out")
+	vantest.Fails(t, x.Wait(t.Context(), math.MaxInt32-5, time.Hour), postoffice.ErrUnknownHandler, "none has been issued")
 	given := func(want ...int32) {
 		t.Helper()
 		for _, ts := range []int32{-1, 0, 2, 3, 4, math.MaxInt32 - 6, math.MaxInt32 - 5, math.MaxInt32 - 3, math.MaxInt32 - 2, math.MaxInt32} {
@@ -390,7 +390,7 @@ func TestWhichHandlers(t *testing.T) {
 	}
 	r := open()
 	given(math.MaxInt32-5, math.MaxInt32-3)
-	vantest.Fails(t, x.Wait(t.Context(), 7, time.Hour), postoffice.ErrUnknownHandler, "handlers from 2147483642 to 2147483644 have been given out")
+	vantest.Fails(t, x.Wait(t.Context(), 7, time.Hour), postoffice.ErrUnknownHandler, "handlers from 2147483642 to 2147483644 have been issued")
 	for _, ts := range []int32{r.First() + 1, r.First() + 2} {
 		vantest.Fails(t, x.Wait(t.Context(), ts, time.Hour), postoffice.ErrUnknownHandler, "inside the batch of handler 2147483642")
 		if h, answered, ok, err := x.Batch(ts); h != r.First() || answered || !ok || err != nil {

@@ -154,7 +154,7 @@ func (n *Node) notifyServers(head int32) {
 		msg.Request, msg.SimpleApp, msg.Head = true, true, head
 		msg.AppID, msg.CustomerID, msg.Timestamp = endingApp, endingApp, n.ending.sent.Add(1)
 		if err := a.Send(msg); err != nil {
-			n.log.Debug("could not tell a server that this worker's program ends", "server", n.peerName(id), "err", err)
+			n.log.Debug("could not notify a server that this worker's program ends", "server", n.peerName(id), "err", err)
 		}
 	}
 }

@@ -55,7 +55,7 @@ func (s *notices) cancel(id, app int, w Canceled) {
 func (s *notices) send(id, app int, w Canceled) {
 	err := s.sendNotice(id, fmt.Appendf(nil, "%s%d %d %d %d", cancelPrefix, app, w.Customer, w.First, w.Count))
 	if err != nil {
-		s.self.log.Info("could not tell a server that a request was given up", "server", s.self.peerName(id), "handler", w.First, "err", err)
+		s.self.log.Info("could not notify a server that a request was canceled", "server", s.self.peerName(id), "handler", w.First, "err", err)
 	}
 }
 

@@ -153,7 +153,7 @@ func (s *pendingMessages) enqueue(msg *van.Message) bool {
 		case p.hasPending && v.bytes+size > s.self.cfg.RecvBudgetPeer && len(v.queue) > 0:
 			if !paused {
 				paused = true
-				s.self.pausedRead(msg.Sender, v.bytes, "a peer is not read for now: what it sent before it was known is not taken")
+				s.self.pausedRead(msg.Sender, v.bytes, "a peer is not read for now: its messages from before it was known are still queued")
 			}
 			s.changed.Wait()
 			continue
@@ -161,7 +161,7 @@ func (s *pendingMessages) enqueue(msg *van.Message) bool {
 			s.self.counts.strangers.add(msg)
 			if count, show := s.dropped.Next(); show {
 				s.self.log.Warn("dropped a message of a process that this node does not know", "from", s.self.peerName(msg.Sender), "message", msg.Meta.String(),
-					"kept", len(v.queue), "bytes", s.bytes, "limit (STEPAF_STRANGER_BUDGET)", s.self.cfg.StrangerBudget, "dropped so far", count)
+					"queued", len(v.queue), "bytes", s.bytes, "limit (STEPAF_STRANGER_BUDGET)", s.self.cfg.StrangerBudget, "dropped so far", count)
 			}
 			return true
 		}

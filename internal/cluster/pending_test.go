@@ -328,7 +328,7 @@ func TestEarlyRequestsExpire(t *testing.T) {
 	core(c.Servers[0]).SetStartTimeout(200 * time.Millisecond)
 	ask(t, c, 7, 1, 100)
 	until(t, "the request is given up", func() bool {
-		return hook.Held() == 0 && strings.Contains(logged.String(), "gave up requests for an application that was not made")
+		return hook.Held() == 0 && strings.Contains(logged.String(), "dropped requests for an application that was not made")
 	})
 	if !strings.Contains(logged.String(), "app=7") {
 		t.Error("the log does not name the application")

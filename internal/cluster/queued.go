@@ -60,12 +60,12 @@ func (a *apps) tryEnqueue(k appKey, msg *van.Message) (c *Customer, why string) 
 		a.self.counts.early.add(msg)
 		if count, show := a.tooMany.Next(); show {
 			a.self.log.Warn("dropped a request for an application that this node does not have: "+why, "err", errNoApp,
-				"from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "kept", a.messages, "bytes", a.bytes, "dropped so far", count)
+				"from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "queued", a.messages, "bytes", a.bytes, "dropped so far", count)
 		}
 		return nil, why
 	}
 	if a.messages == 0 {
-		a.self.log.Info("keeping requests until their application is made", "app", k.app, "customer", k.customer)
+		a.self.log.Info("queueing requests until their application is made", "app", k.app, "customer", k.customer)
 		a.expireIn(a.queueLimit())
 	}
 	a.queued[k] = append(a.queued[k], queuedRequest{msg.Retain(), clock.Now()})
@@ -91,11 +91,11 @@ func (a *apps) whyFull(msg *van.Message) string {
 	}
 	switch {
 	case of.messages >= maxQueuedRequests:
-		return fmt.Sprintf("%d of its sender are kept already", of.messages)
+		return fmt.Sprintf("%d of its sender are queued already", of.messages)
 	case limit > 0 && used+size > limit && !(member && of.messages == 0):
-		return fmt.Sprintf("this one has %d bytes, and %d are kept already (%s=%d)", size, used, what, limit)
+		return fmt.Sprintf("this one has %d bytes, and %d are queued already (%s=%d)", size, used, what, limit)
 	case a.self.cfg.RecvBudget > 0 && a.bytes+size > a.self.cfg.RecvBudget:
-		return fmt.Sprintf("this one has %d bytes, and %d are kept already (STEPAF_RECV_BUDGET=%d)", size, a.bytes, a.self.cfg.RecvBudget)
+		return fmt.Sprintf("this one has %d bytes, and %d are queued already (STEPAF_RECV_BUDGET=%d)", size, a.bytes, a.self.cfg.RecvBudget)
 	}
 	return ""
 }
@@ -158,7 +158,7 @@ func (a *apps) expireIn(d time.Duration) {
 			return false
 		})
 		if gone > 0 {
-			a.self.log.Warn("gave up requests for an application that was not made", "app", of.app, "customer", of.customer,
+			a.self.log.Warn("dropped requests for an application that was not made", "app", of.app, "customer", of.customer,
 				"requests", gone, "limit", limit, "err", errNoApp)
 		}
 		if a.messages > 0 && !a.closed {

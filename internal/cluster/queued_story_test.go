@@ -416,7 +416,7 @@ func TestNotAcknowledged(t *testing.T) {
 	}
 	vantest.Fails(t, x.Wait(t.Context(), r.First(), time.Hour), van.ErrTimeout)
 	hook.OnSend(nil)
-	if !strings.Contains(logged.String(), "gave up a message") {
+	if !strings.Contains(logged.String(), "a message was not acknowledged") {
 		t.Error("the log does not say that a message was given up")
 	}
 }
@@ -443,14 +443,14 @@ func TestNotAcknowledgedByWhoHasGone(t *testing.T) {
 		if err := core(c.Workers[0]).App().Send(m); err != nil {
 			t.Fatal(err)
 		}
-		if strings.Contains(logged.String(), "gave up a message") {
+		if strings.Contains(logged.String(), "a message was not acknowledged") {
 			t.Error("a message is given up before its receiver has gone")
 		}
 		c.Scheduler.Close() // it might say first that the server has gone
 		c.Servers[0].Close()
 		vantest.Fails(t, x.Wait(t.Context(), r.First(), time.Hour), van.ErrPeerLost, "server 0 (id 8)")
 		given := slices.DeleteFunc(strings.Split(logged.String(), "\n"), func(l string) bool {
-			return !strings.Contains(l, "gave up a message") || !strings.Contains(l, "push request")
+			return !strings.Contains(l, "a message was not acknowledged") || !strings.Contains(l, "push request")
 		})
 		if len(given) != 1 || !strings.Contains(given[0], "server 0 (id 8)") || !strings.Contains(given[0], van.ErrPeerLost.Error()) {
 			t.Errorf("%d lines say that the request was given up, want one that names server 0 and says %q: %q", len(given), van.ErrPeerLost, given)
@@ -534,9 +534,9 @@ func TestLongEarlyRequest(t *testing.T) {
 			t.Helper()
 			vantest.Fails(t, x.Wait(within(t, 20*time.Second), r.First(), 0), van.ErrQueueFull, append(texts, "no such application")...)
 		}
-		refused(send(5*budget), fmt.Sprint("this one has ", 5*budget+520, " bytes, and 0 are kept already (STEPAF_RECV_BUDGET=", 4*budget))
+		refused(send(5*budget), fmt.Sprint("this one has ", 5*budget+520, " bytes, and 0 are queued already (STEPAF_RECV_BUDGET=", 4*budget))
 		first := send(3 * budget)
-		refused(send(10), "this one has 530 bytes", fmt.Sprint(3*budget+520, " are kept already (STEPAF_RECV_BUDGET_PEER=", budget))
+		refused(send(10), "this one has 530 bytes", fmt.Sprint(3*budget+520, " are queued already (STEPAF_RECV_BUDGET_PEER=", budget))
 		came := make(chan int, 3)
 		if _, err := core(c.Servers[0]).App().AddCustomer(5, 5, func(m *van.Message) { came <- m.Vals.Len() }); err != nil {
 			t.Fatal(err)

@@ -83,9 +83,9 @@ func TestFull(t *testing.T) {
 	}{
 		{11, 15000, ""},
 		{13, 15000, ""},
-		{13, 2000, "this one has 2000 bytes, and 30000 are kept already (STEPAF_STRANGER_BUDGET=30000)"},
+		{13, 2000, "this one has 2000 bytes, and 30000 are queued already (STEPAF_STRANGER_BUDGET=30000)"},
 		{9, 55000, ""}, // the first one may have any size
-		{9, 2000, "this one has 2000 bytes, and 55000 are kept already (STEPAF_RECV_BUDGET_PEER=50000)"},
+		{9, 2000, "this one has 2000 bytes, and 55000 are queued already (STEPAF_RECV_BUDGET_PEER=50000)"},
 		{15, 2000, "no member"}, // there is no such rank
 	} {
 		m := message(c.sender, c.size)

@@ -41,7 +41,7 @@ func (n *Node) receive(msg *van.Message) {
 
 // resendFailed is called with a message that was resent without an acknowledgement until its limit.
 func (n *Node) resendFailed(peer int, meta *van.Meta, err error) {
-	n.rarely("gave up a message").Warn("gave up a message", "peer", n.peerName(peer), "message", meta, "err", err)
+	n.rarely("a message was not acknowledged").Warn("a message was not acknowledged", "peer", n.peerName(peer), "message", meta, "err", err)
 	if !meta.IsControl() && meta.Request {
 		n.apps.failRequest(meta, peer, err)
 	}

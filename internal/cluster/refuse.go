@@ -80,12 +80,12 @@ func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why erro
 	case !p.known:
 		return
 	case p.incarnation == 0:
-		s.self.rarely("refused: original").Warn("a request was refused; its worker is a process of the original, which cannot be told, and waits for its limit",
+		s.self.rarely("refused: original").Warn("a request was refused; its worker is a C++ StepMesh process, which cannot be notified and waits for its limit",
 			"worker", s.self.peerName(id), "handler", ts, "why", text)
 		return
 	}
 	body := fmt.Appendf(nil, "%s%d %d %d %s %s", refusedPrefix, app, customer, ts, strings.Join(words, ","), logx.Printable(text))
 	if err := s.sendNotice(id, body[:min(len(body), maxRefused)]); err != nil {
-		s.self.log.Info("could not tell a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
+		s.self.log.Info("could not notify a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
 	}
 }

@@ -398,7 +398,7 @@ func (r *Request) cancel(cause error, limit time.Duration) {
 	waited := time.Duration(clock.Now() - r.start)
 	hint := ""
 	if noticed := r.c.node.lossDetectionTime(); waited < noticed && waited > noticed/3 {
-		hint = fmt.Sprintf("a peer that stands still is found lost after up to %v only (PS_HEARTBEAT_TIMEOUT, PS_HEARTBEAT_INTERVAL): wait as long to tell whether it is", noticed)
+		hint = fmt.Sprintf("a stopped peer is found lost only after up to %v (PS_HEARTBEAT_TIMEOUT, PS_HEARTBEAT_INTERVAL): a limit of that length shows whether it is lost", noticed)
 	}
 	r.err = &van.Error{
 		Op: r.op, Node: r.c.node.Name(), Detail: fmt.Sprintf("handler %d: no answer from %s", r.first, r.owingPeers()),

@@ -310,7 +310,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	asked := n.self.Port
 	if asked == n.cfg.RootPort && n.role != van.Scheduler && isLocal(scheduler.Hostname) {
 		n.self.Port = 0
-		n.log.Warn("DMLC_PORT is the scheduler's port on this host: another is taken", "asked", asked)
+		n.log.Warn("DMLC_PORT is the scheduler's port on this host: another port is used", "asked", asked)
 	}
 	port, err := n.van.Bind(ctx, n.self)
 	if n.role == van.Scheduler && errors.Is(err, syscall.EADDRINUSE) && freeport.Ephemeral(asked) {
