@@ -51,8 +51,8 @@ func fakeHost() hostaddr.Host {
 	}
 }
 
-// TestAdvertiseTowardScheduler: without a setting a node listens where its scheduler can reach it, and
-// without a route to the scheduler not on a bridge for containers.
+// TestAdvertiseTowardScheduler: without a setting a node listens at an address that its scheduler can reach. Without
+// a route to the scheduler it does not choose a bridge for containers.
 func TestAdvertiseTowardScheduler(t *testing.T) {
 	for scheduler, want := range map[string]string{
 		"10.77.0.1":         "10.77.0.2",
@@ -73,8 +73,8 @@ func TestAdvertiseTowardScheduler(t *testing.T) {
 	}
 }
 
-// TestDoubtful: if the scheduler on another host cannot reach an address, the text has the address and the
-// variables to set. So it is if the name of the scheduler resolves to a loopback address on its host.
+// TestDoubtful: if the scheduler on another host cannot reach an address, the text has the address and the variables
+// to set. The same holds if the name of the scheduler resolves to a loopback address on its host.
 func TestDoubtful(t *testing.T) {
 	for _, c := range []struct {
 		role                 van.Role
@@ -99,7 +99,8 @@ func TestDoubtful(t *testing.T) {
 	}
 }
 
-// TestUnprotected: a node that other hosts reach warns if nobody has set a secret or decided to do without.
+// TestUnprotected: a node that other hosts can reach warns if no secret is set and the user has not decided to do
+// without.
 func TestUnprotected(t *testing.T) {
 	for _, c := range []struct {
 		role van.Role
@@ -138,7 +139,7 @@ func TestAdvertise(t *testing.T) {
 		name            string
 		role            van.Role
 		nodeHost, iface string
-		host            string // what the van chooses
+		host            string // the van's choice
 		err             error
 		want, why       string
 		fails           string
@@ -186,7 +187,7 @@ func TestAdvertise(t *testing.T) {
 	}
 }
 
-// TestAdvertiseWithoutChooser: a van that does not choose leaves everything as it is.
+// TestAdvertiseWithoutChooser: a van that does not choose changes nothing.
 func TestAdvertiseWithoutChooser(t *testing.T) {
 	cfg := env.Default()
 	cfg.NodeHost, cfg.Interface = "127.0.0.2", "auto"
@@ -195,7 +196,7 @@ func TestAdvertiseWithoutChooser(t *testing.T) {
 	}
 }
 
-// TestChooserIsBound: Start asks a wrapped van and binds what it says.
+// TestChooserIsBound: Start asks a wrapped van and binds the address that it chooses.
 func TestChooserIsBound(t *testing.T) {
 	cfg := env.Default()
 	cfg.Role, cfg.NumWorkers, cfg.NumServers, cfg.RootURI, cfg.RootPort = "worker", 1, 1, "127.0.0.1", 9000
@@ -217,8 +218,7 @@ func TestChooserIsBound(t *testing.T) {
 	}
 }
 
-// TestLookUpScheduler: that the scheduler's name has no address is no longer said once it has
-// one.
+// TestLookUpScheduler: the report that the scheduler's name has no address ends once it has one.
 func TestLookUpScheduler(t *testing.T) {
 	t.Parallel()
 	cfg := env.Default()

@@ -1,6 +1,6 @@
 package cluster_test
 
-// Attacks of somebody who is no member, over real sockets.
+// Attacks of a process that is not a member, over real sockets.
 
 import (
 	"bytes"
@@ -24,7 +24,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// zmtp is a stranger's end of a connection of ZMTP 3.0 without a proof.
+// zmtp is an attacker's end of a connection of ZMTP 3.0 without a proof.
 type zmtp struct{ net.Conn }
 
 const zmtpTime = 20 * time.Second
@@ -91,8 +91,9 @@ func heartbeat(body []byte, nodes ...van.Node) *van.Message {
 	return m
 }
 
-// TestNameOfTheScheduler: a stranger asks the scheduler, which connects to him. With the name that it uses there he takes over none of its
-// connections to members, and none is taken for dead (A1).
+// TestNameOfTheScheduler: an attacker asks the scheduler, which connects to it. With the routing id of that
+// connection the attacker takes over none of the scheduler's connections to members, and no member is declared dead
+// (A1).
 func TestNameOfTheScheduler(t *testing.T) {
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Workers: 2, Log: logged.Logger()})
@@ -140,8 +141,8 @@ func TestNameOfTheScheduler(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestForgedTable: a node that waits for its scheduler is not captured by a table that a stranger sends as ps1, before the scheduler runs and while
-// it starts. It joins the real cluster (A2).
+// TestForgedTable: a node that waits for its scheduler does not accept a table that an attacker sends as ps1, before
+// the scheduler runs and while it starts. The node joins the real cluster (A2).
 func TestForgedTable(t *testing.T) {
 	c := testcluster.New(t, testcluster.Options{Over: testcluster.TCP})
 	addr := make(chan string, 1)
@@ -173,7 +174,7 @@ func TestForgedTable(t *testing.T) {
 	table.Control.Nodes = []van.Node{record(van.Server, 8, 1), record(van.Worker, 9, port), record(van.Scheduler, 1, c.Port)}
 	ctx, stop := context.WithCancel(t.Context())
 	over := make(chan struct{})
-	go func() { // again and again, until the worker has joined
+	go func() { // repeatedly, until the worker has joined
 		defer close(over)
 		for k := 0; ctx.Err() == nil; k++ {
 			conn, err := net.Dial("tcp", at)
@@ -198,7 +199,7 @@ func TestForgedTable(t *testing.T) {
 	select {
 	case r := <-joined:
 		t.Fatalf("the worker has joined a cluster without a scheduler: %v, %v", r.n, r.err)
-	case <-time.After(500 * time.Millisecond): // the stranger's time
+	case <-time.After(500 * time.Millisecond): // time for the attacker
 	}
 	rest := make(chan error, 2)
 	for _, role := range []string{"scheduler", "server"} {
@@ -225,8 +226,8 @@ func TestForgedTable(t *testing.T) {
 	}
 }
 
-// TestReplacementInACrowd: a stranger holds thousands of connections to the scheduler open. A worker
-// dies, and its replacement joins at once (A10).
+// TestReplacementInACrowd: an attacker keeps thousands of connections to the scheduler open. A worker dies, and its
+// replacement joins at once (A10).
 func TestReplacementInACrowd(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP})
 	count := 1000 // with 10,000 it takes as long to join

@@ -11,8 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// beater is a van whose peers answer by themselves while answers is set. While mute is set it
-// sends no heartbeats.
+// beater is a van whose peers answer probes while answers is set. While mute is set it sends no heartbeats.
 type beater struct {
 	van.Van
 	answers, mute *atomic.Bool
@@ -33,8 +32,8 @@ func (b *beater) Send(m *van.Message) error {
 	return b.Van.Send(m)
 }
 
-// TestBeating: nodes from which no heartbeats come are dead for nobody while their transports
-// answer, and are when these do not any more. Once they send heartbeats again they live.
+// TestBeating: nodes that send no heartbeats are not declared dead while their transports answer, and are when these
+// stop answering. When heartbeats arrive again they are alive.
 func TestBeating(t *testing.T) {
 	var answers, mute atomic.Bool
 	var asked [2]atomic.Int64 // by scheduler and server
@@ -58,7 +57,7 @@ func TestBeating(t *testing.T) {
 		},
 	})
 	mute.Store(true)
-	for i := range asked { // each time a node would be dead
+	for i := range asked { // each time a node would be declared dead
 		until(t, "silence", func() bool { return asked[i].Load() > 10 })
 	}
 	dead := func(n *postoffice.Node, id int) bool { return slices.Contains(n.DeadNodes(0), postoffice.NodeID(id)) }

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// TestWithdrawalsAreForgotten: what was given up is looked up while its messages may come,
-// by its own process only, and costs nothing afterwards.
+// TestWithdrawalsAreForgotten: a cancellation is found while messages of its request may arrive, for its own process
+// only, and costs nothing afterwards.
 func TestWithdrawalsAreForgotten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var ws cancellations
@@ -19,8 +19,8 @@ func TestWithdrawalsAreForgotten(t *testing.T) {
 			want         bool
 		}{
 			{9, 1, 2, 5, true}, {9, 1, 2, 7, true},
-			{9, 1, 2, 4, false}, {9, 1, 2, 8, false}, // before and behind
-			{9, 2, 2, 5, false}, // of the process that has its place
+			{9, 1, 2, 4, false}, {9, 1, 2, 8, false}, // before and after
+			{9, 2, 2, 5, false}, // of the replacement process
 			{9, 1, 3, 5, false}, // of another customer
 			{11, 1, 2, 5, false},
 		} {
@@ -42,8 +42,7 @@ func TestWithdrawalsAreForgotten(t *testing.T) {
 	})
 }
 
-// TestWithdrawalsShareNoLock: that one worker has given something up does not make the
-// others' requests wait for each other.
+// TestWithdrawalsShareNoLock: the cancellations of one worker do not make requests of the others wait for each other.
 func TestWithdrawalsShareNoLock(t *testing.T) {
 	var ws cancellations
 	ws.add(Canceled{Sender: 9, Count: 1}, 1)
@@ -57,7 +56,7 @@ func TestWithdrawalsShareNoLock(t *testing.T) {
 	}
 }
 
-// TestWithdrawalsAreBounded: of one sender, the newest are remembered.
+// TestWithdrawalsAreBounded: the newest cancellations of one sender are remembered.
 func TestWithdrawalsAreBounded(t *testing.T) {
 	var ws cancellations
 	for ts := range int32(maxCancellations + 1) {

@@ -23,7 +23,7 @@ func vans(t *testing.T, test func(t *testing.T, o testcluster.Options)) {
 	testcluster.Over(t, test, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// within is a context that ends when something must have gone wrong.
+// within is a context that ends when the test must have failed.
 func within(t testing.TB, d time.Duration) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), d)
 	t.Cleanup(cancel)
@@ -66,7 +66,7 @@ func TestJoint(t *testing.T) {
 	}
 }
 
-// TestJointFails: what is wrong with one of the two ends both.
+// TestJointFails: an error of one of the two nodes ends both.
 func TestJointFails(t *testing.T) {
 	_, _, err := postoffice.StartJoint(t.Context(), postoffice.Options{})
 	vantest.Fails(t, err, van.ErrInvalid, "no Config")
@@ -76,7 +76,7 @@ func TestJointFails(t *testing.T) {
 	vantest.Fails(t, err, van.ErrTimeout, "worker at 127.0.0.1:", "server at 127.0.0.1:", fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port))
 	_, _, err = postoffice.StartJoint(t.Context(), postoffice.Options{Log: drop,
 		Config: config(func(c *postoffice.Config) { c.NumServers, c.NodeRank, c.RootPort = 2, 1, port })})
-	vantest.Fails(t, err, van.ErrInvalid, "DMLC_NUM_WORKER 1") // the server would wait for a worker that cannot be
+	vantest.Fails(t, err, van.ErrInvalid, "DMLC_NUM_WORKER 1") // the server would wait for a worker that cannot exist
 }
 
 // together calls f for all nodes at once.
@@ -100,8 +100,8 @@ func members(c *testcluster.Cluster, group int) []*postoffice.Node {
 	})
 }
 
-// TestBarriers: over every group, a barrier of instances holds each until all have
-// come; one of groups counts a request for each group.
+// TestBarriers: over every group, a barrier of instances is released when all have called it; a barrier of groups
+// counts a request for each group.
 func TestBarriers(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		o.Workers, o.Servers, o.Group = 2, 1, 2
@@ -126,13 +126,14 @@ func TestBarriers(t *testing.T) {
 	})
 }
 
-// TestBarrierLimit: a barrier ends at its limit also on a node that has nothing else to do until then, as without heartbeats.
+// TestBarrierLimit: a barrier ends at its limit also on a node without other events until then, as without
+// heartbeats.
 func TestBarrierLimit(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) {
 		c.HeartbeatInterval, c.HeartbeatTimeout, c.BarrierTimeout = 0, 0, 50*time.Millisecond
 	}})
 	var took time.Duration
-	for range 3 { // a machine that stands still does so in one of them
+	for range 3 { // a pause of this machine affects one of them
 		begun := time.Now()
 		vantest.Fails(t, c.Workers[0].InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup), van.ErrTimeout, "worker 0 (id 9)", "limit 50ms")
 		if took = time.Since(begun); took < 2*time.Second {
@@ -142,7 +143,7 @@ func TestBarrierLimit(t *testing.T) {
 	t.Errorf("it took %s, and more than 2 s before, as until the scheduler's next news", took)
 }
 
-// TestBarrierErrors: a barrier that cannot end is an error, and the next one works.
+// TestBarrierErrors: a barrier that cannot complete is an error, and the next one works.
 func TestBarrierErrors(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.ReplaceTimeout = time.Second }})
 	w := c.Workers[0]
@@ -154,7 +155,7 @@ func TestBarrierErrors(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	vantest.Fails(t, w.InstanceBarrier(ctx, 0, van.WorkerGroup), van.ErrTimeout, "worker 0 (id 9): instance barrier", "the scheduler's log names the missing nodes")
-	// Its request does not count any more: the other one waits until both have come.
+	// Its request no longer counts: the other node waits until both have called the barrier.
 	came := make(chan error, 1)
 	go func() { came <- c.Workers[1].InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup) }()
 	if err := w.InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup); err != nil {
@@ -176,7 +177,7 @@ func TestBarrierErrors(t *testing.T) {
 	c.Workers[1].Close()
 	vantest.Fails(t, <-waiting, van.ErrPeerLost, "worker 0 (id 9)", "worker 1 (id 11) at 127.0.0.1:")
 	vantest.Fails(t, c.Workers[1].Barrier(t.Context(), 0, van.WorkerGroup), van.ErrClosed)
-	// Those that do not need it work on.
+	// Barriers that do not need it work.
 	if err := c.Servers[0].InstanceBarrier(within(t, 20*time.Second), 0, van.ServerGroup); err != nil {
 		t.Error(err)
 	}
@@ -193,7 +194,7 @@ func TestBarrierErrors(t *testing.T) {
 	wg.Wait()
 }
 
-// TestFinalizeDeadline: somebody who never comes is an error at the deadline.
+// TestFinalizeDeadline: a missing node is an error at the deadline.
 func TestFinalizeDeadline(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		o.Set = func(c *postoffice.Config) { c.StopTimeout = 3 * time.Second }
@@ -211,8 +212,8 @@ func TestFinalizeDeadline(t *testing.T) {
 	})
 }
 
-// TestClosedInFinalize: a node that is closed while it waits in Finalize does not keep the scheduler, which stays for those who
-// still wait for their releases.
+// TestClosedInFinalize: a node that is closed while it waits in Finalize does not keep the scheduler, which stays for
+// the nodes that wait for their releases.
 func TestClosedInFinalize(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		o.Workers = 2
@@ -243,7 +244,7 @@ func TestClosedInFinalize(t *testing.T) {
 	})
 }
 
-// TestOnExit: exit functions run once, the last one first, when the node has left.
+// TestOnExit: exit functions run once, in reverse order, when the node has left.
 func TestOnExit(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	for _, name := range []string{"finalize", "close"} {
@@ -283,7 +284,7 @@ type peerEvent struct {
 	cause error
 }
 
-// events collects what happens to peer id of n.
+// events collects the events of peer id at n.
 func events(n *postoffice.Node, id int) (<-chan peerEvent, func()) {
 	ch := make(chan peerEvent, 64)
 	return ch, n.OnPeer(func(i postoffice.NodeID, up bool, cause error) {
@@ -293,8 +294,8 @@ func events(n *postoffice.Node, id int) (<-chan peerEvent, func()) {
 	})
 }
 
-// TestReplacement: a lost node is announced, its requests fail, and one that is
-// started in its place takes its id. Then everything works as before, twice. Lines tell of both.
+// TestReplacement: the loss of a node is announced, its requests fail, and its replacement process gets its id. Then
+// all calls work as before, twice. Log lines report both.
 func TestReplacement(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		var logged vantest.Log
@@ -314,7 +315,7 @@ func TestReplacement(t *testing.T) {
 					t.Fatalf("round %d: %s heard %+v, want the loss of %s", round, watcher.Name(), e, van.NodeName(id))
 				}
 				vantest.Fails(t, e.cause, van.ErrPeerLost)
-				testcluster.Lost(t, c.Scheduler, id) // it notices by itself
+				testcluster.Lost(t, c.Scheduler, id) // it notices without a notice
 				if dead := watcher.DeadNodes(0); !slices.Contains(dead, postoffice.NodeID(id)) {
 					t.Errorf("dead nodes are %v, want %d among them", dead, id)
 				}
@@ -346,7 +347,7 @@ func TestReplacement(t *testing.T) {
 			}
 		}
 		together(t, c.Nodes(), func(n *postoffice.Node) error { return n.InstanceBarrier(within(t, 20*time.Second), 0, van.AllNodes) })
-		for _, n := range c.Nodes() { // what the scheduler told came before its release
+		for _, n := range c.Nodes() { // the scheduler's notices arrived before its release
 			if dead := n.DeadNodes(0); len(dead) > 0 {
 				t.Errorf("%s: dead nodes are %v, want none", n.Name(), dead)
 			}
@@ -355,8 +356,8 @@ func TestReplacement(t *testing.T) {
 	})
 }
 
-// TestServerKeyRanges: whatever the number of servers, their ranges cover all keys without
-// a gap, and the largest key is the last one's.
+// TestServerKeyRanges: for any number of servers, their ranges cover all keys without a gap, and the largest key is
+// the last server's.
 func TestServerKeyRanges(t *testing.T) {
 	for servers := 1; servers <= 8; servers++ {
 		c := testcluster.Start(t, testcluster.Options{Servers: servers})

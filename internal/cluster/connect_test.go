@@ -20,8 +20,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// unconnectable is a van that cannot connect, as when a process has no more
-// descriptors.
+// unconnectable is a van that cannot connect, as in a process without free descriptors.
 type unconnectable struct{ van.Van }
 
 func (unconnectable) Connect(context.Context, int, van.Node) error {
@@ -48,15 +47,15 @@ func TestCannotConnect(t *testing.T) {
 	}
 }
 
-// unasking is a van that does not ask whether its peers are there.
+// unasking is a van that does not probe its peers.
 type unasking struct{ van.Van }
 
 func (u unasking) Unwrap() van.Van { return u.Van }
 
 func (unasking) Alive(int) bool { return false }
 
-// TestCloseWhenAPeerIsLost: who is told of a loss may close the node, whoever
-// noticed the loss.
+// TestCloseWhenAPeerIsLost: a function that is called with a loss may close the node, whichever part noticed the
+// loss.
 func TestCloseWhenAPeerIsLost(t *testing.T) {
 	for _, by := range []string{"connection", "heartbeats"} {
 		for _, over := range []testcluster.Transport{testcluster.InProc, testcluster.TCP, testcluster.SHM} {
@@ -66,7 +65,7 @@ func TestCloseWhenAPeerIsLost(t *testing.T) {
 					c.HeartbeatInterval = 0
 					if by == "heartbeats" && c.Role == "scheduler" {
 						c.HeartbeatInterval = time.Second
-						c.HeartbeatTimeout = 3 * time.Second // of beats that never come; OnPeer is called before
+						c.HeartbeatTimeout = 3 * time.Second // of missing heartbeats; OnPeer is called before
 					}
 				}, Wrap: func(_ string, _ int, f van.Factory) van.Factory {
 					return func(o van.Options) (van.Van, error) {
@@ -115,8 +114,8 @@ func (r *rejected) Connect(_ context.Context, id int, _ van.Node) error {
 	return nil
 }
 
-// TestReplacedBeforeItHasJoined: a node that the scheduler rejects because another has its
-// place is told at once, though it has not joined yet. For one that does not listen, it waits.
+// TestReplacedBeforeItHasJoined: a node that the scheduler rejects because it was replaced fails at once, though it
+// has not joined yet. A node waits for a scheduler that does not listen.
 func TestReplacedBeforeItHasJoined(t *testing.T) {
 	for cause, want := range map[error]error{van.ErrReplaced: postoffice.ErrRefused, errors.New("no process listens there yet"): van.ErrTimeout} {
 		network := inproc.NewNetwork()
@@ -139,7 +138,7 @@ func TestReplacedBeforeItHasJoined(t *testing.T) {
 	}
 }
 
-// refusing is a van that cannot connect to some.
+// refusing is a van that cannot connect to some nodes.
 type refusing struct {
 	van.Van
 	to func(id int) bool
@@ -154,8 +153,8 @@ func (r refusing) Connect(ctx context.Context, id int, peer van.Node) error {
 	return r.Van.Connect(ctx, id, peer)
 }
 
-// TestSchedulerCannotConnect: a scheduler that has given out the ids and then cannot
-// connect to a node ends start-up, and says why to those that it reaches.
+// TestSchedulerCannotConnect: a scheduler that has assigned the ids and then cannot connect to a node ends start-up,
+// and sends the reason to the nodes that it reaches.
 func TestSchedulerCannotConnect(t *testing.T) {
 	network := inproc.NewNetwork()
 	results := map[string]<-chan result{}
@@ -187,7 +186,7 @@ func TestSchedulerCannotConnect(t *testing.T) {
 	}
 }
 
-// slow is a van whose connections to some take until they are let go.
+// slow is a van whose connections to some nodes take until the test releases them.
 type slow struct {
 	van.Van
 	held  func(id int)
@@ -209,9 +208,8 @@ func (s slow) Send(m *van.Message) error {
 	return err
 }
 
-// TestSlowConnect: while a node connects to a newcomer, which may take seconds, its
-// heartbeats and notices go out: the scheduler to one that has no id yet, the server to
-// one that has.
+// TestSlowConnect: while a node connects to a replacement process, which may take seconds, its heartbeats and notices
+// are sent: those of the scheduler to a process without an id, those of the server to a member.
 func TestSlowConnect(t *testing.T) {
 	for _, who := range []string{"scheduler", "server"} {
 		t.Run(who, func(t *testing.T) { slowConnect(t, who) })
@@ -260,7 +258,7 @@ func slowConnect(t *testing.T, who string) {
 	}
 	tick := time.NewTicker(interval)
 	defer tick.Stop()
-	for begun := beats.Load(); beats.Load()-begun < int32(silence/interval)*5/4; { // for longer than silence is borne
+	for begun := beats.Load(); beats.Load()-begun < int32(silence/interval)*5/4; { // for longer than the heartbeat timeout
 		select {
 		case <-tick.C:
 		case <-limit.Done():
@@ -278,8 +276,8 @@ func slowConnect(t *testing.T, who string) {
 	}
 }
 
-// TestLossOfThePredecessor: what the transport says of a connection before the node that
-// has the id now has one is not about that node.
+// TestLossOfThePredecessor: a report about the connection to an earlier process of an id, before there is one to the
+// present process, does not concern the present process.
 func TestLossOfThePredecessor(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	n, id := c.Workers[0], int(c.Servers[0].ID())
@@ -304,7 +302,7 @@ func TestLossOfThePredecessor(t *testing.T) {
 	}
 }
 
-// hooked is a van that says to whom it has connected.
+// hooked is a van that calls a function for each connection.
 type hooked struct {
 	van.Van
 	connected func(id int)
@@ -318,8 +316,8 @@ func (h hooked) Connect(ctx context.Context, id int, peer van.Node) error {
 	return err
 }
 
-// TestLossOfTheReplacement: a node that is lost as soon as it has replaced another one is
-// away, and not only for the machine.
+// TestLossOfTheReplacement: a node that is lost as soon as it has replaced another one is dead, and not only for the
+// machine.
 func TestLossOfTheReplacement(t *testing.T) {
 	var connected atomic.Pointer[func(id int)]
 	c := testcluster.Start(t, testcluster.Options{Wrap: func(role string, _ int, f van.Factory) van.Factory {

@@ -18,7 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// request is a Request whose answers nobody looks at.
+// request is a Request that ignores its answers.
 type request struct {
 	cluster.Request
 	finished, recycled chan error
@@ -42,8 +42,7 @@ func customer(t testing.TB, c *testcluster.Cluster) *cluster.Customer {
 	return x
 }
 
-// TestTimestampsWrap: after the largest timestamp come the small ones, and those
-// of one request stay together.
+// TestTimestampsWrap: after the largest timestamp the small ones follow, and those of one request stay together.
 func TestTimestampsWrap(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	x.SetNext(math.MaxInt32 - 5)
@@ -63,7 +62,7 @@ func TestTimestampsWrap(t *testing.T) {
 	}
 }
 
-// TestTwoWaits: of two who wait for one request at once one is refused, and the other one gets its result.
+// TestTwoWaits: of two concurrent waits for one request one is refused, and the other one gets its result.
 func TestTwoWaits(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	r := newRequest()
@@ -100,7 +99,7 @@ func TestTimestampsInFlight(t *testing.T) {
 	}
 }
 
-// TestCustomerOfANodeThatHasLeft: a node that has left takes no customers.
+// TestCustomerOfANodeThatHasLeft: a node that has left refuses customers.
 func TestCustomerOfANodeThatHasLeft(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	c.Finalize(t)
@@ -110,8 +109,8 @@ func TestCustomerOfANodeThatHasLeft(t *testing.T) {
 	}
 }
 
-// TestOneRequestWithoutAnswer: a request that is never answered, and that nobody
-// waits for, does not keep the others from going on for ever.
+// TestOneRequestWithoutAnswer: a request that is never answered or waited for does not block later ones, however many
+// follow.
 func TestOneRequestWithoutAnswer(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	x.SetNext(0) // the first timestamp is at random
@@ -120,7 +119,7 @@ func TestOneRequestWithoutAnswer(t *testing.T) {
 		t.Fatal(err)
 	}
 	r := newRequest()
-	for next := 1023; next > 0 && next < math.MaxInt32; next = 2*next + 1 { // each meets the place of the stuck one
+	for next := 1023; next > 0 && next < math.MaxInt32; next = 2*next + 1 { // each comes to the slot of the unanswered one
 		x.SetNext(int32(next))
 		if err := x.Open(&r.Request, "test", r, 3, nil); err != nil {
 			t.Fatalf("from timestamp %d: %v", next, err)
@@ -158,8 +157,7 @@ func TestLimitCountsFromTheBegin(t *testing.T) {
 	}
 }
 
-// TestSlicesOfASpinningWait: a wait in slices ends with its slice, also when waits
-// spin for ever.
+// TestSlicesOfASpinningWait: a wait in slices ends with its slice, also when waits spin without limit.
 func TestSlicesOfASpinningWait(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }}))
 	r := newRequest()
@@ -177,8 +175,8 @@ func TestSlicesOfASpinningWait(t *testing.T) {
 	}
 }
 
-// TestPollFor: a worker whose waits spin looks until what it waits for is there, the limit has passed, or its context has
-// ended; others look once.
+// TestPollFor: a worker whose waits spin polls until its condition holds, the limit has passed, or its context has
+// ended; other nodes poll once.
 func TestPollFor(t *testing.T) {
 	spins := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }})
 	sleeps := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP})
@@ -205,7 +203,7 @@ func TestPollFor(t *testing.T) {
 	core(spins.Servers[0]).App().PollFor(t.Context(), 0, func() bool { t.Error("a server polls, which would run handlers"); return true })
 }
 
-// TestCloseEndsFinalize: Close does not wait for a Finalize that waits for others.
+// TestCloseEndsFinalize: Close does not wait for a pending Finalize.
 func TestCloseEndsFinalize(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	done := make(chan error, 1)
@@ -218,7 +216,7 @@ func TestCloseEndsFinalize(t *testing.T) {
 	c.Servers[0].Close()
 	select {
 	case err := <-done:
-		if err != nil && !errors.Is(err, van.ErrClosed) { // nil when Close came first
+		if err != nil && !errors.Is(err, van.ErrClosed) { // nil when Close was first
 			t.Errorf("Finalize ends with %v, want %v", err, van.ErrClosed)
 		}
 	case <-time.After(10 * time.Second):
@@ -226,8 +224,8 @@ func TestCloseEndsFinalize(t *testing.T) {
 	}
 }
 
-// TestSlices: a wait in slices gives up what it waits for at the limit only, however long the slice is; what ends
-// between two of them is there for the next.
+// TestSlices: a wait in slices cancels its request at the limit only, however long the slice is. A request that ends
+// between two slices is found by the next one.
 func TestSlices(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	open := func() *request {
@@ -262,7 +260,8 @@ func TestSlices(t *testing.T) {
 	}
 }
 
-// TestBegin: a request whose messages are still sent does not finish, whatever comes; one that has ended is not begun.
+// TestBegin: a request whose messages are still being sent does not finish, whatever arrives; Begin fails on one that
+// has ended.
 func TestBegin(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	for _, fail := range []bool{false, true} {
@@ -324,8 +323,8 @@ func TestOpenRefuses(t *testing.T) {
 	}
 }
 
-// TestLimitOfACall: by default ten seconds; a deadline of the context takes the place of the limit, and of a
-// call that failed there is nothing to wait for.
+// TestLimitOfACall: a call has a default limit; a deadline of the context replaces it, and a call that failed cannot
+// be waited for.
 func TestLimitOfACall(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	call := func(ctx context.Context, limit, age time.Duration) *van.Error {
@@ -366,8 +365,8 @@ func TestLimitOfACall(t *testing.T) {
 	vantest.Fails(t, postoffice.Call{}.Wait(ctx), postoffice.ErrUnknownHandler, "never made")
 }
 
-// TestWhichHandlers: what was given out, and what is said of handlers that cannot be waited for, also when timestamps
-// have begun from 0 again.
+// TestWhichHandlers: the issued handlers, and the errors of handlers that cannot be waited for, also when timestamps
+// continue from 0.
 func TestWhichHandlers(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	x.BeginAt(math.MaxInt32 - 5)
@@ -433,7 +432,7 @@ func TestWhichHandlers(t *testing.T) {
 	}
 }
 
-// TestWhoOwes: the error of a request that was given up names eight who owe answers, and counts the others.
+// TestWhoOwes: the error of a canceled request names eight peers that owe answers, and counts the others.
 func TestWhoOwes(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	var ids []int
@@ -459,7 +458,7 @@ func TestWhoOwes(t *testing.T) {
 	}
 }
 
-// TestTraces: those of the latest answers are kept, under their own timestamps.
+// TestTraces: the traces of the latest answers are kept, under their own timestamps.
 func TestTraces(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	if _, ok := x.Trace(1); ok {
@@ -489,7 +488,7 @@ func TestTraces(t *testing.T) {
 	}
 }
 
-// TestManyProcesses: who has the small ids is known still when there are large ones.
+// TestManyProcesses: the processes of small ids stay known when large ids are added.
 func TestManyProcesses(t *testing.T) {
 	n := testcluster.Start(t, testcluster.Options{}).Workers[0]
 	note := func(id int) {
@@ -512,7 +511,7 @@ func TestManyProcesses(t *testing.T) {
 	}
 }
 
-// TestWatchersLeave: who has left is told nothing more, the others are.
+// TestWatchersLeave: a removed function is called no more, the others are.
 func TestWatchersLeave(t *testing.T) {
 	n := testcluster.Start(t, testcluster.Options{}).Workers[0]
 	var told [3]int
@@ -531,7 +530,8 @@ func TestWatchersLeave(t *testing.T) {
 	}
 }
 
-// TestMessageToItself: what a node sends to itself is a copy, which comes as from itself, and the sender is done with it.
+// TestMessageToItself: a message of a node to itself is delivered as a copy, with the node as its sender, and its
+// memory is free at once.
 func TestMessageToItself(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	n := c.Servers[0]
@@ -562,12 +562,12 @@ func TestMessageToItself(t *testing.T) {
 	}
 }
 
-// sentTo is told that a message was sent.
+// sentTo receives an element when a message was sent.
 type sentTo chan struct{}
 
 func (s sentTo) Sent() { s <- struct{}{} }
 
-// TestOldestNoticesGo: of what was given up the latest is said again to a peer that comes back.
+// TestOldestNoticesGo: the latest cancellations are repeated to a peer that is back.
 func TestOldestNoticesGo(t *testing.T) {
 	n := testcluster.Start(t, testcluster.Options{}).Workers[0]
 	for i := range int32(300) {
@@ -584,7 +584,7 @@ func TestOldestNoticesGo(t *testing.T) {
 	}
 }
 
-// TestLimitOutlastsALoss: the default limit of a call is longer than the detection of a stopped process takes: the allowed
+// TestLimitOutlastsALoss: the default limit of a call is longer than the detection of a stopped process: the allowed
 // silence, the time to the next heartbeat, and 2 s for the steps that follow.
 func TestLimitOutlastsALoss(t *testing.T) {
 	for _, x := range []struct{ interval, timeout, want time.Duration }{

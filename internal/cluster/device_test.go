@@ -27,13 +27,13 @@ func init() {
 	})
 }
 
-// alone starts a scheduler, the only node that comes up without others.
+// alone starts a scheduler, the only node that starts without others.
 func alone(t *testing.T, set func(*postoffice.Config), log *slog.Logger) *postoffice.Node {
 	t.Helper()
 	return testcluster.Start(t, testcluster.Options{Set: set, Log: log}).Scheduler
 }
 
-// TestBackendConfigured: the backend waits as the variables say, and is the node's.
+// TestBackendConfigured: the backend waits as the variables specify, and is the node's.
 func TestBackendConfigured(t *testing.T) {
 	for _, c := range []struct {
 		sync bool
@@ -47,7 +47,7 @@ func TestBackendConfigured(t *testing.T) {
 		n := alone(t, func(cfg *postoffice.Config) {
 			cfg.MemSync, cfg.BusyPoll = c.sync, c.poll
 			if cfg.Role == "scheduler" {
-				cfg.Backend = "PRETENDED" // told to, it opens one
+				cfg.Backend = "PRETENDED" // with this setting it opens one
 			}
 		}, nil)
 		d := <-pretended
@@ -61,7 +61,7 @@ func TestBackendConfigured(t *testing.T) {
 	}
 }
 
-// TestSchedulerNeedsNoGPU: it does not even look for one.
+// TestSchedulerNeedsNoGPU: the scheduler does not even search for a GPU.
 func TestSchedulerNeedsNoGPU(t *testing.T) {
 	var log bytes.Buffer
 	cfg := postoffice.DefaultConfig()
@@ -71,7 +71,7 @@ func TestSchedulerNeedsNoGPU(t *testing.T) {
 	defer cancel()
 	out := writer(func(line []byte) {
 		if log.Write(line); strings.Contains(string(line), "Bind to") {
-			cancel() // nobody else will come
+			cancel() // no other node will register
 		}
 	})
 	if _, err := postoffice.Start(ctx, postoffice.Options{Config: cfg, Log: slog.New(slog.NewTextHandler(out, nil))}); err == nil {
@@ -82,7 +82,8 @@ func TestSchedulerNeedsNoGPU(t *testing.T) {
 	}
 }
 
-// TestUnprotectedOnce: a scheduler that other hosts reach says in one line that it has no secret, unless the user has decided.
+// TestUnprotectedOnce: a scheduler that other hosts can reach logs one line that it has no secret, unless the user
+// has decided.
 func TestUnprotectedOnce(t *testing.T) {
 	for _, c := range []struct {
 		set  func(*postoffice.Config)
@@ -100,7 +101,7 @@ func TestUnprotectedOnce(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		out := writer(func(line []byte) {
 			if log.Write(line); strings.Contains(string(line), "Bind to") {
-				cancel() // nobody else will come
+				cancel() // no other node will register
 			}
 		})
 		if _, err := postoffice.Start(ctx, postoffice.Options{Config: cfg, Log: slog.New(slog.NewTextHandler(out, nil))}); err == nil {
@@ -121,8 +122,8 @@ func (w writer) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// TestStaged: values on a device go through host memory where the transport takes no
-// others; that of host tensors is as it was.
+// TestStaged: values on a device are sent through host memory where the transport takes no others; host tensors are
+// sent as before.
 func TestStaged(t *testing.T) {
 	for _, c := range []struct {
 		name string

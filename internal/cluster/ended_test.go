@@ -13,7 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// TestEndedBeforeItRegistered: a node ends since its limits are too low. The waiting nodes report the cause, with a secret too.
+// TestEndedBeforeItRegistered: a node ends since its resource limits are too low. The waiting nodes report the cause,
+// with a secret too.
 func TestEndedBeforeItRegistered(t *testing.T) {
 	for name, secret := range map[string]env.Secret{"no secret": "", "secret": "correct horse battery staple"} {
 		t.Run(name, func(t *testing.T) {

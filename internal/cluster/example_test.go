@@ -14,9 +14,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// A cluster of a scheduler, a server and two workers, all in this process: ranks, a
-// barrier, and the end. Usually each is a process of its own, and the configuration comes
-// from LoadConfig.
+// A cluster of a scheduler, a server and two workers, all in this process: ranks, a barrier, and the end. Usually
+// each is a process of its own, and the configuration comes from LoadConfig.
 func Example() {
 	ctx, network := context.Background(), inproc.NewNetwork()
 	var mu sync.Mutex
@@ -30,7 +29,7 @@ func Example() {
 		all.Go(func() {
 			n, err := postoffice.Start(ctx, postoffice.Options{Config: cfg, Van: network.Factory(), Log: slog.New(slog.DiscardHandler)})
 			if err != nil {
-				panic(err) // says who is missing
+				panic(err) // names the missing nodes
 			}
 			if n.Role() == van.Worker {
 				if err := n.InstanceBarrier(ctx, 0, van.WorkerGroup); err != nil {
@@ -40,7 +39,7 @@ func Example() {
 			mu.Lock()
 			names[n.Name()] = true
 			mu.Unlock()
-			if err := n.Finalize(ctx); err != nil { // waits for everybody
+			if err := n.Finalize(ctx); err != nil { // waits for all nodes
 				panic(err)
 			}
 		})

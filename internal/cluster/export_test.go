@@ -6,17 +6,17 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// AddPendingConnect counts connections that are still to be made to node id.
+// AddPendingConnect counts Connect outputs for node id that are not performed yet.
 func (n *Node) AddPendingConnect(id, more int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.addPendingConnect(id, more)
 }
 
-// PeerChanged is what the transport calls.
+// PeerChanged is called by the transport.
 func (n *Node) PeerChanged(id int, up bool, cause error) { n.peerChanged(id, up, cause) }
 
-// Lost is why node id is away, nil when it is not.
+// Lost returns the reason why node id is considered dead, or nil.
 func (n *Node) Lost(id int) error { return n.processes.lost(id) }
 
 // SetNext makes ts the next timestamp of c.
@@ -29,7 +29,7 @@ func (c *Customer) SetNext(ts int32) {
 // TableSize is the size of c's table of requests in flight.
 func (c *Customer) TableSize() int { return len(*c.table.Load()) }
 
-// SetProcess notes that record's process has id.
+// SetProcess enters the record of the process that has id.
 func (n *Node) SetProcess(id int, record *van.Node) { n.members.setProcess(id, record, true) }
 
 // PendingMessages counts the messages of processes that the table does not have.
@@ -42,30 +42,30 @@ func (n *Node) PendingMessages() (count int) {
 	return count
 }
 
-// PendingCancels counts what processes have given up that the table does not have.
+// PendingCancels counts the cancellations of processes that the table does not have.
 func (n *Node) PendingCancels() int {
 	n.pending.mu.Lock()
 	defer n.pending.mu.Unlock()
 	return len(n.pending.cancellations)
 }
 
-// SetLost makes node id be considered dead because of cause, or not with nil.
+// SetLost makes node id considered dead because of cause, or alive with nil.
 func (n *Node) SetLost(id int, cause error) { n.processes.setLost(id, cause) }
 
-// SetStartTimeout changes how long requests for applications that are not made are kept.
+// SetStartTimeout changes the time for which requests for applications that do not exist yet are queued.
 func (n *Node) SetStartTimeout(d time.Duration) { n.cfg.StartTimeout = d }
 
-// CancelAt tells a server that a request is given up.
+// CancelAt notifies a server that a request is canceled.
 func (n *Node) CancelAt(id, app int, w Canceled) { n.notices.cancel(id, app, w) }
 
-// PendingQueues counts the senders of which Held counts messages.
+// PendingQueues counts the senders of the messages that PendingMessages counts.
 func (n *Node) PendingQueues() int {
 	n.pending.mu.Lock()
 	defer n.pending.mu.Unlock()
 	return len(n.pending.queues)
 }
 
-// Receive is what the transport calls with each message.
+// Receive is called by the transport with each message.
 func (n *Node) Receive(m *van.Message) { n.receive(m) }
 
 // Incarnation is that of this process; see van.NodeExtension.
@@ -74,7 +74,7 @@ func (n *Node) Incarnation() uint32 { return n.incarnation }
 // Epoch counts the processes that have had node id, as far as n knows.
 func (n *Node) Epoch(id int) uint32 { return n.processes.of(id).epoch }
 
-// Answer is an answer of node from to timestamp ts of c.
+// Answer passes an answer of node from to timestamp ts of c.
 func (c *Customer) Answer(from int, ts int32) error {
 	msg := &van.Message{}
 	msg.Reset()
@@ -86,7 +86,7 @@ func (c *Customer) Answer(from int, ts int32) error {
 	return r.answer(msg)
 }
 
-// ErrLate is what answers to requests get that are not in flight.
+// ErrLate is the error of answers to requests that are not in flight.
 var ErrLate = errLate
 
 // FailPeer fails the request of ts if node id owes an answer to it.
@@ -96,7 +96,7 @@ func (c *Customer) FailPeer(id int, ts int32, cause error) {
 	}
 }
 
-// InUse is what c counts as in flight.
+// InUse counts the timestamps and requests in flight, and the table's used slots.
 func (c *Customer) InUse() (timestamps, requests, places int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

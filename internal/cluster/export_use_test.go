@@ -7,10 +7,10 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// CarryOut does what the machine says.
+// CarryOut performs an output of the machine.
 func (n *Node) CarryOut(o membership.Output) { n.perform(o) }
 
-// Completed is called, by whoever ends a request, after it has let go of it.
+// Completed is called after the end of a request, by the goroutine that has ended it.
 func (c *Customer) Completed(r *Request, use uint64) { c.addFinished(r, use) }
 
 // Use counts the uses of r.
@@ -20,44 +20,44 @@ func (r *Request) Use() uint64 {
 	return r.gen
 }
 
-// Kept tells whether r is among the finished ones that nobody has waited for.
+// Kept reports whether r is among the finished requests that were not waited for.
 func (r *Request) Kept() bool {
 	r.c.mu.Lock()
 	defer r.c.mu.Unlock()
 	return r.ringIndex >= 0
 }
 
-// NoteProcesses is what happens first with what the machine says.
+// NoteProcesses updates the table before the outputs of the machine are performed.
 func (n *Node) NoteProcesses(outs ...membership.Output) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.members.updateProcesses(outs, n.machine.Incarnation(van.SchedulerID))
 }
 
-// MayJoin tells whether the cluster has a place for id.
+// MayJoin reports whether the cluster has a node with that id.
 func (n *Node) MayJoin(id int) bool { return n.mayJoin(id) }
 
-// Age makes r have begun earlier by d.
+// Age moves the start of r back by d.
 func (r *Request) Age(d time.Duration) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.start -= uint64(d)
 }
 
-// Busy counts who keeps r from finishing.
+// Busy counts the calls that keep r from finishing.
 func (r *Request) Busy() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.busy
 }
 
-// Process is the incarnation of node id that n has noted.
+// Process is the incarnation of node id that n has recorded.
 func (n *Node) Process(id int) uint32 { return n.processes.of(id).incarnation }
 
-// Notify tells those who watch peers.
+// Notify calls the functions of OnPeer.
 func (n *Node) Notify(id int, up bool, cause error) { n.notify(id, up, cause) }
 
-// NoticesFor counts what n may have to say again to node id.
+// NoticesFor counts the notices that n may have to repeat to node id.
 func (n *Node) NoticesFor(id int) (firsts []int32) {
 	n.notices.mu.Lock()
 	defer n.notices.mu.Unlock()

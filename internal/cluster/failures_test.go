@@ -9,8 +9,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestFailuresModel: failed requests of random lengths in random order, also where timestamps begin from 0 again, against a
-// map. What is known is right, and nothing that failed is taken for answered.
+// TestFailuresModel compares failed requests of random lengths in random order, also where timestamps continue from
+// 0, with a map. Known results are right, and no failed request is taken for answered.
 func TestFailuresModel(t *testing.T) {
 	for seed := range uint64(40) {
 		rng := rand.New(rand.NewPCG(seed, 7))
@@ -85,8 +85,8 @@ func TestFailuresModel(t *testing.T) {
 	}
 }
 
-// TestFailuresTouch: of requests that failed one behind the other, in whatever order, any number is remembered, each with an
-// error of its kind.
+// TestFailuresTouch: of consecutive requests that failed, in any order, any number is remembered, each with an error
+// of its kind.
 func TestFailuresTouch(t *testing.T) {
 	f := failures{forgotten: -1}
 	why := [2]error{fmt.Errorf("one: %w", van.ErrTimeout), fmt.Errorf("other: %w", van.ErrPeerLost)}
@@ -103,7 +103,7 @@ func TestFailuresTouch(t *testing.T) {
 		t.Errorf("%d are kept", len(f.list))
 	}
 
-	// Timestamps that are given out again are forgotten, the rest of a stretch is not.
+	// Timestamps that are issued again are forgotten, the rest of a range is not.
 	f = failures{list: []failedRange{{0, 5, why[0]}, {10, 10, why[1]}, {30, 1, why[0]}}, forgotten: -1}
 	for ts := int32(0); ts < 15; ts += 3 {
 		f.clearReused(ts, 3)

@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// TestLeaveOnce: whoever ends a node while it is leaving waits until it has left, and gets
-// the result. Virtual time goes on meanwhile, which it does not for who waits for a mutex.
+// TestLeaveOnce: a call that ends a node while it is leaving waits until it has left, and gets the result. Virtual
+// time continues meanwhile, which it does not while a goroutine waits for a mutex.
 func TestLeaveOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &Node{lifetime: lifetime{left: make(chan struct{})}}

@@ -16,14 +16,13 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// result is what Start returned.
+// result is the result of Start.
 type result struct {
 	n   *postoffice.Node
 	err error
 }
 
-// begin starts a node and delivers what comes of it. The node is closed at the end
-// of the test.
+// begin starts a node and delivers the result. The node is closed at the end of the test.
 func begin(t testing.TB, network *inproc.Network, cfg *postoffice.Config) <-chan result {
 	done := make(chan result, 1)
 	over := make(chan struct{})
@@ -55,7 +54,7 @@ func eachAlone(t *testing.T, test func(t *testing.T, role string, network *inpro
 	}
 }
 
-// TestNoScheduler: a scheduler that is not there is an error at the deadline.
+// TestNoScheduler: a missing scheduler is an error at the deadline.
 func TestNoScheduler(t *testing.T) {
 	eachAlone(t, func(t *testing.T, role string, network *inproc.Network) {
 		port := testcluster.FreePort(t)
@@ -83,10 +82,10 @@ func TestNoScheduler(t *testing.T) {
 	})
 }
 
-// TestSchedulerNotFound: a scheduler whose name has no address is waited for, since names may
-// come later; the error at the deadline says why it has none.
+// TestSchedulerNotFound: a scheduler whose name has no address is waited for, since names may appear later; the error
+// at the deadline has the reason.
 func TestSchedulerNotFound(t *testing.T) {
-	const name = "no..such.host" // which no name service is asked for
+	const name = "no..such.host" // no name service is asked for it
 	eachAlone(t, func(t *testing.T, role string, network *inproc.Network) {
 		cfg := config(func(c *postoffice.Config) {
 			c.Role, c.RootURI, c.RootPort, c.StartTimeout = role, name, 8123, 300*time.Millisecond
@@ -103,8 +102,8 @@ func TestSchedulerNotFound(t *testing.T) {
 	})
 }
 
-// TestMissingNodes: at the deadline everybody learns who has not come, and the
-// same port serves a complete cluster afterwards.
+// TestMissingNodes: at the deadline all nodes report the missing ones, and the same port serves a complete cluster
+// afterwards.
 func TestMissingNodes(t *testing.T) {
 	port := testcluster.FreePort(t)
 	set := func(role string, rank int, limit time.Duration) *postoffice.Config {
@@ -151,8 +150,7 @@ func TestSchedulerPortInUse(t *testing.T) {
 		"scheduler", fmt.Sprintf("127.0.0.1:%d", port), "another process listens there", "DMLC_PS_ROOT_PORT")
 }
 
-// TestRankTwice: of two nodes that want one rank the second is told so, and the
-// cluster waits for a right one.
+// TestRankTwice: of two nodes that ask for one rank the second is refused, and the cluster waits for a right one.
 func TestRankTwice(t *testing.T) {
 	network := inproc.NewNetwork()
 	set := func(role string, rank int) *postoffice.Config {
@@ -175,8 +173,7 @@ func TestRankTwice(t *testing.T) {
 	}
 }
 
-// TestTooManyNodes: a node for which there is no place is told so, before and
-// after the cluster is complete.
+// TestTooManyNodes: an additional node is refused, before and after the cluster is complete.
 func TestTooManyNodes(t *testing.T) {
 	network := inproc.NewNetwork()
 	set := func(role string, numbers int) *postoffice.Config {
@@ -185,7 +182,7 @@ func TestTooManyNodes(t *testing.T) {
 		})
 	}
 	s := begin(t, network, set("scheduler", 1))
-	early := <-begin(t, network, set("worker", 2)) // thinks that there are two of each
+	early := <-begin(t, network, set("worker", 2)) // is configured for two of each
 	vantest.Fails(t, early.err, postoffice.ErrRefused, "(rank 1)", "its DMLC_NUM_WORKER x DMLC_GROUP_SIZE is 2, that of the scheduler", "is 1; give all nodes the same numbers")
 	for _, done := range []<-chan result{begin(t, network, set("server", 1)), begin(t, network, set("worker", 1)), s} {
 		if r := <-done; r.err != nil {

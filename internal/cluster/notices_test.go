@@ -16,9 +16,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// outbox is a van that notes what is sent.
+// outbox is a van that records messages.
 type outbox struct {
-	van.Van // nil: what a test does not expect panics
+	van.Van // nil: an unexpected call panics
 	sent    []string
 	fail    error
 }
@@ -29,7 +29,7 @@ func (v *outbox) Send(m *van.Message) error {
 	return v.fail
 }
 
-// TestNoticeStories: which notices of requests that were given up leave, and leave again when their peer is back, in
+// TestNoticeStories: the notices of canceled requests that are sent, and sent again when their peer is back, in
 // virtual time.
 func TestNoticeStories(t *testing.T) {
 	golden.Check(t, "notices", 60, func(rng *rand.Rand, w io.Writer) {
@@ -75,8 +75,8 @@ func TestNoticeStories(t *testing.T) {
 	})
 }
 
-// TestLanesModel: the outputs about a peer are carried out in order, whatever is slow, those about others do not wait for
-// them, and Ready comes when nothing is under way.
+// TestLanesModel: outputs about one peer are performed in order, whichever are slow; those about other peers do not
+// wait for them, and Ready follows when no output is pending.
 func TestLanesModel(t *testing.T) {
 	for seed := range uint64(200) {
 		rng := rand.New(rand.NewPCG(seed, 7))
@@ -154,7 +154,7 @@ func TestLanesModel(t *testing.T) {
 				if peer, about, _ := peerOf(o); about {
 					asked[of(peer)] = append(asked[of(peer)], fmt.Sprintf("%T%v", o, o))
 				}
-				if r, is := o.(membership.Rename); is { // what follows under the new id is behind it
+				if r, is := o.(membership.Rename); is { // outputs with the new id follow it
 					x := membership.Send{To: r.New, Meta: van.Meta{Timestamp: int32(i)}}
 					l.dispatch(x)
 					asked[of(r.New)] = append(asked[of(r.New)], fmt.Sprintf("%T%v", x, x))

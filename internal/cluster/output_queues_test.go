@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// slowVan notes what is asked of it. Connect ends when the test says so.
+// slowVan records calls. Connect ends when the test says so.
 type slowVan struct {
 	van.Van
 	calls   chan string
@@ -34,8 +34,8 @@ func (v *slowVan) Send(m *van.Message) error {
 	return nil
 }
 
-// TestRenameKeepsTheOrder: what is sent to a node under its new id leaves behind the Rename,
-// which waits for the node's connection.
+// TestRenameKeepsTheOrder: messages to a node under its new id are sent after the Rename, which waits for the node's
+// connection.
 func TestRenameKeepsTheOrder(t *testing.T) {
 	v := &slowVan{calls: make(chan string, 8), release: make(chan struct{})}
 	n := &Node{van: v, nodeInfo: nodeInfo{log: slog.New(slog.DiscardHandler)}}

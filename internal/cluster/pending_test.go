@@ -17,7 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// collector is an application that notes what comes.
+// collector is an application that records messages.
 type collector struct {
 	mu   sync.Mutex
 	seen []int32
@@ -45,10 +45,8 @@ func rawRequest(app int32, ts int32, size int) *van.Message {
 	return m
 }
 
-// TestMessagesOfOtherProcesses: data of a process that the table does not have, or meant
-// for one that was here before, does not reach an application. What comes of a process
-// that takes its place a moment later does, in order, behind nothing and before nothing
-// else of it.
+// TestMessagesOfOtherProcesses: data of a process that the table does not have, or for an earlier process here, does
+// not reach an application. Data of a process that is admitted a moment later does, in order.
 func TestMessagesOfOtherProcesses(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)
@@ -72,11 +70,11 @@ func TestMessagesOfOtherProcesses(t *testing.T) {
 		}
 		mine, its, next := core(w).Incarnation(), core(s).Incarnation(), core(w).Incarnation()^0x5555
 		want := []int32{send(mine, its)}
-		send(mine, its^1) // meant for the server before
+		send(mine, its^1) // for the earlier server process
 		send(mine, 0)
 		send(0, its)
-		early := []int32{send(next, its), send(next, its)} // of a worker that takes this one's place
-		send(next^0x3333, its)                             // of one that never does
+		early := []int32{send(next, its), send(next, its)} // of the replacement process of this worker
+		send(next^0x3333, its)                             // of a process that is never admitted
 		want = append(want, send(mine, its))
 		until(t, "what is right comes", func() bool { return len(app.all()) >= 2 })
 		if got := app.all(); !slices.Equal(got, want) {
@@ -99,9 +97,9 @@ func TestMessagesOfOtherProcesses(t *testing.T) {
 	}, testcluster.InProc)
 }
 
-// TestProcessesAroundAnOriginal: a C++ StepMesh process takes the place of one of this library,
-// and another of this library that of the C++ one. Its messages have no marks. Data of the first
-// does not count as its, and data of the last waits until its record comes.
+// TestProcessesAroundAnOriginal: a C++ StepMesh process replaces one of this library, and another one of this library
+// replaces the C++ process. C++ messages have no incarnations. Data of the first process does not count as the
+// second's, and data of the last one waits for its record.
 func TestProcessesAroundAnOriginal(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	w, s := c.Workers[0], c.Servers[0]
@@ -158,8 +156,8 @@ func TestProcessesAroundAnOriginal(t *testing.T) {
 	}
 }
 
-// TestGivenUpOfTwoCustomers: with PS_RESEND a server hears what every application has given up,
-// whatever the timestamps of others were.
+// TestGivenUpOfTwoCustomers: with PS_RESEND a server receives the cancellations of every application, whatever the
+// timestamps of the others were.
 func TestGivenUpOfTwoCustomers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.Resend = true }})
 	heard := make(chan cluster.Canceled, 1)
@@ -185,9 +183,8 @@ func TestGivenUpOfTwoCustomers(t *testing.T) {
 	}
 }
 
-// TestGivenUpByAStranger: what a process gives up before this node knows of it does not
-// reach an application, whether its requests are held here or come later, as from a
-// transport that held them.
+// TestGivenUpByAStranger: requests that a process cancels before this node knows it do not reach an application,
+// whether they are queued here or arrive later, as from a transport that queued them.
 func TestGivenUpByAStranger(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	w, s := c.Workers[0], c.Servers[0]
@@ -231,8 +228,8 @@ func TestGivenUpByAStranger(t *testing.T) {
 	}
 }
 
-// TestAnsweredWhenReplaced: what the process that takes the place of a lost one has sent
-// before its record came is delivered when it can be answered, not before.
+// TestAnsweredWhenReplaced: messages that a replacement process has sent before its record arrived are delivered when
+// they can be answered, not before.
 func TestAnsweredWhenReplaced(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	w, s := c.Workers[0], c.Servers[0]
@@ -255,7 +252,7 @@ func TestAnsweredWhenReplaced(t *testing.T) {
 	select {
 	case err := <-lost:
 		t.Fatalf("delivered before its sender can be answered: %v", err)
-	case <-time.After(100 * time.Millisecond): // in which it would have come
+	case <-time.After(100 * time.Millisecond): // in which it would have arrived
 	}
 	core(s).CarryOut(membership.PeerReplaced{ID: id, Node: record})
 	select {
@@ -268,8 +265,8 @@ func TestAnsweredWhenReplaced(t *testing.T) {
 	}
 }
 
-// TestStrangersHaveABudget: what a process that the table does not have can make a node
-// keep is bounded in bytes; what is dropped is counted.
+// TestStrangersHaveABudget: the messages of processes that the table does not have are bounded in bytes; dropped ones
+// are counted.
 func TestStrangersHaveABudget(t *testing.T) {
 	const size, budget = 100 << 10, 1 << 20
 	hook := &hooks.Van{}
@@ -301,7 +298,7 @@ func TestStrangersHaveABudget(t *testing.T) {
 	}
 	gone := uint64(30 - hook.Held())
 	testcluster.Counted(t, s, postoffice.Stats{StrangerMessages: gone, StrangerBytes: gone * (size + 8 + 512)})
-	// What has been delivered does not count any more.
+	// Delivered messages no longer count.
 	record := van.Node{Role: van.Worker, ID: van.WorkerID(0), Endpoint: (&van.NodeExtension{Incarnation: core(w).Incarnation() ^ 1}).Encode()}
 	core(s).SetProcess(van.WorkerID(0), &record)
 	until(t, "what was kept is delivered", func() bool { return hook.Held() == 0 })
@@ -319,8 +316,8 @@ func TestStrangersHaveABudget(t *testing.T) {
 	}
 }
 
-// TestEarlyRequestsExpire: requests for an application that is not made are given up after
-// STEPAF_START_TIMEOUT, with a line that names it; those of a worker that is lost at once.
+// TestEarlyRequestsExpire: requests for an application that is not made are dropped after STEPAF_START_TIMEOUT, with
+// a line that names it; those of a lost worker are dropped at once.
 func TestEarlyRequestsExpire(t *testing.T) {
 	hook := &hooks.Van{}
 	var logged vantest.Log
@@ -338,11 +335,11 @@ func TestEarlyRequestsExpire(t *testing.T) {
 	until(t, "the request is kept", func() bool { return hook.Held() == 1 })
 	c.Workers[0].Close()
 	until(t, "it is forgotten", func() bool { return hook.Held() == 0 })
-	testcluster.Counted(t, c.Servers[0], postoffice.Stats{EarlyRequests: 1, EarlyBytes: 100 + 8 + 512}) // of the living
+	testcluster.Counted(t, c.Servers[0], postoffice.Stats{EarlyRequests: 1, EarlyBytes: 100 + 8 + 512}) // of the live worker
 }
 
-// TestStrangersLeaveNothing: what comes under an id that no member can have is dropped, and
-// nothing is kept of the id.
+// TestStrangersLeaveNothing: messages under an id that no member can have are dropped, and no state remains for the
+// id.
 func TestStrangersLeaveNothing(t *testing.T) {
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Log: logged.Logger()})

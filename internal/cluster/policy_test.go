@@ -50,7 +50,7 @@ func policies(t testing.TB, c *testcluster.Cluster, question string, want ...str
 type stream struct {
 	from  cluster.App
 	bytes atomic.Int64
-	came  chan struct{} // one for each message
+	came  chan struct{} // one element for each message
 	ts    int32
 }
 
@@ -68,7 +68,7 @@ func newStream(t testing.TB, from, to *postoffice.Node) *stream {
 	return s
 }
 
-// send sends count messages of size bytes and waits until all have come.
+// send sends count messages of size bytes and waits until all have arrived.
 func (s *stream) send(t testing.TB, count, size int) (took time.Duration) {
 	t.Helper()
 	start := time.Now()
@@ -101,8 +101,8 @@ func (s *stream) limited(t testing.TB) {
 	}
 }
 
-// TestRatePolicy: a rate for a peer or an application holds from when it is said to be in force
-// until it is cleared, over each transport.
+// TestRatePolicy: a rate for a peer or an application holds from the time at which it is reported in force until it
+// is cleared, over each transport.
 func TestRatePolicy(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		o.Workers = 2
@@ -117,14 +117,14 @@ func TestRatePolicy(t *testing.T) {
 		if _, err := core(c.Workers[1]).App().AddCustomer(5, 5, func(*van.Message) {}); err != nil {
 			t.Fatal(err)
 		}
-		policies(t, c, "list", "app=5,rate=1000000 in-force=9,11,8") // said with a heartbeat
+		policies(t, c, "list", "app=5,rate=1000000 in-force=9,11,8") // sent with a heartbeat
 		policies(t, c, "clear all")
 		s.send(t, 8, 250_000)
 		c.Finalize(t)
 	}, testcluster.TCP, testcluster.Unix, testcluster.SHM)
 }
 
-// TestClassPolicy: the connections to a peer get its class; where they cannot, the list says so.
+// TestClassPolicy: the connections to a peer get its class; where they cannot, the list reports it.
 func TestClassPolicy(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)
@@ -139,8 +139,8 @@ func TestClassPolicy(t *testing.T) {
 	}, testcluster.TCP, testcluster.Unix, testcluster.SHM)
 }
 
-// TestPolicyOfReplacement: a process that takes the place of another has the policies, and one that
-// takes the place of the peer is what they are about.
+// TestPolicyOfReplacement: a replacement process has the policies, and policies about a peer apply to its replacement
+// process.
 func TestPolicyOfReplacement(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP})
 	policies(t, c, "set peer=8,rate=1000000", "peer=8,rate=1000000 in-force=9")
@@ -186,8 +186,7 @@ func TestPolicyOfReplacement(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestPolicyOfRestartedScheduler: another process at the scheduler's address takes the policies from
-// the nodes.
+// TestPolicyOfRestartedScheduler: a new process at the scheduler's address takes the policies from the nodes.
 func TestPolicyOfRestartedScheduler(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.HeartbeatInterval = time.Second }})
 	policies(t, c, "set peer=8,rate=1000000", "peer=8,rate=1000000 in-force=9")
@@ -206,8 +205,8 @@ func TestPolicyOfRestartedScheduler(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestBadQuestions: the scheduler says what is wrong; one that is away, or is C++ StepMesh's and
-// ignores such messages, is a limit that passes.
+// TestBadQuestions: the scheduler answers invalid questions with the reason. A question to a missing scheduler, or to
+// one of C++ StepMesh, which ignores it, ends at its limit.
 func TestBadQuestions(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP})
 	for question, want := range map[string]string{
@@ -242,7 +241,8 @@ func TestBadQuestions(t *testing.T) {
 	}
 }
 
-// TestAskProof: a process with another secret than the scheduler's gets an error that says so, long before its limit, and nothing else.
+// TestAskProof: a process with another secret than the scheduler's gets an error that names it, long before its
+// limit, and no answer.
 func TestAskProof(t *testing.T) {
 	testcluster.Over(t, askProof, testcluster.TCP, testcluster.Unix)
 }
@@ -251,7 +251,7 @@ func askProof(t *testing.T, o testcluster.Options) {
 	const own, other = "correct horse battery staple", "tr0ub4dor&3 tr0ub4dor&3"
 	for _, c := range []struct {
 		cluster, asker func(*postoffice.Config)
-		want           string // of the error; "" is an answer
+		want           string // of the error; "" for an answer
 	}{
 		{withSecret(own, "a"), withSecret(own, "a"), ""},
 		{withSecret(own, "a"), withSecret(other, "a"), "its secret (STEPAF_SECRET_FILE)"}, // the asker may see no more than the end of the handshake
@@ -277,7 +277,8 @@ func askProof(t *testing.T, o testcluster.Options) {
 	}
 }
 
-// TestWarnedOf: with STEPAF_AUTH=warn, nodes that have the secret are not taken for nodes without; one that lacks it is.
+// TestWarnedOf: with STEPAF_AUTH=warn, nodes that have the secret are not taken for nodes without; one that lacks it
+// is.
 func TestWarnedOf(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		o.Workers, o.Servers = 2, 2

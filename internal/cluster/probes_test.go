@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// TestAddressThatLeadsNowhere: packets from the scheduler's host to the worker's port are lost. The scheduler and the worker
-// report within 5 s the address, the address from which it was tried, and the errno.
+// TestAddressThatLeadsNowhere: packets from the scheduler's host to the worker's port are lost. The scheduler and the
+// worker report within 5 s the address, the address of the prober, and the errno.
 func TestAddressThatLeadsNowhere(t *testing.T) {
 	if !netns.Enter(t, 100*time.Second) {
 		return

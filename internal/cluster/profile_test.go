@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestProfileDiskFull: a profile that cannot be written says so, once, and how much of it there is.
+// TestProfileDiskFull: a profile that cannot be written logs that, once, and the number of written lines.
 func TestProfileDiskFull(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "p")
 	if err := os.Symlink("/dev/full", path+"_van_worker"); err != nil {

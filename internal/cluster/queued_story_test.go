@@ -45,15 +45,14 @@ func until(t testing.TB, what string, ok func() bool) {
 	vantest.Eventually(t, 20*time.Second, what, ok)
 }
 
-// TestOrderBehindEarlyRequests: what comes while a handler is still busy with what came
-// before it was there waits its turn.
+// TestOrderBehindEarlyRequests: messages that arrive while a handler is busy with queued ones wait their turn.
 func TestOrderBehindEarlyRequests(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}
 		o.Wrap = hook.Wrap("server", 0)
 		c := testcluster.Start(t, o)
 		ask(t, c, 7, 0, 10)
-		ask(t, c, 8, 0, 10) // nobody will take it: when it has come, the one before it is kept
+		ask(t, c, 8, 0, 10) // it will not be taken: when it has arrived, the one before it is queued
 		until(t, "the first request is kept", func() bool { return hook.Held() == 2 })
 		var mu sync.Mutex
 		var seen []int32
@@ -100,8 +99,8 @@ func TestOrderBehindEarlyRequests(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// TestEarlyRequestsGiveBackTheirRoom: requests that wait for their application have a
-// bound, which is that of those that wait, not of all that ever did.
+// TestEarlyRequestsGiveBackTheirRoom: the budget of queued requests applies to those that are queued now, not to all
+// that ever were.
 func TestEarlyRequestsGiveBackTheirRoom(t *testing.T) {
 	const budget, size = 1 << 20, 700 << 10
 	hook := &hooks.Van{}
@@ -131,8 +130,7 @@ func TestEarlyRequestsGiveBackTheirRoom(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestEarlyRequestsAtTheEnd: a node that closes lets go of what waited for applications
-// that never came.
+// TestEarlyRequestsAtTheEnd: a node that closes releases the requests for applications that were never made.
 func TestEarlyRequestsAtTheEnd(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}
@@ -163,8 +161,8 @@ func (r *slowAnswer) Answer(int, int, *van.Message) error {
 func (r *slowAnswer) Finished(error) { close(r.finished) }
 func (r *slowAnswer) Recycle()       {}
 
-// TestGivenUpWhileAnswered: who gives a request up while an answer to it is being taken
-// gets the memory back when that is done, not before.
+// TestGivenUpWhileAnswered: a caller that cancels a request while an answer is being handled gets the memory back
+// after that, not before.
 func TestGivenUpWhileAnswered(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	if _, err := core(c.Servers[0]).App().AddCustomer(5, 5, func(m *van.Message) {
@@ -180,7 +178,7 @@ func TestGivenUpWhileAnswered(t *testing.T) {
 	x := customer(t, c)
 	for _, how := range []string{"context", "limit"} {
 		r := &slowAnswer{entered: make(chan struct{}), release: make(chan struct{}), finished: make(chan struct{})}
-		// Two answers are owed, and one comes.
+		// Two answers are owed, and one arrives.
 		if err := x.Open(&r.Request, "test", r, 2, []int{van.ServerID(0)}); err != nil {
 			t.Fatal(err)
 		}
@@ -233,8 +231,8 @@ func TestGivenUpWhileAnswered(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestFinishedRequestsAreRecycled: requests that nobody waits for go back to their owner,
-// except for the newest 4096.
+// TestFinishedRequestsAreRecycled: requests that are not waited for return to their owner, except for the newest
+// 4096.
 func TestFinishedRequestsAreRecycled(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	x := customer(t, c)
@@ -265,7 +263,7 @@ func TestFinishedRequestsAreRecycled(t *testing.T) {
 	}
 }
 
-// TestEarlyRequestsAreCounted: of small requests, 4096 of one sender are kept.
+// TestEarlyRequestsAreCounted: of small requests, 4096 of one sender are queued.
 func TestEarlyRequestsAreCounted(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
@@ -285,8 +283,8 @@ func TestEarlyRequestsAreCounted(t *testing.T) {
 	until(t, "4096 requests are held", func() bool { return hook.Held() == 4096 })
 }
 
-// TestEarlyRequestsHaveABudget: what is kept of one sender is not more than its budget, of
-// which others use nothing.
+// TestEarlyRequestsHaveABudget: the queued requests of one sender stay within its budget, which other senders do not
+// use.
 func TestEarlyRequestsHaveABudget(t *testing.T) {
 	const budget, size = 1 << 20, 100 << 10
 	hook := &hooks.Van{}
@@ -329,8 +327,8 @@ func TestPlaces(t *testing.T) {
 	}
 }
 
-// TestUsedAgainAfterWait: a request that was waited for after its end is the caller's
-// again: those that finish later do not displace its next use.
+// TestUsedAgainAfterWait: a request that was waited for after its end is the caller's again: later ones that finish
+// do not displace its next use.
 func TestUsedAgainAfterWait(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	r := newRequest()
@@ -356,8 +354,8 @@ func TestUsedAgainAfterWait(t *testing.T) {
 	}
 }
 
-// TestAnswerOfAnother: an answer of a server that was not asked does not count, nor does one that comes twice;
-// lines say so.
+// TestAnswerOfAnother: an answer of a server that was not asked does not count, nor does a duplicate; log lines
+// report both.
 func TestAnswerOfAnother(t *testing.T) {
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Servers: 2, Log: logged.Logger()})
@@ -392,8 +390,8 @@ func TestAnswerOfAnother(t *testing.T) {
 	})
 }
 
-// TestNotAcknowledged: with PS_RESEND, a request that is lost each time it is sent fails before its limit, and a
-// line says so.
+// TestNotAcknowledged: with PS_RESEND, a request that is lost each time it is sent fails before its limit, and a log
+// line reports it.
 func TestNotAcknowledged(t *testing.T) {
 	hook := &hooks.Van{}
 	var logged vantest.Log
@@ -421,8 +419,8 @@ func TestNotAcknowledged(t *testing.T) {
 	}
 }
 
-// TestNotAcknowledgedByWhoHasGone: with PS_RESEND, what a server has not acknowledged is given up when it has gone, long
-// before the last try, and a line says so.
+// TestNotAcknowledgedByWhoHasGone: with PS_RESEND, messages that a server has not acknowledged are canceled when it
+// has left, long before the last try, and a log line reports it.
 func TestNotAcknowledgedByWhoHasGone(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}
@@ -446,7 +444,7 @@ func TestNotAcknowledgedByWhoHasGone(t *testing.T) {
 		if strings.Contains(logged.String(), "a message was not acknowledged") {
 			t.Error("a message is given up before its receiver has gone")
 		}
-		c.Scheduler.Close() // it might say first that the server has gone
+		c.Scheduler.Close() // it might report first that the server has left
 		c.Servers[0].Close()
 		vantest.Fails(t, x.Wait(t.Context(), r.First(), time.Hour), van.ErrPeerLost, "server 0 (id 8)")
 		given := slices.DeleteFunc(strings.Split(logged.String(), "\n"), func(l string) bool {
@@ -468,7 +466,7 @@ func opened(t testing.TB, x *cluster.Customer) *request {
 	return r
 }
 
-// TestRefused: a worker is told that its request will not be answered, and its call fails at once; others do not.
+// TestRefused: a worker is notified that its request will not be answered, and its call fails at once; others do not.
 func TestRefused(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		o.Servers = 2
@@ -483,7 +481,7 @@ func TestRefused(t *testing.T) {
 		refuse := func(s *postoffice.Node, r *request, epoch uint32, why error) {
 			core(s).App().Refuse(int(w.ID()), epoch, 5, 0, r.First(), why)
 		}
-		refuse(c.Servers[1], rs[0], epoch, why) // which was not asked
+		refuse(c.Servers[1], rs[0], epoch, why) // a server that was not asked
 		refuse(s, rs[0], epoch+1, why)
 		refuse(s, rs[0], epoch, van.ErrMalformed)
 		say := func(body string, from, to uint32) {
@@ -513,8 +511,9 @@ func TestRefused(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// TestLongEarlyRequest: the first request for an application that is not there yet is kept, also if it is longer than
-// STEPAF_RECV_BUDGET_PEER, and delivered. One that is not kept fails at once, and says how long it was and why.
+// TestLongEarlyRequest: the first request for an application that does not exist yet is queued and delivered, also if
+// it is longer than STEPAF_RECV_BUDGET_PEER. One that is not queued fails at once, and its error has its length and
+// the reason.
 func TestLongEarlyRequest(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		const budget = 1 << 20

@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestOneExpiry: requests that are kept, taken and kept again, for whatever application,
-// are looked after by one timer, which ends with the node.
+// TestOneExpiry: requests that are queued, taken and queued again, for any application, share one timer, which ends
+// with the node.
 func TestOneExpiry(t *testing.T) {
 	var a apps
 	a.expireIn(time.Hour)
@@ -29,7 +29,7 @@ func TestOneExpiry(t *testing.T) {
 	}
 }
 
-// TestEachExpires: a request that was kept later is given up later, and is given up.
+// TestEachExpires: a request that was queued later expires later.
 func TestEachExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var a apps
@@ -54,7 +54,7 @@ func TestEachExpires(t *testing.T) {
 		}
 		time.Sleep(110 * time.Millisecond)
 		for _, want := range []int{2, 1, 0} {
-			time.Sleep(300 * time.Millisecond) // until a moment after the next one is given up
+			time.Sleep(300 * time.Millisecond) // until a moment after the next one has expired
 			synctest.Wait()
 			if got := kept(); got != want {
 				t.Errorf("%d requests are kept, want %d", got, want)
@@ -63,8 +63,8 @@ func TestEachExpires(t *testing.T) {
 	})
 }
 
-// TestFull: what is kept early of a member, and of a process that is not one yet, is compared with its
-// budget: a member's with what it sent itself, that of others with all that is kept.
+// TestFull: the queued requests of a member, and of a process that is not one yet, are compared with its budget: a
+// member's with its own messages, the other's with all that are queued.
 func TestFull(t *testing.T) {
 	cfg := DefaultConfig()
 	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 3, 1, 1
@@ -79,7 +79,7 @@ func TestFull(t *testing.T) {
 	a := &n.apps
 	for _, c := range []struct {
 		sender, size int
-		why          string // "" if it is kept
+		why          string // "" if it is queued
 	}{
 		{11, 15000, ""},
 		{13, 15000, ""},
@@ -101,8 +101,8 @@ func TestFull(t *testing.T) {
 	}
 }
 
-// TestBacklogIsCounted: what waits behind a handler that is busy with what came before it was
-// there counts, from the beginning: the budget of a sender is compared with it.
+// TestBacklogIsCounted: the messages after those that a busy handler works on count from the beginning: the budget of
+// a sender is compared with them.
 func TestBacklogIsCounted(t *testing.T) {
 	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, rand: func() uint64 { return 0 }}}
 	n.assemble()
@@ -131,8 +131,8 @@ func TestBacklogIsCounted(t *testing.T) {
 	close(release)
 }
 
-// TestRoomBehindABacklog: a receiver that waits since too much is behind a busy handler goes on when messages of
-// its sender have been taken, and not before; it is counted as one that waits once.
+// TestRoomBehindABacklog: a receiver that waits since too many messages follow a busy handler continues when messages
+// of its sender have been taken, and not before; it is counted as one that waits once.
 func TestRoomBehindABacklog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var s backlogs
@@ -167,7 +167,7 @@ func TestRoomBehindABacklog(t *testing.T) {
 	})
 }
 
-// sent is a van that keeps what is sent.
+// sent is a van that records messages.
 type sent struct {
 	van.Van
 	bodies []string
@@ -178,8 +178,8 @@ func (s *sent) Send(m *van.Message) error {
 	return nil
 }
 
-// TestSayAgain: a server that is back is told what was given up meanwhile; another process
-// in its place, which has none of it, is not.
+// TestSayAgain: a server that is back receives the cancellations of the meantime; its replacement process, which has
+// none of the requests, does not.
 func TestSayAgain(t *testing.T) {
 	out := &sent{}
 	n := &Node{nodeInfo: nodeInfo{log: slog.New(slog.DiscardHandler)}, van: out}
@@ -201,15 +201,15 @@ func TestSayAgain(t *testing.T) {
 	}
 }
 
-// ending is a Sink that tells when it has ended.
+// ending is a Sink that reports its end.
 type ending chan error
 
 func (e ending) Answer(int, int, *van.Message) error { return nil }
 func (e ending) Finished(err error)                  { e <- err }
 func (e ending) Recycle()                            {}
 
-// TestOpenBesideLoss: requests that are opened while their peer is found lost end, each once. The race
-// detector looks on.
+// TestOpenBesideLoss: requests that are opened while their peer is found lost end, each once. The race detector
+// checks that.
 func TestOpenBesideLoss(t *testing.T) {
 	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, van: &sent{}}
 	n.setName("the test's node")
@@ -240,7 +240,7 @@ func TestOpenBesideLoss(t *testing.T) {
 	losses.Wait()
 }
 
-// TestFailsItsOwnRequest: what fails the request of a timestamp fails no other one that has come to its place in the table.
+// TestFailsItsOwnRequest: an error for a timestamp fails no later request in the same slot of the table.
 func TestFailsItsOwnRequest(t *testing.T) {
 	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, lifetime: newLifetime(), van: &sent{}}
 	n.setName("the test's node")

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestReadRefused: what refuse writes is read; nothing else is, and nothing unprintable gets into an error.
+// TestReadRefused: the text of a refusal is parsed; no other text is, and nothing unprintable gets into an error.
 func TestReadRefused(t *testing.T) {
 	out := &sent{}
 	var lines bytes.Buffer
@@ -31,9 +31,9 @@ func TestReadRefused(t *testing.T) {
 	if len(out.bodies) != 2 {
 		t.Errorf("%d refusals are told, want 2", len(out.bodies))
 	}
-	n.App().Refuse(9, 1, 7, 3, 20, van.ErrInvalid)   // of the process before
+	n.App().Refuse(9, 1, 7, 3, 20, van.ErrInvalid)   // of the earlier process
 	n.App().Refuse(11, 1, 7, 3, 20, van.ErrInvalid)  // node 11 is unknown
-	n.App().Refuse(9, 2, 7, 3, 20, van.ErrMalformed) // no reason that is told
+	n.App().Refuse(9, 2, 7, 3, 20, van.ErrMalformed) // a reason that is not sent
 	n.processes.change(9, func(p *process) { p.lost = van.ErrPeerLost })
 	n.App().Refuse(9, 2, 7, 3, 20, van.ErrInvalid)
 	if len(out.bodies) != 2 {

@@ -16,8 +16,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// TestReplacedWithoutLoss: when the scheduler tells of a replacement and nobody had noticed
-// the loss, what the old process owes fails at once all the same, and only that.
+// TestReplacedWithoutLoss: when the scheduler announces a replacement without an earlier loss, the requests to the
+// old process fail at once, and only those.
 func TestReplacedWithoutLoss(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
 	n := c.Workers[0]
@@ -50,8 +50,7 @@ func TestReplacedWithoutLoss(t *testing.T) {
 	vantest.Fails(t, x.Wait(t.Context(), rs[1].First(), time.Millisecond), van.ErrTimeout)
 }
 
-// TestFinishedTooLate: who notes the end of a request when it is in use again does not end
-// the next use.
+// TestFinishedTooLate: a late report of the end of a request that is in use again does not end the next use.
 func TestFinishedTooLate(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	r := newRequest()
@@ -77,7 +76,7 @@ func TestFinishedTooLate(t *testing.T) {
 	}
 }
 
-// TestWithdrawn: a request that was given up is its own timestamps, and no other.
+// TestWithdrawn: a cancellation covers its own timestamps, and no others.
 func TestWithdrawn(t *testing.T) {
 	w := cluster.Canceled{Sender: van.WorkerID(0), Customer: 3, First: 100, Count: 2}
 	for _, x := range []struct {
@@ -94,8 +93,8 @@ func TestWithdrawn(t *testing.T) {
 	}
 }
 
-// TestWithdrawalsFromTheNetwork: what says which requests are given up is checked before
-// it is believed. Lines say what was not, and which other control message cannot be true.
+// TestWithdrawalsFromTheNetwork: notices of canceled requests are checked. Log lines report invalid ones, and other
+// control messages that cannot be valid.
 func TestWithdrawalsFromTheNetwork(t *testing.T) {
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Log: logged.Logger()})
@@ -158,8 +157,8 @@ func TestWithdrawalsFromTheNetwork(t *testing.T) {
 	}
 }
 
-// TestWantedInPlaceOfALostOne: while the loss of a process stands, what the one in its place
-// asks for is wanted, and what it had asked for itself is not.
+// TestWantedInPlaceOfALostOne: while the loss of a process stands, requests of its replacement process are awaited,
+// and its own are not.
 func TestWantedInPlaceOfALostOne(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	w, s := c.Workers[0], c.Servers[0]
@@ -183,8 +182,8 @@ func TestWantedInPlaceOfALostOne(t *testing.T) {
 	}
 }
 
-// TestWithdrawnWhileLost: what is given up while a server is considered lost, it learns when
-// it is back; it may not have noticed anything itself.
+// TestWithdrawnWhileLost: a server that is considered lost receives the cancellations of that time when it is back;
+// it may not have noticed the loss.
 func TestWithdrawnWhileLost(t *testing.T) {
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Log: logged.Logger()})
@@ -209,8 +208,8 @@ func TestWithdrawnWhileLost(t *testing.T) {
 	until(t, "a line tells that the server is back", func() bool { return strings.Contains(logged.String(), "peer is back") })
 }
 
-// TestEpochs: each process that has an id has a number of its own, also one of the original
-// that replaces another one of the original; saying the same again changes nothing.
+// TestEpochs: each process that has an id has a number of its own, also a C++ process that replaces another one; a
+// repeated record changes nothing.
 func TestEpochs(t *testing.T) {
 	n := testcluster.Start(t, testcluster.Options{}).Servers[0]
 	id := van.WorkerID(0)
@@ -242,8 +241,8 @@ func TestEpochs(t *testing.T) {
 	}
 }
 
-// TestMeantForAnother: a message for an earlier process of this node's id is dropped at
-// once: nothing that may come later makes it one for this process.
+// TestMeantForAnother: a message for an earlier process of this node's id is dropped at once: no later record makes
+// it valid.
 func TestMeantForAnother(t *testing.T) {
 	hook := &hooks.Van{}
 	var logged vantest.Log

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// taker notes the answers that it is given.
+// taker records the answers that it receives.
 type taker struct {
 	request
 	took [][2]int
@@ -24,9 +24,9 @@ func (r *taker) Answer(i, from int, _ *van.Message) error {
 	return r.err
 }
 
-// TestRequestModel lets answers, losses and nonsense come to requests of many sizes, and
-// compares with a table of who owes what: which answer is taken and as what, when the request
-// ends and with which error, and what is in flight before and after.
+// TestRequestModel sends answers, losses and invalid messages to requests of many sizes, and compares them with a
+// table of owed answers: which answer is taken and as which, when the request ends and with which error, and what is
+// in flight before and after.
 func TestRequestModel(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	rng := rand.New(rand.NewPCG(10, 4))
@@ -94,7 +94,7 @@ func TestRequestModel(t *testing.T) {
 			case 0:
 				answer([]int{-1, n, n + 1}[rng.IntN(3)], id)
 			case 1:
-				answer(i, id+1) // nobody asked that one
+				answer(i, id+1) // that node was not asked
 			case 2:
 				if failing && rng.IntN(4) == 0 {
 					r.err = wrong
@@ -112,7 +112,7 @@ func TestRequestModel(t *testing.T) {
 					}
 				}
 				x.FailPeer(id+1, first, lost)
-			default: // those that are left, too
+			default: // the remaining ones, too
 				for d := range owed {
 					i, id = d.i, d.id
 					break

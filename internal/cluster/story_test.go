@@ -38,10 +38,9 @@ func (f *freed) Free(*van.Message) {
 	f.n++
 }
 
-// TestKeptStories: messages of known, unknown, replaced and lost processes come to applications that are there, come later,
-// or are slow, in virtual time. The accounts are always those of what is kept, and in the end every message has been given
-// back. What comes at the same time comes in any order, so this is
-// not summed up.
+// TestKeptStories: messages of known, unknown, replaced and lost processes are sent to applications that exist, are
+// made later, or are slow, in virtual time. The usage is always that of the queued messages, and in the end every
+// message has been released. Messages of one moment arrive in any order; this has no golden file.
 func TestKeptStories(t *testing.T) {
 	for seed := range uint64(50) {
 		synctest.Test(t, func(t *testing.T) { keptStory(t, rand.New(rand.NewPCG(seed, 1)), io.Discard) })
@@ -51,8 +50,9 @@ func TestKeptStories(t *testing.T) {
 	}
 }
 
-// TestStrangersExpire: what comes under the id of a member from a process that does not become it is kept for
-// strangerTime, then given back, and a line says so; what comes when nothing is kept any more likewise.
+// TestStrangersExpire: messages under the id of a member from a process that does not become the member are queued
+// for pendingTime, then released, and a log line reports it; the same holds for messages that arrive when none is
+// queued any more.
 func TestStrangersExpire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const said = "dropped messages of processes that did not become members"
@@ -87,7 +87,8 @@ func TestStrangersExpire(t *testing.T) {
 	})
 }
 
-// TestStrangersExpireEach: messages of several unknown processes are dropped strangerTime after each arrived, not all with the last one.
+// TestStrangersExpireEach: messages of several unknown processes are dropped pendingTime after each arrived, not all
+// with the last one.
 func TestStrangersExpireEach(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		cfg := DefaultConfig()
@@ -116,8 +117,8 @@ func TestStrangersExpireEach(t *testing.T) {
 	})
 }
 
-// TestRoomBehindStrangers: what comes of a process while a handler is busy with what it sent before it was known waits
-// when that uses up the budget, and is counted once; it goes on in order when there is room.
+// TestRoomBehindStrangers: messages of a process wait while a handler is busy with those from before it was known,
+// when they use up the budget, and are counted once; they continue in order when the budget allows it.
 func TestRoomBehindStrangers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		cfg := DefaultConfig()
@@ -170,9 +171,9 @@ func TestRoomBehindStrangers(t *testing.T) {
 	})
 }
 
-// telling is a van that is told what is sent.
+// telling is a van that calls a function for each sent message.
 type telling struct {
-	van.Van // nil: what a test does not expect panics
+	van.Van // nil: an unexpected call panics
 	send    func(*van.Message)
 }
 
@@ -202,7 +203,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 	cfg.RecvBudgetPeer, cfg.RecvBudget, cfg.StrangerBudget = 6000, []int{0, 12_000}[rng.IntN(2)], 5000
 	cfg.StartTimeout = []time.Duration{0, time.Minute}[rng.IntN(2)]
 	n := keptNode(cfg, slog.New(slog.DiscardHandler))
-	ids := []int{9, 11, 13, 15} // the last one cannot be
+	ids := []int{9, 11, 13, 15} // the last one is impossible
 	var mu sync.Mutex
 	var came []string
 	n.notices.van = telling{send: func(m *van.Message) { // that it refuses a request
@@ -228,7 +229,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 	made := 0
 	lanes := map[int]chan *van.Message{}
 	var all sync.WaitGroup
-	for _, id := range ids { // each peer's messages come one after the other
+	for _, id := range ids { // each peer's messages arrive in order
 		c := make(chan *van.Message, 1000)
 		lanes[id] = c
 		all.Go(func() {
@@ -266,7 +267,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 			m.Request, m.Push, m.Timestamp, m.AppID, m.CustomerID = rng.IntN(12) > 0, true, ts[id], int32(rng.IntN(3)), int32(rng.IntN(2))
 			m.Frames, m.Keys, m.Vals = 2, backend.Bytes(make([]byte, 8)), backend.Bytes(make([]byte, []int{0, 100, 1500, 3000}[rng.IntN(4)]))
 			lanes[id] <- m
-		case k < 12: // it has given some up
+		case k < 12: // it cancels some
 			m := message(id)
 			m.Control.Cmd = van.Heartbeat
 			m.Body = fmt.Appendf(nil, "%s%d %d %d %d", cancelPrefix, rng.IntN(3), rng.IntN(2), max(ts[id]-int32(rng.IntN(5)), 0), rng.IntN(4))
@@ -324,7 +325,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 		}
 		synctest.Wait()
 		mu.Lock()
-		slices.Sort(came) // of different peers they come at once
+		slices.Sort(came) // different peers send concurrently
 		fmt.Fprintln(w, came)
 		came = nil
 		mu.Unlock()
