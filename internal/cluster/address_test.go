@@ -73,9 +73,9 @@ func TestAdvertiseTowardScheduler(t *testing.T) {
 	}
 }
 
-// TestDoubtful: if the scheduler on another host cannot reach an address, the text has the address and the variables
+// TestUnreachableAddress: if the scheduler on another host cannot reach an address, the text has the address and the variables
 // to set. The same holds if the name of the scheduler resolves to a loopback address on its host.
-func TestDoubtful(t *testing.T) {
+func TestUnreachableAddress(t *testing.T) {
 	for _, c := range []struct {
 		role                 van.Role
 		host, scheduler, uri string

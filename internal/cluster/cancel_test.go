@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// TestWithdrawalsAreForgotten: a cancellation is found while messages of its request may arrive, for its own process
+// TestCancellationsAreForgotten: a cancellation is found while messages of its request may arrive, for its own process
 // only, and costs nothing afterwards.
-func TestWithdrawalsAreForgotten(t *testing.T) {
+func TestCancellationsAreForgotten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var ws cancellations
 		ws.add(Canceled{Sender: 9, Customer: 2, First: 5, Count: 3}, 1)
@@ -42,8 +42,8 @@ func TestWithdrawalsAreForgotten(t *testing.T) {
 	})
 }
 
-// TestWithdrawalsShareNoLock: the cancellations of one worker do not make requests of the others wait for each other.
-func TestWithdrawalsShareNoLock(t *testing.T) {
+// TestCancellationsShareNoLock: the cancellations of one worker do not make requests of the others wait for each other.
+func TestCancellationsShareNoLock(t *testing.T) {
 	var ws cancellations
 	ws.add(Canceled{Sender: 9, Count: 1}, 1)
 	ws.add(Canceled{Sender: 11, Count: 1}, 1)
@@ -56,8 +56,8 @@ func TestWithdrawalsShareNoLock(t *testing.T) {
 	}
 }
 
-// TestWithdrawalsAreBounded: the newest cancellations of one sender are remembered.
-func TestWithdrawalsAreBounded(t *testing.T) {
+// TestCancellationsAreBounded: the newest cancellations of one sender are remembered.
+func TestCancellationsAreBounded(t *testing.T) {
 	var ws cancellations
 	for ts := range int32(maxCancellations + 1) {
 		ws.add(Canceled{Sender: 9, First: ts, Count: 1}, 1)

@@ -365,9 +365,9 @@ func TestLimitOfACall(t *testing.T) {
 	vantest.Fails(t, postoffice.Call{}.Wait(ctx), postoffice.ErrUnknownHandler, "never made")
 }
 
-// TestWhichHandlers: the issued handlers, and the errors of handlers that cannot be waited for, also when timestamps
+// TestIssuedHandlers: the issued handlers, and the errors of handlers that cannot be waited for, also when timestamps
 // continue from 0.
-func TestWhichHandlers(t *testing.T) {
+func TestIssuedHandlers(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	x.BeginAt(math.MaxInt32 - 5)
 	vantest.Fails(t, x.Wait(t.Context(), math.MaxInt32-5, time.Hour), postoffice.ErrUnknownHandler, "none has been issued")
@@ -432,8 +432,8 @@ func TestWhichHandlers(t *testing.T) {
 	}
 }
 
-// TestWhoOwes: the error of a canceled request names eight peers that owe answers, and counts the others.
-func TestWhoOwes(t *testing.T) {
+// TestOwingPeers: the error of a canceled request names eight peers that owe answers, and counts the others.
+func TestOwingPeers(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	var ids []int
 	for k := range 11 {
@@ -567,8 +567,8 @@ type sentTo chan struct{}
 
 func (s sentTo) Sent() { s <- struct{}{} }
 
-// TestOldestNoticesGo: the latest cancellations are repeated to a peer that is back.
-func TestOldestNoticesGo(t *testing.T) {
+// TestLatestNoticesAreKept: the latest cancellations are repeated to a peer that is back.
+func TestLatestNoticesAreKept(t *testing.T) {
 	n := testcluster.Start(t, testcluster.Options{}).Workers[0]
 	for i := range int32(300) {
 		core(n).CancelAt(van.ServerID(0), 5, cluster.Canceled{First: i, Count: 1})

@@ -75,9 +75,9 @@ func TestNoticeStories(t *testing.T) {
 	})
 }
 
-// TestLanesModel: outputs about one peer are performed in order, whichever are slow; those about other peers do not
+// TestOutputQueuesModel: outputs about one peer are performed in order, whichever are slow; those about other peers do not
 // wait for them, and Ready follows when no output is pending.
-func TestLanesModel(t *testing.T) {
+func TestOutputQueuesModel(t *testing.T) {
 	for seed := range uint64(200) {
 		rng := rand.New(rand.NewPCG(seed, 7))
 		synctest.Test(t, func(t *testing.T) {

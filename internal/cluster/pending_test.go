@@ -156,9 +156,9 @@ func TestProcessesAroundAnOriginal(t *testing.T) {
 	}
 }
 
-// TestGivenUpOfTwoCustomers: with PS_RESEND a server receives the cancellations of every application, whatever the
+// TestCancellationsOfTwoCustomers: with PS_RESEND a server receives the cancellations of every application, whatever the
 // timestamps of the others were.
-func TestGivenUpOfTwoCustomers(t *testing.T) {
+func TestCancellationsOfTwoCustomers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.Resend = true }})
 	heard := make(chan cluster.Canceled, 1)
 	for _, app := range []int{7, 8} {
@@ -183,9 +183,9 @@ func TestGivenUpOfTwoCustomers(t *testing.T) {
 	}
 }
 
-// TestGivenUpByAStranger: requests that a process cancels before this node knows it do not reach an application,
+// TestCanceledByAPendingProcess: requests that a process cancels before this node knows it do not reach an application,
 // whether they are queued here or arrive later, as from a transport that queued them.
-func TestGivenUpByAStranger(t *testing.T) {
+func TestCanceledByAPendingProcess(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	w, s := c.Workers[0], c.Servers[0]
 	var app collector
@@ -265,9 +265,9 @@ func TestAnsweredWhenReplaced(t *testing.T) {
 	}
 }
 
-// TestStrangersHaveABudget: the messages of processes that the table does not have are bounded in bytes; dropped ones
+// TestPendingMessagesHaveABudget: the messages of processes that the table does not have are bounded in bytes; dropped ones
 // are counted.
-func TestStrangersHaveABudget(t *testing.T) {
+func TestPendingMessagesHaveABudget(t *testing.T) {
 	const size, budget = 100 << 10, 1 << 20
 	hook := &hooks.Van{}
 	var logged vantest.Log
@@ -316,9 +316,9 @@ func TestStrangersHaveABudget(t *testing.T) {
 	}
 }
 
-// TestEarlyRequestsExpire: requests for an application that is not made are dropped after STEPAF_START_TIMEOUT, with
+// TestQueuedRequestsExpire: requests for an application that is not made are dropped after STEPAF_START_TIMEOUT, with
 // a line that names it; those of a lost worker are dropped at once.
-func TestEarlyRequestsExpire(t *testing.T) {
+func TestQueuedRequestsExpire(t *testing.T) {
 	hook := &hooks.Van{}
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("server", 0), Log: logged.Logger()})
@@ -338,9 +338,9 @@ func TestEarlyRequestsExpire(t *testing.T) {
 	testcluster.Counted(t, c.Servers[0], postoffice.Stats{EarlyRequests: 1, EarlyBytes: 100 + 8 + 512}) // of the live worker
 }
 
-// TestStrangersLeaveNothing: messages under an id that no member can have are dropped, and no state remains for the
+// TestImpossibleSendersLeaveNothing: messages under an id that no member can have are dropped, and no state remains for the
 // id.
-func TestStrangersLeaveNothing(t *testing.T) {
+func TestImpossibleSendersLeaveNothing(t *testing.T) {
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Log: logged.Logger()})
 	w, s := c.Workers[0], c.Servers[0]

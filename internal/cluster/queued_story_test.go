@@ -45,8 +45,8 @@ func until(t testing.TB, what string, ok func() bool) {
 	vantest.Eventually(t, 20*time.Second, what, ok)
 }
 
-// TestOrderBehindEarlyRequests: messages that arrive while a handler is busy with queued ones wait their turn.
-func TestOrderBehindEarlyRequests(t *testing.T) {
+// TestOrderAfterQueuedRequests: messages that arrive while a handler is busy with queued ones wait their turn.
+func TestOrderAfterQueuedRequests(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}
 		o.Wrap = hook.Wrap("server", 0)
@@ -99,9 +99,9 @@ func TestOrderBehindEarlyRequests(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// TestEarlyRequestsGiveBackTheirRoom: the budget of queued requests applies to those that are queued now, not to all
+// TestQueuedRequestsReleaseTheirBudget: the budget of queued requests applies to those that are queued now, not to all
 // that ever were.
-func TestEarlyRequestsGiveBackTheirRoom(t *testing.T) {
+func TestQueuedRequestsReleaseTheirBudget(t *testing.T) {
 	const budget, size = 1 << 20, 700 << 10
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Set: func(c *postoffice.Config) {
@@ -130,8 +130,8 @@ func TestEarlyRequestsGiveBackTheirRoom(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestEarlyRequestsAtTheEnd: a node that closes releases the requests for applications that were never made.
-func TestEarlyRequestsAtTheEnd(t *testing.T) {
+// TestQueuedRequestsAtTheEnd: a node that closes releases the requests for applications that were never made.
+func TestQueuedRequestsAtTheEnd(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}
 		o.Wrap = hook.Wrap("server", 0)
@@ -161,9 +161,9 @@ func (r *slowAnswer) Answer(int, int, *van.Message) error {
 func (r *slowAnswer) Finished(error) { close(r.finished) }
 func (r *slowAnswer) Recycle()       {}
 
-// TestGivenUpWhileAnswered: a caller that cancels a request while an answer is being handled gets the memory back
+// TestCanceledWhileAnswered: a caller that cancels a request while an answer is being handled gets the memory back
 // after that, not before.
-func TestGivenUpWhileAnswered(t *testing.T) {
+func TestCanceledWhileAnswered(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	if _, err := core(c.Servers[0]).App().AddCustomer(5, 5, func(m *van.Message) {
 		a := &van.Message{}
@@ -263,8 +263,8 @@ func TestFinishedRequestsAreRecycled(t *testing.T) {
 	}
 }
 
-// TestEarlyRequestsAreCounted: of small requests, 4096 of one sender are queued.
-func TestEarlyRequestsAreCounted(t *testing.T) {
+// TestQueuedRequestsAreCounted: of small requests, 4096 of one sender are queued.
+func TestQueuedRequestsAreCounted(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
 	last := make(chan struct{})
@@ -283,9 +283,9 @@ func TestEarlyRequestsAreCounted(t *testing.T) {
 	until(t, "4096 requests are held", func() bool { return hook.Held() == 4096 })
 }
 
-// TestEarlyRequestsHaveABudget: the queued requests of one sender stay within its budget, which other senders do not
+// TestQueuedRequestsHaveABudget: the queued requests of one sender stay within its budget, which other senders do not
 // use.
-func TestEarlyRequestsHaveABudget(t *testing.T) {
+func TestQueuedRequestsHaveABudget(t *testing.T) {
 	const budget, size = 1 << 20, 100 << 10
 	hook := &hooks.Van{}
 	var logged vantest.Log
@@ -419,9 +419,9 @@ func TestNotAcknowledged(t *testing.T) {
 	}
 }
 
-// TestNotAcknowledgedByWhoHasGone: with PS_RESEND, messages that a server has not acknowledged are canceled when it
+// TestNotAcknowledgedByALostPeer: with PS_RESEND, messages that a server has not acknowledged are canceled when it
 // has left, long before the last try, and a log line reports it.
-func TestNotAcknowledgedByWhoHasGone(t *testing.T) {
+func TestNotAcknowledgedByALostPeer(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}
 		var logged vantest.Log
@@ -511,10 +511,10 @@ func TestRefused(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// TestLongEarlyRequest: the first request for an application that does not exist yet is queued and delivered, also if
+// TestLongQueuedRequest: the first request for an application that does not exist yet is queued and delivered, also if
 // it is longer than STEPAF_RECV_BUDGET_PEER. One that is not queued fails at once, and its error has its length and
 // the reason.
-func TestLongEarlyRequest(t *testing.T) {
+func TestLongQueuedRequest(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		const budget = 1 << 20
 		o.Set = func(c *postoffice.Config) { c.RecvBudgetPeer, c.RecvBudget = budget, 4*budget }

@@ -63,9 +63,9 @@ func TestEachExpires(t *testing.T) {
 	})
 }
 
-// TestFull: the queued requests of a member, and of a process that is not one yet, are compared with its budget: a
+// TestQueueLimits: the queued requests of a member, and of a process that is not one yet, are compared with its budget: a
 // member's with its own messages, the other's with all that are queued.
-func TestFull(t *testing.T) {
+func TestQueueLimits(t *testing.T) {
 	cfg := DefaultConfig()
 	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 3, 1, 1
 	cfg.StrangerBudget, cfg.RecvBudgetPeer, cfg.RecvBudget = 30000, 50000, 90000
@@ -131,9 +131,9 @@ func TestBacklogIsCounted(t *testing.T) {
 	close(release)
 }
 
-// TestRoomBehindABacklog: a receiver that waits since too many messages follow a busy handler continues when messages
+// TestBudgetAfterABacklog: a receiver that waits since too many messages follow a busy handler continues when messages
 // of its sender have been taken, and not before; it is counted as one that waits once.
-func TestRoomBehindABacklog(t *testing.T) {
+func TestBudgetAfterABacklog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var s backlogs
 		s.changed.L = &s.mu
@@ -178,9 +178,9 @@ func (s *sent) Send(m *van.Message) error {
 	return nil
 }
 
-// TestSayAgain: a server that is back receives the cancellations of the meantime; its replacement process, which has
+// TestResendCancellations: a server that is back receives the cancellations of the meantime; its replacement process, which has
 // none of the requests, does not.
-func TestSayAgain(t *testing.T) {
+func TestResendCancellations(t *testing.T) {
 	out := &sent{}
 	n := &Node{nodeInfo: nodeInfo{log: slog.New(slog.DiscardHandler)}, van: out}
 	n.assemble()
@@ -208,9 +208,9 @@ func (e ending) Answer(int, int, *van.Message) error { return nil }
 func (e ending) Finished(err error)                  { e <- err }
 func (e ending) Recycle()                            {}
 
-// TestOpenBesideLoss: requests that are opened while their peer is found lost end, each once. The race detector
+// TestOpenDuringALoss: requests that are opened while their peer is found lost end, each once. The race detector
 // checks that.
-func TestOpenBesideLoss(t *testing.T) {
+func TestOpenDuringALoss(t *testing.T) {
 	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, van: &sent{}}
 	n.setName("the test's node")
 	n.assemble()

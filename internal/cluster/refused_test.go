@@ -45,8 +45,8 @@ func TestReadRefused(t *testing.T) {
 
 	n.processes.change(13, func(p *process) { p.known = true })
 	n.App().Refuse(13, 1, 7, 3, 20, Declined(errors.New("key 5 is locked")))
-	if want := "which cannot be told, and waits for its limit"; len(out.bodies) != 2 || !strings.Contains(lines.String(), want) || !strings.Contains(lines.String(), "key 5 is locked") {
-		t.Errorf("a process of the original is told %q; the log is %q, want %q", out.bodies[2:], lines.String(), want)
+	if want := "which cannot be notified and waits for its limit"; len(out.bodies) != 2 || !strings.Contains(lines.String(), want) || !strings.Contains(lines.String(), "key 5 is locked") {
+		t.Errorf("a C++ process receives %q; the log is %q, want %q", out.bodies[2:], lines.String(), want)
 	}
 	n.processes.change(9, func(p *process) { p.lost = nil })
 	n.App().Refuse(9, 2, 7, 3, 20, Declined(fmt.Errorf("%w: key 5 is locked", van.ErrInvalid)))

@@ -76,8 +76,8 @@ func TestFinishedTooLate(t *testing.T) {
 	}
 }
 
-// TestWithdrawn: a cancellation covers its own timestamps, and no others.
-func TestWithdrawn(t *testing.T) {
+// TestCanceled: a cancellation covers its own timestamps, and no others.
+func TestCanceled(t *testing.T) {
 	w := cluster.Canceled{Sender: van.WorkerID(0), Customer: 3, First: 100, Count: 2}
 	for _, x := range []struct {
 		customer, ts int32
@@ -93,9 +93,9 @@ func TestWithdrawn(t *testing.T) {
 	}
 }
 
-// TestWithdrawalsFromTheNetwork: notices of canceled requests are checked. Log lines report invalid ones, and other
+// TestCancellationsFromTheNetwork: notices of canceled requests are checked. Log lines report invalid ones, and other
 // control messages that cannot be valid.
-func TestWithdrawalsFromTheNetwork(t *testing.T) {
+func TestCancellationsFromTheNetwork(t *testing.T) {
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Log: logged.Logger()})
 	w, s := c.Workers[0], c.Servers[0]
@@ -157,9 +157,9 @@ func TestWithdrawalsFromTheNetwork(t *testing.T) {
 	}
 }
 
-// TestWantedInPlaceOfALostOne: while the loss of a process stands, requests of its replacement process are awaited,
+// TestAwaitedInPlaceOfALostOne: while the loss of a process stands, requests of its replacement process are awaited,
 // and its own are not.
-func TestWantedInPlaceOfALostOne(t *testing.T) {
+func TestAwaitedInPlaceOfALostOne(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	w, s := c.Workers[0], c.Servers[0]
 	served, err := core(s).App().AddCustomer(7, 7, func(*van.Message) {})
@@ -182,9 +182,9 @@ func TestWantedInPlaceOfALostOne(t *testing.T) {
 	}
 }
 
-// TestWithdrawnWhileLost: a server that is considered lost receives the cancellations of that time when it is back;
+// TestCanceledWhileLost: a server that is considered lost receives the cancellations of that time when it is back;
 // it may not have noticed the loss.
-func TestWithdrawnWhileLost(t *testing.T) {
+func TestCanceledWhileLost(t *testing.T) {
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Log: logged.Logger()})
 	w, s := c.Workers[0], c.Servers[0]
@@ -241,9 +241,9 @@ func TestEpochs(t *testing.T) {
 	}
 }
 
-// TestMeantForAnother: a message for an earlier process of this node's id is dropped at once: no later record makes
+// TestMessageForAnEarlierProcess: a message for an earlier process of this node's id is dropped at once: no later record makes
 // it valid.
-func TestMeantForAnother(t *testing.T) {
+func TestMessageForAnEarlierProcess(t *testing.T) {
 	hook := &hooks.Van{}
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Log: logged.Logger()})

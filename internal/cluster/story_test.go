@@ -38,10 +38,10 @@ func (f *freed) Free(*van.Message) {
 	f.n++
 }
 
-// TestKeptStories: messages of known, unknown, replaced and lost processes are sent to applications that exist, are
+// TestMessageStories: messages of known, unknown, replaced and lost processes are sent to applications that exist, are
 // made later, or are slow, in virtual time. The usage is always that of the queued messages, and in the end every
 // message has been released. Messages of one moment arrive in any order; this has no golden file.
-func TestKeptStories(t *testing.T) {
+func TestMessageStories(t *testing.T) {
 	for seed := range uint64(50) {
 		synctest.Test(t, func(t *testing.T) { keptStory(t, rand.New(rand.NewPCG(seed, 1)), io.Discard) })
 		if t.Failed() {
@@ -50,10 +50,10 @@ func TestKeptStories(t *testing.T) {
 	}
 }
 
-// TestStrangersExpire: messages under the id of a member from a process that does not become the member are queued
+// TestPendingMessagesExpire: messages under the id of a member from a process that does not become the member are queued
 // for pendingTime, then released, and a log line reports it; the same holds for messages that arrive when none is
 // queued any more.
-func TestStrangersExpire(t *testing.T) {
+func TestPendingMessagesExpire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const said = "dropped messages of processes that did not become members"
 		var logged vantest.Log
@@ -87,9 +87,9 @@ func TestStrangersExpire(t *testing.T) {
 	})
 }
 
-// TestStrangersExpireEach: messages of several unknown processes are dropped pendingTime after each arrived, not all
+// TestPendingMessagesExpireEach: messages of several unknown processes are dropped pendingTime after each arrived, not all
 // with the last one.
-func TestStrangersExpireEach(t *testing.T) {
+func TestPendingMessagesExpireEach(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		cfg := DefaultConfig()
 		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 4, 1, 1
@@ -117,9 +117,9 @@ func TestStrangersExpireEach(t *testing.T) {
 	})
 }
 
-// TestRoomBehindStrangers: messages of a process wait while a handler is busy with those from before it was known,
+// TestBudgetAfterPendingMessages: messages of a process wait while a handler is busy with those from before it was known,
 // when they use up the budget, and are counted once; they continue in order when the budget allows it.
-func TestRoomBehindStrangers(t *testing.T) {
+func TestBudgetAfterPendingMessages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		cfg := DefaultConfig()
 		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
