@@ -181,9 +181,9 @@ func (n *Node) lookUpScheduler(ctx context.Context) {
 		if ctx.Err() != nil {
 			return
 		}
-		n.mu.Lock()
-		n.machine.SchedulerNotFound(err)
-		n.mu.Unlock()
+		n.control.mu.Lock()
+		n.control.machine.SchedulerNotFound(err)
+		n.control.mu.Unlock()
 		if err == nil {
 			return
 		}

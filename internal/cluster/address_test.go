@@ -210,8 +210,8 @@ func TestChooserIsBound(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer n.Close()
-	if _, ok := van.As[*resend.Van](n.van); !ok {
-		t.Fatalf("the van is a %T, want a wrapped one", n.van)
+	if _, ok := van.As[*resend.Van](n.transport.van); !ok {
+		t.Fatalf("the van is a %T, want a wrapped one", n.transport.van)
 	}
 	if err := n.bind(context.Background(), van.Node{Hostname: cfg.RootURI}); err != nil || n.self.Hostname != "chosen" {
 		t.Errorf("bound %q, %v; want what the van chose", n.self.Hostname, err)
@@ -230,7 +230,7 @@ func TestLookUpScheduler(t *testing.T) {
 		t.Fatal(err)
 	}
 	n := &Node{nodeInfo: nodeInfo{cfg: cfg}}
-	n.machine = m
+	n.control.machine = m
 	m.Start(0)
 	m.SchedulerNotFound(errors.New("lookup localhost: no such host"))
 	if got := m.Report(0).Note; !strings.Contains(got, "no such host") {

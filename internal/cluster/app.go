@@ -19,9 +19,9 @@ func (n *Node) App() App { return App{n} }
 // Members lists the node ids of a group (a sum of van.SchedulerID, ServerGroup,
 // WorkerGroup, or a node id): workers by rank, then servers, then the scheduler.
 func (a App) Members(group int) []int {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.machine.Members(group)
+	a.control.mu.Lock()
+	defer a.control.mu.Unlock()
+	return a.control.machine.Members(group)
 }
 
 // Native reports whether the node with that id is known to be one of this library: only those understand an
@@ -55,30 +55,30 @@ func (a App) PausedRead(id, bytes int, text string) { a.pausedRead(id, bytes, te
 
 // Poll receives on the caller's goroutine, if the van can, until done returns true or no message has arrived for a
 // short time. Handlers run on it, too, and must never block.
-func (a App) Poll(done func() bool) { a.stack.Poll(done) }
+func (a App) Poll(done func() bool) { a.transport.stack.Poll(done) }
 
 // OnExit registers f to run after the node has left, in reverse order of registration. The returned function removes
 // f.
 func (a App) OnExit(f func()) (stop func()) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
+	a.control.mu.Lock()
+	defer a.control.mu.Unlock()
 	at := &f
-	a.onExit = append(a.onExit, at)
+	a.lifetime.onExit = append(a.lifetime.onExit, at)
 	return func() {
-		a.mu.Lock()
-		defer a.mu.Unlock()
-		a.onExit = slices.DeleteFunc(a.onExit, func(x *func()) bool { return x == at })
+		a.control.mu.Lock()
+		defer a.control.mu.Unlock()
+		a.lifetime.onExit = slices.DeleteFunc(a.lifetime.onExit, func(x *func()) bool { return x == at })
 	}
 }
 
 // StartBarrier waits until every instance of the group has called it at the end of its start. A process that replaces
 // a lost one passes it when the others have passed it. Its only limit is that of ctx.
 func (a App) StartBarrier(ctx context.Context, group int) error {
-	return a.await(ctx, "start barrier", func(t time.Duration) (int, error) { return a.machine.StartBarrier(t, group, 0) })
+	return a.control.await(ctx, "start barrier", func(t time.Duration) (int, error) { return a.control.machine.StartBarrier(t, group, 0) })
 }
 
 // Ended is closed when the node has left or failed; Alive returns the reason.
-func (a App) Ended() <-chan struct{} { return a.failed }
+func (a App) Ended() <-chan struct{} { return a.lifetime.failed }
 
 // Link connects the node to others of its role and to their replacements, for as long as it is in the cluster. C++
 // StepMesh has no such connections: every one of ids must be a node of this library, any other is refused.
@@ -86,6 +86,6 @@ func (a App) Ended() <-chan struct{} { return a.failed }
 // and a message may be lost, since the peer answers only after it has called Link, too.
 func (a App) Link(ids []int) error {
 	var err error
-	a.step(func(t time.Duration) { err = a.machine.Link(t, ids) })
+	a.control.step(func(t time.Duration) { err = a.control.machine.Link(t, ids) })
 	return err
 }

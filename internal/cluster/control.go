@@ -20,8 +20,8 @@ import (
 type control struct {
 	self    *nodeInfo
 	life    *lifetime
-	members *members
-	queues  *outputQueues
+	members members
+	queues  outputQueues
 	probe   func(id int) bool // reports whether a peer's transport answers probes; nil without, see van.LivenessProber
 
 	mu              sync.Mutex // guards the fields below, and changes of life

@@ -134,7 +134,7 @@ func (n *Node) repeatEnding(told <-chan struct{}) {
 			n.notifyServers(headEnds)
 		case <-told:
 			return
-		case <-n.stop:
+		case <-n.lifetime.stop:
 			return
 		}
 	}

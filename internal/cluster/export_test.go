@@ -8,13 +8,13 @@ import (
 
 // AddPendingConnect counts Connect outputs for node id that are not performed yet.
 func (n *Node) AddPendingConnect(id, more int) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.addPendingConnect(id, more)
+	n.control.mu.Lock()
+	defer n.control.mu.Unlock()
+	n.control.addPendingConnect(id, more)
 }
 
 // PeerChanged is called by the transport.
-func (n *Node) PeerChanged(id int, up bool, cause error) { n.peerChanged(id, up, cause) }
+func (n *Node) PeerChanged(id int, up bool, cause error) { n.control.peerChanged(id, up, cause) }
 
 // Lost returns the reason why node id is considered dead, or nil.
 func (n *Node) Lost(id int) error { return n.processes.lost(id) }
@@ -30,7 +30,7 @@ func (c *Customer) SetNext(ts int32) {
 func (c *Customer) TableSize() int { return len(*c.table.Load()) }
 
 // SetProcess enters the record of the process that has id.
-func (n *Node) SetProcess(id int, record *van.Node) { n.members.setProcess(id, record, true) }
+func (n *Node) SetProcess(id int, record *van.Node) { n.control.members.setProcess(id, record, true) }
 
 // PendingMessages counts the messages of processes that the table does not have.
 func (n *Node) PendingMessages() (count int) {

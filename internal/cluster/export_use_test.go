@@ -29,9 +29,9 @@ func (r *Request) Kept() bool {
 
 // NoteProcesses updates the table before the outputs of the machine are performed.
 func (n *Node) NoteProcesses(outs ...membership.Output) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.members.updateProcesses(outs, n.machine.Incarnation(van.SchedulerID))
+	n.control.mu.Lock()
+	defer n.control.mu.Unlock()
+	n.control.members.updateProcesses(outs, n.control.machine.Incarnation(van.SchedulerID))
 }
 
 // MayJoin reports whether the cluster has a node with that id.
@@ -55,7 +55,7 @@ func (r *Request) Busy() int {
 func (n *Node) Process(id int) uint32 { return n.processes.of(id).incarnation }
 
 // Notify calls the functions of OnPeer.
-func (n *Node) Notify(id int, up bool, cause error) { n.notify(id, up, cause) }
+func (n *Node) Notify(id int, up bool, cause error) { n.watchers.notify(id, up, cause) }
 
 // NoticesFor counts the notices that n may have to repeat to node id.
 func (n *Node) NoticesFor(id int) (firsts []int32) {

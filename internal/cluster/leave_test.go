@@ -14,7 +14,7 @@ func TestLeaveOnce(t *testing.T) {
 		n := &Node{lifetime: lifetime{left: make(chan struct{})}}
 		want := errors.New("left with an error")
 		begun := make(chan struct{})
-		go n.leaveOnce(func() error {
+		go n.lifetime.leaveOnce(func() error {
 			close(begun)
 			time.Sleep(time.Second)
 			return want
@@ -22,12 +22,12 @@ func TestLeaveOnce(t *testing.T) {
 		<-begun
 		start := time.Now()
 		for range 2 {
-			n.leaveOnce(func() error {
+			n.lifetime.leaveOnce(func() error {
 				t.Error("left twice")
 				return nil
 			})
-			if n.finalErr != want {
-				t.Errorf("the result is %v, want %v", n.finalErr, want)
+			if n.lifetime.finalErr != want {
+				t.Errorf("the result is %v, want %v", n.lifetime.finalErr, want)
 			}
 			if d := time.Since(start); d != time.Second {
 				t.Errorf("waited for %s, want 1s", d)

@@ -72,30 +72,29 @@ func (m *members) updateLosses(outs []membership.Output) {
 
 // watchers are functions that are called when a peer is lost or back.
 type watchers struct {
-	watchMu sync.Mutex
-	list    []*watcher
+	mu   sync.Mutex
+	list []*watcher
 }
 
 type watcher func(id int, up bool, cause error)
 
-// OnPeer makes the node call f when a peer is lost (up false, with the cause) and when the peer or its replacement is
-// back (up true). f must not block, but may close the node. The returned function removes f.
-func (n *watchers) OnPeer(f func(id int, up bool, cause error)) (stop func()) {
+// add adds a function; see Node.OnPeer.
+func (ws *watchers) add(f func(id int, up bool, cause error)) (stop func()) {
 	w := (*watcher)(&f)
-	n.watchMu.Lock()
-	defer n.watchMu.Unlock()
-	n.list = append(slices.Clone(n.list), w)
+	ws.mu.Lock()
+	defer ws.mu.Unlock()
+	ws.list = append(slices.Clone(ws.list), w)
 	return func() {
-		n.watchMu.Lock()
-		defer n.watchMu.Unlock()
-		n.list = slices.DeleteFunc(slices.Clone(n.list), func(x *watcher) bool { return x == w })
+		ws.mu.Lock()
+		defer ws.mu.Unlock()
+		ws.list = slices.DeleteFunc(slices.Clone(ws.list), func(x *watcher) bool { return x == w })
 	}
 }
 
-func (n *watchers) notify(id int, up bool, cause error) {
-	n.watchMu.Lock()
-	list := n.list
-	n.watchMu.Unlock()
+func (ws *watchers) notify(id int, up bool, cause error) {
+	ws.mu.Lock()
+	list := ws.list
+	ws.mu.Unlock()
 	for _, w := range list {
 		(*w)(id, up, cause)
 	}

@@ -16,23 +16,34 @@ import (
 // Node is one member of a cluster. All methods are safe for concurrent use.
 type Node struct {
 	nodeInfo
-	lifetime
-	control
-	watchers
-	outputs   outputQueues
-	members   members
+	lifetime  lifetime
+	control   control
+	watchers  watchers
 	processes processes
 	pending   pendingMessages
 	notices   notices
 	apps      apps
 	ending    programEnds
+	transport transport
+	device    nodeDevice
+	self      van.Node // this node's record
+	probes    probes
+}
 
+// transport is the node's van.
+type transport struct {
 	stack    *stack.Van
 	van      van.Van      // of stack
 	canceler van.Canceler // nil when the van does not read memory after Send
-	device   nodeDevice
-	self     van.Node // this node's record
-	probes   probes
+}
+
+// Alive returns nil, or the reason why the node cannot be used: it has left, or failed.
+func (n *Node) Alive() error { return n.lifetime.Alive() }
+
+// OnPeer makes the node call f when a peer is lost (up false, with the cause) and when the peer or its replacement is back
+// (up true). f must not block, but may close the node. The returned function removes f.
+func (n *Node) OnPeer(f func(id int, up bool, cause error)) (stop func()) {
+	return n.watchers.add(f)
 }
 
 // nodeDevice is the node's device.
@@ -53,21 +64,21 @@ func (n *Node) Backend() backend.Backend { return n.device.Backend }
 
 // Van is the node's transports. van.As finds their optional abilities, and van.PathTo the path to a peer. To send and
 // to leave use the node's own methods.
-func (n *Node) Van() van.Van { return n.van }
+func (n *Node) Van() van.Van { return n.transport.van }
 
 // IsRecovery reports whether this node replaces a dead one.
 func (n *Node) IsRecovery() bool {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.machine.IsRecovery()
+	n.control.mu.Lock()
+	defer n.control.mu.Unlock()
+	return n.control.machine.IsRecovery()
 }
 
 // DeadNodes lists the nodes that have been silent for longer than t, or are known to be lost. The scheduler knows the
 // silence of all nodes, the others only that of the scheduler.
 func (n *Node) DeadNodes(t time.Duration) []int {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.machine.DeadNodes(now(), t)
+	n.control.mu.Lock()
+	defer n.control.mu.Unlock()
+	return n.control.machine.DeadNodes(now(), t)
 }
 
 // Barrier waits until as many members of the group have called it as C++ StepMesh's group barrier counts: one for
@@ -89,13 +100,13 @@ func (n *Node) InstanceBarrier(ctx context.Context, customer, group int) error {
 // no limit of its own: it waits as long as a live member is missing.
 func (n *Node) StopBarrier(ctx context.Context) error {
 	n.startEnding("stop()")
-	err := n.await(ctx, "stop barrier", func(t time.Duration) (int, error) { return n.machine.StopBarrier(t, 0) })
+	err := n.control.await(ctx, "stop barrier", func(t time.Duration) (int, error) { return n.control.machine.StopBarrier(t, 0) })
 	n.stopEnding(err)
 	return err
 }
 
 func (n *Node) barrier(ctx context.Context, op string, customer, group int, instance bool) error {
-	return n.await(ctx, op, func(t time.Duration) (int, error) { return n.machine.Barrier(t, customer, group, instance) })
+	return n.control.await(ctx, op, func(t time.Duration) (int, error) { return n.control.machine.Barrier(t, customer, group, instance) })
 }
 
 // Finalize waits until every node of the cluster has called it, then leaves. It leaves and returns an error
@@ -107,12 +118,12 @@ func (n *Node) barrier(ctx context.Context, op string, customer, group int, inst
 // A waiting Finalize also counts for the instance barriers over all nodes that other nodes of this library call
 // before theirs. Only the first call has an effect; others return its result.
 func (n *Node) Finalize(ctx context.Context) error {
-	n.leaveOnce(func() error {
+	n.lifetime.leaveOnce(func() error {
 		n.startEnding("Finalize")
-		err := n.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.machine.Finalize(t, 0) })
+		err := n.control.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.control.machine.Finalize(t, 0) })
 		return errors.Join(err, n.leave(ctx, lingerTime))
 	})
-	return n.finalErr
+	return n.lifetime.finalErr
 }
 
 // Close leaves at once, without waiting for other nodes. Requests in flight fail with van.ErrClosed, and so does a
@@ -120,8 +131,8 @@ func (n *Node) Finalize(ctx context.Context) error {
 func (n *Node) Close() { n.close(lingerTime) }
 
 func (n *Node) close(linger time.Duration) {
-	n.closeOnce.Do(func() { close(n.closing) })
-	n.leaveOnce(func() error { return n.leave(context.Background(), linger) })
+	n.lifetime.closeOnce.Do(func() { close(n.lifetime.closing) })
+	n.lifetime.leaveOnce(func() error { return n.leave(context.Background(), linger) })
 }
 
 // Limits of the time in which a leaving node sends its last messages: normally, and when it has not started.
@@ -132,22 +143,22 @@ const (
 
 // leave ends the node; leaveOnce calls it.
 func (n *Node) leave(ctx context.Context, linger time.Duration) error {
-	n.mu.Lock()
-	if n.machine != nil {
-		n.machine.Leaving(now())
+	n.control.mu.Lock()
+	if n.control.machine != nil {
+		n.control.machine.Leaving(now())
 	}
-	n.end(&van.Error{Op: "use", Node: n.Name(), Err: van.ErrClosed})
-	exits := slices.Clone(n.onExit)
-	n.mu.Unlock()
+	n.lifetime.end(&van.Error{Op: "use", Node: n.Name(), Err: van.ErrClosed})
+	exits := slices.Clone(n.lifetime.onExit)
+	n.control.mu.Unlock()
 
-	close(n.stop) // without waiting for tick: leave may run in a callback of it
+	close(n.lifetime.stop) // without waiting for tick: leave may run in a callback of it
 	n.stopEnding(nil)
 	n.apps.failAll(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
-	n.outputs.await(shortLinger)
+	n.control.queues.await(shortLinger)
 	n.pending.close()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), linger)
 	defer cancel()
-	err := n.van.Close(ctx)
+	err := n.transport.van.Close(ctx)
 	n.apps.close()
 	for i := len(exits) - 1; i >= 0; i-- {
 		(*exits[i])()

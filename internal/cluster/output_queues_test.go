@@ -38,12 +38,12 @@ func (v *slowVan) Send(m *van.Message) error {
 // connection.
 func TestRenameKeepsTheOrder(t *testing.T) {
 	v := &slowVan{calls: make(chan string, 8), release: make(chan struct{})}
-	n := &Node{van: v, nodeInfo: nodeInfo{log: slog.New(slog.DiscardHandler)}}
+	n := &Node{transport: transport{van: v}, nodeInfo: nodeInfo{log: slog.New(slog.DiscardHandler)}}
 	n.assemble()
 	for _, o := range []membership.Output{
 		membership.Connect{ID: -3}, membership.Rename{Old: -3, New: 9}, membership.Send{To: 9}, membership.Send{To: 11},
 	} {
-		n.outputs.dispatch(o)
+		n.control.queues.dispatch(o)
 	}
 	close(v.release)
 	var calls []string

@@ -20,62 +20,62 @@ func (n *Node) perform(o membership.Output) {
 	case membership.Send:
 		n.sendControl(o)
 	case membership.Connect:
-		n.mu.Lock()
-		n.addPendingConnect(o.ID, -1)
-		n.mu.Unlock()
+		n.control.mu.Lock()
+		n.control.addPendingConnect(o.ID, -1)
+		n.control.mu.Unlock()
 		n.peers.Store(o.ID, o.Node.Addr())
 		n.peersChanged()
-		if err := limits.Explain(n.van.Connect(context.Background(), o.ID, o.Node)); err != nil {
+		if err := limits.Explain(n.transport.van.Connect(context.Background(), o.ID, o.Node)); err != nil {
 			n.rarely("connect: "+logx.Kind(err)).Error("connect failed", "peer", n.peerName(o.ID), "err", err)
-			n.step(func(t time.Duration) { n.machine.ConnectFailed(t, o.ID, err) })
+			n.control.step(func(t time.Duration) { n.control.machine.ConnectFailed(t, o.ID, err) })
 		}
 	case membership.Disconnect:
-		n.van.Disconnect(o.ID)
+		n.transport.van.Disconnect(o.ID)
 		n.peers.Delete(o.ID)
 		n.peersChanged()
 	case membership.Rename:
 		if addr, ok := n.peers.LoadAndDelete(o.Old); ok {
 			n.peers.Store(o.New, addr)
 		}
-		if err := n.van.Rename(o.Old, o.New); err != nil {
+		if err := n.transport.van.Rename(o.Old, o.New); err != nil {
 			n.log.Error("rename failed", "peer", n.peerName(o.New), "err", err)
 		}
 	case membership.Probe:
 		go n.probes.probe(o.Node, n.self.Hostname, func(from string, err error) {
-			n.step(func(t time.Duration) { n.machine.Probed(t, &o.Node, from, err) })
+			n.control.step(func(t time.Duration) { n.control.machine.Probed(t, &o.Node, from, err) })
 		})
 	case membership.Reply:
 		n.probes.reply(o, int(n.id.Load()))
 	case membership.SetID:
-		n.van.SetID(o.ID)
+		n.transport.van.SetID(o.ID)
 	case membership.Assigned:
 		n.id.Store(int32(o.ID))
 		n.setName(van.NodeName(o.ID))
 		n.log.Info("joined", "as", van.NodeName(o.ID), "recovery", o.Recovery)
 	case membership.Ready:
-		n.stack.Enable()
+		n.transport.stack.Enable()
 		n.log.Info("all nodes are known")
-		close(n.ready)
+		close(n.lifetime.ready)
 	case membership.Waiting:
 		n.log.Warn("waiting to start: " + o.Report.String())
 	case membership.BarrierDone:
-		n.barrierEnded(o.Barrier, nil)
+		n.control.barrierEnded(o.Barrier, nil)
 	case membership.BarrierFailed:
-		n.barrierEnded(o.Barrier, o.Err)
+		n.control.barrierEnded(o.Barrier, o.Err)
 	case membership.PeerDead:
 		n.log.Warn("peer lost", "peer", n.peerName(o.ID), "cause", o.Cause)
 		n.apps.peerLost(o.ID, o.Cause)
-		n.notify(o.ID, false, o.Cause)
+		n.watchers.notify(o.ID, false, o.Cause)
 	case membership.PeerAlive:
 		n.log.Warn("peer is back", "peer", n.peerName(o.ID))
 		n.notices.resend(o.ID)
-		n.notify(o.ID, true, nil)
+		n.watchers.notify(o.ID, true, nil)
 		n.pending.deliverPending(o.ID)
 	case membership.PeerReplaced:
 		n.peerReplaced(o.ID)
 	case membership.Policies:
 		states := n.applyPolicies(o.List)
-		n.step(func(t time.Duration) { n.machine.PoliciesAre(t, o.Version, states) })
+		n.control.step(func(t time.Duration) { n.control.machine.PoliciesAre(t, o.Version, states) })
 	case membership.Failed:
 		n.fail(o.Err)
 	case membership.Warning:
@@ -89,16 +89,16 @@ func (n *Node) peerReplaced(id int) {
 	// The new process does not answer requests to the earlier one.
 	if n.processes.lost(id) == nil {
 		n.apps.peerLost(id, errReplaced)
-		n.notify(id, false, errReplaced)
+		n.watchers.notify(id, false, errReplaced)
 	}
-	n.mu.Lock()
-	if !slices.Contains(n.machine.DeadNodes(now(), 0), id) { // the new process may be lost already
+	n.control.mu.Lock()
+	if !slices.Contains(n.control.machine.DeadNodes(now(), 0), id) { // the new process may be lost already
 		n.processes.setLost(id, nil)
 	}
-	n.mu.Unlock()
+	n.control.mu.Unlock()
 	n.log.Warn("peer replaced", "peer", n.peerName(id))
-	n.notify(id, true, nil)
-	if a, ok := van.As[van.Admitter](n.van); ok {
+	n.watchers.notify(id, true, nil)
+	if a, ok := van.As[van.Admitter](n.transport.van); ok {
 		a.Admit(id)
 	}
 	n.pending.deliverPending(id)
@@ -106,8 +106,8 @@ func (n *Node) peerReplaced(id int) {
 
 func (n *Node) sendControl(o membership.Send) {
 	if o.To == int(n.id.Load()) {
-		n.step(func(t time.Duration) {
-			if err := n.machine.Step(t, o.To, &o.Meta); err != nil {
+		n.control.step(func(t time.Duration) {
+			if err := n.control.machine.Step(t, o.To, &o.Meta); err != nil {
 				n.log.Error("own message refused", "err", err)
 			}
 		})
@@ -115,16 +115,16 @@ func (n *Node) sendControl(o membership.Send) {
 	}
 	msg := &van.Message{Meta: o.Meta, Sender: int(n.id.Load()), Receiver: o.To}
 	n.logMessage("send", o.To, &msg.Meta)
-	if err := n.van.Send(msg); err != nil {
+	if err := n.transport.van.Send(msg); err != nil {
 		n.rarely("not sent: "+logx.Kind(err)).Warn("control message not sent", "err", err)
 	}
 }
 
 // fail makes the node unusable, with err as the reason.
 func (n *Node) fail(err error) {
-	n.mu.Lock()
-	usable := n.end(err)
-	n.mu.Unlock()
+	n.control.mu.Lock()
+	usable := n.lifetime.end(err)
+	n.control.mu.Unlock()
 	if usable {
 		n.log.Error("node failed", "err", err)
 		n.apps.failAll(err)

@@ -30,9 +30,9 @@ func (n *Node) applyPolicies(list []membership.Policy) string {
 			}
 		}
 	}
-	n.stack.SetRates(rates)
+	n.transport.stack.SetRates(rates)
 	n.apps.orders.Store(&orders)
-	marker, marks := van.As[van.TrafficClassSetter](n.van)
+	marker, marks := van.As[van.TrafficClassSetter](n.transport.van)
 	if marks {
 		marker.SetTrafficClasses(classes)
 	}

@@ -28,8 +28,8 @@ type probes struct {
 }
 
 func newProbes(n *Node) probes {
-	p, _ := van.As[van.Prober](n.van)
-	return probes{prober: p, log: n.log, stop: n.stop, running: make(chan struct{}, maxProbes)}
+	p, _ := van.As[van.Prober](n.transport.van)
+	return probes{prober: p, log: n.log, stop: n.lifetime.stop, running: make(chan struct{}, maxProbes)}
 }
 
 // probe probes the address of a node. It calls probed with the result and the address of this host, own by default,

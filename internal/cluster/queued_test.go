@@ -182,7 +182,7 @@ func (s *sent) Send(m *van.Message) error {
 // none of the requests, does not.
 func TestResendCancellations(t *testing.T) {
 	out := &sent{}
-	n := &Node{nodeInfo: nodeInfo{log: slog.New(slog.DiscardHandler)}, van: out}
+	n := &Node{nodeInfo: nodeInfo{log: slog.New(slog.DiscardHandler)}, transport: transport{van: out}}
 	n.assemble()
 	n.processes.change(8, func(p *process) { p.known, p.incarnation, p.lost = true, 5, van.ErrPeerLost })
 	n.notices.cancel(8, 7, Canceled{Customer: 1, First: 20, Count: 3})
@@ -211,7 +211,7 @@ func (e ending) Recycle()                            {}
 // TestOpenDuringALoss: requests that are opened while their peer is found lost end, each once. The race detector
 // checks that.
 func TestOpenDuringALoss(t *testing.T) {
-	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, van: &sent{}}
+	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, transport: transport{van: &sent{}}}
 	n.setName("the test's node")
 	n.assemble()
 	n.processes.change(8, func(p *process) { p.known, p.lost = true, van.ErrPeerLost })
@@ -242,7 +242,7 @@ func TestOpenDuringALoss(t *testing.T) {
 
 // TestFailsItsOwnRequest: an error for a timestamp fails no later request in the same slot of the table.
 func TestFailsItsOwnRequest(t *testing.T) {
-	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, lifetime: newLifetime(), van: &sent{}}
+	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, lifetime: newLifetime(), transport: transport{van: &sent{}}}
 	n.setName("the test's node")
 	n.assemble()
 	n.processes.change(8, func(p *process) { p.known = true })

@@ -23,7 +23,7 @@ func (n *Node) receive(msg *van.Message) {
 	if p.lost != nil && p.original() {
 		// The machine is notified before the application gets the message: the application may answer at once, and
 		// the process waits for the answer.
-		n.control.step(func(t time.Duration) { n.machine.DataFrom(t, msg.Sender) })
+		n.control.step(func(t time.Duration) { n.control.machine.DataFrom(t, msg.Sender) })
 		p = n.processes.of(msg.Sender)
 	}
 	switch n.processes.check(msg, p) {
@@ -73,7 +73,7 @@ func (a App) Send(msg *van.Message) error {
 		return refuse(cause)
 	}
 	n.processes.tag(&msg.Meta, p)
-	err := n.van.Send(msg)
+	err := n.transport.van.Send(msg)
 	if err != nil && p.lost != nil { // the message is an answer to a C++ StepMesh process; if that was only paused, it waits for the answer
 		return refuse(errors.Join(p.lost, err))
 	}

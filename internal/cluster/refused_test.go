@@ -16,7 +16,7 @@ import (
 func TestReadRefused(t *testing.T) {
 	out := &sent{}
 	var lines bytes.Buffer
-	n := &Node{nodeInfo: nodeInfo{log: slog.New(slog.NewTextHandler(&lines, nil))}, van: out}
+	n := &Node{nodeInfo: nodeInfo{log: slog.New(slog.NewTextHandler(&lines, nil))}, transport: transport{van: out}}
 	n.assemble()
 	n.processes.change(9, func(p *process) { p.known, p.incarnation, p.epoch = true, 5, 2 })
 	n.App().Refuse(9, 2, 7, 3, 20, &van.Error{Detail: "12 bytes\n", Err: van.ErrQueueFull})

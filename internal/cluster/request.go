@@ -145,7 +145,7 @@ func (r *Request) Arrived(n int) {
 
 // cancelMessages takes the memory of the messages of the first n timestamps back from the transport.
 func (r *Request) cancelMessages(n int32) {
-	if x := r.c.node.canceler; x != nil {
+	if x := r.c.node.transport.canceler; x != nil {
 		x.Cancel(van.Requests{App: int32(r.c.app), Customer: int32(r.c.id), First: r.first, Count: n})
 	}
 }
@@ -361,14 +361,14 @@ func (a App) PollFor(ctx context.Context, limit time.Duration, done func() bool)
 		return
 	}
 	if a.cfg.BusyPoll != env.SpinForever {
-		a.stack.Poll(done)
+		a.transport.stack.Poll(done)
 		return
 	}
 	begun := clock.Now()
-	a.stack.Poll(done)
+	a.transport.stack.Poll(done)
 	for !done() && ctx.Err() == nil && (limit <= 0 || time.Duration(clock.Now()-begun) < limit) {
 		runtime.Gosched() // another waiter may be polling
-		a.stack.Poll(done)
+		a.transport.stack.Poll(done)
 	}
 }
 

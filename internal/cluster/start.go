@@ -105,7 +105,7 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 		if failpoint.On("start-deadline") {
 			deadline = 0
 		}
-		if err := n.await(ctx, "start barrier", func(t time.Duration) (int, error) { return n.machine.StartBarrier(t, van.AllNodes, deadline) }); err != nil {
+		if err := n.control.await(ctx, "start barrier", func(t time.Duration) (int, error) { return n.control.machine.StartBarrier(t, van.AllNodes, deadline) }); err != nil {
 			n.close(shortLinger) // a missing node does not read its messages, either
 			return nil, err
 		}
@@ -207,15 +207,15 @@ func newNode(o Options) (*Node, error) {
 	if n.apps.profile, err = openProfile(cfg, role, n.log); err != nil {
 		return nil, errors.Join(err, n.device.close())
 	}
-	n.stack, err = stack.New(stack.Options{
+	n.transport.stack, err = stack.New(stack.Options{
 		Options: van.Options{Config: cfg, Log: n.log, Backend: n.Backend(), Incarnation: n.incarnation},
 		Role:    role, Transport: o.Van, OnFail: n.resendFailed,
 	})
 	if err != nil {
 		return nil, errors.Join(err, n.apps.profile.close(), n.device.close())
 	}
-	n.van = n.stack.Van
-	n.canceler, _ = van.As[van.Canceler](n.van)
+	n.transport.van = n.transport.stack.Van
+	n.transport.canceler, _ = van.As[van.Canceler](n.transport.van)
 	n.assemble()
 	n.self = van.Node{Role: role, ID: van.Empty, AuxID: cfg.Rank()}
 	if o.NoRank {
@@ -230,14 +230,13 @@ func newNode(o Options) (*Node, error) {
 // assemble connects the parts of n. nodeInfo and van are complete.
 func (n *Node) assemble() {
 	n.processes.self, n.processes.incarnation = &n.nodeInfo, n.incarnation
-	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.nodeInfo, &n.processes, n.van, map[int][]cancelNotice{}
+	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.nodeInfo, &n.processes, n.transport.van, map[int][]cancelNotice{}
 	n.apps.init(&n.nodeInfo, &n.processes, &n.notices)
 	n.pending.init(&n.nodeInfo, &n.processes, &n.apps)
-	n.members = members{self: &n.nodeInfo, processes: &n.processes, pending: &n.pending, tempNodes: map[int]van.Node{}}
 	n.ending.workers = map[int]uint32{}
-	n.outputs.perform = n.perform
-	n.control = control{self: &n.nodeInfo, life: &n.lifetime, members: &n.members, queues: &n.outputs,
-		pendingConnects: map[int]int{}, waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
+	n.control = control{self: &n.nodeInfo, life: &n.lifetime, pendingConnects: map[int]int{}, waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
+	n.control.members = members{self: &n.nodeInfo, processes: &n.processes, pending: &n.pending, tempNodes: map[int]van.Node{}}
+	n.control.queues.perform = n.perform
 }
 
 // join binds, starts the machine and waits until it is ready.
@@ -248,7 +247,7 @@ func (n *Node) join(ctx context.Context) error {
 		return err
 	}
 	interval, silence := n.cfg.Heartbeats()
-	_, tries := van.As[van.Prober](n.van)
+	_, tries := van.As[van.Prober](n.transport.van)
 	m, err := membership.New(membership.Config{
 		Role: n.role, NumWorkers: n.cfg.NumWorkers, NumServers: n.cfg.NumServers, GroupSize: n.cfg.GroupSize,
 		Self: n.self, Scheduler: scheduler, NamedCluster: n.cfg.ClusterID != "", Foreign: n.cfg.Foreign, Nonce: n.rand(),
@@ -261,13 +260,13 @@ func (n *Node) join(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	n.machine = m
+	n.control.machine = m
 	n.probes = newProbes(n)
-	if w, ok := van.As[van.PeerWatcher](n.van); ok {
-		w.WatchPeers(n.peerChanged)
+	if w, ok := van.As[van.PeerWatcher](n.transport.van); ok {
+		w.WatchPeers(n.control.peerChanged)
 	}
-	if b, ok := van.As[van.LivenessProber](n.van); ok {
-		n.probe = b.Alive
+	if b, ok := van.As[van.LivenessProber](n.transport.van); ok {
+		n.control.probe = b.Alive
 	}
 	m.Start(now()) // before any message can be received
 	if notFound != nil && n.role != van.Scheduler {
@@ -276,20 +275,20 @@ func (n *Node) join(ctx context.Context) error {
 		defer cancel()
 		go n.lookUpScheduler(ctx)
 	}
-	n.van.Start(n.receive)
-	go n.runTimer()
-	n.step(func(time.Duration) {})
+	n.transport.van.Start(n.receive)
+	go n.control.runTimer()
+	n.control.step(func(time.Duration) {})
 	select {
-	case <-n.ready:
+	case <-n.lifetime.ready:
 		return nil
-	case <-n.failed:
-		return n.err
+	case <-n.lifetime.failed:
+		return n.lifetime.err
 	case <-ctx.Done():
-		n.mu.Lock()
+		n.control.mu.Lock()
 		report := m.Report(now())
-		n.mu.Unlock()
+		n.control.mu.Unlock()
 		detail := report.String()
-		if meter, ok := van.As[van.Meter](n.van); ok && meter.Stats().Unauthenticated > 0 {
+		if meter, ok := van.As[van.Meter](n.transport.van); ok && meter.Stats().Unauthenticated > 0 {
 			detail += fmt.Sprintf("; %d connections had no valid proof of the cluster's secret, see the log", meter.Stats().Unauthenticated)
 		}
 		return &van.Error{Op: "start", Node: n.Name(), Detail: detail, Err: van.TimedOut(context.Cause(ctx))}
@@ -299,7 +298,7 @@ func (n *Node) join(ctx context.Context) error {
 // bind chooses the address and listens.
 func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	here := hostaddr.This()
-	host, why, err := advertise(ctx, n.cfg, n.role, n.van, here, scheduler.Hostname)
+	host, why, err := advertise(ctx, n.cfg, n.role, n.transport.van, here, scheduler.Hostname)
 	if err != nil {
 		return err
 	}
@@ -312,13 +311,13 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 		n.self.Port = 0
 		n.log.Warn("DMLC_PORT is the scheduler's port on this host: another port is used", "asked", asked)
 	}
-	port, err := n.van.Bind(ctx, n.self)
+	port, err := n.transport.van.Bind(ctx, n.self)
 	if n.role == van.Scheduler && errors.Is(err, syscall.EADDRINUSE) && freeport.Ephemeral(asked) {
 		port, err = n.bindAgain(ctx)
 	}
 	if errors.Is(err, syscall.EADDRINUSE) && asked != 0 && n.role != van.Scheduler {
 		n.self.Port = 0
-		if port, err = n.van.Bind(ctx, n.self); err == nil {
+		if port, err = n.transport.van.Bind(ctx, n.self); err == nil {
 			n.log.Warn("DMLC_PORT is in use, took another", "asked", asked, "took", port)
 		}
 	}
@@ -342,7 +341,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	identity := van.NodeExtension{Incarnation: n.incarnation, Cluster: n.cluster(), Bundles: true, Settings: van.Settings{
 		Known: true, Resend: n.cfg.Resend, Workers: n.cfg.NumWorkers * n.cfg.GroupSize, Servers: n.cfg.NumServers * n.cfg.GroupSize,
 	}}
-	if a, ok := van.As[van.Advertiser](n.van); ok {
+	if a, ok := van.As[van.Advertiser](n.transport.van); ok {
 		identity.Local = a.Endpoint()
 	}
 	n.self.Endpoint = identity.Encode()
@@ -352,7 +351,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	} else {
 		n.setName(fmt.Sprintf("%s at %s", n.role, n.self.Addr()))
 	}
-	n.log.Info("Bind to "+n.self.Addr(), "van", n.van.Type(), "why", why)
+	n.log.Info("Bind to "+n.self.Addr(), "van", n.transport.van.Type(), "why", why)
 	if doubt := unreachableReason(n.cfg, n.role, here, host, scheduler.Hostname); doubt != "" && !n.cfg.Local {
 		n.log.Warn(doubt, "why", why)
 	}
@@ -379,7 +378,7 @@ func (n *Node) bindAgain(ctx context.Context) (port int, err error) {
 		case <-ctx.Done():
 			return 0, van.TimedOut(context.Cause(ctx))
 		}
-		if port, err = n.van.Bind(ctx, n.self); !errors.Is(err, syscall.EADDRINUSE) {
+		if port, err = n.transport.van.Bind(ctx, n.self); !errors.Is(err, syscall.EADDRINUSE) {
 			break
 		}
 	}

@@ -193,7 +193,7 @@ func keptNode(cfg *Config, log *slog.Logger) *Node {
 		panic(err)
 	}
 	n.assemble()
-	n.machine = m
+	n.control.machine = m
 	return n
 }
 
