@@ -26,8 +26,6 @@ var wide = map[string]ceiling{
 	"van.Meta":                           {40, "mirrors the record on the wire, whose fields are the original's"},
 	"van.Message":                        {43, "a Meta, and how the process holds it"},
 	"tools/internal/bench.latencyReport": {30, byEmbedding},
-	"internal/cluster.App":               {49, byEmbedding},
-	"internal/cluster.Node":              {49, byEmbedding},
 	"postoffice/membership.Machine":      {36, byEmbedding},
 	"van/backend.gpu":                    {52, byEmbedding},
 	"van/local.inLink":                   {26, byEmbedding},

@@ -168,7 +168,7 @@ const lookupEvery = 2 * time.Second
 // lookUpScheduler looks the scheduler's name up until it has an address or ctx ends, and passes the reason why it has
 // none to the machine. In Kubernetes a name often appears later. The transport finds the address itself when it tries
 // to connect again.
-func (n *Node) lookUpScheduler(ctx context.Context) {
+func (c *control) lookUpScheduler(ctx context.Context) {
 	timer := time.NewTimer(lookupEvery)
 	defer timer.Stop()
 	for {
@@ -177,13 +177,13 @@ func (n *Node) lookUpScheduler(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		}
-		_, err := resolve(ctx, n.cfg.RootURI)
+		_, err := resolve(ctx, c.self.cfg.RootURI)
 		if ctx.Err() != nil {
 			return
 		}
-		n.control.mu.Lock()
-		n.control.machine.SchedulerNotFound(err)
-		n.control.mu.Unlock()
+		c.mu.Lock()
+		c.machine.SchedulerNotFound(err)
+		c.mu.Unlock()
 		if err == nil {
 			return
 		}

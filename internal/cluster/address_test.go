@@ -236,7 +236,7 @@ func TestLookUpScheduler(t *testing.T) {
 	if got := m.Report(0).Note; !strings.Contains(got, "no such host") {
 		t.Errorf("the report is %q, want why there is no address", got)
 	}
-	n.lookUpScheduler(t.Context())
+	n.control.lookUpScheduler(t.Context())
 	if got := m.Report(0).Note; strings.Contains(got, "no such host") || !strings.Contains(got, "does not run there") {
 		t.Errorf("the report is %q, want that nobody answers at the address", got)
 	}

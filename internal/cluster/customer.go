@@ -66,7 +66,7 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 	if n <= 0 {
 		return fmt.Errorf("%s: %w: %d timestamps, want at least 1", op, van.ErrInvalid, n)
 	}
-	if err := c.node.Alive(); err != nil {
+	if err := c.node.lifetime.Alive(); err != nil {
 		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
 	}
 	c.mu.Lock()
@@ -83,7 +83,7 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 
 	// A peer that was lost before the request was in the table has not failed it and is checked here. A later loss
 	// finds the request in the table. The same holds for the end of this node.
-	if err := c.node.Alive(); err != nil {
+	if err := c.node.lifetime.Alive(); err != nil {
 		r.fail(&van.Error{Op: op, Node: c.node.Name(), Err: err})
 		return nil
 	}

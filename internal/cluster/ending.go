@@ -106,11 +106,11 @@ func (n *Node) startEnding(call string) {
 func (n *Node) stopEnding(err error) {
 	n.ending.mu.Lock()
 	told, call := n.ending.stopRepeat, n.ending.call
-	goesOn := call != "" && err != nil && n.Alive() == nil
+	goesOn := call != "" && err != nil && n.lifetime.Alive() == nil
 	if goesOn {
 		n.ending.call = ""
 	}
-	if err != nil || n.Alive() != nil {
+	if err != nil || n.lifetime.Alive() != nil {
 		n.ending.stopRepeat = nil
 	} else {
 		told = nil // Finalize comes next

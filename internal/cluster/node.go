@@ -87,12 +87,14 @@ func (n *Node) DeadNodes(t time.Duration) []int {
 // Barrier fails after STEPAF_BARRIER_TIMEOUT; or, when only lost members are missing, after STEPAF_REPLACE_TIMEOUT
 // unless they are replaced.
 func (n *Node) Barrier(ctx context.Context, customer, group int) error {
-	return n.barrier(ctx, "barrier", customer, group, false)
+	return n.control.await(ctx, "barrier", func(t time.Duration) (int, error) { return n.control.machine.Barrier(t, customer, group, false) })
 }
 
 // InstanceBarrier waits until every instance of the group has called it.
 func (n *Node) InstanceBarrier(ctx context.Context, customer, group int) error {
-	return n.barrier(ctx, "instance barrier", customer, group, true)
+	return n.control.await(ctx, "instance barrier", func(t time.Duration) (int, error) {
+		return n.control.machine.Barrier(t, customer, group, true)
+	})
 }
 
 // StopBarrier is the instance barrier over all nodes that a program calls before
@@ -103,10 +105,6 @@ func (n *Node) StopBarrier(ctx context.Context) error {
 	err := n.control.await(ctx, "stop barrier", func(t time.Duration) (int, error) { return n.control.machine.StopBarrier(t, 0) })
 	n.stopEnding(err)
 	return err
-}
-
-func (n *Node) barrier(ctx context.Context, op string, customer, group int, instance bool) error {
-	return n.control.await(ctx, op, func(t time.Duration) (int, error) { return n.control.machine.Barrier(t, customer, group, instance) })
 }
 
 // Finalize waits until every node of the cluster has called it, then leaves. It leaves and returns an error

@@ -228,7 +228,7 @@ func (r *Request) finishIfDone() {
 // meanwhile.
 func (r *Request) notifyCanceled() {
 	n := r.c.node
-	if n.Alive() != nil {
+	if n.lifetime.Alive() != nil {
 		return // the peers will see the connections end
 	}
 	for k, id := range r.receivers {

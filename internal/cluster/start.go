@@ -273,7 +273,7 @@ func (n *Node) join(ctx context.Context) error {
 		m.SchedulerNotFound(notFound)
 		ctx, cancel := context.WithCancel(ctx)
 		defer cancel()
-		go n.lookUpScheduler(ctx)
+		go n.control.lookUpScheduler(ctx)
 	}
 	n.transport.van.Start(n.receive)
 	go n.control.runTimer()
@@ -313,7 +313,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	}
 	port, err := n.transport.van.Bind(ctx, n.self)
 	if n.role == van.Scheduler && errors.Is(err, syscall.EADDRINUSE) && freeport.Ephemeral(asked) {
-		port, err = n.bindAgain(ctx)
+		port, err = n.transport.bindAgain(ctx, n.self)
 	}
 	if errors.Is(err, syscall.EADDRINUSE) && asked != 0 && n.role != van.Scheduler {
 		n.self.Port = 0
@@ -368,8 +368,8 @@ const (
 	bindPause = 50 * time.Millisecond
 )
 
-// bindAgain binds the scheduler's port once it is free.
-func (n *Node) bindAgain(ctx context.Context) (port int, err error) {
+// bindAgain binds self, whose port is in use, once the port is free.
+func (t *transport) bindAgain(ctx context.Context, self van.Node) (port int, err error) {
 	pause := time.NewTicker(bindPause)
 	defer pause.Stop()
 	for range bindTries {
@@ -378,7 +378,7 @@ func (n *Node) bindAgain(ctx context.Context) (port int, err error) {
 		case <-ctx.Done():
 			return 0, van.TimedOut(context.Cause(ctx))
 		}
-		if port, err = n.transport.van.Bind(ctx, n.self); !errors.Is(err, syscall.EADDRINUSE) {
+		if port, err = t.van.Bind(ctx, self); !errors.Is(err, syscall.EADDRINUSE) {
 			break
 		}
 	}
