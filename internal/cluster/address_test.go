@@ -230,7 +230,7 @@ func TestLookUpScheduler(t *testing.T) {
 		t.Fatal(err)
 	}
 	n := &Node{nodeInfo: nodeInfo{cfg: cfg}}
-	n.control.machine = m
+	n.control.self, n.control.machine = &n.nodeInfo, m
 	m.Start(0)
 	m.SchedulerNotFound(errors.New("lookup localhost: no such host"))
 	if got := m.Report(0).Note; !strings.Contains(got, "no such host") {
@@ -238,7 +238,7 @@ func TestLookUpScheduler(t *testing.T) {
 	}
 	n.control.lookUpScheduler(t.Context())
 	if got := m.Report(0).Note; strings.Contains(got, "no such host") || !strings.Contains(got, "does not run there") {
-		t.Errorf("the report is %q, want that nobody answers at the address", got)
+		t.Errorf("the report is %q, want that no process answers at the address", got)
 	}
 }
 
