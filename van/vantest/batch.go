@@ -10,9 +10,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// letsGo waits until all of dones were called once and the node's transport holds no
-// values. No other message is sent meanwhile, which would let go of earlier ones.
-func (n *node) letsGo(what string, dones ...*completion) {
+// released waits until all of dones were called once and the node's transport uses no
+// values. No other message is sent meanwhile, since it could release earlier ones.
+func (n *node) released(what string, dones ...*completion) {
 	n.w.Helper()
 	n.w.calledOnce(" of "+what, dones)
 	m, ok := van.As[van.Meter](n.Van)
@@ -27,7 +27,7 @@ func (n *node) letsGo(what string, dones ...*completion) {
 }
 
 // copyBelow sends frames around the length from which they are lent, each kind of
-// frame and both ways. Every message is let go of without another one that helps.
+// frame and both ways. Every message is released without a later one.
 func copyBelow(w *world) {
 	worker, server := w.pair()
 	const at = van.CopyBelow
@@ -46,14 +46,14 @@ func copyBelow(w *world) {
 			x.from.must(m)
 			what := fmt.Sprintf("frames of %v bytes from %s", shape, van.NodeName(x.from.self.ID))
 			checkFrames(w, what, x.to.next(), frames)
-			x.from.letsGo(what, c)
+			x.from.released(what, c)
 		}
 	}
 }
 
-// more sends batches of messages marked More, which a transport may hold: ended by a
-// message without the mark, and by Flush. All arrive, in order and intact, though
-// nothing follows.
+// more sends batches of messages with More, which a transport may queue. They end with a
+// message without More, or with Flush. All arrive, in order and intact, although
+// no message follows.
 func more(w *world) {
 	worker, server := w.pair()
 	for _, x := range []struct {
@@ -82,15 +82,15 @@ func more(w *world) {
 					}
 					checkFrames(w, fmt.Sprintf("message %d of %s", i, what), r, [][]byte{pattern(-i, 8), pattern(i, 20+10*i)})
 				}
-				x.from.letsGo(what, dones...)
+				x.from.released(what, dones...)
 				first += count
 			}
 		}
 	}
 }
 
-// moreToSeveral holds messages for two peers at once; flushing the one leaves nothing
-// of the other behind.
+// moreToSeveral queues messages for two peers at the same time. Flushing one does not
+// affect the other.
 func moreToSeveral(w *world) {
 	server, first, second := w.node(8, nil), w.node(9, nil), w.node(11, nil)
 	link(first, server)

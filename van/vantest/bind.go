@@ -37,7 +37,7 @@ func bindBadHost(w *world) {
 	n.cannotBind("host", w.suite.BadHost)
 }
 
-// cannotBind checks that n cannot bind, because of what its error names.
+// cannotBind checks that n cannot bind, and the texts of its error.
 func (n *node) cannotBind(what, name string) {
 	n.w.Helper()
 	switch err := n.tryBind(); {
@@ -65,7 +65,7 @@ func connectBeforeBind(w *world) {
 	server.expect(9, n)
 }
 
-// freePort is a port that nobody takes meanwhile, as the kernel might give one that was its choice to another.
+// freePort returns a port that the kernel does not assign to another socket meanwhile.
 func (w *world) freePort() int {
 	port, err := freeport.Find()
 	if err != nil {

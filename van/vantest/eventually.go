@@ -7,7 +7,7 @@ import (
 	_ "github.com/stepaf/stepaf-go/internal/testlimit" // the limit applies to all tests that use this package
 )
 
-// Eventually waits, for d at most, for what nothing signals.
+// Eventually waits, for d at most, for a condition without a signal.
 func Eventually(t testing.TB, d time.Duration, what string, ok func() bool) {
 	t.Helper()
 	tick := time.Tick(time.Millisecond)

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// ProcessorTime is how long this process has used processors.
+// ProcessorTime returns the processor time of this process.
 func ProcessorTime(t testing.TB) time.Duration {
 	t.Helper()
 	var u syscall.Rusage
@@ -16,8 +16,8 @@ func ProcessorTime(t testing.TB) time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// Idle checks that what uses at most a share of one processor, by used, in one of three windows: what
-// burns the processor does so in every window, and what else the machine does makes it dearer in some.
+// Idle checks that what uses at most a share of one processor, as used measures it, in one of three windows. A busy
+// loop exceeds the share in every window, while other load of the machine affects only some.
 func Idle(t testing.TB, what string, used func() time.Duration, window time.Duration, most float64) {
 	t.Helper()
 	for i := 1; ; i++ {

@@ -6,8 +6,8 @@ import (
 	"sync"
 )
 
-// Log keeps what is logged, for tests that look into it. The zero value is ready; it may
-// be written and read at once.
+// Log records log output for tests. The zero value is ready for use. Concurrent writes
+// and reads are allowed.
 type Log struct {
 	mu sync.Mutex
 	b  bytes.Buffer
@@ -23,7 +23,7 @@ func (l *Log) Write(p []byte) (int, error) {
 	return l.b.Write(p)
 }
 
-// String is all that was logged.
+// String returns the complete output.
 func (l *Log) String() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -96,7 +96,7 @@ func metaIntact(w *world) {
 	checkMeta(w, "barrier", &scheduler.next().meta, &m.Meta)
 }
 
-// checkMeta compares all but what transports set or may not carry.
+// checkMeta compares all fields except those that transports set or may not carry.
 func checkMeta(w *world, what string, got, want *van.Meta) {
 	w.Helper()
 	norm := func(m *van.Meta) van.Meta {

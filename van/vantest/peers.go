@@ -56,8 +56,8 @@ func disconnect(w *world) {
 	}
 }
 
-// farewell: a message that is sent right before Disconnect, to a peer that is only just being connected
-// to, arrives, as what a scheduler refuses a node with.
+// farewell: a message that is sent directly before Disconnect, while the connection is still being made,
+// arrives. A scheduler refuses a node with such a message.
 func farewell(w *world) {
 	scheduler, worker := w.node(1, nil), w.node(9, nil)
 	for i := range 5 {
@@ -94,7 +94,7 @@ func replace(w *world) {
 	}
 }
 
-// restart lets a node come again at the address of one that has gone.
+// restart starts a node at the address of a closed one.
 func restart(w *world) {
 	worker, first := w.node(9, nil), w.make(8)
 	first.self.Port, first.knowsID = w.freePort(), true
@@ -122,7 +122,7 @@ func restart(w *world) {
 	second.expect(9, 1)
 }
 
-// peerEvent is what a van says of a peer.
+// peerEvent is a van's report about a peer.
 type peerEvent struct {
 	id    int
 	up    bool
@@ -133,7 +133,7 @@ type peerEvent struct {
 func (w *world) watcher(id int) (n *node, events chan peerEvent) {
 	w.Helper()
 	n = w.make(id)
-	if v, watches := van.As[van.PeerWatcher](n.Van); watches { // it is told before the van is bound
+	if v, watches := van.As[van.PeerWatcher](n.Van); watches { // WatchPeers is called before the van is bound
 		events = make(chan peerEvent, 64)
 		v.WatchPeers(func(id int, up bool, cause error) {
 			select {

@@ -1,5 +1,5 @@
-// Package vantest is the conformance suite of transports: what every van.Van must
-// do, wrapped ones too. A transport's test is one call:
+// Package vantest is the conformance suite of transports. It tests the requirements for every
+// van.Van, wrapped ones included. A transport's test is one call:
 //
 //	func TestConformance(t *testing.T) {
 //		vantest.Run(t, vantest.Suite{New: func(t testing.TB) van.Van { ... }})
@@ -18,10 +18,10 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Limit is how long anything in a test may take.
+// Limit is the time limit of each wait in a test.
 const Limit = 30 * time.Second
 
-// Suite says what to test and what can be expected of it.
+// Suite describes the transport under test and its guarantees.
 type Suite struct {
 	// New makes a van that is not bound. All vans of a Suite can reach each other.
 	New func(t testing.TB) van.Van

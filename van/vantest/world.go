@@ -1,6 +1,6 @@
 package vantest
 
-// The nodes of one test, and what they send and receive.
+// The nodes of one test, and the messages that they send and receive.
 
 import (
 	"context"
@@ -26,7 +26,7 @@ type world struct {
 	expiry <-chan time.Time // of timeout
 }
 
-// node is a van with its record and what it has received.
+// node is a van with its record and its received messages.
 type node struct {
 	van.Van
 	w    *world
@@ -199,9 +199,9 @@ func (n *node) close() {
 	}
 }
 
-// end closes what the test has left open and looks for leaks.
+// end closes all open nodes of the test and checks for leaks.
 func (w *world) end() {
-	// Nodes that resend wait for those that answer: close them together.
+	// Nodes that resend wait for answers of the others: close them together.
 	var all sync.WaitGroup
 	for _, n := range w.nodes {
 		all.Go(func() {
