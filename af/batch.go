@@ -145,12 +145,17 @@ func (b Batch) Retain() Batch {
 //
 // With a stream, in which work still reads push tensors that lie on the node's device, it
 // returns at once, and the hold ends with that work.
-func (b Batch) Release(on ...Stream) {
+func (b Batch) Release(opts ...StreamOption) {
 	if b.w.state.Load()>>1 != b.gen {
 		return
 	}
-	device := false
-	if len(on) > 0 && on[0] != Complete {
+	stream, device := Complete, false
+	for _, opt := range opts {
+		if s, is := opt.(Stream); is {
+			stream = s
+		}
+	}
+	if stream != Complete {
 		for i := range b.w.pushes {
 			device = device || !b.w.pushes[i].Val.mem.OnHost()
 		}
@@ -159,7 +164,7 @@ func (b Batch) Release(on ...Stream) {
 		b.w.unref()
 		return
 	}
-	event, err := b.w.s.late.RecordEvent(uintptr(on[0]))
+	event, err := b.w.s.late.RecordEvent(uintptr(stream))
 	switch {
 	case errors.Is(err, backend.ErrUnsupported): // a graph has captured the use of the memory
 		b.w.s.node.Log().Warn("received tensors are never used again", "worker", b.w.s.node.PeerName(b.w.instance), "err", err)

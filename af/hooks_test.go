@@ -164,7 +164,7 @@ func TestAnswerRefused(t *testing.T) {
 // TestReleaseOfHostMemory: a batch whose tensors no device reads is given back at once, whatever
 // stream its release names.
 func TestReleaseOfHostMemory(t *testing.T) {
-	for _, on := range [][]af.Stream{nil, {af.Complete}, {0}, {7}} {
+	for _, on := range [][]af.StreamOption{nil, {af.Complete}, {af.Stream(0)}, {af.Stream(7)}} {
 		hook := &hooks.Van{}
 		c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
 		kept := make(chan af.Batch, 1)

@@ -21,6 +21,9 @@ type StartOption interface{ startOption() }
 // RespondOption changes one Respond: a Stream, ByKey, OnSent. It costs no allocation.
 type RespondOption interface{ respondOption() }
 
+// StreamOption is the option of calls whose only option is a Stream. Of several, the last one counts. It costs no allocation.
+type StreamOption interface{ streamOption() }
+
 // Stream is a queue of work on the node's device: the driver's handle (CUstream,
 // cudaStream_t). As an option it says that the work which is in the stream at the time of
 // the call makes the tensors on the device that are sent, or uses those that are to be
@@ -40,6 +43,7 @@ const (
 func OnStream(handle uintptr) Stream { return Stream(handle) }
 
 func (Stream) callOption()    {}
+func (Stream) streamOption()  {}
 func (Stream) startOption()   {}
 func (Stream) respondOption() {}
 

@@ -24,6 +24,10 @@ type Call cluster.Call
 // ErrRequestRefused, ErrUnknownHandler (a second Wait), or ctx's error, and name the peers concerned.
 func (c Call) Wait(ctx context.Context) error { return cluster.Call(c).Wait(ctx) }
 
+// Done returns a channel that is closed when the call is over, so that a program can select: Wait then returns at once, and is
+// still to be called. Programs that only wait call Wait alone, which is faster.
+func (c Call) Done() <-chan struct{} { return cluster.Call(c).Done() }
+
 // Timestamp is the first of the call's consecutive timestamps, which errors and log lines call its handler.
 func (c Call) Timestamp() int32 { return cluster.Call(c).Timestamp() }
 

@@ -101,6 +101,7 @@ var layers = []struct {
 	{"van/engine", []string{"van/env", "internal/"}},
 	{"van/", []string{"van", "van/auth", "van/backend", "van/engine", "van/env", "internal/"}},
 	{"postoffice/membership", []string{"van", "van/backend", "van/env", "internal/"}},
+	{"postoffice/clustertest", []string{"postoffice", "internal/cluster", "tests/inproc"}},
 	{"postoffice", []string{"internal/cluster", "van", "van/backend", "van/env"}},
 	{"kv/session", []string{"kv", "postoffice", "van", "internal/"}},
 	{"kv/", []string{"postoffice", "van", "van/backend", "van/env", "internal/"}},
@@ -145,7 +146,7 @@ func allowed(from, to string) (ok, known bool) {
 
 // forTests tells whether pkg serves tests only.
 func forTests(pkg string) bool {
-	return pkg == "van/vantest" || pkg == "internal/testlimit" || pkg == "tests" || strings.HasPrefix(pkg, "tests/")
+	return pkg == "van/vantest" || pkg == "postoffice/clustertest" || pkg == "internal/testlimit" || pkg == "tests" || strings.HasPrefix(pkg, "tests/")
 }
 
 func TestImportsPointDown(t *testing.T) {

@@ -16,7 +16,7 @@ import (
 
 // AllGather makes out the tensors in of all ranks, in the order of ranks. All have the same
 // size, and out has Size times that. in may be this rank's part of out.
-func (c *Comm) AllGather(out, in af.Tensor, on ...af.Stream) (Op, error) {
+func (c *Comm) AllGather(out, in af.Tensor, on ...af.StreamOption) (Op, error) {
 	k := call{kind: allGather, dtype: in.Dtype(), root: -1, bytes: uint64(in.Len())}
 	n := in.Len()
 	device, err := c.b.home([]af.Tensor{out, in})
@@ -33,7 +33,7 @@ func (c *Comm) AllGather(out, in af.Tensor, on ...af.Stream) (Op, error) {
 
 // AllGatherV makes out[r] the tensor in of rank r, for all ranks. Sizes may differ from rank
 // to rank and be 0; out[r] has the size of what rank r gives.
-func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor, on ...af.Stream) (Op, error) {
+func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor, on ...af.StreamOption) (Op, error) {
 	k := call{kind: allGatherV, dtype: dtypeOf([]af.Tensor{in}, out), root: -1}
 	device, err := c.b.home(out, []af.Tensor{in})
 	if err := c.b.check(k, err, each(c.Size(), out, "out", k.dtype), each(1, []af.Tensor{in}, "in", k.dtype), size(&in, "in", lenAt(out, c.b.self))); err != nil {
@@ -49,7 +49,7 @@ func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor, on ...af.Stream) (Op, e
 // AllToAll gives in[r] to rank r and makes out[r] what rank r gives this one, for all ranks.
 // Sizes may differ and be 0. No in[r] may share memory with any of out, but this rank's own with
 // its own.
-func (c *Comm) AllToAll(out, in []af.Tensor, on ...af.Stream) (Op, error) {
+func (c *Comm) AllToAll(out, in []af.Tensor, on ...af.StreamOption) (Op, error) {
 	k := call{kind: allToAll, dtype: dtypeOf(in, out), root: -1}
 	device, err := c.b.home(out, in)
 	if err := c.b.check(k, err, each(c.Size(), in, "in", k.dtype), each(c.Size(), out, "out", k.dtype)); err != nil {
@@ -66,7 +66,7 @@ func (c *Comm) AllToAll(out, in []af.Tensor, on ...af.Stream) (Op, error) {
 }
 
 // Broadcast makes t on all ranks what it is on rank root.
-func (c *Comm) Broadcast(t af.Tensor, root int, on ...af.Stream) (Op, error) {
+func (c *Comm) Broadcast(t af.Tensor, root int, on ...af.StreamOption) (Op, error) {
 	k := call{kind: broadcast, dtype: t.Dtype(), root: int32(root), bytes: uint64(t.Len())}
 	device, err := c.b.home([]af.Tensor{t})
 	if err := c.b.check(k, c.b.rooted(root), err); err != nil {
@@ -77,18 +77,18 @@ func (c *Comm) Broadcast(t af.Tensor, root int, on ...af.Stream) (Op, error) {
 
 // Gather makes out, on rank root, the tensors in of all ranks, in the order of ranks. Others
 // give no out.
-func (c *Comm) Gather(out, in af.Tensor, root int, on ...af.Stream) (Op, error) {
+func (c *Comm) Gather(out, in af.Tensor, root int, on ...af.StreamOption) (Op, error) {
 	return c.parts(gather, out, in, root, on)
 }
 
 // Scatter makes out, on each rank, that rank's part of the tensor in of rank root, which has
 // Size times the size. Others give no in.
-func (c *Comm) Scatter(out, in af.Tensor, root int, on ...af.Stream) (Op, error) {
+func (c *Comm) Scatter(out, in af.Tensor, root int, on ...af.StreamOption) (Op, error) {
 	return c.parts(scatter, in, out, root, on)
 }
 
 // parts is a Gather or a Scatter: whole, which only rank root has, has a part for each rank.
-func (c *Comm) parts(kind kind, whole, part af.Tensor, root int, on []af.Stream) (Op, error) {
+func (c *Comm) parts(kind kind, whole, part af.Tensor, root int, on []af.StreamOption) (Op, error) {
 	k := call{kind: kind, dtype: part.Dtype(), root: int32(root), bytes: uint64(part.Len())}
 	n := part.Len()
 	both := []af.Tensor{part, whole}
@@ -216,7 +216,7 @@ func (c *Comm) reserveTwo(a, b *plan) (*op, Op, error) {
 
 // start makes one call. With tensors on the device it is made when that has done the work which is
 // in the stream now.
-func (c *Comm) start(p *plan, on []af.Stream) (Op, error) {
+func (c *Comm) start(p *plan, on []af.StreamOption) (Op, error) {
 	if p.device {
 		return c.startBehind(p, on)
 	}

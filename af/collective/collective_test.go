@@ -224,13 +224,13 @@ func calls(c *Comm, m memory, size int, seed uint64) error {
 type memory struct{ dev *simgpu.Device }
 
 // onStream is the stream that makes tensors on devices.
-const onStream = 5
+const onStream af.Stream = 5
 
-func (m memory) on() []af.Stream {
+func (m memory) on() []af.StreamOption {
 	if m.dev == nil {
 		return nil
 	}
-	return []af.Stream{onStream}
+	return []af.StreamOption{onStream}
 }
 
 func (m memory) zeros(n int) af.Tensor {
@@ -246,7 +246,7 @@ func (m memory) in(t af.Tensor) af.Tensor {
 		return t
 	}
 	x := m.zeros(t.Len())
-	m.dev.Queue(onStream, func() {
+	m.dev.Queue(uintptr(onStream), func() {
 		for range 100 {
 			runtime.Gosched()
 		}

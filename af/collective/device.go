@@ -67,13 +67,14 @@ func (d *deviceCopy) served() bool {
 }
 
 // startBehind makes one call, which begins when the work that is in the stream now is done.
-func (c *Comm) startBehind(p *plan, on []af.Stream) (Op, error) {
+func (c *Comm) startBehind(p *plan, on []af.StreamOption) (Op, error) {
 	stream := uintptr(af.DefaultStream)
-	if len(on) > 0 {
-		stream = uintptr(on[0])
-	}
-	if len(on) > 1 {
-		return Op{}, c.b.check(p.call, fmt.Errorf("%w: %d streams, want one", van.ErrInvalid, len(on)))
+	for i, opt := range on {
+		s, is := opt.(af.Stream)
+		if !is {
+			return Op{}, c.b.check(p.call, fmt.Errorf("%w: option %d is nil", van.ErrInvalid, i))
+		}
+		stream = uintptr(s)
 	}
 	ready, err := c.flight.copies.queue.RecordEvent(stream)
 	var o *op

@@ -54,7 +54,8 @@ type waiter struct {
 	timer  *time.Timer        // nil until it was needed
 
 	// Guarded by base.mu.
-	told  bool // done has its token
+	told  bool          // done has its token
+	ended chan struct{} // closed when told; nil unless Op.Done has asked for it
 	waits bool
 	polls bool // the waiter looks for work
 }
@@ -215,6 +216,10 @@ func (o *op) rest() {
 func (o *op) deliver() {
 	if o.ended && o.busy == 0 && !o.waiter.told {
 		o.waiter.told = true
+		if o.waiter.ended != nil {
+			close(o.waiter.ended)
+			o.waiter.ended = nil
+		}
 		o.waiter.done <- struct{}{}
 	}
 }

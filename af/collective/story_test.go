@@ -139,7 +139,7 @@ func fill(m memory, t af.Tensor, b []byte) {
 		copy(t.Bytes(), b)
 		return
 	}
-	m.dev.Queue(onStream, func() { copy(simgpu.Raw(t.Mem()), b) })
+	m.dev.Queue(uintptr(onStream), func() { copy(simgpu.Raw(t.Mem()), b) })
 }
 
 // made is a call that was made: its results and what they should be.

@@ -21,6 +21,33 @@ type Op struct {
 	gen uint32
 }
 
+// Done returns a channel that is closed when the call has ended, so that a program can select: Wait then returns without waiting
+// for other ranks, and is still to be called. Programs that only wait call Wait alone, which is faster: the goroutine that waits
+// receives, and reduces.
+func (h Op) Done() <-chan struct{} {
+	if h.o == nil {
+		return endedOp
+	}
+	b := h.o.b
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	w := &h.o.waiter
+	if h.o.gen != h.gen || w.told {
+		return endedOp
+	}
+	if w.ended == nil {
+		w.ended = make(chan struct{})
+	}
+	return w.ended
+}
+
+// endedOp is the channel of calls that have ended.
+var endedOp = func() chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return c
+}()
+
 // Wait waits until the results are there and all others have taken their parts of what this
 // rank gives. Wait once for each Op. Errors wrap van.ErrPeerLost, van.ErrTimeout, van.ErrClosed,
 // ErrMismatch, ErrAborted or ctx's error, and name the rank concerned; the communicator has

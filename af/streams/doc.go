@@ -43,4 +43,6 @@
 // What peers have mapped, and what a graph refers to that may still be replayed, stays until the
 // backend is closed: the driver unmaps nothing while streams may wait. This is, for each exchange that was captured, its tensors, and for each one
 // 128 bytes of the device for each peer and one more.
+//
+// This package is experimental: its API may change between minor versions.
 package streams

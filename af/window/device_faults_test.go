@@ -167,7 +167,7 @@ func TestDeviceStreamNotAsked(t *testing.T) {
 	a.dev.memory.d = d
 	src := r.tensor(0, []byte{7})
 	d.on.Store(true)
-	err := a.PutSignal(t.Context(), 1, 0, src, 0, 0)
+	err := a.PutSignal(t.Context(), 1, 0, src, 0, af.Stream(0))
 	if !errors.Is(err, errImplicit) {
 		t.Fatal(err)
 	}
@@ -175,7 +175,7 @@ func TestDeviceStreamNotAsked(t *testing.T) {
 	if n := d.written.Load(); n > 0 {
 		t.Errorf("%d writes into a stream that is not to be used: they invalidate the capture of the other one", n)
 	}
-	if err := a.PutSignal(t.Context(), 1, 0, src, 0, 0); err != nil {
+	if err := a.PutSignal(t.Context(), 1, 0, src, 0, af.Stream(0)); err != nil {
 		t.Errorf("the window cannot be used any more: %v", err)
 	} else {
 		r.must(b.WaitSignal(t.Context(), 0, 0))
@@ -201,7 +201,7 @@ func TestDeviceNothingInGraph(t *testing.T) {
 	src := r.tensor(0, []byte{7})
 	g := r.devices[0].Capture(9)
 	a.dev.memory.d = wrongSource{was}
-	t.Log(a.PutSignal(t.Context(), 1, 0, src, 0, 9))
+	t.Log(a.PutSignal(t.Context(), 1, 0, src, 0, af.Stream(9)))
 	a.dev.memory.d = was
 	if n := g.Len(); n > 0 {
 		t.Errorf("the graph has %d nodes that its owner knows nothing of", n)
@@ -212,7 +212,7 @@ func TestDeviceNothingInGraph(t *testing.T) {
 	if err := a.Flush(ctx, 1); err != nil {
 		t.Errorf("flush: %v", err)
 	}
-	r.must(a.PutSignal(t.Context(), 1, 0, src, 0, 10)) // in another stream
+	r.must(a.PutSignal(t.Context(), 1, 0, src, 0, af.Stream(10))) // in another stream
 	done := make(chan struct{})
 	r.devices[0].Queue(10, func() { close(done) })
 	select {

@@ -78,11 +78,11 @@ func TestDeviceBehindCapture(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	a, b := r.windows[0], r.windows[1]
 	src := r.tensor(0, []byte{7})
-	r.must(a.PutSignal(t.Context(), 1, 0, src, 0, 9))
+	r.must(a.PutSignal(t.Context(), 1, 0, src, 0, af.Stream(9)))
 	r.settle(0, 9)
 	g := r.devices[0].Capture(9)
-	r.must(a.PutSignal(t.Context(), 1, 1, src, 0, 10), a.Flush(t.Context(), 1, 11), a.Flush(t.Context(), 1), b.WaitSignal(t.Context(), 0, 0), b.WaitSignal(t.Context(), 0, 0))
-	r.must(a.PutSignal(t.Context(), 1, 2, src, 0, 10), a.Close())
+	r.must(a.PutSignal(t.Context(), 1, 1, src, 0, af.Stream(10)), a.Flush(t.Context(), 1, af.Stream(11)), a.Flush(t.Context(), 1), b.WaitSignal(t.Context(), 0, 0), b.WaitSignal(t.Context(), 0, 0))
+	r.must(a.PutSignal(t.Context(), 1, 2, src, 0, af.Stream(10)), a.Close())
 	g.End()
 	if n := g.Len(); n > 0 {
 		t.Errorf("the graph has %d nodes that its owner knows nothing of", n)

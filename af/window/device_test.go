@@ -321,16 +321,16 @@ func TestDeviceMisuse(t *testing.T) {
 		is   error
 		want string
 	}{
-		"two streams":           {w.Put(t.Context(), 1, 0, mine, 1, 2), van.ErrInvalid, "2 streams"},
-		"another device":        {w.Put(t.Context(), 1, 0, other, 1), backend.ErrWrongDevice, "gpu:1"},
-		"beyond the end":        {w.Put(t.Context(), 1, 61, mine, 1), van.ErrInvalid, "beyond the 64"},
-		"no such signal":        {w.PutSignal(t.Context(), 1, 0, mine, 1, 1), van.ErrInvalid, "signal 1"},
-		"a put in a graph":      {w.Put(t.Context(), 1, 0, mine, 9), backend.ErrUnsupported, "being captured"},
-		"a wait in a graph":     {w.WaitSignal(t.Context(), 1, 0, 9), backend.ErrUnsupported, "being captured"},
-		"no such rank":          {w.Flush(t.Context(), 2, 1), van.ErrInvalid, "rank 2"},
-		"a wait for no rank":    {w.WaitSignal(t.Context(), -1, 0, 1), van.ErrInvalid, "rank -1"},
-		"a wait for no signal":  {w.WaitSignal(t.Context(), 1, 5, 1), van.ErrInvalid, "signal 5"},
-		"two streams of a wait": {w.WaitSignal(t.Context(), 1, 0, 1, 2), van.ErrInvalid, "2 streams"},
+		"a nil option":           {w.Put(t.Context(), 1, 0, mine, af.Stream(1), nil), van.ErrInvalid, "option 1 is nil"},
+		"another device":         {w.Put(t.Context(), 1, 0, other, af.Stream(1)), backend.ErrWrongDevice, "gpu:1"},
+		"beyond the end":         {w.Put(t.Context(), 1, 61, mine, af.Stream(1)), van.ErrInvalid, "beyond the 64"},
+		"no such signal":         {w.PutSignal(t.Context(), 1, 0, mine, 1, af.Stream(1)), van.ErrInvalid, "signal 1"},
+		"a put in a graph":       {w.Put(t.Context(), 1, 0, mine, af.Stream(9)), backend.ErrUnsupported, "being captured"},
+		"a wait in a graph":      {w.WaitSignal(t.Context(), 1, 0, af.Stream(9)), backend.ErrUnsupported, "being captured"},
+		"no such rank":           {w.Flush(t.Context(), 2, af.Stream(1)), van.ErrInvalid, "rank 2"},
+		"a wait for no rank":     {w.WaitSignal(t.Context(), -1, 0, af.Stream(1)), van.ErrInvalid, "rank -1"},
+		"a wait for no signal":   {w.WaitSignal(t.Context(), 1, 5, af.Stream(1)), van.ErrInvalid, "signal 5"},
+		"a nil option of a wait": {w.WaitSignal(t.Context(), 1, 0, af.Stream(1), nil), van.ErrInvalid, "option 1 is nil"},
 	} {
 		if !errors.Is(c.err, c.is) || !strings.Contains(c.err.Error(), c.want) {
 			t.Errorf("%s: %v, want %v with %q", what, c.err, c.is, c.want)

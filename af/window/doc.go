@@ -72,4 +72,6 @@
 //     unless streams of the process may wait, since the driver would wait for them.
 //   - A window is over on all ranks when it fails, also when a rank closes it while a stream of another one waits for a signal that has not come, or while one
 //     of its own waits: Close lets that go first. Streams that wait go on when all ranks know, or are lost, or have said nothing for 10 seconds.
+//
+// This package is experimental: its API may change between minor versions.
 package window

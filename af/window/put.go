@@ -18,12 +18,12 @@ import (
 // are PutSignal and Signal. src is complete when the stream comes there, and the caller's behind that in the stream. With
 // af.Complete it is the caller's when Flush has returned. src is memory of the device, or pinned host memory of the node's backend
 // (backend.HostPinner); other host memory is refused, since a copy of it would wait for all that is in the stream.
-func (w *Window) Put(ctx context.Context, rank, offset int, src af.Tensor, on ...af.Stream) error {
+func (w *Window) Put(ctx context.Context, rank, offset int, src af.Tensor, on ...af.StreamOption) error {
 	return w.put(ctx, "put", rank, offset, src, noSignal, on)
 }
 
 // PutSignal is Put and Signal in one message: who has waited for the signal has the data.
-func (w *Window) PutSignal(ctx context.Context, rank, offset int, src af.Tensor, signal int, on ...af.Stream) error {
+func (w *Window) PutSignal(ctx context.Context, rank, offset int, src af.Tensor, signal int, on ...af.StreamOption) error {
 	if signal < 0 || signal >= w.base.signals {
 		return w.base.bad("put and signal", w.base.noSuch(signal))
 	}
@@ -31,7 +31,7 @@ func (w *Window) PutSignal(ctx context.Context, rank, offset int, src af.Tensor,
 }
 
 // Signal adds one to a signal of this rank at another one, behind everything that was put there before.
-func (w *Window) Signal(ctx context.Context, rank, signal int, on ...af.Stream) error {
+func (w *Window) Signal(ctx context.Context, rank, signal int, on ...af.StreamOption) error {
 	if signal < 0 || signal >= w.base.signals {
 		return w.base.bad("signal", w.base.noSuch(signal))
 	}
@@ -48,21 +48,24 @@ func notOnHost(t af.Tensor) error {
 }
 
 // oneStream is the stream that a call about a rank names, or else.
-func (w *Window) oneStream(op string, rank int, on []af.Stream, or af.Stream) (uintptr, error) {
+func (w *Window) oneStream(op string, rank int, on []af.StreamOption, or af.Stream) (uintptr, error) {
+	for i, opt := range on {
+		s, is := opt.(af.Stream)
+		if !is {
+			return 0, w.base.bad(op, fmt.Errorf("%w: option %d is nil", van.ErrInvalid, i))
+		}
+		or = s
+	}
 	switch {
-	case len(on) > 1:
-		return 0, w.base.bad(op, fmt.Errorf("%w: %d streams, want one", van.ErrInvalid, len(on)))
-	case w.dev == nil && len(on) > 0 && on[0] != af.Complete:
+	case w.dev == nil && len(on) > 0 && or != af.Complete:
 		return 0, w.base.bad(op, fmt.Errorf("%w: a stream of the device, and a window on the host: wait for the stream before this call, or open the window with Options.Device", van.ErrInvalid))
 	case rank < 0 || rank >= len(w.peers):
 		return 0, w.base.bad(op, fmt.Errorf("%w: rank %d, want 0 to %d", van.ErrInvalid, rank, len(w.peers)-1))
-	case len(on) > 0:
-		or = on[0]
 	}
 	return uintptr(or), nil
 }
 
-func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Tensor, signal uint16, on []af.Stream) error {
+func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Tensor, signal uint16, on []af.StreamOption) error {
 	n := src.Len()
 	stream, err := w.oneStream(op, rank, on, af.DefaultStream)
 	if err != nil {
@@ -106,7 +109,7 @@ func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Te
 // Flush waits until everything that was put before is in the rank's memory, and every signal counted: its
 // sources are the caller's again. In a window on devices with a stream it returns at once, and what is put into that
 // stream behind it comes behind what was put to the rank in others.
-func (w *Window) Flush(ctx context.Context, rank int, on ...af.Stream) error {
+func (w *Window) Flush(ctx context.Context, rank int, on ...af.StreamOption) error {
 	const op = "flush"
 	stream, err := w.oneStream(op, rank, on, af.Complete)
 	if err != nil {
@@ -144,7 +147,7 @@ func (w *Window) flush(ctx context.Context, op string, rank int) error {
 // In a window on devices with a stream it is the stream that waits, without a limit, and the call returns at once. When the
 // window is over the stream goes on all the same: see Check. Streams take the signals of one number in the order of the calls; a call without
 // a stream takes one that has come and that no stream waits for, also if it began to wait before the stream.
-func (w *Window) WaitSignal(ctx context.Context, rank, signal int, on ...af.Stream) error {
+func (w *Window) WaitSignal(ctx context.Context, rank, signal int, on ...af.StreamOption) error {
 	const op = "wait for a signal"
 	stream, err := w.oneStream(op, rank, on, af.Complete)
 	if err != nil {

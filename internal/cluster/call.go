@@ -49,6 +49,36 @@ func (c Call) Wait(ctx context.Context) error {
 	return c.c.Wait(ctx, c.first, limit)
 }
 
+// Done returns a channel that is closed when the call is over: Wait then returns at once. The first use of a call makes the
+// channel. Done receives nothing by itself: where the goroutines that wait receive, as with STEPAF_BUSY_POLL_ENABLE, Wait is faster.
+func (c Call) Done() <-chan struct{} {
+	if c.c == nil {
+		return closed
+	}
+	c.c.mu.Lock()
+	defer c.c.mu.Unlock()
+	r := c.c.lookup(c.first)
+	if r == nil {
+		return closed
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.first != c.first || r.over {
+		return closed
+	}
+	if r.ended == nil {
+		r.ended = make(chan struct{})
+	}
+	return r.ended
+}
+
+// closed is the channel of calls that are over.
+var closed = func() chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return c
+}()
+
 // Customer is whose request the call is, nil for the zero Call.
 func (c Call) Customer() *Customer { return c.c }
 

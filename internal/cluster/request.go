@@ -59,6 +59,8 @@ type Request struct {
 	ringIndex int           // in requests.finished, -1 when not there
 	done      chan struct{} // one token when finished
 	isDone    func() bool   // reports whether done has its token
+	over      bool          // done has got its token
+	ended     chan struct{} // closed when over; nil unless Call.Done has asked for it
 }
 
 type state uint8
@@ -91,7 +93,7 @@ func (r *Request) reset(c *Customer, op string, sink Sink, first int32, n int, r
 		}
 	}
 	r.left, r.busy, r.err = n*len(receivers), 0, nil
-	r.state, r.waiting, r.unsent = open, false, false
+	r.state, r.waiting, r.unsent, r.over = open, false, false, false
 	r.gen++
 	r.ringIndex = -1
 	r.start = clock.Now()
@@ -216,6 +218,11 @@ func (r *Request) finishIfDone() {
 	sink.Finished(err)
 
 	r.mu.Lock()
+	if r.ended != nil {
+		close(r.ended)
+		r.ended = nil
+	}
+	r.over = true
 	wake.Put(r.done)
 	waiting, gen := r.waiting, r.gen
 	r.mu.Unlock()

@@ -346,6 +346,9 @@ type Handle struct {
 // ID is the number of the handle, from 1; none is used twice in a session.
 func (h *Handle) ID() uint64 { return h.id }
 
+// Done returns a channel that is closed when that call has ended on all ranks: Wait then returns at once.
+func (h *Handle) Done() <-chan struct{} { return h.made.ended }
+
 // Wait waits until the call that h is the result of has ended on all ranks, and returns its
 // error: a RankError, or several joined, or why the session has failed. If ctx ends first,
 // the call goes on; the error names the ranks that have not answered.

@@ -37,4 +37,6 @@
 // place has no part in the session; open another.
 //
 // A wait that ends with its context gives nothing up: the call goes on on the ranks.
+//
+// This package is experimental: its API may change between minor versions.
 package session
