@@ -465,8 +465,8 @@ func TestDeviceWindow(t *testing.T) {
 	})
 	x := deviceTensor(t, devices[1], []byte("ab"))
 	ctx := t.Context()
-	if err := errors.Join(w[0].WaitSignal(ctx, 1, 1, 4), w[1].Put(ctx, 0, 1, x, NoSignal, 5), w[1].Put(ctx, 0, 5, x, 1, 5), w[1].Signal(ctx, 0, 0, 5),
-		w[1].Flush(ctx, 0, 6), w[0].WaitSignal(ctx, 1, 0, 4)); err != nil {
+	if err := errors.Join(w[0].WaitSignal(ctx, 1, 1, af.Stream(4)), w[1].Put(ctx, 0, 1, x, NoSignal, 5), w[1].Put(ctx, 0, 5, x, 1, 5), w[1].Signal(ctx, 0, 0, af.Stream(5)),
+		w[1].Flush(ctx, 0, af.Stream(6)), w[0].WaitSignal(ctx, 1, 0, af.Stream(4))); err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan struct{})
