@@ -17,6 +17,8 @@ type NodeExtension struct {
 	// Bundles says that the node accepts bundles: several messages of this library in one
 	// message of libzmq.
 	Bundles bool
+	// DataPort is the TCP port where the node accepts data of nodes of this library; 0 is none.
+	DataPort uint16
 	// Local is the endpoint of the transport between processes of one host; nil is none. After
 	// ParseExtension it shares the endpoint's memory.
 	Local []byte
@@ -38,10 +40,12 @@ const MaxCount = 1<<14 - 1
 // Layout of an endpoint field.
 //
 //	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   1 settings known, 2 resend, 4 bundles; 14 bits of workers from bit 4, of servers from bit 18
-//	4  u32      version    12  u32  cluster       20  u8[]  local
+//	4  u32      version    12  u32  cluster       20  u16   data port
+//	                                              22  u8[2] 0
+//	                                              24  u8[]  local
 const (
 	extensionMagic = "SAFN"
-	extensionLen   = 20
+	extensionLen   = 24
 
 	settingsKnown  = 1
 	settingsResend = 2
@@ -69,6 +73,7 @@ func (x *NodeExtension) Encode() []byte {
 		f |= takesBundles
 	}
 	b = le.AppendUint32(b, f)
+	b = le.AppendUint32(b, uint32(x.DataPort))
 	return append(b, local...)
 }
 
@@ -86,7 +91,7 @@ func (s *Settings) flags() (f uint32) {
 }
 
 // ExtensionVersion is the version of this library's protocol between nodes.
-const ExtensionVersion = 2
+const ExtensionVersion = 3
 
 // ExtensionVersionOf returns the version of the extension in the endpoint field of a node record,
 // also if ParseExtension cannot read that version. It returns false for a C++ StepMesh node.
@@ -109,7 +114,7 @@ func ParseExtension(endpoint []byte) (x NodeExtension, ok bool) {
 	if f&settingsKnown != 0 {
 		x.Settings = Settings{Known: true, Resend: f&settingsResend != 0, Workers: int(f >> workersAt & MaxCount), Servers: int(f >> serversAt & MaxCount)}
 	}
-	x.Bundles = f&takesBundles != 0
+	x.Bundles, x.DataPort = f&takesBundles != 0, le.Uint16(endpoint[20:])
 	if len(endpoint) > extensionLen {
 		x.Local = endpoint[extensionLen:]
 	}

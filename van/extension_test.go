@@ -15,6 +15,7 @@ func TestExtension(t *testing.T) {
 		{Incarnation: 3, Settings: van.Settings{Known: true, Resend: true}},
 		{Incarnation: 3, Settings: van.Settings{Known: true}, Local: []byte("x")},
 		{Incarnation: 3, Bundles: true},
+		{Incarnation: 3, DataPort: 65535},
 		{Incarnation: 3, Settings: van.Settings{Known: true}, Bundles: true},
 		{Incarnation: 3, Settings: van.Settings{Known: true, Resend: true, Workers: van.MaxCount, Servers: 1}},
 		{Incarnation: 3, Settings: van.Settings{Known: true, Workers: 1, Servers: van.MaxCount}},
@@ -23,7 +24,7 @@ func TestExtension(t *testing.T) {
 	} {
 		b := id.Encode()
 		got, ok := van.ParseExtension(b)
-		if !ok || got.Incarnation != id.Incarnation || got.Cluster != id.Cluster || got.Settings != id.Settings || got.Bundles != id.Bundles || !bytes.Equal(got.Local, id.Local) {
+		if !ok || got.Incarnation != id.Incarnation || got.Cluster != id.Cluster || got.Settings != id.Settings || got.Bundles != id.Bundles || got.DataPort != id.DataPort || !bytes.Equal(got.Local, id.Local) {
 			t.Errorf("%+v came back as %+v, %t", id, got, ok)
 		}
 		if (got.Local == nil) != (id.Local == nil) {
@@ -33,7 +34,7 @@ func TestExtension(t *testing.T) {
 			t.Errorf("%+v takes %d bytes", id, len(b))
 		}
 	}
-	want := []byte("SAFN\x02\x00\x00\x00\x98\xba\xdc\xfe\x04\x03\x02\x01\x00\x00\x00\x00ab")
+	want := []byte("SAFN\x03\x00\x00\x00\x98\xba\xdc\xfe\x04\x03\x02\x01\x00\x00\x00\x00\x00\x00\x00\x00ab")
 	if b := (&van.NodeExtension{Incarnation: 0xfedcba98, Cluster: 0x01020304, Local: []byte("ab")}).Encode(); !bytes.Equal(b, want) {
 		t.Errorf("encoded as %q, want %q", b, want)
 	}
@@ -63,7 +64,7 @@ func TestExtension(t *testing.T) {
 		ok   bool
 	}{
 		{want, van.ExtensionVersion, true},
-		{[]byte("SAFN\x03\x00\x00\x00 and what we do not know"), 3, true},
+		{[]byte("SAFN\x04\x00\x00\x00 and what we do not know"), 4, true},
 		{want[:8], van.ExtensionVersion, true},
 		{want[:7], 0, false},
 		{append([]byte("SAFL"), want[4:]...), 0, false},
@@ -76,10 +77,10 @@ func TestExtension(t *testing.T) {
 	}
 	for what, b := range map[string][]byte{
 		"nothing":         nil,
-		"cut":             want[:19],
+		"cut":             want[:23],
 		"other magic":     append([]byte("SAFL"), want[4:]...),
-		"other version":   append([]byte("SAFN\x03\x00\x00\x00"), want[8:]...),
-		"incarnation 0":   append([]byte("SAFN\x02\x00\x00\x00\x00\x00\x00\x00"), want[12:]...),
+		"other version":   append([]byte("SAFN\x04\x00\x00\x00"), want[8:]...),
+		"incarnation 0":   append([]byte("SAFN\x03\x00\x00\x00\x00\x00\x00\x00"), want[12:]...),
 		"more than fits":  append(bytes.Clone(want), make([]byte, 64)...),
 		"of the original": make([]byte, 64),
 	} {

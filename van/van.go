@@ -113,6 +113,12 @@ type Advertiser interface {
 	Endpoint() []byte
 }
 
+// DataAcceptor is implemented by transports that accept data of nodes of this library at a TCP port of their own.
+type DataAcceptor interface {
+	// DataPort is the port for NodeExtension.DataPort, 0 if the transport accepts no such data. It is known after Bind.
+	DataPort() int
+}
+
 // Admitter is implemented by transports on which messages of a replacement process
 // could arrive before this node knows of the replacement.
 type Admitter interface {

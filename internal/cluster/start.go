@@ -344,6 +344,9 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	if a, ok := van.As[van.Advertiser](n.transport.van); ok {
 		identity.Local = a.Endpoint()
 	}
+	if a, ok := van.As[van.DataAcceptor](n.van); ok {
+		identity.DataPort = uint16(a.DataPort())
+	}
 	n.self.Endpoint = identity.Encode()
 	if n.role == van.Scheduler {
 		n.id.Store(van.SchedulerID)

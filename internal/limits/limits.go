@@ -25,10 +25,14 @@ const (
 	// descriptor that watches the peer's process; one for reading the peer's memory; one for this node's own ring; and
 	// a temporary one.
 	FilesPerSharer = 7
+	// FilesPerDataPeer are the additional descriptors of data over TCP with a peer that shares no memory: a connection in each direction.
+	FilesPerDataPeer = 2
 	// filesOfNode are the descriptors of a node without peers, and a few for a connection that is being replaced.
 	// filesOfSharing are those of shared memory.
-	filesOfNode    = 25
+	filesOfNode = 25
+	// filesOfData are those of data over TCP.
 	filesOfSharing = 2
+	filesOfData    = 3
 	// lockedPerPeer is the memory that an RDMA connection registers before there is a tensor, in both directions.
 	// lockedOfNode is that of a node without peers.
 	lockedPerPeer = 512 << 10
@@ -153,16 +157,26 @@ func PerPeer(c *env.Config) int {
 func openFilesOf(c *env.Config, role string, peers, open, hard uint64) Need {
 	n := Need{What: "open files", Name: "RLIMIT_NOFILE", Needed: open + filesOfNode + peers*FilesPerPeer, Have: hard,
 		Raise: raiseFiles}
-	own, shared := filesOfNode, ""
-	if c.EnableIPC != 0 && role != "scheduler" {
-		sharers := peers - 1 // all but the scheduler
-		if n.Enough() {
-			n.Raise += ", or BYTEPS_ENABLE_IPC=0 where no two nodes are on one host"
+	own, data := filesOfNode, ""
+	if role != "scheduler" {
+		others := peers - 1 // all but the scheduler
+		if c.Data == env.DataTCP {
+			own += filesOfData
+			n.Needed += filesOfData
 		}
-		own, shared = own+filesOfSharing, fmt.Sprintf("%d for shared memory with each of %d, ", FilesPerSharer, sharers)
-		n.Needed += filesOfSharing + sharers*FilesPerSharer
+		switch {
+		case c.EnableIPC != 0:
+			if n.Enough() {
+				n.Raise += ", or BYTEPS_ENABLE_IPC=0 where no two nodes are on one host"
+			}
+			own, data = own+filesOfSharing, fmt.Sprintf("%d for shared memory with each of %d, ", FilesPerSharer, others)
+			n.Needed += filesOfSharing + others*FilesPerSharer
+		case c.Data == env.DataTCP:
+			data = fmt.Sprintf("%d for data with each of %d, ", FilesPerDataPeer, others)
+			n.Needed += others * FilesPerDataPeer
+		}
 	}
-	n.Why = fmt.Sprintf("%d for each of %d peers, %s%d of its own, %d open already", FilesPerPeer, peers, shared, own, open)
+	n.Why = fmt.Sprintf("%d for each of %d peers, %s%d of its own, %d open already", FilesPerPeer, peers, data, own, open)
 	return n
 }
 

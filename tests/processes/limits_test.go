@@ -15,7 +15,7 @@ import (
 // TestDescriptors: a peer costs as many descriptors as nodes are told that it does before
 // they start.
 func TestDescriptors(t *testing.T) {
-	for leg, each := range map[real.Leg]int{real.TCP: limits.FilesPerPeer, real.SHM: limits.FilesPerPeer + limits.FilesPerSharer} {
+	for leg, each := range map[real.Leg]int{real.TCP: limits.FilesPerPeer + limits.FilesPerDataPeer, real.SHM: limits.FilesPerPeer + limits.FilesPerSharer} {
 		of := func(servers int) int {
 			c := start(t, real.Options{Servers: servers, Leg: leg})
 			try(t, c.Works(20, soon))

@@ -43,6 +43,7 @@ type Config struct {
 	ZMQMaxSockets int    // BYTEPS_ZMQ_MAX_SOCKET
 	ZMQIOThreads  int    // BYTEPS_ZMQ_NTHREADS
 	EnableIPC     int    // BYTEPS_ENABLE_IPC: 0 never, 1 yes, -1 unset
+	Data          string // STEPAF_DATA: DataTCP or DataZMQ
 
 	// RDMA.
 	QPNum            int  // STEPAF_QP_NUM
@@ -106,6 +107,12 @@ type Config struct {
 	misspelt []Suggestion
 	meant    map[string]string // by required variable that is not set: the name that was set instead
 }
+
+// Values of Config.Data.
+const (
+	DataTCP = "tcp"
+	DataZMQ = "zmq"
+)
 
 // Bench holds what the test programs and benchmarks read.
 type Bench struct {

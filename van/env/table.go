@@ -143,6 +143,10 @@ var table = []variable{
 		field:   func(c *Config) any { return &c.EnableIPC },
 		help:    "Shared memory for data between nodes of one machine, of one user, that all run this library. Unset or 1: where it works. 0: never.",
 		differs: "Does not need segments made by BytePS.",
+	}, {
+		name: "STEPAF_DATA", topic: transport, kind: Enum, words: dataWords, def: DataTCP, readers: "zmq",
+		field: func(c *Config) any { return &c.Data },
+		help:  "What carries data between nodes of this library where shared memory does not: `tcp`, connections of its own, or `zmq`, as to C++ nodes.",
 	},
 
 	{

@@ -13,6 +13,9 @@ const (
 	vanType    = "DMLC_PS_VAN_TYPE"
 )
 
+// dataWords are the values of STEPAF_DATA.
+var dataWords = []string{DataTCP, DataZMQ}
+
 // vanWords are the transports that a user can name. Programs may register more, so other
 // lower-case words pass here and van.New checks them.
 var vanWords = []string{"zmq", "ibverbs"}

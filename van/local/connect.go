@@ -96,7 +96,7 @@ func (v *Van) Disconnect(id int) {
 	}
 	p.mu.Unlock()
 	v.inner.Disconnect(id)
-	v.dests.forget(id)
+	v.dests.Forget(id)
 }
 
 // Rename implements van.Van.

@@ -97,15 +97,7 @@ func (x *node) beginPollOnce() {
 // expectation of it: the memory is the caller's then.
 func TestAnswerElsewhere(t *testing.T) {
 	worker, server, wdev, sdev := devicePair(t)
-	expected := func() int {
-		n := 0
-		for _, p := range *worker.dests.by.Load() {
-			p.mu.Lock()
-			n += len(p.into)
-			p.mu.Unlock()
-		}
-		return n
-	}
+	expected := worker.dests.Expected
 	into := wdev.Mem(make([]byte, 3000))
 	for i, answer := range []*van.Message{data(9, 0, pattern(1, 3000)), data(9, 1, nil), data(9, 2, pattern(1, streamFrom))} {
 		worker.must(pullInto(8, i, into))
@@ -217,24 +209,6 @@ func TestRevokeBounded(t *testing.T) {
 		t.Errorf("the log has no line %q", want)
 	}
 	open()
-}
-
-// TestAnswersApart: who expects no answer in a place of its own does not wait for others
-// who use places.
-func TestAnswersApart(t *testing.T) {
-	q := newDestinations()
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	done := make(chan struct{})
-	go func() {
-		q.answered(8, &van.Meta{})
-		close(done)
-	}()
-	select {
-	case <-done:
-	case <-time.After(20 * time.Second):
-		t.Error("it waits for others")
-	}
 }
 
 // TestStrandedCopy: a copy to the memory of a pull that has not ended when the peer's link is

@@ -14,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/landing"
 )
 
 // inPeer is the order of one sender's messages, over whichever link they come.
@@ -37,7 +38,7 @@ type inbound struct {
 	ring   *inRing           // while something is to be read from the peer
 	dst    [partCount][]byte // where parts that were not inline go
 	left   [partCount][]byte // of dst, what a stream has left to be read
-	dest   destination       // of the values, if they are an answer
+	dest   landing.Place     // of the values, if they are an answer
 
 	onDevice *backend.Buffer // of values on the device without a destination of their own
 	copied   backend.Event   // of the device's copy under way
@@ -69,7 +70,7 @@ func (p *inbound) weight() int {
 
 // decode reads the meta and finds the inline frames. An answer whose values need no
 // destination gives up the one in q.
-func (p *inbound) decode(q *destinations) error {
+func (p *inbound) decode(q *landing.Table) error {
 	meta := p.dst[0]
 	if h := &p.rec.parts[0]; h.form == partInline {
 		meta = p.buf[h.off : h.off+h.n]
@@ -89,15 +90,15 @@ func (p *inbound) decode(q *destinations) error {
 	}
 	// Other values take their destination, if they have one, later; not behind a head that is not inline, see allocate.
 	if !m.Request && !m.Push && (m.Frames < partVals || p.rec.parts[partVals].form == partInline || p.rec.parts[0].form != partInline) {
-		q.answered(m.Sender, &m.Meta)
+		q.Answered(m.Sender, &m.Meta)
 	}
 	return nil
 }
 
 // write calls f, which writes to part i of p.
 func (p *inbound) write(i int, f func() error) error {
-	if i == partVals && p.dest.mem.Len() > 0 {
-		return p.dest.write(f)
+	if i == partVals && p.dest.Used() {
+		return p.dest.Write(f)
 	}
 	return f()
 }
@@ -110,7 +111,7 @@ type inCommon struct {
 	stats  *stats
 	copies *copies
 	feed   *engine.Feed[*inbound]
-	dests  *destinations
+	dests  *landing.Table
 	blocks blocks
 	chunks atomic.Uint64 // of streams, received
 
@@ -145,7 +146,7 @@ func (c *inCommon) allocate(p *inbound) (err error) {
 			continue
 		}
 		if i == partVals && p.rec.parts[0].form == partInline {
-			if dst, ok := c.dests.find(&p.msg, h.n, &p.dest, false); ok {
+			if dst, ok := c.dests.Find(&p.msg, h.n, &p.dest, false); ok {
 				p.dst[i] = dst.Host()
 				p.msg.Vals, p.msg.Placed = dst, true
 				continue
@@ -165,14 +166,7 @@ func (c *inCommon) allocate(p *inbound) (err error) {
 // finish ends the writing of p's values. It returns an error when their destination was
 // taken back meanwhile: nobody awaits them any more.
 func (c *inCommon) finish(p *inbound) error {
-	if p.dest.mem.Len() == 0 {
-		return nil
-	}
-	c.dests.finish(&p.dest)
-	if p.dest.revoked {
-		return errRevoked
-	}
-	return nil
+	return c.dests.Finish(&p.dest)
 }
 
 // adopt makes p's message one that has been received.
@@ -192,14 +186,13 @@ func (c *inCommon) release(p *inbound) {
 		c.strand(p)
 		return
 	}
-	c.dests.finish(&p.dest)
+	_ = c.dests.Finish(&p.dest)
 	for i, b := range p.blocks {
 		if b != nil {
 			c.blocks.put(b)
 		}
 		p.blocks[i], p.dst[i], p.left[i] = nil, nil, nil
 	}
-	p.dest.revoked = false
 	if p.onDevice != nil {
 		p.onDevice.Put()
 		p.onDevice = nil
@@ -236,7 +229,7 @@ func (c *inCommon) unstrand() {
 	})
 	c.mu.Unlock()
 	for _, p := range over {
-		p.dest.filled()
+		p.dest.Filled()
 		if err := p.copied.Close(); err != nil {
 			c.log.Warn("a copy that was given up was not left in order", "err", err)
 		}

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/landing"
 )
 
 // inLink brings messages from one peer. But for what inRing guards, lost, held and fenced it
@@ -154,7 +155,7 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 		if err = l.beginCopy(p); err == nil {
 			return p, nil
 		}
-		if errors.Is(err, errRevoked) {
+		if errors.Is(err, landing.ErrInvalidated) {
 			l.c.release(p)
 			return nil, nil
 		}
@@ -197,7 +198,7 @@ func (l *inLink) chunk(b []byte) (*inbound, error) {
 	}
 	l.placing.RLock()
 	if !l.fenced.Load() {
-		_ = p.write(l.part, func() error { // errRevoked is for finish
+		_ = p.write(l.part, func() error { // landing.ErrInvalidated is for finish
 			copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
 			return nil
 		})
@@ -276,7 +277,7 @@ func (l *inLink) fetch(p *inbound) error {
 		err = late
 	}
 	switch {
-	case err == nil, errors.Is(err, errGone), errors.Is(err, errRevoked):
+	case err == nil, errors.Is(err, errGone), errors.Is(err, landing.ErrInvalidated):
 		l.acknowledge(p.rec.slot)
 	case !l.lost.Load():
 		l.fail(err)
@@ -335,7 +336,7 @@ func (l *inLink) readPart(p *inbound, i int) error {
 	if l.fenced.Load() || !l.source.alive() || l.seg.gen(p.rec.slot).Load() != p.rec.gen {
 		return errGone
 	}
-	if err != nil && !errors.Is(err, errRevoked) {
+	if err != nil && !errors.Is(err, landing.ErrInvalidated) {
 		return fmt.Errorf("%w (was it freed while it was being sent?)", err)
 	}
 	return err

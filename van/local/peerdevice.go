@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/landing"
 )
 
 // peerDevice is a peer's device: what is mapped of it, and the copies that are under way.
@@ -140,8 +141,8 @@ func (s *peerDevice) begin(p *inbound) error {
 		return err
 	}
 	// Revoking the destination waits for the copy, or it is not begun.
-	running, err := p.dest.fill(func() (backend.Event, error) { return s.copy(p, dst, event) })
-	if errors.Is(err, errRevoked) {
+	running, err := p.dest.Fill(func() (backend.Event, error) { return s.copy(p, dst, event) })
+	if errors.Is(err, landing.ErrInvalidated) {
 		s.events = append(s.events, event)
 		return err
 	}
@@ -283,7 +284,7 @@ func (s *peerDevice) tidy(now uint64) {
 // allocate finds the destination of p's value: where it is wanted, a buffer on the device, or,
 // where there is no memory for one, on the host.
 func (s *peerDevice) allocate(p *inbound, n int) (backend.Mem, error) {
-	if dst, ok := s.c.dests.find(&p.msg, n, &p.dest, true); ok {
+	if dst, ok := s.c.dests.Find(&p.msg, n, &p.dest, true); ok {
 		p.msg.Vals, p.msg.Placed = dst, true
 		return dst, nil
 	}
@@ -339,7 +340,7 @@ func (s *peerDevice) pop() (*inbound, error) {
 
 // settle takes note that the copy of p is over.
 func (s *peerDevice) settle(p *inbound) {
-	p.dest.filled()
+	p.dest.Filled()
 	s.events = append(s.events, p.copied)
 	for i := range p.spans {
 		p.spans[i].of.busy--

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/landing"
 )
 
 // outPeer is a peer that data goes to.
@@ -32,7 +33,7 @@ type outPeer struct {
 type peers struct {
 	log   *slog.Logger
 	bell  *doorbell
-	dests *destinations
+	dests *landing.Table
 
 	links    atomic.Pointer[map[int]*outLink] // by node id
 	outs     atomic.Pointer[[]*outLink]       // the same
@@ -59,7 +60,7 @@ type peers struct {
 	replaced [][16]byte            // names of processes whose place others have taken
 }
 
-func newPeers(log *slog.Logger, bell *doorbell, dests *destinations) *peers {
+func newPeers(log *slog.Logger, bell *doorbell, dests *landing.Table) *peers {
 	p := &peers{log: log, bell: bell, dests: dests, holdTime: holdTime, unknownTime: unknownTime, returnTime: returnTime,
 		nodes: map[int]*outPeer{}, senders: map[int]*inPeer{}, draining: map[int]chan struct{}{}}
 	p.losses.current = func(id int, n *outPeer) bool {
@@ -182,7 +183,7 @@ var errLinkBroke = errors.New("its link through shared memory broke")
 // tell reports that n, peer id, is lost or there again. p.mu may be held.
 func (p *peers) tell(n *outPeer, id int, up bool, cause error) {
 	if !up {
-		p.dests.forget(id)
+		p.dests.Forget(id)
 	}
 	p.losses.tell(n, id, up, cause)
 }

@@ -169,12 +169,7 @@ func TestRefusedPullNamesNothing(t *testing.T) {
 		m.Push, m.Into = false, backend.Bytes(make([]byte, streamFrom))
 		return m
 	}
-	places := func() int {
-		p := worker.dests.of(8)
-		p.mu.Lock()
-		defer p.unlock()
-		return len(p.into)
-	}
+	places := worker.dests.Expected
 	worker.must(pull(0))
 	server.next().Release()
 	if n := places(); n != 1 {

@@ -15,8 +15,8 @@ import (
 // token is van.NodeExtension.Local of a node that shares memory. The zero
 // token is that of a node that cannot be reached here.
 //
-//	0  char[4]  "SAFL"       8  u8[8]   host        24  u32      user id
-//	4  u32      version     16  u8[8]   namespaces  28  u8[16]   name
+//	0  u32      version      4  u8[8]   host        20  u32      user id
+//	                        12  u8[8]   namespaces  24  u8[16]   name
 type token struct {
 	host  [8]byte // of the boot id
 	space [8]byte // of the network and process namespaces
@@ -25,9 +25,8 @@ type token struct {
 }
 
 const (
-	tokenMagic   = "SAFL"
-	tokenVersion = 2
-	tokenLen     = 44
+	tokenVersion = 3
+	tokenLen     = 40
 )
 
 // newToken describes this process.
@@ -58,7 +57,6 @@ func digest(b []byte) [8]byte {
 // encode returns the token as it travels.
 func (t *token) encode() []byte {
 	b := make([]byte, 0, tokenLen)
-	b = append(b, tokenMagic...)
 	b = binary.LittleEndian.AppendUint32(b, tokenVersion)
 	b = append(append(b, t.host[:]...), t.space[:]...)
 	b = binary.LittleEndian.AppendUint32(b, t.uid)
@@ -68,12 +66,12 @@ func (t *token) encode() []byte {
 // parseToken reads van.NodeExtension.Local. It reports false when a peer has put
 // nothing there, or something else.
 func parseToken(b []byte) (t token, ok bool) {
-	if len(b) != tokenLen || string(b[:4]) != tokenMagic || binary.LittleEndian.Uint32(b[4:]) != tokenVersion {
+	if len(b) != tokenLen || binary.LittleEndian.Uint32(b) != tokenVersion {
 		return t, false
 	}
-	t.host, t.space = [8]byte(b[8:16]), [8]byte(b[16:24])
-	t.uid = binary.LittleEndian.Uint32(b[24:])
-	t.name = [16]byte(b[28:44])
+	t.host, t.space = [8]byte(b[4:12]), [8]byte(b[12:20])
+	t.uid = binary.LittleEndian.Uint32(b[20:])
+	t.name = [16]byte(b[24:40])
 	return t, true
 }
 

@@ -18,6 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/landing"
 )
 
 // Van is a van whose data messages to peers of the same host go through memory.
@@ -31,7 +32,7 @@ type Van struct {
 
 	own      endpoint
 	role     atomic.Int32
-	dests    *destinations
+	dests    *landing.Table
 	copies   copies
 	peers    *peers // its mu guards off and started, too
 	rx       inCommon
@@ -67,7 +68,7 @@ var (
 // had, the van works as in does, and the log says why. Use van.As to find the
 // other abilities of in.
 func New(in van.Van, o van.Options) *Van {
-	v := &Van{inner: in, cfg: o.Config, log: o.Log, backend: o.Backend, dests: newDestinations(), drainTime: drainTime}
+	v := &Van{inner: in, cfg: o.Config, log: o.Log, backend: o.Backend, dests: landing.New(streamFrom), drainTime: drainTime}
 	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
 	v.drain, v.endDrain = context.WithCancel(context.Background())
 	v.own.id.Store(van.Empty)
@@ -168,7 +169,7 @@ func (v *Van) Start(recv van.Receiver) {
 			return
 		}
 		if !m.Request && !m.Push && !m.IsControl() {
-			v.dests.answered(m.Sender, &m.Meta)
+			v.dests.Answered(m.Sender, &m.Meta)
 		}
 		recv(m)
 	})
@@ -224,13 +225,13 @@ func (v *Van) Send(msg *van.Message) error {
 		}
 	}
 	size := msg.PayloadLen()
-	expects := v.dests.expect(msg)
+	expects := v.dests.Expect(msg)
 	sent, err := l.send(msg, export)
 	if export != nil {
 		v.own.device.unshare(export)
 	}
 	if expects && (!sent || err != nil) {
-		v.dests.drop(msg)
+		v.dests.Drop(msg)
 	}
 	if !sent {
 		if v.peers.link(msg.Receiver) != l {
@@ -271,7 +272,7 @@ func (v *Van) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error 
 			return err
 		}
 	}
-	v.dests.register(sender, key, dst)
+	v.dests.Register(sender, key, dst)
 	return nil
 }
 
@@ -279,7 +280,7 @@ func (v *Van) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error 
 func (v *Van) Invalidate(mem backend.Mem) {
 	ctx, cancel := context.WithTimeout(context.Background(), v.rx.dropTime)
 	defer cancel()
-	if err := v.dests.revoke(ctx, mem); err != nil {
+	if err := v.dests.Invalidate(ctx, mem); err != nil {
 		v.log.Error("a copy to memory that is taken back does not end", "bytes", mem.Len(), "err", err)
 	}
 	if r, ok := van.As[van.Invalidator](v.inner); ok {

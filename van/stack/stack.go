@@ -9,10 +9,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/drop"
 	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/local"
 	"github.com/stepaf/stepaf-go/van/pace"
 	"github.com/stepaf/stepaf-go/van/resend"
 	"github.com/stepaf/stepaf-go/van/stage"
+	"github.com/stepaf/stepaf-go/van/tcp"
 	_ "github.com/stepaf/stepaf-go/van/zmq" // registers itself
 )
 
@@ -95,9 +97,13 @@ func transport(o Options) (van.Van, error) {
 // logged with the reason. The scheduler carries no data and shares no memory.
 func Configured(o van.Options, role van.Role) (van.Van, error) {
 	v, err := van.New(o)
-	switch {
-	case err != nil || role == van.Scheduler:
+	if err != nil || role == van.Scheduler {
 		return v, err
+	}
+	if v.Type() == "zmq" && o.Config.Data == env.DataTCP && !o.Config.Local && o.Incarnation != 0 {
+		v = tcp.New(v, o)
+	}
+	switch {
 	case o.Config.EnableIPC == 0:
 		if o.Log != nil {
 			o.Log.Info("data goes over "+v.Type()+" to all peers", "why", "BYTEPS_ENABLE_IPC=0")

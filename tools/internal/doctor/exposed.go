@@ -64,7 +64,10 @@ func (x *exam) secret(context.Context) []Finding {
 	return []Finding{f}
 }
 
-const sharedMemory = "shared memory"
+const (
+	sharedMemory = "shared memory"
+	dataPort     = "data over TCP"
+)
 
 // secretRemedy returns the remedy for a secret that a node refuses with err. file is STEPAF_SECRET_FILE.
 func secretRemedy(err error, file string) string {
@@ -155,6 +158,9 @@ func (x *exam) doors(ctx context.Context, h hostaddr.Host) []door {
 			d.Address, d.where = "/tmp", "a Unix socket in /tmp that only this user may open"
 		}
 		all = append(all, d)
+		if role != scheduler && d.Transport == "zmq" && x.cfg.Data == env.DataTCP && !x.cfg.Local {
+			all = append(all, door{Role: role, Transport: dataPort, Address: d.Address, Mode: d.Mode, Network: d.Network, where: "TCP " + d.Address + ", any free port, for data"})
+		}
 		if role != scheduler && x.cfg.EnableIPC != 0 {
 			all = append(all, door{Role: role, Transport: sharedMemory, Address: "abstract Unix socket", Mode: d.Mode,
 				where: "an abstract Unix socket, for processes of this user in this container"})
@@ -204,6 +210,8 @@ func (x *exam) judgeDoor(d door) Finding {
 		env.AuthOff:     "any process can join the cluster there, and read and change tensors",
 	}[d.Mode]
 	switch {
+	case d.Transport == dataPort && d.Mode == env.AuthOff:
+		f.Text = fmt.Sprintf("%s, reached %s: a process that has read a member's incarnation can send tensors in its name", d.where, reach)
 	case d.Transport != sharedMemory:
 		f.Text = fmt.Sprintf("%s, reached %s: %s", d.where, reach, can)
 	case d.Mode == env.AuthOff:
@@ -212,8 +220,9 @@ func (x *exam) judgeDoor(d door) Finding {
 		f.Text = d.where + ": " + can
 	}
 	switch {
-	case d.Mode == env.AuthRequire && d.Transport == ibverbs:
+	case d.Mode == env.AuthRequire && (d.Transport == ibverbs || d.Transport == dataPort):
 		f.Text += "; tensors are not encrypted"
+	case d.Transport == dataPort: // the other port has the remedy
 	case d.Network && d.Mode == env.AuthOff && x.cfg.Auth == "":
 		f.Status, f.Remedy = Warn, makeSecret+"; or STEPAF_AUTH=off if only trusted hosts reach the address"
 	}

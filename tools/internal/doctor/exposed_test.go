@@ -76,8 +76,10 @@ func TestSecret(t *testing.T) {
 // process without the secret.
 func TestExposed(t *testing.T) {
 	const (
-		join   = ": any process can join the cluster there, and read and change tensors"
-		refuse = ": a process without the secret is refused in the handshake"
+		join      = ": any process can join the cluster there, and read and change tensors"
+		refuse    = ": a process without the secret is refused in the handshake"
+		pose      = ": a process that has read a member's incarnation can send tensors in its name"
+		plainData = "; tensors are not encrypted"
 	)
 	kept := "STEPAF_SECRET=" + secret.Make()
 	for _, c := range []struct {
@@ -91,20 +93,20 @@ func TestExposed(t *testing.T) {
 		{"DMLC_ROLE=scheduler DMLC_PS_ROOT_URI=10.1.0.1 " + kept, []string{"ok scheduler TCP 10.1.0.1:8123, reached from other hosts" + refuse}},
 		{"DMLC_ROLE=scheduler DMLC_PS_ROOT_URI=10.1.0.1 STEPAF_AUTH=warn " + kept,
 			[]string{"ok scheduler TCP 10.1.0.1:8123, reached from other hosts: a process without the secret is admitted, and logged"}},
-		{"DMLC_ROLE=worker DMLC_PS_ROOT_URI=10.1.0.7", []string{"warn worker TCP 10.1.0.1, any free port, reached from other hosts" + join,
+		{"DMLC_ROLE=worker DMLC_PS_ROOT_URI=10.1.0.7", []string{"warn worker TCP 10.1.0.1, any free port, reached from other hosts" + join, "ok worker TCP 10.1.0.1, any free port, for data, reached from other hosts" + pose,
 			"ok worker an abstract Unix socket, for processes of this user in this container: any of them can read and change tensors"}},
-		{"DMLC_ROLE=server DMLC_PS_ROOT_URI=10.1.0.7 BYTEPS_ENABLE_IPC=0 DMLC_INTERFACE=eth1 DMLC_PORT=9000", []string{"warn server TCP 10.1.1.1:9000, reached from other hosts" + join}},
-		{"DMLC_ROLE=server DMLC_PS_ROOT_URI=127.0.0.1 BYTEPS_ENABLE_IPC=0 DMLC_NODE_HOST=127.0.0.1", []string{"ok server TCP 127.0.0.1, any free port, reached from this host only" + join}},
+		{"DMLC_ROLE=server DMLC_PS_ROOT_URI=10.1.0.7 BYTEPS_ENABLE_IPC=0 DMLC_INTERFACE=eth1 DMLC_PORT=9000", []string{"warn server TCP 10.1.1.1:9000, reached from other hosts" + join, "ok server TCP 10.1.1.1, any free port, for data, reached from other hosts" + pose}},
+		{"DMLC_ROLE=server DMLC_PS_ROOT_URI=127.0.0.1 BYTEPS_ENABLE_IPC=0 DMLC_NODE_HOST=127.0.0.1", []string{"ok server TCP 127.0.0.1, any free port, reached from this host only" + join, "ok server TCP 127.0.0.1, any free port, for data, reached from this host only" + pose}},
 		{"DMLC_ROLE=joint DMLC_PS_ROOT_URI=10.1.0.7 BYTEPS_ENABLE_IPC=0 DMLC_NODE_HOST=10.1.1.1 DMLC_PORT=9000 " + kept,
-			[]string{"ok server TCP 10.1.1.1:9000, reached from other hosts" + refuse, "ok worker TCP 10.1.1.1:9001, reached from other hosts" + refuse}},
+			[]string{"ok server TCP 10.1.1.1:9000, reached from other hosts" + refuse, "ok server TCP 10.1.1.1, any free port, for data, reached from other hosts" + refuse + plainData, "ok worker TCP 10.1.1.1:9001, reached from other hosts" + refuse, "ok worker TCP 10.1.1.1, any free port, for data, reached from other hosts" + refuse + plainData}},
 		{"DMLC_PS_ROOT_URI=10.1.0.1 BYTEPS_ENABLE_IPC=0", []string{"warn scheduler TCP 10.1.0.1:8123, reached from other hosts" + join,
-			"warn server TCP 10.1.0.1, any free port, reached from other hosts" + join, "warn worker TCP 10.1.0.1, any free port, reached from other hosts" + join}},
+			"warn server TCP 10.1.0.1, any free port, reached from other hosts" + join, "ok server TCP 10.1.0.1, any free port, for data, reached from other hosts" + pose, "warn worker TCP 10.1.0.1, any free port, reached from other hosts" + join, "ok worker TCP 10.1.0.1, any free port, for data, reached from other hosts" + pose}},
 		{"DMLC_PS_ROOT_URI=10.1.0.7 " + kept, []string{
-			"ok server TCP 10.1.0.1, any free port, reached from other hosts" + refuse, "ok server an abstract Unix socket, for processes of this user in this container" + refuse,
-			"ok worker TCP 10.1.0.1, any free port, reached from other hosts" + refuse, "ok worker an abstract Unix socket, for processes of this user in this container" + refuse}},
+			"ok server TCP 10.1.0.1, any free port, reached from other hosts" + refuse, "ok server TCP 10.1.0.1, any free port, for data, reached from other hosts" + refuse + plainData, "ok server an abstract Unix socket, for processes of this user in this container" + refuse,
+			"ok worker TCP 10.1.0.1, any free port, reached from other hosts" + refuse, "ok worker TCP 10.1.0.1, any free port, for data, reached from other hosts" + refuse + plainData, "ok worker an abstract Unix socket, for processes of this user in this container" + refuse}},
 		{"DMLC_ROLE=worker DMLC_PS_ROOT_URI=127.0.0.1 DMLC_LOCAL=1 BYTEPS_ENABLE_IPC=0", []string{"ok worker a Unix socket in /tmp that only this user may open, reached from this host only" + join}},
 		{"DMLC_ROLE=worker DMLC_PS_ROOT_URI=10.1.0.7 DMLC_INTERFACE=nosuch0 BYTEPS_ENABLE_IPC=0",
-			[]string{"warn worker TCP an address that is not known, any free port, reached from other hosts" + join}},
+			[]string{"warn worker TCP an address that is not known, any free port, reached from other hosts" + join, "ok worker TCP an address that is not known, any free port, for data, reached from other hosts" + pose}},
 	} {
 		m, _ := plain(append(strings.Fields(c.environ), "DMLC_PS_ROOT_PORT=8123", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1")...)
 		var got []string

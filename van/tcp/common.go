@@ -1,0 +1,138 @@
+package tcp
+
+import (
+	"errors"
+	"log/slog"
+	"math/bits"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
+	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/landing"
+)
+
+// common is what the connections of a node share.
+type common struct {
+	cfg         *env.Config
+	log         *slog.Logger
+	causes      logx.Causes
+	stats       stats
+	guard       auth.Guard
+	places      *landing.Table
+	id          atomic.Int32
+	incarnation uint32
+	classes     atomic.Pointer[map[int]int] // traffic classes by node id
+
+	mu   sync.Mutex // guards what follows: messages and memory that are used again
+	free []*inbound
+	mem  [48][][]byte // by size class
+	kept int          // bytes in mem
+}
+
+// stats counts without locks.
+type stats struct {
+	sentMessages, sentBytes, receivedMessages, receivedBytes atomic.Uint64
+	malformed, refused, fenced                               atomic.Uint64
+}
+
+func (s *stats) received(bytes int) { s.receivedMessages.Add(1); s.receivedBytes.Add(uint64(bytes)) }
+
+// rarely returns the log for what may be repeated often.
+func (n *common) rarely(cause string) *slog.Logger { return n.causes.Log(n.log, cause) }
+
+// classOf is the traffic class of what is sent to peer id; 0 is the system's.
+func (n *common) classOf(id int) int {
+	if c := n.classes.Load(); c != nil {
+		return (*c)[id]
+	}
+	return 0
+}
+
+// tune sets the options of a connection.
+func (n *common) tune(fd int) error {
+	errs := []error{unix.SetNonblock(fd, true), unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1)}
+	if _, limit := n.cfg.Heartbeats(); limit > 0 {
+		errs = append(errs, unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(limit.Milliseconds())))
+	}
+	return errors.Join(errs...)
+}
+
+// adopt makes p's message one that has been received.
+func (n *common) adopt(p *inbound) {
+	m := &p.msg
+	m.Receiver = int(n.id.Load())
+	m.Trace().PostRecv = clock.Now()
+	m.Adopt(n, unsafe.Pointer(p))
+}
+
+// Free implements van.Owner.
+func (n *common) Free(m *van.Message) { n.release((*inbound)(m.Native())) }
+
+// maxFree bounds the messages that an idle van keeps, and keepFront the memory of each.
+const (
+	maxFree   = 256
+	keepFront = bufLen
+)
+
+// keepMemory bounds the memory for values that an idle van keeps.
+const keepMemory = 256 << 20
+
+// get returns a message for use.
+func (n *common) get() *inbound {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if k := len(n.free); k > 0 {
+		p := n.free[k-1]
+		n.free = n.free[:k-1]
+		return p
+	}
+	p := &inbound{}
+	p.msg.Reset()
+	return p
+}
+
+// sizeClass is the size class of n bytes: classes differ by the factor two.
+func sizeClass(n int) int { return bits.Len(uint(n - 1)) }
+
+// memory returns size bytes with undefined contents.
+func (n *common) memory(size int) []byte {
+	k := sizeClass(size)
+	n.mu.Lock()
+	if l := n.mem[k]; len(l) > 0 {
+		b := l[len(l)-1]
+		n.mem[k] = l[:len(l)-1]
+		n.kept -= cap(b)
+		n.mu.Unlock()
+		return b[:size]
+	}
+	n.mu.Unlock()
+	return make([]byte, size, 1<<k)
+}
+
+// release takes back a received message.
+func (n *common) release(p *inbound) {
+	_ = n.places.Finish(&p.place)
+	vals := p.vals
+	p.vals, p.from, p.conn = nil, nil, nil
+	p.msg.Reset()
+	if cap(p.front) > keepFront {
+		p.front = nil
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if len(n.free) < maxFree {
+		n.free = append(n.free, p)
+	}
+	if size := cap(vals); size > 0 && n.kept+size <= keepMemory {
+		k := sizeClass(size)
+		n.mem[k] = append(n.mem[k], vals)
+		n.kept += size
+	}
+}

@@ -1,0 +1,37 @@
+// Package tcp carries data messages between nodes of this library over TCP connections of its own. It is a van wrapped
+// around the main one (zmq), which keeps control messages and the data of C++ nodes.
+//
+// # Connections
+//
+// A connection has one direction. The sender dials the data port in the receiver's node record
+// (van.NodeExtension.DataPort) when it first sends data to that peer; Send waits, for dialTime at most, until it is settled
+// whether there is a connection. If there is none, the peer's data goes over the van inside, and the log says why.
+//
+// Both ends introduce themselves before anything else (handshake.go). If the cluster has a secret, both prove that they know it.
+//
+// # Messages
+//
+// A message is a head with lengths, then its meta, keys, lengths and values (frame.go). The sender encodes all but long
+// values into one buffer, and writes that and the values from where they lie with one system call. Messages sent with
+// More wait for the next one. What the socket does not take waits in a queue; the engine's loop, or a goroutine that
+// polls, writes on when the socket takes more.
+//
+// The receiver reads into a buffer. Values that are longer than that are read straight into the memory that the pull
+// request has named, into the buffer registered for the push, or into memory of this package that is used again.
+//
+// # Order and replaced processes
+//
+// A receiver takes a connection's messages while its node record for the sender's id names the same process
+// (incarnation). A connection of a process that it does not know yet waits unread, for holdTime at most. When Connect names
+// another process for an id, connections of the former process end, and nothing more of them is delivered.
+//
+// # Bounds
+//
+// A peer whose messages wait for a slow handler is not read. STEPAF_SEND_BUDGET bounds what waits to be sent to one
+// peer. Handshakes are bounded in number and time (accept.go).
+//
+// # Files
+//
+// frame and handshake know the bytes; out is the sender's end of a connection, in and inbound the receiver's; source is the
+// engine's source; peers decides which connections there are; dial and accept make them; van puts all together.
+package tcp

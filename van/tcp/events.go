@@ -1,0 +1,75 @@
+package tcp
+
+import "sync"
+
+// events calls the watcher for each peer that is lost or is back, in order, on a goroutine of its own: a watcher may
+// close the van, and may hold locks while it calls the van.
+type events struct {
+	peers *peers
+	watch func(id int, up bool, cause error) // set before Start; may be nil
+	gone  func(id int)                       // called first when a peer is lost
+
+	mu      sync.Mutex
+	queue   []event
+	running bool
+}
+
+type event struct {
+	n     *peer
+	up    bool
+	cause error
+}
+
+// tell queues an event if it changes what the watcher knows of n.
+func (e *events) tell(n *peer, up bool, cause error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if n.down != up {
+		return
+	}
+	n.down = !up
+	e.add(event{n, up, cause})
+}
+
+// replaced notes that n has replaced old. If the watcher knows old as lost, it may take that for a loss of n, so it is called once more.
+func (e *events) replaced(old, n *peer) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if old.down {
+		e.add(event{n, true, nil})
+	}
+}
+
+// add queues an event. e.mu is held.
+func (e *events) add(x event) {
+	e.queue = append(e.queue, x)
+	if !e.running {
+		e.running = true
+		go e.run()
+	}
+}
+
+// run calls the watcher until no event is left.
+func (e *events) run() {
+	for {
+		e.mu.Lock()
+		if len(e.queue) == 0 {
+			e.queue, e.running = nil, false
+			e.mu.Unlock()
+			return
+		}
+		x := e.queue[0]
+		e.queue = e.queue[1:]
+		e.mu.Unlock()
+		if !e.peers.current(x.n) {
+			continue
+		}
+		id := int(x.n.id.Load())
+		if !x.up {
+			e.gone(id)
+		}
+		if e.watch != nil {
+			e.watch(id, x.up, x.cause)
+		}
+	}
+}

@@ -1,0 +1,290 @@
+package tcp
+
+import (
+	"errors"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/landing"
+)
+
+// sender is the order of one peer's messages, over whichever connection they arrive.
+type sender struct {
+	id          int
+	queue       engine.PeerQueue[*inbound]
+	undelivered atomic.Int32 // messages that the loop has received and not delivered
+	blame       engine.SlowDetector
+}
+
+// inbound is a received message with its memory.
+type inbound struct {
+	msg   van.Message
+	from  *sender
+	conn  *inConn
+	front []byte // meta, keys, lengths, and short values
+	vals  []byte // long values without a place of their own
+	place landing.Place
+}
+
+// messageBytes is about what a received message itself takes.
+const messageBytes = 1 << 10
+
+// weight is the memory of this node that p takes while it waits.
+func (p *inbound) weight() int { return messageBytes + cap(p.front) + cap(p.vals) }
+
+// inConn is the receiver's end of a connection. The holder of the feed uses its fields, unless they say otherwise.
+type inConn struct {
+	n           *common
+	from        *sender
+	incarnation uint32
+	fd          int
+
+	buf     []byte
+	r, w    int      // buf[r:w] is received and not parsed
+	cur     *inbound // the message whose values are being read
+	rest    []byte   // memory for the rest of the values of cur
+	discard int      // bytes of values that are read and dropped
+	ready   bool     // it is in source.ready
+	empty   bool     // the socket had nothing more when it was read last
+	hangup  bool     // the peer has closed the connection: it is read to its end
+	cause   error    // why it has ended
+
+	mu     sync.Mutex // held while bytes are read
+	fenced bool       // another process has the sender's id; mu
+	held   bool       // not read until it is admitted; peers.mu
+	joined bool       // the source has it; peers.mu
+}
+
+// bufLen is the length of the buffer of a connection. Longer values are read straight to where they are wanted.
+const bufLen = 64 << 10
+
+// readLimit bounds what one connection is read of before others have their turn.
+const readLimit = 1 << 20
+
+// The results of read.
+type outcome int
+
+const (
+	drained  outcome = iota // the socket has nothing more
+	progress                // there may be more
+	message                 // a message is complete
+	ended                   // the connection has ended
+)
+
+var errClosed = errors.New("its connection was closed")
+
+// read reads until a message is complete, the socket has nothing more, or others have their turn.
+func (c *inConn) read() (*inbound, outcome) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.fenced {
+		return nil, ended
+	}
+	for got := 0; ; {
+		p, err := c.parse()
+		switch {
+		case err != nil:
+			c.cause = err
+			return nil, ended
+		case p != nil:
+			return p, message
+		case got >= readLimit:
+			return nil, progress
+		}
+		if c.empty && !c.hangup {
+			return nil, drained
+		}
+		n, full, err := c.receive()
+		switch {
+		case err == unix.EAGAIN:
+			c.empty = true
+			return nil, drained
+		case err == unix.EINTR:
+			continue
+		case err != nil:
+			c.cause = err
+			return nil, ended
+		case n == 0:
+			c.cause = errClosed
+			return nil, ended
+		}
+		got += n
+		c.empty = !full // the next byte is a new event of epoll
+	}
+}
+
+// receive makes one system call. full says that there may be more.
+func (c *inConn) receive() (n int, full bool, err error) {
+	if c.buf == nil {
+		c.buf = make([]byte, bufLen)
+	}
+	if c.r == c.w {
+		c.r, c.w = 0, 0
+	}
+	if len(c.rest) > 0 { // the buffer is empty
+		var iov [2]unix.Iovec
+		iov[0].Base = unsafe.SliceData(c.rest)
+		iov[0].SetLen(len(c.rest))
+		iov[1].Base = unsafe.SliceData(c.buf)
+		iov[1].SetLen(len(c.buf))
+		read := func() error {
+			r, _, e := unix.Syscall(unix.SYS_READV, uintptr(c.fd), uintptr(unsafe.Pointer(&iov[0])), 2)
+			if e != 0 {
+				return e
+			}
+			n = int(r)
+			return nil
+		}
+		want := len(c.rest) + len(c.buf)
+		if c.cur.place.Used() {
+			if err = c.cur.place.Write(read); errors.Is(err, landing.ErrInvalidated) {
+				c.discard, c.rest = len(c.rest), nil
+				return c.receive()
+			}
+		} else {
+			err = read()
+		}
+		if err != nil {
+			return 0, false, err
+		}
+		k := min(n, len(c.rest))
+		c.rest, c.w = c.rest[k:], n-k
+		return n, n == want, nil
+	}
+	if c.w == len(c.buf) {
+		if c.r > 0 {
+			c.w = copy(c.buf, c.buf[c.r:c.w])
+			c.r = 0
+		} else { // a front that is longer than the buffer
+			c.buf = append(make([]byte, 0, 2*len(c.buf)), c.buf...)
+			c.buf = c.buf[:cap(c.buf)]
+		}
+	}
+	n, err = unix.Read(c.fd, c.buf[c.w:])
+	if err != nil || n <= 0 {
+		return 0, false, err
+	}
+	full = n == len(c.buf)-c.w
+	c.w += n
+	return n, full, nil
+}
+
+// parse takes the next message from the buffer, nil if it is not complete.
+func (c *inConn) parse() (*inbound, error) {
+	if c.cur != nil {
+		return c.goOn(), nil
+	}
+	if c.w-c.r < headLen {
+		return nil, nil
+	}
+	h, err := parseHead(c.buf[c.r:])
+	if err != nil {
+		return nil, err
+	}
+	direct := h.front()+h.vals > bufLen/2
+	need := h.front()
+	if !direct {
+		need += h.vals
+	}
+	if c.w-c.r < need {
+		if need > len(c.buf)-c.r { // move it to the start
+			c.w = copy(c.buf, c.buf[c.r:c.w])
+			c.r = 0
+		}
+		return nil, nil
+	}
+	p := c.n.get()
+	p.from, p.conn = c.from, c
+	p.front = append(slices.Grow(p.front[:0], need-headLen), c.buf[c.r+headLen:c.r+h.front()]...)
+	c.r += h.front()
+	m := &p.msg
+	if err := van.DecodeMeta(p.front[:h.meta:h.meta], &m.Meta); err != nil {
+		c.n.release(p)
+		return nil, err
+	}
+	if m.IsControl() {
+		c.n.release(p)
+		return nil, &van.FieldError{Field: "control.cmd", Value: m.Control.Cmd, Want: "a data message"}
+	}
+	m.Sender, m.Frames = c.from.id, h.frames
+	rest := p.front[h.meta:]
+	if h.frames > 0 {
+		m.Keys = backend.Bytes(rest[:h.keys:h.keys])
+		rest = rest[h.keys:]
+	}
+	if h.frames == van.MaxFrames {
+		m.Lens = backend.Bytes(rest[:h.lens:h.lens])
+	}
+	dst, placed := backend.Mem{}, false
+	if h.vals > 0 && (m.Request && m.Push || h.vals >= placeFrom) {
+		dst, placed = c.n.places.Find(m, h.vals, &p.place, false)
+	} else if !m.Request && !m.Push {
+		c.n.places.Answered(m.Sender, &m.Meta)
+	}
+	switch {
+	case h.vals == 0:
+		return p, nil
+	case placed:
+		m.Vals, m.Placed = dst, true
+	case direct:
+		p.vals = c.n.memory(h.vals)
+		m.Vals = backend.Bytes(p.vals)
+	default:
+		n := len(p.front)
+		p.front = append(p.front, c.buf[c.r:c.r+h.vals]...) // in place: see Grow above
+		c.r += h.vals
+		m.Vals = backend.Bytes(p.front[n:])
+		return p, nil
+	}
+	c.cur, c.rest = p, m.Vals.Host()
+	return c.goOn(), nil
+}
+
+// placeFrom is the length of answers that are written to the memory that the pull request has named.
+const placeFrom = 4 << 10
+
+// goOn moves received bytes to the values of the current message. It returns that when it is complete.
+func (c *inConn) goOn() *inbound {
+	if c.discard > 0 {
+		k := min(c.discard, c.w-c.r)
+		c.discard, c.r = c.discard-k, c.r+k
+		if c.discard > 0 {
+			return nil
+		}
+	}
+	if n := min(len(c.rest), c.w-c.r); n > 0 {
+		write := func() error {
+			copy(c.rest, c.buf[c.r:c.r+n])
+			return nil
+		}
+		var err error
+		if c.cur.place.Used() {
+			err = c.cur.place.Write(write)
+		} else {
+			err = write()
+		}
+		c.r += n
+		c.rest = c.rest[n:]
+		if err != nil {
+			if c.discard, c.rest = len(c.rest), nil; c.discard > 0 {
+				return nil
+			}
+		}
+	}
+	if len(c.rest) > 0 {
+		return nil
+	}
+	p := c.cur
+	c.cur, c.rest = nil, nil
+	return p
+}
+
+// size is the number of bytes in the message's frames.
+func (p *inbound) size() int { return p.msg.PayloadLen() }

@@ -1,0 +1,393 @@
+package tcp
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// outConn is the sender's end of a connection.
+type outConn struct {
+	n      *common
+	id     atomic.Int32 // the peer's
+	fd     int
+	remove func(fd int) // makes the source leave it alone
+
+	mu      sync.Mutex
+	gone    bool   // closed: fd is not used any more
+	cause   error  // why the connection broke; nil if this node has closed it
+	buf     []byte // encoded parts that are not written yet
+	read    int    // of buf, written already
+	queue   []outMessage
+	partial bool // the first message of the queue has been written in part
+	lent    int  // bytes of values in the queue that are not written
+	blocked bool // the socket takes no more for now: the source goes on
+	held    bool // messages sent with More wait
+	iov     [maxParts]unix.Iovec
+	broken  chan struct{} // closed when the connection has ended
+}
+
+// outMessage is a message that is not written completely.
+type outMessage struct {
+	front   int    // bytes of buf that are left
+	vals    []byte // what is left of a lent value
+	request van.Requests
+	done    van.Completion
+	dropped bool // canceled before any byte was written: front is skipped
+}
+
+const (
+	// lendFrom is the length of values that are written from where they lie. To copy shorter ones takes less than an entry in the list of parts.
+	lendFrom = 8 << 10
+	// maxParts bounds one system call.
+	maxParts = 64
+	// maxQueue bounds the messages that wait for one peer, besides STEPAF_SEND_BUDGET.
+	maxQueue = 65536
+	// keepBuf is the capacity of buf that an idle connection keeps.
+	keepBuf = 64 << 10
+)
+
+var errGone = errors.New("the connection has ended")
+
+func newOutConn(n *common, id, fd int, remove func(fd int)) *outConn {
+	c := &outConn{n: n, fd: fd, remove: remove, broken: make(chan struct{})}
+	c.id.Store(int32(id))
+	return c
+}
+
+// unsent is the number of bytes that wait. c.mu is held.
+func (c *outConn) unsent() int { return len(c.buf) - c.read + c.lent }
+
+// send takes msg and writes what the socket takes. It returns errGone if the connection has ended.
+func (c *outConn) send(msg *van.Message) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.gone {
+		return errGone
+	}
+	if budget := int(c.n.cfg.SendBudget); !msg.Continues && (budget > 0 && c.unsent() >= budget || len(c.queue) >= maxQueue) {
+		c.flush()
+		if !c.gone && (c.unsent() >= budget || len(c.queue) >= maxQueue) {
+			return c.refuse(budget)
+		}
+	}
+	h := head{meta: msg.EncodedLen(), frames: msg.Frames}
+	if msg.Frames > 0 {
+		h.keys, h.vals = msg.Keys.Len(), msg.Vals.Len()
+	}
+	if msg.Frames == van.MaxFrames {
+		h.lens = msg.Lens.Len()
+	}
+	lends := h.vals >= lendFrom
+	start := len(c.buf)
+	c.buf = h.append(c.buf)
+	at := len(c.buf)
+	c.buf = grow(c.buf, h.meta)
+	if err := msg.EncodeTo(c.buf[at:]); err != nil {
+		c.buf = c.buf[:start]
+		return err
+	}
+	if h.keys > 0 {
+		c.buf = append(c.buf, msg.Keys.Host()...)
+	}
+	if h.lens > 0 {
+		c.buf = append(c.buf, msg.Lens.Host()...)
+	}
+	m := outMessage{}
+	if lends {
+		m.vals, m.done = msg.Vals.Host(), msg.Done
+		m.request = van.Requests{App: msg.AppID, Customer: msg.CustomerID, First: msg.Timestamp, Count: 1}
+		if !msg.Request {
+			m.request.Count = 0 // answers are not canceled
+		}
+		c.lent += h.vals
+	} else if h.vals > 0 {
+		c.buf = append(c.buf, msg.Vals.Host()...)
+	}
+	m.front = len(c.buf) - start
+	c.queue = append(c.queue, m)
+	if !lends && msg.Done != nil {
+		msg.Done.Sent()
+	}
+	if c.held = msg.More; !msg.More && !c.blocked {
+		c.flush()
+	}
+	return nil
+}
+
+func grow(b []byte, n int) []byte {
+	if cap(b)-len(b) < n {
+		b = append(make([]byte, 0, max(2*cap(b), len(b)+n, 4096)), b...)
+	}
+	return b[: len(b)+n : cap(b)]
+}
+
+func (c *outConn) refuse(budget int) error {
+	c.n.stats.refused.Add(1)
+	c.n.rarely("refused").Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(int(c.id.Load())),
+		"bytes unsent", c.unsent(), "messages", len(c.queue), "STEPAF_SEND_BUDGET", budget)
+	return fmt.Errorf("%w: %d bytes and %d messages are unsent, want less than %d bytes (STEPAF_SEND_BUDGET) and %d messages",
+		van.ErrQueueFull, c.unsent(), len(c.queue), budget, maxQueue)
+}
+
+// Flush writes what was sent with More.
+func (c *outConn) flushHeld() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.held && !c.gone {
+		c.held = false
+		if !c.blocked {
+			c.flush()
+		}
+	}
+}
+
+// resume goes on when the socket takes more. It is called by the holder of the feed.
+func (c *outConn) resume() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.blocked && !c.gone {
+		c.blocked = false
+		c.flush()
+	}
+}
+
+// flush writes until nothing is left or the socket takes no more. c.mu is held.
+func (c *outConn) flush() {
+	for len(c.queue) > 0 {
+		n := c.parts()
+		if n == 0 {
+			c.written(0)
+			continue
+		}
+		wrote, err := c.write(n)
+		switch {
+		case err == unix.EAGAIN:
+			c.blocked = true
+			return
+		case err == unix.EINTR:
+			continue
+		case err != nil:
+			c.fail(err)
+			return
+		}
+		c.written(wrote)
+	}
+}
+
+// parts lists what is to be written next, and returns how many parts that are. c.mu is held.
+func (c *outConn) parts() int {
+	n, at := 0, c.read
+	add := func(b []byte) {
+		c.iov[n].Base = unsafe.SliceData(b)
+		c.iov[n].SetLen(len(b))
+		n++
+	}
+	from := at // of a run of encoded parts without a lent value between them
+	for i := range c.queue {
+		m := &c.queue[i]
+		if m.dropped || len(m.vals) > 0 {
+			end := at
+			if !m.dropped {
+				end += m.front
+			}
+			if end > from {
+				add(c.buf[from:end])
+			}
+			from = at + m.front
+		}
+		at += m.front
+		if len(m.vals) > 0 && !m.dropped {
+			add(m.vals)
+		}
+		if n >= maxParts-2 {
+			return n
+		}
+	}
+	if at > from {
+		add(c.buf[from:at])
+	}
+	return n
+}
+
+// write writes the first n parts of c.iov.
+func (c *outConn) write(n int) (int, error) {
+	var wrote uintptr
+	var e syscall.Errno
+	if n == 1 {
+		wrote, _, e = syscall.Syscall6(unix.SYS_SENDTO, uintptr(c.fd), uintptr(unsafe.Pointer(c.iov[0].Base)), uintptr(c.iov[0].Len), unix.MSG_NOSIGNAL, 0, 0)
+	} else {
+		h := unix.Msghdr{Iov: &c.iov[0]}
+		h.SetIovlen(n)
+		wrote, _, e = syscall.Syscall(unix.SYS_SENDMSG, uintptr(c.fd), uintptr(unsafe.Pointer(&h)), unix.MSG_NOSIGNAL)
+		runtime.KeepAlive(&h)
+	}
+	runtime.KeepAlive(c)
+	clear(c.iov[:n])
+	if e != 0 {
+		return 0, e
+	}
+	return int(wrote), nil
+}
+
+// written removes n bytes from the queue. c.mu is held.
+func (c *outConn) written(n int) {
+	c.n.stats.sentBytes.Add(uint64(n))
+	i := 0
+	for ; i < len(c.queue); i++ {
+		m := &c.queue[i]
+		if m.dropped {
+			c.read += m.front
+			continue
+		}
+		k := min(n, m.front)
+		n, m.front, c.read = n-k, m.front-k, c.read+k
+		c.partial = c.partial || k > 0
+		if m.front > 0 {
+			break
+		}
+		k = min(n, len(m.vals))
+		n, m.vals, c.lent = n-k, m.vals[k:], c.lent-k
+		if len(m.vals) > 0 {
+			break
+		}
+		c.partial = false
+		if m.done != nil {
+			m.done.Sent()
+		}
+	}
+	if i == len(c.queue) {
+		clear(c.queue)
+		c.queue, c.read = c.queue[:0], 0
+		if c.buf = c.buf[:0]; cap(c.buf) > keepBuf {
+			c.buf = nil
+		}
+		return
+	}
+	if i > 0 {
+		k := copy(c.queue, c.queue[i:])
+		clear(c.queue[k:])
+		c.queue = c.queue[:k]
+	}
+	if c.read > keepBuf && c.read > len(c.buf)/2 {
+		c.buf = c.buf[:copy(c.buf, c.buf[c.read:])]
+		c.read = 0
+	}
+}
+
+// cancel gives the memory of canceled requests back: a message of which nothing was written is dropped, of another one the
+// rest is written from a copy.
+func (c *outConn) cancel(q *van.Requests) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i := range c.queue {
+		m := &c.queue[i]
+		r := &m.request
+		if len(m.vals) == 0 || r.Count == 0 || r.App != q.App || r.Customer != q.Customer || r.First < q.First || r.First-q.First >= q.Count {
+			continue
+		}
+		if i == 0 && c.partial {
+			m.vals = bytes.Clone(m.vals)
+		} else {
+			c.lent -= len(m.vals)
+			m.vals, m.dropped = nil, true
+		}
+		if m.done != nil {
+			m.done.Sent()
+			m.done = nil
+		}
+	}
+}
+
+// fail ends a connection that has broken. c.mu is held.
+func (c *outConn) fail(err error) {
+	if c.gone {
+		return
+	}
+	c.cause = err
+	c.end()
+}
+
+// end frees what the connection has. c.mu is held.
+func (c *outConn) end() {
+	c.gone = true
+	for i := range c.queue {
+		if d := c.queue[i].done; d != nil {
+			d.Sent()
+		}
+	}
+	c.queue, c.buf, c.lent, c.read = nil, nil, 0, 0
+	c.remove(c.fd)
+	_ = unix.Close(c.fd)
+	close(c.broken)
+}
+
+// broke is told that the peer has closed the connection.
+func (c *outConn) broke() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.gone {
+		return
+	}
+	err := error(unix.ECONNRESET)
+	if e, _ := unix.GetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_ERROR); e != 0 {
+		err = syscall.Errno(e)
+	}
+	c.fail(err)
+}
+
+// linger waits until everything has been written, until ctx ends at most. It reports whether it has.
+func (c *outConn) linger(ctx context.Context) bool {
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for {
+		c.mu.Lock()
+		if !c.gone {
+			c.held, c.blocked = false, false
+			c.flush()
+		}
+		over := c.gone || len(c.queue) == 0
+		c.mu.Unlock()
+		if over {
+			return true
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return false
+		}
+	}
+}
+
+// close ends the connection and returns how many messages were not written.
+func (c *outConn) close() (lost int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.gone {
+		return 0
+	}
+	lost = len(c.queue)
+	c.end()
+	return lost
+}
+
+// why is the reason for which the connection has ended.
+func (c *outConn) why() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.cause == nil {
+		return errGone
+	}
+	return c.cause
+}

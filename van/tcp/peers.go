@@ -1,0 +1,207 @@
+package tcp
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+const (
+	// unknownTime is how long a connection of a process that this node does not know waits unread: the scheduler tells both ends of each
+	// other, one before the other.
+	unknownTime = 10 * time.Second
+	// holdTime is how long it waits after that for Admit, if the process is in the place of another one.
+	holdTime = time.Second
+	// maxReplaced bounds the replaced processes that are remembered.
+	maxReplaced = 1024
+)
+
+// peer is a node that data may be sent to.
+type peer struct {
+	id          atomic.Int32
+	incarnation uint32
+	addr        string // of its data port; "": data goes over the van inside
+	name        string
+
+	conn    atomic.Pointer[outConn]
+	settled chan struct{} // closed when it is settled whether there is a connection
+	over    atomic.Bool   // it is, and data goes over the van inside
+
+	// peers.mu guards what follows.
+	begun    bool // the connection is being made
+	admitted bool // the process is not in the place of another one, or Admit was called
+	down     bool // the watcher knows it as lost; events.mu guards it
+}
+
+// peers are the nodes that this node knows, and the connections to and from them.
+type peers struct {
+	n      *common
+	all    atomic.Pointer[map[int]*peer] // by node id
+	ctx    context.Context
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+
+	read func(c *inConn) error // makes the source read c
+
+	mu       sync.Mutex
+	closed   bool
+	senders  map[int]*sender
+	ins      []*inConn
+	draining map[uint32]chan struct{} // by incarnation: closed when what was sent before has left
+	replaced []uint32                 // incarnations of processes whose place others have taken
+}
+
+func newPeers(n *common) *peers {
+	p := &peers{n: n, senders: map[int]*sender{}, draining: map[uint32]chan struct{}{}}
+	p.all.Store(&map[int]*peer{})
+	p.ctx, p.cancel = context.WithCancel(context.Background())
+	return p
+}
+
+// of returns peer id, nil if this node does not know it.
+func (p *peers) of(id int) *peer { return (*p.all.Load())[id] }
+
+// change replaces the table of peers. p.mu is held.
+func (p *peers) change(f func(map[int]*peer)) {
+	all := maps.Clone(*p.all.Load())
+	f(all)
+	p.all.Store(&all)
+}
+
+// sender returns the order of a sender's messages.
+func (p *peers) sender(id int) *sender {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := p.senders[id]
+	if s == nil {
+		s = &sender{id: id}
+		s.queue.ID, s.queue.Undelivered = id, &s.undelivered
+		p.senders[id] = s
+	}
+	return s
+}
+
+// enter begins to receive from c, at once or when this node knows its process.
+func (p *peers) enter(c *inConn) verdict {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case p.closed:
+		return verdictClosed
+	case slices.Contains(p.replaced, c.incarnation):
+		return verdictReplaced
+	}
+	p.ins = append(p.ins, c)
+	n := p.of(c.from.id)
+	switch {
+	case n == nil || n.incarnation != c.incarnation:
+		p.hold(c, unknownTime)
+	case !n.admitted:
+		p.hold(c, holdTime)
+	default:
+		p.joinLocked(c)
+	}
+	return verdictYes
+}
+
+// joinLocked begins to read c. p.mu is held.
+func (p *peers) joinLocked(c *inConn) {
+	c.held, c.joined = false, true
+	if err := p.read(c); err != nil {
+		p.n.log.Error("a connection for data cannot be read", "peer", van.NodeName(c.from.id), "err", err)
+		p.endLocked(c)
+	}
+}
+
+// hold reads nothing from c until its process is admitted, for limit at most. p.mu is held.
+func (p *peers) hold(c *inConn, limit time.Duration) {
+	c.held = true
+	time.AfterFunc(limit, func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if !c.held || p.closed {
+			return
+		}
+		if n := p.of(c.from.id); (n == nil || n.incarnation != c.incarnation) && !failpoint.On("fencing") {
+			p.n.log.Info("a connection for data ends: its process is not the one that is known under its id", "peer", van.NodeName(c.from.id))
+			p.endLocked(c)
+			return
+		}
+		p.joinLocked(c)
+	})
+}
+
+// endLocked ends c. p.mu is held. The source closes a connection that it reads.
+func (p *peers) endLocked(c *inConn) {
+	if c.joined {
+		_ = unix.Shutdown(c.fd, unix.SHUT_RDWR)
+		return
+	}
+	c.held = false
+	p.ins = slices.DeleteFunc(p.ins, func(x *inConn) bool { return x == c })
+	_ = unix.Close(c.fd)
+}
+
+// leave forgets c, which the source has closed.
+func (p *peers) leave(c *inConn) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	c.joined = false
+	p.ins = slices.DeleteFunc(p.ins, func(x *inConn) bool { return x == c })
+}
+
+// admitLocked begins to read the connections of n, peer id, if it may. p.mu is held.
+func (p *peers) admitLocked(id int, n *peer) {
+	if !n.admitted {
+		return
+	}
+	for _, c := range slices.Clone(p.ins) {
+		if c.from.id == id && c.incarnation == n.incarnation && c.held {
+			p.joinLocked(c)
+		}
+	}
+}
+
+// admit begins to read the connections of n.
+func (p *peers) admit(n *peer) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if id := int(n.id.Load()); p.of(id) == n {
+		n.admitted = true
+		p.admitLocked(id, n)
+	}
+}
+
+// fenceLocked ends what arrives from a process whose place as peer id another one has taken. p.mu is held.
+func (p *peers) fenceLocked(id int, incarnation uint32) {
+	if failpoint.On("fencing") || incarnation == 0 {
+		return
+	}
+	if len(p.replaced) == maxReplaced {
+		p.replaced = slices.Delete(p.replaced, 0, 1)
+	}
+	p.replaced = append(p.replaced, incarnation)
+	for _, c := range slices.Clone(p.ins) {
+		if c.from.id == id && c.incarnation == incarnation {
+			c.mu.Lock() // at most one system call reads
+			c.fenced = true
+			c.mu.Unlock()
+			p.endLocked(c)
+		}
+	}
+}
+
+// current reports whether n still is the peer that has its id.
+func (p *peers) current(n *peer) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return !p.closed && p.of(int(n.id.Load())) == n
+}

@@ -1,0 +1,724 @@
+package tcp
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/auth"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/zmq"
+)
+
+// limit is how long anything in these tests may take.
+const limit = 20 * time.Second
+
+// end is one node of a test.
+type end struct {
+	*Van
+	t    *testing.T
+	self van.Node
+	in   chan *van.Message
+	log  vantest.Log
+
+	mu     sync.Mutex
+	events []string
+}
+
+// start makes a node that listens on the loopback. options may be nil.
+func start(t *testing.T, id int, options func(*van.Options)) *end {
+	t.Helper()
+	e := &end{t: t, in: make(chan *van.Message, 1024)}
+	o := van.Options{Config: env.Default(), Log: e.log.Logger(), Incarnation: incarnations.Add(1)}
+	if options != nil {
+		options(&o)
+	}
+	in, err := zmq.New(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.Van = New(in, o)
+	e.self = van.Node{Role: van.RoleOf(id), ID: id, Hostname: "127.0.0.1", AuxID: -1}
+	self := e.self
+	self.ID = van.Empty
+	if e.self.Port, err = e.Bind(t.Context(), self); err != nil {
+		t.Fatal(err)
+	}
+	e.self.Ports = []int32{int32(e.self.Port)}
+	e.self.Endpoint = (&van.NodeExtension{Incarnation: o.Incarnation, DataPort: uint16(e.DataPort())}).Encode()
+	e.WatchPeers(func(id int, up bool, cause error) {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		e.events = append(e.events, fmt.Sprintf("%d %t", id, up))
+	})
+	e.SetID(id)
+	e.Start(func(m *van.Message) { e.in <- m.Retain() })
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), limit)
+		defer cancel()
+		_ = e.Close(ctx)
+	})
+	return e
+}
+
+// pair makes a worker and a server that know each other.
+func pair(t *testing.T, options func(*van.Options)) (worker, server *end) {
+	worker, server = start(t, 9, options), start(t, 8, options)
+	worker.connect(server)
+	server.connect(worker)
+	return worker, server
+}
+
+func (e *end) connect(to *end) {
+	e.t.Helper()
+	if err := e.Connect(e.t.Context(), to.self.ID, to.self); err != nil {
+		e.t.Fatal(err)
+	}
+}
+
+func (e *end) must(m *van.Message) {
+	e.t.Helper()
+	if err := e.Send(m); err != nil {
+		e.t.Fatal(err)
+	}
+}
+
+func (e *end) next() *van.Message {
+	e.t.Helper()
+	select {
+	case m := <-e.in:
+		return m
+	case <-time.After(limit):
+		e.t.Fatalf("nothing within %s; log:\n%s", limit, e.log.String())
+		return nil
+	}
+}
+
+// told reports whether the watcher was called with these events, one after the other, perhaps with others between them.
+func (e *end) told(events ...string) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, x := range e.events {
+		if len(events) > 0 && x == events[0] {
+			events = events[1:]
+		}
+	}
+	return len(events) == 0
+}
+
+// dataMessage makes a push of value under key 1, or an answer to a pull.
+func dataMessage(to, ts int, request, push bool, value []byte) *van.Message {
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.Timestamp, m.Request, m.Push = to, int32(ts), request, push
+	m.AppID, m.CustomerID, m.Head = 0, 0, 0
+	m.Frames = 2
+	m.Keys, m.Vals = backend.Bytes([]byte{1, 0, 0, 0, 0, 0, 0, 0}), backend.Bytes(value)
+	m.DataTypes = []van.DataType{van.TypeUint64, van.TypeChar}
+	m.DataSize = int32(8 + len(value))
+	return m
+}
+
+func pattern(n, seed int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(i*31 + i>>8 + seed)
+	}
+	return b
+}
+
+// TestSizes: values of every length around the limits of buffers arrive as they were sent, alone and one after the other, pushed to a
+// registered buffer, pulled into named memory, and without either.
+func TestSizes(t *testing.T) {
+	worker, server := pair(t, nil)
+	sizes := []int{0, 1, 7, 33, 34, placeFrom - 1, placeFrom, lendFrom - 1, lendFrom, bufLen/2 - 400, bufLen / 2, bufLen - 1, bufLen, bufLen + 1, 3*bufLen + 5, readLimit + 77, 5 << 20}
+	registered := make([]byte, 6<<20)
+	for round := range 2 {
+		for i, n := range sizes {
+			worker.must(dataMessage(8, i, true, true, pattern(n, i)))
+			pull := dataMessage(8, 100+i, true, false, nil)
+			into := make([]byte, n)
+			pull.Into = backend.Bytes(into)
+			worker.must(pull)
+			push := server.next()
+			if got := push.Vals.Host(); !bytes.Equal(got, pattern(n, i)) || push.Placed != (round == 1 && n > 0) {
+				t.Errorf("round %d: a push of %d bytes arrived as %d bytes, placed %t", round, n, len(got), push.Placed)
+			}
+			push.Release()
+			server.next().Release()
+			server.must(dataMessage(9, 100+i, false, false, pattern(n, i+1)))
+			answer := worker.next()
+			if got := answer.Vals.Host(); !bytes.Equal(got, pattern(n, i+1)) || answer.Placed != (n >= placeFrom) {
+				t.Errorf("an answer of %d bytes arrived as %d bytes, placed %t", n, len(got), answer.Placed)
+			} else if answer.Placed && !bytes.Equal(into, got) {
+				t.Errorf("an answer of %d bytes is not in the memory of the request", n)
+			}
+			answer.Release()
+		}
+		if err := server.RegisterRecvBuffer(9, 1, backend.Bytes(registered)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if s := worker.Stats(); s.SentMessages != uint64(4*len(sizes)) {
+		t.Errorf("sent %d messages, want %d", s.SentMessages, 4*len(sizes))
+	}
+}
+
+// TestManyPartlyWritten: long and short messages follow each other while the receiver reads slowly, so that the socket takes parts of
+// messages. All arrive once, in order and intact, and each lent value is given back.
+func TestManyPartlyWritten(t *testing.T) {
+	worker, server := pair(t, nil)
+	var done atomic.Int32
+	const count = 400
+	go func() {
+		for i := range count {
+			m := dataMessage(8, i, true, true, pattern((i*7919)%200000, i))
+			m.More, m.Done = i%3 == 1, counter{&done}
+			if err := worker.Send(m); err != nil {
+				t.Errorf("message %d: %v", i, err)
+			}
+		}
+		worker.Flush(8)
+	}()
+	for i := range count {
+		m := server.next()
+		if int(m.Timestamp) != i || !bytes.Equal(m.Vals.Host(), pattern((i*7919)%200000, i)) {
+			t.Fatalf("message %d arrived as %d, %d bytes", i, m.Timestamp, m.Vals.Len())
+		}
+		m.Release()
+	}
+	vantest.Eventually(t, limit, "all values are given back", func() bool { return done.Load() == count })
+}
+
+type counter struct{ n *atomic.Int32 }
+
+func (c counter) Sent() { c.n.Add(1) }
+
+// stuck makes a server whose receiver does not take anything until open is called.
+func stuck(t *testing.T, options func(*van.Options)) (worker, server *end, open func()) {
+	worker, server = pair(t, options)
+	gate := make(chan struct{})
+	server.source.deliver = func(m *van.Message) {
+		<-gate
+		server.in <- m.Retain()
+	}
+	open = sync.OnceFunc(func() { close(gate) })
+	t.Cleanup(open)
+	return worker, server, open
+}
+
+// TestCancel: the memory of canceled requests is the caller's again. A message of which a part was written arrives as it was sent,
+// the others do not arrive.
+func TestCancel(t *testing.T) {
+	worker, server, open := stuck(t, func(o *van.Options) { o.Config.RecvBudgetPeer = 1 << 20 })
+	var done atomic.Int32
+	const count, size = 12, 4 << 20
+	values := make([][]byte, count)
+	for i := range values {
+		values[i] = pattern(size, i)
+		m := dataMessage(8, i, true, true, values[i])
+		m.Done = counter{&done}
+		worker.must(m)
+	}
+	before := int(done.Load())
+	worker.Cancel(van.Requests{First: 0, Count: count})
+	if n := done.Load(); n != count {
+		t.Errorf("%d of %d values were given back", n, count)
+	}
+	for _, b := range values {
+		clear(b)
+	}
+	worker.must(dataMessage(8, count, true, true, []byte("last")))
+	open()
+	got := 0
+	for {
+		m := server.next()
+		if m.Timestamp == count {
+			break
+		}
+		if !bytes.Equal(m.Vals.Host(), pattern(size, int(m.Timestamp))) {
+			t.Errorf("message %d arrived with other bytes", m.Timestamp)
+		}
+		got++
+		m.Release()
+	}
+	if got < before || got > before+1 || got == count {
+		t.Errorf("%d messages arrived, %d had been written completely before", got, before)
+	}
+}
+
+// TestInvalidate: when Invalidate has returned, an answer that arrives, whole or in parts, is not written to the memory.
+func TestInvalidate(t *testing.T) {
+	worker, server := pair(t, nil)
+	const size = 1 << 20
+	into := make([]byte, size)
+	for _, early := range []bool{true, false} {
+		pull := dataMessage(8, 1, true, false, nil)
+		pull.Into = backend.Bytes(into)
+		worker.must(pull)
+		server.next().Release()
+		if early {
+			worker.Invalidate(backend.Bytes(into))
+			server.must(dataMessage(9, 1, false, false, pattern(size, 3)))
+			if m := worker.next(); m.Placed {
+				t.Error("an answer is in memory that was taken back")
+			}
+		} else { // in the middle of the value
+			raw := rawAnswer(t, server, worker, 1, pattern(size, 3))
+			raw.write(size / 2)
+			vantest.Eventually(t, limit, "the first half arrives", func() bool { return into[size/2-1] != 0 || into[size/2-2] != 0 })
+			worker.Invalidate(backend.Bytes(into))
+			clear(into)
+			raw.write(size)
+			server.must(dataMessage(9, 2, false, false, []byte("next")))
+			if m := worker.next(); m.Timestamp != 2 {
+				t.Errorf("message %d arrived, want that of the canceled request dropped", m.Timestamp)
+			}
+		}
+		if !bytes.Equal(into, make([]byte, size)) {
+			t.Error("memory that was taken back was written to")
+		}
+	}
+}
+
+// raw writes the bytes of a message over a connection of its own.
+type raw struct {
+	t     *testing.T
+	c     net.Conn
+	bytes []byte
+	done  int
+}
+
+// rawAnswer makes a connection in the name of from, which sends an answer.
+func rawAnswer(t *testing.T, from, to *end, ts int, value []byte) *raw {
+	t.Helper()
+	c := dialRaw(t, from, to)
+	m := dataMessage(to.self.ID, ts, false, false, nil)
+	meta, err := m.AppendTo(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := head{meta: len(meta), keys: 8, frames: 2, vals: len(value)}
+	b := append(h.append(nil), meta...)
+	b = append(b, m.Keys.Host()...)
+	return &raw{t: t, c: c, bytes: append(b, value...)}
+}
+
+func dialRaw(t *testing.T, from, to *end) net.Conn {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), limit)
+	defer cancel()
+	who, _ := to.self.Extension()
+	c, err := from.own.meet(ctx, dataAddr(to), who.Incarnation, "the test's peer")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	_ = c.SetDeadline(time.Now().Add(limit))
+	return c
+}
+
+func dataAddr(e *end) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(e.DataPort())) }
+
+// write writes the bytes up to value byte n.
+func (r *raw) write(n int) {
+	r.t.Helper()
+	end := min(len(r.bytes), len(r.bytes)-1<<20+n)
+	if _, err := r.c.Write(r.bytes[r.done:end]); err != nil {
+		r.t.Fatal(err)
+	}
+	r.done = end
+}
+
+// TestReplaced: when another process has a peer's id, nothing more of the former process is delivered, its connections end, and it
+// gets none any more.
+func TestReplaced(t *testing.T) {
+	worker, server := pair(t, nil)
+	worker.must(dataMessage(8, 1, true, true, []byte("before")))
+	server.next().Release()
+	other := start(t, 9, nil)
+	other.connect(server)
+	server.connect(other)
+	server.Admit(9)
+	vantest.Eventually(t, limit, "the former process loses its connection", func() bool { return worker.told("8 false") })
+	vantest.Eventually(t, limit, "it is told why", func() bool { return strings.Contains(worker.log.String(), "takes no data of this process any more") })
+	if err := worker.Send(dataMessage(8, 2, true, true, []byte("late"))); !errors.Is(err, van.ErrPeerLost) {
+		t.Errorf("the replaced process sends: %v", err)
+	}
+	other.must(dataMessage(8, 3, true, true, []byte("other")))
+	if m := server.next(); m.Timestamp != 3 || m.Sender != 9 {
+		t.Errorf("message %d of %d arrived, want 3 of 9", m.Timestamp, m.Sender)
+	}
+}
+
+// TestNotBeforeAdmit: messages of a process in the place of another one wait for Admit.
+func TestNotBeforeAdmit(t *testing.T) {
+	worker, server := pair(t, nil)
+	worker.must(dataMessage(8, 1, true, true, []byte("before")))
+	server.next().Release()
+	other := start(t, 9, nil)
+	other.connect(server)
+	other.must(dataMessage(8, 2, true, true, []byte("of another process")))
+	vantest.Eventually(t, limit, "its connection is there", func() bool {
+		server.peers.mu.Lock()
+		defer server.peers.mu.Unlock()
+		for _, c := range server.peers.ins {
+			if c.held {
+				return true
+			}
+		}
+		return false
+	})
+	worker.must(dataMessage(8, 3, true, true, []byte("of the first one")))
+	if m := server.next(); m.Timestamp != 3 {
+		t.Errorf("message %d arrived, want 3", m.Timestamp)
+	}
+	server.connect(other)
+	server.Admit(9)
+	if m := server.next(); m.Timestamp != 2 {
+		t.Errorf("message %d arrived, want 2", m.Timestamp)
+	}
+}
+
+// TestBrokenConnection: a connection that breaks is reported, made again, and reported again.
+func TestBrokenConnection(t *testing.T) {
+	worker, server := pair(t, nil)
+	worker.must(dataMessage(8, 1, true, true, []byte("before")))
+	server.next().Release()
+	server.peers.mu.Lock()
+	_ = unix.Shutdown(server.peers.ins[0].fd, unix.SHUT_RDWR)
+	server.peers.mu.Unlock()
+	vantest.Eventually(t, limit, "the loss and the return are reported", func() bool { return worker.told("8 false", "8 true") })
+	worker.must(dataMessage(8, 2, true, true, []byte("after")))
+	if m := server.next(); m.Timestamp != 2 {
+		t.Errorf("message %d arrived, want 2", m.Timestamp)
+	}
+}
+
+// TestNoDataPort: data to a peer whose data port does not answer goes over the van inside, and the log says why.
+func TestNoDataPort(t *testing.T) {
+	worker, server := start(t, 9, nil), start(t, 8, nil)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = l.Close()
+	who, _ := server.self.Extension()
+	who.DataPort = uint16(l.Addr().(*net.TCPAddr).Port)
+	server.self.Endpoint = who.Encode()
+	worker.connect(server)
+	server.connect(worker)
+	for i := range 3 {
+		worker.must(dataMessage(8, i, true, true, pattern(100, i)))
+		if m := server.next(); int(m.Timestamp) != i {
+			t.Errorf("message %d arrived, want %d", m.Timestamp, i)
+		}
+	}
+	if path := van.PathTo(worker, 8).Over; path != "zmq" {
+		t.Errorf("data goes over %s, want zmq", path)
+	}
+	if !strings.Contains(worker.log.String(), "data goes over zmq, not over tcp") {
+		t.Errorf("the log does not say why:\n%s", worker.log.String())
+	}
+}
+
+// TestSendBudget: a peer that takes nothing is sent STEPAF_SEND_BUDGET bytes, and what continues a request.
+func TestSendBudget(t *testing.T) {
+	worker, _, open := stuck(t, func(o *van.Options) { o.Config.SendBudget, o.Config.RecvBudgetPeer = 8<<20, 1<<20 })
+	var err error
+	for i := 0; err == nil && i < 200; i++ {
+		err = worker.Send(dataMessage(8, i, true, true, pattern(1<<20, i)))
+	}
+	vantest.Fails(t, err, van.ErrQueueFull, "STEPAF_SEND_BUDGET", "8388608")
+	more := dataMessage(8, 500, true, true, pattern(1<<20, 1))
+	more.Continues = true
+	if err := worker.Send(more); err != nil {
+		t.Errorf("what continues a request is refused: %v", err)
+	}
+	if n := worker.Stats().RefusedSends; n != 1 {
+		t.Errorf("counted %d refused messages, want 1", n)
+	}
+	open()
+}
+
+// TestSecret: nodes of one secret exchange data; any other mix is refused at both ends, counted, and the log names the cause.
+func TestSecret(t *testing.T) {
+	keys := func(text string, required bool) *auth.Keys {
+		if text == "" {
+			return nil
+		}
+		k, err := auth.New([]byte(text+" of at least sixteen bytes"), "", required)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return k
+	}
+	for _, c := range []struct {
+		dialer, listener string
+		required         bool
+		ok               bool
+		says             string // the dialer
+	}{
+		{"one", "one", true, true, ""},
+		{"one", "two", true, false, "differs"},
+		{"one", "", true, false, "has no secret"},
+		{"", "one", true, false, "the peer has a secret"},
+		{"one", "one", false, true, ""},
+		{"one", "", false, true, ""},
+		{"", "one", false, true, ""},
+		{"one", "two", false, true, ""},
+	} {
+		t.Run(fmt.Sprintf("%s-%s-%t", c.dialer, c.listener, c.required), func(t *testing.T) {
+			from := common{cfg: env.Default(), incarnation: 1}
+			from.guard.Keys, from.guard.Log = keys(c.dialer, c.required), (&vantest.Log{}).Logger()
+			from.id.Store(9)
+			to := common{cfg: env.Default(), incarnation: 2}
+			to.guard.Keys, to.guard.Log = keys(c.listener, c.required), (&vantest.Log{}).Logger()
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer l.Close()
+			var accepting sync.WaitGroup
+			accepting.Go(func() {
+				for {
+					conn, err := l.Accept()
+					if err != nil {
+						return
+					}
+					_ = conn.SetDeadline(time.Now().Add(limit))
+					if _, err := to.admit(conn); err == nil {
+						to.say(conn, verdictYes)
+					}
+					_ = conn.Close()
+				}
+			})
+			ctx, cancel := context.WithTimeout(t.Context(), limit)
+			defer cancel()
+			conn, err := from.meet(ctx, l.Addr().String(), 2, "server 0")
+			if (err == nil) != c.ok {
+				t.Fatalf("the handshake ends with %v", err)
+			}
+			if err == nil {
+				_ = conn.Close()
+			} else if !strings.Contains(err.Error(), c.says) {
+				t.Errorf("the dialer says %q, want %q", err, c.says)
+			}
+			_ = l.Close()
+			accepting.Wait()
+			if n := from.guard.Count() + to.guard.Count(); (n > 0) != (c.dialer != c.listener) {
+				t.Errorf("%d connections without proof were counted", n)
+			}
+		})
+	}
+}
+
+// TestStrangers: connections that prove nothing, are cut off, replay a handshake, reflect it, or are for another process end without a
+// message, and members go on.
+func TestStrangers(t *testing.T) {
+	k, err := auth.New([]byte("a secret of at least sixteen bytes"), "", true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	worker, server := pair(t, func(o *van.Options) { o.Keys = k })
+	who, _ := server.self.Extension()
+	me, _ := worker.self.Extension()
+	good := hello{id: 9, own: me.Incarnation, peer: who.Incarnation, proves: true, number: newNumber()}
+	unproved := good
+	unproved.proves = false
+	elsewhere := good
+	elsewhere.peer++
+	noID := good
+	noID.id = 1
+	proof := k.Proof(dialerProof, good.number[:], good.number[:], good.append(nil)) // of another number of the listener
+	for name, text := range map[string][]byte{
+		"noise":             bytes.Repeat([]byte("GET / HTTP/1.1\r\n"), 4),
+		"zeros":             make([]byte, 200),
+		"unproved":          unproved.append(nil),
+		"for another":       elsewhere.append(nil),
+		"a scheduler":       noID.append(nil),
+		"another version":   append([]byte("SAFT\x63\x00\x00\x00"), good.append(nil)[8:]...),
+		"replayed proof":    append(good.append(nil), proof[:]...),
+		"cut in the proof":  append(good.append(nil), proof[:3]...),
+		"message, no proof": append(good.append(nil), make([]byte, 4096)...),
+	} {
+		c, err := net.Dial("tcp", dataAddr(server))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = c.SetDeadline(time.Now().Add(limit))
+		if _, err := c.Write(text); err != nil && !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, syscall.EPIPE) {
+			t.Errorf("%s: %v", name, err)
+		}
+		_ = c.(*net.TCPConn).CloseWrite()
+		b, _ := io.ReadAll(c)
+		if len(b) > replyLen+4 || len(b) == replyLen+4 && verdict(binary.LittleEndian.Uint32(b[replyLen:])) == verdictYes {
+			t.Errorf("%s: was admitted: % x", name, b)
+		}
+		_ = c.Close()
+	}
+	worker.must(dataMessage(8, 1, true, true, []byte("member")))
+	if m := server.next(); string(m.Vals.Host()) != "member" {
+		t.Errorf("%q arrived", m.Vals.Host())
+	}
+	if n := server.Stats().Unauthenticated; n < 3 {
+		t.Errorf("counted %d connections without proof, want at least 3", n)
+	}
+	if text := server.log.String(); strings.Contains(text, "sixteen") {
+		t.Errorf("the log has the secret:\n%s", text)
+	}
+}
+
+// TestHalfOpen: thousands of connections that say nothing do not keep a member out.
+func TestHalfOpen(t *testing.T) {
+	server := start(t, 8, nil)
+	var conns []net.Conn
+	defer func() {
+		for _, c := range conns {
+			_ = c.Close()
+		}
+	}()
+	for range 3 * maxHandshakes {
+		c, err := net.Dial("tcp", dataAddr(server))
+		if err != nil {
+			t.Skipf("this machine has no more connections: %v", err)
+		}
+		conns = append(conns, c)
+	}
+	worker := start(t, 9, nil)
+	worker.connect(server)
+	server.connect(worker)
+	begun := time.Now()
+	worker.must(dataMessage(8, 1, true, true, []byte("member")))
+	server.next().Release()
+	if path := van.PathTo(worker, 8).Over; path != "tcp" {
+		t.Errorf("data goes over %s after %s", path, time.Since(begun))
+	}
+	server.acceptor.mu.Lock()
+	n := server.acceptor.conns.Len()
+	server.acceptor.mu.Unlock()
+	if n > maxHandshakes {
+		t.Errorf("%d handshakes are under way, want at most %d", n, maxHandshakes)
+	}
+}
+
+// TestMalformed: a member's connection with bytes that are no message ends, is counted, and the log says what was wrong.
+func TestMalformed(t *testing.T) {
+	meta, err := dataMessage(8, 1, true, true, nil).AppendTo(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	frame := func(h head, rest ...byte) []byte { return append(h.append(nil), rest...) }
+	for name, c := range map[string]struct {
+		bytes []byte
+		says  string
+	}{
+		"long meta":      {frame(head{meta: maxMeta + 1}), "length of the meta"},
+		"long values":    {frame(head{meta: len(meta), frames: 2, vals: 1 << 40}), "length of the values"},
+		"one frame":      {frame(head{meta: len(meta), frames: 1}), "data frames"},
+		"keys no frames": {frame(head{meta: len(meta), keys: 8}), "data frames"},
+		"no meta":        {frame(head{}), "meta length"},
+		"wrong meta":     {frame(head{meta: len(meta)}, bytes.Repeat([]byte{0xff}, len(meta))...), "body_size"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			worker, server := pair(t, nil)
+			conn := dialRaw(t, worker, server)
+			if _, err := conn.Write(c.bytes); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := conn.Read(make([]byte, 1)); err == nil {
+				t.Error("the connection has not ended")
+			}
+			vantest.Eventually(t, limit, "it is counted", func() bool { return server.Stats().Malformed == 1 })
+			if !strings.Contains(server.log.String(), c.says) {
+				t.Errorf("the log does not say %q:\n%s", c.says, server.log.String())
+			}
+			worker.must(dataMessage(8, 1, true, true, []byte("member")))
+			server.next().Release()
+		})
+	}
+}
+
+// FuzzParse: any bytes, in any pieces, are messages or an error, and take no more memory than they have bytes.
+func FuzzParse(f *testing.F) {
+	meta, err := dataMessage(8, 1, true, true, nil).AppendTo(nil)
+	if err != nil {
+		f.Fatal(err)
+	}
+	h := head{meta: len(meta), keys: 8, frames: 2, vals: 3}
+	one := append(append(h.append(nil), meta...), 1, 0, 0, 0, 0, 0, 0, 0, 'a', 'b', 'c')
+	f.Add(one, 7)
+	f.Add(append(append([]byte{}, one...), one...), 1)
+	f.Add((&head{meta: 5, frames: 3, lens: 9}).append(nil), 100)
+	in, err := zmq.New(van.Options{Config: env.Default()})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Cleanup(func() { _ = in.Close(context.Background()) })
+	v := New(in, van.Options{Config: env.Default()})
+	f.Fuzz(func(t *testing.T, text []byte, piece int) {
+		if len(text) > bufLen {
+			return
+		}
+		c := &inConn{n: &v.own, from: &sender{id: 9}, buf: make([]byte, bufLen)}
+		left := text
+		for len(left) > 0 {
+			if c.r == c.w {
+				c.r, c.w = 0, 0
+			}
+			n := copy(c.buf[c.w:], left[:min(len(left), max(piece, 1))])
+			if n == 0 {
+				break // a message that is longer than the buffer
+			}
+			c.w += n
+			left = left[n:]
+			for {
+				p, err := c.parse()
+				if err != nil {
+					return
+				}
+				if p == nil {
+					break
+				}
+				if p.msg.PayloadLen() > len(text) {
+					t.Fatalf("a message of %d bytes out of %d", p.msg.PayloadLen(), len(text))
+				}
+				v.own.release(p)
+			}
+		}
+	})
+}
+
+// FuzzHello: any hello is an introduction with a valid id and incarnation, or an error.
+func FuzzHello(f *testing.F) {
+	f.Add((&hello{id: 9, own: 1, peer: 2, proves: true}).append(nil))
+	f.Add(make([]byte, helloLen))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		if len(b) != helloLen {
+			return
+		}
+		h, _, err := parseHello(b)
+		if err == nil && (h.id <= van.AllNodes || h.id >= van.Empty || h.own == 0) {
+			t.Errorf("%+v", h)
+		}
+		if err == nil && !bytes.Equal(h.append(nil)[:20], b[:20]) {
+			t.Errorf("%+v is not % x", h, b)
+		}
+	})
+}

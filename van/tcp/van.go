@@ -1,0 +1,476 @@
+package tcp
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/landing"
+)
+
+// Van is a van whose data messages to nodes of this library go over TCP connections of its own.
+type Van struct {
+	own      common
+	inner    van.Van
+	engine   *engine.Engine
+	peers    *peers
+	events   events
+	dialer   dialer
+	acceptor acceptor
+	source   source
+	port     int // where the node accepts data; 0: nowhere
+	started  bool
+	closing  atomic.Bool
+}
+
+var (
+	_ van.Van                = (*Van)(nil)
+	_ van.Wrapper            = (*Van)(nil)
+	_ van.PeerWatcher        = (*Van)(nil)
+	_ van.Flusher            = (*Van)(nil)
+	_ van.Meter              = (*Van)(nil)
+	_ van.BufferRegistrar    = (*Van)(nil)
+	_ van.Invalidator        = (*Van)(nil)
+	_ van.Canceler           = (*Van)(nil)
+	_ van.DataAcceptor       = (*Van)(nil)
+	_ van.Admitter           = (*Van)(nil)
+	_ van.TrafficClassSetter = (*Van)(nil)
+	_ van.PathChooser        = (*Van)(nil)
+)
+
+// New wraps in, which must not have been bound.
+func New(in van.Van, o van.Options) *Van {
+	v := &Van{inner: in, engine: o.Engine}
+	n := &v.own
+	n.cfg, n.log, n.incarnation, n.places = o.Config, cmp.Or(o.Log, slog.New(slog.DiscardHandler)), o.Incarnation, landing.New(placeFrom)
+	n.id.Store(van.Empty)
+	n.guard.Keys, n.guard.Log = o.Keys, n.log
+	v.peers = newPeers(n)
+	v.peers.read = func(c *inConn) error { return v.source.add(c.fd, c) }
+	v.events.peers, v.events.gone = v.peers, n.places.Forget
+	v.source.n, v.source.left = n, v.peers.leave
+	v.dialer = dialer{n: n, peers: v.peers, events: &v.events, over: in.Type(), unwatch: v.source.remove,
+		watch: func(fd int, c *outConn) error { return v.source.add(fd, c) }}
+	v.acceptor.n, v.acceptor.peers = n, v.peers
+	if v.engine == nil {
+		v.engine = engine.New(o.Config.BusyPoll.Spin())
+	}
+	return v
+}
+
+// Unwrap implements van.Wrapper.
+func (v *Van) Unwrap() van.Van { return v.inner }
+
+// Type implements van.Van.
+func (v *Van) Type() string { return v.inner.Type() }
+
+// Bind implements van.Van. The scheduler carries no data and accepts none.
+func (v *Van) Bind(ctx context.Context, self van.Node) (int, error) {
+	port, err := v.inner.Bind(ctx, self)
+	if err != nil {
+		return port, err
+	}
+	v.own.id.Store(int32(self.ID))
+	if self.Role == van.Scheduler || v.own.incarnation == 0 {
+		return port, nil
+	}
+	if err := v.source.open(v.engine, v.peers.sender); err != nil {
+		v.own.log.Warn("no data goes over tcp", "err", err)
+		return port, nil
+	}
+	if v.port, err = v.acceptor.listen(self.Hostname, v.own.cfg.RootPort); err != nil {
+		v.own.log.Warn("no data goes over tcp", "err", err)
+		v.port = 0
+		return port, nil
+	}
+	v.acceptor.wg.Add(1)
+	go v.acceptor.run()
+	return port, nil
+}
+
+// DataPort is where the node accepts data, 0 if it does not.
+func (v *Van) DataPort() int { return v.port }
+
+// Start implements van.Van.
+func (v *Van) Start(recv van.Receiver) {
+	v.source.deliver = recv
+	v.inner.Start(func(m *van.Message) {
+		if !m.Request && !m.Push && !m.IsControl() {
+			v.own.places.Answered(m.Sender, &m.Meta)
+		}
+		recv(m)
+	})
+	if v.source.isOpen.Load() {
+		v.started = true
+		v.source.feed.Start()
+	}
+}
+
+// SetID implements van.Van.
+func (v *Van) SetID(id int) {
+	v.own.id.Store(int32(id))
+	v.inner.SetID(id)
+}
+
+// Connect implements van.Van. The connection for data is made when this node first sends data to the peer.
+func (v *Van) Connect(ctx context.Context, id int, record van.Node) error {
+	if err := v.inner.Connect(ctx, id, record); err != nil {
+		return err
+	}
+	if id <= van.AllNodes {
+		return nil // no data goes there
+	}
+	who, native := record.Extension()
+	n := &peer{incarnation: who.Incarnation, name: van.NodeName(id), settled: make(chan struct{})}
+	n.id.Store(int32(id))
+	if native && who.DataPort != 0 && v.port != 0 {
+		n.addr = net.JoinHostPort(record.Hostname, strconv.Itoa(int(who.DataPort)))
+	}
+	p := v.peers
+	p.mu.Lock()
+	was := p.of(id)
+	if was != nil && was.incarnation == n.incarnation && was.addr == n.addr {
+		p.mu.Unlock()
+		return nil // the same process: its connection stays
+	}
+	n.admitted = was == nil || was.incarnation == n.incarnation
+	p.change(func(all map[int]*peer) { all[id] = n })
+	if was != nil && was.incarnation != n.incarnation {
+		p.fenceLocked(id, was.incarnation)
+	}
+	p.admitLocked(id, n)
+	if !n.admitted {
+		time.AfterFunc(holdTime, func() { p.admit(n) })
+	}
+	p.mu.Unlock()
+	if was != nil {
+		if c := was.conn.Load(); c != nil {
+			c.close()
+		}
+		v.events.replaced(was, n)
+	}
+	return nil
+}
+
+// Admit implements van.Admitter.
+func (v *Van) Admit(id int) {
+	if a, ok := van.As[van.Admitter](v.inner); ok {
+		a.Admit(id)
+	}
+	if n := v.peers.of(id); n != nil {
+		v.peers.admit(n)
+	}
+}
+
+// drainTime is how long Disconnect lets sent messages leave.
+const drainTime = 500 * time.Millisecond
+
+// Disconnect implements van.Van. What was sent leaves while the caller goes on.
+func (v *Van) Disconnect(id int) {
+	p := v.peers
+	p.mu.Lock()
+	n := p.of(id)
+	p.change(func(all map[int]*peer) { delete(all, id) })
+	if n != nil && !p.closed {
+		if c := n.conn.Load(); c != nil {
+			before, left := p.draining[n.incarnation], make(chan struct{})
+			p.draining[n.incarnation] = left
+			p.wg.Go(func() {
+				ctx, cancel := context.WithTimeout(p.ctx, drainTime)
+				defer cancel()
+				c.linger(ctx)
+				c.close()
+				if before != nil {
+					<-before
+				}
+				close(left)
+				p.mu.Lock()
+				defer p.mu.Unlock()
+				if p.draining[n.incarnation] == left {
+					delete(p.draining, n.incarnation)
+				}
+			})
+		}
+	}
+	p.mu.Unlock()
+	v.inner.Disconnect(id)
+	v.own.places.Forget(id)
+}
+
+// Rename implements van.Van.
+func (v *Van) Rename(old, id int) error {
+	if err := v.inner.Rename(old, id); err != nil || old == id {
+		return err
+	}
+	p := v.peers
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	n := p.of(old)
+	if n == nil {
+		return nil
+	}
+	other := p.of(id)
+	p.change(func(all map[int]*peer) { delete(all, old); all[id] = n })
+	n.id.Store(int32(id))
+	n.name = van.NodeName(id)
+	if c := n.conn.Load(); c != nil {
+		c.id.Store(int32(id))
+	}
+	if other != nil {
+		if c := other.conn.Load(); c != nil {
+			c.close()
+		}
+	}
+	p.admitLocked(id, n)
+	return nil
+}
+
+// Send implements van.Van.
+func (v *Van) Send(msg *van.Message) error {
+	if msg.IsControl() {
+		return v.inner.Send(msg)
+	}
+	n := v.peers.of(msg.Receiver)
+	if n == nil || n.addr == "" {
+		return v.inner.Send(msg)
+	}
+	c := n.conn.Load()
+	if c == nil {
+		if n.over.Load() {
+			return v.inner.Send(msg)
+		}
+		if c = v.dialer.await(n); c == nil && n.over.Load() {
+			return v.inner.Send(msg)
+		}
+	}
+	switch {
+	case v.closing.Load():
+		return v.sendError(msg, van.ErrClosed)
+	case c == nil:
+		return v.sendError(msg, fmt.Errorf("%w: there is no connection for data", van.ErrPeerLost))
+	}
+	msg.Trace().PostSend = clock.Now()
+	if msg.Frames == 1 || msg.Frames < 0 || msg.Frames > van.MaxFrames {
+		return v.sendError(msg, fmt.Errorf("%w: %d data frames, want 0, 2 or 3", van.ErrInvalid, msg.Frames))
+	}
+	for i := range msg.Frames {
+		if f := msg.Frame(i); !f.OnHost() {
+			return v.sendError(msg, fmt.Errorf("%w: frame %d lies on %s, want host memory: %w", van.ErrInvalid, i, f.Device(), backend.ErrNotExportable))
+		}
+	}
+	expects := v.own.places.Expect(msg)
+	err := c.send(msg)
+	if err != nil && expects {
+		v.own.places.Drop(msg)
+	}
+	switch {
+	case err == nil:
+		v.own.stats.sentMessages.Add(1)
+		return nil
+	case !errors.Is(err, errGone):
+	case v.closing.Load():
+		err = van.ErrClosed
+	case !v.peers.current(n):
+		return v.Send(msg) // another process has the id by now
+	default:
+		err = fmt.Errorf("%w: %w", van.ErrPeerLost, c.why())
+	}
+	return v.sendError(msg, err)
+}
+
+func (v *Van) sendError(msg *van.Message, err error) error {
+	return &van.Error{Op: "send", Node: van.NodeName(int(v.own.id.Load())), Peer: van.NodeName(msg.Receiver) + " over tcp", Detail: msg.Meta.String(), Err: err}
+}
+
+// Flush implements van.Flusher.
+func (v *Van) Flush(id int) {
+	if n := v.peers.of(id); n != nil {
+		if c := n.conn.Load(); c != nil {
+			c.flushHeld()
+			return
+		}
+	}
+	if f, ok := van.As[van.Flusher](v.inner); ok {
+		f.Flush(id)
+	}
+}
+
+// RegisterRecvBuffer implements van.BufferRegistrar.
+func (v *Van) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error {
+	if r, ok := van.As[van.BufferRegistrar](v.inner); ok {
+		if err := r.RegisterRecvBuffer(sender, key, dst); err != nil {
+			return err
+		}
+	}
+	v.own.places.Register(sender, key, dst)
+	return nil
+}
+
+// Invalidate implements van.Invalidator.
+func (v *Van) Invalidate(mem backend.Mem) {
+	_ = v.own.places.Invalidate(context.Background(), mem) // no device copies here, so it cannot fail
+	if r, ok := van.As[van.Invalidator](v.inner); ok {
+		r.Invalidate(mem)
+	}
+}
+
+// Cancel implements van.Canceler.
+func (v *Van) Cancel(q van.Requests) {
+	for _, n := range *v.peers.all.Load() {
+		if c := n.conn.Load(); c != nil {
+			c.cancel(&q)
+		}
+	}
+	if r, ok := van.As[van.Canceler](v.inner); ok {
+		r.Cancel(q)
+	}
+}
+
+// PathTo implements van.PathChooser.
+func (v *Van) PathTo(id int) van.Path {
+	if n := v.peers.of(id); n != nil && n.addr != "" {
+		if n.conn.Load() != nil || v.dialer.await(n) != nil {
+			return van.Path{Over: "tcp"}
+		}
+	}
+	return van.PathTo(v.inner, id)
+}
+
+// SetTrafficClasses implements van.TrafficClassSetter.
+func (v *Van) SetTrafficClasses(classes map[int]int) {
+	v.own.classes.Store(&classes)
+	for id, n := range *v.peers.all.Load() {
+		if c := n.conn.Load(); c != nil {
+			c.setClass(classes[id]) // 0: the system's
+		}
+	}
+	if m, ok := van.As[van.TrafficClassSetter](v.inner); ok {
+		m.SetTrafficClasses(classes)
+	}
+}
+
+// TrafficClassApplied implements van.TrafficClassSetter.
+func (v *Van) TrafficClassApplied(id int) (now, ever bool) {
+	if n := v.peers.of(id); n != nil {
+		if c := n.conn.Load(); c != nil && !c.hasClass(v.own.classOf(id)) {
+			return false, true
+		}
+	}
+	if m, ok := van.As[van.TrafficClassSetter](v.inner); ok {
+		return m.TrafficClassApplied(id)
+	}
+	return false, false
+}
+
+// WatchPeers implements van.PeerWatcher.
+func (v *Van) WatchPeers(f func(id int, up bool, cause error)) {
+	v.events.watch = f
+	if w, ok := van.As[van.PeerWatcher](v.inner); ok {
+		w.WatchPeers(f)
+	}
+}
+
+// Stats implements van.Meter. It counts what goes over the van inside, too.
+func (v *Van) Stats() van.Stats {
+	s := van.Stats{}
+	if m, ok := van.As[van.Meter](v.inner); ok {
+		s = m.Stats()
+	}
+	s.SentMessages += v.own.stats.sentMessages.Load()
+	s.SentBytes += v.own.stats.sentBytes.Load()
+	s.ReceivedMessages += v.own.stats.receivedMessages.Load()
+	s.ReceivedBytes += v.own.stats.receivedBytes.Load()
+	s.Malformed += v.own.stats.malformed.Load()
+	s.RefusedSends += v.own.stats.refused.Load()
+	s.FencedMessages += v.own.stats.fenced.Load()
+	s.Unauthenticated += v.own.guard.Count()
+	if v.source.isOpen.Load() {
+		s.PausedReads += v.source.feed.Loop.Pauses()
+	}
+	return s
+}
+
+// stopTime is how long Close waits for the loop after the end of its context.
+const stopTime = 200 * time.Millisecond
+
+// Close implements van.Van.
+func (v *Van) Close(ctx context.Context) error {
+	v.engine.EndPoll(ctx)
+	p := v.peers
+	p.mu.Lock()
+	was := p.closed
+	p.closed = true
+	p.mu.Unlock()
+	if was || !v.source.isOpen.Load() {
+		return v.inner.Close(ctx)
+	}
+	v.closing.Store(true)
+	v.acceptor.close()
+	var all sync.WaitGroup
+	for _, n := range slices.Collect(maps.Values(*p.all.Load())) {
+		if c := n.conn.Load(); c != nil {
+			all.Go(func() {
+				c.linger(ctx)
+				if lost := c.close(); lost > 0 {
+					v.own.log.Warn("closed with messages that the peer has not taken", "peer", n.name, "messages", lost)
+				}
+			})
+		}
+	}
+	all.Wait()
+	p.cancel()
+	p.wg.Wait()
+	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
+	defer cancel()
+	if ctx.Err() == nil {
+		stop = ctx
+	}
+	var err error
+	if v.started {
+		if err = v.source.feed.Stop(stop); errors.Is(err, engine.ErrInDeliver) {
+			err = nil
+		}
+	}
+	if err == nil {
+		if v.source.feed.Free(stop, v.free) != nil {
+			v.own.log.Warn("a Poll still receives: its memory is kept")
+		}
+	} else {
+		err = &van.Error{Op: "close", Node: van.NodeName(int(v.own.id.Load())), Detail: "a receiver still runs", Err: err}
+	}
+	return errors.Join(err, v.inner.Close(ctx))
+}
+
+// free closes what is received from. The feed is held.
+func (v *Van) free() {
+	v.source.join()
+	p := v.peers
+	p.mu.Lock()
+	ins := p.ins
+	p.ins = nil
+	p.mu.Unlock()
+	for _, c := range ins {
+		if c.cur != nil {
+			v.own.release(c.cur)
+		}
+		if c.fd >= 0 {
+			_ = unix.Close(c.fd)
+		}
+	}
+	v.source.close()
+}
