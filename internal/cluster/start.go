@@ -344,7 +344,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	if a, ok := van.As[van.Advertiser](n.transport.van); ok {
 		identity.Local = a.Endpoint()
 	}
-	if a, ok := van.As[van.DataAcceptor](n.van); ok {
+	if a, ok := van.As[van.DataAcceptor](n.transport.van); ok {
 		identity.DataPort = uint16(a.DataPort())
 	}
 	n.self.Endpoint = identity.Encode()
