@@ -5,9 +5,9 @@ import (
 	"sync"
 )
 
-// accounts are those of all connections that there have been. libzmq may let go of a
-// message long after its connection was closed, so an account is used again once it is
-// even, and freed with the van.
+// accounts owns the accounts of all open and closed connections. libzmq may release a message
+// long after its connection was closed. An account is therefore reused only when its balance is
+// zero, and its memory is freed with the van.
 type accounts struct {
 	mu     sync.Mutex
 	all    []*account
@@ -34,7 +34,7 @@ func (a *accounts) close(x *account) {
 	a.closed = append(a.closed, x)
 }
 
-// free frees all; libzmq must have let go.
+// free frees all accounts. libzmq must have released all messages.
 func (a *accounts) free() {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -9,20 +9,20 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// A bundle is how data travels between two nodes of this library that say so in their
-// records (van.NodeExtension): the messages that leave together, as a worker's push and pull,
-// or a server's acknowledgement and its answer, are one of libzmq's. So each side wakes
-// the other once, and small values cost no frames. Metas and short frames are copied into
-// the first frame; longer ones lie in frames behind it, those of a request with a mark, see
-// recall.go.
+// A bundle is one libzmq message that carries several data messages sent together, for example a
+// worker's push and pull, or a server's acknowledgement and its answer. Two nodes of this library
+// use bundles if both announce them in their records (van.NodeExtension). Each side then wakes
+// the other once, and small values need no frames of their own. Metas and short frames are copied into
+// the first frame. Longer frames follow it as libzmq frames; in a request, a cancel byte follows
+// them, see recall.go.
 //
 //	0  u32      messages
 //	4  char[4]  "SAF\xff": in a meta, the length of the body, which cannot be negative
 //	8           one record for each message:
-//	   0  u32     bytes of the meta     8  u32[3]  bytes of each data frame; with bit 31 it
-//	   4  u32     data frames                      lies behind, else in the record
-//	  20  u32     1: a mark lies behind its frames
-//	  24          meta, data frames that are copied, each up to a multiple of 8 bytes
+//	   0  u32     bytes of the meta     8  u32[3]  bytes of each data frame; bit 31: it is a
+//	   4  u32     data frames                      libzmq frame, else it is in the record
+//	  20  u32     1: a cancel byte follows its libzmq frames
+//	  24          meta and copied data frames, each padded to a multiple of 8 bytes
 const (
 	bundleHead   = 8
 	bundleMagic  = "SAF\xff"
@@ -33,13 +33,13 @@ const (
 
 	maxBundle = 16 // messages
 
-	// bundleRoom is how long the first frame of several messages may be. One that is kept
-	// keeps all of it.
+	// bundleRoom is the maximum length of the first frame of a bundle of several messages. A message
+	// that the application keeps also keeps the whole frame in memory.
 	bundleRoom = 16 << 10
 )
 
-// bundleBelow is the length from which a value is lent to libzmq rather than copied into a
-// bundle. To lend takes longer than to copy so many bytes.
+// bundleBelow is the length below which a value is copied into a bundle. Longer values are lent
+// to libzmq. For shorter ones, a copy is faster than a loan.
 const bundleBelow = 4096
 
 // record is one message of a bundle.
@@ -47,15 +47,15 @@ type record struct {
 	meta   []byte
 	frames int
 	frame  [van.MaxFrames]struct {
-		data    []byte // if it was copied
-		outside bool
+		data    []byte // the copy in the record, unless outside is set
+		outside bool   // it is a libzmq frame after the bundle's first
 	}
-	values  int  // data frames that lie behind
-	mark    bool // so does a mark
-	outside int  // all frames that lie behind
+	values  int  // data frames that are libzmq frames
+	mark    bool // a cancel byte follows them
+	outside int  // values, plus 1 for the cancel byte
 }
 
-// isBundle tells whether f is a bundle. Its sender is a node of this library.
+// isBundle reports whether f is a bundle. The caller checks that the sender is a node of this library.
 func isBundle(f *frames) bool {
 	if f.len() < 2 {
 		return false
@@ -64,8 +64,8 @@ func isBundle(f *frames) bool {
 	return len(b) >= bundleHead && string(b[4:bundleHead]) == bundleMagic
 }
 
-// openBundle returns the records of a bundle, behind which lie frames of the given lengths,
-// and how many there are. It has checked all counts and lengths: read will not fail.
+// openBundle returns the records of bundle b and the number of its messages. behind has the lengths of the
+// libzmq frames after b. openBundle checks all counts and lengths, so read cannot fail afterwards.
 func openBundle(b []byte, behind []int) (records []byte, messages int, err error) {
 	n := binary.LittleEndian.Uint32(b)
 	if n < 1 || n > maxBundle {
@@ -89,7 +89,8 @@ func openBundle(b []byte, behind []int) (records []byte, messages int, err error
 	return records, int(n), nil
 }
 
-// read takes one record from b, whose frames may be the first of those that lie behind.
+// read parses the first record of b and returns the rest of b. behind has the lengths of the libzmq frames
+// that no earlier record uses.
 func (r *record) read(b []byte, behind []int) (rest []byte, err error) {
 	if len(b) < recordHead {
 		return nil, &van.FieldError{Field: "record of a bundle", Value: len(b), Want: fmt.Sprintf("at least %d bytes", recordHead)}
@@ -129,7 +130,7 @@ func (r *record) read(b []byte, behind []int) (rest []byte, err error) {
 	return b, nil
 }
 
-// cut takes n bytes from b, and those up to the next record or frame.
+// cut splits b after its first n bytes. The padding up to the next record or frame is skipped.
 func cut(b []byte, n uint32, what string) (part, rest []byte, err error) {
 	padded := (uint64(n) + 7) &^ 7
 	if padded > uint64(len(b)) {
@@ -138,19 +139,19 @@ func cut(b []byte, n uint32, what string) (part, rest []byte, err error) {
 	return b[:n:n], b[padded:], nil
 }
 
-// inbound is the bundle that a receiver takes messages from.
+// inbound is the bundle that a receiver is unpacking.
 type inbound struct {
-	msg    *van.Message // has the frames; nil: there is no bundle
-	name   peerName     // who sent it
-	now    uint64       // when it came
-	size   int          // bytes of its first frame, which each message keeps
-	rest   []byte       // records that are left
-	left   int          // their number
-	behind []int        // lengths of their frames that lie behind
-	room   [maxParts]int
+	msg    *van.Message  // has the frames; nil: there is no bundle
+	name   peerName      // the sender
+	now    uint64        // the time of arrival
+	size   int           // bytes of its first frame, which each message keeps
+	rest   []byte        // records that are left
+	left   int           // their number
+	behind []int         // lengths of their libzmq frames
+	room   [maxParts]int // the array of behind
 }
 
-// open takes msg, of several frames or one, which came from name at time now.
+// open starts to unpack msg, a bundle that arrived from name at time now.
 func (in *inbound) open(msg *van.Message, name peerName, now uint64) error {
 	f := (*frames)(msg.Native())
 	if f.excess() > 0 {
@@ -169,8 +170,8 @@ func (in *inbound) open(msg *van.Message, name peerName, now uint64) error {
 	return nil
 }
 
-// take makes the next record a message: next, which is empty, or, if it is the last one, the
-// message that has the frames of the bundle.
+// take decodes the next record into a message. The last record uses the message that has the frames of the
+// bundle; the other records use next, which must be empty.
 func (in *inbound) take(next *van.Message) (msg *van.Message, mark byte, size int, err error) {
 	var r record
 	if in.rest, err = r.read(in.rest, in.behind); err != nil {
@@ -213,7 +214,7 @@ func (in *inbound) take(next *van.Message) (msg *van.Message, mark byte, size in
 	return msg, mark, size, nil
 }
 
-// drop gives back what is left.
+// drop discards the records that are left and returns the message with the frames to p.
 func (in *inbound) drop(p *pool) {
 	if in.msg != nil {
 		p.Free(in.msg)

@@ -1,7 +1,7 @@
 package zmq
 
-// Traffic classes: the DSCP of the packets to a peer, set on the sockets that libzmq has opened.
-// libzmq would set it on later connections only, and one for all on the ROUTER's.
+// Traffic classes: the DSCP of the packets to a peer. This file sets it on the sockets that libzmq has opened.
+// libzmq itself would apply a class only to later connections, and one class to all connections of the ROUTER.
 
 // SetTrafficClasses implements van.TrafficClassSetter.
 func (v *zvan) SetTrafficClasses(classes map[int]int) {
@@ -23,8 +23,8 @@ func (v *zvan) SetTrafficClasses(classes map[int]int) {
 	}
 }
 
-// sockets are those over which messages leave for c: the DEALER's, and, for the answers of a
-// server, the ROUTER's.
+// sockets lists the TCP sockets that carry messages to c's peer: the DEALER's, and the ROUTER's for the
+// answers of a server.
 func (v *zvan) sockets(c *conn) (l []tcpSocket) {
 	if s := c.link.Load(); s != nil {
 		l = append(l, *s)
@@ -32,8 +32,8 @@ func (v *zvan) sockets(c *conn) (l []tcpSocket) {
 	return append(l, v.guard.of(c)...)
 }
 
-// TrafficClassApplied implements van.TrafficClassSetter. Unix sockets have no classes, and without the guard nobody knows
-// which of the ROUTER's connections is whose.
+// TrafficClassApplied implements van.TrafficClassSetter. Unix sockets have no classes. Without the guard, the van does not
+// know which peer a connection of the ROUTER belongs to.
 func (v *zvan) TrafficClassApplied(id int) (now, ever bool) {
 	c := (*v.peers.Load())[id]
 	if c == nil {

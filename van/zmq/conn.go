@@ -1,6 +1,6 @@
 package zmq
 
-// The connection to one peer, and whom it serves.
+// The connection to one peer, and the node id that it serves.
 
 import (
 	"math"
@@ -17,45 +17,46 @@ import (
 type conn struct {
 	who  atomic.Pointer[identity]
 	peer van.Node
-	to   string // libzmq's name of its address
+	to   string // its address in libzmq's form
 	sock *socket
 	mon  *monitor
 	rx   *receiver
 	acct *account
-	up   atomic.Bool // the connection stands
+	up   atomic.Bool // the connection is established
 	lost atomic.Bool // it broke and has not been restored
 
-	redials atomic.Int32 // how many attempts have ended with a failed handshake, one after the other
+	redials atomic.Int32 // how many attempts in a row have ended with a failed handshake
 
-	leaves atomic.Bool   // this node ends it
-	ended  chan struct{} // closed when it has
-	link   atomic.Pointer[tcpSocket]
-	at     atomic.Pointer[netip.Addr] // the address that the latest connection leads to
+	leaves atomic.Bool                // this node is closing it
+	ended  chan struct{}              // closed when it has ended
+	link   atomic.Pointer[tcpSocket]  // the DEALER's TCP socket
+	at     atomic.Pointer[netip.Addr] // the peer's address on the latest connection
 
 	incarnation uint32        // of the peer; 0: a node of the original
-	before      uint32        // of the process that it has replaced
-	admitted    atomic.Bool   // this node knows it as the peer
-	named       bool          // it knows which process this is
-	bundles     bool          // it takes bundles, see bundle.go
+	before      uint32        // the incarnation of the process that the peer has replaced
+	admitted    atomic.Bool   // this node knows the process as the peer
+	named       bool          // the peer knows this node's incarnation
+	bundles     bool          // the peer understands bundles, see bundle.go
 	arrives     atomic.Int64  // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
-	holding     sync.Mutex    // of changes of holdUntil, and with it of what the socket does
-	holdUntil   atomic.Uint64 // the peer has asked for no data until then; 0: it has not
+	holding     sync.Mutex    // guards changes of holdUntil and the matching state of the socket
+	holdUntil   atomic.Uint64 // the peer has asked this node to send no data until this time; 0: it has not
 }
 
-// identity is whom a connection serves.
+// identity is the node id that a connection serves, and the names used on it.
 type identity struct {
 	id     int
 	dest   string // the peer's routing id, for answers over the ROUTER
-	self   string // what this node calls itself towards the peer
-	viaOwn bool   // data answers to this peer leave over the own ROUTER
+	self   string // this node's routing id toward the peer
+	viaOwn bool   // data answers to this peer are sent over this node's ROUTER
 }
 
-// isOf tells whether c is the connection to the process that calls itself name.
+// isOf reports whether c is the connection to the process that name identifies.
 func (c *conn) isOf(name peerName) bool {
 	return c.incarnation == name.incarnation && c.admitted.Load()
 }
 
-// address is the address of c's peer. If the peer's record has a name, it is that of the latest connection, and not valid before there was one.
+// address returns the address of c's peer. If the peer's record has a host name, it returns the address of the latest
+// connection; it is invalid before the first connection.
 func (c *conn) address() netip.Addr {
 	if at := addrOfNode(&c.peer); at.IsValid() {
 		return at
@@ -69,7 +70,7 @@ func (c *conn) address() netip.Addr {
 // seen reports whether c's peer has a connection to this node's ROUTER.
 func (c *conn) seen() bool { return c.arrives.Load() != 0 }
 
-// succeed makes c the connection that takes old's place.
+// succeed makes c the replacement of old.
 func (c *conn) succeed(old *conn) {
 	c.redials.Store(old.redials.Load())
 	c.before = old.incarnation
@@ -84,14 +85,14 @@ func (c *conn) succeed(old *conn) {
 	c.admitted.Store(false)
 }
 
-// connected is told that the DEALER has a connection, of descriptor fd.
+// connected records that the DEALER has a new connection with descriptor fd.
 func (c *conn) connected(n *shared, fd int) {
 	s := tcpSocket{fd: fd}
 	var err error
 	if s.cookie, err = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil {
-		return // it has gone already
+		return // it is closed already
 	}
-	leads := false // the descriptor may be another connection's by now
+	leads := false // stays false if another connection has reused the descriptor
 	s.use(func(fd int) {
 		peer, err := unix.Getpeername(fd)
 		if err != nil {
@@ -113,7 +114,9 @@ func (c *conn) connected(n *shared, fd int) {
 		return
 	}
 	c.link.Store(&s)
-	for has := 0; ; { // behind the Store: SetTrafficClasses looks there behind its own; it may set another meanwhile
+	// The class is read after link is stored: SetTrafficClasses stores the classes first and then reads link, so one of
+	// the two sees the other's change. The loop ends when the class has not changed meanwhile.
+	for has := 0; ; {
 		class, _ := n.classOf(c)
 		if class == has {
 			return
@@ -123,7 +126,7 @@ func (c *conn) connected(n *shared, fd int) {
 	}
 }
 
-// hold makes data for c's peer wait until then.
+// hold queues data for c's peer until the given time.
 func (c *conn) hold(until uint64) {
 	c.holding.Lock()
 	defer c.holding.Unlock()
@@ -132,10 +135,10 @@ func (c *conn) hold(until uint64) {
 	}
 }
 
-// goOn lets data for c's peer leave again.
+// goOn resumes sending data to c's peer.
 func (c *conn) goOn() { c.goOnAt(math.MaxUint64) }
 
-// goOnAt lets it leave if it was to wait until now at most.
+// goOnAt resumes sending if the requested wait ends at now or earlier.
 func (c *conn) goOnAt(now uint64) {
 	c.holding.Lock()
 	defer c.holding.Unlock()

@@ -1,6 +1,6 @@
 package zmq
 
-// Connections to peers: making, naming and ending them.
+// Connections to peers: opening, naming and closing them.
 
 import (
 	"context"
@@ -17,8 +17,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// receiveFrom starts a receiver on s, the ROUTER or peer's DEALER. Its loop looks before it
-// sleeps if spins is set, and Polls receive from it if polls is. v.mu is held.
+// receiveFrom starts a receiver on s, the ROUTER or peer's DEALER. With spins, its loop spins before it
+// sleeps. With polls, Poll receives from it. The caller holds v.mu.
 func (v *zvan) receiveFrom(s *socket, peer *conn, spins, polls bool) *receiver {
 	r := newReceiver(&v.intake, s, peer, spins, polls)
 	v.loops = append(v.loops, r)
@@ -36,14 +36,14 @@ func (v *zvan) listen(c *conn) {
 	c.mon.start(&v.shared, c)
 }
 
-// Connect opens a DEALER to the peer, in place of one that serves the same id.
+// Connect opens a DEALER to the peer. It replaces a connection that serves the same id.
 func (v *zvan) Connect(ctx context.Context, id int, peer van.Node) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.connect(ctx, id, peer)
 }
 
-// connect is Connect where v.mu is held.
+// connect is Connect. The caller holds v.mu.
 func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 	if v.closed.Load() {
 		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id), Err: van.ErrClosed}
@@ -57,7 +57,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 	c := &conn{peer: peer.Clone(), to: "tcp://" + net.JoinHostPort(hostaddr.Canonical(peer.Hostname), strconv.Itoa(peer.Port)), ended: make(chan struct{})}
 	if v.cfg.Local {
 		path := localPath(peer.Port)
-		if err := checkLocal(path); err != nil && !errors.Is(err, fs.ErrNotExist) { // it may come later
+		if err := checkLocal(path); err != nil && !errors.Is(err, fs.ErrNotExist) { // the peer may create it later
 			return fail(err)
 		}
 		c.to = "ipc://" + path
@@ -69,7 +69,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 		c.succeed(old)
 		v.drop(old, 0)
 		defer func() {
-			if (*v.peers.Load())[id] == old { // it has ended, and must not end again
+			if (*v.peers.Load())[id] == old { // it is closed, and must not be closed again
 				v.replace(func(m map[int]*conn) { delete(m, id) })
 			}
 		}()
@@ -113,7 +113,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 		return fail(errors.Join(addressError(err), z.Close()))
 	}
 	s, err := newSocket(z, false)
-	if err != nil { // which has closed z
+	if err != nil { // newSocket has closed z
 		mon.end()
 		return fail(err)
 	}
@@ -132,16 +132,20 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 	return nil
 }
 
-// supersedeTime is how long Connect waits for the end of another connection to the same address: a
-// handler may be running, perhaps the one that calls.
+// supersedeTime is how long Connect waits for another connection to the same address to close. The wait is
+// limited because a handler may be running, perhaps the one that called Connect.
 const supersedeTime = 200 * time.Millisecond
 
-// supersede ends the connections to the address of c, which is about to be connected, that have broken, and
-// waits until libzmq has let go of them and of those that end already. Two processes cannot have one
-// address, so the one that was there has ended, and libzmq tries to connect to it now and then: if it
-// came to the new process behind c, under the same name, that one would take it for c's next connection
-// and read c no more. What stands is left alone, and what was ended is made again when c goes: that a
-// node says it has another one's address proves nothing. v.mu is held.
+// closeBrokenConnections closes broken connections to c's address before c is dialed, and waits up to
+// supersedeTime for libzmq to release them and the connections that are closing already.
+// Why: a peer restarts at the same address.
+//  1. The old socket to that address is broken; libzmq keeps redialing it in the background.
+//  2. This node dials the new process with socket c.
+//  3. The old socket reconnects after c, with the same routing id.
+//  4. The peer's ROUTER hands the routing id over to the newest connection and never reads c again.
+//
+// Healthy connections stay, and a closed connection is restored when c ends: a node record that claims another
+// node's address proves nothing. The caller holds v.mu.
 func (v *zvan) supersede(ctx context.Context, c *conn) {
 	ctx, cancel := context.WithTimeout(ctx, supersedeTime)
 	defer cancel()
@@ -162,7 +166,7 @@ func (v *zvan) supersede(ctx context.Context, c *conn) {
 	}
 }
 
-// restore connects again to those whose connections have given way to c, when that has ended.
+// restore waits until c has ended. It then reconnects the peers whose connections were closed in favor of c.
 func (v *zvan) restore(c *conn) {
 	<-c.ended
 	v.mu.Lock()
@@ -186,7 +190,7 @@ func (v *zvan) followRefusals() {
 	})
 }
 
-// The pause before a connection is made again whose handshake has failed; it doubles with each failure.
+// The pause before a connection is retried after a failed handshake. It doubles with each failure.
 const (
 	minRedial = 100 * time.Millisecond
 	maxRedial = 2 * time.Second
@@ -210,9 +214,9 @@ func (v *zvan) redial(c *conn) {
 	})
 }
 
-// Alive implements van.LivenessProber. libzmq ends the connection to a peer whose threads do not
-// answer its heartbeats. That the peer's own connection to this node stands says that it is
-// still that process, not another one at its address.
+// Alive implements van.LivenessProber. libzmq closes the connection to a peer whose threads do not
+// answer its heartbeats. The peer's own connection to this node shows that it is still that process,
+// not another one at its address.
 func (v *zvan) Alive(id int) bool {
 	c := (*v.peers.Load())[id]
 	if c == nil || c.incarnation == 0 || !c.up.Load() || v.guard != nil && !c.seen() {
@@ -244,7 +248,7 @@ func (v *zvan) Rename(old, new int) error {
 	return nil
 }
 
-// leaveTime is how long Disconnect lets sent messages leave.
+// leaveTime is how long a closed connection may still deliver messages that were sent before Disconnect.
 const leaveTime = 500 * time.Millisecond
 
 func (v *zvan) Disconnect(id int) {
@@ -259,13 +263,13 @@ func (v *zvan) Disconnect(id int) {
 	v.wg.Go(func() { v.restore(c) })
 }
 
-// handlerTime is how long the end of a connection waits for a handler that still
-// runs. One that runs longer does no harm: it does not use the socket.
+// handlerTime is how long closing a connection waits for a running handler. A handler that runs
+// longer does no harm: it does not use the socket.
 const handlerTime = 2 * time.Second
 
-// drop ends a connection that is no longer in the table (or about to be
-// replaced). The receiver may be delivering a message, perhaps the one whose
-// handler called: its end is awaited elsewhere. One that ends already is left alone. v.mu is held.
+// drop closes a connection that is no longer in the table or about to be replaced. It does nothing
+// if the connection is closing already. The receiver may be delivering a message, perhaps to the handler
+// that called drop, so another goroutine waits for it. The caller holds v.mu.
 func (v *zvan) drop(c *conn, linger time.Duration) {
 	if c.leaves.Swap(true) {
 		return
@@ -277,7 +281,7 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 		if c.rx != nil {
 			ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
 			defer cancel()
-			_ = c.rx.stop(ctx) // one that runs longer does no harm, see handlerTime
+			_ = c.rx.stop(ctx) // an error means that a handler still runs, see handlerTime
 		}
 	}
 	end := func() {
@@ -287,7 +291,7 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 		delete(v.leaving, c)
 		v.mu.Unlock()
 	}
-	if linger == 0 || c.lost.Load() { // a handler that runs must not keep libzmq connecting to the address
+	if linger == 0 || c.lost.Load() { // libzmq must stop dialing the address even while a handler runs
 		v.wg.Go(stop)
 		v.wg.Go(end)
 		return
@@ -301,10 +305,10 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 // end closes c's socket.
 func (v *zvan) end(c *conn, linger time.Duration) error {
 	if c.lost.Load() {
-		linger = 0 // nobody to wait for
+		linger = 0 // no peer would receive the messages
 	}
 	leaves := c.incarnation != 0 && linger > 0
-	sees := c.mon.started && (leaves || linger == 0) // when libzmq has freed the socket
+	sees := c.mon.started && (leaves || linger == 0) // the monitor reports when libzmq has freed the socket
 	if !sees {
 		c.mon.close()
 	}
@@ -321,7 +325,7 @@ func (v *zvan) end(c *conn, linger time.Duration) error {
 	return err
 }
 
-// admit makes c the peer, and has what came of it before delivered.
+// admit makes c the peer, and delivers the pending messages of its process.
 func (v *zvan) admit(c *conn) {
 	if v.early.admit(c) && v.router != nil {
 		v.router.wake()

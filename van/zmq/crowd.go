@@ -1,7 +1,7 @@
 package zmq
 
-// How many connections strangers may have, and for how long. A connection costs a descriptor, and memory of libzmq, also
-// when nothing arrives on it.
+// Limits on the number and age of unauthenticated connections. Even an idle connection costs a descriptor and memory
+// of libzmq.
 
 import (
 	"fmt"
@@ -16,21 +16,21 @@ import (
 
 const (
 	silentTime   = 10 * time.Second       // how long a connection may carry no message
-	crowdLook    = time.Second            // between two looks for silent connections
-	crowdBase    = 4096                   // connections of a kind that are not members': thousands of handshakes a second may be under way; besides crowdNode for each node
-	crowdNode    = 4                      // of the cluster: they are made before the table of nodes arrives
-	crowdShare   = 8                      // of the descriptors that the process may have, one in crowdShare is for those of a kind
-	failingPause = 100 * time.Millisecond // between two times that connections are ended since there is no descriptor left
+	crowdLook    = time.Second            // between two checks for silent connections
+	crowdBase    = 4096                   // unauthenticated connections of a kind: thousands of handshakes a second may be under way
+	crowdNode    = 4                      // further ones for each node of the cluster: they are made before the table of nodes arrives
+	crowdShare   = 8                      // each kind may use at most one in crowdShare of the process's descriptors
+	failingPause = 100 * time.Millisecond // the shortest time between two rounds of closing connections because no descriptor is left
 )
 
-// crowd bounds the connections that are not members', those of each kind by themselves: silent ones cost a process no place that has proved
-// itself by a message, and those that send messages cost no place of a process that is still in the handshake.
+// crowd limits unauthenticated connections. Silent connections and connections that have sent a message have separate limits:
+// neither kind can use up the other's.
 type crowd struct {
 	silent  strangers
-	heard   strangers     // those that a message has arrived from
-	most    int           // connections of a kind
-	limit   time.Duration // silentTime, other than in tests
-	failing time.Time     // when a connection could not be accepted last
+	heard   strangers     // a message has arrived from them
+	most    int           // the limit of connections of a kind
+	limit   time.Duration // silentTime, except in tests
+	failing time.Time     // the last time that a connection could not be accepted
 	stop    chan struct{}
 }
 
@@ -43,8 +43,8 @@ func newCrowd(n *shared) crowd {
 	return c
 }
 
-// place counts in as what it is now, a silent connection or one that sends messages. If there are too many of that kind then, one is
-// ended. g.mu is held.
+// place counts in by its present kind: silent, or has sent a message. If that kind then exceeds its limit, place closes
+// one connection. The caller holds g.mu.
 func (g *guard) place(in *incoming) {
 	of := &g.crowd.silent
 	if in.taken > 0 {
@@ -60,8 +60,8 @@ func (g *guard) place(in *incoming) {
 	}
 }
 
-// originals counts by host the members of C++ StepMesh that no message has arrived from: such a member opens a connection on which it
-// may never send.
+// originals counts, by host, the C++ StepMesh members that have not sent a message yet: such a member opens a connection on
+// which it may never send.
 func (g *guard) originals() map[netip.Addr]int {
 	l := map[netip.Addr]int{}
 	for _, c := range *g.n.peers.Load() {
@@ -72,14 +72,14 @@ func (g *guard) originals() map[netip.Addr]int {
 	return l
 }
 
-// addrOfNode is the address of a node's record; it is not valid if the record has a name.
+// addrOfNode returns the address in a node's record. It is invalid if the record has a host name.
 func addrOfNode(n *van.Node) netip.Addr {
 	a, _ := netip.ParseAddr(n.Hostname)
 	return a.Unmap()
 }
 
-// turnOutBut ends connections of s until there are as many as most. Silent ones of hosts that have C++ StepMesh members
-// may be more. g.mu is held.
+// turnOutBut closes connections of s until at most most are left. Silent connections of hosts with C++ StepMesh members
+// may exceed that number. The caller holds g.mu.
 func (g *guard) turnOutBut(most int, s *strangers, why string) {
 	var spare map[netip.Addr]int
 	if s == &g.crowd.silent {
@@ -94,7 +94,7 @@ func (g *guard) turnOutBut(most int, s *strangers, why string) {
 	}
 }
 
-// turnOut ends a connection of a stranger. g.mu is held.
+// turnOut closes an unauthenticated connection and logs why. The caller holds g.mu.
 func (g *guard) turnOut(in *incoming, why string) {
 	from := g.shut(in)
 	if n, speak := g.lines.Next(); speak {
@@ -103,8 +103,8 @@ func (g *guard) turnOut(in *incoming, why string) {
 	}
 }
 
-// notAccepted is told that a connection could not be accepted: no descriptor is left. libzmq tries again without a pause, so half of the
-// strangers' connections make room.
+// notAccepted reacts to a connection that could not be accepted because no descriptor is left. libzmq retries without a pause,
+// so notAccepted closes half of the unauthenticated connections.
 func (g *guard) notAccepted() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -123,7 +123,7 @@ func (g *guard) notAccepted() {
 	}
 }
 
-// watchCrowd ends connections that carry no message for too long, until the guard is closed.
+// watchCrowd closes connections that have been silent for too long. It returns when the guard is closed.
 func (g *guard) watchCrowd() {
 	tick := time.NewTicker(min(crowdLook, g.crowd.limit))
 	defer tick.Stop()
@@ -137,11 +137,12 @@ func (g *guard) watchCrowd() {
 	}
 }
 
-// lookAround ends connections that carry no message for too long, and forgets those whose descriptors libzmq has closed. In a cluster with nodes
-// of C++ StepMesh silent connections are ended only if there are many: one may be a member's that has another address than its record.
+// lookAround closes connections that have been silent for too long, and forgets connections whose descriptors libzmq has closed. In a
+// cluster with C++ StepMesh nodes, silent connections are closed only if there are many: a member may connect from another address
+// than that of its record.
 func (g *guard) lookAround(now time.Time) {
 	for _, in := range g.due(now) {
-		g.mu.Lock() // for each: messages arrive meanwhile
+		g.mu.Lock() // separately for each connection, so that messages can be counted in between
 		switch {
 		case in.line == &g.crowd.silent:
 			g.turnOut(in, fmt.Sprintf("it sent no message within %s", g.crowd.limit))
@@ -157,7 +158,7 @@ func (g *guard) lookAround(now time.Time) {
 	g.mu.Unlock()
 }
 
-// due lists the connections that have ended, or that carry no message for too long.
+// due lists the connections that have ended or have been silent for too long.
 func (g *guard) due(now time.Time) (l []*incoming) {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -12,22 +12,22 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// early keeps messages of processes that are to take the place of another one, of which
-// the scheduler has told them before it told this node.
+// early queues messages of replacement processes that this node does not know yet: the scheduler
+// admits a replacement process before it informs this node.
 type early struct {
 	n    *shared
 	flow *flow
 
 	mu     sync.Mutex
 	kept   []earlyMessage
-	ready  []*van.Message // of those that this node knows by now
-	count  atomic.Int32   // of ready
+	ready  []*van.Message // their processes are known by now
+	count  atomic.Int32   // the length of ready
 	timer  *time.Timer
 	closed bool
-	most   time.Duration // that a message is kept
+	most   time.Duration // the limit for a message in kept
 	lines  logx.Sparse
 
-	admitTime time.Duration // admitTime, other than in tests
+	admitTime time.Duration // the constant, except in tests
 }
 
 type earlyMessage struct {
@@ -36,15 +36,15 @@ type earlyMessage struct {
 	at   uint64
 }
 
-// keepTime is how long messages wait for the scheduler's news of their process: as long as
-// postoffice holds those that a transport has handed up.
+// keepTime is how long messages wait for the scheduler to announce their process. Postoffice uses the same
+// limit for messages that a transport has handed up.
 const keepTime = 10 * time.Second
 
-// admitTime is how long those of a process that is connected wait for Admit.
+// admitTime is how long messages of a process that is connected wait for Admit.
 const admitTime = time.Second
 
-// keep takes a message of a process that this node does not know as the peer yet. It
-// reports false if it does know it by now.
+// keep queues a message of a process that this node does not know as the peer yet. It
+// reports false if the node knows the process by now.
 func (e *early) keep(msg *van.Message, name peerName) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -68,7 +68,7 @@ func (e *early) keep(msg *van.Message, name peerName) bool {
 	return true
 }
 
-// admit makes c the peer, and its messages ready. It tells whether there are any.
+// admit makes c the peer, and its messages ready. It reports whether any message is ready.
 func (e *early) admit(c *conn) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -80,12 +80,12 @@ func (e *early) admit(c *conn) bool {
 		e.ready = append(e.ready, k.msg)
 		return true
 	})
-	e.count.Store(int32(len(e.ready))) // before admitted is: what comes now goes behind
+	e.count.Store(int32(len(e.ready))) // before admitted is set, so that later messages queue after these
 	c.admitted.Store(true)
 	return len(e.ready) > 0
 }
 
-// next returns a message that is ready, or nil.
+// next removes and returns the first ready message, or nil.
 func (e *early) next() *van.Message {
 	if e.count.Load() == 0 {
 		return nil

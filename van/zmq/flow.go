@@ -14,14 +14,15 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
-// flow keeps the bytes that were received and wait within the budgets.
+// flow keeps the bytes of received, undelivered messages within the budgets.
 //
-// A worker has a socket for each server, which it does not read while the
-// server's messages wait. But a server reads all its workers from one ROUTER, of which
-// libzmq hands up one worker's messages after the other's. So a server asks a worker of
-// this library whose messages wait for the application to hold back its data; its control
-// messages, and other workers' messages, come on. Workers of the original are not asked:
-// they are bounded by the budget for all, at which the ROUTER is not read.
+//   - A worker has one socket for each server. It stops reading that socket while too many of the
+//     server's messages wait.
+//   - A server reads all workers from one ROUTER, in the order of libzmq's queue. If too many messages of a
+//     worker wait for the application, the server asks that worker to send no data. The
+//     worker's control messages and other workers' messages continue to arrive.
+//   - Workers of the original do not understand that request. The budget for all limits them: when it is
+//     used up, the ROUTER is not read.
 type flow struct {
 	n         *shared
 	out       *outgoing // for notices
@@ -34,24 +35,24 @@ type flow struct {
 	router  *engine.Budget
 
 	drained atomic.Bool  // the ROUTER had no message when it was last read
-	waiting atomic.Int64 // bytes of members that are received and not delivered
-	strange atomic.Int64 // the same of strangers
+	waiting atomic.Int64 // bytes received from members and not delivered
+	strange atomic.Int64 // bytes received from unknown peers and not delivered
 
 	holds, drops logx.Sparse
 
-	holdFor, askEvery time.Duration // the constants, other than in tests
+	holdFor, askEvery time.Duration // the constants, except in tests
 
 	mu     sync.Mutex
-	asked  []*sender // who is asked to wait
+	asked  []*sender // the peers that are asked to wait
 	ticker *time.Timer
 	ended  bool
 }
 
-// holdShare is the part of a peer's budget at which it is asked to wait. The rest is for
-// what is on its way.
+// holdShare: a peer is asked to wait when it has used 1/holdShare of its budget. The rest is for
+// messages that are in flight.
 const holdShare = 4
 
-// crowdedHold is used in its place when half of the budget for all is used up.
+// crowdedHold is the number of bytes at which a peer is asked to wait when half of the budget for all is used up.
 const crowdedHold = 1 << 20
 
 type lane = engine.PeerQueue[*van.Message]
@@ -73,13 +74,13 @@ func (l *lanes) of(id int) *sender {
 	return p.(*sender)
 }
 
-// sender is who sends to this node.
+// sender is the state of one peer that sends to this node.
 type sender struct {
 	id      int
 	lane    lane
 	control lane         // of control messages, which do not wait for the handler of data
 	waiting atomic.Int64 // bytes received and not delivered
-	asked   atomic.Bool  // to wait
+	asked   atomic.Bool  // this node has asked the peer to wait
 	blame   engine.SlowDetector
 }
 
@@ -116,8 +117,8 @@ func (f *flow) paused(how string, s *sender, l *lane, waits func() bool, bytes i
 	})
 }
 
-// limits returns how many bytes of one peer may wait before it is asked to wait, and at
-// how many it is let go on.
+// limits returns the number of undelivered bytes above which a peer is asked to wait, and the number at
+// which it may continue.
 func (f *flow) limits() (ask, letGo int64) {
 	ask = f.holdAt
 	if f.recvAll > 0 && f.waiting.Load() > f.recvAll/2 {
@@ -126,14 +127,14 @@ func (f *flow) limits() (ask, letGo int64) {
 	return ask, ask / 2
 }
 
-// Whose a message is, for what it counts.
+// The account that a message counts for.
 const (
 	ofStranger = iota
 	ofServer   // received by a worker, over its own connection
 	ofMember   // received over the ROUTER
 )
 
-// arrived counts a message that was received. It reports false when a stranger's is to be
+// arrived counts a received message. It reports false if the message is of an unknown peer and must be
 // dropped.
 func (f *flow) arrived(msg *van.Message) bool {
 	n, kind := weight(msg)
@@ -161,7 +162,7 @@ func (f *flow) arrived(msg *van.Message) bool {
 	return true
 }
 
-// left counts a message that was delivered, or never will be.
+// left takes a message that was delivered or dropped out of the count.
 func (f *flow) left(msg *van.Message) {
 	switch n, kind := weight(msg); kind {
 	case ofStranger:
@@ -177,17 +178,17 @@ func (f *flow) left(msg *van.Message) {
 	}
 }
 
-// A peer that is asked to wait does so for holdFor, so that it does not wait for ever for
-// a node that has gone; it is asked again every askEvery.
+// A peer that is asked to wait does so for holdFor: it must not wait forever for a node that has
+// ended. The request is repeated every askEvery.
 const (
 	holdFor  = 2 * time.Second
 	askEvery = 500 * time.Millisecond
 )
 
-// The notices between nodes of this library that make data wait and go on, in the body
-// of a HEARTBEAT. Vans do not hand them up.
+// Notices that pause and resume data between nodes of this library. They travel in the body of a HEARTBEAT.
+// Vans do not hand them up.
 var (
-	noticeHold = []byte("stepaf/1 hold ") // and for how many milliseconds
+	noticeHold = []byte("stepaf/1 hold ") // followed by the duration in milliseconds
 	noticeGo   = []byte("stepaf/1 go")
 )
 
@@ -212,7 +213,7 @@ func (f *flow) ask(s *sender) {
 	}
 }
 
-// askAgain asks those who are to wait still, and lets go the others.
+// askAgain repeats the request to the peers that must still wait.
 func (f *flow) askAgain() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -224,7 +225,7 @@ func (f *flow) askAgain() {
 	}
 }
 
-// letGo lets s go on.
+// letGo tells s to continue if few enough of its bytes wait.
 func (f *flow) letGo(s *sender) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -236,7 +237,7 @@ func (f *flow) letGo(s *sender) {
 	f.tell(s, 0)
 }
 
-// tell sends a notice. It reports false when the node does not understand it.
+// tell sends s a notice: hold 0 means to continue. It reports false if the node does not understand notices.
 func (f *flow) tell(s *sender, hold time.Duration) bool {
 	c := (*f.n.peers.Load())[s.id]
 	if c == nil || c.incarnation == 0 {

@@ -17,15 +17,15 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// guard bounds what strangers can make the node's ROUTER hold. libzmq puts a multipart
-// message together inside, however many parts come, and shows it when it is whole. So
-// the guard compares, for each connection that libzmq has accepted, what the kernel has
-// received with what was handed up as messages. When all connections that are not known
-// to be a member's hold more than the budget, it ends the one that holds most. Members'
-// connections are not looked at.
+// guard limits the memory that unauthenticated connections can use in the node's ROUTER. libzmq
+// assembles a multipart message internally, whatever the number of its parts, and shows it when it is
+// complete. For each accepted connection, the guard therefore compares the bytes that the kernel has
+// received with the bytes that were handed up as messages. When all unauthenticated connections
+// together hold more than the budget, the guard closes the connection that holds most. It does not check
+// members' connections.
 //
-// The descriptors are libzmq's, and may have been closed and used again at any time: what
-// was learned of one counts only if the socket's cookie is the same.
+// The descriptors belong to libzmq, which may close and reuse one at any time. Facts about a descriptor
+// count only while the socket's cookie is the same.
 type guard struct {
 	n       *shared
 	mon     *monitor
@@ -41,20 +41,21 @@ type guard struct {
 
 	mu    sync.Mutex
 	conns map[int]*incoming // by descriptor
-	held  int64             // of strangers
+	held  int64             // bytes that unauthenticated connections hold
 
 	listens int  // the listening socket
 	ending  int  // connections that the guard has ended, and libzmq has not
 	paused  bool // nothing can connect
 }
 
-// greeting is about how many bytes a connection carries at most before the first message, with CURVE.
+// greeting is the approximate maximum number of bytes before the first message of a connection, with CURVE.
 const greeting = 1024
 
-// lookPause is between two looks at what strangers have sent: what a connection sends meanwhile costs one look.
+// lookPause is the pause between two checks of unauthenticated connections. All bytes that a connection receives meanwhile
+// cost one check.
 const lookPause = time.Millisecond
 
-// newGuard makes the guard of the ROUTER z, none if strangers have no budget.
+// newGuard returns the guard of the ROUTER z. It returns nil if unauthenticated connections have no limit.
 func newGuard(n *shared, flow *flow, ctx *zmq4.Context, z *zmq4.Socket, serial, port int) (*guard, error) {
 	budget := flow.strangers
 	if budget <= 0 {
@@ -98,7 +99,7 @@ func (g *guard) close() {
 	g.wg.Wait()
 }
 
-// follow learns from libzmq which connections there are.
+// follow tracks the accepted connections through libzmq's events.
 func (g *guard) follow() {
 	var failed []error // handshakes whose connections have not ended yet; libzmq does not say which these are
 	g.mon.follow(func(event zmq4.Event, value int) {
@@ -123,12 +124,12 @@ func (g *guard) follow() {
 func (g *guard) accepted(fd int) {
 	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
 	if err != nil {
-		return // it has gone already
+		return // it is closed already
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	in := g.conns[fd]
-	if in != nil && in.cookie != cookie { // heard of late, see heard
+	if in != nil && in.cookie != cookie { // the end of the former connection was not reported yet
 		g.forget(in)
 	}
 	in = g.at(fd, cookie)
@@ -145,14 +146,14 @@ func (g *guard) accepted(fd int) {
 	}
 }
 
-// epoll is the descriptor of g.poll.
+// epoll returns the descriptor of g.poll.
 func (g *guard) epoll() int {
 	ep := -1
 	_ = g.raw.Control(func(fd uintptr) { ep = int(fd) })
 	return ep
 }
 
-// at returns the connection of fd, whose socket has the cookie. The caller holds g.mu.
+// at returns the connection with descriptor fd and the given cookie. The caller holds g.mu.
 func (g *guard) at(fd int, cookie uint64) *incoming {
 	in := g.conns[fd]
 	if in == nil {
@@ -184,9 +185,9 @@ func (g *guard) gone(fd int) (host string, silent bool) {
 	return host, silent
 }
 
-// heard is told of a message of size bytes from connection fd, which says that it is
-// name's. A message may have waited for longer than its connection stood: that counts for no
-// other one.
+// heard counts a message of size bytes that arrived on connection fd with the routing id of name. The
+// connection may have ended while the message was queued. The message then does not count for the
+// connection that has fd now.
 func (g *guard) heard(fd int, size int64, name peerName) {
 	if g == nil || fd < 0 {
 		return
@@ -194,13 +195,13 @@ func (g *guard) heard(fd int, size int64, name peerName) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	in := g.conns[fd]
-	// A connection has one name. One that has ended may have left its descriptor to the
-	// next one, of the same name, too, before the event of that was read.
+	// A connection has one name. The descriptor of a connection that has ended may belong to the next
+	// connection already, even one with the same name, before the event of that is read.
 	if in != nil && (in.gone || in.taken > 0 && in.name != name) {
 		cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
 		switch {
 		case err != nil, cookie == in.cookie && in.taken > 0 && in.name != name:
-			return // the message is of one that had the descriptor before
+			return // the message arrived on a former connection with this descriptor
 		case cookie != in.cookie:
 			g.forget(in)
 			in = nil
@@ -209,14 +210,14 @@ func (g *guard) heard(fd int, size int64, name peerName) {
 	if in == nil {
 		cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
 		if err != nil || !g.accepts(fd) {
-			return // it has gone
+			return // the connection has ended
 		}
 		in = g.at(fd, cookie)
 		g.place(in)
 	}
 	if in.member == nil {
 		if info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO); err == nil && int64(info.Bytes_received) < in.taken+size {
-			return // nor has it carried so much
+			return // the present connection has not received that many bytes: the message arrived on a former one
 		}
 	}
 	in.name = name
@@ -224,8 +225,8 @@ func (g *guard) heard(fd int, size int64, name peerName) {
 	less := min(in.held, size)
 	in.held -= less
 	g.held -= less
-	// The table is read with g.mu held: a process that becomes a member now is seen here, or
-	// known sees the name.
+	// The table is read with g.mu held. If a process becomes a member at this moment, either this code sees
+	// the member, or known sees the name.
 	if c := (*g.n.peers.Load())[name.id]; c != nil && c.isOf(name) {
 		g.joins(in, c)
 		return
@@ -233,8 +234,7 @@ func (g *guard) heard(fd int, size int64, name peerName) {
 	g.place(in)
 }
 
-// accepts tells whether fd is a connection to the port of the node's ROUTER: one that it
-// has accepted.
+// accepts reports whether fd is a connection that the node's ROUTER has accepted.
 func (g *guard) accepts(fd int) bool {
 	if accepting, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ACCEPTCONN); err != nil || accepting != 0 {
 		return false
@@ -261,7 +261,7 @@ func (g *guard) known(c *conn) {
 	}
 }
 
-// joins makes in the connection of a member. g.mu is held.
+// joins makes in the connection of the member c. The caller holds g.mu.
 func (g *guard) joins(in *incoming, c *conn) {
 	g.held -= in.held
 	in.member, in.held = c, 0
@@ -274,15 +274,15 @@ func (g *guard) joins(in *incoming, c *conn) {
 	}
 	_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_DEL, in.fd, nil)
 	if _, limit := g.n.heartbeats(); limit > 0 && c.incarnation != 0 {
-		// An answer that nobody acknowledges ends the connection, as a request does on
-		// the other side.
+		// If an answer is not acknowledged in time, the system closes the connection. The peer's side
+		// has the same limit for requests.
 		tcpSocket{in.fd, in.cookie}.use(func(fd int) {
 			_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(limit.Milliseconds()))
 		})
 	}
 }
 
-// look waits until strangers send something.
+// look checks each unauthenticated connection that has received bytes. It returns when the guard is closed.
 func (g *guard) look() {
 	events := make([]unix.EpollEvent, 64)
 	n := 0
@@ -299,7 +299,7 @@ func (g *guard) look() {
 	}
 }
 
-// check counts what connection fd holds, and ends connections when it is too much.
+// check updates the bytes that connection fd holds. If all connections together exceed the budget, it closes some.
 func (g *guard) check(fd int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -315,7 +315,7 @@ func (g *guard) check(fd int) {
 	if err != nil {
 		return
 	}
-	// What libzmq has not read yet counts, too: nobody says when it does.
+	// Bytes that libzmq has not read yet count, too, since libzmq does not report what it has read.
 	held := max(int64(info.Bytes_received)-in.taken-greeting, 0)
 	g.held += held - in.held
 	in.held = held
@@ -324,8 +324,7 @@ func (g *guard) check(fd int) {
 	}
 }
 
-// relieve ends connections until the strangers hold no more than the budget. g.mu is
-// held.
+// relieve closes unauthenticated connections until they hold no more than the budget. The caller holds g.mu.
 func (g *guard) relieve() {
 	all := append(g.crowd.silent.all(), g.crowd.heard.all()...)
 	slices.SortFunc(all, func(a, b *incoming) int { return cmp.Compare(b.held, a.held) })
@@ -345,10 +344,10 @@ func (g *guard) relieve() {
 	}
 }
 
-// mayConnectAgain counts, by host, the workers that may have an unrecognized connection: those that have another one, and those whose
-// connections have broken. It also counts the workers that run and that no message has arrived from: their connections may come from
-// any host. A connection is not recognized before its first message is read. That message may be long, if the worker
-// is of C++ StepMesh. The node may also not be reading, for example because its budget for received messages is
+// mayConnectAgain counts, by host, the workers that may have an unrecognized connection: workers with another connection, and
+// workers whose connections have broken. It also counts the running workers that have not sent a message yet: their connections
+// may come from any host. A connection is recognized when its first message is read. That message may be long if the worker
+// runs C++ StepMesh. The node may also not be reading, for example because its budget for received messages is
 // used up. The caller holds g.mu.
 func (g *guard) mayConnectAgain() (hosts map[netip.Addr]int, unseen int) {
 	hosts = map[netip.Addr]int{}
@@ -373,7 +372,7 @@ func (g *guard) mayConnectAgain() (hosts map[netip.Addr]int, unseen int) {
 	return hosts, unseen
 }
 
-// end closes the connection of a stranger that holds too much. g.mu is held.
+// end closes an unauthenticated connection that holds too much. The caller holds g.mu.
 func (g *guard) end(in *incoming) {
 	held := in.held
 	from := g.shut(in)
