@@ -1,16 +1,16 @@
 package zmq
 
-// Proof and encryption of connections: CurveZMQ with keys that are derived from the cluster's secret.
+// Authentication and encryption of connections: CurveZMQ with keys that are derived from the cluster's secret.
 //
 //  1. The ROUTER is a CURVE server. Its key pair is derived from the secret, the same for
 //     all nodes of a cluster.
 //  2. A DEALER must know the ROUTER's public key to write a valid first command. The key
 //     never travels, so only a process that knows the secret can write that command.
-//  3. The ROUTER's answer can only be made with the private key, so that the DEALER knows
-//     that its peer knows the secret, too.
+//  3. The ROUTER's answer requires the private key. It shows the DEALER that the ROUTER's process
+//     knows the secret, too.
 //
-// libzmq ends a connection whose handshake fails, before anything of it is decoded. Each
-// connection has fresh session keys: a recorded handshake opens nothing.
+// libzmq closes a connection whose handshake fails before this package decodes any of its bytes. Each
+// connection has fresh session keys, so a replayed handshake is useless.
 
 import (
 	"errors"
@@ -22,10 +22,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/auth"
 )
 
-// curve holds the keys of CurveZMQ. A nil *curve uses none: connections are plain.
+// curve holds the keys of CurveZMQ. With a nil *curve, connections are plain.
 type curve struct{ serverPublic, serverPrivate, clientPublic, clientPrivate string }
 
-// newCurve derives the keys, nil if the cluster does not require proofs.
+// newCurve derives the keys. It returns nil if the cluster does not require proofs.
 func newCurve(keys *auth.Keys) (*curve, error) {
 	if !keys.Required() {
 		return nil, nil
@@ -62,13 +62,13 @@ func (c *curve) client(z *zmq4.Socket) error {
 	return errors.Join(z.SetCurveServerkey(c.serverPublic), z.SetCurvePublickey(c.clientPublic), z.SetCurveSecretkey(c.clientPrivate))
 }
 
-// Events of a handshake that has failed.
+// handshakeFailed are the events of a failed handshake.
 const handshakeFailed = zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq4.EVENT_HANDSHAKE_FAILED_AUTH | zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
-// mechanismMismatch is the value of EVENT_HANDSHAKE_FAILED_PROTOCOL when one end speaks CURVE and the other does not.
+// mechanismMismatch is the value of EVENT_HANDSHAKE_FAILED_PROTOCOL if only one end uses CURVE.
 const mechanismMismatch = 0x11000002
 
-// Why handshakes fail, for each end. They name nothing of the secret.
+// The causes of failed handshakes, as each end sees them. They disclose nothing of the secret.
 var (
 	errNoSecretThere = fmt.Errorf("%w: it has no cluster secret, or STEPAF_AUTH is not require there", van.ErrUnauthenticated)
 	errNoSecretHere  = fmt.Errorf("%w: it requires the cluster's secret, which this node does not have (STEPAF_SECRET_FILE)", van.ErrUnauthenticated)
@@ -77,7 +77,8 @@ var (
 	errMaybeSecret   = fmt.Errorf("%w: it ended the handshake; its secret (STEPAF_SECRET_FILE) may be missing or another one, or its STEPAF_CLUSTER_ID another one", van.ErrUnauthenticated)
 )
 
-// handshakeError is that of the node's keys. A node that has a secret and does not require it (STEPAF_AUTH) says so.
+// handshakeError is curve.handshakeError with the node's keys. If this node has a secret but does not require it
+// (STEPAF_AUTH), the error says that.
 func (n *shared) handshakeError(event zmq4.Event, value int, accepted bool) error {
 	err := n.curve.handshakeError(event, value, accepted)
 	if errors.Is(err, errNoSecretHere) && n.cfg.HasSecret() {
@@ -86,13 +87,13 @@ func (n *shared) handshakeError(event zmq4.Event, value int, accepted bool) erro
 	return err
 }
 
-// handshakeError says why a handshake failed, by libzmq's event and its value. accepted tells on which side: the peer
-// connected to this node. It returns nil if the event says nothing of a proof: the peer broke the connection.
+// handshakeError returns the cause of a failed handshake for libzmq's event and its value. accepted reports that the peer
+// connected to this node. The result is nil if the peer broke the connection, so that the cause is unknown.
 func (c *curve) handshakeError(event zmq4.Event, value int, accepted bool) error {
 	switch {
 	case event == zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL && (c == nil || accepted):
 		return nil
-	case event == zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL: // the peer refuses this node's proof without a word
+	case event == zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL: // the peer rejects this node's proof without an error message
 		return errMaybeSecret
 	case event == zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL && value == mechanismMismatch && c == nil:
 		return errNoSecretHere

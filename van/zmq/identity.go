@@ -6,23 +6,22 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// How a node names itself on a connection, in libzmq's routing id: "ps9", as C++ nodes
-// do, or between two nodes of this library "ps9.0badcafe.00c0ffee", with the incarnations of the
-// process that connects and of the one that it connects to. The receiver's ROUTER hands a routing id over to
-// the newest connection that has it. The incarnations prevent two kinds of takeover:
+// The routing id of libzmq names the connecting node. C++ nodes use "ps9". Two nodes of this library use
+// "ps9.0badcafe.00c0ffee", with the incarnations of the connecting process and of the receiving process. The receiver's
+// ROUTER hands a routing id over to the newest connection that has it. The incarnations prevent two kinds of takeover:
 //
-//   - A process that was replaced cannot take over the connection of its successor.
-//   - A process that some node has connected to cannot use that node's name at a third one, whose incarnation it
-//     does not know. The scheduler can therefore connect to a process that proves nothing, to refuse it or to answer it.
+//   - A process that was replaced cannot take over the connection of its replacement process.
+//   - A process P that node N has connected to cannot use N's routing id at a third node, whose incarnation P
+//     does not know. The scheduler can therefore connect to an unauthenticated process, to refuse it or to answer it.
 //
-// The scheduler adds a serial number, so that each of its connections has a name of its own: "ps1.0badcafe.00c0ffee.00000007".
-// It may have several connections to one process: while it learns which node that is, it connects for each question. If they had one
-// name, the process would read only the newest, whichever of them the scheduler keeps.
+// The scheduler appends a serial number, so that each of its connections has its own routing id: "ps1.0badcafe.00c0ffee.00000007".
+// It may have several connections to one process: until it knows which node the process is, it opens one for each question. If the
+// connections shared a routing id, the process would read only the newest, even if the scheduler keeps another one.
 
-// peerName is who sent a message.
+// peerName is the sender of a message as its routing id names it.
 type peerName struct {
 	id          int    // van.Empty: a node that has no id yet
-	incarnation uint32 // 0: it did not say
+	incarnation uint32 // 0: the routing id has none
 }
 
 func (p peerName) String() string {
@@ -35,8 +34,8 @@ func (p peerName) String() string {
 // incarnationDigits is the length of an incarnation in a routing id.
 const incarnationDigits = 8
 
-// routingID is how a node with an id presents itself to the process with the incarnation to. A name without an
-// incarnation is for nodes of the original.
+// routingID returns the routing id of node p for connections to the process with the incarnation to. Without an
+// incarnation of its own, p uses the form of the original.
 func routingID(p peerName, to uint32) string {
 	s := "ps" + strconv.Itoa(p.id)
 	if p.incarnation == 0 {
@@ -45,7 +44,7 @@ func routingID(p peerName, to uint32) string {
 	return s + "." + digits(p.incarnation) + "." + digits(to)
 }
 
-// serialName is the name of one of several connections that have the name.
+// serialName appends a connection's serial number to name.
 func serialName(name string, serial uint32) string { return name + "." + digits(serial) }
 
 func digits(incarnation uint32) string {
@@ -53,15 +52,15 @@ func digits(incarnation uint32) string {
 	return "00000000"[len(hex):] + hex
 }
 
-// nameOf reads a routing id that the process with the incarnation own has received. Whatever routingID does not
-// make, and an id that no scheduler gives, is a node that has no id yet. ours is false for a name for another process, such as
-// the one that had this node's address before. Nothing but control messages counts under such a name.
+// nameOf parses a routing id that the process with the incarnation own has received. A routing id that routingID does not
+// produce, and a node id that no scheduler assigns, stand for a node that has no id yet. ours is false if the name was made for
+// another process, such as a former process at this node's address. Only control messages are accepted under such a name.
 func nameOf(routing []byte, own uint32) (p peerName, ours bool) {
 	p, to := readName(routing)
 	return p, p.incarnation == 0 || to == own
 }
 
-// readName returns the name that a routing id has, and the incarnation of the process that it is for, if it has one.
+// readName parses a routing id into the sender's name and the incarnation of the receiving process, 0 if it has none.
 func readName(routing []byte) (name peerName, to uint32) {
 	stranger := peerName{id: van.Empty}
 	if len(routing) < 3 || routing[0] != 'p' || routing[1] != 's' || routing[2] == '0' {
@@ -100,7 +99,7 @@ func readName(routing []byte) (name peerName, to uint32) {
 	return p, to
 }
 
-// incarnationIn reads the incarnation that b begins with.
+// incarnationIn parses the incarnation at the start of b.
 func incarnationIn(b []byte) (v uint32, ok bool) {
 	for _, c := range b[:incarnationDigits] {
 		switch {

@@ -1,6 +1,6 @@
 package zmq
 
-// The connections that the ROUTER has accepted, as the guard knows them.
+// The guard's records of the connections that the ROUTER has accepted.
 
 import (
 	"container/list"
@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// incoming is a connection that was accepted.
+// incoming is an accepted connection.
 type incoming struct {
 	fd     int
 	cookie uint64
@@ -20,24 +20,24 @@ type incoming struct {
 	member *conn      // nil: the connection is unauthenticated
 	taken  int64      // bytes of the messages that have arrived on it
 	held   int64      // bytes received that were not handed up
-	ended  bool       // by the guard; libzmq has not noticed yet
+	ended  bool       // the guard has shut it down, and libzmq has not noticed yet
 
-	// libzmq has said that the connection of this descriptor has ended, and it is still open:
-	// it will be closed, or it is the next connection's already, and the event of that comes.
+	// libzmq has reported that the connection of this descriptor has ended, but the descriptor is open: libzmq
+	// will close it, or it belongs to the next connection already, whose event follows.
 	gone bool
 
-	line  *strangers    // that counts the connection, nil if none does
-	entry *list.Element // in it
+	line  *strangers    // the set that counts the connection, or nil
+	entry *list.Element // its entry in that set
 }
 
-// uncount takes in out of the number of strangers' connections. g.mu is held.
+// uncount removes in from the count of unauthenticated connections. The caller holds g.mu.
 func (in *incoming) uncount() {
 	if in.line != nil {
 		in.line.remove(in)
 	}
 }
 
-// leave takes in, which has ended, out of the account. g.mu is held.
+// leave takes the ended connection in out of all counts. The caller holds g.mu.
 func (g *guard) leave(in *incoming) {
 	g.held -= in.held
 	if in.ended && !in.gone {
@@ -53,14 +53,15 @@ func (g *guard) leave(in *incoming) {
 	}
 }
 
-// forget forgets in, which has ended. g.mu is held.
+// forget deletes the record of the ended connection in. The caller holds g.mu.
 func (g *guard) forget(in *incoming) {
 	delete(g.conns, in.fd)
 	g.leave(in)
 }
 
-// shut ends in, a stranger's: libzmq sees the end of it and lets go of what it holds. It is counted first, so that who sees the end
-// finds it in the counter. shut returns the peer's address. g.mu is held.
+// shut shuts down the unauthenticated connection in and returns its peer's address. libzmq then sees the end of the connection and
+// frees its memory. The counter is incremented first, so that it is correct as soon as the peer sees the end. The caller
+// holds g.mu.
 func (g *guard) shut(in *incoming) (from string) {
 	g.n.stats.strangers.Add(1)
 	g.held -= in.held
@@ -87,7 +88,7 @@ func (g *guard) of(c *conn) (l []tcpSocket) {
 	return g.ofLocked(c)
 }
 
-// ofLocked is of where g.mu is held.
+// ofLocked is of. The caller holds g.mu.
 func (g *guard) ofLocked(c *conn) (l []tcpSocket) {
 	for _, in := range g.conns {
 		if in.member == c && !in.gone {

@@ -1,6 +1,6 @@
 package zmq
 
-// What the receivers of a van have in common.
+// The state that all receivers of a van share.
 
 import (
 	"bytes"
@@ -21,23 +21,22 @@ type intake struct {
 	recv   van.Receiver // set by Start
 	flow   flow
 	early  early
-	guard  *guard        // of the ROUTER's connections; nil without one
+	guard  *guard        // of the ROUTER's connections, or nil
 	moved  atomic.Uint64 // bytes sent and received when busy was last called
 }
 
-// bulk is the number of bytes, sent or received since the last look, that take
-// longer than it pays to look for what comes next: the processors have them to
-// copy.
+// bulk is the number of bytes, sent or received since the last call of busy, above which spinning does
+// not pay: the processors are needed to copy the data.
 const bulk = 256 << 10
 
-// busy tells whether much has been sent or received since it was last called.
+// busy reports whether more than bulk bytes were sent or received since its last call.
 func (in *intake) busy() bool {
 	n := in.n.stats.sentB.Load() + in.n.stats.recvB.Load()
 	return in.n.cfg.BusyPoll != env.SpinForever && n-in.moved.Swap(n) > bulk
 }
 
-// malformed counts and reports nonsense from the network: the 1st, 2nd, 4th, ...
-// so that a flood of it does not become a flood of lines.
+// malformed counts malformed messages. It logs the 1st, 2nd, 4th, ... of them, so that a flood of messages does not
+// become a flood of log lines.
 func (in *intake) malformed(err error, f *frames) {
 	n := in.n.stats.malformed.Add(1)
 	if n&(n-1) != 0 {
@@ -50,22 +49,21 @@ func (in *intake) malformed(err error, f *frames) {
 	in.n.log.Warn("dropped a malformed message", "err", err, "from", from, "frames", f.len(), "dropped so far", n)
 }
 
-// malformedFrom is malformed for a message of a bundle, and what follows it there.
+// malformedFrom is malformed for a message of a bundle. The rest of the bundle is dropped with it.
 func (in *intake) malformedFrom(err error, name peerName) {
 	if n := in.n.stats.malformed.Add(1); n&(n-1) == 0 {
 		in.n.log.Warn("dropped a malformed message in a bundle", "err", err, "from", name.String(), "dropped so far", n)
 	}
 }
 
-// fenced counts and reports messages of processes that have been replaced, like
-// malformed.
+// fenced counts and logs messages of replaced processes, like malformed.
 func (in *intake) fenced(name peerName) {
 	if n := in.n.stats.stale.Add(1); n&(n-1) == 0 {
 		in.n.log.Warn("dropped a message of a process that was replaced", "from", name.String(), "as", van.NodeName(name.id), "dropped so far", n)
 	}
 }
 
-// noticed takes a notice from c's peer. It reports false for what is none.
+// noticed handles a notice from c's peer. It reports false if body is not a notice.
 func (in *intake) noticed(c *conn, body []byte) bool {
 	if bytes.Equal(body, noticeGo) {
 		c.goOn()

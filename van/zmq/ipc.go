@@ -18,14 +18,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// localPath is the Unix socket of a port, as the original names it.
+// localPath returns the path of the Unix socket of a port. The original uses the same path.
 func localPath(port int) string { return filepath.Join(localDir, strconv.Itoa(port)) }
 
-// localDir is where the sockets are; tests have a directory of their own.
+// localDir is the directory of the sockets. Tests set their own.
 var localDir = "/tmp"
 
-// checkLocal refuses what is not a socket of this user: anybody may make a file of that
-// name.
+// checkLocal returns an error unless path is a socket of this user. Every user can create a file at that
+// path.
 func checkLocal(path string) error {
 	st, err := os.Lstat(path)
 	if err != nil {
@@ -40,12 +40,11 @@ func checkLocal(path string) error {
 	return nil
 }
 
-// localUser is whose sockets are used.
+// localUser returns the user id that must own the sockets.
 var localUser = os.Geteuid
 
-// bindLocal binds a Unix socket. Ports are still port numbers: a free one is held
-// by a TCP listener for as long as the node lives, so that no other node of this
-// host takes the same path.
+// bindLocal binds a Unix socket. Its name is a port number. A TCP listener reserves that port while the node
+// lives, so that no other node of this host takes the same path.
 func bindLocal(z *zmq4.Socket, self van.Node, rootPort int) (int, func(), error) {
 	var l net.Listener
 	port, err := freeport.Except(rootPort, func() (_ int, _ func(), err error) {
@@ -68,7 +67,7 @@ func bindLocal(z *zmq4.Socket, self van.Node, rootPort int) (int, func(), error)
 	return port, func() { _ = os.Remove(path); release() }, nil
 }
 
-// makeLocal binds z to path, which only this user may connect to.
+// makeLocal binds z to path. Only this user may connect to it.
 func makeLocal(z *zmq4.Socket, path string) error {
 	switch err := checkLocal(path); {
 	case errors.Is(err, fs.ErrNotExist):
@@ -80,11 +79,11 @@ func makeLocal(z *zmq4.Socket, path string) error {
 			_ = c.Close()
 			return fmt.Errorf("%w: a process answers at %s", syscall.EADDRINUSE, path)
 		}
-		if err := os.Remove(path); err != nil { // left behind by a dead process
+		if err := os.Remove(path); err != nil { // the socket of a dead process
 			return err
 		}
 	}
-	// The socket gets its rights where nobody else can reach it, and then its name.
+	// The socket is created in a private directory, gets its permissions there, and is then linked to path.
 	dir, err := os.MkdirTemp(localDir, ".stepaf-")
 	if err != nil {
 		return err
@@ -97,7 +96,7 @@ func makeLocal(z *zmq4.Socket, path string) error {
 	if err := os.Chmod(private, 0o600); err != nil {
 		return err
 	}
-	// Unlike Rename, Link takes nobody's name.
+	// Unlike Rename, Link does not replace another process's socket.
 	if err := os.Link(private, path); err != nil {
 		return fmt.Errorf("%w: %w", syscall.EADDRINUSE, err)
 	}

@@ -12,30 +12,32 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// monitor watches the connections of one socket: libzmq reports their state on a
+// monitor watches the connections of one socket. libzmq reports their state on a
 // socket pair inside the process.
 type monitor struct {
-	z    *zmq4.Socket // the socket
+	z    *zmq4.Socket // the watched socket
 	pair *zmq4.Socket
 	sock *socket
 	once sync.Once
 
 	started bool
 	stopped chan struct{} // closed when libzmq has freed the socket
-	mu      sync.Mutex    // held by who uses pair
+	mu      sync.Mutex    // guards the use of pair
 	closed  bool
 }
 
-// connEvents are those of a DEALER that change whether the peer is there.
+// connEvents are the events of a DEALER that change the state of its connection.
 const connEvents = zmq4.EVENT_CONNECTED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED | zmq4.EVENT_CLOSED | zmq4.EVENT_MONITOR_STOPPED | handshakeFailed
 
-// eventQueue is how many events libzmq queues for a monitor. If the queue is full, libzmq's I/O thread waits, and all its connections
-// with it: a flood of connections must not fill it. It has an end, since libzmq reports without a pause that it has no descriptor left.
+// eventQueue is how many events libzmq queues for a monitor. If the queue is full, libzmq's I/O thread blocks, and all its connections
+// with it. A flood of connections must therefore not fill the queue. The queue is limited because libzmq reports a lack of descriptors
+// again and again, without a pause.
 const eventQueue = 1 << 16
 
 func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event) (*monitor, error) {
 	addr := fmt.Sprintf("inproc://monitor-%d", serial)
-	// The pair comes first: what libzmq reports when it frees a socket waits for a pair, and frees no others meanwhile.
+	// The pair is connected before the socket can be closed: an event that libzmq reports when it frees a socket waits for
+	// a connected pair, and meanwhile libzmq frees no other sockets.
 	pair, err := ctx.NewSocket(zmq4.PAIR)
 	if err != nil {
 		return nil, fmt.Errorf("monitor: %w", socketError(err))
@@ -50,13 +52,13 @@ func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event
 	if err := z.Monitor(addr, events); err != nil {
 		return nil, errors.Join(fmt.Errorf("monitor: %w", socketError(err)), s.close(0))
 	}
-	if err := pair.Connect(addr); err != nil { // only if the context has ended, which lets libzmq go on
+	if err := pair.Connect(addr); err != nil { // only if the context has ended; libzmq then does not wait
 		return nil, errors.Join(fmt.Errorf("monitor: %w", err), s.close(0))
 	}
 	return &monitor{z: z, pair: pair, sock: s, stopped: make(chan struct{})}, nil
 }
 
-// errRefused: an attempt to connect failed. libzmq tries again.
+// errRefused: an attempt to connect failed. libzmq retries.
 var errRefused = fmt.Errorf("no connection could be made: %w", syscall.ECONNREFUSED)
 
 // start follows the connection of c.
@@ -65,7 +67,7 @@ func (m *monitor) start(n *shared, c *conn) {
 		return
 	}
 	m.started = true
-	broken := errDisconnected // what the next EVENT_DISCONNECTED means
+	broken := errDisconnected // the cause to report with the next EVENT_DISCONNECTED
 	go m.follow(func(event zmq4.Event, value int) {
 		switch event {
 		case zmq4.EVENT_CONNECTED:
@@ -87,7 +89,7 @@ func (m *monitor) start(n *shared, c *conn) {
 			c.goOn()
 			n.tell(c, false, broken)
 			broken = errDisconnected
-		case zmq4.EVENT_CLOSED: // before it was a connection
+		case zmq4.EVENT_CLOSED: // the attempt to connect failed
 			n.tell(c, false, errRefused)
 		case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
 			c.redials.Store(0)
@@ -98,7 +100,7 @@ func (m *monitor) start(n *shared, c *conn) {
 	})
 }
 
-// follow calls took with each event and its value until m is closed, which took may do.
+// follow calls took with each event and its value until m is closed. took may close m.
 func (m *monitor) follow(took func(event zmq4.Event, value int)) {
 	var event zmq4.Event
 	var value int
@@ -108,12 +110,12 @@ func (m *monitor) follow(took func(event zmq4.Event, value int)) {
 		return end || event != 0
 	}
 	for m.sock.wait(try) && !end && !m.sock.closed.Load() {
-		took(event, value) // outside of wait
+		took(event, value) // not inside wait
 	}
 }
 
-// next returns the next event with its value, 0 if there is none, and whether m is
-// closed, or must be: the context ends, nothing is reported any more, and the end of the context waits for that of the pair.
+// next returns the next event and its value; the event is 0 if there is none. end reports that m is closed or must be closed
+// because the context ends: libzmq then reports no more events, and the end of the context waits until the pair is closed.
 func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -130,12 +132,12 @@ func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 	return event, value, false
 }
 
-// freeTime is how long libzmq may take to free a socket that is closed and sends no more.
+// freeTime is how long libzmq may take to free a closed socket that has nothing left to send.
 const freeTime = time.Second
 
-// end ends a monitor that follows, behind the end of its socket: it returns when libzmq has freed
-// that, and made the end of its connection known to the system, and after freeTime at most. If that takes longer the pair stays
-// until then, as close says, or until the context ends. Whoever follows may be the caller, so end reads events itself.
+// end ends a started monitor after its socket was closed. It returns when libzmq has freed the socket and has closed the
+// connection in the system, or after freeTime. If libzmq takes longer, the pair stays open until the socket is freed (see close) or
+// the context ends. The caller may be the goroutine that runs follow, so end reads events itself.
 func (m *monitor) end() {
 	freed := make(chan struct{})
 	go func() {
@@ -158,12 +160,12 @@ func (m *monitor) end() {
 	}
 }
 
-// close ends the monitor, before its socket is closed. A watcher call that is under
-// way may outlast it.
+// close ends the monitor. It must be called before the monitored socket is closed. A running call of the watcher may
+// return later than close.
 func (m *monitor) close() {
 	m.once.Do(func() {
-		// libzmq's I/O thread would wait for ever to report to a pair that is closed,
-		// and no connection of the node would get on.
+		// Monitoring stops first. Otherwise libzmq's I/O thread would block forever on an event for a closed pair,
+		// and with it all connections of the node.
 		_ = m.z.Monitor("", 0)
 		m.mu.Lock()
 		m.closed = true

@@ -1,7 +1,7 @@
 package zmq
 
-// A pause between new connections. libzmq accepts connections faster than it does their handshakes: in a flood they would take all
-// descriptors, and messages would wait behind thousands of handshakes.
+// A pause between new connections. libzmq accepts connections faster than it completes their handshakes. In a flood, connections
+// would use up all descriptors, and messages would wait for thousands of handshakes.
 
 import (
 	"os"
@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// listener is the descriptor of libzmq's socket that listens at port, -1 if there is none.
+// listener returns the descriptor of libzmq's socket that listens at port, or -1.
 func listener(port int) int {
 	l, _ := os.ReadDir("/proc/self/fd")
 	for _, e := range l {
@@ -28,11 +28,11 @@ func listener(port int) int {
 	return -1
 }
 
-// endingMost is how many connections that the guard has ended libzmq may still have, before new ones wait.
+// endingMost limits the connections that the guard has shut down and libzmq has not closed yet. Above it, new connections wait.
 const endingMost = 256
 
-// pause makes the system drop what arrives at the listening socket while libzmq has too many connections that were ended. The systems of peers
-// try again, after 1 s first. g.mu is held.
+// pause makes the system drop packets to the listening socket while more than endingMost connections are shut down and not closed.
+// The peers' systems retry, first after 1 s. The caller holds g.mu.
 func (g *guard) pause() {
 	switch {
 	case g.listens < 0:

@@ -6,14 +6,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// pinned keeps the memory of one frame where it is, and its owner reachable.
+// pinned pins the memory of one frame and keeps its owner reachable.
 type pinned struct {
 	pin runtime.Pinner
 	mem backend.Mem
 }
 
 func (p *pinned) hold(m backend.Mem) {
-	p.pin.Pin((*byte)(m.Ptr())) // does nothing for memory that is not Go's
+	p.pin.Pin((*byte)(m.Ptr())) // has no effect on memory outside of Go's heap
 	m.Retain()
 	p.mem = m
 }

@@ -14,7 +14,7 @@ type pool struct {
 	closed bool
 }
 
-// poolCap bounds what an idle receiver keeps.
+// poolCap limits the number of messages that an idle receiver keeps.
 const poolCap = 256
 
 func (p *pool) get() *van.Message {
@@ -30,7 +30,7 @@ func (p *pool) get() *van.Message {
 	return m
 }
 
-// Free takes back a message that nobody holds any more.
+// Free returns a message to the pool. It must have no other references.
 func (p *pool) Free(m *van.Message) {
 	p.clear(m)
 	p.mu.Lock()
@@ -42,7 +42,7 @@ func (p *pool) Free(m *van.Message) {
 	p.free = append(p.free, m)
 }
 
-// clear makes m empty, so that it can be received into.
+// clear empties m, so that a receive can fill it.
 func (p *pool) clear(m *van.Message) {
 	f := (*frames)(m.Native())
 	f.release()
@@ -50,7 +50,7 @@ func (p *pool) clear(m *van.Message) {
 	m.Adopt(p, unsafe.Pointer(f))
 }
 
-// close frees what the pool holds; messages still held elsewhere free themselves.
+// close frees the pooled messages. Messages that are still in use are freed when they are released.
 func (p *pool) close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()

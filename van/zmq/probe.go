@@ -16,10 +16,10 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// A listening libzmq begins each connection with a signature of 10 bytes, without waiting for the other side.
+// A listening libzmq starts each connection with a signature of 10 bytes, without waiting for the other side.
 const (
 	signature     = 10
-	signatureTime = time.Second // a missing signature proves nothing: the process may be stopped or busy
+	signatureTime = time.Second // a missing signature is no evidence: the process may be stopped or busy
 )
 
 // Probe implements van.Prober.
@@ -49,7 +49,7 @@ func (v *zvan) Probe(ctx context.Context, peer van.Node) error {
 	return nil
 }
 
-// dialError returns the errno of a failed attempt to connect, if err has one, else err.
+// dialError returns the errno in err, the error of a failed attempt to connect. Without an errno it returns err.
 func dialError(err error) error {
 	if e, ok := errors.AsType[syscall.Errno](err); ok {
 		return e

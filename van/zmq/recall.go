@@ -2,19 +2,20 @@ package zmq
 
 import "github.com/stepaf/stepaf-go/van"
 
-// A value that is lent to libzmq is read when it leaves, which may be long after Send, and
-// after its request has been given up and the memory used for something else. So a request
-// with lent values has, between nodes of this library, one frame more: a mark of one byte,
-// which libzmq reads after all frames before it. A node that takes memory back sets the
-// mark first: if the mark has left before, the values have, too, as they were sent; if not,
-// the receiver drops the message.
+// libzmq reads a lent value when it writes it to the connection. That may be long after Send, even
+// after the request was canceled and the memory reused. Between nodes of this library, a request
+// with lent values therefore ends with one more frame: a cancel byte, which libzmq reads after all
+// other frames of the message. A node that reuses the memory sets the cancel byte first.
+//
+//   - If libzmq has read the byte before, it has also read the values unchanged.
+//   - If not, the receiver sees the byte and drops the message.
 
 const (
-	markSent     = 0 // the frames are as they were sent
-	markRecalled = 1 // they are not
+	markSent     = 0 // the values are unchanged
+	markRecalled = 1 // the request was canceled: the values may have changed
 )
 
-// hasMark tells whether a request with data frames as f has them ends with a mark.
+// hasMark reports whether a request whose first data frames are those of f ends with a cancel byte.
 func hasMark(f *frames, data int) bool {
 	for i := range data {
 		if int(f.size[i+2]) >= van.CopyBelow {
@@ -24,8 +25,8 @@ func hasMark(f *frames, data int) bool {
 	return false
 }
 
-// takeMark returns the number of data frames without the mark, if there has to be one, of
-// a request that came from a node of this library with so many, and what the mark says.
+// takeMark separates the cancel byte from the frames of a request that a node of this library has sent. It
+// returns the number of data frames without it, and its value; markSent if the request needs none.
 func takeMark(f *frames, frames int) (data int, mark byte, err error) {
 	switch {
 	case !hasMark(f, frames):
@@ -40,12 +41,12 @@ func takeMark(f *frames, frames int) (data int, mark byte, err error) {
 	return frames - 1, b[0], nil
 }
 
-// recall sets the marks of what is lent for q, and returns how many messages have none.
+// recall sets the cancel bytes of all messages that are lent for q. It returns how many of the messages have none.
 func (l *lent) recall(q van.Requests) (foreign int) {
 	if l.held.Load() == 0 {
 		return 0
 	}
-	l.reap() // so that what has left does not count
+	l.reap() // messages that libzmq has released do not count
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for ts := q.First; ts-q.First < q.Count; ts++ {

@@ -1,13 +1,13 @@
 package zmq
 
-// What is lent for requests, by timestamp.
+// Index of the lent values of requests, by timestamp.
 
 import (
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// recalls finds what is lent for requests.
+// recalls is a hash table of the slots that are lent for requests.
 type recalls struct {
 	buckets [1024]*lentSlot // by timestamp
 	foreign logx.Sparse
@@ -16,7 +16,7 @@ type recalls struct {
 // entry is a slot's place in recalls.
 type entry struct {
 	in            bool
-	marks         bool // the peer knows marks
+	marks         bool // the peer understands cancel bytes
 	app, customer int32
 	ts            int32
 	prev, next    *lentSlot
@@ -24,7 +24,7 @@ type entry struct {
 
 func bucket(ts int32) int { return int(uint32(ts) % 1024) }
 
-// add lists s, lent for a message whose receiver knows marks or does not.
+// add inserts s, the slot of msg. marks reports whether the receiver understands cancel bytes.
 func (r *recalls) add(s *lentSlot, msg *van.Message, marks bool) {
 	first := &r.buckets[bucket(msg.Timestamp)]
 	s.entry = entry{in: true, marks: marks, app: msg.AppID, customer: msg.CustomerID, ts: msg.Timestamp, next: *first}

@@ -17,14 +17,14 @@ import (
 
 var errDisconnected = errors.New("its connection was closed")
 
-// receiver reads one socket and hands messages up. It is the engine's source of what comes
-// there; with few exceptions, its fields are of who holds the feed.
+// receiver reads one socket and hands messages up. It is the engine's source for that socket.
+// The holder of the feed owns its fields, except where noted.
 type receiver struct {
 	in      *intake
 	sock    *socket
 	feed    *engine.Feed[*van.Message]
 	router  bool  // the socket is the ROUTER, else the DEALER of peer
-	peer    *conn // any goroutine reads it
+	peer    *conn // constant, read by all goroutines
 	next    *van.Message
 	came    bool // next was received while the source was armed
 	bundle  inbound
@@ -49,15 +49,15 @@ func newReceiver(in *intake, s *socket, peer *conn, spins, polls bool) *receiver
 	return r
 }
 
-// stop ends the loop and waits for the handler that may be running, unless it is the
-// caller. It returns ctx's error when that one runs longer.
+// stop ends the loop and waits for a running handler, unless the handler is the
+// caller. It returns ctx's error if the handler runs longer.
 func (r *receiver) stop(ctx context.Context) error {
 	r.sock.stop()
 	err := r.feed.Stop(ctx)
 	if errors.Is(err, engine.ErrInDeliver) {
 		err = nil
 	}
-	// Nobody receives into next any more, also while a handler of the loop's runs.
+	// No goroutine receives into next any more, even if a handler of the loop still runs.
 	err = errors.Join(err, r.feed.Free(ctx, func() {
 		r.bundle.drop(&r.pool)
 		r.pool.Free(r.next)
@@ -105,8 +105,8 @@ func (r *receiver) taken(msg *van.Message, verdict verdict) (*van.Message, *lane
 	return msg, r.lanes.of(msg.Sender).of(msg), engine.Message
 }
 
-// recv receives into r.next, looking for spin at most. With park the socket's descriptor
-// shows what comes next.
+// recv receives into r.next. It spins for spin at most. With park, the socket's descriptor
+// signals the next message.
 func (r *receiver) recv(spin time.Duration, park bool) bool {
 	if r.sock.closed.Load() {
 		return false
@@ -145,24 +145,24 @@ func (r *receiver) Deliver(msg *van.Message, turn *engine.Deliverer) {
 	r.Discard(msg)
 }
 
-// Discard implements engine.Source: it gives up a message that was delivered, or never
-// will be.
+// Discard implements engine.Source: it releases a message after its delivery, or a message that is not
+// delivered.
 func (r *receiver) Discard(msg *van.Message) {
 	r.in.flow.left(msg)
 	msg.Release()
 }
 
-// What accept makes of received frames.
+// verdict is the result of accept for received frames.
 type verdict int
 
 const (
 	nothing verdict = iota // there is nothing to deliver, and msg is empty
-	kept                   // msg has another owner now
-	deliver                // msg is to be delivered
-	bundled                // it is the bundle of what is to be taken next
+	kept                   // msg is queued and has another owner
+	deliver                // msg can be delivered
+	bundled                // msg is a bundle, and unpack returns its messages
 )
 
-// accept turns received frames into a message.
+// accept decodes received frames into msg and checks that the message may be delivered.
 func (r *receiver) accept(msg *van.Message) verdict {
 	f := (*frames)(msg.Native())
 	now := clock.Now()
@@ -181,8 +181,8 @@ func (r *receiver) accept(msg *van.Message) verdict {
 	}
 	member := ours && c != nil && c.isOf(name)
 	if r.router && r.in.guard != nil {
-		// The guard gets every message of an unauthenticated connection, and a member's first message on each connection:
-		// a member's new connection may exist together with one that the member has lost, or with one of its former process.
+		// The guard counts every message of an unauthenticated connection, and a member's first message on each connection:
+		// a member's new connection may exist together with a lost one, or with a connection of the member's former process.
 		if fd := f.source(); !member || c.arrives.Load() != int64(fd)+1 {
 			by := name
 			if !ours {
@@ -213,7 +213,7 @@ func (r *receiver) accept(msg *van.Message) verdict {
 	return nothing
 }
 
-// unpack takes the next message of the bundle. What makes no sense ends the bundle.
+// unpack returns the next message of the bundle. A malformed message ends the bundle.
 func (r *receiver) unpack() (*van.Message, verdict) {
 	in := &r.bundle
 	msg, mark, size, err := in.take(r.next)
@@ -233,7 +233,7 @@ func (r *receiver) unpack() (*van.Message, verdict) {
 	case mark == markRecalled:
 		r.recalled(msg, name)
 	default:
-		// Who keeps one message of several keeps what all of them have in common.
+		// A queued message of a bundle keeps the frame that all its messages share.
 		if verdict := r.take(msg, in.now, name, c, c != nil && c.isOf(name), size, max(size, in.size)); verdict != nothing {
 			return msg, verdict
 		}
@@ -242,13 +242,13 @@ func (r *receiver) unpack() (*van.Message, verdict) {
 	return nil, nothing
 }
 
-// recalled says that a message was given up before it left.
+// recalled logs a dropped message whose request was canceled before it was written.
 func (r *receiver) recalled(msg *van.Message, name peerName) {
 	r.in.n.log.Debug("dropped a message that was given up while it was being sent", "from", van.NodeName(name.id), "timestamp", msg.Timestamp)
 }
 
-// take takes a message of the node that calls itself name, for which c is the
-// connection, and which is a member. It has size bytes, and keeps as many in memory.
+// take handles a message with the sender name. c is the connection to that node, if any; member reports whether the
+// sender is the member. The message has size bytes and occupies keeps bytes of memory.
 func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, member bool, size, keeps int) verdict {
 	msg.Sender, msg.Origin = name.id, van.OriginUnknown
 	if msg.IsControl() {
@@ -279,8 +279,8 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 	return deliver
 }
 
-// senderOf reads who sent a message, and finds the connection to the node that has that
-// id, if there is one. A name for another process has none: its sender does not know this process.
+// senderOf returns the sender of a message and the connection to the node with that id, if any. A name that was made for
+// another process has no connection: its sender does not know this process.
 func (r *receiver) senderOf(f *frames) (name peerName, c *conn, ours bool) {
 	name, ours = peerName{id: van.Empty}, true
 	if f.len() > 0 {
@@ -292,7 +292,7 @@ func (r *receiver) senderOf(f *frames) (name peerName, c *conn, ours bool) {
 	return name, r.connOf(name), ours
 }
 
-// originOf says how far a control message of the node that calls itself name is its own. c is the connection to that node.
+// originOf returns the evidence that a control message was sent by the node that name claims. c is the connection to that node.
 func (r *receiver) originOf(f *frames, name peerName, c *conn) van.Origin {
 	switch {
 	case !r.router:
@@ -305,9 +305,9 @@ func (r *receiver) originOf(f *frames, name peerName, c *conn) van.Origin {
 	return originOf(f.host(), c.address(), hostaddr.This)
 }
 
-// originOf compares the address that a connection comes from with the one that its maker's name has. Both are this host's if
-// one process of this host connects to another: its address is then the one that it connects to. If either address is not
-// known, the origin is another host: nothing shows that the message is the named node's.
+// originOf compares the source address of a connection with the address of the named node. If two processes of this host
+// are connected, the source address is the address that was dialed; both addresses are then this host's. If either
+// address is unknown, the origin is another host: nothing shows that the named node has sent the message.
 func originOf(from, at netip.Addr, this func() hostaddr.Host) van.Origin {
 	switch {
 	case !from.IsValid() || !at.IsValid():
@@ -321,7 +321,7 @@ func originOf(from, at netip.Addr, this func() hostaddr.Host) van.Origin {
 	return van.OriginOther
 }
 
-// connOf finds the connection to the node that calls itself name.
+// connOf returns the connection to the node with the id of name, or nil.
 func (r *receiver) connOf(name peerName) *conn {
 	switch {
 	case !r.router:
@@ -332,10 +332,10 @@ func (r *receiver) connOf(name peerName) *conn {
 	return (*r.in.n.peers.Load())[name.id]
 }
 
-// fenced tells whether data that calls itself name's is not to be heard: another process
-// has taken its place, or, on the connection that this node has made to c, it is
-// another's. Control messages say themselves which process sends them, and the rules of
-// the cluster judge that: a process that was replaced is told so.
+// fenced reports whether data with the sender name must be dropped: another process has replaced the sender,
+// or the data arrived on this node's connection to c and is of another process. Control messages are not
+// fenced: they carry the sender's incarnation, and the membership rules check it. A replaced process is
+// notified that way.
 func (r *receiver) fenced(c *conn, name peerName) bool {
 	if c == nil || failpoint.On("incarnation") {
 		return false
@@ -346,9 +346,9 @@ func (r *receiver) fenced(c *conn, name peerName) bool {
 	return name != peerName{c.who.Load().id, c.incarnation}
 }
 
-// parse checks the frames of a message and decodes them into msg. Frame 0 names
-// the sender, frame 1 is the meta, the rest is data, and, in requests of nodes of this
-// library, native, perhaps a mark.
+// parse checks the frames of a message and decodes them into msg. Frame 0 names the sender, frame 1 is the
+// meta, and the rest is data. If native is set, the sender is a node of this library, and a request may end with a
+// cancel byte.
 func parse(msg *van.Message, f *frames, native bool) (mark byte, err error) {
 	n := f.len()
 	if n < 2 || f.excess() > 0 {

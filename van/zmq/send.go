@@ -1,6 +1,6 @@
 package zmq
 
-// What leaves: messages within the budget for sending, and what is taken back.
+// Sending: messages within the send budget, and cancellation.
 
 import (
 	"errors"
@@ -14,9 +14,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// outgoing is the sending side of a van. An account for each peer counts what libzmq has not
-// let go of; from the budget on Send refuses, but for what continues a request. Of that libzmq has sendWindow at most, so that a
-// peer that asks to wait soon has nothing more coming.
+// outgoing is the sending side of a van. An account for each peer counts the bytes that libzmq has not released. When
+// the account reaches the budget, Send refuses messages, except those that continue a request. libzmq gets at most sendWindow
+// of the bytes; the rest waits in this package, so that data stops soon after a peer has asked to wait.
 type outgoing struct {
 	n        *shared
 	router   *socket // set by Bind
@@ -24,13 +24,13 @@ type outgoing struct {
 	refusals logx.Sparse
 }
 
-// sendWindow is how much libzmq has at most for one peer, besides one message.
+// sendWindow is the number of bytes for one peer that libzmq may hold, apart from one message.
 const sendWindow = 32 << 20
 
-// controlReserve is what control messages may use beyond the budget for sending.
+// controlReserve is the number of bytes beyond the send budget that control messages may use.
 const controlReserve = 16 << 20
 
-// Send hands msg to the socket that the protocol wants it on.
+// Send hands msg to the socket that the protocol prescribes for it.
 func (o *outgoing) Send(msg *van.Message) error {
 	c := (*o.n.peers.Load())[msg.Receiver]
 	err := o.send(msg, c)
@@ -102,7 +102,7 @@ func (o *outgoing) send(msg *van.Message, c *conn) error {
 	return nil
 }
 
-// Flush sends what was sent to id with More.
+// Flush sends the messages to id that were held back because of More.
 func (o *outgoing) Flush(id int) {
 	c := (*o.n.peers.Load())[id]
 	if c == nil {
@@ -114,7 +114,7 @@ func (o *outgoing) Flush(id int) {
 	}
 }
 
-// sendError says what went wrong with a message for a peer.
+// sendError adds the peer, the message and the cause to err, the error of a send.
 func (o *outgoing) sendError(msg *van.Message, c *conn, err error) error {
 	e := &van.Error{Op: "send", Node: van.NodeName(int(o.n.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String()}
 	if c != nil {
@@ -135,7 +135,7 @@ func (o *outgoing) sendError(msg *van.Message, c *conn, err error) error {
 	return e
 }
 
-// overBudget says why a message for c was refused.
+// overBudget returns the error for a message to c that was refused because of the budget.
 func (o *outgoing) overBudget(c *conn) error {
 	unsent := c.sock.unsent(c.acct)
 	o.n.stats.refused.Add(1)
@@ -146,7 +146,7 @@ func (o *outgoing) overBudget(c *conn) error {
 	return fmt.Errorf("%w: it has not taken %d bytes yet, want less than %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, unsent, o.budget)
 }
 
-// controlLimit is the budget for control messages.
+// controlLimit returns the budget for control messages.
 func (o *outgoing) controlLimit() int64 {
 	if o.budget <= 0 {
 		return 0
@@ -154,7 +154,7 @@ func (o *outgoing) controlLimit() int64 {
 	return o.budget + controlReserve
 }
 
-// pump sends what waits and may leave now, to all peers. It tells whether there is more.
+// pump sends the queued messages that may be sent now, to all peers. It reports whether messages are left.
 func (o *outgoing) pump() (more bool) {
 	for _, c := range *o.n.peers.Load() {
 		if until := c.holdUntil.Load(); until != 0 {

@@ -1,6 +1,6 @@
 package zmq
 
-// What the parts of a van share: who the node is, its peers, and its counters.
+// The state that all parts of a van share: the node's own names, its peers, and its counters.
 
 import (
 	"bytes"
@@ -24,11 +24,11 @@ type shared struct {
 	lent *lent
 
 	curve    *curve     // nil: connections are plain
-	warns    *auth.Keys // with STEPAF_AUTH=warn
+	warns    *auth.Keys // set with STEPAF_AUTH=warn
 	redial   func(*conn)
 	unproved logx.Causes // handshakes that failed
 
-	incarnation uint32 // own; 0: the node speaks as one of the original
+	incarnation uint32 // own; 0: the node uses the protocol of the original
 
 	self  van.Node     // set by Bind
 	id    atomic.Int32 // own node id
@@ -41,7 +41,7 @@ type shared struct {
 	stats   stats
 }
 
-// nameTo is what the node calls itself towards the process with that incarnation, 0 for a node of the original.
+// nameTo returns this node's routing id toward the process with that incarnation, 0 for a node of the original.
 func (n *shared) nameTo(incarnation uint32) string {
 	if incarnation == 0 {
 		return routingID(peerName{id: int(n.id.Load())}, 0)
@@ -49,7 +49,7 @@ func (n *shared) nameTo(incarnation uint32) string {
 	return routingID(peerName{int(n.id.Load()), n.incarnation}, incarnation)
 }
 
-// setID sets the node's id. n.mu is held.
+// setID sets the node's id. The caller holds n.mu.
 func (n *shared) setID(id int) {
 	n.id.Store(int32(id))
 	for _, c := range *n.peers.Load() {
@@ -57,8 +57,8 @@ func (n *shared) setID(id int) {
 	}
 }
 
-// peerIdentity is which process peer is, if this node and it can tell such things, and
-// whether it takes bundles.
+// peerIdentity returns the incarnation of peer, 0 if it or this node does not use incarnations, and whether it
+// understands bundles.
 func (n *shared) peerIdentity(peer *van.Node) (incarnation uint32, bundles bool) {
 	if identity, ok := peer.Extension(); ok && n.incarnation != 0 {
 		return identity.Incarnation, identity.Bundles
@@ -66,8 +66,8 @@ func (n *shared) peerIdentity(peer *van.Node) (incarnation uint32, bundles bool)
 	return 0, false
 }
 
-// heartbeats returns the time between two of libzmq's heartbeats, and how long it waits for the
-// answer; 0 is none. A peer that stops is noticed within both.
+// heartbeats returns the interval of libzmq's heartbeats and the limit for their answers; 0 means no heartbeats. A
+// stopped peer is detected within the sum of both.
 func (n *shared) heartbeats() (every, limit time.Duration) {
 	if every, limit = n.cfg.Heartbeats(); every <= 0 || limit <= 0 {
 		return 0, 0
@@ -81,7 +81,7 @@ func (n *shared) name(c *conn, id int) {
 		n.self.Role != van.Worker && id > 0 && van.RoleOf(id) == van.Worker})
 }
 
-// replace changes the table of peers. n.mu is held.
+// replace changes the table of peers. The caller holds n.mu.
 func (n *shared) replace(change func(map[int]*conn)) {
 	m := maps.Clone(*n.peers.Load())
 	change(m)
@@ -108,21 +108,21 @@ func (n *shared) refused(peer, addr string, cause error) {
 	n.unproved.Log(n.log, addr+logx.Kind(cause)).Warn("a connection was refused", "peer", peer, "addr", addr, "err", cause)
 }
 
-// proveRecord puts into m, a registration, the proof that STEPAF_AUTH=warn looks for.
+// proveRecord appends to m, a registration, the proof that STEPAF_AUTH=warn checks.
 func (n *shared) proveRecord(m *van.Meta) {
 	if len(m.Control.Nodes) != 1 {
 		return
 	}
-	if proof := recordProof(n.warns, &m.Control.Nodes[0]); !bytes.HasSuffix(m.Body, proof[:]) { // it has one if it is sent again
-		m.Body = append(m.Body[:len(m.Body):len(m.Body)], proof[:]...) // behind what the node says itself, see membership
+	if proof := recordProof(n.warns, &m.Control.Nodes[0]); !bytes.HasSuffix(m.Body, proof[:]) { // a repeated registration has one
+		m.Body = append(m.Body[:len(m.Body):len(m.Body)], proof[:]...) // after the part that membership writes
 	}
 }
 
-// registerLen is the length of what membership puts into the body of a registration that proves its address.
+// registerLen is the length of the text that membership writes into the body of a registration that proves its address.
 const registerLen = len("stepaf/1 register 0123456789abcdef")
 
-// checkRecord counts and names the node that m registers if it has no proof. It is admitted: connections are plain with
-// STEPAF_AUTH=warn, and whoever sees a registration can repeat it, so that the proof shows which nodes are configured, no more.
+// checkRecord counts and logs the node that m registers if m has no valid proof. The node is admitted all the same. With
+// STEPAF_AUTH=warn connections are plain, so an observer can replay a registration: the proof only shows which nodes are configured.
 func (n *shared) checkRecord(m *van.Meta) {
 	for i := range m.Control.Nodes {
 		proof := recordProof(n.warns, &m.Control.Nodes[i])
@@ -143,7 +143,7 @@ func (n *shared) checkRecord(m *van.Meta) {
 	}
 }
 
-// recordProof is the proof of a node's registration.
+// recordProof returns the proof of a node's registration.
 func recordProof(keys *auth.Keys, node *van.Node) [auth.ProofLen]byte {
 	return keys.Proof("registration", []byte(node.Addr()), node.Endpoint)
 }
@@ -155,7 +155,7 @@ func (n *shared) tell(c *conn, up bool, cause error) {
 	}
 }
 
-// classOf is the class of what leaves for c, if one is set.
+// classOf returns the traffic class of messages to c, if one is set.
 func (n *shared) classOf(c *conn) (class int, ok bool) {
 	if m := n.classes.Load(); m != nil {
 		class, ok = (*m)[c.who.Load().id]
@@ -163,7 +163,7 @@ func (n *shared) classOf(c *conn) (class int, ok bool) {
 	return class, ok
 }
 
-// stats counts without locks.
+// stats are the van's counters, which need no lock.
 type stats struct {
 	sentN, sentB, recvN, recvB, malformed, stale, strangers, unproved, refused, paused atomic.Uint64
 }

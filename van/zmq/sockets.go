@@ -22,39 +22,38 @@ func wrap(name string, value int, err error) error {
 	return fmt.Errorf("zmq: %s=%d: %w", name, value, err)
 }
 
-// routerQueue is how many messages of one peer libzmq receives ahead of this node. More
-// stay in the system's buffers, and with their sender.
+// routerQueue is how many messages of one peer libzmq receives ahead of this node. Further messages
+// stay in the system's buffers and at their sender.
 const routerQueue = 128
 
-// maxFrame is the longest frame that is received: lengths are signed 32-bit numbers.
+// maxFrame is the maximum length of a received frame: lengths are signed 32-bit numbers.
 const maxFrame = math.MaxInt32
 
-// tune sets what every socket has in common. Dead hosts are noticed by TCP
-// keep-alives, since ZMTP heartbeats are unknown to the libzmq of the original.
+// tune sets the options of every socket. TCP keep-alives detect dead hosts, since the libzmq of the original does not
+// know ZMTP heartbeats.
 func tune(z *zmq4.Socket) error {
 	return errors.Join(z.SetLinger(0), z.SetMaxmsgsize(maxFrame), z.SetTcpKeepalive(1), z.SetTcpKeepaliveIdle(10), z.SetTcpKeepaliveIntvl(3),
 		z.SetTcpKeepaliveCnt(3))
 }
 
-// tuneNative sets what a connection to another node of this library has besides: also
-// heartbeats, unless limit is 0.
+// tuneNative sets the additional options of a connection to another node of this library, including
+// heartbeats unless limit is 0.
 func tuneNative(z *zmq4.Socket, every, limit time.Duration) error {
-	// An empty message, so that the peer knows at once whose connection it is.
+	// libzmq sends an empty message first, so that the peer can assign the connection to this node at once.
 	errs := []error{z.SetProbeRouter(1)}
 	if limit > 0 {
-		// libzmq's own threads ask and answer, so that neither a busy process nor
-		// Python's lock looks like a dead one. No TTL: the peer would end a connection
-		// that it does not read for a while. libzmq must not stop to read the connection: it
-		// would not see the answers to its heartbeats, and version 4.3.4 ends the process if
-		// the peer goes meanwhile (its issue 4364). So its queue has no end: a server sends
-		// its worker no more than that has asked for.
+		// libzmq's own threads send and answer heartbeats, so a busy process or one that holds Python's
+		// lock does not look dead. No TTL is set: the peer would close a connection that it does not read
+		// for a while. libzmq must not stop reading the connection: it would miss the answers to its
+		// heartbeats, and version 4.3.4 aborts the process if the peer disconnects meanwhile (its issue
+		// 4364). The receive queue is therefore unlimited: a server sends its worker only requested data.
 		errs = append(errs, z.SetRcvhwm(0), z.SetHeartbeatIvl(every), z.SetHeartbeatTimeout(limit), z.SetTcpMaxrt(limit))
 	}
 	return errors.Join(errs...)
 }
 
-// noIPv6 refuses an address that libzmq would not use: it binds none as this host's, and
-// connects to none without a word.
+// noIPv6 returns an error for an IPv6 address. libzmq cannot bind one, and does not connect to
+// one and reports no error.
 func noIPv6(host string) error {
 	if ip := net.ParseIP(host); ip != nil && ip.To4() == nil {
 		return fmt.Errorf("%w: %s is an IPv6 address, want an IPv4 address, which is all that zmq uses here", van.ErrInvalid, host)
@@ -62,7 +61,7 @@ func noIPv6(host string) error {
 	return nil
 }
 
-// addressError gives libzmq's errno its usual Go type.
+// addressError converts libzmq's errno to the usual Go type.
 func addressError(err error) error {
 	var z zmq4.Errno
 	if !errors.As(err, &z) {
@@ -78,8 +77,8 @@ func addressError(err error) error {
 	}
 }
 
-// socketError is err of a new socket of libzmq. "Too many" is a descriptor that it cannot have,
-// or the limit of its own, which is looked at before a node starts.
+// socketError explains err, the error of a new socket. EMFILE means that the process has no descriptor left, or that
+// libzmq's own limit of sockets is reached; the latter is checked before a node starts.
 func socketError(err error) error {
 	if errors.Is(err, zmq4.Errno(syscall.EMFILE)) {
 		return fmt.Errorf("a socket of libzmq: %w (unless there are as many as BYTEPS_ZMQ_MAX_SOCKET allows)", syscall.EMFILE)

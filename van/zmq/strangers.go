@@ -8,19 +8,19 @@ import (
 	"net/netip"
 )
 
-// strangers are the connections of one kind by host: a heap whose first host has the most connections, or the oldest one of those
-// that have as many.
+// strangers is a heap of the hosts that have unauthenticated connections of one kind. The first host has the most connections; of
+// hosts with equally many, the host with the oldest connection is first.
 type strangers struct {
 	n     int
 	hosts []*host
 	of    map[netip.Addr]*host
 }
 
-// host has the connections of one kind that came from an address.
+// host is the list of connections of one kind from one address.
 type host struct {
 	addr  netip.Addr
 	conns list.List // of *incoming, the oldest first
-	at    int       // in the heap
+	at    int       // index in the heap
 }
 
 func (h *host) oldest() *incoming { return h.conns.Front().Value.(*incoming) }
@@ -78,8 +78,8 @@ func (s *strangers) remove(in *incoming) {
 	heap.Remove(s, h.at)
 }
 
-// next is the connection to be ended next, nil if there is none: the oldest one of the host that has the most, so that a host with few keeps them.
-// A host keeps as many as spare says.
+// next returns the connection to close next, or nil: the oldest connection of the host with the most connections, so that hosts with
+// few connections keep them. spare has the number of connections that a host keeps in any case.
 func (s *strangers) next(spare map[netip.Addr]int) *incoming {
 	next := -1
 	for i, h := range s.hosts {

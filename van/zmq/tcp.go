@@ -8,20 +8,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tcpSocket is a descriptor of libzmq's and the socket that it was: it may be closed, and used
-// again, at any time.
+// tcpSocket is a descriptor of libzmq and the cookie of its socket. libzmq may close and reuse the descriptor
+// at any time.
 type tcpSocket struct {
 	fd     int
 	cookie uint64
 }
 
-// use calls f with a descriptor of the socket, if fd still is one.
+// use calls f with a descriptor of the socket, if fd still refers to it.
 func (s tcpSocket) use(f func(fd int)) {
 	dup, err := unix.FcntlInt(uintptr(s.fd), unix.F_DUPFD_CLOEXEC, 0)
 	switch err {
 	case nil:
 		defer func() { _ = unix.Close(dup) }()
-	case unix.EMFILE: // to end a connection is then all the more urgent
+	case unix.EMFILE: // closing a connection is then all the more urgent
 		dup = s.fd
 	default:
 		return
@@ -31,7 +31,7 @@ func (s tcpSocket) use(f func(fd int)) {
 	}
 }
 
-// setClass sets the class, for IPv6 as well where the socket has it.
+// setClass sets the traffic class, for IPv6 as well if the socket supports it.
 func (s tcpSocket) setClass(class int) {
 	s.use(func(fd int) {
 		_ = unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_TOS, class<<2)
@@ -39,13 +39,13 @@ func (s tcpSocket) setClass(class int) {
 	})
 }
 
-// unacknowledged is how many bytes the peer's system has not acknowledged, 0 also if the socket is gone.
+// unacknowledged returns the number of bytes that the peer's system has not acknowledged, 0 if the socket is closed.
 func (s tcpSocket) unacknowledged() (n int) {
 	s.use(func(fd int) { n, _ = unix.IoctlGetInt(fd, unix.SIOCOUTQ) })
 	return n
 }
 
-// hasClass tells whether the socket lives and has the class.
+// hasClass reports whether the socket is open and has the class.
 func (s tcpSocket) hasClass(class int) (ok bool) {
 	s.use(func(fd int) {
 		level, option := unix.IPPROTO_IP, unix.IP_TOS
@@ -58,7 +58,7 @@ func (s tcpSocket) hasClass(class int) (ok bool) {
 	return ok
 }
 
-// addrOf is the address of a TCP socket; that of another one is not valid.
+// addrOf returns the address of a TCP socket. For other sockets it returns an invalid address.
 func addrOf(a unix.Sockaddr) netip.AddrPort {
 	switch a := a.(type) {
 	case *unix.SockaddrInet4:

@@ -6,9 +6,9 @@
 // the DEALER to the peer. The data answers of a server leave over its own ROUTER,
 // on the connection that the worker opened, so a worker also reads its DEALERs.
 //
-// Values are lent to libzmq and stay pinned until it lets go; received values are
-// handed up as views on libzmq's messages. The ROUTER's receiver sleeps in a thread
-// of its own; the others park in Go's network poller on the sockets' descriptors.
+// Values are lent to libzmq and stay pinned until libzmq releases them. Received values are
+// handed up as views on libzmq's messages. The ROUTER's receiver sleeps in its own
+// thread. The other receivers sleep in Go's network poller on the sockets' descriptors.
 package zmq
 
 import (
@@ -49,17 +49,17 @@ type zvan struct {
 
 	// shared.mu guards these.
 	loops   []*receiver
-	leaving map[*conn]struct{} // that end
+	leaving map[*conn]struct{} // connections that are closing
 	started bool
-	serial  int // names the monitors
+	serial  int // numbers the DEALERs and their monitors
 	wg      sync.WaitGroup
 }
 
-// socketsEach is how many sockets a connection takes: the DEALER and the two ends
-// of its monitor. BYTEPS_ZMQ_MAX_SOCKET counts only the first, as in the original.
+// socketsEach is the number of sockets that a connection uses: the DEALER and the two ends
+// of its monitor. BYTEPS_ZMQ_MAX_SOCKET counts only the DEALER, as in the original.
 const socketsEach = 3
 
-// New makes a van that has not bound yet.
+// New returns a van that is not bound yet.
 func New(o van.Options) (van.Van, error) {
 	zctx, err := zmq4.NewContext()
 	if err != nil {
@@ -99,8 +99,8 @@ func New(o van.Options) (van.Van, error) {
 	return v, nil
 }
 
-// bindThreads gives libzmq's threads the cores that the original gives those that
-// receive. A core that cannot be had is a warning, and nothing is bound.
+// bindThreads binds libzmq's threads to the cores that the original uses for its receiving threads. If a core
+// is not available, it logs a warning and binds nothing.
 func (v *zvan) bindThreads() {
 	if !v.cfg.BindCPUCore || v.cfg.GPU < 0 || v.cfg.Role == "scheduler" {
 		return
@@ -129,13 +129,13 @@ func (v *zvan) SetID(id int) {
 	v.setID(id)
 }
 
-// Bind opens the ROUTER. A busy port is an error that wraps syscall.EADDRINUSE.
+// Bind opens the ROUTER. If the port is in use, the error wraps syscall.EADDRINUSE.
 func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 	z, err := v.zctx.NewSocket(zmq4.ROUTER)
 	if err != nil {
 		return 0, fmt.Errorf("zmq: ROUTER: %w", socketError(err))
 	}
-	// A peer that comes back takes over the routing id of its old connection.
+	// With handover, a peer that reconnects takes over the routing id of its old connection.
 	err = errors.Join(z.SetRouterMandatory(1), z.SetRouterHandover(true), z.SetSndhwm(0), z.SetRcvhwm(routerQueue), tune(z), v.curve.server(z))
 	if err != nil {
 		return 0, errors.Join(fmt.Errorf("zmq: ROUTER: %w", err), z.Close())
@@ -173,7 +173,7 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 	return port, nil
 }
 
-// bind binds z to self's address and returns the port and what undoes it.
+// bind binds z to self's address. It returns the port and a function that releases it.
 func (v *zvan) bind(z *zmq4.Socket, self van.Node) (int, func(), error) {
 	if v.cfg.Local {
 		return bindLocal(z, self, v.cfg.RootPort)
@@ -212,7 +212,7 @@ func bindTCP(z *zmq4.Socket, host, port string) (int, error) {
 	return strconv.Atoi(text)
 }
 
-// Start begins to receive.
+// Start starts the receivers.
 func (v *zvan) Start(recv van.Receiver) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -233,7 +233,7 @@ func (v *zvan) Stats() van.Stats {
 	return s
 }
 
-// Close ends everything; sent messages leave until ctx ends, at most maxLinger.
+// Close stops the van. It waits for sent messages to be written until ctx ends, at most maxLinger.
 func (v *zvan) Close(ctx context.Context) error {
 	v.engine.EndPoll(ctx)
 	v.mu.Lock()
@@ -274,7 +274,7 @@ func (v *zvan) Close(ctx context.Context) error {
 	}
 	ended := make(chan error, len(peers))
 	for _, c := range peers {
-		if c.leaves.Swap(true) { // it was superseded
+		if c.leaves.Swap(true) { // closed already, see closeBrokenConnections
 			ended <- nil
 			continue
 		}
@@ -292,5 +292,5 @@ func (v *zvan) Close(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// maxLinger is the longest that Close waits for messages to leave.
+// maxLinger is the longest time that Close waits for messages to be written.
 const maxLinger = 5 * time.Second
