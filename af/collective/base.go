@@ -1,6 +1,6 @@
 package collective
 
-// What all parts of a communicator know of it: its ranks, whether it can be used, and how messages are sent.
+// The state that all parts of a communicator share: its ranks, its error, and how it sends messages.
 
 import (
 	"cmp"
@@ -22,32 +22,34 @@ import (
 // ErrMismatch: ranks of a communicator have made different calls.
 var ErrMismatch = errors.New("calls of ranks do not match")
 
-// errMisfit: a rank has other ranks in its communicator.
-var errMisfit = fmt.Errorf("%w: ranks were made with different ranks", ErrMismatch)
+// errMisfit: another rank created the communicator with a different list of ranks.
+var errMisfit = fmt.Errorf("%w: the ranks gave different lists of ranks", ErrMismatch)
 
-// ErrAborted: another rank has given the communicator up, for a reason of its own.
-var ErrAborted = errors.New("given up by another rank")
+// ErrAborted: another rank aborted the communicator, for a reason of its own.
+var ErrAborted = errors.New("aborted by another rank")
 
 // errRebuild: another rank is in Rebuild or New.
-var errRebuild = fmt.Errorf("%w: it begins anew", ErrAborted)
+var errRebuild = fmt.Errorf("%w: it rebuilds the communicator", ErrAborted)
 
-// Options of New. All ranks must give the same.
+// Options are the options of New. All ranks must give the same.
 type Options struct {
-	ID    int   // tells the communicators of a node apart: 0 to 4095
+	ID    int   // distinguishes the communicators of a node: 0 to 4095
 	Ranks []int // instance ranks of the node's role, ascending; nil means the instances of its group
 
 	// Timeout limits New and, counted from the call, each Op.Wait whose context has no
 	// deadline. 0 is postoffice.DefaultTimeout, negative no limit.
 	Timeout time.Duration
 
-	// Look lets calls with tensors on a device receive in place of the transport, as waits do, before they return, for 10 microseconds or
-	// so: others need not wait until a thread of this process is woken. Handlers of this node may run on the caller's goroutine
-	// meanwhile, so it must hold no lock that one of them takes. Nodes that are servers do not look.
+	// Look lets calls with device tensors poll for up to 10 microseconds before they return. The caller then receives
+	// in place of the transport, as a wait does, so other ranks need not wait until a thread of this process is woken.
+	// Handlers of this node may run on the caller's goroutine meanwhile, so the caller must hold no lock that a
+	// handler takes. Servers ignore Look.
 	Look bool
 }
 
-// base is a communicator as its parts know it. It has one lock, since it fails and begins anew as a whole: mu guards
-// what follows it here, and what meeting, flight, op and children say that it does.
+// base is the state that the parts of a communicator share. It has one lock, since a communicator fails and is
+// rebuilt as a whole. mu guards the fields below it, and those that bootstrap, callWindow, op and children declare as
+// guarded by it.
 type base struct {
 	node     cluster.App
 	customer *cluster.Customer
@@ -56,20 +58,20 @@ type base struct {
 	self     int   // this node's rank in it
 	hash     uint64
 	timeout  time.Duration
-	revoker  van.Invalidator // nil when no peer writes into results
-	looks    bool            // waits look for a while before they sleep
-	early    bool            // and calls with tensors on a device before they return
-	fail     func(error)     // Comm.fail: makes it unusable until Rebuild, and tells the other ranks
+	revoker  van.Invalidator // nil if no peer writes into results
+	looks    bool            // waits poll before they sleep
+	early    bool            // calls with device tensors poll before they return
+	fail     func(error)     // Comm.fail: makes the communicator unusable until Rebuild, and notifies the other ranks
 
 	mu      sync.Mutex
 	epoch   uint64
-	err     error // why there can be no calls before Rebuild
-	left    error // a rank has closed its end: calls in flight that do not need it go on
+	err     error // why calls are refused until Rebuild
+	left    error // a rank has closed the communicator: calls in flight that do not need the rank continue
 	closed  bool
 	joining bool // in New or Rebuild
 }
 
-// place fills in the ranks.
+// place computes ids, self and hash from the ranks of Options.
 func (b *base) place(ranks []int) error {
 	t := b.node.Topology()
 	role, n, id := b.node.Role(), t.NumServers*t.GroupSize, van.ServerID
@@ -105,18 +107,18 @@ func (b *base) place(ranks []int) error {
 		return fmt.Errorf("%w: %d ranks, want at most %d", van.ErrInvalid, len(ranks), 1<<16)
 	}
 	b.hash = h.Sum64()
-	// Ranks may all be on this machine, and who looks where there are more of them than
-	// processors keeps the very rank that it waits for from its own.
+	// All ranks may be on this machine. If there are more ranks than processors, a polling rank takes the processor
+	// from the rank that it waits for.
 	b.looks = len(ranks) <= runtime.NumCPU()
 	return nil
 }
 
-// name names a rank and its node, for errors.
+// name describes a rank and its node in errors.
 func (b *base) name(rank int) string {
 	return fmt.Sprintf("rank %d (%s)", rank, b.node.PeerName(b.ids[rank]))
 }
 
-// limit is how long a wait may take, 0 for no limit.
+// limit returns how long a wait may take; 0 means no limit.
 func (b *base) limit(ctx context.Context) time.Duration {
 	if _, has := ctx.Deadline(); has || b.timeout < 0 {
 		return 0
@@ -124,7 +126,7 @@ func (b *base) limit(ctx context.Context) time.Duration {
 	return b.node.Limit(b.timeout)
 }
 
-// limited is ctx for as long as a wait may take, and how long that is, 0 for no limit.
+// limited returns ctx with the limit of a wait, and the limit; 0 means no limit.
 func (b *base) limited(ctx context.Context) (_ context.Context, limit time.Duration, cancel context.CancelFunc) {
 	if limit = b.limit(ctx); limit == 0 {
 		return ctx, 0, func() {}
@@ -133,12 +135,12 @@ func (b *base) limited(ctx context.Context) (_ context.Context, limit time.Durat
 	return ctx, limit, cancel
 }
 
-// refused is the error of a call that is not made. Nothing fails by it.
+// refused returns the error of a call that is not made. The communicator does not fail.
 func (b *base) refused(op string, err error) *van.Error {
 	return &van.Error{Op: op, Node: b.node.Name(), Detail: fmt.Sprintf("communicator %d", b.id), Err: err}
 }
 
-// failed is the error of a call on a communicator that has failed.
+// failed returns the error of a call on a communicator that has failed.
 func (b *base) failed(op string, err error) error {
 	e := b.refused(op, err)
 	if !errors.Is(err, van.ErrClosed) {
@@ -147,7 +149,7 @@ func (b *base) failed(op string, err error) error {
 	return e
 }
 
-// check refuses a call that makes no sense here, before anything is sent.
+// check returns the first of errs as the error of call k. It runs before anything is sent.
 func (b *base) check(k call, errs ...error) error {
 	if err := cmp.Or(errs...); err != nil {
 		return b.refused(kinds[k.kind], err)
@@ -155,12 +157,12 @@ func (b *base) check(k call, errs ...error) error {
 	return nil
 }
 
-// about is the error of the communicator that a rank is the reason of.
+// about returns the error of the communicator that rank caused.
 func (b *base) about(rank int, err error) *van.Error {
 	return &van.Error{Op: fmt.Sprintf("communicator %d", b.id), Node: b.node.Name(), Peer: b.name(rank), Err: err}
 }
 
-// request is one of another rank's that has not been answered.
+// request is a request of another rank that is not answered yet.
 type request struct {
 	rank  int
 	reply datamsg.Reply
@@ -176,7 +178,8 @@ func (b *base) sendRequest(id int, ts int32, body []byte) error {
 	return b.node.Send(m)
 }
 
-// answer answers a request with a body only. Who cannot be reached is lost.
+// answer answers a request with a body only. A rank that cannot be reached is reported as lost by its peers'
+// connections.
 func (b *base) answer(q *request, body []byte) {
 	m := &van.Message{}
 	q.reply.Fill(m)
@@ -187,7 +190,7 @@ func (b *base) answer(q *request, body []byte) {
 	}
 }
 
-// refuse answers a request with the reason why it gets nothing else.
+// refuse answers a request with a reason instead of a part.
 func (b *base) refuse(q *request, why error) {
 	b.answer(q, appendReason(nil, verbRefused, 0, why))
 }

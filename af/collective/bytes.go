@@ -1,6 +1,6 @@
 package collective
 
-// Values of the ranks' programs: short, and of different lengths.
+// AllGatherBytes: short values of different lengths, such as addresses.
 
 import (
 	"cmp"
@@ -14,11 +14,11 @@ import (
 // maxValue is the longest value that AllGatherBytes takes.
 const maxValue = 1 << 20
 
-// AllGatherBytes gives every rank the values of all ranks, in the order of ranks: addresses, for example, or keys. Lengths may
-// differ, up to 1 MiB. All ranks call it. It waits until all have.
+// AllGatherBytes gives every rank the values of all ranks, in rank order: addresses, for example, or keys. Lengths
+// may differ, up to 1 MiB. All ranks call it; it returns when all have.
 func (c *Comm) AllGatherBytes(ctx context.Context, value []byte) ([][]byte, error) {
 	own, lens := make([]uint32, 1), make([]uint32, c.Size())
-	own[0] = uint32(min(len(value), maxValue+1)) // too long for all of them, who then know whose it is
+	own[0] = uint32(min(len(value), maxValue+1)) // a value that is too long fails on all ranks, and the error names its rank
 	in, err := af.FromSlice(own)
 	out, err2 := af.FromSlice(lens)
 	if err := cmp.Or(err, err2); err != nil {

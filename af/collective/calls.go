@@ -1,6 +1,6 @@
 package collective
 
-// The calls: which parts of which tensors they ask for and give.
+// The calls of a communicator: which parts of which tensors they request and send.
 
 import (
 	"cmp"
@@ -14,8 +14,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// AllGather makes out the tensors in of all ranks, in the order of ranks. All have the same
-// size, and out has Size times that. in may be this rank's part of out.
+// AllGather writes the tensors in of all ranks to out, in rank order. All in have the same size, and out has Size
+// times that. in may be this rank's part of out.
 func (c *Comm) AllGather(out, in af.Tensor, on ...af.StreamOption) (Op, error) {
 	k := call{kind: allGather, dtype: in.Dtype(), root: -1, bytes: uint64(in.Len())}
 	n := in.Len()
@@ -31,8 +31,8 @@ func (c *Comm) AllGather(out, in af.Tensor, on ...af.StreamOption) (Op, error) {
 		result: result{own, in.Mem()}, device: device}, on)
 }
 
-// AllGatherV makes out[r] the tensor in of rank r, for all ranks. Sizes may differ from rank
-// to rank and be 0; out[r] has the size of what rank r gives.
+// AllGatherV writes the tensor in of rank r to out[r], for all ranks. Sizes may differ from rank to rank and be 0;
+// out[r] has the size of the tensor in of rank r.
 func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor, on ...af.StreamOption) (Op, error) {
 	k := call{kind: allGatherV, dtype: dtypeOf([]af.Tensor{in}, out), root: -1}
 	device, err := c.b.home(out, []af.Tensor{in})
@@ -46,9 +46,9 @@ func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor, on ...af.StreamOption) 
 		result: result{out[c.b.self].Mem(), in.Mem()}, device: device}, on)
 }
 
-// AllToAll gives in[r] to rank r and makes out[r] what rank r gives this one, for all ranks.
-// Sizes may differ and be 0. No in[r] may share memory with any of out, but this rank's own with
-// its own.
+// AllToAll sends in[r] to rank r, and writes the tensor that rank r sends to this rank to out[r], for all ranks.
+// Sizes may differ and be 0. No in[r] may share memory with any out, except that in and out of this rank itself may
+// be the same.
 func (c *Comm) AllToAll(out, in []af.Tensor, on ...af.StreamOption) (Op, error) {
 	k := call{kind: allToAll, dtype: dtypeOf(in, out), root: -1}
 	device, err := c.b.home(out, in)
@@ -65,7 +65,7 @@ func (c *Comm) AllToAll(out, in []af.Tensor, on ...af.StreamOption) (Op, error) 
 		result: result{out[c.b.self].Mem(), in[c.b.self].Mem()}, device: device}, on)
 }
 
-// Broadcast makes t on all ranks what it is on rank root.
+// Broadcast copies t of rank root to t on all ranks.
 func (c *Comm) Broadcast(t af.Tensor, root int, on ...af.StreamOption) (Op, error) {
 	k := call{kind: broadcast, dtype: t.Dtype(), root: int32(root), bytes: uint64(t.Len())}
 	device, err := c.b.home([]af.Tensor{t})
@@ -75,19 +75,18 @@ func (c *Comm) Broadcast(t af.Tensor, root int, on ...af.StreamOption) (Op, erro
 	return c.start(&plan{call: k, ask: share{mem: t.Mem(), of: root}, give: share{mem: t.Mem(), of: c.b.ifRoot(root)}, device: device}, on)
 }
 
-// Gather makes out, on rank root, the tensors in of all ranks, in the order of ranks. Others
-// give no out.
+// Gather writes the tensors in of all ranks to out on rank root, in rank order. Other ranks pass an empty out.
 func (c *Comm) Gather(out, in af.Tensor, root int, on ...af.StreamOption) (Op, error) {
 	return c.parts(gather, out, in, root, on)
 }
 
-// Scatter makes out, on each rank, that rank's part of the tensor in of rank root, which has
-// Size times the size. Others give no in.
+// Scatter sends each rank its part of the tensor in of rank root, and writes it to out. in has Size times the size of
+// out. Other ranks pass an empty in.
 func (c *Comm) Scatter(out, in af.Tensor, root int, on ...af.StreamOption) (Op, error) {
 	return c.parts(scatter, in, out, root, on)
 }
 
-// parts is a Gather or a Scatter: whole, which only rank root has, has a part for each rank.
+// parts implements Gather and Scatter: whole, which only rank root has, contains a part for each rank.
 func (c *Comm) parts(kind kind, whole, part af.Tensor, root int, on []af.StreamOption) (Op, error) {
 	k := call{kind: kind, dtype: part.Dtype(), root: int32(root), bytes: uint64(part.Len())}
 	n := part.Len()
@@ -129,9 +128,8 @@ func (c *Comm) Barrier(ctx context.Context) error {
 	return op.Wait(ctx)
 }
 
-// ReduceScatter makes out, on each rank, the reduction of that rank's part of the tensors in of all
-// ranks; in has Size times the size of out. Elements are reduced in the order of ranks, so all
-// runs give the same result.
+// ReduceScatter writes the reduction of this rank's part of the tensors in of all ranks to out. in has Size times the
+// size of out. Elements are reduced in rank order, so all runs give the same result.
 func (c *Comm) ReduceScatter(out, in af.Tensor, r Reduction) (Op, error) {
 	k := call{kind: reduceScatter, reduction: r, dtype: out.Dtype(), root: -1, bytes: uint64(out.Len())}
 	f, err := folderFor(out.Dtype(), r)
@@ -147,12 +145,11 @@ func (c *Comm) ReduceScatter(out, in af.Tensor, r Reduction) (Op, error) {
 	return c.start(&plan{call: k, give: give, fold: f, result: result{out.Mem(), own}}, nil)
 }
 
-// reduceWhole is the size in bytes below which AllReduce moves whole tensors: one exchange
-// instead of two.
+// reduceWhole is the size in bytes below which AllReduce moves whole tensors: one exchange instead of two.
 const reduceWhole = 64 << 10
 
-// AllReduce makes out, on all ranks, the reduction of the tensors in of all ranks, element by
-// element, in the order of ranks. All have the same size; out may be in.
+// AllReduce writes the reduction of the tensors in of all ranks to out, element by element, in rank order. All
+// tensors have the same size; out may be in.
 func (c *Comm) AllReduce(out, in af.Tensor, r Reduction) (Op, error) {
 	k := call{kind: allReduce, reduction: r, dtype: out.Dtype(), root: -1, bytes: uint64(out.Len())}
 	f, err := folderFor(out.Dtype(), r)
@@ -165,7 +162,7 @@ func (c *Comm) AllReduce(out, in af.Tensor, r Reduction) (Op, error) {
 	return c.reduceInParts(k, f, out, in)
 }
 
-// reduceInParts is an AllReduce in which each rank reduces one part; then all gather the parts.
+// reduceInParts is an AllReduce in which each rank reduces one part; an AllGather of the parts follows.
 func (c *Comm) reduceInParts(k call, f folder, out, in af.Tensor) (Op, error) {
 	whole := share{mem: in.Mem(), of: everybody}
 	give, ask := whole, share{mem: out.Mem(), by: k.dtype.Size(), of: everybody}
@@ -178,44 +175,43 @@ func (c *Comm) reduceInParts(k call, f folder, out, in af.Tensor) (Op, error) {
 		return Op{}, err
 	}
 	o1.begin()
-	c.flight.unref(o1)
+	c.calls.unref(o1)
 	return h, nil
 }
 
-// reserveTwo reserves two calls that follow each other. The first one is returned with a
-// reference.
+// reserveTwo reserves two consecutive calls. The first one is returned with a reference.
 func (c *Comm) reserveTwo(a, b *plan) (*op, Op, error) {
 	c.pair.Lock()
 	defer c.pair.Unlock()
 	c.b.mu.Lock()
-	full := c.flight.window[(c.flight.next+1)%maxInFlight] != nil
+	full := c.calls.window[(c.calls.next+1)%maxInFlight] != nil
 	c.b.mu.Unlock()
 	if full {
-		return nil, Op{}, c.flight.full(kinds[a.call.kind])
+		return nil, Op{}, c.calls.full(kinds[a.call.kind])
 	}
-	o1, err := c.flight.reserve(a)
+	o1, err := c.calls.reserve(a)
 	if err != nil {
 		return nil, Op{}, err
 	}
-	o2, err := c.flight.reserve(b)
-	if err != nil { // it has failed meanwhile, or a rank has left
-		c.b.fail(err) // which ends o1
+	o2, err := c.calls.reserve(b)
+	if err != nil { // the communicator has failed meanwhile, or a rank has left
+		c.b.fail(err) // also ends o1
 		return nil, Op{}, err
 	}
 	c.b.mu.Lock()
 	defer c.b.mu.Unlock()
 	o1.refs++
 	h := Op{o2, o2.gen}
-	if o1.ended { // nothing begins o2, which has ended as well
+	if o1.ended { // o2 has ended as well, and is never begun
 		return o1, h, nil
 	}
-	o1.folding.next = o2
+	o1.reduction.next = o2
 	o2.refs++
 	return o1, h, nil
 }
 
-// start makes one call. With tensors on the device it is made when that has done the work which is
-// in the stream now.
+// start makes one call. With device tensors, the call begins when the device has done the work that the stream
+// contains now.
 func (c *Comm) start(p *plan, on []af.StreamOption) (Op, error) {
 	if p.device {
 		return c.startBehind(p, on)
@@ -226,7 +222,7 @@ func (c *Comm) start(p *plan, on []af.StreamOption) (Op, error) {
 		}
 	}
 	c.pair.Lock()
-	o, err := c.flight.reserve(p)
+	o, err := c.calls.reserve(p)
 	c.pair.Unlock()
 	if err != nil {
 		return Op{}, err
@@ -236,7 +232,7 @@ func (c *Comm) start(p *plan, on []af.StreamOption) (Op, error) {
 	return h, nil
 }
 
-// ifRoot is everybody on the root, and nobody elsewhere.
+// ifRoot returns everybody on the root, and nobody on other ranks.
 func (b *base) ifRoot(root int) int {
 	if b.self == root {
 		return everybody
@@ -251,7 +247,7 @@ func (b *base) rooted(root int) error {
 	return nil
 }
 
-// aligned refuses a tensor whose elements lie at odd addresses.
+// aligned returns an error for a tensor whose address is not a multiple of its element size.
 func aligned(t *af.Tensor) error {
 	if size := t.Dtype().Size(); t.Len() > 0 && t.Mem().Addr()%uint64(size) != 0 {
 		return fmt.Errorf("%w: %s at address %#x, want a multiple of %d", van.ErrInvalid, nameOf(t), t.Mem().Addr(), size)
@@ -259,15 +255,14 @@ func aligned(t *af.Tensor) error {
 	return nil
 }
 
-// nameOf is the tensor in errors. It is of a copy, so that the tensors of a call that makes sense
-// need no memory on the heap.
+// nameOf describes a tensor in errors. It copies t, so that tensors of valid calls are not moved to the heap.
 func nameOf(t *af.Tensor) string {
 	c := *t
 	return c.String()
 }
 
-// apart refuses memory b that shares bytes with a and is not exactly may: one of the two is
-// written while the other is read.
+// apart returns an error if memory b shares bytes with a and is not exactly may: one of the two is written while the
+// other is read.
 func apart(aName string, a backend.Mem, bName string, b, may backend.Mem) error {
 	if !a.Overlaps(b) || may.Len() == b.Len() && may.Addr() == b.Addr() {
 		return nil
@@ -275,15 +270,15 @@ func apart(aName string, a backend.Mem, bName string, b, may backend.Mem) error 
 	return fmt.Errorf("%w: %s shares memory with %s", van.ErrInvalid, bName, aName)
 }
 
-// apartFrom refuses tensors out that share bytes, and tensors in of which one shares bytes with one of
-// out; in[own] may be this rank's of out.
+// apartFrom returns an error if tensors of out overlap, or a tensor of in overlaps one of out. in[own] may be this
+// rank's tensor of out.
 func (b *base) apartFrom(out, in []af.Tensor, own int) error {
 	if err := disjoint(out); err != nil {
 		return err
 	}
 	x, y := bounds(out), bounds(in)
 	if x[1] <= y[0] || y[1] <= x[0] {
-		return nil // two buffers, as most calls have
+		return nil // two separate buffers, as in most calls
 	}
 	for i := range in {
 		may := backend.Mem{}
@@ -299,13 +294,13 @@ func (b *base) apartFrom(out, in []af.Tensor, own int) error {
 	return nil
 }
 
-// disjoint refuses tensors out that share bytes.
+// disjoint returns an error if tensors of out share bytes.
 func disjoint(out []af.Tensor) error {
 	type piece struct {
 		from, to uint64
 		rank     int
 	}
-	var few [16]piece // so many need nothing from the heap
+	var few [16]piece // up to 16 need no heap memory
 	l := few[:0]
 	for r := range out {
 		if m := out[r].Mem(); m.Len() > 0 {
@@ -321,7 +316,7 @@ func disjoint(out []af.Tensor) error {
 	return nil
 }
 
-// bounds is where the first tensor begins and the last one ends.
+// bounds returns the lowest address of the tensors and the end of the highest one.
 func bounds(l []af.Tensor) [2]uint64 {
 	b := [2]uint64{math.MaxUint64, 0}
 	for i := range l {
@@ -332,8 +327,8 @@ func bounds(l []af.Tensor) [2]uint64 {
 	return b
 }
 
-// home tells whether the tensors of a call lie on the node's device. All must, or none; it does not matter
-// where those without bytes are.
+// home reports whether the tensors of a call are in device memory. All must be, or none; tensors without bytes do not
+// count.
 func (b *base) home(lists ...[]af.Tensor) (device bool, err error) {
 	var first *af.Tensor
 	for _, l := range lists {
@@ -357,7 +352,7 @@ func (b *base) home(lists ...[]af.Tensor) (device bool, err error) {
 	return device, nil
 }
 
-// onHost refuses a tensor on a device, of which this library computes nothing.
+// onHost returns an error for a device tensor: this library does not compute on devices.
 func onHost(t *af.Tensor) error {
 	if m := t.Mem(); t.Len() > 0 && !m.OnHost() {
 		return fmt.Errorf("%w: %s, want host memory: reductions on a device are NCCL's work", van.ErrInvalid, nameOf(t))
@@ -365,7 +360,7 @@ func onHost(t *af.Tensor) error {
 	return nil
 }
 
-// same refuses tensors of different types.
+// same returns an error for tensors of different types.
 func same(a, b *af.Tensor) error {
 	if a.Dtype() != b.Dtype() {
 		return fmt.Errorf("%w: out and in of different types: %s and %s", van.ErrInvalid, nameOf(a), nameOf(b))
@@ -380,7 +375,7 @@ func size(t *af.Tensor, name string, want int) error {
 	return nil
 }
 
-// dtypeOf is the type of the first tensor that is not empty.
+// dtypeOf returns the type of the first tensor that is not empty.
 func dtypeOf(lists ...[]af.Tensor) af.Dtype {
 	for _, l := range lists {
 		for i := range l {
@@ -392,7 +387,7 @@ func dtypeOf(lists ...[]af.Tensor) af.Dtype {
 	return af.Uint8
 }
 
-// each refuses a list that is not one tensor for each of n ranks, of that type or empty.
+// each returns an error if l is not a list of n tensors, one for each rank, of type d or empty.
 func each(n int, l []af.Tensor, name string, d af.Dtype) error {
 	if len(l) != n {
 		return fmt.Errorf("%w: %d tensors %s, want one for each of %d ranks", van.ErrInvalid, len(l), name, n)

@@ -364,12 +364,12 @@ func TestLostWhileMeeting(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	c := all[0]
 	c.fail(errRebuild)
-	own, _, err := c.meeting.beginRound("rebuild communicator", func(error) {})
+	own, _, err := c.bootstrap.beginRound("rebuild communicator", func(error) {})
 	if err != nil {
 		t.Fatal(err)
 	}
 	c.peerChanged(c.b.ids[1], false, errors.New("its connection broke"))
-	other := hello{own.epoch, c.meeting.ranks[1].answered, own.ranks, own.n}
+	other := hello{own.epoch, c.bootstrap.ranks[1].answered, own.ranks, own.n}
 	if _, err := c.joined(t.Context(), []hello{own, other}, make([]error, 2)); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "rank 1") {
 		t.Errorf("the round: got %v, want ErrPeerLost of rank 1", err)
 	}
@@ -384,24 +384,24 @@ func TestBegunAnewAtTheEnd(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	c, ctx := all[0], t.Context()
 	c.fail(errRebuild)
-	own, _, err := c.meeting.beginRound("rebuild communicator", func(error) {})
+	own, _, err := c.bootstrap.beginRound("rebuild communicator", func(error) {})
 	if err != nil {
 		t.Fatal(err)
 	}
-	other := hello{own.epoch, c.meeting.ranks[1].answered, own.ranks, own.n}
+	other := hello{own.epoch, c.bootstrap.ranks[1].answered, own.ranks, own.n}
 	rebuilt := make(chan error, 1)
 	go func() { rebuilt <- all[1].Rebuild(ctx) }()
 	vantest.Eventually(t, 20*time.Second, "its hello has come", func() bool {
 		c.b.mu.Lock()
 		defer c.b.mu.Unlock()
-		return c.meeting.ranks[1].answered != other.round
+		return c.bootstrap.ranks[1].answered != other.round
 	})
 	answers, errs := []hello{own, other}, make([]error, 2)
 	again, err := c.joined(ctx, answers, errs)
 	if err != nil || !slices.Equal(again, []int{1}) {
 		t.Errorf("the round has ended, with error %v, and ranks %v to be met again, want it to go on, and rank 1", err, again)
 	}
-	if answers[1], err = c.meeting.greet(ctx, 1, own); err != nil {
+	if answers[1], err = c.bootstrap.handshake(ctx, 1, own); err != nil {
 		t.Fatal(err)
 	}
 	if again, err = c.joined(ctx, answers, errs); err != nil || len(again) > 0 {
@@ -611,7 +611,7 @@ func TestClose(t *testing.T) {
 // TestCloseWhileOthersRead: each call of Close reports that other ranks still read memory of this rank, until none does.
 func TestCloseWhileOthersRead(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
-	b, l := &all[0].b, &all[0].flight
+	b, l := &all[0].b, &all[0].calls
 	b.mu.Lock()
 	l.sending++ // as if the transport still used a part
 	b.mu.Unlock()
@@ -628,7 +628,7 @@ func TestCloseWhileOthersRead(t *testing.T) {
 		return l.quiet != nil
 	})
 	b.mu.Lock()
-	l.takenBack()
+	l.sendDone()
 	b.mu.Unlock()
 	select {
 	case err := <-closed:
@@ -738,5 +738,5 @@ func TestWaitSlice(t *testing.T) {
 		t.Fatalf("got %v, want ErrPending", err)
 	}
 	cancel(van.ErrTimeout)
-	vantest.Fails(t, op.WaitSlice(ctx, time.Minute), van.ErrTimeout, "AllGather", "nothing has come from rank 1")
+	vantest.Fails(t, op.WaitSlice(ctx, time.Minute), van.ErrTimeout, "AllGather", "nothing has arrived from rank 1")
 }

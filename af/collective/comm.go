@@ -1,6 +1,6 @@
 package collective
 
-// Comm: its making, what it hears of other ranks, its failure and its end, and how it begins anew.
+// Comm: creation, messages from other ranks, failure, Rebuild and Close.
 
 import (
 	"cmp"
@@ -21,19 +21,19 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Comm is a communicator: this node's end of one. All methods are safe for concurrent use,
-// but all ranks must make their calls in the same order.
+// Comm is one node's end of a communicator. All methods are safe for concurrent use, but all ranks must make their
+// calls in the same order.
 type Comm struct {
-	b        base
-	meeting  meeting
-	flight   flight
-	children children
-	pair     sync.Mutex // held while calls get their numbers; taken before base.mu
-	stop     func()     // ends the watch for lost peers
+	b         base
+	bootstrap bootstrap
+	calls     callWindow
+	children  children
+	pair      sync.Mutex // held while calls get their numbers; locked before base.mu
+	stop      func()     // ends the subscriptions to peer events and node exit
 }
 
-// New makes this node's end of a communicator and waits until all ranks have made theirs: for
-// the limit of o, unless ctx has a deadline. The error names those that have not.
+// New creates this node's end of a communicator and waits until all ranks have created theirs: for Options.Timeout,
+// unless ctx has a deadline. The error names the ranks that are missing.
 func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	const op = "new communicator"
 	c := &Comm{b: base{node: (*cluster.Node)(node).App(), id: o.ID, timeout: o.Timeout, err: errNotJoined}}
@@ -43,8 +43,8 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	if err := b.place(o.Ranks); err != nil {
 		return nil, &van.Error{Op: op, Node: node.Name(), Detail: fmt.Sprintf("ID %d", o.ID), Err: err}
 	}
-	c.meeting = meeting{b: b, ranks: make([]rank, len(b.ids))}
-	c.flight = flight{b: b, made: equip, asked: make([][maxInFlight]ask, len(b.ids)), copies: copies{b: b, queue: streamqueue.New(b.node.Backend(), b.node.Config().BusyPoll)}}
+	c.bootstrap = bootstrap{b: b, ranks: make([]rank, len(b.ids))}
+	c.calls = callWindow{b: b, made: equip, asked: make([][maxInFlight]ask, len(b.ids)), copies: copies{b: b, queue: streamqueue.New(b.node.Backend(), b.node.Config().BusyPoll)}}
 	b.revoker, _ = van.As[van.Invalidator]((*cluster.Node)(node).Van())
 	if err := b.node.Link(b.ids); err != nil {
 		return nil, err
@@ -52,53 +52,52 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	var err error
 	if b.customer, err = b.node.AddCustomer(appBase+o.ID, appBase+o.ID, c.receive); err != nil {
 		e := &van.Error{Op: op, Node: node.Name(), Detail: fmt.Sprintf("ID %d", o.ID), Err: err}
-		if errors.Is(err, van.ErrInvalid) { // it exists
+		if errors.Is(err, van.ErrInvalid) { // a communicator with the ID exists
 			e.Hint = "close this node's other communicator with that ID first"
 		}
 		return nil, e
 	}
-	unwatch, stay := b.node.OnPeer(c.peerChanged), b.node.OnExit(c.flight.copies.close)
+	unwatch, stay := b.node.OnPeer(c.peerChanged), b.node.OnExit(c.calls.copies.close)
 	c.stop = func() { unwatch(); stay() }
 	if err := c.join(ctx, op); err != nil {
-		c.meeting.tell(c.meeting.round, err)
+		c.bootstrap.tell(c.bootstrap.round, err)
 		_ = c.Close(ctx)
 		return nil, err
 	}
 	return c, nil
 }
 
-var errNotJoined = fmt.Errorf("%w: not all ranks have come", ErrAborted)
+var errNotJoined = fmt.Errorf("%w: not all ranks have joined", ErrAborted)
 
-// Rank is this node's rank in the communicator, from 0.
+// Rank returns this node's rank in the communicator, from 0.
 func (c *Comm) Rank() int { return c.b.self }
 
-// Size is the number of ranks.
+// Size returns the number of ranks.
 func (c *Comm) Size() int { return len(c.b.ids) }
 
-// Rebuild makes a communicator that has failed usable again, when all ranks call it: those
-// that are left and the processes that have taken the places of lost ones, which call New. Calls in
-// flight fail. It waits as New does. When it returns no other rank reads memory of this one
-// for calls that have failed.
+// Rebuild makes a failed communicator usable again. All ranks call it: the surviving ranks call Rebuild, the
+// replacement processes of lost ranks call New. Calls in flight fail. Rebuild waits as New does. When it returns, no
+// other rank reads memory of this rank for failed calls.
 func (c *Comm) Rebuild(ctx context.Context) error {
 	c.fail(c.b.refused("rebuild communicator", errRebuild))
-	if err := c.flight.await(ctx, "rebuild communicator"); err != nil {
+	if err := c.calls.await(ctx, "rebuild communicator"); err != nil {
 		return err
 	}
-	c.meeting.awaitTold(ctx) // or they would hear only that this one begins anew
+	c.bootstrap.awaitSent(ctx) // otherwise the others would learn only that this rank rebuilds, and not why it failed
 	return c.join(ctx, "rebuild communicator")
 }
 
-// join says hello to all ranks, and waits until all have answered and said hello themselves: each
-// answers when it is in a round. The new epoch is the largest that any rank proposes. All take the same,
-// since a rank's proposal grows only when a round of its own has succeeded, and then the
-// others, who still ask, make it fail and begin anew.
+// join sends a hello to all ranks, and waits until all ranks have answered and sent a hello themselves. A rank
+// answers while it is in a round, that is in New or Rebuild. The new epoch is the largest one that any rank proposes.
+// All ranks compute the same: a rank's proposal grows only after a round of its own has succeeded, and then the
+// hellos of the others make it fail and rebuild.
 func (c *Comm) join(ctx context.Context, op string) error {
 	begun := clock.Now()
 	ctx, limit, stop := c.b.limited(ctx)
 	defer stop()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	own, waiting, err := c.meeting.beginRound(op, cancel)
+	own, waiting, err := c.bootstrap.beginRound(op, cancel)
 	if err != nil {
 		return err
 	}
@@ -107,7 +106,7 @@ func (c *Comm) join(ctx context.Context, op string) error {
 	}
 	answers := make([]hello, len(c.b.ids))
 	errs := make([]error, len(c.b.ids))
-	var again []int // first all others
+	var again []int // ranks whose handshake is to be made; at first all others
 	for r := range c.b.ids {
 		if r != c.b.self {
 			again = append(again, r)
@@ -118,13 +117,13 @@ func (c *Comm) join(ctx context.Context, op string) error {
 		var wg sync.WaitGroup
 		for _, r := range again {
 			wg.Go(func() {
-				if answers[r], errs[r] = c.meeting.greet(ctx, r, own); final(errs[r]) {
-					cancel(errs[r]) // the others need not be waited for
+				if answers[r], errs[r] = c.bootstrap.handshake(ctx, r, own); final(errs[r]) {
+					cancel(errs[r]) // there is no need to wait for the other ranks
 				}
 			})
 		}
 		wg.Wait()
-		c.meeting.awaitHellos(ctx, errs)
+		c.bootstrap.awaitHellos(ctx, errs)
 		if again, err = c.joined(ctx, answers, errs); len(again) == 0 {
 			break
 		}
@@ -136,12 +135,13 @@ func (c *Comm) join(ctx context.Context, op string) error {
 	return nil
 }
 
-// joined ends a round, unless there are ranks to be met again.
+// joined ends a round, unless some handshakes must be repeated: it returns their ranks.
 func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again []int, err error) {
 	b := &c.b
 	b.mu.Lock()
-	// With the end of the round: a hello that comes between would be answered, and its rank wait for this one's.
-	if again = c.meeting.metAnew(ctx, answers, errs); len(again) > 0 {
+	// In one critical section with the end of the round. Otherwise a hello that arrives in between would be answered,
+	// and its sender would wait for a hello of this rank.
+	if again = c.bootstrap.restarted(ctx, answers, errs); len(again) > 0 {
 		b.mu.Unlock()
 		return again, nil
 	}
@@ -155,7 +155,7 @@ func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again
 			err = e
 		}
 	}
-	b.joining, c.meeting.refuted = false, nil
+	b.joining, c.bootstrap.endRound = false, nil
 	if err == nil && b.closed {
 		err = van.ErrClosed
 	}
@@ -163,7 +163,7 @@ func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again
 		if len(missing) > 0 && !errors.Is(err, ErrMismatch) {
 			err = fmt.Errorf("no answer from %s: %w", strings.Join(missing, ", "), err)
 		}
-		kept := c.flight.takeAsked(func(*ask) bool { return true })
+		kept := c.calls.takeAsked(func(*ask) bool { return true })
 		b.mu.Unlock()
 		for _, a := range kept {
 			b.refuse(&a.request, err)
@@ -174,19 +174,19 @@ func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again
 	for _, a := range answers {
 		epoch = max(epoch, a.epoch)
 	}
-	b.epoch, b.err, b.left, c.flight.next, c.children.entered = epoch, nil, nil, 0, 0
-	stale := c.flight.takeAsked(func(a *ask) bool { return a.epoch != epoch })
-	// Some may have failed meanwhile.
+	b.epoch, b.err, b.left, c.calls.next, c.children.entered = epoch, nil, nil, 0, 0
+	stale := c.calls.takeAsked(func(a *ask) bool { return a.epoch != epoch })
+	// Some ranks may have failed meanwhile.
 	var over error
-	for r := range c.meeting.ranks {
-		p := &c.meeting.ranks[r]
-		why := cmp.Or(p.gaveUp(), p.down)
+	for r := range c.bootstrap.ranks {
+		p := &c.bootstrap.ranks[r]
+		why := cmp.Or(p.abortReason(), p.down)
 		if r == b.self || why == nil {
 			continue
 		}
 		e := b.about(r, why)
-		if errors.Is(p.gaveUp(), van.ErrClosed) {
-			b.left = e // as it would be had this rank heard of it a moment later
+		if errors.Is(p.abortReason(), van.ErrClosed) {
+			b.left = e // as leave would have done a moment later
 		} else {
 			over = e
 		}
@@ -201,36 +201,36 @@ func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again
 	return nil, over
 }
 
-// peerChanged is called when a peer is lost or back.
+// peerChanged is called when a peer is lost, or connected again.
 func (c *Comm) peerChanged(id int, up bool, cause error) {
 	rank, member := slices.BinarySearch(c.b.ids, id)
 	if !up && !errors.Is(cause, van.ErrPeerLost) {
 		cause = fmt.Errorf("%w: %w", van.ErrPeerLost, cause)
 	}
-	if !member || rank == c.b.self || c.meeting.down(rank, cause) || up {
+	if !member || rank == c.b.self || c.bootstrap.down(rank, cause) || up {
 		return
 	}
 	c.fail(c.b.about(rank, cause))
 }
 
-// Close ends the communicator on all ranks: calls in flight that need this rank fail there, and all
-// later ones. It waits, for the communicator's limit unless ctx has a deadline, until nobody reads memory of
-// this rank any more; the error says that somebody still does.
+// Close ends the communicator on all ranks. On the other ranks, calls in flight that need this rank fail, and so do
+// all later calls. Close waits until no other rank reads memory of this rank: for Options.Timeout, unless ctx has a
+// deadline. If a rank still reads, the error says so.
 func (c *Comm) Close(ctx context.Context) error {
 	b := &c.b
 	b.mu.Lock()
-	again, refuted, joining, round := b.closed, c.meeting.refuted, b.joining, c.meeting.round
+	again, endRound, joining, round := b.closed, c.bootstrap.endRound, b.joining, c.bootstrap.round
 	b.closed = true
 	b.mu.Unlock()
 	if again {
-		return c.flight.await(ctx, "close communicator")
+		return c.calls.await(ctx, "close communicator")
 	}
-	if refuted != nil {
-		refuted(van.ErrClosed)
+	if endRound != nil {
+		endRound(van.ErrClosed)
 	}
 	closed := b.refused("close communicator", van.ErrClosed)
-	if joining { // fail has told of the failure before; those who have met this rank since would wait for it
-		c.meeting.tell(round, closed)
+	if joining { // fail has reported an earlier failure; ranks that joined since then would wait for this one
+		c.bootstrap.tell(round, closed)
 	}
 	c.fail(closed)
 	b.mu.Lock()
@@ -239,9 +239,9 @@ func (c *Comm) Close(ctx context.Context) error {
 	if c.stop != nil {
 		c.stop()
 	}
-	c.flight.copies.close()
-	err := c.flight.await(ctx, "close communicator")
-	c.meeting.telling.Wait()
+	c.calls.copies.close()
+	err := c.calls.await(ctx, "close communicator")
+	c.bootstrap.telling.Wait()
 	if b.customer != nil {
 		b.customer.Close()
 	}
@@ -256,7 +256,7 @@ func (c *Comm) receive(msg *van.Message) {
 	}
 }
 
-// handle handles a request, or says why it makes no sense.
+// handle handles a request. The error says why a request is malformed.
 func (c *Comm) handle(msg *van.Message) error {
 	b := &c.b
 	rank, member := slices.BinarySearch(b.ids, msg.Sender)
@@ -278,16 +278,16 @@ func (c *Comm) handle(msg *van.Message) error {
 		case err != nil:
 			return err
 		case !member:
-			c.meeting.refute(&q, stranger())
+			c.bootstrap.reject(&q, stranger())
 		default:
-			c.meeting.receiveHello(rank, q, h)
+			c.bootstrap.receiveHello(rank, q, h)
 		}
 	case verbAsk:
 		if !member {
 			b.refuse(&q, stranger())
 			return nil
 		}
-		return c.flight.receiveAsk(&q, msg)
+		return c.calls.receiveAsk(&q, msg)
 	case verbAbort:
 		round, why, err := parseReason(msg.Body)
 		if err != nil {
@@ -297,7 +297,7 @@ func (c *Comm) handle(msg *van.Message) error {
 		if !member {
 			return nil
 		}
-		err = c.meeting.receiveAbort(rank, abort{round, why})
+		err = c.bootstrap.receiveAbort(rank, abort{round, why})
 		switch {
 		case errors.Is(err, van.ErrClosed):
 			c.leave(rank, err)
@@ -310,10 +310,10 @@ func (c *Comm) handle(msg *van.Message) error {
 	return nil
 }
 
-// fail makes the communicator unusable until Rebuild: all calls in flight end with err, and
-// the other ranks are told. Only the first error counts.
+// fail makes the communicator unusable until Rebuild: all calls in flight end with err, and the other ranks are
+// notified. Only the first error counts.
 func (c *Comm) fail(err error) {
-	b, l := &c.b, &c.flight
+	b, l := &c.b, &c.calls
 	b.mu.Lock()
 	if b.err != nil {
 		b.mu.Unlock()
@@ -329,10 +329,10 @@ func (c *Comm) fail(err error) {
 		}
 	}
 	refused := l.takeAsked(func(a *ask) bool { return a.epoch <= b.epoch })
-	c.meeting.telling.Add(1)
+	c.bootstrap.telling.Add(1)
 	told := make(chan struct{})
-	c.meeting.told = told
-	round, children := c.meeting.round, c.children.all
+	c.bootstrap.told = told
+	round, children := c.bootstrap.round, c.children.all
 	c.children.all = nil
 	b.mu.Unlock()
 	for _, t := range children {
@@ -342,25 +342,25 @@ func (c *Comm) fail(err error) {
 		o.end(err)
 		l.unref(o)
 	}
-	go func() { // this may be a goroutine that must not send
-		defer c.meeting.telling.Done()
+	go func() { // the caller may be a goroutine that must not send
+		defer c.bootstrap.telling.Done()
 		for _, a := range refused {
 			b.refuse(&a.request, err)
 		}
-		calls := c.meeting.say(round, err)
+		calls := c.bootstrap.say(round, err)
 		close(told)
-		heard(calls)
+		awaitAborts(calls)
 	}()
 }
 
-// leave notes that a rank has closed its end. Calls in flight that need it fail, and so do all
-// later ones.
+// leave records that a rank has closed the communicator. Calls in flight that need the rank fail, and so do all later
+// calls.
 func (c *Comm) leave(rank int, err error) {
 	b := &c.b
 	b.mu.Lock()
 	b.left = cmp.Or(b.left, err)
 	needed := false
-	for _, o := range c.flight.window {
+	for _, o := range c.calls.window {
 		needed = needed || o != nil && o.needs(rank)
 	}
 	children := c.children.all

@@ -1,7 +1,7 @@
 package collective
 
-// Calls with tensors on a device: they begin when its work has made the tensors, or does not use
-// them any more.
+// Calls with device tensors. They begin when earlier work of the stream has written the tensors, or no longer uses
+// them.
 
 import (
 	"cmp"
@@ -19,54 +19,56 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// copies are what a communicator has of the device: calls that wait for it, and copies of own parts in a stream of the
-// communicator's. Nothing is before these that they would wait for, and when one is over is known also when its call has failed.
+// copies holds a communicator's device state: the calls that wait for the device, and a stream of the communicator
+// for copies of own parts. The stream contains nothing else, so these copies never wait for other work, and their end
+// is known even if the call has failed.
 type copies struct {
 	b     *base
 	queue *streamqueue.Queue
 
-	mu     sync.Mutex // of what follows; held until the stream is not used any more: Close frees it
-	stream uintptr    // 0 before the first
-	none   bool       // there are no more of them
+	mu     sync.Mutex // guards the fields below; held until the stream is no longer used, since Close frees it
+	stream uintptr    // 0 before the first copy
+	none   bool       // closed: no more copies
 }
 
-// deviceCopy is what a call with tensors on the device has to do there.
+// deviceCopy is the device state of a call with device tensors.
 type deviceCopy struct {
 	o      *op
-	is     bool          // the tensors are there
-	due    atomic.Bool   // who waits is to begin the copy of own into out
-	copied backend.Event // of that copy; nil when there is nothing to wait for
-	err    error         // of that copy
+	is     bool          // the call has device tensors
+	due    atomic.Bool   // the waiter is to start the copy of own into out
+	copied backend.Event // event of that copy; nil if no wait is needed
+	err    error         // error of that copy
 
-	step    int         // of the look in launch
-	until   uint64      // when that ends
-	looks   func() bool // look
-	between func()      // copyInTime, for who waits
+	step    int         // the poll's step, see look
+	until   uint64      // end of the poll
+	looks   func() bool // d.look
+	between func()      // d.copyInTime, called by waiters
 
-	unserved   atomic.Int32  // other ranks that have not been given their parts
-	lastServed atomic.Uint64 // when the last one was, or the call has begun
+	unserved   atomic.Int32  // other ranks that have not received their parts
+	lastServed atomic.Uint64 // time of the last part sent, or of the call's begin
 }
 
-// The driver takes some microseconds to queue a copy. Others wait for this rank meanwhile, and so do copies of their parts, unless
-// that is done when all have been given theirs, and their own parts have had the time to come: by who waits for
-// the call, if anybody looks for messages while waiting. Larger copies take longer than that.
+// Queueing a copy takes the driver a few microseconds, during which the other ranks wait for this one. Copies of this
+// rank's own part are therefore queued late: after all other ranks have been served, plus lateAfter, by the goroutine
+// that waits for the call, if it polls. Parts larger than lateCopy are copied at once, since the copy itself takes
+// longer than the delay saves.
 const (
 	lateCopy  = 4 << 20
 	lateAfter = 3 * time.Microsecond
 )
 
-// equip gives o what a call with tensors on the device needs.
+// equip prepares o for calls with device tensors.
 func equip(o *op) {
 	d := &o.device
 	d.o, d.looks, d.between = o, d.look, d.copyInTime
 }
 
-// served tells whether the others have been given their parts, and this rank's own have had the time to come.
+// served reports whether lateAfter has passed since the other ranks were given their parts.
 func (d *deviceCopy) served() bool {
 	return d.unserved.Load() == 0 && clock.Now()-d.lastServed.Load() > uint64(lateAfter)
 }
 
-// startBehind makes one call, which begins when the work that is in the stream now is done.
+// startBehind makes one call, which begins when the work that the stream contains now is done.
 func (c *Comm) startBehind(p *plan, on []af.StreamOption) (Op, error) {
 	stream := uintptr(af.DefaultStream)
 	for i, opt := range on {
@@ -76,15 +78,15 @@ func (c *Comm) startBehind(p *plan, on []af.StreamOption) (Op, error) {
 		}
 		stream = uintptr(s)
 	}
-	ready, err := c.flight.copies.queue.RecordEvent(stream)
+	ready, err := c.calls.copies.queue.RecordEvent(stream)
 	var o *op
 	if err = c.b.check(p.call, err); err == nil {
 		c.pair.Lock()
-		o, err = c.flight.reserve(p)
+		o, err = c.calls.reserve(p)
 		c.pair.Unlock()
 	}
 	if err != nil {
-		c.flight.copies.queue.ReturnEvent(ready)
+		c.calls.copies.queue.ReturnEvent(ready)
 		return Op{}, err
 	}
 	h := Op{o, o.gen}
@@ -96,14 +98,14 @@ func (c *Comm) startBehind(p *plan, on []af.StreamOption) (Op, error) {
 	c.b.mu.Lock()
 	o.refs++
 	c.b.mu.Unlock()
-	if !c.flight.copies.queue.Add(o, ready) {
+	if !c.calls.copies.queue.Add(o, ready) {
 		o.SendNow(van.ErrClosed)
 	}
 	return h, nil
 }
 
-// launch begins the call and, while the others are asked, has the device copy this rank's own part. The caller may look for what others
-// ask, as a wait does, see Options.
+// launch begins the call. It has the device copy this rank's own part while the requests to other ranks are under
+// way. If look is true, the caller may poll for requests of other ranks, as a wait does; see Options.Look.
 func (o *op) launch(look bool) {
 	o.b.mu.Lock()
 	ended := o.ended
@@ -119,13 +121,13 @@ func (o *op) launch(look bool) {
 	if o.device.step = lookFirst; look {
 		o.b.node.Poll(o.device.looks)
 	}
-	if o.device.step < lookBegun { // nobody may look now
+	if o.device.step < lookBegun { // another goroutine receives, so this one may not poll
 		o.device.begin(look)
 	}
 	o.rest()
 }
 
-// begin begins the call, and the copy of this rank's own part unless that is for later.
+// begin begins the call, and starts the copy of this rank's own part unless later is true and the part is small.
 func (d *deviceCopy) begin(later bool) {
 	o := d.o
 	o.begin()
@@ -138,18 +140,20 @@ func (d *deviceCopy) begin(later bool) {
 	}
 }
 
-// The steps of look.
+// Steps of look.
 const (
-	lookFirst = iota // nothing is received yet by who looks
+	lookFirst = iota // nothing was received yet
 	lookBegin
 	lookBegun
 )
 
-// maxLook is how long a call looks for what others ask.
+// maxLook is how long a call polls for requests of other ranks.
 const maxLook = 10 * time.Microsecond
 
-// look is a step of launch, which receives meanwhile in place of the transport: the call begins when nobody else need be woken any more for what
-// comes. It ends when the others have been given their parts, and the copies of theirs have begun, or a little later.
+// look is the poll function of launch, called while the caller receives in place of the transport. The first call
+// returns, so that the transport need not wake another goroutine for messages; the second one begins the call. The
+// poll ends when the other ranks have been given their parts and the copies of their parts have had time to start, or
+// after maxLook.
 func (d *deviceCopy) look() bool {
 	switch d.step {
 	case lookFirst:
@@ -168,12 +172,12 @@ func (d *deviceCopy) look() bool {
 	return d.o.Canceled() || clock.Now() > d.until
 }
 
-// copyOwn begins the copy of this rank's own part.
+// copyOwn starts the copy of this rank's own part.
 func (d *deviceCopy) copyOwn() {
 	o := d.o
 	var err error
 	if d.copied, err = o.l.copies.begin(o.result); errors.Is(err, van.ErrClosed) && d.endedWell() {
-		err = o.b.node.Backend().Copy(o.result.out, o.result.own) // all else of the call was before the end of the communicator
+		err = o.b.node.Backend().Copy(o.result.out, o.result.own) // the rest of the call completed before the communicator was closed
 	}
 	if err != nil {
 		d.err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String() + ": copy of this rank's own part", Err: err}
@@ -181,33 +185,33 @@ func (d *deviceCopy) copyOwn() {
 	}
 }
 
-// endedWell tells whether all others have theirs, and this rank has its own.
+// endedWell reports whether the call has ended without an error.
 func (d *deviceCopy) endedWell() bool {
 	d.o.b.mu.Lock()
 	defer d.o.b.mu.Unlock()
 	return d.o.ended && d.o.err == nil
 }
 
-// copyInTime begins that copy if the waiter is to, and it is time.
+// copyInTime starts the copy if it is due and the other ranks are served.
 func (d *deviceCopy) copyInTime() {
 	if d.due.Load() && d.served() {
 		d.copyIfDue()
 	}
 }
 
-// copyIfDue does that if the waiter is to, and has not.
+// copyIfDue starts the copy if it is due.
 func (d *deviceCopy) copyIfDue() {
 	if d.due.Load() && d.due.Swap(false) {
 		d.copyOwn()
 	}
 }
 
-// begin begins a copy. It returns an event of its end, or nil when there is nothing to wait for.
+// begin starts a copy. It returns the event of its end, or nil if the copy is complete.
 func (l *copies) begin(r result) (backend.Event, error) {
 	b := l.b.node.Backend()
 	a, ok := b.(backend.AsyncCopier)
 	if !ok {
-		return nil, b.Copy(r.out, r.own) // which waits
+		return nil, b.Copy(r.out, r.own) // which waits until the copy is complete
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -230,8 +234,8 @@ func (l *copies) begin(r result) (backend.Event, error) {
 	return end, nil
 }
 
-// settle waits, for copyLimit at most, until nothing is under way in the stream: a copy that has failed may be queued all the same, and its memory is the
-// caller's soon. Of a device that fails nothing is under way. mu is held.
+// settle waits, for copyLimit at most, until the stream is idle: a copy that has failed may be queued nevertheless,
+// and its memory is the caller's soon. A device that reports an error is idle. mu is held.
 func (l *copies) settle() error {
 	i, is := l.b.node.Backend().(backend.StreamIdler)
 	begun := clock.Now()
@@ -243,14 +247,14 @@ func (l *copies) settle() error {
 	return fmt.Errorf("%w: the copy may still be under way after %s", van.ErrTimeout, time.Duration(clock.Now()-begun))
 }
 
-// close ends what the communicator has of the device. What is in its stream still runs.
+// close ends the use of the device. Work in its stream continues.
 func (l *copies) close() {
 	l.queue.Close()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.none = true
 	if l.stream != 0 {
-		_ = l.b.node.Backend().(backend.AsyncCopier).FreeStream(l.stream) // of a device that has failed, perhaps
+		_ = l.b.node.Backend().(backend.AsyncCopier).FreeStream(l.stream) // an error is possible if the device has failed
 		l.stream = 0
 	}
 }
@@ -258,8 +262,8 @@ func (l *copies) close() {
 // copyLimit is how long a copy within the device may take.
 const copyLimit = 10 * time.Second
 
-// endCopy waits until the device has copied this rank's own part, also when the call has failed with err: the
-// memory is the caller's when Wait returns.
+// endCopy waits until the device has copied this rank's own part, also if the call has failed with err: the caller
+// owns the memory when Wait returns.
 func (o *op) endCopy(err error) error {
 	if err == nil {
 		o.device.copyIfDue()
@@ -295,12 +299,12 @@ func (o *op) SendNow(err error) {
 	switch {
 	case err == nil:
 		o.launch(false)
-	case !o.Canceled(): // which would be why
+	case !o.Canceled(): // a canceled call has its error already
 		err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String(), Err: err}
 		o.b.fail(err)
 		o.end(err)
 	}
-	release(o.wants.into)
+	release(o.receives.into)
 	o.release()
 	o.l.unref(o)
 }

@@ -111,7 +111,7 @@ func TestDeviceComplete(t *testing.T) {
 // TestDeviceLate: a call whose stream does not come to it ends by its limit, on all ranks, and one that
 // comes too late writes nothing, its rank's own part neither.
 func TestDeviceLate(t *testing.T) {
-	for first, want := range []string{"nothing has come from rank 1", "the work before it in this rank's stream"} {
+	for first, want := range []string{"nothing has arrived from rank 1", "the work before it in this rank's stream"} {
 		t.Run(fmt.Sprint("rank ", first), func(t *testing.T) {
 			all, at := onDevices(t, testcluster.Options{}, 2)
 			free := stuck(t, at[1])
@@ -243,7 +243,7 @@ func TestNoCopyBehindClose(t *testing.T) {
 	all, at := onDevices(t, testcluster.Options{}, 2)
 	onAll(t, 2, func(r int) error { return wait(all[r].AllGather(at[r].zeros(200), at[r].zeros(100))) })
 	for _, c := range all {
-		c.flight.copies.close()
+		c.calls.copies.close()
 	}
 	for r, err := range every(2, func(r int) error { return wait(all[r].AllGather(at[r].zeros(200), at[r].zeros(100), af.Complete)) }) {
 		if err == nil {

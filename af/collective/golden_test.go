@@ -20,8 +20,8 @@ import (
 // TestGolden: what is read of bodies, whatever is in them, whose part is what, which tensors share memory, and
 // what sums of halves are.
 func TestGolden(t *testing.T) {
-	room := make([]byte, 4096) // addresses are told from its beginning
-	all := backend.Bytes(room)
+	scratch := make([]byte, 4096) // addresses are told from its beginning
+	all := backend.Bytes(scratch)
 	golden.Check(t, "wire", 30, func(rng *rand.Rand, w io.Writer) {
 		k := call{kind: kind(1 + rng.IntN(int(lastKind))), reduction: Reduction(rng.IntN(int(lastReduction) + 1)), dtype: af.Dtype(rng.IntN(50)), root: int32(rng.IntN(5) - 1), bytes: golden.Edge(rng, 64)}
 		h := hello{golden.Edge(rng, 5), 6, 7, 3}
@@ -103,17 +103,17 @@ func TestFoldModel(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		self, o := rng.IntN(ranks), &folding{by: f, room: make([]uint64, (ranks*n*4+7)/8)}
+		self, o := rng.IntN(ranks), &reduction{by: f, scratch: make([]uint64, (ranks*n*4+7)/8)}
 		parts := make([][]int32, ranks)
 		for i := range parts {
 			for range n {
 				parts[i] = append(parts[i], int32(rng.IntN(100)-50))
 			}
 		}
-		room := elements[int32](backend.Slice(o.room).Sub(0, ranks*n*4))
+		scratch := elements[int32](backend.Slice(o.scratch).Sub(0, ranks*n*4))
 		for i := range parts {
 			if i != self {
-				copy(room[i*n:], parts[i])
+				copy(scratch[i*n:], parts[i])
 			}
 		}
 		own, out := append([]int32(nil), parts[self]...), make([]int32, n)
@@ -146,7 +146,7 @@ func TestFoldModel(t *testing.T) {
 // TestRoomModel: memory for reductions is used again, the largest two pieces are kept, and none is given out twice.
 func TestRoomModel(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
-	var c rooms
+	var c scratchPool
 	out := map[*uint64]bool{}
 	var l [][]uint64
 	for range 2000 {
@@ -157,20 +157,20 @@ func TestRoomModel(t *testing.T) {
 			for _, x := range c {
 				fits = fits || cap(x) >= (n+7)/8
 			}
-			room := c.take(n)
-			if len(room) != (n+7)/8 {
-				t.Fatalf("%d words for %d bytes", len(room), n)
+			scratch := c.take(n)
+			if len(scratch) != (n+7)/8 {
+				t.Fatalf("%d words for %d bytes", len(scratch), n)
 			}
 			if fits != (len(c) == had-1) {
 				t.Fatalf("memory that fits %t, %d kept before and %d now", fits, had, len(c))
 			}
-			if cap(room) > 0 {
-				if first := &room[:1][0]; out[first] {
+			if cap(scratch) > 0 {
+				if first := &scratch[:1][0]; out[first] {
 					t.Fatal("memory is given out twice")
 				} else {
 					out[first] = true
 				}
-				l = append(l, room)
+				l = append(l, scratch)
 			}
 		} else if len(l) > 0 {
 			i := rng.IntN(len(l))
@@ -180,10 +180,10 @@ func TestRoomModel(t *testing.T) {
 				want = append(want, cap(x))
 			}
 			slices.SortFunc(want, func(a, b int) int { return cmp.Compare(b, a) })
-			want = want[:min(len(want), maxRooms)]
+			want = want[:min(len(want), maxScratch)]
 			c.give(l[i])
 			l = append(l[:i], l[i+1:]...)
-			if len(c) > maxRooms {
+			if len(c) > maxScratch {
 				t.Fatalf("%d are kept", len(c))
 			}
 			var kept []int

@@ -67,7 +67,7 @@ func TestStrangers(t *testing.T) {
 	c := all[0]
 	self, rank, between, behind, server := c.b.ids[0], c.b.ids[1], van.WorkerID(1), van.WorkerID(3), van.ServerID(0)
 	c.b.mu.Lock()
-	epoch, round := c.b.epoch, c.meeting.round
+	epoch, round := c.b.epoch, c.bootstrap.round
 	c.b.mu.Unlock()
 	ask := call{kind: allGather, dtype: af.Uint8, root: -1, bytes: 8}.appendAsk(nil, epoch)
 	hi := hello{epoch, 1 << 50, c.b.hash, 2}
@@ -146,7 +146,7 @@ func TestHelloWhileItRuns(t *testing.T) {
 		}
 	}
 	c.b.mu.Lock()
-	p := &c.meeting.ranks[1]
+	p := &c.bootstrap.ranks[1]
 	last, process := hello{p.proposed, p.answered, c.b.hash, 2}, p.epoch
 	c.b.mu.Unlock()
 	say(last, process)
@@ -157,7 +157,7 @@ func TestHelloWhileItRuns(t *testing.T) {
 	}
 	last.round++
 	say(last, process)
-	vantest.Fails(t, op.Wait(t.Context()), ErrAborted, "rank 1", "begins anew")
+	vantest.Fails(t, op.Wait(t.Context()), ErrAborted, "rank 1", "rebuilds the communicator")
 	onAll(t, 2, func(r int) error {
 		err := all[r].Rebuild(t.Context())
 		if err == nil {
@@ -242,8 +242,8 @@ func TestReasonOfARoundThatFails(t *testing.T) {
 		return hooks.Pass
 	})
 	failed := make(chan error, 1)
-	ctx, giveUp := context.WithCancelCause(t.Context())
-	defer giveUp(nil)
+	ctx, cancel := context.WithCancelCause(t.Context())
+	defer cancel(nil)
 	go func() { failed <- c.Rebuild(ctx) }()
 	var epoch uint64
 	vantest.Eventually(t, 20*time.Second, "the round begins", func() (begun bool) {
@@ -259,7 +259,7 @@ func TestReasonOfARoundThatFails(t *testing.T) {
 	if err := c.handle(m); err != nil {
 		t.Fatal(err)
 	}
-	giveUp(van.ErrTimeout) // as its limit does, when it has been asked
+	cancel(van.ErrTimeout) // as its limit does, when it has been asked
 	if err := <-failed; !errors.Is(err, van.ErrTimeout) {
 		t.Fatalf("Rebuild of one of three ranks: %v", err)
 	}

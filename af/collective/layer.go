@@ -1,6 +1,6 @@
 package collective
 
-// layer: a communicator as packages that build on one use it, such as af/window.
+// layer is the interface of a communicator for packages that build on it, such as af/window.
 
 import (
 	"cmp"
@@ -29,10 +29,11 @@ func (l layer) Limited() (context.Context, context.CancelFunc) {
 	return ctx, cancel
 }
 
-// children are what lasts until a communicator fails. All is guarded by base.mu.
+// children are the users of a communicator, such as windows, which end when it fails. All fields are guarded by
+// base.mu.
 type children struct {
-	all     []*child // replaced, never changed
-	entered uint32   // how many there have been in this epoch
+	all     []*child // replaced, never modified
+	entered uint32   // number of children entered in this epoch
 }
 
 // child is a commlayer.Child and the function that it is notified by.

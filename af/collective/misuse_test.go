@@ -138,7 +138,7 @@ func TestAskedAgain(t *testing.T) {
 				vantest.Eventually(t, 20*time.Second, "the request is kept", func() bool {
 					c.b.mu.Lock()
 					defer c.b.mu.Unlock()
-					return c.flight.asked[1][seq].kept
+					return c.calls.asked[1][seq].kept
 				})
 			}
 		}
@@ -176,7 +176,7 @@ func TestAskFromBeforeRebuild(t *testing.T) {
 		t.Errorf("%v, want that it is answered with a refusal", err)
 	}
 	c.b.mu.Lock()
-	state := ops[0].o.gives.takes[1].state
+	state := ops[0].o.sends.to[1].state
 	c.b.mu.Unlock()
 	if state != awaited {
 		t.Fatalf("rank 1 counts as one that has taken its part (%d)", state)
@@ -229,9 +229,9 @@ func TestNamesWhoIsLate(t *testing.T) {
 			}
 			<-ops
 			<-ops
-			if !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "nothing has come from rank 3") ||
+			if !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "nothing has arrived from rank 3") ||
 				strings.Contains(err.Error(), "from rank 1") || strings.Contains(err.Error(), "from rank 2") {
-				t.Errorf("%v, want that nothing has come from rank 3", err)
+				t.Errorf("%v, want that nothing has arrived from rank 3", err)
 			}
 		})
 	}
@@ -607,7 +607,7 @@ func TestErrorsNameTheCall(t *testing.T) {
 // TestKeptOfAnEarlierEpoch: a request of a later epoch, or of another process, takes the place of one that is kept for the same call. Only the
 // same request again is refused.
 func TestKeptOfAnEarlierEpoch(t *testing.T) {
-	l := &flight{b: &base{}, asked: make([][maxInFlight]ask, 2)}
+	l := &callWindow{b: &base{}, asked: make([][maxInFlight]ask, 2)}
 	for i, x := range []struct {
 		epoch   uint64
 		process uint32

@@ -1,6 +1,6 @@
 package collective
 
-// One call in flight, from its making to its end.
+// One call in flight, from its creation to its end.
 
 import (
 	"cmp"
@@ -18,76 +18,76 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// op is a call in flight. It is used again.
+// op is a call in flight. Ops are reused.
 type op struct {
 	cluster.Request
 	b     *base
-	l     *flight
+	l     *callWindow
 	call  call
 	epoch uint64
 	seq   uint32
 	start uint64
-	left  atomic.Int32 // 1 until the request has ended, and 1 for each part that is not taken
+	left  atomic.Int32 // 1 until the request has ended, plus 1 for each part that another rank has not received
 
-	wants   wants
-	gives   gives
-	result  result
-	folding folding
-	device  deviceCopy
-	waiter  waiter
+	receives  receivePlan
+	sends     sendPlan
+	result    result
+	reduction reduction
+	device    deviceCopy
+	waiter    waiter
 
 	// Guarded by base.mu.
 	pull  cluster.Call
-	gen   uint32 // tells uses of the op apart
-	refs  int    // the caller until Wait, the request until Recycle, memory that is lent, and who uses it
-	begun bool   // others may have their parts
+	gen   uint32 // distinguishes uses of the op
+	refs  int    // held by the caller until Wait, the request until Recycle, parts being sent, and running functions
+	begun bool   // other ranks may have their parts
 	ended bool
-	busy  int // begin and reduce use the memory
+	busy  int // number of functions (begin, reduce) that use the memory
 	err   error
 }
 
-// waiter is who waits for a call.
+// waiter is the state of the goroutine that waits for a call.
 type waiter struct {
 	done   chan struct{}      // one token when the call has ended
-	isDone func() bool        // tells whether it is there, or there is work
-	work   atomic.Pointer[op] // what the waiter is to reduce, since it polls: the op, or the call before it
-	timer  *time.Timer        // nil until it was needed
+	isDone func() bool        // reports whether the token or work is there
+	work   atomic.Pointer[op] // the op that a polling waiter is to reduce: this op, or the call before it
+	timer  *time.Timer        // nil until needed
 
 	// Guarded by base.mu.
 	told  bool          // done has its token
-	ended chan struct{} // closed when told; nil unless Op.Done has asked for it
+	ended chan struct{} // closed with told; nil unless Op.Done was called
 	waits bool
-	polls bool // the waiter looks for work
+	polls bool // the waiter polls for work
 }
 
-// Sent implements van.Completion: the other rank has its part.
-func (t *taking) Sent() {
+// Sent implements van.Completion: the other rank has received its part.
+func (t *sendPart) Sent() {
 	o := t.o
 	o.b.mu.Lock()
 	t.state = over
-	o.l.takenBack()
+	o.l.sendDone()
 	o.b.mu.Unlock()
 	o.settle()
 	o.l.unref(o)
 }
 
 // take returns an op for use. base.mu is held.
-func (l *flight) take(k call) *op {
+func (l *callWindow) take(k call) *op {
 	var o *op
 	if n := len(l.free); n > 0 {
 		o, l.free = l.free[n-1], l.free[:n-1]
 	} else {
 		n := len(l.b.ids)
-		o = &op{b: l.b, l: l, gives: gives{make([]backend.Mem, n), make([]taking, n)}}
+		o = &op{b: l.b, l: l, sends: sendPlan{make([]backend.Mem, n), make([]sendPart, n)}}
 		w := &o.waiter
 		w.done, w.isDone = make(chan struct{}, 1), func() bool {
 			o.device.between()
 			return len(w.done) > 0 || w.work.Load() != nil
 		}
-		o.folding.run = o.reduce
+		o.reduction.run = o.reduce
 		l.made(o)
-		for r := range o.gives.takes {
-			o.gives.takes[r].o, o.gives.takes[r].rank = o, r
+		for r := range o.sends.to {
+			o.sends.to[r].o, o.sends.to[r].rank = o, r
 		}
 	}
 	select {
@@ -95,17 +95,17 @@ func (l *flight) take(k call) *op {
 	default:
 	}
 	o.call, o.gen, o.refs, o.busy, o.begun, o.ended, o.err, o.pull = k, o.gen+1, 1, 0, false, false, nil, cluster.Call{}
-	o.waiter.told, o.waiter.waits, o.folding.ran, o.folding.next = false, false, false, nil
-	w := &o.wants
+	o.waiter.told, o.waiter.waits, o.reduction.ran, o.reduction.next = false, false, false, nil
+	w := &o.receives
 	w.from, w.into, w.came = w.from[:0], w.into[:0], w.came[:0]
-	for r := range o.gives.takes {
-		o.gives.takes[r].state = notWanted
+	for r := range o.sends.to {
+		o.sends.to[r].state = notWanted
 	}
 	return o
 }
 
-// reserve gives a call its number. The caller begins it, see begin.
-func (l *flight) reserve(p *plan) (*op, error) {
+// reserve assigns a number to a call. The caller begins the call, see begin.
+func (l *callWindow) reserve(p *plan) (*op, error) {
 	b := l.b
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -118,7 +118,7 @@ func (l *flight) reserve(p *plan) (*op, error) {
 	}
 	o := l.take(p.call)
 	o.start = clock.Now()
-	w, left := &o.wants, int32(1)
+	w, left := &o.receives, int32(1)
 	if o.device.is = p.device; p.device {
 		o.result = p.result
 		o.result.retain() // until forget
@@ -126,8 +126,8 @@ func (l *flight) reserve(p *plan) (*op, error) {
 	ask := p.ask
 	if p.fold != nil {
 		n := p.result.out.Len() * len(b.ids)
-		o.result, o.folding.by, o.folding.room = p.result, p.fold, l.rooms.take(n)
-		ask = share{mem: backend.Slice(o.folding.room).Sub(0, n), by: p.call.dtype.Size(), of: everybody}
+		o.result, o.reduction.by, o.reduction.scratch = p.result, p.fold, l.scratch.take(n)
+		ask = share{mem: backend.Slice(o.reduction.scratch).Sub(0, n), by: p.call.dtype.Size(), of: everybody}
 	}
 	for r, id := range b.ids {
 		if r == b.self {
@@ -137,7 +137,7 @@ func (l *flight) reserve(p *plan) (*op, error) {
 			w.from, w.into, w.came = append(w.from, id), append(w.into, into), append(w.came, false)
 		}
 		if part, wanted := p.give.part(r, len(b.ids)); wanted {
-			o.gives.parts[r], o.gives.takes[r].state = part, awaited
+			o.sends.parts[r], o.sends.to[r].state = part, awaited
 			left++
 		}
 	}
@@ -149,7 +149,7 @@ func (l *flight) reserve(p *plan) (*op, error) {
 	return o, nil
 }
 
-// begin sends the requests and answers those that have come for it.
+// begin sends the requests, and answers the queued requests of other ranks for this call.
 func (o *op) begin() {
 	b := o.b
 	b.mu.Lock()
@@ -158,13 +158,13 @@ func (o *op) begin() {
 		return
 	}
 	o.busy++
-	o.refs += 2 // the request, and this function
+	o.refs += 2 // one for the request, one for this function
 	b.mu.Unlock()
 	defer o.l.unref(o)
 	defer o.rest()
 	o.retain()
 	name := kinds[o.call.kind]
-	if err := b.customer.Open(&o.Request, name, o, 1, o.wants.from); err != nil {
+	if err := b.customer.Open(&o.Request, name, o, 1, o.receives.from); err != nil {
 		o.Finished(err)
 		o.Recycle()
 		return
@@ -173,18 +173,18 @@ func (o *op) begin() {
 	o.pull = o.Request.Call(-1)
 	b.mu.Unlock()
 	if o.Begin() {
-		err := o.wants.send(b, o.call, o.epoch, o.seq, o.First())
+		err := o.receives.send(b, o.call, o.epoch, o.seq, o.First())
 		o.End()
 		if err != nil {
 			b.customer.Abort(&o.Request, &van.Error{Op: name, Node: b.node.Name(), Detail: o.String(), Err: err})
 		}
 	}
 	b.mu.Lock()
-	err := b.err // of a failure before the request was there
+	err := b.err // of a failure before the request was open
 	if o.ended {
 		err = o.err
 	}
-	o.begun = true // what is asked for from now on is not kept
+	o.begun = true // later requests are not queued
 	b.mu.Unlock()
 	if err != nil {
 		b.customer.Abort(&o.Request, err)
@@ -204,7 +204,7 @@ func (o *op) begin() {
 	}
 }
 
-// rest notes that begin or reduce does not use the memory any more.
+// rest records that begin or reduce no longer uses the memory.
 func (o *op) rest() {
 	o.b.mu.Lock()
 	defer o.b.mu.Unlock()
@@ -212,7 +212,7 @@ func (o *op) rest() {
 	o.deliver()
 }
 
-// deliver lets Wait return when the call has ended and its memory is not used. base.mu is held.
+// deliver lets Wait return when the call has ended and its memory is unused. base.mu is held.
 func (o *op) deliver() {
 	if o.ended && o.busy == 0 && !o.waiter.told {
 		o.waiter.told = true
@@ -226,19 +226,19 @@ func (o *op) deliver() {
 
 // retain keeps the memory until release.
 func (o *op) retain() {
-	retain(o.wants.into)
-	retain(o.gives.parts)
+	retain(o.receives.into)
+	retain(o.sends.parts)
 	o.result.retain()
 }
 
-// release gives back what others take and reduce or the device uses.
+// release releases the memory that other ranks, the reduction or the device use.
 func (o *op) release() {
-	release(o.gives.parts)
+	release(o.sends.parts)
 	o.result.release()
 }
 
-// receiveAsk answers a request for a part, or keeps it until this rank makes the call.
-func (l *flight) receiveAsk(q *request, msg *van.Message) error {
+// receiveAsk answers a request for a part, or queues it until this rank makes the call.
+func (l *callWindow) receiveAsk(q *request, msg *van.Message) error {
 	b := l.b
 	want, epoch, err := parseAsk(msg.Body, len(b.ids))
 	if err != nil {
@@ -276,15 +276,15 @@ func (l *flight) receiveAsk(q *request, msg *van.Message) error {
 			if again {
 				return fmt.Errorf("%w: asked twice for call %d", van.ErrMalformed, seq)
 			}
-			// It has ended, so all who have a part in it have taken theirs.
-			l.mismatch(q, want.kind, fmt.Errorf("%w: call %d: %s there, here another one, which has ended", ErrMismatch, seq, want))
+			// The call has ended here, so every rank with a part in it has received its part.
+			l.mismatch(q, want.kind, fmt.Errorf("%w: call %d: %s there, a different call here, which has ended", ErrMismatch, seq, want))
 			return nil
 		case !o.begun:
 			return l.keep(&a)
 		case !last.kept:
 			last.epoch, last.seq = epoch, seq
 		}
-		o.refs++ // while it is answered
+		o.refs++ // until it is answered
 	}
 	b.mu.Unlock()
 	if err != nil {
@@ -298,7 +298,7 @@ func (l *flight) receiveAsk(q *request, msg *van.Message) error {
 
 // serve answers a request for a part of o. The caller has a reference.
 func (o *op) serve(a *ask) {
-	b, t := o.b, &o.gives.takes[a.rank]
+	b, t := o.b, &o.sends.to[a.rank]
 	b.mu.Lock()
 	wanted := t.state != notWanted
 	b.mu.Unlock()
@@ -322,7 +322,7 @@ func (o *op) serve(a *ask) {
 	m := &t.msg
 	a.reply.Fill(m)
 	binary.LittleEndian.PutUint64(t.key[:], a.reply.Key)
-	datamsg.SetData(m, backend.Bytes(t.key[:]), o.gives.parts[a.rank], backend.Mem{}, van.TypeOther)
+	datamsg.SetData(m, backend.Bytes(t.key[:]), o.sends.parts[a.rank], backend.Mem{}, van.TypeOther)
 	m.Done = t
 	err := b.node.Send(m)
 	if o.device.is {
@@ -330,30 +330,30 @@ func (o *op) serve(a *ask) {
 		o.device.unserved.Add(-1)
 	}
 	if err != nil {
-		// First: with this part given back the call may have ended well.
+		// Fail first: once this part is released, the call may end without an error.
 		b.fail(&van.Error{Op: kinds[o.call.kind], Node: b.node.Name(), Peer: b.name(a.rank), Detail: o.String(), Err: err})
 		t.Sent()
 	}
 }
 
-// fits tells why a request is not for o, of which its sender may have a part if it is wanted.
+// fits returns an error if request a does not match o; wanted tells whether its sender gets a part of o.
 func (o *op) fits(a *ask, wanted bool) error {
 	call := o.call
 	if call.kind == allToAll && a.bytes == 0 {
-		call.dtype = a.call.dtype // a rank without any bytes knows of no type
+		call.dtype = a.call.dtype // a rank without any bytes does not know the type
 	}
 	switch {
 	case a.call != call:
 		return fmt.Errorf("%w: call %d: %s there, %s here", ErrMismatch, a.seq, a.call, o.call)
 	case !wanted:
-		return fmt.Errorf("%w: call %d, %s: it asks for a part that it does not get", ErrMismatch, a.seq, o.call)
-	case a.bytes != o.gives.parts[a.rank].Len():
-		return fmt.Errorf("%w: call %d, %s: %d bytes are wanted there, %d given here", ErrMismatch, a.seq, o.call, a.bytes, o.gives.parts[a.rank].Len())
+		return fmt.Errorf("%w: call %d, %s: the rank requests a part, but this call has none for it", ErrMismatch, a.seq, o.call)
+	case a.bytes != o.sends.parts[a.rank].Len():
+		return fmt.Errorf("%w: call %d, %s: %d bytes are expected there, %d sent here", ErrMismatch, a.seq, o.call, a.bytes, o.sends.parts[a.rank].Len())
 	}
 	return nil
 }
 
-// Answer implements cluster.Sink: a part has come.
+// Answer implements cluster.Sink: a part has arrived.
 func (o *op) Answer(_, from int, msg *van.Message) error {
 	if msg.Frames == 0 && len(msg.Body) > 0 {
 		v, err := verbOf(msg.Body)
@@ -365,20 +365,20 @@ func (o *op) Answer(_, from int, msg *van.Message) error {
 		}
 		return refusal(msg.Body)
 	}
-	return o.wants.take(o.b, from, msg)
+	return o.receives.take(o.b, from, msg)
 }
 
-// needs tells whether the call cannot end without a rank. base.mu is held.
+// needs reports whether the call cannot end without the rank. base.mu is held.
 func (o *op) needs(rank int) bool {
-	i, asked := slices.BinarySearch(o.wants.from, o.b.ids[rank])
-	return asked && !o.wants.came[i] || o.gives.takes[rank].state == awaited
+	i, asked := slices.BinarySearch(o.receives.from, o.b.ids[rank])
+	return asked && !o.receives.came[i] || o.sends.to[rank].state == awaited
 }
 
 // String names the call, for errors.
 func (o *op) String() string { return fmt.Sprintf("communicator %d, call %d", o.b.id, o.seq) }
 
-// named is the error that the call's request has failed with as an error of the call: nobody knows the
-// request's handler, and a rank has a number of its own in each communicator.
+// named converts the error of the call's request to an error of the call: callers do not know the handler of the
+// request, and a rank has a number of its own in each communicator.
 func (o *op) named(err error) error {
 	e, is := err.(*van.Error)
 	if !is || e.PeerID == 0 {
@@ -390,31 +390,32 @@ func (o *op) named(err error) error {
 	return &as
 }
 
-// Finished implements cluster.Sink: all parts have come, or the request has failed.
+// Finished implements cluster.Sink: all parts have arrived, or the request has failed.
 func (o *op) Finished(err error) {
 	if err != nil {
 		err = o.named(err)
 		if r := o.b.revoker; r != nil {
-			for _, m := range o.wants.into {
-				r.Invalidate(m) // a part that is late must not come there
+			for _, m := range o.receives.into {
+				r.Invalidate(m) // a late part must not be written there
 			}
 		}
-		o.b.fail(err) // first: who asks for a call that has ended well is refused
+		o.b.fail(err) // before end: a rank that asks for a call that ended without error would be refused with a mismatch
 		o.end(err)
 	}
-	release(o.wants.into)
+	release(o.receives.into)
 	o.settle()
 }
 
 // Recycle implements cluster.Sink.
 func (o *op) Recycle() { o.l.unref(o) }
 
-// settle notes that one of the things that o waits for is over.
+// settle records that one of the events that o waits for has happened. After the last one it starts the reduction, or
+// ends the call.
 func (o *op) settle() {
 	if o.left.Add(-1) > 0 {
 		return
 	}
-	f := &o.folding
+	f := &o.reduction
 	o.b.mu.Lock()
 	run := f.by != nil && !o.ended
 	handed := false
@@ -425,7 +426,7 @@ func (o *op) settle() {
 		waited := o
 		if f.next != nil {
 			waited = f.next
-			f.next.busy++ // what is reduced is memory of both
+			f.next.busy++ // the reduction writes memory of both
 		}
 		if handed = waited.waiter.polls; handed {
 			waited.waiter.work.Store(o)
@@ -438,21 +439,21 @@ func (o *op) settle() {
 		return
 	}
 	if !handed {
-		go f.run() // this may be a goroutine that must not wait, or send
+		go f.run() // the caller may be a goroutine that must not wait or send
 	}
 }
 
-// reduce makes the result of the parts that have come, and goes on.
+// reduce computes the result of the parts that have arrived, ends the call, and begins the next one.
 func (o *op) reduce() {
-	o.folding.make(&o.result, o.b.self, len(o.b.ids))
-	next := o.folding.next
+	o.reduction.make(&o.result, o.b.self, len(o.b.ids))
+	next := o.reduction.next
 	if next == nil {
 		o.release()
 	}
 	o.end(nil)
 	o.rest()
 	if next != nil {
-		next.begin() // which keeps the memory before it is given back
+		next.begin() // retains the memory before it is released below
 		next.rest()
 		o.release()
 		o.dropNext(next)
@@ -460,7 +461,7 @@ func (o *op) reduce() {
 	o.l.unref(o)
 }
 
-// dropNext ends the use of o, of which only the call behind it, next, is waited for.
+// dropNext ends the use of o, whose result is awaited only through the call after it, next.
 func (o *op) dropNext(next *op) {
 	o.l.unref(next)
 	o.forget()
@@ -479,15 +480,15 @@ func (o *op) end(err error) {
 		l.window[o.seq%maxInFlight] = nil
 	}
 	untaken := 0
-	for r := range o.gives.takes {
-		if t := &o.gives.takes[r]; t.state == awaited {
+	for r := range o.sends.to {
+		if t := &o.sends.to[r]; t.state == awaited {
 			t.state = over
 			untaken++
 		}
 	}
 	o.refs++
-	begun, next := o.begun, o.folding.next
-	drop := next != nil && !o.folding.ran
+	begun, next := o.begun, o.reduction.next
+	drop := next != nil && !o.reduction.ran
 	o.deliver()
 	b.mu.Unlock()
 	if err != nil && begun {
@@ -500,7 +501,7 @@ func (o *op) end(err error) {
 		o.settle()
 	}
 	if drop {
-		go func() { // the request may be about to finish, further up
+		go func() { // the caller may be finishing the request
 			o.dropNext(next)
 			l.unref(o)
 		}()
@@ -509,12 +510,12 @@ func (o *op) end(err error) {
 	l.unref(o)
 }
 
-// forget ends the use of o by its caller. It has ended.
+// forget ends the caller's use of o. The call has ended.
 func (o *op) forget() {
 	o.b.mu.Lock()
 	pull := o.pull
 	o.b.mu.Unlock()
-	_ = pull.Wait(context.Background()) // at once: its result is o's
+	_ = pull.Wait(context.Background()) // returns at once: its result is that of o
 	if o.device.is {
 		o.l.copies.queue.ReturnEvent(o.device.copied)
 		o.device.copied, o.device.err = nil, nil

@@ -1,6 +1,6 @@
 package collective
 
-// What a call asks of other ranks, what it gives them, and what it makes of both.
+// The plan of a call: the parts that it requests, the parts that it sends, and its reduction.
 
 import (
 	"encoding/binary"
@@ -13,21 +13,21 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// share is what of some memory is each rank's.
+// share divides memory among the ranks.
 type share struct {
 	mem  backend.Mem
-	by   int         // the size of elements: mem is divided by them among the ranks; 0: all is everybody's
-	list []af.Tensor // instead of mem: one for each rank
-	of   int         // everybody, nobody, or the only rank that has any
+	by   int         // element size: mem is divided by elements among the ranks; 0: every rank has all of mem
+	list []af.Tensor // instead of mem: one tensor for each rank
+	of   int         // everybody, nobody, or the only rank with a part
 }
 
-// Values of share.of that are no rank.
+// Values of share.of that are not ranks.
 const (
 	everybody = -1
 	nobody    = -2
 )
 
-// part is what is a rank's, of n, and whether anything is.
+// part returns the part of rank r of n ranks, and whether it has one.
 func (s *share) part(r, n int) (m backend.Mem, any bool) {
 	switch {
 	case s.of != everybody && s.of != r:
@@ -42,33 +42,33 @@ func (s *share) part(r, n int) (m backend.Mem, any bool) {
 	return s.mem.Sub(from, to-from), true
 }
 
-// plan is what a call does: which ranks it asks for what, and what others take. Of a reduction
-// what it asks for comes into a room, of the length of out for each rank.
+// plan describes a call: what it requests and what it sends. A reduction receives into scratch memory, with the
+// length of out for each rank.
 type plan struct {
 	call      call
 	ask, give share
 	fold      folder
 	result    result
-	device    bool // tensors lie there
+	device    bool // the tensors are on the device
 }
 
-// wants is what a call asks of other ranks.
-type wants struct {
-	from []int         // node ids that are asked, ascending
-	into []backend.Mem // where their parts are wanted
-	came []bool        // which of them have come; guarded by base.mu
+// receivePlan lists the parts that a call requests from other ranks.
+type receivePlan struct {
+	from []int         // node ids of the requested ranks, ascending
+	into []backend.Mem // destination of their parts
+	came []bool        // parts that have arrived; guarded by base.mu
 	msg  van.Message   // for requests
 	key  [8]byte
 	body []byte
 }
 
 // send sends the requests for parts of call k of rank self.
-func (w *wants) send(b *base, k call, epoch uint64, seq uint32, ts int32) error {
+func (w *receivePlan) send(b *base, k call, epoch uint64, seq uint32, ts int32) error {
 	key := partKey(seq, b.self)
 	binary.LittleEndian.PutUint64(w.key[:], key)
 	w.body = k.appendAsk(w.body[:0], epoch)
 	first := 0
-	if b.node.Order(b.customer.AppID()) == "ring" { // a policy: not all ask the same one first
+	if b.node.Order(b.customer.AppID()) == "ring" { // a policy: ranks begin with different peers
 		first, _ = slices.BinarySearch(w.from, b.ids[b.self])
 	}
 	for i := range w.from {
@@ -89,8 +89,8 @@ func (w *wants) send(b *base, k call, epoch uint64, seq uint32, ts int32) error 
 	return nil
 }
 
-// take takes the part of the from'th rank that is asked.
-func (w *wants) take(b *base, from int, msg *van.Message) error {
+// take stores the part of the rank with index from in w.from.
+func (w *receivePlan) take(b *base, from int, msg *van.Message) error {
 	into := w.into[from]
 	if msg.Frames < 2 || msg.Vals.Len() != into.Len() {
 		return fmt.Errorf("%w: a part of %d bytes in %d frames, want %d in 2", van.ErrMalformed, msg.Vals.Len(), msg.Frames, into.Len())
@@ -118,57 +118,59 @@ func release(l []backend.Mem) {
 	}
 }
 
-// gives is what a call gives other ranks.
-type gives struct {
+// sendPlan lists the parts that a call sends to other ranks.
+type sendPlan struct {
 	parts []backend.Mem // by rank
-	takes []taking      // by rank
+	to    []sendPart    // by rank
 }
 
-// taking is a part that another rank takes.
-type taking struct {
+// sendPart is a part for one rank.
+type sendPart struct {
 	o     *op
 	rank  int
-	state takeState // guarded by base.mu
+	state sendState // guarded by base.mu
 	msg   van.Message
 	key   [8]byte
 }
 
-type takeState uint8
+type sendState uint8
 
 const (
-	notWanted takeState = iota // the rank does not need this one's part
+	notWanted sendState = iota // the rank gets no part of this rank
 	awaited
 	sent
-	over // taken, or the call has ended before
+	over // received, or the call has ended before
 )
 
-// folding is the reduction of a call, nothing for others. What is not said to be guarded does not change once the call is made.
-type folding struct {
-	by   folder
-	room []uint64 // where parts come
-	next *op      // the call that begins after the reduction, which has a reference to it; guarded by base.mu
-	run  func()   // op.reduce
-	ran  bool     // that has been started; guarded by base.mu
+// reduction is the state of a reducing call; it is empty for other calls. Fields do not change once the call is made,
+// unless they are guarded.
+type reduction struct {
+	by      folder
+	scratch []uint64 // where parts arrive
+	next    *op      // the call that begins after the reduction, and references it; guarded by base.mu
+	run     func()   // op.reduce
+	ran     bool     // run has been started; guarded by base.mu
 }
 
-// result is where this rank's own part goes: own itself into out, if they are not the same, or its reduction.
+// result is the destination of this rank's own part: own is copied to out, unless they are the same, or reduced into
+// it.
 type result struct{ out, own backend.Mem }
 
-// toCopy tells whether own does not lie in out already.
+// toCopy reports whether own must be copied to out.
 func (r *result) toCopy() bool { return r.out.Addr() != r.own.Addr() && r.out.Len() > 0 }
 
 func (r *result) retain()  { r.out.Retain(); r.own.Retain() }
 func (r *result) release() { r.out.Release(); r.own.Release() }
 
-// make makes out the reduction of own and of what others have put into room, in the order of n ranks.
-func (f *folding) make(to *result, self, ranks int) {
+// make reduces own and the parts in scratch into out, in rank order.
+func (f *reduction) make(to *result, self, ranks int) {
 	n, out := to.out.Len(), to.out
-	room, own := backend.Slice(f.room), to.own
+	scratch, own := backend.Slice(f.scratch), to.own
 	part := func(r int) backend.Mem {
 		if r == self {
 			return own
 		}
-		return room.Sub(r*n, n)
+		return scratch.Sub(r*n, n)
 	}
 	switch {
 	case n == 0:
@@ -176,8 +178,8 @@ func (f *folding) make(to *result, self, ranks int) {
 	case ranks == 1:
 		copy(out.Host(), own.Host())
 		return
-	case self > 1 && out.Addr() == own.Addr(): // it is needed later, and is about to be written
-		keep := room.Sub(self*n, n)
+	case self > 1 && out.Addr() == own.Addr(): // own is needed later, but is about to be overwritten
+		keep := scratch.Sub(self*n, n)
 		copy(keep.Host(), own.Host())
 		own = keep
 	}
@@ -193,7 +195,7 @@ func (f *folding) make(to *result, self, ranks int) {
 const pieceBytes = 1 << 20
 
 // fold reduces a and b into dst, in pieces.
-func (f *folding) fold(dst, a, b backend.Mem) {
+func (f *reduction) fold(dst, a, b backend.Mem) {
 	for at, n := 0, dst.Len(); at < n; at += pieceBytes {
 		f.piece(dst, a, b, at, min(pieceBytes, n-at))
 	}
@@ -202,6 +204,6 @@ func (f *folding) fold(dst, a, b backend.Mem) {
 // piece is not inlined: its prologue is the preemption point.
 //
 //go:noinline
-func (f *folding) piece(dst, a, b backend.Mem, at, n int) {
+func (f *reduction) piece(dst, a, b backend.Mem, at, n int) {
 	f.by(dst.Sub(at, n), a.Sub(at, n), b.Sub(at, n))
 }

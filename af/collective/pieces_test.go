@@ -19,7 +19,7 @@ func TestFoldInPieces(t *testing.T) {
 		return b
 	}
 	for _, n := range []int{8, pieceBytes - 8, pieceBytes, pieceBytes + 8, 2*pieceBytes + 24} {
-		f := &folding{by: numbers[int64]()[Sum]}
+		f := &reduction{by: numbers[int64]()[Sum]}
 		a, b, got, want := random(n), random(n), random(n), make([]byte, n)
 		f.by(backend.Slice(want), backend.Slice(a), backend.Slice(b))
 		f.fold(backend.Slice(got), backend.Slice(a), backend.Slice(b))

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Reduction is how elements of several ranks become one.
+// Reduction is the operation that combines elements of several ranks.
 type Reduction uint8
 
 // Reductions. A minimum or maximum of a NaN is NaN; integers wrap around.
@@ -24,7 +24,7 @@ const (
 	lastReduction = Product
 )
 
-// String is the reduction's name.
+// String returns the name of the reduction.
 func (r Reduction) String() string {
 	if r == 0 || r > lastReduction {
 		return fmt.Sprintf("reduction %d", uint8(r))
@@ -32,14 +32,14 @@ func (r Reduction) String() string {
 	return [...]string{"", "sum", "min", "max", "product"}[r]
 }
 
-// folder makes dst the reduction of a and b, element by element. All have whole elements and
-// the same length; dst may be one of the others.
+// folder writes the reduction of a and b to dst, element by element. All have whole elements and the same length; dst
+// may be a or b.
 type folder func(dst, a, b backend.Mem)
 
-// folders are those of an element type, by reduction.
+// folders holds the folders of an element type, by reduction.
 type folders [lastReduction + 1]folder
 
-// arithmetic is what can be reduced.
+// arithmetic holds the folders of each supported element type.
 var arithmetic = map[af.Dtype]folders{
 	af.Float32: numbers[float32](), af.Float64: numbers[float64](),
 	af.Float16: halves(fromHalf, toHalf), af.BFloat16: halves(fromBrain, toBrain),
@@ -47,7 +47,7 @@ var arithmetic = map[af.Dtype]folders{
 	af.Uint8: numbers[uint8](), af.Uint16: numbers[uint16](), af.Uint32: numbers[uint32](), af.Uint64: numbers[uint64](),
 }
 
-// folderFor finds the arithmetic for an element type, or tells why there is none.
+// folderFor returns the folder for an element type and a reduction, or an error if there is none.
 func folderFor(d af.Dtype, r Reduction) (folder, error) {
 	if r == 0 || r > lastReduction {
 		return nil, fmt.Errorf("%w: %s, want Sum, Min, Max or Product", van.ErrInvalid, r)

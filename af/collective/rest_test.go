@@ -17,7 +17,7 @@ func atRest(t *testing.T, c *Comm) {
 	t.Helper()
 	c.b.mu.Lock()
 	defer c.b.mu.Unlock()
-	l := &c.flight
+	l := &c.calls
 	if l.sending != 0 || l.quiet != nil {
 		t.Errorf("rank %d: %d parts are lent, or somebody waits for their return", c.b.self, l.sending)
 	}
@@ -36,27 +36,27 @@ func atRest(t *testing.T, c *Comm) {
 	if c.b.closed && len(c.children.all) > 0 {
 		t.Errorf("rank %d: %d children have not heard", c.b.self, len(c.children.all))
 	}
-	if c.b.joining || c.meeting.refuted != nil {
+	if c.b.joining || c.bootstrap.endRound != nil {
 		t.Errorf("rank %d: a round is under way", c.b.self)
 	}
 	seen := map[*op]bool{}
 	for _, o := range l.free {
-		f := &o.folding
+		f := &o.reduction
 		if seen[o] || o.refs != 0 || o.busy != 0 || !o.ended || o.begun && o.left.Load() != 0 {
 			t.Errorf("rank %d: call %d may be used again, and has %d references, is busy %d times, ended %t, waits for %d, twice %t",
 				c.b.self, o.seq, o.refs, o.busy, o.ended, o.left.Load(), seen[o])
 		}
-		if o.result != (result{}) || f.by != nil || f.room != nil || f.next != nil || o.waiter.work.Load() != nil || o.waiter.polls || o.device.copied != nil || o.device.err != nil {
+		if o.result != (result{}) || f.by != nil || f.scratch != nil || f.next != nil || o.waiter.work.Load() != nil || o.waiter.polls || o.device.copied != nil || o.device.err != nil {
 			t.Errorf("rank %d: call %d may be used again, and holds something: %+v", c.b.self, o.seq, f)
 		}
-		for _, m := range append(o.wants.into[:len(o.wants.into):len(o.wants.into)], o.gives.parts...) {
+		for _, m := range append(o.receives.into[:len(o.receives.into):len(o.receives.into)], o.sends.parts...) {
 			if m != (backend.Mem{}) {
 				t.Errorf("rank %d: call %d may be used again, and holds memory", c.b.self, o.seq)
 			}
 		}
 		seen[o] = true
 	}
-	if len(l.rooms) > maxRooms {
-		t.Errorf("rank %d: %d pieces of memory for reductions are kept", c.b.self, len(l.rooms))
+	if len(l.scratch) > maxScratch {
+		t.Errorf("rank %d: %d pieces of memory for reductions are kept", c.b.self, len(l.scratch))
 	}
 }

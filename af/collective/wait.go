@@ -1,6 +1,6 @@
 package collective
 
-// Waiting for a call. Who waits receives, and reduces what has come.
+// Waiting for a call. The waiter receives messages and computes reductions.
 
 import (
 	"cmp"
@@ -21,9 +21,9 @@ type Op struct {
 	gen uint32
 }
 
-// Done returns a channel that is closed when the call has ended, so that a program can select: Wait then returns without waiting
-// for other ranks, and is still to be called. Programs that only wait call Wait alone, which is faster: the goroutine that waits
-// receives, and reduces.
+// Done returns a channel that is closed when the call has ended, for use in a select statement. Wait must still be
+// called; it then returns without waiting for other ranks. Programs that only wait should call Wait alone, which is
+// faster: the waiting goroutine receives messages and computes reductions.
 func (h Op) Done() <-chan struct{} {
 	if h.o == nil {
 		return endedOp
@@ -48,14 +48,13 @@ var endedOp = func() chan struct{} {
 	return c
 }()
 
-// Wait waits until the results are there and all others have taken their parts of what this
-// rank gives. Wait once for each Op. Errors wrap van.ErrPeerLost, van.ErrTimeout, van.ErrClosed,
-// ErrMismatch, ErrAborted or ctx's error, and name the rank concerned; the communicator has
-// failed on all ranks then.
+// Wait waits until the results are complete and all other ranks have received their parts from this rank. Call Wait
+// once for each Op. Errors wrap van.ErrPeerLost, van.ErrTimeout, van.ErrClosed, ErrMismatch, ErrAborted or ctx's
+// error, and name the rank concerned; the communicator has then failed on all ranks.
 func (h Op) Wait(ctx context.Context) error { return h.WaitSlice(ctx, 0) }
 
-// WaitSlice is Wait for callers that have other work from time to time: when slice passes first, it
-// returns postoffice.ErrPending and the call goes on. A slice of 0 is Wait.
+// WaitSlice is Wait for callers that have other work from time to time: when slice has passed, it returns
+// postoffice.ErrPending and the call continues. With a slice of 0 it is Wait.
 func (h Op) WaitSlice(ctx context.Context, slice time.Duration) error {
 	o := h.o
 	if o == nil {
@@ -86,17 +85,17 @@ func (h Op) WaitSlice(ctx context.Context, slice time.Duration) error {
 	return err
 }
 
-// aliveEvery is how often who waits looks whether the node still is.
+// aliveEvery is how often a waiter checks that the node is still alive.
 const aliveEvery = 500 * time.Millisecond
 
-// wait waits until the call has ended, or returns postoffice.ErrPending when slice, unless it is 0, has passed.
+// wait waits until the call has ended. If slice is not 0, it returns postoffice.ErrPending when slice has passed.
 func (o *op) wait(ctx context.Context, slice time.Duration) error {
 	b := o.b
 	limit := b.limit(ctx)
 	left := func() time.Duration { return limit - time.Duration(clock.Now()-o.start) }
 	began := clock.Now()
 	late := false
-	next := func() time.Duration { // how long to wait before there is something to do
+	next := func() time.Duration { // time until the next check
 		d := aliveEvery
 		if limit > 0 && !late {
 			d = min(d, left())
@@ -127,7 +126,7 @@ func (o *op) wait(ctx context.Context, slice time.Duration) error {
 			return o.err
 		case <-ctx.Done():
 			o.waiter.timer.Stop()
-			o.giveUp(van.TimedOut(context.Cause(ctx)), 0)
+			o.cancel(van.TimedOut(context.Cause(ctx)), 0)
 			<-o.waiter.done
 			return o.err
 		case <-o.waiter.timer.C:
@@ -135,7 +134,7 @@ func (o *op) wait(ctx context.Context, slice time.Duration) error {
 		if err := b.node.Alive(); err != nil {
 			b.fail(err)
 		} else if limit > 0 && !late && left() <= 0 {
-			o.giveUp(van.ErrTimeout, limit)
+			o.cancel(van.ErrTimeout, limit)
 			late = true
 		} else if slice > 0 && !late && time.Duration(clock.Now()-began) >= slice {
 			return postoffice.ErrPending
@@ -143,8 +142,7 @@ func (o *op) wait(ctx context.Context, slice time.Duration) error {
 	}
 }
 
-// poll receives in place of the transport for a while, and reduces what has come: nobody
-// need be woken for that.
+// poll receives in place of the transport for a while, and computes reductions: no goroutine need be woken for that.
 func (o *op) poll(ctx context.Context, left func() time.Duration) {
 	b, w := o.b, &o.waiter
 	for {
@@ -163,21 +161,21 @@ func (o *op) poll(ctx context.Context, left func() time.Duration) {
 	}
 }
 
-// giveUp ends o because its waiter's time is over.
-func (o *op) giveUp(cause error, limit time.Duration) {
+// cancel ends o because the time limit or the context of its waiter has ended.
+func (o *op) cancel(cause error, limit time.Duration) {
 	b, x := o.b, o
 	var takers, givers []string
 	b.mu.Lock()
-	if before := o.l.window[(o.seq-1)%maxInFlight]; !o.begun && before != nil && before.folding.next == o {
-		x = before // which o waits for
+	if before := o.l.window[(o.seq-1)%maxInFlight]; !o.begun && before != nil && before.reduction.next == o {
+		x = before // o waits for it
 	}
-	for r := range x.gives.takes {
-		if s := x.gives.takes[r].state; s == awaited || s == sent {
+	for r := range x.sends.to {
+		if s := x.sends.to[r].state; s == awaited || s == sent {
 			takers = append(takers, b.name(r))
 		}
 	}
-	for i, id := range x.wants.from {
-		if !x.wants.came[i] {
+	for i, id := range x.receives.from {
+		if !x.receives.came[i] {
 			givers = append(givers, b.name(slices.Index(b.ids, id)))
 		}
 	}
@@ -185,10 +183,10 @@ func (o *op) giveUp(cause error, limit time.Duration) {
 	b.mu.Unlock()
 	var missing []string
 	if len(givers) > 0 {
-		missing = append(missing, "nothing has come from "+strings.Join(givers, ", "))
+		missing = append(missing, "nothing has arrived from "+strings.Join(givers, ", "))
 	}
 	if len(takers) > 0 {
-		missing = append(missing, "not taken by "+strings.Join(takers, ", "))
+		missing = append(missing, "not received by "+strings.Join(takers, ", "))
 	}
 	what := cmp.Or(strings.Join(missing, "; "), "it has not ended")
 	if x.device.is && !begun {

@@ -1,6 +1,6 @@
 package collective
 
-// What requests and answers between ranks say, beside ps-lite's fields: in their body.
+// Wire format: the bodies of requests and answers between ranks. Other fields are those of ps-lite.
 
 import (
 	"cmp"
@@ -29,7 +29,7 @@ const (
 	verbHello   verb = iota + 1 // a request: the sender is in New or Rebuild; and its answer
 	verbAsk                     // a request for a part
 	verbAbort                   // a request: the communicator has failed at the sender
-	verbRefused                 // the answer to any: why not
+	verbRefused                 // the answer to any request: a reason
 	verbDone                    // the answer to an abort
 )
 
@@ -41,7 +41,7 @@ const (
 	maxText  = 1000
 )
 
-// kind is which call a request belongs to.
+// kind is the type of a call.
 type kind byte
 
 const (
@@ -59,13 +59,13 @@ const (
 
 var kinds = [...]string{"", "AllGather", "AllGatherV", "AllToAll", "Broadcast", "Gather", "Scatter", "Barrier", "ReduceScatter", "AllReduce"}
 
-// call is what must be the same on all ranks.
+// call describes a call. It must be equal on all ranks.
 type call struct {
 	kind      kind
 	reduction Reduction
 	dtype     af.Dtype
 	root      int32  // -1 for calls without one
-	bytes     uint64 // what each rank gives or gets; 0 where that differs from rank to rank
+	bytes     uint64 // size of each rank's part; 0 if sizes differ among ranks
 }
 
 func (c call) String() string {
@@ -95,7 +95,7 @@ func (c call) appendAsk(b []byte, epoch uint64) []byte {
 	return binary.LittleEndian.AppendUint64(b, epoch)
 }
 
-// parseAsk reads what appendAsk has written, for n ranks.
+// parseAsk parses the output of appendAsk, for n ranks.
 func parseAsk(b []byte, n int) (c call, epoch uint64, err error) {
 	if len(b) != askLen {
 		return call{}, 0, &van.FieldError{Field: "body_size", Value: len(b), Want: fmt.Sprint(askLen)}
@@ -115,10 +115,10 @@ func parseAsk(b []byte, n int) (c call, epoch uint64, err error) {
 	return c, binary.LittleEndian.Uint64(b[20:]), nil
 }
 
-// hello is what ranks tell each other in New and Rebuild.
+// hello is the message that ranks exchange in New and Rebuild.
 type hello struct {
-	epoch uint64 // proposed; the largest of all ranks' is taken
-	round uint64 // of the sender: tells a repeated hello from a later one
+	epoch uint64 // proposed; the largest proposal of all ranks is used
+	round uint64 // of the sender; distinguishes a repeated hello from a later one
 	ranks uint64 // hash of the node ids
 	n     uint32 // number of ranks
 }
@@ -150,10 +150,10 @@ func verbOf(b []byte) (verb, error) {
 	return verb(b[1]), nil
 }
 
-// causes are the errors that a reason names, by its first byte; 0 is none of them.
+// causes maps the first byte of a reason to an error; 0 is none of them.
 var causes = [...]error{1: ErrMismatch, 2: van.ErrPeerLost, 3: van.ErrTimeout, 4: van.ErrClosed, 5: errRebuild, 6: errMisfit}
 
-// appendReason appends why the sender has failed; round is its latest.
+// appendReason appends the reason of the sender's failure; round is the sender's latest round.
 func appendReason(b []byte, v verb, round uint64, why error) []byte {
 	code := 0
 	for i := len(causes) - 1; i > 0; i-- { // an errMisfit is an ErrMismatch, too
@@ -169,7 +169,7 @@ func appendReason(b []byte, v verb, round uint64, why error) []byte {
 	return append(b, text[:min(len(text), maxText)]...)
 }
 
-// parseReason reads what appendReason has written.
+// parseReason parses the output of appendReason.
 func parseReason(b []byte) (round uint64, why error, err error) {
 	const head = headLen + 9
 	if len(b) < head || len(b) > head+maxText {
@@ -182,19 +182,19 @@ func parseReason(b []byte) (round uint64, why error, err error) {
 	return binary.LittleEndian.Uint64(b[2:]), &remoteError{fmt.Sprintf("%q", b[head:]), cause}, nil
 }
 
-// refusal is the reason in a body, or what is wrong with that.
+// refusal returns the reason in a body, or a parse error.
 func refusal(b []byte) error {
 	_, why, err := parseReason(b)
 	return cmp.Or(err, why)
 }
 
-// remoteError is what another rank says of its failure.
+// remoteError is the failure of another rank, as the rank reported it.
 type remoteError struct {
 	text  string
 	cause error
 }
 
-func (e *remoteError) Error() string { return "it has failed: " + e.text }
+func (e *remoteError) Error() string { return "the rank has failed: " + e.text }
 func (e *remoteError) Unwrap() error { return e.cause }
 
 // partKey is the key of a request for a part.

@@ -1,6 +1,7 @@
 package collective
 
-// Calls in flight: their numbers, what other ranks ask before this one has made a call, and memory that is kept.
+// Calls in flight: their numbers, requests of other ranks for calls that this rank has not made yet, and scratch
+// memory.
 
 import (
 	"cmp"
@@ -13,22 +14,22 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// maxInFlight is how many calls of a communicator may be in flight, and so how many requests of
-// a rank may wait for another one. A large AllReduce counts twice.
+// maxInFlight is the limit of calls in flight of a communicator, and therefore of requests of one rank that wait for
+// another rank. A large AllReduce counts twice.
 const maxInFlight = 64
 
-// flight is the calls of a communicator. All but copies is guarded by base.mu.
-type flight struct {
+// callWindow holds the calls in flight of a communicator. All fields but copies are guarded by base.mu.
+type callWindow struct {
 	b       *base
 	next    uint32             // number of the next call
 	window  [maxInFlight]*op   // by number
-	asked   [][maxInFlight]ask // by rank and number: requests for calls that this rank has not made yet; others were answered
+	asked   [][maxInFlight]ask // by rank and number: requests, queued or answered
 	free    []*op
-	rooms   rooms         // memory for reductions
-	sending int           // answers whose memory others may be reading
-	quiet   chan struct{} // closed when sending has become 0; nil when nobody waits
+	scratch scratchPool
+	sending int           // answers whose memory other ranks may still read
+	quiet   chan struct{} // closed when sending becomes 0; nil if there is no waiter
 	copies  copies
-	made    func(*op) // told of new ones
+	made    func(*op) // called for each new op
 }
 
 // ask is a request for a part.
@@ -37,59 +38,58 @@ type ask struct {
 	epoch uint64
 	seq   uint32
 	call  call
-	bytes int  // wanted
-	kept  bool // it waits for this rank's call
+	bytes int  // size of the part
+	kept  bool // queued until this rank makes the call
 }
 
 // unref drops a reference to o.
-func (l *flight) unref(o *op) {
+func (l *callWindow) unref(o *op) {
 	l.b.mu.Lock()
 	defer l.b.mu.Unlock()
 	if o.refs--; o.refs > 0 {
 		return
 	}
-	clear(o.wants.into)
-	clear(o.gives.parts)
-	l.rooms.give(o.folding.room)
-	o.result, o.folding.by, o.folding.room, o.folding.next = result{}, nil, nil, nil
+	clear(o.receives.into)
+	clear(o.sends.parts)
+	l.scratch.give(o.reduction.scratch)
+	o.result, o.reduction.by, o.reduction.scratch, o.reduction.next = result{}, nil, nil, nil
 	if len(l.free) < maxInFlight {
 		l.free = append(l.free, o)
 	}
 }
 
-// rooms is memory for reductions that is kept.
-type rooms [][]uint64
+// scratchPool is memory for reductions, kept for reuse.
+type scratchPool [][]uint64
 
-// maxRooms is how many pieces of memory for reductions a communicator keeps for later ones: an
-// AllReduce needs one at a time.
-const maxRooms = 2
+// maxScratch is the maximum length of a scratchPool. An AllReduce needs one buffer at a time.
+const maxScratch = 2
 
-// take returns memory for n bytes, of elements of any type.
-func (l *rooms) take(n int) []uint64 {
+// take returns a buffer of at least n bytes, for elements of any type.
+func (l *scratchPool) take(n int) []uint64 {
 	n = (n + 7) / 8
-	for i, room := range *l {
-		if cap(room) >= n {
+	for i, scratch := range *l {
+		if cap(scratch) >= n {
 			*l = slices.Delete(*l, i, i+1)
-			return room[:n]
+			return scratch[:n]
 		}
 	}
 	return make([]uint64, n)
 }
 
-// give takes back what nobody writes into any more, in place of the smallest.
-func (l *rooms) give(room []uint64) {
-	if room == nil {
+// give returns an unused buffer to the pool. A full pool drops its smallest buffer.
+func (l *scratchPool) give(scratch []uint64) {
+	if scratch == nil {
 		return
 	}
-	*l = append(*l, room)
-	if len(*l) > maxRooms {
+	*l = append(*l, scratch)
+	if len(*l) > maxScratch {
 		slices.SortFunc(*l, func(a, b []uint64) int { return cmp.Compare(cap(b), cap(a)) })
-		*l = slices.Delete(*l, maxRooms, len(*l))
+		*l = slices.Delete(*l, maxScratch, len(*l))
 	}
 }
 
-// takeAsked removes the kept requests that f picks. base.mu is held.
-func (l *flight) takeAsked(f func(*ask) bool) (taken []ask) {
+// takeAsked removes the queued requests that f selects. base.mu is held.
+func (l *callWindow) takeAsked(f func(*ask) bool) (taken []ask) {
 	for r := range l.asked {
 		for i := range l.asked[r] {
 			if a := &l.asked[r][i]; a.kept && f(a) {
@@ -101,8 +101,8 @@ func (l *flight) takeAsked(f func(*ask) bool) (taken []ask) {
 	return taken
 }
 
-// keep keeps a until this rank makes the call. base.mu is held, and unlocked.
-func (l *flight) keep(a *ask) error {
+// keep queues a until this rank makes the call. The caller holds base.mu; keep unlocks it.
+func (l *callWindow) keep(a *ask) error {
 	old := &l.asked[a.rank][a.seq%maxInFlight]
 	same, seq := old.kept && old.epoch == a.epoch && old.reply.ProcessEpoch == a.reply.ProcessEpoch, old.seq
 	if !same {
@@ -119,28 +119,28 @@ func (l *flight) keep(a *ask) error {
 	return nil
 }
 
-// mismatch refuses a request for a part that does not go with the calls of this rank, of which
-// no later one would.
-func (l *flight) mismatch(q *request, k kind, err error) {
+// mismatch refuses a request that does not match the calls of this rank, and fails the communicator: no later call
+// would match either.
+func (l *callWindow) mismatch(q *request, k kind, err error) {
 	l.b.fail(&van.Error{Op: kinds[k], Node: l.b.node.Name(), Peer: l.b.name(q.rank), Detail: fmt.Sprintf("communicator %d", l.b.id), Err: err})
 	l.b.refuse(q, fmt.Errorf("rank %d: %w", l.b.self, err))
 }
 
-func (l *flight) full(name string) error {
+func (l *callWindow) full(name string) error {
 	return &van.Error{Op: name, Node: l.b.node.Name(), Detail: fmt.Sprintf("communicator %d has %d calls in flight", l.b.id, maxInFlight),
 		Hint: "wait for earlier ones", Err: van.ErrQueueFull}
 }
 
-// takenBack notes that a part is not lent any more. base.mu is held.
-func (l *flight) takenBack() {
+// sendDone records that a part is no longer read by its receiver. base.mu is held.
+func (l *callWindow) sendDone() {
 	if l.sending--; l.sending == 0 && l.quiet != nil {
 		close(l.quiet)
 		l.quiet = nil
 	}
 }
 
-// await waits until nobody reads memory of this rank any more.
-func (l *flight) await(ctx context.Context, op string) error {
+// await waits until no other rank reads memory of this rank.
+func (l *callWindow) await(ctx context.Context, op string) error {
 	l.b.mu.Lock()
 	if l.sending == 0 {
 		l.b.mu.Unlock()
