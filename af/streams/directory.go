@@ -1,6 +1,6 @@
 package streams
 
-// What a node knows of exchanges: those that there are, those that workers offer, and who waits for offers.
+// directory: the exchanges of a node, the offers of workers, and the calls of Prepare that wait for offers.
 
 import (
 	"fmt"
@@ -14,8 +14,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// directory is what the exchanges of a node have in common. mu guards what follows it, and of each exchange and of its
-// peers what says so.
+// directory is the state that the exchanges of a node share. mu guards the fields below it, and those of Exchange and
+// peer that are declared as guarded by it.
 type directory struct {
 	node     cluster.App
 	customer *cluster.Customer
@@ -23,32 +23,32 @@ type directory struct {
 
 	mu       sync.Mutex
 	all      map[name]*Exchange
-	offers   map[name]*note // to this server, not taken yet
-	waiting  []*Exchange    // which this server prepares and has not matched, in the order of the calls
-	changed  chan struct{}  // closed when offers, or what is known of one of all, have changed
-	over     error          // why there are no exchanges any more
+	offers   map[name]*note // offers to this server that are not matched yet
+	waiting  []*Exchange    // exchanges that this server prepares and has not matched, in call order
+	changed  chan struct{}  // closed when offers, or the state of an exchange in all, has changed
+	over     error          // why no exchange can be prepared any more
 	watching bool
-	ended    chan struct{} // closed when over is there
+	ended    chan struct{} // closed when over is set
 
-	failing sync.WaitGroup // goroutines that end exchanges, or ask the device; none begins when over is set
+	failing sync.WaitGroup // goroutines that end exchanges, or query the device; none is started after over is set
 }
 
-// name names an exchange: ids are those of workers.
+// name identifies an exchange. Ids are assigned by workers.
 type name struct {
 	worker int // node id
 	id     uint64
 }
 
-// maxOffers is how many exchanges a worker may offer which a server has not prepared.
+// maxOffers is the maximum number of a worker's offers that a server has not matched.
 const maxOffers = 64
 
-// wake makes those who prepare look again. mu is held.
+// wake wakes all calls of Prepare. mu is held.
 func (d *directory) wake() {
 	close(d.changed)
 	d.changed = make(chan struct{})
 }
 
-// names names peers, for errors.
+// names lists peers, for errors.
 func (d *directory) names(peers []*peer) string {
 	var names []string
 	for _, p := range peers {
@@ -57,7 +57,7 @@ func (d *directory) names(peers []*peer) string {
 	return strings.Join(names, ", ")
 }
 
-// begin has f run on a goroutine of its own, unless there are no exchanges any more. It tells which.
+// begin runs f on a goroutine of its own, and returns true, unless the directory has been stopped.
 func (d *directory) begin(f func()) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -68,7 +68,7 @@ func (d *directory) begin(f func()) bool {
 	return true
 }
 
-// stop lets no exchanges begin, and returns those that there are.
+// stop refuses new exchanges, and returns the existing ones.
 func (d *directory) stop(err error) []*Exchange {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -81,7 +81,7 @@ func (d *directory) stop(err error) []*Exchange {
 	return slices.Collect(maps.Values(d.all))
 }
 
-// forget makes names those of no exchange that peers may speak of. mu is held.
+// forget removes the names of an exchange; later messages about it are ignored. mu is held.
 func (d *directory) forget(names []name) {
 	for _, n := range names {
 		delete(d.all, n)
@@ -99,7 +99,7 @@ func (d *directory) send(id int, n *note) error {
 	return d.node.Send(m)
 }
 
-// offered keeps an offer. mu is held.
+// offered stores an offer. mu is held.
 func (d *directory) offered(of name, n *note) error {
 	if d.all[of] != nil || d.offers[of] != nil {
 		return fmt.Errorf("%w: exchange %d was offered before", van.ErrMalformed, of.id)
@@ -121,7 +121,7 @@ func (d *directory) offered(of name, n *note) error {
 	return nil
 }
 
-// offersOf are the offers of a worker. dir.mu is held.
+// offersOf returns the offers of a worker. mu is held.
 func (d *directory) offersOf(p *peer) (l []*note) {
 	for k, n := range d.offers {
 		if k.worker == p.id {
@@ -131,7 +131,7 @@ func (d *directory) offersOf(p *peer) (l []*note) {
 	return l
 }
 
-// alike refuses an exchange that p has prepared to be made in another way.
+// alike returns an error if p has prepared the exchange for streams and this node for hosts, or the reverse.
 func (d *directory) alike(x *Exchange, p *peer, n *note) error {
 	if n.host == (x.host != nil) {
 		return nil
@@ -140,7 +140,8 @@ func (d *directory) alike(x *Exchange, p *peer, n *note) error {
 	return fmt.Errorf("%w: %s has prepared it %s, and this node %s", van.ErrInvalid, d.node.PeerName(p.id), how[n.host], how[!n.host])
 }
 
-// unwait takes x out of those that wait for offers; later ones with its keys move up. dir.mu is held.
+// unwait removes x from the exchanges that wait for offers. Later ones with the same keys take its position. mu is
+// held.
 func (d *directory) unwait(x *Exchange) {
 	if i := slices.Index(d.waiting, x); i >= 0 {
 		d.waiting = slices.Delete(d.waiting, i, i+1)

@@ -1,48 +1,53 @@
-// Package streams lets a worker and the servers whose GPUs are in one host exchange tensors as often as wanted by what both
-// ends have prepared once: in the streams of these GPUs alone, without a CPU, a kernel or a message on the way, also captured into graphs; or, with
-// the option ByHost, by their processors, without a message. C++ StepMesh has nothing like it, so all of
-// them must be nodes of this library.
+// Package streams lets a worker and the servers on GPUs of the same host exchange tensors by an exchange that
+// both sides prepare once and then repeat. The rounds are executed by streams of these GPUs, also by captured
+// graphs, without a CPU thread, a kernel or a message; or, with the option ByHost, by CPU threads, without a
+// message. C++ StepMesh has nothing like it, so all nodes of an exchange must be nodes of this library.
 //
 //	x, err := ends.Prepare(ctx, nil, push, pull) // on a worker, as af.Worker.Prepare
-//	err = x.QueueSend(stream)                    // each server may take the push tensors now
-//	err = x.QueueReceive(stream)                 // wait; the answers are in the pull tensors then
+//	err = x.QueueSend(stream)                    // each server may read the push tensors now
+//	err = x.QueueReceive(stream)                 // the stream waits; then the answers are in the pull tensors
 //
-//	y, err := ends.Prepare(ctx, nil, push, pull) // on a server: what comes, and what is answered
-//	err = y.QueueReceive(stream)                 // wait; what the workers have pushed is here then
+//	y, err := ends.Prepare(ctx, nil, push, pull) // on a server: tensors to receive, and answers
+//	err = y.QueueReceive(stream)                 // the stream waits; then the workers' data is in the push tensors
 //	err = y.QueueSend(stream)                    // the answers are in the pull tensors of y
 //
-// With the option ByHost the processors of both ends make the rounds, by Send and Receive: see [ByHost]. What follows is of streams.
+// With the option ByHost, CPU threads of both ends perform the rounds, by Send and Receive: see [ByHost]. The
+// rest of this page describes streams.
 //
-// # How a round goes
+// # Rounds
 //
-// Each end has a word of 8 bytes in its device's memory for each peer. QueueSend clears the words and
-// copies 4 bytes, a 1, from its own memory into its word at each peer. QueueReceive waits for its words and
-// copies from the peers' tensors into its own. So only the owner of memory writes data there, as everywhere in this library, and
-// what a peer may write is its word. A round needs no number: who sends has received before, and the
-// other way round.
+// Each end has an 8-byte flag in its device's memory for each peer.
+//   - QueueSend clears the flags of its end, and copies a 4-byte 1 from its own memory into its flag at each
+//     peer.
+//   - QueueReceive waits for the flags of its end, and copies the peers' tensors into its own.
 //
-// Tensors that are sent may be written to again when the next QueueReceive has passed in the stream: the peer has
-// copied them before it sent what that waited for. Memory that other processes cannot map, as PyTorch's with
-// expandable segments, is copied first into a buffer of the library on the same device.
+// Only the owner of memory writes data there, as everywhere in this library; a peer writes only its flag. A
+// round needs no number, since sends and receives alternate.
+//
+// Tensors that were sent may be written again when the stream has passed the next QueueReceive: the peer copied
+// them before it sent the data that this QueueReceive waited for. Memory that other processes cannot map, such
+// as PyTorch's with expandable segments, is first copied into a buffer of the library on the same device.
 //
 // # Failure
 //
-// An exchange ends as a whole, for good, when a peer is lost or closes its end, when this node ends, or when a
-// worker's round takes longer than its limit (a server waits without one, as for batches). First its 1 becomes a 0: whatever its streams
-// still copy to a peer's word lets nobody go on, and what is there is taken back. Check, QueueSend and QueueReceive return why from now on. Then the peers are told,
-// and end theirs. When all of them have said so, or are lost, the streams that wait go on, with the tensors as they
-// are: before that a peer could copy what such a stream writes then, and take it for good. A peer that neither says
-// so nor is lost is waited for for 10 seconds; a node that ends waits for none. While a launch into CUDA's default stream
-// waits for room in the driver's queue nothing can make streams go on: who queues many rounds ahead does it in
-// another stream. An exchange is prepared anew, with the process that has taken
-// the place of a lost one, and graphs are captured anew. So values are good when Check returns nil after the
-// stream has done its work.
+// An exchange ends as a whole, and cannot be used again, if a peer is lost or closes its end, if this node ends,
+// or if a worker's round exceeds its limit. Servers have no limit, as for batches. The end has these steps:
+//  1. The 1 that sends copy becomes a 0, so that sends still queued in streams have no effect; sends that peers
+//     have not seen are retracted. From now on Check, QueueSend and QueueReceive return the reason.
+//  2. The peers are notified, and end their exchanges.
+//  3. When all peers have confirmed or are lost, waiting streams are released, with undefined contents of the
+//     tensors. Earlier a peer could copy data of a released stream and take it for valid.
+//
+// A peer that neither confirms nor is lost is waited for for 10 seconds; a node that ends does not wait. While a
+// launch into CUDA's default stream is blocked because the driver's queue is full, streams cannot be released:
+// programs that queue many rounds ahead should use another stream.
+//
+// After the end, the exchange is prepared again, with the replacement process of a lost peer, and graphs are
+// captured again. Received data is valid if Check returns nil after the stream has done its work.
 //
 // # Memory
 //
-// What peers have mapped, and what a graph refers to that may still be replayed, stays until the
-// backend is closed: the driver unmaps nothing while streams may wait. This is, for each exchange that was captured, its tensors, and for each one
-// 128 bytes of the device for each peer and one more.
-//
-// This package is experimental: its API may change between minor versions.
+// Memory stays mapped and allocated until the backend is closed if peers have mapped it, or if a graph that may
+// be replayed refers to it: the driver cannot unmap it while streams may wait. For each exchange this is 128
+// bytes of device memory for each peer and 128 more; for a captured exchange, also its tensors.
 package streams

@@ -1,6 +1,6 @@
 package streams
 
-// Ends: all exchanges of a node, from their making to their end, and what peers say of them.
+// Ends: all exchanges of a node, from creation to end, and the messages of peers about them.
 
 import (
 	"cmp"
@@ -19,8 +19,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Ends is what a node has for exchanges in streams. There may be one of it on a node. All methods are
-// safe for concurrent use.
+// Ends manages the stream exchanges of a node. A node may have one. All methods are safe for concurrent use.
 type Ends struct {
 	dir      directory
 	memory   memory
@@ -28,8 +27,8 @@ type Ends struct {
 	stopExit func()
 }
 
-// New makes what node, a worker or a server, needs. Call it after postoffice.Start; peers may have
-// called Prepare before. It needs nothing of the device before Prepare.
+// New creates the Ends of node, a worker or a server. Call it after postoffice.Start; peers may call Prepare earlier.
+// It does not use the device before Prepare.
 func New(node *postoffice.Node) (*Ends, error) {
 	e := &Ends{dir: directory{node: (*cluster.Node)(node).App(), all: map[name]*Exchange{}, offers: map[name]*note{}, changed: make(chan struct{}), ended: make(chan struct{})}}
 	d := &e.dir
@@ -46,19 +45,19 @@ func New(node *postoffice.Node) (*Ends, error) {
 	return e, nil
 }
 
-// Prepare makes this node's end of an exchange, and waits until all peers have made theirs, for as
-// long as ctx lasts, or postoffice.DefaultTimeout if it has no deadline. peers are group ranks of servers or workers, ascending; nil
-// means all. All tensors lie on the node's device; what they are for depends on the role:
+// Prepare creates this node's end of an exchange, and waits until all peers have created theirs: until ctx ends, or
+// for postoffice.DefaultTimeout if ctx has no deadline. peers are group ranks of servers or workers, ascending; nil
+// means all. All tensors are in memory of the node's device. Their meaning depends on the role:
 //
-//   - On a worker each push tensor goes to every server, and server s, counted among peers, fills the pull
-//     tensors pull[s*Q : (s+1)*Q], as with af.Worker.PushPull.
-//   - On a server worker w fills push[w*P : (w+1)*P], and pull[w*Q : (w+1)*Q] is what it gets.
+//   - On a worker, each push tensor goes to every server, and server s, counted among peers, fills the pull tensors
+//     pull[s*Q : (s+1)*Q], as with af.Worker.PushPull.
+//   - On a server, worker w fills push[w*P : (w+1)*P], and receives pull[w*Q : (w+1)*Q].
 //
-// The ends meet by their keys: those of a worker's pushes, and of its pulls of one server, are those of the
-// server's for that worker, in the same order. Ends with the same keys meet in the order of their calls. Lengths that differ are an error on both sides.
-// Tensors are held until Close, and those of exchanges that were captured for good.
+// The ends are matched by their keys: the keys of a worker's pushes, and of its pulls from one server, must be those
+// of the server for that worker, in the same order. Ends with equal keys are matched in call order. Different lengths
+// are an error on both sides. Tensors are retained until Close; those of captured exchanges are never released.
 //
-// A round of a worker may take until the limit of its rounds, see Limit.
+// A round of a worker has a time limit, see Limit.
 func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTensor, opts ...Option) (*Exchange, error) {
 	if _, has := ctx.Deadline(); !has {
 		var cancel context.CancelFunc
@@ -67,11 +66,11 @@ func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTens
 	}
 	x, err := newExchange(&e.dir, peers, push, pull, opts)
 	if err == nil {
-		if err = x.meet(ctx, &e.memory); err == nil {
+		if err = x.connect(ctx, &e.memory); err == nil {
 			err = e.begin(x)
 		}
 		if err != nil {
-			x.giveUp(err)
+			x.cancel(err)
 		}
 	}
 	if err != nil {
@@ -80,7 +79,7 @@ func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTens
 	return x, nil
 }
 
-// begin lets an exchange be used, unless it is over.
+// begin makes an exchange usable, unless it has ended.
 func (e *Ends) begin(x *Exchange) error {
 	d := &e.dir
 	d.mu.Lock()
@@ -99,7 +98,7 @@ func (e *Ends) begin(x *Exchange) error {
 	return nil
 }
 
-// Close ends all exchanges, and tells the peers.
+// Close ends all exchanges, and notifies the peers.
 func (e *Ends) Close() {
 	e.unwatch()
 	e.end(fmt.Errorf("%w: this node's exchanges in streams", van.ErrClosed))
@@ -107,7 +106,8 @@ func (e *Ends) Close() {
 	e.dir.customer.Close()
 }
 
-// end ends all exchanges, and lets no new ones begin. The device may be closed then, unless its driver lets nobody in.
+// end ends all exchanges, and refuses new ones. The device may be closed afterwards, unless goroutines are still
+// blocked in its driver.
 func (e *Ends) end(err error) {
 	e.stop(err)
 	done := make(chan struct{})
@@ -118,7 +118,7 @@ func (e *Ends) end(err error) {
 	}
 }
 
-// stop is end, but may leave some to other goroutines that have begun.
+// stop is end, but does not wait for goroutines that are already ending exchanges.
 func (e *Ends) stop(err error) {
 	var ending sync.WaitGroup
 	for _, x := range e.dir.stop(err) {
@@ -127,10 +127,10 @@ func (e *Ends) stop(err error) {
 	ending.Wait()
 }
 
-// closeLimit is how long the end of all waits for goroutines that are in the driver.
+// closeLimit is how long end waits for goroutines that call the driver.
 const closeLimit = time.Second
 
-// peerChanged is told that a peer is lost, or that it or its replacement is there. It must not block.
+// peerChanged is called when a peer is lost, or when it or its replacement process is connected. It must not block.
 func (e *Ends) peerChanged(id int, up bool, cause error) {
 	d := &e.dir
 	d.mu.Lock()
@@ -151,7 +151,7 @@ func (e *Ends) peerChanged(id int, up bool, cause error) {
 		i := x.with(id)
 		switch {
 		case i < 0:
-		case x.meeting:
+		case x.connecting:
 			x.peers[i].offered, x.peers[i].said = false, nil
 		default:
 			x.peers[i].over = true
@@ -175,7 +175,7 @@ func (e *Ends) receive(msg *van.Message) {
 	}
 }
 
-// take takes what a peer says.
+// take handles a message of a peer.
 func (e *Ends) take(from int, n *note) error {
 	d := &e.dir
 	want := van.Worker
@@ -210,7 +210,7 @@ func (e *Ends) take(from int, n *note) error {
 		return d.offered(of, n)
 	case n.verb == verbAccept && want == van.Server && x != nil:
 		return x.accepted(from, n)
-	case n.verb == verbAccept && want == van.Server: // it is over here, and the server may have been told before it was offered
+	case n.verb == verbAccept && want == van.Server: // the exchange is over here, and the server may have been notified before the offer
 		d.failing.Go(func() { _ = d.send(from, &note{verb: verbOver, id: n.id, text: "it was over before this answer"}) })
 		return nil
 	default:
@@ -220,10 +220,10 @@ func (e *Ends) take(from int, n *note) error {
 	return nil
 }
 
-// watchEvery is how often watch looks.
+// watchEvery is the period of watch.
 const watchEvery = 100 * time.Millisecond
 
-// watch ends exchanges whose rounds take too long, and all when the node has failed.
+// watch ends exchanges whose rounds exceed their limit, and all exchanges when the node has failed.
 func (e *Ends) watch() {
 	d := &e.dir
 	tick := time.NewTicker(watchEvery)
@@ -248,7 +248,7 @@ func (e *Ends) watch() {
 		d.mu.Unlock()
 		now := clock.Now()
 		for _, x := range all {
-			x.look(now)
+			x.check(now)
 		}
 	}
 }

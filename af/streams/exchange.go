@@ -1,6 +1,6 @@
 package streams
 
-// An exchange that is prepared: its peers, how long its rounds may take, and its end.
+// Exchange: a prepared exchange, its peers, the time limit of its rounds, and its end.
 
 import (
 	"errors"
@@ -14,15 +14,15 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// ErrOver is wrapped by what is returned when an exchange is over: it must be prepared anew. The
-// error says why.
+// ErrOver is wrapped by errors of an exchange that has ended: the exchange must be prepared again. The error contains
+// the reason.
 var ErrOver = errors.New("exchange is over")
 
 // Option changes an Exchange.
 type Option interface{ apply(x *Exchange) }
 
-// Limit is how long a round of a worker may take, from where the stream comes to what QueueSend has put there, or from Send; 0 or
-// less means no limit. It is postoffice.DefaultTimeout without this option, and counts for workers only.
+// Limit is the time limit of a worker's round. It counts from the time when the stream reaches the work of QueueSend,
+// or from Send; 0 or less means no limit. The default is postoffice.DefaultTimeout. Servers ignore it.
 type Limit time.Duration
 
 func (l Limit) apply(x *Exchange) {
@@ -34,54 +34,54 @@ func (l Limit) apply(x *Exchange) {
 // Exchange is one end of an exchange. All methods are safe for concurrent use; a Send or Receive during another one is refused with af.ErrStarted.
 type Exchange struct {
 	dir   *directory
-	first bool // it sends first: a worker's
+	first bool // this end sends first: a worker
 	peers []*peer
-	words words
+	mem   exchangeMemory
 	host  *host // nil: an exchange in streams
 
-	spin    time.Duration // how long Receive looks before it sleeps, less than 0 for ever
-	crowded bool          // other goroutines may have no other thread meanwhile
+	spin    time.Duration // how long Receive polls before it sleeps; negative: it never sleeps
+	crowded bool          // while Receive polls, other goroutines may have no thread
 
-	names   []name // what it is called in dir.all; guarded by dir.mu
-	ready   bool   // Prepare has returned it, so it may be in streams; guarded by dir.mu
-	meeting bool   // a worker's offer stands, and not all servers have answered; guarded by dir.mu
+	names      []name // its keys in dir.all; guarded by dir.mu
+	ready      bool   // Prepare has succeeded, so streams may use it; guarded by dir.mu
+	connecting bool   // a worker's offer is open, and some servers have not answered; guarded by dir.mu
 
-	queueing sync.Mutex // of sendNext; what is put into a stream is put there under it
+	queueing sync.Mutex // guards sendNext, and serializes the work put into streams
 	sendNext bool
 	captured atomic.Bool
 	closed   atomic.Bool
 
 	failed atomic.Pointer[error]
-	done   chan struct{} // closed when the streams of an exchange that is over may go on
+	done   chan struct{} // closed when streams of an ended exchange may continue
 	timing timing
 }
 
-// peer is another end.
+// peer is the end of another node.
 type peer struct {
 	id      int
 	out, in []af.KeyTensor
-	over    bool  // its end is over, or it is lost; guarded by dir.mu, as what follows
-	offered bool  // the worker's offer has gone to the process that is there now
-	said    *note // its offer or its answer, nil before that; it does not change once all have come
+	over    bool  // the peer's end is over, or the peer is lost; guarded by dir.mu, as are the next two fields
+	offered bool  // the worker's offer was sent to the present process of the peer
+	said    *note // the peer's offer or answer, nil before it arrives; constant once all have arrived
 }
 
-// with is the index of a peer, or -1.
+// with returns the index of a peer, or -1.
 func (x *Exchange) with(id int) int {
 	return slices.IndexFunc(x.peers, func(p *peer) bool { return p.id == id })
 }
 
-// QueueSend makes stream tell the peers that the tensors for them are ready: when it comes to this point, each time if
-// it is being captured into a graph that is replayed. A worker sends first, a server receives first, and
-// then both take turns, in the order in which the streams come there, too.
+// QueueSend makes stream notify the peers that the tensors for them are ready, when the stream reaches this point; in
+// a captured graph, at each replay. A worker sends first and a server receives first, and then sends and receives
+// alternate, also in the order in which streams execute them.
 func (x *Exchange) QueueSend(stream af.Stream) error { return x.queue("queue a send", stream, true) }
 
-// QueueReceive makes stream wait until all peers have sent, and copy what they have into the tensors of
-// this end. When the exchange is over it waits for nothing, and the tensors may hold anything: see Check.
+// QueueReceive makes stream wait until all peers have sent, and then copy the peers' data into the tensors of this
+// end. If the exchange has ended, the stream does not wait, and the contents of the tensors are undefined: see Check.
 func (x *Exchange) QueueReceive(stream af.Stream) error {
 	return x.queue("queue a receive", stream, false)
 }
 
-// queue queues a send or a receive, which take turns.
+// queue queues a send or a receive, which alternate.
 func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	if stream == af.Complete {
 		return x.wrong(op, fmt.Errorf("%w: no stream", van.ErrInvalid))
@@ -96,25 +96,25 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	}
 	s := uintptr(stream)
 	if !x.captured.Load() {
-		captures, err := x.words.m.dev.Capturing(s)
+		captures, err := x.mem.m.dev.Capturing(s)
 		if err != nil {
 			return x.wrong(op, err)
 		}
 		x.captured.Store(captures)
 	}
-	put := x.words.receive
+	put := x.mem.receive
 	if send {
-		put = x.words.send
+		put = x.mem.send
 	}
 	if err := put(s); err != nil {
-		x.fail(err) // a part may be in the stream
+		x.fail(err) // some of the work may be in the stream
 		return x.wrong(op, err)
 	}
 	x.sendNext = !send
 	return nil
 }
 
-// turn is why it is not a send's, or a receive's, turn. queueing is held.
+// turn returns an error unless it is the turn of a send, or of a receive. queueing is held.
 func (x *Exchange) turn(op string, send bool) error {
 	if err := x.Check(); err != nil {
 		return err
@@ -123,17 +123,17 @@ func (x *Exchange) turn(op string, send bool) error {
 		return nil
 	}
 	if x.host != nil {
-		return x.wrong(op, fmt.Errorf("%w: sends and receives take turns", af.ErrStarted))
+		return x.wrong(op, fmt.Errorf("%w: sends and receives alternate", af.ErrStarted))
 	}
-	x.sendNext = send // what was queued last may have been in a capture that was given up
-	return x.wrong(op, fmt.Errorf("%w: sends and receives take turns; if the last one was in a capture that was given up, try again", af.ErrStarted))
+	x.sendNext = send // the previous one may belong to a capture that was canceled
+	return x.wrong(op, fmt.Errorf("%w: sends and receives alternate; if the last one was in a capture that was canceled, try again", af.ErrStarted))
 }
 
 func (x *Exchange) wrong(op string, err error) error {
 	return &van.Error{Op: op, Node: x.dir.node.Name(), Detail: x.String(), Err: err}
 }
 
-// String names the exchange, for errors.
+// String describes the exchange in errors.
 func (x *Exchange) String() string {
 	p, how := x.peers[0], "in streams"
 	if x.host != nil {
@@ -142,8 +142,8 @@ func (x *Exchange) String() string {
 	return fmt.Sprintf("exchange %s of %d and %d tensors with %d peers", how, len(p.out), len(p.in), len(x.peers))
 }
 
-// Check returns why the exchange is over, from then on, or nil: then what streams have received by now is
-// whole and right. It does not wait.
+// Check returns nil, or why the exchange has ended. If it returns nil, the data that streams have received so far is
+// complete and correct. It does not wait.
 func (x *Exchange) Check() error {
 	err := x.failed.Load()
 	if err == nil {
@@ -152,13 +152,16 @@ func (x *Exchange) Check() error {
 	return &van.Error{Op: "exchange", Node: x.dir.node.Name(), Detail: x.String(), Err: fmt.Errorf("%w: %w", ErrOver, *err), Hint: "prepare it anew on all of its nodes"}
 }
 
-// fail ends the exchange: nothing that its streams send counts any more, then the peers are told, and when all of
-// them have said that their ends are over, too, the streams that wait go on. They may change tensors then that peers
-// are copying, and the peers' Check says that these copies are no good. It returns when this is done, or
-// at once if the exchange is over.
+// fail ends the exchange. It returns when all steps are done, or at once if the exchange has ended before.
+//  1. Sends of this end become invalid.
+//  2. The peers are notified.
+//  3. When all peers have confirmed the end, waiting streams are released.
+//
+// Released streams may overwrite tensors that peers are copying; Check of these peers reports their copies as
+// invalid.
 func (x *Exchange) fail(err error) {
 	if x.host != nil {
-		x.host.end() // before anybody may take the tensors for the caller's
+		x.host.end() // before the tensors may be taken for the caller's
 	}
 	if !x.failed.CompareAndSwap(nil, &err) {
 		return
@@ -168,50 +171,50 @@ func (x *Exchange) fail(err error) {
 	d.mu.Lock()
 	names, used := x.names, x.ready
 	used = used && x.host == nil
-	if !used { // nothing is in streams
+	if !used { // no stream contains work of it
 		d.forget(names)
 	}
 	d.mu.Unlock()
 	var end error
 	if used {
-		end = x.words.end()
+		end = x.mem.end()
 	}
 	x.tell(names, err)
 	if !used {
 		return
 	}
-	x.parted()
-	if free := errors.Join(end, x.words.free()); free != nil {
-		d.node.Log().Error("streams that wait for an exchange may not go on", "exchange", x.String(), "err", free)
+	x.awaitPeersOver()
+	if free := errors.Join(end, x.mem.free()); free != nil {
+		d.node.Log().Error("streams that wait for an exchange may not be released", "exchange", x.String(), "err", free)
 	}
 	d.mu.Lock()
 	d.forget(names)
 	d.mu.Unlock()
 }
 
-// tell tells the peers that this end is over.
+// tell notifies the peers that this end is over.
 func (x *Exchange) tell(names []name, why error) {
 	n := note{verb: verbOver, text: why.Error()}
 	for i, p := range x.peers {
 		if len(names) == 0 {
-			break // nobody knows of it
+			break // no peer knows the exchange
 		}
 		if n.id = names[0].id; !x.first {
 			n.id = names[i].id
 		}
 		if err := x.dir.send(p.id, &n); err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
-			x.dir.node.Log().Info("could not tell a peer that an exchange is over", "peer", x.dir.node.PeerName(p.id), "err", err)
+			x.dir.node.Log().Info("could not notify a peer of the end of an exchange", "peer", x.dir.node.PeerName(p.id), "err", err)
 		}
 	}
 }
 
-// partLimit is how long the streams of an exchange that is over wait for a peer to say that its end is over.
-const partLimit = 10 * time.Second
+// peersOverLimit is how long the streams of an ended exchange wait for a peer to confirm the end.
+const peersOverLimit = 10 * time.Second
 
-// parted waits until the ends of all peers are over, as far as can be known.
-func (x *Exchange) parted() {
+// awaitPeersOver waits until the ends of all peers are over, up to peersOverLimit.
+func (x *Exchange) awaitPeersOver() {
 	d := x.dir
-	patience := time.NewTimer(partLimit)
+	patience := time.NewTimer(peersOverLimit)
 	defer patience.Stop()
 	closing := d.ended
 	for {
@@ -230,22 +233,22 @@ func (x *Exchange) parted() {
 			closing = nil
 			patience.Reset(closeLimit)
 		case <-patience.C:
-			d.node.Log().Warn("streams go on, but a peer has not said that its end of the exchange is over, too", "exchange", x.String(), "peer", d.node.PeerName(x.peers[i].id))
+			d.node.Log().Warn("streams are released, but a peer has not confirmed the end of the exchange", "exchange", x.String(), "peer", d.node.PeerName(x.peers[i].id))
 			return
 		}
 	}
 }
 
-// left is told that a peer's end is over.
+// left is called when a peer's end is over.
 func (x *Exchange) left(from int, text string) {
 	x.fail(&van.Error{Op: "exchange", Peer: x.dir.node.PeerName(from), Err: fmt.Errorf("%w there: %q", van.ErrClosed, text)})
 }
 
-// Close ends this end, and with it the exchange, and returns why it was over before. It waits until the peers' ends
-// are over, too; by hosts it does not, and devices of peers may still read tensors for a moment, for nothing. What was queued must be done, and received by the
-// peers, as it is behind a barrier: what an end that is over has sent counts nowhere. The tensors are
-// the caller's again, unless the exchange was ever captured: graphs may be replayed after Close, and copy then, but nothing waits for them
-// or for what they wait for.
+// Close ends the exchange, and returns why it had ended before, or nil. Close waits until the peers' ends are over.
+// With ByHost it does not wait, and devices of peers may still read the tensors for a moment, without using the data.
+// Before Close, queued work must be done and the peers must have received it, for example after a barrier: data sent
+// by an ended exchange is invalid. After Close the tensors are the caller's, unless the exchange was ever captured:
+// replayed graphs still copy, but do not wait, and no peer waits for them.
 func (x *Exchange) Close() error {
 	err := x.Check()
 	if x.closed.Swap(true) {
@@ -253,15 +256,15 @@ func (x *Exchange) Close() error {
 	}
 	x.fail(fmt.Errorf("%w: its end", van.ErrClosed))
 	<-x.done
-	x.queueing.Lock() // one who queues something now had the tensors before
+	x.queueing.Lock() // a call that queues work now has taken the tensors before
 	defer x.queueing.Unlock()
 	if !x.captured.Load() && x.host.settle() {
 		if x.host != nil {
-			if err := errors.Join(x.host.free(x.words.m), x.words.unmap()); err != nil {
-				x.dir.node.Log().Warn("an exchange by hosts leaves something behind on its device", "exchange", x.String(), "err", err)
+			if err := errors.Join(x.host.free(x.mem.m), x.mem.unmap()); err != nil {
+				x.dir.node.Log().Warn("an exchange by hosts could not release all resources of its device", "exchange", x.String(), "err", err)
 			}
 		}
-		x.words.putBack()
+		x.mem.putBack()
 		for _, p := range x.peers {
 			for _, t := range slices.Concat(p.in, p.out) {
 				t.Val.Mem().Release()
@@ -271,47 +274,47 @@ func (x *Exchange) Close() error {
 	return err
 }
 
-// look ends the exchange if its round has taken too long. Only the goroutine that watches calls it.
-func (x *Exchange) look(now uint64) {
+// check ends the exchange if its round exceeds the limit. Only watch calls it.
+func (x *Exchange) check(now uint64) {
 	if x.failed.Load() != nil {
 		return
 	}
-	took, late, ask := x.timing.look(now)
+	took, late, ask := x.timing.check(now)
 	if late {
 		err := x.timing.late(took, x.dir.names(x.peers))
-		x.dir.begin(func() { x.fail(err) }) // other exchanges are looked at meanwhile
+		x.dir.begin(func() { x.fail(err) }) // watch continues with other exchanges meanwhile
 	}
-	if ask && x.dir.begin(func() { x.timing.answer <- x.words.wait() }) {
+	if ask && x.dir.begin(func() { x.timing.answer <- x.mem.wait() }) {
 		x.timing.asks(now)
 	}
 }
 
-// What the word begun holds: the stream writes unseen at each QueueSend, timing makes it seen.
+// Values of the flag begun: the stream writes unseen at each QueueSend, timing replaces it by seen.
 const (
 	unseen = 1
 	seen   = 2
 )
 
-// timing is what is known of an exchange's rounds, of the goroutine that watches them.
+// timing measures the rounds of an exchange. It belongs to the goroutine of watch.
 type timing struct {
-	limit    time.Duration  // 0: none, and nothing is looked at
-	begun    *atomic.Uint32 // the word
-	since    uint64         // clock.Now when it was seen first that the last round had begun
-	asking   bool           // the device is asked whether it is under way
-	asked    uint64         // when
-	answer   chan bool      // what it says
-	stale    bool           // a round has begun since it was asked
-	underWay bool           // it was when the device was asked, and no other one has begun since
+	limit    time.Duration  // 0: no limit, and no checks
+	begun    *atomic.Uint32 // the flag begun
+	since    uint64         // clock.Now when the begin of the last round was first seen
+	asking   bool           // a query of the device is under way
+	asked    uint64         // start of the query
+	answer   chan bool      // result of the query
+	stale    bool           // a round has begun since the query started
+	underWay bool           // the query found the round under way, and no other round has begun since
 }
 
-// look tells whether a round has taken too long, and how long, or whether the device should be asked.
-func (t *timing) look(now uint64) (took time.Duration, late, ask bool) {
+// check reports how long the round has taken, whether it exceeds the limit, and whether the device should be queried.
+func (t *timing) check(now uint64) (took time.Duration, late, ask bool) {
 	select {
 	case waits := <-t.answer:
 		t.asking = false
 		switch {
-		case t.stale: // it is about an earlier round
-		case waits: // a round that has begun meanwhile is unseen at the next look
+		case t.stale: // the answer is about an earlier round
+		case waits: // a round that has begun meanwhile is unseen at the next check
 			t.underWay = true
 			return 0, false, false
 		default:
@@ -322,11 +325,11 @@ func (t *timing) look(now uint64) (took time.Duration, late, ask bool) {
 	switch t.begun.Load() {
 	case 0:
 	case unseen:
-		t.begun.Store(seen) // a stream that writes it meanwhile has begun about now, too
+		t.begun.Store(seen) // if a stream writes unseen at the same time, its round has begun about now, too
 		t.since, t.underWay, t.stale = now, false, t.asking
 	default:
 		took = time.Duration(now - t.since)
-		// A device that does not answer has failed, or its driver lets nobody in.
+		// A device that does not answer has failed, or its driver is blocked.
 		silent := t.asking && time.Duration(now-t.asked) >= max(t.limit, silence)
 		late = took >= t.limit && (t.underWay || silent)
 		ask = took >= t.limit && !late && !t.asking
@@ -334,10 +337,10 @@ func (t *timing) look(now uint64) (took time.Duration, late, ask bool) {
 	return took, late, ask
 }
 
-// late says that a round has taken too long.
+// late is the error of a round that exceeds the limit.
 func (t *timing) late(took time.Duration, waitsFor string) error {
 	return &van.Error{Op: "exchange", Detail: "a round waits for " + waitsFor, Elapsed: took, Limit: t.limit, Err: van.ErrTimeout}
 }
 
-// asks says that the device is asked now.
+// asks records that a query of the device starts now.
 func (t *timing) asks(now uint64) { t.asking, t.asked, t.stale = true, now, false }

@@ -10,7 +10,7 @@ import (
 )
 
 // PartLimit is for how long streams wait for the end of a peer's exchange.
-const PartLimit = partLimit
+const PartLimit = peersOverLimit
 
 // Deaf makes e hear nothing of its peers until the returned function is called.
 func (e *Ends) Deaf() (hear func()) {

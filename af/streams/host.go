@@ -1,6 +1,6 @@
 package streams
 
-// Exchanges that the processors of the ends make: they look at each other's lines, see lines.go, and have their own devices copy.
+// Exchanges by hosts: CPU threads of the ends poll each other's flags, see hostflags.go, and have their devices copy.
 
 import (
 	"context"
@@ -16,21 +16,25 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// ByHost is the option with which the processors of the ends make the rounds instead of streams: Send and Receive take the place of QueueSend and
-// QueueReceive. All ends of an exchange must have it. A round takes less time then, and both processors, and cannot be captured into a graph.
+// ByHost is the option that makes CPU threads, not streams, perform the rounds, by Send and Receive instead of
+// QueueSend and QueueReceive. All ends of an exchange must have it. A round takes less time, but occupies a CPU
+// thread on both sides, and cannot be captured into a graph.
 //
-// Each end has a line in host memory that the processes of its peers have mapped to read it. Send writes there how many rounds this end has sent. Receive
-// looks at the lines of the peers, and has the node's device copy what they have sent. When the exchange is over its end says so in its line, before the
-// tensors are the caller's again, and a Receive looks at that when it has copied. So nothing that was changed meanwhile is taken for what was sent.
+// Each end has flags in host memory that its peers map for reading. Send writes the number of rounds that this end
+// has sent. Receive polls the flags of the peers, and has the node's device copy the data that they have sent. When
+// the exchange ends, its end says so in a flag before the tensors are the caller's again; Receive checks this flag
+// after its copies. Data that was changed meanwhile is therefore never taken for sent data.
 //
-// A worker's Limit is looked at in Receive. What peers had mapped is unmapped at Close, unless streams of the device may wait; each exchange keeps 128 bytes of
-// pinned host memory, and each 512 a file descriptor, until the backend is closed.
+// Receive checks a worker's Limit. Memory of peers is unmapped at Close, unless streams of the device may wait. Each
+// exchange keeps 128 bytes of pinned host memory, and every 512 exchanges a file descriptor, until the backend is
+// closed.
 type ByHost struct{}
 
 func (ByHost) apply(x *Exchange) { x.host = &host{} }
 
-// Send tells the peers that the tensors for them are ready once stream has come to this point, af.Complete if they are.
-// It does not wait. A worker sends first, a server receives first, and then both take turns.
+// Send notifies the peers that the tensors for them are ready once stream has reached this point; with af.Complete
+// they are ready now. It does not wait. A worker sends first and a server receives first, and then sends and receives
+// alternate.
 func (x *Exchange) Send(stream af.Stream) error {
 	if err := x.begin("send", true); err != nil {
 		return err
@@ -39,11 +43,11 @@ func (x *Exchange) Send(stream af.Stream) error {
 	h := x.host
 	n := h.round
 	if !x.first {
-		n-- // that which was received
+		n-- // the round that was received
 	}
-	if err := x.words.sendByHost(h, stream, n); err != nil {
+	if err := x.mem.sendByHost(h, stream, n); err != nil {
 		if !errors.Is(err, backend.ErrUnsupported) {
-			x.fail(err) // a part may be in the stream
+			x.fail(err) // some of the work may be in the stream
 		}
 		return x.wrong("send", err)
 	}
@@ -51,9 +55,10 @@ func (x *Exchange) Send(stream af.Stream) error {
 	return nil
 }
 
-// Receive waits until all peers have sent, and copies what they have into the tensors of this end, which hold it when Receive
-// returns nil. It waits for as long as ctx lasts, a worker for its Limit at most, from Send: then the exchange is over. When ctx
-// has ended tensors may still change, until a later Receive goes on and returns nil, or Close.
+// Receive waits until all peers have sent, and copies their data into the tensors of this end, which are complete
+// when Receive returns nil. It waits until ctx ends. On a worker it waits for at most the Limit, counted from Send;
+// the exchange then ends. After ctx has ended tensors may still change, until a later Receive resumes the wait and
+// returns nil, or until Close.
 func (x *Exchange) Receive(ctx context.Context) error {
 	if err := x.begin("receive", false); err != nil {
 		return err
@@ -68,15 +73,15 @@ func (x *Exchange) Receive(ctx context.Context) error {
 		return err
 	}
 	h := r.h
-	clear(h.came)
-	h.left, x.sendNext = len(h.far), true
+	clear(h.arrived)
+	h.left, x.sendNext = len(h.remote), true
 	h.round++
 	h.wait = waiting{}
 	return nil
 }
 
-// begin takes queueing for a Send or a Receive, or says why that is not the caller's to do now: two at once are a mistake, and the second one could wait
-// for as long as the first.
+// begin locks queueing for a Send or a Receive, or returns an error. Concurrent calls are refused: the second one
+// could wait as long as the first.
 func (x *Exchange) begin(op string, send bool) error {
 	if x.host == nil {
 		return x.wrong(op, fmt.Errorf("%w: it is made by streams, want QueueSend and QueueReceive", van.ErrInvalid))
@@ -90,31 +95,32 @@ func (x *Exchange) begin(op string, send bool) error {
 	err := x.turn(op, send)
 	if err != nil {
 		if x.failed.Load() != nil {
-			x.host.settle() // what a Receive has left under way that has given up
+			x.host.settle() // copies of a Receive that was canceled
 		}
 		x.queueing.Unlock()
 	}
 	return err
 }
 
-// receipt is a Receive of an exchange. queueing is held.
+// receipt is a Receive of an exchange in progress. queueing is held.
 type receipt struct {
 	x *Exchange
 	h *host
 }
 
-// arrive waits until all peers have sent the round. What has come is queued to be copied.
+// arrive waits until all peers have sent the round. It queues the copies of each peer's data as soon as the peer has
+// sent.
 func (r receipt) arrive(ctx context.Context) error {
 	x, h := r.x, r.h
 	for all := false; ; all = h.wait.pass(x) {
-		for i := range h.far {
-			if h.came[i] || h.far[i].sent() != h.round {
+		for i := range h.remote {
+			if h.arrived[i] || h.remote[i].sent() != h.round {
 				continue
 			}
 			memfd.Read()
-			h.came[i] = true
+			h.arrived[i] = true
 			h.left--
-			if err := x.words.copyFrom(h, i); err != nil {
+			if err := x.mem.copyFrom(h, i); err != nil {
 				x.fail(err)
 				return r.ended()
 			}
@@ -123,24 +129,24 @@ func (r receipt) arrive(ctx context.Context) error {
 			return nil
 		}
 		if all || x.failed.Load() != nil {
-			if err := r.cannotCome(ctx); err != nil {
+			if err := r.cannotArrive(ctx); err != nil {
 				return err
 			}
 		}
 	}
 }
 
-// cannotCome is why Receive returns without what is awaited.
-func (r receipt) cannotCome(ctx context.Context) error {
+// cannotArrive returns why Receive must return without the data, or nil.
+func (r receipt) cannotArrive(ctx context.Context) error {
 	x, h := r.x, r.h
 	if x.failed.Load() != nil {
 		return r.ended()
 	}
-	for i, l := range h.far {
+	for i, l := range h.remote {
 		if l.over() {
 			return r.endedThere(ctx, i)
 		}
-		if n := l.sent(); !h.came[i] && n != h.round && n != h.round-1 {
+		if n := l.sent(); !h.arrived[i] && n != h.round && n != h.round-1 {
 			x.fail(&van.Error{Op: "exchange", Peer: x.dir.node.PeerName(x.peers[i].id), Err: fmt.Errorf("%w: it says that it has sent round %d in round %d", van.ErrMalformed, n, h.round)})
 			return r.ended()
 		}
@@ -155,25 +161,27 @@ func (r receipt) cannotCome(ctx context.Context) error {
 	return nil
 }
 
-// late tells how long a worker's round has taken, and whether that is too long. It is asked all the while, and allocates nothing.
+// late reports how long a worker's round has taken, and whether that exceeds the limit. It is called while polling,
+// and does not allocate.
 func (r receipt) late() (took time.Duration, late bool) {
 	limit := r.x.timing.limit
 	took = time.Duration(clock.Now() - r.h.since)
 	return took, r.x.first && limit > 0 && took >= limit
 }
 
-// missing names the peers that have not sent.
+// missing lists the peers that have not sent.
 func (r receipt) missing() string {
 	var peers []*peer
 	for i, p := range r.x.peers {
-		if !r.h.came[i] {
+		if !r.h.arrived[i] {
 			peers = append(peers, p)
 		}
 	}
 	return r.x.dir.names(peers)
 }
 
-// finish waits until the copies of the round are done, and tells whether they are of what was sent: a peer whose end is over may have changed that.
+// finish waits until the copies of the round are done, and checks that they are valid: a peer whose end is over may
+// have changed its tensors.
 func (r receipt) finish(ctx context.Context) error {
 	x, h := r.x, r.h
 	h.wait = waiting{}
@@ -198,7 +206,7 @@ func (r receipt) finish(ctx context.Context) error {
 		}
 		h.copying = !done
 	}
-	if i := slices.IndexFunc(h.far, line.over); i >= 0 {
+	if i := slices.IndexFunc(h.remote, hostFlags.over); i >= 0 {
 		return r.endedThere(ctx, i)
 	}
 	if x.failed.Load() != nil {
@@ -207,7 +215,8 @@ func (r receipt) finish(ctx context.Context) error {
 	return nil
 }
 
-// endedThere ends the exchange as peer i has ended it. What the peer says of it comes as a message.
+// endedThere ends the exchange after peer i has ended it. It waits a moment for the peer's message, which contains
+// the reason.
 func (r receipt) endedThere(ctx context.Context, i int) error {
 	x := r.x
 	for begun := clock.Now(); x.failed.Load() == nil && ctx.Err() == nil && time.Duration(clock.Now()-begun) < silence; {
@@ -217,7 +226,8 @@ func (r receipt) endedThere(ctx context.Context, i int) error {
 	return r.ended()
 }
 
-// ended is why the exchange is over, when nothing is copied to tensors of this end any more, unless the device does not answer.
+// ended returns why the exchange is over. It first waits until no copy writes to tensors of this end, unless the
+// device does not answer.
 func (r receipt) ended() error {
 	r.h.settle()
 	return r.x.Check()

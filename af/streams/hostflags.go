@@ -1,6 +1,7 @@
 package streams
 
-// What an end of an exchange by hosts has: its line in shared host memory, its peers' lines, and the stream that copies what they have sent.
+// State of an end of an exchange by hosts: its flags in shared host memory, the flags of its peers, and the stream of
+// its copies.
 
 import (
 	"context"
@@ -22,102 +23,103 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Lines lie in files of linesLen bytes, each line in one of lineLen bytes: two words, and a token. Only their owner writes
-// there, others have mapped them to be read.
+// Flags of an end are a block of flagStride bytes in a file of flagPageLen bytes: two 4-byte flags, and a token. Only
+// the owner writes them; other processes map them for reading.
 const (
-	linesLen = 64 << 10
-	lineLen  = 128
-	goingAt  = 4 // 1, and 0 when the exchange is over
-	tokenAt  = 16
+	flagPageLen = 64 << 10
+	flagStride  = 128
+	goingAt     = 4 // 1; 0 when the exchange is over
+	tokenAt     = 16
 )
 
-// lines are a file of lines, and what is left of it.
-type lines struct {
+// flagPage is a file of flags, and the offset of its free part.
+type flagPage struct {
 	fd   int
 	page *memfd.Page
-	mem  backend.Mem // the same, as the device knows it
-	next int         // where the next line begins
+	mem  backend.Mem // the page as the device addresses it
+	next int         // offset of the next free block
 }
 
-// lineName is what peers find a line by.
-type lineName struct {
+// flagName is the location of an end's flags, for peers.
+type flagName struct {
 	file  [memfd.NameLen]byte
 	at    uint32
 	token [tokenLen]byte
 }
 
-// line is that of an end.
-type line struct {
+// hostFlags is the block of flags of one end.
+type hostFlags struct {
 	page *memfd.Page
 	at   int
 }
 
-func (l line) word(at int) *atomic.Uint32 {
+func (l hostFlags) flag(at int) *atomic.Uint32 {
 	return (*atomic.Uint32)(unsafe.Pointer(&l.page.Mem[l.at+at]))
 }
 
-// sent is how many rounds the line's end has sent.
-func (l line) sent() uint32 { return l.word(0).Load() }
+// sent returns how many rounds the end has sent.
+func (l hostFlags) sent() uint32 { return l.flag(0).Load() }
 
-// over tells whether the end is over.
-func (l line) over() bool { return l.word(goingAt).Load() == 0 }
+// over reports whether the end is over.
+func (l hostFlags) over() bool { return l.flag(goingAt).Load() == 0 }
 
-// host is what an end has of an exchange by hosts. Once met, only Send and Receive use what can change, under queueing.
+// host is the state of an end of an exchange by hosts. Once the exchange is prepared, only Send and Receive use its
+// variable fields, under queueing.
 type host struct {
-	own    line
-	word   backend.Mem // the number of rounds sent in it, as the device knows it
-	far    []line      // by peer
+	own    hostFlags
+	flag   backend.Mem // the flag with the number of rounds sent, as the device addresses it
+	remote []hostFlags // by peer
 	stream uintptr     // of copies; 0: none
 	event  backend.Event
 
-	round   uint32  // that the next Receive is of
+	round   uint32  // of the next Receive
 	since   uint64  // clock.Now of the last Send
-	came    []bool  // by peer: it has sent this round, and copies are queued
-	left    int     // peers that have not
-	copying bool    // copies are queued that event says the end of
-	wait    waiting // of the Receive that goes on
+	arrived []bool  // by peer: the peer has sent this round, and its copies are queued
+	left    int     // number of peers that have not sent
+	copying bool    // copies are queued; event marks their end
+	wait    waiting // of the current Receive
 }
 
-// makeHost makes what an end of so many peers has, and says what these are to know of it.
-func (m *memory) makeHost(b backend.Backend, h *host, peers int) (name lineName, err error) {
+// makeHost initializes h for the given number of peers, and returns the location of its flags for the peers.
+func (m *memory) makeHost(b backend.Backend, h *host, peers int) (name flagName, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if err := m.open(b); err != nil {
 		return name, err
 	}
-	h.far, h.came, h.left, h.round = make([]line, peers), make([]bool, peers), peers, 1
+	h.remote, h.arrived, h.left, h.round = make([]hostFlags, peers), make([]bool, peers), peers, 1
 	if h.event, err = m.dev.NewEvent(); err != nil {
 		return name, err
 	}
 	if h.stream, err = m.dev.NewStream(); err != nil {
 		return name, err
 	}
-	l := &m.lines
-	if l.page == nil || l.next == linesLen {
-		n, err := m.newLines()
+	l := &m.flags
+	if l.page == nil || l.next == flagPageLen {
+		n, err := m.newFlagPage()
 		if err != nil {
 			return name, err
 		}
 		*l = n
 	}
-	h.own, h.word = line{l.page, l.next}, l.mem.Sub(l.next, 4)
-	l.next += lineLen
+	h.own, h.flag = hostFlags{l.page, l.next}, l.mem.Sub(l.next, 4)
+	l.next += flagStride
 	token := l.page.Mem[h.own.at+tokenAt:][:tokenLen]
 	binary.NativeEndian.PutUint64(token, random.Uint64())
 	binary.NativeEndian.PutUint64(token[8:], random.Uint64())
-	h.own.word(goingAt).Store(1)
+	h.own.flag(goingAt).Store(1)
 	copy(name.file[:], memfd.Name(l.fd))
 	name.at = uint32(h.own.at)
 	copy(name.token[:], token)
 	return name, nil
 }
 
-// newLines makes a file, which is open, and so may be mapped by others, for as long as somebody here refers to its page.
-func (m *memory) newLines() (l lines, err error) {
-	if l.fd, err = memfd.New(linesLen); err != nil {
+// newFlagPage creates a file of flags. The file stays open, so that peers can map it, while its page is referenced.
+func (m *memory) newFlagPage() (l flagPage, err error) {
+	if l.fd, err = memfd.New(flagPageLen); err != nil {
 		return l, err
 	}
-	if l.page, err = memfd.Map(l.fd, linesLen); err != nil {
+	if l.page, err = memfd.Map(l.fd, flagPageLen); err != nil {
 		return l, errors.Join(err, unix.Close(l.fd))
 	}
 	runtime.AddCleanup(l.page, func(fd int) { _ = unix.Close(fd) }, l.fd)
@@ -125,21 +127,21 @@ func (m *memory) newLines() (l lines, err error) {
 	return l, err
 }
 
-// reach maps the line of peer i.
-func (h *host) reach(i int, n *lineName) error {
-	page, err := memfd.MapNamed(n.file[:], linesLen, false)
+// reach maps the flags of peer i.
+func (h *host) reach(i int, n *flagName) error {
+	page, err := memfd.MapNamed(n.file[:], flagPageLen, false)
 	if err != nil {
 		return fmt.Errorf("map the peer's shared memory: %w", err)
 	}
 	if string(page.Mem[n.at+tokenAt:][:tokenLen]) != string(n.token[:]) {
 		return fmt.Errorf("%w: the shared memory mapped is not the peer's", van.ErrMalformed)
 	}
-	h.far[i] = line{page, int(n.at)}
+	h.remote[i] = hostFlags{page, int(n.at)}
 	return nil
 }
 
-// sendByHost says that round n is sent when stream has come here.
-func (w *words) sendByHost(h *host, stream af.Stream, n uint32) error {
+// sendByHost makes round n sent when stream has reached this point.
+func (w *exchangeMemory) sendByHost(h *host, stream af.Stream, n uint32) error {
 	if stream != af.Complete {
 		idle := false
 		var err error
@@ -162,7 +164,7 @@ func (w *words) sendByHost(h *host, stream af.Stream, n uint32) error {
 	if stream == af.Complete {
 		if len(w.copied) == 0 {
 			memfd.Wrote()
-			h.own.word(0).Store(n)
+			h.own.flag(0).Store(n)
 			return nil
 		}
 		stream, h.copying = af.Stream(h.stream), true
@@ -170,12 +172,12 @@ func (w *words) sendByHost(h *host, stream af.Stream, n uint32) error {
 	if err := w.copyPrivate(uintptr(stream)); err != nil {
 		return err
 	}
-	return w.m.dev.WriteFlag(uintptr(stream), h.word, n)
+	return w.m.dev.WriteFlag(uintptr(stream), h.flag, n)
 }
 
-// copyFrom queues the copies of what peer i has, and behind those of the last peer their event.
-func (w *words) copyFrom(h *host, i int) error {
-	l := &w.lines[i]
+// copyFrom queues the copies of peer i's data, and after those of the last peer the event of their end.
+func (w *exchangeMemory) copyFrom(h *host, i int) error {
+	l := &w.peers[i]
 	last := len(l.to) - 1
 	for k, m := range l.to {
 		var err error
@@ -191,7 +193,8 @@ func (w *words) copyFrom(h *host, i int) error {
 	return nil
 }
 
-// settle waits until nothing is copied to tensors of this end, but not for a device that does not answer. It tells whether that is so. queueing is held.
+// settle waits until no copy writes to tensors of this end, and returns true. If the device does not answer within
+// silence, it returns false. queueing is held.
 func (h *host) settle() bool {
 	if h == nil || !h.copying {
 		return true
@@ -206,14 +209,14 @@ func (h *host) settle() bool {
 	return err == nil
 }
 
-// end says that nothing of what this end has sent counts any more.
+// end marks all sends of this end as invalid.
 func (h *host) end() {
 	if h.own.page != nil {
-		h.own.word(goingAt).Store(0)
+		h.own.flag(goingAt).Store(0)
 	}
 }
 
-// free gives back what the device has for it, when nothing is copied any more.
+// free releases the device resources of h. No copy may be under way.
 func (h *host) free(m *memory) (err error) {
 	if h.event != nil {
 		err = h.event.Close()
@@ -224,27 +227,29 @@ func (h *host) free(m *memory) (err error) {
 	return err
 }
 
-// The looks at what is awaited between two at all else, the pauses of a wait that sleeps, for most of the first second and then, and how often
-// it asks whether the device works.
+// Constants of a wait:
+//   - pollsEach: polls between two checks of errors and limits.
+//   - minPause, maxPause: pauses of a sleeping wait during the first second; longPause: afterwards.
+//   - healthCheck: interval between checks of the device.
 const (
-	looksEach   = 128
+	pollsEach   = 128
 	minPause    = 20 * time.Microsecond
 	maxPause    = 200 * time.Microsecond
 	longPause   = time.Millisecond
 	healthCheck = 10 * time.Millisecond
 )
 
-// waiting is the wait of a Receive, also of one that goes on.
+// waiting is the state of a wait in Receive; it survives a Receive that returned because ctx ended.
 type waiting struct {
-	begun   uint64 // clock.Now; 0: it has not
-	healthy uint64 // clock.Now when the device was asked last
-	looks   int
-	pause   time.Duration // 0: it does not sleep yet
+	begun   uint64 // clock.Now; 0: not begun
+	healthy uint64 // clock.Now of the last check of the device
+	polls   int
+	pause   time.Duration // 0: the wait does not sleep yet
 }
 
-// pass passes a moment between two looks, and tells whether it is time to look at all else.
+// pass is called between two polls; it may sleep. It reports whether errors and limits are to be checked.
 func (w *waiting) pass(x *Exchange) bool {
-	if w.looks++; w.looks%looksEach != 0 && w.pause == 0 {
+	if w.polls++; w.polls%pollsEach != 0 && w.pause == 0 {
 		return false
 	}
 	now := clock.Now()
@@ -264,9 +269,9 @@ func (w *waiting) pass(x *Exchange) bool {
 	return true
 }
 
-// health is why the device does nothing any more.
+// health returns the error of a device that has failed.
 func (w *waiting) health(x *Exchange) error {
-	h, is := x.words.m.dev.(backend.HealthChecker)
+	h, is := x.mem.m.dev.(backend.HealthChecker)
 	if now := clock.Now(); is && time.Duration(now-w.healthy) >= healthCheck {
 		w.healthy = now
 		return h.Health()

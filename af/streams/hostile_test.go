@@ -213,7 +213,7 @@ func TestWrongMemory(t *testing.T) {
 					<-changed
 				}
 			}
-			page, err := d.Alloc(2 * wordStride)
+			page, err := d.Alloc(2 * slotStride)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -357,6 +357,6 @@ func TestGivenUpOfferIsTakenBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	offers(1)
-	x.giveUp(van.ErrTimeout)
+	x.cancel(van.ErrTimeout)
 	offers(0)
 }

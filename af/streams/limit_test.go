@@ -13,15 +13,15 @@ func TestAnswerOfTheRoundBefore(t *testing.T) {
 	x := &Exchange{dir: &directory{changed: make(chan struct{})}, done: make(chan struct{}),
 		timing: timing{limit: time.Duration(limit), begun: new(atomic.Uint32), answer: make(chan bool, 1)}}
 	x.timing.begun.Store(unseen)
-	x.look(1)
+	x.check(1)
 	x.timing.asking, x.timing.asked = true, 2 // as at the limit; the answer is not there yet
 	x.timing.begun.Store(unseen)              // the next round
-	x.look(3)
+	x.check(3)
 	x.timing.answer <- true
-	x.look(4)
-	x.look(3 + limit) // it has had its time: the device is asked, where the words of no peer are missing
+	x.check(4)
+	x.check(3 + limit) // it has had its time: the device is asked, where the words of no peer are missing
 	x.dir.failing.Wait()
-	x.look(4 + limit)
+	x.check(4 + limit)
 	if err := x.failed.Load(); err != nil {
 		t.Errorf("a round that was answered: %v", *err)
 	}

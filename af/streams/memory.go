@@ -1,7 +1,7 @@
 package streams
 
-// What exchanges have on the node's device, and in pinned memory of the host: words, with which the streams of the
-// ends go on, and what these streams copy.
+// Memory of exchanges, on the node's device and in pinned host memory: the flags by which streams synchronize, and
+// the tensors that the streams copy.
 
 import (
 	"bytes"
@@ -20,69 +20,71 @@ import (
 
 var le = binary.LittleEndian
 
-// A word's lower half is arrived when its peer has sent. The upper one is when the exchange is over.
+// A flag has 8 bytes. Its lower half is arrived when the peer has sent. Its upper half is arrived when the exchange
+// is over.
 const (
 	arrived = 1
 	goOn    = uint64(arrived)<<32 | arrived
 )
 
-// device is what exchanges need of a node's backend.
+// device is the backend interface that exchanges need.
 type device = backend.StreamDevice
 
-// Words lie in device memory of pageLen bytes, which is what drivers share at least, each in a
-// line of its own. An exchange has a slot there: a head with a token and with what it copies to peers' words, and
-// a word for each peer.
+// Flags are in pages of pageLen bytes of device memory, the smallest size that drivers share, each flag in a cache
+// line of its own. An exchange has a slot in a page: a head, with a token and the value that streams copy to the
+// flags of peers, and one flag for each peer.
 const (
 	pageLen    = 2 << 20
-	wordStride = 128
-	slotHead   = wordStride
-	validAt    = 64 // in the head: 1, and 0 when the exchange is over
+	slotStride = 128
+	slotHead   = slotStride
+	validAt    = 64 // in the head: 1; 0 when the exchange is over
 	maxBytes   = af.MaxTensorBytes
 )
 
 // poolBytes bounds the buffers for memory that cannot be shared.
 const poolBytes = 4 << 30
 
-// hostPage is how much host memory is pinned at a time.
+// hostPage is the unit in which host memory is pinned.
 const hostPage = 4096
 
-// memory is what a node's exchanges take words from.
+// memory allocates flags for the exchanges of a node.
 type memory struct {
-	mu      sync.Mutex    // guards what follows; held while the driver is called
-	dev     device        // nil before the first Prepare; then it does not change, nor do the next two
-	release uintptr       // the stream that lets others go on
+	mu      sync.Mutex    // guards the fields below; held during calls of the driver
+	dev     device        // nil before the first Prepare; afterwards constant, as are the next two fields
+	release uintptr       // the stream that releases waiting streams
 	buffers *backend.Pool // for memory that cannot be shared
-	page    backend.Mem   // of the device, what is left of the last one
-	pinned  backend.Mem   // the same of the host
-	lines   lines         // of exchanges by hosts
+	page    backend.Mem   // free part of the last page of device memory
+	pinned  backend.Mem   // free part of the last page of pinned host memory
+	flags   flagPage      // of exchanges by hosts
 }
 
-// words are what an exchange copies, and, of one in streams, the words. Once made they do not change, but for what reach adds.
-type words struct {
+// exchangeMemory is the memory that an exchange copies, and its flags unless it is an exchange by hosts. It is
+// constant after its creation, except for what reach and mapOut add.
+type exchangeMemory struct {
 	m      *memory
-	slot   backend.Mem // of this end
-	lines  []reached   // by peer
+	slot   backend.Mem  // slot of this end
+	peers  []peerMemory // by peer
 	copied []copied
-	mapped []backend.Mem // of peers' devices: what they send lies there
-	begun  backend.Mem   // pinned host memory: a round has begun; none without a limit
-	void   backend.Mem   // likewise: nothing is sent any more
+	mapped []backend.Mem // memory of peers' devices, with the tensors that they send
+	begun  backend.Mem   // flag in pinned host memory: a round has begun; empty without a limit
+	void   backend.Mem   // flag in pinned host memory: sends are invalid
 }
 
-// reached is what an end and one of its peers have for each other.
-type reached struct {
-	word backend.Mem   // of this end, where the peer signals
-	far  backend.Mem   // the peer's word, where this end signals
-	to   []backend.Mem // of this end's tensors
-	from []backend.Mem // what they are copied from, of the same lengths
+// peerMemory is the memory that an end and one of its peers share.
+type peerMemory struct {
+	flag   backend.Mem   // flag of this end, written by the peer
+	remote backend.Mem   // flag of the peer, written by this end
+	to     []backend.Mem // tensors of this end
+	from   []backend.Mem // the peer's tensors that are copied to them, of the same lengths
 }
 
-// copied is memory that cannot be shared, and where it is copied for the peers.
+// copied is a tensor that cannot be shared, and the buffer that it is copied to for the peers.
 type copied struct {
 	src backend.Mem
 	to  *backend.Buffer
 }
 
-// open finds out what the node's device can do, once. mu is held.
+// open determines the capabilities of the node's device, once. mu is held.
 func (m *memory) open(b backend.Backend) error {
 	if m.dev != nil {
 		return nil
@@ -99,8 +101,8 @@ func (m *memory) open(b backend.Backend) error {
 	return nil
 }
 
-// take takes n bytes of page, which is a new one of size bytes if too little is left. An empty rest is no memory: it would
-// point behind the allocation.
+// take returns n bytes of page. If too little is left, page becomes a new one of size bytes. A page without a rest
+// becomes empty memory; otherwise it would point past its allocation.
 func take(page *backend.Mem, n, size int, alloc func(int) (backend.Mem, error)) (m backend.Mem, err error) {
 	if page.Len() < n {
 		if *page, err = alloc(size); err != nil {
@@ -116,23 +118,23 @@ func take(page *backend.Mem, n, size int, alloc func(int) (backend.Mem, error)) 
 	return m, nil
 }
 
-// make makes the words of an exchange, and says what the peers are to know of them. Who sends first
-// finds its own as if answers were there: QueueSend clears them.
-func (w *words) make(b backend.Backend, first, limited bool) (flags slot, err error) {
-	m, peers := w.m, len(w.lines)
+// make allocates the flags of an exchange, and returns their location for the peers. For an end that sends first, its
+// flags start as arrived: QueueSend clears them.
+func (w *exchangeMemory) make(b backend.Backend, first, limited bool) (flags slot, err error) {
+	m, peers := w.m, len(w.peers)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if err := m.open(b); err != nil {
 		return flags, err
 	}
-	n := slotHead + peers*wordStride
+	n := slotHead + peers*slotStride
 	if n > pageLen {
-		return flags, fmt.Errorf("%w: %d peers, want at most %d", van.ErrInvalid, peers, pageLen/wordStride-1)
+		return flags, fmt.Errorf("%w: %d peers, want at most %d", van.ErrInvalid, peers, pageLen/slotStride-1)
 	}
 	if w.slot, err = take(&m.page, n, pageLen, m.dev.Alloc); err != nil {
 		return flags, err
 	}
-	host, err := take(&m.pinned, wordStride, hostPage, m.dev.AllocPinned)
+	host, err := take(&m.pinned, slotStride, hostPage, m.dev.AllocPinned)
 	if err != nil {
 		return flags, err
 	}
@@ -147,9 +149,9 @@ func (w *words) make(b backend.Backend, first, limited bool) (flags slot, err er
 	le.PutUint64(image[8:], random.Uint64())
 	copy(flags.token[:], image)
 	le.PutUint32(image[validAt:], 1)
-	for i := range w.lines {
-		at := slotHead + i*wordStride
-		w.lines[i].word = w.slot.Sub(at, 8)
+	for i := range w.peers {
+		at := slotHead + i*slotStride
+		w.peers[i].flag = w.slot.Sub(at, 8)
 		if first {
 			le.PutUint32(image[at:], arrived)
 		}
@@ -161,7 +163,7 @@ func (w *words) make(b backend.Backend, first, limited bool) (flags slot, err er
 	return flags, err
 }
 
-// half is 4 bytes of pinned host memory.
+// half returns 4 bytes of pinned host memory as an atomic integer.
 func half(m backend.Mem) *atomic.Uint32 { return (*atomic.Uint32)(m.Ptr()) }
 
 func parts(l []af.KeyTensor) []part {
@@ -172,8 +174,8 @@ func parts(l []af.KeyTensor) []part {
 	return p
 }
 
-// share names tensors for peers.
-func (w *words) share(l []af.KeyTensor) ([]part, error) {
+// share exports tensors to peers.
+func (w *exchangeMemory) share(l []af.KeyTensor) ([]part, error) {
 	w.m.mu.Lock()
 	defer w.m.mu.Unlock()
 	p := parts(l)
@@ -189,7 +191,7 @@ func (w *words) share(l []af.KeyTensor) ([]part, error) {
 				return nil, err
 			}
 			if b == nil {
-				return nil, fmt.Errorf("%w: tensors that other processes cannot map, and that are copied for them, want more than %d bytes of this device, with %d for the one with key %d", backend.ErrNoMemory, poolBytes, m.Len(), l[i].Key)
+				return nil, fmt.Errorf("%w: tensors that other processes cannot map, and that are copied for them, need more than %d bytes of this device, with %d for the one with key %d", backend.ErrNoMemory, poolBytes, m.Len(), l[i].Key)
 			}
 			w.copied = append(w.copied, copied{m, b})
 			if e, err = w.m.dev.Export(b.Mem()); err != nil {
@@ -203,17 +205,17 @@ func (w *words) share(l []af.KeyTensor) ([]part, error) {
 	return p, nil
 }
 
-// putBack ends the use of buffers, of an exchange that is over and was not captured.
-func (w *words) putBack() {
+// putBack returns the buffers of an ended exchange that was not captured.
+func (w *exchangeMemory) putBack() {
 	for _, c := range w.copied {
 		c.to.Put()
 	}
 	w.copied = nil
 }
 
-// unmap lets go of peers' memory, which streams of this end read no more. Where streams may wait the driver would wait for them: then it
-// stays mapped until the backend is closed.
-func (w *words) unmap() (err error) {
+// unmap unmaps the memory of peers, which no stream of this end reads any more. If streams of the device may wait,
+// the driver would wait for them; the memory then stays mapped until the backend is closed.
+func (w *exchangeMemory) unmap() (err error) {
 	if b, is := w.m.dev.(backend.StreamBlocker); is && b.MayBlock() {
 		return nil
 	}
@@ -224,9 +226,9 @@ func (w *words) unmap() (err error) {
 	return err
 }
 
-// reach maps the words of peer i.
-func (w *words) reach(i int, flags *slot) error {
-	m, _, err := van.MapExport(w.m.dev, flags.export, int(flags.at)+wordStride)
+// reach maps the flags of peer i.
+func (w *exchangeMemory) reach(i int, flags *slot) error {
+	m, _, err := van.MapExport(w.m.dev, flags.export, int(flags.at)+slotStride)
 	if err != nil {
 		return err
 	}
@@ -237,13 +239,13 @@ func (w *words) reach(i int, flags *slot) error {
 	if !bytes.Equal(token[:], flags.token[:]) {
 		return fmt.Errorf("%w: the memory mapped is not the peer's; it may be on another host", van.ErrMalformed)
 	}
-	w.lines[i].far = m.Sub(int(flags.at), 4)
+	w.peers[i].remote = m.Sub(int(flags.at), 4)
 	return nil
 }
 
 // mapOut maps what peer i sends, for tensors of l.
-func (w *words) mapOut(i int, out []part, l []af.KeyTensor) error {
-	of := &w.lines[i]
+func (w *exchangeMemory) mapOut(i int, out []part, l []af.KeyTensor) error {
+	of := &w.peers[i]
 	for k := range l {
 		if t := &out[k]; t.len > 0 {
 			from, all, err := van.MapExport(w.m.dev, t.export, t.len)
@@ -259,8 +261,8 @@ func (w *words) mapOut(i int, out []part, l []af.KeyTensor) error {
 	return nil
 }
 
-// copyPrivate puts copies of memory that cannot be shared into stream s.
-func (w *words) copyPrivate(s uintptr) error {
+// copyPrivate queues copies of tensors that cannot be shared in stream s.
+func (w *exchangeMemory) copyPrivate(s uintptr) error {
 	for _, c := range w.copied {
 		if err := w.m.dev.CopyAsync(c.to.Mem().Sub(0, c.src.Len()), c.src, s); err != nil {
 			return err
@@ -269,19 +271,19 @@ func (w *words) copyPrivate(s uintptr) error {
 	return nil
 }
 
-// send puts a send into stream s.
-func (w *words) send(s uintptr) error {
+// send queues a send in stream s.
+func (w *exchangeMemory) send(s uintptr) error {
 	if err := w.copyPrivate(s); err != nil {
 		return err
 	}
-	for i := range w.lines {
-		if err := w.m.dev.WriteFlag(s, w.lines[i].word.Sub(0, 4), 0); err != nil {
+	for i := range w.peers {
+		if err := w.m.dev.WriteFlag(s, w.peers[i].flag.Sub(0, 4), 0); err != nil {
 			return err
 		}
 	}
 	valid := w.slot.Sub(validAt, 4)
-	for i := range w.lines {
-		if err := w.m.dev.CopyAsync(w.lines[i].far, valid, s); err != nil {
+	for i := range w.peers {
+		if err := w.m.dev.CopyAsync(w.peers[i].remote, valid, s); err != nil {
 			return err
 		}
 	}
@@ -291,11 +293,11 @@ func (w *words) send(s uintptr) error {
 	return w.m.dev.WriteFlag(s, w.begun, unseen)
 }
 
-// receive puts a receive into stream s.
-func (w *words) receive(s uintptr) error {
-	for i := range w.lines {
-		l := &w.lines[i]
-		if err := w.m.dev.WaitBits(s, l.word, goOn); err != nil {
+// receive queues a receive in stream s.
+func (w *exchangeMemory) receive(s uintptr) error {
+	for i := range w.peers {
+		l := &w.peers[i]
+		if err := w.m.dev.WaitBits(s, l.flag, goOn); err != nil {
 			return err
 		}
 		for k, m := range l.to {
@@ -307,31 +309,31 @@ func (w *words) receive(s uintptr) error {
 	return nil
 }
 
-// wait tells whether a round is under way, as the words in the device's memory say.
-func (w *words) wait() bool {
+// wait reports whether a round is under way according to the flags in device memory.
+func (w *exchangeMemory) wait() bool {
 	waits := false
-	for i := range w.lines {
+	for i := range w.peers {
 		var word [4]byte
-		err := w.m.dev.Copy(backend.Bytes(word[:]), w.lines[i].word.Sub(0, 4))
+		err := w.m.dev.Copy(backend.Bytes(word[:]), w.peers[i].flag.Sub(0, 4))
 		waits = waits || err != nil || le.Uint32(word[:]) != arrived
 	}
 	return waits
 }
 
-// silence is how long a device may take at least to say what is in its memory.
+// silence is the minimum time that a device is given to answer a query.
 const silence = time.Second
 
-// end makes nothing count that the streams of the exchange send from now on, and takes back what peers have not
-// seen: they may hear of the end later than this node's streams go on, if it cannot tell them.
+// end invalidates later sends of the exchange's streams, and retracts sends that peers have not seen: if this node
+// cannot notify them, they may learn of the end after its streams have continued.
 //
-// Only words are written, and the end of that is seen in host memory: the driver takes such writes also while a launch
-// waits for room in the queue of another stream, unless that is the default stream.
-func (w *words) end() error {
+// end only writes flags, and polls for the last one in host memory. The driver accepts such writes also while a
+// kernel launch is blocked because the queue of another stream is full, unless that is the default stream.
+func (w *exchangeMemory) end() error {
 	d, s := w.m.dev, w.m.release
 	err := d.WriteFlag(s, w.slot.Sub(validAt, 4), 0)
-	for i := range w.lines {
+	for i := range w.peers {
 		if err == nil {
-			err = d.WriteFlag(s, w.lines[i].far, 0)
+			err = d.WriteFlag(s, w.peers[i].remote, 0)
 		}
 	}
 	if err == nil {
@@ -340,23 +342,23 @@ func (w *words) end() error {
 	if err != nil {
 		return err
 	}
-	// The peers must not be told before it is done. Nothing in this stream waits.
+	// The peers must not be notified before the writes are done. This stream contains nothing that waits.
 	late := time.After(silence)
 	for pause := 5 * time.Microsecond; half(w.void).Load() == 0; pause = min(2*pause, time.Millisecond) {
 		select {
 		case <-time.After(pause):
 		case <-late:
-			return fmt.Errorf("%w: a word of the device", van.ErrTimeout)
+			return fmt.Errorf("%w: the device did not write a flag", van.ErrTimeout)
 		}
 	}
 	return nil
 }
 
-// free makes the streams of the exchange go on.
-func (w *words) free() (err error) {
-	for i := range w.lines {
+// free releases the waiting streams of the exchange.
+func (w *exchangeMemory) free() (err error) {
+	for i := range w.peers {
 		if err == nil {
-			err = w.m.dev.WriteFlag(w.m.release, w.lines[i].word.Sub(4, 4), arrived)
+			err = w.m.dev.WriteFlag(w.m.release, w.peers[i].flag.Sub(4, 4), arrived)
 		}
 	}
 	return err

@@ -1,6 +1,6 @@
 package streams
 
-// How the two ends of an exchange meet: workers offer, servers accept.
+// Preparation of an exchange: workers send offers, servers accept them.
 
 import (
 	"cmp"
@@ -46,10 +46,11 @@ func newExchange(d *directory, peers []int, push, pull []af.KeyTensor, opts []Op
 	return x, nil
 }
 
-// bytesEach is how many bytes of an exchange let a wait look a nanosecond longer before it sleeps: they are copied at no less, mostly.
+// bytesEach is the number of bytes of an exchange that extend the polling of a wait by a nanosecond: copies are
+// rarely slower than this rate.
 const bytesEach = 100
 
-// bytesOf is how many bytes tensors have.
+// bytesOf returns the size of the tensors in bytes.
 func bytesOf(lists ...[]af.KeyTensor) (n int) {
 	for _, t := range slices.Concat(lists...) {
 		n += t.Val.Len()
@@ -57,11 +58,11 @@ func bytesOf(lists ...[]af.KeyTensor) (n int) {
 	return n
 }
 
-// fewThreads is a number of threads for goroutines that those who look without pause may take up.
+// fewThreads is the number of threads for goroutines up to which polling goroutines may occupy all threads.
 const fewThreads = 3
 
-// meet makes this end, and waits until all peers have made theirs.
-func (x *Exchange) meet(ctx context.Context, m *memory) error {
+// connect creates this end, and waits until all peers have created theirs.
+func (x *Exchange) connect(ctx context.Context, m *memory) error {
 	own, err := x.make(m)
 	if err != nil {
 		return err
@@ -72,16 +73,16 @@ func (x *Exchange) meet(ctx context.Context, m *memory) error {
 	return x.accept(ctx, own)
 }
 
-// giveUp ends an exchange that has not met its peers.
-func (x *Exchange) giveUp(err error) {
+// cancel ends an exchange whose preparation has failed.
+func (x *Exchange) cancel(err error) {
 	x.fail(err)
 	_ = x.Close()
-	if x.first { // it may have ended while offers were being sent, which must not stay behind the end
+	if x.first { // offers that were sent while the exchange ended must not arrive after the notice of its end
 		x.tell(x.names, err)
 	}
 }
 
-// divide checks the arguments and gives each peer its part.
+// divide checks the arguments and assigns each peer its tensors.
 func (x *Exchange) divide(ranks []int, push, pull []af.KeyTensor) error {
 	node := x.dir.node
 	t := node.Topology()
@@ -166,16 +167,16 @@ func (x *Exchange) apart(push, pull []af.KeyTensor, peers int) error {
 	return nil
 }
 
-// make takes words, or a line, from m and names the tensors that peers are to copy: by peer if they differ.
+// make allocates flags from m, and describes the tensors that peers are to copy: one note for each peer.
 func (x *Exchange) make(m *memory) (own []*note, err error) {
 	first := note{host: x.host != nil}
-	x.words = words{m: m, lines: make([]reached, len(x.peers))}
+	x.mem = exchangeMemory{m: m, peers: make([]peerMemory, len(x.peers))}
 	if x.host != nil {
-		first.line, err = m.makeHost(x.dir.node.Backend(), x.host, len(x.peers))
+		first.hostFlags, err = m.makeHost(x.dir.node.Backend(), x.host, len(x.peers))
 	} else {
 		limited := x.timing.limit > 0
-		if first.flags, err = x.words.make(x.dir.node.Backend(), x.first, limited); err == nil && limited {
-			x.timing.begun = half(x.words.begun)
+		if first.flags, err = x.mem.make(x.dir.node.Backend(), x.first, limited); err == nil && limited {
+			x.timing.begun = half(x.mem.begun)
 		}
 	}
 	if err != nil {
@@ -184,10 +185,10 @@ func (x *Exchange) make(m *memory) (own []*note, err error) {
 	for i, p := range x.peers {
 		n := first
 		n.in = parts(p.in)
-		n.flags.at = uint32(slotHead + i*wordStride)
+		n.flags.at = uint32(slotHead + i*slotStride)
 		if x.first && i > 0 {
 			n.out = own[0].out
-		} else if n.out, err = x.words.share(p.out); err != nil {
+		} else if n.out, err = x.mem.share(p.out); err != nil {
 			return nil, err
 		}
 		own = append(own, &n)
@@ -195,7 +196,8 @@ func (x *Exchange) make(m *memory) (own []*note, err error) {
 	return own, nil
 }
 
-// offer is the worker's part: it says what it has, and waits for all servers. One that is away is waited for.
+// offer is the worker's part of the preparation: it sends its tensors and flags to the servers, and waits for the
+// answers of all. A server that is not connected is waited for.
 func (x *Exchange) offer(ctx context.Context, own []*note) error {
 	d := x.dir
 	id := d.last.Add(1)
@@ -204,14 +206,14 @@ func (x *Exchange) offer(ctx context.Context, own []*note) error {
 		defer d.mu.Unlock()
 		return d.over
 	}
-	x.names, x.meeting = []name{{d.node.ID(), id}}, true
+	x.names, x.connecting = []name{{d.node.ID(), id}}, true
 	d.all[x.names[0]] = x
 	d.mu.Unlock()
 	tell := func() error {
 		for i, p := range x.peers {
 			d.mu.Lock()
 			offered := p.offered
-			p.offered = true // unless it is lost from now on
+			p.offered = true // reset if the peer is lost later
 			d.mu.Unlock()
 			if offered {
 				continue
@@ -229,8 +231,8 @@ func (x *Exchange) offer(ctx context.Context, own []*note) error {
 		return nil
 	}
 	answered := func() (bool, error) {
-		x.meeting = slices.ContainsFunc(x.peers, func(p *peer) bool { return p.said == nil })
-		return !x.meeting, nil
+		x.connecting = slices.ContainsFunc(x.peers, func(p *peer) bool { return p.said == nil })
+		return !x.connecting, nil
 	}
 	if err := x.await(ctx, tell, answered, func() string { return "has not prepared its end" }); err != nil {
 		return err
@@ -246,7 +248,7 @@ func (x *Exchange) offer(ctx context.Context, own []*note) error {
 	return nil
 }
 
-// accepted takes a server's answer. dir.mu is held.
+// accepted handles a server's answer. dir.mu is held.
 func (x *Exchange) accepted(from int, n *note) error {
 	i := x.with(from)
 	if i < 0 || x.peers[i].said != nil {
@@ -257,7 +259,7 @@ func (x *Exchange) accepted(from int, n *note) error {
 	return nil
 }
 
-// accept is the server's part: it waits for all workers, and answers.
+// accept is the server's part of the preparation: it waits for the offers of all workers, and answers.
 func (x *Exchange) accept(ctx context.Context, own []*note) error {
 	d := x.dir
 	d.mu.Lock()
@@ -284,12 +286,12 @@ func (x *Exchange) accept(ctx context.Context, own []*note) error {
 	return nil
 }
 
-// match takes the offers that x is for, when all workers have made theirs. dir.mu is held.
+// match takes the offers that match x, when all workers have sent theirs. dir.mu is held.
 func (x *Exchange) match() (bool, error) {
 	d := x.dir
 	found := make([]name, 0, len(x.peers))
 	for _, p := range x.peers {
-		var same []name // the same keys may be offered, and waited for, more than once
+		var same []name // equal keys may be offered and awaited more than once
 		for k, n := range d.offers {
 			if k.worker == p.id && p.same(n) {
 				same = append(same, k)
@@ -322,10 +324,10 @@ func (x *Exchange) match() (bool, error) {
 	return true, nil
 }
 
-// same tells whether a worker's offer is meant for p.
+// same reports whether a worker's offer matches p.
 func (p *peer) same(n *note) bool { return sameKeys(n.out, p.in) && sameKeys(n.in, p.out) }
 
-// before is how many offers of p's keys are for exchanges that were to be prepared earlier. dir.mu is held.
+// before returns how many offers with p's keys belong to earlier calls of Prepare. dir.mu is held.
 func before(d *directory, x *Exchange, p *peer) (n int) {
 	for _, y := range d.waiting {
 		if y == x {
@@ -346,7 +348,7 @@ func sameKeys(p []part, l []af.KeyTensor) bool {
 	return slices.EqualFunc(p, l, func(p part, t af.KeyTensor) bool { return p.key == t.Key })
 }
 
-// fits refuses tensors of a peer whose keys or lengths are not those of l.
+// fits returns an error if keys or lengths of a peer's tensors differ from those of l.
 func (x *Exchange) fits(p *peer, theirs []part, l []af.KeyTensor) error {
 	if !sameKeys(theirs, l) {
 		return fmt.Errorf("%w: %s has tensors with keys %v, want %v", van.ErrMalformed, x.dir.node.PeerName(p.id), keysOf(theirs), keysOf(parts(l)))
@@ -367,7 +369,7 @@ func keysOf(p []part) []uint64 {
 	return k
 }
 
-// unmatched says what workers have offered that does not match. dir.mu is held.
+// unmatched describes the offers of workers that do not match. dir.mu is held.
 func (x *Exchange) unmatched() string {
 	var others []string
 	for k, n := range x.dir.offers {
@@ -383,7 +385,9 @@ func (x *Exchange) unmatched() string {
 	return what
 }
 
-// await waits until done, for which dir.mu is held; each time that something has changed it calls step before. missing says what the peers have not done that have said nothing.
+// await waits until done returns true; done is called with dir.mu held. It calls step before each call of done, at
+// the start and after each change of the directory. missing describes, for the error, what the silent peers have not
+// done.
 func (x *Exchange) await(ctx context.Context, step func() error, done func() (bool, error), missing func() string) error {
 	d, begun := x.dir, clock.Now()
 	for {
@@ -424,19 +428,19 @@ func (x *Exchange) await(ctx context.Context, step func() error, done func() (bo
 	}
 }
 
-// reach maps what peer i has named.
+// reach maps the memory that peer i has exported.
 func (x *Exchange) reach(i int, p *peer) error {
 	var err error
 	if x.host != nil {
-		err = x.host.reach(i, &p.said.line)
+		err = x.host.reach(i, &p.said.hostFlags)
 	} else {
-		err = x.words.reach(i, &p.said.flags)
+		err = x.mem.reach(i, &p.said.flags)
 	}
 	if err == nil {
-		err = x.words.mapOut(i, p.said.out, p.in)
+		err = x.mem.mapOut(i, p.said.out, p.in)
 	}
 	if err != nil {
-		return &van.Error{Op: "map memory", Peer: x.dir.node.PeerName(p.id), Err: err, Hint: "exchanges of both ends are for GPUs of one host that reach each other (stepaf doctor)"}
+		return &van.Error{Op: "map memory", Peer: x.dir.node.PeerName(p.id), Err: err, Hint: "stream exchanges need GPUs of one host with access to each other (stepaf doctor)"}
 	}
 	return nil
 }

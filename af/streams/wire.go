@@ -1,6 +1,6 @@
 package streams
 
-// What the ends of an exchange tell each other, beside ps-lite's fields: in the body of messages.
+// Wire format: the bodies of the messages between the ends of an exchange. Other fields are those of ps-lite.
 
 import (
 	"encoding/binary"
@@ -21,53 +21,53 @@ const version = 1
 type verb byte
 
 const (
-	verbOffer  verb = iota + 1 // a worker wants an exchange
-	verbAccept                 // a server has prepared it, too
+	verbOffer  verb = iota + 1 // a worker offers an exchange
+	verbAccept                 // a server has prepared the same exchange
 	verbOver                   // the sender's end is over
 	lastVerb   = verbOver
 )
 
 const (
-	// MaxTensors is how many tensors an end may have for one peer, each way.
+	// MaxTensors is the maximum number of tensors of an end for one peer, in each direction.
 	MaxTensors = 256
 	// maxText is the longest text of a verbOver.
 	maxText = 512
 )
 
-// byHost is in the second byte of an offer or an answer of an exchange by hosts.
+// byHost is a bit of the second byte of an offer or an answer of an exchange by hosts.
 const byHost = 0x10
 
-// note is what a message says.
+// note is the contents of a message.
 type note struct {
-	verb  verb
-	id    uint64   // of the exchange, the worker's number
-	host  bool     // it is made by hosts
-	flags slot     // of one in streams
-	line  lineName // of one by hosts
-	out   []part   // what the sender sends
-	in    []part   // what it wants, without exports; of an offer
-	text  string   // why it is over
+	verb      verb
+	id        uint64   // of the exchange, the worker's number
+	host      bool     // an exchange by hosts
+	flags     slot     // of a stream exchange
+	hostFlags flagName // of an exchange by hosts
+	out       []part   // tensors that the sender sends
+	in        []part   // tensors that it receives, without exports; in an offer
+	text      string   // why the exchange is over
 }
 
-// slot is where a sender has its words for the receiver.
+// slot is the location of the sender's flag for the receiver.
 type slot struct {
 	export backend.Export // of slotHead bytes
-	at     uint32         // where the receiver's word begins, from the beginning of those
-	token  [tokenLen]byte // what they begin with
+	at     uint32         // offset of the receiver's flag in the slot
+	token  [tokenLen]byte // the first bytes of the slot
 }
 
 // part is a tensor.
 type part struct {
 	key    uint64
 	len    int
-	export backend.Export // of its memory, if its length is not 0
+	export backend.Export // of its memory, unless its length is 0
 }
 
 const (
-	tokenLen = 16
-	slotLen  = van.ExportLen + 4 + tokenLen
-	lineSize = memfd.NameLen + 4 + tokenLen // of a lineName
-	partLen  = 8 + 8
+	tokenLen    = 16
+	slotLen     = van.ExportLen + 4 + tokenLen
+	flagNameLen = memfd.NameLen + 4 + tokenLen // of a flagName
+	partLen     = 8 + 8
 )
 
 func (n *note) append(b []byte) []byte {
@@ -81,8 +81,8 @@ func (n *note) append(b []byte) []byte {
 	case n.verb == verbOver:
 		return append(b, n.text[:min(len(n.text), maxText)]...)
 	case n.host:
-		b = append(b, n.line.file[:]...)
-		b = append(le.AppendUint32(b, n.line.at), n.line.token[:]...)
+		b = append(b, n.hostFlags.file[:]...)
+		b = append(le.AppendUint32(b, n.hostFlags.at), n.hostFlags.token[:]...)
 	default:
 		b = appendExport(b, &n.flags.export)
 		b = append(le.AppendUint32(b, n.flags.at), n.flags.token[:]...)
@@ -112,7 +112,7 @@ func appendExport(b []byte, e *backend.Export) []byte {
 
 const headLen = 2 + 8
 
-// parse reads what append has written. What it returns lies inside the allocations that it names.
+// parse parses the output of append. The memory that it returns is inside the allocations that it names.
 func parse(b []byte) (n note, err error) {
 	le := binary.LittleEndian
 	switch {
@@ -133,7 +133,7 @@ func parse(b []byte) (n note, err error) {
 		n.text = string(b)
 		return n, nil
 	}
-	if b, err = n.parseWords(b); err != nil {
+	if b, err = n.parseFlags(b); err != nil {
 		return n, err
 	}
 	out, in := int(le.Uint16(b)), int(le.Uint16(b[2:]))
@@ -162,12 +162,12 @@ func parse(b []byte) (n note, err error) {
 	return n, nil
 }
 
-// parseWords reads where the sender's words are, and returns what is behind that, 4 bytes at least.
-func (n *note) parseWords(b []byte) (rest []byte, err error) {
+// parseFlags parses the location of the sender's flags, and returns the remaining bytes, at least 4.
+func (n *note) parseFlags(b []byte) (rest []byte, err error) {
 	le := binary.LittleEndian
-	size, at, head, stride, end := slotLen, van.ExportLen, slotHead, wordStride, pageLen
+	size, at, head, stride, end := slotLen, van.ExportLen, slotHead, slotStride, pageLen
 	if n.host {
-		size, at, head, stride, end = lineSize, memfd.NameLen, 0, lineLen, linesLen
+		size, at, head, stride, end = flagNameLen, memfd.NameLen, 0, flagStride, flagPageLen
 	}
 	if len(b) < size+4 {
 		return nil, &van.FieldError{Field: "body_size", Value: headLen + len(b), Want: fmt.Sprintf("%d at least", headLen+size+4)}
@@ -177,18 +177,18 @@ func (n *note) parseWords(b []byte) (rest []byte, err error) {
 		return nil, &van.FieldError{Field: "body word", Value: word, Want: fmt.Sprintf("a multiple of %d, %d to %d", stride, head, end-stride)}
 	}
 	if n.host {
-		n.line.at = word
-		copy(n.line.file[:], b)
-		copy(n.line.token[:], b[at+4:])
+		n.hostFlags.at = word
+		copy(n.hostFlags.file[:], b)
+		copy(n.hostFlags.token[:], b[at+4:])
 		return b[size:], nil
 	}
 	n.flags.at = word
 	copy(n.flags.token[:], b[at+4:])
-	n.flags.export, err = van.ParseExport(b, int(word)+wordStride)
+	n.flags.export, err = van.ParseExport(b, int(word)+slotStride)
 	return b[size:], err
 }
 
-// parse reads key and length, and returns what is behind them.
+// parse parses key and length, and returns the remaining bytes.
 func (p *part) parse(b []byte) ([]byte, error) {
 	n := binary.LittleEndian.Uint64(b[8:])
 	if n > maxBytes {
