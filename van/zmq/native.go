@@ -38,14 +38,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// This file is the only one with C in it: sockets of pebbe/zmq4 whose message
-// calls are reached directly, since the binding's copy every frame.
+// This file owns all calls into C. It sends and receives on the sockets of pebbe/zmq4 directly,
+// since the binding's own message calls copy every frame.
 
-// socket is a zmq4 socket that every goroutine may send on and one at a time may
-// receive from. A receiver without a message parks in Go's network poller and holds no
-// thread, unless it has one of its own. What the poller watches is an epoll instance,
-// which has the socket's descriptor only while the receiver sleeps: else the poller would
-// wake a thread for each message that is received by who looks.
+// socket is a zmq4 socket. All goroutines may send on it concurrently; one at a time may
+// receive. A receiver without a message either sleeps in Go's network poller, without a thread, or
+// sleeps in its own thread. The poller watches an epoll instance, which contains the socket's
+// descriptor only while the receiver sleeps. Otherwise the poller would also wake a thread for each
+// message that a spinning receiver takes.
 type socket struct {
 	z      *zmq4.Socket
 	c      *C.sa_sock
@@ -56,17 +56,17 @@ type socket struct {
 	held   atomic.Bool // messages may wait for a flush
 	waits  atomic.Bool // messages may wait for a pump
 
-	arm           func() bool // what armed is to call; of who rests
+	arm           func() bool // armed calls it; set by rest
 	armed         func(uintptr) bool
 	shown, hidden func(uintptr) // call show
 
-	use sync.RWMutex // held, for reading, by whoever is in a call with c; close waits for them
+	use sync.RWMutex // read-locked during each call with c; close waits for these calls
 }
 
 var errBinding = errors.New("zmq: the zmq4 binding has changed: its Socket or Context no longer begins with the libzmq handle")
 
-// handle returns libzmq's socket inside z. The binding does not export it, so its
-// place is checked before it is used.
+// handle returns libzmq's socket inside z. The binding does not export that field, so handle checks its
+// offset and type first.
 func handle(z *zmq4.Socket) (unsafe.Pointer, error) {
 	f, ok := reflect.TypeFor[zmq4.Socket]().FieldByName("soc")
 	if !ok || f.Offset != 0 || f.Type.Kind() != reflect.UnsafePointer {
@@ -89,8 +89,8 @@ func bindThreads(ctx *zmq4.Context, cores ...int) error {
 	return nil
 }
 
-// newSocket wraps z, which it owns from now on. With thread set its receiver
-// sleeps in a thread of its own, else in Go's network poller.
+// newSocket wraps z and takes ownership of it, also if it returns an error. With thread, the receiver
+// sleeps in its own thread, else in Go's network poller.
 func newSocket(z *zmq4.Socket, thread bool) (*socket, error) {
 	h, err := handle(z)
 	if err != nil {
@@ -103,7 +103,7 @@ func newSocket(z *zmq4.Socket, thread bool) (*socket, error) {
 	s := &socket{z: z, fd: fd}
 	s.armed = func(ep uintptr) bool {
 		arm := s.arm
-		if s.arm = nil; arm == nil { // the second time the descriptor shows something
+		if s.arm = nil; arm == nil { // the second call: the descriptor is readable
 			return true
 		}
 		s.show(int(ep), true)
@@ -122,7 +122,7 @@ func newSocket(z *zmq4.Socket, thread bool) (*socket, error) {
 	return s, nil
 }
 
-// openPoll makes what Go's network poller watches.
+// openPoll creates the epoll instance that Go's network poller watches.
 func (s *socket) openPoll() error {
 	ep, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
 	if err != nil {
@@ -142,7 +142,7 @@ func (s *socket) openPoll() error {
 	return nil
 }
 
-// show makes ep show what s's descriptor shows, or nothing. The caller keeps s open.
+// show makes ep report the events of s's descriptor, or none. The caller keeps s open.
 func (s *socket) show(ep int, on bool) {
 	e := unix.EpollEvent{Fd: int32(s.fd)}
 	if on {
@@ -158,31 +158,33 @@ func (s *socket) closePoll() error {
 	return s.poll.Close()
 }
 
-// stop makes wait return at once, now and for ever.
+// stop makes all present and later calls of wait return at once.
 func (s *socket) stop() {
 	s.closed.Store(true)
 	s.wake()
 }
 
-// close frees the socket; what was sent leaves within linger. Nobody may be receiving. It
-// does not wait for linger, which is the context's work.
+// close closes the socket. libzmq writes queued messages for up to linger; the end of the context waits for that,
+// close does not. No receive may be running.
 func (s *socket) close(linger time.Duration) error {
 	c := s.take()
 	if c == nil {
 		return nil
 	}
 	if linger > 0 {
-		C.sa_pump(c, 1) // what waits here leaves like what libzmq has
+		C.sa_pump(c, 1) // hand the messages that wait here to libzmq
 	}
 	return s.free(c, linger)
 }
 
-// leave is close for a connection to another node of this library. It waits until libzmq has
-// handed to the system what was sent, and the peer's system has it, and drops what comes meanwhile. libzmq's own waiting would
-// not do: it reads the connection of a closed socket no more, and then version 4.3.4 ends the
-// process at the next heartbeat if the peer goes. Nor would the system's: when the answer to a heartbeat comes for a
-// closed socket it resets the connection, and drops what it has not sent yet, since something
-// before it was lost on the way.
+// leave is close for a connection to another node of this library. It waits up to linger until libzmq has written
+// all sent messages and the peer's system has acknowledged them. It drops messages that arrive meanwhile. Two other
+// ways to wait do not work:
+//
+//   - libzmq's linger: libzmq stops reading the connection of a closed socket. Version 4.3.4 then aborts the process at
+//     the next heartbeat if the peer disconnects.
+//   - The system's linger: when the answer to a heartbeat arrives for a closed socket, the system resets the
+//     connection and drops the bytes that it still has to send or to repeat.
 func (s *socket) leave(peer *conn, linger time.Duration) error {
 	c := s.take()
 	if c == nil {
@@ -190,9 +192,9 @@ func (s *socket) leave(peer *conn, linger time.Duration) error {
 	}
 	C.sa_pump(c, 1)
 	end := time.Now().Add(linger)
-	// libzmq lets go of a message when it has copied it, and writes what it has copied before
-	// it takes the next ones: that a first one behind all others is gone says that they are
-	// copied, a second one that they are written.
+	// libzmq releases a message when it has copied it, and writes the copied bytes before it takes further
+	// messages. If a first probe after all messages is released, the messages are copied. If a second probe is
+	// released, they are written.
 	probes := 0
 	for !peer.lost.Load() {
 		C.sa_discard(c)
@@ -208,12 +210,12 @@ func (s *socket) leave(peer *conn, linger time.Duration) error {
 			break
 		}
 		fds := []unix.PollFd{{Fd: int32(s.fd), Events: unix.POLLIN}}
-		_, _ = unix.Poll(fds, int(min(left/time.Millisecond, 5))+1) // nothing tells that a message was let go
+		_, _ = unix.Poll(fds, int(min(left/time.Millisecond, 5))+1) // libzmq does not signal the release of a message
 	}
 	return s.free(c, 0)
 }
 
-// take makes the socket the caller's, who frees it.
+// take stops the socket and transfers its C part to the caller, which frees it.
 func (s *socket) take() *C.sa_sock {
 	s.stop()
 	s.use.Lock()
@@ -228,17 +230,17 @@ func (s *socket) free(c *C.sa_sock, linger time.Duration) error {
 	return errors.Join(s.closePoll(), s.z.SetLinger(linger), s.z.Close())
 }
 
-// past is a deadline that has passed: it wakes whoever waits.
+// past is an expired deadline. It wakes a waiting receiver.
 var past = time.Unix(1, 0)
 
-// wake makes a waiting receiver look again.
+// wake makes a waiting receiver poll again.
 func (s *socket) wake() {
 	s.use.RLock()
 	defer s.use.RUnlock()
 	s.wakeLocked()
 }
 
-// wakeLocked is wake for those who hold use.
+// wakeLocked is wake. The caller holds use.
 func (s *socket) wakeLocked() {
 	switch {
 	case s.poll != nil:
@@ -248,10 +250,9 @@ func (s *socket) wakeLocked() {
 	}
 }
 
-// wait calls try until it returns true, sleeping in between until the socket may
-// have something. It returns false when the socket is stopped. try must be the
-// same function on every call of wait, so that nothing is allocated. It is for sockets
-// without a thread.
+// wait calls try until it returns true. Between calls it sleeps until the socket may have a
+// message. It returns false when the socket is stopped. All calls of wait must pass the same try, to avoid
+// allocations. It is for sockets without a thread.
 func (s *socket) wait(try func(uintptr) bool) bool {
 	_ = s.raw.Control(s.shown)
 	for !s.closed.Load() {
@@ -260,7 +261,7 @@ func (s *socket) wait(try func(uintptr) bool) bool {
 		case err == nil:
 			return true
 		case errors.Is(err, os.ErrDeadlineExceeded):
-			// Reset before looking again: a wake that comes later stays visible.
+			// Reset the deadline before try polls again, so that a later wake is not lost.
 			_ = s.poll.SetReadDeadline(time.Time{})
 			if s.closed.Load() {
 				return false
@@ -272,8 +273,8 @@ func (s *socket) wait(try func(uintptr) bool) bool {
 	return false
 }
 
-// rest calls arm and, unless that is true, sleeps until the socket may have something, or
-// wake was called. The caller has not received since arm did.
+// rest calls arm. If arm returns false, rest sleeps until the socket may have a message or wake is
+// called. The caller must not have received since arm's last receive.
 func (s *socket) rest(arm func() bool) {
 	if s.poll == nil {
 		if !arm() {
@@ -281,11 +282,10 @@ func (s *socket) rest(arm func() bool) {
 		}
 		return
 	}
-	// Go's network poller forgets what the descriptor has shown before Read, so arm looks
-	// once more inside.
+	// Go's network poller drops events from before Read, so arm polls once more inside Read.
 	s.arm = arm
 	if err := s.raw.Read(s.armed); errors.Is(err, os.ErrDeadlineExceeded) {
-		// Reset before the caller looks again: a wake that comes later stays visible.
+		// Reset the deadline before the caller polls again, so that a later wake is not lost.
 		_ = s.poll.SetReadDeadline(time.Time{})
 	}
 	_ = s.raw.Control(s.hidden)
@@ -300,8 +300,8 @@ func (s *socket) sleep() {
 	}
 }
 
-// recv takes one message into f, looking for it for spin at most. With park the
-// socket's descriptor will show the next one.
+// recv receives one message into f. It spins for spin at most. With park, the socket's descriptor signals the
+// next message.
 func (s *socket) recv(f *frames, spin time.Duration, park bool, l *lent) (bool, error) {
 	s.use.RLock()
 	defer s.use.RUnlock()
@@ -327,14 +327,14 @@ func (f *frames) release() { C.sa_msg_close((*C.sa_msg)(f)) }
 func (f *frames) free()    { C.sa_msg_free((*C.sa_msg)(f)) }
 func (f *frames) len() int { return int(f.n) }
 
-// maxParts is the most frames that are kept of a received message.
+// maxParts is the maximum number of frames that are kept of a received message.
 const maxParts = C.SA_MAX_PARTS
 
 // sizeOf is the length of frame i.
 func (f *frames) sizeOf(i int) int { return int(f.size[i]) }
 
-// share makes to, which is empty, a message that shares frame 1 with f, as its frame 0, and
-// has n frames of f's, from first, as its next ones. It returns to.
+// share fills the empty message to: its frame 0 is frame 1 of f, which both share, and its next frames are n
+// frames of f from first on, which f loses. It returns to.
 func (f *frames) share(to *frames, first, n int) *frames {
 	C.sa_msg_share((*C.sa_msg)(to), (*C.sa_msg)(f), C.int(first), C.int(n))
 	return to
@@ -343,13 +343,13 @@ func (f *frames) share(to *frames, first, n int) *frames {
 // excess is the number of frames beyond the most that a message may have.
 func (f *frames) excess() int { return int(f.extra) }
 
-// probe tells whether f is what a DEALER sends by itself to say whose it is.
+// probe reports whether f is the empty message that a DEALER sends first, to identify itself.
 func (f *frames) probe() bool { return f.n == 2 && f.extra == 0 && f.size[1] == 0 }
 
-// source is the descriptor of the connection that f came from, or -1.
+// source returns the descriptor of the connection on which f arrived, or -1.
 func (f *frames) source() int { return int(C.sa_msg_fd((*C.sa_msg)(f))) }
 
-// host is the address of the host that f came from over TCP; else it is not valid.
+// host returns the source address of a message that arrived over TCP. Otherwise the result is invalid.
 func (f *frames) host() netip.Addr {
 	if p := C.sa_msg_host((*C.sa_msg)(f)); p != nil {
 		a, _ := netip.ParseAddr(C.GoString(p))
@@ -358,7 +358,7 @@ func (f *frames) host() netip.Addr {
 	return netip.Addr{}
 }
 
-// dataLen is the length of the meta and so many data frames.
+// dataLen returns the length of the meta and the first data data frames.
 func (f *frames) dataLen(data int) (n int) {
 	for i := 1; i < 2+data; i++ {
 		n += int(f.size[i])
@@ -366,7 +366,7 @@ func (f *frames) dataLen(data int) (n int) {
 	return n
 }
 
-// wire is how many bytes f was on a ROUTER's connection, where the name is not.
+// wire returns the length of f on a ROUTER's connection, which does not carry the routing id.
 func (f *frames) wire() (n int64) {
 	for i := 1; i < f.len(); i++ {
 		if n += int64(f.size[i]) + 2; f.size[i] > 255 {
@@ -376,41 +376,40 @@ func (f *frames) wire() (n int64) {
 	return n + int64(f.surplus)
 }
 
-// recall makes the mark say that the values are not as they were sent. The lock of the
-// caller orders it before what is put there next.
+// recall sets the cancel byte. The caller's lock orders that before the memory of the values is reused.
 func (s *lentSlot) recall() { s.c.mark = markRecalled }
 
-// setWeight notes what f counts while it waits, and for whom.
+// setWeight records the bytes that f counts while it waits, and the kind of its account.
 func (f *frames) setWeight(n, kind int) { f.weight, f.kind = C.int64_t(n), C.int(kind) }
 
-// weight is what setWeight has noted of msg.
+// weight returns the values that setWeight has recorded for msg.
 func weight(msg *van.Message) (n int64, kind int) {
 	f := (*frames)(msg.Native())
 	return int64(f.weight), int(f.kind)
 }
 
-// bytes is frame i as a view on libzmq's memory, valid until release.
+// bytes returns frame i as a view on libzmq's memory, valid until release.
 func (f *frames) bytes(i int) []byte {
 	return unsafe.Slice((*byte)(f.data[i]), int(f.size[i]))
 }
 
-// mem is frame i as a Mem on libzmq's memory, valid until release.
+// mem returns frame i as a Mem on libzmq's memory, valid until release.
 func (f *frames) mem(i int) backend.Mem {
 	return backend.At(f.data[i], int(f.size[i]), backend.Host, nil)
 }
 
-// route is how a message leaves: to dest over a ROUTER when dest is not empty, with
+// route describes how a message is sent. If dest is not empty, the message is sent to dest over a ROUTER, with
 // self as the visible sender.
 type route struct {
 	dest, self string
 	acct       *account // of the peer
 	limit      int64    // of acct; 0: none
-	urgent     bool     // ahead of data that waits
-	marks      bool     // the peer knows marks
-	bundles    bool     // the peer takes bundles
+	urgent     bool     // ahead of queued data
+	marks      bool     // the peer understands cancel bytes
+	bundles    bool     // the peer understands bundles
 }
 
-// lendFrom is the length from which a frame is lent to libzmq.
+// lendFrom returns the length from which a frame is lent to libzmq.
 func (to *route) lendFrom() int {
 	if to.bundles {
 		return bundleBelow
@@ -471,10 +470,10 @@ func (s *socket) send(to *route, meta []byte, msg *van.Message, l *lent) error {
 		to.acct.c, C.int64_t(own), flags)
 	runtime.KeepAlive(msg)
 	if msg.More {
-		s.held.Store(true) // after the message is: a flush for another sender must not take the mark away before
+		s.held.Store(true) // after the message is held: a concurrent flush must not clear the flag before
 	}
 	s.followLocked(rc, l)
-	l.reap() // here, where close cannot have freed the list
+	l.reap() // while s.use is held: close cannot have freed the list
 	if rc < 0 {
 		return syscall.Errno(-rc)
 	}
@@ -484,7 +483,7 @@ func (s *socket) send(to *route, meta []byte, msg *van.Message, l *lent) error {
 	return nil
 }
 
-// flush sends what is held.
+// flush sends the messages that are held back for bundles.
 func (s *socket) flush(l *lent) {
 	if !s.held.Load() {
 		return
@@ -498,9 +497,9 @@ func (s *socket) flush(l *lent) {
 	s.followLocked(C.sa_flush(s.c), l)
 }
 
-// followLocked does what a call into C asks for. s.use is held.
+// followLocked acts on the result bits of a C call. The caller holds s.use.
 func (s *socket) followLocked(rc C.int, l *lent) {
-	if rc < 0 || rc&C.SA_WAKE != 0 { // also a send that failed may have taken the receiver's signal
+	if rc < 0 || rc&C.SA_WAKE != 0 { // a failed send may also have consumed the receiver's signal
 		s.wakeLocked()
 	}
 	if rc > 0 && rc&C.SA_QUEUED != 0 && !s.waits.Swap(true) {
@@ -508,8 +507,8 @@ func (s *socket) followLocked(rc C.int, l *lent) {
 	}
 }
 
-// pump sends what waits and may leave now, all of it if force is set. It tells whether
-// something still waits.
+// pump sends the queued messages that may be sent now, or all of them with force. It reports whether messages are
+// left.
 func (s *socket) pump(force bool, l *lent) bool {
 	s.use.RLock()
 	defer s.use.RUnlock()
@@ -517,12 +516,12 @@ func (s *socket) pump(force bool, l *lent) bool {
 		s.waits.Store(false)
 		return false
 	}
-	s.waits.Store(false) // before the look: who queues meanwhile sets it again
+	s.waits.Store(false) // before sa_pump: a sender that queues a message meanwhile sets it again
 	s.followLocked(C.sa_pump(s.c, cBool(force)), l)
 	return s.waits.Load()
 }
 
-// hold makes data messages wait, or go on with the next pump.
+// hold makes data messages wait, or lets the next pump send them.
 func (s *socket) hold(on bool) {
 	s.use.RLock()
 	defer s.use.RUnlock()
@@ -538,12 +537,12 @@ func cBool(b bool) C.int {
 	return 0
 }
 
-// limit makes data messages wait while libzmq has window bytes for the peer of a.
+// limit makes data messages wait while libzmq holds window bytes or more for the peer of a.
 func (s *socket) limit(a *account, window int64) {
 	s.c.acct, s.c.window = a.c, C.int64_t(window)
 }
 
-// unsent is how many bytes the peer of a has not taken. Accounts are freed after all sockets.
+// unsent returns the number of bytes that libzmq and the queue hold for the peer of a. Accounts are freed after all sockets.
 func (s *socket) unsent(a *account) int64 {
 	s.use.RLock()
 	defer s.use.RUnlock()
@@ -553,10 +552,10 @@ func (s *socket) unsent(a *account) int64 {
 	return a.unsent()
 }
 
-// account counts what one peer has not taken yet.
+// account counts the unsent bytes of one peer.
 type account struct{ c *C.sa_acct }
 
-// messageCost is what a message takes besides its bytes, about: libzmq's parts and
+// messageCost is the approximate memory of a message besides its bytes: libzmq's parts and
 // allocations, and the slot that keeps its values.
 const messageCost = 1024
 
@@ -564,11 +563,11 @@ func newAccount() *account { return &account{(*C.sa_acct)(C.calloc(1, C.sizeof_s
 
 func (a *account) free() { C.free(unsafe.Pointer(a.c)) }
 
-// unsent is how many bytes the peer has not taken.
+// unsent returns the number of unsent bytes.
 func (a *account) unsent() int64 { return atomic.LoadInt64((*int64)(unsafe.Pointer(&a.c.unsent))) }
 
-// take adds n bytes, unless there are limit bytes already (0: no limit). So a message of any
-// length is taken while others use less than that.
+// take adds n bytes, unless the account has limit bytes already (0: no limit). A message of any length is therefore
+// accepted while the account is below the limit.
 func (a *account) take(n, limit int64) bool {
 	p := (*int64)(unsafe.Pointer(&a.c.unsent))
 	if now := atomic.AddInt64(p, n); limit <= 0 || now-n < limit {
@@ -578,9 +577,9 @@ func (a *account) take(n, limit int64) bool {
 	return false
 }
 
-// lent keeps the values that libzmq holds pinned and reachable until it lets go.
-// libzmq's threads queue what they release on a list that Go empties, since a call
-// from their threads into Go would cost more than the message.
+// lent keeps lent values pinned and reachable until libzmq releases them. libzmq's threads put
+// released slots on a list, which Go empties: a call from these threads into Go would cost more
+// than the message.
 type lent struct {
 	list *C.sa_list
 
@@ -588,8 +587,8 @@ type lent struct {
 	slots []*lentSlot
 	free  []*lentSlot
 	lent  recalls
-	held  atomic.Int64 // slots in libzmq's hands
-	pump  func() bool  // sends what waits in sockets, and tells whether there is more
+	held  atomic.Int64 // slots that libzmq holds
+	pump  func() bool  // sends the messages queued in sockets, and reports whether messages are left
 	wake  chan struct{}
 	idle  atomic.Bool // the sweeper sleeps
 	done  chan struct{}
@@ -601,8 +600,8 @@ type lentSlot struct {
 	pin   [van.MaxFrames]pinned
 	done  van.Completion
 	index uint32
-	gone  atomic.Bool // with libzmq: orders the fields above for the race detector
-	entry entry       // of a request
+	gone  atomic.Bool // libzmq holds the slot: orders the fields above for the race detector
+	entry entry       // used if the message is a request
 }
 
 func newLent(pump func() bool) *lent {
@@ -643,14 +642,14 @@ func (l *lent) lend(msg *van.Message, n int, to *route, bytes int64) *C.sa_slot 
 	return s.c
 }
 
-// rouse makes the sweeper look.
+// rouse wakes the sweeper.
 func (l *lent) rouse() {
 	if l.idle.Load() && l.idle.CompareAndSwap(true, false) {
 		l.wake <- struct{}{}
 	}
 }
 
-// reap takes back what libzmq has released. It is cheap when there is nothing.
+// reap frees the slots that libzmq has released. It is cheap if there are none.
 func (l *lent) reap() {
 	head := (*unsafe.Pointer)(unsafe.Pointer(&l.list.head))
 	if atomic.LoadPointer(head) == nil {
@@ -679,11 +678,11 @@ func (l *lent) reap() {
 	}
 }
 
-// testIdle, if not nil, is called between the two looks of a sweeper that goes to sleep.
+// testIdle, if not nil, is called between the two checks of a sweeper that goes to sleep.
 var testIdle atomic.Pointer[func(*lent)]
 
-// sweep reaps on behalf of a node that neither sends nor receives, and sends what waits.
-// It sleeps when libzmq holds nothing and nothing waits.
+// sweep calls reap for a node that neither sends nor receives, and sends queued messages. It sleeps when libzmq
+// holds no slot and no message is queued.
 func (l *lent) sweep() {
 	defer close(l.end)
 	const every = 2 * time.Millisecond
@@ -706,14 +705,14 @@ func (l *lent) sweep() {
 				(*f)(l)
 			}
 			if (l.held.Load() > 0 || l.pump()) && l.idle.CompareAndSwap(true, false) {
-				continue // lent meanwhile, by one who still saw the sweeper awake
+				continue // a value was lent meanwhile, while the sweeper still appeared to be awake
 			}
 			tick.Stop()
 		}
 	}
 }
 
-// close frees everything; libzmq must have let go (its context is terminated).
+// close frees all memory. libzmq must have released everything: its context is terminated.
 func (l *lent) close() {
 	close(l.done)
 	<-l.end

@@ -25,7 +25,7 @@ sa_sock *sa_sock_new(void *soc, int fd) {
   return s;
 }
 
-// Runs on a thread of libzmq like release.
+// Runs on a thread of libzmq, like release.
 static void release_head(void *data, void *hint) {
   (void)data;
   sa_head *h = hint;
@@ -33,8 +33,7 @@ static void release_head(void *data, void *hint) {
   free(h);
 }
 
-// Makes the first frame of a bundle that is complete. Returns 0 or -ENOMEM, with all parts
-// closed.
+// Makes the first frame of a complete bundle. Returns 0, or -ENOMEM after it has closed all parts.
 static int seal(sa_held *h) {
   if (h->head == NULL) return 0;
   sa_head *head = h->head;
@@ -97,8 +96,8 @@ int sa_msg_fd(sa_msg *m) { return m->n > 0 ? zmq_msg_get(&m->part[m->n - 1], ZMQ
 
 const char *sa_msg_host(sa_msg *m) { return m->n > 0 ? zmq_msg_gets(&m->part[m->n - 1], "Peer-Address") : NULL; }
 
-// A multipart message arrives whole: after its first part no receive can fail
-// for want of data. s->mu is held.
+// libzmq hands up a multipart message only when it is complete. After its first part, no receive can fail
+// for lack of data. The caller holds s->mu.
 static int recv_parts(sa_sock *s, sa_msg *m) {
   int more = 1;
   m->n = 0;
@@ -156,7 +155,7 @@ void sa_wait(sa_sock *s) {
   }
   if (p[1].revents) {
     uint64_t n;
-    if (read(s->wake, &n, sizeof n) < 0) return; // somebody else has read it
+    if (read(s->wake, &n, sizeof n) < 0) return; // another thread has read it
   }
 }
 
@@ -194,9 +193,9 @@ static int copy_part(zmq_msg_t *p, const void *data, size_t n) {
   return 0;
 }
 
-// Sends the n parts of one message. Only the first part can be refused: the queue
-// takes a message whole. Returns 0 or -errno, with all parts closed. slot, NULL for a
-// message that the caller of sa_send was told is taken, is marked when it is refused.
+// Sends the n parts of one message and closes them. Only the first part can be refused: the queue accepts or
+// refuses whole messages. Returns 0 or -errno. If the message is refused, slot is recorded as failed; slot is
+// NULL for a message whose acceptance sa_send has already reported.
 static int send_parts(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot) {
   for (int i = 0; i < n; i++) {
     int sent, flags = ZMQ_DONTWAIT | (i < n - 1 ? ZMQ_SNDMORE : 0);
@@ -214,7 +213,7 @@ static int send_parts(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot) {
 
 static int64_t unsent(sa_sock *s) { return s->acct == NULL ? 0 : __atomic_load_n(&s->acct->unsent, __ATOMIC_RELAXED); }
 
-// Whether a message of that many bytes, which are counted already, has to wait.
+// Reports whether a message must wait. Its bytes are counted already.
 static int must_wait(sa_sock *s, int64_t bytes) {
   return s->first != NULL || s->hold || (s->window > 0 && unsent(s) - s->queued - bytes >= s->window);
 }
@@ -229,7 +228,7 @@ static void move_parts(sa_held *h, zmq_msg_t *part, int n, int64_t bytes) {
   h->head = NULL;
 }
 
-// Sends a message or lets it wait. Returns like send_parts.
+// Sends or queues a message. Returns like send_parts.
 static int pass(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot, int64_t bytes) {
   if (!must_wait(s, bytes)) return send_parts(s, part, n, slot);
   sa_held *h = malloc(sizeof *h);
@@ -246,7 +245,7 @@ static int pass(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot, int64_t bytes
   return 0;
 }
 
-// Sends what waits and may leave now.
+// Sends the queued messages that may be sent now, or all of them with force.
 static void pump(sa_sock *s, int force) {
   while (s->first != NULL) {
     sa_held *h = s->first;
@@ -259,17 +258,16 @@ static void pump(sa_sock *s, int force) {
   }
 }
 
-// Sends what is held. A message that is refused is lost, as it would be had it
-// been sent a moment before its peer went, and its memory is let go like that of one
-// that has left. But for mine, which is held and may be NULL, it returns like send_parts,
-// and marks slot when it is refused.
+// Sends the held messages. A refused message is lost, as if it had been sent just before its peer
+// ended, and its memory is released as after a send. For the held message mine, which may be NULL, it returns
+// like send_parts, and records slot as failed if the message is refused.
 static int send_held(sa_sock *s, sa_held *mine, sa_slot *slot) {
   int result = 0;
   for (int i = 0; i < s->nheld; i++) {
     sa_held *h = &s->held[i];
     sa_slot *told = h == mine ? slot : NULL;
     s->queued -= h->bytes;
-    if (told != NULL) told->failed = 1; // before seal can let go of it
+    if (told != NULL) told->failed = 1; // before seal can release it
     int rc = seal(h);
     if (rc == 0) {
       if (told != NULL) told->failed = 0;
@@ -281,7 +279,7 @@ static int send_held(sa_sock *s, sa_held *mine, sa_slot *slot) {
   return result;
 }
 
-// Sending may have taken the signal that would have woken the receiver.
+// Returns the result bits. A send may have consumed the signal that would have woken the receiver.
 static int bits(sa_sock *s) {
   int rc = s->first != NULL ? SA_QUEUED : 0, events = 0;
   size_t len = sizeof events;
@@ -334,7 +332,7 @@ void sa_hold(sa_sock *s, int on) {
   pthread_mutex_unlock(&s->mu);
 }
 
-// A message for a bundle: what lies in frames of libzmq's, and what is copied.
+// A message for a bundle, with the parts that become libzmq frames and the parts that are copied.
 typedef struct {
   const char *dest, *self;
   int destlen, selflen;
@@ -344,7 +342,7 @@ typedef struct {
   const sa_frame *frame;
   zmq_msg_t part[SA_BUNDLE_OUTSIDE];
   int n;
-  uint32_t mark; // 1: the last of part is one
+  uint32_t mark; // 1: the last element of part is a cancel byte
   size_t len;    // in the first frame
   sa_acct *acct;
   int64_t own, bytes;
@@ -358,7 +356,7 @@ static const char bundle_magic[4] = {'S', 'A', 'F', '\xff'};
 
 static size_t padded(size_t n) { return (n + 7) & ~(size_t)7; }
 
-// Whether it has room in h, and h is for the same peer.
+// Reports whether h is for the peer of it and has room for it.
 static int fits(const sa_held *h, const item *it) {
   return h->count < SA_BUNDLE_MESSAGES && h->len + it->len <= SA_BUNDLE_ROOM &&
          h->n - h->names - 1 + it->n <= SA_BUNDLE_OUTSIDE && h->names == (it->destlen > 0 ? 2 : 0) &&
@@ -366,7 +364,7 @@ static int fits(const sa_held *h, const item *it) {
                             memcmp(zmq_msg_data((zmq_msg_t *)&h->part[0]), it->dest, (size_t)it->destlen) == 0));
 }
 
-// Begins a bundle. Returns NULL when memory is short.
+// Starts a bundle. Returns NULL if there is not enough memory.
 static sa_held *open_bundle(sa_sock *s, const item *it) {
   size_t room = BUNDLE_HEAD + it->len < SA_BUNDLE_ROOM / 4 ? SA_BUNDLE_ROOM / 4 : BUNDLE_HEAD + it->len;
   if (s->nheld == SA_MAX_HELD) send_held(s, NULL, NULL);
@@ -406,7 +404,7 @@ static char *put(char *at, const void *data, size_t n) {
   return at + padded(n);
 }
 
-// Finds or makes the bundle for it, and puts it there. Returns NULL when memory is short.
+// Adds it to a bundle, and starts one if necessary. Returns NULL if there is not enough memory.
 static sa_held *bundle(sa_sock *s, item *it) {
   sa_held *h = NULL;
   for (int i = s->nheld - 1; i >= 0 && h == NULL; i--) {
@@ -442,11 +440,11 @@ static sa_held *bundle(sa_sock *s, item *it) {
   return h;
 }
 
-// Sends it like sa_send.
+// Sends it in a bundle, like sa_send.
 static int send_bundle(sa_sock *s, item *it, sa_slot *slot, int flags) {
   int rc = 0;
   pthread_mutex_lock(&s->mu);
-  int full = s->nheld == SA_MAX_HELD; // then those that are held may leave
+  int full = s->nheld == SA_MAX_HELD; // the held messages may then be sent
   sa_held *h = bundle(s, it);
   if (h == NULL) {
     rc = -ENOMEM;
@@ -539,11 +537,11 @@ nomem:
 #include <malloc.h>
 #include <stdio.h>
 #include <sys/resource.h>
-// The address space that Go's runtime and libzmq need before a node can compare its limits.
+// The address space that Go's runtime and libzmq need before a node can check its limits.
 #define SA_SPACE (1300ull << 20)
 
-// If address space is limited, all threads take memory from one arena of the C library. Each arena reserves 64 MiB,
-// even if the stacks of threads then do not fit, in which case Go and libzmq abort. This constructor runs before Go
+// If the address space is limited, this constructor makes all threads use one arena of the C library. Each further arena would reserve
+// 64 MiB, even if no space is left for thread stacks; Go and libzmq then abort. The constructor runs before Go
 // starts threads. If Go cannot start, it prints the reason before Go aborts.
 __attribute__((constructor)) static void save_space(void) {
   struct rlimit l;

@@ -1,5 +1,5 @@
-// The message calls of libzmq that the Go binding offers only in copying form,
-// gathered so that a message costs one call from Go in each direction.
+// Message calls of libzmq without the copies of the Go binding. A message costs one call from Go in each
+// direction.
 #ifndef STEPAF_ZMQ_SHIM_H
 #define STEPAF_ZMQ_SHIM_H
 
@@ -8,64 +8,64 @@
 #include <stdint.h>
 #include <zmq.h>
 
-// Frames of the largest message: sender, meta, keys, values, lengths, mark.
+// Frames of the largest message: sender, meta, keys, values, lengths, cancel byte.
 #define SA_MAX_PARTS 6
 // Data frames of a message to send.
 #define SA_MAX_DATA 3
 
-// Frames of the largest message to send: destination and sender, meta, data, mark.
+// Frames of the largest message to send: destination and sender, meta, data, cancel byte.
 #define SA_MAX_SEND (SA_MAX_DATA + 4)
-// Messages that a socket holds back for more to come, or bundles of them.
+// Messages or bundles that a socket holds back because more messages follow.
 #define SA_MAX_HELD 16
 
-// Bundles, see bundle.go: messages of one, frames of libzmq's beside its first, and bytes
-// of the first if there are several messages.
+// Limits of a bundle, see bundle.go: messages, frames after the first, and bytes of the first frame of several
+// messages.
 #define SA_BUNDLE_MESSAGES 16
 #define SA_BUNDLE_OUTSIDE (SA_MAX_DATA + 1)
 #define SA_BUNDLE_ROOM 16384
 
-// What one peer has not taken yet, in bytes. libzmq's threads take off what they let
-// go, also after the socket was closed.
+// The account of one peer: its unsent bytes. libzmq's threads subtract the bytes that they release,
+// also after the socket was closed.
 typedef struct {
   int64_t unsent;
 } sa_acct;
 
-// The first bytes of a message to send: its meta, or all of a bundle that is copied. Every
-// message has one, so that letting it go tells that the message has left.
+// The first frame of a message to send: its meta, or the copied part of a bundle. Every message has one: its
+// release shows that libzmq has copied or written the message.
 typedef struct {
   sa_acct *acct;
   int64_t own;
   char bytes[];
 } sa_head;
 
-// A message that waits for the next one, so that both leave together, or for the
-// socket to send again.
+// A message that is held back to be sent together with the next one, or that is queued until the socket may
+// send again.
 typedef struct sa_held {
   zmq_msg_t part[SA_MAX_SEND];
   int n;
   int64_t bytes;
   struct sa_held *next;
 
-  // A bundle that is being put together. part[names] is made of head when it leaves.
+  // A bundle that is being assembled. part[names] is made from head when the bundle is sent.
   sa_head *head; // NULL: none
   int names;     // parts before it: 0, or destination and sender
   uint32_t count;
   size_t len, room; // of head->bytes
 } sa_held;
 
-// A socket and the lock that makes it usable from every thread. waiting is set
-// while its receiver sleeps on the socket's descriptor.
+// A socket and the lock that makes it safe for concurrent use. waiting is set
+// while the receiver sleeps on the socket's descriptor.
 typedef struct {
   void *soc;
-  int fd;   // libzmq's, readable when there may be something
+  int fd;   // libzmq's, readable when there may be a message
   int wake; // an eventfd that ends sa_wait
   pthread_mutex_t mu;
   int waiting;
   int nheld;
   sa_held held[SA_MAX_HELD];
 
-  // Data messages that libzmq is not to have yet, since it has enough of the peer's
-  // already (window; 0: no limit), or the peer has asked to wait (hold).
+  // Data messages that libzmq does not get yet: it has window bytes for the peer already
+  // (0: no limit), or the peer has asked this node to wait (hold).
   sa_acct *acct;
   int64_t window;
   int hold;
@@ -80,13 +80,13 @@ typedef struct {
   size_t size[SA_MAX_PARTS];
   int n;     // parts held
   int extra; // parts beyond SA_MAX_PARTS, received and dropped
-  size_t surplus; // bytes that these were on the connection
+  size_t surplus; // bytes of the dropped parts
   int64_t weight; // the caller's
   int kind;       // the caller's
 } sa_msg;
 
-// Values in the hands of libzmq: refs frames of the message in slot index are
-// not yet let go. Released slots queue on the list of their owner.
+// Values that libzmq holds. refs is the number of frames of the message in slot index that libzmq has
+// not released yet. Released slots are put on the list of their owner.
 struct sa_slot;
 typedef struct { struct sa_slot *head; } sa_list;
 typedef struct sa_slot {
@@ -95,10 +95,10 @@ typedef struct sa_slot {
   sa_acct *acct;
   int64_t bytes; // of the lent frames
   int refs;
-  int failed; // sa_send failed: nothing left, nobody is to be told
+  int failed; // sa_send failed: nothing was sent, and its caller reports the error
   uint32_t index;
-  // What the last frame of a message with SA_MARK says. libzmq reads it after the lent
-  // frames before it have left: 0 says that they were as they had been lent.
+  // The cancel byte, the last frame of a message with SA_MARK. libzmq reads it after the lent
+  // frames before it. 0: these frames were unchanged.
   uint8_t mark;
 } sa_slot;
 
@@ -109,7 +109,7 @@ typedef struct {
   int lend;
 } sa_frame;
 
-// Returns NULL when memory or descriptors are short.
+// Returns NULL if there is not enough memory or no descriptor.
 sa_sock *sa_sock_new(void *soc, int fd);
 void sa_sock_free(sa_sock *s);
 
@@ -117,64 +117,62 @@ sa_msg *sa_msg_new(void);
 void sa_msg_close(sa_msg *m);
 void sa_msg_free(sa_msg *m);
 
-// Makes to, which is empty, one message of a bundle: its first part is from's part 1, which
-// both have then, and the next ones are n parts of from's, from part first, which from has
-// no longer.
+// Fills the empty message to with one message of a bundle. Its first part is part 1 of from, which both
+// share. Its next parts are n parts of from, starting with part first; they are moved.
 void sa_msg_share(sa_msg *to, sa_msg *from, int first, int n);
 
-// Returns the descriptor of the connection that m came from, or -1.
+// Returns the descriptor of the connection on which m arrived, or -1.
 int sa_msg_fd(sa_msg *m);
 
-// Returns the address of the host that m came from, as text, or NULL. It is valid as long as m is.
+// Returns the source address of m as text, or NULL. It is valid as long as m is.
 const char *sa_msg_host(sa_msg *m);
 
-// Receives one message, looking for it for spin_ns nanoseconds at most. Returns 1,
-// 0 when there is none, or -errno. While it looks it yields the processor to
-// whoever is to bring the message. With park, a receiver without a message is
-// marked as waiting.
+// Receives one message. Spins for spin_ns nanoseconds at most, and yields the processor meanwhile.
+// Returns 1, 0 if there is no message, or -errno. With park, a receiver without a message is
+// recorded as waiting.
 int sa_recv(sa_sock *s, sa_msg *m, int64_t spin_ns, int park);
 
 // Sleeps until the socket's descriptor is readable or sa_wake was called.
 void sa_wait(sa_sock *s);
 void sa_wake(sa_sock *s);
 
-// How to send: after what is held, with more to come; ahead of all that waits.
+// Flags of sa_send.
+// SA_MORE: more messages follow, so hold this one back. SA_URGENT: send before all queued data.
 #define SA_MORE 1
 #define SA_URGENT 2
-// With slot's mark as the last frame, which slot's refs counts, too.
+// Append the cancel byte of slot as the last frame. The refs of slot include it.
 #define SA_MARK 4
-// As one of a bundle. No frame that is not lent may be longer than SA_BUNDLE_ROOM / 2.
+// Send the message in a bundle. No copied frame may be longer than SA_BUNDLE_ROOM / 2.
 #define SA_BUNDLE 8
 
-// What sa_send, sa_flush and sa_pump return besides -errno: the sleeping receiver of s
-// must be woken; something waits for sa_pump.
+// Result bits of sa_send, sa_flush and sa_pump, which otherwise return -errno. SA_WAKE: the caller must wake the
+// sleeping receiver of s. SA_QUEUED: messages wait for sa_pump.
 #define SA_WAKE 1
 #define SA_QUEUED 2
 
-// Sends dest and self (if destlen > 0), meta, and nframes data frames, without
-// blocking, after what is held. With SA_MORE, holds the message if there is room. slot,
-// whose refs is the number of lent frames, joins its list when libzmq has let go of all
-// of them, also after a failure. The caller has added own, the bytes of everything that
-// is not lent, and slot's bytes to acct; they are taken off when libzmq lets go, also
-// after a failure. Returns bits, or -errno when nothing was sent.
+// Sends dest and self (if destlen > 0), meta, and nframes data frames after all held messages. Does not
+// block. With SA_MORE, holds the message back if there is room. The refs of slot are the number of lent
+// frames; slot is put on its list when libzmq has released all of them, also after a failure. The caller has
+// added own, the bytes of everything that is not lent, and the bytes of slot to acct. They are subtracted when
+// libzmq releases them, also after a failure. Returns the result bits, or -errno if nothing was sent.
 int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int selflen, const void *meta, size_t metalen,
             int nframes, uintptr_t p0, size_t n0, int lend0, uintptr_t p1, size_t n1, int lend1, uintptr_t p2,
             size_t n2, int lend2, sa_slot *slot, sa_acct *acct, int64_t own, int flags);
 
-// Sends what is held. Returns like sa_send.
+// Sends the held messages. Returns like sa_send.
 int sa_flush(sa_sock *s);
 
-// Sends what waits and may leave now: all of it with force. Returns like sa_send.
+// Sends the queued messages that may be sent now, or all of them with force. Returns like sa_send.
 int sa_pump(sa_sock *s, int force);
 
-// Receives what is there, and drops it.
+// Receives and drops all messages that have arrived.
 void sa_discard(sa_sock *s);
 
-// Sends an empty message, which a node of this library passes over, and counts one byte for
-// it until libzmq lets go. Returns 0 or -errno.
+// Sends an empty message, which nodes of this library ignore. It counts as one byte of acct until libzmq
+// releases it. Returns 0 or -errno.
 int sa_probe(sa_sock *s, sa_acct *acct);
 
-// Makes data messages wait, or go on.
+// Makes data messages wait, or resumes them.
 void sa_hold(sa_sock *s, int on);
 
 #endif
