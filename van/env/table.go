@@ -145,8 +145,9 @@ var table = []variable{
 		differs: "Does not need segments made by BytePS.",
 	}, {
 		name: "STEPAF_DATA", topic: transport, kind: Enum, words: dataWords, def: DataTCP, readers: "zmq",
-		field: func(c *Config) any { return &c.Data },
-		help:  "What carries data between nodes of this library where shared memory does not: `tcp`, connections of its own, or `zmq`, as to C++ nodes.",
+		field:   func(c *Config) any { return &c.Data },
+		help:    "Carries data between native nodes where shared memory does not. `tcp`: fast, plain, on a data port. `zmq`: as to C++ nodes; encrypted with a secret.",
+		differs: "Ours only.",
 	},
 
 	{
