@@ -17,7 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/auth"
 )
 
-// acceptor answers peers that make a link to this node, and watches their links.
+// acceptor answers the handshakes of peers that make a link to this node, and watches their links.
 type acceptor struct {
 	self     *endpoint
 	peers    *peers
@@ -32,8 +32,8 @@ type acceptor struct {
 	crowded    logx.Sparse            // log lines about too many handshakes
 
 	// For tests.
-	streamOnly bool         // as where reading other processes is forbidden
-	refuse     func() error // what accepting fails with
+	streamOnly bool         // behave as if reading other processes were forbidden
+	refuse     func() error // the error of accepting a connection
 }
 
 // run serves the socket until it is closed.
@@ -46,7 +46,7 @@ func (a *acceptor) run() {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil { // as when there are no files left: that may pass
+		if err != nil { // for example, no descriptor is left; that may be temporary
 			pause = min(max(2*pause, minPause), maxPause)
 			if n, speak := failed.Next(); speak {
 				a.log.Warn("no peer can be accepted through shared memory for now", "err", err, "next try in", pause, "so far", n)
@@ -70,7 +70,7 @@ func (a *acceptor) run() {
 	}
 }
 
-// Pauses before the listener is tried again, as those of net/http.
+// Pauses before accepting is retried, the same as in net/http.
 const (
 	minPause = 5 * time.Millisecond
 	maxPause = time.Second
@@ -104,7 +104,7 @@ func (a *acceptor) accept() (*net.UnixConn, error) {
 	return a.listener.AcceptUnix()
 }
 
-// serve answers a peer's hello and then watches its link.
+// serve answers a peer's hello. It then watches the link until it ends.
 func (a *acceptor) serve(c *net.UnixConn) {
 	defer func() {
 		_ = c.Close()
@@ -210,7 +210,7 @@ func (a *acceptor) admit(c *net.UnixConn) (r reply, err error) {
 	return r, nil
 }
 
-// openSource opens process pid for reading, if that works.
+// openSource opens process pid for reading its memory.
 func (a *acceptor) openSource(pid int, addr, nonce uint64) (*remote, error) {
 	if a.streamOnly {
 		return nil, errors.New("reading the sender's memory is switched off")
@@ -226,7 +226,7 @@ func (a *acceptor) openSource(pid int, addr, nonce uint64) (*remote, error) {
 	return r, nil
 }
 
-// closeConns ends all links of peers.
+// closeConns closes the connections of all peers, which ends their links.
 func (a *acceptor) closeConns() {
 	a.peers.mu.Lock()
 	defer a.peers.mu.Unlock()

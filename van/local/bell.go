@@ -13,13 +13,12 @@ import (
 	"github.com/stepaf/stepaf-go/internal/memfd"
 )
 
-// bell is a node's doorbell: its owner sleeps on it, its peers wake it.
+// bell is a mapped doorbell of a node: its owner sleeps on it, and its peers ring it to wake the owner.
 type bell struct {
 	mem []byte
 }
 
-// waiter is one of those who may sleep on a node's bell: the engine's loop, and the caller
-// of a Poll.
+// waiter names a sleeper on a node's bell: the engine's loop, or the caller of Poll.
 type waiter uint32
 
 const (
@@ -31,7 +30,7 @@ const (
 // Layout of a bell's page.
 const (
 	offArmed = 0  // u32: the waiter to wake
-	offRings = 64 // u32 of each waiter, on a line of its own: counts the rings; a futex
+	offRings = 64 // u32 of each waiter, in its own cache line: the number of rings; a futex
 	bellLen  = 4096
 )
 
@@ -53,20 +52,20 @@ func (b *bell) word(off int) *atomic.Uint32 { return (*atomic.Uint32)(unsafe.Poi
 
 func (b *bell) rings(w waiter) *atomic.Uint32 { return b.word(offRings * int(w)) }
 
-// count is what w reads before it polls for the last time, and gives to wait.
+// count returns the number of rings. w reads it before its last poll and passes it to wait.
 func (b *bell) count(w waiter) uint32 { return b.rings(w).Load() }
 
-// arm makes peers wake w, which polls once more before it goes to sleep.
+// arm asks peers to wake w. w must poll once more before it sleeps.
 func (b *bell) arm(w waiter) { b.word(offArmed).Store(uint32(w)) }
 
-// disarm tells peers that the owner polls by itself.
+// disarm tells peers that the owner polls and need not be woken.
 func (b *bell) disarm() {
 	if w := b.word(offArmed); w.Load() != 0 {
 		w.Store(0)
 	}
 }
 
-// ring wakes the waiter that has armed the bell. What it is to see must have been written
+// ring wakes the waiter that has armed the bell. The caller must have written the data for the waiter
 // before.
 func (b *bell) ring() {
 	armed := b.word(offArmed)
@@ -75,7 +74,7 @@ func (b *bell) ring() {
 	}
 }
 
-// wake wakes w in any case.
+// wake wakes w even if it has not armed the bell.
 func (b *bell) wake(w waiter) {
 	n := b.rings(w)
 	n.Add(1)
@@ -88,8 +87,8 @@ const (
 	futexWake = 1
 )
 
-// wait sleeps until the bell has rung since count was read, or until limit passes:
-// that heals what a peer that writes nonsense to the page could do.
+// wait sleeps until the bell has rung since count was read, or until limit has passed. The limit
+// protects against a peer that writes invalid values to the page.
 func (b *bell) wait(w waiter, count uint32, limit time.Duration) error {
 	ts := unix.NsecToTimespec(limit.Nanoseconds())
 	_, _, e := unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(b.rings(w))), futexWait, uintptr(count),
@@ -100,15 +99,15 @@ func (b *bell) wait(w waiter, count uint32, limit time.Duration) error {
 	return nil
 }
 
-// doorbell is the bell of this node itself. The receiver, which frees it in the end, uses the
-// bell without the lock; everybody else wakes with it.
+// doorbell owns the bell of this node. The receiver uses the bell without the lock, and frees it last.
+// All other goroutines hold the lock.
 type doorbell struct {
 	mu   sync.Mutex
-	bell *bell // nil: there is none, or none any more
+	bell *bell // nil: not opened, or closed
 	fd   int   // of its page, for peers
 }
 
-// open makes the doorbell.
+// open creates the doorbell.
 func (d *doorbell) open() error {
 	fd, err := memfd.New(bellLen)
 	if err != nil {
@@ -137,14 +136,14 @@ func (d *doorbell) close() {
 	}
 }
 
-// isOpen tells whether there is a doorbell.
+// isOpen reports whether the doorbell is open.
 func (d *doorbell) isOpen() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.bell != nil
 }
 
-// wake wakes w, if there is a doorbell.
+// wake wakes w if the doorbell is open.
 func (d *doorbell) wake(w waiter) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -153,7 +152,7 @@ func (d *doorbell) wake(w waiter) {
 	}
 }
 
-// wakeAll wakes all waiters, if there is a doorbell.
+// wakeAll wakes all waiters if the doorbell is open.
 func (d *doorbell) wakeAll() {
 	d.wake(loopWaiter)
 	d.wake(pollWaiter)

@@ -1,6 +1,6 @@
 package local
 
-// The memory for received values that have no destination of their own.
+// Memory for received values without a destination of their own.
 
 import (
 	"fmt"
@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// blocks is a pool of buffers outside the Go heap. The one that was returned last is used
-// first, since its pages are mapped and may still be in a cache. Buffers that recent traffic
+// blocks is a pool of buffers outside the Go heap. The buffer that was returned last is reused
+// first: its pages are mapped and may still be in a cache. Buffers that recent traffic
 // has not needed are returned to the system.
 type blocks struct {
 	mu     sync.Mutex
@@ -29,17 +29,17 @@ type sizeClass struct {
 	free [][]byte
 	out  int // blocks in use
 	gets int // calls of get since the last trim
-	idle int // the fewest free blocks at the end of one of those: so many were not needed
+	idle int // the fewest free blocks at the end of one of these calls, so the number of unneeded blocks
 }
 
 const (
 	minBlock = 64 << 10
-	// keepBlocks bounds the bytes of free blocks.
+	// keepBlocks is the maximum number of bytes in free blocks.
 	keepBlocks = 256 << 20
 	// keepTime is the time between two ticks: an unused block is freed after one or two.
 	keepTime = 500 * time.Millisecond
-	// hugeFrom is the length from which blocks ask for huge pages: to read into those
-	// takes half the time.
+	// hugeFrom is the length from which blocks request huge pages. Reading into huge pages takes half the
+	// time.
 	hugeFrom = 2 << 20
 )
 
@@ -53,7 +53,7 @@ func blockLen(n int) int {
 	return (n + step - 1) &^ (step - 1)
 }
 
-// get returns n bytes with undefined contents, to be given back to put.
+// get returns n bytes with undefined contents. The caller returns them with put.
 func (b *blocks) get(n int) ([]byte, error) {
 	size := blockLen(n)
 	if mem := b.reuse(size); mem != nil {
@@ -67,12 +67,12 @@ func (b *blocks) get(n int) ([]byte, error) {
 		return nil, fmt.Errorf("no memory to receive %d bytes: mmap: %w", n, err)
 	}
 	if size >= hugeFrom {
-		_ = unix.Madvise(mem, unix.MADV_HUGEPAGE) // without it works, too
+		_ = unix.Madvise(mem, unix.MADV_HUGEPAGE) // a failure only costs speed
 	}
 	return mem[:n], nil
 }
 
-// reuse counts a block of size bytes out and returns it if there is one.
+// reuse counts a block of size bytes as in use. It returns a free block, or nil if there is none.
 func (b *blocks) reuse(size int) (mem []byte) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -94,15 +94,15 @@ func (b *blocks) reuse(size int) (mem []byte) {
 	s.free = s.free[:len(s.free)-1]
 	b.kept -= size
 	s.idle = min(s.idle, len(s.free))
-	// After so many calls a receiver that holds several blocks at a time has taken each of
-	// them again.
+	// After so many calls, a receiver that holds several blocks at a time has used each of them
+	// again.
 	if s.gets++; s.gets >= s.out+len(s.free) {
 		b.trim(s)
 	}
 	return mem
 }
 
-// trim frees the blocks of s that were not needed since the last trim. b.mu is held.
+// trim frees the blocks of s that were not needed since the last trim. The caller holds b.mu.
 func (b *blocks) trim(s *sizeClass) {
 	n := min(s.idle, len(s.free))
 	for _, mem := range s.free[:n] {
@@ -113,7 +113,7 @@ func (b *blocks) trim(s *sizeClass) {
 	s.gets, s.idle = 0, len(s.free)
 }
 
-// put takes back a block.
+// put returns a block to the pool.
 func (b *blocks) put(mem []byte) {
 	mem = mem[:cap(mem)]
 	b.mu.Lock()
@@ -152,7 +152,7 @@ func (b *blocks) tick() {
 	}
 }
 
-// close frees the blocks; those still in use are freed when they come back.
+// close frees the free blocks. Blocks in use are freed when they are returned.
 func (b *blocks) close() {
 	b.mu.Lock()
 	defer b.mu.Unlock()

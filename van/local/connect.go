@@ -7,14 +7,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Connect implements van.Van. The link to a peer within reach is made when this node first sends data, to whichever
-// peer: a node that sends no data shares no memory. Messages wait until it is settled whether there is a link: see peers.settledLink.
+// Connect implements van.Van. Links to reachable peers are made when this node sends its first data message to any
+// peer: a node that sends no data shares no memory. Messages wait until the result is known: see peers.settledLink.
 func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	if err := v.inner.Connect(ctx, id, peer); err != nil {
 		return err
 	}
 	if id <= 0 || id == van.SchedulerID || v.role.Load() == int32(van.Scheduler) || v.own.id.Load() == van.Empty {
-		return nil // no data goes there
+		return nil // this node sends no data to that peer
 	}
 	n := &outPeer{id: id, settled: make(chan struct{})}
 	who, _ := peer.Extension()
@@ -22,7 +22,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	n.token = t
 	p := v.peers
 	p.mu.Lock()
-	p.dialling.Add(1) // before there is no link any more
+	p.dialling.Add(1) // before takeLink removes the link
 	old := p.takeLink(id)
 	was := p.nodes[id]
 	p.unmakeLocked(was)
@@ -44,7 +44,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 		n.make = func() {
 			defer p.settle(n)
 			if left != nil {
-				<-left // what was sent before is to be there first
+				<-left // earlier messages must arrive first
 			}
 			v.dialer.link(n)
 		}
@@ -65,10 +65,10 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	return nil
 }
 
-// drainTime is how long Disconnect lets sent messages leave.
+// drainTime is how long a link may still deliver sent messages after Disconnect.
 const drainTime = 500 * time.Millisecond
 
-// Disconnect implements van.Van. What has been sent leaves while the caller goes on.
+// Disconnect implements van.Van. It does not wait until the sent messages are delivered.
 func (v *Van) Disconnect(id int) {
 	p := v.peers
 	p.mu.Lock()
@@ -119,7 +119,7 @@ func (v *Van) Rename(old, id int) error {
 	if l != nil {
 		l.id.Store(int32(id))
 	}
-	p.setLink(id, l) // first: Cancel is to find it all the time
+	p.setLink(id, l) // first, so that Cancel finds the link at any time
 	p.setLink(old, nil)
 	p.mu.Unlock()
 	if other != nil {
@@ -136,8 +136,8 @@ func (v *Van) Admit(id int) {
 	v.peers.admit(id)
 }
 
-// WatchPeers implements van.PeerWatcher: a peer is also reported as lost when its
-// link breaks.
+// WatchPeers implements van.PeerWatcher. It also reports a peer as lost when its link
+// breaks.
 func (v *Van) WatchPeers(f func(id int, up bool, cause error)) {
 	v.peers.losses.watch.Store(&f)
 	if w, ok := van.As[van.PeerWatcher](v.inner); ok {

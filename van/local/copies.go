@@ -5,28 +5,28 @@ import (
 	"time"
 )
 
-// copies knows of the copies by devices, whose ends wake nobody.
+// copies counts the running copies between devices. The end of a copy wakes no goroutine, so it must be polled.
 type copies struct {
-	running  atomic.Int32  // by this node's device
+	running  atomic.Int32  // copies by this node's device
 	exported atomic.Int32  // values of this node that a peer's device copies
-	until    atomic.Uint64 // until when it pays to poll for their end without pause
+	until    atomic.Uint64 // poll without a pause until this time
 }
 
-// expect says that at time now n bytes have begun to be copied by a device, this node's
-// or a peer's: their end, and what a peer answers then, is worth polling for without
-// pause for as long as that takes over PCI Express.
+// expect records that this node's or a peer's device has started to copy n bytes at time now. Until that
+// copy should have ended over PCI Express, the loop polls without a pause, since the peer answers as soon
+// as the copy has ended.
 func (c *copies) expect(now uint64, n int) {
 	c.until.Store(max(c.until.Load(), now+uint64(copySpin+time.Duration(n/20))))
 }
 
-// copySpin is the least time that the end of a copy is polled for without pause.
+// copySpin is the minimum time of polling without a pause for the end of a copy.
 const copySpin = 100 * time.Microsecond
 
-// any tells whether there are copies.
+// any reports whether copies are running.
 func (c *copies) any() bool { return c.running.Load() > 0 || c.exported.Load() > 0 }
 
-// soon tells whether to poll without pause because of copies.
+// soon reports whether the loop should poll without a pause because of copies.
 func (c *copies) soon(now uint64) bool { return now < c.until.Load() && c.any() }
 
-// copyPause is between two polls for the end of a copy that takes long.
+// copyPause is the pause between two polls for the end of a long copy.
 const copyPause = 50 * time.Microsecond

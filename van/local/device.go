@@ -12,8 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// device is what a van needs to move values from device to device: its own memory can
-// be named to other processes, and theirs mapped and copied from.
+// device is the backend of a van that copies values from device to device: it exports its own memory to
+// other processes, and maps their memory and copies from it.
 type device struct {
 	backend.Backend
 	backend.Exporter
@@ -24,34 +24,34 @@ type device struct {
 
 	mayBlock func() bool // see backend.StreamBlocker
 	mu       sync.Mutex
-	kept     []backend.Mem // imports that are closed at the end
+	kept     []backend.Mem // imports that are closed with the van
 
-	probe   backend.Mem // has the name in the van's token
+	probe   backend.Mem // contains the name in the van's token
 	exports backend.Export
 
 	shared     sync.Pool     // of *backend.Shared
-	noSegments atomic.Uint64 // until when new links go without, since a peer's memory of several allocations could not be mapped
+	noSegments atomic.Uint64 // until this time, new links do not use memory of several allocations, because a peer's could not be mapped
 }
 
-// segmentsPause is how long links that are made go without memory of several allocations when
-// some could not be mapped: a try that fails ends a link. What was in the way, such as a limit,
-// may have gone later.
+// segmentsPause is how long new links do not use memory of several allocations after such memory could
+// not be mapped. Each failure ends a link, but its cause, such as a limit, may be temporary.
 const segmentsPause = time.Minute
 
-// mapsSegments tells whether a link that is made now may have them.
+// mapsSegments reports whether a new link may use memory of several allocations.
 func (d *device) mapsSegments() bool { return d.sharer != nil && clock.Now() >= d.noSegments.Load() }
 
-// segmentsFailed is told that one could not be mapped. It tells whether that is news.
+// segmentsFailed records that an allocation could not be mapped. It reports whether this is the first failure
+// since the last pause.
 func (d *device) segmentsFailed() bool {
 	now := clock.Now()
 	return d.noSegments.Swap(now+uint64(segmentsPause)) <= now
 }
 
-// poolBytes bounds the device memory that the library keeps for received values. Those
-// beyond stay in host memory.
+// poolBytes limits the device memory that the library keeps for received values. Further values are put
+// into host memory.
 const poolBytes = 4 << 30
 
-// openDevice returns nil, and why, when values on b cannot be shared.
+// openDevice returns the device for backend b. If values on b cannot be shared, it returns nil and the cause.
 func openDevice(b backend.Backend, name []byte) (*device, error) {
 	if b == nil || b.Device().Type == backend.CPU {
 		return nil, errors.New("the node's backend is host memory")
@@ -85,8 +85,8 @@ func openDevice(b backend.Backend, name []byte) (*device, error) {
 	return d, nil
 }
 
-// close frees what the van has on its device. Where a stream may wait for a message that
-// is left to the end of the backend, which knows how long to wait for it.
+// close frees the van's memory on its device. If a stream may wait for a message, the memory is freed when the
+// backend is closed, which knows how long to wait for the stream.
 func (d *device) close() error {
 	if d.mayBlock() {
 		return d.pool.Close()
@@ -101,8 +101,8 @@ func (d *device) close() error {
 	return errors.Join(append(errs, d.Free(d.probe), d.pool.Close())...)
 }
 
-// unmap closes an import. Where a stream may wait for a message, it does so at the end:
-// the driver would wait for that stream, and every copy for the driver.
+// unmap closes an import. If a stream may wait for a message, the import is closed with the van: otherwise
+// the driver would wait for that stream, and all copies for the driver.
 func (d *device) unmap(m backend.Mem) error {
 	if !d.mayBlock() {
 		return d.CloseImport(m)
@@ -118,7 +118,7 @@ func (d *device) keep(m backend.Mem) {
 	d.kept = append(d.kept, m)
 }
 
-// share describes a value. What it returns goes back with unshare.
+// share returns the description of a value for other processes. The caller returns it with unshare.
 func (d *device) share(m backend.Mem, segments bool) (*backend.Shared, error) {
 	x := d.shared.Get().(*backend.Shared)
 	var err error
@@ -140,17 +140,17 @@ func (d *device) share(m backend.Mem, segments bool) (*backend.Shared, error) {
 
 func (d *device) unshare(x *backend.Shared) { d.shared.Put(x) }
 
-// endpoint is what this node is to its peers: who it is, where it listens, its doorbell and
+// endpoint is this node as its peers see it: its id, the address of its socket, its doorbell and
 // its device.
 type endpoint struct {
 	id    atomic.Int32
 	token token
 	bell  doorbell
 
-	device   *device // nil when values on the node's device are not shared
-	noDevice error   // then: why
+	device   *device // nil: values on the node's device are not shared
+	noDevice error   // the cause, if device is nil
 
-	linkTime time.Duration // linkTime, other than in tests
+	linkTime time.Duration // the constant, except in tests
 
 	guard auth.Guard // its Keys are nil if this node proves nothing
 }

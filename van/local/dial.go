@@ -18,7 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/auth"
 )
 
-// dialer makes links to peers, also those that have broken.
+// dialer makes links to peers, and replaces broken ones.
 type dialer struct {
 	self  *endpoint
 	peers *peers
@@ -29,12 +29,12 @@ type dialer struct {
 	inner inner
 
 	later       func(n *outPeer) // laterLocked
-	firstRetry  time.Duration    // firstRetry, other than in tests
+	firstRetry  time.Duration    // the constant, except in tests
 	readersOnce sync.Once
-	readers     func() (bool, error) // admitReaders, other than in tests
+	readers     func() (bool, error) // admitReaders, except in tests
 }
 
-// link makes the link to n, if it can be had.
+// link makes the link to n, if that is possible.
 func (d *dialer) link(n *outPeer) {
 	d.readersOnce.Do(d.letRead)
 	d.peers.mu.Lock()
@@ -60,8 +60,8 @@ func hopeless(err error) bool {
 	return errors.Is(err, errProtocol) || auth.IsUnproved(err) || errors.Is(err, van.ErrReplaced) || errors.Is(err, van.ErrClosed)
 }
 
-// letRead lets peers read what this process has pinned for them. Where Yama asks for that it
-// holds for every process of the user, and so only once there is a peer that shares memory.
+// letRead permits peers to read memory that this process has pinned for them. If Yama requires a permission, it
+// extends to all processes of the user. It is therefore given only when the first peer shares memory.
 func (d *dialer) letRead() {
 	if admitted, err := d.readers(); err != nil {
 		d.log.Warn("peers may have to copy large values twice", "err", err)
@@ -70,7 +70,7 @@ func (d *dialer) letRead() {
 	}
 }
 
-// sayWhyNot logs why there is no link to a peer.
+// sayWhyNot logs why a peer has no link.
 func (d *dialer) sayWhyNot(ctx context.Context, id int, t *token, offers bool) {
 	if !offers {
 		d.log.Debug("no shared memory with a peer", "peer", van.NodeName(id), "why", "it does not offer it")
@@ -78,12 +78,12 @@ func (d *dialer) sayWhyNot(ctx context.Context, id int, t *token, offers bool) {
 	}
 	level := slog.LevelInfo
 	if t.host != d.self.token.host {
-		level = slog.LevelDebug // nobody would expect it
+		level = slog.LevelDebug // users do not expect a link to another host
 	}
 	d.log.Log(ctx, level, "data goes over "+d.over(), "peer", van.NodeName(id), "why", d.self.token.reach(t))
 }
 
-// dial makes the link to the node that t names. behind means that earlier data was sent there over the van inside.
+// dial makes the link to the node that t names. behind means that earlier data to that node was sent over the van inside.
 func (d *dialer) dial(ctx context.Context, id int, t *token, behind bool) (*outLink, error) {
 	ctx, cancel := context.WithTimeout(ctx, d.self.linkTime)
 	defer cancel()
@@ -114,7 +114,7 @@ func (d *dialer) handshake(ctx context.Context, id int, t *token, behind, proves
 	defer func() {
 		if err != nil {
 			_ = conn.Close()
-			if pid > 0 && ended(pid) { // a child that it has forked has the socket
+			if pid > 0 && ended(pid) { // a child process has inherited the socket
 				err = fmt.Errorf("%w: %w", errDead, err)
 			}
 		}
@@ -143,7 +143,7 @@ func (d *dialer) handshake(ctx context.Context, id int, t *token, behind, proves
 	defer func() {
 		if err != nil {
 			file.close()
-			seg.bye().Store(1) // a peer that reads the hello later has lost nothing
+			seg.bye().Store(1) // if the peer reads the hello later, it does not report a loss
 			seg.unmap()
 		}
 	}()
@@ -193,7 +193,7 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile
 	if err != nil {
 		return nil, err
 	}
-	if text[5]&knowsPads == 0 && !file.grow(segmentLen, id) { // it expects the whole ring
+	if text[5]&knowsPads == 0 && !file.grow(segmentLen, id) { // the peer expects the whole ring
 		bell.unmap()
 		return nil, fmt.Errorf("%w: the peer's version needs %d bytes", errNoBudget, segmentLen)
 	}
@@ -222,8 +222,8 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile
 	return l, nil
 }
 
-// dialAgain is dial for a peer that may be about to die. Such a process still has its
-// socket for a moment, on which nobody answers: that is no sign of life.
+// dialAgain is dial for a peer that may be ending. The socket of such a process accepts connections for
+// a moment longer but does not answer. An accepted connection is therefore no sign of life.
 func (d *dialer) dialAgain(id int, t *token) (l *outLink, err error) {
 	ctx, cancel := context.WithTimeout(d.peers.ctx, d.self.linkTime)
 	defer cancel()
@@ -240,7 +240,7 @@ func (d *dialer) dialAgain(id int, t *token) (l *outLink, err error) {
 	}
 }
 
-// add installs a new link to node n. It tells whether it is wanted.
+// add installs a new link to node n. It reports false if the link is not needed any more.
 func (d *dialer) add(n *outPeer, l *outLink) bool {
 	p := d.peers
 	p.mu.Lock()
@@ -259,8 +259,8 @@ func (d *dialer) add(n *outPeer, l *outLink) bool {
 	return true
 }
 
-// lost cleans up after a link that has ended. If it was not ended here, the
-// peer is lost, or the two must begin anew.
+// lost cleans up after a link that has ended. If this node did not end it, lost reports the peer as lost
+// or makes a new link.
 func (d *dialer) lost(n *outPeer, l *outLink) {
 	p := d.peers
 	l.close(false)
@@ -272,7 +272,7 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 		return
 	}
 	p.tell(n, id, false, l.why())
-	// Until it is settled what follows, Send finds the link, which says ErrPeerLost.
+	// Until the outcome is known, Send finds the ended link and returns ErrPeerLost.
 	again, err := d.dialAgain(id, &n.token)
 	if n.tries++; again != nil && n.tries <= maxTries {
 		if d.add(n, again) {
@@ -281,19 +281,19 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 		return
 	}
 	if again != nil {
-		again.close(true) // it was only to see whether the peer is there
+		again.close(true) // the link only tested whether the peer is alive
 	}
 	if p.ctx.Err() != nil {
 		return
 	}
-	if errors.Is(err, van.ErrReplaced) { // the van inside is not a way round that
+	if errors.Is(err, van.ErrReplaced) { // data must not go over the van inside either
 		l.mu.Lock()
 		l.cause = van.ErrReplaced
 		l.mu.Unlock()
 		d.log.Error("a peer does not hear this process any more", "peer", van.NodeName(id), "why", err)
 		return
 	}
-	// If it is gone, the van inside says when it is there again.
+	// If the peer has ended, the van inside reports its return.
 	gone := errors.Is(err, errDead)
 	retries := !gone && err != nil && !hopeless(err)
 	switch {
@@ -315,5 +315,5 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 	}
 }
 
-// maxTries is how often a link to the same peer is made again.
+// maxTries is how often a broken link to the same peer is replaced.
 const maxTries = 3

@@ -8,40 +8,39 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Values on a device travel by name: an export, and the list of allocations that it lies in.
+// The description of values on a device: an export, or a list of parts of allocations.
 
-// Memory that a device's driver has mapped from several allocations (backend.Sharer) is
-// named by a list of parts of these. The sender tells of each allocation once, with its
+// A value in memory that a device's driver has mapped from several allocations (backend.Sharer) is
+// described by a list of parts. The sender announces each allocation once, with its
 // descriptor, over the link's socket, before the first record that names it:
 //
 //	0  char[4]  "SAFM", or "SAFU": it is not used any more
 //	8  u64      allocation
 //	16 u64      length
 //
-// The receiver maps it, and closes the descriptor. The sender says when it is to be unmapped:
-// when it was unmapped there, or has not been used for mapTime, and nothing is pinned any more
-// that lies in it.
+// The receiver maps the allocation and closes the descriptor. The sender sends SAFU when it has unmapped the
+// allocation itself, or has not used it for mapTime, and no pinned value lies in it.
 const (
 	segmentMagic = "SAFM"
 	unusedMagic  = "SAFU"
 	noticeLen    = 24
 
-	// segmentLen is the length of a part in a record: allocation, offset, length.
+	// segmentPartLen is the length of a part in a record: allocation, offset, length.
 	segmentPartLen = 24
 
-	// maxSegments bounds the parts of a value: 2 GiB in allocations of 2 MiB, the smallest
-	// that there are.
+	// maxSegments limits the parts of a value: 2 GiB in allocations of 2 MiB, the smallest
+	// size.
 	maxSegments = 1025
 
-	// maxOffers bounds the allocations that a peer has mapped.
+	// maxOffers limits the allocations that a peer has mapped.
 	maxOffers = 4096
 )
 
-// exportSize is the length in a record of what names a value: an export, with the number of
-// parts that follow in place of its offset when its length is 0.
+// exportSize returns the length of a value's description in a record: an export and the parts that follow it. If
+// there are parts, the export's length is 0, and its offset is their number.
 func exportSize(segments int) int { return van.ExportLen + segments*segmentPartLen }
 
-// putShared writes what names a value.
+// putShared writes the description of a value to b.
 func putShared(b []byte, x *backend.Shared) {
 	if len(x.Segments) == 0 {
 		van.PutExport(b, &x.Export)
@@ -57,12 +56,12 @@ func putShared(b []byte, x *backend.Shared) {
 	}
 }
 
-// segmentsIn tells how many parts the value has whose name b begins with; 0 if it lies in
+// segmentsIn returns the number of parts of the value whose description b starts with, 0 if it lies in
 // one allocation.
 func segmentsIn(b []byte) (int, error) {
 	le := binary.LittleEndian
 	if len(b) < van.ExportLen || le.Uint64(b[80:]) != 0 {
-		return 0, nil // parseExport says what is wrong
+		return 0, nil // parseExport returns the error
 	}
 	n := le.Uint64(b[88:])
 	if n == 0 || n > maxSegments || exportSize(int(n)) > len(b) {

@@ -8,24 +8,23 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// A node's messages are taken only as long as it is the one that this node knows under its id. Its
-// process is known by the name in its token, which its hello carries. When Connect names
-// another process for the id, the links of the one before end, nothing more of them is
-// handed up or written to its destination, and none of its later hellos is accepted, should it have
-// been stopped, say, and wake up.
+// A node's messages are accepted only while it is the process that this node knows under its id. The name in its
+// token, which its hello contains, identifies a process. When Connect names another process for the id,
+// the links of the former process end. None of its data is handed up or written to a destination any
+// more, and its later hellos are refused, for example if it was stopped and continues.
 
-// holdTime is the longest that messages of a peer wait until this node knows it: the
-// scheduler tells both at the same time.
+// holdTime is the longest time that messages of a peer wait until this node knows the peer. The
+// scheduler informs both at the same time.
 const holdTime = time.Second
 
-// unknownTime is the longest that a link of a process waits for Connect to name it in
-// place of the one that has its id. Then it ends: it is of no node of this cluster.
+// unknownTime is the longest time that a link waits for Connect to name its process as the replacement of the
+// process that has the id. Then the link ends: its process is no node of this cluster.
 const unknownTime = 10 * time.Second
 
-// maxReplaced bounds how many replaced processes are remembered.
+// maxReplaced limits how many replaced processes are remembered.
 const maxReplaced = 1024
 
-// admitLate admits n if nobody has until now.
+// admitLate admits n if it is not admitted yet.
 func (p *peers) admitLate(n *outPeer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -35,7 +34,7 @@ func (p *peers) admitLate(n *outPeer) {
 	}
 }
 
-// admit begins to take messages from peer id.
+// admit starts to accept messages from peer id.
 func (p *peers) admit(id int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -45,7 +44,7 @@ func (p *peers) admit(id int) {
 	}
 }
 
-// admitLocked begins to take messages from peer id, if it may. p.mu is held.
+// admitLocked starts to accept messages from peer id, if that is admitted. The caller holds p.mu.
 func (p *peers) admitLocked(id int) {
 	if !p.nodes[id].admitted {
 		return
@@ -57,14 +56,14 @@ func (p *peers) admitLocked(id int) {
 	}
 }
 
-// isOf tells whether l comes from the node that Connect has named, and not from one
-// that has had, or will have, its id. p.mu is held.
+// isOf reports whether l comes from the process that Connect has named, and not from a former or future
+// process with the same id. The caller holds p.mu.
 func (p *peers) isOf(l *inLink) bool {
 	n := p.nodes[l.from.id]
 	return n != nil && n.token.name == l.name
 }
 
-// fenceLocked ends what comes from the process that was peer id. p.mu is held.
+// fenceLocked ends the links from the process that was peer id. The caller holds p.mu.
 func (p *peers) fenceLocked(id int, was *outPeer) {
 	if failpoint.On("fencing") || was.token.name == [16]byte{} {
 		return
@@ -80,23 +79,22 @@ func (p *peers) fenceLocked(id int, was *outPeer) {
 	}
 }
 
-// fenceLinkLocked makes nothing of l be handed up or written any more. p.mu is held.
+// fenceLinkLocked stops the use of l: none of its data is handed up or written any more. The caller holds p.mu.
 func (p *peers) fenceLinkLocked(l *inLink) {
-	l.placing.Lock() // a copy at most is under way
+	l.placing.Lock() // waits for at most one copy
 	l.fenced.Store(true)
 	l.placing.Unlock()
 	_ = l.conn.Close()
 	p.bell.wakeAll()
 }
 
-// hold takes nothing from l until it is admitted, for limit at most. p.mu is held.
+// hold accepts no messages from l until it is admitted, or limit has passed. The caller holds p.mu.
 func (p *peers) hold(l *inLink, limit time.Duration) {
 	l.held.Store(true)
 	time.AfterFunc(limit, func() { p.endHold(l) })
 }
 
-// endHold begins to take messages from l, or ends it if this node knows another process
-// under its id.
+// endHold starts to accept messages from l. If this node knows another process under its id, endHold ends l.
 func (p *peers) endHold(l *inLink) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

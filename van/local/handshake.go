@@ -15,8 +15,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/auth"
 )
 
-// A link is agreed on over an abstract Unix socket of the receiver's, in one
-// message each way. If the cluster has a secret, proofs precede them: see prove.go.
+// The handshake of a link takes one message in each direction, over an abstract Unix socket of the
+// receiver. If the cluster has a secret, proofs precede them: see prove.go.
 //
 //	sender: hello, with the segment and its bell
 //	 0  char[4]  "SAFH"           16  u64  address of a number in the sender
@@ -29,15 +29,15 @@ import (
 //
 //	receiver: reply, with its bell unless it refuses
 //	 0  char[4]  "SAFR"            5  u8   1: copies from the sender's device, 2: also from several allocations
-//	 4  u8       verdict                4: knows pads, 8: knows marks
+//	 4  u8       verdict                4: understands pads, 8: understands marks
 //	                               6  u16  length of the first text
-//	                               8  texts: why the verdict, why no device
+//	                               8  texts: reason of the verdict, reason for no device
 const (
 	helloMagic = "SAFH"
 	replyMagic = "SAFR"
 	helloLen   = 56 + van.ExportLen
 	replyHead  = 8
-	maxWhy     = 512 // of a text
+	maxWhy     = 512 // the maximum length of a text
 
 	hasDevice   = 1
 	hasSegments = 2
@@ -45,29 +45,29 @@ const (
 	knowsMarks  = 8
 
 	verdictNo     = 0 // refused
-	verdictStream = 1 // large parts are to be streamed
-	verdictRead   = 2 // large parts are read
-	verdictFenced = 3 // refused: another process is the sender's node now
+	verdictStream = 1 // the sender streams large parts
+	verdictRead   = 2 // the receiver reads large parts from the sender's memory
+	verdictFenced = 3 // refused: another process has the sender's node id now
 )
 
-// linkTime is how long a handshake may take: a peer that is there answers within
+// linkTime is how long a handshake may take. A running peer answers within
 // a millisecond.
 const linkTime = 2 * time.Second
 
 var (
-	// errRefused is wrapped when a peer listens and does not want the link.
+	// errRefused is wrapped if a peer listens and refuses the link.
 	errRefused = errors.New("the peer refuses the link")
 
-	// errDead is wrapped when the process of the peer is not there any more.
+	// errDead is wrapped if the process of the peer has ended.
 	errDead = errors.New("the peer is gone")
 )
 
-// hungUp tells whether err is from a peer that has ended a handshake without an answer.
+// hungUp reports whether err means that the peer has ended a handshake without an answer.
 func hungUp(err error) bool {
 	return !errors.Is(err, errDead) && (errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE))
 }
 
-// hello introduces this node. A nil p proves nothing.
+// hello sends the hello of this node. If p is nil, it has no proof.
 func (e *endpoint) hello(conn *net.UnixConn, segment int, nonce *[8]byte, p *proofs) error {
 	if _, err := rand.Read(nonce[:]); err != nil {
 		return err
@@ -105,8 +105,8 @@ func (e *endpoint) hello(conn *net.UnixConn, segment int, nonce *[8]byte, p *pro
 type reply struct {
 	link     *inLink
 	verdict  byte
-	why      string // when the peer's memory cannot be read
-	noDevice string // when its device's cannot be copied
+	why      string // why the peer's memory cannot be read
+	noDevice string // why its device's memory cannot be copied
 }
 
 func (r *reply) encode() []byte {

@@ -14,20 +14,20 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// imports takes what a peer tells of its device's allocations. The goroutine that watches the
-// link reads it, and the receiver when it needs one that is not there yet.
+// imports receives a peer's notices about the allocations of its device. The goroutine that watches the
+// link reads them. The receiver reads them if it needs an allocation that has not been announced yet.
 type imports struct {
 	d    *device
 	conn *net.UnixConn
 
 	mu     sync.Mutex
-	mapped map[uint64]imported // that the receiver has not taken yet
-	known  map[uint64]bool     // all that were offered, and not withdrawn
+	mapped map[uint64]imported // allocations that the receiver has not taken yet
+	known  map[uint64]bool     // all announced allocations that were not withdrawn
 	unused []uint64
-	failed error // nothing more is taken
+	failed error // if set, no more notices are read
 }
 
-// imported is an allocation that is mapped, or why it is not.
+// imported is a mapped allocation, or the error of mapping it.
 type imported struct {
 	mem backend.Mem
 	err error
@@ -37,7 +37,7 @@ func newImports(d *device, conn *net.UnixConn) *imports {
 	return &imports{d: d, conn: conn, mapped: map[uint64]imported{}, known: map[uint64]bool{}}
 }
 
-// watch reads until the connection ends, or the peer does not keep to the protocol.
+// watch reads notices until the connection ends or the peer violates the protocol.
 func (x *imports) watch() error {
 	raw, err := x.conn.SyscallConn()
 	if err != nil {
@@ -52,7 +52,7 @@ func (x *imports) watch() error {
 	return errors.Join(failed, err)
 }
 
-// read takes all that is there.
+// read handles all notices that have arrived.
 func (x *imports) read(fd int) (ended bool, err error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -78,7 +78,7 @@ func (x *imports) read(fd int) (ended bool, err error) {
 	return true, x.failed
 }
 
-// take handles a notice. x.mu is held.
+// take handles a notice. The caller holds x.mu.
 func (x *imports) take(b []byte, files []int, flags int) error {
 	bad := func(value any, want string) error {
 		return &van.FieldError{Field: "notice of device memory", Value: value, Want: want}
@@ -120,10 +120,10 @@ func (x *imports) take(b []byte, files []int, flags int) error {
 	return nil
 }
 
-// get returns the allocation id, which the caller unmaps.
+// get returns the allocation with that id. The caller unmaps it.
 func (x *imports) get(id uint64) (backend.Mem, error) {
 	if raw, err := x.conn.SyscallConn(); err == nil {
-		// The peer has sent it before the record that names it. Errors are for watch.
+		// The peer has sent the notice before the record that names the allocation. watch handles errors.
 		_ = raw.Control(func(fd uintptr) { _, _ = x.read(int(fd)) })
 	}
 	x.mu.Lock()
@@ -138,7 +138,7 @@ func (x *imports) get(id uint64) (backend.Mem, error) {
 	return a.mem, a.err
 }
 
-// withdrawn returns what is to be unmapped.
+// withdrawn returns the allocations that the receiver must unmap, and clears the list.
 func (x *imports) withdrawn() []uint64 {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -147,14 +147,14 @@ func (x *imports) withdrawn() []uint64 {
 	return ids
 }
 
-// putBack keeps an id that is still in use for later.
+// putBack puts an id that is still in use back on that list.
 func (x *imports) putBack(id uint64) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	x.unused = append(x.unused, id)
 }
 
-// close unmaps what was not taken.
+// close unmaps the allocations that the receiver has not taken.
 func (x *imports) close() error {
 	x.mu.Lock()
 	defer x.mu.Unlock()

@@ -17,13 +17,13 @@ import (
 	"github.com/stepaf/stepaf-go/van/landing"
 )
 
-// inPeer is the order of one sender's messages, over whichever link they come.
+// inPeer is the queue of one sender's messages. All links of the sender use the same queue.
 type inPeer struct {
 	id     int
 	lane   engine.PeerQueue[*inbound]
 	inHand atomic.Int32 // messages that the loop has received and not delivered
 
-	fetching atomic.Bool // a value is being read from its memory
+	fetching atomic.Bool // a value is being read from the sender's memory
 	blame    engine.SlowDetector
 }
 
@@ -35,28 +35,28 @@ type inbound struct {
 	rec    record
 	buf    []byte            // copy of the record
 	blocks [partCount][]byte // of parts that were not inline, if they have no destination of their own
-	ring   *inRing           // while something is to be read from the peer
-	dst    [partCount][]byte // where parts that were not inline go
-	left   [partCount][]byte // of dst, what a stream has left to be read
+	ring   *inRing           // set while parts must be read from the peer
+	dst    [partCount][]byte // destinations of parts that were not inline
+	left   [partCount][]byte // the parts of dst that the stream has not filled
 	dest   landing.Place     // of the values, if they are an answer
 
 	onDevice *backend.Buffer // of values on the device without a destination of their own
-	copied   backend.Event   // of the device's copy under way
-	spans    []span          // that it reads
-	begun    uint64          // when it was queued
-	stranded bool            // it may still run though the message has been given up
+	copied   backend.Event   // the end of the device's running copy
+	spans    []span          // the memory that the copy reads
+	begun    uint64          // the time at which the copy was queued
+	stranded bool            // the copy may still run although the message was dropped
 }
 
-// partVals is the part that has destinations of its own.
+// partVals is the part that may have a destination of its own.
 const partVals = 2
 
 var errGone = errors.New("the sender has taken the message back")
 
-// messageBytes is about what a received message itself takes.
+// messageBytes is the approximate size of a received message without its parts.
 const messageBytes = 1 << 10
 
-// weight is the memory of this node that p takes while it waits. Values that go to a
-// destination of their own, and those still with the sender, take none.
+// weight returns the memory of this node that p uses while it waits. Values with a destination of their own
+// and values that are still in the sender's memory use none.
 func (p *inbound) weight() int {
 	n := messageBytes + cap(p.buf)
 	for _, b := range p.blocks {
@@ -68,8 +68,8 @@ func (p *inbound) weight() int {
 	return n
 }
 
-// decode reads the meta and finds the inline frames. An answer whose values need no
-// destination gives up the one in q.
+// decode decodes the meta and finds the inline frames. If the values of an answer need no destination, decode
+// removes their destination from q.
 func (p *inbound) decode(q *landing.Table) error {
 	meta := p.dst[0]
 	if h := &p.rec.parts[0]; h.form == partInline {
@@ -88,7 +88,7 @@ func (p *inbound) decode(q *landing.Table) error {
 			m.SetFrame(i, backend.Bytes(p.buf[h.off:h.off+h.n:h.off+h.n]))
 		}
 	}
-	// Other values take their destination, if they have one, later; not behind a head that is not inline, see allocate.
+	// Other values use their destination, if any, later, unless their meta is not inline: see allocate.
 	if !m.Request && !m.Push && (m.Frames < partVals || p.rec.parts[partVals].form == partInline || p.rec.parts[0].form != partInline) {
 		q.Answered(m.Sender, &m.Meta)
 	}
@@ -103,8 +103,8 @@ func (p *inbound) write(i int, f func() error) error {
 	return f()
 }
 
-// inCommon is what the inbound links of a node share: where values go, and the messages and
-// buffers that are used again.
+// inCommon is the state that all inbound links of a node share: the destinations of values, and the pools of
+// messages and buffers.
 type inCommon struct {
 	self   *endpoint
 	log    *slog.Logger
@@ -113,16 +113,16 @@ type inCommon struct {
 	feed   *engine.Feed[*inbound]
 	dests  *landing.Table
 	blocks blocks
-	chunks atomic.Uint64 // of streams, received
+	chunks atomic.Uint64 // received chunks of streams
 
-	dropTime time.Duration // dropTime, other than in tests
+	dropTime time.Duration // the constant, except in tests
 
 	mu       sync.Mutex
 	free     []*inbound
-	stranded []*inbound // the device may write to their memory at any time: it is kept until it does not
+	stranded []*inbound // the device may still write to their memory, so it is kept until their copies have ended
 }
 
-// maxFree bounds the messages that an idle van keeps.
+// maxFree limits the messages that an idle van keeps.
 const maxFree = 256
 
 // get returns a message for use.
@@ -137,8 +137,8 @@ func (c *inCommon) get() *inbound {
 	return &inbound{}
 }
 
-// allocate finds memory for the parts that are not inline: first, by itself, for the meta,
-// which the others need.
+// allocate finds memory for the parts that are not inline. If the meta is one of them, the first call allocates
+// only the meta, since the other parts depend on it.
 func (c *inCommon) allocate(p *inbound) (err error) {
 	for i := range present(p.rec.frames) {
 		h := &p.rec.parts[i]
@@ -163,13 +163,13 @@ func (c *inCommon) allocate(p *inbound) (err error) {
 	return nil
 }
 
-// finish ends the writing of p's values. It returns an error when their destination was
-// taken back meanwhile: nobody awaits them any more.
+// finish ends the writing of p's values. It returns an error if their destination was invalidated
+// meanwhile: the caller of the request does not wait for them any more.
 func (c *inCommon) finish(p *inbound) error {
 	return c.dests.Finish(&p.dest)
 }
 
-// adopt makes p's message one that has been received.
+// adopt makes p the owner of its message, so that Release of the message returns p.
 func (c *inCommon) adopt(p *inbound) {
 	m := &p.msg
 	m.Receiver = int(c.self.id.Load())
@@ -180,9 +180,9 @@ func (c *inCommon) adopt(p *inbound) {
 // Free implements van.Owner.
 func (c *inCommon) Free(m *van.Message) { c.release((*inbound)(m.Native())) }
 
-// release takes back a received message.
+// release returns a received message to the pool.
 func (c *inCommon) release(p *inbound) {
-	if p.stranded { // so is its destination: revoking that goes on to wait for the copy
+	if p.stranded { // its destination stays in use: Invalidate continues to wait for the copy
 		c.strand(p)
 		return
 	}
@@ -215,13 +215,13 @@ func (c *inCommon) strand(p *inbound) {
 	c.stranded = append(c.stranded, p)
 }
 
-// unstrand releases the messages that were given up whose copies have ended since.
+// unstrand releases the stranded messages whose copies have ended.
 func (c *inCommon) unstrand() {
 	var over []*inbound
 	c.mu.Lock()
 	c.stranded = slices.DeleteFunc(c.stranded, func(p *inbound) bool {
 		done, err := p.copied.Query()
-		if done || err != nil { // a device that has failed writes nothing any more
+		if done || err != nil { // a failed device does not write any more
 			over = append(over, p)
 			return true
 		}
@@ -238,8 +238,8 @@ func (c *inCommon) unstrand() {
 	}
 }
 
-// awaitStranded waits for such copies a last time. The memory of those that have not ended then
-// is nobody's any more.
+// awaitStranded waits for the copies of stranded messages a last time. The memory of copies that have not ended
+// then is leaked.
 func (c *inCommon) awaitStranded(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, stopTime)
 	defer cancel()
@@ -252,7 +252,7 @@ func (c *inCommon) awaitStranded(ctx context.Context) {
 	c.unstrand()
 }
 
-// leave ends the use of the peer's ring.
+// leave releases p's reference to the peer's ring.
 func (p *inbound) leave() {
 	if r := p.ring; r != nil {
 		p.ring = nil
