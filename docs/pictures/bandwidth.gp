@@ -17,7 +17,7 @@ rate(b, us) = 2*b/us/1000
 plot "performance.txt" index 0 using 1:(rate($1,$2)) with linespoints lw 2 pt 7 ps 0.5 lc rgb "#0969da" title "shared memory", \
      "" index 0 using 1:(rate($1,$4)) with linespoints lw 1.5 dt 2 pt 6 ps 0.5 lc rgb "#57606a" title "raw TCP", \
      "" index 0 using 1:(rate($1,$5)) with linespoints lw 1.5 dt 2 pt 6 ps 0.5 lc rgb "#8250df" title "bare libzmq", \
-     "" index 0 using 1:(rate($1,$3)) with linespoints lw 2 pt 7 ps 0.5 lc rgb "#8250df" title "ZeroMQ"
+     "" index 0 using 1:(rate($1,$3)) with linespoints lw 2 pt 7 ps 0.5 lc rgb "#8250df" title "ZeroMQ (STEPAF\\_DATA=zmq)"
 set origin 0.5,0
 set title "GPU to GPU, two H200 with NVLink"
 set xtics ("1 KiB" 1024, "attention" 1376256, "16 MiB" 16777216, "256 MiB" 268435456)

@@ -13,7 +13,7 @@ set ylabel "microseconds"
 set xtics ("1 KiB" 1024, "16 KiB" 16384, "64 KiB" 65536, "1 MiB" 1048576, "16 MiB" 16777216)
 set yrange [3:40000]
 set key top left Left reverse samplen 2
-plot "performance.txt" index 0 using 1:3 with linespoints lw 2 pt 7 ps 0.5 lc rgb "#8250df" title "ZeroMQ", \
+plot "performance.txt" index 0 using 1:3 with linespoints lw 2 pt 7 ps 0.5 lc rgb "#8250df" title "ZeroMQ (STEPAF\\_DATA=zmq)", \
      "" index 0 using 1:5 with linespoints lw 1.5 dt 2 pt 6 ps 0.5 lc rgb "#8250df" title "bare libzmq", \
      "" index 0 using 1:4 with linespoints lw 1.5 dt 2 pt 6 ps 0.5 lc rgb "#57606a" title "raw TCP", \
      "" index 0 using 1:2 with linespoints lw 2 pt 7 ps 0.5 lc rgb "#0969da" title "shared memory"
