@@ -213,6 +213,106 @@ func TestTableOfAnUnknownPeer(t *testing.T) {
 	}
 }
 
+// TestRecordsAfterAPendingTable: a node that postpones its decision on the table of a C++ scheduler loses neither the
+// table nor the records that the scheduler sends meanwhile about processes that replace others.
+func TestRecordsAfterAPendingTable(t *testing.T) {
+	sched := withID(rec(van.Scheduler, "10.0.0.99", 8123, -1), 1)
+	replacement := func(host string) *van.Meta {
+		r := withID(rec(van.Worker, host, 4010, -1), 9)
+		r.IsRecovery = true
+		return tableOf(r)
+	}
+	table := func(m *Machine, worker string) *van.Meta {
+		own := m.table.self
+		own.ID, own.Endpoint = 8, nil
+		return tableOf(own, withID(rec(van.Worker, worker, 4009, -1), 9), sched)
+	}
+	for _, x := range []struct {
+		name  string
+		steps func(m *Machine, take func(at time.Duration, msg *van.Meta))
+		want  string // address of worker 9; "" if the node is not ready
+	}{
+		{"a record", func(m *Machine, take func(time.Duration, *van.Meta)) {
+			m.PeerBack(0, 1)
+			take(1e6, table(m, "10.0.0.1"))
+			take(2e6, replacement("10.0.0.3"))
+			m.Tick(foreignDelay)
+		}, "10.0.0.3:4010"},
+		{"two records", func(m *Machine, take func(time.Duration, *van.Meta)) {
+			m.PeerBack(0, 1)
+			take(1e6, table(m, "10.0.0.1"))
+			take(2e6, replacement("10.0.0.3"))
+			take(3e6, replacement("10.0.0.4"))
+			m.Tick(foreignDelay)
+		}, "10.0.0.4:4010"},
+		{"a record when the decision is due", func(m *Machine, take func(time.Duration, *van.Meta)) {
+			m.PeerBack(0, 1)
+			take(1e6, table(m, "10.0.0.1"))
+			take(foreignDelay, replacement("10.0.0.3"))
+		}, "10.0.0.3:4010"},
+		{"before the transport reports the connection", func(m *Machine, take func(time.Duration, *van.Meta)) {
+			take(0, table(m, "10.0.0.1"))
+			take(1e6, replacement("10.0.0.3"))
+			m.PeerBack(1e8, 1)
+			m.Tick(1e8 + foreignDelay)
+		}, "10.0.0.3:4010"},
+		{"a later table", func(m *Machine, take func(time.Duration, *van.Meta)) {
+			take(0, table(m, "10.6.6.6"))
+			take(1e6, replacement("10.6.6.6"))
+			m.PeerBack(5e8, 1)
+			take(6e8, table(m, "10.0.0.1"))
+			m.Tick(5e8 + foreignDelay)
+		}, "10.0.0.1:4009"},
+		{"a table long before the connection", func(m *Machine, take func(time.Duration, *van.Meta)) {
+			take(0, table(m, "10.6.6.6"))
+			take(9e8, replacement("10.6.6.6"))
+			m.PeerBack(11e8, 1)
+			m.Tick(11e8 + foreignDelay)
+		}, ""},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			m := started(t, attackConfig(van.Server, 0, 4008))
+			x.steps(m, func(at time.Duration, msg *van.Meta) {
+				if err := m.StepFrom(at, 1, van.OriginHost, msg); err != nil {
+					t.Fatal(err)
+				}
+			})
+			if m.Ready() != (x.want != "") {
+				t.Fatalf("ready: %t, %v", m.Ready(), actionsOf(m).warnings)
+			}
+			if x.want == "" {
+				return
+			}
+			if got := m.table.record(9).Addr(); got != x.want {
+				t.Errorf("worker 0 is at %s, want %s", got, x.want)
+			}
+			if c := actionsOf(m).connects; len(c) == 0 || c[len(c)-1].ID != 1 && c[len(c)-1].Node.Addr() != x.want {
+				t.Errorf("connected to %v, want %s", c, x.want)
+			}
+		})
+	}
+}
+
+// TestPendingRecordsAreFew: strangers' records do not fill the memory of a node that postpones its decision.
+func TestPendingRecordsAreFew(t *testing.T) {
+	m := started(t, attackConfig(van.Worker, 0, 4009))
+	var err error
+	for i := range 2 * maxPendingTables {
+		err = m.StepFrom(0, 1, van.OriginHost, tableOf(withID(rec(van.Server, "10.6.6.6", 1+i, -1), 8)))
+	}
+	if n := len(m.node.pendingTables); n != maxPendingTables || err == nil {
+		t.Errorf("%d messages are pending, want %d; the last one: %v", n, maxPendingTables, err)
+	}
+	own := m.table.self
+	own.ID, own.Endpoint = 9, nil
+	m.StepFrom(0, 1, van.OriginHost, tableOf(withID(rec(van.Server, "10.0.0.1", 4008, -1), 8), own, withID(rec(van.Scheduler, "10.0.0.99", 8123, -1), 1)))
+	m.PeerBack(1, 1)
+	m.Tick(1 + foreignDelay)
+	if !m.Ready() {
+		t.Error("the table behind them is lost")
+	}
+}
+
 // TestNoticesOfAnUnknownPeer: no notice that a process on another host sends as a C++ scheduler reaches a node of its
 // cluster.
 func TestNoticesOfAnUnknownPeer(t *testing.T) {

@@ -193,7 +193,7 @@ func (m *Machine) Tick(now time.Duration) {
 		if m.node != nil {
 			m.node.askScheduler(now)
 			m.node.probeScheduler(now)
-			m.node.applyPendingTable(now)
+			m.node.applyPendingTables(now)
 		}
 	case ready:
 		m.role.tick(now)
@@ -216,7 +216,7 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 			next = min(next, m.life.started+m.cfg.StartTimeout)
 		}
 		if m.node != nil {
-			next = min(next, m.node.nextQuestion, m.node.probeDue(), m.node.pendingTableDue())
+			next = min(next, m.node.nextQuestion, m.node.probeDue(), m.node.pendingTablesDue())
 		}
 		if m.sched != nil {
 			next = min(next, m.sched.recovery.next(), m.sched.registrations.next(), m.sched.replacements.next(), m.sched.refusals.next(), m.sched.probes.next())

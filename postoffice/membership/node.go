@@ -39,17 +39,25 @@ type node struct {
 	schedulerNotFound  error
 	schedulerLost      error
 	schedulerNote      string
-	schedulerUp        bool          // the connection to it is open
-	schedulerSince     time.Duration // the time at which it was opened
-	schedulerNative    bool          // the scheduler has answered on that connection and is one of this library
-	pendingTable       *van.Meta     // a node table without an incarnation, see checkOrigin
-	pendingTableAt     time.Duration
-	schedulerUnreached string // the result of the last probe of its address
+	schedulerUp        bool           // the connection to it is open
+	schedulerSince     time.Duration  // the time at which it was opened
+	schedulerNative    bool           // the scheduler has answered on that connection and is one of this library
+	pendingTables      []pendingTable // the scheduler's records without an incarnation, see checkOrigin, in order of arrival
+	schedulerUnreached string         // the result of the last probe of its address
 	nextProbe          time.Duration
 	nextQuestion       time.Duration
 	questionPause      time.Duration // from nextQuestion to the question after it
 	proof              string        // of this node's address: the last one that the scheduler sent there, see proof.go
 }
+
+// pendingTable is a message with records that the node has not decided about.
+type pendingTable struct {
+	msg *van.Meta
+	at  time.Duration
+}
+
+// maxPendingTables bounds the number of pending messages with records.
+const maxPendingTables = 256
 
 func newNode(b core, calls *pendingBarriers) *node {
 	return &node{core: b, pending: calls, policies: nodePolicies{core: b}, records: records{core: b, pending: calls, latest: map[int]int32{}}}
@@ -114,12 +122,19 @@ func unreachedFrom(from string, err error) string {
 
 func (n *node) step(now time.Duration, from int, origin van.Origin, msg *van.Meta) error {
 	if why, keep := n.checkOrigin(now, from, origin, msg); keep {
-		n.deferTable(now, msg)
-		return nil
+		return n.deferTable(now, from, msg)
 	} else if why != "" {
 		by, _ := msg.Incarnations()
 		return n.table.bad(from, msg, "incarnation", fmt.Sprintf("%08x", by), why)
 	}
+	if by, _ := msg.Incarnations(); by == 0 && from == van.SchedulerID {
+		n.applyPendingTables(now) // the scheduler sent them before msg
+	}
+	return n.handle(now, from, msg)
+}
+
+// handle is step for a message that checkOrigin has accepted.
+func (n *node) handle(now time.Duration, from int, msg *van.Meta) error {
 	if !n.genuine(now, from, msg) {
 		return n.table.wrongProcess(from, msg)
 	}
@@ -174,7 +189,7 @@ func (n *node) checkOrigin(now time.Duration, from int, origin van.Origin, msg *
 	case by != 0:
 		if origin == van.OriginDialed && to == own && n.life.phase == joining {
 			n.schedulerNative = true
-			n.pendingTable = nil
+			n.pendingTables = nil
 		}
 		return "", false
 	case n.table.native(van.SchedulerID): // see genuine
@@ -193,34 +208,51 @@ func (n *node) checkOrigin(now time.Duration, from int, origin van.Origin, msg *
 	return "", false
 }
 
-// deferTable stores the latest node table until applyPendingTable decides about it.
-func (n *node) deferTable(now time.Duration, msg *van.Meta) {
-	if msg.Control.Cmd == van.AddNode {
-		n.pendingTable, n.pendingTableAt = new(van.Meta), now
-		n.pendingTable.CopyFrom(msg)
+// deferTable stores records until applyPendingTables decides about them: the latest table with this process, and what
+// the scheduler has sent after it about processes that replace others.
+func (n *node) deferTable(now time.Duration, from int, msg *van.Meta) error {
+	if msg.Control.Cmd != van.AddNode {
+		return nil
 	}
+	if _, err := n.records.ownRecord(msg); err == nil {
+		n.pendingTables = nil
+	}
+	if len(n.pendingTables) == maxPendingTables {
+		return n.table.bad(from, msg, "control.node", fmt.Sprintf("%d records", len(msg.Control.Nodes)),
+			fmt.Sprintf("none, since %d messages with records wait until it is known whose they are", maxPendingTables))
+	}
+	t := pendingTable{new(van.Meta), now}
+	t.msg.CopyFrom(msg)
+	n.pendingTables = append(n.pendingTables, t)
+	return nil
 }
 
-func (n *node) pendingTableDue() time.Duration {
-	if n.pendingTable == nil {
+// accepts reports whether the connection to the scheduler was open when t arrived, or soon after.
+func (n *node) accepts(t pendingTable) bool {
+	return n.schedulerUp && n.schedulerSince <= t.at+foreignDelay
+}
+
+// pendingTablesDue is the time at which applyPendingTables decides about the first pending table.
+func (n *node) pendingTablesDue() time.Duration {
+	switch {
+	case len(n.pendingTables) == 0:
 		return math.MaxInt64
-	}
-	if n.schedulerUp && n.schedulerSince <= n.pendingTableAt+foreignDelay {
+	case n.accepts(n.pendingTables[0]):
 		return n.schedulerSince + foreignDelay
 	}
-	return n.pendingTableAt + foreignDelay
+	return n.pendingTables[0].at + foreignDelay
 }
 
-// applyPendingTable handles the pending node table if the connection to the scheduler was open when the table
-// arrived, or soon after; otherwise it drops the table.
-func (n *node) applyPendingTable(now time.Duration) {
-	if now < n.pendingTableDue() {
-		return
-	}
-	msg := n.pendingTable
-	n.pendingTable = nil
-	if n.schedulerUp && n.schedulerSince <= n.pendingTableAt+foreignDelay {
-		if err := n.step(now, van.SchedulerID, van.OriginHost, msg); err != nil {
+// applyPendingTables handles the pending tables that are due, in order of arrival, and drops those that it does not
+// accept.
+func (n *node) applyPendingTables(now time.Duration) {
+	for now >= n.pendingTablesDue() {
+		t := n.pendingTables[0]
+		n.pendingTables = n.pendingTables[1:]
+		if !n.accepts(t) {
+			continue
+		}
+		if err := n.handle(now, van.SchedulerID, t.msg); err != nil {
 			n.out.emit(Warning{Text: err.Error()})
 		}
 	}
@@ -417,7 +449,7 @@ func (n *node) lost(now time.Duration, id int, cause error) {
 		n.pending.failMachine(n.table.refused("connect", fmt.Sprintf("%s was declared dead and replaced by another process: %s", n.table.self.Addr(), cause)))
 		return
 	case id == van.SchedulerID && n.life.phase == joining:
-		n.schedulerLost, n.schedulerNote, n.schedulerUp, n.schedulerNative, n.pendingTable = cause, "", false, false, nil
+		n.schedulerLost, n.schedulerNote, n.schedulerUp, n.schedulerNative, n.pendingTables = cause, "", false, false, nil
 		return
 	case n.alive.peers[id] == nil:
 		return
