@@ -1,7 +1,7 @@
 package window
 
-// What all parts of a window know of it: its name in messages and errors, its memory, and why it is over; and of each
-// rank: who it is, whether it has closed its end, and who waits for it.
+// The state that the parts of a window share: its name in messages and errors, its memory, its error, and for each
+// rank its state and the calls that wait for it.
 
 import (
 	"fmt"
@@ -19,7 +19,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// base is the window as its parts know it. Once Open has made them they are told no changes but by over.
+// base is the state that the parts of a window share. Once Open has created the parts, base notifies them of changes
+// only through over.
 type base struct {
 	layer   commlayer.Layer
 	app     cluster.App
@@ -30,12 +31,12 @@ type base struct {
 	signals int
 	self    int
 
-	over    atomic.Pointer[error] // why it cannot be used
-	isOver  func(err error)       // called once, when over is there
+	over    atomic.Pointer[error] // why the window cannot be used
+	isOver  func(err error)       // called once, when over is set
 	refused atomic.Uint64
 	closed  atomic.Bool // Close was called
 
-	aliveEvery time.Duration // aliveEvery, other than in tests
+	aliveEvery time.Duration // aliveEvery, except in tests
 }
 
 var (
@@ -50,22 +51,22 @@ func (b *base) fail(err error) {
 	}
 }
 
-// String names the window, for errors.
+// String describes the window in errors.
 func (b *base) String() string {
 	return fmt.Sprintf("window %d of communicator %d", b.child.Number, b.layer.ID())
 }
 
-// bad is the error of arguments that make no sense.
+// bad returns the error of invalid arguments.
 func (b *base) bad(op string, err error) error {
 	return &van.Error{Op: op, Node: b.app.Name(), Detail: b.String(), Err: err}
 }
 
-// wrong is the error of a call that is about a rank.
+// wrong returns the error of a call that concerns a rank.
 func (b *base) wrong(op string, rank int, err error) error {
 	return &van.Error{Op: op, Node: b.app.Name(), Peer: b.layer.Name(rank), Detail: b.String(), Err: err}
 }
 
-// timestamp is that of the message with a number: even, since those of other messages are odd.
+// timestamp returns the timestamp of message seq: an even number. Other messages have odd ones.
 func (b *base) timestamp(seq uint64) int32 {
 	return int32((uint64(b.first.Load()) + seq<<1) & math.MaxInt32)
 }
@@ -78,14 +79,14 @@ func (b *base) copyIn(offset int, data backend.Mem) error {
 	return b.app.Backend().Copy(b.mem.Sub(offset, data.Len()), data)
 }
 
-// elapsed is for errors.
+// elapsed returns the time since begun, for errors.
 func elapsed(begun uint64) time.Duration { return time.Duration(clock.Now() - begun) }
 
-// peer is a rank.
+// peer is the state of a rank.
 type peer struct {
 	w        *base
 	rank, id int
-	gone     atomic.Pointer[error] // it has closed its end
+	gone     atomic.Pointer[error] // the rank has closed the window
 	out      outbox
 	in       inbox
 	sleepers sleepers
@@ -100,7 +101,7 @@ func newPeer(b *base, rank, id int) *peer {
 	return p
 }
 
-// end is why nothing can be sent to the rank, or nil.
+// end returns why nothing can be sent to the rank, or nil.
 func (p *peer) end() error {
 	if err := p.w.over.Load(); err != nil {
 		return *err
@@ -111,7 +112,7 @@ func (p *peer) end() error {
 	return nil
 }
 
-// failure is end as the error of a call.
+// failure returns the result of end as the error of a call.
 func (p *peer) failure(op string) error {
 	if err := p.end(); err != nil {
 		return p.w.wrong(op, p.rank, err)
@@ -119,7 +120,7 @@ func (p *peer) failure(op string) error {
 	return nil
 }
 
-// message makes m one that says n.
+// message initializes m with n as its body.
 func (p *peer) message(m *van.Message, n *note, push bool, ts int32) *van.Message {
 	n.window, n.epoch = p.w.child.Number, p.w.child.Epoch
 	m.Reset()
@@ -129,7 +130,7 @@ func (p *peer) message(m *van.Message, n *note, push bool, ts int32) *van.Messag
 	return m
 }
 
-// sleepers are the calls that wait for something of a rank.
+// sleepers are the calls that wait for an event of a rank.
 type sleepers struct {
 	n       atomic.Int32 // len(waiting)
 	mu      sync.Mutex   // guards the lists
@@ -137,7 +138,7 @@ type sleepers struct {
 	idle    []*waiter
 }
 
-// wakeAll makes those who wait look again.
+// wakeAll wakes all waiting calls, which check their conditions.
 func (l *sleepers) wakeAll() {
 	if l.n.Load() == 0 {
 		return
@@ -149,7 +150,7 @@ func (l *sleepers) wakeAll() {
 	}
 }
 
-// enter makes wakeAll reach x.
+// enter registers x for wakeAll.
 func (l *sleepers) enter(x *waiter) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -157,7 +158,7 @@ func (l *sleepers) enter(x *waiter) {
 	l.n.Add(1)
 }
 
-// exit puts x away, which has entered.
+// exit returns x to the free list; entered tells whether enter was called.
 func (l *sleepers) exit(x *waiter, entered bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -1,6 +1,6 @@
 package window
 
-// What comes from a rank: messages, which take effect in the order of their numbers, and signals.
+// Received messages and signals of a rank. Messages take effect in the order of their numbers.
 
 import (
 	"cmp"
@@ -12,25 +12,25 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// errStale: a put is for a window that is no more. What else comes late is not worth a word.
+// errStale: a put is for a window that has ended, or for an earlier one. Other late messages are not reported.
 var errStale = fmt.Errorf("%w: a message for a window before this one, or after its end", van.ErrMalformed)
 
-// inbox is what comes from a rank.
+// inbox is the receive state of a rank.
 type inbox struct {
 	p       *peer
 	signals []atomic.Int64
 
-	mu         sync.Mutex    // held while a message of it is taken; guards what follows; behind the outbox's
-	expected   atomic.Uint64 // number of the next message, changed with mu held, as the next one
+	mu         sync.Mutex    // held while a message is processed; guards the fields below; locked after the outbox's mu
+	expected   atomic.Uint64 // number of the next message; changed with mu held, as is takenBytes
 	takenBytes atomic.Uint64
-	told       uint64 // what the last verbTaken said
+	told       uint64 // the count in the last verbTaken
 	toldBytes  uint64
-	answer     van.Message        // for those, and a verbOver
+	answer     van.Message        // for verbTaken and verbOver
 	tells      uint64             // number of both
-	early      [ring]*van.Message // came before messages with lower numbers
+	early      [ring]*van.Message // messages that arrived before messages with lower numbers
 }
 
-// take takes one of a signal, if there is one.
+// take consumes one count of a signal, if there is one.
 func (i *inbox) take(signal int) bool {
 	s := &i.signals[signal]
 	for n := s.Load(); n > 0; n = s.Load() {
@@ -49,8 +49,8 @@ func (i *inbox) count(signal uint16) {
 	}
 }
 
-// receive takes a message, when its turn comes, and those that have come before it and follow it. It tells whether the rank
-// has closed its end.
+// receive processes a message when it is the next one, and then pending messages that follow it. It reports whether
+// the rank has closed the window.
 func (i *inbox) receive(msg *van.Message, n note) (left bool, err error) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -81,14 +81,14 @@ func (i *inbox) receive(msg *van.Message, n note) (left bool, err error) {
 			return left, err
 		}
 		msg, *next = *next, nil
-		n, _ = parse(msg.Body) // it was parsed when it came
+		n, _ = parse(msg.Body) // it was parsed at its arrival
 		l, e := i.accept(msg, &n)
 		left, err = left || l, cmp.Or(e, err)
 		msg.Release()
 	}
 }
 
-// accept takes the message whose turn it is. mu is held.
+// accept processes the next message. mu is held.
 func (i *inbox) accept(msg *van.Message, n *note) (left bool, err error) {
 	i.expected.Add(1)
 	switch n.verb {
@@ -108,7 +108,7 @@ func (i *inbox) accept(msg *van.Message, n *note) (left bool, err error) {
 	return false, nil
 }
 
-// place writes the data of a put. It is all checked before.
+// place writes the data of a put. Its arguments were checked before.
 func (i *inbox) place(msg *van.Message, n *note) error {
 	w, size := i.p.w, 0
 	switch {
@@ -127,13 +127,13 @@ func (i *inbox) place(msg *van.Message, n *note) error {
 		return nil
 	}
 	err := w.copyIn(int(n.offset), msg.Vals)
-	if err != nil { // the rank believes that the data is here
+	if err != nil { // the rank assumes that the data was written
 		w.layer.Fail(w.wrong("take a put", i.p.rank, err))
 	}
 	return err
 }
 
-// tell says how much has been taken. mu is held.
+// tell reports the processed messages to the rank. mu is held.
 func (i *inbox) tell(taken, bytes uint64) {
 	i.told, i.toldBytes = taken, bytes
 	p := i.p
@@ -143,14 +143,14 @@ func (i *inbox) tell(taken, bytes uint64) {
 	}
 }
 
-// say sends a message that is no put, nor answers one. mu is held.
+// say sends a message that is neither a put nor an answer to one. mu is held.
 func (i *inbox) say(n *note) error {
 	m := i.p.message(&i.answer, n, false, i.p.w.timestamp(i.tells)|1)
 	i.tells++
 	return i.p.w.app.Send(m)
 }
 
-// leaves notes what the rank has taken, which has closed its end.
+// leaves records the counts of a rank that has closed the window.
 func (i *inbox) leaves(n *note) {
 	if err := i.p.out.learn(n); err != nil {
 		i.p.w.refused.Add(1)
@@ -171,8 +171,8 @@ func (i *inbox) put(op string, offset int, data backend.Mem, signal uint16) erro
 	return nil
 }
 
-// quiesce waits for who is sending to the rank, or taking what comes from it: the window is over,
-// and nobody else will. It tells whether the rank has closed its end.
+// quiesce waits for calls that send to the rank or process its messages. The window is over, so there are no later
+// ones. It reports whether the rank has closed the window.
 func (p *peer) quiesce() (left bool) {
 	p.out.mu.Lock()
 	defer p.out.mu.Unlock()
@@ -180,7 +180,7 @@ func (p *peer) quiesce() (left bool) {
 	defer p.in.mu.Unlock()
 	for i, msg := range p.in.early {
 		if msg != nil {
-			if n, _ := parse(msg.Body); n.verb == verbClose { // it has overtaken what does not matter any more
+			if n, _ := parse(msg.Body); n.verb == verbClose { // it is ahead of messages that no longer matter
 				p.in.leaves(&n)
 				left = true
 			}

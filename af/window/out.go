@@ -1,6 +1,6 @@
 package window
 
-// What is sent to a rank, and how much of it may be under way.
+// Sent messages of a rank, and the limits of messages in flight.
 
 import (
 	"context"
@@ -15,41 +15,41 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// What may be under way to a rank before a Put waits. The receiver tells what it has taken often enough
-// that neither is ever reached by messages that it has all taken.
+// Limits of messages in flight to a rank; a Put waits at a limit. The receiver reports its counts often enough that
+// messages which it has processed never reach a limit.
 const (
 	maxUnderWay = 128
 	maxBytes    = 32 << 20
 	tellEvery   = maxUnderWay / 4
 	tellBytes   = maxBytes / 4
 
-	// ring is how many numbers of messages can be told apart: those that Put waits for, and what Flush
-	// asks, once for each of them at most.
+	// ring is how many message numbers can be distinguished: those in flight, and one request of Flush for each of
+	// them.
 	ring = 2*maxUnderWay + 2
 )
 
-// outbox is what is sent to a rank.
+// outbox is the send state of a rank.
 type outbox struct {
 	p   *peer
-	mu  sync.Mutex  // held while a message gets its number and is sent, and while something is put into a stream for the rank
-	msg van.Message // with mu held, as all changes of the next two
+	mu  sync.Mutex  // held while a message gets its number and is sent, and while work is put into a stream for the rank
+	msg van.Message // used with mu held, under which the next two fields change
 
 	next     atomic.Uint64 // number of the next message
-	bytes    atomic.Uint64 // data in all messages before that
-	said     bool          // that this end is closed; guarded by mu, as the next two
-	puts     uint64        // number behind the last put or signal
-	asked    uint64        // a verbTaken for all lower numbers was asked for
+	bytes    atomic.Uint64 // data in all messages with lower numbers
+	said     bool          // verbClose was sent; guarded by mu, as are the next two fields
+	puts     uint64        // number after the last put or signal
+	asked    uint64        // a verbTaken for all lower numbers was requested
 	lendings [ring]lending // by number
 
-	placed      atomic.Uint64 // messages that it has taken
-	placedBytes atomic.Uint64 // data in those
+	placed      atomic.Uint64 // messages that the rank has processed
+	placedBytes atomic.Uint64 // data in them
 }
 
 // lending is the memory of one message that a transport reads.
 type lending struct {
 	p   *peer
 	mem backend.Mem
-	seq atomic.Uint64 // 1 more than the message's number, 0 when nothing is lent
+	seq atomic.Uint64 // the message's number plus 1; 0 if no memory is in use
 }
 
 // Sent implements van.Completion.
@@ -61,14 +61,14 @@ func (l *lending) Sent() {
 	l.p.sleepers.wakeAll()
 }
 
-// room tells whether another message may go. Without mu held it is a guess.
+// room reports whether another message may be sent. Without mu held the result is approximate.
 func (o *outbox) room() bool {
 	next := o.next.Load()
 	return next-o.placed.Load() < maxUnderWay && o.bytes.Load()-o.placedBytes.Load() <= maxBytes && o.lendings[next%ring].seq.Load() == 0 ||
 		o.p.end() != nil
 }
 
-// flushed tells whether all messages with lower numbers have been taken, and their memory is not read any more.
+// flushed reports whether all messages with lower numbers were processed, and their memory is no longer read.
 func (o *outbox) flushed(want uint64) bool {
 	if o.placed.Load() < want {
 		return false
@@ -81,7 +81,7 @@ func (o *outbox) flushed(want uint64) bool {
 	return true
 }
 
-// post gives a message its number and sends it. mu is held.
+// post assigns a number to a message and sends it. mu is held.
 func (o *outbox) post(n *note, data backend.Mem) error {
 	w, seq := o.p.w, o.next.Load()
 	n.seq = seq
@@ -97,7 +97,7 @@ func (o *outbox) post(n *note, data backend.Mem) error {
 		m.Done = l
 	}
 	o.bytes.Add(uint64(data.Len()))
-	o.next.Store(seq + 1) // the answer may be here before Send returns
+	o.next.Store(seq + 1) // before Send, since the answer may arrive before Send returns
 	err := w.app.Send(m)
 	m.Vals = backend.Mem{}
 	if err == nil && n.verb == verbPut {
@@ -113,8 +113,8 @@ func (o *outbox) post(n *note, data backend.Mem) error {
 	return err
 }
 
-// ask has the rank say what it has taken, unless it need not. It returns the number behind all that was put, and
-// whether there is nothing to wait for.
+// ask requests the counts of the rank, if necessary. It returns the number after the last put, and whether there is
+// nothing to wait for.
 func (o *outbox) ask(op string) (want uint64, done bool, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -124,7 +124,7 @@ func (o *outbox) ask(op string) (want uint64, done bool, err error) {
 	}
 	err = o.p.failure(op)
 	if o.placed.Load() >= want {
-		return want, false, nil // it may have closed, and has taken everything before
+		return want, false, nil // a rank that has closed the window has processed everything before
 	}
 	if err == nil && o.asked < want {
 		if err = o.post(&note{verb: verbAsk, signal: noSignal}, backend.Mem{}); err != nil {
@@ -135,12 +135,12 @@ func (o *outbox) ask(op string) (want uint64, done bool, err error) {
 	return want, false, err
 }
 
-// sayClosed tells the rank that nothing follows.
+// sayClosed notifies the rank that this end is closed.
 func (o *outbox) sayClosed() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.said = true
-	if err := o.p.end(); err != nil && err != errRankClosed { // who has closed waits for all others
+	if err := o.p.end(); err != nil && err != errRankClosed { // a rank that has closed the window waits for all others
 		return
 	}
 	n := note{verb: verbClose, signal: noSignal, taken: o.p.in.expected.Load(), bytes: o.p.in.takenBytes.Load()}
@@ -150,7 +150,7 @@ func (o *outbox) sayClosed() {
 	}
 }
 
-// unsendable is why a call may send nothing more to the rank. mu is held.
+// unsendable returns why a call may send nothing more to the rank, or nil. mu is held.
 func (o *outbox) unsendable(op string) error {
 	if o.said {
 		return o.p.w.wrong(op, o.p.rank, errClosed)
@@ -158,19 +158,19 @@ func (o *outbox) unsendable(op string) error {
 	return o.p.failure(op)
 }
 
-// learn notes how many messages the rank has taken.
+// learn records how many messages the rank has processed.
 func (o *outbox) learn(n *note) error {
 	if n.taken > o.next.Load() || n.bytes > o.bytes.Load() {
 		return fmt.Errorf("%w: it has taken %d messages with %d bytes, and was sent %d with %d", van.ErrMalformed,
 			n.taken, n.bytes, o.next.Load(), o.bytes.Load())
 	}
 	raise(&o.placedBytes, n.bytes)
-	raise(&o.placed, n.taken) // the last, as Flush looks at it
+	raise(&o.placed, n.taken) // last, since Flush reads it
 	o.p.sleepers.wakeAll()
 	return nil
 }
 
-// raise makes a at least n.
+// raise raises a to at least n.
 func raise(a *atomic.Uint64, n uint64) {
 	for old := a.Load(); old < n; old = a.Load() {
 		if a.CompareAndSwap(old, n) {
@@ -179,13 +179,13 @@ func raise(a *atomic.Uint64, n uint64) {
 	}
 }
 
-// keyMem is the key frame of data.
+// keyMem is the key frame of messages with data.
 var keyMem = backend.Bytes(binary.LittleEndian.AppendUint64(nil, dataKey))
 
 // peers are all ranks of a window.
 type peers []*peer
 
-// takeBack makes what transports still read the caller's again.
+// takeBack waits until transports no longer read memory of callers.
 func (l peers) takeBack(ctx context.Context, b *base) error {
 	if !l.lends() {
 		return nil
@@ -209,7 +209,7 @@ func (l peers) takeBack(ctx context.Context, b *base) error {
 	return nil
 }
 
-// lent calls f with the numbers of messages of which a transport reads memory.
+// lent calls f with the numbers of messages whose memory a transport reads.
 func (l peers) lent(f func(seq uint64)) {
 	for _, p := range l {
 		for i := range p.out.lendings {
@@ -220,7 +220,7 @@ func (l peers) lent(f func(seq uint64)) {
 	}
 }
 
-// lends tells whether there are any.
+// lends reports whether there are any.
 func (l peers) lends() (any bool) {
 	l.lent(func(uint64) { any = true })
 	return any

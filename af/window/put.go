@@ -1,6 +1,6 @@
 package window
 
-// The calls of a window: what they refuse, and which part of the window does the rest.
+// The calls of a window: argument checks and dispatch to host or device windows.
 
 import (
 	"context"
@@ -10,19 +10,20 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Put writes src to the memory of a rank, offset bytes behind its beginning. It returns when the
-// data is on its way: src is the library's until Flush to that rank, or Close, has returned. It waits while too much
-// is under way to the rank.
+// Put writes src to the memory of a rank, at offset bytes. It returns when the data is on its way: the library uses
+// src until Flush to that rank, or Close, has returned. Put waits while the limits of data in flight to the rank are
+// reached.
 //
-// In a window on devices it is put into a stream of the device, af.DefaultStream if none is named, and returns at once; so
-// are PutSignal and Signal. src is complete when the stream comes there, and the caller's behind that in the stream. With
-// af.Complete it is the caller's when Flush has returned. src is memory of the device, or pinned host memory of the node's backend
-// (backend.HostPinner); other host memory is refused, since a copy of it would wait for all that is in the stream.
+// In a device window, Put, PutSignal and Signal queue their work in a stream of the device, by default
+// af.DefaultStream, and return at once. src must be complete when the stream reaches the work, and is the caller's
+// for later work of that stream. With af.Complete, src is the caller's when Flush has returned. src is device memory,
+// or pinned host memory of the node's backend (backend.HostPinner). Other host memory is refused, since its copy
+// would wait for all work in the stream.
 func (w *Window) Put(ctx context.Context, rank, offset int, src af.Tensor, on ...af.StreamOption) error {
 	return w.put(ctx, "put", rank, offset, src, noSignal, on)
 }
 
-// PutSignal is Put and Signal in one message: who has waited for the signal has the data.
+// PutSignal is Put and Signal in one message: a receiver that has waited for the signal has the data.
 func (w *Window) PutSignal(ctx context.Context, rank, offset int, src af.Tensor, signal int, on ...af.StreamOption) error {
 	if signal < 0 || signal >= w.base.signals {
 		return w.base.bad("put and signal", w.base.noSuch(signal))
@@ -30,7 +31,7 @@ func (w *Window) PutSignal(ctx context.Context, rank, offset int, src af.Tensor,
 	return w.put(ctx, "put and signal", rank, offset, src, uint16(signal), on)
 }
 
-// Signal adds one to a signal of this rank at another one, behind everything that was put there before.
+// Signal adds one to a signal of this rank at another rank, after everything that was put there before.
 func (w *Window) Signal(ctx context.Context, rank, signal int, on ...af.StreamOption) error {
 	if signal < 0 || signal >= w.base.signals {
 		return w.base.bad("signal", w.base.noSuch(signal))
@@ -42,12 +43,12 @@ func (b *base) noSuch(signal int) error {
 	return fmt.Errorf("%w: signal %d, want one of %d from 0", van.ErrInvalid, signal, b.signals)
 }
 
-// notOnHost takes the tensor by value, so that no other call's goes to the heap.
+// notOnHost takes the tensor by value, so that tensors of valid calls are not moved to the heap.
 func notOnHost(t af.Tensor) error {
 	return fmt.Errorf("%w: %s, want host memory; windows on devices are opened with Options.Device", van.ErrInvalid, &t)
 }
 
-// oneStream is the stream that a call about a rank names, or else.
+// oneStream returns the stream option of a call, or the default or.
 func (w *Window) oneStream(op string, rank int, on []af.StreamOption, or af.Stream) (uintptr, error) {
 	for i, opt := range on {
 		s, is := opt.(af.Stream)
@@ -106,9 +107,9 @@ func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Te
 	return err
 }
 
-// Flush waits until everything that was put before is in the rank's memory, and every signal counted: its
-// sources are the caller's again. In a window on devices with a stream it returns at once, and what is put into that
-// stream behind it comes behind what was put to the rank in others.
+// Flush waits until everything that was put before is in the rank's memory and every signal is counted; the sources
+// are then the caller's again. In a device window with a stream, Flush returns at once: later work of that stream
+// waits for everything that was put to the rank in other streams.
 func (w *Window) Flush(ctx context.Context, rank int, on ...af.StreamOption) error {
 	const op = "flush"
 	stream, err := w.oneStream(op, rank, on, af.Complete)
@@ -124,7 +125,7 @@ func (w *Window) Flush(ctx context.Context, rank int, on ...af.StreamOption) err
 	return w.flush(ctx, op, rank)
 }
 
-// flush waits on the host.
+// flush is Flush on the host.
 func (w *Window) flush(ctx context.Context, op string, rank int) error {
 	switch {
 	case w.dev != nil:
@@ -139,14 +140,14 @@ func (w *Window) flush(ctx context.Context, op string, rank int) error {
 	return w.peers[rank].await(ctx, op, waitFlushed, want)
 }
 
-// WaitSignal waits until a rank has signalled, and takes one: each Signal and PutSignal adds one to
-// the signal of that number which the rank has here, each WaitSignal takes one away. What the rank put here before
-// is in this rank's memory then. When it fails it has taken none, and may be called again, unless the
-// error says that the rank is lost or has closed the window.
+// WaitSignal waits for a signal of a rank, and consumes one count: each Signal and PutSignal adds one to that signal,
+// each WaitSignal subtracts one. Everything that the rank put here before the signal is then in this rank's memory. A
+// WaitSignal that fails has consumed none, and may be repeated, unless the error says that the rank is lost or has
+// closed the window.
 //
-// In a window on devices with a stream it is the stream that waits, without a limit, and the call returns at once. When the
-// window is over the stream goes on all the same: see Check. Streams take the signals of one number in the order of the calls; a call without
-// a stream takes one that has come and that no stream waits for, also if it began to wait before the stream.
+// In a device window with a stream, the stream waits, without a limit, and the call returns at once. If the window
+// ends, the stream continues: see Check. Streams consume the counts of a signal in call order. A call without a
+// stream consumes counts that have arrived and that no stream waits for, even if it began to wait before the stream.
 func (w *Window) WaitSignal(ctx context.Context, rank, signal int, on ...af.StreamOption) error {
 	const op = "wait for a signal"
 	stream, err := w.oneStream(op, rank, on, af.Complete)

@@ -1,6 +1,6 @@
 package window
 
-// Waiting on the host for what a rank says.
+// Waiting on the host for events of a rank.
 
 import (
 	"context"
@@ -12,17 +12,16 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// awaited is what a call waits for.
+// awaited is the kind of event that a call waits for.
 type awaited uint8
 
 const (
-	waitRoom    awaited = iota // to send another message
-	waitFlushed                // until all messages with lower numbers have been taken
-	waitSignal                 // of a number
+	waitRoom    awaited = iota // another message may be sent
+	waitFlushed                // all messages with lower numbers were processed
+	waitSignal                 // a signal has arrived
 )
 
-// waiter is a call that waits. They are kept, with what they need, so that waiting allocates
-// nothing.
+// waiter is a waiting call. Waiters are reused, so that waiting does not allocate.
 type waiter struct {
 	p     *peer
 	what  awaited
@@ -32,10 +31,10 @@ type waiter struct {
 	ready func() bool
 }
 
-// aliveEvery is how often who waits looks whether the node still is.
+// aliveEvery is how often a waiter checks that the node is still alive.
 const aliveEvery = 500 * time.Millisecond
 
-// is tells whether what x waits for is there.
+// is reports whether the awaited event has happened.
 func (x *waiter) is() bool {
 	switch p := x.p; x.what {
 	case waitRoom:
@@ -47,7 +46,7 @@ func (x *waiter) is() bool {
 	}
 }
 
-// await waits for something of a rank, and takes the signal if it is one.
+// await waits for an event of a rank. It consumes an awaited signal.
 func (p *peer) await(ctx context.Context, op string, what awaited, n uint64) error {
 	w, begun, limit := p.w, clock.Now(), p.w.layer.Limit(ctx)
 	l := &p.sleepers
@@ -75,25 +74,25 @@ func (p *peer) await(ctx context.Context, op string, what awaited, n uint64) err
 	return err
 }
 
-// errOver stands for what failure says.
+// errOver stands for the result of failure.
 var errOver = errors.New("over")
 
-// look tells whether the wait is over. It takes a signal that is waited for.
+// look reports whether the wait is over. It consumes an awaited signal.
 func (x *waiter) look() (done bool, err error) {
 	p := x.p
-	over := p.end() // before the look: what has come before the failure counts
+	over := p.end() // read first: events before the failure count
 	switch {
 	case x.what == waitSignal && p.in.take(int(x.n)), x.what != waitSignal && x.is():
 		return true, nil
 	case x.what == waitFlushed && p.w.over.Load() == nil && p.out.placed.Load() >= x.n:
-		return false, nil // it has closed, and taken everything before: the transport will let go
+		return false, nil // the rank has closed, and has processed everything; the transport will release the memory
 	case over != nil:
 		return true, errOver
 	}
 	return false, nil
 }
 
-// sleep waits until look says that the wait is over, or its time is.
+// sleep waits until look reports the end of the wait, or a limit passes.
 func (x *waiter) sleep(ctx context.Context, op string, begun uint64, limit time.Duration) error {
 	for {
 		if done, err := x.look(); done {
@@ -121,7 +120,7 @@ func (x *waiter) sleep(ctx context.Context, op string, begun uint64, limit time.
 	}
 }
 
-// late is the error of a wait whose time is over.
+// late returns the error of a wait that has timed out.
 func (x *waiter) late(op string, begun uint64, limit time.Duration, cause error) error {
 	p, what := x.p, ""
 	switch x.what {

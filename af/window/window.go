@@ -1,6 +1,6 @@
 package window
 
-// Window: its making, what it hears of other ranks and of its communicator, and its end.
+// Window: creation, messages of other ranks, events of the communicator, and the end.
 
 import (
 	"cmp"
@@ -20,46 +20,47 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Options of Open. The size of the memory and Signals must be the same on all ranks.
+// Options are the options of Open. The size of the memory and Signals must be the same on all ranks.
 type Options struct {
-	// Memory is what others may put into, on the host. If it is empty Open makes Size bytes, 1 TiB at most.
+	// Memory is host memory that other ranks may put into. If it is empty, Open allocates Size bytes, at most 1 TiB.
 	Memory af.Tensor
 	Size   int
 
-	// Device puts the Size bytes, af.MaxTensorBytes at most, on the ranks' devices, which must be GPUs of one host that reach each other.
+	// Device allocates the Size bytes, at most af.MaxTensorBytes, on the ranks' devices, which must be GPUs of one
+	// host with access to each other.
 	Device bool
 
-	// Signals is how many signals each rank has at each other one: 0 to 65,535.
+	// Signals is the number of signals of each rank at each other rank: 0 to 65,535.
 	Signals int
 }
 
-// Window is this rank's end of one. All methods are safe for concurrent use.
+// Window is one rank's end of a window. All methods are safe for concurrent use.
 type Window struct {
 	base     base
 	customer *cluster.Customer
-	dev      *onDevice // nil for one on the host
+	dev      *onDevice // nil for a host window
 	peers    peers
 
-	shut  chan struct{} // closed when Close has done its work
+	shut  chan struct{} // closed at the end of Close
 	ended sync.Once     // see end
 }
 
-// Open makes this rank's end of a window and waits until all ranks of c have made theirs: all
-// call it, in the same order as other calls of c. What differs is an error on all ranks. Others
-// may write to the memory, from the moment that Open is called until Close. 256 windows of a communicator may be open at once.
+// Open creates this rank's end of a window and waits until all ranks of c have created theirs. All ranks call it, in
+// the same order as other calls of c. Differing options are an error on all ranks. Other ranks may write to the
+// memory from the call of Open until Close. 256 windows of a communicator may be open at once.
 func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 	for n := 1; ; n++ {
 		w, err := open(ctx, c, o)
-		if n == windowsEach || !errors.Is(err, errInUse) { // on all ranks
+		if n == windowsEach || !errors.Is(err, errInUse) { // the same on all ranks
 			return w, err
 		}
 	}
 }
 
-// errInUse: a window that is not closed has the application id that the next one would have.
+// errInUse: an open window has the application id of the next one.
 var errInUse = fmt.Errorf("%w: a window that is not closed has its place, of %d", van.ErrInvalid, windowsEach)
 
-// open tries to open the next window, which may fail with errInUse on all ranks.
+// open tries to open the next window. errInUse is returned on all ranks.
 func open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 	w := &Window{base: base{layer: commlayer.Of(c), signals: o.Signals, self: c.Rank(), aliveEvery: aliveEvery}, shut: make(chan struct{})}
 	b := &w.base
@@ -68,7 +69,7 @@ func open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 	for r, id := range b.layer.NodeIDs() {
 		w.peers = append(w.peers, newPeer(b, r, id))
 	}
-	if bad == nil && o.Device { // before Enter: changed looks at it
+	if bad == nil && o.Device { // before Enter, since changed reads it
 		w.dev, bad = newOnDevice(b, w.peers)
 	}
 	child, err := b.layer.Enter("open window", w.changed)
@@ -79,10 +80,10 @@ func open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 	b.mem.Retain()
 	if bad == nil {
 		b.id = appOf(child.Epoch, child.Number, b.layer.ID())
-		w.customer, bad = b.app.AddCustomer(b.id, b.id, w.receive) // which may be called before it returns
+		w.customer, bad = b.app.AddCustomer(b.id, b.id, w.receive) // receive may be called before it returns
 		if bad == nil {
 			b.first.Store(w.customer.Skip(0) &^ 1)
-		} else if errors.Is(bad, van.ErrInvalid) { // it exists
+		} else if errors.Is(bad, van.ErrInvalid) { // the id is in use
 			bad = fmt.Errorf("%w: %w", errInUse, bad)
 		}
 	}
@@ -101,7 +102,7 @@ func open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 		if w.dev != nil {
 			w.dev.giveUp()
 		}
-		w.end() // a rank for which all is well may have put already
+		w.end() // a rank without an error may have put already
 		b.mem.Release()
 		if w.dev != nil {
 			err = errors.Join(err, w.dev.memory.discard())
@@ -111,10 +112,10 @@ func open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 	return w, nil
 }
 
-// maxSize is the largest Options.Size on hosts. On devices it is that of Window.Tensor.
+// maxSize is the largest Options.Size of host windows.
 const maxSize = 1 << 40
 
-// take takes the memory of a host.
+// take sets the memory of a host window, and checks the options.
 func (b *base) take(o Options) error {
 	b.mem = o.Memory.Mem()
 	most := maxSize
@@ -131,7 +132,7 @@ func (b *base) take(o Options) error {
 		return fmt.Errorf("%w: size %d, want at most %d", van.ErrInvalid, o.Size, most)
 	case o.Device && b.mem.Len() > 0:
 		return fmt.Errorf("%w: memory for a window on the device, want Size: others may write there for longer than a caller's memory lasts", van.ErrInvalid)
-	case o.Device: // which is made later
+	case o.Device: // allocated later
 	case !b.mem.OnHost():
 		return notOnHost(o.Memory)
 	case b.mem.Len() == 0:
@@ -140,7 +141,7 @@ func (b *base) take(o Options) error {
 	return nil
 }
 
-// agree compares the windows of all ranks; bad is why this rank's makes no sense.
+// agree compares the windows of all ranks; bad is the error of this rank's arguments.
 func (w *Window) agree(ctx context.Context, c *collective.Comm, size int, bad error) error {
 	own := shape{uint64(size), uint32(w.base.signals), w.base.child.Number, bad != nil, w.dev != nil, false}
 	if errors.Is(bad, errInUse) {
@@ -170,26 +171,28 @@ func (w *Window) agree(ctx context.Context, c *collective.Comm, size int, bad er
 	return inUse
 }
 
-// String names the window, for errors.
+// String describes the window in errors.
 func (w *Window) String() string { return w.base.String() }
 
-// Rank is this node's rank in the communicator, from 0.
+// Rank returns this node's rank in the communicator, from 0.
 func (w *Window) Rank() int { return w.base.self }
 
-// Size is the number of ranks.
+// Size returns the number of ranks.
 func (w *Window) Size() int { return len(w.peers) }
 
-// Bytes is this rank's memory, nil if it is on a device. Others may write what this rank has not been told of by a signal.
+// Bytes returns this rank's memory, nil for a device window. Other ranks may be writing to parts for which no signal
+// was received.
 func (w *Window) Bytes() []byte { return w.base.mem.Host() }
 
-// Tensor is this rank's memory, bytes of the host or of the device. That of a device lasts until the node's backend is closed.
+// Tensor returns this rank's memory as bytes on the host or on the device. Device memory remains allocated until the
+// node's backend is closed.
 func (w *Window) Tensor() af.Tensor {
-	t, _ := af.NewTensor(w.base.mem, af.Uint8, int64(w.base.mem.Len())) // of that length
+	t, _ := af.NewTensor(w.base.mem, af.Uint8, int64(w.base.mem.Len())) // cannot fail for this length
 	return t
 }
 
-// Check returns why the window is over, from then on, or nil: then what streams have waited for, and have done by now,
-// is whole and right. It does not wait.
+// Check returns nil, or why the window has ended. If it returns nil, the data that streams have waited for and
+// processed so far is complete and correct. It does not wait.
 func (w *Window) Check() error {
 	err := w.base.over.Load()
 	if err == nil {
@@ -198,19 +201,18 @@ func (w *Window) Check() error {
 	return w.base.bad("window", *err)
 }
 
-// Refused is how many messages for this window made no sense or came too late; nothing of them was
-// written.
+// Refused returns the number of messages to this window that were malformed or too late. Nothing of them was written.
 func (w *Window) Refused() uint64 { return w.base.refused.Load() }
 
-// Close ends this rank's end of the window: it flushes what was put, for the communicator's limit at most, and
-// tells the others, whose calls towards this rank fail from then on. When it returns nothing is
-// written to this rank's memory any more, nor read from that of its puts, with any result. The
-// error says what may not have arrived; there is none when the window had failed before.
+// Close ends this rank's end of the window. It flushes earlier puts, for at most the communicator's limit, and
+// notifies the other ranks, whose calls towards this rank fail from then on. When Close returns, with any result,
+// nothing is written to this rank's memory or read from the sources of its puts any more. The error says which data
+// may not have arrived; it is nil if the window had failed before.
 //
-// A window on devices is over on all ranks if a stream waits here for a signal that has not come: it goes on, and what
-// was put behind the wait is not whole. Others may still write to this rank's memory there, which nobody else ever gets.
-// If a stream does not come to what was put in it, for the limit once more when it was let go, Close returns an error, also of
-// a window that had failed: the sources of these puts may still be read until the stream has.
+// A device window ends on all ranks if a stream of this rank waits for a signal that has not arrived: the stream
+// continues, and data put after the wait is incomplete. Other ranks may still write to this rank's memory, which is
+// not used for anything else. If a stream does not reach queued work, within the limit again after its release, Close
+// returns an error, also for a window that had failed: the stream may still read the sources of these puts.
 func (w *Window) Close() error {
 	if w.base.closed.Swap(true) {
 		<-w.shut
@@ -258,7 +260,7 @@ func (w *Window) receive(msg *van.Message) {
 	}
 }
 
-// handle handles a message, or says why it makes no sense.
+// handle handles a message. The error says why a message is malformed.
 func (w *Window) handle(msg *van.Message) error {
 	b := &w.base
 	rank, member := slices.BinarySearch(b.layer.NodeIDs(), msg.Sender)
@@ -292,29 +294,29 @@ func (w *Window) handle(msg *van.Message) error {
 	return err
 }
 
-// changed is told by the communicator.
+// changed is called by the communicator when a rank is lost or leaves, or the communicator fails.
 func (w *Window) changed(rank int, err error) {
 	if rank < 0 {
 		w.base.fail(err)
 		if w.base.closed.Load() {
-			go w.end() // the communicator is in the middle of its failure
+			go w.end() // the communicator has not finished failing
 		}
 		return
 	}
 	w.leave(rank, err)
 }
 
-// isOver is what follows when the window has become unusable.
+// isOver is called when the window has become unusable.
 func (w *Window) isOver(err error) {
 	for _, p := range w.peers {
 		p.sleepers.wakeAll()
 	}
-	if w.dev != nil && err != errClosed && w.dev.parting.isReady() { // otherwise Close, or Open, looks after it
+	if w.dev != nil && err != errClosed && w.dev.parting.isReady() { // otherwise Close or Open calls end
 		go w.dev.end()
 	}
 }
 
-// leave notes that a rank has closed its end.
+// leave records that a rank has closed the window.
 func (w *Window) leave(rank int, err error) {
 	if p := w.peers[rank]; p.gone.CompareAndSwap(nil, &err) {
 		p.sleepers.wakeAll()
@@ -324,24 +326,23 @@ func (w *Window) leave(rank int, err error) {
 		}
 	}
 	if w.base.closed.Load() && w.base.over.Load() != nil && w.alone() {
-		go w.end() // this may be a delivery to the customer
+		go w.end() // the caller may be a delivery to the customer
 	}
 }
 
-// alone tells whether all other ranks have closed their ends.
+// alone reports whether all other ranks have closed the window.
 func (w *Window) alone() bool {
 	return !slices.ContainsFunc(w.peers, func(p *peer) bool { return p.rank != w.base.self && p.gone.Load() == nil })
 }
 
-// quiesce waits for who is sending to a rank, or taking what comes from it: the window is over.
+// quiesce waits for calls that send to a rank or process its messages. The window is over.
 func (w *Window) quiesce(p *peer) {
 	if p.quiesce() {
 		w.leave(p.rank, errRankClosed)
 	}
 }
 
-// end takes the window off its node, when it is over. A later one with its application id goes on
-// behind its timestamps.
+// end removes an ended window from its node. A later window with its application id continues after its timestamps.
 func (w *Window) end() {
 	w.ended.Do(func() {
 		used := uint64(0)

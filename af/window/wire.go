@@ -1,6 +1,7 @@
 package window
 
-// What ranks tell each other: in the body of messages, beside ps-lite's fields, and all of them by Exchange.
+// Wire format: the bodies of messages between ranks, and the values that all ranks exchange. Other fields are those
+// of ps-lite.
 
 import (
 	"encoding/binary"
@@ -9,21 +10,21 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// appBase is the application id of the first window of the communicator with ID 0: each
-// communicator has windowsEach of them.
+// appBase is the application id of the first window of the communicator with ID 0. Each communicator has windowsEach
+// ids.
 const (
 	appBase     = 0x5B00000
 	windowsEach = 1 << 8
 )
 
-// appOf is the application id of a window. Indices begin anywhere in each epoch, so that an earlier
-// epoch's window that somebody has not closed is rarely in the way. Open takes the next one then.
+// appOf returns the application id of a window. The first index of an epoch varies, so that an unclosed window of an
+// earlier epoch rarely has the same id. If it has, Open tries the next one.
 func appOf(epoch uint64, number uint32, communicator int) int {
 	index := (epoch*0x9E3779B97F4A7C15>>56 + uint64(number)) % windowsEach
 	return appBase + communicator*windowsEach + int(index)
 }
 
-// dataKey is in the key frame of messages with data. Nothing looks anything up by it.
+// dataKey is in the key frame of messages with data. It is not used for lookups.
 const dataKey = 0x5AF<<48 | 1
 
 // version is the first byte of every body.
@@ -34,14 +35,14 @@ type verb byte
 
 const (
 	verbPut   verb = iota + 1 // data, a signal, or both
-	verbAsk                   // a wish for a verbTaken
-	verbTaken                 // how many of the receiver's messages the sender has taken
-	verbClose                 // the sender has closed its window; says the same
-	verbOver                  // the sender's window, which is on devices, is over
+	verbAsk                   // a request for a verbTaken
+	verbTaken                 // how many of the receiver's messages the sender has processed
+	verbClose                 // the sender has closed its window; contains the same counts
+	verbOver                  // the sender's device window is over
 	lastVerb  = verbOver
 )
 
-// noSignal in a message: it has none.
+// noSignal marks a message without a signal.
 const noSignal = 0xFFFF
 
 // maxSignals is the largest Options.Signals.
@@ -53,10 +54,10 @@ type note struct {
 	signal uint16
 	window uint32 // the number of the window in its communicator's epoch
 	epoch  uint64
-	seq    uint64 // the message's number among those to its receiver, from 0; in a verbTaken it is none
-	offset uint64 // where data goes
-	taken  uint64 // messages of the receiver that have been taken: all with lower numbers
-	bytes  uint64 // and the data in them
+	seq    uint64 // number among the messages to its receiver, from 0; in a verbTaken it is not such a number
+	offset uint64 // destination of the data
+	taken  uint64 // messages of the receiver that were processed: all with lower numbers
+	bytes  uint64 // data in them
 }
 
 const noteLen = 2 + 2 + 4 + 5*8
@@ -72,7 +73,7 @@ func (n *note) append(b []byte) []byte {
 	return b
 }
 
-// parse reads what append has written. Nothing in it is checked but its form.
+// parse parses the output of append. It checks only the form.
 func parse(b []byte) (n note, err error) {
 	le := binary.LittleEndian
 	switch {
@@ -87,14 +88,14 @@ func parse(b []byte) (n note, err error) {
 		le.Uint64(b[32:]), le.Uint64(b[40:])}, nil
 }
 
-// shape is what must be the same on all ranks.
+// shape describes a window. It must be the same on all ranks, except for inUse.
 type shape struct {
 	size    uint64
 	signals uint32
 	number  uint32 // of the window
-	refused bool   // the rank's arguments were refused there
-	device  bool   // it is on devices
-	inUse   bool   // its application id is in use there; need not be the same
+	refused bool   // the rank refused its own arguments
+	device  bool   // a device window
+	inUse   bool   // its application id is in use on the rank
 }
 
 const shapeLen = 8 + 4 + 4 + 1
@@ -104,7 +105,7 @@ func (s shape) append(b []byte) []byte {
 	b = binary.LittleEndian.AppendUint32(b, s.signals)
 	b = binary.LittleEndian.AppendUint32(b, s.number)
 	var flags byte
-	for i, is := range [...]bool{s.refused, s.device, s.inUse} { // in the order of shapeRefused and those after it
+	for i, is := range [...]bool{s.refused, s.device, s.inUse} { // in the order of shapeRefused and the following constants
 		if is {
 			flags |= 1 << i
 		}
@@ -112,7 +113,7 @@ func (s shape) append(b []byte) []byte {
 	return append(b, flags)
 }
 
-// What the last byte of a shape says.
+// Values of the last byte of a shape.
 const (
 	shapeRefused = 1 << iota
 	shapeDevice
