@@ -1,20 +1,20 @@
 package window
 
-// Windows on devices. Each rank has one allocation: a token, two words for each signal of each rank, and
-// behind them the window's memory. All ranks map all of them at Open. A Put is a copy into the receiver's memory, by the
-// stream that it names; a signal is a write, behind it in that stream, of how many there have been, into a
-// word of the receiver. Who waits has its stream wait until the word says so many. There is no message and no
-// kernel in it, and the CPU only queues.
+// Device windows. Each rank has one allocation: a token, two flags for each signal of each rank, and the window's
+// memory. All ranks map all allocations at Open. A Put is a copy into the receiver's memory by the named stream. A
+// signal writes the number of signals so far into a flag of the receiver, after the copy in the same stream. A
+// waiting stream waits until the flag has that number. No message and no kernel is needed, and the CPU only queues
+// work.
 //
-// Who owns what: the allocation is this library's, and once it was offered never used again, not even when the window is closed, so what a
-// stale or lost rank may still write, or a copy that was queued long ago, is memory that nobody else has. This is why
-// tensors of callers cannot be windows on devices. It is freed when the backend is closed, as the mappings are: the
-// driver frees and unmaps nothing while streams may wait.
+// Ownership: the allocation belongs to this library. Once other ranks know it, it is never reused, even after Close,
+// so a stale or lost rank, or a copy queued long ago, can only write to memory that nothing else uses. Memory of
+// callers therefore cannot be a device window. The allocation and its mappings are freed when the backend is closed:
+// the driver cannot free or unmap memory while streams may wait.
 //
-// The lower half of a word is its sender's. The upper half is its owner's, and makes all who wait go on.
-// Streams of a window that is over go on only when all other ranks have said that it is over for them, too, or are lost (or
-// have said nothing for partLimit): what they write then, from tensors that were never filled, is nothing that a rank takes for
-// good, since its Check says why it is not. As for exchanges of af/streams, a node that ends waits for nobody.
+// The lower half of a flag belongs to the sender. The upper half belongs to the owner of the memory, and releases
+// waiting streams. Streams of an ended window are released only when all other ranks have confirmed the end, are
+// lost, or have not answered for partLimit: data that a released stream writes from incomplete tensors is not taken
+// for valid, since Check then reports the end of the window. As in af/streams, a node that ends does not wait.
 
 import (
 	"cmp"
@@ -31,7 +31,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// onDevice is what a window on a device has.
+// onDevice is the state of a device window.
 type onDevice struct {
 	b        *base
 	memory   memory
@@ -42,10 +42,10 @@ type onDevice struct {
 	stopExit func()
 
 	ending sync.Once
-	freed  chan struct{} // closed when streams that waited go on
+	freed  chan struct{} // closed when waiting streams were released
 }
 
-// newOnDevice makes what needs no memory of the device.
+// newOnDevice creates the parts that need no device memory.
 func newOnDevice(b *base, peers []*peer) (*onDevice, error) {
 	d, err := backend.StreamDeviceOf(b.app.Backend())
 	if err != nil {
@@ -64,7 +64,8 @@ func newOnDevice(b *base, peers []*peer) (*onDevice, error) {
 	return v, nil
 }
 
-// meet takes memory of n bytes and maps that of all ranks, or fails on all. Nothing is offered before all ranks have theirs.
+// meet allocates n bytes and maps the memory of all ranks, or fails on all ranks. Memory is offered only when all
+// ranks have allocated theirs.
 func (v *onDevice) meet(ctx context.Context, c *collective.Comm, n int) error {
 	m := &v.memory
 	offer, bad := m.allocate(n)
@@ -88,7 +89,7 @@ func (v *onDevice) meet(ctx context.Context, c *collective.Comm, n int) error {
 	return v.hear(ctx, c, bad)
 }
 
-// hear is bad, which all ranks are told of, or what another one says.
+// hear exchanges errors: it returns bad, which all ranks learn, or the error of another rank.
 func (v *onDevice) hear(ctx context.Context, c *collective.Comm, bad error) error {
 	why := ""
 	if bad != nil {
@@ -123,35 +124,36 @@ func (v *onDevice) begin() error {
 	return v.parting.begin()
 }
 
-// peerChanged is told that a node is lost, or there. It must not block.
+// peerChanged is called when a node is lost or connected. It must not block.
 func (v *onDevice) peerChanged(id int, up bool, _ error) {
 	if r, is := slices.BinarySearch(v.b.layer.NodeIDs(), id); is && !up {
 		v.parting.over(r)
 	}
 }
 
-// awaited is a rank for which a stream waits, or -1.
+// awaited returns a rank whose signal a stream waits for, or -1.
 func (v *onDevice) awaited() int {
 	return slices.IndexFunc(v.ins, (*streamIn).awaited)
 }
 
-// left ends the window if a stream waits for what a rank that has closed its end has not signalled. What it has signalled has come.
+// left ends the window if a stream waits for a signal that a rank has not sent before it closed the window. Signals
+// that it has sent have arrived.
 func (v *onDevice) left(rank int, err error) {
 	if v.b.over.Load() == nil && v.ins[rank].awaited() {
 		v.b.fail(fmt.Errorf("%w; a stream waits for %s", err, v.b.layer.Name(rank)))
 	}
 }
 
-// end is called when the window is over: the others are told, and when it is for them, too, streams that
-// wait go on.
+// end is called when the window is over. It notifies the other ranks, and releases waiting streams when the window is
+// over on all ranks.
 func (v *onDevice) end() {
 	v.ending.Do(func() {
 		defer close(v.freed)
-		if !v.memory.offered { // no other rank has this window
+		if !v.memory.offered { // no other rank knows the window
 			return
 		}
 		v.parting.tell()
-		if !v.parting.isReady() { // nothing is in streams
+		if !v.parting.isReady() { // no stream contains work of it
 			return
 		}
 		v.parting.parted()
@@ -164,7 +166,7 @@ func (v *onDevice) end() {
 	})
 }
 
-// giveUp ends what Open has begun. It has not returned the window.
+// giveUp cleans up after a failed Open.
 func (v *onDevice) giveUp() {
 	v.end()
 	if v.unwatch != nil {
@@ -174,8 +176,9 @@ func (v *onDevice) giveUp() {
 	_ = v.memory.giveBack()
 }
 
-// letGo is the first part of Close. If a stream waits here the window is over, and the stream goes on, before anything waits for
-// that: also a put in it that waits for room, with a lock held. The error says that what was put may be nothing good.
+// letGo is the first part of Close. If a stream waits here, the window ends and the stream is released, before
+// anything waits for the stream; that includes a put that holds a lock while its stream is full. The error says that
+// data put before may be incomplete.
 func (v *onDevice) letGo() error {
 	r := v.awaited()
 	if r < 0 {
@@ -191,8 +194,7 @@ func (v *onDevice) letGo() error {
 	return nil
 }
 
-// close ends this rank's part, of a window that is over. Streams that were let go get the limit once more to
-// come to what they have put.
+// close releases this rank's part of an ended window. Released streams get the limit again to reach their puts.
 func (v *onDevice) close(ctx context.Context) (err error) {
 	if !errors.Is(*v.b.over.Load(), errClosed) || v.awaited() >= 0 {
 		v.end()
@@ -208,25 +210,25 @@ func (v *onDevice) close(ctx context.Context) (err error) {
 	return errors.Join(err, v.memory.giveBack())
 }
 
-// partLimit is how long streams of a window that is over wait for a rank to say that it is over there, and exitLimit the
-// same when the node has ended.
+// partLimit is how long streams of an ended window wait for another rank to confirm the end. exitLimit is the same
+// after the node has ended.
 const (
 	partLimit = 10 * time.Second
 	exitLimit = time.Second
 )
 
-// parting is how the ranks part.
+// parting is the state of the end of a window on all ranks.
 type parting struct {
 	b     *base
 	peers []*peer
 
-	mu      sync.Mutex    // of what follows
+	mu      sync.Mutex    // guards the fields below
 	ready   bool          // Open has returned the window
-	ended   []bool        // by rank: the window is over for it, or it is lost
-	changed chan struct{} // closed when one of ended has changed
+	ended   []bool        // by rank: the window is over on the rank, or the rank is lost
+	changed chan struct{} // closed when ended has changed
 }
 
-// isReady tells whether Open has returned the window, or is about to.
+// isReady reports whether Open has returned the window, or is about to.
 func (q *parting) isReady() bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -237,14 +239,14 @@ func (q *parting) isReady() bool {
 func (q *parting) begin() error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if err := q.b.over.Load(); err != nil { // meanwhile; nothing is in streams
+	if err := q.b.over.Load(); err != nil { // over meanwhile; no stream contains work
 		return *err
 	}
 	q.ready = true
 	return nil
 }
 
-// over notes that the window is over for a rank.
+// over records that the window is over on a rank.
 func (q *parting) over(rank int) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -253,7 +255,7 @@ func (q *parting) over(rank int) {
 	q.changed = make(chan struct{})
 }
 
-// tell tells the other ranks that the window is over here.
+// tell notifies the other ranks that the window is over here.
 func (q *parting) tell() {
 	for _, p := range q.peers {
 		if p.rank == q.b.self {
@@ -268,7 +270,7 @@ func (q *parting) tell() {
 	}
 }
 
-// parted waits until the window is over for all other ranks, as far as can be known.
+// parted waits until the window is over on all other ranks, up to partLimit.
 func (q *parting) parted() {
 	patience := time.After(partLimit)
 	for {
@@ -284,7 +286,7 @@ func (q *parting) parted() {
 		case <-q.b.app.Ended():
 			return
 		case <-patience:
-			q.b.app.Log().Warn("streams go on, but a rank has not said that the window is over there, too", "window", q.b.String(), "rank", i)
+			q.b.app.Log().Warn("streams are released, but a rank has not confirmed the end of the window", "window", q.b.String(), "rank", i)
 			return
 		}
 	}

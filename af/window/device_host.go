@@ -1,11 +1,13 @@
 package window
 
-// Words in host memory, for waits on the host. A put with a signal writes how many there have been not only into the
-// receiver's device but also into a page of its host, which the processes of all ranks share: a look there is one load, where one at
-// a word of the device is a copy, of ten microseconds. Both words say the same, and either may say it first. Only waits on the host
-// believe the page: streams wait for the device's words, so what is decided about them goes by these.
+// Flags in host memory, for waits on the host. A put with a signal writes the number of signals not only to a flag on
+// the receiver's device but also to a page of its host memory that the processes of all ranks share. Reading the page
+// is one load; reading a flag of the device is a copy of ten microseconds. Both contain the same number, and either
+// may be written first. Only waits on the host use the page. Streams wait for the flags of the device, so decisions
+// about streams use those.
 //
-// Where a page cannot be shared, as with a process that may not look at another one's files, waits look at the device.
+// If a page cannot be shared, for example because a process may not open another process's files, waits read the
+// device.
 
 import (
 	"context"
@@ -25,28 +27,28 @@ import (
 )
 
 const (
-	hostHead = 64 // the token, and nothing else
+	hostHead = 64 // the token
 	hostWord = 4
 )
 
-// hostWords is what a window has of them. It does not change once Open has returned.
+// hostWords holds the flags in host memory of a window. It is constant once Open has returned.
 type hostWords struct {
 	signals int
-	fd      int           // of this rank's page, until all have mapped it; -1: none
+	fd      int           // file of this rank's page, until all ranks have mapped it; -1: none
 	own     *memfd.Page   // nil: none
-	far     []backend.Mem // by rank: its page, as this rank's device knows it; empty where it cannot be reached
+	far     []backend.Mem // by rank: its page, as this rank's device addresses it; empty if it cannot be mapped
 }
 
-// size is that of a page, for n ranks.
+// size returns the size of a page, for n ranks.
 func (h *hostWords) size(n int) int {
 	size := os.Getpagesize()
 	return (hostHead + n*h.signals*hostWord + size - 1) / size * size
 }
 
-// at is where the word of a signal of rank from is, at its receiver.
+// at returns the offset of the flag for a signal of rank from, on its receiver.
 func (h *hostWords) at(from, signal int) int { return hostHead + (from*h.signals+signal)*hostWord }
 
-// offer makes this rank's page, with the token at its beginning, and returns what others are told.
+// offer creates this rank's page, which begins with the token, and returns its name for the other ranks.
 func (h *hostWords) offer(n int, token []byte) (name []byte, err error) {
 	if h.fd, err = memfd.New(h.size(n)); err == nil {
 		h.own, err = memfd.Map(h.fd, h.size(n))
@@ -58,7 +60,7 @@ func (h *hostWords) offer(n int, token []byte) (name []byte, err error) {
 	return memfd.Name(h.fd), nil
 }
 
-// reach maps a rank's page and has the device pin it.
+// reach maps a rank's page and registers it with the device.
 func (h *hostWords) reach(d backend.StreamDevice, rank int, name, token []byte) error {
 	p, err := memfd.MapNamed(name, h.size(len(h.far)), true)
 	if err != nil {
@@ -71,7 +73,7 @@ func (h *hostWords) reach(d backend.StreamDevice, rank int, name, token []byte) 
 	return err
 }
 
-// met closes the file, which all others that can have mapped.
+// met closes the file, after all other ranks have mapped it.
 func (h *hostWords) met() {
 	if h.fd >= 0 {
 		_ = unix.Close(h.fd)
@@ -79,8 +81,8 @@ func (h *hostWords) met() {
 	}
 }
 
-// write is the write into the word of a signal of rank self at a rank that says that it is the n'th. There is none where the rank's page
-// cannot be reached.
+// write returns the write of number n into the flag for a signal of rank self on another rank; has is false if the
+// rank's page is not mapped.
 func (h *hostWords) write(rank, self, signal int, n uint64) (w backend.FlagWrite, has bool) {
 	if h.far[rank].Len() == 0 {
 		return w, false
@@ -88,7 +90,8 @@ func (h *hostWords) write(rank, self, signal int, n uint64) (w backend.FlagWrite
 	return backend.FlagWrite{Word: h.far[rank].Sub(h.at(self, signal), hostWord), V: uint32(n)}, true
 }
 
-// came tells whether the word of a signal of rank from says that the n'th has come. It may have come when it says no.
+// came reports whether signal n of rank from has arrived according to the page. The signal may have arrived even if
+// came returns false.
 func (h *hostWords) came(from, signal int, n uint64) bool {
 	if h.own == nil {
 		return false
@@ -99,11 +102,11 @@ func (h *hostWords) came(from, signal int, n uint64) bool {
 	return came
 }
 
-// busyTime is how long a wait that began a moment ago looks without sleeping.
+// busyTime is how long a new wait polls without sleeping.
 const busyTime = time.Millisecond
 
-// spin waits on the host, without sleeping and for as long as waits are to do that, for a signal to come. It receives nothing meanwhile: each
-// look at a transport takes longer than the word may be late.
+// spin polls the page for a signal, without sleeping, for as long as waits may spin. It does not receive messages
+// meanwhile: polling a transport takes longer than the flag may be late.
 func (l *streamIn) spin(ctx context.Context, signal int) {
 	app := l.p.w.app
 	most, begun := app.Config().BusyPoll.Spin(), clock.Now()
@@ -111,7 +114,7 @@ func (l *streamIn) spin(ctx context.Context, signal int) {
 	case l.m.host.own == nil, most == 0:
 		return
 	case most < 0:
-		most = busyTime // at a time: then the device is looked at, too
+		most = busyTime // at a time, since the device must be polled, too
 	}
 	for i := 0; ; i++ {
 		switch {
@@ -126,5 +129,5 @@ func (l *streamIn) spin(ctx context.Context, signal int) {
 	}
 }
 
-// looksEach is how many looks at a word there are between two at all else.
+// looksEach is the number of polls of a flag between two checks of errors and limits.
 const looksEach = 512

@@ -1,7 +1,7 @@
 package window
 
-// The memory of a window on devices: this rank's, the other ranks' as it is mapped here, and words in host memory. What a
-// word says is read here, too.
+// Memory of a device window: this rank's allocation, the mapped allocations of other ranks, and pinned host memory.
+// Functions that read flags are here, too.
 
 import (
 	"bytes"
@@ -22,53 +22,53 @@ import (
 )
 
 const (
-	// page is what drivers share at least.
+	// page is the smallest unit that drivers share.
 	page     = 2 << 20
 	tokenLen = 16
-	headLen  = 128 // where words begin
-	wordsLen = 16  // of one signal of one rank: two words, which take turns
+	headLen  = 128 // offset of the flags
+	wordsLen = 16  // of one signal of one rank: two flags, used alternately
 	memAlign = 256
 
-	hostStride = 64 // of the words in host memory: a cache line each
+	hostStride = 64 // of the flags in host memory: one cache line each
 )
 
-// lap is how many signals are counted in a word before the other one's turn. Who waits clears the other
-// one in the middle: the driver compares signed numbers of 64 bits, so a word cannot begin anew by itself.
+// lap is how many signals are counted in one flag before the other flag is used. The waiter clears the other flag
+// half-way: the driver compares signed 64-bit numbers, so a flag cannot wrap around.
 var lap = uint64(1) << 31
 
-// memory is what a window has of it. It does not change once Open has returned.
+// memory is the memory of a window. It is constant once Open has returned, except for the fields after reading.
 type memory struct {
 	b            *base
 	d            backend.StreamDevice
 	lap          uint64
-	at           int           // where the window's memory begins in all ranks' allocations
+	at           int           // offset of the window's memory in the allocations of all ranks
 	whole        backend.Mem   // this rank's allocation
-	far          []backend.Mem // all ranks'
-	words        backend.Mem   // pinned host memory: what read needs, and for each rank a mark
-	host         hostWords     // of waits on the host
-	offered      bool          // others may map whole
-	own, release uintptr       // the stream of calls with af.Complete; that which makes others go on
+	far          []backend.Mem // allocations of all ranks
+	words        backend.Mem   // pinned host memory: a buffer of read, and a put sequence for each rank
+	host         hostWords     // for waits on the host
+	offered      bool          // other ranks may map whole
+	own, release uintptr       // the stream of calls with af.Complete, and the stream that releases waiting streams
 
-	reading sync.Mutex  // of what follows
-	seen    backend.Mem // two words in host memory: one of the device, and how often that was asked for
+	reading sync.Mutex  // guards the fields below
+	seen    backend.Mem // two numbers in host memory: a flag of the device, and the number of the read that copied it
 	asked   uint32
-	shut    bool // the streams are given back
+	shut    bool // the streams were freed
 }
 
-// place is the word of the n'th signal, from 1, and what it says then.
+// place returns which of the two flags counts signal n, from 1, and the flag's value for it.
 func (m *memory) place(n uint64) (word int, count uint64) {
 	return int((n - 1) / m.lap % 2), (n-1)%m.lap + 1
 }
 
-// word is one of the two of a signal of rank from, in the memory of its receiver.
+// word returns one of the two flags of a signal of rank from, in the memory of its receiver.
 func (m *memory) word(whole backend.Mem, from, signal, word int) backend.Mem {
 	return whole.Sub(headLen+(from*m.b.signals+signal)*wordsLen+8*word, 8)
 }
 
-// mark is a word of pinned host memory for a rank: how much of what was put there has arrived.
+// mark returns the put sequence of a rank in pinned host memory: the number of the last put to it that is done.
 func (m *memory) mark(rank int) backend.Mem { return m.words.Sub((1+rank)*hostStride, 4) }
 
-// allocate takes and clears this rank's memory of n bytes, and returns its name for others.
+// allocate allocates and clears this rank's memory of n bytes, and returns the offer for other ranks.
 func (m *memory) allocate(n int) (offer []byte, err error) {
 	d := m.d
 	if m.whole, err = d.Alloc((m.at + n + page) / page * page); err != nil {
@@ -113,17 +113,17 @@ func (m *memory) allocate(n int) (offer []byte, err error) {
 	return append(offer, name...), nil
 }
 
-// offerLen is how long an offer is: the name of the device's memory, what stands at its beginning, and, if there is
-// one, the name of the page in host memory.
+// offerLen is the length of an offer: the export of the device memory, its token, and, if there is a page in host
+// memory, its name.
 const offerLen = van.ExportLen + tokenLen + memfd.NameLen
 
-// waitsLook logs that a rank's signals, or those to it, have no word in host memory.
+// waitsLook logs that signals of a rank, or to it, have no flag in host memory.
 func (m *memory) waitsLook(rank int, err error) {
 	m.b.app.Log().Info("waits on the host for signals of a window look at the device, which takes longer: no page of host memory is shared",
 		"window", m.b.String(), "with", m.b.layer.Name(rank), "err", err)
 }
 
-// discard frees memory that no other rank knows of, unless the driver would wait for streams that wait.
+// discard frees memory that no other rank knows, unless the driver would wait for waiting streams.
 func (m *memory) discard() error {
 	if s, is := m.d.(backend.StreamBlocker); m.offered || is && s.MayBlock() {
 		return nil
@@ -138,8 +138,8 @@ func (m *memory) discard() error {
 	return err
 }
 
-// hint says what to do where ranks cannot map each other's memory.
-const hint = "windows on devices are for GPUs of one host that reach each other (stepaf doctor); without Device all ranks have one on their hosts"
+// hint is the hint of errors of mapping.
+const hint = "device windows need GPUs of one host with access to each other (stepaf doctor); without Device the window is in host memory of all ranks"
 
 // reach maps the memory that a rank has offered.
 func (m *memory) reach(rank int, offer []byte) error {
@@ -169,7 +169,7 @@ func (m *memory) reach(rank int, offer []byte) error {
 	return nil
 }
 
-// reachHost maps the page in host memory that a rank has offered. It does without where that cannot be.
+// reachHost maps the page in host memory that a rank has offered. If that fails, the window works without it.
 func (m *memory) reachHost(rank int, offer []byte) {
 	if len(offer) < offerLen {
 		return
@@ -179,7 +179,7 @@ func (m *memory) reachHost(rank int, offer []byte) {
 	}
 }
 
-// refuse is why nothing can be put into stream s.
+// refuse returns why no work can be put into stream s, or nil.
 func (m *memory) refuse(op string, s uintptr) error {
 	captures, err := m.d.Capturing(s)
 	if err == nil && captures {
@@ -191,7 +191,8 @@ func (m *memory) refuse(op string, s uintptr) error {
 	return nil
 }
 
-// readable is why streams cannot copy src. Copies of other host memory may wait for all that is in the stream, with a lock held.
+// readable returns why streams cannot copy src, or nil. A copy of other host memory may wait for all work in the
+// stream, with a lock held.
 func (m *memory) readable(src backend.Mem) error {
 	if src.Len() > 0 && src.OnHost() {
 		if p, is := m.d.(backend.PinTeller); !is || !p.Pinned(src) {
@@ -201,11 +202,12 @@ func (m *memory) readable(src backend.Mem) error {
 	return backend.CheckDevice(m.d, src)
 }
 
-// silence is how long a device may take to say what is in a word.
+// silence is the time limit for reading a flag of the device.
 const silence = 10 * time.Second
 
-// read reads 4 bytes of the device. It makes no stream and no event, and its copy is to pinned memory: the driver does
-// nothing else while a launch waits for room in the queue of another stream, which may wait for who asks here.
+// read reads 4 bytes of the device. It creates no stream and no event, and copies to pinned memory: while a launch is
+// blocked because the queue of another stream is full, the driver does nothing else, and that stream may wait for the
+// caller of read.
 func (m *memory) read(word backend.Mem) (uint32, error) {
 	m.reading.Lock()
 	defer m.reading.Unlock()
@@ -224,7 +226,7 @@ func (m *memory) read(word backend.Mem) (uint32, error) {
 	for begun := clock.Now(); done.Load() != m.asked; {
 		switch took := elapsed(begun); {
 		case took >= silence:
-			return 0, fmt.Errorf("%w: a word of the device", van.ErrTimeout)
+			return 0, fmt.Errorf("%w: the device did not write a flag", van.ErrTimeout)
 		case took >= 50*time.Microsecond:
 			clock.Sleep(20 * time.Microsecond)
 		default:
@@ -234,14 +236,14 @@ func (m *memory) read(word backend.Mem) (uint32, error) {
 	return (*atomic.Uint32)(m.seen.Ptr()).Load(), nil
 }
 
-// The pauses of sleep, and how often it looks whether the device works: if not, streams do nothing any more.
+// Pauses of sleep, and the interval of checks of the device: streams of a failed device do nothing.
 const (
 	minSleep   = 20 * time.Microsecond
 	maxSleep   = 200 * time.Microsecond
 	healthLook = 100 * time.Millisecond
 )
 
-// sleep waits until done, which streams make true.
+// sleep waits until done returns true, which streams cause.
 func (m *memory) sleep(ctx context.Context, begun uint64, limit time.Duration, done func() bool) error {
 	looked := begun
 	for pause := minSleep; !done(); pause = min(2*pause, maxSleep) {
@@ -261,7 +263,7 @@ func (m *memory) sleep(ctx context.Context, begun uint64, limit time.Duration, d
 	return nil
 }
 
-// giveBack gives the streams back.
+// giveBack frees the streams.
 func (m *memory) giveBack() (err error) {
 	m.reading.Lock()
 	defer m.reading.Unlock()

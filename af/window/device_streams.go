@@ -1,6 +1,6 @@
 package window
 
-// What streams do for each rank of a window on devices: they put, and they wait for signals.
+// Work that streams do for each rank of a device window: puts, and waits for signals.
 
 import (
 	"cmp"
@@ -17,23 +17,23 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// streamOut is what was put to a rank, which may be this one, that streams do or have done.
+// streamOut is the state of the puts of streams to a rank, which may be this one.
 type streamOut struct {
 	m *memory
 	p *peer
 
-	// mark is a word in host memory. Right behind each put and signal its stream writes the number of that there, so
-	// others can wait for it without what was put into the stream since, and nothing is made or destroyed for it.
+	// mark is the put sequence in host memory. After each put and signal its stream writes the put's number there.
+	// Others can wait for a put without waiting for later work of the stream, and no event is needed.
 	mark backend.Mem
-	done *atomic.Uint32 // the same
-	puts atomic.Uint32  // the last number; changed with p.out.mu held. Numbers go in a circle
+	done *atomic.Uint32 // mark as an integer
+	puts atomic.Uint32  // the last number; changed with p.out.mu held; numbers wrap around
 
 	// Guarded by p.out.mu.
-	last   uintptr  // the stream of the last one
-	sent   []uint64 // signals
+	last   uintptr  // the stream of the last put
+	sent   []uint64 // number of signals sent, by signal
 	writes [3]backend.FlagWrite
-	lent   []lent // sources in use, in their order
-	broken error  // a mark could not be written
+	lent   []lent // sources in use, in order
+	broken error  // the put sequence could not be written
 }
 
 // lent is a source that a stream reads until put number n is done.
@@ -42,10 +42,10 @@ type lent struct {
 	n   uint32
 }
 
-// arrived tells whether put number n is done, and all before.
+// arrived reports whether put number n, and all before, are done.
 func (l *streamOut) arrived(n uint32) bool { return int32(l.done.Load()-n) >= 0 }
 
-// reap lets go of the sources of puts that are done. p.out.mu is held.
+// reap releases the sources of puts that are done. p.out.mu is held.
 func (l *streamOut) reap() {
 	k := 0
 	for k < len(l.lent) && l.arrived(l.lent[k].n) {
@@ -57,13 +57,13 @@ func (l *streamOut) reap() {
 	}
 }
 
-// begin takes the mark, when there is one.
+// begin sets mark, once it is allocated.
 func (l *streamOut) begin() {
 	l.mark = l.m.mark(l.p.rank)
 	l.done = (*atomic.Uint32)(l.mark.Ptr())
 }
 
-// put puts the copy of src, and the signal if there is one, into a stream.
+// put queues a copy of src, and the signal if there is one, in a stream.
 func (l *streamOut) put(op string, offset int, src backend.Mem, signal uint16, s uintptr) error {
 	plain := s == uintptr(af.Complete)
 	if plain {
@@ -75,7 +75,7 @@ func (l *streamOut) put(op string, offset int, src backend.Mem, signal uint16, s
 		return err
 	}
 	err := l.m.readable(src)
-	if err == nil && (src.Len() == 0 || l.waits(s)) { // or the copy tells whether the stream is captured
+	if err == nil && (src.Len() == 0 || l.waits(s)) { // otherwise the copy reports whether the stream is captured
 		if err := l.m.refuse(op, s); err != nil {
 			return err
 		}
@@ -90,8 +90,9 @@ func (l *streamOut) put(op string, offset int, src backend.Mem, signal uint16, s
 	return nil
 }
 
-// queue puts a copy, a signal and the mark into stream s. Each word takes the device a microsecond or two, so the first one is that for
-// which the receiver is likely to wait: on the host, if this call is plain and names no stream either. p.out.mu is held.
+// queue queues a copy, a signal and the put sequence in stream s. Each write takes the device a microsecond or two,
+// so the flag that the receiver probably waits for is written first: the one on the host, if this call is plain and
+// names no stream. p.out.mu is held.
 func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr, plain bool) (err error) {
 	l.reap()
 	m, n := l.m, l.puts.Load()+1
@@ -112,7 +113,7 @@ func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr,
 	} else {
 		err = m.d.CopyFlags(m.far[l.p.rank].Sub(m.at+offset, src.Len()), src, s, writes)
 	}
-	if err != nil && m.refuse("put", s) != nil { // the stream is captured, or cannot be used now: nothing is queued, nor is the mark to be
+	if err != nil && m.refuse("put", s) != nil { // the stream is captured, or cannot be used now: nothing was queued
 		return err
 	}
 	if src.OnHost() && src.Len() > 0 || src.Owner() != nil {
@@ -120,7 +121,7 @@ func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr,
 		l.lent = append(l.lent, lent{src, n})
 	}
 	switch {
-	case err != nil: // the copy may be queued: the mark tells when it is done
+	case err != nil: // the copy may be queued: the put sequence tells when it is done
 		if l.broken = m.d.WriteFlags(s, writes[len(writes)-1:]); l.broken != nil {
 			return err
 		}
@@ -132,8 +133,8 @@ func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr,
 	return err
 }
 
-// behind makes stream s wait for what was put to the rank in another one, and for nothing that was put into that since.
-// p.out.mu is held.
+// behind makes stream s wait for puts to the rank in another stream, but not for later work of that stream. p.out.mu
+// is held.
 func (l *streamOut) behind(s uintptr) error {
 	if l.broken != nil || !l.waits(s) {
 		return l.broken
@@ -141,12 +142,12 @@ func (l *streamOut) behind(s uintptr) error {
 	return l.m.d.WaitFlag(s, l.mark, l.puts.Load())
 }
 
-// waits tells whether something in another stream comes before what is put into s. p.out.mu is held.
+// waits reports whether work in s must wait for a put in another stream. p.out.mu is held.
 func (l *streamOut) waits(s uintptr) bool {
 	return l.broken != nil || l.last != s && !l.arrived(l.puts.Load())
 }
 
-// flush waits until all that was put to the rank is there.
+// flush waits until everything that was put to the rank has arrived.
 func (l *streamOut) flush(ctx context.Context, op string) error {
 	w := l.p.w
 	n, err := l.state()
@@ -166,7 +167,8 @@ func (l *streamOut) flush(ctx context.Context, op string) error {
 	return nil
 }
 
-// state lets go of the sources of puts that are done, and returns the number of the last put, and why nobody will know of it.
+// state releases the sources of puts that are done. It returns the number of the last put, and an error if the put
+// sequence could not be written.
 func (l *streamOut) state() (n uint32, err error) {
 	l.p.out.mu.Lock()
 	defer l.p.out.mu.Unlock()
@@ -174,7 +176,7 @@ func (l *streamOut) state() (n uint32, err error) {
 	return l.puts.Load(), l.broken
 }
 
-// flushIn makes stream s wait until all that was put to the rank is there.
+// flushIn makes stream s wait until everything that was put to the rank has arrived.
 func (l *streamOut) flushIn(op string, s uintptr) error {
 	l.p.out.mu.Lock()
 	defer l.p.out.mu.Unlock()
@@ -187,14 +189,14 @@ func (l *streamOut) flushIn(op string, s uintptr) error {
 	return err
 }
 
-// streamIn is which signals of a rank, which may be this one, were taken.
+// streamIn counts the consumed signals of a rank, which may be this one.
 type streamIn struct {
 	m        *memory
 	p        *peer
-	waiting  sync.Mutex      // held while a wait is put into a stream, which may wait for room there
-	deciding sync.Mutex      // held while it is decided whether a wait may be; never for longer than silence
-	taken    []atomic.Uint64 // signals that have come or that a stream waits for; changed with waiting or deciding held
-	streams  []atomic.Uint64 // the last of these that a stream waits or has waited for
+	waiting  sync.Mutex      // held while a wait is put into a stream, which may block if the stream is full
+	deciding sync.Mutex      // held while a claim is decided; never for longer than silence
+	taken    []atomic.Uint64 // signals that were consumed or that a stream waits for; changed with waiting or deciding held
+	streams  []atomic.Uint64 // the last of these that a stream waits for or has waited for
 }
 
 // wait makes stream s wait for a signal of the rank.
@@ -221,8 +223,8 @@ func (l *streamIn) wait(op string, signal int, s uintptr) error {
 	return nil
 }
 
-// claim takes the next signal for a stream, which may wait for it: also when the rank is gone, if the signal has come. Who
-// notes that it is gone looks afterwards at what is claimed. waiting is held.
+// claim assigns the next signal to a stream, if the stream may wait for it. If the rank is gone, the signal must have
+// arrived; left, which records that a rank is gone, then checks the claims. waiting is held.
 func (l *streamIn) claim(op string, signal int) (n uint64, err error) {
 	l.deciding.Lock()
 	defer l.deciding.Unlock()
@@ -237,22 +239,23 @@ func (l *streamIn) claim(op string, signal int) (n uint64, err error) {
 	return n, nil
 }
 
-// claimed is how many signals were taken, and the last one for which a stream waits or has waited, when no claim is being decided.
+// claimed returns how many signals were consumed, and the last one that a stream waits for or has waited for, when no
+// claim is being decided.
 func (l *streamIn) claimed(signal int) (taken, byStream uint64) {
 	l.deciding.Lock()
 	defer l.deciding.Unlock()
 	return l.taken[signal].Load(), l.streams[signal].Load()
 }
 
-// came tells whether the n'th signal has come, as the device's word says, for which streams wait.
+// came reports whether signal n has arrived according to the flag of the device, for which streams wait.
 func (l *streamIn) came(signal int, n uint64) (bool, error) {
 	word, count := l.m.place(n)
 	got, err := l.m.read(l.word(signal, word).Sub(0, 4))
 	return uint64(got) >= count, err
 }
 
-// take takes a signal that has come, as the word in host memory says, or, if asked for, that of the device. In a window that is over only the latter
-// counts.
+// take consumes a signal that has arrived according to host memory, or, if ask is set, according to the device. If
+// the window is over, only the device counts.
 func (l *streamIn) take(signal int, ask, over bool) (bool, error) {
 	l.waiting.Lock()
 	defer l.waiting.Unlock()
@@ -275,7 +278,7 @@ func (l *streamIn) take(signal int, ask, over bool) (bool, error) {
 	return true, err
 }
 
-// maxPause bounds the time between two looks at a word of the device.
+// maxPause is the maximum time between two reads of a flag of the device.
 const maxPause = time.Millisecond
 
 // await waits for a signal on the host.
@@ -284,10 +287,10 @@ func (l *streamIn) await(ctx context.Context, op string, signal int) error {
 	begun, limit := clock.Now(), w.layer.Limit(ctx)
 	var timer *time.Timer
 	l.spin(ctx, signal)
-	ask := l.m.host.own == nil // the device, where a look takes its time
+	ask := l.m.host.own == nil // read the device, which is slow
 	for pause := 20 * time.Microsecond; ; {
-		over := p.failure(op) // before the look: what has come before the failure counts
-		// The last look is one at the device.
+		over := p.failure(op) // read first: signals before the failure count
+		// The last poll reads the device.
 		ask = ask || ctx.Err() != nil || limit > 0 && elapsed(begun) >= limit
 		if came, err := l.take(signal, ask, over != nil); err != nil {
 			return l.p.w.wrong(op, l.p.rank, err)
@@ -330,7 +333,7 @@ func (l *streamIn) await(ctx context.Context, op string, signal int) error {
 	}
 }
 
-// awaited tells whether a stream waits for a signal of the rank that has not come.
+// awaited reports whether a stream waits for a signal of the rank that has not arrived.
 func (l *streamIn) awaited() bool {
 	for signal := range l.taken {
 		if _, n := l.claimed(signal); n > 0 {
@@ -342,15 +345,16 @@ func (l *streamIn) awaited() bool {
 	return false
 }
 
-// word is one of the two of a signal here.
+// word returns one of the two flags of a signal here.
 func (l *streamIn) word(signal, word int) backend.Mem {
 	return l.m.word(l.m.whole, l.p.rank, signal, word)
 }
 
-// free makes streams that wait go on: those for a signal wait in the word of the last one that was claimed, or in the one before.
+// free releases waiting streams. Streams that wait for a signal wait on the flag of the last claimed count, or on the
+// one before.
 func (l *streamIn) free() error {
 	for signal := range l.taken {
-		n, _ := l.claimed(signal) // the window is over: what is claimed from here on has come
+		n, _ := l.claimed(signal) // the window is over: signals claimed from now on have arrived
 		if n == 0 {
 			continue
 		}
