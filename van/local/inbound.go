@@ -169,7 +169,7 @@ func (c *inCommon) finish(p *inbound) error {
 	return c.dests.Finish(&p.dest)
 }
 
-// adopt makes p the owner of its message, so that Release of the message returns p.
+// adopt makes p's message one that has been received.
 func (c *inCommon) adopt(p *inbound) {
 	m := &p.msg
 	m.Receiver = int(c.self.id.Load())

@@ -12,8 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/landing"
 )
 
-// inLink brings messages from one peer. But for what inRing guards, lost, held and fenced it
-// is used by the holder of the feed.
+// inLink receives messages from one peer. The holder of the feed owns its fields, except those that inRing
+// guards, lost, held and fenced.
 type inLink struct {
 	inRing
 	c    *inCommon
@@ -21,22 +21,22 @@ type inLink struct {
 	name [16]byte // in the peer's token
 	conn *net.UnixConn
 	pid  int         // of the peer's process
-	dev  *peerDevice // its device; nil if it has none, or one out of reach
+	dev  *peerDevice // its device; nil if it has none or this node cannot copy from it
 
 	stream  *inbound
-	part    int // of stream, that chunks go to
-	off     int
+	part    int           // the part of stream that the next chunk belongs to
+	off     int           // the offset of the next chunk in that part
 	held    atomic.Bool   // no record is consumed yet: this node does not know the peer
 	number  [8]byte       // of the link, in its marks
 	behind  atomic.Uint32 // no record is consumed yet: these marks have not arrived
 	fenced  atomic.Bool   // no record is consumed any more: another process is the peer
-	placing sync.RWMutex  // read-held while a value is being written; fenced is set under it
+	placing sync.RWMutex  // read-locked while a value is written; write-locked while fenced is set
 	lost    atomic.Bool   // the connection has ended: the ring gets no more records
 	failing sync.Once
 	cause   atomic.Pointer[error]
 }
 
-// newInLink makes a link of process pid, with one hold on its ring.
+// newInLink makes a link of process pid. It has one reference to its ring.
 func newInLink(c *inCommon, from *inPeer, conn *net.UnixConn, pid int, seg *segment, bell *bell) *inLink {
 	l := &inLink{c: c, from: from, conn: conn, pid: pid}
 	l.seg, l.bell, l.feed = seg, bell, c.feed
@@ -44,11 +44,11 @@ func newInLink(c *inCommon, from *inPeer, conn *net.UnixConn, pid int, seg *segm
 	return l
 }
 
-// maxChunks is how many chunks of a stream are taken before other links have a turn.
+// maxChunks is how many chunks of a stream are received before other links are served.
 const maxChunks = 8
 
-// next takes a message out of the ring. It returns nil when there is none, or, with
-// something left, when a part of a stream was taken.
+// next receives a message from the ring. It returns nil if there is none, or if it has received a part of
+// a stream; the ring may then have more.
 func (l *inLink) next() *inbound {
 	if p := l.arrived(); p != nil {
 		return p
@@ -91,8 +91,8 @@ func (l *inLink) next() *inbound {
 	return l.arrived()
 }
 
-// arrived returns the next of the messages that wait for copies of the device, or
-// behind such, if it is complete.
+// arrived returns the first message of the queue of device copies if it is complete. Messages after a
+// copy wait in the same queue.
 func (l *inLink) arrived() *inbound {
 	for l.dev.waiting() {
 		p, err := l.dev.pop()
@@ -102,7 +102,7 @@ func (l *inLink) arrived() *inbound {
 		if p == nil || !p.rec.has(partDevice) {
 			return p
 		}
-		// What was copied counts only if it has not been taken back meanwhile.
+		// The copy is valid only if the sender has not reused the memory meanwhile.
 		gone := l.seg.gen(p.rec.slot).Load() != p.rec.gen
 		p.ring = nil
 		l.acknowledge(p.rec.slot)
@@ -115,7 +115,7 @@ func (l *inLink) arrived() *inbound {
 	return nil
 }
 
-// beginCopy begins the copy of a value from the peer's device.
+// beginCopy starts the copy of a value from the peer's device.
 func (l *inLink) beginCopy(p *inbound) error {
 	if l.dev == nil {
 		return &van.FieldError{Field: "record.part.form", Value: partDevice, Want: "host memory: it was agreed that this process does not copy from the sender's device"}
@@ -126,7 +126,7 @@ func (l *inLink) beginCopy(p *inbound) error {
 	return l.dev.begin(p)
 }
 
-// message takes the record b of a message. It returns nil when parts of it follow.
+// message handles the record b of a message. It returns nil if parts of the message follow.
 func (l *inLink) message(b []byte) (*inbound, error) {
 	if l.stream != nil {
 		return nil, &van.FieldError{Field: "record.kind", Value: kindMessage, Want: "the rest of a stream"}
@@ -137,7 +137,7 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 	err := p.rec.parse(p.buf)
 	switch {
 	case err != nil:
-	case p.buf[4] != kindMessage: // as it was a moment ago
+	case p.buf[4] != kindMessage: // the sender has changed the record since next read it
 		err = &van.FieldError{Field: "record.kind", Value: p.buf[4], Want: "what it was when the record was looked at first"}
 	case p.rec.pins():
 		if l.source == nil && p.rec.has(partPinned) {
@@ -150,7 +150,7 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 		}
 		p.ring = l.hold()
 		if !p.rec.has(partDevice) {
-			return p, nil // fetch reads it, where that keeps nobody waiting
+			return p, nil // fetch reads the value later, when no other message waits for it
 		}
 		if err = l.beginCopy(p); err == nil {
 			return p, nil
@@ -179,7 +179,7 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 	return p, nil
 }
 
-// advance goes to the next part of the stream that wants bytes, or ends it.
+// advance goes to the next part of the stream that lacks bytes. Without such a part, it ends the stream.
 func (l *inLink) advance() {
 	for l.part, l.off = l.part+1, 0; l.part < partCount; l.part++ {
 		if len(l.stream.dst[l.part]) > 0 {
@@ -189,7 +189,7 @@ func (l *inLink) advance() {
 	l.stream = nil
 }
 
-// chunk takes the record b of a chunk. It returns the message that it completes.
+// chunk handles the record b of a chunk. It returns the message that the chunk completes, or nil.
 func (l *inLink) chunk(b []byte) (*inbound, error) {
 	n := int(binary.LittleEndian.Uint32(b[8:]))
 	p := l.stream
@@ -198,7 +198,7 @@ func (l *inLink) chunk(b []byte) (*inbound, error) {
 	}
 	l.placing.RLock()
 	if !l.fenced.Load() {
-		_ = p.write(l.part, func() error { // landing.ErrInvalidated is for finish
+		_ = p.write(l.part, func() error { // finish reports landing.ErrInvalidated
 			copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
 			return nil
 		})
@@ -209,7 +209,7 @@ func (l *inLink) chunk(b []byte) (*inbound, error) {
 	if l.off < len(p.dst[l.part]) {
 		return nil, nil
 	}
-	// A meta that was streamed says only now what the other parts are.
+	// The meta was streamed. Only now does the receiver know the other parts.
 	if l.part == 0 {
 		if err := p.decode(l.c.dests); err != nil {
 			return nil, err
@@ -226,8 +226,8 @@ func (l *inLink) chunk(b []byte) (*inbound, error) {
 	return p, nil
 }
 
-// rest takes the record b of the rest of a stream, which is to be read from the
-// sender.
+// rest handles the record b of the rest of a stream. The receiver reads that rest from the sender's
+// memory.
 func (l *inLink) rest(b []byte) (*inbound, error) {
 	p := l.stream
 	var r record
@@ -299,7 +299,7 @@ func (l *inLink) read(p *inbound) error {
 			return err
 		}
 	}
-	if p.msg.Sender != p.from.id { // not decoded before, as the message of a stream is
+	if p.msg.Sender != p.from.id { // not decoded yet; the message of a stream is decoded
 		if err := p.decode(l.c.dests); err != nil {
 			return err
 		}
@@ -331,8 +331,8 @@ func (l *inLink) readPart(p *inbound, i int) error {
 		err = p.write(i, func() error { return l.source.read(dst, h.addr) })
 	}
 	l.placing.RUnlock()
-	// What is read counts only if the sender has not taken it back meanwhile, and
-	// is still the process that it was, and the peer.
+	// The bytes are valid only if the sender has not reused the memory meanwhile, and is
+	// still the same process, and is still the peer.
 	if l.fenced.Load() || !l.source.alive() || l.seg.gen(p.rec.slot).Load() != p.rec.gen {
 		return errGone
 	}
@@ -342,7 +342,7 @@ func (l *inLink) readPart(p *inbound, i int) error {
 	return err
 }
 
-// fail ends the link because of what the peer has sent.
+// fail ends the link because the peer has sent invalid data.
 func (l *inLink) fail(err error) {
 	l.failing.Do(func() {
 		l.cause.Store(&err)
@@ -354,11 +354,11 @@ func (l *inLink) fail(err error) {
 // waits reports whether no record may be consumed yet.
 func (l *inLink) waits() bool { return l.held.Load() || l.behind.Load() != 0 }
 
-// failed tells whether what is in the ring is not read any more.
+// failed reports whether the link has failed. Its ring is then not read any more.
 func (l *inLink) failed() bool { return l.cause.Load() != nil }
 
-// end drops what is unfinished and gives up the link's hold on its ring. The feed is held, or
-// nobody else knows the link.
+// end drops unfinished messages and releases the link's reference to its ring. The caller holds the feed, or
+// no other goroutine knows the link.
 func (l *inLink) end() {
 	if l.stream != nil {
 		l.c.release(l.stream)

@@ -7,9 +7,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
-// inRing is the receiving end of a ring: what is mapped of the peer, how far the ring has
-// been read, and the acknowledgements for the peer. Messages hold it while parts of theirs
-// are still in the peer's memory.
+// inRing is the receiving end of a ring: the mapped memory of the peer, the read position, and the
+// acknowledgements for the peer. A message has a reference to it while some of its parts are in the
+// peer's memory.
 type inRing struct {
 	seg    *segment
 	bell   *bell   // the peer's
@@ -20,11 +20,11 @@ type inRing struct {
 	refs  atomic.Int32
 	ackMu sync.Mutex
 	acked uint32
-	owes  atomic.Bool // acknowledgements of which the peer has not been told
+	owes  atomic.Bool // the peer was not rung for the latest acknowledgements
 }
 
-// consume frees the record of size bytes at the head, of a ring that has been written up to
-// tail, and wakes a sender that waits for room.
+// consume frees the record of size bytes at the head of the ring, and wakes a sender that waits for room. The
+// ring has been written up to tail.
 func (r *inRing) consume(size int, tail uint64) {
 	r.head += uint64(size)
 	r.seg.head().Store(r.head)
@@ -33,14 +33,14 @@ func (r *inRing) consume(size int, tail uint64) {
 	}
 }
 
-// hold keeps the ring until unref.
+// hold adds a reference to the ring, for unref.
 func (r *inRing) hold() *inRing {
 	r.refs.Add(1)
 	return r
 }
 
-// acknowledge gives the parts in a slot back to the sender. It is told when this
-// node has nothing better to do, unless it waits.
+// acknowledge returns the parts in a slot to the sender. It rings the sender at once if the sender waits or the
+// receiver sleeps; otherwise tell rings later, when this node is idle.
 func (r *inRing) acknowledge(slot uint32) {
 	r.ackMu.Lock()
 	r.seg.ack(r.acked).Store(slot)
@@ -53,14 +53,14 @@ func (r *inRing) acknowledge(slot uint32) {
 	}
 }
 
-// tell rings for acknowledgements.
+// tell rings the peer if it was not rung for the latest acknowledgements.
 func (r *inRing) tell() {
 	if r.owes.Load() && r.owes.Swap(false) {
 		r.bell.ring()
 	}
 }
 
-// unref gives up one hold; after the last one the ring's memory goes.
+// unref releases one reference. The last one unmaps the ring.
 func (r *inRing) unref() {
 	if r.refs.Add(-1) > 0 {
 		return

@@ -1,24 +1,24 @@
 package local
 
-// Losses and returns of peers, on their way to the watcher.
+// The queue of peers' losses and returns for the watcher.
 
 import (
 	"sync"
 	"sync/atomic"
 )
 
-// losses calls the watcher for each peer that is lost or is back, in order, on a goroutine
-// of its own, because a watcher may close the van.
+// losses calls the watcher for each peer that is lost or has returned, in order. It uses its own
+// goroutine because a watcher may close the van.
 type losses struct {
 	watch   atomic.Pointer[func(id int, up bool, cause error)]
 	current func(id int, n *outPeer) bool // whether n still is peer id
 
 	mu      sync.Mutex // guards outPeer.down, too
-	events  []loss     // that the watcher has not been called for
+	events  []loss     // the watcher has not been called for them
 	running bool       // the goroutine that calls it
 }
 
-// loss is one event: peer id was lost, for cause, or is back.
+// loss is one event: peer id was lost because of cause, or has returned.
 type loss struct {
 	n     *outPeer
 	id    int
@@ -38,8 +38,8 @@ func (l *losses) tell(n *outPeer, id int, up bool, cause error) {
 	l.add(loss{n, id, up, cause})
 }
 
-// replaced notes that n has replaced old as peer id. If the watcher knows old as lost, or hears of it just now, it may
-// take that for a loss of n, so it is called once more: the peer is back. That old was back is not told any more.
+// replaced records that n has replaced old as peer id. If the loss of old was reported or is being reported, the watcher may
+// mistake it for a loss of n. It is therefore called once more to report the peer's return. A return of old is not reported any more.
 func (l *losses) replaced(id int, old, n *outPeer) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -49,7 +49,7 @@ func (l *losses) replaced(id int, old, n *outPeer) {
 	}
 }
 
-// add queues an event. l.mu is held.
+// add queues an event. The caller holds l.mu.
 func (l *losses) add(e loss) {
 	l.events = append(l.events, e)
 	if !l.running {

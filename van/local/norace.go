@@ -2,7 +2,7 @@
 
 package local
 
-// What is here is for the race detector; see race.go.
+// Stubs for builds without the race detector; see race.go.
 
 type shadow struct{}
 

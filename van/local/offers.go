@@ -12,14 +12,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// offer is an allocation of this node's device that the peer has been told of.
+// offer is an allocation of this node's device that was announced to the peer.
 type offer struct {
 	segment backend.Segment
 	seq     uint64 // of the last message that names it
-	used    uint64 // when that was
+	used    uint64 // the time of that message
 }
 
-// offers are the allocations of this node's device that the peer of a link has been told of.
+// offers are the allocations of this node's device that were announced to the peer of a link.
 type offers struct {
 	conn   *net.UnixConn
 	sharer backend.Sharer
@@ -27,7 +27,7 @@ type offers struct {
 	seq    uint64 // of messages that name allocations
 }
 
-// tell makes sure that the peer knows all allocations of x, which the next message names.
+// tell announces those allocations of x that the peer does not know. The next message names x.
 // since is the number of the first message that the peer may still read.
 func (o *offers) tell(x *backend.Shared, since func() uint64) error {
 	now := clock.Now()
@@ -63,7 +63,7 @@ func (o *offers) send(s *backend.Segment) error {
 	return o.notify(segmentMagic, s, unix.UnixRights(fd))
 }
 
-// notify sends a notice. It does not wait for room.
+// notify sends a notice without blocking.
 func (o *offers) notify(magic string, s *backend.Segment, files []byte) error {
 	var b [noticeLen]byte
 	copy(b[:], magic)
@@ -80,7 +80,7 @@ func (o *offers) notify(magic string, s *backend.Segment, files []byte) error {
 	return errors.Join(err, failed)
 }
 
-// withdraw tells the peer that it may unmap a. It tells whether the peer will know.
+// withdraw tells the peer that it may unmap a. It reports whether the notice was sent.
 func (o *offers) withdraw(a *offer) bool {
 	if o.notify(unusedMagic, &a.segment, nil) != nil {
 		return false
@@ -89,7 +89,7 @@ func (o *offers) withdraw(a *offer) bool {
 	return true
 }
 
-// withdrawOldest makes room for another allocation.
+// withdrawOldest withdraws the least recently used allocation, to make room for another one.
 func (o *offers) withdrawOldest(since uint64) bool {
 	var oldest *offer
 	for _, a := range o.byID {
@@ -100,11 +100,11 @@ func (o *offers) withdrawOldest(since uint64) bool {
 	return oldest != nil && o.withdraw(oldest)
 }
 
-// tidy withdraws what was unmapped, or was not used for a while.
+// tidy withdraws allocations that this node has unmapped or has not used for mapTime.
 func (o *offers) tidy(now, since uint64) {
 	for _, a := range o.byID {
 		if a.seq < since && (now > a.used+uint64(mapTime) || !o.sharer.HasSegment(a.segment)) && !o.withdraw(a) {
-			return // later: the peer reads slowly, or not at all
+			return // retry later: the peer reads slowly or not at all
 		}
 	}
 }

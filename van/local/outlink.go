@@ -16,34 +16,34 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
-// outCommon is what the outbound links of a node share.
+// outCommon is the state that all outbound links of a node share.
 type outCommon struct {
 	engine *engine.Engine
 	log    *slog.Logger
 	stats  *stats
 	copies *copies
-	budget int64 // bytes unsent to one peer
+	budget int64 // limit of unsent bytes for one peer
 	memory *ringMemory
 
-	roomTimeout time.Duration // roomTimeout, other than in tests
+	roomTimeout time.Duration // the constant, except in tests
 }
 
 // outLink carries messages to one peer.
 type outLink struct {
 	c    *outCommon
-	id   atomic.Int32 // whom it serves
+	id   atomic.Int32 // of the peer
 	conn *net.UnixConn
 
 	// canRead says that the peer reads pinned parts from this process.
 	canRead bool
 
-	// device says that its device copies values from this node's.
+	// device says that the peer's device copies values from this node's device.
 	device bool
 
-	// segments says that it can also map what lies in several allocations.
+	// segments says that the peer can also map values in several allocations.
 	segments bool
 
-	// busy says that something is pinned, streamed or queued, so that it pays to poll
+	// busy says that messages are pinned, streamed or queued, so that the loop polls
 	// for acknowledgements.
 	busy atomic.Bool
 
@@ -52,16 +52,16 @@ type outLink struct {
 	pins   pins
 	stream stream
 	queue  sendQueue
-	seen   progress // when too much was unsent last
+	seen   progress // of the peer when it last failed to make room in time
 	offers offers
-	gone   bool  // nothing can be sent any more
-	cause  error // why
+	gone   bool  // the link has ended
+	cause  error // of its end
 
-	held   atomic.Bool // the peer has not been rung for the last messages
+	held   atomic.Bool // the peer has not been rung for the latest messages
 	number [8]byte     // of the link, in its marks
 }
 
-// stream is a message whose large parts are on their way in chunks.
+// stream is a message whose large parts are being sent in chunks.
 type stream struct {
 	pin
 	part, off int
@@ -75,10 +75,10 @@ func newOutLink(c *outCommon, id int, conn *net.UnixConn, seg *segment, file *ri
 	return l
 }
 
-// unsent is how many bytes are pinned, streamed or queued. l.mu is held.
+// unsent returns how many bytes are pinned, streamed or queued. The caller holds l.mu.
 func (l *outLink) unsent() int64 { return l.pins.bytes + l.stream.bytes + l.queue.bytes }
 
-// progress is how far a peer has come.
+// progress is the position of the receiver: consumed and acknowledged records.
 type progress struct {
 	head  uint64
 	acked uint32
@@ -86,14 +86,14 @@ type progress struct {
 
 func (l *outLink) progress() progress { return progress{l.seg.head().Load(), l.seg.acked().Load()} }
 
-// room tells whether a record fits now. l.mu is held.
+// room reports whether a record can be written now. The caller holds l.mu.
 func (l *outLink) room(size int, r *record) bool {
 	return !l.streaming() && (!r.pins() || len(l.pins.free) > 0) && l.fits(size, int(l.id.Load()))
 }
 
 func (l *outLink) streaming() bool { return l.stream.busy }
 
-// publish makes the record at the tail, which has been written there, visible.
+// publish makes the record that was written at the tail visible to the receiver.
 func (l *outLink) publish(r *record, size int, a pin) {
 	switch {
 	case r.pins():
@@ -112,27 +112,26 @@ func (l *outLink) publish(r *record, size int, a pin) {
 	}
 	l.advance(size)
 	if l.streaming() {
-		l.bell.ring() // so that the receiver is awake when the chunks come
+		l.bell.ring() // so that the receiver is awake when the chunks arrive
 		l.pump()
 	}
 }
 
-// pin gives the record at b a slot for its pinned parts. l.mu is held.
+// pin assigns the record at b a slot for its pinned parts. The caller holds l.mu.
 func (l *outLink) pin(b []byte, a pin) {
 	l.pins.add(b, a)
 	l.busy.Store(true)
 }
 
-// pump writes chunks of the stream, waiting for room as long as the peer keeps up.
-// What then remains is pinned, or, if the peer cannot read it, left to drain. l.mu is
-// held.
+// pump writes chunks of the stream. It waits for room while the peer keeps up. Then it pins the rest of the
+// stream, or, if the peer cannot read it, leaves the rest to drain. The caller holds l.mu.
 func (l *outLink) pump() {
 	s := &l.stream
 	if !s.busy {
 		return
 	}
 	pause := l.c.engine.Spinner()
-	var since uint64 // since when there is no room
+	var since uint64 // the time since which the ring is full
 	budget := maxStall + time.Duration(s.left()/16)
 	for streamed := 0; ; {
 		for s.part < partCount && s.off == s.mems[s.part].Len() {
@@ -146,7 +145,7 @@ func (l *outLink) pump() {
 		n := min(s.mems[s.part].Len()-s.off, maxChunk)
 		if streamed < maxStream && l.fits(chunkHead+align(n)+recordHead, int(l.id.Load())) {
 			l.advance(putChunk(l.seg.at(l.tail), s.mems[s.part].Host()[s.off:s.off+n]))
-			l.bell.ring() // it may have given up waiting for more
+			l.bell.ring() // the receiver may have stopped polling
 			s.off += n
 			streamed += n
 			if since != 0 {
@@ -169,7 +168,7 @@ func (l *outLink) pump() {
 	}
 }
 
-// left is how many bytes of the stream have not been written.
+// left returns how many bytes of the stream have not been written.
 func (s *stream) left() (n int) {
 	for i := s.part; i < partCount; i++ {
 		n += s.mems[i].Len()
@@ -177,23 +176,23 @@ func (s *stream) left() (n int) {
 	return n - s.off
 }
 
-// stallFor is how long the sender of a stream with n bytes left waits for a receiver
-// that takes nothing. One that is at it takes a chunk in some microseconds, one that
-// sleeps wants to be woken, and reading n bytes from this process takes longer than
-// streaming by about n/32 nanoseconds.
+// stallFor returns how long the sender of a stream with n bytes left waits for a receiver
+// that consumes nothing. An active receiver consumes a chunk in some microseconds; a sleeping receiver must
+// wake up first. The alternative, reading n bytes from this process, takes about n/32 nanoseconds longer than
+// streaming.
 func stallFor(n int) time.Duration { return min(max(minStall, time.Duration(n/32)), maxStall) }
 
 const (
 	minStall = 25 * time.Microsecond
 	maxStall = 200 * time.Microsecond
 
-	// maxStream is how much is streamed at once: the sender is occupied with it, and
+	// maxStream limits the bytes that are streamed in one call: the sender is busy meanwhile, and
 	// other receivers wait.
 	maxStream = 32 << 20
 )
 
-// pinRest pins what is left of the stream, if there is a slot and room for the
-// record, which pump leaves. l.mu is held.
+// pinRest pins the rest of the stream if a slot is free and the record fits; pump leaves room for
+// it. The caller holds l.mu.
 func (l *outLink) pinRest() {
 	s := &l.stream
 	if len(l.pins.free) == 0 || !l.fits(recordHead, int(l.id.Load())) {
@@ -221,8 +220,8 @@ func (l *outLink) pinRest() {
 	l.advance(recordHead)
 }
 
-// drain writes what is queued while there is room, and says so to the peer if it
-// is not all. l.mu is held.
+// drain writes queued messages while there is room. If some are left, it asks the peer to ring when there is
+// room. The caller holds l.mu.
 func (l *outLink) drain() {
 	for {
 		before := l.tail
@@ -244,13 +243,13 @@ func (l *outLink) drain() {
 			return
 		}
 		if w := l.seg.wants(); w.Load() != 0 {
-			return // the peer has not taken anything since the last poll
+			return // the peer has not consumed anything since the last poll
 		}
-		l.seg.wants().Store(1) // and poll again: it may have taken something before it could see this
+		l.seg.wants().Store(1) // and poll again: the peer may have consumed a record before it could see the flag
 	}
 }
 
-// collect takes back what the peer has acknowledged. l.mu is held.
+// collect releases the pins that the peer has acknowledged. The caller holds l.mu.
 func (l *outLink) collect() error {
 	if l.tail-l.seg.head().Load() > ringLen {
 		return fmt.Errorf("%w: head %d, tail %d", errProtocol, l.seg.head().Load(), l.tail)
@@ -258,15 +257,15 @@ func (l *outLink) collect() error {
 	return l.pins.collect()
 }
 
-// fail ends the link because of err; what has to be done then is done where its
-// connection is watched. l.mu is held.
+// fail ends the link because of err. The goroutine that watches the connection does the rest of the
+// work. The caller holds l.mu.
 func (l *outLink) fail(err error) error {
 	l.cause = cmp.Or(l.cause, err)
 	_ = l.conn.Close()
 	return fmt.Errorf("%w: %w", van.ErrPeerLost, err)
 }
 
-// why says what has ended the link.
+// why returns the cause of the link's end.
 func (l *outLink) why() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()

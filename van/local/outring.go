@@ -35,8 +35,8 @@ type ringMemory struct {
 	used    atomic.Int64
 	refused atomic.Uint64 // links that got no memory, and rings that did not grow
 
-	make   func(n, have int) (fd int, err error)  // memfd.Part, other than in tests
-	extend func(fd int, from, to int) (err error) // memfd.Extend, other than in tests
+	make   func(n, have int) (fd int, err error)  // memfd.Part, except in tests
+	extend func(fd int, from, to int) (err error) // memfd.Extend, except in tests
 }
 
 func newRingMemory(log *slog.Logger, cfg *env.Config) *ringMemory {

@@ -16,22 +16,22 @@ import (
 	"github.com/stepaf/stepaf-go/van/landing"
 )
 
-// peerDevice is a peer's device: what is mapped of it, and the copies that are under way.
-// The holder of the feed uses it.
+// peerDevice is a peer's device: its mapped memory and the running copies from it.
+// The holder of the feed owns it.
 type peerDevice struct {
 	c      *inCommon
 	d      *device
 	stream uintptr
 	maps   map[uint64]*mapping // by allocation
 
-	segments map[uint64]*mapping // by allocation, of those that came over imports
-	imports  *imports            // nil when that was not agreed
+	segments map[uint64]*mapping // allocations that were announced over imports
+	imports  *imports            // nil if the handshake has not agreed on it
 
-	events []backend.Event      // not in use
-	queue  fifo.Queue[*inbound] // from the first that waits for its copy, in the order of the ring
-	asked  uint64               // when the device was last asked how it is
+	events []backend.Event      // unused, for later copies
+	queue  fifo.Queue[*inbound] // messages from the first that waits for its copy on, in the order of the ring
+	asked  uint64               // the time of the last health check of the device
 
-	keepStream bool // somebody asks whether its work is done, and frees it then
+	keepStream bool // a streamEnd frees the stream when its work is done
 }
 
 // span is a part of a value that is copied.
@@ -43,22 +43,22 @@ type span struct {
 // mapping is an allocation of the peer.
 type mapping struct {
 	mem  backend.Mem
-	base uint64 // in the peer
-	used uint64 // when it was last
-	busy int    // copies under way
+	base uint64 // address in the peer
+	used uint64 // the time of the last use
+	busy int    // running copies
 }
 
 const (
-	// maxMaps bounds what is mapped of a peer. A mapping keeps the peer's memory, also
-	// when the peer has freed it, so those that were not used for mapTime go.
+	// maxMaps limits the mappings of a peer's memory. A mapping keeps the peer's memory allocated even
+	// after the peer has freed it, so a mapping that was not used for mapTime is closed.
 	maxMaps = 1024
 	mapTime = 30 * time.Second
 
-	// maxCopies is how many messages of a link wait for copies. More stay in the ring.
+	// maxCopies limits the messages of a link that wait for copies. Further messages stay in the ring.
 	maxCopies = 256
 )
 
-// openPeerDevice maps the peer's probe and checks that it is what the peer says.
+// openPeerDevice maps the peer's probe and checks its contents.
 func openPeerDevice(c *inCommon, hello, name []byte) (s *peerDevice, err error) {
 	if c.self.device == nil {
 		return nil, c.self.noDevice
@@ -86,7 +86,7 @@ func openPeerDevice(c *inCommon, hello, name []byte) (s *peerDevice, err error) 
 	return s, nil
 }
 
-// find fills p.spans with where p's value of n bytes lies.
+// find fills p.spans with the mapped memory of p's value of n bytes.
 func (s *peerDevice) find(p *inbound, b []byte, n int) error {
 	p.spans = p.spans[:0]
 	if p.rec.segments > 0 {
@@ -104,8 +104,8 @@ func (s *peerDevice) find(p *inbound, b []byte, n int) error {
 	return nil
 }
 
-// copy queues the copies of p's value to dst, and behind them event. It returns what ends when
-// they have, also with an error, or nil when none is under way.
+// copy queues the copies of p's value to dst, and then event. It returns the event of the end of the copies, also
+// together with an error; nil means that no copy is running.
 func (s *peerDevice) copy(p *inbound, dst backend.Mem, event backend.Event) (backend.Event, error) {
 	done := 0
 	last := len(p.spans) - 1
@@ -119,14 +119,14 @@ func (s *peerDevice) copy(p *inbound, dst backend.Mem, event backend.Event) (bac
 			err = s.d.CopyRecord(to, src, s.stream, event)
 		}
 		if err != nil {
-			return s.settleStream(), err // the memory may be taken back now, and no copy must be at work then
+			return s.settleStream(), err // the memory may be invalidated now, and no copy may be running then
 		}
 		done += src.Len()
 	}
 	return event, nil
 }
 
-// begin queues the copy of p's value to where it is wanted.
+// begin queues the copy of p's value to its destination.
 func (s *peerDevice) begin(p *inbound) error {
 	h := &p.rec.parts[partVals]
 	if err := s.find(p, p.buf[h.off:], h.n); err != nil {
@@ -140,7 +140,7 @@ func (s *peerDevice) begin(p *inbound) error {
 	if err != nil {
 		return err
 	}
-	// Revoking the destination waits for the copy, or it is not begun.
+	// If the destination is invalidated, either that waits for the copy, or the copy is not started.
 	running, err := p.dest.Fill(func() (backend.Event, error) { return s.copy(p, dst, event) })
 	if errors.Is(err, landing.ErrInvalidated) {
 		s.events = append(s.events, event)
@@ -149,7 +149,7 @@ func (s *peerDevice) begin(p *inbound) error {
 	if err != nil {
 		p.copied, p.stranded = running, running != nil
 		if p.stranded {
-			for i := range p.spans { // what the copy reads stays mapped
+			for i := range p.spans { // the memory that the copy reads stays mapped
 				p.spans[i].of.busy++
 			}
 		}
@@ -174,7 +174,8 @@ func (s *peerDevice) mapOf(e *backend.Export) (*mapping, error) {
 		}
 		return m, nil
 	}
-	// What lay there before has been freed. Beyond the bound the oldest goes.
+	// A former allocation at that address has been freed, so its mapping is closed. Above maxMaps, the oldest mapping
+	// is closed.
 	var oldest *mapping
 	var oldestID uint64
 	for id, m := range s.maps {
@@ -201,7 +202,7 @@ func (s *peerDevice) mapOf(e *backend.Export) (*mapping, error) {
 	return m, nil
 }
 
-// unmap unmaps m, which all has under id.
+// unmap closes m, the entry id of all, and deletes the entry.
 func (s *peerDevice) unmap(all map[uint64]*mapping, id uint64, m *mapping) {
 	delete(all, id)
 	if err := s.d.unmap(m.mem); err != nil {
@@ -209,7 +210,7 @@ func (s *peerDevice) unmap(all map[uint64]*mapping, id uint64, m *mapping) {
 	}
 }
 
-// segmentsOf finds the parts of n bytes that b lists.
+// segmentsOf fills p.spans with the parts that b lists. Together they have n bytes.
 func (s *peerDevice) segmentsOf(p *inbound, b []byte, n int) error {
 	le := binary.LittleEndian
 	for left := n; len(b) > 0 || left > 0; b = b[segmentPartLen:] {
@@ -230,7 +231,7 @@ func (s *peerDevice) segmentsOf(p *inbound, b []byte, n int) error {
 	return nil
 }
 
-// segment returns the peer's allocation id. Those of needed stay mapped.
+// segment returns the peer's allocation id. Mappings in needed stay mapped.
 func (s *peerDevice) segment(id uint64, needed []span) (*mapping, error) {
 	if m := s.segments[id]; m != nil {
 		return m, nil
@@ -251,8 +252,8 @@ func (s *peerDevice) segment(id uint64, needed []span) (*mapping, error) {
 	return m, nil
 }
 
-// dropWithdrawn unmaps what the peer does not use any more, except needed: the peer may
-// have offered it anew before the message that is being read.
+// dropWithdrawn unmaps the allocations that the peer has withdrawn, except needed: the peer may have announced
+// these again before the message that is being read.
 func (s *peerDevice) dropWithdrawn(needed []span) {
 	if s.imports == nil {
 		return
@@ -260,7 +261,7 @@ func (s *peerDevice) dropWithdrawn(needed []span) {
 	for _, id := range s.imports.withdrawn() {
 		switch m := s.segments[id]; {
 		case m == nil:
-		case m.busy > 0 || slices.ContainsFunc(needed, func(x span) bool { return x.of == m }): // later
+		case m.busy > 0 || slices.ContainsFunc(needed, func(x span) bool { return x.of == m }): // retried later
 			s.imports.putBack(id)
 		default:
 			s.unmap(s.segments, id, m)
@@ -268,11 +269,11 @@ func (s *peerDevice) dropWithdrawn(needed []span) {
 	}
 }
 
-// tidy unmaps what was not used for a while.
+// tidy unmaps allocations that were not used for mapTime.
 func (s *peerDevice) tidy(now uint64) {
 	s.dropWithdrawn(nil)
 	if s.d.mayBlock() {
-		return // it would only be kept elsewhere
+		return // unmap would only keep the mapping until the van is closed
 	}
 	for id, m := range s.maps {
 		if m.busy == 0 && now-m.used > uint64(mapTime) {
@@ -281,8 +282,8 @@ func (s *peerDevice) tidy(now uint64) {
 	}
 }
 
-// allocate finds the destination of p's value: where it is wanted, a buffer on the device, or,
-// where there is no memory for one, on the host.
+// allocate finds the destination of p's value: the registered or requested memory, else a buffer on the device, else,
+// if the device has no memory for one, a buffer on the host.
 func (s *peerDevice) allocate(p *inbound, n int) (backend.Mem, error) {
 	if dst, ok := s.c.dests.Find(&p.msg, n, &p.dest, true); ok {
 		p.msg.Vals, p.msg.Placed = dst, true
@@ -316,13 +317,13 @@ func (s *peerDevice) event() (backend.Event, error) {
 	return s.d.NewEvent()
 }
 
-// waiting tells whether messages wait for copies, or behind such.
+// waiting reports whether messages wait for copies, their own or those of earlier messages.
 func (s *peerDevice) waiting() bool { return s != nil && s.queue.Len() > 0 }
 
-// full tells whether no more is to be taken from the ring for now.
+// full reports whether the queue is full. No more messages are then taken from the ring.
 func (s *peerDevice) full() bool { return s != nil && s.queue.Len() >= maxCopies }
 
-// pop returns the first message if its copy is done, nil if it is not.
+// pop returns the first message if its copy is done, else nil.
 func (s *peerDevice) pop() (*inbound, error) {
 	p := s.queue.Front()
 	if p.copied != nil {
@@ -338,7 +339,7 @@ func (s *peerDevice) pop() (*inbound, error) {
 	return s.queue.Take(), nil
 }
 
-// settle takes note that the copy of p is over.
+// settle records that the copy of p has ended.
 func (s *peerDevice) settle(p *inbound) {
 	p.dest.Filled()
 	s.events = append(s.events, p.copied)
@@ -350,8 +351,7 @@ func (s *peerDevice) settle(p *inbound) {
 	s.c.copies.running.Add(-1)
 }
 
-// ask finds out, now and then, whether the device still works: from one that failed no
-// copy comes.
+// ask checks periodically whether the device still works: the copies of a failed device never end.
 func (s *peerDevice) ask(p *inbound) error {
 	now := clock.Now()
 	if now-max(p.begun, s.asked) < uint64(10*time.Millisecond) {
@@ -361,23 +361,23 @@ func (s *peerDevice) ask(p *inbound) error {
 	return s.d.health()
 }
 
-// settleStream waits until nothing is under way on the stream, without an event, for dropTime
-// at most. It returns what ends when that is so, or nil when it is.
+// settleStream waits, for dropTime at most, until the stream has no more work. It needs no event for that. It returns nil
+// if the work has ended, else an event of its end.
 func (s *peerDevice) settleStream() backend.Event {
 	e := &streamEnd{stream: s.stream, free: s.d.FreeStream}
 	e.idler, _ = s.d.Backend.(backend.StreamIdler)
 	ctx, cancel := context.WithTimeout(context.Background(), s.c.dropTime)
 	defer cancel()
 	if _ = e.Sync(ctx); ctx.Err() == nil {
-		return nil // at an error, too: a device that has failed writes nothing any more
+		return nil // also after an error: a failed device does not write any more
 	}
 	s.keepStream = true
 	return e
 }
 
-// streamEnd is the end of all work of a stream, for which no event could be recorded.
+// streamEnd stands for the end of all work of a stream for which no event could be recorded.
 type streamEnd struct {
-	idler  backend.StreamIdler // nil: nobody can tell
+	idler  backend.StreamIdler // nil: the backend cannot report it
 	stream uintptr
 	free   func(uintptr) error
 }
@@ -407,17 +407,16 @@ func (e *streamEnd) Sync(ctx context.Context) error {
 	}
 }
 
-// Close implements backend.Event. It is called when the work has ended, and nobody else has the
-// stream by then.
+// Close implements backend.Event. It is called when the work has ended. The stream then has no other
+// user.
 func (e *streamEnd) Close() error { return e.free(e.stream) }
 
-// drop waits for the copies under way, which write to memory that is used again, and
-// forgets all messages. It waits for dropTime at most, however many there are: nothing is
-// received meanwhile.
+// drop waits for the running copies, since their memory is reused, and drops all messages. It waits for
+// dropTime at most, whatever the number of copies, because the node receives nothing meanwhile.
 func (s *peerDevice) drop() {
 	ctx, cancel := context.WithTimeout(context.Background(), s.c.dropTime)
 	defer cancel()
-	var broken error // of the device: it writes nothing any more
+	var broken error // the device has failed and does not write any more
 	for s.waiting() {
 		p := s.queue.Take()
 		if p.copied != nil {
@@ -433,7 +432,7 @@ func (s *peerDevice) drop() {
 			if err != nil && broken == nil {
 				s.c.log.Error("a copy from a lost peer does not end; its memory is not used again", "from", van.NodeName(p.from.id), "err", err)
 				p.stranded = true
-				clear(p.spans) // what they name stays busy
+				clear(p.spans) // their mappings stay busy
 				p.spans = p.spans[:0]
 				s.c.copies.running.Add(-1)
 			} else {
@@ -444,10 +443,10 @@ func (s *peerDevice) drop() {
 	}
 }
 
-// dropTime is far longer than a copy takes.
+// dropTime is the limit for the end of running copies. It is far longer than a copy takes.
 const dropTime = 5 * time.Second
 
-// close unmaps all that no copy reads which has not ended: unmapping may not wait for it.
+// close unmaps the peer's memory, except mappings that a running copy reads: unmapping must not wait for that copy.
 func (s *peerDevice) close() {
 	var errs []error
 	for _, all := range []map[uint64]*mapping{s.maps, s.segments} {

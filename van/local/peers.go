@@ -17,16 +17,16 @@ import (
 	"github.com/stepaf/stepaf-go/van/landing"
 )
 
-// outPeer is a peer that data goes to.
+// outPeer is a peer that this node sends data to.
 type outPeer struct {
 	id       int // peers.mu guards it
 	token    token
-	admitted bool          // not in place of another one, or Admit was called
-	tries    int           // to make a lost link again
-	down     bool          // told of as lost; losses.mu guards it
+	admitted bool          // it replaces no other process, or Admit was called
+	tries    int           // attempts to replace a broken link
+	down     bool          // its loss was reported to losses; losses.mu guards it
 	lost     bool          // the watcher knows it as lost, or will; losses.mu guards it
-	settled  chan struct{} // closed when it is settled which way data takes
-	make     func()        // makes the link, which settles that; nil once it runs; peers.mu guards it
+	settled  chan struct{} // closed when it is known whether there is a link
+	make     func()        // makes the link and closes settled; nil once it runs; peers.mu guards it
 }
 
 // peers are the nodes that this node knows, and the links to and from them.
@@ -37,27 +37,27 @@ type peers struct {
 
 	links    atomic.Pointer[map[int]*outLink] // by node id
 	outs     atomic.Pointer[[]*outLink]       // the same
-	ending   atomic.Pointer[[]*outLink]       // that takeLink has taken, and end has not closed yet
+	ending   atomic.Pointer[[]*outLink]       // links that takeLink has removed and end has not closed yet
 	ins      atomic.Pointer[[]*inLink]
 	changes  atomic.Pointer[changes]
-	dialling atomic.Int32 // peers of which it is not settled whether they will have a link
+	dialling atomic.Int32 // the number of peers whose settled is open
 
-	holdTime    time.Duration // holdTime, other than in tests
-	unknownTime time.Duration // unknownTime, other than in tests
-	returnTime  time.Duration // returnTime, other than in tests
+	holdTime    time.Duration // the constant, except in tests
+	unknownTime time.Duration // the constant, except in tests
+	returnTime  time.Duration // the constant, except in tests
 
 	ctx    context.Context
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	losses losses
 
-	mu       sync.Mutex // guards changes of the above, and what follows
+	mu       sync.Mutex // guards changes of the fields above, and all fields below
 	closed   bool
-	used     bool // this node has data to send: links are made
+	used     bool // this node has data to send, so it makes links
 	nodes    map[int]*outPeer
 	senders  map[int]*inPeer
-	draining map[int]chan struct{} // closed when what was sent has left
-	replaced [][16]byte            // names of processes whose place others have taken
+	draining map[int]chan struct{} // closed when the sent messages are delivered
+	replaced [][16]byte            // names of replaced processes
 }
 
 func newPeers(log *slog.Logger, bell *doorbell, dests *landing.Table) *peers {
@@ -76,11 +76,11 @@ func newPeers(log *slog.Logger, bell *doorbell, dests *landing.Table) *peers {
 	return p
 }
 
-// link returns the link to node id, nil if there is none.
+// link returns the link to node id, or nil.
 func (p *peers) link(id int) *outLink { return (*p.links.Load())[id] }
 
-// settledLink is link when it is settled whether there is one. It waits until then, for
-// linkTime and drainTime at most: a message must not overtake those that were sent before.
+// settledLink returns the link to node id after it is known whether there is one. It waits for that, for
+// linkTime and drainTime at most: a message must not overtake earlier messages.
 func (p *peers) settledLink(id int) *outLink {
 	if l := p.link(id); l != nil {
 		return l
@@ -107,7 +107,7 @@ func (p *peers) settledLink(id int) *outLink {
 			return nil
 		}
 	}
-	return p.link(id) // again: it may have been made since
+	return p.link(id) // the link may have been made meanwhile
 }
 
 // useLocked makes the links that Connect has not made, all at once. If they were made one after the other,
@@ -122,7 +122,7 @@ func (p *peers) useLocked() {
 	}
 }
 
-// makeLocked begins to make the link to n. p.mu is held.
+// makeLocked starts to make the link to n. The caller holds p.mu.
 func (p *peers) makeLocked(n *outPeer) {
 	if n.make != nil && !p.closed {
 		p.wg.Go(n.make)
@@ -130,7 +130,8 @@ func (p *peers) makeLocked(n *outPeer) {
 	}
 }
 
-// unmakeLocked settles that n gets no link, if no link has been begun: n is about to leave p.nodes. n may be nil. The caller holds p.mu.
+// unmakeLocked settles that n gets no link if makeLocked was not called for it: n is about to leave p.nodes. n may be nil. The
+// caller holds p.mu.
 func (p *peers) unmakeLocked(n *outPeer) {
 	if n != nil && n.make != nil {
 		n.make = nil
@@ -138,13 +139,13 @@ func (p *peers) unmakeLocked(n *outPeer) {
 	}
 }
 
-// settle says that it is settled which way data to n takes.
+// settle records that it is known whether data to n goes over a link.
 func (p *peers) settle(n *outPeer) {
 	close(n.settled)
 	p.dialling.Add(-1)
 }
 
-// setLink makes l, which may be nil, the link to id. p.mu is held.
+// setLink makes l, which may be nil, the link to id. The caller holds p.mu.
 func (p *peers) setLink(id int, l *outLink) {
 	links := maps.Clone(*p.links.Load())
 	delete(links, id)
@@ -156,8 +157,8 @@ func (p *peers) setLink(id int, l *outLink) {
 	p.outs.Store(&outs)
 }
 
-// takeLink takes away the link to id, and returns it, if there is one, for end. Until then it may
-// send what it has, so Cancel must find it: in one list before it leaves the other. p.mu is held.
+// takeLink removes the link to id and returns it, if there is one. The caller passes it to end. Until then the link may
+// send its messages, so Cancel must find it: it is added to ending before it is removed from outs. The caller holds p.mu.
 func (p *peers) takeLink(id int) *outLink {
 	l := p.link(id)
 	if l == nil {
@@ -180,7 +181,7 @@ func (p *peers) end(l *outLink) {
 
 var errLinkBroke = errors.New("its link through shared memory broke")
 
-// tell reports that n, peer id, is lost or there again. p.mu may be held.
+// tell reports that n, peer id, is lost or has returned. The caller may hold p.mu.
 func (p *peers) tell(n *outPeer, id int, up bool, cause error) {
 	if !up {
 		p.dests.Forget(id)
@@ -188,7 +189,7 @@ func (p *peers) tell(n *outPeer, id int, up bool, cause error) {
 	p.losses.tell(n, id, up, cause)
 }
 
-// sender returns the order of a sender's messages.
+// sender returns the queue of a sender's messages.
 func (p *peers) sender(id int) *inPeer {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -201,7 +202,7 @@ func (p *peers) sender(id int) *inPeer {
 	return s
 }
 
-// addIn begins to receive from l. It refuses one of a process that was replaced.
+// addIn starts to receive from l. It refuses a link of a replaced process.
 func (p *peers) addIn(l *inLink) error {
 	p.mu.Lock()
 	if p.closed || slices.Contains(p.replaced, l.name) {
@@ -228,14 +229,14 @@ func (p *peers) addIn(l *inLink) error {
 	return nil
 }
 
-// inLost is told that the connection of l has ended. The receiver removes it when
-// the ring is empty.
+// inLost records that the connection of l has ended. The receiver removes l when its ring is
+// empty.
 func (p *peers) inLost(l *inLink) {
 	l.lost.Store(true)
 	p.bell.wakeAll()
 }
 
-// removeIn forgets a link that has ended. The feed is held.
+// removeIn removes a link that has ended. The caller holds the feed.
 func (p *peers) removeIn(l *inLink) {
 	p.mu.Lock()
 	ins := slices.DeleteFunc(slices.Clone(*p.ins.Load()), func(x *inLink) bool { return x == l })
@@ -251,7 +252,7 @@ func (p *peers) removeIn(l *inLink) {
 	l.end()
 	if !inOrder && same {
 		p.tell(n, l.from.id, false, cause)
-		if again { // it has come back before this link's ring was empty
+		if again { // the peer returned before this link's ring was empty
 			p.tell(n, l.from.id, true, nil)
 		} else {
 			p.awaitReturn(n, l)
@@ -259,11 +260,11 @@ func (p *peers) removeIn(l *inLink) {
 	}
 }
 
-// returnTime is how long a peer whose link broke has to make it again.
+// returnTime is how long a peer may take to replace a broken link.
 const returnTime = linkTime
 
-// awaitReturn tells that n is there again if its process outlives l by returnTime and has
-// not made another link: it sends over the van inside then.
+// awaitReturn reports the return of n if its process outlives l by returnTime. Without another link, such a process sends
+// over the van inside.
 func (p *peers) awaitReturn(n *outPeer, l *inLink) {
 	fd, err := unix.PidfdOpen(l.pid, 0)
 	if err != nil {

@@ -8,18 +8,18 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// pin is what a message keeps of its sender's memory until the receiver has read it.
+// pin is the memory that a message pins in the sender until the receiver has read it.
 type pin struct {
 	of     request
 	mems   [partCount]backend.Mem
 	bytes  int64
 	done   van.Completion
 	busy   bool
-	device bool   // the peer's device copies it
-	seq    uint64 // when it lies in allocations of outLink.offers
+	device bool   // the peer's device copies the value
+	seq    uint64 // the message's number in outLink.offers, if its value lies in announced allocations
 }
 
-// pinOf lists what msg pins or streams, and retains it. seq is that of offers.
+// pinOf lists and retains the memory that msg pins or streams. seq is the message's number in offers.
 func pinOf(r *record, msg *van.Message, meta []byte, seq uint64) pin {
 	var a pin
 	if r.segments > 0 {
@@ -34,7 +34,7 @@ func pinOf(r *record, msg *van.Message, meta []byte, seq uint64) pin {
 		default:
 			a.mems[i] = msg.Frame(i - 1)
 			a.mems[i].Retain()
-			if a.mems[i].OnHost() { // the device's memory is read where it is, and has no budget
+			if a.mems[i].OnHost() { // device memory does not count for the budget
 				a.bytes += int64(a.mems[i].Len())
 			}
 		}
@@ -43,7 +43,7 @@ func pinOf(r *record, msg *van.Message, meta []byte, seq uint64) pin {
 	return a
 }
 
-// end gives the memory back to the sender of the message.
+// end releases the memory and notifies the sender of the message.
 func (a *pin) end() {
 	done := a.done
 	for i := range a.mems {
@@ -55,7 +55,7 @@ func (a *pin) end() {
 	}
 }
 
-// pins are the messages that the peer reads from this node's memory. Each has a slot, until
+// pins are the messages that the peer reads from this node's memory. Each has a slot until
 // the peer has acknowledged it.
 type pins struct {
 	seg    *segment
@@ -77,10 +77,10 @@ func (t *pins) init(seg *segment, c *outCommon) {
 	}
 }
 
-// idle tells whether nothing is pinned.
+// idle reports whether no message is pinned.
 func (t *pins) idle() bool { return len(t.free) == slotCount }
 
-// add gives the record at b a slot for its pinned parts. There is a free one.
+// add assigns the record at b a slot for its pinned parts. A slot must be free.
 func (t *pins) add(b []byte, a pin) {
 	slot := t.free[len(t.free)-1]
 	t.free = t.free[:len(t.free)-1]
@@ -98,7 +98,7 @@ func (t *pins) add(b []byte, a pin) {
 	t.stats.pinned.Add(1)
 }
 
-// collect takes back what the peer has acknowledged.
+// collect releases the slots that the peer has acknowledged.
 func (t *pins) collect() error {
 	acked := t.seg.acked().Load()
 	if acked-t.acked > slotCount {
@@ -115,7 +115,7 @@ func (t *pins) collect() error {
 	return nil
 }
 
-// release gives back the memory of a slot.
+// release frees a slot and releases its memory.
 func (t *pins) release(slot uint32) {
 	if t.slots[slot].device {
 		t.copies.exported.Add(-1)
@@ -125,8 +125,8 @@ func (t *pins) release(slot uint32) {
 	t.stats.pinned.Add(-1)
 }
 
-// recall gives back the memory of the requests q. A receiver that reads it all the same finds
-// that it has been taken back.
+// recall releases the memory of the requests q. A receiver that still reads it sees the changed generation and drops
+// the message.
 func (t *pins) recall(q *van.Requests) {
 	for i := range t.slots {
 		if a := &t.slots[i]; a.busy && a.of.in(q) {
@@ -134,12 +134,12 @@ func (t *pins) recall(q *van.Requests) {
 			t.bytes -= a.bytes
 			device, seq := a.device, a.seq
 			a.end()
-			a.busy, a.device, a.seq = true, device, seq // until it is acknowledged
+			a.busy, a.device, a.seq = true, device, seq // the slot stays in use until it is acknowledged
 		}
 	}
 }
 
-// close gives back everything, and tells how much there was.
+// close releases all slots and returns how many messages were pinned.
 func (t *pins) close() (n int) {
 	for i := range t.slots {
 		if t.slots[i].busy {
@@ -151,7 +151,7 @@ func (t *pins) close() (n int) {
 	return n
 }
 
-// since is the number of the first message that names allocations, at most next.
+// since returns the number of the first pinned message that names allocations, or next.
 func (t *pins) since(next uint64) uint64 {
 	for i := range t.slots {
 		if a := &t.slots[i]; a.busy && a.seq > 0 {
@@ -168,14 +168,14 @@ type queued struct {
 	pin   pin
 }
 
-// sendQueue has the messages that wait for room, in order.
+// sendQueue is the FIFO queue of messages that wait for room.
 type sendQueue struct {
 	list     []*queued
 	requests requestCounts // of those with pinned parts
 	bytes    int64
 }
 
-// queueLen is how many messages wait for room at most.
+// queueLen is the maximum number of messages that wait for room.
 const queueLen = 65536
 
 // put adds q.
@@ -189,7 +189,7 @@ func (s *sendQueue) put(q *queued) {
 	s.bytes += q.size()
 }
 
-// size is how many bytes q keeps.
+// size returns how many bytes q keeps in memory.
 func (q *queued) size() int64 { return int64(len(q.bytes)) + q.pin.bytes }
 
 // take removes the first message.
@@ -201,7 +201,7 @@ func (s *sendQueue) take() {
 	s.requests.remove(q.pin.of)
 }
 
-// recall drops what belongs to the requests q.
+// recall drops the messages of the requests q.
 func (s *sendQueue) recall(q *van.Requests) {
 	if !s.requests.have(q) {
 		return
@@ -217,7 +217,7 @@ func (s *sendQueue) recall(q *van.Requests) {
 	})
 }
 
-// close drops everything, and tells how much there was.
+// close drops all messages and returns their number.
 func (s *sendQueue) close() (n int) {
 	for _, q := range s.list {
 		n++

@@ -12,8 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// receiver is the engine's source of what peers write to their links. It sleeps on the
-// doorbell; peers wake it only when the doorbell is armed.
+// receiver is the engine's source for all inbound links. It sleeps on the doorbell; peers wake it only
+// when the doorbell is armed.
 type receiver struct {
 	self    *endpoint
 	in      *inCommon
@@ -24,15 +24,15 @@ type receiver struct {
 	blamed logx.Sparse
 
 	// The holder of the feed uses these.
-	next   int    // of peers.ins, where the last message was
-	tidied uint64 // when tidy last did something
+	next   int    // index in peers.ins of the link of the last message
+	tidied uint64 // the time of the last tidy
 
-	maxSleep time.Duration // maxSleep, other than in tests
+	maxSleep time.Duration // the constant, except in tests
 	polled   func()        // for tests: called after the last poll before a sleep
 }
 
-// limit bounds what waits for handlers of this node. A peer that has used up its
-// share is not read: what it sends stays in its ring, and in its own memory.
+// limit sets the budgets of messages that wait for this node's handlers. If a peer has used up its
+// share, its links are not read: its messages stay in its ring and in its own memory.
 func (r *receiver) limit(c *env.Config) {
 	loop := r.in.feed.Loop
 	if !failpoint.On("recv-budget") {
@@ -41,7 +41,7 @@ func (r *receiver) limit(c *env.Config) {
 	loop.Weight = (*inbound).weight
 	loop.Paused = func(lane *engine.PeerQueue[*inbound], bytes int64) {
 		from := r.peers.sender(lane.ID)
-		// While a value is being read from the peer, its messages wait for the end of that.
+		// A message whose value is being read from the peer is no sign of a slow handler.
 		from.blame.Watch(lane.Paused, func() bool { return lane.Slow() && !from.fetching.Load() }, func() {
 			if n, speak := r.blamed.Next(); speak {
 				r.log.Warn("a peer is not read for now: its handler is slow", "peer", van.NodeName(lane.ID), "bytes that wait for it", bytes,
@@ -52,7 +52,7 @@ func (r *receiver) limit(c *env.Config) {
 	loop.Resumed = func(*engine.PeerQueue[*inbound]) { r.self.bell.wakeAll() }
 }
 
-// maxSleep bounds a sleep; see bell.wait.
+// maxSleep is the longest sleep; see bell.wait.
 const maxSleep = 500 * time.Millisecond
 
 // Take implements engine.Source.
@@ -62,7 +62,7 @@ func (r *receiver) Take(_ time.Duration, poll bool) (*inbound, *engine.PeerQueue
 		return p, &p.from.lane, engine.Message
 	}
 	if r.self.device != nil && !poll {
-		r.tidy(clock.Now()) // here: a loop that polls for ever never sleeps
+		r.tidy(clock.Now()) // not in Sleep: a loop may poll forever
 	}
 	switch {
 	case r.in.chunks.Load() != chunks:
@@ -81,7 +81,7 @@ func (r *receiver) Arm(s engine.Sleeper) bool {
 		if r.self.device != nil {
 			r.tidy(clock.Now())
 		}
-		found = found || r.in.copies.running.Load() > 0 // it may sleep for longer than copies take
+		found = found || r.in.copies.running.Load() > 0 // Sleep could otherwise last longer than the copies
 	}
 	return found
 }
@@ -89,7 +89,7 @@ func (r *receiver) Arm(s engine.Sleeper) bool {
 // Disarm implements engine.Source.
 func (r *receiver) Disarm() { r.self.bell.bell.disarm() }
 
-// waiterOf is the waiter of the bell that s is.
+// waiterOf returns the waiter of the bell for s.
 func waiterOf(s engine.Sleeper) waiter {
 	if s == engine.ByPoll {
 		return pollWaiter
@@ -107,7 +107,7 @@ func (r *receiver) Sleep(s engine.Sleeper, arm func() bool, limit time.Duration)
 	if arm() {
 		return
 	}
-	if r.in.copies.running.Load() > 0 { // the end of a device's copy wakes nobody
+	if r.in.copies.running.Load() > 0 { // the end of a device's copy does not ring the bell
 		limit = min(limit, copyPause)
 	}
 	if err := bell.wait(who, count, limit); err != nil {
@@ -115,11 +115,11 @@ func (r *receiver) Sleep(s engine.Sleeper, arm func() bool, limit time.Duration)
 	}
 }
 
-// Wake implements engine.Source. It does nothing when the van has been closed meanwhile.
+// Wake implements engine.Source. It does nothing if the van has been closed.
 func (r *receiver) Wake(s engine.Sleeper) { r.self.bell.wake(waiterOf(s)) }
 
-// Deliver implements engine.Source: it hands up one message, after the parts that are
-// still with the sender have been read.
+// Deliver implements engine.Source: it reads the parts that are still in the sender's memory, and hands up the
+// message.
 func (r *receiver) Deliver(p *inbound, turn *engine.Deliverer) {
 	c := r.in
 	if p.in.fenced.Load() {
@@ -142,9 +142,9 @@ func (r *receiver) Deliver(p *inbound, turn *engine.Deliverer) {
 // Discard implements engine.Source.
 func (r *receiver) Discard(p *inbound) { r.in.release(p) }
 
-// scan takes the next message of any link, and services the outbound links. With
-// poll set it leaves alone the peers whose earlier messages the loop is still
-// delivering. The feed is held.
+// scan receives the next message of any link, and services the outbound links. With
+// poll, it skips peers whose earlier messages the loop is still delivering. The caller holds the
+// feed.
 func (r *receiver) scan(poll bool) *inbound {
 	for _, l := range *r.peers.outs.Load() {
 		l.service()
@@ -155,7 +155,7 @@ func (r *receiver) scan(poll bool) *inbound {
 			r.next = 0
 		}
 		l := ins[r.next]
-		lost := l.lost.Load() // before the ring is read: what was sent is there by then
+		lost := l.lost.Load() // read before the ring: if set, the ring is complete
 		if l.fenced.Load() {
 			r.peers.removeIn(l)
 			return nil // the list has changed
@@ -169,13 +169,13 @@ func (r *receiver) scan(poll bool) *inbound {
 		}
 		if !l.failed() {
 			if !r.in.feed.Loop.MayRead(&l.from.lane) {
-				continue // enough waits for its handler; the rest stays with the peer
+				continue // the peer's budget is used up; further messages stay in its memory
 			}
 			if p := l.next(); p != nil {
 				return p
 			}
 			if lost && !l.failed() && (l.seg.tail().Load() != l.head || l.dev.waiting()) {
-				continue // of a stream there is more, or a copy is under way
+				continue // a stream has more chunks, or a copy is running
 			}
 		}
 		if lost {
@@ -186,9 +186,9 @@ func (r *receiver) scan(poll bool) *inbound {
 	return nil
 }
 
-// pending tells whether there is something to receive, and tells peers of
-// acknowledgements. It is called before the receiver stops polling. Copies are none of it: a
-// receiver that sleeps while there are some polls again soon. The feed is held.
+// pending reports whether there may be a message to receive, and rings peers for acknowledgements. It is
+// called before the receiver stops polling. Running copies do not count: the receiver then sleeps only
+// briefly. The caller holds the feed.
 func (r *receiver) pending() bool {
 	found := false
 	for _, l := range *r.peers.ins.Load() {
@@ -207,7 +207,7 @@ func (r *receiver) pending() bool {
 	return found
 }
 
-// tidy unmaps device memory of peers that was not used for a while. The feed is held.
+// tidy unmaps device memory of peers that was not used for mapTime. The caller holds the feed.
 func (r *receiver) tidy(now uint64) {
 	d := r.self.device
 	if d == nil || now-r.tidied <= uint64(tidyTime) {

@@ -9,22 +9,22 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// A record in the ring is a message, a chunk of the last message's streamed parts,
-// the rest of them, pinned, or a pad. All numbers are little endian.
+// A record in the ring is a message, a chunk of the last message's streamed parts, the pinned rest
+// of these parts, or a pad. All numbers are little endian.
 //
 //	message, rest                         chunk
 //	 0  u32  length of the record          0  u32  length of the record
 //	 4  u8   1, 3                          4  u8   2
 //	 5  u8   data frames                   8  u32  bytes
-//	 8  u32  slot of what is pinned       64  the bytes
+//	 8  u32  slot of pinned parts         64  the bytes
 //	12  u32  generation of the slot
 //	16  4 parts: meta, keys, values, lengths
-//	128 the inline parts and exports, each on a line of its own
+//	128 the inline parts and exports, each in its own cache line
 //
 // A pad has the length and the kind of a chunk, 4, and nothing else: the record after it is at the start of the ring.
 //
-// The parts of a rest are what the chunks before it have not brought, inline with
-// length 0 where that is nothing.
+// The parts of a rest are the bytes that the chunks before it have not carried. A part without such
+// bytes is inline with length 0.
 //
 //	part
 //	0  u64  address in the sender, of a pinned part
@@ -44,16 +44,16 @@ const (
 
 	partInline = 1
 	partPinned = 2 // the receiver reads it from the sender's memory
-	partStream = 3 // follows in chunks, and perhaps a rest
+	partStream = 3 // follows in chunks, and possibly a rest
 	partDevice = 4 // the receiver's device copies it; the record has its export
 
 	partCount = 1 + van.MaxFrames // meta, keys, values, lengths
 
-	// streamFrom is the length from which a part is not inline: it is then copied
-	// straight to its destination, and while the next chunk is being written.
+	// streamFrom is the length from which a part is not inline. The receiver copies such a part
+	// straight to its destination, while the sender writes the next chunk.
 	streamFrom = 32 << 10
 
-	// maxChunk is how much of a stream is in one record.
+	// maxChunk is the maximum number of bytes of a stream in one record.
 	maxChunk = 64 << 10
 
 	maxRecord = recordHead + partCount*(streamFrom+recordAlign)
@@ -71,7 +71,7 @@ type part struct {
 	addr uint64 // of a pinned part
 }
 
-// record is what a message's record says.
+// record is the decoded record of a message.
 type record struct {
 	frames    int
 	forms     uint8 // a bit for each form that parts have
@@ -80,21 +80,21 @@ type record struct {
 	parts     [partCount]part
 }
 
-// present is how many parts a message with that many frames has.
+// present returns how many parts a message with that many frames has.
 func present(frames int) int { return 1 + frames }
 
-// pins tells whether parts are to be read from the sender, streams whether they
+// pins reports whether the receiver reads parts from the sender's memory. streams reports whether parts
 // follow in chunks.
 func (r *record) pins() bool    { return r.has(partPinned) || r.has(partDevice) }
 func (r *record) streams() bool { return r.has(partStream) }
 
 func (r *record) has(form uint32) bool { return r.forms>>form&1 != 0 }
 
-// inline tells whether all parts are in the record.
+// inline reports whether all parts are in the record.
 func (r *record) inline() bool { return r.forms == 1<<partInline }
 
-// plan lays out msg, with large parts in a form of their own, and returns the
-// length of its record. r.segments is set.
+// plan chooses the form of each part of msg and returns the length of its record. Large parts get the form
+// large. r.segments must be set.
 func (r *record) plan(msg *van.Message, large uint32) int {
 	r.frames, r.forms, r.slot, r.gen = msg.Frames, 0, noSlot, 0
 	size := recordHead
@@ -120,9 +120,9 @@ func (r *record) plan(msg *van.Message, large uint32) int {
 	return size
 }
 
-// put writes the record of msg, as planned, to b. meta is the encoded meta, if it
-// is not to be inline, export names the values, if they are on the device. The slot is
-// written by setSlot.
+// put writes the record of msg, as planned, to b. meta is the encoded meta if it is not
+// inline. export describes the values if they are on the device. setSlot writes the slot
+// later.
 func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *backend.Shared) error {
 	if r.parts[0].form == partInline {
 		if err := msg.EncodeTo(b[recordHead : recordHead+r.parts[0].n]); err != nil {

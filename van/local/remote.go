@@ -10,10 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// remote is another process, whose memory is read.
+// remote is another process whose memory this process reads.
 type remote struct {
 	pid int
-	fd  int // of the process, so that its end is noticed before its number is another's
+	fd  int // a pidfd, which detects the end of the process even if another process gets its pid
 }
 
 // openRemote opens process pid, which must be alive.
@@ -27,10 +27,10 @@ func openRemote(pid int) (*remote, error) {
 
 func (r *remote) close() { _ = unix.Close(r.fd) }
 
-// alive tells whether the process has not ended.
+// alive reports whether the process is running.
 func (r *remote) alive() bool { return !exited(uintptr(r.fd)) }
 
-// maxRead bounds a system call.
+// maxRead limits the bytes of one system call.
 const maxRead = 256 << 20
 
 // read copies len(dst) bytes at addr of the process to dst.
@@ -55,8 +55,8 @@ func (r *remote) read(dst []byte, addr uint64) error {
 	return nil
 }
 
-// canRead tells why memory of the process cannot be read, by reading a number that
-// the process has said lies at addr.
+// canRead returns an error if the memory of the process cannot be read. It reads at addr the number nonce, which
+// the process has written there.
 func (r *remote) canRead(addr, nonce uint64) error {
 	var got uint64
 	if err := r.read(unsafe.Slice((*byte)(unsafe.Pointer(&got)), 8), addr); err != nil {
@@ -68,17 +68,17 @@ func (r *remote) canRead(addr, nonce uint64) error {
 	return nil
 }
 
-// yamaScope names the setting with which the Yama module limits who may read whom.
+// yamaScope is the setting of the Yama module that limits which processes may read others.
 const yamaScope = "/proc/sys/kernel/yama/ptrace_scope"
 
-// admitReaders lets processes of this user read this process's memory where Yama
-// asks for its permission. It tells whether it did.
+// admitReaders permits processes of this user to read this process's memory if Yama
+// requires that permission. It reports whether it did.
 func admitReaders() (bool, error) {
 	scope, err := os.ReadFile(yamaScope)
 	if err != nil || string(bytes.TrimSpace(scope)) != "1" {
-		return false, nil // no Yama, nothing to ask, or nothing to be had
+		return false, nil // no Yama, no permission needed, or none possible
 	}
-	const anyone = math.MaxUint64 // PR_SET_PTRACER_ANY: there is room for only one process otherwise
+	const anyone = math.MaxUint64 // PR_SET_PTRACER_ANY: the alternative permits only one process
 	if err := unix.Prctl(unix.PR_SET_PTRACER, anyone, 0, 0, 0); err != nil {
 		return false, fmt.Errorf("prctl PR_SET_PTRACER: %w", err)
 	}

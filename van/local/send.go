@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// send takes msg, whose values export names if they lie on the device. It reports
-// sent=false when the link has ended.
+// send writes or queues msg. export describes its values if they are on the device. sent is false
+// if the link has ended.
 func (l *outLink) send(msg *van.Message, export *backend.Shared) (sent bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -54,7 +54,7 @@ func (l *outLink) send(msg *van.Message, export *backend.Shared) (sent bool, err
 		if err := r.put(l.seg.at(l.tail), size, msg, meta, export); err != nil {
 			return true, err
 		}
-		if r.inline() { // the usual small message: nothing is pinned
+		if r.inline() { // the usual small message: no memory is pinned
 			if msg.Done != nil {
 				msg.Done.Sent()
 			}
@@ -62,7 +62,7 @@ func (l *outLink) send(msg *van.Message, export *backend.Shared) (sent bool, err
 		} else {
 			l.publish(&r, size, pinOf(&r, msg, meta, l.offers.seq))
 			if l.streaming() {
-				l.drain() // the peer is to say when there is room: the loop, which goes on then, may sleep
+				l.drain() // asks the peer to ring when there is room: the loop, which continues the stream, may sleep
 			}
 		}
 	} else if err := l.enqueue(&r, size, msg, meta, export); err != nil {
@@ -77,7 +77,7 @@ func (l *outLink) send(msg *van.Message, export *backend.Shared) (sent bool, err
 	return true, nil
 }
 
-// enqueue keeps msg until there is room. l.mu is held.
+// enqueue queues msg until there is room. The caller holds l.mu.
 func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, export *backend.Shared) error {
 	if len(l.queue.list) >= queueLen && !msg.Continues {
 		return l.refuse()
@@ -93,7 +93,7 @@ func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, ex
 	return nil
 }
 
-// flush rings for what was sent with More.
+// flush rings the peer for messages that were sent with More.
 func (l *outLink) flush() {
 	if l.held.Load() && l.held.Swap(false) {
 		l.mu.Lock()
@@ -104,8 +104,8 @@ func (l *outLink) flush() {
 	}
 }
 
-// limit is how much may be unsent for msg to be taken. Short messages may be a little
-// beyond the budget: one value that uses it up is not to keep the request behind it.
+// limit returns the number of unsent bytes up to which msg is accepted. Short messages may exceed the budget a
+// little: one value that uses it up must not block the request after it.
 func (l *outLink) limit(msg *van.Message) int64 {
 	if msg.PayloadLen() < streamFrom {
 		return l.c.budget + l.c.budget/16
@@ -113,9 +113,9 @@ func (l *outLink) limit(msg *van.Message) int64 {
 	return l.c.budget
 }
 
-// awaitRoom waits while too much is unsent and the peer goes on taking it, and tells
-// whether there is room now. A peer that has taken nothing since the last time is not
-// waited for. l.mu is held.
+// awaitRoom waits while the budget is used up and the peer continues to consume messages. It reports whether there is
+// room now. If the peer has consumed nothing since the last call, it does not wait. The caller holds
+// l.mu.
 func (l *outLink) awaitRoom() bool {
 	if failpoint.On("send-budget") {
 		return true
@@ -128,7 +128,7 @@ func (l *outLink) awaitRoom() bool {
 	begun := clock.Now()
 	for since := begun; ; pause.Pause() {
 		if l.collect() != nil {
-			return true // as the next call says
+			return true // the caller's next step reports the error
 		}
 		l.seg.wants().Store(0)
 		l.drain()
@@ -149,14 +149,14 @@ func (l *outLink) awaitRoom() bool {
 	}
 }
 
-// Bounds of waiting for a peer that owes room: since it has last taken something, and in
-// all.
+// Limits of awaitRoom: the time since the peer has last consumed a message, and the total
+// time.
 const (
 	roomTimeout = 10 * time.Millisecond
 	maxRoomWait = 500 * time.Millisecond
 )
 
-// refuse says that nothing more is taken for the peer for now. l.mu is held.
+// refuse returns the error for a message that exceeds the budget. The caller holds l.mu.
 func (l *outLink) refuse() error {
 	if n := l.c.stats.unsent.Add(1); n&(n-1) == 0 {
 		l.c.log.Warn("a message was refused: its peer takes nothing", "peer", van.NodeName(int(l.id.Load())), "bytes unsent", l.unsent(),
@@ -166,15 +166,16 @@ func (l *outLink) refuse() error {
 		van.ErrQueueFull, l.unsent(), len(l.queue.list), l.c.budget, queueLen)
 }
 
-// service polls for what the peer has taken and acknowledged, and goes on.
+// service releases acknowledged memory and continues to send queued messages.
 func (l *outLink) service() {
-	if l.busy.Load() && l.mu.TryLock() { // else a sender has it, and does the same
+	if l.busy.Load() && l.mu.TryLock() { // otherwise a sender holds the lock and does the same
 		l.serviceLocked()
 		l.mu.Unlock()
 	}
 }
 
-// serviceLocked tells whether nothing is left to be taken or acknowledged.
+// serviceLocked is service. It reports whether the peer has consumed and acknowledged all messages. The caller holds
+// l.mu.
 func (l *outLink) serviceLocked() bool {
 	if l.gone {
 		return true
@@ -184,7 +185,7 @@ func (l *outLink) serviceLocked() bool {
 		return true
 	}
 	if len(l.queue.list) > 0 || l.streaming() {
-		l.seg.wants().Store(0) // this is the poll that drain means
+		l.seg.wants().Store(0) // drain sets it again and then polls
 		l.drain()
 	}
 	idle := l.pins.idle() && len(l.queue.list) == 0 && !l.streaming()
@@ -192,21 +193,21 @@ func (l *outLink) serviceLocked() bool {
 	return idle && l.seg.head().Load() == l.tail
 }
 
-// pending tells whether service would find something.
+// pending reports whether service may have work.
 func (l *outLink) pending() bool {
 	if !l.busy.Load() {
 		return false
 	}
 	if !l.mu.TryLock() {
-		return true // a sender has it: poll again
+		return true // a sender holds the lock: poll again
 	}
 	defer l.mu.Unlock()
 	waits := len(l.queue.list) > 0 || l.streaming()
 	return !l.gone && (l.seg.acked().Load() != l.pins.acked || waits && l.seg.wants().Load() == 0)
 }
 
-// inUseSince is the number of the first message that is pinned, and may name an allocation.
-// l.mu is held.
+// inUseSince returns the number of the first pinned or queued message that may name an allocation. The caller holds
+// l.mu.
 func (l *outLink) inUseSince() uint64 {
 	first := l.pins.since(l.offers.seq + 1)
 	for _, q := range l.queue.list {
@@ -217,8 +218,8 @@ func (l *outLink) inUseSince() uint64 {
 	return first
 }
 
-// tidy withdraws offers that are not used. While somebody sends it does so another time:
-// that may wait for the peer, and the receiver must not.
+// tidy withdraws unused allocations. If a sender holds the lock, tidy leaves that to a later call: a sender may wait
+// for the peer, and the receiver must not wait.
 func (l *outLink) tidy(now uint64) {
 	if !l.mu.TryLock() {
 		return
@@ -229,8 +230,8 @@ func (l *outLink) tidy(now uint64) {
 	}
 }
 
-// recall gives back what is pinned for the requests q: of a stream the rest is sent from a
-// copy; what is queued is dropped.
+// recall releases the memory of the requests q. The rest of a stream is sent from a copy, and queued
+// messages are dropped.
 func (l *outLink) recall(q *van.Requests) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -255,8 +256,8 @@ func (l *outLink) recall(q *van.Requests) {
 	l.queue.recall(q)
 }
 
-// linger waits until the peer has taken everything, at most until ctx ends. It
-// tells whether it has.
+// linger waits until the peer has consumed all messages, at most until ctx ends. It reports
+// whether the peer has.
 func (l *outLink) linger(ctx context.Context) bool {
 	tick := time.Tick(time.Millisecond)
 	for begun := clock.Now(); ; {
@@ -280,8 +281,8 @@ func (l *outLink) linger(ctx context.Context) bool {
 	}
 }
 
-// close ends the link: nobody may read what it has pinned any more, and its memory
-// goes. It returns how many messages it had not passed on.
+// close ends the link and frees its memory. The peer may not read its pinned memory any more. close returns how many
+// messages were not delivered.
 func (l *outLink) close(inOrder bool) (lost int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

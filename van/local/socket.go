@@ -12,16 +12,16 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// A link is agreed on, watched, and told of device memory over a Unix socket: what its ends
-// do with it.
+// The Unix socket of a link. Both ends use it for the handshake, to watch each other, and to announce device
+// memory.
 
 // listen opens the socket of t.
 func listen(t *token) (*net.UnixListener, error) {
 	return net.ListenUnix("unixpacket", &net.UnixAddr{Name: t.address(), Net: "unixpacket"})
 }
 
-// sameUser checks with the kernel that the process at the other end is the same
-// user's, and returns its number.
+// sameUser asks the kernel for the process at the other end. It returns the pid, or an error if the process belongs to
+// another user.
 func sameUser(c *net.UnixConn) (pid int, err error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -40,7 +40,7 @@ func sameUser(c *net.UnixConn) (pid int, err error) {
 	return int(cred.Pid), nil
 }
 
-// receive reads one message of at most most bytes, and the files that come with it.
+// receive reads one message of at most most bytes and the files that were sent with it.
 func receive(c *net.UnixConn, most int) (b []byte, fds []int, err error) {
 	b = make([]byte, most)
 	oob := make([]byte, unix.CmsgSpace(4*maxFiles))
@@ -60,11 +60,11 @@ func receive(c *net.UnixConn, most int) (b []byte, fds []int, err error) {
 	return b[:n], fds, nil
 }
 
-// maxFiles is how many files there is room for in a message.
+// maxFiles is the maximum number of files in a message.
 const maxFiles = 4
 
-// lacksFiles is the error of a message of which fewer files came than were sent, although
-// there was room for as many as room: this process may have no more.
+// lacksFiles returns an error if fewer files arrived with a message than were sent, although
+// there was room for room files: this process has reached its limit of descriptors.
 func lacksFiles(flags, came, room int) error {
 	if flags&unix.MSG_CTRUNC == 0 || came >= room {
 		return nil
@@ -72,7 +72,7 @@ func lacksFiles(flags, came, room int) error {
 	return fmt.Errorf("process %d could take only %d of the files of a message: %w; the limit is its RLIMIT_NOFILE (ulimit -Hn)", os.Getpid(), came, unix.EMFILE)
 }
 
-// filesIn returns the files that came with a message.
+// filesIn returns the files that were received with a message.
 func filesIn(oob []byte) (fds []int, err error) {
 	msgs, err := unix.ParseSocketControlMessage(oob)
 	for i := range msgs {
@@ -95,12 +95,12 @@ var errProtocol = errors.New("the peer does not keep to the protocol of the shar
 func awaitEnd(c *net.UnixConn) {
 	awaitEndOf(c, func() {
 		var b [1]byte
-		_, _ = c.Read(b[:]) // nothing is ever sent
+		_, _ = c.Read(b[:]) // the peer never sends data
 	})
 }
 
-// awaitEndOf is awaitEnd where read reads until the connection ends. That may outlast the
-// process at its other end: its children have inherited it.
+// awaitEndOf is awaitEnd with read, which reads until the connection ends. The connection may outlast the
+// process at its other end, if child processes have inherited it.
 func awaitEndOf(c *net.UnixConn, read func()) {
 	if pid, err := sameUser(c); err == nil {
 		if fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK); err == nil {
@@ -122,7 +122,7 @@ func awaitEndOf(c *net.UnixConn, read func()) {
 	read()
 }
 
-// ended tells whether process pid has ended.
+// ended reports whether process pid has ended.
 func ended(pid int) bool {
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
@@ -132,7 +132,7 @@ func ended(pid int) bool {
 	return exited(uintptr(fd))
 }
 
-// exited tells whether the process of a pidfd has ended.
+// exited reports whether the process of a pidfd has ended.
 func exited(fd uintptr) bool {
 	p := [1]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
 	n, err := unix.Poll(p[:], 0)

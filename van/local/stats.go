@@ -6,7 +6,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// stats counts without locks.
+// stats are the van's counters, which need no lock.
 type stats struct {
 	sentN, sentB, recvN, recvB, malformed atomic.Uint64
 	refused                               atomic.Uint64 // values for which the device had no memory
@@ -18,7 +18,7 @@ type stats struct {
 func (s *stats) sent(bytes int)     { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
 func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes)) }
 
-// add returns o, the counters of the van inside, and what s has counted.
+// add returns the sums of o, the counters of the van inside, and s.
 func (s *stats) add(o van.Stats) van.Stats {
 	o.SentMessages += s.sentN.Load()
 	o.SentBytes += s.sentB.Load()

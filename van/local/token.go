@@ -29,7 +29,7 @@ const (
 	tokenLen     = 40
 )
 
-// newToken describes this process.
+// newToken returns a token of this process with a random name.
 func newToken() (token, error) {
 	t := token{uid: uint32(os.Geteuid())}
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
@@ -54,7 +54,7 @@ func digest(b []byte) [8]byte {
 	return [8]byte(sum[:8])
 }
 
-// encode returns the token as it travels.
+// encode returns the token in the form of van.NodeExtension.Local.
 func (t *token) encode() []byte {
 	b := make([]byte, 0, tokenLen)
 	b = binary.LittleEndian.AppendUint32(b, tokenVersion)
@@ -63,8 +63,7 @@ func (t *token) encode() []byte {
 	return append(b, t.name[:]...)
 }
 
-// parseToken reads van.NodeExtension.Local. It reports false when a peer has put
-// nothing there, or something else.
+// parseToken parses van.NodeExtension.Local. It reports false if that is empty or not a token.
 func parseToken(b []byte) (t token, ok bool) {
 	if len(b) != tokenLen || binary.LittleEndian.Uint32(b) != tokenVersion {
 		return t, false
@@ -75,7 +74,7 @@ func parseToken(b []byte) (t token, ok bool) {
 	return t, true
 }
 
-// reach says why a peer with token p cannot be reached through memory, or "".
+// reach returns why a peer with token p cannot be reached through memory, or "".
 func (t *token) reach(p *token) string {
 	switch {
 	case t.host != p.host:

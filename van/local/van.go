@@ -21,7 +21,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/landing"
 )
 
-// Van is a van whose data messages to peers of the same host go through memory.
+// Van is a van that sends data messages to peers of the same host through shared memory.
 type Van struct {
 	inner   van.Van
 	cfg     *env.Config
@@ -41,13 +41,13 @@ type Van struct {
 	dialer   dialer
 	acceptor acceptor
 
-	off     bool // there is no link, and never will be
+	off     bool // this van makes no links
 	started bool
 
-	closing   atomic.Bool     // nothing is sent any more
-	drain     context.Context // ends when nothing more is to leave
+	closing   atomic.Bool     // Send fails
+	drain     context.Context // its end stops the delivery of sent messages
 	endDrain  context.CancelFunc
-	drainTime time.Duration // drainTime, other than in tests
+	drainTime time.Duration // the constant, except in tests
 }
 
 var (
@@ -64,9 +64,8 @@ var (
 	_ van.PathChooser     = (*Van)(nil)
 )
 
-// New wraps in, which must not have been bound. Where shared memory cannot be
-// had, the van works as in does, and the log says why. Use van.As to find the
-// other abilities of in.
+// New wraps in, which must not be bound yet. If shared memory is not available, the van works like in and
+// logs the cause. Use van.As to find the other capabilities of in.
 func New(in van.Van, o van.Options) *Van {
 	v := &Van{inner: in, cfg: o.Config, log: o.Log, backend: o.Backend, dests: landing.New(streamFrom), drainTime: drainTime}
 	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
@@ -124,7 +123,7 @@ func (v *Van) Bind(ctx context.Context, self van.Node) (int, error) {
 	return port, nil
 }
 
-// open makes the doorbell and listens. peers.mu is held.
+// open opens the doorbell and the socket. The caller holds peers.mu.
 func (v *Van) open() (err error) {
 	s := &v.own
 	if s.token, err = newToken(); err != nil {
@@ -146,7 +145,7 @@ func (v *Van) open() (err error) {
 	return nil
 }
 
-// Endpoint implements van.Advertiser: it is nil when the node cannot be reached
+// Endpoint implements van.Advertiser. It returns nil if the node cannot be reached
 // through memory.
 func (v *Van) Endpoint() []byte {
 	v.peers.mu.Lock()
@@ -196,7 +195,7 @@ func (v *Van) Send(msg *van.Message) error {
 			return v.Send(msg)
 		}
 		if errors.Is(err, van.ErrInvalid) && msg.Frames >= partVals && !msg.Vals.OnHost() {
-			err = fmt.Errorf("%w: %w", err, backend.ErrNotExportable) // there has been a link a moment ago
+			err = fmt.Errorf("%w: %w", err, backend.ErrNotExportable) // a link has existed until now
 		}
 		return err
 	}
@@ -213,7 +212,7 @@ func (v *Van) Send(msg *van.Message) error {
 		if f.OnHost() {
 			continue
 		}
-		if i == partVals-1 && !l.device { // but that of the link before, perhaps
+		if i == partVals-1 && !l.device { // the link may have replaced one with a device
 			return v.sendError(msg, fmt.Errorf("%w: the values lie on %s, want host memory: %w", van.ErrInvalid, f.Device(), backend.ErrNotExportable))
 		}
 		if i != partVals-1 {
@@ -235,7 +234,7 @@ func (v *Van) Send(msg *van.Message) error {
 	}
 	if !sent {
 		if v.peers.link(msg.Receiver) != l {
-			return v.Send(msg) // the link has been replaced in between, or given up
+			return v.Send(msg) // the link has been replaced or removed meanwhile
 		}
 		err = fmt.Errorf("%w: %w", van.ErrPeerLost, l.why())
 		if v.closing.Load() {
@@ -293,7 +292,7 @@ func (v *Van) Cancel(q van.Requests) {
 	for _, l := range *v.peers.outs.Load() {
 		l.recall(&q)
 	}
-	for _, l := range *v.peers.ending.Load() { // behind the others: see takeLink
+	for _, l := range *v.peers.ending.Load() { // after outs: see takeLink
 		l.recall(&q)
 	}
 	if r, ok := van.As[van.Canceler](v.inner); ok {
@@ -301,11 +300,11 @@ func (v *Van) Cancel(q van.Requests) {
 	}
 }
 
-// SharedMemory is Path.Over of the peers that this van links.
+// SharedMemory is Path.Over of peers that have a link.
 const SharedMemory = "shared memory"
 
-// PathTo implements van.PathChooser. A value on the device that cannot be named to other
-// processes is refused with backend.ErrNotExportable, whatever Device says.
+// PathTo implements van.PathChooser. Send refuses a value on the device that cannot be exported to other
+// processes with backend.ErrNotExportable, even if Device is set.
 func (v *Van) PathTo(id int) van.Path {
 	if l := v.peers.settledLink(id); l != nil {
 		return van.Path{Over: SharedMemory, Device: l.device}
@@ -313,7 +312,7 @@ func (v *Van) PathTo(id int) van.Path {
 	return van.PathTo(v.inner, id)
 }
 
-// Stats implements van.Meter. It counts what goes over the van inside, too.
+// Stats implements van.Meter. The counters include messages over the van inside.
 func (v *Van) Stats() van.Stats {
 	s := van.Stats{}
 	if m, ok := van.As[van.Meter](v.inner); ok {
@@ -343,7 +342,7 @@ func (v *Van) Close(ctx context.Context) error {
 	p.mu.Unlock()
 	_ = listener.Close()
 	p.cancel()
-	// Meanwhile what comes is received: the peer may be doing the same.
+	// The receiver continues meanwhile: the peer may also wait until its messages are received.
 	var all sync.WaitGroup
 	for id, l := range links {
 		all.Go(func() {
@@ -361,8 +360,8 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	v.endDrain()
 	all.Wait()
-	// The loop has been woken: it ends at once unless a receiver is at work, also when
-	// there is no time left for that.
+	// The loop has been woken. It ends at once unless a handler is running, so stopTime applies even if ctx has
+	// ended.
 	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
 	defer cancel()
 	if ctx.Err() == nil {
@@ -380,7 +379,7 @@ func (v *Van) Close(ctx context.Context) error {
 		if v.rx.feed.Free(stop, v.freeLinks) != nil {
 			v.log.Warn("a Poll still receives: its memory is kept")
 		}
-	} else { // what it uses stays
+	} else { // the receiver's memory is not freed
 		err = &van.Error{Op: "close", Node: van.NodeName(int(v.own.id.Load())), Detail: "a receiver still runs", Err: err}
 	}
 	v.rx.blocks.close()
@@ -393,7 +392,7 @@ func (v *Van) Close(ctx context.Context) error {
 
 const stopTime = 200 * time.Millisecond
 
-// freeLinks ends all that is received. The feed is held.
+// freeLinks ends all inbound links. The caller holds the feed.
 func (v *Van) freeLinks() {
 	for _, l := range *v.peers.ins.Load() {
 		v.peers.removeIn(l)

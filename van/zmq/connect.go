@@ -74,7 +74,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 			}
 		}()
 	}
-	v.supersede(ctx, c)
+	v.closeBrokenConnections(ctx, c)
 	z, err := v.zctx.NewSocket(zmq4.DEALER)
 	if err != nil {
 		return fail(socketError(err))
@@ -132,12 +132,12 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 	return nil
 }
 
-// supersedeTime is how long Connect waits for another connection to the same address to close. The wait is
+// closeBrokenTimeout is how long Connect waits for another connection to the same address to close. The wait is
 // limited because a handler may be running, perhaps the one that called Connect.
-const supersedeTime = 200 * time.Millisecond
+const closeBrokenTimeout = 200 * time.Millisecond
 
 // closeBrokenConnections closes broken connections to c's address before c is dialed, and waits up to
-// supersedeTime for libzmq to release them and the connections that are closing already.
+// closeBrokenTimeout for libzmq to release them and the connections that are closing already.
 // Why: a peer restarts at the same address.
 //  1. The old socket to that address is broken; libzmq keeps redialing it in the background.
 //  2. This node dials the new process with socket c.
@@ -146,8 +146,8 @@ const supersedeTime = 200 * time.Millisecond
 //
 // Healthy connections stay, and a closed connection is restored when c ends: a node record that claims another
 // node's address proves nothing. The caller holds v.mu.
-func (v *zvan) supersede(ctx context.Context, c *conn) {
-	ctx, cancel := context.WithTimeout(ctx, supersedeTime)
+func (v *zvan) closeBrokenConnections(ctx context.Context, c *conn) {
+	ctx, cancel := context.WithTimeout(ctx, closeBrokenTimeout)
 	defer cancel()
 	for _, other := range *v.peers.Load() {
 		if other.to == c.to && other.lost.Load() {
@@ -161,7 +161,7 @@ func (v *zvan) supersede(ctx context.Context, c *conn) {
 		select {
 		case <-other.ended:
 		case <-ctx.Done():
-			v.log.Info("another connection to the address has not ended yet", "peer", van.NodeName(other.who.Load().id), "addr", c.to, "limit", supersedeTime)
+			v.log.Info("another connection to the address has not ended yet", "peer", van.NodeName(other.who.Load().id), "addr", c.to, "limit", closeBrokenTimeout)
 		}
 	}
 }

@@ -43,7 +43,7 @@ func (o *outgoing) Send(msg *van.Message) error {
 		case now == nil || o.n.closed.Load():
 		case now != c:
 			return o.send(msg, now)
-		default: // see supersede
+		default: // see closeBrokenConnections
 			return o.sendError(msg, c, fmt.Errorf("%w: another process is at its address", van.ErrPeerLost))
 		}
 	}
