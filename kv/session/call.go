@@ -1,7 +1,7 @@
 package session
 
-// Calls under way: each with the answers that it waits for, and all of a session, with what
-// ends them; and the handles of their results. Nothing is sent from here.
+// Calls in flight of a session, with their answers and their ends, and the handles of their results. Nothing is sent
+// from here.
 
 import (
 	"context"
@@ -17,85 +17,84 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// ranks are those of a session, as its controller knows them.
+// ranks are the ranks of a session, as known to the controller.
 type ranks struct {
-	node cluster.App // the controller's
-	ids  []int       // of their nodes
+	node cluster.App // the controller
+	ids  []int       // node ids, by rank
 }
 
-// name names who has that node id.
+// name describes the rank with a node id.
 func (r *ranks) name(id int) string {
 	return fmt.Sprintf("rank %d (%s)", slices.Index(r.ids, id), r.node.PeerName(id))
 }
 
-// wrong is the error of a call on node n.
+// wrong returns the error of a call on node n.
 func wrong(n cluster.App, op string, err error) error {
 	return &van.Error{Op: op, Node: n.Name(), Err: err}
 }
 
-// What may be under way at once. One longer call may be alone.
+// Limits of calls in flight. One larger call may be in flight alone.
 const (
 	maxCalls = 1000
 	maxBytes = 64 << 20
 	maxErrs  = 16
 )
 
-// calls are those of a session: under way as long as it can be used. What follows mu is
-// guarded by it.
+// calls are the calls in flight of a session, while the session is usable. mu guards the fields below it.
 type calls struct {
 	ranks  ranks
-	broken chan struct{} // closed when err is there
+	broken chan struct{} // closed when err is set
 
 	mu    sync.Mutex
 	next  uint64           // number of the next call; changed with the order of calls held, too
-	all   map[uint64]*call // under way, by number
-	bytes int              // of those under way
-	freed chan struct{}    // closed when one of them has ended
-	errs  []error          // of calls that nobody has waited for
-	more  int              // of them that are not in errs
-	syncs uint64           // how often all were told
-	tell  int32            // what the ranks hear when the session fails, 0: nothing
-	err   error            // why the session cannot be used any more
+	all   map[uint64]*call // in flight, by number
+	bytes int              // size of the calls in flight
+	freed chan struct{}    // closed when a call has ended
+	errs  []error          // of calls that were not waited for
+	more  int              // number of such errors that are not in errs
+	syncs uint64           // how often Sync has returned all errors
+	tell  int32            // what the ranks are sent when the session fails; 0: nothing
+	err   error            // why the session is no longer usable
 }
 
-// call is one call under way.
+// call is a call in flight.
 type call struct {
 	of     *calls
 	seq    uint64
 	want   int32
-	rank   int // whose it is, or everyRank
+	rank   int // the rank that runs it, or everyRank
 	name   string
 	handle uint64
 	bytes  int
-	left   atomic.Int32 // requests that are not answered
+	left   atomic.Int32 // unanswered requests
 	once   sync.Once
-	ended  chan struct{} // closed when err and got are there
+	ended  chan struct{} // closed when err and got are set
 	err    error
 	got    answer // of rank
 	more   uint64 // calls.syncs+1 when err became one of calls.more; guarded by of.mu
 
-	mu   sync.Mutex // of what follows
-	from []bool     // who has answered
+	mu   sync.Mutex // guards the fields below
+	from []bool     // ranks that have answered
 	errs []error
 }
 
 // everyRank is the rank of a call that all ranks run.
 const everyRank = -1
 
-// newCall makes the next call, which is not under way. The order of calls is held, until that is added.
+// newCall creates the next call, which is not in flight yet. The caller holds the order of calls until add.
 func (l *calls) newCall(want int32, rank int) *call {
 	n := len(l.ranks.ids)
 	return &call{of: l, seq: l.next, want: want, rank: rank, ended: make(chan struct{}), from: make([]bool, n), errs: make([]error, n)}
 }
 
-// failed is why the session cannot be used any more, or nil.
+// failed returns why the session is no longer usable, or nil.
 func (l *calls) failed() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.err
 }
 
-// add has c under way.
+// add makes c a call in flight.
 func (l *calls) add(c *call) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -108,14 +107,14 @@ func (l *calls) add(c *call) error {
 	return nil
 }
 
-// find returns the call with that number, nil if it is not under way.
+// find returns the call with that number, nil if it is not in flight.
 func (l *calls) find(seq uint64) *call {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.all[seq]
 }
 
-// full tells whether no more calls may be under way, and when that changes.
+// full reports whether the limits are reached, and a channel that is closed when that may have changed.
 func (l *calls) full() (freed chan struct{}, full bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -123,7 +122,7 @@ func (l *calls) full() (freed chan struct{}, full bool) {
 	return l.freed, n > 0 && (n >= maxCalls || l.bytes >= maxBytes)
 }
 
-// room waits until one more call may be under way.
+// room waits until one more call may be in flight.
 func (l *calls) room(ctx context.Context) error {
 	for {
 		freed, full := l.full()
@@ -142,7 +141,7 @@ func (l *calls) room(ctx context.Context) error {
 	}
 }
 
-// tellAtEnd has the ranks told something else when the session fails, unless it has.
+// tellAtEnd sets what the ranks are sent when the session fails, unless the session has failed.
 func (l *calls) tellAtEnd(tell int32) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -150,7 +149,7 @@ func (l *calls) tellAtEnd(tell int32) error {
 	return l.err
 }
 
-// fail ends all calls, and says what to tell the ranks; only the first time.
+// fail ends all calls. The first call of fail returns what to send to the ranks.
 func (l *calls) fail(err error) (tell int32, first bool) {
 	l.mu.Lock()
 	if l.err != nil {
@@ -168,8 +167,7 @@ func (l *calls) fail(err error) (tell int32, first bool) {
 	return tell, true
 }
 
-// sync waits until all calls made before have ended. Its error joins those of calls that
-// nobody has waited for.
+// sync waits until all earlier calls have ended. Its error joins those of calls that were not waited for.
 func (l *calls) sync(ctx context.Context) error {
 	l.mu.Lock()
 	all := slices.Collect(maps.Values(l.all))
@@ -193,7 +191,7 @@ func (l *calls) sync(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// answered notes the answer of a rank.
+// answered records the answer of a rank.
 func (c *call) answered(rank int, a answer) {
 	c.mu.Lock()
 	c.from[rank] = true
@@ -207,16 +205,16 @@ func (c *call) answered(rank int, a answer) {
 	}
 }
 
-// requested is called when one of the call's requests was answered.
+// requested is called when one of the call's requests has ended.
 func (c *call) requested() {
 	if c.left.Add(-1) > 0 {
 		return
 	}
-	c.end(errors.Join(c.errs...)) // first: Sync sees the call, or its error
+	c.end(errors.Join(c.errs...)) // first, so that Sync sees either the call or its error
 	l := c.of
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.all[c.seq] == c { // else the session has failed
+	if l.all[c.seq] == c { // otherwise the session has failed
 		delete(l.all, c.seq)
 		l.bytes -= c.bytes
 		close(l.freed)
@@ -224,8 +222,8 @@ func (c *call) requested() {
 	}
 }
 
-// named is the error of one of the call's requests as one of the call and its rank: nobody knows the request, and its
-// failure may be heard of before the loss of the rank.
+// named converts the error of a request to an error of the call and its rank: callers do not know the request, and
+// its failure may be reported before the loss of the rank.
 func (c *call) named(err error) error {
 	e, is := err.(*van.Error)
 	if !is || e.PeerID == 0 {
@@ -236,7 +234,7 @@ func (c *call) named(err error) error {
 	return &as
 }
 
-// end ends the call, once. Errors of calls that nobody need wait for are kept for Sync.
+// end ends the call, once. Sync returns errors of calls that need not be waited for.
 func (c *call) end(err error) {
 	c.once.Do(func() {
 		l := c.of
@@ -264,8 +262,7 @@ func (c *call) over() bool {
 	}
 }
 
-// wait waits for the end of the call, whose error is the caller's. When ctx ends first, the
-// call goes on.
+// wait waits for the end of the call, and returns its error. If ctx ends first, the call continues.
 func (c *call) wait(ctx context.Context) error {
 	if err := c.await(ctx); err != nil {
 		return err
@@ -295,7 +292,7 @@ func (c *call) await(ctx context.Context) error {
 	return nil
 }
 
-// owing names the ranks that have not answered.
+// owing lists the ranks that have not answered.
 func (c *call) owing() string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -322,13 +319,13 @@ func (c *call) String() string {
 	return fmt.Sprintf("call %d", c.seq)
 }
 
-// RankError is the error of one rank in a call. The error of a call joins those of all ranks
-// that have one; errors.As finds the first.
+// RankError is the error of one rank in a call. The error of a call joins those of all failed ranks; errors.As finds
+// the first.
 type RankError struct {
 	Rank int
 	Node string // of the rank
-	Call string // which call
-	Text string // what the rank says
+	Call string // description of the call
+	Text string // error text of the rank
 }
 
 // Error returns everything on one line.
@@ -336,35 +333,36 @@ func (e *RankError) Error() string {
 	return fmt.Sprintf("session: %s: rank %d (%s): %s", e.Call, e.Rank, e.Node, e.Text)
 }
 
-// Handle names a result that is on the ranks.
+// Handle is a reference to a result that is stored on the ranks.
 type Handle struct {
 	s    *Session
 	id   uint64
 	made *call
 }
 
-// ID is the number of the handle, from 1; none is used twice in a session.
+// ID returns the number of the handle, from 1. Numbers are not reused in a session.
 func (h *Handle) ID() uint64 { return h.id }
 
-// Done returns a channel that is closed when that call has ended on all ranks: Wait then returns at once.
+// Done returns a channel that is closed when the call that h is the result of has ended on all ranks: Wait then
+// returns at once.
 func (h *Handle) Done() <-chan struct{} { return h.made.ended }
 
-// Wait waits until the call that h is the result of has ended on all ranks, and returns its
-// error: a RankError, or several joined, or why the session has failed. If ctx ends first,
-// the call goes on; the error names the ranks that have not answered.
+// Wait waits until the call that h is the result of has ended on all ranks, and returns its error: a RankError,
+// several joined, or why the session has failed. If ctx ends first, the call continues; the error names the ranks
+// that have not answered.
 func (h *Handle) Wait(ctx context.Context) error { return h.made.wait(ctx) }
 
-// maxKills is how many handles a message gives up at most.
+// maxKills is the maximum number of handles that one message releases.
 const maxKills = 4096
 
-// handles are those of a session.
+// handles are the handles of a session.
 type handles struct {
 	mu    sync.Mutex
 	live  map[uint64]bool
-	kills []uint64 // that ranks have not been told of yet
+	kills []uint64 // released, but not yet on the ranks
 }
 
-// owns refuses handles that do not name anything in s.
+// owns returns an error for a handle that is not valid in s.
 func (s *Session) owns(h *Handle) error {
 	s.handles.mu.Lock()
 	defer s.handles.mu.Unlock()
@@ -379,14 +377,14 @@ func (s *Session) owns(h *Handle) error {
 	return nil
 }
 
-// add puts one in use.
+// add registers a handle.
 func (l *handles) add(id uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.live[id] = true
 }
 
-// killed are those that the next message gives up; told, that n of them were given up.
+// killed returns the handles that the next message releases; told removes the first n of them.
 func (l *handles) killed() []uint64 {
 	l.mu.Lock()
 	defer l.mu.Unlock()

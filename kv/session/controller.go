@@ -1,6 +1,6 @@
 package session
 
-// What the controller does in a session: calls of functions, copies of values, and the end.
+// Methods of the controller: calls of functions, copies of values, and the end of the session.
 
 import (
 	"context"
@@ -11,9 +11,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Call has all ranks run the function that is registered under name. It returns when the
-// call is sent, and waits before that only if more than 1000 calls or 64 MiB are under way. The
-// handle's Wait, or Sync, has the call's error.
+// Call makes all ranks run the function that is registered under name. It returns when the call is sent. It waits
+// before sending only if more than 1000 calls or 64 MiB are in flight. The error of the call is returned by the
+// handle's Wait, or by Sync.
 func (s *Session) Call(ctx context.Context, name string, args ...any) (*Handle, error) {
 	values := args
 	for i, v := range args {
@@ -35,10 +35,10 @@ func (s *Session) Call(ctx context.Context, name string, args ...any) (*Handle, 
 	return s.result(ctx, wantCall, everyRank, name, values)
 }
 
-// result makes a call that has one, under a new handle.
+// result makes a call with a result, under a new handle.
 func (s *Session) result(ctx context.Context, want int32, rank int, name string, values []any) (*Handle, error) {
 	c, err := s.send(ctx, want, rank, func(seq uint64) request {
-		return request{handle: seq + 1, text: name, values: values} // call numbers are used once, and so are handles
+		return request{handle: seq + 1, text: name, values: values} // call numbers are used once, therefore handles, too
 	})
 	if err != nil {
 		return nil, err
@@ -59,17 +59,16 @@ func (s *Session) ask(ctx context.Context, want int32, rank int, q request) (got
 	return c.got, nil
 }
 
-// CopyTo keeps a value on rank 0. On others the handle has none until Set gives them one.
+// CopyTo stores a value on rank 0, under a new handle. On other ranks the handle has no value until Set.
 func (s *Session) CopyTo(ctx context.Context, value any) (*Handle, error) {
 	return s.result(ctx, wantSet, 0, "", []any{value})
 }
 
-// CopyFrom returns what rank 0 has under h, after all calls before. Bytes and arrays are the
-// caller's own.
+// CopyFrom returns the value of h on rank 0, after all earlier calls. Bytes and arrays belong to the caller.
 func (s *Session) CopyFrom(ctx context.Context, h *Handle) (any, error) { return s.Get(ctx, h, 0) }
 
-// Broadcast keeps on all ranks, under a new handle, what rank 0 has under h. The value goes
-// through the controller, which waits for it.
+// Broadcast copies the value of h on rank 0 to all ranks, under a new handle. The value passes through the
+// controller, which waits for it.
 func (s *Session) Broadcast(ctx context.Context, h *Handle) (*Handle, error) {
 	v, err := s.CopyFrom(ctx, h)
 	if err != nil {
@@ -78,7 +77,7 @@ func (s *Session) Broadcast(ctx context.Context, h *Handle) (*Handle, error) {
 	return s.result(ctx, wantSet, everyRank, "", []any{v})
 }
 
-// Get returns what one rank has under h, after all calls before.
+// Get returns the value of h on one rank, after all earlier calls.
 func (s *Session) Get(ctx context.Context, h *Handle, rank int) (any, error) {
 	if err := s.names(h, rank); err != nil {
 		return nil, wrong(s.node, "get", err)
@@ -87,7 +86,7 @@ func (s *Session) Get(ctx context.Context, h *Handle, rank int) (any, error) {
 	return got.value, err
 }
 
-// Set replaces what one rank has under h.
+// Set replaces the value of h on one rank.
 func (s *Session) Set(ctx context.Context, h *Handle, rank int, value any) error {
 	if err := s.names(h, rank); err != nil {
 		return wrong(s.node, "set", err)
@@ -103,7 +102,7 @@ func (s *Session) names(h *Handle, rank int) error {
 	return s.owns(h)
 }
 
-// Handles lists the handles under which a rank has a value, after all calls before.
+// Handles lists the handles with a value on a rank, after all earlier calls.
 func (s *Session) Handles(ctx context.Context, rank int) ([]uint64, error) {
 	if rank < 0 || rank >= s.Ranks() {
 		return nil, wrong(s.node, "handles", fmt.Errorf("%w: rank %d, want 0 to %d", van.ErrInvalid, rank, s.Ranks()-1))
@@ -112,8 +111,7 @@ func (s *Session) Handles(ctx context.Context, rank int) ([]uint64, error) {
 	return got.handles, err
 }
 
-// Kill gives handles up: the ranks drop what they have under them before the next call. One
-// that was killed before does nothing.
+// Kill releases handles: the ranks drop their values before the next call. Killing a handle again has no effect.
 func (s *Session) Kill(handles ...*Handle) {
 	l := &s.handles
 	l.mu.Lock()
@@ -126,8 +124,8 @@ func (s *Session) Kill(handles ...*Handle) {
 	}
 }
 
-// Sync waits until all calls made before have ended, and handles that were killed are
-// dropped. Its error joins those of calls that nobody has waited for.
+// Sync waits until all earlier calls have ended and killed handles are dropped. Its error joins those of calls that
+// were not waited for.
 func (s *Session) Sync(ctx context.Context) error {
 	for len(s.handles.killed()) > 0 {
 		if _, err := s.send(ctx, wantNothing, everyRank, func(uint64) request { return request{} }); err != nil {
@@ -137,14 +135,14 @@ func (s *Session) Sync(ctx context.Context) error {
 	return s.calls.sync(ctx)
 }
 
-// Shutdown has all calls ended, and then Serve on all ranks, and closes the session. Errors
-// of calls that nobody has waited for are among its own.
+// Shutdown waits until all calls have ended, ends Serve on all ranks, and closes the session. Its error joins those
+// of calls that were not waited for.
 func (s *Session) Shutdown(ctx context.Context) error {
 	err := s.Sync(ctx)
 	if s.Err() == nil {
 		_, e := s.ask(ctx, wantStop, everyRank, request{})
 		if e == nil {
-			_ = s.calls.tellAtEnd(0) // their Serve has ended
+			_ = s.calls.tellAtEnd(0) // Serve has ended on the ranks
 		}
 		err = errors.Join(err, e)
 	}

@@ -1,6 +1,6 @@
 package session
 
-// Rank: the side of those that run functions.
+// Rank: the process that runs functions.
 
 import (
 	"context"
@@ -22,14 +22,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Function is what a Rank runs. An argument is nil, a bool, int64, float64, string, []byte or
-// Array, or, for a handle, what a function has returned or the controller has set there; bytes
-// and arrays are the rank's own. A result may be anything; it is kept as it is. One that
-// implements Valuer can be copied to the controller though it is none of these types, and one that
-// implements io.Closer is closed when its handle is given up. ctx ends when the session does.
+// Function is a function that a Rank runs. An argument is nil, a bool, int64, float64, string, []byte or Array; for a
+// handle, it is the result of an earlier function or the value that the controller has set. Bytes and arrays belong
+// to the rank. A result may have any type and is stored as it is. A result of another type than those above can be
+// copied to the controller if it implements Valuer. A result that implements io.Closer is closed when its handle is
+// released. ctx ends with the session.
 type Function func(ctx context.Context, args []any) (any, error)
 
-// Valuer is a result that says what the controller gets when it copies it.
+// Valuer is a result that determines the value copied to the controller.
 type Valuer interface {
 	Value() (any, error)
 }
@@ -41,10 +41,10 @@ type Rank struct {
 	o     Options
 	mu    sync.Mutex
 	funcs map[string]Function
-	now   bool // it serves
+	now   bool // Serve is running
 }
 
-// NewRank makes a server node a rank, whose number is the node's Rank.
+// NewRank makes a server node a rank. Its number is the node's Rank.
 func NewRank(node *postoffice.Node, o Options) (*Rank, error) {
 	r := &Rank{node: (*cluster.Node)(node).App(), o: o, funcs: map[string]Function{}}
 	err := o.check()
@@ -57,7 +57,7 @@ func NewRank(node *postoffice.Node, o Options) (*Rank, error) {
 	return r, nil
 }
 
-// Register gives a function a name, before Serve.
+// Register registers a function under a name. Call it before Serve.
 func (r *Rank) Register(name string, f Function) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -73,14 +73,14 @@ func (r *Rank) Register(name string, f Function) error {
 	return nil
 }
 
-// Serve waits for a controller and runs what it calls. It returns nil when the controller
-// shuts the session down, and an error that says why when the session has failed, the controller is lost or ctx
-// ends; it does not wait for a function that still runs then. Serve may be called
-// again, for another session.
+// Serve waits for a controller and runs its calls. It returns nil when the controller shuts the session down. It
+// returns an error with the reason when the session fails, the controller is lost, or ctx ends; it then does not wait
+// for a running function. Serve may be called again, for another session.
 //
-// A controller whose program ends (Finalize, or Python's stop()) ends its session as if it had shut it down. While no session
-// is open, Serve ends when no worker can open one: with an error that wraps van.ErrFinished when the programs of all workers
-// have ended, and with one that wraps van.ErrPeerLost when all of them have been lost for STEPAF_REPLACE_TIMEOUT.
+// A controller whose program ends (Finalize, or Python's stop()) ends its session as Shutdown does. While no session
+// is open, Serve ends if no worker can open one: with an error that wraps van.ErrFinished if the programs of all
+// workers have ended, and with one that wraps van.ErrPeerLost if all of them have been lost for
+// STEPAF_REPLACE_TIMEOUT.
 func (r *Rank) Serve(ctx context.Context) error {
 	s := &serving{r: r, waits: map[uint64]work{}, work: make(chan work, maxWork), values: map[uint64]any{}}
 	s.ctx, s.cancel = context.WithCancelCause(ctx)
@@ -102,7 +102,7 @@ func (r *Rank) Serve(ctx context.Context) error {
 	defer r.node.OnEnded(func(int) { wake.Put(changed) })()
 	defer r.node.OnPeer(func(id int, _ bool, cause error) {
 		wake.Put(changed)
-		if cause == nil { // nobody had said that it was lost
+		if cause == nil { // it was not reported as lost
 			cause = errors.New("it has connected again, or is another process now")
 		}
 		s.mu.Lock()
@@ -131,8 +131,8 @@ func (r *Rank) Serve(ctx context.Context) error {
 	last := s.last
 	s.mu.Unlock()
 	if last != nil {
-		// Only now: who hears that this session has ended may open the next one at once, and is
-		// to find nobody here, or the next Serve.
+		// Only now: when the controller receives the answer it may open the next session at once, and must then find no
+		// Serve, or the next one.
 		s.answer(*last, answer{})
 	}
 	if errors.Is(err, errStopped) {
@@ -144,41 +144,41 @@ func (r *Rank) Serve(ctx context.Context) error {
 // errStopped: the controller has shut the session down.
 var errStopped = errors.New("shut down")
 
-// maxWork is how many calls may wait at a rank.
+// maxWork is the maximum number of queued calls of a rank.
 const maxWork = 2 * maxCalls
 
 // serving is one run of Serve.
 type serving struct {
 	r      *Rank
-	funcs  map[string]Function // a copy: a function may still run when Serve has ended
+	funcs  map[string]Function // a copy, since a function may still run after Serve
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 
-	changed <-chan struct{} // has a token after a worker was lost, has returned, or has ended
+	changed <-chan struct{} // has a token after a worker was lost, was connected again, or has ended
 
 	mu         sync.Mutex
-	session    uint64           // 0 before a controller has come
+	session    uint64           // 0 without a controller
 	controller int              // its node id
 	opened     kv.SimpleMessage // its wantOpen
-	gone       uint64           // the last session that was given up before it began
-	next       uint64           // number of the call that is due
-	waits      map[uint64]work  // calls whose turn it is not yet
-	last       *work            // asks for the end, and is answered then
+	gone       uint64           // the last session that was canceled before it began
+	next       uint64           // number of the next call
+	waits      map[uint64]work  // calls that arrived before their turn
+	last       *work            // the request for the end, answered at the end
 	work       chan work
 
-	values map[uint64]any // by handle; of the goroutine that runs functions
+	values map[uint64]any // by handle; used only by the goroutine that runs functions
 }
 
-// work is a request that is to be carried out.
+// work is a request to be processed.
 type work struct {
 	m kv.SimpleMessage
 	q request
 }
 
-// noValue is what a handle has where the call that should have made it has failed.
+// noValue is the value of a handle whose call has failed; it contains the error text.
 type noValue string
 
-// leave tells the controller that Serve has ended, if the session goes on without that.
+// leave notifies the controller that Serve has ended, unless the session ends with it.
 func (s *serving) leave(a *kv.SimpleApp, why error) {
 	s.mu.Lock()
 	session, to := s.session, s.controller
@@ -194,11 +194,11 @@ func (s *serving) leave(a *kv.SimpleApp, why error) {
 	if c, err := a.Request(wantLeave, body, postoffice.NodeID(to)); err == nil {
 		ctx, cancel := farewell(s.r.node)
 		defer cancel()
-		_ = c.Wait(ctx) // a controller that is lost as well need not know
+		_ = c.Wait(ctx) // an error means that the controller is lost, too
 	}
 }
 
-// asked takes a request. Who asks for what this rank has no part in hears so.
+// asked handles a request. A request for another session is refused.
 func (s *serving) asked(m kv.SimpleMessage) {
 	q, err := parseRequest(m.Head, m.Body)
 	w := work{m, q}
@@ -213,7 +213,7 @@ func (s *serving) asked(m kv.SimpleMessage) {
 		}
 	default:
 		if err = s.accept(w); err == nil {
-			runtime.Gosched() // run has work: this goroutine looks for more messages, and would keep the processor
+			runtime.Gosched() // run has work; this goroutine polls for messages and would keep the processor
 		}
 	}
 	if err != nil && !errors.Is(err, errLater) {
@@ -221,10 +221,10 @@ func (s *serving) asked(m kv.SimpleMessage) {
 	}
 }
 
-// errLater: a wantOpen has no answer. Whose session it still is asks again.
+// errLater: a wantOpen that is not answered. A controller that still waits sends it again.
 var errLater = errors.New("not now")
 
-// open has this rank take part in the session of w, if it is free.
+// open joins the session of w, if the rank is free.
 func (s *serving) open(w work) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -237,12 +237,12 @@ func (s *serving) open(w work) error {
 		return errLater
 	case s.session == 0 || w.q.session == s.session && again:
 	case s.idle() && (again || !s.opened.Wanted()):
-		// A controller has one session at a time. It may have given the last one up without this
-		// rank having heard: its farewell does not wait for a rank that is not there yet.
+		// A controller has one session at a time. It may have ended the last one without this rank's knowledge: its
+		// notices do not wait for a rank that is not connected yet.
 		s.forget("another one is opened")
 	case again:
 		s.cancel(fmt.Errorf("%w: it opens another one", errAborted))
-		return errLater // for the next Serve
+		return errLater // the next Serve answers
 	default:
 		return s.another()
 	}
@@ -250,12 +250,12 @@ func (s *serving) open(w work) error {
 	return nil
 }
 
-// another says whose session this rank is in. s.mu is held.
+// another is the error that names the controller of the present session. s.mu is held.
 func (s *serving) another() error {
 	return fmt.Errorf("%w: this rank serves another session, of %s", van.ErrInvalid, s.r.node.PeerName(s.controller))
 }
 
-// accept has w carried out in its turn.
+// accept queues w for its turn.
 func (s *serving) accept(w work) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -277,12 +277,12 @@ func (s *serving) accept(w work) error {
 	for w, due := s.waits[s.next]; due; w, due = s.waits[s.next] {
 		delete(s.waits, s.next)
 		s.next++
-		s.work <- w // there is room
+		s.work <- w // never blocks
 	}
 	return nil
 }
 
-// givenUp has the session of w, which has not begun, forgotten, also if its wantOpen comes after this.
+// givenUp forgets the session of w, which has not begun. A later wantOpen of it is ignored.
 func (s *serving) givenUp(w work) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -292,16 +292,16 @@ func (s *serving) givenUp(w work) {
 	}
 }
 
-// idle tells that the session was opened, and nothing called since. s.mu is held.
+// idle reports whether no call was made since the session was opened. s.mu is held.
 func (s *serving) idle() bool { return s.next <= 1 && len(s.waits) == 0 }
 
-// forget waits for the next controller. s.mu is held.
+// forget makes the rank free for the next controller. s.mu is held.
 func (s *serving) forget(why string) {
 	s.r.node.Log().Info("a session that had not begun is forgotten", "controller", s.r.node.PeerName(s.controller), "why", why)
 	s.session, s.controller, s.next, s.opened = 0, 0, 0, kv.SimpleMessage{}
 }
 
-// errAborted: the controller has given the session up.
+// errAborted: the controller has ended the session.
 var errAborted = errors.New("the controller has ended the session")
 
 func (s *serving) answer(w work, a answer) {
@@ -310,9 +310,10 @@ func (s *serving) answer(w work, a answer) {
 	if err == nil {
 		err = w.m.Respond(b)
 	}
-	// Who opens a session asks again, and who gives one up goes; others would wait for ever.
+	// A controller repeats a wantOpen, and does not wait for the answer to a wantForget. Other requests would wait
+	// without end.
 	awaited := a.outcome != refused && w.m.Head != wantOpen && w.m.Head != wantForget
-	if err != nil && awaited && a.outcome == done { // too long, say
+	if err != nil && awaited && a.outcome == done { // for example, the answer is too long
 		a.outcome, a.text = failed, err.Error()
 		if b, err = a.append(nil, w.m.Head); err == nil {
 			err = w.m.Respond(b)
@@ -328,11 +329,11 @@ func (s *serving) answer(w work, a answer) {
 	}
 }
 
-// run carries calls out until the session ends.
+// run processes calls until the session ends.
 func (s *serving) run() {
 	var w work
 	defer func() {
-		// Nothing, unless a function has ended this goroutine: nobody would carry out the calls behind it.
+		// This has no effect unless a function has ended this goroutine: later calls would not be processed.
 		s.cancel(fmt.Errorf("call %d, %q, has ended the goroutine of calls (runtime.Goexit)", w.q.seq, w.q.text))
 		s.drop(slices.Collect(maps.Keys(s.values))...)
 	}()
@@ -364,7 +365,7 @@ func (s *serving) run() {
 	}
 }
 
-// do carries one call out.
+// do processes one call.
 func (s *serving) do(w work) (a answer) {
 	var err error
 	switch w.m.Head {
@@ -399,7 +400,7 @@ func (s *serving) do(w work) (a answer) {
 // wantOver is a Head that no request has. It is the last call of a session whose controller's program has ended.
 const wantOver = -1
 
-// watch ends Serve when no worker can open a session, and the session when the program of its controller has ended.
+// watch ends Serve if no worker can open a session, and ends the session if the program of its controller has ended.
 func (s *serving) watch() {
 	lost := map[int]time.Time{}
 	timer := time.NewTimer(time.Hour)
@@ -412,7 +413,7 @@ func (s *serving) watch() {
 		switch {
 		case session != 0 && s.r.node.HasEnded(controller):
 			select {
-			case s.work <- work{m: kv.SimpleMessage{Head: wantOver}, q: request{session: session}}: // after its calls
+			case s.work <- work{m: kv.SimpleMessage{Head: wantOver}, q: request{session: session}}: // after the calls of the session
 			case <-s.ctx.Done():
 			}
 			return
@@ -432,8 +433,8 @@ func (s *serving) watch() {
 	}
 }
 
-// nobody returns an error if no worker can open another session. Otherwise it returns the time after which this may change. lost
-// has the times at which workers were found lost.
+// nobody returns an error if no worker can open another session. Otherwise it returns the time after which this may
+// change. lost holds the times at which workers were found lost.
 func (s *serving) nobody(lost map[int]time.Time) (again time.Duration, err error) {
 	node := s.r.node
 	dead, now := node.DeadNodes(0), time.Now()
@@ -470,7 +471,7 @@ func (s *serving) nobody(lost map[int]time.Time) (again time.Duration, err error
 	return again, err
 }
 
-// textOf is what an error of a function says. Its Error may panic, as that of a nil pointer returned as an error does.
+// textOf returns the text of a function's error. Its Error method may panic, for example on a nil pointer.
 func textOf(err error) (text string) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -480,7 +481,7 @@ func textOf(err error) (text string) {
 	return err.Error()
 }
 
-// value is what the rank has under a handle.
+// value returns the value of a handle.
 func (s *serving) value(id uint64) (any, error) {
 	v, has := s.values[id]
 	if why, none := v.(noValue); none {
@@ -492,7 +493,7 @@ func (s *serving) value(id uint64) (any, error) {
 	return v, nil
 }
 
-// plainly is the value that the controller gets for v.
+// plainly returns the value that the controller receives for v.
 func (s *serving) plainly(v any) (value any, err error) {
 	defer s.caught(&err)
 	if x, is := v.(Valuer); is {
@@ -518,7 +519,7 @@ func (s *serving) call(name string, args []any) (v any, err error) {
 	return f(s.ctx, args)
 }
 
-// caught makes a panic an error. Where it was is logged.
+// caught converts a panic to an error, and logs its stack.
 func (s *serving) caught(err *error) {
 	if p := recover(); p != nil {
 		*err = fmt.Errorf("panic: %v", p)
@@ -526,7 +527,7 @@ func (s *serving) caught(err *error) {
 	}
 }
 
-// drop gives values up.
+// drop releases values.
 func (s *serving) drop(handles ...uint64) {
 	for _, id := range handles {
 		v, has := s.values[id]

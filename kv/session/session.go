@@ -1,6 +1,6 @@
 package session
 
-// Session: how the controller opens one, sends calls and takes answers, and how it fails.
+// Session: opening a session, sending calls, receiving answers, and failure.
 
 import (
 	"context"
@@ -18,10 +18,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Options of a Session and of its ranks.
+// Options are the options of a Session and of its ranks.
 type Options struct {
-	// ID tells sessions of one cluster apart, 0 to 255. It is the same on the controller
-	// and the ranks.
+	// ID distinguishes the sessions of one cluster, 0 to 255. It must be the same on the controller and the ranks.
 	ID int
 }
 
@@ -32,31 +31,31 @@ func (o *Options) check() error {
 	return nil
 }
 
-// Session is what the controller calls functions by. All methods are safe for concurrent
-// use; calls run in the order in which they are made.
+// Session is the controller's end of a session. All methods are safe for concurrent use. Calls run in the order in
+// which they are made.
 type Session struct {
 	node  cluster.App
 	app   *kv.SimpleApp
 	ranks *ranks
 	id    uint64
-	watch func() // ends it
+	watch func() // ends the subscription to peer events
 
-	longest int           // body of a message
-	closing sync.Once     // Close
-	told    chan struct{} // closed when the ranks have been sent word of the session's error
-	aborts  []kv.Call     // which they answer; read when told is closed
+	longest int           // maximum size of a body
+	closing sync.Once     // for Close
+	told    chan struct{} // closed when the session's error was sent to the ranks
+	aborts  []kv.Call     // the calls that sent it; read after told is closed
 
-	order   sync.Mutex // a call is numbered and sent under it; before the locks of the others
+	order   sync.Mutex // held while a call is numbered and sent; locked before the other locks
 	calls   calls
 	handles handles
 }
 
-// headRoom is more than the head of a message takes, which is sent with its body.
+// headRoom is an upper bound of the size of a message's head, which is sent with its body.
 const headRoom = 4096
 
-// Open begins a session with all servers of the cluster, and returns when each has called
-// Serve. It is called on a worker, whose session lasts until Shutdown or Close. Where it fails,
-// the ranks that have called Serve wait for the next session.
+// Open opens a session with all servers of the cluster, and returns when each has called Serve. It is called on a
+// worker. The session lasts until Shutdown or Close. If Open fails, the ranks that have called Serve wait for the
+// next session.
 func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, error) {
 	s := &Session{node: (*cluster.Node)(node).App(), longest: math.MaxInt32 - headRoom, told: make(chan struct{}), handles: handles{live: map[uint64]bool{}}}
 	s.calls = calls{ranks: ranks{s.node, s.node.Members(van.ServerGroup)}, all: map[uint64]*call{}, tell: wantForget, freed: make(chan struct{}), broken: make(chan struct{})}
@@ -68,7 +67,7 @@ func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, erro
 	s.watch = s.node.OnPeer(s.peer)
 	err := s.invite(ctx)
 	if err == nil {
-		err = s.calls.tellAtEnd(wantAbort) // all have taken part
+		err = s.calls.tellAtEnd(wantAbort) // all ranks have joined
 	}
 	if err != nil {
 		s.fail(fmt.Errorf("not begun: %w", err))
@@ -78,14 +77,14 @@ func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, erro
 	return s, nil
 }
 
-// How long an answer to wantOpen is waited for before it is asked again, at first and at most.
+// Times until a wantOpen is repeated, initially and at most.
 const (
 	firstOpen = 250 * time.Millisecond
 	lastOpen  = 4 * time.Second
 )
 
-// invite has all ranks take part: call 0, which is asked again of those that do not answer. Requests to
-// who does not serve are not kept for ever, and one that comes while a Serve ends is for the next.
+// invite makes all ranks join: it sends call 0, and repeats it for ranks that do not answer. Requests to a rank that
+// does not serve are not queued without end, and a request that arrives while a Serve ends is for the next Serve.
 func (s *Session) invite(ctx context.Context) error {
 	c := s.calls.newCall(wantOpen, everyRank)
 	c.left.Store(int32(len(s.ranks.ids)))
@@ -144,33 +143,32 @@ func (s *Session) begin(o Options) error {
 	return nil
 }
 
-// Ranks is the number of ranks.
+// Ranks returns the number of ranks.
 func (s *Session) Ranks() int { return len(s.ranks.ids) }
 
-// Err is why the session cannot be used any more, nil as long as it can.
+// Err returns why the session is no longer usable, or nil.
 func (s *Session) Err() error { return s.calls.failed() }
 
-// Failed is closed when the session cannot be used any more; Err says why.
+// Failed returns a channel that is closed when the session is no longer usable; Err returns the reason.
 func (s *Session) Failed() <-chan struct{} { return s.calls.broken }
 
-// Close ends the session at once. The ranks' Serve ends with an error, unless Shutdown has
-// ended it.
+// Close ends the session at once. Serve of the ranks returns an error, unless Shutdown has ended it.
 func (s *Session) Close() {
 	s.closing.Do(func() {
 		s.watch()
 		s.fail(van.ErrClosed)
-		<-s.told // by whoever has made it fail
+		<-s.told // closed by the goroutine that called fail
 		ctx, cancel := farewell(s.node)
 		defer cancel()
 		for _, c := range s.aborts {
-			_ = c.Wait(ctx) // who does not answer is lost, or does not serve
+			_ = c.Wait(ctx) // a rank that does not answer is lost, or does not serve
 		}
 		s.app.Close()
 	})
 }
 
-// farewell is for how long the end of a session waits until the other side has heard of it, where
-// messages get lost when it was told again.
+// farewell returns a context for the end of a session: the time until the other side has received the notice, or, if
+// messages can be lost, its repetition.
 func farewell(n cluster.App) (context.Context, context.CancelFunc) {
 	limit := 500 * time.Millisecond
 	if c := n.Config(); c.Resend {
@@ -179,7 +177,7 @@ func farewell(n cluster.App) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.Background(), limit)
 }
 
-// fail makes the session unusable, once, ends all calls and tells the ranks.
+// fail makes the session unusable, ends all calls, and notifies the ranks. Only the first call has an effect.
 func (s *Session) fail(err error) {
 	tell, first := s.calls.fail(err)
 	if !first {
@@ -200,7 +198,7 @@ func (s *Session) fail(err error) {
 	}
 }
 
-// peer hears of a node that is lost or back.
+// peer is called when a node is lost or connected again.
 func (s *Session) peer(id int, up bool, cause error) {
 	for rank, of := range s.ranks.ids {
 		switch {
@@ -213,9 +211,9 @@ func (s *Session) peer(id int, up bool, cause error) {
 	}
 }
 
-// asked takes a request of a rank: it leaves.
+// asked handles a request of a rank: the rank leaves.
 func (s *Session) asked(m kv.SimpleMessage) {
-	_ = m.Respond(nil) // it does not wait for long
+	_ = m.Respond(nil) // the rank waits only briefly
 	q, err := parseRequest(m.Head, m.Body)
 	if err != nil || q.session != s.id || m.Head != wantLeave {
 		return
@@ -223,7 +221,7 @@ func (s *Session) asked(m kv.SimpleMessage) {
 	s.fail(fmt.Errorf("%w: %s: its Serve has ended: %s", van.ErrPeerLost, s.ranks.name(int(m.Sender)), q.text))
 }
 
-// answered takes the answer of a rank.
+// answered handles the answer of a rank.
 func (s *Session) answered(m kv.SimpleMessage) {
 	if m.Head == wantAbort || m.Head == wantForget {
 		return
@@ -244,10 +242,10 @@ func (s *Session) answered(m kv.SimpleMessage) {
 	}
 }
 
-// ErrRefused: a rank takes no part in the session.
+// ErrRefused: a rank does not take part in the session.
 var ErrRefused = errors.New("refused")
 
-// requested is called when one of c's requests is over.
+// requested is called when one of c's requests has ended.
 func (s *Session) requested(c *call, err error) {
 	if err != nil {
 		s.fail(c.named(err))
@@ -256,8 +254,8 @@ func (s *Session) requested(c *call, err error) {
 	c.requested()
 }
 
-// turn takes order when one more call may be under way. Who waits for that does not hold it, since others who make
-// calls have contexts of their own.
+// turn locks order when one more call may be in flight. It does not hold order while it waits, since other callers
+// have contexts of their own.
 func (s *Session) turn(ctx context.Context) error {
 	for {
 		if err := s.calls.room(ctx); err != nil {
@@ -271,8 +269,8 @@ func (s *Session) turn(ctx context.Context) error {
 	}
 }
 
-// send makes the next call: of says what it asks for, by its number. Of one rank's call, the
-// others hear that it was there.
+// send makes the next call; of returns its request, given its number. In a call for one rank, the other ranks receive
+// an empty request with the number.
 func (s *Session) send(ctx context.Context, want int32, rank int, of func(seq uint64) request) (*call, error) {
 	if err := s.turn(ctx); err != nil {
 		return nil, err
@@ -283,7 +281,7 @@ func (s *Session) send(ctx context.Context, want int32, rank int, of func(seq ui
 	c.name, c.handle = q.text, q.handle
 	q.session, q.seq, q.kills = s.id, c.seq, kills
 	body, err := q.append(make([]byte, 0, 128), want)
-	if err == nil && len(body) > s.longest { // a van would refuse it, and the session end
+	if err == nil && len(body) > s.longest { // a van would refuse it, and the session would fail
 		err = fmt.Errorf("%w: %d bytes in all, want at most %d", van.ErrInvalid, len(body), s.longest)
 	}
 	targets, others := []int{van.ServerGroup}, []byte(nil)
@@ -310,7 +308,7 @@ func (s *Session) send(ctx context.Context, want int32, rank int, of func(seq ui
 			as, says = wantNothing, others
 		}
 		if _, err := s.app.Request(as, says, postoffice.NodeID(to), over); err != nil {
-			s.fail(err) // some ranks may have it, and others not
+			s.fail(err) // some ranks may have received it, and others not
 			return nil, s.Err()
 		}
 	}

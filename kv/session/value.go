@@ -1,6 +1,6 @@
 package session
 
-// What travels as argument or is copied: arrays and other values, and how they are written.
+// Values of arguments and copies: arrays and other types, and their encoding.
 
 import (
 	"encoding/binary"
@@ -14,23 +14,23 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Array is a dense array, the last dimension first in memory, little endian.
+// Array is a dense array in C order (the last dimension is contiguous), little endian.
 type Array struct {
-	Type  string // the element: float32, int64, uint8, bool, bfloat16, datetime64[ns] ... as NumPy names them
+	Type  string // element type, with NumPy's name: float32, int64, uint8, bool, bfloat16, datetime64[ns] ...
 	Shape []int
 	Data  []byte
 }
 
-// sizes are those of the types of elements.
+// sizes maps element types to their sizes.
 var sizes = map[string]int{
 	"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
 	"int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16,
 }
 
-// times are the types of dates and times: a count of 8 bytes, and its unit.
+// times matches the types of dates and times: an 8-byte count, and its unit.
 var times = regexp.MustCompile(`^(datetime|timedelta)64(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?$`)
 
-// sizeOf is the size of an element of that type, 0 of one that no array has.
+// sizeOf returns the size of an element type, 0 for an unknown type.
 func sizeOf(name string) int {
 	if n, known := sizes[name]; known {
 		return n
@@ -41,7 +41,7 @@ func sizeOf(name string) int {
 	return 0
 }
 
-// NewArray is an array of data, which it refers to. Without shape it has one dimension.
+// NewArray returns an array that refers to data. Without shape it has one dimension.
 func NewArray[T kv.Value](data []T, shape ...int) (Array, error) {
 	if len(shape) == 0 {
 		shape = []int{len(data)}
@@ -53,7 +53,7 @@ func NewArray[T kv.Value](data []T, shape ...int) (Array, error) {
 	return a, a.check()
 }
 
-// Elements is what a holds; it is a view of a unless that is not aligned for T.
+// Elements returns the elements of a: a view, unless the data of a is not aligned for T.
 func Elements[T kv.Value](a Array) ([]T, error) {
 	if want := typeOf[T](); a.Type != want {
 		return nil, fmt.Errorf("%w: an array of %s, want %s", van.ErrInvalid, a.Type, want)
@@ -81,7 +81,7 @@ func typeOf[T kv.Value]() string {
 	return fmt.Sprint(kind, 8*unsafe.Sizeof(zero))
 }
 
-// check refuses an array whose length is not that of its type and shape.
+// check returns an error if the length of the array does not match its type and shape.
 func (a *Array) check() error {
 	total := sizeOf(a.Type)
 	if total == 0 {
@@ -119,8 +119,8 @@ const (
 	tagHandle
 )
 
-// HandleID is a handle as it travels: what Handle.ID returns. Bindings to other languages,
-// which know a handle by its number, give it to Call in the place of the Handle.
+// HandleID is the encoded form of a handle: the result of Handle.ID. Bindings to other languages, which know handles
+// by number, pass it to Call instead of the Handle.
 type HandleID uint64
 
 // appendValue writes v to b. Array data begins at a multiple of 8 of b.
@@ -156,7 +156,7 @@ func appendValue(b []byte, v any) ([]byte, error) {
 	return b, fmt.Errorf("%w: a %T, want nil, a bool, a number, a string, bytes or an Array", van.ErrInvalid, v)
 }
 
-// appendKept writes a value that is to be kept or copied: all but a handle.
+// appendKept writes a value that is stored or copied: any value but a handle.
 func appendKept(b []byte, v any) ([]byte, error) {
 	if isHandle(v) {
 		return b, fmt.Errorf("%w: a handle cannot be kept as a value", van.ErrInvalid)
@@ -206,14 +206,14 @@ func (a Array) append(b []byte) ([]byte, error) {
 	return append(b, a.Data...), nil
 }
 
-// reader takes a received message apart. What it returns are views of it.
+// reader parses a received message. Its results are views of the message.
 type reader struct {
 	b   []byte
 	off int
 	err error
 }
 
-// take is the next n bytes, or nil with an error that names what is missing.
+// take returns the next n bytes, or nil with an error that names the missing item.
 func (r *reader) take(n int, what string) []byte {
 	if r.err == nil && (n < 0 || n > len(r.b)-r.off) {
 		r.err = fmt.Errorf("%w: %s of %d bytes at byte %d of %d", van.ErrMalformed, what, n, r.off, len(r.b))
@@ -248,7 +248,7 @@ func (r *reader) u64(what string) uint64 {
 
 func (r *reader) text(what string) string { return string(r.take(int(r.u32(what)), what)) }
 
-// count is how many things of at least each bytes follow.
+// count returns the number of items that follow, of at least each bytes.
 func (r *reader) count(each int, what string) int {
 	n := r.u32(what)
 	if r.err == nil && uint64(n)*uint64(each) > uint64(len(r.b)-r.off) {
@@ -260,7 +260,7 @@ func (r *reader) count(each int, what string) int {
 	return int(n)
 }
 
-// end returns the first error; bytes that are left are one.
+// end returns the first error; remaining bytes are an error.
 func (r *reader) end() error {
 	if r.err == nil && r.off != len(r.b) {
 		r.err = fmt.Errorf("%w: %d bytes too many", van.ErrMalformed, len(r.b)-r.off)
@@ -268,7 +268,7 @@ func (r *reader) end() error {
 	return r.err
 }
 
-// value reads what appendValue has written.
+// value parses the output of appendValue.
 func (r *reader) value() any {
 	switch tag := r.u8("value"); {
 	case r.err != nil:
@@ -316,8 +316,7 @@ func (r *reader) array() Array {
 	return a
 }
 
-// Encode writes values, for programs that hand them on to another language, in the format
-// that Decode describes.
+// Encode encodes values, for programs that pass them to another language, in the format described at Decode.
 func Encode(values ...any) ([]byte, error) {
 	b := binary.LittleEndian.AppendUint32(nil, uint32(len(values)))
 	for i, v := range values {
@@ -329,11 +328,16 @@ func Encode(values ...any) ([]byte, error) {
 	return b, nil
 }
 
-// Decode reads what Encode has written: a number of values, in 4 bytes, and each value with
-// its kind in one byte before it: 0 nil, 1 a bool in one byte, 2 an integer and 3 a floating point number in 8, 4 a string and
-// 5 bytes with their length in 4 bytes before them, 6 an array: the length of its type's name in one byte, the name, the number of dimensions in
-// one, each dimension in 8, the length in 4, padding to a multiple of 8 from the start, and
-// the elements; 7 a HandleID in 8. All are little endian. Bytes and arrays are views of b.
+// Decode parses the output of Encode: the number of values in 4 bytes, then each value after its kind in one byte:
+//   - 0: nil
+//   - 1: bool, one byte
+//   - 2: integer, 8 bytes; 3: floating-point number, 8 bytes
+//   - 4: string; 5: bytes; both after their length in 4 bytes
+//   - 6: array: length of the type's name in one byte, the name, number of dimensions in one byte, each dimension in
+//     8, length in 4, padding to a multiple of 8 from the start, and the elements
+//   - 7: HandleID, 8 bytes
+//
+// All numbers are little endian. Bytes and arrays are views of b.
 func Decode(b []byte) ([]any, error) {
 	r := &reader{b: b}
 	l := make([]any, r.count(1, "values"))

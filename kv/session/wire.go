@@ -1,6 +1,6 @@
 package session
 
-// The messages of a session: what a request of the controller and its answer say.
+// Wire format: requests of the controller and their answers.
 
 import (
 	"encoding/binary"
@@ -9,37 +9,37 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// appIDs are the application ids of sessions; the ID of one is added.
+// appIDs is the application id of the session with ID 0; the ID of a session is added.
 const (
 	appIDs = 0x5A5000
 	maxID  = 255
 )
 
-// What a request wants; the head of its message.
+// Kinds of requests; the head of the message.
 const (
-	wantOpen    int32 = iota + 1 // to begin a session
-	wantCall                     // a function to be run
-	wantSet                      // a value to be kept
-	wantGet                      // a value
-	wantList                     // the handles
-	wantNothing                  // an answer, in its turn
-	wantStop                     // Serve to end
-	wantAbort                    // Serve to end with an error, at once
-	wantLeave                    // of a rank, to the controller: its Serve has ended
-	wantForget                   // a session that has not begun to be forgotten: Serve waits for the next
+	wantOpen    int32 = iota + 1 // begin a session
+	wantCall                     // run a function
+	wantSet                      // store a value
+	wantGet                      // return a value
+	wantList                     // list the handles
+	wantNothing                  // answer in turn
+	wantStop                     // end Serve
+	wantAbort                    // end Serve with an error, at once
+	wantLeave                    // from a rank to the controller: its Serve has ended
+	wantForget                   // forget a session that has not begun: Serve waits for the next one
 )
 
-// magic begins all bodies; the last byte is the version.
+// magic is the beginning of all bodies; its last byte is the version.
 const magic = 0x53455301
 
-// request is what a body of a request says. Which fields count depends on what is wanted.
+// request is the body of a request. The fields in use depend on the kind.
 type request struct {
 	session uint64
-	seq     uint64   // calls count from 0
-	kills   []uint64 // handles that are given up before it
-	ranks   uint32   // wantOpen: how many there are
-	handle  uint64   // wantCall: of the result; wantSet and wantGet
-	text    string   // wantCall: the function's name; wantAbort, wantLeave and wantForget: why
+	seq     uint64   // number of the call, from 0
+	kills   []uint64 // handles to be released before the call
+	ranks   uint32   // wantOpen: number of ranks
+	handle  uint64   // wantCall: handle of the result; wantSet and wantGet: handle of the value
+	text    string   // wantCall: the function's name; wantAbort, wantLeave and wantForget: the reason
 	values  []any    // wantCall: arguments; wantSet: the value
 }
 
@@ -78,7 +78,7 @@ func (q *request) append(b []byte, want int32) ([]byte, error) {
 	return b, err
 }
 
-// parseRequest reads the body of a request. The values are views of it.
+// parseRequest parses the body of a request. The values are views of the body.
 func parseRequest(want int32, body []byte) (q request, err error) {
 	r := &reader{b: body}
 	if m := r.u32("begin"); r.err == nil && m != magic {
@@ -112,13 +112,13 @@ func parseRequest(want int32, body []byte) (q request, err error) {
 	return q, r.end()
 }
 
-// What an answer says.
+// outcome is the kind of an answer.
 type outcome byte
 
 const (
-	done    outcome = iota // and perhaps a value
-	failed                 // and the text of the error
-	refused                // the rank has no part in the session, and why
+	done    outcome = iota // success, with a value if one was requested
+	failed                 // with the text of the error
+	refused                // the rank does not take part in the session; with the reason
 )
 
 type answer struct {
