@@ -1,6 +1,6 @@
 package af
 
-// Batches as handlers of a server have them, and the state behind them.
+// Batch: a received batch as handlers of a server see it, and its state.
 
 import (
 	"cmp"
@@ -24,19 +24,18 @@ type Pull struct {
 	reply datamsg.Reply
 }
 
-// Batch is a handle on what one worker sent in one call: its push tensors, and
-// the pulls it wants answered. It is a small value. Push tensors are views on
-// receive memory; they and the lists are valid until Respond returns, or longer
-// with Retain.
+// Batch is a handle of the data that one worker sent in one call: its push tensors, and the pulls to be answered. It
+// is a small value. Push tensors are views on receive memory; they and the lists are valid until Respond returns, or
+// longer with Retain.
 type Batch struct {
 	w   *work
 	gen uint64
 }
 
-// work is the state behind a Batch; it is used again for later ones.
+// work is the state of a Batch; it is reused.
 type work struct {
 	s        *Server
-	x        *sender // whose batch it is
+	x        *sender // the worker's assembler
 	instance int     // node id of the worker's instance
 	epoch    uint32  // of the worker's process, see van.Message
 	customer int32   // the worker's
@@ -58,22 +57,21 @@ type work struct {
 // Worker is the group rank of the worker.
 func (b Batch) Worker() int { return van.RankOf(b.w.instance) / b.w.s.node.Config().GroupSize }
 
-// Single tells that the batch is one message, not marked as part of a batch.
+// Single reports that the batch is one message, not marked as part of a batch.
 func (b Batch) Single() bool { return b.w.single }
 
-// Pushes are the push tensors in the order sent.
+// Pushes returns the push tensors in the order sent.
 func (b Batch) Pushes() []KeyTensor { return b.w.pushes }
 
-// Pulls are the wanted answers in the order asked for.
+// Pulls returns the requested answers in the order of the request.
 func (b Batch) Pulls() []Pull { return b.w.pulls }
 
-// Answered tells whether Respond or Refuse has been called for the batch. One that Respond has
-// refused before anything was sent is not answered.
+// Answered reports whether Respond or Refuse has been called for the batch. A Respond that returned an error before
+// it sent anything does not count.
 func (b Batch) Answered() bool { return b.w.state.Load() != b.gen<<1 }
 
-// Wanted tells whether the worker still waits for the answer: it has not given the batch
-// up, which workers of this library tell, is not lost, and was not replaced by another
-// process.
+// Wanted reports whether the worker still waits for the answer: it has not canceled the batch (workers of this
+// library notify the server), is not lost, and was not replaced by another process.
 func (b Batch) Wanted() bool {
 	if b.w.state.Load()>>1 != b.gen {
 		return false
@@ -122,7 +120,7 @@ func (b *work) add(msg *van.Message) error {
 
 var errSizes = errors.New("sizes differ")
 
-// growPulls appends an entry whose shape slice is used again.
+// growPulls appends an entry and reuses its shape slice.
 func (b *work) growPulls() *Pull {
 	if n := len(b.pulls); n < cap(b.pulls) {
 		b.pulls = b.pulls[:n+1]
@@ -139,12 +137,11 @@ func (b Batch) Retain() Batch {
 	return b
 }
 
-// Release gives up one hold on the batch. Respond gives up the first one; call
-// Release only after Retain, or for a batch that will never be answered. It does
-// nothing once all holds are given up.
+// Release drops one reference to the batch. Respond drops the first one; call Release only after Retain, or for a
+// batch that will never be answered. Without references it has no effect.
 //
-// With a stream, in which work still reads push tensors that lie on the node's device, it
-// returns at once, and the hold ends with that work.
+// With a stream in which work still reads push tensors on the node's device, Release returns at once, and the
+// reference is dropped when that work is done.
 func (b Batch) Release(opts ...StreamOption) {
 	if b.w.state.Load()>>1 != b.gen {
 		return
@@ -167,7 +164,7 @@ func (b Batch) Release(opts ...StreamOption) {
 	event, err := b.w.s.late.RecordEvent(uintptr(stream))
 	switch {
 	case errors.Is(err, backend.ErrUnsupported): // a graph has captured the use of the memory
-		b.w.s.node.Log().Warn("received tensors are never used again", "worker", b.w.s.node.PeerName(b.w.instance), "err", err)
+		b.w.s.node.Log().Warn("memory of received tensors cannot be reused", "worker", b.w.s.node.PeerName(b.w.instance), "err", err)
 	case err != nil:
 		b.w.unref() // the device is lost
 	case event == nil && !b.w.s.late.Busy(): // the work is done
@@ -183,7 +180,7 @@ type reading work
 func (*reading) Canceled() bool  { return false }
 func (r *reading) SendNow(error) { (*work)(r).unref() }
 
-// unref gives up one hold; after the last one the state is used again.
+// unref drops one reference; after the last one the state is reused.
 func (b *work) unref() {
 	if b.refs.Add(-1) > 0 {
 		return

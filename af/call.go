@@ -1,7 +1,7 @@
 package af
 
-// What a worker has in flight: batches, from the check of their lists until they are used
-// again. They know neither exchanges nor graphs, only what these want to be told at the end.
+// Batches in flight of a worker, from the check of their lists until their reuse. They do not know exchanges or
+// graphs, only what these request to be notified of at the end.
 
 import (
 	"cmp"
@@ -17,15 +17,15 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// calls makes the batches of a worker. All but free is fixed once the worker is made.
+// calls creates the batches of a worker. All fields but free are constant once the worker is created.
 type calls struct {
 	node     cluster.App
 	customer *cluster.Customer
 	servers  []int           // node ids by server group rank, ascending
-	revoker  van.Invalidator // nil when no peer writes into pull tensors
-	flusher  van.Flusher     // nil when nothing is held
+	revoker  van.Invalidator // nil if no peer writes into pull tensors
+	flusher  van.Flusher     // nil if the transport does not delay messages
 
-	queue *streamqueue.Queue // of batches with tensors on the device, and those behind them
+	queue *streamqueue.Queue // of batches with device tensors, and later ones
 
 	mu   sync.Mutex
 	free []*batch // under mu
@@ -38,20 +38,19 @@ type batch struct {
 	started  *atomic.Bool // of the Prepared that has started it, or nil
 	byStream *rounds      // of the stream that has started it, or nil
 	servers  []int        // node ids, ascending: c.servers, to, or those of a Prepared
-	to       []int        // room for some of them
+	to       []int        // storage for a subset of servers
 	pushes   []KeyTensor
 	pulls    []KeyTensor // server-major: server*q + i
 	p, q     int
 	keys     [][8]byte // key frames: pushes, then pulls
 	skip     []bool    // by server: sending to it has failed
-	places   []place   // room for apart
+	places   []place   // storage for apart
 	msg      van.Message
 	queued   bool         // in the queue
-	refs     atomic.Int32 // the request, and the queue while it is there
+	refs     atomic.Int32 // held by the request, and by the queue while the batch is in it
 }
 
-// start sends b, whose tensors are checked and held, or puts it into the queue. It takes b
-// over.
+// start sends b, whose tensors are checked and retained, or puts it into the queue. It takes ownership of b.
 func (b *batch) start(device bool, o options) (Call, error) {
 	c := b.c
 	var event backend.Event
@@ -63,7 +62,7 @@ func (b *batch) start(device bool, o options) (Call, error) {
 			return Call{}, &van.Error{Op: "push_pull", Node: c.node.Name(), Err: err}
 		}
 	}
-	// What a stream has started goes first: the streams of others may wait for that one.
+	// A batch started by a stream is sent first: streams of other batches may wait for it.
 	b.queued = event != nil || b.byStream == nil && c.queue.Busy()
 	b.p, b.q = len(b.pushes), len(b.pulls)/len(b.servers)
 	b.fillKeys()
@@ -76,7 +75,7 @@ func (b *batch) start(device bool, o options) (Call, error) {
 	}
 	call := b.Call(o.limit)
 	if !b.queued {
-		if b.Begin() { // else a server is away: Wait says so, and the others get nothing that they could not answer
+		if b.Begin() { // otherwise a server is lost: Wait returns that error, and the other servers get no batch that they could not answer
 			b.sendAll(call.Timestamp())
 			b.End()
 		}
@@ -109,7 +108,7 @@ func (b *batch) address(to To) error {
 	return b.c.mayLeaveOut(to)
 }
 
-// mayLeaveOut refuses to send to some of the servers only, unless all are of this library.
+// mayLeaveOut returns an error for a call to a subset of the servers, unless all servers are of this library.
 func (c *calls) mayLeaveOut(to To) error {
 	if to == nil || len(to) == len(c.servers) {
 		return nil
@@ -146,14 +145,14 @@ func (b *batch) sendAll(ts int32) {
 		b.c.customer.Abort(&b.Request, err)
 		for _, id := range b.servers {
 			if f := b.c.flusher; f != nil {
-				f.Flush(id) // what the transport holds because of More
+				f.Flush(id) // messages that the transport delays because of More
 			}
 		}
 	}
 }
 
-// check refuses what cannot be sent to b.servers, before anything is. It tells whether a
-// tensor lies on the device.
+// check returns an error for lists that cannot be sent to b.servers, before anything is sent. It reports whether a
+// tensor is on the device.
 func (b *batch) check(push, pull []KeyTensor) (device bool, err error) {
 	if err := checkLists(push, pull, len(b.servers)); err != nil {
 		return false, err
@@ -170,7 +169,7 @@ func (b *batch) check(push, pull []KeyTensor) (device bool, err error) {
 	return x || y, err
 }
 
-// place is where a tensor lies: number i of the pushes or of the pulls.
+// place is the memory of a tensor: number i of the pushes or of the pulls.
 type place struct {
 	from, to uint64
 	dev      backend.Device
@@ -178,9 +177,9 @@ type place struct {
 	push     bool
 }
 
-// apart refuses pull tensors that share memory: of two answers the later one would stay.
-// With several servers it refuses those that share memory with a push tensor, too: one may
-// answer while another has yet to get the push.
+// apart returns an error for pull tensors that share memory, since the later of two answers would overwrite the
+// earlier one. With several servers, pull tensors may not share memory with push tensors either: one server may
+// answer before another one has received the push.
 func (b *batch) apart(push, pull []KeyTensor) error {
 	if len(b.servers) == 1 || len(pull) == 0 {
 		push = nil
@@ -215,11 +214,10 @@ func (b *batch) apart(push, pull []KeyTensor) error {
 	return nil
 }
 
-// fewTensors is up to how many every two are compared.
+// fewTensors is the number of tensors up to which all pairs are compared.
 const fewTensors = 24
 
-// apartSorted does apart's work for many tensors: each begins behind the ends of those
-// before it.
+// apartSorted is apart for many tensors: it sorts them, and compares each one with the latest end of those before it.
 func (b *batch) apartSorted(push, pull []KeyTensor) error {
 	slices.SortFunc(b.places, func(x, y place) int {
 		if x.dev != y.dev {
@@ -227,7 +225,7 @@ func (b *batch) apartSorted(push, pull []KeyTensor) error {
 		}
 		return cmp.Compare(x.from, y.from)
 	})
-	var lastPull, lastPush *place // of those so far, that which ends last
+	var lastPull, lastPush *place // of the tensors so far, the one with the latest end
 	for k := range b.places {
 		x := &b.places[k]
 		if y := lastPull; y != nil && y.dev == x.dev && y.to > x.from {
@@ -236,7 +234,7 @@ func (b *batch) apartSorted(push, pull []KeyTensor) error {
 		if y := lastPush; y != nil && y.dev == x.dev && y.to > x.from && !x.push {
 			return b.shared(push, pull, x, y)
 		}
-		last := &lastPull // of which none reaches beyond x
+		last := &lastPull // none of them reaches beyond x
 		if x.push {
 			if last = &lastPush; *last != nil && (*last).dev == x.dev && (*last).to > x.to {
 				continue
@@ -247,7 +245,7 @@ func (b *batch) apartSorted(push, pull []KeyTensor) error {
 	return nil
 }
 
-// shared says that x, of a pull tensor, shares memory with y.
+// shared is the error of a pull tensor x that shares memory with y.
 func (b *batch) shared(push, pull []KeyTensor, x, y *place) error {
 	kind, other, why := "pull", pull, "each is filled by an answer of its own"
 	switch {
@@ -260,7 +258,7 @@ func (b *batch) shared(push, pull []KeyTensor, x, y *place) error {
 		van.ErrInvalid, x.i, pull[x.i].Key, kind, y.i, other[y.i].Key, why)
 }
 
-// checkLists refuses lists that make no sense for n servers.
+// checkLists returns an error for lists that are invalid for n servers.
 func checkLists(push, pull []KeyTensor, n int) error {
 	switch {
 	case len(push)+len(pull) == 0:
@@ -285,8 +283,7 @@ func checkLists(push, pull []KeyTensor, n int) error {
 // exchange in a batch.
 const MaxBatch = 16384
 
-// distinct refuses lists in which a key stands twice: answers and receive buffers
-// are found by key.
+// distinct returns an error for a list that contains a key twice: answers and receive buffers are found by key.
 func distinct(l []KeyTensor, kind string) error {
 	if len(l) > 32 {
 		seen := make(map[uint64]int, len(l))
@@ -327,11 +324,10 @@ func (c *calls) take() *batch {
 	return b
 }
 
-// keepBatches bounds the batches that an idle worker keeps for use again.
+// keepBatches is the maximum number of unused batches that a worker keeps for reuse.
 const keepBatches = 256
 
-// Recycle puts b back. It is called by the customer when the call is waited for or
-// forgotten.
+// Recycle puts b back for reuse. The customer calls it after Wait, or when the call is forgotten.
 func (b *batch) Recycle() {
 	if b.started != nil && b.byStream == nil {
 		b.started.Store(false)
@@ -367,10 +363,9 @@ func (b *batch) fillKeys() {
 	}
 }
 
-// sendMessages sends the messages of the batch: each push to all servers, then each pull
-// index to all servers. A server that cannot be sent to gets nothing more; the
-// others get all of it, since a batch that does not end would stay with them. It
-// returns the first error.
+// sendMessages sends the messages of the batch: each push to all servers, then each pull index to all servers. After
+// an error a server is sent nothing more; the other servers get all messages, since they would keep an incomplete
+// batch. It returns the first error.
 func (b *batch) sendMessages(ts int32) error {
 	var failed error
 	b.skip = append(b.skip[:0], make([]bool, len(b.servers))...)
@@ -421,7 +416,7 @@ func (b *batch) sendOne(id int, ts int32, push bool, flag van.BatchFlag, kt *Key
 	m.Receiver = id
 	m.Request, m.Push, m.Head, m.Timestamp = true, push, flag, ts
 	m.More = flag == van.BatchStart || flag == van.BatchMiddle
-	m.Continues = flag == van.BatchMiddle || flag == van.BatchEnd // nothing follows a message that was refused
+	m.Continues = flag == van.BatchMiddle || flag == van.BatchEnd // no message follows a refused message
 	m.AppID, m.CustomerID = int32(b.c.customer.AppID()), int32(b.c.customer.ID())
 	m.Key, m.Addr, m.ValLen, m.Option = kt.Key, t.mem.Addr(), int32(t.mem.Len()), 0
 	m.IsTensor, m.Dtype, m.Dim, m.Shape = true, int32(t.dtype), int32(t.rank()), t.shape
@@ -437,7 +432,7 @@ func (b *batch) sendOne(id int, ts int32, push bool, flag van.BatchFlag, kt *Key
 	return b.c.node.Send(m)
 }
 
-// Answer takes one answer: the acknowledgement of a push, or a pull's value.
+// Answer handles one answer: the acknowledgement of a push, or the value of a pull.
 func (b *batch) Answer(i, from int, msg *van.Message) error {
 	push := i < b.p
 	if msg.Push != push {
@@ -460,13 +455,13 @@ func (b *batch) Answer(i, from int, msg *van.Message) error {
 	if msg.Placed || msg.Vals.Len() == 0 {
 		return nil
 	}
-	if len(b.servers) == 1 { // the answer may come to a push tensor
+	if len(b.servers) == 1 { // the answer may be written to a push tensor
 		b.Arrived(b.p)
 	}
 	return b.c.node.Backend().Copy(slot.Val.mem, msg.Vals)
 }
 
-// hold keeps the memory of the tensors until letGo, if their owners count.
+// hold retains the memory of the tensors until letGo.
 func (b *batch) hold() {
 	for _, l := range [...][]KeyTensor{b.pushes, b.pulls} {
 		for i := range l {
@@ -475,24 +470,24 @@ func (b *batch) hold() {
 	}
 }
 
-// Finished is called when the batch is over: the tensors are the caller's again.
+// Finished is called when the batch has ended: the tensors are the caller's again.
 func (b *batch) Finished(err error) {
 	if b.queued && err != nil {
 		b.c.queue.Cancel(b)
 	}
 	if r := b.c.revoker; r != nil && err != nil {
 		for i := range b.pulls {
-			r.Invalidate(b.pulls[i].Val.mem) // an answer that is late must not come there
+			r.Invalidate(b.pulls[i].Val.mem) // a late answer must not be written there
 		}
 	}
 	b.letGo()
-	if r := b.byStream; r != nil { // nobody waits for it who would allow the next one
+	if r := b.byStream; r != nil { // there is no Wait, which would permit the next round
 		b.started.Store(false)
 		r.finish(err)
 	}
 }
 
-// letGo ends hold.
+// letGo releases the memory retained by hold.
 func (b *batch) letGo() {
 	for _, l := range [...][]KeyTensor{b.pushes, b.pulls} {
 		for i := range l {

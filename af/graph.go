@@ -1,7 +1,7 @@
 package af
 
-// Exchanges that streams of the device start and wait for, also from graphs: the goroutines
-// of a worker that make their rounds.
+// Exchanges that streams of the device start and wait for, also in captured graphs: the goroutines of a worker that
+// execute their rounds.
 
 import (
 	"cmp"
@@ -21,18 +21,16 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// QueueStart makes stream start a round of the exchange when it comes to this point, each
-// time if it is being captured into a graph that is replayed. A goroutine of the worker
-// sees it and does the rest, so the CPU is not waited for. Rows are the only option.
+// QueueStart makes stream start a round of the exchange when the stream reaches this point; in a captured graph, at
+// each replay. A goroutine of the worker notices the start and executes the round, so the program's CPU thread does
+// not wait. Rows are the only option.
 //
-// Rounds of an exchange come one after the other: QueueWait follows before the next
-// QueueStart, in the order in which the streams come there, too. A round that comes while
-// one of Start is not waited for fails with ErrStarted. What fails is told by Check; the
-// streams go on.
+// Rounds of an exchange are sequential: QueueWait follows before the next QueueStart, also in the order in which the
+// streams execute them. A round that starts before a call of Start has been waited for fails with ErrStarted. Check
+// returns errors of rounds; the streams continue.
 //
-// The first QueueStart takes 128 bytes of pinned memory that are kept until the backend is
-// closed, since a graph may be replayed after Close. Replays then do nothing; after the
-// backend's Close they must not be.
+// The first QueueStart allocates 128 bytes of pinned memory that are kept until the backend is closed, since a graph
+// may be replayed after Close. Such replays have no effect; graphs must not be replayed after the backend's Close.
 func (x *Prepared) QueueStart(stream Stream, opts ...StartOption) error {
 	o, err := with(x.defaults, opts)
 	word := uint32(allRows)
@@ -56,10 +54,9 @@ func (x *Prepared) QueueStart(stream Stream, opts ...StartOption) error {
 	return x.failed("queue a start of an exchange", err)
 }
 
-// QueueWait makes stream wait until the round of the last QueueStart is over: until the
-// pull tensors are filled, or the round has failed, as a round does that takes longer than
-// limit. A limit of 0 is that of Prepare, a negative one is none; it is for all rounds that
-// begin from now on.
+// QueueWait makes stream wait until the round of the last QueueStart has ended: the pull tensors are filled, or the
+// round has failed. A round that takes longer than limit fails. A limit of 0 is the limit of Prepare, a negative one
+// is none; it applies to all rounds that begin from now on.
 func (x *Prepared) QueueWait(stream Stream, limit time.Duration) error {
 	r, err := x.rounds()
 	if err == nil {
@@ -68,12 +65,12 @@ func (x *Prepared) QueueWait(stream Stream, limit time.Duration) error {
 	if err == nil {
 		limit = cmp.Or(limit, x.defaults.limit)
 		r.limit.Store(int64(limit))
-		err = r.check() // the wait is queued all the same: a round may be under way
+		err = r.check() // the wait is queued nevertheless, since a round may be under way
 	}
 	return x.failed("queue a wait for an exchange", err)
 }
 
-// failed is err as the exchange's, if it is not one of rounds that streams have started.
+// failed returns err as an error of the exchange, unless it is the error of a round that a stream has started.
 func (x *Prepared) failed(op string, err error) error {
 	if _, told := errors.AsType[*roundError](err); err == nil || told {
 		return err
@@ -81,7 +78,7 @@ func (x *Prepared) failed(op string, err error) error {
 	return &van.Error{Op: op, Node: x.w.node.Name(), Err: err}
 }
 
-// rounds returns those of the exchange, made at the first call.
+// rounds returns the rounds of the exchange, which the first call creates.
 func (x *Prepared) rounds() (*rounds, error) {
 	r := x.byStream.Load()
 	if r == nil {
@@ -96,17 +93,17 @@ func (x *Prepared) rounds() (*rounds, error) {
 	return r, nil
 }
 
-// replayed is an exchange whose rounds the goroutine of graphs makes, which alone uses it.
+// replayed is an exchange whose rounds are executed by the goroutine of graphs. Only that goroutine uses it.
 type replayed struct {
 	x      *Prepared
 	rounds *rounds
 	call   Call
 	begun  uint64        // clock.Now
-	most   time.Duration // what call may take; negative: no limit
-	inUse  bool          // call is not waited for
+	most   time.Duration // time limit of call; negative: no limit
+	inUse  bool          // call has not been waited for
 }
 
-// begin starts a round, for which a stream has written word.
+// begin starts a round, for which a stream has written word to the flag.
 func (r *replayed) begin(word uint32) {
 	o := options{stream: Complete, limit: r.rounds.next()}
 	r.most = cmp.Or(o.limit, postoffice.DefaultTimeout)
@@ -119,19 +116,19 @@ func (r *replayed) begin(word uint32) {
 		r.begun = clock.Now()
 		r.inUse = err == nil
 	}
-	if err != nil && r.rounds.flying.Load() { // else it was told already
+	if err != nil && r.rounds.flying.Load() { // otherwise the end was reported already
 		r.rounds.finish(err)
 	}
 }
 
-// step does what there is to do, and tells whether there was anything.
+// step makes progress if it can, and reports whether it did.
 func (r *replayed) step(ctx context.Context) bool {
 	freed := r.rounds.freed.Load()
 	if freed {
 		ctx = noTime
 	}
 	if r.inUse && (!r.rounds.flying.Load() || r.late() || freed) {
-		_ = r.call.Wait(ctx) // over, or given up by this; finish has been told
+		_ = r.call.Wait(ctx) // the call has ended, or this cancels it; finish has been called
 		r.inUse = false
 		return true
 	}
@@ -149,23 +146,23 @@ var noTime = func() context.Context {
 	return ctx
 }()
 
-// late tells whether the time of the round under way is over.
+// late reports whether the round under way exceeds its limit.
 func (r *replayed) late() bool {
 	return r.most > 0 && time.Duration(clock.Now()-r.begun) > r.most
 }
 
-// graphs are the replayed exchanges of a worker. A goroutine, which begins with the first
-// one, looks at their words, and another one at the first.
+// graphs are the replayed exchanges of a worker. One goroutine, which starts with the first exchange, polls their
+// flags; another one watches the first.
 type graphs struct {
 	node    cluster.App
 	spin    time.Duration
 	closing atomic.Bool
-	turn    atomic.Uint64 // clock.Now when the goroutine last went round
+	turn    atomic.Uint64 // clock.Now of the goroutine's last pass
 
-	mu    sync.Mutex                  // of what follows, to change it; before that of a Prepared
-	all   atomic.Pointer[[]*replayed] // replaced, not changed
-	page  backend.Mem                 // what is left of the last one
-	ended chan struct{}               // nil before the first one
+	mu    sync.Mutex                  // held to change the fields below; locked before the mu of a Prepared
+	all   atomic.Pointer[[]*replayed] // replaced, never modified
+	page  backend.Mem                 // free part of the last page
+	ended chan struct{}               // nil before the first exchange
 }
 
 // add makes x a replayed exchange.
@@ -213,7 +210,7 @@ func (g *graphs) add(x *Prepared) (*rounds, error) {
 	return r, nil
 }
 
-// exchanges are those that are replayed now.
+// exchanges returns the present replayed exchanges.
 func (g *graphs) exchanges() []*replayed {
 	if all := g.all.Load(); all != nil {
 		return *all
@@ -221,7 +218,7 @@ func (g *graphs) exchanges() []*replayed {
 	return nil
 }
 
-// drop ends the rounds of r, whose exchange is closed and has none under way.
+// drop ends the rounds of r, whose exchange is closed and has no round under way.
 func (g *graphs) drop(r *replayed) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -230,8 +227,8 @@ func (g *graphs) drop(r *replayed) {
 	r.rounds.ended.Store(idle)
 }
 
-// How long the goroutine sleeps between two looks: a part of the time in which nothing has
-// come, so that what comes is late by that part only.
+// Pauses of the goroutine between two polls: a fraction of the time since the last event, so that events are delayed
+// by that fraction only.
 const (
 	leastNap = 20 * time.Microsecond
 	mostNap  = time.Millisecond
@@ -259,7 +256,7 @@ func (g *graphs) run() {
 			continue
 		}
 		if flying {
-			g.node.Poll(something) // in place of the transport, as who waits for a call does
+			g.node.Poll(something) // in place of the transport, as a waiting call does
 		}
 		if g.something() {
 			continue
@@ -273,21 +270,20 @@ func (g *graphs) run() {
 	}
 	for _, r := range g.exchanges() {
 		if r.inUse {
-			_ = r.call.Wait(noTime) // what fills its tensors is over before streams go on
+			_ = r.call.Wait(noTime) // messages that fill its tensors have ended before streams continue
 		}
 	}
 }
 
-// watchEvery is how often watch looks; closeLimit is how long a worker that is closed waits
-// for the rounds under way.
+// watchEvery is the period of watch; closeLimit is how long Close of a worker waits for the rounds under way.
 const (
 	watchEvery = 100 * time.Millisecond
 	closeLimit = time.Second
 )
 
-// watch lets streams go for which the goroutine can do nothing within the limit of a round,
-// until it has ended. That happens when the driver lets nobody in before a stream goes on
-// which waits for a round, as when its queue is full of replays. Nothing here calls the driver.
+// watch releases streams if the goroutine makes no progress within the limit of a round, until the goroutine has
+// ended. That happens if a call of the driver blocks until a stream continues that itself waits for a round, for
+// example because the driver's queue is full of replays. watch does not call the driver.
 func (g *graphs) watch(over <-chan struct{}) {
 	tick := time.NewTicker(watchEvery)
 	defer tick.Stop()
@@ -306,7 +302,7 @@ func (g *graphs) watch(over <-chan struct{}) {
 	}
 }
 
-// something tells whether a step of any would do something, apart from its limit.
+// something reports whether a step of any exchange would make progress, apart from its limit.
 func (g *graphs) something() bool {
 	if g.closing.Load() {
 		return true
@@ -319,8 +315,8 @@ func (g *graphs) something() bool {
 	return false
 }
 
-// close ends all rounds for good, and with them the waits of streams. The requests of the
-// customer have been failed before. It tells whether the goroutine that looks after them has ended.
+// close ends all rounds permanently, and thereby the waits of streams. The requests of the customer were failed
+// before. It reports whether the goroutine has ended.
 func (g *graphs) close() (done bool) {
 	g.mu.Lock()
 	g.closing.Store(true)
@@ -332,7 +328,7 @@ func (g *graphs) close() (done bool) {
 	select {
 	case <-ended:
 		done = true
-	case <-time.After(closeLimit): // it waits for the driver, or this is called by what it has delivered
+	case <-time.After(closeLimit): // the goroutine waits for the driver, or the caller is a callback of it
 	}
 	for _, r := range g.exchanges() {
 		r.rounds.ended.Store(idle)

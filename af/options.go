@@ -1,6 +1,6 @@
 package af
 
-// What may be said beside the arguments of a call.
+// Options of calls.
 
 import (
 	"fmt"
@@ -24,18 +24,17 @@ type RespondOption interface{ respondOption() }
 // StreamOption is the option of calls whose only option is a Stream. Of several, the last one counts. It costs no allocation.
 type StreamOption interface{ streamOption() }
 
-// Stream is a queue of work on the node's device: the driver's handle (CUstream,
-// cudaStream_t). As an option it says that the work which is in the stream at the time of
-// the call makes the tensors on the device that are sent, or uses those that are to be
-// filled. The call does not wait for that work: a goroutine of the library does, and
-// sends then. Tensors on the host are complete by themselves.
+// Stream is a queue of work on the node's device: the driver's handle (CUstream, cudaStream_t). As an option it names
+// the stream whose present work writes the device tensors to be sent, or uses the tensors to be filled. The call does
+// not wait for that work: a goroutine of the library waits, and then sends. Host tensors must be complete at the
+// call.
 type Stream uintptr
 
 const (
-	// DefaultStream is the device's default stream, which is waited for without an option.
+	// DefaultStream is the device's default stream, the default of calls without a Stream.
 	DefaultStream Stream = 0
-	// Complete says that there is nothing to wait for: who calls vouches that the
-	// tensors are complete, and, if they are to be filled, not in use.
+	// Complete means that no work is to be waited for: the caller guarantees that the tensors are complete and, if
+	// they are to be filled, not in use.
 	Complete = Stream(streamqueue.Complete)
 )
 
@@ -68,7 +67,7 @@ type Rows int
 
 func (Rows) startOption() {}
 
-// Order says which tensor of a Respond answers which pull.
+// Order determines which tensor of a Respond answers which pull.
 type Order uint8
 
 const (
@@ -83,15 +82,14 @@ func (Order) respondOption() {}
 // Sent is the option that OnSent returns.
 type Sent struct{ done van.Completion }
 
-// OnSent has done called once for each pull when its answer has left and the tensor is
-// the caller's again, from any goroutine; done must neither block nor send. Answers that
-// will not leave after all are told like those that have. After an error of Respond done
-// is called, or has been, if the batch counts as answered, see Batch.Answered.
+// OnSent calls done once for each pull when its answer has been sent and the tensor is the caller's again, from any
+// goroutine; done must neither block nor send. Canceled answers are reported in the same way. After an error of
+// Respond, done is called only if the batch counts as answered, see Batch.Answered.
 func OnSent(done van.Completion) Sent { return Sent{done} }
 
 func (Sent) respondOption() {}
 
-// options are those of a PushPull, of a Start or of a Respond, each of which takes some.
+// options are the options of a PushPull, a Start or a Respond; each accepts some of them.
 type options struct {
 	stream Stream
 	to     To
@@ -126,7 +124,7 @@ func with[Option any](o options, opts []Option) (options, error) {
 	return o, nil
 }
 
-// check refuses ranks that are not those of some of n servers.
+// check returns an error unless t lists ranks of n servers.
 func (t To) check(n int) error {
 	for i, r := range t {
 		why := ""

@@ -1,6 +1,6 @@
 package af
 
-// Exchanges: tensors that were checked once, sent as often as wanted.
+// Prepared: tensors that are checked once and sent repeatedly.
 
 import (
 	"errors"
@@ -13,13 +13,11 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// ErrStarted: a prepared PushPull was started again before the call of its last Start was waited
-// for.
+// ErrStarted: a prepared PushPull was started again before the call of its last Start was waited for.
 var ErrStarted = errors.New("exchange started already")
 
-// Prepared is a PushPull that is prepared once and started as often as wanted, one call at
-// a time: its tensors, keys and servers are checked by Prepare. All methods are safe for
-// concurrent use.
+// Prepared is a PushPull that is prepared once and started repeatedly, one call at a time. Prepare checks its
+// tensors, keys and servers. All methods are safe for concurrent use.
 type Prepared struct {
 	w          *Worker
 	push, pull []KeyTensor
@@ -27,12 +25,12 @@ type Prepared struct {
 	servers    []int // their node ids
 	defaults   options
 	device     bool  // a tensor lies on the node's device
-	rows       int64 // that each tensor has, -1 if one has no dimensions
+	rows       int64 // number of rows of each tensor, -1 if one has no dimensions
 
 	started  atomic.Bool            // a call is in flight, or not waited for; its batch clears it
 	byStream atomic.Pointer[rounds] // nil before the first QueueStart; stored under mu
 
-	mu     sync.Mutex // of closed, and the lists' elements
+	mu     sync.Mutex // guards closed, and the elements of the lists
 	closed bool
 }
 
@@ -86,8 +84,7 @@ func (x *Prepared) Start(opts ...StartOption) (Call, error) {
 	return b.start(x.device, o)
 }
 
-// next makes the batch of a Start, or of a round that a stream has started, and holds its
-// memory.
+// next creates the batch of a Start, or of a round that a stream has started, and retains its memory.
 func (x *Prepared) next(o options, r *rounds) (*batch, error) {
 	if err := x.w.calls.mayLeaveOut(x.to); err != nil { // a server may have been replaced since
 		return nil, err
@@ -116,9 +113,9 @@ func (x *Prepared) next(o options, r *rounds) (*batch, error) {
 	return b, nil
 }
 
-// Check returns, once, why rounds that streams have started have failed, or nil: the first
-// of them, and how many more there were since the last Check. It may be called after Close,
-// and does not wait. Start, QueueStart and QueueWait do the same first.
+// Check returns, once, why rounds that streams have started have failed, or nil: the first error, and the number of
+// later ones since the last Check. It may be called after Close, and does not wait. Start, QueueStart and QueueWait
+// check first, too.
 func (x *Prepared) Check() error {
 	if r := x.byStream.Load(); r != nil {
 		return r.check()
@@ -126,9 +123,8 @@ func (x *Prepared) Check() error {
 	return nil
 }
 
-// Close gives the memory of the tensors back to its owners; a call in flight goes on and
-// holds it until its end. Start fails from then on, and graphs that are replayed do not
-// start or wait for anything.
+// Close releases the memory of the tensors; a call in flight continues and retains it until its end. Later calls of
+// Start fail, and replayed graphs do not start or wait for anything.
 func (x *Prepared) Close() {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -152,7 +148,7 @@ func (x *Prepared) tensors() string {
 	return fmt.Sprintf("%d push and %d pull tensors", len(x.push), len(x.pull))
 }
 
-// tooMany says why no call can have n rows.
+// tooMany is the error of a call with n rows.
 func (x *Prepared) tooMany(n Rows) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()

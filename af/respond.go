@@ -31,7 +31,7 @@ import (
 // nothing was sent and the batch can still be answered. A second Respond is
 // ErrAnswered.
 func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
-	s := b.w.s // all else may be another batch's by now
+	s := b.w.s // other fields of b.w may belong to another batch
 	o, err := with(options{}, opts)
 	if err != nil {
 		return &van.Error{Op: "respond", Node: s.node.Name(), Err: err}
@@ -95,7 +95,7 @@ func (b Batch) Refuse(why error) error {
 	return nil
 }
 
-// answer is what outs has for pull i, or nil.
+// answer returns the tensor of outs for pull i, or nil.
 func (b *work) answer(i int, outs []KeyTensor, order Order) *Tensor {
 	if order == ByKey {
 		for j := range outs {
@@ -111,7 +111,7 @@ func (b *work) answer(i int, outs []KeyTensor, order Order) *Tensor {
 	return nil
 }
 
-// enqueue puts the answers into the queue, which has the batch until they are sent.
+// enqueue puts the answers into the queue, which owns the batch until they are sent.
 func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o options) error {
 	s, w := b.w.s, b.w
 	for i := range w.pulls {
@@ -133,10 +133,10 @@ func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o options) error {
 	return &van.Error{Op: "respond", Node: s.node.Name(), Err: van.ErrClosed}
 }
 
-// Canceled implements streamqueue.Entry: an answer is wanted until its worker is lost, which Send says.
+// Canceled implements streamqueue.Entry: an answer is sent unless its worker is lost, which Send reports.
 func (b *work) Canceled() bool { return false }
 
-// SendNow implements streamqueue.Entry: it sends the answers and gives up the batch.
+// SendNow implements streamqueue.Entry: it sends the answers and releases the batch.
 func (b *work) SendNow(err error) {
 	s := b.s
 	sent := 0
@@ -161,7 +161,7 @@ func (b *work) SendNow(err error) {
 	b.unref()
 }
 
-// forget gives the answers back to their owners.
+// forget releases the answers.
 func (b *work) forget() {
 	for i := range b.answers {
 		b.answers[i].Val.mem.Release()
@@ -170,8 +170,8 @@ func (b *work) forget() {
 	b.answers, b.done = b.answers[:0], nil
 }
 
-// checkAnswer refuses tensors that do not fit the pulls, or lie on a device that the
-// node does not own. It tells whether one lies on the node's.
+// checkAnswer returns an error for tensors that do not fit the pulls, or are on a device that the node does not own.
+// It reports whether one is on the node's device.
 func (b *work) checkAnswer(outs []KeyTensor, order Order) (device bool, err error) {
 	for i := range b.pulls {
 		p := &b.pulls[i]
@@ -197,8 +197,8 @@ func (b *work) checkAnswer(outs []KeyTensor, order Order) (device bool, err erro
 	return device, nil
 }
 
-// reply sends one answer, kt. b is held until it has left. more says that the transport has taken another one to the
-// same batch.
+// reply sends one answer, kt. b is retained until the answer has been sent. more means that the transport has taken
+// another answer to the same batch.
 func (s *Server) reply(r datamsg.Reply, kt *KeyTensor, b *work, done van.Completion, more bool) error {
 	a := answers.Get().(*answer)
 	r.Fill(&a.msg)
@@ -225,7 +225,7 @@ func (s *Server) reply(r datamsg.Reply, kt *KeyTensor, b *work, done van.Complet
 	return err
 }
 
-// sent tells both the batch and the application.
+// sent notifies both the batch and the application.
 type sent struct {
 	b    *work
 	done van.Completion
@@ -246,8 +246,8 @@ func (s *sent) put() {
 	sents.Put(s)
 }
 
-// acknowledge answers a push. Nobody waits for that of a batch before the batch is
-// complete, so with more it may leave together with what follows.
+// acknowledge answers a push. The worker needs acknowledgements of a batch only when the batch is complete, so with
+// more it may be sent together with later messages.
 func (s *Server) acknowledge(r datamsg.Reply, more bool) error {
 	a := answers.Get().(*answer)
 	defer answers.Put(a)
@@ -256,7 +256,7 @@ func (s *Server) acknowledge(r datamsg.Reply, more bool) error {
 	return s.node.Send(&a.msg)
 }
 
-// answer is a message with room for its key frame.
+// answer is a message with space for its key frame.
 type answer struct {
 	msg van.Message
 	key [8]byte

@@ -1,7 +1,7 @@
 package af
 
-// Rounds of an exchange as its streams and the library see them: the word in which each
-// tells the other, and what has failed. Nothing here makes a call.
+// Rounds of an exchange as its streams and the library see them: the flag by which they synchronize, and errors.
+// Nothing here makes a call.
 
 import (
 	"cmp"
@@ -16,10 +16,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// A replayed exchange has a word of 8 bytes in pinned memory. A stream starts a round by
-// writing the lower half, and waits until bit over is set in either half: in the lower one
-// the round is over, in the upper one no rounds are made any more, which no replay takes
-// back.
+// A replayed exchange has a flag of 8 bytes in pinned memory. A stream starts a round by writing the lower half, and
+// waits until bit over is set in either half: in the lower half the round has ended, in the upper half rounds have
+// ended permanently, which no replay can reset.
 const (
 	over    = uint64(1)<<32 | 1
 	idle    = uint32(1) // the lower half between rounds, and the upper one at the end
@@ -31,29 +30,29 @@ const (
 	wordPage   = 4096 // of pinned memory
 )
 
-// rounds are those of a Prepared. Streams write to the word and wait for it, the worker's
-// goroutine makes the rounds, and who watches that goroutine may end them.
+// rounds are the rounds of a Prepared. Streams write and wait for the flag, the worker's goroutine executes the
+// rounds, and its watcher may end them.
 type rounds struct {
 	node, what string // for errors: the node, and the exchange's tensors
 	device     backend.GraphFlagger
-	mem        backend.Mem    // the word
+	mem        backend.Mem    // the flag
 	round      *atomic.Uint32 // its lower half
 	ended      *atomic.Uint32 // its upper half
 
 	limit  atomic.Int64 // of rounds that begin now, as Call's
-	gone   atomic.Bool  // the exchange is closed, or let go
-	freed  atomic.Bool  // its streams were let go, see release
+	gone   atomic.Bool  // the exchange is closed, or released
+	freed  atomic.Bool  // its streams were released, see release
 	flying atomic.Bool  // a round is under way
 
-	queueing sync.Mutex // of queued. Not mu: the device's queue may be full until rounds go on
+	queueing sync.Mutex // guards queued. It is not mu, since the device's queue may be full until rounds continue
 	queued   bool       // the last thing queued was a start
 
-	mu     sync.Mutex // of what follows
+	mu     sync.Mutex // guards the fields below
 	number uint64     // of the last round that has begun
 	failed roundError // number 0: none
 }
 
-// newRounds returns rounds of which none is under way, and whose word is mem.
+// newRounds returns rounds with no round under way, whose flag is mem.
 func newRounds(node, what string, device backend.GraphFlagger, mem backend.Mem, limit time.Duration) *rounds {
 	half := (*[2]atomic.Uint32)(mem.Ptr())
 	r := &rounds{node: node, what: what, device: device, mem: mem, round: &half[0], ended: &half[1]}
@@ -63,14 +62,13 @@ func newRounds(node, what string, device backend.GraphFlagger, mem backend.Mem, 
 	return r
 }
 
-// start queues the word of a round in stream; wait queues the wait for its end. They must
-// take turns.
+// start queues the start of a round in stream; wait queues the wait for its end. They must alternate.
 func (r *rounds) start(stream Stream, word uint32) error {
 	r.queueing.Lock()
 	defer r.queueing.Unlock()
 	if r.queued {
-		r.queued = false // what was begun may have been given up
-		return fmt.Errorf("%w: exchange of %s: queue the wait for its last start first; if that start was in a capture that was given up, start again", ErrStarted, r.what)
+		r.queued = false // the start may belong to a canceled capture
+		return fmt.Errorf("%w: exchange of %s: queue the wait for its last start first; if that start was in a capture that was canceled, start again", ErrStarted, r.what)
 	}
 	err := r.device.WriteFlag(uintptr(stream), r.mem, word)
 	r.queued = err == nil
@@ -96,7 +94,7 @@ func (r *rounds) next() (limit time.Duration) {
 	return time.Duration(r.limit.Load())
 }
 
-// finish ends the round under way: the streams that wait for it go on.
+// finish ends the round under way: the streams that wait for it continue.
 func (r *rounds) finish(err error) {
 	if err != nil {
 		r.fail(err)
@@ -105,7 +103,7 @@ func (r *rounds) finish(err error) {
 	r.round.Store(idle)
 }
 
-// fail keeps the error of the round under way.
+// fail records the error of the round under way.
 func (r *rounds) fail(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -116,14 +114,14 @@ func (r *rounds) fail(err error) {
 	r.failed = roundError{node: r.node, what: r.what, number: max(r.number, 1), err: err}
 }
 
-// check returns, once, what has failed.
+// check returns, once, the recorded error.
 func (r *rounds) check() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.failed.number == 0 && r.ended.Load() == idle && r.round.Swap(idle) != idle {
 		number := r.number
 		if !r.flying.Load() {
-			number++ // it has not begun
+			number++ // the round has not begun
 		}
 		return &roundError{node: r.node, what: r.what, number: number, err: van.ErrClosed}
 	}
@@ -135,11 +133,12 @@ func (r *rounds) check() error {
 	return &err
 }
 
-// stillLimit is how long the worker's goroutine may do nothing at least, which may just not
-// have run on a busy machine.
+// stillLimit is the minimum time without progress before release ends rounds: on a busy machine the goroutine may not
+// have run.
 const stillLimit = time.Second
 
-// release ends the rounds of r for good if nothing was done for longer than one may take, and for stillLimit.
+// release ends the rounds of r permanently if there was no progress for longer than a round may take, and for
+// stillLimit.
 func (r *rounds) release(still time.Duration) {
 	limit := cmp.Or(time.Duration(r.limit.Load()), postoffice.DefaultTimeout)
 	if limit < 0 {
@@ -164,7 +163,7 @@ type roundError struct {
 	err    error
 }
 
-// Error names the node, the round, and the peer if one is the reason.
+// Error names the node, the round, and the peer that caused it, if any.
 func (e *roundError) Error() string {
 	more := ""
 	if e.later > 0 {

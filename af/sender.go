@@ -1,6 +1,6 @@
 package af
 
-// What a server assembles of one worker's messages.
+// Assembly of one worker's messages to batches.
 
 import (
 	"fmt"
@@ -14,25 +14,25 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// sender assembles the batches of one worker. Its messages come one at a time.
+// sender assembles the batches of one worker. It processes one message at a time.
 type sender struct {
 	s     *Server
-	early atomic.Int32 // messages that are held
+	early atomic.Int32 // number of pending messages
 
 	mu   sync.Mutex
-	open []*work        // begun and not ended; the last one is the current one
-	held []*van.Message // came before the message that they follow
-	over []refused      // taken off open; who has added them ends them without the lock
+	open []*work        // incomplete batches; the last one is the current one
+	held []*van.Message // pending messages: they arrived before the message that they follow
+	over []refused      // removed from open; the function that added them ends them without the lock
 
 	openBytes int // of the messages in open
 	heldBytes int
 
 	freeMu sync.Mutex
-	free   []*work // to be used again
+	free   []*work // for reuse
 }
 
-// maxOpen bounds the batches that a worker may have begun and not ended, of which
-// the oldest is given up then, and its messages that are held.
+// maxOpen is the maximum number of incomplete batches of a worker, and of its pending messages. Beyond it the oldest
+// batch is dropped.
 const maxOpen = 1024
 
 // refused is a batch that will never be complete, and why.
@@ -41,11 +41,11 @@ type refused struct {
 	why error
 }
 
-// errNotBegun: a message follows one that has not come. So it is with the rest of a batch of which its worker has taken back
-// the beginning, or which was refused.
+// errNotBegun: the message continues a batch that is not open: its first message was lost, canceled by the worker, or
+// refused.
 var errNotBegun = fmt.Errorf("%w: the batch has not begun, or is given up", van.ErrMalformed)
 
-// accept adds msg to its batch and hands the batch on when it is complete.
+// accept adds msg to its batch and delivers the batch when it is complete.
 func (x *sender) accept(msg *van.Message) error {
 	s := x.s
 	if msg.SimpleApp || msg.Frames < 2 || msg.Keys.Len() != 8 {
@@ -108,7 +108,7 @@ func (x *sender) accept(msg *van.Message) error {
 		instance := b.instance
 		s.handler(Batch{b, b.state.Load() >> 1})
 		if s.flusher != nil {
-			s.flusher.Flush(instance) // unless the answers have taken the acknowledgements along
+			s.flusher.Flush(instance) // unless the acknowledgements were sent with the answers
 		}
 	}
 	return nil
@@ -118,7 +118,7 @@ func (x *sender) accept(msg *van.Message) error {
 // may interleave as long as the timestamps of each are consecutive. x.mu is held.
 func (x *sender) batchOf(msg *van.Message) (*work, error) {
 	if msg.Head == van.Single || msg.Head == van.BatchStart {
-		if s := x.s; len(x.open) >= maxOpen { // nobody will end the oldest
+		if s := x.s; len(x.open) >= maxOpen { // the oldest one will never be completed
 			old := x.open[0]
 			x.refuse(old, fmt.Errorf("%w: %d batches have been begun since, and this one has not ended", van.ErrQueueFull, maxOpen))
 			s.node.Rarely("af: open batches").Warn("gave up a batch that has not ended",
@@ -136,9 +136,9 @@ func (x *sender) batchOf(msg *van.Message) (*work, error) {
 	return nil, fmt.Errorf("%w: the %s of a batch, at timestamp %d, continues none of the %d open batches", errNotBegun, [...]string{van.BatchMiddle: "middle", van.BatchEnd: "end"}[msg.Head], msg.Timestamp, len(x.open))
 }
 
-// charge puts what the last message of b keeps in memory on its sender's account. Batches
-// that have not ended have STEPAF_RECV_BUDGET_PEER bytes, the older ones are given up
-// before the last; that one alone may have STEPAF_RECV_BUDGET. x.mu is held.
+// charge adds the memory of b's last message to its sender's budget. Incomplete batches may use
+// STEPAF_RECV_BUDGET_PEER bytes; beyond that, the older ones are dropped before the last one. The last one alone may
+// use STEPAF_RECV_BUDGET. x.mu is held.
 func (x *sender) charge(b *work, msg *van.Message) error {
 	s := b.s
 	size := 0
@@ -170,15 +170,14 @@ func (x *sender) charge(b *work, msg *van.Message) error {
 	return nil
 }
 
-// refuse takes b off the open batches, for accept to tell its worker why. x.mu is held.
+// refuse removes b from the open batches; accept notifies the worker. x.mu is held.
 func (x *sender) refuse(b *work, why error) {
 	x.remove(b)
 	x.over = append(x.over, refused{b, why})
 }
 
-// hold keeps a message that continues no open batch, if there is room. One that was lost
-// and sent again comes after those that follow it; so does, over RDMA, one with a new
-// key of a worker of the original's. x.mu is held.
+// hold keeps a message that continues no open batch, within the limit. A message that was lost and sent again arrives
+// after its successors, and so does, over RDMA, a message with a new key from a C++ worker. x.mu is held.
 func (x *sender) hold(msg *van.Message, limit int) bool {
 	if len(x.held) >= maxOpen || x.heldBytes+msg.PayloadLen() > limit {
 		return false
@@ -188,8 +187,7 @@ func (x *sender) hold(msg *van.Message, limit int) bool {
 	return true
 }
 
-// unhold returns a held message whose turn has come, or nil. The caller releases
-// it.
+// unhold returns a pending message that is now the next one, or nil. The caller releases it.
 func (x *sender) unhold() *van.Message {
 	if x.early.Load() == 0 {
 		return nil
@@ -209,7 +207,7 @@ func (x *sender) unhold() *van.Message {
 	return nil
 }
 
-// remove takes b off the open batches. x.mu is held.
+// remove removes b from the open batches. x.mu is held.
 func (x *sender) remove(b *work) {
 	if i := slices.Index(x.open, b); i >= 0 {
 		x.open = slices.Delete(x.open, i, i+1)
@@ -217,8 +215,7 @@ func (x *sender) remove(b *work) {
 	}
 }
 
-// drop gives up the unfinished batches and the held messages that gone picks, and returns the
-// number of batches.
+// drop drops the incomplete batches and the pending messages that gone selects, and returns the number of batches.
 func (x *sender) drop(gone func(epoch uint32, customer, ts int32) bool) int {
 	x.mu.Lock()
 	var open []*work

@@ -1,6 +1,6 @@
 package af
 
-// Servers as programs see them, and which worker's a message is.
+// Server, and the dispatch of messages to the state of their workers.
 
 import (
 	"context"
@@ -23,26 +23,24 @@ import (
 // ErrAnswered: a batch was answered or refused before.
 var ErrAnswered = errors.New("batch answered already")
 
-// Handler takes one complete batch of one worker. It may answer before it returns
-// or later, from any goroutine. It may block: other workers are served meanwhile.
-// A panic in it is not recovered: it ends the process, and is the loss of a peer
-// for the others.
+// Handler handles one complete batch of one worker. It may answer before it returns or later, from any goroutine. It
+// may block: other workers are served meanwhile. A panic in it is not recovered: it ends the process, which is the
+// loss of a peer for other nodes.
 type Handler func(Batch)
 
-// ServerOptions of NewServer. The zero value is what StepMesh uses.
+// ServerOptions are the options of NewServer. The zero value is what StepMesh uses.
 type ServerOptions struct{ AppID int }
 
-// Server collects the batches of all workers and sends their answers. All methods are
-// safe for concurrent use. Workers share no lock: what is assembled of a worker's hangs
-// on its sender.
+// Server collects the batches of all workers and sends their answers. All methods are safe for concurrent use.
+// Workers share no lock: each has a sender.
 type Server struct {
 	node     cluster.App
 	app      int
 	buffers  *datamsg.RecvBuffers
-	queue    *streamqueue.Queue // of answers with tensors on the device, and those behind them
+	queue    *streamqueue.Queue // of answers with device tensors, and later ones
 	late     *streamqueue.Queue // of batches that the device still reads
 	senders  []*sender          // by instance rank of the worker
-	flusher  van.Flusher        // nil when nothing is held
+	flusher  van.Flusher        // nil if the transport does not delay messages
 	reorders bool               // messages of a worker may overtake each other
 
 	handler  Handler // set once, before anything is received
@@ -51,12 +49,11 @@ type Server struct {
 
 	closed atomic.Bool
 
-	mu     sync.Mutex // of Handle and Close
-	forget func()     // has the node forget the server, but for late
+	mu     sync.Mutex // for Handle and Close
+	forget func()     // unregisters the server from the node, except late
 }
 
-// NewServer makes a server on node, which must have the server role. Requests are kept
-// until Handle is called.
+// NewServer creates a server on node, which must have the server role. Requests are queued until Handle is called.
 func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 	if node.Role() != van.Server {
 		return nil, fmt.Errorf("%w: tensor server on %s, want a node with role server", van.ErrInvalid, node.Name())
@@ -74,8 +71,7 @@ func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 	return s, nil
 }
 
-// Handle names the handler and begins to serve, first what has come before. It may be
-// called once.
+// Handle sets the handler and begins to serve, queued requests first. It may be called once.
 func (s *Server) Handle(h Handler) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -147,8 +143,7 @@ func (s *Server) RegisterRecvTensor(t Tensor, workerRanks []int, keys []uint64) 
 // f must not block. That a worker is lost, Node.OnPeer tells.
 func (s *Server) OnUnwanted(f func(worker postoffice.NodeID)) { s.unwanted.Store(&f) }
 
-// sender is what is known of the worker instance with that node id, nil when the cluster
-// has none.
+// sender returns the state of the worker instance with that node id, nil if the cluster has none.
 func (s *Server) sender(id int) *sender {
 	if van.RoleOf(id) != van.Worker || van.RankOf(id) >= len(s.senders) {
 		return nil
@@ -156,7 +151,7 @@ func (s *Server) sender(id int) *sender {
 	return s.senders[van.RankOf(id)]
 }
 
-// receive takes one request of a worker, and those that have come before it and follow it.
+// receive handles one request of a worker, and then pending ones that follow it.
 func (s *Server) receive(msg *van.Message) {
 	if err := datamsg.CheckSender(s.node.Node, msg); err != nil {
 		s.dropped(msg, err)
@@ -173,18 +168,17 @@ func (s *Server) receive(msg *van.Message) {
 	}
 }
 
-// dropped says that a message makes no sense, or comes too late.
+// dropped logs a message that is malformed or too late.
 func (s *Server) dropped(msg *van.Message, err error) {
 	level := slog.LevelWarn
 	if errors.Is(err, errNotBegun) && s.node.Native(msg.Sender) || errors.Is(err, van.ErrClosed) {
-		level = slog.LevelInfo // workers of this library take requests back that they have given up
+		level = slog.LevelInfo // workers of this library cancel requests
 	}
 	s.node.Rarely("af: "+level.String()+logx.Kind(err)).Log(context.Background(), level, "dropped a request",
 		"err", err, "from", s.node.PeerName(msg.Sender), "message", &msg.Meta)
 }
 
-// dropSender gives up the unfinished batches of a worker that is gone. Another in its place
-// may have begun some by now.
+// dropSender drops the incomplete batches of a lost worker. A replacement process may have begun some by now.
 func (s *Server) dropSender(id int) {
 	x, c := s.sender(id), s.serving.Load()
 	if x == nil {
@@ -195,7 +189,7 @@ func (s *Server) dropSender(id int) {
 	}
 }
 
-// giveUp drops what has come of a request that its worker does not wait for any more.
+// giveUp drops the received part of a request that its worker has canceled.
 func (s *Server) giveUp(w cluster.Canceled) {
 	if x := s.sender(w.Sender); x != nil {
 		x.drop(func(_ uint32, customer, ts int32) bool { return w.Has(customer, ts) })
@@ -205,7 +199,7 @@ func (s *Server) giveUp(w cluster.Canceled) {
 	}
 }
 
-// Close takes the server off its node. Unfinished batches are dropped.
+// Close unregisters the server from its node. Incomplete batches are dropped.
 func (s *Server) Close() {
 	s.mu.Lock()
 	c, forget := s.serving.Load(), s.forget
@@ -214,14 +208,14 @@ func (s *Server) Close() {
 		return
 	}
 	c.Close()
-	s.closed.Store(true) // a message that is being received begins no batch behind dropSenders
-	s.queue.Close()      // s.late goes on until the node has left: others may receive on it
+	s.closed.Store(true) // a message that is being received begins no batch after dropSenders
+	s.queue.Close()      // s.late continues until the node has left: other endpoints may receive on it
 	s.dropSenders()
 	forget()
 }
 
-// dropSenders gives up the unfinished batches of all workers: a worker whose connection
-// broke in the middle of a batch may never have ended it.
+// dropSenders drops the incomplete batches of all workers: a worker whose connection broke may never complete its
+// batch.
 func (s *Server) dropSenders() {
 	for _, x := range s.senders {
 		x.drop(func(uint32, int32, int32) bool { return true })

@@ -11,8 +11,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// MaxTensorBytes is the largest tensor that the wire format has room for: its
-// length travels as a signed 32-bit number.
+// MaxTensorBytes is the size of the largest tensor that the wire format supports: its length is a signed 32-bit
+// number.
 const MaxTensorBytes = math.MaxInt32
 
 // Tensor is contiguous memory with an element type and a shape of up to 8
@@ -30,7 +30,7 @@ type Element interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~uint32 | ~int32 | ~uint64 | ~int64 | ~float32 | ~float64
 }
 
-// DtypeOf is the element type of a Go type.
+// DtypeOf returns the element type of a Go type.
 func DtypeOf[T Element]() Dtype {
 	var z T
 	half := T(1) / T(2)
@@ -125,23 +125,23 @@ func byteSize(d Dtype, shape []int64) (int, error) {
 	return int(n), nil
 }
 
-// Mem is the tensor's memory.
+// Mem returns the tensor's memory.
 func (t Tensor) Mem() backend.Mem { return t.mem }
 
-// Bytes is the tensor's memory as a slice that shares it, nil on a device.
+// Bytes returns the tensor's memory as a slice that shares it, nil on a device.
 func (t Tensor) Bytes() []byte { return t.mem.Host() }
 
-// Len is the tensor's size in bytes.
+// Len returns the tensor's size in bytes.
 func (t Tensor) Len() int { return t.mem.Len() }
 
-// Dtype is the element type.
+// Dtype returns the element type.
 func (t Tensor) Dtype() Dtype { return t.dtype }
 
 // Dims returns the shape; the slice is a copy.
 func (t Tensor) Dims() []int64 { return append([]int64(nil), t.shape[:t.rank()]...) }
 
-// rank is the number of dimensions. A scalar has memory; what has neither
-// dimensions nor memory is the zero Tensor, of shape [0].
+// rank returns the number of dimensions. A scalar has memory; the tensor with neither dimensions nor memory is the
+// zero Tensor, of shape [0].
 func (t Tensor) rank() int {
 	if t.ndim == 0 && t.mem.Len() == 0 {
 		return 1
@@ -165,7 +165,7 @@ func (t *Tensor) head(n int64) {
 	}
 }
 
-// Device is where the tensor lies.
+// Device returns the device of the tensor's memory.
 func (t Tensor) Device() backend.Device {
 	if t.mem.Len() == 0 && t.mem.Device() == (backend.Device{}) {
 		return backend.Host
@@ -193,14 +193,14 @@ func Slice[T Element](t Tensor) ([]T, error) {
 	return unsafe.Slice((*T)(t.mem.Ptr()), t.mem.Len()/t.dtype.Size()), nil
 }
 
-// KeyTensor is a tensor and the key under which a worker and a server know it.
+// KeyTensor is a tensor and the key by which workers and servers identify it.
 type KeyTensor struct {
 	Key uint64
 	Val Tensor
 }
 
-// onDevice tells whether one of the tensors lies on a device, and refuses those that
-// lie on one that the node does not own. what names the list.
+// onDevice reports whether one of the tensors is on a device, and returns an error for a device that the node does
+// not own. what names the list.
 func onDevice(b backend.Backend, list []KeyTensor, what string) (device bool, err error) {
 	for i := range list {
 		m := &list[i].Val.mem

@@ -1,6 +1,6 @@
 package af
 
-// Workers as programs see them.
+// Worker: the API of workers.
 
 import (
 	"fmt"
@@ -15,10 +15,10 @@ import (
 // Call is a PushPull in flight, see postoffice.Call.
 type Call = postoffice.Call
 
-// WorkerOptions of NewWorker. The zero value is what StepMesh uses.
+// WorkerOptions are the options of NewWorker. The zero value is what StepMesh uses.
 type WorkerOptions struct {
 	AppID      int
-	CustomerID int // tells the workers of one application on this node apart
+	CustomerID int // distinguishes the workers of one application on this node
 
 	// Timeout is how long Call.Wait waits when its context has no deadline, counted from
 	// the PushPull: 0 is postoffice.DefaultTimeout, negative no limit.
@@ -32,7 +32,7 @@ type Worker struct {
 	timeout time.Duration
 	calls   calls
 	graphs  graphs // exchanges that streams start
-	forget  func() // has the node forget the worker
+	forget  func() // unregisters the worker from the node
 }
 
 // NewWorker makes a worker on node, which must have the worker role. A cluster's servers
@@ -95,16 +95,16 @@ func (w *Worker) PushPull(push, pull []KeyTensor, opts ...CallOption) (Call, err
 	return b.start(device, o)
 }
 
-// InFlight is the number of calls that are not finished or not waited for. Of
-// those finished that nobody waits for, the latest 4096 are remembered.
+// InFlight returns the number of calls that are not finished or not waited for. Of finished calls without a waiter,
+// the latest 4096 are counted.
 func (w *Worker) InFlight() int { return w.calls.customer.InFlight() }
 
-// Close fails what is in flight and takes the worker off its node.
+// Close fails the calls in flight and unregisters the worker from its node.
 func (w *Worker) Close() {
 	w.calls.customer.Close()
 	done := w.graphs.close()
 	w.calls.queue.Close()
-	if done { // else they have time until the node has left
+	if done { // otherwise the goroutines may run until the node has left
 		w.forget()
 	}
 }
