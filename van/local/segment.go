@@ -62,7 +62,7 @@ func mapSegment(fd int) (*segment, error) {
 	return &segment{mem: mem, ring: mem[headerLen:], shadow: shadow}, nil
 }
 
-// unmap ends the use of s. Nobody may touch it any more.
+// unmap unmaps s. No goroutine may access it any more.
 func (s *segment) unmap() {
 	_ = unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(s.mem)), uintptr(len(s.mem)))
 	s.mem, s.ring = nil, nil

@@ -13,8 +13,8 @@ func beats(c *env.Config) {
 	c.HeartbeatInterval, c.HeartbeatTimeout = 500*time.Millisecond, time.Second
 }
 
-// TestBeating: a van says that a peer of this library answers by itself when the connections
-// of both stand, and has heartbeats of its own.
+// TestBeating: Alive is true for a peer of this library while the connections of both are established and this
+// node has heartbeats.
 func TestBeating(t *testing.T) {
 	for name, x := range map[string]struct {
 		edit        func(*env.Config)
@@ -54,9 +54,8 @@ func TestBeating(t *testing.T) {
 	}
 }
 
-// TestBeatingEnds: it says so no longer when the peer is silent, though its connections stand,
-// and when the peer's connection to this node is not there any more: another process may
-// listen at its address.
+// TestBeatingEnds: Alive is false if the peer is silent although its connections are established, and if the peer's
+// connection to this node has ended: another process may listen at its address.
 func TestBeatingEnds(t *testing.T) {
 	for name, ends := range map[string]func(t *testing.T, server *node, cut func()){
 		"a peer that is silent":         func(_ *testing.T, _ *node, cut func()) { cut() },

@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// older makes n's record that of a version that takes no bundles.
+// older makes n's record that of a version without bundles.
 func (n *node) older() *node {
 	identity, _ := n.self.Extension()
 	identity.Bundles = false
@@ -21,7 +21,7 @@ func (n *node) older() *node {
 	return n
 }
 
-// sealed puts messages together as a node does: metas and what is copied of each.
+// sealed assembles a bundle of messages like a node: the metas and the copied frames of each message.
 func sealed(messages ...[][]byte) []byte {
 	b := binary.LittleEndian.AppendUint32(nil, uint32(len(messages)))
 	b = append(b, bundleMagic...)
@@ -41,9 +41,9 @@ func sealed(messages ...[][]byte) []byte {
 	return b
 }
 
-// TestBundleOnTheWire: what leaves together is one message of libzmq's, with short values in its
-// first frame and long ones, and the mark of a request, behind; a version that takes no bundles,
-// and a node of the original, get what they know.
+// TestBundleOnTheWire: messages that are sent together are one libzmq message. Short values are in its first frame;
+// long values and the cancel byte of a request follow as frames. A version without bundles and a node of the
+// original get single messages.
 func TestBundleOnTheWire(t *testing.T) {
 	short, long := filled(1000, 1), filled(bundleBelow, 2)
 	for name, tt := range map[string]struct {
@@ -116,8 +116,8 @@ func TestBundleOnTheWire(t *testing.T) {
 	}
 }
 
-// TestBundleOrder: what is sent in bundles, of any lengths, comes whole and in order, from a
-// worker and as a server's answers, also when a Poll leaves before it has taken all.
+// TestBundleOrder: bundled messages of any length arrive complete and in order, from a worker and as a server's
+// answers, even if a Poll returns before it has received the whole bundle.
 func TestBundleOrder(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, server, worker)
@@ -160,8 +160,8 @@ func TestBundleOrder(t *testing.T) {
 	}
 }
 
-// TestBundleCounts: who keeps one message of a bundle is charged for all that it keeps, and
-// everything is given back with the last one.
+// TestBundleCounts: a kept message of a bundle counts with all memory that it keeps. The memory is freed with the last
+// message.
 func TestBundleCounts(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, server, worker)
@@ -192,8 +192,8 @@ func TestBundleCounts(t *testing.T) {
 	until(t, "no bytes", func() bool { return server.flow.waiting.Load() == 0 })
 }
 
-// TestCloseBehindAStrangeBundle: the memory of a bundle that was refused is given back once, also
-// when it is the last thing that comes.
+// TestCloseBehindAStrangeBundle: the memory of a refused bundle is freed once, even if no message follows the
+// bundle.
 func TestCloseBehindAStrangeBundle(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	server.connect(t, newNode(t, 9, 7, nil, nil))
@@ -206,8 +206,8 @@ func TestCloseBehindAStrangeBundle(t *testing.T) {
 	}
 }
 
-// TestStrangeBundles: a bundle that is wrong anywhere is dropped with an error and counted;
-// the connection goes on.
+// TestStrangeBundles: a malformed bundle is dropped with an error and counted. The connection remains
+// usable.
 func TestStrangeBundles(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	server.connect(t, newNode(t, 9, 7, nil, nil))
@@ -286,8 +286,8 @@ func TestStrangeBundles(t *testing.T) {
 	}
 }
 
-// FuzzBundle: whatever comes, reading it neither panics nor goes beyond it, and what was
-// checked can be read.
+// FuzzBundle: parsing arbitrary bytes neither panics nor reads beyond them, and records that openBundle has checked
+// can be read.
 func FuzzBundle(f *testing.F) {
 	good := [][]byte{make([]byte, 288), make([]byte, 8), []byte("value")}
 	f.Add(sealed(good), []byte{})

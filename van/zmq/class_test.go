@@ -16,9 +16,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// ends looks through all descriptors of this process for TCP connections between the ports of a
-// node's ROUTER and somebody else, and returns the classes of the ends that connected to the port,
-// and of those that were accepted there, with the descriptors.
+// ends searches all descriptors of this process for TCP connections to the port of a node's ROUTER. It returns the
+// classes of the connecting ends and of the accepted ends, by descriptor.
 func ends(t *testing.T, port int) (connected, accepted map[int]int) {
 	t.Helper()
 	connected, accepted = map[int]int{}, map[int]int{}
@@ -52,7 +51,7 @@ func ends(t *testing.T, port int) (connected, accepted map[int]int) {
 	return connected, accepted
 }
 
-// are tells whether there are n connections, all of a class.
+// are reports whether m has n connections, all of that class.
 func are(m map[int]int, n, class int) bool {
 	for _, c := range m {
 		if c != class {
@@ -67,8 +66,8 @@ func marked(v van.TrafficClassSetter, id int) bool {
 	return now
 }
 
-// TestClasses: connections to a peer, and from it to the own ROUTER, get the peer's traffic class
-// as soon as it is set, those that are made later as well, and no others.
+// TestClasses: existing and later connections to a peer, and from the peer to this node's ROUTER, get the peer's traffic
+// class. Other connections do not.
 func TestClasses(t *testing.T) {
 	for _, incarnation := range []uint32{0, 7} {
 		t.Run(fmt.Sprint("incarnation ", incarnation), func(t *testing.T) {
@@ -168,7 +167,7 @@ func TestClassTakenBack(t *testing.T) {
 // socketsTo is how many sockets lead to a peer.
 func (n *node) socketsTo(id int) int { return len(n.sockets((*n.peers.Load())[id])) }
 
-// TestNoClasses: where a node cannot give what it sends a class it says so.
+// TestNoClasses: a node that cannot apply a traffic class reports that.
 func TestNoClasses(t *testing.T) {
 	for name, edit := range map[string]func(*env.Config){
 		"unix":     func(c *env.Config) { c.Local = true },

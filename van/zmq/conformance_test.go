@@ -76,7 +76,7 @@ func TestConformance(t *testing.T) {
 	}
 }
 
-// native is a van whose peers know it for a node of this library that takes bundles.
+// native is a van that its peers know as a node of this library with bundles.
 type native struct {
 	van.Van
 	incarnation uint32
@@ -84,7 +84,7 @@ type native struct {
 
 var incarnations atomic.Uint32
 
-// natives makes such vans, which know each other. keys may be nil.
+// natives returns a function that makes native vans, which know each other. keys may be nil.
 func natives(local bool, keys *auth.Keys) func(t testing.TB) van.Van {
 	return func(t testing.TB) van.Van {
 		cfg := env.Default()

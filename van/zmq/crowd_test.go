@@ -15,7 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// crowdOf is how many connections n has that are not members'.
+// crowdOf returns the number of unauthenticated connections of n.
 func crowdOf(n *node) int {
 	n.guard.mu.Lock()
 	defer n.guard.mu.Unlock()
@@ -41,8 +41,8 @@ func (g *guard) age(d time.Duration) {
 	}
 }
 
-// TestCrowd: a stranger who opens many connections, which say nothing, finish the handshake and stay idle, or have sent a message, has
-// no more than the limit. A process that comes then is heard at once (A10).
+// TestCrowd: an unknown process opens many connections, which stay silent, are idle after the handshake, or have sent a message. It
+// keeps no more than the limit. A message of another process is received at once (A10).
 func TestCrowd(t *testing.T) {
 	for _, kind := range []string{"half-open", "idle", "after a message"} {
 		t.Run(kind, func(t *testing.T) {
@@ -77,8 +77,8 @@ func TestCrowd(t *testing.T) {
 	}
 }
 
-// TestCrowdSparesOthers: silent connections that are not members' cost no place of those that have sent a message, nor of members'. As
-// many silent ones of a host stay as C++ StepMesh members of it may have.
+// TestCrowdSparesOthers: silent unauthenticated connections displace neither connections that have sent a message nor members'
+// connections. A host keeps as many silent connections as its C++ StepMesh members may have.
 func TestCrowdSparesOthers(t *testing.T) {
 	s := newNode(t, 9, 5, nil, nil)
 	s.guard.mu.Lock()
@@ -125,8 +125,8 @@ func TestCrowdSparesOthers(t *testing.T) {
 	}
 }
 
-// TestCrowdByHost: of too many connections, those of the host that has the most are ended, the oldest first, until it has no more than
-// others. Then the oldest of all are.
+// TestCrowdByHost: above the limit, connections of the host with the most connections are closed, the oldest first, until the host has
+// no more than others. Then the oldest of all connections are closed.
 func TestCrowdByHost(t *testing.T) {
 	s := newNode(t, van.SchedulerID, 5, nil, nil)
 	g := s.guard
@@ -168,8 +168,8 @@ func TestCrowdByHost(t *testing.T) {
 	}
 }
 
-// TestSilentForTooLong: a connection that sends nothing is ended. One that has sent a message stays, and so do silent ones in a cluster with nodes
-// of C++ StepMesh, which may be theirs.
+// TestSilentForTooLong: a silent connection is closed. A connection that has sent a message stays. In a cluster with C++ StepMesh nodes,
+// silent connections stay, too, since they may be members'.
 func TestSilentForTooLong(t *testing.T) {
 	s := newNode(t, van.SchedulerID, 5, nil, nil)
 	heard := dialRaw(t, s, "new.00000009")
@@ -202,7 +202,7 @@ func TestSilentForTooLong(t *testing.T) {
 	}
 }
 
-// TestNoDescriptorLeft: if a connection cannot be accepted, strangers' connections make room, and it is logged.
+// TestNoDescriptorLeft: if a connection cannot be accepted, the node logs that and closes unauthenticated connections.
 func TestNoDescriptorLeft(t *testing.T) {
 	s := newNode(t, van.SchedulerID, 5, nil, nil)
 	for range 10 {
@@ -227,8 +227,8 @@ func TestNoDescriptorLeft(t *testing.T) {
 	}
 }
 
-// TestEndlessMessageBesideADeadWorker: while a worker is dead a stranger's endless message may not be longer than while it lives (A9). For a
-// worker of C++ StepMesh, whose first message may be long, only its host may send more.
+// TestEndlessMessageBesideADeadWorker: the death of a worker does not raise the limit of an endless message of an unknown process (A9). If the
+// worker is of C++ StepMesh, its first message may be long; only its host may then send more.
 func TestEndlessMessageBesideADeadWorker(t *testing.T) {
 	for _, x := range []struct {
 		name   string
@@ -254,7 +254,7 @@ func TestEndlessMessageBesideADeadWorker(t *testing.T) {
 	}
 }
 
-// TestPause: while libzmq has not freed many connections that were ended, nothing connects, and again afterwards.
+// TestPause: while libzmq has many connections that are shut down and not freed, no process can connect; afterwards it can.
 func TestPause(t *testing.T) {
 	s := newNode(t, van.SchedulerID, 5, nil, nil)
 	ending := func(n int) {

@@ -125,7 +125,7 @@ func awaitUnauthenticated(t *testing.T, lost <-chan error) {
 	}
 }
 
-// TestRepeatedProofs: a peer with another secret tries again and again; few of the tries make a line of the log.
+// TestRepeatedProofs: a peer with another secret retries repeatedly. Only few of its attempts are logged.
 func TestRepeatedProofs(t *testing.T) {
 	scheduler, worker := newNode(t, 1, 5, nil, withSecret(testSecret, "")), newNode(t, 9, 7, nil, withSecret(otherSecret, ""))
 	worker.connect(t, scheduler)
@@ -135,7 +135,7 @@ func TestRepeatedProofs(t *testing.T) {
 	}
 }
 
-// TestStrangersWithASecret: whatever a peer sends without a proof, nothing of it is delivered, no member notices, and it is counted.
+// TestStrangersWithASecret: data of a peer without a proof is never delivered. The peer is counted, and members are not affected.
 func TestStrangersWithASecret(t *testing.T) {
 	scheduler, member := newNode(t, 1, 5, nil, withSecret(testSecret, "")), newNode(t, 9, 7, nil, withSecret(testSecret, ""))
 	link(t, scheduler, member)

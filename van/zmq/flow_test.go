@@ -18,7 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// listenRaw is a node that shakes hands and then takes nothing.
+// listenRaw returns a node that completes handshakes and then receives nothing.
 func listenRaw(t *testing.T) (rec van.Node, accepted chan *raw) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -45,9 +45,9 @@ func listenRaw(t *testing.T) (rec van.Node, accepted chan *raw) {
 	return van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: l.Addr().(*net.TCPAddr).Port}, accepted
 }
 
-// TestSendBudget: to a peer that takes nothing, Send refuses what is beyond the budget,
-// says why, and keeps nothing of it; control messages still leave; and when the peer
-// takes what was sent, all goes on.
+// TestSendBudget: if a peer receives nothing, Send refuses messages beyond the budget, explains the refusal, and
+// keeps no memory of them. Control messages are still sent. When the peer receives again, Send succeeds
+// again.
 func TestSendBudget(t *testing.T) {
 	for name, size := range map[string]int{"copied": 16, "lent": 200 << 10} {
 		t.Run(name, func(t *testing.T) {
@@ -94,8 +94,8 @@ func TestSendBudget(t *testing.T) {
 	}
 }
 
-// TestAccounts: an account is used again, but not while it counts what an earlier connection
-// has not sent.
+// TestAccounts: an account is reused, but not while it counts unsent bytes of an earlier
+// connection.
 func TestAccounts(t *testing.T) {
 	var a accounts
 	defer a.free()
@@ -112,7 +112,7 @@ func TestAccounts(t *testing.T) {
 	}
 }
 
-// TestAccountLimit: a message of any length is taken while less than the limit is counted.
+// TestAccountLimit: a message of any length is accepted while the account is below the limit.
 func TestAccountLimit(t *testing.T) {
 	var a accounts
 	defer a.free()
@@ -130,7 +130,7 @@ func TestAccountLimit(t *testing.T) {
 	}
 }
 
-// TestOneLongMessage: a message longer than the budget leaves when nothing else waits.
+// TestOneLongMessage: a message longer than the budget is sent if no other message waits.
 func TestOneLongMessage(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	worker := newNode(t, 9, 7, nil, func(c *env.Config) { c.SendBudget = 1 << 20 })
@@ -140,9 +140,9 @@ func TestOneLongMessage(t *testing.T) {
 	until(t, "release", func() bool { return (*worker.peers.Load())[8].acct.unsent() == 0 })
 }
 
-// TestContinuesBeyondTheBudget: what continues a request that was taken is taken, too, though the peer takes nothing, and a
-// long message when less than the budget waits; then data is refused, and with 16 MiB more control messages are. The text
-// has the budget that was set.
+// TestContinuesBeyondTheBudget: while the peer receives nothing, a message that continues an accepted request is accepted, and so is
+// a long message below the budget. Then data is refused, and after 16 MiB more, control messages are refused. The error names
+// the configured budget.
 func TestContinuesBeyondTheBudget(t *testing.T) {
 	const budget, size = 8 << 20, 12 << 20
 	for _, native := range []bool{true, false} {
@@ -198,8 +198,8 @@ func TestAnswersBudget(t *testing.T) {
 	until(t, "release", func() bool { return (*server.peers.Load())[9].acct.unsent() < 8<<10 })
 }
 
-// TestSlowHandler: the messages of a worker whose handler is stuck stay within its budget
-// while another worker is served, and all come, in order, once the handler goes on.
+// TestSlowHandler: while the handler of a worker's messages blocks, these messages stay within the worker's budget, and
+// another worker is served. When the handler continues, all messages arrive in order.
 func TestSlowHandler(t *testing.T) {
 	const budget, n = 128 << 20, 400
 	release := make(chan struct{})
@@ -275,8 +275,8 @@ func TestSlowHandler(t *testing.T) {
 	}
 }
 
-// TestLetGo: a worker that was asked to wait goes on when the server has room again, not only when the time is over
-// that it was asked to wait for.
+// TestLetGo: a worker that was asked to wait continues as soon as the server has room again, before the requested
+// time is over.
 func TestLetGo(t *testing.T) {
 	release := make(chan struct{})
 	server := newNode(t, 8, 5, func(*van.Message) { <-release }, func(c *env.Config) { c.RecvBudgetPeer = 8 << 20 })
@@ -311,8 +311,8 @@ func (f atLine) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// TestDeliveredWhileAsked: what waits of a worker may all be delivered after it was found to be too much, and before the
-// worker is marked as asked to wait. It is let go then: no delivery will come that does it.
+// TestDeliveredWhileAsked: all waiting messages of a worker may be delivered between the check of its limit and the moment
+// when it counts as asked to wait. The worker must then be told to continue at once: no later delivery does that.
 func TestDeliveredWhileAsked(t *testing.T) {
 	n := &shared{cfg: env.Default()}
 	out := &outgoing{n: n}
@@ -351,7 +351,7 @@ func TestDeliveredWhileAsked(t *testing.T) {
 	}
 }
 
-// TestHeldAgain: what waits for its peer leaves when that lets go, each time.
+// TestHeldAgain: messages that wait for a peer are sent each time when the peer lets this node continue.
 func TestHeldAgain(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, server, worker)
@@ -372,8 +372,8 @@ func TestHeldAgain(t *testing.T) {
 	}
 }
 
-// TestHeldLeavesTheCount: what is held for a Flush is counted as waiting inside until it leaves,
-// and no longer: that count is what keeps libzmq's share small.
+// TestHeldLeavesTheCount: messages that are held for a Flush count as queued until they are sent, and no longer. That
+// count limits the bytes that libzmq gets.
 func TestHeldLeavesTheCount(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, server, worker)
@@ -418,8 +418,8 @@ func TestSlowHandlerOfOriginal(t *testing.T) {
 	until(t, "the rest", func() bool { return got.Load() == n })
 }
 
-// TestHoldEnds: a peer that was asked to wait goes on by itself when it is not asked
-// again, and when the connection breaks.
+// TestHoldEnds: a peer that was asked to wait continues by itself if the request is not repeated, and if the
+// connection breaks.
 func TestHoldEnds(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, server, worker)
@@ -453,7 +453,7 @@ func TestHoldEnds(t *testing.T) {
 	c.goOn()
 }
 
-// TestCloseSendsWhatWaits: what a peer has asked to wait for leaves when the van closes.
+// TestCloseSendsWhatWaits: Close sends the messages that wait because the peer has asked for that.
 func TestCloseSendsWhatWaits(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, server, worker)
@@ -473,7 +473,7 @@ func TestCloseSendsWhatWaits(t *testing.T) {
 	}
 }
 
-// TestNoticeIsNotForStrangers: only the peer itself makes a node wait.
+// TestNoticeIsNotForStrangers: only a notice of the peer itself makes a node wait.
 func TestNoticeIsNotForStrangers(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, server, worker)

@@ -14,7 +14,7 @@ import (
 // sumsOwn is the incarnation of the node that reads.
 const sumsOwn = 0xbadcafe
 
-// TestParsersGolden: what is read of routing ids and bundles, whatever is in them.
+// TestParsersGolden: the results of parsing arbitrary routing ids and bundles.
 func TestParsersGolden(t *testing.T) {
 	golden.Check(t, "parsers", 40, func(rng *rand.Rand, w io.Writer) {
 		id := []int{van.SchedulerID, 7, 8, 9, 10, 1000, van.Empty - 1, van.Empty, van.Empty + 1}[rng.IntN(9)]

@@ -8,8 +8,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestRoutingIDs: only what a node would call itself is a node; anything else, also
-// another way to write the same number, is a stranger.
+// TestRoutingIDs: only the exact form that a node produces names a node. Any other routing id, even with the same number
+// in another form, is an unknown peer.
 func TestRoutingIDs(t *testing.T) {
 	for _, p := range []peerName{{1, 0}, {8, 0}, {9, 0}, {32766, 0}, {9, 1}, {9, 0xbadcafe}, {32766, 0xffffffff}, {1, 0x80000000}} {
 		if got, ours := nameOf([]byte(routingID(p, 5)), 5); got != p || !ours {

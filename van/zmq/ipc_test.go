@@ -21,8 +21,8 @@ func localTest(t *testing.T) {
 
 func local(c *env.Config) { c.Local = true }
 
-// TestLocalRights: nobody else may connect to the Unix socket, whatever the umask, and
-// nothing is left of it but its name, which goes with the node.
+// TestLocalRights: other users cannot connect to the Unix socket, with any umask. The private directory is removed, and
+// the socket's name is removed with the node.
 func TestLocalRights(t *testing.T) {
 	localTest(t)
 	mask := syscall.Umask(0)
@@ -42,8 +42,8 @@ func TestLocalRights(t *testing.T) {
 	}
 }
 
-// TestLocalOfOthers: a file of another user in the place of a socket is an error that
-// says whose it is, for who listens there and for who connects.
+// TestLocalOfOthers: a file of another user at the path of a socket is an error that names the
+// owner, both for the node that listens there and for a node that connects.
 func TestLocalOfOthers(t *testing.T) {
 	localTest(t)
 	n := newNode(t, 8, 5, nil, local)

@@ -154,7 +154,7 @@ func packed(t *testing.T, m *van.Message) []byte {
 	return b
 }
 
-// until waits for what nothing signals.
+// until polls ok, for conditions without a signal.
 func until(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	vantest.Eventually(t, limit, what, ok)
@@ -263,7 +263,7 @@ func heapInUse() uint64 {
 	return m.HeapAlloc
 }
 
-// TestBytesCounted: what one side has sent the other one counts too, whatever the message before it was.
+// TestBytesCounted: both sides count the same bytes for a message, whatever the message before it was.
 func TestBytesCounted(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, server, worker)

@@ -52,9 +52,9 @@ func TestNativeName(t *testing.T) {
 	}
 }
 
-// TestReplaced: data of a process that was replaced is not heard, whatever it calls
-// itself, nor does it get its successor's answers; that of the successor that comes
-// before this node knows it is kept, in order, and handed up then.
+// TestReplaced: data of a replaced process is dropped under any name, and the process gets no answers of its
+// replacement. Data that the replacement process sends before this node knows it is queued in order, and handed up
+// when the node knows it.
 func TestReplaced(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	rec := func(incarnation uint32) van.Node {
@@ -130,8 +130,8 @@ func TestReplaced(t *testing.T) {
 	}
 }
 
-// TestReplacedByOriginal: what a process of the original sends that takes the place of one
-// of this library, before this node knows it, is handed up when it is known, in order.
+// TestReplacedByOriginal: a process of the original replaces a process of this library. Messages that it sends before this node
+// knows it are handed up in order when the node knows it.
 func TestReplacedByOriginal(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 1}).Encode()}
@@ -168,8 +168,8 @@ func TestReplacedByOriginal(t *testing.T) {
 	}
 }
 
-// TestControlOfReplaced: control messages of a process that was replaced are handed up:
-// it has to be told.
+// TestControlOfReplaced: control messages of a replaced process are handed up, so that the process can be
+// notified.
 func TestControlOfReplaced(t *testing.T) {
 	scheduler := newNode(t, 1, 5, nil, nil)
 	for _, incarnation := range []uint32{1, 2} {
@@ -406,7 +406,7 @@ func TestSilentHost(t *testing.T) {
 	}
 }
 
-// proxyTo forwards one connection to addr, until cut is called: then it stands still.
+// proxyTo forwards one connection to addr until cut is called. Then it forwards nothing.
 func proxyTo(t *testing.T, addr string) (port int, cut func()) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -555,8 +555,8 @@ func bare() *zvan {
 	return v
 }
 
-// TestEarlyMessagesStayInFront: what comes of a process that is known by now goes behind what is kept
-// of it, once; where nothing is kept, or of others only, nobody keeps it.
+// TestEarlyMessagesStayInFront: a new message of a process that is known by now is queued after the pending messages of that
+// process, once. If the process has no pending messages, the new message is not queued.
 func TestEarlyMessagesStayInFront(t *testing.T) {
 	v, c := bare(), &conn{incarnation: 7}
 	c.admitted.Store(true)
@@ -594,8 +594,8 @@ type freedOf int
 
 func (n *freedOf) Free(*van.Message) { *n++ }
 
-// TestEarlyMessages: messages of a process that this node does not know yet wait for that very process, as long as they
-// may, or until it is admitted; what is dropped, at the limit, at the end and behind it, is given back once.
+// TestEarlyMessages: messages of a process that this node does not know yet wait until that process is admitted, or until their
+// limit. Messages that are dropped at the limit, by close, or after close are released once.
 func TestEarlyMessages(t *testing.T) {
 	v := bare()
 	next, stranger := &conn{incarnation: 7}, &conn{incarnation: 1}
@@ -696,8 +696,8 @@ func TestSucceed(t *testing.T) {
 	}
 }
 
-// TestEarlyMessagesExpire: each message is looked at when its time is over, also those that came after the first. The hours are
-// those of the bubble, whose clock goes on when nobody in it has anything to do.
+// TestEarlyMessagesExpire: each message is checked when its time is over, also messages after the first. The hours are
+// those of the bubble, whose clock advances when all its goroutines are idle.
 func TestEarlyMessagesExpire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		v := bare()

@@ -108,8 +108,8 @@ func TestHeldMessageLost(t *testing.T) {
 	}
 }
 
-// TestMissedLook: a loop that is kept from looking by a Poll, and is not woken again, does
-// not miss what came in between.
+// TestMissedLook: if a Poll keeps the loop from polling and the loop is not woken again, the loop does not miss messages
+// that arrived in between.
 func TestMissedLook(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	worker := newNode(t, 9, 7, nil, nil)
@@ -165,8 +165,8 @@ func TestQuietNodeReleases(t *testing.T) {
 	until(t, "release on a quiet node", func() bool { return second.n.Load() == 1 })
 }
 
-// TestHoldAndGoOn: whatever comes at once, a socket is held while, and only while, its peer has
-// asked for it: else what waits there would never leave.
+// TestHoldAndGoOn: with concurrent requests, a socket is held exactly while its peer has asked for that. Otherwise its queued
+// messages would never be sent.
 func TestHoldAndGoOn(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, server, worker)

@@ -71,8 +71,8 @@ func throughGate(t *testing.T, server *node, incarnation uint32) (*node, *gate) 
 
 func filled(n int, b byte) []byte { return bytes.Repeat([]byte{b}, n) }
 
-// TestRecall: what is put into the memory of requests that were given up, of which libzmq
-// has sent nothing, or a part, is seen by nobody; other requests arrive, also from the same
+// TestRecall: libzmq has sent nothing or only a part of canceled requests, and their memory is overwritten. No receiver
+// sees the new contents. Other requests arrive, even from the same
 // memory.
 func TestRecall(t *testing.T) {
 	for name, size := range map[string]int{"copied by libzmq's threads": 100, "small": bundleBelow, "large": 1 << 20} {
@@ -145,8 +145,8 @@ func testRecall(t *testing.T, size int, bundles bool) {
 	})
 }
 
-// TestRecalls: what is lent is found under its timestamp, in whichever order it comes and
-// goes.
+// TestRecalls: lent values are found under their timestamps, for any order of additions and
+// removals.
 func TestRecalls(t *testing.T) {
 	var r recalls
 	var in []*lentSlot
