@@ -69,7 +69,7 @@ wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and t
 test: ## the tests of all packages and of the Python module, after installing what they need: 12 minutes on 2 processors; its last lines say what it leaves out
 	@tools/test.sh
 
-test-long: ## what make test leaves out: plans on real processes, 1000 seeds, planted faults, Python and RDMA where prepared; 15 minutes more
+test-long: ## what make test leaves out: plans on real processes, 1000 seeds, planted faults, Python and RDMA where prepared; 13 minutes more
 	@tools/test.sh long
 
 check: fmtcheck vet lint ## fmtcheck, vet and lint, with the build tags of this machine
