@@ -16,20 +16,18 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Respond answers the pulls of the batch: tensor i is for pull i, whatever its key, and
-// must have the pull's size. With ByKey, each pull gets the first of outs that has its
-// key. A batch without pulls takes none. Options are ByKey, OnSent and a Stream.
+// Respond answers the pulls of the batch: tensor i answers pull i, independent of its key, and must have the pull's
+// size. With ByKey, each pull gets the first tensor of outs with its key. A batch without pulls takes no tensors.
+// Options are ByKey, OnSent and a Stream.
 //
-// The tensors must stay as they are until they have left, which push tensors of the batch
-// do by themselves; OnSent tells when.
+// The tensors must not change until they have been sent; OnSent reports that. Push tensors of the batch may be
+// answers: they remain valid until then.
 //
-// Answers leave in the order of the calls. If a tensor lies on the node's device, they
-// wait for work on that device, see Stream: a goroutine of the server waits, and sends
-// then. What fails there is logged.
+// Answers are sent in the order of the calls. If a tensor is on the node's device, its answer waits for work on that
+// device, see Stream: a goroutine of the server waits, and then sends. Errors of that goroutine are logged.
 //
-// A missing key or a wrong size is an error that wraps van.ErrInvalid; then
-// nothing was sent and the batch can still be answered. A second Respond is
-// ErrAnswered.
+// A missing key or a wrong size is an error that wraps van.ErrInvalid; nothing was sent then, and the batch can still
+// be answered. A second Respond returns ErrAnswered.
 func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	s := b.w.s // other fields of b.w may belong to another batch
 	o, err := with(options{}, opts)
@@ -69,13 +67,12 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	return errors.Join(errs...)
 }
 
-// Refuse ends the batch without an answer: the worker's call fails at once, with van.ErrRequestRefused and the text of why,
-// of which about 900 bytes are told. It also matches van.ErrInvalid or van.ErrQueueFull if why does. Of a call to several
-// servers one refusal is enough. A worker of the original cannot be told; it waits for its limit, which this server's log
-// says.
+// Refuse ends the batch without an answer: the worker's call fails at once, with van.ErrRequestRefused and about 900
+// bytes of the text of why. The error also matches van.ErrInvalid or van.ErrQueueFull if why does. One refusal fails
+// a call to several servers. A C++ worker cannot be notified; it waits for its limit, and this server logs that.
 //
-// Several pushes without a pull are acknowledged as they arrive: such a batch, and one that was answered or refused
-// before, is ErrAnswered.
+// A batch of several pushes without a pull is acknowledged as it arrives. For such a batch, and for one that was
+// answered or refused before, Refuse returns ErrAnswered.
 func (b Batch) Refuse(why error) error {
 	s := b.w.s
 	no := cluster.Declined(why)

@@ -69,7 +69,7 @@ func (w *Worker[V]) take() *call[V] {
 	return c
 }
 
-// Recycle gives up the customer's hold.
+// Recycle drops the customer's reference.
 func (c *call[V]) Recycle() { c.unhold() }
 
 func (c *call[V]) unhold() {
@@ -300,7 +300,7 @@ func (c *call[V]) arrange() {
 	}
 }
 
-// Finished gives up everything that is not the call's own and tells the caller.
+// Finished releases everything that is not the call's own and calls the caller's function.
 func (c *call[V]) Finished(err error) {
 	done := c.done
 	c.release(err)
@@ -309,8 +309,8 @@ func (c *call[V]) Finished(err error) {
 	}
 }
 
-// release gives up what the call holds of others. After a failure the transport
-// may still be sending the library's copies, so that they are not used again.
+// release releases the messages and buffers of the call. After a failure the transport may still be sending the
+// library's copies, which are therefore not reused.
 func (c *call[V]) release(err error) {
 	for i := range c.parts {
 		if m := c.parts[i].kept; m != nil {

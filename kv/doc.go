@@ -14,7 +14,7 @@
 //
 // Push and Pull copy keys and pushed values. With NoCopy they use the caller's slices
 // until the request is done: until Wait has returned or the function of Done runs.
-// What a Handler gets are views on receive memory. Such views need not be
+// A Handler receives views on receive memory. Such views need not be
 // aligned for their type, which Go allows for types without pointers on the
 // processors that this module supports (amd64, arm64; both little endian, as the
 // wire is).

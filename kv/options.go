@@ -50,15 +50,12 @@ type DoneOption struct {
 	_ uintptr // a struct of one pointer would lie in the interface itself, and all options would be allocated
 }
 
-// Done has f called exactly once when the request is finished: with nil when its
-// values have arrived, else with what Wait returns. It runs before Wait
-// returns, on the transport's goroutine or, when nothing was sent, on the
-// caller's before the call returns. It may make further requests; it must not
-// wait for them, nor for anything else that may take long: it may run on the
-// goroutine of a Wait, which receives from all servers meanwhile. It is not
-// called when the call itself returns an error. A
-// request that nobody waits for has no time limit; it ends when its servers have
-// answered or one of them is lost.
+// Done calls f exactly once when the request has finished: with nil when its values have arrived, otherwise with the
+// error of Wait. f runs before Wait returns, on the transport's goroutine or, if nothing was sent, on the caller's
+// before the call returns. f may make further requests. It must not wait for them, or for anything else that may take
+// long, since it may run on the goroutine of a Wait that receives from all servers. f is not called if the call
+// itself returns an error. A request without a Wait has no time limit; it ends when its servers have answered or one
+// of them is lost.
 func Done(f func(error)) DoneOption { return DoneOption{f: f} }
 
 func (DoneOption) pushOption()   {}

@@ -85,10 +85,9 @@ func (s *Server[V]) Handle(h Handler[V]) error {
 // It serves from Handle on.
 func (s *Server[V]) SimpleApp() *SimpleApp { return s.simple }
 
-// RegisterRecvBuffer makes vals the memory of what the worker with the given group
-// rank pushes in messages that begin with key; a request's Vals are then a part of
-// it. The next such push overwrites it. Register before the first one. A push that
-// does not fit is dropped.
+// RegisterRecvBuffer makes vals the receive memory for pushes that begin with key of the worker with the given group
+// rank; a request's Vals are then a part of vals. The next such push overwrites it. Register before the first push. A
+// push that does not fit is dropped.
 func (s *Server[V]) RegisterRecvBuffer(workerRank int, key Key, vals []V) error {
 	if err := s.buffers.Register(datamsg.RecvBuffer{Worker: workerRank, Key: key, Dst: backend.Slice(vals)}); err != nil {
 		return &van.Error{Op: "register receive buffer", Node: s.node.Name(), Err: err}
@@ -196,7 +195,7 @@ func (r Request[V]) Retain() Request[V] {
 	return r
 }
 
-// Release gives up one hold got by Retain.
+// Release drops one reference acquired by Retain.
 func (r Request[V]) Release() { r.msg.Release() }
 
 // Respond answers the request: a push with empty Pairs, a pull with the values of

@@ -43,9 +43,8 @@ type SimpleOptions struct {
 	// the request: 0 is postoffice.DefaultTimeout, negative no limit.
 	Timeout time.Duration
 
-	// Handler takes requests and must answer each with Respond, or Refuse it; nil answers with an empty
-	// body, as the original does. Handle can replace it, but what comes before that goes
-	// to the first one.
+	// Handler handles requests and must answer each with Respond, or Refuse it; nil answers with an empty body, as the
+	// original does. Handle can replace it; earlier requests go to the first handler.
 	Handler SimpleHandler
 }
 
@@ -293,7 +292,7 @@ func (r *simpleCall) Finished(err error) {
 	}
 }
 
-// Recycle gives up one hold.
+// Recycle drops one reference.
 func (r *simpleCall) Recycle() {
 	if r.holds.Add(-1) == 0 {
 		r.a.calls.Put(r)

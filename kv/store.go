@@ -94,7 +94,7 @@ func (s *store[V]) add(keys []Key, vals []V) {
 	defer s.mu.Unlock()
 	for _, i := range missing {
 		key, v := keys[i:i+1], vals[i*s.k:(i+1)*s.k]
-		if _, n := s.addRun(key, v, len(s.rows)); n == 0 { // nobody has put it there since
+		if _, n := s.addRun(key, v, len(s.rows)); n == 0 { // not added by another request meanwhile
 			s.put(key[0], v)
 		}
 	}

@@ -15,8 +15,8 @@ import (
 // as in the original.
 //
 // Every key has the same number of values, which the first push determines; a
-// pull before that gets one zero for each key, as in the original, whatever the worker
-// has room for: a few bytes of a request must not make a server allocate gigabytes. A
+// pull before that gets one zero for each key, as in the original, even if the worker's
+// buffer is larger: a few bytes of a request must not make a server allocate gigabytes. A
 // push with another number, or with no values, is refused with a log line: the worker's call
 // fails with van.ErrInvalid. One of the original waits for its limit, as its protocol has no
 // answer that says no. Each key's addition is atomic, a request with many keys is not.
