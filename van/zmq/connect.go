@@ -176,7 +176,7 @@ func (v *zvan) restore(c *conn) {
 			continue
 		}
 		if err := v.connect(context.Background(), id, other.peer); err != nil {
-			v.log.Warn("a peer is not connected to again", "peer", van.NodeName(id), "err", err)
+			v.log.Warn("could not reconnect to a peer", "peer", van.NodeName(id), "err", err)
 		}
 	}
 }
@@ -209,7 +209,7 @@ func (v *zvan) redial(c *conn) {
 			return
 		}
 		if err := v.connect(context.Background(), id, c.peer); err != nil {
-			v.log.Warn("a peer is not connected to again", "peer", van.NodeName(id), "err", err)
+			v.log.Warn("could not reconnect to a peer", "peer", van.NodeName(id), "err", err)
 		}
 	})
 }

@@ -98,7 +98,7 @@ func (g *guard) turnOutBut(most int, s *strangers, why string) {
 func (g *guard) turnOut(in *incoming, why string) {
 	from := g.shut(in)
 	if n, speak := g.lines.Next(); speak {
-		g.n.log.Warn("ended the connection of a stranger, which is not a member of the cluster", "from", from, "why", why, "messages", in.taken > 0,
+		g.n.log.Warn("closed the connection of an unknown process, which is not a member of the cluster", "from", from, "why", why, "messages", in.taken > 0,
 			"open for", time.Since(in.since).Round(time.Millisecond), "ended so far", n)
 	}
 }

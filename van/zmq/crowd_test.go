@@ -70,7 +70,7 @@ func TestCrowd(t *testing.T) {
 			if m := s.next(t); m.Timestamp != 7 || m.Sender != van.Empty {
 				t.Errorf("got message %d of %d", m.Timestamp, m.Sender)
 			}
-			if lines := strings.Count(s.logged.String(), "ended the connection of a stranger"); lines < 1 || lines > 20 {
+			if lines := strings.Count(s.logged.String(), "closed the connection of an unknown process"); lines < 1 || lines > 20 {
 				t.Errorf("%d log lines of %d connections", lines, s.Stats().DroppedUnknown)
 			}
 		})

@@ -208,7 +208,7 @@ func TestStrangersWithASecret(t *testing.T) {
 		t.Errorf("message %d of %d arrived, want 2 of 9", m.Timestamp, m.Sender)
 	}
 	if len(scheduler.in) > 0 {
-		t.Error("a message of a stranger arrived")
+		t.Error("a message of an unknown process arrived")
 	}
 }
 

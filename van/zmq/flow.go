@@ -146,8 +146,8 @@ func (f *flow) arrived(msg *van.Message) bool {
 		f.strange.Add(-n)
 		f.n.stats.strangers.Add(1)
 		if k, speak := f.drops.Next(); speak {
-			f.n.log.Warn("dropped a message of a stranger, who is not a member of the cluster", "as", van.NodeName(msg.Sender), "bytes", n,
-				"limit", fmt.Sprintf("%d for all strangers (STEPAF_STRANGER_BUDGET)", f.strangers), "dropped so far", k)
+			f.n.log.Warn("dropped a message of an unknown process, which is not a member of the cluster", "as", van.NodeName(msg.Sender), "bytes", n,
+				"limit", fmt.Sprintf("%d for all unknown processes (STEPAF_STRANGER_BUDGET)", f.strangers), "dropped so far", k)
 		}
 		return false
 	case ofMember:

@@ -377,7 +377,7 @@ func (g *guard) end(in *incoming) {
 	held := in.held
 	from := g.shut(in)
 	if n, speak := g.lines.Next(); speak {
-		g.n.log.Warn("ended the connection of a stranger, which is not a member of the cluster", "from", from,
-			"bytes of unfinished messages", held, "limit", fmt.Sprintf("%d for all strangers (STEPAF_STRANGER_BUDGET)", g.budget), "ended so far", n)
+		g.n.log.Warn("closed the connection of an unknown process, which is not a member of the cluster", "from", from,
+			"bytes of unfinished messages", held, "limit", fmt.Sprintf("%d for all unknown processes (STEPAF_STRANGER_BUDGET)", g.budget), "ended so far", n)
 	}
 }

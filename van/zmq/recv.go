@@ -244,7 +244,7 @@ func (r *receiver) unpack() (*van.Message, verdict) {
 
 // recalled logs a dropped message whose request was canceled before it was written.
 func (r *receiver) recalled(msg *van.Message, name peerName) {
-	r.in.n.log.Debug("dropped a message that was given up while it was being sent", "from", van.NodeName(name.id), "timestamp", msg.Timestamp)
+	r.in.n.log.Debug("dropped a message that was canceled while it was being sent", "from", van.NodeName(name.id), "timestamp", msg.Timestamp)
 }
 
 // take handles a message with the sender name. c is the connection to that node, if any; member reports whether the

@@ -103,7 +103,7 @@ func TestEndlessMessage(t *testing.T) {
 // counted are the bytes that n says it held for the strangers whose connections it ended.
 func counted(n *node) (l []int64) {
 	for line := range strings.Lines(n.logged.String()) {
-		if _, text, ok := strings.Cut(line, `"bytes of unfinished messages"=`); ok && strings.Contains(line, "ended the connection of a stranger, which is not a member of the cluster") {
+		if _, text, ok := strings.Cut(line, `"bytes of unfinished messages"=`); ok && strings.Contains(line, "closed the connection of an unknown process, which is not a member of the cluster") {
 			var held int64
 			_, _ = fmt.Sscan(text, &held)
 			l = append(l, held)
@@ -548,7 +548,7 @@ func TestStrangersMessages(t *testing.T) {
 	if got := n.Stats().DroppedUnknown; got < 80 {
 		t.Errorf("%d messages were refused, want more than 80", got)
 	}
-	n.says(t, "dropped a message of a stranger")
+	n.says(t, "dropped a message of an unknown process")
 	close(release)
 	until(t, "rest", func() bool { return n.flow.strange.Load() == 0 })
 	if got := len(entered); got > 17 {
