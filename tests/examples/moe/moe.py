@@ -119,14 +119,12 @@ def worker(f, rank, count):
         print("step", step, flush=True)
 
     replace_experts(m, remote)
-    share = PROMPTS // WORKERS
-    tokens, seconds = decode(m, prompts()[rank * share:(rank + 1) * share], count, progress)
+    tokens, seconds = decode(m, prompts().chunk(WORKERS)[rank], count, progress)
     print("result", json.dumps({"rank": rank, "tokens": tokens.tolist(), "seconds": seconds, "waited": waited}), flush=True)
 
 
 def server(f, rank, count):
-    m, share = model(), CONFIG["num_local_experts"] // SERVERS
-    own = range(rank * share, (rank + 1) * share)
+    m, own = model(), range(rank, CONFIG["num_local_experts"], SERVERS)
     while True:  # get_batch ends the program when all workers are in stop()
         for handler, (x, chosen, weights), keys in f.get_batch(any=True):
             f.respond([partial_sum(moe_of(m.model.layers[int(keys[0]) // 3]), own, x, chosen, weights)], handler)
