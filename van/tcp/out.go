@@ -76,10 +76,13 @@ func (c *outConn) send(msg *van.Message) error {
 	if c.gone {
 		return errGone
 	}
-	if budget := int(c.n.cfg.SendBudget); !msg.Continues && (budget > 0 && c.unsent() >= budget || len(c.queue) >= maxQueue) {
+	if !msg.Continues && c.full() {
 		c.flush()
-		if !c.gone && (c.unsent() >= budget || len(c.queue) >= maxQueue) {
-			return c.refuse(budget)
+		switch {
+		case c.gone:
+			return errGone
+		case c.full():
+			return c.refuse()
 		}
 	}
 	h := head{meta: msg.EncodedLen(), frames: msg.Frames}
@@ -133,7 +136,15 @@ func grow(b []byte, n int) []byte {
 	return b[: len(b)+n : cap(b)]
 }
 
-func (c *outConn) refuse(budget int) error {
+// full reports whether nothing but what continues a request is taken for now. c.mu is held.
+func (c *outConn) full() bool {
+	budget := c.n.cfg.SendBudget
+	return budget > 0 && c.unsent() >= budget || len(c.queue) >= maxQueue
+}
+
+// refuse counts and logs a message that is not taken. c.mu is held.
+func (c *outConn) refuse() error {
+	budget := c.n.cfg.SendBudget
 	c.n.stats.refused.Add(1)
 	c.n.rarely("refused").Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(int(c.id.Load())),
 		"bytes unsent", c.unsent(), "messages", len(c.queue), "STEPAF_SEND_BUDGET", budget)
@@ -141,7 +152,7 @@ func (c *outConn) refuse(budget int) error {
 		van.ErrQueueFull, c.unsent(), len(c.queue), budget, maxQueue)
 }
 
-// Flush writes what was sent with More.
+// flushHeld writes what was sent with More.
 func (c *outConn) flushHeld() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -333,7 +344,7 @@ func (c *outConn) end() {
 	close(c.broken)
 }
 
-// broke is told that the peer has closed the connection.
+// broke ends a connection that the peer has closed.
 func (c *outConn) broke() {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -185,7 +185,7 @@ func (s *source) end(c *inConn) {
 		s.n.release(c.cur)
 		c.cur, c.rest = nil, nil
 	}
-	if c.cause != nil && !errors.Is(c.cause, errClosed) {
+	if field := (*van.FieldError)(nil); errors.As(c.cause, &field) {
 		s.n.stats.malformed.Add(1)
 		s.n.rarely(logx.Kind(c.cause)).Warn("a connection for data ends", "peer", van.NodeName(c.from.id), "err", c.cause)
 	}
