@@ -15,8 +15,8 @@ import (
 	"testing"
 )
 
-// public are the packages that others may import: the four of the API, and what a
-// transport, a device or a test of somebody else needs.
+// public are the packages that other modules may import: the four of the API, and the
+// packages that a third-party transport, device or test needs.
 var public = []string{"af", "af/collective", "af/streams", "af/window", "kv", "kv/session", "postoffice", "postoffice/clustertest", "van", "van/backend", "van/env", "van/engine", "van/vantest"}
 
 // imported are the packages that a program imports, and mostNames is how many exported names they may have together. Constants
@@ -57,7 +57,7 @@ func packageAPI(t *testing.T, pkg string) *api {
 
 func (a *api) at(n ast.Node) string { return a.fset.Position(n.Pos()).String() }
 
-// name is one exported name: what is declared, and the comment that says what it is.
+// name is one exported name: the declaration and its comment.
 type name struct {
 	name string
 	text string // as in Go, on one line
@@ -141,7 +141,7 @@ func (a *api) print(n ast.Node) string {
 	return strings.Join(strings.Fields(b.String()), " ")
 }
 
-// TestPublicNamesAreDocumented: what others can name has a comment.
+// TestPublicNamesAreDocumented: each exported name of a public package has a comment.
 func TestPublicNamesAreDocumented(t *testing.T) {
 	for _, pkg := range public {
 		a := packageAPI(t, pkg)
@@ -169,8 +169,8 @@ func TestPublicNamesAreDocumented(t *testing.T) {
 	}
 }
 
-// TestPublicNamesNeedNothingInternal: what others can call or implement has no type that
-// they cannot name.
+// TestPublicNamesNeedNothingInternal: functions that other modules can call or implement use
+// no types that those modules cannot name.
 func TestPublicNamesNeedNothingInternal(t *testing.T) {
 	for _, pkg := range public {
 		a := packageAPI(t, pkg)

@@ -172,8 +172,8 @@ func TestResendShortTimeout(t *testing.T) {
 	c.Finalize(t)
 }
 
-// A push that is no part of a batch, and one that is too large for its registered
-// buffer, are dropped with a log line, of which the second one's worker is told; others are served.
+// A push outside a batch and a push that is too large for its registered buffer are dropped
+// with a log line. The worker of the second push gets the error. Other requests are served.
 func TestRequestsThatMakeNoSense(t *testing.T) {
 	c := newNodes(t, 1, 1, 1).start()
 	s, err := af.NewServer(c.Servers[0], af.ServerOptions{})
@@ -279,7 +279,7 @@ func TestPullRequestsAreSmall(t *testing.T) {
 	}
 }
 
-// A node that does not fit is told so at once; the cluster works on.
+// A node that does not fit is refused at once; the cluster works on.
 func TestLateJoiner(t *testing.T) {
 	c := newNodes(t, 1, 1, 1).start()
 	c.serveAll(c.echo)
@@ -374,7 +374,7 @@ func TestFortyWorkers(t *testing.T) {
 	c.Finalize(t)
 }
 
-// A port that is taken is not the one that others are told.
+// If DMLC_PORT is in use, a node takes another port and announces that one.
 func TestPortTaken(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -57,7 +57,7 @@ func TestMemoryStaysFlat(t *testing.T) {
 	}
 }
 
-// A handler may answer with tensors that nobody else refers to: they live until
+// A handler may answer with tensors without any other reference: they live until
 // they have been sent.
 func TestSentTensorsLive(t *testing.T) {
 	c := newNodes(t, 1, 1, 1).start()
@@ -68,7 +68,7 @@ func TestSentTensorsLive(t *testing.T) {
 		}
 		out = nil
 		runtime.GC()
-		_ = make([]byte, 1<<20) // takes the place of what was freed
+		_ = make([]byte, 1<<20) // reuses freed memory
 	})
 	w := c.tensorWorker(0)
 	for i := range 100 {
@@ -93,7 +93,7 @@ func TestIdleClusterSleeps(t *testing.T) {
 	c.serveAll(c.echo)
 	w := c.tensorWorker(0)
 	p50 := time.Hour
-	for i := 0; i < 3 && p50 > 30*time.Millisecond; i++ { // who keeps senders from sending does so each time, a busy machine not
+	for i := 0; i < 3 && p50 > 30*time.Millisecond; i++ { // spinning receivers delay senders each time, a busy machine only sometimes
 		var took []time.Duration
 		for range 200 {
 			start := time.Now()
@@ -365,7 +365,7 @@ func TestInterfaceAlone(t *testing.T) {
 	}
 }
 
-// What the wire has no room for is refused.
+// Tensors beyond the limits of the wire format are refused.
 func TestTensorLimits(t *testing.T) {
 	tests := []struct {
 		name  string

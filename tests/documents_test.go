@@ -238,7 +238,7 @@ func TestPromises(t *testing.T) {
 	}
 }
 
-// TestDocumentsNameTests: what documents name as tests, scripts and plans exists. Lab notes may name former ones.
+// TestDocumentsNameTests: tests, scripts and plans that documents name exist. Lab notes may name former ones.
 func TestDocumentsNameTests(t *testing.T) {
 	have := readExisting(t)
 	for _, doc := range documents(t) {

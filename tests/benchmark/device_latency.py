@@ -42,7 +42,7 @@ STREAMS, STREAMS_GRAPH = "Python, in both streams", "Python, in both graphs"
 BY_HOST = HOSTS, HOSTS_COMPLETE
 BOTH = *BY_HOST, STREAMS, STREAMS_GRAPH
 
-# What has to be at most so many times what. Those of Go are stepaf's.
+# (way, percentile, reference, factor): the way's percentile is at most factor times the reference's. Goals for Go are stepaf's.
 GOALS = {
     SMALL: [(EVENT, "p50", "floor", 2.5), (EVENT, "p50", "NCCL", 0.65), (PREPARED, "p50", "floor", 1.4), (HOSTS, "p50", "floor", 1.4), (STREAMS, "p50", "floor", 1.4)],
     ATTENTION: [(EVENT, "p50", "floor", 2), (EVENT, "p50", "NCCL", 0.7), (EVENT, "p99", "NCCL", 0.7),
@@ -56,8 +56,8 @@ GOALS = {
 EXPANDABLE_GOALS = {ATTENTION: 1.05, (16 * MIB, 16 * MIB): 1.05}
 ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the latter is the newer name
 
-# A push's key is KEYS * payload + one of these, a pull's the next one. Behind the last
-# payload are the keys of what else the server is told.
+# A push's key is KEYS * payload + one of these, a pull's the next one. After the last
+# payload's keys follow the keys of commands to the server.
 KEYS, TIMED, CHECKED, IN_STREAMS, BY_HOSTS = 8, 0, 2, 4, 6
 END, PROFILE, REPORT, ROUNDS = 0, 1, 2, 3
 AHEAD = 8  # rounds that the server queues before it waits for its stream

@@ -127,9 +127,9 @@ func TestSchedulerRestarted(t *testing.T) {
 	})
 }
 
-// TestStoppedWorkerIsReplaced: a worker stands still. With a heartbeat of 1 s the others
-// know after 4 s; its place is given to another one, and when it wakes it learns that
-// within a second, by the errors of its calls.
+// TestStoppedWorkerIsReplaced: a worker is stopped. With a heartbeat of 1 s the other nodes
+// know after 4 s. Another process replaces it. When the stopped process continues, the errors
+// of its calls report that within a second.
 func TestStoppedWorkerIsReplaced(t *testing.T) {
 	overSockets(t, func(t *testing.T, o testcluster.Options) {
 		var victim *nodetest.Process

@@ -52,7 +52,7 @@ func control(m *van.Message, c van.Command) {
 // each is how many messages of each kind come.
 const each = 20_000
 
-// TestPeerFlood: what a member sends costs a few lines, however much it is.
+// TestPeerFlood: invalid messages of a member cost a few log lines, however many they are.
 func TestPeerFlood(t *testing.T) {
 	for _, x := range nonsense {
 		t.Run(x.name, func(t *testing.T) {
@@ -88,7 +88,7 @@ func lines(t *testing.T, l *nodetest.Text, what string, each, most int) {
 	}
 }
 
-// TestStrangerFlood: so does what a stranger sends, over ZeroMQ.
+// TestStrangerFlood: so do invalid messages of an unauthenticated connection, over ZeroMQ.
 func TestStrangerFlood(t *testing.T) {
 	l := &nodetest.Text{}
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Workers: 2, Log: l.Logger(slog.LevelInfo)})

@@ -28,8 +28,8 @@ func overSockets(t *testing.T, test func(t *testing.T, o testcluster.Options)) {
 	testcluster.Over(t, test, testcluster.TCP, testcluster.SHM)
 }
 
-// TestServerKilled: a server that is killed fails the requests that it owes an
-// answer, and those that follow, until another one takes its place.
+// TestServerKilled: when a server is killed, its unanswered requests fail, and so do
+// later ones, until another process replaces it.
 func TestServerKilled(t *testing.T) {
 	overSockets(t, func(t *testing.T, o testcluster.Options) {
 		var victim *nodetest.Process
@@ -111,8 +111,8 @@ func TestHandlerPanics(t *testing.T) {
 	})
 }
 
-// TestWorkerKilledInBatch: what a killed worker had begun is given up; the server
-// serves the others, and one that takes the worker's place.
+// TestWorkerKilledInBatch: the open batch of a killed worker is canceled. The server
+// serves the other workers, and the replacement process.
 func TestWorkerKilledInBatch(t *testing.T) {
 	overSockets(t, func(t *testing.T, o testcluster.Options) {
 		var victim *nodetest.Process

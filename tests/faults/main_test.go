@@ -1,5 +1,5 @@
-// Package faults tests what failures and bad input get: an error that says who,
-// what and what to do, in time, while the rest of the cluster works on.
+// Package faults tests that failures and bad input lead to an error in time. The error names
+// the process, the cause and a remedy, and the rest of the cluster works on.
 package faults
 
 import (
@@ -18,9 +18,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// What children do.
+// Tasks of child processes.
 const (
-	echo   = "echo"   // a server that answers with what was pushed
+	echo   = "echo"   // a server that answers with the pushed tensors
 	mute   = "mute"   // a server that says when it has a batch, and never answers
 	panics = "panics" // a server whose handler panics
 	begins = "begins" // a worker that begins a batch and does not end it
@@ -49,7 +49,7 @@ func child(c *nodetest.Child, what string) error {
 		return nodetest.Serve(c.Node, func(af.Batch) { panic("no idea what to do with this batch") })
 	case learns:
 		c.Go(func(ctx context.Context) error {
-			for range 2 { // a call that waits then, and one that comes after it
+			for range 2 { // a call that waits at that time, and a later call
 				err := c.Node.InstanceBarrier(ctx, 0, van.WorkerGroup)
 				if !errors.Is(err, postoffice.ErrRefused) || !strings.Contains(err.Error(), "was declared dead, and another process has replaced it as worker 1 (id 11)") {
 					return fmt.Errorf("not refused as one that was replaced: %w", err)

@@ -16,7 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// TestMisfits: nodes that cannot be part of a working cluster are told why, and
+// TestMisfits: nodes that cannot be part of a working cluster are refused with the reason, and
 // the cluster does not notice.
 func TestMisfits(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Workers: 2})
@@ -86,14 +86,14 @@ func TestPortInUse(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestMisfitsAtStart: a node without a place, and one that goes away before the
-// others have come, do not keep a cluster from starting: one that is started in its place has it.
+// TestMisfitsAtStart: a node without a place, and a node that leaves before the others have
+// registered, do not keep a cluster from starting. Another process gets the place of the latter.
 func TestMisfitsAtStart(t *testing.T) {
 	var without, impatient error
 	second := make(chan *postoffice.Node, 1)
 	l := &nodetest.Text{}
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Workers: 2, Log: l.Logger(slog.LevelDebug), Elsewhere: func(c *testcluster.Cluster, role string, rank int) bool {
-		if role == "server" { // the scheduler runs, and nobody else yet
+		if role == "server" { // the scheduler runs, and no other node yet
 			_, without = c.Join(nodetest.Within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.NumWorkers, c.NodeRank = 3, 2 })
 			_, impatient = c.Join(nodetest.Within(t, 15*time.Second), "worker", 1, func(c *postoffice.Config) { c.StartTimeout = 2 * time.Second })
 			go func() {

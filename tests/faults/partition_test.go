@@ -73,8 +73,8 @@ func TestPartition(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestCutOffWorker: what a partition between a worker and a server swallows is a
-// timeout that names the server; what is sent afterwards is answered.
+// TestCutOffWorker: requests lost in a partition between a worker and a server end with a
+// timeout that names the server. Later requests are answered.
 func TestCutOffWorker(t *testing.T) {
 	network := inproc.NewNetwork()
 	c := testcluster.Start(t, testcluster.Options{Network: network, Workers: 2})

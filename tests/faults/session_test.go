@@ -158,8 +158,8 @@ func TestSessionControllerKilled(t *testing.T) {
 		if d := time.Since(killed); d > soon+m.Late(killed) {
 			t.Errorf("it took %s, want less than %s", d, soon)
 		}
-		// One rank serves no more, so that the next controller cannot begin; it hears so, in time.
-		// The other waits for one that can.
+		// One rank serves no more, so the next controller cannot begin, and gets an error in time.
+		// The other rank waits for a controller that can.
 		go serve()
 		testcluster.Lost(t, c.Scheduler, van.WorkerID(0))
 		n, err := c.Join(nodetest.Within(t, 20*time.Second), "worker", 0, nil)

@@ -106,7 +106,7 @@ func noAnswer(t *testing.T, c *testcluster.Cluster, w *af.Worker, late <-chan af
 			t.Error(err)
 		}
 	case <-time.After(20 * time.Second):
-		return false // it may have been given up before server 1 had it
+		return false // it may have been canceled before server 1 had it
 	}
 	work(t, 2, w) // comes after the late answer on the same connection
 	if string(pulls[1]) != "mine!" {

@@ -182,7 +182,7 @@ func TestStrayRequests(t *testing.T) {
 			t.Fatalf("%s: %v", x.text, err)
 		}
 		level := "level=WARN"
-		if strings.Contains(x.text, "at timestamp 50") { // as the rest of a request that was given up
+		if strings.Contains(x.text, "at timestamp 50") { // like the rest of a canceled request
 			level = "level=INFO"
 		}
 		l.Wait(t, level, "rank=0 id=8", "dropped a request", x.text, "worker 1 (id 11) at 127.0.0.1:")

@@ -31,7 +31,7 @@ const (
 	lose
 )
 
-// What can happen to a message. The zero Verdict is Pass.
+// Verdicts on a message. The zero Verdict is Pass.
 var (
 	Pass = Verdict{}
 	// Keep holds a message until LetGo sends it or LetIn delivers it.
@@ -164,7 +164,7 @@ func lent(m *van.Message) *van.Message {
 	return c
 }
 
-// LetGo sends what is kept, in order, and returns the first error.
+// LetGo sends the kept messages in order, and returns the first error.
 func (v *Van) LetGo() error {
 	v.mu.Lock()
 	all := v.sent

@@ -25,7 +25,7 @@ func TestConformance(t *testing.T) {
 	}})
 }
 
-// pair is two nodes that are connected, and what the second one receives.
+// pair is two connected nodes, and the timestamps of messages that the second one receives.
 func pair(t *testing.T) (a, b *hooks.Van, got chan int32) {
 	t.Helper()
 	network := inproc.NewNetwork().Factory()
@@ -111,7 +111,7 @@ func TestVerdicts(t *testing.T) {
 	}
 }
 
-// TestHeld: who keeps a message is seen.
+// TestHeld: Held counts messages that their receiver has not freed.
 func TestHeld(t *testing.T) {
 	a, b, got := pair(t)
 	b.OnReceive(func(*van.Message) hooks.Verdict { return hooks.Keep })

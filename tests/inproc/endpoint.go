@@ -15,7 +15,7 @@ type endpoint struct {
 
 	mu          sync.Mutex
 	filled      sync.Cond
-	owner       *node // nil: nobody listens
+	owner       *node // nil: no node listens
 	first, last *inbound
 }
 
@@ -85,8 +85,8 @@ func (e *endpoint) waiting(from *node) (n int) {
 	return n
 }
 
-// takeLocked removes queued messages and returns them as a list: those that from
-// has sent, or all for nil. The caller holds mu.
+// takeLocked removes queued messages and returns them as a list: messages sent by from,
+// or all messages if from is nil. The caller holds mu.
 func (e *endpoint) takeLocked(from *node) *inbound {
 	var keep, taken inbound
 	k, t := &keep, &taken

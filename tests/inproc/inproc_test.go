@@ -200,7 +200,7 @@ func TestLingerUntilSomebodyListens(t *testing.T) {
 	if err := v.Send(message(8, 5)); err != nil {
 		t.Fatal(err)
 	}
-	v.Disconnect(8) // what was sent stays
+	v.Disconnect(8) // sent messages stay queued
 	closed := make(chan error, 1)
 	go func() {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
@@ -221,8 +221,8 @@ func TestLingerUntilSomebodyListens(t *testing.T) {
 	}
 }
 
-// TestCloseAfterDisconnect: Close waits for what was sent before Disconnect, too, and says
-// that it was lost.
+// TestCloseAfterDisconnect: Close also waits for messages sent before Disconnect, and reports
+// their loss.
 func TestCloseAfterDisconnect(t *testing.T) {
 	n := inproc.NewNetwork()
 	v := newVan(t, n)
@@ -238,8 +238,8 @@ func TestCloseAfterDisconnect(t *testing.T) {
 	}
 }
 
-// TestCloseAfterPeerLeft: Close does not wait for what was sent to a peer that has left, as a refusal may be,
-// which is no fault of who closes.
+// TestCloseAfterPeerLeft: Close does not wait for messages, such as refusals, to a peer that has left. Their
+// loss is no fault of the caller.
 func TestCloseAfterPeerLeft(t *testing.T) {
 	n := inproc.NewNetwork()
 	peer, at := start(t, n, 8, "short", func(*van.Message) {})
@@ -362,8 +362,8 @@ func TestManyNodes(t *testing.T) {
 	}
 }
 
-// TestGivenUp: what one sender takes away from an address where nobody listens leaves the
-// messages of others, before and after, in order.
+// TestGivenUp: when a sender closes and its messages to an address without a listener are
+// dropped, earlier and later messages of other senders stay in order.
 func TestGivenUp(t *testing.T) {
 	n := inproc.NewNetwork()
 	at := van.Node{Role: van.Server, ID: 8, Hostname: "a", Port: 7}

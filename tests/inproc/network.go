@@ -63,7 +63,7 @@ func NewNetwork() *Network {
 }
 
 // Kill ends the node that listens at addr ("host:port") as a crash would: messages
-// that wait for it are lost, those that it has sent are not, and its Send returns
+// queued for it are lost, messages that it has sent are not, and its Send returns
 // van.ErrClosed from now on. Watchers of nodes connected to it are called. Kill
 // reports whether there was such a node. The node's van must still be closed.
 func (n *Network) Kill(addr string) bool {
@@ -81,8 +81,8 @@ func (n *Network) Kill(addr string) bool {
 	return true
 }
 
-// Partition makes the network drop, without any error, what the nodes that listen
-// at a and b send each other.
+// Partition makes the network drop, without any error, all messages between the nodes
+// that listen at a and b.
 func (n *Network) Partition(a, b string) { n.setCut(linkOf(a, b), true) }
 
 // Heal ends a Partition. Dropped messages stay lost.

@@ -69,7 +69,7 @@ func newNode(n *Network, log *slog.Logger) *node {
 func (v *node) Type() string { return "inproc" }
 
 // WatchPeers implements van.PeerWatcher. A peer is down when it is closed or
-// killed, and up when somebody listens at its address again.
+// killed, and up when a node listens at its address again.
 func (v *node) WatchPeers(f func(id int, up bool, cause error)) { v.watch.Store(&f) }
 
 // Stats implements van.Meter. Bytes are those of data frames.

@@ -133,7 +133,7 @@ func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	return verify(n, all[:used])
 }
 
-// verify compares what came last with what the servers hold. Comparing each round
+// verify compares the last results with the tensors of the servers. Comparing each round
 // would be most of its time.
 func verify(n *prog.Node, all []buffers) error {
 	for s := range n.Topology().NumServers {

@@ -4,7 +4,7 @@
 // Each worker pushes one part of its tensor to each server; then every server is to have all
 // parts of all workers. That is done in four ways, in blocks of calls that take turns:
 //
-//   - gather: a server waits for all that is pushed to it, then all call AllGather;
+//   - gather: a server waits for all pushes, then all servers call AllGather;
 //   - gather each: a server calls AllGatherV for each push when it has come, and waits for all of these in
 //     the end. Each worker's have a communicator of their own, since servers need not see workers in one order;
 //   - hand on: a server sends each push to its siblings as soon as it has come, which puts it where
@@ -213,7 +213,7 @@ func (x *worker) call(ctx context.Context, all []request, last bool) (done, trip
 // figures are nanoseconds of one size.
 type figures struct {
 	done, trip [ways][]int64
-	ratios     [ways][]float64 // of a block's median to that of gather's in the same round
+	ratios     [ways][]float64 // of a block's median to that of the gather way in the same round
 }
 
 // measure makes the calls of one size.
@@ -233,7 +233,7 @@ func (x *worker) measure(ctx context.Context, i, size int) (*figures, error) {
 		for k := range ways {
 			way := (k + round + 1) % ways
 			var done []int64
-			for c := range each + 1 { // what checks every byte does not count
+			for c := range each + 1 { // the call that checks every byte does not count
 				d, trip, err := x.call(ctx, all[way], c == each)
 				if err != nil {
 					return nil, fmt.Errorf("%d bytes, %s: %w", size, wayNames[way], err)

@@ -1,6 +1,6 @@
 package main
 
-// What a server does: where pushes come, how they are gathered or handed on, and the answers.
+// The server: receive buffers of the pushes, AllGather or handing on, and the answers.
 
 import (
 	"bytes"
@@ -19,8 +19,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// handedOn is the application id of what servers hand on, and a bit of its keys: the rest is that of a
-// piece, and its worker.
+// handedOn is the application id of pieces that servers hand on, and a bit of their keys. The other bits
+// are the key of the piece, and its worker.
 const (
 	handedOn    = 0x6A0000
 	handedOnBit = 1 << 62
@@ -77,7 +77,7 @@ type server struct {
 	waiting []af.Batch // for its end
 }
 
-// event is what the program that would compute is told.
+// event is a notification to the program that would compute.
 type event struct {
 	key    uint64
 	worker int
@@ -292,7 +292,7 @@ func (x *server) answer() {
 		}
 		if err != nil {
 			x.n.Fail(fmt.Errorf("call %d, %d bytes, %s: %w", number, len(r.pushed)/x.works, wayNames[way], err))
-			x.n.Close() // nobody waits for an answer
+			x.n.Close() // no worker waits for an answer
 			return
 		}
 		t := tensor(binary.LittleEndian.AppendUint64(nil, uint64(ns)))
@@ -305,7 +305,7 @@ func (x *server) answer() {
 	}
 }
 
-// finish gathers, if that is the way, and returns when all was there, in nanoseconds from the call's beginning.
+// finish calls AllGather in that way, and returns when all parts were there, in nanoseconds from the call's beginning.
 func (x *server) finish(r *result, way int, number uint64) (ns int64, err error) {
 	if way == gather {
 		op, err := x.comm.AllGather(r.all, r.own)
@@ -334,7 +334,7 @@ func (x *server) finish(r *result, way int, number uint64) (ns int64, err error)
 			return 0, fmt.Errorf("piece %d of worker %d for server %d has wrong bytes", c.piece, c.worker, c.server)
 		}
 	}
-	if last { // what comes next must not be taken for this
+	if last { // the data of this call must not pass for the next one's
 		for _, part := range r.ofSiblings {
 			clear(part)
 		}
