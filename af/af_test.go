@@ -93,8 +93,8 @@ func TestPushPull(t *testing.T) {
 	}, all...)
 }
 
-// TestPipeline keeps several batches in flight and waits for them in order, on two
-// goroutines: no answer may be left lying while nobody waits for it.
+// TestPipeline keeps several batches in flight and waits for them in order, on two goroutines. Every answer must
+// be delivered, also one that arrives while no goroutine waits for it.
 func TestPipeline(t *testing.T) {
 	const flight = 6
 	rounds := 2500

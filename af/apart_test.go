@@ -24,7 +24,7 @@ func TestSharedMemory(t *testing.T) {
 	room := make([]byte, 4096)
 	at := func(from, n int) af.Tensor { return bytesOf(t, room[from:from+n:from+n]) }
 	const push, pull = "push", "pull"
-	for _, more := range []int{0, 40} { // tensors of either list behind those that are looked at
+	for _, more := range []int{0, 40} { // further tensors of either list, after the checked ones
 		list := func(servers int, pushes, pulls [][2]int) (lists [2][]af.KeyTensor) {
 			for i, x := range pushes {
 				lists[0] = append(lists[0], af.KeyTensor{Key: uint64(100 + i), Val: at(x[0], x[1])})
@@ -45,7 +45,7 @@ func TestSharedMemory(t *testing.T) {
 		}
 		for _, x := range []struct {
 			pushes, pulls [][2]int
-			one, two      string // whether it is refused with so many servers, and what is said; "" if not
+			one, two      string // the kind of tensor that the error names with one and with two servers; "" if there is no error
 		}{
 			{[][2]int{{0, 8}}, [][2]int{{8, 8}, {16, 8}}, "", ""},
 			{[][2]int{{0, 8}, {0, 8}, {4, 8}}, [][2]int{{12, 8}, {20, 8}}, "", ""},

@@ -73,8 +73,8 @@ func TestBatchBeyondTheSendBudget(t *testing.T) {
 	}, testcluster.TCP, testcluster.Unix, testcluster.SHM)
 }
 
-// TestBatchBeyondTheReceiveBudget: a batch of more than a server keeps of one fails at once, and the error has its size and
-// the variable that says how much that is. One that is just within it is served.
+// TestBatchBeyondTheReceiveBudget: a batch larger than a server's budget for one batch fails at once, and the
+// error names its size and the variable that sets the budget. A batch just within the budget is served.
 func TestBatchBeyondTheReceiveBudget(t *testing.T) {
 	const most, key = 2 << 20, 8 // bytes
 	for _, x := range []struct {
@@ -113,8 +113,8 @@ func TestBatchBeyondTheReceiveBudget(t *testing.T) {
 	}
 }
 
-// TestBatchGivenUpForAnother: a batch that a server gives up, since its worker has begun too much at once, fails at once;
-// the one that it was given up for is served.
+// TestBatchGivenUpForAnother: if a worker has begun too many batches at once, the server cancels one of them,
+// which fails at once, and serves the batch that needed its memory.
 func TestBatchGivenUpForAnother(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}

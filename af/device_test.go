@@ -233,8 +233,8 @@ type counter struct{ n atomic.Int32 }
 
 func (c *counter) Sent() { c.n.Add(1) }
 
-// TestAnswerOfAClosedServer: an answer on a busy stream that is refused, since the server is closed, keeps nothing: its tensors, the event, and
-// the batch's memory are given back, and all answers are told to have left.
+// TestAnswerOfAClosedServer: an answer on a busy stream that is refused, since the server is closed, retains
+// nothing: its tensors, the event and the batch's memory are released, and OnSent is called for all answers.
 func TestAnswerOfAClosedServer(t *testing.T) {
 	d := startDevices(t, testcluster.InProc)
 	batches := make(chan af.Batch, 1)
@@ -268,7 +268,7 @@ func TestAnswerOfAClosedServer(t *testing.T) {
 	}
 }
 
-// TestWrongDevice: what the node does not own is refused before anything is sent.
+// TestWrongDevice: tensors of a device that the node does not own are refused before anything is sent.
 func TestWrongDevice(t *testing.T) {
 	d := startDevices(t, testcluster.InProc)
 	batches := make(chan af.Batch, 1)
@@ -342,8 +342,8 @@ func owned(t *testing.T, d *simgpu.Device, b []byte, o *owner) af.Tensor {
 	return x
 }
 
-// TestDeviceEnds: whatever ends a batch that still waits for its stream, Wait returns,
-// nothing is held, and the next batch is sent.
+// TestDeviceEnds: if a batch ends while it still waits for its stream, for any reason, Wait returns, no memory is
+// held, and the next batch is sent.
 func TestDeviceEnds(t *testing.T) {
 	for name, end := range map[string]struct {
 		do   func(d *devices)
@@ -539,8 +539,8 @@ func TestReleaseAfterLeaving(t *testing.T) {
 	}
 }
 
-// TestNextAfterGivenUp: a batch behind one that was given up while its stream was not done
-// waits for its own stream, and is sent then.
+// TestNextAfterGivenUp: a batch after one that was canceled before its stream was done waits for its own stream,
+// and is then sent.
 func TestNextAfterGivenUp(t *testing.T) {
 	d := startDevices(t, testcluster.InProc)
 	if err := d.s.Handle(func(b af.Batch) {

@@ -4,7 +4,7 @@
 // A Worker's PushPull sends every push tensor to every server and
 // asks each server for its own pull tensors. It returns a Call at once, whose
 // Wait blocks until all servers have answered everything. A Server collects
-// what one worker sent as one Batch, hands it to the application, and sends the
+// the messages of one worker's call as one Batch, hands it to the application, and sends the
 // answers that Respond gives.
 //
 // A Prepared is a PushPull of the same tensors, again and again: Prepare checks them once,

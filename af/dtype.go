@@ -4,8 +4,8 @@ package af
 
 import "fmt"
 
-// Dtype is the element type of a tensor: PyTorch's at::ScalarType code, which is
-// what travels on the wire. New codes are only ever appended there.
+// Dtype is the element type of a tensor: PyTorch's at::ScalarType code, which is also its code on the wire. New
+// codes are only ever appended there.
 type Dtype int32
 
 // Element types by PyTorch's names.

@@ -65,7 +65,7 @@ func works(t testing.TB, w *af.Worker, servers int) {
 	}
 }
 
-// TestBadRequests: what cannot be sent is refused before anything is.
+// TestBadRequests: invalid requests are refused before anything is sent.
 func TestBadRequests(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
 	for _, n := range c.Servers {

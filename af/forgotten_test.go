@@ -32,7 +32,7 @@ func TestClosedIsForgotten(t *testing.T) {
 		return weak.Make(w), weak.Make(s)
 	}
 	w, s := use()
-	use() // what a node remembers for the last one, it may
+	use() // a node may remember something of the last call
 	vantest.Eventually(t, 5*time.Second, "a worker and a server that are closed leave the memory", func() bool {
 		runtime.GC()
 		return w.Value() == nil && s.Value() == nil

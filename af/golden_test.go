@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestChecksGolden: what is said of shapes, lists, ranks and options, whatever is in them.
+// TestChecksGolden: the errors of the checks of arbitrary shapes, lists, ranks and options.
 func TestChecksGolden(t *testing.T) {
 	room := make([]byte, 1<<16)
 	golden.Check(t, "checks", 20, func(rng *rand.Rand, w io.Writer) {

@@ -100,7 +100,7 @@ func (p *prepared) round(t *testing.T, s af.Stream, limit time.Duration, opts ..
 	}
 }
 
-// within captures the same in a graph that nobody replays: the limit is of all rounds from now on.
+// within captures a round in a graph that is not replayed: its limit holds for all rounds from now on.
 func (d *replays) within(t *testing.T, p *prepared, s af.Stream, limit time.Duration) {
 	t.Helper()
 	g := d.dev.Capture(uintptr(s))
@@ -231,7 +231,7 @@ func TestReplayMisuse(t *testing.T) {
 	}
 	vantest.Fails(t, p.QueueStart(s), af.ErrStarted, "queue the wait for its last start first")
 	g.End()
-	g = d.dev.Capture(s) // that one was given up
+	g = d.dev.Capture(s) // the first graph is not used
 	p.round(t, s, 0)
 	g.End()
 	d.mute.Store(true)
@@ -258,8 +258,8 @@ func TestReplayMisuse(t *testing.T) {
 	}
 }
 
-// TestReplayFails: a server that does not answer in time, and one that is lost while a
-// stream waits for it. The stream goes on, and the error names round and peer.
+// TestReplayFails: a server does not answer in time, or is lost while a stream waits for it. The stream goes on,
+// and the error names the round and the peer.
 func TestReplayFails(t *testing.T) {
 	d := startReplays(t, testcluster.SHM, 2)
 	const s = 5
@@ -295,8 +295,8 @@ func TestReplayFails(t *testing.T) {
 	vantest.Fails(t, p.QueueWait(s, 0), van.ErrPeerLost, "round 5", "server 1")
 }
 
-// TestReplayReleased: where the library cannot go on, as behind a driver that lets nobody in, streams
-// are let go at the limit of a round, but not before a second, for good, and other exchanges work as before.
+// TestReplayReleased: if the library cannot go on, for example because a driver call blocks, streams are released
+// permanently at the limit of a round, but not within the first second. Other exchanges work as before.
 func TestReplayReleased(t *testing.T) {
 	hook := &hooks.Van{}
 	d := startReplays(t, testcluster.InProc, 1, hook)
@@ -390,8 +390,8 @@ func TestReplayAfterClose(t *testing.T) {
 	}
 }
 
-// TestReplayCloseBehindABlockedDriver: where the library cannot go on, Close lets streams go nevertheless, and
-// what they have got is an error.
+// TestReplayCloseBehindABlockedDriver: if a driver call blocks the library, Close releases the streams
+// nevertheless, and Check returns an error for their round.
 func TestReplayCloseBehindABlockedDriver(t *testing.T) {
 	hook := &hooks.Van{}
 	d := startReplays(t, testcluster.InProc, 1, hook)
@@ -420,7 +420,8 @@ func TestReplayCloseBehindABlockedDriver(t *testing.T) {
 	close(block)
 }
 
-// TestReplaysFirstQueued: whoever comes second to an exchange that nobody has queued anything of yet finds it whole.
+// TestReplaysFirstQueued: of several goroutines that first queue something of an exchange at once, each finds it
+// complete.
 func TestReplaysFirstQueued(t *testing.T) {
 	for range 20 {
 		d := startReplays(t, testcluster.InProc, 1)

@@ -21,9 +21,8 @@ func eventually(t testing.TB, what string, ok func() bool) {
 	vantest.Eventually(t, 20*time.Second, what, ok)
 }
 
-// TestSendRefused: a batch of which the transport refuses a message, though no peer is
-// lost, fails at once with the transport's error, whichever message it is. What was sent
-// before is no harm to the next batch.
+// TestSendRefused: if the transport refuses a message of a batch, though no peer is lost, the batch fails at once
+// with the transport's error, whichever message it is. Messages sent before do not affect the next batch.
 func TestSendRefused(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}
@@ -119,8 +118,8 @@ func TestNothingIsSentWithoutAServer(t *testing.T) {
 	}
 }
 
-// TestAnswerRefused: a server whose transport refuses an answer is told, and keeps
-// neither the batch nor what it would have answered with.
+// TestAnswerRefused: a server whose transport refuses an answer gets an error, and keeps neither the batch nor the
+// tensors of the answer.
 func TestAnswerRefused(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}

@@ -66,8 +66,8 @@ func TestRetriesWhileAServerIsAway(t *testing.T) {
 	works(t, w, 2)
 }
 
-// TestEarlyBatchesOfSeveralWorkers: what came before the handler is served like
-// the rest, so that a handler that waits for another worker gets it.
+// TestEarlyBatchesOfSeveralWorkers: batches that arrived before the handler was set are served like the others: a
+// handler that waits for another worker gets that worker's batch.
 func TestEarlyBatchesOfSeveralWorkers(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		o.Workers = 2

@@ -71,7 +71,7 @@ func (Rows) startOption() {}
 type Order uint8
 
 const (
-	// InOrder answers pull i with tensor i, whatever its key; it needs no option.
+	// InOrder answers pull i with tensor i, regardless of its key; it needs no option.
 	InOrder Order = iota
 	// ByKey answers each pull with the first tensor that has its key.
 	ByKey

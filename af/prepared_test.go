@@ -143,8 +143,8 @@ func exchangeRounds(t *testing.T, w *af.Worker, d af.Dtype, seed byte, rows, col
 	}
 }
 
-// TestExchangeRefused: what cannot be exchanged is refused by Prepare, and what cannot be
-// started by Start; the next round works.
+// TestExchangeRefused: Prepare refuses tensors that cannot be exchanged, and Start refuses rounds that cannot be
+// started; the next round works.
 func TestExchangeRefused(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
 	for s, n := range c.Servers {
@@ -305,8 +305,7 @@ func TestExchangeReplaced(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// TestExchangeTimeout: a round that is given up allows the next, which its late answer does
-// not disturb.
+// TestExchangeTimeout: after a canceled round the next one can start, and the late answer does not disturb it.
 func TestExchangeTimeout(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP})
 	came := make(chan af.Batch, 1)
@@ -318,7 +317,7 @@ func TestExchangeTimeout(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	late := <-came // before it is given up: else that may come first, and the handler has no such batch
+	late := <-came // before the call is canceled: otherwise the cancellation may arrive first, and the handler never gets the batch
 	vantest.Fails(t, call.Wait(t.Context()), van.ErrTimeout, "server 0", "limit 50ms")
 	if call, err = x.Start(); err != nil {
 		t.Fatal(err)
@@ -409,9 +408,8 @@ func TestExchangesAtOnce(t *testing.T) {
 	}, testcluster.InProc, testcluster.SHM)
 }
 
-// TestExchangeOnDevice: each round waits for the stream that it names, or for that of
-// Prepare. A round that is given up while it waits does not hinder the next ones, nor is it
-// sent later.
+// TestExchangeOnDevice: each round waits for its own stream or for that of Prepare. A round that is canceled while
+// it waits does not hinder the next ones, nor is it sent later.
 func TestExchangeOnDevice(t *testing.T) {
 	d := startDevices(t, testcluster.InProc)
 	var heard atomic.Int32

@@ -57,8 +57,8 @@ func push(t testing.TB, w *af.Worker, key uint64, text string) {
 	}
 }
 
-// TestRegisterAllOrNothing: when one part of a tensor cannot be registered, no part is:
-// nothing lands there, nobody holds it, and a corrected call is taken.
+// TestRegisterAllOrNothing: if one part of a tensor cannot be registered, no part is: no push is written there,
+// the memory is not retained, and a corrected call succeeds.
 func TestRegisterAllOrNothing(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	s := serve(t, c.Servers[0], func(b af.Batch) {
@@ -140,8 +140,8 @@ func TestRegisterWholeElements(t *testing.T) {
 	}
 }
 
-// TestTransportRefusesAPart: what the van has taken before it refuses a part stays
-// registered and held; a part that it refuses is not.
+// TestTransportRefusesAPart: the parts that the van accepted before it refuses one stay registered and held; the
+// refused part does not.
 func TestTransportRefusesAPart(t *testing.T) {
 	r := &registrar{left: 2}
 	c := testcluster.Start(t, testcluster.Options{Wrap: func(role string, _ int, f van.Factory) van.Factory {

@@ -34,7 +34,7 @@ func (v *mute) Send(m *van.Message) error {
 func TestNotSentAgain(t *testing.T) {
 	acks, hook := &mute{}, &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{
-		Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, 200*time.Millisecond }, // ten tries are longer than a busy machine stands still
+		Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, 200*time.Millisecond }, // ten tries take longer than any pause of a busy machine
 		Wrap: func(role string, rank int, f van.Factory) van.Factory {
 			if role == "server" {
 				return func(o van.Options) (v van.Van, err error) {

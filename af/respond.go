@@ -71,7 +71,7 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 // bytes of the text of why. The error also matches van.ErrInvalid or van.ErrQueueFull if why does. One refusal fails
 // a call to several servers. A C++ worker cannot be notified; it waits for its limit, and this server logs that.
 //
-// A batch of several pushes without a pull is acknowledged as it arrives. For such a batch, and for one that was
+// A batch of several pushes without a pull is acknowledged as it arrives. For such a batch, and for a batch that was
 // answered or refused before, Refuse returns ErrAnswered.
 func (b Batch) Refuse(why error) error {
 	s := b.w.s

@@ -20,7 +20,7 @@ type revoking struct {
 	van.Van
 	mu   sync.Mutex
 	back []uint64
-	gone int // of them, those that nobody held any more
+	gone int // the number of pulls in back whose memory had no holder any more
 }
 
 // Unwrap implements van.Wrapper.
@@ -79,7 +79,7 @@ func TestPullsAreRevoked(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := <-hold // before it is given up: else that may come first, and the handler has no such batch
+	b := <-hold // before the call is canceled: otherwise the cancellation may arrive first, and the handler never gets the batch
 	defer b.Release()
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()

@@ -21,9 +21,9 @@ type counting struct{ n int }
 
 func (c *counting) Free(*van.Message) { c.n++ }
 
-// TestBatchStories: which batches a server makes of the messages of two workers that interleave, overtake each other,
-// are lost, come twice, make no sense, or are given up, and what it keeps meanwhile. The accounts are those of what
-// is kept, and in the end every message has been given back.
+// TestBatchStories: the batches that a server assembles from the messages of two workers, and its memory
+// meanwhile. The messages interleave, overtake each other, are lost, repeated, invalid or canceled. The accounts
+// match the retained messages, and in the end every message has been released.
 func TestBatchStories(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.RecvBudgetPeer, c.RecvBudget = 1<<20, 2<<20 }})
 	room := make([]byte, 4<<20)
@@ -158,7 +158,7 @@ func TestBatchStories(t *testing.T) {
 		}
 		for _, b := range later {
 			b.Release()
-			b.Release() // nothing: all holds are given up
+			b.Release() // no effect: all holds are released
 		}
 		s.Close()
 		if owner.n != made {
@@ -174,8 +174,8 @@ func TestBatchStories(t *testing.T) {
 	})
 }
 
-// TestLossOfTheOneBefore: a server may be told that a worker is lost when the process in its place has begun a batch.
-// That one goes on; the one of the lost process is given up.
+// TestLossOfTheOneBefore: a server may be notified of a worker's loss after the replacement process has begun a
+// batch. The new batch goes on; the batch of the lost process is canceled.
 func TestLossOfTheOneBefore(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	s, err := NewServer(c.Servers[0], ServerOptions{AppID: 3})
@@ -209,8 +209,8 @@ func TestLossOfTheOneBefore(t *testing.T) {
 	s.Close()
 }
 
-// TestWrongPullAnswers: an answer that is not the one that was asked for is refused, and nothing is written; one that the
-// transport has placed already is not copied.
+// TestWrongPullAnswers: an answer that does not match its request is refused, and nothing is written. An answer
+// already placed by the transport is not copied.
 func TestWrongPullAnswers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
 	w, err := NewWorker(c.Workers[0], WorkerOptions{AppID: 3})
@@ -306,8 +306,8 @@ func TestBatchIsBounded(t *testing.T) {
 	}
 }
 
-// TestSenderLimits: a batch may have STEPAF_RECV_BUDGET before its end and not a byte more; of messages that continue
-// none 1024 are held, and what is refused is counted; and nobody but a worker gives up what that worker has begun.
+// TestSenderLimits: an open batch may have STEPAF_RECV_BUDGET bytes and not a byte more. Of messages without an
+// open batch 1024 are held, and refused ones are counted. Only the worker itself can cancel its batches.
 func TestSenderLimits(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.RecvBudgetPeer, c.RecvBudget = 1<<20, 2<<20 }})
 	s, err := NewServer(c.Servers[0], ServerOptions{AppID: 3})

@@ -112,7 +112,7 @@ func (s *Server) Handle(h Handler) error {
 //
 // All parts are registered, or none: after an error t is the caller's again. Only
 // when the transport refuses a part after others stay those registered, and the error
-// says so. An owner of t's memory that is a backend.Holder is retained for good for
+// says so. An owner of t's memory that is a backend.Holder is retained permanently for
 // each part that is registered.
 func (s *Server) RegisterRecvTensor(t Tensor, workerRanks []int, keys []uint64) error {
 	n := len(keys)
@@ -138,9 +138,9 @@ func (s *Server) RegisterRecvTensor(t Tensor, workerRanks []int, keys []uint64) 
 	return nil
 }
 
-// OnUnwanted makes f the function that is told, with the node id of the worker's
-// instance, that some of its batches may not be Wanted any more: it has given them up.
-// f must not block. That a worker is lost, Node.OnPeer tells.
+// OnUnwanted sets f, which is called with the node id of a worker's instance after that worker has canceled some
+// of its batches: they may not be Wanted any more. f must not block. The loss of a worker is reported by
+// Node.OnPeer.
 func (s *Server) OnUnwanted(f func(worker postoffice.NodeID)) { s.unwanted.Store(&f) }
 
 // sender returns the state of the worker instance with that node id, nil if the cluster has none.

@@ -44,9 +44,8 @@ func replace(t testing.TB, c *testcluster.Cluster, rank int) *postoffice.Node {
 	return n
 }
 
-// TestStaleAnswer: a server answers the batch of a worker that was killed and replaced
-// meanwhile. The one in its place, which has asked for the same, does not get that
-// answer; the server is told whose it was.
+// TestStaleAnswer: a server answers the batch of a worker that was killed and replaced meanwhile. The replacement
+// process, which has made the same request, does not get that answer; the server's error names the worker.
 func TestStaleAnswer(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)
@@ -71,8 +70,8 @@ func TestStaleAnswer(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.Unix, testcluster.SHM)
 }
 
-// TestLateAnswer: what a server answers to a call that was given up is not written to the pull tensor, which is the
-// caller's again, also where the transport writes answers there by itself.
+// TestLateAnswer: a server's answer to a canceled call is not written to the pull tensor, which is the caller's
+// again. This includes transports that write answers there themselves.
 func TestLateAnswer(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)

@@ -23,9 +23,8 @@ import (
 
 var stress = flag.Duration("stress", time.Second/2, "how long TestStress runs for each transport and way of waiting")
 
-// TestStress: many goroutines of two workers push and pull, wait, wait in slices,
-// give up, and leave requests alone, and every answer is the right one. Then
-// nothing is left in flight.
+// TestStress: many goroutines of two workers push and pull, wait, wait in slices, cancel, and abandon requests,
+// and every answer is the right one. Then nothing is left in flight.
 func TestStress(t *testing.T) {
 	for _, mode := range []env.BusyPoll{env.SpinThenBlock, env.AlwaysBlock, env.SpinForever} {
 		testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
@@ -87,7 +86,7 @@ func testStress(t *testing.T, mode env.BusyPoll, o testcluster.Options) {
 		}
 		works(t, w, servers)
 	}
-	later.Wait() // no more are added: what was given up has come before what works has asked
+	later.Wait() // no more are added: canceled requests have arrived before those of works
 	t.Logf("%d answered, %d given up", done.Load(), gaveUp.Load())
 }
 

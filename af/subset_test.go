@@ -105,7 +105,7 @@ func TestExchangeToForeign(t *testing.T) {
 	}
 }
 
-// TestToldAfterRefusal: each tensor of an answer is told, also when the transport refuses it.
+// TestToldAfterRefusal: OnSent is called for each tensor of an answer, also if the transport refuses it.
 func TestToldAfterRefusal(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})

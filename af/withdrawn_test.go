@@ -32,8 +32,8 @@ func rawPush(ts int32, place van.BatchFlag, value []byte) *van.Message {
 	return m
 }
 
-// TestGivenUpBehindASlowHandler: batches that wait behind a handler, and that their worker
-// gives up meanwhile, are not handed to the handler any more. Later ones are.
+// TestGivenUpBehindASlowHandler: batches that wait behind a handler and that their worker cancels meanwhile are
+// not handed to the handler any more. Later ones are.
 func TestGivenUpBehindASlowHandler(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)
@@ -85,8 +85,8 @@ func TestGivenUpBehindASlowHandler(t *testing.T) {
 	}, testcluster.TCP, testcluster.SHM)
 }
 
-// TestOpenBatchBudget: a worker that begins batches and does not end them has its budget
-// of the server's memory; the oldest are given up.
+// TestOpenBatchBudget: a worker that begins batches and does not end them has its budget of the server's memory;
+// the oldest are canceled.
 func TestOpenBatchBudget(t *testing.T) {
 	const size = 256 << 10
 	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.RecvBudgetPeer = 1 << 20 }})
@@ -130,8 +130,8 @@ func TestOpenBatches(t *testing.T) {
 	testcluster.Counted(t, c.Servers[0], postoffice.Stats{RefusedRequests: 1})
 }
 
-// TestOpenBatchBudgetOfTheOldest: the batch that goes over the budget is not the one that is
-// given up for it, also when it is the oldest.
+// TestOpenBatchBudgetOfTheOldest: the batch that exceeds the budget is not the one that is canceled for it, also
+// if it is the oldest.
 func TestOpenBatchBudgetOfTheOldest(t *testing.T) {
 	const size = 256 << 10
 	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.RecvBudgetPeer = 1 << 20 }})
@@ -167,8 +167,8 @@ func TestOpenBatchBudgetOfTheOldest(t *testing.T) {
 	}
 }
 
-// TestWrongMessageEndsItsBatch: a batch of which a message makes no sense is not open any more: its memory
-// serves others, and what would follow belongs to none.
+// TestWrongMessageEndsItsBatch: an invalid message ends its batch: the memory serves other batches, and later
+// messages belong to no batch.
 func TestWrongMessageEndsItsBatch(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	s := serve(t, c.Servers[0], func(b af.Batch) {

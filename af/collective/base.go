@@ -47,9 +47,9 @@ type Options struct {
 	Look bool
 }
 
-// base is the state that the parts of a communicator share. It has one lock, since a communicator fails and is
-// rebuilt as a whole. mu guards the fields below it, and those that bootstrap, callWindow, op and children declare as
-// guarded by it.
+// base is the state that the parts of a communicator share. A communicator fails and is rebuilt as a whole, so
+// base has one lock. mu guards the fields below it, and the fields that bootstrap, callWindow, op and children
+// declare as guarded by it.
 type base struct {
 	node     cluster.App
 	customer *cluster.Customer

@@ -107,8 +107,8 @@ func wait(op Op, err error) error {
 	return op.Wait(context.Background())
 }
 
-// TestCalls compares every call with what it should give, on several transports, numbers of
-// ranks and sizes.
+// TestCalls compares the result of every call with the expected one, on several transports, numbers of ranks and
+// sizes.
 func TestCalls(t *testing.T) {
 	for _, n := range []int{1, 2, 3, 5} {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
@@ -486,8 +486,7 @@ func TestLost(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// TestTimeout: a rank that does not make the call is named by those who wait for it, and all
-// fail.
+// TestTimeout: if a rank does not make the call, the errors of the waiting ranks name it, and all ranks fail.
 func TestTimeout(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 3)
 	errs := every(2, func(r int) error {
@@ -560,7 +559,7 @@ func TestNew(t *testing.T) {
 			t.Errorf("different ranks: rank %d: %v, want ErrMismatch", r, err)
 		}
 	}
-	quickest := time.Hour // a machine that stands still does so in one of them
+	quickest := time.Hour // a pause of the machine affects only one of the attempts
 	for i := 0; i < 4 && quickest >= tellLimit; i++ {
 		begun := time.Now()
 		_, err := New(t.Context(), c.Workers[0], Options{Ranks: ranks(3), Timeout: 200 * time.Millisecond})
@@ -590,7 +589,7 @@ func TestNew(t *testing.T) {
 	}
 }
 
-// TestClose: who closes makes the others' calls fail.
+// TestClose: if a rank closes, the calls of the other ranks fail.
 func TestClose(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	op, err := all[0].AllGather(zeros(2*8), zeros(8))
@@ -640,7 +639,7 @@ func TestCloseWhileOthersRead(t *testing.T) {
 	}
 }
 
-// TestBarrierThenClose: who closes after the last call disturbs nobody who is still in it.
+// TestBarrierThenClose: a rank that closes after the last call does not disturb ranks that are still in that call.
 func TestBarrierThenClose(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		const n = 4

@@ -18,7 +18,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// TestServerRunsNoHandlers: a call of a rank that is a server runs no handler of the server's on its own goroutine, whatever its options say.
+// TestServerRunsNoHandlers: a call of a server's rank runs none of the server's handlers on its own goroutine,
+// regardless of the server's options.
 func TestServerRunsNoHandlers(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		o.Servers, o.Workers, o.Group = 1, 1, 2

@@ -23,7 +23,7 @@ func onDevices(t *testing.T, o testcluster.Options, n int) ([]*Comm, []memory) {
 	return onDevicesOf(t, o, n, func(d *simgpu.Device) backend.Backend { return d })
 }
 
-// onDevicesOf is the same with what of makes of the devices.
+// onDevicesOf does the same with the backends that the function of makes of the devices.
 func onDevicesOf(t *testing.T, o testcluster.Options, n int, of func(*simgpu.Device) backend.Backend) ([]*Comm, []memory) {
 	t.Helper()
 	at := make([]memory, n)
@@ -59,8 +59,7 @@ func stuck(t *testing.T, at ...memory) (free func()) {
 	return free
 }
 
-// TestDevice compares every call with what it should give, where streams make the tensors
-// on devices meanwhile.
+// TestDevice compares the result of every call with the expected one while streams compute the tensors on devices.
 func TestDevice(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		for _, n := range []int{1, 2, 3} {
@@ -178,7 +177,7 @@ func TestDeviceCopyFails(t *testing.T) {
 	}
 }
 
-// TestDeviceFails: work of the device that fails is told on all ranks.
+// TestDeviceFails: if work of the device fails, all ranks receive the error.
 func TestDeviceFails(t *testing.T) {
 	all, at := onDevices(t, testcluster.Options{}, 2)
 	broken := fmt.Errorf("the test's device: %w", backend.ErrDeviceLost)
@@ -199,7 +198,7 @@ func TestDeviceFails(t *testing.T) {
 	at[1].dev.Fail(nil)
 }
 
-// TestDeviceMisuse: what cannot be is refused, before anything is sent.
+// TestDeviceMisuse: impossible calls are refused before anything is sent.
 func TestDeviceMisuse(t *testing.T) {
 	all, at := onDevices(t, testcluster.Options{}, 2)
 	c, m := all[0], at[0]

@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
-// Three workers gather what each of them has, and add up a vector.
+// Three workers exchange their values with AllGather, and add up a vector.
 func Example() {
 	ctx, network := context.Background(), inproc.NewNetwork()
 	var all sync.WaitGroup

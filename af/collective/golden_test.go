@@ -17,10 +17,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestGolden: what is read of bodies, whatever is in them, whose part is what, which tensors share memory, and
-// what sums of halves are.
+// TestGolden: results of parsing arbitrary bodies, of dividing parts among ranks, of the checks for shared memory,
+// and of sums of half-precision numbers.
 func TestGolden(t *testing.T) {
-	scratch := make([]byte, 4096) // addresses are told from its beginning
+	scratch := make([]byte, 4096) // addresses are printed relative to its beginning
 	all := backend.Bytes(scratch)
 	golden.Check(t, "wire", 30, func(rng *rand.Rand, w io.Writer) {
 		k := call{kind: kind(1 + rng.IntN(int(lastKind))), reduction: Reduction(rng.IntN(int(lastReduction) + 1)), dtype: af.Dtype(rng.IntN(50)), root: int32(rng.IntN(5) - 1), bytes: golden.Edge(rng, 64)}
@@ -93,7 +93,7 @@ func TestGolden(t *testing.T) {
 	})
 }
 
-// TestFoldModel: a reduction is that of all ranks' elements in their order, in place or not, whatever the number of ranks.
+// TestFoldModel: a reduction combines all ranks' elements in rank order, in place or not, for any number of ranks.
 func TestFoldModel(t *testing.T) {
 	for seed := range uint64(400) {
 		rng := rand.New(rand.NewPCG(seed, 2))

@@ -1,6 +1,6 @@
 package collective
 
-// What lying, late and confused nodes may do: nothing, but what is said of it.
+// Messages of lying, late and confused nodes have no effect except log lines and errors.
 
 import (
 	"context"
@@ -205,7 +205,7 @@ func TestLimits(t *testing.T) {
 	}
 }
 
-// TestNamesWhoIsMissing: New names who has not come, and nobody else.
+// TestNamesWhoIsMissing: the error of New names the missing ranks, and no other rank.
 func TestNamesWhoIsMissing(t *testing.T) {
 	cl := testcluster.Start(t, testcluster.Options{Workers: 4})
 	errs := every(2, func(r int) error {

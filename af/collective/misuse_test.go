@@ -191,7 +191,7 @@ func TestAskFromBeforeRebuild(t *testing.T) {
 	}
 }
 
-// TestNamesWhoIsLate: who waits in vain is told for whom.
+// TestNamesWhoIsLate: if a wait fails, the error names the rank that has not made the call.
 func TestNamesWhoIsLate(t *testing.T) {
 	for name, call := range map[string]func(*Comm) error{
 		"Broadcast": func(c *Comm) error { return wait(c.Broadcast(zeros(8), 3)) },
@@ -258,7 +258,7 @@ func TestMadeAgainWithResend(t *testing.T) {
 	}
 }
 
-// owner is of memory that its owner frees when nobody uses it, as Python does.
+// owner owns memory that it frees after its last user has released it, as Python does.
 type owner struct {
 	users atomic.Int64
 	freed atomic.Bool
@@ -302,7 +302,7 @@ func TestMemoryIsHeld(t *testing.T) {
 					for i, n := range [2]int{x.out, x.in} {
 						b := make([]float32, n)
 						held[i] = must(af.FromPointer(unsafe.Pointer(&b[0]), backend.Host, &of[i], af.Float32, int64(n)))
-						held[i].Mem().Retain() // as who reads an argument does
+						held[i].Mem().Retain() // as a function does that reads an argument
 					}
 					op, err := x.call(all[r], held[0], held[1])
 					for i := range held {
@@ -573,7 +573,7 @@ func TestClosedInRebuild(t *testing.T) {
 	}
 }
 
-// TestErrorsNameTheCall: the error of a call that a lost rank has ended, or a rank that has given up, names the communicator and the
+// TestErrorsNameTheCall: if a lost rank or a canceling rank ends a call, the error names the communicator, the
 // call, and the rank by its number in that communicator.
 func TestErrorsNameTheCall(t *testing.T) {
 	cl := testcluster.Start(t, testcluster.Options{Workers: 3})
@@ -604,8 +604,8 @@ func TestErrorsNameTheCall(t *testing.T) {
 	}
 }
 
-// TestKeptOfAnEarlierEpoch: a request of a later epoch, or of another process, takes the place of one that is kept for the same call. Only the
-// same request again is refused.
+// TestKeptOfAnEarlierEpoch: a request of a later epoch or of another process replaces the pending request for the
+// same call. Only a repetition of the same request is refused.
 func TestKeptOfAnEarlierEpoch(t *testing.T) {
 	l := &callWindow{b: &base{}, asked: make([][maxInFlight]ask, 2)}
 	for i, x := range []struct {

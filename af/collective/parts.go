@@ -42,8 +42,8 @@ func (s *share) part(r, n int) (m backend.Mem, any bool) {
 	return s.mem.Sub(from, to-from), true
 }
 
-// plan describes a call: what it requests and what it sends. A reduction receives into scratch memory, with the
-// length of out for each rank.
+// plan describes a call: its requests and the parts that it sends. A reduction receives into scratch memory, with
+// the length of out for each rank.
 type plan struct {
 	call      call
 	ask, give share

@@ -1,6 +1,6 @@
 package collective
 
-// What every test looks at when it ends: nothing is lent, nothing waits, and what is to be used again holds nothing.
+// The checks at the end of every test: no memory is lent, no goroutine waits, and objects for reuse hold nothing.
 
 import (
 	"testing"

@@ -1,7 +1,7 @@
 package collective
 
-// Stories of many calls against a model: what each rank gives and gets is computed from the seed, and after each
-// chapter all accounts are looked at.
+// Stories of many calls against a model: each rank's inputs and results are computed from the seed, and all
+// accounts are checked after each chapter.
 
 import (
 	"bytes"
@@ -81,7 +81,7 @@ func (p *planned) put(b []byte, v uint64) {
 	}
 }
 
-// reduced is the reduction of what all n ranks give, count elements from index from on.
+// reduced is the reduction of the inputs of all n ranks: count elements, starting at index from.
 func (p *planned) reduced(n, from, count int) []byte {
 	size := p.dtype.Size()
 	b := make([]byte, count*size)
@@ -133,7 +133,7 @@ func (p *planned) empty(m memory, count int) af.Tensor {
 	return must(af.NewTensor(mem, p.dtype, int64(count)))
 }
 
-// fill makes t, in m, what b is: on a device when the stream comes to it.
+// fill sets t, in m, to the bytes b. On a device, the stream does it.
 func fill(m memory, t af.Tensor, b []byte) {
 	if m.dev == nil {
 		copy(t.Bytes(), b)
@@ -142,7 +142,7 @@ func fill(m memory, t af.Tensor, b []byte) {
 	m.dev.Queue(uintptr(onStream), func() { copy(simgpu.Raw(t.Mem()), b) })
 }
 
-// made is a call that was made: its results and what they should be.
+// made is a call in flight: its operation, its results and their expected contents.
 type made struct {
 	op   Op
 	outs []af.Tensor
@@ -182,7 +182,7 @@ func (p *planned) make(c *Comm, at memory) (m made, err error) {
 		case self == p.root:
 			m.op, err = c.Gather(out, in, p.root, on...)
 		default:
-			m.op, err = c.Gather(zeros(3), in, p.root, on...) // what is no out is not looked at
+			m.op, err = c.Gather(zeros(3), in, p.root, on...) // a tensor that is not a result is not checked
 			return m, err
 		}
 		result(out, all(of))
@@ -319,7 +319,7 @@ func TestStories(t *testing.T) {
 	}
 }
 
-// failure has one rank, bad, do something else than the others, who all call the same.
+// failure makes one rank, bad, make another call than the other ranks, which all make the same one.
 func failure(t *testing.T, all []*Comm, at []memory, rng *rand.Rand) {
 	t.Helper()
 	n := len(all)

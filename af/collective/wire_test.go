@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestBodies: what is written is read again, and nonsense is refused with the name of the field.
+// TestBodies: every written body is parsed to the same values, and nonsense is refused with the name of the field.
 func TestBodies(t *testing.T) {
 	k := call{kind: broadcast, reduction: Max, dtype: af.BFloat16, root: 2, bytes: 1 << 40}
 	if got, epoch, err := parseAsk(k.appendAsk(nil, 1<<50), 3); err != nil || got != k || epoch != 1<<50 {
@@ -53,7 +53,7 @@ func TestBodies(t *testing.T) {
 	}
 }
 
-// FuzzBodies: no body makes a parser panic, and what it accepts is written the same way.
+// FuzzBodies: no body makes a parser panic, and every accepted body is written the same way.
 func FuzzBodies(f *testing.F) {
 	f.Add(call{kind: allGather, dtype: af.Float32, root: -1, bytes: 8}.appendAsk(nil, 5))
 	f.Add(hello{1, 2, 3, 4}.append(nil))
@@ -116,7 +116,7 @@ func TestHalves(t *testing.T) {
 	}
 }
 
-// TestReductions: each reduction for each kind of element, and what is refused.
+// TestReductions: each reduction for each kind of element, and the refused combinations.
 func TestReductions(t *testing.T) {
 	half := func(f ...float32) []uint16 {
 		var l []uint16
@@ -162,7 +162,7 @@ func TestReductions(t *testing.T) {
 	}
 }
 
-// TestArguments: what makes no sense is refused before anything is sent, with what was expected.
+// TestArguments: invalid arguments are refused before anything is sent, and the error names the expected ones.
 func TestArguments(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	c := all[0]

@@ -71,7 +71,8 @@ func TestLateEnd(t *testing.T) {
 	}
 }
 
-// TestNodeEnds: a node that ends can tell nobody, and its streams go on at once. What it had sent counts no more.
+// TestNodeEnds: a node that ends cannot notify its peers, and its streams go on at once. Its earlier messages
+// count no more.
 func TestNodeEnds(t *testing.T) {
 	const good, bad = 1, 2
 	s := start(t, testcluster.Options{Workers: 2, Servers: 1})
@@ -278,7 +279,7 @@ func TestInOrder(t *testing.T) {
 	}
 }
 
-// TestTooManyOffers: a worker whose offer a server has no room for is told so at once.
+// TestTooManyOffers: if a server's table of offers is full, the worker gets an error at once.
 func TestTooManyOffers(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	w := s.workers[0]

@@ -48,8 +48,8 @@ func (s *ends) serveHost(t *testing.T, p *pair, rounds int, on af.Stream) (wait 
 	return all.Wait
 }
 
-// TestHostRounds: two workers and two servers whose processors make the rounds, of tensors that are complete and of those that a
-// stream makes meanwhile, also of memory that cannot be shared as it lies.
+// TestHostRounds: two workers and two servers whose processors make the rounds, with complete tensors and with
+// tensors that a stream computes meanwhile, also in memory that cannot be shared directly.
 func TestHostRounds(t *testing.T) {
 	for _, private := range []bool{false, true} {
 		for name, on := range map[string]af.Stream{"complete": af.Complete, "made by a stream": stream} {
@@ -98,7 +98,7 @@ func TestHostRounds(t *testing.T) {
 	}
 }
 
-// TestHostMisuse: what an exchange by hosts is not for, and what one in streams is not for, and turns.
+// TestHostMisuse: operations of the other kind of exchange, by hosts or in streams, and operations out of turn.
 func TestHostMisuse(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	p, q := s.prepare(t, 10, 10, streams.ByHost{})[0], s.prepare(t, 10, 10)[0]
@@ -129,7 +129,7 @@ func TestHostMisuse(t *testing.T) {
 	}
 }
 
-// TestHostWays: ends that are prepared in different ways are told, both.
+// TestHostWays: if the two ends are prepared in different ways, both get an error.
 func TestHostWays(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	w, y := s.workers[0], s.servers[0]
@@ -180,7 +180,7 @@ func TestHostWaits(t *testing.T) {
 	}
 }
 
-// TestHostEnds: whoever ends while others wait for it, or is lost, they say so at once.
+// TestHostEnds: if a node ends or is lost, the nodes that wait for it return an error at once.
 func TestHostEnds(t *testing.T) {
 	for name, end := range map[string]func(s *ends, p *pair){
 		"server closes its end": func(_ *ends, p *pair) { _ = p.ys[1].Close() },
@@ -216,7 +216,8 @@ func TestHostEnds(t *testing.T) {
 	}
 }
 
-// TestHostSourceChanged: what is copied from a peer that ends its exchange meanwhile, and changes its tensors, is not taken for what it has sent.
+// TestHostSourceChanged: if a peer ends its exchange and changes its tensors during the copy, the copied contents
+// are not taken for the peer's message.
 func TestHostSourceChanged(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	p := s.prepare(t, 10, 10, streams.ByHost{})[0]
@@ -228,7 +229,7 @@ func TestHostSourceChanged(t *testing.T) {
 	got := make(chan error, 1)
 	go func() { got <- p.ys[0].Receive(t.Context()) }()
 	vantest.Eventually(t, 10*time.Second, "copies wait behind what holds the stream", func() bool { return s.servers[0].dev.Queued(p.ys[0].HostStream()) > 1 })
-	hear := s.servers[0].Deaf() // what it is told comes later than what it sees
+	hear := s.servers[0].Deaf() // the node receives messages later than it reads flags
 	_ = p.x.Close()
 	fill(p.push[0], 99)
 	close(hold)
@@ -236,7 +237,7 @@ func TestHostSourceChanged(t *testing.T) {
 	case err := <-got:
 		hear()
 		t.Fatalf("%v, though only the peer's line has told of its end", err)
-	case <-time.After(100 * time.Millisecond): // it waits for what the peer has to say
+	case <-time.After(100 * time.Millisecond): // Receive waits for the peer's message
 	}
 	hear()
 	if err := <-got; !errors.Is(err, streams.ErrOver) {
@@ -244,8 +245,8 @@ func TestHostSourceChanged(t *testing.T) {
 	}
 }
 
-// TestHostPrivateSource: who closes an exchange has its memory back when the library's stream has copied what cannot be shared: the
-// buffer goes to the next exchange.
+// TestHostPrivateSource: Close returns after the library's stream has copied the memory that cannot be shared. The
+// buffer is then used for the next exchange.
 func TestHostPrivateSource(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	w := s.workers[0]
@@ -289,8 +290,8 @@ func TestHostSilentDevice(t *testing.T) {
 	_ = p.x.Close()
 }
 
-// TestHostNothingAfterTheEnd: when Receive has said that the exchange is over nothing is copied to its tensors any more, also of a Receive that
-// has given up before.
+// TestHostNothingAfterTheEnd: after Receive has reported the end of the exchange, nothing is copied to its tensors
+// any more, not even by an earlier Receive that timed out.
 func TestHostNothingAfterTheEnd(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	p := s.prepare(t, 10, 10, streams.ByHost{})[0]
@@ -344,7 +345,7 @@ func TestHostTwoAtOnce(t *testing.T) {
 	}
 }
 
-// TestBuffersFull: memory that cannot be shared, and is more than what there may be of buffers, is an error.
+// TestBuffersFull: if memory cannot be shared and exceeds the limit of buffers, Prepare fails.
 func TestBuffersFull(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	w := s.workers[0]

@@ -1,6 +1,6 @@
 package streams
 
-// What lying and confused peers may do: nothing.
+// Messages of lying and confused peers have no effect.
 
 import (
 	"context"
@@ -39,7 +39,7 @@ func both(t *testing.T) (worker, server *Ends, device *simgpu.Device) {
 	return worker, server, device
 }
 
-// TestLiars: what makes no sense is an error that is logged, and changes nothing.
+// TestLiars: a message that makes no sense is a logged error, and changes nothing.
 func TestLiars(t *testing.T) {
 	worker, server, _ := both(t)
 	w, s := worker.dir.node.ID(), server.dir.node.ID()
@@ -110,8 +110,8 @@ func TestSameKeys(t *testing.T) {
 	}
 }
 
-// TestOfferOfALostWorker: what a worker has offered that is lost is forgotten. A server that prepares its end then meets
-// the process in its place.
+// TestOfferOfALostWorker: the offer of a lost worker is removed. A server that then prepares its end is matched
+// with the replacement process.
 func TestOfferOfALostWorker(t *testing.T) {
 	worker, server, d := both(t)
 	w, other := worker.dir.node.ID(), van.WorkerID(1)
@@ -141,8 +141,8 @@ func TestOfferOfALostWorker(t *testing.T) {
 	}
 }
 
-// TestOfferToTheNextServer: what a worker has offered to a server that is lost before it has answered is offered to the process
-// in its place, too.
+// TestOfferToTheNextServer: if a server is lost before it has answered a worker's offer, the worker offers the
+// same to the replacement process.
 func TestOfferToTheNextServer(t *testing.T) {
 	worker, server, d := both(t)
 	x, err := af.NewTensor(d.Mem(make([]byte, 8)), af.Uint8, 8)
@@ -239,8 +239,8 @@ func TestWrongMemory(t *testing.T) {
 	}
 }
 
-// TestOfferBehindItsEnd: a server that has taken an offer which came behind the end of its exchange is told that it is
-// over, so that its streams do not wait for ever.
+// TestOfferBehindItsEnd: if an offer arrives after the end of its exchange, the server that accepts it is notified
+// of that end, and its streams do not wait forever.
 func TestOfferBehindItsEnd(t *testing.T) {
 	devices := map[string]*simgpu.Device{"worker": simgpu.New(0), "server": simgpu.New(1)}
 	t.Cleanup(func() {
@@ -285,7 +285,7 @@ func TestOfferBehindItsEnd(t *testing.T) {
 		if !errors.Is(err, van.ErrClosed) {
 			t.Errorf("%v, want %v", err, van.ErrClosed)
 		}
-		return // it was told before it was ready
+		return // the notification arrived before the exchange was ready
 	}
 	if err := y.QueueReceive(3); err != nil && !errors.Is(err, ErrOver) {
 		t.Fatal(err)

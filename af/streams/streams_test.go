@@ -21,7 +21,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// end is a node with a device and what it has for exchanges.
+// end is a node with a device and its objects for exchanges.
 type end struct {
 	*postoffice.Node
 	*streams.Ends
@@ -33,7 +33,7 @@ type ends struct {
 	*testcluster.Cluster
 	workers, servers []*end
 	device           map[string]*simgpu.Device // the latest of each node
-	captured         bool                      // an exchange was, whose tensors are held for good
+	captured         bool                      // an exchange was captured, and its tensors stay retained
 	silent           bool                      // a device did not answer, and an exchange has left its event
 	made             []*end
 }
@@ -207,7 +207,7 @@ func (s *ends) serve(t *testing.T, p *pair, replays int) {
 	})
 }
 
-// replay does the same with what makes the answers of server i.
+// replay does the same in graphs; compute makes the answers of server i.
 func (s *ends) replay(t *testing.T, p *pair, replays int, compute func(i int)) {
 	t.Helper()
 	s.captured = true
@@ -394,8 +394,8 @@ func (s *ends) again(t *testing.T, p *pair, opts ...streams.Option) *pair {
 // unchanged makes answers that are what the memory has: a worker whose round was too long reads it meanwhile.
 func unchanged(int) {}
 
-// TestLate: a round that is not answered ends at its limit, one that is does not, however long the worker does
-// nothing behind it.
+// TestLate: a round without an answer ends at its limit. An answered round does not, however long the worker stays
+// idle after it.
 func TestLate(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	const limit, rounds = 300 * time.Millisecond, 3
@@ -461,7 +461,7 @@ func TestAnew(t *testing.T) {
 	}
 }
 
-// TestMisuse: what cannot be prepared or queued is an error that says why, on both sides where both know of it.
+// TestMisuse: impossible preparations and operations are errors with a reason, on both sides if both know of them.
 func TestMisuse(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 2})
 	w, y := s.workers[0], s.servers[0]

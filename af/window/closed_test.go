@@ -159,8 +159,8 @@ func TestSameIDWithResend(t *testing.T) {
 	}
 }
 
-// TestFlushToWhoHasClosed: what a rank has taken before it closed its end has arrived, though the
-// transport lets go of its memory later.
+// TestFlushToWhoHasClosed: messages that a rank received before it closed its end count as arrived, though the
+// transport releases their memory later.
 func TestFlushToWhoHasClosed(t *testing.T) {
 	for range 4 {
 		r := newRig(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) {
@@ -216,7 +216,7 @@ func TestRefusedPut(t *testing.T) {
 	}
 }
 
-// later is a Completion that is told when free is closed.
+// later is a Completion that is notified when free is closed.
 type later struct {
 	van.Completion
 	free chan struct{}
@@ -296,8 +296,8 @@ func TestRefusedMessage(t *testing.T) {
 	}
 }
 
-// TestOneStaysOpen: more windows than there are application ids can be opened and closed beside one that stays open, also if it does on
-// one rank only. When all of them are in use the error says so on all ranks, and one that is closed makes room.
+// TestOneStaysOpen: while one window stays open, perhaps on one rank only, more windows than there are application
+// ids can be opened and closed. If all ids are in use, the error says so on all ranks; closing a window frees one.
 func TestOneStaysOpen(t *testing.T) {
 	of := Options{Signals: 1}
 	r := newRig(t, testcluster.Options{}, 2, of)
@@ -351,7 +351,7 @@ func TestOneStaysOpen(t *testing.T) {
 	}
 }
 
-// TestOrderlyClose: ranks that close a window when all has come hear nothing of what was still under way.
+// TestOrderlyClose: ranks that close a window after all messages arrived get no errors of messages in flight.
 func TestOrderlyClose(t *testing.T) {
 	of := Options{Signals: 1}
 	r := newRig(t, testcluster.Options{}, 2, of)

@@ -23,7 +23,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// TestDeviceSpins: a wait that never sleeps looks at the device, too: the sender may have no page to write to.
+// TestDeviceSpins: a wait that never sleeps polls the device, too, because the sender may have no page to write
+// to.
 func TestDeviceSpins(t *testing.T) {
 	o := testcluster.Options{Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }}
 	l := devicesFor(t, &o, 2)
@@ -224,7 +225,7 @@ func TestDeviceNothingInGraph(t *testing.T) {
 	}
 }
 
-// TestDevicePageThatBlocks: what a rank says is its page is not opened if that may wait.
+// TestDevicePageThatBlocks: a page announced by a rank is not opened if opening it may block.
 func TestDevicePageThatBlocks(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	m := &r.windows[0].dev.memory

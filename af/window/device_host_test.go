@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestDeviceHostWord: a wait on the host needs no look at the device.
+// TestDeviceHostWord: a wait on the host does not need to poll the device.
 func TestDeviceHostWord(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 3})
 	a, b := r.windows[0], r.windows[1]
@@ -31,7 +31,7 @@ func TestDeviceHostWord(t *testing.T) {
 	r.all(func(i int) error { return r.windows[i].Close() })
 }
 
-// TestDeviceWithoutHostWord: without a page in host memory, at either end, waits on the host look at the device.
+// TestDeviceWithoutHostWord: if either end has no page in host memory, waits on the host poll the device.
 func TestDeviceWithoutHostWord(t *testing.T) {
 	for name, take := range map[string]func(from, to *Window){
 		"not mapped": func(from, _ *Window) { from.dev.memory.host.far[1] = backend.Mem{} },
@@ -51,7 +51,7 @@ func TestDeviceWithoutHostWord(t *testing.T) {
 	}
 }
 
-// TestDeviceHostPage: what a rank says of its page is believed only if it is one, of the right length, with its token.
+// TestDeviceHostPage: a page announced by a rank is used only if it is one, with the right length and token.
 func TestDeviceHostPage(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	m := &r.windows[0].dev.memory

@@ -1,6 +1,6 @@
 package window
 
-// What streams of a window on devices wait for, and what it keeps.
+// Tests of the waits of streams in a window on devices, and of the memory that the window retains.
 
 import (
 	"context"
@@ -39,8 +39,8 @@ func (r *deviceRig) hold(rank int, s af.Stream) (letGo func()) {
 	return func() { close(c) }
 }
 
-// TestDeviceBehindPut: a stream waits for what was put in another one, and not for what that one does then: question and
-// answer in two streams do not wait for each other.
+// TestDeviceBehindPut: a stream waits for the puts of another stream, and not for that stream's later work: a
+// question and an answer in two streams do not wait for each other.
 func TestDeviceBehindPut(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 2})
 	a, b := r.windows[0], r.windows[1]
@@ -89,7 +89,7 @@ func TestDeviceBehindCapture(t *testing.T) {
 	}
 }
 
-// TestDeviceCloseWaiting: Close lets the streams go that wait here, and then waits for what they have put.
+// TestDeviceCloseWaiting: Close releases the streams that wait on this rank, and then waits for their puts.
 func TestDeviceCloseWaiting(t *testing.T) {
 	t.Run("after a put", func(t *testing.T) {
 		r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
@@ -303,8 +303,8 @@ func TestDeviceRefusedWait(t *testing.T) {
 	}
 }
 
-// TestDeviceFreed: streams go on in whichever of its two words they wait for a signal, and signals that nobody waits for are
-// left alone.
+// TestDeviceFreed: a stream goes on in whichever of its two flags it waits for a signal, and other signals stay
+// unchanged.
 func TestDeviceFreed(t *testing.T) {
 	shortLaps(t, 4)
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 100})
@@ -392,7 +392,7 @@ func TestDeviceHostSource(t *testing.T) {
 	}
 	r.must(w.PutSignal(t.Context(), 1, 1, src, 0, stream))
 	r.settle(0, stream)
-	r.must(w.Signal(t.Context(), 1, 0, stream)) // lets go of what is done
+	r.must(w.Signal(t.Context(), 1, 0, stream)) // releases completed work
 	if n := owner.N(); n != 0 {
 		t.Errorf("%d puts that are done hold their source", n)
 	}

@@ -103,8 +103,8 @@ func shortLaps(t *testing.T, n uint64) {
 
 const stream = af.Stream(5)
 
-// TestDeviceRing: rounds in which each rank puts what it has got, and one more, to the next one, in its stream
-// alone: what arrives is whole when the stream goes on, also when words have taken turns.
+// TestDeviceRing: rounds in which each rank puts its received value, plus one, to the next rank, using its stream
+// only. The data is complete when the stream goes on, also after flags have wrapped around.
 func TestDeviceRing(t *testing.T) {
 	shortLaps(t, 8)
 	const n, size, rounds = 3, 1000, 100
@@ -240,7 +240,8 @@ func TestDeviceLost(t *testing.T) {
 	}
 }
 
-// TestDeviceGoOnTogether: streams wait until the window is over for all ranks: what they write then nobody takes for good.
+// TestDeviceGoOnTogether: streams wait until the window is over for all ranks, and no rank takes their later
+// writes as valid.
 func TestDeviceGoOnTogether(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	r.must(r.windows[0].WaitSignal(t.Context(), 1, 0, stream))
@@ -262,13 +263,13 @@ func TestDeviceGoOnTogether(t *testing.T) {
 	}
 }
 
-// TestDeviceClose: a rank that has signalled and closes ends no wait for it; one that closes while it is waited for ends
-// the window, and so does one whose stream still waits.
+// TestDeviceClose: if a rank closes after its signal, the waits for that signal succeed. If it closes while
+// another rank or its own stream still waits, the window ends.
 func TestDeviceClose(t *testing.T) {
 	t.Run("signalled", func(t *testing.T) {
 		r := newDeviceRig(t, 3, Options{Size: 64, Signals: 1})
 		r.must(r.windows[1].WaitSignal(t.Context(), 0, 0, stream), r.windows[0].PutSignal(t.Context(), 1, 0, r.tensor(0, []byte{7}), 0, stream))
-		r.must(r.windows[0].Signal(t.Context(), 1, 0, stream)) // nobody waits yet
+		r.must(r.windows[0].Signal(t.Context(), 1, 0, stream)) // no rank waits yet
 		r.must(r.windows[0].Close())
 		r.settle(1, stream)
 		b := r.windows[1]
@@ -309,7 +310,7 @@ func TestDeviceClose(t *testing.T) {
 	})
 }
 
-// TestDeviceMisuse: what cannot be is an error that says why, on all ranks where it is about them all.
+// TestDeviceMisuse: impossible requests are errors with a reason, on all ranks if they concern all.
 func TestDeviceMisuse(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	w := r.windows[0]
@@ -370,7 +371,8 @@ func TestDeviceMisuse(t *testing.T) {
 	}
 }
 
-// TestDeviceWithout: ranks without devices are told what to do, and so is who names a stream for a window on the host.
+// TestDeviceWithout: ranks without devices get an error with advice, and so does a call with a stream for a window
+// on the host.
 func TestDeviceWithout(t *testing.T) {
 	r := newRig(t, testcluster.Options{}, 2, Options{Size: 8, Signals: 1})
 	errs := every(2, func(i int) error {

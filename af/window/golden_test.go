@@ -9,7 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/golden"
 )
 
-// TestGolden: what is read of bodies, whatever is in them, and how windows and messages are numbered.
+// TestGolden: results of parsing arbitrary bodies, and the numbering of windows and messages.
 func TestGolden(t *testing.T) {
 	golden.Check(t, "wire", 20, func(rng *rand.Rand, w io.Writer) {
 		for range 100 {

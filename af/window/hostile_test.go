@@ -1,6 +1,6 @@
 package window
 
-// What lying, stale and confused ranks may do: nothing.
+// Messages of lying, stale and confused ranks have no effect.
 
 import (
 	"bytes"
@@ -41,8 +41,8 @@ func (r *rig) refuses(n uint64) {
 	}
 }
 
-// TestLiar: messages that make no sense are refused and counted, write nothing, signal nothing, and
-// what is honest goes on.
+// TestLiar: messages that make no sense are refused and counted, write nothing and signal nothing. Honest messages
+// still arrive.
 func TestLiar(t *testing.T) {
 	transports(t, func(t *testing.T, o testcluster.Options) {
 		const size = 64
@@ -157,7 +157,7 @@ func TestStranger(t *testing.T) {
 	}
 }
 
-// FuzzNote: no body makes the parser panic, and what it accepts is written the same way.
+// FuzzNote: no body makes the parser panic, and every accepted body is written the same way.
 func FuzzNote(f *testing.F) {
 	f.Add((&note{verb: verbPut, signal: 3, window: 4, epoch: 5, seq: 6, offset: 7}).append(nil))
 	f.Add((&note{verb: verbClose, signal: noSignal, taken: 1 << 63, bytes: ^uint64(0)}).append(nil))

@@ -1,6 +1,6 @@
 package window
 
-// What every test looks at when it ends: nothing is lent, nobody waits, and windows are off their nodes.
+// The checks at the end of every test: nothing is lent, no goroutine waits, and windows are off their nodes.
 
 import (
 	"fmt"

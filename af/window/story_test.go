@@ -12,15 +12,15 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestStories: any puts, signals, waits and flushes of all ranks, to themselves as well, against a model: how many signals
-// there are to take, and what each rank's memory holds. From time to time everything is flushed, and all memory and
-// all accounts are compared.
+// TestStories: any puts, signals, waits and flushes of all ranks, to themselves as well, against a model of the
+// pending signals and of each rank's memory. From time to time everything is flushed, and all memory and all
+// accounts are compared.
 func TestStories(t *testing.T) {
 	transports(t, func(t *testing.T, o testcluster.Options) {
 		const n, room, signals = 3, 5000, 2
 		r := newRig(t, o, n, Options{Size: n * room, Signals: signals})
 		rng := rand.New(rand.NewPCG(7, uint64(len(t.Name()))))
-		var there [n][]byte          // what a rank's memory should hold
+		var there [n][]byte          // the expected contents of each rank's memory
 		var count [n][n][signals]int // signals that have not been taken, by sender and receiver
 		for i := range there {
 			there[i] = make([]byte, n*room)
@@ -68,7 +68,7 @@ func TestStories(t *testing.T) {
 			}
 			r.settled()
 			for i, w := range r.windows {
-				w.peers[(i+1)%n].in.mu.Lock() // who has written there held these
+				w.peers[(i+1)%n].in.mu.Lock() // the writers there held these
 				w.peers[(i+2)%n].in.mu.Lock()
 				if !bytes.Equal(w.Bytes(), there[i]) {
 					t.Fatalf("step %d: the memory of rank %d is wrong", step, i)

@@ -139,8 +139,8 @@ func tensor(b []byte) af.Tensor {
 	return t
 }
 
-// TestPuts: what one rank has put before a signal is what another one sees when it has waited, for
-// random places, sizes and mixes of Put, PutSignal and Signal, of all ranks to all.
+// TestPuts: a rank that has waited for a signal sees all puts before that signal, for random places, sizes and
+// mixes of Put, PutSignal and Signal, of all ranks to all.
 func TestPuts(t *testing.T) {
 	transports(t, func(t *testing.T, o testcluster.Options) {
 		const n, room, rounds = 3, 300_000, 12
@@ -234,7 +234,7 @@ func TestStream(t *testing.T) {
 							sent <- err
 							return
 						}
-						clear(part) // nobody reads it any more
+						clear(part) // it is not read any more
 						continue
 					}
 					source = make([]byte, size)
@@ -264,7 +264,7 @@ func TestStream(t *testing.T) {
 	})
 }
 
-// TestFlushed: what was put without a signal is there when Flush has returned.
+// TestFlushed: puts without a signal have arrived when Flush has returned.
 func TestFlushed(t *testing.T) {
 	transports(t, func(t *testing.T, o testcluster.Options) {
 		const size = 1 << 20
@@ -277,7 +277,7 @@ func TestFlushed(t *testing.T) {
 			if err := r.windows[0].Flush(t.Context(), 1); err != nil {
 				t.Fatal(err)
 			}
-			r.windows[1].peers[0].in.mu.Lock() // what has written it held this
+			r.windows[1].peers[0].in.mu.Lock() // the writer held this
 			if !bytes.Equal(r.windows[1].Bytes()[size-n:], data.Bytes()[:n]) {
 				t.Errorf("%d bytes: wrong", n)
 			}
@@ -286,8 +286,8 @@ func TestFlushed(t *testing.T) {
 	})
 }
 
-// TestFewLargePuts: the receiver says what it has taken often enough for messages of any length. Who puts more than may
-// be under way at once, in few messages and without a Flush, does not wait for ever.
+// TestFewLargePuts: the receiver acknowledges often enough for messages of any length. A rank that puts more than
+// may be under way at once, in few messages and without a Flush, does not wait forever.
 func TestFewLargePuts(t *testing.T) {
 	const size = maxBytes / 4
 	r := newRig(t, testcluster.Options{}, 2, Options{Size: size, Signals: 1})
@@ -411,7 +411,7 @@ func TestLost(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// TestClose: who closes has what it put arrive, and makes calls towards it fail, and no others.
+// TestClose: the puts of a closing rank arrive, and calls towards it fail, and no others.
 func TestClose(t *testing.T) {
 	transports(t, func(t *testing.T, o testcluster.Options) {
 		r := newRig(t, o, 3, Options{Size: 50_000, Signals: 1})
@@ -511,7 +511,7 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-// TestArguments: what makes no sense is refused where it is asked for, and nothing is sent.
+// TestArguments: invalid arguments are refused where they are passed, and nothing is sent.
 func TestArguments(t *testing.T) {
 	r := newRig(t, testcluster.Options{}, 2, Options{Size: 100, Signals: 2})
 	w, ctx := r.windows[0], t.Context()
