@@ -10,8 +10,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Factory makes vans of such nodes out of those that f makes: the node's record has no identity,
-// its messages carry no incarnations, it passes over those of others, and it does not read
+// Factory wraps the vans of f such that their nodes behave so: the node's record has no extension,
+// its messages carry no incarnations, it ignores other nodes' incarnations, and it does not read
 // notices.
 func Factory(f van.Factory) van.Factory {
 	return func(o van.Options) (van.Van, error) {
@@ -27,7 +27,7 @@ func Factory(f van.Factory) van.Factory {
 type foreignVan struct {
 	van.Van
 	self van.Node
-	own  atomic.Pointer[[]byte] // what it would say of itself
+	own  atomic.Pointer[[]byte] // the extension of its own record
 }
 
 // Bind implements van.Van.

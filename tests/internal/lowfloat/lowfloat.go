@@ -30,7 +30,7 @@ var (
 	e5m2   = fp8{mantissa: 2, bias: 15, largest: 0x7b, inf: 0x7c, nan: 0x7f}
 )
 
-// E4M3 is the float8_e4m3fn nearest to f. What rounds beyond 448 is NaN.
+// E4M3 is the float8_e4m3fn nearest to f. A number that rounds beyond 448 is NaN.
 func E4M3(f float32) uint8 { return e4m3fn.encode(f) }
 
 // FromE4M3 is the value of a float8_e4m3fn.
@@ -41,7 +41,7 @@ func FromE4M3(c uint8) float32 {
 	return e4m3fn.decode(c)
 }
 
-// E5M2 is the float8_e5m2 nearest to f. What rounds beyond 57344 is infinite.
+// E5M2 is the float8_e5m2 nearest to f. A number that rounds beyond 57344 is infinite.
 func E5M2(f float32) uint8 { return e5m2.encode(f) }
 
 // FromE5M2 is the value of a float8_e5m2.

@@ -1,5 +1,5 @@
-// Package nodetest is what tests of clusters of processes share: nodes that are
-// processes of the test binary, and waiting for what happens to them and to others.
+// Package nodetest has helpers of tests of clusters of processes: nodes that are
+// processes of the test binary, and functions that wait for events of these and other nodes.
 package nodetest
 
 import (
@@ -86,7 +86,7 @@ func run(setup func(c *Child) error) error {
 // Say writes a line for Process.Expect. It is safe for concurrent use.
 func (c *Child) Say(line string) { fmt.Println(line) }
 
-// Fail fails the test that has started the child. Only the first error is told. It is
+// Fail fails the test that has started the child. Only the first error is reported. It is
 // safe for concurrent use.
 func (c *Child) Fail(err error) {
 	c.once.Do(func() { c.Say(failed + strings.ReplaceAll(err.Error(), "\n", " ")) })

@@ -18,7 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
-// patience is how long a busy machine may need for what is to happen.
+// patience is how long a busy machine may need for an expected event.
 const patience = 30 * time.Second
 
 // Process is a child, seen from the test that has started it.
@@ -59,8 +59,8 @@ func Under(command ...string) Option {
 	}
 }
 
-// Spawn starts the test binary as the node of c with that role and instance rank,
-// whose Main is told what to do. It is killed when the test ends.
+// Spawn starts the test binary as the node of c with that role and instance rank. Its Main
+// gets the task, what. It is killed when the test ends.
 func Spawn(t testing.TB, c *testcluster.Cluster, role string, rank int, what string, opts ...Option) *Process {
 	t.Helper()
 	p := &Process{Role: role, Rank: rank, What: what, t: t, lines: make(chan string, 1000), ended: make(chan struct{})}
@@ -105,7 +105,7 @@ func Spawn(t testing.TB, c *testcluster.Cluster, role string, rank int, what str
 	return p
 }
 
-// clean ends the child, and reports what it has said that nobody expected.
+// clean ends the child, and reports failures that the test has not read.
 func (p *Process) clean() {
 	p.Kill()
 	for more := true; more; {
@@ -171,8 +171,8 @@ func (p *Process) Ready() {
 // Signal sends a signal. It is safe for concurrent use.
 func (p *Process) Signal(s syscall.Signal) error { return p.cmd.Process.Signal(s) }
 
-// Stop makes the child stand still: when Stop returns, each of its threads does. The signal
-// alone reaches those that run on other processors some time later.
+// Stop stops the child: when Stop returns, each of its threads is stopped. The signal
+// alone reaches threads on other processors some time later.
 func (p *Process) Stop() error {
 	if err := p.Signal(syscall.SIGSTOP); err != nil {
 		return err

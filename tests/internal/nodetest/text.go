@@ -15,7 +15,7 @@ import (
 type Text struct {
 	mu      sync.Mutex
 	b       bytes.Buffer
-	changed chan struct{} // closed at the next Write; nil while nobody waits
+	changed chan struct{} // closed at the next Write; nil without waiters
 }
 
 func (x *Text) Write(p []byte) (int, error) {
@@ -34,7 +34,7 @@ func (x *Text) String() string {
 	return x.b.String()
 }
 
-// Logger is a log in x of what has this level, or is worse. At slog.LevelDebug nodes
+// Logger is a log in x of records of this level or above. At slog.LevelDebug nodes
 // write a line for each message.
 func (x *Text) Logger(level slog.Level) *slog.Logger {
 	return slog.New(slog.NewTextHandler(x, &slog.HandlerOptions{Level: level}))
@@ -71,7 +71,7 @@ func (x *Text) Comes(over <-chan struct{}, limit time.Duration, texts ...string)
 		select {
 		case <-changed:
 		case <-over:
-			last = true // what was written just before
+			last = true // checks lines written just before
 		case <-deadline:
 			last = true
 		}

@@ -16,8 +16,8 @@ func Within(t testing.TB, d time.Duration) context.Context {
 	return ctx
 }
 
-// GoesOn waits for what may take as long as it goes on: it ends the test when so long nothing
-// has changed in what sign counts.
+// GoesOn waits until ok reports true. It ends the test when the counter that sign returns
+// has not changed for d.
 func GoesOn(t testing.TB, d time.Duration, what string, sign func() uint64, ok func() bool) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
@@ -58,8 +58,8 @@ func Returns[ID ~int](t testing.TB, nodes []*postoffice.Node, id ID, join func()
 	}
 }
 
-// Together calls f for all at once, which are nodes or what has the name of one, and
-// ends the test if one fails.
+// Together calls f concurrently for all nodes (or other values with a node's name), and
+// ends the test if a call fails.
 func Together[T interface{ Name() string }](t testing.TB, all []T, f func(x T) error) {
 	t.Helper()
 	var wg sync.WaitGroup

@@ -47,7 +47,7 @@ func New(n *postoffice.Node, w *kv.Worker[uint8], size, pushes, pulls int) *Call
 	return c
 }
 
-// Begin begins the call. What it returns waits for it, within limit from now on. With lend the
+// Begin begins the call. The returned function waits for it, within limit from now on. With lend the
 // call's own memory is sent and not a copy of it.
 func (c *Call) Begin(cmd kv.Cmd, lend bool, limit time.Duration) (wait func() error, err error) {
 	begin := time.Now()

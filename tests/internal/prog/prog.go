@@ -25,8 +25,8 @@ type Program struct {
 	// Roles that the program has, all when empty: scheduler, server, worker, joint.
 	Roles []string
 
-	// Serve sets the server up and returns what answers its batches. It returns before
-	// anybody is told that the server is ready; the node serves until the end.
+	// Serve sets the server up and returns the handler of its batches. It returns before
+	// the server is announced as ready; the node serves until the end.
 	Serve func(*Node, *af.Server) (Handler, error)
 
 	// Worker does the worker's work.
@@ -47,7 +47,7 @@ type Program struct {
 // Handler answers a batch. Its error is logged, and makes the program fail.
 type Handler func(af.Batch) error
 
-// Node is a member of the cluster and what went wrong there.
+// Node is a member of the cluster and the errors that occurred there.
 type Node struct {
 	*postoffice.Node
 

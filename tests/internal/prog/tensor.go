@@ -44,7 +44,7 @@ func (n *Node) Contents(groupRank int) []byte {
 	return b
 }
 
-// Equal tells with an error how the bytes of t differ from want. what names t.
+// Equal tells with an error how the bytes of t differ from want. The error names t by what.
 func (n *Node) Equal(what string, t af.Tensor, want []byte) error {
 	if t.Len() != len(want) {
 		return fmt.Errorf("%s: %s has %d bytes, want %d", what, t.String(), t.Len(), len(want))

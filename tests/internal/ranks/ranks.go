@@ -28,8 +28,8 @@ type Env struct {
 
 	Pause func(n int) bool                              // before the n-th call or try; false ends it
 	Watch func(what string, limit time.Duration) func() // notes if the function that it returns is not called in time
-	Gone  func() bool                                   // tells whether the process has been killed, so that what it does is nobody's
-	Wrong func(kind, format string, args ...any)        // notes what must not be
+	Gone  func() bool                                   // tells whether the process has been killed, so that its results do not count
+	Wrong func(kind, format string, args ...any)        // notes a violation
 	Note  func(what string, begin time.Time, err error) // notes a call that has ended
 }
 
@@ -45,7 +45,7 @@ type member struct {
 	seen  map[int]identity  // by rank: in the communicator before
 	hash  uint64            // of the identities of this one
 	calls uint64            // made in it
-	given map[string][]byte // what it must not contain any more: memory of calls that have failed
+	given map[string][]byte // memory of failed calls, which must not be written any more
 	order []string
 }
 
@@ -227,7 +227,7 @@ func (m *member) wait(c *made) error {
 	return err
 }
 
-// look looks whether somebody has written to what was the program's.
+// look checks that memory of failed calls, which is the program's again, was not written.
 func (m *member) look() {
 	for name, b := range m.given {
 		if i := slices.IndexFunc(b, func(x byte) bool { return x != junk }); i >= 0 {
@@ -243,7 +243,7 @@ func spoil(b []byte) {
 	}
 }
 
-// call makes one call: which one and of what follows from its number.
+// call makes one call. Its kind and contents follow from its number.
 func (m *member) call() (c *made, err error) {
 	seq := m.calls
 	m.calls++

@@ -15,7 +15,7 @@ type Vote struct {
 	Number int // counted by the process
 	Group  int
 	Begin  int64 // before the call
-	End    int64 `json:",omitempty"` // behind it; 0 while it waits, and for good if the process was killed
+	End    int64 `json:",omitempty"` // after it; 0 while it waits, and always if the process was killed
 	Passed bool  `json:",omitempty"`
 }
 
@@ -34,10 +34,10 @@ func (p *Process) voted(v Vote) {
 type barrierJudge struct {
 	all     []*Process
 	foreign func(n plan.Node) bool
-	late    time.Duration // how long a request that was given up may still count
+	late    time.Duration // how long a canceled request may still count
 }
 
-// givenUp is how long it may take until the scheduler knows that a request was given up.
+// givenUp is how long it may take until the scheduler knows that a request was canceled.
 const givenUp = 2 * time.Second
 
 // judge calls wrong with each place that had not called a barrier which was over. It is for
@@ -91,8 +91,8 @@ func (j *barrierJudge) called(n plan.Node, v Vote) bool {
 	return false
 }
 
-// counts is until when a request may count that has ended: one that was given up until the
-// scheduler knows it, and one of the original, which cannot take it back, until the next barrier
+// counts is until when an ended request may count: a canceled request until the scheduler
+// knows of it, and a request of the original, which cannot cancel, until the next barrier
 // has used it up.
 func (j *barrierJudge) counts(p *Process, i int) int64 {
 	v := p.votes[i]
@@ -111,7 +111,7 @@ func (j *barrierJudge) counts(p *Process, i int) int64 {
 	return until
 }
 
-// judgeBarriers looks at all barriers of a plan.
+// judgeBarriers checks all barriers of a plan.
 func (r *planRun) judgeBarriers() {
 	j := &barrierJudge{all: r.c.All(), foreign: r.p.Cluster.IsForeign, late: givenUp + r.late()}
 	for _, ph := range r.p.Phases {

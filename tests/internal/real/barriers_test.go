@@ -11,8 +11,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestBarriersJudged: a barrier that was over before all had called it is found, whoever has the
-// place, and none that was not.
+// TestBarriersJudged: a barrier that was over before all members had called it is found, whichever
+// process has the place. Other barriers are not reported.
 func TestBarriersJudged(t *testing.T) {
 	const all = van.WorkerGroup | van.ServerGroup
 	passed := func(begin, end int64) Vote { return Vote{Group: all, Begin: begin, End: end, Passed: true} }

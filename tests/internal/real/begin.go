@@ -10,8 +10,8 @@ type Test interface {
 	Fatal(args ...any)
 }
 
-// Begin starts a cluster, which ends with the test. What its processes found to be wrong fails the
-// test; if it has failed, the timeline and the ends of the processes' logs are in its output.
+// Begin starts a cluster, which ends with the test. Violations that its processes found fail the
+// test. If it has failed, the timeline and the ends of the processes' logs are in its output.
 func Begin(t Test, o Options) *Cluster {
 	t.Helper()
 	c, err := New(o)

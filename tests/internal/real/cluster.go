@@ -16,7 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
-// patience is how long a busy machine may need for what is to happen.
+// patience is how long a busy machine may need for an expected event.
 const patience = 30 * time.Second
 
 // startSeconds is the STEPAF_START_TIMEOUT of nodes that are given no other.
@@ -42,8 +42,8 @@ type Options struct {
 	LoopEnds         bool                                 // servers stop when get_batch reports that all workers have ended
 	Under            []string                             // a command that each process is an argument of
 	Loads            []plan.Load                          // of workers, from the start
-	Wait             bool                                 // scheduler and servers do not call Finalize before they are told to
-	Env              []string                             // of all processes, behind what the runner sets
+	Wait             bool                                 // scheduler and servers do not call Finalize before a command does
+	Env              []string                             // of all processes, after the runner's variables
 	NodeEnv          func(role string, rank int) []string // of one
 	Foreign          []plan.Node                          // nodes that behave like those of the original
 	Separate         bool                                 // each process has a network of its own, so that Cut works; needs root, and not with SHM
@@ -54,7 +54,7 @@ type Options struct {
 	Slow             int      // how many times as slow the machine is as others; 0 means 1
 }
 
-// Cluster is processes and what was found wrong with them.
+// Cluster is processes and their violations.
 type Cluster struct {
 	o       Options
 	port    int
@@ -235,11 +235,11 @@ func (c *Cluster) environ(role string, rank int) []string {
 	return e
 }
 
-// Spawn starts the process of a place. One that has it already, and may be killed,
+// Spawn starts the process of a place. An earlier process of the place, which may be killed,
 // stopped, or well, is not touched.
 func (c *Cluster) Spawn(role string, rank int) (*Process, error) { return c.SpawnAs(role, rank, nil) }
 
-// SpawnAs is Spawn with a change of what the process is to do, and further variables.
+// SpawnAs is Spawn with a change of the process's behavior, and further variables.
 func (c *Cluster) SpawnAs(role string, rank int, change func(b *Behaviour), env ...string) (*Process, error) {
 	c.mu.Lock()
 	if c.closed {

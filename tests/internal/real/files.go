@@ -14,8 +14,8 @@ import (
 // and so on, or the path of a file.
 type Files map[string]int
 
-// openFiles looks at this process. What libibverbs and librdmacm have opened stays open until
-// the process ends, as they mean it to, and is not counted.
+// openFiles counts the descriptors of this process. Descriptors of libibverbs and librdmacm stay
+// open by design until the process ends, and are not counted.
 func openFiles() Files {
 	f := Files{}
 	names, _ := os.ReadDir("/proc/self/fd")
@@ -31,7 +31,7 @@ func openFiles() Files {
 	return f
 }
 
-// kindOf is the kind of what a link in /proc/self/fd leads to.
+// kindOf is the kind of the target of a link in /proc/self/fd.
 func kindOf(target string) string {
 	if text, ok := strings.CutPrefix(target, "anon_inode:"); ok {
 		return strings.Trim(text, "[]")
@@ -56,10 +56,10 @@ func (f Files) beyond(before Files) string {
 	return strings.Join(l, ", ")
 }
 
-// filesBefore looks before there is a node, when all is open that the process keeps for good:
-// its standard streams, the files in which Go's runtime reads the limits of its control group,
-// the epoll and the eventfd with which it waits for descriptors, made here for the first one to
-// wait for, and the eventfd of zmq4's own context.
+// filesBefore counts before there is a node, when all permanent descriptors are open: the
+// standard streams, the files in which Go's runtime reads the limits of its control group,
+// the epoll and the eventfd with which it waits for descriptors (the pipe here makes it create
+// them), and the eventfd of zmq4's own context.
 func filesBefore() Files {
 	if r, w, err := os.Pipe(); err == nil {
 		_, _ = r.Close(), w.Close()
@@ -67,8 +67,8 @@ func filesBefore() Files {
 	return openFiles()
 }
 
-// filesAfter looks when the node has been closed. Who still runs has a moment to end: a command,
-// such as that which makes a child.
+// filesAfter counts when the node has been closed. Commands that still run, such as the one that
+// makes a child, have a moment to end.
 func filesAfter(before Files) Files {
 	for end := time.Now().Add(closing); ; {
 		f := openFiles()

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestFilesLeft: a node that ends with descriptors open that it did not have before it started
-// is wrong, whatever kind they are of, and those that it had before are not.
+// TestFilesLeft: a node that ends with more open descriptors of any kind than before it started
+// is a violation. Descriptors that were open before are not.
 func TestFilesLeft(t *testing.T) {
 	before := filesBefore()
 	l, err := net.Listen("tcp", "127.0.0.1:0")

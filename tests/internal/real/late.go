@@ -6,12 +6,12 @@ import (
 	"time"
 )
 
-// Machine notes how much later than asked for this process wakes up. On a machine that stands still for
-// a while, or has more to do than it can, the nodes are late as well.
+// Machine notes how much later than asked for this process wakes up. On a machine that hangs for
+// a while, or is overloaded, the nodes are late as well.
 type Machine struct {
 	mu    sync.Mutex
 	begun time.Time  // the nap under way
-	late  []lateness // those that count
+	late  []lateness // long enough to count
 }
 
 type lateness struct {

@@ -228,7 +228,7 @@ func (n *node) barrier(ctx context.Context, group int) error {
 	return err
 }
 
-// note adds to what is reported.
+// note adds a call to the report.
 func (n *node) note(c Call) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -251,7 +251,7 @@ func (n *node) took(begun time.Time, ticks int64) time.Duration {
 
 func (n *node) alive() error {
 	if n.session != nil {
-		_, err := n.session.PushPull(af.DefaultStream, nil, nil, nil) // refused for its arguments by one that lives
+		_, err := n.session.PushPull(af.DefaultStream, nil, nil, nil) // a live session refuses it for its arguments
 		if errors.Is(err, van.ErrInvalid) {
 			return nil
 		}
@@ -286,7 +286,7 @@ func (l *lane) round() error {
 		l.checkAnswers(call)
 	} else {
 		l.clear()
-		if len(n.b.Foreign) > 0 { // to which nothing is taken back: what was pushed may still be under way
+		if len(n.b.Foreign) > 0 { // requests to those nodes cannot be canceled: pushes may still be in flight
 			l.newPushes()
 		}
 	}
@@ -403,7 +403,7 @@ func (n *node) serve(b af.Batch) {
 	}
 }
 
-// stand waits as long as the handler is to stand still.
+// stand waits as long as the handler is to be blocked.
 func (n *node) stand() {
 	n.mu.Lock()
 	blocked := n.blocked
@@ -476,7 +476,7 @@ func (n *node) heard(id batchID, part string) {
 		calls = map[uint64]bool{}
 		n.seen[p] = calls
 	}
-	if calls[id.call] && !(n.cfg().Resend && n.foreign("worker", id.rank)) { // which of its processes has repeated it, nobody knows
+	if calls[id.call] && !(n.cfg().Resend && n.foreign("worker", id.rank)) { // which of its processes has repeated it is unknown
 		n.wrong("%scall %d of worker %d, process %d, came twice", part, id.call, id.rank, id.serial)
 	}
 	calls[id.call] = true
@@ -515,7 +515,7 @@ func (n *node) batches() {
 				n.wrong("get_batch: %v", err)
 				return
 			}
-			if errors.Is(err, van.ErrPeerLost) { // it is told again and again until the worker is replaced
+			if errors.Is(err, van.ErrPeerLost) { // the error repeats until the worker is replaced
 				select {
 				case <-time.After(20 * time.Millisecond):
 				case <-n.ended:

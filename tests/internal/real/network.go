@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// network is a network namespace for each process and one that has the bridge between
+// network is a network namespace for each process, and another one with the bridge between
 // them. Each lives as long as a process that does nothing but hold it.
 type network struct {
 	holders []*exec.Cmd // the last one has the bridge
@@ -76,7 +76,7 @@ func (n *network) ip(place int, batch string) error {
 	return nil
 }
 
-// nowhere is an Ethernet address that nobody has.
+// nowhere is an Ethernet address that no device has.
 const nowhere = "02:00:00:00:00:fe"
 
 // cut makes what two places send each other go nowhere, or ends that.

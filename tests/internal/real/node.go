@@ -47,14 +47,14 @@ type Behaviour struct {
 	Serial  uint32      // of the process among all that the runner has started
 	Loads   []plan.Load // of a worker, from the start
 	Faults  []string    // fail points that are on
-	Wait    bool        // scheduler and servers do not call Finalize before they are told to
+	Wait    bool        // scheduler and servers do not call Finalize before a command does
 	// LoopEnds: a server of the Python module stops when get_batch reports that all workers have ended, not before.
 	LoopEnds bool
 
 	// Foreign are the nodes of the cluster that behave like those of the original.
 	Foreign []plan.Node
 
-	// Freeze is when the process stands still, counted from when it connects to the scheduler; 0 for never.
+	// Freeze is when the process stops, counted from when it connects to the scheduler; 0 for never.
 	Freeze time.Duration
 }
 
@@ -85,7 +85,7 @@ func Main() {
 // Event is a line that a node writes.
 type Event struct {
 	Event string // one of the constants
-	Text  string `json:",omitempty"` // of an error, or of what was found
+	Text  string `json:",omitempty"` // of an error, or of a violation
 	Call  int    `json:",omitempty"` // the number of a command
 	ID    int    `json:",omitempty"` // of the node
 	MS    int64  `json:",omitempty"` // how long it took
@@ -96,8 +96,8 @@ type Event struct {
 	// Of the end: the descriptors that were open before there was a node, and are behind it.
 	Before, After Files `json:",omitempty"`
 
-	// Of a report: how many calls that ended well began in which hundredth of a second,
-	// and those that did not, and barriers.
+	// Of a report: the number of successful calls by the hundredth of a second in which they
+	// began; and failed calls, and barriers.
 	OK    [][2]int64 `json:",omitempty"`
 	Calls []Call     `json:",omitempty"`
 }
@@ -145,7 +145,7 @@ type Command struct {
 
 // Commands.
 const (
-	doLoads   = "loads"   // Loads in place of those that run
+	doLoads   = "loads"   // Loads in place of the current ones
 	doBarrier = "barrier" // an instance barrier of Group
 	doFork    = "fork"    // a child that holds the sockets and outlives the node; answers its pid
 	doBlock   = "block"   // the handler
@@ -177,7 +177,7 @@ type node struct {
 	calls   atomic.Uint64
 	votes   atomic.Int64
 	leave   atomic.Bool
-	ticks   atomic.Int64 // of a clock that stands still with the process
+	ticks   atomic.Int64 // of a clock that stops with the process
 	mu      sync.Mutex
 	stats   Stats
 	changed bool
@@ -332,7 +332,7 @@ func (n *node) foreign(role string, rank uint32) bool {
 	return slices.Contains(n.b.Foreign, plan.NodeOf(role, int(rank)))
 }
 
-// program makes the node, which has started, what its program says.
+// program sets the started node up for its program.
 func (n *node) program() (err error) {
 	role := n.n.Role()
 	switch {
@@ -437,7 +437,7 @@ func (n *node) commands() {
 		if c.Do == doLoads {
 			n.do(c) // the last one holds
 		} else {
-			go n.do(c) // one that takes long holds up no other
+			go n.do(c) // a long command delays no other
 		}
 	}
 	os.Exit(0)
@@ -544,7 +544,7 @@ func (n *node) flood(count, size int, e *Event) error {
 		e.ID = i
 		call, err := n.worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, nil)
 		if err == nil {
-			_, _, _, err = cluster.Call(call).Customer().Batch(call.Timestamp()) // what could not be sent
+			_, _, _, err = cluster.Call(call).Customer().Batch(call.Timestamp()) // the error of a send
 		}
 		if err != nil {
 			return err
@@ -555,7 +555,7 @@ func (n *node) flood(count, size int, e *Event) error {
 	return nil
 }
 
-// drain waits until what flood has pushed is answered, as long as anything comes.
+// drain waits until the pushes of flood are answered. It fails if no message arrives for limit.
 func (n *node) drain(limit time.Duration) error {
 	meter, ok := van.As[van.Meter]((*cluster.Node)(n.n).Van())
 	if n.worker == nil || !ok {
@@ -569,7 +569,7 @@ func (n *node) drain(limit time.Duration) error {
 		if err != nil {
 			return err
 		}
-		if answered || !known { // finished, and forgotten since nobody waits for it
+		if answered || !known { // finished, and released since no call waits for it
 			return nil
 		}
 		if now := meter.Stats().ReceivedMessages; now != came {

@@ -27,8 +27,8 @@ type PlanOptions struct {
 	// Margin is how much longer things may take than the plan says, 3s if 0; and 3s if the times of
 	// the plan are promised.
 	Margin time.Duration
-	// Slow is how many times as slow the machine is as others: all times are so much longer,
-	// but those that are promised.
+	// Slow is how many times as slow the machine is as others: all times but the promised ones
+	// are so much longer.
 	Slow int
 	// Faults are planted in all processes: names of fail points, in a build that has them.
 	Faults []string
@@ -36,10 +36,10 @@ type PlanOptions struct {
 
 // Result is what a plan came to.
 type Result struct {
-	Wrong    []string // what must not have happened
+	Wrong    []string // violations
 	Calls    int64    // that ended well
 	Failed   int64
-	Times    []string // what took how long of that for which the plan has a limit
+	Times    []string // durations of events for which the plan has a limit
 	Timeline string
 	Logs     func() string // the end of each process's
 }
@@ -82,8 +82,8 @@ func Cannot(p *plan.Plan, leg Leg) string {
 	return ""
 }
 
-// RunPlan carries out a plan. The error is about what could not be done, or that of ctx;
-// what was found wrong is in the result.
+// RunPlan carries out a plan. The error is about steps that could not be done, or that of ctx.
+// Violations are in the result.
 func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) {
 	if why := Cannot(p, o.Leg); why != "" {
 		return nil, fmt.Errorf("%s on %s: %w: %s", p.Name, o.Leg, ErrCannot, why)
@@ -165,19 +165,19 @@ type planRun struct {
 	loads  []plan.Load // of the phase
 	phases []phaseRun
 	times  []string
-	stop   chan struct{} // closed when faults are over: what is still to happen does not
+	stop   chan struct{} // closed when faults are over: pending events are dropped
 	events sync.WaitGroup
 
 	mu    sync.Mutex
 	cuts  map[[2]plan.Node]int
 	held  time.Duration      // how long the plan's clock has stood still: see clock
-	holds int                // processes for which it stands still now
+	holds int                // processes for which it is stopped now
 	since time.Time          // the first of them was asked for
 	gone  map[plan.Node]bool // left or finalized: not to be replaced
 	wants map[plan.Node]bool // a process is to be there
 }
 
-// phaseRun is when a phase was, and who was there at its end.
+// phaseRun is when a phase was, and the processes at its end.
 type phaseRun struct {
 	from, to time.Time
 	living   []*Process
@@ -245,9 +245,9 @@ func (r *planRun) phase(ph *plan.Phase) {
 	r.phases = append(r.phases, x)
 }
 
-// clock is the time by which the plan goes. What is promised counts from when a process listens: until
-// then, which takes milliseconds, and seconds on an emulated processor, the clock of such a plan stands still,
-// and on a slow machine that of every plan.
+// clock is the plan's clock. It stops while a process starts, until that process listens, if the plan has
+// promised times (which count from then) or the machine is slow. A start takes milliseconds, and seconds
+// on an emulated processor.
 func (r *planRun) clock() time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -257,7 +257,7 @@ func (r *planRun) clock() time.Time {
 	return time.Now().Add(-r.held)
 }
 
-// hold makes the clock stand still, or go on.
+// hold stops the clock, or lets it go on.
 func (r *planRun) hold(on bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -277,7 +277,7 @@ func (r *planRun) after(at time.Time) bool {
 		if left <= 0 {
 			return true
 		}
-		timer := time.NewTimer(max(left, 5*time.Millisecond)) // the clock may stand still meanwhile
+		timer := time.NewTimer(max(left, 5*time.Millisecond)) // the clock may stop meanwhile
 		select {
 		case <-timer.C:
 		case <-r.stop:
@@ -368,8 +368,8 @@ func (r *planRun) can(err error) {
 	}
 }
 
-// join starts a process for a place, again when it is refused, as those who supervise
-// processes do.
+// join starts a process for a place, again when it is refused, as a process supervisor
+// does.
 func (r *planRun) join(n plan.Node, env map[string]string) {
 	r.mu.Lock()
 	if r.wants[n] {
@@ -521,8 +521,8 @@ func (r *planRun) end() {
 			p.Begin(Command{Do: doLoads, Loads: r.loadsOf(p)})
 		}
 	}
-	// One that was cut off for so long that it has been declared dead may learn only now
-	// that another process has its place, and one that is told to end needs a successor.
+	// A process that was declared dead while it was cut off may learn only now that another process
+	// has replaced it. A process that has ended is replaced.
 	for {
 		err := r.c.Works(max(r.p.End.Rounds, 3), min(r.c.slowly(5*time.Second), limit))
 		if err == nil && r.present() {
@@ -564,9 +564,9 @@ func (r *planRun) end() {
 	}
 }
 
-// barrier makes all that can meet: servers are in Finalize already in some plans. Some may
-// still wait at an earlier barrier, whose others have died, or have given up one that counts
-// all the same: then the first one ends that, and another one is for all.
+// barrier makes a barrier of all workers, and of servers unless they are in Finalize already. A
+// process may still wait at an earlier barrier whose other members have died, or its canceled
+// request may still count. Then the first try ends that barrier, and another try is for all.
 func (r *planRun) barrier() error {
 	group := van.WorkerGroup
 	if !r.p.Cluster.FinalizeEarly {

@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
-// TestExpectations: what a plan expects of errors and times, and what does not come, is found.
+// TestExpectations: unmet expectations of a plan about errors and times are found.
 func TestExpectations(t *testing.T) {
 	from := time.Now()
 	at := from.UnixMilli()
@@ -40,7 +40,7 @@ func TestExpectations(t *testing.T) {
 	}
 }
 
-// TestClockStandsStill: the plan's clock stands still as long as any process is being started.
+// TestClockStandsStill: the plan's clock is stopped as long as any process is being started.
 func TestClockStandsStill(t *testing.T) {
 	r := &planRun{ctx: t.Context(), stop: make(chan struct{})}
 	r.hold(true)
@@ -65,7 +65,7 @@ func TestClockStandsStill(t *testing.T) {
 	}
 }
 
-// TestLateBetween: the machine's lateness counts for what was under way then.
+// TestLateBetween: the machine's lateness counts for intervals that overlap it.
 func TestLateBetween(t *testing.T) {
 	begun := time.Now()
 	at := func(s int) time.Time { return begun.Add(time.Duration(s) * time.Second) }

@@ -54,11 +54,11 @@ type State struct {
 	Error     string // of its end
 	Ended     bool   // the process
 	Killed    bool   // by the runner
-	Finishing bool   // it was told to end
-	Stopped   bool   // stands still
+	Finishing bool   // a command has asked it to end
+	Stopped   bool   // by SIGSTOP
 }
 
-// runs tells whether the process has started and goes on. One that was killed may take a
+// runs tells whether the process has started and goes on. A killed process may take a
 // while to end on a busy machine.
 func (s State) runs() bool { return s.Started && !s.Stopped && !s.Killed && !s.Ended }
 
@@ -76,7 +76,7 @@ func (p *Process) String() string { return fmt.Sprintf("%s (process %d)", p.Name
 // PID is its process ID.
 func (p *Process) PID() int { return p.cmd.Process.Pid }
 
-// Log is the end of what it has written to standard error.
+// Log is the end of its standard error.
 func (p *Process) Log() string { return p.log.String() }
 
 // State is what is known of it now.
@@ -262,7 +262,7 @@ func (p *Process) Kill() {
 	<-p.gone
 }
 
-// Stop makes it stand still until Continue. It may take a moment on other processors.
+// Stop stops it until Continue. It may take a moment on other processors.
 func (p *Process) Stop() error {
 	p.change(func(s *State) { s.Stopped = true })
 	return p.cmd.Process.Signal(syscall.SIGSTOP)
@@ -314,7 +314,7 @@ func (p *Process) Descriptors() int {
 	return len(names)
 }
 
-// tail keeps the end of what is written, and all of it in a file if there is one.
+// tail keeps the end of the written text, and all of it in a file if there is one.
 type tail struct {
 	mu    sync.Mutex
 	b     []byte

@@ -24,8 +24,8 @@ func TestRuns(t *testing.T) {
 	}
 }
 
-// TestRelease: what holds the sockets of a process that was killed ends when another one is
-// to have its place, also when it was killed behind the first try to take it.
+// TestRelease: the child that holds the sockets of a killed process ends when a replacement
+// process needs them, also if the process was killed after the replacement's first try.
 func TestRelease(t *testing.T) {
 	holder := exec.Command("sleep", "100")
 	if err := holder.Start(); err != nil {

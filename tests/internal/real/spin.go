@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Starved makes a process one in which a goroutine that computes keeps all others from running:
-// what Spin needs.
+// Starved makes a process one in which a goroutine that computes keeps all others from running.
+// Spin needs it.
 var Starved = []string{"GOMAXPROCS=1", "GODEBUG=asyncpreemptoff=1"}
 
 // Starve lets the first process of a role, which is Starved, compute for so long, and checks that
@@ -107,7 +107,7 @@ func spin(file string) error {
 // spins is more than the longest test needs, so that a process that was forgotten ends.
 const spins = 1 << 40
 
-// computeUntil is not looked at by the race detector, whose calls would let others run.
+// computeUntil is excluded from the race detector, whose calls would let others run.
 //
 //go:norace
 //go:noinline

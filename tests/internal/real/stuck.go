@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// freezer is the standard error of a process that is to stand still: it does so some time after the
-// node has said that it connects to the scheduler, which is when it registers.
+// freezer is the standard error of a process that is to be stopped. It stops the process some time
+// after the node has logged that it connects to the scheduler, which is when it registers.
 type freezer struct {
 	w     io.Writer
 	after time.Duration
@@ -31,7 +31,7 @@ func (f *freezer) Write(p []byte) (int, error) {
 	return f.w.Write(p)
 }
 
-// startLinger is how long a node that gives up starting lets its last messages leave.
+// startLinger is how long a node whose start timed out lets its last messages leave.
 const startLinger = 2 * time.Second
 
 // startLimit is the nodes' STEPAF_START_TIMEOUT.
@@ -43,8 +43,8 @@ func (r *planRun) startLimit() time.Duration {
 	return time.Duration(s) * time.Second
 }
 
-// stuck starts all nodes, of which one stands still at some moment of its start, and looks
-// whether the others start or give up in time. That one comes last, when the others have
+// stuck starts all nodes, of which one stops at some moment of its start, and checks
+// that the others start or time out within the limit. That one begins last, when the others have
 // begun: it takes longer to begin a process than to start the last node of a cluster.
 func (r *planRun) stuck() error {
 	c, stuck := r.c, r.p.Cluster.Stuck
@@ -85,7 +85,7 @@ func (r *planRun) stuck() error {
 	return nil
 }
 
-// standsStill tells whether the process does, whoever has stopped it.
+// standsStill tells whether the process is stopped, by whichever process.
 func (p *Process) standsStill() bool {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.PID()))
 	if err != nil {
@@ -95,7 +95,7 @@ func (p *Process) standsStill() bool {
 	return bytes.HasPrefix(behind, []byte(" T"))
 }
 
-// until waits for what is to be seen from outside a process.
+// until waits for a condition that is visible from outside a process.
 func (r *planRun) until(p *Process, what string, ok func() bool) error {
 	for end := time.Now().Add(r.c.slowly(patience)); !ok(); {
 		if p.State().Ended || time.Now().After(end) {
