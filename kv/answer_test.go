@@ -9,7 +9,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestAnswerOutOfPlace: an answer before its server was asked is refused, and one that the transport has placed in less room.
+// TestAnswerOutOfPlace: an answer is refused if its server was not asked, or if the transport placed it in less
+// memory.
 func TestAnswerOutOfPlace(t *testing.T) {
 	msg := &van.Message{}
 	msg.Reset()

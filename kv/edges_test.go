@@ -18,8 +18,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// lender is a van that is slow to let go of what it was given: data messages that keep
-// chooses are not sent until the test does so.
+// lender is a van that releases sent messages late: data messages chosen by keep are not sent until the test sends
+// them.
 type lender struct {
 	van.Van
 	keep func(m *van.Message) bool
@@ -121,8 +121,8 @@ func TestPullBeforePush(t *testing.T) {
 	})
 }
 
-// TestBufferBoundary: a push that is one element longer than its registered buffer is
-// dropped with a log line, one that just fits is taken.
+// TestBufferBoundary: a push that is one element longer than its registered buffer is dropped with a log line. A
+// push that just fits is accepted.
 func TestBufferBoundary(t *testing.T) {
 	var l vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Log: l.Logger()})
@@ -154,8 +154,7 @@ func TestBufferBoundary(t *testing.T) {
 	}
 }
 
-// TestCopiesOfAFailedPush: what a push has copied is not used again while the transport
-// may still be sending it.
+// TestCopiesOfAFailedPush: the copies that a push made are not reused while the transport may still send them.
 func TestCopiesOfAFailedPush(t *testing.T) {
 	v := &lender{keep: func(m *van.Message) bool { return m.Request && m.Push }}
 	c := testcluster.Start(t, testcluster.Options{Wrap: v.wrap("worker")})
@@ -187,7 +186,7 @@ func TestCopiesOfAFailedPush(t *testing.T) {
 	}
 }
 
-// poisoner owns received messages, and spoils the keys of those that nobody holds.
+// poisoner owns received messages, and overwrites the keys of messages that are no longer held.
 type poisoner struct {
 	freed chan struct{}
 }

@@ -9,8 +9,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// FuzzParse feeds arbitrary frames to the check that requests and answers go
-// through. What passes must be consistent; what does not must be malformed.
+// FuzzParse feeds arbitrary frames to the check of requests and answers. Accepted frames must be consistent;
+// refused ones must be malformed.
 func FuzzParse(f *testing.F) {
 	two := []byte{1, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0}
 	f.Add(two, []byte{1, 0, 2, 0}, []byte(nil), 2, int32(van.TypeInt16), true, true)

@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestChecksGolden: what is said of frames, keys, lengths and slices, whatever is in them.
+// TestChecksGolden: the errors of the checks of arbitrary frames, keys, lengths and slices.
 func TestChecksGolden(t *testing.T) {
 	golden.Check(t, "checks", 20, func(rng *rand.Rand, w io.Writer) {
 		for range 200 {

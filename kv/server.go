@@ -199,8 +199,8 @@ func (r Request[V]) Retain() Request[V] {
 func (r Request[V]) Release() { r.msg.Release() }
 
 // Respond answers the request: a push with empty Pairs, a pull with the values of
-// its keys. Slices of res must not change until they have left, which is told only
-// by OnSent; slices of the request may be among them while those are valid.
+// its keys. Slices of res must not change until they have left, which only OnSent
+// reports; slices of the request may be among them while those are valid.
 //
 // Pairs that do not fit the request are an error that wraps van.ErrInvalid; then
 // nothing was sent and the request can still be answered. A second Respond is

@@ -460,8 +460,8 @@ func TestWrongAnswers(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestSummingRefuses: the worker hears at once that its request is refused, and why; what was asked
-// beside it, and afterwards, is answered.
+// TestSummingRefuses: if a request is refused, the worker gets an error with the reason at once. Other requests,
+// at the same time and later, are answered.
 func TestSummingRefuses(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		o.Servers = 2
@@ -539,7 +539,7 @@ func TestKilledServer(t *testing.T) {
 	})
 }
 
-// TestNoGrowth makes 100000 requests that nobody waits for.
+// TestNoGrowth makes 100000 requests without waiting for them.
 func TestNoGrowth(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	sums[float32](t, c)

@@ -135,7 +135,7 @@ func (a *SimpleApp) takes(msg *van.Message) bool {
 
 // Request sends head and body to a node, or to every member of a group. Each owes an answer.
 //
-// A group without members, or with one that this node has no connection to (other
+// A group without members, or with a member that this node has no connection to (other
 // nodes of its own role), is an error that wraps van.ErrInvalid; then nothing was
 // sent.
 func (a *SimpleApp) Request(head int32, body []byte, to postoffice.Target, opts ...SimpleOption) (Call, error) {

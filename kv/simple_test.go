@@ -108,7 +108,7 @@ func TestSimpleAppDefaults(t *testing.T) {
 	if d := <-got; err != nil || d.Head != 5 || len(d.Body) != 0 || d.Sender != 8 {
 		t.Errorf("%+v, %v: want an empty answer", d, err)
 	}
-	// One that does not answer.
+	// A node that does not answer.
 	b.Handle(func(kv.SimpleMessage) {})
 	if ts, err = a.Request(5, nil, postoffice.ServerGroup); err != nil {
 		t.Fatal(err)
@@ -116,7 +116,7 @@ func TestSimpleAppDefaults(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	fails(t, ts.Wait(ctx), van.ErrTimeout, "server 0")
-	// One that is gone.
+	// A node that has left.
 	if ts, err = a.Request(5, nil, postoffice.NodeID(8)); err != nil {
 		t.Fatal(err)
 	}
@@ -168,8 +168,8 @@ func TestSimpleOfKV(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestSimpleStaleAnswer: who asked was replaced before the answer. The process in its place
-// does not get it, and the one that answers is told.
+// TestSimpleStaleAnswer: the requesting process was replaced before the answer. The replacement process does not
+// get the answer, and Respond returns an error.
 func TestSimpleStaleAnswer(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 1, Servers: 1})
 	asked := make(chan kv.SimpleMessage, 1)
@@ -196,8 +196,8 @@ func TestSimpleStaleAnswer(t *testing.T) {
 	vantest.Fails(t, old.Respond([]byte("too late")), van.ErrPeerLost, van.NodeName(van.WorkerID(0)), "the one that asked")
 }
 
-// TestSimpleEdges: who is told how a request has ended, answers of another kind, requests that the transport refuses, and
-// messages that no application has got.
+// TestSimpleEdges: notifications of the end of a request, answers of another kind, requests that the transport
+// refuses, and messages for no application.
 func TestSimpleEdges(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: hook.Wrap("worker", 0)})

@@ -18,8 +18,8 @@ func rangesOf(n int) []postoffice.KeyRange {
 	return rs
 }
 
-// TestSliceByRange compares with the original's rule: server i gets the keys in its
-// range. What is above the last range, where the original aborts, is the last one's.
+// TestSliceByRange compares with the original's rule: server i gets the keys in its range. The last server also
+// gets the keys above the last range, where the original aborts.
 func TestSliceByRange(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 5))
 	for range 3000 {

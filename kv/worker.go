@@ -71,7 +71,7 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 func (w *Worker[V]) SimpleApp() *SimpleApp { return w.simple }
 
 // Push sends the values of keys, which must ascend without repeats, to the
-// servers that own them. Every key has len(vals)/len(keys) values, or what Lens says.
+// servers that own them. Every key has len(vals)/len(keys) values, or the number in Lens.
 // Keys, values and lengths are copied, unless NoCopy is among the options, which are
 // Lens, Cmd, Within, Done and NoCopy.
 //

@@ -53,7 +53,7 @@ type calls struct {
 	errs  []error          // of calls that were not waited for
 	more  int              // number of such errors that are not in errs
 	syncs uint64           // how often Sync has returned all errors
-	tell  int32            // what the ranks are sent when the session fails; 0: nothing
+	tell  int32            // the verb for the ranks when the session fails; 0: nothing is sent
 	err   error            // why the session is no longer usable
 }
 

@@ -12,10 +12,9 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
-// Example multiplies a vector with a matrix whose columns are divided among two ranks. The
-// nodes are in one process here; normally each has its own, and its configuration comes from
-// the environment (postoffice.LoadConfig). What ranks exchange in a call goes between them,
-// by a communicator.
+// Example multiplies a vector with a matrix whose columns are divided among two ranks. The nodes are in one
+// process here; normally each has its own, and its configuration comes from the environment
+// (postoffice.LoadConfig). During a call, the ranks exchange data directly, by a communicator.
 func Example() {
 	network := inproc.NewNetwork()
 	var wg sync.WaitGroup

@@ -19,7 +19,7 @@ const (
 // SetLongest sets how long a message may be.
 func (s *Session) SetLongest(n int) { s.longest = n }
 
-// MaxKills is how many handles a message gives up at most.
+// MaxKills is the largest number of handles that one message releases.
 const MaxKills = maxKills
 
 // Left is what a session has when no call is under way and no error waits for Sync, "" if nothing.

@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/golden"
 )
 
-// TestParsersGolden: what is read of bodies and values, whatever is in them, and how it is written.
+// TestParsersGolden: results of parsing arbitrary bodies and values, and of writing them again.
 func TestParsersGolden(t *testing.T) {
 	types := []string{"bool", "int8", "uint8", "int16", "float16", "bfloat16", "float32", "int64", "float64", "complex128", "", "object"}
 	value := func(rng *rand.Rand) any {
@@ -82,7 +82,7 @@ func TestParsersGolden(t *testing.T) {
 	})
 }
 
-// TestRankModel: what a rank has under its handles after any calls, against a map.
+// TestRankModel: a rank's values under its handles after any calls, against a map.
 func TestRankModel(t *testing.T) {
 	for seed := range uint64(30) {
 		rng := rand.New(rand.NewPCG(seed, 5))

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// TestKilledOnce: the ranks are told once of each handle that is killed, and of no other.
+// TestKilledOnce: each killed handle, and no other, is sent to the ranks once.
 func TestKilledOnce(t *testing.T) {
 	s := &Session{handles: handles{live: map[uint64]bool{}}}
 	var all []*Handle

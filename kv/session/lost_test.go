@@ -1,6 +1,6 @@
 package session_test
 
-// What becomes of a session where messages are lost, refused, late, or cross each other.
+// Tests of sessions whose messages are lost, refused, late, or cross each other.
 
 import (
 	"context"
@@ -96,8 +96,8 @@ func TestOpenWhileServeEnds(t *testing.T) {
 	works(t, s2, ends{next})
 }
 
-// TestCloseWhileFailing: ranks hear of the end of a session that fails also when it is closed
-// while they are told, by however many.
+// TestCloseWhileFailing: while the ranks are being notified that a session fails, it may be closed by several
+// goroutines. All ranks are still notified.
 func TestCloseWhileFailing(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Servers: 3, Wrap: hook.Wrap("worker", 0)})
@@ -140,7 +140,8 @@ func TestCloseWhileFailing(t *testing.T) {
 	<-closed
 }
 
-// TestForgetNotAnswered: that a rank cannot answer who gives up a session is no harm to another's.
+// TestForgetNotAnswered: if a rank cannot answer a worker that cancels its Open, another worker's session is not
+// affected.
 func TestForgetNotAnswered(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("server", 0)})
@@ -157,7 +158,7 @@ func TestForgetNotAnswered(t *testing.T) {
 	works(t, s, ended)
 }
 
-// TestForgetLost: with PS_RESEND, what a rank has not heard is told again before the controller goes.
+// TestForgetLost: with PS_RESEND, lost messages to a rank are sent again before the controller leaves.
 func TestForgetLost(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Servers: 2, Wrap: hook.Wrap("server", 0),
@@ -176,8 +177,8 @@ func TestForgetLost(t *testing.T) {
 	works(t, s, ended)
 }
 
-// TestTooLong: a call that makes a message longer than there are is an error of its own, and handles that
-// it was to give up are given up with the next.
+// TestTooLong: a call whose message exceeds the longest length fails on its own. The handles that its message was
+// to release are released by the next one.
 func TestTooLong(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	ended := serve(t, c, standard(t))

@@ -200,8 +200,8 @@ func TestSession(t *testing.T) {
 	}, over...)
 }
 
-// TestErrors: what fails on one rank is an error of that call that names the rank, of what
-// uses its result, and of nothing else.
+// TestErrors: a failure on one rank is an error of that call, which names the rank, and of calls that use its
+// result. No other call has it.
 func TestErrors(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 3})
 	serve(t, c, func(rank int, r *session.Rank) {
@@ -241,7 +241,7 @@ func TestErrors(t *testing.T) {
 	}
 	_, err = s.CopyFrom(ctx, h)
 	wants(err, 0, "chan int", fmt.Sprintf("copy of handle %d:", h.ID()))
-	// Sync has those that nobody has waited for.
+	// Sync returns the errors of calls without a Wait.
 	if err := s.Sync(ctx); err != nil {
 		t.Errorf("all errors are known: %v", err)
 	}
@@ -479,15 +479,15 @@ func TestLostRank(t *testing.T) {
 	}, over...)
 }
 
-// TestServeEnds: with the controller, with its context, with its node, and when the controller
-// closes. The controller hears of those that it has not asked for.
+// TestServeEnds: Serve ends with the controller, its context, or its node, and when the controller closes. The
+// controller gets an error if it did not request the end.
 func TestServeEnds(t *testing.T) {
 	for _, x := range []struct {
 		name  string
 		end   func(c *testcluster.Cluster, s *session.Session, cancel func())
 		serve error
-		text  string // what Serve says
-		heard string // what the controller says
+		text  string // a part of Serve's error
+		heard string // a part of the controller's error
 	}{
 		{"controller lost", func(c *testcluster.Cluster, _ *session.Session, _ func()) { c.Workers[0].Close() }, van.ErrPeerLost, "worker 0", ""},
 		{"closed", func(_ *testcluster.Cluster, s *session.Session, _ func()) { s.Close() }, nil, "the controller has ended the session", ""},
@@ -556,8 +556,8 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-// TestOpenFails: after an Open that failed, ranks serve the next one, also those that come while
-// the first is being given up.
+// TestOpenFails: after a failed Open, ranks serve the next one. This includes ranks that start while the first
+// Open is being canceled.
 func TestOpenFails(t *testing.T) {
 	for range 8 {
 		t.Run("", func(t *testing.T) {
@@ -611,8 +611,8 @@ func TestOpenAtOnce(t *testing.T) {
 	served.Wait()
 }
 
-// TestErrorsWaitedFor: an error that somebody has waited for is none of Sync's, also where there
-// were more than Sync keeps.
+// TestErrorsWaitedFor: Sync does not return an error that Wait has returned, also if there were more errors than
+// Sync keeps.
 func TestErrorsWaitedFor(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 1, Servers: 1, Over: testcluster.TCP})
 	e := serve(t, c, func(_ int, r *session.Rank) {
@@ -689,7 +689,7 @@ func TestCallsUnderWay(t *testing.T) {
 	works(t, s, ended)
 }
 
-// heard is a context that tells when somebody waits for its end.
+// heard is a context that closes waits when its Done is first called.
 type heard struct {
 	context.Context
 	once  *sync.Once
@@ -701,7 +701,8 @@ func (h heard) Done() <-chan struct{} {
 	return h.Context.Done()
 }
 
-// TestWaitsForRoomAlone: who waits until fewer calls are under way keeps nobody else, whose context ends before.
+// TestWaitsForRoomAlone: a caller that waits until fewer calls are under way does not delay another one whose
+// context ends earlier.
 func TestWaitsForRoomAlone(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	gate := make(chan struct{})

@@ -24,7 +24,7 @@ type results struct {
 	open []map[*result]bool
 }
 
-// result is one that is closed when its handle is given up, once.
+// result is a value that is closed once, when its handle is released.
 type result struct {
 	of   *results
 	rank int
@@ -56,7 +56,7 @@ type (
 	absent      struct{}
 )
 
-// had is a handle and what it should stand for.
+// had is a handle and its expected value.
 type had struct {
 	h      *session.Handle
 	on     []any // by rank: a value, failedThere, or absent
@@ -66,8 +66,9 @@ type had struct {
 	dead   bool
 }
 
-// TestStories: any calls, copies, waits and kills, against a model of what each rank has under each handle, what is an error of
-// which call, and what Sync has to tell. After each Sync nothing is under way, and the ranks have what the controller names.
+// TestStories: any calls, copies, waits and kills, against a model of each rank's values, of the errors of each
+// call, and of the errors of Sync. After each Sync nothing is under way, and the ranks have the handles that the
+// controller names.
 func TestStories(t *testing.T) {
 	for seed := range uint64(6) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {

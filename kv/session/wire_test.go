@@ -29,7 +29,7 @@ var requests = []struct {
 	{wantForget, request{text: "why", kills: []uint64{}}},
 }
 
-// TestRequests: what is written is read again, and nothing shorter or longer is.
+// TestRequests: every written body is parsed to the same value, and a shorter or longer body is refused.
 func TestRequests(t *testing.T) {
 	for _, x := range requests {
 		b, err := x.q.append(nil, x.want)
@@ -71,8 +71,8 @@ func TestRequests(t *testing.T) {
 	}
 }
 
-// FuzzParse: no body makes the parsers fail otherwise than with an error, or allocate much more than it
-// has, and what they take is written the same.
+// FuzzParse: for any body the parsers return a value or an error, without allocating much more than the body's
+// length. Every accepted body is written the same way.
 func FuzzParse(f *testing.F) {
 	for _, x := range requests {
 		b, err := x.q.append(nil, x.want)

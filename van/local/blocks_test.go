@@ -80,8 +80,7 @@ func (b *blocks) keeps() int {
 	return b.kept >> 20
 }
 
-// TestBlocksGoBack: what the traffic needs at a time is kept, no more, and in the
-// end nothing.
+// TestBlocksGoBack: as many blocks are kept as the traffic uses at a time, and none after the traffic has ended.
 func TestBlocksGoBack(t *testing.T) {
 	var b blocks
 	defer b.close()

@@ -125,8 +125,8 @@ func TestReceiveBudget(t *testing.T) {
 	}
 }
 
-// TestSendBudget: what a peer that takes nothing makes its sender keep is bounded; the
-// error says whose and which bound. When the peer goes on, so does the sender.
+// TestSendBudget: the memory queued for a peer that does not read is bounded; the error names the peer and the
+// bound. When the peer goes on, so does the sender.
 func TestSendBudget(t *testing.T) {
 	for _, mode := range ways {
 		t.Run(mode.name, func(t *testing.T) {
@@ -210,8 +210,8 @@ func TestOneLongValue(t *testing.T) {
 	}
 }
 
-// TestContinuesBeyondTheBudget: what continues a request that was taken is taken, too, though the peer takes nothing; the
-// next request is refused. All that was taken comes.
+// TestContinuesBeyondTheBudget: the rest of an accepted request is accepted, too, though the peer does not read;
+// the next request is refused. All accepted messages arrive.
 func TestContinuesBeyondTheBudget(t *testing.T) {
 	for _, mode := range ways {
 		t.Run(mode.name, func(t *testing.T) {

@@ -12,8 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
-// TestConnectGoesOn: Connect does not wait for a peer that takes its time. What is sent
-// meanwhile does, and comes in order.
+// TestConnectGoesOn: Connect does not wait for a slow peer. Messages sent meanwhile wait, and arrive in order.
 func TestConnectGoesOn(t *testing.T) {
 	n := inproc.NewNetwork()
 	answer := make(chan struct{})
@@ -87,8 +86,8 @@ func TestListenerSurvives(t *testing.T) {
 	server.says("no peer can be accepted through shared memory for now")
 }
 
-// TestDisconnectGoesOn: Disconnect does not wait for a peer that takes nothing. What was
-// sent before leaves, and comes before what is sent after the next Connect.
+// TestDisconnectGoesOn: Disconnect does not wait for a peer that does not read. Messages sent before it leave, and
+// arrive before messages sent after the next Connect.
 func TestDisconnectGoesOn(t *testing.T) {
 	n := inproc.NewNetwork()
 	worker, server := newNode(t, n, 9, func(v *Van) { v.drainTime = limit }), newNode(t, n, 8, nil)
@@ -155,8 +154,8 @@ func TestReadersAreAdmittedLate(t *testing.T) {
 	worker.says("processes of the same user may read this one's memory")
 }
 
-// TestLateHello: a peer that was stopped reads the hello of a link that nobody waits for any
-// more. Data goes over the van inside then, so the end of that link is no loss.
+// TestLateHello: a peer that was stopped reads the handshake of a link that has timed out. Data then goes over the
+// van inside, so the end of that link is no loss.
 func TestLateHello(t *testing.T) {
 	n := inproc.NewNetwork()
 	stopped := make(chan struct{})
@@ -184,7 +183,7 @@ func TestLateHello(t *testing.T) {
 		defer server.peers.mu.Unlock()
 		return accepts.Load() == 2 && len(server.acceptor.conns) == 0 && len(*server.peers.ins.Load()) == 0
 	})
-	server.rx.feed.Lock() // who receives has told what there was to tell
+	server.rx.feed.Lock() // the receiver has reported all peer events
 	lost := server.down(9)
 	server.rx.feed.Unlock()
 	if lost {

@@ -83,8 +83,7 @@ func wantValue(t *testing.T, m *van.Message, ts int, dev backend.Device, b []byt
 	}
 }
 
-// TestDeviceToDevice: values arrive on the receiver's device, in order with those on
-// the host, whatever their length.
+// TestDeviceToDevice: values of any length arrive on the receiver's device, in order with values on the host.
 func TestDeviceToDevice(t *testing.T) {
 	worker, server, wdev, sdev := devicePair(t)
 	rounds := 3 * maxCopies
@@ -240,8 +239,8 @@ func TestDeviceBudget(t *testing.T) {
 	}
 }
 
-// TestDeviceOfALostPeer: what had come when the link broke is handed up when its copies have ended, and the peer
-// is lost behind it.
+// TestDeviceOfALostPeer: messages that had arrived when the link broke are delivered when their copies have ended,
+// and the loss of the peer is reported after them.
 func TestDeviceOfALostPeer(t *testing.T) {
 	worker, server, wdev, sdev := devicePair(t)
 	open := block(sdev, server.feedOf())
@@ -282,7 +281,7 @@ func TestDeviceFails(t *testing.T) {
 	wantValue(t, server.next(), 2, backend.Host, []byte("again"))
 }
 
-// TestDeviceRefused: what cannot go from device to device is refused before it is sent.
+// TestDeviceRefused: a message that cannot be copied from device to device is refused before it is sent.
 func TestDeviceRefused(t *testing.T) {
 	worker, server, wdev, _ := devicePair(t)
 	wdev.Private(true)
@@ -314,8 +313,8 @@ func TestDeviceNoMemory(t *testing.T) {
 	wantValue(t, server.next(), 1, backend.Host, pattern(1, 100_000))
 }
 
-// TestDeviceMappings: what has taken the place of freed memory is told from it, and
-// what is not used any more goes.
+// TestDeviceMappings: new memory at the address of freed memory is distinguished from it, and unused mappings are
+// closed.
 func TestDeviceMappings(t *testing.T) {
 	worker, server, wdev, sdev := devicePair(t)
 	worker.must(value(wdev, 8, 1, pattern(1, 100)))

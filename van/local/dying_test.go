@@ -46,8 +46,7 @@ func (x *node) breakIn() {
 	}
 }
 
-// down tells whether x has told of peer id as lost, after all that was told before has
-// been settled.
+// down tells whether x has reported the loss of peer id, after all earlier events have been settled.
 func (x *node) down(id int) bool {
 	x.peers.mu.Lock()
 	defer x.peers.mu.Unlock()
@@ -212,7 +211,7 @@ func TestDeadPeerDoesNotReturn(t *testing.T) {
 	if !worker.down(8) {
 		t.Error("the dead peer was said to be there again")
 	}
-	worker.peers.awaitReturn(n, &inLink{pid: os.Getpid(), from: &inPeer{id: 8}}) // one that lives
+	worker.peers.awaitReturn(n, &inLink{pid: os.Getpid(), from: &inPeer{id: 8}}) // a living process
 	worker.event(8, true)
 }
 

@@ -38,8 +38,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// stranger is the variable that makes the test binary a process that connects to a socket
-// and writes what it is told to its standard output.
+// stranger is the variable that makes the test binary a process that connects to a socket and writes the reply to
+// its standard output.
 const stranger = "LOCAL_HELLO"
 
 func dialAndAsk(addr string) error {
@@ -71,8 +71,8 @@ func dialAndShare(addr string) error {
 	return err
 }
 
-// TestEndOfProcess: a peer that dies is noticed even when somebody else has its end
-// of the socket, as a child that it has forked does.
+// TestEndOfProcess: a peer that dies is noticed even if another process, such as a forked child, has its end of
+// the socket.
 func TestEndOfProcess(t *testing.T) {
 	x, err := newToken()
 	if err != nil {
@@ -124,8 +124,8 @@ func TestEndOfProcess(t *testing.T) {
 	_ = cmd.Wait()
 }
 
-// TestOtherUser: a process of another user, which the socket does not keep away, is
-// refused, whatever it says of itself.
+// TestOtherUser: if the socket does not keep a process of another user away, the process is refused, regardless of
+// its claims.
 func TestOtherUser(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root can start a process of another user")

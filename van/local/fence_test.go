@@ -101,8 +101,8 @@ func twoProcesses(t *testing.T) (server, old, next *node) {
 	return server, old, next
 }
 
-// TestNewcomerIsHeld: what a process sends that takes the place of another one waits for Admit, or for a while,
-// though the one before it was admitted.
+// TestNewcomerIsHeld: messages of a replacement process wait for Admit, or for holdTime, though the former process
+// was admitted.
 func TestNewcomerIsHeld(t *testing.T) {
 	server, old, next := twoProcesses(t)
 	server.peers.holdTime = holdTime
@@ -150,8 +150,8 @@ func TestAdmittedIsNotTheNext(t *testing.T) {
 	}
 }
 
-// TestLinkOfAReplacedProcess: a link that is made when its process has been replaced meanwhile is not used:
-// what is sent goes to the one in its place.
+// TestLinkOfAReplacedProcess: a link is not used if its process has been replaced while the link was made.
+// Messages go to the replacement process.
 func TestLinkOfAReplacedProcess(t *testing.T) {
 	server, old, next := twoProcesses(t)
 	old.peers.mu.Lock() // until then it does not answer

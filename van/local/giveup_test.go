@@ -42,7 +42,7 @@ func linked(t testing.TB, wdev, sdev backend.Backend, set func(*Van)) (worker, s
 // of which the loop went to sleep, after that other Poll has ended.
 func TestPollGivenUp(t *testing.T) {
 	x := newNode(t, inproc.NewNetwork(), 9, nil)
-	x.rx.feed.Lock() // as one that ends its Poll just then
+	x.rx.feed.Lock() // as another Poll does that ends at this moment
 	before := x.own.bell.bell.count(loopWaiter)
 	if x.rx.feed.Claim() {
 		t.Fatal("a Poll has what another one holds")
@@ -165,13 +165,13 @@ func TestAnswerRead(t *testing.T) {
 // a while, not for a while for each of them.
 func TestDropBounded(t *testing.T) {
 	wdev, sdev := simgpu.New(1), simgpu.New(2)
-	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() }) // with what the copies may write to
+	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() }) // closed with the memory that the copies may write to
 	worker, server := linked(t, wdev, sdev, nil)
 	server.rx.feed.Lock()
 	server.rx.dropTime = 300 * time.Millisecond
 	server.rx.feed.Unlock()
 	open := block(sdev, server.feedOf())
-	const n = 60 // so that half of their time is longer than this machine may stand still
+	const n = 60 // half of their time is longer than any pause of this machine
 	for i := range n {
 		worker.must(value(wdev, 8, i, pattern(i, 5000)))
 	}
@@ -188,8 +188,8 @@ func TestDropBounded(t *testing.T) {
 	open()
 }
 
-// TestRevokeBounded: who takes back memory to which a device's copy does not end is not
-// kept for ever, and the log says that the memory is not safe.
+// TestRevokeBounded: if a device's copy to invalidated memory does not end, Invalidate returns after a bounded
+// time, and the log says that the memory is not safe.
 func TestRevokeBounded(t *testing.T) {
 	wdev, sdev := simgpu.New(1), simgpu.New(2)
 	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
@@ -211,9 +211,8 @@ func TestRevokeBounded(t *testing.T) {
 	open()
 }
 
-// TestStrandedCopy: a copy to the memory of a pull that has not ended when the peer's link is
-// given up may write there at any time: taking the memory back waits for it, and says so when
-// it does not end.
+// TestStrandedCopy: if a copy to the memory of a pull has not ended when the peer's link is closed, it may write
+// there at any time. Invalidate waits for it, and logs if it does not end.
 func TestStrandedCopy(t *testing.T) {
 	for _, recorded := range []bool{true, false} {
 		t.Run(fmt.Sprintf("recorded=%t", recorded), func(t *testing.T) {
@@ -313,7 +312,7 @@ func TestDeviceUnrecorded(t *testing.T) {
 	clear(simgpu.Raw(into)) // the race detector sees a copy that still runs
 }
 
-// TestTidy: a node to which nothing comes unmaps what is not used any more, one that sleeps and one that never does.
+// TestTidy: a node that receives nothing closes unused mappings, whether it sleeps or always spins.
 func TestTidy(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -376,8 +375,8 @@ func TestDeviceLinkGone(t *testing.T) {
 	worker.peers.mu.Unlock()
 }
 
-// waiting is a device with a stream that waits for a message: until that has come to its
-// end, who frees or unmaps memory waits, too.
+// waiting is a device with a stream that waits for a message. Until that stream's work has ended, calls that free
+// or unmap memory block.
 type waiting struct {
 	*pretended
 	waits atomic.Bool
@@ -524,8 +523,8 @@ func TestCloseInPoll(t *testing.T) {
 	}
 }
 
-// TestCopyAfterPoll: a copy that a Poll has begun and not seen the end of is looked for by
-// the loop, which slept when it began, and would sleep for an hour.
+// TestCopyAfterPoll: if a Poll has begun a copy and ended before it, the loop polls for its end, although the loop
+// slept when it began, and would sleep for an hour.
 func TestCopyAfterPoll(t *testing.T) {
 	worker, server, wdev, sdev := devicePair(t, func(v *Van) { v.receiver.maxSleep = time.Hour })
 	s := server.feedOf()

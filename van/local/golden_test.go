@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestParsersGolden: what is read of records, exports, tokens and lengths, whatever is in them.
+// TestParsersGolden: results of parsing arbitrary records, exports, tokens and lengths.
 func TestParsersGolden(t *testing.T) {
 	golden.Check(t, "parsers", 40, func(rng *rand.Rand, w io.Writer) {
 		var lens []int
@@ -86,7 +86,7 @@ func TestParsersGolden(t *testing.T) {
 	})
 }
 
-// TestPinsModel: what is pinned, queued and counted of requests, against lists.
+// TestPinsModel: the pinned, queued and counted values of requests, against lists.
 func TestPinsModel(t *testing.T) {
 	worker, _ := pair(t)
 	fd, err := memfd.New(segmentLen)
@@ -195,7 +195,7 @@ func TestPinsModel(t *testing.T) {
 					t.Fatal(err)
 				}
 				check("acknowledge")
-			case 3: // given up
+			case 3: // canceled
 				r := van.Requests{App: 1, Customer: int32(rng.IntN(2)), First: int32(rng.IntN(6)), Count: int32(rng.IntN(4))}
 				p.recall(&r)
 				for _, e := range pinned {

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// write puts b into the ring as the sender would, whatever it is.
+// write puts any bytes b into the ring as the sender would.
 func (l *outLink) write(b []byte) {
 	copy(l.seg.at(l.tail), b)
 	l.tail += uint64(len(b))
@@ -206,8 +206,7 @@ func TestHostileReceiver(t *testing.T) {
 	}
 }
 
-// FuzzRing: whatever a peer writes into its ring, the receiver neither panics nor
-// does harm.
+// FuzzRing: for any bytes in a peer's ring, the receiver neither panics nor does harm.
 func FuzzRing(f *testing.F) {
 	f.Add(valid(f), uint64(0))
 	f.Add(append(streamed(f), valid(f)...), uint64(0))

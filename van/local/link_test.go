@@ -46,8 +46,7 @@ func (d *done) count() int {
 	return d.n
 }
 
-// TestFullRing: what a receiver that has not started does not take waits, in
-// order, up to a bound, and then arrives.
+// TestFullRing: messages to a receiver that has not started wait in order, up to a bound, and then arrive.
 func TestFullRing(t *testing.T) {
 	for _, mode := range readModes {
 		t.Run(mode.name, func(t *testing.T) {
@@ -176,7 +175,7 @@ func TestInto(t *testing.T) {
 		placed       bool
 	}{
 		{"same length", 1 << 20, 1 << 20, true},
-		{"longest of a record", streamFrom - 1, streamFrom - 1, false}, // it is copied by who knows where
+		{"longest of a record", streamFrom - 1, streamFrom - 1, false}, // the copying goroutine is unknown
 		{"shortest of its own", streamFrom, streamFrom, true},
 		{"longer than the ring", 5 << 20, 5 << 20, true},
 		{"too long", 1 << 20, 1<<20 + 1, false},
@@ -252,7 +251,7 @@ func TestRevokeWithinStream(t *testing.T) {
 	dst := make([]byte, len(vals))
 	worker.must(pull(8, 7, dst))
 	q := server.next()
-	worker.rx.feed.Lock() // nobody receives but this test
+	worker.rx.feed.Lock() // only this test receives
 	server.must(answer(q, vals))
 	q.Release()
 	if p := worker.receiver.scan(true); p != nil {
@@ -479,10 +478,10 @@ func TestGreetRefuses(t *testing.T) {
 	server.next().Release()
 }
 
-// TestSilentPeer: one that listens and does not answer does not hold up Connect.
+// TestSilentPeer: a peer that listens and does not answer does not hold up Connect.
 func TestSilentPeer(t *testing.T) {
 	n := inproc.NewNetwork()
-	const linkTime = 5 * time.Second // Connect comes back before, also on a machine that stands still for a while
+	const linkTime = 5 * time.Second // Connect returns earlier, also after a pause of the machine
 	worker, server := newNode(t, n, 9, func(v *Van) { v.own.linkTime = linkTime }), newNode(t, n, 8, nil)
 	worker.start()
 	server.start()
@@ -549,7 +548,7 @@ func TestNothingIsLeft(t *testing.T) {
 			}
 		}
 	}
-	round() // what the runtime opens, it keeps
+	round() // the runtime does not close its own files
 	fds, _ := count()
 	for range 5 {
 		round()

@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// TestLossOfAFormerPeer: what was queued of a process is not told once another one is the peer; that
-// one's is.
+// TestLossOfAFormerPeer: a queued loss of a process is not reported after another process has become the peer. The
+// new process's loss is.
 func TestLossOfAFormerPeer(t *testing.T) {
 	former, peer, other := &outPeer{}, &outPeer{}, &outPeer{}
 	now := map[int]*outPeer{8: former, 10: other}

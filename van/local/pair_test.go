@@ -18,7 +18,7 @@ import (
 // limit is how long anything may take.
 const limit = 20 * time.Second
 
-// node is a van with what it has received and been told.
+// node is a van with its received messages and peer events.
 type node struct {
 	*Van
 	t      testing.TB
@@ -44,7 +44,7 @@ func newNode(t testing.TB, n *inproc.Network, id int, set func(*Van)) *node {
 		t.Fatal(err)
 	}
 	x := &node{Van: New(inner, o), t: t, in: make(chan *van.Message, 1<<17), events: make(chan event, 100), logged: logged}
-	x.own.linkTime = limit // what a test is about are links, not how fast the machine makes them
+	x.own.linkTime = limit // tests are about links, not about the speed of the machine
 	LongNets(x.Van)
 	if set != nil {
 		set(x.Van)
@@ -140,7 +140,7 @@ func (x *node) next() *van.Message {
 	}
 }
 
-// event waits until x is told of peer id.
+// event waits until x reports an event of peer id.
 func (x *node) event(id int, up bool) event {
 	x.t.Helper()
 	for end := time.After(limit); ; {
@@ -155,7 +155,7 @@ func (x *node) event(id int, up bool) event {
 	}
 }
 
-// eventually waits for what nothing signals.
+// eventually polls for a condition that has no signal.
 func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	vantest.Eventually(t, limit, what, ok)

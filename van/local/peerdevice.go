@@ -411,8 +411,8 @@ func (e *streamEnd) Sync(ctx context.Context) error {
 // user.
 func (e *streamEnd) Close() error { return e.free(e.stream) }
 
-// drop waits for the running copies, since their memory is reused, and drops all messages. It waits for
-// dropTime at most, whatever the number of copies, because the node receives nothing meanwhile.
+// drop waits for the running copies, since their memory is reused, and drops all messages. It waits for dropTime
+// at most, for any number of copies, because the node receives nothing meanwhile.
 func (s *peerDevice) drop() {
 	ctx, cancel := context.WithTimeout(context.Background(), s.c.dropTime)
 	defer cancel()

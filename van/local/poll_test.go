@@ -24,8 +24,8 @@ func (x *node) echoing() {
 	})
 }
 
-// TestPoll: who waits receives itself, whether it has to sleep or not, and what
-// comes when nobody polls is received all the same.
+// TestPoll: a waiting caller receives messages itself, whether it has to sleep or not. Messages that arrive
+// without a Poll are received, too.
 func TestPoll(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -151,8 +151,8 @@ func TestMixed(t *testing.T) {
 	}
 }
 
-// TestReplaced: one that takes a peer's place is not heard before this node knows
-// of it, and what the other one's link says no longer counts.
+// TestReplaced: messages of a replacement process are not delivered before this node knows of it. Events of the
+// former process's link then have no effect.
 func TestReplaced(t *testing.T) {
 	worker, first := pair(t)
 	worker.must(data(8, 1, []byte("x")))
@@ -198,7 +198,7 @@ func TestReplaced(t *testing.T) {
 	}
 }
 
-// TestStranger: one that this node is never told of is heard after a while.
+// TestStranger: messages of an unknown peer are delivered after a while.
 func TestStranger(t *testing.T) {
 	n := inproc.NewNetwork()
 	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, func(v *Van) { v.peers.holdTime = holdTime })

@@ -42,7 +42,8 @@ const (
 	secretB = "the secret of another one"
 )
 
-// TestProofModes: with which secrets and modes of the two ends there is a link, and what both say.
+// TestProofModes: the combinations of secrets and modes of the two ends that lead to a link, and the log lines of
+// both.
 func TestProofModes(t *testing.T) {
 	type end struct {
 		secret   string
@@ -234,7 +235,7 @@ func (p *proofs) proof(hello []byte) []byte {
 	return append(bytes.Clone(hello), x[:]...)
 }
 
-// TestUnprovedDialer: whoever does not prove the secret is refused, is counted, gets no descriptor, and
+// TestUnprovedDialer: a dialer that does not prove the secret is refused, is counted, gets no descriptor, and
 // leaves none: replayed, reflected, truncated and other wrong handshakes.
 func TestUnprovedDialer(t *testing.T) {
 	const differs, protocol, none = "STEPAF_CLUSTER_ID differs", "protocol", "requires a proof"
@@ -348,7 +349,7 @@ func TestUnprovedDialer(t *testing.T) {
 	}
 }
 
-// TestProvedDialer: the handshakes above are refused for what is wrong with them only.
+// TestProvedDialer: the handshakes above are refused only because of their errors.
 func TestProvedDialer(t *testing.T) {
 	server := newNode(t, inproc.NewNetwork(), 8, proving(t, secretA, true))
 	server.start()
@@ -467,7 +468,7 @@ func (a *rawAcceptor) accept() (d *rawDialer, first []byte, fds int) {
 	return d, first, fds
 }
 
-// TestUnprovedAcceptor: a node that has a secret hands its descriptors over to nobody who does not prove it.
+// TestUnprovedAcceptor: a node that has a secret hands its descriptors over only to peers that prove it.
 func TestUnprovedAcceptor(t *testing.T) {
 	k := keysOf(t, secretA, true)
 	proof := func(p *proofs) []byte {
@@ -567,8 +568,8 @@ func TestPlainHello(t *testing.T) {
 	}
 }
 
-// FuzzGreeting: whatever comes in place of a greeting and a hello, a receiver that requires proofs admits
-// none, and keeps to the protocol.
+// FuzzGreeting: for any bytes in place of a greeting and a hello, a receiver that requires proofs admits no link,
+// and keeps to the protocol.
 func FuzzGreeting(f *testing.F) {
 	f.Add(numbered(greetingMagic, number{1}), append(rawHello(), make([]byte, auth.ProofLen)...))
 	f.Add(rawHello(), []byte(nil))
@@ -594,7 +595,8 @@ func FuzzGreeting(f *testing.F) {
 	})
 }
 
-// FuzzChallenge: whatever answers a greeting, a sender that requires proofs goes on with nobody.
+// FuzzChallenge: after any answer to its greeting without a proof, a sender that requires proofs ends the
+// handshake.
 func FuzzChallenge(f *testing.F) {
 	f.Add(append(numbered(challengeMagic, number{1}), make([]byte, auth.ProofLen)...))
 	f.Add((&reply{why: "no"}).encode())

@@ -12,11 +12,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The race detector does not see the shared indices: they lie outside of Go's
-// memory, twice when both ends of a link are in one process, as in tests. So each
-// index has a shadowWord in Go's memory, which both ends of its link share and which is
-// written before it and read after it: what was done before an index was written
-// comes before what is done after it was read, as it does, and nothing else does.
+// The race detector does not see the shared indices: they lie outside of Go's memory, and are mapped twice if both
+// ends of a link are in one process, as in tests. Each index therefore has a shadowWord in Go's memory, shared by
+// both ends of the link, which is written before the index is written and read after it is read. It gives the race
+// detector the real order: work before the write of an index happens before work after the read, and no other
+// order is implied.
 
 // shadow is what stands for the indices of one segment.
 type shadow = *shadowWords

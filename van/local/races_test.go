@@ -11,8 +11,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestNoWakeUpIsLost: what comes just when a node goes to sleep wakes it. It does not
-// depend on the sleep's bound, which is there for peers that write nonsense.
+// TestNoWakeUpIsLost: a message that arrives just when a node goes to sleep wakes it. This does not depend on the
+// sleep's bound, which is there for peers that write nonsense.
 func TestNoWakeUpIsLost(t *testing.T) {
 	n := inproc.NewNetwork()
 	worker := newNode(t, n, 9, nil)
@@ -147,8 +147,7 @@ func TestTakenBack(t *testing.T) {
 	}
 }
 
-// TestLostPeerOwesNothing: what a peer was asked for is forgotten with it, so that nothing
-// is left of requests that it does not answer.
+// TestLostPeerOwesNothing: requests to a lost peer are removed with it, and leave nothing that waits for answers.
 func TestLostPeerOwesNothing(t *testing.T) {
 	worker, server := pair(t)
 	for i := range 3 {

@@ -12,9 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestRecall: what is put into the memory of requests that were given up, which the
-// receiver has not taken yet, is seen by nobody; their memory is given back at once, and
-// other requests arrive, also from the same memory.
+// TestRecall: canceled requests whose values the receiver has not read yet are not delivered. Their memory is
+// released at once, later contents of it are not seen, and other requests arrive, also from the same memory.
 func TestRecall(t *testing.T) {
 	sizes := []int{100, 5000, 100_000, 3 << 20}
 	for _, mode := range readModes {
@@ -91,7 +90,7 @@ func TestRecall(t *testing.T) {
 	}
 }
 
-// TestRequestsNamed: what is given up is of one application and customer, and in one span of timestamps.
+// TestRequestsNamed: canceled requests belong to one application and customer, and to one range of timestamps.
 func TestRequestsNamed(t *testing.T) {
 	q := van.Requests{App: 3, Customer: 4, First: 10, Count: 2}
 	var counts requestCounts

@@ -213,7 +213,8 @@ func TestLayout(t *testing.T) {
 	}
 }
 
-// TestLongBody: a simple message's body may be as long as a value; one that is too long with its head is refused.
+// TestLongBody: a simple message's body may be as long as a value. A body that is too long with its head is
+// refused.
 func TestLongBody(t *testing.T) {
 	for n, want := range map[uint64]bool{1<<30 + 100: true, math.MaxInt32: true, 0: false, math.MaxInt32 + 1: false} {
 		b := make([]byte, recordHead)

@@ -110,8 +110,8 @@ func TestSegmentsUnderWay(t *testing.T) {
 	}
 }
 
-// TestSegmentsMappedAnew: what was unmapped and mapped anew at the same address is told from
-// what was there before, and the latter is unmapped, when nothing is pinned of it any more.
+// TestSegmentsMappedAnew: memory that was unmapped and mapped anew at the same address is distinguished from the
+// former memory, which is unmapped when none of it is pinned any more.
 func TestSegmentsMappedAnew(t *testing.T) {
 	worker, server, wdev, sdev, mem := mappedPair(t, onePage, 2*onePage)
 	for i := range 6 {
@@ -131,7 +131,7 @@ func TestSegmentsMappedAnew(t *testing.T) {
 	})
 }
 
-// TestSegmentsUnused: what is not used for a while is unmapped, but not while it is pinned.
+// TestSegmentsUnused: unused memory is unmapped after a while, but not while it is pinned.
 func TestSegmentsUnused(t *testing.T) {
 	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
 	open := block(sdev, server.feedOf())
@@ -397,8 +397,8 @@ func TestManyOffers(t *testing.T) {
 	}
 }
 
-// TestSegmentsOfferedAgain: what the peer has withdrawn and offered anew, beside something
-// that is new, stays mapped while it is copied.
+// TestSegmentsOfferedAgain: memory that the peer has withdrawn and exported anew, together with new memory, stays
+// mapped while it is copied.
 func TestSegmentsOfferedAgain(t *testing.T) {
 	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
 	worker.must(valueIn(mem.Sub(0, onePage), 1, pattern(1, onePage)))
@@ -473,7 +473,7 @@ func TestSegmentsQueued(t *testing.T) {
 	wantValue(t, server.next(), slotCount, sdev.Device(), pattern(1, 2*onePage))
 }
 
-// TestSegmentsUsedMeanwhile: what is used after the time that tidying goes by is in use.
+// TestSegmentsUsedMeanwhile: memory that is used after the time of the cleanup is in use.
 func TestSegmentsUsedMeanwhile(t *testing.T) {
 	worker, server, _, _, mem := mappedPair(t, onePage, onePage)
 	before := clock.Now()
@@ -489,8 +489,8 @@ func TestSegmentsUsedMeanwhile(t *testing.T) {
 	}
 }
 
-// TestSegmentsCopyDoesNotEnd: what a copy that does not end in time reads is unmapped with
-// the van: unmapping may not wait for copies, and one that runs into it breaks the device.
+// TestSegmentsCopyDoesNotEnd: if a copy does not end in time, its source is unmapped with the van. Unmapping must
+// not wait for copies, and a copy from unmapped memory breaks the device.
 func TestSegmentsCopyDoesNotEnd(t *testing.T) {
 	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
 	server.rx.feed.Lock()
@@ -517,7 +517,7 @@ func TestSegmentsCopyDoesNotEnd(t *testing.T) {
 	}
 }
 
-// TestSegmentsTidyWhileSending: who receives does not wait for who sends.
+// TestSegmentsTidyWhileSending: the receiver does not wait for a sender.
 func TestSegmentsTidyWhileSending(t *testing.T) {
 	worker, _, _, _, _ := mappedPair(t, onePage)
 	l := (*worker.peers.links.Load())[8]
