@@ -59,7 +59,7 @@ type vote struct {
 	start, end time.Duration
 	ended      bool
 	counts     time.Duration // until when its request may still count
-	held       bool          // the process stood still when it ended: what takes the request back leaves when it is woken
+	held       bool          // the process was stopped when it ended: the cancel message leaves when it is woken
 }
 
 func newChecker(n *Net) *checker {
@@ -91,7 +91,7 @@ func (k *checker) violations() []Violation {
 const slack = time.Second
 
 // within notes a violation if the function that it returns is not called in time. The
-// time in which the process stands still does not count.
+// time in which the process is stopped does not count.
 func (k *checker) within(p *proc, limit time.Duration, what string) (done func()) {
 	var mu sync.Mutex
 	var t *time.Timer
@@ -237,11 +237,11 @@ func (k *checker) voted(v *vote, err error, group [][]*proc) {
 	case v.p.c.plan.Cluster.IsForeign(v.p.who):
 		v.counts = math.MaxInt64 // the original cannot take it back
 	case v.p.c.plan.Transport.Resend:
-		v.counts = now + 2*slack // what takes it back may be lost, and comes again after a second
+		v.counts = now + 2*slack // the cancel message may be lost, and is repeated after a second
 	}
 	var missing *proc
 	if len(group) == 1 && group[0][0].who == v.p.who {
-		group = nil // nobody else is asked, also by one that does not know yet that it was replaced
+		group = nil // no other process is asked, also if v.p does not know yet that it was replaced
 	}
 	for _, holders := range group {
 		p := holders[0]

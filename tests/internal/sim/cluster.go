@@ -22,7 +22,7 @@ type cluster struct {
 	net    *Net
 	check  *checker
 	fabric *fabric // of RDMA; nil for others
-	gentle bool    // nothing happens but slow handlers: what is sent arrives
+	gentle bool    // the only faults are slow handlers: all messages arrive
 
 	mu      sync.Mutex
 	procs   []*proc // all there have ever been
@@ -179,10 +179,10 @@ func (c *cluster) nameless(id callID) bool {
 	return from != nil && from.replaced != 0 || ok && before != nil && before.replaced != 0 && call.start <= before.replaced+2*slack
 }
 
-// unaware tells whether a process may not have heard yet what the scheduler has told the
-// others: it was woken, or the link to the scheduler was healed, less than slack ago, or
-// that is still to come. What others have sent it meanwhile comes at the same time as the
-// scheduler's word, so it may take a message of a process that has been replaced.
+// unaware tells whether a process may not have received yet the notices that the scheduler has
+// sent to the others: it was woken, or the link to the scheduler was healed, less than slack ago,
+// or not yet. Messages of other processes arrive at the same time as the scheduler's
+// notices, so it may accept a message of a process that has been replaced.
 func (c *cluster) unaware(p *proc) bool {
 	now := c.net.now()
 	c.mu.Lock()
@@ -191,7 +191,7 @@ func (c *cluster) unaware(p *proc) bool {
 	return asleep || c.net.apart(p.who, "scheduler", now-slack)
 }
 
-// stands tells whether a process stands still, and when it was woken last.
+// stands tells whether a process is stopped, and when it was woken last.
 func (c *cluster) stands(p *proc) (still bool, woken time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -344,9 +344,9 @@ func (c *cluster) each(e *plan.Event, do plan.Action, f func(a, b plan.Node)) {
 // joinTime is how long a process that is refused is started again.
 const joinTime = 30 * time.Second
 
-// supervise starts a process again when it is refused, as what restarts processes does:
-// the scheduler may not know yet that the one before has died. begun is called for each
-// that follows.
+// supervise starts a process again when it is refused, as a process supervisor does:
+// the scheduler may not know yet that the process before has died. begun is called for each
+// later process.
 func (c *cluster) supervise(p *proc, newHost bool, begun func(*proc)) {
 	first := c.net.now()
 	p.apps.Go(func() {
@@ -491,10 +491,10 @@ func (c *cluster) work(p *proc, f func()) {
 	}()
 }
 
-// workTime is the longest that what is under way may take.
+// workTime is the longest that calls in flight may take.
 const workTime = 2 * time.Minute
 
-// rest waits until all jobs have ended but those of processes that stand still.
+// rest waits until all jobs have ended but those of stopped processes.
 func (c *cluster) rest() {
 	c.mu.Lock()
 	jobs := c.jobs

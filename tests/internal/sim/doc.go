@@ -5,21 +5,21 @@
 //
 // # The network
 //
-// A Net is what ZeroMQ over TCP is to van/zmq: each node listens at an address and dials
-// every peer; what it sends to a peer, data and control, leaves in order over the
-// connection that it dialled, and a server's answers leave over the one that the worker
+// A Net simulates ZeroMQ over TCP as van/zmq uses it. Each node listens at an address and dials
+// every peer. Its messages to a peer, data and control, leave in order over the
+// connection that it dialled. A server's answers leave over the connection that the worker
 // dialled, found by the worker's routing id. Connections are made again for as long as
-// the node wants them; what was given to one that does not stand waits for it. What was
-// under way when one breaks is lost. A process that is killed says so to its peers,
-// behind what it had sent; one that is stopped, or whose child keeps the sockets, says
-// nothing. Over a cut link nothing comes, and nobody is told before Transport.Silence; with
-// Transport.Backoff a connection goes on later than its link, or breaks then.
+// the node wants them. Messages for a connection that is not up are queued. Messages in
+// flight when a connection breaks are lost. The connections of a killed process close, after
+// its earlier messages; those of a stopped process, or of one whose child keeps the sockets,
+// do not. Over a cut link no message arrives, and no end is notified before Transport.Silence;
+// with Transport.Backoff a connection goes on later than its link, or breaks then.
 //
 // # One seed
 //
-// Every decision is a hash of the seed, of what it is about (a connection of two
-// processes, numbered) and of its number there. So it does not matter in which order
-// goroutines get to run. All events have times of their own: virtual time stands still
-// until everything that the one before has caused is done. What several goroutines of a node
-// send at one time leaves in an order that is not theirs (conn.inOrder).
+// Every decision is a hash of the seed, of its subject (a connection of two
+// processes, numbered) and of its number there. So the order in which goroutines run
+// does not matter. All events have times of their own: virtual time advances only when
+// all consequences of the event before are done. Messages that several goroutines of a node
+// send at one time leave in an order that is not theirs (conn.inOrder).
 package sim

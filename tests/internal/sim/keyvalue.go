@@ -17,7 +17,7 @@ func (p *proc) newPairs(size, pushes, pulls int) *tensors {
 // cmd says in a pull which call it belongs to.
 func (c callID) cmd() kv.Cmd { return kv.Cmd(c.gen<<20 | c.call) }
 
-// pushThenPull begins a call. What it returns waits for it, within limit from now on.
+// pushThenPull begins a call. The returned function waits for it, within limit from now on.
 // Every second call lends its memory.
 func (t *tensors) pushThenPull(id callID, limit time.Duration) (wait func() error, err error) {
 	return t.pairs.Begin(id.cmd(), id.call%2 == 0, limit)

@@ -226,7 +226,7 @@ func (p *proc) checkClean(t *tensors, next callID) {
 // over judges a call that has ended, and returns tensors for the next one.
 func (p *proc) over(f *flight, err error, l *plan.Load) *tensors {
 	c := p.c
-	if p.ctx.Err() != nil { // the process has been killed: what its calls return is nobody's
+	if p.ctx.Err() != nil { // the process has been killed: results of its calls do not count
 		return f.tensors
 	}
 	c.check.end(f.call, err, errors.Is(err, van.ErrTimeout))

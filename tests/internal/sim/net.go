@@ -123,7 +123,7 @@ type conn struct {
 	state   connState
 	to      *node // while up
 	tries   int
-	attempt int // timers of earlier attempts look at it
+	attempt int // timers of earlier attempts compare it
 	pending []*packet
 	held    []*packet // sent with More
 	control []*packet // sent at this time, see inOrder
@@ -137,7 +137,7 @@ type connState uint8
 const (
 	dialing connState = iota
 	up
-	leaving // no messages any more, but what was sent leaves
+	leaving // no new messages, but sent ones leave
 	ended
 )
 
@@ -149,8 +149,8 @@ type flow struct {
 	last    time.Duration // arrival of the latest
 	free    time.Duration // when the link can take more
 	seq     uint64
-	stalled []*packet     // reached a cut or a process that stands still
-	until   time.Duration // what was sent over a cut link is not repeated before, see Transport.Backoff
+	stalled []*packet     // reached a cut or a stopped process
+	until   time.Duration // messages sent over a cut link are not repeated before, see Transport.Backoff
 	bytes   int64         // sent and not taken by the receiver
 }
 
@@ -161,7 +161,7 @@ func (f *flow) name() string {
 	return f.c.name
 }
 
-// ends returns who sends and who receives. c.n.mu is held.
+// ends returns the sender and the receiver. c.n.mu is held.
 func (f *flow) ends() (from, to *node) {
 	if f.back {
 		return f.c.to, f.c.from
@@ -248,8 +248,8 @@ func (c *conn) establish(to *node) {
 	}
 }
 
-// breakOff ends a connection that stands, at both ends at once: what is under way is
-// lost, the dialler is told and dials again. mu is held.
+// breakOff ends a connection that is up, at both ends at once: messages in flight are
+// lost, the dialler gets an event and dials again. mu is held.
 func (c *conn) breakOff(silent bool, why string) {
 	if c.to == nil {
 		return
@@ -272,7 +272,7 @@ func (c *conn) breakOff(silent bool, why string) {
 	c.n.after(soon, func() { from.tell(id, false, cause) })
 }
 
-// detach forgets the far end and what is under way. mu is held.
+// detach releases the remote end and the messages in flight. mu is held.
 func (c *conn) detach() {
 	to := c.to
 	c.to = nil
@@ -286,7 +286,7 @@ func (c *conn) detach() {
 	c.attempt++
 }
 
-// end closes the connection from the dialler's side; what was sent before leaves if
+// end closes the connection from the dialler's side. Messages sent before leave if
 // linger is not 0. mu is held.
 func (c *conn) end(linger time.Duration) {
 	c.sendControl(func(*packet) bool { return true })
@@ -336,9 +336,9 @@ func (c *conn) giveUp() {
 	c.pending = nil
 }
 
-// inOrder sends a control message behind all else that the node sends at this time, and those of one time in the order of
-// their timestamps, acknowledgements last. With PS_RESEND goroutines of a node send new ones, repeat others and acknowledge
-// what has come at the same time, and run in any order. mu is held.
+// inOrder sends a control message after all other messages of the node at this time, and control messages of one time in the
+// order of their timestamps, acknowledgements last. With PS_RESEND goroutines of a node send, repeat and acknowledge messages
+// at the same time, and run in any order. mu is held.
 func (c *conn) inOrder(p *packet) {
 	p.made = c.n.now()
 	if c.control = append(c.control, p); len(c.control) == 1 {
@@ -358,7 +358,7 @@ func (c *conn) controlSoon() {
 	})
 }
 
-// sendControl sends those that are due of what waits in inOrder. mu is held.
+// sendControl sends the due messages of inOrder. mu is held.
 func (c *conn) sendControl(due func(*packet) bool) {
 	var all, rest []*packet
 	for _, p := range c.control {
@@ -567,7 +567,7 @@ func (f *flow) backsOff() bool {
 	return n.link(from.who, to.who).cut != 0 || n.now() < f.until
 }
 
-// resume sends what was stalled on, if its receiver does not stand still: else wake does it. mu is held.
+// resume sends stalled messages on, unless their receiver is stopped: then wake does it. mu is held.
 func (f *flow) resume() {
 	if _, to := f.ends(); to.frozen || f.backsOff() {
 		return

@@ -13,20 +13,20 @@ import (
 type packet struct {
 	msg    van.Message
 	flow   *flow // that has brought it
-	sender int   // as the receiver is told
+	sender int   // as the receiver sees it
 	size   int64
 	lent   bool // the values are still the sender's memory
-	gone   bool // its request was given up
+	gone   bool // its request was canceled
 	done   van.Completion
-	made   time.Duration // when it was sent, of one that waits in inOrder
-	at     *node         // who has received it
+	made   time.Duration // when it was sent, of a packet in inOrder
+	at     *node         // its receiver
 	fin    bool          // no message: the sender has closed the connection
 	lane   string
 	waits  *atomic.Int64 // of its lane
 }
 
-// pack makes a packet of a message. Values that the sender lends, until it is told or the
-// request is given up, are read when they arrive: whoever changes them before is found out.
+// pack makes a packet of a message. Values that the sender lends, until Sent is called or the
+// request is canceled, are read when they arrive, so that earlier changes are detected.
 func pack(m *van.Message, sender int, recalls bool) *packet {
 	p := &packet{sender: sender, done: m.Done}
 	p.msg.Meta.CopyFrom(&m.Meta)
@@ -47,7 +47,7 @@ func copied(f backend.Mem) backend.Mem {
 	return backend.Bytes(append(make([]byte, 0, f.Len()), f.Host()...))
 }
 
-// clone is the same message once more. If it was given up while it waited for a connection, its memory holds something
+// clone is the same message once more. If it was canceled while it waited for a connection, its memory holds something
 // else by now, and the receiver takes neither.
 func (p *packet) clone() *packet {
 	q := &packet{sender: p.sender, size: p.size, flow: p.flow, lane: p.lane, lent: p.lent && p.gone, gone: p.gone}
@@ -75,7 +75,7 @@ func (p *packet) sent() {
 	}
 }
 
-// free ends a packet that nobody has received.
+// free ends a packet that no node has received.
 func (p *packet) free() {
 	if p.flow != nil {
 		p.flow.bytes -= p.size
@@ -92,7 +92,7 @@ type postman struct{}
 func (postman) Free(m *van.Message) {
 	p := (*packet)(m.Native())
 	p.at.holds.Add(-1)
-	for i := range m.Frames { // who looks at it now reads nonsense
+	for i := range m.Frames { // later reads find nonsense
 		b := m.Frame(i).Host()
 		for j := range b {
 			b[j] = 0xdd

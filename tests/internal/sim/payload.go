@@ -7,8 +7,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
-// Every tensor says what it is: who made it, for which call, and that all of it is of
-// this one.
+// Every tensor tells its maker, its call, and that all of it is of this call.
 const (
 	pushMagic   = 0x70757368 // "push"
 	answerMagic = 0x616e7377 // "answ"
@@ -29,7 +28,7 @@ type label struct {
 	magic        uint32
 	id           callID
 	index        int // of the tensor
-	server, sgen int // of an answer: who has made it
+	server, sgen int // of an answer: its maker
 }
 
 // write fills b: the label, a sum of it, and bytes that follow from it.

@@ -37,7 +37,7 @@ type proc struct {
 	started  chan struct{} // closed when Start has returned
 	err      error         // of Start, then
 	calls    atomic.Int64
-	apps     sync.WaitGroup // what the program does
+	apps     sync.WaitGroup // goroutines of the program
 
 	leaving   atomic.Bool   // Finalize has begun
 	finalized chan struct{} // closed when Finalize has returned
@@ -52,7 +52,7 @@ type proc struct {
 	disturbed bool          // it was stopped or cut off
 	thawed    chan struct{}
 	replaced  time.Duration // when the process that has taken its place had started
-	slow      time.Duration // its handler stands still until then
+	slow      time.Duration // its handler blocks until then
 	downs     map[int]time.Duration
 }
 
@@ -66,7 +66,7 @@ type transport interface {
 	held() int64
 }
 
-// startLinger is how long a node that gives up starting lets its last messages leave.
+// startLinger is how long a node whose start timed out lets its last messages leave.
 const startLinger = 2 * time.Second
 
 // start begins a process. It does not wait until it has started.
@@ -123,7 +123,7 @@ func (c *cluster) sameCluster(p *proc) {
 	}
 }
 
-// join starts the node and what serves on it.
+// join starts the node and its servers or workers.
 func (p *proc) join() error {
 	c := p.c
 	env := c.environ(p)
@@ -144,7 +144,7 @@ func (p *proc) join() error {
 			return err
 		}
 	}
-	began := c.net.now() // what happens at this time is told, or not, by chance
+	began := c.net.now() // events at this time are reported, or not, by chance
 	n.OnPeer(func(peer postoffice.NodeID, up bool, cause error) {
 		id := int(peer)
 		c.mu.Lock()
@@ -185,7 +185,7 @@ func (p *proc) join() error {
 	return err
 }
 
-// begin begins a call. What it returns waits for it, within limit from now on.
+// begin begins a call. The returned function waits for it, within limit from now on.
 func (p *proc) begin(t *tensors, id callID, limit time.Duration) (wait func() error, err error) {
 	switch {
 	case p.keyValue != nil:
@@ -240,7 +240,7 @@ func (p *proc) runs() bool {
 	}
 }
 
-// excused is how long the process may still take for what it should have done by now.
+// excused is how long the process may still take for overdue work.
 func (p *proc) excused() time.Duration {
 	p.c.mu.Lock()
 	defer p.c.mu.Unlock()
@@ -267,7 +267,7 @@ func (p *proc) pause(d time.Duration) bool {
 	return p.runs()
 }
 
-// stand lets a handler stand still for as long as the plan says.
+// stand blocks a handler for as long as the plan says.
 func (p *proc) stand() {
 	for {
 		p.c.mu.Lock()
@@ -415,8 +415,8 @@ func (p *proc) stale(b af.Batch) {
 	}
 }
 
-// leave is what ends a program: Finalize, stop() in Python. It returns when that has
-// ended, whoever has begun it.
+// leave ends the program: Finalize, stop() in Python. It returns when that has
+// ended, also if another goroutine has begun it.
 func (p *proc) leave() error {
 	if p.leaving.Swap(true) {
 		<-p.finalized

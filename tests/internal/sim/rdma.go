@@ -25,8 +25,8 @@ type fabric struct {
 	cuts   map[pair]bool
 }
 
-// defaultAck is after what time a message that nobody acknowledges breaks its connection:
-// what the retries that van/rdma asks for take in all.
+// defaultAck is the time after which an unacknowledged message breaks its connection:
+// the total time of the retries that van/rdma asks for.
 const defaultAck = time.Second
 
 func newFabric(c *cluster) *fabric {
@@ -154,8 +154,8 @@ func (f *fabric) calm() {
 	clear(f.cuts)
 }
 
-// close ends the network. All processes have ended: what they have not given back is a
-// leak.
+// close ends the network. All processes have ended: resources that they have not released are
+// leaks.
 func (f *fabric) close() {
 	for _, s := range f.stacks {
 		for _, l := range s.Leaks() {

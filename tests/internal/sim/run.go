@@ -28,14 +28,14 @@ type Result struct {
 	timeline   *timeline
 }
 
-// WriteTimeline writes the last lines of what has happened.
+// WriteTimeline writes the last lines of the timeline.
 func (r *Result) WriteTimeline(w io.Writer, lines int) {
 	fmt.Fprintf(w, "plan %s, seed %d\n", r.Plan.Name, r.Seed)
 	r.timeline.write(w, lines)
 }
 
 // Run carries out a plan with a seed, in a bubble of its own. t is only for the bubble:
-// what is wrong is in the Result.
+// violations are in the Result.
 func Run(t *testing.T, p *plan.Plan, number uint64) (r *Result) {
 	r = &Result{Plan: p, Seed: number, timeline: &timeline{}}
 	if p.Transport.Kind == "rdma" {
@@ -155,7 +155,7 @@ func (c *cluster) runPhase(i int) {
 	for _, j := range order {
 		e := &ph.Events[j]
 		at := e.At.D() + c.seed.of("event").at(uint64(i<<16|j)).upTo(50*time.Microsecond)
-		at = max(at, last+time.Microsecond) // who is killed and started again at the same time is killed first
+		at = max(at, last+time.Microsecond) // a process killed and started again at the same time is killed first
 		last = at
 		c.net.after(at, func() {
 			c.mu.Lock()

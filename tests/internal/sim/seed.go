@@ -2,7 +2,7 @@ package sim
 
 import "time"
 
-// seed is where a random decision comes from: a hash of what it is about.
+// seed is the source of a random decision: a hash of its subject.
 type seed uint64
 
 // mix is the finalizer of SplitMix64.
@@ -13,7 +13,7 @@ func mix(x uint64) uint64 {
 	return x ^ x>>31
 }
 
-// of is the seed of a part of what s is about.
+// of is the seed of a part of the subject of s.
 func (s seed) of(part string) seed {
 	h := uint64(s)
 	for _, c := range []byte(part) {

@@ -1,8 +1,8 @@
 package sim
 
-// The stranger: somebody on the network who is no member. He knows all addresses, the name of the cluster and the scheduler's
+// An unknown peer on the network that is no member. It knows all addresses, the name of the cluster and the scheduler's
 // incarnation, but no incarnation of a worker or server, and listens nowhere. At random
-// times he sends what he can make up to any process. Nothing of what the checker promises may change.
+// times it sends forged messages to any process. All promises of the checker must still hold.
 
 import (
 	"fmt"
@@ -17,25 +17,25 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// strangerPause is the longest time between two messages of the stranger.
+// strangerPause is the longest time between two messages of the unknown peer.
 const strangerPause = 100 * time.Millisecond
 
-// stranger sends until the cluster ends.
+// stranger is an unknown peer, which sends until the cluster ends.
 type stranger struct {
 	c *cluster
 	r stream
 }
 
-// strange reports whether a stranger is around. He is not in clusters with nodes of the original, whose messages prove nothing, nor with
-// PS_RESEND, where places are given away without a proof.
+// strange reports whether there is an unknown peer. There is none in clusters with nodes of the original, whose messages prove nothing,
+// nor with PS_RESEND, where places are given away without a proof.
 func (c *cluster) strange() bool {
 	return c.fabric == nil && len(c.plan.Cluster.Foreign) == 0 && !c.plan.Transport.Resend && !c.gentle && c.seed.of("stranger").chance(0.5)
 }
 
-// named reports whether the cluster has a name because there is a stranger. Some of his records then say none.
+// named reports whether the cluster has a name because there is an unknown peer. Some of its records then have none.
 func (c *cluster) named() bool { return c.strange() && c.seed.of("named").chance(0.5) }
 
-// haunt starts the stranger, if there is one.
+// haunt starts the unknown peer, if there is one.
 func (c *cluster) haunt() {
 	if c.strange() {
 		s := &stranger{c: c, r: stream{s: c.seed.of("what the stranger says")}}
@@ -83,7 +83,7 @@ func (s *stranger) speak() {
 			host, port = v.place()
 		}
 		if port == 0 || s.pick(3) == 0 {
-			return "127.6.6.6", 1 + s.pick(60000) // nobody listens there
+			return "127.6.6.6", 1 + s.pick(60000) // no process listens there
 		}
 		if s.pick(2) == 0 {
 			host = "::ffff:" + host
@@ -109,7 +109,7 @@ func (s *stranger) speak() {
 	m.Reset()
 	m.Timestamp = int32(s.pick(1 << 20))
 	switch s.pick(7) {
-	case 0: // a table of his own, as a scheduler of the original
+	case 0: // a table of its own, as a scheduler of the original
 		m.Control.Cmd = van.AddNode
 		for _, other := range c.plan.Cluster.All() {
 			if other == "scheduler" {
@@ -148,7 +148,7 @@ func (s *stranger) speak() {
 		}
 		m.SetIncarnations(who, s.incarnation())
 		s.send(scheduler, id, m)
-	case 4: // a registration. While nodes are missing it counts, as anybody's does.
+	case 4: // a registration. While nodes are missing it counts, like any registration.
 		n := record(id, s.incarnation())
 		if c.named() && s.pick(2) == 0 {
 			n.Endpoint = nil

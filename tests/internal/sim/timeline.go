@@ -18,7 +18,7 @@ type entry struct {
 	at   time.Duration
 	who  string
 	what string
-	msg  bool // what has happened to a message
+	msg  bool // the event of a message
 	meta summary
 }
 
@@ -78,7 +78,7 @@ func (t *timeline) log(e entry) {
 	}
 }
 
-// hash is the same for equal runs. What happened at one time has no order.
+// hash is the same for equal runs. Events of one time have no order.
 func (t *timeline) hash() uint64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()

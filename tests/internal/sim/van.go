@@ -37,7 +37,7 @@ type node struct {
 	quit  chan struct{}
 	once  sync.Once
 	over  atomic.Bool  // a budget was exceeded
-	holds atomic.Int64 // received messages that somebody holds
+	holds atomic.Int64 // received messages that are not freed
 
 	sentMessages, sentBytes, receivedMessages, receivedBytes atomic.Uint64
 
@@ -328,7 +328,7 @@ func (v *node) Send(msg *van.Message) error {
 	return nil
 }
 
-// window is how much of what has been sent may be under way in kernels.
+// window is how many sent bytes may be in flight in kernels.
 const window = 64 << 10
 
 // pack counts a message and makes it a packet.
@@ -343,7 +343,7 @@ func (v *node) pack(msg *van.Message, sender int, recalls bool) *packet {
 	return p
 }
 
-// Cancel implements van.Canceler, as van/zmq does it: what has not arrived is dropped by
+// Cancel implements van.Canceler, as van/zmq does it: messages that have not arrived are dropped by
 // the receiver.
 func (v *node) Cancel(q van.Requests) {
 	v.n.mu.Lock()
@@ -353,7 +353,7 @@ func (v *node) Cancel(q van.Requests) {
 	}
 }
 
-// later keeps what a process does while it stands still until it runs again. n.mu is held.
+// later queues an action of a stopped process until the process runs again. n.mu is held.
 func (v *node) later(f func()) bool {
 	if !v.frozen {
 		return false
@@ -597,7 +597,7 @@ func (v *node) bury() {
 	}
 }
 
-// closeSockets does what happens when nobody has the sockets of a process any more. n.mu is
+// closeSockets closes the sockets when no process has them any more. n.mu is
 // held.
 func (v *node) closeSockets() {
 	for _, c := range v.list() {
@@ -612,7 +612,7 @@ func (v *node) closeSockets() {
 	v.n.hangUp(v)
 }
 
-// stop makes a process stand still.
+// stop stops a process, as SIGSTOP does.
 func (v *node) stop() {
 	n := v.n
 	n.mu.Lock()
@@ -623,8 +623,8 @@ func (v *node) stop() {
 	}
 }
 
-// wake lets it go on. What was sent to it meanwhile comes, what it has tried to send
-// leaves.
+// wake lets it go on. Messages sent to it meanwhile arrive, and its own queued messages
+// leave.
 func (v *node) wake() {
 	n := v.n
 	n.mu.Lock()

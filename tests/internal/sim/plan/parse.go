@@ -223,7 +223,7 @@ func (c *checker) load(at string, l *Load) {
 	c.need(l.Barrier >= 0, at+".barrier", l.Barrier, "0 (none) or more")
 }
 
-// MinSize is the smallest tensor: who made it, and for which call.
+// MinSize is the smallest tensor: it tells its maker and its call.
 const MinSize = 64
 
 func (c *checker) event(at string, ph *Phase, e *Event) {

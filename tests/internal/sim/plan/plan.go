@@ -1,12 +1,12 @@
-// Package plan is what happens to a cluster in a test, as data: its shape, its
-// network, who works how, who is killed, stopped or cut off, and what must come of
-// it. The files are JSON (tests/plans). One runner carries a plan out in a simulation
+// Package plan describes a test of a cluster as data: the shape of the cluster, its network,
+// the loads, the faults (processes killed, stopped or cut off) and the expected
+// results. The files are JSON (tests/plans). One runner carries a plan out in a simulation
 // (internal/sim), another on real processes; docs/design/testing.md has the meaning of every
 // field.
 //
-// What must hold in every plan is not written in it: no call returns wrong bytes, no
+// A plan does not list the rules of all plans: no call returns wrong bytes, no
 // call outlasts its limit, no push is seen twice, and when all faults are over, all
-// that lives works again, and leaves nothing behind.
+// live processes work again, and leave nothing behind.
 package plan
 
 import (
@@ -22,7 +22,7 @@ import (
 // Plan is one test.
 type Plan struct {
 	Name    string `json:"name"`
-	About   string `json:"about"`             // one sentence: what happens, and what must not
+	About   string `json:"about"`             // one sentence: the events, and the forbidden outcome
 	Finding string `json:"finding,omitempty"` // class of faults that it was written for
 	Only    string `json:"only,omitempty"`    // "simulation" or "processes"; both if empty
 
@@ -62,8 +62,8 @@ type Cluster struct {
 	// LoopEnds: at the end the servers of Python programs stop when get_batch says that all workers have ended, not before.
 	LoopEnds bool `json:"loop_ends,omitempty"`
 
-	// Stuck is a node that stands still at some time before StuckBy after its start: the
-	// others must give up within STEPAF_START_TIMEOUT, or start. There are no phases then,
+	// Stuck is a node that stops at some time before StuckBy after its start: the
+	// others must time out within STEPAF_START_TIMEOUT, or start. There are no phases then,
 	// and nothing is expected of the end. On real processes, which take longer to begin, it
 	// is the last one, and the time counts from when it connects to the scheduler.
 	Stuck   Node     `json:"stuck,omitempty"`
@@ -83,17 +83,17 @@ type Transport struct {
 	Break     float64  `json:"break,omitempty"`     // share of messages after which the connection breaks
 	Resend    bool     `json:"resend,omitempty"`    // PS_RESEND=1 on all nodes
 
-	// Silence is how long a connection over a cut link stands: until then nobody
-	// is told; 20s if 0.
+	// Silence is how long a connection over a cut link stays up: until then no node
+	// gets an event; 20s if 0.
 	Silence Duration `json:"silence,omitempty"`
 	// Backoff: when a cut ends, each direction of a connection over it waits up to as long again before it goes on,
 	// as TCP does, which repeats ever more rarely. If that is longer than Silence from the cut's beginning on, the
-	// connection breaks. What a node that leaves has sent then is lost.
+	// connection breaks. Messages of a node that leaves are lost then.
 	Backoff bool `json:"backoff,omitempty"`
 }
 
 // Phase is a part of a plan: its loads run for its whole time, its events happen at their
-// times. What happened in a phase stays so in the next.
+// times. The state at the end of a phase stays in the next.
 type Phase struct {
 	Name   string   `json:"name"`
 	For    Duration `json:"for"`
@@ -150,19 +150,19 @@ const (
 	Leave       Action = "leave"        // the process ends its part without waiting (Close), then ends
 	Finalize    Action = "finalize"     // Finalize; python: stop
 	Barrier     Action = "barrier"      // the node calls InstanceBarrier of all workers and servers
-	Cut         Action = "cut"          // nothing crosses the link of two nodes, nobody is told. No peer: of the node and all others
+	Cut         Action = "cut"          // nothing crosses the link of two nodes, no node gets an event. No peer: of the node and all others
 	Heal        Action = "heal"         // the end of a cut
-	Break       Action = "break"        // the connections of two nodes break, both are told, and they connect again. No peer: all of the node's
+	Break       Action = "break"        // the connections of two nodes break, both get an event, and they connect again. No peer: all of the node's
 	SlowLink    Action = "slow-link"    // the link of two nodes has Bandwidth only
-	SlowHandler Action = "slow-handler" // the server's handler (python: the caller of get_batch) stands still
+	SlowHandler Action = "slow-handler" // the server's handler (python: the caller of get_batch) blocks
 )
 
 var actions = []Action{Kill, Stop, Wake, Join, Leave, Finalize, Barrier, Cut, Heal, Break, SlowLink, SlowHandler}
 
 // Expect is a requirement that goes beyond those of every plan.
 type Expect struct {
-	// Nodes are the processes that it is about: those of these ranks that lived at the
-	// end of the phase, or, with Replaced, those that have been replaced.
+	// Nodes are the processes that it is about: the processes of these ranks that lived at the
+	// end of the phase, or, with Replaced, their replaced processes.
 	Nodes    Nodes `json:"nodes"`
 	Replaced bool  `json:"replaced,omitempty"`
 
@@ -283,7 +283,7 @@ func (c *Cluster) All() []Node {
 // IsForeign tells whether n behaves like a node of the original.
 func (c *Cluster) IsForeign(n Node) bool { return slices.Contains(c.Foreign, n) }
 
-// Length is the time of all phases, and that in which nodes give up that cannot start.
+// Length is the time of all phases, plus the time in which starts that cannot succeed time out.
 func (p *Plan) Length() (d time.Duration) {
 	if p.Cluster.Stuck != "" {
 		seconds, _ := strconv.Atoi(p.Cluster.Env["STEPAF_START_TIMEOUT"])

@@ -7,8 +7,8 @@ import (
 )
 
 // Random makes a plan from a seed: the same one for the same seed. It has a phase without
-// faults, then one in which a few things go wrong, after each other or at once. What it
-// does can be survived: at no time is more than one part of the cluster gone for good.
+// faults, then one in which a few things go wrong, after each other or at once. The
+// cluster can survive it: at no time is more than one part of the cluster gone forever.
 func Random(seed uint64) *Plan {
 	g := &generator{Rand: rand.New(rand.NewPCG(seed, 0x73746570))}
 	return g.plan(seed)
@@ -44,7 +44,7 @@ func (g *generator) plan(seed uint64) *Plan {
 	if g.chance(0.08) {
 		c.Workers, c.Servers, c.Group = 1, 1, 2
 	}
-	if seed%16 == 11 { // what the other seeds mean stays
+	if seed%16 == 11 { // the meaning of the other seeds stays
 		c.API = "kv"
 	}
 	c.PlainScheduler = c.API == "python" && seed%3 == 2
@@ -60,7 +60,7 @@ func (g *generator) plan(seed uint64) *Plan {
 		}
 	}
 	g.transport()
-	switch seed % 15 { // what the seeds mean that have failed before stays
+	switch seed % 15 { // the meaning of seeds that have failed before stays
 	case 0, 1, 13, 14:
 		t := &p.Transport
 		t.Backoff, t.Silence = true, Duration(10*time.Second)
@@ -90,8 +90,8 @@ func (g *generator) plan(seed uint64) *Plan {
 	return p
 }
 
-// name gives the cluster a name if so many die that those who live are too few for a
-// scheduler that is started again to know their cluster by: that is what the name is for.
+// name gives the cluster a name if so many nodes die that the others are too few for a
+// restarted scheduler to recognize their cluster: the name lets it do so.
 func (g *generator) name() {
 	c := &g.p.Cluster
 	dead := map[Node]bool{}
@@ -147,13 +147,13 @@ func (g *generator) fresh(role string) (Node, bool) {
 // Short is a time in which nobody is taken for dead.
 const Short = Duration(1500 * time.Millisecond)
 
-// story is one thing that goes wrong, and what follows.
+// story is one fault and its consequences.
 func (g *generator) story() {
 	at := g.between(0, g.duration)
 	c := &g.p.Cluster
 	foreign := len(c.Foreign) > 0
 	switch k := g.IntN(16); {
-	case k < 5: // a death, mostly of one that is replaced
+	case k < 5: // a process dies, and is mostly replaced
 		n, ok := g.fresh("")
 		if !ok {
 			return
@@ -170,7 +170,7 @@ func (g *generator) story() {
 			}
 			g.add(Event{At: at + wait, Do: Join, Node: n, NewHost: g.chance(0.3)})
 		}
-	case k < 8: // one stands still; sometimes another takes its place before it goes on
+	case k < 8: // a process stops; sometimes another replaces it before it goes on
 		n, ok := g.fresh("")
 		if !ok {
 			return
@@ -180,12 +180,12 @@ func (g *generator) story() {
 			e.For = Duration(20*time.Second) + g.between(0, 10*time.Second)
 			g.add(Event{At: at + Duration(16*time.Second) + g.between(0, 3*time.Second), Do: Join, Node: n})
 		}
-		if c.FinalizeEarly { // else it is dead, and the end fails because nobody replaces it
+		if c.FinalizeEarly { // else it is dead, and the end fails because no process replaces it
 			e.For = min(e.For, Short)
 		}
 		if foreign && g.p.Transport.Resend {
-			// The timers of a process that stands still run here: it would give up its
-			// peers, and nothing tells a node without heartbeats that they live.
+			// The timers of a stopped process run here: it would take its peers for dead,
+			// and nothing tells a node without heartbeats that they live.
 			e.For = min(e.For, Short)
 		}
 		g.add(e)
