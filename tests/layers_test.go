@@ -77,9 +77,9 @@ func tree(t *testing.T) []*source {
 	return all
 }
 
-// layers says what packages may import of ours; the first rule whose pattern fits
-// counts. A pattern or permission ending in / is everything below. What a rule
-// does not list is forbidden, so transports do not know each other. See
+// layers lists the packages of this module that packages may import. The first rule whose
+// pattern fits counts. A pattern or permission ending in / is everything below. Imports that
+// a rule does not list are forbidden, so transports do not know each other. See
 // docs/design/architecture.md.
 var layers = []struct {
 	packages string
@@ -308,7 +308,7 @@ var exceptions = map[string]map[string]string{
 	},
 }
 
-// excepted also looks for the whole package, with a slash behind it.
+// excepted also finds exceptions for the whole package, whose name ends with a slash.
 func excepted(rule string, s *source) bool {
 	return exceptions[rule][s.path] != "" || exceptions[rule][s.pkg+"/"] != ""
 }

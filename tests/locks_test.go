@@ -26,7 +26,7 @@ import (
 
 const locksDocument = "docs/design/locks.md"
 
-// lockSources tells whether the locks of a file belong into the list: not those of tests and of what only tests use.
+// lockSources tells whether the locks of a file belong into the list: not those of tests and of packages for tests only.
 func lockSources(path string) bool {
 	for _, no := range []string{"tests/", "van/vantest/", "van/rdma/fakeverbs/", "internal/testlimit/"} {
 		if strings.HasPrefix(path, no) {
@@ -262,7 +262,7 @@ func place(file, line string) string {
 	return strings.TrimPrefix(file, module+"/") + ":" + line
 }
 
-// lockCalls finds the calls that take a lock, and which lock each takes. It needs types, and so what go list exports.
+// lockCalls finds the calls that take a lock, and which lock each takes. It needs types, and so the export data of go list.
 func lockCalls(t *testing.T) map[string]string {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "go", "list", "-e", "-export", "-deps", "-json=ImportPath,Dir,Export,GoFiles,CgoFiles,Standard", "./...")
@@ -315,7 +315,7 @@ func lockCalls(t *testing.T) map[string]string {
 		conf := types.Config{FakeImportC: true, Error: func(error) {}, Importer: importer.ForCompiler(fset, "gc", func(path string) (io.ReadCloser, error) {
 			return os.Open(exports[path])
 		})}
-		_, _ = conf.Check(p.ImportPath, fset, files, info) // what C has makes errors
+		_, _ = conf.Check(p.ImportPath, fset, files, info) // names of C cause errors
 		lockOf := func(call *ast.SelectorExpr) string {
 			if s := info.Selections[call]; s != nil && len(s.Index()) > 1 { // of an embedded lock
 				typ := s.Recv()

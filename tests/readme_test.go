@@ -96,7 +96,7 @@ func TestReadmeCommands(t *testing.T) {
 	}
 }
 
-// What documents and messages say to make is a target: "make" without one lists the targets, and builds nothing.
+// Make targets in documents and messages exist. "make" without a target lists the targets, and builds nothing.
 func TestMakeTargets(t *testing.T) {
 	targets := map[string]bool{}
 	for _, m := range regexp.MustCompile(`(?m)^([a-z-]+):`).FindAllStringSubmatch(read(t, "Makefile"), -1) {

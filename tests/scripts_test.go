@@ -53,7 +53,7 @@ func (r *scriptRun) run(ctx context.Context, t *testing.T) {
 	cmd.WaitDelay = 20 * time.Second
 	var out, errs bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errs
-	_ = cmd.Run() // the status is looked at by the caller
+	_ = cmd.Run() // the caller checks the status
 	r.status, r.out, r.err = cmd.ProcessState.ExitCode(), out.String(), errs.String()
 }
 
@@ -64,7 +64,7 @@ func TestScripts(t *testing.T) {
 		ut     = "utests/run_single_gpu_ut.sh"
 		utG    = "utests/run_multi_gpu_ut.sh"
 		old    = "run.sh"
-		// What a machine without devices would choose, so that the tests run alike on all.
+		// The choices of a machine without devices, so that the tests run alike on all machines.
 		plain  = "DMLC_ENABLE_RDMA=zmq STEPMESH_BAKCEND=CPU STEPMESH_BIND_CPU_CORE=0 GROUP_SIZE=2"
 		goNote = "no Python with torch and fserver_lib: running the Go program tests/fserver/test_fserver"
 	)
@@ -265,7 +265,7 @@ func TestToolScripts(t *testing.T) {
 	}
 }
 
-// TestRDMAMachineEnds: how the virtual machine ended is said, here of one that is a script.
+// TestRDMAMachineEnds: messages say how the virtual machine, here a script, ended.
 func TestRDMAMachineEnds(t *testing.T) {
 	cache := t.TempDir()
 	if err := os.Mkdir(filepath.Join(cache, "default"), 0o755); err != nil {

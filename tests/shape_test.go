@@ -37,8 +37,8 @@ const (
 	maxMethods = 30
 )
 
-// nothing imports every package as an empty one: only what the files of one package call of
-// each other is looked at.
+// nothing imports every package as an empty one: only the calls between files of one package
+// are checked.
 type nothing struct{}
 
 func (nothing) Import(p string) (*types.Package, error) {

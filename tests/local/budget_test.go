@@ -51,8 +51,8 @@ func serveSlowly(c *nodetest.Child) error {
 
 const goOn = 99
 
-// TestReceiveBudget: a server whose handler is stuck keeps no more of what its worker
-// pushes than its budget says. It serves another worker meanwhile, and in the end
+// TestReceiveBudget: a server whose handler is stuck queues no more of its worker's
+// pushes than its budget allows. It serves another worker meanwhile, and in the end
 // everything.
 func TestReceiveBudget(t *testing.T) {
 	const pushes, each, budget = 1500, 1 << 20, 256 << 20
@@ -116,7 +116,7 @@ func TestSendBudget(t *testing.T) {
 	const budget = 64 << 20
 	c, p, w := pair(t, testcluster.Options{Set: func(c *postoffice.Config) {
 		c.SendBudget = budget
-		c.HeartbeatTimeout = 5 * time.Minute // a server that stands still for 12 s is dead otherwise
+		c.HeartbeatTimeout = 5 * time.Minute // a server that is stopped for 12 s is dead otherwise
 	}}, nil)
 	if err := roundTrip(w, 1, 1000); err != nil {
 		t.Fatal(err)
@@ -158,10 +158,10 @@ func TestSendBudget(t *testing.T) {
 	if err := p.Signal(syscall.SIGCONT); err != nil {
 		t.Fatal(err)
 	}
-	// What was taken goes before, on a machine that does other things.
+	// Accepted pushes are answered first, which takes time on a busy machine.
 	nodetest.GoesOn(t, 20*time.Second, "what was taken is answered", func() uint64 { return testcluster.Stats(c.Workers[0]).ReceivedMessages }, func() bool {
 		_, answered, known, _ := cluster.Call(last).Customer().Batch(last.Timestamp())
-		return answered || !known // finished, and forgotten since nobody waits for it
+		return answered || !known // finished, and released since no call waits for it
 	})
 	if err := roundTrip(w, 2, 1000); err != nil {
 		t.Fatal(err)

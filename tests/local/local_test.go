@@ -36,7 +36,7 @@ func pair(t testing.TB, o testcluster.Options, attr *syscall.SysProcAttr) (*test
 	return c, p, nodetest.Worker(t, c.Workers[0])
 }
 
-// TestValues: every byte arrives, whatever the length.
+// TestValues: every byte arrives, at any length.
 func TestValues(t *testing.T) {
 	c, _, w := pair(t, testcluster.Options{}, nil)
 	if !testcluster.SharesMemory(c.Workers[0], serverID) {
@@ -205,7 +205,7 @@ func TestServerStops(t *testing.T) {
 		if err := p.Signal(syscall.SIGCONT); err != nil {
 			t.Fatal(err)
 		}
-		if err := roundTrip(w, round, 1<<20); err != nil { // what was sent before has come by then
+		if err := roundTrip(w, round, 1<<20); err != nil { // earlier messages have arrived by then
 			t.Fatal(err)
 		}
 		if !bytes.Equal(now, pull) {

@@ -14,9 +14,9 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 )
 
-// What children do.
+// Tasks of child processes.
 const (
-	echo   = "echo"   // a server that answers with what was pushed
+	echo   = "echo"   // a server that answers with the pushed tensors
 	floods = "floods" // a worker that makes large requests without end
 	marks  = "marks"  // a worker that pushes its process ID until it fails
 	slow   = "slow"   // a server that lets worker 0 wait; see serveSlowly

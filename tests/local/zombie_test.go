@@ -32,8 +32,8 @@ func pushMarks(c *nodetest.Child, w *af.Worker) {
 	}
 }
 
-// TestReplacedWhileStopped: a worker that stands still, is replaced, and wakes up is not
-// heard any more, and learns it soon.
+// TestReplacedWhileStopped: a worker is stopped, replaced, and continues. Its messages are
+// not accepted any more, and it learns so soon.
 func TestReplacedWhileStopped(t *testing.T) {
 	const interval, timeout = time.Second, 3 * time.Second
 	beats := func(c *exec.Cmd) { c.Env = append(c.Env, "PS_HEARTBEAT_INTERVAL=1", "PS_HEARTBEAT_TIMEOUT=3") }

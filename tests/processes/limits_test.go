@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// TestDescriptors: a peer costs as many descriptors as nodes are told that it does before
+// TestDescriptors: a peer costs as many descriptors as nodes count for it before
 // they start.
 func TestDescriptors(t *testing.T) {
 	for leg, each := range map[real.Leg]int{real.TCP: limits.FilesPerPeer + limits.FilesPerDataPeer, real.SHM: limits.FilesPerPeer + limits.FilesPerSharer} {
@@ -55,7 +55,7 @@ func TestLimitIsEnough(t *testing.T) {
 					}
 					need = max(need, own)
 				}
-				need += 2 // what is open before a node starts varies
+				need += 2 // the number of open descriptors before a node starts varies
 				c := start(t, real.Options{Workers: n, Servers: n, Leg: leg, Under: under(need)})
 				try(t, c.Works(20, soon))
 				for _, role := range []string{"scheduler", "server", "worker"} {
@@ -69,8 +69,8 @@ func TestLimitIsEnough(t *testing.T) {
 	}
 }
 
-// TestLimitTooLow: a node that may not have what it will need says so before it starts,
-// with the limit, what it is, what is needed, and how to raise it.
+// TestLimitTooLow: a node whose limit is too low reports that before it starts, with
+// the limit, its value, the needed value, and how to raise it.
 func TestLimitTooLow(t *testing.T) {
 	// With stacks of 1 GiB an address space of 11 GiB is enough for the threads of Go, but not for the threads of libzmq. The
 	// race detector needs more address space than any usable limit.

@@ -98,7 +98,7 @@ var settings = []struct {
 var patient = []plan.Load{{Nodes: "workers", Every: ms, Size: 3000, Limit: 60_000 * ms}}
 
 // TestWorkerStopped: others do not wait for a stopped worker. Their calls fail or succeed, and another process may replace
-// the worker. When the stopped process continues, nobody accepts its messages, and it gets a notice.
+// the worker. When the stopped process continues, no node accepts its messages, and it gets a notice.
 func TestWorkerStopped(t *testing.T) {
 	for _, s := range settings {
 		t.Run(s.name, func(t *testing.T) {

@@ -70,8 +70,8 @@ def test_refused_registration(cluster):
     c.finish()
 
 
-# The classes of errors about handlers: ValueError for unknown ones, no more than Error
-# for one that was answered.
+# The classes of errors about handlers: ValueError for an unknown handler, no more than Error
+# for an answered one.
 
 def handlers_worker(n):
     f = n.f

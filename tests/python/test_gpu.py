@@ -229,7 +229,7 @@ def test_graph(cluster):
 # SimpleNotify: the streams wait, the threads do not.
 
 # CUDA loads a kernel when it is first launched, and may wait for all streams then, also
-# for one that waits for what comes later: kernels are used once before.
+# for a stream that waits for later work: kernels are used once before.
 
 def notify_worker(n):
     f = n.f

@@ -78,7 +78,7 @@ def ping(n):
         w.check()
         assert int(wrong) == 0, (size, int(wrong))
         c.barrier()
-    # Two streams keep the order of the calls, and flush() that of what reads the source.
+    # Two streams keep the order of the calls, and flush() that of reads of the source.
     x = torch.zeros(1 << 20, dtype=torch.uint8, device=dev)
     for s in streams:
         with torch.cuda.stream(s):

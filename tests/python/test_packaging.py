@@ -110,7 +110,7 @@ def test_pip_install_offline(tmp_path):
     assert done.stdout == "True %s\n" % (ROOT / "bin" / "python" / "fserver_lib.abi3.so"), done.stderr
 
 
-# What an editor sees
+# The stub, for editors
 
 def stub():
     return ast.parse((ROOT / "fserver" / "stubs" / "__init__.pyi").read_text())

@@ -279,7 +279,7 @@ def gil_server(n):
 
 
 # Values of 16 bytes are copied into messages, those of 1 MiB are not. Nodes that use PyTorch
-# are copies of one process unless they are told not to be.
+# are copies of one process by default.
 @pytest.mark.parametrize("size,copies", [(SIZE[0], None), (1 << 20, False)], ids=["copied", "not copied"])
 def test_other_threads_run(cluster, size, copies):
     c = cluster(copies=copies)

@@ -11,8 +11,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestStarved: a process whose Go code does not run for longer than the heartbeat limit is not declared dead by any node, whatever its role: a thread answers for it. If
-// it is stopped while it is so busy, it is declared dead as fast as any other process.
+// TestStarved: a process of any role whose Go code does not run for longer than the heartbeat limit is not declared dead by any node: a thread answers for it.
+// If it is stopped while it is so busy, it is declared dead as fast as any other process.
 func TestStarved(t *testing.T) {
 	const (
 		busy = 5 * time.Second // the limit is 3 s

@@ -22,7 +22,7 @@ const (
 	nodeSize            = 552
 )
 
-// message is one recorded message and what it is made of.
+// message is one recorded message and its parts.
 type message struct {
 	*vansession.Event
 	meta   van.Meta
@@ -74,9 +74,9 @@ var dontCare = []struct {
 }
 
 // late tells whether our node may send m later than the original did, though not
-// behind what follows on the same connection. A server acknowledges each push of a
-// batch at once; ours lets the acknowledgements leave together with the first
-// message that somebody waits for, that of the batch's end.
+// after the next message on the same connection. The original's server acknowledges each push
+// of a batch at once; ours sends the acknowledgements together with the first
+// message that the worker waits for, that of the batch's end.
 func late(m *van.Meta) bool {
 	return !m.IsControl() && !m.Request && m.Push && (m.Head == van.BatchStart || m.Head == van.BatchMiddle)
 }

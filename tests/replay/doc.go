@@ -4,14 +4,14 @@
 // For each session and each of its nodes, our node plays that one, with the
 // environment of the session, and a scripted peer plays all others from the
 // recording: it binds their ports, opens their sockets with the recorded
-// identities, and sends what they sent, byte for byte, at the moment at which the
-// recorded node received it. What our node sends must be the recorded frames, on
+// routing ids, and sends the same messages, byte for byte, at the moment at which the
+// recorded node received them. Our node must send the recorded frames, on
 // the recorded kind of socket, in the recorded order on each connection.
 //
 // The script changes only what cannot be the same in another run: ports in node
 // records, and the address that an answer repeats from our request. Payloads that
-// the recording cut are completed from their beginning. What our node may send
-// differently is in compare_test.go, with reasons: the tables dontCare and repairs
+// the recording cut are completed from their beginning. The permitted differences of our
+// node are in compare_test.go, with reasons: the tables dontCare and repairs
 // for content, late for time. Messages of a node to itself stay inside ours, so that they are not
 // compared; where the recorded scheduler asked itself for a barrier ours must do
 // so at the same place, because it takes a number of its control counter.
@@ -21,7 +21,7 @@
 // other node is a cppNode, the original's RDMA transport by hand; it sends the recorded
 // messages, and makes its own rendezvous. Then every work request that our node has
 // posted is compared with the recorded one's, connection by connection: kinds,
-// operations, lengths, order, lists, queue pairs, bytes. What may differ is in
+// operations, lengths, order, lists, queue pairs, bytes. The permitted differences are in
 // rdma_compare_test.go: the tables rdmaMasks and rdmaIntended.
 //
 // Heartbeats run ten times as fast. Where they mix with other control messages

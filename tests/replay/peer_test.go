@@ -26,7 +26,7 @@ type peers struct {
 	dealers map[int]*dealer      // to our node
 	owner   map[*zmq4.Socket]stream
 
-	queues map[stream][]arrival // what our node sent, in order
+	queues map[stream][]arrival // messages of our node, in order
 	acks   map[stream][]arrival
 	beats  map[stream][]arrival
 	stamps []int // timestamps of control messages other than ACK, in the order of arrival
@@ -37,14 +37,14 @@ type dealer struct {
 	identity string
 }
 
-// stream is one direction of one connection: what our node sends to a peer with
+// stream is one direction of one connection: the messages of our node to a peer through
 // one of its kinds of socket.
 type stream struct {
 	peer   int
 	routed bool // with its ROUTER, so that it arrives at the peer's DEALER
 }
 
-// arrival is a message as a socket gave it: who sent it, the meta, data.
+// arrival is a message as a socket gave it: sender, meta, data.
 type arrival struct {
 	identity string
 	frames   [][]byte

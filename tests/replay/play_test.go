@@ -154,7 +154,7 @@ func (r *run) learnPort(m *message, a arrival) {
 }
 
 // checkIdentity compares the name that came with a message: the routing id of the
-// DEALER, or what a server writes before its answers.
+// DEALER, or the name that a server writes before its answers.
 func checkIdentity(m *message, a arrival) error {
 	want := m.Via.Identity
 	if self := m.Frame("self"); self != nil {

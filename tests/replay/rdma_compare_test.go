@@ -106,7 +106,7 @@ func newPost(l *rdmaLine) *post {
 
 var opNames = map[verbs.Opcode]string{verbs.OpSendImm: "SEND_WITH_IMM", verbs.OpWrite: "RDMA_WRITE", verbs.OpWriteImm: "RDMA_WRITE_WITH_IMM"}
 
-// ours makes a post of what our node has done.
+// oursPost makes a post of a work request of our node.
 func oursPost(r *fakeverbs.Record) *post {
 	p := &post{seq: r.Seq, op: opNames[r.WR.Op], imm: r.WR.Imm, len: int(r.WR.Len), data: r.Data, chain: r.Chain, in: r.WR.Flags&verbs.Inline != 0}
 	switch {
@@ -296,13 +296,13 @@ func (f *flow) add(p *post, q int) {
 		f.starts = append(f.starts, p)
 	case p.kind == kindReply && q == 0 && !f.active:
 		f.replies = append(f.replies, p)
-	default: // what does not belong here is a difference
+	default: // any other post is a difference
 		f.writes[q] = append(f.writes[q], p)
 	}
 }
 
-// recordedFlows sorts what the recorded node did by connection. Its messages are those
-// of the run, which may have been mended.
+// recordedFlows sorts the posts of the recorded node by connection. Its messages are those
+// of the run, which may have been repaired.
 func (r *rdmaRun) recordedFlows() (all []*flow) {
 	byQP := map[uint32]*flow{}
 	for _, l := range r.session.lines {

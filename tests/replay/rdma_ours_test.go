@@ -28,7 +28,7 @@ const (
 	workerID = 9
 )
 
-// ourNode is a van of ours and what it has received.
+// ourNode is a van of ours and its received messages.
 type ourNode struct {
 	van.Van
 	t     *testing.T
@@ -113,7 +113,7 @@ func (n *ourNode) next() *received {
 	}
 }
 
-// watched waits until the watcher of peers is told this.
+// watched waits until the watcher of peers is called with want.
 func (n *ourNode) watched(want bool) {
 	n.t.Helper()
 	select {

@@ -32,7 +32,7 @@ type cppNode struct {
 	channel verbs.Channel
 	listen  verbs.ID
 	wg      sync.WaitGroup
-	msgs    chan *cppMessage // what has come
+	msgs    chan *cppMessage // received messages
 	gone    chan *cppEnd     // connections that have ended
 	answers chan struct{}    // a token for settled: an answer to a question has come
 
@@ -366,8 +366,8 @@ func (n *cppNode) initQP(e *cppEnd, id verbs.ID, q int) {
 }
 
 // request takes a connect request. The original accepts it at once, which takes it
-// milliseconds, so that the other requests of a peer that sends them together have come
-// when it is told that the first one stands. Here that order is certain.
+// milliseconds, so that the other requests of a peer that sends them together have arrived
+// when the original gets the event that the first connection is up. Here that order is certain.
 func (n *cppNode) request(ev verbs.Event) {
 	if len(ev.Private) < 24 {
 		n.abort("private data of %d bytes", len(ev.Private))
@@ -437,8 +437,8 @@ func (n *cppNode) next() *cppMessage {
 	}
 }
 
-// nothing checks that no message has come. Call it when one that has been sent later on
-// the same connection has.
+// nothing checks that no message has arrived. Call it when a later message of
+// the same connection has arrived.
 func (n *cppNode) nothing() {
 	n.t.Helper()
 	select {

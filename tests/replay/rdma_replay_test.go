@@ -132,7 +132,7 @@ func newRDMARun(t *testing.T, s *rdmaSession, self vansession.Node, inline int) 
 
 var roles = map[string]van.Role{"scheduler": van.Scheduler, "server": van.Server, "worker": van.Worker}
 
-// checkNet looks for what was done wrong or left behind.
+// checkNet reports errors and leaks of net.
 func checkNet(t testing.TB, net *fakeverbs.Net) {
 	for _, err := range net.Errors() {
 		t.Error(err)
@@ -188,8 +188,8 @@ func (h *hosted) Bind(ctx context.Context, self van.Node) (int, error) {
 
 func (h *hosted) ChooseHost() (host, why string, err error) { return h.host, "the session's", nil }
 
-// mend makes the session of a crash one that could have gone on. There the push with
-// timestamp 10 came last, so that the server lost its batch. Our worker sends it in its
+// mend turns the session of a crash into one that could have gone on. In the recording the push
+// with timestamp 10 came last, so that the server lost its batch. Our worker sends it in its
 // place; our server waits for it. Its acknowledgement was not recorded.
 func (r *rdmaRun) mend() {
 	r.intended("order")
@@ -282,7 +282,7 @@ func (r *rdmaRun) expectRDMA(m *rdmaMessage) {
 	r.pending = r.pending[:0]
 }
 
-// comes waits for a message of our node, which may have left by the time it is looked at.
+// comes waits for a message of our node, which may have left before its message is read.
 func (r *rdmaRun) comes(m *rdmaMessage) *cppMessage {
 	left := r.left
 	for {

@@ -89,7 +89,7 @@ func TestCPPConnectAgain(t *testing.T) {
 	ours.passed(p, 2)
 }
 
-// TestCPPGrown: what the peer has no room for is refused, with the sizes, before the peer
+// TestCPPGrown: a message larger than the peer's buffer is refused, with the sizes, before the peer
 // ends its process over it.
 func TestCPPGrown(t *testing.T) {
 	net := rulesNet(t)
@@ -137,8 +137,8 @@ func TestCPPGrown(t *testing.T) {
 	push(9, 60)
 }
 
-// TestCPPEarly: what is sent before there is a connection meets the same rules then. The
-// requests that cannot be sent fail as those of a lost peer do.
+// TestCPPEarly: messages queued before there is a connection are subject to the same rules then.
+// Requests that cannot be sent fail as those of a lost peer do.
 func TestCPPEarly(t *testing.T) {
 	for _, tc := range []struct {
 		name string
@@ -347,7 +347,7 @@ func TestCPPWorkerReuses(t *testing.T) {
 			if p.starts != 3 {
 				t.Errorf("our node has asked for %d places, want 3", p.starts)
 			}
-			// What the cache of regions keeps of answers that have left does not count.
+			// Sent answers that the cache of regions keeps do not count.
 			if now := ours.stack.Registered(); now > held+400*40000 {
 				t.Errorf("%d bytes are registered, there were %d after 10 rounds", now, held)
 			}
@@ -391,8 +391,8 @@ func TestCPPControl(t *testing.T) {
 	}
 }
 
-// TestCPPQueuePairs: the queue pairs of a node of the original's come in any order, and
-// what is written through them, too.
+// TestCPPQueuePairs: the queue pairs of a node of the original's connect in any order, and
+// their writes arrive in any order.
 func TestCPPQueuePairs(t *testing.T) {
 	for _, swapped := range []bool{false, true} {
 		t.Run(fmt.Sprintf("swapped %t", swapped), func(t *testing.T) {
@@ -401,7 +401,7 @@ func TestCPPQueuePairs(t *testing.T) {
 			p := ours.with(net, van.Worker, workerID, func(p *cppNode) { p.swapped, p.split = swapped, true })
 			value := make([]byte, 10001)
 			m := dataMeta(true, 0, 7, len(value))
-			x, into := dataMeta(false, 100, 8, 64), make([]byte, 64) // what comes behind it
+			x, into := dataMeta(false, 100, 8, 64), make([]byte, 64) // the message after it
 			pull := func() { p.send(serverID, packedMeta(t, &x), into, le.AppendUint64(nil, 8), into) }
 			pulled := func(r *received, round byte) {
 				if r.Timestamp != 100 {

@@ -31,7 +31,7 @@ type rdmaLine struct {
 	Send, Recv, Inline int // create_qp: depths and bytes asked for
 	Retry, RNR         int
 
-	// Post: what kind of work request it is.
+	// Post: the kind of work request.
 	Post     string
 	From, To int
 	QP       uint32

@@ -74,7 +74,7 @@ func newRun(t *testing.T, s *vansession.Session, self vansession.Node) *run {
 	o := r.options(r.ports[root.Port])
 	go func() { r.left <- r.live(ctx, o) }()
 	t.Cleanup(func() {
-		cancel() // so that our node ends, whatever the test has come to
+		cancel() // so that our node ends, also if the test has failed
 		select {
 		case <-r.left:
 		case <-time.After(patience):
@@ -127,7 +127,7 @@ func (v *counted) Start(recv van.Receiver) {
 	})
 }
 
-// signal is a context that says when somebody begins to wait for it.
+// signal is a context that signals when a goroutine begins to wait for it.
 type signal struct {
 	context.Context
 	once    sync.Once

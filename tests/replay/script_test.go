@@ -50,7 +50,7 @@ var (
 	big   = shapes{first: []int64{64, 1024}, pull: []int64{64, 1024}}
 )
 
-// pushed is push tensor i of a worker, preset to what the recording has.
+// pushed is push tensor i of a worker, preset to the recorded values.
 func (s *shapes) pushed(i int) (af.Tensor, error) {
 	if i == 0 {
 		return filled(1, s.first)

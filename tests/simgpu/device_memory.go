@@ -1,6 +1,6 @@
 package simgpu
 
-// What a Device is and how it is set, and its memory.
+// Device: its type, its settings and its memory.
 
 import (
 	"errors"
@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// state is what all parts of a Device look at.
+// state is the common state of all parts of a Device.
 type state struct {
 	dev backend.Device
 

@@ -108,14 +108,14 @@ func (x *sharing) closeImport() error {
 }
 
 // segments are the allocations that Map and Remap have made: files, mapped one after the
-// other. What is imported is mapped once more, as another process would.
+// other. An imported segment is mapped once more, as another process would.
 type segments struct {
 	st    *state
 	whole *sharing // of memory that is not mapped
 
 	mu       sync.Mutex
 	last     uint64
-	mapped   map[uintptr]*segment // what lies at an address now
+	mapped   map[uintptr]*segment // by address: its segment now
 	imported map[uintptr]int
 	refusing error
 }
@@ -290,7 +290,7 @@ func (s *segments) unmap(m backend.Mem) bool {
 	return ok
 }
 
-// SegmentImports are the lengths of what ImportSegment has mapped.
+// SegmentImports are the lengths of the segments that ImportSegment has mapped.
 func (s *segments) SegmentImports() []int {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -64,7 +64,7 @@ type Graph struct {
 	work []func()
 }
 
-// Capture begins a graph: until its End, what is put into stream s goes there.
+// Capture begins a graph: until its End, work put into stream s goes there.
 func (q *streams) Capture(s uintptr) *Graph {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -125,7 +125,7 @@ func (q *streams) Queue(s uintptr, f func()) {
 	x.work <- f
 }
 
-// Queued is how much of what was put into stream s is not done.
+// Queued is how many pieces of work in stream s are not done.
 func (q *streams) Queued(s uintptr) int {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -198,7 +198,7 @@ func (q *streams) NewStream() (uintptr, error) {
 	q.mu.Lock()
 	q.last++
 	q.own++
-	s := q.last + 1<<20 // far from those that tests choose
+	s := q.last + 1<<20 // far from the streams of tests
 	q.mu.Unlock()
 	q.Queue(s, func() {})
 	return s, nil
@@ -314,7 +314,7 @@ func (e *event) Query() (bool, error) {
 }
 
 func (e *event) Sync(ctx context.Context) error {
-	if done, err := e.Query(); done || err != nil { // whatever ctx says, as a device does
+	if done, err := e.Query(); done || err != nil { // even if ctx is done, as a device does
 		return cmp.Or(err, e.q.st.fails())
 	}
 	select {

@@ -34,7 +34,7 @@ func (g *generator) plan(seed uint64) {
 	if g.r.IntN(5) == 0 {
 		g.p.Transport.Resend = true
 	}
-	switch seed % 8 { // what the other seeds mean stays
+	switch seed % 8 { // the meaning of the other seeds stays
 	case 3:
 		c.API = "kv"
 	case 5:

@@ -1,6 +1,6 @@
 package testcluster
 
-// What is left when all clusters of a test have ended.
+// Goroutines left when all clusters of a test have ended.
 
 import (
 	"strings"
@@ -55,7 +55,7 @@ func over(t testing.TB) {
 	}
 }
 
-// goroutines are the stacks of the library's, by what they run. Tests' own, and those of pretended devices, do not count.
+// goroutines are the stacks of the library's goroutines, by their function. Those of tests, and of pretended devices, do not count.
 func goroutines() map[string][]string {
 	const library = "github.com/stepaf/stepaf-go/"
 	found := map[string][]string{}

@@ -52,7 +52,7 @@ type Options struct {
 // Zero is for Options.Rand.
 func Zero() uint64 { return 0 }
 
-// Cluster is the running nodes, by instance rank. Those that run elsewhere are
+// Cluster is the running nodes, by instance rank. Nodes that run elsewhere are
 // nil.
 type Cluster struct {
 	Scheduler        *postoffice.Node
@@ -64,7 +64,7 @@ type Cluster struct {
 	more []*postoffice.Node
 }
 
-// patience is how long all nodes together may take to start, or to leave. It is there for what hangs: 129 nodes
+// patience is how long all nodes together may take to start, or to leave. It ends hangs only: 129 nodes
 // have taken more than 20 s on two processors that had ten times as much to do.
 const patience = time.Minute
 

@@ -1,4 +1,4 @@
-// Package pipes is a transport that somebody else has written: it is in a module of its
+// Package pipes stands for a third-party transport: it is in a module of its
 // own, so it can use nothing of StepAF but the exported packages van, van/env and
 // van/backend. It carries messages through pipes of the operating system, one for each
 // connection, between nodes of one process.
@@ -81,7 +81,7 @@ func (h *Hub) leave(n *node) {
 	}
 }
 
-// find returns who listens at addr, or a channel that closes when somebody new listens.
+// find returns the node that listens at addr, or a channel that closes when another node listens.
 func (h *Hub) find(addr string) (*node, <-chan struct{}) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -179,7 +179,7 @@ func (n *node) Connect(ctx context.Context, id int, peer van.Node) error {
 	return nil
 }
 
-// partLocked closes the connection to id, if there is one; what was sent still leaves.
+// partLocked closes the connection to id, if there is one. Sent messages still leave.
 func (n *node) partLocked(id int) {
 	if c := n.conns[id]; c != nil {
 		delete(n.conns, id)
@@ -275,7 +275,7 @@ func (n *node) Close(ctx context.Context) error {
 			lost = append(lost, n.fail("close", int(c.id.Load()), fmt.Errorf("%d messages lost: %w", len(c.queue), ctx.Err())))
 		}
 	}
-	close(n.closing) // ends what still writes, and who waits for Start
+	close(n.closing) // ends writers, and callers that wait for Start
 	for _, c := range leaving {
 		<-c.written
 	}
@@ -378,7 +378,7 @@ type conn struct {
 	written chan struct{} // closed when the goroutine that writes has ended
 }
 
-// write waits for somebody who listens, and writes what is queued.
+// write waits until the peer listens, and writes the queued messages.
 func (c *conn) write() {
 	defer func() {
 		c.from.mu.Lock()

@@ -5,7 +5,7 @@ package vansession
 import "fmt"
 
 // Sent returns, for each event of type Recv, the index in s.Events of the Send
-// that it received: what one socket of a node sends to another node arrives in
+// that it received: messages from one socket of a node to another node arrive in
 // order. A Send that is no value of the map never arrived.
 func (s *Session) Sent() (map[int]int, error) {
 	type channel struct {
@@ -25,7 +25,7 @@ func (s *Session) Sent() (map[int]int, error) {
 			c.routed = e.Via.Socket == "ROUTER"
 			onWay[c] = append(onWay[c], i)
 		case Recv:
-			// What a ROUTER sends arrives at the DEALER that connected to it.
+			// Messages of a ROUTER arrive at the DEALER that connected to it.
 			c.routed = e.Via.Socket == "DEALER"
 			q := onWay[c]
 			if len(q) == 0 {
@@ -37,7 +37,7 @@ func (s *Session) Sent() (map[int]int, error) {
 	return sent, nil
 }
 
-// Full returns the frame as it was sent. What was cut off a truncated frame is its
+// Full returns the frame as it was sent. The missing end of a truncated frame is its
 // beginning repeated: the recorded tensors of that size have one value throughout.
 func (f *Frame) Full() []byte {
 	b := append(make([]byte, 0, f.Len), f.Bytes...)

@@ -1,5 +1,5 @@
-// Package vansession reads recorded sessions of the C++ reference: what each
-// node of a small cluster handed to its ZeroMQ sockets, and what arrived. Tests
+// Package vansession reads recorded sessions of the C++ reference: the messages that each
+// node of a small cluster sent and received through its ZeroMQ sockets. Tests
 // replay them. It is not part of the library.
 package vansession
 
@@ -41,7 +41,7 @@ type Event struct {
 	Seq   int
 	Type  string  // Send, Recv or Socket
 	Time  float64 // microseconds since the first event
-	Phase string  // what the first worker was doing
+	Phase string  // the first worker's activity
 
 	// From and To are node ids; 0 where the receiver could not know. An event of
 	// type Socket has its node in From.
@@ -53,8 +53,8 @@ type Event struct {
 	// Frames of a Send hold the bytes; those of a Recv only names and lengths.
 	Frames []Frame
 
-	// What happened to a Socket: "socket", "setsockopt", "bind", "connect",
-	// "close", and with which option and value or address.
+	// The event of a Socket ("socket", "setsockopt", "bind", "connect",
+	// "close"), with its option and value, or its address.
 	What, Option, Value, Addr string
 }
 
@@ -62,7 +62,7 @@ type Event struct {
 type Via struct {
 	Socket   string // "ROUTER" or "DEALER"
 	Number   int    // of the socket in its process
-	Endpoint string // what a DEALER is connected to
+	Endpoint string // the peer address of a DEALER
 	Identity string // of a DEALER; "" when it has none
 }
 

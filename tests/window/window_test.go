@@ -62,9 +62,9 @@ func open(ctx context.Context, n *postoffice.Node) (*collective.Comm, *window.Wi
 	return c, w, err
 }
 
-// TestKilled kills a rank while it puts, at several moments: what was signalled is whole, who waits learns the
-// name of the lost rank, nothing is written once the window is closed, and a new window works with the process that
-// takes the place.
+// TestKilled kills a rank while it puts, at several moments: signalled puts are whole, waiting calls fail with the
+// name of the lost rank, nothing is written once the window is closed, and a new window works with the replacement
+// process.
 func TestKilled(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		var p *nodetest.Process

@@ -1,6 +1,6 @@
 // Command stepmesh_echo_test measures how long it takes to push BENCHMARK_SIZE
 // bfloat16 numbers under key 0 and to pull them back under key 1. DMLC_ROLE says
-// which part the process plays. What comes back is compared with what was sent.
+// which part the process plays. The pulled numbers are compared with the pushed ones.
 package main
 
 import (

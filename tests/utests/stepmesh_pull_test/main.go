@@ -1,6 +1,6 @@
 // Command stepmesh_pull_test measures how long it takes to pull BENCHMARK_SIZE
 // bfloat16 numbers. DMLC_ROLE says which part the process plays. The worker
-// compares what comes with what each server must have sent.
+// compares the pulled numbers with the expected numbers of each server.
 package main
 
 import (

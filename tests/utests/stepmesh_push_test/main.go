@@ -1,6 +1,6 @@
 // Command stepmesh_push_test measures how long it takes to push BENCHMARK_SIZE
 // bfloat16 numbers. DMLC_ROLE says which part the process plays. The server
-// compares what comes with what its sender must have sent.
+// compares the pushed numbers with the expected numbers of their sender.
 package main
 
 import (
