@@ -22,6 +22,6 @@
 //
 // # Errors
 //
-// Errors wrap one of the sentinels of this package, which errors.Is finds, and are of type *Error, which says who failed at
-// what, with whom, after how long, and what to do about it.
+// Errors wrap one of the sentinels of this package, which errors.Is finds, and are of type *Error, which names the failed
+// node, its operation, the peer, the elapsed time, and a remedy.
 package postoffice

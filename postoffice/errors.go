@@ -7,7 +7,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Error says who failed at what, with whom, after how long, and what to do about it. It wraps one of the sentinels below.
+// Error names the failed node, its operation, the peer, the elapsed time, and a remedy. It wraps one of the
+// sentinels below.
 type Error = van.Error
 
 // Errors of all packages of this library, for errors.Is.

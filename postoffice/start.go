@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Config is the configuration of a node; see docs/env.md for what each field means.
+// Config is the configuration of a node; docs/env.md describes its fields.
 type Config = env.Config
 
 // DefaultConfig returns a configuration with every setting at its default.

@@ -1,6 +1,6 @@
 package postoffice
 
-// What a node counts.
+// The counters of a node.
 
 // Stats are counters of a node since it was made: the messages that it drops, refuses and holds back. A message that is
 // counted as dropped or refused is in one of them only. Bytes are those that count against budgets: of values and bodies,

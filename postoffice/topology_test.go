@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 )
 
-// TestTopology: who talks to whom where groups have several instances: each to those of its own
+// TestTopology: if groups have several instances, each instance exchanges messages with the instances of its own
 // index. Workers have the odd ids from 9 on, servers the even ones from 8 on.
 func TestTopology(t *testing.T) {
 	for _, c := range []struct {

@@ -94,7 +94,7 @@ func awaitSlice(c <-chan struct{}, slice time.Duration) error {
 // errInterrupted is the result of an operation that its caller has interrupted.
 var errInterrupted = errors.New("interrupted by the caller")
 
-// Drop tells the task that nobody will wait for it. The task continues.
+// Drop notes that the caller will not wait for the task. The task continues.
 func (t *Task) Drop() {}
 
 // discard cancels t. If t succeeds all the same, closing closes what t has created.
@@ -149,7 +149,7 @@ func (p *Pending) Wait(slice time.Duration) error {
 	return p.err
 }
 
-// Drop tells the call that nobody will wait for it. The call continues until its limit.
+// Drop notes that the caller will not wait for the call. The call continues until its limit.
 func (p *Pending) Drop() {
 	<-p.turn
 	if p.ended {
@@ -232,7 +232,7 @@ func (c *Comm) failed() bool {
 	return err != nil && err != ErrPending
 }
 
-// Drop closes, in the background, a communicator that nobody uses any more. Its creation may still be under way.
+// Drop closes, in the background, a communicator without users. Its creation may still be under way.
 func (c *Comm) Drop() {
 	c.made.Cancel()
 	closed := make(chan struct{})

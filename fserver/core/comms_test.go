@@ -230,7 +230,7 @@ func TestPending(t *testing.T) {
 	p.Drop()
 
 	p = call(0)
-	p.Drop() // nobody waits, and the call continues
+	p.Drop() // the call continues without a Wait
 	if err := pending(call(1)); err != nil {
 		t.Error(err)
 	}
@@ -487,8 +487,8 @@ func overSoon(t *testing.T, x *StreamExchange) {
 	vantest.Eventually(t, 20*time.Second, "the exchange is over", func() bool { return x.Check() != nil })
 }
 
-// TestStreamExchange: a prepared GPU exchange, one that is dropped while it waits for its peers, one that is dropped
-// later, and one whose creation fails. Tensors are retained as long as the exchange uses them.
+// TestStreamExchange: a prepared GPU exchange, an exchange that is dropped while it waits for its peers, an
+// exchange that is dropped later, and a failed creation. Tensors are retained as long as the exchange uses them.
 func TestStreamExchange(t *testing.T) {
 	devices := map[string]*simgpu.Device{"worker": simgpu.New(0), "server": simgpu.New(1)}
 	t.Cleanup(func() {

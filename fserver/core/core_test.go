@@ -259,7 +259,7 @@ func TestWaitAgain(t *testing.T) {
 func TestWaitOneLimit(t *testing.T) {
 	worker, _ := sessions(t)
 	x := tensor(t, make([]byte, 4))
-	h, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: x}}, []af.KeyTensor{{Key: 2, Val: x}}) // nobody answers it
+	h, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: x}}, []af.KeyTensor{{Key: 2, Val: x}}) // without an answer
 	if err != nil {
 		t.Fatal(err)
 	}

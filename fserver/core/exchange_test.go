@@ -254,7 +254,7 @@ func TestExchangeInGraph(t *testing.T) {
 		func() error { _, err := x.Start(4, true, AllRows); return err },
 	} {
 		g.Replay(4)
-		settle() // nobody answers
+		settle() // without an answer
 		vantest.Fails(t, tell(), van.ErrTimeout, "round", "server 0")
 	}
 	x.Close()

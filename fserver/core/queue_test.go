@@ -159,7 +159,7 @@ func awaitBatches(t *testing.T, q *queue, n int) {
 	})
 }
 
-// TestCloseWithBatches: a node that leaves the cluster releases the batches that nobody has taken.
+// TestCloseWithBatches: a node that leaves the cluster releases the batches that have not been taken.
 func TestCloseWithBatches(t *testing.T) {
 	worker, server := sessions(t)
 	q := server.queue

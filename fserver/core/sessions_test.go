@@ -200,7 +200,7 @@ func TestSessionServes(t *testing.T) {
 		t.Errorf("no task: %v", err)
 	}
 	last := do(control, SessionCall{Op: SessionRun, Name: "f"})
-	task(SessionTaskRun) // nobody answers it
+	task(SessionTaskRun) // without an answer
 	do(rank, SessionCall{Op: SessionLeave, Name: "has to go"})
 	refused(control, SessionCall{Op: SessionWait, Handle: last.Handle}, "has to go")
 	refused(rank, SessionCall{Op: SessionNext}, "does not serve")

@@ -2,7 +2,7 @@
 
 package main
 
-// The tensors of a call: what Python passes, and the references to it that Go holds.
+// The tensors of a call: the arguments from Python, and the references to them that Go holds.
 
 /*
 #include "abi.h"

@@ -260,8 +260,8 @@ func TestSlices(t *testing.T) {
 	}
 }
 
-// TestBegin: a request whose messages are still being sent does not finish, whatever arrives; Begin fails on one that
-// has ended.
+// TestBegin: a request whose messages are still being sent does not finish, even if all answers arrive. Begin
+// fails on a request that has ended.
 func TestBegin(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	for _, fail := range []bool{false, true} {

@@ -156,8 +156,8 @@ func TestProcessesAroundAnOriginal(t *testing.T) {
 	}
 }
 
-// TestCancellationsOfTwoCustomers: with PS_RESEND a server receives the cancellations of every application, whatever the
-// timestamps of the others were.
+// TestCancellationsOfTwoCustomers: with PS_RESEND a server receives the cancellations of every application,
+// independent of the timestamps of the others.
 func TestCancellationsOfTwoCustomers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.Resend = true }})
 	heard := make(chan cluster.Canceled, 1)

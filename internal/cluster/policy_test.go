@@ -277,8 +277,8 @@ func askProof(t *testing.T, o testcluster.Options) {
 	}
 }
 
-// TestWarnedOf: with STEPAF_AUTH=warn, nodes that have the secret are not taken for nodes without; one that lacks it
-// is.
+// TestWarnedOf: with STEPAF_AUTH=warn, nodes that have the secret are not taken for nodes without; a node that
+// lacks it is.
 func TestWarnedOf(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		o.Workers, o.Servers = 2, 2

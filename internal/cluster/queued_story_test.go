@@ -99,8 +99,8 @@ func TestOrderAfterQueuedRequests(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// TestQueuedRequestsReleaseTheirBudget: the budget of queued requests applies to those that are queued now, not to all
-// that ever were.
+// TestQueuedRequestsReleaseTheirBudget: the budget of queued requests applies to the requests that are queued now,
+// not to all requests that were ever queued.
 func TestQueuedRequestsReleaseTheirBudget(t *testing.T) {
 	const budget, size = 1 << 20, 700 << 10
 	hook := &hooks.Van{}
@@ -511,9 +511,9 @@ func TestRefused(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// TestLongQueuedRequest: the first request for an application that does not exist yet is queued and delivered, also if
-// it is longer than STEPAF_RECV_BUDGET_PEER. One that is not queued fails at once, and its error has its length and
-// the reason.
+// TestLongQueuedRequest: the first request for an application that does not exist yet is queued and delivered,
+// also if it is longer than STEPAF_RECV_BUDGET_PEER. A request that is not queued fails at once, and its error has
+// its length and the reason.
 func TestLongQueuedRequest(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		const budget = 1 << 20

@@ -131,8 +131,8 @@ func TestBacklogIsCounted(t *testing.T) {
 	close(release)
 }
 
-// TestBudgetAfterABacklog: a receiver that waits since too many messages follow a busy handler continues when messages
-// of its sender have been taken, and not before; it is counted as one that waits once.
+// TestBudgetAfterABacklog: a receiver that waits since too many messages follow a busy handler continues when
+// messages of its sender have been taken, and not before; it is counted as one waiting receiver.
 func TestBudgetAfterABacklog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var s backlogs

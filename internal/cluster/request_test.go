@@ -25,8 +25,8 @@ func (r *taker) Answer(i, from int, _ *van.Message) error {
 }
 
 // TestRequestModel sends answers, losses and invalid messages to requests of many sizes, and compares them with a
-// table of owed answers: which answer is taken and as which, when the request ends and with which error, and what is
-// in flight before and after.
+// table of owed answers: the accepted answers and their kinds, the end of the request and its error, and the
+// requests in flight before and after.
 func TestRequestModel(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	rng := rand.New(rand.NewPCG(10, 4))

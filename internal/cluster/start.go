@@ -30,8 +30,7 @@ import (
 // reason.
 var ErrRefused = membership.ErrRefused
 
-// Config is the configuration of a node; see docs/env.md for what each field
-// means. Start from DefaultConfig or LoadConfig.
+// Config is the configuration of a node; docs/env.md describes its fields. Start from DefaultConfig or LoadConfig.
 type Config = env.Config
 
 // DefaultConfig returns a configuration with every setting at its default.

@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Layer is a communicator with what packages that build on one need.
+// Layer is a communicator with the further methods that packages on top of it need.
 type Layer interface {
 	// App is the node.
 	App() cluster.App

@@ -8,7 +8,7 @@ import (
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
-// TestQueue: elements come out in the order of Put, whatever the length of the queue, and a queue that never becomes
+// TestQueue: elements come out in the order of Put, for any length of the queue, and a queue that never becomes
 // empty does not grow.
 func TestQueue(t *testing.T) {
 	for _, most := range []int{1, 2, 7, 4 * keep} {

@@ -1,4 +1,4 @@
-// Package limits compares, before a node starts, what the node will need of the system and of libzmq with the limits of
+// Package limits compares, before a node starts, the node's needs of the system and of libzmq with the limits of
 // its process. A limit that is reached later breaks a running cluster, with an error that does not name the limit.
 package limits
 

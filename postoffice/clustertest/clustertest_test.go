@@ -140,7 +140,7 @@ func ExampleCluster_Kill() {
 	}
 	failed := make(chan error)
 	go func() {
-		_, err := doubled(ctx, worker) // nobody has made an af.Server yet: the call waits
+		_, err := doubled(ctx, worker) // there is no af.Server yet: the call waits
 		failed <- err
 	}()
 	if err := c.Kill(ctx, c.Server(0)); err != nil {

@@ -293,7 +293,7 @@ func TestRecordsAfterAPendingTable(t *testing.T) {
 	}
 }
 
-// TestPendingRecordsAreFew: strangers' records do not fill the memory of a node that postpones its decision.
+// TestPendingRecordsAreFew: records of unknown peers do not fill the memory of a node that postpones its decision.
 func TestPendingRecordsAreFew(t *testing.T) {
 	m := started(t, attackConfig(van.Worker, 0, 4009))
 	var err error

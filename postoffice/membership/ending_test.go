@@ -200,7 +200,7 @@ func (e *ending) back(p, q *program) {
 	}
 }
 
-// replace starts a replacement process of one that was killed.
+// replace starts a replacement process of a killed one.
 func (e *ending) replace() {
 	if e.absent == "" {
 		return

@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/golden"
 )
 
-// TestParsersGolden: how notices, policies and answers are parsed, whatever their content, and how they are written.
+// TestParsersGolden: the parsing of arbitrary notices, policies and answers, and their written form.
 func TestParsersGolden(t *testing.T) {
 	words := []string{"", "0", "1", "7", "8", "9", "07", "+8", "-1", "32766", "32767", "2147483647", "2147483648", "4294967295", "4294967296", "99999999999999999999",
 		"999", "1000", "1000000000000", "1000000000001", "63", "64", "ring", "rank", "instance", "group", "both", "table", "x", "a b", "8,9", "8,,9", "8,x", "ä", "\x00", "\xff", "peer=9", "app=7",

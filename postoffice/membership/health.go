@@ -46,7 +46,7 @@ type peerHealth struct {
 	seen      time.Duration // time of its last message, or of its restored connection
 	heard     time.Duration // time of its last message
 	deadFor   deathReason   // 0: alive
-	connBroke bool          // it was declared dead for a broken connection, whatever arrived since
+	connBroke bool          // it was declared dead for a broken connection, even if messages arrived since
 	deadSince time.Duration // time at which it died, or the scheduler was replaced
 	cause     error
 
@@ -164,8 +164,8 @@ func (l *liveness) sendsHeartbeats() bool {
 		(!l.cfg.NativeInterval || l.table.native(van.SchedulerID)) && !failpoint.On("heartbeat")
 }
 
-// watched lists the nodes to which the heartbeat timeout applies: on the scheduler all others, or those that have
-// sent a heartbeat; elsewhere the scheduler, if heartbeats are sent to it.
+// watched lists the nodes to which the heartbeat timeout applies: on the scheduler all others, or the nodes that
+// have sent a heartbeat; elsewhere the scheduler, if heartbeats are sent to it.
 func (l *liveness) watched() []int {
 	switch {
 	case l.cfg.HeartbeatTimeout == 0 || l.life.leaving:
@@ -255,9 +255,9 @@ func (l *liveness) nextCheck() time.Duration {
 	return next
 }
 
-// DeadNodes lists, in the order of Members, the nodes that are known to be dead, and those that have been silent for
-// longer than t. The scheduler knows the silence of all nodes, others only that of the scheduler. With t = 0 silence
-// does not count.
+// DeadNodes lists, in the order of Members, the nodes that are known to be dead, and the nodes that have been
+// silent for longer than t. The scheduler knows the silence of all nodes, others only that of the scheduler. With
+// t = 0 silence does not count.
 func (l *liveness) DeadNodes(now, t time.Duration) (dead []int) {
 	if l.life.phase != ready {
 		return nil

@@ -24,7 +24,7 @@ type Report struct {
 	Dead              []string // with the cause
 	Returned          string   // on a restarted scheduler: how many nodes have returned
 	Barriers          string   // on the scheduler: the missing nodes of open barriers
-	Note              string   // on workers and servers: what is known of the scheduler
+	Note              string   // on workers and servers: the known state of the scheduler
 }
 
 // String puts the report on one line.

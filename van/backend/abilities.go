@@ -41,7 +41,7 @@ type Tunable interface{ Configure(Options) }
 type AsyncCopier interface {
 	// NewStream makes a stream that does not wait for the default stream.
 	NewStream() (uintptr, error)
-	// FreeStream gives back a stream of NewStream; what is queued there still runs.
+	// FreeStream releases a stream of NewStream; work that is queued there still runs.
 	FreeStream(stream uintptr) error
 	// CopyAsync queues a copy of src into dst on stream. Both must stay valid until an
 	// event recorded on stream afterwards is done. Host memory should be pinned, see
@@ -103,7 +103,7 @@ type StreamFlagger interface {
 	WaitFlag(stream uintptr, word Mem, v uint32) error
 }
 
-// FlagWrite is a word and what is to be written into it, see StreamFlagger.
+// FlagWrite is a word and the value to be written into it, see StreamFlagger.
 type FlagWrite struct {
 	Word Mem
 	V    uint32
@@ -238,7 +238,7 @@ type Info struct {
 	UUID         string
 	PCIBusID     string // such as "0000:18:00.0"
 	Memory       int64  // bytes in all
-	Driver       string // what the driver supports, such as "CUDA 13.0"
+	Driver       string // the version that the driver supports, such as "CUDA 13.0"
 	StreamFlags  bool   // streams write and await words, see StreamFlagger
 	DMABuf       bool   // see DMABufExporter
 	ComputeMajor int
@@ -255,7 +255,7 @@ type Describer interface {
 // DeviceError is a call of a device's driver that failed.
 type DeviceError struct {
 	Device Device
-	Op     string // what was being done, such as "Alloc of 4096 bytes"
+	Op     string // the failed operation, such as "Alloc of 4096 bytes"
 	Call   string // the driver's function
 	Code   int    // its result
 	Name   string // the name of Code, such as "CUDA_ERROR_OUT_OF_MEMORY"

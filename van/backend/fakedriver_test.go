@@ -261,8 +261,8 @@ func (f *fakeDriver) memAlloc(n int) (uintptr, error) {
 	return f.allocIn(f.mem, n), nil
 }
 
-// frees is call for what the driver does only when no stream waits. To wait for ever would
-// hang the test, so that is a misuse.
+// frees is call for a driver function that blocks while a stream waits. Waiting forever would hang the test, so
+// frees counts a misuse instead.
 func (f *fakeDriver) frees(name string) error {
 	for end := time.Now().Add(2 * time.Second); f.waits.Load() > 0; clock.Sleep(minPause) {
 		if time.Now().After(end) {

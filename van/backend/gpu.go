@@ -1,6 +1,6 @@
 package backend
 
-// The GPU backend, put together: opening and closing it, and what is known of devices.
+// The GPU backend, put together: opening and closing it, and its description of devices.
 
 import (
 	"cmp"

@@ -8,8 +8,8 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
-// waitingGPU is a backend with something of each kind to free, whose device has a stream of
-// somebody else's that waits for a word until end is called.
+// waitingGPU is a backend with something of each kind to free. Its device has a stream of another user that waits
+// for a word until end is called.
 func waitingGPU(t *testing.T, wait func(g *gpu, stream uintptr, word Mem) error) (f *fakeDriver, g *gpu, end func()) {
 	t.Helper()
 	f = newFake(1)
@@ -121,8 +121,8 @@ func TestCloseAfterAStreamWaited(t *testing.T) {
 	}
 }
 
-// TestCloseAsksTheDevice: one that failed waits for nothing; one that does not say whether
-// streams wait may hang.
+// TestCloseAsksTheDevice: a failed device has no waiting streams. If a device does not report whether streams
+// wait, freeing may hang, so Close frees nothing.
 func TestCloseAsksTheDevice(t *testing.T) {
 	f, g, end := waitingGPU(t, waitKinds["WaitFlag"])
 	end()

@@ -1,6 +1,6 @@
 package backend
 
-// The context of a GPU: when and where the driver may be called, and what becomes of its errors.
+// The context of a GPU: when and where the driver may be called, and how its errors are reported.
 
 import (
 	"fmt"
@@ -103,7 +103,7 @@ func (c *gpuContext) invalid(format string, args ...any) error {
 	return fmt.Errorf("%s: "+format, append([]any{c.Device()}, args...)...)
 }
 
-// captured is the error of what does not go into a graph.
+// captured is the error of an operation that cannot be captured into a graph.
 func (c *gpuContext) captured(op string, stream uintptr) error {
 	return c.invalid("%s on stream %#x: %w: it is being captured into a graph", op, stream, ErrUnsupported)
 }

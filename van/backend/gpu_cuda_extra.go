@@ -2,7 +2,7 @@
 
 package backend
 
-// Functions of the driver API that gorgonia.org/cu lacks, and those that are called for
+// Functions of the driver API that gorgonia.org/cu lacks, and functions that are called for
 // every message: cu allocates an error for "not ready", and does not accept host memory
 // that lies in a Go object with pointers.
 //

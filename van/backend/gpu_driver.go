@@ -116,7 +116,7 @@ type shareDriver interface {
 // onceDriver has what is called for every message, each a single call of C, which enters ctx and
 // leaves it. Their errors name the function of the driver that has failed.
 type onceDriver interface {
-	// idleIn tells whether all work queued on s is done. One that is being captured is not idle.
+	// idleIn reports whether all work queued on s is done. A stream that is being captured is not idle.
 	idleIn(ctx, s uintptr) (bool, error)
 	// copyIn queues a copy from device to device, and behind it the writes. On a stream that is being captured it queues
 	// nothing. Several writes may be what the driver does not support, with the copy queued.
@@ -203,7 +203,7 @@ func notReady(err error) bool {
 	return ok && e.code == codeNotReady
 }
 
-// notSupported tells whether err is the driver's result for what it cannot do.
+// notSupported reports whether err is the driver's result for an unsupported operation.
 func notSupported(err error) bool {
 	e, ok := err.(*driverError)
 	return ok && e.code == codeNotSupported

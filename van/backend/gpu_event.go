@@ -59,7 +59,7 @@ func (s *events) NewEvent() (Event, error) {
 // gpuEvent is what events of both kinds have.
 type gpuEvent struct {
 	of     *events
-	mu     sync.Mutex // of closed, and of what a kind has besides
+	mu     sync.Mutex // guards closed, and the further fields of each kind
 	closed bool
 }
 

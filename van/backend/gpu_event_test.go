@@ -170,7 +170,7 @@ func TestCopyRecordAfterClose(t *testing.T) {
 	y, _ := g.Alloc(64)
 	s, _ := g.NewStream()
 	e, _ := g.NewEvent()
-	if err := errors.Join(e.Record(s), g.Close()); err != nil { // and nobody asks whether it is done
+	if err := errors.Join(e.Record(s), g.Close()); err != nil { // without a query whether it is done
 		t.Fatal(err)
 	}
 	wantError(t, g.CopyRecord(x, y, s, e), ErrClosed, "closed")
@@ -191,7 +191,7 @@ func (d *notLeft) copyIn(ctx, dst, src uintptr, n int, s uintptr, w wordWrites) 
 	return captured, err
 }
 
-// TestCopyRecordNotLeft: what was recorded though there was an error is not taken for what is recorded next.
+// TestCopyRecordNotLeft: a write that was queued in spite of an error is not taken for the next recorded one.
 func TestCopyRecordNotLeft(t *testing.T) {
 	f := &notLeft{fakeDriver: newFake(1)}
 	b, err := newGPU(f, 0)
@@ -430,7 +430,7 @@ func TestWaitsDoNotAllocate(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	if n > 2 { // the fake's own: the queued operation, and what its thread table grows
+	if n > 2 { // the fake's own: the queued operation, and the growth of its thread table
 		t.Errorf("%v allocations for Record and Sync", n)
 	}
 }

@@ -9,10 +9,10 @@ import (
 	"sync/atomic"
 )
 
-// exporter names memory for others, and knows the pieces of it that have been shared.
+// exporter names memory for other processes, and knows the pieces of it that have been shared.
 //
 // Their handles are held: the driver gives a held handle to no other allocation, so memory
-// that was unmapped and mapped anew at the same address is told from what was there before.
+// that was unmapped and mapped anew at the same address is distinguished from the former memory.
 type exporter struct {
 	c    *gpuContext
 	d    shareDriver

@@ -21,7 +21,7 @@ import (
 type flag struct {
 	word *atomic.Uint32
 	addr uintptr // of word, for the device
-	seq  uint32  // what the latest write writes
+	seq  uint32  // the value of the latest write
 }
 
 func (f *flag) arrived() bool { return f.word.Load() == f.seq }

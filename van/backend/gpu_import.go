@@ -166,7 +166,7 @@ func (p *importer) unmapSegment(i *importedSegment) error {
 	return p.d.addressFree(i.addr, i.n)
 }
 
-// closeSegment is CloseImport of what ImportSegment returned.
+// closeSegment implements CloseImport for a result of ImportSegment.
 func (p *importer) closeSegment(i *importedSegment) error {
 	return p.c.with("CloseImport", func() error {
 		p.mu.Lock()

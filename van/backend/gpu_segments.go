@@ -147,9 +147,8 @@ func (x *exporter) add(base uintptr, size int, h uint64) (*segment, error) {
 	return seg, nil
 }
 
-// letGo gives back the handle of a piece that is not known any more. Where a stream may wait
-// for a message it is kept to the end: releasing the last one frees memory. x.mu is
-// held.
+// letGo releases the handle of a piece that has been removed. If a stream may wait for a message, the handle is
+// kept until Close, because releasing the last handle frees memory. x.mu is held.
 func (x *exporter) letGo(seg *segment) {
 	if x.c.MayBlock() || x.d.handleRelease(seg.handle) != nil {
 		x.stale = append(x.stale, seg.handle)

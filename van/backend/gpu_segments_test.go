@@ -193,7 +193,7 @@ func TestShareOrdinary(t *testing.T) {
 	}
 }
 
-// TestShareRefuses: what has neither a handle nor a descriptor says what to set.
+// TestShareRefuses: for memory with neither a handle nor a descriptor, the error names the setting to change.
 func TestShareRefuses(t *testing.T) {
 	f := newFake(1)
 	g := open(t, f)

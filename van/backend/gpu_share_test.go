@@ -279,8 +279,8 @@ func TestExportImport(t *testing.T) {
 	wantError(t, err, nil, "freed memory", "addressRange")
 }
 
-// TestHandleAgain: the driver may give a new allocation the handle of a freed one. What is mapped of that is not taken
-// for it: the driver is asked.
+// TestHandleAgain: the driver may give a new allocation the handle of a freed one. A mapping of the freed one is
+// not used for the new one: Import calls the driver.
 func TestHandleAgain(t *testing.T) {
 	here, there := newFake(1), newFake(2)
 	there.exported = here

@@ -16,7 +16,7 @@ type streamPool struct {
 	mu   sync.Mutex
 	made map[uintptr]struct{} // of NewStream
 	idle []uintptr            // not in use
-	late []uintptr            // likewise, but what was queued there may not be done yet
+	late []uintptr            // not in use, but work queued there may not be done yet
 }
 
 // take returns a stream for a copy; the context must be current. Copies do not share

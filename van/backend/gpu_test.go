@@ -251,8 +251,8 @@ func TestCopiesOverlap(t *testing.T) {
 	wantError(t, g.FreeStream(s), nil, "freed before")
 }
 
-// TestFreeStream: what is given back is used again, when what was queued there is done. No stream is destroyed before
-// Close: the driver may not return from it.
+// TestFreeStream: a released stream is used again when the work queued there is done. No stream is destroyed
+// before Close, because the driver may not return from that call.
 func TestFreeStream(t *testing.T) {
 	f := newFake(1)
 	g := open(t, f)

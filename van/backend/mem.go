@@ -47,7 +47,7 @@ func (d Device) String() string {
 	return fmt.Sprintf("%s:%d", d.Type, d.ID)
 }
 
-// Mem is a range of bytes on a device: an address, a length, and whatever must
+// Mem is a range of bytes on a device: an address, a length, and the owner, which must
 // stay reachable while the range is in use. It is a small value; copy it freely.
 // The zero Mem is an empty host range.
 //
@@ -71,7 +71,7 @@ const (
 	maxLen     = 1<<(64-deviceBits) - 1 // no process can have as much
 )
 
-// extentOf is n bytes on d. What no memory can have makes an empty range of an unknown device.
+// extentOf is n bytes on d. Impossible arguments give an empty range of an unknown device.
 func extentOf(n int, d Device) extent {
 	if n < 0 || n > maxLen || d.Type < 0 || d.Type >= 1<<typeBits || d.ID < -1<<(idBits-1) || d.ID >= 1<<(idBits-1) {
 		return 0

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// TestExtent: a Mem says what it was made with, and what no memory can have is empty, of an unknown device.
+// TestExtent: a Mem returns its length and device. With impossible arguments it is empty, on an unknown device.
 func TestExtent(t *testing.T) {
 	for _, n := range []int{0, 1, 1 << 31, maxLen} {
 		for _, d := range []Device{{}, Host, {CPU, -1}, {GPU, 0}, {GPU, 7}, {GPU, 16378}, {7, 1<<14 - 1}, {7, -1 << 14}} {

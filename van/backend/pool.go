@@ -29,7 +29,7 @@ type Buffer struct {
 	pool *Pool
 }
 
-// Mem is the buffer's memory, which may be longer than what Get was asked for.
+// Mem is the buffer's memory, which may be longer than the length passed to Get.
 func (b *Buffer) Mem() Mem { return b.mem }
 
 // Put returns the buffer to the pool. It may block only after the pool's Close, and not

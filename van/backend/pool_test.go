@@ -13,8 +13,7 @@ type waitingBackend struct {
 
 func (b *waitingBackend) MayBlock() bool { return b.waits }
 
-// TestPoolKeeps: while streams may wait for the CPU a pool has no room rather than free
-// what is idle.
+// TestPoolKeeps: while streams may wait for the CPU, a pool refuses requests rather than freeing idle buffers.
 func TestPoolKeeps(t *testing.T) {
 	b := &waitingBackend{waits: true}
 	var allocs, frees int
@@ -40,7 +39,7 @@ func TestPoolKeeps(t *testing.T) {
 	get(4<<10, true)
 	get(16<<10, false) // beyond the limit
 	failing = ErrNoMemory
-	get(1<<10, true) // one that is idle
+	get(1<<10, true) // an idle buffer
 	if l := p.idle[4096]; len(l) != 1 {
 		t.Fatalf("%d buffers are idle", len(l))
 	}
@@ -59,8 +58,8 @@ func TestPoolKeeps(t *testing.T) {
 	}
 }
 
-// TestPoolCloseKeeps: while streams may wait a closed pool leaves its buffers to the
-// backend, those that come back later, too.
+// TestPoolCloseKeeps: while streams may wait, a closed pool leaves its buffers to the backend, including buffers
+// returned later.
 func TestPoolCloseKeeps(t *testing.T) {
 	for _, waits := range []bool{false, true} {
 		b := &waitingBackend{waits: waits}

@@ -1,6 +1,6 @@
 package backend
 
-// What packages need of a device whose streams exchange memory with those of other processes by themselves.
+// The methods of a device whose streams exchange memory with streams of other processes without the CPU.
 
 import "fmt"
 

@@ -180,7 +180,8 @@ DMLC_GROUP_SIZ is not a name that StepAF reads; did you mean DMLC_GROUP_SIZE?`
 	}
 }
 
-// TestNamesOfHosts: quotes that a file of variables keeps, and what a shell would have replaced, are no part of a name.
+// TestNamesOfHosts: quotes from a file of variables, and references that a shell would have replaced, are refused
+// in a name.
 func TestNamesOfHosts(t *testing.T) {
 	for set, want := range map[string]string{
 		`DMLC_PS_ROOT_URI="127.0.0.1"`: `DMLC_PS_ROOT_URI="\"127.0.0.1\"": want a host name or an address; write it without quotes`,
@@ -251,7 +252,7 @@ func TestErrorsAreInvalid(t *testing.T) {
 	}
 }
 
-// What launch scripts, builds, trackers and consumers set is never misspelt.
+// Variables of launch scripts, builds, trackers and consumers are never taken for misspelled ones.
 func TestStrangersAreSilent(t *testing.T) {
 	names := strings.Fields(`ROLE RNIC BIN NUM_WORKER NUM_SERVER NODE_RANK SCHEDULER_IP BINARY SCHEDULER_BIN SERVER_BIN WORKER_BIN USER
 		CUDA_HOME LD_LIBRARY_PATH NCCL_DEBUG STEPMESH_DROP_RATE USE_CUDA USE_RDMA USE_GDR ENABLE_TRACE USE_FABRIC FABRIC_PATH USE_UCX

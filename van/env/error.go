@@ -17,7 +17,7 @@ type Error struct {
 	Name  string // the variable, spelt as it was set, or "rank"
 	Value string // its value; "" means that it is not set
 	Why   string // other values that matter; may be empty
-	Want  string // what is allowed
+	Want  string // the allowed values
 }
 
 // Error gives one line: NAME="value" (why): want what.
@@ -27,7 +27,7 @@ func (e *Error) Error() string {
 	if e.Value == "" {
 		b.WriteString(" is not set")
 	} else {
-		b.WriteString("=" + strconv.Quote(e.Value)) // on one line, whatever it is
+		b.WriteString("=" + strconv.Quote(e.Value)) // on one line for any value
 	}
 	if e.Why != "" {
 		b.WriteString(" (" + e.Why + ")")

@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/golden"
 )
 
-// TestLoadGolden: what the environment means, whatever is in it.
+// TestLoadGolden: the result of Load for arbitrary environments.
 func TestLoadGolden(t *testing.T) {
 	values := []string{"", "0", "1", "-1", "2", "7", "8", "31", "32", "100", "1000", "65535", "65536", "2147483647", "2147483648", "9999999999999999999999", " 1\n", "32x", "true", "false", "on",
 		"0x10", "1e3", "a,b", "a:1,[::1]:2", "auto", "ibverbs", "zmq", "worker", "server", "scheduler", "joint", "10.0.0.1", "eth0", "CPU", "gpu", "1.5", "10s", "-0", "+1", "\xff\x00", "x"}

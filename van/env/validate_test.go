@@ -121,7 +121,7 @@ func TestValidateByHand(t *testing.T) {
 	}
 }
 
-// A program may mend what Load refused.
+// A program may correct a setting that Load refused.
 func TestValidateMended(t *testing.T) {
 	c, err := LoadFrom(FromList(strings.Fields(node + "DMLC_NUM_SERVER=two DMLC_ENABLE_RDMA=ucx")))
 	if err == nil {

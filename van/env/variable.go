@@ -34,7 +34,7 @@ type variable struct {
 	min     int // of numbers
 	max     int
 	def     string   // default as it would be written; "" is unset
-	defNote string   // what unset means, for the documentation
+	defNote string   // the meaning of unset, for the documentation
 	words   []string // of Enum
 	readers string   // the roles or transports that read it
 	help    string

@@ -44,10 +44,10 @@ type stats struct {
 
 func (s *stats) received(bytes int) { s.receivedMessages.Add(1); s.receivedBytes.Add(uint64(bytes)) }
 
-// rarely returns the log for what may be repeated often.
+// rarely returns the log for messages that may be repeated often.
 func (n *common) rarely(cause string) *slog.Logger { return n.causes.Log(n.log, cause) }
 
-// classOf is the traffic class of what is sent to peer id; 0 is the system's.
+// classOf is the traffic class of data for peer id; 0 is the system's.
 func (n *common) classOf(id int) int {
 	if c := n.classes.Load(); c != nil {
 		return (*c)[id]

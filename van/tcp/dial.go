@@ -49,7 +49,7 @@ func (d *dialer) connect(n *peer) {
 	before := p.draining[n.incarnation]
 	p.mu.Unlock()
 	if before != nil {
-		<-before // what was sent before is to be there first
+		<-before // messages sent before must arrive first
 	}
 	settle := sync.OnceFunc(func() { close(n.settled) })
 	defer settle()

@@ -13,8 +13,8 @@
 //
 // A message is a head with lengths, then its meta, keys, lengths and values (frame.go). The sender encodes all but long
 // values into one buffer, and writes that and the values from where they lie with one system call. Messages sent with
-// More wait for the next one. What the socket does not take waits in a queue; the engine's loop, or a goroutine that
-// polls, writes on when the socket takes more.
+// More wait for the next one. Bytes that the socket does not accept wait in a queue; the engine's loop, or a goroutine that
+// polls, writes on when the socket is writable again.
 //
 // The receiver reads into a buffer. Values that are longer than that are read straight into the memory that the pull
 // request has named, into the buffer registered for the push, or into memory of this package that is used again.
@@ -27,7 +27,7 @@
 //
 // # Bounds
 //
-// A peer whose messages wait for a slow handler is not read. STEPAF_SEND_BUDGET bounds what waits to be sent to one
+// A peer whose messages wait for a slow handler is not read. STEPAF_SEND_BUDGET bounds the bytes that wait to be sent to one
 // peer. Handshakes are bounded in number and time (accept.go).
 //
 // # Files

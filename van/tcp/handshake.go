@@ -105,7 +105,7 @@ func (h *hello) append(b []byte) []byte {
 	return append(b, h.number[:]...)
 }
 
-// parseHello reads a hello of helloLen bytes. A dialer of another version is told so.
+// parseHello reads a hello of helloLen bytes. A dialer of another version gets a refusal that says so.
 func parseHello(b []byte) (h hello, v verdict, err error) {
 	if string(b[:4]) != helloMagic {
 		return h, verdictYes, fmt.Errorf("%w: a hello that begins with %q", van.ErrMalformed, b[:4])

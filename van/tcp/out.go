@@ -41,7 +41,7 @@ type outConn struct {
 // outMessage is a message that is not written completely.
 type outMessage struct {
 	front   int    // bytes of buf that are left
-	vals    []byte // what is left of a lent value
+	vals    []byte // the rest of a lent value
 	request van.Requests
 	done    van.Completion
 	dropped bool // canceled before any byte was written: front is skipped
@@ -136,7 +136,7 @@ func grow(b []byte, n int) []byte {
 	return b[: len(b)+n : cap(b)]
 }
 
-// full reports whether nothing but what continues a request is taken for now. c.mu is held.
+// full reports whether only messages that continue a request are accepted for now. c.mu is held.
 func (c *outConn) full() bool {
 	budget := c.n.cfg.SendBudget
 	return budget > 0 && c.unsent() >= budget || len(c.queue) >= maxQueue

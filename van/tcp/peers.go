@@ -55,7 +55,7 @@ type peers struct {
 	closed   bool
 	senders  map[int]*sender
 	ins      []*inConn
-	draining map[uint32]chan struct{} // by incarnation: closed when what was sent before has left
+	draining map[uint32]chan struct{} // by incarnation: closed when all messages sent before have left
 	replaced []uint32                 // incarnations of processes whose place others have taken
 }
 

@@ -15,7 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
-// source is the engine's source of what arrives on connections, and writes on where sockets did not take everything. It
+// source is the engine's source of messages that arrive on connections. It also continues incomplete writes. It
 // waits for events of all connections with one epoll instance, edge-triggered.
 type source struct {
 	n      *common
@@ -97,7 +97,7 @@ func (s *source) remove(fd int) {
 	_ = unix.EpollCtl(s.ep, unix.EPOLL_CTL_DEL, fd, nil)
 }
 
-// join adds new connections to those that may have something to read.
+// join adds new connections to the list of connections that may have something to read.
 func (s *source) join() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -438,7 +438,8 @@ func TestNoDataPort(t *testing.T) {
 	}
 }
 
-// TestSendBudget: a peer that takes nothing is sent STEPAF_SEND_BUDGET bytes, and what continues a request.
+// TestSendBudget: for a peer that does not read, STEPAF_SEND_BUDGET bytes are accepted, and the rest of an
+// accepted request.
 func TestSendBudget(t *testing.T) {
 	worker, _, open := stuck(t, func(o *van.Options) { o.Config.SendBudget, o.Config.RecvBudgetPeer = 8<<20, 1<<20 })
 	var err error

@@ -269,7 +269,7 @@ func TestStrangeBundles(t *testing.T) {
 	until(t, "refusal of the second", func() bool { return server.Stats().Malformed == before+1 })
 	marked := edit(first+recordFrames+4, outside|5)
 	binary.LittleEndian.PutUint32(marked[first+recordMark:], 1)
-	r.send(marked, []byte("value"), []byte{1}) // was given up
+	r.send(marked, []byte("value"), []byte{1}) // the request was canceled
 	r.send(marked, []byte("value"), []byte{2})
 	until(t, "refusal of a mark", func() bool { return server.Stats().Malformed == before+2 })
 	r.send(marked, []byte("value"), []byte{0})

@@ -87,7 +87,7 @@ func TestClasses(t *testing.T) {
 			until(t, "the class of another worker", func() bool { return marked(server, 11) })
 			until(t, "connections", func() bool { return server.socketsTo(9) == 2 && (*worker.peers.Load())[8].link.Load() != nil })
 
-			// What the server sends to worker 0: its DEALER, and the accepted end at its ROUTER.
+			// The server's connections to worker 0: its DEALER, and the accepted end at its ROUTER.
 			server.SetTrafficClasses(map[int]int{9: 46, 11: 3})
 			if !marked(server, 9) {
 				t.Error("worker 0 is not marked at once")

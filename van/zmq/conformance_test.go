@@ -38,7 +38,7 @@ func TestConformance(t *testing.T) {
 			suite vantest.Suite
 		}
 		variants := []variant{{"plain", vantest.Suite{New: plain}}, {"bundles", vantest.Suite{New: natives(local, nil)}}}
-		// What lies above this van sees nothing of the kind of socket, nor does CURVE: once is enough.
+		// Layers above this van do not depend on the kind of socket, nor does CURVE: once is enough.
 		above := []variant{
 			{"curve", vantest.Suite{New: natives(local, clusterKeys(t, "of the suite"))}},
 			{"bundles-resend", vantest.Suite{MaxAllocs: -1, New: func(t testing.TB) van.Van {

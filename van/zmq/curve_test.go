@@ -35,7 +35,7 @@ func TestProofs(t *testing.T) {
 	tests := []struct {
 		name              string
 		scheduler, worker func(*env.Config)
-		accepts, dials    string // what the scheduler and the worker say
+		accepts, dials    string // log lines of the scheduler and the worker
 	}{
 		{"no secret", withSecret("", ""), withSecret("", ""), "", ""},
 		{"no secret, cluster ids are not compared here", withSecret("", "a"), withSecret("", "b"), "", ""},

@@ -194,7 +194,7 @@ func TestAnswersBudget(t *testing.T) {
 		err = server.Send(m)
 	}
 	vantest.Fails(t, err, van.ErrQueueFull, "worker 0 (id 9)")
-	_ = r.Close() // what libzmq has for the connection is let go with it
+	_ = r.Close() // libzmq drops its queued messages with the connection
 	until(t, "release", func() bool { return (*server.peers.Load())[9].acct.unsent() < 8<<10 })
 }
 

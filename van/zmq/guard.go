@@ -18,7 +18,7 @@ import (
 )
 
 // guard limits the memory that unauthenticated connections can use in the node's ROUTER. libzmq
-// assembles a multipart message internally, whatever the number of its parts, and shows it when it is
+// assembles a multipart message of any number of parts internally, and shows it when it is
 // complete. For each accepted connection, the guard therefore compares the bytes that the kernel has
 // received with the bytes that were handed up as messages. When all unauthenticated connections
 // together hold more than the budget, the guard closes the connection that holds most. It does not check

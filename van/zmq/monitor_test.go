@@ -19,7 +19,7 @@ import (
 // stall makes the one I/O thread of n, which is connected to other, wait until goOn is called.
 func stall(t *testing.T, n, other *node) (goOn func()) {
 	t.Helper()
-	// A monitor that nobody reads holds up the thread.
+	// A monitor that is not read blocks the thread.
 	z, err := n.zctx.NewSocket(zmq4.DEALER)
 	if err != nil {
 		t.Fatal(err)

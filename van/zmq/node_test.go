@@ -263,7 +263,7 @@ func heapInUse() uint64 {
 	return m.HeapAlloc
 }
 
-// TestBytesCounted: both sides count the same bytes for a message, whatever the message before it was.
+// TestBytesCounted: both sides count the same bytes for a message, independent of the message before it.
 func TestBytesCounted(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, server, worker)

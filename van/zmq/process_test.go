@@ -98,7 +98,7 @@ func TestReplaced(t *testing.T) {
 	say(old, 2)
 	until(t, "refusal", func() bool { return server.Stats().FencedMessages == 1 })
 	say(dialRaw(t, server, "ps9"), 3)          // as a node of the original
-	say(dialRaw(t, server, "ps9.00000003"), 4) // as one that nobody knows
+	say(dialRaw(t, server, "ps9.00000003"), 4) // as an unknown process
 	say(fresh, 103)
 	hear(103)
 	until(t, "messages of others", func() bool {
@@ -158,7 +158,7 @@ func TestReplacedByOriginal(t *testing.T) {
 	server.early.mu.Lock()
 	server.early.most = 0
 	server.early.mu.Unlock()
-	server.early.expire() // too late for others, not for one that is about to be admitted
+	server.early.expire() // too late for other processes, not for the process to be admitted next
 	server.Admit(9)
 	fresh.send(packed(t, push(8, 2, nil)))
 	for want := range 3 {
@@ -456,8 +456,7 @@ func proxyTo(t *testing.T, addr string) (port int, cut func()) {
 	return l.Addr().(*net.TCPAddr).Port, func() { mu.Lock(); locked = true }
 }
 
-// TestKilledWithChild: a killed process is noticed though a child of it holds all its
-// sockets open, as one that was forked does.
+// TestKilledWithChild: a killed process is noticed though a forked child of it holds all its sockets open.
 func TestKilledWithChild(t *testing.T) {
 	if os.Getenv("STEPAF_TEST_PARENT") != "" {
 		parent(t)
@@ -670,7 +669,7 @@ func TestEarlyMessages(t *testing.T) {
 	said(1, 2, 1, 1, 1)
 	keep(5, peerName{9, 8})
 	said(1, 2, 1, 1, 1, 1)
-	if n := v.flow.strange.Load(); n != 40 { // what close drops counts no more, for nobody
+	if n := v.flow.strange.Load(); n != 40 { // messages dropped by close are no longer counted for any peer
 		t.Errorf("%d bytes are counted, want those of the four that did not expire", n)
 	}
 	if e.next() != nil || len(e.kept) > 0 {

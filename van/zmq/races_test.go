@@ -75,7 +75,7 @@ func TestFailedSendIsNotDone(t *testing.T) {
 		m := push(9, 0, make([]byte, size))
 		m.Request = false
 		m.Done = &done
-		if err := server.Send(m); !errors.Is(err, van.ErrPeerLost) { // nobody has connected as 9
+		if err := server.Send(m); !errors.Is(err, van.ErrPeerLost) { // no process has connected as 9
 			t.Fatalf("%d bytes: %v, want %v", size, err, van.ErrPeerLost)
 		}
 		until(t, "release", func() bool { server.lent.reap(); return server.Stats().LentValues == 0 })
@@ -100,7 +100,7 @@ func TestHeldMessageLost(t *testing.T) {
 		m := push(9, 0, make([]byte, size))
 		m.Request, m.More, m.Done = false, true, &done
 		server.must(t, m) // it waits for a Flush
-		server.Flush(9)   // nobody has connected as 9
+		server.Flush(9)   // no process has connected as 9
 		until(t, "Done", func() bool { server.lent.reap(); return done.n.Load() == 1 && server.Stats().LentValues == 0 })
 		if n := (*server.peers.Load())[9].acct.unsent(); n != 0 {
 			t.Errorf("%d bytes: %d are counted as unsent", size, n)
@@ -123,8 +123,8 @@ func TestMissedLook(t *testing.T) {
 		m := push(9, i, make([]byte, 100))
 		m.Request = false
 		server.must(t, m)
-		// What the descriptor shows, and that it was asked not to sleep there, makes the
-		// loop look, and it is turned away: that will not wake it again.
+		// The state of the descriptor, and the request not to sleep, make the loop poll, and feed refuses it: the
+		// descriptor will not wake the loop again.
 		until(t, "look", func() bool { return !r.feed.Parked() })
 		r.feed.Release(false, again)
 		if m := worker.next(t); int(m.Timestamp) != i {

@@ -100,7 +100,7 @@ func testRecall(t *testing.T, size int, bundles bool) {
 		m.More, m.Done = i%7 == 3, &done
 		worker.must(t, m)
 	}
-	shared := push(8, 500, vals[n-1]) // another request, which is not given up
+	shared := push(8, 500, vals[n-1]) // another request, which is not canceled
 	worker.must(t, shared)
 	worker.Cancel(van.Requests{First: 10, Count: n / 2})
 	worker.Cancel(van.Requests{First: 10 + n/2, Count: n/2 - 1})

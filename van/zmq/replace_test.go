@@ -56,7 +56,7 @@ func TestFailedConnect(t *testing.T) {
 		}
 	}
 	worker.connect(t, server)
-	worker.wg.Wait() // for the end of what was dropped
+	worker.wg.Wait() // for the end of dropped connections
 	worker.accounts.mu.Lock()
 	all, closed := len(worker.accounts.all), len(worker.accounts.closed)
 	worker.accounts.mu.Unlock()
@@ -226,8 +226,8 @@ func TestAddressHasOneProcessWhileHandlerRuns(t *testing.T) {
 	}
 }
 
-// TestClaimDuringOutage: a connection to a member that lives breaks for a moment, and meanwhile a stranger says
-// that it has the member's address. When it has gone, the member can be reached as before.
+// TestClaimDuringOutage: a connection to a living member breaks for a moment, and meanwhile an unknown peer claims
+// the member's address. After that peer has left, the member can be reached as before.
 func TestClaimDuringOutage(t *testing.T) {
 	scheduler, member := newNode(t, 1, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	scheduler.connect(t, member)
@@ -351,8 +351,8 @@ func TestRestore(t *testing.T) {
 	}
 }
 
-// TestEndsBesideHandler: a connection that is replaced, or has broken and is given up, ends at once, not behind a
-// handler that runs: until then libzmq goes on to connect to the address.
+// TestEndsBesideHandler: a connection that is replaced, or is broken and disconnected, ends at once, not after a
+// running handler: until the end libzmq keeps dialing the address.
 func TestEndsBesideHandler(t *testing.T) {
 	for name, broken := range map[string]bool{"replaced": false, "broken": true} {
 		t.Run(name, func(t *testing.T) {
@@ -367,7 +367,7 @@ func TestEndsBesideHandler(t *testing.T) {
 	}
 }
 
-// endBesideHandler returns how long a connection takes to end while a handler runs of what came over it.
+// endBesideHandler returns the time that a connection takes to end while a handler of one of its messages runs.
 func endBesideHandler(t *testing.T, broken bool) time.Duration {
 	t.Helper()
 	worker, server, release := answered(t, true)
@@ -395,7 +395,7 @@ func endBesideHandler(t *testing.T, broken bool) time.Duration {
 	return time.Since(began)
 }
 
-// TestSendWhileReplaced: who sends while the connection is replaced uses the next one.
+// TestSendWhileReplaced: a Send while the connection is replaced uses the next one.
 func TestSendWhileReplaced(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, worker, server)

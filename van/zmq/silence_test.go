@@ -11,8 +11,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// patience is TCP_USER_TIMEOUT of both ends of the connections to a node's ROUTER: of those that
-// connected, and of those that were accepted.
+// patience is TCP_USER_TIMEOUT of both ends of the connections to a node's ROUTER: of the connecting ends and of
+// the accepted ends.
 func patience(t *testing.T, port int) (connected, accepted []time.Duration) {
 	t.Helper()
 	of := func(fds map[int]int) (l []time.Duration) {
@@ -30,10 +30,9 @@ func patience(t *testing.T, port int) (connected, accepted []time.Duration) {
 	return of(c), of(a)
 }
 
-// TestUnacknowledgedData: what nobody acknowledges for as long as a node may be silent ends a TCP
-// connection, at both ends, each by its own node's limit, and the next connection as well. A node of
-// the original that says nothing for a while is not missed: it has the system's patience, as has
-// everybody without heartbeats.
+// TestUnacknowledgedData: if data is not acknowledged for as long as a node may be silent, the TCP connection
+// ends, at both ends, each by its own node's limit. The same holds for the next connection. A node of the original
+// may stay silent: its connections have the system's timeout, as have all connections without heartbeats.
 func TestUnacknowledgedData(t *testing.T) {
 	const server, worker = 3 * time.Second, 4500 * time.Millisecond
 	beats := func(limit time.Duration) func(*env.Config) {

@@ -42,11 +42,11 @@ func tuneNative(z *zmq4.Socket, every, limit time.Duration) error {
 	// libzmq sends an empty message first, so that the peer can assign the connection to this node at once.
 	errs := []error{z.SetProbeRouter(1)}
 	if limit > 0 {
-		// libzmq's own threads send and answer heartbeats, so a busy process or one that holds Python's
-		// lock does not look dead. No TTL is set: the peer would close a connection that it does not read
-		// for a while. libzmq must not stop reading the connection: it would miss the answers to its
-		// heartbeats, and version 4.3.4 aborts the process if the peer disconnects meanwhile (its issue
-		// 4364). The receive queue is therefore unlimited: a server sends its worker only requested data.
+		// libzmq's own threads send and answer heartbeats, so a process that is busy or holds Python's lock does not look
+		// dead. No TTL is set: the peer would close a connection that it does not read for a while. libzmq must not stop
+		// reading the connection: it would miss the answers to its heartbeats, and version 4.3.4 aborts the process if the
+		// peer disconnects meanwhile (its issue 4364). The receive queue is therefore unlimited: a server sends its worker
+		// only requested data.
 		errs = append(errs, z.SetRcvhwm(0), z.SetHeartbeatIvl(every), z.SetHeartbeatTimeout(limit), z.SetTcpMaxrt(limit))
 	}
 	return errors.Join(errs...)

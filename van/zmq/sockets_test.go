@@ -39,8 +39,8 @@ func TestMaxSockets(t *testing.T) {
 	}
 }
 
-// TestIPv6: an address of IPv6 is refused with what is wanted. libzmq says that it is none of
-// this host's, or connects to nobody without a word.
+// TestIPv6: an IPv6 address is refused with an error that names the required kind. libzmq itself reports that the
+// address is not this host's, or silently connects to no peer.
 func TestIPv6(t *testing.T) {
 	cfg := env.Default()
 	cfg.Role = "worker"

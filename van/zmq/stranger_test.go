@@ -55,10 +55,10 @@ func receives(t *testing.T, n *node, r *raw) func() int64 {
 	return nil
 }
 
-// TestEndlessMessage: a stranger whose message never ends loses his connection before the
-// node holds twice the budget, the memory comes back, and a member notices nothing. On a
-// machine that is busy the guard may not run for as long as 16 MiB take to come, some
-// milliseconds: one of three strangers must find it awake.
+// TestEndlessMessage: an unknown peer whose message never ends loses its connection before the node holds twice
+// the budget, the memory is released, and a member notices nothing. On a busy machine the guard may not run while
+// 16 MiB arrive, which takes some milliseconds. The test therefore passes if the guard is in time for one of three
+// peers.
 func TestEndlessMessage(t *testing.T) {
 	const most = 32 << 20 // twice the default budget
 	for name, id := range map[string]string{"no id": "", "not canonical": "ps09", "not in the table": "ps11"} {
@@ -71,7 +71,7 @@ func TestEndlessMessage(t *testing.T) {
 			for i := range 3 {
 				stranger := dialRaw(t, scheduler, id)
 				received := receives(t, scheduler, stranger)
-				// What he got rid of is in the system's buffers, too, which are a few MiB.
+				// The sent bytes include a few MiB in the system's buffers.
 				if sent := endless(stranger); sent > 48<<20 {
 					t.Errorf("the stranger got rid of %d MiB", sent>>20)
 				}
@@ -87,7 +87,7 @@ func TestEndlessMessage(t *testing.T) {
 					t.Errorf("the node has received %d MiB and more of each of 3 strangers, want less", most>>20)
 				}
 			}
-			// What the guard itself saw; the others' lines are spared.
+			// The guard's own count; log lines of later connections are suppressed.
 			if held := counted(scheduler)[0]; held <= most/2 || held >= most && scheduler.Stats().DroppedUnknown == 1 {
 				t.Errorf("the node counted %d bytes when it ended the first connection, want more than the default budget and less than twice that", held)
 			}
@@ -100,7 +100,7 @@ func TestEndlessMessage(t *testing.T) {
 	}
 }
 
-// counted are the bytes that n says it held for the strangers whose connections it ended.
+// counted are the held bytes that n logged when it closed connections of unknown peers.
 func counted(n *node) (l []int64) {
 	for line := range strings.Lines(n.logged.String()) {
 		if _, text, ok := strings.Cut(line, `"bytes of unfinished messages"=`); ok && strings.Contains(line, "closed the connection of an unknown process, which is not a member of the cluster") {
@@ -112,7 +112,7 @@ func counted(n *node) (l []int64) {
 	return l
 }
 
-// TestManyStrangers: the budget is for all strangers together.
+// TestManyStrangers: all unknown peers share one budget.
 func TestManyStrangers(t *testing.T) {
 	scheduler := newNode(t, 1, 5, nil, func(c *env.Config) { c.StrangerBudget = 4 << 20 })
 	before := resident(t)
@@ -129,7 +129,8 @@ func TestManyStrangers(t *testing.T) {
 	until(t, "memory given back", func() bool { return resident(t)-before < 16<<20 })
 }
 
-// TestNewcomerLeavesTheAccount: what a process had unfinished when it became a member counts as strangers' no more.
+// TestNewcomerLeavesTheAccount: after a process has become a member, its unfinished messages do not count as
+// unknown peers'.
 func TestNewcomerLeavesTheAccount(t *testing.T) {
 	server := newNode(t, 8, 5, nil, func(c *env.Config) { c.StrangerBudget = 1 << 20 })
 	held := func() int64 {
@@ -150,8 +151,8 @@ func TestNewcomerLeavesTheAccount(t *testing.T) {
 	until(t, "it counts no more", func() bool { return held() == 0 })
 }
 
-// TestConnectionOfMemberAgain: what lay in the ROUTER of a member's connection that has broken
-// does not make the next one, on another descriptor, a stranger's, which would be ended.
+// TestConnectionOfMemberAgain: unread bytes of a member's broken connection do not make its next connection, on
+// another descriptor, that of an unknown peer, which would be closed.
 func TestConnectionOfMemberAgain(t *testing.T) {
 	server := newNode(t, 8, 5, nil, func(c *env.Config) { c.StrangerBudget = 64 << 10 })
 	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}
@@ -258,8 +259,8 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 	}
 }
 
-// TestOtherConnection: a socket of the program's that is connected, but not from the ROUTER's port, is none of
-// those that the guard accounts for, or ends.
+// TestOtherConnection: the guard neither counts nor closes a socket of the program that is connected, but not from
+// the ROUTER's port.
 func TestOtherConnection(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	other, err := net.Dial("tcp", server.self.Addr())
@@ -283,8 +284,8 @@ func TestOtherConnection(t *testing.T) {
 	}
 }
 
-// TestNamedByRename: a connection that was heard before its process became a member is the member's at once
-// when it does, and what it has sent is no stranger's any more.
+// TestNamedByRename: a connection with messages from before its process became a member is the member's
+// immediately afterwards, and its bytes do not count as an unknown peer's any more.
 func TestNamedByRename(t *testing.T) {
 	scheduler := newNode(t, 1, 5, nil, nil)
 	r := dialRaw(t, scheduler, "ps9.00000007")
@@ -368,7 +369,7 @@ func TestGuardForgets(t *testing.T) {
 	}
 }
 
-// TestStrangersGiveBack: what strangers held who have gone does not count any more.
+// TestStrangersGiveBack: after unknown peers have disconnected, their unfinished messages do not count any more.
 func TestStrangersGiveBack(t *testing.T) {
 	scheduler := newNode(t, 1, 5, nil, func(c *env.Config) { c.StrangerBudget = 4 << 20 })
 	held := func() int64 {
@@ -389,8 +390,7 @@ func TestStrangersGiveBack(t *testing.T) {
 	}
 }
 
-// TestLongFirstMessage: a member's connection is not a stranger's, also before its first
-// message is whole.
+// TestLongFirstMessage: a member's connection is not an unknown peer's, also before its first message is complete.
 func TestLongFirstMessage(t *testing.T) {
 	for name, incarnation := range map[string]uint32{"native": 7, "original": 0} {
 		t.Run(name, func(t *testing.T) {
@@ -412,8 +412,8 @@ func TestLongFirstMessage(t *testing.T) {
 	}
 }
 
-// TestMemberComesBack: a member whose connection broke is known by the first message on the
-// next one, and is no stranger there, whatever it sends.
+// TestMemberComesBack: a member whose connection broke is recognized by the first message on the next connection.
+// All later messages there count as the member's.
 func TestMemberComesBack(t *testing.T) {
 	server := newNode(t, 8, 5, nil, func(c *env.Config) { c.StrangerBudget = 64 << 10 })
 	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}
@@ -426,7 +426,7 @@ func TestMemberComesBack(t *testing.T) {
 		r.send(packed(t, push(8, i, nil)))
 		server.next(t).Release()
 		until(t, "connection that is the member's", c.seen)
-		for k := range 4 { // more than strangers may send
+		for k := range 4 { // more than unknown peers may send
 			r.send(packed(t, push(8, k, nil)), make([]byte, 8), make([]byte, 64<<10), []byte{0})
 			server.next(t).Release()
 		}
@@ -465,7 +465,7 @@ func TestHeardBeforeAccepted(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			g.mu.Lock()
 			c.arrives.Store(0)
-			seen := before.cookie != now.cookie // what has ended, if its cookie is the same, is this connection
+			seen := before.cookie != now.cookie // an ended connection with the same cookie is this connection
 			g.conns[of] = &before
 			g.mu.Unlock()
 			r.send(packed(t, push(8, 0, nil)))
@@ -483,7 +483,7 @@ func TestHeardBeforeAccepted(t *testing.T) {
 	}
 }
 
-// TestNameOfAnotherProcess: a process that has a member's id, and is another one, is a stranger.
+// TestNameOfAnotherProcess: a process that has a member's id, and is another process, is an unknown peer.
 func TestNameOfAnotherProcess(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}
@@ -531,7 +531,7 @@ func TestEndedConnectionForgotten(t *testing.T) {
 	}
 }
 
-// TestStrangersMessages: what strangers send whole counts, too, while it waits.
+// TestStrangersMessages: complete messages of unknown peers count, too, while they wait.
 func TestStrangersMessages(t *testing.T) {
 	release, entered := make(chan struct{}), make(chan struct{}, 1000)
 	n := newNode(t, 1, 5, func(m *van.Message) {

@@ -8,8 +8,8 @@ import (
 	"net/netip"
 )
 
-// strangers is a heap of the hosts that have unauthenticated connections of one kind. The first host has the most connections; of
-// hosts with equally many, the host with the oldest connection is first.
+// strangers is a heap of the hosts that have unauthenticated connections of one kind. The first host has the most
+// connections; of hosts with equally many, the host with the oldest connection is first.
 type strangers struct {
 	n     int
 	hosts []*host

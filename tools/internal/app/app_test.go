@@ -123,7 +123,7 @@ func TestStatus(t *testing.T) {
 			cmd := command(t, nil, strings.Fields(c.args)...)
 			var out, errs bytes.Buffer
 			cmd.Stdout, cmd.Stderr = &out, &errs
-			_ = cmd.Run() // the status is looked at below
+			_ = cmd.Run() // the status is checked below
 			if s := cmd.ProcessState.ExitCode(); s != c.status {
 				t.Errorf("status %d, want %d", s, c.status)
 			}

@@ -177,8 +177,8 @@ var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHRE
 	"STEPAF_QP_NUM", "STEPMESH_SPLIT_QP_LAG", "BYTEPS_RDMA_START_DEPTH", "BYTEPS_RDMA_RX_DEPTH", "BYTEPS_RDMA_MAX_CONCURR_WR",
 	"BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_PRINT_RDMA_LOG", "STEPMESH_MEM_SYNC", "STEPAF_SECRET_FILE", "STEPAF_SECRET", "STEPAF_AUTH"}
 
-// wait waits for all children and returns the CPU seconds of each. The error names all children that failed: first
-// those that a signal ended, since other failures follow from these.
+// wait waits for all children and returns the CPU seconds of each. The error names all failed children, first the
+// children that a signal ended, since other failures follow from these.
 func (c *processes) wait() (map[string]float64, error) {
 	defer runtime.UnlockOSThread()
 	for _, p := range c.children {

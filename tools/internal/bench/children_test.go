@@ -10,7 +10,8 @@ import (
 	"github.com/urfave/cli/v2"
 )
 
-// TestMain makes this program a child of a benchmark, too: those that a test runs start themselves.
+// TestMain makes this program a child of a benchmark, too: benchmarks that a test runs start the test program
+// itself.
 func TestMain(m *testing.M) {
 	if len(os.Args) < 2 || os.Args[1] != "bench" {
 		os.Exit(m.Run())

@@ -226,7 +226,7 @@ func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floo
 	return l.blocks(floor, bare, t.timed, t.check)
 }
 
-// timed does one round trip with what is there.
+// timed does one round trip with the present contents.
 func (t *deviceTrips) timed() (int64, error) {
 	t.moved = true
 	if t.exchanges[0] == nil {
@@ -251,8 +251,8 @@ func (t *deviceTrips) trip(pushes, pulls []af.KeyTensor) (int64, error) {
 	return int64(time.Since(start)), err
 }
 
-// check looks at the latest answer, does a checked round trip for each of the
-// server's buffers, and leaves the pull tensor cleared.
+// check compares the latest answer, does a checked round trip for each of the server's buffers, and leaves the
+// pull tensor cleared.
 func (t *deviceTrips) check() error {
 	if t.moved {
 		t.moved = false
@@ -285,7 +285,7 @@ func (t *deviceTrips) clear() error {
 	return t.back.Copy(t.pull, backend.Bytes(t.got))
 }
 
-// compare compares the pull tensor with what it must be.
+// compare compares the pull tensor with its expected contents.
 func (t *deviceTrips) compare(after string) error {
 	if err := t.back.Copy(backend.Bytes(t.got), t.pull); err != nil {
 		return err

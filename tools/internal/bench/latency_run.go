@@ -31,7 +31,7 @@ func defaults(way course, bytes, iters, warmup int) (int, int) {
 	return iters, cmp.Or(warmup, min(max(iters/10, 20), 1000))
 }
 
-// busy keeps every core that this process may use busy until what it returns is called.
+// busy keeps every core that this process may use busy until stop is called.
 func busy() (stop func()) {
 	var all sync.WaitGroup
 	var stopped atomic.Bool

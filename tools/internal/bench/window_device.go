@@ -206,7 +206,7 @@ func (t *deviceTripper) prepare(ctx context.Context, size int) (src af.Tensor, e
 	return af.NewTensor(t.src.Sub(0, size), af.Uint8, int64(size))
 }
 
-// check compares the window with what the other rank has put.
+// check compares the window with the other rank's puts.
 func (t *deviceTripper) check(size int) error {
 	got := make([]byte, size)
 	m := t.w.Tensor()

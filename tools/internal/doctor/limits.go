@@ -56,7 +56,7 @@ func (x *exam) limits(context.Context) []Finding {
 	return found
 }
 
-// judge returns the limits that are too low for a node of a role, and those that the node may exceed later.
+// judge returns the limits that are too low for a node of a role, and the limits that the node may exceed later.
 func judge(role string, needs []limits.Need) (found []Finding) {
 	for _, n := range needs {
 		f := Finding{Remedy: n.Raise}

@@ -179,7 +179,7 @@ func TestPairsProcesses(t *testing.T) {
 		name          string
 		parent, child string
 		want          map[string]string // by pair, part of the text
-		remedy        string            // part of it, for what is not direct
+		remedy        string            // part of the remedy for pairs that are not direct
 		status        Status            // of the same
 		tensors       string
 	}{

@@ -43,7 +43,7 @@ type Finding struct {
 	Name    string   `json:"name"`
 	Status  Status   `json:"status"`
 	Text    string   `json:"finding"`
-	Remedy  string   `json:"remedy,omitempty"` // what to do; empty only if the status is OK
+	Remedy  string   `json:"remedy,omitempty"` // a remedy; empty only if the status is OK
 	Details []string `json:"details,omitempty"`
 	Data    any      `json:"data,omitempty"` // numbers of Text, for programs
 }

@@ -15,7 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Plan is the complete description of what Run starts.
+// Plan is the complete description of the processes that Run starts.
 type Plan struct {
 	Spec     Spec // with all choices made
 	Children []Child

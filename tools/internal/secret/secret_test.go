@@ -29,7 +29,8 @@ func TestMake(t *testing.T) {
 	}
 }
 
-// TestWrite: whatever the umask is, a node accepts the file. The test changes the umask of the process, so it is not parallel.
+// TestWrite: a node accepts the file for any umask. The test changes the umask of the process, so it is not
+// parallel.
 func TestWrite(t *testing.T) {
 	for _, mask := range []int{0, 0o022, 0o077, 0o777} {
 		path := filepath.Join(t.TempDir(), "secret")

@@ -120,7 +120,7 @@ func (e *End) pumpEvents() {
 		case e.events <- ev:
 		case <-e.done:
 			if ev.New != nil {
-				_ = ev.New.Destroy() // unwanted; the end of the channel reveals resources that remain
+				_ = ev.New.Destroy() // not needed; the end of the channel reveals resources that remain
 			}
 		}
 	}
