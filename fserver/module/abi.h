@@ -77,8 +77,8 @@ void sf_publish(sf_sockets *s);
 // The operations of sf_signal: flag = seq; wait until flag >= seq; seq += 1.
 enum { SF_WRITE_FLAG, SF_WAIT_FLAG, SF_SEQ_ADD_ONE };
 
-// What a stream waits for in sf_notify_stream: the request of a handler, the next release, or the batch that the call
-// begins to get.
+// The events that a stream waits for in sf_notify_stream: the request of a handler, the next release, or the batch that the
+// call begins to get.
 enum { SF_STREAM_WAIT, SF_STREAM_BLOCK, SF_STREAM_GET_BATCH };
 
 // In place of a communicator of sf_comm_new: the communicator of this node's group.

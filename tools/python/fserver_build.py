@@ -18,8 +18,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# HOME is what PYTHONPATH and an editable installation point to: the library, and
-# links to what is Python, but not the Go directories of the repository.
+# HOME is the directory that PYTHONPATH and an editable installation point to. It has the library and
+# links to the Python directories, but not the Go directories of the repository.
 HOME = ROOT / "bin" / "python"
 LIBRARY = HOME / "fserver_lib.abi3.so"
 LINKS = {
@@ -28,7 +28,7 @@ LINKS = {
 }
 # PACKED are the directories of a wheel that have Python files.
 PACKED = dict(LINKS, **{"fserver/connectors": ROOT / "fserver" / "connectors"})
-# ENTRIES are entry points: what vLLM calls in each of its processes.
+# ENTRIES are the entry points that vLLM calls in each of its processes.
 ENTRIES = "[vllm.general_plugins]\nstepaf = fserver.connectors.vllm_plugin:register\n"
 TAG = "cp38-abi3-" + re.sub(r"[-.]", "_", sysconfig.get_platform())
 OLDEST = (3, 8)
@@ -197,8 +197,8 @@ def metadata():
     return files
 
 
-# What pip calls. It shows the text of an exception below a stack; the words that
-# matter come last.
+# The functions that pip calls. pip shows the text of an exception below a stack, so the
+# important words are at its end.
 
 
 def get_requires_for_build_wheel(config_settings=None):

@@ -1,5 +1,5 @@
-// What gpu_cuda_extra.go calls: small functions around the driver API, so that several of its calls, or one with
-// a struct, are one call of C for Go. They are inlined into cgo's stubs, of that one file.
+// The functions that gpu_cuda_extra.go calls. Each wraps several calls of the driver API, or one with a struct, in
+// one call of C for Go. They are inlined into cgo's stubs, of that one file.
 #ifndef STEPAF_GPU_CUDA_EXTRA_H
 #define STEPAF_GPU_CUDA_EXTRA_H
 
