@@ -154,7 +154,8 @@ func TestSharedMemoryModel(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestInPlace: with one server a tensor may be pushed and pulled into: the answer comes when the server has it.
+// TestInPlace: with one server a tensor may be both pushed and pulled into: the server answers after it has
+// received the push.
 func TestInPlace(t *testing.T) {
 	everyVan(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)

@@ -411,8 +411,8 @@ func TestDeviceEnds(t *testing.T) {
 
 var errBoom = errors.New("boom")
 
-// TestAnswersAtTheEnd: answers that wait for a stream when the server leaves are given
-// back, and told.
+// TestAnswersAtTheEnd: answers that wait for a stream when the server leaves are released, and OnSent is called
+// for them.
 func TestAnswersAtTheEnd(t *testing.T) {
 	d := startDevices(t, testcluster.InProc)
 	batches := make(chan af.Batch, 1)

@@ -66,7 +66,7 @@ var dtypes = [...]dtypeInfo{
 	{"float8_e8m0fnu", 1}, {"float4_e2m1fn_x2", 1}, {"float8_e8m0fnu_x4", 4},
 }
 
-// Valid tells whether the code is known.
+// Valid reports whether the code is known.
 func (d Dtype) Valid() bool { return d >= 0 && int(d) < len(dtypes) }
 
 // Size is the number of bytes of one element, 0 for unknown codes.

@@ -8,8 +8,8 @@ import (
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
-// TestEveryDtype: every type, the 8-bit floats and the packed ones among them, arrives as it
-// was sent, with its scales beside it and with no rows, over every transport.
+// TestEveryDtype: every type, including the 8-bit floats and the packed ones, arrives unchanged, together with its
+// scales and with no rows, over every transport.
 func TestEveryDtype(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)

@@ -11,8 +11,8 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
-// inProcess runs a scheduler, a server and a worker in this process. Usually each is a
-// process of its own, whose configuration comes from postoffice.LoadConfig.
+// inProcess runs a scheduler, a server and a worker in this process. Usually each runs in its own process and gets
+// its configuration from postoffice.LoadConfig.
 func inProcess(server, worker func(*postoffice.Node)) {
 	ctx, network := context.Background(), inproc.NewNetwork()
 	var all sync.WaitGroup

@@ -20,8 +20,8 @@ func OpenBatches(s *Server, worker int) (n, bytes int) {
 	return len(x.open), x.openBytes
 }
 
-// Held are the messages that came before those that they follow, as counted for all
-// workers, and their bytes of one worker.
+// Held are the messages that arrived before the beginnings of their batches, as counted for all workers, and their
+// bytes of one worker.
 func Held(s *Server, worker int) (n, bytes int) {
 	x := s.sender(worker)
 	x.mu.Lock()

@@ -120,8 +120,7 @@ func (d *replays) settle(t *testing.T, s uintptr) {
 	}
 }
 
-// TestReplays: three micro-batches in flight, replayed with changing contents, beside rounds
-// of Start.
+// TestReplays: three micro-batches in flight, replayed with changing contents, concurrently with rounds of Start.
 func TestReplays(t *testing.T) {
 	for _, over := range all {
 		t.Run(over.String(), func(t *testing.T) {
@@ -416,7 +415,7 @@ func TestReplayCloseBehindABlockedDriver(t *testing.T) {
 	d.w.Close()
 	d.settle(t, s)
 	vantest.Fails(t, p.Check(), van.ErrClosed, "round 1")
-	d.mute.Store(true) // the worker's node may have left when an answer comes
+	d.mute.Store(true) // the worker's node may have left when an answer arrives
 	close(block)
 }
 

@@ -160,8 +160,8 @@ func TestAnswerRefused(t *testing.T) {
 	}, all...)
 }
 
-// TestReleaseOfHostMemory: a batch whose tensors no device reads is given back at once, whatever
-// stream its release names.
+// TestReleaseOfHostMemory: a batch whose tensors are not read by a device is released at once, for any stream in
+// its release.
 func TestReleaseOfHostMemory(t *testing.T) {
 	for _, on := range [][]af.StreamOption{nil, {af.Complete}, {af.Stream(0)}, {af.Stream(7)}} {
 		hook := &hooks.Van{}
@@ -212,8 +212,8 @@ func TestEarlyMessagesOfALostWorker(t *testing.T) {
 	works(t, newWorker(t, c.Workers[0]), 1)
 }
 
-// TestAcknowledgedAtOnce: nothing follows the acknowledgement of a push that is no part of a batch, though those of
-// batches before said that something does: a transport that waits for it would keep the worker waiting.
+// TestAcknowledgedAtOnce: the acknowledgement of a push that is not part of a batch is not marked More, though
+// those of earlier batches were: a transport that waits for the next message would keep the worker waiting.
 func TestAcknowledgedAtOnce(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})

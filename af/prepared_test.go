@@ -62,9 +62,8 @@ func masked(t testing.TB, mask byte) af.Handler {
 	}
 }
 
-// TestExchange: every type, with its scales beside it, arrives bit for bit in each round of
-// an exchange, whose contents and rows change; rows that are not asked for stay as they
-// are.
+// TestExchange: every type, together with its scales, arrives bit for bit in each round of an exchange, whose
+// contents and rows change. Rows that are not requested stay unchanged.
 func TestExchange(t *testing.T) {
 	const rows, columns, servers = 5, 3, 2
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
@@ -256,8 +255,8 @@ func TestExchangeTo(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestExchangeReplaced: a lost server fails the rounds that need it, also one in flight, and
-// no other; when another process is in its place the same exchange goes on with that one.
+// TestExchangeReplaced: a lost server fails the rounds that need it, including one in flight, and no other. After
+// a replacement process has joined, the same exchange goes on with it.
 func TestExchangeReplaced(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		o.Servers = 2
@@ -362,8 +361,8 @@ func TestExchangeSendRefused(t *testing.T) {
 	}
 }
 
-// TestExchangesAtOnce: of goroutines that start the same exchange one does, and several
-// exchanges are in flight beside each other.
+// TestExchangesAtOnce: of several goroutines that start the same exchange one succeeds, and several exchanges are
+// in flight at the same time.
 func TestExchangesAtOnce(t *testing.T) {
 	const exchanges, goroutines, rounds = 3, 4, 200
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {

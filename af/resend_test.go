@@ -29,8 +29,9 @@ func (v *mute) Send(m *van.Message) error {
 	return v.Van.Send(m)
 }
 
-// TestNotSentAgain: with PS_RESEND a push tensor is not sent again, whether or not its message was acknowledged, when its
-// call is over, since the application may have changed it; nor, where it is pulled into, when the answer comes there.
+// TestNotSentAgain: with PS_RESEND a push tensor is not sent again after its call is over, acknowledged or not,
+// because the application may have changed it. A tensor that is also pulled into is not sent again after its
+// answer has arrived.
 func TestNotSentAgain(t *testing.T) {
 	acks, hook := &mute{}, &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{

@@ -26,8 +26,7 @@ func take(t testing.TB, batches <-chan af.Batch) af.Batch {
 	}
 }
 
-// replace starts another process, as it were, in the place of a lost worker, and returns
-// when server has it.
+// replace starts another node as the replacement process of a lost worker, and returns when server knows it.
 func replace(t testing.TB, c *testcluster.Cluster, rank int) *postoffice.Node {
 	t.Helper()
 	heard := peer(t, c.Servers[0], van.WorkerID(rank))

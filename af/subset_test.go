@@ -69,8 +69,8 @@ func TestToForeign(t *testing.T) {
 	vantest.Fails(t, call.Wait(t.Context()), van.ErrClosed)
 }
 
-// TestExchangeToForeign: an exchange with some of the servers does not start any more when
-// one of another library has come in the place of any; one with all is not refused.
+// TestExchangeToForeign: an exchange with some of the servers does not start any more after a node of another
+// library has replaced one of the servers. An exchange with all servers is not refused.
 func TestExchangeToForeign(t *testing.T) {
 	var hides atomic.Bool
 	c := startAnonymous(t, &hides)

@@ -191,8 +191,8 @@ func TestWrongMessageEndsItsBatch(t *testing.T) {
 	}
 }
 
-// TestHeldOfALostWorker: messages that came before those that they follow are forgotten
-// with their worker, and counted no more.
+// TestHeldOfALostWorker: messages that arrived before the beginnings of their batches are dropped with their
+// worker, and counted no more.
 func TestHeldOfALostWorker(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.Resend = true }})
 	s := serve(t, c.Servers[0], echoes(t))

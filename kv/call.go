@@ -207,8 +207,8 @@ func (c *call[V]) Answer(_, from int, msg *van.Message) error {
 	return nil
 }
 
-// takePart checks an answer to a pull and puts its values in their place, or
-// keeps the message when the place depends on the other servers' answers.
+// takePart checks an answer to a pull and copies its values to their destination, or keeps the message if the
+// destination depends on the other servers' answers.
 func (c *call[V]) takePart(p *part[V], msg *van.Message) error {
 	f, err := parse[V](msg)
 	if err != nil {

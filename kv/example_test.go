@@ -12,9 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
-// A cluster of a scheduler, a server that sums, and a worker, all in this process.
-// Usually each is a process of its own, and the configuration comes from
-// postoffice.LoadConfig.
+// A cluster of a scheduler, a server that sums, and a worker, all in this process. Usually each runs in its own
+// process and gets its configuration from postoffice.LoadConfig.
 func Example() {
 	ctx, network := context.Background(), inproc.NewNetwork()
 	node := func(role string) *postoffice.Node {

@@ -14,8 +14,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestOnSentOfARefusedAnswer: OnSent's function is not called for an answer that the transport
-// has refused: Respond has said so.
+// TestOnSentOfARefusedAnswer: OnSent's function is not called for an answer that the transport has refused:
+// Respond has returned the error.
 func TestOnSentOfARefusedAnswer(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}

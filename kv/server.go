@@ -292,7 +292,7 @@ func (r Request[V]) check(res *Pairs[V]) error {
 	return checkShape(van.ErrInvalid, res.Keys, len(res.Vals), res.Lens)
 }
 
-// shares tells whether a begins in b.
+// shares reports whether a begins in b.
 func shares[T any](a, b []T) bool {
 	if len(a) == 0 || len(b) == 0 {
 		return false

@@ -126,8 +126,8 @@ func TestEcho(t *testing.T) {
 				}
 				return
 			}
-			// The values are those of kept, which stays until the next push; the
-			// keys are the request's own and gone when this returns.
+			// The values are those of kept, which stays until the next push; the keys are the request's own and invalid when
+			// this returns.
 			if err := r.Respond(kv.Pairs[uint64]{Keys: r.Keys, Vals: kept.Vals}); err != nil {
 				t.Error(err)
 			}

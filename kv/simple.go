@@ -92,7 +92,7 @@ func (a *SimpleApp) begin(c *cluster.Customer) {
 	close(a.ready)
 }
 
-// Handle names who takes requests; nil answers them with an empty body.
+// Handle sets the handler of requests; nil answers them with an empty body.
 func (a *SimpleApp) Handle(h SimpleHandler) {
 	if h == nil {
 		h = func(m SimpleMessage) {
@@ -104,9 +104,8 @@ func (a *SimpleApp) Handle(h SimpleHandler) {
 	a.request.Store(&h)
 }
 
-// OnAnswer names who takes the answers to this application's requests,
-// before Wait returns; nil ignores them. Answers of different nodes may come at the
-// same time.
+// OnAnswer sets the handler of the answers to this application's requests, which is called before Wait returns;
+// nil ignores answers. It may be called concurrently for answers of different nodes.
 func (a *SimpleApp) OnAnswer(h SimpleHandler) {
 	if h == nil {
 		a.response.Store(nil)
@@ -119,7 +118,7 @@ func (a *SimpleApp) messageOf(msg *van.Message) SimpleMessage {
 	return SimpleMessage{app: a, Head: msg.Head, Body: slices.Clone(msg.Body), Sender: postoffice.NodeID(msg.Sender), Timestamp: msg.Timestamp, CustomerID: msg.CustomerID, epoch: msg.ProcessEpoch}
 }
 
-// takes handles a request that is one for a simple application, and tells whether it is. It may come before begin.
+// takes handles a request for a simple application, and reports whether msg is one. It may be called before begin.
 func (a *SimpleApp) takes(msg *van.Message) bool {
 	switch {
 	case !msg.SimpleApp:
@@ -249,8 +248,8 @@ func (d SimpleMessage) Refuse(why error) error {
 
 var messages = sync.Pool{New: func() any { return new(van.Message) }}
 
-// Wanted tells whether the sender of a request may still wait for its answer: it has not given
-// the request up, is not lost, and has not been replaced.
+// Wanted reports whether the sender of a request may still wait for its answer: it has not canceled the request,
+// is not lost, and has not been replaced.
 func (d SimpleMessage) Wanted() bool {
 	if d.app == nil {
 		return false

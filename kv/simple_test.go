@@ -287,7 +287,7 @@ func TestSimpleEdges(t *testing.T) {
 	vantest.Fails(t, s.Handle(func(kv.Request[float32]) {}), van.ErrInvalid, "this server has one")
 }
 
-// TestSimpleDoneOnce: a request without Done calls nobody, though what it is made of was used by one with it.
+// TestSimpleDoneOnce: a request without Done calls no function, though its reused object had one before.
 func TestSimpleDoneOnce(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	simple(t, c.Servers[0], func(d kv.SimpleMessage) {

@@ -5,9 +5,9 @@ import (
 	"sync"
 )
 
-// store holds k values for each key, in the order in which keys came first. A batch
-// whose keys came in the same order is worked off run by run, and costs little more than
-// the memory traffic of its values; other keys cost a look into a map.
+// store holds k values for each key, in the order in which keys arrived first. A batch
+// whose keys arrived in the same order is worked off run by run, and costs little more than
+// the memory traffic of its values; other keys cost a map lookup.
 //
 // Adding to keys that are there and reading hold mu for reading and the lock of one
 // chunk at a time; a batch is therefore not atomic, each key is.

@@ -50,7 +50,7 @@ func view[T any](m backend.Mem) []T {
 	return unsafe.Slice((*T)(unsafe.Pointer(&b[0])), len(b)/sizeOf[T]())
 }
 
-// keysEqual tells whether a key frame holds exactly keys.
+// keysEqual reports whether a key frame holds exactly keys.
 func keysEqual(frame backend.Mem, keys []Key) bool {
 	return string(frame.Host()) == string(backend.Slice(keys).Host()) // compares, without conversion
 }
@@ -97,8 +97,8 @@ func parse[V Value](msg *van.Message) (f frames[V], err error) {
 	return f, checkShape(van.ErrMalformed, f.keys, len(f.vals), f.lens)
 }
 
-// checkShape tells whether vals values belong to keys: by lens, or without lens
-// evenly. The error wraps kind.
+// checkShape returns an error unless vals values belong to keys: by lens, or without lens evenly. The error wraps
+// kind.
 func checkShape(kind error, keys []Key, vals int, lens []int32) error {
 	if len(lens) == 0 {
 		if len(keys) == 0 && vals > 0 || len(keys) > 0 && vals%len(keys) != 0 {
@@ -122,7 +122,7 @@ func checkShape(kind error, keys []Key, vals int, lens []int32) error {
 	return nil
 }
 
-// checkKeys tells whether keys ascend without repeats. The error wraps kind.
+// checkKeys returns an error unless keys ascend without repeats. The error wraps kind.
 func checkKeys(kind error, keys []Key) error {
 	for i := 1; i < len(keys); i++ {
 		if keys[i] <= keys[i-1] {

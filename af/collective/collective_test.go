@@ -240,7 +240,7 @@ func (m memory) zeros(n int) af.Tensor {
 	return must(af.NewTensor(m.dev.Mem(make([]byte, n)), af.Uint8, int64(n)))
 }
 
-// in is t there. A device's is made by a stream, which takes its time.
+// in returns t in m's memory. On a device, a stream makes it after a delay.
 func (m memory) in(t af.Tensor) af.Tensor {
 	if m.dev == nil {
 		return t
@@ -358,8 +358,8 @@ func TestTooManyInFlight(t *testing.T) {
 	onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })
 }
 
-// TestLostWhileMeeting: a rank that is lost while a round is under way, after it has said hello, makes the round fail, not the
-// first call after it.
+// TestLostWhileMeeting: if a rank is lost during a round, after its hello, the round fails, not the first call
+// after it.
 func TestLostWhileMeeting(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	c := all[0]
@@ -510,7 +510,7 @@ func TestTimeout(t *testing.T) {
 	onAll(t, 3, func(r int) error { return calls(all[r], memory{}, 100, 5) })
 }
 
-// TestSpinning: waits that spin for ever end with their node, also where it has asked nobody for anything.
+// TestSpinning: waits that spin forever end with their node, also if the node has sent no requests.
 func TestSpinning(t *testing.T) {
 	o := testcluster.Options{Over: testcluster.SHM, Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }}
 	all, c := comms(t, o, 2)

@@ -151,7 +151,7 @@ func TestOwnPartBehindClose(t *testing.T) {
 		all[0].b.early, all[1].b.early = early, early
 		out, in := at[0].zeros(200), at[0].zeros(100)
 		copy(simgpu.Raw(in.Mem()), "rank 0")
-		op, err := all[0].AllGather(out, in, af.Complete) // whose look ends before the other rank's call
+		op, err := all[0].AllGather(out, in, af.Complete) // its poll ends before the other rank's call
 		if err != nil {
 			t.Fatal(err)
 		}

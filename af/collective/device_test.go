@@ -107,8 +107,8 @@ func TestDeviceComplete(t *testing.T) {
 	})
 }
 
-// TestDeviceLate: a call whose stream does not come to it ends by its limit, on all ranks, and one that
-// comes too late writes nothing, its rank's own part neither.
+// TestDeviceLate: a call that its stream does not reach ends by its limit, on all ranks. A call that is reached
+// too late writes nothing, not even its rank's own part.
 func TestDeviceLate(t *testing.T) {
 	for first, want := range []string{"nothing has arrived from rank 1", "the work before it in this rank's stream"} {
 		t.Run(fmt.Sprint("rank ", first), func(t *testing.T) {
@@ -237,7 +237,8 @@ func TestDeviceMisuse(t *testing.T) {
 	}
 }
 
-// TestNoCopyBehindClose: a call beside Close uses no stream that Close has freed, and makes no other one.
+// TestNoCopyBehindClose: a call that is concurrent with Close uses no stream that Close has freed, and makes no
+// other one.
 func TestNoCopyBehindClose(t *testing.T) {
 	all, at := onDevices(t, testcluster.Options{}, 2)
 	onAll(t, 2, func(r int) error { return wait(all[r].AllGather(at[r].zeros(200), at[r].zeros(100))) })

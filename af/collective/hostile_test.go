@@ -20,7 +20,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// said is what a node has answered: the receivers' ids, verbs and reasons.
+// said collects the answers of a node: the receivers' ids, verbs and reasons.
 type said struct {
 	mu sync.Mutex
 	l  []string
@@ -131,8 +131,9 @@ func TestStrangers(t *testing.T) {
 	onAll(t, 2, func(r int) error { return calls(all[r], memory{}, 100, 1) })
 }
 
-// TestHelloWhileItRuns: a rank that says hello with a later round has begun anew, though it has not told that the
-// communicator has failed: calls fail, and Rebuild meets it. The same hello again is answered, and nothing fails.
+// TestHelloWhileItRuns: a hello with a later round means that the rank has begun anew, though it has not reported
+// a failure of the communicator: calls fail, and Rebuild joins its round. A repeated hello is answered, and
+// nothing fails.
 func TestHelloWhileItRuns(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	c := all[0]
@@ -222,7 +223,8 @@ func TestNamesWhoIsMissing(t *testing.T) {
 	}
 }
 
-// TestReasonOfARoundThatFails: a rank that has finished the round, and asks one whose round then fails, hears for whom that one has waited.
+// TestReasonOfARoundThatFails: if a rank has finished the round, and requests a part of a rank whose round then
+// fails, the refusal names the ranks that were missing.
 func TestReasonOfARoundThatFails(t *testing.T) {
 	hook := &hooks.Van{}
 	cl := testcluster.Start(t, testcluster.Options{Workers: 3, Wrap: hook.Wrap("worker", 0)})

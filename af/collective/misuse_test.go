@@ -122,12 +122,12 @@ func TestMismatchWithOneThatHasEnded(t *testing.T) {
 	})
 }
 
-// TestAskedAgain: a request that comes again when its call has ended, as from a transport that has
-// forgotten it, is dropped, and nothing fails.
+// TestAskedAgain: if a request is received again after its call has ended, as from a transport that has forgotten
+// it, it is dropped, and nothing fails.
 func TestAskedAgain(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	c := all[0]
-	for seq, early := range []bool{false, true} { // it came before this rank had made the call
+	for seq, early := range []bool{false, true} { // whether the request arrived before this rank had made the call
 		var ops [2]Op
 		for _, r := range [][]int{{0, 1}, {1, 0}}[seq] {
 			var err error
@@ -154,8 +154,8 @@ func TestAskedAgain(t *testing.T) {
 	onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })
 }
 
-// TestAskFromBeforeRebuild: a request from before Rebuild that comes late is refused: it does not take the sender's
-// part of the call that has its number now.
+// TestAskFromBeforeRebuild: a late request from before Rebuild is refused: it does not take the sender's part of
+// the call that has its number now.
 func TestAskFromBeforeRebuild(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	c := all[0]
@@ -524,8 +524,8 @@ func TestClosedAtOnce(t *testing.T) {
 	}
 }
 
-// TestClosedInRebuild: a rank that closes its end in Rebuild, when others have met it and gone on, makes their calls fail at
-// once: they have no other word of it.
+// TestClosedInRebuild: if a rank closes its end in Rebuild, after the others have finished the round with it,
+// their calls fail at once, although they receive no other message about it.
 func TestClosedInRebuild(t *testing.T) {
 	for name, early := range map[string]bool{"called before": true, "called after": false} {
 		t.Run(name, func(t *testing.T) {

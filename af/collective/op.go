@@ -336,7 +336,7 @@ func (o *op) serve(a *ask) {
 	}
 }
 
-// fits returns an error if request a does not match o; wanted tells whether its sender gets a part of o.
+// fits returns an error if request a does not match o; wanted reports whether its sender gets a part of o.
 func (o *op) fits(a *ask, wanted bool) error {
 	call := o.call
 	if call.kind == allToAll && a.bytes == 0 {

@@ -132,7 +132,7 @@ func TestNodeEnds(t *testing.T) {
 	}
 }
 
-// queueRound queues a round of worker 0, and returns what is closed when its stream has gone on.
+// queueRound queues a round of worker 0, and returns a channel that is closed when its stream has gone on.
 func (s *ends) queueRound(t *testing.T, p *pair) (went chan struct{}) {
 	t.Helper()
 	if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
@@ -143,8 +143,8 @@ func (s *ends) queueRound(t *testing.T, p *pair) (went chan struct{}) {
 	return went
 }
 
-// TestStreamsPart: the streams of an exchange that is over do not go on before the other end has said that it is over
-// there, too.
+// TestStreamsPart: the streams of an exchange that is over do not go on before the other end has confirmed the
+// end.
 func TestStreamsPart(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	p := s.prepare(t, 10, 10)[0]
@@ -171,7 +171,7 @@ func TestStreamsPart(t *testing.T) {
 	}
 }
 
-// TestLostWithoutAWord: streams do not wait for the end of a peer that is lost and has said nothing.
+// TestLostWithoutAWord: streams do not wait for the end of a peer that is lost without a message.
 func TestLostWithoutAWord(t *testing.T) {
 	hook := &hooks.Van{}
 	s := start(t, testcluster.Options{Workers: 1, Servers: 2, Wrap: hook.Wrap("server", 1)})
@@ -189,7 +189,7 @@ func TestLostWithoutAWord(t *testing.T) {
 	}
 }
 
-// TestShortLimit: a limit that is shorter than the time between two looks ends no round that was answered.
+// TestShortLimit: a limit that is shorter than the interval of polls ends no round that was answered.
 func TestShortLimit(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	const limit = 20 * time.Millisecond

@@ -12,7 +12,7 @@ import (
 // PartLimit is for how long streams wait for the end of a peer's exchange.
 const PartLimit = peersOverLimit
 
-// Deaf makes e hear nothing of its peers until the returned function is called.
+// Deaf makes e receive no messages of its peers until the returned function is called.
 func (e *Ends) Deaf() (hear func()) {
 	e.dir.mu.Lock()
 	return e.dir.mu.Unlock
@@ -42,7 +42,7 @@ func (e *Ends) Left() string {
 // HostStream is the stream in which x copies.
 func (x *Exchange) HostStream() uintptr { return x.host.stream }
 
-// Busy tells whether a Send or a Receive of x is under way.
+// Busy reports whether a Send or a Receive of x is under way.
 func (x *Exchange) Busy() bool {
 	free := x.queueing.TryLock()
 	if free {

@@ -146,7 +146,8 @@ func TestHostWays(t *testing.T) {
 	}
 }
 
-// TestHostWaits: a Receive says for whom it waits when its context ends, and goes on later; a worker's ends the exchange at the limit.
+// TestHostWaits: if the context of a Receive ends, its error names the peer it waits for, and a later Receive goes
+// on. A worker's Receive ends the exchange at the limit.
 func TestHostWaits(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 2, Servers: 1})
 	pairs := s.prepare(t, 10, 10, streams.ByHost{}, streams.Limit(500*time.Millisecond))

@@ -303,11 +303,11 @@ func over(t *testing.T, x *streams.Exchange) error {
 	return nil
 }
 
-// gone tells whether a peer's end: it may have said so before it was lost.
+// gone reports whether err is a peer's end: it may have been announced before the peer was lost.
 func gone(err error) bool { return errors.Is(err, van.ErrPeerLost) || errors.Is(err, van.ErrClosed) }
 
 // TestServerLost: streams go on when a server is lost in the middle of rounds, on the worker and on the other
-// server, both of which say why, and the other server's answer of that round counts nowhere.
+// server. The errors of both have the reason, and the other server's answer of that round is not used.
 func TestServerLost(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 2})
 	p := s.prepare(t, 100, 100)[0]
@@ -327,8 +327,8 @@ func TestServerLost(t *testing.T) {
 	w.settle(t, stream)
 }
 
-// TestNothingCountsAfterTheEnd: a round that was captured and is replayed after the end lets the other side
-// take nothing for an answer.
+// TestNothingCountsAfterTheEnd: if a captured round is replayed after the end, the other side does not take its
+// contents for an answer.
 func TestNothingCountsAfterTheEnd(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 2, Servers: 1})
 	pairs := s.prepare(t, 10, 10)
@@ -356,7 +356,7 @@ func TestNothingCountsAfterTheEnd(t *testing.T) {
 	if err := pairs[0].x.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if err := <-took; !errors.Is(err, streams.ErrOver) || !errors.Is(err, van.ErrClosed) { // the server has told it
+	if err := <-took; !errors.Is(err, streams.ErrOver) || !errors.Is(err, van.ErrClosed) { // the server has sent this reason
 		t.Errorf("the stream of worker 1 went on, and Check said %v, want %v and %v", err, streams.ErrOver, van.ErrClosed)
 	}
 	y.settle(t, stream)
@@ -368,8 +368,8 @@ func TestNothingCountsAfterTheEnd(t *testing.T) {
 	}
 }
 
-// round makes a round of worker 0 and waits until its stream has gone on. It returns for how long the round may have been
-// under way.
+// round makes a round of worker 0 and waits until its stream has gone on. It returns the longest time that the
+// round may have been under way.
 func (s *ends) round(t *testing.T, p *pair) (took time.Duration, err error) {
 	t.Helper()
 	begun := time.Now()
@@ -380,7 +380,7 @@ func (s *ends) round(t *testing.T, p *pair) (took time.Duration, err error) {
 	return time.Since(begun), nil
 }
 
-// again ends an exchange, so that all streams go on, and prepares another one in its place.
+// again ends an exchange, so that all streams go on, and prepares another one with the same tensors.
 func (s *ends) again(t *testing.T, p *pair, opts ...streams.Option) *pair {
 	t.Helper()
 	_ = p.x.Close()

@@ -158,7 +158,7 @@ func (l *sleepers) enter(x *waiter) {
 	l.n.Add(1)
 }
 
-// exit returns x to the free list; entered tells whether enter was called.
+// exit returns x to the free list; entered reports whether enter was called.
 func (l *sleepers) exit(x *waiter, entered bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

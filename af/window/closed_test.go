@@ -59,8 +59,9 @@ func (r *rig) free(w *Window) {
 	}
 }
 
-// TestCloseBehindOthers: the news that a rank has closed its window counts after what it has sent
-// before, though this rank is closing its own, and is not lost when that never comes. Close gives back the messages that wait for it.
+// TestCloseBehindOthers: a rank's notice that it has closed its window counts after all its earlier messages, also
+// while this rank is closing its own, and is not lost if these never arrive. Close releases the messages that wait
+// for it.
 func TestCloseBehindOthers(t *testing.T) {
 	hook := &hooks.Van{}
 	r := newRig(t, testcluster.Options{Wrap: hook.Wrap("worker", 1)}, 2, Options{Size: 8, Signals: 1})

@@ -70,7 +70,8 @@ func TestDeviceNoTime(t *testing.T) {
 // unmap takes from a what it has mapped of the other rank, as where that is in another PID namespace.
 func unmap(a *Window) { a.dev.memory.host.far[1] = backend.Mem{} }
 
-// TestDeviceDiedBetween: a rank dies when a signal is in the page and not in the device, for which streams wait: they do not wait for ever.
+// TestDeviceDiedBetween: a rank dies after its signal is in the page but not in the device, on which streams wait.
+// The streams do not wait forever.
 func TestDeviceDiedBetween(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	b := r.windows[1]
@@ -183,8 +184,8 @@ func TestDeviceStreamNotAsked(t *testing.T) {
 	}
 }
 
-// 5: wrongSource refuses a source as the GPU's CopyFlags does that was imported by another backend, before it looks whether the stream
-// is captured.
+// 5: wrongSource refuses a source that was imported by another backend, as the GPU's CopyFlags does, before it
+// checks whether the stream is captured.
 type wrongSource struct{ backend.StreamDevice }
 
 func (wrongSource) CopyFlags(dst, src backend.Mem, s uintptr, l []backend.FlagWrite) error {

@@ -22,7 +22,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// until waits for something that comes by itself.
+// until polls for a condition that has no signal.
 func (r *deviceRig) until(what string, is func() bool) {
 	r.Helper()
 	for end := time.Now().Add(testTime); !is(); runtime.Gosched() {
@@ -149,7 +149,7 @@ func TestDeviceFlushAfterClose(t *testing.T) {
 	r.must(w.Put(t.Context(), 1, 0, r.tensor(0, []byte{7}), af.Complete))
 	own := w.dev.memory.own
 	r.must(w.Close())
-	letGo := r.hold(0, af.Stream(own)) // it may be somebody else's by now
+	letGo := r.hold(0, af.Stream(own)) // it may have another user by now
 	defer func() {
 		letGo()
 		r.settle(0, af.Stream(own))
@@ -177,8 +177,8 @@ func (d *failing) Alloc(n int) (backend.Mem, error) {
 	return d.device.Alloc(n)
 }
 
-// TestDeviceFailsAtOpen: the communicator fails while a window is opened: it is not, or, where that comes later, it is over.
-// This is for the race detector.
+// TestDeviceFailsAtOpen: the communicator fails while a window is opened: Open fails, or, if the failure is later,
+// the window is over. This is for the race detector.
 func TestDeviceFailsAtOpen(t *testing.T) {
 	d := &failing{device: simgpu.New(0)}
 	var o testcluster.Options
@@ -213,7 +213,7 @@ type keeping struct{ *device }
 
 func (keeping) MayBlock() bool { return true }
 
-// TestDeviceOpenKeepsNothing: Open that fails gives back what no other rank knows of.
+// TestDeviceOpenKeepsNothing: a failed Open releases all objects that no other rank knows of.
 func TestDeviceOpenKeepsNothing(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	refused := func(what string, of ...Options) {

@@ -160,8 +160,8 @@ func TestDeviceRing(t *testing.T) {
 	r.all(func(i int) error { return r.windows[i].Close() })
 }
 
-// TestDeviceHost: calls that name no stream: puts of host memory and to this rank itself, waits on the host, signals that
-// came before, and a flush.
+// TestDeviceHost: calls without a stream: puts of host memory and to this rank itself, waits on the host, signals
+// that had arrived before, and a flush.
 func TestDeviceHost(t *testing.T) {
 	shortLaps(t, 4)
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 3})
@@ -246,7 +246,7 @@ func TestDeviceGoOnTogether(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	r.must(r.windows[0].WaitSignal(t.Context(), 1, 0, stream))
 	p := r.windows[1].peers[0]
-	p.in.mu.Lock() // rank 1 hears nothing, and says nothing
+	p.in.mu.Lock() // rank 1 neither receives nor sends
 	gone := make(chan struct{})
 	r.devices[0].Queue(uintptr(stream), func() { close(gone) })
 	r.windows[0].base.layer.Fail(errors.New("a test"))

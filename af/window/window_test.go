@@ -145,7 +145,7 @@ func TestPuts(t *testing.T) {
 	transports(t, func(t *testing.T, o testcluster.Options) {
 		const n, room, rounds = 3, 300_000, 12
 		r := newRig(t, o, n, Options{Size: n * room, Signals: 2})
-		// steps are what from puts to one rank in a round, in the place that it has there.
+		// steps are the puts of from to one rank in a round, in the part of the window that belongs to from.
 		steps := func(from, to, round int, put func(offset int, data af.Tensor, last bool) error) error {
 			g := rand.New(rand.NewPCG(uint64(from*100+to), uint64(round)))
 			for k, all := 0, 1+g.IntN(5); k < all; k++ {
@@ -333,8 +333,8 @@ func TestSignalsAdd(t *testing.T) {
 	}
 }
 
-// TestLost: the loss of a rank ends all waits with its name, signals that came before are there, and
-// after Rebuild a new window works with the replacement.
+// TestLost: the loss of a rank ends all waits with its name, signals that arrived before are there, and after
+// Rebuild a new window works with the replacement.
 func TestLost(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		r := newRig(t, o, 3, Options{Size: 100, Signals: 2})
@@ -549,7 +549,7 @@ func TestOwnEnd(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, testcluster.Options{Set: set}, 2, Options{Signals: 1})
 			w, begun := r.windows[0], time.Now()
-			w.base.aliveEvery = aliveEvery // nothing else tells who waits
+			w.base.aliveEvery = aliveEvery // no other message names the waiting rank
 			wait := make(chan error, 1)
 			go func() { wait <- w.WaitSignal(t.Context(), 1, 0) }()
 			if set == nil {

@@ -10,7 +10,7 @@ import (
 )
 
 // TestStartBarrierLimit: a server stops before the second barrier of the start. The start of the other nodes ends
-// within the limit. They do not know the missing node; the error says who does.
+// within the limit. They do not know the missing node; the error names the scheduler, which does.
 func TestStartBarrierLimit(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	begun := time.Now()

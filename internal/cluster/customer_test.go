@@ -119,7 +119,7 @@ func TestOneRequestWithoutAnswer(t *testing.T) {
 		t.Fatal(err)
 	}
 	r := newRequest()
-	for next := 1023; next > 0 && next < math.MaxInt32; next = 2*next + 1 { // each comes to the slot of the unanswered one
+	for next := 1023; next > 0 && next < math.MaxInt32; next = 2*next + 1 { // each gets the slot of the unanswered one
 		x.SetNext(int32(next))
 		if err := x.Open(&r.Request, "test", r, 3, nil); err != nil {
 			t.Fatalf("from timestamp %d: %v", next, err)

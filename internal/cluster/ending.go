@@ -113,7 +113,7 @@ func (n *Node) stopEnding(err error) {
 	if err != nil || n.lifetime.Alive() != nil {
 		n.ending.stopRepeat = nil
 	} else {
-		told = nil // Finalize comes next
+		told = nil // Finalize follows
 	}
 	n.ending.mu.Unlock()
 	if told != nil {

@@ -15,7 +15,7 @@ import (
 )
 
 // A cluster of a scheduler, a server and two workers, all in this process: ranks, a barrier, and the end. Usually
-// each is a process of its own, and the configuration comes from LoadConfig.
+// each runs in its own process and gets its configuration from LoadConfig.
 func Example() {
 	ctx, network := context.Background(), inproc.NewNetwork()
 	var mu sync.Mutex

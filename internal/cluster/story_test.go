@@ -376,7 +376,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 	}
 }
 
-// look writes what is kept, and compares the accounts with it.
+// look writes the retained state, and compares the accounts with it.
 func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 	t.Helper()
 	a, s := &n.apps, &n.pending

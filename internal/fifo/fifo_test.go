@@ -73,8 +73,8 @@ func TestReuse(t *testing.T) {
 	}
 }
 
-// TestPutFront: an element of PutFront comes out next, also from a queue that was empty or from which nothing was
-// taken.
+// TestPutFront: Take returns an element of PutFront next, also from a queue that was empty or from which nothing
+// was taken.
 func TestPutFront(t *testing.T) {
 	for _, taken := range []int{0, 1, 5, 8} {
 		var q Queue[int]

@@ -72,7 +72,7 @@ func TestOpenIsRepeated(t *testing.T) {
 	}
 }
 
-// TestOpenWhileServeEnds: an Open that comes while a Serve ends finds the next one.
+// TestOpenWhileServeEnds: an Open that arrives while a Serve ends finds the next one.
 func TestOpenWhileServeEnds(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("worker", 0)})
@@ -214,7 +214,7 @@ func TestLostRankIsNamed(t *testing.T) {
 	}
 	hook.OnSend(func(m *van.Message) hooks.Verdict {
 		if m.Head == session.WantLeave {
-			return hooks.Lose // it is gone without a word
+			return hooks.Lose // the rank leaves without a message
 		}
 		return hooks.Pass
 	})

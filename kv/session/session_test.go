@@ -327,7 +327,7 @@ func TestOrder(t *testing.T) {
 	}, over...)
 }
 
-// TestWaitEnds: a wait that ends with its context names who owes an answer, and gives nothing up.
+// TestWaitEnds: a wait that ends with its context names the ranks that owe an answer, and cancels nothing.
 func TestWaitEnds(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
 	release := make(chan struct{})
@@ -396,8 +396,8 @@ func TestResultsAreClosed(t *testing.T) {
 	}
 }
 
-// TestManyKilled: ranks hear of all handles that were killed, however many, and not of more than one message
-// can name at once.
+// TestManyKilled: for any number of killed handles, ranks are notified of all of them, and of at most one
+// message's capacity at once.
 func TestManyKilled(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	ended := serve(t, c, standard(t))
@@ -424,8 +424,8 @@ func TestManyKilled(t *testing.T) {
 	works(t, s, ended)
 }
 
-// TestLostRank: a rank that goes fails the session at once, and the others' Serve. A process
-// in its place has no part in it, and a new session can be opened.
+// TestLostRank: the loss of a rank fails the session at once, and the others' Serve. A replacement process has no
+// part in it, and a new session can be opened.
 func TestLostRank(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		o.Servers = 3
@@ -523,7 +523,7 @@ func TestServeEnds(t *testing.T) {
 	}
 }
 
-// TestOpen refuses what makes no sense, and says who does not serve.
+// TestOpen refuses invalid arguments, and its error names the ranks that do not serve.
 func TestOpen(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2, Workers: 2})
 	_, err := session.Open(t.Context(), c.Servers[0], session.Options{})
@@ -739,8 +739,8 @@ func TestWaitsForRoomAlone(t *testing.T) {
 	works(t, s, ended)
 }
 
-// TestGoexit: a function that ends its goroutine, as FailNow of a test does, ends the session with an error that says so: nobody
-// would carry out the calls behind it.
+// TestGoexit: a function that ends its goroutine, as FailNow of a test does, ends the session with an error that
+// says so, because no goroutine would carry out the later calls.
 func TestGoexit(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
 	ended := serve(t, c, func(rank int, r *session.Rank) {

@@ -136,7 +136,7 @@ func TestStories(t *testing.T) {
 				}
 				return l
 			}
-			owed := func() (l []*had) { // whose errors nobody has waited for
+			owed := func() (l []*had) { // handles whose errors have not been returned by a wait
 				for _, x := range all {
 					if x.errors > 0 && !x.waited {
 						l = append(l, x)

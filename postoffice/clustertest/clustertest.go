@@ -30,7 +30,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
-// Options say what cluster to start. The zero value is one worker and one server.
+// Options describe the cluster to start. The zero value is one worker and one server.
 type Options struct {
 	Workers, Servers int // 0 means 1
 
@@ -181,8 +181,8 @@ func (c *Cluster) Kill(ctx context.Context, n *postoffice.Node) error {
 	return nil
 }
 
-// Replace starts a process in the place of a killed one, with the same role, rank and id, and returns its node, which Server
-// or Worker returns from then on.
+// Replace starts a replacement process of a killed one, with the same role, rank and id, and returns its node,
+// which Server or Worker returns from then on.
 func (c *Cluster) Replace(ctx context.Context, killed *postoffice.Node) (*postoffice.Node, error) {
 	role, nodes := "server", c.servers
 	if killed.Role() == postoffice.Worker {

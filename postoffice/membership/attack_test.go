@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// stranger_test.go has what somebody who is no member can send, without knowing an incarnation.
+// stranger_test.go has the messages that a non-member can send without knowing an incarnation.
 
 // actions are the outputs of a machine that these tests check.
 type actions struct {

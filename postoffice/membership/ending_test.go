@@ -250,7 +250,7 @@ func (e *ending) disturb() {
 	}
 }
 
-// passes tells whether a message may arrive.
+// passes reports whether a message may arrive.
 func (e *ending) passes(x *packet) bool {
 	q, sched := e.now[e.cut], e.now["sched"]
 	return q == nil || !(x.name == q.name && x.to == sched.addr || x.name == sched.name && x.to == q.addr)

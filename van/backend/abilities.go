@@ -24,7 +24,7 @@ type Options struct {
 	// DriverEvents chooses the driver's own events (STEPMESH_MEM_SYNC=0) instead of a
 	// word in host memory that the stream writes. It is for events made afterwards.
 	DriverEvents bool
-	// Spin is how long a wait spins before it sleeps: 0 not at all, negative for ever.
+	// Spin is how long a wait spins before it sleeps: 0 not at all, negative forever.
 	Spin time.Duration
 }
 
@@ -48,7 +48,7 @@ type AsyncCopier interface {
 	// HostPinner; with other memory the call may wait for the copy, and for all that is
 	// queued on stream before it.
 	CopyAsync(dst, src Mem, stream uintptr) error
-	// CopyRecord is CopyAsync, and e.Record behind it, at the price of less than both. Its error does not tell whether the copy
+	// CopyRecord is CopyAsync, and e.Record behind it, at the price of less than both. Its error does not report whether the copy
 	// is queued. e is of this backend.
 	CopyRecord(dst, src Mem, stream uintptr, e Event) error
 	// WaitEvent makes stream wait for e's latest Record. e is of this backend.
@@ -71,7 +71,7 @@ type HostPinner interface {
 	// AllocPinned returns n bytes of pinned host memory (OnHost), aligned to pages and
 	// mapped into the device.
 	AllocPinned(n int) (Mem, error)
-	// FreePinned gives back what AllocPinned returned.
+	// FreePinned releases memory of AllocPinned.
 	FreePinned(Mem) error
 	// RegisterHost pins the caller's host memory, such as a shared-memory segment, and
 	// returns it as memory that the device can use. The range must not overlap another
@@ -83,7 +83,7 @@ type HostPinner interface {
 
 // PinTeller is implemented by HostPinners that know their memory.
 type PinTeller interface {
-	// Pinned tells whether all of m is host memory of AllocPinned or RegisterHost of this backend.
+	// Pinned reports whether all of m is host memory of AllocPinned or RegisterHost of this backend.
 	Pinned(m Mem) bool
 }
 
@@ -97,7 +97,7 @@ type StreamFlagger interface {
 	// WriteFlags is WriteFlag for each of l, in their order, which costs about as much as one.
 	WriteFlags(stream uintptr, l []FlagWrite) error
 	// CopyFlags is AsyncCopier's CopyAsync, and WriteFlags behind it, at the price of less than both. On a stream that is
-	// being captured into a graph it is an error that wraps ErrUnsupported, and nothing is queued; other errors do not tell whether the copy is.
+	// being captured into a graph it is an error that wraps ErrUnsupported, and nothing is queued; other errors do not report whether the copy is.
 	CopyFlags(dst, src Mem, stream uintptr, l []FlagWrite) error
 	// WaitFlag makes stream wait until int32(*word - v) >= 0.
 	WaitFlag(stream uintptr, word Mem, v uint32) error
@@ -119,7 +119,7 @@ type GraphFlagger interface {
 	// WaitCount makes stream wait until the number in the first 8 bytes of word is n or more,
 	// both below 1<<63, and otherwise as WaitBits.
 	WaitCount(stream uintptr, word Mem, n uint64) error
-	// Capturing tells whether what is put into stream now goes into a graph.
+	// Capturing reports whether work queued on stream now goes into a graph.
 	Capturing(stream uintptr) (bool, error)
 }
 
@@ -143,7 +143,7 @@ type Signaller interface {
 // StreamBlocker is implemented by devices whose driver waits for all their streams before
 // it frees or unmaps memory, and begins no copy meanwhile.
 type StreamBlocker interface {
-	// MayBlock tells whether streams may be waiting for the CPU: whether WaitFlag, WaitBits or
+	// MayBlock reports whether streams may be waiting for the CPU: whether WaitFlag, WaitBits or
 	// WaitSeq was ever called on any backend of the device in this process. A captured
 	// wait may run whenever its graph is launched. If a stream waits for a message, a
 	// receiver that freed or unmapped memory would deadlock with it; it must leave that
@@ -176,7 +176,7 @@ type Exporter interface {
 	// Import needs one CloseImport; Imports of one allocation share the mapping. The
 	// memory exists until then, even if the exporter frees it or ends.
 	Import(e Export) (Mem, error)
-	// CloseImport gives back what Import returned.
+	// CloseImport releases memory that Import returned.
 	CloseImport(Mem) error
 }
 
@@ -212,10 +212,9 @@ type Sharer interface {
 	// SegmentFile returns a file descriptor of the whole allocation, which the caller
 	// closes.
 	SegmentFile(s Segment) (fd int, err error)
-	// HasSegment tells whether s was still mapped when TidySegments looked last. It is
-	// cheap.
+	// HasSegment reports whether s was still mapped at the last call of TidySegments. It is cheap.
 	HasSegment(s Segment) bool
-	// TidySegments forgets what is not mapped any more, and thereby lets go of its memory.
+	// TidySegments removes memory that is not mapped any more, and thereby releases it.
 	TidySegments() error
 	// ImportSegment maps the allocation of size bytes whose descriptor fd is, which the
 	// caller closes. It returns it as memory of this device, also if it lies on another

@@ -29,7 +29,7 @@ type Backend interface {
 	// Alloc returns n bytes aligned to at least 64 bytes, with undefined contents.
 	// The caller gives them back with Free. n may be 0.
 	Alloc(n int) (Mem, error)
-	// Free gives back what Alloc returned. Nothing may use the bytes afterwards.
+	// Free releases memory that Alloc returned. Nothing may use the bytes afterwards.
 	Free(Mem) error
 	// NewEvent makes an event that has not been recorded.
 	NewEvent() (Event, error)
@@ -44,7 +44,7 @@ type Backend interface {
 type Event interface {
 	// Record marks the present end of stream; 0 is the current one.
 	Record(stream uintptr) error
-	// Query tells whether the work before the mark is done.
+	// Query reports whether the work before the mark is done.
 	Query() (bool, error)
 	// Sync waits until it is, or until ctx ends.
 	Sync(ctx context.Context) error

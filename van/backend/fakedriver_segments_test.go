@@ -40,7 +40,7 @@ func (s *fakeSegments) left() map[string]int {
 	return map[string]int{"allocations": len(s.handles), "mappings": len(s.mapped), "reservations": len(s.reserved)}
 }
 
-// drop gives back one hold. The mutex is held.
+// drop releases one hold. The mutex is held.
 func (s *fakeSegments) drop(h uint64) bool {
 	x := s.handles[h]
 	if x == nil {

@@ -167,7 +167,7 @@ const closeLimit = time.Second
 // write; flags that are still to be written then are not freed, and the error says so.
 //
 // If streams may wait for the CPU and do not end within closeLimit, nothing is freed: the
-// driver would wait for them, perhaps for ever. The error wraps ErrInUse and says how much
+// driver would wait for them, perhaps forever. The error wraps ErrInUse and says how much
 // stays allocated until the process ends.
 func (g *gpu) Close() error {
 	g.life.Lock()

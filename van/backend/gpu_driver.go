@@ -197,7 +197,7 @@ func (e *driverError) kind() error {
 	return nil
 }
 
-// notReady tells whether err is the driver's result for "not done yet".
+// notReady reports whether err is the driver's result for "not done yet".
 func notReady(err error) bool {
 	e, ok := err.(*driverError) // never wrapped here, and errors.As would allocate
 	return ok && e.code == codeNotReady

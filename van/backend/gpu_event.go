@@ -114,8 +114,8 @@ func (e *flagEvent) Record(stream uintptr) error {
 	})
 }
 
-// copied queues a copy on stream and is recorded behind it, in one call of C. It tells whether it did: not on a stream that is being
-// captured, nor without a word that is free.
+// copied queues a copy on stream and is recorded after it, in one call of C. It reports whether it did so: it does
+// not on a stream that is being captured, nor without a free word.
 func (e *flagEvent) copied(dst, src uintptr, n int, stream uintptr) (done bool, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -140,7 +140,7 @@ func (e *flagEvent) copied(dst, src uintptr, n int, stream uintptr) (done bool, 
 	return done, err
 }
 
-// queuedAll tells whether err is only that the context could not be left.
+// queuedAll reports whether err means only that the context could not be left.
 func queuedAll(err error) bool {
 	e, is := err.(*driverError)
 	return is && e.call == callLeave

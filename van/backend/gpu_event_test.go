@@ -101,8 +101,8 @@ func TestEventOrdersACopy(t *testing.T) {
 	})
 }
 
-// TestCopyRecord: the event comes behind the copy, of any memory, also when it was recorded before and that has not come, or never. What
-// fails is an error, and the event can be used again.
+// TestCopyRecord: the event is done after the copy, of any memory, also if it was recorded before and that record
+// is pending. A failure is an error, and the event can be used again.
 func TestCopyRecord(t *testing.T) {
 	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {
 		const n = 1 << 16
@@ -158,7 +158,7 @@ func TestCopyRecord(t *testing.T) {
 	})
 }
 
-// TestCopyRecordAfterClose: the words of events are gone then.
+// TestCopyRecordAfterClose: the words of events are freed then.
 func TestCopyRecordAfterClose(t *testing.T) {
 	f := newFake(1)
 	b, err := newGPU(f, 0)
@@ -273,7 +273,7 @@ func TestSyncEndsWithContext(t *testing.T) {
 	})
 }
 
-// The flag of a failed device never comes; the wait ends all the same.
+// The flag of a failed device is never written; the wait ends nevertheless.
 func TestSyncNoticesFailure(t *testing.T) {
 	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {
 		release := f.hold(s)
@@ -293,8 +293,8 @@ func TestSyncNoticesFailure(t *testing.T) {
 	})
 }
 
-// An event that is recorded or closed before its flag has come must not be confused
-// by the late write, nor may whoever gets the flag next.
+// An event that is recorded or closed before its flag is written must not be confused by the late write, nor may
+// the flag's next user.
 func TestLateFlags(t *testing.T) {
 	f := newFake(1)
 	g := open(t, f)

@@ -84,7 +84,7 @@ func (p *importer) drop(i *imported) error {
 	return p.d.ipcClose(i.addr)
 }
 
-// CloseImport gives back what Import returned.
+// CloseImport releases memory that Import returned.
 func (p *importer) CloseImport(m Mem) error {
 	if i, ok := m.owner.(*importedSegment); ok && i.c == p.c {
 		return p.closeSegment(i)

@@ -57,8 +57,7 @@ func (a *deviceMemory) Alloc(n int) (Mem, error) {
 	return At(pointer(m.addr), n, a.c.Device(), m), nil
 }
 
-// Free gives back what Alloc returned. Memory that a transport still holds is refused
-// with ErrInUse.
+// Free releases memory that Alloc returned. Memory that a transport still holds is refused with ErrInUse.
 func (a *deviceMemory) Free(m Mem) error {
 	if m.Len() == 0 {
 		return nil
@@ -158,7 +157,7 @@ func (a *hostMemory) AllocPinned(n int) (Mem, error) {
 	return At(h.ptr, n, Host, h), nil
 }
 
-// FreePinned gives back what AllocPinned returned.
+// FreePinned releases memory of AllocPinned.
 func (a *hostMemory) FreePinned(m Mem) error { return a.drop("FreePinned", m, true) }
 
 // RegisterHost pins the caller's memory.

@@ -222,7 +222,7 @@ func (x *exporter) SegmentFile(k Segment) (fd int, err error) {
 	return fd, nil
 }
 
-// close lets go of all. The context is current.
+// close releases all handles. The context is current.
 func (x *exporter) close(note func(op string, err error)) {
 	if m := x.known.Swap(nil); m != nil {
 		for _, seg := range *m {

@@ -43,7 +43,7 @@ func (p *streamPool) take() (uintptr, error) {
 	return s, nil
 }
 
-// finished tells whether all that was queued on s is done. A query would invalidate a capture.
+// finished reports whether all that was queued on s is done. A query would invalidate a capture.
 func (p *streamPool) finished(s uintptr) bool {
 	capturing, err := p.d.streamCapturing(s)
 	return err == nil && !capturing && p.d.streamQuery(s) == nil
@@ -70,7 +70,7 @@ func (p *streamPool) put(s uintptr) {
 	p.idle = append(p.idle, s)
 }
 
-// Idle tells whether all that was queued on stream is done.
+// Idle reports whether all that was queued on stream is done.
 func (p *streamPool) Idle(stream uintptr) (idle bool, err error) {
 	err = p.c.live(func() error {
 		idle, err = p.once.idleIn(p.c.ctx, stream)
@@ -93,9 +93,9 @@ func (p *streamPool) NewStream() (s uintptr, err error) {
 	return s, err
 }
 
-// FreeStream gives back a stream of NewStream. It is kept for the next one, not destroyed: while a launch of other
-// code waits for room in the driver's queue, the driver returns neither from that nor from making one, and a
-// receiver that waited for it would keep from the streams what they wait for.
+// FreeStream releases a stream of NewStream. The stream is kept for the next NewStream, not destroyed: while a
+// launch of other code waits for space in the driver's queue, the driver returns neither from destroying nor from
+// making a stream. A receiver that waited for that would withhold from the streams the messages they wait for.
 func (p *streamPool) FreeStream(s uintptr) error {
 	return p.c.with("FreeStream", func() error {
 		p.mu.Lock()
@@ -110,7 +110,7 @@ func (p *streamPool) FreeStream(s uintptr) error {
 	})
 }
 
-// Capturing tells whether stream is being captured into a graph.
+// Capturing reports whether stream is being captured into a graph.
 func (p *streamPool) Capturing(stream uintptr) (yes bool, err error) {
 	err = p.c.with("Capturing", func() error {
 		yes, err = p.d.streamCapturing(stream)

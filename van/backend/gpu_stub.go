@@ -10,6 +10,6 @@ const noCUDA = "built without CUDA; build with \"make af USE_CUDA=1\", see docs/
 // missing says why a backend of this library is not in this build.
 var missing = map[string]string{"GPU": noCUDA}
 
-// GPUs describes the GPUs that this process sees, without opening any. A build without
-// CUDA cannot look, and says so; the error wraps ErrUnavailable.
+// GPUs describes the GPUs that this process sees, without opening any. A build without CUDA cannot list them, so
+// the error wraps ErrUnavailable.
 func GPUs() ([]Info, error) { return nil, fmt.Errorf("GPUs: %w: %s", ErrUnavailable, noCUDA) }

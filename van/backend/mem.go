@@ -146,7 +146,7 @@ func (m Mem) Device() Device { return m.size.device() }
 // Owner is what At was given.
 func (m Mem) Owner() any { return m.owner }
 
-// OnHost tells whether the bytes can be read by the CPU directly.
+// OnHost reports whether the bytes can be read by the CPU directly.
 func (m Mem) OnHost() bool { return m.size.deviceType() == CPU || m.Len() == 0 }
 
 // Host returns the bytes as a slice that shares the memory. It returns nil for
@@ -167,7 +167,7 @@ func (m Mem) Sub(off, n int) Mem {
 	return Mem{ptr: unsafe.Add(m.ptr, off), size: m.size.with(n), owner: m.owner}
 }
 
-// Overlaps tells whether m and o share bytes.
+// Overlaps reports whether m and o share bytes.
 func (m Mem) Overlaps(o Mem) bool {
 	return m.Len() > 0 && o.Len() > 0 && m.Device() == o.Device() && m.Addr() < o.Addr()+uint64(o.Len()) && o.Addr() < m.Addr()+uint64(m.Len())
 }

@@ -90,7 +90,7 @@ func TestPoolCloseKeeps(t *testing.T) {
 	}
 }
 
-// TestPoolAfterFailures: allocations that fail take nothing of the limit, in a pool that has nothing idle, either.
+// TestPoolAfterFailures: failed allocations use nothing of the limit, also in a pool without idle buffers.
 func TestPoolAfterFailures(t *testing.T) {
 	for _, waits := range []bool{false, true} {
 		failing := true

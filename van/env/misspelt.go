@@ -17,8 +17,8 @@ func (s Suggestion) String() string {
 	return fmt.Sprintf("%s is not a name that StepAF reads; did you mean %s?", s.Name, s.Nearest)
 }
 
-// Unknown returns the names that look like misspelt variables, in order. It is empty when
-// the source of Load could not list its names.
+// Unknown returns the names that resemble misspelled variables, in order. It is empty if the source of Load could
+// not list its names.
 func (c *Config) Unknown() []Suggestion { return slices.Clone(c.misspelt) }
 
 var prefixes = []string{"DMLC_", "PS_", "STEPMESH_", "STEPAF_", "BYTEPS_"}

@@ -189,8 +189,8 @@ func TestSendBudgetWaits(t *testing.T) {
 	}
 }
 
-// TestOneLongValue: a value that uses the budget up does not keep the short message behind
-// it from being sent, though the peer takes nothing yet.
+// TestOneLongValue: after a value that uses up the budget, a short message can still be sent, though the peer does
+// not read yet.
 func TestOneLongValue(t *testing.T) {
 	worker, server := unread(t, func(v *Van) { v.tx.budget = 4 << 20 }, nil)
 	worker.must(data(8, 0, pattern(0, 4<<20)))

@@ -15,8 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/zmq"
 )
 
-// records plays the part of the scheduler: it tells nodes what others say of
-// themselves.
+// records acts as the scheduler: it passes node records between the nodes.
 type records struct{ m sync.Map } // address to endpoint
 
 // told is a van whose peers' records are complete.

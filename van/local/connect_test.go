@@ -60,7 +60,7 @@ func TestConnectGoesOn(t *testing.T) {
 	}
 }
 
-// TestListenerSurvives: a listener that cannot accept for a while, for want of files, say,
+// TestListenerSurvives: a listener that cannot accept for a while, for example for lack of file descriptors,
 // accepts again.
 func TestListenerSurvives(t *testing.T) {
 	n := inproc.NewNetwork()
@@ -124,8 +124,8 @@ func TestDisconnectGoesOn(t *testing.T) {
 	}
 }
 
-// TestReadersAreAdmittedLate: that other processes may read this one's memory is said once,
-// and only when there is a peer that does.
+// TestReadersAreAdmittedLate: the log says once that other processes may read this one's memory, and only if there
+// is a peer that does.
 func TestReadersAreAdmittedLate(t *testing.T) {
 	n := inproc.NewNetwork()
 	var said atomic.Int32

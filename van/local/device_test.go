@@ -71,7 +71,7 @@ func block(d *simgpu.Device, s *peerDevice) (open func()) {
 	return func() { close(gate) }
 }
 
-// wantValue checks what came, and releases it.
+// wantValue checks a received message, and releases it.
 func wantValue(t *testing.T, m *van.Message, ts int, dev backend.Device, b []byte) {
 	t.Helper()
 	defer m.Release()

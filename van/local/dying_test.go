@@ -46,7 +46,7 @@ func (x *node) breakIn() {
 	}
 }
 
-// down tells whether x has reported the loss of peer id, after all earlier events have been settled.
+// down reports whether x has reported the loss of peer id, after all earlier events have been settled.
 func (x *node) down(id int) bool {
 	x.peers.mu.Lock()
 	defer x.peers.mu.Unlock()
@@ -137,9 +137,9 @@ func TestLinkNotMadeAgain(t *testing.T) {
 	server.next().Release()
 }
 
-// TestReplacedPeer: the watcher that is being told of a peer's loss while another process takes its place may apply it to
-// the one in its place, which then is there in the end; also if the link to the one before is made again
-// meanwhile, or yet another process takes the place.
+// TestReplacedPeer: if another process replaces a peer while the peer's loss is being reported, the watcher may
+// apply the loss to the replacement process. In the end the watcher must know that process as connected, also if
+// the former link is made again meanwhile, or if yet another process replaces the peer.
 func TestReplacedPeer(t *testing.T) {
 	for _, made := range []bool{false, true} {
 		for _, again := range []bool{false, true} {
@@ -184,8 +184,8 @@ func TestReplacedPeer(t *testing.T) {
 	}
 }
 
-// TestDeadPeerDoesNotReturn: a peer whose process has ended is not told to be there again when
-// the time is over that it had to make its link anew.
+// TestDeadPeerDoesNotReturn: a peer whose process has ended is not reported as back when its time to make the link
+// anew is over.
 func TestDeadPeerDoesNotReturn(t *testing.T) {
 	worker, _ := pairWith(t, func(v *Van) { v.peers.returnTime = 0 })
 	child := exec.Command("sleep", "600")

@@ -16,8 +16,8 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
-// dialVar is the variable that makes the test binary a process that connects to a
-// socket, and hands its end to the one who listens.
+// dialVar is the variable that makes the test binary a process that connects to a socket, and hands its end to the
+// listener.
 const dialVar = "LOCAL_DIAL"
 
 func TestMain(m *testing.M) {

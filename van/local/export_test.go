@@ -19,10 +19,10 @@ func Endpoint(local []byte) []byte {
 	return id.Encode()
 }
 
-// Linked tells whether data to node id goes through shared memory.
+// Linked reports whether data to node id goes through shared memory.
 func (v *Van) Linked(id int) bool { return v.peers.settledLink(id) != nil }
 
-// TakesDevice tells whether values on the node's device go there as they are.
+// TakesDevice reports whether values on the node's device go there as they are.
 func (v *Van) TakesDevice(id int) bool { return v.Linked(id) && v.PathTo(id).Device }
 
 // logTo makes v log to log.

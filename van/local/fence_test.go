@@ -15,8 +15,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestFenced: a process whose place another one has taken is not heard any more, whatever
-// it has sent or sends, small or large, and cannot come back; the one in its place is.
+// TestFenced: all messages of a replaced process, small or large, are dropped, and it cannot return. Messages of
+// the replacement process are delivered.
 func TestFenced(t *testing.T) {
 	for _, mode := range readModes {
 		t.Run(mode.name, func(t *testing.T) {

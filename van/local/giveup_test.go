@@ -86,15 +86,15 @@ func TestPollClosing(t *testing.T) {
 	}
 }
 
-// beginPollOnce is a Poll that has looked whether the van is open a moment ago.
+// beginPollOnce is a Poll that has just found the van open.
 func (x *node) beginPollOnce() {
 	if x.rx.feed.Claim() {
 		x.rx.feed.Release(false, false)
 	}
 }
 
-// TestAnswerElsewhere: an answer that comes another way than was foreseen ends the
-// expectation of it: the memory is the caller's then.
+// TestAnswerElsewhere: an answer that arrives by another path than expected ends its expectation: the memory is
+// the caller's then.
 func TestAnswerElsewhere(t *testing.T) {
 	worker, server, wdev, sdev := devicePair(t)
 	expected := worker.dests.Expected
@@ -287,8 +287,7 @@ func (e unrecorded) Record(s uintptr) error {
 	return e.Event.Record(s)
 }
 
-// TestDeviceUnrecorded: a copy whose event cannot be recorded is over before its memory is
-// anybody else's.
+// TestDeviceUnrecorded: a copy whose event cannot be recorded is over before its memory is reused.
 func TestDeviceUnrecorded(t *testing.T) {
 	wdev, sdev := &unrecordable{pretended: simgpu.New(1)}, simgpu.New(2)
 	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
@@ -339,7 +338,7 @@ func TestTidy(t *testing.T) {
 	}
 }
 
-// TestRecordChanges: a record that the sender changes between two looks is refused.
+// TestRecordChanges: a record that the sender changes between two reads is refused.
 func TestRecordChanges(t *testing.T) {
 	worker, server := pair(t)
 	_ = worker
@@ -401,8 +400,8 @@ func (d *waiting) ends(what string) {
 	}
 }
 
-// TestDeviceWaits: while a stream waits for a message nothing is freed or unmapped, whatever
-// comes and goes; it is at the end, or, if the stream still waits then, left to the backend.
+// TestDeviceWaits: while a stream waits for a message, no memory is freed or unmapped, for any traffic. It is
+// freed at the end, or, if the stream still waits then, left to the backend.
 func TestDeviceWaits(t *testing.T) {
 	t.Run("until the end", func(t *testing.T) { testDeviceWaits(t, false) })
 	t.Run("beyond it", func(t *testing.T) { testDeviceWaits(t, true) })

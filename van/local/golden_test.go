@@ -110,7 +110,7 @@ func TestPinsModel(t *testing.T) {
 			bytes int64
 			sent  *counted
 			slot  uint32
-			back  bool // given back
+			back  bool // released
 			pins  bool
 		}
 		var pinned, queue []*entry

@@ -192,7 +192,7 @@ func TestHostileReceiver(t *testing.T) {
 			server.rx.feed.Lock()
 			c.do((*server.peers.ins.Load())[0].seg)
 			server.rx.feed.Unlock()
-			// The link looks when it sends.
+			// Send checks the ring.
 			if err := worker.Send(data(8, 1, []byte("x"))); err == nil {
 				t.Error("Send over a link whose receiver has gone mad succeeded")
 			}

@@ -116,7 +116,7 @@ func TestQueueFull(t *testing.T) {
 	server.next().Release()
 }
 
-// TestDoneOfLostLink: memory that a peer will never acknowledge is given back.
+// TestDoneOfLostLink: memory that a peer will never acknowledge is released.
 func TestDoneOfLostLink(t *testing.T) {
 	for name, set := range map[string]func(*Van){"pinned": nil, "queued": StreamOnly} {
 		t.Run(name, func(t *testing.T) {
@@ -211,7 +211,7 @@ func TestInto(t *testing.T) {
 	}
 }
 
-// TestRevoke: an answer that comes after its memory was taken back lands elsewhere.
+// TestRevoke: an answer that arrives after its memory was invalidated is stored elsewhere.
 func TestRevoke(t *testing.T) {
 	worker, server := pair(t)
 	dst := make([]byte, 1<<20)

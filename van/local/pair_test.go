@@ -99,7 +99,7 @@ func pairWith(t testing.TB, set func(*Van)) (worker, server *node) {
 	return worker, server
 }
 
-// unread is pair with a server that is not started yet, so that it takes nothing.
+// unread is pair with a server that is not started yet, so it reads nothing.
 func unread(t testing.TB, setWorker, setServer func(*Van)) (worker, server *node) {
 	n := inproc.NewNetwork()
 	worker, server = newNode(t, n, 9, setWorker), newNode(t, n, 8, setServer)

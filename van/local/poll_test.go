@@ -167,7 +167,7 @@ func TestReplaced(t *testing.T) {
 	if err := first.Close(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	for !errors.Is(worker.event(8, false).cause, errLinkBroke) { // else it may be told of while the second is there
+	for !errors.Is(worker.event(8, false).cause, errLinkBroke) { // otherwise the loss may be reported while the second is connected
 	}
 	eventually(t, "the loss of the first is noticed", func() bool { return !worker.Linked(8) })
 	for len(worker.events) > 0 {

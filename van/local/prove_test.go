@@ -85,7 +85,7 @@ func TestProofModes(t *testing.T) {
 			if err := worker.Connect(t.Context(), 8, server.self); err != nil {
 				t.Fatal(err)
 			}
-			if err := server.Connect(t.Context(), 9, worker.self); err != nil { // it takes what comes from there
+			if err := server.Connect(t.Context(), 9, worker.self); err != nil { // it accepts messages from there
 				t.Fatal(err)
 			}
 			if linked := worker.Linked(8); linked != c.linked {
@@ -162,7 +162,7 @@ func (d *rawDialer) write(b []byte, fds ...int) {
 	}
 }
 
-// read returns the next message, nil at the end, and how many descriptors came with it.
+// read returns the next message, nil at the end, and the number of its descriptors.
 func (d *rawDialer) read() ([]byte, int) {
 	d.t.Helper()
 	b, fds, err := receive(d.conn, replyHead+2*maxWhy)
@@ -381,7 +381,7 @@ func TestUnprovedFilesAreClosed(t *testing.T) {
 	eventually(t, "all are closed", func() bool { return openFiles(t) == before })
 }
 
-// TestSlowDialer: a connection that does not say hello is cut off after linkTime, wherever it stops.
+// TestSlowDialer: a connection without a complete hello is closed after linkTime, wherever it stops.
 func TestSlowDialer(t *testing.T) {
 	for name, say := range map[string]func(d *rawDialer){
 		"silent":  func(*rawDialer) {},

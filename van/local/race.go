@@ -35,7 +35,7 @@ var shadows = struct {
 	of map[fileID]shadow
 }{of: map[fileID]shadow{}}
 
-// newShadow returns the shadow of the segment in fd, to be given back with drop.
+// newShadow returns the shadow of the segment in fd, to be released with drop.
 func newShadow(fd int) (shadow, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {

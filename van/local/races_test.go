@@ -41,7 +41,7 @@ func TestNoWakeUpIsLost(t *testing.T) {
 	}
 }
 
-// TestStreamOfASleeper: a value longer than the ring, of which the peer may not read the rest, comes though its sender
+// TestStreamOfASleeper: a value longer than the ring, whose rest the peer may not read, arrives though its sender
 // has just gone to sleep, and does nothing more.
 func TestStreamOfASleeper(t *testing.T) {
 	n := inproc.NewNetwork()

@@ -226,7 +226,7 @@ func TestRecallOfEndedLinks(t *testing.T) {
 				t.Fatal(err)
 			}
 			server.start()
-			worker.must(data(8, sent, pattern(sent, 1<<20))) // it comes behind what was sent before
+			worker.must(data(8, sent, pattern(sent, 1<<20))) // it arrives after all messages sent before
 			for last := 0; last != sent; {
 				m := server.next()
 				last = int(m.Timestamp)
@@ -244,7 +244,7 @@ func TestRecallOfEndedLinks(t *testing.T) {
 		m.Done = &done
 		worker.must(m)
 		l := worker.peers.link(8)
-		l.mu.Lock() // as one who sends, which Connect waits for when it ends the link
+		l.mu.Lock() // as a sender does; Connect waits for it when it ends the link
 		connected := make(chan error, 1)
 		go func() { connected <- worker.Connect(t.Context(), 8, server.self) }()
 		eventually(t, "the link is not found any more", func() bool { return worker.peers.link(8) != l })

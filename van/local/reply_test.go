@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestReplyTexts: both texts of a reply arrive complete, each in its place. The texts are the reasons why a peer refuses, why it does
-// not read memory, and why it does not copy from a device.
+// TestReplyTexts: both texts of a reply arrive complete, and are not mixed up. They are the reasons why a peer
+// refuses, why it does not read memory, and why it does not copy from a device.
 func TestReplyTexts(t *testing.T) {
 	worker, _ := pair(t)
 	dialer := dialer{self: &endpoint{}, peers: worker.peers, out: &worker.tx, log: worker.dialer.log}

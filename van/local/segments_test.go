@@ -536,8 +536,8 @@ func TestSegmentsTidyWhileSending(t *testing.T) {
 	<-done
 }
 
-// TestOldestOfferGoes: when the peer has been told of as many allocations as it maps, the one that was named longest ago goes,
-// but none that a message names which it may still read; then one more is refused.
+// TestOldestOfferGoes: if the peer knows as many allocations as it maps, the allocation that was named longest ago
+// is withdrawn, but none that a message still names and the peer may read; if all are such, one more is refused.
 func TestOldestOfferGoes(t *testing.T) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -18,7 +18,7 @@ const (
 	// unknownTime is how long a connection of a process that this node does not know waits unread: the scheduler tells both ends of each
 	// other, one before the other.
 	unknownTime = 10 * time.Second
-	// holdTime is how long it waits after that for Admit, if the process is in the place of another one.
+	// holdTime is how long the connection of a replacement process then waits for Admit.
 	holdTime = time.Second
 	// maxReplaced bounds the replaced processes that are remembered.
 	maxReplaced = 1024
@@ -37,7 +37,7 @@ type peer struct {
 
 	// peers.mu guards what follows.
 	begun    bool // the connection is being made
-	admitted bool // the process is not in the place of another one, or Admit was called
+	admitted bool // the process is not a replacement, or Admit was called
 	down     bool // the watcher knows it as lost; events.mu guards it
 }
 

@@ -180,8 +180,8 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// TestManyPartlyWritten: long and short messages follow each other while the receiver reads slowly, so that the socket takes parts of
-// messages. All arrive once, in order and intact, and each lent value is given back.
+// TestManyPartlyWritten: long and short messages follow each other while the receiver reads slowly, so that the
+// socket accepts parts of messages. All arrive once, in order and intact, and each lent value is released.
 func TestManyPartlyWritten(t *testing.T) {
 	worker, server := pair(t, nil)
 	var done atomic.Int32
@@ -367,7 +367,7 @@ func TestReplaced(t *testing.T) {
 	}
 }
 
-// TestNotBeforeAdmit: messages of a process in the place of another one wait for Admit.
+// TestNotBeforeAdmit: messages of a replacement process wait for Admit.
 func TestNotBeforeAdmit(t *testing.T) {
 	worker, server := pair(t, nil)
 	worker.must(dataMessage(8, 1, true, true, []byte("before")))
@@ -586,7 +586,7 @@ func TestStrangers(t *testing.T) {
 	}
 }
 
-// TestHalfOpen: thousands of connections that say nothing do not keep a member out.
+// TestHalfOpen: thousands of connections without a handshake do not keep a member out.
 func TestHalfOpen(t *testing.T) {
 	server := start(t, 8, nil)
 	var conns []net.Conn

@@ -183,7 +183,7 @@ func TestBundleCounts(t *testing.T) {
 		}
 		all = append(all, m)
 	}
-	for i, m := range all { // views stay right until the last is gone
+	for i, m := range all { // views stay valid until the last is released
 		if !bytes.Equal(m.Vals.Host(), filled(2000, byte(i))) {
 			t.Errorf("message %d has changed", i)
 		}

@@ -118,7 +118,7 @@ func TestClasses(t *testing.T) {
 				}
 			}
 			until(t, "the class on the next connection", func() bool {
-				worker.must(t, push(8, 2, make([]byte, 100))) // whose the accepted one is, its messages say
+				worker.must(t, push(8, 2, make([]byte, 100))) // messages identify the owner of the accepted connection
 				theirs, _ := ends(t, server.self.Port)
 				_, accepted := ends(t, server.self.Port)
 				return slices.Equal(slices.Sorted(maps.Values(theirs)), []int{0, 10}) &&

@@ -23,8 +23,8 @@ func withSecret(secret, cluster string) func(*env.Config) {
 	return func(c *env.Config) { c.Secret, c.ClusterID = env.Secret(secret), cluster }
 }
 
-// TestProofs connects a worker to a scheduler. Messages arrive if both have the same secret and cluster id. Otherwise
-// none arrives, and both nodes say why, without a part of the secret.
+// TestProofs connects a worker to a scheduler. Messages arrive if both have the same secret and cluster id.
+// Otherwise none arrives, and both nodes log the reason, without a part of the secret.
 func TestProofs(t *testing.T) {
 	const (
 		noneHere  = "it requires the cluster's secret, which this node does not have (STEPAF_SECRET_FILE)"
@@ -87,7 +87,8 @@ func TestProofs(t *testing.T) {
 				if local {
 					from = "a process of this user"
 				}
-				// The kernel does not say whose a connection was that had ended when the node looked; the next try is named.
+				// The kernel does not name the owner of a connection that had ended when the node checked it; the next try is
+				// named.
 				until(t, "line of the scheduler", func() bool {
 					return strings.Contains(scheduler.logged.String(), c.accepts) && strings.Contains(scheduler.logged.String(), from)
 				})
@@ -321,7 +322,7 @@ func TestWarn(t *testing.T) {
 	}
 }
 
-// TestRestartWithASecret: a scheduler is started again at its address; the connection of a worker comes back.
+// TestRestartWithASecret: a scheduler is started again at its address; a worker connects to it again.
 func TestRestartWithASecret(t *testing.T) {
 	first, worker := newNode(t, 1, 5, nil, withSecret(testSecret, "")), newNode(t, 9, 7, nil, withSecret(testSecret, ""))
 	up := make(chan bool, 100)

@@ -311,8 +311,9 @@ func (f atLine) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// TestDeliveredWhileAsked: all waiting messages of a worker may be delivered between the check of its limit and the moment
-// when it counts as asked to wait. The worker must then be told to continue at once: no later delivery does that.
+// TestDeliveredWhileAsked: all waiting messages of a worker may be delivered between the check of its limit and
+// the moment when it counts as asked to wait. The worker must then be notified to continue at once: no later
+// delivery does that.
 func TestDeliveredWhileAsked(t *testing.T) {
 	n := &shared{cfg: env.Default()}
 	out := &outgoing{n: n}

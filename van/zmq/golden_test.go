@@ -81,7 +81,7 @@ func TestParsersGolden(t *testing.T) {
 	})
 }
 
-// TestFlowLimits: at how many bytes a peer is asked to wait, and let go on.
+// TestFlowLimits: the numbers of bytes at which a peer is asked to wait, and to continue.
 func TestFlowLimits(t *testing.T) {
 	golden.Check(t, "flow", 20, func(rng *rand.Rand, w io.Writer) {
 		for range 100 {

@@ -56,7 +56,8 @@ func TestRoutingIDs(t *testing.T) {
 	}
 }
 
-// TestOrigin: a message is of its sender's host if it comes from that address, or if both addresses are this host's.
+// TestOrigin: a message is of its sender's host if it arrives from that address, or if both addresses are this
+// host's.
 func TestOrigin(t *testing.T) {
 	lo, eth := netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("10.0.0.5")
 	here := hostaddr.Host{Interfaces: []hostaddr.Interface{{Name: "lo", Up: true, Loopback: true, Addrs: []netip.Addr{lo}}, {Name: "eth0", Up: true, Addrs: []netip.Addr{eth}}}}

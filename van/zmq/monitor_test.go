@@ -80,8 +80,8 @@ func freed(t *testing.T, c *conn) {
 	}
 }
 
-// TestMonitorOutlastsIOThread: a connection is ended while libzmq's thread is busy for longer than freeTime
-// (as it is when it looks up a host's name). The node's other connections go on afterwards.
+// TestMonitorOutlastsIOThread: a connection is ended while libzmq's thread is busy for longer than freeTime, as
+// during a lookup of a host's name. The node's other connections go on afterwards.
 func TestMonitorOutlastsIOThread(t *testing.T) {
 	scheduler := newNode(t, 1, 5, nil, func(c *env.Config) { c.ZMQIOThreads = 1 })
 	peer, other := newNode(t, 9, 7, nil, nil), newNode(t, 11, 7, nil, nil)

@@ -302,8 +302,8 @@ func TestGoneWhileLeaving(t *testing.T) {
 	}
 }
 
-// full makes a worker, which reports its connections to watch, and its peer 8 that takes nothing, to whom
-// 64 MiB are on the way. name is the worker's routing id there.
+// full makes a worker, which reports its connections to watch, and its peer 8, which does not read. 64 MiB are on
+// the way to the peer. name is the worker's routing id there.
 func full(t *testing.T, watch func(id int, up bool, cause error)) (worker *node, peer *zmq4.Socket, name []byte) {
 	t.Helper()
 	ctx, err := zmq4.NewContext()
@@ -379,8 +379,8 @@ func noticed(t *testing.T, lost chan error, since time.Time) {
 	}
 }
 
-// TestSilentHost: a peer of which nothing comes any more, though its connection stands, is
-// noticed while requests are under way and while nothing is.
+// TestSilentHost: a peer that sends nothing any more, though its connection stands, is noticed while requests are
+// under way and while none are.
 func TestSilentHost(t *testing.T) {
 	for name, busy := range map[string]bool{"idle": false, "requests under way": true} {
 		t.Run(name, func(t *testing.T) {
@@ -588,7 +588,7 @@ func TestEarlyMessagesStayInFront(t *testing.T) {
 	}
 }
 
-// freedOf counts how often a message is given back.
+// freedOf counts how often a message is released.
 type freedOf int
 
 func (n *freedOf) Free(*van.Message) { *n++ }
@@ -708,7 +708,7 @@ func TestEarlyMessagesExpire(t *testing.T) {
 			m.Reset()
 			m.Adopt(&freed[i], unsafe.Pointer(new(frames)))
 			if i == 3 {
-				time.Sleep(2 * time.Hour) // the others have gone
+				time.Sleep(2 * time.Hour) // the other processes have left
 			}
 			v.early.keep(m, peerName{9, 7})
 			time.Sleep(20 * time.Minute)

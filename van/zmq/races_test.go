@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestPollKeepsOrder: a Poll does not deliver what came after a message that the loop is
-// still delivering.
+// TestPollKeepsOrder: a Poll does not deliver messages that arrived after a message that the loop is still
+// delivering.
 func TestPollKeepsOrder(t *testing.T) {
 	entered, release := make(chan struct{}, 10), make(chan struct{})
 	var mu sync.Mutex
@@ -88,8 +88,8 @@ func TestFailedSendIsNotDone(t *testing.T) {
 	}
 }
 
-// TestHeldMessageLost: Done is called once for a message that was taken, also when it is
-// refused later since its peer has gone by then.
+// TestHeldMessageLost: Done is called once for an accepted message, also if it is refused later because its peer
+// has disconnected by then.
 func TestHeldMessageLost(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	if err := server.Connect(t.Context(), 9, van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1}); err != nil {
@@ -118,7 +118,7 @@ func TestMissedLook(t *testing.T) {
 	server.next(t)
 	r := (*worker.peers.Load())[8].rx
 	for i, again := range []bool{true, false} {
-		// As a Poll does, which looks before the answer is there. The loop may have the source for a moment.
+		// As a Poll does that polls before the answer has arrived. The loop may have the source for a moment.
 		until(t, "sleep, and a Poll that can receive", func() bool { return r.feed.Parked() && r.feed.Claim() })
 		m := push(9, i, make([]byte, 100))
 		m.Request = false
@@ -146,7 +146,7 @@ func TestQuietNodeReleases(t *testing.T) {
 			return
 		}
 		once.Do(func() {
-			// As by a sender who has seen the sweeper awake: it is not roused.
+			// As by a sender that has seen the sweeper awake: it does not wake the sweeper.
 			l.idle.Store(false)
 			m := push(8, 1, make([]byte, 2*bundleBelow))
 			m.Done = &second

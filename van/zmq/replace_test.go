@@ -273,8 +273,8 @@ func TestConnectLeavesOthersAlone(t *testing.T) {
 	}
 }
 
-// TestConnectWaitsForItsAddress: Connect waits for the end of the connections to its address that end, not for ever,
-// and then says for whom; and not for others.
+// TestConnectWaitsForItsAddress: Connect waits, for a bounded time, for the end of closing connections to its
+// address, and then logs their peers. It does not wait for other connections.
 func TestConnectWaitsForItsAddress(t *testing.T) {
 	scheduler, member := newNode(t, 1, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	ending := func(id int, to string) {

@@ -75,7 +75,7 @@ func TestUnacknowledgedData(t *testing.T) {
 			broken := *c.link.Load()
 			broken.use(func(fd int) { _ = unix.Shutdown(fd, unix.SHUT_RDWR) })
 			until(t, "the same on the next connection", func() bool {
-				w.must(t, push(8, 2, make([]byte, 100))) // whose the accepted one is, its messages say
+				w.must(t, push(8, 2, make([]byte, 100))) // messages identify the owner of the accepted connection
 				now := c.link.Load()
 				return now != nil && now.cookie != broken.cookie && are(x.want[1], x.want[0], s)
 			})

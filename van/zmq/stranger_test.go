@@ -189,7 +189,7 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 		in := server.guard.conns[of]
 		gone := in != nil && in.gone
 		server.guard.mu.Unlock()
-		if gone { // libzmq says so before it closes the descriptor, and the guard has looked between
+		if gone { // libzmq reports it before it closes the descriptor, and the guard has checked in between
 			server.guard.gone(of)
 		}
 		return in == nil
@@ -316,8 +316,8 @@ func TestNamedByRename(t *testing.T) {
 	}
 }
 
-// TestMessageOfAnEarlierConnection: a message that is longer than all that a connection has
-// carried came over another one, which had the descriptor before.
+// TestMessageOfAnEarlierConnection: a message longer than all received bytes of a connection arrived over another
+// one, which had the descriptor before.
 func TestMessageOfAnEarlierConnection(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 7}).Encode()}
@@ -507,8 +507,8 @@ func TestNameOfAnotherProcess(t *testing.T) {
 	}
 }
 
-// TestEndedConnectionForgotten: that a connection has ended which its descriptor's next owner
-// makes the guard forget takes nothing from the member's other one.
+// TestEndedConnectionForgotten: if the next owner of a descriptor makes the guard forget an ended connection, the
+// member's other connection is not affected.
 func TestEndedConnectionForgotten(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	g, c := server.guard, new(conn)

@@ -83,7 +83,7 @@ func TestEnvCheckSecret(t *testing.T) {
 	}
 }
 
-// TestLaunchSecretFlags: which of the options give the processes a secret, and which say that C++ programs are expected.
+// TestLaunchSecretFlags: the options that give the processes a secret, and the options that allow C++ programs.
 func TestLaunchSecretFlags(t *testing.T) {
 	for _, c := range []struct{ args, want string }{
 		{"", "secret=yes foreign="},

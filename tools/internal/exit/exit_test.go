@@ -8,7 +8,7 @@ import (
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 )
 
-// coder is somebody else's error with a status.
+// coder is an error of another package with a status.
 type coder struct{}
 
 func (coder) Error() string { return "coder" }
