@@ -569,7 +569,7 @@ func TestNextAfterGivenUp(t *testing.T) {
 	if err := cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), 50*time.Millisecond); !errors.Is(err, van.ErrTimeout) {
 		t.Errorf("got %v, want %v", err, van.ErrTimeout)
 	}
-	time.AfterFunc(150*time.Millisecond, second) // by then its turn has come
+	time.AfterFunc(150*time.Millisecond, second) // by then it is the first in the queue
 	if err := cluster.Call(next).Customer().Wait(t.Context(), next.Timestamp(), 20*time.Second); err != nil {
 		t.Errorf("the next batch: %v", err)
 	}

@@ -188,8 +188,8 @@ func TestReleaseOfHostMemory(t *testing.T) {
 	}
 }
 
-// TestEarlyMessagesOfALostWorker: messages that wait for a lost one before them are given
-// up with their worker, and counted no more.
+// TestEarlyMessagesOfALostWorker: pending messages that wait for a lost message before them are dropped with their
+// worker, and counted no more.
 func TestEarlyMessagesOfALostWorker(t *testing.T) {
 	in, out := &hooks.Van{}, &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, 50*time.Millisecond }, Wrap: func(role string, rank int, f van.Factory) van.Factory {

@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// anonymous hides from a node which library the servers are of that come while hides is set.
+// anonymous hides from a node the library of servers that join while hides is set.
 type anonymous struct {
 	van.Van
 	hides *atomic.Bool
@@ -34,8 +34,8 @@ func (a *anonymous) Start(recv van.Receiver) {
 	})
 }
 
-// startAnonymous starts two servers and a worker that does not know the library of those
-// that come while hides is set.
+// startAnonymous starts two servers and a worker. The worker does not know the library of nodes that join while
+// hides is set.
 func startAnonymous(t *testing.T, hides *atomic.Bool) *testcluster.Cluster {
 	t.Helper()
 	return testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: func(role string, _ int, f van.Factory) van.Factory {

@@ -114,7 +114,7 @@ func TestOpenBatches(t *testing.T) {
 	w := newWorker(t, c.Workers[0])
 	for i := range 1024 {
 		if i == 1023 {
-			works(t, w, 1) // with room for the batch that is served
+			works(t, w, 1) // within the budget, together with the batch that is served
 			if n, _ := af.OpenBatches(s, van.WorkerID(0)); n != i || strings.Contains(logged.String(), "gave up") {
 				t.Errorf("%d batches are open, want %d; or one was given up", n, i)
 			}

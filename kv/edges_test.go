@@ -75,8 +75,8 @@ func floats(m backend.Mem) []float32 { return unsafe.Slice((*float32)(m.Ptr()), 
 
 func numbers(m backend.Mem) []uint64 { return unsafe.Slice((*uint64)(m.Ptr()), m.Len()/8) }
 
-// TestPullBeforePush: before the first push a pull gets one zero for each key, whatever
-// the worker says that it has room for.
+// TestPullBeforePush: before the first push a pull gets one zero for each key, for any length that the worker
+// announces.
 func TestPullBeforePush(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)

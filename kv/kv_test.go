@@ -145,13 +145,13 @@ func TestVariableLengths(t *testing.T) {
 			if !slices.Equal(got, vals) || !slices.Equal(gotLens, lens) {
 				t.Fatalf("round %d: got %v %v, want %v %v", round, got, gotLens, vals, lens)
 			}
-			// With more room, which starts out cut evenly among the servers.
+			// With a longer buffer, which starts out cut evenly among the servers.
 			room := make([]int16, 7*len(spread))
 			do(t, w)(w.Pull(spread, &room, kv.LensInto(&gotLens)))
 			if !slices.Equal(room[:len(vals)], vals) || len(room) != 7*len(spread) || !slices.Equal(gotLens, lens) {
 				t.Fatalf("round %d: got %v, want %v first", round, room, vals)
 			}
-			// With just enough room and no lengths.
+			// With a buffer of just the right length and no lengths.
 			if len(vals) > 0 && len(vals)%len(spread) == 0 {
 				exact := make([]int16, len(vals))
 				do(t, w)(w.Pull(spread, &exact))

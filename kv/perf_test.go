@@ -202,9 +202,8 @@ func BenchmarkTCP(b *testing.B) {
 	}
 }
 
-// TestFlood makes 100000 requests as fast as it can, without a window. Those that
-// the transport cannot queue fail with van.ErrQueueFull; the others are counted
-// exactly.
+// TestFlood makes 100000 requests as fast as it can, without a window. Requests that the transport cannot queue
+// fail with van.ErrQueueFull; the others are counted exactly.
 func TestFlood(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		// The answer to a heartbeat waits behind megabytes: for more than the usual 10 s where the processor is short.

@@ -56,7 +56,7 @@ func NewServer[V Value](node *postoffice.Node, o ServerOptions) (*Server[V], err
 	return &Server[V]{node: (*cluster.Node)(node).App(), appID: o.AppID, buffers: datamsg.NewRecvBuffers((*cluster.Node)(node)), simple: newSimpleApp(node, o.AppID, o.Timeout, nil)}, nil
 }
 
-// Handle names the handler and begins to serve, first what has come before. It may be
+// Handle sets the handler and begins to serve, first the requests that arrived before. It may be
 // called once.
 func (s *Server[V]) Handle(h Handler[V]) error {
 	s.mu.Lock()

@@ -258,8 +258,8 @@ func (d SimpleMessage) Wanted() bool {
 	return c != nil && c.IsAwaited(int(d.Sender), d.epoch, d.CustomerID, d.Timestamp)
 }
 
-// Close fails what is in flight and takes the application off its node. One that
-// belongs to a Worker or Server is closed with that.
+// Close fails the requests in flight and removes the application from its node. An application that belongs to a
+// Worker or Server is closed with it.
 func (a *SimpleApp) Close() {
 	if a.own {
 		a.customer.Load().Close()

@@ -27,7 +27,7 @@ import (
 //	err := server.Handle(sums.Handle)
 //
 // It is safe for concurrent use, by several servers too, and costs little more than
-// the memory traffic of the values when keys come in the order in which they came first.
+// the memory traffic of the values when keys arrive in their first order.
 type SummingHandler[V Value] struct {
 	mu      sync.Mutex
 	store   atomic.Pointer[store[V]] // set once

@@ -104,7 +104,7 @@ func (w *Worker[V]) Push(keys []Key, vals []V, opts ...PushOption) (Call, error)
 // Pull asks the servers for the values of keys, which must ascend without repeats.
 // They are in *vals, in the order of keys, when Wait returns nil or Done's function is
 // called with nil; until then *vals is the library's. An empty *vals is resized. Another
-// one must have exactly as many elements as come, the same number for each key
+// one must have exactly as many elements as arrive, the same number for each key
 // unless the server says otherwise; with LensInto it may have more. Keys are
 // copied, unless NoCopy is among the options, which are LensInto, Cmd, Within, Done and
 // NoCopy. After an error *vals may be filled in part.

@@ -331,7 +331,7 @@ func TestTooManyInFlight(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	var ops []Op
 	for i := range maxInFlight {
-		if i == maxInFlight-1 { // there is room for one, and a large AllReduce is two
+		if i == maxInFlight-1 { // one more call fits, and a large AllReduce is two
 			if _, err := all[0].AllReduce(zeros(reduceWhole), zeros(reduceWhole), Sum); !errors.Is(err, van.ErrQueueFull) {
 				t.Errorf("a large AllReduce: got %v, want ErrQueueFull", err)
 			}
@@ -529,7 +529,7 @@ func TestSpinning(t *testing.T) {
 	}
 }
 
-// TestNew: wrong arguments, ranks that differ, and ranks that do not come.
+// TestNew: wrong arguments, ranks that differ, and missing ranks.
 func TestNew(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 3})
 	for name, o := range map[string]Options{

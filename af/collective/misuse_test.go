@@ -205,7 +205,7 @@ func TestNamesWhoIsLate(t *testing.T) {
 				return err
 			})
 			late := all[0]
-			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second) // in which ranks 1 and 2 are heard
+			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second) // in which ranks 1 and 2 send messages
 			defer cancel()
 			ops := make(chan error, 2)
 			for _, c := range all[1:3] { // they wait for as long as their communicators last
@@ -400,7 +400,7 @@ func TestAnswerRefused(t *testing.T) {
 	onAll(t, 2, func(r int) error { return all[r].Rebuild(t.Context()) })
 }
 
-// slowToTell is a van that sends why a communicator has failed late: when a hello has come, or a little later.
+// slowToTell is a van that sends the reason of a communicator's failure late: when a hello has arrived, or a little later.
 type slowToTell struct {
 	van.Van
 	on    *atomic.Bool
@@ -420,7 +420,7 @@ func (v slowToTell) Send(m *van.Message) error {
 	case verb == verbAbort, verb == verbRefused:
 		select {
 		case <-v.hello:
-		case <-time.After(100 * time.Millisecond): // in which it would have come
+		case <-time.After(100 * time.Millisecond): // in which it would have arrived
 		}
 	}
 	return v.Van.Send(m)
@@ -533,7 +533,7 @@ func TestClosedInRebuild(t *testing.T) {
 			all, _ := comms(t, testcluster.Options{Workers: 3, Wrap: hook.Wrap("worker", 1)}, 3)
 			hook.OnReceive(func(m *van.Message) hooks.Verdict {
 				if v, _ := verbOf(m.Body); !m.Request && v == verbHello && m.Sender == all[2].b.node.ID() {
-					return hooks.Lose // so that it alone does not come to an end
+					return hooks.Lose // so that only this rank does not finish
 				}
 				return hooks.Pass
 			})

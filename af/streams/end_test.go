@@ -1,6 +1,6 @@
 package streams_test
 
-// The end of an exchange, at nodes that have not heard of it.
+// The end of an exchange, at nodes that have not been notified of it.
 
 import (
 	"bytes"

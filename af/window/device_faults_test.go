@@ -54,7 +54,7 @@ func TestDeviceSpinsLost(t *testing.T) {
 	}
 }
 
-// TestDeviceNoTime: a wait without any time left finds what has come.
+// TestDeviceNoTime: a wait without any time left finds signals that have arrived.
 func TestDeviceNoTime(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	a, b := r.windows[0], r.windows[1]

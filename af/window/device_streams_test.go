@@ -125,7 +125,7 @@ func TestDeviceCloseWaiting(t *testing.T) {
 		r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 		w := r.windows[1]
 		r.must(w.WaitSignal(t.Context(), 0, 0, stream))
-		for range 4096 { // all that a stream has room for
+		for range 4096 { // the capacity of a stream
 			r.devices[1].Queue(uintptr(stream), func() {})
 		}
 		put := make(chan error, 1)
@@ -276,7 +276,7 @@ func TestDeviceRefusedWait(t *testing.T) {
 	b := r.windows[1]
 	err := errRankClosed
 	b.peers[0].gone.Store(&err) // as leave does, before it starts left
-	b.dev.memory.reading.Lock() // whether the signal has come is not known yet
+	b.dev.memory.reading.Lock() // it is not known yet whether the signal has arrived
 	refused, left := make(chan error, 1), make(chan struct{})
 	go func() { refused <- b.WaitSignal(t.Context(), 0, 0, stream) }()
 	r.until("a wait that is being decided", func() bool {

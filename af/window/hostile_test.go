@@ -105,7 +105,7 @@ func TestLiar(t *testing.T) {
 	})
 }
 
-// TestOrder: messages that come in another order than they were sent take effect in the right one.
+// TestOrder: messages that arrive in another order than they were sent take effect in the right one.
 func TestOrder(t *testing.T) {
 	r := newRig(t, testcluster.Options{}, 2, Options{Size: 8, Signals: 1})
 	w := r.windows[0]

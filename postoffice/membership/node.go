@@ -208,8 +208,8 @@ func (n *node) checkOrigin(now time.Duration, from int, origin van.Origin, msg *
 	return "", false
 }
 
-// deferTable stores records until applyPendingTables decides about them: the latest table with this process, and what
-// the scheduler has sent after it about processes that replace others.
+// deferTable stores records until applyPendingTables decides about them: the latest table with this process, and
+// the scheduler's later messages about processes that replace others.
 func (n *node) deferTable(now time.Duration, from int, msg *van.Meta) error {
 	if msg.Control.Cmd != van.AddNode {
 		return nil

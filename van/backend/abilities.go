@@ -189,7 +189,7 @@ type Segment struct {
 	// Base and Size are where the allocation is mapped here, and its length in bytes.
 	Base uint64
 	Size int
-	// Offset and Len are the part of it that is meant, in bytes.
+	// Offset and Len are the selected part of it, in bytes.
 	Offset, Len int
 }
 

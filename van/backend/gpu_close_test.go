@@ -101,7 +101,7 @@ func TestCloseWhileAStreamWaits(t *testing.T) {
 	}
 }
 
-// TestCloseAfterAStreamWaited: Close frees what streams have come past.
+// TestCloseAfterAStreamWaited: if a stream waited and has gone on, Close frees everything.
 func TestCloseAfterAStreamWaited(t *testing.T) {
 	for name, wait := range waitKinds {
 		t.Run(name, func(t *testing.T) {

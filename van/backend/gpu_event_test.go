@@ -125,7 +125,7 @@ func TestCopyRecord(t *testing.T) {
 				from = b
 			}
 			release := f.hold(s)
-			if round%4 == 3 { // it is recorded, and that will come late
+			if round%4 == 3 { // it is recorded, and that record is done late
 				if err := e.Record(s); err != nil {
 					t.Fatal(err)
 				}

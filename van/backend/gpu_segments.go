@@ -25,7 +25,7 @@ func (x *exporter) at(base uintptr) *segment {
 	return nil
 }
 
-// put replaces what is known of base; nil forgets it. x.mu is held.
+// put replaces the record of base; nil removes it. x.mu is held.
 func (x *exporter) put(base uintptr, seg *segment) {
 	m := map[uintptr]*segment{}
 	if old := x.known.Load(); old != nil {
@@ -155,7 +155,7 @@ func (x *exporter) letGo(seg *segment) {
 	}
 }
 
-// dropUnmapped forgets what is not mapped any more. x.mu is held.
+// dropUnmapped removes pieces that are not mapped any more. x.mu is held.
 func (x *exporter) dropUnmapped() {
 	old := x.known.Load()
 	if old == nil {

@@ -112,8 +112,8 @@ func TestShareSegments(t *testing.T) {
 	}
 }
 
-// TestShareKeepsNames: an allocation keeps its name, also for several goroutines, and one
-// that has taken its place has another.
+// TestShareKeepsNames: an allocation keeps its name, also for several goroutines, and an allocation at the same
+// address after it has another.
 func TestShareKeepsNames(t *testing.T) {
 	f := newFake(1)
 	g := open(t, f)

@@ -64,7 +64,7 @@ func rounded(n int) int {
 	return (n + step - 1) / step * step
 }
 
-// Get returns a buffer of at least n bytes, nil when the limit leaves no room. It may
+// Get returns a buffer of at least n bytes, nil when the limit is reached. It may
 // take long.
 func (p *Pool) Get(n int) (*Buffer, error) {
 	size := rounded(n)

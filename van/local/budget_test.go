@@ -238,7 +238,7 @@ func TestContinuesBeyondTheBudget(t *testing.T) {
 	}
 }
 
-// TestContinuesBeyondTheQueue: so it is with the number of messages that wait for room.
+// TestContinuesBeyondTheQueue: the rest of an accepted request is accepted beyond the limit of queued messages, too.
 func TestContinuesBeyondTheQueue(t *testing.T) {
 	worker, server := unread(t, nil, nil)
 	var err error

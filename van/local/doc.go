@@ -37,7 +37,7 @@
 // is one copy, but it goes through the kernel page by page and takes, on the
 // machines measured, longer than two copies through the ring. The sender's memory is pinned
 // until the receiver has acknowledged the record. If the kernel does not allow reading
-// another process, the rest waits for room in the ring.
+// another process, the rest waits for free space in the ring.
 //
 // Only the receiver writes to its memory. A late answer or a faulty peer can therefore
 // overwrite nothing, and Invalidate needs no answer of a peer.

@@ -163,7 +163,7 @@ func TestReplacedPeer(t *testing.T) {
 				was := worker.peers.nodes[8]
 				worker.peers.mu.Unlock()
 				old.breakIn()
-				<-telling // it has been settled that old is meant
+				<-telling // the loss of old is being reported
 				if made {
 					worker.peers.tell(was, 8, true, nil)
 				}

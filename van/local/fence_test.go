@@ -60,7 +60,7 @@ func TestFenced(t *testing.T) {
 			clear(buffer)
 			close(release)
 			server.next().Release()
-			old.event(8, false) // it learns that it is not heard
+			old.event(8, false) // it is notified that it is fenced
 			var err error
 			eventually(t, "it learns why", func() bool {
 				if err = old.Send(data(8, 100, pattern(3, 1<<20))); err != nil && !errors.Is(err, van.ErrPeerLost) {

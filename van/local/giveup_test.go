@@ -424,7 +424,7 @@ func testDeviceWaits(t *testing.T, beyond bool) {
 	server.rx.feed.Lock()
 	server.own.device.pool = backend.NewPool(24000, sdev.Alloc, sdev.Free).For(sdev)
 	server.rx.feed.Unlock()
-	for i, n := range []int{10000, 5000, 20000} { // the last one has no room
+	for i, n := range []int{10000, 5000, 20000} { // there is no memory for the last one
 		worker.must(value(wdev, 8, i, pattern(i, n)))
 		dev := sdev.Device()
 		if i == 2 {

@@ -269,7 +269,7 @@ func TestRevokeWithinStream(t *testing.T) {
 	}
 }
 
-// TestRevokeRaces: while answers come, Invalidate waits for the one that is being
+// TestRevokeRaces: while answers arrive, Invalidate waits for the one that is being
 // written, and nothing is written afterwards.
 func TestRevokeRaces(t *testing.T) {
 	worker, server := pair(t)
@@ -278,7 +278,7 @@ func TestRevokeRaces(t *testing.T) {
 		for m := range server.in {
 			a := answer(m, vals)
 			if m.Push {
-				a = data(9, 0, nil) // all answers before it have come or been dropped
+				a = data(9, 0, nil) // all answers before it have arrived or been dropped
 			}
 			_ = server.Send(a) // the link may be closed already
 			m.Release()

@@ -161,21 +161,21 @@ func (t *pins) since(next uint64) uint64 {
 	return next
 }
 
-// queued is a message that waits for room.
+// queued is a message that waits for free space in the ring.
 type queued struct {
 	rec   record
 	bytes []byte
 	pin   pin
 }
 
-// sendQueue is the FIFO queue of messages that wait for room.
+// sendQueue is the FIFO queue of messages that wait for free space.
 type sendQueue struct {
 	list     []*queued
 	requests requestCounts // of those with pinned parts
 	bytes    int64
 }
 
-// queueLen is the maximum number of messages that wait for room.
+// queueLen is the maximum number of messages that wait for free space.
 const queueLen = 65536
 
 // put adds q.

@@ -160,7 +160,7 @@ func TestCountedInside(t *testing.T) {
 	}
 }
 
-// TestRefusedPullNamesNothing: where the answer to a pull is wanted is forgotten when the pull cannot be sent.
+// TestRefusedPullNamesNothing: if a pull cannot be sent, the destination of its answer is removed.
 func TestRefusedPullNamesNothing(t *testing.T) {
 	worker, server := pair(t)
 	pull := func(ts int) *van.Message {

@@ -154,7 +154,7 @@ func TestSegmentsUnused(t *testing.T) {
 	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 2*onePage))
 }
 
-// TestSegmentsRoom: the oldest makes room; where all are pinned there is none.
+// TestSegmentsRoom: the oldest allocation is withdrawn for a new one; if all are pinned, none is.
 func TestSegmentsRoom(t *testing.T) {
 	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
 	l := (*worker.peers.links.Load())[8]

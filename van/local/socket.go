@@ -64,7 +64,7 @@ func receive(c *net.UnixConn, most int) (b []byte, fds []int, err error) {
 const maxFiles = 4
 
 // lacksFiles returns an error if fewer files arrived with a message than were sent, although
-// there was room for room files: this process has reached its limit of descriptors.
+// the buffer holds room files: this process has reached its limit of descriptors.
 func lacksFiles(flags, came, room int) error {
 	if flags&unix.MSG_CTRUNC == 0 || came >= room {
 		return nil

@@ -50,7 +50,7 @@ func allow(t *testing.T, n int) {
 }
 
 // TestFilesLack: a message whose files this process cannot take is no fault of the peer, and the
-// error names the limit. One with more files than there is room for is.
+// error names the limit. A message with more files than the buffer holds is.
 func TestFilesLack(t *testing.T) {
 	for _, x := range []struct {
 		name        string

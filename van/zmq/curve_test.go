@@ -193,7 +193,7 @@ func TestStrangersWithASecret(t *testing.T) {
 			}
 		})
 	}
-	t.Run("an echo", func(t *testing.T) { // the scheduler's own bytes come back to it
+	t.Run("an echo", func(t *testing.T) { // the scheduler receives its own bytes
 		conn, err := net.Dial("tcp", scheduler.self.Addr())
 		if err != nil {
 			t.Fatal(err)

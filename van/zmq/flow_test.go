@@ -275,7 +275,7 @@ func TestSlowHandler(t *testing.T) {
 	}
 }
 
-// TestLetGo: a worker that was asked to wait continues as soon as the server has room again, before the requested
+// TestLetGo: a worker that was asked to wait continues as soon as the server is below its limit, before the requested
 // time is over.
 func TestLetGo(t *testing.T) {
 	release := make(chan struct{})

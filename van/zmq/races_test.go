@@ -252,7 +252,7 @@ func TestCloseBesideHandlers(t *testing.T) {
 }
 
 // TestHeldMessages: more messages with More than a socket holds, to a peer and over the
-// ROUTER, all come, in order; the last leave with Flush.
+// ROUTER, all arrive, in order; the last leave with Flush.
 func TestHeldMessages(t *testing.T) {
 	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	link(t, server, worker)

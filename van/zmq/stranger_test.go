@@ -360,7 +360,7 @@ func TestGuardForgets(t *testing.T) {
 		return of >= 0
 	})
 	g.gone(of)
-	g.check(of) // as when more had come
+	g.check(of) // as if more had arrived
 	g.mu.Lock()
 	held := g.held
 	g.mu.Unlock()

@@ -233,7 +233,7 @@ func (t *deviceTripper) wait(ctx context.Context) error {
 	return t.w.WaitSignal(ctx, 1-t.w.Rank(), 0, t.stream)
 }
 
-// arrived waits until the stream has come to its end.
+// arrived waits until the stream has ended.
 func (t *deviceTripper) arrived(ctx context.Context) error {
 	if err := t.event.Record(uintptr(t.stream)); err != nil {
 		return err

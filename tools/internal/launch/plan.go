@@ -376,7 +376,7 @@ func (p *planner) add(c Child) {
 	if _, set := p.lookup("PYTHONUNBUFFERED"); !set {
 		put("PYTHONUNBUFFERED", 1)
 	}
-	// Choices of Resolve come before the user's defaults.
+	// Choices of Resolve precede the user's defaults.
 	done := map[string]bool{}
 	for _, d := range slices.Concat(p.set, s.Defaults) {
 		if d.Role != "" && d.Role != c.Role || done[d.Name] || p.has(d.Name) || slices.Contains(placed, d.Name) {
