@@ -111,7 +111,7 @@ func (a *api) names() (all []name) {
 	return all
 }
 
-// kind is what stands behind the name of a type, if it is short.
+// kind is the text after the name of a type in its declaration, if it is short.
 func (a *api) kind(x *doc.Type) string {
 	for _, spec := range x.Decl.Specs {
 		s := spec.(*ast.TypeSpec)
@@ -245,7 +245,7 @@ func exportedReceiver(d *ast.FuncDecl) bool {
 	return exported
 }
 
-// exposed is what others see of a type: of a struct its exported fields, else all of it.
+// exposed is the part of a type that other packages see: of a struct its exported fields, else all of it.
 func exposed(x ast.Expr) (nodes []ast.Node) {
 	s, ok := x.(*ast.StructType)
 	if !ok {

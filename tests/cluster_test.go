@@ -160,7 +160,7 @@ func (c *cluster) mustSucceed() {
 	}
 }
 
-// kill ends what still runs.
+// kill ends all processes that still run.
 func (c *cluster) kill() {
 	for _, p := range c.processes {
 		select {

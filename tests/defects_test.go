@@ -135,7 +135,7 @@ func TestNothingIsLostBetweenReceivers(t *testing.T) {
 	wg.Wait()
 }
 
-// A request that is not answered is an error that names who did not answer; the
+// An unanswered request ends with an error that names the silent servers; the
 // node works on.
 func TestTimeoutIsAnError(t *testing.T) {
 	c := newNodes(t, 1, 2, 1).start()
@@ -176,8 +176,8 @@ func TestTimeoutIsAnError(t *testing.T) {
 	}
 }
 
-// A server that dies while it owes an answer fails that request, in time; nobody
-// else is touched.
+// If a server dies before it answers a request, that request fails in time. Other
+// nodes are not affected.
 func TestLostServerFailsItsRequests(t *testing.T) {
 	c := newNodes(t, 1, 2, 1).start()
 	arrived := make(chan struct{})
@@ -326,7 +326,7 @@ func TestRequestBeforeHandler(t *testing.T) {
 	}
 }
 
-// A worker's end sends nothing that could harm, and fails what is in flight.
+// Closing a worker sends no harmful message, and fails its requests in flight.
 func TestWorkerClose(t *testing.T) {
 	c := newNodes(t, 1, 1, 1).start()
 	c.serveAll(func(b af.Batch) { b.Release() })

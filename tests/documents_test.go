@@ -84,7 +84,7 @@ func anchors(text string) map[string]bool {
 	return names
 }
 
-// existing is what the documents may name: the directories in which each test is, and the Python tests.
+// existing is the tests that documents may name: the directories of each Go test, and the Python tests.
 type existing struct {
 	tests  map[string][]string
 	python map[string]bool

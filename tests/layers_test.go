@@ -127,7 +127,7 @@ func TestTopLevel(t *testing.T) {
 	}
 }
 
-// fits tells whether pkg is what the pattern means.
+// fits tells whether pkg matches the pattern.
 func fits(pattern, pkg string) bool {
 	below, all := strings.CutSuffix(pattern, "/")
 	return pattern == "*" || pkg == below || all && strings.HasPrefix(pkg, below+"/")

@@ -43,7 +43,7 @@ func TestTensorWorker(t *testing.T) {
 }
 
 // A server that adds wrongly is found out: FAILED lines and status 1, while
-// everybody ends in good order.
+// all processes end in good order.
 func TestTensorWorkerFails(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 1, 1, 1)

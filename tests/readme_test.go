@@ -69,7 +69,7 @@ func TestExampleCheckpoint(t *testing.T) {
 	}
 }
 
-// TestReadmeCommands: the commands of the documents that build and run an example print what they should.
+// TestReadmeCommands: the commands of the documents that build and run an example print the expected text.
 func TestReadmeCommands(t *testing.T) {
 	bin := t.TempDir()
 	run := func(command string) string {

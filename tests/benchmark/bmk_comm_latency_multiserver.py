@@ -54,7 +54,7 @@ def options():
 
 
 def contents(args, rank):
-    """What the server with a node rank answers."""
+    """The answer of the server with a node rank."""
     g = torch.Generator().manual_seed(rank)
     return torch.rand(args.rows, args.cols, generator=g).to(torch.bfloat16).to(device())
 

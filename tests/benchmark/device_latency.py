@@ -71,7 +71,7 @@ def say(what):
 
 
 def answer_to(push, out):
-    """What is answered to a checked request: it depends on every byte of it."""
+    """The answer to a checked request: it depends on every byte of it."""
     import torch
 
     for at in range(0, out.numel(), push.numel()):
@@ -103,15 +103,15 @@ class Device:
 
 
 class Trips:
-    """The end that asks and measures. way(payload, kind, push, pull, *how) is a function that does a round trip, and is told which of the other
-    end's two buffers has its turn."""
+    """The end that asks and measures. way(payload, kind, push, pull, *how) is a function that does a round trip with the one of the other
+    end's two buffers whose turn it is."""
 
     def __init__(self, device, sizes, way, now):
         self.device, self.sizes, self.way, self.now = device, sizes, way, now
         self.tensors = {}
 
     def of(self, payload):
-        """Push and pull tensors, what the other end's two buffers hold, whose turn it was."""
+        """Push and pull tensors, the contents of the other end's two buffers, and the buffer of the last turn."""
         if payload not in self.tensors:
             push, pull = self.sizes[payload]
             empty = self.device.empty
@@ -170,7 +170,7 @@ class Answers:
         return self.buffers[payload]
 
     def next(self, payload, push):
-        """What to answer; push is the request of a checked round trip, else None."""
+        """The next answer; push is the request of a checked round trip, else None."""
         self.of(payload)
         self.turn[payload] ^= 1
         out = self.buffers[payload][self.turn[payload]]
@@ -225,7 +225,7 @@ class BothEnds:
 
 
 class Profile:
-    """What the GPU does for this process, by PyTorch's profiler."""
+    """The GPU's work for this process, by PyTorch's profiler."""
 
     def __init__(self):
         from torch.profiler import ProfilerActivity, profile
@@ -254,7 +254,7 @@ class Profile:
 
 
 def node(kind, sizes):
-    """A node of fserver_lib; DMLC_ROLE says which."""
+    """A node of fserver_lib, of the role DMLC_ROLE."""
     role = os.environ["DMLC_ROLE"]
     device = Device(kind, int(os.environ.get("STEPMESH_GPU", 0))) if role != "scheduler" else None
     import fserver_lib as f
@@ -415,7 +415,7 @@ def collective(kind, sizes, rank, port):
 
 
 class Children:
-    """Processes of one kind, which do what they are told line by line."""
+    """Processes of one kind, which carry out commands line by line."""
 
     def __init__(self, name, args, variables, options):
         self.name = name
@@ -484,7 +484,7 @@ def quantiles(ns):
 
 
 def measure(args, python, other, payload):
-    """All rows of a payload, and what stepaf said."""
+    """All rows of a payload, and the output of stepaf."""
     size = args.sizes[payload]
     said = go(args, size)
     times = collections.defaultdict(list)
@@ -556,7 +556,7 @@ def judge(size, rows, said):
 
 
 def kernels(args, python, payload):
-    """(text, missed): what the GPUs do in push_pulls of one payload."""
+    """(text, missed): the GPUs' work in push_pulls of one payload."""
     count = 100
     python.tell(WORKER, do="block", payload=payload, count=count, how=EVENT)
     python.hear(WORKER)

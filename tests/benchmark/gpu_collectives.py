@@ -51,7 +51,7 @@ def node(args):
 
 
 class Meeting:
-    """Lets two processes go on at the same time, to a microsecond: what differs more would be in the times."""
+    """Lets two processes go on at the same time, to a microsecond: a larger difference would be in the times."""
 
     def __init__(self, path, rank):
         with open(path, "r+b") as file:
@@ -189,7 +189,7 @@ def main():
 
 
 def run(processes):
-    """What the two workers say."""
+    """The output of the two workers."""
     try:
         rows = [[], []]
         workers = processes[-2:]

@@ -3,7 +3,7 @@
 One process on each of two GPUs. The first multiplies matrices all the time, and a thread of
 it exchanges tensors with the second: by NCCL (send and recv of torch.distributed) as fast
 as it goes, by push_pull at as many bytes per second as NCCL has reached, and by push_pull as
-fast as it goes. These take turns, with products alone in between. What was received is
+fast as it goes. These take turns, with products alone in between. Received tensors are
 checked. Without two GPUs it says what is missing, and the status is 0.
 
     PYTHONPATH=bin/python python3 tests/benchmark/overlap.py
@@ -27,7 +27,7 @@ GOAL = 2.5  # per cent, at NCCL's rate
 
 
 def missing():
-    """What this machine lacks, or None."""
+    """The missing requirement of this machine, or None."""
     try:
         import torch
     except ImportError:
@@ -151,7 +151,7 @@ def server(args):
 
     def serve():
         end.torch.cuda.set_device(1)
-        # A stream of its own: a received tensor is used again behind what its stream does,
+        # A stream of its own: a received tensor is used again after the work of its stream,
         # and the default one waits for NCCL.
         with end.torch.cuda.stream(end.torch.cuda.Stream()):
             last = False

@@ -1,12 +1,12 @@
-"""What Python costs beyond Go, in one run:
+"""The cost of Python beyond Go, in one run:
 
 - push_pull + wait on a worker, against the same server in Go;
 - the same of an exchange that is prepared, start + wait;
-- get_batch to respond on a server that has batches waiting, so that what is
-  measured is its work and not that of whoever receives for it.
+- get_batch to respond on a server that has batches waiting, so that its own
+  work is measured, and not that of the goroutines that receive for it.
 
-Clusters on the loopback take turns, block by block, so that what the machine does
-meanwhile hits all alike. --check exits with 1 when a limit is passed: at p50, 15 us
+Clusters on the loopback take turns, block by block, so that other work of the machine
+affects all alike. --check exits with 1 when a limit is passed: at p50, 15 us
 for the worker, 8 us for its prepared exchange, 10 us for the server.
 """
 

@@ -46,7 +46,7 @@ func finalizes(t *testing.T, nodes ...*postoffice.Node) (wait func()) {
 
 // TestWorkerKilledDuringFinalize: the scheduler and the server are in Finalize from the
 // first second. One of two workers is killed: none of the other's next 1,000 rounds fails,
-// a replacement joins, and everybody leaves in order.
+// a replacement joins, and all nodes leave in order.
 func TestWorkerKilledDuringFinalize(t *testing.T) {
 	overSockets(t, func(t *testing.T, o testcluster.Options) {
 		var victim *nodetest.Process

@@ -58,7 +58,7 @@ func TestServerKilled(t *testing.T) {
 		})
 
 		var next *nodetest.Process
-		testcluster.Lost(t, c.Scheduler, 10) // others may know before, and it refuses who comes then
+		testcluster.Lost(t, c.Scheduler, 10) // others may know earlier, and the scheduler refuses a replacement then
 		nodetest.Returns(t, c.Workers, 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
 		next.Ready()
 		work(t, 2, ws...)
@@ -83,7 +83,7 @@ func TestServerInstanceKilled(t *testing.T) {
 		victim.Kill()
 		vantest.Fails(t, h.Wait(t.Context()), van.ErrPeerLost, "worker 1 (id 11): push_pull with server 1 (id 10) at 127.0.0.1:")
 		var next *nodetest.Process
-		testcluster.Lost(t, c.Scheduler, 10) // others may know before, and it refuses who comes then
+		testcluster.Lost(t, c.Scheduler, 10) // others may know earlier, and the scheduler refuses a replacement then
 		nodetest.Returns(t, c.Workers[1:], 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
 		next.Ready()
 		work(t, 1, w)
@@ -172,8 +172,8 @@ func TestWorkerKilledBeforeAnswer(t *testing.T) {
 	})
 }
 
-// TestSchedulerKilled: without a scheduler nobody can meet or leave in order, and
-// says so; requests between workers and servers go on.
+// TestSchedulerKilled: without a scheduler, barriers and Finalize fail with an error
+// that says so. Requests between workers and servers go on.
 func TestSchedulerKilled(t *testing.T) {
 	overSockets(t, func(t *testing.T, o testcluster.Options) {
 		var victim *nodetest.Process

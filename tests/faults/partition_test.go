@@ -15,8 +15,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// TestPartition: a node that the scheduler no longer hears is dead for everybody,
-// and alive as soon as it is heard again.
+// TestPartition: a node whose messages no longer reach the scheduler is dead for all nodes,
+// and alive as soon as a message arrives again.
 func TestPartition(t *testing.T) {
 	network := inproc.NewNetwork()
 	c := testcluster.Start(t, testcluster.Options{Network: network, Workers: 2, Servers: 2, Set: func(c *postoffice.Config) {

@@ -106,7 +106,7 @@ func TestSessionRankKilled(t *testing.T) {
 			t.Errorf("it took %s, want less than %s", d, soon)
 		}
 		var next *nodetest.Process
-		testcluster.Lost(t, c.Scheduler, 10) // others may know before, and it refuses who comes then
+		testcluster.Lost(t, c.Scheduler, 10) // others may know earlier, and the scheduler refuses a replacement then
 		nodetest.Returns(t, c.Workers, 10, func() { next = nodetest.Spawn(t, c, "server", 1, obeys) })
 		next.Ready()
 		_, err = s.Call(ctx, "rank")

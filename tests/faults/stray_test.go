@@ -188,9 +188,9 @@ func TestStrayRequests(t *testing.T) {
 		l.Wait(t, level, "rank=0 id=8", "dropped a request", x.text, "worker 1 (id 11) at 127.0.0.1:")
 		work(t, 1, w)
 	}
-	// The one who sent all that is served as well.
+	// The sender of all these messages is served as well.
 	work(t, 1, nodetest.Worker(t, c.Workers[1]))
-	// A worker serves nobody.
+	// A worker serves no requests.
 	if err := (*cluster.Node)(c.Servers[0]).App().Send(pushMessage(int(c.Workers[0].ID()), 0, van.Single, 1, []byte("x"))); err != nil {
 		t.Fatal(err)
 	}
@@ -199,7 +199,7 @@ func TestStrayRequests(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestWrongAnswers: an answer that does not fit what was asked fails that request
+// TestWrongAnswers: an answer that does not fit its request fails that request
 // and no other.
 func TestWrongAnswers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})

@@ -1,4 +1,4 @@
-"""What the test programs share: tensor keys, the device, and a node's life."""
+"""Common parts of the test programs: tensor keys, the device, and a node's life."""
 
 import argparse
 import os
@@ -70,10 +70,10 @@ def arguments() -> None:
 
 
 def main(worker, server) -> None:
-    """Runs worker or server, whichever this process is, between init and stop.
+    """Runs worker or server, depending on DMLC_ROLE, between init and stop.
 
-    A check that fails leaves at once: stop would wait for the others, who may
-    wait for us.
+    A check that fails leaves at once: stop would wait for the other nodes, which may
+    wait for this one.
     """
     role = os.environ.get("DMLC_ROLE")
     if role not in ("scheduler", "server", "worker"):

@@ -27,7 +27,7 @@ var (
 const shown = 16 << 10
 
 // Check compares what story writes for the seeds from 0 to seeds-1 with testdata/NAME.golden. A story must write the same
-// text in every run: it sorts what depends on the order of goroutines or of a map.
+// text in every run: it sorts text that depends on the order of goroutines or of a map.
 func Check(t *testing.T, name string, seeds int, story func(rng *rand.Rand, w io.Writer)) {
 	t.Helper()
 	var text bytes.Buffer

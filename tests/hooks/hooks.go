@@ -16,7 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Verdict is what to do with one message.
+// Verdict is the action for one message.
 type Verdict struct {
 	what action
 	err  error
@@ -146,7 +146,7 @@ func (v *Van) Send(m *van.Message) error {
 	return v.Van.Send(m)
 }
 
-// lent is what a transport keeps of a message: the meta, a copy of the short frames,
+// lent is the part of a message that a transport keeps: the meta, a copy of the short frames,
 // and the memory of the long ones.
 func lent(m *van.Message) *van.Message {
 	c := &van.Message{}

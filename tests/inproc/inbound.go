@@ -1,6 +1,6 @@
 package inproc
 
-// Messages under way between two nodes, and the pools of their buffers.
+// Messages in flight between two nodes, and the pools of their buffers.
 
 import (
 	"math/bits"
@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// inbound is one message under way, with the memory of its frames.
+// inbound is one message in flight, with the memory of its frames.
 type inbound struct {
 	msg  van.Message
 	conn *conn

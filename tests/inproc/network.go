@@ -202,7 +202,7 @@ func (n *Network) forgetLocked(e *endpoint) {
 	}
 }
 
-// discardLocked drops what v has sent to e.
+// discardLocked drops the queued messages of v to e.
 func (n *Network) discardLocked(e *endpoint, v *node) {
 	e.mu.Lock()
 	lost := e.takeLocked(v)

@@ -55,7 +55,7 @@ func newNode(n *Network, log *slog.Logger) *node {
 	v.id.Store(van.Empty)
 	v.conns.Store(&map[int]*conn{})
 	v.loop = engine.NewLoop(v.next, v.deliver)
-	// Send bounds what is queued on a connection, so lanes need no bound, and a full
+	// Send bounds the queue of a connection, so peer queues need no bound, and a full
 	// one never blocks the others.
 	v.loop.QueueCap = int(^uint(0) >> 1)
 	v.loop.Discard = func(p *inbound) {

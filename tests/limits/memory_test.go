@@ -18,7 +18,7 @@ import (
 // size of the tensors in bytes. The original loses 12 KiB for each such request.
 const size = 1 << 10
 
-// usage is what a process holds.
+// usage is the resources of a process.
 type usage struct {
 	resident   int // bytes, those of C included
 	goroutines int
@@ -86,7 +86,7 @@ func tensor(t testing.TB) af.Tensor {
 func nothingHeld(t testing.TB, c *testcluster.Cluster) {
 	t.Helper()
 	for _, n := range c.Nodes() {
-		// The transport lets go of a value a moment after the answer has come.
+		// The transport releases a value a moment after the answer has arrived.
 		for limit := time.Now().Add(10 * time.Second); testcluster.Stats(n).LentValues > 0; runtime.Gosched() {
 			if time.Now().After(limit) {
 				t.Fatalf("%s still holds %d values", n.Name(), testcluster.Stats(n).LentValues)

@@ -53,7 +53,7 @@ func TestValues(t *testing.T) {
 	}
 }
 
-// held is what this process has open and mapped for shared memory.
+// held counts the descriptors and mappings of this process for shared memory.
 func held(t testing.TB) (fds, maps int) {
 	t.Helper()
 	dir, err := os.ReadDir("/proc/self/fd")
@@ -67,7 +67,7 @@ func held(t testing.TB) (fds, maps int) {
 	return len(dir), strings.Count(string(text), "memfd:stepaf")
 }
 
-// shm is what these processes have open or mapped of /dev/shm, where others have files, too.
+// shm is the files of /dev/shm, where others have files, too, that these processes have open or mapped.
 func shm(t testing.TB, pids ...int) (names []string) {
 	t.Helper()
 	for _, pid := range pids {

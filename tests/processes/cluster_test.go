@@ -13,7 +13,7 @@ import (
 // soon is how long a busy machine may take for an operation of milliseconds.
 const soon = 20 * time.Second
 
-// load is what workers do unless a test says otherwise.
+// load is the workers' load unless a test sets another.
 var load = plan.Load{Nodes: "workers", Every: ms, Size: 3000, Pushes: 2, Pulls: 2}
 
 const ms = plan.Duration(time.Millisecond)

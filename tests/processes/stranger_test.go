@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 )
 
-// hello is what a ZMTP 3.1 peer with a DEALER begins with.
+// hello is the first bytes of a ZMTP 3.1 peer with a DEALER.
 func hello() []byte {
 	b := append([]byte{0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0x7f, 3, 1, 'N', 'U', 'L', 'L'}, make([]byte, 48)...)
 	ready := []byte("\x05READY")
@@ -73,7 +73,7 @@ func endless(t *testing.T, p *real.Process) (sent int, err error) {
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("%s has not ended the connection", p)
 		}
-		_ = conn.SetWriteDeadline(time.Now()) // it need not read what comes behind
+		_ = conn.SetWriteDeadline(time.Now()) // it need not read the rest
 		ended <- err
 	}()
 	frame := append(binary.BigEndian.AppendUint64([]byte{3}, mib), make([]byte, mib)...) // more, long

@@ -21,7 +21,7 @@ type attempt struct {
 // attempts is how often a test is run at most whose times a machine that was starved has spoiled.
 const attempts = 3
 
-// starved is what a machine is late by when nothing can be told from a limit that was missed: a node that was held up
+// starved is a lateness of the machine from which on a missed limit proves nothing: a node that was held up
 // gives the others time anew.
 const starved = time.Second
 
@@ -195,7 +195,7 @@ func TestKilledWithFork(t *testing.T) {
 // mib is a mebibyte.
 const mib = 1 << 20
 
-// memory is what n bytes may be with the race detector, which remembers who has used them.
+// memory is how much n bytes may take with the race detector, which records accesses to them.
 func memory(n int) int {
 	if vantest.Race {
 		return 6 * n
@@ -263,7 +263,7 @@ func TestServerStoppedQueue(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), van.ErrQueueFull.Error()) || !strings.Contains(err.Error(), "server 0 (id 8)") {
 			t.Errorf("%v, want %q that names server 0", err, van.ErrQueueFull)
 		}
-		// Of each request the worker knows about as much again in Go's heap, which may be twice what is in use.
+		// The worker's records of a request take about as much again in Go's heap, which may be twice the memory in use.
 		if grown > memory(3*256*mib) {
 			t.Errorf("the worker has grown by %d MiB, want at most three times the 256 of STEPAF_SEND_BUDGET", grown/mib)
 		}

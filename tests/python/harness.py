@@ -1,4 +1,4 @@
-"""Clusters of real processes on the loopback, for the tests beside this file.
+"""Clusters of real processes on the loopback, for the tests in this directory.
 
 A test writes what a node does as a function of its module:
 
@@ -12,7 +12,7 @@ A test writes what a node does as a function of its module:
         cluster(workers=2).run(worker, server)
 
 Each runs in a process of its own between init() and stop(), with a Node as its
-argument. What it returns comes back as JSON. An exception fails the test with
+argument. Its result comes back as JSON. An exception fails the test with
 everything that the processes printed.
 """
 
@@ -110,8 +110,8 @@ class Node:
 
     def raises(self, classes, *words):
         """A context manager: the block must raise one of our exceptions, of one of
-        these classes (any, if it is ()), whose text has all the words. What is wrong
-        is told at the end of the function."""
+        these classes (any, if it is ()), whose text has all the words. A mismatch is
+        reported at the end of the function."""
         return Raises(self, classes if isinstance(classes, tuple) else (classes,), words)
 
 

@@ -1,6 +1,6 @@
 """A Python that has imported PyTorch already, and is copied (fork) for each node of a
 test: importing it takes over a second of a core, and the tests start many hundred nodes.
-What a node does is the same as in a Python of its own: fserver_lib is imported in the copy.
+A node does the same as in a Python of its own: fserver_lib is imported in the copy.
 """
 
 import faulthandler
@@ -18,7 +18,7 @@ class Copy:
     """One copy, as a subprocess.Popen with text pipes that are flushed after each line."""
 
     def __init__(self, template, environ):
-        stdin, stdout, stderr, fate = (os.pipe() for _ in range(4))  # of each what is read, and what is written
+        stdin, stdout, stderr, fate = (os.pipe() for _ in range(4))  # of each the end to read, and the end to write
         ours, theirs = (stdin[1], stdout[0], stderr[0], fate[0]), (stdin[0], stdout[1], stderr[1], fate[1])
         socket.send_fds(template, [json.dumps(environ).encode()], theirs)
         for fd in theirs:
@@ -71,7 +71,7 @@ def main():
     importlib.import_module(sys.argv[2])
     alone = len(os.listdir("/proc/self/task")) == 1
     requests.send(b"1" if alone else b"0")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that wait for the copies, in become, leave nothing behind
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # processes that wait for the copies, in become, leave no zombies
     while alone:
         data, fds, _, _ = socket.recv_fds(requests, 1 << 20, 4)
         if not data:

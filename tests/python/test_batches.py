@@ -1,4 +1,4 @@
-"""What is pushed and pulled, by how many, and in which order it comes."""
+"""Pushed and pulled tensors, numbers of workers and servers, and orders of arrival."""
 
 import pytest
 from arrays import pattern

@@ -1,4 +1,4 @@
-"""What a process has loaded before it forks: nothing of fserver_lib, which cannot be used after a fork. Inference
+"""The modules of a process before it forks: nothing of fserver_lib, which cannot be used after a fork. Inference
 engines import plugins and connectors in their front end, and start their workers by fork."""
 
 import importlib.util

@@ -66,7 +66,7 @@ def values_attention(n):
     side = Attention(n.rank, n.workers, n.servers, width=WIDTH, dtype=torch.float32, max_rows=MOST, stages=STAGES, layers=LAYERS)
     for step in range(STEPS):
         for layer in range(LAYERS):
-            for stage in range(STAGES):  # three micro-batches under way
+            for stage in range(STAGES):  # three micro-batches in flight
                 x, ids = hidden(n.rank, step, stage, layer), routing(n.rank, step, stage)
                 side.send(stage, [x, ids] if layer else x, layer)
                 x.fill_(-1)  # send() has copied it
@@ -784,7 +784,7 @@ def test_join_refuses(args, word):
 
 
 def test_imports():
-    """What docs/engines.md imports is there, and nothing of an engine is needed for it."""
+    """The imports of docs/engines.md work, and need nothing of an engine."""
     code = "import sys, fserver.connectors as c; assert all(hasattr(c, n) for n in c.__all__); assert not {'vllm', 'sglang', 'afd_plugin'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     code = "import fserver.connectors.vllm_plugin as p; p.register()"  # without afd-plugin it does nothing

@@ -1,5 +1,5 @@
-"""The dispatcher for SGLang, driven as its layers drive theirs, with stand-ins for what it
-takes of SGLang."""
+"""The dispatcher for SGLang, driven as its layers drive theirs, with stand-ins for the parts
+of SGLang that it uses."""
 
 import os
 import sys

@@ -88,7 +88,7 @@ def attention(n):
         h = [torch.full((tokens(step, s, n.rank), WIDTH), 100.0 * n.rank + 10 * s + step) for s in range(2)]
         want = [t.clone() for t in h]
         for layer in range(LAYERS):
-            for s in range(2):  # two micro-batches under way
+            for s in range(2):  # two micro-batches in flight
                 metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=layer, stage_idx=s, seq_len=len(h[s]))
                 routed = dict(router_logits=torch.full((len(h[s]), EXPERTS), float(n.rank))) if layer == 1 else {}
                 c.send_attn_output(h[s], connectors.AFDTransferContext(metadata=metadata), **routed)
@@ -190,8 +190,8 @@ def test_miscounting(cluster):
     c.finish(WAIT)
 
 
-# A step ends early on the attention side, and the FFN rank waits for its next layer: what
-# comes is the next step's first, which is not computed with that layer's weights.
+# A step ends early on the attention side, and the FFN rank waits for its next layer. The next
+# step's first layer arrives, which is not computed with that layer's weights.
 
 @harness.by_hand
 def early_attention(n):

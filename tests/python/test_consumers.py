@@ -207,8 +207,8 @@ def vllm_server(n):
                 ids.append(handler)
                 outputs.append(tensors[0])
                 parts += lib.bytes(tensors[0])
-            # The port sends what the buffer holds when it is sent: not one buffer for
-            # all stages in flight.
+            # The port sends the contents of the buffer at the time of the send: not one buffer
+            # for all stages in flight.
             buffer = ret_buffer[(layer * STAGES + stage) % len(ret_buffer)]
             write(n, buffer, bytes(b ^ (n.rank + 1) for b in parts))
             f.respond_vec(buffer, outputs, ids)

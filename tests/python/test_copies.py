@@ -1,5 +1,5 @@
-"""Nodes that are copies (fork) of one process, as those of multiprocessing are: nothing that
-tells them apart may come from what a process gets when its program begins."""
+"""Nodes that are copies (fork) of one process, like those of multiprocessing: nothing that
+tells them apart may come from the state that a process gets when its program begins."""
 
 import numpy as np
 

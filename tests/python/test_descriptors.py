@@ -1,4 +1,4 @@
-"""Descriptors 0 to 2 of a node: closed, a pipe that nobody reads, or another file of the program."""
+"""Descriptors 0 to 2 of a node: closed, a pipe without a reader, or another file of the program."""
 
 import os
 import subprocess

@@ -37,7 +37,7 @@ def runs(page):
 
 
 def numberless(line):
-    """The line without what differs between runs."""
+    """The line without the parts that differ between runs."""
     for changing, fixed in ((r"-?\d+\.\d+ us", "N us"), (r"after \d+ms", "after N ms"), (r"handler \d+", "handler N"), (r"(127\.0\.0\.1):\d+", r"\1:N"), (r"\s+", " ")):
         line = re.sub(changing, fixed, line)
     return line.strip()

@@ -137,8 +137,8 @@ def test_what_a_tensor_offers(cluster):
     assert names == [name for name in ("complex32", "bits8", "int4") if hasattr(torch, name)]
 
 
-# An exception of Python's own, as Ctrl-C is, passes through whatever asks a tensor what it
-# is; others become ours.
+# An exception of Python's own, such as Ctrl-C, passes through the calls that ask a tensor for its
+# properties. Other exceptions become ours.
 
 class Steps:
     """Raises an exception at one of the steps that count()."""

@@ -1,5 +1,5 @@
 """Tensors and signals on GPUs. Without a GPU, a PyTorch that uses it and a module built
-with CUDA, what needs them is skipped and says why; the errors are tested anywhere."""
+with CUDA, the tests that need them are skipped and say why; the errors are tested anywhere."""
 
 import gc
 

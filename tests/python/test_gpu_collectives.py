@@ -26,7 +26,7 @@ def slow(dev):
 
 
 def every_call(c, rank, size, dev, k, stream):
-    """Each collective without arithmetic of k bytes for each rank. What is given is made in stream, late."""
+    """Each collective without arithmetic of k bytes for each rank. The given tensors are made in stream, late."""
     def same(name, got, want):
         assert torch.equal(got, want), (name, k, int((got != want).sum()), "bytes are wrong")
 

@@ -158,7 +158,7 @@ def late_worker(n):
     x.receive()
     with n.raises((ValueError,), "timeout_ms"):
         x.receive(-5)
-    time.sleep(1.5)  # nothing is under way
+    time.sleep(1.5)  # nothing is in flight
     x.check()
     x.send()
     with n.raises(TimeoutError, "server 0"):

@@ -143,7 +143,7 @@ def works(dev):
 # and goes.
 
 SIZES = (1, 2, 3, 7, 255, 4097, 65_537, 1 << 20, (1 << 20) + 1, (5 << 20) + 3, (20 << 20) + 5, 64 << 20)
-ROUNDS, BATCHES = 16, 2  # batches of a round are under way together
+ROUNDS, BATCHES = 16, 2  # batches of a round are in flight together
 
 
 def plan():
@@ -271,7 +271,7 @@ TRIMS, PIECE = 40, 20 << 20  # the length of PyTorch's allocations in the large 
 
 def trimming(n, exchange):
     """Calls exchange(i, tensors) with tensors over several allocations, which it maps anew
-    each time: the segment keeps its addresses, and what lies there changes."""
+    each time: the segment keeps its addresses, and its contents change."""
     dev, addresses = device(n), collections.Counter()
     base = torch.arange(5 * PIECE, device=dev, dtype=torch.int32).to(torch.uint8)
     torch.cuda.empty_cache()
@@ -417,7 +417,7 @@ def test_graph(cluster):
         assert NOT_SHARED not in log(p), reports(c)
 
 
-# Killed with large values under way.
+# Killed with large values in flight.
 
 BIG, WINDOW, KILLS = 256 << 20, 3, 3
 INT = {"dtype": torch.int32}
@@ -483,7 +483,7 @@ def bereaved_server(n):
         if left is not None:
             left -= 1
         elif good == 5:
-            left = WINDOW  # the batches that both workers have under way
+            left = WINDOW  # the batches that both workers have in flight
     works(dev)
 
 
@@ -687,7 +687,7 @@ def racing_worker(n):
             pull.fill_(want)
         torch.cuda.synchronize()
         assert is_all(pull, want), (i, want, pull.unique())
-        f.wait(f.push_pull([pause[:1]], [1], [check], [1]), 60_000)  # answered behind it
+        f.wait(f.push_pull([pause[:1]], [1], [check], [1]), 60_000)  # answered after it
         assert is_all(pull, want), (i, want, "later", pull.unique())
     works(dev)
     return {"late": late}

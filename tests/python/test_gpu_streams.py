@@ -260,7 +260,7 @@ def late_worker(n):
     x.receive()
     settle()
     x.check()
-    time.sleep(1.5)  # nothing is under way
+    time.sleep(1.5)  # nothing is in flight
     x.check()
     begun = time.monotonic()
     x.send()

@@ -1,4 +1,4 @@
-"""Windows on GPUs (open_window): what is put and signalled in the streams of two workers, on two GPUs where there are
+"""Windows on GPUs (open_window): puts and signals in the streams of two workers, on two GPUs if there are
 as many. Without a GPU these tests are skipped and say why."""
 
 import os

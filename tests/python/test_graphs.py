@@ -32,7 +32,7 @@ def start(cluster, worker, server, ipc="1"):
 
 
 def run(cluster, worker, server, ipc="1", timeout=harness.LIMIT):
-    """What the worker returns."""
+    """The result of the worker."""
     return start(cluster, worker, server, ipc)[0].finish(timeout)[0]
 
 
@@ -73,7 +73,7 @@ def ints(n, value=0):
 
 
 class Part:
-    """A micro-batch: what it sends is base + step, what it counts are wrong elements."""
+    """A micro-batch: it sends base + step, and counts wrong elements."""
 
     def __init__(self, n, index):
         self.base, self.push, self.pull, self.want = ints(n), ints(n), ints(n), ints(n)
@@ -236,7 +236,7 @@ def late_worker(n):
 
 def late_server(n):
     kept = []
-    for i in range(7):  # two to warm up, late, in time, warm-up, one beside a replay, finish()
+    for i in range(7):  # two to warm up, late, in time, warm-up, one during a replay, finish()
         for handler, tensors, keys in n.f.get_batch():
             if keys == [999]:
                 n.f.respond([], handler)

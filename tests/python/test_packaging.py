@@ -1,4 +1,4 @@
-"""Building, packing, installing, and what an editor sees."""
+"""Building, packing, installing, and the stub for editors."""
 
 import ast
 import base64

@@ -67,7 +67,7 @@ def bad_files(n):
 
 
 def test_bad_files(cluster, tmp_path):
-    """A file that a node must not read is a ValueError that names the variable, the file, and what is wrong with it."""
+    """A file that a node must not read is a ValueError that names the variable, the file, and the reason."""
     def file(name, text, mode=0o600):
         return {"STEPAF_SECRET_FILE": write(tmp_path / name, text, mode)}
 

@@ -1,4 +1,4 @@
-"""fserver.session: a controller and ranks, with everything that can be an argument, what goes wrong in functions,
+"""fserver.session: a controller and ranks, with everything that can be an argument, failing functions,
 and the example."""
 
 import os

@@ -210,7 +210,7 @@ def timers(n, traffic):
 
 
 def test_timers_and_profilers_by_signals(cluster):
-    """signal.setitimer, all three; ITIMER_PROF is what profilers use."""
+    """signal.setitimer, all three; profilers use ITIMER_PROF."""
     run(cluster, timers)
 
 

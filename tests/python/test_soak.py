@@ -70,7 +70,7 @@ def server(n):
 
 def test_soak(cluster, lib, capfd):
     if lib == "jax":
-        lib = "numpy"  # what differs is how the tensors are made
+        lib = "numpy"  # they differ in how the tensors are made
     results = cluster(lib=lib).run(worker, server, COUNT, timeout=60 + COUNT // 50)
     with capfd.disabled():
         print(f"\n{lib}, {COUNT} rounds: resident MiB after {WARM}, half of the rest, all:")

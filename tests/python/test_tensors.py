@@ -95,8 +95,8 @@ def test_received_arrays_are_writable(cluster):
 # understood, all goes by its methods.
 
 def replace_table(torch, kind):
-    """Takes the table away, or puts in its place one that lacks what matters: of a
-    version that nobody knows yet, or with an old one that cannot describe tensors."""
+    """Takes the table away, or replaces it with an unusable one: of an unknown later
+    version, or with an old one that cannot describe tensors."""
     import ctypes
 
     if kind == "gone":

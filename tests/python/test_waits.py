@@ -1,4 +1,4 @@
-"""Calls that wait: their limits, what runs meanwhile, and Ctrl-C."""
+"""Calls that wait: their limits, threads that run meanwhile, and Ctrl-C."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def limits_worker(n):
         with n.raises(TimeoutError, "400ms"):
             f.wait(h, 400)
         took.append(elapsed(start))
-    assert min(took) < 0.3, took  # a machine that stands still does so in one
+    assert min(took) < 0.3, took  # a machine that hangs does so in one
     start = time.monotonic()
     h = request(n)
     with n.raises(TimeoutError):
@@ -294,7 +294,7 @@ def test_other_threads_run(cluster, size, copies):
         rates.update(got)
     assert set(rates) == {"init", "wait", "barrier", "get_batch", "stop"}
     for call, (rate, seconds) in rates.items():
-        assert seconds > WAIT / 10, f"{call} did not wait: {seconds} s"  # a machine may have stood still when it began
+        assert seconds > WAIT / 10, f"{call} did not wait: {seconds} s"  # a machine may have hung when it began
         assert rate > 50, f"during {call} another thread ran {rate:.0f} times per second, want about 400"
 
 
@@ -351,7 +351,7 @@ def test_ctrl_c(cluster):
     (worker,), (server,) = c.start(ctrl_c_worker, ctrl_c_server)
     took = strike(worker)
     worker.tell("init again")
-    time.sleep(0.4)  # until the scheduler has noticed that the first one has gone: a server that comes before would be told of it
+    time.sleep(0.4)  # until the scheduler has noticed that the first one has gone: an earlier server would get that event
     server.tell("init")
     took += strike(server) + strike(worker, 3)
     server.tell("respond")
@@ -360,7 +360,7 @@ def test_ctrl_c(cluster):
     server.tell("stop")
     assert worker.wait() == 0, worker.report()
     took.sort()
-    assert took[-3] < 1, took  # a machine that stands still does so in one or two
+    assert took[-3] < 1, took  # a machine that hangs does so in one or two
 
 
 @pytest.mark.parametrize("call", ["init", "get_batch"])
@@ -412,11 +412,11 @@ def alarm_server(n):
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             n.f.get_batch()
         took.append(elapsed(start))
-    assert min(took) < 1.2, took  # a machine that stands still does so in one
+    assert min(took) < 1.2, took  # a machine that hangs does so in one
     calls = []
     signal.signal(signal.SIGALRM, lambda *_: calls.append(n.f.get_nanosecond()))
     signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
-    for _ in range(20):  # of signals that come while a machine stands still one is left
+    for _ in range(20):  # of signals that arrive while a machine hangs, one is left
         with n.raises(TimeoutError):
             n.f.get_batch(timeout_ms=600)
         if len(calls) >= 3:

@@ -175,7 +175,7 @@ func checkIdentity(m *message, a arrival) error {
 	return nil
 }
 
-// note keeps what answers need of our request, and checks traces.
+// note keeps the fields of our request that answers repeat, and checks traces.
 func (r *run) note(m *message, a arrival) error {
 	if m.meta.IsControl() {
 		return nil
@@ -240,7 +240,7 @@ func (r *run) deliver(e *vansession.Event, wait bool) error {
 	}
 }
 
-// end waits for our node and checks what play could not compare in order.
+// end waits for our node and checks the messages that play could not compare in order.
 func (r *run) end() error {
 	select {
 	case err := <-r.left:

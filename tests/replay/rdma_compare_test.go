@@ -41,9 +41,9 @@ func arrays(i uint64) func([]byte) bool {
 	return func(want []byte) bool { return le.Uint64(want[8:]) <= i }
 }
 
-// rdmaIntended is what our node does otherwise than the original on purpose, besides
+// rdmaIntended lists the intended differences of our node from the original, besides
 // dontCare, repairs and late. TestReplayRDMA fails when one of them is
-// not seen, but probes, which come by the clock.
+// not seen, but probes, which are sent by the clock.
 var rdmaIntended = map[string]string{
 	"private data": "16 bytes more, by which nodes of this library know each other; the original reads 24",
 	"retry_count":  "6 instead of 7, which is for ever on some devices, so that a write to a dead peer would not fail",
@@ -126,7 +126,7 @@ func oursPost(r *fakeverbs.Record) *post {
 	return p
 }
 
-// compare compares what our node has done with the recording.
+// compare compares the posts of our node with the recording.
 func (r *rdmaRun) compare() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -249,7 +249,7 @@ func (r *rdmaRun) postDifference(got, want *post) string {
 	return ""
 }
 
-// oursFlows sorts what our node has done by connection.
+// oursFlows sorts the posts of our node by connection.
 func (r *rdmaRun) oursFlows() (all []*flow) {
 	peers := map[*fakeverbs.Stack]int{}
 	for id, p := range r.peers {
@@ -334,7 +334,7 @@ func (r *rdmaRun) recordedFlows() (all []*flow) {
 	return all
 }
 
-// parameters compares what our node asked of its queue pairs and connections.
+// parameters compares the parameters of our node's queue pairs and connections.
 func (r *rdmaRun) parameters() {
 	var want *rdmaLine
 	for _, l := range r.session.lines {

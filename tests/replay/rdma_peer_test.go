@@ -58,7 +58,7 @@ type cppNode struct {
 
 const qpCount = 2
 
-// cppEnd is what the original calls an endpoint: the queue pairs of one direction.
+// cppEnd is an endpoint, as the original calls it: the queue pairs of one direction.
 type cppEnd struct {
 	n        *cppNode
 	no       int
@@ -92,7 +92,7 @@ type cppBuffer struct {
 	node int
 }
 
-// cppTriple is what a place is remembered by.
+// cppTriple is the key of a cppPlace.
 type cppTriple struct {
 	key  uint64
 	push bool

@@ -74,7 +74,7 @@ type rdmaRun struct {
 	records []fakeverbs.Record
 }
 
-// ref is what an answer repeats of its request.
+// ref is the fields of a request that its answer repeats.
 type ref struct {
 	addr   uint64
 	option int32
@@ -174,7 +174,7 @@ func (r *rdmaRun) rdmaOptions() postoffice.Options {
 }
 
 // hosted is a van whose host is not this one. It says when it listens: a
-// node of the original that is rejected once is never heard again.
+// node of the original that is rejected once never connects again.
 type hosted struct {
 	counted
 	host  string

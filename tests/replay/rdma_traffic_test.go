@@ -152,7 +152,7 @@ func (n *cppNode) write(p *cppPlace) {
 	meta := verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled, Imm: p.index, RemoteAddr: p.meta, RKey: p.metaKey,
 		LocalAddr: s.meta.addr(), Len: uint32(len(s.meta.b)), LKey: s.meta.mr.LKey()}
 	if s.control {
-		n.post(e, 0, meta, func() { n.free(s.meta) }) // the original keeps it for ever
+		n.post(e, 0, meta, func() { n.free(s.meta) }) // the original never frees it
 		return
 	}
 	if len(s.meta.b) <= e.qps[0].MaxInline() { // the original does not look, and aborts

@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 )
 
-// script is what the applications of a session did between the barrier over
+// script is the work of the applications of a session between the barrier over
 // workers and servers and the end.
 type script struct {
 	// serve sets a server up.
@@ -100,7 +100,7 @@ func tensors(calls batches, s shapes, offset int) script {
 	}
 }
 
-// answer checks what a worker pushed and answers its pulls.
+// answer checks the pushes of a worker and answers its pulls.
 func (s *shapes) answer(b af.Batch) error {
 	for i, p := range b.Pushes() {
 		want, err := s.pushed(i)
@@ -122,7 +122,7 @@ func (s *shapes) answer(b af.Batch) error {
 	return b.Respond(out, af.ByKey)
 }
 
-// pushPull makes one call and checks what was pulled.
+// pushPull makes one call and checks its pull tensors.
 func (s *shapes) pushPull(ctx context.Context, w *af.Worker, servers, keys, push, pull int) error {
 	var pushes, pulls []af.KeyTensor
 	for i := range push {

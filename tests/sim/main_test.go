@@ -63,7 +63,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// outcome is what a child says about a seed.
+// outcome is the report of a child about a seed.
 type outcome struct {
 	Seed       uint64
 	Plan       string
@@ -166,7 +166,7 @@ func one(t *testing.T, seed uint64, lines int) outcome {
 	return o
 }
 
-// TestChild is what a process does that spread has started.
+// TestChild is the program of a process that spread has started.
 func TestChild(t *testing.T) {
 	if !*child {
 		t.Skip("only for -sim.seeds")
@@ -352,7 +352,7 @@ func (p *process) end() {
 	_ = p.cmd.Wait()
 }
 
-// totals is what is known so far.
+// totals is the results so far.
 type totals struct {
 	mu              sync.Mutex
 	done            uint64
@@ -433,7 +433,7 @@ func (t *totals) add(o outcome) {
 	}
 }
 
-// replay is what the command needs besides the seed.
+// replay is the arguments of the command besides the seed.
 func (o *outcome) replay() (s string) {
 	if *planName != "" {
 		s += " PLAN=" + *planName

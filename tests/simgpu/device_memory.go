@@ -60,7 +60,7 @@ func (s *state) fails() error {
 // Health implements backend.HealthChecker.
 func (s *state) Health() error { return s.fails() }
 
-// memory is what was allocated, and host memory that is registered.
+// memory is the allocated memory, and the registered host memory.
 type memory struct {
 	st *state
 
@@ -77,7 +77,7 @@ type lentBytes struct {
 	b []byte
 }
 
-// bytesOf is what owns a device's memory, nil for that of others.
+// bytesOf is the bytes of a Device's memory, nil for that of others.
 func bytesOf(m backend.Mem) []byte {
 	switch o := m.Owner().(type) {
 	case lentBytes:

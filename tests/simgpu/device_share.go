@@ -68,7 +68,7 @@ func (x *sharing) Export(m backend.Mem) (e backend.Export, err error) {
 	if !ok {
 		id = exports.Add(1)
 		exported.Store(base, id)
-		exported.Store(id, b) // for ever, so that no other memory has the address
+		exported.Store(id, b) // never removed, so that no other memory gets the address
 	}
 	e.Allocation = id.(uint64)
 	binary.LittleEndian.PutUint64(e.Handle[:], e.Allocation)

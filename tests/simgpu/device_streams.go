@@ -57,7 +57,7 @@ func move(dst, src backend.Mem) {
 	copy(Raw(dst), Raw(src))
 }
 
-// Graph is what was put into a stream between Capture and End.
+// Graph is the work put into a stream between Capture and End.
 type Graph struct {
 	q    *streams
 	from uintptr

@@ -36,7 +36,7 @@ func (h *Holds) Watch(t testing.TB) {
 	})
 }
 
-// settle fails the test if the memory is not held as often as want before long: a transport lets go a little later.
+// settle fails the test if the memory is not held as often as want before long: a transport releases it a little later.
 func (h *Holds) settle(t testing.TB, want int) {
 	t.Helper()
 	for end := time.Now().Add(10 * time.Second); h.N() != want; runtime.Gosched() {

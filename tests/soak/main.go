@@ -33,7 +33,7 @@ func main() {
 	os.Exit(run())
 }
 
-// soak is what has been done so far.
+// soak is the options and the results so far.
 type soak struct {
 	dir    string
 	host   string
@@ -181,7 +181,7 @@ func (s *soak) progress() {
 	fmt.Println("soak: " + s.text() + ", " + max(time.Until(s.until), 0).Round(time.Second).String() + " left")
 }
 
-// text is what was done so far. s.mu is held.
+// text is the results so far. s.mu is held.
 func (s *soak) text() string {
 	took := time.Since(s.began)
 	return fmt.Sprintf("%s: %d plans (%.1f a minute), %d calls with the right bytes, %d with an error, wrong in %d plans",

@@ -218,7 +218,7 @@ func (c *Cluster) Finalize(t testing.TB) {
 	wg.Wait()
 }
 
-// close ends what a test has left behind. Closing a node that was finalized does
+// close closes the nodes that a test has left open. Closing a node that was finalized does
 // nothing.
 func (c *Cluster) close() {
 	c.mu.Lock()

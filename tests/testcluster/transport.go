@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/stack"
 )
 
-// Transport is what the nodes of a cluster communicate over.
+// Transport is the transport between the nodes of a cluster.
 type Transport int
 
 // The transports. Start checks that data is sent over the one that is named.
@@ -92,7 +92,7 @@ func Counted(t testing.TB, n *postoffice.Node, want postoffice.Stats) {
 }
 
 // wrapped makes the van that Options.Wrap is wrapped around. A node that is given a van
-// does not put shared memory beside it, so this does.
+// does not add shared memory to it, so this does.
 func (c *Cluster) wrapped(role string) van.Factory {
 	if !c.o.Over.sockets() {
 		return c.o.Network.Factory()

@@ -332,7 +332,7 @@ func (n *node) accept(peer *node, r *os.File) bool {
 	return true
 }
 
-// forget closes a pipe that nothing comes from any more.
+// forget closes a pipe that is no longer read.
 func (n *node) forget(peer *node, r *os.File) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -60,7 +60,7 @@ func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
 	}, nil
 }
 
-// contents is what the server with a group rank answers.
+// contents is the answer of the server with a group rank.
 func contents(groupRank int) []byte {
 	b := make([]byte, 2**rows**cols)
 	prog.FillBytes(prog.Random(groupRank), b)

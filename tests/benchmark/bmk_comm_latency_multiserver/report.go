@@ -14,7 +14,7 @@ import (
 // shown are the handlers of a batch that the report takes apart.
 var shown = []string{"push 1", "push 2", "pull 1"}
 
-// legs are the parts of a message's way. net_cost is what both networks took
+// legs are the parts of a message's way. net_cost is the time of both networks
 // together: the offset between the two hosts' clocks cancels there, and all
 // others are differences of one clock. s and e are the clock around the whole call.
 var legs = []struct {

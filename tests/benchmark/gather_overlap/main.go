@@ -1,4 +1,4 @@
-// Command gather_overlap measures whether servers that all need what every worker pushes
+// Command gather_overlap measures whether servers that all need the pushes of every worker
 // gain by handing each push on to their siblings when it arrives.
 //
 // Each worker pushes one part of its tensor to each server; then every server is to have all
@@ -55,7 +55,7 @@ const (
 
 var wayNames = [ways]string{"gather", "gather each", "hand on", "push to all"}
 
-// ends is what the first and the last 8 bytes of a piece are for: when its call began, and the number of
+// The first and the last 8 bytes of a piece (ends) are the time when its call began, and the number of
 // the call, with isLast in the last one of a block.
 const (
 	ends   = 16
@@ -90,7 +90,7 @@ func parseSizes(servers int) (list []int, err error) {
 	return list, nil
 }
 
-// contents is what a worker pushes, but for the ends of pieces.
+// contents is the tensor of a worker, but for the ends of pieces.
 func contents(worker, size int) []byte {
 	b := make([]byte, size)
 	prog.FillBytes(prog.Random(worker, size), b)

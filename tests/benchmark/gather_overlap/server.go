@@ -28,7 +28,7 @@ const (
 
 func handedOnKey(k uint64, worker int) uint64 { return handedOnBit | uint64(worker)<<40 | k }
 
-// result is what a server is to have of one size.
+// result is the expected tensors and the buffers of a server for one size.
 type result struct {
 	gathered   []byte // [servers][workers][part]
 	pushed     []byte // [workers][tensor]

@@ -1,4 +1,4 @@
-// Command python_overhead is what python_overhead.py compares Python with: a
+// Command python_overhead is the Go reference of python_overhead.py: a
 // worker and a server that do the same in Go.
 //
 // The worker reads a number from each line of its standard input, does so many

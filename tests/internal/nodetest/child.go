@@ -39,7 +39,7 @@ type Child struct {
 }
 
 // Main is TestMain. In a process that Spawn has started it starts the node that the
-// environment describes and has setup make it do what it is to do. Then the process
+// environment describes, and calls setup with the task of the node. Then the process
 // says "ready", and ends when its standard input does.
 func Main(m *testing.M, setup func(c *Child, what string) error) {
 	what := os.Getenv(behaviour)
@@ -92,7 +92,7 @@ func (c *Child) Fail(err error) {
 	c.once.Do(func() { c.Say(failed + strings.ReplaceAll(err.Error(), "\n", " ")) })
 }
 
-// Go runs f beside everything else. Its context ends when the child is to end, which
+// Go runs f in a goroutine. Its context ends when the child is to end, which
 // waits for f; an error before that fails the test.
 func (c *Child) Go(f func(ctx context.Context) error) {
 	c.beside.Go(func() {

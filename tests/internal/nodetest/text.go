@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// Text is what a process or a log has written. The zero value is ready for use, by
+// Text is the output of a process or a log. The zero value is ready for use, by
 // several goroutines at once.
 type Text struct {
 	mu      sync.Mutex

@@ -76,7 +76,7 @@ func Together[T interface{ Name() string }](t testing.TB, all []T, f func(x T) e
 	}
 }
 
-// Repeat calls f with 0, 1, 2 and so on beside everything else, until stop is called,
+// Repeat calls f with 0, 1, 2 and so on in a goroutine, until stop is called,
 // which waits for the last call, or the test ends. An error of f fails the test.
 func Repeat(t testing.TB, name string, f func(i int) error) (stop func()) {
 	over := make(chan struct{})

@@ -13,7 +13,7 @@ type Latencies []time.Duration
 // Add adds a sample.
 func (l *Latencies) Add(d time.Duration) { *l = append(*l, d) }
 
-// Reset forgets all samples.
+// Reset drops all samples.
 func (l *Latencies) Reset() { *l = (*l)[:0] }
 
 // Line describes the samples as the original's programs do:

@@ -1,4 +1,4 @@
-// Package prog is what the test programs share: joining the cluster by the
+// Package prog has the common parts of the test programs: joining the cluster by the
 // environment, tensors on the node's device, latency lines, and a clean end.
 package prog
 
@@ -151,7 +151,7 @@ func (p *Program) Run(ctx context.Context) error {
 	return errors.Join(errs[:]...)
 }
 
-// part does what one node has to do, from start to end.
+// part does the work of one node, from start to end.
 func (p *Program) part(ctx context.Context, n *Node) error {
 	defer n.Close() // at once, unless Finalize has been called
 	if err := p.work(ctx, n); err != nil {

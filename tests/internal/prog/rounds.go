@@ -7,7 +7,7 @@ import (
 
 // Measure does BENCHMARK_ITER rounds of each calls of round, and logs how long
 // these took: every window of samples under "<name> batch latency: ", at the end
-// also one that is not full. round returns what is to be measured of it. The
+// also one that is not full. round returns its time to be measured. The
 // samples of BENCHMARK_WARMUP rounds before that are thrown away. All samples are
 // returned, unless the rounds are endless.
 //

@@ -36,8 +36,8 @@ func (n *Node) Put(t af.Tensor, b []byte) error { return n.Backend().Copy(t.Mem(
 // Get copies a tensor's bytes to b, which must have its size.
 func (n *Node) Get(b []byte, t af.Tensor) error { return n.Backend().Copy(backend.Bytes(b), t.Mem()) }
 
-// Contents is what the node of a group rank that has this node's instance index sends
-// where every node sends something else: 2 bytes for each number of Bench.Size.
+// Contents is the data of the node with a group rank and this node's instance index, in
+// programs where each node sends different data: 2 bytes for each number of Bench.Size.
 func (n *Node) Contents(groupRank int) []byte {
 	b := make([]byte, 2*n.Config().Bench.Size)
 	FillBytes(Random(groupRank, n.Topology().Instance), b)

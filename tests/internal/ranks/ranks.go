@@ -106,7 +106,7 @@ func (m *member) close() {
 	m.comm = nil
 }
 
-// meet makes the communicator, or makes it anew, and learns who is in it.
+// meet makes the communicator, or makes it anew, and learns its processes.
 func (m *member) meet() error {
 	ctx := context.Background()
 	if m.comm != nil && mix(uint64(m.Serial), m.try)%4 == 0 { // then another one, of the same ID
@@ -250,7 +250,7 @@ func (m *member) call() (c *made, err error) {
 	n, self, pick := m.comm.Size(), m.comm.Rank(), mix(m.hash, seq)
 	root := int(pick >> 8 % uint64(n))
 	size := (m.Size/2 + int(pick>>16)%(m.Size/2+1)) &^ 7
-	// part is what rank from gives, to all or to one.
+	// part is the data that rank from gives, to all or to one.
 	part := func(from, to, size int) []byte {
 		b := make([]byte, size)
 		for i := 0; i < len(b); i += 8 {

@@ -19,7 +19,7 @@ type Vote struct {
 	Passed bool  `json:",omitempty"`
 }
 
-// voted takes what a process says of a barrier: that it calls it, then how that has ended.
+// voted takes a report of a process on a barrier: that it calls it, then how the call has ended.
 func (p *Process) voted(v Vote) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -57,7 +57,7 @@ func (j *barrierJudge) judge(wrong func(p *Process, v Vote, missing plan.Node)) 
 	}
 }
 
-// members are the places of a group. A place that alone is the group waits for nobody.
+// members are the places of a group. A place that alone is the group waits for no other.
 func (j *barrierJudge) members(group int) (l []plan.Node) {
 	for _, p := range j.all {
 		n := plan.NodeOf(p.Role, p.Rank)

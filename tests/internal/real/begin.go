@@ -1,6 +1,6 @@
 package real
 
-// Test is what Begin needs of a *testing.T.
+// Test has the methods of a *testing.T that Begin needs.
 type Test interface {
 	Helper()
 	Cleanup(func())

@@ -124,14 +124,14 @@ func (c *Cluster) wrong(format string, args ...any) {
 	c.mu.Unlock()
 }
 
-// Wrong is what must not have happened and has.
+// Wrong lists the violations.
 func (c *Cluster) Wrong() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return slices.Clone(c.wrongs)
 }
 
-// Timeline is what has happened, a line each.
+// Timeline is the events, a line each.
 func (c *Cluster) Timeline() string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -154,7 +154,7 @@ func (c *Cluster) takes(p *Process) {
 	c.present[key(p.Role, p.Rank)] = p
 }
 
-// release ends what processes of a place that were killed have left behind: see Fork.
+// release ends the children that killed processes of a place have left: see Fork.
 func (c *Cluster) release(role string, rank int) {
 	for _, p := range c.All() {
 		if s := p.State(); p.Role == role && p.Rank == rank && (s.Killed || s.Ended) {
@@ -344,7 +344,7 @@ func (c *Cluster) Works(calls int, limit time.Duration) error {
 		if p.Role != "worker" || p.State().Stopped {
 			continue
 		}
-		// Those under way may have begun before.
+		// Calls in flight may have begun before.
 		from := p.State().Stats.OK + p.State().Stats.Failed
 		err := p.Await(time.Until(end), fmt.Sprintf("%d calls in a row end well", calls), func(s State) bool {
 			done := s.Stats.OK + s.Stats.Failed - from

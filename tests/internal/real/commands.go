@@ -33,8 +33,8 @@ func (p *Process) Flood(n, size int, limit time.Duration) (int, error) {
 	return e.ID, err
 }
 
-// Drain waits until the servers have answered what was pushed with Flood, which may take as long
-// as anything comes within each limit.
+// Drain waits until the servers have answered the pushes of Flood, which may take as long
+// as messages arrive within each limit.
 func (p *Process) Drain(limit time.Duration) error {
 	_, err := p.Do(Command{Do: doDrain, Limit: Millis(limit.Milliseconds())}, 5*time.Minute)
 	return err
@@ -59,7 +59,7 @@ func (p *Process) Loads(l ...plan.Load) error {
 // Finish makes the program end in order, and returns at once.
 func (p *Process) Finish() { p.Begin(Command{Do: doFinish}) }
 
-// Leave makes the program end without waiting for anybody, and returns at once.
+// Leave makes the program end without waiting for other nodes, and returns at once.
 func (p *Process) Leave() { p.Begin(Command{Do: doLeave}) }
 
 var bound = regexp.MustCompile(`Bind to [0-9.]+:([0-9]+)`)

@@ -10,7 +10,7 @@ import (
 // a while, or is overloaded, the nodes are late as well.
 type Machine struct {
 	mu    sync.Mutex
-	begun time.Time  // the nap under way
+	begun time.Time  // the current nap
 	late  []lateness // long enough to count
 }
 
@@ -40,7 +40,7 @@ func WatchMachine(ctx context.Context) *Machine {
 	return m
 }
 
-// hops is how many processes what happens passes through: a heartbeat that is missed, the notice of it, and the call that
+// hops is how many processes an event passes through: a heartbeat that is missed, the notice of it, and the call that
 // ends with it.
 const hops = 4
 

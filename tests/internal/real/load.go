@@ -24,7 +24,7 @@ type loads struct {
 	cancel context.CancelFunc
 }
 
-// setLoads makes l the loads that run. Calls of others that are under way go on.
+// setLoads makes l the loads that run. Calls of other loads in flight go on.
 func (n *node) setLoads(l []plan.Load) {
 	if !n.isWorker() {
 		return
@@ -64,10 +64,10 @@ type lane struct {
 	servers        int
 	limit          time.Duration
 	failed         bool          // the last call has
-	current        atomic.Uint64 // the call under way, 0 for none
+	current        atomic.Uint64 // the call in flight, 0 for none
 }
 
-// untouched is what a worker writes to tensors that are its own again.
+// untouched is the byte that a worker writes to tensors that are its own again.
 const untouched = 0xee
 
 // callGrace is how much longer than its limit a call may take on a busy machine.
@@ -100,8 +100,8 @@ func (n *node) lane(p *plan.Load, index int) *lane {
 	return l
 }
 
-// newPushes makes other memory what the lane sends. Over kv that is also where answers are
-// put.
+// newPushes gives the lane new memory for its pushes. Over kv, answers are written there,
+// too.
 func (l *lane) newPushes() {
 	if l.n.keyValue != nil {
 		l.pairs = pairs.New(l.n.n, l.n.keyValue, l.size, l.pushes, l.pulls)
@@ -190,7 +190,7 @@ func (n *node) collect(ctx context.Context, p *plan.Load) {
 				left := limit + callGrace - time.Duration(n.ticks.Load()-ticks)*tickTime
 				switch {
 				case over.Load():
-				case left > 0: // it has stood still
+				case left > 0: // it was stopped
 					time.AfterFunc(left, look)
 				default:
 					n.wrong("%s has not ended %s behind its limit of %s", what, callGrace, limit)
@@ -243,8 +243,8 @@ func text(err error) string {
 	return err.Error()
 }
 
-// took is how long something took that began then, less the time in which the process
-// stood still.
+// took is how long an operation that began at begun took, less the time in which the process
+// was stopped.
 func (n *node) took(begun time.Time, ticks int64) time.Duration {
 	return min(time.Since(begun), time.Duration(n.ticks.Load()-ticks+1)*tickTime)
 }
@@ -260,7 +260,7 @@ func (n *node) alive() error {
 	return n.n.Alive()
 }
 
-// round makes a call and checks what came back.
+// round makes a call and checks its results.
 func (l *lane) round() error {
 	n := l.n
 	call := n.calls.Add(1)
@@ -362,8 +362,8 @@ func (l *lane) call(number uint64, limit time.Duration) error {
 	}
 }
 
-// checkUntouched looks whether somebody has written to the tensors of a call that has
-// failed: they were the worker's again.
+// checkUntouched checks that the tensors of a failed call, which are the worker's again, were
+// not written.
 func (l *lane) checkUntouched(call uint64) {
 	for i, b := range l.pulled {
 		for k, x := range b {
@@ -416,7 +416,7 @@ func (n *node) stand() {
 	}
 }
 
-// answers checks what a batch has brought and makes the answers to it.
+// answers checks the tensors of a batch and makes the answers to it.
 func (n *node) answers(b af.Batch) []af.KeyTensor {
 	id := n.batch(b)
 	out := make([]af.KeyTensor, len(b.Pulls()))
@@ -432,8 +432,8 @@ func (n *node) answers(b af.Batch) []af.KeyTensor {
 	return out
 }
 
-// batch checks what a batch has brought: all of one call of one process of the worker
-// that it is said to be from, once, and of no process that another one has replaced.
+// batch checks the tensors of a batch: they are all of one call of one process of the worker
+// that the batch names, arrive once, and are of no process that another one has replaced.
 func (n *node) batch(b af.Batch) (id batchID) {
 	worker := n.counterpart(b.Worker())
 	for i := range b.Pushes() {
@@ -460,7 +460,7 @@ func (n *node) batch(b af.Batch) (id batchID) {
 	return id
 }
 
-// heard notes a part of a call, "" for all of it, and checks that it has come once, and of no
+// heard notes a part of a call, "" for all of it, and checks that it arrives once, and from no
 // process that another one has replaced.
 func (n *node) heard(id batchID, part string) {
 	n.mu.Lock()
@@ -487,8 +487,8 @@ func (n *node) heard(id batchID, part string) {
 	n.newest[id.rank] = max(n.newest[id.rank], id.serial)
 }
 
-// nameless tells whether this server cannot know which process of a worker it hears: one of the
-// two says nothing of processes or does not listen to it, or the scheduler does not.
+// nameless tells whether this server cannot know which process of a worker sent a message: one of
+// the two nodes, or the scheduler, neither sends nor reads incarnations.
 func (n *node) nameless(worker uint32) bool {
 	return n.foreign("worker", worker) || n.foreign("server", n.rank) || n.foreign("scheduler", 0)
 }
@@ -535,7 +535,7 @@ func (n *node) batches() {
 }
 
 // mayFail tells whether an answer may end with err: its worker is gone, or this node is
-// leaving, as it may while calls of workers that leave as well are under way.
+// leaving, as it may while calls of workers that leave as well are in flight.
 func (n *node) mayFail(err error) bool {
 	return err == nil || errors.Is(err, van.ErrPeerLost) || errors.Is(err, van.ErrTimeout) || errors.Is(err, van.ErrClosed) && n.over()
 }

@@ -79,7 +79,7 @@ func (n *network) ip(place int, batch string) error {
 // nowhere is an Ethernet address that no device has.
 const nowhere = "02:00:00:00:00:fe"
 
-// cut makes what two places send each other go nowhere, or ends that.
+// cut drops all packets between two places, or ends that.
 func (n *network) cut(a, b int, on bool) error {
 	for _, x := range [][2]int{{a, b}, {b, a}} {
 		text := fmt.Sprintf("neigh replace %s lladdr %s nud permanent dev eth0\n", n.address(x[1]), nowhere)

@@ -1,7 +1,7 @@
-// Package real runs clusters of real processes and lets happen to them what happens to
-// processes: they are killed, stopped and woken, replaced, cut off, and leave children
-// behind that hold their sockets. The same binary is the test and the nodes. Each value
-// that travels says whose it is, and every byte of it is checked.
+// Package real runs clusters of real processes and subjects them to the faults of
+// processes: they are killed, stopped and woken, replaced, cut off, and leave
+// children that hold their sockets. The same binary is the test and the nodes. Each value
+// that travels names its origin, and every byte of it is checked.
 package real
 
 import (
@@ -41,7 +41,7 @@ const (
 	KeyValue = "kv"     // kv: as Plain, with a push and then a pull for a push_pull
 )
 
-// Behaviour is what a node is to do.
+// Behaviour is the task of a node.
 type Behaviour struct {
 	Program string
 	Serial  uint32      // of the process among all that the runner has started
@@ -93,7 +93,7 @@ type Event struct {
 	At    int64  `json:",omitempty"` // nanoseconds since 1970
 	Vote  *Vote  `json:",omitempty"`
 
-	// Of the end: the descriptors that were open before there was a node, and are behind it.
+	// Of the end: the descriptors that were open before there was a node, and after it.
 	Before, After Files `json:",omitempty"`
 
 	// Of a report: the number of successful calls by the hundredth of a second in which they
@@ -105,7 +105,7 @@ type Event struct {
 // Call is a push_pull that has failed, or a barrier.
 type Call struct {
 	Begin   int64  // milliseconds since 1970
-	MS      int64  // how long it took, less the time that the process stood still
+	MS      int64  // how long it took, less the time that the process was stopped
 	Text    string `json:",omitempty"` // of the error
 	Barrier bool   `json:",omitempty"`
 }
@@ -121,14 +121,14 @@ const (
 	left      = "left"      // the end
 )
 
-// Stats are what a node has counted.
+// Stats are the counters of a node.
 type Stats struct {
 	OK     int64 // calls that ended with the right bytes
 	Failed int64
 	Streak int64 // calls that ended well since the last that failed
 	Served int64 // batches
 	Last   string
-	Slow   int64 // the longest call in milliseconds, less the time that the process stood still
+	Slow   int64 // the longest call in milliseconds, less the time that the process was stopped
 }
 
 // Command is a line that a node reads.
@@ -355,7 +355,7 @@ func (n *node) program() (err error) {
 	return err
 }
 
-// end is what comes behind Start: for all but workers at once.
+// end ends the node: at once after Start, except for workers.
 func (n *node) end(ctx context.Context) error {
 	if n.leave.Load() {
 		if n.session != nil {
@@ -378,7 +378,7 @@ func (n *node) end(ctx context.Context) error {
 	return n.session.Stop(ctx)
 }
 
-// tick reports what has changed, and counts.
+// tick reports changes, and counts.
 func (n *node) tick() {
 	for range time.Tick(tickTime) {
 		n.ticks.Add(1)
@@ -425,7 +425,7 @@ func (n *node) over() bool {
 	}
 }
 
-// commands does what the runner says. Without a runner there is no node.
+// commands carries out the runner's commands. Without a runner there is no node.
 func (n *node) commands() {
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() {

@@ -34,7 +34,7 @@ type PlanOptions struct {
 	Faults []string
 }
 
-// Result is what a plan came to.
+// Result is the result of a plan.
 type Result struct {
 	Wrong    []string // violations
 	Calls    int64    // that ended well
@@ -44,7 +44,7 @@ type Result struct {
 	Logs     func() string // the end of each process's
 }
 
-// defaultMargin is what expectations about time are wider by on a busy machine.
+// defaultMargin is the margin of expectations about time, for a busy machine.
 const defaultMargin = 3 * time.Second
 
 // settle is how long everything may take to work again when all faults are over.
@@ -170,7 +170,7 @@ type planRun struct {
 
 	mu    sync.Mutex
 	cuts  map[[2]plan.Node]int
-	held  time.Duration      // how long the plan's clock has stood still: see clock
+	held  time.Duration      // how long the plan's clock was stopped: see clock
 	holds int                // processes for which it is stopped now
 	since time.Time          // the first of them was asked for
 	gone  map[plan.Node]bool // left or finalized: not to be replaced
@@ -387,7 +387,7 @@ func (r *planRun) join(n plan.Node, env map[string]string) {
 		}()
 		for end := time.Now().Add(r.c.slowly(settle)); ; {
 			if n == "scheduler" {
-				r.c.release(n.Role(), n.Rank()) // a child that holds the port keeps everybody from it
+				r.c.release(n.Role(), n.Rank()) // a child that holds the port keeps all others from it
 			}
 			p, err := r.spawn(n, env)
 			if err != nil {
@@ -604,7 +604,7 @@ func (r *planRun) present() bool {
 	return true
 }
 
-// expect checks what a phase was to bring.
+// expect checks the expectations of a phase.
 func (r *planRun) expect(ph *plan.Phase, x *phaseRun, e *plan.Expect) {
 	list := x.living
 	if e.Replaced {

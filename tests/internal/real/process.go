@@ -43,7 +43,7 @@ type Process struct {
 	startedAt int64 // when Start had returned, in nanoseconds since 1970
 }
 
-// State is what is known of a process.
+// State is the known state of a process.
 type State struct {
 	Started   bool
 	ID        int
@@ -79,14 +79,14 @@ func (p *Process) PID() int { return p.cmd.Process.Pid }
 // Log is the end of its standard error.
 func (p *Process) Log() string { return p.log.String() }
 
-// State is what is known of it now.
+// State is its known state now.
 func (p *Process) State() State {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.state
 }
 
-// change changes the state and wakes those who wait for that.
+// change changes the state and wakes its waiters.
 func (p *Process) change(f func(s *State)) {
 	p.mu.Lock()
 	f(&p.state)
@@ -178,7 +178,7 @@ func (p *Process) Do(c Command, limit time.Duration) (Event, error) {
 	}
 }
 
-// events takes what the process says, until it ends.
+// events takes the events of the process, until it ends.
 func (p *Process) events(out io.Reader) {
 	in := bufio.NewScanner(out)
 	in.Buffer(nil, 1<<20)
@@ -285,7 +285,7 @@ func (p *Process) Fork() error {
 	return err
 }
 
-// release ends what Fork has made.
+// release ends the children of Fork.
 func (p *Process) release() {
 	p.mu.Lock()
 	defer p.mu.Unlock()

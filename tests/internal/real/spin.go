@@ -18,7 +18,7 @@ import (
 var Starved = []string{"GOMAXPROCS=1", "GODEBUG=asyncpreemptoff=1"}
 
 // Starve lets the first process of a role, which is Starved, compute for so long, and checks that
-// it is lost for nobody: barriers and calls wait for it, and end well. There are two workers.
+// no node loses it: barriers and calls wait for it, and end well. There are two workers.
 func (c *Cluster) Starve(role string, d, soon time.Duration) error {
 	barrier := c.Get("worker", 1).Barrier(van.WorkerGroup, time.Minute)
 	if err := c.Get(role, 0).Spin(d); err != nil {

@@ -60,7 +60,7 @@ func originOf(b []byte) (o origin, err error) {
 	return o, nil
 }
 
-// seed is where the bytes behind the head begin.
+// seed is where the bytes after the head begin.
 func (o origin) seed() uint64 {
 	x := uint64(o.kind)<<32 | uint64(o.rank)<<16 ^ uint64(o.server)
 	x = x*0x9e3779b97f4a7c15 + uint64(o.serial)<<32 + uint64(o.by)

@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
-// checker judges what happens.
+// checker judges the events of a run.
 type checker struct {
 	n *Net
 
@@ -48,7 +48,7 @@ type seenKey struct {
 type call struct {
 	id     callID
 	start  time.Duration
-	end    time.Duration // 0 while it is under way
+	end    time.Duration // 0 while it is in flight
 	err    error
 	gaveUp bool // it ended because its time was over
 }

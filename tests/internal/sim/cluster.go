@@ -126,7 +126,7 @@ func (c *cluster) factory(p *proc) van.Factory {
 	return f
 }
 
-// options has what is random in a node.
+// options sets the random parts of a node.
 func (c *cluster) options(p *proc, o *postoffice.Options) {
 	var mu sync.Mutex
 	r := stream{s: c.seed.of("node").of(p.name)}
@@ -318,8 +318,8 @@ func (c *cluster) later(d plan.Duration, f func()) {
 	}
 }
 
-// each does what f does to the simulated links of the two nodes of an event, or of the one and all others, and to those over
-// RDMA.
+// each applies f to the simulated links of the two nodes of an event, or of the one and all others, and does the same to
+// links over RDMA.
 func (c *cluster) each(e *plan.Event, do plan.Action, f func(a, b plan.Node)) {
 	for _, n := range c.plan.Cluster.All() {
 		if n == e.Node || e.Peer != "" && n != e.Peer {
@@ -380,8 +380,8 @@ func (c *cluster) supervise(p *proc, newHost bool, begun func(*proc)) {
 	})
 }
 
-// holderLocked is the process whose place p was refused, since it lives: it stood still or
-// was cut off, and was there again before p could take its place. It goes on then. c.mu is
+// holderLocked is the process whose place p was refused, since it lives: it was stopped or
+// cut off, and was there again before p could take its place. It goes on then. c.mu is
 // held.
 func (c *cluster) holderLocked(p *proc) *proc {
 	if c.current[p.who] != p || p.err == nil || !strings.Contains(p.err.Error(), "none of its nodes is dead") {
@@ -434,7 +434,7 @@ func (c *cluster) sweep(p *proc) {
 	})
 }
 
-// leave ends a process without waiting for anybody.
+// leave ends a process without waiting for other nodes.
 func (c *cluster) leave(p *proc) {
 	c.mu.Lock()
 	p.dead = true

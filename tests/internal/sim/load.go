@@ -41,7 +41,7 @@ const (
 	defaultLimit = 5 * time.Second
 )
 
-// flight is a call under way.
+// flight is a call in flight.
 type flight struct {
 	call    *call
 	round   *round
@@ -60,7 +60,7 @@ type tensors struct {
 	pairs *pairs.Call // over kv only
 }
 
-// untouched is what a pull tensor has in it before a call, and after one that failed.
+// untouched is the byte that fills a pull tensor before a call, and after a failed one.
 const untouched = 0xee
 
 func (p *proc) newTensors(l *plan.Load) *tensors {
@@ -237,7 +237,7 @@ func (p *proc) over(f *flight, err error, l *plan.Load) *tensors {
 		c.net.note(p.name, fmt.Sprintf("call %d failed: %s", id.call, brief(err)))
 		c.net.tl.log(entry{at: c.net.now(), who: p.name, what: err.Error()})
 		t := f.tensors
-		if len(c.plan.Cluster.Foreign) > 0 { // those pushed may still be under way
+		if len(c.plan.Cluster.Foreign) > 0 { // the pushed tensors may still be in flight
 			t = p.newTensors(l)
 			t.pull, t.pullB = f.tensors.pull, f.tensors.pullB
 		}

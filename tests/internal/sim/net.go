@@ -54,7 +54,7 @@ func pairOf(a, b plan.Node) pair {
 	return pair{a, b}
 }
 
-// link is what is wrong between two nodes.
+// link is the faults of the link between two nodes.
 type link struct {
 	cut       int // number of the cut, 0 without
 	cuts      int
@@ -313,7 +313,7 @@ func (c *conn) end(linger time.Duration) {
 	}
 }
 
-// abandon loses what the other side's system does not have after linger. mu is held.
+// abandon drops the messages that the other side's system does not have after linger. mu is held.
 func (c *conn) abandon(linger time.Duration) {
 	f := c.fwd
 	c.n.after(linger, func() {
@@ -325,7 +325,7 @@ func (c *conn) abandon(linger time.Duration) {
 	})
 }
 
-// giveUp loses what waits. mu is held.
+// giveUp drops the queued messages. mu is held.
 func (c *conn) giveUp() {
 	c.state = ended
 	c.attempt++
@@ -390,7 +390,7 @@ func (c *conn) sendControl(due func(*packet) bool) {
 	}
 }
 
-// flush sends what was held for more. mu is held.
+// flush sends the messages sent with More. mu is held.
 func (c *conn) flush() {
 	for _, p := range c.held {
 		c.forward(p)
@@ -532,7 +532,7 @@ func (f *flow) take(p *packet) {
 }
 
 // finish carries out the end of the connection that the other side has announced. It tells
-// whether the dialler has lost what it wants. mu is held.
+// whether the dialler has lost a connection that it wants. mu is held.
 func (f *flow) finish() bool {
 	c := f.c
 	if c.to == nil {
@@ -550,7 +550,7 @@ func (f *flow) finish() bool {
 	return true
 }
 
-// drop loses what is under way. mu is held.
+// drop drops the messages in flight. mu is held.
 func (f *flow) drop() {
 	for _, p := range f.stalled {
 		p.sent()
@@ -580,7 +580,7 @@ func (f *flow) resume() {
 	}
 }
 
-// cut stops what crosses the link of two nodes.
+// cut stops all traffic over the link of two nodes.
 func (n *Net) cut(a, b plan.Node) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -664,14 +664,14 @@ func (f *flow) backOff(wait time.Duration) {
 	})
 }
 
-// breakLink breaks what stands between two nodes.
+// breakLink breaks all connections between two nodes.
 func (n *Net) breakLink(a, b plan.Node) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.across(a, b, func(c *conn) { c.breakOff(false, "the plan says so") })
 }
 
-// slow sets the bytes per second of a link; 0 is what it was.
+// slow sets the bytes per second of a link; 0 restores them.
 func (n *Net) slow(a, b plan.Node, bandwidth int64) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -23,7 +23,7 @@ import (
 type proc struct {
 	c    *cluster
 	who  plan.Node
-	gen  int // its number among the processes of who, from 1
+	gen  int // its number among the processes of node who, from 1
 	name string
 	host string
 	ctx  context.Context

@@ -42,7 +42,7 @@ func newFabric(c *cluster) *fabric {
 	return f
 }
 
-// rdmaLacks says what of a plan cannot be carried out on devices in memory.
+// rdmaLacks names a part of a plan that cannot be carried out on devices in memory.
 func rdmaLacks(p *plan.Plan) error {
 	lack := func(at, what string) error {
 		return fmt.Errorf("plan %s: %s: %s cannot be simulated over RDMA; kill, stop, wake, join, leave, finalize, barrier, cut, heal and slow-handler can", p.Name, at, what)
@@ -79,8 +79,8 @@ func rdmaLacks(p *plan.Plan) error {
 	return nil
 }
 
-// OverRDMA is p over RDMA instead of TCP, whole, or an error that says what devices in memory
-// cannot do, or that it is for another transport.
+// OverRDMA is p over RDMA instead of TCP, whole, or an error that names a part that devices in
+// memory cannot do, or says that it is for another transport.
 func OverRDMA(p *plan.Plan) (*plan.Plan, error) {
 	if p.Transport.Kind != "" {
 		return nil, fmt.Errorf("plan %s is for %s", p.Name, p.Transport.Kind)

@@ -15,7 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// Result is what has come of a run.
+// Result is the result of a run.
 type Result struct {
 	Plan       *plan.Plan
 	Seed       uint64
@@ -183,7 +183,7 @@ func (c *cluster) runPhase(i int) {
 	c.expect(ph, i, begin)
 }
 
-// expect judges what the plan says about a phase.
+// expect judges the expectations of a phase.
 func (c *cluster) expect(ph *plan.Phase, i int, begin time.Duration) {
 	c.mu.Lock()
 	rounds := c.rounds
@@ -258,7 +258,7 @@ const (
 	finalizeLimit = 60 * time.Second
 )
 
-// recover ends all faults, replaces who is dead, and judges whether everything works.
+// recover ends all faults, replaces dead processes, and judges whether everything works.
 func (c *cluster) recover() {
 	c.mu.Lock()
 	c.phase = len(c.plan.Phases)
@@ -447,7 +447,7 @@ func (c *cluster) finish() {
 	}
 }
 
-// shutdown ends what is left, and looks what does not end.
+// shutdown ends the remaining processes, and reports goroutines that do not end.
 func (c *cluster) shutdown() {
 	c.mu.Lock()
 	c.over = true

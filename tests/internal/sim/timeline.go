@@ -22,7 +22,7 @@ type entry struct {
 	meta summary
 }
 
-// summary is what a timeline says of a message.
+// summary is the part of a message that a timeline shows.
 type summary struct {
 	cmd           van.Command
 	request, push bool
@@ -52,7 +52,7 @@ func (s summary) String() string {
 	return fmt.Sprintf("%s %s key=%d bytes=%d", kind, way, s.key, s.size)
 }
 
-// timeline is what happened in a run.
+// timeline is the events of a run.
 type timeline struct {
 	mu   sync.Mutex
 	all  []entry

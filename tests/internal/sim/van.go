@@ -51,7 +51,7 @@ type node struct {
 	queue    []*packet
 	lent     []*packet // requests whose values are the application's, and some that have arrived
 	lanes    map[string]*lane
-	outbox   []func() // sent while the process stood still
+	outbox   []func() // sent while the process was stopped
 	ready    bool     // started: its messages are repeated if that is asked for
 	frozen   bool
 	ghost    bool // killed, but its sockets are open
@@ -68,7 +68,7 @@ var (
 	_ van.Canceler    = (*node)(nil)
 )
 
-// lane is what one peer sends.
+// lane is the queue of messages from one peer.
 type lane struct {
 	engine.PeerQueue[*packet]
 	waits atomic.Int64 // bytes that have been read and not delivered
@@ -455,8 +455,8 @@ func (v *node) next() (*packet, *engine.PeerQueue[*packet], bool) {
 	}
 }
 
-// inLane counts what has been read of a peer and not been delivered, and says when that is
-// more than its budget.
+// inLane counts the bytes of a peer that have been read and not delivered, and reports when they
+// exceed its budget.
 func (v *node) inLane(p *packet) {
 	bytes := p.waits.Add(p.size)
 	c := v.opts.Config
@@ -541,8 +541,8 @@ func (v *node) waits() bool {
 	return false
 }
 
-// hangUp tells those that have dialled v that its process has ended, behind what it has
-// sent them, and loses what waits. mu is held.
+// hangUp sends the diallers of v, after its earlier messages, the end of its process, and drops
+// the queued messages. mu is held.
 func (n *Net) hangUp(v *node) {
 	for _, x := range n.nodes {
 		for _, c := range x.list() {

@@ -99,7 +99,7 @@ const (
 	maxSize  = 64 << 20
 )
 
-// Check tells what makes no sense.
+// Check reports invalid parts of the plan.
 func (p *Plan) Check() error {
 	c := &checker{p: p}
 	c.plan()

@@ -26,8 +26,8 @@ type Plan struct {
 	Finding string `json:"finding,omitempty"` // class of faults that it was written for
 	Only    string `json:"only,omitempty"`    // "simulation" or "processes"; both if empty
 
-	// Promised tells that the times of the plan are what the documents promise of the
-	// library: they are the same on a slow machine.
+	// Promised tells that the documents promise the times of the plan: they are the same on
+	// a slow machine.
 	Promised bool `json:"promised,omitempty"`
 
 	Cluster   Cluster   `json:"cluster"`
@@ -138,7 +138,7 @@ type Event struct {
 	Env map[string]string `json:"env,omitempty"`
 }
 
-// Action is what an Event does.
+// Action is the kind of an Event.
 type Action string
 
 // Actions.
@@ -185,8 +185,8 @@ type Expect struct {
 	SomeError string `json:"some_error,omitempty"`
 }
 
-// End is what is done after the last phase. By default all links are healed, stopped
-// processes woken and dead nodes replaced; then all that work must do so, and all nodes
+// End describes the steps after the last phase. By default all links are healed, stopped
+// processes woken and dead nodes replaced; then all nodes with loads must work, and all nodes
 // finalize.
 type End struct {
 	Settle  Duration `json:"settle,omitempty"`  // from the end of all faults until everything must work; 30s if 0
@@ -214,7 +214,7 @@ func (d Duration) Or(def time.Duration) time.Duration {
 	return time.Duration(d)
 }
 
-// UnmarshalJSON reads what time.ParseDuration does.
+// UnmarshalJSON reads the format of time.ParseDuration.
 func (d *Duration) UnmarshalJSON(b []byte) error {
 	s, err := strconv.Unquote(string(b))
 	if err != nil {
@@ -298,7 +298,7 @@ func (p *Plan) Length() (d time.Duration) {
 // Slower is p for a machine that is n times as slow: everything happens n times as late, and may
 // take n times as long. The nodes' own times that a plan is about go with it, also those that it
 // does not name. Of a plan whose times are promised nothing is slower but the rate of its calls,
-// and all may take longer to settle behind its end.
+// and all may take longer to settle after its end.
 func (p *Plan) Slower(n int) *Plan {
 	by, q := Duration(n), *p
 	q.End.Settle = Duration(p.End.Settle.Or(30*time.Second)) * by

@@ -29,7 +29,7 @@ func (g *generator) between(a, b time.Duration) Duration {
 	return Duration(a + time.Duration(x*x*float64(b-a))).rounded()
 }
 
-// rounded leaves out what nobody wants to read.
+// rounded drops digits without interest.
 func (d Duration) rounded() Duration { return Duration(d.D().Round(10 * time.Microsecond)) }
 
 func pick[T any](g *generator, l ...T) T { return l[g.IntN(len(l))] }
@@ -144,7 +144,7 @@ func (g *generator) fresh(role string) (Node, bool) {
 	return n, true
 }
 
-// Short is a time in which nobody is taken for dead.
+// Short is a time in which no node is taken for dead.
 const Short = Duration(1500 * time.Millisecond)
 
 // story is one fault and its consequences.

@@ -1,4 +1,4 @@
-"""What travels, and what describes it."""
+"""Transferred tensors, and their descriptions."""
 
 import json
 from dataclasses import dataclass

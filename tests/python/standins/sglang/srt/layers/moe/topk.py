@@ -1,4 +1,4 @@
-"""What top-k has chosen."""
+"""The choices of top-k."""
 
 from typing import NamedTuple
 
