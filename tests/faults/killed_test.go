@@ -172,7 +172,7 @@ func TestWorkerKilledBeforeAnswer(t *testing.T) {
 	})
 }
 
-// TestSchedulerKilled: without a scheduler, barriers and Finalize fail with an error
+// TestSchedulerKilled: without a scheduler, barriers, Start and Finalize fail with an error
 // that says so. Requests between workers and servers go on.
 func TestSchedulerKilled(t *testing.T) {
 	overSockets(t, func(t *testing.T, o testcluster.Options) {

@@ -103,7 +103,7 @@ func TestMisfitsAtStart(t *testing.T) {
 				}
 				second <- n
 			}()
-			// The scheduler looks whether it is still there when the next one wants its rank.
+			// The scheduler checks whether it is still there when the next process wants its rank.
 			l.Wait(t, "(rank 1) disconnected before the cluster was complete", "no connection could be made")
 		}
 		return role == "worker" && rank == 1

@@ -26,7 +26,7 @@ func newVan(t *testing.T, n *inproc.Network) van.Van {
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
 		defer cancel()
-		_ = v.Close(ctx) // tests of Close look themselves
+		_ = v.Close(ctx) // tests of Close check its error themselves
 	})
 	return v
 }

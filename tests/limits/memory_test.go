@@ -24,7 +24,7 @@ type usage struct {
 	goroutines int
 }
 
-// settled collects garbage, gives it back, and looks.
+// settled collects garbage, returns it to the system, and measures.
 func settled(t testing.TB) usage {
 	t.Helper()
 	nodetest.Settle()

@@ -165,7 +165,7 @@ func (r *rdmaRun) compare() {
 	r.parameters()
 }
 
-// checkSlaves looks whether the notifications of the other parts name the message.
+// checkSlaves checks that the notifications of the other parts name the message.
 func checkSlaves(r *rdmaRun, name string, f *flow) {
 	var split []uint32
 	for _, p := range f.writes[0] {

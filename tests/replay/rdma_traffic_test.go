@@ -155,7 +155,7 @@ func (n *cppNode) write(p *cppPlace) {
 		n.post(e, 0, meta, func() { n.free(s.meta) }) // the original never frees it
 		return
 	}
-	if len(s.meta.b) <= e.qps[0].MaxInline() { // the original does not look, and aborts
+	if len(s.meta.b) <= e.qps[0].MaxInline() { // the original does not check this, and aborts
 		meta.Flags |= verbs.Inline
 	}
 	value := verbs.SendWR{Op: verbs.OpWrite}

@@ -30,7 +30,7 @@ func (p *Process) voted(v Vote) {
 	p.votes = append(p.votes, v)
 }
 
-// barrierJudge looks whether barriers were over before all had called them.
+// barrierJudge finds barriers that were over before all members had called them.
 type barrierJudge struct {
 	all     []*Process
 	foreign func(n plan.Node) bool

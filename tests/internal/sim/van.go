@@ -475,7 +475,7 @@ func (v *node) deliver(p *packet, turn *engine.Deliverer) {
 	p.msg.Release()
 }
 
-// lingerStep is how often Close looks whether all has left.
+// lingerStep is how often Close checks whether all messages have left.
 const lingerStep = 20 * time.Millisecond
 
 // Close implements van.Van.
