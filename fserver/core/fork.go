@@ -16,7 +16,7 @@ import (
 // ended. A forked child inherits the sockets, and while it keeps them open the connections do
 // not end.
 type Sockets struct {
-	Port  int              // the node listens at this port, and has accepted connections there
+	Ports []int            // the node listens at these ports, and has accepted connections there
 	Peers []netip.AddrPort // the connected peers; an entry has no address if the host's name has none
 }
 
@@ -49,8 +49,8 @@ func (s *Session) watchSockets(publish func(Sockets)) {
 }
 
 // socketsOf resolves the peers' hosts.
-func socketsOf(port int, peers []string) Sockets {
-	found := Sockets{Port: port}
+func socketsOf(ports []int, peers []string) Sockets {
+	found := Sockets{Ports: ports}
 	for _, p := range peers {
 		host, service, err := net.SplitHostPort(p)
 		n, err2 := strconv.ParseUint(service, 10, 16)

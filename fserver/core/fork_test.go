@@ -10,10 +10,10 @@ import (
 
 // TestSocketsOf: hosts are resolved, and entries without an address are left out.
 func TestSocketsOf(t *testing.T) {
-	got := socketsOf(7000, []string{"10.0.0.7:4021", "[fd00::1]:4022", "nonsense", "127.0.0.1:99999", "no-such-host.invalid:4023"})
+	got := socketsOf([]int{7000, 7001}, []string{"10.0.0.7:4021", "[fd00::1]:4022", "nonsense", "127.0.0.1:99999", "no-such-host.invalid:4023"})
 	want := []netip.AddrPort{netip.AddrPortFrom(netip.Addr{}, 4023), netip.MustParseAddrPort("10.0.0.7:4021"), netip.MustParseAddrPort("[fd00::1]:4022")}
-	if got.Port != 7000 || !slices.Equal(got.Peers, want) {
-		t.Errorf("got %v, want port 7000 and %v", got, want)
+	if !slices.Equal(got.Ports, []int{7000, 7001}) || !slices.Equal(got.Peers, want) {
+		t.Errorf("got %v, want ports 7000 and 7001 and %v", got, want)
 	}
 }
 
@@ -34,10 +34,10 @@ func TestWatchSockets(t *testing.T) {
 		}
 	}
 	port, peers := (*cluster.Node)(worker.node).App().Addresses()
-	if first := next(); first.Port != port || len(first.Peers) < len(peers) {
+	if first := next(); !slices.Equal(first.Ports, port) || len(first.Peers) < len(peers) {
 		t.Errorf("got %v, want port %d and the addresses of %v", first, port, peers)
 	}
 	worker.Close()
-	for last := next(); last.Port != 0 || last.Peers != nil; last = next() {
+	for last := next(); last.Ports != nil || last.Peers != nil; last = next() {
 	}
 }

@@ -66,7 +66,7 @@ typedef struct {
 
 // The sockets of this process's node, for fork.c. The table is constant after it was published.
 typedef struct {
-  int32_t port; // the node listens at this port, 0 for none
+  int32_t ports[2]; // the node listens at these ports, 0 for none
   int32_t n;
   sf_address peers[];
 } sf_sockets;

@@ -53,9 +53,12 @@ static int internet(const address *a, sf_address *out) {
   return 1;
 }
 
+// own_port reports whether the node listens at port.
+static int own_port(const sf_sockets *s, long port) { return port != 0 && (port == s->ports[0] || port == s->ports[1]); }
+
 // node_port reports whether the node or one of its peers listens at port.
 static int node_port(const sf_sockets *s, long port) {
-  if (port == s->port) return 1;
+  if (own_port(s, port)) return 1;
   for (int i = 0; i < s->n; i++)
     if (port == s->peers[i].port) return 1;
   return 0;
@@ -87,7 +90,7 @@ static int is_nodes_socket(const sf_sockets *s, int fd) {
   int connected = getpeername(fd, &far.any, &far_size) == 0;
   if (local_name(s, &near, near_size) || (connected && local_name(s, &far, far_size))) return 1;
   if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &kind, &size) != 0 || kind != SOCK_STREAM || !internet(&near, &here)) return 0;
-  if (here.port == s->port) return 1;
+  if (own_port(s, here.port)) return 1;
   if (connected && internet(&far, &there))
     for (int i = 0; i < s->n; i++)
       if (memcmp(&there, &s->peers[i], sizeof there) == 0) return 1;

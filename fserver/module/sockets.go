@@ -20,7 +20,10 @@ func init() { process.OnSockets = publish }
 
 func publish(s core.Sockets) {
 	t := (*C.sf_sockets)(C.calloc(1, C.sizeof_sf_sockets+C.size_t(len(s.Peers))*C.sizeof_sf_address))
-	t.port, t.n = C.int32_t(s.Port), C.int32_t(len(s.Peers))
+	t.n = C.int32_t(len(s.Peers))
+	for i, port := range s.Ports[:min(len(s.Ports), len(t.ports))] {
+		t.ports[i] = C.int32_t(port)
+	}
 	to := unsafe.Slice((*C.sf_address)(unsafe.Add(unsafe.Pointer(t), C.sizeof_sf_sockets)), len(s.Peers))
 	for i, p := range s.Peers {
 		to[i].port = C.int32_t(p.Port())

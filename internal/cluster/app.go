@@ -33,12 +33,19 @@ func (a App) PeerName(id int) string { return a.peerName(id) }
 
 // Addresses returns the port at which the node listens and the addresses of the peers
 // that it is connected to, as "host:port".
-func (a App) Addresses() (port int, peers []string) {
+func (a App) Addresses() (ports []int, peers []string) {
 	a.peers.Range(func(_, addr any) bool {
-		peers = append(peers, addr.(string))
+		at := addr.(peerAddress)
+		if peers = append(peers, at.node); at.data != "" {
+			peers = append(peers, at.data)
+		}
 		return true
 	})
-	return a.self.Port, peers
+	ports = []int{a.self.Port}
+	if x, ok := a.self.Extension(); ok && x.DataPort != 0 {
+		ports = append(ports, int(x.DataPort))
+	}
+	return ports, peers
 }
 
 // OnPeers registers f, in place of an earlier function, to run whenever the addresses of Addresses have changed. f

@@ -42,6 +42,20 @@ func (n *nodeInfo) peersChanged() {
 	}
 }
 
+// peerAddress is the address of a peer, and that of its data port, "" if it has none.
+type peerAddress struct{ node, data string }
+
+// String returns the address of the peer.
+func (p peerAddress) String() string { return p.node }
+
+func addressOf(n *van.Node) peerAddress {
+	at := peerAddress{node: n.Addr()}
+	if x, ok := n.Extension(); ok && x.DataPort != 0 {
+		at.data = fmt.Sprintf("%s:%d", n.Hostname, x.DataPort)
+	}
+	return at
+}
+
 // peerName names node id and its address: "server 1 (id 10) at 10.0.0.7:4021".
 func (n *nodeInfo) peerName(id int) string {
 	if addr, ok := n.peers.Load(id); ok {

@@ -23,7 +23,7 @@ func (n *Node) perform(o membership.Output) {
 		n.control.mu.Lock()
 		n.control.addPendingConnect(o.ID, -1)
 		n.control.mu.Unlock()
-		n.peers.Store(o.ID, o.Node.Addr())
+		n.peers.Store(o.ID, addressOf(&o.Node))
 		n.peersChanged()
 		if err := limits.Explain(n.transport.van.Connect(context.Background(), o.ID, o.Node)); err != nil {
 			n.rarely("connect: "+logx.Kind(err)).Error("connect failed", "peer", n.peerName(o.ID), "err", err)

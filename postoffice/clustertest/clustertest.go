@@ -155,7 +155,7 @@ func (c *Cluster) Nodes() []*postoffice.Node {
 // loss, from when on the node can be replaced.
 func (c *Cluster) Kill(ctx context.Context, n *postoffice.Node) error {
 	self, _ := (*cluster.Node)(n).App().Addresses()
-	c.network.Kill(fmt.Sprintf("127.0.0.1:%d", self))
+	c.network.Kill(fmt.Sprintf("127.0.0.1:%d", self[0]))
 	c.mu.Lock()
 	c.killed = append(c.killed, n)
 	c.mu.Unlock()

@@ -109,7 +109,7 @@ for role in "ffn", "attention":
         try:
             from fserver.connectors import join, leave
             join(role, 0, attention=1, ffn=1, port=port, timeout_ms=60000)
-            os.write(1, (role + " joined\n").encode())  # one write: the lines of two processes do not mix
+            os.write(1, (role + " joined\\n").encode())  # one write: the lines of two processes do not mix
             leave()
             status = 0
         finally:

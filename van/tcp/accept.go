@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"container/list"
+	"context"
 	"errors"
 	"net"
 	"strconv"
@@ -38,7 +39,9 @@ type acceptor struct {
 // listen listens at host, at any port but the scheduler's.
 func (a *acceptor) listen(host string, avoid int) (int, error) {
 	return freeport.Except(avoid, func() (int, func(), error) {
-		l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(0)))
+		var lc net.ListenConfig
+		lc.SetMultipathTCP(false) // connections have one path
+		l, err := lc.Listen(context.Background(), "tcp", net.JoinHostPort(host, strconv.Itoa(0)))
 		if err != nil {
 			return 0, nil, err
 		}

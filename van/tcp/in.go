@@ -115,6 +115,7 @@ func (c *inConn) read() (*inbound, outcome) {
 			c.cause = errClosed
 			return nil, ended
 		}
+		raceReceived()
 		got += n
 		c.empty = !full // the next byte is a new event of epoll
 	}

@@ -236,6 +236,7 @@ func (c *outConn) parts() int {
 func (c *outConn) write(n int) (int, error) {
 	var wrote uintptr
 	var e syscall.Errno
+	raceSent()
 	if n == 1 {
 		wrote, _, e = syscall.Syscall6(unix.SYS_SENDTO, uintptr(c.fd), uintptr(unsafe.Pointer(c.iov[0].Base)), uintptr(c.iov[0].Len), unix.MSG_NOSIGNAL, 0, 0)
 	} else {
