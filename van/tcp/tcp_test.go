@@ -401,8 +401,9 @@ func TestBrokenConnection(t *testing.T) {
 	worker, server := pair(t, nil)
 	worker.must(dataMessage(8, 1, true, true, []byte("before")))
 	server.next().Release()
+	vantest.Eventually(t, limit, "the transport inside is connected", func() bool { return worker.told("8 true") })
 	worker.mu.Lock()
-	worker.events = nil // those of the transport inside, while it connected
+	worker.events = nil
 	worker.mu.Unlock()
 	server.peers.mu.Lock()
 	_ = unix.Shutdown(server.peers.ins[0].fd, unix.SHUT_RDWR)
