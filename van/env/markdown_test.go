@@ -59,7 +59,7 @@ func (v *variable) markdown() string {
 
 const intro = `# Environment variables
 
-<!-- Generated from the table in van/env. Rewrite it with: go test ./van/env -run TestDocument -update -->
+<!-- Generated from the table in van/env: CONTRIBUTING.md says how. -->
 
 All variables are read once, when a node starts. ` + "`stepaf env`" + ` shows those in force and where each came from.
 
