@@ -101,7 +101,7 @@ func (c *inConn) read() (*inbound, outcome) {
 		if c.empty && !c.hangup {
 			return nil, drained
 		}
-		n, full, err := c.receive()
+		n, err := c.receive()
 		switch {
 		case err == unix.EAGAIN:
 			c.empty = true
@@ -117,12 +117,11 @@ func (c *inConn) read() (*inbound, outcome) {
 		}
 		raceReceived()
 		got += n
-		c.empty = !full // the next byte is a new event of epoll
 	}
 }
 
-// receive makes one system call. full says that there may be more.
-func (c *inConn) receive() (n int, full bool, err error) {
+// receive makes one system call. A short read does not mean that the socket is empty: a signal may have ended it early.
+func (c *inConn) receive() (n int, err error) {
 	if c.buf == nil {
 		c.buf = make([]byte, bufLen)
 	}
@@ -143,7 +142,6 @@ func (c *inConn) receive() (n int, full bool, err error) {
 			n = int(r)
 			return nil
 		}
-		want := len(c.rest) + len(c.buf)
 		if c.cur.place.Used() {
 			if err = c.cur.place.Write(read); errors.Is(err, landing.ErrInvalidated) {
 				c.discard, c.rest = len(c.rest), nil
@@ -153,11 +151,11 @@ func (c *inConn) receive() (n int, full bool, err error) {
 			err = read()
 		}
 		if err != nil {
-			return 0, false, err
+			return 0, err
 		}
 		k := min(n, len(c.rest))
 		c.rest, c.w = c.rest[k:], n-k
-		return n, n == want, nil
+		return n, nil
 	}
 	if c.w == len(c.buf) {
 		if c.r > 0 {
@@ -170,11 +168,10 @@ func (c *inConn) receive() (n int, full bool, err error) {
 	}
 	n, err = unix.Read(c.fd, c.buf[c.w:])
 	if err != nil || n <= 0 {
-		return 0, false, err
+		return 0, err
 	}
-	full = n == len(c.buf)-c.w
 	c.w += n
-	return n, full, nil
+	return n, nil
 }
 
 // parse takes the next message from the buffer, nil if it is not complete.
