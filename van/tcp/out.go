@@ -345,16 +345,21 @@ func (c *outConn) end() {
 	close(c.broken)
 }
 
-// broke ends a connection that the peer has closed.
+// broke ends a connection that the peer has closed. It looks at the socket first: the event may be of a connection that has ended, and
+// whose descriptor c has now.
 func (c *outConn) broke() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.gone {
 		return
 	}
-	err := error(unix.ECONNRESET)
-	if e, _ := unix.GetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_ERROR); e != 0 {
-		err = syscall.Errno(e)
+	var b [1]byte
+	_, _, err := unix.Recvfrom(c.fd, b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	switch err {
+	case unix.EAGAIN, unix.EINTR:
+		return
+	case nil: // the end, or bytes, which a listener does not send
+		err = unix.ECONNRESET
 	}
 	c.fail(err)
 }

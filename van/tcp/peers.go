@@ -20,6 +20,9 @@ const (
 	unknownTime = 10 * time.Second
 	// holdTime is how long the connection of a replacement process then waits for Admit.
 	holdTime = time.Second
+	// maxHeld bounds the connections that wait. If there are more, the oldest one ends: any process that knows this node's incarnation can
+	// open one, unless the cluster has a secret.
+	maxHeld = 1024
 	// maxReplaced bounds the replaced processes that are remembered.
 	maxReplaced = 1024
 )
@@ -124,6 +127,20 @@ func (p *peers) joinLocked(c *inConn) {
 // hold reads nothing from c until its process is admitted, for limit at most. p.mu is held.
 func (p *peers) hold(c *inConn, limit time.Duration) {
 	c.held = true
+	var oldest *inConn
+	held := 0
+	for _, x := range p.ins { // in the order of their arrival
+		if !x.held {
+			continue
+		}
+		if held++; oldest == nil {
+			oldest = x
+		}
+	}
+	if held > maxHeld {
+		p.n.rarely("held").Warn("a connection for data of an unknown process ends: too many wait", "peer", van.NodeName(oldest.from.id), "at most", maxHeld)
+		p.endLocked(oldest)
+	}
 	time.AfterFunc(limit, func() {
 		p.mu.Lock()
 		defer p.mu.Unlock()

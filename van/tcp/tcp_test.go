@@ -623,6 +623,42 @@ func TestHalfOpen(t *testing.T) {
 	}
 }
 
+// TestHeldAreFew: processes that this node does not know keep a bounded number of connections, the newest, and members go on.
+func TestHeldAreFew(t *testing.T) {
+	worker, server := pair(t, nil)
+	p := server.peers
+	for i := range maxHeld + 10 {
+		fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
+		if err != nil {
+			t.Skipf("this machine has no more descriptors: %v", err)
+		}
+		if v := p.enter(&inConn{n: &server.own, from: p.sender(11), incarnation: uint32(1<<20 + i), fd: fd}); v != verdictYes {
+			t.Fatalf("connection %d: verdict %d", i, v)
+		}
+	}
+	p.mu.Lock()
+	n, first := len(p.ins), p.ins[0].incarnation
+	p.mu.Unlock()
+	if n != maxHeld || first != 1<<20+10 {
+		t.Errorf("%d connections wait, the first is number %d; want %d and number 10", n, first-1<<20, maxHeld)
+	}
+	worker.must(dataMessage(8, 1, true, true, []byte("member")))
+	server.next().Release()
+}
+
+// TestStaleEvent: an event of a connection that has ended does not end the one that has its descriptor now.
+func TestStaleEvent(t *testing.T) {
+	worker, server := pair(t, nil)
+	worker.must(dataMessage(8, 1, true, true, []byte("first")))
+	server.next().Release()
+	c := worker.peers.of(8).conn.Load()
+	c.broke()
+	worker.must(dataMessage(8, 2, true, true, []byte("second")))
+	if m := server.next(); m.Timestamp != 2 || worker.peers.of(8).conn.Load() != c {
+		t.Errorf("message %d arrived, over another connection: %t", m.Timestamp, worker.peers.of(8).conn.Load() != c)
+	}
+}
+
 // TestMalformed: a member's connection with bytes that are no message ends, is counted, and the log says what was wrong.
 func TestMalformed(t *testing.T) {
 	meta, err := dataMessage(8, 1, true, true, nil).AppendTo(nil)
