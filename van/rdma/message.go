@@ -97,6 +97,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 			continue
 		}
 		o.data[i] = f
+		f.Retain() // until recycle
 		zeroCopy = true
 	}
 	if n := o.packedLen(); n > maxData {

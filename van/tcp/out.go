@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // outConn is the sender's end of a connection.
@@ -40,11 +41,22 @@ type outConn struct {
 
 // outMessage is a message that is not written completely.
 type outMessage struct {
-	front   int    // bytes of buf that are left
-	vals    []byte // the rest of a lent value
+	front   int         // bytes of buf that are left
+	vals    []byte      // the rest of a lent value
+	mem     backend.Mem // where it lies: retained until end
 	request van.Requests
 	done    van.Completion
 	dropped bool // canceled before any byte was written: front is skipped
+}
+
+// end releases the memory of a lent value and notifies the sender of the message.
+func (m *outMessage) end() {
+	mem, done := m.mem, m.done
+	m.mem, m.done = backend.Mem{}, nil
+	mem.Release()
+	if done != nil {
+		done.Sent()
+	}
 }
 
 const (
@@ -109,7 +121,8 @@ func (c *outConn) send(msg *van.Message) error {
 	}
 	m := outMessage{}
 	if lends {
-		m.vals, m.done = msg.Vals.Host(), msg.Done
+		m.vals, m.mem, m.done = msg.Vals.Host(), msg.Vals, msg.Done
+		m.mem.Retain()
 		m.request = van.Requests{App: msg.AppID, Customer: msg.CustomerID, First: msg.Timestamp, Count: 1}
 		if !msg.Request {
 			m.request.Count = 0 // answers are not canceled
@@ -275,9 +288,7 @@ func (c *outConn) written(n int) {
 			break
 		}
 		c.partial = false
-		if m.done != nil {
-			m.done.Sent()
-		}
+		m.end()
 	}
 	if i == len(c.queue) {
 		clear(c.queue)
@@ -315,10 +326,7 @@ func (c *outConn) cancel(q *van.Requests) {
 			c.lent -= len(m.vals)
 			m.vals, m.dropped = nil, true
 		}
-		if m.done != nil {
-			m.done.Sent()
-			m.done = nil
-		}
+		m.end()
 	}
 }
 
@@ -335,9 +343,7 @@ func (c *outConn) fail(err error) {
 func (c *outConn) end() {
 	c.gone = true
 	for i := range c.queue {
-		if d := c.queue[i].done; d != nil {
-			d.Sent()
-		}
+		c.queue[i].end()
 	}
 	c.queue, c.buf, c.lent, c.read = nil, nil, 0, 0
 	c.remove(c.fd)

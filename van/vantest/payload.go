@@ -9,6 +9,7 @@ import (
 	"reflect"
 	"sync"
 	"sync/atomic"
+	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -199,6 +200,69 @@ func done(w *world) {
 	}
 	worker.close()
 	w.calledOnce("", dones)
+}
+
+// holder is memory that its last user frees: what was there is overwritten then.
+type holder struct {
+	users atomic.Int32
+	bytes []byte
+	freed chan struct{}
+}
+
+func newHolder(b []byte) *holder {
+	h := &holder{bytes: b, freed: make(chan struct{})}
+	h.users.Store(1)
+	return h
+}
+
+func (h *holder) Retain() { h.users.Add(1) }
+
+func (h *holder) Release() {
+	if h.users.Add(-1) == 0 {
+		for i := range h.bytes {
+			h.bytes[i] = 0xee
+		}
+		close(h.freed)
+	}
+}
+
+// holders sends memory that its owner frees at once, to a receiver that does not read at first. The transport retains
+// what it has not sent yet.
+func holders(w *world) {
+	const n, size = 6, 8 << 20
+	read := make(chan struct{})
+	var bad atomic.Int64
+	var all sync.WaitGroup
+	all.Add(n)
+	server := w.node(8, func(m *van.Message) {
+		<-read
+		if !bytes.Equal(m.Vals.Host(), pattern(int(m.Timestamp), m.Vals.Len())) {
+			bad.Add(1)
+		}
+		all.Done()
+	})
+	worker := w.node(9, nil)
+	link(worker, server)
+	var sent []*holder
+	for i := range n {
+		h := newHolder(pattern(i, size))
+		m := data(8, i, true, make([]byte, 8), h.bytes)
+		m.Vals = backend.At(unsafe.Pointer(&h.bytes[0]), size, backend.Host, h)
+		worker.must(m)
+		h.Release()
+		sent = append(sent, h)
+	}
+	close(read)
+	arrived := make(chan struct{})
+	go func() { all.Wait(); close(arrived) }()
+	w.wait(arrived, "arrival of all messages")
+	if b := bad.Load(); b > 0 {
+		w.Errorf("%d of %d values changed: the transport has used memory that it had not retained", b, n)
+	}
+	worker.close()
+	for i, h := range sent {
+		w.wait(h.freed, fmt.Sprintf("the last Release of the memory of message %d", i))
+	}
 }
 
 func retain(w *world) {

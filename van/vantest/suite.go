@@ -69,6 +69,7 @@ func Run(t *testing.T, s Suite) {
 		{"OneToMany", oneToMany, true},
 		{"Retain", retain, false},
 		{"Done", done, true},
+		{"Holders", holders, true},
 		{"BlockedReceiver", blockedReceiver, false},
 		{"BlockedPeer", blockedPeer, false},
 		{"Rename", rename, true},
