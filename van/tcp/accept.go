@@ -112,7 +112,7 @@ func (a *acceptor) serve(c net.Conn) {
 	}
 	_ = a.n.tune(fd)
 	in := &inConn{n: a.n, from: a.peers.sender(h.id), incarnation: h.own, fd: fd}
-	verdict := a.peers.enter(in)
+	verdict := a.peers.enter(in, h.again)
 	a.n.say(c, verdict)
 	if verdict != verdictYes {
 		_ = unix.Close(fd)

@@ -54,7 +54,7 @@ func (d *dialer) connect(n *peer) {
 	settle := sync.OnceFunc(func() { close(n.settled) })
 	defer settle()
 	for first, pause := true, firstPause; ; {
-		c, err := d.dial(n)
+		c, err := d.dial(n, !first)
 		switch {
 		case err == nil:
 			pause = firstPause
@@ -100,11 +100,11 @@ const (
 // dialTime is how long one attempt to make a connection may take.
 const dialTime = 2 * time.Second
 
-// dial makes a connection to n and installs it.
-func (d *dialer) dial(n *peer) (*outConn, error) {
+// dial makes a connection to n and installs it. again means that an earlier one broke.
+func (d *dialer) dial(n *peer, again bool) (*outConn, error) {
 	ctx, cancel := context.WithTimeout(d.peers.ctx, dialTime)
 	defer cancel()
-	nc, err := d.n.meet(ctx, n.addr, n.incarnation, n.name)
+	nc, err := d.n.meet(ctx, &callee{n.addr, n.incarnation, n.name, again})
 	if err != nil {
 		return nil, err
 	}

@@ -1,6 +1,9 @@
 package tcp
 
-import "sync"
+import (
+	"errors"
+	"sync"
+)
 
 // events calls the watcher for each peer that is lost or is back, in order, on a goroutine of its own: a watcher may
 // close the van, and may hold locks while it calls the van.
@@ -18,7 +21,11 @@ type event struct {
 	n     *peer
 	up    bool
 	cause error
+	then  func() // called after the watcher; may be nil
 }
+
+// errBroke is the cause of a loss that the peer reports.
+var errBroke = errors.New("its connection broke, and messages may be lost")
 
 // tell queues an event if it changes what the watcher knows of n.
 func (e *events) tell(n *peer, up bool, cause error) {
@@ -28,7 +35,19 @@ func (e *events) tell(n *peer, up bool, cause error) {
 		return
 	}
 	n.down = !up
-	e.add(event{n, up, cause})
+	e.add(event{n: n, up: up, cause: cause})
+}
+
+// broke queues the loss and the return of n, whose connection to this node broke, unless n is known as lost. It calls then after that.
+func (e *events) broke(n *peer, then func()) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if n.down {
+		e.add(event{n: n, up: false, cause: errBroke, then: then})
+		return
+	}
+	e.add(event{n: n, up: false, cause: errBroke})
+	e.add(event{n: n, up: true, then: then})
 }
 
 // replaced notes that n has replaced old. If the watcher knows old as lost, it may take that for a loss of n, so it is called once more.
@@ -36,7 +55,7 @@ func (e *events) replaced(old, n *peer) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if old.down {
-		e.add(event{n, true, nil})
+		e.add(event{n: n, up: true})
 	}
 }
 
@@ -61,15 +80,21 @@ func (e *events) run() {
 		x := e.queue[0]
 		e.queue = e.queue[1:]
 		e.mu.Unlock()
-		if !e.peers.current(x.n) {
-			continue
+		if e.peers.current(x.n) {
+			e.call(&x)
 		}
-		id := int(x.n.id.Load())
-		if !x.up {
-			e.gone(id)
+		if x.then != nil {
+			x.then()
 		}
-		if e.watch != nil {
-			e.watch(id, x.up, x.cause)
-		}
+	}
+}
+
+func (e *events) call(x *event) {
+	id := int(x.n.id.Load())
+	if !x.up {
+		e.gone(id)
+	}
+	if e.watch != nil {
+		e.watch(id, x.up, x.cause)
 	}
 }

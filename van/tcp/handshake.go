@@ -8,7 +8,7 @@ package tcp
 //	 8  i32      its node id                  8  u8[16]   its random number
 //	12  u32      its incarnation             24  u8[16]   proof, zeros without keys
 //	16  u32      the listener's incarnation
-//	20  u32      1: it proves that it knows the secret
+//	20  u32      flags. 1: it proves that it knows the secret. 2: its connection broke, so messages may be lost
 //	24  u8[16]   its random number
 //
 //	dialer: proof, if its hello says so      listener: admission, after everything
@@ -38,7 +38,9 @@ const (
 	helloLen   = 24 + numberLen
 	replyLen   = 8 + numberLen + auth.ProofLen
 
-	proves = 1 // flag of a hello
+	// Flags of a hello.
+	proves = 1
+	again  = 2
 
 	dialerProof   = "tcp dialer"
 	listenerProof = "tcp listener"
@@ -88,6 +90,7 @@ type hello struct {
 	id        int
 	own, peer uint32 // incarnations
 	proves    bool
+	again     bool // the dialer's connection broke: what it sent over it may be lost
 	number    [numberLen]byte
 }
 
@@ -99,7 +102,10 @@ func (h *hello) append(b []byte) []byte {
 	b = binary.LittleEndian.AppendUint32(b, h.peer)
 	flags := uint32(0)
 	if h.proves {
-		flags = proves
+		flags |= proves
+	}
+	if h.again {
+		flags |= again
 	}
 	b = binary.LittleEndian.AppendUint32(b, flags)
 	return append(b, h.number[:]...)
@@ -114,7 +120,8 @@ func parseHello(b []byte) (h hello, v verdict, err error) {
 		return h, verdictVersion, fmt.Errorf("%w: version %d of the handshake, want %d", van.ErrMalformed, n, version)
 	}
 	h.id, h.own, h.peer = int(int32(binary.LittleEndian.Uint32(b[8:]))), binary.LittleEndian.Uint32(b[12:]), binary.LittleEndian.Uint32(b[16:])
-	h.proves = binary.LittleEndian.Uint32(b[20:])&proves != 0
+	flags := binary.LittleEndian.Uint32(b[20:])
+	h.proves, h.again = flags&proves != 0, flags&again != 0
 	h.number = [numberLen]byte(b[24:])
 	if h.id <= van.AllNodes || h.id >= van.Empty || h.own == 0 {
 		return h, verdictOther, fmt.Errorf("%w: a hello of node %d, incarnation %#x", van.ErrMalformed, h.id, h.own)
@@ -127,9 +134,9 @@ func newNumber() (n [numberLen]byte) {
 	return n
 }
 
-// introduce is the dialer's part of the handshake on c, whose deadline is set. p is the peer's incarnation.
-func (n *common) introduce(c net.Conn, peer uint32, name string, proves bool) error {
-	h := hello{id: int(n.id.Load()), own: n.incarnation, peer: peer, proves: proves, number: newNumber()}
+// introduce is the dialer's part of the handshake on c, whose deadline is set.
+func (n *common) introduce(c net.Conn, to *callee, proves bool) error {
+	h := hello{id: int(n.id.Load()), own: n.incarnation, peer: to.incarnation, proves: proves, again: to.again, number: newNumber()}
 	text := h.append(nil)
 	if _, err := c.Write(text); err != nil {
 		return err
@@ -147,7 +154,7 @@ func (n *common) introduce(c net.Conn, peer uint32, name string, proves bool) er
 	if proves {
 		number, keys := reply[8:8+numberLen], n.guard.Keys
 		if !keys.Check(reply[8+numberLen:], listenerProof, h.number[:], number, text) {
-			if err := n.guard.Unauthenticated(auth.ErrOtherSecret, "peer", name); err != nil {
+			if err := n.guard.Unauthenticated(auth.ErrOtherSecret, "peer", to.name); err != nil {
 				return err
 			}
 		}
@@ -218,21 +225,29 @@ func (n *common) say(c net.Conn, w verdict) {
 	_, _ = c.Write(binary.LittleEndian.AppendUint32(nil, uint32(w)))
 }
 
-// meet dials addr and introduces this node.
-func (n *common) meet(ctx context.Context, addr string, peer uint32, name string) (net.Conn, error) {
-	c, err := n.try(ctx, addr, peer, name, n.guard.Keys != nil)
+// callee is the process that a connection is made to.
+type callee struct {
+	addr        string
+	incarnation uint32
+	name        string
+	again       bool // an earlier connection broke
+}
+
+// meet dials a process and introduces this node.
+func (n *common) meet(ctx context.Context, to *callee) (net.Conn, error) {
+	c, err := n.try(ctx, to, n.guard.Keys != nil)
 	if n.guard.Keys == nil || !errors.Is(err, auth.ErrNoSecret) {
 		return c, err
 	}
-	if err := n.guard.Unauthenticated(err, "peer", name); err != nil {
+	if err := n.guard.Unauthenticated(err, "peer", to.name); err != nil {
 		return nil, err
 	}
-	return n.try(ctx, addr, peer, name, false)
+	return n.try(ctx, to, false)
 }
 
-func (n *common) try(ctx context.Context, addr string, peer uint32, name string, proves bool) (net.Conn, error) {
+func (n *common) try(ctx context.Context, to *callee, proves bool) (net.Conn, error) {
 	var d net.Dialer
-	c, err := d.DialContext(ctx, "tcp", addr)
+	c, err := d.DialContext(ctx, "tcp", to.addr)
 	if err != nil {
 		return nil, err
 	}
@@ -241,7 +256,7 @@ func (n *common) try(ctx context.Context, addr string, peer uint32, name string,
 	if deadline, ok := ctx.Deadline(); ok {
 		_ = c.SetDeadline(deadline)
 	}
-	if err := n.introduce(c, peer, name, proves); err != nil {
+	if err := n.introduce(c, to, proves); err != nil {
 		_ = c.Close()
 		return nil, err
 	}

@@ -57,7 +57,7 @@ type inConn struct {
 	cause   error    // why it has ended
 
 	mu     sync.Mutex // held while bytes are read
-	fenced bool       // another process has the sender's id; mu
+	fenced bool       // nothing of it is delivered: another process has the sender's id, or a later connection has taken its place; mu
 	held   bool       // not read until it is admitted; peers.mu
 	joined bool       // the source has it; peers.mu
 }

@@ -52,7 +52,8 @@ type peers struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 
-	read func(c *inConn) error // makes the source read c
+	read func(c *inConn) error      // makes the source read c
+	lost func(n *peer, then func()) // tells that messages of n may be lost, and calls then after that
 
 	mu       sync.Mutex
 	closed   bool
@@ -92,8 +93,8 @@ func (p *peers) sender(id int) *sender {
 	return s
 }
 
-// enter begins to receive from c, at once or when this node knows its process.
-func (p *peers) enter(c *inConn) verdict {
+// enter begins to receive from c, at once or when this node knows its process. again means that the process had a connection, which broke.
+func (p *peers) enter(c *inConn, again bool) verdict {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
@@ -109,6 +110,18 @@ func (p *peers) enter(c *inConn) verdict {
 		p.hold(c, unknownTime)
 	case !n.admitted:
 		p.hold(c, holdTime)
+	case again:
+		// The process has failed the requests that it sent before, and this node must fail those that it was sent. Only then may new
+		// messages be delivered.
+		p.supersedeLocked(c)
+		c.held = true
+		p.lost(n, func() {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			if c.held && !p.closed {
+				p.joinLocked(c)
+			}
+		})
 	default:
 		p.joinLocked(c)
 	}
@@ -208,10 +221,24 @@ func (p *peers) fenceLocked(id int, incarnation uint32) {
 	p.replaced = append(p.replaced, incarnation)
 	for _, c := range slices.Clone(p.ins) {
 		if c.from.id == id && c.incarnation == incarnation {
-			c.mu.Lock() // at most one system call reads
-			c.fenced = true
-			c.mu.Unlock()
-			p.endLocked(c)
+			p.fence(c)
+		}
+	}
+}
+
+// fence ends c. Nothing that has arrived over it is delivered any more. p.mu is held.
+func (p *peers) fence(c *inConn) {
+	c.mu.Lock() // at most one system call reads
+	c.fenced = true
+	c.mu.Unlock()
+	p.endLocked(c)
+}
+
+// supersedeLocked ends the earlier connections of c's process. p.mu is held.
+func (p *peers) supersedeLocked(c *inConn) {
+	for _, x := range slices.Clone(p.ins) {
+		if x != c && x.from == c.from && x.incarnation == c.incarnation {
+			p.fence(x)
 		}
 	}
 }

@@ -325,7 +325,7 @@ func dialRaw(t *testing.T, from, to *end) net.Conn {
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
 	who, _ := to.self.Extension()
-	c, err := from.own.meet(ctx, dataAddr(to), who.Incarnation, "the test's peer")
+	c, err := from.own.meet(ctx, &callee{dataAddr(to), who.Incarnation, "the test's peer", false})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -412,6 +412,29 @@ func TestBrokenConnection(t *testing.T) {
 	worker.must(dataMessage(8, 2, true, true, []byte("after")))
 	if m := server.next(); m.Timestamp != 2 {
 		t.Errorf("message %d arrived, want 2", m.Timestamp)
+	}
+}
+
+// TestLostOnTheWay: messages are lost with the connection that they were sent over. The receiver reports that, too, before it delivers what
+// the sender sends over the next connection, and delivers nothing more of the first one.
+func TestLostOnTheWay(t *testing.T) {
+	worker, server, open := stuck(t, func(o *van.Options) { o.Config.RecvBudgetPeer = 1 << 20 })
+	vantest.Eventually(t, limit, "the transport inside is connected", func() bool { return server.told("9 true") || worker.told("8 true") })
+	for i := range 4 {
+		worker.must(dataMessage(8, i, true, true, pattern(8<<20, i)))
+	}
+	c := worker.peers.of(8).conn.Load()
+	_ = unix.Shutdown(c.fd, unix.SHUT_RDWR)
+	vantest.Eventually(t, limit, "the sender reports the loss and the return", func() bool { return worker.told("8 false", "8 true") })
+	worker.must(dataMessage(8, 5, true, true, []byte("after")))
+	vantest.Eventually(t, limit, "the receiver reports them", func() bool { return server.told("9 false", "9 true") })
+	open()
+	m := server.next()
+	if m.Timestamp == 0 { // it was being delivered
+		m = server.next()
+	}
+	if m.Timestamp != 5 {
+		t.Errorf("message %d arrived after the loss was reported, want 5", m.Timestamp)
 	}
 }
 
@@ -516,7 +539,7 @@ func TestSecret(t *testing.T) {
 			})
 			ctx, cancel := context.WithTimeout(t.Context(), limit)
 			defer cancel()
-			conn, err := from.meet(ctx, l.Addr().String(), 2, "server 0")
+			conn, err := from.meet(ctx, &callee{l.Addr().String(), 2, "server 0", false})
 			if (err == nil) != c.ok {
 				t.Fatalf("the handshake ends with %v", err)
 			}
@@ -632,7 +655,7 @@ func TestHeldAreFew(t *testing.T) {
 		if err != nil {
 			t.Skipf("this machine has no more descriptors: %v", err)
 		}
-		if v := p.enter(&inConn{n: &server.own, from: p.sender(11), incarnation: uint32(1<<20 + i), fd: fd}); v != verdictYes {
+		if v := p.enter(&inConn{n: &server.own, from: p.sender(11), incarnation: uint32(1<<20 + i), fd: fd}, false); v != verdictYes {
 			t.Fatalf("connection %d: verdict %d", i, v)
 		}
 	}

@@ -62,6 +62,7 @@ func New(in van.Van, o van.Options) *Van {
 	n.guard.Keys, n.guard.Log = o.Keys, n.log
 	v.peers = newPeers(n)
 	v.peers.read = func(c *inConn) error { return v.source.add(c.fd, c) }
+	v.peers.lost = v.events.broke
 	v.events.peers, v.events.gone = v.peers, n.places.Forget
 	v.source.n, v.source.left = n, v.peers.leave
 	v.dialer = dialer{n: n, peers: v.peers, events: &v.events, over: in.Type(), unwatch: v.source.remove,
