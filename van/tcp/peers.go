@@ -154,19 +154,22 @@ func (p *peers) hold(c *inConn, limit time.Duration) {
 		p.n.rarely("held").Warn("a connection for data of an unknown process ends: too many wait", "peer", van.NodeName(oldest.from.id), "at most", maxHeld)
 		p.endLocked(oldest)
 	}
-	time.AfterFunc(limit, func() {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		if !c.held || p.closed {
-			return
-		}
-		if n := p.of(c.from.id); (n == nil || n.incarnation != c.incarnation) && !failpoint.On("fencing") {
-			p.n.log.Info("a connection for data ends: its process is not the one that is known under its id", "peer", van.NodeName(c.from.id))
-			p.endLocked(c)
-			return
-		}
-		p.joinLocked(c)
-	})
+	time.AfterFunc(limit, func() { p.endHold(c) })
+}
+
+// endHold ends the wait of c. It begins to read c if this node knows its process, admitted or not, and ends it otherwise.
+func (p *peers) endHold(c *inConn) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !c.held || p.closed {
+		return
+	}
+	if n := p.of(c.from.id); (n == nil || n.incarnation != c.incarnation) && !failpoint.On("fencing") {
+		p.n.log.Info("a connection for data ends: its process is not the one that is known under its id", "peer", van.NodeName(c.from.id))
+		p.endLocked(c)
+		return
+	}
+	p.joinLocked(c)
 }
 
 // endLocked ends c. p.mu is held. The source closes a connection that it reads.

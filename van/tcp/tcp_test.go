@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -15,6 +16,7 @@ import (
 	"syscall"
 	"testing"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -263,6 +265,59 @@ func TestCancel(t *testing.T) {
 	}
 }
 
+// TestCancelAnywhere: a request is canceled after any number of its bytes were written. If that is none, nothing of it is sent; otherwise the
+// rest is sent as it was, from other memory. The next message follows intact.
+func TestCancelAnywhere(t *testing.T) {
+	next := dataMessage(8, 2, true, true, []byte("next"))
+	queue := func(messages ...*van.Message) *outConn {
+		c := newOutConn(&common{cfg: env.Default()}, 8, -1, nil)
+		c.blocked = true // the test takes the bytes in place of the socket
+		for _, m := range messages {
+			if err := c.send(m); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return c
+	}
+	long := func(value []byte) *van.Message { return dataMessage(8, 1, true, true, value) }
+	rest, whole := unwritten(queue(next)), unwritten(queue(long(pattern(lendFrom, 1)), next))
+	front := len(whole) - len(rest) - lendFrom
+	for _, n := range append(rangeTo(front+2), front+lendFrom-1, front+lendFrom, front+lendFrom+1) {
+		value, done := pattern(lendFrom, 1), atomic.Int32{}
+		m := long(value)
+		m.Done = counter{&done}
+		c := queue(m, next)
+		c.written(n)
+		c.cancel(&van.Requests{First: 1, Count: 1})
+		if done.Load() != 1 {
+			t.Errorf("canceled after %d bytes: the value was given back %d times", n, done.Load())
+		}
+		clear(value)
+		want := whole[n:]
+		if n == 0 {
+			want = rest
+		}
+		if got := unwritten(c); !bytes.Equal(got, want) {
+			t.Errorf("canceled after %d bytes of %d: %d bytes follow, want %d", n, front+lendFrom, len(got), len(want))
+		}
+	}
+}
+
+func rangeTo(n int) (l []int) {
+	for i := range n {
+		l = append(l, i)
+	}
+	return l
+}
+
+// unwritten returns what c is still to write.
+func unwritten(c *outConn) (b []byte) {
+	for _, v := range c.iov[:c.parts()] {
+		b = append(b, unsafe.Slice(v.Base, v.Len)...)
+	}
+	return b
+}
+
 // TestInvalidate: when Invalidate has returned, an answer that arrives, whole or in parts, is not written to the memory.
 func TestInvalidate(t *testing.T) {
 	worker, server := pair(t, nil)
@@ -294,6 +349,39 @@ func TestInvalidate(t *testing.T) {
 		if !bytes.Equal(into, make([]byte, size)) {
 			t.Error("memory that was taken back was written to")
 		}
+	}
+}
+
+// TestInvalidatedOnArrival: memory is taken back between the arrival of an answer's head and the copy of those bytes of the value that arrived with
+// it. They are dropped, as the rest is, and the next message arrives intact.
+func TestInvalidatedOnArrival(t *testing.T) {
+	const size, early = 2 * bufLen, 1000
+	v := start(t, 9, nil)
+	into := make([]byte, size)
+	pull := dataMessage(8, 1, true, false, nil)
+	pull.Into = backend.Bytes(into)
+	if !v.own.places.Expect(pull) {
+		t.Fatal("the answer has no place")
+	}
+	p := v.own.get()
+	answer := dataMessage(9, 1, false, false, nil)
+	answer.Sender = 8
+	dst, placed := v.own.places.Find(answer, size, &p.place, false)
+	if !placed {
+		t.Fatal("the answer's place is not found")
+	}
+	v.Invalidate(backend.Bytes(into))
+	c := &inConn{n: &v.own, from: &sender{id: 8}, buf: make([]byte, bufLen), w: early, cur: p, rest: dst.Host()}
+	copy(c.buf, pattern(early, 1))
+	if c.goOn() != nil || c.r != c.w || c.discard != size-early {
+		t.Errorf("%d of %d bytes were taken, %d more are to be dropped, want %d", c.r, c.w, c.discard, size-early)
+	}
+	c.discard, c.r, c.w = early, 0, early+headLen
+	if c.goOn() != p || c.r != early {
+		t.Errorf("the next message begins at byte %d, want %d", c.r, early)
+	}
+	if !bytes.Equal(into, make([]byte, size)) {
+		t.Error("memory that was taken back was written to")
 	}
 }
 
@@ -646,6 +734,39 @@ func TestHalfOpen(t *testing.T) {
 	}
 }
 
+// silentConn is a connection that sends nothing. It ends when its deadline has been set, and counts reads before that.
+type silentConn struct {
+	net.Conn
+	deadline time.Time
+	early    int
+	closed   bool
+}
+
+func (c *silentConn) Read([]byte) (int, error) {
+	if c.deadline.IsZero() {
+		c.early++
+	}
+	return 0, os.ErrDeadlineExceeded
+}
+
+func (c *silentConn) SetDeadline(at time.Time) error { c.deadline = at; return nil }
+func (c *silentConn) RemoteAddr() net.Addr           { return &net.TCPAddr{} }
+func (c *silentConn) Close() error                   { c.closed = true; return nil }
+
+// TestSilentDialer: a connection without a handshake has a deadline before anything is read from it, and ends.
+func TestSilentDialer(t *testing.T) {
+	server := start(t, 8, nil)
+	c := &silentConn{}
+	before := time.Now()
+	server.acceptor.serve(c)
+	if c.early > 0 || c.deadline.Before(before) || c.deadline.After(time.Now().Add(handshakeTime)) {
+		t.Errorf("read %d times without a deadline; the deadline is %v after the start, want at most %v", c.early, c.deadline.Sub(before), handshakeTime)
+	}
+	if !c.closed {
+		t.Error("the connection is open")
+	}
+}
+
 // TestHeldAreFew: processes that this node does not know keep a bounded number of connections, the newest, and members go on.
 func TestHeldAreFew(t *testing.T) {
 	worker, server := pair(t, nil)
@@ -667,6 +788,40 @@ func TestHeldAreFew(t *testing.T) {
 	}
 	worker.must(dataMessage(8, 1, true, true, []byte("member")))
 	server.next().Release()
+}
+
+// TestEndOfHold: when its time is over, a connection that waits is read if this node knows its process, and otherwise ends.
+func TestEndOfHold(t *testing.T) {
+	for name, c := range map[string]struct {
+		known *peer // under the id of the connection's process
+		reads bool
+	}{
+		"no process has the id":                      {nil, false},
+		"another process has the id":                 {&peer{incarnation: 2, admitted: true}, false},
+		"the process is known, and was not admitted": {&peer{incarnation: 1}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := start(t, 8, nil)
+			p, read := server.peers, 0
+			p.read = func(*inConn) error { read++; return nil }
+			if c.known != nil {
+				c.known.id.Store(9)
+				p.change(func(all map[int]*peer) { all[9] = c.known })
+			}
+			fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
+			if err != nil {
+				t.Fatal(err)
+			}
+			in := &inConn{n: &server.own, from: p.sender(9), incarnation: 1, fd: fd}
+			if v := p.enter(in, false); v != verdictYes || !in.held {
+				t.Fatalf("verdict %d, held %t: want a connection that waits", v, in.held)
+			}
+			p.endHold(in)
+			if in.held || (read == 1) != c.reads || (len(p.ins) == 1) != c.reads {
+				t.Errorf("held %t, read %d times, %d connections; want it to be read: %t", in.held, read, len(p.ins), c.reads)
+			}
+		})
+	}
 }
 
 // TestStaleEvent: an event of a connection that has ended does not end the one that has its descriptor now.
