@@ -110,7 +110,7 @@ func (a *acceptor) serve(c net.Conn) {
 		a.n.say(c, verdictClosed)
 		return
 	}
-	_ = a.n.tune(fd)
+	_ = tune(fd)
 	in := &inConn{n: a.n, from: a.peers.sender(h.id), incarnation: h.own, fd: fd}
 	verdict := a.peers.enter(in, h.again)
 	a.n.say(c, verdict)

@@ -56,12 +56,8 @@ func (n *common) classOf(id int) int {
 }
 
 // tune sets the options of a connection.
-func (n *common) tune(fd int) error {
-	errs := []error{unix.SetNonblock(fd, true), unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1)}
-	if _, limit := n.cfg.Heartbeats(); limit > 0 {
-		errs = append(errs, unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(limit.Milliseconds())))
-	}
-	return errors.Join(errs...)
+func tune(fd int) error {
+	return errors.Join(unix.SetNonblock(fd, true), unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1))
 }
 
 // adopt makes p's message one that has been received.

@@ -53,6 +53,7 @@ func (d *dialer) connect(n *peer) {
 	}
 	settle := sync.OnceFunc(func() { close(n.settled) })
 	defer settle()
+	_, limit := d.n.cfg.Heartbeats()
 	for first, pause := true, firstPause; ; {
 		c, err := d.dial(n, !first)
 		switch {
@@ -62,12 +63,8 @@ func (d *dialer) connect(n *peer) {
 				d.events.tell(n, true, nil)
 			}
 			settle()
-			select {
-			case <-c.broken:
-			case <-p.ctx.Done():
-				return
-			}
-			if !d.peers.current(n) || n.conn.Load() != c {
+			c.watch(p.ctx, limit)
+			if p.ctx.Err() != nil || !d.peers.current(n) || n.conn.Load() != c {
 				return
 			}
 			d.events.tell(n, false, c.why())
@@ -113,7 +110,7 @@ func (d *dialer) dial(n *peer, again bool) (*outConn, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := d.n.tune(fd); err != nil {
+	if err := tune(fd); err != nil {
 		d.n.log.Debug("options of a connection for data", "err", err)
 	}
 	p := d.peers

@@ -33,5 +33,6 @@
 // # Files
 //
 // frame and handshake know the bytes; out is the sender's end of a connection, in and inbound the receiver's; source is the
-// engine's source; peers decides which connections there are; dial and accept make them; van puts all together.
+// engine's source; peers decides which connections there are; dial and accept make them; silence ends those over which nothing
+// arrives; van puts all together.
 package tcp

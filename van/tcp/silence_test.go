@@ -1,0 +1,69 @@
+package tcp
+
+import (
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// beats makes a node silent after limit.
+func beats(limit time.Duration) func(*van.Options) {
+	return func(o *van.Options) {
+		o.Config.RecvBudgetPeer, o.Config.HeartbeatInterval, o.Config.HeartbeatTimeout = 1<<20, limit/4, limit
+	}
+}
+
+// TestClosedWindow: a connection stays while its receiver accepts no bytes for longer than PS_HEARTBEAT_TIMEOUT, because a handler is
+// slow. Then all messages arrive.
+func TestClosedWindow(t *testing.T) {
+	worker, server, open := stuck(t, beats(500*time.Millisecond))
+	const count = 24
+	for i := range count {
+		worker.must(dataMessage(8, i, true, true, pattern(4<<20, i)))
+	}
+	c := worker.peers.of(8).conn.Load()
+	vantest.Eventually(t, limit, "the kernel has probed the window for three seconds", func() bool {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if c.gone {
+			t.Fatalf("the connection has ended: %v", c.cause)
+		}
+		i, err := unix.GetsockoptTCPInfo(c.fd, unix.IPPROTO_TCP, unix.TCP_INFO)
+		return err == nil && i.Backoff >= 4
+	})
+	open()
+	for i := range count {
+		m := server.next()
+		if int(m.Timestamp) != i {
+			t.Fatalf("message %d arrived, want %d", m.Timestamp, i)
+		}
+		m.Release()
+	}
+	if worker.told("8 false") {
+		t.Errorf("the worker's events: %v", worker.events)
+	}
+}
+
+// TestSilentHost: a connection whose packets vanish ends after PS_HEARTBEAT_TIMEOUT, and is made again.
+func TestSilentHost(t *testing.T) {
+	worker, server := pair(t, beats(time.Second))
+	worker.must(dataMessage(8, 1, true, true, []byte("before")))
+	server.next().Release()
+	drop := unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K}
+	server.peers.mu.Lock()
+	err := unix.SetsockoptSockFprog(server.peers.ins[0].fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: 1, Filter: &drop})
+	server.peers.mu.Unlock()
+	if err != nil {
+		t.Fatal(err)
+	}
+	worker.must(dataMessage(8, 2, true, true, []byte("lost")))
+	vantest.Eventually(t, limit, "the loss and the return are reported", func() bool { return worker.told("8 false", "8 true") })
+	worker.must(dataMessage(8, 3, true, true, []byte("after")))
+	if m := server.next(); m.Timestamp != 3 {
+		t.Errorf("message %d arrived, want 3", m.Timestamp)
+	}
+}
