@@ -14,8 +14,7 @@ type NodeExtension struct {
 	Cluster uint32
 	// Settings are compared by the scheduler.
 	Settings Settings
-	// Bundles says that the node accepts bundles: several messages of this library in one
-	// message of libzmq.
+	// Bundles says that the node accepts bundles over RDMA: several messages in one write.
 	Bundles bool
 	// DataPort is the TCP port where the node accepts data of nodes of this library; 0 is none.
 	DataPort uint16

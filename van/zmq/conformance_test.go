@@ -128,7 +128,7 @@ func (n *native) Bind(ctx context.Context, self van.Node) (int, error) {
 
 // WillBind makes n's record known before n has bound.
 func (n *native) WillBind(port int) {
-	records.Store(port, (&van.NodeExtension{Incarnation: n.incarnation, Bundles: true}).Encode())
+	records.Store(port, (&van.NodeExtension{Incarnation: n.incarnation}).Encode())
 }
 
 func (n *native) Connect(ctx context.Context, id int, peer van.Node) error {

@@ -3,9 +3,7 @@ package zmq
 // The connection to one peer, and the node id that it serves.
 
 import (
-	"math"
 	"net/netip"
-	"sync"
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
@@ -32,14 +30,10 @@ type conn struct {
 	link   atomic.Pointer[tcpSocket]  // the DEALER's TCP socket
 	at     atomic.Pointer[netip.Addr] // the peer's address on the latest connection
 
-	incarnation uint32        // of the peer; 0: a node of the original
-	before      uint32        // the incarnation of the process that the peer has replaced
-	admitted    atomic.Bool   // this node knows the process as the peer
-	named       bool          // the peer knows this node's incarnation
-	bundles     bool          // the peer understands bundles, see bundle.go
-	arrives     atomic.Int64  // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
-	holding     sync.Mutex    // guards changes of holdUntil and the matching state of the socket
-	holdUntil   atomic.Uint64 // the peer has asked this node to send no data until this time; 0: it has not
+	incarnation uint32       // of the peer; 0: a node of the original
+	before      uint32       // the incarnation of the process that the peer has replaced
+	admitted    atomic.Bool  // this node knows the process as the peer
+	arrives     atomic.Int64 // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
 }
 
 // identity is the node id that a connection serves, and the names used on it.
@@ -123,27 +117,5 @@ func (c *conn) connected(n *shared, fd int) {
 		}
 		s.setClass(class)
 		has = class
-	}
-}
-
-// hold queues data for c's peer until the given time.
-func (c *conn) hold(until uint64) {
-	c.holding.Lock()
-	defer c.holding.Unlock()
-	if c.holdUntil.Swap(until) == 0 {
-		c.sock.hold(true)
-	}
-}
-
-// goOn resumes sending data to c's peer.
-func (c *conn) goOn() { c.goOnAt(math.MaxUint64) }
-
-// goOnAt resumes sending if the requested wait ends at now or earlier.
-func (c *conn) goOnAt(now uint64) {
-	c.holding.Lock()
-	defer c.holding.Unlock()
-	if until := c.holdUntil.Load(); until != 0 && until <= now {
-		c.holdUntil.Store(0)
-		c.sock.hold(false)
 	}
 }

@@ -62,7 +62,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 		}
 		c.to = "ipc://" + path
 	}
-	c.incarnation, c.bundles = v.peerIdentity(&peer)
+	c.incarnation = v.peerIncarnation(&peer)
 	c.admitted.Store(true)
 	old := (*v.peers.Load())[id]
 	if old != nil {
@@ -96,7 +96,6 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 		if err := z.SetIdentity(name); err != nil {
 			return fail(errors.Join(err, z.Close()))
 		}
-		c.named = c.incarnation != 0
 	}
 	if c.incarnation != 0 {
 		every, limit := v.heartbeats()
@@ -118,7 +117,6 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 		return fail(err)
 	}
 	c.sock, c.mon, c.acct = s, mon, v.accounts.open()
-	s.limit(c.acct, sendWindow)
 	v.name(c, id)
 	v.replace(func(m map[int]*conn) { m[id] = c })
 	v.guard.known(c)

@@ -9,5 +9,5 @@ import (
 // LongNets makes the bounds so long that heal a lost notice that a test which needs one fails by its own limit.
 func LongNets(v van.Van) {
 	z := v.(*zvan)
-	z.flow.holdFor, z.flow.askEvery, z.early.admitTime = time.Minute, time.Minute, time.Minute
+	z.early.admitTime = time.Minute
 }

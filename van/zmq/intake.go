@@ -3,12 +3,9 @@ package zmq
 // The state that all receivers of a van share.
 
 import (
-	"bytes"
 	"strconv"
 	"sync/atomic"
-	"time"
 
-	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -49,36 +46,9 @@ func (in *intake) malformed(err error, f *frames) {
 	in.n.log.Warn("dropped a malformed message", "err", err, "from", from, "frames", f.len(), "dropped so far", n)
 }
 
-// malformedFrom is malformed for a message of a bundle. The rest of the bundle is dropped with it.
-func (in *intake) malformedFrom(err error, name peerName) {
-	if n := in.n.stats.malformed.Add(1); n&(n-1) == 0 {
-		in.n.log.Warn("dropped a malformed message in a bundle", "err", err, "from", name.String(), "dropped so far", n)
-	}
-}
-
 // fenced counts and logs messages of replaced processes, like malformed.
 func (in *intake) fenced(name peerName) {
 	if n := in.n.stats.stale.Add(1); n&(n-1) == 0 {
 		in.n.log.Warn("dropped a message of a process that was replaced", "from", name.String(), "as", van.NodeName(name.id), "dropped so far", n)
 	}
-}
-
-// noticed handles a notice from c's peer. It reports false if body is not a notice.
-func (in *intake) noticed(c *conn, body []byte) bool {
-	if bytes.Equal(body, noticeGo) {
-		c.goOn()
-		in.n.lent.rouse()
-		return true
-	}
-	text, ok := bytes.CutPrefix(body, noticeHold)
-	if !ok {
-		return false
-	}
-	ms, err := strconv.ParseUint(string(text), 10, 32)
-	if err != nil {
-		return false
-	}
-	c.hold(clock.Now() + uint64(min(time.Duration(ms)*time.Millisecond, in.flow.holdFor)))
-	in.n.lent.rouse()
-	return true
 }

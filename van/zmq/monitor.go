@@ -86,7 +86,6 @@ func (m *monitor) start(n *shared, c *conn) {
 			c.link.Store(nil)
 			c.up.Store(false)
 			c.lost.Store(true)
-			c.goOn()
 			n.tell(c, false, broken)
 			broken = errDisconnected
 		case zmq4.EVENT_CLOSED: // the attempt to connect failed

@@ -7,14 +7,8 @@ package zmq
 #include "shim.h"
 #cgo noescape sa_send
 #cgo nocallback sa_send
-#cgo noescape sa_flush
-#cgo nocallback sa_flush
-#cgo noescape sa_pump
-#cgo nocallback sa_pump
 #cgo noescape sa_recv
 #cgo nocallback sa_recv
-#cgo noescape sa_msg_share
-#cgo nocallback sa_msg_share
 */
 import "C"
 
@@ -53,8 +47,6 @@ type socket struct {
 	poll   *os.File // the epoll instance; nil: a thread sleeps
 	raw    syscall.RawConn
 	closed atomic.Bool
-	held   atomic.Bool // messages may wait for a flush
-	waits  atomic.Bool // messages may wait for a pump
 
 	arm           func() bool // armed calls it; set by rest
 	armed         func(uintptr) bool
@@ -171,9 +163,6 @@ func (s *socket) close(linger time.Duration) error {
 	if c == nil {
 		return nil
 	}
-	if linger > 0 {
-		C.sa_pump(c, 1) // hand the messages that wait here to libzmq
-	}
 	return s.free(c, linger)
 }
 
@@ -190,7 +179,6 @@ func (s *socket) leave(peer *conn, linger time.Duration) error {
 	if c == nil {
 		return nil
 	}
-	C.sa_pump(c, 1)
 	end := time.Now().Add(linger)
 	// libzmq releases a message when it has copied it, and writes the copied bytes before it takes further
 	// messages. If a first probe after all messages is released, the messages are copied. If a second probe is
@@ -302,13 +290,12 @@ func (s *socket) sleep() {
 
 // recv receives one message into f. It spins for spin at most. With park, the socket's descriptor signals the
 // next message.
-func (s *socket) recv(f *frames, spin time.Duration, park bool, l *lent) (bool, error) {
+func (s *socket) recv(f *frames, spin time.Duration, park bool) (bool, error) {
 	s.use.RLock()
 	defer s.use.RUnlock()
 	if s.c == nil {
 		return false, van.ErrClosed
 	}
-	defer l.reap()
 	switch rc := C.sa_recv(s.c, (*C.sa_msg)(f), C.int64_t(spin), cBool(park)); {
 	case rc == 1:
 		return true, nil
@@ -332,13 +319,6 @@ const maxParts = C.SA_MAX_PARTS
 
 // sizeOf is the length of frame i.
 func (f *frames) sizeOf(i int) int { return int(f.size[i]) }
-
-// share fills the empty message to: its frame 0 is frame 1 of f, which both share, and its next frames are n
-// frames of f from first on, which f loses. It returns to.
-func (f *frames) share(to *frames, first, n int) *frames {
-	C.sa_msg_share((*C.sa_msg)(to), (*C.sa_msg)(f), C.int(first), C.int(n))
-	return to
-}
 
 // excess is the number of frames beyond the most that a message may have.
 func (f *frames) excess() int { return int(f.extra) }
@@ -376,16 +356,15 @@ func (f *frames) wire() (n int64) {
 	return n + int64(f.surplus)
 }
 
-// recall sets the cancel byte. The caller's lock orders that before the memory of the values is reused.
-func (s *lentSlot) recall() { s.c.mark = markRecalled }
-
-// setWeight records the bytes that f counts while it waits, and the kind of its account.
-func (f *frames) setWeight(n, kind int) { f.weight, f.kind = C.int64_t(n), C.int(kind) }
+// setWeight records the bytes that f counts while it waits, and whether an unknown process has sent it.
+func (f *frames) setWeight(n int, stranger bool) {
+	f.weight, f.stranger = C.int64_t(n), cBool(stranger)
+}
 
 // weight returns the values that setWeight has recorded for msg.
-func weight(msg *van.Message) (n int64, kind int) {
+func weight(msg *van.Message) (n int64, stranger bool) {
 	f := (*frames)(msg.Native())
-	return int64(f.weight), int(f.kind)
+	return int64(f.weight), f.stranger != 0
 }
 
 // bytes returns frame i as a view on libzmq's memory, valid until release.
@@ -404,130 +383,43 @@ type route struct {
 	dest, self string
 	acct       *account // of the peer
 	limit      int64    // of acct; 0: none
-	urgent     bool     // ahead of queued data
-	marks      bool     // the peer understands cancel bytes
-	bundles    bool     // the peer understands bundles
 }
 
-// lendFrom returns the length from which a frame is lent to libzmq.
-func (to *route) lendFrom() int {
-	if to.bundles {
-		return bundleBelow
-	}
-	return van.CopyBelow
-}
-
-// send hands msg to the socket without blocking.
-func (s *socket) send(to *route, meta []byte, msg *van.Message, l *lent) error {
+// send hands a copy of msg to libzmq without blocking.
+func (s *socket) send(to *route, meta []byte, msg *van.Message) error {
 	var f [van.MaxFrames]struct {
-		ptr  C.uintptr_t
-		len  C.size_t
-		lend C.int
+		ptr C.uintptr_t
+		len C.size_t
 	}
-	lend, own, lentBytes := 0, int64(messageCost+len(meta)), int64(0)
-	from := to.lendFrom()
+	bytes := int64(messageCost + len(meta))
 	for i := range msg.Frames {
 		m := msg.Frame(i)
 		f[i].ptr, f[i].len = C.uintptr_t(uintptr(m.Ptr())), C.size_t(m.Len())
-		if m.Len() >= from {
-			f[i].lend = 1
-			lentBytes += int64(m.Len())
-			lend++
-		} else {
-			own += int64(m.Len())
-		}
+		bytes += int64(m.Len())
 	}
 	s.use.RLock()
 	defer s.use.RUnlock()
 	if s.c == nil || s.closed.Load() {
 		return van.ErrClosed
 	}
-	if !to.acct.take(own+lentBytes, to.limit) {
+	if !to.acct.take(bytes, to.limit) {
 		return van.ErrQueueFull
-	}
-	var flags C.int
-	if to.marks && lend > 0 && msg.Request {
-		flags |= C.SA_MARK
-		lend++
-	}
-	if msg.More {
-		flags |= C.SA_MORE
-	}
-	switch {
-	case to.urgent:
-		flags |= C.SA_URGENT
-	case to.bundles:
-		flags |= C.SA_BUNDLE
-	}
-	var slot *C.sa_slot
-	if lend > 0 {
-		slot = l.lend(msg, lend, to, lentBytes)
 	}
 	rc := C.sa_send(s.c, (*C.char)(unsafe.Pointer(unsafe.StringData(to.dest))), C.int(len(to.dest)),
 		(*C.char)(unsafe.Pointer(unsafe.StringData(to.self))), C.int(len(to.self)),
 		unsafe.Pointer(unsafe.SliceData(meta)), C.size_t(len(meta)), C.int(msg.Frames),
-		f[0].ptr, f[0].len, f[0].lend, f[1].ptr, f[1].len, f[1].lend, f[2].ptr, f[2].len, f[2].lend, slot,
-		to.acct.c, C.int64_t(own), flags)
+		f[0].ptr, f[0].len, f[1].ptr, f[1].len, f[2].ptr, f[2].len, to.acct.c, C.int64_t(bytes))
 	runtime.KeepAlive(msg)
-	if msg.More {
-		s.held.Store(true) // after the message is held: a concurrent flush must not clear the flag before
+	if rc != 0 { // a failed send may also have consumed the receiver's signal
+		s.wakeLocked()
 	}
-	s.followLocked(rc, l)
-	l.reap() // while s.use is held: close cannot have freed the list
 	if rc < 0 {
 		return syscall.Errno(-rc)
 	}
-	if lend == 0 && msg.Done != nil {
+	if msg.Done != nil {
 		msg.Done.Sent()
 	}
 	return nil
-}
-
-// flush sends the messages that are held back for bundles.
-func (s *socket) flush(l *lent) {
-	if !s.held.Load() {
-		return
-	}
-	s.use.RLock()
-	defer s.use.RUnlock()
-	if s.c == nil || s.closed.Load() {
-		return
-	}
-	s.held.Store(false)
-	s.followLocked(C.sa_flush(s.c), l)
-}
-
-// followLocked acts on the result bits of a C call. The caller holds s.use.
-func (s *socket) followLocked(rc C.int, l *lent) {
-	if rc < 0 || rc&C.SA_WAKE != 0 { // a failed send may also have consumed the receiver's signal
-		s.wakeLocked()
-	}
-	if rc > 0 && rc&C.SA_QUEUED != 0 && !s.waits.Swap(true) {
-		l.rouse()
-	}
-}
-
-// pump sends the queued messages that may be sent now, or all of them with force. It reports whether messages are
-// left.
-func (s *socket) pump(force bool, l *lent) bool {
-	s.use.RLock()
-	defer s.use.RUnlock()
-	if s.c == nil {
-		s.waits.Store(false)
-		return false
-	}
-	s.waits.Store(false) // before sa_pump: a sender that queues a message meanwhile sets it again
-	s.followLocked(C.sa_pump(s.c, cBool(force)), l)
-	return s.waits.Load()
-}
-
-// hold makes data messages wait, or lets the next pump send them.
-func (s *socket) hold(on bool) {
-	s.use.RLock()
-	defer s.use.RUnlock()
-	if s.c != nil {
-		C.sa_hold(s.c, cBool(on))
-	}
 }
 
 func cBool(b bool) C.int {
@@ -537,12 +429,7 @@ func cBool(b bool) C.int {
 	return 0
 }
 
-// limit makes data messages wait while libzmq holds window bytes or more for the peer of a.
-func (s *socket) limit(a *account, window int64) {
-	s.c.acct, s.c.window = a.c, C.int64_t(window)
-}
-
-// unsent returns the number of bytes that libzmq and the queue hold for the peer of a. Accounts are freed after all sockets.
+// unsent returns the number of bytes that libzmq holds for the peer of a. Accounts are freed after all sockets.
 func (s *socket) unsent(a *account) int64 {
 	s.use.RLock()
 	defer s.use.RUnlock()
@@ -555,8 +442,7 @@ func (s *socket) unsent(a *account) int64 {
 // account counts the unsent bytes of one peer.
 type account struct{ c *C.sa_acct }
 
-// messageCost is the approximate memory of a message besides its bytes: libzmq's parts and
-// allocations, and the slot that keeps its values.
+// messageCost is the approximate memory of a message besides its bytes: libzmq's parts and allocations.
 const messageCost = 1024
 
 func newAccount() *account { return &account{(*C.sa_acct)(C.calloc(1, C.sizeof_sa_acct))} }
@@ -575,153 +461,4 @@ func (a *account) take(n, limit int64) bool {
 	}
 	atomic.AddInt64(p, -n)
 	return false
-}
-
-// lent keeps lent values pinned and reachable until libzmq releases them. libzmq's threads put
-// released slots on a list, which Go empties: a call from these threads into Go would cost more
-// than the message.
-type lent struct {
-	list *C.sa_list
-
-	mu    sync.Mutex
-	slots []*lentSlot
-	free  []*lentSlot
-	lent  recalls
-	held  atomic.Int64 // slots that libzmq holds
-	pump  func() bool  // sends the messages queued in sockets, and reports whether messages are left
-	wake  chan struct{}
-	idle  atomic.Bool // the sweeper sleeps
-	done  chan struct{}
-	end   chan struct{}
-}
-
-type lentSlot struct {
-	c     *C.sa_slot
-	pin   [van.MaxFrames]pinned
-	done  van.Completion
-	index uint32
-	gone  atomic.Bool // libzmq holds the slot: orders the fields above for the race detector
-	entry entry       // used if the message is a request
-}
-
-func newLent(pump func() bool) *lent {
-	l := &lent{pump: pump, list: (*C.sa_list)(C.calloc(1, C.sizeof_sa_list)), wake: make(chan struct{}, 1),
-		done: make(chan struct{}), end: make(chan struct{})}
-	l.idle.Store(true)
-	go l.sweep()
-	return l
-}
-
-// lend reserves a slot for n frames of msg and pins their memory.
-func (l *lent) lend(msg *van.Message, n int, to *route, bytes int64) *C.sa_slot {
-	l.mu.Lock()
-	var s *lentSlot
-	if k := len(l.free); k > 0 {
-		s = l.free[k-1]
-		l.free = l.free[:k-1]
-	} else {
-		s = &lentSlot{c: (*C.sa_slot)(C.calloc(1, C.sizeof_sa_slot)), index: uint32(len(l.slots))}
-		s.c.list, s.c.index = l.list, C.uint32_t(s.index)
-		l.slots = append(l.slots, s)
-	}
-	s.c.mark = markSent
-	if msg.Request {
-		l.lent.add(s, msg, to.marks)
-	}
-	l.mu.Unlock()
-	for i := range msg.Frames {
-		if m := msg.Frame(i); m.Len() >= to.lendFrom() {
-			s.pin[i].hold(m)
-		}
-	}
-	s.done = msg.Done
-	s.c.refs, s.c.failed, s.c.acct, s.c.bytes = C.int(n), 0, to.acct.c, C.int64_t(bytes)
-	s.gone.Store(true)
-	l.held.Add(1)
-	l.rouse()
-	return s.c
-}
-
-// rouse wakes the sweeper.
-func (l *lent) rouse() {
-	if l.idle.Load() && l.idle.CompareAndSwap(true, false) {
-		l.wake <- struct{}{}
-	}
-}
-
-// reap frees the slots that libzmq has released. It is cheap if there are none.
-func (l *lent) reap() {
-	head := (*unsafe.Pointer)(unsafe.Pointer(&l.list.head))
-	if atomic.LoadPointer(head) == nil {
-		return
-	}
-	for c := (*C.sa_slot)(atomic.SwapPointer(head, nil)); c != nil; {
-		next := c.next
-		l.mu.Lock()
-		s := l.slots[c.index]
-		l.mu.Unlock()
-		s.gone.Swap(false)
-		done, failed := s.done, c.failed != 0
-		s.done = nil
-		for i := range s.pin {
-			s.pin[i].drop()
-		}
-		l.mu.Lock()
-		l.lent.remove(s)
-		l.free = append(l.free, s)
-		l.mu.Unlock()
-		l.held.Add(-1)
-		if done != nil && !failed {
-			done.Sent()
-		}
-		c = next
-	}
-}
-
-// testIdle, if not nil, is called between the two checks of a sweeper that goes to sleep.
-var testIdle atomic.Pointer[func(*lent)]
-
-// sweep calls reap for a node that neither sends nor receives, and sends queued messages. It sleeps when libzmq
-// holds no slot and no message is queued.
-func (l *lent) sweep() {
-	defer close(l.end)
-	const every = 2 * time.Millisecond
-	tick := time.NewTicker(every)
-	tick.Stop()
-	for {
-		select {
-		case <-l.done:
-			tick.Stop()
-			return
-		case <-l.wake:
-			tick.Reset(every)
-		case <-tick.C:
-			l.reap()
-			if waits := l.pump(); waits || l.held.Load() > 0 {
-				continue
-			}
-			l.idle.Store(true)
-			if f := testIdle.Load(); f != nil {
-				(*f)(l)
-			}
-			if (l.held.Load() > 0 || l.pump()) && l.idle.CompareAndSwap(true, false) {
-				continue // a value was lent meanwhile, while the sweeper still appeared to be awake
-			}
-			tick.Stop()
-		}
-	}
-}
-
-// close frees all memory. libzmq must have released everything: its context is terminated.
-func (l *lent) close() {
-	close(l.done)
-	<-l.end
-	l.reap()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, s := range l.slots {
-		C.free(unsafe.Pointer(s.c))
-	}
-	C.free(unsafe.Pointer(l.list))
-	l.slots, l.free, l.list = nil, nil, nil
 }

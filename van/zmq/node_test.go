@@ -68,7 +68,7 @@ func newNodeAt(t *testing.T, id int, incarnation uint32, port int, recv van.Rece
 		t.Fatal(err)
 	}
 	if incarnation != 0 {
-		n.self.Endpoint = (&van.NodeExtension{Incarnation: incarnation, Bundles: true}).Encode()
+		n.self.Endpoint = (&van.NodeExtension{Incarnation: incarnation}).Encode()
 	}
 	v.SetID(id)
 	if recv == nil {

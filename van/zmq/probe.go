@@ -71,8 +71,8 @@ func (v *zvan) Reply(incarnation uint32, msg *van.Message) error {
 	}
 	acct := v.accounts.open()
 	defer v.accounts.close(acct)
-	to := route{dest: newcomerID(incarnation), self: v.nameTo(incarnation), acct: acct, urgent: true}
-	if err := v.router.send(&to, meta, msg, v.lent); err != nil {
+	to := route{dest: newcomerID(incarnation), self: v.nameTo(incarnation), acct: acct}
+	if err := v.router.send(&to, meta, msg); err != nil {
 		return v.sendError(msg, nil, err)
 	}
 	v.stats.sent(len(meta))

@@ -195,7 +195,7 @@ func TestNameForAnother(t *testing.T) {
 	}
 	r := dialRaw(t, server, "ps9.00000007.00000006")
 	r.send(packed(t, push(8, 1, nil)))
-	r.send(sealed([][]byte{packed(t, push(8, 2, nil))}, [][]byte{packed(t, push(8, 3, nil))}))
+	r.send(packed(t, push(8, 2, nil)))
 	r.send(packed(t, heartbeat(8, 5)))
 	if m := server.next(t); m.Sender != 9 || m.Timestamp != 5 {
 		t.Errorf("got message %d of %d, want 5 of 9", m.Timestamp, m.Sender)
@@ -335,7 +335,7 @@ func full(t *testing.T, watch func(id int, up bool, cause error)) (worker *node,
 		c.HeartbeatInterval, c.HeartbeatTimeout = 100*time.Millisecond, limit
 	})
 	worker.watch = watch
-	server := van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: port, Endpoint: (&van.NodeExtension{Incarnation: 5, Bundles: true}).Encode()}
+	server := van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: port, Endpoint: (&van.NodeExtension{Incarnation: 5}).Encode()}
 	if err := worker.Connect(t.Context(), 8, server); err != nil {
 		t.Fatal(err)
 	}
@@ -618,7 +618,7 @@ func TestEarlyMessages(t *testing.T) {
 		m.Reset()
 		m.Sender, m.Timestamp = name.id, int32(i)
 		f := new(frames)
-		f.setWeight(10, ofStranger)
+		f.setWeight(10, true)
 		v.flow.strange.Add(10)
 		m.Adopt(&freed[i], unsafe.Pointer(f))
 		if !e.keep(m, name) {

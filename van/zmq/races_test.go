@@ -3,7 +3,6 @@ package zmq
 import (
 	"context"
 	"errors"
-	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -78,30 +77,9 @@ func TestFailedSendIsNotDone(t *testing.T) {
 		if err := server.Send(m); !errors.Is(err, van.ErrPeerLost) { // no process has connected as 9
 			t.Fatalf("%d bytes: %v, want %v", size, err, van.ErrPeerLost)
 		}
-		until(t, "release", func() bool { server.lent.reap(); return server.Stats().LentValues == 0 })
 		if n := done.n.Load(); n != 0 {
 			t.Errorf("%d bytes: Done was called %d times", size, n)
 		}
-		if n := (*server.peers.Load())[9].acct.unsent(); n != 0 {
-			t.Errorf("%d bytes: %d are counted as unsent", size, n)
-		}
-	}
-}
-
-// TestHeldMessageLost: Done is called once for an accepted message, also if it is refused later because its peer
-// has disconnected by then.
-func TestHeldMessageLost(t *testing.T) {
-	server := newNode(t, 8, 5, nil, nil)
-	if err := server.Connect(t.Context(), 9, van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1}); err != nil {
-		t.Fatal(err)
-	}
-	for _, size := range []int{1, van.CopyBelow, 1 << 20} {
-		var done counter
-		m := push(9, 0, make([]byte, size))
-		m.Request, m.More, m.Done = false, true, &done
-		server.must(t, m) // it waits for a Flush
-		server.Flush(9)   // no process has connected as 9
-		until(t, "Done", func() bool { server.lent.reap(); return done.n.Load() == 1 && server.Stats().LentValues == 0 })
 		if n := (*server.peers.Load())[9].acct.unsent(); n != 0 {
 			t.Errorf("%d bytes: %d are counted as unsent", size, n)
 		}
@@ -129,74 +107,6 @@ func TestMissedLook(t *testing.T) {
 		r.feed.Release(false, again)
 		if m := worker.next(t); int(m.Timestamp) != i {
 			t.Errorf("message %d, want %d", m.Timestamp, i)
-		}
-	}
-}
-
-// TestQuietNodeReleases: a value that is lent while the sweeper goes to sleep is released
-// on a node that does nothing any more.
-func TestQuietNodeReleases(t *testing.T) {
-	server := newNode(t, 8, 5, nil, nil)
-	worker := newNode(t, 9, 7, nil, nil)
-	link(t, worker, server)
-	var done, second counter
-	var once sync.Once
-	hook := func(l *lent) {
-		if l != worker.lent {
-			return
-		}
-		once.Do(func() {
-			// As by a sender that has seen the sweeper awake: it does not wake the sweeper.
-			l.idle.Store(false)
-			m := push(8, 1, make([]byte, 2*bundleBelow))
-			m.Done = &second
-			if err := worker.Send(m); err != nil {
-				t.Error(err)
-			}
-			l.idle.Store(true)
-		})
-	}
-	testIdle.Store(&hook)
-	defer testIdle.Store(nil)
-	m := push(8, 0, make([]byte, 2*bundleBelow))
-	m.Done = &done
-	worker.must(t, m)
-	until(t, "first release", func() bool { return done.n.Load() == 1 })
-	until(t, "release on a quiet node", func() bool { return second.n.Load() == 1 })
-}
-
-// TestHoldAndGoOn: with concurrent requests, a socket is held exactly while its peer has asked for that. Otherwise its queued
-// messages would never be sent.
-func TestHoldAndGoOn(t *testing.T) {
-	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
-	link(t, server, worker)
-	c := (*worker.peers.Load())[8]
-	var round, ended atomic.Int64
-	defer round.Store(-1)
-	go func() {
-		for last := int64(0); ; {
-			switch now := round.Load(); {
-			case now < 0:
-				return
-			case now == last || c.holdUntil.Load() == 0:
-				runtime.Gosched()
-			default:
-				c.goOn() // as when the connection breaks
-				last = now
-				ended.Store(now)
-			}
-		}
-	}()
-	for i := int64(1); i <= 50000; i++ {
-		round.Store(i)
-		worker.noticed(c, []byte("stepaf/1 hold 2000"))
-		for end := time.Now().Add(20 * time.Second); ended.Load() != i; runtime.Gosched() {
-			if time.Now().After(end) {
-				t.Fatalf("round %d: the connection has not gone on", i)
-			}
-		}
-		if asked, held := c.holdUntil.Load() != 0, c.sock.c.hold != 0; asked != held {
-			t.Fatalf("round %d: the peer has asked to wait: %v, the socket is held: %v", i, asked, held)
 		}
 	}
 }
@@ -248,37 +158,5 @@ func TestCloseBesideHandlers(t *testing.T) {
 	}
 	if took := time.Since(began); took > peers*500*time.Millisecond/2 {
 		t.Errorf("Close took %s beside %d handlers, want that of one", took, peers)
-	}
-}
-
-// TestHeldMessages: more messages with More than a socket holds, to a peer and over the
-// ROUTER, all arrive, in order; the last leave with Flush.
-func TestHeldMessages(t *testing.T) {
-	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
-	link(t, server, worker)
-	worker.must(t, push(8, -1, nil))
-	server.next(t)
-	const n = 100
-	for _, c := range []struct {
-		from, to *node
-		request  bool
-	}{{worker, server, true}, {server, worker, false}} {
-		for _, size := range []int{0, 1, van.CopyBelow - 1, van.CopyBelow, van.CopyBelow + 1, 5000} {
-			var done counter
-			for i := range n {
-				m := push(c.to.self.ID, i, make([]byte, size))
-				m.Request, m.More, m.Done = c.request, true, &done
-				c.from.must(t, m)
-			}
-			c.from.Flush(c.to.self.ID)
-			for i := range n {
-				if m := c.to.next(t); int(m.Timestamp) != i || m.Vals.Len() != size {
-					t.Fatalf("got message %d with %d bytes, want %d with %d", m.Timestamp, m.Vals.Len(), i, size)
-				}
-			}
-			until(t, "release", func() bool { return done.n.Load() == n && c.from.Stats().LentValues == 0 })
-			peer := (*c.from.peers.Load())[c.to.self.ID]
-			until(t, "even account", func() bool { return peer.acct.unsent() == 0 })
-		}
 	}
 }

@@ -26,8 +26,7 @@ type receiver struct {
 	router  bool  // the socket is the ROUTER, else the DEALER of peer
 	peer    *conn // constant, read by all goroutines
 	next    *van.Message
-	came    bool // next was received while the source was armed
-	bundle  inbound
+	came    bool         // next was received while the source was armed
 	inHand  atomic.Int32 // messages that the loop has received and not delivered
 	failing logx.Sparse
 	lanes   *lanes
@@ -45,7 +44,7 @@ func newReceiver(in *intake, s *socket, peer *conn, spins, polls bool) *receiver
 	r.feed = engine.NewFeed(in.engine, r, engine.FeedOptions{Polls: polls, Spins: spins, Busy: in.busy, DetectsBusyCores: true})
 	r.feed.Loop.Weight = func(msg *van.Message) int { n, _ := weight(msg); return int(n) }
 	r.feed.Loop.Budget = budget
-	r.feed.Loop.Paused = func(l *lane, bytes int64) { in.flow.paused("not read", r.lanes.of(l.ID), l, l.Paused, bytes) }
+	r.feed.Loop.Paused = func(l *lane, bytes int64) { in.flow.paused(r.lanes.of(l.ID), l, bytes) }
 	return r
 }
 
@@ -58,10 +57,7 @@ func (r *receiver) stop(ctx context.Context) error {
 		err = nil
 	}
 	// No goroutine receives into next any more, even if a handler of the loop still runs.
-	err = errors.Join(err, r.feed.Free(ctx, func() {
-		r.bundle.drop(&r.pool)
-		r.pool.Free(r.next)
-	}))
+	err = errors.Join(err, r.feed.Free(ctx, func() { r.pool.Free(r.next) }))
 	r.pool.close()
 	return err
 }
@@ -77,28 +73,15 @@ func (r *receiver) Take(slice time.Duration, poll bool) (*van.Message, *lane, en
 			return msg, r.lanes.of(msg.Sender).of(msg), engine.Message
 		}
 	}
-	if r.bundle.left > 0 {
-		return r.taken(r.unpack())
-	}
 	if !r.came && !r.recv(slice, false) {
 		return nil, nil, engine.Nothing
 	}
 	r.came = false
 	msg := r.next
-	switch verdict := r.accept(msg); verdict {
-	case bundled:
+	verdict := r.accept(msg)
+	if verdict != nothing {
 		r.next = r.pool.get()
-		return r.taken(r.unpack())
-	case nothing:
-		return nil, nil, engine.Progress
-	default:
-		r.next = r.pool.get()
-		return r.taken(msg, verdict)
 	}
-}
-
-// taken is the result of Take for a message that is no longer next.
-func (r *receiver) taken(msg *van.Message, verdict verdict) (*van.Message, *lane, engine.PollResult) {
 	if verdict != deliver {
 		return nil, nil, engine.Progress
 	}
@@ -111,7 +94,7 @@ func (r *receiver) recv(spin time.Duration, park bool) bool {
 	if r.sock.closed.Load() {
 		return false
 	}
-	ok, err := r.sock.recv((*frames)(r.next.Native()), spin, park, r.in.n.lent)
+	ok, err := r.sock.recv((*frames)(r.next.Native()), spin, park)
 	if err != nil && !r.sock.closed.Load() {
 		if n, speak := r.failing.Next(); speak {
 			r.in.n.log.Warn("receive failed", "err", err, "so far", n)
@@ -125,8 +108,8 @@ func (r *receiver) recv(spin time.Duration, park bool) bool {
 
 // Arm implements engine.Source.
 func (r *receiver) Arm(engine.Sleeper) bool {
-	r.came = r.came || r.bundle.left == 0 && r.recv(0, true)
-	return r.came || r.bundle.left > 0 || r.router && r.in.early.count.Load() > 0
+	r.came = r.came || r.recv(0, true)
+	return r.came || r.router && r.in.early.count.Load() > 0
 }
 
 // Disarm implements engine.Source.
@@ -159,7 +142,6 @@ const (
 	nothing verdict = iota // there is nothing to deliver, and msg is empty
 	kept                   // msg is queued and has another owner
 	deliver                // msg can be delivered
-	bundled                // msg is a bundle, and unpack returns its messages
 )
 
 // accept decodes received frames into msg and checks that the message may be delivered.
@@ -169,15 +151,8 @@ func (r *receiver) accept(msg *van.Message) verdict {
 	name, c, ours := r.senderOf(f)
 	probe := r.router && f.probe()
 	var err error
-	mark := byte(markSent)
-	native := name.incarnation != 0
-	several := native && isBundle(f)
-	switch {
-	case probe, several && !ours:
-	case several:
-		err = r.bundle.open(msg, name, now)
-	default:
-		mark, err = parse(msg, f, native)
+	if !probe {
+		err = parse(msg, f)
 	}
 	member := ours && c != nil && c.isOf(name)
 	if r.router && r.in.guard != nil {
@@ -194,18 +169,13 @@ func (r *receiver) accept(msg *van.Message) verdict {
 	switch {
 	case err != nil:
 		r.in.malformed(err, f)
-	case !probe && !ours && (several || !msg.IsControl()):
+	case !probe && !ours && !msg.IsControl():
 		r.in.fenced(name)
-	case several:
-		return bundled
 	case !msg.IsControl() && r.fenced(c, name):
 		r.in.fenced(name)
-	case mark == markRecalled:
-		r.recalled(msg, name)
-	case probe, member && msg.Control.Cmd == van.Heartbeat && r.in.noticed(c, msg.Body):
+	case probe:
 	default:
-		size := f.dataLen(msg.Frames)
-		if verdict := r.take(msg, now, name, c, member, size, size); verdict != nothing {
+		if verdict := r.take(msg, now, name, c, member, f.dataLen(msg.Frames)); verdict != nothing {
 			return verdict
 		}
 	}
@@ -213,43 +183,9 @@ func (r *receiver) accept(msg *van.Message) verdict {
 	return nothing
 }
 
-// unpack returns the next message of the bundle. A malformed message ends the bundle.
-func (r *receiver) unpack() (*van.Message, verdict) {
-	in := &r.bundle
-	msg, mark, size, err := in.take(r.next)
-	if msg == r.next {
-		r.next = r.pool.get()
-	}
-	name, c := in.name, r.connOf(in.name)
-	switch {
-	case err != nil:
-		r.in.malformedFrom(err, in.name)
-		in.drop(&r.pool)
-		if msg == nil {
-			return nil, nothing
-		}
-	case r.fenced(c, name):
-		r.in.fenced(name)
-	case mark == markRecalled:
-		r.recalled(msg, name)
-	default:
-		// A queued message of a bundle keeps the frame that all its messages share.
-		if verdict := r.take(msg, in.now, name, c, c != nil && c.isOf(name), size, max(size, in.size)); verdict != nothing {
-			return msg, verdict
-		}
-	}
-	r.pool.Free(msg)
-	return nil, nothing
-}
-
-// recalled logs a dropped message whose request was canceled before it was written.
-func (r *receiver) recalled(msg *van.Message, name peerName) {
-	r.in.n.log.Debug("dropped a message that was canceled while it was being sent", "from", van.NodeName(name.id), "timestamp", msg.Timestamp)
-}
-
 // take handles a message with the sender name. c is the connection to that node, if any; member reports whether the
-// sender is the member. The message has size bytes and occupies keeps bytes of memory.
-func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, member bool, size, keeps int) verdict {
+// sender is the member. The message has size bytes.
+func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, member bool, size int) verdict {
 	msg.Sender, msg.Origin = name.id, van.OriginUnknown
 	if msg.IsControl() {
 		msg.Origin = r.originOf((*frames)(msg.Native()), name, c)
@@ -257,17 +193,11 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 	msg.Trace().PostRecv = now
 	msg.Receiver = int(r.in.n.id.Load())
 	r.in.n.stats.received(size)
-	kind := ofStranger
-	switch {
-	case !r.router:
-		kind = ofServer
-	case member:
-		kind = ofMember
-	}
-	if kind == ofStranger && msg.Control.Cmd == van.AddNode && r.in.n.warns != nil && r.in.n.self.ID == van.SchedulerID {
+	stranger := r.router && !member
+	if stranger && msg.Control.Cmd == van.AddNode && r.in.n.warns != nil && r.in.n.self.ID == van.SchedulerID {
 		r.in.n.checkRecord(&msg.Meta)
 	}
-	(*frames)(msg.Native()).setWeight(keeps+messageCost, kind)
+	(*frames)(msg.Native()).setWeight(size+messageCost, stranger)
 	if !r.in.flow.arrived(msg) {
 		return nothing
 	}
@@ -347,28 +277,22 @@ func (r *receiver) fenced(c *conn, name peerName) bool {
 }
 
 // parse checks the frames of a message and decodes them into msg. Frame 0 names the sender, frame 1 is the
-// meta, and the rest is data. If native is set, the sender is a node of this library, and a request may end with a
-// cancel byte.
-func parse(msg *van.Message, f *frames, native bool) (mark byte, err error) {
+// meta, and the rest is data.
+func parse(msg *van.Message, f *frames) error {
 	n := f.len()
 	if n < 2 || f.excess() > 0 {
-		return 0, &van.FieldError{Field: "frames", Value: n + f.excess(), Want: "a sender, a meta, and up to 3 data frames"}
+		return &van.FieldError{Field: "frames", Value: n + f.excess(), Want: "a sender, a meta, and up to 3 data frames"}
 	}
 	if err := van.DecodeMeta(f.bytes(1), &msg.Meta); err != nil {
-		return 0, err
+		return err
 	}
 	data := n - 2
-	if native && msg.Request && !msg.IsControl() {
-		if data, mark, err = takeMark(f, data); err != nil {
-			return 0, err
-		}
-	}
-	if data == 1 || data > van.MaxFrames {
-		return 0, &van.FieldError{Field: "data frames", Value: data, Want: "0, 2 or 3"}
+	if data == 1 {
+		return &van.FieldError{Field: "data frames", Value: data, Want: "0, 2 or 3"}
 	}
 	msg.Frames = data
 	for i := range data {
 		msg.SetFrame(i, f.mem(i+2))
 	}
-	return mark, nil
+	return nil
 }

@@ -129,7 +129,7 @@ func successor(t *testing.T, first *node, inc uint32) (*zvan, van.Node, chan int
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	rec := first.self
-	rec.Endpoint = (&van.NodeExtension{Incarnation: inc, Bundles: true}).Encode()
+	rec.Endpoint = (&van.NodeExtension{Incarnation: inc}).Encode()
 	cfg := env.Default()
 	cfg.HeartbeatInterval, cfg.HeartbeatTimeout = 0, 0
 	v, err := New(van.Options{Config: cfg, Incarnation: inc})
@@ -239,7 +239,7 @@ func TestClaimDuringOutage(t *testing.T) {
 	until(t, "end of the connection", c.lost.Load)
 	claim := member.self
 	claim.ID = van.Empty
-	claim.Endpoint = (&van.NodeExtension{Incarnation: 99, Bundles: true}).Encode()
+	claim.Endpoint = (&van.NodeExtension{Incarnation: 99}).Encode()
 	if err := scheduler.Connect(t.Context(), -1, claim); err != nil {
 		t.Fatal(err)
 	}

@@ -52,13 +52,9 @@ func has(n *node, c *conn, r *raw) (ok bool) {
 }
 
 // pushOf sends a push of size bytes and waits until it was handed up.
-func pushOf(t *testing.T, server *node, r *raw, incarnation uint32, ts, size int) {
+func pushOf(t *testing.T, server *node, r *raw, ts, size int) {
 	t.Helper()
-	frames := [][]byte{packed(t, push(8, ts, nil)), make([]byte, 8), make([]byte, size)}
-	if incarnation != 0 {
-		frames = append(frames, []byte{markSent})
-	}
-	r.send(frames...)
+	r.send(packed(t, push(8, ts, nil)), make([]byte, 8), make([]byte, size))
 	m := server.next(t)
 	if m.Sender != 9 || int(m.Timestamp) != ts || m.Vals.Len() != size {
 		t.Fatalf("got message %d of %d with %d bytes, want %d of 9 with %d", m.Timestamp, m.Sender, m.Vals.Len(), ts, size)
@@ -90,14 +86,14 @@ func TestSecondConnection(t *testing.T) {
 			}
 			c := connect(1)
 			first := dialRaw(t, server, of9(x.incarnation))
-			pushOf(t, server, first, x.incarnation, 0, 100)
+			pushOf(t, server, first, 0, 100)
 			for round := range 3 {
 				if x.replaced {
 					c = connect(2 + round)
 				}
 				next := dialRaw(t, server, of9(x.incarnation))
 				for ts := range 8 {
-					pushOf(t, server, next, x.incarnation, ts, 32<<10)
+					pushOf(t, server, next, ts, 32<<10)
 				}
 				server.guard.mu.Lock()
 				held := server.guard.held
@@ -135,7 +131,7 @@ func TestConnectionsOfMemberEnd(t *testing.T) {
 			var r [2]*raw
 			for i := range r {
 				r[i] = dialRaw(t, server, of9(7))
-				pushOf(t, server, r[i], 7, i, 100)
+				pushOf(t, server, r[i], i, 100)
 			}
 			_ = r[order[0]].Close()
 			until(t, "end of one", func() bool { return len(server.guard.of(c)) == 1 })
@@ -144,7 +140,7 @@ func TestConnectionsOfMemberEnd(t *testing.T) {
 			}
 			if order[0] == 0 { // otherwise libzmq no longer reads the other connection
 				for ts := range 8 {
-					pushOf(t, server, r[1], 7, ts, 32<<10)
+					pushOf(t, server, r[1], ts, 32<<10)
 				}
 			}
 			_ = r[order[1]].Close()
@@ -165,7 +161,7 @@ func TestLongFirstMessageOfSecondConnection(t *testing.T) {
 		t.Fatal(err)
 	}
 	first := dialRaw(t, server, of9(0))
-	pushOf(t, server, first, 0, 0, 100)
+	pushOf(t, server, first, 0, 100)
 	next := dialRaw(t, server, of9(0))
 	meta, head, vals := packed(t, push(8, 1, nil)), make([]byte, 8), frame(make([]byte, 1<<20), false)
 	half := append(append(frame(meta, true), frame(head, true)...), vals[:512<<10]...)
@@ -190,7 +186,7 @@ func TestLongFirstMessageOfSecondConnection(t *testing.T) {
 	if m := server.next(t); m.Sender != 9 || m.Timestamp != 1 {
 		t.Fatalf("got message %d of %d, want 1 of 9", m.Timestamp, m.Sender)
 	}
-	pushOf(t, server, next, 0, 2, 256<<10)
+	pushOf(t, server, next, 2, 256<<10)
 	if n := server.Stats().DroppedUnknown; n != 2 {
 		t.Errorf("%d connections were ended, want 2", n)
 	}
@@ -211,7 +207,7 @@ func TestSecondConnectionWhileNotRead(t *testing.T) {
 	}
 	ts := 0
 	say := func(r *raw) {
-		r.send(packed(t, push(8, ts, nil)), make([]byte, 8), make([]byte, size), []byte{markSent})
+		r.send(packed(t, push(8, ts, nil)), make([]byte, 8), make([]byte, size))
 		ts++
 	}
 	first := dialRaw(t, server, of9(7))

@@ -1,6 +1,6 @@
 package zmq
 
-// Sending: messages within the send budget, and cancellation.
+// Sending: messages within the send budget.
 
 import (
 	"errors"
@@ -14,18 +14,15 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// outgoing is the sending side of a van. An account for each peer counts the bytes that libzmq has not released. When
-// the account reaches the budget, Send refuses messages, except those that continue a request. libzmq gets at most sendWindow
-// of the bytes; the rest waits in this package, so that data stops soon after a peer has asked to wait.
+// outgoing is the sending side of a van. libzmq gets a copy of each message, so the caller's memory is free after Send. An account
+// for each peer counts the bytes that libzmq has not written. When the account reaches the budget, Send refuses messages, except
+// those that continue a request.
 type outgoing struct {
 	n        *shared
 	router   *socket // set by Bind
 	budget   int64   // STEPAF_SEND_BUDGET; 0: no limit
 	refusals logx.Sparse
 }
-
-// sendWindow is the number of bytes for one peer that libzmq may hold, apart from one message.
-const sendWindow = 32 << 20
 
 // controlReserve is the number of bytes beyond the send budget that control messages may use.
 const controlReserve = 16 << 20
@@ -80,19 +77,18 @@ func (o *outgoing) send(msg *van.Message, c *conn) error {
 		}
 	}
 	size := msg.PayloadLen()
-	to := route{acct: c.acct, limit: o.budget, marks: c.named}
+	to := route{acct: c.acct, limit: o.budget}
 	switch {
 	case msg.IsControl():
-		to.urgent, to.limit = true, o.controlLimit()
+		to.limit = o.controlLimit()
 	case msg.Continues:
 		to.limit = 0
 	}
 	sock := c.sock
 	if who := c.who.Load(); who.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
-		sock, to.dest, to.self, to.marks = o.router, who.dest, who.self, c.incarnation != 0
+		sock, to.dest, to.self = o.router, who.dest, who.self
 	}
-	to.bundles = to.marks && c.bundles
-	if err := sock.send(&to, meta, msg, o.n.lent); err != nil {
+	if err := sock.send(&to, meta, msg); err != nil {
 		if errors.Is(err, van.ErrQueueFull) {
 			err = o.overBudget(c)
 		}
@@ -100,18 +96,6 @@ func (o *outgoing) send(msg *van.Message, c *conn) error {
 	}
 	o.n.stats.sent(len(meta) + size)
 	return nil
-}
-
-// Flush sends the messages to id that were held back because of More.
-func (o *outgoing) Flush(id int) {
-	c := (*o.n.peers.Load())[id]
-	if c == nil {
-		return
-	}
-	c.sock.flush(o.n.lent)
-	if c.who.Load().viaOwn {
-		o.router.flush(o.n.lent)
-	}
 }
 
 // sendError adds the peer, the message and the cause to err, the error of a send.
@@ -152,33 +136,4 @@ func (o *outgoing) controlLimit() int64 {
 		return 0
 	}
 	return o.budget + controlReserve
-}
-
-// pump sends the queued messages that may be sent now, to all peers. It reports whether messages are left.
-func (o *outgoing) pump() (more bool) {
-	for _, c := range *o.n.peers.Load() {
-		if until := c.holdUntil.Load(); until != 0 {
-			if now := clock.Now(); now < until {
-				more = true
-			} else {
-				c.goOnAt(now)
-			}
-		}
-		if c.sock.waits.Load() && c.sock.pump(false, o.n.lent) {
-			more = true
-		}
-	}
-	return more
-}
-
-// Cancel implements van.Canceler.
-func (o *outgoing) Cancel(q van.Requests) {
-	foreign := o.n.lent.recall(q)
-	if foreign == 0 {
-		return
-	}
-	if n, speak := o.n.lent.lent.foreign.Next(); speak {
-		o.n.log.Warn("a node of the C++ library may get what is put next into memory of a request that was given up: it was not sent yet",
-			"first timestamp", q.First, "messages", foreign, "so far", n)
-	}
 }

@@ -19,9 +19,8 @@ import (
 
 // shared is a van's configuration, its own names, and its peers.
 type shared struct {
-	cfg  *env.Config
-	log  *slog.Logger
-	lent *lent
+	cfg *env.Config
+	log *slog.Logger
 
 	curve    *curve     // nil: connections are plain
 	warns    *auth.Keys // set with STEPAF_AUTH=warn
@@ -57,13 +56,12 @@ func (n *shared) setID(id int) {
 	}
 }
 
-// peerIdentity returns the incarnation of peer, 0 if it or this node does not use incarnations, and whether it
-// understands bundles.
-func (n *shared) peerIdentity(peer *van.Node) (incarnation uint32, bundles bool) {
-	if identity, ok := peer.Extension(); ok && n.incarnation != 0 {
-		return identity.Incarnation, identity.Bundles
+// peerIncarnation returns the incarnation of peer, 0 if it or this node does not use incarnations.
+func (n *shared) peerIncarnation(peer *van.Node) uint32 {
+	if who, ok := peer.Extension(); ok && n.incarnation != 0 {
+		return who.Incarnation
 	}
-	return 0, false
+	return 0
 }
 
 // heartbeats returns the interval of libzmq's heartbeats and the limit for their answers; 0 means no heartbeats. A

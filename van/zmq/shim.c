@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -25,39 +26,7 @@ sa_sock *sa_sock_new(void *soc, int fd) {
   return s;
 }
 
-// Runs on a thread of libzmq, like release.
-static void release_head(void *data, void *hint) {
-  (void)data;
-  sa_head *h = hint;
-  __atomic_sub_fetch(&h->acct->unsent, h->own, __ATOMIC_RELAXED);
-  free(h);
-}
-
-// Makes the first frame of a complete bundle. Returns 0, or -ENOMEM after it has closed all parts.
-static int seal(sa_held *h) {
-  if (h->head == NULL) return 0;
-  sa_head *head = h->head;
-  h->head = NULL;
-  memcpy(head->bytes, &h->count, sizeof h->count);
-  if (zmq_msg_init_data(&h->part[h->names], head->bytes, h->len, release_head, head) == 0) return 0;
-  release_head(NULL, head);
-  for (int i = 0; i < h->n; i++)
-    if (i != h->names) zmq_msg_close(&h->part[i]);
-  return -ENOMEM;
-}
-
-static void close_held(sa_held *h) {
-  if (seal(h) != 0) return;
-  for (int i = 0; i < h->n; i++) zmq_msg_close(&h->part[i]);
-}
-
 void sa_sock_free(sa_sock *s) {
-  for (int i = 0; i < s->nheld; i++) close_held(&s->held[i]);
-  for (sa_held *h = s->first, *next; h != NULL; h = next) {
-    next = h->next;
-    close_held(h);
-    free(h);
-  }
   pthread_mutex_destroy(&s->mu);
   close(s->wake);
   free(s);
@@ -74,22 +43,6 @@ void sa_msg_close(sa_msg *m) {
 void sa_msg_free(sa_msg *m) {
   sa_msg_close(m);
   free(m);
-}
-
-static void know(sa_msg *m, int i) {
-  m->data[i] = zmq_msg_data(&m->part[i]);
-  m->size[i] = zmq_msg_size(&m->part[i]);
-}
-
-void sa_msg_share(sa_msg *to, sa_msg *from, int first, int n) {
-  zmq_msg_init(&to->part[0]);
-  zmq_msg_copy(&to->part[0], &from->part[1]);
-  know(to, 0);
-  for (to->n = 1; to->n <= n; to->n++) {
-    zmq_msg_init(&to->part[to->n]);
-    zmq_msg_move(&to->part[to->n], &from->part[first + to->n - 1]);
-    know(to, to->n);
-  }
 }
 
 int sa_msg_fd(sa_msg *m) { return m->n > 0 ? zmq_msg_get(&m->part[m->n - 1], ZMQ_SRCFD) : -1; }
@@ -164,26 +117,53 @@ void sa_wake(sa_sock *s) {
   if (write(s->wake, &one, sizeof one) < 0) return; // it is awake already
 }
 
-// Runs on a thread of libzmq when it no longer needs a lent frame.
-static void release(void *data, void *hint) {
-  (void)data;
-  sa_slot *slot = hint;
-  if (__atomic_sub_fetch(&slot->refs, 1, __ATOMIC_ACQ_REL) > 0) return;
-  __atomic_sub_fetch(&slot->acct->unsent, slot->bytes, __ATOMIC_RELAXED);
-  sa_list *l = slot->list;
-  slot->next = __atomic_load_n(&l->head, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(&l->head, &slot->next, slot, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
+// A frame whose release takes bytes from an account.
+typedef struct {
+  sa_acct *acct;
+  int64_t own;
+  size_t mapped; // 0: from malloc
+  char bytes[];
+} counted;
+
+// Length from which the system gets the memory back at its release. malloc would keep it: each mapping that free returns raises
+// the length from which malloc maps.
+#define SA_MAP_FROM (128 << 10)
+
+static counted *counted_new(size_t n) {
+  size_t size = sizeof(counted) + n;
+  counted *c;
+  if (n < SA_MAP_FROM) {
+    c = malloc(size);
+    if (c != NULL) c->mapped = 0;
+    return c;
   }
+  c = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (c == MAP_FAILED) return NULL;
+  c->mapped = size;
+  return c;
 }
 
-static int head_part(zmq_msg_t *p, const void *meta, size_t n, sa_acct *acct, int64_t own) {
-  sa_head *h = malloc(sizeof *h + n);
-  if (h == NULL) return -1;
-  h->acct = acct;
-  h->own = own;
-  memcpy(h->bytes, meta, n);
-  if (zmq_msg_init_data(p, h->bytes, n, release_head, h) == 0) return 0;
-  free(h);
+static void counted_free(counted *c) {
+  if (c->mapped > 0) munmap(c, c->mapped);
+  else free(c);
+}
+
+// Runs on a thread of libzmq.
+static void release(void *data, void *hint) {
+  (void)data;
+  counted *c = hint;
+  __atomic_sub_fetch(&c->acct->unsent, c->own, __ATOMIC_RELAXED);
+  counted_free(c);
+}
+
+static int counted_part(zmq_msg_t *p, const void *data, size_t n, sa_acct *acct, int64_t own) {
+  counted *c = counted_new(n);
+  if (c == NULL) return -1;
+  c->acct = acct;
+  c->own = own;
+  if (n > 0) memcpy(c->bytes, data, n);
+  if (zmq_msg_init_data(p, c->bytes, n, release, c) == 0) return 0;
+  counted_free(c);
   return -1;
 }
 
@@ -194,16 +174,14 @@ static int copy_part(zmq_msg_t *p, const void *data, size_t n) {
 }
 
 // Sends the n parts of one message and closes them. Only the first part can be refused: the queue accepts or
-// refuses whole messages. Returns 0 or -errno. If the message is refused, slot is recorded as failed; slot is
-// NULL for a message whose acceptance sa_send has already reported.
-static int send_parts(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot) {
+// refuses whole messages. Returns 0 or -errno.
+static int send_parts(sa_sock *s, zmq_msg_t *part, int n) {
   for (int i = 0; i < n; i++) {
     int sent, flags = ZMQ_DONTWAIT | (i < n - 1 ? ZMQ_SNDMORE : 0);
     do sent = zmq_msg_send(&part[i], s->soc, flags);
     while (sent < 0 && zmq_errno() == EINTR);
     if (sent < 0) {
       int err = zmq_errno();
-      if (slot != NULL) slot->failed = 1;
       for (; i < n; i++) zmq_msg_close(&part[i]);
       return -err;
     }
@@ -211,104 +189,13 @@ static int send_parts(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot) {
   return 0;
 }
 
-static int64_t unsent(sa_sock *s) { return s->acct == NULL ? 0 : __atomic_load_n(&s->acct->unsent, __ATOMIC_RELAXED); }
-
-// Reports whether a message must wait. Its bytes are counted already.
-static int must_wait(sa_sock *s, int64_t bytes) {
-  return s->first != NULL || s->hold || (s->window > 0 && unsent(s) - s->queued - bytes >= s->window);
-}
-
-static void move_parts(sa_held *h, zmq_msg_t *part, int n, int64_t bytes) {
-  for (h->n = 0; h->n < n; h->n++) {
-    zmq_msg_init(&h->part[h->n]);
-    zmq_msg_move(&h->part[h->n], &part[h->n]);
-  }
-  h->bytes = bytes;
-  h->next = NULL;
-  h->head = NULL;
-}
-
-// Sends or queues a message. Returns like send_parts.
-static int pass(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot, int64_t bytes) {
-  if (!must_wait(s, bytes)) return send_parts(s, part, n, slot);
-  sa_held *h = malloc(sizeof *h);
-  if (h == NULL) {
-    if (slot != NULL) slot->failed = 1;
-    for (int i = 0; i < n; i++) zmq_msg_close(&part[i]);
-    return -ENOMEM;
-  }
-  move_parts(h, part, n, bytes);
-  if (s->last != NULL) s->last->next = h;
-  else s->first = h;
-  s->last = h;
-  s->queued += bytes;
-  return 0;
-}
-
-// Sends the queued messages that may be sent now, or all of them with force.
-static void pump(sa_sock *s, int force) {
-  while (s->first != NULL) {
-    sa_held *h = s->first;
-    if (!force && (s->hold || (s->window > 0 && unsent(s) - s->queued >= s->window))) return;
-    s->first = h->next;
-    if (s->first == NULL) s->last = NULL;
-    s->queued -= h->bytes;
-    send_parts(s, h->part, h->n, NULL);
-    free(h);
-  }
-}
-
-// Sends the held messages. A refused message is lost, as if it had been sent just before its peer
-// ended, and its memory is released as after a send. For the held message mine, which may be NULL, it returns
-// like send_parts, and records slot as failed if the message is refused.
-static int send_held(sa_sock *s, sa_held *mine, sa_slot *slot) {
-  int result = 0;
-  for (int i = 0; i < s->nheld; i++) {
-    sa_held *h = &s->held[i];
-    sa_slot *told = h == mine ? slot : NULL;
-    s->queued -= h->bytes;
-    if (told != NULL) told->failed = 1; // before seal can release it
-    int rc = seal(h);
-    if (rc == 0) {
-      if (told != NULL) told->failed = 0;
-      rc = pass(s, h->part, h->n, told, h->bytes);
-    }
-    if (h == mine) result = rc;
-  }
-  s->nheld = 0;
-  return result;
-}
-
-// Returns the result bits. A send may have consumed the signal that would have woken the receiver.
-static int bits(sa_sock *s) {
-  int rc = s->first != NULL ? SA_QUEUED : 0, events = 0;
+// Reports whether the receiver sleeps although there is a message: a send may have consumed the signal that would have woken it.
+static int must_wake(sa_sock *s) {
+  int events = 0;
   size_t len = sizeof events;
-  if (!s->waiting || zmq_getsockopt(s->soc, ZMQ_EVENTS, &events, &len) != 0 || !(events & ZMQ_POLLIN)) return rc;
+  if (!s->waiting || zmq_getsockopt(s->soc, ZMQ_EVENTS, &events, &len) != 0 || !(events & ZMQ_POLLIN)) return 0;
   s->waiting = 0;
-  return rc | SA_WAKE;
-}
-
-int sa_flush(sa_sock *s) {
-  int rc = 0;
-  pthread_mutex_lock(&s->mu);
-  if (s->nheld > 0) {
-    send_held(s, NULL, NULL);
-    rc = bits(s);
-  }
-  pthread_mutex_unlock(&s->mu);
-  return rc;
-}
-
-int sa_pump(sa_sock *s, int force) {
-  int rc = 0;
-  pthread_mutex_lock(&s->mu);
-  if (force) send_held(s, NULL, NULL);
-  if (s->first != NULL) {
-    pump(s, force);
-    rc = bits(s);
-  }
-  pthread_mutex_unlock(&s->mu);
-  return rc;
+  return 1;
 }
 
 void sa_discard(sa_sock *s) {
@@ -321,215 +208,45 @@ void sa_discard(sa_sock *s) {
 
 int sa_probe(sa_sock *s, sa_acct *acct) {
   zmq_msg_t m;
-  if (head_part(&m, "", 0, acct, 1) != 0) return -ENOMEM;
+  if (counted_part(&m, "", 0, acct, 1) != 0) return -ENOMEM;
   __atomic_add_fetch(&acct->unsent, 1, __ATOMIC_RELAXED);
-  return send_parts(s, &m, 1, NULL);
-}
-
-void sa_hold(sa_sock *s, int on) {
-  pthread_mutex_lock(&s->mu);
-  s->hold = on;
-  pthread_mutex_unlock(&s->mu);
-}
-
-// A message for a bundle, with the parts that become libzmq frames and the parts that are copied.
-typedef struct {
-  const char *dest, *self;
-  int destlen, selflen;
-  const void *meta;
-  size_t metalen;
-  int nframes;
-  const sa_frame *frame;
-  zmq_msg_t part[SA_BUNDLE_OUTSIDE];
-  int n;
-  uint32_t mark; // 1: the last element of part is a cancel byte
-  size_t len;    // in the first frame
-  sa_acct *acct;
-  int64_t own, bytes;
-} item;
-
-// The layout of bundle.go.
-#define BUNDLE_HEAD 8
-#define RECORD_HEAD 24
-#define OUTSIDE (1u << 31)
-static const char bundle_magic[4] = {'S', 'A', 'F', '\xff'};
-
-static size_t padded(size_t n) { return (n + 7) & ~(size_t)7; }
-
-// Reports whether h is for the peer of it and has room for it.
-static int fits(const sa_held *h, const item *it) {
-  return h->count < SA_BUNDLE_MESSAGES && h->len + it->len <= SA_BUNDLE_ROOM &&
-         h->n - h->names - 1 + it->n <= SA_BUNDLE_OUTSIDE && h->names == (it->destlen > 0 ? 2 : 0) &&
-         (h->names == 0 || (zmq_msg_size((zmq_msg_t *)&h->part[0]) == (size_t)it->destlen &&
-                            memcmp(zmq_msg_data((zmq_msg_t *)&h->part[0]), it->dest, (size_t)it->destlen) == 0));
-}
-
-// Starts a bundle. Returns NULL if there is not enough memory.
-static sa_held *open_bundle(sa_sock *s, const item *it) {
-  size_t room = BUNDLE_HEAD + it->len < SA_BUNDLE_ROOM / 4 ? SA_BUNDLE_ROOM / 4 : BUNDLE_HEAD + it->len;
-  if (s->nheld == SA_MAX_HELD) send_held(s, NULL, NULL);
-  sa_held *h = &s->held[s->nheld];
-  h->head = malloc(sizeof *h->head + room);
-  if (h->head == NULL) return NULL;
-  h->head->acct = it->acct;
-  h->head->own = 0;
-  memset(h->head->bytes, 0, 4);
-  memcpy(h->head->bytes + 4, bundle_magic, sizeof bundle_magic);
-  h->names = h->n = h->count = 0;
-  h->len = BUNDLE_HEAD;
-  h->room = room;
-  h->bytes = 0;
-  h->next = NULL;
-  if (it->destlen > 0) {
-    if (copy_part(&h->part[0], it->dest, (size_t)it->destlen) != 0) goto nomem;
-    if (copy_part(&h->part[1], it->self, (size_t)it->selflen) != 0) {
-      zmq_msg_close(&h->part[0]);
-      goto nomem;
-    }
-    h->names = 2;
-  }
-  h->n = h->names + 1;
-  s->nheld++;
-  return h;
-
-nomem:
-  free(h->head);
-  h->head = NULL;
-  return NULL;
-}
-
-static char *put(char *at, const void *data, size_t n) {
-  if (n > 0) memcpy(at, data, n);
-  memset(at + n, 0, padded(n) - n);
-  return at + padded(n);
-}
-
-// Adds it to a bundle, and starts one if necessary. Returns NULL if there is not enough memory.
-static sa_held *bundle(sa_sock *s, item *it) {
-  sa_held *h = NULL;
-  for (int i = s->nheld - 1; i >= 0 && h == NULL; i--) {
-    sa_held *x = &s->held[i];
-    if (x->head == NULL || x->head->acct != it->acct) continue;
-    if (!fits(x, it)) break;
-    h = x;
-  }
-  if (h == NULL) h = open_bundle(s, it);
-  if (h == NULL) return NULL;
-  if (h->len + it->len > h->room) {
-    size_t room = 2 * h->room > h->len + it->len ? 2 * h->room : h->len + it->len;
-    sa_head *more = realloc(h->head, sizeof *more + room);
-    if (more == NULL) return NULL;
-    h->head = more;
-    h->room = room;
-  }
-  uint32_t head[RECORD_HEAD / 4] = {(uint32_t)it->metalen, (uint32_t)it->nframes, 0, 0, 0, it->mark};
-  for (int i = 0; i < it->nframes; i++) head[2 + i] = (uint32_t)it->frame[i].len | (it->frame[i].lend ? OUTSIDE : 0);
-  char *at = put(h->head->bytes + h->len, head, sizeof head);
-  at = put(at, it->meta, it->metalen);
-  for (int i = 0; i < it->nframes; i++)
-    if (!it->frame[i].lend) at = put(at, it->frame[i].ptr, it->frame[i].len);
-  h->len += it->len;
-  h->count++;
-  h->head->own += it->own;
-  h->bytes += it->bytes;
-  s->queued += it->bytes;
-  for (int i = 0; i < it->n; i++, h->n++) {
-    zmq_msg_init(&h->part[h->n]);
-    zmq_msg_move(&h->part[h->n], &it->part[i]);
-  }
-  return h;
-}
-
-// Sends it in a bundle, like sa_send.
-static int send_bundle(sa_sock *s, item *it, sa_slot *slot, int flags) {
-  int rc = 0;
-  pthread_mutex_lock(&s->mu);
-  int full = s->nheld == SA_MAX_HELD; // the held messages may then be sent
-  sa_held *h = bundle(s, it);
-  if (h == NULL) {
-    rc = -ENOMEM;
-  } else if (flags & SA_MORE) {
-    if (full) rc = bits(s);
-  } else {
-    if (s->first != NULL) pump(s, 0);
-    rc = send_held(s, h, slot);
-    if (rc == 0) rc = bits(s);
-  }
-  pthread_mutex_unlock(&s->mu);
-  if (h != NULL) return rc;
-  __atomic_sub_fetch(&it->acct->unsent, it->own, __ATOMIC_RELAXED);
-  if (slot != NULL) slot->failed = 1;
-  for (int i = 0; i < it->n; i++) zmq_msg_close(&it->part[i]);
-  return rc;
+  return send_parts(s, &m, 1);
 }
 
 int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int selflen, const void *meta, size_t metalen,
-            int nframes, uintptr_t p0, size_t n0, int lend0, uintptr_t p1, size_t n1, int lend1, uintptr_t p2,
-            size_t n2, int lend2, sa_slot *slot, sa_acct *acct, int64_t own, int flags) {
+            int nframes, uintptr_t p0, size_t n0, uintptr_t p1, size_t n1, uintptr_t p2, size_t n2, sa_acct *acct,
+            int64_t bytes) {
+  const void *data[1 + SA_MAX_DATA] = {meta, (void *)p0, (void *)p1, (void *)p2};
+  size_t len[1 + SA_MAX_DATA] = {metalen, n0, n1, n2};
   zmq_msg_t part[SA_MAX_SEND];
-  sa_frame frame[SA_MAX_DATA] = {{(void *)p0, n0, lend0}, {(void *)p1, n1, lend1}, {(void *)p2, n2, lend2}};
-  int n = 0, next = 0, rc = 0, unmarked = flags & SA_MARK;
-  int64_t bytes = own + (slot != NULL ? slot->bytes : 0), unheaded = own;
+  int n = 0, rc;
 
-  if (flags & SA_BUNDLE) {
-    item it = {.dest = dest, .destlen = destlen, .self = self, .selflen = selflen, .meta = meta, .metalen = metalen,
-               .nframes = nframes, .frame = frame, .acct = acct, .own = own, .bytes = bytes};
-    it.len = RECORD_HEAD + padded(metalen);
-    for (; next < nframes; next++) {
-      sa_frame *f = &frame[next];
-      if (!f->lend) it.len += padded(f->len);
-      else if (zmq_msg_init_data(&it.part[it.n], f->ptr, f->len, release, slot) == 0) it.n++;
-      else break;
-    }
-    if (next == nframes && unmarked && zmq_msg_init_data(&it.part[it.n], &slot->mark, 1, release, slot) == 0) {
-      unmarked = 0;
-      it.mark = 1;
-      it.n++;
-    }
-    if (next == nframes && !unmarked) return send_bundle(s, &it, slot, flags);
-    for (int i = 0; i < it.n; i++) zmq_msg_close(&it.part[i]);
-    goto nomem;
-  }
   if (destlen > 0) {
     if (copy_part(&part[n], dest, (size_t)destlen) != 0) goto nomem;
     n++;
     if (copy_part(&part[n], self, (size_t)selflen) != 0) goto nomem;
     n++;
   }
-  if (head_part(&part[n], meta, metalen, acct, own) != 0) goto nomem;
-  unheaded = 0;
-  n++;
-  for (; next < nframes; next++, n++) {
-    sa_frame *f = &frame[next];
-    if (f->lend ? zmq_msg_init_data(&part[n], f->ptr, f->len, release, slot) : copy_part(&part[n], f->ptr, f->len))
-      goto nomem;
-  }
-  if (unmarked) {
-    if (zmq_msg_init_data(&part[n], &slot->mark, 1, release, slot) != 0) goto nomem;
-    unmarked = 0;
-    n++;
+  for (int i = 0; i <= nframes; i++, n++) {
+    int last = i == nframes; // libzmq releases it last
+    if (!last && len[i] < SA_MAP_FROM) {
+      if (copy_part(&part[n], data[i], len[i]) != 0) goto nomem;
+      continue;
+    }
+    int64_t own = last ? bytes : 0;
+    if (counted_part(&part[n], data[i], len[i], acct, own) != 0) goto nomem;
+    bytes -= own;
   }
 
   pthread_mutex_lock(&s->mu);
-  if ((flags & SA_MORE) && s->nheld < SA_MAX_HELD) {
-    move_parts(&s->held[s->nheld++], part, n, bytes);
-    s->queued += bytes;
-  } else {
-    if (s->first != NULL) pump(s, 0);
-    send_held(s, NULL, NULL);
-    rc = flags & SA_URGENT ? send_parts(s, part, n, slot) : pass(s, part, n, slot, bytes);
-    if (rc == 0) rc = bits(s);
-  }
+  rc = send_parts(s, part, n);
+  if (rc == 0) rc = must_wake(s);
   pthread_mutex_unlock(&s->mu);
   return rc;
 
 nomem:
-  __atomic_sub_fetch(&acct->unsent, unheaded, __ATOMIC_RELAXED);
-  if (slot != NULL) slot->failed = 1;
+  __atomic_sub_fetch(&acct->unsent, bytes, __ATOMIC_RELAXED);
   for (int i = 0; i < n; i++) zmq_msg_close(&part[i]);
-  for (; next < nframes; next++)
-    if (frame[next].lend) release(NULL, slot);
-  if (unmarked) release(NULL, slot);
   return -ENOMEM;
 }
 

@@ -6,8 +6,7 @@
 // the DEALER to the peer. The data answers of a server leave over its own ROUTER,
 // on the connection that the worker opened, so a worker also reads its DEALERs.
 //
-// Values are lent to libzmq and stay pinned until libzmq releases them. Received values are
-// handed up as views on libzmq's messages. The ROUTER's receiver sleeps in its own
+// libzmq gets copies of the frames. Received values are handed up as views on libzmq's messages. The ROUTER's receiver sleeps in its own
 // thread. The other receivers sleep in Go's network poller on the sockets' descriptors.
 package zmq
 
@@ -88,8 +87,7 @@ func New(o van.Options) (van.Van, error) {
 	if !failpoint.On("send-budget") {
 		v.budget = int64(n.cfg.SendBudget)
 	}
-	n.lent = newLent(v.pump)
-	v.flow.init(n, &v.outgoing)
+	v.flow.init(n)
 	v.early.n, v.early.flow, v.early.most, v.early.admitTime = n, &v.flow, keepTime, admitTime
 	if v.engine = o.Engine; v.engine == nil {
 		v.engine = engine.New(o.Config.BusyPoll.Spin())
@@ -227,11 +225,7 @@ func (v *zvan) Start(recv van.Receiver) {
 	}
 }
 
-func (v *zvan) Stats() van.Stats {
-	s := v.stats.get()
-	s.LentValues = uint64(v.lent.held.Load())
-	return s
-}
+func (v *zvan) Stats() van.Stats { return v.stats.get() }
 
 // Close stops the van. It waits for sent messages to be written until ctx ends, at most maxLinger.
 func (v *zvan) Close(ctx context.Context) error {
@@ -268,7 +262,6 @@ func (v *zvan) Close(ctx context.Context) error {
 	if v.refusals != nil {
 		v.refusals.close()
 	}
-	v.flow.stop()
 	if v.router != nil {
 		errs = append(errs, v.router.close(linger))
 	}
@@ -285,7 +278,6 @@ func (v *zvan) Close(ctx context.Context) error {
 	}
 	v.wg.Wait()
 	errs = append(errs, v.zctx.Term())
-	v.lent.close()
 	v.accounts.free()
 	v.early.close()
 	v.unbind()
