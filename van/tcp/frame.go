@@ -34,26 +34,35 @@ func (h *head) append(b []byte) []byte {
 	return binary.LittleEndian.AppendUint64(b, uint64(h.vals))
 }
 
-// maxMeta is the longest meta, with its body, that is received.
-const maxMeta = 64 << 20
-
 // parseHead reads a head and checks it. b has headLen bytes.
 func parseHead(b []byte) (h head, err error) {
 	meta, keys, lens := binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:]), binary.LittleEndian.Uint32(b[8:])
 	frames, vals := binary.LittleEndian.Uint32(b[12:]), binary.LittleEndian.Uint64(b[16:])
-	switch {
-	case meta > maxMeta:
-		err = &van.FieldError{Field: "length of the meta", Value: meta, Want: "at most 67108864"}
-	case keys > math.MaxInt32:
-		err = &van.FieldError{Field: "length of the keys", Value: keys, Want: "below 2 GiB"}
-	case lens > math.MaxInt32:
-		err = &van.FieldError{Field: "length of the lengths", Value: lens, Want: "below 2 GiB"}
-	case vals > math.MaxInt32:
-		err = &van.FieldError{Field: "length of the values", Value: vals, Want: "below 2 GiB"}
-	case frames == 1 || frames > van.MaxFrames:
-		err = &van.FieldError{Field: "data frames", Value: frames, Want: "0, 2 or 3"}
-	case frames == 0 && (keys > 0 || vals > 0) || frames < van.MaxFrames && lens > 0:
-		err = &van.FieldError{Field: "data frames", Value: frames, Want: "a length only for frames that are there"}
+	if vals > math.MaxInt64 {
+		vals = math.MaxInt64
 	}
-	return head{int(meta), int(keys), int(lens), int(frames), int(vals)}, err
+	h = head{int(meta), int(keys), int(lens), int(frames), int(vals)}
+	if e := h.check(); e != nil {
+		return head{}, e
+	}
+	return h, nil
+}
+
+// check returns what a receiver does not accept. Memory for the parts before the values is made as they arrive.
+func (h *head) check() *van.FieldError {
+	switch {
+	case h.meta > math.MaxInt32:
+		return &van.FieldError{Field: "length of the meta", Value: h.meta, Want: "below 2 GiB"}
+	case h.keys > math.MaxInt32:
+		return &van.FieldError{Field: "length of the keys", Value: h.keys, Want: "below 2 GiB"}
+	case h.lens > math.MaxInt32:
+		return &van.FieldError{Field: "length of the lengths", Value: h.lens, Want: "below 2 GiB"}
+	case h.vals > math.MaxInt32:
+		return &van.FieldError{Field: "length of the values", Value: h.vals, Want: "below 2 GiB"}
+	case h.frames < 0 || h.frames == 1 || h.frames > van.MaxFrames:
+		return &van.FieldError{Field: "data frames", Value: h.frames, Want: "0, 2 or 3"}
+	case h.frames == 0 && (h.keys > 0 || h.vals > 0) || h.frames < van.MaxFrames && h.lens > 0:
+		return &van.FieldError{Field: "data frames", Value: h.frames, Want: "a length only for frames that are there"}
+	}
+	return nil
 }

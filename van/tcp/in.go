@@ -65,6 +65,9 @@ type inConn struct {
 // bufLen is the length of the buffer of a connection. Longer values are read straight to where they are wanted.
 const bufLen = 64 << 10
 
+// keepLen is the length of a buffer, grown for long keys or metas, that a connection keeps.
+const keepLen = 4 << 20
+
 // readLimit bounds what one connection is read of before others have their turn.
 const readLimit = 1 << 20
 
@@ -122,11 +125,11 @@ func (c *inConn) read() (*inbound, outcome) {
 
 // receive makes one system call. A short read does not mean that the socket is empty: a signal may have ended it early.
 func (c *inConn) receive() (n int, err error) {
-	if c.buf == nil {
-		c.buf = make([]byte, bufLen)
-	}
 	if c.r == c.w {
 		c.r, c.w = 0, 0
+		if c.buf == nil || len(c.buf) > keepLen {
+			c.buf = make([]byte, bufLen)
+		}
 	}
 	if len(c.rest) > 0 { // the buffer is empty
 		var iov [2]unix.Iovec

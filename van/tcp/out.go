@@ -104,6 +104,9 @@ func (c *outConn) send(msg *van.Message) error {
 	if msg.Frames == van.MaxFrames {
 		h.lens = msg.Lens.Len()
 	}
+	if bad := h.check(); bad != nil {
+		return fmt.Errorf("%w: %s = %v, want %s", van.ErrInvalid, bad.Field, bad.Value, bad.Want)
+	}
 	lends := h.vals >= lendFrom
 	start := len(c.buf)
 	c.buf = h.append(c.buf)

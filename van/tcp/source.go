@@ -35,6 +35,7 @@ type source struct {
 	// The holder of the feed uses these.
 	ready  []*inConn // there may be something to read
 	next   int       // of ready
+	takes  uint      // calls of Take
 	events [64]unix.EpollEvent
 
 	blamed logx.Sparse
@@ -129,9 +130,10 @@ func (s *source) poll() bool {
 			c.empty, c.hangup = false, c.hangup || e.Events&(unix.EPOLLRDHUP|unix.EPOLLHUP|unix.EPOLLERR) != 0
 			s.mark(c)
 		case *outConn:
-			if e.Events&(unix.EPOLLRDHUP|unix.EPOLLHUP|unix.EPOLLERR|unix.EPOLLIN) != 0 {
+			if e.Events&^unix.EPOLLOUT != 0 {
 				c.broke()
-			} else if e.Events&unix.EPOLLOUT != 0 {
+			}
+			if e.Events&unix.EPOLLOUT != 0 {
 				c.resume()
 			}
 		}
@@ -139,10 +141,17 @@ func (s *source) poll() bool {
 	return true
 }
 
+// pollEach is the number of calls of Take after which it takes new events although connections are ready: a peer whose socket never is
+// empty would keep all others, and blocked writes, waiting.
+const pollEach = 64
+
 // Take implements engine.Source.
 func (s *source) Take(_ time.Duration, poll bool) (*inbound, *engine.PeerQueue[*inbound], engine.PollResult) {
 	if s.any.Load() {
 		s.join()
+	}
+	if s.takes++; s.takes%pollEach == 0 {
+		s.poll()
 	}
 	found := engine.Nothing
 	for try := 0; try < 2; try++ {

@@ -23,6 +23,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/vantest"
 	"github.com/stepaf/stepaf-go/van/zmq"
@@ -824,6 +825,62 @@ func TestEndOfHold(t *testing.T) {
 	}
 }
 
+// TestBusyPeer: a peer whose socket never is empty does not keep the messages of another one away.
+func TestBusyPeer(t *testing.T) {
+	server, busy, other := start(t, 8, nil), start(t, 9, nil), start(t, 11, nil)
+	for _, e := range []*end{busy, other} {
+		e.connect(server)
+		server.connect(e)
+		e.must(dataMessage(8, 0, true, true, []byte("first")))
+		server.next().Release()
+	}
+	s := &server.source
+	s.feed.Lock()
+	defer s.feed.Unlock()
+	for i := range 900 {
+		busy.must(dataMessage(8, i, true, true, pattern(1000, i)))
+	}
+	take := func() (sender int) {
+		sender = van.Empty
+		vantest.Eventually(t, limit, "a message", func() bool {
+			p, _, found := s.Take(0, false)
+			if found == engine.Message {
+				sender = p.msg.Sender
+				s.Discard(p)
+			}
+			return found == engine.Message
+		})
+		return sender
+	}
+	take()
+	other.must(dataMessage(8, 1, true, true, []byte("second")))
+	for i := range 300 {
+		if take() == 11 {
+			t.Logf("after %d messages of the busy peer", i)
+			return
+		}
+	}
+	t.Error("300 messages of the busy peer arrived before that of the other one")
+}
+
+// TestLongMeta: the body of a simple message may be as long as over the other transports.
+func TestLongMeta(t *testing.T) {
+	worker, server := pair(t, nil)
+	m := dataMessage(8, 1, true, false, nil)
+	m.Frames, m.SimpleApp, m.Body = 0, true, bytes.Repeat([]byte("body"), 20<<20)
+	worker.must(m)
+	worker.must(dataMessage(8, 2, true, true, []byte("next")))
+	if got := server.next(); got.Timestamp != 1 || !bytes.Equal(got.Body, m.Body) {
+		t.Errorf("message %d arrived with a body of %d bytes, want %d", got.Timestamp, len(got.Body), len(m.Body))
+	}
+	server.next().Release()
+	server.source.feed.Lock()
+	defer server.source.feed.Unlock()
+	if n := len(server.peers.ins[0].buf); n > keepLen {
+		t.Errorf("the connection keeps a buffer of %d bytes, want at most %d", n, keepLen)
+	}
+}
+
 // TestStaleEvent: an event of a connection that has ended does not end the one that has its descriptor now.
 func TestStaleEvent(t *testing.T) {
 	worker, server := pair(t, nil)
@@ -848,7 +905,7 @@ func TestMalformed(t *testing.T) {
 		bytes []byte
 		says  string
 	}{
-		"long meta":      {frame(head{meta: maxMeta + 1}), "length of the meta"},
+		"long meta":      {frame(head{meta: 1 << 31}), "length of the meta"},
 		"long values":    {frame(head{meta: len(meta), frames: 2, vals: 1 << 40}), "length of the values"},
 		"one frame":      {frame(head{meta: len(meta), frames: 1}), "data frames"},
 		"keys no frames": {frame(head{meta: len(meta), keys: 8}), "data frames"},

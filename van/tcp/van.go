@@ -266,10 +266,7 @@ func (v *Van) Send(msg *van.Message) error {
 		return v.sendError(msg, fmt.Errorf("%w: there is no connection for data", van.ErrPeerLost))
 	}
 	msg.Trace().PostSend = clock.Now()
-	if msg.Frames == 1 || msg.Frames < 0 || msg.Frames > van.MaxFrames {
-		return v.sendError(msg, fmt.Errorf("%w: %d data frames, want 0, 2 or 3", van.ErrInvalid, msg.Frames))
-	}
-	for i := range msg.Frames {
+	for i := range min(msg.Frames, van.MaxFrames) {
 		if f := msg.Frame(i); !f.OnHost() {
 			return v.sendError(msg, fmt.Errorf("%w: frame %d lies on %s, want host memory: %w", van.ErrInvalid, i, f.Device(), backend.ErrNotExportable))
 		}
