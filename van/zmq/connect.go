@@ -29,8 +29,7 @@ func (v *zvan) receiveFrom(s *socket, peer *conn, spins, polls bool) *receiver {
 // listen starts the reader of c. A worker receives answers over its DEALERs, and a process without an id
 // receives the scheduler's replies over its DEALER. The caller holds v.mu.
 func (v *zvan) listen(c *conn) {
-	newcomer := v.id.Load() == van.Empty && c.who.Load().id == van.SchedulerID
-	if (v.self.Role == van.Worker || newcomer) && c.rx == nil {
+	if c.sock.sleeps != noReceiver && c.rx == nil {
 		c.rx = v.receiveFrom(c.sock, c, false, van.RoleOf(c.who.Load().id) == van.Server)
 	}
 	c.mon.start(&v.shared, c)
@@ -111,7 +110,11 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 		mon.close()
 		return fail(errors.Join(addressError(err), z.Close()))
 	}
-	s, err := newSocket(z, false)
+	sleeps := noReceiver
+	if v.self.Role == van.Worker || v.id.Load() == van.Empty && id == van.SchedulerID {
+		sleeps = inPoller
+	}
+	s, err := newSocket(z, sleeps)
 	if err != nil { // newSocket has closed z
 		mon.end()
 		return fail(err)

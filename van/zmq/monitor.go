@@ -45,7 +45,7 @@ func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event
 	if err := pair.SetRcvhwm(eventQueue); err != nil {
 		return nil, errors.Join(wrap("ZMQ_RCVHWM", eventQueue, err), pair.Close())
 	}
-	s, err := newSocket(pair, false)
+	s, err := newSocket(pair, inPoller)
 	if err != nil {
 		return nil, fmt.Errorf("monitor: %w", err)
 	}

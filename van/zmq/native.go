@@ -43,8 +43,9 @@ import (
 type socket struct {
 	z      *zmq4.Socket
 	c      *C.sa_sock
-	fd     int      // libzmq's
-	poll   *os.File // the epoll instance; nil: a thread sleeps
+	fd     int // libzmq's
+	sleeps sleep
+	poll   *os.File // the epoll instance of a socket that sleeps in the poller
 	raw    syscall.RawConn
 	closed atomic.Bool
 
@@ -81,9 +82,17 @@ func bindThreads(ctx *zmq4.Context, cores ...int) error {
 	return nil
 }
 
-// newSocket wraps z and takes ownership of it, also if it returns an error. With thread, the receiver
-// sleeps in its own thread, else in Go's network poller.
-func newSocket(z *zmq4.Socket, thread bool) (*socket, error) {
+// sleep is how the receiver of a socket waits for messages.
+type sleep int
+
+const (
+	noReceiver sleep = iota
+	inPoller         // in Go's network poller
+	inThread         // in its own thread
+)
+
+// newSocket wraps z and takes ownership of it, also if it returns an error.
+func newSocket(z *zmq4.Socket, sleeps sleep) (*socket, error) {
 	h, err := handle(z)
 	if err != nil {
 		return nil, errors.Join(err, z.Close())
@@ -92,7 +101,7 @@ func newSocket(z *zmq4.Socket, thread bool) (*socket, error) {
 	if err != nil {
 		return nil, errors.Join(err, z.Close())
 	}
-	s := &socket{z: z, fd: fd}
+	s := &socket{z: z, fd: fd, sleeps: sleeps}
 	s.armed = func(ep uintptr) bool {
 		arm := s.arm
 		if s.arm = nil; arm == nil { // the second call: the descriptor is readable
@@ -103,12 +112,12 @@ func newSocket(z *zmq4.Socket, thread bool) (*socket, error) {
 	}
 	s.shown = func(ep uintptr) { s.show(int(ep), true) }
 	s.hidden = func(ep uintptr) { s.show(int(ep), false) }
-	if !thread {
+	if sleeps == inPoller {
 		if err := s.openPoll(); err != nil {
 			return nil, errors.Join(err, z.Close())
 		}
 	}
-	if s.c, err = C.sa_sock_new(h, C.int(fd)); s.c == nil {
+	if s.c, err = C.sa_sock_new(h, C.int(fd), cBool(sleeps == inThread)); s.c == nil {
 		return nil, errors.Join(os.NewSyscallError("eventfd", err), s.closePoll(), z.Close())
 	}
 	return s, nil
@@ -231,9 +240,9 @@ func (s *socket) wake() {
 // wakeLocked is wake. The caller holds use.
 func (s *socket) wakeLocked() {
 	switch {
-	case s.poll != nil:
+	case s.sleeps == inPoller:
 		_ = s.poll.SetReadDeadline(past)
-	case s.c != nil:
+	case s.sleeps == inThread && s.c != nil:
 		C.sa_wake(s.c)
 	}
 }
@@ -264,7 +273,7 @@ func (s *socket) wait(try func(uintptr) bool) bool {
 // rest calls arm. If arm returns false, rest sleeps until the socket may have a message or wake is
 // called. The caller must not have received since arm's last receive.
 func (s *socket) rest(arm func() bool) {
-	if s.poll == nil {
+	if s.sleeps == inThread {
 		if !arm() {
 			s.sleep()
 		}

@@ -10,13 +10,13 @@
 #include <time.h>
 #include <unistd.h>
 
-sa_sock *sa_sock_new(void *soc, int fd) {
+sa_sock *sa_sock_new(void *soc, int fd, int sleeps) {
   sa_sock *s = calloc(1, sizeof *s);
   if (s == NULL) return NULL;
   s->soc = soc;
   s->fd = fd;
-  s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (s->wake < 0) {
+  s->wake = sleeps ? eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK) : -1;
+  if (sleeps && s->wake < 0) {
     int why = errno;
     free(s);
     errno = why;
@@ -28,7 +28,7 @@ sa_sock *sa_sock_new(void *soc, int fd) {
 
 void sa_sock_free(sa_sock *s) {
   pthread_mutex_destroy(&s->mu);
-  close(s->wake);
+  if (s->wake >= 0) close(s->wake);
   free(s);
 }
 

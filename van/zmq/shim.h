@@ -26,7 +26,7 @@ typedef struct {
 typedef struct {
   void *soc;
   int fd;   // libzmq's, readable when there may be a message
-  int wake; // an eventfd that ends sa_wait
+  int wake; // an eventfd that ends sa_wait, or -1
   pthread_mutex_t mu;
   int waiting;
 } sa_sock;
@@ -43,8 +43,8 @@ typedef struct {
   int stranger;   // the caller's
 } sa_msg;
 
-// Returns NULL if there is not enough memory or no descriptor.
-sa_sock *sa_sock_new(void *soc, int fd);
+// With sleeps, a thread may sleep in sa_wait. Returns NULL if there is not enough memory or no descriptor.
+sa_sock *sa_sock_new(void *soc, int fd, int sleeps);
 void sa_sock_free(sa_sock *s);
 
 sa_msg *sa_msg_new(void);

@@ -2,12 +2,14 @@ package zmq
 
 import (
 	"maps"
+	"os"
 	"slices"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
@@ -81,4 +83,33 @@ func TestUnacknowledgedData(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestDescriptors: a connection of two nodes takes 13 descriptors, of both together: in each direction two sockets of TCP, the queue of
+// the DEALER, and three for its monitor; the worker reads its DEALER, which takes one more.
+func TestDescriptors(t *testing.T) {
+	const peers = 4
+	server := newNode(t, 8, 5, nil, nil)
+	var workers []*node
+	for i := range peers {
+		workers = append(workers, newNode(t, van.WorkerID(i), uint32(7+i), nil, nil))
+	}
+	before := descriptors(t)
+	for _, w := range workers {
+		link(t, server, w)
+		w.must(t, push(8, 0, nil))
+		server.next(t).Release()
+		server.must(t, heartbeat(w.self.ID, 0))
+		w.next(t).Release()
+	}
+	until(t, "13 descriptors for each", func() bool { return descriptors(t)-before <= 13*peers })
+}
+
+func descriptors(t *testing.T) int {
+	t.Helper()
+	all, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(all)
 }

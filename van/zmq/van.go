@@ -154,7 +154,7 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 		unbind()
 		return 0, errors.Join(fmt.Errorf("zmq: ROUTER: %w", err), z.Close())
 	}
-	s, err := newSocket(z, true)
+	s, err := newSocket(z, inThread)
 	if err != nil {
 		g.close()
 		if refusals != nil {
