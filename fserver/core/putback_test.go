@@ -103,6 +103,37 @@ func TestRetake(t *testing.T) {
 	}
 }
 
+// TestGiveBackWakes: batches that go back into the queue wake the callers of GetAny and the callers of GetBatch.
+func TestGiveBackWakes(t *testing.T) {
+	worker, server := sessions(t)
+	q := server.queue
+	if _, err := server.GetAny(nil, 0, time.Millisecond); !errors.Is(err, ErrPending) {
+		t.Fatalf("a batch from nowhere: %v", err)
+	}
+	if _, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: tensor(t, make([]byte, 64))}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	var items []Item
+	if err := later(t, func(slice time.Duration) (err error) {
+		items, err = server.GetAny(nil, 1, slice)
+		return err
+	}); err != nil || len(items) != 1 {
+		t.Fatalf("%d batches, %v", len(items), err)
+	}
+	for _, woken := range []chan struct{}{q.anyReady, q.changed} {
+		select { // the token of the arrival
+		case <-woken:
+		default:
+		}
+	}
+	server.GiveBack(items)
+	for name, woken := range map[string]chan struct{}{"any worker": q.anyReady, "each worker": q.changed} {
+		if len(woken) != 1 {
+			t.Errorf("callers that wait for a batch of %s are not woken", name)
+		}
+	}
+}
+
 // queued returns the number of queued bytes of the first worker.
 func queued(q *queue) int {
 	q.mu.Lock()

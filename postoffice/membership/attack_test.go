@@ -633,16 +633,18 @@ func TestPlaceOfADeadMember(t *testing.T) {
 	}
 }
 
-// TestChallengesAreFew: however many processes register, few proofs are sent in a second.
+// TestChallengesAreFew: however many processes register, few proofs are sent in a second, and as many in a later one.
 func TestChallengesAreFew(t *testing.T) {
 	m := formed(t, attackConfig(van.Scheduler, 0, 8123), 0)
 	m.PeerLost(1e9, 9, nil)
 	m.Take()
-	for i := range 1000 {
-		_ = m.Step(2e9, van.Empty, registrationMessage(member(van.Worker, "10.6.6.6", 1+i, uint32(1000+i), 0), ""))
-	}
-	if o := actionsOf(m); len(o.dials) != 2+extraChallenges || len(o.replaced) > 0 {
-		t.Errorf("%d connections, want %d", len(o.dials), 2+extraChallenges)
+	for _, now := range []time.Duration{2e9, 3e9, 60e9} {
+		for i := range 1000 {
+			_ = m.Step(now, van.Empty, registrationMessage(member(van.Worker, "10.6.6.6", 1+i, uint32(1000+i), 0), ""))
+		}
+		if o := actionsOf(m); len(o.dials) != 2+extraChallenges || len(o.replaced) > 0 {
+			t.Errorf("at %s: %d connections, want %d", now, len(o.dials), 2+extraChallenges)
+		}
 	}
 }
 

@@ -189,6 +189,38 @@ func TestSendBudgetWaits(t *testing.T) {
 	}
 }
 
+// TestRoomWait: a sender waits for a peer that consumes something within each timeout, for maxRoomWait at most. The wait ends after a timeout without
+// progress.
+func TestRoomWait(t *testing.T) {
+	const timeout = 10 * time.Millisecond
+	for name, c := range map[string]struct {
+		next  func(at time.Duration) progress // of the peer
+		ends  time.Duration
+		idles bool
+	}{
+		"consumes nothing":           {func(time.Duration) progress { return progress{} }, timeout, true},
+		"consumes records":           {func(at time.Duration) progress { return progress{head: uint64(at / (timeout / 2))} }, maxRoomWait, false},
+		"acknowledges":               {func(at time.Duration) progress { return progress{acked: uint32(at / (timeout / 2))} }, maxRoomWait, false},
+		"stops after five timeouts":  {func(at time.Duration) progress { return progress{head: uint64(min(at, 5*timeout))} }, 6 * timeout, true},
+		"is slower than the timeout": {func(at time.Duration) progress { return progress{head: uint64(at / (2 * timeout))} }, timeout, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			const begun, step = 12345, 100 * time.Microsecond
+			w := roomWait{begun: begun, since: begun, last: c.next(0)}
+			for at := step; ; at += step {
+				over, idle := w.over(begun+uint64(at), c.next(at), timeout)
+				if !over && at <= 2*maxRoomWait {
+					continue
+				}
+				if at != c.ends+step || idle != c.idles || w.last != c.next(at) {
+					t.Errorf("the wait ends after %s, idle %t, want %s, %t", at, idle, c.ends+step, c.idles)
+				}
+				return
+			}
+		})
+	}
+}
+
 // TestOneLongValue: after a value that uses up the budget, a short message can still be sent, though the peer does
 // not read yet.
 func TestOneLongValue(t *testing.T) {

@@ -120,13 +120,13 @@ func (l *outLink) awaitRoom() bool {
 	if failpoint.On("send-budget") {
 		return true
 	}
-	last := l.progress()
-	if last == l.seen {
+	w := roomWait{last: l.progress()}
+	if w.last == l.seen {
 		return false
 	}
 	pause := l.c.engine.Spinner()
-	begun := clock.Now()
-	for since := begun; ; pause.Pause() {
+	w.begun = clock.Now()
+	for w.since = w.begun; ; pause.Pause() {
 		if l.collect() != nil {
 			return true // the caller's next step reports the error
 		}
@@ -135,18 +135,30 @@ func (l *outLink) awaitRoom() bool {
 		if l.unsent() < l.c.budget {
 			return true
 		}
-		now := clock.Now()
-		switch t := l.progress(); {
-		case t != last:
-			last, since = t, now
-		case now-since > uint64(l.c.roomTimeout):
-			l.seen = t
+		switch over, idle := w.over(clock.Now(), l.progress(), l.c.roomTimeout); {
+		case idle:
+			l.seen = w.last
 			return false
-		}
-		if now-begun > uint64(maxRoomWait) {
+		case over:
 			return false
 		}
 	}
+}
+
+// roomWait decides when awaitRoom ends without room.
+type roomWait struct {
+	last         progress // of the peer
+	begun, since uint64   // the times of the beginning and of the last progress
+}
+
+// over reports whether the wait ends at the time now, at which the peer has made the progress t. idle means that the peer has
+// consumed nothing for timeout.
+func (w *roomWait) over(now uint64, t progress, timeout time.Duration) (over, idle bool) {
+	if t != w.last {
+		w.last, w.since = t, now
+	}
+	idle = now-w.since > uint64(timeout)
+	return idle || now-w.begun > uint64(maxRoomWait), idle
 }
 
 // Limits of awaitRoom: the time since the peer has last consumed a message, and the total

@@ -17,6 +17,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // pipe is an inner van that records sent messages and can deliver messages.
@@ -603,6 +604,47 @@ func losePeer(t *testing.T, cause error) {
 	f.Disconnect(10)
 	if len(f.failed()) != 2 || f.kept.count != 0 || dones.Load() != 3 {
 		t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 2, 0, 3", len(f.failed()), f.kept.count, dones.Load())
+	}
+}
+
+// TestConnectedAgain: if a peer is connected again at the same address, kept messages are sent again and acknowledged there. At another address
+// they fail.
+func TestConnectedAgain(t *testing.T) {
+	for addr, lost := range map[string]bool{"a": false, "b": true} {
+		t.Run(addr, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newFixture(t, Options{Timeout: time.Second})
+				connect := func(host string, incarnation uint32) {
+					t.Helper()
+					if err := f.Connect(t.Context(), 8, van.Node{Hostname: host, Port: 1, Endpoint: (&van.NodeExtension{Incarnation: incarnation}).Encode()}); err != nil {
+						t.Fatal(err)
+					}
+				}
+				connect("a", 1)
+				if err := f.Send(request(8, 5)); err != nil {
+					t.Fatal(err)
+				}
+				sent := f.p.take()
+				connect(addr, 2)
+				if n := len(f.failed()); (n == 1) != lost || (f.kept.count == 0) != lost {
+					t.Fatalf("%d messages failed, %d are kept; want them to fail: %t", n, f.kept.count, lost)
+				}
+				if lost {
+					vantest.Fails(t, f.failed()[0].Err, van.ErrPeerLost, "at a:1", "replaced by b:1")
+					return
+				}
+				time.Sleep(1500 * time.Millisecond)
+				synctest.Wait()
+				again := f.p.take()
+				if len(again) != 1 || again[0].meta.Timestamp != 5 {
+					t.Fatalf("%d messages were sent again, want the one", len(again))
+				}
+				f.p.recv(ack(8, signature(&sent[0].meta, 9, 8)))
+				if f.kept.count != 0 || len(f.failed()) != 0 {
+					t.Errorf("%d are kept, %d have failed after the acknowledgement", f.kept.count, len(f.failed()))
+				}
+			})
+		})
 	}
 }
 
