@@ -57,8 +57,10 @@ type inConn struct {
 	cause   error    // why it has ended
 
 	mu     sync.Mutex // held while bytes are read
-	fenced bool       // nothing of it is delivered: another process has the sender's id, or a later connection has taken its place; mu
-	held   bool       // not read until it is admitted; peers.mu
+	fenced bool       // nothing of it is delivered: another process has the sender's id, or a later connection has taken its place; mu, peers.mu
+	held   bool       // not read yet; peers.mu
+	again  bool       // an earlier connection of the process broke, which the watcher does not know yet; peers.mu
+	told   bool       // it is read when the watcher was called; peers.mu
 	joined bool       // the source has it; peers.mu
 }
 

@@ -60,11 +60,12 @@ type peers struct {
 	senders  map[int]*sender
 	ins      []*inConn
 	draining map[uint32]chan struct{} // by incarnation: closed when all messages sent before have left
+	leaving  map[*outConn]struct{}    // connections of no peer that have not ended
 	replaced []uint32                 // incarnations of processes whose place others have taken
 }
 
 func newPeers(n *common) *peers {
-	p := &peers{n: n, senders: map[int]*sender{}, draining: map[uint32]chan struct{}{}}
+	p := &peers{n: n, senders: map[int]*sender{}, draining: map[uint32]chan struct{}{}, leaving: map[*outConn]struct{}{}}
 	p.all.Store(&map[int]*peer{})
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	return p
@@ -93,6 +94,25 @@ func (p *peers) sender(id int) *sender {
 	return s
 }
 
+// outs returns the connections to peers, and those that send what is left before they end.
+func (p *peers) outs() (l []*outConn) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, n := range *p.all.Load() {
+		if c := n.conn.Load(); c != nil {
+			l = append(l, c)
+		}
+	}
+	return slices.AppendSeq(l, maps.Keys(p.leaving))
+}
+
+// left forgets c, which has ended.
+func (p *peers) left(c *outConn) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.leaving, c)
+}
+
 // enter begins to receive from c, at once or when this node knows its process. again means that the process had a connection, which broke.
 func (p *peers) enter(c *inConn, again bool) verdict {
 	p.mu.Lock()
@@ -104,17 +124,29 @@ func (p *peers) enter(c *inConn, again bool) verdict {
 		return verdictReplaced
 	}
 	p.ins = append(p.ins, c)
+	c.held, c.again = true, again
 	n := p.of(c.from.id)
 	switch {
 	case n == nil || n.incarnation != c.incarnation:
 		p.hold(c, unknownTime)
 	case !n.admitted:
 		p.hold(c, holdTime)
-	case again:
+	default:
+		p.startLocked(n, c)
+	}
+	return verdictYes
+}
+
+// startLocked begins to read c, a connection of n's process, unless an earlier one has not been read to its end. p.mu is held.
+func (p *peers) startLocked(n *peer, c *inConn) {
+	switch {
+	case c.again:
 		// The process has failed the requests that it sent before, and this node must fail those that it was sent. Only then may new
 		// messages be delivered.
-		p.supersedeLocked(c)
-		c.held = true
+		for _, x := range p.earlierLocked(c) {
+			p.fence(x)
+		}
+		c.again, c.told = false, true
 		p.lost(n, func() {
 			p.mu.Lock()
 			defer p.mu.Unlock()
@@ -122,10 +154,22 @@ func (p *peers) enter(c *inConn, again bool) verdict {
 				p.joinLocked(c)
 			}
 		})
-	default:
+	case !c.told && len(p.earlierLocked(c)) == 0:
 		p.joinLocked(c)
 	}
-	return verdictYes
+}
+
+// earlierLocked returns the connections that c's process made before c, and that are still read. p.mu is held.
+func (p *peers) earlierLocked(c *inConn) (l []*inConn) {
+	for _, x := range p.ins { // in the order of their arrival
+		if x == c {
+			break
+		}
+		if x.from == c.from && x.incarnation == c.incarnation && !x.fenced {
+			l = append(l, x)
+		}
+	}
+	return l
 }
 
 // joinLocked begins to read c. p.mu is held.
@@ -139,7 +183,6 @@ func (p *peers) joinLocked(c *inConn) {
 
 // hold reads nothing from c until its process is admitted, for limit at most. p.mu is held.
 func (p *peers) hold(c *inConn, limit time.Duration) {
-	c.held = true
 	var oldest *inConn
 	held := 0
 	for _, x := range p.ins { // in the order of their arrival
@@ -164,12 +207,15 @@ func (p *peers) endHold(c *inConn) {
 	if !c.held || p.closed {
 		return
 	}
-	if n := p.of(c.from.id); (n == nil || n.incarnation != c.incarnation) && !failpoint.On("fencing") {
+	switch n := p.of(c.from.id); {
+	case n != nil && n.incarnation == c.incarnation:
+		p.startLocked(n, c)
+	case failpoint.On("fencing"):
+		p.joinLocked(c)
+	default:
 		p.n.log.Info("a connection for data ends: its process is not the one that is known under its id", "peer", van.NodeName(c.from.id))
 		p.endLocked(c)
-		return
 	}
-	p.joinLocked(c)
 }
 
 // endLocked ends c. p.mu is held. The source closes a connection that it reads.
@@ -179,16 +225,24 @@ func (p *peers) endLocked(c *inConn) {
 		return
 	}
 	c.held = false
-	p.ins = slices.DeleteFunc(p.ins, func(x *inConn) bool { return x == c })
+	p.removeLocked(c)
 	_ = unix.Close(c.fd)
 }
 
-// leave forgets c, which the source has closed.
+// removeLocked removes c from the list. p.mu is held.
+func (p *peers) removeLocked(c *inConn) {
+	p.ins = slices.DeleteFunc(p.ins, func(x *inConn) bool { return x == c })
+}
+
+// leave forgets c, which the source has closed. The next connection of its process is read.
 func (p *peers) leave(c *inConn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	c.joined = false
-	p.ins = slices.DeleteFunc(p.ins, func(x *inConn) bool { return x == c })
+	p.removeLocked(c)
+	if n := p.of(c.from.id); n != nil && n.incarnation == c.incarnation {
+		p.admitLocked(c.from.id, n)
+	}
 }
 
 // admitLocked begins to read the connections of n, peer id, if it may. p.mu is held.
@@ -198,7 +252,7 @@ func (p *peers) admitLocked(id int, n *peer) {
 	}
 	for _, c := range slices.Clone(p.ins) {
 		if c.from.id == id && c.incarnation == n.incarnation && c.held {
-			p.joinLocked(c)
+			p.startLocked(n, c)
 		}
 	}
 }
@@ -213,17 +267,19 @@ func (p *peers) admit(n *peer) {
 	}
 }
 
-// fenceLocked ends what arrives from a process whose place as peer id another one has taken. p.mu is held.
-func (p *peers) fenceLocked(id int, incarnation uint32) {
-	if failpoint.On("fencing") || incarnation == 0 {
+// fenceLocked ends what arrives from the process that was, whose place as peer id n has taken. was may be nil. p.mu is held.
+func (p *peers) fenceLocked(id int, was, n *peer) {
+	if failpoint.On("fencing") {
 		return
 	}
-	if len(p.replaced) == maxReplaced {
-		p.replaced = slices.Delete(p.replaced, 0, 1)
+	if was != nil && was.incarnation != 0 {
+		if len(p.replaced) == maxReplaced {
+			p.replaced = slices.Delete(p.replaced, 0, 1)
+		}
+		p.replaced = append(p.replaced, was.incarnation)
 	}
-	p.replaced = append(p.replaced, incarnation)
 	for _, c := range slices.Clone(p.ins) {
-		if c.from.id == id && c.incarnation == incarnation {
+		if c.from.id == id && c.incarnation != n.incarnation && (c.joined || was != nil && c.incarnation == was.incarnation) {
 			p.fence(c)
 		}
 	}
@@ -235,15 +291,6 @@ func (p *peers) fence(c *inConn) {
 	c.fenced = true
 	c.mu.Unlock()
 	p.endLocked(c)
-}
-
-// supersedeLocked ends the earlier connections of c's process. p.mu is held.
-func (p *peers) supersedeLocked(c *inConn) {
-	for _, x := range slices.Clone(p.ins) {
-		if x != c && x.from == c.from && x.incarnation == c.incarnation {
-			p.fence(x)
-		}
-	}
 }
 
 // current reports whether n still is the peer that has its id.

@@ -151,17 +151,24 @@ func (v *Van) Connect(ctx context.Context, id int, record van.Node) error {
 	}
 	n.admitted = was == nil || was.incarnation == n.incarnation
 	p.change(func(all map[int]*peer) { all[id] = n })
-	if was != nil && was.incarnation != n.incarnation {
-		p.fenceLocked(id, was.incarnation)
+	if was == nil || was.incarnation != n.incarnation {
+		p.fenceLocked(id, was, n)
 	}
 	p.admitLocked(id, n)
 	if !n.admitted {
 		time.AfterFunc(holdTime, func() { p.admit(n) })
 	}
+	var former *outConn
+	if was != nil {
+		if former = was.conn.Load(); former != nil {
+			p.leaving[former] = struct{}{}
+		}
+	}
 	p.mu.Unlock()
 	if was != nil {
-		if c := was.conn.Load(); c != nil {
-			c.close()
+		if former != nil {
+			former.close()
+			p.left(former)
 		}
 		v.events.replaced(was, n)
 	}
@@ -188,14 +195,20 @@ func (v *Van) Disconnect(id int) {
 	n := p.of(id)
 	p.change(func(all map[int]*peer) { delete(all, id) })
 	if n != nil && !p.closed {
+		for _, c := range p.ins {
+			if c.held && c.incarnation == n.incarnation {
+				p.hold(c, unknownTime) // an earlier one is still read
+			}
+		}
 		if c := n.conn.Load(); c != nil {
 			before, left := p.draining[n.incarnation], make(chan struct{})
-			p.draining[n.incarnation] = left
+			p.draining[n.incarnation], p.leaving[c] = left, struct{}{}
 			p.wg.Go(func() {
 				ctx, cancel := context.WithTimeout(p.ctx, drainTime)
 				defer cancel()
 				c.linger(ctx)
 				c.close()
+				p.left(c)
 				if before != nil {
 					<-before
 				}
@@ -329,10 +342,8 @@ func (v *Van) Invalidate(mem backend.Mem) {
 
 // Cancel implements van.Canceler.
 func (v *Van) Cancel(q van.Requests) {
-	for _, n := range *v.peers.all.Load() {
-		if c := n.conn.Load(); c != nil {
-			c.cancel(&q)
-		}
+	for _, c := range v.peers.outs() {
+		c.cancel(&q)
 	}
 	if r, ok := van.As[van.Canceler](v.inner); ok {
 		r.Cancel(q)
@@ -351,12 +362,15 @@ func (v *Van) PathTo(id int) van.Path {
 
 // SetTrafficClasses implements van.TrafficClassSetter.
 func (v *Van) SetTrafficClasses(classes map[int]int) {
+	p := v.peers
+	p.mu.Lock() // no connection is installed meanwhile
 	v.own.classes.Store(&classes)
-	for id, n := range *v.peers.all.Load() {
+	for id, n := range *p.all.Load() {
 		if c := n.conn.Load(); c != nil {
 			c.setClass(classes[id]) // 0: the system's
 		}
 	}
+	p.mu.Unlock()
 	if m, ok := van.As[van.TrafficClassSetter](v.inner); ok {
 		m.SetTrafficClasses(classes)
 	}

@@ -1,0 +1,115 @@
+package tcp
+
+import (
+	"sync/atomic"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// TestCancelAfterDisconnect: the memory of canceled requests is the caller's again although their connection still sends what Disconnect
+// left.
+func TestCancelAfterDisconnect(t *testing.T) {
+	worker, _, _ := stuck(t, func(o *van.Options) { o.Config.RecvBudgetPeer = 1 << 20 })
+	var done atomic.Int32
+	const count = 24
+	for i := range count {
+		m := dataMessage(8, i, true, true, pattern(4<<20, i))
+		m.Done = counter{&done}
+		worker.must(m)
+	}
+	worker.Disconnect(8)
+	worker.Cancel(van.Requests{First: 0, Count: count})
+	if n := done.Load(); n != count {
+		t.Errorf("%d of %d values were given back", n, count)
+	}
+}
+
+// TestConnectAgain: what was sent before Disconnect arrives before what is sent after the next Connect, also if the receiver has not read it
+// by then.
+func TestConnectAgain(t *testing.T) {
+	worker, server, open := stuck(t, func(o *van.Options) { o.Config.RecvBudgetPeer = 1 << 20 })
+	const count, times = 200, 3
+	for k := range times {
+		for i := range count {
+			worker.must(dataMessage(8, k*count+i, true, true, pattern(8000, i)))
+		}
+		vantest.Eventually(t, limit, "the connections", func() bool {
+			server.peers.mu.Lock()
+			defer server.peers.mu.Unlock()
+			return len(server.peers.ins) == k+1
+		})
+		if k < times-1 {
+			worker.Disconnect(8)
+			worker.connect(server)
+		}
+	}
+	open()
+	for i := range times * count {
+		m := server.next()
+		if int(m.Timestamp) != i {
+			t.Fatalf("message %d arrived, want %d", m.Timestamp, i)
+		}
+		m.Release()
+	}
+}
+
+// TestReplacedAfterDisconnect: nothing of a process is delivered after Disconnect when Connect has named another one.
+func TestReplacedAfterDisconnect(t *testing.T) {
+	worker, server := pair(t, nil)
+	worker.must(dataMessage(8, 1, true, true, []byte("before")))
+	server.next().Release()
+	server.Disconnect(9)
+	other := start(t, 9, nil)
+	other.connect(server)
+	server.connect(other)
+	vantest.Eventually(t, limit, "the former process loses its connection", func() bool { return worker.told("8 false") })
+	other.must(dataMessage(8, 3, true, true, []byte("other")))
+	if m := server.next(); m.Timestamp != 3 {
+		t.Errorf("message %d arrived, want 3", m.Timestamp)
+	}
+}
+
+// TestBrokenBeforeAdmit: a replacement process has lost a connection before it is admitted. The loss is reported when it is, and nothing of
+// that connection is delivered.
+func TestBrokenBeforeAdmit(t *testing.T) {
+	worker, server := pair(t, nil)
+	worker.must(dataMessage(8, 1, true, true, []byte("before")))
+	server.next().Release()
+	other := start(t, 9, nil)
+	other.connect(server)
+	waits := func(incarnation uint32) {
+		t.Helper()
+		vantest.Eventually(t, limit, "its connection", func() bool {
+			server.peers.mu.Lock()
+			defer server.peers.mu.Unlock()
+			for _, c := range server.peers.ins {
+				if c.held && c.again == (incarnation > 0) {
+					return true
+				}
+			}
+			return false
+		})
+	}
+	other.must(dataMessage(8, 2, true, true, []byte("lost")))
+	waits(0)
+	c := other.peers.of(8).conn.Load()
+	c.mu.Lock()
+	c.fail(errClosed)
+	c.mu.Unlock()
+	waits(1)
+	vantest.Eventually(t, limit, "the next connection", func() bool { return other.told("8 false", "8 true") })
+	other.must(dataMessage(8, 3, true, true, []byte("after")))
+	server.mu.Lock()
+	server.events = nil
+	server.mu.Unlock()
+	server.connect(other)
+	server.Admit(9)
+	if m := server.next(); m.Timestamp != 3 {
+		t.Errorf("message %d arrived, want 3", m.Timestamp)
+	}
+	if !server.told("9 false", "9 true") {
+		t.Errorf("the server's events: %v", server.events)
+	}
+}
