@@ -298,8 +298,12 @@ func TestCancelAnywhere(t *testing.T) {
 		if n == 0 {
 			want = rest
 		}
-		if got := unwritten(c); !bytes.Equal(got, want) {
+		got := unwritten(c)
+		if !bytes.Equal(got, want) {
 			t.Errorf("canceled after %d bytes of %d: %d bytes follow, want %d", n, front+lendFrom, len(got), len(want))
+		}
+		if c.written(len(got)); c.unsent() != 0 || len(c.queue) != 0 {
+			t.Errorf("canceled after %d bytes: %d bytes and %d messages count as unsent at the end", n, c.unsent(), len(c.queue))
 		}
 	}
 }
@@ -700,6 +704,63 @@ func TestStrangers(t *testing.T) {
 	}
 	if text := server.log.String(); strings.Contains(text, "sixteen") {
 		t.Errorf("the log has the secret:\n%s", text)
+	}
+}
+
+// TestClass: packets to a peer have its traffic class, over a connection that is there, that is made later, and that is made again.
+func TestClass(t *testing.T) {
+	worker, server := pair(t, nil)
+	ts := 0
+	exchange := func() {
+		t.Helper()
+		ts++
+		worker.must(dataMessage(8, ts, true, true, nil))
+		server.next().Release()
+	}
+	has := func(when string, class int) {
+		t.Helper()
+		tos, err := unix.GetsockoptInt(worker.peers.of(8).conn.Load().fd, unix.IPPROTO_IP, unix.IP_TOS)
+		if err != nil || tos != class<<2 {
+			t.Errorf("%s: the connection has class %d, %v, want %d", when, tos>>2, err, class)
+		}
+		if now, ever := worker.TrafficClassApplied(8); !ever {
+			t.Errorf("%s: applied %t, ever %t", when, now, ever)
+		}
+	}
+	worker.SetTrafficClasses(map[int]int{8: 46, 10: 1})
+	exchange()
+	has("set before the connection", 46)
+	worker.SetTrafficClasses(map[int]int{8: 10})
+	has("changed", 10)
+	before := worker.peers.of(8).conn.Load()
+	server.peers.mu.Lock()
+	_ = unix.Shutdown(server.peers.ins[0].fd, unix.SHUT_RDWR)
+	server.peers.mu.Unlock()
+	vantest.Eventually(t, limit, "another connection", func() bool { return worker.peers.of(8).conn.Load() != before })
+	exchange()
+	has("after a break", 10)
+	worker.SetTrafficClasses(nil)
+	has("removed", 0)
+}
+
+// TestForgets: an answer has no place any more when its peer is lost or disconnected.
+func TestForgets(t *testing.T) {
+	for name, leave := range map[string]func(worker *end){
+		"lost":         func(worker *end) { _ = unix.Shutdown(worker.peers.of(8).conn.Load().fd, unix.SHUT_RDWR) },
+		"disconnected": func(worker *end) { worker.Disconnect(8) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			worker, server := pair(t, nil)
+			pull := dataMessage(8, 1, true, false, nil)
+			pull.Into = backend.Bytes(make([]byte, 1<<20))
+			worker.must(pull)
+			server.next().Release()
+			if n := worker.own.places.Expected(); n != 1 {
+				t.Fatalf("%d places, want 1", n)
+			}
+			leave(worker)
+			vantest.Eventually(t, limit, "it is forgotten", func() bool { return worker.own.places.Expected() == 0 })
+		})
 	}
 }
 
