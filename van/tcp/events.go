@@ -59,6 +59,20 @@ func (e *events) replaced(old, n *peer) {
 	}
 }
 
+// inside passes on what the van inside reports of peer id, except a return while the connection for data is broken: what was sent then
+// would fail. The return is reported when that connection is made again.
+func (e *events) inside(id int, up bool, cause error) {
+	if n := e.peers.of(id); up && n != nil {
+		e.mu.Lock()
+		down := n.down
+		e.mu.Unlock()
+		if down {
+			return
+		}
+	}
+	e.watch(id, up, cause)
+}
+
 // add queues an event. e.mu is held.
 func (e *events) add(x event) {
 	e.queue = append(e.queue, x)

@@ -4,6 +4,8 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -112,4 +114,27 @@ func TestBrokenBeforeAdmit(t *testing.T) {
 	if !server.told("9 false", "9 true") {
 		t.Errorf("the server's events: %v", server.events)
 	}
+}
+
+// TestBackInside: a return that the van inside reports is passed on when there is a connection for data, too.
+func TestBackInside(t *testing.T) {
+	worker, server := pair(t, nil)
+	worker.must(dataMessage(8, 1, true, true, []byte("before")))
+	server.next().Release()
+	vantest.Eventually(t, limit, "the transport inside is connected", func() bool { return worker.told("8 true") })
+	server.acceptor.mu.Lock() // it accepts no connection
+	func() {
+		defer server.acceptor.mu.Unlock()
+		server.peers.mu.Lock()
+		_ = unix.Shutdown(server.peers.ins[0].fd, unix.SHUT_RDWR)
+		server.peers.mu.Unlock()
+		vantest.Eventually(t, limit, "the loss is reported", func() bool { return worker.told("8 true", "8 false") })
+		worker.Van.events.inside(8, true, nil)
+		if worker.told("8 false", "8 true") {
+			t.Error("the peer's return was reported without a connection for data")
+		}
+	}()
+	vantest.Eventually(t, limit, "the return is reported", func() bool { return worker.told("8 false", "8 true") })
+	worker.must(dataMessage(8, 2, true, true, []byte("after")))
+	server.next().Release()
 }

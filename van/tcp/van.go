@@ -393,7 +393,7 @@ func (v *Van) TrafficClassApplied(id int) (now, ever bool) {
 func (v *Van) WatchPeers(f func(id int, up bool, cause error)) {
 	v.events.watch = f
 	if w, ok := van.As[van.PeerWatcher](v.inner); ok {
-		w.WatchPeers(f)
+		w.WatchPeers(v.events.inside)
 	}
 }
 
