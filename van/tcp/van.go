@@ -195,7 +195,7 @@ func (v *Van) Disconnect(id int) {
 	n := p.of(id)
 	p.change(func(all map[int]*peer) { delete(all, id) })
 	if n != nil && !p.closed {
-		for _, c := range p.ins {
+		for _, c := range slices.Clone(p.ins) {
 			if c.held && c.incarnation == n.incarnation {
 				p.hold(c, unknownTime) // an earlier one is still read
 			}
