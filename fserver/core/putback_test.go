@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // TestRetake: batches of which all tensors but one were returned go back to the queue, in their order, and can be taken
@@ -103,35 +104,50 @@ func TestRetake(t *testing.T) {
 	}
 }
 
-// TestGiveBackWakes: batches that go back into the queue wake the callers of GetAny and the callers of GetBatch.
-func TestGiveBackWakes(t *testing.T) {
+// TestWakes: callers of GetAny and GetBatch are woken by batches that another caller has left or given back, and by the loss of a worker.
+func TestWakes(t *testing.T) {
 	worker, server := sessions(t)
 	q := server.queue
 	if _, err := server.GetAny(nil, 0, time.Millisecond); !errors.Is(err, ErrPending) {
 		t.Fatalf("a batch from nowhere: %v", err)
 	}
-	if _, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: tensor(t, make([]byte, 64))}}, nil); err != nil {
-		t.Fatal(err)
-	}
-	var items []Item
-	if err := later(t, func(slice time.Duration) (err error) {
-		items, err = server.GetAny(nil, 1, slice)
-		return err
-	}); err != nil || len(items) != 1 {
-		t.Fatalf("%d batches, %v", len(items), err)
-	}
-	for _, woken := range []chan struct{}{q.anyReady, q.changed} {
-		select { // the token of the arrival
-		case <-woken:
-		default:
+	for range 2 {
+		if _, err := worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 1, Val: tensor(t, make([]byte, 64))}}, nil); err != nil {
+			t.Fatal(err)
 		}
 	}
-	server.GiveBack(items)
-	for name, woken := range map[string]chan struct{}{"any worker": q.anyReady, "each worker": q.changed} {
-		if len(woken) != 1 {
-			t.Errorf("callers that wait for a batch of %s are not woken", name)
+	vantest.Eventually(t, 20*time.Second, "two batches", func() bool { return arrived(q) == 2 })
+	callers := map[string]chan struct{}{"GetAny": q.anyReady, "GetBatch": q.changed}
+	sleep := func() { // as a caller does that finds no batch
+		for _, woken := range callers {
+			select {
+			case <-woken:
+			default:
+			}
 		}
 	}
+	wake := func(what string, names ...string) {
+		t.Helper()
+		for _, name := range names {
+			vantest.Eventually(t, 20*time.Second, name+" is woken by "+what, func() bool { return len(callers[name]) == 1 })
+		}
+		sleep()
+	}
+	sleep()
+	one, err := server.GetAny(nil, 1, 20*time.Second)
+	if err != nil || len(one) != 1 {
+		t.Fatalf("%d batches, %v", len(one), err)
+	}
+	wake("a batch that is left", "GetAny")
+	rest, err := server.GetBatch(nil, 20*time.Second)
+	if err != nil || len(rest) != 1 {
+		t.Fatalf("%d batches, %v", len(rest), err)
+	}
+	sleep()
+	server.GiveBack(append(one, rest...))
+	wake("batches that are given back", "GetAny", "GetBatch")
+	worker.Close()
+	wake("a loss", "GetAny", "GetBatch")
 }
 
 // queued returns the number of queued bytes of the first worker.
