@@ -100,13 +100,14 @@ func Configured(o van.Options, role van.Role) (van.Van, error) {
 	if err != nil || role == van.Scheduler {
 		return v, err
 	}
-	if v.Type() == "zmq" && o.Config.Data == env.DataTCP && !o.Config.Local && o.Incarnation != 0 {
-		v = tcp.New(v, o)
+	over := v.Type()
+	if over == "zmq" && o.Config.Data == env.DataTCP && !o.Config.Local && o.Incarnation != 0 {
+		v, over = tcp.New(v, o), "tcp"
 	}
 	switch {
 	case o.Config.EnableIPC == 0:
 		if o.Log != nil {
-			o.Log.Info("data goes over "+v.Type()+" to all peers", "why", "BYTEPS_ENABLE_IPC=0")
+			o.Log.Info("data goes over "+over+" to all peers", "why", "BYTEPS_ENABLE_IPC=0")
 		}
 		return v, nil
 	}

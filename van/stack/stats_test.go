@@ -2,6 +2,7 @@ package stack_test
 
 import (
 	"reflect"
+	"strings"
 	"testing"
 
 	_ "github.com/stepaf/stepaf-go/internal/testlimit"
@@ -12,7 +13,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/local"
 	"github.com/stepaf/stepaf-go/van/pace"
 	"github.com/stepaf/stepaf-go/van/resend"
+	"github.com/stepaf/stepaf-go/van/stack"
 	"github.com/stepaf/stepaf-go/van/stage"
+	"github.com/stepaf/stepaf-go/van/tcp"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // counting is a van that implements only Meter.
@@ -22,6 +26,7 @@ type counting struct {
 }
 
 func (c *counting) Stats() van.Stats { return c.stats }
+func (c *counting) Type() string     { return "counting" }
 
 // TestStatsPassThrough: each counter of a van can be read through each van that wraps it.
 func TestStatsPassThrough(t *testing.T) {
@@ -39,6 +44,7 @@ func TestStatsPassThrough(t *testing.T) {
 		{"pace", pace.New(inner, pace.Options{})},
 		{"resend", resend.New(inner, resend.Options{})},
 		{"stage", stage.New(inner, stage.Options{Backend: simgpu.New(0)})},
+		{"tcp", tcp.New(inner, van.Options{Config: env.Default()})},
 	} {
 		m, ok := van.As[van.Meter](w.van)
 		if !ok {
@@ -50,6 +56,24 @@ func TestStatsPassThrough(t *testing.T) {
 			if name := got.Type().Field(i).Name; got.Field(i).Uint() != s.Field(i).Uint() {
 				t.Errorf("%s: %s is %d, want %d", w.name, name, got.Field(i).Uint(), s.Field(i).Uint())
 			}
+		}
+	}
+}
+
+// TestNamedTransport: without shared memory, the log names the transport of the data.
+func TestNamedTransport(t *testing.T) {
+	for data, want := range map[string]string{env.DataTCP: "data goes over tcp to all peers", env.DataZMQ: "data goes over zmq to all peers"} {
+		cfg, log := env.Default(), vantest.Log{}
+		cfg.EnableIPC, cfg.Data = 0, data
+		v, err := stack.Configured(van.Options{Config: cfg, Incarnation: 1, Log: log.Logger()}, van.Worker)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := v.Close(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if !strings.Contains(log.String(), want) {
+			t.Errorf("STEPAF_DATA=%s: the log does not say %q:\n%s", data, want, log.String())
 		}
 	}
 }

@@ -111,12 +111,25 @@ func (a *acceptor) serve(c net.Conn) {
 		return
 	}
 	_ = tune(fd)
+	if !waits(fd) {
+		a.n.say(c, verdictClosed)
+		_ = unix.Close(fd)
+		return
+	}
 	in := &inConn{n: a.n, from: a.peers.sender(h.id), incarnation: h.own, fd: fd}
 	verdict := a.peers.enter(in, h.again)
 	a.n.say(c, verdict)
 	if verdict != verdictYes {
 		_ = unix.Close(fd)
 	}
+}
+
+// waits reports whether the dialer waits for the admission. If its time is over, its process may have another connection by now, which the
+// admission would end.
+func waits(fd int) bool {
+	var b [1]byte
+	_, _, err := unix.Recvfrom(fd, b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	return err == unix.EAGAIN
 }
 
 // close ends all handshakes.

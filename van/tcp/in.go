@@ -21,6 +21,7 @@ type sender struct {
 	queue       engine.PeerQueue[*inbound]
 	undelivered atomic.Int32 // messages that the loop has received and not delivered
 	blame       engine.SlowDetector
+	known       bool // a connection of it was read; peers.mu
 }
 
 // inbound is a received message with its memory.

@@ -85,6 +85,10 @@ func (p *peers) change(f func(map[int]*peer)) {
 func (p *peers) sender(id int) *sender {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	return p.senderLocked(id)
+}
+
+func (p *peers) senderLocked(id int) *sender {
 	s := p.senders[id]
 	if s == nil {
 		s = &sender{id: id}
@@ -94,7 +98,7 @@ func (p *peers) sender(id int) *sender {
 	return s
 }
 
-// outs returns the connections to peers, and those that send what is left before they end.
+// outs returns the connections over which this node sends, including connections that Disconnect has left to write their queues.
 func (p *peers) outs() (l []*outConn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -124,6 +128,7 @@ func (p *peers) enter(c *inConn, again bool) verdict {
 		return verdictReplaced
 	}
 	p.ins = append(p.ins, c)
+	c.from = p.senderLocked(c.from.id) // another connection of an unknown process may have ended
 	c.held, c.again = true, again
 	n := p.of(c.from.id)
 	switch {
@@ -174,7 +179,7 @@ func (p *peers) earlierLocked(c *inConn) (l []*inConn) {
 
 // joinLocked begins to read c. p.mu is held.
 func (p *peers) joinLocked(c *inConn) {
-	c.held, c.joined = false, true
+	c.held, c.joined, c.from.known = false, true, true
 	if err := p.read(c); err != nil {
 		p.n.log.Error("a connection for data cannot be read", "peer", van.NodeName(c.from.id), "err", err)
 		p.endLocked(c)
@@ -229,9 +234,12 @@ func (p *peers) endLocked(c *inConn) {
 	_ = unix.Close(c.fd)
 }
 
-// removeLocked removes c from the list. p.mu is held.
+// removeLocked removes c from the list. Nothing is kept of an id that only unknown processes have claimed. p.mu is held.
 func (p *peers) removeLocked(c *inConn) {
 	p.ins = slices.DeleteFunc(p.ins, func(x *inConn) bool { return x == c })
+	if !c.from.known && !slices.ContainsFunc(p.ins, func(x *inConn) bool { return x.from == c.from }) {
+		delete(p.senders, c.from.id)
+	}
 }
 
 // leave forgets c, which the source has closed. The next connection of its process is read.

@@ -1,8 +1,11 @@
 package tcp
 
 import (
+	"io"
+	"net"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -28,8 +31,8 @@ func TestCancelAfterDisconnect(t *testing.T) {
 	}
 }
 
-// TestConnectAgain: what was sent before Disconnect arrives before what is sent after the next Connect, also if the receiver has not read it
-// by then.
+// TestConnectAgain: messages sent before Disconnect arrive before messages sent after the next Connect, also if the receiver has not read
+// the earlier ones by then.
 func TestConnectAgain(t *testing.T) {
 	worker, server, open := stuck(t, func(o *van.Options) { o.Config.RecvBudgetPeer = 1 << 20 })
 	const count, times = 200, 3
@@ -137,4 +140,56 @@ func TestBackInside(t *testing.T) {
 	vantest.Eventually(t, limit, "the return is reported", func() bool { return worker.told("8 false", "8 true") })
 	worker.must(dataMessage(8, 2, true, true, []byte("after")))
 	server.next().Release()
+}
+
+// TestLateHello: the hello of a dialer whose time is over, for example because this node was stopped, does not end the later connection
+// of the dialer's process.
+func TestLateHello(t *testing.T) {
+	worker, server := pair(t, nil)
+	worker.must(dataMessage(8, 1, true, true, []byte("before")))
+	server.next().Release()
+	from, _ := worker.self.Extension()
+	to, _ := server.self.Extension()
+	late := hello{id: 9, own: from.Incarnation, peer: to.Incarnation, again: true, number: newNumber()}
+	server.acceptor.mu.Lock() // it reads no hello yet
+	c, err := net.Dial("tcp", dataAddr(server))
+	if err == nil {
+		_, err = c.Write(late.append(nil))
+		_ = c.(*net.TCPConn).CloseWrite()
+	}
+	server.acceptor.mu.Unlock()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(limit))
+	_, _ = io.Copy(io.Discard, c)
+	worker.must(dataMessage(8, 2, true, true, []byte("after")))
+	server.next().Release()
+	if worker.told("8 false") || server.told("9 false") {
+		t.Errorf("events of the worker: %v, of the server: %v", worker.events, server.events)
+	}
+}
+
+// TestClaimedIDs: ids that unknown processes claim use no memory when their connections have ended.
+func TestClaimedIDs(t *testing.T) {
+	p := start(t, 8, nil).peers
+	var all []*inConn
+	for i := range 100 {
+		fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := &inConn{n: p.n, from: p.sender(1000 + i/2), incarnation: uint32(1<<20 + i), fd: fd}
+		if v := p.enter(c, false); v != verdictYes {
+			t.Fatalf("connection %d: verdict %d", i, v)
+		}
+		all = append(all, c)
+	}
+	for _, c := range all {
+		p.endHold(c)
+	}
+	if n := len(p.senders); n != 0 {
+		t.Errorf("%d ids are kept", n)
+	}
 }
