@@ -4,11 +4,13 @@ package af
 
 import (
 	"cmp"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -49,6 +51,7 @@ type work struct {
 	ack      datamsg.Reply // of a single push
 	state    atomic.Uint64 // generation<<1 | answered
 	refs     atomic.Int32
+	accepted cluster.Accepted
 
 	answers []KeyTensor // to the pulls, while the batch is in the server's queue
 	done    van.Completion
@@ -78,6 +81,13 @@ func (b Batch) Wanted() bool {
 	}
 	c := b.w.s.serving.Load()
 	return c == nil || c.IsAwaited(b.w.instance, b.w.epoch, b.w.customer, b.w.first)
+}
+
+// Context returns the context of the batch. It ends when the batch is answered, refused or released, when its worker has canceled it
+// or is lost, when the server or its node is closed, and when the context of Shutdown ends; context.Cause tells which. The
+// first call for a batch makes it.
+func (b Batch) Context() context.Context {
+	return b.w.s.inbound.Context(&b.w.accepted, b.w.x.id, func() bool { return b.w.state.Load()>>1 == b.gen })
 }
 
 // add adds one message to the batch.
@@ -185,6 +195,7 @@ func (b *work) unref() {
 	if b.refs.Add(-1) > 0 {
 		return
 	}
+	b.s.inbound.Leave(&b.accepted) // unless it was answered
 	b.state.Store((b.state.Load()>>1 + 1) << 1)
 	for i, m := range b.msgs {
 		m.Release()

@@ -118,7 +118,7 @@ func deviceRounds(t *testing.T, d *devices, n int) {
 	for r := range 20 {
 		d.wdev.Queue(5, func() { fill(push, byte(r)) })
 		h, err := d.w.PushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, push)}},
-			[]af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.wdev, pull)}}, af.OnStream(5))
+			[]af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.wdev, pull)}}, af.Stream(5))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -207,7 +207,7 @@ func TestAnswerOrder(t *testing.T) {
 		if err := b.Respond([]af.KeyTensor{{Val: v}}, stream, af.OnSent(&left)); err != nil {
 			t.Fatal(err)
 		}
-		if err := b.Respond([]af.KeyTensor{{Val: v}}, stream); !errors.Is(err, af.ErrAnswered) {
+		if err := b.Respond([]af.KeyTensor{{Val: v}}, stream); !errors.Is(err, postoffice.ErrAnswered) {
 			t.Errorf("answered again: %v", err)
 		}
 	}

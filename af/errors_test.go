@@ -155,7 +155,7 @@ func TestBadResponses(t *testing.T) {
 	serve(t, c.Servers[0], func(b af.Batch) {
 		if late != nil {
 			late.Release() // one too many
-			vantest.Fails(t, late.Respond(nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
+			vantest.Fails(t, late.Respond(nil), postoffice.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
 		}
 		for _, x := range []struct {
 			out  []af.KeyTensor
@@ -174,7 +174,7 @@ func TestBadResponses(t *testing.T) {
 		if err := echo(b); err != nil {
 			t.Error(err)
 		}
-		vantest.Fails(t, b.Respond(nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
+		vantest.Fails(t, b.Respond(nil), postoffice.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
 		late = &b
 	})
 	w := newWorker(t, c.Workers[0])
@@ -207,7 +207,7 @@ func TestAnsweredTwice(t *testing.T) {
 			stale := slices.Clone(old)
 			mu.Unlock()
 			for _, x := range stale {
-				if err := x.Respond([]af.KeyTensor{{Key: 2, Val: bytesOf(t, []byte("junk!!!"))}}, af.ByKey); !errors.Is(err, af.ErrAnswered) {
+				if err := x.Respond([]af.KeyTensor{{Key: 2, Val: bytesOf(t, []byte("junk!!!"))}}, af.ByKey); !errors.Is(err, postoffice.ErrAnswered) {
 					t.Errorf("response to a batch that was answered: %v", err)
 				}
 			}

@@ -2,9 +2,11 @@ package af_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"sync"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -117,6 +119,39 @@ func ExampleBatch_Respond() {
 	})
 	left.Wait()
 	// Output: [1] [4] <nil>
+}
+
+// The server ends in order: it answers the batch that it has, and refuses the next one.
+func ExampleServer_Shutdown() {
+	begun, down := make(chan struct{}), make(chan struct{})
+	inProcess(func(n *postoffice.Node) {
+		server, _ := af.NewServer(n, af.ServerOptions{})
+		_ = server.Handle(func(b af.Batch) {
+			close(begun)
+			_ = b.Respond(b.Pushes())
+		})
+		<-begun
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second) // for the handlers
+		defer cancel()
+		if err := server.Shutdown(ctx); err != nil {
+			fmt.Println(err) // names the workers that wait
+		}
+		close(down)
+	}, func(n *postoffice.Node) {
+		worker, _ := af.NewWorker(n, af.WorkerOptions{})
+		for range 2 {
+			x, _ := af.FromSlice(make([]float32, 3))
+			call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: x}}, []af.KeyTensor{{Key: 2, Val: x}})
+			if err == nil {
+				err = call.Wait(context.Background())
+			}
+			fmt.Println("answered:", err == nil, "finished:", errors.Is(err, postoffice.ErrFinished))
+			<-down
+		}
+	})
+	// Output:
+	// answered: true finished: false
+	// answered: false finished: true
 }
 
 // completion is a function as a van.Completion.

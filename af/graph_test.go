@@ -166,7 +166,7 @@ func TestReplays(t *testing.T) {
 					continue
 				}
 				d.settle(t, s)
-				call, err := parts[1].Start(af.OnStream(s))
+				call, err := parts[1].Start(af.Stream(s))
 				if err == nil {
 					err = call.Wait(t.Context())
 				}

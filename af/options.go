@@ -38,9 +38,6 @@ const (
 	Complete = Stream(streamqueue.Complete)
 )
 
-// OnStream is the Stream with that driver's handle.
-func OnStream(handle uintptr) Stream { return Stream(handle) }
-
 func (Stream) callOption()    {}
 func (Stream) streamOption()  {}
 func (Stream) startOption()   {}
@@ -79,15 +76,14 @@ const (
 
 func (Order) respondOption() {}
 
-// Sent is the option that OnSent returns.
-type Sent struct{ done van.Completion }
+type onSent struct{ done van.Completion }
 
 // OnSent calls done once for each pull when its answer has been sent and the tensor is the caller's again, from any
 // goroutine; done must neither block nor send. Canceled answers are reported in the same way. After an error of
 // Respond, done is called only if the batch counts as answered, see Batch.Answered.
-func OnSent(done van.Completion) Sent { return Sent{done} }
+func OnSent(done van.Completion) RespondOption { return onSent{done} }
 
-func (Sent) respondOption() {}
+func (onSent) respondOption() {}
 
 // options are the options of a PushPull, a Start or a Respond; each accepts some of them.
 type options struct {
@@ -113,7 +109,7 @@ func with[Option any](o options, opts []Option) (options, error) {
 			o.limit = time.Duration(opt)
 		case Order:
 			o.order = opt
-		case Sent:
+		case onSent:
 			o.done = opt.done
 		case Rows:
 			o.rows, o.cut = opt, true

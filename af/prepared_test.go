@@ -424,7 +424,7 @@ func TestExchangeOnDevice(t *testing.T) {
 	}
 	var o owner
 	in, out := make([]byte, 64), make([]byte, 64)
-	x := prepare(t, d.w, []af.KeyTensor{{Key: 1, Val: owned(t, d.wdev, in, &o)}}, []af.KeyTensor{{Key: 1, Val: owned(t, d.wdev, out, &o)}}, af.OnStream(5))
+	x := prepare(t, d.w, []af.KeyTensor{{Key: 1, Val: owned(t, d.wdev, in, &o)}}, []af.KeyTensor{{Key: 1, Val: owned(t, d.wdev, out, &o)}}, af.Stream(5))
 	check := func(v byte, opts ...af.StartOption) {
 		t.Helper()
 		if err := round(t, x, opts...); err != nil || !bytes.Equal(out, bytes.Repeat([]byte{v}, 64)) {
@@ -435,20 +435,20 @@ func TestExchangeOnDevice(t *testing.T) {
 		d.wdev.Queue(5, func() { fill(in, 2*r) })
 		check(2*r + 1)
 		d.wdev.Queue(6, func() { fill(in, 2*r+1) })
-		check(2*r+2, af.OnStream(6))
+		check(2*r+2, af.Stream(6))
 	}
 	gate := make(chan struct{})
 	open := sync.OnceFunc(func() { close(gate) })
 	t.Cleanup(open)
 	d.wdev.Queue(3, func() { <-gate })
 	first, err := d.w.PushPull([]af.KeyTensor{{Key: 9, Val: deviceTensor(t, d.wdev, make([]byte, 64))}},
-		[]af.KeyTensor{{Key: 9, Val: hostTensor(t, make([]byte, 64))}}, af.OnStream(3))
+		[]af.KeyTensor{{Key: 9, Val: hostTensor(t, make([]byte, 64))}}, af.Stream(3))
 	if err != nil {
 		t.Fatal(err)
 	}
 	before := heard.Load()
 	for i := range 3 { // behind the first, which goes on waiting
-		call, err := x.Start(af.OnStream(7))
+		call, err := x.Start(af.Stream(7))
 		if err != nil {
 			t.Fatal(err)
 		}

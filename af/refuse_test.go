@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -51,8 +52,8 @@ func TestRefuse(t *testing.T) {
 			if err := <-got; err != nil {
 				t.Error(err)
 			}
-			vantest.Fails(t, <-got, af.ErrAnswered)
-			vantest.Fails(t, <-got, af.ErrAnswered)
+			vantest.Fails(t, <-got, postoffice.ErrAnswered)
+			vantest.Fails(t, <-got, postoffice.ErrAnswered)
 		}
 		// Respond acknowledges a single push. Several pushes without a pull are acknowledged as they arrive.
 		one := []af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte("text"))}}
@@ -72,7 +73,7 @@ func TestRefuse(t *testing.T) {
 			t.Error(err)
 		}
 		<-got
-		vantest.Fails(t, <-got, af.ErrAnswered, "acknowledged as they arrive")
+		vantest.Fails(t, <-got, postoffice.ErrAnswered, "acknowledged as they arrive")
 		<-got
 		<-got
 		refuse = false

@@ -27,7 +27,7 @@ import (
 // device, see Stream: a goroutine of the server waits, and then sends. Errors of that goroutine are logged.
 //
 // A missing key or a wrong size is an error that wraps van.ErrInvalid; nothing was sent then, and the batch can still
-// be answered. A second Respond returns ErrAnswered.
+// be answered. A second Respond returns cluster.ErrAnswered.
 func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	s := b.w.s // other fields of b.w may belong to another batch
 	o, err := with(options{}, opts)
@@ -35,7 +35,7 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 		return &van.Error{Op: "respond", Node: s.node.Name(), Err: err}
 	}
 	if !b.w.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
-		return &van.Error{Op: "respond", Node: s.node.Name(), Err: ErrAnswered, Hint: "respond once to each batch"}
+		return &van.Error{Op: "respond", Node: s.node.Name(), Err: cluster.ErrAnswered, Hint: "respond once to each batch"}
 	}
 	var device bool
 	device, err = b.w.checkAnswer(outs, o.order)
@@ -50,7 +50,7 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	if event != nil || s.queue.Busy() {
 		return b.enqueue(event, outs, o)
 	}
-	defer b.w.unref()
+	defer b.w.end()
 	if b.w.single && len(b.w.pulls) == 0 {
 		return s.acknowledge(b.w.ack, false)
 	}
@@ -72,7 +72,7 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 // a call to several servers. A C++ worker cannot be notified; it waits for its limit, and this server logs that.
 //
 // A batch of several pushes without a pull is acknowledged as it arrives. For such a batch, and for a batch that was
-// answered or refused before, Refuse returns ErrAnswered.
+// answered or refused before, Refuse returns cluster.ErrAnswered.
 func (b Batch) Refuse(why error) error {
 	s := b.w.s
 	no := cluster.Declined(why)
@@ -80,16 +80,22 @@ func (b Batch) Refuse(why error) error {
 		return &van.Error{Op: "refuse", Node: s.node.Name(), Err: no}
 	}
 	if !b.w.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
-		return &van.Error{Op: "refuse", Node: s.node.Name(), Err: ErrAnswered}
+		return &van.Error{Op: "refuse", Node: s.node.Name(), Err: cluster.ErrAnswered}
 	}
 	w := b.w
-	defer w.unref()
+	defer w.end()
 	if !w.single && len(w.pulls) == 0 {
-		return &van.Error{Op: "refuse", Node: s.node.Name(), Peer: s.node.PeerName(w.instance), Err: ErrAnswered,
+		return &van.Error{Op: "refuse", Node: s.node.Name(), Peer: s.node.PeerName(w.instance), Err: cluster.ErrAnswered,
 			Hint: "pushes without a pull are acknowledged as they arrive"}
 	}
 	s.node.Refuse(w.instance, w.epoch, int32(s.app), w.customer, w.first, no)
 	return nil
+}
+
+// end records that the batch has its answer, and drops the first reference.
+func (b *work) end() {
+	b.s.inbound.Leave(&b.accepted)
+	b.unref()
 }
 
 // answer returns the tensor of outs for pull i, or nil.
@@ -126,7 +132,7 @@ func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o options) error {
 		}
 	}
 	w.forget()
-	w.unref()
+	w.end()
 	return &van.Error{Op: "respond", Node: s.node.Name(), Err: van.ErrClosed}
 }
 
@@ -155,7 +161,7 @@ func (b *work) SendNow(err error) {
 		}
 	}
 	b.forget()
-	b.unref()
+	b.end()
 }
 
 // forget releases the answers.

@@ -3,6 +3,7 @@ package af
 // Assembly of one worker's messages to batches.
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"sync"
@@ -17,6 +18,7 @@ import (
 // sender assembles the batches of one worker. It processes one message at a time.
 type sender struct {
 	s     *Server
+	id    int          // node id of the worker
 	early atomic.Int32 // number of pending messages
 
 	mu   sync.Mutex
@@ -60,6 +62,11 @@ func (x *sender) accept(msg *van.Message) error {
 		return fmt.Errorf("%w: the server", van.ErrClosed)
 	}
 	b, err := x.batchOf(msg)
+	if err != nil && errors.Is(err, van.ErrFinished) {
+		x.mu.Unlock()
+		s.node.Refuse(msg.Sender, msg.ProcessEpoch, int32(s.app), msg.CustomerID, msg.Timestamp, err)
+		return err
+	}
 	if err != nil {
 		switch limit := s.node.Config().RecvBudgetPeer; {
 		case s.reorders && x.hold(msg, limit):
@@ -106,7 +113,9 @@ func (x *sender) accept(msg *van.Message) error {
 	}
 	if complete {
 		instance := b.instance
+		s.inbound.Enter(instance)
 		s.handler(Batch{b, b.state.Load() >> 1})
+		s.inbound.Exit(instance)
 		if s.flusher != nil {
 			s.flusher.Flush(instance) // unless the acknowledgements were sent with the answers
 		}
@@ -118,13 +127,16 @@ func (x *sender) accept(msg *van.Message) error {
 // may interleave as long as the timestamps of each are consecutive. x.mu is held.
 func (x *sender) batchOf(msg *van.Message) (*work, error) {
 	if msg.Head == van.Single || msg.Head == van.BatchStart {
+		b, err := x.take(msg)
+		if err != nil {
+			return nil, err
+		}
 		if s := x.s; len(x.open) >= maxOpen { // the oldest one will never be completed
 			old := x.open[0]
 			x.refuse(old, fmt.Errorf("%w: %d batches have been begun since, and this one has not ended", van.ErrQueueFull, maxOpen))
 			s.node.Rarely("af: open batches").Warn("gave up a batch that has not ended",
 				"worker", s.node.PeerName(msg.Sender), "last timestamp", old.last, "begun since", maxOpen)
 		}
-		b := x.take(msg)
 		x.open = append(x.open, b)
 		return b, nil
 	}
@@ -245,8 +257,8 @@ func (x *sender) drop(gone func(epoch uint32, customer, ts int32) bool) int {
 	return len(open)
 }
 
-// take begins a batch.
-func (x *sender) take(msg *van.Message) *work {
+// take begins a batch, unless the server accepts none any more. x.mu is held.
+func (x *sender) take(msg *van.Message) (*work, error) {
 	x.freeMu.Lock()
 	var b *work
 	if n := len(x.free); n > 0 {
@@ -261,5 +273,9 @@ func (x *sender) take(msg *van.Message) *work {
 	b.pushes, b.pulls, b.msgs = b.pushes[:0], b.pulls[:0], b.msgs[:0]
 	b.bytes = 0
 	b.refs.Store(1)
-	return b
+	if err := x.s.inbound.Accept(&b.accepted, b.instance, b.epoch, b.customer, b.first); err != nil {
+		b.unref()
+		return nil, err
+	}
+	return b, nil
 }

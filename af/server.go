@@ -20,16 +20,19 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// ErrAnswered: a batch was answered or refused before.
-var ErrAnswered = errors.New("batch answered already")
-
 // Handler handles one complete batch of one worker. It may answer before it returns or later, from any goroutine. It
 // may block: other workers are served meanwhile. A panic in it is not recovered: it ends the process, which is the
-// loss of a peer for other nodes.
+// loss of a peer for other nodes. A handler that takes long watches Batch.Context.
 type Handler func(Batch)
 
 // ServerOptions are the options of NewServer. The zero value is what StepMesh uses.
-type ServerOptions struct{ AppID int }
+type ServerOptions struct {
+	AppID int
+
+	// OnUnwanted, if not nil, is called with the node id of a worker's instance after that worker has canceled some of its
+	// batches: they may not be Wanted any more. It must not block. The loss of a worker is reported by Node.OnPeer.
+	OnUnwanted func(worker postoffice.NodeID)
+}
 
 // Server collects the batches of all workers and sends their answers. All methods are safe for concurrent use.
 // Workers share no lock: each has a sender.
@@ -37,15 +40,16 @@ type Server struct {
 	node     cluster.App
 	app      int
 	buffers  *datamsg.RecvBuffers
+	inbound  *cluster.Inbound
 	queue    *streamqueue.Queue // of answers with device tensors, and later ones
 	late     *streamqueue.Queue // of batches that the device still reads
 	senders  []*sender          // by instance rank of the worker
 	flusher  van.Flusher        // nil if the transport does not delay messages
 	reorders bool               // messages of a worker may overtake each other
 
-	handler  Handler // set once, before anything is received
+	unwanted func(worker postoffice.NodeID) // see ServerOptions.OnUnwanted
+	handler  Handler                        // set once, before anything is received
 	serving  atomic.Pointer[cluster.Customer]
-	unwanted atomic.Pointer[func(worker postoffice.NodeID)]
 
 	closed atomic.Bool
 
@@ -58,7 +62,7 @@ func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 	if node.Role() != van.Server {
 		return nil, fmt.Errorf("%w: tensor server on %s, want a node with role server", van.ErrInvalid, node.Name())
 	}
-	s := &Server{node: (*cluster.Node)(node).App(), app: o.AppID, buffers: datamsg.NewRecvBuffers((*cluster.Node)(node)),
+	s := &Server{node: (*cluster.Node)(node).App(), app: o.AppID, unwanted: o.OnUnwanted, buffers: datamsg.NewRecvBuffers((*cluster.Node)(node)), inbound: cluster.NewInbound(),
 		queue: streamqueue.New(node.Backend(), node.Config().BusyPoll), late: streamqueue.New(node.Backend(), env.AlwaysBlock)}
 	if r, ok := van.As[van.Reorderer]((*cluster.Node)(node).Van()); ok {
 		s.reorders = r.Reorders()
@@ -66,7 +70,7 @@ func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 	s.flusher, _ = van.As[van.Flusher]((*cluster.Node)(node).Van())
 	s.senders = make([]*sender, node.Topology().NumWorkerInstances())
 	for i := range s.senders {
-		s.senders[i] = &sender{s: s}
+		s.senders[i] = &sender{s: s, id: van.WorkerID(i)}
 	}
 	return s, nil
 }
@@ -78,18 +82,29 @@ func (s *Server) Handle(h Handler) error {
 	if h == nil {
 		return &van.Error{Op: "handle", Node: s.node.Name(), Err: fmt.Errorf("%w: no handler (nil)", van.ErrInvalid)}
 	}
+	if err := s.inbound.Draining(); err != nil {
+		return &van.Error{Op: "handle", Node: s.node.Name(), Err: fmt.Errorf("%w: %w", van.ErrClosed, err)}
+	}
 	if s.handler != nil {
 		return &van.Error{Op: "handle", Node: s.node.Name(), Err: fmt.Errorf("%w: this server has one", van.ErrInvalid)}
 	}
 	s.handler = h
+	err := s.begin()
+	if err != nil {
+		s.handler = nil
+	}
+	return err
+}
+
+// begin registers the server. s.mu is held.
+func (s *Server) begin() error {
 	late := s.node.OnExit(s.late.Close) // after the next
 	stay := s.node.OnExit(func() {
 		s.dropSenders()
 		s.queue.Close()
 	})
-	c, err := s.node.AddCustomer(s.app, s.app, s.receive)
+	c, err := s.node.AddServer(s.app, s.app, s.inbound, s.receive)
 	if err != nil {
-		s.handler = nil
 		stay()
 		late()
 		return err
@@ -138,11 +153,6 @@ func (s *Server) RegisterRecvTensor(t Tensor, workerRanks []int, keys []uint64) 
 	return nil
 }
 
-// OnUnwanted sets f, which is called with the node id of a worker's instance after that worker has canceled some
-// of its batches: they may not be Wanted any more. f must not block. The loss of a worker is reported by
-// Node.OnPeer.
-func (s *Server) OnUnwanted(f func(worker postoffice.NodeID)) { s.unwanted.Store(&f) }
-
 // sender returns the state of the worker instance with that node id, nil if the cluster has none.
 func (s *Server) sender(id int) *sender {
 	if van.RoleOf(id) != van.Worker || van.RankOf(id) >= len(s.senders) {
@@ -171,7 +181,7 @@ func (s *Server) receive(msg *van.Message) {
 // dropped logs a message that is malformed or too late.
 func (s *Server) dropped(msg *van.Message, err error) {
 	level := slog.LevelWarn
-	if errors.Is(err, errNotBegun) && s.node.Native(msg.Sender) || errors.Is(err, van.ErrClosed) {
+	if errors.Is(err, errNotBegun) && s.node.Native(msg.Sender) || errors.Is(err, van.ErrClosed) || errors.Is(err, van.ErrFinished) {
 		level = slog.LevelInfo // workers of this library cancel requests
 	}
 	s.node.Rarely("af: "+level.String()+logx.Kind(err)).Log(context.Background(), level, "dropped a request",
@@ -194,12 +204,34 @@ func (s *Server) giveUp(w cluster.Canceled) {
 	if x := s.sender(w.Sender); x != nil {
 		x.drop(func(_ uint32, customer, ts int32) bool { return w.Has(customer, ts) })
 	}
-	if f := s.unwanted.Load(); f != nil {
-		(*f)(postoffice.NodeID(w.Sender))
+	if f := s.unwanted; f != nil {
+		f(postoffice.NodeID(w.Sender))
 	}
 }
 
-// Close unregisters the server from its node. Incomplete batches are dropped.
+// Shutdown ends the service in order. From now on the server refuses new batches: their calls fail at once with van.ErrFinished. A
+// C++ worker cannot be notified and waits for its limit. Shutdown returns nil when all handlers have returned and all batches
+// that have begun are answered, refused or released, without those whose workers do not wait any more. When ctx ends first, the
+// batches' contexts end, and the error wraps ctx's and names the workers that wait.
+//
+// The server refuses batches until Close, or until the node has left. Batches that wait behind a running handler of their worker have
+// not begun, and are refused. A handler must call Shutdown on another goroutine. It may be
+// called again, to wait for longer.
+func (s *Server) Shutdown(ctx context.Context) error {
+	s.mu.Lock()
+	s.inbound.Refuse()
+	var err error
+	if s.serving.Load() == nil { // Handle was not called: requests are waiting for it
+		err = s.begin()
+	}
+	s.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	return s.inbound.Drain(ctx)
+}
+
+// Close unregisters the server from its node. Incomplete batches are dropped, and the contexts of the others end.
 func (s *Server) Close() {
 	s.mu.Lock()
 	c, forget := s.serving.Load(), s.forget

@@ -41,7 +41,16 @@ func TestGivenUpBehindASlowHandler(t *testing.T) {
 		var mu sync.Mutex
 		var served []string
 		var told atomic.Int32
-		s := serve(t, c.Servers[0], func(b af.Batch) {
+		s, err := af.NewServer(c.Servers[0], af.ServerOptions{OnUnwanted: func(worker postoffice.NodeID) {
+			if worker != postoffice.WorkerID(0) {
+				t.Errorf("told of node %d", worker)
+			}
+			told.Add(1)
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = s.Handle(func(b af.Batch) {
 			mu.Lock()
 			served = append(served, string(b.Pushes()[0].Val.Bytes()))
 			first := len(served) == 1
@@ -54,12 +63,9 @@ func TestGivenUpBehindASlowHandler(t *testing.T) {
 				t.Error(err)
 			}
 		})
-		s.OnUnwanted(func(worker postoffice.NodeID) {
-			if worker != postoffice.WorkerID(0) {
-				t.Errorf("told of node %d", worker)
-			}
-			told.Add(1)
-		})
+		if err != nil {
+			t.Fatal(err)
+		}
 		w := newWorker(t, c.Workers[0])
 		first, _ := ask(t, w, 1, "first")
 		<-busy

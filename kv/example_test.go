@@ -54,6 +54,25 @@ func Example() {
 	// Output: [2 20 200] <nil>
 }
 
+// This handler computes for a long time. It stops when nobody waits for its answer any more.
+func ExampleRequest_Context() {
+	next := make(chan float32) // results of a computation
+	h := func(r kv.Request[float32]) {
+		res := kv.Pairs[float32]{Keys: r.Keys}
+		for range r.Keys {
+			select {
+			case v := <-next:
+				res.Vals = append(res.Vals, v)
+			case <-r.Context().Done():
+				_ = r.Refuse(context.Cause(r.Context())) // canceled, its worker lost, or the server shuts down
+				return
+			}
+		}
+		_ = r.Respond(res)
+	}
+	_ = func(s *kv.Server[float32]) error { return s.Handle(h) }
+}
+
 // A handler of one's own: the server keeps the last value of each key.
 func ExampleServer() {
 	last := func(mu *sync.Mutex, m map[kv.Key]int64) kv.Handler[int64] {

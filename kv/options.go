@@ -19,17 +19,16 @@ type Lens []int32
 
 func (Lens) pushOption() {}
 
-// LensOf is the option that LensInto returns.
-type LensOf struct {
+type lensInto struct {
 	lens *[]int32
 	_    uintptr // a struct of one pointer would lie in the interface itself, and all options would be allocated
 }
 
 // LensInto has lens filled with the number of values of each key of a pull. An empty
 // slice is resized; another one must have one entry for each key.
-func LensInto(lens *[]int32) LensOf { return LensOf{lens: lens} }
+func LensInto(lens *[]int32) PullOption { return lensInto{lens: lens} }
 
-func (LensOf) pullOption() {}
+func (lensInto) pullOption() {}
 
 // Cmd travels to the server's handler. It is 0 without an option.
 type Cmd int32
@@ -78,15 +77,14 @@ func (Copying) pullOption() {}
 // RespondOption changes one Respond: OnSent.
 type RespondOption interface{ respondOption() }
 
-// Sent is the option that OnSent returns.
-type Sent struct{ done van.Completion }
+type onSent struct{ done van.Completion }
 
 // OnSent has done called once, from any goroutine, when the transport does not need the
 // slices of an answer any more; it must neither block nor send. It is not called when
 // Respond returns an error.
-func OnSent(done van.Completion) Sent { return Sent{done} }
+func OnSent(done van.Completion) RespondOption { return onSent{done} }
 
-func (Sent) respondOption() {}
+func (onSent) respondOption() {}
 
 // options are those of one request.
 type options struct {
@@ -105,7 +103,7 @@ func with[Option any](limit time.Duration, opts []Option) (options, error) {
 		switch opt := any(opt).(type) {
 		case Lens:
 			o.lens = opt
-		case LensOf:
+		case lensInto:
 			o.into = opt.lens
 		case Cmd:
 			o.cmd = int32(opt)

@@ -148,7 +148,7 @@ func TestRefuse(t *testing.T) {
 			if err := <-got; err != nil {
 				t.Error(err)
 			}
-			fails(t, <-got, kv.ErrAnswered)
+			fails(t, <-got, postoffice.ErrAnswered)
 
 			err := call(1, push)
 			fails(t, err, van.ErrRequestRefused, "server 0 (id 8)", "request refused: key 7 is locked until noon")
@@ -159,8 +159,8 @@ func TestRefuse(t *testing.T) {
 			if err := <-got; err != nil {
 				t.Error(err)
 			}
-			fails(t, <-got, kv.ErrAnswered)
-			fails(t, <-got, kv.ErrAnswered)
+			fails(t, <-got, postoffice.ErrAnswered)
+			fails(t, <-got, postoffice.ErrAnswered)
 
 			err = call(2, push)
 			fails(t, err, van.ErrRequestRefused, "request refused: key 7")

@@ -1,8 +1,10 @@
 package kv
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -17,13 +19,11 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// ErrAnswered: a request was answered or refused before.
-var ErrAnswered = errors.New("request answered already")
-
 // Handler takes one request of one worker. It answers with Respond, or refuses with Refuse, before it returns or
 // later, from any goroutine. It may block: other workers are served meanwhile,
 // so it may run for several at once. The call of a worker whose request gets neither fails with van.ErrTimeout. A handler
-// that panics ends the process, as in any goroutine; its workers' calls fail with van.ErrPeerLost.
+// that panics ends the process, as in any goroutine; its workers' calls fail with van.ErrPeerLost. A handler that takes long
+// watches Request.Context.
 type Handler[V Value] func(Request[V])
 
 // Server hands the requests of all workers to a handler. All methods are safe for
@@ -64,21 +64,31 @@ func (s *Server[V]) Handle(h Handler[V]) error {
 	if h == nil {
 		return &van.Error{Op: "handle", Node: s.node.Name(), Err: fmt.Errorf("%w: no handler (nil)", van.ErrInvalid)}
 	}
+	if err := s.simple.inbound.Draining(); err != nil {
+		return &van.Error{Op: "handle", Node: s.node.Name(), Err: fmt.Errorf("%w: %w", van.ErrClosed, err)}
+	}
 	if s.handler != nil {
 		return &van.Error{Op: "handle", Node: s.node.Name(), Err: fmt.Errorf("%w: this server has one", van.ErrInvalid)}
 	}
 	s.handler = h
-	c, err := s.node.AddCustomer(s.appID, s.appID, func(msg *van.Message) {
+	err := s.begin()
+	if err != nil {
+		s.handler = nil
+	}
+	return err
+}
+
+// begin makes the server's customer. s.mu is held.
+func (s *Server[V]) begin() error {
+	c, err := s.node.AddServer(s.appID, s.appID, s.simple.inbound, func(msg *van.Message) {
 		if !s.simple.takes(msg) {
 			s.receive(msg)
 		}
 	})
-	if err != nil {
-		s.handler = nil
-		return err
+	if err == nil {
+		s.simple.begin(c)
 	}
-	s.simple.begin(c)
-	return nil
+	return err
 }
 
 // SimpleApp is the exchange of small messages under the server's application id.
@@ -95,7 +105,29 @@ func (s *Server[V]) RegisterRecvBuffer(workerRank int, key Key, vals []V) error 
 	return nil
 }
 
-// Close takes the server off its node.
+// Shutdown ends the service in order. From now on the server refuses new requests, those of its SimpleApp included: their calls
+// fail at once with van.ErrFinished. A worker of the original cannot be told and waits for its limit. Shutdown returns nil when
+// all handlers have returned and all requests that the server has accepted are answered or refused, without those whose workers do
+// not wait any more. When ctx ends first, the requests' contexts end, and the error wraps ctx's and names the workers that wait.
+//
+// The server refuses requests until Close, or until the node has left. Requests that wait behind a running handler
+// of their worker are not accepted yet, and are refused. A handler must call Shutdown on another goroutine. It may be called again,
+// to wait for longer.
+func (s *Server[V]) Shutdown(ctx context.Context) error {
+	s.mu.Lock()
+	s.simple.inbound.Refuse()
+	var err error
+	if s.simple.customer.Load() == nil { // Handle was not called: requests are waiting for it
+		err = s.begin()
+	}
+	s.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	return s.simple.inbound.Drain(ctx)
+}
+
+// Close takes the server off its node. It waits for no handler; the contexts of requests end.
 func (s *Server[V]) Close() {
 	s.mu.Lock()
 	c := s.simple.customer.Load()
@@ -136,7 +168,8 @@ type Request[V Value] struct {
 
 // ticket is the right to answer one request. It is used again for later ones.
 type ticket struct {
-	state atomic.Uint64 // generation<<1 | answered
+	state    atomic.Uint64 // generation<<1 | answered
+	accepted cluster.Accepted
 }
 
 var tickets = sync.Pool{New: func() any { return new(ticket) }}
@@ -145,18 +178,26 @@ var tickets = sync.Pool{New: func() any { return new(ticket) }}
 func (s *Server[V]) receive(msg *van.Message) {
 	err := datamsg.CheckSender(s.node.Node, msg)
 	if err == nil {
+		in := s.simple.inbound
+		in.Enter(msg.Sender)
 		var r Request[V]
 		if r, err = s.accept(msg); err == nil {
 			s.handler(r)
+			in.Exit(msg.Sender)
 			return
 		}
+		in.Exit(msg.Sender)
 		why := err
-		if !errors.Is(err, van.ErrInvalid) {
+		if !errors.Is(err, van.ErrInvalid) && !errors.Is(err, van.ErrFinished) {
 			why = fmt.Errorf("%w: %s", van.ErrInvalid, strings.TrimPrefix(err.Error(), van.ErrMalformed.Error()+": "))
 		}
 		s.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, why)
 	}
-	s.node.Rarely("kv: "+logx.Kind(err)).Warn("dropped a request",
+	level := slog.LevelWarn
+	if errors.Is(err, van.ErrFinished) {
+		level = slog.LevelInfo
+	}
+	s.node.Rarely("kv: "+logx.Kind(err)).Log(context.Background(), level, "dropped a request",
 		"err", err, "from", s.node.PeerName(msg.Sender), "message", &msg.Meta)
 }
 
@@ -177,11 +218,22 @@ func (s *Server[V]) accept(msg *van.Message) (r Request[V], err error) {
 		f.vals = view[V](mem)
 	}
 	t := tickets.Get().(*ticket)
+	if err := s.simple.inbound.Accept(&t.accepted, msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp); err != nil {
+		tickets.Put(t)
+		return r, err
+	}
 	return Request[V]{
 		Worker: van.RankOf(msg.Sender) / s.node.Config().GroupSize, Cmd: msg.Head, Push: msg.Push, Timestamp: msg.Timestamp,
 		Keys: f.keys, Vals: f.vals, Lens: f.lens,
 		s: s, reply: datamsg.ReplyTo(msg), keys: len(f.keys), msg: msg, ticket: t, gen: t.state.Load() >> 1,
 	}, nil
+}
+
+// Context returns the context of the request. It ends when the request is answered or refused, when its worker has canceled it or
+// is lost, when the server or its node is closed, and when the context of Shutdown ends; context.Cause tells which. The first call
+// for a request makes it.
+func (r Request[V]) Context() context.Context {
+	return r.s.simple.inbound.Context(&r.ticket.accepted, r.reply.Sender, func() bool { return r.ticket.state.Load() == r.gen<<1 })
 }
 
 // Expected is the number of values for which the worker of a pull has room, 0 when
@@ -204,12 +256,12 @@ func (r Request[V]) Release() { r.msg.Release() }
 //
 // Pairs that do not fit the request are an error that wraps van.ErrInvalid; then
 // nothing was sent and the request can still be answered. A second Respond is
-// ErrAnswered.
+// postoffice.ErrAnswered.
 func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 	var done van.Completion
 	for i, opt := range opts {
 		switch opt := opt.(type) {
-		case Sent:
+		case onSent:
 			done = opt.done
 		default:
 			return r.wrap(fmt.Errorf("%w: option %d is nil", van.ErrInvalid, i))
@@ -217,14 +269,12 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 	}
 	s := r.s
 	if !r.ticket.state.CompareAndSwap(r.gen<<1, r.gen<<1|1) {
-		return r.wrap(ErrAnswered)
+		return r.wrap(postoffice.ErrAnswered)
 	}
 	if err := r.check(&res); err != nil {
 		r.ticket.state.Store(r.gen << 1)
 		return r.wrap(err)
 	}
-	r.ticket.state.Store((r.gen + 1) << 1)
-	tickets.Put(r.ticket)
 
 	m := messages.Get().(*van.Message)
 	r.reply.Fill(m)
@@ -241,6 +291,7 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 	err := s.node.Send(m)
 	m.Reset() // holds on to nothing of the caller
 	messages.Put(m)
+	r.end()
 	switch {
 	case err != nil && hold != nil:
 		hold.done = nil
@@ -256,18 +307,25 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 // was one part of a call to several servers, the whole call fails. A worker of the original cannot be told; it waits for
 // its limit, which this server's log says.
 //
-// A request that was answered or refused before is ErrAnswered.
+// A request that was answered or refused before is postoffice.ErrAnswered.
 func (r Request[V]) Refuse(why error) error {
 	no := cluster.Declined(why)
 	if why == nil {
 		return r.wrap(no)
 	}
-	if !r.ticket.state.CompareAndSwap(r.gen<<1, (r.gen+1)<<1) {
-		return r.wrap(ErrAnswered)
+	if !r.ticket.state.CompareAndSwap(r.gen<<1, r.gen<<1|1) {
+		return r.wrap(postoffice.ErrAnswered)
 	}
-	tickets.Put(r.ticket)
 	r.s.node.Refuse(r.reply.Sender, r.reply.ProcessEpoch, r.reply.AppID, r.reply.CustomerID, r.reply.Timestamp, no)
+	r.end()
 	return nil
+}
+
+// end records that the request has its answer, and puts the ticket back.
+func (r Request[V]) end() {
+	r.s.simple.inbound.Leave(&r.ticket.accepted)
+	r.ticket.state.Store((r.gen + 1) << 1)
+	tickets.Put(r.ticket)
 }
 
 func (r Request[V]) wrap(err error) error {

@@ -85,7 +85,7 @@ func TestResponseChecks(t *testing.T) {
 			if err := r.Respond(P{Keys: r.Keys, Vals: []int16{5, 6}}); err != nil {
 				t.Error(err)
 			}
-			fails(t, r.Respond(P{Keys: k, Vals: []int16{1, 2}}), kv.ErrAnswered)
+			fails(t, r.Respond(P{Keys: k, Vals: []int16{1, 2}}), postoffice.ErrAnswered)
 		})
 		w := newWorker[int16](t, c.Workers[0])
 		ts, err := w.Push(k, []int16{1, 2})
@@ -104,7 +104,7 @@ func TestResponseChecks(t *testing.T) {
 				t.Errorf("got %v", got)
 			}
 		}
-		fails(t, r.Respond(P{}), kv.ErrAnswered) // its state is used by later requests
+		fails(t, r.Respond(P{}), postoffice.ErrAnswered) // its state is used by later requests
 		c.Finalize(t)
 	})
 }
@@ -171,7 +171,7 @@ func TestOnSent(t *testing.T) {
 			if err := r.Respond(res, kv.OnSent(&sent)); err != nil {
 				t.Error(err)
 			}
-			fails(t, r.Respond(res, kv.OnSent(&sent)), kv.ErrAnswered)
+			fails(t, r.Respond(res, kv.OnSent(&sent)), postoffice.ErrAnswered)
 		})
 		w := newWorker[uint8](t, c.Workers[0])
 		for i := range 10 {

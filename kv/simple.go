@@ -1,6 +1,8 @@
 package kv
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -23,7 +25,8 @@ type SimpleMessage struct {
 	CustomerID int32 // the requester's
 
 	app   *SimpleApp
-	epoch uint32 // of the requester's process, see van.Message
+	epoch uint32            // of the requester's process, see van.Message
+	state *cluster.Accepted // of a request, nil for an answer
 }
 
 // SimpleHandler takes a request or an answer. It runs on the transport's
@@ -55,6 +58,7 @@ type SimpleApp struct {
 	node     cluster.App
 	app      int
 	timeout  time.Duration
+	inbound  *cluster.Inbound // requests of the node's customer, also of a Server's
 	customer atomic.Pointer[cluster.Customer]
 	ready    chan struct{} // closed when customer is there
 	own      bool          // made by NewSimpleApp
@@ -67,7 +71,7 @@ type SimpleApp struct {
 func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
 	a := newSimpleApp(node, o.AppID, o.Timeout, o.Handler)
 	a.own = true
-	c, err := a.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
+	c, err := a.node.AddServer(o.AppID, o.CustomerID, a.inbound, func(msg *van.Message) {
 		if !a.takes(msg) {
 			a.node.Rarely("kv: not a simple request").Warn("dropped a request: not one for a simple application",
 				"from", van.NodeName(msg.Sender), "message", &msg.Meta)
@@ -81,7 +85,7 @@ func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
 }
 
 func newSimpleApp(node *postoffice.Node, appID int, timeout time.Duration, h SimpleHandler) *SimpleApp {
-	a := &SimpleApp{node: (*cluster.Node)(node).App(), app: appID, timeout: timeout, ready: make(chan struct{})}
+	a := &SimpleApp{node: (*cluster.Node)(node).App(), app: appID, timeout: timeout, inbound: cluster.NewInbound(), ready: make(chan struct{})}
 	a.Handle(h)
 	return a
 }
@@ -127,9 +131,22 @@ func (a *SimpleApp) takes(msg *van.Message) bool {
 		a.node.Rarely("kv: no id").Warn("dropped a request of a node without an id", "message", &msg.Meta)
 	default:
 		<-a.ready
-		(*a.request.Load())(a.messageOf(msg))
+		a.serve(msg)
 	}
 	return true
+}
+
+// serve calls the handler with a request, or refuses it.
+func (a *SimpleApp) serve(msg *van.Message) {
+	m := a.messageOf(msg)
+	m.state = &cluster.Accepted{}
+	a.inbound.Enter(msg.Sender)
+	defer a.inbound.Exit(msg.Sender)
+	if err := a.inbound.Accept(m.state, msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp); err != nil {
+		a.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, err)
+		return
+	}
+	(*a.request.Load())(m)
 }
 
 // Request sends head and body to a node, or to every member of a group. Each owes an answer.
@@ -228,7 +245,17 @@ func (d SimpleMessage) Respond(body []byte) error {
 	m.Body = append(m.Body[:0], body...)
 	err := a.node.Send(m)
 	messages.Put(m)
+	if err == nil || !errors.Is(err, van.ErrQueueFull) {
+		d.leave()
+	}
 	return err
+}
+
+// leave records that the request has its answer.
+func (d SimpleMessage) leave() {
+	if d.state != nil {
+		d.app.inbound.Leave(d.state)
+	}
 }
 
 // Refuse tells the requester that this node does not answer: its call fails at once, see Request.Refuse. Requests only
@@ -243,13 +270,24 @@ func (d SimpleMessage) Refuse(why error) error {
 		return &van.Error{Op: "refuse", Node: a.node.Name(), Err: no}
 	}
 	a.node.Refuse(int(d.Sender), d.epoch, int32(a.app), d.CustomerID, d.Timestamp, no)
+	d.leave()
 	return nil
 }
 
 var messages = sync.Pool{New: func() any { return new(van.Message) }}
 
+// Context returns the context of a request, see Request.Context. That of an answer has ended.
+func (d SimpleMessage) Context() context.Context {
+	if d.state == nil {
+		ctx, end := context.WithCancel(context.Background())
+		end()
+		return ctx
+	}
+	return d.app.inbound.Context(d.state, int(d.Sender), func() bool { return true })
+}
+
 // Wanted reports whether the sender of a request may still wait for its answer: it has not canceled the request,
-// is not lost, and has not been replaced.
+// is not lost, and has not been replaced. Unlike Context it costs nothing, and does not change with the answer.
 func (d SimpleMessage) Wanted() bool {
 	if d.app == nil {
 		return false

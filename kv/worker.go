@@ -49,7 +49,7 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 		return nil, fmt.Errorf("%w: key-value worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
 	w := &Worker[V]{node: (*cluster.Node)(node).App(), o: o, simple: newSimpleApp(node, o.AppID, o.Timeout, nil), servers: (*cluster.Node)(node).Topology().ServerInstances(), ranges: node.Topology().ServerKeyRanges()}
-	c, err := w.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
+	c, err := w.node.AddServer(o.AppID, o.CustomerID, w.simple.inbound, func(msg *van.Message) {
 		if !w.simple.takes(msg) {
 			w.node.Rarely("kv: request to a worker").Warn("dropped a request: a key-value worker serves none",
 				"from", van.NodeName(msg.Sender))

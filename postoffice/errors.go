@@ -23,7 +23,7 @@ var (
 	ErrUnknownPeer = van.ErrUnknownPeer
 	// ErrQueueFull: the messages that wait for the peer, or the requests in flight, have reached their limit.
 	ErrQueueFull = van.ErrQueueFull
-	// ErrFinished: the peer's program is at its end. It waits in Finalize, or in Python's stop(), and serves no more requests.
+	// ErrFinished: the peer serves no more requests: its server was shut down, or its program waits in Finalize or in Python's stop().
 	ErrFinished = van.ErrFinished
 	// ErrTimeout: a wait reached its limit.
 	ErrTimeout = van.ErrTimeout
@@ -43,6 +43,8 @@ var (
 	ErrUnknownHandler = cluster.ErrUnknownHandler
 	// ErrOtherWaits: another goroutine waits for the call, and gets its result. It matches ErrUnknownHandler, too.
 	ErrOtherWaits = cluster.ErrOtherWaits
+	// ErrAnswered: a batch or request was answered or refused before.
+	ErrAnswered = cluster.ErrAnswered
 	// ErrPending: a wait for a limited slice of time has ended before the call did. Wait again.
 	ErrPending = cluster.ErrPending
 )

@@ -95,8 +95,7 @@ func (s *Session) open(ctx context.Context) (err error) {
 	case van.Server:
 		s.queue = newQueue(s.node)
 		s.queue.over = s.over
-		if s.server, err = af.NewServer(s.node, af.ServerOptions{}); err == nil {
-			s.server.OnUnwanted(s.queue.onCanceled)
+		if s.server, err = af.NewServer(s.node, af.ServerOptions{OnUnwanted: s.queue.onCanceled}); err == nil {
 			err = s.server.Handle(s.queue.put)
 		}
 	default:

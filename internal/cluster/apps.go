@@ -21,6 +21,11 @@ var errNoApp = errors.New("no such application")
 // requests. On a worker several customers of one application are distinguished by customer id; elsewhere the customer
 // id is the application id. handle may block; see van.Receiver. Queued messages are delivered first.
 func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer, error) {
+	return a.AddServer(id, customer, NewInbound(), handle)
+}
+
+// AddServer is AddCustomer for an application that accepts requests with in, which belongs to no other customer.
+func (a App) AddServer(id, customer int, in *Inbound, handle func(*van.Message)) (*Customer, error) {
 	n := a.Node
 	if n.role != van.Worker {
 		customer = id
@@ -43,7 +48,7 @@ func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer
 		// arrive.
 		first = int32(n.rand() % (1 << 30))
 	}
-	c := newCustomer(n, id, customer, first, handle)
+	c := newCustomer(n, id, customer, first, in, handle)
 	c.deliverBacklog(apps.takeQueued(k))
 	m := maps.Clone(*apps.table.Load())
 	m[k] = c
@@ -118,7 +123,7 @@ func (a *apps) cancel(app int, w Canceled, epoch uint32) {
 	if c == nil {
 		return
 	}
-	c.cancellations.add(w, epoch)
+	c.inbound.cancel(w, epoch)
 	if f := c.onCanceled.Load(); f != nil {
 		(*f)(w)
 	}

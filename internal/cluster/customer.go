@@ -40,12 +40,13 @@ type Customer struct {
 	late     atomic.Uint64
 	backlogs backlogs
 
-	cancellations cancellations
-	onCanceled    atomic.Pointer[func(Canceled)]
+	inbound    *Inbound
+	onCanceled atomic.Pointer[func(Canceled)]
 }
 
-func newCustomer(n *Node, app, id int, first int32, handle func(*van.Message)) *Customer {
-	c := &Customer{node: n, app: app, id: id, handle: handle}
+func newCustomer(n *Node, app, id int, first int32, in *Inbound, handle func(*van.Message)) *Customer {
+	in.self, in.processes = &n.nodeInfo, &n.processes
+	c := &Customer{node: n, app: app, id: id, inbound: in, handle: handle}
 	c.backlogs.changed.L = &c.backlogs.mu
 	c.requests.init(first)
 	return c
@@ -256,7 +257,7 @@ func (c *Customer) cannotWait(ts int32, waiting bool, r *Request) error {
 func (c *Customer) deliver(msg *van.Message) {
 	now := clock.Now()
 	if msg.Request {
-		if c.cancellations.has(msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp) {
+		if c.inbound.cancellations.has(msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp) {
 			return // the sender has canceled the request
 		}
 		msg.RequestTrace.Process = now
@@ -293,15 +294,17 @@ func (c *Customer) deliverFrom(sender int) {
 	}
 }
 
-// peerLost fails the requests that node id has not answered.
+// peerLost fails the requests that node id has not answered, and ends the contexts of those that it has sent.
 func (c *Customer) peerLost(id int, cause error) {
+	c.inbound.peerLost(id, cause)
 	for _, r := range c.list() {
 		r.failPeer(id, cause)
 	}
 }
 
-// abortAll fails all requests in flight.
+// abortAll fails all requests in flight, and ends the contexts of those that the application has accepted.
 func (c *Customer) abortAll(err error) {
+	c.inbound.close(err)
 	for _, r := range c.list() {
 		r.fail(err)
 	}
@@ -310,8 +313,7 @@ func (c *Customer) abortAll(err error) {
 // IsAwaited reports whether the sender of a request still waits for its answer: it has not canceled the request, is
 // not lost, and has not been replaced. epoch is that of the request's message.
 func (c *Customer) IsAwaited(sender int, epoch uint32, customer, ts int32) bool {
-	p := c.node.processes.of(sender)
-	return p.epoch == epoch && (p.lost == nil || p.lostEpoch != epoch) && !c.cancellations.has(sender, epoch, customer, ts)
+	return c.inbound.isAwaited(sender, epoch, customer, ts)
 }
 
 // OnCanceled makes the customer call f with the cancellations of senders, after IsAwaited has begun to return false

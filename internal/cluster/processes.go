@@ -68,6 +68,13 @@ func (t *processes) change(id int, f func(*process)) {
 	(*old)[id].Store(&p)
 }
 
+// waits reports whether the process that had node id at that epoch may wait for an answer: it is not lost, and has not been replaced.
+// A node waits for its own answers.
+func (t *processes) waits(id int, epoch uint32) bool {
+	p := t.of(id)
+	return id == t.self.ID() || p.epoch == epoch && (p.lost == nil || p.lostEpoch != epoch)
+}
+
 // lost returns the reason why node id is considered dead, or nil.
 func (t *processes) lost(id int) error { return t.of(id).lost }
 

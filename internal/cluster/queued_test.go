@@ -107,7 +107,7 @@ func TestBacklogIsCounted(t *testing.T) {
 	n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, rand: func() uint64 { return 0 }}}
 	n.assemble()
 	entered, release := make(chan struct{}, 3), make(chan struct{})
-	c := newCustomer(n, 7, 7, 0, func(*van.Message) {
+	c := newCustomer(n, 7, 7, 0, NewInbound(), func(*van.Message) {
 		entered <- struct{}{}
 		<-release
 	})
@@ -215,7 +215,7 @@ func TestOpenDuringALoss(t *testing.T) {
 	n.setName("the test's node")
 	n.assemble()
 	n.processes.change(8, func(p *process) { p.known, p.lost = true, van.ErrPeerLost })
-	c := newCustomer(n, 7, 1, 0, func(*van.Message) {})
+	c := newCustomer(n, 7, 1, 0, NewInbound(), func(*van.Message) {})
 	stop, losses := make(chan struct{}), sync.WaitGroup{}
 	losses.Go(func() {
 		for {

@@ -440,7 +440,7 @@ func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 			}
 			c.backlogs.mu.Unlock()
 			for _, id := range ids {
-				if g := c.cancellations.of(id); g != nil {
+				if g := c.inbound.cancellations.of(id); g != nil {
 					if int(g.count.Load()) != len(g.list) {
 						t.Errorf("%d withdrawals are counted, %d kept", g.count.Load(), len(g.list))
 					}

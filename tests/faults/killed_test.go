@@ -164,7 +164,7 @@ func TestWorkerKilledBeforeAnswer(t *testing.T) {
 		victim.Kill()
 		<-gone
 		vantest.Fails(t, nodetest.Echo(b), van.ErrPeerLost, "server 0 (id 8): send with worker 1 (id 11) at 127.0.0.1:")
-		vantest.Fails(t, nodetest.Echo(b), af.ErrAnswered)
+		vantest.Fails(t, nodetest.Echo(b), postoffice.ErrAnswered)
 		work(t, 1, w)
 		if n := testcluster.Stats(c.Servers[0]).LentValues; n > 0 {
 			t.Errorf("%d values are still held for the dead worker", n)

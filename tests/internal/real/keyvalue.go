@@ -4,6 +4,7 @@ import (
 	"errors"
 
 	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/pairs"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
@@ -31,7 +32,7 @@ func (n *node) serveKV(r kv.Request[uint8]) {
 	} else {
 		answer = n.takePull(id, r)
 	}
-	if err := r.Respond(answer); errors.Is(err, van.ErrInvalid) || errors.Is(err, kv.ErrAnswered) {
+	if err := r.Respond(answer); errors.Is(err, van.ErrInvalid) || errors.Is(err, postoffice.ErrAnswered) {
 		n.wrong("answer to worker %d: %v", id.rank, err)
 	}
 }

@@ -398,7 +398,7 @@ func (n *node) serve(b af.Batch) {
 		b.Release()
 		return
 	}
-	if err := b.Respond(out); err != nil && (errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered)) {
+	if err := b.Respond(out); err != nil && (errors.Is(err, van.ErrInvalid) || errors.Is(err, postoffice.ErrAnswered)) {
 		n.wrong("answer to worker %d: %v", n.counterpart(b.Worker()), err)
 	}
 }

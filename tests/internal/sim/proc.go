@@ -298,7 +298,7 @@ func (p *proc) handle(b af.Batch) {
 // refused judges that the library has not taken an answer.
 func (p *proc) refused(err error) {
 	p.c.net.note(p.name, "answer refused: "+brief(err))
-	if errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered) || errors.Is(err, kv.ErrAnswered) {
+	if errors.Is(err, van.ErrInvalid) || errors.Is(err, postoffice.ErrAnswered) {
 		p.c.check.fail("refused answer", "%s: %v", p.name, err)
 	}
 }

@@ -1,0 +1,336 @@
+package cluster
+
+// The requests that an application has accepted and not answered yet: their contexts, and the end of a server that answers what
+// it has accepted.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/wake"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Inbound has the requests that an application has accepted, by sender. Senders share no lock. It is safe for concurrent use.
+type Inbound struct {
+	self          *nodeInfo
+	processes     *processes
+	cancellations cancellations
+
+	draining atomic.Bool           // Drain was called
+	over     atomic.Pointer[error] // why all contexts have ended, nil before
+	closed   atomic.Bool           // the customer was closed, or its node has ended
+	idle     chan struct{}         // has a token when Drain is to check again
+
+	mu sync.Mutex // guards changes of by
+	by atomic.Pointer[map[int]*inboundSender]
+}
+
+// inboundSender has the requests of one sender.
+type inboundSender struct {
+	running atomic.Int32 // handlers
+
+	mu   sync.Mutex // guards the list, and the fields of its requests
+	list []*Accepted
+}
+
+// Accepted is one accepted request. It is part of the application's state of the request, which may be used again after Leave. The
+// zero value is ready for Accept.
+type Accepted struct {
+	from         *inboundSender // set by Accept
+	epoch        uint32
+	customer, ts int32
+	at           int // the place in from.list, counted from 1; 0: not there
+
+	ctx context.Context // nil until Context is called
+	end context.CancelCauseFunc
+}
+
+// ErrAnswered: a request or batch was answered or refused before.
+var ErrAnswered = errors.New("answered already")
+
+// Causes of the end of a context.
+var (
+	errAnswered   = fmt.Errorf("%w: the request was %w", context.Canceled, ErrAnswered)
+	errUnwanted   = fmt.Errorf("%w: the sender of the request does not wait for an answer any more", context.Canceled)
+	errCanceledBy = fmt.Errorf("%w: the sender has canceled the request", context.Canceled)
+)
+
+// NewInbound returns an Inbound for App.AddServer.
+func NewInbound() *Inbound { return &Inbound{idle: make(chan struct{}, 1)} }
+
+// of returns the requests of a sender. Ids that no member can have share an entry.
+func (b *Inbound) of(sender int) *inboundSender {
+	if by := b.by.Load(); by != nil {
+		if s := (*by)[sender]; s != nil {
+			return s
+		}
+	}
+	if !b.self.mayJoin(sender) {
+		sender = van.Empty
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	by := map[int]*inboundSender{}
+	if old := b.by.Load(); old != nil {
+		if s := (*old)[sender]; s != nil {
+			return s
+		}
+		by = maps.Clone(*old)
+	}
+	s := &inboundSender{}
+	by[sender] = s
+	b.by.Store(&by)
+	return s
+}
+
+// Accept records in r that the application takes a request, whose first message has these fields. After Drain it returns an
+// error that wraps van.ErrFinished instead, with which the caller refuses the request.
+func (b *Inbound) Accept(r *Accepted, sender int, epoch uint32, customer, ts int32) error {
+	s := b.of(sender)
+	s.mu.Lock()
+	if b.draining.Load() {
+		s.mu.Unlock()
+		return b.refusal()
+	}
+	r.from, r.epoch, r.customer, r.ts = s, epoch, customer, ts
+	r.ctx, r.end = nil, nil
+	s.list = append(s.list, r)
+	r.at = len(s.list)
+	s.mu.Unlock()
+	// A request that is canceled, or whose sender is lost, from here on is found in the list.
+	if !b.isAwaited(sender, epoch, customer, ts) {
+		b.leave(r, errUnwanted)
+	}
+	return nil
+}
+
+// Refuse makes Accept refuse requests from now on.
+func (b *Inbound) Refuse() { b.draining.Store(true) }
+
+// Draining returns the error with which new requests are refused, nil before Refuse and Drain.
+func (b *Inbound) Draining() error {
+	if !b.draining.Load() {
+		return nil
+	}
+	return b.refusal()
+}
+
+func (b *Inbound) refusal() error {
+	return fmt.Errorf("%w: the server shuts down and accepts no more requests", van.ErrFinished)
+}
+
+// Enter and Exit enclose the call of a handler for a request of sender, which was accepted.
+func (b *Inbound) Enter(sender int) { b.of(sender).running.Add(1) }
+
+// Exit ends Enter.
+func (b *Inbound) Exit(sender int) {
+	if b.of(sender).running.Add(-1) == 0 {
+		b.changed()
+	}
+}
+
+// Leave records that r was answered or refused, or will not be answered. It has no effect on a request that has left, or was
+// never accepted. The context of r ends.
+func (b *Inbound) Leave(r *Accepted) { b.leave(r, errAnswered) }
+
+func (b *Inbound) leave(r *Accepted, cause error) {
+	s := r.from
+	if s == nil {
+		return
+	}
+	s.mu.Lock()
+	end := s.remove(r)
+	s.mu.Unlock()
+	if end != nil {
+		end(cause)
+	}
+	b.changed()
+}
+
+// remove removes r from the list, and returns the function that ends its context, nil if there is none. s.mu is held.
+func (s *inboundSender) remove(r *Accepted) context.CancelCauseFunc {
+	if r.at == 0 {
+		return nil
+	}
+	last := len(s.list) - 1
+	moved := s.list[last]
+	s.list[r.at-1], moved.at = moved, r.at
+	s.list[last], s.list = nil, s.list[:last]
+	r.at = 0
+	return r.end
+}
+
+// changed makes Drain check again.
+func (b *Inbound) changed() {
+	if b.draining.Load() {
+		wake.Put(b.idle)
+	}
+}
+
+// Context returns the context of r, a request of sender. isCurrent reports whether the caller's handle of the request still
+// belongs to r; if it is false the request has been answered.
+func (b *Inbound) Context(r *Accepted, sender int, isCurrent func() bool) context.Context {
+	s := b.of(sender)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case !isCurrent() || r.from != s:
+		return ended(errAnswered)
+	case r.ctx != nil:
+		return r.ctx
+	case r.at == 0:
+		return ended(errUnwanted)
+	}
+	r.ctx, r.end = context.WithCancelCause(context.Background())
+	if why := b.over.Load(); why != nil {
+		r.end(*why)
+	}
+	return r.ctx
+}
+
+// ended is a context that has ended.
+func ended(cause error) context.Context {
+	ctx, end := context.WithCancelCause(context.Background())
+	end(cause)
+	return ctx
+}
+
+// drop removes the requests of sender that gone selects, which nobody waits for.
+func (b *Inbound) drop(sender int, cause error, gone func(*Accepted) bool) {
+	by := b.by.Load()
+	if by == nil || (*by)[sender] == nil {
+		return
+	}
+	s := (*by)[sender]
+	var ends []context.CancelCauseFunc
+	s.mu.Lock()
+	for _, r := range slices.Clone(s.list) {
+		if gone(r) {
+			if end := s.remove(r); end != nil {
+				ends = append(ends, end)
+			}
+		}
+	}
+	s.mu.Unlock()
+	for _, end := range ends {
+		end(cause)
+	}
+	b.changed()
+}
+
+// cancel handles a cancellation.
+func (b *Inbound) cancel(w Canceled, epoch uint32) {
+	b.cancellations.add(w, epoch)
+	b.drop(w.Sender, errCanceledBy, func(r *Accepted) bool { return r.epoch == epoch && w.Has(r.customer, r.ts) })
+}
+
+// peerLost handles the loss of a node, or its replacement.
+func (b *Inbound) peerLost(id int, cause error) {
+	b.drop(id, cause, func(r *Accepted) bool { return !b.processes.waits(id, r.epoch) })
+}
+
+// isAwaited is Customer.IsAwaited.
+func (b *Inbound) isAwaited(sender int, epoch uint32, customer, ts int32) bool {
+	return b.processes.waits(sender, epoch) && !b.cancellations.has(sender, epoch, customer, ts)
+}
+
+// close ends all contexts permanently: the customer or its node is closed, or has failed.
+func (b *Inbound) close(cause error) {
+	b.closed.Store(true)
+	b.endAll(cause)
+	b.changed()
+}
+
+// endAll ends all contexts, also of requests that are accepted later.
+func (b *Inbound) endAll(cause error) {
+	if !b.over.CompareAndSwap(nil, &cause) {
+		return
+	}
+	by := b.by.Load()
+	if by == nil {
+		return
+	}
+	var ends []context.CancelCauseFunc
+	for _, s := range *by {
+		s.mu.Lock()
+		for _, r := range s.list {
+			if r.end != nil {
+				ends = append(ends, r.end)
+			}
+		}
+		s.mu.Unlock()
+	}
+	for _, end := range ends {
+		end(cause)
+	}
+}
+
+// Drain calls Refuse, and waits until the accepted ones have left and no handler runs. When ctx ends
+// first, the contexts of the requests end, and the error names the senders that wait. When the customer is closed first, the
+// error wraps van.ErrClosed. It may be called again, and by several goroutines.
+func (b *Inbound) Drain(ctx context.Context) error {
+	begun := clock.Now()
+	b.Refuse()
+	defer wake.Put(b.idle) // for another Drain
+	for {
+		waiting := b.waiting()
+		if waiting == "" {
+			return nil
+		}
+		fail := func(err error) error {
+			return &van.Error{Op: "shutdown", Node: b.self.Name(), Detail: "not answered: " + waiting, Elapsed: time.Duration(clock.Now() - begun), Err: err}
+		}
+		if b.closed.Load() {
+			return fail(van.ErrClosed)
+		}
+		select {
+		case <-b.idle:
+		case <-ctx.Done():
+			why := van.TimedOut(context.Cause(ctx))
+			b.endAll(fmt.Errorf("%s shuts down: %w", b.self.Name(), why))
+			return fail(why)
+		}
+	}
+}
+
+// waiting lists the senders with requests or running handlers, for errors; "" if there are none.
+func (b *Inbound) waiting() string {
+	by := b.by.Load()
+	if by == nil {
+		return ""
+	}
+	var names []string
+	more := 0
+	for _, id := range slices.Sorted(maps.Keys(*by)) {
+		s := (*by)[id]
+		s.mu.Lock()
+		n := len(s.list)
+		s.mu.Unlock()
+		running := s.running.Load() // after the list: a request that has left it has entered its handler before
+		switch {
+		case n == 0 && running == 0:
+		case len(names) == maxNames:
+			more++
+		case n == 0:
+			names = append(names, fmt.Sprintf("%s (running handlers: %d)", b.self.peerName(id), running))
+		default:
+			names = append(names, fmt.Sprintf("%s (requests: %d)", b.self.peerName(id), n))
+		}
+	}
+	if more > 0 {
+		names = append(names, fmt.Sprintf("and %d more", more))
+	}
+	return strings.Join(names, ", ")
+}
+
+// maxNames is the number of peers that an error names.
+const maxNames = 8
