@@ -607,6 +607,88 @@ func losePeer(t *testing.T, cause error) {
 	}
 }
 
+// TestNoLongerUnresponsive: a message to a peer has timed out, and then the peer is lost, disconnected or replaced. A later message under its id does
+// not report the peer as up: that is the transport's or the node's to say.
+func TestNoLongerUnresponsive(t *testing.T) {
+	for name, end := range map[string]func(t *testing.T, f *fixture){
+		"lost":         func(_ *testing.T, f *fixture) { f.p.watch(8, false, van.ErrPeerLost) },
+		"disconnected": func(_ *testing.T, f *fixture) { f.Disconnect(8) },
+		"replaced": func(t *testing.T, f *fixture) {
+			if err := f.Connect(t.Context(), 8, van.Node{Hostname: "b", Port: 1}); err != nil {
+				t.Fatal(err)
+			}
+		},
+		"in the place of another": func(t *testing.T, f *fixture) {
+			if err := f.Rename(-2, 8); err != nil {
+				t.Fatal(err)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newFixture(t, Options{Timeout: time.Second, MaxTries: 2})
+				for _, id := range []int{8, -2} {
+					if err := f.Connect(t.Context(), id, van.Node{Hostname: "a", Port: 1}); err != nil {
+						t.Fatal(err)
+					}
+				}
+				var up atomic.Int32
+				f.WatchPeers(func(_ int, is bool, _ error) {
+					if is {
+						up.Add(1)
+					}
+				})
+				if err := f.Send(request(8, 1)); err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(2500 * time.Millisecond)
+				synctest.Wait()
+				if len(f.failed()) != 1 {
+					t.Fatalf("%d messages have failed, want 1", len(f.failed()))
+				}
+				end(t, f)
+				f.p.recv(from(8, request(9, 1)))
+				if n := up.Load(); n != 0 {
+					t.Errorf("the peer is reported as up %d times", n)
+				}
+			})
+		})
+	}
+}
+
+// TestRenamedPeer: when a peer gets another id, messages that were kept for it, and those kept for the former holder of that id, are given back and not sent
+// again. No failure is reported.
+func TestRenamedPeer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{Timeout: time.Second})
+		for _, id := range []int{8, 10} {
+			if err := f.Connect(t.Context(), id, van.Node{Hostname: "a", Port: id}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		done := &counter{}
+		for _, id := range []int{8, 10, 10} {
+			m := request(id, 1)
+			m.Done = done
+			if err := f.Send(m); err != nil {
+				t.Fatal(err)
+			}
+		}
+		f.p.take()
+		if err := f.Rename(10, 8); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if n := len(f.p.take()); n != 0 || done.Load() != 3 || f.kept.count != 0 || len(f.failed()) != 0 {
+			t.Errorf("%d messages were sent again, %d given back, %d are kept, %d have failed; want 0, 3, 0, 0", n, done.Load(), f.kept.count, len(f.failed()))
+		}
+		if f.kept.conns[8] != "a:10" || len(f.kept.conns) != 1 {
+			t.Errorf("the peers are %v, want 8 at a:10", f.kept.conns)
+		}
+	})
+}
+
 // TestConnectedAgain: if a peer is connected again at the same address, kept messages are sent again and acknowledged there. At another address
 // they fail.
 func TestConnectedAgain(t *testing.T) {
