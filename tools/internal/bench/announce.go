@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/netip"
@@ -27,6 +28,9 @@ type floors struct {
 	push, pull int
 	touch      bool // every byte is read and written between rounds
 	bare       bool // libzmq alone is measured, too
+	shared     bool // through shared memory instead of TCP
+	clients    int  // of each server
+	pairs      int  // of all clients and servers
 }
 
 // childWithFloor is a node of a benchmark. The server serves; the worker measures push_pulls, the floor and, if x.bare,
@@ -65,6 +69,8 @@ func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 		f, err = newDeviceServer(node.Backend(), x.push, x.pull)
 	case host.IsValid():
 		f, err = newVerbsServer(host, x.push, x.pull)
+	case x.shared:
+		f, err = newSharedServer(x.clients, x.pairs, x.push, x.pull)
 	default:
 		f, err = newTCPServer(x.push, x.pull, x.touch)
 	}
@@ -85,23 +91,32 @@ func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 	return err
 }
 
-// dialAnnounced reads the addresses from the parent and connects.
+// dialAnnounced reads the addresses of all servers from the parent and connects. Only a floor over TCP or shared memory
+// has several servers, and libzmq alone is measured with one server.
 func dialAnnounced(r io.Reader, node *postoffice.Node, x floors) (floor, bare baseline, err error) {
 	line, err := bufio.NewReader(r).ReadString('\n')
 	if err != nil {
 		return nil, nil, fmt.Errorf("bench: no address of the floor: %w", err)
 	}
-	addr, bareAt, _ := strings.Cut(strings.TrimSpace(line), " ")
+	addrs, bareAt := strings.Fields(line), ""
+	if x.bare && len(addrs) > 1 {
+		addrs, bareAt = addrs[:1], addrs[1]
+	}
+	if len(addrs) == 0 {
+		return nil, nil, errors.New("bench: the parent has sent no address of the floor")
+	}
 	host, err := floorHost(node)
 	switch {
 	case err != nil:
 		return nil, nil, err
 	case onGPU(node):
-		floor, err = dialDeviceFloor(node.Backend(), addr, x.push, x.pull)
+		floor, err = dialDeviceFloor(node.Backend(), addrs[0], x.push, x.pull)
 	case host.IsValid():
-		floor, err = dialVerbsFloor(host, addr, x.push, x.pull)
+		floor, err = dialVerbsFloor(host, addrs[0], x.push, x.pull)
+	case x.shared:
+		floor, err = dialShared(addrs, node.Rank(), x.pairs, x.push, x.pull)
 	default:
-		floor, err = dialTCP(addr, x.push, x.pull, x.touch)
+		floor, err = dialTCP(addrs, x.pairs, x.push, x.pull, x.touch)
 	}
 	if err != nil || !x.bare {
 		return floor, none{}, err

@@ -3,8 +3,14 @@ package bench
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
 	"strings"
+	"syscall"
 	"testing"
+
+	"golang.org/x/sync/errgroup"
 )
 
 // TestHostFloors: each baseline in host memory answers all rounds, also when every byte is
@@ -19,7 +25,7 @@ func TestHostFloors(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		overTCP, err := dialTCP(tcp.addr, 3000, 5000, touch)
+		overTCP, err := dialTCP([]string{tcp.addr}, 1, 3000, 5000, touch)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -76,6 +82,82 @@ func TestBareReport(t *testing.T) {
 		}
 		if !back.Load || !back.Touch {
 			t.Errorf("load %t, touch %t, want both", back.Load, back.Touch)
+		}
+	}
+}
+
+// TestFloorOfPairs: clients of several servers make their rounds at the same time, over TCP and through shared memory.
+// The bytes of shared memory are the pushed and pulled bytes. A client whose server has ended gets an error.
+func TestFloorOfPairs(t *testing.T) {
+	const clients, servers, push, pull = 3, 2, 5000, 9000
+	const n = clients * servers
+	for name, x := range map[string]struct {
+		serve func() (*floorServer, error)
+		dial  func(addrs []string, client int) (*pairs, error)
+	}{
+		"TCP": {func() (*floorServer, error) { return newTCPServer(push, pull, false) },
+			func(addrs []string, _ int) (*pairs, error) { return dialTCP(addrs, n, push, pull, false) }},
+		"shared": {func() (*floorServer, error) { return newSharedServer(clients, n, push, pull) },
+			func(addrs []string, client int) (*pairs, error) { return dialShared(addrs, client, n, push, pull) }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var addrs []string
+			var ends []func()
+			for range servers {
+				s, err := x.serve()
+				if err != nil {
+					t.Fatal(err)
+				}
+				addrs, ends = append(addrs, s.addr), append(ends, s.close)
+			}
+			var all [clients]*pairs
+			for i := range all {
+				var err error
+				if all[i], err = x.dial(addrs, i); err != nil {
+					t.Fatal(err)
+				}
+			}
+			var group errgroup.Group
+			for i, c := range all {
+				group.Go(func() error {
+					for _, rounds := range []int{0, 20, 1, 30} {
+						ns, err := c.measure(rounds)
+						if err != nil || len(ns) != rounds || rounds > 0 && slices.Min(ns) <= 0 {
+							return fmt.Errorf("client %d: %d rounds: %v, %v", i, rounds, ns, err)
+						}
+					}
+					return nil
+				})
+			}
+			if err := group.Wait(); err != nil {
+				t.Error(err)
+			}
+			want := make([]byte, pull)
+			fill(want)
+			for _, p := range all[1].all {
+				s, ok := p.(*sharedPair)
+				if ok && (!bytes.Equal(s.mem[s.l.pushAt():][:push], want[:push]) || !bytes.Equal(s.mem[s.l.pullAt():][:pull], want)) {
+					t.Error("the shared memory has other bytes than were pushed and pulled")
+				}
+			}
+			if name == "shared" {
+				ends[1]()
+				if _, err := all[0].measure(5); !errors.Is(err, syscall.EPIPE) {
+					t.Errorf("rounds with a server that has ended: %v, want %v", err, syscall.EPIPE)
+				}
+				ends = ends[:1]
+			}
+			for _, c := range all {
+				c.close()
+			}
+			for _, end := range ends {
+				end()
+			}
+		})
+	}
+	for _, addr := range []string{"", "x", "1:", "1:AAAA", "0:AAAAAAAAAAAAAAAA", "1:AAAAAAAAAAAAAAAA"} {
+		if _, err := dialShared([]string{addr}, 0, 1, 1, 1); err == nil || !strings.Contains(err.Error(), "floor: ") {
+			t.Errorf("address %q: %v, want an error of the floor", addr, err)
 		}
 	}
 }

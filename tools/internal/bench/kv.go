@@ -97,7 +97,7 @@ func childKV(c *cli.Context, node *postoffice.Node) error {
 		return err
 	}
 	out, in := s.floorBytes()
-	return childWithFloor(c, node, floors{push: out, pull: in}, serveKV, s.measure)
+	return childWithFloor(c, node, floors{push: out, pull: in, pairs: 1}, serveKV, s.measure)
 }
 
 func serveKV(node *postoffice.Node) error {

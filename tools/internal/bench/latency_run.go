@@ -159,7 +159,7 @@ func childLatency(c *cli.Context, node *postoffice.Node) error {
 		return err
 	}
 	cfg := node.Config()
-	x := floors{l.push, l.pull, l.touch, cfg.VanType == zmq && cfg.EnableIPC == 0 && !onGPU(node)}
+	x := floors{push: l.push, pull: l.pull, touch: l.touch, bare: cfg.VanType == zmq && cfg.EnableIPC == 0 && !onGPU(node), pairs: 1}
 	if onGPU(node) {
 		return childWithFloor(c, node, x, l.serveDevice, l.measureDevice)
 	}

@@ -6,10 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"io"
-	"runtime"
 	"slices"
-	"sync/atomic"
-	"time"
 
 	"github.com/urfave/cli/v2"
 
@@ -163,9 +160,14 @@ func measureWindow(c *cli.Context, cl *processes, over string, rdma *rdmaRun, si
 	r := &windowReport{Van: over, Bytes: size, Iters: iters, Of: "copy and flag", Checked: true}
 	var figures perfFigures
 	var server *floorServer
-	var floor baseline = copies(size)
+	var floor baseline
 	var err error
 	switch over {
+	case local:
+		if server, err = newSharedServer(1, 1, size, size); err == nil {
+			defer server.close()
+			floor, err = dialShared([]string{server.addr}, 0, 1, size, size)
+		}
 	case ibverbs:
 		r.Of = "verbs"
 		if figures, err = rdma.perftest(c, size, false); err != nil {
@@ -206,40 +208,6 @@ func measureWindow(c *cli.Context, cl *processes, over string, rdma *rdmaRun, si
 		r.RDMA = rdma.beside(figures, r.OneWay.P50)
 	}
 	return r, nil
-}
-
-// copies is the floor of shared memory: round trips of a copy of that many bytes and a flag between two threads.
-type copies int
-
-func (copies) close() {}
-
-func (size copies) measure(n int) ([]int64, error) {
-	var there, back atomic.Int64
-	from, to, answer := make([]byte, size), make([]byte, size), make([]byte, size)
-	fill(from)
-	await := func(flag *atomic.Int64, i int64) {
-		for flag.Load() < i {
-			runtime.Gosched()
-		}
-	}
-	go func() {
-		runtime.LockOSThread()
-		defer runtime.UnlockOSThread()
-		for i := range int64(n) {
-			await(&there, i+1)
-			copy(answer, to)
-			back.Store(i + 1)
-		}
-	}()
-	ns := make([]int64, n)
-	for i := range ns {
-		start := time.Now()
-		copy(to, from)
-		there.Store(int64(i + 1))
-		await(&back, int64(i+1))
-		ns[i] = int64(time.Since(start))
-	}
-	return ns, nil
 }
 
 func (r *windowReport) print(w io.Writer) error {

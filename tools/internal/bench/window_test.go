@@ -144,10 +144,3 @@ func TestPutAndWait(t *testing.T) {
 		t.Errorf("ranks that put other data than is expected: %v", err)
 	}
 }
-
-func TestCopies(t *testing.T) {
-	ns, err := copies(1000).measure(5)
-	if err != nil || len(ns) != 5 || slices.Min(ns) <= 0 {
-		t.Errorf("%v, %v", ns, err)
-	}
-}
