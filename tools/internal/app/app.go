@@ -100,7 +100,7 @@ func Run(args []string, stdout, stderr io.Writer) int {
 			bench.Command(),
 			envCommand(),
 			doctorCommand(),
-			policy.Command(interruptible),
+			policy.Command(),
 			secretCommand(),
 			demo.Command(),
 			doctor.ChildCommand(),

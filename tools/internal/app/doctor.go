@@ -46,9 +46,9 @@ or 143 after SIGINT or SIGTERM.`,
 			if o.verbose {
 				log = slog.New(slog.NewTextHandler(c.App.ErrWriter, nil))
 			}
-			ctx, cancel := interruptible()
+			ctx, cancel := exit.Interruptible(c.Context)
 			defer cancel()
-			return bySignal(ctx, examine(ctx, c.App.Writer, doctor.Host(versionText(), log), o))
+			return exit.BySignal(ctx, examine(ctx, c.App.Writer, doctor.Host(versionText(), log), o))
 		}),
 	}
 }

@@ -45,11 +45,11 @@ func TestDoctorInterrupted(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())
 		m := patient()
 		m.ZMQ = func(van.Options) (van.Van, error) {
-			cancel(&stopped{syscall.SIGINT})
+			cancel(&exit.Stopped{Signal: syscall.SIGINT})
 			return nil, errors.New("interrupted")
 		}
 		var b bytes.Buffer
-		err := bySignal(ctx, examine(ctx, &b, m, doctorOptions{json: j, timeout: time.Minute}))
+		err := exit.BySignal(ctx, examine(ctx, &b, m, doctorOptions{json: j, timeout: time.Minute}))
 		if exit.Status(err) != 130 || err.Error() != "stopped by signal: interrupt" {
 			t.Errorf("%v, status %d; want status 130", err, exit.Status(err))
 		}

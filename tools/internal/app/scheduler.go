@@ -2,8 +2,6 @@ package app
 
 import (
 	"cmp"
-	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/signal"
@@ -59,7 +57,7 @@ func runScheduler(c *cli.Context) error {
 			fmt.Fprintf(c.App.Writer, "stepaf scheduler: "+format+"\n", args...)
 		}
 	}
-	ctx, cancel := interruptible()
+	ctx, cancel := exit.Interruptible(c.Context)
 	defer cancel()
 	// A cluster must outlive the reader of its scheduler's output. Go ends the process on a write to a pipe without a
 	// reader, unless the program has registered for SIGPIPE.
@@ -71,49 +69,18 @@ func runScheduler(c *cli.Context) error {
 		doctor.Count(cfg.NumServers*cfg.GroupSize, "server"), doctor.Count(cfg.NumWorkers*cfg.GroupSize, "worker"))
 	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
 	if err != nil {
-		return bySignal(ctx, err)
+		return exit.BySignal(ctx, err)
 	}
 	say("all nodes are here")
 	if c.Bool("fserver") {
 		if err := node.InstanceBarrier(ctx, 0, van.AllNodes); err != nil {
 			node.Close()
-			return bySignal(ctx, err)
+			return exit.BySignal(ctx, err)
 		}
 	}
 	if err := node.Finalize(ctx); err != nil {
-		return bySignal(ctx, err)
+		return exit.BySignal(ctx, err)
 	}
 	say("all nodes have left")
 	return nil
-}
-
-// interruptible returns a context. The first SIGINT or SIGTERM ends it, with *stopped as the cause.
-func interruptible() (ctx context.Context, cancel func()) {
-	ctx, end := context.WithCancelCause(context.Background())
-	signals := make(chan os.Signal, 1)
-	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
-	go func() {
-		select {
-		case s := <-signals:
-			end(&stopped{s.(syscall.Signal)})
-		case <-ctx.Done():
-		}
-	}()
-	return ctx, func() {
-		signal.Stop(signals)
-		end(nil)
-	}
-}
-
-// stopped is the cause of a context that a signal has ended.
-type stopped struct{ signal syscall.Signal }
-
-func (s *stopped) Error() string { return "stopped by signal: " + s.signal.String() }
-
-// bySignal gives an error the exit status of the signal that caused it, if a signal did.
-func bySignal(ctx context.Context, err error) error {
-	if s, ok := errors.AsType[*stopped](context.Cause(ctx)); ok {
-		return exit.With(128+int(s.signal), s)
-	}
-	return err
 }

@@ -84,13 +84,16 @@ func Command() *cli.Command {
 	return bench
 }
 
-// checked adds the check of --timeout to the action f of a benchmark.
+// checked adds the check of --timeout to the action f of a benchmark. SIGINT and SIGTERM end its context.
 func checked(f cli.ActionFunc) cli.ActionFunc {
 	return exit.WithoutArguments(func(c *cli.Context) error {
 		if t := c.Duration("timeout"); t <= 0 {
 			return exit.Usage("bench %s: --timeout %v: want more than 0", c.Command.Name, t)
 		}
-		return f(c)
+		ctx, cancel := exit.Interruptible(c.Context)
+		defer cancel()
+		c.Context = ctx
+		return exit.BySignal(ctx, f(c))
 	})
 }
 

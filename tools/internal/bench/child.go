@@ -218,16 +218,24 @@ type unable string
 
 func (u unable) Error() string { return string(u) }
 
-// askEach sends a line to n ranks, unless the line is empty, and returns their answers.
-func (c *processes) askEach(n int, line string) ([]answer, error) {
-	ranks := c.children[len(c.children)-n:] // the ranks were started last
-	for i := 0; i < n && line != ""; i++ {
-		if _, err := fmt.Fprintln(ranks[i].in, line); err != nil {
-			return nil, err
+// ranks are processes that answer lines.
+type ranks []*child
+
+// last returns the n processes that were started last.
+func (c *processes) last(n int) ranks { return ranks(c.children[len(c.children)-n:]) }
+
+// askEach sends a line to all ranks, unless the line is empty, and returns their answers.
+func (r ranks) askEach(line string) ([]answer, error) {
+	for _, rank := range r {
+		if line == "" {
+			break
+		}
+		if _, err := fmt.Fprintln(rank.in, line); err != nil {
+			return nil, fmt.Errorf("%s: %w", rank.name, err)
 		}
 	}
-	all := make([]answer, n)
-	for i, rank := range ranks {
+	all := make([]answer, len(r))
+	for i, rank := range r {
 		text, err := rank.line()
 		if err == nil {
 			err = json.Unmarshal([]byte(text), &all[i])
@@ -243,8 +251,8 @@ func (c *processes) askEach(n int, line string) ([]answer, error) {
 }
 
 // ask is askEach, and returns the time of each call: the time of the slowest rank.
-func (c *processes) ask(n int, line string) ([]int64, error) {
-	all, err := c.askEach(n, line)
+func (r ranks) ask(line string) ([]int64, error) {
+	all, err := r.askEach(line)
 	if err != nil {
 		return nil, err
 	}

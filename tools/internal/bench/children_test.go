@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 )
 
 // TestMain makes this program a child of a benchmark, too: benchmarks that a test runs start the test program
@@ -19,7 +21,7 @@ func TestMain(m *testing.M) {
 	app := &cli.App{Name: "stepaf", Commands: []*cli.Command{Command()}, ExitErrHandler: func(*cli.Context, error) {}}
 	if err := app.Run(os.Args); err != nil {
 		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
+		os.Exit(exit.Status(err))
 	}
 }
 

@@ -249,7 +249,7 @@ func startGloo(ctx context.Context, python string, n int) (*processes, error) {
 			return nil, err
 		}
 	}
-	if _, err := cl.ask(n, ""); err != nil {
+	if _, err := cl.last(n).ask(""); err != nil {
 		_, _ = cl.wait()
 		return nil, err
 	}
@@ -277,7 +277,7 @@ func (m *collectiveRun) measure(ours, peers *processes, n int, e exchange) (*col
 	for block, k := range blocks(iters, m.c.Int("rounds")) {
 		line := fmt.Sprintf("%s %d %d", e.op, e.size, k)
 		if peers != nil && r.NoGloo == "" {
-			ns, err := peers.ask(n, line)
+			ns, err := peers.last(n).ask(line)
 			if why := unable(""); errors.As(err, &why) {
 				r.NoGloo = why.Error()
 			} else if err != nil {
@@ -287,7 +287,7 @@ func (m *collectiveRun) measure(ours, peers *processes, n int, e exchange) (*col
 				theirs = append(theirs, ns...)
 			}
 		}
-		ns, err := ours.ask(n, line)
+		ns, err := ours.last(n).ask(line)
 		if err != nil {
 			return nil, err
 		}

@@ -101,7 +101,7 @@ func TestAsk(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		ns, err := c.ask(2, "AllGather 4 2")
+		ns, err := c.last(2).ask("AllGather 4 2")
 		if got := fmt.Sprint(ns, " ", err); got != x.want {
 			t.Errorf("%q, want %q", got, x.want)
 		}

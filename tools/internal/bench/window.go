@@ -194,7 +194,7 @@ func measureWindow(c *cli.Context, cl *processes, over string, rdma *rdmaRun, si
 		if err != nil {
 			return nil, err
 		}
-		got, err := cl.askEach(2, fmt.Sprint(size, n))
+		got, err := cl.last(2).askEach(fmt.Sprint(size, n))
 		if err != nil {
 			return nil, err
 		}

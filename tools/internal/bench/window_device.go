@@ -71,7 +71,7 @@ func measureWindowGPU(c *cli.Context, cl *processes, at place, size int) (*windo
 		var got [4][]answer
 		for i, what := range []string{askFloor, askTrips, askStreams, askAhead} {
 			var err error
-			if got[i], err = cl.askEach(2, fmt.Sprint(what, " ", size, n)); err != nil {
+			if got[i], err = cl.last(2).askEach(fmt.Sprint(what, " ", size, n)); err != nil {
 				return nil, err
 			}
 		}

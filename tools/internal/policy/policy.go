@@ -43,7 +43,7 @@ lasts until the cluster ends. C++ StepMesh nodes do not receive policies. docs/p
 describes the effect of each policy.`
 
 // Command returns "stepaf policy".
-func Command(interruptible func() (context.Context, func())) *cli.Command {
+func Command() *cli.Command {
 	reach := []cli.Flag{
 		&cli.StringFlag{Name: "scheduler", Usage: "`HOST:PORT` of the scheduler (default: DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)"},
 		&cli.DurationFlag{Name: "timeout", Value: 10 * time.Second, Usage: "time limit, including the time until the nodes have received a policy"},
@@ -62,7 +62,7 @@ func Command(interruptible func() (context.Context, func())) *cli.Command {
 			if err != nil {
 				return err
 			}
-			ctx, cancel := interruptible()
+			ctx, cancel := exit.Interruptible(c.Context)
 			defer cancel()
 			return run(ctx, c, question)
 		}
