@@ -71,6 +71,7 @@ func Command() *cli.Command {
 				}, common...),
 				Action: runKV,
 			},
+			afdCommand(common),
 			collectiveCommand(common),
 			sessionCommand(common),
 			windowCommand(common),
@@ -100,7 +101,7 @@ func checked(f cli.ActionFunc) cli.ActionFunc {
 // runChild runs one node of a benchmark.
 func runChild(c *cli.Context) error {
 	part := map[string]func(*cli.Context, *postoffice.Node) error{
-		"latency": childLatency, "kv": childKV, "collective": childCollective, "window": childWindow, "session": childSession,
+		"latency": childLatency, "kv": childKV, "collective": childCollective, "window": childWindow, "session": childSession, "afd": childAFD,
 	}[c.Args().First()]
 	if part == nil {
 		return exit.Usage("bench child is started by stepaf bench")

@@ -224,7 +224,8 @@ type ranks []*child
 // last returns the n processes that were started last.
 func (c *processes) last(n int) ranks { return ranks(c.children[len(c.children)-n:]) }
 
-// askEach sends a line to all ranks, unless the line is empty, and returns their answers.
+// askEach sends a line to all ranks, unless the line is empty, and returns their answers. After an error the caller
+// ends the processes: some may still compute their answers.
 func (r ranks) askEach(line string) ([]answer, error) {
 	for _, rank := range r {
 		if line == "" {
@@ -234,17 +235,27 @@ func (r ranks) askEach(line string) ([]answer, error) {
 			return nil, fmt.Errorf("%s: %w", rank.name, err)
 		}
 	}
-	all := make([]answer, len(r))
+	all, failed := make([]answer, len(r)), make(chan error, len(r))
 	for i, rank := range r {
-		text, err := rank.line()
-		if err == nil {
-			err = json.Unmarshal([]byte(text), &all[i])
+		go func() {
+			text, err := rank.line()
+			if err == nil {
+				err = json.Unmarshal([]byte(text), &all[i])
+			}
+			if err != nil {
+				err = fmt.Errorf("%s: %w", rank.name, err)
+			}
+			failed <- err
+		}()
+	}
+	for range r {
+		if err := <-failed; err != nil { // others may wait for this rank
+			return nil, err
 		}
-		if err == nil && len(all[i].NS) != len(all[0].NS) && all[i].Error == "" && all[0].Error == "" {
-			err = fmt.Errorf("%d times, want %d as of the first", len(all[i].NS), len(all[0].NS))
-		}
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", rank.name, err)
+	}
+	for i, rank := range r {
+		if len(all[i].NS) != len(all[0].NS) && all[i].Error == "" && all[0].Error == "" {
+			return nil, fmt.Errorf("%s: %d times, want %d as of the first", rank.name, len(all[i].NS), len(all[0].NS))
 		}
 	}
 	return all, nil
@@ -292,6 +303,24 @@ func answerLines(c *cli.Context, do func() (*answer, error), to ...any) error {
 	return nil
 }
 
+// passFloors sends the addresses of all servers' floors to the workers.
+func passFloors(servers, workers ranks) error {
+	var addrs []string
+	for _, p := range servers {
+		at, err := p.line()
+		if err != nil {
+			return fmt.Errorf("%s: %w", p.name, err)
+		}
+		addrs = append(addrs, at)
+	}
+	for _, p := range workers {
+		if _, err := fmt.Fprintln(p.in, strings.Join(addrs, " ")); err != nil {
+			return fmt.Errorf("%s: %w", p.name, err)
+		}
+	}
+	return nil
+}
+
 // runCluster runs a scheduler, servers and a worker, and returns the worker's result and the CPU seconds of each. With
 // floor, the server prints the floor's address, and the worker gets it.
 func runCluster(c *cli.Context, host string, at place, servers int, floor bool,
@@ -304,10 +333,7 @@ func runCluster(c *cli.Context, host string, at place, servers int, floor bool,
 	}
 	worker := cl.children[1+servers]
 	if floor {
-		var addr string
-		if addr, err = cl.children[1].line(); err == nil {
-			_, err = fmt.Fprintln(worker.in, addr)
-		}
+		err = passFloors(cl.children[1:1+servers], cl.last(1))
 	}
 	var text string
 	if err == nil {

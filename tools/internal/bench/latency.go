@@ -28,11 +28,17 @@ type latency struct {
 // pass over all bytes in the timed part.
 const page = 4096
 
+// stampAt returns the stamp of seq at an offset.
+func stampAt(seq uint64, off int) uint64 { return seq ^ uint64(off)*0x9e3779b97f4a7c15 }
+
 // stamp writes seq into every page of b.
-func stamp(b []byte, seq uint64) {
-	for off := 0; off < len(b); off += page {
+func stamp(b []byte, seq uint64) { stampEvery(b, seq, page) }
+
+// stampEvery writes seq into b at each multiple of stride.
+func stampEvery(b []byte, seq uint64, stride int) {
+	for off := 0; off < len(b); off += stride {
 		var w [8]byte
-		binary.LittleEndian.PutUint64(w[:], seq^uint64(off)*0x9e3779b97f4a7c15)
+		binary.LittleEndian.PutUint64(w[:], stampAt(seq, off))
 		copy(b[off:], w[:])
 	}
 }

@@ -1,0 +1,508 @@
+package bench
+
+// The processes of bench afd. The parent tells them what to measure in lines: a worker makes exchanges with all servers
+// and decode steps, a server answers, and each can run the computation of a decode step alone.
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Forms of an exchange.
+const (
+	formPushPull = "push_pull" // the tensors are checked in each call
+	formPrepared = "prepared"  // once, by Prepare
+)
+
+var afdForms = []string{formPushPull, formPrepared}
+
+// Measurements that a line of the parent asks for.
+const (
+	askExchanges = "exchanges" // of one micro-batch, one after the other
+	askSteps     = "steps"     // decode steps
+	askAlone     = "alone"     // the computation of decode steps
+	askServe     = "serve"     // prepares a server for one of them
+)
+
+// atOnce is the time of computation of a server that answers each batch at once.
+const atOnce = time.Duration(-1)
+
+// afdShape is what the processes of a run agree on.
+type afdShape struct {
+	push, pull   int // bytes to and from each server
+	microBatches int
+	layers       int
+	image        []byte // contents of all tensors between the stamps
+}
+
+// Each tensor carries the same stamp in up to stampCount places. The stamp names the exchange: the worker, its number,
+// in an answer also the server, and whether every byte is to be checked.
+const (
+	stampCount  = 32
+	stampAll    = 1 << 63
+	stampWorker = 48
+	stampServer = 32 // the server's rank + 1
+)
+
+// answerTo returns the stamp of a server's answer to a push.
+func answerTo(push uint64, server int) uint64 { return push | uint64(server+1)<<stampServer }
+
+// stride returns the distance of the stamps in n bytes.
+func stride(n int) int { return max((n/stampCount+page-1)/page*page, page) }
+
+// stamp writes the stamps of seq into b.
+func (*afdShape) stamp(b []byte, seq uint64) { stampEvery(b, seq, stride(len(b))) }
+
+// check returns an error unless b has the stamps of seq and, if all is set, the contents between.
+func (a *afdShape) check(b []byte, seq uint64, all bool) error {
+	for off, d := 0, stride(len(b)); off < len(b); off += d {
+		end := min(off+d, len(b))
+		var want [8]byte
+		binary.LittleEndian.PutUint64(want[:], stampAt(seq, off))
+		n := min(len(want), end-off)
+		if !bytes.Equal(b[off:off+n], want[:n]) {
+			return fmt.Errorf("wrong data at byte %d of %d: % x, want % x, the stamp of %s", off, len(b), b[off:off+n], want[:n], stampText(seq))
+		}
+		if all && !bytes.Equal(b[off+n:end], a.image[off+n:end]) {
+			return fmt.Errorf("wrong data in bytes %d to %d of %d in %s", off+n, end-1, len(b), stampText(seq))
+		}
+	}
+	return nil
+}
+
+// stampText describes the exchange of a stamp.
+func stampText(seq uint64) string {
+	text := fmt.Sprintf("exchange %d of worker %d", uint32(seq), seq&^stampAll>>stampWorker)
+	if s := seq >> stampServer & 0xffff; s > 0 {
+		text += fmt.Sprintf(", answer of server %d", s-1)
+	}
+	return text
+}
+
+// compute runs f and then a loop until d has passed since the call.
+func compute(d time.Duration, f func() error) error {
+	start := time.Now()
+	err := f()
+	for time.Since(start) < d {
+	}
+	return err
+}
+
+// alone times n times the computation of a decode step.
+func (a *afdShape) alone(d time.Duration, n int, f func(microBatch int) error) ([]int64, error) {
+	ns := make([]int64, n)
+	for i := range ns {
+		start := time.Now()
+		for k := range a.layers * a.microBatches {
+			if err := compute(d, func() error { return f(k % a.microBatches) }); err != nil {
+				return nil, err
+			}
+		}
+		ns[i] = int64(time.Since(start))
+	}
+	return ns, nil
+}
+
+// childAFD is a node of bench afd.
+func childAFD(c *cli.Context, node *postoffice.Node) error {
+	a := &afdShape{}
+	if err := arguments(c, &a.push, &a.pull, &a.microBatches, &a.layers); err != nil {
+		return err
+	}
+	a.image = make([]byte, max(a.push, a.pull))
+	fill(a.image)
+	at := node.Topology()
+	x := floors{push: a.push, pull: a.pull, shared: node.Config().EnableIPC == 1, clients: at.NumWorkers, pairs: at.NumWorkers * at.NumServers}
+	var what, form string
+	var d, n int
+	switch node.Role() {
+	case van.Server:
+		s, err := newAFDServer(a, node)
+		if err == nil {
+			err = announceFloor(c.App.Writer, node, x)
+		}
+		if err != nil {
+			return err
+		}
+		return answerLines(c, func() (*answer, error) {
+			if what != askAlone {
+				s.compute.Store(int64(d))
+				return &answer{}, nil
+			}
+			ns, err := s.alone(time.Duration(d), n)
+			return &answer{NS: ns}, err
+		}, &what, &form, &d, &n)
+	case van.Worker:
+		w, err := newAFDWorker(a, node)
+		if err != nil {
+			return err
+		}
+		defer w.close()
+		floor, _, err := dialAnnounced(c.App.Reader, node, x)
+		if err != nil {
+			return err
+		}
+		defer floor.close()
+		if _, err := fmt.Fprintln(c.App.Writer, "{}"); err != nil { // the parent may send lines from here on
+			return err
+		}
+		return answerLines(c, func() (*answer, error) {
+			ns, err := w.do(c.Context, floor, what, form, time.Duration(d), n)
+			return &answer{NS: ns}, err
+		}, &what, &form, &d, &n)
+	}
+	return nil
+}
+
+// afdWorker makes the exchanges of a worker.
+type afdWorker struct {
+	*afdShape
+	w     *af.Worker
+	rank  int
+	count uint32 // of exchanges
+	all   []*microBatch
+}
+
+// microBatch has the tensors of a micro-batch and its call in flight.
+type microBatch struct {
+	push     []byte
+	pull     [][]byte // by server
+	pushes   []af.KeyTensor
+	pulls    []af.KeyTensor
+	prepared *af.Prepared
+	call     af.Call
+	seq      uint64 // the stamp of the latest exchange
+}
+
+// The keys of micro-batch k.
+func pushKey(k int) uint64 { return timedKey + 2*uint64(k) }
+func pullKey(k int) uint64 { return pushKey(k) + 1 }
+
+func newAFDWorker(a *afdShape, node *postoffice.Node) (_ *afdWorker, err error) {
+	x := &afdWorker{afdShape: a, rank: node.Rank()}
+	if x.w, err = af.NewWorker(node, af.WorkerOptions{}); err != nil {
+		return nil, err
+	}
+	tensor := func(key uint64, n int) ([]byte, af.KeyTensor) {
+		var b []byte
+		var t af.Tensor
+		if err == nil {
+			b, err = alloc(node.Backend(), n)
+		}
+		if err == nil {
+			t, err = af.FromBytes(b, af.Uint8, int64(n))
+		}
+		return b, af.KeyTensor{Key: key, Val: t}
+	}
+	for k := range a.microBatches {
+		m := &microBatch{pushes: make([]af.KeyTensor, 1)}
+		m.push, m.pushes[0] = tensor(pushKey(k), a.push)
+		for range node.Topology().NumServers {
+			b, t := tensor(pullKey(k), a.pull)
+			m.pull, m.pulls = append(m.pull, b), append(m.pulls, t)
+		}
+		if err == nil {
+			m.prepared, err = x.w.Prepare(m.pushes, m.pulls)
+		}
+		if err != nil {
+			x.close()
+			return nil, err
+		}
+		copy(m.push, a.image)
+		x.all = append(x.all, m)
+	}
+	return x, nil
+}
+
+func (x *afdWorker) close() {
+	for _, m := range x.all {
+		m.prepared.Close()
+	}
+	x.w.Close()
+}
+
+// do makes n of the measurements that the parent asks for, and returns the nanoseconds of each.
+func (x *afdWorker) do(ctx context.Context, floor baseline, what, form string, d time.Duration, n int) ([]int64, error) {
+	once := func() (int64, error) { return x.exchange(ctx, x.all[0], form) }
+	switch what {
+	case askFloor:
+		return floor.measure(n)
+	case askAlone:
+		return x.alone(d, n, func(k int) error {
+			m := x.all[k]
+			err := x.consume(m, false)
+			x.stamp(m.push, m.seq)
+			return err
+		})
+	case askSteps:
+		once = func() (int64, error) { return x.step(ctx, form, d) }
+	}
+	ns := make([]int64, n)
+	for i := range ns {
+		var err error
+		if ns[i], err = once(); err != nil {
+			return nil, err
+		}
+	}
+	return ns, x.checkAll(ctx, form)
+}
+
+// produce writes the stamp of the next exchange into the push tensor.
+func (x *afdWorker) produce(m *microBatch, every uint64) {
+	x.count++
+	m.seq = every | uint64(x.rank)<<stampWorker | uint64(x.count)
+	x.stamp(m.push, m.seq)
+}
+
+// consume checks the pulled tensors.
+func (x *afdWorker) consume(m *microBatch, all bool) error {
+	for server, b := range m.pull {
+		if err := x.check(b, answerTo(m.seq, server), all); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// start begins the exchange.
+func (x *afdWorker) start(m *microBatch, form string) (err error) {
+	if form == formPrepared {
+		m.call, err = m.prepared.Start()
+	} else {
+		m.call, err = x.w.PushPull(m.pushes, m.pulls)
+	}
+	return err
+}
+
+// exchange makes one exchange, checks its values, and returns its nanoseconds.
+func (x *afdWorker) exchange(ctx context.Context, m *microBatch, form string) (int64, error) {
+	x.produce(m, 0)
+	start := time.Now()
+	err := x.start(m, form)
+	if err == nil {
+		err = m.call.Wait(ctx)
+	}
+	ns := int64(time.Since(start))
+	if err == nil {
+		err = x.consume(m, false)
+	}
+	return ns, err
+}
+
+// step makes a decode step, and returns its nanoseconds: from the first computation to the end of the last exchange.
+// The computation of a micro-batch checks the tensors of its former exchange and makes those of its next one. The
+// other micro-batches are away meanwhile.
+func (x *afdWorker) step(ctx context.Context, form string, d time.Duration) (int64, error) {
+	start := time.Now()
+	for layer := range x.layers {
+		for _, m := range x.all {
+			if layer > 0 {
+				if err := m.call.Wait(ctx); err != nil {
+					return 0, err
+				}
+			}
+			if err := compute(d, func() (err error) {
+				if layer > 0 {
+					err = x.consume(m, false)
+				}
+				x.produce(m, 0)
+				return err
+			}); err != nil {
+				return 0, err
+			}
+			if err := x.start(m, form); err != nil {
+				return 0, err
+			}
+		}
+	}
+	for _, m := range x.all {
+		if err := m.call.Wait(ctx); err != nil {
+			return 0, err
+		}
+	}
+	ns := int64(time.Since(start))
+	for _, m := range x.all {
+		if err := x.consume(m, false); err != nil {
+			return 0, err
+		}
+	}
+	return ns, nil
+}
+
+// checkAll makes an exchange of each micro-batch in which both sides check every byte.
+func (x *afdWorker) checkAll(ctx context.Context, form string) error {
+	for _, m := range x.all {
+		for _, b := range m.pull {
+			clear(b)
+		}
+		x.produce(m, stampAll)
+		if err := x.start(m, form); err != nil {
+			return err
+		}
+	}
+	for _, m := range x.all {
+		if err := m.call.Wait(ctx); err != nil {
+			return err
+		}
+		if err := x.consume(m, true); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// afdServer answers the workers: at once, or as FFN processes do in a decode step. There it waits until it has a
+// micro-batch of all workers, computes once, and answers all of them. It computes one micro-batch at a time.
+type afdServer struct {
+	*afdShape
+	node    *postoffice.Node
+	rank    int
+	compute atomic.Int64 // the nanoseconds of a computation, or atOnce
+	ready   chan af.Batch
+	answers [][]afdAnswer // by micro-batch and worker
+	own     []byte        // a push for computations alone
+}
+
+// afdAnswer is the tensor that answers a micro-batch of a worker.
+type afdAnswer struct {
+	b   []byte
+	out []af.KeyTensor
+}
+
+func newAFDServer(a *afdShape, node *postoffice.Node) (*afdServer, error) {
+	workers := node.Topology().NumWorkers
+	s := &afdServer{afdShape: a, node: node, rank: node.Rank(), ready: make(chan af.Batch, workers*a.microBatches), own: bytes.Clone(a.image[:a.push])}
+	s.compute.Store(int64(atOnce))
+	s.stamp(s.own, 0)
+	for k := range a.microBatches {
+		var of []afdAnswer
+		for range workers {
+			b, err := alloc(node.Backend(), a.pull)
+			if err != nil {
+				return nil, err
+			}
+			copy(b, a.image)
+			t, err := af.FromBytes(b, af.Uint8, int64(a.pull))
+			if err != nil {
+				return nil, err
+			}
+			of = append(of, afdAnswer{b, []af.KeyTensor{{Key: pullKey(k), Val: t}}})
+		}
+		s.answers = append(s.answers, of)
+	}
+	server, err := af.NewServer(node, af.ServerOptions{})
+	if err != nil {
+		return nil, err
+	}
+	ended := make(chan struct{})
+	(*cluster.Node)(node).App().OnExit(func() { close(ended) })
+	go s.serve(workers, ended)
+	return s, server.Handle(func(b af.Batch) {
+		if s.compute.Load() == int64(atOnce) {
+			s.respond(b, s.prepare(b))
+			return
+		}
+		s.ready <- b // a worker has each micro-batch in flight once, so there is capacity
+	})
+}
+
+// serve answers the micro-batches of decode steps until the node has ended.
+func (s *afdServer) serve(workers int, ended <-chan struct{}) {
+	waiting := make([][]af.Batch, s.microBatches)
+	errs := make([]error, workers)
+	for {
+		var b af.Batch
+		select {
+		case b = <-s.ready:
+		case <-ended:
+			return
+		}
+		k, err := s.microBatch(b)
+		if err != nil {
+			s.respond(b, err)
+			continue
+		}
+		if waiting[k] = append(waiting[k], b); len(waiting[k]) < workers {
+			continue
+		}
+		_ = compute(time.Duration(s.compute.Load()), func() error {
+			for i, b := range waiting[k] {
+				errs[i] = s.prepare(b)
+			}
+			return nil
+		})
+		for i, b := range waiting[k] {
+			s.respond(b, errs[i])
+		}
+		waiting[k] = waiting[k][:0]
+	}
+}
+
+// microBatch returns the number of a batch's micro-batch.
+func (s *afdServer) microBatch(b af.Batch) (int, error) {
+	p := b.Pushes()
+	if len(p) != 1 || len(b.Pulls()) != 1 || p[0].Val.Len() != s.push {
+		return 0, fmt.Errorf("a batch of %d pushes and %d pulls, want one push of %d bytes and one pull", len(p), len(b.Pulls()), s.push)
+	}
+	for k := range s.microBatches {
+		if p[0].Key == pushKey(k) {
+			return k, nil
+		}
+	}
+	return 0, fmt.Errorf("key %d of a push is not one of %d micro-batches", p[0].Key, s.microBatches)
+}
+
+// prepare checks a push and writes the stamps of its answer.
+func (s *afdServer) prepare(b af.Batch) error {
+	k, err := s.microBatch(b)
+	if err != nil {
+		return err
+	}
+	push := b.Pushes()[0].Val.Bytes()
+	seq := binary.LittleEndian.Uint64(push)
+	if from := int(seq &^ stampAll >> stampWorker); from != b.Worker() || seq>>stampServer&0xffff != 0 {
+		return fmt.Errorf("a push of worker %d has the stamp of %s", b.Worker(), stampText(seq))
+	}
+	if err := s.check(push, seq, seq&stampAll != 0); err != nil {
+		return fmt.Errorf("push to server %d: %w", s.rank, err)
+	}
+	s.stamp(s.answers[k][b.Worker()].b, answerTo(seq, s.rank))
+	return nil
+}
+
+// respond answers a batch that is prepared, or refuses it.
+func (s *afdServer) respond(b af.Batch, err error) {
+	if err != nil {
+		err = b.Refuse(err)
+	} else {
+		k, _ := s.microBatch(b)
+		err = b.Respond(s.answers[k][b.Worker()].out)
+	}
+	if err != nil {
+		s.node.Log().Error("respond", "err", err)
+	}
+}
+
+// alone times n times the computation of a decode step.
+func (s *afdServer) alone(d time.Duration, n int) ([]int64, error) {
+	return s.afdShape.alone(d, n, func(k int) error {
+		for i := range s.answers[k] {
+			if err := s.check(s.own, 0, false); err != nil {
+				return err
+			}
+			s.stamp(s.answers[k][i].b, 0)
+		}
+		return nil
+	})
+}
