@@ -32,31 +32,31 @@ func afdCommand(common []cli.Flag) *cli.Command {
 		Usage:     "attention processes (workers) and FFN processes (servers) that exchange activations at every layer",
 		UsageText: "stepaf bench afd -n 2 -s 2 --van local [--form push_pull|prepared] [--compute 97us]\nstepaf bench afd -n 1,2 -s 1,2 --compute 50us,100us,200us --plot FILE.svg",
 		Description: "    stepaf bench afd -n 2 -s 2 --van local\n\n" +
-			"First it measures exchanges: all workers at the same time push a tensor to every server and pull one from each. The\n" +
+			"First it measures round trips: all workers at the same time push a tensor to every server and pull one from each. The\n" +
 			"floor moves the same bytes between the same processes, all pairs at once, with a thread for each end of a pair: with\n" +
 			"--van zmq over TCP, with --van local by one copy into shared memory each way. Blocks alternate.\n\n" +
 			"Then it measures decode steps. In each layer a worker computes and sends the micro-batches one after the other, and\n" +
 			"computes the next one while the others are away. A server waits for a micro-batch of all workers, computes it once,\n" +
 			"and answers all of them. A computation is a loop that ends after --compute; it includes the check of the tensors\n" +
 			"that it uses and the stamps of those that it makes. Blocks alternate with the computation alone: all processes run\n" +
-			"the same loops without exchanges. Each time of a step, with and without exchanges, is that of the slowest process.\n\n" +
-			"push_pull checks its tensors in each call, prepared once. The values of every exchange are checked in up to 32 places\n" +
+			"the same loops without communication. Each time of a step, with and without it, is that of the slowest process.\n\n" +
+			"push_pull checks its tensors in each call, prepared once. The values of every round trip are checked in up to 32 places\n" +
 			"of each tensor, and after each block in every byte. -n, -s and --compute take several values, separated by commas;\n" +
 			"each number of workers is measured with each number of servers. Figures of more processes than processors say more\n" +
-			"about the scheduler of the system than about the exchange.",
+			"about the scheduler of the system than about the library.",
 		Flags: append([]cli.Flag{
 			&cli.StringFlag{Name: "n", Value: "1", Usage: "numbers of workers (attention processes)"},
 			&cli.StringFlag{Name: "s", Value: "1", Usage: "numbers of servers (FFN processes)"},
 			&cli.IntFlag{Name: "push", Value: attention.push, Usage: "bytes from a worker to each server"},
 			&cli.IntFlag{Name: "pull", Value: attention.pull, Usage: "bytes from each server to a worker"},
-			&cli.StringFlag{Name: "form", Value: formBoth, Usage: "form of the exchange: push_pull, prepared or both"},
-			&cli.IntFlag{Name: "iters", Usage: "measured exchanges of each worker; 0 chooses by size"},
-			&cli.IntFlag{Name: "layers", Value: 61, Usage: "layers of a decode step; 0 measures exchanges only"},
+			&cli.StringFlag{Name: "form", Value: formBoth, Usage: "form of the round trip: push_pull, prepared or both"},
+			&cli.IntFlag{Name: "iters", Usage: "measured round trips of each worker; 0 chooses by size"},
+			&cli.IntFlag{Name: "layers", Value: 61, Usage: "layers of a decode step; 0 measures round trips only"},
 			&cli.IntFlag{Name: "micro-batches", Value: 3, Usage: "micro-batches of a decode step"},
 			&cli.StringFlag{Name: "compute", Value: "97us", Usage: "times of computation for each layer and micro-batch, on either side"},
 			&cli.IntFlag{Name: "steps", Usage: "measured decode steps; 0 chooses by their time"},
 			&cli.BoolFlag{Name: "csv", Usage: "print comma-separated values instead of a table"},
-			&cli.StringFlag{Name: "plot", Usage: "write a picture to this `FILE`.svg: the time of exchanges by processes, if -n or -s has several values, and of steps by --compute, if that has"},
+			&cli.StringFlag{Name: "plot", Usage: "write a picture to this `FILE`.svg: the time of round trips by processes, if -n or -s has several values, and of steps by --compute, if that has"},
 		}, common...),
 		Action: runAFD,
 	}
@@ -77,24 +77,24 @@ type afdRun struct {
 
 // afdReport is the JSON line of bench afd: the figures of one number of workers and servers.
 type afdReport struct {
-	Van          string        `json:"van"`
-	Workers      int           `json:"workers"`
-	Servers      int           `json:"servers"`
-	PushBytes    int           `json:"push_bytes"` // to each server
-	PullBytes    int           `json:"pull_bytes"` // from each
-	Layers       int           `json:"layers"`
-	MicroBatches int           `json:"micro_batches"`
-	Floor        string        `json:"floor"`     // "TCP" or "copies"
-	Exchanges    []afdExchange `json:"exchanges"` // the floor's first
-	Steps        []afdStep     `json:"steps,omitempty"`
-	Checked      bool          `json:"checked"`
-	Processors   int           `json:"processors"`
+	Van          string    `json:"van"`
+	Workers      int       `json:"workers"`
+	Servers      int       `json:"servers"`
+	PushBytes    int       `json:"push_bytes"` // to each server
+	PullBytes    int       `json:"pull_bytes"` // from each
+	Layers       int       `json:"layers"`
+	MicroBatches int       `json:"micro_batches"`
+	Floor        string    `json:"floor"`       // "TCP" or "copies"
+	Trips        []afdTrip `json:"round_trips"` // the floor's first
+	Steps        []afdStep `json:"steps,omitempty"`
+	Checked      bool      `json:"checked"`
+	Processors   int       `json:"processors"`
 
 	CPU map[string]float64 `json:"cpu_s"`
 }
 
-// afdExchange is a worker's exchanges in one form.
-type afdExchange struct {
+// afdTrip is a worker's round trips in one form.
+type afdTrip struct {
 	Form   string `json:"form"` // "floor" is the floor
 	Worker int    `json:"worker"`
 	Count  int    `json:"count"`
@@ -109,7 +109,7 @@ type afdStep struct {
 	Compute float64 `json:"compute_us"`
 	Count   int     `json:"count"`
 	quantiles
-	Alone    quantiles `json:"computation"` // without exchanges
+	Alone    quantiles `json:"computation"` // without communication
 	RatioP50 float64   `json:"ratio_p50"`   // to it
 	RatioP99 float64   `json:"ratio_p99"`
 }
@@ -289,7 +289,7 @@ func (r *afdRun) measure(ctx context.Context, n, s int) (_ *afdReport, err error
 	if _, err := workers.askEach(""); err != nil { // they are connected to the floor
 		return nil, err
 	}
-	if err := r.exchanges(rep, workers); err != nil {
+	if err := r.trips(rep, workers); err != nil {
 		return nil, err
 	}
 	for i := 0; i < len(r.compute) && rep.Layers > 0; i++ {
@@ -300,11 +300,11 @@ func (r *afdRun) measure(ctx context.Context, n, s int) (_ *afdReport, err error
 	return rep, nil
 }
 
-// exchanges measures exchanges and the floor.
-func (r *afdRun) exchanges(rep *afdReport, workers ranks) error {
+// trips measures round trips and the floor.
+func (r *afdRun) trips(rep *afdReport, workers ranks) error {
 	lines := []string{askFloor + " -"}
 	for _, form := range r.forms {
-		lines = append(lines, askExchanges+" "+form)
+		lines = append(lines, askCalls+" "+form)
 	}
 	times := make([][][]int64, len(lines)) // by line and worker
 	for i := range times {
@@ -313,7 +313,7 @@ func (r *afdRun) exchanges(rep *afdReport, workers ranks) error {
 	iters, _ := defaults(course{rep.Van, cpu}, rep.Workers*rep.Servers*(rep.PushBytes+rep.PullBytes), r.c.Int("iters"), 0)
 	all := blocks(iters, r.c.Int("rounds"))
 	for block, k := range all {
-		r.progress(rep, "exchanges", block, len(all))
+		r.progress(rep, "round trips", block, len(all))
 		for i, line := range lines {
 			got, err := workers.askEach(fmt.Sprint(line, " 0 ", k))
 			if err != nil {
@@ -326,12 +326,12 @@ func (r *afdRun) exchanges(rep *afdReport, workers ranks) error {
 	}
 	for i, of := range times {
 		for w, ns := range of {
-			x := afdExchange{Form: askFloor, Worker: w, Count: len(ns), quantiles: summarize(ns)}
+			x := afdTrip{Form: askFloor, Worker: w, Count: len(ns), quantiles: summarize(ns)}
 			if i > 0 {
-				floor := rep.Exchanges[w]
+				floor := rep.Trips[w]
 				x.Form, x.RatioP50, x.RatioP99 = r.forms[i-1], x.P50/floor.P50, x.P99/floor.P99
 			}
-			rep.Exchanges = append(rep.Exchanges, x)
+			rep.Trips = append(rep.Trips, x)
 		}
 	}
 	return nil
@@ -397,7 +397,7 @@ func (r *afdReport) print(w io.Writer) error {
 		fmt.Fprintf(w, "note: %d processes share %d processors\n", n, r.Processors)
 	}
 	fmt.Fprintf(w, "%-26s %10s %10s %10s %10s %12s %8s\n", "microseconds", "p50", "p90", "p99", "max", "over floor", "p99")
-	for _, x := range r.Exchanges {
+	for _, x := range r.Trips {
 		name, over := x.Form, ""
 		if x.Form == askFloor {
 			name += " (" + r.Floor + ")"
@@ -424,7 +424,7 @@ func (r *afdReport) print(w io.Writer) error {
 	return err
 }
 
-// afdColumns are the columns of --csv. base is the floor of an exchange, or the computation of a step alone.
+// afdColumns are the columns of --csv. base is the floor of a round trip, or the computation of a step alone.
 var afdColumns = []string{"van", "workers", "servers", "push_bytes", "pull_bytes", "layers", "micro_batches", "measured", "form", "worker", "compute_us", "count",
 	"p50_us", "p90_us", "p99_us", "max_us", "mean_us", "base_p50_us", "base_p99_us", "ratio_p50", "ratio_p99"}
 
@@ -439,13 +439,13 @@ func (r *afdReport) csv(w io.Writer) error {
 		cells = append(append(cells, shape...), strconv.Itoa(count), micros(q.P50), micros(q.P90), micros(q.P99), micros(q.Max), micros(q.Mean))
 		return writeCSV(w, append(cells, base...))
 	}
-	for _, x := range r.Exchanges {
+	for _, x := range r.Trips {
 		base := make([]string, 4)
 		if x.Form != askFloor {
-			floor := r.Exchanges[x.Worker]
+			floor := r.Trips[x.Worker]
 			base = []string{micros(floor.P50), micros(floor.P99), micros(x.RatioP50), micros(x.RatioP99)}
 		}
-		if err := row([]string{"", "", "exchange", x.Form, strconv.Itoa(x.Worker), ""}, x.Count, x.quantiles, base...); err != nil {
+		if err := row([]string{"", "", "round trip", x.Form, strconv.Itoa(x.Worker), ""}, x.Count, x.quantiles, base...); err != nil {
 			return err
 		}
 	}

@@ -1,6 +1,6 @@
 package bench
 
-// The processes of bench afd. The parent tells them what to measure in lines: a worker makes exchanges with all servers
+// The processes of bench afd. The parent tells them what to measure in lines: a worker makes round trips with all servers
 // and decode steps, a server answers, and each can run the computation of a decode step alone.
 
 import (
@@ -19,7 +19,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Forms of an exchange.
+// Forms of a round trip.
 const (
 	formPushPull = "push_pull" // the tensors are checked in each call
 	formPrepared = "prepared"  // once, by Prepare
@@ -29,10 +29,10 @@ var afdForms = []string{formPushPull, formPrepared}
 
 // Measurements that a line of the parent asks for.
 const (
-	askExchanges = "exchanges" // of one micro-batch, one after the other
-	askSteps     = "steps"     // decode steps
-	askAlone     = "alone"     // the computation of decode steps
-	askServe     = "serve"     // prepares a server for one of them
+	askCalls = "calls" // round trips of one micro-batch, one after the other
+	askSteps = "steps" // decode steps
+	askAlone = "alone" // the computation of decode steps
+	askServe = "serve" // prepares a server for one of them
 )
 
 // atOnce is the time of computation of a server that answers each batch at once.
@@ -46,7 +46,7 @@ type afdShape struct {
 	image        []byte // contents of all tensors between the stamps
 }
 
-// Each tensor carries the same stamp in up to stampCount places. The stamp names the exchange: the worker, its number,
+// Each tensor carries the same stamp in up to stampCount places. The stamp names the round trip: the worker, its number,
 // in an answer also the server, and whether every byte is to be checked.
 const (
 	stampCount  = 32
@@ -81,9 +81,9 @@ func (a *afdShape) check(b []byte, seq uint64, all bool) error {
 	return nil
 }
 
-// stampText describes the exchange of a stamp.
+// stampText describes the round trip of a stamp.
 func stampText(seq uint64) string {
-	text := fmt.Sprintf("exchange %d of worker %d", uint32(seq), seq&^stampAll>>stampWorker)
+	text := fmt.Sprintf("round trip %d of worker %d", uint32(seq), seq&^stampAll>>stampWorker)
 	if s := seq >> stampServer & 0xffff; s > 0 {
 		text += fmt.Sprintf(", answer of server %d", s-1)
 	}
@@ -165,12 +165,12 @@ func childAFD(c *cli.Context, node *postoffice.Node) error {
 	return nil
 }
 
-// afdWorker makes the exchanges of a worker.
+// afdWorker makes the round trips of a worker.
 type afdWorker struct {
 	*afdShape
 	w     *af.Worker
 	rank  int
-	count uint32 // of exchanges
+	count uint32 // of round trips
 	all   []*microBatch
 }
 
@@ -182,7 +182,7 @@ type microBatch struct {
 	pulls    []af.KeyTensor
 	prepared *af.Prepared
 	call     af.Call
-	seq      uint64 // the stamp of the latest exchange
+	seq      uint64 // the stamp of the latest round trip
 }
 
 // The keys of micro-batch k.
@@ -234,7 +234,7 @@ func (x *afdWorker) close() {
 
 // do makes n of the measurements that the parent asks for, and returns the nanoseconds of each.
 func (x *afdWorker) do(ctx context.Context, floor baseline, what, form string, d time.Duration, n int) ([]int64, error) {
-	once := func() (int64, error) { return x.exchange(ctx, x.all[0], form) }
+	once := func() (int64, error) { return x.trip(ctx, x.all[0], form) }
 	switch what {
 	case askFloor:
 		return floor.measure(n)
@@ -258,7 +258,7 @@ func (x *afdWorker) do(ctx context.Context, floor baseline, what, form string, d
 	return ns, x.checkAll(ctx, form)
 }
 
-// produce writes the stamp of the next exchange into the push tensor.
+// produce writes the stamp of the next round trip into the push tensor.
 func (x *afdWorker) produce(m *microBatch, every uint64) {
 	x.count++
 	m.seq = every | uint64(x.rank)<<stampWorker | uint64(x.count)
@@ -275,7 +275,7 @@ func (x *afdWorker) consume(m *microBatch, all bool) error {
 	return nil
 }
 
-// start begins the exchange.
+// start begins the round trip.
 func (x *afdWorker) start(m *microBatch, form string) (err error) {
 	if form == formPrepared {
 		m.call, err = m.prepared.Start()
@@ -285,8 +285,8 @@ func (x *afdWorker) start(m *microBatch, form string) (err error) {
 	return err
 }
 
-// exchange makes one exchange, checks its values, and returns its nanoseconds.
-func (x *afdWorker) exchange(ctx context.Context, m *microBatch, form string) (int64, error) {
+// trip makes one round trip, checks its values, and returns its nanoseconds.
+func (x *afdWorker) trip(ctx context.Context, m *microBatch, form string) (int64, error) {
 	x.produce(m, 0)
 	start := time.Now()
 	err := x.start(m, form)
@@ -300,8 +300,8 @@ func (x *afdWorker) exchange(ctx context.Context, m *microBatch, form string) (i
 	return ns, err
 }
 
-// step makes a decode step, and returns its nanoseconds: from the first computation to the end of the last exchange.
-// The computation of a micro-batch checks the tensors of its former exchange and makes those of its next one. The
+// step makes a decode step, and returns its nanoseconds: from the first computation to the end of the last round trip.
+// The computation of a micro-batch checks the tensors of its former round trip and makes those of its next one. The
 // other micro-batches are away meanwhile.
 func (x *afdWorker) step(ctx context.Context, form string, d time.Duration) (int64, error) {
 	start := time.Now()
@@ -340,7 +340,7 @@ func (x *afdWorker) step(ctx context.Context, form string, d time.Duration) (int
 	return ns, nil
 }
 
-// checkAll makes an exchange of each micro-batch in which both sides check every byte.
+// checkAll makes a round trip of each micro-batch in which both sides check every byte.
 func (x *afdWorker) checkAll(ctx context.Context, form string) error {
 	for _, m := range x.all {
 		for _, b := range m.pull {
@@ -371,7 +371,8 @@ type afdServer struct {
 	compute atomic.Int64 // the nanoseconds of a computation, or atOnce
 	ready   chan af.Batch
 	answers [][]afdAnswer // by micro-batch and worker
-	own     []byte        // a push for computations alone
+	// Of computations alone.
+	ownPush, ownAnswer []byte
 }
 
 // afdAnswer is the tensor that answers a micro-batch of a worker.
@@ -382,9 +383,10 @@ type afdAnswer struct {
 
 func newAFDServer(a *afdShape, node *postoffice.Node) (*afdServer, error) {
 	workers := node.Topology().NumWorkers
-	s := &afdServer{afdShape: a, node: node, rank: node.Rank(), ready: make(chan af.Batch, workers*a.microBatches), own: bytes.Clone(a.image[:a.push])}
+	s := &afdServer{afdShape: a, node: node, rank: node.Rank(), ready: make(chan af.Batch, workers*a.microBatches),
+		ownPush: bytes.Clone(a.image[:a.push]), ownAnswer: make([]byte, a.pull)}
 	s.compute.Store(int64(atOnce))
-	s.stamp(s.own, 0)
+	s.stamp(s.ownPush, 0)
 	for k := range a.microBatches {
 		var of []afdAnswer
 		for range workers {
@@ -497,11 +499,11 @@ func (s *afdServer) respond(b af.Batch, err error) {
 // alone times n times the computation of a decode step.
 func (s *afdServer) alone(d time.Duration, n int) ([]int64, error) {
 	return s.afdShape.alone(d, n, func(k int) error {
-		for i := range s.answers[k] {
-			if err := s.check(s.own, 0, false); err != nil {
+		for range s.answers[k] {
+			if err := s.check(s.ownPush, 0, false); err != nil {
 				return err
 			}
-			s.stamp(s.answers[k][i].b, 0)
+			s.stamp(s.ownAnswer, 0)
 		}
 		return nil
 	})

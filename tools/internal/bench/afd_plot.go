@@ -29,12 +29,12 @@ type curve struct {
 	points plotter.XYs
 }
 
-// exchangeCurves returns the median times of exchanges by the number of the report, and the names of the reports. Of
+// tripCurves returns the median times of round trips by the number of the report, and the names of the reports. Of
 // several workers it takes the slowest.
-func exchangeCurves(all []*afdReport) (curves []curve, names []string) {
+func tripCurves(all []*afdReport) (curves []curve, names []string) {
 	for i, r := range all {
 		names = append(names, fmt.Sprintf("%d x %d", r.Workers, r.Servers))
-		for k, x := range r.Exchanges {
+		for k, x := range r.Trips {
 			form := k / r.Workers
 			if len(curves) == form {
 				name := x.Form
@@ -105,13 +105,13 @@ func newPlot(title, x, y string, curves []curve) (*plot.Plot, error) {
 	return p, nil
 }
 
-// plotAFD writes the picture of the reports: a plot of exchanges if there are several numbers of processes, and a plot
+// plotAFD writes the picture of the reports: a plot of round trips if there are several numbers of processes, and a plot
 // of decode steps if there are several times of computation.
 func plotAFD(file string, all []*afdReport, compute []time.Duration) error {
 	var plots []*plot.Plot
 	if len(all) > 1 {
-		curves, names := exchangeCurves(all)
-		p, err := newPlot("exchange over "+all[0].Van+", p50", "workers x servers", "microseconds", curves)
+		curves, names := tripCurves(all)
+		p, err := newPlot("round trip over "+all[0].Van+", p50", "workers x servers", "microseconds", curves)
 		if err != nil {
 			return err
 		}
@@ -121,7 +121,7 @@ func plotAFD(file string, all []*afdReport, compute []time.Duration) error {
 		plots = append(plots, p)
 	}
 	if len(compute) > 1 && len(all[0].Steps) > 0 {
-		p, err := newPlot("decode step over "+all[0].Van+" / its computation, p50", "computation of a layer and micro-batch, microseconds", "", stepCurves(all))
+		p, err := newPlot("decode step over "+all[0].Van+", p50", "computation of a layer and micro-batch, microseconds", "times the computation alone", stepCurves(all))
 		if err != nil {
 			return err
 		}

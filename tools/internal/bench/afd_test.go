@@ -70,15 +70,15 @@ func TestAFD(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 	var forms []string
-	for _, x := range r.Exchanges {
+	for _, x := range r.Trips {
 		forms = append(forms, x.Form+" "+strconv.Itoa(x.Worker))
-		floor := r.Exchanges[x.Worker]
+		floor := r.Trips[x.Worker]
 		if !x.ordered() || x.Count != 20 || x.Form != askFloor && (x.RatioP50 != x.P50/floor.P50 || x.RatioP99 != x.P99/floor.P99) {
-			t.Errorf("exchanges %+v", x)
+			t.Errorf("round trips %+v", x)
 		}
 	}
 	if want := []string{"floor 0", "floor 1", "push_pull 0", "push_pull 1", "prepared 0", "prepared 1"}; !slices.Equal(forms, want) {
-		t.Errorf("exchanges of %q, want %q", forms, want)
+		t.Errorf("round trips of %q, want %q", forms, want)
 	}
 	if len(r.Steps) != 2 || r.Steps[0].Form != formPushPull || r.Steps[1].Form != formPrepared {
 		t.Fatalf("steps %+v", r.Steps)
@@ -109,7 +109,7 @@ func TestAFD(t *testing.T) {
 		t.Errorf("%v, %v; %d rows of:\n%s", err, wrong, len(rows), text)
 	}
 	svg, err := os.ReadFile(file)
-	for _, want := range []string{"<svg ", ">exchange over local, p50<", ">1 x 1<", ">2 x 1<", ">floor (copies)<", ">decode step over local / its computation, p50<", ">2 x 1, prepared<"} {
+	for _, want := range []string{"<svg ", ">round trip over local, p50<", ">1 x 1<", ">2 x 1<", ">floor (copies)<", ">decode step over local, p50<", ">2 x 1, prepared<"} {
 		if err != nil || !strings.Contains(string(svg), want) {
 			t.Errorf("the picture has no %q: %v", want, err)
 		}
@@ -127,7 +127,7 @@ func TestAFDValues(t *testing.T) {
 		"none":   {func([]*afdWorker, []*afdServer) {}, ""},
 		"answer": {func(_ []*afdWorker, ss []*afdServer) { ss[1].answers[0][0].b[stride(size)+100] ^= 1 }, "answer of server 1"},
 		"push":   {func(ws []*afdWorker, _ []*afdServer) { ws[1].all[1].push[size-1] ^= 1 }, "push to server"},
-		"worker": {func(ws []*afdWorker, _ []*afdServer) { ws[1].rank = 0 }, "a push of worker 1 has the stamp of exchange 1 of worker 0"},
+		"worker": {func(ws []*afdWorker, _ []*afdServer) { ws[1].rank = 0 }, "a push of worker 1 has the stamp of round trip 1 of worker 0"},
 		"server": {func(_ []*afdWorker, ss []*afdServer) { ss[0].rank = 1 }, "of worker "},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -153,7 +153,7 @@ func TestAFDValues(t *testing.T) {
 			}
 			c.spoil(ws, ss)
 			var err error
-			for _, what := range []string{askExchanges, askSteps} {
+			for _, what := range []string{askCalls, askSteps} {
 				if what == askSteps {
 					for _, s := range ss {
 						s.compute.Store(int64(time.Microsecond))

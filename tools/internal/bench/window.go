@@ -36,7 +36,7 @@ func windowCommand(common []cli.Flag) *cli.Command {
 			"Two workers put the same bytes to each other in turn: each waits for the other's signal before it puts. The first\n" +
 			"worker times the round trip. One way is the time from before its PutSignal to the end of the other's WaitSignal, by\n" +
 			"the clock of the host. The floor is a round trip of the same bytes in the same run, in alternating blocks: over zmq\n" +
-			"by libzmq alone, one message each way; in shared memory by a copy and a flag each way, between two polling threads;\n" +
+			"by libzmq alone, one message each way; in shared memory by a copy and a flag each way, between two threads;\n" +
 			"over RDMA by a write with immediate each way. Over RDMA, perftest's ib_write_lat on the same port, measured just\n" +
 			"before, is compared with one way. Outside the timed part, the first and last bytes of all data are checked, and\n" +
 			"every byte of a block's last data.\n\n" +
