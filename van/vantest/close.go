@@ -12,7 +12,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// closeWhileBusy closes nodes that send to each other. A bounded number of messages is under way, so that the test does
+// not measure how long a transport takes to discard a full queue.
 func closeWhileBusy(w *world) {
+	const underWay = 1000
+	tokens := make(chan struct{}, underWay)
+	for range underWay {
+		tokens <- struct{}{}
+	}
 	var closed [4]atomic.Bool
 	var late, received atomic.Int64
 	busy := make(chan struct{})
@@ -25,6 +32,7 @@ func closeWhileBusy(w *world) {
 			if received.Add(1) == 500 {
 				close(busy)
 			}
+			tokens <- struct{}{}
 		}))
 	}
 	servers, workers := nodes[:2], nodes[2:]
@@ -46,13 +54,15 @@ func closeWhileBusy(w *world) {
 					select {
 					case <-stop:
 						return
-					default:
+					case <-tokens:
 					}
 					m := data(to.self.ID, i, from.self.Role == van.Worker, make([]byte, 8), make([]byte, 300))
 					switch err := from.Send(m); {
 					case errors.Is(err, van.ErrClosed):
 						return
-					case err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrQueueFull):
+					case errors.Is(err, van.ErrQueueFull):
+						tokens <- struct{}{}
+					case err != nil && !errors.Is(err, van.ErrPeerLost):
 						w.Errorf("Send while closing: %v", err)
 						return
 					}

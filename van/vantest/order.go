@@ -117,9 +117,13 @@ func (n *node) sendAll(senders *sync.WaitGroup, each int, request bool, peers ..
 	}
 }
 
+// count is how many messages a sender sends to test order.
 func (w *world) count() int {
-	if w.suite.Lossy {
+	switch {
+	case w.suite.Lossy:
 		return 300
+	case Race:
+		return 3000
 	}
 	return 10_000
 }
