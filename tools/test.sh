@@ -93,18 +93,23 @@ python() { tools/python/test.sh torch -- --short; }
 
 variants() { make --no-print-directory lint check-variants; }
 full() { # the tests that -short shortens, but those of tests/processes, which processes runs
-  local directory tests status=0
+  local directory tests with='' without='' with_packages=() without_packages=() status=0
   while read -r directory tests; do
-    local mode=()
-    if [ "$directory" = tests/processes ]; then continue; fi
-    if ! grep -qE "$plain" <<<"/$directory"; then mode=(-race); fi
-    go_test ${mode[@]+"${mode[@]}"} -timeout 18m -run "^($tests)\$" "./$directory" || status=1
+    if [ "$directory" = tests/processes ]; then
+      continue
+    elif grep -qE "$plain" <<<"/$directory"; then
+      without_packages+=("./$directory") without+="|$tests"
+    else
+      with_packages+=("./$directory") with+="|$tests"
+    fi
   done < <(long_tests)
+  go_test -race -timeout 18m -run "^(${with#|})\$" "${with_packages[@]}" || status=1
+  go_test -timeout 18m -run "^(${without#|})\$" "${without_packages[@]}" || status=1
   return $status
 }
-processes() { # the race detector triples the processor time of a plan, so it watches the brief ones
+processes() { # the race detector triples the processor time of a plan, so it watches the brief ones; "make test" runs the other tests
   local status=0
-  go_test -timeout 14m ./tests/processes || status=1
+  go_test -timeout 14m -run '^TestPlans$' ./tests/processes || status=1
   go_test -race -short -timeout 14m ./tests/processes -leg=shm || status=1
   return $status
 }
@@ -201,7 +206,7 @@ if [ -z "${1-}" ]; then
   cat <<END
 test: left out, run by "make test-long":
   tests that -short shortens, in full: $(long_tests | sed 's/^[^ ]* //' | tr '\n|' '  ')
-  all plans on real processes: go test ./tests/processes; plans with the race detector: go test -race -short ./tests/processes ./tests/sim
+  all plans on real processes: go test -run TestPlans ./tests/processes; plans with the race detector: go test -race -short ./tests/processes ./tests/sim
   allocations: make testallocs; 1000 seeds: make sim SEEDS=1000; planted faults: make simfaults
   staticcheck, and vet with the build tag nordma: make lint check-variants
   RDMA devices in a virtual machine: make rdma-deps rdma-test

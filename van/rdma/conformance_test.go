@@ -54,33 +54,26 @@ func (w writer) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
+// variant is a configuration, network or layer with which the suite runs.
+type variant struct {
+	name    string
+	keys    *auth.Keys
+	change  func(*env.Config)
+	options func(*fakeverbs.Config)
+	suite   vantest.Suite
+	wrap    func(van.Van) van.Van
+}
+
 func TestConformance(t *testing.T) {
 	keys, err := auth.New([]byte("the secret of a cluster"), "", true)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, s := range []struct {
-		name    string
-		keys    *auth.Keys
-		change  func(*env.Config)
-		options func(*fakeverbs.Config)
-		suite   vantest.Suite
-		wrap    func(van.Van) van.Van
-		long    bool
-	}{
+	conform(t, []variant{
 		{name: "plain"},
 		{name: "secret", keys: keys},
-		{name: "secret, split", keys: keys, change: func(c *env.Config) { c.SplitQPLag = true }},
 		{name: "split", change: func(c *env.Config) { c.SplitQPLag = true }},
-		{name: "one queue pair", long: true, change: func(c *env.Config) { c.QPNum = 1 }},
-		{name: "no inline data", long: true, options: func(c *fakeverbs.Config) { c.MaxInline = 0 }},
 		{name: "small queues", change: func(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 8, 8 }},
-		{name: "slow to connect", long: true, options: func(c *fakeverbs.Config) { c.EventDelay = 10 * time.Millisecond }},
-		{name: "drop0", long: true, wrap: func(v van.Van) van.Van {
-			d := drop.New(v, 0, 1, nil)
-			d.Enable()
-			return d
-		}},
 		{name: "resend-drop20", suite: vantest.Suite{Lossy: true}, wrap: func(v van.Van) van.Van {
 			d := drop.New(v, 20, 1, nil)
 			d.Enable()
@@ -88,11 +81,34 @@ func TestConformance(t *testing.T) {
 			r.Enable()
 			return r
 		}},
-	} {
+	})
+}
+
+// TestConformanceRarely runs the suite with configurations that seldom differ from those of TestConformance.
+func TestConformanceRarely(t *testing.T) {
+	if testing.Short() {
+		t.Skip("-short")
+	}
+	keys, err := auth.New([]byte("the secret of a cluster"), "", true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conform(t, []variant{
+		{name: "secret, split", keys: keys, change: func(c *env.Config) { c.SplitQPLag = true }},
+		{name: "one queue pair", change: func(c *env.Config) { c.QPNum = 1 }},
+		{name: "no inline data", options: func(c *fakeverbs.Config) { c.MaxInline = 0 }},
+		{name: "slow to connect", options: func(c *fakeverbs.Config) { c.EventDelay = 10 * time.Millisecond }},
+		{name: "drop0", wrap: func(v van.Van) van.Van {
+			d := drop.New(v, 0, 1, nil)
+			d.Enable()
+			return d
+		}},
+	})
+}
+
+func conform(t *testing.T, variants []variant) {
+	for _, s := range variants {
 		t.Run(s.name, func(t *testing.T) {
-			if s.long && testing.Short() {
-				t.Skip("-short")
-			}
 			var options []func(*fakeverbs.Config)
 			if s.options != nil {
 				options = append(options, s.options)
