@@ -28,6 +28,7 @@ type NodeExtension struct {
 type Settings struct {
 	Known  bool // false: the node has not sent its settings, and the other fields are meaningless
 	Resend bool // PS_RESEND
+	TLS    bool // STEPAF_TLS
 	// Workers and Servers are DMLC_NUM_WORKER and DMLC_NUM_SERVER, each times DMLC_GROUP_SIZE.
 	// 0: the node has not sent the number, or it is greater than MaxCount.
 	Workers, Servers int
@@ -38,7 +39,7 @@ const MaxCount = 1<<14 - 1
 
 // Layout of an endpoint field.
 //
-//	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   1 settings known, 2 resend, 4 bundles; 14 bits of workers from bit 4, of servers from bit 18
+//	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   1 settings known, 2 resend, 4 bundles, 8 TLS; 14 bits of workers from bit 4, of servers from bit 18
 //	4  u32      version    12  u32  cluster       20  u16   data port
 //	                                              22  u8[2] 0
 //	                                              24  u8[]  local
@@ -49,6 +50,7 @@ const (
 	settingsKnown  = 1
 	settingsResend = 2
 	takesBundles   = 4 // unknown to versions that take none
+	settingsTLS    = 8
 	workersAt      = 4
 	serversAt      = 18
 )
@@ -83,6 +85,9 @@ func (s *Settings) flags() (f uint32) {
 	if s.Known && s.Resend {
 		f |= settingsResend
 	}
+	if s.Known && s.TLS {
+		f |= settingsTLS
+	}
 	if s.Known && max(s.Workers, s.Servers) <= MaxCount {
 		f |= uint32(s.Workers)<<workersAt | uint32(s.Servers)<<serversAt
 	}
@@ -111,7 +116,8 @@ func ParseExtension(endpoint []byte) (x NodeExtension, ok bool) {
 	x.Incarnation, x.Cluster = le.Uint32(endpoint[8:]), le.Uint32(endpoint[12:])
 	f := le.Uint32(endpoint[16:])
 	if f&settingsKnown != 0 {
-		x.Settings = Settings{Known: true, Resend: f&settingsResend != 0, Workers: int(f >> workersAt & MaxCount), Servers: int(f >> serversAt & MaxCount)}
+		x.Settings = Settings{Known: true, Resend: f&settingsResend != 0, TLS: f&settingsTLS != 0,
+			Workers: int(f >> workersAt & MaxCount), Servers: int(f >> serversAt & MaxCount)}
 	}
 	x.Bundles, x.DataPort = f&takesBundles != 0, le.Uint16(endpoint[20:])
 	if len(endpoint) > extensionLen {

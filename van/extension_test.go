@@ -13,6 +13,7 @@ func TestExtension(t *testing.T) {
 		{Incarnation: 0xfedcba98, Cluster: 0x01020304},
 		{Incarnation: 3, Settings: van.Settings{Known: true}},
 		{Incarnation: 3, Settings: van.Settings{Known: true, Resend: true}},
+		{Incarnation: 3, Settings: van.Settings{Known: true, TLS: true}},
 		{Incarnation: 3, Settings: van.Settings{Known: true}, Local: []byte("x")},
 		{Incarnation: 3, Bundles: true},
 		{Incarnation: 3, DataPort: 65535},
@@ -45,6 +46,8 @@ func TestExtension(t *testing.T) {
 		{van.Settings{Resend: true}, "\x00\x00\x00\x00"}, // not known
 		{van.Settings{Known: true}, "\x01\x00\x00\x00"},
 		{van.Settings{Known: true, Resend: true}, "\x03\x00\x00\x00"},
+		{van.Settings{Known: true, TLS: true}, "\x09\x00\x00\x00"},
+		{van.Settings{TLS: true}, "\x00\x00\x00\x00"},
 		{van.Settings{Known: true, Workers: 1, Servers: 2}, "\x11\x00\x08\x00"},
 		{van.Settings{Known: true, Workers: van.MaxCount + 1, Servers: 2}, "\x01\x00\x00\x00"}, // too many to tell
 		{van.Settings{Workers: 1}, "\x00\x00\x00\x00"},

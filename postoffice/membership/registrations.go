@@ -320,6 +320,9 @@ func (s *registrations) mismatch(rec *van.Node) string {
 	case own.Resend != other.Resend:
 		return fmt.Sprintf("its PS_RESEND is %d, that of the scheduler at %s is %d; a node that repeats messages needs peers that acknowledge them",
 			bit[other.Resend], s.table.self.Addr(), bit[own.Resend])
+	case own.TLS != other.TLS:
+		return fmt.Sprintf("its STEPAF_TLS is %d, that of the scheduler at %s is %d; set the same on all nodes, so that all data over TCP is encrypted or none",
+			bit[other.TLS], s.table.self.Addr(), bit[own.TLS])
 	case other.Workers != 0 && own.Workers != 0 && other.Workers != own.Workers:
 		return s.otherCount("DMLC_NUM_WORKER", other.Workers, own.Workers)
 	case other.Servers != 0 && own.Servers != 0 && other.Servers != own.Servers:

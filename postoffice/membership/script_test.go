@@ -361,6 +361,10 @@ func configure(cfg *Config, opts map[string]string) error {
 			id, _ := cfg.Self.Extension()
 			id.Incarnation, id.Settings = 1, van.Settings{Known: true, Resend: v == "1"}
 			cfg.Self.Endpoint = id.Encode()
+		case "tls":
+			id, _ := cfg.Self.Extension()
+			id.Incarnation, id.Settings.Known, id.Settings.TLS = 1, true, v == "1"
+			cfg.Self.Endpoint = id.Encode()
 		case "version": // of another release; the rest is not known
 			var n int
 			n, err = strconv.Atoi(v)

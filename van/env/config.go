@@ -27,6 +27,7 @@ type Config struct {
 	SecretFile string // STEPAF_SECRET_FILE: a file with the cluster's secret
 	Secret     Secret // STEPAF_SECRET: the secret itself
 	Auth       string // STEPAF_AUTH: AuthOff, AuthWarn or AuthRequire; "" see AuthMode
+	TLS        bool   // STEPAF_TLS: data over TCP is encrypted
 
 	// Addresses.
 	RootURI    string // DMLC_PS_ROOT_URI: scheduler host

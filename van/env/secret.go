@@ -94,6 +94,7 @@ const (
 	secret     = "STEPAF_SECRET"
 	secretFile = "STEPAF_SECRET_FILE"
 	authMode   = "STEPAF_AUTH"
+	tlsSwitch  = "STEPAF_TLS"
 )
 
 var wantSecret = fmt.Sprintf(`%d to %d bytes; "stepaf secret" makes one`, MinSecret, MaxSecret)
@@ -159,5 +160,23 @@ func (c *Config) validateSecret(add func(*Error)) {
 	}
 	if c.Auth != "" && c.Auth != AuthOff && !c.HasSecret() {
 		add(&Error{Name: authMode, Value: c.Auth, Why: "no secret is set", Want: secretFile + ", or " + secret + `; "stepaf secret" makes one`})
+	}
+}
+
+// validateTLS checks that data is not left plain with STEPAF_TLS=1: the secret must be required, since nodes that admit peers without a
+// proof send in plain, and RDMA has no encryption.
+func (c *Config) validateTLS(add func(*Error)) {
+	if !c.TLS {
+		return
+	}
+	refuse := func(why, want string) { add(&Error{Name: tlsSwitch, Value: "1", Why: why, Want: want}) }
+	switch {
+	case !c.HasSecret():
+		refuse("no secret is set", secretFile+", or "+secret+`; "stepaf secret" makes one`)
+	case c.AuthMode() != AuthRequire:
+		refuse(authMode+"="+c.Auth, authMode+"="+AuthRequire+", or unset it")
+	}
+	if c.VanType == "ibverbs" {
+		refuse("transport ibverbs", enableRDMA+"=zmq: data over RDMA is not encrypted")
 	}
 }

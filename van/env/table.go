@@ -75,6 +75,11 @@ var table = []variable{
 		field:   func(c *Config) any { return &c.Auth },
 		help:    "`require`: only peers with a proof. `warn`: peers without proof are admitted, counted and logged. `off`: no proofs. C++ nodes need `warn` or `off` (plaintext).",
 		differs: "Ours only.",
+	}, {
+		name: tlsSwitch, topic: trust, kind: Switch, def: "0", readers: "all",
+		field:   func(c *Config) any { return &c.TLS },
+		help:    "1: TLS 1.3 for data over TCP, with keys of the secret. Needs a secret with `STEPAF_AUTH=require`. Must be the same on all nodes. Not with ibverbs.",
+		differs: "Ours only.",
 	},
 
 	{

@@ -71,6 +71,9 @@ func (c *Config) Validate() error {
 	}
 	if good(secret, secretFile, authMode) {
 		c.validateSecret(add)
+		if good(tlsSwitch, enableRDMA) {
+			c.validateTLS(add)
+		}
 	}
 	if good("DMLC_NUM_PORTS", enableRDMA) && c.NumPorts > 1 && slices.Contains(vanWords, c.VanType) {
 		add(&Error{Name: "DMLC_NUM_PORTS", Value: strconv.Itoa(c.NumPorts), Why: "transport " + c.VanType, Want: "1"})

@@ -97,7 +97,11 @@ func (a *acceptor) enter(c net.Conn) *list.Element {
 func (a *acceptor) serve(c net.Conn) {
 	defer c.Close()
 	_ = c.SetDeadline(time.Now().Add(handshakeTime))
-	h, err := a.n.admit(c)
+	conn, err := a.n.decrypt(c)
+	var h hello
+	if err == nil {
+		h, err = a.n.admit(conn)
+	}
 	if err != nil {
 		if auth.IsUnproved(err) {
 			err = van.ErrUnauthenticated
@@ -107,18 +111,18 @@ func (a *acceptor) serve(c net.Conn) {
 	}
 	fd, err := socketOf(c)
 	if err != nil {
-		a.n.say(c, verdictClosed)
+		a.n.say(conn, verdictClosed)
 		return
 	}
 	_ = tune(fd)
 	if !waits(fd) {
-		a.n.say(c, verdictClosed)
+		a.n.say(conn, verdictClosed)
 		_ = unix.Close(fd)
 		return
 	}
-	in := &inConn{n: a.n, from: a.peers.sender(h.id), incarnation: h.own, fd: fd}
+	in := &inConn{n: a.n, from: a.peers.sender(h.id), incarnation: h.own, fd: fd, tls: detach(conn, fd, false)}
 	verdict := a.peers.enter(in, h.again)
-	a.n.say(c, verdict)
+	a.n.say(conn, verdict)
 	if verdict != verdictYes {
 		_ = unix.Close(fd)
 	}
@@ -149,6 +153,9 @@ func (a *acceptor) close() {
 
 // socketOf returns a descriptor of its own for the socket of c.
 func socketOf(c net.Conn) (fd int, err error) {
+	if e := encryptedOf(c); e != nil {
+		c = e.under.Conn
+	}
 	raw, err := c.(*net.TCPConn).SyscallConn()
 	if err != nil {
 		return -1, err

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"crypto/tls"
 	"errors"
 	"log/slog"
 	"math/bits"
@@ -25,6 +26,7 @@ type common struct {
 	causes      logx.Causes
 	stats       stats
 	guard       auth.Guard
+	tls         *tls.Config // nil without STEPAF_TLS
 	places      *landing.Table
 	id          atomic.Int32
 	incarnation uint32

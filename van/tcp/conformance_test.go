@@ -27,9 +27,10 @@ var (
 )
 
 // nodes makes such vans. keys may be nil.
-func nodes(keys *auth.Keys) func(t testing.TB) van.Van {
+func nodes(keys *auth.Keys, tls bool) func(t testing.TB) van.Van {
 	return func(t testing.TB) van.Van {
 		cfg := env.Default()
+		cfg.TLS = tls
 		cfg.HeartbeatInterval, cfg.HeartbeatTimeout = 2*time.Second, time.Minute
 		n := &node{incarnation: incarnations.Add(1)}
 		o := van.Options{Config: cfg, Incarnation: n.incarnation, Keys: keys}
@@ -64,13 +65,17 @@ func (n *node) Connect(ctx context.Context, id int, peer van.Node) error {
 	return n.Van.Connect(ctx, id, peer)
 }
 
-// TestConformance runs the suite of all transports, with and without a cluster secret.
+// TestConformance runs the suite of all transports, without and with a cluster secret, and encrypted.
 func TestConformance(t *testing.T) {
 	keys, err := auth.New([]byte("a secret of the conformance suite"), "suite", true)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for name, k := range map[string]*auth.Keys{"plain": nil, "secret": keys} {
-		t.Run(name, func(t *testing.T) { vantest.Run(t, vantest.Suite{New: nodes(k)}) })
+	for name, s := range map[string]vantest.Suite{
+		"plain":  {New: nodes(nil, false)},
+		"secret": {New: nodes(keys, false)},
+		"tls":    {New: nodes(keys, true), MaxAllocs: 4}, // crypto/tls allocates a reader for each record, and when there is none
+	} {
+		t.Run(name, func(t *testing.T) { vantest.Run(t, s) })
 	}
 }

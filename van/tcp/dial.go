@@ -70,6 +70,10 @@ func (d *dialer) connect(n *peer) {
 			d.events.tell(n, false, c.why())
 		case p.ctx.Err() != nil || !d.peers.current(n):
 			return
+		case first && errors.Is(err, errTLS):
+			n.refused = err
+			d.n.log.Error("a peer gets no data of this process", "peer", n.name, "addr", n.addr, "err", err)
+			return
 		case first:
 			n.over.Store(true)
 			d.n.log.Warn("data goes over "+d.over+", not over tcp, for as long as both processes run", "peer", n.name, "addr", n.addr, "err", err)
@@ -121,6 +125,7 @@ func (d *dialer) dial(n *peer, again bool) (*outConn, error) {
 		return nil, van.ErrClosed
 	}
 	c := newOutConn(d.n, int(n.id.Load()), fd, d.unwatch)
+	c.tls = detach(nc, fd, true)
 	if err := d.watch(fd, c); err != nil {
 		_ = unix.Close(fd)
 		return nil, err

@@ -58,6 +58,8 @@ const (
 	verdictUnproved            // the listener requires a proof of the secret
 	verdictOtherSecret         // the proof is wrong
 	verdictClosed              // the listener is closing
+	verdictTLS                 // the listener requires TLS
+	verdictNoTLS               // the listener has no TLS, and the dialer uses it
 )
 
 var errRefused = errors.New("the peer refuses the connection")
@@ -81,6 +83,10 @@ func (v verdict) err() error {
 		return fmt.Errorf("%w: %w", errRefused, auth.ErrOtherSecret)
 	case verdictClosed:
 		return fmt.Errorf("%w: it is closing", van.ErrPeerLost)
+	case verdictTLS:
+		return fmt.Errorf("%w: %w", errRefused, errTLSThere)
+	case verdictNoTLS:
+		return fmt.Errorf("%w: %w", errRefused, errTLSHere)
 	}
 	return fmt.Errorf("%w: %w: verdict %d", errRefused, van.ErrMalformed, uint32(v))
 }
@@ -113,7 +119,10 @@ func (h *hello) append(b []byte) []byte {
 
 // parseHello reads a hello of helloLen bytes. A dialer of another version gets a refusal that says so.
 func parseHello(b []byte) (h hello, v verdict, err error) {
-	if string(b[:4]) != helloMagic {
+	switch {
+	case string(b[:2]) == tlsRecord:
+		return h, verdictNoTLS, errTLSThere
+	case string(b[:4]) != helloMagic:
 		return h, verdictYes, fmt.Errorf("%w: a hello that begins with %q", van.ErrMalformed, b[:4])
 	}
 	if n := binary.LittleEndian.Uint32(b[4:]); n != version {
@@ -181,9 +190,14 @@ func (n *common) admit(c net.Conn) (h hello, err error) {
 	if err != nil && verdict == verdictYes {
 		return h, err // not a node of this library: it gets no answer
 	}
-	keys := n.guard.Keys
+	keys, secured := n.guard.Keys, encryptedOf(c) != nil
 	switch {
+	case verdict == verdictNoTLS && !secured:
+		skipRecord(c, text[:])
 	case err != nil:
+	case n.tls != nil && !secured:
+		n.guard.Refuse()
+		verdict, err = verdictTLS, errTLSHere
 	case h.peer != n.incarnation:
 		verdict, err = verdictOther, fmt.Errorf("%s looks for another process", van.NodeName(h.id))
 	case h.proves && keys == nil:
@@ -256,9 +270,13 @@ func (n *common) try(ctx context.Context, to *callee, proves bool) (net.Conn, er
 	if deadline, ok := ctx.Deadline(); ok {
 		_ = c.SetDeadline(deadline)
 	}
-	if err := n.introduce(c, to, proves); err != nil {
+	conn, err := n.encrypt(c, to)
+	if err == nil {
+		err = n.introduce(conn, to, proves)
+	}
+	if err != nil {
 		_ = c.Close()
 		return nil, err
 	}
-	return c, nil
+	return conn, nil
 }

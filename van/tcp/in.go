@@ -46,6 +46,7 @@ type inConn struct {
 	from        *sender
 	incarnation uint32
 	fd          int
+	tls         *encrypted // nil without STEPAF_TLS
 
 	buf     []byte
 	r, w    int      // buf[r:w] is received and not parsed
@@ -141,6 +142,10 @@ func (c *inConn) receive() (n int, err error) {
 		iov[1].Base = unsafe.SliceData(c.buf)
 		iov[1].SetLen(len(c.buf))
 		read := func() error {
+			if c.tls != nil {
+				n, err = c.tls.read(c.rest)
+				return err
+			}
 			r, _, e := unix.Syscall(unix.SYS_READV, uintptr(c.fd), uintptr(unsafe.Pointer(&iov[0])), 2)
 			if e != 0 {
 				return e
@@ -172,7 +177,11 @@ func (c *inConn) receive() (n int, err error) {
 			c.buf = c.buf[:cap(c.buf)]
 		}
 	}
-	n, err = unix.Read(c.fd, c.buf[c.w:])
+	if c.tls != nil {
+		n, err = c.tls.read(c.buf[c.w:])
+	} else {
+		n, err = unix.Read(c.fd, c.buf[c.w:])
+	}
 	if err != nil || n <= 0 {
 		return 0, err
 	}

@@ -23,6 +23,7 @@ type outConn struct {
 	n      *common
 	id     atomic.Int32 // the peer's
 	fd     int
+	tls    *encrypted   // nil without STEPAF_TLS; mu
 	remove func(fd int) // makes the source leave it alone
 
 	mu      sync.Mutex
@@ -79,7 +80,7 @@ func newOutConn(n *common, id, fd int, remove func(fd int)) *outConn {
 }
 
 // unsent is the number of bytes that wait. c.mu is held.
-func (c *outConn) unsent() int { return len(c.buf) - c.read + c.lent }
+func (c *outConn) unsent() int { return len(c.buf) - c.read + c.lent + c.tls.pending() }
 
 // send takes msg and writes what the socket takes. It returns errGone if the connection has ended.
 func (c *outConn) send(msg *van.Message) error {
@@ -192,9 +193,9 @@ func (c *outConn) resume() {
 
 // flush writes until nothing is left or the socket takes no more. c.mu is held.
 func (c *outConn) flush() {
-	for len(c.queue) > 0 {
+	for len(c.queue) > 0 || c.tls.pending() > 0 {
 		n := c.parts()
-		if n == 0 {
+		if n == 0 && c.tls.pending() == 0 {
 			c.written(0)
 			continue
 		}
@@ -248,11 +249,16 @@ func (c *outConn) parts() int {
 	return n
 }
 
-// write writes the first n parts of c.iov.
+// write writes the first n parts of c.iov. The result may be less, if they are encrypted also if the socket takes more.
 func (c *outConn) write(n int) (int, error) {
 	var wrote uintptr
 	var e syscall.Errno
 	raceSent()
+	if c.tls != nil {
+		took, err := c.tls.write(c.iov[:n])
+		clear(c.iov[:n])
+		return took, err
+	}
 	if n == 1 {
 		wrote, _, e = syscall.Syscall6(unix.SYS_SENDTO, uintptr(c.fd), uintptr(unsafe.Pointer(c.iov[0].Base)), uintptr(c.iov[0].Len), unix.MSG_NOSIGNAL, 0, 0)
 	} else {
@@ -383,7 +389,7 @@ func (c *outConn) linger(ctx context.Context) bool {
 			c.held, c.blocked = false, false
 			c.flush()
 		}
-		over := c.gone || len(c.queue) == 0
+		over := c.gone || len(c.queue) == 0 && c.tls.pending() == 0
 		c.mu.Unlock()
 		if over {
 			return true

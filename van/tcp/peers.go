@@ -37,6 +37,7 @@ type peer struct {
 	conn    atomic.Pointer[outConn]
 	settled chan struct{} // closed when it is settled whether there is a connection
 	over    atomic.Bool   // it is, and data goes over the van inside
+	refused error         // it is, and no data goes to the peer; set before settled is closed
 
 	// peers.mu guards what follows.
 	begun    bool // the connection is being made

@@ -82,6 +82,12 @@ func (v *Van) Type() string { return v.inner.Type() }
 
 // Bind implements van.Van. The scheduler carries no data and accepts none.
 func (v *Van) Bind(ctx context.Context, self van.Node) (int, error) {
+	if v.own.cfg.TLS {
+		var err error
+		if v.own.tls, err = newTLS(v.own.guard.Keys); err != nil {
+			return 0, err
+		}
+	}
 	port, err := v.inner.Bind(ctx, self)
 	if err != nil {
 		return port, err
@@ -276,7 +282,7 @@ func (v *Van) Send(msg *van.Message) error {
 	case v.closing.Load():
 		return v.sendError(msg, van.ErrClosed)
 	case c == nil:
-		return v.sendError(msg, fmt.Errorf("%w: there is no connection for data", van.ErrPeerLost))
+		return v.sendError(msg, n.unreachable())
 	}
 	msg.Trace().PostSend = clock.Now()
 	for i := range min(msg.Frames, van.MaxFrames) {
@@ -302,6 +308,18 @@ func (v *Van) Send(msg *van.Message) error {
 		err = fmt.Errorf("%w: %w", van.ErrPeerLost, c.why())
 	}
 	return v.sendError(msg, err)
+}
+
+// unreachable is the error of data to a peer without a connection.
+func (n *peer) unreachable() error {
+	select {
+	case <-n.settled:
+		if n.refused != nil {
+			return fmt.Errorf("%w: %w", van.ErrPeerLost, n.refused)
+		}
+	default: // the van closes
+	}
+	return fmt.Errorf("%w: there is no connection for data", van.ErrPeerLost)
 }
 
 func (v *Van) sendError(msg *van.Message, err error) error {
