@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -80,6 +81,12 @@ func start(t *testing.T, id int, options func(*van.Options)) *end {
 	return e
 }
 
+// both runs a test without a secret, and encrypted.
+func both(t *testing.T, test func(t *testing.T, options func(*van.Options))) {
+	t.Run("plain", func(t *testing.T) { test(t, func(*van.Options) {}) })
+	t.Run("tls", func(t *testing.T) { test(t, withTLS(t)) })
+}
+
 // pair makes a worker and a server that know each other.
 func pair(t *testing.T, options func(*van.Options)) (worker, server *end) {
 	worker, server = start(t, 9, options), start(t, 8, options)
@@ -148,8 +155,10 @@ func pattern(n, seed int) []byte {
 
 // TestSizes: values of every length around the limits of buffers arrive as they were sent, alone and one after the other, pushed to a
 // registered buffer, pulled into named memory, and without either.
-func TestSizes(t *testing.T) {
-	worker, server := pair(t, nil)
+func TestSizes(t *testing.T) { both(t, sizes) }
+
+func sizes(t *testing.T, options func(*van.Options)) {
+	worker, server := pair(t, options)
 	sizes := []int{0, 1, 7, 33, 34, placeFrom - 1, placeFrom, lendFrom - 1, lendFrom, bufLen/2 - 400, bufLen / 2, bufLen - 1, bufLen, bufLen + 1, 3*bufLen + 5, readLimit + 77, 5 << 20}
 	registered := make([]byte, 6<<20)
 	for round := range 2 {
@@ -185,8 +194,10 @@ func TestSizes(t *testing.T) {
 
 // TestManyPartlyWritten: long and short messages follow each other while the receiver reads slowly, so that the
 // socket accepts parts of messages. All arrive once, in order and intact, and each lent value is released.
-func TestManyPartlyWritten(t *testing.T) {
-	worker, server := pair(t, nil)
+func TestManyPartlyWritten(t *testing.T) { both(t, manyPartlyWritten) }
+
+func manyPartlyWritten(t *testing.T, options func(*van.Options)) {
+	worker, server := pair(t, options)
 	var done atomic.Int32
 	const count = 400
 	go func() {
@@ -228,8 +239,10 @@ func stuck(t *testing.T, options func(*van.Options)) (worker, server *end, open 
 
 // TestCancel: the memory of canceled requests is the caller's again. A message of which a part was written arrives as it was sent,
 // the others do not arrive.
-func TestCancel(t *testing.T) {
-	worker, server, open := stuck(t, func(o *van.Options) { o.Config.RecvBudgetPeer = 1 << 20 })
+func TestCancel(t *testing.T) { both(t, cancelQueued) }
+
+func cancelQueued(t *testing.T, options func(*van.Options)) {
+	worker, server, open := stuck(t, func(o *van.Options) { options(o); o.Config.RecvBudgetPeer = 1 << 20 })
 	var done atomic.Int32
 	const count, size = 12, 4 << 20
 	values := make([][]byte, count)
@@ -324,8 +337,10 @@ func unwritten(c *outConn) (b []byte) {
 }
 
 // TestInvalidate: when Invalidate has returned, an answer that arrives, whole or in parts, is not written to the memory.
-func TestInvalidate(t *testing.T) {
-	worker, server := pair(t, nil)
+func TestInvalidate(t *testing.T) { both(t, invalidate) }
+
+func invalidate(t *testing.T, options func(*van.Options)) {
+	worker, server := pair(t, options)
 	const size = 1 << 20
 	into := make([]byte, size)
 	for _, early := range []bool{false, true} {
@@ -342,7 +357,7 @@ func TestInvalidate(t *testing.T) {
 		} else { // in the middle of the value
 			raw := rawAnswer(t, server, worker, 1, pattern(size, 3))
 			raw.write(size / 2)
-			vantest.Eventually(t, limit, "the first half arrives", func() bool { return into[size/2-1] != 0 || into[size/2-2] != 0 })
+			vantest.Eventually(t, limit, "the first half arrives", func() bool { return worker.lacks(size / 2) })
 			worker.Invalidate(backend.Bytes(into))
 			clear(into)
 			raw.write(size)
@@ -389,6 +404,17 @@ func TestInvalidatedOnArrival(t *testing.T) {
 	if !bytes.Equal(into, make([]byte, size)) {
 		t.Error("memory that was taken back was written to")
 	}
+}
+
+// lacks reports whether the message that e is receiving lacks n bytes of its value.
+func (e *end) lacks(n int) bool {
+	e.peers.mu.Lock()
+	defer e.peers.mu.Unlock()
+	return slices.ContainsFunc(e.peers.ins, func(c *inConn) bool {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return c.cur != nil && len(c.rest) == n
+	})
 }
 
 // raw writes the bytes of a message over a connection of its own.
@@ -442,11 +468,13 @@ func (r *raw) write(n int) {
 
 // TestReplaced: when another process has a peer's id, nothing more of the former process is delivered, its connections end, and it
 // gets none any more.
-func TestReplaced(t *testing.T) {
-	worker, server := pair(t, nil)
+func TestReplaced(t *testing.T) { both(t, replaced) }
+
+func replaced(t *testing.T, options func(*van.Options)) {
+	worker, server := pair(t, options)
 	worker.must(dataMessage(8, 1, true, true, []byte("before")))
 	server.next().Release()
-	other := start(t, 9, nil)
+	other := start(t, 9, options)
 	other.connect(server)
 	server.connect(other)
 	server.Admit(9)
@@ -462,11 +490,13 @@ func TestReplaced(t *testing.T) {
 }
 
 // TestNotBeforeAdmit: messages of a replacement process wait for Admit.
-func TestNotBeforeAdmit(t *testing.T) {
-	worker, server := pair(t, nil)
+func TestNotBeforeAdmit(t *testing.T) { both(t, notBeforeAdmit) }
+
+func notBeforeAdmit(t *testing.T, options func(*van.Options)) {
+	worker, server := pair(t, options)
 	worker.must(dataMessage(8, 1, true, true, []byte("before")))
 	server.next().Release()
-	other := start(t, 9, nil)
+	other := start(t, 9, options)
 	other.connect(server)
 	other.must(dataMessage(8, 2, true, true, []byte("of another process")))
 	vantest.Eventually(t, limit, "its connection is there", func() bool {
@@ -491,8 +521,10 @@ func TestNotBeforeAdmit(t *testing.T) {
 }
 
 // TestBrokenConnection: a connection that breaks is reported, made again, and reported again.
-func TestBrokenConnection(t *testing.T) {
-	worker, server := pair(t, nil)
+func TestBrokenConnection(t *testing.T) { both(t, brokenConnection) }
+
+func brokenConnection(t *testing.T, options func(*van.Options)) {
+	worker, server := pair(t, options)
 	worker.must(dataMessage(8, 1, true, true, []byte("before")))
 	server.next().Release()
 	vantest.Eventually(t, limit, "the transport inside is connected", func() bool { return worker.told("8 true") })
@@ -511,8 +543,10 @@ func TestBrokenConnection(t *testing.T) {
 
 // TestLostOnTheWay: messages are lost with the connection that they were sent over. The receiver reports that, too, before it delivers what
 // the sender sends over the next connection, and delivers nothing more of the first one.
-func TestLostOnTheWay(t *testing.T) {
-	worker, server, open := stuck(t, func(o *van.Options) { o.Config.RecvBudgetPeer = 1 << 20 })
+func TestLostOnTheWay(t *testing.T) { both(t, lostOnTheWay) }
+
+func lostOnTheWay(t *testing.T, options func(*van.Options)) {
+	worker, server, open := stuck(t, func(o *van.Options) { options(o); o.Config.RecvBudgetPeer = 1 << 20 })
 	vantest.Eventually(t, limit, "the transport inside is connected", func() bool { return server.told("9 true") || worker.told("8 true") })
 	for i := range 4 {
 		worker.must(dataMessage(8, i, true, true, pattern(8<<20, i)))
@@ -561,8 +595,10 @@ func TestNoDataPort(t *testing.T) {
 
 // TestSendBudget: for a peer that does not read, STEPAF_SEND_BUDGET bytes are accepted, and the rest of an
 // accepted request.
-func TestSendBudget(t *testing.T) {
-	worker, _, open := stuck(t, func(o *van.Options) { o.Config.SendBudget, o.Config.RecvBudgetPeer = 8<<20, 1<<20 })
+func TestSendBudget(t *testing.T) { both(t, sendBudget) }
+
+func sendBudget(t *testing.T, options func(*van.Options)) {
+	worker, _, open := stuck(t, func(o *van.Options) { options(o); o.Config.SendBudget, o.Config.RecvBudgetPeer = 8<<20, 1<<20 })
 	var err error
 	for i := 0; err == nil && i < 200; i++ {
 		err = worker.Send(dataMessage(8, i, true, true, pattern(1<<20, i)))
@@ -693,8 +729,10 @@ func TestForgets(t *testing.T) {
 }
 
 // TestHalfOpen: thousands of connections without a handshake do not keep a member out.
-func TestHalfOpen(t *testing.T) {
-	server := start(t, 8, nil)
+func TestHalfOpen(t *testing.T) { both(t, halfOpen) }
+
+func halfOpen(t *testing.T, options func(*van.Options)) {
+	server := start(t, 8, options)
 	var conns []net.Conn
 	defer func() {
 		for _, c := range conns {
@@ -708,7 +746,7 @@ func TestHalfOpen(t *testing.T) {
 		}
 		conns = append(conns, c)
 	}
-	worker := start(t, 9, nil)
+	worker := start(t, 9, options)
 	worker.connect(server)
 	server.connect(worker)
 	begun := time.Now()
@@ -885,7 +923,9 @@ func TestStaleEvent(t *testing.T) {
 }
 
 // TestMalformed: a member's connection with bytes that are no message ends, is counted, and the log says what was wrong.
-func TestMalformed(t *testing.T) {
+func TestMalformed(t *testing.T) { both(t, malformed) }
+
+func malformed(t *testing.T, options func(*van.Options)) {
 	meta, err := dataMessage(8, 1, true, true, nil).AppendTo(nil)
 	if err != nil {
 		t.Fatal(err)
@@ -903,7 +943,7 @@ func TestMalformed(t *testing.T) {
 		"wrong meta":     {frame(head{meta: len(meta)}, bytes.Repeat([]byte{0xff}, len(meta))...), "body_size"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			worker, server := pair(t, nil)
+			worker, server := pair(t, options)
 			conn := dialRaw(t, worker, server)
 			if _, err := conn.Write(c.bytes); err != nil {
 				t.Fatal(err)
