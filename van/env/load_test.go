@@ -39,6 +39,7 @@ func TestRead(t *testing.T) {
 		{"STEPAF_SECRET_FILE", "/run/secrets/stepaf", "", ""},
 		{"STEPAF_SECRET", "0123456789abcdef>(set)", "", ""},
 		{"STEPAF_AUTH", "off warn require", "on Off", "one of off, warn, require"},
+		{"STEPAF_TLS", "0 1 2>1", "on", "0 (off) or 1 (on); write 1"},
 		{"DMLC_PS_ROOT_URI", "10.0.0.1 node-1.example ::1", "10.0.0.1:8123 tcp://x a/b", "a host name or address without port"},
 		{"DMLC_PS_ROOT_PORT", "1 8123 65535", "0 65536 http", "an integer from 1 to 65535"},
 		{"DMLC_NODE_HOST", "127.0.0.1", "127.0.0.1:1", "a host name or address without port"},

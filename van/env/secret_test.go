@@ -125,6 +125,30 @@ func TestAuthMode(t *testing.T) {
 	}
 }
 
+// TestTLS: STEPAF_TLS=1 needs a secret that is required, and a transport that can be encrypted.
+func TestTLS(t *testing.T) {
+	tests := []struct{ vars, err string }{
+		{"", `STEPAF_TLS="1" (no secret is set): want STEPAF_SECRET_FILE, or STEPAF_SECRET`},
+		{"STEPAF_AUTH=off", `STEPAF_TLS="1" (no secret is set)`},
+		{"STEPAF_SECRET=" + goodSecret, ""},
+		{"STEPAF_SECRET=" + goodSecret + " STEPAF_AUTH=require STEPAF_DATA=zmq", ""},
+		{"STEPAF_SECRET=" + goodSecret + " STEPAF_AUTH=warn", `STEPAF_TLS="1" (STEPAF_AUTH=warn): want STEPAF_AUTH=require, or unset it`},
+		{"STEPAF_SECRET=" + goodSecret + " STEPAF_AUTH=off", `STEPAF_TLS="1" (STEPAF_AUTH=off)`},
+		{"STEPAF_SECRET=" + goodSecret + " DMLC_ENABLE_RDMA=ibverbs", `STEPAF_TLS="1" (transport ibverbs): want DMLC_ENABLE_RDMA=zmq`},
+		{"STEPAF_SECRET=short", `want 16 to 4096 bytes`},
+	}
+	for _, c := range tests {
+		cfg, err := LoadFrom(FromList(append(strings.Fields(c.vars), "STEPAF_TLS=1",
+			"DMLC_ROLE=worker", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=127.0.0.1", "DMLC_PS_ROOT_PORT=9000")))
+		if err == nil {
+			err = cfg.Validate()
+		}
+		if (err != nil) != (c.err != "") || err != nil && !strings.Contains(err.Error(), c.err) {
+			t.Errorf("%s: %v, want %q", c.vars, err, c.err)
+		}
+	}
+}
+
 // TestEmptySecret: a variable that is set and empty is a mistake, not a cluster without a secret.
 func TestEmptySecret(t *testing.T) {
 	for _, name := range []string{"STEPAF_SECRET", "STEPAF_SECRET_FILE"} {

@@ -151,7 +151,7 @@ var table = []variable{
 	}, {
 		name: "STEPAF_DATA", topic: transport, kind: Enum, words: dataWords, def: DataTCP, readers: "zmq",
 		field:   func(c *Config) any { return &c.Data },
-		help:    "Carries data between native nodes where shared memory does not. `tcp`: fast, plain, on a data port. `zmq`: as to C++ nodes; encrypted with a secret.",
+		help:    "Carries data between native nodes where shared memory does not. `tcp`: fast, on a data port; encrypted with `STEPAF_TLS=1`. `zmq`: as to C++ nodes; encrypted with a secret.",
 		differs: "Ours only.",
 	},
 

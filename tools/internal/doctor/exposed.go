@@ -220,7 +220,11 @@ func (x *exam) judgeDoor(d door) Finding {
 		f.Text = d.where + ": " + can
 	}
 	switch {
-	case d.Mode == env.AuthRequire && (d.Transport == ibverbs || d.Transport == dataPort):
+	case d.Mode == env.AuthRequire && d.Transport == dataPort && x.cfg.TLS:
+		f.Text += "; tensors are encrypted (STEPAF_TLS=1)"
+	case d.Mode == env.AuthRequire && d.Transport == dataPort:
+		f.Text += "; tensors are not encrypted, unless STEPAF_TLS=1"
+	case d.Mode == env.AuthRequire && d.Transport == ibverbs:
 		f.Text += "; tensors are not encrypted"
 	case d.Transport == dataPort: // the other port has the remedy
 	case d.Network && d.Mode == env.AuthOff && x.cfg.Auth == "":

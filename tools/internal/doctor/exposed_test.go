@@ -79,7 +79,7 @@ func TestExposed(t *testing.T) {
 		join      = ": any process can join the cluster there, and read and change tensors"
 		refuse    = ": a process without the secret is refused in the handshake"
 		pose      = ": a process that has read a member's incarnation can send tensors in its name"
-		plainData = "; tensors are not encrypted"
+		plainData = "; tensors are not encrypted, unless STEPAF_TLS=1"
 	)
 	kept := "STEPAF_SECRET=" + secret.Make()
 	for _, c := range []struct {
@@ -99,6 +99,8 @@ func TestExposed(t *testing.T) {
 		{"DMLC_ROLE=server DMLC_PS_ROOT_URI=127.0.0.1 BYTEPS_ENABLE_IPC=0 DMLC_NODE_HOST=127.0.0.1", []string{"ok server TCP 127.0.0.1, any free port, reached from this host only" + join, "ok server TCP 127.0.0.1, any free port, for data, reached from this host only" + pose}},
 		{"DMLC_ROLE=joint DMLC_PS_ROOT_URI=10.1.0.7 BYTEPS_ENABLE_IPC=0 DMLC_NODE_HOST=10.1.1.1 DMLC_PORT=9000 " + kept,
 			[]string{"ok server TCP 10.1.1.1:9000, reached from other hosts" + refuse, "ok server TCP 10.1.1.1, any free port, for data, reached from other hosts" + refuse + plainData, "ok worker TCP 10.1.1.1:9001, reached from other hosts" + refuse, "ok worker TCP 10.1.1.1, any free port, for data, reached from other hosts" + refuse + plainData}},
+		{"DMLC_ROLE=worker DMLC_PS_ROOT_URI=10.1.0.7 BYTEPS_ENABLE_IPC=0 STEPAF_TLS=1 " + kept, []string{"ok worker TCP 10.1.0.1, any free port, reached from other hosts" + refuse,
+			"ok worker TCP 10.1.0.1, any free port, for data, reached from other hosts" + refuse + "; tensors are encrypted (STEPAF_TLS=1)"}},
 		{"DMLC_PS_ROOT_URI=10.1.0.1 BYTEPS_ENABLE_IPC=0", []string{"warn scheduler TCP 10.1.0.1:8123, reached from other hosts" + join,
 			"warn server TCP 10.1.0.1, any free port, reached from other hosts" + join, "ok server TCP 10.1.0.1, any free port, for data, reached from other hosts" + pose, "warn worker TCP 10.1.0.1, any free port, reached from other hosts" + join, "ok worker TCP 10.1.0.1, any free port, for data, reached from other hosts" + pose}},
 		{"DMLC_PS_ROOT_URI=10.1.0.7 " + kept, []string{
