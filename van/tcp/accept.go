@@ -18,7 +18,7 @@ import (
 )
 
 const (
-	// handshakeTime is how long the dialer may take for the handshake.
+	// handshakeTime is how long the dialer may take for the handshake, without TLS.
 	handshakeTime = 5 * time.Second
 	// maxHandshakes bounds the handshakes under way. If there are more, the oldest one ends: a member needs a millisecond.
 	maxHandshakes = 512
@@ -96,7 +96,7 @@ func (a *acceptor) enter(c net.Conn) *list.Element {
 // serve makes the handshake on c, and keeps the connection if its dialer may send.
 func (a *acceptor) serve(c net.Conn) {
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(handshakeTime))
+	_ = c.SetDeadline(time.Now().Add(a.n.within(handshakeTime)))
 	conn, err := a.n.decrypt(c)
 	var h hello
 	if err == nil {

@@ -98,12 +98,12 @@ const (
 	lastPause  = time.Second
 )
 
-// dialTime is how long one attempt to make a connection may take.
+// dialTime is how long one attempt to make a connection may take, without TLS.
 const dialTime = 2 * time.Second
 
 // dial makes a connection to n and installs it. again means that an earlier one broke.
 func (d *dialer) dial(n *peer, again bool) (*outConn, error) {
-	ctx, cancel := context.WithTimeout(d.peers.ctx, dialTime)
+	ctx, cancel := context.WithTimeout(d.peers.ctx, d.n.within(dialTime))
 	defer cancel()
 	nc, err := d.n.meet(ctx, &callee{n.addr, n.incarnation, n.name, again})
 	if err != nil {

@@ -4,10 +4,11 @@
 // # Connections
 //
 // A connection has one direction. The sender dials the data port in the receiver's node record
-// (van.NodeExtension.DataPort) when it first sends data to that peer; Send waits, for dialTime at most, until it is settled
+// (van.NodeExtension.DataPort) when it first sends data to that peer; Send waits, for dialTime (tlsTime) at most, until it is settled
 // whether there is a connection. If there is none, the peer's data goes over the van inside, and the log says why.
 //
 // Both ends introduce themselves before anything else (handshake.go). If the cluster has a secret, both prove that they know it.
+// With STEPAF_TLS=1 a connection is encrypted before that (tls.go).
 //
 // # Messages
 //
@@ -33,6 +34,6 @@
 // # Files
 //
 // frame and handshake know the bytes; out is the sender's end of a connection, in and inbound the receiver's; source is the
-// engine's source; peers decides which connections there are; dial and accept make them; silence ends those over which nothing
+// engine's source; peers decides which connections there are; dial and accept make them; tls encrypts their bytes; silence ends those over which nothing
 // arrives; van puts all together.
 package tcp

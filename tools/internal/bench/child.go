@@ -175,7 +175,7 @@ func checkTransport(node *postoffice.Node, peers []postoffice.NodeID) error {
 // passed are the variables of the caller that the children get too.
 var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHREADS", "DMLC_LOCAL", "PS_RESEND", "PS_RESEND_TIMEOUT",
 	"STEPAF_QP_NUM", "STEPMESH_SPLIT_QP_LAG", "BYTEPS_RDMA_START_DEPTH", "BYTEPS_RDMA_RX_DEPTH", "BYTEPS_RDMA_MAX_CONCURR_WR",
-	"BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_PRINT_RDMA_LOG", "STEPMESH_MEM_SYNC", "STEPAF_SECRET_FILE", "STEPAF_SECRET", "STEPAF_AUTH", "STEPAF_TLS"}
+	"BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_PRINT_RDMA_LOG", "STEPMESH_MEM_SYNC", "STEPAF_SECRET_FILE", "STEPAF_SECRET", "STEPAF_AUTH", "STEPAF_TLS", "STEPAF_DATA"}
 
 // wait waits for all children and returns the CPU seconds of each. The error names all failed children, first the
 // children that a signal ended, since other failures follow from these.
