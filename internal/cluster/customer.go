@@ -130,13 +130,8 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 	c.mu.Lock()
 	r := c.lookup(ts)
 	if r == nil || r.first != ts || r.waiting {
-		waiting := r != nil && r.first == ts && r.waiting
-		base, next, given := c.base, c.next, c.issued(ts)
-		c.mu.Unlock()
-		if !given {
-			return c.neverIssued(ts, base, next)
-		}
-		return c.cannotWait(ts, waiting, r)
+		defer c.mu.Unlock()
+		return c.cannotWait(ts, r)
 	}
 	r.mu.Lock()
 	r.waiting = true
@@ -172,6 +167,36 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 	c.mu.Unlock()
 	c.recycle(r)
 	return err
+}
+
+// Try is Wait without waiting: it returns ErrPending while the request is in flight, or another goroutine waits for it.
+func (c *Customer) Try(ts int32) error {
+	c.mu.Lock()
+	r := c.lookup(ts)
+	if r == nil || r.first != ts {
+		defer c.mu.Unlock()
+		return c.cannotWait(ts, r)
+	}
+	r.mu.Lock()
+	over, err := r.over && !r.waiting, r.err
+	r.mu.Unlock()
+	if !over {
+		c.mu.Unlock()
+		return ErrPending
+	}
+	c.forget(r)
+	c.mu.Unlock()
+	c.recycle(r)
+	return err
+}
+
+// OnUnreported makes the customer call f now, and whenever the number of requests changes that have finished and whose result no
+// Wait or Try has returned yet. f gets this number. It must neither block nor call c.
+func (c *Customer) OnUnreported(f func(n int)) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.onUnreported = f
+	f(c.unreported)
 }
 
 // Batch returns the handler of the request in flight that timestamp ts belongs to, and whether all answers to ts have
@@ -238,11 +263,14 @@ func (c *Customer) neverIssued(ts, base, next int32) error {
 	return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler, Hint: hint}
 }
 
-// cannotWait is the error of a handler that was issued and cannot be waited for.
-func (c *Customer) cannotWait(ts int32, waiting bool, r *Request) error {
+// cannotWait is the error of a handler that cannot be waited for. r is the request in its place in the table, or nil. mu is held.
+func (c *Customer) cannotWait(ts int32, r *Request) error {
+	if !c.issued(ts) {
+		return c.neverIssued(ts, c.base, c.next)
+	}
 	e := &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler}
 	switch {
-	case waiting:
+	case r != nil && r.first == ts && r.waiting:
 		e.Err = ErrOtherWaits
 		e.Hint = "another goroutine waits for it already; wait once for each handler"
 	case r != nil && ts >= r.first && ts < r.first+r.n:

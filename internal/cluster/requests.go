@@ -33,6 +33,9 @@ type requests struct {
 	newest   int                    // index of the next one; never wraps, used modulo keepFinished
 	timers   []*time.Timer          // for waiting
 	failures failures               // of forgotten requests
+
+	unreported   int // requests in finished
+	onUnreported func(n int)
 }
 
 func (q *requests) init(base int32) {
@@ -139,6 +142,7 @@ func (q *requests) addFinished(r *Request, gen uint64) {
 	*slot = r
 	r.ringIndex = q.newest
 	q.newest++
+	q.countUnreported(1)
 	q.mu.Unlock()
 	if old != nil {
 		q.recycle(old)
@@ -159,6 +163,15 @@ func (q *requests) forget(r *Request) {
 	if r.ringIndex >= 0 {
 		q.finished[r.ringIndex%keepFinished] = nil
 		r.ringIndex = -1
+		q.countUnreported(-1)
+	}
+}
+
+// countUnreported adds n to the number of requests in finished. mu is held.
+func (q *requests) countUnreported(n int) {
+	q.unreported += n
+	if q.onUnreported != nil {
+		q.onUnreported(q.unreported)
 	}
 }
 
