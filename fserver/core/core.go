@@ -42,6 +42,7 @@ type Session struct {
 	sessions sessionState
 	comms    Comms
 	streams  Streams
+	shown    requestDescriptor
 }
 
 func newSession(node *postoffice.Node) *Session {
@@ -183,7 +184,7 @@ func ascending(servers []int, pull []af.KeyTensor) ([]int, []af.KeyTensor) {
 // Wait waits until the batch with the given handler is complete. limit counts from the push_pull; one call waits for
 // slice at most. A handler from the middle of a batch waits for that timestamp only. If the batch has ended, Wait
 // returns its result at once, as often as it is called. If two callers wait for one handler, one of them gets
-// postoffice.ErrOtherWaits.
+// postoffice.ErrOtherWaits. With a slice of 0, Wait does not wait, and returns ErrPending while another caller waits.
 func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	if s.worker == nil {
 		return wrongRole(s, "wait", "worker")
@@ -197,7 +198,12 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	case !flying:
 		return s.customer().Outcome(h)
 	case first == h:
-		err := s.customer().WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
+		var err error
+		if slice <= 0 {
+			err = s.customer().Try(h)
+		} else {
+			err = s.customer().WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
+		}
 		if errors.Is(err, ErrUnknownHandler) && !errors.Is(err, postoffice.ErrOtherWaits) {
 			return s.customer().Outcome(h) // the batch has ended between the two calls
 		}
@@ -220,7 +226,7 @@ func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
 			return &van.Error{Op: "wait", Node: s.node.Name(), Detail: fmt.Sprintf("handler %d of batch %d", h, first),
 				Elapsed: elapsed, Limit: limit, Err: van.ErrTimeout}
 		}
-		if time.Now().After(end) {
+		if slice <= 0 || time.Now().After(end) {
 			return ErrPending
 		}
 		time.Sleep(50 * time.Microsecond)

@@ -88,7 +88,7 @@ func (e *Exchange) capturing(current af.Stream) (bool, error) {
 }
 
 // Wait waits until the call of the last Start is complete. limit counts from the Start; after slice Wait returns
-// ErrPending. If two callers wait, one of them gets postoffice.ErrOtherWaits. If there is no such call and current is
+// ErrPending. With a slice of 0 it does not wait. If two callers wait, one of them gets postoffice.ErrOtherWaits. If there is no such call and current is
 // being captured, Wait is af.Prepared.QueueWait, and returns ErrCaptured.
 func (e *Exchange) Wait(current af.Stream, limit, slice time.Duration) error {
 	h := e.flying.Load()
@@ -105,7 +105,12 @@ func (e *Exchange) Wait(current af.Stream, limit, slice time.Duration) error {
 		}
 		return fmt.Errorf("%s: wait: %w: this exchange is not started: call start() first", e.s.Name(), ErrMisuse)
 	}
-	err := e.s.customer().WaitSlice(context.Background(), int32(h), max(limit, time.Nanosecond), slice)
+	var err error
+	if slice <= 0 {
+		err = e.s.customer().Try(int32(h))
+	} else {
+		err = e.s.customer().WaitSlice(context.Background(), int32(h), max(limit, time.Nanosecond), slice)
+	}
 	if err != ErrPending && !errors.Is(err, postoffice.ErrOtherWaits) {
 		e.flying.CompareAndSwap(h, none)
 	}

@@ -67,7 +67,7 @@ func (q *queue) busy(calls uint64) bool {
 func (q *queue) refuseAll(out bool) {
 	why := errLeft(q.node.Name())
 	q.mu.Lock()
-	defer q.mu.Unlock()
+	defer q.unlock(false)
 	q.refuses = true
 	for rank := range q.workers {
 		for w := &q.workers[rank]; w.Len() > 0; {

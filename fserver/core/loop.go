@@ -3,6 +3,7 @@ package core
 // The end of a server's loop: the reason why get_batch ends, and the threads that call it.
 
 import (
+	"cmp"
 	"fmt"
 	"strings"
 	"sync/atomic"
@@ -35,6 +36,27 @@ func loopOver(node cluster.App, lost map[int]loss) error {
 		return nil
 	}
 	return &van.Error{Op: "get_batch", Node: node.Name(), Err: fmt.Errorf("%w: in stop(): %s%s", ErrLoopOver, strings.Join(ended, ", "), strings.Join(gone, ""))}
+}
+
+// overdue returns the workers (group ranks) without a batch that are lost and were not replaced within STEPAF_REPLACE_TIMEOUT. due
+// is one of them whose error may be returned now, or -1. next is the time until the result may change, or 0. The caller holds q.mu.
+func overdue(q *queue) (late []int, due int, next time.Duration) {
+	limit := q.node.Config().ReplaceTimeout
+	again := cmp.Or(limit, time.Second)
+	due = -1
+	for rank, l := range q.lost {
+		left := limit - time.Since(l.at)
+		if left <= 0 && q.workers[rank].Len() == 0 {
+			late = append(late, rank)
+			if left = again - time.Since(l.told); left <= 0 {
+				due = rank
+			}
+		}
+		if left > 0 && (next == 0 || left < next) {
+			next = left
+		}
+	}
+	return late, due, next
 }
 
 // errLeft is the reason with which the server of that name refuses a request.

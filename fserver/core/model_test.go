@@ -7,13 +7,15 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 )
 
 // TestQueueModel puts batches of two workers into the queue, takes some of each worker or of any, returns some, and has
-// workers cancel some. It compares the queue's contents, order and accounts with plain lists.
+// workers cancel some. It compares the queue's contents, order, accounts and descriptors with plain lists.
 func TestQueueModel(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.RecvBudgetPeer = 1 << 30 }})
 	n := c.Servers[0]
@@ -70,7 +72,13 @@ func TestQueueModel(t *testing.T) {
 		var queued [2][]uint64
 		batches := map[uint64]*batch{}
 		var out []Item
-		id := uint64(0)
+		id, turn := uint64(0), 0
+		var shown [2]int // descriptors
+		for i := range shown {
+			if shown[i], err = openBatches(q, i == 1); err != nil {
+				t.Fatal(err)
+			}
+		}
 		check := func(what string) {
 			t.Helper()
 			filled := 0
@@ -96,11 +104,21 @@ func TestQueueModel(t *testing.T) {
 			if q.ready(eachOne) != (filled == 2) || q.ready(0) != (filled > 0) || len(q.missing()) != 2-filled {
 				t.Fatalf("%s: ready %t and %t, %q are missing", what, q.ready(eachOne), q.ready(0), q.missing())
 			}
+			if readable(t, shown[0]) != (filled == 2) || readable(t, shown[1]) != (filled > 0) {
+				t.Fatalf("%s: the descriptors are readable: %t and %t, with batches of %d workers", what, readable(t, shown[0]), readable(t, shown[1]), filled)
+			}
 			if len(q.out)+len(q.acked.of) != len(out) || q.acked.order.Len() < len(q.acked.of) {
 				t.Fatalf("%s: %d and %d handed out, want %d", what, len(q.out), len(q.acked.of), len(out))
 			}
 		}
 		for range 60 {
+			if rng.IntN(4) == 0 { // the program reads the descriptors, which it need not
+				for i := range shown {
+					_, _ = unix.Read(shown[i], make([]byte, 8))
+				}
+				q.wakeAll()
+				check("read")
+			}
 			switch rng.IntN(8) {
 			case 0, 1, 2:
 				b := next()
@@ -125,19 +143,14 @@ func TestQueueModel(t *testing.T) {
 				most := rng.IntN(4)
 				items, ok, err := q.take(nil, most)
 				var want []uint64
-				for most == 0 || len(want) < most {
-					w := -1
-					for i := range queued {
-						if len(queued[i]) > 0 && (w < 0 || queued[i][0] < queued[w][0]) {
-							w = i
-						}
+				for (most == 0 || len(want) < most) && len(queued[0])+len(queued[1]) > 0 {
+					if len(queued[turn]) > 0 {
+						want = append(want, queued[turn][0])
+						queued[turn] = queued[turn][1:]
 					}
-					if w < 0 {
-						break
-					}
-					want = append(want, queued[w][0])
-					queued[w] = queued[w][1:]
+					turn = 1 - turn
 				}
+				slices.Sort(want)
 				var got []uint64
 				for _, it := range items {
 					got = append(got, it.ID)

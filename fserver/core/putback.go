@@ -14,7 +14,7 @@ func (s *Session) GiveBack(items []Item) { s.queue.giveBack(items) }
 
 func (q *queue) giveBack(items []Item) {
 	q.mu.Lock()
-	defer q.mu.Unlock()
+	defer q.unlock(false)
 	for _, it := range items {
 		if it.acked {
 			delete(q.acked.of, it.ID)
@@ -37,12 +37,6 @@ func (q *queue) giveBack(items []Item) {
 		if w.Len() == 1 {
 			q.filled++
 		}
-	}
-	if q.enough() {
-		q.signal()
-	}
-	if q.filled > 0 {
-		q.signalAny()
 	}
 }
 

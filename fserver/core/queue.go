@@ -50,6 +50,8 @@ type queue struct {
 	bytes    []int               // queued for each worker, by group rank
 	full     int                 // workers that have used up STEPAF_RECV_BUDGET_PEER
 	room     chan struct{}       // closed and replaced when such a worker is below its budget again
+	turn     int                 // the worker (group rank) whose batch takeAny takes next, if it has one
+	shown    batchDescriptors
 
 	callers callers      // the threads that call get_batch
 	refuses bool         // the server is in stop(), and no thread calls get_batch
@@ -98,7 +100,7 @@ func newQueue(n *postoffice.Node) *queue {
 			return // another instance receives its batches
 		}
 		q.mu.Lock()
-		defer q.mu.Unlock()
+		defer q.unlock(true)
 		rank := van.RankOf(id) / n.Topology().GroupSize
 		if up {
 			delete(q.lost, rank)
@@ -106,13 +108,8 @@ func newQueue(n *postoffice.Node) *queue {
 			q.lost[rank] = loss{cause: cause, at: time.Now()}
 			q.dropCanceled(rank)
 		}
-		q.signal()
-		q.signalAny()
 	})
-	q.node.OnEnded(func(int) {
-		q.signal()
-		q.signalAny()
-	})
+	q.node.OnEnded(func(int) { q.wakeAll() })
 	q.node.OnExit(q.clear)
 	return q
 }
@@ -120,7 +117,7 @@ func newQueue(n *postoffice.Node) *queue {
 // clear releases the batches that were not handed out or not answered.
 func (q *queue) clear() {
 	q.mu.Lock()
-	defer q.mu.Unlock()
+	defer q.unlock(false)
 	for rank := range q.workers {
 		for w := &q.workers[rank]; w.Len() > 0; {
 			it := w.Take()
@@ -145,13 +142,31 @@ func (q *queue) cancel(id uint64, b af.Batch) {
 	b.Release()
 }
 
-func (q *queue) signal() { wake.Put(q.changed) }
-
-// signalAny wakes a GetAny, if GetAny is used at all.
-func (q *queue) signalAny() {
-	if q.eager.Load() {
+// unlock ends a change of the queue: it shows the descriptors, unlocks q.mu, and wakes a caller of await for which there are
+// batches. With all it wakes one of each kind, since there may be an error.
+func (q *queue) unlock(all bool) {
+	each, some := q.enough(), q.filled > 0
+	if q.shown.each != nil || q.shown.any != nil {
+		late, due, next := overdue(q)
+		if q.node.Alive() != nil || loopOver(q.node, q.lost) != nil {
+			q.shown.show(true, true, 0)
+		} else {
+			q.shown.show(each || due >= 0, some || due >= 0 && len(late) == len(q.workers), next)
+		}
+	}
+	q.mu.Unlock()
+	if each || all {
+		wake.Put(q.changed)
+	}
+	if (some || all) && q.eager.Load() { // GetAny is used
 		wake.Put(q.anyReady)
 	}
+}
+
+// wakeAll wakes callers of await and shows the descriptors after a change outside of the queue.
+func (q *queue) wakeAll() {
+	q.mu.Lock()
+	q.unlock(true)
 }
 
 // weight estimates the memory that a batch takes, in bytes.
@@ -201,12 +216,7 @@ func (q *queue) put(b af.Batch) {
 	}
 	q.charge(rank, weight(&b))
 	q.next++
-	ready := q.enough()
-	q.mu.Unlock()
-	if ready {
-		q.signal()
-	}
-	q.signalAny()
+	q.unlock(false)
 }
 
 func (q *queue) budget() int {
@@ -285,7 +295,7 @@ func (q *queue) onCanceled(worker postoffice.NodeID) {
 		return
 	}
 	q.mu.Lock()
-	defer q.mu.Unlock()
+	defer q.unlock(false)
 	if rank := worker.Rank() / q.node.Topology().GroupSize; rank < len(q.workers) {
 		q.dropCanceled(rank)
 	}
@@ -312,6 +322,9 @@ func (q *queue) await(items []Item, most int, slice time.Duration) ([]Item, erro
 		items, ok, err := q.take(items, most)
 		if ok || err != nil {
 			return items, err
+		}
+		if slice <= 0 {
+			return items, ErrPending
 		}
 		if end.IsZero() {
 			end = time.Now().Add(slice)
@@ -357,8 +370,8 @@ func (q *queue) ready(most int) bool {
 // send another batch. If most is not eachOne, take is takeAny.
 func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
 	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.refuses = false // a thread serves
+	defer q.unlock(false) // wakes another caller if there is more: two signals may have become one token
+	q.refuses = false     // a thread serves
 	if most != eachOne {
 		return q.takeAny(items, most)
 	}
@@ -370,30 +383,24 @@ func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
 			items = append(items, q.takeOf(i))
 		}
 	}
-	if q.enough() {
-		q.signal() // for another caller: two signals may have become one token
-	}
 	return items, true, nil
 }
 
-// takeAny appends the oldest batches to items, at most most of them (0: no limit). If there is none, it returns false,
-// or an error if all workers are lost and none was replaced within STEPAF_REPLACE_TIMEOUT. The caller holds q.mu.
+// takeAny appends batches to items, oldest first, at most most of them (0: no limit). If there are more, the workers take turns,
+// also from one call to the next, so that a worker with many batches does not delay the others. If there is none, takeAny returns
+// false, or an error if all workers are lost and none was replaced within STEPAF_REPLACE_TIMEOUT. The caller holds q.mu.
 func (q *queue) takeAny(items []Item, most int) ([]Item, bool, error) {
 	if q.filled == 0 {
 		return items, false, q.lostError(len(q.workers))
 	}
-	for n := 0; q.filled > 0 && (most == 0 || n < most); n++ {
-		oldest := -1
-		for i := range q.workers {
-			if w := &q.workers[i]; w.Len() > 0 && (oldest < 0 || w.All()[0].ID < q.workers[oldest].All()[0].ID) {
-				oldest = i
-			}
+	had := len(items)
+	for q.filled > 0 && (most == 0 || len(items)-had < most) {
+		if q.workers[q.turn].Len() > 0 {
+			items = append(items, q.takeOf(q.turn))
 		}
-		items = append(items, q.takeOf(oldest))
+		q.turn = (q.turn + 1) % len(q.workers)
 	}
-	if q.filled > 0 {
-		q.signalAny() // for another caller
-	}
+	slices.SortFunc(items[had:], func(a, b Item) int { return cmp.Compare(a.ID, b.ID) })
 	return items, true, nil
 }
 
@@ -417,24 +424,14 @@ func (q *queue) lostError(least int) (err error) {
 		q.over.Store(true)
 		return err
 	}
-	limit := q.node.Config().ReplaceTimeout
-	again := cmp.Or(limit, time.Second)
-	var late []int
-	for rank, l := range q.lost {
-		away := time.Since(l.at)
-		if q.workers[rank].Len() > 0 || away < limit {
-			continue
-		}
-		late = append(late, rank)
-		if time.Since(l.told) >= again {
-			err = &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.Topology().WorkerInstance(rank)), Err: l.cause,
-				Elapsed: away, Limit: limit,
-				Hint: "batches of the other workers stay queued; a restarted worker takes its place"}
-		}
-	}
-	if len(late) < least || err == nil {
+	late, due, _ := overdue(q)
+	if len(late) < least || due < 0 {
 		return nil
 	}
+	l := q.lost[due]
+	err = &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.Topology().WorkerInstance(due)), Err: l.cause,
+		Elapsed: time.Since(l.at), Limit: q.node.Config().ReplaceTimeout,
+		Hint: "batches of the other workers stay queued; a restarted worker takes its place"}
 	for _, rank := range late {
 		l := q.lost[rank]
 		l.told = time.Now()

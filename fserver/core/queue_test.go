@@ -187,6 +187,36 @@ func TestCloseWithBatches(t *testing.T) {
 	taken[0].Release()
 }
 
+// TestGetAnyTakesTurns: a worker with many batches does not delay the others, whose batches are among the next that are handed out.
+func TestGetAnyTakesTurns(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 3})
+	workers, server := openAll(t, c)
+	for i := range byte(20) {
+		workers[0].ask(t, i, 64)
+	}
+	await(t, "flood", func() bool { n, _ := server.queued(0); return n == 20 })
+	workers[1].ask(t, 101, 64)
+	workers[2].ask(t, 102, 64)
+	workers[2].ask(t, 103, 64)
+	await(t, "batch of worker 1", func() bool { n, _ := server.queued(1); return n == 1 })
+	await(t, "batches of worker 2", func() bool { n, _ := server.queued(2); return n == 2 })
+	for _, want := range [][]byte{{0, 101}, {1, 102}, {2, 103}, {3, 4, 5}} { // with at most as many
+		items, err := server.GetAny(nil, len(want), 20*time.Second)
+		if got := numbers(items); err != nil || !slices.Equal(slices.Sorted(slices.Values(got)), want) {
+			t.Errorf("batches %d, %v, want %d", got, err, want)
+		}
+		if !slices.IsSortedFunc(items, func(a, b Item) int { return int(a.ID) - int(b.ID) }) {
+			t.Errorf("batches %d are not oldest first", numbers(items))
+		}
+		server.answer(t, items)
+	}
+	items, err := server.GetAny(nil, 0, 20*time.Second)
+	if got := numbers(items); err != nil || len(got) != 14 || !slices.IsSorted(got) {
+		t.Errorf("batches %d, %v, want 14 in order", got, err)
+	}
+	server.answer(t, items)
+}
+
 // TestGetAny: queued batches of all workers are handed out, oldest first. A lost worker is an error only if no other
 // worker is left.
 func TestGetAny(t *testing.T) {

@@ -74,6 +74,9 @@ typedef struct {
 // Publishes the sockets that a forked child closes. It takes ownership of the memory, which comes from malloc.
 void sf_publish(sf_sockets *s);
 
+// Records a descriptor of fileno(any=...), which a forked child closes.
+void sf_keep_descriptor(int any, int fd);
+
 // The operations of sf_signal: flag = seq; wait until flag >= seq; seq += 1.
 enum { SF_WRITE_FLAG, SF_WAIT_FLAG, SF_SEQ_ADD_ONE };
 

@@ -149,6 +149,12 @@
 	"Raises TimeoutError, ConnectionError, KeyboardInterrupt (call it again) as wait() of the\n" \
 	"module does, Error (not started, stopped), ValueError (another thread waits; the round\n" \
 	"ended more than 4096 requests ago without a wait)."
+#define DOC_EXCHANGE_POLL \
+	"poll($self, /)\n--\n\n" \
+	"True if all servers have answered the round, else False. Does not wait and has no limit.\n" \
+	"After True or an error, start() may be called again, as after wait().\n" \
+	"\n" \
+	"Raises what wait() raises, except TimeoutError. fileno() tells when to call it."
 #define DOC_EXCHANGE_CHECK \
 	"check($self, /)\n--\n\n" \
 	"Raise, once, the first error of rounds of replayed graphs, with the number of the round\n" \
@@ -237,6 +243,41 @@
 	"KeyboardInterrupt (the request continues, wait again), Error (not a worker, before\n" \
 	"init(), stopped)."
 
+#define DOC_POLL \
+	"poll($module, handler, /)\n--\n\n" \
+	"Worker: True if all servers have answered the request, else False. Does not wait.\n" \
+	"\n" \
+	"handler: as for wait(), but not an Operation. For a round of prepare(), call the poll()\n" \
+	"    of the Exchange.\n" \
+	"\n" \
+	"After True the pull tensors are filled, as after wait(); both return at once from then on.\n" \
+	"poll() has no limit: wait(handler, timeout_ms=0) cancels a request that takes too long.\n" \
+	"It is False while another thread waits for the handler.\n" \
+	"\n" \
+	"Raises the error of a failed request, as wait() does, every time: ConnectionError,\n" \
+	"ValueError (also an unknown handler), Error (also: not a worker, before init(), stopped)."
+
+#define DOC_FILENO \
+	"fileno($module, /, *, any=False)\n--\n\n" \
+	"A descriptor for an event loop: loop.add_reader(f.fileno(), callback), select, epoll.\n" \
+	"\n" \
+	"On a server it is readable while get_batch(timeout_ms=0) would return batches or raise an\n" \
+	"error other than TimeoutError. On a worker it is readable while a request has ended,\n" \
+	"answered or failed, that neither wait() nor poll() has reported. When the node has left\n" \
+	"the cluster, after stop() or an error, it is readable until the process ends: the next\n" \
+	"call raises the reason.\n" \
+	"\n" \
+	"any: on a server, True is for get_batch(any=True), with a descriptor of its own.\n" \
+	"\n" \
+	"The calls make it unreadable when there is nothing more to return: do not read it, and do\n" \
+	"not close it. Handle TimeoutError of get_batch(timeout_ms=0) and False of poll(): another\n" \
+	"thread may have been faster, or a worker may have canceled its request. A program that\n" \
+	"does not call wait() or poll() for each request finds it always readable. Collectives and\n" \
+	"windows do not affect it. All calls return the same number; a forked child has it closed.\n" \
+	"\n" \
+	"Raises Error (the scheduler, before init(), after stop(), no descriptor left), ValueError\n" \
+	"(any=True on a worker)."
+
 #define DOC_GET_ALL_HANDLERS \
 	"get_all_handlers($module, handler, /)\n--\n\n" \
 	"Worker: the handlers of all tensors of a request, as a list of ints.\n" \
@@ -280,12 +321,13 @@
 	"Server: wait until every worker has sent a batch; return the oldest of each.\n" \
 	"It does not wait for a worker that is in stop(): that worker sends no other batch.\n" \
 	"\n" \
-	"timeout_ms: limit in milliseconds; None waits without limit. After a timeout no\n" \
-	"    batch is lost: call again.\n" \
+	"timeout_ms: limit in milliseconds; None waits without limit, 0 does not wait. After a\n" \
+	"    timeout no batch is lost: call again.\n" \
 	"any: True waits for one batch, of any worker, and returns all queued batches, the\n" \
 	"    oldest first; one worker may have several. The keys, or the first key, can tell the\n" \
 	"    program which worker has sent a batch.\n" \
-	"max_batches: with any=True, return at most so many; None for no limit.\n" \
+	"max_batches: with any=True, return at most so many; None for no limit. If there are more,\n" \
+	"    the workers take turns: one with many batches does not delay the others.\n" \
 	"\n" \
 	"Returns a list of tuples. Without any=True there is one for each of the\n" \
 	"DMLC_NUM_WORKER workers, in the order of their ranks:\n" \

@@ -179,6 +179,28 @@ func sf_wait(handler, timeoutMs, sliceMs C.int64_t, e *C.sf_error) C.int {
 	})
 }
 
+// sf_poll returns SF_PENDING while the request is not complete.
+//
+//export sf_poll
+func sf_poll(handler C.int64_t, e *C.sf_error) C.int {
+	return with(e, func(s *core.Session) error { return core.Poll(s, int64(handler)) })
+}
+
+// sf_fileno returns the number of a descriptor (core.Descriptor), or SF_FAILED.
+//
+//export sf_fileno
+func sf_fileno(any C.int, e *C.sf_error) C.int {
+	var fd int
+	if rc := with(e, func(s *core.Session) (err error) {
+		fd, err = core.Descriptor(s, any != 0)
+		return err
+	}); rc != C.SF_DONE {
+		return rc
+	}
+	C.sf_keep_descriptor(any, C.int(fd))
+	return C.int(fd)
+}
+
 //export sf_handlers
 func sf_handlers(handler C.int64_t, n *C.int, e *C.sf_error) C.int {
 	return with(e, func(s *core.Session) error {

@@ -3,7 +3,7 @@
 // This file runs in the child of a fork. It calls no Go, and only async-signal-safe functions.
 // The child closes the descriptors by which peers notice that this process has ended: the
 // connections of the node, the sockets at which it listens, and RDMA devices. While a child
-// keeps them open, peers take the process for alive.
+// keeps them open, peers take the process for alive. It also closes the descriptors of fileno().
 #define _GNU_SOURCE
 #include "fork.h"
 
@@ -29,6 +29,11 @@ int sf_forked;
 static sf_sockets *own;
 
 void sf_publish(sf_sockets *s) { free(__atomic_exchange_n(&own, s, __ATOMIC_ACQ_REL)); }
+
+// The descriptors of fileno() and fileno(any=True), plus 1; 0 for none.
+static int shown[2];
+
+void sf_keep_descriptor(int any, int fd) { __atomic_store_n(&shown[any != 0], fd + 1, __ATOMIC_RELEASE); }
 
 typedef union {
   struct sockaddr any;
@@ -135,6 +140,8 @@ static void in_child(void) {
   sf_forked = 1;
   if (first) {
     threads_forked();
+    for (int i = 0; i < 2; i++)
+      if (shown[i] != 0) close(shown[i] - 1);
     if (own != NULL) close_nodes_files(own);
   }
   errno = before;

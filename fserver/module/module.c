@@ -167,6 +167,31 @@ static PyObject *py_wait(PyObject *self, PyObject *args, PyObject *kw) {
   Py_RETURN_NONE;
 }
 
+static PyObject *py_poll(PyObject *self, PyObject *arg) {
+  int64_t h;
+  sf_error e = {0, NULL};
+  (void)self;
+  if (sf_enter() < 0 || sf_int64_arg(arg, "handler", &h) < 0) return NULL;
+  int rc = sf_poll(h, &e);
+  if (rc == SF_FAILED) return sf_raise(&e);
+  sf_drain_dropped();
+  return PyBool_FromLong(rc == SF_DONE);
+}
+
+static PyObject *py_fileno(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"any", NULL};
+  PyObject *any_arg = NULL;
+  int any = 0;
+  sf_error e = {0, NULL};
+  (void)self;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:fileno", names, &any_arg)) return NULL;
+  if (sf_enter() < 0 || sf_bool_arg(any_arg, &any) < 0) return NULL;
+  threads_fill_standard(); // the program may have closed these descriptors since init()
+  int fd = sf_fileno(any, &e);
+  if (fd == SF_FAILED) return sf_raise(&e);
+  return PyLong_FromLong(fd);
+}
+
 static PyObject *py_get_all_handlers(PyObject *self, PyObject *arg) {
   int64_t h;
   int n = 0;
@@ -499,6 +524,8 @@ static PyMethodDef methods[] = {
     {"prepare", KEYWORDS(sf_py_prepare), DOC_PREPARE},
     {"prepare_streams", KEYWORDS(sf_py_prepare_streams), DOC_PREPARE_STREAMS},
     {"wait", KEYWORDS(py_wait), DOC_WAIT},
+    {"poll", py_poll, METH_O, DOC_POLL},
+    {"fileno", KEYWORDS(py_fileno), DOC_FILENO},
     {"get_all_handlers", py_get_all_handlers, METH_O, DOC_GET_ALL_HANDLERS},
     {"fetch_trace", py_fetch_trace, METH_O, DOC_FETCH_TRACE},
     {"get_nanosecond", py_get_nanosecond, METH_NOARGS, DOC_GET_NANOSECOND},

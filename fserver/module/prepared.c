@@ -113,6 +113,18 @@ static PyObject *exchange_wait(PyObject *o, PyObject *args, PyObject *kw) {
   Py_RETURN_NONE;
 }
 
+static PyObject *exchange_poll(PyObject *o, PyObject *noargs) {
+  exchange_object *x = (exchange_object *)o;
+  sf_error e = {0, NULL};
+  (void)noargs;
+  if (sf_enter() < 0) return NULL;
+  int rc = sf_exchange_wait(x->at, SF_COMPLETE, NO_LIMIT_MS, 0, &e);
+  if (rc != SF_PENDING) x->eager = 0;
+  if (rc == SF_FAILED) return sf_raise(&e);
+  sf_drain_dropped();
+  return PyBool_FromLong(rc == SF_DONE);
+}
+
 // Raises the first error of rounds of graphs.
 static PyObject *exchange_check(PyObject *o, PyObject *noargs) {
   sf_error e = {0, NULL};
@@ -141,6 +153,7 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kw) 
 static PyMethodDef exchange_methods[] = {
     {"start", (PyCFunction)(void (*)(void))exchange_start, METH_VARARGS | METH_KEYWORDS, DOC_EXCHANGE_START},
     {"wait", (PyCFunction)(void (*)(void))exchange_wait, METH_VARARGS | METH_KEYWORDS, DOC_EXCHANGE_WAIT},
+    {"poll", exchange_poll, METH_NOARGS, DOC_EXCHANGE_POLL},
     {"check", exchange_check, METH_NOARGS, DOC_EXCHANGE_CHECK},
     {"close", exchange_close, METH_NOARGS, DOC_EXCHANGE_CLOSE},
     {NULL, NULL, 0, NULL},

@@ -12,6 +12,8 @@ CALLS = {
     "finalize": "(*, timeout_ms=None)",
     "push_pull": "(push_tensors, push_keys, pull_tensors, pull_keys, need_event=True, *, servers=None)",
     "wait": "(handler, timeout_ms=15000)",
+    "poll": "(handler, /)",
+    "fileno": "(*, any=False)",
     "get_all_handlers": "(handler, /)",
     "fetch_trace": "(handler, /)",
     "get_nanosecond": "()",
@@ -47,6 +49,8 @@ def test_errors_are_runtime_errors():
 BEFORE_INIT = {
     "push_pull": [([], [], [], []), dict(push_tensors=[], push_keys=[], pull_tensors=[], pull_keys=[], need_event=False)],
     "wait": [(0,), (0, 5), dict(handler=0, timeout_ms=5)],
+    "poll": [(0,)],
+    "fileno": [(), dict(any=True)],
     "get_all_handlers": [(0,)],
     "fetch_trace": [(0,)],
     "get_batch": [(), dict(timeout_ms=5)],
