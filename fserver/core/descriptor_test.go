@@ -222,6 +222,18 @@ func TestDescriptorsAtTheEnd(t *testing.T) {
 	vantest.Fails(t, err, van.ErrClosed)
 }
 
+// TestDescriptorsOfClosedNodes: nodes that leave without the others make their descriptors readable. A failed request of the worker
+// is not the only reason: there is none.
+func TestDescriptorsOfClosedNodes(t *testing.T) {
+	workers, server := openAll(t, testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.ReplaceTimeout = time.Hour }}))
+	for _, s := range []*Session{workers[0], server} {
+		fd := shows(t, s, false)
+		notReadable(t, fd, "nothing has ended")
+		s.Close()
+		becomesReadable(t, fd, "the node has left")
+	}
+}
+
 // TestDescriptorRoles: the scheduler has no descriptor, and a worker none for batches.
 func TestDescriptorRoles(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
@@ -270,6 +282,23 @@ func TestPoll(t *testing.T) {
 	await(t, "pulled tensor", func() bool { return Poll(w, int64(r.h)+1) == nil })
 	await(t, "request", func() bool { return Poll(w, int64(r.h)) == nil })
 	r.pulls(t, 12)
+}
+
+// TestGetBatchWithoutWaiting: with a slice of 0 GetBatch and GetAny do not receive.
+func TestGetBatchWithoutWaiting(t *testing.T) {
+	_, server := openAll(t, testcluster.Start(t, testcluster.Options{}))
+	receives := 0
+	server.queue.poll = func() bool { receives++; return true }
+	server.queue.pollAny = server.queue.poll
+	for _, slice := range []time.Duration{0, time.Nanosecond} {
+		_, err := server.GetBatch(nil, slice)
+		vantest.Fails(t, err, ErrPending)
+		_, err = server.GetAny(nil, 0, slice)
+		vantest.Fails(t, err, ErrPending)
+		if want := map[time.Duration]int{0: 0, time.Nanosecond: 2}[slice]; receives != want {
+			t.Errorf("with a slice of %s %d calls receive, want %d", slice, receives, want)
+		}
+	}
 }
 
 // TestDescriptorsUnderLoad: two workers with several requests in flight, and two threads of a server, sleep on their descriptors
