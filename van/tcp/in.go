@@ -53,6 +53,7 @@ type inConn struct {
 	cur     *inbound // the message whose values are being read
 	rest    []byte   // memory for the rest of the values of cur
 	discard int      // bytes of values that are read and dropped
+	got     int      // bytes that the last call of read has received
 	ready   bool     // it is in source.ready
 	empty   bool     // the socket had nothing more when it was read last
 	hangup  bool     // the peer has closed the connection: it is read to its end
@@ -94,7 +95,7 @@ func (c *inConn) read() (*inbound, outcome) {
 	if c.fenced {
 		return nil, ended
 	}
-	for got := 0; ; {
+	for c.got = 0; ; {
 		p, err := c.parse()
 		switch {
 		case err != nil:
@@ -102,7 +103,7 @@ func (c *inConn) read() (*inbound, outcome) {
 			return nil, ended
 		case p != nil:
 			return p, message
-		case got >= readLimit:
+		case c.got >= readLimit:
 			return nil, progress
 		}
 		if c.empty && !c.hangup {
@@ -123,7 +124,7 @@ func (c *inConn) read() (*inbound, outcome) {
 			return nil, ended
 		}
 		raceReceived()
-		got += n
+		c.got += n
 	}
 }
 

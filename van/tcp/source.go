@@ -35,7 +35,7 @@ type source struct {
 	// The holder of the feed uses these.
 	ready  []*inConn // there may be something to read
 	next   int       // of ready
-	takes  uint      // calls of Take
+	takes  int       // calls of Take since the last poll; received bytes count, too
 	events [64]unix.EpollEvent
 
 	blamed logx.Sparse
@@ -118,6 +118,7 @@ func (s *source) mark(c *inConn) {
 
 // poll takes events that are there, and reports whether there were any.
 func (s *source) poll() bool {
+	s.takes = 0
 	n, err := unix.EpollWait(s.ep, s.events[:], 0)
 	if err != nil || n <= 0 {
 		return false
@@ -142,15 +143,18 @@ func (s *source) poll() bool {
 }
 
 // pollEach is the number of calls of Take after which it takes new events although connections are ready: a peer whose socket never is
-// empty would keep all others, and blocked writes, waiting.
-const pollEach = 64
+// empty would keep all others, and blocked writes, waiting. bytesEach is the number of received bytes that count as a call.
+const (
+	pollEach  = 64
+	bytesEach = 16 << 10
+)
 
 // Take implements engine.Source.
 func (s *source) Take(_ time.Duration, poll bool) (*inbound, *engine.PeerQueue[*inbound], engine.PollResult) {
 	if s.any.Load() {
 		s.join()
 	}
-	if s.takes++; s.takes%pollEach == 0 {
+	if s.takes++; s.takes >= pollEach {
 		s.poll()
 	}
 	found := engine.Nothing
@@ -164,6 +168,7 @@ func (s *source) Take(_ time.Duration, poll bool) (*inbound, *engine.PeerQueue[*
 				continue
 			}
 			p, out := c.read()
+			s.takes += c.got / bytesEach
 			switch out {
 			case message:
 				return p, &c.from.queue, engine.Message

@@ -853,42 +853,43 @@ func TestEndOfHold(t *testing.T) {
 	}
 }
 
-// TestBusyPeer: a peer whose socket never is empty does not keep the messages of another one away.
+// TestBusyPeer: a peer whose socket never is empty does not keep the messages of another one away, be its messages short or long.
 func TestBusyPeer(t *testing.T) {
-	server, busy, other := start(t, 8, nil), start(t, 9, nil), start(t, 11, nil)
-	for _, e := range []*end{busy, other} {
-		e.connect(server)
-		server.connect(e)
-		e.must(dataMessage(8, 0, true, true, []byte("first")))
-		server.next().Release()
-	}
-	s := &server.source
-	s.feed.Lock()
-	defer s.feed.Unlock()
-	for i := range 900 {
-		busy.must(dataMessage(8, i, true, true, pattern(1000, i)))
-	}
-	take := func() (sender int) {
-		sender = van.Empty
-		vantest.Eventually(t, limit, "a message", func() bool {
-			p, _, found := s.Take(0, false)
-			if found == engine.Message {
-				sender = p.msg.Sender
-				s.Discard(p)
-			}
-			return found == engine.Message
-		})
-		return sender
-	}
-	take()
-	other.must(dataMessage(8, 1, true, true, []byte("second")))
-	for i := range 300 {
-		if take() == 11 {
-			t.Logf("after %d messages of the busy peer", i)
-			return
+	for _, c := range []struct{ size, count, most int }{{1000, 900, 300}, {300 << 10, 40, 20}} {
+		server, busy, other := start(t, 8, nil), start(t, 9, nil), start(t, 11, nil)
+		for _, e := range []*end{busy, other} {
+			e.connect(server)
+			server.connect(e)
+			e.must(dataMessage(8, 0, true, true, []byte("first")))
+			server.next().Release()
+		}
+		s := &server.source
+		s.feed.Lock()
+		for i := range c.count {
+			busy.must(dataMessage(8, i, true, true, pattern(c.size, i)))
+		}
+		take := func() (sender int) {
+			vantest.Eventually(t, limit, "a message", func() bool {
+				p, _, found := s.Take(0, false)
+				if found == engine.Message {
+					sender = p.msg.Sender
+					s.Discard(p)
+				}
+				return found == engine.Message
+			})
+			return sender
+		}
+		take()
+		other.must(dataMessage(8, 1, true, true, []byte("second")))
+		before := 0
+		for before < c.most && take() == 9 {
+			before++
+		}
+		s.feed.Unlock()
+		if before == c.most {
+			t.Errorf("%d messages of %d bytes of the busy peer arrived before that of the other one", before, c.size)
 		}
 	}
-	t.Error("300 messages of the busy peer arrived before that of the other one")
 }
 
 // TestLongMeta: the body of a simple message may be as long as over the other transports.
