@@ -67,7 +67,7 @@ func TestPushPull(t *testing.T) {
 				out := [2][]float32{make([]float32, 8), make([]float32, 8)}
 				h, err := w.PushPull(
 					[]af.KeyTensor{{Key: 1, Val: tensor(t, a, 8)}, {Key: 2, Val: tensor(t, b, 8)}},
-					[]af.KeyTensor{{Key: 3, Val: tensor(t, out[0], 8)}, {Key: 3, Val: tensor(t, out[1], 8)}})
+					[][]af.KeyTensor{{{Key: 3, Val: tensor(t, out[0], 8)}}, {{Key: 3, Val: tensor(t, out[1], 8)}}})
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -161,7 +161,7 @@ func TestPipeline(t *testing.T) {
 					key := uint64(g<<8 | r%flight)
 					var err error
 					if s.h, err = w.PushPull([]af.KeyTensor{{Key: key, Val: tensor(t, s.in)}},
-						[]af.KeyTensor{{Key: key, Val: tensor(t, s.out[0])}, {Key: key, Val: tensor(t, s.out[1])}}); err != nil {
+						[][]af.KeyTensor{{{Key: key, Val: tensor(t, s.out[0])}}, {{Key: key, Val: tensor(t, s.out[1])}}}); err != nil {
 						t.Error(err)
 						return
 					}

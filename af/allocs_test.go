@@ -32,8 +32,8 @@ func TestAllocations(t *testing.T) {
 		})
 		w := newWorker(t, c.Workers[0])
 		push := []af.KeyTensor{{Key: 1, Val: tensor(t, make([]float32, 256))}}
-		pull := []af.KeyTensor{{Key: 2, Val: tensor(t, make([]float32, 256))}}
-		chosen := []af.KeyTensor{{Key: 3, Val: pull[0].Val}}
+		pull := [][]af.KeyTensor{{{Key: 2, Val: tensor(t, make([]float32, 256))}}}
+		chosen := [][]af.KeyTensor{{{Key: 3, Val: pull[0][0].Val}}}
 		x, err := w.Prepare(push, pull)
 		if err != nil {
 			t.Fatal(err)

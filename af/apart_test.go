@@ -63,18 +63,18 @@ func TestSharedMemory(t *testing.T) {
 					continue
 				}
 				l, to := list(servers, x.pushes, x.pulls), af.To{0, 1}[:servers]
-				p, err := w.Prepare(l[0], l[1], to)
+				p, err := w.Prepare(l[0], testcluster.PerServer(l[1], servers), to)
 				if err == nil {
 					p.Close()
 				}
-				second := 1
+				text, other := "pull tensor 1 (key 301) shares memory with ", "pull tensor 0 (key 300)"
 				if servers == 2 {
-					second += more
+					text, other = "pull tensor 0 (key 300) of server 1 (id 10) shares memory with ", "pull tensor 0 (key 300) of server 0 (id 8)"
 				}
-				text := fmt.Sprintf("pull tensor %d (key %d) shares memory with pull tensor 0 (key 300)", second, 302-servers)
 				if want == push {
-					text = fmt.Sprintf("pull tensor %d (key %d) shares memory with push tensor 1 (key 101)", second, 302-servers)
+					other = "push tensor 1 (key 101)"
 				}
+				text += other
 				what := fmt.Sprintf("%d servers, %d more, %v and %v", servers, more, x.pushes, x.pulls)
 				if want == "" {
 					if err != nil {
@@ -83,7 +83,7 @@ func TestSharedMemory(t *testing.T) {
 					continue
 				}
 				vantest.Fails(t, err, van.ErrInvalid, "worker 0 (id 9): prepare", text)
-				_, err = w.PushPull(l[0], l[1], to)
+				_, err = w.PushPull(l[0], testcluster.PerServer(l[1], servers), to)
 				vantest.Fails(t, err, van.ErrInvalid, "worker 0 (id 9): push_pull", text)
 				if t.Failed() {
 					t.Fatal(what)
@@ -134,7 +134,7 @@ func TestSharedMemoryModel(t *testing.T) {
 			mark(push, 1, false)
 		}
 		mark(pull, 2, true)
-		x, err := w.Prepare(push, pull, af.To{0, 1}[:servers])
+		x, err := w.Prepare(push, testcluster.PerServer(pull, servers), af.To{0, 1}[:servers])
 		if err == nil {
 			x.Close()
 		} else {
@@ -172,12 +172,12 @@ func TestInPlace(t *testing.T) {
 		for _, size := range []int{1, 1000, 100_000, 3 << 20} {
 			x := make([]byte, size)
 			l := []af.KeyTensor{{Key: uint64(size), Val: bytesOf(t, x)}}
-			p, err := w.Prepare(l, l)
+			p, err := w.Prepare(l, [][]af.KeyTensor{l})
 			if err != nil {
 				t.Fatal(err)
 			}
 			for i := range 20 {
-				start := func() (af.Call, error) { return w.PushPull(l, l) }
+				start := func() (af.Call, error) { return w.PushPull(l, [][]af.KeyTensor{l}) }
 				if i%2 == 1 {
 					start = func() (af.Call, error) { return p.Start() }
 				}

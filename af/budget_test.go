@@ -54,7 +54,7 @@ func TestBatchBeyondTheSendBudget(t *testing.T) {
 					pull = append(pull, af.KeyTensor{Key: key, Val: bytesOf(t, make([]byte, x.size))})
 				}
 				for range 3 {
-					call, err := w.PushPull(push, pull)
+					call, err := w.PushPull(push, [][]af.KeyTensor{pull})
 					if err == nil {
 						err = call.Wait(t.Context())
 					}

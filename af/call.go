@@ -151,22 +151,42 @@ func (b *batch) sendAll(ts int32) {
 	}
 }
 
-// check returns an error for lists that cannot be sent to b.servers, before anything is sent. It reports whether a
-// tensor is on the device.
-func (b *batch) check(push, pull []KeyTensor) (device bool, err error) {
+// fill copies the lists to b, and returns an error if they cannot be sent to b.servers. It reports whether a tensor is on the
+// device.
+func (b *batch) fill(push []KeyTensor, pull [][]KeyTensor) (device bool, err error) {
 	if err := checkLists(push, pull, len(b.servers)); err != nil {
 		return false, err
 	}
-	if err := b.apart(push, pull); err != nil {
+	b.pushes, b.pulls = append(b.pushes[:0], push...), b.pulls[:0]
+	for _, list := range pull {
+		b.pulls = append(b.pulls, list...)
+	}
+	if err := b.apart(b.pushes, b.pulls); err != nil {
 		return false, err
 	}
 	home := b.c.node.Backend()
-	x, err := onDevice(home, push, "push")
-	if err != nil {
-		return false, err
+	if i, at, err := onDevice(home, b.pushes); err != nil {
+		return false, fmt.Errorf("%w: %s: %w", van.ErrInvalid, b.name("push", i), err)
+	} else if at {
+		device = true
 	}
-	y, err := onDevice(home, pull, "pull")
-	return x || y, err
+	i, at, err := onDevice(home, b.pulls)
+	if err != nil {
+		return false, fmt.Errorf("%w: %s: %w", van.ErrInvalid, b.name("pull", i), err)
+	}
+	return device || at, nil
+}
+
+// name names tensor i of b.pushes or b.pulls in errors.
+func (b *batch) name(kind string, i int) string {
+	if kind == "push" {
+		return fmt.Sprintf("push tensor %d (key %d)", i, b.pushes[i].Key)
+	}
+	if n := len(b.servers); n > 1 {
+		q := len(b.pulls) / n
+		return fmt.Sprintf("pull tensor %d (key %d) of %s", i%q, b.pulls[i].Key, van.NodeName(b.servers[i/q]))
+	}
+	return fmt.Sprintf("pull tensor %d (key %d)", i, b.pulls[i].Key)
 }
 
 // place is the memory of a tensor: number i of the pushes or of the pulls.
@@ -201,13 +221,13 @@ func (b *batch) apart(push, pull []KeyTensor) error {
 	}
 	b.places = l
 	if len(l) > fewTensors {
-		return b.apartSorted(push, pull)
+		return b.apartSorted()
 	}
 	for k := range l {
 		x := &l[k]
 		for j := range min(k, pulls) {
 			if y := &l[j]; y.from < x.to && x.from < y.to && y.dev == x.dev {
-				return b.shared(push, pull, y, x)
+				return b.shared(y, x)
 			}
 		}
 	}
@@ -218,7 +238,7 @@ func (b *batch) apart(push, pull []KeyTensor) error {
 const fewTensors = 24
 
 // apartSorted is apart for many tensors: it sorts them, and compares each one with the latest end of those before it.
-func (b *batch) apartSorted(push, pull []KeyTensor) error {
+func (b *batch) apartSorted() error {
 	slices.SortFunc(b.places, func(x, y place) int {
 		if x.dev != y.dev {
 			return cmp.Or(cmp.Compare(x.dev.Type, y.dev.Type), cmp.Compare(x.dev.ID, y.dev.ID))
@@ -229,10 +249,10 @@ func (b *batch) apartSorted(push, pull []KeyTensor) error {
 	for k := range b.places {
 		x := &b.places[k]
 		if y := lastPull; y != nil && y.dev == x.dev && y.to > x.from {
-			return b.shared(push, pull, y, x)
+			return b.shared(y, x)
 		}
 		if y := lastPush; y != nil && y.dev == x.dev && y.to > x.from && !x.push {
-			return b.shared(push, pull, x, y)
+			return b.shared(x, y)
 		}
 		last := &lastPull // none of them reaches beyond x
 		if x.push {
@@ -246,33 +266,39 @@ func (b *batch) apartSorted(push, pull []KeyTensor) error {
 }
 
 // shared is the error of a pull tensor x that shares memory with y.
-func (b *batch) shared(push, pull []KeyTensor, x, y *place) error {
-	kind, other, why := "pull", pull, "each is filled by an answer of its own"
+func (b *batch) shared(x, y *place) error {
+	kind, why := "pull", "each is filled by an answer of its own"
 	switch {
 	case y.push:
-		kind, other, why = "push", push, fmt.Sprintf("one of the %d servers may fill it while the push is on its way to another", len(b.servers))
+		kind, why = "push", fmt.Sprintf("one of the %d servers may fill it while the push is on its way to another", len(b.servers))
 	case x.i < y.i:
 		x, y = y, x
 	}
-	return fmt.Errorf("%w: pull tensor %d (key %d) shares memory with %s tensor %d (key %d), want memory of its own: %s",
-		van.ErrInvalid, x.i, pull[x.i].Key, kind, y.i, other[y.i].Key, why)
+	return fmt.Errorf("%w: %s shares memory with %s, want memory of its own: %s", van.ErrInvalid, b.name("pull", int(x.i)), b.name(kind, int(y.i)), why)
 }
 
 // checkLists returns an error for lists that are invalid for n servers.
-func checkLists(push, pull []KeyTensor, n int) error {
+func checkLists(push []KeyTensor, pull [][]KeyTensor, n int) error {
+	q := 0
+	if len(pull) > 0 {
+		if q = len(pull[0]); len(pull) != n {
+			return fmt.Errorf("%w: %d lists of pull tensors for %d servers, want a list for each", van.ErrInvalid, len(pull), n)
+		}
+	}
 	switch {
-	case len(push)+len(pull) == 0:
+	case len(push)+q == 0:
 		return fmt.Errorf("%w: no push and no pull tensors, want at least one", van.ErrInvalid)
-	case len(pull)%n != 0:
-		return fmt.Errorf("%w: %d pull tensors for %d servers, want the same number for each (server-major)", van.ErrInvalid, len(pull), n)
-	case len(push)+len(pull)/n > MaxBatch:
-		return fmt.Errorf("%w: %d tensors in one batch, want at most %d", van.ErrInvalid, len(push)+len(pull)/n, MaxBatch)
+	case len(push)+q > MaxBatch:
+		return fmt.Errorf("%w: %d tensors in one batch, want at most %d", van.ErrInvalid, len(push)+q, MaxBatch)
 	}
 	if err := distinct(push, "push"); err != nil {
 		return err
 	}
-	for q, s := len(pull)/n, 0; q > 0 && s < n; s++ {
-		if err := distinct(pull[s*q:(s+1)*q], "pull"); err != nil {
+	for s, list := range pull {
+		if len(list) != q {
+			return fmt.Errorf("%w: %d pull tensors of server 0 and %d of server %d, want the same number of each", van.ErrInvalid, q, len(list), s)
+		}
+		if err := distinct(list, "pull"); err != nil {
 			return fmt.Errorf("%w for server %d", err, s)
 		}
 	}

@@ -118,7 +118,7 @@ func deviceRounds(t *testing.T, d *devices, n int) {
 	for r := range 20 {
 		d.wdev.Queue(5, func() { fill(push, byte(r)) })
 		h, err := d.w.PushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, push)}},
-			[]af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.wdev, pull)}}, af.Stream(5))
+			[][]af.KeyTensor{{{Key: 2, Val: deviceTensor(t, d.wdev, pull)}}}, af.Stream(5))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -193,7 +193,7 @@ func TestAnswerOrder(t *testing.T) {
 	for i := range pulls {
 		pulls[i] = make([]byte, 50)
 		var err error
-		if hs[i], err = d.w.PushPull(nil, []af.KeyTensor{{Key: 1, Val: hostTensor(t, pulls[i])}}); err != nil {
+		if hs[i], err = d.w.PushPull(nil, [][]af.KeyTensor{{{Key: 1, Val: hostTensor(t, pulls[i])}}}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -242,7 +242,7 @@ func TestAnswerOfAClosedServer(t *testing.T) {
 		t.Fatal(err)
 	}
 	pulls := []af.KeyTensor{{Key: 1, Val: hostTensor(t, make([]byte, 8))}, {Key: 2, Val: hostTensor(t, make([]byte, 8))}}
-	if _, err := d.w.PushPull([]af.KeyTensor{{Key: 3, Val: hostTensor(t, make([]byte, 8))}}, pulls); err != nil {
+	if _, err := d.w.PushPull([]af.KeyTensor{{Key: 3, Val: hostTensor(t, make([]byte, 8))}}, [][]af.KeyTensor{pulls}); err != nil {
 		t.Fatal(err)
 	}
 	b := <-batches
@@ -286,11 +286,11 @@ func TestWrongDevice(t *testing.T) {
 	}
 	_, err := d.w.PushPull(wrong, nil)
 	refused("push", err)
-	_, err = d.w.PushPull(own, wrong)
+	_, err = d.w.PushPull(own, [][]af.KeyTensor{wrong})
 	refused("pull", err)
 	refused("register", d.s.RegisterRecvTensor(other, []int{0}, []uint64{5}))
 	pull := make([]byte, 8)
-	h, err := d.w.PushPull(own, []af.KeyTensor{{Key: 2, Val: hostTensor(t, pull)}})
+	h, err := d.w.PushPull(own, [][]af.KeyTensor{{{Key: 2, Val: hostTensor(t, pull)}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -419,7 +419,7 @@ func TestAnswersAtTheEnd(t *testing.T) {
 	if err := d.s.Handle(func(b af.Batch) { batches <- b }); err != nil {
 		t.Fatal(err)
 	}
-	h, err := d.w.PushPull(nil, []af.KeyTensor{{Key: 1, Val: hostTensor(t, make([]byte, 64))}})
+	h, err := d.w.PushPull(nil, [][]af.KeyTensor{{{Key: 1, Val: hostTensor(t, make([]byte, 64))}}})
 	if err != nil {
 		t.Fatal(err)
 	}

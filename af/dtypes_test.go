@@ -48,7 +48,7 @@ func TestEveryDtype(t *testing.T) {
 				gotScales, scalesBack := make2(af.Float8E8M0FNU, 2, 0)
 				clear(got)
 				clear(scalesBack)
-				call, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: scales}}, []af.KeyTensor{{Key: 1, Val: y}, {Key: 2, Val: gotScales}})
+				call, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: scales}}, [][]af.KeyTensor{{{Key: 1, Val: y}, {Key: 2, Val: gotScales}}})
 				if err == nil {
 					err = call.Wait(t.Context())
 				}

@@ -118,7 +118,7 @@ func TestEmptyTensors(t *testing.T) {
 					pull = append(pull, kt)
 				}
 			}
-			h, err := w.PushPull(push, pull)
+			h, err := w.PushPull(push, testcluster.PerServer(pull, len(c.Servers)))
 			if err == nil {
 				err = h.Wait(t.Context())
 			}
@@ -159,7 +159,7 @@ func TestEmptyKinds(t *testing.T) {
 	})
 	w := newWorker(t, c.Workers[0])
 	for _, x := range []af.Tensor{zero, none, flat} {
-		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: x}}, []af.KeyTensor{{Key: 9, Val: x}})
+		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: x}}, [][]af.KeyTensor{{{Key: 9, Val: x}}})
 		if err == nil {
 			err = h.Wait(t.Context())
 		}

@@ -41,7 +41,7 @@ func ask(t testing.TB, w *af.Worker, servers int, text string) (call af.Call, pu
 	for range servers {
 		pulls = append(pulls, af.KeyTensor{Key: 2, Val: bytesOf(t, make([]byte, len(text)))})
 	}
-	h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte(text))}}, pulls)
+	h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte(text))}}, testcluster.PerServer(pulls, servers))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -84,15 +84,20 @@ func TestBadRequests(t *testing.T) {
 		many = append(many, i)
 	}
 	for _, tt := range []struct {
-		push, pull []af.KeyTensor
-		text       string
+		push []af.KeyTensor
+		pull [][]af.KeyTensor
+		text string
 	}{
 		{nil, nil, "no push and no pull tensors, want at least one"},
-		{nil, list(1, 2, 3), "3 pull tensors for 2 servers, want the same number for each"},
+		{nil, [][]af.KeyTensor{{}, {}}, "no push and no pull tensors, want at least one"},
+		{nil, [][]af.KeyTensor{list(1, 2)}, "1 lists of pull tensors for 2 servers, want a list for each"},
+		{nil, [][]af.KeyTensor{list(1), list(2), list(3)}, "3 lists of pull tensors for 2 servers, want a list for each"},
+		{nil, [][]af.KeyTensor{list(1, 2), list(1)}, "2 pull tensors of server 0 and 1 of server 1, want the same number of each"},
+		{list(3), [][]af.KeyTensor{{}, list(1)}, "0 pull tensors of server 0 and 1 of server 1"},
 		{list(1, 2, 1), nil, "push tensors 0 and 2 both have key 1, want different keys in a batch"},
 		{list(append(many, 7)...), nil, "push tensors 7 and 40 both have key 7"},
-		{nil, list(1, 1, 1, 2), "pull tensors 0 and 1 both have key 1, want different keys in a batch for server 0"},
-		{nil, list(1, 2, 5, 5), "key 5, want different keys in a batch for server 1"},
+		{nil, [][]af.KeyTensor{list(1, 1), list(1, 2)}, "pull tensors 0 and 1 both have key 1, want different keys in a batch for server 0"},
+		{nil, [][]af.KeyTensor{list(1, 2), list(5, 5)}, "key 5, want different keys in a batch for server 1"},
 		{make([]af.KeyTensor, af.MaxBatch+1), nil, "16385 tensors in one batch, want at most 16384"},
 	} {
 		_, err := w.PushPull(tt.push, tt.pull)
@@ -100,7 +105,7 @@ func TestBadRequests(t *testing.T) {
 		works(t, w, 2)
 	}
 	// The same key for each server, and for a push and a pull, is as it should be.
-	h, err := w.PushPull(list(1), []af.KeyTensor{{Key: 1, Val: bytesOf(t, make([]byte, 1))}, {Key: 1, Val: bytesOf(t, make([]byte, 1))}})
+	h, err := w.PushPull(list(1), [][]af.KeyTensor{{{Key: 1, Val: bytesOf(t, make([]byte, 1))}}, {{Key: 1, Val: bytesOf(t, make([]byte, 1))}}})
 	if err == nil {
 		err = h.Wait(t.Context())
 	}

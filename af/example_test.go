@@ -10,6 +10,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/postoffice/clustertest"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 )
 
@@ -52,7 +53,7 @@ func Example() {
 		in, out := []float32{1, 2, 3}, make([]float32, 3)
 		push, _ := af.FromSlice(in)
 		pull, _ := af.FromSlice(out)
-		call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+		call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, [][]af.KeyTensor{{{Key: 2, Val: pull}}})
 		if err == nil {
 			err = call.Wait(context.Background()) // from here on the tensors are ours again
 		}
@@ -60,6 +61,40 @@ func Example() {
 		fmt.Println(out, err, len(traces), traces[1].Response.Process > traces[1].Request.Start)
 	})
 	// Output: [2 4 6] <nil> 2 true
+}
+
+// Two servers: each of them receives the push tensor, and fills its own pull tensor.
+func ExampleWorker_PushPull() {
+	ctx := context.Background()
+	c, err := clustertest.New(ctx, clustertest.Options{Servers: 2})
+	if err != nil {
+		panic(err)
+	}
+	defer c.Close()
+	for rank := range 2 {
+		server, _ := af.NewServer(c.Server(rank), af.ServerOptions{})
+		_ = server.Handle(func(b af.Batch) {
+			x, _ := af.Slice[float32](b.Pushes()[0].Val)
+			for i := range x {
+				x[i] *= float32(10 * (rank + 1))
+			}
+			_ = b.Respond(b.Pushes())
+		})
+	}
+	worker, _ := af.NewWorker(c.Worker(0), af.WorkerOptions{})
+	push, _ := af.FromSlice([]float32{1, 2})
+	out := [2][]float32{make([]float32, 2), make([]float32, 2)}
+	pull0, _ := af.FromSlice(out[0])
+	pull1, _ := af.FromSlice(out[1])
+	call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, [][]af.KeyTensor{
+		{{Key: 2, Val: pull0}}, // of server 0
+		{{Key: 2, Val: pull1}}, // of server 1
+	})
+	if err == nil {
+		err = call.Wait(ctx)
+	}
+	fmt.Println(out, err)
+	// Output: [[10 20] [20 40]] <nil>
 }
 
 // Two rounds of the same exchange, the second one with the first row only.
@@ -72,7 +107,7 @@ func ExampleWorker_Prepare() {
 		in, out := []float32{1, 2, 3, 4}, make([]float32, 4)
 		push, _ := af.FromSlice(in, 2, 2)
 		pull, _ := af.FromSlice(out, 2, 2)
-		x, err := worker.Prepare([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+		x, err := worker.Prepare([]af.KeyTensor{{Key: 1, Val: push}}, [][]af.KeyTensor{{{Key: 2, Val: pull}}})
 		if err != nil {
 			panic(err)
 		}
@@ -111,7 +146,7 @@ func ExampleBatch_Respond() {
 		one, two := make([]uint64, 1), make([]uint64, 1)
 		x1, _ := af.FromSlice(one)
 		x2, _ := af.FromSlice(two)
-		call, err := worker.PushPull(nil, []af.KeyTensor{{Key: 2, Val: x2}, {Key: 1, Val: x1}})
+		call, err := worker.PushPull(nil, [][]af.KeyTensor{{{Key: 2, Val: x2}, {Key: 1, Val: x1}}})
 		if err == nil {
 			err = call.Wait(context.Background())
 		}
@@ -141,7 +176,7 @@ func ExampleServer_Shutdown() {
 		worker, _ := af.NewWorker(n, af.WorkerOptions{})
 		for range 2 {
 			x, _ := af.FromSlice(make([]float32, 3))
-			call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: x}}, []af.KeyTensor{{Key: 2, Val: x}})
+			call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: x}}, [][]af.KeyTensor{{{Key: 2, Val: x}}})
 			if err == nil {
 				err = call.Wait(context.Background())
 			}

@@ -31,3 +31,6 @@ func Held(s *Server, worker int) (n, bytes int) {
 
 // Customer is the worker's end at its node.
 func (w *Worker) Customer() *cluster.Customer { return w.calls.customer }
+
+// Servers is the number of the worker's servers.
+func (w *Worker) Servers() int { return len(w.calls.servers) }

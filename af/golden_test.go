@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/tests/golden"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -51,7 +52,7 @@ func TestChecksGolden(t *testing.T) {
 					push[i].Key = uint64(i)
 				}
 			}
-			fmt.Fprintln(w, golden.Err(distinct(push, "push")), golden.Err(checkLists(push, pull, 1+rng.IntN(3))))
+			fmt.Fprintln(w, golden.Err(distinct(push, "push")), golden.Err(checkLists(push, testcluster.PerServer(pull, 1+rng.IntN(3)), 1+rng.IntN(3))))
 			b := batch{p: rng.IntN(4), q: rng.IntN(4)}
 			for i := range b.p + b.q {
 				fmt.Fprint(w, b.flag(i), " ")

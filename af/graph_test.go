@@ -86,7 +86,7 @@ func (d *replays) prepare(t *testing.T, key uint64, n int, opts ...af.CallOption
 		pulls[i] = af.KeyTensor{Key: key + 1, Val: x}
 	}
 	var err error
-	if p.Prepared, err = d.w.Prepare([]af.KeyTensor{{Key: key, Val: deviceTensor(t, d.dev, p.push)}}, pulls, opts...); err != nil {
+	if p.Prepared, err = d.w.Prepare([]af.KeyTensor{{Key: key, Val: deviceTensor(t, d.dev, p.push)}}, testcluster.PerServer(pulls, len(pulls)), opts...); err != nil {
 		t.Fatal(err)
 	}
 	return p

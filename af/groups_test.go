@@ -40,7 +40,7 @@ func TestGroups(t *testing.T) {
 						want = append(want, text)
 						pull = append(pull, af.KeyTensor{Key: 2, Val: bytesOf(t, make([]byte, len(text)))})
 					}
-					h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte(from))}}, pull)
+					h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte(from))}}, testcluster.PerServer(pull, groups))
 					if err == nil {
 						err = h.Wait(t.Context())
 					}

@@ -43,8 +43,8 @@ func (Stream) streamOption()  {}
 func (Stream) startOption()   {}
 func (Stream) respondOption() {}
 
-// To sends a PushPull to some servers only: those with these group ranks, ascending. The
-// pull list then has as many parts as there are ranks. The servers answer each batch by
+// To sends a PushPull to some servers only: those with these group ranks, ascending. There is then a list of pull tensors for
+// each of them. The servers answer each batch by
 // itself; C++ StepMesh's hand batches out only when every worker has sent one to each of
 // them, so in a cluster with such a server a call to some is refused.
 type To []int

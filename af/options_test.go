@@ -39,7 +39,7 @@ func TestTo(t *testing.T) {
 			want string
 		}{{nil, "x0x1x2"}, {[]af.CallOption{af.To{1}}, "x1"}, {[]af.CallOption{af.To{0, 2}}, "x0x2"}, {[]af.CallOption{af.To{0, 1, 2}}, "x0x1x2"}} {
 			pull := pulls(len(x.want) / 2)
-			call, err := w.PushPull(push, pull, x.to...)
+			call, err := w.PushPull(push, testcluster.PerServer(pull, len(pull)), x.to...)
 			if err == nil {
 				err = call.Wait(t.Context())
 			}
@@ -60,9 +60,9 @@ func TestTo(t *testing.T) {
 			text string
 		}{
 			{af.To{3}, 1, "to servers [3], want ranks from 0 to 2"}, {af.To{-1}, 1, "[-1]"}, {af.To{1, 0}, 2, "[1 0]"}, {af.To{1, 1}, 2, "[1 1]"},
-			{af.To{}, 0, "to no server"}, {af.To{0, 1}, 3, "3 pull tensors for 2 servers"}, {nil, 3, "option 0 is nil"},
+			{af.To{}, 0, "to no server"}, {af.To{0, 1}, 3, "3 lists of pull tensors for 2 servers"}, {nil, 3, "option 0 is nil"},
 		} {
-			_, err := w.PushPull(push, pulls(x.n), x.to)
+			_, err := w.PushPull(push, testcluster.PerServer(pulls(x.n), max(x.n, 1)), x.to)
 			vantest.Fails(t, err, van.ErrInvalid, "worker 0 (id 9): push_pull", x.text)
 		}
 		if n := w.InFlight(); n != 0 {
@@ -84,7 +84,7 @@ func TestOrder(t *testing.T) {
 		want string
 	}{{nil, "ab"}, {[]af.RespondOption{af.InOrder}, "ab"}, {[]af.RespondOption{af.ByKey}, "ba"}} {
 		five, six := make([]byte, 1), make([]byte, 1)
-		call, err := w.PushPull(nil, []af.KeyTensor{{Key: 5, Val: bytesOf(t, five)}, {Key: 6, Val: bytesOf(t, six)}})
+		call, err := w.PushPull(nil, [][]af.KeyTensor{{{Key: 5, Val: bytesOf(t, five)}, {Key: 6, Val: bytesOf(t, six)}}})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -20,9 +20,9 @@ var ErrStarted = errors.New("exchange started already")
 // tensors, keys and servers. All methods are safe for concurrent use.
 type Prepared struct {
 	w          *Worker
-	push, pull []KeyTensor
-	to         To    // nil for all servers
-	servers    []int // their node ids
+	push, pull []KeyTensor // pull is server-major, as in batch
+	to         To          // nil for all servers
+	servers    []int       // their node ids
 	defaults   options
 	device     bool  // a tensor lies on the node's device
 	rows       int64 // number of rows of each tensor, -1 if one has no dimensions
@@ -37,7 +37,7 @@ type Prepared struct {
 // Prepare checks the lists and options of a PushPull, and returns a Prepared one, whose calls
 // send and fill these tensors. The lists are copied; the tensors' memory is held until
 // Close. A Stream among the options is that of all calls that name none.
-func (w *Worker) Prepare(push, pull []KeyTensor, opts ...CallOption) (*Prepared, error) {
+func (w *Worker) Prepare(push []KeyTensor, pull [][]KeyTensor, opts ...CallOption) (*Prepared, error) {
 	o, err := with(options{limit: w.timeout}, opts)
 	x := &Prepared{w: w, to: slices.Clone(o.to), defaults: options{stream: o.stream, limit: o.limit}}
 	b := w.calls.take()
@@ -46,12 +46,12 @@ func (w *Worker) Prepare(push, pull []KeyTensor, opts ...CallOption) (*Prepared,
 		err = b.address(o.to)
 	}
 	if err == nil {
-		x.device, err = b.check(push, pull)
+		x.device, err = b.fill(push, pull)
 	}
 	if err != nil {
 		return nil, &van.Error{Op: "prepare", Node: w.node.Name(), Err: err}
 	}
-	x.servers, x.push, x.pull = slices.Clone(b.servers), slices.Clone(push), slices.Clone(pull)
+	x.servers, x.push, x.pull = slices.Clone(b.servers), slices.Clone(b.pushes), slices.Clone(b.pulls)
 	x.rows = math.MaxInt64
 	for _, list := range [][]KeyTensor{x.push, x.pull} {
 		for i := range list {

@@ -28,10 +28,16 @@ func round(t testing.TB, x *af.Prepared, opts ...af.StartOption) error {
 	return call.Wait(t.Context())
 }
 
-// prepare is Worker.Prepare. The exchange is closed when the test ends.
+// prepare is Worker.Prepare with a flat list of pull tensors. The exchange is closed when the test ends.
 func prepare(t testing.TB, w *af.Worker, push, pull []af.KeyTensor, opts ...af.CallOption) *af.Prepared {
 	t.Helper()
-	x, err := w.Prepare(push, pull, opts...)
+	servers := w.Servers()
+	for _, o := range opts {
+		if to, is := o.(af.To); is {
+			servers = len(to)
+		}
+	}
+	x, err := w.Prepare(push, testcluster.PerServer(pull, servers), opts...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -170,12 +176,12 @@ func TestExchangeRefused(t *testing.T) {
 		to         af.CallOption
 		text       string
 	}{
-		{nil, nil, af.Complete, "no push and no pull tensors"}, {one, one, af.Complete, "1 pull tensors for 2 servers"},
+		{nil, nil, af.Complete, "no push and no pull tensors"}, {one, one, af.Complete, "1 lists of pull tensors for 2 servers"},
 		{append(one[:1:1], one...), nil, af.Complete, "both have key 1"}, {one, one, nil, "option 0 is nil"},
 		{one, one, af.To{2}, "there is no server 2"}, {one, one, af.To{-1}, "there is no server -1"}, {one, two, af.To{1, 1}, "server 1 is there twice"},
 		{one, nil, af.To{}, "to no server"}, {one, two, af.To{1, 0}, "not ascending"},
 	} {
-		_, err := w.Prepare(x.push, x.pull, x.to)
+		_, err := w.Prepare(x.push, testcluster.PerServer(x.pull, max(len(x.pull), 1)), x.to)
 		vantest.Fails(t, err, van.ErrInvalid, "worker 0 (id 9): prepare", x.text)
 	}
 	plain := prepare(t, w, one, two)
@@ -442,7 +448,7 @@ func TestExchangeOnDevice(t *testing.T) {
 	t.Cleanup(open)
 	d.wdev.Queue(3, func() { <-gate })
 	first, err := d.w.PushPull([]af.KeyTensor{{Key: 9, Val: deviceTensor(t, d.wdev, make([]byte, 64))}},
-		[]af.KeyTensor{{Key: 9, Val: hostTensor(t, make([]byte, 64))}}, af.Stream(3))
+		[][]af.KeyTensor{{{Key: 9, Val: hostTensor(t, make([]byte, 64))}}}, af.Stream(3))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -69,7 +69,7 @@ func TestNotSentAgain(t *testing.T) {
 	x, y := bytesOf(t, make([]byte, 4096)), bytesOf(t, make([]byte, 4096))
 	call := func(key uint64, pulls ...af.KeyTensor) {
 		t.Helper()
-		h, err := w.PushPull([]af.KeyTensor{{Key: key, Val: x}}, pulls)
+		h, err := w.PushPull([]af.KeyTensor{{Key: key, Val: x}}, [][]af.KeyTensor{pulls})
 		if err == nil {
 			err = h.Wait(t.Context())
 		}

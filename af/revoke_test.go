@@ -75,7 +75,7 @@ func TestPullsAreRevoked(t *testing.T) {
 		x, _ := heldTensor(t, make([]byte, 4))
 		pulls = append(pulls, af.KeyTensor{Key: 2, Val: x})
 	}
-	call, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte("text"))}}, pulls)
+	call, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte("text"))}}, testcluster.PerServer(pulls, 2))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -79,7 +79,7 @@ func TestLateAnswer(t *testing.T) {
 		w := newWorker(t, c.Workers[0])
 		room := make([]byte, 1<<20)
 		pull := []af.KeyTensor{{Key: 2, Val: bytesOf(t, room)}}
-		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte{1})}}, pull)
+		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte{1})}}, [][]af.KeyTensor{pull})
 		if err != nil {
 			t.Fatal(err)
 		}

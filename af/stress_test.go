@@ -105,7 +105,7 @@ func stressOne(t *testing.T, w *af.Worker, servers int, mark uint64) (answered b
 	for range servers {
 		pull = append(pull, af.KeyTensor{Key: 3, Val: bytesOf(t, make([]byte, size))})
 	}
-	h, err := w.PushPull(push, pull)
+	h, err := w.PushPull(push, testcluster.PerServer(pull, servers))
 	if err != nil {
 		return false, err
 	}

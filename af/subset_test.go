@@ -113,7 +113,7 @@ func TestToldAfterRefusal(t *testing.T) {
 	serve(t, c.Servers[0], func(b af.Batch) { batches <- b.Retain() })
 	w := newWorker(t, c.Workers[0])
 	pull := []af.KeyTensor{{Key: 1, Val: bytesOf(t, make([]byte, 1))}, {Key: 2, Val: bytesOf(t, make([]byte, 1))}}
-	if _, err := w.PushPull(nil, pull); err != nil {
+	if _, err := w.PushPull(nil, [][]af.KeyTensor{pull}); err != nil {
 		t.Fatal(err)
 	}
 	b := <-batches

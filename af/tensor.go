@@ -199,9 +199,9 @@ type KeyTensor struct {
 	Val Tensor
 }
 
-// onDevice reports whether one of the tensors is on a device, and returns an error for a device that the node does
-// not own. what names the list.
-func onDevice(b backend.Backend, list []KeyTensor, what string) (device bool, err error) {
+// onDevice reports whether one of the tensors is on a device. For tensor i on a device that the node does not own it returns i and
+// an error.
+func onDevice(b backend.Backend, list []KeyTensor) (i int, device bool, err error) {
 	for i := range list {
 		m := &list[i].Val.mem
 		if m.OnHost() {
@@ -209,8 +209,8 @@ func onDevice(b backend.Backend, list []KeyTensor, what string) (device bool, er
 		}
 		device = true
 		if err := backend.CheckDevice(b, *m); err != nil {
-			return true, fmt.Errorf("%w: %s tensor %d (key %d): %w", van.ErrInvalid, what, i, list[i].Key, err)
+			return i, true, err
 		}
 	}
-	return device, nil
+	return 0, device, nil
 }

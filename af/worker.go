@@ -63,19 +63,19 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	return w, nil
 }
 
-// PushPull sends every push tensor to every server, and asks server s for
-// the pull tensors pull[s*Q : (s+1)*Q], where Q is len(pull) divided by the number
-// of servers. It returns at once; the call has P+Q consecutive timestamps,
-// pushes first. Either list may be empty, not both. Options are To, Within and a Stream.
+// PushPull sends every push tensor to every server, and asks server s for the pull tensors pull[s], as many of each
+// server. It returns at once; a call with P push tensors and Q pull tensors of each server has P+Q consecutive timestamps,
+// pushes first. Either kind may be missing (nil), not both. Options are To, Within and a
+// Stream.
 //
-// Keys of one list must differ (for pulls: those of one server). Tensors must
+// Keys of one list must differ. Tensors must
 // stay as they are until Call.Wait has returned. A pull tensor is
 // filled by the time Wait returns nil; its size must be that of the answer. Pull tensors
 // share no memory with each other; with push tensors only where one server is asked.
 //
 // Batches are sent in the order of the calls. A batch with tensors on the node's device
 // waits for work on that device, see Stream; when that work fails, so does Wait.
-func (w *Worker) PushPull(push, pull []KeyTensor, opts ...CallOption) (Call, error) {
+func (w *Worker) PushPull(push []KeyTensor, pull [][]KeyTensor, opts ...CallOption) (Call, error) {
 	o, err := with(options{limit: w.timeout}, opts)
 	b := w.calls.take()
 	if err == nil {
@@ -83,14 +83,12 @@ func (w *Worker) PushPull(push, pull []KeyTensor, opts ...CallOption) (Call, err
 	}
 	var device bool
 	if err == nil {
-		device, err = b.check(push, pull)
+		device, err = b.fill(push, pull)
 	}
 	if err != nil {
 		b.unref()
 		return Call{}, &van.Error{Op: "push_pull", Node: w.node.Name(), Err: err}
 	}
-	b.pushes = append(b.pushes[:0], push...)
-	b.pulls = append(b.pulls[:0], pull...)
 	b.hold()
 	return b.start(device, o)
 }

@@ -49,7 +49,7 @@ func TestPullOnly(t *testing.T) {
 				for i := range pulls * servers {
 					pull = append(pull, af.KeyTensor{Key: uint64(10 + i%pulls), Val: tensor(t, make([]byte, 1))})
 				}
-				h, err := w.PushPull(nil, pull)
+				h, err := w.PushPull(nil, testcluster.PerServer(pull, servers))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -202,7 +202,7 @@ func TestRequestsThatMakeNoSense(t *testing.T) {
 	c.log.Wait(t, "continues none of the 0 open batches")
 
 	push := func(n int, limit time.Duration) error {
-		h, err := w.PushPull([]af.KeyTensor{{Key: 7, Val: tensor(t, bytes.Repeat([]byte{byte(n)}, n))}}, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, n))}})
+		h, err := w.PushPull([]af.KeyTensor{{Key: 7, Val: tensor(t, bytes.Repeat([]byte{byte(n)}, n))}}, [][]af.KeyTensor{{{Key: 2, Val: tensor(t, make([]byte, n))}}})
 		if err != nil {
 			return err
 		}
@@ -267,7 +267,7 @@ func TestPullRequestsAreSmall(t *testing.T) {
 	})
 	w := c.tensorWorker(0)
 	before := testcluster.Stats(c.Workers[0]).SentBytes
-	h, err := w.PushPull(nil, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, len(out)))}})
+	h, err := w.PushPull(nil, [][]af.KeyTensor{{{Key: 2, Val: tensor(t, make([]byte, len(out)))}}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -73,7 +73,7 @@ func TestSentTensorsLive(t *testing.T) {
 	w := c.tensorWorker(0)
 	for i := range 100 {
 		got := make([]byte, 1<<20)
-		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: tensor(t, []byte{byte(i)})}}, []af.KeyTensor{{Key: 2, Val: tensor(t, got)}})
+		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: tensor(t, []byte{byte(i)})}}, [][]af.KeyTensor{{{Key: 2, Val: tensor(t, got)}}})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -100,7 +100,7 @@ func (c *nodes) request(w *af.Worker, x []byte) (call af.Call, pulls [][]byte, e
 		pulls[s] = make([]byte, len(x))
 		pull[s] = af.KeyTensor{Key: 2, Val: tensor(c.t, pulls[s])}
 	}
-	call, err = w.PushPull([]af.KeyTensor{{Key: 1, Val: tensor(c.t, x)}}, pull)
+	call, err = w.PushPull([]af.KeyTensor{{Key: 1, Val: tensor(c.t, x)}}, testcluster.PerServer(pull, len(pull)))
 	return call, pulls, err
 }
 

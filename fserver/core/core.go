@@ -157,9 +157,32 @@ func (s *Session) PushPull(stream af.Stream, servers []int, push, pull []af.KeyT
 	if s.worker == nil {
 		return 0, wrongRole(s, "push_pull", "worker")
 	}
+	var few [16][]af.KeyTensor // of a usual number of servers, which need no allocation
 	servers, pull = ascending(servers, pull)
-	call, err := s.worker.PushPull(push, pull, stream, af.To(servers))
+	parts, err := perServer(s.node, few[:0], servers, pull)
+	if err != nil {
+		return 0, err
+	}
+	call, err := s.worker.PushPull(push, parts, stream, af.To(servers))
 	return call.Timestamp(), err
+}
+
+// perServer appends the parts of the flat list pull to parts. pull has the same number of tensors for each of servers; nil means all.
+func perServer(node *postoffice.Node, parts [][]af.KeyTensor, servers []int, pull []af.KeyTensor) ([][]af.KeyTensor, error) {
+	n := len(servers)
+	if servers == nil {
+		n = node.Topology().NumServers
+	}
+	if n == 0 || len(pull) == 0 {
+		return nil, nil
+	}
+	if len(pull)%n != 0 {
+		return nil, fmt.Errorf("%s: %w: %d pull tensors for %d servers, want the same number for each", node.Name(), van.ErrInvalid, len(pull), n)
+	}
+	for q := len(pull) / n; len(pull) > 0; pull = pull[q:] {
+		parts = append(parts, pull[:q])
+	}
+	return parts, nil
 }
 
 // ascending sorts servers, and the parts of pull that belong to them. It copies what it changes. If the lengths do not

@@ -36,7 +36,11 @@ func (s *Session) Prepare(servers []int, push, pull []af.KeyTensor) (*Exchange, 
 		return nil, wrongRole(s, "prepare", "worker")
 	}
 	servers, pull = ascending(servers, pull)
-	x, err := s.worker.Prepare(push, pull, af.To(servers))
+	parts, err := perServer(s.node, nil, servers, pull)
+	if err != nil {
+		return nil, err
+	}
+	x, err := s.worker.Prepare(push, parts, af.To(servers))
 	if err != nil {
 		return nil, err
 	}

@@ -51,7 +51,7 @@ func TestQueueModel(t *testing.T) {
 		if rng.IntN(3) > 0 {
 			pull = append(pull, af.KeyTensor{Key: 9, Val: tensor(t, make([]byte, 8))})
 		}
-		call, err := workers[w].PushPull(push, pull)
+		call, err := workers[w].PushPull(push, [][]af.KeyTensor{pull})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -40,7 +40,7 @@ func doubled(ctx context.Context, worker *af.Worker) ([]float32, error) {
 	if err != nil {
 		return nil, err
 	}
-	call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+	call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, [][]af.KeyTensor{{{Key: 2, Val: pull}}})
 	if err == nil {
 		err = call.Wait(ctx)
 	}

@@ -27,7 +27,7 @@ func request(w *af.Worker, servers int, x []byte, opts ...af.CallOption) (call a
 			return call, nil, err
 		}
 	}
-	call, err = w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, pull, opts...)
+	call, err = w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, testcluster.PerServer(pull, servers), opts...)
 	return call, pulls, err
 }
 

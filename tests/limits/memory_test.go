@@ -137,7 +137,7 @@ func memory(t *testing.T, o testcluster.Options) {
 			}
 			wait(s)
 			var err error
-			if s.h, err = w.PushPull(s.push, s.pull); err != nil {
+			if s.h, err = w.PushPull(s.push, [][]af.KeyTensor{s.pull}); err != nil {
 				t.Fatal(err)
 			}
 			s.open = true

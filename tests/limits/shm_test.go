@@ -55,7 +55,7 @@ func TestSharedMemoryGrows(t *testing.T) {
 		for s := range pull {
 			pull[s] = af.KeyTensor{Key: 0, Val: tensor(t)}
 		}
-		call, err := w.PushPull([]af.KeyTensor{{Key: 0, Val: tensor(t)}}, pull)
+		call, err := w.PushPull([]af.KeyTensor{{Key: 0, Val: tensor(t)}}, testcluster.PerServer(pull, n))
 		if err == nil {
 			err = call.Wait(nodetest.Within(t, time.Minute))
 		}

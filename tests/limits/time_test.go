@@ -102,7 +102,7 @@ func busy(t testing.TB, n *postoffice.Node) {
 		pull = append(pull, af.KeyTensor{Key: 2, Val: tensor(t)})
 	}
 	for range 200 {
-		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, pull)
+		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, testcluster.PerServer(pull, len(pull)))
 		if err == nil {
 			err = h.Wait(t.Context())
 		}

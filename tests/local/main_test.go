@@ -88,7 +88,7 @@ func request(w *af.Worker, seq, n int) (call af.Call, pull []byte, err error) {
 	if err != nil {
 		return call, nil, err
 	}
-	call, err = w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: dst}})
+	call, err = w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, [][]af.KeyTensor{{{Key: 2, Val: dst}}})
 	return call, pull, err
 }
 

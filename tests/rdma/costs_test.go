@@ -172,7 +172,7 @@ func tensors(t testing.TB, n, size int) (all []af.Tensor) {
 }
 
 // pushPull makes a push_pull without allocations of its own.
-func pushPull(t testing.TB, w *af.Worker, push, pull []af.KeyTensor) {
+func pushPull(t testing.TB, w *af.Worker, push []af.KeyTensor, pull [][]af.KeyTensor) {
 	h, err := w.PushPull(push, pull)
 	if err == nil {
 		err = h.Wait(t.Context())
@@ -226,10 +226,10 @@ func TestFlat(t *testing.T) {
 	i := 0
 	serveOne(t, c, func() af.Tensor { return back[i*7%pool] })
 	w := c.clients()[0].w
-	push, pull := make([]af.KeyTensor, 1), make([]af.KeyTensor, 1)
+	push, pull := make([]af.KeyTensor, 1), [][]af.KeyTensor{make([]af.KeyTensor, 1)}
 	once := func() {
 		push[0] = af.KeyTensor{Key: uint64(i % 5), Val: from[i%pool]}
-		pull[0] = af.KeyTensor{Key: uint64(i % 3), Val: to[i*5%pool]}
+		pull[0][0] = af.KeyTensor{Key: uint64(i % 3), Val: to[i*5%pool]}
 		pushPull(t, w, push, pull)
 		i++
 	}
@@ -281,7 +281,7 @@ func TestCalls(t *testing.T) {
 		w := c.clients()[0].w
 		x := tensors(t, 6, size)
 		push := []af.KeyTensor{{Key: 1, Val: x[0]}, {Key: 2, Val: x[1]}, {Key: 3, Val: x[2]}, {Key: 4, Val: x[3]}}
-		pull := []af.KeyTensor{{Key: 1, Val: x[4]}}
+		pull := [][]af.KeyTensor{{{Key: 1, Val: x[4]}}}
 		sent := func() (sum int64) {
 			for _, node := range c.Nodes() {
 				sum += int64(testcluster.Stats(node).SentMessages)
@@ -333,7 +333,7 @@ func TestAllocations(t *testing.T) {
 		serveOne(t, c, func() af.Tensor { return back })
 		w := c.clients()[0].w
 		x := tensors(t, 2, size)
-		push, pull := []af.KeyTensor{{Key: 1, Val: x[0]}}, []af.KeyTensor{{Key: 1, Val: x[1]}}
+		push, pull := []af.KeyTensor{{Key: 1, Val: x[0]}}, [][]af.KeyTensor{{{Key: 1, Val: x[1]}}}
 		for range 500 {
 			pushPull(t, w, push, pull)
 		}

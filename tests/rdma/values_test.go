@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -208,7 +209,7 @@ func (c *client) send(r *request) (err error) {
 		c.digest = digest(r.push)
 	}
 	r.digest = c.digest
-	r.call, err = c.w.PushPull(r.push, r.pull)
+	r.call, err = c.w.PushPull(r.push, testcluster.PerServer(r.pull, c.n.Topology().NumServers))
 	return err
 }
 

@@ -124,7 +124,8 @@ func (s *shapes) answer(b af.Batch) error {
 
 // pushPull makes one call and checks its pull tensors.
 func (s *shapes) pushPull(ctx context.Context, w *af.Worker, servers, keys, push, pull int) error {
-	var pushes, pulls []af.KeyTensor
+	var pushes []af.KeyTensor
+	pulls := make([][]af.KeyTensor, servers)
 	for i := range push {
 		t, err := s.pushed(i)
 		if err != nil {
@@ -138,7 +139,7 @@ func (s *shapes) pushPull(ctx context.Context, w *af.Worker, servers, keys, push
 			if err != nil {
 				return err
 			}
-			pulls = append(pulls, af.KeyTensor{Key: pullKey(keys, server, i), Val: t})
+			pulls[server] = append(pulls[server], af.KeyTensor{Key: pullKey(keys, server, i), Val: t})
 		}
 	}
 	h, err := w.PushPull(pushes, pulls)
@@ -148,7 +149,7 @@ func (s *shapes) pushPull(ctx context.Context, w *af.Worker, servers, keys, push
 	if err := h.Wait(ctx); err != nil {
 		return err
 	}
-	for k, p := range pulls {
+	for k, p := range slices.Concat(pulls...) {
 		want, err := filled(0.5+float32(k%pull), s.pull)
 		if err == nil {
 			err = equal(p.Val, want)

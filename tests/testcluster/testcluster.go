@@ -184,6 +184,14 @@ func (c *Cluster) Environ(role string, rank int) []string {
 	}, c.o.Over.environ()...)
 }
 
+// PerServer divides a flat list of pull tensors, as many for each server, into a list for each.
+func PerServer[T any](flat []T, servers int) (lists [][]T) {
+	for n := max(len(flat)/servers, 1); len(flat) > 0; flat = flat[min(n, len(flat)):] {
+		lists = append(lists, flat[:min(n, len(flat))])
+	}
+	return lists
+}
+
 // FreePort is freeport.Find for a test.
 func FreePort(t testing.TB) int {
 	t.Helper()

@@ -67,7 +67,10 @@ func contents(groupRank int) []byte {
 	return b
 }
 
-type buffers struct{ push, pull []af.KeyTensor }
+type buffers struct {
+	push []af.KeyTensor
+	pull [][]af.KeyTensor // one of each server
+}
 
 func makeBuffers(n *prog.Node, mb int) (b buffers, err error) {
 	matrix := func() (t af.Tensor) {
@@ -79,7 +82,7 @@ func makeBuffers(n *prog.Node, mb int) (b buffers, err error) {
 	rank := max(n.Config().NodeRank, 0)
 	b.push = []af.KeyTensor{{Key: pushKey(0, mb, rank), Val: matrix()}}
 	for s := range n.Topology().NumServers {
-		b.pull = append(b.pull, af.KeyTensor{Key: pullKey(s, mb, rank), Val: matrix()})
+		b.pull = append(b.pull, []af.KeyTensor{{Key: pullKey(s, mb, rank), Val: matrix()}})
 	}
 	if err != nil {
 		return b, err
@@ -139,7 +142,7 @@ func verify(n *prog.Node, all []buffers) error {
 	for s := range n.Topology().NumServers {
 		want := contents(s)
 		for mb := range all {
-			if err := n.Equal(fmt.Sprintf("micro-batch %d, server %d", mb, s), all[mb].pull[s].Val, want); err != nil {
+			if err := n.Equal(fmt.Sprintf("micro-batch %d, server %d", mb, s), all[mb].pull[s][0].Val, want); err != nil {
 				return err
 			}
 		}

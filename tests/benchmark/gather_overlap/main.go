@@ -111,9 +111,10 @@ func tensor(b []byte) af.Tensor {
 
 // request is one PushPull of a call.
 type request struct {
-	piece      []byte // that it pushes
-	push, pull []af.KeyTensor
-	to         []af.CallOption
+	piece []byte // that it pushes
+	push  []af.KeyTensor
+	pull  [][]af.KeyTensor
+	to    []af.CallOption
 }
 
 // worker makes the calls.
@@ -164,7 +165,7 @@ func (x *worker) requests(size, way int, b []byte) (all []request) {
 		for p, piece := range cut(b, *pieces) {
 			r := request{piece: piece, push: []af.KeyTensor{{Key: key(size, way, p), Val: tensor(piece)}}}
 			for s := range x.servers {
-				r.pull = append(r.pull, pull(s, p)...)
+				r.pull = append(r.pull, pull(s, p))
 			}
 			all = append(all, r)
 		}
@@ -175,7 +176,7 @@ func (x *worker) requests(size, way int, b []byte) (all []request) {
 		for i := range x.servers {
 			s := (i + x.n.Topology().GroupRank) % x.servers // not all begin with the same one
 			piece := cut(parts[s], *pieces)[p]
-			all = append(all, request{piece, []af.KeyTensor{{Key: key(size, way, p), Val: tensor(piece)}}, pull(s, p), []af.CallOption{af.To{s}}})
+			all = append(all, request{piece, []af.KeyTensor{{Key: key(size, way, p), Val: tensor(piece)}}, [][]af.KeyTensor{pull(s, p)}, []af.CallOption{af.To{s}}})
 		}
 	}
 	return all

@@ -92,13 +92,13 @@ func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	if err != nil {
 		return err
 	}
-	x, err := w.Prepare([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+	x, err := w.Prepare([]af.KeyTensor{{Key: 1, Val: push}}, [][]af.KeyTensor{{{Key: 2, Val: pull}}})
 	if err != nil {
 		return err
 	}
 	defer x.Close()
 	ask := func() (af.Call, error) {
-		return w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+		return w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, [][]af.KeyTensor{{{Key: 2, Val: pull}}})
 	}
 	if *prepared {
 		ask = func() (af.Call, error) { return x.Start() }

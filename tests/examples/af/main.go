@@ -37,7 +37,7 @@ func main() {
 		check(err)
 		pull, err := af.FromSlice(out, 2, 2)
 		check(err)
-		call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+		call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, [][]af.KeyTensor{{{Key: 2, Val: pull}}})
 		check(err)
 		check(call.Wait(ctx)) // from here on the tensors are ours again
 		fmt.Println(in, "doubled is", out)

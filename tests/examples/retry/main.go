@@ -41,7 +41,7 @@ func main() {
 		check(err)
 		for i := range 10 {
 			in[0] = float32(i)
-			call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+			call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, [][]af.KeyTensor{{{Key: 2, Val: pull}}})
 			check(err)
 			switch err := call.Wait(ctx); {
 			case errors.Is(err, postoffice.ErrPeerLost):

@@ -42,7 +42,7 @@ func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 			if err := n.Put(push[stage], data); err != nil {
 				return err
 			}
-			h, err := w.PushPull([]af.KeyTensor{{Key: uint64(stage), Val: push[stage]}}, pull[stage])
+			h, err := w.PushPull([]af.KeyTensor{{Key: uint64(stage), Val: push[stage]}}, prog.OfEach(pull[stage]))
 			if err != nil {
 				return err
 			}

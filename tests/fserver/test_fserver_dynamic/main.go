@@ -61,7 +61,7 @@ func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 					return err
 				}
 			}
-			h, err := w.PushPull([]af.KeyTensor{{Key: uint64(stage) + 1e6, Val: out}}, in, af.Within(limit))
+			h, err := w.PushPull([]af.KeyTensor{{Key: uint64(stage) + 1e6, Val: out}}, prog.OfEach(in), af.Within(limit))
 			if err != nil {
 				return err
 			}

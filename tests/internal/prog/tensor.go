@@ -178,10 +178,18 @@ func (n *Node) PutAll(ts []af.KeyTensor, b []byte) error {
 	return nil
 }
 
-// PushPull waits for a push_pull and returns how long it took.
+// OfEach makes a list for each server of one pull tensor for each.
+func OfEach(pull []af.KeyTensor) (lists [][]af.KeyTensor) {
+	for s := range pull {
+		lists = append(lists, pull[s:s+1])
+	}
+	return lists
+}
+
+// PushPull waits for a push_pull, with one pull tensor of each server, and returns how long it took.
 func PushPull(ctx context.Context, w *af.Worker, push, pull []af.KeyTensor, options ...af.CallOption) (time.Duration, error) {
 	start := time.Now()
-	call, err := w.PushPull(push, pull, options...)
+	call, err := w.PushPull(push, OfEach(pull), options...)
 	if err == nil {
 		err = call.Wait(ctx)
 	}

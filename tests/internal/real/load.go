@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/pairs"
 	"github.com/stepaf/stepaf-go/tests/internal/ranks"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -345,7 +346,7 @@ func (l *lane) call(number uint64, limit time.Duration) error {
 		}
 		return wait()
 	case n.session == nil:
-		call, err := n.worker.PushPull(l.push, l.pull, af.Within(limit))
+		call, err := n.worker.PushPull(l.push, testcluster.PerServer(l.pull, l.servers), af.Within(limit))
 		if err != nil {
 			return err
 		}

@@ -16,6 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -191,7 +192,7 @@ func (p *proc) begin(t *tensors, id callID, limit time.Duration) (wait func() er
 	case p.keyValue != nil:
 		return t.pushThenPull(id, limit)
 	case p.session == nil:
-		call, err := p.worker.PushPull(t.push, t.pull, af.Within(limit))
+		call, err := p.worker.PushPull(t.push, testcluster.PerServer(t.pull, p.node.Load().Topology().NumServers), af.Within(limit))
 		return func() error { return call.Wait(context.Background()) }, err
 	}
 	h, err := p.session.PushPull(af.DefaultStream, nil, t.push, t.pull)

@@ -66,7 +66,7 @@ func batch(ctx context.Context, n *prog.Node, w *af.Worker, b int) (failed int, 
 		if err := n.PutAll(pull, zero); err != nil {
 			return 0, err
 		}
-		h, err := w.PushPull(push, pull)
+		h, err := w.PushPull(push, prog.OfEach(pull))
 		if err != nil {
 			return 0, err
 		}

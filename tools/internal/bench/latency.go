@@ -149,7 +149,7 @@ func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor, bar
 	if err != nil {
 		return nil, err
 	}
-	seq := uint64(0)
+	each, seq := [][]af.KeyTensor{pulls}, uint64(0)
 	once := func() (int64, error) {
 		seq++
 		if l.touch {
@@ -157,7 +157,7 @@ func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor, bar
 		}
 		stamp(push, seq)
 		start := time.Now()
-		h, err := w.PushPull(pushes, pulls)
+		h, err := w.PushPull(pushes, each)
 		if err == nil {
 			err = h.Wait(ctx)
 		}

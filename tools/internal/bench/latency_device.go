@@ -244,7 +244,7 @@ func (t *deviceTrips) timed() (int64, error) {
 func (t *deviceTrips) trip(pushes, pulls []af.KeyTensor) (int64, error) {
 	t.turn ^= 1
 	start := time.Now()
-	h, err := t.w.PushPull(pushes, pulls, t.stream)
+	h, err := t.w.PushPull(pushes, [][]af.KeyTensor{pulls}, t.stream)
 	if err == nil {
 		err = h.Wait(t.ctx)
 	}

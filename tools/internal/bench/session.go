@@ -212,14 +212,14 @@ func pushPuller(ctx context.Context, w *af.Worker, n int, opts ...af.CallOption)
 		if err != nil {
 			return err
 		}
-		pulls := make([]af.KeyTensor, n)
+		pulls, lists := make([]af.KeyTensor, n), make([][]af.KeyTensor, n)
 		for i := range pulls {
-			pulls[i].Key = 2
+			pulls[i].Key, lists[i] = 2, pulls[i:i+1]
 			if pulls[i].Val, err = af.FromBytes(out[i<<10:(i+1)<<10], af.Uint8, 1<<10); err != nil {
 				return err
 			}
 		}
-		c, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, pulls, opts...)
+		c, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, lists, opts...)
 		if err == nil {
 			err = c.Wait(ctx)
 		}

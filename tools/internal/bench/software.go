@@ -252,7 +252,7 @@ type software struct {
 // once makes a push_pull of size i. Its goroutine runs both sides, so that no time is spent on waking another one.
 func (s *software) once(ctx context.Context, i int) error {
 	s.answered.Store(false)
-	call, err := s.worker.PushPull(s.pushes[i], s.pulls[i])
+	call, err := s.worker.PushPull(s.pushes[i], s.pulls[i:i+1])
 	if err != nil {
 		return err
 	}

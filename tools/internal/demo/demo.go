@@ -132,9 +132,10 @@ func work(ctx context.Context, node *postoffice.Node, out io.Writer, rounds int)
 		}
 	}
 	sums := make([][]float32, servers)
-	pull := make([]af.KeyTensor, servers)
+	pull := make([][]af.KeyTensor, servers) // one tensor of each
 	for s := range pull {
-		if sums[s], pull[s], err = newTensor(sumKey); err != nil {
+		pull[s] = make([]af.KeyTensor, 1)
+		if sums[s], pull[s][0], err = newTensor(sumKey); err != nil {
 			return err
 		}
 	}
