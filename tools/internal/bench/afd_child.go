@@ -179,7 +179,7 @@ type microBatch struct {
 	push     []byte
 	pull     [][]byte // by server
 	pushes   []af.KeyTensor
-	pulls    []af.KeyTensor
+	pulls    [][]af.KeyTensor
 	prepared *af.Prepared
 	call     af.Call
 	seq      uint64 // the stamp of the latest round trip
@@ -210,7 +210,7 @@ func newAFDWorker(a *afdShape, node *postoffice.Node) (_ *afdWorker, err error) 
 		m.push, m.pushes[0] = tensor(pushKey(k), a.push)
 		for range node.Topology().NumServers {
 			b, t := tensor(pullKey(k), a.pull)
-			m.pull, m.pulls = append(m.pull, b), append(m.pulls, t)
+			m.pull, m.pulls = append(m.pull, b), append(m.pulls, []af.KeyTensor{t})
 		}
 		if err == nil {
 			m.prepared, err = x.w.Prepare(m.pushes, m.pulls)
