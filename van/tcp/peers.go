@@ -259,7 +259,7 @@ func (p *peers) admitLocked(id int, n *peer) {
 	if !n.admitted {
 		return
 	}
-	for _, c := range slices.Clone(p.ins) {
+	for _, c := range slices.Backward(slices.Clone(p.ins)) { // a later connection may end earlier ones, which then must not be read
 		if c.from.id == id && c.incarnation == n.incarnation && c.held {
 			p.startLocked(n, c)
 		}
