@@ -152,7 +152,7 @@ def test_server_killed_in_the_midst(cluster):
 
 def late_worker(n):
     (push,), _, x = part(n, 1, round_timeout_ms=500)
-    with n.raises((), "take turns"):
+    with n.raises((), "alternate"):
         x.receive()
     x.send()
     x.receive()
