@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests in two parts. Each test runs in at least one of them.
 #   test.sh        the part of "make test": all packages, and the Python tests with PyTorch
-#   test.sh long   the part of "make test-long": what the first part leaves out
+#   test.sh long   the part of "make test-long": the tests that the first part leaves out
 #   test.sh list   prints the packages of each kind, and the tests that run in full in the second part only
 # A step that fails does not keep the next ones from running, unless nothing can be built.
 # The last lines say how each step ended.

@@ -157,7 +157,7 @@ func (s *Session) PushPull(stream af.Stream, servers []int, push, pull []af.KeyT
 	if s.worker == nil {
 		return 0, wrongRole(s, "push_pull", "worker")
 	}
-	var few [16][]af.KeyTensor // of a usual number of servers, which need no allocation
+	var few [16][]af.KeyTensor // no allocation for up to 16 servers
 	servers, pull = ascending(servers, pull)
 	parts, err := perServer(s.node, few[:0], servers, pull)
 	if err != nil {
@@ -167,7 +167,8 @@ func (s *Session) PushPull(stream af.Stream, servers []int, push, pull []af.KeyT
 	return call.Timestamp(), err
 }
 
-// perServer appends the parts of the flat list pull to parts. pull has the same number of tensors for each of servers; nil means all.
+// perServer appends one list for each server to parts. The flat list pull has the same number of tensors for each of servers; nil
+// means all servers.
 func perServer(node *postoffice.Node, parts [][]af.KeyTensor, servers []int, pull []af.KeyTensor) ([][]af.KeyTensor, error) {
 	n := len(servers)
 	if servers == nil {

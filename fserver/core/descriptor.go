@@ -46,10 +46,10 @@ func (d *descriptor) show(readable bool) {
 // batchDescriptors are the descriptors of a server's program. queue.mu guards them.
 type batchDescriptors struct {
 	each, any *descriptor // of GetBatch and of GetAny; nil until the program asks for one
-	timer     *time.Timer // for changes that time alone makes
+	timer     *time.Timer // runs wakeAll when a limit of overdue passes
 }
 
-// show makes the descriptors readable or not. If next is not 0, wakeAll runs after it.
+// show makes the descriptors readable or not. If next is not 0, wakeAll runs when next has passed.
 func (b *batchDescriptors) show(each, any bool, next time.Duration) {
 	b.each.show(each)
 	b.any.show(any)

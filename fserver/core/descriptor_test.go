@@ -16,7 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// sleep waits until fd is readable, for limit at most, as an event loop does. It reports whether fd is readable.
+// sleep waits until fd is readable, as an event loop does, for limit at most. It reports whether fd is readable.
 func sleep(t *testing.T, fd int, limit time.Duration) bool {
 	t.Helper()
 	for end := time.Now().Add(limit); ; {
@@ -222,8 +222,8 @@ func TestDescriptorsAtTheEnd(t *testing.T) {
 	vantest.Fails(t, err, van.ErrClosed)
 }
 
-// TestDescriptorsOfClosedNodes: nodes that leave without the others make their descriptors readable. A failed request of the worker
-// is not the only reason: there is none.
+// TestDescriptorsOfClosedNodes: nodes that leave without the others make their descriptors readable. The worker has no
+// request that could fail and make its descriptor readable.
 func TestDescriptorsOfClosedNodes(t *testing.T) {
 	workers, server := openAll(t, testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.ReplaceTimeout = time.Hour }}))
 	for _, s := range []*Session{workers[0], server} {

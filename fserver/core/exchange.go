@@ -92,8 +92,8 @@ func (e *Exchange) capturing(current af.Stream) (bool, error) {
 }
 
 // Wait waits until the call of the last Start is complete. limit counts from the Start; after slice Wait returns
-// ErrPending. With a slice of 0 it does not wait. If two callers wait, one of them gets postoffice.ErrOtherWaits. If there is no such call and current is
-// being captured, Wait is af.Prepared.QueueWait, and returns ErrCaptured.
+// ErrPending. With a slice of 0 it does not wait. If two callers wait, one of them gets postoffice.ErrOtherWaits. If there
+// is no such call and current is being captured, Wait is af.Prepared.QueueWait, and returns ErrCaptured.
 func (e *Exchange) Wait(current af.Stream, limit, slice time.Duration) error {
 	h := e.flying.Load()
 	if h == none {

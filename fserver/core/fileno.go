@@ -22,12 +22,12 @@ func Poll(s *Session, handler int64) error {
 }
 
 // Descriptor returns the number of a descriptor that is readable
-//   - on a server, while GetBatch, or with any GetAny, would return batches or an error at once;
+//   - on a server, while GetBatch (if any is set, GetAny) would return batches or an error at once;
 //   - on a worker, while a request has ended that neither Wait nor Poll has reported;
 //   - in both roles, when the node has left the cluster.
 //
-// These calls make it unreadable; the program need not read it. The first call of Descriptor opens it. It stays open until the
-// process ends.
+// The calls of that list make the descriptor unreadable; the program need not read it. The first call of Descriptor opens it. It
+// stays open until the process ends.
 func Descriptor(s *Session, any bool) (int, error) {
 	switch {
 	case s.queue != nil:

@@ -112,7 +112,7 @@ func TestQueueModel(t *testing.T) {
 			}
 		}
 		for range 60 {
-			if rng.IntN(4) == 0 { // the program reads the descriptors, which it need not
+			if rng.IntN(4) == 0 { // a program may read the descriptors
 				for i := range shown {
 					_, _ = unix.Read(shown[i], make([]byte, 8))
 				}

@@ -118,7 +118,7 @@ func TestWakes(t *testing.T) {
 	}
 	vantest.Eventually(t, 20*time.Second, "two batches", func() bool { return arrived(q) == 2 })
 	callers := map[string]chan struct{}{"GetAny": q.anyReady, "GetBatch": q.changed}
-	sleep := func() { // as a caller does that finds no batch
+	sleep := func() { // as a caller that finds no batch does
 		for _, woken := range callers {
 			select {
 			case <-woken:

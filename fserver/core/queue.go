@@ -143,7 +143,7 @@ func (q *queue) cancel(id uint64, b af.Batch) {
 }
 
 // unlock ends a change of the queue: it shows the descriptors, unlocks q.mu, and wakes a caller of await for which there are
-// batches. With all it wakes one of each kind, since there may be an error.
+// batches. If all is set, it wakes one of each kind, since there may be an error.
 func (q *queue) unlock(all bool) {
 	each, some := q.enough(), q.filled > 0
 	if q.shown.each != nil || q.shown.any != nil {
@@ -370,7 +370,7 @@ func (q *queue) ready(most int) bool {
 // send another batch. If most is not eachOne, take is takeAny.
 func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
 	q.mu.Lock()
-	defer q.unlock(false) // wakes another caller if there is more: two signals may have become one token
+	defer q.unlock(false) // wakes another caller if batches remain: two signals may have become one token
 	q.refuses = false     // a thread serves
 	if most != eachOne {
 		return q.takeAny(items, most)

@@ -109,7 +109,7 @@ def test_asyncio(cluster, lib, env, each):
     assert got[-1] == 2 * TASKS * ROUNDS
 
 
-# epoll, level- and edge-triggered, and a program that reads the descriptor all the same.
+# epoll, level- and edge-triggered, and a program that reads the descriptor.
 
 def epoll_server(n):
     edge, reads = n.args

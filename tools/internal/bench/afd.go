@@ -1,6 +1,6 @@
 package bench
 
-// bench afd: attention processes and FFN processes that exchange activations, by themselves and in decode steps.
+// bench afd: attention processes and FFN processes exchange activations, first without computations, then in decode steps.
 
 import (
 	"cmp"
@@ -22,8 +22,8 @@ import (
 )
 
 const (
-	afdProcesses = 64      // at most, of a role
-	afdTensors   = 8 << 30 // bytes, at most
+	afdProcesses = 64      // the largest number of processes of a role
+	afdTensors   = 8 << 30 // the most bytes of all tensors
 )
 
 func afdCommand(common []cli.Flag) *cli.Command {
@@ -387,7 +387,7 @@ func (r *afdRun) steps(rep *afdReport, servers, workers, both ranks, d time.Dura
 	return nil
 }
 
-// afdStepTime is about how long the steps of one time of computation are measured.
+// afdStepTime is the approximate duration of the measurement of decode steps for one value of --compute.
 const afdStepTime = 10 * time.Second
 
 func (r *afdReport) print(w io.Writer) error {

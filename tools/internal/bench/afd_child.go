@@ -22,7 +22,7 @@ import (
 // Forms of a round trip.
 const (
 	formPushPull = "push_pull" // the tensors are checked in each call
-	formPrepared = "prepared"  // once, by Prepare
+	formPrepared = "prepared"  // the tensors are checked once, by Prepare
 )
 
 var afdForms = []string{formPushPull, formPrepared}
@@ -38,7 +38,7 @@ const (
 // atOnce is the time of computation of a server that answers each batch at once.
 const atOnce = time.Duration(-1)
 
-// afdShape is what the processes of a run agree on.
+// afdShape has the sizes and contents that all processes of a run use.
 type afdShape struct {
 	push, pull   int // bytes to and from each server
 	microBatches int
@@ -302,7 +302,7 @@ func (x *afdWorker) trip(ctx context.Context, m *microBatch, form string) (int64
 
 // step makes a decode step, and returns its nanoseconds: from the first computation to the end of the last round trip.
 // The computation of a micro-batch checks the tensors of its former round trip and makes those of its next one. The
-// other micro-batches are away meanwhile.
+// other micro-batches are in flight meanwhile.
 func (x *afdWorker) step(ctx context.Context, form string, d time.Duration) (int64, error) {
 	start := time.Now()
 	for layer := range x.layers {
@@ -371,7 +371,7 @@ type afdServer struct {
 	compute atomic.Int64 // the nanoseconds of a computation, or atOnce
 	ready   chan af.Batch
 	answers [][]afdAnswer // by micro-batch and worker
-	// Of computations alone.
+	// The tensors of computations alone.
 	ownPush, ownAnswer []byte
 }
 

@@ -90,7 +90,7 @@ static uint32_t await(struct floor_word *w, uint32_t seen, int64_t poll) {
   }
 }
 
-// Waits until all peers of the gate do. Returns 0, or ECANCELED if the gate is broken.
+// Waits until all threads of the gate wait. Returns 0, or ECANCELED if the gate is broken.
 static int pass(struct floor_gate *g) {
   if (g->peers > 1) {
     uint32_t turn = __atomic_load_n(&g->turn.value, __ATOMIC_SEQ_CST);

@@ -118,7 +118,7 @@ func (p *pairs) measure(n int) ([]int64, error) {
 	return ns, nil
 }
 
-// cause orders the errors of pairs: 2 is the error of a failed pair, 1 that of a pair which another one has ended.
+// cause orders the errors of pairs: 2 is the error of a failed pair, 1 is the error of a pair that another pair has ended.
 func cause(err error) int {
 	switch {
 	case err == nil:

@@ -10,14 +10,15 @@
 // byte after each round. Returns 0, or errno.
 int floor_serve(int fd, char *in_buf, size_t in, char *out_buf, size_t out, int touch);
 
-// A word that threads, also of several processes, wait for. It has cache lines of its own.
+// A flag that threads, also of several processes, wait for. It has cache lines of its own.
 struct floor_word {
   uint32_t value;
   uint32_t asleep; // a thread sleeps until the value changes
   char apart[120];
 };
 
-// The threads of a process that begin each round together: peers of them. All other fields are 0 at first.
+// A barrier of the threads of a process, which begin each round together. peers is their number. The other fields, but poll, are 0 at
+// first.
 struct floor_gate {
   struct floor_word turn;
   int64_t poll; // nanoseconds of polling before a thread sleeps

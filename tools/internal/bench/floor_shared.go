@@ -85,7 +85,8 @@ type sharedPair struct {
 	poll C.int64_t
 }
 
-// dialShared maps the memory of servers of newSharedServer, as that client of theirs. The floor has n pairs altogether.
+// dialShared maps the memory of several servers of newSharedServer; client is the number of this client at each of them. The floor
+// has n pairs altogether.
 func dialShared(addrs []string, client, n, push, pull int) (*pairs, error) {
 	return dialed(addrs, floorPoll(n), func(addr string) (floorPair, error) {
 		count, text, _ := strings.Cut(addr, ":")
