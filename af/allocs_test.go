@@ -18,7 +18,7 @@ func TestAllocations(t *testing.T) {
 		defer c.Finalize(t)
 		answer := []af.KeyTensor{{Val: tensor(t, make([]float32, 256))}}
 		var left counter
-		stream, limit, server, rows := af.Stream(1<<20), 20*time.Second, 0, 256 // of which none is a constant
+		stream, limit, server, rows := af.Stream(1<<20), 20*time.Second, 0, 256 // variables: a constant becomes an interface without an allocation
 		serve(t, c.Servers[0], func(b af.Batch) {
 			var err error
 			if answer[0].Key = b.Pulls()[0].Key; answer[0].Key == 2 {

@@ -83,9 +83,9 @@ func (b Batch) Wanted() bool {
 	return c == nil || c.IsAwaited(b.w.instance, b.w.epoch, b.w.customer, b.w.first)
 }
 
-// Context returns the context of the batch. It ends when the batch is answered, refused or released, when its worker has canceled it
-// or is lost, when the server or its node is closed, and when the context of Shutdown ends; context.Cause tells which. The
-// first call for a batch makes it.
+// Context returns the context of the batch. The context ends when the batch is answered, refused or released, when its worker has
+// canceled it or is lost, when the server or its node is closed, and when the context of Shutdown ends. context.Cause returns the
+// reason. The first call for a batch creates the context.
 func (b Batch) Context() context.Context {
 	return b.w.s.inbound.Context(&b.w.accepted, b.w.x.id, func() bool { return b.w.state.Load()>>1 == b.gen })
 }
@@ -195,7 +195,7 @@ func (b *work) unref() {
 	if b.refs.Add(-1) > 0 {
 		return
 	}
-	b.s.inbound.Leave(&b.accepted) // unless it was answered
+	b.s.inbound.Leave(&b.accepted) // no effect if the batch was answered
 	b.state.Store((b.state.Load()>>1 + 1) << 1)
 	for i, m := range b.msgs {
 		m.Release()

@@ -63,7 +63,7 @@ func Example() {
 	// Output: [2 4 6] <nil> 2 true
 }
 
-// Two servers: each of them receives the push tensor, and fills its own pull tensor.
+// Each of two servers receives the push tensor, and fills its own pull tensor.
 func ExampleWorker_PushPull() {
 	ctx := context.Background()
 	c, err := clustertest.New(ctx, clustertest.Options{Servers: 2})
@@ -156,7 +156,7 @@ func ExampleBatch_Respond() {
 	// Output: [1] [4] <nil>
 }
 
-// The server ends in order: it answers the batch that it has, and refuses the next one.
+// The server shuts down in order: it answers the batch in progress, and refuses the next one.
 func ExampleServer_Shutdown() {
 	begun, down := make(chan struct{}), make(chan struct{})
 	inProcess(func(n *postoffice.Node) {
@@ -166,10 +166,10 @@ func ExampleServer_Shutdown() {
 			_ = b.Respond(b.Pushes())
 		})
 		<-begun
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second) // for the handlers
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second) // the limit for the handlers
 		defer cancel()
 		if err := server.Shutdown(ctx); err != nil {
-			fmt.Println(err) // names the workers that wait
+			fmt.Println(err) // the error names the workers that wait
 		}
 		close(down)
 	}, func(n *postoffice.Node) {

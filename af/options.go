@@ -43,10 +43,10 @@ func (Stream) streamOption()  {}
 func (Stream) startOption()   {}
 func (Stream) respondOption() {}
 
-// To sends a PushPull to some servers only: those with these group ranks, ascending. There is then a list of pull tensors for
-// each of them. The servers answer each batch by
-// itself; C++ StepMesh's hand batches out only when every worker has sent one to each of
-// them, so in a cluster with such a server a call to some is refused.
+// To sends a PushPull only to the servers with these group ranks, in ascending order. The call then has one list of pull tensors
+// for each of these servers. The servers answer each batch by
+// itself. C++ StepMesh servers hand out batches only when every worker has sent one to each of
+// them, so a call to some servers is refused in a cluster with such a server.
 type To []int
 
 func (To) callOption() {}

@@ -27,7 +27,7 @@ import (
 // device, see Stream: a goroutine of the server waits, and then sends. Errors of that goroutine are logged.
 //
 // A missing key or a wrong size is an error that wraps van.ErrInvalid; nothing was sent then, and the batch can still
-// be answered. A second Respond returns cluster.ErrAnswered.
+// be answered. A second Respond returns postoffice.ErrAnswered.
 func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	s := b.w.s // other fields of b.w may belong to another batch
 	o, err := with(options{}, opts)
@@ -72,7 +72,7 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 // a call to several servers. A C++ worker cannot be notified; it waits for its limit, and this server logs that.
 //
 // A batch of several pushes without a pull is acknowledged as it arrives. For such a batch, and for a batch that was
-// answered or refused before, Refuse returns cluster.ErrAnswered.
+// answered or refused before, Refuse returns postoffice.ErrAnswered.
 func (b Batch) Refuse(why error) error {
 	s := b.w.s
 	no := cluster.Declined(why)
@@ -92,7 +92,7 @@ func (b Batch) Refuse(why error) error {
 	return nil
 }
 
-// end records that the batch has its answer, and drops the first reference.
+// end records that the batch has its answer, and releases the first reference.
 func (b *work) end() {
 	b.s.inbound.Leave(&b.accepted)
 	b.unref()

@@ -257,7 +257,7 @@ func (x *sender) drop(gone func(epoch uint32, customer, ts int32) bool) int {
 	return len(open)
 }
 
-// take begins a batch, unless the server accepts none any more. x.mu is held.
+// take begins a batch. It fails if the server is shutting down. The caller holds x.mu.
 func (x *sender) take(msg *van.Message) (*work, error) {
 	x.freeMu.Lock()
 	var b *work

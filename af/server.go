@@ -22,7 +22,7 @@ import (
 
 // Handler handles one complete batch of one worker. It may answer before it returns or later, from any goroutine. It
 // may block: other workers are served meanwhile. A panic in it is not recovered: it ends the process, which is the
-// loss of a peer for other nodes. A handler that takes long watches Batch.Context.
+// loss of a peer for other nodes. A handler that runs for a long time should watch Batch.Context.
 type Handler func(Batch)
 
 // ServerOptions are the options of NewServer. The zero value is what StepMesh uses.
@@ -30,7 +30,7 @@ type ServerOptions struct {
 	AppID int
 
 	// OnUnwanted, if not nil, is called with the node id of a worker's instance after that worker has canceled some of its
-	// batches: they may not be Wanted any more. It must not block. The loss of a worker is reported by Node.OnPeer.
+	// batches, for which Batch.Wanted is false from then on. OnUnwanted must not block. Node.OnPeer reports the loss of a worker.
 	OnUnwanted func(worker postoffice.NodeID)
 }
 
@@ -48,7 +48,7 @@ type Server struct {
 	reorders bool               // messages of a worker may overtake each other
 
 	unwanted func(worker postoffice.NodeID) // see ServerOptions.OnUnwanted
-	handler  Handler                        // set once, before anything is received
+	handler  Handler                        // set once, before the first message is received
 	serving  atomic.Pointer[cluster.Customer]
 
 	closed atomic.Bool
@@ -209,19 +209,19 @@ func (s *Server) giveUp(w cluster.Canceled) {
 	}
 }
 
-// Shutdown ends the service in order. From now on the server refuses new batches: their calls fail at once with van.ErrFinished. A
+// Shutdown ends the service in order. The server refuses all new batches: their calls fail at once with van.ErrFinished. A
 // C++ worker cannot be notified and waits for its limit. Shutdown returns nil when all handlers have returned and all batches
-// that have begun are answered, refused or released, without those whose workers do not wait any more. When ctx ends first, the
-// batches' contexts end, and the error wraps ctx's and names the workers that wait.
+// that have begun are answered, refused or released. Batches whose workers no longer wait do not count. If ctx ends first, the
+// batches' contexts end, and the error wraps the cause of ctx and names the workers that wait.
 //
 // The server refuses batches until Close, or until the node has left. Batches that wait behind a running handler of their worker have
-// not begun, and are refused. A handler must call Shutdown on another goroutine. It may be
+// not begun, and are refused. A handler must call Shutdown on another goroutine. Shutdown may be
 // called again, to wait for longer.
 func (s *Server) Shutdown(ctx context.Context) error {
 	s.mu.Lock()
 	s.inbound.Refuse()
 	var err error
-	if s.serving.Load() == nil { // Handle was not called: requests are waiting for it
+	if s.serving.Load() == nil { // Handle was not called: requests wait for a handler
 		err = s.begin()
 	}
 	s.mu.Unlock()
@@ -231,7 +231,7 @@ func (s *Server) Shutdown(ctx context.Context) error {
 	return s.inbound.Drain(ctx)
 }
 
-// Close unregisters the server from its node. Incomplete batches are dropped, and the contexts of the others end.
+// Close unregisters the server from its node. Incomplete batches are dropped, and the contexts of all other batches end.
 func (s *Server) Close() {
 	s.mu.Lock()
 	c, forget := s.serving.Load(), s.forget

@@ -27,8 +27,8 @@ func refused(t *testing.T, w *af.Worker) {
 	})
 }
 
-// TestShutdown: a server that shuts down answers the batches that it has, one of them begun and not complete, refuses all others at
-// once, and Shutdown returns when the last answer is sent.
+// TestShutdown: a server that shuts down answers the batches that have begun, one of which is still incomplete. It refuses all other
+// batches at once. Shutdown returns when the last answer is sent.
 func TestShutdown(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		o.Workers = 2
@@ -51,7 +51,7 @@ func TestShutdown(t *testing.T) {
 		eventually(t, "a batch has begun", func() bool { n, _ := af.OpenBatches(s, van.WorkerID(0)); return n == 1 })
 
 		done := make(chan error, 2)
-		for range 2 { // it may be called by several
+		for range 2 { // several goroutines may call Shutdown
 			go func() { done <- s.Shutdown(t.Context()) }()
 		}
 		refused(t, other)
@@ -86,7 +86,7 @@ func TestShutdown(t *testing.T) {
 		}
 		vantest.Fails(t, s.Handle(echoes(t)), van.ErrClosed, "shuts down")
 		s.Close()
-		serve(t, c.Servers[0], echoes(t)) // a new server takes its place
+		serve(t, c.Servers[0], echoes(t)) // a new server replaces the closed one
 		works(t, w, 1)
 	}, all...)
 }
@@ -146,7 +146,7 @@ func TestShutdownEnds(t *testing.T) {
 	}
 }
 
-// TestShutdownBeforeHandle: a server without a handler refuses the requests that wait for it.
+// TestShutdownBeforeHandle: a server without a handler refuses the requests that wait for a handler.
 func TestShutdownBeforeHandle(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	s, err := af.NewServer(c.Servers[0], af.ServerOptions{})
@@ -173,7 +173,7 @@ func TestBatchContext(t *testing.T) {
 			if err := b.Refuse(errors.New("no")); err != nil {
 				t.Error(err)
 			}
-		}, context.Canceled}, // by the refusal, or by the worker that has received it
+		}, context.Canceled}, // caused by the refusal, or by a cancellation of the refused worker
 		"released": {func(_ *testing.T, _ *testcluster.Cluster, _ *af.Server, b af.Batch, _ af.Call) { b.Release() }, context.Canceled},
 		"canceled": {func(t *testing.T, _ *testcluster.Cluster, _ *af.Server, _ af.Batch, call af.Call) {
 			ctx, cancel := context.WithCancel(t.Context())

@@ -199,8 +199,8 @@ type KeyTensor struct {
 	Val Tensor
 }
 
-// onDevice reports whether one of the tensors is on a device. For tensor i on a device that the node does not own it returns i and
-// an error.
+// onDevice reports whether one of the tensors is on a device. If tensor i is on a device that the node does not own, onDevice returns
+// i and an error.
 func onDevice(b backend.Backend, list []KeyTensor) (i int, device bool, err error) {
 	for i := range list {
 		m := &list[i].Val.mem

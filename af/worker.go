@@ -63,15 +63,14 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	return w, nil
 }
 
-// PushPull sends every push tensor to every server, and asks server s for the pull tensors pull[s], as many of each
-// server. It returns at once; a call with P push tensors and Q pull tensors of each server has P+Q consecutive timestamps,
-// pushes first. Either kind may be missing (nil), not both. Options are To, Within and a
-// Stream.
+// PushPull sends every push tensor to every server, and asks server s for the pull tensors pull[s]. The number of pull tensors is the
+// same for all servers. PushPull returns at once. A call with P push tensors and Q pull tensors of each server has P+Q consecutive
+// timestamps, pushes first. Either list may be nil, but not both. Options are To, Within and a Stream.
 //
 // Keys of one list must differ. Tensors must
 // stay as they are until Call.Wait has returned. A pull tensor is
 // filled by the time Wait returns nil; its size must be that of the answer. Pull tensors
-// share no memory with each other; with push tensors only where one server is asked.
+// must not share memory with each other. They may share memory with push tensors if the call has one server.
 //
 // Batches are sent in the order of the calls. A batch with tensors on the node's device
 // waits for work on that device, see Stream; when that work fails, so does Wait.

@@ -54,7 +54,7 @@ func Example() {
 	// Output: [2 20 200] <nil>
 }
 
-// This handler computes for a long time. It stops when nobody waits for its answer any more.
+// The handler computes for a long time. It stops when the worker no longer waits for the answer.
 func ExampleRequest_Context() {
 	next := make(chan float32) // results of a computation
 	h := func(r kv.Request[float32]) {
@@ -64,7 +64,7 @@ func ExampleRequest_Context() {
 			case v := <-next:
 				res.Vals = append(res.Vals, v)
 			case <-r.Context().Done():
-				_ = r.Refuse(context.Cause(r.Context())) // canceled, its worker lost, or the server shuts down
+				_ = r.Refuse(context.Cause(r.Context())) // the request is canceled, the worker is lost, or the server shuts down
 				return
 			}
 		}

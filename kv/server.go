@@ -22,8 +22,8 @@ import (
 // Handler takes one request of one worker. It answers with Respond, or refuses with Refuse, before it returns or
 // later, from any goroutine. It may block: other workers are served meanwhile,
 // so it may run for several at once. The call of a worker whose request gets neither fails with van.ErrTimeout. A handler
-// that panics ends the process, as in any goroutine; its workers' calls fail with van.ErrPeerLost. A handler that takes long
-// watches Request.Context.
+// that panics ends the process, as in any goroutine; its workers' calls fail with van.ErrPeerLost. A handler that runs for a long
+// time should watch Request.Context.
 type Handler[V Value] func(Request[V])
 
 // Server hands the requests of all workers to a handler. All methods are safe for
@@ -105,19 +105,19 @@ func (s *Server[V]) RegisterRecvBuffer(workerRank int, key Key, vals []V) error 
 	return nil
 }
 
-// Shutdown ends the service in order. From now on the server refuses new requests, those of its SimpleApp included: their calls
-// fail at once with van.ErrFinished. A worker of the original cannot be told and waits for its limit. Shutdown returns nil when
-// all handlers have returned and all requests that the server has accepted are answered or refused, without those whose workers do
-// not wait any more. When ctx ends first, the requests' contexts end, and the error wraps ctx's and names the workers that wait.
+// Shutdown ends the service in order. The server refuses all new requests, also requests of its SimpleApp: their calls
+// fail at once with van.ErrFinished. A C++ worker cannot be notified and waits for its limit. Shutdown returns nil when
+// all handlers have returned and all requests that the server has accepted are answered or refused. Requests whose workers no longer
+// wait do not count. If ctx ends first, the requests' contexts end, and the error wraps the cause of ctx and names the workers that wait.
 //
 // The server refuses requests until Close, or until the node has left. Requests that wait behind a running handler
-// of their worker are not accepted yet, and are refused. A handler must call Shutdown on another goroutine. It may be called again,
-// to wait for longer.
+// of their worker are not accepted yet, and are refused. A handler must call Shutdown on another goroutine. Shutdown may be called
+// again, to wait for longer.
 func (s *Server[V]) Shutdown(ctx context.Context) error {
 	s.mu.Lock()
 	s.simple.inbound.Refuse()
 	var err error
-	if s.simple.customer.Load() == nil { // Handle was not called: requests are waiting for it
+	if s.simple.customer.Load() == nil { // Handle was not called: requests wait for a handler
 		err = s.begin()
 	}
 	s.mu.Unlock()
@@ -127,7 +127,7 @@ func (s *Server[V]) Shutdown(ctx context.Context) error {
 	return s.simple.inbound.Drain(ctx)
 }
 
-// Close takes the server off its node. It waits for no handler; the contexts of requests end.
+// Close unregisters the server from its node and ends the contexts of its requests. It does not wait for handlers.
 func (s *Server[V]) Close() {
 	s.mu.Lock()
 	c := s.simple.customer.Load()
@@ -229,9 +229,9 @@ func (s *Server[V]) accept(msg *van.Message) (r Request[V], err error) {
 	}, nil
 }
 
-// Context returns the context of the request. It ends when the request is answered or refused, when its worker has canceled it or
-// is lost, when the server or its node is closed, and when the context of Shutdown ends; context.Cause tells which. The first call
-// for a request makes it.
+// Context returns the context of the request. The context ends when the request is answered or refused, when its worker has canceled
+// it or is lost, when the server or its node is closed, and when the context of Shutdown ends. context.Cause returns the reason. The
+// first call for a request creates the context.
 func (r Request[V]) Context() context.Context {
 	return r.s.simple.inbound.Context(&r.ticket.accepted, r.reply.Sender, func() bool { return r.ticket.state.Load() == r.gen<<1 })
 }
@@ -304,8 +304,8 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 
 // Refuse ends the request without an answer: the worker's call fails at once, with van.ErrRequestRefused and the text of
 // why, up to about 900 bytes of it. It also matches van.ErrInvalid or van.ErrQueueFull if why does. If the request
-// was one part of a call to several servers, the whole call fails. A worker of the original cannot be told; it waits for
-// its limit, which this server's log says.
+// was one part of a call to several servers, the whole call fails. A C++ worker cannot be notified; it waits for
+// its limit, and this server logs that.
 //
 // A request that was answered or refused before is postoffice.ErrAnswered.
 func (r Request[V]) Refuse(why error) error {
@@ -321,7 +321,7 @@ func (r Request[V]) Refuse(why error) error {
 	return nil
 }
 
-// end records that the request has its answer, and puts the ticket back.
+// end records that the request has its answer, and returns the ticket to the pool.
 func (r Request[V]) end() {
 	r.s.simple.inbound.Leave(&r.ticket.accepted)
 	r.ticket.state.Store((r.gen + 1) << 1)

@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// TestShutdown: a server that shuts down answers what it has accepted, and refuses everything else at once: pushes, pulls, and
-// requests of its SimpleApp. Requests that their worker has canceled are not waited for.
+// TestShutdown: a server that shuts down answers the requests that it has accepted, and refuses all others at once: pushes, pulls, and
+// requests of its SimpleApp. Shutdown does not wait for requests that their worker has canceled.
 func TestShutdown(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		o.Workers = 2
@@ -44,7 +44,7 @@ func TestShutdown(t *testing.T) {
 		unwanted := <-slow
 		cancel()
 		vantest.Fails(t, gone.Wait(canceled), context.Canceled)
-		<-unwanted.Context().Done() // it gets no answer
+		<-unwanted.Context().Done() // this request gets no answer
 		asked, err := other.SimpleApp().Request(5, nil, postoffice.ServerID(0))
 		if err != nil {
 			t.Fatal(err)
@@ -115,7 +115,7 @@ func TestShutdownEnds(t *testing.T) {
 	err = s.Shutdown(ctx)
 	fails(t, err, postoffice.ErrTimeout, "server 0 (id 8): shutdown", "worker 0 (id 9)", "requests: 1")
 	fails(t, err, context.DeadlineExceeded)
-	fails(t, context.Cause(r.Context()), context.DeadlineExceeded) // made after the end
+	fails(t, context.Cause(r.Context()), context.DeadlineExceeded) // this context is created after Shutdown has ended
 	if err := r.Respond(kv.Pairs[float32]{}); err != nil {
 		t.Error(err)
 	}
@@ -155,7 +155,7 @@ func TestRequestContext(t *testing.T) {
 			if err := errors.Join(r.Refuse(errors.New("no")), m.Refuse(errors.New("no"))); err != nil {
 				t.Error(err)
 			}
-		}, context.Canceled}, // by the refusal, or by the worker that has received it
+		}, context.Canceled}, // caused by the refusal, or by a cancellation of the refused worker
 		"worker lost": {func(_ *testing.T, c *testcluster.Cluster, _ *kv.Server[float32], _ kv.Request[float32], _ kv.SimpleMessage) {
 			c.Workers[0].Close()
 		}, van.ErrPeerLost},
@@ -172,7 +172,7 @@ func TestRequestContext(t *testing.T) {
 			if _, err := w.Push([]kv.Key{1}, []float32{1}); err != nil {
 				t.Fatal(err)
 			}
-			if _, err := s.SimpleApp().Request(0, nil, postoffice.ServerID(0)); err != nil { // a server asks itself
+			if _, err := s.SimpleApp().Request(0, nil, postoffice.ServerID(0)); err != nil { // the server sends a request to itself
 				t.Fatal(err)
 			}
 			own := <-simple

@@ -26,7 +26,7 @@ type SimpleMessage struct {
 
 	app   *SimpleApp
 	epoch uint32            // of the requester's process, see van.Message
-	state *cluster.Accepted // of a request, nil for an answer
+	state *cluster.Accepted // set for a request; nil for an answer
 }
 
 // SimpleHandler takes a request or an answer. It runs on the transport's
@@ -58,7 +58,7 @@ type SimpleApp struct {
 	node     cluster.App
 	app      int
 	timeout  time.Duration
-	inbound  *cluster.Inbound // requests of the node's customer, also of a Server's
+	inbound  *cluster.Inbound // accepted requests; a Server or Worker shares it with its SimpleApp
 	customer atomic.Pointer[cluster.Customer]
 	ready    chan struct{} // closed when customer is there
 	own      bool          // made by NewSimpleApp
@@ -276,7 +276,7 @@ func (d SimpleMessage) Refuse(why error) error {
 
 var messages = sync.Pool{New: func() any { return new(van.Message) }}
 
-// Context returns the context of a request, see Request.Context. That of an answer has ended.
+// Context returns the context of a request, see Request.Context. The context of an answer has ended.
 func (d SimpleMessage) Context() context.Context {
 	if d.state == nil {
 		ctx, end := context.WithCancel(context.Background())
@@ -287,7 +287,7 @@ func (d SimpleMessage) Context() context.Context {
 }
 
 // Wanted reports whether the sender of a request may still wait for its answer: it has not canceled the request,
-// is not lost, and has not been replaced. Unlike Context it costs nothing, and does not change with the answer.
+// is not lost, and has not been replaced. Unlike Context, Wanted allocates nothing, and its result does not change with the answer.
 func (d SimpleMessage) Wanted() bool {
 	if d.app == nil {
 		return false

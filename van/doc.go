@@ -7,6 +7,7 @@
 //	postoffice, kv, af     see only the Van interface
 //	van/stage              wraps a transport: values on devices
 //	van/local              wraps a transport: peers of the same host
+//	van/tcp                wraps a transport: data between nodes of this library
 //	van/zmq, van/rdma      the transports, one package each
 //	van                    this package
 //	van/backend            the memory that data frames point to

@@ -24,7 +24,7 @@ func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer
 	return a.AddServer(id, customer, NewInbound(), handle)
 }
 
-// AddServer is AddCustomer for an application that accepts requests with in, which belongs to no other customer.
+// AddServer is AddCustomer for an application that accepts requests. in lists them, and belongs to no other customer.
 func (a App) AddServer(id, customer int, in *Inbound, handle func(*van.Message)) (*Customer, error) {
 	n := a.Node
 	if n.role != van.Worker {

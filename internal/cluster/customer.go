@@ -190,8 +190,8 @@ func (c *Customer) Try(ts int32) error {
 	return err
 }
 
-// OnUnreported makes the customer call f now, and whenever the number of requests changes that have finished and whose result no
-// Wait or Try has returned yet. f gets this number. It must neither block nor call c.
+// OnUnreported makes the customer call f with the number of finished requests whose result no Wait or Try has returned. The customer
+// calls f at once, and whenever that number changes. f must neither block nor call c.
 func (c *Customer) OnUnreported(f func(n int)) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -263,7 +263,8 @@ func (c *Customer) neverIssued(ts, base, next int32) error {
 	return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler, Hint: hint}
 }
 
-// cannotWait is the error of a handler that cannot be waited for. r is the request in its place in the table, or nil. mu is held.
+// cannotWait returns the error of a Wait for a handler that has no result. r is the request at ts's place in the table, or nil. The caller
+// holds mu.
 func (c *Customer) cannotWait(ts int32, r *Request) error {
 	if !c.issued(ts) {
 		return c.neverIssued(ts, c.base, c.next)
@@ -322,7 +323,7 @@ func (c *Customer) deliverFrom(sender int) {
 	}
 }
 
-// peerLost fails the requests that node id has not answered, and ends the contexts of those that it has sent.
+// peerLost fails the requests that node id has not answered, and ends the contexts of the requests that node id has sent.
 func (c *Customer) peerLost(id int, cause error) {
 	c.inbound.peerLost(id, cause)
 	for _, r := range c.list() {
@@ -330,7 +331,7 @@ func (c *Customer) peerLost(id int, cause error) {
 	}
 }
 
-// abortAll fails all requests in flight, and ends the contexts of those that the application has accepted.
+// abortAll fails all requests in flight, and ends the contexts of the requests that the application has accepted.
 func (c *Customer) abortAll(err error) {
 	c.inbound.close(err)
 	for _, r := range c.list() {

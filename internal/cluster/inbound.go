@@ -1,7 +1,7 @@
 package cluster
 
-// The requests that an application has accepted and not answered yet: their contexts, and the end of a server that answers what
-// it has accepted.
+// This file owns the requests that an application has accepted and not answered yet: their contexts, and the shutdown of a server,
+// which waits for their answers.
 
 import (
 	"context"
@@ -19,36 +19,36 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Inbound has the requests that an application has accepted, by sender. Senders share no lock. It is safe for concurrent use.
+// Inbound lists the accepted requests of an application by sender. Senders share no lock. Inbound is safe for concurrent use.
 type Inbound struct {
 	self          *nodeInfo
 	processes     *processes
 	cancellations cancellations
 
-	draining atomic.Bool           // Drain was called
-	over     atomic.Pointer[error] // why all contexts have ended, nil before
+	draining atomic.Bool           // Refuse or Drain was called
+	over     atomic.Pointer[error] // the reason why all contexts have ended; nil before
 	closed   atomic.Bool           // the customer was closed, or its node has ended
-	idle     chan struct{}         // has a token when Drain is to check again
+	idle     chan struct{}         // contains a token when Drain must check again
 
 	mu sync.Mutex // guards changes of by
 	by atomic.Pointer[map[int]*inboundSender]
 }
 
-// inboundSender has the requests of one sender.
+// inboundSender lists the requests of one sender.
 type inboundSender struct {
-	running atomic.Int32 // handlers
+	running atomic.Int32 // number of running handlers
 
 	mu   sync.Mutex // guards the list, and the fields of its requests
 	list []*Accepted
 }
 
-// Accepted is one accepted request. It is part of the application's state of the request, which may be used again after Leave. The
+// Accepted is one accepted request. It is part of the application's state of the request. That state may be reused after Leave. The
 // zero value is ready for Accept.
 type Accepted struct {
 	from         *inboundSender // set by Accept
 	epoch        uint32
 	customer, ts int32
-	at           int // the place in from.list, counted from 1; 0: not there
+	at           int // 1 + the index in from.list; 0: not in the list
 
 	ctx context.Context // nil until Context is called
 	end context.CancelCauseFunc
@@ -92,8 +92,8 @@ func (b *Inbound) of(sender int) *inboundSender {
 	return s
 }
 
-// Accept records in r that the application takes a request, whose first message has these fields. After Drain it returns an
-// error that wraps van.ErrFinished instead, with which the caller refuses the request.
+// Accept records an accepted request in r. The other arguments are fields of the request's first message. After Refuse or Drain,
+// Accept returns an error that wraps van.ErrFinished, and the caller refuses the request with that error.
 func (b *Inbound) Accept(r *Accepted, sender int, epoch uint32, customer, ts int32) error {
 	s := b.of(sender)
 	s.mu.Lock()
@@ -106,14 +106,14 @@ func (b *Inbound) Accept(r *Accepted, sender int, epoch uint32, customer, ts int
 	s.list = append(s.list, r)
 	r.at = len(s.list)
 	s.mu.Unlock()
-	// A request that is canceled, or whose sender is lost, from here on is found in the list.
+	// From here on, a cancellation or the loss of the sender finds r in the list. The check covers earlier ones.
 	if !b.isAwaited(sender, epoch, customer, ts) {
 		b.leave(r, errUnwanted)
 	}
 	return nil
 }
 
-// Refuse makes Accept refuse requests from now on.
+// Refuse makes Accept refuse all further requests.
 func (b *Inbound) Refuse() { b.draining.Store(true) }
 
 // Draining returns the error with which new requests are refused, nil before Refuse and Drain.
@@ -128,10 +128,10 @@ func (b *Inbound) refusal() error {
 	return fmt.Errorf("%w: the server shuts down and accepts no more requests", van.ErrFinished)
 }
 
-// Enter and Exit enclose the call of a handler for a request of sender, which was accepted.
+// Enter and Exit enclose the acceptance of a request of sender and the call of its handler.
 func (b *Inbound) Enter(sender int) { b.of(sender).running.Add(1) }
 
-// Exit ends Enter.
+// Exit records that the handler has returned, see Enter.
 func (b *Inbound) Exit(sender int) {
 	if b.of(sender).running.Add(-1) == 0 {
 		b.changed()
@@ -177,7 +177,7 @@ func (b *Inbound) changed() {
 }
 
 // Context returns the context of r, a request of sender. isCurrent reports whether the caller's handle of the request still
-// belongs to r; if it is false the request has been answered.
+// belongs to r. If it does not, the request has been answered.
 func (b *Inbound) Context(r *Accepted, sender int, isCurrent func() bool) context.Context {
 	s := b.of(sender)
 	s.mu.Lock()
@@ -197,14 +197,14 @@ func (b *Inbound) Context(r *Accepted, sender int, isCurrent func() bool) contex
 	return r.ctx
 }
 
-// ended is a context that has ended.
+// ended returns a context that has ended.
 func ended(cause error) context.Context {
 	ctx, end := context.WithCancelCause(context.Background())
 	end(cause)
 	return ctx
 }
 
-// drop removes the requests of sender that gone selects, which nobody waits for.
+// drop removes the requests of sender that gone selects, and ends their contexts with cause.
 func (b *Inbound) drop(sender int, cause error, gone func(*Accepted) bool) {
 	by := b.by.Load()
 	if by == nil || (*by)[sender] == nil {
@@ -238,7 +238,7 @@ func (b *Inbound) peerLost(id int, cause error) {
 	b.drop(id, cause, func(r *Accepted) bool { return !b.processes.waits(id, r.epoch) })
 }
 
-// isAwaited is Customer.IsAwaited.
+// isAwaited implements Customer.IsAwaited.
 func (b *Inbound) isAwaited(sender int, epoch uint32, customer, ts int32) bool {
 	return b.processes.waits(sender, epoch) && !b.cancellations.has(sender, epoch, customer, ts)
 }
@@ -274,13 +274,13 @@ func (b *Inbound) endAll(cause error) {
 	}
 }
 
-// Drain calls Refuse, and waits until the accepted ones have left and no handler runs. When ctx ends
-// first, the contexts of the requests end, and the error names the senders that wait. When the customer is closed first, the
-// error wraps van.ErrClosed. It may be called again, and by several goroutines.
+// Drain calls Refuse, and waits until all accepted requests have left and no handler runs. If ctx ends
+// first, the contexts of the requests end, and the error names the senders that wait. If the customer is closed first, the
+// error wraps van.ErrClosed. Drain may be called again, and by several goroutines.
 func (b *Inbound) Drain(ctx context.Context) error {
 	begun := clock.Now()
 	b.Refuse()
-	defer wake.Put(b.idle) // for another Drain
+	defer wake.Put(b.idle) // wakes another Drain
 	for {
 		waiting := b.waiting()
 		if waiting == "" {
@@ -315,7 +315,7 @@ func (b *Inbound) waiting() string {
 		s.mu.Lock()
 		n := len(s.list)
 		s.mu.Unlock()
-		running := s.running.Load() // after the list: a request that has left it has entered its handler before
+		running := s.running.Load() // read after the list: a request that has left the list had entered its handler before
 		switch {
 		case n == 0 && running == 0:
 		case len(names) == maxNames:

@@ -633,7 +633,7 @@ func TestPlaceOfADeadMember(t *testing.T) {
 	}
 }
 
-// TestChallengesAreFew: however many processes register, few proofs are sent in a second, and as many in a later one.
+// TestChallengesAreFew: however many processes register, few proofs are sent in each second.
 func TestChallengesAreFew(t *testing.T) {
 	m := formed(t, attackConfig(van.Scheduler, 0, 8123), 0)
 	m.PeerLost(1e9, 9, nil)

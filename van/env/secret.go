@@ -163,8 +163,8 @@ func (c *Config) validateSecret(add func(*Error)) {
 	}
 }
 
-// validateTLS checks that data is not left plain with STEPAF_TLS=1: the secret must be required, since nodes that admit peers without a
-// proof send in plain, and RDMA has no encryption.
+// validateTLS checks that no data is sent without encryption if STEPAF_TLS is 1. The secret must be required, since nodes that admit
+// peers without a proof send them plaintext. The transport must not be RDMA, which has no encryption.
 func (c *Config) validateTLS(add func(*Error)) {
 	if !c.TLS {
 		return

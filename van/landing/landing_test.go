@@ -28,8 +28,8 @@ func TestAnswersApart(t *testing.T) {
 	}
 }
 
-// TestTakenBack: memory is taken back before an answer is found, before its bytes are written, and after that. Nothing is written from then on, by the host
-// or by a device, and the place serves the next answer.
+// TestTakenBack: memory is taken back before an answer is found, or after that and before its bytes are written. From then on neither the host nor a
+// device writes to the memory, and the place can be used for the next answer.
 func TestTakenBack(t *testing.T) {
 	const peer = 8
 	mem := backend.Bytes(make([]byte, 4096))
@@ -39,11 +39,11 @@ func TestTakenBack(t *testing.T) {
 		m.Timestamp = 1
 	}
 	pull.Request, pull.Receiver, pull.Into, answer.Sender = true, peer, mem, peer
-	var place Place // one for all cases, as a transport uses it again
+	var place Place // one for all cases, since transports reuse places
 	for _, c := range []struct {
 		name                 string
 		before, between      bool // memory is taken back before Find, or after it
-		other                bool // that is other memory
+		other                bool // other memory is taken back
 		found, written, fine bool
 	}{
 		{name: "not at all", found: true, written: true, fine: true},
@@ -92,7 +92,7 @@ func TestTakenBack(t *testing.T) {
 	}
 }
 
-// copying is the event of a copy that a device makes. It ends when done is closed.
+// copying is the event of a device's copy. The copy ends when done is closed.
 type copying struct {
 	backend.Event
 	waits, done chan struct{}

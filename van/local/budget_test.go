@@ -189,12 +189,12 @@ func TestSendBudgetWaits(t *testing.T) {
 	}
 }
 
-// TestRoomWait: a sender waits for a peer that consumes something within each timeout, for maxRoomWait at most. The wait ends after a timeout without
+// TestRoomWait: a sender waits for at most maxRoomWait while the peer makes progress within each timeout. The wait ends after a timeout without
 // progress.
 func TestRoomWait(t *testing.T) {
 	const timeout = 10 * time.Millisecond
 	for name, c := range map[string]struct {
-		next  func(at time.Duration) progress // of the peer
+		next  func(at time.Duration) progress // the peer's progress at a time
 		ends  time.Duration
 		idles bool
 	}{

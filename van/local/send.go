@@ -145,13 +145,13 @@ func (l *outLink) awaitRoom() bool {
 	}
 }
 
-// roomWait decides when awaitRoom ends without room.
+// roomWait decides when awaitRoom ends although the budget is still used up.
 type roomWait struct {
-	last         progress // of the peer
-	begun, since uint64   // the times of the beginning and of the last progress
+	last         progress // the peer's latest progress
+	begun, since uint64   // the times at which the wait began and the peer last made progress
 }
 
-// over reports whether the wait ends at the time now, at which the peer has made the progress t. idle means that the peer has
+// over reports whether the wait ends. t is the peer's progress at the time now. idle reports that the peer has
 // consumed nothing for timeout.
 func (w *roomWait) over(now uint64, t progress, timeout time.Duration) (over, idle bool) {
 	if t != w.last {

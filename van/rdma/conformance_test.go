@@ -54,7 +54,7 @@ func (w writer) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// variant is a configuration, network or layer with which the suite runs.
+// variant is one run of the suite, with its own configuration, network or wrapping van.
 type variant struct {
 	name    string
 	keys    *auth.Keys
@@ -84,7 +84,7 @@ func TestConformance(t *testing.T) {
 	})
 }
 
-// TestConformanceRarely runs the suite with configurations that seldom differ from those of TestConformance.
+// TestConformanceRarely runs the suite with configurations whose results seldom differ from those of TestConformance.
 func TestConformanceRarely(t *testing.T) {
 	if testing.Short() {
 		t.Skip("-short")

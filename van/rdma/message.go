@@ -97,7 +97,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 			continue
 		}
 		o.data[i] = f
-		f.Retain() // until recycle
+		f.Retain() // recycle releases it
 		zeroCopy = true
 	}
 	if n := o.packedLen(); n > maxData {

@@ -103,7 +103,7 @@ func (p *peer) recycle(o *outgoing) {
 	p.unsent -= o.unsent
 	o.unsent = 0
 	for _, m := range o.data {
-		m.Release() // a region retains what the device reads
+		m.Release() // the region itself retains memory that the device reads
 	}
 	o.done, o.destination, o.data = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}
 	if len(p.free) < 256 && cap(o.meta) <= 4*metaRoom && cap(o.copies) <= 2*stageEach {

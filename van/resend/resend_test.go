@@ -607,8 +607,8 @@ func losePeer(t *testing.T, cause error) {
 	}
 }
 
-// TestNoLongerUnresponsive: a message to a peer has timed out, and then the peer is lost, disconnected or replaced. A later message under its id does
-// not report the peer as up: that is the transport's or the node's to say.
+// TestNoLongerUnresponsive: a message to a peer has timed out, and then the peer is lost, disconnected or replaced. A later message with its id does
+// not make this van report the peer as up. Only the transport or the node may report that.
 func TestNoLongerUnresponsive(t *testing.T) {
 	for name, end := range map[string]func(t *testing.T, f *fixture){
 		"lost":         func(_ *testing.T, f *fixture) { f.p.watch(8, false, van.ErrPeerLost) },
@@ -656,7 +656,7 @@ func TestNoLongerUnresponsive(t *testing.T) {
 	}
 }
 
-// TestRenamedPeer: when a peer gets another id, messages that were kept for it, and those kept for the former holder of that id, are given back and not sent
+// TestRenamedPeer: when a peer gets another id, messages that were kept for the peer, and for the former holder of that id, are released and not sent
 // again. No failure is reported.
 func TestRenamedPeer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -689,8 +689,8 @@ func TestRenamedPeer(t *testing.T) {
 	})
 }
 
-// TestConnectedAgain: if a peer is connected again at the same address, kept messages are sent again and acknowledged there. At another address
-// they fail.
+// TestConnectedAgain: if a peer is connected again at the same address, kept messages are sent again and acknowledged there. If it is connected
+// at another address, they fail.
 func TestConnectedAgain(t *testing.T) {
 	for addr, lost := range map[string]bool{"a": false, "b": true} {
 		t.Run(addr, func(t *testing.T) {

@@ -128,8 +128,8 @@ func (a *acceptor) serve(c net.Conn) {
 	}
 }
 
-// waits reports whether the dialer waits for the admission. If its time is over, its process may have another connection by now, which the
-// admission would end.
+// waits reports whether the dialer still waits for the admission. If the dialer's time limit has passed, its process may have a newer
+// connection, which the admission would end.
 func waits(fd int) bool {
 	var b [1]byte
 	_, _, err := unix.Recvfrom(fd, b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)

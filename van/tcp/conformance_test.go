@@ -65,7 +65,7 @@ func (n *node) Connect(ctx context.Context, id int, peer van.Node) error {
 	return n.Van.Connect(ctx, id, peer)
 }
 
-// TestConformance runs the suite of all transports, without and with a cluster secret, and encrypted.
+// TestConformance runs the suite of all transports, without a cluster secret, with a secret, and with TLS.
 func TestConformance(t *testing.T) {
 	keys, err := auth.New([]byte("a secret of the conformance suite"), "suite", true)
 	if err != nil {
@@ -74,7 +74,7 @@ func TestConformance(t *testing.T) {
 	for name, s := range map[string]vantest.Suite{
 		"plain":  {New: nodes(nil, false)},
 		"secret": {New: nodes(keys, false)},
-		"tls":    {New: nodes(keys, true), MaxAllocs: 4}, // crypto/tls allocates a reader for each record, and when there is none
+		"tls":    {New: nodes(keys, true), MaxAllocs: 4}, // crypto/tls allocates a reader for each record, and for a read without a record
 	} {
 		t.Run(name, func(t *testing.T) { vantest.Run(t, s) })
 	}

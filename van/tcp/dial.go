@@ -101,7 +101,7 @@ const (
 // dialTime is how long one attempt to make a connection may take, without TLS.
 const dialTime = 2 * time.Second
 
-// dial makes a connection to n and installs it. again means that an earlier one broke.
+// dial makes a connection to n and installs it. again means that an earlier connection to n broke.
 func (d *dialer) dial(n *peer, again bool) (*outConn, error) {
 	ctx, cancel := context.WithTimeout(d.peers.ctx, d.n.within(dialTime))
 	defer cancel()

@@ -4,11 +4,12 @@
 // # Connections
 //
 // A connection has one direction. The sender dials the data port in the receiver's node record
-// (van.NodeExtension.DataPort) when it first sends data to that peer; Send waits, for dialTime (tlsTime) at most, until it is settled
-// whether there is a connection. If there is none, the peer's data goes over the van inside, and the log says why.
+// (van.NodeExtension.DataPort) when it first sends data to that peer. Send waits until the connection is made or has failed, for at
+// most dialTime (tlsTime with TLS). If it has failed, the peer's data goes over the van inside, and the log says why.
+// Nodes with different STEPAF_TLS send each other no data.
 //
 // Both ends introduce themselves before anything else (handshake.go). If the cluster has a secret, both prove that they know it.
-// With STEPAF_TLS=1 a connection is encrypted before that (tls.go).
+// With STEPAF_TLS=1, the TLS handshake comes first, and everything after it is encrypted (tls.go).
 //
 // # Messages
 //
@@ -34,6 +35,6 @@
 // # Files
 //
 // frame and handshake know the bytes; out is the sender's end of a connection, in and inbound the receiver's; source is the
-// engine's source; peers decides which connections there are; dial and accept make them; tls encrypts their bytes; silence ends those over which nothing
-// arrives; van puts all together.
+// engine's source; peers decides which connections there are; dial and accept make them; tls encrypts their bytes; silence ends connections whose
+// peer acknowledges nothing; van combines all parts.
 package tcp

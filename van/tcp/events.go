@@ -38,7 +38,8 @@ func (e *events) tell(n *peer, up bool, cause error) {
 	e.add(event{n: n, up: up, cause: cause})
 }
 
-// broke queues the loss and the return of n, whose connection to this node broke, unless n is known as lost. It calls then after that.
+// broke reports that n's connection to this node broke. It queues n's loss, and n's return unless the watcher already knows n as lost.
+// then is called after these events.
 func (e *events) broke(n *peer, then func()) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -59,8 +60,8 @@ func (e *events) replaced(old, n *peer) {
 	}
 }
 
-// inside passes on what the van inside reports of peer id, except a return while the connection for data is broken: what was sent then
-// would fail. The return is reported when that connection is made again.
+// inside passes the events of peer id from the van inside to the watcher. It drops a return while the connection for data is broken,
+// since a message would fail then. The return is reported when the connection for data is made again.
 func (e *events) inside(id int, up bool, cause error) {
 	if n := e.peers.of(id); up && n != nil {
 		e.mu.Lock()

@@ -48,7 +48,8 @@ func parseHead(b []byte) (h head, err error) {
 	return h, nil
 }
 
-// check returns what a receiver does not accept. Memory for the parts before the values is made as they arrive.
+// check returns an error for lengths that a receiver does not accept. The receiver allocates memory for the parts before the values as
+// their bytes arrive.
 func (h *head) check() *van.FieldError {
 	switch {
 	case h.meta > math.MaxInt32:

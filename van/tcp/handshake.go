@@ -8,7 +8,7 @@ package tcp
 //	 8  i32      its node id                  8  u8[16]   its random number
 //	12  u32      its incarnation             24  u8[16]   proof, zeros without keys
 //	16  u32      the listener's incarnation
-//	20  u32      flags. 1: it proves that it knows the secret. 2: its connection broke, so messages may be lost
+//	20  u32      flags. 1: it proves that it knows the secret. 2: its earlier connection broke, so messages may be lost
 //	24  u8[16]   its random number
 //
 //	dialer: proof, if its hello says so      listener: admission, after everything
@@ -96,7 +96,7 @@ type hello struct {
 	id        int
 	own, peer uint32 // incarnations
 	proves    bool
-	again     bool // the dialer's connection broke: what it sent over it may be lost
+	again     bool // an earlier connection of the dialer broke: messages sent over it may be lost
 	number    [numberLen]byte
 }
 

@@ -21,7 +21,7 @@ type sender struct {
 	queue       engine.PeerQueue[*inbound]
 	undelivered atomic.Int32 // messages that the loop has received and not delivered
 	blame       engine.SlowDetector
-	known       bool // a connection of it was read; peers.mu
+	known       bool // a connection of the peer was read; peers.mu
 }
 
 // inbound is a received message with its memory.
@@ -60,17 +60,17 @@ type inConn struct {
 	cause   error    // why it has ended
 
 	mu     sync.Mutex // held while bytes are read
-	fenced bool       // nothing of it is delivered: another process has the sender's id, or a later connection has taken its place; mu, peers.mu
+	fenced bool       // no further message is delivered: another process has the sender's id, or a later connection has replaced this one; mu, peers.mu
 	held   bool       // not read yet; peers.mu
-	again  bool       // an earlier connection of the process broke, which the watcher does not know yet; peers.mu
-	told   bool       // it is read when the watcher was called; peers.mu
+	again  bool       // an earlier connection of the process broke, and the watcher has not been notified; peers.mu
+	told   bool       // reading begins after the watcher has been notified; peers.mu
 	joined bool       // the source has it; peers.mu
 }
 
 // bufLen is the length of the buffer of a connection. Longer values are read straight to where they are wanted.
 const bufLen = 64 << 10
 
-// keepLen is the length of a buffer, grown for long keys or metas, that a connection keeps.
+// keepLen is the maximum length of a buffer that a connection keeps after it has grown for long keys or metas.
 const keepLen = 4 << 20
 
 // readLimit bounds what one connection is read of before others have their turn.

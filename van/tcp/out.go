@@ -44,7 +44,7 @@ type outConn struct {
 type outMessage struct {
 	front   int         // bytes of buf that are left
 	vals    []byte      // the rest of a lent value
-	mem     backend.Mem // where it lies: retained until end
+	mem     backend.Mem // memory of the value, retained until end
 	request van.Requests
 	done    van.Completion
 	dropped bool // canceled before any byte was written: front is skipped
@@ -249,7 +249,8 @@ func (c *outConn) parts() int {
 	return n
 }
 
-// write writes the first n parts of c.iov. The result may be less, if they are encrypted also if the socket takes more.
+// write writes the first n parts of c.iov and returns the number of bytes taken. With TLS, write may take only some of the bytes although
+// the socket accepts more.
 func (c *outConn) write(n int) (int, error) {
 	var wrote uintptr
 	var e syscall.Errno
@@ -360,8 +361,8 @@ func (c *outConn) end() {
 	close(c.broken)
 }
 
-// broke ends a connection that the peer has closed. It looks at the socket first: the event may be of a connection that has ended, and
-// whose descriptor c has now.
+// broke ends a connection that the peer has closed. It checks the socket first: the event may belong to an earlier connection
+// that had the same descriptor.
 func (c *outConn) broke() {
 	c.mu.Lock()
 	defer c.mu.Unlock()

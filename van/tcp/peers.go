@@ -36,8 +36,8 @@ type peer struct {
 
 	conn    atomic.Pointer[outConn]
 	settled chan struct{} // closed when it is settled whether there is a connection
-	over    atomic.Bool   // it is, and data goes over the van inside
-	refused error         // it is, and no data goes to the peer; set before settled is closed
+	over    atomic.Bool   // settled: data goes over the van inside
+	refused error         // the reason why no data goes to the peer, or nil; set before settled is closed
 
 	// peers.mu guards what follows.
 	begun    bool // the connection is being made
@@ -54,14 +54,14 @@ type peers struct {
 	wg     sync.WaitGroup
 
 	read func(c *inConn) error      // makes the source read c
-	lost func(n *peer, then func()) // tells that messages of n may be lost, and calls then after that
+	lost func(n *peer, then func()) // reports that messages of n may be lost, and calls then afterwards
 
 	mu       sync.Mutex
 	closed   bool
 	senders  map[int]*sender
 	ins      []*inConn
 	draining map[uint32]chan struct{} // by incarnation: closed when all messages sent before have left
-	leaving  map[*outConn]struct{}    // connections of no peer that have not ended
+	leaving  map[*outConn]struct{}    // connections without a peer that have not ended
 	replaced []uint32                 // incarnations of processes whose place others have taken
 }
 
@@ -99,7 +99,7 @@ func (p *peers) senderLocked(id int) *sender {
 	return s
 }
 
-// outs returns the connections over which this node sends, including connections that Disconnect has left to write their queues.
+// outs returns the connections over which this node sends, including connections without a peer that still write their queues.
 func (p *peers) outs() (l []*outConn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -111,14 +111,15 @@ func (p *peers) outs() (l []*outConn) {
 	return slices.AppendSeq(l, maps.Keys(p.leaving))
 }
 
-// left forgets c, which has ended.
+// left removes c, which has ended, from leaving.
 func (p *peers) left(c *outConn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.leaving, c)
 }
 
-// enter begins to receive from c, at once or when this node knows its process. again means that the process had a connection, which broke.
+// enter adds c. Reading begins at once, or when this node has admitted c's process. again means that an earlier connection of the process
+// broke.
 func (p *peers) enter(c *inConn, again bool) verdict {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -129,7 +130,7 @@ func (p *peers) enter(c *inConn, again bool) verdict {
 		return verdictReplaced
 	}
 	p.ins = append(p.ins, c)
-	c.from = p.senderLocked(c.from.id) // another connection of an unknown process may have ended
+	c.from = p.senderLocked(c.from.id) // the end of another connection of an unknown process may have removed the sender
 	c.held, c.again = true, again
 	n := p.of(c.from.id)
 	switch {
@@ -143,12 +144,12 @@ func (p *peers) enter(c *inConn, again bool) verdict {
 	return verdictYes
 }
 
-// startLocked begins to read c, a connection of n's process, unless an earlier one has not been read to its end. p.mu is held.
+// startLocked begins to read c, a connection of n's process, unless an earlier connection has not been read to its end. p.mu is held.
 func (p *peers) startLocked(n *peer, c *inConn) {
 	switch {
 	case c.again:
-		// The process has failed the requests that it sent before, and this node must fail those that it was sent. Only then may new
-		// messages be delivered.
+		// The process has failed the requests that it sent before. This node must fail the requests that it has sent to the process, and
+		// deliver new messages only after that.
 		for _, x := range p.earlierLocked(c) {
 			p.fence(x)
 		}
@@ -206,7 +207,7 @@ func (p *peers) hold(c *inConn, limit time.Duration) {
 	time.AfterFunc(limit, func() { p.endHold(c) })
 }
 
-// endHold ends the wait of c. It begins to read c if this node knows its process, admitted or not, and ends it otherwise.
+// endHold ends the wait of c. If this node knows c's process, admitted or not, reading begins; otherwise c ends.
 func (p *peers) endHold(c *inConn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -235,7 +236,8 @@ func (p *peers) endLocked(c *inConn) {
 	_ = unix.Close(c.fd)
 }
 
-// removeLocked removes c from the list. Nothing is kept of an id that only unknown processes have claimed. p.mu is held.
+// removeLocked removes c from the list. It also removes the sender of c's id if only unknown processes have claimed that id and c was
+// their last connection. p.mu is held.
 func (p *peers) removeLocked(c *inConn) {
 	p.ins = slices.DeleteFunc(p.ins, func(x *inConn) bool { return x == c })
 	if !c.from.known && !slices.ContainsFunc(p.ins, func(x *inConn) bool { return x.from == c.from }) {
@@ -243,7 +245,7 @@ func (p *peers) removeLocked(c *inConn) {
 	}
 }
 
-// leave forgets c, which the source has closed. The next connection of its process is read.
+// leave removes c, which the source has closed. The next connection of its process is then read.
 func (p *peers) leave(c *inConn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -276,7 +278,7 @@ func (p *peers) admit(n *peer) {
 	}
 }
 
-// fenceLocked ends what arrives from the process that was, whose place as peer id n has taken. was may be nil. p.mu is held.
+// fenceLocked ends the connections of was, the process that n has replaced as peer id. was may be nil. p.mu is held.
 func (p *peers) fenceLocked(id int, was, n *peer) {
 	if failpoint.On("fencing") {
 		return
@@ -294,9 +296,9 @@ func (p *peers) fenceLocked(id int, was, n *peer) {
 	}
 }
 
-// fence ends c. Nothing that has arrived over it is delivered any more. p.mu is held.
+// fence ends c. From then on, no message that has arrived over c is delivered. p.mu is held.
 func (p *peers) fence(c *inConn) {
-	c.mu.Lock() // at most one system call reads
+	c.mu.Lock() // waits for a running read
 	c.fenced = true
 	c.mu.Unlock()
 	p.endLocked(c)

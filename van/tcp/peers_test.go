@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// TestCancelAfterDisconnect: the memory of canceled requests is the caller's again although their connection still sends what Disconnect
-// left.
+// TestCancelAfterDisconnect: the memory of canceled requests is the caller's again although their connection still sends its queue after
+// Disconnect.
 func TestCancelAfterDisconnect(t *testing.T) {
 	worker, _, _ := stuck(t, func(o *van.Options) { o.Config.RecvBudgetPeer = 1 << 20 })
 	var done atomic.Int32
@@ -60,7 +60,7 @@ func TestConnectAgain(t *testing.T) {
 	}
 }
 
-// TestReplacedAfterDisconnect: nothing of a process is delivered after Disconnect when Connect has named another one.
+// TestReplacedAfterDisconnect: after Disconnect, and Connect with another process, no message of the former process is delivered.
 func TestReplacedAfterDisconnect(t *testing.T) {
 	worker, server := pair(t, nil)
 	worker.must(dataMessage(8, 1, true, true, []byte("before")))
@@ -76,8 +76,8 @@ func TestReplacedAfterDisconnect(t *testing.T) {
 	}
 }
 
-// TestBrokenBeforeAdmit: a replacement process has lost a connection before it is admitted. The loss is reported when it is, and nothing of
-// that connection is delivered.
+// TestBrokenBeforeAdmit: a replacement process has lost a connection before it is admitted. The loss is reported on admission, and no
+// message of that connection is delivered.
 func TestBrokenBeforeAdmit(t *testing.T) {
 	worker, server := pair(t, nil)
 	worker.must(dataMessage(8, 1, true, true, []byte("before")))
@@ -119,13 +119,13 @@ func TestBrokenBeforeAdmit(t *testing.T) {
 	}
 }
 
-// TestBackInside: a return that the van inside reports is passed on when there is a connection for data, too.
+// TestBackInside: a return that the van inside reports is passed on only when the connection for data exists, too.
 func TestBackInside(t *testing.T) {
 	worker, server := pair(t, nil)
 	worker.must(dataMessage(8, 1, true, true, []byte("before")))
 	server.next().Release()
 	vantest.Eventually(t, limit, "the transport inside is connected", func() bool { return worker.told("8 true") })
-	server.acceptor.mu.Lock() // it accepts no connection
+	server.acceptor.mu.Lock() // the server accepts no connection meanwhile
 	func() {
 		defer server.acceptor.mu.Unlock()
 		server.peers.mu.Lock()
@@ -151,7 +151,7 @@ func TestLateHello(t *testing.T) {
 	from, _ := worker.self.Extension()
 	to, _ := server.self.Extension()
 	late := hello{id: 9, own: from.Incarnation, peer: to.Incarnation, again: true, number: newNumber()}
-	server.acceptor.mu.Lock() // it reads no hello yet
+	server.acceptor.mu.Lock() // the server reads no hello meanwhile
 	c, err := net.Dial("tcp", dataAddr(server))
 	if err == nil {
 		_, err = c.Write(late.append(nil))
@@ -171,7 +171,7 @@ func TestLateHello(t *testing.T) {
 	}
 }
 
-// TestClaimedIDs: ids that unknown processes claim use no memory when their connections have ended.
+// TestClaimedIDs: after the connections of unknown processes have ended, the ids that these processes claimed use no memory.
 func TestClaimedIDs(t *testing.T) {
 	p := start(t, 8, nil).peers
 	var all []*inConn

@@ -36,13 +36,13 @@ func keysOf(t *testing.T, text string, required bool) *auth.Keys {
 	return k
 }
 
-// withTLS are the options of an encrypted node.
+// withTLS returns the options of a node with TLS.
 func withTLS(t *testing.T) func(*van.Options) {
 	return func(o *van.Options) { o.Keys, o.Config.TLS = keysOf(t, "one", true), true }
 }
 
-// TestSecret: nodes of one secret and one STEPAF_TLS exchange data; any other mix is refused at both ends, counted, and both name the
-// cause.
+// TestSecret: nodes with the same secret and the same STEPAF_TLS exchange data. All other pairs are counted. If a proof is required,
+// their connection is refused, and the errors name the cause.
 func TestSecret(t *testing.T) {
 	const here, there = "it is 1 here and not at the peer", "it is 1 at the peer and not here"
 	for _, c := range []struct {
@@ -132,7 +132,7 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// TestOtherTLS: data between nodes of different STEPAF_TLS goes nowhere, not even over the van inside. Both nodes say what to set.
+// TestOtherTLS: nodes with different STEPAF_TLS exchange no data, not even over the van inside. The logs of both nodes say what to set.
 func TestOtherTLS(t *testing.T) {
 	secured := start(t, 9, withTLS(t))
 	plain := start(t, 8, func(o *van.Options) { o.Keys = keysOf(t, "one", true) })
@@ -170,7 +170,7 @@ type unbound struct{ van.Van }
 
 func (unbound) Type() string { return "unbound" }
 
-// proxy copies connections to a node, and keeps what travels.
+// proxy forwards connections to a node, and records all bytes.
 type proxy struct {
 	mu   sync.Mutex
 	seen bytes.Buffer
@@ -233,7 +233,7 @@ func (p *proxy) has(b []byte) bool {
 	return bytes.Contains(p.seen.Bytes(), b)
 }
 
-// TestOnTheWire: of a message with STEPAF_TLS=1, neither keys, nor meta, nor values, nor the hello, can be read on the way.
+// TestOnTheWire: with STEPAF_TLS=1, neither the hello nor the keys, meta and values of a message can be read on the wire.
 func TestOnTheWire(t *testing.T) {
 	for _, encrypts := range []bool{false, true} {
 		options := withTLS(t)
@@ -261,8 +261,7 @@ func TestOnTheWire(t *testing.T) {
 	}
 }
 
-// TestForged: a byte that was changed on the way ends the connection, and its message is not delivered; the next connection carries
-// the next one.
+// TestForged: a forged TLS record ends the connection, and is not delivered. The next message arrives over the next connection.
 func TestForged(t *testing.T) {
 	worker, server := pair(t, withTLS(t))
 	worker.must(dataMessage(8, 1, true, true, []byte("first")))
@@ -289,7 +288,7 @@ func TestForged(t *testing.T) {
 	}
 }
 
-// TestTLSStrangers: TLS without a key of the cluster, with another key, or with an older version, ends without a hello.
+// TestTLSStrangers: a TLS handshake without a key, with a key of another secret, or with an older version is refused before the hello.
 func TestTLSStrangers(t *testing.T) {
 	worker, server := pair(t, withTLS(t))
 	other, err := newTLS(keysOf(t, "two", true))

@@ -1,7 +1,7 @@
 package tcp
 
-// Detection of connections over which nothing arrives any more. The kernel would retransmit for a quarter of an hour. Its
-// TCP_USER_TIMEOUT is no help: it also ends the connection to a live peer that accepts no bytes because its handler is slow.
+// This file owns the detection of peers whose host acknowledges nothing. The kernel alone would retransmit for a quarter of an hour.
+// TCP_USER_TIMEOUT cannot be used: it also ends the connection to a live peer that accepts no bytes because its handler is slow.
 
 import (
 	"context"
@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// watch waits until c has ended, until ctx ends at most. It ends c if the peer's host has acknowledged nothing for limit, although
-// there was something to acknowledge. If limit is 0, only the kernel decides.
+// watch waits until c or ctx has ended. It ends c if the peer's host has acknowledged nothing for limit although
+// unacknowledged bytes were sent. If limit is 0, only the kernel decides.
 func (c *outConn) watch(ctx context.Context, limit time.Duration) {
 	var tick <-chan time.Time
 	period := limit / silentSamples
@@ -38,12 +38,12 @@ func (c *outConn) watch(ctx context.Context, limit time.Duration) {
 	}
 }
 
-// silentSamples is the number of periods after which a connection ends.
+// silentSamples is the number of silent periods in a row after which a connection ends.
 const silentSamples = 4
 
-// silent reports whether the peer's host has acknowledged nothing for period, and has not answered bytes or a probe of its window that
-// were sent after that. A host that answers each retransmission with a closed window is not silent. Linux does not answer the second of
-// two probes within 500 ms.
+// silent reports whether the peer's host has acknowledged nothing for period, and has not answered bytes or window probes that were
+// sent after its last acknowledgement. A host that answers each retransmission with a closed window is not silent. One unanswered
+// probe does not count, since Linux does not answer the second of two probes within 500 ms.
 func (c *outConn) silent(period time.Duration) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()

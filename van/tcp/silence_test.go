@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// beats makes a node silent after limit.
+// beats returns options with limit as PS_HEARTBEAT_TIMEOUT.
 func beats(limit time.Duration) func(*van.Options) {
 	return func(o *van.Options) {
 		o.Config.RecvBudgetPeer, o.Config.HeartbeatInterval, o.Config.HeartbeatTimeout = 1<<20, limit/4, limit

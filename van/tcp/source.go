@@ -35,7 +35,7 @@ type source struct {
 	// The holder of the feed uses these.
 	ready  []*inConn // there may be something to read
 	next   int       // of ready
-	takes  int       // calls of Take since the last poll; received bytes count, too
+	takes  int       // calls of Take since the last poll, plus one for each bytesEach received bytes
 	events [64]unix.EpollEvent
 
 	blamed logx.Sparse
@@ -142,8 +142,8 @@ func (s *source) poll() bool {
 	return true
 }
 
-// pollEach is the number of calls of Take after which it takes new events although connections are ready: a peer whose socket never is
-// empty would keep all others, and blocked writes, waiting. bytesEach is the number of received bytes that count as a call.
+// pollEach is the number of calls of Take after which Take polls for new events although connections are ready. Otherwise a peer whose
+// socket is never empty would delay all other peers and blocked writes. bytesEach is the number of received bytes that count as a call.
 const (
 	pollEach  = 64
 	bytesEach = 16 << 10

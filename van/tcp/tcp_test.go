@@ -81,7 +81,7 @@ func start(t *testing.T, id int, options func(*van.Options)) *end {
 	return e
 }
 
-// both runs a test without a secret, and encrypted.
+// both runs a test without a secret, and with TLS.
 func both(t *testing.T, test func(t *testing.T, options func(*van.Options))) {
 	t.Run("plain", func(t *testing.T) { test(t, func(*van.Options) {}) })
 	t.Run("tls", func(t *testing.T) { test(t, withTLS(t)) })
@@ -279,8 +279,8 @@ func cancelQueued(t *testing.T, options func(*van.Options)) {
 	}
 }
 
-// TestCancelAnywhere: a request is canceled after any number of its bytes were written. If that is none, nothing of it is sent; otherwise the
-// rest is sent as it was, from other memory. The next message follows intact.
+// TestCancelAnywhere: a request is canceled after each possible number of its bytes was written. If no byte was written, none is sent.
+// Otherwise the rest is sent from a copy. The next message follows intact.
 func TestCancelAnywhere(t *testing.T) {
 	next := dataMessage(8, 2, true, true, []byte("next"))
 	queue := func(messages ...*van.Message) *outConn {
@@ -328,7 +328,7 @@ func rangeTo(n int) (l []int) {
 	return l
 }
 
-// unwritten returns what c is still to write.
+// unwritten returns the bytes that c has not written.
 func unwritten(c *outConn) (b []byte) {
 	for _, v := range c.iov[:c.parts()] {
 		b = append(b, unsafe.Slice(v.Base, v.Len)...)
@@ -374,7 +374,7 @@ func invalidate(t *testing.T, options func(*van.Options)) {
 }
 
 // TestInvalidatedOnArrival: memory is taken back between the arrival of an answer's head and the copy of those bytes of the value that arrived with
-// it. They are dropped, as the rest is, and the next message arrives intact.
+// it. These bytes and the rest of the value are dropped, and the next message arrives intact.
 func TestInvalidatedOnArrival(t *testing.T) {
 	const size, early = 2 * bufLen, 1000
 	v := start(t, 9, nil)
@@ -467,7 +467,7 @@ func (r *raw) write(n int) {
 }
 
 // TestReplaced: when another process has a peer's id, nothing more of the former process is delivered, its connections end, and it
-// gets none any more.
+// gets no new ones.
 func TestReplaced(t *testing.T) { both(t, replaced) }
 
 func replaced(t *testing.T, options func(*van.Options)) {
@@ -541,8 +541,8 @@ func brokenConnection(t *testing.T, options func(*van.Options)) {
 	}
 }
 
-// TestLostOnTheWay: messages are lost with the connection that they were sent over. The receiver reports that, too, before it delivers what
-// the sender sends over the next connection, and delivers nothing more of the first one.
+// TestLostOnTheWay: messages are lost with the connection that they were sent over. The receiver reports the loss, too, before it delivers
+// messages of the next connection, and delivers no further message of the first one.
 func TestLostOnTheWay(t *testing.T) { both(t, lostOnTheWay) }
 
 func lostOnTheWay(t *testing.T, options func(*van.Options)) {
@@ -558,7 +558,7 @@ func lostOnTheWay(t *testing.T, options func(*van.Options)) {
 	vantest.Eventually(t, limit, "the receiver reports them", func() bool { return server.told("9 false", "9 true") })
 	open()
 	m := server.next()
-	if m.Timestamp == 0 { // it was being delivered
+	if m.Timestamp == 0 { // message 0 was being delivered
 		m = server.next()
 	}
 	if m.Timestamp != 5 {
@@ -671,7 +671,7 @@ func TestStrangers(t *testing.T) {
 	}
 }
 
-// TestClass: packets to a peer have its traffic class, over a connection that is there, that is made later, and that is made again.
+// TestClass: packets to a peer have its traffic class, over a connection that exists, that is made later, and that is made again.
 func TestClass(t *testing.T) {
 	worker, server := pair(t, nil)
 	ts := 0
@@ -707,7 +707,7 @@ func TestClass(t *testing.T) {
 	has("removed", 0)
 }
 
-// TestForgets: an answer has no place any more when its peer is lost or disconnected.
+// TestForgets: the place for an answer is released when its peer is lost or disconnected.
 func TestForgets(t *testing.T) {
 	for name, leave := range map[string]func(worker *end){
 		"lost":         func(worker *end) { _ = unix.Shutdown(worker.peers.of(8).conn.Load().fd, unix.SHUT_RDWR) },
@@ -853,7 +853,7 @@ func TestEndOfHold(t *testing.T) {
 	}
 }
 
-// TestBusyPeer: a peer whose socket never is empty does not keep the messages of another one away, be its messages short or long.
+// TestBusyPeer: a peer whose socket is never empty does not delay the messages of another peer, whether its messages are short or long.
 func TestBusyPeer(t *testing.T) {
 	for _, c := range []struct{ size, count, most int }{{1000, 900, 300}, {300 << 10, 40, 20}} {
 		server, busy, other := start(t, 8, nil), start(t, 9, nil), start(t, 11, nil)

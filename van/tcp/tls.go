@@ -1,8 +1,8 @@
 package tcp
 
-// Encryption of connections: STEPAF_TLS. Every connection is TLS 1.3 before its first hello. Both ends have the same key
-// pair, which is derived from the cluster's secret, so a certificate is accepted if it has exactly this public key: there
-// is no certificate authority, and names and dates have no meaning.
+// This file owns the encryption of connections with STEPAF_TLS=1. Every connection begins with a TLS 1.3 handshake, before the hello. Both
+// ends have the same key pair, which is derived from the cluster's secret. A certificate is accepted if it has exactly this public key:
+// there is no certificate authority, and names and dates have no meaning.
 //
 // The loop and the callers of Send use descriptors that do not block. crypto/tls works on such a descriptor through a
 // socket (below): reads may end with EAGAIN, which crypto/tls treats like a deadline, and can be repeated; writes go to
@@ -29,7 +29,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// tlsPurpose is the purpose of the key that the key pair is made of.
+// tlsPurpose is the purpose for which the seed of the key pair is derived from the secret.
 const tlsPurpose = "tcp tls"
 
 const (
@@ -105,7 +105,8 @@ func encryptedOf(c net.Conn) *encrypted {
 	return e
 }
 
-// detach makes an encrypted connection use fd, which does not block, after its handshake: to read, or also to write. c may be plain; then the result is nil.
+// detach makes an encrypted connection use fd, a non-blocking descriptor, after its handshake: for reads, and if writes is set also for
+// writes. If c is not encrypted, the result is nil.
 func detach(c net.Conn, fd int, writes bool) *encrypted {
 	e := encryptedOf(c)
 	if e != nil {
@@ -114,18 +115,18 @@ func detach(c net.Conn, fd int, writes bool) *encrypted {
 	return e
 }
 
-// Close closes the connection of the handshake, not the descriptor. It sends nothing: an end at any byte means that the connection broke.
+// Close closes the connection of the handshake, not the descriptor. It sends no close_notify alert: every end means that the connection broke.
 func (e *encrypted) Close() error { return e.under.Close() }
 
 // socket is what a tls.Conn reads from and writes to: the connection of the handshake, then a descriptor.
 type socket struct {
 	net.Conn
-	fd      int    // where bytes are read, or sealed ones are written, after the handshake; -1: Conn
+	fd      int    // descriptor for reads, or for writes of out, after the handshake; -1: Conn is used
 	in      []byte // received bytes that crypto/tls has not taken
 	buf     []byte // memory of in
 	buffers bool   // Write appends to out
 	out     []byte // encrypted bytes
-	written int    // of out
+	written int    // number of bytes of out that are written
 }
 
 // Read implements net.Conn. The error of a descriptor that has nothing is EAGAIN.
@@ -272,7 +273,7 @@ func (n *common) decrypt(c net.Conn) (net.Conn, error) {
 		err = n.guard.Unauthenticated(auth.ErrOtherSecret, "addr", c.RemoteAddr())
 	case string(first[:2]) != tlsRecord:
 		err = fmt.Errorf("%w: a connection that begins with %q", van.ErrMalformed, first)
-	case !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) && remote == nil: // neither cut off nor too slow
+	case !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) && remote == nil: // the connection was neither cut off nor timed out
 		n.guard.Refuse()
 	}
 	return nil, err

@@ -203,7 +203,7 @@ func (v *Van) Disconnect(id int) {
 	if n != nil && !p.closed {
 		for _, c := range slices.Clone(p.ins) {
 			if c.held && c.incarnation == n.incarnation {
-				p.hold(c, unknownTime) // an earlier one is still read
+				p.hold(c, unknownTime) // an earlier connection is still read
 			}
 		}
 		if c := n.conn.Load(); c != nil {

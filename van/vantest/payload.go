@@ -15,8 +15,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// pattern returns n bytes that depend on seed. No other goroutine has these bytes yet, so the race detector need not watch
-// this function. It would multiply the time.
+// pattern returns n bytes that depend on seed. The race detector does not check this function, since the checks would multiply its
+// time, and no other goroutine has these bytes yet.
 //
 //go:norace
 func pattern(seed, n int) []byte {
@@ -211,7 +211,7 @@ func done(w *world) {
 	w.calledOnce("", dones)
 }
 
-// holder is memory that its last user frees: what was there is overwritten then.
+// holder is memory with a reference count. The last Release overwrites the memory.
 type holder struct {
 	users atomic.Int32
 	bytes []byte
@@ -233,10 +233,10 @@ func (h *holder) Release() {
 	}
 }
 
-// holders sends memory that its owner frees at once, to a receiver that does not read at first. The transport retains
-// what it has not sent yet.
+// holders sends memory that its owner frees at once, to a receiver that does not read at first. The transport must
+// retain the memory of messages that it has not sent.
 func holders(w *world) {
-	// More than sockets hold; if it is sent again and again, less than a peer's queue holds.
+	// The values exceed the sockets' buffers. Over a lossy network they are sent repeatedly, and must fit into a peer's queue.
 	n, size := 6, 4<<20
 	if w.suite.Lossy {
 		size = 256 << 10

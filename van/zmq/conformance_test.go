@@ -76,7 +76,7 @@ func TestConformance(t *testing.T) {
 	}
 }
 
-// native is a van that its peers know as a node of this library with bundles.
+// native is a van that its peers know as a node of this library.
 type native struct {
 	van.Van
 	incarnation uint32

@@ -56,7 +56,7 @@ func (r *receiver) stop(ctx context.Context) error {
 	if errors.Is(err, engine.ErrInDeliver) {
 		err = nil
 	}
-	// No goroutine receives into next any more, even if a handler of the loop still runs.
+	// After Stop no goroutine receives into next, even if a handler of the loop still runs.
 	err = errors.Join(err, r.feed.Free(ctx, func() { r.pool.Free(r.next) }))
 	r.pool.close()
 	return err

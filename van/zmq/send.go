@@ -14,9 +14,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// outgoing is the sending side of a van. libzmq gets a copy of each message, so the caller's memory is free after Send. An account
+// outgoing is the sending side of a van. libzmq gets a copy of each message, so the caller may reuse its memory after Send. An account
 // for each peer counts the bytes that libzmq has not written. When the account reaches the budget, Send refuses messages, except
-// those that continue a request.
+// messages that continue a request.
 type outgoing struct {
 	n        *shared
 	router   *socket // set by Bind

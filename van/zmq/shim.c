@@ -125,8 +125,8 @@ typedef struct {
   char bytes[];
 } counted;
 
-// Length from which the system gets the memory back at its release. malloc would keep it: each mapping that free returns raises
-// the length from which malloc maps.
+// Length from which a frame is mapped, so that its release returns the memory to the system. malloc would keep the memory: each free of
+// a mapping raises the length from which malloc maps.
 #define SA_MAP_FROM (128 << 10)
 
 static counted *counted_new(size_t n) {
@@ -228,7 +228,7 @@ int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int sel
     n++;
   }
   for (int i = 0; i <= nframes; i++, n++) {
-    int last = i == nframes; // libzmq releases it last
+    int last = i == nframes; // libzmq releases the last part last
     if (!last && len[i] < SA_MAP_FROM) {
       if (copy_part(&part[n], data[i], len[i]) != 0) goto nomem;
       continue;

@@ -39,8 +39,8 @@ typedef struct {
   int n;     // parts held
   int extra; // parts beyond SA_MAX_PARTS, received and dropped
   size_t surplus; // bytes of the dropped parts
-  int64_t weight; // the caller's
-  int stranger;   // the caller's
+  int64_t weight; // set and read by the caller only
+  int stranger;   // set and read by the caller only
 } sa_msg;
 
 // With sleeps, a thread may sleep in sa_wait. Returns NULL if there is not enough memory or no descriptor.

@@ -85,8 +85,8 @@ func TestUnacknowledgedData(t *testing.T) {
 	}
 }
 
-// TestDescriptors: a connection of two nodes takes 13 descriptors, of both together: in each direction two sockets of TCP, the queue of
-// the DEALER, and three for its monitor; the worker reads its DEALER, which takes one more.
+// TestDescriptors: a connection of two nodes uses 13 descriptors of both nodes together: in each direction two TCP sockets, the queue of
+// the DEALER, and three for its monitor. One more is the epoll instance with which the worker reads its DEALER.
 func TestDescriptors(t *testing.T) {
 	const peers = 4
 	server := newNode(t, 8, 5, nil, nil)

@@ -343,8 +343,7 @@ func (v *node) pack(msg *van.Message, sender int, recalls bool) *packet {
 	return p
 }
 
-// Cancel implements van.Canceler, as van/zmq does it: messages that have not arrived are dropped by
-// the receiver.
+// Cancel implements van.Canceler: the receiver drops canceled messages that have not arrived.
 func (v *node) Cancel(q van.Requests) {
 	v.n.mu.Lock()
 	defer v.n.mu.Unlock()
