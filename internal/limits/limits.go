@@ -20,7 +20,7 @@ import (
 const (
 	// FilesPerPeer are the descriptors of a connection over ZeroMQ, in both directions: a socket and its monitor each
 	// have several.
-	FilesPerPeer = 9
+	FilesPerPeer = 7
 	// FilesPerSharer are the additional descriptors of shared memory with a peer: for each direction a socket and a
 	// descriptor that watches the peer's process; one for reading the peer's memory; one for this node's own ring; and
 	// a temporary one.

@@ -44,15 +44,15 @@ func TestOf(t *testing.T) {
 	}{
 		{"small", config(1, 1, 1, "zmq"), "scheduler", system(1024, 10, NoLimit), "", ""},
 		{"files of a worker", apart(500, 500, 1, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE",
-			"too few open files: RLIMIT_NOFILE is 4096, this node needs 5557 (9 for each of 501 peers, 2 for data with each of 500, 28 of its own, 20 open already): ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"},
-		{"just enough", apart(500, 500, 1, "zmq"), "worker", system(5557, 20, NoLimit), "", ""},
-		{"shared memory", config(500, 500, 1, "zmq"), "worker", system(8058, 20, NoLimit), "RLIMIT_NOFILE",
-			"too few open files: RLIMIT_NOFILE is 8058, this node needs 8059 (9 for each of 501 peers, 7 for shared memory with each of 500, 30 of its own, 20 open already): " +
+			"too few open files: RLIMIT_NOFILE is 4096, this node needs 4555 (7 for each of 501 peers, 2 for data with each of 500, 28 of its own, 20 open already): ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"},
+		{"just enough", apart(500, 500, 1, "zmq"), "worker", system(4555, 20, NoLimit), "", ""},
+		{"shared memory", config(500, 500, 1, "zmq"), "worker", system(7056, 20, NoLimit), "RLIMIT_NOFILE",
+			"too few open files: RLIMIT_NOFILE is 7056, this node needs 7057 (7 for each of 501 peers, 7 for shared memory with each of 500, 30 of its own, 20 open already): " +
 				"ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile), or BYTEPS_ENABLE_IPC=0 where"},
-		{"shared memory, just enough", config(500, 500, 1, "zmq"), "server", system(8059, 20, NoLimit), "", ""},
-		{"too little without it, too", config(500, 500, 1, "zmq"), "worker", system(4553, 20, NoLimit), "RLIMIT_NOFILE", "docker: --ulimit nofile)"},
-		{"the scheduler shares none", config(1, 1, 1, "zmq"), "scheduler", system(63, 20, NoLimit), "", ""},
-		{"the scheduler has all as peers", config(500, 500, 1, "zmq"), "scheduler", system(8000, 20, NoLimit), "RLIMIT_NOFILE", "1000 peers"},
+		{"shared memory, just enough", config(500, 500, 1, "zmq"), "server", system(7057, 20, NoLimit), "", ""},
+		{"too little without it, too", config(500, 500, 1, "zmq"), "worker", system(3551, 20, NoLimit), "RLIMIT_NOFILE", "docker: --ulimit nofile)"},
+		{"the scheduler shares none", config(1, 1, 1, "zmq"), "scheduler", system(59, 20, NoLimit), "", ""},
+		{"the scheduler has all as peers", config(500, 500, 1, "zmq"), "scheduler", system(7000, 20, NoLimit), "RLIMIT_NOFILE", "1000 peers"},
 		{"groups", config(10, 64, 8, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE", "513 peers"},
 		{"sockets", config(512, 512, 1, "zmq"), "scheduler", system(1<<20, 20, NoLimit), "BYTEPS_ZMQ_MAX_SOCKET",
 			"too few sockets of libzmq: BYTEPS_ZMQ_MAX_SOCKET is 1024, this node needs 1025 (1 for each of 1024 peers, and its own): set BYTEPS_ZMQ_MAX_SOCKET=1025"},

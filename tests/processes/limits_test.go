@@ -85,7 +85,7 @@ func TestLimitTooLow(t *testing.T) {
 		text  []string
 	}{
 		{"open files", []string{"sh", "-c", `ulimit -n 70; exec "$@"`, "sh"}, nil,
-			[]string{"scheduler: start: too few open files: RLIMIT_NOFILE is 70, this node needs ", "(9 for each of 6 peers, ", "ulimit -Hn"}},
+			[]string{"scheduler: start: too few open files: RLIMIT_NOFILE is 70, this node needs ", "(7 for each of 6 peers, ", "ulimit -Hn"}},
 		{"address space", []string{"sh", "-c", space, "sh"}, nil,
 			[]string{"scheduler: start: too few bytes of address space: RLIMIT_AS is 11811160064 bytes, this node needs ", "(8 threads with stacks of 1073741824 (ulimit -s), ", "ulimit -v unlimited"}},
 		{"sockets", nil, []string{"BYTEPS_ZMQ_MAX_SOCKET=6"},
