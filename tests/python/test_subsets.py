@@ -174,6 +174,8 @@ def test_answer(cluster, env):
 
 
 def stopped_worker(n):
+    first = n.lib.zeros("uint8", (1,))
+    n.f.wait(n.f.push_pull([n.lib.zeros("uint8", (1,))], [1], [first], [2]), 60000)  # there are connections both ways
     y = n.lib.zeros("uint8", (20 * BIG,))
     h = n.f.push_pull([n.lib.zeros("uint8", (1,))], [1], [y], [2])
     n.tell("asked")
@@ -181,6 +183,8 @@ def stopped_worker(n):
 
 
 def ctrl_c_server(n):
+    (handler, _, _), = n.f.get_batch()
+    n.f.respond([n.lib.zeros("uint8", (1,))], handler)
     (handler, _, _), = n.f.get_batch()
     n.listen()
     a = n.f.respond([n.lib.zeros("uint8", (20 * BIG,))], handler)
