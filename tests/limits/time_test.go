@@ -62,7 +62,9 @@ func TestManyNodes(t *testing.T) {
 	})
 }
 
-// TestIdle: an idle cluster uses at most one percent of a processor, with and without heartbeats.
+// TestIdle: an idle cluster uses at most one percent of a processor, and with heartbeats every second at most four: it uses about
+// 0.8, and twice to three times as much while other programs use the processors. A loop that spins uses a hundred, one that wakes
+// every millisecond about five for each node.
 func TestIdle(t *testing.T) {
 	for _, over := range []testcluster.Transport{testcluster.TCP, testcluster.SHM} {
 		for _, beat := range []time.Duration{0, time.Second} {
@@ -78,7 +80,7 @@ func TestIdle(t *testing.T) {
 				}
 				most := time.Second / 100
 				if beat > 0 {
-					most = slower(most)
+					most = slower(4 * most)
 				}
 				nodetest.Settle()
 				<-time.After(100 * time.Millisecond) // for spinning to end
