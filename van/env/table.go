@@ -244,7 +244,7 @@ var table = []variable{
 	{
 		name: "STEPAF_RECV_BUDGET_PEER", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudgetPeer },
-		help:    "Bytes of one peer that may be queued for the application. At the limit, the peer is not read; unfinished batches fail, oldest first (`van.ErrQueueFull`).",
+		help:    "Bytes of one peer that may be queued for the application. At the limit, the peer is not read (servers over ZeroMQ have only the limit for all); unfinished batches fail, oldest first (`van.ErrQueueFull`).",
 		differs: "Ours only; the original keeps everything.",
 	}, {
 		name: "STEPAF_RECV_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "workers, servers",

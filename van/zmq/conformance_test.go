@@ -37,15 +37,10 @@ func TestConformance(t *testing.T) {
 			name  string
 			suite vantest.Suite
 		}
-		variants := []variant{{"plain", vantest.Suite{New: plain}}, {"bundles", vantest.Suite{New: natives(local, nil)}}}
+		variants := []variant{{"plain", vantest.Suite{New: plain}}, {"native", vantest.Suite{New: natives(local, nil)}}}
 		// Layers above this van do not depend on the kind of socket, nor does CURVE: once is enough.
 		above := []variant{
 			{"curve", vantest.Suite{New: natives(local, clusterKeys(t, "of the suite"))}},
-			{"bundles-resend", vantest.Suite{MaxAllocs: -1, New: func(t testing.TB) van.Van {
-				r := resend.New(natives(local, nil)(t), resend.Options{})
-				r.Enable()
-				return r
-			}}},
 			{"drop0", vantest.Suite{MaxAllocs: -1, New: func(t testing.TB) van.Van {
 				d := drop.New(plain(t), 0, 1, nil)
 				d.Enable()
