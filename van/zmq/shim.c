@@ -126,8 +126,8 @@ typedef struct {
 } counted;
 
 // Length from which a frame is mapped, so that its release returns the memory to the system. malloc would keep the memory: each free of
-// a mapping raises the length from which malloc maps.
-#define SA_MAP_FROM (128 << 10)
+// a mapping raises the length from which malloc maps. For shorter frames the pages of a new mapping cost more than the copy.
+#define SA_MAP_FROM (2 << 20)
 
 static counted *counted_new(size_t n) {
   size_t size = sizeof(counted) + n;
