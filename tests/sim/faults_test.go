@@ -19,24 +19,24 @@ var faults = []struct {
 	name, what string
 	as         []string
 }{
-	{"stale-answer", "the answer to a request of an earlier process is taken for that to one of its successor's", []string{"wrong data"}},
-	{"incarnation", "messages of an earlier process are taken", []string{"not replaced"}},
-	{"fencing", "a process that was replaced gets no notice of it", []string{"late"}},
-	{"scheduler-back", "a scheduler that was started again does not learn its cluster", []string{"not replaced"}},
-	{"heartbeat", "a process that ends without closing its connections is not missed", []string{"failed", "late"}},
+	{"stale-answer", "an answer to a request of an earlier process counts for a request of its successor", []string{"wrong data"}},
+	{"incarnation", "messages of an earlier process are accepted", []string{"not replaced"}},
+	{"fencing", "a replaced process gets no notice", []string{"late"}},
+	{"scheduler-back", "a restarted scheduler does not learn its cluster", []string{"not replaced"}},
+	{"heartbeat", "a process that ends without closing its connections is not declared dead", []string{"failed", "late"}},
 	{"start-deadline", "the barrier of start-up has no limit", []string{"never ends"}},
 	{"barrier-death", "a barrier fails at the first death", []string{"failed"}},
-	{"foreign-barrier", "barrier requests of nodes of the original are thrown away", []string{"failed"}},
+	{"foreign-barrier", "barrier requests of C++ nodes are dropped", []string{"failed"}},
 	{"cluster-id", "processes of an earlier cluster take part", []string{"another cluster"}},
 	{"lost-batches", "get_batch returns batches of a worker that was lost", []string{"batch of a lost worker"}},
 	{"abandon", "get_batch returns canceled batches", []string{"abandoned batch"}},
 	{"recall", "the memory of a canceled request is sent with the data that the application puts there next", []string{"wrong data", "seen twice"}},
-	{"recv-budget", "the queue in front of a handler has no bound", []string{"budget"}},
+	{"recv-budget", "the queue of a handler has no bound", []string{"budget"}},
 	{"send-budget", "the output queue of a peer has no bound", []string{"budget"}},
-	{"duplicate", "a message that comes twice is handed up twice", []string{"seen twice"}},
-	{"rdma-reclaim", "memory that is registered for a peer and that it does not use is not taken back", []string{"failed"}},
+	{"duplicate", "a message that arrives twice is delivered twice", []string{"seen twice"}},
+	{"rdma-reclaim", "unused memory that is registered for a peer is not reclaimed", []string{"failed"}},
 	{"proof", "a process that registers, or returns, need not listen at the address in its record", []string{"not replaced", "not started", "failed", "late", "another cluster"}},
-	{"scheduler-origin", "a table without an incarnation is the scheduler's, whoever sends it", []string{"not started", "not replaced", "not finalized", "wrong barrier", "failed", "late", "another cluster"}},
+	{"scheduler-origin", "a table without an incarnation counts as the scheduler's, from any sender", []string{"not started", "not replaced", "not finalized", "wrong barrier", "failed", "late", "another cluster"}},
 	{"names", "a node uses one routing id for all processes, and a second connection with that id replaces the first", []string{"failed", "not replaced", "late"}},
 	{"foreign", "a record without a cluster id is accepted in a cluster that has one", []string{"not replaced", "failed", "late"}},
 	{"leak", "an answer that cannot be sent keeps its batch", []string{"leak"}},
@@ -76,10 +76,10 @@ func TestFaults(t *testing.T) {
 				case err != nil:
 					t.Errorf("%s: %v", f.name, err)
 				case seed == 0:
-					rows[i] = fmt.Sprintf("| `%s` | %s | not in %d | | |", f.name, f.what, mostSeeds)
+					rows[i] = fmt.Sprintf("| `%s` | %s | not in %d | |", f.name, f.what, mostSeeds)
 					t.Errorf("%s: not found in %d seeds", f.name, mostSeeds)
 				default:
-					rows[i] = fmt.Sprintf("| `%s` | %s | %d | %s | `make sim SEEDS=1 FIRST=%d FAULT=%s` |", f.name, f.what, seed, what, seed, f.name)
+					rows[i] = fmt.Sprintf("| `%s` | %s | %d | %s |", f.name, f.what, seed, what)
 				}
 			}
 		})
@@ -89,7 +89,7 @@ func TestFaults(t *testing.T) {
 	}
 	close(todo)
 	wg.Wait()
-	fmt.Printf("| fault | what it brings back | seeds until found | found as | command |\n|---|---|---|---|---|\n%s\n", strings.Join(rows, "\n"))
+	fmt.Printf("| fault | what it brings back | seed | found as |\n|---|---|---|---|\n%s\n", strings.Join(rows, "\n"))
 }
 
 // findFault returns the first seed that finds the fault as one of these kinds, and how, or 0.
