@@ -27,7 +27,7 @@ func TestDocument(t *testing.T) {
 		t.Fatal(err)
 	}
 	if string(got) != want {
-		t.Errorf("%s is stale: rewrite it with go test ./van/env -run TestDocument -update", file)
+		t.Errorf("%s is stale: rewrite it with go test ./van/env -update", file)
 	}
 	for i := range table {
 		if strings.Count(want, "|`"+table[i].name+"`") != 1 {

@@ -27,13 +27,21 @@ func markdown() string {
 		}
 	}
 	b.WriteString("\n## Known, but without effect\n\n" +
-		"Setting one of these gives one warning, or a line at level 1 where that is said.\n\n|Variable|Why|\n|---|---|\n")
+		"Setting one of these gives one warning, or a line at level 1 where that is said.\n\n|Variables|Why|\n|---|---|\n")
+	var reasons []string
+	names := map[string][]string{} // by reason
 	for _, o := range others {
 		why := o.why
 		if o.note {
 			why += " (level 1)"
 		}
-		fmt.Fprintf(&b, "|`%s`|%s|\n", o.name, why)
+		if names[why] == nil {
+			reasons = append(reasons, why)
+		}
+		names[why] = append(names[why], "`"+o.name+"`")
+	}
+	for _, why := range reasons {
+		fmt.Fprintf(&b, "|%s|%s|\n", strings.Join(names[why], ", "), why)
 	}
 	return b.String()
 }
@@ -61,15 +69,14 @@ const intro = `# Environment variables
 
 <!-- Generated from the table in van/env: CONTRIBUTING.md says how. -->
 
-All variables are read once, when a node starts. ` + "`stepaf env`" + ` shows those in force and where each came from.
+All variables are read once, when a node starts. ` + "`stepaf env`" + ` shows their values and where each came from.
 
 - Unset and empty are the same, but an empty secret is an error. Blanks around a value do not count (except in paths).
 - Integers are decimal with an optional sign. A switch is 0 (off) or 1 (on); other integers are on. Words such as
   ` + "`true`" + ` are errors, because the original library reads them as 0.
-- A value that makes no sense is an error that names the variable, its value and what is allowed. All errors are
-  reported together.
-- A name that nothing reads but that looks like one of these gives a warning with the name that was perhaps meant. The
-  error of a required variable that is not set names it, too.
+- An invalid value is an error that names the variable, its value and the allowed values. All errors are reported together.
+- A misspelled name gives a warning with the name that was perhaps meant.
+- The last column compares with StepMesh; "New" variables exist in this library only.
 `
 
 const aboutTransport = `

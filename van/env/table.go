@@ -51,35 +51,35 @@ var table = []variable{
 		field:   func(c *Config) any { return &c.ClusterID },
 		help:    "Name of the cluster, equal on all nodes. Nodes with another name are refused, and C++ nodes unless `STEPAF_FOREIGN=1`. Identifies nodes after a scheduler restart.",
 		defNote: "the scheduler makes one up",
-		differs: "Ours only.",
+		differs: "New.",
 	}, {
 		name: "STEPAF_FOREIGN", topic: cluster, kind: Switch, def: "0", readers: "all",
 		field:   func(c *Config) any { return &c.Foreign },
 		help:    "1: C++ nodes may join a cluster with a `STEPAF_CLUSTER_ID`, and a C++ scheduler may use other addresses. Any process can pretend to be one.",
-		differs: "Ours only.",
+		differs: "New.",
 	},
 
 	{
 		name: secretFile, topic: trust, kind: Path, readers: "all",
 		field:   func(c *Config) any { return &c.SecretFile },
 		help:    "File with the cluster's secret, the same on all nodes (`stepaf secret` makes one). Mode 0600 or 0400, owned by the process's user.",
-		differs: "Ours only.",
+		differs: "New.",
 	}, {
 		name: secret, topic: trust, kind: Hidden, readers: "all",
 		field:   func(c *Config) any { return &c.Secret },
 		help:    "The secret itself, 16 to 4096 bytes, if there is no file. Other processes of the same user can read a process's environment.",
-		differs: "Ours only.",
+		differs: "New.",
 	}, {
 		name: authMode, topic: trust, kind: Enum, words: []string{AuthOff, AuthWarn, AuthRequire}, readers: "all",
 		defNote: "`require` with a secret, else `off`",
 		field:   func(c *Config) any { return &c.Auth },
 		help:    "`require`: only peers with a proof. `warn`: peers without proof are admitted, counted and logged. `off`: no proofs. C++ nodes need `warn` or `off` (plaintext).",
-		differs: "Ours only.",
+		differs: "New.",
 	}, {
 		name: tlsSwitch, topic: trust, kind: Switch, def: "0", readers: "all",
 		field:   func(c *Config) any { return &c.TLS },
-		help:    "1: TLS 1.3 for data over TCP, with keys of the secret. Needs a secret with `STEPAF_AUTH=require`. Must be the same on all nodes. Not with ibverbs.",
-		differs: "Ours only.",
+		help:    "1: TLS 1.3 for data over TCP, with keys of the secret. Needs `STEPAF_AUTH=require`. The same on all nodes. Not with ibverbs.",
+		differs: "New.",
 	},
 
 	{
@@ -151,8 +151,8 @@ var table = []variable{
 	}, {
 		name: "STEPAF_DATA", topic: transport, kind: Enum, words: dataWords, def: DataTCP, readers: "zmq",
 		field:   func(c *Config) any { return &c.Data },
-		help:    "Carries data between native nodes where shared memory does not. `tcp`: fast, on a data port; encrypted with `STEPAF_TLS=1`. `zmq`: as to C++ nodes; encrypted with a secret.",
-		differs: "Ours only.",
+		help:    "Path of data between native nodes that shared memory does not reach. `tcp`: fast, on a data port. `zmq`: as to C++ nodes.",
+		differs: "New.",
 	},
 
 	{
@@ -192,14 +192,14 @@ var table = []variable{
 		name: "STEPAF_RDMA_ACK_TIMEOUT", topic: rdma, kind: Int, min: 10, max: 22, def: "15", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMAAckTimeout },
 		help:    "n: a write without acknowledgement for 4.096 us * 2^n is repeated, 6 times; then the peer is lost. 15: 1 s; 17: 4 s.",
-		differs: "Ours only.",
+		differs: "New.",
 	},
 
 	{
 		name: "PS_RESEND", topic: reliability, kind: Switch, def: "0", readers: "all",
 		field:   func(c *Config) any { return &c.Resend },
-		help:    "Acknowledge every message and send again what was not acknowledged. Must be the same on all nodes.",
-		differs: "The scheduler refuses a node of ours with another value. After 10 tries the request fails, not the process; what is remembered is bounded.",
+		help:    "Acknowledge every message, and send unacknowledged messages again. Must be the same on all nodes.",
+		differs: "The scheduler refuses a node of ours with another value. After 10 tries the request fails, not the process. Its memory is bounded.",
 	}, {
 		name: "PS_RESEND_TIMEOUT", topic: reliability, kind: Milliseconds, min: 1, max: day * 1000, def: "1000", readers: "all",
 		field: func(c *Config) any { return &c.ResendTimeout },
@@ -223,59 +223,59 @@ var table = []variable{
 		name: "STEPAF_START_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "300", readers: "all",
 		field:   func(c *Config) any { return &c.StartTimeout },
 		help:    "How long starting waits for the other nodes, its barrier included.",
-		differs: "Ours only; the original waits forever.",
+		differs: "New; the original waits forever.",
 	}, {
 		name: "STEPAF_STOP_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "30", readers: "workers",
 		field:   func(c *Config) any { return &c.StopTimeout },
 		help:    "How long a worker's stopping waits for the other nodes. Servers and the scheduler wait for the workers that live.",
-		differs: "Ours only; the original waits forever.",
+		differs: "New; the original waits forever.",
 	}, {
 		name: "STEPAF_BARRIER_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "3600", readers: "all",
 		field:   func(c *Config) any { return &c.BarrierTimeout },
 		help:    "How long a barrier that a program asks for waits for the other nodes.",
-		differs: "Ours only; the original waits forever.",
+		differs: "New; the original waits forever.",
 	}, {
 		name: "STEPAF_REPLACE_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, def: "10", readers: "all",
 		field:   func(c *Config) any { return &c.ReplaceTimeout },
 		help:    "How long a barrier to which only dead nodes have yet to come waits for their replacements, or for the scheduler.",
-		differs: "Ours only; the original waits forever.",
+		differs: "New; the original waits forever.",
 	},
 
 	{
 		name: "STEPAF_RECV_BUDGET_PEER", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudgetPeer },
-		help:    "Bytes of one peer that may be queued for the application. At the limit, the peer is not read (servers over ZeroMQ have only the limit for all); unfinished batches fail, oldest first (`van.ErrQueueFull`).",
-		differs: "Ours only; the original keeps everything.",
+		help:    "Bytes of one peer that may be queued for the application. At the limit the peer is not read, and unfinished batches fail, oldest first.",
+		differs: "New; the original keeps everything.",
 	}, {
 		name: "STEPAF_RECV_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudget },
-		help:    "The same for all peers, per transport and direction, without registered buffers. A call that pushes more than both limits to a server fails (`van.ErrInvalid`).",
-		differs: "Ours only; the original keeps everything.",
+		help:    "The same for all peers, per transport and direction, without registered buffers. A call that pushes more than both limits to a server fails.",
+		differs: "New; the original keeps everything.",
 	}, {
 		name: "STEPAF_SEND_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "all",
 		field:   func(c *Config) any { return &c.SendBudget },
-		help:    "Bytes that may be queued for one peer. Below it, a request of any length is accepted; at the limit sending fails (`van.ErrQueueFull`).",
-		differs: "Ours only; the original keeps everything, or aborts.",
+		help:    "Bytes that may be queued for one peer. Below it, a request of any length is accepted; at the limit sending fails (`ErrQueueFull`).",
+		differs: "New; the original keeps everything, or aborts.",
 	}, {
 		name: "STEPAF_STRANGER_BUDGET", topic: budgets, kind: Size, min: 1 << 16, max: 1 << 30, def: "16M", readers: "all",
 		field:   func(c *Config) any { return &c.StrangerBudget },
 		help:    "Bytes of memory that processes outside the cluster may use in this node.",
-		differs: "Ours only.",
+		differs: "New.",
 	}, {
 		name: "STEPAF_SHM_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.SHMBudget },
 		help:    "Shared memory for data to peers of this host: 256 KiB to 2 MiB each. Beyond it, data uses the other transport.",
-		differs: "Ours only.",
+		differs: "New.",
 	}, {
 		name: "STEPAF_RDMA_PEER_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMAPeerBudget },
 		help:    "Bytes that this node registers for one peer's writes, without the application's buffers. Unused slots are reclaimed; a larger value fails at its sender.",
-		differs: "Ours only; the original registers all requested memory.",
+		differs: "New; the original registers all requested memory.",
 	}, {
 		name: "STEPAF_RDMA_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "16G", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMABudget },
 		help:    "The same for all peers together. At the limit, a peer's request waits until others return unused slots.",
-		differs: "Ours only.",
+		differs: "New.",
 	},
 
 	{
