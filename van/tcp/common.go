@@ -79,8 +79,13 @@ const (
 	keepFront = bufLen
 )
 
-// keepMemory bounds the memory for values that an idle van keeps.
-const keepMemory = 256 << 20
+// keepMemory bounds the memory for values that an idle van keeps. startMemory is the most that a value gets before its bytes arrive,
+// and growMemory how many times the memory then grows when it is full.
+const (
+	keepMemory  = 256 << 20
+	startMemory = 1 << 20
+	growMemory  = 4
+)
 
 // get returns a message for use.
 func (n *common) get() *inbound {
@@ -99,8 +104,9 @@ func (n *common) get() *inbound {
 // sizeClass is the size class of n bytes: classes differ by the factor two.
 func sizeClass(n int) int { return bits.Len(uint(n - 1)) }
 
-// memory returns size bytes with undefined contents.
-func (n *common) memory(size int) []byte {
+// memory returns memory, with undefined contents, for a value of size bytes, of which arrived have been received. It is shorter than
+// size unless the node has memory to use again: a peer that announces a long value and sends nothing reserves startMemory.
+func (n *common) memory(size, arrived int) []byte {
 	k := sizeClass(size)
 	n.mu.Lock()
 	if l := n.mem[k]; len(l) > 0 {
@@ -111,7 +117,17 @@ func (n *common) memory(size int) []byte {
 		return b[:size]
 	}
 	n.mu.Unlock()
-	return make([]byte, size, 1<<k)
+	size = min(size, max(startMemory, growMemory*arrived))
+	return make([]byte, size, 1<<sizeClass(size))
+}
+
+// keep keeps b for use again. n.mu is held.
+func (n *common) keep(b []byte) {
+	if size := cap(b); size > 0 && n.kept+size <= keepMemory {
+		k := sizeClass(size)
+		n.mem[k] = append(n.mem[k], b)
+		n.kept += size
+	}
 }
 
 // release takes back a received message.
@@ -128,9 +144,5 @@ func (n *common) release(p *inbound) {
 	if len(n.free) < maxFree {
 		n.free = append(n.free, p)
 	}
-	if size := cap(vals); size > 0 && n.kept+size <= keepMemory {
-		k := sizeClass(size)
-		n.mem[k] = append(n.mem[k], vals)
-		n.kept += size
-	}
+	n.keep(vals)
 }

@@ -19,7 +19,8 @@
 // polls, writes on when the socket is writable again.
 //
 // The receiver reads into a buffer. Values that are longer than that are read straight into the memory that the pull
-// request has named, into the buffer registered for the push, or into memory of this package that is used again.
+// request has named, into the buffer registered for the push, or into memory of this package that is used again. New memory of that
+// kind grows with the bytes that arrive.
 //
 // # Order and replaced processes
 //

@@ -48,8 +48,8 @@ func parseHead(b []byte) (h head, err error) {
 	return h, nil
 }
 
-// check returns an error for lengths that a receiver does not accept. The receiver allocates memory for the parts before the values as
-// their bytes arrive.
+// check returns an error for lengths that a receiver does not accept. The receiver allocates memory as bytes arrive: a length alone
+// reserves little (common.memory).
 func (h *head) check() *van.FieldError {
 	switch {
 	case h.meta > math.MaxInt32:

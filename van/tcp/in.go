@@ -51,7 +51,8 @@ type inConn struct {
 	buf     []byte
 	r, w    int      // buf[r:w] is received and not parsed
 	cur     *inbound // the message whose values are being read
-	rest    []byte   // memory for the rest of the values of cur
+	rest    []byte   // memory for the rest of the values of cur, or for a part of it
+	later   int      // bytes of the values of cur that have no memory yet
 	discard int      // bytes of values that are read and dropped
 	got     int      // bytes that the last call of read has received
 	ready   bool     // it is in source.ready
@@ -248,7 +249,8 @@ func (c *inConn) parse() (*inbound, error) {
 	case placed:
 		m.Vals, m.Placed = dst, true
 	case direct:
-		p.vals = c.n.memory(h.vals)
+		p.vals = c.n.memory(h.vals, 0)
+		c.later = h.vals - len(p.vals)
 		m.Vals = backend.Bytes(p.vals)
 	default:
 		n := len(p.front)
@@ -292,12 +294,28 @@ func (c *inConn) goOn() *inbound {
 			}
 		}
 	}
+	if len(c.rest) == 0 && c.later > 0 {
+		c.grow()
+		return c.goOn()
+	}
 	if len(c.rest) > 0 {
 		return nil
 	}
 	p := c.cur
 	c.cur, c.rest = nil, nil
 	return p
+}
+
+// grow gives the values of cur, whose memory is full, more memory.
+func (c *inConn) grow() {
+	p, full := c.cur, c.cur.vals
+	p.vals = c.n.memory(len(full)+c.later, len(full))
+	c.later -= len(p.vals) - len(full)
+	c.rest = p.vals[copy(p.vals, full):]
+	p.msg.Vals = backend.Bytes(p.vals)
+	c.n.mu.Lock()
+	defer c.n.mu.Unlock()
+	c.n.keep(full)
 }
 
 // size is the number of bytes in the message's frames.

@@ -7,8 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -962,6 +964,48 @@ func malformed(t *testing.T, options func(*van.Options)) {
 	}
 }
 
+// TestAnnouncedLength: a peer that announces a long value and sends little of it makes the receiver reserve little. A value that arrives
+// gets memory as it arrives.
+func TestAnnouncedLength(t *testing.T) { both(t, announcedLength) }
+
+func announcedLength(t *testing.T, options func(*van.Options)) {
+	worker, server := pair(t, options)
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	m := dataMessage(8, 1, true, true, nil)
+	meta, err := m.AppendTo(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn := dialRaw(t, worker, server)
+	h := head{meta: len(meta), keys: 8, frames: 2, vals: math.MaxInt32}
+	if _, err := conn.Write(append(append(append(h.append(nil), meta...), m.Keys.Host()...), make([]byte, 100)...)); err != nil {
+		t.Fatal(err)
+	}
+	vantest.Eventually(t, limit, "the value begins", func() bool {
+		server.source.feed.Lock()
+		defer server.source.feed.Unlock()
+		server.peers.mu.Lock()
+		defer server.peers.mu.Unlock()
+		return len(server.peers.ins) > 0 && server.peers.ins[0].cur != nil
+	})
+	runtime.ReadMemStats(&after)
+	if n := after.TotalAlloc - before.TotalAlloc; n > 8*startMemory {
+		t.Errorf("the node has allocated %d KiB for a value of which 100 bytes have arrived", n>>10)
+	}
+	if err := conn.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for i, n := range []int{startMemory, startMemory + 1, growMemory*startMemory + 3, 33 << 20} {
+		worker.must(dataMessage(8, 2+i, true, true, pattern(n, i)))
+		push := server.next()
+		if got := push.Vals.Host(); !bytes.Equal(got, pattern(n, i)) {
+			t.Errorf("a push of %d bytes arrived as %d bytes, not as it was sent", n, len(got))
+		}
+		push.Release()
+	}
+}
+
 // FuzzParse: any bytes, in any pieces, are messages or an error, and take no more memory than they have bytes.
 func FuzzParse(f *testing.F) {
 	meta, err := dataMessage(8, 1, true, true, nil).AppendTo(nil)
@@ -999,6 +1043,9 @@ func FuzzParse(f *testing.F) {
 				p, err := c.parse()
 				if err != nil {
 					return
+				}
+				if c.cur != nil && cap(c.cur.vals) > startMemory+2*growMemory*len(text) {
+					t.Fatalf("%d bytes of memory for a message of which %d bytes have arrived", cap(c.cur.vals), len(text))
 				}
 				if p == nil {
 					break
