@@ -13,7 +13,7 @@ package window
 //
 // The lower half of a flag belongs to the sender. The upper half belongs to the owner of the memory, and releases
 // waiting streams. Streams of an ended window are released only when all other ranks have confirmed the end, are
-// lost, or have not answered for partLimit: data that a released stream writes from incomplete tensors is not taken
+// lost, or have not answered for teardownLimit: data that a released stream writes from incomplete tensors is not taken
 // for valid, since Check then reports the end of the window. As in af/streams, a node that ends does not wait.
 
 import (
@@ -37,7 +37,7 @@ type onDevice struct {
 	memory   memory
 	outs     []*streamOut // by rank
 	ins      []*streamIn  // by rank
-	parting  parting
+	teardown teardown
 	unwatch  func()
 	stopExit func()
 
@@ -53,8 +53,8 @@ func newOnDevice(b *base, peers []*peer) (*onDevice, error) {
 	}
 	n := len(peers)
 	v := &onDevice{b: b, memory: memory{b: b, d: d, lap: lap, far: make([]backend.Mem, n), host: hostWords{signals: b.signals, fd: -1, far: make([]backend.Mem, n)}},
-		freed:   make(chan struct{}),
-		parting: parting{b: b, peers: peers, ended: make([]bool, n), changed: make(chan struct{})}}
+		freed:    make(chan struct{}),
+		teardown: teardown{b: b, peers: peers, ended: make([]bool, n), changed: make(chan struct{})}}
 	m := &v.memory
 	m.at = (headLen + n*b.signals*wordsLen + memAlign - 1) / memAlign * memAlign
 	for _, p := range peers {
@@ -121,13 +121,13 @@ func (v *onDevice) begin() error {
 		case <-time.After(exitLimit):
 		}
 	})
-	return v.parting.begin()
+	return v.teardown.begin()
 }
 
 // peerChanged is called when a node is lost or connected. It must not block.
 func (v *onDevice) peerChanged(id int, up bool, _ error) {
 	if r, is := slices.BinarySearch(v.b.layer.NodeIDs(), id); is && !up {
-		v.parting.over(r)
+		v.teardown.over(r)
 	}
 }
 
@@ -152,11 +152,11 @@ func (v *onDevice) end() {
 		if !v.memory.offered { // no other rank knows the window
 			return
 		}
-		v.parting.tell()
-		if !v.parting.isReady() { // no stream contains work of it
+		v.teardown.tell()
+		if !v.teardown.isReady() { // no stream contains work of it
 			return
 		}
-		v.parting.parted()
+		v.teardown.await()
 		for _, l := range v.ins {
 			if err := l.free(); err != nil {
 				v.b.app.Log().Error("streams that wait for a window may not go on", "window", v.b.String(), "err", err)
@@ -210,15 +210,15 @@ func (v *onDevice) close(ctx context.Context) (err error) {
 	return errors.Join(err, v.memory.giveBack())
 }
 
-// partLimit is how long streams of an ended window wait for another rank to confirm the end. exitLimit is the same
+// teardownLimit is how long streams of an ended window wait for another rank to confirm the end. exitLimit is the same
 // after the node has ended.
 const (
-	partLimit = 10 * time.Second
-	exitLimit = time.Second
+	teardownLimit = 10 * time.Second
+	exitLimit     = time.Second
 )
 
-// parting is the state of the end of a window on all ranks.
-type parting struct {
+// teardown is the state of the end of a window on all ranks.
+type teardown struct {
 	b     *base
 	peers []*peer
 
@@ -229,14 +229,14 @@ type parting struct {
 }
 
 // isReady reports whether Open has returned the window, or is about to.
-func (q *parting) isReady() bool {
+func (q *teardown) isReady() bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.ready
 }
 
 // begin lets the window be used.
-func (q *parting) begin() error {
+func (q *teardown) begin() error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if err := q.b.over.Load(); err != nil { // over meanwhile; no stream contains work
@@ -247,7 +247,7 @@ func (q *parting) begin() error {
 }
 
 // over records that the window is over on a rank.
-func (q *parting) over(rank int) {
+func (q *teardown) over(rank int) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.ended[rank] = true
@@ -256,7 +256,7 @@ func (q *parting) over(rank int) {
 }
 
 // tell notifies the other ranks that the window is over here.
-func (q *parting) tell() {
+func (q *teardown) tell() {
 	for _, p := range q.peers {
 		if p.rank == q.b.self {
 			continue
@@ -270,9 +270,9 @@ func (q *parting) tell() {
 	}
 }
 
-// parted waits until the window is over on all other ranks, up to partLimit.
-func (q *parting) parted() {
-	patience := time.After(partLimit)
+// await waits until the window is over on all other ranks, up to teardownLimit.
+func (q *teardown) await() {
+	patience := time.After(teardownLimit)
 	for {
 		q.mu.Lock()
 		changed := q.changed
