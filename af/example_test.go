@@ -29,7 +29,7 @@ func inProcess(server, worker func(*postoffice.Node)) {
 				panic(err)
 			}
 			program(n)
-			if err := n.Finalize(ctx); err != nil { // returns when all have called it
+			if err := n.Shutdown(ctx); err != nil { // returns when all have called it
 				panic(err)
 			}
 		})

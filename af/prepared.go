@@ -124,12 +124,13 @@ func (x *Prepared) Check() error {
 }
 
 // Close releases the memory of the tensors; a call in flight continues and retains it until its end. Later calls of
-// Start fail, and replayed graphs do not start or wait for anything.
-func (x *Prepared) Close() {
+// Start fail, and replayed graphs do not start or wait for anything. Close does not wait, and returns nil; Check returns
+// errors of rounds.
+func (x *Prepared) Close() error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.closed {
-		return
+		return nil
 	}
 	x.closed = true
 	for _, list := range [][]KeyTensor{x.push, x.pull} {
@@ -141,6 +142,7 @@ func (x *Prepared) Close() {
 	if r := x.byStream.Load(); r != nil {
 		r.gone.Store(true)
 	}
+	return nil
 }
 
 // tensors describes the exchange in errors.

@@ -41,7 +41,7 @@ func prepare(t testing.TB, w *af.Worker, push, pull []af.KeyTensor, opts ...af.C
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(x.Close)
+	t.Cleanup(func() { _ = x.Close() })
 	return x
 }
 

@@ -232,18 +232,20 @@ func (s *Server) Shutdown(ctx context.Context) error {
 }
 
 // Close unregisters the server from its node. Incomplete batches are dropped, and the contexts of all other batches end.
-func (s *Server) Close() {
+// Close does not wait for handlers, and returns nil.
+func (s *Server) Close() error {
 	s.mu.Lock()
 	c, forget := s.serving.Load(), s.forget
 	s.mu.Unlock()
 	if c == nil {
-		return
+		return nil
 	}
 	c.Close()
 	s.closed.Store(true) // a message that is being received begins no batch after dropSenders
 	s.queue.Close()      // s.late continues until the node has left: other endpoints may receive on it
 	s.dropSenders()
 	forget()
+	return nil
 }
 
 // dropSenders drops the incomplete batches of all workers: a worker whose connection broke may never complete its

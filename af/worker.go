@@ -96,12 +96,13 @@ func (w *Worker) PushPull(push []KeyTensor, pull [][]KeyTensor, opts ...CallOpti
 // the latest 4096 are counted.
 func (w *Worker) InFlight() int { return w.calls.customer.InFlight() }
 
-// Close fails the calls in flight and unregisters the worker from its node.
-func (w *Worker) Close() {
+// Close fails the calls in flight and unregisters the worker from its node. It does not wait, and returns nil.
+func (w *Worker) Close() error {
 	w.calls.customer.Close()
 	done := w.graphs.close()
 	w.calls.queue.Close()
 	if done { // otherwise the goroutines may run until the node has left
 		w.forget()
 	}
+	return nil
 }

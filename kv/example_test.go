@@ -27,13 +27,13 @@ func Example() {
 		return n
 	}
 	var wg sync.WaitGroup
-	wg.Go(func() { node("scheduler").Finalize(ctx) })
+	wg.Go(func() { node("scheduler").Shutdown(ctx) })
 	wg.Go(func() {
 		n := node("server")
 		s, _ := kv.NewServer[float32](n, kv.ServerOptions{})
 		var sums kv.SummingHandler[float32]
 		s.Handle(sums.Handle)
-		n.Finalize(ctx) // returns when the worker has finished too
+		n.Shutdown(ctx) // returns when the worker has finished too
 	})
 	n := node("worker")
 	w, _ := kv.NewWorker[float32](n, kv.WorkerOptions{})
@@ -49,7 +49,7 @@ func Example() {
 	ts, _ := w.Pull(keys, &vals)
 	err := ts.Wait(ctx)
 	fmt.Println(vals, err)
-	n.Finalize(ctx)
+	n.Shutdown(ctx)
 	wg.Wait()
 	// Output: [2 20 200] <nil>
 }

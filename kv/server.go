@@ -127,14 +127,16 @@ func (s *Server[V]) Shutdown(ctx context.Context) error {
 	return s.simple.inbound.Drain(ctx)
 }
 
-// Close unregisters the server from its node and ends the contexts of its requests. It does not wait for handlers.
-func (s *Server[V]) Close() {
+// Close unregisters the server from its node and ends the contexts of its requests. It does not wait for handlers,
+// and returns nil.
+func (s *Server[V]) Close() error {
 	s.mu.Lock()
 	c := s.simple.customer.Load()
 	s.mu.Unlock()
 	if c != nil {
 		c.Close()
 	}
+	return nil
 }
 
 // Pairs are keys with their values: the same number for each key, or Lens[i] for

@@ -296,12 +296,13 @@ func (d SimpleMessage) Wanted() bool {
 	return c != nil && c.IsAwaited(int(d.Sender), d.epoch, d.CustomerID, d.Timestamp)
 }
 
-// Close fails the requests in flight and removes the application from its node. An application that belongs to a
-// Worker or Server is closed with it.
-func (a *SimpleApp) Close() {
+// Close fails the requests in flight and removes the application from its node. It does not wait, and returns nil. An
+// application that belongs to a Worker or Server is closed with it: Close of the application has no effect.
+func (a *SimpleApp) Close() error {
 	if a.own {
 		a.customer.Load().Close()
 	}
+	return nil
 }
 
 // simpleCall is one request in flight.

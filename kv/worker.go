@@ -179,5 +179,8 @@ func (w *Worker[V]) begin(c *call[V], limit time.Duration) (Call, error) {
 // InFlight is the number of requests that are not finished or not waited for.
 func (w *Worker[V]) InFlight() int { return w.customer.InFlight() }
 
-// Close fails what is in flight and takes the worker off its node.
-func (w *Worker[V]) Close() { w.customer.Close() }
+// Close fails the requests in flight and unregisters the worker from its node. It does not wait, and returns nil.
+func (w *Worker[V]) Close() error {
+	w.customer.Close()
+	return nil
+}

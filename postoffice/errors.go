@@ -23,7 +23,7 @@ var (
 	ErrUnknownPeer = van.ErrUnknownPeer
 	// ErrQueueFull: the messages that wait for the peer, or the requests in flight, have reached their limit.
 	ErrQueueFull = van.ErrQueueFull
-	// ErrFinished: the peer serves no more requests: its server was shut down, or its program waits in Finalize or in Python's stop().
+	// ErrFinished: the peer serves no more requests: its server was shut down, or its program waits in Node.Shutdown or in Python's stop().
 	ErrFinished = van.ErrFinished
 	// ErrTimeout: a wait reached its limit.
 	ErrTimeout = van.ErrTimeout

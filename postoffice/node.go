@@ -90,16 +90,17 @@ func (n *Node) InstanceBarrier(ctx context.Context, customer int, group Group) e
 	return n.core().InstanceBarrier(ctx, customer, int(group))
 }
 
-// StopBarrier is the instance barrier over all nodes that a program calls before Finalize. The scheduler and servers may
+// StopBarrier is the instance barrier over all nodes that a program calls before Shutdown. The scheduler and servers may
 // call it as soon as they have started, so it has no limit of its own: it waits as long as a live member is missing.
 func (n *Node) StopBarrier(ctx context.Context) error { return n.core().StopBarrier(ctx) }
 
-// Finalize waits until every node of the cluster has called it, then leaves. It leaves and returns an error when ctx ends;
-// when only lost nodes are missing and STEPAF_REPLACE_TIMEOUT passes without replacements; or, on a worker, after
-// STEPAF_STOP_TIMEOUT. It takes part in the instance barriers over all nodes that others of this library call before it. Only
+// Shutdown waits until every node of the cluster has called it, then leaves. The wait is a barrier that errors and log lines
+// call Finalize, as ps-lite does. Shutdown leaves and returns an error when ctx ends; when only lost nodes are missing and
+// STEPAF_REPLACE_TIMEOUT passes without replacements; or, on a worker, after STEPAF_STOP_TIMEOUT. It takes part in the instance barriers over all nodes that others of this library call before it. Only
 // the first call has an effect; others return its result.
-func (n *Node) Finalize(ctx context.Context) error { return n.core().Finalize(ctx) }
+func (n *Node) Shutdown(ctx context.Context) error { return n.core().Shutdown(ctx) }
 
-// Close leaves at once, without waiting for other nodes. Requests in flight fail with ErrClosed, and so does a Finalize that
-// waits. Close waits for handlers, so a handler must call it on another goroutine.
-func (n *Node) Close() { n.core().Close() }
+// Close leaves at once, without waiting for other nodes. Requests in flight fail with ErrClosed, and so does a Shutdown that
+// waits. Close waits up to 2 s for handlers and for messages that are being sent, so a handler must call it on another
+// goroutine.
+func (n *Node) Close() error { return n.core().Close() }

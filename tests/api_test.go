@@ -259,6 +259,26 @@ func exposed(x ast.Expr) (nodes []ast.Node) {
 	return nodes
 }
 
+// TestPublicNamesEndInOneWay: a type that a program must end has Close() error, and Shutdown(context.Context) error if it can be
+// ended in order, as package postoffice says. No other method ends anything.
+func TestPublicNamesEndInOneWay(t *testing.T) {
+	forms := map[string]string{"Close": "Close() error", "Shutdown": "Shutdown(ctx context.Context) error"}
+	for _, pkg := range append([]string{"postoffice/clustertest"}, imported...) {
+		a := packageAPI(t, pkg)
+		for _, x := range a.Types {
+			for _, m := range x.Methods {
+				want, ends := forms[m.Name]
+				switch _, form, _ := strings.Cut(a.print(&ast.FuncDecl{Recv: m.Decl.Recv, Name: m.Decl.Name, Type: m.Decl.Type}), ") "); {
+				case ends && form != want:
+					t.Errorf("%s: %s.%s has %s, want %s", a.at(m.Decl), a.Name, x.Name, form, want)
+				case slices.Contains([]string{"Stop", "Finalize", "Finish", "End", "CloseNow", "Terminate", "Exit", "Destroy"}, m.Name):
+					t.Errorf("%s: %s.%s has %s, want Close or Shutdown", a.at(m.Decl), a.Name, x.Name, m.Name)
+				}
+			}
+		}
+	}
+}
+
 // TestPublicNamesAreFew: a program's author can read all names that there are.
 func TestPublicNamesAreFew(t *testing.T) {
 	all, by := 0, map[string]int{}

@@ -117,7 +117,7 @@ func TestSchedulerDies(t *testing.T) {
 		t.Errorf("request without scheduler: %v", err)
 	}
 	for _, n := range []*postoffice.Node{c.Workers[0], c.Servers[0]} {
-		if err := n.Finalize(ctx); !errors.Is(err, van.ErrPeerLost) {
+		if err := n.Shutdown(ctx); !errors.Is(err, van.ErrPeerLost) {
 			t.Errorf("%s: finalize: %v, want the loss of the scheduler", n.Name(), err)
 		}
 	}

@@ -39,7 +39,7 @@ func comms(t *testing.T, o testcluster.Options, n int) ([]*Comm, *testcluster.Cl
 		return err
 	})
 	t.Cleanup(func() {
-		onAll(t, n, func(r int) error { return all[r].Close(context.Background()) })
+		onAll(t, n, func(r int) error { return all[r].Close() })
 		for _, c := range all {
 			atRest(t, c)
 		}
@@ -578,7 +578,7 @@ func TestNew(t *testing.T) {
 	if err := calls(alone, memory{}, 100, 1); err != nil {
 		t.Error(err)
 	}
-	if err := alone.Close(t.Context()); err != nil {
+	if err := alone.Close(); err != nil {
 		t.Error(err)
 	}
 	if _, err := alone.AllGather(zeros(1), zeros(1)); !errors.Is(err, van.ErrClosed) {
@@ -596,7 +596,7 @@ func TestClose(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := all[1].Close(t.Context()); err != nil {
+	if err := all[1].Close(); err != nil {
 		t.Fatal(err)
 	}
 	if err := op.Wait(t.Context()); !errors.Is(err, van.ErrClosed) || !strings.Contains(err.Error(), "worker 1 (id 11)") {
@@ -616,11 +616,11 @@ func TestCloseWhileOthersRead(t *testing.T) {
 	b.mu.Unlock()
 	for range 2 {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
-		vantest.Fails(t, all[0].Close(ctx), van.ErrTimeout, "close communicator", "worker 0", "others are still reading memory of this rank")
+		vantest.Fails(t, all[0].Shutdown(ctx), van.ErrTimeout, "close communicator", "worker 0", "others are still reading memory of this rank")
 		cancel()
 	}
 	closed := make(chan error, 1)
-	go func() { closed <- all[0].Close(t.Context()) }()
+	go func() { closed <- all[0].Close() }()
 	vantest.Eventually(t, 20*time.Second, "Close waits", func() bool {
 		b.mu.Lock()
 		defer b.mu.Unlock()
@@ -654,7 +654,7 @@ func TestBarrierThenClose(t *testing.T) {
 				if err := comm.Barrier(t.Context()); err != nil {
 					return err
 				}
-				return comm.Close(t.Context())
+				return comm.Close()
 			})
 		}
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
@@ -679,7 +679,7 @@ func TestGroupsOfServers(t *testing.T) {
 			if err := comm.Barrier(t.Context()); err != nil {
 				return err
 			}
-			return comm.Close(t.Context())
+			return comm.Close()
 		})
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }

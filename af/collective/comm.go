@@ -61,7 +61,7 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	c.stop = func() { unwatch(); stay() }
 	if err := c.join(ctx, op); err != nil {
 		c.bootstrap.tell(c.bootstrap.round, err)
-		_ = c.Close(ctx)
+		_ = c.Shutdown(ctx)
 		return nil, err
 	}
 	return c, nil
@@ -213,10 +213,17 @@ func (c *Comm) peerChanged(id int, up bool, cause error) {
 	c.fail(c.b.about(rank, cause))
 }
 
-// Close ends the communicator on all ranks. On the other ranks, calls in flight that need this rank fail, and so do
-// all later calls. Close waits until no other rank reads memory of this rank: for Options.Timeout, unless ctx has a
-// deadline. If a rank still reads, the error says so.
-func (c *Comm) Close(ctx context.Context) error {
+// Close is Shutdown with a limit of Options.Timeout, or of postoffice.DefaultTimeout if Options.Timeout is no limit.
+func (c *Comm) Close() error {
+	ctx, cancel := context.WithTimeoutCause(context.Background(), c.b.node.Limit(max(c.b.timeout, 0)), van.ErrTimeout)
+	defer cancel()
+	return c.Shutdown(ctx)
+}
+
+// Shutdown ends the communicator on all ranks. On the other ranks, calls in flight that need this rank fail, and so do
+// all later calls. Shutdown waits until no other rank reads memory of this rank: for Options.Timeout, unless ctx has a
+// deadline. If a rank still reads, the error says so; Shutdown may be called again, to wait for longer.
+func (c *Comm) Shutdown(ctx context.Context) error {
 	b := &c.b
 	b.mu.Lock()
 	again, endRound, joining, round := b.closed, c.bootstrap.endRound, b.joining, c.bootstrap.round

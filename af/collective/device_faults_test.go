@@ -54,7 +54,7 @@ func TestServerRunsNoHandlers(t *testing.T) {
 			}
 			return err
 		})
-		defer onAll(t, 2, func(r int) error { return comms[r].Close(context.Background()) })
+		defer onAll(t, 2, func(r int) error { return comms[r].Close() })
 		stop := make(chan struct{})
 		var wg sync.WaitGroup
 		for _, n := range c.Workers {
@@ -160,7 +160,7 @@ func TestOwnPartBehindClose(t *testing.T) {
 		}
 		onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })
 		vantest.Eventually(t, 20*time.Second, "the call has ended on both ranks", op.o.Canceled)
-		if err := all[0].Close(t.Context()); err != nil {
+		if err := all[0].Close(); err != nil {
 			t.Fatal(err)
 		}
 		if err := op.Wait(t.Context()); err != nil {

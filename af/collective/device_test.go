@@ -229,7 +229,7 @@ func TestDeviceMisuse(t *testing.T) {
 			vantest.Fails(t, err, van.ErrInvalid, x.want)
 		}
 	}
-	if err := errors.Join(all[0].Close(t.Context()), all[1].Close(t.Context())); err != nil {
+	if err := errors.Join(all[0].Close(), all[1].Close()); err != nil {
 		t.Error(err)
 	}
 	if _, err := c.AllGather(m.zeros(200), m.zeros(100)); !errors.Is(err, van.ErrClosed) {
@@ -258,7 +258,7 @@ func TestNoCopyBehindClose(t *testing.T) {
 // TestDeviceCloses: a communicator that is closed, and a node that leaves, end calls that wait for a stream.
 func TestDeviceCloses(t *testing.T) {
 	for name, end := range map[string]func(*Comm) error{
-		"communicator": func(c *Comm) error { return c.Close(context.Background()) },
+		"communicator": func(c *Comm) error { return c.Close() },
 		"node":         func(c *Comm) error { c.b.node.Close(); return nil },
 	} {
 		t.Run(name, func(t *testing.T) {

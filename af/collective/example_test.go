@@ -30,7 +30,7 @@ func Example() {
 				err = exchange(ctx, n)
 			}
 			if err == nil {
-				err = n.Finalize(ctx) // returns when all have called it
+				err = n.Shutdown(ctx) // returns when all have called it
 			}
 			if err != nil {
 				fmt.Println(err)
@@ -71,5 +71,5 @@ func exchange(ctx context.Context, n *postoffice.Node) error {
 	if err := comm.Barrier(ctx); err != nil { // else Close would end the others' calls
 		return err
 	}
-	return comm.Close(ctx)
+	return comm.Close()
 }

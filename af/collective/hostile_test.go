@@ -59,7 +59,7 @@ func TestStrangers(t *testing.T) {
 		return err
 	})
 	t.Cleanup(func() {
-		onAll(t, 2, func(r int) error { return all[r].Close(context.Background()) })
+		onAll(t, 2, func(r int) error { return all[r].Close() })
 		for _, c := range all {
 			atRest(t, c)
 		}
@@ -233,7 +233,7 @@ func TestReasonOfARoundThatFails(t *testing.T) {
 		all[r], err = New(t.Context(), cl.Workers[r], Options{Ranks: []int{0, 1, 2}, Timeout: 20 * time.Second})
 		return err
 	})
-	t.Cleanup(func() { onAll(t, 3, func(r int) error { return all[r].Close(context.Background()) }) })
+	t.Cleanup(func() { onAll(t, 3, func(r int) error { return all[r].Close() }) })
 	c := all[0]
 	reasons := make(chan string, 1)
 	hook.OnSend(func(m *van.Message) hooks.Verdict {

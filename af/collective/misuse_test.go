@@ -249,7 +249,7 @@ func TestMadeAgainWithResend(t *testing.T) {
 			if err != nil {
 				return err
 			}
-			defer c.Close(context.Background())
+			defer c.Close()
 			if err := c.Barrier(t.Context()); err != nil && !errors.Is(err, van.ErrClosed) {
 				return err
 			}
@@ -507,7 +507,7 @@ func TestClosedAtOnce(t *testing.T) {
 			}
 			<-answered
 			closed := make(chan error, 1)
-			go func() { closed <- other.Close(t.Context()) }()
+			go func() { closed <- other.Close() }()
 			<-aborted
 			hook.OnReceive(nil)
 			hook.LetIn()
@@ -515,7 +515,7 @@ func TestClosedAtOnce(t *testing.T) {
 				t.Fatal("New:", err)
 			}
 			vantest.Fails(t, c.Barrier(t.Context()), van.ErrClosed, "worker 1")
-			for _, err := range []error{c.Close(t.Context()), <-closed} {
+			for _, err := range []error{c.Close(), <-closed} {
 				if err != nil {
 					t.Error(err)
 				}
@@ -551,7 +551,7 @@ func TestClosedInRebuild(t *testing.T) {
 			if early {
 				call()
 			}
-			if err := all[1].Close(t.Context()); err != nil {
+			if err := all[1].Close(); err != nil {
 				t.Error(err)
 			}
 			vantest.Fails(t, <-rebuilt, van.ErrClosed, "rebuild communicator")
@@ -600,7 +600,7 @@ func TestErrorsNameTheCall(t *testing.T) {
 	vantest.Fails(t, op.Wait(t.Context()), van.ErrPeerLost, "AllGather", "communicator 7, call 0", "rank 1 (worker 2")
 	vantest.Fails(t, all[1].Barrier(t.Context()), van.ErrPeerLost, "communicator 7, call 0", "rank 1 (worker 2")
 	for _, c := range all[1:] {
-		_ = c.Close(t.Context())
+		_ = c.Close()
 	}
 }
 

@@ -98,12 +98,14 @@ func (e *Ends) begin(x *Exchange) error {
 	return nil
 }
 
-// Close ends all exchanges, and notifies the peers.
-func (e *Ends) Close() {
+// Close ends all exchanges, and notifies the peers. It waits up to 1 s for calls of the device's driver, and returns nil;
+// Exchange.Check returns the errors of exchanges.
+func (e *Ends) Close() error {
 	e.unwatch()
 	e.end(fmt.Errorf("%w: this node's exchanges in streams", van.ErrClosed))
 	e.stopExit()
 	e.dir.customer.Close()
+	return nil
 }
 
 // end ends all exchanges, and refuses new ones. The device may be closed afterwards, unless goroutines are still

@@ -244,7 +244,8 @@ func (x *Exchange) left(from int, text string) {
 	x.fail(&van.Error{Op: "exchange", Peer: x.dir.node.PeerName(from), Err: fmt.Errorf("%w there: %q", van.ErrClosed, text)})
 }
 
-// Close ends the exchange, and returns why it had ended before, or nil. Close waits until the peers' ends are over.
+// Close ends the exchange, and returns why it had ended before, or nil. Close waits until the peers' ends are over, for
+// 10 s at most.
 // With ByHost it does not wait, and devices of peers may still read the tensors for a moment, without using the data.
 // Before Close, queued work must be done and the peers must have received it, for example after a barrier: data sent
 // by an ended exchange is invalid. After Close the tensors are the caller's, unless the exchange was ever captured:

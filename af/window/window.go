@@ -204,7 +204,7 @@ func (w *Window) Check() error {
 // Refused returns the number of messages to this window that were malformed or too late. Nothing of them was written.
 func (w *Window) Refused() uint64 { return w.base.refused.Load() }
 
-// Close ends this rank's end of the window. It flushes earlier puts, for at most the communicator's limit, and
+// Close ends this rank's end of the window. It flushes earlier puts, for at most the communicator's limit (Options.Timeout), and
 // notifies the other ranks, whose calls towards this rank fail from then on. When Close returns, with any result,
 // nothing is written to this rank's memory or read from the sources of its puts any more. The error says which data
 // may not have arrived; it is nil if the window had failed before.

@@ -82,7 +82,7 @@ func newRig(t *testing.T, o testcluster.Options, n int, of Options) *rig {
 	t.Cleanup(func() {
 		for i := range n {
 			_ = r.windows[i].Close()
-			_ = r.comms[i].Close(context.Background())
+			_ = r.comms[i].Close()
 		}
 		r.atRest()
 	})
@@ -601,7 +601,7 @@ func TestServers(t *testing.T) {
 			if err := comm.Barrier(t.Context()); err != nil {
 				return err
 			}
-			return comm.Close(t.Context())
+			return comm.Close()
 		}) {
 			if err != nil {
 				t.Errorf("rank %d: %v", i, err)

@@ -246,7 +246,7 @@ func (c *Comm) Drop() {
 		}
 		<-c.made.done
 		if c.Comm != nil {
-			_ = c.Comm.Close(context.Background()) // the error names ranks that still read memory; the memory stays until they have ended
+			_ = c.Comm.Close() // the error names ranks that still read memory; the memory stays until they have ended
 		}
 		c.of.mu.Lock()
 		if c.of.closing[c.id] == closed {
@@ -260,8 +260,8 @@ func (c *Comm) Drop() {
 // Rebuild begins collective.Comm.Rebuild. Here and below, a negative limit means the limit of the communicator.
 func (c *Comm) Rebuild(limit time.Duration) *Task { return newTask(limit, c.Comm.Rebuild) }
 
-// Close begins collective.Comm.Close.
-func (c *Comm) Close(limit time.Duration) *Task { return newTask(limit, c.Comm.Close) }
+// Close begins collective.Comm.Shutdown.
+func (c *Comm) Close(limit time.Duration) *Task { return newTask(limit, c.Comm.Shutdown) }
 
 // Barrier begins collective.Comm.Barrier.
 func (c *Comm) Barrier(limit time.Duration) *Task { return newTask(limit, c.Comm.Barrier) }

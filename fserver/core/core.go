@@ -123,7 +123,7 @@ func (s *Session) stop(ctx context.Context, thread uint64) error {
 		s.node.Close()
 		return err
 	}
-	return s.node.Finalize(ctx)
+	return s.node.Shutdown(ctx)
 }
 
 // Name is the node's name, for errors.

@@ -213,7 +213,7 @@ func (k *sessionState) openSession(ctx context.Context, c *SessionCall) error {
 	k.s, k.handles = open, map[uint64]*session.Handle{}
 	k.mu.Unlock()
 	c.Rank = open.Ranks()
-	k.setUndo(c, open.Close)
+	k.setUndo(c, func() { _ = open.Close() })
 	return nil
 }
 

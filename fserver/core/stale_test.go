@@ -118,7 +118,7 @@ func (s *Session) answer(t *testing.T, items []Item) {
 }
 
 // replace ends worker 0 and starts a replacement.
-func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func()) *Session {
+func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func() error) *Session {
 	t.Helper()
 	watch := func(n *postoffice.Node) <-chan bool {
 		heard := make(chan bool, 16)
@@ -141,7 +141,9 @@ func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func()) 
 		}
 	}
 	atServer, atScheduler := watch(c.Servers[0]), watch(c.Scheduler)
-	end()
+	if err := end(); err != nil {
+		t.Error(err)
+	}
 	hear(atServer, false)
 	hear(atScheduler, false) // otherwise it refuses the replacement
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
@@ -373,8 +375,8 @@ func TestCanceledAreKept(t *testing.T) {
 func TestGetBatchWaitsForAReplacement(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.ReplaceTimeout = time.Hour }})
 	_, server := openAll(t, c)
-	fresh := replace(t, c, server, func() {
-		c.Workers[0].Close()
+	fresh := replace(t, c, server, func() error {
+		err := c.Workers[0].Close()
 		await(t, "loss", func() bool {
 			_, err := server.GetBatch(nil, time.Millisecond)
 			vantest.Fails(t, err, ErrPending)
@@ -382,6 +384,7 @@ func TestGetBatchWaitsForAReplacement(t *testing.T) {
 			defer server.queue.mu.Unlock()
 			return len(server.queue.lost) == 1
 		})
+		return err
 	})
 	r := fresh.ask(t, 7, 64)
 	server.answer(t, server.row(t))

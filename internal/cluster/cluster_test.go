@@ -41,8 +41,8 @@ func TestJoint(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			t.Cleanup(server.Close)
-			t.Cleanup(worker.Close)
+			t.Cleanup(func() { _ = server.Close() })
+			t.Cleanup(func() { _ = worker.Close() })
 			r := <-s
 			if r.err != nil {
 				t.Fatal(r.err)
@@ -61,7 +61,7 @@ func TestJoint(t *testing.T) {
 			together(t, all, func(n *postoffice.Node) error {
 				return n.InstanceBarrier(within(t, 20*time.Second), 0, van.AllNodes)
 			})
-			together(t, all, func(n *postoffice.Node) error { return n.Finalize(within(t, 20*time.Second)) })
+			together(t, all, func(n *postoffice.Node) error { return n.Shutdown(within(t, 20*time.Second)) })
 		})
 	}
 }
@@ -185,7 +185,7 @@ func TestBarrierErrors(t *testing.T) {
 	var wg sync.WaitGroup
 	for _, n := range []*postoffice.Node{w, c.Servers[0], c.Scheduler} {
 		wg.Go(func() {
-			if err := n.Finalize(within(t, 20*time.Second)); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), n.Name()) ||
+			if err := n.Shutdown(within(t, 20*time.Second)); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), n.Name()) ||
 				!strings.Contains(err.Error(), "worker 1 (id 11)") {
 				t.Errorf("%s: %v", n.Name(), err)
 			}
@@ -199,14 +199,14 @@ func TestFinalizeDeadline(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		o.Set = func(c *postoffice.Config) { c.StopTimeout = 3 * time.Second }
 		c := testcluster.Start(t, o)
-		err := c.Workers[0].Finalize(t.Context())
+		err := c.Workers[0].Shutdown(t.Context())
 		vantest.Fails(t, err, van.ErrTimeout, "worker 0 (id 9)", "limit 3s", "not from server 0 (id 8)", "scheduler (id 1)")
-		if again := c.Workers[0].Finalize(t.Context()); again != err {
+		if again := c.Workers[0].Shutdown(t.Context()); again != err {
 			t.Errorf("a second call returned %v, want the same", again)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 		defer cancel()
-		if err := c.Servers[0].Finalize(ctx); err == nil {
+		if err := c.Servers[0].Shutdown(ctx); err == nil {
 			t.Error("the server finalized without the worker")
 		}
 	})
@@ -219,7 +219,7 @@ func TestClosedInFinalize(t *testing.T) {
 		o.Workers = 2
 		c := testcluster.Start(t, o)
 		closed := make(chan error, 1)
-		go func() { closed <- c.Workers[0].Finalize(t.Context()) }()
+		go func() { closed <- c.Workers[0].Shutdown(t.Context()) }()
 		vantest.Eventually(t, 10*time.Second, "the request of worker 0 is counted", func() bool {
 			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 			defer cancel()
@@ -231,7 +231,7 @@ func TestClosedInFinalize(t *testing.T) {
 		left := make(chan error, 3)
 		start := time.Now()
 		for _, n := range []*postoffice.Node{c.Scheduler, c.Servers[0], c.Workers[1]} {
-			go func() { left <- n.Finalize(t.Context()) }()
+			go func() { left <- n.Shutdown(t.Context()) }()
 		}
 		for range 3 {
 			if err := <-left; err != nil {
@@ -266,7 +266,7 @@ func TestOnExit(t *testing.T) {
 		} else {
 			ctx, cancel := context.WithCancel(t.Context())
 			cancel()
-			if err := n.Finalize(ctx); !errors.Is(err, context.Canceled) {
+			if err := n.Shutdown(ctx); !errors.Is(err, context.Canceled) {
 				t.Errorf("finalize: %v", err)
 			}
 		}

@@ -210,7 +210,7 @@ func TestCloseEndsFinalize(t *testing.T) {
 	began := make(chan struct{})
 	go func() {
 		close(began)
-		done <- c.Servers[0].Finalize(context.Background())
+		done <- c.Servers[0].Shutdown(context.Background())
 	}()
 	<-began
 	c.Servers[0].Close()

@@ -26,7 +26,7 @@ func simpleApp(t *testing.T, n *postoffice.Node, id int) *kv.SimpleApp {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(a.Close)
+	t.Cleanup(func() { _ = a.Close() })
 	return a
 }
 
@@ -69,7 +69,7 @@ func TestRefusedAtTheEnd(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			t.Cleanup(b.Close)
+			t.Cleanup(func() { _ = b.Close() })
 			call, err := ask()
 			if err == nil {
 				err = call.Wait(t.Context())

@@ -39,7 +39,7 @@ func Example() {
 			mu.Lock()
 			names[n.Name()] = true
 			mu.Unlock()
-			if err := n.Finalize(ctx); err != nil { // waits for all nodes
+			if err := n.Shutdown(ctx); err != nil { // waits for all nodes
 				panic(err)
 			}
 		})

@@ -17,7 +17,7 @@ type lifetime struct {
 	leaving   atomic.Bool
 	left      chan struct{} // closed when the node has left; finalErr is set then
 	finalErr  error
-	closing   chan struct{} // closed by Close, to end a Finalize that waits
+	closing   chan struct{} // closed by Close, to end a Shutdown that waits
 	closeOnce sync.Once     // closes closing
 }
 

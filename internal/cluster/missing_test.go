@@ -31,7 +31,7 @@ func begin(t testing.TB, network *inproc.Network, cfg *postoffice.Config) <-chan
 		n, err := start(t.Context(), network, cfg)
 		done <- result{n, err}
 		if err == nil {
-			t.Cleanup(n.Close)
+			t.Cleanup(func() { _ = n.Close() })
 		}
 	}()
 	t.Cleanup(func() { <-over })

@@ -98,7 +98,7 @@ func (n *Node) InstanceBarrier(ctx context.Context, customer, group int) error {
 }
 
 // StopBarrier is the instance barrier over all nodes that a program calls before
-// Finalize. The scheduler and servers may call it as soon as they have started, so it has
+// Shutdown. The scheduler and servers may call it as soon as they have started, so it has
 // no limit of its own: it waits as long as a live member is missing.
 func (n *Node) StopBarrier(ctx context.Context) error {
 	n.startEnding("stop()")
@@ -107,30 +107,36 @@ func (n *Node) StopBarrier(ctx context.Context) error {
 	return err
 }
 
-// Finalize waits until every node of the cluster has called it, then leaves. It leaves and returns an error
+// Shutdown waits until every node of the cluster has called it, then leaves. The wait is a barrier, ps-lite's Finalize.
+// Shutdown leaves and returns an error
 //
 //  1. when ctx ends;
 //  2. when only lost nodes are missing and STEPAF_REPLACE_TIMEOUT passes without replacements;
 //  3. on a worker, after STEPAF_STOP_TIMEOUT.
 //
-// A waiting Finalize also counts for the instance barriers over all nodes that other nodes of this library call
+// A waiting Shutdown also counts for the instance barriers over all nodes that other nodes of this library call
 // before theirs. Only the first call has an effect; others return its result.
-func (n *Node) Finalize(ctx context.Context) error {
+func (n *Node) Shutdown(ctx context.Context) error {
 	n.lifetime.leaveOnce(func() error {
 		n.startEnding("Finalize")
-		err := n.control.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.control.machine.Finalize(t, 0) })
+		err := n.control.await(ctx, "leave the cluster", func(t time.Duration) (int, error) { return n.control.machine.Finalize(t, 0) })
 		return errors.Join(err, n.leave(ctx, lingerTime))
 	})
 	return n.lifetime.finalErr
 }
 
 // Close leaves at once, without waiting for other nodes. Requests in flight fail with van.ErrClosed, and so does a
-// pending Finalize. Close waits for handlers, so a handler must call it on another goroutine.
-func (n *Node) Close() { n.close(lingerTime) }
+// pending Shutdown. Close waits for handlers, for lingerTime at most, so a handler must call it on another goroutine. If
+// the node has left before, Close returns nil.
+func (n *Node) Close() error { return n.close(lingerTime) }
 
-func (n *Node) close(linger time.Duration) {
+func (n *Node) close(linger time.Duration) (err error) {
 	n.lifetime.closeOnce.Do(func() { close(n.lifetime.closing) })
-	n.lifetime.leaveOnce(func() error { return n.leave(context.Background(), linger) })
+	n.lifetime.leaveOnce(func() error {
+		err = n.leave(context.Background(), linger)
+		return err
+	})
+	return err
 }
 
 // Limits of the time in which a leaving node sends its last messages: normally, and when it has not started.

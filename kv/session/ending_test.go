@@ -26,7 +26,7 @@ func finalizes(t *testing.T, nodes ...*postoffice.Node) {
 	t.Helper()
 	results := make(chan error, len(nodes))
 	for _, n := range nodes {
-		go func() { results <- n.Finalize(limit(t)) }()
+		go func() { results <- n.Shutdown(limit(t)) }()
 	}
 	for range nodes {
 		if err := <-results; err != nil {
@@ -99,7 +99,7 @@ func TestServeEndsWithTheController(t *testing.T) {
 	<-begun
 	<-begun
 	left := make(chan error, 1)
-	go func() { left <- c.Workers[0].Finalize(limit(t)) }()
+	go func() { left <- c.Workers[0].Shutdown(limit(t)) }()
 	select {
 	case err := <-ended[0]:
 		t.Fatalf("Serve has ended before the call: %v", err)

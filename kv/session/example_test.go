@@ -29,7 +29,7 @@ func Example() {
 			case "worker":
 				check(controller(ctx, node))
 			}
-			check(node.Finalize(ctx))
+			check(node.Shutdown(ctx))
 		})
 	}
 	wg.Wait()
@@ -41,7 +41,7 @@ func rank(ctx context.Context, node *postoffice.Node) error {
 	if err != nil {
 		return err
 	}
-	defer comm.Close(ctx)
+	defer comm.Close()
 	r, err := session.NewRank(node, session.Options{})
 	if err != nil {
 		return err

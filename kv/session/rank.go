@@ -77,7 +77,7 @@ func (r *Rank) Register(name string, f Function) error {
 // returns an error with the reason when the session fails, the controller is lost, or ctx ends; it then does not wait
 // for a running function. Serve may be called again, for another session.
 //
-// A controller whose program ends (Finalize, or Python's stop()) ends its session as Shutdown does. While no session
+// A controller whose program ends (Node.Shutdown, or Python's stop()) ends its session as Shutdown does. While no session
 // is open, Serve ends if no worker can open one: with an error that wraps van.ErrFinished if the programs of all
 // workers have ended, and with an error that wraps van.ErrPeerLost if all of them have been lost for
 // STEPAF_REPLACE_TIMEOUT.

@@ -152,8 +152,10 @@ func (s *Session) Err() error { return s.calls.failed() }
 // Failed returns a channel that is closed when the session is no longer usable; Err returns the reason.
 func (s *Session) Failed() <-chan struct{} { return s.calls.broken }
 
-// Close ends the session at once. Serve of the ranks returns an error, unless Shutdown has ended it.
-func (s *Session) Close() {
+// Close ends the session at once. Serve of the ranks returns an error, unless Shutdown has ended it. Close waits up to
+// 500 ms, and with PS_RESEND two resend timeouts longer, until the ranks have received the notice. It returns nil; Err
+// has the reason of an earlier failure.
+func (s *Session) Close() error {
 	s.closing.Do(func() {
 		s.watch()
 		s.fail(van.ErrClosed)
@@ -163,8 +165,9 @@ func (s *Session) Close() {
 		for _, c := range s.aborts {
 			_ = c.Wait(ctx) // a rank that does not answer is lost, or does not serve
 		}
-		s.app.Close()
+		_ = s.app.Close()
 	})
+	return nil
 }
 
 // farewell returns a context for the end of a session: the time until the other side has received the notice, or, if

@@ -65,7 +65,7 @@ func open(t *testing.T, c *testcluster.Cluster) *session.Session {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(s.Close)
+	t.Cleanup(func() { _ = s.Close() })
 	return s
 }
 

@@ -200,7 +200,7 @@ func (c *Cluster) Replace(ctx context.Context, killed *postoffice.Node) (*postof
 }
 
 // Run runs program on all nodes that have not been killed, each on a goroutine of its own, and then has them leave the
-// cluster together. It returns the errors of the programs and of Finalize.
+// cluster together. It returns the errors of the programs and of Node.Shutdown.
 func (c *Cluster) Run(ctx context.Context, program func(ctx context.Context, n *postoffice.Node) error) error {
 	var all sync.WaitGroup
 	nodes := c.Nodes()
@@ -208,19 +208,21 @@ func (c *Cluster) Run(ctx context.Context, program func(ctx context.Context, n *
 	for i, n := range nodes {
 		all.Go(func() {
 			err := program(ctx, n)
-			errs[i] = errors.Join(err, n.Finalize(ctx))
+			errs[i] = errors.Join(err, n.Shutdown(ctx))
 		})
 	}
 	all.Wait()
 	return errors.Join(errs...)
 }
 
-// Close closes all nodes at once. It may be called more than once.
+// Close closes all nodes at once and returns their errors. It may be called more than once.
 func (c *Cluster) Close() error {
 	var all sync.WaitGroup
-	for _, n := range c.Nodes() {
-		all.Go(n.Close)
+	nodes := c.Nodes()
+	errs := make([]error, len(nodes))
+	for i, n := range nodes {
+		all.Go(func() { errs[i] = n.Close() })
 	}
 	all.Wait()
-	return nil
+	return errors.Join(errs...)
 }

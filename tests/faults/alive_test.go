@@ -21,7 +21,7 @@ func finalizes(t *testing.T, nodes ...*postoffice.Node) (wait func()) {
 	errs := make(chan error, len(nodes))
 	for _, n := range nodes {
 		go func() {
-			if err := n.Finalize(t.Context()); err != nil {
+			if err := n.Shutdown(t.Context()); err != nil {
 				errs <- fmt.Errorf("finalize %s: %w", n.Name(), err)
 				return
 			}

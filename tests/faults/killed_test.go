@@ -201,7 +201,7 @@ func TestSchedulerKilled(t *testing.T) {
 		work(t, 1, w)
 		// The server stays as long as there is a worker.
 		for _, n := range []*postoffice.Node{c.Workers[0], c.Servers[0]} {
-			vantest.Fails(t, n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), scheduler)
+			vantest.Fails(t, n.Shutdown(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), scheduler)
 		}
 	})
 }

@@ -143,7 +143,7 @@ func TestSchedulerKilled(t *testing.T) {
 	scheduler := fmt.Sprintf("scheduler (id 1) at %s:%d", c.hosts[0], c.Port)
 	lost(t, failed, killed, "worker 0 (id 9)", "instance barrier", scheduler)
 	work(t, w)
-	vantest.Fails(t, w.n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, w.Name(), scheduler)
+	vantest.Fails(t, w.n.Shutdown(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, w.Name(), scheduler)
 }
 
 // TestServerStopped: a stopped server gets its requests later. The errors of requests that time out name it, also if there are more than it has slots for.

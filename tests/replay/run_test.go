@@ -163,7 +163,7 @@ func (r *run) live(ctx context.Context, o postoffice.Options) error {
 	if int(n.ID()) != r.self.ID || n.Rank() != r.self.Rank {
 		return fmt.Errorf("our node is %s with rank %d, want id %d, rank %d", n.Name(), n.Rank(), r.self.ID, r.self.Rank)
 	}
-	for i, act := range append(actions, func(context.Context) error { return n.Finalize(r.finalizes) }) {
+	for i, act := range append(actions, func(context.Context) error { return n.Shutdown(r.finalizes) }) {
 		select {
 		case <-r.actions:
 		case <-ctx.Done():

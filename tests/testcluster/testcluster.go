@@ -218,7 +218,7 @@ func (c *Cluster) Finalize(t testing.TB) {
 			continue
 		}
 		wg.Go(func() {
-			if err := n.Finalize(ctx); err != nil {
+			if err := n.Shutdown(ctx); err != nil {
 				t.Errorf("finalize %s: %v", n.Name(), err)
 			}
 		})
@@ -235,7 +235,7 @@ func (c *Cluster) close() {
 	var wg sync.WaitGroup
 	for _, n := range nodes {
 		if n != nil {
-			wg.Go(n.Close)
+			wg.Go(func() { _ = n.Close() })
 		}
 	}
 	wg.Wait()

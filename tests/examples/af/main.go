@@ -42,7 +42,7 @@ func main() {
 		check(call.Wait(ctx)) // from here on the tensors are ours again
 		fmt.Println(in, "doubled is", out)
 	}
-	check(node.Finalize(ctx)) // waits for everybody
+	check(node.Shutdown(ctx)) // waits for everybody
 }
 
 func check(err error) {

@@ -119,7 +119,7 @@ func main() {
 		check(err)
 		check(saved.Wait(ctx))
 	}
-	check(node.Finalize(ctx))
+	check(node.Shutdown(ctx))
 }
 
 func check(err error) {

@@ -40,7 +40,7 @@ func main() {
 		check(pull.Wait(ctx))
 		fmt.Println("worker", node.Rank(), "pulled", sums)
 	}
-	check(node.Finalize(ctx)) // waits for everybody
+	check(node.Shutdown(ctx)) // waits for everybody
 }
 
 func check(err error) {

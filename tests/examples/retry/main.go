@@ -54,7 +54,7 @@ func main() {
 			time.Sleep(time.Second)
 		}
 	}
-	check(node.Finalize(ctx))
+	check(node.Shutdown(ctx))
 }
 
 func check(err error) {

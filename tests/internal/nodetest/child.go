@@ -78,7 +78,7 @@ func run(setup func(c *Child) error) error {
 	cancel()
 	c.beside.Wait()
 	if last == leave {
-		return n.Finalize(context.Background())
+		return n.Shutdown(context.Background())
 	}
 	return in.Err()
 }

@@ -162,7 +162,7 @@ func (p *Program) part(ctx context.Context, n *Node) error {
 			return err
 		}
 	}
-	if err := n.Finalize(ctx); err != nil {
+	if err := n.Shutdown(ctx); err != nil {
 		return err
 	}
 	return n.failure()

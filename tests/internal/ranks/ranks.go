@@ -95,7 +95,7 @@ func (m *member) pause() bool {
 
 func (m *member) close() {
 	done := m.Watch("Close", m.Limit)
-	err := m.comm.Close(context.Background())
+	err := m.comm.Close()
 	done()
 	if err != nil && !errors.Is(err, van.ErrTimeout) {
 		m.Wrong("wrong error", "Close of a communicator: %v", err)

@@ -366,7 +366,7 @@ func (n *node) end(ctx context.Context) error {
 		return nil
 	}
 	if n.session == nil {
-		return n.n.Finalize(ctx)
+		return n.n.Shutdown(ctx)
 	}
 	if n.b.LoopEnds && n.rankRole() == "server" {
 		select {

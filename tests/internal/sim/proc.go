@@ -433,7 +433,7 @@ func (p *proc) leave() error {
 	if p.session != nil && !(p.c.plan.Cluster.PlainScheduler && p.who.Role() == "scheduler") {
 		p.finalErr = p.session.Stop(context.Background())
 	} else {
-		p.finalErr = p.node.Load().Finalize(context.Background())
+		p.finalErr = p.node.Load().Shutdown(context.Background())
 	}
 	p.c.net.note(p.name, "has finalized: "+brief(p.finalErr))
 	close(p.finalized)

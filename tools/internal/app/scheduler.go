@@ -78,7 +78,7 @@ func runScheduler(c *cli.Context) error {
 			return exit.BySignal(ctx, err)
 		}
 	}
-	if err := node.Finalize(ctx); err != nil {
+	if err := node.Shutdown(ctx); err != nil {
 		return exit.BySignal(ctx, err)
 	}
 	say("all nodes have left")

@@ -125,5 +125,5 @@ func runChild(c *cli.Context) error {
 		node.Close()
 		return err
 	}
-	return node.Finalize(c.Context)
+	return node.Shutdown(c.Context)
 }

@@ -390,7 +390,7 @@ func childCollective(c *cli.Context, node *postoffice.Node) error {
 	if err := comm.Barrier(c.Context); err != nil {
 		return err
 	}
-	return comm.Close(c.Context)
+	return comm.Shutdown(c.Context)
 }
 
 // given returns element k of part p of a rank's input in call i. Sums of it are exact.

@@ -180,7 +180,7 @@ func measureSoftware(ctx context.Context, name string, sizes []payload, iters, w
 	}
 	leaving, ctx := errgroup.WithContext(ctx)
 	for _, n := range nodes {
-		leaving.Go(func() error { return n.Finalize(ctx) })
+		leaving.Go(func() error { return n.Shutdown(ctx) })
 	}
 	return all, leaving.Wait()
 }

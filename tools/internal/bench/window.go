@@ -252,7 +252,7 @@ func childWindow(c *cli.Context, node *postoffice.Node) error {
 	if err := w.Close(); err != nil {
 		return err
 	}
-	return comm.Close(c.Context)
+	return comm.Shutdown(c.Context)
 }
 
 // putAndWait makes n round trips. Rank 0 returns the nanoseconds of each, rank 1 those of the way to it.

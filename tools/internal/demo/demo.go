@@ -69,7 +69,7 @@ func run(ctx context.Context, cfg *postoffice.Config, out io.Writer, rounds int)
 		node.Close()
 		return err
 	}
-	return node.Finalize(ctx)
+	return node.Shutdown(ctx)
 }
 
 // serve answers each batch with the sum of its tensors, until the node leaves.
