@@ -323,6 +323,41 @@ func TestCancelAnywhere(t *testing.T) {
 	}
 }
 
+// TestCancelOthers: only the named requests are canceled. Other requests, requests of other applications and customers, and answers
+// stay in the queue.
+func TestCancelOthers(t *testing.T) {
+	const first, count, app, customer = 10, 2, 3, 4
+	c := newOutConn(&common{cfg: env.Default()}, 8, -1, nil)
+	c.blocked = true
+	dones := map[string]*atomic.Int32{}
+	add := func(name string, ts int, app, customer int32, request bool) {
+		m := dataMessage(8, ts, request, true, pattern(lendFrom, ts))
+		m.AppID, m.CustomerID = app, customer
+		dones[name] = new(atomic.Int32)
+		m.Done = counter{dones[name]}
+		if err := c.send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	canceled := []string{"first", "last"}
+	add("the request before", first-1, app, customer, true)
+	add("first", first, app, customer, true)
+	add("another application", first, app+1, customer, true)
+	add("another customer", first, app, customer+1, true)
+	add("an answer", first, app, customer, false)
+	add("last", first+count-1, app, customer, true)
+	add("the request after", first+count, app, customer, true)
+	c.cancel(&van.Requests{App: app, Customer: customer, First: first, Count: count})
+	for name, n := range dones {
+		if is := n.Load() == 1; is != slices.Contains(canceled, name) {
+			t.Errorf("%s: canceled %t", name, is)
+		}
+	}
+	if want := (len(dones) - len(canceled)) * lendFrom; c.lent != want {
+		t.Errorf("%d bytes of values are unsent, want %d", c.lent, want)
+	}
+}
+
 func rangeTo(n int) (l []int) {
 	for i := range n {
 		l = append(l, i)
@@ -600,21 +635,51 @@ func TestNoDataPort(t *testing.T) {
 func TestSendBudget(t *testing.T) { both(t, sendBudget) }
 
 func sendBudget(t *testing.T, options func(*van.Options)) {
-	worker, _, open := stuck(t, func(o *van.Options) { options(o); o.Config.SendBudget, o.Config.RecvBudgetPeer = 8<<20, 1<<20 })
-	var err error
-	for i := 0; err == nil && i < 200; i++ {
-		err = worker.Send(dataMessage(8, i, true, true, pattern(1<<20, i)))
+	for _, size := range []int{1 << 20, lendFrom / 2} { // values that are written from where they lie, and values that are copied
+		worker, _, open := stuck(t, func(o *van.Options) { options(o); o.Config.SendBudget, o.Config.RecvBudgetPeer = 8<<20, 1<<20 })
+		var err error
+		for i := 0; err == nil && i < 200<<20/size; i++ {
+			err = worker.Send(dataMessage(8, i, true, true, pattern(size, i)))
+		}
+		vantest.Fails(t, err, van.ErrQueueFull, "STEPAF_SEND_BUDGET", "8388608")
+		more := dataMessage(8, 1<<20, true, true, pattern(size, 1))
+		more.Continues = true
+		if err := worker.Send(more); err != nil {
+			t.Errorf("values of %d bytes: what continues a request is refused: %v", size, err)
+		}
+		if n := worker.Stats().RefusedSends; n != 1 {
+			t.Errorf("values of %d bytes: counted %d refused messages, want 1", size, n)
+		}
+		open()
 	}
-	vantest.Fails(t, err, van.ErrQueueFull, "STEPAF_SEND_BUDGET", "8388608")
-	more := dataMessage(8, 500, true, true, pattern(1<<20, 1))
-	more.Continues = true
-	if err := worker.Send(more); err != nil {
-		t.Errorf("what continues a request is refused: %v", err)
+}
+
+// TestFull: a connection accepts messages until the budget or the number of messages is used up. Every unsent byte counts.
+func TestFull(t *testing.T) {
+	const budget = 1000
+	for _, c := range []struct {
+		budget, encoded, written, lent, messages int
+		full                                     bool
+	}{
+		{budget, budget - 1, 0, 0, 1, false},
+		{budget, budget, 0, 0, 1, true},
+		{budget, budget, 1, 0, 1, false},
+		{budget, 0, 0, budget - 1, 1, false},
+		{budget, 0, 0, budget, 1, true},
+		{budget, budget / 2, 0, budget / 2, 1, true},
+		{budget, 0, 0, 0, maxQueue - 1, false},
+		{budget, 0, 0, 0, maxQueue, true},
+		{0, budget, 0, budget, maxQueue - 1, false},
+		{0, 0, 0, 0, maxQueue, true},
+	} {
+		cfg := env.Default()
+		cfg.SendBudget = c.budget
+		o := newOutConn(&common{cfg: cfg}, 8, -1, nil)
+		o.buf, o.read, o.lent, o.queue = make([]byte, c.encoded), c.written, c.lent, make([]outMessage, c.messages)
+		if o.full() != c.full {
+			t.Errorf("%+v: full %t", c, o.full())
+		}
 	}
-	if n := worker.Stats().RefusedSends; n != 1 {
-		t.Errorf("counted %d refused messages, want 1", n)
-	}
-	open()
 }
 
 // TestStrangers: connections that prove nothing, are cut off, replay a handshake, reflect it, or are for another process end without a
@@ -783,6 +848,23 @@ func (c *silentConn) Read([]byte) (int, error) {
 func (c *silentConn) SetDeadline(at time.Time) error { c.deadline = at; return nil }
 func (c *silentConn) RemoteAddr() net.Addr           { return &net.TCPAddr{} }
 func (c *silentConn) Close() error                   { c.closed = true; return nil }
+
+// TestOldestHandshakeEnds: if there are too many handshakes, the oldest one ends.
+func TestOldestHandshakeEnds(t *testing.T) {
+	const more = 3
+	a, conns := acceptor{}, make([]*silentConn, maxHandshakes+more)
+	for i := range conns {
+		conns[i] = &silentConn{}
+		if a.enter(conns[i]) == nil {
+			t.Fatalf("connection %d is refused", i)
+		}
+	}
+	for i, c := range conns {
+		if c.closed != (i < more) {
+			t.Errorf("connection %d of %d: ended %t", i, len(conns), c.closed)
+		}
+	}
+}
 
 // TestSilentDialer: a connection without a handshake has a deadline before anything is read from it, and ends.
 func TestSilentDialer(t *testing.T) {
