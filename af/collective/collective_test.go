@@ -589,21 +589,30 @@ func TestNew(t *testing.T) {
 	}
 }
 
-// TestClose: if a rank closes, the calls of the other ranks fail.
+// TestClose: when a rank closes its end, the calls of another rank fail that still want a part of it, or still have one for it.
 func TestClose(t *testing.T) {
-	all, _ := comms(t, testcluster.Options{}, 2)
-	op, err := all[0].AllGather(zeros(2*8), zeros(8))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := all[1].Close(); err != nil {
-		t.Fatal(err)
-	}
-	if err := op.Wait(t.Context()); !errors.Is(err, van.ErrClosed) || !strings.Contains(err.Error(), "worker 1 (id 11)") {
-		t.Errorf("got %v, want ErrClosed of worker 1", err)
-	}
-	if err := op.Wait(t.Context()); !errors.Is(err, postoffice.ErrUnknownHandler) {
-		t.Errorf("second Wait: %v", err)
+	for name, call := range map[string]func(c *Comm) (Op, error){
+		"both":             func(c *Comm) (Op, error) { return c.AllGather(zeros(2*8), zeros(8)) },
+		"its part":         func(c *Comm) (Op, error) { return c.Broadcast(zeros(8), 1) },
+		"a part for it":    func(c *Comm) (Op, error) { return c.Broadcast(zeros(8), 0) },
+		"one of its parts": func(c *Comm) (Op, error) { return c.Scatter(zeros(8), zeros(2*8), 0) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			all, _ := comms(t, testcluster.Options{}, 2)
+			op, err := call(all[0])
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := all[1].Close(); err != nil {
+				t.Fatal(err)
+			}
+			if err := op.Wait(t.Context()); !errors.Is(err, van.ErrClosed) || !strings.Contains(err.Error(), "worker 1 (id 11)") {
+				t.Errorf("got %v, want ErrClosed of worker 1", err)
+			}
+			if err := op.Wait(t.Context()); !errors.Is(err, postoffice.ErrUnknownHandler) {
+				t.Errorf("second Wait: %v", err)
+			}
+		})
 	}
 }
 
