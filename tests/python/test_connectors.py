@@ -17,7 +17,7 @@ import torch
 
 import fserver
 import fserver_lib as f
-from fserver.connectors import FFN, Attention, Mismatch, join, leave, servers_of, share, workers_of
+from fserver.connectors import FFN, Attention, Mismatch, join, leave, pair, servers_of, share, workers_of
 
 WIDTH, MOST, STAGES, LAYERS = 8, 12, 3, 2
 WAIT = 180  # seconds
@@ -213,6 +213,43 @@ def test_replaced_ffn(cluster):
     assert second.hear(WAIT) == "held"
     second.kill()
     assert [w.hear(WAIT) for w in workers] == [[], []]
+
+
+@pytest.mark.parametrize("replace_ms", [0, 10000])
+def test_no_replacement(monkeypatch, replace_ms):
+    """recv and check wait for replace_ms from the first loss on, however often the connection fails again."""
+    now = 1000.0
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+        assert now < 1001 + replace_ms / 500, "the limit begins again and again"
+
+    class Exchange:
+        def start(self, rows):
+            pass
+
+        def wait(self, timeout_ms):
+            lost()
+
+    def lost(*args, **kw):
+        raise f.ConnectionError("it is lost")
+
+    monkeypatch.setattr(pair, "time", mock.Mock(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(pair.f, "push_pull", lambda *args, **kw: 1)
+    monkeypatch.setattr(pair.f, "wait", lambda *args, **kw: None)
+    side = Attention(0, 1, 1, width=WIDTH, dtype=torch.float32, max_rows=MOST, layers=LAYERS, replace_ms=replace_ms)
+    side._greeted = True
+    monkeypatch.setattr(pair, "_compared", lambda reply: None)
+    round_ = pair._Round(None, 1, [MOST], [Exchange()])
+    with pytest.raises(ConnectionError, match="stage 2, layer 1, ffn 0: it is lost"):
+        side._finish(2, round_, 0, 1)
+    assert replace_ms <= (now - 1000) * 1000 < replace_ms + 100
+    side, now = Attention(0, 1, 1, width=WIDTH, dtype=torch.float32, max_rows=MOST, layers=LAYERS, replace_ms=replace_ms), 1000.0
+    monkeypatch.setattr(pair.f, "wait", lost)
+    with pytest.raises(ConnectionError, match="it is lost"):
+        side.check()
+    assert replace_ms <= (now - 1000) * 1000 < replace_ms + 100
 
 
 @harness.by_hand

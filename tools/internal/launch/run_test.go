@@ -329,6 +329,40 @@ func TestFailures(t *testing.T) {
 	}
 }
 
+// TestFirstFailure: the result is the failure of the child that failed first, also if its end is reported later than that of a child that
+// failed because of it.
+func TestFirstFailure(t *testing.T) {
+	begun := time.Now()
+	for _, c := range []struct {
+		name   string
+		second time.Duration // when the child failed whose end is reported second; the other one failed after a second
+		ok     bool          // it did not fail
+		status int
+		want   string
+	}{
+		{"later", 2 * time.Second, false, 3, "server 0 failed: how"},
+		{"at the same time", time.Second, false, 3, "server 0 failed: how"},
+		{"earlier", 0, false, 7, "worker 0 failed: how"},
+		{"earlier, but it has not failed", 0, true, 3, "server 0 failed: how"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var out, err lock
+			r := &run{plan: &Plan{}, out: newPrinter(Streams{&out, &err}, func(string) (string, bool) { return "", false })}
+			child := func(role string) *process {
+				p := &process{Child: &Child{Role: role}, cmd: &exec.Cmd{Process: &os.Process{}}, ended: true}
+				r.living = append(r.living, p)
+				return p
+			}
+			server, worker := child("server"), child("worker")
+			r.exited(ended{p: server, status: 3, how: "how", at: begun.Add(time.Second)})
+			r.exited(ended{p: worker, status: 7, how: "how", at: begun.Add(c.second), ok: c.ok})
+			if r.result == nil || exit.Status(r.result) != c.status || !strings.Contains(r.result.Error(), c.want) {
+				t.Errorf("status %d, error %v, want %d and %q", exit.Status(r.result), r.result, c.status, c.want)
+			}
+		})
+	}
+}
+
 // TestOutputGoneWhileStopping: SIGPIPE, which each line to a closed pipe raises, does not kill the processes that a
 // signal is stopping.
 func TestOutputGoneWhileStopping(t *testing.T) {
