@@ -65,15 +65,17 @@ func TestRefusedAtTheEnd(t *testing.T) {
 			if err := <-ended; err == nil {
 				t.Error("StopBarrier of one node has ended well")
 			}
+			call, err := ask()
+			if err != nil {
+				t.Fatal(err)
+			}
+			vantest.Eventually(t, 20*time.Second, "the request is queued", func() bool { return core(x.to).QueuedRequests() == 1 })
 			b, err := kv.NewSimpleApp(x.to, kv.SimpleOptions{AppID: 77, CustomerID: 77, Timeout: -1})
 			if err != nil {
 				t.Fatal(err)
 			}
 			t.Cleanup(func() { _ = b.Close() })
-			call, err := ask()
-			if err == nil {
-				err = call.Wait(t.Context())
-			}
+			err = call.Wait(t.Context())
 			if err != nil {
 				t.Error(err)
 			}

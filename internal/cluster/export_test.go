@@ -32,6 +32,13 @@ func (c *Customer) TableSize() int { return len(*c.table.Load()) }
 // SetProcess enters the record of the process that has id.
 func (n *Node) SetProcess(id int, record *van.Node) { n.control.members.setProcess(id, record, true) }
 
+// QueuedRequests counts the requests for applications that do not exist yet.
+func (n *Node) QueuedRequests() int {
+	n.apps.mu.Lock()
+	defer n.apps.mu.Unlock()
+	return n.apps.messages
+}
+
 // PendingMessages counts the messages of processes that the table does not have.
 func (n *Node) PendingMessages() (count int) {
 	n.pending.mu.Lock()

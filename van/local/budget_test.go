@@ -151,6 +151,12 @@ func TestSendBudget(t *testing.T) {
 				t.Errorf("%d refused messages are counted, want 1", n)
 			}
 			worker.says("a message was refused: its peer takes nothing")
+			link := (*worker.peers.links.Load())[8]
+			link.mu.Lock()
+			if link.seen != link.progress() {
+				t.Error("the next Send will wait again for a peer that has taken nothing")
+			}
+			link.mu.Unlock()
 			server.start()
 			for i := range sent {
 				m := server.next()
@@ -159,7 +165,6 @@ func TestSendBudget(t *testing.T) {
 				}
 				m.Release()
 			}
-			link := (*worker.peers.links.Load())[8]
 			eventually(t, "nothing is unsent", func() bool {
 				link.mu.Lock()
 				defer link.mu.Unlock()

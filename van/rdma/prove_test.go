@@ -360,11 +360,14 @@ func TestManyUnproved(t *testing.T) {
 	for range 2 {
 		p.event(verbs.Disconnected)
 	}
+	var held []uint32
 	s.mu.Lock()
-	held := len(s.accepted.unproved)
+	for _, in := range s.accepted.unproved {
+		held = append(held, in.handshake.epoch)
+	}
 	s.mu.Unlock()
-	if held > 3 {
-		t.Errorf("%d connections wait for a proof, want up to 3", held)
+	if !slices.Equal(held, []uint32{3, 4, 5}) {
+		t.Errorf("connections %d wait for a proof, want the latest 3 of 5", held)
 	}
 	r.link(w, s)
 	w.must(push(s, 1, 1, value(5000, 1)))
