@@ -62,8 +62,9 @@ func TestManyNodes(t *testing.T) {
 	})
 }
 
-// TestIdle: an idle cluster uses at most one percent of a processor, and with heartbeats every second at most four. Such a
-// cluster used 0.9 to 1.3 percent on an almost idle machine, and up to 2.7 percent beside another program on both processors.
+// TestIdle: an idle cluster sleeps. Its threads were woken 30 to 80 times a second over TCP, 75 to 250 times through shared
+// memory, and 165 to 440 times with heartbeats every second, also beside other programs. A node that polls once a millisecond
+// exceeds the limit. A loop that does not wait exceeds that of processor time, which other programs can triple.
 func TestIdle(t *testing.T) {
 	for _, over := range []testcluster.Transport{testcluster.TCP, testcluster.SHM} {
 		for _, beat := range []time.Duration{0, time.Second} {
@@ -77,13 +78,10 @@ func TestIdle(t *testing.T) {
 				for _, n := range c.Workers { // goroutines that spin do so after traffic
 					busy(t, n)
 				}
-				most := time.Second / 100
-				if beat > 0 {
-					most = slower(4 * most)
-				}
 				nodetest.Settle()
 				<-time.After(100 * time.Millisecond) // for spinning to end
-				vantest.Idle(t, "5 nodes", func() time.Duration { return vantest.ProcessorTime(t) }, 3*time.Second, most.Seconds())
+				vantest.Sleeps(t, "5 nodes", 2*time.Second, 900)
+				vantest.Idle(t, "5 nodes", func() time.Duration { return vantest.ProcessorTime(t) }, time.Second, slower(time.Second/25).Seconds())
 				c.Finalize(t)
 			})
 		}

@@ -1,6 +1,10 @@
 package vantest
 
 import (
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -14,6 +18,42 @@ func ProcessorTime(t testing.TB) time.Duration {
 		t.Fatal(err)
 	}
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
+// WakeUps returns how often threads of this process have waited and were woken. Threads that have ended do not count. Unlike
+// processor time, the number hardly depends on other programs.
+func WakeUps(t testing.TB) int {
+	t.Helper()
+	threads, err := filepath.Glob("/proc/self/task/*/status")
+	if err != nil || len(threads) == 0 {
+		t.Fatalf("no threads in /proc/self/task: %v", err)
+	}
+	sum := 0
+	for _, name := range threads {
+		status, _ := os.ReadFile(name) // the thread may have ended
+		_, rest, _ := strings.Cut(string(status), "\nvoluntary_ctxt_switches:")
+		line, _, _ := strings.Cut(rest, "\n")
+		n, _ := strconv.Atoi(strings.TrimSpace(line))
+		sum += n
+	}
+	return sum
+}
+
+// Sleeps checks that threads of this process are woken at most so often a second, in one of three windows. It finds loops that
+// poll with a timer; Idle finds those that do not wait.
+func Sleeps(t testing.TB, what string, window time.Duration, most float64) {
+	t.Helper()
+	var found []float64
+	for range 3 {
+		before, begun := WakeUps(t), time.Now()
+		<-time.After(window)
+		found = append(found, float64(WakeUps(t)-before)/time.Since(begun).Seconds())
+		t.Logf("idle, threads of %s were woken %.0f times a second", what, found[len(found)-1])
+		if found[len(found)-1] <= most {
+			return
+		}
+	}
+	t.Errorf("idle, threads of %s were woken %.0f times a second, want at most %.0f in one window", what, found, most)
 }
 
 // Idle checks that what uses at most a share of one processor, as used measures it, in one of three windows. A busy
