@@ -3,6 +3,7 @@ package passes
 import (
 	"os"
 	"os/exec"
+	"path/filepath"
 	"testing"
 )
 
@@ -13,8 +14,8 @@ func TestDevice(t *testing.T) {
 	if _, err := os.Stat("rdma_test.go"); err != nil {
 		t.Error("not in the directory of the package")
 	}
-	if _, err := os.Stat(os.Getenv("STEPAF_BIN") + "/stepaf"); err != nil {
-		t.Error(err)
+	if want, err := filepath.Abs("../../../../bin"); err != nil || os.Getenv("STEPAF_BIN") != want {
+		t.Errorf("STEPAF_BIN is %q, want %q (%v)", os.Getenv("STEPAF_BIN"), want, err)
 	}
 }
 
