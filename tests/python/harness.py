@@ -38,6 +38,9 @@ MARK = "\x1enode "  # starts a line from a node to the harness
 OURS = ("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_", "PS_", "BENCHMARK_")
 
 
+MODULES = {"torch": "torch", "numpy": "numpy", "jax": "jax.numpy"}  # of each array library, what its processes import
+
+
 def by_hand(function):
     """Marks a node function that calls init and stop itself, if at all."""
     function.by_hand = True
@@ -200,13 +203,12 @@ class Process:
 
 class Cluster:
     """Processes of one job. Use the fixture of conftest.py, which ends them. Workers and
-    servers are copies (fork) of one Python that has imported a module: PyTorch, where they
-    use it, or that of copies; the others, and with copies=False all, are started as programs
-    are."""
+    servers are copies (fork) of one Python that has imported a module: their array library,
+    or that of copies; schedulers, and with copies=False all, are started as programs are."""
 
     def __init__(self, module, lib="", workers=1, servers=1, group=1, env=None, python=sys.executable, copies=None):
         self.module, self.lib, self.python = module, lib, python
-        self.copies = (lib if lib == "torch" else None) if copies is None else copies
+        self.copies = MODULES.get(lib) if copies is None else copies
         self.workers, self.servers, self.group, self.env = workers, servers, group, env or {}
         self.port = free_port()
         self.processes = []
@@ -298,7 +300,7 @@ def free_port():
 
 @functools.lru_cache(None)
 def template(python, module):
-    return start(python, HERE, module)
+    return start(python, HERE, module) if hasattr(socket, "send_fds") else None  # since Python 3.9
 
 
 def child():

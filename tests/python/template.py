@@ -1,6 +1,7 @@
-"""A Python that has imported PyTorch already, and is copied (fork) for each node of a
-test: importing it takes over a second of a core, and the tests start many hundred nodes.
-A node does the same as in a Python of its own: fserver_lib is imported in the copy.
+"""A Python that has imported an array library already, and is copied (fork) for each node
+of a test: importing PyTorch takes over a second of a core, JAX half of one, and the tests
+start many hundred nodes. A node does the same as in a Python of its own: fserver_lib is
+imported in the copy.
 """
 
 import faulthandler
@@ -60,7 +61,8 @@ def start(python, directory, module):
     with theirs:
         subprocess.Popen(
             [python, "-c", "import template; template.main()", str(theirs.fileno()), module],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([directory, os.environ.get("PYTHONPATH", "")])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([directory, os.environ.get("PYTHONPATH", "")]),
+                 "OPENBLAS_NUM_THREADS": "1"},  # NumPy's would start threads at the import
             stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
     return ours if ours.recv(1) == b"1" else None
 

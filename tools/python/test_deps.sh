@@ -12,6 +12,11 @@ usage_if_asked 'usage: tools/python/test_deps.sh [NAME...]
   NAME  torch, arrays, old or full: what to make in build/python (default: torch arrays old)' "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
+# One process at a time installs in build/python.
+mkdir -p build/python
+exec {lock}>build/python/lock
+flock "$lock"
+
 say() { echo "python-deps: $*"; }
 [ $# -gt 0 ] || set -- torch arrays old
 
