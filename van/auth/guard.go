@@ -65,5 +65,13 @@ func (g *Guard) Unauthenticated(why error, peer ...any) error {
 // with the secret sends.
 func (g *Guard) Refuse() { g.n.Add(1) }
 
+// Ended counts a peer whose handshake has ended with err before it has proved itself, if a proof is required. It does not count
+// the results of Unauthenticated again.
+func (g *Guard) Ended(err error) {
+	if g.Keys.Required() && !IsUnproved(err) {
+		g.n.Add(1)
+	}
+}
+
 // Count is the number of unauthenticated peers: van.Stats.Unauthenticated.
 func (g *Guard) Count() uint64 { return g.n.Load() }

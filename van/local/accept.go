@@ -156,11 +156,13 @@ func (a *acceptor) serve(c *net.UnixConn) {
 func (a *acceptor) admit(c *net.UnixConn) (r reply, err error) {
 	pid, err := sameUser(c)
 	if err != nil {
+		a.self.guard.Ended(err)
 		return r, err
 	}
 	b, fds, err := a.provedHello(c, pid)
 	defer closeAll(fds)
 	if err != nil {
+		a.self.guard.Ended(err)
 		return r, err
 	}
 	le := binary.LittleEndian

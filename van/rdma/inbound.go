@@ -51,6 +51,7 @@ type inbound struct {
 type processState struct {
 	// unlisted is set while the node table names another process: this one is newer, and its registration has not arrived yet.
 	unlisted   atomic.Bool
+	refused    atomic.Bool // it is counted as unauthenticated
 	unproved   atomic.Bool // the opener must prove that it knows the cluster's secret; see prove.go
 	upProof    upProof     // inputs of that proof
 	superseded atomic.Bool // the same process has opened a newer connection

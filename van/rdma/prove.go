@@ -108,7 +108,11 @@ func (v acceptor) awaitProofLocked(in *inbound, req []byte) {
 		v.accepted.unproved = slices.Delete(v.accepted.unproved, 0, 1)
 	}
 	time.AfterFunc(v.times.proof, func() {
-		if in.process.unproved.Load() && !in.failed.Load() {
+		switch {
+		case !in.process.unproved.Load():
+		case in.failed.Load():
+			in.failUnproved(fmt.Errorf("%w: its connection has ended before its proof", auth.ErrNoSecret))
+		default:
 			in.failUnproved(fmt.Errorf("%w: no proof has arrived within %s", auth.ErrNoSecret, v.times.proof))
 		}
 	})
@@ -116,6 +120,9 @@ func (v acceptor) awaitProofLocked(in *inbound, req []byte) {
 
 // failUnproved ends a connection whose opener does not prove itself. It does so in every mode, because the opener's request has a proof.
 func (in *inbound) failUnproved(why error) {
+	if in.process.refused.Swap(true) {
+		return
+	}
 	in.v.secret.guard.Refuse()
 	if n, show := in.v.secret.unprovedLog.Next(); show {
 		in.v.log.Warn("rdma: a connection ends, its opener does not prove the cluster's secret", "peer", in.name(), "from", in.from, "why", why, "so far", n)

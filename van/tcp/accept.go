@@ -97,11 +97,7 @@ func (a *acceptor) enter(c net.Conn) *list.Element {
 func (a *acceptor) serve(c net.Conn) {
 	defer c.Close()
 	_ = c.SetDeadline(time.Now().Add(a.n.within(handshakeTime)))
-	conn, err := a.n.decrypt(c)
-	var h hello
-	if err == nil {
-		h, err = a.n.admit(conn)
-	}
+	conn, h, err := a.n.meetDialer(c)
 	if err != nil {
 		if auth.IsUnproved(err) {
 			err = van.ErrUnauthenticated

@@ -179,6 +179,18 @@ func (n *common) introduce(c net.Conn, to *callee, proves bool) error {
 	return verdict(binary.LittleEndian.Uint32(admission[:])).err()
 }
 
+// meetDialer is the listener's part of the TLS handshake and the handshake on c, whose deadline is set. It counts a dialer that does not
+// prove itself.
+func (n *common) meetDialer(c net.Conn) (conn net.Conn, h hello, err error) {
+	if conn, err = n.decrypt(c); err == nil {
+		h, err = n.admit(conn)
+	}
+	if err != nil {
+		n.guard.Ended(err)
+	}
+	return conn, h, err
+}
+
 // admit is the listener's part of the handshake on c, whose deadline is set. On success the caller decides about the
 // connection, and sends the admission.
 func (n *common) admit(c net.Conn) (h hello, err error) {
@@ -196,7 +208,6 @@ func (n *common) admit(c net.Conn) (h hello, err error) {
 		skipRecord(c, text[:])
 	case err != nil:
 	case n.tls != nil && !secured:
-		n.guard.Refuse()
 		verdict, err = verdictTLS, errTLSHere
 	case h.peer != n.incarnation:
 		verdict, err = verdictOther, fmt.Errorf("%s looks for another process", van.NodeName(h.id))

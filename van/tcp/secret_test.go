@@ -97,10 +97,7 @@ func TestSecret(t *testing.T) {
 						return
 					}
 					_ = c.SetDeadline(time.Now().Add(limit))
-					conn, err := to.decrypt(c)
-					if err == nil {
-						_, err = to.admit(conn)
-					}
+					conn, _, err := to.meetDialer(c)
 					if err == nil {
 						to.say(conn, verdictYes)
 					} else {

@@ -273,8 +273,6 @@ func (n *common) decrypt(c net.Conn) (net.Conn, error) {
 		err = n.guard.Unauthenticated(auth.ErrOtherSecret, "addr", c.RemoteAddr())
 	case string(first[:2]) != tlsRecord:
 		err = fmt.Errorf("%w: a connection that begins with %q", van.ErrMalformed, first)
-	case !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) && remote == nil: // the connection was neither cut off nor timed out
-		n.guard.Refuse()
 	}
 	return nil, err
 }

@@ -6,14 +6,11 @@ import (
 	"context"
 	"errors"
 	"io/fs"
-	"net"
 	"slices"
-	"strconv"
 	"time"
 
 	zmq4 "github.com/pebbe/zmq4"
 
-	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -53,13 +50,11 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 	if err := noIPv6(peer.Hostname); err != nil && !v.cfg.Local {
 		return fail(err)
 	}
-	c := &conn{peer: peer.Clone(), to: "tcp://" + net.JoinHostPort(hostaddr.Canonical(peer.Hostname), strconv.Itoa(peer.Port)), ended: make(chan struct{})}
+	c := &conn{peer: peer.Clone(), to: v.endpoint(&peer), ended: make(chan struct{})}
 	if v.cfg.Local {
-		path := localPath(peer.Port)
-		if err := checkLocal(path); err != nil && !errors.Is(err, fs.ErrNotExist) { // the peer may create it later
+		if err := checkLocal(localPath(peer.Port)); err != nil && !errors.Is(err, fs.ErrNotExist) { // the peer may create it later
 			return fail(err)
 		}
-		c.to = "ipc://" + path
 	}
 	c.incarnation = v.peerIncarnation(&peer)
 	c.admitted.Store(true)

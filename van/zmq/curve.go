@@ -74,6 +74,7 @@ var (
 	errNoSecretHere  = fmt.Errorf("%w: it requires the cluster's secret, which this node does not have (STEPAF_SECRET_FILE)", van.ErrUnauthenticated)
 	errNotRequired   = fmt.Errorf("%w: it requires the cluster's secret (STEPAF_AUTH=require), and STEPAF_AUTH is not require here", van.ErrUnauthenticated)
 	errOtherSecret   = fmt.Errorf("%w: its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID is another one", van.ErrUnauthenticated)
+	errCutOff        = fmt.Errorf("%w: it ended the handshake before it proved the cluster's secret", van.ErrUnauthenticated)
 	errMaybeSecret   = fmt.Errorf("%w: it ended the handshake; its secret (STEPAF_SECRET_FILE) may be missing or another one, or its STEPAF_CLUSTER_ID another one", van.ErrUnauthenticated)
 )
 
@@ -88,11 +89,13 @@ func (n *shared) handshakeError(event zmq4.Event, value int, accepted bool) erro
 }
 
 // handshakeError returns the cause of a failed handshake for libzmq's event and its value. accepted reports that the peer
-// connected to this node. The result is nil if the peer broke the connection, so that the cause is unknown.
+// connected to this node. The result is nil if the peer of a plain connection broke it.
 func (c *curve) handshakeError(event zmq4.Event, value int, accepted bool) error {
 	switch {
-	case event == zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL && (c == nil || accepted):
+	case event == zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL && c == nil:
 		return nil
+	case event == zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL && accepted:
+		return errCutOff
 	case event == zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL: // the peer rejects this node's proof without an error message
 		return errMaybeSecret
 	case event == zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL && value == mechanismMismatch && c == nil:

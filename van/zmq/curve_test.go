@@ -6,6 +6,7 @@ import (
 	"net"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -163,18 +164,19 @@ func TestStrangersWithASecret(t *testing.T) {
 	ready[1] = byte(len(ready) - 2)
 	greeting := recorded[:64]
 	for _, c := range []struct {
-		name    string
-		bytes   []byte
-		counted bool
+		name  string
+		bytes []byte
+		stays bool // the scheduler waits for more, and the stranger ends the connection
+		other bool // libzmq ends the connection and does not report why: it is not counted
 	}{
-		{"nothing", nil, false},
-		{"another protocol", []byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n"), false},
-		{"a member's name without CURVE", append(append([]byte{}, plain...), ready...), true},
-		{"a recorded handshake and message", recorded, true},
-		{"a recorded handshake, cut off", recorded[:len(recorded)/2], false},
-		{"a recorded first command", recorded[:64+2+200], false},
-		{"commands of zeros", append(append([]byte{}, greeting...), append([]byte{4, 200, 5, 'H', 'E', 'L', 'L', 'O'}, make([]byte, 194)...)...), true},
-		{"a message instead of the first command", append(append([]byte{}, greeting...), frame([]byte("hello"), false)...), true},
+		{"nothing", nil, true, false},
+		{"another protocol", []byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n"), false, true},
+		{"a member's name without CURVE", append(append([]byte{}, plain...), ready...), false, false},
+		{"a recorded handshake and message", recorded, false, false},
+		{"a recorded handshake, cut off", recorded[:len(recorded)/2], true, false},
+		{"a recorded first command", recorded[:64+2+200], true, false},
+		{"commands of zeros", append(append([]byte{}, greeting...), append([]byte{4, 200, 5, 'H', 'E', 'L', 'L', 'O'}, make([]byte, 194)...)...), false, false},
+		{"a message instead of the first command", append(append([]byte{}, greeting...), frame([]byte("hello"), false)...), false, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			before := scheduler.Stats().Unauthenticated
@@ -187,10 +189,12 @@ func TestStrangersWithASecret(t *testing.T) {
 			if _, err := conn.Write(c.bytes); err != nil {
 				t.Fatal(err)
 			}
-			if c.counted {
+			if c.stays {
+				_ = conn.Close()
+			} else {
 				_, _ = io.Copy(io.Discard, conn) // until the scheduler ends it
-				until(t, "counter", func() bool { return scheduler.Stats().Unauthenticated > before })
 			}
+			until(t, "counter", func() bool { return c.other || scheduler.Stats().Unauthenticated > before })
 		})
 	}
 	t.Run("an echo", func(t *testing.T) { // the scheduler receives its own bytes
@@ -210,6 +214,37 @@ func TestStrangersWithASecret(t *testing.T) {
 	}
 	if len(scheduler.in) > 0 {
 		t.Error("a message of an unknown process arrived")
+	}
+	if cause := "it ended the handshake before it proved"; strings.Count(scheduler.logged.String(), cause) < 1 || strings.Count(scheduler.logged.String(), cause) > 4 {
+		t.Errorf("the log says %q %d times, want the 1st, 2nd and 4th", cause, strings.Count(scheduler.logged.String(), cause))
+	}
+}
+
+// TestProbesWithASecret: a member's probe completes the handshake, so that the probed node does not count it as a stranger's attempt.
+// The probe of a node with another secret finds that something listens there.
+func TestProbesWithASecret(t *testing.T) {
+	for _, local := range []bool{false, true} {
+		with := func(secret string) func(*env.Config) {
+			return func(c *env.Config) { withSecret(secret, "")(c); c.Local = local }
+		}
+		probed, from := newNode(t, 8, 5, nil, with(testSecret)), newNode(t, 1, 6, nil, with(testSecret))
+		for range 20 {
+			if err := from.Probe(t.Context(), probed.self); err != nil {
+				t.Errorf("local=%t: a node that listens: %v", local, err)
+			}
+		}
+		gone := probed.self
+		gone.Port = 1 // no process listens there
+		if err := from.Probe(t.Context(), gone); !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(err, syscall.ENOENT) {
+			t.Errorf("local=%t: nobody listens: %v", local, err)
+		}
+		if n := probed.Stats().Unauthenticated; n != 0 {
+			t.Errorf("local=%t: %d probes of a member were counted as attempts without the secret", local, n)
+		}
+		if err := newNode(t, 1, 7, nil, with(otherSecret)).Probe(t.Context(), probed.self); err != nil {
+			t.Errorf("local=%t: the probe of a node with another secret: %v", local, err)
+		}
+		until(t, "count of the attempt", func() bool { return probed.Stats().Unauthenticated > 0 })
 	}
 }
 

@@ -71,7 +71,7 @@ func newGuard(n *shared, flow *flow, ctx *zmq4.Context, z *zmq4.Socket, serial, 
 	}
 	g := &guard{n: n, budget: budget, port: port, listens: listener(port), drained: flow.drained.Load, crowd: newCrowd(n), conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
 	if g.raw, err = g.poll.SyscallConn(); err == nil {
-		g.mon, err = newMonitor(ctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_ACCEPT_FAILED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED|zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL|zmq4.EVENT_HANDSHAKE_FAILED_AUTH)
+		g.mon, err = newMonitor(ctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_ACCEPT_FAILED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED|handshakeFailed)
 	}
 	if err != nil {
 		_ = g.poll.Close()
@@ -108,7 +108,7 @@ func (g *guard) follow() {
 			g.accepted(value)
 		case zmq4.EVENT_ACCEPT_FAILED:
 			g.notAccepted()
-		case zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq4.EVENT_HANDSHAKE_FAILED_AUTH:
+		case zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq4.EVENT_HANDSHAKE_FAILED_AUTH, zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
 			if err := g.n.handshakeError(event, value, true); err != nil {
 				failed = append(failed, err)
 			}

@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"time"
 
+	zmq4 "github.com/pebbe/zmq4"
+
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -24,6 +26,15 @@ const (
 
 // Probe implements van.Prober.
 func (v *zvan) Probe(ctx context.Context, peer van.Node) error {
+	if v.curve != nil {
+		v.mu.Lock()
+		v.serial++
+		serial := v.serial
+		v.mu.Unlock()
+		if greet(ctx, v.zctx, &v.shared, serial, &peer) {
+			return nil
+		}
+	}
 	network, addr := "tcp4", net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port))
 	if v.cfg.Local {
 		network, addr = "unix", localPath(peer.Port)
@@ -47,6 +58,46 @@ func (v *zvan) Probe(ctx context.Context, peer van.Node) error {
 		return fmt.Errorf("%w greeting: what listens there is no node over ZMQ", van.ErrMalformed)
 	}
 	return nil
+}
+
+// greetTime is how long the handshake of greet may take.
+const greetTime = 500 * time.Millisecond
+
+// greet reports whether a process with the cluster's secret listens at the peer's address. serial names its monitor. It makes the whole handshake: the peer
+// counts a handshake that is cut off as an attempt without the secret.
+func greet(ctx context.Context, zctx *zmq4.Context, n *shared, serial int, peer *van.Node) bool {
+	z, err := zctx.NewSocket(zmq4.DEALER)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = z.Close() }()
+	if errors.Join(tune(z), z.SetReconnectIvl(-1), n.curve.client(z)) != nil {
+		return false
+	}
+	mon, err := newMonitor(zctx, z, serial, connEvents)
+	if err != nil {
+		return false
+	}
+	defer mon.close()
+	if z.Connect(n.endpoint(peer)) != nil {
+		return false
+	}
+	made := make(chan bool, 1)
+	go mon.follow(func(event zmq4.Event, _ int) {
+		if event != zmq4.EVENT_CONNECTED {
+			select {
+			case made <- event == zmq4.EVENT_HANDSHAKE_SUCCEEDED:
+			default: // an event after the first one, or the end of the monitor
+			}
+		}
+	})
+	select {
+	case ok := <-made:
+		return ok
+	case <-time.After(greetTime):
+	case <-ctx.Done():
+	}
+	return false
 }
 
 // dialError returns the errno in err, the error of a failed attempt to connect. Without an errno it returns err.

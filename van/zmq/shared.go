@@ -7,10 +7,13 @@ import (
 	"crypto/hmac"
 	"log/slog"
 	"maps"
+	"net"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/auth"
@@ -38,6 +41,14 @@ type shared struct {
 	closed  atomic.Bool
 	classes atomic.Pointer[map[int]int] // traffic classes of peers, see SetTrafficClasses
 	stats   stats
+}
+
+// endpoint returns the address of a node in libzmq's form.
+func (n *shared) endpoint(peer *van.Node) string {
+	if n.cfg.Local {
+		return "ipc://" + localPath(peer.Port)
+	}
+	return "tcp://" + net.JoinHostPort(hostaddr.Canonical(peer.Hostname), strconv.Itoa(peer.Port))
 }
 
 // nameTo returns this node's routing id toward the process with that incarnation, 0 for a node of the original.

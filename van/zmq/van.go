@@ -146,7 +146,7 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 	var refusals *monitor
 	v.serial++
 	if v.cfg.Local {
-		refusals, err = newMonitor(v.zctx, z, v.serial, zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL|zmq4.EVENT_HANDSHAKE_FAILED_AUTH)
+		refusals, err = newMonitor(v.zctx, z, v.serial, handshakeFailed)
 	} else {
 		g, err = newGuard(&v.shared, &v.flow, v.zctx, z, v.serial, port)
 	}
