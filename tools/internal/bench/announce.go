@@ -29,7 +29,7 @@ type floors struct {
 	touch      bool // every byte is read and written between rounds
 	bare       bool // libzmq alone is measured, too
 	shared     bool // through shared memory instead of TCP
-	clients    int  // of each server
+	clients    int  // of each server; 0 is 1
 	pairs      int  // of all clients and servers
 }
 
@@ -66,7 +66,7 @@ func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 	switch {
 	case err != nil:
 	case onGPU(node):
-		f, err = newDeviceServer(node.Backend(), x.push, x.pull)
+		f, err = newDeviceServer(node.Backend(), max(x.clients, 1), x.push, x.pull)
 	case host.IsValid():
 		f, err = newVerbsServer(host, x.push, x.pull)
 	case x.shared:
@@ -91,8 +91,8 @@ func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 	return err
 }
 
-// dialAnnounced reads the addresses of all servers from the parent and connects. Only a floor over TCP or shared memory
-// has several servers, and libzmq alone is measured with one server.
+// dialAnnounced reads the addresses of all servers from the parent and connects. A floor over RDMA and libzmq alone are
+// measured with one server.
 func dialAnnounced(r io.Reader, node *postoffice.Node, x floors) (floor, bare baseline, err error) {
 	line, err := bufio.NewReader(r).ReadString('\n')
 	if err != nil {
@@ -110,7 +110,7 @@ func dialAnnounced(r io.Reader, node *postoffice.Node, x floors) (floor, bare ba
 	case err != nil:
 		return nil, nil, err
 	case onGPU(node):
-		floor, err = dialDeviceFloor(node.Backend(), addrs[0], x.push, x.pull)
+		floor, err = dialDeviceFloor(node.Backend(), addrs, x.push, x.pull)
 	case host.IsValid():
 		floor, err = dialVerbsFloor(host, addrs[0], x.push, x.pull)
 	case x.shared:

@@ -64,16 +64,17 @@ func (d *sharing) Free(m backend.Mem) error {
 func TestDeviceFloor(t *testing.T) {
 	for _, size := range [][2]int{{1, 1}, {0, 4096}, {100, 0}, {1 << 20, 3}, {2<<20 + 1, 1 << 10}} {
 		sd, cd := newSharing(t, 1), newSharing(t, 0)
-		s, err := newDeviceServer(sd, size[0], size[1])
+		s, err := newDeviceServer(sd, 1, size[0], size[1])
 		if err != nil {
 			t.Fatal(err)
 		}
-		c, err := dialDeviceFloor(cd, s.addr, size[0], size[1])
+		c, err := dialDeviceFloor(cd, []string{s.addr}, size[0], size[1])
 		if err != nil {
 			s.close()
 			t.Fatal(err)
 		}
-		fill(simgpu.Raw(c.e.send))
+		e := c.ends[0]
+		fill(simgpu.Raw(e.send))
 		for _, n := range []int{0, 3, 1} {
 			ns, err := c.measure(n)
 			if err != nil || len(ns) != n {
@@ -86,9 +87,9 @@ func TestDeviceFloor(t *testing.T) {
 			}
 		}
 		copied := make(chan struct{})
-		cd.Queue(c.e.stream, func() { close(copied) })
+		cd.Queue(e.stream, func() { close(copied) })
 		<-copied
-		if got := simgpu.Raw(c.e.dst); !bytes.Equal(got, simgpu.Raw(c.e.src)) || len(got) != size[0] {
+		if got := simgpu.Raw(e.dst); !bytes.Equal(got, simgpu.Raw(e.src)) || len(got) != size[0] {
 			t.Errorf("push %d: the server does not have it", size[0])
 		}
 		if a, b := cd.copies.Load(), sd.copies.Load(); a != 4 || b != 4 {
@@ -105,11 +106,11 @@ func TestDeviceFloor(t *testing.T) {
 func TestDeviceFloorEnds(t *testing.T) {
 	sd, cd := newSharing(t, 1), newSharing(t, 0)
 	start := func() (*floorServer, *deviceFloorClient) {
-		s, err := newDeviceServer(sd, 10, 10)
+		s, err := newDeviceServer(sd, 1, 10, 10)
 		if err != nil {
 			t.Fatal(err)
 		}
-		c, err := dialDeviceFloor(cd, s.addr, 10, 10)
+		c, err := dialDeviceFloor(cd, []string{s.addr}, 10, 10)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -122,11 +123,11 @@ func TestDeviceFloorEnds(t *testing.T) {
 	}
 	c.close()
 	s, c = start()
-	_ = c.e.conn.Close() // the client dies
+	_ = c.ends[0].conn.Close() // the client dies
 	<-s.ended
 	s.close()
 	c.close()
-	if s, err := newDeviceServer(sd, 10, 10); err != nil {
+	if s, err := newDeviceServer(sd, 1, 10, 10); err != nil {
 		t.Error(err)
 	} else {
 		s.close() // no client has connected

@@ -13,6 +13,7 @@ import (
 	"time"
 	"unsafe"
 
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -194,9 +195,9 @@ func (e *deviceEnd) order() (uint32, error) {
 	return n, err
 }
 
-// newDeviceServer starts a server that answers the rounds of one client. close ends the floor, if the client has not
-// ended it.
-func newDeviceServer(b backend.Backend, push, pull int) (*floorServer, error) {
+// newDeviceServer starts a server that answers the rounds of clients, those of each in a goroutine of its own. close ends
+// the floor, if the clients have not ended it.
+func newDeviceServer(b backend.Backend, clients, push, pull int) (*floorServer, error) {
 	// The kernel chooses an abstract name.
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix"})
 	if err != nil {
@@ -206,7 +207,7 @@ func newDeviceServer(b backend.Backend, push, pull int) (*floorServer, error) {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		if err := serveDeviceFloor(ctx, l, b, push, pull); err != nil {
+		if err := serveDeviceFloor(ctx, l, b, clients, push, pull); err != nil {
 			fmt.Fprintln(os.Stderr, "bench: floor:", err)
 		}
 	}()
@@ -216,12 +217,21 @@ func newDeviceServer(b backend.Backend, push, pull int) (*floorServer, error) {
 	}}, nil
 }
 
-func serveDeviceFloor(ctx context.Context, l *net.UnixListener, b backend.Backend, push, pull int) error {
+func serveDeviceFloor(ctx context.Context, l *net.UnixListener, b backend.Backend, clients, push, pull int) error {
 	context.AfterFunc(ctx, func() { _ = l.Close() })
-	conn, err := l.AcceptUnix()
-	if err != nil {
-		return unlessEnded(err)
+	var all errgroup.Group
+	for range clients {
+		conn, err := l.AcceptUnix()
+		if err != nil {
+			return errors.Join(unlessEnded(err), all.Wait())
+		}
+		all.Go(func() error { return serveDevicePair(ctx, conn, b, push, pull) })
 	}
+	return all.Wait()
+}
+
+// serveDevicePair answers the rounds of one client.
+func serveDevicePair(ctx context.Context, conn *net.UnixConn, b backend.Backend, push, pull int) error {
 	defer conn.Close()
 	context.AfterFunc(ctx, func() { _ = conn.Close() })
 	fd, err := unix.MemfdCreate("bench floor", unix.MFD_CLOEXEC)
@@ -283,11 +293,26 @@ func answerRounds(ctx context.Context, e *deviceEnd, fd int) error {
 	}
 }
 
-// deviceFloorClient measures rounds.
-type deviceFloorClient struct{ e *deviceEnd }
+// deviceFloorClient measures rounds with all servers at once. One thread starts the copies to all of them, and then waits
+// for all answers.
+type deviceFloorClient struct{ ends []*deviceEnd }
 
-// dialDeviceFloor connects to a server of newDeviceServer in another process.
-func dialDeviceFloor(b backend.Backend, to string, push, pull int) (_ *deviceFloorClient, err error) {
+// dialDeviceFloor connects to servers of newDeviceServer in other processes.
+func dialDeviceFloor(b backend.Backend, addrs []string, push, pull int) (*deviceFloorClient, error) {
+	c := &deviceFloorClient{}
+	for _, at := range addrs {
+		e, err := dialDevicePair(b, at, push, pull)
+		if err != nil {
+			c.close()
+			return nil, err
+		}
+		c.ends = append(c.ends, e)
+	}
+	return c, nil
+}
+
+// dialDevicePair connects to one server.
+func dialDevicePair(b backend.Backend, to string, push, pull int) (_ *deviceEnd, err error) {
 	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: to, Net: "unix"})
 	if err != nil {
 		return nil, err
@@ -308,7 +333,7 @@ func dialDeviceFloor(b backend.Backend, to string, push, pull int) (_ *deviceFlo
 	if err != nil {
 		return nil, errors.Join(err, conn.Close(), e.free())
 	}
-	return &deviceFloorClient{e}, nil
+	return e, nil
 }
 
 // receiveFD receives a file descriptor and the byte that it is sent with.
@@ -330,13 +355,13 @@ func receiveFD(conn *net.UnixConn) (int, error) {
 	return fds[0], nil
 }
 
-// order tells the server the number of the next rounds and waits until it is ready.
-func (c *deviceFloorClient) order(n uint32) error {
-	_ = c.e.conn.SetDeadline(time.Now().Add(floorPatient))
-	if err := binary.Write(c.e.conn, le, n); err != nil {
+// command tells the server the number of the next rounds and waits until it is ready.
+func (e *deviceEnd) command(n uint32) error {
+	_ = e.conn.SetDeadline(time.Now().Add(floorPatient))
+	if err := binary.Write(e.conn, le, n); err != nil {
 		return err
 	}
-	if err := binary.Read(c.e.conn, le, &n); err != nil {
+	if err := binary.Read(e.conn, le, &n); err != nil {
 		return fmt.Errorf("floor: the other end has closed the connection: %w", err)
 	}
 	return nil
@@ -345,31 +370,34 @@ func (c *deviceFloorClient) order(n uint32) error {
 // measure does n rounds and returns the nanoseconds of each.
 func (c *deviceFloorClient) measure(n int) ([]int64, error) {
 	ns := make([]int64, n)
-	if n == 0 {
-		return ns, nil
-	}
-	if err := c.order(uint32(n)); err != nil {
-		return nil, err
+	for i := 0; i < len(c.ends) && n > 0; i++ {
+		if err := c.ends[i].command(uint32(n)); err != nil {
+			return nil, err
+		}
 	}
 	for i := range ns {
 		start := time.Now()
-		c.e.seq++
-		if err := c.e.write(); err != nil {
-			return nil, err
+		for _, e := range c.ends {
+			e.seq++
+			if err := e.write(); err != nil {
+				return nil, err
+			}
 		}
-		if err := c.e.arrival(context.Background()); err != nil {
-			return nil, err
+		for _, e := range c.ends {
+			if err := e.arrival(context.Background()); err != nil {
+				return nil, err
+			}
 		}
 		ns[i] = int64(time.Since(start))
 	}
 	return ns, nil
 }
 
-// close ends the floor: first both ends stop using the other's memory, then both free their own.
+// close ends the floor: first both ends of a pair stop using the other's memory, then both free their own.
 func (c *deviceFloorClient) close() {
-	err := c.order(0)
-	err = errors.Join(err, c.e.unmap(), c.e.conn.Close(), c.e.free())
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "bench: floor:", err)
+	for _, e := range c.ends {
+		if err := errors.Join(e.command(0), e.unmap(), e.conn.Close(), e.free()); err != nil {
+			fmt.Fprintln(os.Stderr, "bench: floor:", err)
+		}
 	}
 }

@@ -304,14 +304,14 @@ func (t *deviceTripper) doFloor(ctx context.Context, size, n int) (*answer, erro
 func (t *deviceTripper) beginFloor(ctx context.Context, size int) (err error) {
 	var at string
 	if t.w.Rank() == 1 {
-		if t.server, err = newDeviceServer(t.back, size, size); err != nil {
+		if t.server, err = newDeviceServer(t.back, 1, size, size); err != nil {
 			return err
 		}
 		at = t.server.addr
 	}
 	all, err := t.comm.AllGatherBytes(ctx, []byte(at))
 	if err == nil && t.w.Rank() == 0 {
-		t.floor, err = dialDeviceFloor(t.back, string(all[1]), size, size)
+		t.floor, err = dialDeviceFloor(t.back, []string{string(all[1])}, size, size)
 	}
 	t.size = size
 	return err
