@@ -19,6 +19,7 @@ import (
 	"github.com/urfave/cli/v2"
 
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 const (
@@ -30,7 +31,7 @@ func afdCommand(common []cli.Flag) *cli.Command {
 	return &cli.Command{
 		Name:      "afd",
 		Usage:     "attention processes (workers) and FFN processes (servers) that exchange activations at every layer",
-		UsageText: "stepaf bench afd -n 2 -s 2 --van local [--form push_pull|prepared] [--compute 97us]\nstepaf bench afd -n 1,2 -s 1,2 --compute 50us,100us,200us --plot FILE.svg",
+		UsageText: "stepaf bench afd -n 2 -s 2 --van local [--form push_pull,prepared] [--compute 97us]\nstepaf bench afd -n 1,2 -s 1,2 --compute 50us,100us,200us --plot FILE.svg\nstepaf bench afd -n 2 -s 2 --van local --device gpu",
 		Description: "    stepaf bench afd -n 2 -s 2 --van local\n\n" +
 			"First it measures round trips: all workers at the same time push a tensor to every server and pull one from each. The\n" +
 			"floor moves the same bytes between the same processes, all pairs at once, with a thread for each end of a pair: with\n" +
@@ -40,16 +41,26 @@ func afdCommand(common []cli.Flag) *cli.Command {
 			"and answers all of them. A computation is a loop that ends after --compute; it includes the check of the tensors\n" +
 			"that it uses and the stamps of those that it makes. Blocks alternate with the computation alone: all processes run\n" +
 			"the same loops without communication. Each time of a step, with and without it, is that of the slowest process.\n\n" +
-			"push_pull checks its tensors in each call, prepared once. The values of every round trip are checked in up to 32 places\n" +
-			"of each tensor, and after each block in every byte. -n, -s and --compute take several values, separated by commas;\n" +
-			"each number of workers is measured with each number of servers. Figures of more processes than processors say more\n" +
-			"about the scheduler of the system than about the library.",
+			"push_pull checks its tensors in each call, prepared once. If the interpreter --python has PyTorch and the\n" +
+			"module fserver_lib, the same is measured from Python, and the same exchanges by torch.distributed: with gloo on CPUs,\n" +
+			"with NCCL on GPUs. The values of every round trip are checked in up to 32 places of each tensor, and after each block\n" +
+			"in every byte. -n, -s and --compute take several values, separated by commas; each number of workers is measured with\n" +
+			"each number of servers. Figures of more processes than processors say more about the scheduler of the system than\n" +
+			"about the library.\n\n" +
+			"With --device gpu the tensors are on GPUs: workers, then servers, use the GPUs in turn. The floor is a copy between the\n" +
+			"GPUs each way. There are more forms: hosts and streams (prepared GPU exchanges, made by CPUs or by streams), side (the\n" +
+			"same; each end receives in a stream of its own) and graphs (captured streams). The timed round trips do not touch the\n" +
+			"contents; every byte is checked in round trips before each block and in its last one. Decode steps are measured from\n" +
+			"Python; their computations are matrix products that take about --compute.",
 		Flags: append([]cli.Flag{
 			&cli.StringFlag{Name: "n", Value: "1", Usage: "numbers of workers (attention processes)"},
 			&cli.StringFlag{Name: "s", Value: "1", Usage: "numbers of servers (FFN processes)"},
 			&cli.IntFlag{Name: "push", Value: attention.push, Usage: "bytes from a worker to each server"},
 			&cli.IntFlag{Name: "pull", Value: attention.pull, Usage: "bytes from each server to a worker"},
-			&cli.StringFlag{Name: "form", Value: formBoth, Usage: "form of the round trip: push_pull, prepared or both"},
+			&cli.StringFlag{Name: "form", Value: formAll, Usage: "forms of the exchange: " + strings.Join(afdAllForms, ", ") + "; or all"},
+			&cli.StringFlag{Name: "device", Value: cpu, Usage: "device of the tensors: cpu or gpu"},
+			&cli.StringFlag{Name: "gpus", Usage: "with --device gpu: the GPUs that the processes use in turn, such as 0,1 (default: all)"},
+			&cli.StringFlag{Name: "python", Value: "python3", Usage: "interpreter with PyTorch and fserver_lib; none measures from Go only"},
 			&cli.IntFlag{Name: "iters", Usage: "measured round trips of each worker; 0 chooses by size"},
 			&cli.IntFlag{Name: "layers", Value: 61, Usage: "layers of a decode step; 0 measures round trips only"},
 			&cli.IntFlag{Name: "micro-batches", Value: 3, Usage: "micro-batches of a decode step"},
@@ -62,14 +73,17 @@ func afdCommand(common []cli.Flag) *cli.Command {
 	}
 }
 
-const formBoth = "both"
+const formAll = "all"
 
 // afdRun is one run of bench afd.
 type afdRun struct {
 	c                *cli.Context
 	shape            afdShape
 	workers, servers []int
-	forms            []string
+	forms            []string // chosen
+	gpus             []int    // nil: the tensors are in host memory
+	noPython         error    // why nodes in Python are not measured
+	noTorch          error    // why torch.distributed is not measured
 	compute          []time.Duration
 	phase            string    // of the latest line of progress
 	reported         time.Time // of that line
@@ -84,6 +98,9 @@ type afdReport struct {
 	PullBytes    int       `json:"pull_bytes"` // from each
 	Layers       int       `json:"layers"`
 	MicroBatches int       `json:"micro_batches"`
+	GPUs         []int     `json:"gpus,omitempty"` // of the workers and then the servers
+	NoPython     string    `json:"no_python,omitempty"`
+	NoTorch      string    `json:"no_torch,omitempty"`
 	Floor        string    `json:"floor"`       // "TCP" or "copies"
 	Trips        []afdTrip `json:"round_trips"` // the floor's first
 	Steps        []afdStep `json:"steps,omitempty"`
@@ -95,7 +112,8 @@ type afdReport struct {
 
 // afdTrip is a worker's round trips in one form.
 type afdTrip struct {
-	Form   string `json:"form"` // "floor" is the floor
+	From   string `json:"from,omitempty"` // "Go", "Python" or "PyTorch"
+	Form   string `json:"form"`           // "floor" is the floor
 	Worker int    `json:"worker"`
 	Count  int    `json:"count"`
 	quantiles
@@ -105,6 +123,7 @@ type afdTrip struct {
 
 // afdStep is the decode steps in one form.
 type afdStep struct {
+	From    string  `json:"from"`
 	Form    string  `json:"form"`
 	Compute float64 `json:"compute_us"`
 	Count   int     `json:"count"`
@@ -151,13 +170,8 @@ func newAFDRun(c *cli.Context) (*afdRun, error) {
 	}); err != nil {
 		return nil, err
 	}
-	switch form := c.String("form"); {
-	case form == formBoth:
-		r.forms = afdForms
-	case slices.Contains(afdForms, form):
-		r.forms = []string{form}
-	default:
-		return nil, exit.Usage("bench afd: --form %s: want %s, %s or %s", form, formPushPull, formPrepared, formBoth)
+	if err := r.readForms(); err != nil {
+		return nil, err
 	}
 	if v := c.String("van"); v != local && v != zmq {
 		return nil, exit.Usage("bench afd: --van %s: want %s or %s", v, local, zmq)
@@ -188,6 +202,58 @@ func newAFDRun(c *cli.Context) (*afdRun, error) {
 	return r, nil
 }
 
+// readForms reads the options of forms and devices.
+func (r *afdRun) readForms() (err error) {
+	onGPUs := r.c.String("device") == gpu
+	if d := r.c.String("device"); d != gpu && d != cpu {
+		return exit.Usage("bench afd: --device %s: want cpu or gpu", d)
+	}
+	if r.c.String("gpus") != "" {
+		if !onGPUs {
+			return exit.Usage("bench afd: --gpus wants --device gpu")
+		}
+		if r.gpus, err = values(r.c, "gpus", "a number of a GPU, from 0", func(text string) (int, bool) {
+			id, err := strconv.ParseUint(text, 10, 31)
+			return int(id), err == nil
+		}); err != nil {
+			return err
+		}
+	}
+	if r.c.String("form") == formAll {
+		r.forms = slices.Clone(afdAllForms)
+	} else if r.forms, err = values(r.c, "form", strings.Join(afdAllForms, ", ")+", "+formAll, func(text string) (string, bool) {
+		return text, slices.Contains(afdAllForms, text)
+	}); err != nil {
+		return err
+	}
+	if onGPUs {
+		return nil
+	}
+	if r.c.String("form") != formAll && slices.ContainsFunc(r.forms, func(form string) bool { return slices.Contains(afdGPUForms, form) }) {
+		return exit.Usage("bench afd: --form %s: %s want --device gpu", r.c.String("form"), strings.Join(afdGPUForms, ", "))
+	}
+	r.forms = slices.DeleteFunc(r.forms, func(form string) bool { return slices.Contains(afdGPUForms, form) })
+	return nil
+}
+
+// findGPUs checks the GPUs of the options; the default is all. look lists the machine's.
+func (r *afdRun) findGPUs(look func() ([]backend.Info, error)) error {
+	if r.c.String("device") == cpu {
+		return nil
+	}
+	have, err := look()
+	if err != nil {
+		return fmt.Errorf("bench afd: --device gpu: %w", err)
+	}
+	for i := 0; r.c.String("gpus") == "" && i < len(have); i++ {
+		r.gpus = append(r.gpus, i)
+	}
+	if len(have) == 0 || slices.Max(r.gpus) >= len(have) {
+		return exit.Usage("bench afd: --gpus %s: this machine has %d (CUDA_VISIBLE_DEVICES)", r.c.String("gpus"), len(have))
+	}
+	return nil
+}
+
 // plottable refuses a picture that has no curves or cannot be written.
 func (r *afdRun) plottable() error {
 	file := r.c.String("plot")
@@ -211,9 +277,17 @@ func runAFD(c *cli.Context) error {
 	if err != nil {
 		return err
 	}
+	if err := r.findGPUs(backend.GPUs); err != nil {
+		return err
+	}
 	limit := c.Duration("timeout")
 	ctx, cancel := context.WithTimeoutCause(c.Context, limit, fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, limit))
 	defer cancel()
+	if r.noTorch = r.lacks(ctx, "torch", "torch.distributed"); r.noTorch != nil {
+		r.noPython = r.noTorch
+	} else {
+		r.noPython = r.lacks(ctx, "torch", "fserver_lib")
+	}
 	if c.Bool("csv") {
 		if err := writeCSV(c.App.Writer, afdColumns); err != nil {
 			return err
@@ -262,74 +336,99 @@ func (r *afdRun) progress(rep *afdReport, phase string, block, of int) {
 func (r *afdRun) measure(ctx context.Context, n, s int) (_ *afdReport, err error) {
 	rep := &afdReport{Van: r.c.String("van"), Workers: n, Servers: s, PushBytes: r.shape.push, PullBytes: r.shape.pull,
 		Layers: r.shape.layers, MicroBatches: r.shape.microBatches, Floor: "TCP", Checked: true, Processors: runtime.NumCPU()}
-	if rep.Van == local {
+	switch {
+	case r.gpus != nil:
+		rep.Floor = "GPU"
+	case rep.Van == local:
 		rep.Floor = "copies"
 	}
+	rep.NoPython = text(r.noPython)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	r.progress(rep, "start", 0, 1)
-	cl, err := startCluster(ctx, r.c, r.c.String("host"), place{}, s, n, "afd", r.shape.push, r.shape.pull, r.shape.microBatches, r.shape.layers)
-	if err != nil {
-		return nil, err
-	}
+	sides, err := r.sides(ctx, rep, n, s)
 	defer func() {
 		if err != nil {
 			cancel() // ends processes that still wait
 		}
-		cpu, failed := cl.wait()
-		if err == nil {
-			err = failed
+		rep.CPU = map[string]float64{}
+		for _, side := range sides {
+			cpu, failed := side.processes.wait()
+			if failed != nil && err == nil {
+				err = fmt.Errorf("%s: %w", side.from, failed)
+			}
+			for name, s := range cpu {
+				rep.CPU[side.from+" "+name] = s
+			}
 		}
-		rep.CPU = cpu
 	}()
-	servers, workers := ranks(cl.children[1:1+s]), cl.last(n)
-	if err := passFloors(servers, workers); err != nil {
+	if err != nil {
 		return nil, err
 	}
-	if _, err := workers.askEach(""); err != nil { // they are connected to the floor
+	if err := passFloors(sides[0].servers, sides[0].workers); err != nil {
 		return nil, err
 	}
-	if err := r.trips(rep, workers); err != nil {
+	for _, side := range sides {
+		ready := side.workers
+		if side.from != fromGo {
+			ready = side.both()
+		}
+		if _, err := ready.askEach(""); err != nil {
+			return nil, fmt.Errorf("%s: %w", side.from, err)
+		}
+	}
+	if err := r.trips(rep, sides); err != nil {
 		return nil, err
 	}
 	for i := 0; i < len(r.compute) && rep.Layers > 0; i++ {
-		if err := r.steps(rep, servers, workers, cl.last(s+n), r.compute[i]); err != nil {
+		if err := r.steps(rep, sides, r.compute[i]); err != nil {
 			return nil, err
 		}
 	}
 	return rep, nil
 }
 
+// afdRow is a form of a side.
+type afdRow struct {
+	side *afdSide
+	form string
+	ns   [][]int64 // of round trips by worker; of steps one list
+}
+
 // trips measures round trips and the floor.
-func (r *afdRun) trips(rep *afdReport, workers ranks) error {
-	lines := []string{askFloor + " -"}
-	for _, form := range r.forms {
-		lines = append(lines, askCalls+" "+form)
+func (r *afdRun) trips(rep *afdReport, sides []*afdSide) error {
+	floor := &afdSide{servers: sides[0].servers, workers: sides[0].workers, measuring: sides[0].workers}
+	rows := []*afdRow{{side: floor, form: askFloor}}
+	for _, side := range sides {
+		for _, form := range side.trips {
+			rows = append(rows, &afdRow{side: side, form: form})
+		}
 	}
-	times := make([][][]int64, len(lines)) // by line and worker
-	for i := range times {
-		times[i] = make([][]int64, len(workers))
-	}
-	iters, _ := defaults(course{rep.Van, cpu}, rep.Workers*rep.Servers*(rep.PushBytes+rep.PullBytes), r.c.Int("iters"), 0)
+	iters, _ := defaults(course{rep.Van, r.device()}, rep.Workers*rep.Servers*(rep.PushBytes+rep.PullBytes), r.c.Int("iters"), 0)
 	all := blocks(iters, r.c.Int("rounds"))
 	for block, k := range all {
 		r.progress(rep, "round trips", block, len(all))
-		for i, line := range lines {
-			got, err := workers.askEach(fmt.Sprint(line, " 0 ", k))
+		for _, row := range rows {
+			what := askCalls
+			if row.side == floor {
+				what = askFloor
+			}
+			got, err := row.side.times(fmt.Sprintf("%s %s 0 %d", what, row.form, k))
 			if err != nil {
 				return err
 			}
+			row.ns = slices.Grow(row.ns, len(got))[:len(got)]
 			for w := 0; w < len(got) && block > 0; w++ {
-				times[i][w] = append(times[i][w], got[w].NS...)
+				row.ns[w] = append(row.ns[w], got[w].NS...)
 			}
 		}
 	}
-	for i, of := range times {
-		for w, ns := range of {
-			x := afdTrip{Form: askFloor, Worker: w, Count: len(ns), quantiles: summarize(ns)}
+	for i, row := range rows {
+		for w, ns := range row.ns {
+			x := afdTrip{From: row.side.from, Form: row.form, Worker: w, Count: len(ns), quantiles: summarize(ns)}
 			if i > 0 {
 				floor := rep.Trips[w]
-				x.Form, x.RatioP50, x.RatioP99 = r.forms[i-1], x.P50/floor.P50, x.P99/floor.P99
+				x.RatioP50, x.RatioP99 = x.P50/floor.P50, x.P99/floor.P99
 			}
 			rep.Trips = append(rep.Trips, x)
 		}
@@ -337,27 +436,42 @@ func (r *afdRun) trips(rep *afdReport, workers ranks) error {
 	return nil
 }
 
-// steps measures decode steps whose computations take d, and the computations alone.
-func (r *afdRun) steps(rep *afdReport, servers, workers, both ranks, d time.Duration) error {
-	if _, err := servers.askEach(fmt.Sprintf("%s - %d 0", askServe, d)); err != nil {
-		return err
-	}
-	steps := make([][]int64, len(r.forms))
-	var alone []int64
-	block := func(k int, keep bool) error {
-		ns, err := both.ask(fmt.Sprintf("%s - %d %d", askAlone, d, k))
-		if err != nil {
-			return err
+// steps measures decode steps whose computations take d, and the computations of each side alone.
+func (r *afdRun) steps(rep *afdReport, sides []*afdSide, d time.Duration) error {
+	amount := int64(d)
+	var rows []*afdRow
+	for _, side := range sides {
+		if len(side.steps) == 0 {
+			continue
 		}
-		if keep {
-			alone = append(alone, ns...)
+		if side.rows && amount == int64(d) { // all sides make the same products
+			ns, err := side.workers[:1].ask(fmt.Sprintf("%s - %d 0", askRows, d))
+			if err != nil {
+				return fmt.Errorf("%s: %w", side.from, err)
+			}
+			amount = ns[0]
 		}
-		for i, form := range r.forms {
-			if ns, err = workers.ask(fmt.Sprintf("%s %s %d %d", askSteps, form, d, k)); err != nil {
+		if side.from == fromGo {
+			if _, err := side.servers.askEach(fmt.Sprintf("%s - %d 0", askServe, d)); err != nil {
 				return err
 			}
+		}
+		for _, form := range append([]string{askAlone}, side.steps...) {
+			rows = append(rows, &afdRow{side: side, form: form, ns: make([][]int64, 1)})
+		}
+	}
+	block := func(k int, keep bool) error {
+		for _, row := range rows {
+			line, of := fmt.Sprintf("%s %s %d %d", askSteps, row.form, amount, k), row.side.measuring
+			if row.form == askAlone {
+				line, of = fmt.Sprintf("%s - %d %d", askAlone, amount, k), row.side.both()
+			}
+			ns, err := of.ask(line)
+			if err != nil {
+				return fmt.Errorf("%s: %s: %w", row.side.from, line, err)
+			}
 			if keep {
-				steps[i] = append(steps[i], ns...)
+				row.ns[0] = append(row.ns[0], ns...)
 			}
 		}
 		return nil
@@ -378,11 +492,15 @@ func (r *afdRun) steps(rep *afdReport, servers, workers, both ranks, d time.Dura
 			return err
 		}
 	}
-	q := summarize(alone)
-	for i, form := range r.forms {
-		x := afdStep{Form: form, Compute: float64(d) / 1e3, Count: n, quantiles: summarize(steps[i]), Alone: q}
-		x.RatioP50, x.RatioP99 = x.P50/q.P50, x.P99/q.P99
-		rep.Steps = append(rep.Steps, x)
+	var alone quantiles
+	for _, row := range rows {
+		q := summarize(row.ns[0])
+		if row.form == askAlone {
+			alone = q
+			continue
+		}
+		rep.Steps = append(rep.Steps, afdStep{From: row.side.from, Form: row.form, Compute: float64(d) / 1e3, Count: n, quantiles: q, Alone: alone,
+			RatioP50: q.P50 / alone.P50, RatioP99: q.P99 / alone.P99})
 	}
 	return nil
 }
@@ -396,9 +514,20 @@ func (r *afdReport) print(w io.Writer) error {
 	if n := r.Workers + r.Servers; n > r.Processors {
 		fmt.Fprintf(w, "note: %d processes share %d processors\n", n, r.Processors)
 	}
+	if r.GPUs != nil {
+		fmt.Fprintf(w, "GPUs: of workers %v, of servers %v\n", r.GPUs[:r.Workers], r.GPUs[r.Workers:])
+	}
+	if r.shared() {
+		fmt.Fprintln(w, "note: processes share a GPU, in time slices unless CUDA MPS runs; these figures say little about a GPU for each")
+	}
+	for _, x := range [][2]string{{fromPython, r.NoPython}, {fromTorch, r.NoTorch}} {
+		if x[1] != "" {
+			fmt.Fprintf(w, "%s: not measured: %s\n", x[0], x[1])
+		}
+	}
 	fmt.Fprintf(w, "%-26s %10s %10s %10s %10s %12s %8s\n", "microseconds", "p50", "p90", "p99", "max", "over floor", "p99")
 	for _, x := range r.Trips {
-		name, over := x.Form, ""
+		name, over := afdName(x.From, x.Form), ""
 		if x.Form == askFloor {
 			name += " (" + r.Floor + ")"
 		} else {
@@ -411,21 +540,20 @@ func (r *afdReport) print(w io.Writer) error {
 		fmt.Fprintf(w, "%-26s %10s %10s %10s %10s %12s %8s\n", "", "p50", "p99", "alone p50", "p99", "over alone", "steps")
 	}
 	for _, x := range r.Steps {
-		fmt.Fprintf(w, "%-26s %10.2f %10.2f %10.2f %10.2f %12.2f %8d\n", fmt.Sprintf("%s, %s", time.Duration(x.Compute*1e3), x.Form),
+		fmt.Fprintf(w, "%-26s %10.2f %10.2f %10.2f %10.2f %12.2f %8d\n", fmt.Sprintf("%s, %s", time.Duration(x.Compute*1e3), afdName(x.From, x.Form)),
 			x.P50/1e3, x.P99/1e3, x.Alone.P50/1e3, x.Alone.P99/1e3, x.RatioP50, x.Count)
 	}
 	seconds := map[string]float64{}
 	for name, s := range r.CPU {
-		role, _, _ := strings.Cut(name, " ")
-		seconds[role] += s
+		seconds[strings.Fields(name)[1]] += s
 	}
-	_, err := fmt.Fprintf(w, "CPU seconds: scheduler %.2f, servers %.2f, workers %.2f (start-up and floor included)\n",
-		seconds["scheduler"], seconds["server"], seconds["worker"])
+	_, err := fmt.Fprintf(w, "CPU seconds: scheduler %.2f, servers %.2f, workers %.2f, PyTorch %.2f (start-up and floor included)\n",
+		seconds["scheduler"], seconds["server"], seconds["worker"], seconds["rank"])
 	return err
 }
 
 // afdColumns are the columns of --csv. base is the floor of a round trip, or the computation of a step alone.
-var afdColumns = []string{"van", "workers", "servers", "push_bytes", "pull_bytes", "layers", "micro_batches", "measured", "form", "worker", "compute_us", "count",
+var afdColumns = []string{"van", "workers", "servers", "push_bytes", "pull_bytes", "layers", "micro_batches", "measured", "from", "form", "worker", "compute_us", "count",
 	"p50_us", "p90_us", "p99_us", "max_us", "mean_us", "base_p50_us", "base_p99_us", "ratio_p50", "ratio_p99"}
 
 // csv prints the report as rows with the columns afdColumns.
@@ -445,12 +573,12 @@ func (r *afdReport) csv(w io.Writer) error {
 			floor := r.Trips[x.Worker]
 			base = []string{micros(floor.P50), micros(floor.P99), micros(x.RatioP50), micros(x.RatioP99)}
 		}
-		if err := row([]string{"", "", "round trip", x.Form, strconv.Itoa(x.Worker), ""}, x.Count, x.quantiles, base...); err != nil {
+		if err := row([]string{"", "", "round trip", x.From, x.Form, strconv.Itoa(x.Worker), ""}, x.Count, x.quantiles, base...); err != nil {
 			return err
 		}
 	}
 	for _, x := range r.Steps {
-		shape := []string{strconv.Itoa(r.Layers), strconv.Itoa(r.MicroBatches), "step", x.Form, "", micros(x.Compute)}
+		shape := []string{strconv.Itoa(r.Layers), strconv.Itoa(r.MicroBatches), "step", x.From, x.Form, "", micros(x.Compute)}
 		if err := row(shape, x.Count, x.quantiles, micros(x.Alone.P50), micros(x.Alone.P99), micros(x.RatioP50), micros(x.RatioP99)); err != nil {
 			return err
 		}

@@ -19,101 +19,6 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Forms of a round trip.
-const (
-	formPushPull = "push_pull" // the tensors are checked in each call
-	formPrepared = "prepared"  // the tensors are checked once, by Prepare
-)
-
-var afdForms = []string{formPushPull, formPrepared}
-
-// Measurements that a line of the parent asks for.
-const (
-	askCalls = "calls" // round trips of one micro-batch, one after the other
-	askSteps = "steps" // decode steps
-	askAlone = "alone" // the computation of decode steps
-	askServe = "serve" // prepares a server for one of them
-)
-
-// atOnce is the time of computation of a server that answers each batch at once.
-const atOnce = time.Duration(-1)
-
-// afdShape has the sizes and contents that all processes of a run use.
-type afdShape struct {
-	push, pull   int // bytes to and from each server
-	microBatches int
-	layers       int
-	image        []byte // contents of all tensors between the stamps
-}
-
-// Each tensor carries the same stamp in up to stampCount places. The stamp names the round trip: the worker, its number,
-// in an answer also the server, and whether every byte is to be checked.
-const (
-	stampCount  = 32
-	stampAll    = 1 << 63
-	stampWorker = 48
-	stampServer = 32 // the server's rank + 1
-)
-
-// answerTo returns the stamp of a server's answer to a push.
-func answerTo(push uint64, server int) uint64 { return push | uint64(server+1)<<stampServer }
-
-// stride returns the distance of the stamps in n bytes.
-func stride(n int) int { return max((n/stampCount+page-1)/page*page, page) }
-
-// stamp writes the stamps of seq into b.
-func (*afdShape) stamp(b []byte, seq uint64) { stampEvery(b, seq, stride(len(b))) }
-
-// check returns an error unless b has the stamps of seq and, if all is set, the contents between.
-func (a *afdShape) check(b []byte, seq uint64, all bool) error {
-	for off, d := 0, stride(len(b)); off < len(b); off += d {
-		end := min(off+d, len(b))
-		var want [8]byte
-		binary.LittleEndian.PutUint64(want[:], stampAt(seq, off))
-		n := min(len(want), end-off)
-		if !bytes.Equal(b[off:off+n], want[:n]) {
-			return fmt.Errorf("wrong data at byte %d of %d: % x, want % x, the stamp of %s", off, len(b), b[off:off+n], want[:n], stampText(seq))
-		}
-		if all && !bytes.Equal(b[off+n:end], a.image[off+n:end]) {
-			return fmt.Errorf("wrong data in bytes %d to %d of %d in %s", off+n, end-1, len(b), stampText(seq))
-		}
-	}
-	return nil
-}
-
-// stampText describes the round trip of a stamp.
-func stampText(seq uint64) string {
-	text := fmt.Sprintf("round trip %d of worker %d", uint32(seq), seq&^stampAll>>stampWorker)
-	if s := seq >> stampServer & 0xffff; s > 0 {
-		text += fmt.Sprintf(", answer of server %d", s-1)
-	}
-	return text
-}
-
-// compute runs f and then a loop until d has passed since the call.
-func compute(d time.Duration, f func() error) error {
-	start := time.Now()
-	err := f()
-	for time.Since(start) < d {
-	}
-	return err
-}
-
-// alone times n times the computation of a decode step.
-func (a *afdShape) alone(d time.Duration, n int, f func(microBatch int) error) ([]int64, error) {
-	ns := make([]int64, n)
-	for i := range ns {
-		start := time.Now()
-		for k := range a.layers * a.microBatches {
-			if err := compute(d, func() error { return f(k % a.microBatches) }); err != nil {
-				return nil, err
-			}
-		}
-		ns[i] = int64(time.Since(start))
-	}
-	return ns, nil
-}
-
 // childAFD is a node of bench afd.
 func childAFD(c *cli.Context, node *postoffice.Node) error {
 	a := &afdShape{}
@@ -124,45 +29,49 @@ func childAFD(c *cli.Context, node *postoffice.Node) error {
 	fill(a.image)
 	at := node.Topology()
 	x := floors{push: a.push, pull: a.pull, shared: node.Config().EnableIPC == 1, clients: at.NumWorkers, pairs: at.NumWorkers * at.NumServers}
+	if node.Role() != van.Server && node.Role() != van.Worker {
+		return nil
+	}
+	end, err := newAFDEnd(a, node)
+	if err != nil {
+		return err
+	}
+	defer end.close()
+	var floor baseline = none{}
+	if node.Role() == van.Server {
+		err = announceFloor(c.App.Writer, node, x)
+	} else if floor, _, err = dialAnnounced(c.App.Reader, node, x); err == nil {
+		defer floor.close()
+		_, err = fmt.Fprintln(c.App.Writer, "{}") // the parent may send lines from here on
+	}
+	if err != nil {
+		return err
+	}
 	var what, form string
 	var d, n int
-	switch node.Role() {
-	case van.Server:
-		s, err := newAFDServer(a, node)
-		if err == nil {
-			err = announceFloor(c.App.Writer, node, x)
-		}
-		if err != nil {
-			return err
-		}
-		return answerLines(c, func() (*answer, error) {
-			if what != askAlone {
-				s.compute.Store(int64(d))
-				return &answer{}, nil
-			}
-			ns, err := s.alone(time.Duration(d), n)
-			return &answer{NS: ns}, err
-		}, &what, &form, &d, &n)
-	case van.Worker:
-		w, err := newAFDWorker(a, node)
-		if err != nil {
-			return err
-		}
-		defer w.close()
-		floor, _, err := dialAnnounced(c.App.Reader, node, x)
-		if err != nil {
-			return err
-		}
-		defer floor.close()
-		if _, err := fmt.Fprintln(c.App.Writer, "{}"); err != nil { // the parent may send lines from here on
-			return err
-		}
-		return answerLines(c, func() (*answer, error) {
-			ns, err := w.do(c.Context, floor, what, form, time.Duration(d), n)
-			return &answer{NS: ns}, err
-		}, &what, &form, &d, &n)
+	return answerLines(c, func() (*answer, error) {
+		ns, err := end.do(c.Context, floor, what, form, time.Duration(d), n)
+		return &answer{NS: ns}, err
+	}, &what, &form, &d, &n)
+}
+
+// afdEnd is a worker or a server.
+type afdEnd interface {
+	// do makes n of the measurements that the parent asks for, or answers them, and returns the nanoseconds of each.
+	do(ctx context.Context, floor baseline, what, form string, d time.Duration, n int) ([]int64, error)
+	close()
+}
+
+func newAFDEnd(a *afdShape, node *postoffice.Node) (afdEnd, error) {
+	switch {
+	case node.Role() == van.Server && onGPU(node):
+		return newAFDDeviceServer(a, node)
+	case node.Role() == van.Server:
+		return newAFDServer(a, node)
+	case onGPU(node):
+		return newAFDDeviceWorker(a, node)
 	}
-	return nil
+	return newAFDWorker(a, node)
 }
 
 // afdWorker makes the round trips of a worker.
@@ -495,6 +404,17 @@ func (s *afdServer) respond(b af.Batch, err error) {
 		s.node.Log().Error("respond", "err", err)
 	}
 }
+
+// do times computations alone, or sets the computation of the next decode steps.
+func (s *afdServer) do(_ context.Context, _ baseline, what, _ string, d time.Duration, n int) ([]int64, error) {
+	if what == askAlone {
+		return s.alone(d, n)
+	}
+	s.compute.Store(int64(d))
+	return nil, nil
+}
+
+func (*afdServer) close() {}
 
 // alone times n times the computation of a decode step.
 func (s *afdServer) alone(d time.Duration, n int) ([]int64, error) {

@@ -37,8 +37,8 @@ func tripCurves(all []*afdReport) (curves []curve, names []string) {
 		for k, x := range r.Trips {
 			form := k / r.Workers
 			if len(curves) == form {
-				name := x.Form
-				if name == askFloor {
+				name := afdName(x.From, x.Form)
+				if x.Form == askFloor {
 					name += " (" + r.Floor + ")"
 				}
 				curves = append(curves, curve{name: name})
@@ -60,7 +60,7 @@ func stepCurves(all []*afdReport) (curves []curve) {
 		first := len(curves)
 		for _, x := range r.Steps {
 			k := first
-			name := fmt.Sprintf("%d x %d, %s", r.Workers, r.Servers, x.Form)
+			name := fmt.Sprintf("%d x %d, %s", r.Workers, r.Servers, afdName(x.From, x.Form))
 			for k < len(curves) && curves[k].name != name {
 				k++
 			}

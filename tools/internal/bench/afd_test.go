@@ -30,7 +30,11 @@ func TestAFDArguments(t *testing.T) {
 		"-s 1,":                        "-s 1,: want a number of servers",
 		"--compute 97":                 "--compute 97: want a duration of 1us to 1s with its unit, such as 97us, or several",
 		"--compute 97us,0s":            "--compute 97us,0s: want a duration",
-		"--form all":                   "--form all: want push_pull, prepared or both",
+		"--form both":                  "--form both: want push_pull, prepared, hosts, streams, side, graphs, torch, all, or several",
+		"--form prepared,graphs":       "--form prepared,graphs: hosts, streams, side, graphs want --device gpu",
+		"--device tpu":                 "--device tpu: want cpu or gpu",
+		"--gpus 0":                     "--gpus wants --device gpu",
+		"--device gpu --gpus 0,x":      "--gpus 0,x: want a number of a GPU, from 0, or several",
 		"--van ibverbs":                "--van ibverbs: want local or zmq",
 		"--push 7":                     "--push 7: want 8 to 1073741824 bytes",
 		"--pull 0":                     "--pull 0: want 8 to",
@@ -61,23 +65,23 @@ func TestAFDArguments(t *testing.T) {
 // TestAFD runs the benchmark with processes, over both transports: the report as JSON, as a table and as
 // comma-separated values with a picture.
 func TestAFD(t *testing.T) {
-	all, err := lines[afdReport](t, "afd -n 2 -s 2 --van local --push 5000 --pull 9000 --iters 20 --rounds 2 --layers 3 --micro-batches 2 --steps 4 --compute 20us")
+	all, err := lines[afdReport](t, "afd --python none -n 2 -s 2 --van local --push 5000 --pull 9000 --iters 20 --rounds 2 --layers 3 --micro-batches 2 --steps 4 --compute 20us")
 	if err != nil || len(all) != 1 {
 		t.Fatalf("%d reports, %v", len(all), err)
 	}
 	r := &all[0]
-	if r.Workers != 2 || r.Servers != 2 || r.Van != local || r.Floor != "copies" || !r.Checked || r.Layers != 3 || r.MicroBatches != 2 || len(r.CPU) != 5 || r.Processors < 1 {
+	if r.Workers != 2 || r.Servers != 2 || r.Van != local || r.Floor != "copies" || !r.Checked || r.Layers != 3 || r.MicroBatches != 2 || len(r.CPU) != 5 || r.NoPython != errNoPython.Error() || r.NoTorch != errNoPython.Error() || r.Processors < 1 {
 		t.Errorf("%+v", r)
 	}
 	var forms []string
 	for _, x := range r.Trips {
-		forms = append(forms, x.Form+" "+strconv.Itoa(x.Worker))
+		forms = append(forms, afdName(x.From, x.Form)+" "+strconv.Itoa(x.Worker))
 		floor := r.Trips[x.Worker]
 		if !x.ordered() || x.Count != 20 || x.Form != askFloor && (x.RatioP50 != x.P50/floor.P50 || x.RatioP99 != x.P99/floor.P99) {
 			t.Errorf("round trips %+v", x)
 		}
 	}
-	if want := []string{"floor 0", "floor 1", "push_pull 0", "push_pull 1", "prepared 0", "prepared 1"}; !slices.Equal(forms, want) {
+	if want := []string{"floor 0", "floor 1", "Go push_pull 0", "Go push_pull 1", "Go prepared 0", "Go prepared 1"}; !slices.Equal(forms, want) {
 		t.Errorf("round trips of %q, want %q", forms, want)
 	}
 	if len(r.Steps) != 2 || r.Steps[0].Form != formPushPull || r.Steps[1].Form != formPrepared {
@@ -91,9 +95,9 @@ func TestAFD(t *testing.T) {
 		}
 	}
 
-	text, err := bench(t, strings.Fields("afd --van zmq -n 1 -s 2 --form prepared --push 5000 --pull 9000 --iters 4 --rounds 2 --layers 2 --steps 2 --compute 10us")...)
+	text, err := bench(t, strings.Fields("afd --python none --van zmq -n 1 -s 2 --form prepared --push 5000 --pull 9000 --iters 4 --rounds 2 --layers 2 --steps 2 --compute 10us")...)
 	for _, want := range []string{"workers: 1, servers: 2, over zmq, push 5000 bytes to and pull 9000 bytes from each server, all answers checked: true\n",
-		"\nfloor (TCP), worker 0 ", "\nprepared, worker 0 ", "\ndecode steps of 2 layers with 3 micro-batches, milliseconds\n", "\n10µs, prepared ", "\nCPU seconds: "} {
+		"\nfloor (TCP), worker 0 ", "\nGo prepared, worker 0 ", "\nPython: not measured: --python none\n", "\ndecode steps of 2 layers with 3 micro-batches, milliseconds\n", "\n10µs, Go prepared ", "\nCPU seconds: "} {
 		if err != nil || !strings.Contains(text, want) {
 			t.Errorf("%v; no %q in:\n%s", err, want, text)
 		}
@@ -103,13 +107,13 @@ func TestAFD(t *testing.T) {
 	}
 
 	file := filepath.Join(t.TempDir(), "x.svg")
-	text, err = bench(t, append(strings.Fields("afd --van local -n 1,2 --push 50 --pull 90 --iters 4 --rounds 1 --layers 2 --micro-batches 1 --steps 2 --compute 10us,20us --csv --plot"), file)...)
+	text, err = bench(t, append(strings.Fields("afd --python none --van local -n 1,2 --push 50 --pull 90 --iters 4 --rounds 1 --layers 2 --micro-batches 1 --steps 2 --compute 10us,20us --csv --plot"), file)...)
 	rows, wrong := csv.NewReader(strings.NewReader(text)).ReadAll()
 	if err != nil || wrong != nil || len(rows) != 1+3+4+6+4 || !slices.Equal(rows[0], afdColumns) {
 		t.Errorf("%v, %v; %d rows of:\n%s", err, wrong, len(rows), text)
 	}
 	svg, err := os.ReadFile(file)
-	for _, want := range []string{"<svg ", ">round trip over local, p50<", ">1 x 1<", ">2 x 1<", ">floor (copies)<", ">decode step over local, p50<", ">2 x 1, prepared<"} {
+	for _, want := range []string{"<svg ", ">round trip over local, p50<", ">1 x 1<", ">2 x 1<", ">floor (copies)<", ">decode step over local, p50<", ">2 x 1, Go prepared<"} {
 		if err != nil || !strings.Contains(string(svg), want) {
 			t.Errorf("the picture has no %q: %v", want, err)
 		}
@@ -199,7 +203,7 @@ func TestAFDEnds(t *testing.T) {
 		{"a worker is killed", func(_ int, children []int) error { return syscall.Kill(children[3], syscall.SIGKILL) }, 1, "worker 1: "},
 	} {
 		t.Run(c.what, func(t *testing.T) {
-			cmd := exec.CommandContext(t.Context(), os.Args[0], strings.Fields("bench afd -n 2 --van local --push 64 --pull 64 --iters 2 --rounds 2 --micro-batches 1 --steps 1000000")...)
+			cmd := exec.CommandContext(t.Context(), os.Args[0], strings.Fields("bench afd --python none -n 2 --van local --push 64 --pull 64 --iters 2 --rounds 2 --micro-batches 1 --steps 1000000")...)
 			stderr, err := cmd.StderrPipe()
 			if err != nil {
 				t.Fatal(err)

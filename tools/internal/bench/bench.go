@@ -98,6 +98,9 @@ func checked(f cli.ActionFunc) cli.ActionFunc {
 	})
 }
 
+// startLimit is the time limit of the start of a cluster. Nodes in Python import PyTorch first.
+const startLimit = 2 * time.Minute
+
 // runChild runs one node of a benchmark.
 func runChild(c *cli.Context) error {
 	part := map[string]func(*cli.Context, *postoffice.Node) error{
@@ -110,7 +113,7 @@ func runChild(c *cli.Context) error {
 	if err != nil {
 		return err
 	}
-	cfg.StartTimeout = 30 * time.Second
+	cfg.StartTimeout = startLimit
 	node, err := postoffice.Start(c.Context, postoffice.Options{Config: cfg})
 	if err != nil {
 		return err

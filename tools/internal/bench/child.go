@@ -96,17 +96,31 @@ func (c *processes) start(name string, cmd *exec.Cmd) error {
 // startCluster starts a scheduler, servers and workers. Each gets spec.
 func startCluster(ctx context.Context, c *cli.Context, host string, at place, servers, workers int,
 	spec ...any) (*processes, error) {
-	self, err := os.Executable()
+	child, err := childCommand(spec...)
 	if err != nil {
 		return nil, err
 	}
+	return startNodes(ctx, c, host, servers, workers, func(role string, rank int) (command, variables []string) {
+		return child, at.of(rank).env(role)
+	})
+}
+
+// childCommand returns the command of a child that gets spec.
+func childCommand(spec ...any) ([]string, error) {
+	self, err := os.Executable()
+	args := []string{self, "bench", "child"}
+	for _, x := range spec {
+		args = append(args, fmt.Sprint(x))
+	}
+	return args, err
+}
+
+// startNodes starts a scheduler, servers and workers. node returns the command of a node and variables of its own.
+func startNodes(ctx context.Context, c *cli.Context, host string, servers, workers int,
+	node func(role string, rank int) (command, variables []string)) (*processes, error) {
 	port, err := freeport.Find()
 	if err != nil {
 		return nil, err
-	}
-	args := []string{"bench", "child"}
-	for _, x := range spec {
-		args = append(args, fmt.Sprint(x))
 	}
 	host = cmp.Or(host, "127.0.0.1")
 	environ := append(env.Strip(os.Environ()),
@@ -121,8 +135,9 @@ func startCluster(ctx context.Context, c *cli.Context, host string, at place, se
 	cl := newCluster()
 	for i, of := range []int{1, servers, workers} {
 		for rank := range of {
-			cmd := exec.CommandContext(ctx, self, args...)
-			cmd.Env = slices.Concat(environ, []string{"DMLC_ROLE=" + roles[i]}, at.of(rank).env(roles[i]))
+			command, variables := node(roles[i], rank)
+			cmd := exec.CommandContext(ctx, command[0], command[1:]...)
+			cmd.Env = slices.Concat(environ, []string{"DMLC_ROLE=" + roles[i]}, variables)
 			cmd.Stderr = os.Stderr
 			name := roles[i]
 			if of > 1 {

@@ -106,7 +106,11 @@ func (p place) env(role string) []string {
 	if p.gpus == nil || k < 0 {
 		return []string{"STEPMESH_BAKCEND=CPU"}
 	}
-	id := p.gpus[k]
+	return gpuEnv(p.gpus[k])
+}
+
+// gpuEnv returns the variables of a node that uses a GPU.
+func gpuEnv(id int) []string {
 	return []string{"STEPMESH_BAKCEND=GPU", "STEPMESH_GPU=" + strconv.Itoa(id), "DMLC_RANK_OFFSET=" + strconv.Itoa(-id)}
 }
 

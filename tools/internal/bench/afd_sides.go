@@ -1,0 +1,207 @@
+package bench
+
+// The processes of bench afd: nodes in Go, nodes in Python, and ranks of torch.distributed. Each set is a side.
+
+import (
+	"bytes"
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/internal/freeport"
+)
+
+//go:embed afd.py
+var afdProgram string
+
+// Values of afdTrip.From and afdStep.From.
+const (
+	fromGo     = "Go"
+	fromPython = "Python"
+	fromTorch  = "PyTorch"
+)
+
+// afdSide is a set of processes that measures forms.
+type afdSide struct {
+	from             string
+	servers, workers ranks
+	measuring        ranks // the processes that a line with a measurement is for: the workers, or all
+	trips, steps     []string
+	rows             bool // a computation is given by the rows of matrix products
+	processes        *processes
+}
+
+// times asks for round trips, and returns the times of each worker.
+func (s *afdSide) times(line string) ([]answer, error) {
+	all, err := s.measuring.askEach(line)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %s: %w", s.from, line, err)
+	}
+	return all[len(all)-len(s.workers):], nil
+}
+
+// both returns all processes of the side.
+func (s *afdSide) both() ranks { return slices.Concat(s.servers, s.workers) }
+
+// chosen returns the forms that the options have chosen.
+func (r *afdRun) chosen(forms []string) []string {
+	return slices.DeleteFunc(slices.Clone(forms), func(form string) bool { return !slices.Contains(r.forms, form) })
+}
+
+// sides starts the processes of all sides. The caller ends those of r.all, also after an error.
+func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int) ([]*afdSide, error) {
+	spec := []any{r.shape.push, r.shape.pull, r.shape.microBatches, r.shape.layers}
+	child, err := childCommand(slices.Concat([]any{"afd"}, spec)...)
+	if err != nil {
+		return nil, err
+	}
+	rep.GPUs = r.gpusOf(n + s)
+	variables := func(role string, rank int) []string {
+		k := map[string]int{roles[1]: n, roles[2]: 0}
+		if first, ok := k[role]; ok && rep.GPUs != nil {
+			return gpuEnv(rep.GPUs[first+rank])
+		}
+		return place{}.env(role)
+	}
+	var all []*afdSide
+	add := func(from string, cl *processes, err error) (*afdSide, error) {
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", from, err)
+		}
+		last := cl.last(n + s)
+		side := &afdSide{from: from, servers: last[:s], workers: last[s:], measuring: last, rows: rep.GPUs != nil, processes: cl}
+		all = append(all, side)
+		return side, nil
+	}
+	cl, err := startNodes(ctx, r.c, r.c.String("host"), s, n, func(role string, rank int) (_, _ []string) { return child, variables(role, rank) })
+	side, err := add(fromGo, cl, err)
+	if err != nil {
+		return nil, err
+	}
+	if side.trips = r.chosen(afdDeviceForms); rep.GPUs == nil {
+		side.trips = r.chosen(afdForms)
+		side.steps, side.measuring = side.trips, side.workers
+	}
+	python := func(kind, address string, rank int) []string {
+		args := []string{r.c.String("python"), "-c", afdProgram, kind, r.device()}
+		for _, x := range slices.Concat(spec, []any{n, s, address, rank}) {
+			args = append(args, fmt.Sprint(x))
+		}
+		return args
+	}
+	if forms := r.chosen(afdAllForms[:len(afdAllForms)-1]); len(forms) > 0 && r.noPython == nil {
+		cl, err := startNodes(ctx, r.c, r.c.String("host"), s, n, func(role string, rank int) (_, _ []string) {
+			if role == roles[0] {
+				return child, variables(role, rank)
+			}
+			return python("fserver_lib", "-", rank), variables(role, rank)
+		})
+		if side, err = add(fromPython, cl, err); err != nil {
+			return all, err
+		}
+		side.steps = forms
+		side.trips = slices.DeleteFunc(slices.Clone(forms), func(form string) bool { return form == formSide }) // as streams
+	}
+	if !slices.Contains(r.forms, formTorch) {
+		return all, nil
+	}
+	rep.NoTorch = text(r.noTorch)
+	if r.noTorch == nil && rep.shared() {
+		rep.NoTorch = fmt.Sprintf("NCCL needs a GPU for each of %d processes", n+s)
+	}
+	if rep.NoTorch != "" {
+		return all, nil
+	}
+	cl, err = r.startTorch(ctx, n, s, func(address string, rank int) (_, _ []string) {
+		role, k := roles[1], rank
+		if rank >= s {
+			role, k = roles[2], rank-s
+		}
+		return python("torch", address, rank), variables(role, k)
+	})
+	if side, err = add(fromTorch, cl, err); err != nil {
+		return all, err
+	}
+	side.trips, side.steps = []string{formTorch}, []string{formTorch}
+	return all, nil
+}
+
+// startTorch starts the ranks of torch.distributed, first the servers.
+func (r *afdRun) startTorch(ctx context.Context, n, s int, command func(address string, rank int) (command, variables []string)) (*processes, error) {
+	port, err := freeport.Find()
+	if err != nil {
+		return nil, err
+	}
+	cl := newCluster()
+	for rank := range n + s {
+		args, variables := command(fmt.Sprintf("tcp://127.0.0.1:%d", port), rank)
+		cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+		cmd.Env = append(append(os.Environ(), "GLOO_SOCKET_IFNAME=lo"), variables...)
+		if err := cl.start("rank "+strconv.Itoa(rank), cmd); err != nil {
+			return nil, err
+		}
+	}
+	return cl, nil
+}
+
+// text returns the text of an error, "" of nil.
+func text(err error) string {
+	if err == nil {
+		return ""
+	}
+	return err.Error()
+}
+
+// device returns the value of --device.
+func (r *afdRun) device() string {
+	if r.gpus == nil {
+		return cpu
+	}
+	return gpu
+}
+
+// gpusOf returns the GPUs of n processes, which use those of the run in turn.
+func (r *afdRun) gpusOf(n int) (all []int) {
+	for i := 0; i < n && r.gpus != nil; i++ {
+		all = append(all, r.gpus[i%len(r.gpus)])
+	}
+	return all
+}
+
+// shared reports whether processes share a GPU.
+func (r *afdReport) shared() bool {
+	return len(slices.Compact(slices.Sorted(slices.Values(r.GPUs)))) < len(r.GPUs)
+}
+
+// pythonCheck imports the modules that its arguments name, after the device.
+const pythonCheck = `import importlib, sys
+modules = [importlib.import_module(name) for name in sys.argv[2:]]
+if sys.argv[1] == "gpu" and not modules[0].cuda.is_available():
+    sys.exit("PyTorch sees no GPU")`
+
+var errNoPython = errors.New("--python none")
+
+// lacks returns why Python processes cannot be started, or nil.
+func (r *afdRun) lacks(ctx context.Context, modules ...string) error {
+	python := r.c.String("python")
+	if python == "none" {
+		return errNoPython
+	}
+	cmd := exec.CommandContext(ctx, python, slices.Concat([]string{"-c", pythonCheck, r.device()}, modules)...)
+	var said bytes.Buffer
+	cmd.Stderr = &said
+	if err := cmd.Run(); err != nil {
+		lines := strings.Split(strings.TrimSpace(said.String()), "\n")
+		if last := lines[len(lines)-1]; last != "" {
+			return fmt.Errorf("%s: %s", python, last)
+		}
+		return err
+	}
+	return nil
+}
