@@ -118,7 +118,7 @@ sim: ## simulated clusters: SEEDS=1000 from FIRST=1 on, PLAN=name for one plan, 
 	@cd tests/sim && exec ../../build/sim/$(if $(FAULT),planted,run) -sim.seeds=$(or $(SEEDS),1000) -sim.first=$(or $(FIRST),1) \
 	  $(if $(PLAN),-sim.plan=$(PLAN)) $(if $(FAULT),-sim.fault=$(FAULT)) $(SIMFLAGS)
 
-simfaults: ## plant each fault of docs/design/testing.md, and find it within 500 seeds; prints the table
+simfaults: ## plant each fault of tests/sim/faults_test.go, and find it within 500 seeds; prints a table
 	tools/go.sh test -tags failpoints -count=1 -run '^Test(Faults|UnknownFault)$$' -v ./tests/sim
 
 locks: ## what a push_pull takes without a wire, in a build that counts lock operations; ARGS="--van null"

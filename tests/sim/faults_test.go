@@ -15,7 +15,7 @@ import (
 )
 
 // faults are the faults that can be planted. "what" says which old mistake it brings back, "as" lists the kinds of violations
-// that count as found, "seed" is one that found it. docs/design/testing.md has the table that TestFaults prints.
+// that count as found, "seed" is one that found it. TestFaults prints them as a table.
 var faults = []struct {
 	name, what string
 	as         []string
