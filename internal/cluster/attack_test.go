@@ -16,11 +16,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
@@ -226,14 +228,131 @@ func TestForgedTable(t *testing.T) {
 	}
 }
 
-// TestReplacementInACrowd: an attacker keeps thousands of connections to the scheduler open. A worker dies, and its
-// replacement joins at once (A10).
+// TestPhantoms: an attacker sends a waiting scheduler invented records, in heartbeats of a cluster that never was (A3), or in registrations
+// before the real nodes register, which a cluster id refuses (A4). The scheduler forms no cluster of them. The real nodes then form one.
+func TestPhantoms(t *testing.T) {
+	for _, x := range []struct {
+		name, clusterID string
+		cluster         uint32 // in the records; 0: they have no extension, as those of C++ StepMesh
+		register        bool
+	}{
+		{"heartbeats", "", 666, false},
+		{"heartbeats to a named cluster", "mine", 666, false},
+		{"registrations without a cluster", "mine", 0, true},
+		{"registrations of another cluster", "mine", 666, true},
+	} {
+		t.Run(x.name, func(t *testing.T) { phantoms(t, x.clusterID, x.cluster, x.register) })
+	}
+}
+
+func phantoms(t *testing.T, clusterID string, cluster uint32, register bool) {
+	var logged vantest.Log
+	c := testcluster.New(t, testcluster.Options{Over: testcluster.TCP, Log: logged.Logger(), Set: func(cfg *postoffice.Config) { cfg.ClusterID = clusterID }})
+	type result struct {
+		n   *postoffice.Node
+		err error
+	}
+	scheduler := make(chan result, 1)
+	go func() {
+		n, err := c.Join(within(t, time.Minute), "scheduler", 0, nil)
+		scheduler <- result{n, err}
+	}()
+	at := fmt.Sprintf("127.0.0.1:%d", c.Port)
+	vantest.Eventually(t, zmtpTime, "the scheduler listens", func() bool {
+		x, err := net.Dial("tcp", at)
+		if err == nil {
+			_ = x.Close()
+		}
+		return err == nil
+	})
+	for i, role := range []van.Role{van.Server, van.Worker} {
+		l, err := net.Listen("tcp", "127.0.0.1:0") // it receives nothing: the attacker sees no proof
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		port := l.Addr().(*net.TCPAddr).Port
+		rec := van.Node{Role: role, ID: van.Empty, Hostname: "127.0.0.1", Port: port, Ports: []int32{int32(port)}, DevTypes: []int32{0}, DevIDs: []int32{0}, AuxID: -1}
+		if cluster != 0 {
+			rec.Endpoint = (&van.NodeExtension{Incarnation: uint32(61 + i), Cluster: cluster}).Encode()
+		}
+		as := ""
+		if !register {
+			rec.ID = 8 + i
+			as = fmt.Sprintf("ps%d", rec.ID)
+		}
+		z := dialStranger(t, at, as)
+		for k := range 5 {
+			m := heartbeat([]byte(fmt.Sprintf("stepaf/1 rejoin %016x", k)), rec)
+			if m.Timestamp = int32(k); register {
+				m.Control.Cmd, m.Body = van.AddNode, nil
+			} else {
+				m.SetIncarnations(uint32(61+i), 1234)
+			}
+			if err := z.send(m); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if clusterID == "" { // the scheduler asks the address for a proof
+			_ = l.(*net.TCPListener).SetDeadline(time.Now().Add(zmtpTime))
+			in, err := l.Accept()
+			if err != nil {
+				t.Fatalf("the scheduler has not asked the %s for a proof: %v", role, err)
+			}
+			defer in.Close()
+		} else {
+			vantest.Eventually(t, zmtpTime, "the refusal is logged", func() bool { return strings.Contains(logged.String(), rec.Addr()) })
+		}
+	}
+	select {
+	case r := <-scheduler:
+		t.Fatalf("the scheduler has formed a cluster of nodes that do not exist, with the error %v", r.err)
+	default:
+	}
+	rest := make(chan result, 2)
+	for _, role := range []string{"server", "worker"} {
+		go func() {
+			n, err := c.Join(within(t, time.Minute), role, 0, nil)
+			rest <- result{n, err}
+		}()
+	}
+	all := []result{<-scheduler, <-rest, <-rest}
+	for _, r := range all {
+		if r.err != nil {
+			t.Fatal(r.err)
+		}
+	}
+	together(t, []*postoffice.Node{all[0].n, all[1].n, all[2].n}, func(n *postoffice.Node) error { return n.Shutdown(within(t, time.Minute)) })
+}
+
+// crowd is the number of idle connections to each port.
+const crowd = 600
+
+// TestReplacementInACrowd: an attacker keeps thousands of connections open, half of them in the middle of a handshake, to the scheduler and
+// to the data port of a server. A worker dies, and its replacement joins at once and exchanges data, with and without a cluster secret (A10).
 func TestReplacementInACrowd(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP})
-	count := 1000 // with 10,000 it takes as long to join
+	for name, secret := range map[string]env.Secret{"no secret": "", "secret": "correct horse battery staple"} {
+		t.Run(name, func(t *testing.T) { replacementInACrowd(t, secret) })
+	}
+}
+
+func replacementInACrowd(t *testing.T, secret env.Secret) {
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(cfg *postoffice.Config) { cfg.Secret = secret }})
+	srv, err := af.NewServer(c.Servers[0], af.ServerOptions{})
+	if err == nil {
+		err = srv.Handle(func(b af.Batch) {
+			if err := b.Respond(b.Pushes()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	count := crowd // with 10,000 in all it takes as long to join
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err == nil {
-		count = min(count, int(min(limit.Cur, 1<<20))/2)
+		count = min(count, int(min(limit.Cur, 1<<20))/5)
 	}
 	var idle []net.Conn
 	defer func() {
@@ -241,27 +360,56 @@ func TestReplacementInACrowd(t *testing.T) {
 			_ = x.Close()
 		}
 	}()
-	for i := range count {
-		x, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", c.Port))
-		if err != nil {
-			if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.EADDRNOTAVAIL) {
-				break
+	began := map[string][]byte{
+		fmt.Sprintf("127.0.0.1:%d", c.Port): append([]byte{0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3}, make([]byte, 20)...), // half a greeting
+		core(c.Workers[0]).DataAddr(8):      []byte("SAFT\x01\x00\x00\x00"),                                             // a part of a hello
+	}
+	for addr, part := range began {
+		for i := range count {
+			x, err := net.Dial("tcp", addr)
+			if err != nil {
+				if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.EADDRNOTAVAIL) {
+					break
+				}
+				t.Fatal(err)
 			}
-			t.Fatal(err)
-		}
-		idle = append(idle, x)
-		if i%2 == 0 {
-			_, _ = x.Write(append([]byte{0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3}, make([]byte, 20)...)) // half a greeting
+			idle = append(idle, x)
+			if i%2 == 0 {
+				_, _ = x.Write(part)
+			}
 		}
 	}
 	c.Workers[0].Close()
 	testcluster.Lost(t, c.Scheduler, van.WorkerID(0))
-	began := time.Now()
+	start := time.Now()
 	n, err := c.Join(within(t, zmtpTime), "worker", 0, nil)
 	if err != nil {
 		t.Fatalf("among %d idle connections: %v", len(idle), err)
 	}
-	t.Logf("a replacement has joined among %d idle connections within %s", len(idle), time.Since(began).Round(time.Millisecond))
 	c.Workers[0] = n
+	push, pull := []byte("value"), make([]byte, 5)
+	x, err := af.FromSlice(push)
+	if err != nil {
+		t.Fatal(err)
+	}
+	y, err := af.FromSlice(pull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w, err := af.NewWorker(n, af.WorkerOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	call, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: x}}, [][]af.KeyTensor{{{Key: 1, Val: y}}})
+	if err == nil {
+		err = call.Wait(within(t, zmtpTime))
+	}
+	if err != nil || string(pull) != "value" {
+		t.Fatalf("the server answers %q, %v", pull, err)
+	}
+	if path := van.PathTo(core(n).Van(), 8); path.Over != "tcp" {
+		t.Errorf("data goes over %s", path.Over)
+	}
+	t.Logf("a replacement has joined and has exchanged data among %d idle connections within %s", len(idle), time.Since(start).Round(time.Millisecond))
 	c.Finalize(t)
 }

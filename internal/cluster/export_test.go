@@ -16,6 +16,13 @@ func (n *Node) AddPendingConnect(id, more int) {
 // PeerChanged is called by the transport.
 func (n *Node) PeerChanged(id int, up bool, cause error) { n.control.peerChanged(id, up, cause) }
 
+// DataAddr returns the address of node id's data port, "" if it has none.
+func (n *Node) DataAddr(id int) string {
+	at, _ := n.peers.Load(id)
+	addr, _ := at.(peerAddress)
+	return addr.data
+}
+
 // Lost returns the reason why node id is considered dead, or nil.
 func (n *Node) Lost(id int) error { return n.processes.lost(id) }
 
