@@ -45,7 +45,6 @@ func TestDeviceConformance(t *testing.T) {
 		{"plain", func(*env.Config) {}},
 		{"split", func(c *env.Config) { c.SplitQPLag = true }},
 		{"one queue pair, with a secret", func(c *env.Config) { c.QPNum, c.Secret = 1, "the secret of a cluster" }},
-		{"secret", func(c *env.Config) { c.Secret = "the secret of a cluster" }},
 	} {
 		t.Run(s.name, func(t *testing.T) {
 			vantest.Run(t, vantest.Suite{Host: host, New: func(t testing.TB) van.Van {
