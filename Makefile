@@ -69,13 +69,16 @@ wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and t
 test: ## the tests of all packages and of the Python module, after installing what they need; the last lines say what it leaves out
 	@tools/test.sh
 
-test-long: ## what make test leaves out: plans on real processes, 1000 seeds, planted faults, Python and RDMA where prepared
+test-long: ## what make test leaves out: plans on real processes, 500 seeds, planted faults, Python and RDMA where prepared
 	@tools/test.sh long
 
 check: fmtcheck vet lint ## fmtcheck, vet and lint, with the build tags of this machine
 
-check-variants: ## vet and lint with other build tags
-	@for tag in $(VARIANTS); do (set -x; tools/go.sh vet -tags $$tag ./van/... ./tools/...; tools/go.sh tool staticcheck -tags $$tag ./van/... ./tools/...); done
+# packages_of prints the packages with files that the tag $$tag chooses.
+packages_of = $$(grep -rlE "^//go:build.*\b$$tag\b" --include='*.go' van tools | xargs dirname | sort -u | sed 's|^|./|')
+
+check-variants: ## vet and lint with other build tags the packages that these change
+	@for tag in $(VARIANTS); do packages=$(packages_of); (set -x; tools/go.sh vet -tags $$tag $$packages; tools/go.sh tool staticcheck -tags $$tag $$packages); done
 
 testallocs: ## tests that count allocations, which the race detector adds to
 	@flags=$$(tools/build_flags.sh -q); \

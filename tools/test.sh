@@ -31,16 +31,25 @@ plain+='|postoffice/membership|van/(env|rdma/choose)|internal/(freeport|hostaddr
 longest=(van/zmq internal/cluster van/local van/rdma af/window af/collective tests/faults af kv kv/session)
 longest_plain=(tests/processes tests tests/sim tools/internal/app tests/limits tests/replay postoffice/membership)
 
-# How many packages are tested at once: their tests wait most of the time.
+# Their tests wait most of the time, so more packages are tested at once than there are processors. Fewer run beside the
+# Python tests.
 processors=$(nproc 2>/dev/null || echo 2)
 
 module=$(sed -n 's/^module //p' go.mod)
+
+# The Python module is position-independent code. With the same options the packages that it needs are compiled once for it
+# and for all programs and tests without the race detector. That detector does not work at every address that the kernel may
+# give to such code.
+GOFLAGS="$(tools/go.sh env GOFLAGS) -trimpath -buildmode=pie"
+export GOFLAGS
+with_race=(-race -buildmode=exe)
 
 # The race detector makes a process wait for a second at its end, unless this is set.
 export GORACE="atexit_sleep_ms=0 ${GORACE-}"
 
 work="$(mktemp -d "${TMPDIR:-/tmp}/test.XXXXXX")"
-trap 'rm -rf "$work"' EXIT
+group= # of processes that run beside the others
+trap '[ -z "$group" ] || kill -- "-$group" 2>/dev/null || true; rm -rf "$work"' EXIT
 
 # packages PATTERN OPTION-OF-GREP LONGEST...: the packages with tests that match, the longest first.
 packages() {
@@ -79,17 +88,21 @@ go_test() {
 }
 
 # The steps. Each is run by "step NAME".
-install() { tools/install_deps.sh && tools/python/test_deps.sh torch; }
+install() { tools/install_deps.sh; }
 check() { make --no-print-directory fmtcheck vet; }
 race() {
   local list && mapfile -t list < <(race_packages)
-  go_test -race -short -p $((processors * 2)) -timeout 10m "${list[@]}" && tools/go.sh test -C tests/thirdparty -race -timeout 5m ./...
+  go_test "${with_race[@]}" -short -p $((processors * 3 / 2)) -timeout 10m "${list[@]}" && tools/go.sh test -C tests/thirdparty "${with_race[@]}" -timeout 5m ./...
 }
 plain() {
   local list && mapfile -t list < <(plain_packages)
   go_test -short -p $((processors * 2)) -timeout 10m "${list[@]}"
 }
-python() { tools/python/test.sh torch -- --short; }
+python() { # the check compiles the packages that the module needs
+  tools/python/test_deps.sh torch || return
+  until [ -e "$work/check.ended" ]; do sleep 0.5; done
+  tools/python/test.sh torch -- --short
+}
 
 variants() { make --no-print-directory lint check-variants; }
 full() { # the tests that -short shortens, but those of tests/processes, which processes runs
@@ -103,19 +116,19 @@ full() { # the tests that -short shortens, but those of tests/processes, which p
       with_packages+=("./$directory") with+="|$tests"
     fi
   done < <(long_tests)
-  go_test -race -timeout 18m -run "^(${with#|})\$" "${with_packages[@]}" || status=1
+  go_test "${with_race[@]}" -timeout 18m -run "^(${with#|})\$" "${with_packages[@]}" || status=1
   go_test -timeout 18m -run "^(${without#|})\$" "${without_packages[@]}" || status=1
   return $status
 }
 processes() { # the race detector triples the processor time of a plan, so it watches the brief ones; "make test" runs the other tests
   local status=0
   go_test -timeout 14m -run '^TestPlans$' ./tests/processes || status=1
-  go_test -race -short -timeout 14m ./tests/processes -leg=shm || status=1
+  go_test "${with_race[@]}" -short -timeout 14m -run '^TestPlans$' ./tests/processes -leg=shm || status=1
   return $status
 }
-simulated() { go_test -race -timeout 10m -run '^Test(Plans|Collectives|RDMA)$' ./tests/sim; }
+simulated() { go_test "${with_race[@]}" -timeout 18m -run '^Test(Plans|Collectives|RDMA)$' ./tests/sim; }
 allocs() { make --no-print-directory testallocs; }
-seeds() { make --no-print-directory sim SEEDS=1000; }
+seeds() { make --no-print-directory sim SEEDS=500; }
 faults() { make --no-print-directory simfaults; }
 machine() { tools/rdma_test.sh; }
 pythons() {
@@ -125,68 +138,79 @@ pythons() {
   return $status
 }
 
-# used: the seconds of processor time that all steps have used. "times" prints user and system time of this shell, then of its children.
-used() {
-  times >"$work/times"
-  awk -F '[ms ]+' 'NR == 2 { printf "%.0f\n", 60 * ($1 + $3) + $2 + $4 }' "$work/times"
-}
-
 results=() failed=''
+# run NAME: runs a step in a shell of its own. NAME.ended gets its status, seconds, and seconds of processor time.
+run() (
+  status=0 begun=$SECONDS
+  "$1" || status=$?
+  times >"$work/$1.times" # of this shell, then of its children: user and system time
+  echo "$status $((SECONDS - begun)) $(awk -F '[ms ]+' 'NR == 2 { printf "%.0f", 60 * ($1 + $3) + $2 + $4 }' "$work/$1.times")" >"$work/$1.ended"
+)
+# note NAME [HOW]: notes how a step ended.
+note() {
+  local status=unknown took=? used=?
+  read -r status took used <"$work/$1.ended" || true
+  if [ "$status" = 0 ]; then
+    results+=("test: ok   $1 $took s, $used s of processors${2-}")
+    return 0
+  fi
+  results+=("test: FAIL $1 $took s, $used s of processors${2-}: status $status")
+  failed+=" $1"
+  return 1
+}
 # step NAME: runs a step, and notes how it ended.
 step() {
-  local begun=$SECONDS before status=0 took
-  used >"$work/used" && before=$(<"$work/used")
   echo "--- test: $1"
-  ( "$1" ) || status=$?
-  used >"$work/used" && took="$1 $((SECONDS - begun)) s, $(($(<"$work/used") - before)) s of processors"
-  if [ "$status" -eq 0 ]; then
-    results+=("test: ok   $took")
-  else
-    results+=("test: FAIL $took: status $status")
-    failed+=" $1"
-  fi
-  return "$status"
+  run "$1" || true
+  note "$1"
 }
-# begin NAME: starts a step beside the next ones. collect NAME: waits for it, prints its output, and notes how it ended.
+# begin NICENESS NAME...: starts these steps, one after the other, beside the next ones. They have a process group, which
+# this script kills if it ends before.
 begin() {
-  ( status=0; begun=$SECONDS; "$1" || status=$?; echo "$status $((SECONDS - begun))" >"$work/$1.ended" ) >"$work/$1.log" 2>&1 </dev/null &
+  set -m
+  (
+    renice -n $(($(nice) + $1)) -p "$BASHPID" >/dev/null || true
+    for name in "${@:2}"; do run "$name" >"$work/$name.log" 2>&1 || true; done
+  ) </dev/null &
+  set +m
+  group=$!
 }
+# collect NAME...: waits for the steps that begin started, prints their output, and notes how they ended.
 collect() {
-  local status took
-  wait
-  echo "--- test: $1"
-  cat "$work/$1.log"
-  read -r status took <"$work/$1.ended"
-  if [ "$status" -eq 0 ]; then
-    results+=("test: ok   $1 $took s, beside others")
-  else
-    results+=("test: FAIL $1 $took s, beside others: status $status")
-    failed+=" $1"
-  fi
+  local name
+  wait "$group" || true
+  group=
+  for name; do
+    echo "--- test: $name"
+    cat "$work/$name.log" || true
+    note "$name" ', beside others' || true
+  done
 }
 # skip NAME REASON
 skip() { results+=("test: SKIPPED $1: $2"); }
 
 case "${1-}" in
   '')
-    if step install && step check; then
-      step race || true
-      step plain || true
-      step python || true
+    # Python is installed and tested beside the packages: downloads wait for the network, and its tests for their processes.
+    if step install; then
+      begin 0 python
+      if step check; then
+        step race || true
+        step plain || true
+      fi
+      collect python
     fi
     ;;
   long)
-    # The virtual machine runs alone: its clusters miss their limits of real time beside other steps. Processes of plans wait half of the time.
+    # The virtual machine and real processes have limits of real time, and wait a third of it. The other processors' time is
+    # for what only computes, also in simulated clusters, with a lower priority.
+    begin 15 simulated seeds faults variants
     if why="$(tools/rdma_test.sh --ready 2>&1)"; then step machine || true; else skip machine "$why"; fi
-    step variants || true
-    step seeds || true
-    step faults || true
-    begin simulated
     step processes || true
-    collect simulated
     step full || true
-    step allocs || true
     if why="$(tools/python/test.sh --ready 2>&1)"; then step pythons || true; else skip pythons "$why"; fi
+    collect simulated seeds faults variants
+    step allocs || true
     ;;
   list)
     race_packages | sed "s|^$module/|race   |"
@@ -206,8 +230,8 @@ if [ -z "${1-}" ]; then
   cat <<END
 test: left out, run by "make test-long":
   tests that -short shortens, in full: $(long_tests | sed 's/^[^ ]* //' | tr '\n|' '  ')
-  all plans on real processes: go test -run TestPlans ./tests/processes; plans with the race detector: go test -race -short ./tests/processes ./tests/sim
-  allocations: make testallocs; 1000 seeds: make sim SEEDS=1000; planted faults: make simfaults
+  all plans on real processes: go test -run TestPlans ./tests/processes; plans with the race detector: go test -race -short -run TestPlans ./tests/processes ./tests/sim
+  allocations: make testallocs; 500 seeds: make sim SEEDS=500; planted faults: make simfaults
   staticcheck, and vet with the build tag nordma: make lint check-variants
   RDMA devices in a virtual machine: make rdma-deps rdma-test
   Python tests that are marked long, with NumPy and JAX, and with Python below 3.10: make python-deps python-test
