@@ -136,6 +136,7 @@ class Attention(_Side):
         self._forms = {}  # by stage, then by the further tensors
         self._rounds = {}  # by stage: the round under way
         self._control = []  # indices of self.peers and handlers of the latest control message
+        self._latest = None  # its bytes, which a replacement gets with the handshake
         self._canceled = {}  # by stage whose round failed: {index of peer: handler of CANCEL}
         self._lost = set()  # indices of peers that need another handshake before they get a round
         self._greeted = False
@@ -145,6 +146,8 @@ class Attention(_Side):
 
     def _who(self, again):
         text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()), again=again)
+        if again and self._latest is not None:
+            text["control"] = self._latest.decode("latin-1")
         return torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
 
     def _greet(self):
@@ -367,11 +370,12 @@ class Attention(_Side):
 
     def send_control(self, data):
         """Sends bytes to the FFN ranks, which receive them with recv_control. Does not wait for
-        them; the next call waits until this message was received."""
+        them; the next call waits until this message was received. The replacement of a lost
+        rank gets the latest message before the rounds that are sent again."""
         if not isinstance(data, (bytes, bytearray)) or not data:
             raise TypeError("%s: the control message is %s, want bytes, at least one" % (self, type(data).__name__ if data != b"" else "empty"))
         self.check()
-        wrong, control, self._control = None, self._control, []
+        wrong, control, self._control, self._latest = None, self._control, [], bytes(data)
         for i, handler in control:
             try:
                 f.wait(handler, timeout_ms=self.timeout_ms)
@@ -383,6 +387,9 @@ class Attention(_Side):
         for i, peer in enumerate(self.peers):
             try:
                 self._control.append((i, f.push_pull([text], [key], [torch.zeros(1, dtype=torch.uint8)], [key], servers=[peer])))
+            except f.ConnectionError as e:
+                self._lost.add(i)
+                wrong = wrong if self.replace_ms else wrong or e
             except f.Error as e:
                 wrong = wrong or e
         if wrong:
@@ -479,6 +486,8 @@ class FFN(_Side):
         self.together, self.timeout_ms = together, timeout_ms
         self._slots = {}  # (stage, rank): the waiting batch
         self._controls = {r: collections.deque() for r in self.peers}
+        self._informed = set()  # ranks with a control message
+        self.resumes = False  # a handshake had a control message: this process has replaced a lost one in the middle of a step
         self._expected = {}
         self._answers = {}
         self._seen = set()  # ranks that have sent a batch
@@ -602,6 +611,7 @@ class FFN(_Side):
             self._welcome(handler, rank, bytes(tensors[0].tolist()))
         elif kind == CONTROL:
             self._controls[rank].append(bytes(tensors[0].tolist()))
+            self._informed.add(rank)
             f.respond([torch.ones(1, dtype=torch.uint8)], handler)
         elif kind == CANCEL:
             self._drop(self._slots.pop((stage, rank), None))
@@ -629,6 +639,10 @@ class FFN(_Side):
             for s in range(self.stages):
                 self._drop(self._slots.pop((s, rank), None))
             self._controls[rank].clear()
+        elif rank not in self._informed and isinstance(other.get("control"), str):
+            self._controls[rank].append(other["control"].encode("latin-1"))
+            self._informed.add(rank)
+            self.resumes = True
         wrong = ["%s: %s has %s, %s at %s, pid %d has %s" % (k, other["who"], other.get(k), self, socket.gethostname(), os.getpid(), v)
                  for k, v in own.items() if other.get(k) != v]
         f.respond([_text("; ".join(wrong))], handler)

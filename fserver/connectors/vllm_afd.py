@@ -22,6 +22,7 @@ from afd_plugin.connectors import (
     AFDA2FTransferPayload,
     AFDConnectorBase,
     AFDControlPlane,
+    AFDDPMetadata,
     AFDTransferContext,
     AFDTransferMetadata,
     AFDTransferState,
@@ -51,6 +52,7 @@ class StepMeshExtraInfo(ConnectorExtraInfo):
     timeout_ms: int = 15000  # for an answer; on the FFN side for the other ranks of a batch after the first
     init_timeout_ms: int = 600000  # until all ranks have joined, which load their weights first
     stop_timeout_ms: int = 10000
+    replace_ms: int = 0  # attention: for the replacement of a lost FFN rank; 0: the step fails at once
     environment: Dict[str, str] = field(default_factory=dict)  # variables of docs/env.md
 
     @classmethod
@@ -61,8 +63,9 @@ class StepMeshExtraInfo(ConnectorExtraInfo):
         for name, value in (raw or {}).items():
             if name not in known:
                 raise ValueError("connector_extra_config has %r, %s knows %s" % (name, NAME, ", ".join(known)))
-            if name.endswith("_ms") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError("connector_extra_config: %s is %r, want milliseconds, at least 1" % (name, value))
+            least = 0 if name == "replace_ms" else 1
+            if name.endswith("_ms") and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError("connector_extra_config: %s is %r, want milliseconds, at least %d" % (name, value, least))
         return cls(**(raw or {}))
 
     def to_mapping(self):
@@ -70,7 +73,7 @@ class StepMeshExtraInfo(ConnectorExtraInfo):
 
 
 class _Received(AFDTransferState):
-    """Links an answer to its batch."""
+    """Links an answer to its batch; None for a layer that another process has computed."""
 
     def __init__(self, batch):
         self.batch = batch
@@ -95,6 +98,9 @@ class StepMeshAFDConnector(AFDConnectorBase):
         self.control_plane = StepMeshAFDControlPlane(self)
         self.side = None
         self.last = {}  # FFN: the layer of each stage's latest batch in this step
+        self.turns = {}  # FFN: the calls of recv_attn_output for each stage in this step
+        self.held = {}  # FFN: by stage: a batch that waits for its turn
+        self.resumes = False  # FFN: whether this process has joined in the middle of this step
         self.closed = False
         self.number = next(_numbers)
 
@@ -112,8 +118,7 @@ class StepMeshAFDConnector(AFDConnectorBase):
         common = dict(width=int(model.hf_config.hidden_size), dtype=model.dtype, stages=self._stages(),
                       layers=int(model.hf_config.num_hidden_layers), timeout_ms=extra.timeout_ms)
         if config.role == "attention":
-            # If an FFN rank is lost, the step fails. The replacement begins with a new step.
-            self.side = _pair().Attention(self.role_rank, self.attn_size, self.ffn_size, device=device, replace_ms=0,
+            self.side = _pair().Attention(self.role_rank, self.attn_size, self.ffn_size, device=device, replace_ms=extra.replace_ms,
                                   max_rows=int(self.vllm_config.scheduler_config.max_num_batched_tokens), **common)
         else:
             self.side = _pair().FFN(self.role_rank, self.attn_size, self.ffn_size, device=device, **common)
@@ -170,7 +175,12 @@ class StepMeshAFDConnector(AFDConnectorBase):
     # The FFN side.
 
     def recv_attn_output(self, ubatch_idx=0, **kwargs):
-        batch, spec = self._open("ffn").recv(ubatch_idx), kwargs.get("routing_spec")
+        spec, turn = kwargs.get("routing_spec"), self.turns.get(ubatch_idx, 0)
+        self.turns[ubatch_idx] = turn + 1
+        batch = self._resumed(ubatch_idx, turn) if self.resumes else self._open("ffn").recv(ubatch_idx)
+        if batch is None:
+            some = next(iter(self.held.values())).tensors[0]
+            return self._payload(some.new_zeros((1,) + tuple(some.shape[1:])), None, ubatch_idx, [1], None)
         if len(batch.tensors) != (1 if spec is None else 2):
             raise _pair().Mismatch("stage %d: attention %s sent %d tensors, ffn %d wants %s" % (
                 ubatch_idx, batch.ranks, len(batch.tensors), self.role_rank, "the hidden states only" if spec is None else "router_logits with them"))
@@ -192,7 +202,27 @@ class StepMeshAFDConnector(AFDConnectorBase):
             lengths = [1]
             hidden = hidden.new_zeros((1,) + tuple(hidden.shape[1:]))
             logits = None if logits is None else logits.new_zeros((1,) + tuple(logits.shape[1:]))
-        metadata = AFDTransferMetadata.create_ffn_metadata(layer_idx=0, stage_idx=ubatch_idx, seq_lens=lengths)
+        return self._payload(hidden, logits, ubatch_idx, lengths, batch)
+
+    def _resumed(self, stage, turn):
+        """Returns the stage's batch of this layer, or None if the lost process has answered it. The
+        plugin's loop begins with layer 0 and the first stage; the attention side sends the oldest
+        batch in flight again, and the next one when that is answered."""
+        if self.afd_config.compute_gate_on_attention:  # the loop passes over dense layers, so the calls do not tell the layer
+            raise _pair().Mismatch("ffn %d: with compute_gate_on_attention no process can replace a lost one in the middle of a step" % self.role_rank)
+        while not self.held:
+            batch = self._open("ffn").recv()
+            self.held[batch.stage] = batch
+        batch = self.held.get(stage)
+        if batch is None or batch.layer > turn:
+            return None
+        if batch.layer < turn:
+            raise _pair().Mismatch("ffn %d: stage %d: attention %s sent layer %d, want layer %d" % (self.role_rank, stage, batch.ranks, batch.layer, turn))
+        return self.held.pop(stage)
+
+    @staticmethod
+    def _payload(hidden, logits, stage, lengths, batch):
+        metadata = AFDTransferMetadata.create_ffn_metadata(layer_idx=0, stage_idx=stage, seq_lens=lengths)
         return AFDA2FTransferPayload(hidden_states=hidden, context=AFDTransferContext(metadata=metadata, states=_Received(batch)), router_logits=logits)
 
     def send_ffn_output(self, ffn_output, context, **kwargs):
@@ -203,6 +233,8 @@ class StepMeshAFDConnector(AFDConnectorBase):
             raise ValueError("ffn %d: ffn_output has shape %s, the metadata %d tokens (layer %d, stage %d)" % (
                 self.role_rank, tuple(ffn_output.shape), context.metadata.total_tokens, context.metadata.layer_idx, context.metadata.stage_idx))
         batch = context.states.batch
+        if batch is None:
+            return
         batch.respond(ffn_output[:sum(batch.rows)])
 
 
@@ -212,6 +244,7 @@ class StepMeshAFDControlPlane(AFDControlPlane):
 
     def __init__(self, connector):
         self.connector = connector
+        self._announced = {}  # FFN: by stage: what the model got, and the metadata of the attention ranks
 
     def update_state_from_dp_metadata(self, payload):
         c = self.connector
@@ -219,17 +252,28 @@ class StepMeshAFDControlPlane(AFDControlPlane):
             return
         expected = {}
         for stage, metadata in payload.dp_metadata_list.items():
-            counts = _counts(metadata, c.attn_size)
+            given, announced = self._announced.get(stage, (None, None))
+            counts = _counts(announced if metadata is given else metadata, c.attn_size)
             if counts is not None:
-                expected[stage] = {r: self._rows(counts[r], r) for r in c.peers}
+                expected[stage] = {r: self._rows(counts[r], r, c.role_rank) for r in c.peers}
         c._open("ffn").expect(expected)
 
-    def _rows(self, count, rank):
-        """Returns the number of an attention rank's rows for this FFN rank."""
+    def _rows(self, count, rank, server):
+        """Returns the number of an attention rank's rows for an FFN rank."""
         c = self.connector
         servers = layout.servers_of(rank, c.attn_size, c.ffn_size)
-        begin, end = layout.share(max(count, 1), servers.index(c.role_rank), len(servers))
+        begin, end = layout.share(max(count, 1), servers.index(server), len(servers))
         return end - begin
+
+    def _of_ffn(self, metadata):
+        """Returns the token counts of the FFN ranks. The experts exchange rows between FFN ranks by
+        these counts; the plugin has the counts of as many attention ranks."""
+        c = self.connector
+        groups, counts = int(getattr(c.vllm_config.parallel_config, "data_parallel_size", 1)), _counts(metadata, c.attn_size)
+        if groups == 1 or c.attn_size == c.ffn_size or counts is None:
+            return metadata
+        rows = [max(1, sum(self._rows(counts[r], r, j) for r in layout.workers_of(j, c.attn_size, c.ffn_size))) for j in range(c.ffn_size)]
+        return AFDDPMetadata(torch.tensor(rows[::c.ffn_size // groups], dtype=torch.int32))
 
     def send_dp_metadata_list(self, payload):
         self.connector._open("attention").send_control(encode_control_payload(payload))
@@ -238,11 +282,15 @@ class StepMeshAFDControlPlane(AFDControlPlane):
         c = self.connector
         received = {r: decode_control_payload(text) for r, text in c._open("ffn").recv_control().items()}
         c.last.clear()
+        c.turns.clear()
+        c.resumes, c.side.resumes = c.side.resumes, False
         first = received[c.peers[0]]
         for rank, payload in received.items():
             mine, other = _all_counts(first), _all_counts(payload)
             if mine != other:
                 raise _pair().Mismatch("ffn %d: attention %d announced %s tokens (stage: counts), attention %d %s" % (c.role_rank, c.peers[0], mine, rank, other))
+        self._announced = {stage: (self._of_ffn(m), m) for stage, m in first.dp_metadata_list.items()}
+        first.dp_metadata_list = {stage: given for stage, (given, _) in self._announced.items()}
         return first
 
 

@@ -4,8 +4,10 @@ It runs on the plugin itself where AFD_PLUGIN is the directory that has afd_plug
 checkout; of vLLM it needs one class, which stands in here), and else on the stand-in.
 """
 
+import itertools
 import os
 import sys
+import time
 import types
 
 import harness
@@ -237,6 +239,79 @@ def test_step_that_ended_early(cluster):
     c.finish(WAIT)
 
 
+# The FFN rank is killed in the middle of a step. Its replacement runs the plugin's loop, which begins with layer 0, and goes on
+# with the layer in flight: the attention side notices nothing.
+
+@harness.by_hand
+def surviving_attention(n):
+    connectors, c = engine(n, extra=dict(replace_ms=WAIT * 1000, timeout_ms=WAIT * 1000))
+    c.init_afd_connector()
+    for step in range(STEPS):
+        p = payload(connectors, step, 2, 1)
+        c.control_plane.update_state_from_dp_metadata(p)
+        c.control_plane.send_dp_metadata_list(p)
+        h = [torch.full((tokens(step, s, 0), WIDTH), 10.0 * s + step) for s in range(2)]
+        want = [t.clone() for t in h]
+        for layer in range(LAYERS):
+            for s in range(2):
+                metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=layer, stage_idx=s, seq_len=len(h[s]))
+                c.send_attn_output(h[s], connectors.AFDTransferContext(metadata=metadata))
+            for s in range(2):
+                want[s] = want[s] * 2 + layer
+                assert torch.equal(c.recv_ffn_output(ref_tensor=h[s], ubatch_idx=s), want[s]), (step, layer, s)
+        if n.args == step:
+            n.tell("between")
+            n.listen()  # the FFN rank is killed between two steps
+    c.close()
+
+
+@harness.by_hand
+def dying_ffn(n):
+    """Runs the plugin's loop. args are the step and the layer at which it waits to be killed, or None."""
+    connectors, c = engine(n)
+    c.init_afd_connector()
+    for step in itertools.count():
+        try:
+            p = c.control_plane.recv_dp_metadata_list()
+        except f.ConnectionError:  # the attention rank has left
+            break
+        c.control_plane.update_state_from_dp_metadata(p)
+        for layer in range(LAYERS):
+            for s in sorted(p.dp_metadata_list):
+                got = c.recv_attn_output(ubatch_idx=s)
+                if n.args == [step, layer] and s == 1:
+                    n.tell("in the step")
+                    time.sleep(WAIT)  # until it is killed
+                got.context.metadata.layer_idx = layer
+                assert got.context.metadata.validate_tensor_shape(tuple(got.hidden_states.shape))
+                c.send_ffn_output(got.hidden_states * 2 + layer, got.context)
+    c.close()
+
+
+@pytest.mark.parametrize("where", [[1, 0], [1, 1], [0, LAYERS - 1]])
+def test_replaced_in_a_step(cluster, where):
+    c = cluster()
+    c.spawn("worker", surviving_attention)
+    first = c.spawn("server", dying_ffn, args=where)
+    assert first.hear(WAIT) == "in the step"
+    first.kill()
+    c.processes.remove(first)
+    c.spawn("server", dying_ffn)
+    c.finish(WAIT)
+
+
+def test_replaced_between_steps(cluster):
+    c = cluster()
+    attention = c.spawn("worker", surviving_attention, args=1)
+    first = c.spawn("server", dying_ffn)
+    assert attention.hear(WAIT) == "between"
+    first.kill()
+    c.processes.remove(first)
+    attention.tell("go on")
+    c.spawn("server", dying_ffn)
+    c.finish(WAIT)
+
+
 # The FFN worker closes the connector while its loop waits for the next step.
 
 @harness.by_hand
@@ -286,9 +361,28 @@ info = cls.parse_extra_config({"transport": "ibverbs", "timeout_ms": 5})
 assert (info.transport, info.timeout_ms, info.scheduler) == ("ibverbs", 5, "auto") and info.to_mapping()["timeout_ms"] == 5
 assert cls.parse_extra_config(None).timeout_ms == 15000
 for raw, kind, word in (({"timeout": 1}, ValueError, "'timeout'.*knows transport"), ({"timeout_ms": 0}, ValueError, "timeout_ms is 0"),
-                        ({"stop_timeout_ms": "1"}, ValueError, "stop_timeout_ms is '1'"), ([1], TypeError, "list, want a mapping")):
+                        ({"stop_timeout_ms": "1"}, ValueError, "stop_timeout_ms is '1'"),
+                        ({"replace_ms": -1}, ValueError, "replace_ms is -1, want milliseconds, at least 0"), ([1], TypeError, "list, want a mapping")):
     with pytest.raises(kind, match=word):
         cls.parse_extra_config(raw)
+""")
+
+
+def test_counts_of_ffn_ranks():
+    """With several FFN ranks in a data-parallel group their experts get the counts of FFN ranks."""
+    run_python("""
+import types, torch
+connectors = t.plugin()
+from fserver.connectors import vllm_afd as v
+def plane(attention, ffn, groups, role_rank=0):
+    c = types.SimpleNamespace(attn_size=attention, ffn_size=ffn, role_rank=role_rank, vllm_config=types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(data_parallel_size=groups)))
+    return v.StepMeshAFDControlPlane(c)
+for (attention, ffn, groups), counts, want in (
+        ((1, 2, 2), [5], [2, 3]), ((1, 2, 2), [1], [1, 1]), ((2, 1, 1), [5, 6], [5, 6]), ((4, 2, 2), [1, 2, 3, 4], [3, 7]),
+        ((2, 2, 2), [5, 0], [5, 0]), ((2, 4, 2), [4, 6], [2, 3]), ((3, 2, 2), [7], [14, 7])):
+    got = plane(attention, ffn, groups)._of_ffn(connectors.AFDDPMetadata(torch.tensor(counts)))
+    assert got.num_tokens_across_dp_cpu.tolist() == want, (attention, ffn, groups, counts, got.num_tokens_across_dp_cpu)
 """)
 
 
