@@ -5,7 +5,9 @@
 //
 // A connection has one direction. The sender dials the data port in the receiver's node record
 // (van.NodeExtension.DataPort) when it first sends data to that peer. Send waits until the connection is made or has failed, for at
-// most dialTime (tlsTime with TLS). If it has failed, the peer's data goes over the van inside, and the log says why.
+// most dialTime (tlsTime with TLS). If it has failed, the peer's data goes over the van inside for as long as both processes run, and the
+// log says why. A peer that is stopped during the first attempt is such a case, too. A later change to a connection would need marks on
+// the van inside, as van/local/retry.go has: data on the connection must not overtake data that was sent before.
 // Nodes with different STEPAF_TLS send each other no data.
 //
 // Both ends introduce themselves before anything else (handshake.go). If the cluster has a secret, both prove that they know it.
