@@ -93,17 +93,10 @@ func aboutCores() string {
 3 RDMA completions, 4 the worker's requests. An o of C or more counts as C-1. With g = ` + "`STEPMESH_GPU`" + ` and base = g*C + B + o the
 core is base for g = 0 and 1, base + S/2 - 2C for 2 and 3, base + S - 4C for 4 and 5, base + (S/2)*3 - 6C from 6 up. This suits two
 sockets of S cores with four GPUs each. Over ZMQ the threads of libzmq share the cores of o = 2 and 3; there are no separate
-threads for o = 1 and 4, since requests and responses leave from the thread that makes them. For the defaults:
-
-|g|o = 1|o = 2|o = 3|o = 4|
-|---|---|---|---|---|
-`)
-	for c.GPU = range 8 {
-		fmt.Fprintf(&b, "|%d|", c.GPU)
-		for o := 1; o <= 4; o++ {
-			fmt.Fprintf(&b, "%d|", c.Core(o))
-		}
-		b.WriteByte('\n')
-	}
+threads for o = 1 and 4, since requests and responses leave from the thread that makes them. By default GPU 0`)
+	c.GPU = 0
+	fmt.Fprintf(&b, "\nhas the cores %d to %d, ", c.Core(CoreResponder), c.Core(CoreSender))
+	c.GPU = 7
+	fmt.Fprintf(&b, "GPU 7 %d to %d.\n", c.Core(CoreResponder), c.Core(CoreSender))
 	return b.String()
 }
