@@ -252,6 +252,26 @@ def test_no_replacement(monkeypatch, replace_ms):
     assert replace_ms <= (now - 1000) * 1000 < replace_ms + 100
 
 
+@pytest.mark.parametrize("name, came, stage, rows", [
+    # came has (stage, rank): (layer, when). rows is the expected stage and ranks of a batch, or the limit and its reason.
+    ("the limit counts from the first rank", {(0, 0): (0, 100), (0, 1): (0, 104)}, None, (110, "stage 0, layer 0 of attention 0, 1 has arrived, none of attention 2")),
+    ("the earliest limit", {(0, 1): (0, 104), (1, 2): (1, 100), (2, 0): (0, 102)}, None, (110, "stage 1, layer 1 of attention 2 has arrived, none of attention 0, 1")),
+    ("another stage is not awaited", {(0, 1): (0, 104), (1, 2): (1, 100)}, 0, (114, "stage 0, layer 0 of attention 1 has arrived, none of attention 0, 2")),
+    ("a rank may be replaced, from the last one on", {(1, 0): (0, 99), (1, 1): (1, 100), (1, 2): (0, 104)}, None, (114, "")),
+    ("it was not replaced", {(1, 0): (0, 90), (1, 1): (1, 91), (1, 2): (0, 95)}, None, (1, [0, 1, 2])),
+    ("a complete one is not delayed", {(0, 0): (0, 1), **{(2, r): (1, 104) for r in range(3)}}, None, (2, [0, 1, 2])),
+    ("the oldest one", {(s, r): (0, 104 - s) for s in (2, 1) for r in range(3)}, None, (2, [0, 1, 2])),
+])
+def test_limits_of_batches(monkeypatch, name, came, stage, rows):
+    """An FFN rank waits for the rest of a batch until timeout_ms after its first part."""
+    monkeypatch.setattr(pair, "time", mock.Mock(monotonic=lambda: 105.5))
+    side = FFN(0, 3, 1, width=WIDTH, dtype=torch.float32, stages=STAGES, layers=LAYERS, timeout_ms=10000)
+    for order, ((s, r), (layer, since)) in enumerate(came.items()):
+        side._slots[s, r] = pair._Item(order, r, layer, order, [], since)
+    found, items, late, missing = side._take(stage)
+    assert ((late, missing) if items is None else (found, [i.rank for i in items])) == rows, name
+
+
 @harness.by_hand
 def replaced_attention_attention(n):
     n.f.init()

@@ -144,6 +144,33 @@ func TestBackInside(t *testing.T) {
 	server.next().Release()
 }
 
+// TestRename: the connection of a peer serves its new id, and the connection to a former peer with that id ends.
+func TestRename(t *testing.T) {
+	worker, server, former := start(t, 9, nil), start(t, 8, nil), start(t, 10, nil)
+	for _, s := range []*end{server, former} {
+		worker.connect(s)
+		s.connect(worker)
+		worker.must(dataMessage(s.self.ID, 1, true, true, []byte("before")))
+		s.next().Release()
+	}
+	c := worker.peers.of(8).conn.Load()
+	if err := worker.Rename(8, 10); err != nil {
+		t.Fatal(err)
+	}
+	worker.must(dataMessage(10, 2, true, true, []byte("after")))
+	if m := server.next(); m.Timestamp != 2 {
+		t.Errorf("message %d arrived, want 2", m.Timestamp)
+	}
+	if n := worker.peers.of(10); n.conn.Load() != c || n.name != van.NodeName(10) || c.id.Load() != 10 {
+		t.Errorf("%s, another connection: %t, whose id is %d, want that of node 10", n.name, n.conn.Load() != c, c.id.Load())
+	}
+	vantest.Eventually(t, limit, "the former peer loses its connection", func() bool {
+		former.peers.mu.Lock()
+		defer former.peers.mu.Unlock()
+		return len(former.peers.ins) == 0
+	})
+}
+
 // TestEvents: the watcher is called once for each change, and for the process that has the id.
 func TestEvents(t *testing.T) {
 	type steps func(e *events, n, old *peer, then func())

@@ -557,6 +557,27 @@ func notBeforeAdmit(t *testing.T, options func(*van.Options)) {
 	}
 }
 
+// TestAdmittedByTime: a replacement process is admitted without Admit after holdTime.
+func TestAdmittedByTime(t *testing.T) {
+	worker, server := pair(t, nil)
+	other := start(t, 9, nil)
+	server.connect(other)
+	admitted := func() bool {
+		server.peers.mu.Lock()
+		defer server.peers.mu.Unlock()
+		return server.peers.of(9).admitted
+	}
+	vantest.Eventually(t, limit, "its admission", admitted)
+	other.connect(server)
+	other.must(dataMessage(8, 1, true, true, []byte("other")))
+	server.next().Release()
+	server.connect(worker)
+	server.connect(worker)
+	if admitted() {
+		t.Error("a process that replaces another one was admitted at once")
+	}
+}
+
 // TestBrokenConnection: a connection that breaks is reported, made again, and reported again.
 func TestBrokenConnection(t *testing.T) { both(t, brokenConnection) }
 
@@ -911,11 +932,13 @@ func TestHeldAreFew(t *testing.T) {
 func TestEndOfHold(t *testing.T) {
 	for name, c := range map[string]struct {
 		known *peer // under the id of the connection's process
+		timer bool  // the test waits for the end of the time
 		reads bool
 	}{
-		"no process has the id":                      {nil, false},
-		"another process has the id":                 {&peer{incarnation: 2, admitted: true}, false},
-		"the process is known, and was not admitted": {&peer{incarnation: 1}, true},
+		"no process has the id":                      {nil, false, false},
+		"another process has the id":                 {&peer{incarnation: 2, admitted: true}, false, false},
+		"the process is known, and was not admitted": {&peer{incarnation: 1}, false, true},
+		"the time passes":                            {&peer{incarnation: 1}, true, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			server := start(t, 8, nil)
@@ -930,10 +953,22 @@ func TestEndOfHold(t *testing.T) {
 				t.Fatal(err)
 			}
 			in := &inConn{n: &server.own, from: p.sender(9), incarnation: 1, fd: fd}
-			if v := p.enter(in, false); v != verdictYes || !in.held {
-				t.Fatalf("verdict %d, held %t: want a connection that waits", v, in.held)
+			if v := p.enter(in, false); v != verdictYes {
+				t.Fatalf("verdict %d, want a connection that waits", v)
+			}
+			held := func() bool {
+				p.mu.Lock()
+				defer p.mu.Unlock()
+				return in.held
+			}
+			if c.timer {
+				vantest.Eventually(t, limit, "the end of the time", func() bool { return !held() })
+			} else if !held() {
+				t.Fatal("it does not wait")
 			}
 			p.endHold(in)
+			p.mu.Lock()
+			defer p.mu.Unlock()
 			if in.held || (read == 1) != c.reads || (len(p.ins) == 1) != c.reads {
 				t.Errorf("held %t, read %d times, %d connections; want it to be read: %t", in.held, read, len(p.ins), c.reads)
 			}
