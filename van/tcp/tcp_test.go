@@ -10,6 +10,7 @@ import (
 	"math"
 	"net"
 	"os"
+	"reflect"
 	"runtime"
 	"slices"
 	"strconv"
@@ -28,6 +29,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/landing"
 	"github.com/stepaf/stepaf-go/van/vantest"
 	"github.com/stepaf/stepaf-go/van/zmq"
 )
@@ -1030,6 +1032,69 @@ func TestLongMeta(t *testing.T) {
 	defer server.source.feed.Unlock()
 	if n := len(server.peers.ins[0].buf); n > keepLen {
 		t.Errorf("the connection keeps a buffer of %d bytes, want at most %d", n, keepLen)
+	}
+}
+
+// TestMemoryIsUsedAgain: the memory of a received value, and of encoded messages, is used again, and an idle van and connection keep no
+// more of it than their limits.
+func TestMemoryIsUsedAgain(t *testing.T) {
+	n := &common{cfg: env.Default(), places: landing.New(placeFrom)}
+	const size, class = 3 << 10, 4 << 10
+	for range 3 {
+		p := n.get()
+		if p.vals = n.memory(size, size); len(p.vals) != size || cap(p.vals) != class || n.kept != 0 {
+			t.Fatalf("%d of %d bytes, while %d are kept", len(p.vals), cap(p.vals), n.kept)
+		}
+		if n.release(p); n.kept != class || len(n.mem[sizeClass(size)]) != 1 {
+			t.Fatalf("%d bytes are kept in %d pieces, want %d in one", n.kept, len(n.mem[sizeClass(size)]), class)
+		}
+	}
+	n.kept = keepMemory - class + 1
+	if n.release(&inbound{vals: make([]byte, class)}); len(n.mem[sizeClass(size)]) != 1 {
+		t.Errorf("more than %d bytes are kept", keepMemory)
+	}
+	for _, count := range []int{1, keepBuf/lendFrom + 1, 2 * keepBuf / lendFrom} {
+		c := newOutConn(n, 8, -1, nil)
+		c.blocked = true
+		for i := range count {
+			if err := c.send(dataMessage(8, i, true, true, pattern(lendFrom-1, i))); err != nil {
+				t.Fatal(err)
+			}
+		}
+		grown := cap(c.buf)
+		if c.written(c.unsent()); len(c.queue) != 0 || (cap(c.buf) > 0) != (grown <= keepBuf) {
+			t.Errorf("a connection keeps %d of %d bytes, want up to %d", cap(c.buf), grown, keepBuf)
+		}
+	}
+}
+
+// meter is a van inside with these counters.
+type meter struct {
+	van.Van
+	stats van.Stats
+}
+
+func (m *meter) Stats() van.Stats { return m.stats }
+
+// TestStats: Stats has all counters of the connections for data, and adds those of the van inside.
+func TestStats(t *testing.T) {
+	inside := &meter{}
+	v := &Van{inner: inside}
+	s := &v.own.stats
+	for i, n := range []*atomic.Uint64{&s.sentMessages, &s.sentBytes, &s.receivedMessages, &s.receivedBytes, &s.malformed, &s.refused, &s.fenced} {
+		n.Store(uint64(i + 2))
+	}
+	v.own.guard.Refuse()
+	want := van.Stats{SentMessages: 2, SentBytes: 3, ReceivedMessages: 4, ReceivedBytes: 5, Malformed: 6, RefusedSends: 7, FencedMessages: 8, Unauthenticated: 1}
+	if got := v.Stats(); got != want {
+		t.Errorf("%+v, want %+v", got, want)
+	}
+	inside.stats = want
+	got, once := reflect.ValueOf(v.Stats()), reflect.ValueOf(want)
+	for i := range got.NumField() {
+		if got.Field(i).Uint() != 2*once.Field(i).Uint() {
+			t.Errorf("%s: %d, want %d of each van", got.Type().Field(i).Name, got.Field(i).Uint(), once.Field(i).Uint())
+		}
 	}
 }
 
