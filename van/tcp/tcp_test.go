@@ -673,6 +673,12 @@ func sendBudget(t *testing.T, options func(*van.Options)) {
 		if n := worker.Stats().RefusedSends; n != 1 {
 			t.Errorf("values of %d bytes: counted %d refused messages, want 1", size, n)
 		}
+		pull := dataMessage(8, 1<<20, true, false, nil)
+		pull.Into = backend.Bytes(make([]byte, placeFrom))
+		vantest.Fails(t, worker.Send(pull), van.ErrQueueFull)
+		if n := worker.own.places.Expected(); n != 0 {
+			t.Errorf("answers to %d pulls are expected, and none was sent", n)
+		}
 		open()
 	}
 }
