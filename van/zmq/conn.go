@@ -30,10 +30,10 @@ type conn struct {
 	link   atomic.Pointer[tcpSocket]  // the DEALER's TCP socket
 	at     atomic.Pointer[netip.Addr] // the peer's address on the latest connection
 
-	incarnation uint32       // of the peer; 0: a node of the original
-	before      uint32       // the incarnation of the process that the peer has replaced
-	admitted    atomic.Bool  // this node knows the process as the peer
-	arrives     atomic.Int64 // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
+	incarnation uint32        // of the peer; 0: a node of the original
+	before      atomic.Uint32 // the incarnation of the process that the peer has replaced
+	admitted    atomic.Bool   // this node knows the process as the peer
+	arrives     atomic.Int64  // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
 }
 
 // identity is the node id that a connection serves, and the names used on it.
@@ -67,12 +67,12 @@ func (c *conn) seen() bool { return c.arrives.Load() != 0 }
 // succeed makes c the replacement of old.
 func (c *conn) succeed(old *conn) {
 	c.redials.Store(old.redials.Load())
-	c.before = old.incarnation
+	c.before.Store(old.incarnation)
 	if c.peer.Hostname == old.peer.Hostname {
 		c.at.Store(old.at.Load())
 	}
 	if c.incarnation == old.incarnation {
-		c.before = old.before
+		c.before.Store(old.before.Load())
 		c.admitted.Store(old.admitted.Load())
 		return
 	}

@@ -234,7 +234,7 @@ func (v *zvan) Rename(old, new int) error {
 	v.replace(func(m map[int]*conn) { delete(m, old) })
 	v.name(c, new)
 	if other != nil && other != c {
-		c.before = other.incarnation
+		c.before.Store(other.incarnation)
 	}
 	v.replace(func(m map[int]*conn) { m[new] = c })
 	v.guard.known(c)

@@ -681,16 +681,17 @@ func TestEarlyMessages(t *testing.T) {
 // waits to be admitted, and remembers which was before it.
 func TestSucceed(t *testing.T) {
 	for _, admitted := range []bool{false, true} {
-		old, again, next := &conn{incarnation: 7, before: 6}, &conn{incarnation: 7}, &conn{incarnation: 8}
+		old, again, next := &conn{incarnation: 7}, &conn{incarnation: 7}, &conn{incarnation: 8}
+		old.before.Store(6)
 		old.admitted.Store(admitted)
 		next.admitted.Store(true)
 		again.succeed(old)
 		next.succeed(old)
-		if again.before != 6 || again.admitted.Load() != admitted {
-			t.Errorf("made again: before it %d, admitted %t; want 6, %t", again.before, again.admitted.Load(), admitted)
+		if again.before.Load() != 6 || again.admitted.Load() != admitted {
+			t.Errorf("made again: before it %d, admitted %t; want 6, %t", again.before.Load(), again.admitted.Load(), admitted)
 		}
-		if next.before != 7 || next.admitted.Load() {
-			t.Errorf("another: before it %d, admitted %t; want 7, false", next.before, next.admitted.Load())
+		if next.before.Load() != 7 || next.admitted.Load() {
+			t.Errorf("another: before it %d, admitted %t; want 7, false", next.before.Load(), next.admitted.Load())
 		}
 	}
 }

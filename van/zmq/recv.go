@@ -271,7 +271,7 @@ func (r *receiver) fenced(c *conn, name peerName) bool {
 		return false
 	}
 	if r.router {
-		return name.incarnation != 0 && name.incarnation == c.before
+		return name.incarnation != 0 && name.incarnation == c.before.Load()
 	}
 	return name != peerName{c.who.Load().id, c.incarnation}
 }
