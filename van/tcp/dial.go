@@ -72,14 +72,14 @@ func (d *dialer) connect(n *peer) {
 			return
 		case first && errors.Is(err, errTLS):
 			n.refused = err
-			d.n.log.Error("a peer gets no data of this process", "peer", n.name, "addr", n.addr, "err", err)
+			d.n.log.Error("a peer gets no data of this process", "peer", n.name(), "addr", n.addr, "err", err)
 			return
 		case first:
 			n.over.Store(true)
-			d.n.log.Warn("data goes over "+d.over+", not over tcp, for as long as both processes run", "peer", n.name, "addr", n.addr, "err", err)
+			d.n.log.Warn("data goes over "+d.over+", not over tcp, for as long as both processes run", "peer", n.name(), "addr", n.addr, "err", err)
 			return
 		case errors.Is(err, errRefused):
-			d.n.log.Error("a peer takes no data of this process any more", "peer", n.name, "addr", n.addr, "err", err)
+			d.n.log.Error("a peer takes no data of this process any more", "peer", n.name(), "addr", n.addr, "err", err)
 			return
 		}
 		first = false
@@ -105,7 +105,7 @@ const dialTime = 2 * time.Second
 func (d *dialer) dial(n *peer, again bool) (*outConn, error) {
 	ctx, cancel := context.WithTimeout(d.peers.ctx, d.n.within(dialTime))
 	defer cancel()
-	nc, err := d.n.meet(ctx, &callee{n.addr, n.incarnation, n.name, again})
+	nc, err := d.n.meet(ctx, &callee{n.addr, n.incarnation, n.name(), again})
 	if err != nil {
 		return nil, err
 	}

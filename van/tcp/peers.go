@@ -32,7 +32,6 @@ type peer struct {
 	id          atomic.Int32
 	incarnation uint32
 	addr        string // of its data port; "": data goes over the van inside
-	name        string
 
 	conn    atomic.Pointer[outConn]
 	settled chan struct{} // closed when it is settled whether there is a connection
@@ -44,6 +43,9 @@ type peer struct {
 	admitted bool // the process is not a replacement, or Admit was called
 	down     bool // the watcher knows it as lost; events.mu guards it
 }
+
+// name is the node name of n.
+func (n *peer) name() string { return van.NodeName(int(n.id.Load())) }
 
 // peers are the nodes that this node knows, and the connections to and from them.
 type peers struct {

@@ -143,7 +143,7 @@ func (v *Van) Connect(ctx context.Context, id int, record van.Node) error {
 		return nil // no data goes there
 	}
 	who, native := record.Extension()
-	n := &peer{incarnation: who.Incarnation, name: van.NodeName(id), settled: make(chan struct{})}
+	n := &peer{incarnation: who.Incarnation, settled: make(chan struct{})}
 	n.id.Store(int32(id))
 	if native && who.DataPort != 0 && v.port != 0 {
 		n.addr = net.JoinHostPort(record.Hostname, strconv.Itoa(int(who.DataPort)))
@@ -247,7 +247,6 @@ func (v *Van) Rename(old, id int) error {
 	other := p.of(id)
 	p.change(func(all map[int]*peer) { delete(all, old); all[id] = n })
 	n.id.Store(int32(id))
-	n.name = van.NodeName(id)
 	if c := n.conn.Load(); c != nil {
 		c.id.Store(int32(id))
 	}
@@ -457,7 +456,7 @@ func (v *Van) Close(ctx context.Context) error {
 			all.Go(func() {
 				c.linger(ctx)
 				if lost := c.close(); lost > 0 {
-					v.own.log.Warn("closed with messages that the peer has not taken", "peer", n.name, "messages", lost)
+					v.own.log.Warn("closed with messages that the peer has not taken", "peer", n.name(), "messages", lost)
 				}
 			})
 		}
