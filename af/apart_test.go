@@ -92,7 +92,7 @@ func TestSharedMemory(t *testing.T) {
 		}
 		works(t, w, 2)
 	}
-	if n := w.InFlight(); n != 0 {
+	if n := w.Customer().InFlight(); n != 0 {
 		t.Errorf("%d calls in flight after calls that were refused", n)
 	}
 	c.Finalize(t)

@@ -258,8 +258,8 @@ func TestUnknownHandlers(t *testing.T) {
 	h := call.Timestamp()
 	b := <-hold
 	vantest.Fails(t, wait(h+1), postoffice.ErrUnknownHandler, fmt.Sprintf("it is inside the batch of handler %d", h))
-	if n := w.Customer().Timestamps(h); n != 2 || call.Len() != 2 {
-		t.Errorf("the call has %d timestamps, and says %d, want 2", n, call.Len())
+	if n := w.Customer().Timestamps(h); n != 2 || len(call.Traces()) != 2 {
+		t.Errorf("the call has %d timestamps, and %d traces, want 2", n, len(call.Traces()))
 	}
 	for _, other := range []int32{h + 1, 0, 1000, -1} {
 		if n := w.Customer().Timestamps(other); n != 0 {

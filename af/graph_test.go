@@ -157,7 +157,7 @@ func TestReplays(t *testing.T) {
 				})
 			}
 			g.End()
-			if n := d.w.InFlight(); n != 0 {
+			if n := d.w.Customer().InFlight(); n != 0 {
 				t.Errorf("%d calls in flight: the capture has run", n)
 			}
 			for i := range replays {
@@ -284,7 +284,7 @@ func TestReplayFails(t *testing.T) {
 
 	d.mute.Store(true)
 	p.round(t, s, -1) // not captured
-	eventually(t, "the exchange is in flight", func() bool { return d.w.InFlight() > 0 })
+	eventually(t, "the exchange is in flight", func() bool { return d.w.Customer().InFlight() > 0 })
 	d.Servers[1].Close()
 	d.settle(t, s)
 	_, err = p.Start()
@@ -333,7 +333,7 @@ func TestReplayReleased(t *testing.T) {
 	d.settle(t, s)
 	p.Close()
 	d.Finalize(t)
-	if n := d.w.InFlight(); n != 0 {
+	if n := d.w.Customer().InFlight(); n != 0 {
 		t.Errorf("%d calls in flight", n)
 	}
 }

@@ -50,7 +50,7 @@ func TestSendRefused(t *testing.T) {
 			hook.OnSend(nil)
 			works(t, w, 2)
 		}
-		if n := w.InFlight(); n != 0 {
+		if n := w.Customer().InFlight(); n != 0 {
 			t.Errorf("%d requests are in flight, want none", n)
 		}
 		c.Finalize(t)

@@ -67,12 +67,8 @@ func (Rows) startOption() {}
 // Order determines which tensor of a Respond answers which pull.
 type Order uint8
 
-const (
-	// InOrder answers pull i with tensor i, regardless of its key; it needs no option.
-	InOrder Order = iota
-	// ByKey answers each pull with the first tensor that has its key.
-	ByKey
-)
+// ByKey answers each pull with the first tensor that has its key. Without it tensor i answers pull i, regardless of its key.
+const ByKey Order = 1
 
 func (Order) respondOption() {}
 

@@ -199,7 +199,7 @@ func TestExchangeRefused(t *testing.T) {
 		_, err := x.e.Start(x.opt)
 		vantest.Fails(t, err, van.ErrInvalid, "worker 0 (id 9): start exchange", x.text)
 	}
-	if n := w.InFlight(); n != 0 {
+	if n := w.Customer().InFlight(); n != 0 {
 		t.Errorf("%d calls in flight after those that were refused", n)
 	}
 	if err := round(t, plain); err != nil {
@@ -406,7 +406,7 @@ func TestExchangesAtOnce(t *testing.T) {
 			})
 		}
 		all.Wait()
-		if n := w.InFlight(); n != 0 {
+		if n := w.Customer().InFlight(); n != 0 {
 			t.Errorf("%d calls in flight at the end", n)
 		}
 		c.Finalize(t)

@@ -180,7 +180,7 @@ func (b *work) checkAnswer(outs []KeyTensor, order Order) (device bool, err erro
 		p := &b.pulls[i]
 		t := b.answer(i, outs, order)
 		switch {
-		case t == nil && order == InOrder:
+		case t == nil && order != ByKey:
 			return false, fmt.Errorf("%w: %d tensors for %d pulls", van.ErrInvalid, len(outs), len(b.pulls))
 		case t == nil:
 			return false, fmt.Errorf("%w: no tensor with key %d among the %d given", van.ErrInvalid, p.Key, len(outs))

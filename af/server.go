@@ -209,7 +209,7 @@ func (s *Server) giveUp(w cluster.Canceled) {
 	}
 }
 
-// Shutdown ends the service in order. The server refuses all new batches: their calls fail at once with van.ErrFinished. A
+// Shutdown ends the service in order. The server refuses all new batches: their calls fail at once with postoffice.ErrFinished. A
 // C++ worker cannot be notified and waits for its limit. Shutdown returns nil when all handlers have returned and all batches
 // that have begun are answered, refused or released. Batches whose workers no longer wait do not count. If ctx ends first, the
 // batches' contexts end, and the error wraps the cause of ctx and names the workers that wait.

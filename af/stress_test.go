@@ -81,7 +81,7 @@ func testStress(t *testing.T, mode env.BusyPoll, o testcluster.Options) {
 	}
 	all.Wait()
 	for _, w := range ws {
-		if n := w.InFlight(); n > 0 {
+		if n := w.Customer().InFlight(); n > 0 {
 			t.Errorf("%d push_pulls in flight, want 0", n)
 		}
 		works(t, w, servers)

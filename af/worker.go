@@ -92,10 +92,6 @@ func (w *Worker) PushPull(push []KeyTensor, pull [][]KeyTensor, opts ...CallOpti
 	return b.start(device, o)
 }
 
-// InFlight returns the number of calls that are not finished or not waited for. Of finished calls without a waiter,
-// the latest 4096 are counted.
-func (w *Worker) InFlight() int { return w.calls.customer.InFlight() }
-
 // Close fails the calls in flight and unregisters the worker from its node. It does not wait, and returns nil.
 func (w *Worker) Close() error {
 	w.calls.customer.Close()

@@ -19,7 +19,9 @@ import (
 )
 
 // spread are keys for every server of up to 3, the smallest and the largest too.
-var spread = []kv.Key{0, 1, 3, 1 << 62, 1<<63 - 1, 1 << 63, 1<<63 + 1, 0xaaaaaaaaaaaaaaaa, 0xaaaaaaaaaaaaaaab, kv.MaxKey - 1, kv.MaxKey}
+const maxKey kv.Key = math.MaxUint64
+
+var spread = []kv.Key{0, 1, 3, 1 << 62, 1<<63 - 1, 1 << 63, 1<<63 + 1, 0xaaaaaaaaaaaaaaaa, 0xaaaaaaaaaaaaaaab, maxKey - 1, maxKey}
 
 func TestPushPull(t *testing.T) {
 	for _, shape := range []testcluster.Options{{}, {Workers: 2, Servers: 3}, {Workers: 2, Servers: 2, Group: 2}} {
@@ -175,9 +177,9 @@ func TestVariableLengths(t *testing.T) {
 // TestArrange has sums of lengths that equal the room while the parts differ from
 // an even division, in both directions.
 func TestArrange(t *testing.T) {
-	arranges(t, 3, []kv.Key{1, 2, 1 << 63, 1<<63 + 1, kv.MaxKey - 1, kv.MaxKey}, [][]int32{{2, 2, 2, 2, 2, 2}, {1, 1, 2, 2, 3, 3}, {3, 3, 2, 2, 1, 1}, {0, 0, 2, 2, 4, 4}, {3, 3, 0, 0, 3, 3}, {0, 1, 5, 0, 3, 3}, {6, 6, 0, 0, 0, 0}, {0, 0, 0, 0, 6, 6}, {1, 3, 5, 1, 1, 1}})
+	arranges(t, 3, []kv.Key{1, 2, 1 << 63, 1<<63 + 1, maxKey - 1, maxKey}, [][]int32{{2, 2, 2, 2, 2, 2}, {1, 1, 2, 2, 3, 3}, {3, 3, 2, 2, 1, 1}, {0, 0, 2, 2, 4, 4}, {3, 3, 0, 0, 3, 3}, {0, 1, 5, 0, 3, 3}, {6, 6, 0, 0, 0, 0}, {0, 0, 0, 0, 6, 6}, {1, 3, 5, 1, 1, 1}})
 	// Two parts that move right, one into the place of the other.
-	const quarter = kv.MaxKey / 4
+	const quarter = maxKey / 4
 	arranges(t, 4, []kv.Key{1, 2, quarter + 1, quarter + 2, 2*quarter + 1, 2*quarter + 2, 3*quarter + 1, 3*quarter + 2}, [][]int32{
 		{3, 3, 2, 2, 2, 2, 1, 1}, {1, 1, 2, 2, 2, 2, 3, 3}, {4, 4, 2, 2, 1, 1, 1, 1}})
 }
@@ -317,8 +319,8 @@ func TestInvalidArguments(t *testing.T) {
 	if _, err := kv.NewServer[int8](c.Workers[0], kv.ServerOptions{}); err == nil {
 		t.Error("server on a worker: no error")
 	}
-	if w.InFlight() != 0 {
-		t.Errorf("%d requests in flight", w.InFlight())
+	if testcluster.InFlight(c.Workers[0]) != 0 {
+		t.Errorf("%d requests in flight", testcluster.InFlight(c.Workers[0]))
 	}
 	c.Finalize(t)
 	if served {
@@ -358,7 +360,7 @@ func TestCallbacks(t *testing.T) {
 		c := testcluster.Start(t, o)
 		sums[uint32](t, c)
 		w := newWorker[uint32](t, c.Workers[0])
-		keys := []kv.Key{1, kv.MaxKey}
+		keys := []kv.Key{1, maxKey}
 		const rounds = 200
 		finished := make(chan []uint32, rounds)
 		for range rounds {

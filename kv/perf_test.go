@@ -74,7 +74,7 @@ func TestConcurrent(t *testing.T) {
 			w := newWorker[int64](t, n)
 			for u := range users {
 				wg.Go(func() {
-					mine := []kv.Key{kv.Key(int(n.ID())*100 + u), 1 << 62, kv.MaxKey - kv.Key(int(n.ID())*100+u), kv.MaxKey}
+					mine := []kv.Key{kv.Key(int(n.ID())*100 + u), 1 << 62, maxKey - kv.Key(int(n.ID())*100+u), maxKey}
 					for round := range int64(rounds) {
 						done := make(chan error, 1)
 						if _, err := w.Push(mine, []int64{1, 1, 1, 1}, kv.Done(func(err error) { done <- err })); err != nil {
@@ -100,7 +100,7 @@ func TestConcurrent(t *testing.T) {
 		wg.Wait()
 		w := secondWorker[int64](t, c.Workers[0])
 		var got []int64
-		do(t, w)(w.Pull([]kv.Key{1 << 62, kv.MaxKey}, &got))
+		do(t, w)(w.Pull([]kv.Key{1 << 62, maxKey}, &got))
 		if want := int64(2 * users * rounds); !slices.Equal(got, []int64{want, want}) {
 			t.Errorf("shared keys have %v, want %d", got, want)
 		}
@@ -237,7 +237,7 @@ func TestFlood(t *testing.T) {
 		if ok.Load()+full.Load() != total || got[0] != ok.Load() {
 			t.Errorf("sum %d of %d accepted and %d refused pushes, want %d in all", got[0], ok.Load(), full.Load(), total)
 		}
-		if n := w.InFlight(); n > 4096 {
+		if n := testcluster.InFlight(c.Workers[0]); n > 4096 {
 			t.Errorf("%d requests remembered, want at most 4096", n)
 		}
 		c.Finalize(t)
@@ -251,7 +251,7 @@ func TestResend(t *testing.T) {
 	}})
 	sums[int64](t, c)
 	w := newWorker[int64](t, c.Workers[0])
-	keys := []kv.Key{1, kv.MaxKey}
+	keys := []kv.Key{1, maxKey}
 	got := make([]int64, 2)
 	for i := range int64(60) {
 		do(t, w)(w.Push(keys, []int64{1, 2}, kv.NoCopy))

@@ -207,7 +207,7 @@ func TestOneOfThreeRefuses(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	if n := w.InFlight(); n != 0 {
+	if n := testcluster.InFlight(c.Workers[0]); n != 0 {
 		t.Errorf("%d requests are in flight", n)
 	}
 }

@@ -21,8 +21,8 @@ import (
 
 // Handler takes one request of one worker. It answers with Respond, or refuses with Refuse, before it returns or
 // later, from any goroutine. It may block: other workers are served meanwhile,
-// so it may run for several at once. The call of a worker whose request gets neither fails with van.ErrTimeout. A handler
-// that panics ends the process, as in any goroutine; its workers' calls fail with van.ErrPeerLost. A handler that runs for a long
+// so it may run for several at once. The call of a worker whose request gets neither fails with postoffice.ErrTimeout. A handler
+// that panics ends the process, as in any goroutine; its workers' calls fail with postoffice.ErrPeerLost. A handler that runs for a long
 // time should watch Request.Context.
 type Handler[V Value] func(Request[V])
 
@@ -106,7 +106,7 @@ func (s *Server[V]) RegisterRecvBuffer(workerRank int, key Key, vals []V) error 
 }
 
 // Shutdown ends the service in order. The server refuses all new requests, also requests of its SimpleApp: their calls
-// fail at once with van.ErrFinished. A C++ worker cannot be notified and waits for its limit. Shutdown returns nil when
+// fail at once with postoffice.ErrFinished. A C++ worker cannot be notified and waits for its limit. Shutdown returns nil when
 // all handlers have returned and all requests that the server has accepted are answered or refused. Requests whose workers no longer
 // wait do not count. If ctx ends first, the requests' contexts end, and the error wraps the cause of ctx and names the workers that wait.
 //
@@ -256,7 +256,7 @@ func (r Request[V]) Release() { r.msg.Release() }
 // its keys. Slices of res must not change until they have left, which only OnSent
 // reports; slices of the request may be among them while those are valid.
 //
-// Pairs that do not fit the request are an error that wraps van.ErrInvalid; then
+// Pairs that do not fit the request are an error that wraps postoffice.ErrInvalid; then
 // nothing was sent and the request can still be answered. A second Respond is
 // postoffice.ErrAnswered.
 func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
@@ -304,8 +304,8 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 	return err
 }
 
-// Refuse ends the request without an answer: the worker's call fails at once, with van.ErrRequestRefused and the text of
-// why, up to about 900 bytes of it. It also matches van.ErrInvalid or van.ErrQueueFull if why does. If the request
+// Refuse ends the request without an answer: the worker's call fails at once, with postoffice.ErrRequestRefused and the text of
+// why, up to about 900 bytes of it. It also matches postoffice.ErrInvalid or postoffice.ErrQueueFull if why does. If the request
 // was one part of a call to several servers, the whole call fails. A C++ worker cannot be notified; it waits for
 // its limit, and this server logs that.
 //

@@ -408,7 +408,7 @@ func TestWrongAnswers(t *testing.T) {
 	raw(t, c.Servers[0], honest)
 	raw(t, c.Servers[1], func(s *rawServer, m *van.Message) { (<-bad)(s, m) })
 	w := newWorker[float32](t, c.Workers[0])
-	keys := []kv.Key{1, 2, kv.MaxKey - 1, kv.MaxKey} // two for each server
+	keys := []kv.Key{1, 2, maxKey - 1, maxKey} // two for each server
 	k := keys[2:]
 	f := func(n int) []float32 { return make([]float32, n) }
 	for _, x := range []struct {
@@ -421,7 +421,7 @@ func TestWrongAnswers(t *testing.T) {
 	}{
 		{nil, nil, nil, nil, van.ErrMalformed, "0 data frames"},
 		{k[:1], f(2), nil, nil, van.ErrMalformed, "1 keys, want 2"},
-		{[]kv.Key{3, kv.MaxKey}, f(4), nil, nil, van.ErrMalformed, "key 0 is 3, want 18446744073709551614"},
+		{[]kv.Key{3, maxKey}, f(4), nil, nil, van.ErrMalformed, "key 0 is 3, want 18446744073709551614"},
 		{k, f(3), nil, nil, van.ErrMalformed, "3 values for 2 keys"},
 		{k, f(2), nil, nil, van.ErrInvalid, "2 values came, there is room for 4"},
 		{k, f(6), nil, nil, van.ErrInvalid, "6 values came, there is room for 4"},
@@ -468,7 +468,7 @@ func TestSummingRefuses(t *testing.T) {
 		c := testcluster.Start(t, o)
 		hs := sums[int64](t, c)
 		w := newWorker[int64](t, c.Workers[0])
-		low, all := []kv.Key{1, 2}, []kv.Key{1, 2, kv.MaxKey}
+		low, all := []kv.Key{1, 2}, []kv.Key{1, 2, maxKey}
 		good, err := w.Push(low, []int64{1, 2})
 		if err != nil {
 			t.Fatal(err)
@@ -516,7 +516,7 @@ func TestKilledServer(t *testing.T) {
 		}
 		w := newWorker[float32](t, c.Workers[0])
 		vals := make([]float32, 2)
-		keys := []kv.Key{1, kv.MaxKey}
+		keys := []kv.Key{1, maxKey}
 		ts, err := w.Pull(keys, &vals, kv.NoCopy)
 		if err != nil {
 			t.Fatal(err)
@@ -587,7 +587,7 @@ func TestNoGrowth(t *testing.T) {
 		t.Errorf("heap grew from %d to %d bytes over %d requests", before, after, total*4/5)
 	}
 	// The last one takes the place of the oldest a moment after its function has run.
-	eventually(t, "at most 4096 requests are remembered", func() bool { return w.InFlight() <= 4096 })
+	eventually(t, "at most 4096 requests are remembered", func() bool { return testcluster.InFlight(c.Workers[0]) <= 4096 })
 	err := first.Wait(t.Context())
 	if !errors.Is(err, postoffice.ErrUnknownHandler) {
 		t.Errorf("Wait for a forgotten request: %v", err)

@@ -152,7 +152,7 @@ func (a *SimpleApp) serve(msg *van.Message) {
 // Request sends head and body to a node, or to every member of a group. Each owes an answer.
 //
 // A group without members, or with a member that this node has no connection to (other
-// nodes of its own role), is an error that wraps van.ErrInvalid; then nothing was
+// nodes of its own role), is an error that wraps postoffice.ErrInvalid; then nothing was
 // sent.
 func (a *SimpleApp) Request(head int32, body []byte, to postoffice.Target, opts ...SimpleOption) (Call, error) {
 	c := a.customer.Load()

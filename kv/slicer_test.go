@@ -2,6 +2,7 @@ package kv
 
 import (
 	"errors"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -9,11 +10,13 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 )
 
+const maxKey Key = math.MaxUint64
+
 // rangesOf are the ranges of the original for n servers.
 func rangesOf(n int) []postoffice.KeyRange {
 	var rs []postoffice.KeyRange
 	for i := range uint64(n) {
-		rs = append(rs, postoffice.KeyRange{Begin: MaxKey / uint64(n) * i, End: MaxKey / uint64(n) * (i + 1)})
+		rs = append(rs, postoffice.KeyRange{Begin: maxKey / uint64(n) * i, End: maxKey / uint64(n) * (i + 1)})
 	}
 	return rs
 }
@@ -25,13 +28,13 @@ func TestSliceByRange(t *testing.T) {
 	for range 3000 {
 		n := 1 + r.IntN(9)
 		ranges := rangesOf(n)
-		keys := batch(r, r.IntN(30), MaxKey)
+		keys := batch(r, r.IntN(30), maxKey)
 		for range r.IntN(6) { // next to the bounds
 			b := ranges[r.IntN(n)]
 			keys = append(keys, b.Begin, b.End, b.Begin+r.Uint64N(3), b.End-r.Uint64N(3))
 		}
 		if r.IntN(2) == 0 {
-			keys = append(keys, 0, MaxKey)
+			keys = append(keys, 0, maxKey)
 		}
 		slices.Sort(keys)
 		keys = slices.Compact(keys)
@@ -61,7 +64,7 @@ func TestSliceByRange(t *testing.T) {
 // TestSpreadKey: the keys of small numbers, and of numbers at a fixed distance, spread over all servers. No two numbers have one key.
 func TestSpreadKey(t *testing.T) {
 	for _, servers := range []int{2, 3, 4, 8} {
-		for _, step := range []uint64{1, 2, 64, 1 << 20, 1 << 32, MaxKey / 1024} {
+		for _, step := range []uint64{1, 2, 64, 1 << 20, 1 << 32, maxKey / 1024} {
 			keys := make([]Key, 1000)
 			for i := range keys {
 				keys[i] = SpreadKey(uint64(i) * step)

@@ -60,7 +60,7 @@ func TestStoreLikeMap(t *testing.T) {
 		k := []int{1, 3, 8, 17}[seed%4]
 		s, m := newStore[int64](k), model{}
 		s.max = 4 + int(seed)*5 // many chunks
-		limit := []Key{300, 3000, MaxKey}[seed%3]
+		limit := []Key{300, 3000, maxKey}[seed%3]
 		for round := range 150 {
 			n := []int{1, 5, 300}[round%3]
 			keys := batch(r, n, limit)
@@ -71,7 +71,7 @@ func TestStoreLikeMap(t *testing.T) {
 				}
 			}
 			if round == 77 {
-				keys = []Key{0, MaxKey - 1, MaxKey}
+				keys = []Key{0, maxKey - 1, maxKey}
 			}
 			vals := make([]int64, len(keys)*k)
 			for i := range vals {

@@ -18,7 +18,7 @@ import (
 // pull before that gets one zero for each key, as in the original, even if the worker's
 // buffer is larger: a few bytes of a request must not make a server allocate gigabytes. A
 // push with another number, or with no values, is refused with a log line: the worker's call
-// fails with van.ErrInvalid. One of the original waits for its limit, as its protocol has no
+// fails with postoffice.ErrInvalid. One of the original waits for its limit, as its protocol has no
 // answer that says no. Each key's addition is atomic, a request with many keys is not.
 //
 // The zero value is ready for use:
@@ -91,7 +91,7 @@ func (h *SummingHandler[V]) Len() int {
 
 // Add adds vals to the values of keys, which must ascend without repeats. lens,
 // if not empty, must say what the division of vals says. Errors wrap
-// van.ErrInvalid; then nothing was added.
+// postoffice.ErrInvalid; then nothing was added.
 func (h *SummingHandler[V]) Add(keys []Key, vals []V, lens []int32) error {
 	if len(keys) == 0 {
 		return nil

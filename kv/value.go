@@ -11,9 +11,6 @@ import (
 // Key names a value. Keys up to the largest uint64 may be used.
 type Key = uint64
 
-// MaxKey is the largest key.
-const MaxKey Key = 1<<64 - 1
-
 // Value is what a value may be made of: Go's numbers of fixed size. All of them
 // have a data type of their own on the wire.
 type Value interface {

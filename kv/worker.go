@@ -75,7 +75,7 @@ func (w *Worker[V]) SimpleApp() *SimpleApp { return w.simple }
 // Keys, values and lengths are copied, unless NoCopy is among the options, which are
 // Lens, Cmd, Within, Done and NoCopy.
 //
-// Arguments that make no sense are an error that wraps van.ErrInvalid; then
+// Arguments that make no sense are an error that wraps postoffice.ErrInvalid; then
 // nothing was sent.
 func (w *Worker[V]) Push(keys []Key, vals []V, opts ...PushOption) (Call, error) {
 	o, err := with(w.o.Timeout, opts)
@@ -109,7 +109,7 @@ func (w *Worker[V]) Push(keys []Key, vals []V, opts ...PushOption) (Call, error)
 // copied, unless NoCopy is among the options, which are LensInto, Cmd, Within, Done and
 // NoCopy. After an error *vals may be filled in part.
 //
-// Arguments that make no sense are an error that wraps van.ErrInvalid; then
+// Arguments that make no sense are an error that wraps postoffice.ErrInvalid; then
 // nothing was sent.
 func (w *Worker[V]) Pull(keys []Key, vals *[]V, opts ...PullOption) (Call, error) {
 	o, err := with(w.o.Timeout, opts)
@@ -175,9 +175,6 @@ func (w *Worker[V]) begin(c *call[V], limit time.Duration) (Call, error) {
 	c.unhold()
 	return Call(call), nil
 }
-
-// InFlight is the number of requests that are not finished or not waited for.
-func (w *Worker[V]) InFlight() int { return w.customer.InFlight() }
 
 // Close fails the requests in flight and unregisters the worker from its node. It does not wait, and returns nil.
 func (w *Worker[V]) Close() error {

@@ -31,15 +31,13 @@ func (c Call) Done() <-chan struct{} { return cluster.Call(c).Done() }
 // Timestamp is the first of the call's consecutive timestamps, which errors and log lines call its handler.
 func (c Call) Timestamp() int32 { return cluster.Call(c).Timestamp() }
 
-// Len is the number of timestamps: a push_pull has one for each push tensor and one for each pull tensor of a server, other
-// calls have one.
-func (c Call) Len() int { return cluster.Call(c).Len() }
-
-// Traces returns the times of the call's messages, one for each timestamp. With several servers they are those of the last
+// Traces returns the times of the call's messages, one for each timestamp: a push_pull has one for each push tensor and one
+// for each pull tensor of a server, other calls have one. With several servers they are those of the last
 // answer. The traces of the last 4096 answered timestamps are kept; others are zero.
 func (c Call) Traces() []Trace {
-	ts := make([]Trace, c.Len())
-	for i, t := range cluster.Call(c).Traces() {
+	all := cluster.Call(c).Traces()
+	ts := make([]Trace, len(all))
+	for i, t := range all {
 		ts[i] = Trace(t)
 	}
 	return ts

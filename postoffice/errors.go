@@ -39,10 +39,8 @@ var (
 	ErrInvalid = van.ErrInvalid
 	// ErrRefused: the scheduler has refused the node. Start returns it.
 	ErrRefused = cluster.ErrRefused
-	// ErrUnknownHandler: the call was never made, has been waited for already, or has finished too long ago to be remembered.
+	// ErrUnknownHandler: the call was never made, has been waited for already, is waited for by another goroutine, or has finished too long ago to be remembered.
 	ErrUnknownHandler = cluster.ErrUnknownHandler
-	// ErrOtherWaits: another goroutine waits for the call, and gets its result. It matches ErrUnknownHandler, too.
-	ErrOtherWaits = cluster.ErrOtherWaits
 	// ErrAnswered: a batch or request was answered or refused before.
 	ErrAnswered = cluster.ErrAnswered
 	// ErrPending: a wait for a limited slice of time has ended before the call did. Wait again.

@@ -5,7 +5,6 @@ package postoffice
 import (
 	"context"
 	"log/slog"
-	"time"
 
 	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -51,20 +50,6 @@ func (n *Node) Ended() <-chan struct{} { return n.core().App().Ended() }
 // IsRecovery reports whether this node replaces a lost one.
 func (n *Node) IsRecovery() bool { return n.core().IsRecovery() }
 
-// DeadNodes lists the nodes that have been silent for longer than t, or are known to be lost. The scheduler receives the
-// heartbeats of all nodes, the others only those of the scheduler.
-func (n *Node) DeadNodes(t time.Duration) []NodeID {
-	dead := n.core().DeadNodes(t)
-	if len(dead) == 0 {
-		return nil
-	}
-	ids := make([]NodeID, len(dead))
-	for i, id := range dead {
-		ids[i] = NodeID(id)
-	}
-	return ids
-}
-
 // OnPeer makes the node call f when a peer is lost (up false, with the cause) and when it or its replacement is back (up
 // true). f must not block, but may close the node. The returned function removes f.
 func (n *Node) OnPeer(f func(id NodeID, up bool, cause error)) (stop func()) {
@@ -89,10 +74,6 @@ func (n *Node) Barrier(ctx context.Context, customer int, group Group) error {
 func (n *Node) InstanceBarrier(ctx context.Context, customer int, group Group) error {
 	return n.core().InstanceBarrier(ctx, customer, int(group))
 }
-
-// StopBarrier is the instance barrier over all nodes that a program calls before Shutdown. The scheduler and servers may
-// call it as soon as they have started, so it has no limit of its own: it waits as long as a live member is missing.
-func (n *Node) StopBarrier(ctx context.Context) error { return n.core().StopBarrier(ctx) }
 
 // Shutdown waits until every node of the cluster has called it, then leaves. The wait is a barrier that errors and log lines
 // call Finalize, as ps-lite does. Shutdown leaves and returns an error when ctx ends; when only lost nodes are missing and

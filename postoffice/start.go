@@ -21,12 +21,6 @@ func DefaultConfig() *Config { return env.Default() }
 // LoadConfig reads the environment. The error names every variable with an invalid value.
 func LoadConfig() (*Config, error) { return env.LoadFrom(env.OS()) }
 
-// LoadConfigFrom reads variables from another source: lookup returns a value and whether it is set; names, which may be nil,
-// lists the names that are set.
-func LoadConfigFrom(lookup func(name string) (string, bool), names func() []string) (*Config, error) {
-	return env.LoadFrom(env.Source{Lookup: lookup, Names: names})
-}
-
 // Options of Start.
 type Options struct {
 	Config *Config // required
@@ -57,6 +51,20 @@ type Options struct {
 	// NoBarrier makes Start return as soon as this node knows all others, without the
 	// barrier over all nodes that C++ StepMesh programs begin with.
 	NoBarrier bool
+
+	// OnTrace, if not nil, is called for each message of a worker of af or kv that a server has answered, with the server,
+	// the message's timestamp (see Call.Timestamp), and its times. It exports latencies to a tracing system. It runs on the
+	// goroutine that has received the answer, before Call.Wait returns, and must neither block nor send.
+	OnTrace func(server NodeID, timestamp int32, t Trace)
+}
+
+// core is the options as the packages of this library use them.
+func (o Options) core() cluster.Options {
+	c := cluster.Options{Config: o.Config, Log: o.Log, Van: o.Van, Backend: o.Backend, KeepBackend: o.KeepBackend, NoRank: o.NoRank, Rand: o.Rand, NoBarrier: o.NoBarrier}
+	if f := o.OnTrace; f != nil {
+		c.OnTrace = func(id int, timestamp int32, t cluster.Trace) { f(NodeID(id), timestamp, Trace(t)) }
+	}
+	return c
 }
 
 // Start joins the cluster that o.Config describes. It returns when every node has joined, or with an error when ctx ends,
@@ -64,12 +72,12 @@ type Options struct {
 //
 // Config.Role must be worker, server or scheduler; for joint see StartJoint.
 func Start(ctx context.Context, o Options) (*Node, error) {
-	n, err := cluster.Start(ctx, cluster.Options(o))
+	n, err := cluster.Start(ctx, o.core())
 	return (*Node)(n), err
 }
 
 // StartJoint starts a server and a worker in this process, each with its own id and sockets, as DMLC_ROLE=joint does.
 func StartJoint(ctx context.Context, o Options) (server, worker *Node, err error) {
-	s, w, err := cluster.StartJoint(ctx, cluster.Options(o))
+	s, w, err := cluster.StartJoint(ctx, o.core())
 	return (*Node)(s), (*Node)(w), err
 }

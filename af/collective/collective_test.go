@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -731,7 +732,7 @@ func TestWaitSlice(t *testing.T) {
 		defer all[0].b.mu.Unlock()
 		return op.o.waiter.waits
 	})
-	if err := op.WaitSlice(t.Context(), time.Second); !errors.Is(err, postoffice.ErrOtherWaits) {
+	if err := op.WaitSlice(t.Context(), time.Second); !errors.Is(err, cluster.ErrOtherWaits) {
 		t.Errorf("beside another one that waits: %v", err)
 	}
 	if err := errors.Join(wait(all[1].AllGather(zeros(20), filled(10, 2))), <-one); err != nil {

@@ -22,8 +22,8 @@
 // # Errors
 //
 // Any error of a call in flight ends the communicator on all ranks:
-//   - A rank is lost: van.ErrPeerLost.
-//   - A limit passes: van.ErrTimeout.
+//   - A rank is lost: postoffice.ErrPeerLost.
+//   - A limit passes: postoffice.ErrTimeout.
 //   - Calls do not match: ErrMismatch. The error of every rank names both calls, or says that the
 //     other call has ended. Calls in which no rank requests anything from another one, such as
 //     Broadcasts with each rank as its own root, end by the limit instead.

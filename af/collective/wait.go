@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -49,7 +50,7 @@ var endedOp = func() chan struct{} {
 }()
 
 // Wait waits until the results are complete and all other ranks have received their parts from this rank. Call Wait
-// once for each Op. Errors wrap van.ErrPeerLost, van.ErrTimeout, van.ErrClosed, ErrMismatch, ErrAborted or ctx's
+// once for each Op. Errors wrap postoffice.ErrPeerLost, postoffice.ErrTimeout, postoffice.ErrClosed, ErrMismatch, ErrAborted or ctx's
 // error, and name the rank concerned; the communicator has then failed on all ranks.
 func (h Op) Wait(ctx context.Context) error { return h.WaitSlice(ctx, 0) }
 
@@ -65,7 +66,7 @@ func (h Op) WaitSlice(ctx context.Context, slice time.Duration) error {
 	if o.gen != h.gen || o.waiter.waits {
 		err := postoffice.ErrUnknownHandler
 		if o.gen == h.gen {
-			err = postoffice.ErrOtherWaits
+			err = cluster.ErrOtherWaits
 		}
 		b.mu.Unlock()
 		return &van.Error{Op: "wait", Node: b.node.Name(), Detail: fmt.Sprintf("communicator %d", b.id), Err: err,

@@ -36,11 +36,11 @@
 //
 // # Errors
 //
-// A window fails on all ranks when its communicator fails: when a rank is lost (van.ErrPeerLost, with the rank's
+// A window fails on all ranks when its communicator fails: when a rank is lost (postoffice.ErrPeerLost, with the rank's
 // name), or a call of the communicator fails. After Rebuild, windows must be opened again. Signals that a lost
 // rank sent before its loss can still be waited for. All waits have the communicator's limit unless ctx has a
 // deadline; a wait that times out fails alone. A rank that closes its window flushes its puts first. Later calls
-// of other ranks towards it fail with van.ErrClosed; other calls continue.
+// of other ranks towards it fail with postoffice.ErrClosed; other calls continue.
 //
 // # Device windows
 //

@@ -171,9 +171,6 @@ func (w *Window) agree(ctx context.Context, c *collective.Comm, size int, bad er
 	return inUse
 }
 
-// String describes the window in errors.
-func (w *Window) String() string { return w.base.String() }
-
 // Rank returns this node's rank in the communicator, from 0.
 func (w *Window) Rank() int { return w.base.self }
 

@@ -19,6 +19,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // ErrMisuse is the error of a call at the wrong time or in the wrong role.
@@ -55,7 +56,7 @@ func newSession(node *postoffice.Node) *Session {
 // barrier of all nodes, then in a barrier of workers and servers. A server accepts requests before the second barrier.
 func Start(ctx context.Context, lookup func(string) (string, bool), names func() []string) (*Session, error) {
 	began := time.Now()
-	cfg, err := postoffice.LoadConfigFrom(lookup, names)
+	cfg, err := env.LoadFrom(env.Source{Lookup: lookup, Names: names})
 	if err != nil {
 		return nil, err
 	}
@@ -118,7 +119,7 @@ func (s *Session) stop(ctx context.Context, thread uint64) error {
 		defer close(done)
 		s.queue.leave(thread, done)
 	}
-	err := s.node.StopBarrier(ctx)
+	err := (*cluster.Node)(s.node).StopBarrier(ctx)
 	if err != nil {
 		s.node.Close()
 		return err
@@ -208,7 +209,7 @@ func ascending(servers []int, pull []af.KeyTensor) ([]int, []af.KeyTensor) {
 // Wait waits until the batch with the given handler is complete. limit counts from the push_pull; one call waits for
 // slice at most. A handler from the middle of a batch waits for that timestamp only. If the batch has ended, Wait
 // returns its result at once, as often as it is called. If two callers wait for one handler, one of them gets
-// postoffice.ErrOtherWaits. With a slice of 0, Wait does not wait, and returns ErrPending while another caller waits.
+// cluster.ErrOtherWaits. With a slice of 0, Wait does not wait, and returns ErrPending while another caller waits.
 func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	if s.worker == nil {
 		return wrongRole(s, "wait", "worker")
@@ -228,7 +229,7 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 		} else {
 			err = s.customer().WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
 		}
-		if errors.Is(err, ErrUnknownHandler) && !errors.Is(err, postoffice.ErrOtherWaits) {
+		if errors.Is(err, ErrUnknownHandler) && !errors.Is(err, cluster.ErrOtherWaits) {
 			return s.customer().Outcome(h) // the batch has ended between the two calls
 		}
 		return err

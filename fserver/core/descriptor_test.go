@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -256,8 +257,8 @@ func TestPoll(t *testing.T) {
 	vantest.Fails(t, Poll(w, h+1), ErrPending) // the pull
 	waits := make(chan error, 1)
 	go func() {
-		err := postoffice.ErrOtherWaits
-		for errors.Is(err, postoffice.ErrOtherWaits) {
+		err := cluster.ErrOtherWaits
+		for errors.Is(err, cluster.ErrOtherWaits) {
 			err = w.Wait(h, 20*time.Second, time.Hour)
 		}
 		waits <- err
@@ -265,7 +266,7 @@ func TestPoll(t *testing.T) {
 	await(t, "waiting caller", func() bool {
 		vantest.Fails(t, Poll(w, h), ErrPending)
 		err := w.Wait(h, time.Hour, time.Nanosecond)
-		return errors.Is(err, postoffice.ErrOtherWaits)
+		return errors.Is(err, cluster.ErrOtherWaits)
 	})
 	vantest.Fails(t, Poll(w, h), ErrPending)
 	server.answer(t, server.row(t))

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -92,7 +92,7 @@ func (e *Exchange) capturing(current af.Stream) (bool, error) {
 }
 
 // Wait waits until the call of the last Start is complete. limit counts from the Start; after slice Wait returns
-// ErrPending. With a slice of 0 it does not wait. If two callers wait, one of them gets postoffice.ErrOtherWaits. If there
+// ErrPending. With a slice of 0 it does not wait. If two callers wait, one of them gets cluster.ErrOtherWaits. If there
 // is no such call and current is being captured, Wait is af.Prepared.QueueWait, and returns ErrCaptured.
 func (e *Exchange) Wait(current af.Stream, limit, slice time.Duration) error {
 	h := e.flying.Load()
@@ -115,7 +115,7 @@ func (e *Exchange) Wait(current af.Stream, limit, slice time.Duration) error {
 	} else {
 		err = e.s.customer().WaitSlice(context.Background(), int32(h), max(limit, time.Nanosecond), slice)
 	}
-	if err != ErrPending && !errors.Is(err, postoffice.ErrOtherWaits) {
+	if err != ErrPending && !errors.Is(err, cluster.ErrOtherWaits) {
 		e.flying.CompareAndSwap(h, none)
 	}
 	return err

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -156,7 +157,7 @@ func TestTwoWait(t *testing.T) {
 			for range cap(results) {
 				go func() { results <- wait(20 * time.Second) }()
 			}
-			vantest.Fails(t, <-results, postoffice.ErrOtherWaits, "another goroutine waits for it already")
+			vantest.Fails(t, <-results, cluster.ErrOtherWaits, "another goroutine waits for it already")
 			items, err := server.GetBatch(nil, 20*time.Second)
 			if err != nil {
 				t.Fatal(err)

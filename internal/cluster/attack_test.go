@@ -133,7 +133,7 @@ func TestNameOfTheScheduler(t *testing.T) {
 		together(t, c.Nodes(), func(n *postoffice.Node) error { return n.InstanceBarrier(within(t, 20*time.Second), 0, van.AllNodes) })
 	}
 	for _, n := range c.Nodes() {
-		if dead := n.DeadNodes(0); len(dead) > 0 {
+		if dead := testcluster.Dead(n); len(dead) > 0 {
 			t.Errorf("%s takes %v for dead", n.Name(), dead)
 		}
 	}

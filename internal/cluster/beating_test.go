@@ -60,9 +60,11 @@ func TestBeating(t *testing.T) {
 	for i := range asked { // each time a node would be declared dead
 		until(t, "silence", func() bool { return asked[i].Load() > 10 })
 	}
-	dead := func(n *postoffice.Node, id int) bool { return slices.Contains(n.DeadNodes(0), postoffice.NodeID(id)) }
+	dead := func(n *postoffice.Node, id int) bool {
+		return slices.Contains(testcluster.Dead(n), postoffice.NodeID(id))
+	}
 	if dead(c.Scheduler, 9) || dead(c.Servers[0], van.SchedulerID) {
-		t.Errorf("dead for the scheduler: %v, for the server: %v; want none", c.Scheduler.DeadNodes(0), c.Servers[0].DeadNodes(0))
+		t.Errorf("dead for the scheduler: %v, for the server: %v; want none", testcluster.Dead(c.Scheduler), testcluster.Dead(c.Servers[0]))
 	}
 	answers.Store(false)
 	until(t, "death of the worker", func() bool { return dead(c.Scheduler, 9) })

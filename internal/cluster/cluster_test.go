@@ -316,7 +316,7 @@ func TestReplacement(t *testing.T) {
 				}
 				vantest.Fails(t, e.cause, van.ErrPeerLost)
 				testcluster.Lost(t, c.Scheduler, id) // it notices without a notice
-				if dead := watcher.DeadNodes(0); !slices.Contains(dead, postoffice.NodeID(id)) {
+				if dead := testcluster.Dead(watcher); !slices.Contains(dead, postoffice.NodeID(id)) {
 					t.Errorf("dead nodes are %v, want %d among them", dead, id)
 				}
 				n, err := c.Join(within(t, 20*time.Second), role, 1, nil)
@@ -331,7 +331,7 @@ func TestReplacement(t *testing.T) {
 					t.Errorf("%s heard %+v, want the return of %s", watcher.Name(), e, van.NodeName(id))
 				}
 				stop()
-				if dead := watcher.DeadNodes(0); slices.Contains(dead, postoffice.NodeID(id)) {
+				if dead := testcluster.Dead(watcher); slices.Contains(dead, postoffice.NodeID(id)) {
 					t.Errorf("dead nodes are %v, though %d is back", dead, id)
 				}
 			}
@@ -348,7 +348,7 @@ func TestReplacement(t *testing.T) {
 		}
 		together(t, c.Nodes(), func(n *postoffice.Node) error { return n.InstanceBarrier(within(t, 20*time.Second), 0, van.AllNodes) })
 		for _, n := range c.Nodes() { // the scheduler's notices arrived before its release
-			if dead := n.DeadNodes(0); len(dead) > 0 {
+			if dead := testcluster.Dead(n); len(dead) > 0 {
 				t.Errorf("%s: dead nodes are %v, want none", n.Name(), dead)
 			}
 		}

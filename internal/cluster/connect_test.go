@@ -242,7 +242,7 @@ func slowConnect(t *testing.T, who string) {
 	defer let()
 	c.Workers[1].Close()
 	vantest.Eventually(t, 20*time.Second, "scheduler and server notice", func() bool {
-		return len(c.Scheduler.DeadNodes(0)) > 0 && len(c.Servers[0].DeadNodes(0)) > 0
+		return len(testcluster.Dead(c.Scheduler)) > 0 && len(testcluster.Dead(c.Servers[0])) > 0
 	})
 	hold.Store(true)
 	joined := make(chan error, 1)
@@ -266,7 +266,7 @@ func slowConnect(t *testing.T, who string) {
 		}
 	}
 	for _, n := range []*postoffice.Node{c.Scheduler, c.Servers[0], c.Workers[0]} {
-		if dead := slices.DeleteFunc(n.DeadNodes(0), func(id postoffice.NodeID) bool { return id == 11 }); len(dead) > 0 {
+		if dead := slices.DeleteFunc(testcluster.Dead(n), func(id postoffice.NodeID) bool { return id == 11 }); len(dead) > 0 {
 			t.Errorf("%v are dead for the %s, because a connection to another node takes long", dead, n.Role())
 		}
 	}

@@ -37,7 +37,6 @@ type Customer struct {
 	traces  *traces // nil unless they are kept
 
 	requests
-	late     atomic.Uint64
 	backlogs backlogs
 
 	inbound    *Inbound
@@ -301,7 +300,7 @@ func (c *Customer) deliver(msg *van.Message) {
 	if err == nil {
 		return
 	}
-	n := c.late.Add(1)
+	n := c.node.counts.late.Add(1)
 	if _, show := c.node.causes.Next("answer: " + logx.Kind(err)); show {
 		c.node.log.Info("dropped an answer", "err", err, "from", van.NodeName(msg.Sender), "handler", msg.Timestamp, "late so far", n)
 	}

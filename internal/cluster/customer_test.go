@@ -73,7 +73,7 @@ func TestTwoWaits(t *testing.T) {
 	for range cap(results) {
 		go func() { results <- x.Wait(t.Context(), r.First(), 20*time.Second) }()
 	}
-	vantest.Fails(t, <-results, postoffice.ErrOtherWaits, "another goroutine waits for it already")
+	vantest.Fails(t, <-results, cluster.ErrOtherWaits, "another goroutine waits for it already")
 	x.Abort(&r.Request, van.ErrQueueFull)
 	vantest.Fails(t, <-results, van.ErrQueueFull)
 }

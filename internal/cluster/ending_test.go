@@ -58,7 +58,7 @@ func TestRefusedAtTheEnd(t *testing.T) {
 			}
 			ctx, cancel := context.WithCancel(t.Context())
 			ended := make(chan error, 1)
-			go func() { ended <- x.to.StopBarrier(ctx) }()
+			go func() { ended <- core(x.to).StopBarrier(ctx) }()
 			refused(func() (kv.Call, error) { return before, nil })
 			refused(ask)
 			cancel()
@@ -113,7 +113,7 @@ func TestEndOfAWorker(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	result := make(chan error, 1)
-	go func() { result <- c.Workers[0].StopBarrier(ctx) }()
+	go func() { result <- core(c.Workers[0]).StopBarrier(ctx) }()
 	vantest.Eventually(t, 20*time.Second, "the end is known", func() bool { return slices.Equal(ended(), []bool{true, false, true, false}) })
 	if id := <-told; id != int(c.Workers[0].ID()) {
 		t.Errorf("told of the end of %s, want %s", van.NodeName(id), c.Workers[0].Name())

@@ -22,8 +22,9 @@ type nodeInfo struct {
 	rand        func() uint64
 	id          atomic.Int32
 	name        atomic.Pointer[string]
-	peers       sync.Map               // node id to "host:port"
-	onPeers     atomic.Pointer[func()] // see App.OnPeers
+	peers       sync.Map                               // node id to "host:port"
+	onPeers     atomic.Pointer[func()]                 // see App.OnPeers
+	onTrace     func(id int, timestamp int32, t Trace) // Options.OnTrace
 	log         *slog.Logger
 	debug       bool // log every message
 	causes      logx.Causes

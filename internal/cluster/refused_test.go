@@ -39,7 +39,7 @@ func TestReadRefused(t *testing.T) {
 	if len(out.bodies) != 2 {
 		t.Errorf("%q are told, want nothing more", out.bodies[2:])
 	}
-	if got, want := n.Stats(), (Stats{RefusedRequests: 1, InvalidRequests: 4}); got != want {
+	if got, want := countersOf(n), (Counters{RefusedRequests: 1, InvalidRequests: 4}); got != want {
 		t.Errorf("%+v is counted, want %+v", got, want)
 	}
 

@@ -174,6 +174,9 @@ func (r *Request) answer(msg *van.Message) error {
 
 	if t := r.c.traces; t != nil {
 		t.put(msg)
+		if f := r.c.node.onTrace; f != nil {
+			f(msg.Sender, msg.Timestamp, Trace{msg.RequestTrace, msg.ResponseTrace})
+		}
 	}
 	err := sink.Answer(i, from, msg)
 

@@ -76,6 +76,10 @@ type Options struct {
 	// NoBarrier makes Start return as soon as this node knows all others, without the
 	// barrier over all nodes that C++ StepMesh programs begin with.
 	NoBarrier bool
+
+	// OnTrace, if not nil, is called with the times of each answer to a request of a customer that keeps traces: the node
+	// that has answered, and the timestamp of the request. It must not block.
+	OnTrace func(id int, timestamp int32, t Trace)
 }
 
 // Start joins the cluster that o.Config describes and returns when every node has joined, or with an error when ctx
@@ -173,7 +177,7 @@ func newNode(o Options) (*Node, error) {
 			return nil, &van.Error{Op: "start", Node: role.String(), Err: err}
 		}
 	}
-	n := &Node{nodeInfo: nodeInfo{cfg: cfg, role: role}, lifetime: newLifetime()}
+	n := &Node{nodeInfo: nodeInfo{cfg: cfg, role: role, onTrace: o.OnTrace}, lifetime: newLifetime()}
 	if n.rand = o.Rand; n.rand == nil {
 		n.rand = random.Uint64
 	}

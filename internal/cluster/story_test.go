@@ -81,7 +81,7 @@ func TestPendingMessagesExpire(t *testing.T) {
 				t.Errorf("message %d: given back %d times after its time; logged: %q", i, owner.count(), logged.String())
 			}
 		}
-		if got, want := n.Stats(), (Stats{StrangerMessages: 3, StrangerBytes: 3 * 512}); got != want {
+		if got, want := countersOf(n), (Counters{StrangerMessages: 3, StrangerBytes: 3 * 512}); got != want {
 			t.Errorf("%+v is counted, want %+v", got, want)
 		}
 	})
@@ -158,7 +158,7 @@ func TestBudgetAfterPendingMessages(t *testing.T) {
 			t.Error("a message is kept beyond the budget")
 		default:
 		}
-		if got, want := n.Stats(), (Stats{PausedReads: 1}); got != want || strings.Count(logged.String(), "a peer is not read for now") != 1 {
+		if got, want := countersOf(n), (Counters{PausedReads: 1}); got != want || strings.Count(logged.String(), "a peer is not read for now") != 1 {
 			t.Errorf("%+v is counted, want %+v; logged: %q", got, want, logged.String())
 		}
 		close(free)

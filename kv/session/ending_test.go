@@ -62,7 +62,7 @@ func TestLossOfAReturnedWorker(t *testing.T) {
 		t.Errorf("with a worker: %s, %v; want %s, nil", again, err, time.Hour)
 	}
 	c.Workers[0].Close()
-	vantest.Eventually(t, 30*time.Second, "the worker is lost", func() bool { return slices.Contains(c.Servers[0].DeadNodes(0), id) })
+	vantest.Eventually(t, 30*time.Second, "the worker is lost", func() bool { return slices.Contains(testcluster.Dead(c.Servers[0]), id) })
 	if again, err := session.Nobody(c.Servers[0], lost); again <= 0 || again > time.Minute || err != nil {
 		t.Errorf("after its second loss: %s, %v; want at most %s, nil", again, err, time.Minute)
 	}
@@ -74,8 +74,8 @@ func TestServeEndsWithTheWorkers(t *testing.T) {
 	ended := serve(t, c, standard(t))
 	c.Workers[2].Close() // and is not replaced
 	left := make(chan error, 2)
-	go func() { left <- c.Workers[0].StopBarrier(limit(t)) }()
-	go func() { left <- c.Workers[1].StopBarrier(limit(t)) }()
+	go func() { left <- testcluster.StopBarrier(limit(t), c.Workers[0]) }()
+	go func() { left <- testcluster.StopBarrier(limit(t), c.Workers[1]) }()
 	for rank, err := range ended.all(t) {
 		if !errors.Is(err, van.ErrFinished) {
 			t.Errorf("rank %d: %v, want an error that wraps van.ErrFinished", rank, err)
@@ -123,7 +123,7 @@ func TestOpenAfterTheEnd(t *testing.T) {
 	rankOf(t, c, 0)
 	stops, cancel := context.WithCancel(t.Context())
 	stopped := make(chan error, 1)
-	go func() { stopped <- c.Servers[1].StopBarrier(stops) }()
+	go func() { stopped <- testcluster.StopBarrier(stops, c.Servers[1]) }()
 	_, err := session.Open(limit(t), c.Workers[0], session.Options{})
 	if !errors.Is(err, van.ErrFinished) {
 		t.Errorf("Open: %v, want an error that wraps van.ErrFinished", err)

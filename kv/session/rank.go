@@ -78,8 +78,8 @@ func (r *Rank) Register(name string, f Function) error {
 // for a running function. Serve may be called again, for another session.
 //
 // A controller whose program ends (Node.Shutdown, or Python's stop()) ends its session as Shutdown does. While no session
-// is open, Serve ends if no worker can open one: with an error that wraps van.ErrFinished if the programs of all
-// workers have ended, and with an error that wraps van.ErrPeerLost if all of them have been lost for
+// is open, Serve ends if no worker can open one: with an error that wraps postoffice.ErrFinished if the programs of all
+// workers have ended, and with an error that wraps postoffice.ErrPeerLost if all of them have been lost for
 // STEPAF_REPLACE_TIMEOUT.
 func (r *Rank) Serve(ctx context.Context) error {
 	s := &serving{r: r, waits: map[uint64]work{}, work: make(chan work, maxWork), values: map[uint64]any{}}

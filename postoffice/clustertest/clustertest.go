@@ -34,8 +34,8 @@ import (
 type Options struct {
 	Workers, Servers int // 0 means 1
 
-	// Config, if not nil, may change the configuration of each node before it starts.
-	Config func(*postoffice.Config)
+	// Node, if not nil, may change the options of each node before it starts, such as its Config or OnTrace.
+	Node func(*postoffice.Options)
 
 	// Log receives the logs of all nodes; nil discards them.
 	Log *slog.Logger
@@ -121,10 +121,11 @@ func (c *Cluster) start(ctx context.Context, role string, rank int) (*postoffice
 	cfg.Role, cfg.NodeRank = role, rank
 	cfg.NumWorkers, cfg.NumServers = c.o.Workers, c.o.Servers
 	cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", port, "127.0.0.1"
-	if c.o.Config != nil {
-		c.o.Config(cfg)
+	o := postoffice.Options{Config: cfg, Log: c.o.Log, Van: c.network.Factory()}
+	if c.o.Node != nil {
+		c.o.Node(&o)
 	}
-	return postoffice.Start(ctx, postoffice.Options{Config: cfg, Log: c.o.Log, Van: c.network.Factory()})
+	return postoffice.Start(ctx, o)
 }
 
 // Scheduler returns the scheduler.
@@ -171,7 +172,7 @@ func (c *Cluster) Kill(ctx context.Context, n *postoffice.Node) error {
 		}
 	})
 	defer stop()
-	for !slices.Contains(c.scheduler.DeadNodes(0), id) {
+	for !slices.Contains((*cluster.Node)(c.scheduler).DeadNodes(0), int(id)) {
 		select {
 		case <-noticed:
 		case <-ctx.Done():

@@ -96,8 +96,8 @@ func TestKillAndReplace(t *testing.T) {
 
 // TestStartFails: the error of a node that cannot start is the error of the cluster, and the other nodes end.
 func TestStartFails(t *testing.T) {
-	_, err := clustertest.New(t.Context(), clustertest.Options{Servers: 2, Config: func(c *postoffice.Config) {
-		if c.Role == "server" && c.NodeRank == 1 {
+	_, err := clustertest.New(t.Context(), clustertest.Options{Servers: 2, Node: func(o *postoffice.Options) {
+		if c := o.Config; c.Role == "server" && c.NodeRank == 1 {
 			c.NumWorkers = -1
 		}
 	}})

@@ -267,12 +267,21 @@ func (l *liveness) DeadNodes(now, t time.Duration) (dead []int) {
 		if h == nil || id == l.table.self.ID {
 			continue
 		}
-		hears := l.table.isScheduler() || id == van.SchedulerID
-		if h.deadFor != 0 || hears && t > 0 && now-h.seen > t {
+		if h.deadFor != 0 || t > 0 && l.Silence(now, id) > t {
 			dead = append(dead, id)
 		}
 	}
 	return dead
+}
+
+// Silence returns the time since the last message of node id, 0 if the node's heartbeats do not go to this node: they go
+// to the scheduler, and the scheduler's to all.
+func (l *liveness) Silence(now time.Duration, id int) time.Duration {
+	h := l.peers[id]
+	if h == nil || !l.table.isScheduler() && id != van.SchedulerID {
+		return 0
+	}
+	return max(now-h.seen, 0)
 }
 
 // report is the part of a report that all nodes have in common.

@@ -161,8 +161,8 @@ func TestStoppedWorkerIsReplaced(t *testing.T) {
 			t.Errorf("the worker that was replaced learned it %s after it woke, want at most a second", d)
 		}
 		work(t, 1, w)
-		if err := errors.Join(c.Workers[0].Alive(), c.Servers[0].Alive()); err != nil || strings.Contains(fmt.Sprint(c.Servers[0].DeadNodes(0)), "11") {
-			t.Errorf("%v; dead for the server: %v", err, c.Servers[0].DeadNodes(0))
+		if err := errors.Join(c.Workers[0].Alive(), c.Servers[0].Alive()); err != nil || strings.Contains(fmt.Sprint(testcluster.Dead(c.Servers[0])), "11") {
+			t.Errorf("%v; dead for the server: %v", err, testcluster.Dead(c.Servers[0]))
 		}
 	})
 }

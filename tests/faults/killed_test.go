@@ -49,7 +49,7 @@ func TestServerKilled(t *testing.T) {
 			t.Errorf("it took %s to notice the death of a server, want less than %s", d, soon)
 		}
 		// The other worker learns it as well, and the others go on without.
-		vantest.Eventually(t, soon, "worker 1 notices the death of the server", func() bool { return len(c.Workers[1].DeadNodes(0)) > 0 })
+		vantest.Eventually(t, soon, "worker 1 notices the death of the server", func() bool { return len(testcluster.Dead(c.Workers[1])) > 0 })
 		for _, w := range ws {
 			vantest.Fails(t, roundTrip(t.Context(), w, 2, []byte("x")), van.ErrPeerLost, "push_pull with server 1 (id 10)")
 		}
@@ -131,7 +131,7 @@ func TestWorkerKilledInBatch(t *testing.T) {
 		next := nodetest.Spawn(t, c, "worker", 1, works) // begins at timestamp 0 as the first one did
 		next.Ready()
 		work(t, 1, w)
-		if dead := c.Scheduler.DeadNodes(0); len(dead) > 0 {
+		if dead := testcluster.Dead(c.Scheduler); len(dead) > 0 {
 			t.Errorf("dead nodes are %v, want none: the new worker has the place of the old one", dead)
 		}
 		next.End()

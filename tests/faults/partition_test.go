@@ -45,7 +45,7 @@ func TestPartition(t *testing.T) {
 	}
 	network.Partition(scheduler, server)
 	vantest.Fails(t, next(), van.ErrPeerLost, "no heartbeat for", "PS_HEARTBEAT_TIMEOUT=2s")
-	vantest.Eventually(t, 20*time.Second, "worker 1 is told as well that the server is silent", func() bool { return len(c.Workers[1].DeadNodes(0)) > 0 })
+	vantest.Eventually(t, 20*time.Second, "worker 1 is told as well that the server is silent", func() bool { return len(testcluster.Dead(c.Workers[1])) > 0 })
 	for _, w := range ws {
 		h, _, err := request(w, 2, []byte("x"))
 		if err == nil {
@@ -64,7 +64,7 @@ func TestPartition(t *testing.T) {
 		t.Fatalf("lost again: %v", err)
 	}
 	vantest.Eventually(t, 20*time.Second, "all notice that the partition is over", func() bool {
-		return len(c.Servers[1].DeadNodes(0))+len(c.Workers[1].DeadNodes(0)) == 0
+		return len(testcluster.Dead(c.Servers[1]))+len(testcluster.Dead(c.Workers[1])) == 0
 	})
 	work(t, 2, ws...)
 	nodetest.Together(t, c.Nodes(), func(n *postoffice.Node) error {

@@ -56,7 +56,7 @@ func TestStray(t *testing.T) {
 	}
 	stop()
 	work(t, 2, w)
-	if dead := c.Scheduler.DeadNodes(0); len(dead) > 0 {
+	if dead := testcluster.Dead(c.Scheduler); len(dead) > 0 {
 		t.Errorf("dead nodes are %v, want none", dead)
 	}
 	nodetest.Together(t, c.Nodes(), func(n *postoffice.Node) error {

@@ -147,7 +147,7 @@ func memory(t *testing.T, o testcluster.Options) {
 		}
 	}
 	flat(t, requests)
-	if n := w.InFlight(); n != 0 {
+	if n := testcluster.InFlight(c.Workers[0]); n != 0 {
 		t.Errorf("%d requests are in flight, want none", n)
 	}
 	nothingHeld(t, c)
@@ -177,7 +177,7 @@ func withoutWait(t *testing.T, o testcluster.Options) {
 	}
 	flat(t, pushes)
 	// A request that finished before its Wait displaced another one, and is not remembered itself.
-	if n := w.InFlight(); n > 4096 || n < 4096-4096/256-1 {
+	if n := testcluster.InFlight(c.Workers[0]); n > 4096 || n < 4096-4096/256-1 {
 		t.Errorf("%d finished requests are remembered, want 4096, or one fewer for each of the last Waits", n)
 	}
 	nothingHeld(t, c)

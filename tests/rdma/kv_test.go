@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"sync"
 	"testing"
@@ -28,7 +29,7 @@ func TestKV(t *testing.T) {
 	const each = 50
 	many := make([]kv.Key, 300) // over both servers
 	for i := range many {
-		many[i] = kv.Key(i) * (kv.MaxKey / 300)
+		many[i] = kv.Key(i) * (math.MaxUint64 / 300)
 	}
 	var pushed sync.WaitGroup
 	push := func(w *kv.Worker[float32], keys []kv.Key, x float32, opts ...kv.PushOption) error {

@@ -3,6 +3,7 @@ package replay
 import (
 	"context"
 	"fmt"
+	"math"
 	"slices"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -186,7 +187,7 @@ func pushPullKeys(_ *run, n *postoffice.Node) ([]action, error) {
 	}
 	keys, vals, want := []kv.Key{1, 3}, []float32{1.5, 2.5}, []float32{1.5, 11.5}
 	if n.Topology().NumServers == 2 { // a key of the second one
-		keys, vals, want = append(keys, kv.MaxKey/2+5), append(vals, 3.5), append(want, 3.5)
+		keys, vals, want = append(keys, math.MaxUint64/2+5), append(vals, 3.5), append(want, 3.5)
 	}
 	wait := func(ctx context.Context, call kv.Call, err error) error {
 		if err != nil {

@@ -139,7 +139,7 @@ func Lost[ID ~int](t testing.TB, n *postoffice.Node, id ID) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
-	for end := time.After(30 * time.Second); !slices.Contains(n.DeadNodes(0), postoffice.NodeID(id)); {
+	for end := time.After(30 * time.Second); !slices.Contains(Dead(n), postoffice.NodeID(id)); {
 		select {
 		case <-tick.C:
 		case <-end:

@@ -3,7 +3,9 @@ package testcluster
 // The transports that a test's cluster can run over.
 
 import (
+	"context"
 	"fmt"
+	"reflect"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/cluster"
@@ -83,12 +85,38 @@ func Stats(n *postoffice.Node) van.Stats {
 	return van.Stats{}
 }
 
-// Counted compares what n has counted above its transports.
+// Counted compares the counters of n above its transports.
 func Counted(t testing.TB, n *postoffice.Node, want postoffice.Stats) {
 	t.Helper()
-	if got := n.Stats(); got != want {
+	got := n.Stats()
+	got.Apps, got.Peers, got.Transport = nil, nil, van.Stats{}
+	got.QueuedRequests, got.QueuedBytes, got.PendingMessages, got.PendingBytes = 0, 0, 0, 0
+	if !reflect.DeepEqual(got, want) {
 		t.Errorf("%s has counted %+v, want %+v", n.Name(), got, want)
 	}
+}
+
+// StopBarrier makes the barrier of Python's stop().
+func StopBarrier(ctx context.Context, n *postoffice.Node) error {
+	return (*cluster.Node)(n).StopBarrier(ctx)
+}
+
+// Dead lists the peers that n considers lost.
+func Dead(n *postoffice.Node) (ids []postoffice.NodeID) {
+	for _, p := range n.Stats().Peers {
+		if p.Lost != nil {
+			ids = append(ids, p.ID)
+		}
+	}
+	return ids
+}
+
+// InFlight is the number of requests of all applications of n that are not finished or not waited for.
+func InFlight(n *postoffice.Node) (requests int) {
+	for _, a := range n.Stats().Apps {
+		requests += a.InFlight
+	}
+	return requests
 }
 
 // wrapped makes the van that Options.Wrap is wrapped around. A node that is given a van

@@ -299,7 +299,7 @@ func (n *node) start(ctx context.Context) error {
 		return err
 	}
 	if self && started.IsRecovery() { // one of the original waits in the barrier of start-up all the same
-		err = started.StopBarrier(ctx)
+		err = (*cluster.Node)(started).StopBarrier(ctx)
 	}
 	if n.b.Program == Module && err == nil {
 		s, err := core.Open(ctx, started)

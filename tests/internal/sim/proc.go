@@ -18,6 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // proc is one process: a node of the library and the program on it.
@@ -127,9 +128,8 @@ func (c *cluster) sameCluster(p *proc) {
 // join starts the node and its servers or workers.
 func (p *proc) join() error {
 	c := p.c
-	env := c.environ(p)
-	names := func() []string { return nil }
-	cfg, err := postoffice.LoadConfigFrom(func(name string) (string, bool) { v, ok := env[name]; return v, ok }, names)
+	settings := c.environ(p)
+	cfg, err := env.LoadFrom(env.Source{Lookup: func(name string) (string, bool) { v, ok := settings[name]; return v, ok }})
 	if err != nil {
 		return err
 	}
@@ -141,7 +141,7 @@ func (p *proc) join() error {
 	}
 	p.node.Store(n)
 	if n.IsRecovery() && c.plan.Cluster.IsForeign(p.who) { // one of the original waits in the barrier of start-up all the same
-		if err := n.StopBarrier(p.ctx); err != nil {
+		if err := testcluster.StopBarrier(p.ctx, n); err != nil {
 			return err
 		}
 	}

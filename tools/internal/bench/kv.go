@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math"
 	"time"
 
 	"github.com/urfave/cli/v2"
@@ -120,7 +121,7 @@ func (s *kvSpec) measure(ctx context.Context, node *postoffice.Node, floor, _ ba
 	vals := make([]float32, s.keys*s.values)
 	got := make([]float32, s.keys*s.values)
 	for i := range keys {
-		keys[i] = kv.Key(i) * (kv.MaxKey / kv.Key(s.keys))
+		keys[i] = kv.Key(i) * (math.MaxUint64 / kv.Key(s.keys))
 	}
 	for i := range vals {
 		vals[i] = float32(i % 251)
