@@ -221,3 +221,27 @@ func TestBatchContext(t *testing.T) {
 		})
 	}
 }
+
+// TestBlockedHandler: the context of a batch ends when its worker cancels the call, also while the handler of the batch blocks
+// and keeps later batches of that worker waiting.
+func TestBlockedHandler(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		c := testcluster.Start(t, o)
+		begun, causes := make(chan struct{}), make(chan error, 1)
+		serve(t, c.Servers[0], func(b af.Batch) {
+			close(begun)
+			select {
+			case <-b.Context().Done():
+				causes <- context.Cause(b.Context())
+			case <-time.After(20 * time.Second):
+				causes <- nil
+			}
+		})
+		call, _ := ask(t, newWorker(t, c.Workers[0]), 1, "one")
+		<-begun
+		canceled, cancel := context.WithCancel(t.Context())
+		cancel()
+		vantest.Fails(t, call.Wait(canceled), context.Canceled)
+		vantest.Fails(t, <-causes, context.Canceled, "the sender has canceled the request")
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}

@@ -33,9 +33,16 @@ type node struct {
 	ep    atomic.Pointer[endpoint] // set by Bind, under Network.mu
 	recv  van.Receiver
 	loop  *engine.Loop[*inbound]
-	lanes map[*node]*engine.PeerQueue[*inbound] // used by the receiving goroutine only
+	lanes map[lane]*engine.PeerQueue[*inbound] // used by the receiving goroutine only
 
 	sentMessages, sentBytes, receivedMessages, receivedBytes atomic.Uint64
+}
+
+// lane names a queue of undelivered messages: the control messages of a node, or its data messages. As on other transports,
+// control messages do not wait for a handler of their sender that blocks.
+type lane struct {
+	from    *node
+	control bool
 }
 
 var (
@@ -51,7 +58,7 @@ func (n *Network) Factory() van.Factory {
 
 func newNode(n *Network, log *slog.Logger) *node {
 	log = cmp.Or(log, slog.New(slog.DiscardHandler))
-	v := &node{net: n, log: log, lanes: map[*node]*engine.PeerQueue[*inbound]{}}
+	v := &node{net: n, log: log, lanes: map[lane]*engine.PeerQueue[*inbound]{}}
 	v.id.Store(van.Empty)
 	v.conns.Store(&map[int]*conn{})
 	v.loop = engine.NewLoop(v.next, v.deliver)
@@ -222,12 +229,13 @@ func (v *node) next() (*inbound, *engine.PeerQueue[*inbound], bool) {
 	if p == nil {
 		return nil, nil, false
 	}
-	lane := v.lanes[p.conn.from]
-	if lane == nil {
-		lane = new(engine.PeerQueue[*inbound])
-		v.lanes[p.conn.from] = lane
+	of := lane{p.conn.from, p.msg.IsControl()}
+	queue := v.lanes[of]
+	if queue == nil {
+		queue = new(engine.PeerQueue[*inbound])
+		v.lanes[of] = queue
 	}
-	return p, lane, true
+	return p, queue, true
 }
 
 func (v *node) deliver(p *inbound, turn *engine.Deliverer) {
