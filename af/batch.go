@@ -114,7 +114,7 @@ func (b *work) add(msg *van.Message) error {
 	}
 	size, err := byteSize(d, msg.ShapeSlice())
 	if err != nil || size != mem.Len() {
-		return fmt.Errorf("%w: push of key %d: %s%v is not the %d bytes that came (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), mem.Len(), cmp.Or(err, errSizes))
+		return fmt.Errorf("%w: push of key %d: %s%v does not match the %d received bytes (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), mem.Len(), cmp.Or(err, errSizes))
 	}
 	t := Tensor{mem: mem, dtype: d, ndim: int8(msg.Dim), shape: msg.Shape}
 	b.pushes = append(b.pushes, KeyTensor{Key: key, Val: t})

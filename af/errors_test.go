@@ -133,8 +133,8 @@ func TestBadTensors(t *testing.T) {
 		{b, af.Uint8, []int64{-1, -8}, "dimension 0 of shape [-1 -8] is negative"},
 		{b, af.Float32, []int64{3}, "shape [3] of float32 is 12 bytes, but the memory has 8"},
 		{b, af.Uint8, nil, "shape [] of uint8 is 1 bytes, but the memory has 8"},
-		{b, af.Uint8, []int64{1 << 62, 4}, "exceeds the 2147483647 bytes"},
-		{b, af.Uint8, []int64{1 << 31}, "exceeds the 2147483647 bytes"},
+		{b, af.Uint8, []int64{1 << 62, 4}, "exceeds the maximum of 2147483647 bytes"},
+		{b, af.Uint8, []int64{1 << 31}, "exceeds the maximum of 2147483647 bytes"},
 		{b, af.Dtype(47), []int64{8}, "dtype code 47, want 0 to 46"},
 		{b, af.Dtype(-1), []int64{8}, "dtype code -1"},
 	} {

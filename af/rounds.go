@@ -148,7 +148,7 @@ func (r *rounds) release(still time.Duration) {
 	if still < limit || r.freed.Swap(true) {
 		return
 	}
-	r.fail(&van.Error{Op: "exchange", Node: r.node, Detail: "the library could do nothing, and streams make no rounds of it any more",
+	r.fail(&van.Error{Op: "exchange", Node: r.node, Detail: "the library could not run, and streams make no further rounds of the exchange",
 		Elapsed: still, Limit: limit, Hint: "queue fewer replays ahead; prepare the exchange anew", Err: van.ErrTimeout})
 	r.gone.Store(true)
 	r.ended.Store(idle)

@@ -195,7 +195,7 @@ func (s *Server) dropSender(id int) {
 		return
 	}
 	if open := x.drop(func(epoch uint32, customer, ts int32) bool { return !c.IsAwaited(id, epoch, customer, ts) }); open > 0 {
-		s.node.Log().Warn("gave up unfinished batches of a lost worker", "worker", s.node.PeerName(id), "batches", open)
+		s.node.Log().Warn("dropped unfinished batches of a lost worker", "worker", s.node.PeerName(id), "batches", open)
 	}
 }
 

@@ -56,7 +56,7 @@ func TestStaleAnswer(t *testing.T) {
 		w := newWorker(t, replace(t, c, 0))
 		h, pulls := ask(t, w, 1, "NEW-DATA")
 		fresh := take(t, batches)
-		vantest.Fails(t, echo(old), van.ErrPeerLost, van.NodeName(van.WorkerID(0)), "the one that asked")
+		vantest.Fails(t, echo(old), van.ErrPeerLost, van.NodeName(van.WorkerID(0)), "the process that sent the request has been replaced")
 		if err := echo(fresh); err != nil {
 			t.Error(err)
 		}

@@ -120,7 +120,7 @@ func byteSize(d Dtype, shape []int64) (int, error) {
 	case empty:
 		return 0, nil
 	case n > MaxTensorBytes:
-		return 0, fmt.Errorf("%w: shape %v of %s exceeds the %d bytes that a message has room for", van.ErrInvalid, shape, d, MaxTensorBytes)
+		return 0, fmt.Errorf("%w: shape %v of %s exceeds the maximum of %d bytes", van.ErrInvalid, shape, d, MaxTensorBytes)
 	}
 	return int(n), nil
 }

@@ -190,7 +190,7 @@ func (c *call[V]) Answer(_, from int, msg *van.Message) error {
 	case msg.SimpleApp || msg.Push != c.push:
 		return fmt.Errorf("%w: answer to timestamp %d: push=%t simple=%t, want push=%t", van.ErrMalformed, msg.Timestamp, msg.Push, msg.SimpleApp, c.push)
 	case from >= int(c.asked.Load()):
-		return fmt.Errorf("%w: answer to timestamp %d before it was asked for", van.ErrMalformed, msg.Timestamp)
+		return fmt.Errorf("%w: answer to timestamp %d before its request was sent", van.ErrMalformed, msg.Timestamp)
 	case c.push:
 		return nil
 	}
@@ -227,7 +227,7 @@ func (c *call[V]) takePart(p *part[V], msg *van.Message) error {
 	p.got = len(f.vals)
 	want := p.v1 - p.v0
 	if p.got != want && c.sized && c.outLens == nil && f.lens == nil {
-		return fmt.Errorf("%w: %d values came, there is room for %d (%d for each key)", van.ErrInvalid, p.got, want, want/(p.k1-p.k0))
+		return fmt.Errorf("%w: %d values received, the buffer holds %d (%d for each key)", van.ErrInvalid, p.got, want, want/(p.k1-p.k0))
 	}
 	switch {
 	case msg.Placed && p.got > want:
@@ -265,9 +265,9 @@ func (c *call[V]) assemble() error {
 		*c.out = slices.Grow((*c.out)[:0], total)[:total]
 		c.vals = *c.out
 	case total > len(c.vals):
-		return fmt.Errorf("%w: %d values came from all servers, there is room for %d", van.ErrInvalid, total, len(c.vals))
+		return fmt.Errorf("%w: %d values received from all servers, the buffer holds %d", van.ErrInvalid, total, len(c.vals))
 	case total < len(c.vals) && c.outLens == nil:
-		return fmt.Errorf("%w: %d values came from all servers, want %d, or PullLens", van.ErrInvalid, total, len(c.vals))
+		return fmt.Errorf("%w: %d values received from all servers, want %d, or the option LensInto", van.ErrInvalid, total, len(c.vals))
 	}
 	if !regular {
 		c.arrange()

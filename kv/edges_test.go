@@ -111,7 +111,7 @@ func TestPullBeforePush(t *testing.T) {
 		if err == nil {
 			err = ts.Wait(t.Context())
 		}
-		fails(t, err, van.ErrInvalid, "3 values came, there is room for 6")
+		fails(t, err, van.ErrInvalid, "3 values received, the buffer holds 6")
 		do(t, w)(w.Push(keys, []float32{1, 2, 3, 4, 5, 6}))
 		do(t, w)(w.Pull(keys, &got))
 		if !slices.Equal(got, []float32{1, 2, 3, 4, 5, 6}) {

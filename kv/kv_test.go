@@ -169,7 +169,7 @@ func TestVariableLengths(t *testing.T) {
 		if err == nil {
 			err = ts.Wait(t.Context())
 		}
-		fails(t, err, van.ErrInvalid, "33 values", "room for 11")
+		fails(t, err, van.ErrInvalid, "33 values", "the buffer holds 11")
 		c.Finalize(t)
 	})
 }

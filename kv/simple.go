@@ -232,7 +232,7 @@ func (a *SimpleApp) refuse(err error) error {
 func (d SimpleMessage) Respond(body []byte) error {
 	a := d.app
 	if a == nil {
-		return &van.Error{Op: "respond", Err: fmt.Errorf("%w: this message has not come to a SimpleApp", van.ErrInvalid)}
+		return &van.Error{Op: "respond", Err: fmt.Errorf("%w: no SimpleApp has received this message", van.ErrInvalid)}
 	}
 	if len(body) > math.MaxInt32 {
 		return &van.Error{Op: "respond", Node: a.node.Name(), Err: fmt.Errorf("%w: body of %d bytes, want at most %d", van.ErrInvalid, len(body), math.MaxInt32)}
@@ -265,7 +265,7 @@ func (d SimpleMessage) Refuse(why error) error {
 	no := cluster.Declined(why)
 	switch {
 	case a == nil:
-		return &van.Error{Op: "refuse", Err: fmt.Errorf("%w: this message has not come to a SimpleApp", van.ErrInvalid)}
+		return &van.Error{Op: "refuse", Err: fmt.Errorf("%w: no SimpleApp has received this message", van.ErrInvalid)}
 	case why == nil:
 		return &van.Error{Op: "refuse", Node: a.node.Name(), Err: no}
 	}

@@ -193,7 +193,7 @@ func TestSimpleStaleAnswer(t *testing.T) {
 	if up := <-heard; !up {
 		t.Fatal("the server hears that the worker is lost again, want that it is back")
 	}
-	vantest.Fails(t, old.Respond([]byte("too late")), van.ErrPeerLost, van.NodeName(van.WorkerID(0)), "the one that asked")
+	vantest.Fails(t, old.Respond([]byte("too late")), van.ErrPeerLost, van.NodeName(van.WorkerID(0)), "the process that sent the request has been replaced")
 }
 
 // TestSimpleEdges: notifications of the end of a request, answers of another kind, requests that the transport
@@ -269,7 +269,7 @@ func TestSimpleEdges(t *testing.T) {
 		hook.OnSend(nil)
 	}
 
-	vantest.Fails(t, kv.SimpleMessage{}.Respond(nil), van.ErrInvalid, "has not come to a SimpleApp")
+	vantest.Fails(t, kv.SimpleMessage{}.Respond(nil), van.ErrInvalid, "no SimpleApp has received this message")
 	if (kv.SimpleMessage{}).Wanted() {
 		t.Error("a message that has not come is wanted")
 	}

@@ -390,7 +390,7 @@ func TestPortTaken(t *testing.T) {
 	}
 	c.start()
 	c.serveAll(c.echo)
-	c.log.Wait(t, "DMLC_PORT is in use, took another")
+	c.log.Wait(t, "DMLC_PORT is in use: another port is used")
 	if err := c.roundTrip(c.tensorWorker(0), []byte("x")); err != nil {
 		t.Error(err)
 	}

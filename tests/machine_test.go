@@ -53,7 +53,7 @@ func TestRDMATest(t *testing.T) {
 	r := tool(t, "rdma_test.sh --limit 10 ./tests/testdata/rdma/passes ./tests/testdata/rdma/skips ./tests/testdata/rdma/hangs ./tests/testdata/rdma/fails", own...)
 	const in = " tests/testdata/rdma/"
 	for _, want := range []string{
-		"ok  " + in + "passes: 3 passed, 0 failed, 1 skipped, ", "       skipped: TestParts/two: only one part\n", "       note: processes left behind: 1\n",
+		"ok  " + in + "passes: 3 passed, 0 failed, 1 skipped, ", "       skipped: TestParts/two: only one part\n", "       note: processes still running: 1\n",
 		"FAIL" + in + "skips: 0 passed, 0 failed, 1 skipped, ", ": nothing but skipped tests\n       skipped: TestSkips: no device\n",
 		"FAIL" + in + "fails: 0 passed, 1 failed, 0 skipped, ", "       failed: TestFails\n", "rdma_test.go:5: as it should\n",
 		"FAIL" + in + "hangs: 0 passed, 0 failed, 0 skipped, ", "       did not end: TestHangs\n", "panic: test timed out after 10s\n",

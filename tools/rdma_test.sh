@@ -230,7 +230,7 @@ while read -r what name rest; do
         *) problem="status $status" ;;
       esac
       report "$name" "$seconds" "$problem"
-      [ "$left" -eq 0 ] || echo "       note: processes left behind: $left"
+      [ "$left" -eq 0 ] || echo "       note: processes still running: $left"
       names=("${names[@]:1}")
       ;;
     *) echo "$what $name $rest" ;;

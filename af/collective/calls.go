@@ -56,7 +56,7 @@ func (c *Comm) AllToAll(out, in []af.Tensor, on ...af.StreamOption) (Op, error) 
 		return Op{}, err
 	}
 	if n, own := in[c.b.self].Len(), out[c.b.self].Len(); n != own {
-		return Op{}, c.b.check(k, fmt.Errorf("%w: this rank gives itself %d bytes and wants %d", van.ErrInvalid, n, own))
+		return Op{}, c.b.check(k, fmt.Errorf("%w: this rank sends itself %d bytes and receives %d", van.ErrInvalid, n, own))
 	}
 	if err := c.b.check(k, c.b.apartFrom(out, in, c.b.self)); err != nil {
 		return Op{}, err

@@ -147,8 +147,8 @@ func TestAskedAgain(t *testing.T) {
 		m.Reset()
 		m.Sender, m.Request, m.Key, m.ValLen = c.b.ids[1], true, partKey(uint32(seq), 1), 8
 		m.Body = call{kind: broadcast, dtype: af.Uint8, bytes: 8}.appendAsk(nil, c.b.epoch)
-		if err := c.handle(m); !errors.Is(err, van.ErrMalformed) || !strings.Contains(err.Error(), "asked twice") {
-			t.Errorf("call %d: %v, want that it is asked for twice", seq, err)
+		if err := c.handle(m); !errors.Is(err, van.ErrMalformed) || !strings.Contains(err.Error(), "second request") {
+			t.Errorf("call %d: %v, want that it is requested twice", seq, err)
 		}
 	}
 	onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })

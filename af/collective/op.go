@@ -274,7 +274,7 @@ func (l *callWindow) receiveAsk(q *request, msg *van.Message) error {
 		case o == nil || o.seq != seq:
 			b.mu.Unlock()
 			if again {
-				return fmt.Errorf("%w: asked twice for call %d", van.ErrMalformed, seq)
+				return fmt.Errorf("%w: second request for call %d", van.ErrMalformed, seq)
 			}
 			// The call has ended here, so every rank with a part in it has received its part.
 			l.mismatch(q, want.kind, fmt.Errorf("%w: call %d: %s there, a different call here, which has ended", ErrMismatch, seq, want))

@@ -112,9 +112,9 @@ func (l *callWindow) keep(a *ask) error {
 	l.b.mu.Unlock()
 	switch {
 	case same && seq == a.seq:
-		return fmt.Errorf("%w: asked twice for call %d", van.ErrMalformed, a.seq)
+		return fmt.Errorf("%w: second request for call %d", van.ErrMalformed, a.seq)
 	case same:
-		l.mismatch(&a.request, a.call.kind, fmt.Errorf("%w: asked for call %d and for call %d, no more than %d are in flight at once", ErrMismatch, a.seq, seq, maxInFlight))
+		l.mismatch(&a.request, a.call.kind, fmt.Errorf("%w: requests for call %d and for call %d, at most %d calls are in flight at once", ErrMismatch, a.seq, seq, maxInFlight))
 	}
 	return nil
 }

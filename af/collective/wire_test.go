@@ -174,7 +174,7 @@ func TestArguments(t *testing.T) {
 		"in is uint8[2] on cpu, of 2 bytes, want 1": func() (Op, error) { return c.AllGatherV([]af.Tensor{zeros(1), zeros(1)}, zeros(2)) },
 		"out for rank 1 is int16":                   func() (Op, error) { return c.AllGatherV([]af.Tensor{zeros(1), long}, zeros(1)) },
 		"0 tensors in":                              func() (Op, error) { return c.AllToAll(nil, nil) },
-		"gives itself 1 bytes and wants 2": func() (Op, error) {
+		"sends itself 1 bytes and receives 2": func() (Op, error) {
 			return c.AllToAll([]af.Tensor{zeros(2), zeros(1)}, []af.Tensor{zeros(1), zeros(1)})
 		},
 		"root 2, want 0 to 1": func() (Op, error) { return c.Broadcast(zeros(1), 2) },

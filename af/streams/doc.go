@@ -3,7 +3,7 @@
 // graphs, without a CPU thread, a kernel or a message; or, with the option ByHost, by CPU threads, without a
 // message. C++ StepMesh has nothing like it, so all nodes of an exchange must be nodes of this library.
 //
-//	x, err := ends.Prepare(ctx, nil, push, pull) // on a worker, as af.Worker.Prepare
+//	x, err := ends.Prepare(ctx, nil, push, pull) // on a worker: tensors to send, and to receive
 //	err = x.QueueSend(stream)                    // each server may read the push tensors now
 //	err = x.QueueReceive(stream)                 // the stream waits; then the answers are in the pull tensors
 //

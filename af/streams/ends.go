@@ -50,7 +50,7 @@ func New(node *postoffice.Node) (*Ends, error) {
 // means all. All tensors are in memory of the node's device. Their meaning depends on the role:
 //
 //   - On a worker, each push tensor goes to every server, and server s, counted among peers, fills the pull tensors
-//     pull[s*Q : (s+1)*Q], as with af.Worker.PushPull.
+//     pull[s*Q : (s+1)*Q]: one list for all servers, unlike that of af.Worker.PushPull.
 //   - On a server, worker w fills push[w*P : (w+1)*P], and receives pull[w*Q : (w+1)*Q].
 //
 // The ends are matched by their keys: the keys of a worker's pushes, and of its pulls from one server, must be those

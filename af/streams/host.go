@@ -147,7 +147,7 @@ func (r receipt) cannotArrive(ctx context.Context) error {
 			return r.endedThere(ctx, i)
 		}
 		if n := l.sent(); !h.arrived[i] && n != h.round && n != h.round-1 {
-			x.fail(&van.Error{Op: "exchange", Peer: x.dir.node.PeerName(x.peers[i].id), Err: fmt.Errorf("%w: it says that it has sent round %d in round %d", van.ErrMalformed, n, h.round)})
+			x.fail(&van.Error{Op: "exchange", Peer: x.dir.node.PeerName(x.peers[i].id), Err: fmt.Errorf("%w: it reports round %d as sent in round %d", van.ErrMalformed, n, h.round)})
 			return r.ended()
 		}
 	}

@@ -252,7 +252,7 @@ func (x *Exchange) offer(ctx context.Context, own []*note) error {
 func (x *Exchange) accepted(from int, n *note) error {
 	i := x.with(from)
 	if i < 0 || x.peers[i].said != nil {
-		return fmt.Errorf("%w: an answer to exchange %d that it was not asked for, or a second one", van.ErrMalformed, n.id)
+		return fmt.Errorf("%w: an unexpected or second answer to exchange %d", van.ErrMalformed, n.id)
 	}
 	x.peers[i].said = n
 	x.dir.wake()

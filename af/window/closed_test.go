@@ -339,7 +339,7 @@ func TestOneStaysOpen(t *testing.T) {
 	}
 	_, errs := open()
 	for i, err := range errs {
-		if !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "a window that is not closed has its place, of 256") {
+		if !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "an earlier window that is not closed uses its number, of 256") {
 			t.Errorf("rank %d: got %v, want that all are in use", i, err)
 		}
 	}

@@ -159,7 +159,7 @@ func (v *onDevice) end() {
 		v.teardown.await()
 		for _, l := range v.ins {
 			if err := l.free(); err != nil {
-				v.b.app.Log().Error("streams that wait for a window may not go on", "window", v.b.String(), "err", err)
+				v.b.app.Log().Error("streams that wait for a window may not continue", "window", v.b.String(), "err", err)
 				return
 			}
 		}
@@ -265,7 +265,7 @@ func (q *teardown) tell() {
 		err := p.in.say(&note{verb: verbOver, signal: noSignal})
 		p.in.mu.Unlock()
 		if err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
-			q.b.app.Log().Info("could not tell a rank that a window is over", "window", q.b.String(), "rank", p.rank, "err", err)
+			q.b.app.Log().Info("could not notify a rank that a window has ended", "window", q.b.String(), "rank", p.rank, "err", err)
 		}
 	}
 }

@@ -119,7 +119,7 @@ const offerLen = van.ExportLen + tokenLen + memfd.NameLen
 
 // waitsLook logs that signals of a rank, or to it, have no flag in host memory.
 func (m *memory) waitsLook(rank int, err error) {
-	m.b.app.Log().Info("waits on the host for signals of a window look at the device, which takes longer: no page of host memory is shared",
+	m.b.app.Log().Info("host waits for signals of a window poll the device, which takes longer: no page of host memory is shared",
 		"window", m.b.String(), "with", m.b.layer.Name(rank), "err", err)
 }
 

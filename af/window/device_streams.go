@@ -161,7 +161,7 @@ func (l *streamOut) flush(ctx context.Context, op string) error {
 	}
 	_, _ = l.state()
 	if err != nil {
-		return &van.Error{Op: op, Node: w.app.Name(), Peer: w.layer.Name(l.p.rank), Detail: w.String() + ": the stream has not come so far",
+		return &van.Error{Op: op, Node: w.app.Name(), Peer: w.layer.Name(l.p.rank), Detail: w.String() + ": the stream has not reached this work",
 			Elapsed: elapsed(begun), Limit: limit, Err: err}
 	}
 	return nil

@@ -173,10 +173,10 @@ func TestDeviceHost(t *testing.T) {
 		r.devices[0].Queue(0, func() { <-hold }) // the default stream, which is waited for
 		r.must(a.PutSignal(ctx, 1, 54, r.tensor(0, src), 2))
 		short, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
-		if err := b.WaitSignal(short, 0, 2); !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "signal 2 has not come") {
+		if err := b.WaitSignal(short, 0, 2); !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "signal 2 has not arrived") {
 			t.Errorf("a wait for what waits for its stream: %v", err)
 		}
-		if err := a.Flush(short, 1); !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "the stream has not come so far") {
+		if err := a.Flush(short, 1); !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "the stream has not reached this work") {
 			t.Errorf("a flush of what waits for its stream: %v", err)
 		}
 		cancel()

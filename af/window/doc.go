@@ -2,8 +2,8 @@
 // communication, in which the receiver makes no call. C++ StepMesh has nothing like it, so all ranks must be
 // nodes of this library.
 //
-// A Window belongs to a communicator of af/collective; all ranks of the communicator open it together. Exchange
-// sends a small value of every rank to all others, such as an address or a key.
+// A Window belongs to a communicator of af/collective; all ranks of the communicator open it together.
+// Comm.AllGatherBytes gives small values of every rank to all others, such as addresses or keys.
 //
 //	w, err := window.Open(ctx, comm, window.Options{Size: 1 << 20, Signals: 2})
 //	err = w.PutSignal(ctx, 1, 4096, tensor, 0) // on rank 0

@@ -70,7 +70,7 @@ func (i *inbox) receive(msg *van.Message, n note) (left bool, err error) {
 	case ahead > 0: // the transport does not keep the order
 		slot := &i.early[n.seq%ring]
 		if *slot != nil {
-			return false, fmt.Errorf("%w: message %d has come twice", van.ErrMalformed, n.seq)
+			return false, fmt.Errorf("%w: message %d arrived twice", van.ErrMalformed, n.seq)
 		}
 		*slot = msg.Retain()
 		return false, nil

@@ -145,7 +145,7 @@ func (o *outbox) sayClosed() {
 	}
 	n := note{verb: verbClose, signal: noSignal, taken: o.p.in.expected.Load(), bytes: o.p.in.takenBytes.Load()}
 	if err := o.post(&n, backend.Mem{}); err != nil {
-		o.p.w.app.Rarely("window close").Info("could not tell a rank that its window was closed",
+		o.p.w.app.Rarely("window close").Info("could not notify a rank that a window was closed",
 			"window", o.p.w.String(), "rank", o.p.rank, "err", err)
 	}
 }
@@ -161,7 +161,7 @@ func (o *outbox) unsendable(op string) error {
 // learn records how many messages the rank has processed.
 func (o *outbox) learn(n *note) error {
 	if n.taken > o.next.Load() || n.bytes > o.bytes.Load() {
-		return fmt.Errorf("%w: it has taken %d messages with %d bytes, and was sent %d with %d", van.ErrMalformed,
+		return fmt.Errorf("%w: it reports %d messages with %d bytes as processed, but %d with %d were sent", van.ErrMalformed,
 			n.taken, n.bytes, o.next.Load(), o.bytes.Load())
 	}
 	raise(&o.placedBytes, n.bytes)

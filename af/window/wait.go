@@ -125,11 +125,11 @@ func (x *waiter) late(op string, begun uint64, limit time.Duration, cause error)
 	p, what := x.p, ""
 	switch x.what {
 	case waitRoom:
-		what = fmt.Sprintf("%d messages of %d bytes have not been taken", p.out.next.Load()-p.out.placed.Load(), p.out.bytes.Load()-p.out.placedBytes.Load())
+		what = fmt.Sprintf("%d messages of %d bytes are not processed", p.out.next.Load()-p.out.placed.Load(), p.out.bytes.Load()-p.out.placedBytes.Load())
 	case waitFlushed:
-		what = fmt.Sprintf("%d messages have not been taken", max(x.n, p.out.placed.Load())-p.out.placed.Load())
+		what = fmt.Sprintf("%d messages are not processed", max(x.n, p.out.placed.Load())-p.out.placed.Load())
 	default:
-		what = fmt.Sprintf("signal %d has not come", x.n)
+		what = fmt.Sprintf("signal %d has not arrived", x.n)
 	}
 	return &van.Error{Op: op, Node: p.w.app.Name(), Peer: p.w.layer.Name(p.rank), Detail: p.w.String() + ": " + what,
 		Elapsed: elapsed(begun), Limit: limit, Err: cause}

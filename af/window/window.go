@@ -58,7 +58,7 @@ func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 }
 
 // errInUse: an open window has the application id of the next one.
-var errInUse = fmt.Errorf("%w: a window that is not closed has its place, of %d", van.ErrInvalid, windowsEach)
+var errInUse = fmt.Errorf("%w: an earlier window that is not closed uses its number, of %d", van.ErrInvalid, windowsEach)
 
 // open tries to open the next window. errInUse is returned on all ranks.
 func open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {

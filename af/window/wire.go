@@ -122,7 +122,7 @@ const (
 
 func parseShape(b []byte) (shape, error) {
 	if len(b) != shapeLen || b[16] > shapeRefused|shapeDevice|shapeInUse {
-		return shape{}, fmt.Errorf("%w: %x, want what Open says of a window, %d bytes", van.ErrMalformed, b[:min(len(b), 2*shapeLen)], shapeLen)
+		return shape{}, fmt.Errorf("%w: %x, want the description of a window, %d bytes", van.ErrMalformed, b[:min(len(b), 2*shapeLen)], shapeLen)
 	}
 	return shape{binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint32(b[8:]), binary.LittleEndian.Uint32(b[12:]), b[16]&shapeRefused != 0, b[16]&shapeDevice != 0, b[16]&shapeInUse != 0}, nil
 }

@@ -14,7 +14,7 @@ import (
 )
 
 // ErrLoopOver means that GetBatch returns no more batches because all workers have ended.
-var ErrLoopOver = fmt.Errorf("%w: no worker sends anything any more", van.ErrFinished)
+var ErrLoopOver = fmt.Errorf("%w: all workers have ended", van.ErrFinished)
 
 // loopOver returns an error that wraps ErrLoopOver if no worker will send another batch: the program of at least one worker has
 // ended, and every other worker has ended or been lost for STEPAF_REPLACE_TIMEOUT. lost has the lost workers by group rank.

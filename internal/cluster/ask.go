@@ -134,7 +134,7 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 					return nil, fail(refusal)
 				}
 				return nil, &van.Error{Op: "ask", Peer: "scheduler at " + target.Addr(), Elapsed: time.Since(begun),
-					Detail: fmt.Sprintf("no answer: it does not run, cannot reach %s, or is one of C++ StepMesh, which knows no policies", host),
+					Detail: fmt.Sprintf("no answer: it does not run, cannot reach %s, or is one of C++ StepMesh, which has no policies", host),
 					Err:    van.TimedOut(context.Cause(ctx))}
 			}
 		}

@@ -60,7 +60,7 @@ var ErrAnswered = errors.New("answered already")
 // Causes of the end of a context.
 var (
 	errAnswered   = fmt.Errorf("%w: the request was %w", context.Canceled, ErrAnswered)
-	errUnwanted   = fmt.Errorf("%w: the sender of the request does not wait for an answer any more", context.Canceled)
+	errUnwanted   = fmt.Errorf("%w: the sender of the request no longer waits for an answer", context.Canceled)
 	errCanceledBy = fmt.Errorf("%w: the sender has canceled the request", context.Canceled)
 )
 

@@ -136,4 +136,4 @@ func (t *processes) checkAnswer(msg *van.Message, p *process) error {
 }
 
 // errStale: the process that sent the request has been replaced.
-var errStale = fmt.Errorf("%w: another process has taken the place of the one that asked", van.ErrPeerLost)
+var errStale = fmt.Errorf("%w: the process that sent the request has been replaced", van.ErrPeerLost)

@@ -385,7 +385,7 @@ func TestAnswerOfAnother(t *testing.T) {
 	}
 	answer(0)
 	until(t, "lines about both", func() bool {
-		return strings.Contains(logged.String(), "was not asked") && strings.Contains(logged.String(), "late or unknown answer") &&
+		return strings.Contains(logged.String(), "no request was sent to") && strings.Contains(logged.String(), "late or unknown answer") &&
 			strings.Count(logged.String(), "dropped an answer") == 2
 	})
 }

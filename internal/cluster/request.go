@@ -163,7 +163,7 @@ func (r *Request) answer(msg *van.Message) error {
 		return errLate
 	case !known:
 		r.mu.Unlock()
-		return fmt.Errorf("%w: %s was not asked", van.ErrMalformed, van.NodeName(msg.Sender))
+		return fmt.Errorf("%w: no request was sent to %s", van.ErrMalformed, van.NodeName(msg.Sender))
 	case !r.take(i, from):
 		r.mu.Unlock()
 		return fmt.Errorf("%w: %s answered twice", van.ErrMalformed, van.NodeName(msg.Sender))

@@ -312,7 +312,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	asked := n.self.Port
 	if asked == n.cfg.RootPort && n.role != van.Scheduler && isLocal(scheduler.Hostname) {
 		n.self.Port = 0
-		n.log.Warn("DMLC_PORT is the scheduler's port on this host: another port is used", "asked", asked)
+		n.log.Warn("DMLC_PORT is the scheduler's port on this host: another port is used", "configured", asked)
 	}
 	port, err := n.transport.van.Bind(ctx, n.self)
 	if n.role == van.Scheduler && errors.Is(err, syscall.EADDRINUSE) && freeport.Ephemeral(asked) {
@@ -321,7 +321,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	if errors.Is(err, syscall.EADDRINUSE) && asked != 0 && n.role != van.Scheduler {
 		n.self.Port = 0
 		if port, err = n.transport.van.Bind(ctx, n.self); err == nil {
-			n.log.Warn("DMLC_PORT is in use, took another", "asked", asked, "took", port)
+			n.log.Warn("DMLC_PORT is in use: another port is used", "configured", asked, "used", port)
 		}
 	}
 	if err != nil {
@@ -330,7 +330,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 		case errors.Is(err, syscall.EADDRINUSE):
 			hint = "stop the process that uses it, or set DMLC_PS_ROOT_PORT on all nodes"
 			if freeport.Ephemeral(asked) {
-				hint += " to one outside of net.ipv4.ip_local_port_range, whose ports the kernel gives to any connection"
+				hint += " to one outside of net.ipv4.ip_local_port_range, whose ports the kernel assigns to any connection"
 			}
 		case limits.Hint(err) != "":
 			hint = limits.Hint(err)

@@ -261,7 +261,7 @@ func (s *serving) accept(w work) error {
 	defer s.mu.Unlock()
 	switch {
 	case s.session == 0:
-		return fmt.Errorf("%w: no session has begun here", van.ErrInvalid)
+		return fmt.Errorf("%w: no session is open on this rank", van.ErrInvalid)
 	case w.q.session != s.session || int(w.m.Sender) != s.controller:
 		return s.another()
 	case w.m.Head == wantAbort:
@@ -297,7 +297,7 @@ func (s *serving) idle() bool { return s.next <= 1 && len(s.waits) == 0 }
 
 // forget makes the rank free for the next controller. s.mu is held.
 func (s *serving) forget(why string) {
-	s.r.node.Log().Info("a session that had not begun is forgotten", "controller", s.r.node.PeerName(s.controller), "why", why)
+	s.r.node.Log().Info("dropped a session that had not begun", "controller", s.r.node.PeerName(s.controller), "why", why)
 	s.session, s.controller, s.next, s.opened = 0, 0, 0, kv.SimpleMessage{}
 }
 
@@ -460,7 +460,7 @@ func (s *serving) nobody(lost map[int]time.Time) (again time.Duration, err error
 	switch {
 	case again > 0:
 	case len(ended) > 0:
-		err = fmt.Errorf("%w: no worker opens a session any more: in stop() or Finalize: %s", van.ErrFinished, strings.Join(ended, ", "))
+		err = fmt.Errorf("%w: no worker can open a session: in stop() or Finalize: %s", van.ErrFinished, strings.Join(ended, ", "))
 		if len(gone) > 0 {
 			err = fmt.Errorf("%w; lost: %s", err, strings.Join(gone, ", "))
 		}

@@ -207,7 +207,7 @@ func (s *Session) peer(id int, up bool, cause error) {
 		switch {
 		case id != of:
 		case up: // another process, or one whose messages may have been lost
-			s.fail(fmt.Errorf("%w: rank %d: %s has come back, and has no part in the session", van.ErrPeerLost, rank, s.node.PeerName(id)))
+			s.fail(fmt.Errorf("%w: rank %d: %s has returned, and is not part of the session", van.ErrPeerLost, rank, s.node.PeerName(id)))
 		default:
 			s.fail(fmt.Errorf("%w: rank %d: %s: %w", van.ErrPeerLost, rank, s.node.PeerName(id), cause))
 		}

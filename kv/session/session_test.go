@@ -266,7 +266,7 @@ func TestErrors(t *testing.T) {
 	}
 	h = must[*session.Handle](t)(s.Call(ctx, "a handle"))
 	_, err = s.CopyFrom(ctx, h)
-	wants(err, 0, "a handle cannot be kept")
+	wants(err, 0, "a handle cannot be stored")
 	if h, err = s.Call(ctx, "same", session.HandleID(h.ID())); err != nil || h.Wait(ctx) != nil {
 		t.Errorf("a handle by its number: %v", err)
 	}

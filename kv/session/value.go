@@ -159,7 +159,7 @@ func appendValue(b []byte, v any) ([]byte, error) {
 // appendKept writes a value that is stored or copied: any value but a handle.
 func appendKept(b []byte, v any) ([]byte, error) {
 	if isHandle(v) {
-		return b, fmt.Errorf("%w: a handle cannot be kept as a value", van.ErrInvalid)
+		return b, fmt.Errorf("%w: a handle cannot be stored as a value", van.ErrInvalid)
 	}
 	return appendValue(b, v)
 }

@@ -311,7 +311,7 @@ func (s *registrations) mismatch(rec *van.Node) string {
 		return "its STEPAF_CLUSTER_ID is set, that of the scheduler is not"
 	}
 	if v, ok := van.ExtensionVersionOf(rec.Endpoint); ok && v != van.ExtensionVersion && s.table.own.Incarnation != 0 {
-		return fmt.Sprintf("its library speaks version %d of what nodes tell each other, that of the scheduler at %s version %d; "+
+		return fmt.Sprintf("its library speaks version %d of the protocol between nodes, that of the scheduler at %s version %d; "+
 			"run one release of the library on all nodes", v, s.table.self.Addr(), van.ExtensionVersion)
 	}
 	own, other, bit := s.table.own.Settings, who.Settings, map[bool]int{true: 1}

@@ -124,7 +124,7 @@ func TestWorkerKilledInBatch(t *testing.T) {
 		l.Wait(t, "msg=recv", `peer="worker 1 (id 11)"`, "head=1")
 		work(t, 1, w)
 		victim.Kill()
-		l.Wait(t, "rank=0 id=8", "gave up unfinished batches", "worker 1 (id 11)", "batches=1")
+		l.Wait(t, "rank=0 id=8", "dropped unfinished batches", "worker 1 (id 11)", "batches=1")
 		work(t, 1, w)
 
 		testcluster.Lost(t, c.Scheduler, 11)

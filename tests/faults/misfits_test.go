@@ -80,7 +80,7 @@ func TestPortInUse(t *testing.T) {
 		if took == port {
 			t.Errorf("%s says that it has port %d, which is taken", n.Name(), port)
 		}
-		l.Wait(t, "level=WARN", "DMLC_PORT is in use, took another", fmt.Sprintf("asked=%d took=%d", port, took))
+		l.Wait(t, "level=WARN", "DMLC_PORT is in use: another port is used", fmt.Sprintf("configured=%d used=%d", port, took))
 	}
 	work(t, 1, nodetest.Worker(t, c.Workers[0]))
 	c.Finalize(t)

@@ -171,8 +171,8 @@ func TestStrayRequests(t *testing.T) {
 		{func(m *van.Message) { m.Keys = m.Keys.Sub(0, 7) }, "7 key bytes, want 2 and 8"},
 		{func(m *van.Message) { m.Frames = 0 }, "0 data frames"},
 		{func(m *van.Message) { m.SimpleApp = true }, "tensor request"},
-		{func(m *van.Message) { m.Shape[0] = 1 << 40 }, "exceeds the 2147483647 bytes"},
-		{func(m *van.Message) { m.Shape[0] = 2 }, "is not the 1 bytes that came"},
+		{func(m *van.Message) { m.Shape[0] = 1 << 40 }, "exceeds the maximum of 2147483647 bytes"},
+		{func(m *van.Message) { m.Shape[0] = 2 }, "does not match the 1 received bytes"},
 		{func(m *van.Message) { m.Dtype = 99 }, "dtype code 99"},
 		{func(m *van.Message) { m.Push = false; m.ValLen = 3 }, "is not the announced 3 bytes"},
 	} {

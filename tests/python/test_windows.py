@@ -122,7 +122,7 @@ def misuse(n):
     c.barrier()
     begun = time.monotonic()
     v = c.open_window(64)
-    with n.raises(f.TimeoutError, "signal 0 has not come", "worker %d" % (1 - n.rank), "limit 300ms"):
+    with n.raises(f.TimeoutError, "signal 0 has not arrived", "worker %d" % (1 - n.rank), "limit 300ms"):
         v.wait_signal(1 - n.rank, timeout_ms=300)
     assert 0.29 < time.monotonic() - begun < within(15)
     c.barrier()

@@ -272,7 +272,7 @@ func finish(ctx context.Context, out io.Writer, lines []string, err error) error
 	if errors.Is(err, context.DeadlineExceeded) {
 		status, err = exit.Timeout, errors.New("--timeout has passed")
 	}
-	return exit.With(status, fmt.Errorf("policy: the scheduler has it and tells it to all nodes again, but not all have answered: %w", err))
+	return exit.With(status, fmt.Errorf("policy: the scheduler has it and sends it to all nodes again, but not all have answered: %w", err))
 }
 
 // show prints the scheduler's answers as a table.

@@ -306,7 +306,7 @@ func (e *End) Write(imm uint32) error {
 }
 
 // ErrEnded means that the other end has ended.
-var ErrEnded = errors.New("the other end has gone")
+var ErrEnded = errors.New("the other end has ended")
 
 // Arrival polls for a Write of the other end for the time of spin, and then sleeps for up to block. It reports whether
 // a Write has arrived, and its immediate value.
