@@ -5,7 +5,6 @@ package af
 import (
 	"cmp"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"sync/atomic"
@@ -23,7 +22,7 @@ type Pull struct {
 	Dtype Dtype
 	Shape []int64 // of the worker's pull tensor
 
-	reply datamsg.Reply
+	part van.Part // of the request, without memory
 }
 
 // Batch is a handle of the data that one worker sent in one call: its push tensors, and the pulls to be answered. It
@@ -44,11 +43,12 @@ type work struct {
 	single   bool
 	first    int32 // timestamps
 	last     int32
+	trace    van.Trace // of the request
 	pushes   []KeyTensor
 	pulls    []Pull
 	msgs     []*van.Message
 	bytes    int           // of msgs
-	ack      datamsg.Reply // of a single push
+	ack      datamsg.Reply // of a single push, or of all pushes of a batch that came as one message
 	state    atomic.Uint64 // generation<<1 | answered
 	refs     atomic.Int32
 	accepted cluster.Accepted
@@ -90,40 +90,46 @@ func (b Batch) Context() context.Context {
 	return b.w.s.inbound.Context(&b.w.accepted, b.w.x.id, func() bool { return b.w.state.Load()>>1 == b.gen })
 }
 
-// add adds one message to the batch.
-func (b *work) add(msg *van.Message) error {
+// add adds one tensor to the batch: a part of msg, or all of it.
+func (b *work) add(x *van.Part, msg *van.Message) error {
 	if len(b.pushes)+len(b.pulls) >= MaxBatch {
 		return fmt.Errorf("%w: batch of more than %d tensors", van.ErrMalformed, MaxBatch)
 	}
-	b.last = msg.Timestamp
-	key := binary.LittleEndian.Uint64(msg.Keys.Host())
-	d := Dtype(msg.Dtype)
-	if !msg.Push {
-		size, err := byteSize(d, msg.ShapeSlice())
-		if err != nil || size != int(msg.ValLen) {
-			return fmt.Errorf("%w: pull of key %d: %s%v is not the announced %d bytes (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), msg.ValLen, cmp.Or(err, errSizes))
+	b.last = x.Timestamp
+	d := Dtype(x.Dtype)
+	if !x.Push {
+		size, err := byteSize(d, x.ShapeSlice())
+		if err != nil || size != x.Len {
+			return fmt.Errorf("%w: pull of key %d: %s%v is not the announced %d bytes (%w)", van.ErrMalformed, x.Key, d, x.ShapeSlice(), x.Len, cmp.Or(err, errSizes))
 		}
 		p := b.growPulls()
-		p.Key, p.Len, p.Dtype, p.reply = key, size, d, datamsg.ReplyTo(msg)
-		p.Shape = append(p.Shape[:0], msg.ShapeSlice()...)
+		p.Key, p.Len, p.Dtype, p.part = x.Key, size, d, *x
+		p.part.Vals, p.part.Into = backend.Mem{}, backend.Mem{}
+		p.Shape = append(p.Shape[:0], x.ShapeSlice()...)
 		return nil
 	}
-	mem, owned, err := b.s.buffers.Place(msg, key)
+	mem, owned, err := b.s.buffers.Place(msg.Sender, x.Key, x.Vals, x.Placed)
 	if err != nil {
 		return err
 	}
-	size, err := byteSize(d, msg.ShapeSlice())
+	size, err := byteSize(d, x.ShapeSlice())
 	if err != nil || size != mem.Len() {
-		return fmt.Errorf("%w: push of key %d: %s%v does not match the %d received bytes (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), mem.Len(), cmp.Or(err, errSizes))
+		return fmt.Errorf("%w: push of key %d: %s%v does not match the %d received bytes (%w)", van.ErrMalformed, x.Key, d, x.ShapeSlice(), mem.Len(), cmp.Or(err, errSizes))
 	}
-	t := Tensor{mem: mem, dtype: d, ndim: int8(msg.Dim), shape: msg.Shape}
-	b.pushes = append(b.pushes, KeyTensor{Key: key, Val: t})
-	if b.single {
+	t := Tensor{mem: mem, dtype: d, ndim: int8(x.Dim), shape: x.Shape}
+	b.pushes = append(b.pushes, KeyTensor{Key: x.Key, Val: t})
+	if b.single && !msg.IsBatch() {
 		b.ack = datamsg.ReplyTo(msg)
 	}
 	if !owned {
-		b.bytes += msg.PayloadLen()
-		b.msgs = append(b.msgs, msg.Retain())
+		if msg.IsBatch() {
+			b.bytes += x.Vals.Len()
+		} else {
+			b.bytes += msg.PayloadLen()
+		}
+		if n := len(b.msgs); n == 0 || b.msgs[n-1] != msg {
+			b.msgs = append(b.msgs, msg.Retain())
+		}
 	}
 	return nil
 }

@@ -76,7 +76,7 @@ func TestBatchBeyondTheSendBudget(t *testing.T) {
 // TestBatchBeyondTheReceiveBudget: a batch larger than a server's budget for one batch fails at once, and the
 // error names its size and the variable that sets the budget. A batch just within the budget is served.
 func TestBatchBeyondTheReceiveBudget(t *testing.T) {
-	const most, key = 2 << 20, 8 // bytes
+	const most = 2 << 20 // bytes
 	for _, x := range []struct {
 		name      string
 		peer, all int
@@ -99,10 +99,10 @@ func TestBatchBeyondTheReceiveBudget(t *testing.T) {
 					return call.Wait(t.Context())
 				}
 				want := fmt.Sprintf(", want at most %d (%s)", most, x.name)
-				vantest.Fails(t, push(most), van.ErrInvalid, "push_pull with server 0", fmt.Sprintf("a batch of %d bytes", most+key)+want)
-				vantest.Fails(t, push(most/2, most/2), van.ErrInvalid, fmt.Sprintf("a batch of %d bytes", most+2*key)+want)
-				vantest.Fails(t, push(most/2, most/2, 3), van.ErrInvalid, fmt.Sprintf("a batch of %d bytes before its end", most+2*key)+want)
-				if err := push(most/2-key, most/2-key); err != nil {
+				vantest.Fails(t, push(most+1), van.ErrInvalid, "push_pull with server 0", fmt.Sprintf("a batch of %d bytes", most+1)+want)
+				vantest.Fails(t, push(most/2, most/2+1), van.ErrInvalid, fmt.Sprintf("a batch of %d bytes", most+1)+want)
+				vantest.Fails(t, push(most/2, most/2, 3), van.ErrInvalid, fmt.Sprintf("a batch of %d bytes", most+3)+want)
+				if err := push(most/2, most/2); err != nil {
 					t.Error(err)
 				}
 				eventually(t, "nothing is open", func() bool { n, bytes := af.OpenBatches(s, van.WorkerID(0)); return n == 0 && bytes == 0 })
@@ -117,7 +117,7 @@ func TestBatchBeyondTheReceiveBudget(t *testing.T) {
 // which fails at once, and serves the batch that needed its memory.
 func TestBatchGivenUpForAnother(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
-		hook := &hooks.Van{}
+		hook := &hooks.Van{Expands: true}
 		o.Wrap = hook.Wrap("worker", 0)
 		o.Set = func(c *postoffice.Config) { c.RecvBudgetPeer = 1 << 20 }
 		c := testcluster.Start(t, o)
@@ -136,7 +136,6 @@ func TestBatchGivenUpForAnother(t *testing.T) {
 			if m.Head == van.BatchEnd {
 				return hooks.Lose
 			}
-			m.More = false // nothing follows
 			return hooks.Pass
 		})
 		first := push()

@@ -23,7 +23,6 @@ type calls struct {
 	customer *cluster.Customer
 	servers  []int           // node ids by server group rank, ascending
 	revoker  van.Invalidator // nil if no peer writes into pull tensors
-	flusher  van.Flusher     // nil if the transport does not delay messages
 
 	queue *streamqueue.Queue // of batches with device tensors, and later ones
 
@@ -42,9 +41,7 @@ type batch struct {
 	pushes   []KeyTensor
 	pulls    []KeyTensor // server-major: server*q + i
 	p, q     int
-	keys     [][8]byte // key frames: pushes, then pulls
-	skip     []bool    // by server: sending to it has failed
-	places   []place   // storage for apart
+	places   []place // storage for apart
 	msg      van.Message
 	queued   bool         // in the queue
 	refs     atomic.Int32 // held by the request, and by the queue while the batch is in it
@@ -65,7 +62,7 @@ func (b *batch) start(device bool, o options) (Call, error) {
 	// A batch started by a stream is sent first: streams of other batches may wait for it.
 	b.queued = event != nil || b.byStream == nil && c.queue.Busy()
 	b.p, b.q = len(b.pushes), len(b.pulls)/len(b.servers)
-	b.fillKeys()
+	b.Pushes = b.p
 	if err := c.customer.Open(&b.Request, "push_pull", b, b.p+b.q, b.servers); err != nil {
 		c.queue.ReturnEvent(event)
 		b.queued = false
@@ -143,11 +140,6 @@ func (b *batch) SendNow(err error) {
 func (b *batch) sendAll(ts int32) {
 	if err := b.sendMessages(ts); err != nil {
 		b.c.customer.Abort(&b.Request, err)
-		for _, id := range b.servers {
-			if f := b.c.flusher; f != nil {
-				f.Flush(id) // messages that the transport delays because of More
-			}
-		}
 	}
 }
 
@@ -307,7 +299,7 @@ func checkLists(push []KeyTensor, pull [][]KeyTensor, n int) error {
 
 // MaxBatch is the largest number of tensors that one worker and one server
 // exchange in a batch.
-const MaxBatch = 16384
+const MaxBatch = van.MaxParts
 
 // distinct returns an error for a list that contains a key twice: answers and receive buffers are found by key.
 func distinct(l []KeyTensor, kind string) error {
@@ -375,116 +367,86 @@ func (b *batch) unref() {
 	}
 }
 
-func (b *batch) fillKeys() {
-	if need := len(b.pushes) + len(b.pulls); cap(b.keys) < need {
-		b.keys = make([][8]byte, need)
-	} else {
-		b.keys = b.keys[:need]
-	}
-	for i := range b.pushes {
-		binary.LittleEndian.PutUint64(b.keys[i][:], b.pushes[i].Key)
-	}
-	for i := range b.pulls {
-		binary.LittleEndian.PutUint64(b.keys[len(b.pushes)+i][:], b.pulls[i].Key)
-	}
-}
-
-// sendMessages sends the messages of the batch: each push to all servers, then each pull index to all servers. After
-// an error a server is sent nothing more; the other servers get all messages, since they would keep an incomplete
-// batch. It returns the first error.
-func (b *batch) sendMessages(ts int32) error {
-	var failed error
-	b.skip = append(b.skip[:0], make([]bool, len(b.servers))...)
-	one := func(s int, push bool, i int, kt *KeyTensor, key []byte) {
-		if b.skip[s] {
-			return
+// sendMessages sends a message to each server. After an error the other servers get theirs all the same. It returns the first error.
+func (b *batch) sendMessages(ts int32) (failed error) {
+	m := &b.msg
+	for s, id := range b.servers {
+		m.Reset()
+		m.Receiver, m.Request, m.Push, m.Timestamp = id, true, b.q == 0, ts
+		m.AppID, m.CustomerID = int32(b.c.customer.AppID()), int32(b.c.customer.ID())
+		for i := range b.pushes {
+			b.pushes[i].addTo(m, true)
 		}
-		if err := b.sendOne(b.servers[s], ts, push, b.flag(i), kt, key); err != nil {
-			b.skip[s] = true
-			failed = cmp.Or(failed, err)
+		for i := range b.q {
+			b.pulls[s*b.q+i].addTo(m, false)
 		}
+		m.Key, m.ValLen = m.Parts[0].Key, int32(m.Parts[0].Len)
+		m.WriteDirectory()
+		failed = cmp.Or(failed, b.c.node.Send(m))
 	}
-	for i := range b.pushes {
-		for s := range b.servers {
-			one(s, true, i, &b.pushes[i], b.keys[i][:])
-		}
-		ts++
-	}
-	for i := range b.q {
-		for s := range b.servers {
-			k := s*b.q + i
-			one(s, false, b.p+i, &b.pulls[k], b.keys[b.p+k][:])
-		}
-		ts++
-	}
+	m.Reset() // the tensors are not m's
 	return failed
 }
 
-// flag is the head of timestamp index i. A batch of one timestamp has no end
-// mark to wait for; the original sends only a start for one pull at several
-// servers, and hangs.
-func (b *batch) flag(i int) van.BatchFlag {
-	switch total := b.p + b.q; {
-	case total == 1:
-		return van.Single
-	case i == 0:
-		return van.BatchStart
-	case i == total-1:
-		return van.BatchEnd
-	default:
-		return van.BatchMiddle
-	}
-}
-
-func (b *batch) sendOne(id int, ts int32, push bool, flag van.BatchFlag, kt *KeyTensor, key []byte) error {
-	m, t := &b.msg, &kt.Val
-	m.Reset()
-	m.Receiver = id
-	m.Request, m.Push, m.Head, m.Timestamp = true, push, flag, ts
-	m.More = flag == van.BatchStart || flag == van.BatchMiddle
-	m.Continues = flag == van.BatchMiddle || flag == van.BatchEnd // no message follows a refused message
-	m.AppID, m.CustomerID = int32(b.c.customer.AppID()), int32(b.c.customer.ID())
-	m.Key, m.Addr, m.ValLen, m.Option = kt.Key, t.mem.Addr(), int32(t.mem.Len()), 0
-	m.IsTensor, m.Dtype, m.Dim, m.Shape = true, int32(t.dtype), int32(t.rank()), t.shape
-	m.DataTypes = append(m.DataTypes, van.TypeUint64, van.TypeOther)
-	m.Src, m.Dst = t.Device(), t.Device()
-	m.Frames, m.Keys = 2, backend.Bytes(key)
-	if push {
-		m.Vals = t.mem
+// addTo adds a tensor to a request.
+func (kt *KeyTensor) addTo(m *van.Message, push bool) {
+	t := &kt.Val
+	m.Parts = append(m.Parts, van.Part{Key: kt.Key, Push: push, Len: t.mem.Len(), Addr: t.mem.Addr(), Device: t.Device(),
+		Dtype: int32(t.dtype), Dim: int32(t.rank()), Shape: t.shape})
+	if p := &m.Parts[len(m.Parts)-1]; push {
+		p.Vals = t.mem
 	} else {
-		m.Into = t.mem
+		p.Into = t.mem
 	}
-	m.DataSize = int32(min(m.PayloadLen(), MaxTensorBytes))
-	return b.c.node.Send(m)
 }
 
-// Answer handles one answer: the acknowledgement of a push, or the value of a pull.
+// Answer handles one answer: the acknowledgement of pushes, the value of a pull, or those of all pulls.
 func (b *batch) Answer(i, from int, msg *van.Message) error {
 	push := i < b.p
-	if msg.Push != push {
+	switch {
+	case msg.IsBatch() && (push || len(msg.Parts) != b.q):
+		return fmt.Errorf("%w: answer with %d values to timestamp %d, want %d values to timestamp %d", van.ErrMalformed, len(msg.Parts),
+			msg.Timestamp, b.q, b.First()+int32(b.p))
+	case msg.Push != push:
 		return fmt.Errorf("%w: answer to timestamp %d is for a push=%t, want %t", van.ErrMalformed, msg.Timestamp, msg.Push, push)
-	}
-	if push {
+	case msg.EndsBatch() && (b.q > 0 || i != b.p-1):
+		return fmt.Errorf("%w: acknowledgement of all pushes to timestamp %d, want one to timestamp %d, of a batch without pulls", van.ErrMalformed,
+			msg.Timestamp, b.First()+int32(b.p)-1)
+	case push:
 		return nil
 	}
-	slot := &b.pulls[from*b.q+i-b.p]
-	if msg.Frames < 2 || msg.Keys.Len() != 8 {
-		return fmt.Errorf("%w: pull answer for key %d has %d data frames and %d key bytes, want 2 and 8", van.ErrMalformed, slot.Key, msg.Frames, msg.Keys.Len())
+	slots := b.pulls[from*b.q+i-b.p:]
+	if !msg.IsBatch() {
+		if msg.Frames < 2 || msg.Keys.Len() != 8 {
+			return fmt.Errorf("%w: pull answer for key %d has %d data frames and %d key bytes, want 2 and 8", van.ErrMalformed, slots[0].Key, msg.Frames, msg.Keys.Len())
+		}
+		return b.fillPull(&slots[0], binary.LittleEndian.Uint64(msg.Keys.Host()), msg.Vals, msg.Placed)
 	}
-	if key := binary.LittleEndian.Uint64(msg.Keys.Host()); key != slot.Key {
+	for k := range msg.Parts {
+		p := &msg.Parts[k]
+		if err := b.fillPull(&slots[k], p.Key, p.Vals, p.Placed); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fillPull copies an answer to its pull tensor, unless the transport has placed it there.
+func (b *batch) fillPull(slot *KeyTensor, key uint64, vals backend.Mem, placed bool) error {
+	if key != slot.Key {
 		return fmt.Errorf("%w: pull answer has key %d, want %d", van.ErrMalformed, key, slot.Key)
 	}
-	if msg.Vals.Len() != slot.Val.Len() {
+	if vals.Len() != slot.Val.Len() {
 		return fmt.Errorf("%w: pull answer for key %d has %d bytes, the pull tensor %s has %d", van.ErrInvalid, slot.Key,
-			msg.Vals.Len(), slot.Val.String(), slot.Val.Len())
+			vals.Len(), slot.Val.String(), slot.Val.Len())
 	}
-	if msg.Placed || msg.Vals.Len() == 0 {
+	if placed || vals.Len() == 0 {
 		return nil
 	}
 	if len(b.servers) == 1 { // the answer may be written to a push tensor
 		b.Arrived(b.p)
 	}
-	return b.c.node.Backend().Copy(slot.Val.mem, msg.Vals)
+	return b.c.node.Backend().Copy(slot.Val.mem, vals)
 }
 
 // hold retains the memory of the tensors until letGo.

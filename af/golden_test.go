@@ -53,10 +53,6 @@ func TestChecksGolden(t *testing.T) {
 				}
 			}
 			fmt.Fprintln(w, golden.Err(distinct(push, "push")), golden.Err(checkLists(push, testcluster.PerServer(pull, 1+rng.IntN(3)), 1+rng.IntN(3))))
-			b := batch{p: rng.IntN(4), q: rng.IntN(4)}
-			for i := range b.p + b.q {
-				fmt.Fprint(w, b.flag(i), " ")
-			}
 			o, err := with(options{}, []CallOption{Stream(3), To{1}, Within(5), nil}[:rng.IntN(5)])
 			fmt.Fprintln(w, o.stream, o.to, o.limit, golden.Err(err))
 		}

@@ -2,7 +2,6 @@ package af_test
 
 import (
 	"fmt"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -33,7 +32,7 @@ func TestSendRefused(t *testing.T) {
 		}
 		w := newWorker(t, c.Workers[0])
 		works(t, w, 2)
-		for nth := range 4 { // a push and a pull for each server
+		for nth := range 2 { // a message for each server
 			sends := 0
 			hook.OnSend(func(*van.Message) hooks.Verdict {
 				if sends++; sends == nth+1 {
@@ -55,46 +54,6 @@ func TestSendRefused(t *testing.T) {
 		}
 		c.Finalize(t)
 	}, all...)
-}
-
-// flushes counts the flush calls to a transport that holds messages.
-type flushes struct {
-	van.Van
-	n atomic.Int32
-}
-
-func (f *flushes) Unwrap() van.Van { return f.Van }
-func (f *flushes) Flush(int)       { f.n.Add(1) }
-
-// TestRefusedBatchIsFlushed: a transport may hold the beginning of a batch until the rest follows. If the transport refuses
-// the rest, the worker flushes the beginning to each server.
-func TestRefusedBatchIsFlushed(t *testing.T) {
-	hook, held := &hooks.Van{}, &flushes{}
-	wrap := hook.Wrap("worker", 0)
-	c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: func(role string, rank int, f van.Factory) van.Factory {
-		if f = wrap(role, rank, f); role != "worker" {
-			return f
-		}
-		return func(o van.Options) (van.Van, error) {
-			inner, err := f(o)
-			held.Van = inner
-			return held, err
-		}
-	}})
-	for _, n := range c.Servers {
-		serve(t, n, func(b af.Batch) { _ = echo(b) }) // the node may have left
-	}
-	w := newWorker(t, c.Workers[0])
-	sends := 0
-	hook.OnSend(func(*van.Message) hooks.Verdict {
-		if sends++; sends == 2 {
-			return hooks.Refuse(van.ErrQueueFull)
-		}
-		return hooks.Pass
-	})
-	h, _ := ask(t, w, 2, "refused")
-	vantest.Fails(t, cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), 20*time.Second), van.ErrQueueFull)
-	eventually(t, "each server is sent what was held for it", func() bool { return held.n.Load() == 2 })
 }
 
 // TestNothingIsSentWithoutAServer: a push_pull to all servers fails while one server is lost. The other servers receive no part
@@ -134,7 +93,7 @@ func TestAnswerRefused(t *testing.T) {
 		w := newWorker(t, c.Workers[0])
 		for range 3 {
 			hook.OnSend(func(m *van.Message) hooks.Verdict {
-				if m.Frames > 0 {
+				if m.IsBatch() {
 					return hooks.Refuse(van.ErrQueueFull)
 				}
 				return hooks.Pass
@@ -191,7 +150,7 @@ func TestReleaseOfHostMemory(t *testing.T) {
 // TestEarlyMessagesOfALostWorker: pending messages that wait for a lost message before them are dropped with their
 // worker, and counted no more.
 func TestEarlyMessagesOfALostWorker(t *testing.T) {
-	in, out := &hooks.Van{}, &hooks.Van{}
+	in, out := &hooks.Van{}, &hooks.Van{Expands: true}
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, 50*time.Millisecond }, Wrap: func(role string, rank int, f van.Factory) van.Factory {
 		return in.Wrap("server", 0)(role, rank, out.Wrap("worker", 1)(role, rank, f))
 	}})
@@ -210,33 +169,4 @@ func TestEarlyMessagesOfALostWorker(t *testing.T) {
 	c.Workers[1].Close()
 	eventually(t, "no message waits", func() bool { return s.Early() == 0 && in.Held() == 0 })
 	works(t, newWorker(t, c.Workers[0]), 1)
-}
-
-// TestAcknowledgedAtOnce: the acknowledgement of a push that is not part of a batch is not marked More, though
-// those of earlier batches were: a transport that waits for the next message would keep the worker waiting.
-func TestAcknowledgedAtOnce(t *testing.T) {
-	hook := &hooks.Van{}
-	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
-	serve(t, c.Servers[0], echoes(t))
-	w := newWorker(t, c.Workers[0])
-	var alone, acks, more atomic.Int32
-	hook.OnSend(func(m *van.Message) hooks.Verdict {
-		if m.Push && !m.Request {
-			acks.Add(alone.Load())
-			if m.More {
-				more.Add(alone.Load())
-			}
-		}
-		return hooks.Pass
-	})
-	for range 20 {
-		alone.Store(0)
-		works(t, w, 1)
-		alone.Store(1)
-		push(t, w, 7, "alone")
-	}
-	if n, held := acks.Load(), more.Load(); n != 20 || held > 0 {
-		t.Errorf("of %d acknowledgements %d say that something follows, want none of 20", n, held)
-	}
-	c.Finalize(t)
 }

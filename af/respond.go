@@ -3,8 +3,6 @@ package af
 // Answers to batches.
 
 import (
-	"encoding/binary"
-	"errors"
 	"fmt"
 	"sync"
 
@@ -51,20 +49,13 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 		return b.enqueue(event, outs, o)
 	}
 	defer b.w.end()
-	if b.w.single && len(b.w.pulls) == 0 {
-		return s.acknowledge(b.w.ack, false)
+	if len(b.w.pulls) > 0 {
+		return s.reply(b.w, outs, o.order, o.done)
 	}
-	var errs []error
-	for i := range b.w.pulls {
-		p := &b.w.pulls[i]
-		if err := s.reply(p.reply, &KeyTensor{Key: p.Key, Val: *b.w.answer(i, outs, o.order)}, b.w, o.done, i > len(errs)); err != nil {
-			errs = append(errs, err)
-			if o.done != nil {
-				o.done.Sent()
-			}
-		}
+	if b.w.single {
+		return s.acknowledge(b.w.ack)
 	}
-	return errors.Join(errs...)
+	return nil
 }
 
 // Refuse ends the batch without an answer: the worker's call fails at once, with van.ErrRequestRefused and about 900
@@ -126,11 +117,7 @@ func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o options) error {
 	if s.queue.Add(w, event) {
 		return nil
 	}
-	for range w.answers {
-		if o.done != nil {
-			o.done.Sent()
-		}
-	}
+	w.unsent(o.done)
 	w.forget()
 	w.end()
 	return &van.Error{Op: "respond", Node: s.node.Name(), Err: van.ErrClosed}
@@ -142,23 +129,17 @@ func (b *work) Canceled() bool { return false }
 // SendNow implements streamqueue.Entry: it sends the answers and releases the batch.
 func (b *work) SendNow(err error) {
 	s := b.s
-	sent := 0
-	if err == nil && b.single && len(b.pulls) == 0 {
-		err = s.acknowledge(b.ack, false)
-	}
-	for ; err == nil && sent < len(b.answers); sent++ {
-		if err = s.reply(b.pulls[sent].reply, &b.answers[sent], b, b.done, sent > 0); err != nil {
-			break
-		}
+	switch {
+	case err != nil:
+		b.unsent(b.done)
+	case len(b.pulls) > 0:
+		err = s.reply(b, b.answers, 0, b.done)
+	case b.single:
+		err = s.acknowledge(b.ack)
 	}
 	if err != nil {
 		s.node.Rarely("af: answers: "+logx.Kind(err)).Warn("answers did not leave",
-			"worker", s.node.PeerName(b.instance), "answers", len(b.answers)-sent, "err", err)
-		for range b.answers[sent:] {
-			if b.done != nil {
-				b.done.Sent()
-			}
-		}
+			"worker", s.node.PeerName(b.instance), "answers", len(b.answers), "err", err)
 	}
 	b.forget()
 	b.end()
@@ -200,45 +181,63 @@ func (b *work) checkAnswer(outs []KeyTensor, order Order) (device bool, err erro
 	return device, nil
 }
 
-// reply sends one answer, kt. b is retained until the answer has been sent. more means that the transport has taken
-// another answer to the same batch.
-func (s *Server) reply(r datamsg.Reply, kt *KeyTensor, b *work, done van.Completion, more bool) error {
-	a := answers.Get().(*answer)
-	r.Fill(&a.msg)
-	a.msg.Continues = more
-	binary.LittleEndian.PutUint64(a.key[:], kt.Key)
-	datamsg.SetData(&a.msg, backend.Bytes(a.key[:]), kt.Val.mem, backend.Mem{}, van.TypeOther)
+// unsent calls done, which may be nil, for each pull, whose answers are not sent.
+func (b *work) unsent(done van.Completion) {
+	for range b.pulls {
+		if done != nil {
+			done.Sent()
+		}
+	}
+}
+
+// reply sends the answers. b is retained until they have been sent.
+func (s *Server) reply(b *work, outs []KeyTensor, order Order, done van.Completion) error {
+	m := messages.Get().(*van.Message)
+	defer messages.Put(m)
+	m.Reset()
+	m.Receiver, m.ProcessEpoch = b.instance, b.epoch
+	m.AppID, m.CustomerID, m.Timestamp, m.RequestTrace = int32(s.app), b.customer, b.pulls[0].part.Timestamp, b.trace
+	for i := range b.pulls {
+		p := b.pulls[i].part
+		p.Vals = b.answer(i, outs, order).mem
+		m.Parts = append(m.Parts, p)
+	}
+	m.Key, m.ValLen = m.Parts[0].Key, int32(m.Parts[0].Len)
+	m.WriteDirectory()
 	b.refs.Add(1)
-	a.msg.Done = b
+	m.Done = b
 	var both *sent
 	if done != nil {
 		both = sents.Get().(*sent)
-		both.b, both.done = b, done
-		a.msg.Done = both
+		both.b, both.done, both.n = b, done, len(b.pulls)
+		m.Done = both
 	}
-	err := s.node.Send(&a.msg)
+	err := s.node.Send(m)
 	if err != nil && !failpoint.On("leak") {
+		b.unsent(done)
 		b.unref()
 		if both != nil {
 			both.put()
 		}
 	}
-	a.msg.Done = nil
-	answers.Put(a)
+	m.Reset()
 	return err
 }
 
-// sent notifies both the batch and the application.
+// sent notifies both the batch and the application, once for each of n pulls.
 type sent struct {
 	b    *work
 	done van.Completion
+	n    int
 }
 
-// Sent is called when an answer has left.
+// Sent is called when the answers have left.
 func (s *sent) Sent() {
-	b, done := s.b, s.done
+	b, done, n := s.b, s.done, s.n
 	s.put()
-	done.Sent()
+	for range n {
+		done.Sent()
+	}
 	b.unref()
 }
 
@@ -249,20 +248,13 @@ func (s *sent) put() {
 	sents.Put(s)
 }
 
-// acknowledge answers a push. The worker needs acknowledgements of a batch only when the batch is complete, so with
-// more it may be sent together with later messages.
-func (s *Server) acknowledge(r datamsg.Reply, more bool) error {
-	a := answers.Get().(*answer)
-	defer answers.Put(a)
-	r.Fill(&a.msg)
-	a.msg.More = more
-	return s.node.Send(&a.msg)
+// acknowledge answers a push, or all pushes of a batch that came as one message.
+func (s *Server) acknowledge(r datamsg.Reply) error {
+	m := messages.Get().(*van.Message)
+	defer messages.Put(m)
+	r.Fill(m)
+	m.IsTensor = r.Head == van.WholeBatch
+	return s.node.Send(m)
 }
 
-// answer is a message with space for its key frame.
-type answer struct {
-	msg van.Message
-	key [8]byte
-}
-
-var answers = sync.Pool{New: func() any { return new(answer) }}
+var messages = sync.Pool{New: func() any { return new(van.Message) }}

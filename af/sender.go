@@ -1,8 +1,10 @@
 package af
 
-// Assembly of one worker's messages to batches.
+// The batches of one worker. One of this library sends a batch as one message; the messages of a C++ worker, and those over a transport
+// without a form for batches, are assembled here.
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -26,7 +28,8 @@ type sender struct {
 	held []*van.Message // pending messages: they arrived before the message that they follow
 	over []refused      // removed from open; the function that added them ends them without the lock
 
-	openBytes int // of the messages in open
+	part      van.Part // of the message that is being added; no variable of accept, which would be allocated
+	openBytes int      // of the messages in open
 	heldBytes int
 
 	freeMu sync.Mutex
@@ -47,7 +50,68 @@ type refused struct {
 // refused.
 var errNotBegun = fmt.Errorf("%w: the batch has not begun, or is given up", van.ErrMalformed)
 
-// accept adds msg to its batch and delivers the batch when it is complete.
+// whole delivers msg, a batch.
+func (x *sender) whole(msg *van.Message) error {
+	s := x.s
+	if len(msg.Parts) == 0 {
+		return fmt.Errorf("%w: a batch of no tensors", van.ErrMalformed)
+	}
+	if s.closed.Load() {
+		return fmt.Errorf("%w: the server", van.ErrClosed)
+	}
+	b, err := x.take(msg)
+	if err == nil {
+		b.single = len(msg.Parts) == 1
+		b.last = msg.Timestamp + int32(len(msg.Parts)-1)
+		b.ack = datamsg.ReplyTo(msg)
+		b.ack.Push, b.ack.Timestamp = true, b.last
+		for i := range msg.Parts {
+			if err = b.add(&msg.Parts[i], msg); err != nil {
+				break
+			}
+		}
+		if most, name := s.largest(); err == nil && b.bytes > most && !failpoint.On("recv-budget") {
+			err = fmt.Errorf("%w: a batch of %d bytes, want at most %d (%s)", van.ErrInvalid, b.bytes, most, name)
+		}
+		if err != nil {
+			defer b.unref()
+		}
+	}
+	if err != nil {
+		s.node.Refuse(msg.Sender, msg.ProcessEpoch, int32(s.app), msg.CustomerID, msg.Timestamp, err)
+		return err
+	}
+	if !b.single && len(b.pulls) == 0 {
+		s.acknowledged(b.ack)
+	}
+	s.serve(b)
+	return nil
+}
+
+// serve passes b, which is complete, to the handler.
+func (s *Server) serve(b *work) {
+	instance := b.instance
+	s.inbound.Enter(instance)
+	s.handler(Batch{b, b.state.Load() >> 1})
+	s.inbound.Exit(instance)
+}
+
+// largest is the largest number of bytes of one batch, and the variable that says so.
+func (s *Server) largest() (most int, name string) {
+	if c := s.node.Config(); c.RecvBudgetPeer > c.RecvBudget {
+		return c.RecvBudgetPeer, "STEPAF_RECV_BUDGET_PEER"
+	}
+	return s.node.Config().RecvBudget, "STEPAF_RECV_BUDGET"
+}
+
+// acknowledged acknowledges a push on arrival.
+func (s *Server) acknowledged(r datamsg.Reply) {
+	if err := s.acknowledge(r); err != nil {
+		s.node.Rarely("af: push not acknowledged: "+logx.Kind(err)).Warn("push not acknowledged", "err", err)
+	}
+}
+
+// accept adds msg, a message of ps-lite, to its batch and delivers the batch when it is complete.
 func (x *sender) accept(msg *van.Message) error {
 	s := x.s
 	if msg.SimpleApp || msg.Frames < 2 || msg.Keys.Len() != 8 {
@@ -82,8 +146,10 @@ func (x *sender) accept(msg *van.Message) error {
 		}
 		return err
 	}
-	err = b.add(msg)
-	if err == nil {
+	p := &x.part
+	*p = van.PartOf(&msg.Meta)
+	p.Key, p.Vals, p.Placed = binary.LittleEndian.Uint64(msg.Keys.Host()), msg.Vals, msg.Placed
+	if err = b.add(p, msg); err == nil {
 		err = x.charge(b, msg)
 	}
 	if err != nil {
@@ -104,21 +170,19 @@ func (x *sender) accept(msg *van.Message) error {
 		return err
 	}
 
-	// Pushes of a batch are acknowledged on arrival; a single one when the
-	// application answers it.
-	if msg.Push && !b.single {
-		if err := s.acknowledge(datamsg.ReplyTo(msg), true); err != nil {
-			s.node.Rarely("af: push not acknowledged: "+logx.Kind(err)).Warn("push not acknowledged", "err", err)
-		}
+	// A C++ worker gets an acknowledgement of each push of a batch on arrival, a worker of this library one of all, unless an answer
+	// follows. A single push is acknowledged when the application answers it.
+	native := s.node.Native(msg.Sender)
+	if msg.Push && !b.single && !native {
+		s.acknowledged(datamsg.ReplyTo(msg))
 	}
 	if complete {
-		instance := b.instance
-		s.inbound.Enter(instance)
-		s.handler(Batch{b, b.state.Load() >> 1})
-		s.inbound.Exit(instance)
-		if s.flusher != nil {
-			s.flusher.Flush(instance) // unless the acknowledgements were sent with the answers
+		if native && !b.single && len(b.pulls) == 0 {
+			r := datamsg.ReplyTo(msg)
+			r.Head = van.WholeBatch
+			s.acknowledged(r)
 		}
+		s.serve(b)
 	}
 	return nil
 }
@@ -168,11 +232,7 @@ func (x *sender) charge(b *work, msg *van.Message) error {
 		s.node.Rarely("af: bytes of open batches").Warn("gave up a batch that has not ended: its worker has begun too much",
 			"worker", s.node.PeerName(msg.Sender), "last timestamp", old.last, "limit (STEPAF_RECV_BUDGET_PEER)", c.RecvBudgetPeer)
 	}
-	most, name := c.RecvBudget, "STEPAF_RECV_BUDGET"
-	if c.RecvBudgetPeer > most {
-		most, name = c.RecvBudgetPeer, "STEPAF_RECV_BUDGET_PEER"
-	}
-	if b.bytes > most && !failpoint.On("recv-budget") {
+	if most, name := s.largest(); b.bytes > most && !failpoint.On("recv-budget") {
 		before := ""
 		if !b.single && msg.Head != van.BatchEnd {
 			before = " before its end"
@@ -269,7 +329,7 @@ func (x *sender) take(msg *van.Message) (*work, error) {
 		b = &work{s: x.s, x: x}
 	}
 	b.instance, b.epoch, b.customer, b.first = msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp
-	b.single = msg.Head == van.Single
+	b.single, b.trace = msg.Head == van.Single, msg.RequestTrace
 	b.pushes, b.pulls, b.msgs = b.pushes[:0], b.pulls[:0], b.msgs[:0]
 	b.bytes = 0
 	b.refs.Store(1)

@@ -287,21 +287,19 @@ func TestBatchIsBounded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pull := &van.Message{}
-	pull.Reset()
-	pull.Request, pull.ValLen, pull.Dim, pull.Shape[0], pull.Dtype = true, 1, 1, 1, int32(Uint8)
-	pull.Frames, pull.Keys = 2, backend.Bytes(make([]byte, 8))
+	pull := &van.Part{Len: 1, Dim: 1, Dtype: int32(Uint8)}
+	pull.Shape[0] = 1
 	b := &work{s: s, pushes: make([]KeyTensor, MaxBatch-2)}
 	for i := range 4 {
-		if err := b.add(pull); (err == nil) != (i < 2) || err != nil && !errors.Is(err, van.ErrMalformed) {
+		if err := b.add(pull, &van.Message{}); (err == nil) != (i < 2) || err != nil && !errors.Is(err, van.ErrMalformed) {
 			t.Errorf("tensor %d: %v", MaxBatch-2+i, err)
 		}
 	}
 	if len(b.pulls) != 2 {
 		t.Errorf("%d pulls, want 2", len(b.pulls))
 	}
-	pull.ValLen = 2
-	if err := (&work{s: s}).add(pull); !errors.Is(err, van.ErrMalformed) {
+	pull.Len = 2
+	if err := (&work{s: s}).add(pull, &van.Message{}); !errors.Is(err, van.ErrMalformed) {
 		t.Errorf("a pull of another size than its shape: %v", err)
 	}
 }

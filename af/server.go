@@ -44,7 +44,6 @@ type Server struct {
 	queue    *streamqueue.Queue // of answers with device tensors, and later ones
 	late     *streamqueue.Queue // of batches that the device still reads
 	senders  []*sender          // by instance rank of the worker
-	flusher  van.Flusher        // nil if the transport does not delay messages
 	reorders bool               // messages of a worker may overtake each other
 
 	unwanted func(worker postoffice.NodeID) // see ServerOptions.OnUnwanted
@@ -67,7 +66,6 @@ func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 	if r, ok := van.As[van.Reorderer]((*cluster.Node)(node).Van()); ok {
 		s.reorders = r.Reorders()
 	}
-	s.flusher, _ = van.As[van.Flusher]((*cluster.Node)(node).Van())
 	s.senders = make([]*sender, node.Topology().NumWorkerInstances())
 	for i := range s.senders {
 		s.senders[i] = &sender{s: s, id: van.WorkerID(i)}
@@ -161,13 +159,19 @@ func (s *Server) sender(id int) *sender {
 	return s.senders[van.RankOf(id)]
 }
 
-// receive handles one request of a worker, and then pending ones that follow it.
+// receive handles one request of a worker. After a message of ps-lite, it handles pending ones that follow it.
 func (s *Server) receive(msg *van.Message) {
 	if err := datamsg.CheckSender(s.node.Node, msg); err != nil {
 		s.dropped(msg, err)
 		return
 	}
 	x := s.senders[van.RankOf(msg.Sender)]
+	if msg.IsBatch() {
+		if err := x.whole(msg); err != nil {
+			s.dropped(msg, err)
+		}
+		return
+	}
 	for m := msg; m != nil; m = x.unhold() {
 		if err := x.accept(m); err != nil {
 			s.dropped(m, err)

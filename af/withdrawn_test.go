@@ -118,9 +118,9 @@ func TestOpenBatches(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Log: logged.Logger()})
 	s := serve(t, c.Servers[0], echoes(t))
 	w := newWorker(t, c.Workers[0])
-	for i := range 1024 {
-		if i == 1023 {
-			works(t, w, 1) // within the budget, together with the batch that is served
+	for i := range 1025 {
+		if i == 1024 {
+			works(t, w, 1)
 			if n, _ := af.OpenBatches(s, van.WorkerID(0)); n != i || strings.Contains(logged.String(), "gave up") {
 				t.Errorf("%d batches are open, want %d; or one was given up", n, i)
 			}
@@ -130,8 +130,8 @@ func TestOpenBatches(t *testing.T) {
 		}
 	}
 	works(t, w, 1)
-	if n, _ := af.OpenBatches(s, van.WorkerID(0)); n != 1023 || !strings.Contains(logged.String(), "gave up a batch that has not ended") {
-		t.Errorf("%d batches are open, want 1023, and a line about the oldest one", n)
+	if n, _ := af.OpenBatches(s, van.WorkerID(0)); n != 1024 || !strings.Contains(logged.String(), "gave up a batch that has not ended") {
+		t.Errorf("%d batches are open, want 1024, and a line about the oldest one", n)
 	}
 	testcluster.Counted(t, c.Servers[0], postoffice.Stats{RefusedRequests: 1})
 }

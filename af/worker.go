@@ -45,7 +45,6 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	c := &w.calls
 	c.node, c.servers, c.queue = w.node, w.node.Topology().ServerInstances(), streamqueue.New(node.Backend(), node.Config().BusyPoll)
 	c.revoker, _ = van.As[van.Invalidator]((*cluster.Node)(node).Van())
-	c.flusher, _ = van.As[van.Flusher]((*cluster.Node)(node).Van())
 	w.graphs.node, w.graphs.spin = w.node, node.Config().BusyPoll.Spin()
 	var err error
 	c.customer, err = w.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {

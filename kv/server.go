@@ -213,7 +213,7 @@ func (s *Server[V]) accept(msg *van.Message) (r Request[V], err error) {
 		return r, err
 	}
 	if msg.Push {
-		mem, _, err := s.buffers.Place(msg, f.keys[0])
+		mem, _, err := s.buffers.Place(msg.Sender, f.keys[0], msg.Vals, msg.Placed)
 		if err != nil {
 			return r, err
 		}

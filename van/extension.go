@@ -14,8 +14,6 @@ type NodeExtension struct {
 	Cluster uint32
 	// Settings are compared by the scheduler.
 	Settings Settings
-	// Bundles says that the node accepts bundles over RDMA: several messages in one write.
-	Bundles bool
 	// DataPort is the TCP port where the node accepts data of nodes of this library; 0 is none.
 	DataPort uint16
 	// Local is the endpoint of the transport between processes of one host; nil is none. After
@@ -39,7 +37,7 @@ const MaxCount = 1<<14 - 1
 
 // Layout of an endpoint field.
 //
-//	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   1 settings known, 2 resend, 4 bundles, 8 TLS; 14 bits of workers from bit 4, of servers from bit 18
+//	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   1 settings known, 2 resend, 8 TLS; 14 bits of workers from bit 4, of servers from bit 18
 //	4  u32      version    12  u32  cluster       20  u16   data port
 //	                                              22  u8[2] 0
 //	                                              24  u8[]  local
@@ -49,7 +47,6 @@ const (
 
 	settingsKnown  = 1
 	settingsResend = 2
-	takesBundles   = 4 // unknown to versions that take none
 	settingsTLS    = 8
 	workersAt      = 4
 	serversAt      = 18
@@ -69,11 +66,7 @@ func (x *NodeExtension) Encode() []byte {
 	b = le.AppendUint32(b, ExtensionVersion)
 	b = le.AppendUint32(b, x.Incarnation)
 	b = le.AppendUint32(b, x.Cluster)
-	f := x.Settings.flags()
-	if x.Bundles {
-		f |= takesBundles
-	}
-	b = le.AppendUint32(b, f)
+	b = le.AppendUint32(b, x.Settings.flags())
 	b = le.AppendUint32(b, uint32(x.DataPort))
 	return append(b, local...)
 }
@@ -95,7 +88,7 @@ func (s *Settings) flags() (f uint32) {
 }
 
 // ExtensionVersion is the version of this library's protocol between nodes.
-const ExtensionVersion = 3
+const ExtensionVersion = 4
 
 // ExtensionVersionOf returns the version of the extension in the endpoint field of a node record,
 // also if ParseExtension cannot read that version. It returns false for a C++ StepMesh node.
@@ -119,7 +112,7 @@ func ParseExtension(endpoint []byte) (x NodeExtension, ok bool) {
 		x.Settings = Settings{Known: true, Resend: f&settingsResend != 0, TLS: f&settingsTLS != 0,
 			Workers: int(f >> workersAt & MaxCount), Servers: int(f >> serversAt & MaxCount)}
 	}
-	x.Bundles, x.DataPort = f&takesBundles != 0, le.Uint16(endpoint[20:])
+	x.DataPort = le.Uint16(endpoint[20:])
 	if len(endpoint) > extensionLen {
 		x.Local = endpoint[extensionLen:]
 	}

@@ -15,9 +15,8 @@ func TestExtension(t *testing.T) {
 		{Incarnation: 3, Settings: van.Settings{Known: true, Resend: true}},
 		{Incarnation: 3, Settings: van.Settings{Known: true, TLS: true}},
 		{Incarnation: 3, Settings: van.Settings{Known: true}, Local: []byte("x")},
-		{Incarnation: 3, Bundles: true},
 		{Incarnation: 3, DataPort: 65535},
-		{Incarnation: 3, Settings: van.Settings{Known: true}, Bundles: true},
+		{Incarnation: 3, Settings: van.Settings{Known: true}},
 		{Incarnation: 3, Settings: van.Settings{Known: true, Resend: true, Workers: van.MaxCount, Servers: 1}},
 		{Incarnation: 3, Settings: van.Settings{Known: true, Workers: 1, Servers: van.MaxCount}},
 		{Incarnation: 7, Cluster: 9, Local: []byte("shared memory")},
@@ -25,7 +24,7 @@ func TestExtension(t *testing.T) {
 	} {
 		b := id.Encode()
 		got, ok := van.ParseExtension(b)
-		if !ok || got.Incarnation != id.Incarnation || got.Cluster != id.Cluster || got.Settings != id.Settings || got.Bundles != id.Bundles || got.DataPort != id.DataPort || !bytes.Equal(got.Local, id.Local) {
+		if !ok || got.Incarnation != id.Incarnation || got.Cluster != id.Cluster || got.Settings != id.Settings || got.DataPort != id.DataPort || !bytes.Equal(got.Local, id.Local) {
 			t.Errorf("%+v came back as %+v, %t", id, got, ok)
 		}
 		if (got.Local == nil) != (id.Local == nil) {
@@ -35,7 +34,7 @@ func TestExtension(t *testing.T) {
 			t.Errorf("%+v takes %d bytes", id, len(b))
 		}
 	}
-	want := []byte("SAFN\x03\x00\x00\x00\x98\xba\xdc\xfe\x04\x03\x02\x01\x00\x00\x00\x00\x00\x00\x00\x00ab")
+	want := []byte("SAFN\x04\x00\x00\x00\x98\xba\xdc\xfe\x04\x03\x02\x01\x00\x00\x00\x00\x00\x00\x00\x00ab")
 	if b := (&van.NodeExtension{Incarnation: 0xfedcba98, Cluster: 0x01020304, Local: []byte("ab")}).Encode(); !bytes.Equal(b, want) {
 		t.Errorf("encoded as %q, want %q", b, want)
 	}
@@ -57,17 +56,13 @@ func TestExtension(t *testing.T) {
 			t.Errorf("%+v: bytes 16 to 19 are % x, want % x", tt.s, b[16:20], tt.want)
 		}
 	}
-	// A version without bundles reads only the settings of the word.
-	if b := (&van.NodeExtension{Incarnation: 1, Bundles: true}).Encode(); string(b[16:20]) != "\x04\x00\x00\x00" {
-		t.Errorf("bundles: bytes 16 to 19 are % x", b[16:20])
-	}
 	for _, tt := range []struct {
 		b    []byte
 		want uint32
 		ok   bool
 	}{
 		{want, van.ExtensionVersion, true},
-		{[]byte("SAFN\x04\x00\x00\x00 and what we do not know"), 4, true},
+		{[]byte("SAFN\x05\x00\x00\x00 and what we do not know"), 5, true},
 		{want[:8], van.ExtensionVersion, true},
 		{want[:7], 0, false},
 		{append([]byte("SAFL"), want[4:]...), 0, false},
@@ -82,8 +77,8 @@ func TestExtension(t *testing.T) {
 		"nothing":         nil,
 		"cut":             want[:23],
 		"other magic":     append([]byte("SAFL"), want[4:]...),
-		"other version":   append([]byte("SAFN\x04\x00\x00\x00"), want[8:]...),
-		"incarnation 0":   append([]byte("SAFN\x03\x00\x00\x00\x00\x00\x00\x00"), want[12:]...),
+		"other version":   append([]byte("SAFN\x05\x00\x00\x00"), want[8:]...),
+		"incarnation 0":   append([]byte("SAFN\x04\x00\x00\x00\x00\x00\x00\x00"), want[12:]...),
 		"more than fits":  append(bytes.Clone(want), make([]byte, 64)...),
 		"of the original": make([]byte, 64),
 	} {

@@ -36,7 +36,7 @@ func metaOf(rng *rand.Rand) *Meta {
 		m.Control.BarrierGroup, m.Control.MsgSig = rng.IntN(8), rng.Uint64()
 		for range rng.IntN(3) {
 			n := Node{Role: Role(rng.IntN(3)), ID: 8 + rng.IntN(5), Hostname: "10.0.0.1", Port: 80, AuxID: rng.IntN(4), Ports: []int32{80}}
-			n.Endpoint = (&NodeExtension{Incarnation: rng.Uint32(), Cluster: 5, Bundles: rng.IntN(2) == 0, Settings: Settings{Known: true, Resend: rng.IntN(2) == 0, Workers: rng.IntN(20), Servers: 3}}).Encode()
+			n.Endpoint = (&NodeExtension{Incarnation: rng.Uint32(), Cluster: 5, Settings: Settings{Known: true, Resend: rng.IntN(2) == 0, Workers: rng.IntN(20), Servers: 3}}).Encode()
 			m.Control.Nodes = append(m.Control.Nodes, n)
 		}
 	}
@@ -57,7 +57,7 @@ func TestGolden(t *testing.T) {
 				again, err := got.AppendTo(nil)
 				fmt.Fprintf(w, "%x %s %s %t %d\n", again, golden.Err(err), got.String(), got.IsControl(), len(got.ShapeSlice()))
 			}
-			id := NodeExtension{Incarnation: 1 + rng.Uint32N(3), Cluster: 4, Local: make([]byte, rng.IntN(MaxLocalLen+2)), Bundles: rng.IntN(2) == 0,
+			id := NodeExtension{Incarnation: 1 + rng.Uint32N(3), Cluster: 4, Local: make([]byte, rng.IntN(MaxLocalLen+2)),
 				Settings: Settings{Known: rng.IntN(2) == 0, Resend: rng.IntN(2) == 0, Workers: int(golden.Edge(rng, MaxCount) & 0xffff), Servers: rng.IntN(9)}}
 			b := golden.Mangle(rng, id.Encode())
 			is, ok := ParseExtension(b)

@@ -3,6 +3,7 @@ package van
 // Message, the unit that transports carry, and its reference count.
 
 import (
+	"fmt"
 	"sync/atomic"
 	"unsafe"
 
@@ -58,13 +59,8 @@ type Message struct {
 	// Vals need not be copied.
 	Placed bool
 
-	// More promises that another message to the same receiver, or a Flush, follows
-	// at once. The transport may wait for it and send both together.
-	More bool
-
-	// Continues says that Send has accepted the first message of the same request, or of the
-	// answers to it. Send then accepts this one as well, even beyond STEPAF_SEND_BUDGET.
-	Continues bool
+	// Parts are the tensors of a batch, see Part. A batch has no frames.
+	Parts []Part
 
 	// Done, if not nil, is called exactly once after a successful Send, when the
 	// transport no longer needs the frames' bytes. It may run on any goroutine,
@@ -126,6 +122,9 @@ func (m *Message) Release() {
 	}
 }
 
+// keepParts is the largest capacity of Parts that Reset keeps.
+const keepParts = 256
+
 // Reset makes m an empty message with ps-lite's defaults, for reuse.
 func (m *Message) Reset() {
 	m.Meta.Reset()
@@ -133,13 +132,39 @@ func (m *Message) Reset() {
 	m.ProcessEpoch, m.Origin = 0, OriginUnknown
 	m.Frames = 0
 	m.Keys, m.Vals, m.Lens, m.Into = backend.Mem{}, backend.Mem{}, backend.Mem{}, backend.Mem{}
-	m.Placed, m.More, m.Continues = false, false, false
+	m.Placed = false
+	if cap(m.Parts) > keepParts {
+		m.Parts = nil
+	}
+	clear(m.Parts)
+	m.Parts = m.Parts[:0]
 	m.Done, m.Deliverer = nil, nil
 	m.owner, m.native = nil, nil
 }
 
-// PayloadLen is the number of bytes in all data frames.
-func (m *Message) PayloadLen() int { return m.Keys.Len() + m.Vals.Len() + m.Lens.Len() }
+// PayloadLen is the number of bytes in all data frames and in the values of all parts.
+func (m *Message) PayloadLen() int {
+	n := m.Keys.Len() + m.Vals.Len() + m.Lens.Len()
+	for i := range m.Parts {
+		n += m.Parts[i].Vals.Len()
+	}
+	return n
+}
+
+// CheckOnHost returns an error that wraps ErrInvalid if a frame or a value lies on a device.
+func (m *Message) CheckOnHost() error {
+	for i := range m.Frames {
+		if f := m.Frame(i); !f.OnHost() {
+			return fmt.Errorf("%w: frame %d lies on %s, want host memory", ErrInvalid, i, f.Device())
+		}
+	}
+	for i := range m.Parts {
+		if p := &m.Parts[i]; !p.Vals.OnHost() {
+			return fmt.Errorf("%w: the value of key %d lies on %s, want host memory", ErrInvalid, p.Key, p.Vals.Device())
+		}
+	}
+	return nil
+}
 
 // Frame returns data frame i (0 keys, 1 values, 2 lengths).
 func (m *Message) Frame(i int) backend.Mem {

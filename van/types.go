@@ -157,6 +157,7 @@ const (
 	BatchStart  BatchFlag = 1
 	BatchMiddle BatchFlag = 2
 	BatchEnd    BatchFlag = 3
+	WholeBatch  BatchFlag = 4 // the message is a batch, see Part, or acknowledges one; C++ nodes never get it
 )
 
 // Limits of a node record.

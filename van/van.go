@@ -55,7 +55,8 @@ type Van interface {
 	Disconnect(id int)
 
 	// Send queues msg for msg.Receiver and returns without waiting for the peer. It
-	// stamps PostSend in the message's trace. Errors wrap
+	// stamps PostSend in the message's trace. A batch counts as one message. The van sends it to a C++ node as the
+	// messages of ps-lite that stand for its parts (Message.Expand), all or none of them. Errors wrap
 	// ErrUnknownPeer, ErrPeerLost, ErrQueueFull or ErrClosed.
 	Send(msg *Message) error
 
@@ -135,12 +136,6 @@ type TrafficClassSetter interface {
 	// TrafficClassApplied reports whether outgoing traffic for peer id has its class now, and
 	// whether it ever can.
 	TrafficClassApplied(id int) (now, ever bool)
-}
-
-// Flusher is implemented by transports that queue messages sent with More.
-type Flusher interface {
-	// Flush sends the queued messages for peer id.
-	Flush(id int)
 }
 
 // PeerWatcher is implemented by transports that detect broken connections.

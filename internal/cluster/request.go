@@ -20,8 +20,8 @@ import (
 
 // Sink receives the answers to a request.
 type Sink interface {
-	// Answer takes one answer to timestamp index i of the request, from receiver
-	// index from. It runs on the transport's goroutine; answers of different
+	// Answer takes one answer from receiver index from: to timestamp index i of the request, or, if msg is a batch, to as many from i on
+	// as it has parts. It runs on the transport's goroutine; answers of different
 	// receivers may run at the same time. msg is valid until it returns. An error
 	// fails the request.
 	Answer(i, from int, msg *van.Message) error
@@ -39,6 +39,10 @@ type Sink interface {
 // Request is one or several consecutive timestamps in flight. Every receiver owes an answer to each of them. It is
 // part of a larger object that pools it; the zero value is ready for Customer.Open.
 type Request struct {
+	// Pushes is the number of first timestamps that push values. An answer to a later timestamp also acknowledges them: a server answers
+	// complete batches. Set it before Open.
+	Pushes int
+
 	mu        sync.Mutex
 	c         *Customer
 	sink      Sink
@@ -155,7 +159,7 @@ func (r *Request) cancelMessages(n int32) {
 // answer passes msg to the sink if its sender still owes this answer.
 func (r *Request) answer(msg *van.Message) error {
 	r.mu.Lock()
-	i := int(msg.Timestamp - r.first)
+	i, n := int(msg.Timestamp-r.first), max(len(msg.Parts), 1)
 	from, known := slices.BinarySearch(r.receivers, msg.Sender)
 	switch {
 	case r.state != open || i < 0 || i >= int(r.n):
@@ -164,25 +168,54 @@ func (r *Request) answer(msg *van.Message) error {
 	case !known:
 		r.mu.Unlock()
 		return fmt.Errorf("%w: no request was sent to %s", van.ErrMalformed, van.NodeName(msg.Sender))
-	case !r.take(i, from):
+	case n > int(r.n)-i:
 		r.mu.Unlock()
+		return fmt.Errorf("%w: %s answered timestamp %d and the %d after it, of a request of %d timestamps from %d on", van.ErrMalformed,
+			van.NodeName(msg.Sender), msg.Timestamp, n-1, r.n, r.first)
+	}
+	for k := range n {
+		if r.isOwed(i+k, from) {
+			continue
+		}
+		r.mu.Unlock()
+		if msg.Push && i < r.Pushes {
+			return nil // a later answer has acknowledged it
+		}
 		return fmt.Errorf("%w: %s answered twice", van.ErrMalformed, van.NodeName(msg.Sender))
+	}
+	for k := range n {
+		r.take(i+k, from)
+	}
+	took, first, earlier := n, i, 0 // answers that msg counts for; the first timestamp; earlier ones that msg may acknowledge
+	if msg.EndsBatch() {
+		earlier = i
+	} else if !msg.Push {
+		earlier = min(r.Pushes, i)
+	}
+	for k := range earlier {
+		if r.isOwed(k, from) {
+			r.take(k, from)
+			took++
+			first = min(first, k)
+		}
 	}
 	r.busy++
 	sink := r.sink
 	r.mu.Unlock()
 
 	if t := r.c.traces; t != nil {
-		t.put(msg)
-		if f := r.c.node.onTrace; f != nil {
-			f(msg.Sender, msg.Timestamp, Trace{msg.RequestTrace, msg.ResponseTrace})
+		for ts := r.first + int32(first); ts < msg.Timestamp+int32(n); ts++ {
+			t.put(ts, msg)
+			if f := r.c.node.onTrace; f != nil {
+				f(msg.Sender, ts, Trace{msg.RequestTrace, msg.ResponseTrace})
+			}
 		}
 	}
 	err := sink.Answer(i, from, msg)
 
 	r.mu.Lock()
 	r.busy--
-	r.left--
+	r.left -= took
 	if err != nil && r.state == open {
 		r.err, r.state = r.wrap(err, msg.Sender), failing
 	}
@@ -190,13 +223,11 @@ func (r *Request) answer(msg *van.Message) error {
 	return nil
 }
 
-// take clears the bit of an owed answer and reports whether it was set.
-func (r *Request) take(i, from int) bool {
-	w, bit := &r.owed[i*r.words+from/64], uint64(1)<<(from%64)
-	was := *w&bit != 0
-	*w &^= bit
-	return was
-}
+// isOwed reports whether receiver index from owes the answer to timestamp index i.
+func (r *Request) isOwed(i, from int) bool { return r.owed[i*r.words+from/64]>>(from%64)&1 != 0 }
+
+// take records the answer of receiver index from to timestamp index i.
+func (r *Request) take(i, from int) { r.owed[i*r.words+from/64] &^= uint64(1) << (from % 64) }
 
 // finishIfDone finishes the request when all answers have arrived, or it has failed, and no call of Answer runs. It
 // unlocks r.mu.
@@ -251,7 +282,9 @@ func (r *Request) notifyCanceled() {
 // owes is the number of answers that the receiver with that index owes. r.mu is held, or no other goroutine uses r.
 func (r *Request) owes(k int) (n int) {
 	for i := range int(r.n) {
-		n += int(r.owed[i*r.words+k/64] >> (k % 64) & 1)
+		if r.isOwed(i, k) {
+			n++
+		}
 	}
 	return n
 }

@@ -341,7 +341,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 	}
 	n.self.Port, n.self.Ports = port, []int32{int32(port)}
 	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
-	identity := van.NodeExtension{Incarnation: n.incarnation, Cluster: n.cluster(), Bundles: true, Settings: van.Settings{
+	identity := van.NodeExtension{Incarnation: n.incarnation, Cluster: n.cluster(), Settings: van.Settings{
 		Known: true, Resend: n.cfg.Resend, TLS: n.cfg.TLS, Workers: n.cfg.NumWorkers * n.cfg.GroupSize, Servers: n.cfg.NumServers * n.cfg.GroupSize,
 	}}
 	if a, ok := van.As[van.Advertiser](n.transport.van); ok {

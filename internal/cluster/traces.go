@@ -26,11 +26,11 @@ type traceEntry struct {
 	Trace
 }
 
-// put stores the stamps of an answer. They replace those of the timestamp 4096 before.
-func (r *traces) put(msg *van.Message) {
-	e := &r.entries[uint32(msg.Timestamp)%traceDepth]
+// put stores the stamps of an answer to timestamp ts. They replace those of the timestamp 4096 before.
+func (r *traces) put(ts int32, msg *van.Message) {
+	e := &r.entries[uint32(ts)%traceDepth]
 	e.mu.Lock()
-	e.ts, e.Request, e.Response = msg.Timestamp+1, msg.RequestTrace, msg.ResponseTrace
+	e.ts, e.Request, e.Response = ts+1, msg.RequestTrace, msg.ResponseTrace
 	e.mu.Unlock()
 }
 

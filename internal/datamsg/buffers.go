@@ -107,21 +107,20 @@ func (b *RecvBuffers) find(k bufferKey) (backend.Mem, bool) {
 	return mem, ok
 }
 
-// Place returns the memory of a pushed value: the registered buffer, to which Place copies the value unless the van has
-// received it there, or the message itself. owned reports that it is the registered buffer, so that the message is no
-// longer needed.
-func (b *RecvBuffers) Place(msg *van.Message, key uint64) (vals backend.Mem, owned bool, err error) {
-	if msg.Placed {
-		return msg.Vals, true, nil
+// Place returns the memory of a value that sender has pushed under key: the registered buffer, to which Place copies vals unless the van
+// has received it there (placed), or vals. owned reports that it is the registered buffer, so that the message is no longer needed.
+func (b *RecvBuffers) Place(sender int, key uint64, vals backend.Mem, placed bool) (mem backend.Mem, owned bool, err error) {
+	if placed {
+		return vals, true, nil
 	}
-	dst, ok := b.find(bufferKey{msg.Sender, key})
+	dst, ok := b.find(bufferKey{sender, key})
 	if !ok {
-		return msg.Vals, false, nil
+		return vals, false, nil
 	}
-	if msg.Vals.Len() > dst.Len() {
-		return msg.Vals, false, fmt.Errorf("%w: %s pushed %d bytes under key %d, the registered receive buffer has %d",
-			van.ErrInvalid, van.NodeName(msg.Sender), msg.Vals.Len(), key, dst.Len())
+	if vals.Len() > dst.Len() {
+		return vals, false, fmt.Errorf("%w: %s pushed %d bytes under key %d, the registered receive buffer has %d",
+			van.ErrInvalid, van.NodeName(sender), vals.Len(), key, dst.Len())
 	}
-	dst = dst.Sub(0, msg.Vals.Len())
-	return dst, true, b.node.Backend().Copy(dst, msg.Vals)
+	dst = dst.Sub(0, vals.Len())
+	return dst, true, b.node.Backend().Copy(dst, vals)
 }

@@ -27,7 +27,7 @@ func TestReply(t *testing.T) {
 		q.RequestTrace = van.Trace{Start: rng.Uint64(), PostSend: rng.Uint64(), PostRecv: rng.Uint64(), Process: rng.Uint64()}
 		r := ReplyTo(q)
 		got := &van.Message{}
-		got.Request, got.More, got.Frames, got.Body = true, true, 2, []byte("old")
+		got.Request, got.Placed, got.Frames, got.Body = true, true, 2, []byte("old")
 		r.Fill(got)
 		want := &van.Message{}
 		want.Reset()
@@ -38,7 +38,7 @@ func TestReply(t *testing.T) {
 		if len(got.Body) == 0 {
 			got.Body = nil
 		}
-		if !reflect.DeepEqual(&got.Meta, &want.Meta) || got.Receiver != want.Receiver || got.ProcessEpoch != want.ProcessEpoch || got.Frames != 0 || got.More {
+		if !reflect.DeepEqual(&got.Meta, &want.Meta) || got.Receiver != want.Receiver || got.ProcessEpoch != want.ProcessEpoch || got.Frames != 0 || got.Placed {
 			t.Fatalf("%+v, want %+v", got, want)
 		}
 		lens := backend.Mem{}
@@ -84,13 +84,8 @@ func TestRecvBuffers(t *testing.T) {
 	own := &holder{}
 	room := make([]byte, 64)
 	all := backend.At(backend.Bytes(room).Ptr(), 64, backend.Host, own)
-	push := func(sender int, v []byte) *van.Message {
-		m := &van.Message{}
-		m.Sender, m.Push, m.Request, m.Vals = sender, true, true, backend.Bytes(v)
-		return m
-	}
 	place := func(sender int, key uint64, v string) (backend.Mem, bool, error) {
-		return b.Place(push(sender, []byte(v)), key)
+		return b.Place(sender, key, backend.Bytes([]byte(v)), false)
 	}
 	if m, owned, err := place(van.WorkerID(1), 5, "abc"); err != nil || owned || string(m.Host()) != "abc" {
 		t.Errorf("nothing is registered: %s, %t, %v", m.Host(), owned, err)
@@ -131,9 +126,7 @@ func TestRecvBuffers(t *testing.T) {
 	if _, _, err := place(van.WorkerID(1), 5, "012345678"); !errors.Is(err, van.ErrInvalid) {
 		t.Errorf("9 bytes for 8: %v", err)
 	}
-	m := push(van.WorkerID(0), []byte("there"))
-	m.Placed = true
-	if got, owned, err := b.Place(m, 5); err != nil || !owned || string(got.Host()) != "there" {
+	if got, owned, err := b.Place(van.WorkerID(0), 5, backend.Bytes([]byte("there")), true); err != nil || !owned || string(got.Host()) != "there" {
 		t.Errorf("what the transport has put there: %q, %t, %v", got.Host(), owned, err)
 	}
 	if err := b.Register(part(1, 9, 40, 8)); err != nil { // after pushes have arrived
@@ -143,7 +136,7 @@ func TestRecvBuffers(t *testing.T) {
 		t.Errorf("registered later: %q, %t, %v", room[40:43], owned, err)
 	}
 	for id, ok := range map[int]bool{van.WorkerID(0): true, van.WorkerID(3): true, van.WorkerID(4): false, van.ServerID(0): false, van.SchedulerID: false, van.Empty: false} {
-		if err := CheckSender((*cluster.Node)(n), push(id, nil)); (err == nil) != ok {
+		if err := CheckSender((*cluster.Node)(n), &van.Message{Sender: id}); (err == nil) != ok {
 			t.Errorf("a request of node %d: %v", id, err)
 		}
 	}

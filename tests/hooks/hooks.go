@@ -13,7 +13,6 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // Verdict is the action for one message.
@@ -47,6 +46,9 @@ func Refuse(err error) Verdict { return Verdict{what: refuse, err: err} }
 // and OnReceive's functions get one message at a time, which they must not keep.
 type Van struct {
 	van.Van
+
+	// Expands makes Send send a batch as the messages of ps-lite that stand for it, as a transport without a form for batches does.
+	Expands bool
 
 	mu       sync.Mutex
 	send     func(*van.Message) Verdict
@@ -119,6 +121,9 @@ func (v *Van) Waiting() int {
 
 // Send implements van.Van.
 func (v *Van) Send(m *van.Message) error {
+	if v.Expands && m.IsBatch() {
+		return m.Expand(v.Send)
+	}
 	if m.IsControl() {
 		return v.Van.Send(m)
 	}
@@ -150,17 +155,7 @@ func (v *Van) Send(m *van.Message) error {
 // and the memory of the long ones.
 func lent(m *van.Message) *van.Message {
 	c := &van.Message{}
-	c.Reset()
-	c.Meta.CopyFrom(&m.Meta)
-	c.Receiver, c.Frames, c.Into, c.Continues, c.Done = m.Receiver, m.Frames, m.Into, m.Continues, m.Done
-	for i := range m.Frames {
-		f := m.Frame(i)
-		if f.OnHost() && f.Len() < van.CopyBelow {
-			f = backend.Bytes(append([]byte(nil), f.Host()...))
-		}
-		f.Retain()
-		c.SetFrame(i, f)
-	}
+	c.Keep(m, new([van.MaxFrames][van.CopyBelow]byte))
 	return c
 }
 
@@ -175,9 +170,7 @@ func (v *Van) LetGo() error {
 		if err := v.Van.Send(m); err != nil && first == nil {
 			first = err
 		}
-		for i := range m.Frames {
-			m.Frame(i).Release()
-		}
+		m.Drop()
 	}
 	return first
 }

@@ -24,6 +24,7 @@ type conn struct {
 	from     *node
 	to       *endpoint
 	senderID int          // the id of from when it was opened
+	native   bool         // the peer is a node of this library
 	peerID   atomic.Int64 // changed by Rename
 	queued   atomic.Int64 // messages that wait in the endpoint or in a lane
 	down     atomic.Bool  // the peer no longer listens; written under to.mu

@@ -41,6 +41,9 @@ func pack(m *van.Message) *inbound {
 	for i := range m.Frames {
 		size += (m.Frame(i).Len() + frameAlign - 1) &^ (frameAlign - 1)
 	}
+	if m.IsBatch() {
+		size += (m.PayloadLen() + frameAlign - 1) &^ (frameAlign - 1)
+	}
 	class := 0
 	if size > 0 {
 		class = bits.Len(uint(size - 1))
@@ -61,6 +64,15 @@ func pack(m *van.Message) *inbound {
 		copy(p.buf[off:end], src)
 		p.msg.SetFrame(i, backend.Bytes(p.buf[off:end:end]))
 		off = (end + frameAlign - 1) &^ (frameAlign - 1)
+	}
+	if m.IsBatch() {
+		for i := range m.Parts {
+			off += copy(p.buf[off:], m.Parts[i].Vals.Host())
+		}
+		p.msg.Vals = backend.Bytes(p.buf[:off:off])
+		if err := p.msg.Unpack(); err != nil {
+			panic(err) // of WriteDirectory
+		}
 	}
 	return p
 }

@@ -118,7 +118,8 @@ func (v *node) Connect(ctx context.Context, id int, peer van.Node) error {
 	if v.closed.Load() {
 		return &van.Error{Op: "connect", Peer: van.NodeName(id) + " at " + peer.Addr(), Err: van.ErrClosed}
 	}
-	c := &conn{from: v, to: v.net.endpointLocked(address(peer.Hostname, peer.Port)), senderID: int(v.id.Load())}
+	_, native := peer.Extension()
+	c := &conn{from: v, to: v.net.endpointLocked(address(peer.Hostname, peer.Port)), senderID: int(v.id.Load()), native: native}
 	c.peerID.Store(int64(id))
 	c.to.conns[c] = struct{}{}
 	conns := maps.Clone(*v.conns.Load())
@@ -192,10 +193,11 @@ func (v *node) Send(m *van.Message) error {
 	case m.Frames < 0 || m.Frames > 3:
 		return fail(van.ErrInvalid, fmt.Sprintf("%d frames, want 0 to 3", m.Frames))
 	}
-	for i := range m.Frames {
-		if f := m.Frame(i); !f.OnHost() {
-			return fail(van.ErrInvalid, fmt.Sprintf("frame %d is on %s, want host memory", i, f.Device()))
-		}
+	if err := m.CheckOnHost(); err != nil {
+		return fail(err, "")
+	}
+	if m.IsBatch() && !c.native {
+		return m.Expand(v.Send)
 	}
 	if !m.IsControl() {
 		m.Trace().PostSend = clock.Now()

@@ -217,8 +217,12 @@ func (n *node) Disconnect(id int) {
 	n.partLocked(id)
 }
 
-// Send implements van.Van. It copies the message, so Done is called at once.
+// Send implements van.Van. It copies the message, so Done is called at once. A transport without a form of its own for batches sends
+// the messages that stand for them.
 func (n *node) Send(m *van.Message) error {
+	if m.IsBatch() {
+		return m.Expand(n.Send)
+	}
 	n.mu.Lock()
 	c, closed := n.conns[m.Receiver], n.closed
 	n.mu.Unlock()

@@ -40,7 +40,7 @@ type part struct {
 // pullID names a pull in flight at one peer.
 type pullID struct{ app, customer, time int32 }
 
-func pullOf(m *van.Meta) pullID { return pullID{m.AppID, m.CustomerID, m.Timestamp} }
+func pullOf(m *van.Meta, ts int32) pullID { return pullID{m.AppID, m.CustomerID, ts} }
 
 // New makes a Table. Answers of fewer than hostFrom bytes to host memory have no place of
 // their own: the receiver copies them.
@@ -76,16 +76,32 @@ func (t *Table) of(peer int) *part {
 	return p
 }
 
-// Expect makes msg.Into the place of the answer to msg, a pull that is about to be sent. It reports whether msg needs one.
-func (t *Table) Expect(msg *van.Message) bool {
-	if n := msg.Into.Len(); !msg.Request || msg.Push || n == 0 || msg.Into.OnHost() && n < t.hostFrom {
+// Expect makes msg.Into the place of the answer to msg, a pull that is about to be sent, or the Into of each part of a batch. It
+// reports whether msg needs one.
+func (t *Table) Expect(msg *van.Message) (needs bool) {
+	if !msg.Request || len(msg.Parts) == 0 && (msg.Push || !t.lands(msg.Into)) {
 		return false
 	}
 	p := t.of(msg.Receiver)
 	p.mu.Lock()
 	defer p.unlock()
-	p.into[pullOf(&msg.Meta)] = msg.Into
-	return true
+	if len(msg.Parts) == 0 {
+		p.into[pullOf(&msg.Meta, msg.Timestamp)] = msg.Into
+		return true
+	}
+	for i := range msg.Parts {
+		if x := &msg.Parts[i]; !x.Push && t.lands(x.Into) {
+			p.into[pullOf(&msg.Meta, x.Timestamp)] = x.Into
+			needs = true
+		}
+	}
+	return needs
+}
+
+// lands reports whether an answer to mem has a place.
+func (t *Table) lands(mem backend.Mem) bool {
+	n := mem.Len()
+	return n > 0 && (!mem.OnHost() || n >= t.hostFrom)
 }
 
 // Drop takes back Expect for msg, which could not be sent.
@@ -93,27 +109,40 @@ func (t *Table) Drop(msg *van.Message) {
 	p := t.of(msg.Receiver)
 	p.mu.Lock()
 	defer p.unlock()
-	delete(p.into, pullOf(&msg.Meta))
+	p.forget(&msg.Meta, len(msg.Parts))
+}
+
+// forget removes the places of a message with n parts, or none.
+func (p *part) forget(m *van.Meta, n int) {
+	for i := range max(n, 1) {
+		delete(p.into, pullOf(m, m.Timestamp+int32(i)))
+	}
 }
 
 // Find returns where n bytes of values of a received message are wanted, if that is on the device or on the host, as device says.
-// If msg is the answer to a pull, that memory becomes d, and the caller calls Finish for d in the end.
-func (t *Table) Find(msg *van.Message, n int, d *Place, device bool) (dst backend.Mem, ok bool) {
+// They are the value of part i of a batch. If msg answers a pull, that memory becomes d, and the caller calls Finish for d in the end.
+func (t *Table) Find(msg *van.Message, i, n int, d *Place, device bool) (dst backend.Mem, ok bool) {
 	p := t.peer(msg.Sender)
 	if p == nil {
 		return backend.Mem{}, false
 	}
+	push, ts, key, keyed := msg.Push, msg.Timestamp, uint64(0), false
+	if len(msg.Parts) > 0 {
+		push, ts, key, keyed = msg.Parts[i].Push, msg.Parts[i].Timestamp, msg.Parts[i].Key, true
+	} else if msg.Keys.Len() == 8 {
+		key, keyed = binary.LittleEndian.Uint64(msg.Keys.Host()), true
+	}
 	p.mu.Lock()
 	defer p.unlock()
 	switch {
-	case msg.Request && msg.Push && msg.Keys.Len() == 8:
-		dst = p.pushes[binary.LittleEndian.Uint64(msg.Keys.Host())]
+	case msg.Request && push && keyed:
+		dst = p.pushes[key]
 		if dst.Len() < n || dst.OnHost() == device {
 			return backend.Mem{}, false
 		}
 		return dst.Sub(0, n), true
-	case !msg.Request && !msg.Push:
-		r := pullOf(&msg.Meta)
+	case !msg.Request && !push:
+		r := pullOf(&msg.Meta, ts)
 		dst, ok = p.into[r]
 		delete(p.into, r)
 		if !ok || dst.Len() != n || dst.OnHost() == device {
@@ -126,15 +155,15 @@ func (t *Table) Find(msg *van.Message, n int, d *Place, device bool) (dst backen
 	return backend.Mem{}, false
 }
 
-// Answered forgets the place of an answer from peer that was received without it. The memory is the caller's again.
-func (t *Table) Answered(peer int, m *van.Meta) {
-	p := t.peer(peer)
+// Answered forgets the places of an answer from its sender that was received without them. The memory is the caller's again.
+func (t *Table) Answered(m *van.Message) {
+	p := t.peer(m.Sender)
 	if p == nil || p.pending.Load() == 0 { // a pull is noted before it is sent
 		return
 	}
 	p.mu.Lock()
 	defer p.unlock()
-	delete(p.into, pullOf(m))
+	p.forget(&m.Meta, len(m.Parts))
 }
 
 // Finish ends the use of a place, if d is one. It returns ErrInvalidated if the memory was taken back meanwhile.

@@ -18,7 +18,7 @@ func TestAnswersApart(t *testing.T) {
 	defer places.mu.Unlock()
 	done := make(chan struct{})
 	go func() {
-		places.Answered(8, &van.Meta{})
+		places.Answered(&van.Message{Sender: 8})
 		close(done)
 	}()
 	select {
@@ -68,7 +68,7 @@ func TestTakenBack(t *testing.T) {
 				t.Fatalf("%s: %d places, want 1", c.name, places.Expected())
 			}
 			takeBack(c.before, places)
-			if _, found := places.Find(answer, mem.Len(), &place, false); found != c.found || place.Used() != c.found {
+			if _, found := places.Find(answer, 0, mem.Len(), &place, false); found != c.found || place.Used() != c.found {
 				t.Errorf("%s: found %t, used %t, want %t", c.name, found, place.Used(), c.found)
 			}
 			if !c.found {

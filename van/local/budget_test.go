@@ -10,6 +10,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -247,56 +248,34 @@ func TestOneLongValue(t *testing.T) {
 	}
 }
 
-// TestContinuesBeyondTheBudget: the rest of an accepted request is accepted, too, though the peer does not read;
-// the next request is refused. All accepted messages arrive.
-func TestContinuesBeyondTheBudget(t *testing.T) {
+// TestBatchBeyondTheBudget: a batch below the budget is accepted whole, of any length, though the peer does not read; the next request is
+// refused. All accepted values arrive.
+func TestBatchBeyondTheBudget(t *testing.T) {
 	for _, mode := range ways {
 		t.Run(mode.name, func(t *testing.T) {
 			const budget = 1 << 20
 			worker, server := unread(t, func(v *Van) { v.tx.budget = budget }, mode.set)
-			sent := 4 * budget / mode.size
-			for i := range sent {
-				m := data(8, i, pattern(i%7, mode.size))
-				m.More, m.Continues = i < sent-1, i > 0
-				worker.must(m)
+			n := 4 * budget / mode.size
+			m := data(8, 0, nil)
+			for i := range n {
+				m.Parts = append(m.Parts, van.Part{Key: uint64(i), Push: true, Len: mode.size, Device: backend.Host, Vals: backend.Bytes(pattern(i%7, mode.size))})
 			}
+			m.WriteDirectory()
+			worker.must(m)
 			for _, size := range []int{8, mode.size} {
-				vantest.Fails(t, worker.Send(data(8, sent, pattern(0, size))), van.ErrQueueFull, "server 0", "STEPAF_SEND_BUDGET")
+				vantest.Fails(t, worker.Send(data(8, n, pattern(0, size))), van.ErrQueueFull, "server 0", "STEPAF_SEND_BUDGET")
 			}
 			server.start()
-			for i := range sent {
-				m := server.next()
-				if int(m.Timestamp) != i || !bytes.Equal(m.Vals.Host(), pattern(i%7, mode.size)) {
-					t.Fatalf("message %d came when %d was due, or its values differ", m.Timestamp, i)
+			got := server.next()
+			for i := range got.Parts {
+				if p := &got.Parts[i]; int(p.Timestamp) != i || !bytes.Equal(p.Vals.Host(), pattern(i%7, mode.size)) {
+					t.Fatalf("part %d has timestamp %d and %d bytes, or its values differ", i, p.Timestamp, p.Vals.Len())
 				}
-				m.Release()
 			}
+			if len(got.Parts) != n {
+				t.Errorf("%d parts, want %d", len(got.Parts), n)
+			}
+			got.Release()
 		})
-	}
-}
-
-// TestContinuesBeyondTheQueue: the rest of an accepted request is accepted beyond the limit of queued messages, too.
-func TestContinuesBeyondTheQueue(t *testing.T) {
-	worker, server := unread(t, nil, nil)
-	var err error
-	sent := 0
-	for ; err == nil && sent < 2*queueLen; sent++ {
-		err = worker.Send(data(8, sent, nil))
-	}
-	sent--
-	vantest.Fails(t, err, van.ErrQueueFull, "STEPAF_SEND_BUDGET")
-	for range 100 {
-		m := data(8, sent, nil)
-		m.Continues = true
-		worker.must(m)
-		sent++
-	}
-	server.start()
-	for i := range sent {
-		m := server.next()
-		if int(m.Timestamp) != i {
-			t.Fatalf("message %d came when %d was due", m.Timestamp, i)
-		}
-		m.Release()
 	}
 }

@@ -26,7 +26,7 @@ type dialer struct {
 	log   *slog.Logger
 	over  func() string // name of the van inside
 
-	inner inner
+	inner van.Van
 
 	later       func(n *outPeer) // laterLocked
 	firstRetry  time.Duration    // the constant, except in tests

@@ -3,7 +3,9 @@ package local
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -40,6 +42,13 @@ type inbound struct {
 	left   [partCount][]byte // the parts of dst that the stream has not filled
 	dest   landing.Place     // of the values, if they are an answer
 
+	// A batch of several records has its meta in the first one, which has the other records that were received so far.
+	head            *inbound   // of a value: the first record
+	item            int        // the number of the value's part in the batch
+	values          []*inbound // of the first record: the others, in order
+	count           int        // of the first record: the number of values in the batch
+	received, after int        // of the first record: the number of values of which a record has arrived; the part after the last one
+
 	onDevice *backend.Buffer // of values on the device without a destination of their own
 	copied   backend.Event   // the end of the device's running copy
 	spans    []span          // the memory that the copy reads
@@ -65,7 +74,18 @@ func (p *inbound) weight() int {
 	if p.onDevice != nil {
 		n += p.onDevice.Mem().Len()
 	}
+	for _, v := range p.values {
+		n += v.weight()
+	}
 	return n
+}
+
+// batch is the message that p belongs to.
+func (p *inbound) batch() *van.Message {
+	if p.head != nil {
+		return &p.head.msg
+	}
+	return &p.msg
 }
 
 // decode decodes the meta and finds the inline frames. If the values of an answer need no destination, decode
@@ -82,17 +102,86 @@ func (p *inbound) decode(q *landing.Table) error {
 	if m.IsControl() {
 		return &van.FieldError{Field: "control.cmd", Value: m.Control.Cmd, Want: "a data message"}
 	}
+	p.frames(m)
+	if m.IsBatch() {
+		if err := p.open(m); err != nil || p.rec.batch != 0 {
+			return err
+		}
+	} else if p.rec.batch != 0 {
+		return &van.FieldError{Field: "record.batch", Value: p.rec.batch, Want: "0, since the message is no batch"}
+	}
+	// Other values use their destination, if any, later, unless their meta is not inline: see allocate.
+	if !m.Request && !m.Push && (m.Frames < partVals || p.rec.parts[partVals].form == partInline || p.rec.parts[0].form != partInline) {
+		q.Answered(m)
+	}
+	return nil
+}
+
+// frames sets the sender and the inline frames of m, p's message.
+func (p *inbound) frames(m *van.Message) {
 	m.Sender, m.Frames = p.from.id, p.rec.frames
 	for i := range m.Frames {
 		if h := &p.rec.parts[i+1]; h.form == partInline {
 			m.SetFrame(i, backend.Bytes(p.buf[h.off:h.off+h.n:h.off+h.n]))
 		}
 	}
-	// Other values use their destination, if any, later, unless their meta is not inline: see allocate.
-	if !m.Request && !m.Push && (m.Frames < partVals || p.rec.parts[partVals].form == partInline || p.rec.parts[0].form != partInline) {
-		q.Answered(m.Sender, &m.Meta)
+}
+
+// open reads the directory of a batch. The record has all values of the batch, or the first one.
+func (p *inbound) open(m *van.Message) error {
+	if p.rec.batch == 0 {
+		if m.Frames > 0 && p.rec.parts[partVals].form != partInline {
+			return &van.FieldError{Field: "record.part.form", Value: p.rec.parts[partVals].form, Want: "inline values of a batch"}
+		}
+		return m.Unpack()
 	}
+	if _, err := m.ReadDirectory(); err != nil {
+		return err
+	}
+	for i := range m.Parts {
+		if m.HasValue(i) && m.Parts[i].Len > 0 {
+			p.count++
+		}
+	}
+	if p.rec.frames != 2 || p.rec.parts[1].n != 0 || p.rec.batch&math.MaxUint16 != 0 {
+		return &van.FieldError{Field: "record.batch", Value: p.rec.batch, Want: "the first record of a batch, with one value and no keys"}
+	}
+	return p.take(p, 0)
+}
+
+// take makes v the record of the first value of the batch from part i on.
+func (p *inbound) take(v *inbound, i int) error {
+	m := &p.msg
+	for i < len(m.Parts) && (!m.HasValue(i) || m.Parts[i].Len == 0) {
+		i++
+	}
+	if i == len(m.Parts) || m.Parts[i].Len != v.rec.parts[partVals].n {
+		want, key := 0, uint64(0)
+		if i < len(m.Parts) {
+			want, key = m.Parts[i].Len, m.Parts[i].Key
+		}
+		return &van.FieldError{Field: fmt.Sprintf("value of part %d (key %d), bytes", i, key), Value: v.rec.parts[partVals].n, Want: fmt.Sprintf("%d, as the directory says", want)}
+	}
+	v.item, p.after = i, i+1
+	p.received++
 	return nil
+}
+
+// join sets the parts of a complete batch of several records.
+func (p *inbound) join(q *landing.Table) {
+	m := &p.msg
+	set := func(v *inbound) {
+		x := &m.Parts[v.item]
+		x.Vals, x.Placed = v.msg.Vals, v.msg.Placed
+	}
+	set(p)
+	m.Vals, m.Placed, m.Frames = backend.Mem{}, false, 0
+	for _, v := range p.values {
+		set(v)
+	}
+	if !m.Request {
+		q.Answered(m)
+	}
 }
 
 // write calls f, which writes to part i of p.
@@ -146,7 +235,7 @@ func (c *inCommon) allocate(p *inbound) (err error) {
 			continue
 		}
 		if i == partVals && p.rec.parts[0].form == partInline {
-			if dst, ok := c.dests.Find(&p.msg, h.n, &p.dest, false); ok {
+			if dst, ok := c.dests.Find(p.batch(), max(p.item, 0), h.n, &p.dest, false); ok {
 				p.dst[i] = dst.Host()
 				p.msg.Vals, p.msg.Placed = dst, true
 				continue
@@ -182,6 +271,11 @@ func (c *inCommon) Free(m *van.Message) { c.release((*inbound)(m.Native())) }
 
 // release returns a received message to the pool.
 func (c *inCommon) release(p *inbound) {
+	for i, v := range p.values {
+		p.values[i] = nil
+		c.release(v)
+	}
+	p.values, p.count, p.received, p.after = p.values[:0], 0, 0, 0
 	if p.stranded { // its destination stays in use: Invalidate continues to wait for the copy
 		c.strand(p)
 		return
@@ -199,7 +293,7 @@ func (c *inCommon) release(p *inbound) {
 	}
 	p.leave()
 	p.msg.Reset()
-	p.from, p.in = nil, nil
+	p.from, p.in, p.head, p.item = nil, nil, nil, 0
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if len(c.free) < maxFree {

@@ -23,6 +23,7 @@ type inLink struct {
 	pid  int         // of the peer's process
 	dev  *peerDevice // its device; nil if it has none or this node cannot copy from it
 
+	batch   inBatch
 	stream  *inbound
 	part    int           // the part of stream that the next chunk belongs to
 	off     int           // the offset of the next chunk in that part
@@ -32,8 +33,19 @@ type inLink struct {
 	fenced  atomic.Bool   // no record is consumed any more: another process is the peer
 	placing sync.RWMutex  // read-locked while a value is written; write-locked while fenced is set
 	lost    atomic.Bool   // the connection has ended: the ring gets no more records
-	failing sync.Once
-	cause   atomic.Pointer[error]
+	failure linkFailure
+}
+
+// linkFailure is the first failure of a link.
+type linkFailure struct {
+	once  sync.Once
+	cause atomic.Pointer[error]
+}
+
+// inBatch is the batch that is being received: its first record, which has the others.
+type inBatch struct {
+	open   *inbound // further records are awaited; nil: none
+	joined *inbound // the same, of the records that have passed the queue of device copies
 }
 
 // newInLink makes a link of process pid. It has one reference to its ring.
@@ -50,6 +62,52 @@ const maxChunks = 8
 // next receives a message from the ring. It returns nil if there is none, or if it has received a part of
 // a stream; the ring may then have more.
 func (l *inLink) next() *inbound {
+	for p := l.record(); p != nil; p = l.record() {
+		if p = l.join(p); p != nil {
+			return p
+		}
+	}
+	return nil
+}
+
+// join adds p to its batch. It returns the message that is complete with p, or nil.
+func (l *inLink) join(p *inbound) *inbound {
+	if p.rec.kind == kindValue && p.head == nil { // its batch was canceled
+		l.c.release(p)
+		return nil
+	}
+	if p.head == nil && l.batch.joined != nil { // the sender has canceled the rest of that batch
+		l.c.release(l.batch.joined)
+		l.batch.joined = nil
+	}
+	switch {
+	case p.head == nil && p.count < 2:
+		return p
+	case p.head == nil:
+		l.batch.joined = p
+		return nil
+	case p.head != l.batch.joined:
+		l.c.release(p)
+		return nil
+	}
+	h := p.head
+	if h.values = append(h.values, p); len(h.values)+1 < h.count {
+		return nil
+	}
+	l.batch.joined = nil
+	return h
+}
+
+// drop releases a record that is not delivered, and with it its batch.
+func (l *inLink) drop(p *inbound) {
+	if l.batch.open != nil && (l.batch.open == p || l.batch.open == p.head) {
+		l.batch.open = nil
+	}
+	l.c.release(p)
+}
+
+// record receives a record with its parts, like next.
+func (l *inLink) record() *inbound {
 	if p := l.arrived(); p != nil {
 		return p
 	}
@@ -110,7 +168,7 @@ func (l *inLink) arrived() *inbound {
 		if l.c.finish(p) == nil && !gone {
 			return p
 		}
-		l.c.release(p)
+		l.drop(p)
 	}
 	return nil
 }
@@ -120,10 +178,44 @@ func (l *inLink) beginCopy(p *inbound) error {
 	if l.dev == nil {
 		return &van.FieldError{Field: "record.part.form", Value: partDevice, Want: "host memory: it was agreed that this process does not copy from the sender's device"}
 	}
-	if err := p.decode(l.c.dests); err != nil {
-		return err
-	}
 	return l.dev.begin(p)
+}
+
+// begin decodes the meta of a message, or finds the batch of a value. It reports whether the record is used: a value whose batch the
+// sender has canceled is not.
+func (l *inLink) begin(p *inbound) (used bool, err error) {
+	if p.rec.kind != kindValue {
+		l.batch.open = nil
+		if p.rec.parts[0].form != partInline {
+			return true, nil // the meta follows
+		}
+		if err := p.decode(l.c.dests); err != nil {
+			return false, err
+		}
+		l.opened(p)
+		return true, nil
+	}
+	h := l.batch.open
+	if h == nil || p.rec.batch != h.rec.batch+uint64(h.received) {
+		l.batch.open = nil
+		return false, nil
+	}
+	p.head = h
+	if err := h.take(p, h.after); err != nil {
+		return false, err
+	}
+	if h.received == h.count {
+		l.batch.open = nil
+	}
+	p.frames(&p.msg)
+	return true, nil
+}
+
+// opened makes p, whose meta is decoded, the batch of which further records are awaited, if it is one.
+func (l *inLink) opened(p *inbound) {
+	if p.count > 1 {
+		l.batch.open = p
+	}
 }
 
 // message handles the record b of a message. It returns nil if parts of the message follow.
@@ -134,11 +226,24 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 	p := l.c.get()
 	p.from, p.in = l.from, l
 	p.buf = append(p.buf[:0], b...)
-	err := p.rec.parse(p.buf)
+	err, used := p.rec.parse(p.buf), true
+	if err == nil && p.rec.kind == kindRest { // the sender has changed the record since next read it
+		err = &van.FieldError{Field: "record.kind", Value: p.buf[4], Want: "what it was when the record was looked at first"}
+	}
+	if err == nil {
+		used, err = l.begin(p)
+	}
 	switch {
 	case err != nil:
-	case p.buf[4] != kindMessage: // the sender has changed the record since next read it
-		err = &van.FieldError{Field: "record.kind", Value: p.buf[4], Want: "what it was when the record was looked at first"}
+	case !used:
+		if p.rec.pins() {
+			l.acknowledge(p.rec.slot)
+		}
+		if p.rec.streams() { // its chunks are read, and dropped
+			break
+		}
+		l.c.release(p)
+		return nil, nil
 	case p.rec.pins():
 		if l.source == nil && p.rec.has(partPinned) {
 			err = &van.FieldError{Field: "record.part.form", Value: partPinned, Want: "inline or streamed: it was agreed that this process does not read the sender's memory"}
@@ -156,11 +261,9 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 			return p, nil
 		}
 		if errors.Is(err, landing.ErrInvalidated) {
-			l.c.release(p)
+			l.drop(p)
 			return nil, nil
 		}
-	case p.rec.parts[0].form == partInline:
-		err = p.decode(l.c.dests)
 	}
 	if err == nil && p.rec.streams() {
 		if err = l.c.allocate(p); err == nil {
@@ -173,7 +276,7 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 		}
 	}
 	if err != nil {
-		l.c.release(p)
+		l.drop(p)
 		return nil, err
 	}
 	return p, nil
@@ -214,13 +317,14 @@ func (l *inLink) chunk(b []byte) (*inbound, error) {
 		if err := p.decode(l.c.dests); err != nil {
 			return nil, err
 		}
+		l.opened(p)
 	}
 	l.advance()
 	if l.stream != nil {
 		return nil, nil
 	}
-	if l.c.finish(p) != nil {
-		l.c.release(p)
+	if l.c.finish(p) != nil || p.rec.kind == kindValue && p.head == nil {
+		l.drop(p)
 		return nil, nil
 	}
 	return p, nil
@@ -263,8 +367,24 @@ func (l *inLink) rest(b []byte) (*inbound, error) {
 	return p, nil
 }
 
-// fetch reads the parts of p that are pinned, and acknowledges them.
+// fetch reads the parts of p and of its further records that are pinned, and acknowledges them. Then p is complete.
 func (l *inLink) fetch(p *inbound) error {
+	if err := l.fetchRecord(p); err != nil {
+		return err
+	}
+	for _, v := range p.values {
+		if err := l.fetchRecord(v); err != nil {
+			return err
+		}
+	}
+	if p.count > 0 {
+		p.join(l.c.dests)
+	}
+	return nil
+}
+
+// fetchRecord is fetch for one record.
+func (l *inLink) fetchRecord(p *inbound) error {
 	if p.ring == nil {
 		return nil
 	}
@@ -303,9 +423,9 @@ func (l *inLink) read(p *inbound) error {
 		if err := p.decode(l.c.dests); err != nil {
 			return err
 		}
-		if err := l.c.allocate(p); err != nil {
-			return err
-		}
+	}
+	if err := l.c.allocate(p); err != nil {
+		return err
 	}
 	for i := 1; i < present(p.rec.frames); i++ {
 		if err := l.readPart(p, i); err != nil {
@@ -344,8 +464,8 @@ func (l *inLink) readPart(p *inbound, i int) error {
 
 // fail ends the link because the peer has sent invalid data.
 func (l *inLink) fail(err error) {
-	l.failing.Do(func() {
-		l.cause.Store(&err)
+	l.failure.once.Do(func() {
+		l.failure.cause.Store(&err)
 		l.c.stats.malformed.Add(1)
 		_ = l.conn.Close()
 	})
@@ -355,7 +475,7 @@ func (l *inLink) fail(err error) {
 func (l *inLink) waits() bool { return l.held.Load() || l.behind.Load() != 0 }
 
 // failed reports whether the link has failed. Its ring is then not read any more.
-func (l *inLink) failed() bool { return l.cause.Load() != nil }
+func (l *inLink) failed() bool { return l.failure.cause.Load() != nil }
 
 // end drops unfinished messages and releases the link's reference to its ring. The caller holds the feed, or
 // no other goroutine knows the link.
@@ -363,6 +483,10 @@ func (l *inLink) end() {
 	if l.stream != nil {
 		l.c.release(l.stream)
 		l.stream = nil
+	}
+	if l.batch.joined != nil {
+		l.c.release(l.batch.joined)
+		l.batch.joined = nil
 	}
 	if l.dev != nil {
 		l.dev.drop()

@@ -57,8 +57,10 @@ type outLink struct {
 	gone   bool  // the link has ended
 	cause  error // of its end
 
-	held   atomic.Bool // the peer has not been rung for the latest messages
-	number [8]byte     // of the link, in its marks
+	value   van.Message // of the record that is being written
+	batches uint32      // number of batches so far
+
+	number [8]byte // of the link, in its marks
 }
 
 // stream is a message whose large parts are being sent in chunks.

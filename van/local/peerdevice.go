@@ -285,7 +285,7 @@ func (s *peerDevice) tidy(now uint64) {
 // allocate finds the destination of p's value: the registered or requested memory, else a buffer on the device, else,
 // if the device has no memory for one, a buffer on the host.
 func (s *peerDevice) allocate(p *inbound, n int) (backend.Mem, error) {
-	if dst, ok := s.c.dests.Find(&p.msg, n, &p.dest, true); ok {
+	if dst, ok := s.c.dests.Find(p.batch(), max(p.item, 0), n, &p.dest, true); ok {
 		p.msg.Vals, p.msg.Placed = dst, true
 		return dst, nil
 	}

@@ -245,7 +245,7 @@ func (p *peers) removeIn(l *inLink) {
 	again := slices.ContainsFunc(ins, func(x *inLink) bool { return x.from == l.from && x.name == l.name && !x.lost.Load() })
 	p.mu.Unlock()
 	cause := errLinkBroke
-	if err := l.cause.Load(); err != nil {
+	if err := l.failure.cause.Load(); err != nil {
 		cause = *err
 	}
 	inOrder := l.seg.bye().Load() != 0 && !l.failed()

@@ -9,12 +9,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// A record in the ring is a message, a chunk of the last message's streamed parts, the pinned rest
+// A record in the ring is a message, a further value of a batch, a chunk of the last record's streamed parts, the pinned rest
 // of these parts, or a pad. All numbers are little endian.
 //
-//	message, rest                         chunk
+//	message, rest, value                  chunk
 //	 0  u32  length of the record          0  u32  length of the record
-//	 4  u8   1, 3                          4  u8   2
+//	 4  u8   1, 3, 5                       4  u8   2
 //	 5  u8   data frames                   8  u32  bytes
 //	 8  u32  slot of pinned parts         64  the bytes
 //	12  u32  generation of the slot
@@ -22,6 +22,10 @@ import (
 //	128 the inline parts and exports, each in its own cache line
 //
 // A pad has the length and the kind of a chunk, 4, and nothing else: the record after it is at the start of the ring.
+//
+// A batch is one record with all values in one part, if they are short and on the host. Otherwise the message has the first value, and a
+// record with keys of length 0 has each further one. The address of their meta is then the number of the batch, from 1 on, and the number
+// of the value in it, in 16 bits each. Values of length 0 have no record.
 //
 // The parts of a rest are the bytes that the chunks before it have not carried. A part without such
 // bytes is inline with length 0.
@@ -41,6 +45,7 @@ const (
 	kindChunk   = 2
 	kindRest    = 3
 	kindPad     = 4
+	kindValue   = 5
 
 	partInline = 1
 	partPinned = 2 // the receiver reads it from the sender's memory
@@ -73,6 +78,8 @@ type part struct {
 
 // record is the decoded record of a message.
 type record struct {
+	kind      byte   // kindMessage, kindRest or kindValue
+	batch     uint64 // number of the batch and of the value; 0: the record is a whole message
 	frames    int
 	forms     uint8 // a bit for each form that parts have
 	segments  int   // of a value on the device that lies in several allocations
@@ -94,16 +101,25 @@ func (r *record) has(form uint32) bool { return r.forms>>form&1 != 0 }
 func (r *record) inline() bool { return r.forms == 1<<partInline }
 
 // plan chooses the form of each part of msg and returns the length of its record. Large parts get the form
-// large. r.segments must be set.
+// large. r.segments, and r.kind and r.batch of a value, must be set.
 func (r *record) plan(msg *van.Message, large uint32) int {
 	r.frames, r.forms, r.slot, r.gen = msg.Frames, 0, noSlot, 0
+	if len(msg.Parts) > 0 && msg.PayloadLen() > 0 {
+		r.frames = 2
+	}
+	if r.kind == 0 {
+		r.kind = kindMessage
+	}
 	size := recordHead
-	for i := range present(msg.Frames) {
+	for i := range present(r.frames) {
 		p := &r.parts[i]
 		*p = part{form: partInline, off: size}
-		if i == 0 {
+		switch {
+		case i == 0 && r.kind == kindMessage:
 			p.n = msg.EncodedLen()
-		} else {
+		case i == partVals && len(msg.Parts) > 0:
+			p.n = msg.PayloadLen()
+		case i > 0:
 			p.n = msg.Frame(i - 1).Len()
 		}
 		switch {
@@ -124,7 +140,7 @@ func (r *record) plan(msg *van.Message, large uint32) int {
 // inline. export describes the values if they are on the device. setSlot writes the slot
 // later.
 func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *backend.Shared) error {
-	if r.parts[0].form == partInline {
+	if r.parts[0].form == partInline && r.kind == kindMessage {
 		if err := msg.EncodeTo(b[recordHead : recordHead+r.parts[0].n]); err != nil {
 			return err
 		}
@@ -132,7 +148,7 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *
 	le := binary.LittleEndian
 	clear(b[:recordHead])
 	le.PutUint32(b, uint32(size))
-	b[4], b[5] = kindMessage, byte(r.frames)
+	b[4], b[5] = r.kind, byte(r.frames)
 	for i := range present(r.frames) {
 		p := &r.parts[i]
 		mem := backend.Bytes(meta)
@@ -144,8 +160,16 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *
 			p.addr = mem.Addr()
 		case p.form == partDevice:
 			putShared(b[p.off:], export)
+		case i == partVals && len(msg.Parts) > 0:
+			at := p.off
+			for k := range msg.Parts {
+				at += copy(b[at:], msg.Parts[k].Vals.Host())
+			}
 		case p.form == partInline && i > 0:
 			copy(b[p.off:p.off+p.n], mem.Host())
+		}
+		if i == 0 && r.batch != 0 && p.form != partPinned {
+			p.addr = r.batch
 		}
 		h := b[16+partHead*i:]
 		le.PutUint64(h, p.addr)
@@ -172,9 +196,9 @@ func (r *record) parse(b []byte) error {
 	if len(b) < recordHead {
 		return bad("length", len(b), fmt.Sprintf("at least %d", recordHead))
 	}
-	r.frames, r.segments = int(b[5]), 0
-	if b[4] != kindMessage && b[4] != kindRest || r.frames == 1 || r.frames > van.MaxFrames {
-		return bad("kind and frames", fmt.Sprint(b[4], b[5]), "a message with 0, 2 or 3 frames, or its rest")
+	r.kind, r.frames, r.segments, r.batch = b[4], int(b[5]), 0, 0
+	if r.kind != kindMessage && r.kind != kindRest && r.kind != kindValue || r.frames == 1 || r.frames > van.MaxFrames || r.kind == kindValue && r.frames != 2 {
+		return bad("kind and frames", fmt.Sprint(b[4], b[5]), "a message with 0, 2 or 3 frames, its rest, or a value with 2")
 	}
 	r.forms, r.slot, r.gen = 0, le.Uint32(b[8:]), le.Uint32(b[12:])
 	off := recordHead
@@ -211,11 +235,14 @@ func (r *record) parse(b []byte) error {
 			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, pinned, streamed or on the device")
 		}
 		r.forms |= 1 << p.form
-		if i == 0 && b[4] == kindMessage && p.n == 0 {
-			return bad("meta length", p.n, "at least 1")
+		if i == 0 && r.kind == kindMessage && p.n == 0 || i < partVals && r.kind == kindValue && (p.n > 0 || p.form != partInline) {
+			return bad(fmt.Sprintf("part[%d].length", i), p.n, "at least 1 of a message's meta, 0 of a value's meta and keys")
+		}
+		if i == 0 && p.form != partPinned && r.kind != kindRest {
+			r.batch = p.addr
 		}
 	}
-	if r.has(partDevice) && (r.has(partPinned) || r.streams() || b[4] != kindMessage) {
+	if r.has(partDevice) && (r.has(partPinned) || r.streams() || r.kind == kindRest) {
 		return bad("part.form", "pinned or streamed", "inline, beside values on the device")
 	}
 	return nil

@@ -148,20 +148,11 @@ func (d *dialer) change(n *outPeer, l *outLink, id int, x *inside) error {
 			return fmt.Errorf("mark over %s: %w", d.over(), err)
 		}
 	}
-	if d.inner.flush != nil {
-		d.inner.flush(id)
-	}
 	if !d.add(n, l) {
 		return van.ErrClosed
 	}
 	d.log.Info("data goes through shared memory from now on, no longer over "+d.over(), "peer", van.NodeName(id))
 	return nil
-}
-
-// inner is the part of the van inside that a dialer uses.
-type inner struct {
-	van.Van
-	flush func(id int)
 }
 
 // mark makes the mark of l.

@@ -13,9 +13,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// send writes or queues msg. export describes its values if they are on the device. sent is false
-// if the link has ended.
-func (l *outLink) send(msg *van.Message, export *backend.Shared) (sent bool, err error) {
+// send writes or queues msg. exports describe its values on the device: that of the message, or those of the parts, nil for values on
+// the host. sent is false if the link has ended.
+func (l *outLink) send(msg *van.Message, exports []*backend.Shared) (sent bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.gone {
@@ -24,84 +24,143 @@ func (l *outLink) send(msg *van.Message, export *backend.Shared) (sent bool, err
 	if err := l.collect(); err != nil {
 		return true, l.fail(err)
 	}
-	if l.unsent() >= l.limit(msg) && !msg.Continues && !l.awaitRoom() {
+	if l.unsent() >= l.limit(msg) && !l.awaitRoom() || len(l.queue.list) >= queueLen {
 		return true, l.refuse()
 	}
-	var r record
+	seq, err := l.announce(exports)
+	if err != nil {
+		return true, err
+	}
+	if packs(msg) {
+		var export *backend.Shared
+		if len(exports) > 0 {
+			export = exports[0]
+		}
+		err = l.put(&record{}, msg, export, seq)
+	} else {
+		err = l.putBatch(msg, exports, seq)
+	}
+	if err == nil {
+		l.bell.ring()
+	}
+	return true, err
+}
+
+// announce tells the peer of the allocations of exports. It returns the number for inUseSince.
+func (l *outLink) announce(exports []*backend.Shared) (seq uint64, err error) {
+	seq = l.offers.seq + 1
+	since := func() uint64 { return min(l.inUseSince(), seq) }
+	for _, x := range exports {
+		if x == nil || len(x.Segments) == 0 {
+			continue
+		}
+		if err := l.offers.tell(x, since); err != nil {
+			return 0, err
+		}
+	}
+	return seq, nil
+}
+
+// packs reports whether msg is one record: it is no batch, or all its values are short and on the host.
+func packs(msg *van.Message) bool {
+	if len(msg.Parts) == 0 {
+		return true
+	}
+	n := 0
+	for i := range msg.Parts {
+		v := &msg.Parts[i].Vals
+		if n += v.Len(); n >= streamFrom || v.Len() > 0 && !v.OnHost() {
+			return false
+		}
+	}
+	return true
+}
+
+// putBatch writes or queues msg as a record for each value.
+func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint64) error {
+	all := van.Begin(msg.Done)
+	v := &l.value
+	v.Meta = msg.Meta // only for this call
+	v.Frames = 2
+	defer func() { v.Meta, v.Vals, v.Done = van.Meta{}, backend.Mem{}, nil }()
+	l.batches++
+	if l.batches&math.MaxUint16 == 0 {
+		l.batches++
+	}
+	n := uint64(0)
+	for i := range msg.Parts {
+		if v.Vals = msg.Parts[i].Vals; v.Vals.Len() == 0 {
+			continue
+		}
+		r := &record{kind: kindMessage, batch: uint64(l.batches&math.MaxUint16)<<16 | n}
+		if n > 0 {
+			r.kind = kindValue
+		}
+		var export *backend.Shared
+		if i < len(exports) {
+			export = exports[i]
+		}
+		v.Done = all.Add()
+		if err := l.put(r, v, export, seq); err != nil { // of the first record: the others have no meta
+			all.Cancel()
+			return err
+		}
+		n++
+	}
+	all.Sent()
+	return nil
+}
+
+// put writes or queues r, a record of msg. export describes the value if it is on the device.
+func (l *outLink) put(r *record, msg *van.Message, export *backend.Shared, seq uint64) error {
 	if export != nil {
 		r.segments = len(export.Segments)
 	}
 	size := r.plan(msg, partStream)
 	if n := r.parts[0].n; n > math.MaxInt32 {
-		return true, fmt.Errorf("%w: %d bytes of a message's body and head, want at most %d", van.ErrInvalid, n, math.MaxInt32)
+		return fmt.Errorf("%w: %d bytes of a message's body and head, want at most %d", van.ErrInvalid, n, math.MaxInt32)
 	}
 	if export != nil && r.streams() {
-		return true, fmt.Errorf("%w: beside values on the device the other parts must have less than %d bytes", backend.ErrNotExportable, streamFrom)
-	}
-	if r.segments > 0 {
-		if err := l.offers.tell(export, l.inUseSince); err != nil {
-			return true, err
-		}
+		return fmt.Errorf("%w: beside values on the device the other parts must have less than %d bytes", backend.ErrNotExportable, streamFrom)
 	}
 	var meta []byte
 	if r.parts[0].form != partInline {
 		meta = make([]byte, r.parts[0].n)
 		if err := msg.EncodeTo(meta); err != nil {
-			return true, err
+			return err
 		}
 	}
-	if len(l.queue.list) == 0 && l.room(size, &r) {
-		if err := r.put(l.seg.at(l.tail), size, msg, meta, export); err != nil {
-			return true, err
-		}
-		if r.inline() { // the usual small message: no memory is pinned
-			if msg.Done != nil {
-				msg.Done.Sent()
-			}
-			l.advance(size)
-		} else {
-			l.publish(&r, size, pinOf(&r, msg, meta, l.offers.seq))
-			if l.streaming() {
-				l.drain() // asks the peer to ring when there is room: the loop, which continues the stream, may sleep
-			}
-		}
-	} else if err := l.enqueue(&r, size, msg, meta, export); err != nil {
-		return true, err
+	if len(l.queue.list) > 0 || !l.room(size, r) {
+		return l.enqueue(r, size, msg, meta, export, seq)
 	}
-	if msg.More {
-		l.held.Store(true)
-	} else {
-		l.held.Store(false)
-		l.bell.ring()
+	if err := r.put(l.seg.at(l.tail), size, msg, meta, export); err != nil {
+		return err
 	}
-	return true, nil
+	if r.inline() { // the usual small message: no memory is pinned
+		if msg.Done != nil {
+			msg.Done.Sent()
+		}
+		l.advance(size)
+		return nil
+	}
+	l.publish(r, size, pinOf(r, msg, meta, seq))
+	if l.streaming() {
+		l.drain() // asks the peer to ring when there is room: the loop, which continues the stream, may sleep
+	}
+	return nil
 }
 
-// enqueue queues msg until there is room. The caller holds l.mu.
-func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, export *backend.Shared) error {
-	if len(l.queue.list) >= queueLen && !msg.Continues {
-		return l.refuse()
-	}
+// enqueue queues r until there is room. The caller holds l.mu.
+func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, export *backend.Shared, seq uint64) error {
 	q := &queued{rec: *r, bytes: make([]byte, size)}
 	if err := r.put(q.bytes, size, msg, meta, export); err != nil {
 		return err
 	}
-	q.pin = pinOf(r, msg, meta, l.offers.seq)
+	q.pin = pinOf(r, msg, meta, seq)
 	l.queue.put(q)
 	l.busy.Store(true)
 	l.drain()
 	return nil
-}
-
-// flush rings the peer for messages that were sent with More.
-func (l *outLink) flush() {
-	if l.held.Load() && l.held.Swap(false) {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		if !l.gone {
-			l.bell.ring()
-		}
-	}
 }
 
 // limit returns the number of unsent bytes up to which msg is accepted. Short messages may exceed the budget a

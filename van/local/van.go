@@ -54,7 +54,6 @@ var (
 	_ van.Van             = (*Van)(nil)
 	_ van.Wrapper         = (*Van)(nil)
 	_ van.PeerWatcher     = (*Van)(nil)
-	_ van.Flusher         = (*Van)(nil)
 	_ van.Meter           = (*Van)(nil)
 	_ van.BufferRegistrar = (*Van)(nil)
 	_ van.Invalidator     = (*Van)(nil)
@@ -78,10 +77,7 @@ func New(in van.Van, o van.Options) *Van {
 	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), memory: newRingMemory(v.log, o.Config), roomTimeout: roomTimeout}
 	v.receiver = receiver{self: &v.own, in: &v.rx, peers: v.peers, log: v.log, maxSleep: maxSleep}
 	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, v.peers, &v.tx, v.log, in.Type, admitReaders
-	v.dialer.inner, v.dialer.firstRetry, v.dialer.later = inner{Van: in}, firstRetry, v.dialer.laterLocked
-	if f, ok := van.As[van.Flusher](in); ok {
-		v.dialer.inner.flush = f.Flush
-	}
+	v.dialer.inner, v.dialer.firstRetry, v.dialer.later = in, firstRetry, v.dialer.laterLocked
 	v.acceptor = acceptor{self: &v.own, peers: v.peers, in: &v.rx, log: v.log, conns: map[*net.UnixConn]bool{}}
 	if o.Engine == nil {
 		o.Engine = engine.New(o.Config.BusyPoll.Spin())
@@ -168,7 +164,7 @@ func (v *Van) Start(recv van.Receiver) {
 			return
 		}
 		if !m.Request && !m.Push && !m.IsControl() {
-			v.dests.Answered(m.Sender, &m.Meta)
+			v.dests.Answered(m)
 		}
 		recv(m)
 	})
@@ -194,7 +190,7 @@ func (v *Van) Send(msg *van.Message) error {
 		if !sent {
 			return v.Send(msg)
 		}
-		if errors.Is(err, van.ErrInvalid) && msg.Frames >= partVals && !msg.Vals.OnHost() {
+		if errors.Is(err, van.ErrInvalid) && onDevice(msg) {
 			err = fmt.Errorf("%w: %w", err, backend.ErrNotExportable) // a link has existed until now
 		}
 		return err
@@ -206,29 +202,14 @@ func (v *Van) Send(msg *van.Message) error {
 	if msg.Frames == 1 || msg.Frames < 0 || msg.Frames > van.MaxFrames {
 		return v.sendError(msg, fmt.Errorf("%w: %d data frames, want 0, 2 or 3", van.ErrInvalid, msg.Frames))
 	}
-	var export *backend.Shared
-	for i := range msg.Frames {
-		f := msg.Frame(i)
-		if f.OnHost() {
-			continue
-		}
-		if i == partVals-1 && !l.device { // the link may have replaced one with a device
-			return v.sendError(msg, fmt.Errorf("%w: the values lie on %s, want host memory: %w", van.ErrInvalid, f.Device(), backend.ErrNotExportable))
-		}
-		if i != partVals-1 {
-			return v.sendError(msg, fmt.Errorf("%w: frame %d lies on %s, want host memory", van.ErrInvalid, i, f.Device()))
-		}
-		var err error
-		if export, err = v.own.device.share(f, l.segments); err != nil {
-			return v.sendError(msg, err)
-		}
+	x := exportLists.Get().(*exports)
+	defer x.put(v.own.device)
+	if err := x.of(msg, l, v.own.device); err != nil {
+		return v.sendError(msg, err)
 	}
 	size := msg.PayloadLen()
 	expects := v.dests.Expect(msg)
-	sent, err := l.send(msg, export)
-	if export != nil {
-		v.own.device.unshare(export)
-	}
+	sent, err := l.send(msg, x.list)
 	if expects && (!sent || err != nil) {
 		v.dests.Drop(msg)
 	}
@@ -248,20 +229,71 @@ func (v *Van) Send(msg *van.Message) error {
 	return nil
 }
 
+// onDevice reports whether a value of msg lies on a device.
+func onDevice(msg *van.Message) bool {
+	for i := range msg.Parts {
+		if !msg.Parts[i].Vals.OnHost() {
+			return true
+		}
+	}
+	return msg.Frames >= partVals && !msg.Vals.OnHost()
+}
+
+// exports describe the values of a message that lie on the device.
+type exports struct {
+	list []*backend.Shared // of the message or of its parts; nil for a value on the host
+}
+
+var exportLists = sync.Pool{New: func() any { return new(exports) }}
+
+// of fills x with the exports of msg, which l is to send.
+func (x *exports) of(msg *van.Message, l *outLink, d *device) error {
+	if !onDevice(msg) {
+		return msg.CheckOnHost()
+	}
+	add := func(m backend.Mem) (err error) {
+		var e *backend.Shared
+		switch {
+		case m.OnHost():
+		case !l.device: // the link may have replaced one with a device
+			return fmt.Errorf("%w: the values lie on %s, want host memory: %w", van.ErrInvalid, m.Device(), backend.ErrNotExportable)
+		default:
+			e, err = d.share(m, l.segments)
+		}
+		x.list = append(x.list, e)
+		return err
+	}
+	for i := range msg.Parts {
+		if err := add(msg.Parts[i].Vals); err != nil {
+			return err
+		}
+	}
+	if len(msg.Parts) > 0 {
+		return nil
+	}
+	for i := range msg.Frames {
+		if f := msg.Frame(i); i != partVals-1 && !f.OnHost() {
+			return fmt.Errorf("%w: frame %d lies on %s, want host memory", van.ErrInvalid, i, f.Device())
+		}
+	}
+	return add(msg.Vals)
+}
+
+// put returns the exports.
+func (x *exports) put(d *device) {
+	for i, e := range x.list {
+		if e != nil {
+			d.unshare(e)
+		}
+		x.list[i] = nil
+	}
+	x.list = x.list[:0]
+	exportLists.Put(x)
+}
+
 func (v *Van) sendError(msg *van.Message, err error) error {
 	return &van.Error{Op: "send", Node: van.NodeName(int(v.own.id.Load())), Peer: van.NodeName(msg.Receiver) + " through shared memory",
 		Detail: msg.Meta.String(), Err: err}
-}
-
-// Flush implements van.Flusher.
-func (v *Van) Flush(id int) {
-	if l := v.peers.settledLink(id); l != nil {
-		l.flush()
-		return
-	}
-	if f, ok := van.As[van.Flusher](v.inner); ok {
-		f.Flush(id)
-	}
 }
 
 // RegisterRecvBuffer implements van.BufferRegistrar.

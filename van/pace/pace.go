@@ -24,8 +24,7 @@ type Rates struct {
 // Options of New.
 type Options struct {
 	// Budget is the number of queued bytes for one peer from which Send fails with
-	// van.ErrQueueFull, except for messages that continue a request; 0 is no limit. Below it, Send
-	// accepts a message of any length.
+	// van.ErrQueueFull; 0 is no limit. Below it, Send accepts a message of any length.
 	Budget int64
 	// OnFail is called with queued messages that could not be sent when they were due. It must
 	// not block, and may keep meta.
@@ -116,9 +115,6 @@ func (v *Van) Send(m *van.Message) error {
 		l = v.queue(m.Receiver)
 	}
 	if kept, err := l.enqueue(m); kept {
-		if f, ok := van.As[van.Flusher](v.Van); ok && !m.More {
-			f.Flush(m.Receiver) // earlier messages do not wait for this one
-		}
 		return err
 	}
 	return v.Van.Send(m)

@@ -26,8 +26,6 @@ type sink struct {
 	came   chan string   // if not nil, gets each key
 	hold   chan struct{} // if not nil, Send waits for it
 	closed bool
-
-	continuing []string
 }
 
 func (s *sink) Send(m *van.Message) error {
@@ -45,9 +43,6 @@ func (s *sink) Send(m *van.Message) error {
 	}
 	what := name(m)
 	s.got, s.last = append(s.got, what), m
-	if m.Continues {
-		s.continuing = append(s.continuing, what)
-	}
 	if s.came != nil {
 		s.came <- what
 	}
@@ -194,31 +189,6 @@ func TestQueueFull(t *testing.T) {
 	s.await(t, 2)
 	send(t, v, message(9, 5, 3, 20000))
 	s.await(t, 3)
-}
-
-// TestContinues: Send accepts messages that continue an accepted request, and a message of any length below the
-// budget; others fail. The inner van gets Continues, too.
-func TestContinues(t *testing.T) {
-	const budget = 10000
-	s := &sink{}
-	v := New(s, Options{Budget: budget})
-	v.SetRates(Rates{Peers: map[int]int64{9: slow}})
-	send(t, v, message(9, 5, 0, 10))
-	for i := 1; i < 5; i++ {
-		m := message(9, 5, i, 2*budget)
-		m.Continues = i > 1
-		send(t, v, m)
-	}
-	for _, n := range []int{0, 2 * budget} {
-		if err := v.Send(message(9, 5, 5, n)); !errors.Is(err, van.ErrQueueFull) {
-			t.Errorf("%v, want ErrQueueFull", err)
-		}
-	}
-	v.SetRates(Rates{})
-	s.await(t, 5)
-	if !slices.Equal(s.continuing, []string{"9/5/2", "9/5/3", "9/5/4"}) {
-		t.Errorf("%v are said to continue a request, want 2 to 4", s.continuing)
-	}
 }
 
 // TestChange: a change of rates applies to queued messages. Messages of an application arrive in
@@ -577,32 +547,4 @@ func TestBody(t *testing.T) {
 	}
 	v.SetRates(Rates{})
 	s.await(t, 1)
-}
-
-// flushes is a sink that queues messages with More.
-type flushes struct {
-	*sink
-	flushed []int
-}
-
-func (f *flushes) Flush(id int) { f.flushed = append(f.flushed, id) }
-
-// TestMore: messages that the inner van queues with More do not wait for a last message that pace delays.
-func TestMore(t *testing.T) {
-	f := &flushes{sink: &sink{}}
-	v := New(f, Options{})
-	v.SetRates(Rates{Peers: map[int]int64{9: slow}})
-	first, last := message(9, 5, 0, 0), message(9, 5, 1, 10000)
-	first.More = true
-	send(t, v, first)
-	if len(f.all()) != 1 || len(f.flushed) > 0 {
-		t.Fatalf("%v, flushed %v", f.all(), f.flushed)
-	}
-	send(t, v, last)
-	if !slices.Equal(f.flushed, []int{9}) {
-		t.Errorf("flushed %v, want 9", f.flushed)
-	}
-	if err := v.Close(t.Context()); err != nil { // so that no goroutine of it disturbs other tests
-		t.Error(err)
-	}
 }

@@ -13,7 +13,6 @@ import (
 	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/internal/wake"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 const (
@@ -175,22 +174,11 @@ func (l *peerQueue) enqueue(m *van.Message) (kept bool, err error) {
 	if l.v.ended.Load() {
 		return true, &van.Error{Op: "send", Peer: van.NodeName(l.peer), Err: van.ErrClosed}
 	}
-	if b := l.v.opts.Budget; b > 0 && l.bytes >= b && !m.Continues {
+	if b := l.v.opts.Budget; b > 0 && l.bytes >= b {
 		return true, &van.Error{Op: "send", Peer: van.NodeName(l.peer), Detail: "a rate limit holds data back (stepaf policy)", Err: van.ErrQueueFull}
 	}
 	i := &item{bytes: n, queue: a}
-	i.msg.Reset()
-	i.msg.Meta.CopyFrom(&m.Meta)
-	i.msg.Sender, i.msg.Receiver, i.msg.ProcessEpoch, i.msg.Frames = m.Sender, m.Receiver, m.ProcessEpoch, m.Frames
-	i.msg.Into, i.msg.Placed, i.msg.Continues, i.msg.Done = m.Into, m.Placed, m.Continues, m.Done
-	for k := range m.Frames {
-		f := m.Frame(k)
-		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may reuse it when Send returns
-			f = backend.Bytes(i.short[k][:copy(i.short[k][:], f.Host())])
-		}
-		f.Retain()
-		i.msg.SetFrame(k, f)
-	}
+	i.msg.Keep(m, &i.short)
 	a.queue.Put(i)
 	l.bytes += n + itemCost
 	if !l.running {
@@ -310,9 +298,7 @@ func (l *peerQueue) forward(i *item) bool {
 
 // end releases the frames of i. With done it also calls Done, if the inner van has not accepted i.
 func (i *item) end(done bool) {
-	for k := range i.msg.Frames {
-		i.msg.Frame(k).Release()
-	}
+	i.msg.Drop()
 	if done && i.msg.Done != nil {
 		i.msg.Done.Sent()
 	}

@@ -87,7 +87,7 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 		switch k := rng.IntN(20); {
 		case k < 12:
 			m := message([]int{9, 11, 13}[rng.IntN(3)], 5+rng.IntN(3), ts, []int{0, 10, 100, 5000, 50_000, 300_000}[rng.IntN(6)])
-			m.More = rng.IntN(3) == 0
+			_ = rng.IntN(3)
 			if rng.IntN(8) == 0 {
 				m.Control.Cmd = van.Heartbeat
 			}

@@ -175,13 +175,10 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 				}
 				a := push(w, m.Key, ts, nil)
 				a.Request = false
-				a.More = serve.IntN(2) == 0
-				_ = s.Send(a)
+				_ = s.sendMore(a, serve.IntN(2) == 0)
 				hold(m, check, serve)
 			} else {
-				a := answer(m, value(-1-n, ts))
-				a.More = serve.IntN(2) == 0
-				_ = s.Send(a)
+				_ = s.sendMore(answer(m, value(-1-n, ts)), serve.IntN(2) == 0)
 				m.Release()
 			}
 			if serve.IntN(20) == 0 {
@@ -191,7 +188,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 				}
 			}
 			if len(s.in) == 0 {
-				s.Flush(9)
+				s.push(9)
 			}
 		}
 	})
@@ -251,8 +248,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 		for k := range n {
 			if rng.IntN(12) == 0 {
 				c := control(s, controlsOut)
-				c.More = k+1 < n
-				if w.Send(c) == nil {
+				if w.sendMore(c, k+1 < n) == nil {
 					controlsOut++
 				}
 				continue
@@ -287,14 +283,14 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 			} else if rng.IntN(30) == 0 {
 				m.Body = make([]byte, rng.IntN(3000))
 			}
-			m.More = k+1 < n || rng.IntN(4) == 0
+			more := k+1 < n || rng.IntN(4) == 0
 			mu.Lock()
 			kinds[ts] = kind
 			if p != nil && size > 0 {
 				pulls[ts] = p
 			}
 			mu.Unlock()
-			if err := w.Send(m); err != nil {
+			if err := w.sendMore(m, more); err != nil {
 				mu.Lock()
 				delete(pulls, ts)
 				mu.Unlock()
@@ -303,7 +299,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 					continue
 				}
 				ts++
-				r.until("the worker is connected again", func() bool { w.Flush(8); return up(w, 8) })
+				r.until("the worker is connected again", func() bool { w.push(8); return up(w, 8) })
 				continue
 			}
 			if p != nil && size > 0 && revoking && rng.IntN(6) == 0 {
@@ -313,21 +309,21 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 			ts++
 		}
 		if rng.IntN(3) == 0 {
-			w.Flush(8)
+			w.push(8)
 		}
 		if !fails {
-			w.Flush(8)
+			w.push(8)
 			r.until("the server has taken most", func() bool { return ts-int(dataIn.Load()) <= 60 })
 		}
 		if rng.IntN(8) == 0 {
-			r.until("everything has left", func() bool { w.Flush(8); return up(w, 8) })
+			r.until("everything has left", func() bool { w.push(8); return up(w, 8) })
 		}
 	}
 	failing.Store(false)
-	w.Flush(8)
+	w.push(8)
 	r.until("both are connected and have sent all", func() bool {
-		w.Flush(8)
-		s.Flush(9)
+		w.push(8)
+		s.push(9)
 		return up(w, 8) && up(s, 9) && len(w.in) == 0 && len(s.in) == 0
 	})
 	r.until("all control messages have come to the server", func() bool { return controlsIn[0].Load()+1 == int64(controlsOut) })

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -53,9 +54,9 @@ func TestSendBudget(t *testing.T) {
 	}
 }
 
-// Messages that continue an accepted request are accepted, too, however many bytes and messages wait. Other messages are refused then. All accepted
+// TestBatchBeyondTheBudget: a batch is accepted whole, however many bytes and messages wait then. Other messages are refused then. All accepted
 // messages arrive.
-func TestContinuesBeyondTheBudget(t *testing.T) {
+func TestBatchBeyondTheBudget(t *testing.T) {
 	const size = 300 << 10
 	v := value(size, 1)
 	for _, x := range []struct {
@@ -70,11 +71,15 @@ func TestContinuesBeyondTheBudget(t *testing.T) {
 			w, s := r.node(9, x.set), r.node(8, places(4))
 			r.link(w, s)
 			const sent = 50
-			for i := range sent {
-				m := push(s, 1, i, v)
-				m.More, m.Continues = i < sent-1, i > 0
-				w.must(m)
+			m := &van.Message{}
+			m.Reset()
+			m.Receiver, m.Request, m.Timestamp, m.AppID, m.CustomerID = s.who.ID, true, 0, 0, 0
+			for range sent {
+				m.Parts = append(m.Parts, van.Part{Key: 1, Push: true, Len: size, Device: backend.Host, Dim: 1, Vals: backend.Bytes(v)})
+				m.Parts[len(m.Parts)-1].Shape[0] = size
 			}
+			m.WriteDirectory()
+			w.must(m)
 			for _, n := range []int{0, size} {
 				vantest.Fails(t, w.Send(push(s, 1, sent, v[:n])), van.ErrQueueFull, van.NodeName(8), x.limit)
 			}
@@ -202,14 +207,13 @@ func TestReceiveBudgetWithoutValues(t *testing.T) {
 	r.until("all have been sent, or no more are taken", func() bool {
 		for ; sent < all; sent++ {
 			m := pull(s, 1, sent, nil)
-			m.More = sent%8 != 7
-			if w.Send(m) != nil { // its own queue is full
+			if w.sendMore(m, sent%8 != 7) != nil { // its own queue is full
 				refused++
 				break
 			}
 			refused = 0
 		}
-		w.Flush(8)
+		w.push(8)
 		return sent == all || refused > 100
 	})
 	waits, d := 0, s.device0()

@@ -31,10 +31,45 @@ func (r *rig) notifications(nodes ...*testNode) []*atomic.Int64 {
 	return counts
 }
 
-// more sets More, which says that another message follows at once.
-func more(m *van.Message) *van.Message {
-	m.More = true
-	return m
+// sendMore is Send of a message of a batch, as sendBatch does it. With more, another message or push follows at once.
+func (n *testNode) sendMore(m *van.Message, more bool) error {
+	p := (*n.tables.peers.Load())[m.Receiver]
+	p.mu.Lock()
+	err := whyRefused(p, m)
+	var done bool
+	if err == nil {
+		done, err = p.queue(m)
+	}
+	if err == nil {
+		p.pump()
+	}
+	if !more || err != nil {
+		p.flush()
+	}
+	p.mu.Unlock()
+	if done {
+		m.Done.Sent()
+	}
+	if err != nil {
+		return n.sendError(m, p, err)
+	}
+	return nil
+}
+
+// mustMore is sendMore with more. It must succeed.
+func (n *testNode) mustMore(m *van.Message) {
+	n.r.Helper()
+	if err := n.sendMore(m, true); err != nil {
+		n.r.Fatal(err)
+	}
+}
+
+// push sends what was sent with more.
+func (n *testNode) push(id int) {
+	p := (*n.tables.peers.Load())[id]
+	p.mu.Lock()
+	p.flush()
+	p.mu.Unlock()
 }
 
 // TestBundle: the small messages of a call, and its answers, are one write in each direction. They arrive in order, and return their slot once, when the
@@ -55,8 +90,8 @@ func TestBundle(t *testing.T) {
 			}
 			dst := make([]byte, 700)
 			round := func(i int) {
-				w.must(more(push(s, 1, 3*i, value(500, i))))
-				w.must(more(push(s, 2, 3*i+1, value(300, i+1))))
+				w.mustMore(push(s, 1, 3*i, value(500, i)))
+				w.mustMore(push(s, 2, 3*i+1, value(300, i+1)))
 				w.must(pull(s, 3, 3*i+2, dst))
 				var in []*van.Message
 				for k, n := range []int{500, 300, 0} {
@@ -72,7 +107,7 @@ func TestBundle(t *testing.T) {
 				for k, m := range in[:2] {
 					a := push(w, m.Key, int(m.Timestamp), nil)
 					a.Request = false
-					s.must(more(a))
+					s.mustMore(a)
 					if i%2 == k {
 						m.Release()
 						in[k] = nil
@@ -122,11 +157,12 @@ func TestBundleEnds(t *testing.T) {
 	batch := func(i int) {
 		for k, n := range sizes {
 			if k == 4 {
-				w.must(more(control(s, i)))
+				w.mustMore(control(s, i))
 			}
 			m := push(s, uint64(10+k), 100*i+k, value(n, i+k))
-			m.More = k+1 < len(sizes)
-			w.must(m)
+			if err := w.sendMore(m, k+1 < len(sizes)); err != nil {
+				t.Fatal(err)
+			}
 		}
 		k, controls := 0, 0
 		for k < len(sizes) || controls == 0 {

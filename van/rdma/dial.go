@@ -112,7 +112,7 @@ func (p connector) connected(l *link) {
 	}
 	p.sender.Connect(!l.native)
 	p.pump()
-	p.flush(false)
+	p.flush()
 	for _, o := range refused {
 		p.dropQueued(o, l.dialect.check(o))
 	}
@@ -255,7 +255,7 @@ func (p connector) drainAndClose(ctx context.Context) {
 func (p connector) drained() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.flush(false)
+	p.flush()
 	if p.state.ended || p.state.lost && p.link == nil {
 		return true // nothing can be sent any more
 	}

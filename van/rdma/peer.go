@@ -111,13 +111,13 @@ func (p *peer) recycle(o *outgoing) {
 	}
 }
 
-// flush posts the unposted work requests, unless more says that others follow at once. p.mu is held.
-func (p *peer) flush(more bool) {
+// flush posts the unposted work requests. p.mu is held.
+func (p *peer) flush() {
 	l := p.link
 	if l != nil && p.waiting() {
 		l.device.active.Add(&p.waitDue)
 	}
-	if l == nil || l.queue.Unposted() == 0 || more && l.queue.Unposted() < maxUnposted {
+	if l == nil || l.queue.Unposted() == 0 {
 		return
 	}
 	l.bundle = bundle{}
@@ -125,9 +125,6 @@ func (p *peer) flush(more bool) {
 		l.fail(asLost(err))
 	}
 }
-
-// maxUnposted is the number of work requests from which flush ignores more.
-const maxUnposted = 24
 
 // probeLink probes l if it is idle: a node that waits for an answer sends nothing, so it would not notice a broken connection.
 func (p *peer) probeLink(l *link, now uint64) bool {

@@ -23,7 +23,7 @@ func (p *peer) handleSlotReply(l *link, r *slotReply) bool {
 		p.dropQueued(refused, why)
 	}
 	p.pump()
-	p.flush(false)
+	p.flush()
 	return ok
 }
 
@@ -48,7 +48,7 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 	}
 	if l := p.link; l != nil && l.dialect.requestAnswered(p.sender, msg.Key, msg.Push) {
 		p.pump()
-		p.flush(false)
+		p.flush()
 	}
 	return mem, copied
 }
@@ -87,7 +87,7 @@ func (p *peer) takeCredits(t *trailer) (ok bool) {
 	}
 	p.returnSlots()
 	p.pump()
-	p.flush(false)
+	p.flush()
 	return ok
 }
 
@@ -112,7 +112,7 @@ func (p *peer) handleReclaim(l *link, r *reclaimRequest) {
 	p.sender.Reclaim(int(r.slots), int(min(r.bytes, maxReclaim)))
 	p.returnSlots()
 	p.pump()
-	p.flush(false)
+	p.flush()
 }
 
 // handleSendCompletion handles the completion of the last part of a message.
@@ -147,7 +147,7 @@ func (p *peer) handleSendCompletion(l *link, c *verbs.Completion) {
 	if last && p.link == l && p.waiting() {
 		p.returnSlots()
 		p.pump()
-		p.flush(false)
+		p.flush()
 	}
 	p.mu.Unlock()
 	if last {

@@ -142,7 +142,7 @@ func (p *peer) noteSent(r *conn.Record[sentMessage], o *outgoing) {
 		return
 	}
 	if o.size >= flushSize {
-		p.flush(false)
+		p.flush()
 	}
 	p.recycle(o)
 }
@@ -268,7 +268,7 @@ func (p *peer) requestSlot(origin uint64, o *outgoing, need rendezvous.Need) {
 	l.dialect.completeRequest(&s, o, need)
 	s.put(stage[:slotRequestLen])
 	l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immSlotRequest}, stage[:slotRequestLen]))
-	p.flush(false)
+	p.flush()
 }
 
 // dropQueued drops a queued message, and fails the requests that wait for its answer. p.mu is held.

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
@@ -47,39 +46,4 @@ func TestRejectedMessageReleasesItsSlot(t *testing.T) {
 	if n := places(); n > before+1 {
 		t.Errorf("%d slots after messages that could not be sent, %d before", n, before)
 	}
-}
-
-// A message sent with More is posted although the next message, for which it waits, is refused.
-func TestMoreBeforeError(t *testing.T) {
-	p := newPair(t, nil)
-	p.both()
-	vals := make([]byte, 100)
-	m := tensor(serverID, 1, 1, true, true, vals)
-	if err := p.worker.Send(m); err != nil { // there is a slot
-		t.Fatal(err)
-	}
-	p.next(p.atServer).Release()
-	// The credit has arrived; otherwise it would cause the waiting message to be sent.
-	p.until("quiet", func() bool {
-		quiet := (*p.worker.tables.devices.Load())[0].sleeping.Load()
-		for _, c := range *p.server.tables.conns.Load() {
-			if in := c.in; in != nil {
-				in.mu.Lock()
-				quiet = quiet && len(in.owed.credits) == 0 && in.sends.Idle()
-				in.mu.Unlock()
-			}
-		}
-		return quiet
-	})
-	m = tensor(serverID, 2, 1, true, true, vals)
-	m.More = true
-	if err := p.worker.Send(m); err != nil {
-		t.Fatal(err)
-	}
-	bad := tensor(serverID, 3, 1, true, true, vals)
-	bad.Dim = van.MaxDims + 1
-	if err := p.worker.Send(bad); !errors.Is(err, van.ErrInvalid) {
-		t.Fatalf("Send of %d dimensions: %v", bad.Dim, err)
-	}
-	p.next(p.atServer).Release()
 }

@@ -31,40 +31,95 @@ func (v *rvan) Send(msg *van.Message) error {
 		return v.sendError(msg, p, err)
 	}
 	size := msg.PayloadLen()
-	if size > maxData {
-		return v.sendError(msg, p, fmt.Errorf("%w: %d bytes of payload, want at most %d", van.ErrInvalid, size, maxData))
+	var err error
+	if msg.IsBatch() {
+		err = sendBatch(p, msg)
+	} else {
+		var done bool
+		p.mu.Lock()
+		if err = whyRefused(p, msg); err == nil {
+			idle := p.sender.Waiting() == 0
+			if done, err = p.queue(msg); err == nil {
+				sendQueued(p, msg, idle)
+			}
+		}
+		p.mu.Unlock()
+		if done {
+			msg.Done.Sent()
+		}
 	}
-	p.mu.Lock()
-	done, err := p.send(msg, size)
-	p.mu.Unlock()
 	if err != nil {
 		return v.sendError(msg, p, err)
-	}
-	if done {
-		msg.Done.Sent()
 	}
 	v.stats.sent(msg.EncodedLen() + size)
 	return nil
 }
 
-// send passes msg to the rendezvous. done reports that its frames have been copied. p.mu is held.
-func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
+// sendBatch passes the messages that stand for msg to the rendezvous: all of them, or none.
+func sendBatch(p *peer, msg *van.Message) error {
+	for i := range msg.Parts {
+		if x := &msg.Parts[i]; x.Vals.Len() > maxData-smallFrame {
+			return fmt.Errorf("%w: %d bytes of payload of key %d, want at most %d", van.ErrInvalid, x.Vals.Len(), x.Key, maxData-smallFrame)
+		}
+	}
+	// Done must not be called while p.mu is held.
+	all, done := van.Begin(msg.Done), msg.Done
+	msg.Done = all.Add()
+	defer func() { msg.Done = done }()
+	p.mu.Lock()
+	err := whyRefused(p, msg)
+	if err == nil {
+		idle := p.sender.Waiting() == 0
+		err = msg.ExpandTo((*partQueue)(p))
+		sendQueued(p, msg, idle)
+	}
+	p.mu.Unlock()
+	if err != nil {
+		all.Cancel()
+		return err
+	}
+	all.Sent()
+	return nil
+}
+
+// partQueue queues the messages that stand for a batch.
+type partQueue peer
+
+// SendPart implements van.PartSender.
+func (q *partQueue) SendPart(m *van.Message) error {
+	done, err := (*peer)(q).queue(m)
+	if done {
+		m.Done.Sent()
+	}
+	return err
+}
+
+// whyRefused returns the reason why p accepts no message like msg now, or nil. p.mu is held.
+func whyRefused(p *peer, msg *van.Message) error {
 	data := !msg.IsControl() && !msg.SimpleApp
 	switch {
 	case p.state.ended:
-		return false, van.ErrClosed
+		return van.ErrClosed
 	case p.state.oneWay && data:
-		return false, fmt.Errorf("%w: it has not connected to this node again, and could not answer", van.ErrPeerLost)
+		return fmt.Errorf("%w: it has not connected to this node again, and could not answer", van.ErrPeerLost)
 	case p.state.lost && data:
-		return false, fmt.Errorf("%w: its connection broke and has not been restored", van.ErrPeerLost)
-	case msg.Continues: // accepted with the first message of the request
+		return fmt.Errorf("%w: its connection broke and has not been restored", van.ErrPeerLost)
 	case data && p.sender.Waiting() > 0 && p.unsent >= p.v.cfg.SendBudget && p.v.cfg.SendBudget > 0 && !failpoint.On("send-budget"):
 		if n := p.v.stats.refusedSends.Add(1); n&(n-1) == 0 {
 			p.v.log.Warn("rdma: a message is refused: too many bytes are queued for its peer", "peer", p.name(), "queued bytes", p.unsent, "STEPAF_SEND_BUDGET", p.v.cfg.SendBudget, "refused so far", n)
 		}
-		return false, fmt.Errorf("%w: %d bytes wait, want less than %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, p.unsent, p.v.cfg.SendBudget)
+		return fmt.Errorf("%w: %d bytes wait, want less than %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, p.unsent, p.v.cfg.SendBudget)
 	case p.sender.Waiting() >= p.v.cfg.RDMAMaxConcurrWR:
-		return false, fmt.Errorf("%w: %d messages wait (BYTEPS_RDMA_MAX_CONCURR_WR)", van.ErrQueueFull, p.sender.Waiting())
+		return fmt.Errorf("%w: %d messages wait (BYTEPS_RDMA_MAX_CONCURR_WR)", van.ErrQueueFull, p.sender.Waiting())
+	}
+	return nil
+}
+
+// queue passes msg to the rendezvous. done reports that its frames have been copied. p.mu is held.
+func (p *peer) queue(msg *van.Message) (done bool, err error) {
+	size := msg.PayloadLen()
+	if size > maxData {
+		return false, fmt.Errorf("%w: %d bytes of payload, want at most %d", van.ErrInvalid, size, maxData)
 	}
 	var o *outgoing
 	if n := len(p.free); n > 0 {
@@ -89,37 +144,29 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 	o.unsent = size
 	p.unsent += size
 	done = msg.Done != nil && o.done == nil
-	idle := p.sender.Waiting() == 0
-	err = p.sender.Submit(o)
-	if err != nil {
+	if err = p.sender.Submit(o); err != nil {
 		p.recycle(o)
 		return false, fmt.Errorf("%w: %w", van.ErrInvalid, err)
 	}
+	return done, nil
+}
+
+// sendQueued sends what can be sent after msg, or all that stands for it, was queued. idle says that nothing waited before. p.mu is held.
+func sendQueued(p *peer, msg *van.Message, idle bool) {
 	p.pump()
-	p.flush(msg.More)
-	if idle && data && p.link != nil && p.sender.Waiting() > 0 && p.link.device.sleeping.Load() {
+	p.flush()
+	if data := !msg.IsControl() && !msg.SimpleApp; idle && data && p.link != nil && p.sender.Waiting() > 0 && p.link.device.sleeping.Load() {
 		p.link.device.dev.Wake() // the loop's sleep is too long for tick, which flush has made due
 	}
-	return done, nil
 }
 
 // sendError returns the error of a message to a peer.
 func (v *node) sendError(msg *van.Message, p *peer, err error) error {
 	e := &van.Error{Op: "send", Node: van.NodeName(int(v.local.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String(), Err: err}
 	if p != nil {
-		v.Flush(msg.Receiver) // messages sent with More have waited for msg
 		e.Peer += " at " + p.addr.String()
 	}
 	return e
-}
-
-// Flush implements van.Flusher.
-func (v *node) Flush(id int) {
-	if p := (*v.tables.peers.Load())[id]; p != nil {
-		p.mu.Lock()
-		p.flush(false)
-		p.mu.Unlock()
-	}
 }
 
 // pump carries out the rendezvous' decisions while the link can take work requests. p.mu is held.
@@ -166,6 +213,6 @@ func (p *peer) tick(now uint64, _ bool) bool {
 		p.sender.Tick()
 		p.pump()
 	}
-	p.flush(false)
+	p.flush()
 	return p.waiting()
 }

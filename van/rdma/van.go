@@ -27,7 +27,6 @@ var (
 	_ van.BufferRegistrar = (*rvan)(nil)
 	_ van.Invalidator     = (*rvan)(nil)
 	_ van.Canceler        = (*rvan)(nil)
-	_ van.Flusher         = (*rvan)(nil)
 	_ van.PeerWatcher     = (*rvan)(nil)
 	_ van.LivenessProber  = (*rvan)(nil)
 	_ van.Meter           = (*rvan)(nil)

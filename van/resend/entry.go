@@ -55,9 +55,7 @@ func (e *entry) release() {
 	}
 	done := e.done
 	e.done = nil
-	for i := range e.msg.Frames {
-		e.msg.Frame(i).Release()
-	}
+	e.msg.Drop()
 	e.msg.Reset()
 	entries.Put(e)
 	if done != nil {

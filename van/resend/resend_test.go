@@ -38,8 +38,6 @@ type sentMessage struct {
 	frames   [van.MaxFrames]string
 	receiver int
 	at       time.Time
-
-	continues bool
 }
 
 func (p *pipe) Bind(context.Context, van.Node) (int, error)     { return 1, nil }
@@ -57,7 +55,7 @@ func (p *pipe) Send(m *van.Message) error {
 		defer p.mu.Unlock()
 		return p.fail
 	}
-	s := sentMessage{receiver: m.Receiver, at: time.Now(), continues: m.Continues}
+	s := sentMessage{receiver: m.Receiver, at: time.Now()}
 	s.meta.CopyFrom(&m.Meta)
 	for i := range m.Frames {
 		s.frames[i] = string(m.Frame(i).Host())
@@ -464,25 +462,6 @@ func TestRetryFindsNoRoom(t *testing.T) {
 		synctest.Wait()
 		if n, x := len(f.p.take()), f.failed(); n != 2 || len(x) != 0 {
 			t.Errorf("sent %d times, failures %v; want 2 and none", n, x)
-		}
-		f.p.recv(ack(8, 0x000009080000000b))
-	})
-}
-
-// TestRepeatsKeepToTheBudget: a message that continues a request exceeds the budget only once. Its repeats to a peer that
-// reads nothing do not.
-func TestRepeatsKeepToTheBudget(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		f := newFixture(t, Options{Timeout: time.Second})
-		m := request(8, 5)
-		m.Continues = true
-		if err := f.Send(m); err != nil {
-			t.Fatal(err)
-		}
-		time.Sleep(1500 * time.Millisecond)
-		synctest.Wait()
-		if sent := f.p.take(); len(sent) != 2 || !sent[0].continues || sent[1].continues {
-			t.Errorf("sent %+v, want twice, beyond the budget the first time only", sent)
 		}
 		f.p.recv(ack(8, 0x000009080000000b))
 	})

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // transmit sends e over the wrapped van. The caller has a reference to e, and has recorded it in table.sending
@@ -21,34 +20,37 @@ func (v *Van) transmit(e *entry) error {
 	}
 	e.refs.Add(1)
 	err := v.inner.Send(&e.msg)
-	e.msg.Continues = false // a repeat counts against the budget
 	if err != nil {
 		e.refs.Add(-1) // not the last one: the caller has its own
 	}
 	return err
 }
 
-// Send implements van.Van. The message's frames are kept, not copied, until it is
-// acknowledged or fails; then Done is called. Without Done, the frames' bytes may be
-// changed after the answer has arrived, as with any van.
+// Send implements van.Van. A batch to a C++ node is kept as the messages that stand for it, since that node acknowledges them one by one.
+// If the wrapped van has accepted the first one, it gets the others later if its queue is full.
 func (v *Van) Send(m *van.Message) error {
 	self := int(v.id.Load())
 	if !v.enabled.Load() || !tracked(m) || m.Receiver < 0 || self == van.Empty {
 		return v.inner.Send(m)
 	}
-	e := entries.Get().(*entry)
-	e.msg.Reset()
-	e.msg.Meta.CopyFrom(&m.Meta)
-	e.msg.Receiver, e.msg.Frames = m.Receiver, m.Frames
-	e.msg.Placed, e.msg.Continues, e.dropped, e.probe = m.Placed, m.Continues, false, isProbe(m, m.Receiver, self)
-	for i := range m.Frames {
-		f := m.Frame(i)
-		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may reuse it when Send returns
-			f = backend.Bytes(e.short[i][:copy(e.short[i][:], f.Host())])
-		}
-		f.Retain()
-		e.msg.SetFrame(i, f)
+	if _, to := m.Incarnations(); m.IsBatch() && (to == 0 || v.opts.Expand) {
+		first := true
+		return m.Expand(func(m *van.Message) error {
+			err := send(v, m, self, first)
+			first = false
+			return err
+		})
 	}
+	return send(v, m, self, true)
+}
+
+// send keeps and sends a message of the node self. The message's frames are kept, not copied, until it is
+// acknowledged or fails; then Done is called. Without Done, the frames' bytes may be
+// changed after the answer has arrived, as with any van.
+func send(v *Van, m *van.Message, self int, refusable bool) error {
+	e := entries.Get().(*entry)
+	e.msg.Keep(m, &e.short)
+	e.dropped, e.probe = false, isProbe(m, m.Receiver, self)
 	e.msg.Done = e
 	e.done, e.start = m.Done, time.Now()
 	e.key = key{m.Receiver, signature(&m.Meta, self, m.Receiver)}
@@ -72,7 +74,7 @@ func (v *Van) Send(m *van.Message) error {
 		return nil
 	}
 	err := v.transmit(e)
-	if err != nil && e.outlasts(err) {
+	if err != nil && (e.outlasts(err) || !refusable && errors.Is(err, van.ErrQueueFull)) {
 		err = nil
 	}
 	if err != nil {

@@ -54,20 +54,23 @@ type Van struct {
 	staged, unpinned, refused, unshared atomic.Uint64
 }
 
-// received owns a received message whose value is in a buffer of this van.
+// received owns a received message of which values are in buffers of this van.
 type received struct {
 	v      *Van
-	buf    *backend.Buffer
+	bufs   []*backend.Buffer
 	owner  van.Owner
 	native unsafe.Pointer
 }
 
-// Free returns the message to its transport, and the buffer to its pool.
+// Free returns the message to its transport, and the buffers to their pool.
 func (h *received) Free(m *van.Message) {
-	buf, owner, native := h.buf, h.owner, h.native
-	h.buf, h.owner, h.native = nil, nil, nil
+	owner, native := h.owner, h.native
+	for i, b := range h.bufs {
+		b.Put()
+		h.bufs[i] = nil
+	}
+	h.bufs, h.owner, h.native = h.bufs[:0], nil, nil
 	h.v.holds.Put(h)
-	buf.Put()
 	m.Adopt(owner, native)
 	owner.Free(m)
 }
@@ -120,10 +123,10 @@ func (v *Van) Stats() van.Stats {
 	return s
 }
 
-// sending is a value that is being sent, in a pinned buffer or in ordinary memory.
+// sending has the values of a message that is being sent, in pinned buffers or in ordinary memory.
 type sending struct {
 	v    *Van
-	buf  *backend.Buffer
+	bufs []*backend.Buffer
 	done van.Completion
 }
 
@@ -136,19 +139,55 @@ func (s *sending) Sent() {
 
 func (s *sending) release() van.Completion {
 	done, v := s.done, s.v
-	if s.buf != nil {
-		s.buf.Put()
+	for i, b := range s.bufs {
+		b.Put()
+		s.bufs[i] = nil
 	}
-	s.buf, s.done = nil, nil
+	s.bufs, s.done = s.bufs[:0], nil
 	v.sends.Put(s)
 	return done
+}
+
+// copy makes *mem, if it is a value on the device, a copy on the host.
+func (s *sending) copy(mem *backend.Mem) error {
+	v, m, host := s.v, *mem, backend.Mem{}
+	if m.OnHost() {
+		return nil
+	}
+	if err := backend.CheckDevice(v.back, m); err != nil {
+		return fmt.Errorf("%w: %w", van.ErrInvalid, err)
+	}
+	buf, err := v.pinned.Get(m.Len())
+	if err != nil && v.unpinned.Load() == 0 {
+		v.log.Warn("no pinned memory for a value; it goes through ordinary memory", "bytes", m.Len(), "err", err)
+	}
+	if buf != nil {
+		s.bufs = append(s.bufs, buf)
+		host = buf.Mem().Sub(0, m.Len())
+	} else {
+		v.unpinned.Add(1)
+		host = backend.Bytes(make([]byte, m.Len()))
+	}
+	v.staged.Add(1)
+	*mem = host
+	return v.back.Copy(host, m)
+}
+
+// onDevice reports whether a value of m lies on a device.
+func onDevice(m *van.Message) bool {
+	for i := range m.Parts {
+		if !m.Parts[i].Vals.OnHost() {
+			return true
+		}
+	}
+	return m.Frames >= 2 && !m.Vals.OnHost()
 }
 
 // Send implements van.Van. A value on the device must be complete: no stream may still be
 // writing it. Send returns when the value has been copied; Done is called when the
 // transport no longer needs the copy.
 func (v *Van) Send(m *van.Message) error {
-	if m.Frames < 2 || m.Vals.OnHost() {
+	if !onDevice(m) {
 		return v.Van.Send(m)
 	}
 	if v.direct != nil && v.direct(m.Receiver) {
@@ -159,100 +198,108 @@ func (v *Van) Send(m *van.Message) error {
 		// If the link has ended meanwhile, the memory is not the cause.
 		if v.direct(m.Receiver) && v.unshared.Add(1) == 1 { // Stats counts the others
 			v.log.Warn("a value cannot be shared with its receiver as it lies; it goes through host memory, and so do others like it, which is slow",
-				"to", van.NodeName(m.Receiver), "key", m.Key, "bytes", m.Vals.Len(), "err", err)
+				"to", van.NodeName(m.Receiver), "key", m.Key, "bytes", m.PayloadLen(), "err", err)
 		}
 	}
-	fail := func(err error) error {
-		return &van.Error{Op: "send", Peer: van.NodeName(m.Receiver), Detail: m.Meta.String(), Err: err}
-	}
-	if err := backend.CheckDevice(v.back, m.Vals); err != nil {
-		return fail(fmt.Errorf("%w: %w", van.ErrInvalid, err))
-	}
-	buf, err := v.pinned.Get(m.Vals.Len())
-	if err != nil && v.unpinned.Load() == 0 {
-		v.log.Warn("no pinned memory for a value; it goes through ordinary memory", "bytes", m.Vals.Len(), "err", err)
-	}
-	var host backend.Mem
-	if buf != nil {
-		host = buf.Mem().Sub(0, m.Vals.Len())
-	} else {
-		v.unpinned.Add(1)
-		host = backend.Bytes(make([]byte, m.Vals.Len()))
-	}
 	s := v.sends.Get().(*sending)
-	s.buf, s.done = buf, m.Done
-	if err := v.back.Copy(host, m.Vals); err != nil {
-		s.release()
-		return fail(err)
+	s.done = m.Done
+	x := staged.Get().(*van.Message)
+	defer staged.Put(x)
+	x.Reset()
+	x.CopyFrom(&m.Meta)
+	x.Receiver, x.ProcessEpoch, x.Frames, x.Into, x.Done = m.Receiver, m.ProcessEpoch, m.Frames, m.Into, s
+	x.Keys, x.Vals, x.Lens, x.Parts = m.Keys, m.Vals, m.Lens, append(x.Parts, m.Parts...)
+	err := s.copy(&x.Vals)
+	for i := range x.Parts {
+		err = errors.Join(err, s.copy(&x.Parts[i].Vals))
 	}
-	v.staged.Add(1)
-	vals, done := m.Vals, m.Done
-	m.Vals, m.Done = host, s
-	err = v.Van.Send(m)
-	m.Vals, m.Done = vals, done
+	if err != nil {
+		err = &van.Error{Op: "send", Peer: van.NodeName(m.Receiver), Detail: m.Meta.String(), Err: err}
+	} else {
+		err = v.Van.Send(x)
+	}
+	m.RequestTrace.PostSend, m.ResponseTrace.PostSend = x.RequestTrace.PostSend, x.ResponseTrace.PostSend
+	x.Reset()
 	if err != nil {
 		s.release() // Done is not called when Send fails
 	}
 	return err
 }
 
+// staged are messages with values on the host in place of those on the device.
+var staged = sync.Pool{New: func() any { return new(van.Message) }}
+
 // Start implements van.Van.
 func (v *Van) Start(recv van.Receiver) {
 	v.Van.Start(func(m *van.Message) {
-		if m.Push && m.Request && m.IsTensor && m.Frames >= 2 && !m.Placed && m.Vals.Len() > 0 && m.Vals.OnHost() && m.Dst.Type == backend.GPU {
-			v.place(m)
+		if m.Request && m.IsTensor {
+			if m.Push && m.Frames >= 2 && m.Dst.Type == backend.GPU {
+				v.place(m, m.Key, &m.Vals, &m.Placed)
+			}
+			for i := range m.Parts {
+				if p := &m.Parts[i]; p.Push && p.Device.Type == backend.GPU {
+					v.place(m, p.Key, &p.Vals, &p.Placed)
+				}
+			}
 		}
 		recv(m)
 	})
 }
 
-// place copies the value of a received push into device memory. If that fails the value
-// stays in host memory, as Vals.Device tells the receiver.
-func (v *Van) place(m *van.Message) {
-	n := m.Vals.Len()
-	dst, registered := v.registered(m)
+// place copies a received value of m into device memory. If that fails the value
+// stays in host memory, as its Device tells the receiver.
+func (v *Van) place(m *van.Message, key uint64, vals *backend.Mem, placed *bool) {
+	n := vals.Len()
+	if n == 0 || *placed || !vals.OnHost() {
+		return
+	}
+	dst, registered := v.registered(m.Sender, key)
 	if registered {
 		if n > dst.Len() {
 			return // kv reports the value that is too long for its buffer
 		}
-		if err := v.back.Copy(dst.Sub(0, n), m.Vals); err != nil {
-			v.refuse(m, err)
+		if err := v.back.Copy(dst.Sub(0, n), *vals); err != nil {
+			v.refuse(m, key, n, err)
 			return
 		}
-		m.Placed = true
+		*placed = true
 	} else {
 		b, err := v.device.Get(n)
 		if b == nil {
 			if err == nil {
 				err = fmt.Errorf("received values hold %d bytes of the device's memory already: %w", v.device.Limit(), backend.ErrNoMemory)
 			}
-			v.refuse(m, err)
+			v.refuse(m, key, n, err)
 			return
 		}
 		dst = b.Mem()
-		if err := v.back.Copy(dst.Sub(0, n), m.Vals); err != nil {
+		if err := v.back.Copy(dst.Sub(0, n), *vals); err != nil {
 			b.Put()
-			v.refuse(m, err)
+			v.refuse(m, key, n, err)
 			return
 		}
-		h := v.holds.Get().(*received)
-		h.buf, h.owner, h.native = b, m.Owner(), m.Native()
-		m.Adopt(h, h.native)
+		h, own := m.Owner().(*received)
+		if !own {
+			h = v.holds.Get().(*received)
+			h.owner, h.native = m.Owner(), m.Native()
+			m.Adopt(h, h.native)
+		}
+		h.bufs = append(h.bufs, b)
 	}
-	m.Vals = dst.Sub(0, n)
+	*vals = dst.Sub(0, n)
 	v.staged.Add(1)
 }
 
-func (v *Van) refuse(m *van.Message, err error) {
+func (v *Van) refuse(m *van.Message, key uint64, bytes int, err error) {
 	if n := v.refused.Add(1); n&(n-1) == 0 {
-		v.log.Warn("a pushed value stays in host memory", "from", van.NodeName(m.Sender), "key", m.Key, "bytes", m.Vals.Len(), "count", n, "err", err)
+		v.log.Warn("a pushed value stays in host memory", "from", van.NodeName(m.Sender), "key", key, "bytes", bytes, "count", n, "err", err)
 	}
 }
 
-func (v *Van) registered(m *van.Message) (backend.Mem, bool) {
+func (v *Van) registered(sender int, key uint64) (backend.Mem, bool) {
 	v.mu.RLock()
 	defer v.mu.RUnlock()
-	dst, ok := v.dsts[destination{m.Sender, m.Key}]
+	dst, ok := v.dsts[destination{sender, key}]
 	return dst, ok
 }
 

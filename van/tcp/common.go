@@ -130,19 +130,32 @@ func (n *common) keep(b []byte) {
 	}
 }
 
+// ended ends the use of the places of p's values. It returns an error if the memory of one was taken back meanwhile.
+func (n *common) ended(p *inbound) (err error) {
+	for _, x := range p.spots {
+		if e := n.places.Finish(x); e != nil {
+			err = e
+		}
+	}
+	p.spots = p.spots[:0]
+	return err
+}
+
 // release takes back a received message.
 func (n *common) release(p *inbound) {
-	_ = n.places.Finish(&p.place)
-	vals := p.vals
-	p.vals, p.from, p.conn = nil, nil, nil
+	_ = n.ended(p)
+	p.from, p.conn = nil, nil
 	p.msg.Reset()
 	if cap(p.front) > keepFront {
 		p.front = nil
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if len(n.free) < maxFree {
+	for i, b := range p.mems {
+		n.keep(b)
+		p.mems[i] = nil
+	}
+	if p.mems = p.mems[:0]; len(n.free) < maxFree {
 		n.free = append(n.free, p)
 	}
-	n.keep(vals)
 }

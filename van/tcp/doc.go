@@ -16,8 +16,8 @@
 // # Messages
 //
 // A message is a head with lengths, then its meta, keys, lengths and values (frame.go). The sender encodes all but long
-// values into one buffer, and writes that and the values from where they lie with one system call. Messages sent with
-// More wait for the next one. Bytes that the socket does not accept wait in a queue; the engine's loop, or a goroutine that
+// values into one buffer, and writes that and the values from where they lie with one system call. A batch is one such
+// message: its meta has the directory, and its values follow one another. Bytes that the socket does not accept wait in a queue; the engine's loop, or a goroutine that
 // polls, writes on when the socket is writable again.
 //
 // The receiver reads into a buffer. Values that are longer than that are read straight into the memory that the pull

@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"encoding/binary"
+	"fmt"
 	"math"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -12,10 +13,13 @@ import (
 //	 0  u32  length of the meta
 //	 4  u32  length of the keys
 //	 8  u32  length of the lengths
-//	12  u32  data frames: 0, 2 or 3
+//	12  u32  data frames: 0, 2 or 3; 4: a batch, whose directory is the body of the meta
 //	16  u64  length of the values
 //	24  meta, keys, lengths, values
-const headLen = 24
+const (
+	headLen     = 24
+	batchFrames = van.MaxFrames + 1
+)
 
 // head has the lengths of a message's parts.
 type head struct {
@@ -58,11 +62,11 @@ func (h *head) check() *van.FieldError {
 		return &van.FieldError{Field: "length of the keys", Value: h.keys, Want: "below 2 GiB"}
 	case h.lens > math.MaxInt32:
 		return &van.FieldError{Field: "length of the lengths", Value: h.lens, Want: "below 2 GiB"}
-	case h.vals > math.MaxInt32:
-		return &van.FieldError{Field: "length of the values", Value: h.vals, Want: "below 2 GiB"}
-	case h.frames < 0 || h.frames == 1 || h.frames > van.MaxFrames:
-		return &van.FieldError{Field: "data frames", Value: h.frames, Want: "0, 2 or 3"}
-	case h.frames == 0 && (h.keys > 0 || h.vals > 0) || h.frames < van.MaxFrames && h.lens > 0:
+	case h.vals > math.MaxInt32 && h.frames != batchFrames || h.vals > van.MaxValues:
+		return &van.FieldError{Field: "length of the values", Value: h.vals, Want: fmt.Sprintf("below 2 GiB; of a batch, at most %d", van.MaxValues)}
+	case h.frames < 0 || h.frames == 1 || h.frames > batchFrames:
+		return &van.FieldError{Field: "data frames", Value: h.frames, Want: "0, 2, 3, or 4, a batch"}
+	case h.frames == 0 && (h.keys > 0 || h.vals > 0) || h.frames != van.MaxFrames && h.lens > 0 || h.frames == batchFrames && h.keys > 0:
 		return &van.FieldError{Field: "data frames", Value: h.frames, Want: "a length only for frames that are there"}
 	}
 	return nil

@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -29,16 +30,36 @@ type inbound struct {
 	msg   van.Message
 	from  *sender
 	conn  *inConn
-	front []byte // meta, keys, lengths, and short values
-	vals  []byte // long values without a place of their own
-	place landing.Place
+	front []byte           // meta, keys, lengths, and short values
+	mems  [][]byte         // long values without a place of their own
+	spots []*landing.Place // used for this message, and len to cap for later ones
+}
+
+// spot returns an unused place for a value of p.
+func (p *inbound) spot() *landing.Place {
+	n := len(p.spots)
+	if n < cap(p.spots) {
+		p.spots = p.spots[:n+1]
+	} else {
+		p.spots = append(p.spots, nil)
+	}
+	if p.spots[n] == nil {
+		p.spots[n] = new(landing.Place)
+	}
+	return p.spots[n]
 }
 
 // messageBytes is about what a received message itself takes.
 const messageBytes = 1 << 10
 
 // weight is the memory of this node that p takes while it waits.
-func (p *inbound) weight() int { return messageBytes + cap(p.front) + cap(p.vals) }
+func (p *inbound) weight() int {
+	n := messageBytes + cap(p.front)
+	for _, m := range p.mems {
+		n += cap(m)
+	}
+	return n
+}
 
 // inConn is the receiver's end of a connection. The holder of the feed uses its fields, unless they say otherwise.
 type inConn struct {
@@ -49,16 +70,18 @@ type inConn struct {
 	tls         *encrypted // nil without STEPAF_TLS
 
 	buf     []byte
-	r, w    int      // buf[r:w] is received and not parsed
-	cur     *inbound // the message whose values are being read
-	rest    []byte   // memory for the rest of the values of cur, or for a part of it
-	later   int      // bytes of the values of cur that have no memory yet
-	discard int      // bytes of values that are read and dropped
-	got     int      // bytes that the last call of read has received
-	ready   bool     // it is in source.ready
-	empty   bool     // the socket had nothing more when it was read last
-	hangup  bool     // the peer has closed the connection: it is read to its end
-	cause   error    // why it has ended
+	r, w    int            // buf[r:w] is received and not parsed
+	cur     *inbound       // the message whose values are being read
+	part    int            // the part of cur, a batch, whose value is being read
+	place   *landing.Place // of the value that is being read, or nil
+	rest    []byte         // memory for the rest of that value, or for a part of it
+	later   int            // bytes of that value that have no memory yet
+	discard int            // bytes of it that are read and dropped
+	got     int            // bytes that the last call of read has received
+	ready   bool           // it is in source.ready
+	empty   bool           // the socket had nothing more when it was read last
+	hangup  bool           // the peer has closed the connection: it is read to its end
+	cause   error          // why it has ended
 
 	mu     sync.Mutex // held while bytes are read
 	fenced bool       // no further message is delivered: another process has the sender's id, or a later connection has replaced this one; mu, peers.mu
@@ -141,22 +164,26 @@ func (c *inConn) receive() (n int, err error) {
 		var iov [2]unix.Iovec
 		iov[0].Base = unsafe.SliceData(c.rest)
 		iov[0].SetLen(len(c.rest))
-		iov[1].Base = unsafe.SliceData(c.buf)
-		iov[1].SetLen(len(c.buf))
+		parts := 1
+		if len(c.rest) < lendFrom || !c.more() { // otherwise the next value is read straight to its place, too
+			iov[1].Base = unsafe.SliceData(c.buf)
+			iov[1].SetLen(len(c.buf))
+			parts = 2
+		}
 		read := func() error {
 			if c.tls != nil {
 				n, err = c.tls.read(c.rest)
 				return err
 			}
-			r, _, e := unix.Syscall(unix.SYS_READV, uintptr(c.fd), uintptr(unsafe.Pointer(&iov[0])), 2)
+			r, _, e := unix.Syscall(unix.SYS_READV, uintptr(c.fd), uintptr(unsafe.Pointer(&iov[0])), uintptr(parts))
 			if e != 0 {
 				return e
 			}
 			n = int(r)
 			return nil
 		}
-		if c.cur.place.Used() {
-			if err = c.cur.place.Write(read); errors.Is(err, landing.ErrInvalidated) {
+		if c.place != nil {
+			if err = c.place.Write(read); errors.Is(err, landing.ErrInvalidated) {
 				c.discard, c.rest = len(c.rest), nil
 				return c.receive()
 			}
@@ -229,90 +256,158 @@ func (c *inConn) parse() (*inbound, error) {
 		return nil, &van.FieldError{Field: "control.cmd", Value: m.Control.Cmd, Want: "a data message"}
 	}
 	m.Sender, m.Frames = c.from.id, h.frames
+	if m.IsBatch() != (h.frames == batchFrames) {
+		c.n.release(p)
+		return nil, &van.FieldError{Field: "data frames", Value: h.frames, Want: "4 for a batch and no other message"}
+	}
+	if h.frames == batchFrames {
+		m.Frames = 0
+		n, err := m.ReadDirectory()
+		if err == nil && n != h.vals {
+			err = &van.FieldError{Field: "length of the values", Value: h.vals, Want: fmt.Sprintf("%d, as the directory says", n)}
+		}
+		if err != nil {
+			c.n.release(p)
+			return nil, err
+		}
+	}
 	rest := p.front[h.meta:]
-	if h.frames > 0 {
+	if m.Frames > 0 {
 		m.Keys = backend.Bytes(rest[:h.keys:h.keys])
 		rest = rest[h.keys:]
 	}
-	if h.frames == van.MaxFrames {
+	if m.Frames == van.MaxFrames {
 		m.Lens = backend.Bytes(rest[:h.lens:h.lens])
 	}
-	dst, placed := backend.Mem{}, false
-	if h.vals > 0 && (m.Request && m.Push || h.vals >= placeFrom) {
-		dst, placed = c.n.places.Find(m, h.vals, &p.place, false)
-	} else if !m.Request && !m.Push {
-		c.n.places.Answered(m.Sender, &m.Meta)
-	}
-	switch {
-	case h.vals == 0:
-		return p, nil
-	case placed:
-		m.Vals, m.Placed = dst, true
-	case direct:
-		p.vals = c.n.memory(h.vals, 0)
-		c.later = h.vals - len(p.vals)
-		m.Vals = backend.Bytes(p.vals)
-	default:
-		n := len(p.front)
-		p.front = append(p.front, c.buf[c.r:c.r+h.vals]...) // in place: see Grow above
-		c.r += h.vals
-		m.Vals = backend.Bytes(p.front[n:])
+	c.cur, c.part = p, -1
+	if len(m.Parts) == 0 && h.vals > 0 {
+		m.Vals, m.Placed = c.memory(m.Request && m.Push, h.vals)
+	} else if len(m.Parts) == 0 || !c.next() {
+		c.finish()
 		return p, nil
 	}
-	c.cur, c.rest = p, m.Vals.Host()
 	return c.goOn(), nil
 }
 
 // placeFrom is the length of answers that are written to the memory that the pull request has named.
 const placeFrom = 4 << 10
 
-// goOn moves received bytes to the values of the current message. It returns that when it is complete.
-func (c *inConn) goOn() *inbound {
-	if c.discard > 0 {
-		k := min(c.discard, c.w-c.r)
-		c.discard, c.r = c.discard-k, c.r+k
-		if c.discard > 0 {
-			return nil
+// memory returns memory for the next value of cur, of n bytes, and makes it rest.
+func (c *inConn) memory(push bool, n int) (mem backend.Mem, placed bool) {
+	p := c.cur
+	c.place = nil
+	if push || n >= placeFrom && !p.msg.Request && !p.msg.Push {
+		spot := p.spot()
+		if mem, placed = c.n.places.Find(&p.msg, max(c.part, 0), n, spot, false); spot.Used() {
+			c.place = spot
+		} else {
+			p.spots = p.spots[:len(p.spots)-1]
 		}
 	}
-	if n := min(len(c.rest), c.w-c.r); n > 0 {
-		write := func() error {
-			copy(c.rest, c.buf[c.r:c.r+n])
-			return nil
-		}
-		var err error
-		if c.cur.place.Used() {
-			err = c.cur.place.Write(write)
+	if !placed {
+		var b []byte
+		if at := len(p.front); cap(p.front)-at >= n { // in place, since other frames lie there
+			p.front = p.front[:at+n]
+			b = p.front[at : at+n : at+n]
 		} else {
-			err = write()
+			b = c.n.memory(n, 0)
+			p.mems, c.later = append(p.mems, b), n-len(b)
 		}
-		c.r += n
-		c.rest = c.rest[n:]
-		if err != nil {
-			if c.discard, c.rest = len(c.rest), nil; c.discard > 0 {
+		mem = backend.Bytes(b)
+	}
+	c.rest = mem.Host()
+	return mem, placed
+}
+
+// next goes to the next part of cur that has a value. It returns false if there is none.
+func (c *inConn) next() bool {
+	m := &c.cur.msg
+	for c.part++; c.part < len(m.Parts); c.part++ {
+		if p := &m.Parts[c.part]; m.HasValue(c.part) && p.Len > 0 {
+			p.Vals, p.Placed = c.memory(p.Push, p.Len)
+			return true
+		}
+	}
+	return false
+}
+
+// more reports whether cur has a value after the one that is being read.
+func (c *inConn) more() bool {
+	m := &c.cur.msg
+	for i := c.part + 1; i < len(m.Parts); i++ {
+		if m.HasValue(i) && m.Parts[i].Len > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// finish ends the reading of cur.
+func (c *inConn) finish() {
+	m := &c.cur.msg
+	if !m.Request && !m.Push {
+		c.n.places.Answered(m)
+	}
+	c.cur, c.rest, c.later, c.place = nil, nil, 0, nil
+}
+
+// goOn moves received bytes to the values of the current message. It returns that when it is complete.
+func (c *inConn) goOn() *inbound {
+	for {
+		if c.discard > 0 {
+			k := min(c.discard, c.w-c.r)
+			c.discard, c.r = c.discard-k, c.r+k
+			if c.discard > 0 {
 				return nil
 			}
 		}
+		if n := min(len(c.rest), c.w-c.r); n > 0 {
+			write := func() error {
+				copy(c.rest, c.buf[c.r:c.r+n])
+				return nil
+			}
+			var err error
+			if c.place != nil {
+				err = c.place.Write(write)
+			} else {
+				err = write()
+			}
+			c.r += n
+			c.rest = c.rest[n:]
+			if err != nil {
+				c.discard, c.rest = len(c.rest), nil
+				continue
+			}
+		}
+		if len(c.rest) == 0 && c.later > 0 {
+			c.grow()
+			continue
+		}
+		if len(c.rest) > 0 {
+			return nil
+		}
+		if len(c.cur.msg.Parts) > 0 && c.next() {
+			continue
+		}
+		p := c.cur
+		c.finish()
+		return p
 	}
-	if len(c.rest) == 0 && c.later > 0 {
-		c.grow()
-		return c.goOn()
-	}
-	if len(c.rest) > 0 {
-		return nil
-	}
-	p := c.cur
-	c.cur, c.rest = nil, nil
-	return p
 }
 
-// grow gives the values of cur, whose memory is full, more memory.
+// grow gives the value that is being read, whose memory is full, more memory.
 func (c *inConn) grow() {
-	p, full := c.cur, c.cur.vals
-	p.vals = c.n.memory(len(full)+c.later, len(full))
-	c.later -= len(p.vals) - len(full)
-	c.rest = p.vals[copy(p.vals, full):]
-	p.msg.Vals = backend.Bytes(p.vals)
+	p := c.cur
+	last := &p.mems[len(p.mems)-1]
+	full := *last
+	*last = c.n.memory(len(full)+c.later, len(full))
+	c.later -= len(*last) - len(full)
+	c.rest = (*last)[copy(*last, full):]
+	if mem := backend.Bytes(*last); len(p.msg.Parts) > 0 {
+		p.msg.Parts[c.part].Vals = mem
+	} else {
+		p.msg.Vals = mem
+	}
 	c.n.mu.Lock()
 	defer c.n.mu.Unlock()
 	c.n.keep(full)

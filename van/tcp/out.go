@@ -35,19 +35,19 @@ type outConn struct {
 	partial bool // the first message of the queue has been written in part
 	lent    int  // bytes of values in the queue that are not written
 	blocked bool // the socket takes no more for now: the source goes on
-	held    bool // messages sent with More wait
 	iov     [maxParts]unix.Iovec
 	broken  chan struct{} // closed when the connection has ended
 }
 
-// outMessage is a message that is not written completely.
+// outMessage is a message that is not written completely, or a run of a batch: encoded parts and one lent value after them.
 type outMessage struct {
-	front   int         // bytes of buf that are left
-	vals    []byte      // the rest of a lent value
-	mem     backend.Mem // memory of the value, retained until end
-	request van.Requests
-	done    van.Completion
-	dropped bool // canceled before any byte was written: front is skipped
+	front     int         // bytes of buf that are left
+	vals      []byte      // the rest of a lent value
+	mem       backend.Mem // memory of the value, retained until end
+	request   van.Requests
+	done      van.Completion
+	continues bool // the message has begun with the entry before this one
+	dropped   bool // canceled before any byte was written: front is skipped
 }
 
 // end releases the memory of a lent value and notifies the sender of the message.
@@ -89,7 +89,7 @@ func (c *outConn) send(msg *van.Message) error {
 	if c.gone {
 		return errGone
 	}
-	if !msg.Continues && c.full() {
+	if c.full() {
 		c.flush()
 		switch {
 		case c.gone:
@@ -99,7 +99,10 @@ func (c *outConn) send(msg *van.Message) error {
 		}
 	}
 	h := head{meta: msg.EncodedLen(), frames: msg.Frames}
-	if msg.Frames > 0 {
+	switch {
+	case msg.IsBatch():
+		h.frames, h.vals = batchFrames, msg.PayloadLen()
+	case msg.Frames > 0:
 		h.keys, h.vals = msg.Keys.Len(), msg.Vals.Len()
 	}
 	if msg.Frames == van.MaxFrames {
@@ -108,7 +111,6 @@ func (c *outConn) send(msg *van.Message) error {
 	if bad := h.check(); bad != nil {
 		return fmt.Errorf("%w: %s = %v, want %s", van.ErrInvalid, bad.Field, bad.Value, bad.Want)
 	}
-	lends := h.vals >= lendFrom
 	start := len(c.buf)
 	c.buf = h.append(c.buf)
 	at := len(c.buf)
@@ -123,27 +125,53 @@ func (c *outConn) send(msg *van.Message) error {
 	if h.lens > 0 {
 		c.buf = append(c.buf, msg.Lens.Host()...)
 	}
-	m := outMessage{}
-	if lends {
-		m.vals, m.mem, m.done = msg.Vals.Host(), msg.Vals, msg.Done
-		m.mem.Retain()
-		m.request = van.Requests{App: msg.AppID, Customer: msg.CustomerID, First: msg.Timestamp, Count: 1}
-		if !msg.Request {
-			m.request.Count = 0 // answers are not canceled
-		}
-		c.lent += h.vals
-	} else if h.vals > 0 {
-		c.buf = append(c.buf, msg.Vals.Host()...)
-	}
-	m.front = len(c.buf) - start
-	c.queue = append(c.queue, m)
-	if !lends && msg.Done != nil {
-		msg.Done.Sent()
-	}
-	if c.held = msg.More; !msg.More && !c.blocked {
+	c.put(msg, h.vals, start)
+	if !c.blocked {
 		c.flush()
 	}
 	return nil
+}
+
+// put queues msg with its values. All before the values is encoded in buf, from start on.
+func (c *outConn) put(msg *van.Message, vals, start int) {
+	first := len(c.queue)
+	run := outMessage{}
+	if msg.Request { // answers are not canceled
+		run.request = van.Requests{App: msg.AppID, Customer: msg.CustomerID, First: msg.Timestamp, Count: 1}
+	}
+	add := func(v backend.Mem) {
+		if v.Len() < lendFrom {
+			c.buf = append(c.buf, v.Host()...)
+			return
+		}
+		m := run
+		m.front, m.vals, m.mem = len(c.buf)-start, v.Host(), v
+		v.Retain()
+		c.lent += v.Len()
+		c.queue = append(c.queue, m)
+		start, run.continues = len(c.buf), true
+	}
+	if msg.Vals.Len() > 0 && msg.Frames > 0 {
+		add(msg.Vals)
+	}
+	for i := range msg.Parts {
+		if v := msg.Parts[i].Vals; v.Len() > 0 {
+			add(v)
+		}
+	}
+	if start < len(c.buf) {
+		run.front = len(c.buf) - start
+		c.queue = append(c.queue, run)
+	}
+	last := &c.queue[len(c.queue)-1]
+	if last == &c.queue[first] && last.mem.Len() == 0 { // all is copied
+		last.request.Count = 0
+		if msg.Done != nil {
+			msg.Done.Sent()
+		}
+		return
+	}
+	last.done = msg.Done
 }
 
 func grow(b []byte, n int) []byte {
@@ -153,7 +181,7 @@ func grow(b []byte, n int) []byte {
 	return b[: len(b)+n : cap(b)]
 }
 
-// full reports whether only messages that continue a request are accepted for now. c.mu is held.
+// full reports whether no message is accepted for now. c.mu is held.
 func (c *outConn) full() bool {
 	budget := c.n.cfg.SendBudget
 	return budget > 0 && c.unsent() >= budget || len(c.queue) >= maxQueue
@@ -167,18 +195,6 @@ func (c *outConn) refuse() error {
 		"bytes unsent", c.unsent(), "messages", len(c.queue), "STEPAF_SEND_BUDGET", budget)
 	return fmt.Errorf("%w: %d bytes and %d messages are unsent, want less than %d bytes (STEPAF_SEND_BUDGET) and %d messages",
 		van.ErrQueueFull, c.unsent(), len(c.queue), budget, maxQueue)
-}
-
-// flushHeld writes what was sent with More.
-func (c *outConn) flushHeld() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.held && !c.gone {
-		c.held = false
-		if !c.blocked {
-			c.flush()
-		}
-	}
 }
 
 // resume goes on when the socket takes more. It is called by the holder of the feed.
@@ -324,13 +340,17 @@ func (c *outConn) written(n int) {
 func (c *outConn) cancel(q *van.Requests) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	begun := false // some of the message has been written
 	for i := range c.queue {
 		m := &c.queue[i]
+		if !m.continues || i == 0 {
+			begun = i == 0 && (c.partial || m.continues)
+		}
 		r := &m.request
-		if len(m.vals) == 0 || r.Count == 0 || r.App != q.App || r.Customer != q.Customer || r.First < q.First || r.First-q.First >= q.Count {
+		if r.Count == 0 || r.App != q.App || r.Customer != q.Customer || r.First < q.First || r.First-q.First >= q.Count {
 			continue
 		}
-		if i == 0 && c.partial {
+		if begun {
 			m.vals = bytes.Clone(m.vals)
 		} else {
 			c.lent -= len(m.vals)
@@ -387,7 +407,7 @@ func (c *outConn) linger(ctx context.Context) bool {
 	for {
 		c.mu.Lock()
 		if !c.gone {
-			c.held, c.blocked = false, false
+			c.blocked = false
 			c.flush()
 		}
 		over := c.gone || len(c.queue) == 0 && c.tls.pending() == 0
@@ -410,7 +430,11 @@ func (c *outConn) close() (lost int) {
 	if c.gone {
 		return 0
 	}
-	lost = len(c.queue)
+	for i := range c.queue {
+		if i == 0 || !c.queue[i].continues {
+			lost++
+		}
+	}
 	c.end()
 	return lost
 }

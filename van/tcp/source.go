@@ -197,7 +197,7 @@ func (s *source) Take(_ time.Duration, poll bool) (*inbound, *engine.PeerQueue[*
 func (s *source) end(c *inConn) {
 	if c.cur != nil {
 		s.n.release(c.cur)
-		c.cur, c.rest = nil, nil
+		c.cur, c.rest, c.place = nil, nil, nil
 	}
 	if field := (*van.FieldError)(nil); errors.As(c.cause, &field) {
 		s.n.stats.malformed.Add(1)
@@ -261,7 +261,7 @@ func (s *source) Deliver(p *inbound, turn *engine.Deliverer) {
 		s.n.stats.fenced.Add(1)
 		s.n.release(p)
 		return
-	case s.n.places.Finish(&p.place) != nil:
+	case s.n.ended(p) != nil:
 		s.n.release(p) // its request was canceled
 		return
 	}

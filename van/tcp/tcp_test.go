@@ -207,12 +207,11 @@ func manyPartlyWritten(t *testing.T, options func(*van.Options)) {
 	go func() {
 		for i := range count {
 			m := dataMessage(8, i, true, true, pattern((i*7919)%200000, i))
-			m.More, m.Done = i%3 == 1, counter{&done}
+			m.Done = counter{&done}
 			if err := worker.Send(m); err != nil {
 				t.Errorf("message %d: %v", i, err)
 			}
 		}
-		worker.Flush(8)
 	}()
 	for i := range count {
 		m := server.next()
@@ -426,12 +425,12 @@ func TestInvalidatedOnArrival(t *testing.T) {
 	p := v.own.get()
 	answer := dataMessage(9, 1, false, false, nil)
 	answer.Sender = 8
-	dst, placed := v.own.places.Find(answer, size, &p.place, false)
+	dst, placed := v.own.places.Find(answer, 0, size, p.spot(), false)
 	if !placed {
 		t.Fatal("the answer's place is not found")
 	}
 	v.Invalidate(backend.Bytes(into))
-	c := &inConn{n: &v.own, from: &sender{id: 8}, buf: make([]byte, bufLen), w: early, cur: p, rest: dst.Host()}
+	c := &inConn{n: &v.own, from: &sender{id: 8}, buf: make([]byte, bufLen), w: early, cur: p, place: p.spots[0], rest: dst.Host()}
 	copy(c.buf, pattern(early, 1))
 	if c.goOn() != nil || c.r != c.w || c.discard != size-early {
 		t.Errorf("%d of %d bytes were taken, %d more are to be dropped, want %d", c.r, c.w, c.discard, size-early)
@@ -653,8 +652,7 @@ func TestNoDataPort(t *testing.T) {
 	}
 }
 
-// TestSendBudget: for a peer that does not read, STEPAF_SEND_BUDGET bytes are accepted, and the rest of an
-// accepted request.
+// TestSendBudget: for a peer that does not read, STEPAF_SEND_BUDGET bytes are accepted.
 func TestSendBudget(t *testing.T) { both(t, sendBudget) }
 
 func sendBudget(t *testing.T, options func(*van.Options)) {
@@ -665,11 +663,6 @@ func sendBudget(t *testing.T, options func(*van.Options)) {
 			err = worker.Send(dataMessage(8, i, true, true, pattern(size, i)))
 		}
 		vantest.Fails(t, err, van.ErrQueueFull, "STEPAF_SEND_BUDGET", "8388608")
-		more := dataMessage(8, 1<<20, true, true, pattern(size, 1))
-		more.Continues = true
-		if err := worker.Send(more); err != nil {
-			t.Errorf("values of %d bytes: what continues a request is refused: %v", size, err)
-		}
 		if n := worker.Stats().RefusedSends; n != 1 {
 			t.Errorf("values of %d bytes: counted %d refused messages, want 1", size, n)
 		}
@@ -1048,15 +1041,16 @@ func TestMemoryIsUsedAgain(t *testing.T) {
 	const size, class = 3 << 10, 4 << 10
 	for range 3 {
 		p := n.get()
-		if p.vals = n.memory(size, size); len(p.vals) != size || cap(p.vals) != class || n.kept != 0 {
-			t.Fatalf("%d of %d bytes, while %d are kept", len(p.vals), cap(p.vals), n.kept)
+		b := n.memory(size, size)
+		if p.mems = append(p.mems, b); len(b) != size || cap(b) != class || n.kept != 0 {
+			t.Fatalf("%d of %d bytes, while %d are kept", len(b), cap(b), n.kept)
 		}
 		if n.release(p); n.kept != class || len(n.mem[sizeClass(size)]) != 1 {
 			t.Fatalf("%d bytes are kept in %d pieces, want %d in one", n.kept, len(n.mem[sizeClass(size)]), class)
 		}
 	}
 	n.kept = keepMemory - class + 1
-	if n.release(&inbound{vals: make([]byte, class)}); len(n.mem[sizeClass(size)]) != 1 {
+	if n.release(&inbound{mems: [][]byte{make([]byte, class)}}); len(n.mem[sizeClass(size)]) != 1 {
 		t.Errorf("more than %d bytes are kept", keepMemory)
 	}
 	for _, count := range []int{1, keepBuf/lendFrom + 1, 2 * keepBuf / lendFrom} {
@@ -1236,8 +1230,8 @@ func FuzzParse(f *testing.F) {
 				if err != nil {
 					return
 				}
-				if c.cur != nil && cap(c.cur.vals) > startMemory+2*growMemory*len(text) {
-					t.Fatalf("%d bytes of memory for a message of which %d bytes have arrived", cap(c.cur.vals), len(text))
+				if c.cur != nil && c.cur.weight()-messageBytes > startMemory+2*growMemory*len(text)+2*bufLen {
+					t.Fatalf("%d bytes of memory for a message of which %d bytes have arrived", c.cur.weight(), len(text))
 				}
 				if p == nil {
 					break

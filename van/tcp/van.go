@@ -42,7 +42,6 @@ var (
 	_ van.Van                = (*Van)(nil)
 	_ van.Wrapper            = (*Van)(nil)
 	_ van.PeerWatcher        = (*Van)(nil)
-	_ van.Flusher            = (*Van)(nil)
 	_ van.Meter              = (*Van)(nil)
 	_ van.BufferRegistrar    = (*Van)(nil)
 	_ van.Invalidator        = (*Van)(nil)
@@ -118,7 +117,7 @@ func (v *Van) Start(recv van.Receiver) {
 	v.source.deliver = recv
 	v.inner.Start(func(m *van.Message) {
 		if !m.Request && !m.Push && !m.IsControl() {
-			v.own.places.Answered(m.Sender, &m.Meta)
+			v.own.places.Answered(m)
 		}
 		recv(m)
 	})
@@ -284,10 +283,8 @@ func (v *Van) Send(msg *van.Message) error {
 		return v.sendError(msg, n.unreachable())
 	}
 	msg.Trace().PostSend = clock.Now()
-	for i := range min(msg.Frames, van.MaxFrames) {
-		if f := msg.Frame(i); !f.OnHost() {
-			return v.sendError(msg, fmt.Errorf("%w: frame %d lies on %s, want host memory: %w", van.ErrInvalid, i, f.Device(), backend.ErrNotExportable))
-		}
+	if err := msg.CheckOnHost(); err != nil {
+		return v.sendError(msg, fmt.Errorf("%w: %w", err, backend.ErrNotExportable))
 	}
 	expects := v.own.places.Expect(msg)
 	err := c.send(msg)
@@ -323,19 +320,6 @@ func (n *peer) unreachable() error {
 
 func (v *Van) sendError(msg *van.Message, err error) error {
 	return &van.Error{Op: "send", Node: van.NodeName(int(v.own.id.Load())), Peer: van.NodeName(msg.Receiver) + " over tcp", Detail: msg.Meta.String(), Err: err}
-}
-
-// Flush implements van.Flusher.
-func (v *Van) Flush(id int) {
-	if n := v.peers.of(id); n != nil {
-		if c := n.conn.Load(); c != nil {
-			c.flushHeld()
-			return
-		}
-	}
-	if f, ok := van.As[van.Flusher](v.inner); ok {
-		f.Flush(id)
-	}
 }
 
 // RegisterRecvBuffer implements van.BufferRegistrar.

@@ -1,13 +1,17 @@
 package vantest
 
-// Tests of messages marked More, and of frames around CopyBelow.
+// Tests of batches, and of frames around CopyBelow.
 
 import (
+	"bytes"
+	"encoding/binary"
 	"fmt"
 	"runtime"
+	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // released waits until all of dones were called once and the node's transport uses no
@@ -51,64 +55,89 @@ func copyBelow(w *world) {
 	}
 }
 
-// more sends batches of messages with More, which a transport may queue. They end with a
-// message without More, or with Flush. All arrive, in order and intact, although
-// no message follows.
-func more(w *world) {
-	worker, server := w.pair()
-	for _, x := range []struct {
-		from, to *node
-	}{{worker, server}, {server, worker}} {
-		first := 0 // timestamp of the batch
-		flusher, _ := van.As[van.Flusher](x.from.Van)
-		for _, count := range []int{1, 2, 15, 16, 17, 18, 40} {
-			for _, flush := range []bool{false, true} {
-				what := fmt.Sprintf("batch of %d from %s, flushed %t", count, van.NodeName(x.from.self.ID), flush)
-				var dones []*completion
-				for i := range count {
-					m := data(x.to.self.ID, first+i, x.from == worker, pattern(-i, 8), pattern(i, 20+10*i))
-					c := newCompletion()
-					m.More, m.Done = flush || i < count-1, c
-					dones = append(dones, c)
-					x.from.must(m)
-				}
-				if flush && flusher != nil {
-					flusher.Flush(x.to.self.ID)
-				}
-				for i := range count {
-					r := x.to.next()
-					if int(r.meta.Timestamp) != first+i {
-						w.Fatalf("%s: message %d came when %d was due", what, int(r.meta.Timestamp)-first, i)
-					}
-					checkFrames(w, fmt.Sprintf("message %d of %s", i, what), r, [][]byte{pattern(-i, 8), pattern(i, 20+10*i)})
-				}
-				x.from.released(what, dones...)
-				first += count
-			}
+// tensors makes the parts of a batch with values of these lengths. Request parts of negative length are pulls.
+func tensors(seed int, lens ...int) (parts []van.Part) {
+	for i, n := range lens {
+		p := van.Part{Key: uint64(1000*seed + i), Push: n >= 0, Len: max(n, -n), Device: backend.Host, Dtype: 1, Dim: 1}
+		if p.Shape[0] = int64(p.Len); p.Push {
+			p.Vals = backend.Bytes(pattern(seed+i, n))
+		} else {
+			p.Into = backend.Bytes(make([]byte, -n))
+			p.Addr = p.Into.Addr()
 		}
+		parts = append(parts, p)
 	}
+	return parts
 }
 
-// moreToSeveral queues messages for two peers at the same time. Flushing one does not
-// affect the other.
-func moreToSeveral(w *world) {
-	server, first, second := w.node(8, nil), w.node(9, nil), w.node(11, nil)
-	link(first, server)
-	link(second, server)
-	w.greet([]*node{first, second}, []*node{server})
-	flusher, _ := van.As[van.Flusher](server.Van)
-	const count = 5
-	for i := range count {
-		for _, to := range []*node{first, second} {
-			m := data(to.self.ID, i, false, pattern(-i, 8), pattern(i, 100))
-			m.More = true
-			server.must(m)
+// batchOf makes a batch.
+func batchOf(receiver, ts int, request bool, parts []van.Part) *van.Message {
+	m := data(receiver, ts, request)
+	m.Push, m.Parts = false, parts
+	m.WriteDirectory()
+	return m
+}
+
+// parts receives n parts, in one batch or in as many messages, as a C++ node gets them.
+func (n *node) parts(what string, count int) (all []part) {
+	for len(all) < count {
+		r := n.next()
+		if len(r.parts) == 0 {
+			p := van.PartOf(&r.meta)
+			r.parts = []part{{p, r.data[1], r.placed}}
+			if r.frames != 2 || len(r.data[0]) != 8 || binary.LittleEndian.Uint64(r.data[0]) != p.Key {
+				n.w.Fatalf("%s: part %d came as a message of %d frames, keys %x, of key %d", what, len(all), r.frames, r.data[0], p.Key)
+			}
 		}
+		all = append(all, r.parts...)
 	}
-	if flusher != nil {
-		flusher.Flush(9)
-		flusher.Flush(11)
+	return all
+}
+
+// batches sends batches of many forms and answers them. All parts arrive in order and intact, and Done is called once for each batch,
+// although no message follows.
+func batches(w *world) {
+	worker, server := w.pair()
+	first := 0
+	for i, lens := range [][]int{{0}, {8}, {-8}, {100, 0, 100, -100}, {4095, 4096, -4097, -1}, {8191, 8192, 8193, 10, 70000, -8192, -70000, -3},
+		{1 << 20, 5, 3 << 20, -4 << 20, -5, -2 << 20}, slices.Repeat([]int{33}, 200), slices.Repeat([]int{-4096}, 40)} {
+		what := fmt.Sprintf("batch %d", i)
+		sent := tensors(i, lens...)
+		c := newCompletion()
+		m := batchOf(8, first, true, sent)
+		m.Done = c
+		worker.must(m)
+		got := server.parts(what, len(lens))
+		var answers []van.Part
+		for k, g := range got {
+			p := &sent[k]
+			if g.Key != p.Key || g.Push != p.Push || g.Len != p.Len || g.Shape != p.Shape || int(g.Timestamp) != first+k || !bytes.Equal(g.vals, p.Vals.Host()) {
+				w.Fatalf("%s: part %d came with key %d, push %t, %d bytes, shape %v, timestamp %d and %d bytes of values, want %d, %t, %d, %v, %d", what, k,
+					g.Key, g.Push, g.Len, g.ShapeSlice(), g.Timestamp, len(g.vals), p.Key, p.Push, p.Len, p.ShapeSlice(), first+k)
+			}
+			if !p.Push {
+				a := g.Part
+				a.Vals, a.Into = backend.Bytes(pattern(i*k, p.Len)), backend.Mem{}
+				answers = append(answers, a)
+			}
+		}
+		if len(answers) > 0 {
+			c := newCompletion()
+			a := batchOf(9, int(answers[0].Timestamp), false, answers)
+			a.Done = c
+			server.must(a)
+			for k, g := range worker.parts("the answer to "+what, len(answers)) {
+				p := &answers[k]
+				if g.Key != p.Key || g.Timestamp != p.Timestamp || !bytes.Equal(g.vals, p.Vals.Host()) {
+					w.Fatalf("%s: answer %d has key %d, timestamp %d, %d bytes, want %d, %d, %d, or other values", what, k, g.Key, g.Timestamp, len(g.vals), p.Key, p.Timestamp, p.Len)
+				}
+				if into := sent[len(sent)-len(answers)+k].Into; g.placed && !bytes.Equal(into.Host(), p.Vals.Host()) {
+					w.Fatalf("%s: answer %d counts as placed, and is not in the memory that the request named", what, k)
+				}
+			}
+			server.released("the answer to "+what, c)
+		}
+		worker.released(what, c) // a transport may use the memory for an answer until then
+		first += len(lens)
 	}
-	first.expect(8, count)
-	second.expect(8, count)
 }

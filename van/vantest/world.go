@@ -42,6 +42,15 @@ type received struct {
 	sender, receiver int
 	frames           int
 	data             [3][]byte
+	placed           bool
+	parts            []part
+}
+
+// part is a copy of a received part.
+type part struct {
+	van.Part
+	vals   []byte
+	placed bool
 }
 
 func (w *world) context() (context.Context, context.CancelFunc) {
@@ -151,8 +160,11 @@ func (w *world) greet(workers, servers []*node) {
 func (n *node) collect(m *van.Message) { n.in <- copyOf(m) }
 
 func copyOf(m *van.Message) *received {
-	r := &received{sender: m.Sender, receiver: m.Receiver, frames: m.Frames}
+	r := &received{sender: m.Sender, receiver: m.Receiver, frames: m.Frames, placed: m.Placed}
 	r.meta.CopyFrom(&m.Meta)
+	for _, p := range m.Parts {
+		r.parts = append(r.parts, part{p, slices.Clone(p.Vals.Host()), p.Placed})
+	}
 	for i := range m.Frames {
 		r.data[i] = slices.Clone(m.Frame(i).Host())
 	}

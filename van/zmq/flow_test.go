@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -136,10 +137,10 @@ func TestOneLongMessage(t *testing.T) {
 	until(t, "release", func() bool { return (*worker.peers.Load())[8].acct.unsent() == 0 })
 }
 
-// TestContinuesBeyondTheBudget: while the peer receives nothing, a message that continues an accepted request is accepted, and so is
-// a long message below the budget. Then data is refused, and after 16 MiB more, control messages are refused. The error names
+// TestBatchBeyondTheBudget: while the peer receives nothing, a batch below the budget is accepted, of any length, in one message or in
+// several. Then data is refused, and after 16 MiB more, control messages are refused. The error names
 // the configured budget.
-func TestContinuesBeyondTheBudget(t *testing.T) {
+func TestBatchBeyondTheBudget(t *testing.T) {
 	const budget, size = 8 << 20, 12 << 20
 	for _, native := range []bool{true, false} {
 		t.Run(fmt.Sprint("native=", native), func(t *testing.T) {
@@ -155,11 +156,14 @@ func TestContinuesBeyondTheBudget(t *testing.T) {
 			defer peer.Close()
 			worker.must(t, push(8, 0, make([]byte, 5000)))
 			vals := make([]byte, size)
+			m := &van.Message{}
+			m.Reset()
+			m.Receiver, m.AppID, m.CustomerID, m.Timestamp, m.Request = 8, 0, 0, 1, true
 			for i := range 4 {
-				m := push(8, 1+i, vals)
-				m.More, m.Continues = i < 3, i > 0
-				worker.must(t, m)
+				m.Parts = append(m.Parts, van.Part{Key: uint64(i), Push: true, Len: size, Device: backend.Host, Vals: backend.Bytes(vals)})
 			}
+			m.WriteDirectory()
+			worker.must(t, m)
 			for _, n := range []int{0, size} {
 				vantest.Fails(t, worker.Send(push(8, 5, vals[:n])), van.ErrQueueFull, "want less than "+strconv.Itoa(budget)+" (STEPAF_SEND_BUDGET)")
 			}

@@ -175,7 +175,7 @@ func (r *receiver) accept(msg *van.Message) verdict {
 		r.in.fenced(name)
 	case probe:
 	default:
-		if verdict := r.take(msg, now, name, c, member, f.dataLen(msg.Frames)); verdict != nothing {
+		if verdict := r.take(msg, now, name, c, member, f.dataLen(f.len()-2)); verdict != nothing {
 			return verdict
 		}
 	}
@@ -294,5 +294,5 @@ func parse(msg *van.Message, f *frames) error {
 	for i := range data {
 		msg.SetFrame(i, f.mem(i+2))
 	}
-	return nil
+	return msg.Unpack()
 }

@@ -5,6 +5,7 @@ package zmq
 import (
 	"errors"
 	"fmt"
+	"sync"
 	"syscall"
 
 	zmq4 "github.com/pebbe/zmq4"
@@ -15,8 +16,8 @@ import (
 )
 
 // outgoing is the sending side of a van. libzmq gets a copy of each message, so the caller may reuse its memory after Send. An account
-// for each peer counts the bytes that libzmq has not written. When the account reaches the budget, Send refuses messages, except
-// messages that continue a request.
+// for each peer counts the bytes that libzmq has not written. When the account reaches the budget, Send refuses messages. A batch
+// counts as one: C++ nodes get all messages that stand for it.
 type outgoing struct {
 	n        *shared
 	router   *socket // set by Bind
@@ -30,7 +31,7 @@ const controlReserve = 16 << 20
 // Send hands msg to the socket that the protocol prescribes for it.
 func (o *outgoing) Send(msg *van.Message) error {
 	c := (*o.n.peers.Load())[msg.Receiver]
-	err := o.send(msg, c)
+	err := o.sendWhole(msg, c)
 	if errors.Is(err, van.ErrClosed) {
 		// The connection may have been replaced in between.
 		o.n.mu.Lock()
@@ -39,7 +40,7 @@ func (o *outgoing) Send(msg *van.Message) error {
 		switch {
 		case now == nil || o.n.closed.Load():
 		case now != c:
-			return o.send(msg, now)
+			return o.sendWhole(msg, now)
 		default: // see closeBrokenConnections
 			return o.sendError(msg, c, fmt.Errorf("%w: another process is at its address", van.ErrPeerLost))
 		}
@@ -47,7 +48,49 @@ func (o *outgoing) Send(msg *van.Message) error {
 	return err
 }
 
-func (o *outgoing) send(msg *van.Message, c *conn) error {
+// flat is a batch as one frame of values.
+type flat struct {
+	msg van.Message
+	buf []byte
+}
+
+var flats = sync.Pool{New: func() any { return new(flat) }}
+
+// keepFlat is the capacity of an idle flat's buffer.
+const keepFlat = 1 << 20
+
+// sendWhole sends msg in the form that the node of c understands.
+func (o *outgoing) sendWhole(msg *van.Message, c *conn) error {
+	switch {
+	case !msg.IsBatch() || c == nil:
+		return o.send(msg, c, false)
+	case c.incarnation == 0:
+		accepted := false
+		return msg.Expand(func(m *van.Message) error {
+			err := o.send(m, c, accepted)
+			accepted = true
+			return err
+		})
+	}
+	if err := msg.CheckOnHost(); err != nil {
+		return o.sendError(msg, c, err)
+	}
+	x := flats.Get().(*flat)
+	x.msg.Reset()
+	x.msg.CopyFrom(&msg.Meta)
+	x.msg.Receiver, x.msg.Parts, x.msg.Done = msg.Receiver, msg.Parts, msg.Done
+	x.buf = x.msg.Pack(x.buf)
+	err := o.send(&x.msg, c, false)
+	msg.RequestTrace.PostSend, msg.ResponseTrace.PostSend = x.msg.RequestTrace.PostSend, x.msg.ResponseTrace.PostSend
+	if x.msg.Reset(); cap(x.buf) > keepFlat {
+		x.buf = nil
+	}
+	flats.Put(x)
+	return err
+}
+
+// send sends one message. One that continues a batch may exceed the budget.
+func (o *outgoing) send(msg *van.Message, c *conn, continues bool) error {
 	if c == nil {
 		if o.n.closed.Load() {
 			return o.sendError(msg, nil, van.ErrClosed)
@@ -71,17 +114,15 @@ func (o *outgoing) send(msg *van.Message, c *conn) error {
 	if err := msg.EncodeTo(meta); err != nil {
 		return o.sendError(msg, c, err)
 	}
-	for i := range msg.Frames {
-		if f := msg.Frame(i); !f.OnHost() {
-			return o.sendError(msg, c, fmt.Errorf("%w: frame %d lies on %s, want host memory", van.ErrInvalid, i, f.Device()))
-		}
+	if err := msg.CheckOnHost(); err != nil {
+		return o.sendError(msg, c, err)
 	}
 	size := msg.PayloadLen()
 	to := route{acct: c.acct, limit: o.budget}
 	switch {
 	case msg.IsControl():
 		to.limit = o.controlLimit()
-	case msg.Continues:
+	case continues:
 		to.limit = 0
 	}
 	sock := c.sock

@@ -125,7 +125,6 @@ type conn struct {
 	tries   int
 	attempt int // timers of earlier attempts compare it
 	pending []*packet
-	held    []*packet // sent with More
 	control []*packet // sent at this time, see inOrder
 	fwd     *flow     // while up
 	back    *flow
@@ -290,7 +289,6 @@ func (c *conn) detach() {
 // linger is not 0. mu is held.
 func (c *conn) end(linger time.Duration) {
 	c.sendControl(func(*packet) bool { return true })
-	c.flush()
 	switch {
 	case c.state == leaving || c.state == ended:
 	case c.to != nil:
@@ -390,14 +388,6 @@ func (c *conn) sendControl(due func(*packet) bool) {
 	}
 }
 
-// flush sends the messages sent with More. mu is held.
-func (c *conn) flush() {
-	for _, p := range c.held {
-		c.forward(p)
-	}
-	c.held = c.held[:0]
-}
-
 // forward sends p, or keeps it until the connection stands. mu is held.
 func (c *conn) forward(p *packet) {
 	if c.to != nil && c.state == up {
@@ -410,9 +400,6 @@ func (c *conn) forward(p *packet) {
 // unsent is how many bytes wait in the direction of fwd. mu is held.
 func (c *conn) unsent() (sum int64) {
 	for _, p := range c.pending {
-		sum += p.size
-	}
-	for _, p := range c.held {
 		sum += p.size
 	}
 	if c.fwd != nil {
@@ -524,6 +511,9 @@ func (f *flow) take(p *packet) {
 	}
 	p.land()
 	p.sent()
+	if err := p.unpack(); err != nil {
+		panic(err) // of WriteDirectory
+	}
 	n.noteMsg(f.name(), "came", &p.msg)
 	p.msg.Sender = p.sender
 	to.take(p)

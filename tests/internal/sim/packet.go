@@ -40,7 +40,20 @@ func pack(m *van.Message, sender int, recalls bool) *packet {
 		}
 		p.msg.SetFrame(i, copied(f))
 	}
+	p.msg.Parts = append(p.msg.Parts, m.Parts...)
+	p.lent = p.lent || len(m.Parts) > 0 && (m.Done != nil || recalls && m.Request)
+	if !p.lent {
+		p.copyParts()
+	}
 	return p
+}
+
+// copyParts makes the values of the parts the packet's own.
+func (p *packet) copyParts() {
+	for i := range p.msg.Parts {
+		x := &p.msg.Parts[i]
+		x.Vals, x.Into = copied(x.Vals), backend.Mem{}
+	}
 }
 
 func copied(f backend.Mem) backend.Mem {
@@ -56,6 +69,8 @@ func (p *packet) clone() *packet {
 	for i := range p.msg.Frames {
 		q.msg.SetFrame(i, copied(p.msg.Frame(i)))
 	}
+	q.msg.Parts = append(q.msg.Parts, p.msg.Parts...)
+	q.copyParts()
 	return q
 }
 
@@ -64,7 +79,24 @@ func (p *packet) land() {
 	if p.lent {
 		p.lent = false
 		p.msg.Vals = copied(p.msg.Vals)
+		p.copyParts()
 	}
+}
+
+// unpack sets the parts of a batch as its directory says.
+func (p *packet) unpack() error {
+	if !p.msg.IsBatch() {
+		return nil
+	}
+	sent := p.msg.Parts
+	p.msg.Parts = nil
+	if _, err := p.msg.ReadDirectory(); err != nil {
+		return err
+	}
+	for i := range p.msg.Parts {
+		p.msg.Parts[i].Vals = sent[i].Vals
+	}
+	return nil
 }
 
 // sent tells the sender that its memory is its own again.
@@ -92,10 +124,15 @@ type postman struct{}
 func (postman) Free(m *van.Message) {
 	p := (*packet)(m.Native())
 	p.at.holds.Add(-1)
-	for i := range m.Frames { // later reads find nonsense
-		b := m.Frame(i).Host()
+	spoil := func(b []byte) { // later reads find nonsense
 		for j := range b {
 			b[j] = 0xdd
 		}
+	}
+	for i := range m.Frames {
+		spoil(m.Frame(i).Host())
+	}
+	for i := range m.Parts {
+		spoil(m.Parts[i].Vals.Host())
 	}
 }

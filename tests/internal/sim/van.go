@@ -62,7 +62,6 @@ type node struct {
 var (
 	_ van.Van         = (*node)(nil)
 	_ van.PeerWatcher = (*node)(nil)
-	_ van.Flusher     = (*node)(nil)
 	_ van.Meter       = (*node)(nil)
 	_ van.HostChooser = (*node)(nil)
 	_ van.Canceler    = (*node)(nil)
@@ -296,7 +295,7 @@ func (v *node) Send(msg *van.Message) error {
 		}
 		return nil
 	}
-	if limit := n.queueLimit(v); limit > 0 && !msg.IsControl() && !msg.Continues && c.unsent() > limit {
+	if limit := n.queueLimit(v); limit > 0 && !msg.IsControl() && c.unsent() > limit {
 		return fail(van.ErrQueueFull)
 	}
 	p := v.pack(msg, c.senderID, v.opts.Incarnation != 0 && strings.Contains(c.route, "."))
@@ -308,19 +307,15 @@ func (v *node) Send(msg *van.Message) error {
 			p.sent()
 			return
 		}
-		c.held = append(c.held, p)
-		if !p.msg.More {
-			c.flush()
-		}
+		c.forward(p)
 	}
-	p.msg.More = msg.More
 	if n.tr.Resend && msg.IsControl() {
 		put = func() { c.inOrder(p) }
 	}
 	if !v.later(put) {
 		put()
 	}
-	if v.opts.Config != nil && v.opts.Config.SendBudget > 0 && n.tr.Queue == 0 && !msg.IsControl() && !msg.Continues {
+	if v.opts.Config != nil && v.opts.Config.SendBudget > 0 && n.tr.Queue == 0 && !msg.IsControl() {
 		if most := int64(v.opts.Config.SendBudget) + 2*p.size + window; c.unsent() > most {
 			go n.tooMuch(v, fmt.Sprintf("%d bytes wait for %s, the budget is %d", c.unsent(), van.NodeName(c.peer), v.opts.Config.SendBudget))
 		}
@@ -373,20 +368,6 @@ func (n *Net) queueLimit(v *node) int64 {
 		return n.tr.Queue
 	}
 	return int64(v.opts.Config.SendBudget)
-}
-
-// Flush implements van.Flusher.
-func (v *node) Flush(id int) {
-	n := v.n
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	c := v.conns[id]
-	if c == nil || c.state == leaving || c.state == ended {
-		return
-	}
-	if !v.later(c.flush) {
-		c.flush()
-	}
 }
 
 // take queues a packet for the receiving goroutine. n.mu is held.

@@ -241,6 +241,10 @@ func (v *nullVan) Send(m *van.Message) error {
 		}
 		p.msg.SetFrame(i, f)
 	}
+	p.msg.Parts = append(p.msg.Parts[:0], m.Parts...)
+	for i := range p.msg.Parts {
+		p.msg.Parts[i].Placed = p.msg.Placed
+	}
 	p.to, p.done = to, m.Done
 	p.msg.Adopt(n, unsafe.Pointer(p))
 	n.sent.Put(p)
