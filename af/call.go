@@ -404,7 +404,7 @@ func (kt *KeyTensor) addTo(m *van.Message, push bool) {
 func (b *batch) Answer(i, from int, msg *van.Message) error {
 	push := i < b.p
 	switch {
-	case msg.IsBatch() && (push || len(msg.Parts) != b.q):
+	case msg.IsBatch() && (i != b.p || len(msg.Parts) != b.q):
 		return fmt.Errorf("%w: answer with %d values to timestamp %d, want %d values to timestamp %d", van.ErrMalformed, len(msg.Parts),
 			msg.Timestamp, b.q, b.First()+int32(b.p))
 	case msg.Push != push:

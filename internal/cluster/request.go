@@ -169,9 +169,9 @@ func (r *Request) answer(msg *van.Message) error {
 		r.mu.Unlock()
 		return fmt.Errorf("%w: no request was sent to %s", van.ErrMalformed, van.NodeName(msg.Sender))
 	case n > int(r.n)-i:
-		r.mu.Unlock()
-		return fmt.Errorf("%w: %s answered timestamp %d and the %d after it, of a request of %d timestamps from %d on", van.ErrMalformed,
-			van.NodeName(msg.Sender), msg.Timestamp, n-1, r.n, r.first)
+		r.failOwing(msg.Sender, fmt.Errorf("%w: %d answers to timestamp %d and those after it, of a request of %d timestamps from %d on",
+			van.ErrMalformed, n, msg.Timestamp, r.n, r.first))
+		return nil
 	}
 	for k := range n {
 		if r.isOwed(i+k, from) {

@@ -18,6 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
@@ -200,51 +201,67 @@ func TestStrayRequests(t *testing.T) {
 }
 
 // TestWrongAnswers: an answer that does not fit its request fails that request
-// and no other.
+// and no other. Answers are one message, or one for each tensor.
 func TestWrongAnswers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
 	nodetest.Server(t, c.Servers[0], nodetest.Echoes(t))
 	script := make(chan func(ask *van.Message), 1)
-	var server *cluster.Customer
-	server, err := (*cluster.Node)(c.Servers[1]).App().AddCustomer(0, 0, func(m *van.Message) {
-		if m.Push {
-			return
-		}
-		(<-script)(m)
-	})
+	server, err := (*cluster.Node)(c.Servers[1]).App().AddCustomer(0, 0, func(m *van.Message) { (<-script)(m) })
 	if err != nil {
 		t.Fatal(err)
 	}
-	reply := func(ask *van.Message, change func(*van.Message)) {
-		for ts := ask.Timestamp - 1; ts <= ask.Timestamp; ts++ {
-			m := pushMessage(ask.Sender, ts, ask.Head, ask.Key, []byte("x"))
-			m.Request, m.Push = false, ts != ask.Timestamp
-			if m.Push {
-				m.Frames, m.DataTypes = 0, nil
-			} else {
-				change(m)
-			}
-			if err := (*cluster.Node)(c.Servers[1]).App().Send(m); err != nil {
-				t.Error(err)
-			}
+	send := func(m *van.Message) {
+		m.Request = false
+		if err := (*cluster.Node)(c.Servers[1]).App().Send(m); err != nil {
+			t.Error(err)
 		}
+	}
+	each := func(change func(m *van.Message)) func(ask *van.Message) {
+		return func(ask *van.Message) {
+			ack := pushMessage(ask.Sender, ask.Timestamp, van.Single, 1, nil)
+			ack.Frames, ack.DataTypes = 0, nil
+			send(ack)
+			m := pushMessage(ask.Sender, ask.Timestamp+1, van.Single, 2, []byte("x"))
+			m.Push = false
+			change(m)
+			send(m)
+		}
+	}
+	whole := func(change func(m *van.Message)) func(ask *van.Message) {
+		return func(ask *van.Message) {
+			m := &van.Message{}
+			m.Reset()
+			m.Receiver, m.AppID, m.CustomerID, m.Timestamp = ask.Sender, 0, 0, ask.Timestamp+1
+			m.Parts = []van.Part{{Key: 2, Len: 1, Dtype: int32(af.Uint8), Device: backend.Host, Vals: backend.Bytes([]byte("x"))}}
+			change(m)
+			m.WriteDirectory()
+			send(m)
+		}
+	}
+	value := func(x string) func(m *van.Message) {
+		return func(m *van.Message) { m.Parts[0].Len, m.Parts[0].Vals = len(x), backend.Bytes([]byte(x)) }
 	}
 	w := nodetest.Worker(t, c.Workers[0])
 	for _, x := range []struct {
-		change   func(m *van.Message)
+		answer   func(ask *van.Message)
 		sentinel error
 		texts    []string
 	}{
-		{func(m *van.Message) { m.Keys = pushMessage(0, 0, 0, 3, nil).Keys }, van.ErrMalformed, []string{"pull answer has key 3, want 2"}},
-		{func(m *van.Message) { m.Frames, m.DataTypes = 0, nil }, van.ErrMalformed, []string{"pull answer for key 2", "0 data frames"}},
-		{func(m *van.Message) { m.Keys = m.Keys.Sub(0, 4) }, van.ErrMalformed, []string{"pull answer for key 2", "4 key bytes"}},
-		{func(m *van.Message) { m.Push = true }, van.ErrMalformed, []string{"is for a push=true, want false"}},
-		{func(m *van.Message) { m.Vals = pushMessage(0, 0, 0, 0, []byte("xyz")).Vals }, van.ErrInvalid,
+		{each(func(m *van.Message) { m.Keys = pushMessage(0, 0, 0, 3, nil).Keys }), van.ErrMalformed, []string{"pull answer has key 3, want 2"}},
+		{each(func(m *van.Message) { m.Frames, m.DataTypes = 0, nil }), van.ErrMalformed, []string{"pull answer for key 2", "0 data frames"}},
+		{each(func(m *van.Message) { m.Keys = m.Keys.Sub(0, 4) }), van.ErrMalformed, []string{"pull answer for key 2", "4 key bytes"}},
+		{each(func(m *van.Message) { m.Push = true }), van.ErrMalformed, []string{"is for a push=true, want false"}},
+		{each(func(m *van.Message) { m.Vals = pushMessage(0, 0, 0, 0, []byte("xyz")).Vals }), van.ErrInvalid,
 			[]string{"pull answer for key 2 has 3 bytes, the pull tensor uint8[1] on cpu", "has 1"}},
-		{func(m *van.Message) { m.Vals = pushMessage(0, 0, 0, 0, []byte("")).Vals }, van.ErrInvalid,
+		{each(func(m *van.Message) { m.Vals = pushMessage(0, 0, 0, 0, []byte("")).Vals }), van.ErrInvalid,
 			[]string{"pull answer for key 2 has 0 bytes"}},
+		{whole(func(m *van.Message) { m.Parts[0].Key = 3 }), van.ErrMalformed, []string{"pull answer has key 3, want 2"}},
+		{whole(func(m *van.Message) { m.Parts = append(m.Parts, m.Parts[0]) }), van.ErrMalformed, []string{"2 answers to timestamp", "of a request of 2 timestamps"}},
+		{whole(func(m *van.Message) { m.Timestamp-- }), van.ErrMalformed, []string{"answer with 1 values to timestamp", "want 1 values to timestamp"}},
+		{whole(value("xyz")), van.ErrInvalid, []string{"pull answer for key 2 has 3 bytes, the pull tensor uint8[1] on cpu", "has 1"}},
+		{whole(value("")), van.ErrInvalid, []string{"pull answer for key 2 has 0 bytes"}},
 	} {
-		script <- func(ask *van.Message) { reply(ask, x.change) }
+		script <- x.answer
 		h, pulls, err := request(w, 2, []byte("x"), af.Within(soon))
 		if err == nil {
 			err = h.Wait(t.Context())
@@ -253,9 +270,11 @@ func TestWrongAnswers(t *testing.T) {
 		if pulls[1][0] != 0 {
 			t.Errorf("%q: the pull tensor was written all the same", x.texts)
 		}
-		script <- func(ask *van.Message) { reply(ask, func(*van.Message) {}) }
-		if err := roundTrip(t.Context(), w, 2, []byte("x")); err != nil {
-			t.Error(err)
+		for _, right := range []func(ask *van.Message){each(func(*van.Message) {}), whole(func(*van.Message) {})} {
+			script <- right
+			if err := roundTrip(t.Context(), w, 2, []byte("x")); err != nil {
+				t.Error(err)
+			}
 		}
 	}
 	server.Close()

@@ -143,6 +143,7 @@ type times struct {
 	quiet                    time.Duration // how long a lost connection that carried no data may take to be restored before the watcher is notified
 	overwriteGrace           time.Duration // how long a request may stay unreleased after its answer
 	budgetWait               time.Duration // how long a slot request waits for bytes of its own peer
+	reclaim                  time.Duration // how long a peer with unused slots may return none when asked, also on a busy machine
 	sleep                    time.Duration // the longest sleep of a loop
 	probe                    time.Duration // between two probes of an idle connection
 	proof                    time.Duration // how long the opener of a connection may take to prove itself
@@ -150,8 +151,8 @@ type times struct {
 
 // defaultTimes: connectStepMesh is long because a StepMesh node aborts if a connect request is withdrawn. There the connection manager,
 // which tries for about a minute, must report the time-out.
-var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second, inboundDown: inboundDownTime,
-	sleep: maxSleep, probe: probeTime, proof: proofTime}
+var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second, reclaim: 10 * time.Second,
+	inboundDown: inboundDownTime, sleep: maxSleep, probe: probeTime, proof: proofTime}
 
 // connection is the connection of a serial number: an outgoing one with its peer, or an inbound one.
 type connection struct {

@@ -16,14 +16,13 @@ import (
 //  1. A slot request finds too few slots or bytes.
 //  2. The receiver sends immReclaim to the peers that have more than a fair share.
 //  3. Such a peer returns unused slots at once with immReturn, and others as they come free.
-//  4. The receiver ends the slots, and grants the waiting request. A peer that returns nothing for reclaimTime, although it has free
+//  4. The receiver ends the slots, and grants the waiting request. A peer that returns nothing for times.reclaim, although it has free
 //     slots, is disconnected.
 
 // Times and limits.
 const (
 	reclaimPause  = 100 * time.Millisecond // between two requests to one peer
 	slotScanPause = 10 * time.Millisecond  // between two scans of all slots
-	reclaimTime   = 2 * time.Second        // a peer with free slots that neither uses nor returns any for so long is disconnected
 	oneShotShare  = 16                     // a peer may have 1/16 of all slots for control messages
 )
 
@@ -109,8 +108,8 @@ func (in slotSet) requestReclaim(slots, bytes int, now uint64) {
 	if in.closed || now-last.at < uint64(reclaimPause) {
 		return
 	}
-	if last.since != 0 && now-last.since > uint64(reclaimTime) && in.hasFreeSlots() {
-		in.fail(fmt.Errorf("%w: it has unused slots, and has returned none within %s", van.ErrPeerLost, reclaimTime))
+	if last.since != 0 && now-last.since > uint64(in.v.times.reclaim) && in.hasFreeSlots() {
+		in.fail(fmt.Errorf("%w: it has unused slots, and has returned none within %s", van.ErrPeerLost, in.v.times.reclaim))
 		return
 	}
 	last.at = now

@@ -138,6 +138,7 @@ func TestBurstsOfManyPeers(t *testing.T) {
 func TestHoarderIsDisconnected(t *testing.T) {
 	r := newRig(t)
 	s, w := r.node(8, places(8)), r.node(9)
+	s.times.reclaim = 500 * time.Millisecond
 	r.link(w, s)
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
 	c := p.dial(s, 2, func(q int) []byte { return p.privateData(true, 77, q, 2) })
