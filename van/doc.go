@@ -18,11 +18,11 @@
 //
 // # Ownership of messages
 //
-// A Message is a Meta, up to three data frames, its sender and its receiver. Sender and
-// receiver are not in the meta: transports know them from the connection.
+// A Message is a Meta, up to three data frames or the parts of a batch, its sender and its
+// receiver. Sender and receiver are not in the meta: transports know them from the connection.
 //
 // Sending: the caller fills a Message and calls Van.Send. When Send returns, the
-// Message belongs to the caller again. The bytes its frames point to are lent to
+// Message belongs to the caller again. The bytes of its frames and parts are lent to
 // the transport until Done is called.
 //
 // Receiving: the Message belongs to the transport and is valid until the Receiver

@@ -21,10 +21,10 @@ const (
 	OriginOther                 // received over a connection from any other host
 )
 
-// Message is a Meta, its data frames, and its two ends.
+// Message is a Meta, its data frames or the parts of a batch, and its two ends.
 //
 // To send a message, fill it and call Van.Send. When Send returns, the Message itself
-// may be used again, but the bytes its frames point to belong to the transport
+// may be used again, but the bytes of its frames and parts belong to the transport
 // until Done has been called (or, without Done, until the answer to the message
 // has arrived). Send copies frames shorter than CopyBelow.
 //
@@ -63,7 +63,7 @@ type Message struct {
 	Parts []Part
 
 	// Done, if not nil, is called exactly once after a successful Send, when the
-	// transport no longer needs the frames' bytes. It may run on any goroutine,
+	// transport no longer needs the bytes of frames and parts. It may run on any goroutine,
 	// also before Send returns, and must neither block nor send.
 	Done Completion
 

@@ -54,12 +54,13 @@ func (p *Part) ShapeSlice() []int64 { return p.Shape[:p.Dim] }
 func (m *Message) HasValue(i int) bool { return m.Parts[i].Push || !m.Request }
 
 // IsBatch reports whether the message is a batch.
-func (m *Meta) IsBatch() bool { return m.whole() && (m.Request || !m.Push) }
+func (m *Meta) IsBatch() bool { return m.hasBatchHead() && (m.Request || !m.Push) }
 
 // EndsBatch reports whether the message acknowledges all pushes of a batch without pulls. It has the timestamp of the last one.
-func (m *Meta) EndsBatch() bool { return m.whole() && !m.Request && m.Push }
+func (m *Meta) EndsBatch() bool { return m.hasBatchHead() && !m.Request && m.Push }
 
-func (m *Meta) whole() bool {
+// hasBatchHead reports whether the message is a batch, or acknowledges one.
+func (m *Meta) hasBatchHead() bool {
 	return m.Head == WholeBatch && m.IsTensor && !m.SimpleApp && !m.IsControl()
 }
 
@@ -123,10 +124,10 @@ func (m *Message) ReadDirectory() (values int, err error) {
 	}
 	for len(b) > 0 {
 		if len(m.Parts) == MaxParts {
-			return bad("number", "more", "at most %d", MaxParts)
+			return bad("further bytes", len(b), "none after %d entries", MaxParts)
 		}
 		if len(b) < entryLen {
-			return bad("length", len(b), "%d bytes and more", entryLen)
+			return bad("length", len(b), "at least %d bytes", entryLen)
 		}
 		if n := len(m.Parts); n < cap(m.Parts) {
 			m.Parts = m.Parts[:n+1]
@@ -192,7 +193,7 @@ func (m *Message) Unpack() error {
 }
 
 // Pack makes the values of m, a batch in host memory, one frame, for a transport that carries no others. The frame is the only value, or
-// buf with a copy of all. Pack returns buf. The parts are gone afterwards: m is a message of the transport's own.
+// buf with a copy of all. Pack returns buf. It removes the parts, so m must be the transport's own copy of the message.
 func (m *Message) Pack(buf []byte) []byte {
 	n, only := 0, -1
 	for i := range m.Parts {
@@ -220,7 +221,7 @@ func (m *Message) Pack(buf []byte) []byte {
 }
 
 // Keep makes m a copy of src that outlives the Send of src: it retains the memory of src, and copies frames shorter than CopyBelow to
-// short. Drop ends it. Sender, receiver and Done are copied, too.
+// short. Drop releases the memory. Sender, receiver and Done are copied, too.
 func (m *Message) Keep(src *Message, short *[MaxFrames][CopyBelow]byte) {
 	m.Reset()
 	m.CopyFrom(&src.Meta)
@@ -250,7 +251,7 @@ func (m *Message) Drop() {
 	}
 }
 
-// flagOf returns the position of part i of a request of n parts. A batch of one part is no batch: its message has no end to wait for.
+// flagOf returns the flag of the message of ps-lite for part i of a request of n parts. An only part is Single, since no message follows.
 func flagOf(i, n int) BatchFlag {
 	switch {
 	case n == 1:
@@ -271,8 +272,8 @@ type expansion struct {
 
 var expansions = sync.Pool{New: func() any { return new(expansion) }}
 
-// AllSent is the completion of several messages or values that stand for one: it calls that one's Done when all of them, and Begin, have
-// ended.
+// AllSent is the completion of several messages or values that stand for one message. It calls Done of that message when Sent has been
+// called once for Begin and once for each Add.
 type AllSent struct {
 	left atomic.Int32
 	done Completion
@@ -280,7 +281,7 @@ type AllSent struct {
 
 var allSents = sync.Pool{New: func() any { return new(AllSent) }}
 
-// Begin returns an AllSent for done, nil if done is nil. The caller calls Add for each message, and Sent in the end.
+// Begin returns an AllSent for done, nil if done is nil. The caller calls Add for each message, and Sent after the last one.
 func Begin(done Completion) *AllSent {
 	if done == nil {
 		return nil
@@ -332,8 +333,8 @@ func (f partFunc) SendPart(m *Message) error { return f(m) }
 
 // ExpandTo calls to with the messages of ps-lite that stand for m, a batch, in order: one for each part.
 // It stops at the first error, and returns it if it is that of the first message, or if m has no Done. Otherwise m counts
-// as sent and lost: the transport may still read its memory. A transport that has accepted the first message therefore accepts the others,
-// unless the peer is lost.
+// as sent and lost: the transport may still read its memory. A transport that has accepted the first message must therefore accept the
+// others, unless the peer is lost.
 func (m *Message) ExpandTo(to PartSender) error {
 	x := expansions.Get().(*expansion)
 	defer func() {

@@ -84,7 +84,7 @@ func TestInvalidDirectory(t *testing.T) {
 	}{
 		{"no entry", true, func(m *van.Message) { m.Body = nil }, []string{"at least one entry"}},
 		{"a cut entry", true, func(m *van.Message) { m.Body = m.Body[:len(m.Body)-1] }, []string{"directory[2] (key 2) dimensions = 8"}},
-		{"a byte more", true, func(m *van.Message) { m.Body = append(m.Body, 0) }, []string{"directory[2]", "length = 1, want 24 bytes"}},
+		{"a byte more", true, func(m *van.Message) { m.Body = append(m.Body, 0) }, []string{"directory[2]", "length = 1, want at least 24 bytes"}},
 		{"a long value", true, func(m *van.Message) { binary.LittleEndian.PutUint32(m.Body[8:], math.MaxInt32+1) }, []string{"directory[0] (key 1152921504606846976) bytes = 2147483648", "at most 2147483647"}},
 		{"another length", true, func(m *van.Message) { m.Body[8]++ }, []string{"0 6 0", "0, 7 and 0, as the directory says"}},
 		{"values missing", true, func(m *van.Message) { m.Vals = backend.Mem{} }, []string{"0, 6 and 0, as the directory says"}},
@@ -96,7 +96,7 @@ func TestInvalidDirectory(t *testing.T) {
 		{"a negative dimension", true, func(m *van.Message) { m.Body[entry+7] = 0x80 }, []string{"shape = -"}},
 		{"an unknown device", true, func(m *van.Message) { m.Body[14] = 7 }, []string{"device"}},
 		{"a late timestamp", true, func(m *van.Message) { m.Timestamp = math.MaxInt32 - 3 }, []string{"timestamp = 2147483644"}},
-		{"too many entries", false, func(m *van.Message) { m.Body = bytes.Repeat(make([]byte, entry), van.MaxParts+1) }, []string{"number = more, want at most 16384"}},
+		{"too many entries", false, func(m *van.Message) { m.Body = bytes.Repeat(make([]byte, entry), van.MaxParts+1) }, []string{"further bytes = 24, want none after 16384 entries"}},
 		{"too many bytes", false, func(m *van.Message) {
 			m.Body = bytes.Repeat(binary.LittleEndian.AppendUint32(make([]byte, 8, entry), math.MaxInt32)[:entry], 40)
 		}, []string{"bytes of all values = ", fmt.Sprintf("at most %d", van.MaxValues)}},

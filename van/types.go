@@ -148,10 +148,10 @@ func (t DataType) String() string {
 	return fmt.Sprintf("datatype(%d)", int32(t))
 }
 
-// BatchFlag is the head of a tensor message: its position in a batch.
+// BatchFlag is the head of a tensor message: the position of a message of ps-lite in its batch, or WholeBatch.
 type BatchFlag = int32
 
-// Positions of a message in a batch.
+// The batch flags.
 const (
 	Single      BatchFlag = 0
 	BatchStart  BatchFlag = 1

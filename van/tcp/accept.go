@@ -97,7 +97,7 @@ func (a *acceptor) enter(c net.Conn) *list.Element {
 func (a *acceptor) serve(c net.Conn) {
 	defer c.Close()
 	_ = c.SetDeadline(time.Now().Add(a.n.within(handshakeTime)))
-	conn, h, err := a.n.meetDialer(c)
+	conn, h, err := a.n.serveHandshake(c)
 	if err != nil {
 		if auth.IsUnproved(err) {
 			err = van.ErrUnauthenticated

@@ -79,8 +79,8 @@ const (
 	keepFront = bufLen
 )
 
-// keepMemory bounds the memory for values that an idle van keeps. startMemory is the most that a value gets before its bytes arrive,
-// and growMemory how many times the memory then grows when it is full.
+// keepMemory bounds the memory for values that an idle van keeps. startMemory is the most that a value gets before its bytes arrive.
+// growMemory is the factor by which its memory grows when it is full.
 const (
 	keepMemory  = 256 << 20
 	startMemory = 1 << 20
@@ -104,8 +104,8 @@ func (n *common) get() *inbound {
 // sizeClass is the size class of n bytes: classes differ by the factor two.
 func sizeClass(n int) int { return bits.Len(uint(n - 1)) }
 
-// memory returns memory, with undefined contents, for a value of size bytes, of which arrived have been received. It is shorter than
-// size unless the node has memory to use again: a peer that announces a long value and sends nothing reserves startMemory.
+// memory returns memory, with undefined contents, for a value of size bytes, of which arrived have been received. New memory for a long
+// value is shorter than size: a peer that announces a long value and sends nothing reserves only startMemory.
 func (n *common) memory(size, arrived int) []byte {
 	k := sizeClass(size)
 	n.mu.Lock()
@@ -130,8 +130,8 @@ func (n *common) keep(b []byte) {
 	}
 }
 
-// ended ends the use of the places of p's values. It returns an error if the memory of one was taken back meanwhile.
-func (n *common) ended(p *inbound) (err error) {
+// finishPlaces ends the use of the places of p's values. It returns an error if the memory of one was taken back meanwhile.
+func (n *common) finishPlaces(p *inbound) (err error) {
 	for _, x := range p.spots {
 		if e := n.places.Finish(x); e != nil {
 			err = e
@@ -143,7 +143,7 @@ func (n *common) ended(p *inbound) (err error) {
 
 // release takes back a received message.
 func (n *common) release(p *inbound) {
-	_ = n.ended(p)
+	_ = n.finishPlaces(p)
 	p.from, p.conn = nil, nil
 	p.msg.Reset()
 	if cap(p.front) > keepFront {

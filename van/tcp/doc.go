@@ -5,9 +5,9 @@
 //
 // A connection has one direction. The sender dials the data port in the receiver's node record
 // (van.NodeExtension.DataPort) when it first sends data to that peer. Send waits until the connection is made or has failed, for at
-// most dialTime (tlsTime with TLS). If it has failed, the peer's data goes over the van inside for as long as both processes run, and the
-// log says why. A peer that is stopped during the first attempt is such a case, too. A later change to a connection would need marks on
-// the van inside, as van/local/retry.go has: data on the connection must not overtake data that was sent before.
+// most dialTime (tlsTime with TLS). If the first attempt has failed, for example because the peer was stopped, the peer's data goes over
+// the van inside for as long as both processes run, and the log has the reason. A later change to a connection would need marks on the
+// van inside, as in van/local/retry.go: data on the connection must not overtake data that was sent before.
 // Nodes with different STEPAF_TLS send each other no data.
 //
 // Both ends introduce themselves before anything else (handshake.go). If the cluster has a secret, both prove that they know it.
@@ -16,9 +16,9 @@
 // # Messages
 //
 // A message is a head with lengths, then its meta, keys, lengths and values (frame.go). The sender encodes all but long
-// values into one buffer, and writes that and the values from where they lie with one system call. A batch is one such
-// message: its meta has the directory, and its values follow one another. Bytes that the socket does not accept wait in a queue; the engine's loop, or a goroutine that
-// polls, writes on when the socket is writable again.
+// values into one buffer, and writes the buffer and the long values with one system call. A batch is one such message: its meta
+// has the directory, and its values follow one another. Bytes that the socket does not accept wait in a queue; the engine's
+// loop, or a goroutine that polls, writes them when the socket is writable again.
 //
 // The receiver reads into a buffer. Values that are longer than that are read straight into the memory that the pull
 // request has named, into the buffer registered for the push, or into memory of this package that is used again. New memory of that

@@ -179,9 +179,9 @@ func (n *common) introduce(c net.Conn, to *callee, proves bool) error {
 	return verdict(binary.LittleEndian.Uint32(admission[:])).err()
 }
 
-// meetDialer is the listener's part of the TLS handshake and the handshake on c, whose deadline is set. It counts a dialer that does not
-// prove itself.
-func (n *common) meetDialer(c net.Conn) (conn net.Conn, h hello, err error) {
+// serveHandshake is the listener's part of the TLS handshake and of the handshake on c, whose deadline is set. It counts a dialer that
+// does not prove itself.
+func (n *common) serveHandshake(c net.Conn) (conn net.Conn, h hello, err error) {
 	if conn, err = n.decrypt(c); err == nil {
 		h, err = n.admit(conn)
 	}

@@ -32,7 +32,7 @@ type inbound struct {
 	conn  *inConn
 	front []byte           // meta, keys, lengths, and short values
 	mems  [][]byte         // long values without a place of their own
-	spots []*landing.Place // used for this message, and len to cap for later ones
+	spots []*landing.Place // places of this message's values; those from len to cap are for later messages
 }
 
 // spot returns an unused place for a value of p.
@@ -165,7 +165,7 @@ func (c *inConn) receive() (n int, err error) {
 		iov[0].Base = unsafe.SliceData(c.rest)
 		iov[0].SetLen(len(c.rest))
 		parts := 1
-		if len(c.rest) < lendFrom || !c.more() { // otherwise the next value is read straight to its place, too
+		if len(c.rest) < lendFrom || !c.hasNextValue() { // otherwise the next value is read straight to its place, too
 			iov[1].Base = unsafe.SliceData(c.buf)
 			iov[1].SetLen(len(c.buf))
 			parts = 2
@@ -221,7 +221,7 @@ func (c *inConn) receive() (n int, err error) {
 // parse takes the next message from the buffer, nil if it is not complete.
 func (c *inConn) parse() (*inbound, error) {
 	if c.cur != nil {
-		return c.goOn(), nil
+		return c.fillValues(), nil
 	}
 	if c.w-c.r < headLen {
 		return nil, nil
@@ -282,17 +282,17 @@ func (c *inConn) parse() (*inbound, error) {
 	c.cur, c.part = p, -1
 	if len(m.Parts) == 0 && h.vals > 0 {
 		m.Vals, m.Placed = c.memory(m.Request && m.Push, h.vals)
-	} else if len(m.Parts) == 0 || !c.next() {
+	} else if len(m.Parts) == 0 || !c.nextValue() {
 		c.finish()
 		return p, nil
 	}
-	return c.goOn(), nil
+	return c.fillValues(), nil
 }
 
 // placeFrom is the length of answers that are written to the memory that the pull request has named.
 const placeFrom = 4 << 10
 
-// memory returns memory for the next value of cur, of n bytes, and makes it rest.
+// memory returns memory for the next value of cur, of n bytes, and makes it c.rest.
 func (c *inConn) memory(push bool, n int) (mem backend.Mem, placed bool) {
 	p := c.cur
 	c.place = nil
@@ -319,8 +319,8 @@ func (c *inConn) memory(push bool, n int) (mem backend.Mem, placed bool) {
 	return mem, placed
 }
 
-// next goes to the next part of cur that has a value. It returns false if there is none.
-func (c *inConn) next() bool {
+// nextValue goes to the next part of cur that has a value. It returns false if there is none.
+func (c *inConn) nextValue() bool {
 	m := &c.cur.msg
 	for c.part++; c.part < len(m.Parts); c.part++ {
 		if p := &m.Parts[c.part]; m.HasValue(c.part) && p.Len > 0 {
@@ -331,8 +331,8 @@ func (c *inConn) next() bool {
 	return false
 }
 
-// more reports whether cur has a value after the one that is being read.
-func (c *inConn) more() bool {
+// hasNextValue reports whether cur has a value after the one that is being read.
+func (c *inConn) hasNextValue() bool {
 	m := &c.cur.msg
 	for i := c.part + 1; i < len(m.Parts); i++ {
 		if m.HasValue(i) && m.Parts[i].Len > 0 {
@@ -342,7 +342,7 @@ func (c *inConn) more() bool {
 	return false
 }
 
-// finish ends the reading of cur.
+// finish ends the reading of cur, whose values are complete.
 func (c *inConn) finish() {
 	m := &c.cur.msg
 	if !m.Request && !m.Push {
@@ -351,8 +351,8 @@ func (c *inConn) finish() {
 	c.cur, c.rest, c.later, c.place = nil, nil, 0, nil
 }
 
-// goOn moves received bytes to the values of the current message. It returns that when it is complete.
-func (c *inConn) goOn() *inbound {
+// fillValues moves received bytes to the values of the current message. It returns the message when it is complete, otherwise nil.
+func (c *inConn) fillValues() *inbound {
 	for {
 		if c.discard > 0 {
 			k := min(c.discard, c.w-c.r)
@@ -386,7 +386,7 @@ func (c *inConn) goOn() *inbound {
 		if len(c.rest) > 0 {
 			return nil
 		}
-		if len(c.cur.msg.Parts) > 0 && c.next() {
+		if len(c.cur.msg.Parts) > 0 && c.nextValue() {
 			continue
 		}
 		p := c.cur

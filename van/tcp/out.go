@@ -31,27 +31,27 @@ type outConn struct {
 	cause   error  // why the connection broke; nil if this node has closed it
 	buf     []byte // encoded parts that are not written yet
 	read    int    // of buf, written already
-	queue   []outMessage
-	partial bool // the first message of the queue has been written in part
+	queue   []outEntry
+	partial bool // the first entry of the queue has been written in part
 	lent    int  // bytes of values in the queue that are not written
 	blocked bool // the socket takes no more for now: the source goes on
 	iov     [maxParts]unix.Iovec
 	broken  chan struct{} // closed when the connection has ended
 }
 
-// outMessage is a message that is not written completely, or a run of a batch: encoded parts and one lent value after them.
-type outMessage struct {
-	front     int         // bytes of buf that are left
+// outEntry is a message that is not written completely, or a piece of a batch: encoded bytes, and after them one lent value.
+type outEntry struct {
+	front     int         // bytes of buf that are not written
 	vals      []byte      // the rest of a lent value
 	mem       backend.Mem // memory of the value, retained until end
 	request   van.Requests
 	done      van.Completion
-	continues bool // the message has begun with the entry before this one
+	continues bool // the entry before this one belongs to the same message
 	dropped   bool // canceled before any byte was written: front is skipped
 }
 
-// end releases the memory of a lent value and notifies the sender of the message.
-func (m *outMessage) end() {
+// end releases the memory of a lent value. For the last entry of a message it also notifies the sender.
+func (m *outEntry) end() {
 	mem, done := m.mem, m.done
 	m.mem, m.done = backend.Mem{}, nil
 	mem.Release()
@@ -65,7 +65,7 @@ const (
 	lendFrom = 8 << 10
 	// maxParts bounds one system call.
 	maxParts = 64
-	// maxQueue bounds the messages that wait for one peer, besides STEPAF_SEND_BUDGET.
+	// maxQueue bounds the entries that wait for one peer, besides STEPAF_SEND_BUDGET.
 	maxQueue = 65536
 	// keepBuf is the capacity of buf that an idle connection keeps.
 	keepBuf = 64 << 10
@@ -82,7 +82,7 @@ func newOutConn(n *common, id, fd int, remove func(fd int)) *outConn {
 // unsent is the number of bytes that wait. c.mu is held.
 func (c *outConn) unsent() int { return len(c.buf) - c.read + c.lent + c.tls.pending() }
 
-// send takes msg and writes what the socket takes. It returns errGone if the connection has ended.
+// send queues msg and writes what the socket accepts. It returns errGone if the connection has ended.
 func (c *outConn) send(msg *van.Message) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -132,24 +132,24 @@ func (c *outConn) send(msg *van.Message) error {
 	return nil
 }
 
-// put queues msg with its values. All before the values is encoded in buf, from start on.
+// put queues msg. buf already has all encoded bytes before the values, from start on; vals is the length of the values.
 func (c *outConn) put(msg *van.Message, vals, start int) {
 	first := len(c.queue)
-	run := outMessage{}
+	piece := outEntry{}
 	if msg.Request { // answers are not canceled
-		run.request = van.Requests{App: msg.AppID, Customer: msg.CustomerID, First: msg.Timestamp, Count: 1}
+		piece.request = van.Requests{App: msg.AppID, Customer: msg.CustomerID, First: msg.Timestamp, Count: 1}
 	}
 	add := func(v backend.Mem) {
 		if v.Len() < lendFrom {
 			c.buf = append(c.buf, v.Host()...)
 			return
 		}
-		m := run
+		m := piece
 		m.front, m.vals, m.mem = len(c.buf)-start, v.Host(), v
 		v.Retain()
 		c.lent += v.Len()
 		c.queue = append(c.queue, m)
-		start, run.continues = len(c.buf), true
+		start, piece.continues = len(c.buf), true
 	}
 	if msg.Vals.Len() > 0 && msg.Frames > 0 {
 		add(msg.Vals)
@@ -160,8 +160,8 @@ func (c *outConn) put(msg *van.Message, vals, start int) {
 		}
 	}
 	if start < len(c.buf) {
-		run.front = len(c.buf) - start
-		c.queue = append(c.queue, run)
+		piece.front = len(c.buf) - start
+		c.queue = append(c.queue, piece)
 	}
 	last := &c.queue[len(c.queue)-1]
 	if last == &c.queue[first] && last.mem.Len() == 0 { // all is copied
@@ -335,12 +335,12 @@ func (c *outConn) written(n int) {
 	}
 }
 
-// cancel gives the memory of canceled requests back: a message of which nothing was written is dropped, of another one the
-// rest is written from a copy.
+// cancel gives the memory of canceled requests back. It drops a message of which no byte was written, and replaces the unwritten rest of
+// another one by a copy.
 func (c *outConn) cancel(q *van.Requests) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	begun := false // some of the message has been written
+	begun := false // bytes of the message have been written
 	for i := range c.queue {
 		m := &c.queue[i]
 		if !m.continues || i == 0 {

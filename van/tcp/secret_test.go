@@ -97,7 +97,7 @@ func TestSecret(t *testing.T) {
 						return
 					}
 					_ = c.SetDeadline(time.Now().Add(limit))
-					conn, _, err := to.meetDialer(c)
+					conn, _, err := to.serveHandshake(c)
 					if err == nil {
 						to.say(conn, verdictYes)
 					} else {

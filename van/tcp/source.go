@@ -261,7 +261,7 @@ func (s *source) Deliver(p *inbound, turn *engine.Deliverer) {
 		s.n.stats.fenced.Add(1)
 		s.n.release(p)
 		return
-	case s.n.ended(p) != nil:
+	case s.n.finishPlaces(p) != nil:
 		s.n.release(p) // its request was canceled
 		return
 	}

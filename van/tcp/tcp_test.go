@@ -432,11 +432,11 @@ func TestInvalidatedOnArrival(t *testing.T) {
 	v.Invalidate(backend.Bytes(into))
 	c := &inConn{n: &v.own, from: &sender{id: 8}, buf: make([]byte, bufLen), w: early, cur: p, place: p.spots[0], rest: dst.Host()}
 	copy(c.buf, pattern(early, 1))
-	if c.goOn() != nil || c.r != c.w || c.discard != size-early {
+	if c.fillValues() != nil || c.r != c.w || c.discard != size-early {
 		t.Errorf("%d of %d bytes were taken, %d more are to be dropped, want %d", c.r, c.w, c.discard, size-early)
 	}
 	c.discard, c.r, c.w = early, 0, early+headLen
-	if c.goOn() != p || c.r != early {
+	if c.fillValues() != p || c.r != early {
 		t.Errorf("the next message begins at byte %d, want %d", c.r, early)
 	}
 	if !bytes.Equal(into, make([]byte, size)) {
@@ -697,7 +697,7 @@ func TestFull(t *testing.T) {
 		cfg := env.Default()
 		cfg.SendBudget = c.budget
 		o := newOutConn(&common{cfg: cfg}, 8, -1, nil)
-		o.buf, o.read, o.lent, o.queue = make([]byte, c.encoded), c.written, c.lent, make([]outMessage, c.messages)
+		o.buf, o.read, o.lent, o.queue = make([]byte, c.encoded), c.written, c.lent, make([]outEntry, c.messages)
 		if o.full() != c.full {
 			t.Errorf("%+v: full %t", c, o.full())
 		}
