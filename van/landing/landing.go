@@ -25,11 +25,11 @@ type Table struct {
 	hostFrom int
 
 	mu sync.Mutex // guards changes of by
-	by atomic.Pointer[map[int]*part]
+	by atomic.Pointer[map[int]*peerPlaces]
 }
 
-// part is the part of a Table for one peer.
-type part struct {
+// peerPlaces is the part of a Table for one peer.
+type peerPlaces struct {
 	mu      sync.Mutex
 	into    map[pullID]backend.Mem
 	pending atomic.Int32           // len(into), readable without mu
@@ -46,21 +46,21 @@ func pullOf(m *van.Meta, ts int32) pullID { return pullID{m.AppID, m.CustomerID,
 // their own: the receiver copies them.
 func New(hostFrom int) *Table {
 	t := &Table{hostFrom: hostFrom}
-	t.by.Store(&map[int]*part{})
+	t.by.Store(&map[int]*peerPlaces{})
 	return t
 }
 
 // unlock ends a change of into.
-func (p *part) unlock() {
+func (p *peerPlaces) unlock() {
 	p.pending.Store(int32(len(p.into)))
 	p.mu.Unlock()
 }
 
 // peer returns the part of a peer, or nil.
-func (t *Table) peer(id int) *part { return (*t.by.Load())[id] }
+func (t *Table) peer(id int) *peerPlaces { return (*t.by.Load())[id] }
 
 // of returns the part of a peer. A part is never removed, so a Table has as many as peers have had ids.
-func (t *Table) of(peer int) *part {
+func (t *Table) of(peer int) *peerPlaces {
 	if p := t.peer(peer); p != nil {
 		return p
 	}
@@ -69,15 +69,15 @@ func (t *Table) of(peer int) *part {
 	if p := t.peer(peer); p != nil {
 		return p
 	}
-	p := &part{into: map[pullID]backend.Mem{}, pushes: map[uint64]backend.Mem{}}
+	p := &peerPlaces{into: map[pullID]backend.Mem{}, pushes: map[uint64]backend.Mem{}}
 	by := maps.Clone(*t.by.Load())
 	by[peer] = p
 	t.by.Store(&by)
 	return p
 }
 
-// Expect makes msg.Into the place of the answer to msg, a pull that is about to be sent, or the Into of each part of a batch. It
-// reports whether msg needs one.
+// Expect is called before msg is sent. If msg is a pull, Into becomes the place of the answer, in a batch that of each pull. Expect reports
+// whether an answer has a place.
 func (t *Table) Expect(msg *van.Message) (needs bool) {
 	if !msg.Request || len(msg.Parts) == 0 && (msg.Push || !t.lands(msg.Into)) {
 		return false
@@ -109,18 +109,18 @@ func (t *Table) Drop(msg *van.Message) {
 	p := t.of(msg.Receiver)
 	p.mu.Lock()
 	defer p.unlock()
-	p.forget(&msg.Meta, len(msg.Parts))
+	p.remove(&msg.Meta, len(msg.Parts))
 }
 
-// forget removes the places of a message with n parts, or none.
-func (p *part) forget(m *van.Meta, n int) {
+// remove removes the places of a message with n parts; n is 0 if it is no batch.
+func (p *peerPlaces) remove(m *van.Meta, n int) {
 	for i := range max(n, 1) {
 		delete(p.into, pullOf(m, m.Timestamp+int32(i)))
 	}
 }
 
 // Find returns where n bytes of values of a received message are wanted, if that is on the device or on the host, as device says.
-// They are the value of part i of a batch. If msg answers a pull, that memory becomes d, and the caller calls Finish for d in the end.
+// In a batch, they are the value of part i. If msg answers a pull, that memory becomes d, and the caller calls Finish for d in the end.
 func (t *Table) Find(msg *van.Message, i, n int, d *Place, device bool) (dst backend.Mem, ok bool) {
 	p := t.peer(msg.Sender)
 	if p == nil {
@@ -155,7 +155,7 @@ func (t *Table) Find(msg *van.Message, i, n int, d *Place, device bool) (dst bac
 	return backend.Mem{}, false
 }
 
-// Answered forgets the places of an answer from its sender that was received without them. The memory is the caller's again.
+// Answered removes the places of an answer that was received without them. The memory is the caller's again.
 func (t *Table) Answered(m *van.Message) {
 	p := t.peer(m.Sender)
 	if p == nil || p.pending.Load() == 0 { // a pull is noted before it is sent
@@ -163,7 +163,7 @@ func (t *Table) Answered(m *van.Message) {
 	}
 	p.mu.Lock()
 	defer p.unlock()
-	p.forget(&m.Meta, len(m.Parts))
+	p.remove(&m.Meta, len(m.Parts))
 }
 
 // Finish ends the use of a place, if d is one. It returns ErrInvalidated if the memory was taken back meanwhile.
@@ -234,7 +234,7 @@ func (t *Table) Expected() (n int) {
 // Place is the memory that the values of one answer are written to. The zero Place has no memory.
 type Place struct {
 	mem     backend.Mem
-	of      *part         // nil: no memory
+	of      *peerPlaces   // nil: no memory
 	mu      sync.Mutex    // held while bytes are written
 	invalid bool          // under mu
 	copied  backend.Event // under mu: the end of a device's copy under way

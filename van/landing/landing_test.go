@@ -113,11 +113,11 @@ func TestTakenBackWhileCopied(t *testing.T) {
 	for _, how := range []string{"ends", "does not end", "has ended"} {
 		t.Run(how, func(t *testing.T) {
 			mem := backend.Bytes(make([]byte, 64))
-			p := &part{}
+			p := &peerPlaces{}
 			place := &Place{mem: mem, of: p}
 			p.writing = []*Place{place}
 			places := New(1)
-			places.by.Store(&map[int]*part{8: p})
+			places.by.Store(&map[int]*peerPlaces{8: p})
 			c := &copying{waits: make(chan struct{}), done: make(chan struct{})}
 			if _, err := place.Fill(func() (backend.Event, error) { return c, nil }); err != nil {
 				t.Fatal(err)

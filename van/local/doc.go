@@ -67,8 +67,8 @@
 // If the messages of a peer wait for a slow handler, they are received until they use
 // STEPAF_RECV_BUDGET_PEER bytes of this node's memory. Then the peer's ring fills, and further messages
 // stay pinned, streamed or queued in the sender. If these have STEPAF_SEND_BUDGET bytes or more,
-// Send waits while the receiver is consuming data, and then fails. Send always accepts a
-// message that continues a request. Below the budget it accepts a message of any length.
+// Send waits while the receiver is consuming data, and then fails. Below the budget it accepts a
+// message of any length. A batch counts as one message.
 //
 // # Making links
 //

@@ -42,12 +42,12 @@ type inbound struct {
 	left   [partCount][]byte // the parts of dst that the stream has not filled
 	dest   landing.Place     // of the values, if they are an answer
 
-	// A batch of several records has its meta in the first one, which has the other records that were received so far.
-	head            *inbound   // of a value: the first record
-	item            int        // the number of the value's part in the batch
-	values          []*inbound // of the first record: the others, in order
+	// A batch can have several records. The first one has the meta, and collects the others.
+	head            *inbound   // of another record: the first one
+	item            int        // the index of the value's part in the batch
+	values          []*inbound // of the first record: the complete other records, in order
 	count           int        // of the first record: the number of values in the batch
-	received, after int        // of the first record: the number of values of which a record has arrived; the part after the last one
+	received, after int        // of the first record: the number of values whose record has arrived; the index of the part after the last of them
 
 	onDevice *backend.Buffer // of values on the device without a destination of their own
 	copied   backend.Event   // the end of the device's running copy
@@ -146,11 +146,11 @@ func (p *inbound) open(m *van.Message) error {
 	if p.rec.frames != 2 || p.rec.parts[1].n != 0 || p.rec.batch&math.MaxUint16 != 0 {
 		return &van.FieldError{Field: "record.batch", Value: p.rec.batch, Want: "the first record of a batch, with one value and no keys"}
 	}
-	return p.take(p, 0)
+	return p.assign(p, 0)
 }
 
-// take makes v the record of the first value of the batch from part i on.
-func (p *inbound) take(v *inbound, i int) error {
+// assign makes v the record of the first value of the batch from part i on.
+func (p *inbound) assign(v *inbound, i int) error {
 	m := &p.msg
 	for i < len(m.Parts) && (!m.HasValue(i) || m.Parts[i].Len == 0) {
 		i++
@@ -167,8 +167,8 @@ func (p *inbound) take(v *inbound, i int) error {
 	return nil
 }
 
-// join sets the parts of a complete batch of several records.
-func (p *inbound) join(q *landing.Table) {
+// setParts sets the parts of p, the first record of a complete batch, from all its records.
+func (p *inbound) setParts(q *landing.Table) {
 	m := &p.msg
 	set := func(v *inbound) {
 		x := &m.Parts[v.item]

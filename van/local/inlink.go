@@ -42,10 +42,10 @@ type linkFailure struct {
 	cause atomic.Pointer[error]
 }
 
-// inBatch is the batch that is being received: its first record, which has the others.
+// inBatch is the first record of the batch that is being received, at two stages. Records pass the queue of device copies in between.
 type inBatch struct {
-	open   *inbound // further records are awaited; nil: none
-	joined *inbound // the same, of the records that have passed the queue of device copies
+	open   *inbound // its next record is expected from the ring; nil: no record is
+	joined *inbound // its next record is expected from the queue of device copies; nil: no record is
 }
 
 // newInLink makes a link of process pid. It has one reference to its ring.
@@ -98,7 +98,7 @@ func (l *inLink) join(p *inbound) *inbound {
 	return h
 }
 
-// drop releases a record that is not delivered, and with it its batch.
+// drop releases a record that is not delivered. If it belongs to the open batch, the rest of that batch is dropped, too.
 func (l *inLink) drop(p *inbound) {
 	if l.batch.open != nil && (l.batch.open == p || l.batch.open == p.head) {
 		l.batch.open = nil
@@ -106,7 +106,7 @@ func (l *inLink) drop(p *inbound) {
 	l.c.release(p)
 }
 
-// record receives a record with its parts, like next.
+// record receives a record with its parts. Like next, it returns nil if there is none, or after a part of a stream.
 func (l *inLink) record() *inbound {
 	if p := l.arrived(); p != nil {
 		return p
@@ -201,7 +201,7 @@ func (l *inLink) begin(p *inbound) (used bool, err error) {
 		return false, nil
 	}
 	p.head = h
-	if err := h.take(p, h.after); err != nil {
+	if err := h.assign(p, h.after); err != nil {
 		return false, err
 	}
 	if h.received == h.count {
@@ -228,7 +228,7 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 	p.buf = append(p.buf[:0], b...)
 	err, used := p.rec.parse(p.buf), true
 	if err == nil && p.rec.kind == kindRest { // the sender has changed the record since next read it
-		err = &van.FieldError{Field: "record.kind", Value: p.buf[4], Want: "what it was when the record was looked at first"}
+		err = &van.FieldError{Field: "record.kind", Value: p.buf[4], Want: "the kind that the record had at first"}
 	}
 	if err == nil {
 		used, err = l.begin(p)
@@ -239,7 +239,7 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 		if p.rec.pins() {
 			l.acknowledge(p.rec.slot)
 		}
-		if p.rec.streams() { // its chunks are read, and dropped
+		if p.rec.streams() { // its chunks must be read
 			break
 		}
 		l.c.release(p)
@@ -378,7 +378,7 @@ func (l *inLink) fetch(p *inbound) error {
 		}
 	}
 	if p.count > 0 {
-		p.join(l.c.dests)
+		p.setParts(l.c.dests)
 	}
 	return nil
 }

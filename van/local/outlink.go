@@ -57,7 +57,7 @@ type outLink struct {
 	gone   bool  // the link has ended
 	cause  error // of its end
 
-	value   van.Message // of the record that is being written
+	value   van.Message // a value of a batch, while putBatch writes its record
 	batches uint32      // number of batches so far
 
 	number [8]byte // of the link, in its marks

@@ -23,9 +23,9 @@ import (
 //
 // A pad has the length and the kind of a chunk, 4, and nothing else: the record after it is at the start of the ring.
 //
-// A batch is one record with all values in one part, if they are short and on the host. Otherwise the message has the first value, and a
-// record with keys of length 0 has each further one. The address of their meta is then the number of the batch, from 1 on, and the number
-// of the value in it, in 16 bits each. Values of length 0 have no record.
+// A batch is one record with all values in one part, if they are short and on the host. Otherwise each value has a record: the record of
+// the first one is the message, the others have the kind 5, no meta and no keys. In the place of the meta's address, these records have
+// the number of the batch, from 1 on, and the number of the value, in 16 bits each. Values of length 0 have no record.
 //
 // The parts of a rest are the bytes that the chunks before it have not carried. A part without such
 // bytes is inline with length 0.
@@ -79,7 +79,7 @@ type part struct {
 // record is the decoded record of a message.
 type record struct {
 	kind      byte   // kindMessage, kindRest or kindValue
-	batch     uint64 // number of the batch and of the value; 0: the record is a whole message
+	batch     uint64 // number of the batch and of the value; 0: the record has all values of its message
 	frames    int
 	forms     uint8 // a bit for each form that parts have
 	segments  int   // of a value on the device that lies in several allocations

@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// send writes or queues msg. exports describe its values on the device: that of the message, or those of the parts, nil for values on
-// the host. sent is false if the link has ended.
+// send writes or queues msg. exports describe its values on the device: one of the message or of each part, nil for a value on the
+// host. exports is empty if all values are on the host. sent is false if the link has ended.
 func (l *outLink) send(msg *van.Message, exports []*backend.Shared) (sent bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -31,7 +31,7 @@ func (l *outLink) send(msg *van.Message, exports []*backend.Shared) (sent bool, 
 	if err != nil {
 		return true, err
 	}
-	if packs(msg) {
+	if isOneRecord(msg) {
 		var export *backend.Shared
 		if len(exports) > 0 {
 			export = exports[0]
@@ -46,7 +46,8 @@ func (l *outLink) send(msg *van.Message, exports []*backend.Shared) (sent bool, 
 	return true, err
 }
 
-// announce tells the peer of the allocations of exports. It returns the number for inUseSince.
+// announce announces the allocations of exports to the peer. It returns the first number that l.offers counts for
+// the message, for its pins.
 func (l *outLink) announce(exports []*backend.Shared) (seq uint64, err error) {
 	seq = l.offers.seq + 1
 	since := func() uint64 { return min(l.inUseSince(), seq) }
@@ -61,8 +62,8 @@ func (l *outLink) announce(exports []*backend.Shared) (seq uint64, err error) {
 	return seq, nil
 }
 
-// packs reports whether msg is one record: it is no batch, or all its values are short and on the host.
-func packs(msg *van.Message) bool {
+// isOneRecord reports whether msg is one record: it is no batch, or all its values are short and on the host.
+func isOneRecord(msg *van.Message) bool {
 	if len(msg.Parts) == 0 {
 		return true
 	}
@@ -80,7 +81,7 @@ func packs(msg *van.Message) bool {
 func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint64) error {
 	all := van.Begin(msg.Done)
 	v := &l.value
-	v.Meta = msg.Meta // only for this call
+	v.Meta = msg.Meta // a view, which ends with this call
 	v.Frames = 2
 	defer func() { v.Meta, v.Vals, v.Done = van.Meta{}, backend.Mem{}, nil }()
 	l.batches++
@@ -101,7 +102,7 @@ func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint
 			export = exports[i]
 		}
 		v.Done = all.Add()
-		if err := l.put(r, v, export, seq); err != nil { // of the first record: the others have no meta
+		if err := l.put(r, v, export, seq); err != nil { // only the first record can fail: the others have no meta
 			all.Cancel()
 			return err
 		}

@@ -204,7 +204,7 @@ func (v *Van) Send(msg *van.Message) error {
 	}
 	x := exportLists.Get().(*exports)
 	defer x.put(v.own.device)
-	if err := x.of(msg, l, v.own.device); err != nil {
+	if err := x.fill(msg, l, v.own.device); err != nil {
 		return v.sendError(msg, err)
 	}
 	size := msg.PayloadLen()
@@ -246,8 +246,8 @@ type exports struct {
 
 var exportLists = sync.Pool{New: func() any { return new(exports) }}
 
-// of fills x with the exports of msg, which l is to send.
-func (x *exports) of(msg *van.Message, l *outLink, d *device) error {
+// fill fills x with the exports of msg, which l is to send.
+func (x *exports) fill(msg *van.Message, l *outLink, d *device) error {
 	if !onDevice(msg) {
 		return msg.CheckOnHost()
 	}
@@ -279,7 +279,7 @@ func (x *exports) of(msg *van.Message, l *outLink, d *device) error {
 	return add(msg.Vals)
 }
 
-// put returns the exports.
+// put releases the exports, and returns x to its pool.
 func (x *exports) put(d *device) {
 	for i, e := range x.list {
 		if e != nil {

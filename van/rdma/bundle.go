@@ -8,7 +8,7 @@ import (
 )
 
 // This file owns bundles. A bundle is one write of several small messages to one slot, for example the push and the pull of a call, or
-// their two answers. The device and the receiver then do the work of one message. Only nodes of this library receive bundles.
+// the answers to two pulls. The device and the receiver then do the work of one message. Only nodes of this library receive bundles.
 
 // bundle is the last write that was added to a link. Messages may be added to it until it is posted or another write follows.
 type bundle struct {

@@ -55,7 +55,7 @@ func (v *rvan) Send(msg *van.Message) error {
 	return nil
 }
 
-// sendBatch passes the messages that stand for msg to the rendezvous: all of them, or none.
+// sendBatch passes the messages that stand for msg, a batch, to the rendezvous: all of them, or none.
 func sendBatch(p *peer, msg *van.Message) error {
 	for i := range msg.Parts {
 		if x := &msg.Parts[i]; x.Vals.Len() > maxData-smallFrame {
@@ -151,7 +151,8 @@ func (p *peer) queue(msg *van.Message) (done bool, err error) {
 	return done, nil
 }
 
-// sendQueued sends what can be sent after msg, or all that stands for it, was queued. idle says that nothing waited before. p.mu is held.
+// sendQueued starts the queued messages that can be sent now. The caller has queued msg, or the messages that stand for it. idle says that
+// no message waited before. p.mu is held.
 func sendQueued(p *peer, msg *van.Message, idle bool) {
 	p.pump()
 	p.flush()

@@ -26,8 +26,9 @@ func (v *Van) transmit(e *entry) error {
 	return err
 }
 
-// Send implements van.Van. A batch to a C++ node is kept as the messages that stand for it, since that node acknowledges them one by one.
-// If the wrapped van has accepted the first one, it gets the others later if its queue is full.
+// Send implements van.Van. To a C++ node, and with Options.Expand, the messages that stand for a batch are kept instead of the batch, since
+// they are acknowledged one by one. If the wrapped van has accepted the first one and then its queue is full, the others are sent again
+// later.
 func (v *Van) Send(m *van.Message) error {
 	self := int(v.id.Load())
 	if !v.enabled.Load() || !tracked(m) || m.Receiver < 0 || self == van.Empty {
@@ -44,7 +45,7 @@ func (v *Van) Send(m *van.Message) error {
 	return send(v, m, self, true)
 }
 
-// send keeps and sends a message of the node self. The message's frames are kept, not copied, until it is
+// send keeps and sends a message of the node self. It fails with van.ErrQueueFull only if the message is refusable. The message's frames are kept, not copied, until it is
 // acknowledged or fails; then Done is called. Without Done, the frames' bytes may be
 // changed after the answer has arrived, as with any van.
 func send(v *Van, m *van.Message, self int, refusable bool) error {

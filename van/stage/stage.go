@@ -54,7 +54,7 @@ type Van struct {
 	staged, unpinned, refused, unshared atomic.Uint64
 }
 
-// received owns a received message of which values are in buffers of this van.
+// received owns a received message with values in buffers of this van.
 type received struct {
 	v      *Van
 	bufs   []*backend.Buffer
@@ -148,7 +148,7 @@ func (s *sending) release() van.Completion {
 	return done
 }
 
-// copy makes *mem, if it is a value on the device, a copy on the host.
+// copy replaces *mem, if it lies on the device, with a copy on the host.
 func (s *sending) copy(mem *backend.Mem) error {
 	v, m, host := s.v, *mem, backend.Mem{}
 	if m.OnHost() {
@@ -226,7 +226,7 @@ func (v *Van) Send(m *van.Message) error {
 	return err
 }
 
-// staged are messages with values on the host in place of those on the device.
+// staged are messages whose values on the device are replaced with copies on the host.
 var staged = sync.Pool{New: func() any { return new(van.Message) }}
 
 // Start implements van.Van.
