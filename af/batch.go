@@ -47,8 +47,8 @@ type work struct {
 	pushes   []KeyTensor
 	pulls    []Pull
 	msgs     []*van.Message
-	bytes    int           // of msgs
-	ack      datamsg.Reply // of a single push, or of all pushes of a batch that came as one message
+	bytes    int           // of the values in msgs
+	ack      datamsg.Reply // of a single push, or of all pushes of a batch that was received as one message
 	state    atomic.Uint64 // generation<<1 | answered
 	refs     atomic.Int32
 	accepted cluster.Accepted
@@ -60,7 +60,7 @@ type work struct {
 // Worker is the group rank of the worker.
 func (b Batch) Worker() int { return van.RankOf(b.w.instance) / b.w.s.node.Config().GroupSize }
 
-// Single reports that the batch is one message, not marked as part of a batch.
+// Single reports whether the batch has only one tensor: a push or a pull.
 func (b Batch) Single() bool { return b.w.single }
 
 // Pushes returns the push tensors in the order sent.
@@ -216,5 +216,5 @@ func (b *work) unref() {
 	}
 }
 
-// Sent is called when an answer has left.
+// Sent is called when the answers have been sent.
 func (b *work) Sent() { b.unref() }

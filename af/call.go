@@ -367,7 +367,7 @@ func (b *batch) unref() {
 	}
 }
 
-// sendMessages sends a message to each server. After an error the other servers get theirs all the same. It returns the first error.
+// sendMessages sends a message to each server. An error for one server does not stop the others. It returns the first error.
 func (b *batch) sendMessages(ts int32) (failed error) {
 	m := &b.msg
 	for s, id := range b.servers {
@@ -384,7 +384,7 @@ func (b *batch) sendMessages(ts int32) (failed error) {
 		m.WriteDirectory()
 		failed = cmp.Or(failed, b.c.node.Send(m))
 	}
-	m.Reset() // the tensors are not m's
+	m.Reset() // m keeps no reference to the tensors
 	return failed
 }
 
@@ -400,7 +400,7 @@ func (kt *KeyTensor) addTo(m *van.Message, push bool) {
 	}
 }
 
-// Answer handles one answer: the acknowledgement of pushes, the value of a pull, or those of all pulls.
+// Answer handles one message with an acknowledgement of pushes, the value of one pull, or the values of all pulls.
 func (b *batch) Answer(i, from int, msg *van.Message) error {
 	push := i < b.p
 	switch {

@@ -138,7 +138,7 @@ func (b *work) SendNow(err error) {
 		err = s.acknowledge(b.ack)
 	}
 	if err != nil {
-		s.node.Rarely("af: answers: "+logx.Kind(err)).Warn("answers did not leave",
+		s.node.Rarely("af: answers: "+logx.Kind(err)).Warn("answers were not sent",
 			"worker", s.node.PeerName(b.instance), "answers", len(b.answers), "err", err)
 	}
 	b.forget()
@@ -181,7 +181,7 @@ func (b *work) checkAnswer(outs []KeyTensor, order Order) (device bool, err erro
 	return device, nil
 }
 
-// unsent calls done, which may be nil, for each pull, whose answers are not sent.
+// unsent calls done, which may be nil, once for each pull, since no answer is sent.
 func (b *work) unsent(done van.Completion) {
 	for range b.pulls {
 		if done != nil {
@@ -231,7 +231,7 @@ type sent struct {
 	n    int
 }
 
-// Sent is called when the answers have left.
+// Sent is called when the answers have been sent.
 func (s *sent) Sent() {
 	b, done, n := s.b, s.done, s.n
 	s.put()
@@ -248,7 +248,7 @@ func (s *sent) put() {
 	sents.Put(s)
 }
 
-// acknowledge answers a push, or all pushes of a batch that came as one message.
+// acknowledge acknowledges a push, or all pushes of a batch that was received as one message.
 func (s *Server) acknowledge(r datamsg.Reply) error {
 	m := messages.Get().(*van.Message)
 	defer messages.Put(m)

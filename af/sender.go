@@ -1,7 +1,7 @@
 package af
 
-// The batches of one worker. One of this library sends a batch as one message; the messages of a C++ worker, and those over a transport
-// without a form for batches, are assembled here.
+// The batches of one worker. A worker of this library sends a batch as one message. Messages of ps-lite, which C++ workers and some
+// transports send, are assembled to batches here.
 
 import (
 	"encoding/binary"
@@ -28,7 +28,7 @@ type sender struct {
 	held []*van.Message // pending messages: they arrived before the message that they follow
 	over []refused      // removed from open; the function that added them ends them without the lock
 
-	part      van.Part // of the message that is being added; no variable of accept, which would be allocated
+	part      van.Part // of the message that accept adds; a field, since a variable of accept would be allocated
 	openBytes int      // of the messages in open
 	heldBytes int
 
@@ -48,18 +48,18 @@ type refused struct {
 
 // errNotBegun: the message continues a batch that is not open: its first message was lost, canceled by the worker, or
 // refused.
-var errNotBegun = fmt.Errorf("%w: the batch has not begun, or is given up", van.ErrMalformed)
+var errNotBegun = fmt.Errorf("%w: the batch has not begun, or was dropped", van.ErrMalformed)
 
-// whole delivers msg, a batch.
-func (x *sender) whole(msg *van.Message) error {
+// acceptBatch delivers msg, a batch, or refuses it.
+func (x *sender) acceptBatch(msg *van.Message) error {
 	s := x.s
 	if len(msg.Parts) == 0 {
-		return fmt.Errorf("%w: a batch of no tensors", van.ErrMalformed)
+		return fmt.Errorf("%w: a batch without tensors", van.ErrMalformed)
 	}
 	if s.closed.Load() {
 		return fmt.Errorf("%w: the server", van.ErrClosed)
 	}
-	b, err := x.take(msg)
+	b, err := x.begin(msg)
 	if err == nil {
 		b.single = len(msg.Parts) == 1
 		b.last = msg.Timestamp + int32(len(msg.Parts)-1)
@@ -82,7 +82,7 @@ func (x *sender) whole(msg *van.Message) error {
 		return err
 	}
 	if !b.single && len(b.pulls) == 0 {
-		s.acknowledged(b.ack)
+		s.acknowledgeEarly(b.ack)
 	}
 	s.serve(b)
 	return nil
@@ -96,16 +96,16 @@ func (s *Server) serve(b *work) {
 	s.inbound.Exit(instance)
 }
 
-// largest is the largest number of bytes of one batch, and the variable that says so.
-func (s *Server) largest() (most int, name string) {
+// largest returns the limit of the bytes of one batch, and the variable that sets it.
+func (s *Server) largest() (limit int, name string) {
 	if c := s.node.Config(); c.RecvBudgetPeer > c.RecvBudget {
 		return c.RecvBudgetPeer, "STEPAF_RECV_BUDGET_PEER"
 	}
 	return s.node.Config().RecvBudget, "STEPAF_RECV_BUDGET"
 }
 
-// acknowledged acknowledges a push on arrival.
-func (s *Server) acknowledged(r datamsg.Reply) {
+// acknowledgeEarly acknowledges pushes before the handler has answered their batch. It logs errors.
+func (s *Server) acknowledgeEarly(r datamsg.Reply) {
 	if err := s.acknowledge(r); err != nil {
 		s.node.Rarely("af: push not acknowledged: "+logx.Kind(err)).Warn("push not acknowledged", "err", err)
 	}
@@ -170,17 +170,17 @@ func (x *sender) accept(msg *van.Message) error {
 		return err
 	}
 
-	// A C++ worker gets an acknowledgement of each push of a batch on arrival, a worker of this library one of all, unless an answer
-	// follows. A single push is acknowledged when the application answers it.
+	// A C++ worker gets an acknowledgement of each push of a batch on arrival. A worker of this library gets one for all pushes, if no
+	// answer follows. A single push is acknowledged when the application answers it.
 	native := s.node.Native(msg.Sender)
 	if msg.Push && !b.single && !native {
-		s.acknowledged(datamsg.ReplyTo(msg))
+		s.acknowledgeEarly(datamsg.ReplyTo(msg))
 	}
 	if complete {
 		if native && !b.single && len(b.pulls) == 0 {
 			r := datamsg.ReplyTo(msg)
 			r.Head = van.WholeBatch
-			s.acknowledged(r)
+			s.acknowledgeEarly(r)
 		}
 		s.serve(b)
 	}
@@ -191,14 +191,14 @@ func (x *sender) accept(msg *van.Message) error {
 // may interleave as long as the timestamps of each are consecutive. x.mu is held.
 func (x *sender) batchOf(msg *van.Message) (*work, error) {
 	if msg.Head == van.Single || msg.Head == van.BatchStart {
-		b, err := x.take(msg)
+		b, err := x.begin(msg)
 		if err != nil {
 			return nil, err
 		}
 		if s := x.s; len(x.open) >= maxOpen { // the oldest one will never be completed
 			old := x.open[0]
 			x.refuse(old, fmt.Errorf("%w: %d batches have been begun since, and this one has not ended", van.ErrQueueFull, maxOpen))
-			s.node.Rarely("af: open batches").Warn("gave up a batch that has not ended",
+			s.node.Rarely("af: open batches").Warn("dropped a batch that has not ended",
 				"worker", s.node.PeerName(msg.Sender), "last timestamp", old.last, "begun since", maxOpen)
 		}
 		x.open = append(x.open, b)
@@ -229,7 +229,7 @@ func (x *sender) charge(b *work, msg *van.Message) error {
 			old = x.open[1]
 		}
 		x.refuse(old, fmt.Errorf("%w: %d bytes of batches that have not ended, want at most %d (STEPAF_RECV_BUDGET_PEER)", van.ErrQueueFull, x.openBytes, c.RecvBudgetPeer))
-		s.node.Rarely("af: bytes of open batches").Warn("gave up a batch that has not ended: its worker has begun too much",
+		s.node.Rarely("af: bytes of open batches").Warn("dropped a batch that has not ended: the unfinished batches of its worker are too large",
 			"worker", s.node.PeerName(msg.Sender), "last timestamp", old.last, "limit (STEPAF_RECV_BUDGET_PEER)", c.RecvBudgetPeer)
 	}
 	if most, name := s.largest(); b.bytes > most && !failpoint.On("recv-budget") {
@@ -317,8 +317,8 @@ func (x *sender) drop(gone func(epoch uint32, customer, ts int32) bool) int {
 	return len(open)
 }
 
-// take begins a batch. It fails if the server is shutting down. The caller holds x.mu.
-func (x *sender) take(msg *van.Message) (*work, error) {
+// begin begins a batch. It fails if the server is shutting down.
+func (x *sender) begin(msg *van.Message) (*work, error) {
 	x.freeMu.Lock()
 	var b *work
 	if n := len(x.free); n > 0 {

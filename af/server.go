@@ -167,7 +167,7 @@ func (s *Server) receive(msg *van.Message) {
 	}
 	x := s.senders[van.RankOf(msg.Sender)]
 	if msg.IsBatch() {
-		if err := x.whole(msg); err != nil {
+		if err := x.acceptBatch(msg); err != nil {
 			s.dropped(msg, err)
 		}
 		return

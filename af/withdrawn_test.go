@@ -130,7 +130,7 @@ func TestOpenBatches(t *testing.T) {
 		}
 	}
 	works(t, w, 1)
-	if n, _ := af.OpenBatches(s, van.WorkerID(0)); n != 1024 || !strings.Contains(logged.String(), "gave up a batch that has not ended") {
+	if n, _ := af.OpenBatches(s, van.WorkerID(0)); n != 1024 || !strings.Contains(logged.String(), "dropped a batch that has not ended") {
 		t.Errorf("%d batches are open, want 1024, and a line about the oldest one", n)
 	}
 	testcluster.Counted(t, c.Servers[0], postoffice.Stats{RefusedRequests: 1})

@@ -28,7 +28,7 @@
 //     other nodes. Its comment states what else it waits for, and the limit. Close may be called more than once, and after
 //     Shutdown.
 //   - Shutdown(ctx) error ends the value in order, until ctx ends: Node.Shutdown waits for all nodes of the cluster,
-//     af.Server.Shutdown and kv.Server.Shutdown for the answers to requests, collective.Comm.Shutdown for ranks that read memory,
+//     af.Server.Shutdown and kv.Server.Shutdown for the answers to requests, collective.Comm.Shutdown for ranks that read its memory,
 //     session.Session.Shutdown for the session's calls. A node, communicator or session is closed afterwards; a server
 //     refuses requests until Close, or until its node has left.
 //

@@ -39,7 +39,8 @@ var (
 	ErrInvalid = van.ErrInvalid
 	// ErrRefused: the scheduler has refused the node. Start returns it.
 	ErrRefused = cluster.ErrRefused
-	// ErrUnknownHandler: the call was never made, has been waited for already, is waited for by another goroutine, or has finished too long ago to be remembered.
+	// ErrUnknownHandler: the call was never made, was waited for before, is waited for by another goroutine, or has finished too long ago: of
+	// finished calls without a Wait, the latest 4096 are kept.
 	ErrUnknownHandler = cluster.ErrUnknownHandler
 	// ErrAnswered: a batch or request was answered or refused before.
 	ErrAnswered = cluster.ErrAnswered

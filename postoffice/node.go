@@ -64,7 +64,7 @@ type Path = van.Path
 
 // Barrier waits until as many members of the group have called it as C++ StepMesh's group barrier counts: one for each group
 // of instances. Only members that have called it are released. customer is usually 0. A call that ends with ctx does not
-// count for the others, unless the scheduler is C++ StepMesh's, which cannot be told. Barrier fails after
+// count for the others, unless the scheduler is C++ StepMesh's, which cannot be notified. Barrier fails after
 // STEPAF_BARRIER_TIMEOUT; or, when only lost members are missing, after STEPAF_REPLACE_TIMEOUT unless they are replaced.
 func (n *Node) Barrier(ctx context.Context, customer int, group Group) error {
 	return n.core().Barrier(ctx, customer, int(group))
@@ -76,12 +76,17 @@ func (n *Node) InstanceBarrier(ctx context.Context, customer int, group Group) e
 }
 
 // Shutdown waits until every node of the cluster has called it, then leaves. The wait is a barrier that errors and log lines
-// call Finalize, as ps-lite does. Shutdown leaves and returns an error when ctx ends; when only lost nodes are missing and
-// STEPAF_REPLACE_TIMEOUT passes without replacements; or, on a worker, after STEPAF_STOP_TIMEOUT. It takes part in the instance barriers over all nodes that others of this library call before it. Only
-// the first call has an effect; others return its result.
+// call Finalize, as ps-lite does. Shutdown leaves and returns an error
+//
+//  1. when ctx ends;
+//  2. when only lost nodes are missing and STEPAF_REPLACE_TIMEOUT passes without replacements;
+//  3. on a worker, after STEPAF_STOP_TIMEOUT.
+//
+// A waiting Shutdown takes part in the instance barriers over all nodes that other nodes of this library call before
+// theirs. Only the first call has an effect; others return its result.
 func (n *Node) Shutdown(ctx context.Context) error { return n.core().Shutdown(ctx) }
 
-// Close leaves at once, without waiting for other nodes. Requests in flight fail with ErrClosed, and so does a Shutdown that
-// waits. Close waits up to 2 s for handlers and for messages that are being sent, so a handler must call it on another
+// Close leaves at once, without waiting for other nodes. Requests in flight fail with ErrClosed, and so does a waiting
+// Shutdown. Close waits up to 2 s for handlers and for messages that are being sent, so a handler must call it on another
 // goroutine.
 func (n *Node) Close() error { return n.core().Close() }

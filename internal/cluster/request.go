@@ -20,8 +20,8 @@ import (
 
 // Sink receives the answers to a request.
 type Sink interface {
-	// Answer takes one answer from receiver index from: to timestamp index i of the request, or, if msg is a batch, to as many from i on
-	// as it has parts. It runs on the transport's goroutine; answers of different
+	// Answer handles an answer of receiver index from: to timestamp index i of the request, or, if msg is a batch of n parts, to the n
+	// timestamps from i on. It runs on the transport's goroutine; answers of different
 	// receivers may run at the same time. msg is valid until it returns. An error
 	// fails the request.
 	Answer(i, from int, msg *van.Message) error
@@ -39,8 +39,8 @@ type Sink interface {
 // Request is one or several consecutive timestamps in flight. Every receiver owes an answer to each of them. It is
 // part of a larger object that pools it; the zero value is ready for Customer.Open.
 type Request struct {
-	// Pushes is the number of first timestamps that push values. An answer to a later timestamp also acknowledges them: a server answers
-	// complete batches. Set it before Open.
+	// Pushes is the number of timestamps that push values; they are the first ones. An answer to a later timestamp also acknowledges them,
+	// since a server answers only complete batches. Set Pushes before Open.
 	Pushes int
 
 	mu        sync.Mutex
@@ -186,7 +186,7 @@ func (r *Request) answer(msg *van.Message) error {
 	for k := range n {
 		r.take(i+k, from)
 	}
-	took, first, earlier := n, i, 0 // answers that msg counts for; the first timestamp; earlier ones that msg may acknowledge
+	took, first, earlier := n, i, 0 // the number of answers in msg, the first of them, and the number of earlier pushes that msg acknowledges
 	if msg.EndsBatch() {
 		earlier = i
 	} else if !msg.Push {

@@ -176,7 +176,7 @@ var table = []variable{
 	}, {
 		name: "BYTEPS_RDMA_MAX_CONCURR_WR", topic: rdma, kind: Int, min: 1, max: 1 << 20, def: "4224", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMAMaxConcurrWR },
-		help:    "Messages that may wait for one peer, and the rest of a request that has begun. At least START_DEPTH + 2 * RX_DEPTH.",
+		help:    "Messages that may wait for one peer, and the rest of a batch. At least START_DEPTH + 2 * RX_DEPTH.",
 		differs: "That sum is computed with the depths in force. More are an error (`van.ErrQueueFull`). Completion queues grow with the connections.",
 	}, {
 		name: "BYTEPS_ADDRESS_POOL_SIZE", topic: rdma, kind: Int, min: 1, max: 32768, def: "10240", readers: "ibverbs",

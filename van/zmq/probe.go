@@ -31,7 +31,7 @@ func (v *zvan) Probe(ctx context.Context, peer van.Node) error {
 		v.serial++
 		serial := v.serial
 		v.mu.Unlock()
-		if greet(ctx, v.zctx, &v.shared, serial, &peer) {
+		if hasSecret(ctx, v.zctx, &v.shared, serial, &peer) {
 			return nil
 		}
 	}
@@ -60,12 +60,12 @@ func (v *zvan) Probe(ctx context.Context, peer van.Node) error {
 	return nil
 }
 
-// greetTime is how long the handshake of greet may take.
-const greetTime = 500 * time.Millisecond
+// proofTime is how long the handshake of hasSecret may take.
+const proofTime = 500 * time.Millisecond
 
-// greet reports whether a process with the cluster's secret listens at the peer's address. serial names its monitor. It makes the whole handshake: the peer
-// counts a handshake that is cut off as an attempt without the secret.
-func greet(ctx context.Context, zctx *zmq4.Context, n *shared, serial int, peer *van.Node) bool {
+// hasSecret reports whether a process with the cluster's secret listens at the peer's address. serial names the monitor of its socket. It
+// completes the handshake, since the peer counts an incomplete one as an attempt without the secret.
+func hasSecret(ctx context.Context, zctx *zmq4.Context, n *shared, serial int, peer *van.Node) bool {
 	z, err := zctx.NewSocket(zmq4.DEALER)
 	if err != nil {
 		return false
@@ -94,7 +94,7 @@ func greet(ctx context.Context, zctx *zmq4.Context, n *shared, serial int, peer 
 	select {
 	case ok := <-made:
 		return ok
-	case <-time.After(greetTime):
+	case <-time.After(proofTime):
 	case <-ctx.Done():
 	}
 	return false

@@ -31,7 +31,7 @@ const controlReserve = 16 << 20
 // Send hands msg to the socket that the protocol prescribes for it.
 func (o *outgoing) Send(msg *van.Message) error {
 	c := (*o.n.peers.Load())[msg.Receiver]
-	err := o.sendWhole(msg, c)
+	err := o.sendToPeer(msg, c)
 	if errors.Is(err, van.ErrClosed) {
 		// The connection may have been replaced in between.
 		o.n.mu.Lock()
@@ -40,7 +40,7 @@ func (o *outgoing) Send(msg *van.Message) error {
 		switch {
 		case now == nil || o.n.closed.Load():
 		case now != c:
-			return o.sendWhole(msg, now)
+			return o.sendToPeer(msg, now)
 		default: // see closeBrokenConnections
 			return o.sendError(msg, c, fmt.Errorf("%w: another process is at its address", van.ErrPeerLost))
 		}
@@ -59,8 +59,8 @@ var flats = sync.Pool{New: func() any { return new(flat) }}
 // keepFlat is the capacity of an idle flat's buffer.
 const keepFlat = 1 << 20
 
-// sendWhole sends msg in the form that the node of c understands.
-func (o *outgoing) sendWhole(msg *van.Message, c *conn) error {
+// sendToPeer sends msg in the form that the node of c understands.
+func (o *outgoing) sendToPeer(msg *van.Message, c *conn) error {
 	switch {
 	case !msg.IsBatch() || c == nil:
 		return o.send(msg, c, false)
@@ -89,7 +89,7 @@ func (o *outgoing) sendWhole(msg *van.Message, c *conn) error {
 	return err
 }
 
-// send sends one message. One that continues a batch may exceed the budget.
+// send sends one message. continues says that c has accepted an earlier message of the same batch: the budget then does not apply.
 func (o *outgoing) send(msg *van.Message, c *conn, continues bool) error {
 	if c == nil {
 		if o.n.closed.Load() {

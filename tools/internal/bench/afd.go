@@ -236,12 +236,12 @@ func (r *afdRun) readForms() (err error) {
 	return nil
 }
 
-// findGPUs checks the GPUs of the options; the default is all. look lists the machine's.
-func (r *afdRun) findGPUs(look func() ([]backend.Info, error)) error {
+// findGPUs checks the GPUs of the options; the default is all. list returns the GPUs of the machine.
+func (r *afdRun) findGPUs(list func() ([]backend.Info, error)) error {
 	if r.c.String("device") == cpu {
 		return nil
 	}
-	have, err := look()
+	have, err := list()
 	if err != nil {
 		return fmt.Errorf("bench afd: --device gpu: %w", err)
 	}

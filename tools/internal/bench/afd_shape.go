@@ -1,6 +1,6 @@
 package bench
 
-// What the parent of bench afd and its processes share: the names of forms and measurements, and the contents of tensors.
+// The parts of bench afd that its parent and its processes share: the names of forms and measurements, and the contents of tensors.
 
 import (
 	"bytes"
