@@ -73,10 +73,8 @@ var dontCare = []struct {
 	{name: "node padding at the end", node: true, off: 548, len: 4, why: "never written"},
 }
 
-// late tells whether our node may send m later than the original did, though not
-// after the next message on the same connection. The original's server acknowledges each push
-// of a batch at once; ours sends the acknowledgements together with the first
-// message that the worker waits for, that of the batch's end.
+// late reports whether our node may send m later than the original did, though not
+// after the next message on the same connection: acknowledgements of the pushes of a batch.
 func late(m *van.Meta) bool {
 	return !m.IsControl() && !m.Request && m.Push && (m.Head == van.BatchStart || m.Head == van.BatchMiddle)
 }

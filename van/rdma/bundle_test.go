@@ -31,7 +31,8 @@ func (r *rig) notifications(nodes ...*testNode) []*atomic.Int64 {
 	return counts
 }
 
-// sendMore is Send of a message of a batch, as sendBatch does it. With more, another message or push follows at once.
+// sendMore queues m as sendBatch queues a message that stands for a part. With more it does not post the work requests: another call, or
+// push, follows.
 func (n *testNode) sendMore(m *van.Message, more bool) error {
 	p := (*n.tables.peers.Load())[m.Receiver]
 	p.mu.Lock()
@@ -64,7 +65,7 @@ func (n *testNode) mustMore(m *van.Message) {
 	}
 }
 
-// push sends what was sent with more.
+// push posts the work requests of earlier calls of sendMore.
 func (n *testNode) push(id int) {
 	p := (*n.tables.peers.Load())[id]
 	p.mu.Lock()
@@ -83,7 +84,7 @@ func TestBundle(t *testing.T) {
 				p := (*end[0].tables.peers.Load())[end[1].who.ID]
 				p.mu.Lock()
 				if !p.link.bundles {
-					t.Error("a node of this library does not say that it takes bundles")
+					t.Error("a node of this library does not announce that it accepts bundles")
 				}
 				p.link.bundles = takes
 				p.mu.Unlock()

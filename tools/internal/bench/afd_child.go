@@ -167,7 +167,7 @@ func (x *afdWorker) do(ctx context.Context, floor baseline, what, form string, d
 	return ns, x.checkAll(ctx, form)
 }
 
-// produce writes the stamp of the next round trip into the push tensor.
+// produce writes the stamp of the next round trip into the push tensor. every is stampAll if both sides check every byte, otherwise 0.
 func (x *afdWorker) produce(m *microBatch, every uint64) {
 	x.count++
 	m.seq = every | uint64(x.rank)<<stampWorker | uint64(x.count)

@@ -21,7 +21,7 @@ import (
 // afdAhead is the number of rounds that a server queues before it waits for its stream.
 const afdAhead = 8
 
-// tripKey returns the key of a push with messages; the key of a pull is the next number.
+// tripKey returns the key of the push of a round trip by messages; the key of the pull is the next number.
 func tripKey(checked bool, turn int) uint64 {
 	if checked {
 		turn += 2
@@ -37,7 +37,7 @@ func exchangeKey(form string, turn int) uint64 {
 	return tripKey(true, 1) + 2 + 2*uint64(turn)
 }
 
-// afdDevice is what the ends of both roles have.
+// afdDevice has the fields that workers and servers have in common.
 type afdDevice struct {
 	*afdShape
 	back   backend.Backend
@@ -309,7 +309,7 @@ type afdDeviceServer struct {
 	node    *postoffice.Node
 	push    []backend.Mem       // of exchanges, by worker
 	answers [2][]backend.Mem    // by worker
-	out     [4][][]af.KeyTensor // with messages, by worker
+	out     [4][][]af.KeyTensor // answers by messages, by worker
 	making  sync.Mutex          // guards host
 }
 

@@ -32,7 +32,7 @@ type afdSide struct {
 	from             string
 	servers, workers ranks
 	measuring        ranks // the processes that a line with a measurement is for: the workers, or all
-	trips, steps     []string
+	trips, steps     []string // forms of round trips and of decode steps
 	rows             bool // a computation is given by the rows of matrix products
 	processes        *processes
 }
@@ -54,7 +54,7 @@ func (r *afdRun) chosen(forms []string) []string {
 	return slices.DeleteFunc(slices.Clone(forms), func(form string) bool { return !slices.Contains(r.forms, form) })
 }
 
-// sides starts the processes of all sides. The caller ends those of r.all, also after an error.
+// sides starts the processes of all sides. With an error it returns the sides that were started; the caller ends their processes.
 func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int) ([]*afdSide, error) {
 	spec := []any{r.shape.push, r.shape.pull, r.shape.microBatches, r.shape.layers}
 	child, err := childCommand(slices.Concat([]any{"afd"}, spec)...)
