@@ -20,8 +20,8 @@ func eventually(t testing.TB, what string, ok func() bool) {
 	vantest.Eventually(t, 20*time.Second, what, ok)
 }
 
-// TestSendRefused: if the transport refuses a message of a batch, though no peer is lost, the batch fails at once
-// with the transport's error, whichever message it is. Messages sent before do not affect the next batch.
+// TestSendRefused: if the transport refuses the message to a server, though no peer is lost, the call fails at once
+// with the transport's error, whichever server it is. Messages to other servers do not affect the next call.
 func TestSendRefused(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}

@@ -31,9 +31,9 @@ const (
 type afdSide struct {
 	from             string
 	servers, workers ranks
-	measuring        ranks // the processes that a line with a measurement is for: the workers, or all
+	measuring        ranks    // the processes that a line with a measurement is for: the workers, or all
 	trips, steps     []string // forms of round trips and of decode steps
-	rows             bool // a computation is given by the rows of matrix products
+	rows             bool     // a computation is given by the rows of matrix products
 	processes        *processes
 }
 
