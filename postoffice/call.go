@@ -32,8 +32,8 @@ func (c Call) Done() <-chan struct{} { return cluster.Call(c).Done() }
 func (c Call) Timestamp() int32 { return cluster.Call(c).Timestamp() }
 
 // Traces returns the times of the call's messages, one for each timestamp: a push_pull has one for each push tensor and one
-// for each pull tensor of a server, other calls have one. With several servers they are those of the last
-// answer. The traces of the last 4096 answered timestamps are kept; others are zero.
+// for each pull tensor of a server, other calls have one. Tensors of one message have the same times. With several servers
+// the times are those of the last answer. The traces of the last 4096 answered timestamps are kept; others are zero.
 func (c Call) Traces() []Trace {
 	all := cluster.Call(c).Traces()
 	ts := make([]Trace, len(all))

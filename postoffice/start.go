@@ -52,8 +52,8 @@ type Options struct {
 	// barrier over all nodes that C++ StepMesh programs begin with.
 	NoBarrier bool
 
-	// OnTrace, if not nil, is called for each message of a worker of af or kv that a server has answered, with the server,
-	// the message's timestamp (see Call.Timestamp), and its times. It exports latencies to a tracing system. It runs on the
+	// OnTrace, if not nil, is called for each timestamp of a call of af or kv that a server has answered, with the server, the
+	// timestamp (see Call.Traces), and the times of its message. It exports latencies to a tracing system. It runs on the
 	// goroutine that has received the answer, before Call.Wait returns, and must neither block nor send.
 	OnTrace func(server NodeID, timestamp int32, t Trace)
 }
