@@ -55,8 +55,9 @@ type Van interface {
 	Disconnect(id int)
 
 	// Send queues msg for msg.Receiver and returns without waiting for the peer. It
-	// stamps PostSend in the message's trace. A batch counts as one message. The van sends it to a C++ node as the
-	// messages of ps-lite that stand for its parts (Message.Expand), all or none of them. Errors wrap
+	// stamps PostSend in the message's trace. A batch counts as one message. To a C++ node,
+	// and if the van has no form of its own for batches, Send sends the messages of ps-lite
+	// that stand for its parts (Message.Expand), all or none of them. Errors wrap
 	// ErrUnknownPeer, ErrPeerLost, ErrQueueFull or ErrClosed.
 	Send(msg *Message) error
 
