@@ -34,7 +34,7 @@ type outConn struct {
 	queue   []outEntry
 	partial bool // the first entry of the queue has been written in part
 	lent    int  // bytes of values in the queue that are not written
-	blocked bool // the socket takes no more for now: the source goes on
+	blocked bool // the socket accepts no more for now; the source calls resume later
 	iov     [maxParts]unix.Iovec
 	broken  chan struct{} // closed when the connection has ended
 }
@@ -187,7 +187,7 @@ func (c *outConn) full() bool {
 	return budget > 0 && c.unsent() >= budget || len(c.queue) >= maxQueue
 }
 
-// refuse counts and logs a message that is not taken. c.mu is held.
+// refuse counts and logs a message that is not accepted. c.mu is held.
 func (c *outConn) refuse() error {
 	budget := c.n.cfg.SendBudget
 	c.n.stats.refused.Add(1)
@@ -197,7 +197,7 @@ func (c *outConn) refuse() error {
 		van.ErrQueueFull, c.unsent(), len(c.queue), budget, maxQueue)
 }
 
-// resume goes on when the socket takes more. It is called by the holder of the feed.
+// resume continues to write when the socket accepts more. The holder of the feed calls it.
 func (c *outConn) resume() {
 	c.mu.Lock()
 	defer c.mu.Unlock()

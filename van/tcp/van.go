@@ -193,7 +193,7 @@ func (v *Van) Admit(id int) {
 // drainTime is how long Disconnect lets sent messages leave.
 const drainTime = 500 * time.Millisecond
 
-// Disconnect implements van.Van. Messages already sent leave while the caller goes on.
+// Disconnect implements van.Van. Messages that were sent before are written in the background.
 func (v *Van) Disconnect(id int) {
 	p := v.peers
 	p.mu.Lock()
