@@ -338,6 +338,9 @@ func (l *inLink) rest(b []byte) (*inbound, error) {
 	if p == nil || l.source == nil {
 		return nil, &van.FieldError{Field: "record.kind", Value: kindRest, Want: "no rest: there is no stream, or it was agreed that this process does not read the sender's memory"}
 	}
+	if p.rec.batch != 0 && l.part == 0 {
+		return nil, &van.FieldError{Field: "record.kind", Value: kindRest, Want: "chunks of the meta of a batch"}
+	}
 	if err := r.parse(append([]byte(nil), b...)); err != nil {
 		return nil, err
 	}

@@ -67,6 +67,7 @@ type outLink struct {
 type stream struct {
 	pin
 	part, off int
+	batch     bool // it begins a batch of several records
 }
 
 func newOutLink(c *outCommon, id int, conn *net.UnixConn, seg *segment, file *ringFile, bell *bell, canRead, device bool) *outLink {
@@ -107,7 +108,7 @@ func (l *outLink) publish(r *record, size int, a pin) {
 		l.pin(l.seg.at(l.tail), a)
 	case r.streams():
 		a.busy = true
-		l.stream = stream{pin: a}
+		l.stream = stream{pin: a, batch: r.batch != 0}
 		l.busy.Store(true)
 	default:
 		a.end()
@@ -156,7 +157,7 @@ func (l *outLink) pump() {
 			}
 			continue
 		}
-		if !l.canRead {
+		if !l.canRead || s.batch && s.part == 0 { // the receiver needs the directory when the next record arrives
 			return
 		}
 		switch now := clock.Now(); {
