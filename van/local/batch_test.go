@@ -3,8 +3,10 @@ package local
 import (
 	"bytes"
 	"fmt"
+	"math/rand/v2"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -82,5 +84,169 @@ func TestLongDirectory(t *testing.T) {
 				eventually(t, "everything pinned is given back", func() bool { return worker.Stats().LentValues == 0 })
 			})
 		}
+	}
+}
+
+// TestRecallBatches: batches that are canceled when they are written in part, queued in part or queued, arrive as they were sent or not at
+// all. Their memory is released at once. Other messages arrive, and the receiver keeps nothing of the canceled ones.
+func TestRecallBatches(t *testing.T) {
+	shapes := [][]int{{100, 200_000, 10, 300_000, 20}, {3 << 20, 100, 1 << 20}, {100, 30_000}, {500_000, 0, 500_000, 0}, {40_000, 10, 10, 10, 10}, {31_000, 31_000, 31_000, 31_000}}
+	for _, mode := range readModes {
+		t.Run(mode.name, func(t *testing.T) {
+			worker, server := unread(t, nil, mode.set)
+			const sent = 60
+			vals, dones := make([][][]byte, sent), make([]done, sent)
+			recalled := func(i int) bool { return i%5 != 4 && i != 0 }
+			for i := range sent {
+				vals[i] = values(i, shapes[i%len(shapes)]...)
+				m := batch(8, 100*i, vals[i]...)
+				m.Done = &dones[i]
+				worker.must(m)
+			}
+			for i := range sent {
+				if !recalled(i) {
+					continue
+				}
+				worker.Cancel(van.Requests{First: int32(100 * i), Count: 10})
+				if dones[i].count() != 1 {
+					t.Errorf("batch %d: told %d times that its memory is free, want once", i, dones[i].count())
+				}
+				for _, v := range vals[i] {
+					copy(v, bytes.Repeat([]byte{0xee}, len(v)))
+				}
+			}
+			server.start()
+			came := map[int]bool{}
+			for last := 0; last != sent-1; {
+				m := server.next()
+				last = int(m.Timestamp) / 100
+				if err := same(m, values(last, shapes[last%len(shapes)]...)); err != nil {
+					t.Errorf("batch %d: %v", last, err)
+				}
+				if came[last] {
+					t.Errorf("batch %d came twice", last)
+				}
+				came[last] = true
+				m.Release()
+			}
+			for i := range sent {
+				if !came[i] && !recalled(i) {
+					t.Errorf("batch %d, which was not canceled, did not come", i)
+				}
+			}
+			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().LentValues == 0 })
+			for i := range dones {
+				eventually(t, "Done is called", func() bool { return dones[i].count() == 1 })
+			}
+		})
+	}
+}
+
+// TestIncompleteBatch: the receiver keeps nothing of a batch that was canceled when a part of it was in the ring, although no message
+// follows.
+func TestIncompleteBatch(t *testing.T) {
+	for _, mode := range readModes {
+		for _, lens := range [][]int{{100, 9 << 20, 100_000}, {9 << 20, 100, 9 << 20}, {9 << 20, 9 << 20, 100}} {
+			t.Run(fmt.Sprintf("%s/%v", mode.name, lens), func(t *testing.T) {
+				worker, server := unread(t, nil, mode.set)
+				var first, second done
+				m := batch(8, 0, values(1, 20_000_000)...)
+				m.Done = &first
+				worker.must(m)
+				m = batch(8, 100, values(1, lens...)...)
+				m.Done = &second
+				worker.must(m)
+				worker.Cancel(van.Requests{First: 100, Count: 10})
+				server.start()
+				server.next().Release()
+				eventually(t, "the ring is empty", func() bool {
+					l := worker.peers.link(8)
+					l.mu.Lock()
+					defer l.mu.Unlock()
+					return l.seg.head().Load() == l.tail && len(l.queue.list) == 0 && !l.streaming()
+				})
+				server.rx.feed.Lock()
+				defer server.rx.feed.Unlock()
+				if l := (*server.peers.ins.Load())[0]; l.batch.joined != nil || l.batch.open != nil {
+					t.Error("the receiver keeps the canceled batch")
+				}
+			})
+		}
+	}
+}
+
+// TestDroppedBatch: a value of a dropped batch, which still waits for its copy, does not end a later batch that uses the memory of the
+// dropped one's first record again.
+func TestDroppedBatch(t *testing.T) {
+	v := newNode(t, inproc.NewNetwork(), 8, nil)
+	l := &inLink{c: &v.rx}
+	again := func(number uint64) *inbound {
+		return &inbound{head: l.batch.open, rec: record{kind: kindValue, batch: number<<16 | 1}}
+	}
+	h := &inbound{count: 2, rec: record{kind: kindMessage, batch: 1 << 16}}
+	l.batch.open = h
+	late := again(1)
+	l.batch.open = nil // dropped
+	h.rec.batch = 2 << 16
+	l.opened(h)
+	if l.drop(late); l.batch.open != h {
+		t.Error("the drop of a value of the former batch ends the later one")
+	}
+	if p := l.join(h); p != nil {
+		t.Errorf("the first record alone is the batch %v", p)
+	}
+	late = &inbound{head: h, rec: record{kind: kindValue, batch: 1<<16 | 1}}
+	if p := l.join(late); p != nil || len(h.values) != 0 {
+		t.Error("a value of the former batch is one of the later batch")
+	}
+	if p := l.join(again(2)); p != h {
+		t.Errorf("the last value completes %p, want %p", p, h)
+	}
+}
+
+// TestRecallWhileRead: batches that are canceled while they are sent and received arrive as they were sent, or not at all.
+func TestRecallWhileRead(t *testing.T) {
+	for _, mode := range readModes {
+		t.Run(mode.name, func(t *testing.T) {
+			worker, server := pairWith(t, mode.set)
+			rng := rand.New(rand.NewPCG(1, 2))
+			const sent = 100
+			dones, lens, came := make([]done, sent), make([][]int, sent), map[int]bool{}
+			for i := range sent {
+				for range 1 + rng.IntN(6) {
+					lens[i] = append(lens[i], []int{0, 1, 100, 5000, streamFrom - 1, streamFrom, 100_000, 2 << 20}[rng.IntN(8)])
+				}
+				vals := values(i, lens[i]...)
+				m := batch(8, 100*i, vals...)
+				m.Done = &dones[i]
+				worker.must(m)
+				if i == sent-1 || rng.IntN(3) == 0 {
+					came[i] = false
+					continue
+				}
+				worker.Cancel(van.Requests{First: int32(100 * i), Count: 100})
+				for _, v := range vals {
+					clear(v)
+				}
+			}
+			for i := -1; i != sent-1; {
+				m := server.next()
+				i = int(m.Timestamp) / 100
+				if err := same(m, values(i, lens[i]...)); err != nil {
+					t.Errorf("batch %d: %v", i, err)
+				}
+				came[i] = true
+				m.Release()
+			}
+			for i, ok := range came {
+				if !ok {
+					t.Errorf("batch %d, which was not canceled, did not come", i)
+				}
+			}
+			for i := range dones {
+				eventually(t, "Done is called once", func() bool { return dones[i].count() == 1 })
+			}
+			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().LentValues == 0 })
+		})
 	}
 }

@@ -72,25 +72,21 @@ func (l *inLink) next() *inbound {
 
 // join adds p to its batch. It returns the message that is complete with p, or nil.
 func (l *inLink) join(p *inbound) *inbound {
-	if p.rec.kind == kindValue && p.head == nil { // its batch was canceled
-		l.c.release(p)
-		return nil
-	}
-	if p.head == nil && l.batch.joined != nil { // the sender has canceled the rest of that batch
-		l.c.release(l.batch.joined)
+	h := l.batch.joined
+	if p.head == nil && h != nil { // the sender has canceled the rest of that batch
+		l.c.release(h)
 		l.batch.joined = nil
 	}
 	switch {
+	case p.rec.kind == kindValue && !p.follows(h): // its batch was canceled
+		l.c.release(p)
+		return nil
 	case p.head == nil && p.count < 2:
 		return p
 	case p.head == nil:
 		l.batch.joined = p
 		return nil
-	case p.head != l.batch.joined:
-		l.c.release(p)
-		return nil
 	}
-	h := p.head
 	if h.values = append(h.values, p); len(h.values)+1 < h.count {
 		return nil
 	}
@@ -98,10 +94,20 @@ func (l *inLink) join(p *inbound) *inbound {
 	return h
 }
 
+// follows reports whether p is a further record of the batch that begins with h, which may be nil. The former batch of p may have been
+// dropped, and its first record be used again.
+func (p *inbound) follows(h *inbound) bool {
+	return h != nil && p.head == h && p.rec.batch>>16 == h.rec.batch>>16
+}
+
 // drop releases a record that is not delivered. If it belongs to the open batch, the rest of that batch is dropped, too.
 func (l *inLink) drop(p *inbound) {
-	if l.batch.open != nil && (l.batch.open == p || l.batch.open == p.head) {
+	if h := l.batch.open; h == p || p.follows(h) {
 		l.batch.open = nil
+	}
+	if h := l.batch.joined; p.follows(h) {
+		l.batch.joined = nil
+		l.c.release(h)
 	}
 	l.c.release(p)
 }
@@ -242,8 +248,8 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 		if p.rec.streams() { // its chunks must be read
 			break
 		}
-		l.c.release(p)
-		return nil, nil
+		p.rec = record{kind: kindValue}
+		return p, nil // join ends the batch
 	case p.rec.pins():
 		if l.source == nil && p.rec.has(partPinned) {
 			err = &van.FieldError{Field: "record.part.form", Value: partPinned, Want: "inline or streamed: it was agreed that this process does not read the sender's memory"}
@@ -323,7 +329,7 @@ func (l *inLink) chunk(b []byte) (*inbound, error) {
 	if l.stream != nil {
 		return nil, nil
 	}
-	if l.c.finish(p) != nil || p.rec.kind == kindValue && p.head == nil {
+	if l.c.finish(p) != nil {
 		l.drop(p)
 		return nil, nil
 	}

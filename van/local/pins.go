@@ -201,11 +201,13 @@ func (s *sendQueue) take() {
 	s.requests.remove(q.pin.of)
 }
 
-// recall drops the messages of the requests q.
+// recall drops the messages of the requests q. A batch whose first record is not dropped gets an end, so that the receiver does not wait
+// for the others.
 func (s *sendQueue) recall(q *van.Requests) {
 	if !s.requests.have(q) {
 		return
 	}
+	ended := uint64(0) // the number of the batch whose records are dropped
 	s.list = slices.DeleteFunc(s.list, func(x *queued) bool {
 		if !x.pin.of.in(q) || !x.rec.pins() && !x.rec.streams() {
 			return false
@@ -213,7 +215,21 @@ func (s *sendQueue) recall(q *van.Requests) {
 		s.bytes -= x.size()
 		s.requests.remove(x.pin.of)
 		x.pin.end()
-		return true
+		number := x.rec.batch >> 16
+		if x.rec.kind != kindValue || number == ended {
+			ended = number
+			return true
+		}
+		ended = number
+		x.rec = record{kind: kindValue, frames: 2, slot: noSlot}
+		for i := range present(x.rec.frames) {
+			x.rec.parts[i] = part{form: partInline, off: recordHead}
+		}
+		x.rec.forms = 1 << partInline
+		x.bytes = x.bytes[:recordHead]
+		x.rec.putHead(x.bytes, recordHead)
+		s.bytes += x.size()
+		return false
 	})
 }
 

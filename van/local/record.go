@@ -145,10 +145,6 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *
 			return err
 		}
 	}
-	le := binary.LittleEndian
-	clear(b[:recordHead])
-	le.PutUint32(b, uint32(size))
-	b[4], b[5] = r.kind, byte(r.frames)
 	for i := range present(r.frames) {
 		p := &r.parts[i]
 		mem := backend.Bytes(meta)
@@ -171,13 +167,24 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *
 		if i == 0 && r.batch != 0 && p.form != partPinned {
 			p.addr = r.batch
 		}
-		h := b[16+partHead*i:]
+	}
+	r.putHead(b, size)
+	return nil
+}
+
+// putHead writes the head of r, a record of size bytes.
+func (r *record) putHead(b []byte, size int) {
+	le := binary.LittleEndian
+	clear(b[:recordHead])
+	le.PutUint32(b, uint32(size))
+	b[4], b[5] = r.kind, byte(r.frames)
+	for i := range present(r.frames) {
+		p, h := &r.parts[i], b[16+partHead*i:]
 		le.PutUint64(h, p.addr)
 		le.PutUint32(h[8:], uint32(p.n))
 		le.PutUint32(h[12:], p.form)
 	}
 	setSlot(b, r.slot, r.gen)
-	return nil
 }
 
 // setSlot writes the slot of a record's pinned parts.
