@@ -65,13 +65,19 @@ func (x *sender) acceptBatch(msg *van.Message) error {
 		b.last = msg.Timestamp + int32(len(msg.Parts)-1)
 		b.ack = datamsg.ReplyTo(msg)
 		b.ack.Push, b.ack.Timestamp = true, b.last
+		size := unplaced(msg)
 		for i := range msg.Parts {
-			if err = b.add(&msg.Parts[i], msg); err != nil {
+			if p := &msg.Parts[i]; p.Push && p.Vals.Len() < p.Len {
+				err = s.tooLarge(size)
+			} else {
+				err = b.add(p, msg)
+			}
+			if err != nil {
 				break
 			}
 		}
-		if most, name := s.largest(); err == nil && b.bytes > most && !failpoint.On("recv-budget") {
-			err = fmt.Errorf("%w: a batch of %d bytes, want at most %d (%s)", van.ErrInvalid, b.bytes, most, name)
+		if most, _ := s.largest(); err == nil && b.bytes > most && !failpoint.On("recv-budget") {
+			err = s.tooLarge(b.bytes)
 		}
 		if err != nil {
 			defer b.unref()
@@ -86,6 +92,22 @@ func (x *sender) acceptBatch(msg *van.Message) error {
 	}
 	s.serve(b)
 	return nil
+}
+
+// unplaced is the number of bytes that msg, a batch, pushes to memory that is not registered.
+func unplaced(msg *van.Message) (size int) {
+	for i := range msg.Parts {
+		if p := &msg.Parts[i]; p.Push && !p.Placed {
+			size += p.Len
+		}
+	}
+	return size
+}
+
+// tooLarge is the error of a batch of size bytes.
+func (s *Server) tooLarge(size int) error {
+	most, name := s.largest()
+	return fmt.Errorf("%w: a batch of %d bytes, want at most %d (%s)", van.ErrInvalid, size, most, name)
 }
 
 // serve passes b, which is complete, to the handler.

@@ -59,7 +59,8 @@ type Message struct {
 	// Vals need not be copied.
 	Placed bool
 
-	// Parts are the tensors of a batch, see Part. A batch has no frames.
+	// Parts are the tensors of a batch, see Part. A batch has no frames. A received part whose value would have exceeded the receive budget
+	// has no value, although its Len is not 0.
 	Parts []Part
 
 	// Done, if not nil, is called exactly once after a successful Send, when the

@@ -7,6 +7,7 @@ import (
 	"math"
 	"sync"
 	"sync/atomic"
+	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -45,6 +46,8 @@ const (
 	MaxParts = 16384
 	// MaxValues is the largest number of bytes of all values of a batch; one value has less than 2 GiB.
 	MaxValues = 64 << 30
+	// PartBytes is the memory of a part, which can be far more than its entry in the directory.
+	PartBytes = int(unsafe.Sizeof(Part{}))
 )
 
 // ShapeSlice returns the dimensions as a slice of p's own array.

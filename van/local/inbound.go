@@ -67,7 +67,7 @@ const messageBytes = 1 << 10
 // weight returns the memory of this node that p uses while it waits. Values with a destination of their own
 // and values that are still in the sender's memory use none.
 func (p *inbound) weight() int {
-	n := messageBytes + cap(p.buf)
+	n := messageBytes + cap(p.buf) + len(p.msg.Parts)*van.PartBytes
 	for _, b := range p.blocks {
 		n += cap(b)
 	}

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/auth"
@@ -57,6 +58,14 @@ func (n *common) classOf(id int) int {
 	return 0
 }
 
+// most is the largest number of bytes of a received batch that have no place of their own.
+func (n *common) most() int {
+	if n.cfg.RecvBudgetPeer <= 0 || n.cfg.RecvBudget <= 0 || failpoint.On("recv-budget") {
+		return van.MaxValues
+	}
+	return max(n.cfg.RecvBudgetPeer, n.cfg.RecvBudget)
+}
+
 // tune sets the options of a connection.
 func tune(fd int) error {
 	return errors.Join(unix.SetNonblock(fd, true), unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1))
@@ -73,10 +82,11 @@ func (n *common) adopt(p *inbound) {
 // Free implements van.Owner.
 func (n *common) Free(m *van.Message) { n.release((*inbound)(m.Native())) }
 
-// maxFree bounds the messages that an idle van keeps, and keepFront the memory of each.
+// maxFree bounds the messages that an idle van keeps, keepFront the memory of each, and keepValues the values for which it has lists.
 const (
-	maxFree   = 256
-	keepFront = bufLen
+	maxFree    = 256
+	keepFront  = bufLen
+	keepValues = 256
 )
 
 // keepMemory bounds the memory for values that an idle van keeps. startMemory is the most that a value gets before its bytes arrive.
@@ -149,13 +159,19 @@ func (n *common) release(p *inbound) {
 	if cap(p.front) > keepFront {
 		p.front = nil
 	}
+	if cap(p.spots) > keepValues {
+		p.spots = nil
+	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for i, b := range p.mems {
 		n.keep(b)
 		p.mems[i] = nil
 	}
-	if p.mems = p.mems[:0]; len(n.free) < maxFree {
+	if p.mems = p.mems[:0]; cap(p.mems) > keepValues {
+		p.mems = nil
+	}
+	if len(n.free) < maxFree {
 		n.free = append(n.free, p)
 	}
 }

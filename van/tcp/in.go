@@ -54,7 +54,7 @@ const messageBytes = 1 << 10
 
 // weight is the memory of this node that p takes while it waits.
 func (p *inbound) weight() int {
-	n := messageBytes + cap(p.front)
+	n := messageBytes + cap(p.front) + len(p.msg.Parts)*van.PartBytes
 	for _, m := range p.mems {
 		n += cap(m)
 	}
@@ -76,6 +76,7 @@ type inConn struct {
 	place   *landing.Place // of the value that is being read, or nil
 	rest    []byte         // memory for the rest of that value, or for a part of it
 	later   int            // bytes of that value that have no memory yet
+	kept    int            // bytes of cur, a batch, that have no place of their own
 	discard int            // bytes of it that are read and dropped
 	got     int            // bytes that the last call of read has received
 	ready   bool           // it is in source.ready
@@ -292,7 +293,8 @@ func (c *inConn) parse() (*inbound, error) {
 // placeFrom is the length of answers that are written to the memory that the pull request has named.
 const placeFrom = 4 << 10
 
-// memory returns memory for the next value of cur, of n bytes, and makes it c.rest.
+// memory returns memory for the next value of cur, of n bytes, and makes it c.rest. A value of a request gets none, and is dropped, if the batch
+// exceeds the receive budget with it.
 func (c *inConn) memory(push bool, n int) (mem backend.Mem, placed bool) {
 	p := c.cur
 	c.place = nil
@@ -302,6 +304,12 @@ func (c *inConn) memory(push bool, n int) (mem backend.Mem, placed bool) {
 			c.place = spot
 		} else {
 			p.spots = p.spots[:len(p.spots)-1]
+		}
+	}
+	if !placed && p.msg.Request && len(p.msg.Parts) > 0 {
+		if c.kept += n; c.kept > c.n.most() {
+			c.discard, c.rest = n, nil
+			return backend.Mem{}, false
 		}
 	}
 	if !placed {
@@ -348,7 +356,7 @@ func (c *inConn) finish() {
 	if !m.Request && !m.Push {
 		c.n.places.Answered(m)
 	}
-	c.cur, c.rest, c.later, c.place = nil, nil, 0, nil
+	c.cur, c.rest, c.later, c.kept, c.place = nil, nil, 0, 0, nil
 }
 
 // fillValues moves received bytes to the values of the current message. It returns the message when it is complete, otherwise nil.

@@ -197,7 +197,7 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 	if stranger && msg.Control.Cmd == van.AddNode && r.in.n.warns != nil && r.in.n.self.ID == van.SchedulerID {
 		r.in.n.checkRecord(&msg.Meta)
 	}
-	(*frames)(msg.Native()).setWeight(size+messageCost, stranger)
+	(*frames)(msg.Native()).setWeight(size+messageCost+len(msg.Parts)*van.PartBytes, stranger)
 	if !r.in.flow.arrived(msg) {
 		return nothing
 	}
