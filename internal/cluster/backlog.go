@@ -11,7 +11,9 @@ import (
 )
 
 // weight is the number of bytes of a message that count against budgets.
-func weight(m *van.Message) int { return m.PayloadLen() + len(m.Body) + 512 }
+func weight(m *van.Message) int {
+	return m.PayloadLen() + len(m.Body) + len(m.Parts)*van.PartBytes + 512
+}
 
 // backlogs has, by sender, the messages that arrived before their customer was made, and later ones, which must not
 // overtake them.

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"fmt"
 	"math/rand/v2"
+	"sync/atomic"
 	"testing"
+	"unsafe"
 
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
@@ -249,4 +251,58 @@ func TestRecallWhileRead(t *testing.T) {
 			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().LentValues == 0 })
 		})
 	}
+}
+
+// TestBatchOfLostLink: batches on a link that ends are given back once, whatever of them was written, streamed or queued.
+func TestBatchOfLostLink(t *testing.T) {
+	for _, mode := range readModes {
+		t.Run(mode.name, func(t *testing.T) {
+			worker, server := unread(t, nil, mode.set)
+			var h holder
+			dones := make([]done, 20)
+			for i := range dones {
+				m := batch(8, 100*i, values(1, 100, 3<<20, 0, 30_000, 1<<20, 5)...)
+				for k := range m.Parts {
+					if b := m.Parts[k].Vals.Host(); len(b) > 0 {
+						m.Parts[k].Vals = backend.At(unsafe.Pointer(&b[0]), len(b), backend.Host, &h)
+					}
+				}
+				m.Done = &dones[i]
+				worker.must(m)
+			}
+			if err := server.Close(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			worker.event(8, false)
+			eventually(t, "all is given back", func() bool { return h.n.Load() == 0 })
+			for i := range dones {
+				eventually(t, "Done is called once", func() bool { return dones[i].count() == 1 })
+			}
+		})
+	}
+}
+
+// holder counts the users of memory.
+type holder struct{ n atomic.Int32 }
+
+func (h *holder) Retain()  { h.n.Add(1) }
+func (h *holder) Release() { h.n.Add(-1) }
+
+// records are those of a batch of these values, each with a record of its own.
+func records(t testing.TB, vals ...[]byte) (all [][]byte) {
+	m := batch(8, 0, vals...)
+	v := &van.Message{Meta: m.Meta, Frames: 2}
+	for i := range vals {
+		r := record{kind: kindMessage, batch: 1<<16 | uint64(i)}
+		if i > 0 {
+			r.kind = kindValue
+		}
+		v.Vals = m.Parts[i].Vals
+		b := make([]byte, r.plan(v, partStream))
+		if err := r.put(b, len(b), v, nil, nil); err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, b)
+	}
+	return all
 }

@@ -3,6 +3,7 @@ package local
 import (
 	"bytes"
 	"encoding/binary"
+	"slices"
 	"testing"
 	"time"
 
@@ -96,6 +97,34 @@ func TestHostileSender(t *testing.T) {
 			if err := r.put(b, len(b), m, nil, nil); err != nil {
 				t.Error(err)
 			}
+			l.write(b)
+		}},
+		{"a value longer than its part", func(l *outLink) {
+			l.write(records(t, []byte("first"), []byte("second"))[0])
+			l.write(records(t, []byte("first"), []byte("third, longer"))[1])
+		}},
+		{"a value of a batch that is complete", func(l *outLink) {
+			all := records(t, []byte("first"))
+			b := bytes.Clone(all[0])
+			binary.LittleEndian.PutUint64(b[16:], 1<<16|1)
+			l.write(b)
+		}},
+		{"the batch of a message that is none", func(l *outLink) {
+			b := valid(t)
+			binary.LittleEndian.PutUint64(b[16:], 1<<16)
+			l.write(b)
+		}},
+		{"a rest of the directory of a batch", func(l *outLink) {
+			vals := make([][]byte, streamFrom/24)
+			vals[0] = []byte("first")
+			b := records(t, vals...)[0]
+			l.write(b)
+			n := binary.LittleEndian.Uint32(b[16+8:])
+			b = rested(b[:recordHead])
+			b[4], b[5] = kindRest, van.MaxFrames
+			binary.LittleEndian.PutUint32(b[16+8:], n)
+			binary.LittleEndian.PutUint32(b[16+12:], partPinned)
+			setSlot(b, 0, 1)
 			l.write(b)
 		}},
 		{"memory that is not there", func(l *outLink) {
@@ -211,6 +240,10 @@ func FuzzRing(f *testing.F) {
 	f.Add(valid(f), uint64(0))
 	f.Add(append(streamed(f), valid(f)...), uint64(0))
 	f.Add(make([]byte, 128), uint64(1<<63))
+	parts := records(f, []byte("first"), []byte("second"), []byte("third"))
+	f.Add(slices.Concat(parts...), uint64(0))
+	f.Add(slices.Concat(parts[0], parts[2], valid(f), parts[1]), uint64(0))
+	f.Add(slices.Concat(parts[0], parts[1], parts[0], parts[1], parts[2]), uint64(0))
 	n := inproc.NewNetwork()
 	v := newNode(f, n, 8, nil)
 	fd, err := memfd.New(segmentLen)
@@ -245,6 +278,12 @@ func FuzzRing(f *testing.F) {
 			}
 			if err := l.fetch(p); err == nil && (p.msg.Frames > van.MaxFrames || p.msg.IsControl()) {
 				t.Errorf("received %v", &p.msg.Meta)
+			} else if err == nil {
+				for i := range p.msg.Parts {
+					if x := &p.msg.Parts[i]; p.msg.HasValue(i) && x.Vals.Len() != x.Len {
+						t.Errorf("part %d of %d has %d bytes, want %d", i, len(p.msg.Parts), x.Vals.Len(), x.Len)
+					}
+				}
 			}
 			v.rx.release(p)
 			if time.Now().After(end) {
@@ -253,6 +292,9 @@ func FuzzRing(f *testing.F) {
 		}
 		if l.stream != nil {
 			v.rx.release(l.stream)
+		}
+		if l.batch.joined != nil {
+			v.rx.release(l.batch.joined)
 		}
 		if !l.failed() && l.head != tail {
 			t.Errorf("stopped at %d of %d", l.head, tail)

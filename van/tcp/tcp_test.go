@@ -1203,6 +1203,15 @@ func FuzzParse(f *testing.F) {
 	f.Add(one, 7)
 	f.Add(append(append([]byte{}, one...), one...), 1)
 	f.Add((&head{meta: 5, frames: 3, lens: 9}).append(nil), 100)
+	for _, request := range []bool{true, false} {
+		m := batch(9, 1, request, nil, []byte("first"), nil, []byte("second"))
+		meta, err := m.AppendTo(nil)
+		if err != nil {
+			f.Fatal(err)
+		}
+		h := head{meta: len(meta), frames: batchFrames, vals: m.PayloadLen()}
+		f.Add(append(append(h.append(nil), meta...), "firstsecond"...), 9)
+	}
 	in, err := zmq.New(van.Options{Config: env.Default()})
 	if err != nil {
 		f.Fatal(err)
@@ -1238,6 +1247,11 @@ func FuzzParse(f *testing.F) {
 				}
 				if p.msg.PayloadLen() > len(text) {
 					t.Fatalf("a message of %d bytes out of %d", p.msg.PayloadLen(), len(text))
+				}
+				for i := range p.msg.Parts {
+					if x := &p.msg.Parts[i]; p.msg.HasValue(i) && x.Vals.Len() != x.Len {
+						t.Fatalf("part %d of %d has %d bytes, want %d", i, len(p.msg.Parts), x.Vals.Len(), x.Len)
+					}
 				}
 				v.own.release(p)
 			}
