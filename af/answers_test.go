@@ -12,9 +12,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestWrongAnswers: an answer that does not fit its request fails the call. Afterwards nothing is written to the memory of the call, and
+// TestAnswersThatDoNotFit: an answer that does not fit its request fails the call. Afterwards nothing is written to the memory of the call, and
 // the next calls succeed.
-func TestWrongAnswers(t *testing.T) {
+func TestAnswersThatDoNotFit(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}
 		o.Wrap = hook.Wrap("server", 0)
@@ -36,8 +36,8 @@ func TestWrongAnswers(t *testing.T) {
 		}{
 			{"one part fewer", func(m *van.Message) { m.Parts = m.Parts[:len(m.Parts)-1] }, van.ErrMalformed},
 			{"one part", func(m *van.Message) { m.Parts = m.Parts[:1] }, van.ErrMalformed},
-			{"one part more", func(m *van.Message) { m.Parts = append(m.Parts, m.Parts[0]) }, van.ErrTimeout},
-			{"a later timestamp", func(m *van.Message) { m.Timestamp++ }, van.ErrTimeout},
+			{"one part more", func(m *van.Message) { m.Parts = append(m.Parts, m.Parts[0]) }, van.ErrMalformed},
+			{"a later timestamp", func(m *van.Message) { m.Timestamp++ }, van.ErrMalformed},
 			{"the timestamp of a push", func(m *van.Message) { m.Timestamp-- }, van.ErrMalformed},
 			{"the timestamp of another call", func(m *van.Message) { m.Timestamp += 1000 }, van.ErrTimeout},
 			{"other keys", func(m *van.Message) { m.Parts[0].Key, m.Parts[1].Key = m.Parts[1].Key, m.Parts[0].Key }, van.ErrMalformed},
