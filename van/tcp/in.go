@@ -32,6 +32,7 @@ type inbound struct {
 	conn  *inConn
 	front []byte           // meta, keys, lengths, and short values
 	mems  [][]byte         // long values without a place of their own
+	kept  int              // bytes of the values of a request with parts that have no place of their own
 	spots []*landing.Place // places of this message's values; those from len to cap are for later messages
 }
 
@@ -76,7 +77,6 @@ type inConn struct {
 	place   *landing.Place // of the value that is being read, or nil
 	rest    []byte         // memory for the rest of that value, or for a part of it
 	later   int            // bytes of that value that have no memory yet
-	kept    int            // bytes of cur, a batch, that have no place of their own
 	discard int            // bytes of it that are read and dropped
 	got     int            // bytes that the last call of read has received
 	ready   bool           // it is in source.ready
@@ -307,7 +307,7 @@ func (c *inConn) memory(push bool, n int) (mem backend.Mem, placed bool) {
 		}
 	}
 	if !placed && p.msg.Request && len(p.msg.Parts) > 0 {
-		if c.kept += n; c.kept > c.n.most() {
+		if p.kept += n; p.kept > c.n.most() {
 			c.discard, c.rest = n, nil
 			return backend.Mem{}, false
 		}
@@ -356,7 +356,7 @@ func (c *inConn) finish() {
 	if !m.Request && !m.Push {
 		c.n.places.Answered(m)
 	}
-	c.cur, c.rest, c.later, c.kept, c.place = nil, nil, 0, 0, nil
+	c.cur, c.rest, c.later, c.place = nil, nil, 0, nil
 }
 
 // fillValues moves received bytes to the values of the current message. It returns the message when it is complete, otherwise nil.
