@@ -118,8 +118,8 @@ func (m *Message) ReadDirectory() (values int, err error) {
 		return 0, &FieldError{Field: where + " " + field, Value: value, Want: fmt.Sprintf(want, a...)}
 	}
 	m.Parts = m.Parts[:0]
-	if m.Timestamp < 0 || m.Timestamp > math.MaxInt32-MaxParts {
-		return bad("timestamp", m.Timestamp, "0 to %d", math.MaxInt32-MaxParts)
+	if m.Timestamp < 0 {
+		return bad("timestamp", m.Timestamp, "0 to %d", math.MaxInt32)
 	}
 	b := m.Body
 	if len(b) == 0 {
@@ -146,6 +146,8 @@ func (m *Message) ReadDirectory() (values int, err error) {
 		p.Device = backend.Device{Type: backend.DeviceType(dev), ID: int32(le.Uint32(b[16:]))}
 		p.Dtype, p.Dim = int32(le.Uint32(b[20:])), int32(dims)
 		switch {
+		case int(m.Timestamp)+n-1 > math.MaxInt32:
+			return bad("timestamp", int(m.Timestamp)+n-1, "0 to %d", math.MaxInt32)
 		case size > math.MaxInt32:
 			return bad("bytes", size, "at most %d", math.MaxInt32)
 		case flags > entryPush || p.Push && (!m.Request || n > 1 && !m.Parts[n-2].Push):

@@ -95,7 +95,8 @@ func TestInvalidDirectory(t *testing.T) {
 		{"9 dimensions", true, func(m *van.Message) { m.Body[13] = 9 }, []string{"dimensions = 9, want at most 8"}},
 		{"a negative dimension", true, func(m *van.Message) { m.Body[entry+7] = 0x80 }, []string{"shape = -"}},
 		{"an unknown device", true, func(m *van.Message) { m.Body[14] = 7 }, []string{"device"}},
-		{"a late timestamp", true, func(m *van.Message) { m.Timestamp = math.MaxInt32 - 3 }, []string{"timestamp = 2147483644"}},
+		{"a late timestamp", true, func(m *van.Message) { m.Timestamp = math.MaxInt32 - 1 }, []string{"timestamp = 2147483648, want 0 to 2147483647"}},
+		{"a negative timestamp", true, func(m *van.Message) { m.Timestamp = -1 }, []string{"timestamp = -1"}},
 		{"too many entries", false, func(m *van.Message) { m.Body = bytes.Repeat(make([]byte, entry), van.MaxParts+1) }, []string{"further bytes = 24, want none after 16384 entries"}},
 		{"too many bytes", false, func(m *van.Message) {
 			m.Body = bytes.Repeat(binary.LittleEndian.AppendUint32(make([]byte, 8, entry), math.MaxInt32)[:entry], 40)
@@ -113,6 +114,18 @@ func TestInvalidDirectory(t *testing.T) {
 				t.Errorf("%s: %v does not say %q", x.name, err, w)
 			}
 		}
+	}
+}
+
+// TestLastTimestamps: a batch may have the largest timestamps.
+func TestLastTimestamps(t *testing.T) {
+	r := received(t, batch(true))
+	r.Timestamp = math.MaxInt32 - 2
+	if err := r.Unpack(); err != nil {
+		t.Fatal(err)
+	}
+	if ts := r.Parts[2].Timestamp; ts != math.MaxInt32 {
+		t.Errorf("the last part has timestamp %d, want %d", ts, math.MaxInt32)
 	}
 }
 
