@@ -188,7 +188,7 @@ func (m *Message) Unpack() error {
 	}
 	at := 0
 	for i := range m.Parts {
-		if p := &m.Parts[i]; m.HasValue(i) {
+		if p := &m.Parts[i]; m.HasValue(i) && p.Len > 0 { // no pointer to the end of the values, where other memory may begin
 			p.Vals = m.Vals.Sub(at, p.Len)
 			at += p.Len
 		}

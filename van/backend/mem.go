@@ -164,9 +164,6 @@ func (m Mem) Sub(off, n int) Mem {
 	if off < 0 || n < 0 || off > m.Len()-n {
 		panic(fmt.Sprintf("backend: Sub(%d, %d) of %d bytes", off, n, m.Len()))
 	}
-	if n == 0 {
-		off = 0 // at the end of m it would point past the allocation
-	}
 	return Mem{ptr: unsafe.Add(m.ptr, off), size: m.size.with(n), owner: m.owner}
 }
 
