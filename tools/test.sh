@@ -202,8 +202,8 @@ case "${1-}" in
     fi
     ;;
   long)
-    # The virtual machine and real processes have limits of real time, and wait a third of it. The other processors' time is
-    # for what only computes, also in simulated clusters, with a lower priority.
+    # The virtual machine and real processes have limits of real time, and wait a third of it. Steps that only compute, also in
+    # simulated clusters, run beside them with a lower priority.
     begin 15 simulated seeds faults variants
     if why="$(tools/rdma_test.sh --ready 2>&1)"; then step machine || true; else skip machine "$why"; fi
     step processes || true

@@ -253,7 +253,7 @@ func TestRecallWhileRead(t *testing.T) {
 	}
 }
 
-// TestBatchOfLostLink: batches on a link that ends are given back once, whatever of them was written, streamed or queued.
+// TestBatchOfLostLink: batches on a link that ends are given back once, whether they were written, streamed or queued.
 func TestBatchOfLostLink(t *testing.T) {
 	for _, mode := range readModes {
 		t.Run(mode.name, func(t *testing.T) {

@@ -166,7 +166,7 @@ func TestStrangersWithASecret(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		bytes []byte
-		stays bool // the scheduler waits for more, and the stranger ends the connection
+		stays bool // the scheduler waits for more, and the test ends the connection
 		other bool // libzmq ends the connection and does not report why: it is not counted
 	}{
 		{"nothing", nil, true, false},
@@ -220,7 +220,7 @@ func TestStrangersWithASecret(t *testing.T) {
 	}
 }
 
-// TestProbesWithASecret: a member's probe completes the handshake, so that the probed node does not count it as a stranger's attempt.
+// TestProbesWithASecret: a member's probe completes the handshake, so that the probed node does not count it as an attempt without the secret.
 // The probe of a node with another secret finds that something listens there.
 func TestProbesWithASecret(t *testing.T) {
 	for _, local := range []bool{false, true} {
