@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // batch makes a request to node to: a push of each value, under keys from 0 on.
@@ -33,19 +34,6 @@ func values(seed int, lens ...int) (all [][]byte) {
 		all = append(all, pattern(seed+i, n))
 	}
 	return all
-}
-
-// same reports whether m is a batch with these values.
-func same(m *van.Message, vals [][]byte) error {
-	if len(m.Parts) != len(vals) {
-		return fmt.Errorf("%d parts, want %d", len(m.Parts), len(vals))
-	}
-	for i := range m.Parts {
-		if got := m.Parts[i].Vals; !bytes.Equal(got.Host(), vals[i]) {
-			return fmt.Errorf("part %d has %d bytes, want %d, or other values", i, got.Len(), len(vals[i]))
-		}
-	}
-	return nil
 }
 
 // TestLongDirectory: a batch whose directory is longer than a record arrives, however little room the ring has when it is sent.
@@ -79,7 +67,7 @@ func TestLongDirectory(t *testing.T) {
 					m.Release()
 				}
 				m := server.next()
-				if err := same(m, vals); err != nil {
+				if err := vantest.SameParts(m, vals); err != nil {
 					t.Error(err)
 				}
 				m.Release()
@@ -122,7 +110,7 @@ func TestRecallBatches(t *testing.T) {
 			for last := 0; last != sent-1; {
 				m := server.next()
 				last = int(m.Timestamp) / 100
-				if err := same(m, values(last, shapes[last%len(shapes)]...)); err != nil {
+				if err := vantest.SameParts(m, values(last, shapes[last%len(shapes)]...)); err != nil {
 					t.Errorf("batch %d: %v", last, err)
 				}
 				if came[last] {
@@ -234,7 +222,7 @@ func TestRecallWhileRead(t *testing.T) {
 			for i := -1; i != sent-1; {
 				m := server.next()
 				i = int(m.Timestamp) / 100
-				if err := same(m, values(i, lens[i]...)); err != nil {
+				if err := vantest.SameParts(m, values(i, lens[i]...)); err != nil {
 					t.Errorf("batch %d: %v", i, err)
 				}
 				came[i] = true

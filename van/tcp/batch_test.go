@@ -2,7 +2,6 @@ package tcp
 
 import (
 	"bytes"
-	"fmt"
 	"slices"
 	"sync/atomic"
 	"testing"
@@ -42,19 +41,6 @@ func values(lens ...int) (all [][]byte) {
 		all = append(all, pattern(n, i))
 	}
 	return all
-}
-
-// same reports whether m is a batch with these values.
-func same(m *van.Message, vals [][]byte) error {
-	if len(m.Parts) != len(vals) {
-		return fmt.Errorf("%d parts, want %d", len(m.Parts), len(vals))
-	}
-	for i := range m.Parts {
-		if got := m.Parts[i].Vals; !bytes.Equal(got.Host(), vals[i]) {
-			return fmt.Errorf("part %d has %d bytes, want %d, or other values", i, got.Len(), len(vals[i]))
-		}
-	}
-	return nil
 }
 
 // TestCancelBatchAnywhere: a batch is canceled after each number of its bytes was written. If no byte was written, none is sent; otherwise
@@ -136,7 +122,7 @@ func manyRuns(t *testing.T, options func(*van.Options)) {
 	open()
 	for range 3 {
 		m := server.next()
-		if err := same(m, vals); err != nil {
+		if err := vantest.SameParts(m, vals); err != nil {
 			t.Error(err)
 		}
 		m.Release()
@@ -179,7 +165,7 @@ func TestEmptyParts(t *testing.T) {
 	got.Release()
 	worker.must(batch(8, 1, true, nil, values(1)...))
 	got = server.next()
-	if err := same(got, values(1)); err != nil {
+	if err := vantest.SameParts(got, values(1)); err != nil {
 		t.Error(err)
 	}
 	got.Release()
@@ -201,13 +187,13 @@ func batchBeyondReceiveBudget(t *testing.T, options func(*van.Options)) {
 		worker.must(batch(8, 1, true, nil, vals...))
 		got := server.next()
 		want := [][]byte{vals[0], vals[1], vals[2], nil, nil, nil}
-		if err := same(got, want); err != nil {
+		if err := vantest.SameParts(got, want); err != nil {
 			t.Error(err)
 		}
 		got.Release()
 		worker.must(batch(8, 100, true, nil, vals[:3]...))
 		got = server.next()
-		if err := same(got, vals[:3]); err != nil {
+		if err := vantest.SameParts(got, vals[:3]); err != nil {
 			t.Error(err)
 		}
 		got.Release()

@@ -141,3 +141,16 @@ func batches(w *world) {
 		first += len(lens)
 	}
 }
+
+// SameParts returns an error that says how m differs from a batch with these values.
+func SameParts(m *van.Message, values [][]byte) error {
+	if len(m.Parts) != len(values) {
+		return fmt.Errorf("%d parts, want %d", len(m.Parts), len(values))
+	}
+	for i := range m.Parts {
+		if got := m.Parts[i].Vals; !bytes.Equal(got.Host(), values[i]) {
+			return fmt.Errorf("part %d has %d bytes, want %d, or other values", i, got.Len(), len(values[i]))
+		}
+	}
+	return nil
+}
