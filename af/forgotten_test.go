@@ -8,7 +8,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
-	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
 // TestClosedIsForgotten: a node that lives on keeps nothing of a worker or server that was closed.

@@ -4,8 +4,8 @@ import (
 	"slices"
 	"testing"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/postoffice"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 // TestTopology: if groups have several instances, each instance exchanges messages with the instances of its own

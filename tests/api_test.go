@@ -17,7 +17,7 @@ import (
 
 // public are the packages that other modules may import: the four of the API, and the
 // packages that a third-party transport, device or test needs.
-var public = []string{"af", "af/collective", "af/streams", "af/window", "kv", "kv/session", "postoffice", "postoffice/clustertest", "van", "van/backend", "van/env", "van/engine", "van/vantest"}
+var public = []string{"af", "af/collective", "af/streams", "af/window", "kv", "kv/session", "postoffice", "postoffice/clustertest", "van", "van/backend", "van/env", "van/engine", "tests/vantest"}
 
 // imported are the packages that a program imports, and mostNames is how many exported names they may have together. Constants
 // or variables that share one comment count as one name.

@@ -119,7 +119,7 @@ func TestTestsCanFail(t *testing.T) {
 	}
 }
 
-// TestSpinsHaveALimit finds loops of tests that yield until a condition holds, and have no limit. internal/testlimit does not
+// TestSpinsHaveALimit finds loops of tests that yield until a condition holds, and have no limit. tests/testlimit does not
 // detect such a loop, since the test keeps running.
 func TestSpinsHaveALimit(t *testing.T) {
 	for _, s := range tree(t) {

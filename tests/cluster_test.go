@@ -13,7 +13,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
-	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
 // limit is the time that a cluster of processes has.

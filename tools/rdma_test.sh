@@ -86,7 +86,7 @@ if [ ${#packages[@]} -eq 0 ]; then
   # Tests on simulated devices run with the other tests.
   [ "$run" ] || devices='^TestDevice'
   # shellcheck disable=SC2086 # the flags are a list
-  found="$(tools/go.sh list $flags -f "$list" ./van/rdma/... ./tests/... | grep -E '/(van|tests)/rdma(/| )' | grep -v '/fakeverbs ' || true)"
+  found="$(tools/go.sh list $flags -f "$list" ./van/rdma/... ./tests/... | grep -E '/(van|tests)/rdma(/| )' || true)"
 else
   # shellcheck disable=SC2086
   found="$(tools/go.sh list $flags -f "$list" "${packages[@]}")"

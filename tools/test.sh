@@ -24,8 +24,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Packages without the race detector: rules without goroutines, tables, command lines and documents; programs and
 # scripts, which are other processes; and clusters that run with it in the long part.
-plain='/(tests|tests/(benchmark|examples|fserver|utests|internal|limits|processes|golden|replay|sim|soak|testdata|vansession)(/.*)?|tools(/.*)?'
-plain+='|postoffice/membership|van/(env|rdma/choose)|internal/(freeport|hostaddr|limits|testlimit))$'
+plain='/(tests|tests/(benchmark|examples|fserver|utests|internal|limits|processes|golden|replay|sim|soak|testdata|testlimit|vansession)(/.*)?|tools(/.*)?'
+plain+='|postoffice/membership|van/(env|rdma/choose)|internal/(freeport|hostaddr|limits))$'
 
 # The packages that take longest are started first, so that no processor is idle at the end.
 longest=(van/zmq internal/cluster van/local van/rdma af/window af/collective tests/faults af kv kv/session)

@@ -5,8 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // PartLimit is for how long streams wait for the end of a peer's exchange.

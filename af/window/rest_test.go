@@ -7,7 +7,7 @@ import (
 	"slices"
 
 	"github.com/stepaf/stepaf-go/tests/simgpu"
-	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
 // held counts the holds of the memory of all tensors of the tests that are on the host.

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
 // TestRetake: batches of which all tensors but one were returned go back to the queue, in their order, and can be taken

@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/tests/testcluster"
-	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
 // TestStartBarrierLimit: a server stops before the second barrier of the start. The start of the other nodes ends

@@ -3,7 +3,7 @@ package affinity
 import (
 	"testing"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 func TestCheck(t *testing.T) {

@@ -4,7 +4,7 @@ import (
 	"testing"
 	"time"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 // TestBegin: Now is the host's clock, also if the process was descheduled during begin.

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"testing"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 // TestQueue: elements come out in the order of Put, for any length of the queue, and a queue that never becomes

@@ -7,7 +7,7 @@ import (
 	"slices"
 	"testing"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 func ip(s string) netip.Addr { return netip.MustParseAddr(s) }

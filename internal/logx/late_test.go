@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/logx"
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 

@@ -9,9 +9,9 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/postoffice/clustertest"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 // double serves batches: it answers with the doubled values.

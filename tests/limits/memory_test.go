@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
-	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
 // size of the tensors in bytes. The original loses 12 KiB for each such request.

@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
-	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
 // slower multiplies limits of time for the race detector.

@@ -4,9 +4,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 // TestCollectives: the same as in tests/sim, with SIGKILL and SIGSTOP, over sockets and shared memory.

@@ -11,10 +11,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
-	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/tests/testlimit"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
 // atOnce is how many plans run at a time: most of the time their processes wait.

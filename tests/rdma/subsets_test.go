@@ -14,8 +14,8 @@ import (
 	"github.com/stepaf/stepaf-go/fserver/core"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // This file tests workers that use some of the servers, and servers that take any batches: push_pull(servers=[...]) and get_batch(any=True), by the core of the Python

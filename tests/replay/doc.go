@@ -17,7 +17,7 @@
 // so at the same place, because it takes a number of its control counter.
 //
 // Sessions over RDMA (testdata/rdma_*.jsonl) are played in the same way on a network in
-// memory (van/rdma/fakeverbs), where our node has the recorded address and port. Each
+// memory (tests/fakeverbs), where our node has the recorded address and port. Each
 // other node is a cppNode, the original's RDMA transport by hand; it sends the recorded
 // messages, and makes its own rendezvous. Then every work request that our node has
 // posted is compared with the recorded one's, connection by connection: kinds,

@@ -10,11 +10,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
 // Addresses of our node and of those of the original's.

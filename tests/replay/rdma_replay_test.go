@@ -15,12 +15,12 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/tests/vansession"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
 // rdmaScripts are the applications of the sessions over RDMA.

@@ -8,10 +8,10 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
 // TestCPPOneRequestAtATime: a second request of a key waits for the first one's answer,

@@ -23,9 +23,9 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
-	"github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/internal/sim"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 var (

@@ -7,7 +7,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/tests/internal/sim"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
-	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
 // known are plans that fail because of a known fault: none.

@@ -3,8 +3,8 @@ package main
 import (
 	"testing"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 // TestRandom: the plans of many seeds are plans, and those of one seed are the same.

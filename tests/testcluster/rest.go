@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
 // clusters are those that there are, in tests that run at the same time, too.

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // TestConformance: the suite that the transports of the library pass.

@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 func TestSent(t *testing.T) {

@@ -5,7 +5,7 @@ import (
 	"encoding/hex"
 	"testing"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 

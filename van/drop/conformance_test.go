@@ -4,9 +4,9 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/tests/inproc"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/drop"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 func TestConformance(t *testing.T) {

@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 // sources has a list of sent items for each peer, which is read only while MayRead allows it.

@@ -9,9 +9,9 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/tests/inproc"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // batch makes a request to node to: a push of each value, under keys from 0 on.

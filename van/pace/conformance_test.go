@@ -4,9 +4,9 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/tests/inproc"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/pace"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // TestConformance: without a rate, and with rates that make messages wait.

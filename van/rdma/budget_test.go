@@ -6,12 +6,12 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // The messages that wait for a slow peer are limited in bytes.

@@ -5,9 +5,9 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
 // TestClasses: all queue pairs of a connection have the traffic class that is set for the peer when the connection is made. A change is reported as applied

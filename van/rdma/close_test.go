@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 )
 
 // A connect request that arrives during Close is rejected before Close returns.

@@ -6,14 +6,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/drop"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 	"github.com/stepaf/stepaf-go/van/resend"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 var addr = netip.MustParseAddr("10.77.0.1")

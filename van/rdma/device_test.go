@@ -3,12 +3,12 @@ package rdma_test
 import (
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // realDevice returns the RDMA libraries and the IPv4 address of an active port, or skips.

@@ -6,12 +6,12 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
 // TestDeviceMemory: a tensor's value is received in memory of the receiver's device. Keys, and other data that the CPU reads, are received in host memory.

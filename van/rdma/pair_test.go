@@ -7,10 +7,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
 // Ids of the two nodes of a pair.

@@ -4,7 +4,7 @@ import (
 	"errors"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 )
 
 // A message whose memory cannot be registered releases its slot.

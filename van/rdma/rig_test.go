@@ -12,11 +12,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // patience is the time limit for events that must happen.

@@ -9,10 +9,10 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
 // TestManyKeys sends more keys than there are slots.

@@ -5,10 +5,10 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/tests/inproc"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/drop"
 	"github.com/stepaf/stepaf-go/van/resend"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 func TestConformance(t *testing.T) {

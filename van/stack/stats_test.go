@@ -5,8 +5,9 @@ import (
 	"strings"
 	"testing"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/drop"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -16,7 +17,6 @@ import (
 	"github.com/stepaf/stepaf-go/van/stack"
 	"github.com/stepaf/stepaf-go/van/stage"
 	"github.com/stepaf/stepaf-go/van/tcp"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // counting is a van that implements only Meter.

@@ -10,10 +10,10 @@ import (
 	"testing"
 	"unsafe"
 
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // TestSizes: values of every length around the limits of buffers arrive as they were sent, alone and one after the other, pushed to a

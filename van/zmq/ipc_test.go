@@ -7,9 +7,9 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 func localTest(t *testing.T) {

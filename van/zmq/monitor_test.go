@@ -11,9 +11,9 @@ import (
 	zmq4 "github.com/pebbe/zmq4"
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // stall makes the one I/O thread of n, which is connected to other, wait until goOn is called.

@@ -4,7 +4,7 @@ import (
 	"math"
 	"testing"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 func TestBF16(t *testing.T) {

@@ -4,7 +4,7 @@ import (
 	"testing"
 	"time"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 func TestLine(t *testing.T) {

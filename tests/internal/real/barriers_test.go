@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 	"github.com/stepaf/stepaf-go/van"
 )
 

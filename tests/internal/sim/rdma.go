@@ -7,10 +7,10 @@ import (
 	"sync"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
 // fabric is the RDMA network of a cluster: van/rdma on devices in memory. Each node has

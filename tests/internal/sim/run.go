@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // Result is the result of a run.

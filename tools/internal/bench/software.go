@@ -23,10 +23,10 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
 // The cost of the software alone: a cluster in this process, on one core, over transports without a network.
@@ -345,5 +345,5 @@ func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool
 
 // isSimulation reports whether a package belongs to the simulated hardware.
 func isSimulation(pkg string) bool {
-	return strings.HasSuffix(pkg, "/van/rdma/fakeverbs") || strings.HasSuffix(pkg, "/tools/internal/bench")
+	return strings.HasSuffix(pkg, "/tests/fakeverbs") || strings.HasSuffix(pkg, "/tools/internal/bench")
 }

@@ -20,13 +20,13 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/limits"
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/tests/inproc"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 

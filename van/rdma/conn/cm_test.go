@@ -4,7 +4,7 @@ import (
 	"errors"
 	"testing"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 

@@ -5,7 +5,7 @@ import (
 	"syscall"
 	"testing"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 func TestErrorText(t *testing.T) {

@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 const small = `{"name": "x", "about": "x", "cluster": {"workers": 2, "servers": 1}, "transport": {},

@@ -6,7 +6,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 

@@ -4,7 +4,7 @@ import (
 	"testing"
 	"time"
 
-	_ "github.com/stepaf/stepaf-go/internal/testlimit" // the limit applies to all tests that use this package
+	_ "github.com/stepaf/stepaf-go/tests/testlimit" // the limit applies to all tests that use this package
 )
 
 // Eventually waits, for d at most, for a condition without a signal.
