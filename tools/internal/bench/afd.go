@@ -3,7 +3,6 @@ package bench
 // bench afd: attention processes and FFN processes exchange activations, first without computations, then in decode steps.
 
 import (
-	"cmp"
 	"context"
 	"encoding/csv"
 	"fmt"
@@ -280,8 +279,7 @@ func runAFD(c *cli.Context) error {
 	if err := r.findGPUs(backend.GPUs); err != nil {
 		return err
 	}
-	limit := c.Duration("timeout")
-	ctx, cancel := context.WithTimeoutCause(c.Context, limit, fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, limit))
+	ctx, cancel := limited(c)
 	defer cancel()
 	if r.noTorch = r.lacks(ctx, "torch", "torch.distributed"); r.noTorch != nil {
 		r.noPython = r.noTorch
@@ -298,7 +296,7 @@ func runAFD(c *cli.Context) error {
 		for _, s := range r.servers {
 			rep, err := r.measure(ctx, n, s)
 			if err != nil {
-				return fmt.Errorf("bench afd: workers: %d, servers: %d: %w", n, s, cmp.Or(context.Cause(ctx), err))
+				return fmt.Errorf("bench afd: workers: %d, servers: %d: %w", n, s, err)
 			}
 			all = append(all, rep)
 			if c.Bool("csv") {
@@ -343,89 +341,52 @@ func (r *afdRun) measure(ctx context.Context, n, s int) (_ *afdReport, err error
 		rep.Floor = "copies"
 	}
 	rep.NoPython = text(r.noPython)
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
 	r.progress(rep, "start", 0, 1)
-	sides, err := r.sides(ctx, rep, n, s)
-	defer func() {
+	rep.CPU, err = withProcesses(ctx, func(ctx context.Context, own func(*processes)) error {
+		sides, err := r.sides(ctx, rep, n, s, own)
 		if err != nil {
-			cancel() // ends processes that still wait
+			return err
 		}
-		rep.CPU = map[string]float64{}
-		for _, side := range sides {
-			cpu, failed := side.processes.wait()
-			if failed != nil && err == nil {
-				err = fmt.Errorf("%s: %w", side.from, failed)
-			}
-			for name, s := range cpu {
-				rep.CPU[side.from+" "+name] = s
+		if err := passFloors(sides[0].servers, sides[0].workers); err != nil {
+			return err
+		}
+		for _, side := range sides[1:] {
+			if _, err := side.both().askEach(""); err != nil {
+				return err
 			}
 		}
-	}()
-	if err != nil {
-		return nil, err
-	}
-	if err := passFloors(sides[0].servers, sides[0].workers); err != nil {
-		return nil, err
-	}
-	for _, side := range sides {
-		ready := side.workers
-		if side.from != fromGo {
-			ready = side.both()
+		if err := r.trips(rep, sides); err != nil {
+			return err
 		}
-		if _, err := ready.askEach(""); err != nil {
-			return nil, fmt.Errorf("%s: %w", side.from, err)
+		for i := 0; i < len(r.compute) && rep.Layers > 0; i++ {
+			if err := r.steps(rep, sides, r.compute[i]); err != nil {
+				return err
+			}
 		}
-	}
-	if err := r.trips(rep, sides); err != nil {
-		return nil, err
-	}
-	for i := 0; i < len(r.compute) && rep.Layers > 0; i++ {
-		if err := r.steps(rep, sides, r.compute[i]); err != nil {
-			return nil, err
-		}
-	}
-	return rep, nil
-}
-
-// afdRow is a form of a side.
-type afdRow struct {
-	side *afdSide
-	form string
-	ns   [][]int64 // of round trips by worker; of steps one list
+		return nil
+	})
+	return rep, err
 }
 
 // trips measures round trips and the floor.
 func (r *afdRun) trips(rep *afdReport, sides []*afdSide) error {
-	floor := &afdSide{servers: sides[0].servers, workers: sides[0].workers, measuring: sides[0].workers}
-	rows := []*afdRow{{side: floor, form: askFloor}}
+	rows := []*row{{of: sides[0].workers, line: askFloor + " - 0"}}
+	names := []afdTrip{{Form: askFloor}}
 	for _, side := range sides {
 		for _, form := range side.trips {
-			rows = append(rows, &afdRow{side: side, form: form})
+			rows = append(rows, &row{of: side.measuring, line: askCalls + " " + form + " 0"})
+			names = append(names, afdTrip{From: side.from, Form: form})
 		}
 	}
 	iters, _ := defaults(course{rep.Van, r.device()}, rep.Workers*rep.Servers*(rep.PushBytes+rep.PullBytes), r.c.Int("iters"), 0)
 	all := blocks(iters, r.c.Int("rounds"))
-	for block, k := range all {
-		r.progress(rep, "round trips", block, len(all))
-		for _, row := range rows {
-			what := askCalls
-			if row.side == floor {
-				what = askFloor
-			}
-			got, err := row.side.times(fmt.Sprintf("%s %s 0 %d", what, row.form, k))
-			if err != nil {
-				return err
-			}
-			row.ns = slices.Grow(row.ns, len(got))[:len(got)]
-			for w := 0; w < len(got) && block > 0; w++ {
-				row.ns[w] = append(row.ns[w], got[w].NS...)
-			}
-		}
+	if err := inTurns(all, rows, func(block int) { r.progress(rep, "round trips", block, len(all)) }); err != nil {
+		return err
 	}
 	for i, row := range rows {
-		for w, ns := range row.ns {
-			x := afdTrip{From: row.side.from, Form: row.form, Worker: w, Count: len(ns), quantiles: summarize(ns)}
+		for w, ns := range row.ns[len(row.ns)-rep.Workers:] { // after those of servers
+			x := names[i]
+			x.Worker, x.Count, x.quantiles = w, len(ns), summarize(ns)
 			if i > 0 {
 				floor := rep.Trips[w]
 				x.RatioP50, x.RatioP99 = x.P50/floor.P50, x.P99/floor.P99
@@ -434,6 +395,13 @@ func (r *afdRun) trips(rep *afdReport, sides []*afdSide) error {
 		}
 	}
 	return nil
+}
+
+// afdRow is the decode steps of a side in one form, or its computations alone.
+type afdRow struct {
+	side *afdSide
+	form string
+	ns   []int64
 }
 
 // steps measures decode steps whose computations take d, and the computations of each side alone.
@@ -447,7 +415,7 @@ func (r *afdRun) steps(rep *afdReport, sides []*afdSide, d time.Duration) error 
 		if side.rows && amount == int64(d) { // all sides make the same products
 			ns, err := side.workers[:1].ask(fmt.Sprintf("%s - %d 0", askRows, d))
 			if err != nil {
-				return fmt.Errorf("%s: %w", side.from, err)
+				return err
 			}
 			amount = ns[0]
 		}
@@ -457,7 +425,7 @@ func (r *afdRun) steps(rep *afdReport, sides []*afdSide, d time.Duration) error 
 			}
 		}
 		for _, form := range append([]string{askAlone}, side.steps...) {
-			rows = append(rows, &afdRow{side: side, form: form, ns: make([][]int64, 1)})
+			rows = append(rows, &afdRow{side: side, form: form})
 		}
 	}
 	block := func(k int, keep bool) error {
@@ -468,10 +436,10 @@ func (r *afdRun) steps(rep *afdReport, sides []*afdSide, d time.Duration) error 
 			}
 			ns, err := of.ask(line)
 			if err != nil {
-				return fmt.Errorf("%s: %s: %w", row.side.from, line, err)
+				return fmt.Errorf("%s: %w", line, err)
 			}
 			if keep {
-				row.ns[0] = append(row.ns[0], ns...)
+				row.ns = append(row.ns, ns...)
 			}
 		}
 		return nil
@@ -494,7 +462,7 @@ func (r *afdRun) steps(rep *afdReport, sides []*afdSide, d time.Duration) error 
 	}
 	var alone quantiles
 	for _, row := range rows {
-		q := summarize(row.ns[0])
+		q := summarize(row.ns)
 		if row.form == askAlone {
 			alone = q
 			continue

@@ -29,49 +29,17 @@ func childAFD(c *cli.Context, node *postoffice.Node) error {
 	fill(a.image)
 	at := node.Topology()
 	x := floors{push: a.push, pull: a.pull, shared: node.Config().EnableIPC == 1, clients: at.NumWorkers, pairs: at.NumWorkers * at.NumServers}
-	if node.Role() != van.Server && node.Role() != van.Worker {
-		return nil
-	}
-	end, err := newAFDEnd(a, node)
-	if err != nil {
-		return err
-	}
-	defer end.close()
-	var floor baseline = none{}
-	if node.Role() == van.Server {
-		err = announceFloor(c.App.Writer, node, x)
-	} else if floor, _, err = dialAnnounced(c.App.Reader, node, x); err == nil {
-		defer floor.close()
-		_, err = fmt.Fprintln(c.App.Writer, "{}") // the parent may send lines from here on
-	}
-	if err != nil {
-		return err
-	}
-	var what, form string
-	var d, n int
-	return answerLines(c, func() (*answer, error) {
-		ns, err := end.do(c.Context, floor, what, form, time.Duration(d), n)
-		return &answer{NS: ns}, err
-	}, &what, &form, &d, &n)
-}
-
-// afdEnd is a worker or a server.
-type afdEnd interface {
-	// do makes n of the measurements that the parent asks for, or answers them, and returns the nanoseconds of each.
-	do(ctx context.Context, floor baseline, what, form string, d time.Duration, n int) ([]int64, error)
-	close()
-}
-
-func newAFDEnd(a *afdShape, node *postoffice.Node) (afdEnd, error) {
-	switch {
-	case node.Role() == van.Server && onGPU(node):
-		return newAFDDeviceServer(a, node)
-	case node.Role() == van.Server:
-		return newAFDServer(a, node)
-	case onGPU(node):
-		return newAFDDeviceWorker(a, node)
-	}
-	return newAFDWorker(a, node)
+	return childWithFloor(c, node, x, func(node *postoffice.Node) (end, error) {
+		switch {
+		case node.Role() == van.Server && onGPU(node):
+			return newAFDDeviceServer(a, node)
+		case node.Role() == van.Server:
+			return newAFDServer(a, node)
+		case onGPU(node):
+			return newAFDDeviceWorker(a, node)
+		}
+		return newAFDWorker(a, node)
+	})
 }
 
 // afdWorker makes the round trips of a worker.
@@ -142,11 +110,9 @@ func (x *afdWorker) close() {
 }
 
 // do makes n of the measurements that the parent asks for, and returns the nanoseconds of each.
-func (x *afdWorker) do(ctx context.Context, floor baseline, what, form string, d time.Duration, n int) ([]int64, error) {
+func (x *afdWorker) do(ctx context.Context, what, form string, d time.Duration, n int) ([]int64, error) {
 	once := func() (int64, error) { return x.trip(ctx, x.all[0], form) }
 	switch what {
-	case askFloor:
-		return floor.measure(n)
 	case askAlone:
 		return x.alone(d, n, func(k int) error {
 			m := x.all[k]
@@ -406,7 +372,7 @@ func (s *afdServer) respond(b af.Batch, err error) {
 }
 
 // do times computations alone, or sets the computation of the next decode steps.
-func (s *afdServer) do(_ context.Context, _ baseline, what, _ string, d time.Duration, n int) ([]int64, error) {
+func (s *afdServer) do(_ context.Context, what, _ string, d time.Duration, n int) ([]int64, error) {
 	if what == askAlone {
 		return s.alone(d, n)
 	}

@@ -9,6 +9,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"sync"
 	"time"
 
@@ -35,6 +36,13 @@ func exchangeKey(form string, turn int) uint64 {
 		turn += 2
 	}
 	return tripKey(true, 1) + 2 + 2*uint64(turn)
+}
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// digest returns the digest of the count'th checked push, with contents b.
+func digest(count uint64, b []byte) uint64 {
+	return count<<32 | uint64(crc32.Checksum(b, castagnoli))
 }
 
 // afdDevice has the fields that workers and servers have in common.
@@ -206,10 +214,7 @@ func (x *afdDeviceWorker) close() {
 }
 
 // do makes n round trips, and returns the nanoseconds of each.
-func (x *afdDeviceWorker) do(ctx context.Context, floor baseline, what, form string, _ time.Duration, n int) ([]int64, error) {
-	if what == askFloor {
-		return floor.measure(n)
-	}
+func (x *afdDeviceWorker) do(ctx context.Context, _, form string, _ time.Duration, n int) ([]int64, error) {
 	var both [2]*streams.Exchange
 	if form == formHosts || form == formStreams {
 		var err error
@@ -375,7 +380,7 @@ func (s *afdDeviceServer) make(push, to backend.Mem) error {
 }
 
 // do answers n round trips of prepared GPU exchanges, and those before. It returns zeros.
-func (s *afdDeviceServer) do(ctx context.Context, _ baseline, _, form string, _ time.Duration, n int) ([]int64, error) {
+func (s *afdDeviceServer) do(ctx context.Context, _, form string, _ time.Duration, n int) ([]int64, error) {
 	ns := make([]int64, n)
 	if form != formHosts && form != formStreams {
 		return ns, nil

@@ -60,13 +60,13 @@ func (a *afdDevices) run(t *testing.T, form string, n int) error {
 	var group errgroup.Group
 	for _, s := range a.servers {
 		group.Go(func() error {
-			_, err := s.do(t.Context(), none{}, askCalls, form, 0, n)
+			_, err := s.do(t.Context(), askCalls, form, 0, n)
 			return err
 		})
 	}
 	for _, w := range a.workers {
 		group.Go(func() error {
-			ns, err := w.do(t.Context(), none{}, askCalls, form, 0, n)
+			ns, err := w.do(t.Context(), askCalls, form, 0, n)
 			for _, x := range ns {
 				if x <= 0 || len(ns) != n {
 					return fmt.Errorf("%d times %v, want %d", len(ns), ns, n)

@@ -8,13 +8,9 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
-	"os"
 	"os/exec"
 	"slices"
-	"strconv"
 	"strings"
-
-	"github.com/stepaf/stepaf-go/internal/freeport"
 )
 
 //go:embed afd.py
@@ -34,16 +30,6 @@ type afdSide struct {
 	measuring        ranks    // the processes that a line with a measurement is for: the workers, or all
 	trips, steps     []string // forms of round trips and of decode steps
 	rows             bool     // a computation is given by the rows of matrix products
-	processes        *processes
-}
-
-// times asks for round trips, and returns the times of each worker.
-func (s *afdSide) times(line string) ([]answer, error) {
-	all, err := s.measuring.askEach(line)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %s: %w", s.from, line, err)
-	}
-	return all[len(all)-len(s.workers):], nil
 }
 
 // both returns all processes of the side.
@@ -54,8 +40,8 @@ func (r *afdRun) chosen(forms []string) []string {
 	return slices.DeleteFunc(slices.Clone(forms), func(form string) bool { return !slices.Contains(r.forms, form) })
 }
 
-// sides starts the processes of all sides. With an error it returns the sides that were started; the caller ends their processes.
-func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int) ([]*afdSide, error) {
+// sides starts the processes of all sides.
+func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(*processes)) (all []*afdSide, err error) {
 	spec := []any{r.shape.push, r.shape.pull, r.shape.microBatches, r.shape.layers}
 	child, err := childCommand(slices.Concat([]any{"afd"}, spec)...)
 	if err != nil {
@@ -69,13 +55,16 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int) ([]*afdSid
 		}
 		return place{}.env(role)
 	}
-	var all []*afdSide
 	add := func(from string, cl *processes, err error) (*afdSide, error) {
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", from, err)
 		}
+		own(cl)
+		for _, p := range cl.children {
+			p.name = from + " " + p.name
+		}
 		last := cl.last(n + s)
-		side := &afdSide{from: from, servers: last[:s], workers: last[s:], measuring: last, rows: rep.GPUs != nil, processes: cl}
+		side := &afdSide{from: from, servers: last[:s], workers: last[s:], measuring: last, rows: rep.GPUs != nil}
 		all = append(all, side)
 		return side, nil
 	}
@@ -103,7 +92,7 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int) ([]*afdSid
 			return python("fserver_lib", "-", rank), variables(role, rank)
 		})
 		if side, err = add(fromPython, cl, err); err != nil {
-			return all, err
+			return nil, err
 		}
 		side.steps = forms
 		side.trips = slices.DeleteFunc(slices.Clone(forms), func(form string) bool { return form == formSide }) // as streams
@@ -118,7 +107,7 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int) ([]*afdSid
 	if rep.NoTorch != "" {
 		return all, nil
 	}
-	cl, err = r.startTorch(ctx, n, s, func(address string, rank int) (_, _ []string) {
+	cl, err = startTorch(ctx, n+s, func(address string, rank int) (_, _ []string) {
 		role, k := roles[1], rank
 		if rank >= s {
 			role, k = roles[2], rank-s
@@ -126,28 +115,10 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int) ([]*afdSid
 		return python("torch", address, rank), variables(role, k)
 	})
 	if side, err = add(fromTorch, cl, err); err != nil {
-		return all, err
+		return nil, err
 	}
 	side.trips, side.steps = []string{formTorch}, []string{formTorch}
 	return all, nil
-}
-
-// startTorch starts the ranks of torch.distributed, first the servers.
-func (r *afdRun) startTorch(ctx context.Context, n, s int, command func(address string, rank int) (command, variables []string)) (*processes, error) {
-	port, err := freeport.Find()
-	if err != nil {
-		return nil, err
-	}
-	cl := newCluster()
-	for rank := range n + s {
-		args, variables := command(fmt.Sprintf("tcp://127.0.0.1:%d", port), rank)
-		cmd := exec.CommandContext(ctx, args[0], args[1:]...)
-		cmd.Env = append(append(os.Environ(), "GLOO_SOCKET_IFNAME=lo"), variables...)
-		if err := cl.start("rank "+strconv.Itoa(rank), cmd); err != nil {
-			return nil, err
-		}
-	}
-	return cl, nil
 }
 
 // text returns the text of an error, "" of nil.

@@ -167,7 +167,7 @@ func TestAFDValues(t *testing.T) {
 					var group errgroup.Group
 					for _, w := range ws {
 						group.Go(func() error {
-							ns, err := w.do(t.Context(), none{}, what, form, time.Microsecond, 3)
+							ns, err := w.do(t.Context(), what, form, time.Microsecond, 3)
 							if err == nil && (len(ns) != 3 || slices.Min(ns) <= 0) {
 								err = fmt.Errorf("%s: times %v", what, ns)
 							}

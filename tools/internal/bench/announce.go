@@ -5,12 +5,12 @@ package bench
 import (
 	"bufio"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/netip"
 	"strings"
+	"time"
 
 	"github.com/urfave/cli/v2"
 
@@ -33,30 +33,62 @@ type floors struct {
 	pairs      int  // of all clients and servers
 }
 
-// childWithFloor is a node of a benchmark. The server serves; the worker measures push_pulls, the floor and, if x.bare,
-// libzmq alone, in turns.
-func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, serve func(*postoffice.Node) error,
-	measure func(ctx context.Context, node *postoffice.Node, floor, bare baseline) (*result, error)) error {
-	switch node.Role() {
-	case van.Server:
-		if err := serve(node); err != nil {
-			return err
-		}
-		return announceFloor(c.App.Writer, node, x)
-	case van.Worker:
-		floor, bare, err := dialAnnounced(c.App.Reader, node, x)
-		if err != nil {
-			return err
-		}
-		defer floor.close()
-		defer bare.close()
-		r, err := measure(c.Context, node, floor, bare)
-		if err != nil {
-			return err
-		}
-		return json.NewEncoder(c.App.Writer).Encode(r)
+// end is a worker or a server of a benchmark with floors.
+type end interface {
+	// do makes n of the calls that the parent asks for, or answers them, and returns the nanoseconds of each.
+	do(ctx context.Context, what, form string, d time.Duration, n int) ([]int64, error)
+	close()
+}
+
+// idleServer is a server whose handler does all the work.
+type idleServer struct{}
+
+func (idleServer) close() {}
+
+func (idleServer) do(context.Context, string, string, time.Duration, int) ([]int64, error) {
+	return nil, nil
+}
+
+// Measurements of the baselines, which each worker makes.
+const (
+	askFloor = "floor"
+	askBare  = "bare" // libzmq alone
+)
+
+// childWithFloor is a node of a benchmark. It starts the floor, and then answers lines of the parent: "WHAT FORM NANOSECONDS CALLS".
+func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, newEnd func(*postoffice.Node) (end, error)) error {
+	if node.Role() != van.Server && node.Role() != van.Worker {
+		return nil
 	}
-	return nil
+	e, err := newEnd(node)
+	if err != nil {
+		return err
+	}
+	defer e.close()
+	base := map[string]baseline{}
+	if node.Role() == van.Server {
+		err = announceFloor(c.App.Writer, node, x)
+	} else if base[askFloor], base[askBare], err = dialAnnounced(c.App.Reader, node, x); err == nil {
+		defer base[askFloor].close()
+		defer base[askBare].close()
+		_, err = fmt.Fprintln(c.App.Writer, "{}") // the parent may send lines from here on
+	}
+	if err != nil {
+		return err
+	}
+	var what, form string
+	var d, n int
+	return answerLines(c, func() (a *answer, err error) {
+		a = &answer{}
+		start, cpu := time.Now(), cpuTime()
+		if b := base[what]; b != nil {
+			a.NS, err = b.measure(n)
+		} else {
+			a.NS, err = e.do(c.Context, what, form, time.Duration(d), n)
+		}
+		a.Took, a.CPU = time.Since(start), cpuTime()-cpu
+		return a, err
+	}, &what, &form, &d, &n)
 }
 
 // announceFloor starts the servers and prints their addresses.

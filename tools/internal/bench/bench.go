@@ -48,7 +48,6 @@ func Command() *cli.Command {
 					&cli.IntFlag{Name: "pull", Value: attention.pull, Usage: "bytes from server to worker"},
 					&cli.StringFlag{Name: "device", Value: cpu, Usage: "device of the tensors: cpu or gpu"},
 					&cli.StringFlag{Name: "gpus", Usage: "the worker's and the server's GPU (default: 0,1; with one GPU 0,0)"},
-					&cli.BoolFlag{Name: "stream", Usage: "with --device gpu: name the stream that makes the tensors, which costs a query of the stream or an event"},
 					&cli.BoolFlag{Name: "prepared", Usage: "with --device gpu: use a prepared GPU exchange, made by the CPUs of both ends (af/streams, ByHost)"},
 					&cli.IntFlag{Name: "iters", Usage: "measured round trips; 0 chooses by size"},
 					&cli.IntFlag{Name: "warmup", Usage: "untimed round trips before; 0 chooses by size"},

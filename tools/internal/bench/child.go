@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"runtime"
@@ -29,16 +30,8 @@ import (
 // The nodes of a benchmark are child processes: the same binary, started with the hidden command "bench child" and the
 // usual variables.
 
-// result is the worker's report on its standard output.
-type result struct {
-	Ours, Floor []int64
-	Bare        []int64 // rounds of libzmq alone
-	CPU         float64 // seconds of the worker in the measured part
-	Checked     bool
-	Bytes       int64 // moved in the measured part (kv)
-	Seconds     float64
-	FloorBps    float64
-}
+// The parent tells the ranks in lines what to measure, in blocks of calls, and a rank answers each line with the times of
+// its calls. Measurements that are compared take turns.
 
 // roles are the children by DMLC_ROLE, in the order of their start.
 var roles = []string{"scheduler", "server", "worker"}
@@ -152,6 +145,24 @@ func startNodes(ctx context.Context, c *cli.Context, host string, servers, worke
 	return cl, nil
 }
 
+// startTorch starts n ranks of torch.distributed. command returns the command of a rank, and variables of its own.
+func startTorch(ctx context.Context, n int, command func(address string, rank int) (command, variables []string)) (*processes, error) {
+	port, err := freeport.Find()
+	if err != nil {
+		return nil, err
+	}
+	cl := newCluster()
+	for rank := range n {
+		args, variables := command(fmt.Sprintf("tcp://127.0.0.1:%d", port), rank)
+		cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+		cmd.Env = append(append(os.Environ(), "GLOO_SOCKET_IFNAME=lo"), variables...)
+		if err := cl.start("rank "+strconv.Itoa(rank), cmd); err != nil {
+			return nil, err
+		}
+	}
+	return cl, nil
+}
+
 // rankName returns the name of one of several workers.
 func rankName(i int) string { return "worker " + strconv.Itoa(i) }
 
@@ -226,6 +237,9 @@ type answer struct {
 	NS    []int64 `json:"ns"`
 	At    []int64 `json:"at,omitempty"` // by the clock of the host
 	Error string  `json:"error,omitempty"`
+
+	Took time.Duration `json:"took,omitempty"` // of all calls, with the checks
+	CPU  time.Duration `json:"cpu,omitempty"`  // of the rank during the calls
 }
 
 // unable is the reason why a rank could not make a call.
@@ -318,7 +332,41 @@ func answerLines(c *cli.Context, do func() (*answer, error), to ...any) error {
 	return nil
 }
 
-// passFloors sends the addresses of all servers' floors to the workers.
+// row is a measurement that takes turns with others.
+type row struct {
+	of   ranks
+	line string // without the number of calls
+	each int    // calls of a block; 0: as many as the block has
+
+	ns        [][]int64 // by rank, as are took and cpu
+	took, cpu []time.Duration
+}
+
+// inTurns measures the rows in turn, in blocks of calls. It does not keep the times of the first block, the warm-up. begin is called
+// before each block.
+func inTurns(blocks []int, rows []*row, begin func(block int)) error {
+	for block, n := range blocks {
+		begin(block)
+		for _, r := range rows {
+			got, err := r.of.askEach(fmt.Sprintf("%s %d", r.line, cmp.Or(r.each, n)))
+			if err != nil {
+				return fmt.Errorf("%s: %w", r.line, err)
+			}
+			if block == 0 {
+				r.ns, r.took, r.cpu = make([][]int64, len(got)), make([]time.Duration, len(got)), make([]time.Duration, len(got))
+				continue
+			}
+			for k, a := range got {
+				r.ns[k] = append(r.ns[k], a.NS...)
+				r.took[k] += a.Took
+				r.cpu[k] += a.CPU
+			}
+		}
+	}
+	return nil
+}
+
+// passFloors sends the addresses of all servers' floors to the workers, and waits until the workers have connected.
 func passFloors(servers, workers ranks) error {
 	var addrs []string
 	for _, p := range servers {
@@ -328,44 +376,60 @@ func passFloors(servers, workers ranks) error {
 		}
 		addrs = append(addrs, at)
 	}
-	for _, p := range workers {
-		if _, err := fmt.Fprintln(p.in, strings.Join(addrs, " ")); err != nil {
-			return fmt.Errorf("%s: %w", p.name, err)
-		}
-	}
-	return nil
+	_, err := workers.askEach(strings.Join(addrs, " "))
+	return err
 }
 
-// runCluster runs a scheduler, servers and a worker, and returns the worker's result and the CPU seconds of each. With
-// floor, the server prints the floor's address, and the worker gets it.
-func runCluster(c *cli.Context, host string, at place, servers int, floor bool,
-	spec ...any) (*result, map[string]float64, error) {
-	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
+// limited returns a context of the command that ends after --timeout.
+func limited(c *cli.Context) (context.Context, context.CancelFunc) {
+	limit := c.Duration("timeout")
+	return context.WithTimeoutCause(c.Context, limit, fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, limit))
+}
+
+// withProcesses calls f, which passes the sets of processes that it starts to own, and then ends the processes. It returns the CPU
+// seconds of each. If f fails, it does not wait for processes that still compute.
+func withProcesses(ctx context.Context, f func(ctx context.Context, own func(*processes)) error) (map[string]float64, error) {
+	running, cancel := context.WithCancel(ctx)
 	defer cancel()
-	cl, err := startCluster(ctx, c, host, at, servers, 1, spec...)
+	var all []*processes
+	err := f(running, func(p *processes) { all = append(all, p) })
 	if err != nil {
-		return nil, nil, err
+		cancel()
 	}
-	worker := cl.children[1+servers]
-	if floor {
-		err = passFloors(cl.children[1:1+servers], cl.last(1))
+	cpu := map[string]float64{}
+	for _, p := range all {
+		seconds, failed := p.wait()
+		maps.Copy(cpu, seconds)
+		err = cmp.Or(err, failed)
 	}
-	var text string
-	if err == nil {
-		text, err = worker.line()
+	if err != nil {
+		return nil, cmp.Or(context.Cause(ctx), err)
 	}
-	cpu, failed := cl.wait()
-	switch {
-	case ctx.Err() != nil:
-		return nil, nil, fmt.Errorf("bench: %w (--timeout %s)", context.Cause(ctx), c.Duration("timeout"))
-	case failed != nil:
-		return nil, nil, fmt.Errorf("bench: %w", failed)
-	case err != nil:
-		return nil, nil, fmt.Errorf("bench: a child ended early: %w", err)
+	return cpu, nil
+}
+
+// runCluster starts a scheduler, servers and workers, calls f with them, and ends them. It returns the CPU seconds of each. With floor,
+// the servers print the addresses of floors, and the workers get them before f is called.
+func runCluster(c *cli.Context, host string, at place, servers, workers int, floor bool, f func(servers, workers ranks) error,
+	spec ...any) (map[string]float64, error) {
+	ctx, cancel := limited(c)
+	defer cancel()
+	cpu, err := withProcesses(ctx, func(ctx context.Context, own func(*processes)) error {
+		cl, err := startCluster(ctx, c, host, at, servers, workers, spec...)
+		if err != nil {
+			return err
+		}
+		own(cl)
+		of := cl.last(servers + workers)
+		if floor {
+			if err := passFloors(of[:servers], of[servers:]); err != nil {
+				return err
+			}
+		}
+		return f(of[:servers], of[servers:])
+	})
+	if err != nil {
+		err = fmt.Errorf("bench %s: %w", c.Command.Name, err)
 	}
-	var r result
-	if err := json.Unmarshal([]byte(text), &r); err != nil {
-		return nil, nil, fmt.Errorf("bench: worker's report: %w", err)
-	}
-	return &r, cpu, nil
+	return cpu, err
 }

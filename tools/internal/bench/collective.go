@@ -7,8 +7,6 @@ import (
 	"fmt"
 	"io"
 	"math"
-	"os"
-	"os/exec"
 	"slices"
 	"strconv"
 	"strings"
@@ -18,7 +16,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/collective"
-	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
@@ -177,87 +174,76 @@ func runCollective(c *cli.Context) error {
 }
 
 // group measures with n ranks.
-func (m *collectiveRun) group(n int, all []exchange) (err error) {
-	ctx, cancel := context.WithTimeoutCause(m.c.Context, m.c.Duration("timeout"), fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, m.c.Duration("timeout")))
+func (m *collectiveRun) group(n int, all []exchange) error {
+	ctx, cancel := limited(m.c)
 	defer cancel()
-	ours, err := startCluster(ctx, m.c, m.host, place{}, 1, n, "collective")
-	if err != nil {
-		return err
-	}
-	end := func(cl *processes) {
+	_, err := withProcesses(ctx, func(ctx context.Context, own func(*processes)) error {
+		ours, err := startCluster(ctx, m.c, m.host, place{}, 1, n, "collective")
 		if err != nil {
-			cancel() // ends processes that still wait
-		}
-		if _, failed := cl.wait(); failed != nil && err == nil {
-			err = failed
-		}
-		if e := context.Cause(ctx); errors.Is(e, context.DeadlineExceeded) {
-			err = e
-		}
-	}
-	defer func() { end(ours) }()
-	var peers *processes
-	var noGloo error
-	if m.rdma == nil {
-		peers, noGloo = startGloo(ctx, m.c.String("python"), n)
-	}
-	if peers != nil {
-		defer func() { end(peers) }()
-	}
-	if !m.c.Bool("json") {
-		collectiveHead(m.c.App.Writer, m.c.String("van"), n)
-	}
-	for _, e := range all {
-		r, err := m.measure(ours, peers, n, e)
-		if err != nil {
-			return fmt.Errorf("%s: %w", e, err)
-		}
-		if noGloo != nil {
-			r.NoGloo = noGloo.Error()
-		}
-		limit := exchangeGoals[m.c.String("van")][e]
-		if m.rdma == nil {
-			r.Goal = limit
-		}
-		switch {
-		case m.rdma != nil && n == 2:
-			r.RDMA.judge(r, goal{of: ibWriteLat, limit: limit}, &m.v)
-		case m.rdma != nil:
-		case r.Gloo != nil:
-			r.Missed = m.v.judge(r, goal{of: gloo, limit: limit}, r.RatioP50)
-		case limit > 0:
-			m.v.miss(r, "gloo was not measured: "+r.NoGloo)
-		}
-		if err := show(m.c, r); err != nil {
 			return err
 		}
+		own(ours)
+		var peers ranks
+		var noGloo error
+		if m.rdma == nil {
+			peers, noGloo = startGloo(ctx, m.c.String("python"), n, own)
+		}
+		if !m.c.Bool("json") {
+			collectiveHead(m.c.App.Writer, m.c.String("van"), n)
+		}
+		for _, e := range all {
+			r, err := m.measure(ours.last(n), peers, n, e)
+			if err != nil {
+				return fmt.Errorf("%s: %w", e, err)
+			}
+			if noGloo != nil {
+				r.NoGloo = noGloo.Error()
+			}
+			m.judge(r, exchangeGoals[m.c.String("van")][e])
+			if err := show(m.c, r); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	return err
+}
+
+// judge compares a report with the goal of its call.
+func (m *collectiveRun) judge(r *collectiveReport, limit float64) {
+	if m.rdma == nil {
+		r.Goal = limit
 	}
-	return nil
+	switch {
+	case m.rdma != nil && r.Ranks == 2:
+		r.RDMA.judge(r, goal{of: ibWriteLat, limit: limit}, &m.v)
+	case m.rdma != nil:
+	case r.Gloo != nil:
+		r.Missed = m.v.judge(r, goal{of: gloo, limit: limit}, r.RatioP50)
+	case limit > 0:
+		m.v.miss(r, "gloo was not measured: "+r.NoGloo)
+	}
 }
 
 // startGloo starts n ranks of gloo, or returns the reason why it cannot.
-func startGloo(ctx context.Context, python string, n int) (*processes, error) {
-	port, err := freeport.Find()
+func startGloo(ctx context.Context, python string, n int, own func(*processes)) (ranks, error) {
+	cl, err := startTorch(ctx, n, func(address string, rank int) (command, variables []string) {
+		return []string{python, "-c", glooProgram, strconv.Itoa(rank), strconv.Itoa(n), address}, nil
+	})
 	if err != nil {
 		return nil, err
 	}
-	cl := newCluster()
-	for i := range n {
-		cmd := exec.CommandContext(ctx, python, "-c", glooProgram, strconv.Itoa(i), strconv.Itoa(n), fmt.Sprintf("tcp://127.0.0.1:%d", port))
-		cmd.Env = append(os.Environ(), "GLOO_SOCKET_IFNAME=lo")
-		if err := cl.start(rankName(i), cmd); err != nil {
-			return nil, err
-		}
-	}
-	if _, err := cl.last(n).ask(""); err != nil {
+	all := cl.last(n)
+	if _, err := all.ask(""); err != nil {
 		_, _ = cl.wait()
 		return nil, err
 	}
-	return cl, nil
+	own(cl)
+	return all, nil
 }
 
 // measure measures one call, in blocks.
-func (m *collectiveRun) measure(ours, peers *processes, n int, e exchange) (*collectiveReport, error) {
+func (m *collectiveRun) measure(ours, peers ranks, n int, e exchange) (*collectiveReport, error) {
 	iters := m.c.Int("iters")
 	if iters == 0 {
 		iters = min(max(1<<31/(e.size*n*(n-1)+1<<21), 40), 500)
@@ -277,7 +263,7 @@ func (m *collectiveRun) measure(ours, peers *processes, n int, e exchange) (*col
 	for block, k := range blocks(iters, m.c.Int("rounds")) {
 		line := fmt.Sprintf("%s %d %d", e.op, e.size, k)
 		if peers != nil && r.NoGloo == "" {
-			ns, err := peers.last(n).ask(line)
+			ns, err := peers.ask(line)
 			if why := unable(""); errors.As(err, &why) {
 				r.NoGloo = why.Error()
 			} else if err != nil {
@@ -287,7 +273,7 @@ func (m *collectiveRun) measure(ours, peers *processes, n int, e exchange) (*col
 				theirs = append(theirs, ns...)
 			}
 		}
-		ns, err := ours.last(n).ask(line)
+		ns, err := ours.ask(line)
 		if err != nil {
 			return nil, err
 		}

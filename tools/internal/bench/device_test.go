@@ -2,15 +2,12 @@ package bench
 
 import (
 	"bytes"
-	"context"
-	"fmt"
 	"strings"
 	"sync/atomic"
 	"testing"
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/tests/simgpu"
-	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -137,71 +134,4 @@ func TestDeviceFloorEnds(t *testing.T) {
 	if _, err := newDeviceEnd(backend.NewCPU(), nil, -1, 0, 0, 1, 1); err == nil || !strings.Contains(err.Error(), "backend CPU cannot share memory") {
 		t.Errorf("on host memory: %v", err)
 	}
-}
-
-// counting is a floor that does nothing.
-type counting struct{ n int }
-
-func (c *counting) measure(n int) ([]int64, error) { c.n += n; return make([]int64, n), nil }
-func (c *counting) close()                         {}
-
-// TestDeviceLatency measures between simulated devices, with and without a stream.
-func TestDeviceLatency(t *testing.T) {
-	for _, l := range []*latency{
-		{push: 9000, pull: 20000, iters: 25, warmup: 3, rounds: 4},
-		{push: 9000, pull: 20001, iters: 25, warmup: 2, rounds: 3, stream: true},
-		{push: 9000, pull: 20002, iters: 25, warmup: 3, rounds: 4, both: true},
-		{push: 0, pull: 5000, iters: 5, warmup: 1, rounds: 1},
-		{push: 5000, pull: 0, iters: 5, warmup: 0, rounds: 1},
-		{push: 1, pull: 1, iters: 5, warmup: 1, rounds: 2},
-	} {
-		t.Run(fmt.Sprintf("%d,%d", l.push, l.pull), func(t *testing.T) {
-			worker, server, err := runDevices(t, l, new(counting))
-			if err != nil {
-				t.Fatal(err)
-			}
-			if n := len(worker.Ours); n != l.iters || len(worker.Floor) != n || !worker.Checked {
-				t.Errorf("%d round trips beside %d of the floor, checked: %t; want %d", n, len(worker.Floor), worker.Checked, l.iters)
-			}
-			if n := server.Streams() == 1; n != l.stream {
-				t.Errorf("the server has a stream: %t, want %t", n, l.stream)
-			}
-		})
-	}
-}
-
-// TestDeviceValues: wrong answers are detected.
-func TestDeviceValues(t *testing.T) {
-	l := &latency{push: 9000, pull: 20000, iters: 4, warmup: 1, rounds: 2}
-	_, _, err := runDevices(t, l, &spoiling{})
-	if err == nil || !strings.Contains(err.Error(), "the answer is not the one to this request") {
-		t.Errorf("got %v", err)
-	}
-}
-
-// spoiling is a floor that makes the worker's device lose bytes.
-type spoiling struct {
-	counting
-	d *sharing
-}
-
-func (s *spoiling) measure(n int) ([]int64, error) {
-	s.d.corrupt.Store(true)
-	return s.counting.measure(n)
-}
-
-func runDevices(t *testing.T, l *latency, floor baseline) (*result, *sharing, error) {
-	t.Helper()
-	worker, server := newSharing(t, 0), newSharing(t, 1)
-	if s, ok := floor.(*spoiling); ok {
-		s.d = worker
-	}
-	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
-		return map[string]backend.Backend{"worker": worker, "server": server}[role]
-	}})
-	if err := l.serveDevice(c.Servers[0]); err != nil {
-		t.Fatal(err)
-	}
-	r, err := l.measureDevice(context.Background(), c.Workers[0], floor, none{})
-	return r, server, err
 }

@@ -28,7 +28,7 @@ func TestArguments(t *testing.T) {
 	for args, want := range map[string]string{
 		"latency --device tpu":                                 "--device tpu: want cpu or gpu",
 		"latency --gpus 0,1":                                   "--gpus wants --device gpu",
-		"latency --stream":                                     "--stream wants --device gpu",
+		"latency --prepared":                                   "--prepared wants --device gpu",
 		"latency --device gpu --van ibverbs":                   "--device gpu --van ibverbs: want --van local or zmq",
 		"latency --device gpu --gpus 1":                        "--gpus 1: want the worker's and the server's number",
 		"latency --device gpu --gpus 0,1,2":                    "--gpus 0,1,2: want",
@@ -140,7 +140,7 @@ func TestCourses(t *testing.T) {
 }
 
 func TestDeviceReport(t *testing.T) {
-	rep := newLatencyReport(local, place{gpus: []int{1, 1}, stream: true}, both(1024), 2, &result{Ours: []int64{20000, 30000}, Floor: []int64{10000, 12000}, Checked: true}, nil)
+	rep := newLatencyReport(local, place{gpus: []int{1, 1}, both: true}, both(1024), 2, &result{Ours: []int64{20000, 30000}, Floor: []int64{10000, 12000}, Checked: true}, nil)
 	rep.Floor = "GPU"
 	rep.judge(course{local, gpu}.goal(both(1024)), new(verdict))
 	var text, line strings.Builder
@@ -148,7 +148,7 @@ func TestDeviceReport(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, want := range []string{
-		"push_pull over local (gpu:1 and gpu:1, in streams), push 1024 bytes, pull 1024 bytes, 2 round trips, values checked around each block: true\n",
+		"push_pull over local (gpu:1 and gpu:1, prepared by both ends), push 1024 bytes, pull 1024 bytes, 2 round trips, values checked around each block: true\n",
 		"note: both processes use gpu:1: ",
 		"floor (GPU)            12.0       12.0       12.0       12.0\n",
 		"push_pull takes 2.50 times the floor at p50 (goal: at most 2)\n",
@@ -161,7 +161,7 @@ func TestDeviceReport(t *testing.T) {
 	if err := json.Unmarshal([]byte(line.String()), &got); err != nil {
 		t.Fatal(err)
 	}
-	for name, want := range map[string]any{"device": "gpu", "stream": true, "goal_ratio_p50": 2.0, "missed": true, "floor": "GPU", "ratio_p50": 2.5} {
+	for name, want := range map[string]any{"device": "gpu", "prepared": true, "goal_ratio_p50": 2.0, "missed": true, "floor": "GPU", "ratio_p50": 2.5} {
 		if got[name] != want {
 			t.Errorf("%s: %v, want %v", name, got[name], want)
 		}

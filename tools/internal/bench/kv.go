@@ -2,10 +2,10 @@ package bench
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/urfave/cli/v2"
@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // kvSpec is one measurement of key-value traffic: all keys are pushed and pulled
@@ -45,6 +46,8 @@ type kvReport struct {
 	CPU        map[string]float64 `json:"cpu_s"`
 	WorkerPart float64            `json:"worker_measured_cpu_s"`
 	Checked    bool               `json:"checked"`
+
+	ours, floor quantiles
 }
 
 func runKV(c *cli.Context) error {
@@ -61,30 +64,46 @@ func runKV(c *cli.Context) error {
 	if rdma != nil {
 		floor = "verbs"
 	}
-	r, cpu, err := runCluster(c, host, place{}, 1, true, "kv", s.keys, s.values, s.batch, s.flight, s.rounds)
+	batches := (s.keys + s.batch - 1) / s.batch
+	var rows []*row
+	cpu, err := runCluster(c, host, place{}, 1, 1, true, func(_, workers ranks) error {
+		for _, what := range []string{askFloor, askPush, askPull, askCheck} {
+			rows = append(rows, &row{of: workers, line: what + " - 0", each: batches})
+		}
+		return inTurns(make([]int, s.rounds+1), rows, func(int) {})
+	}, "kv", s.keys, s.values, s.batch, s.flight)
 	if err != nil {
 		return err
 	}
-	return printKV(c.App.Writer, c.Bool("json"), c.String("van"), floor, s, r, cpu)
+	push, pull := rows[1], rows[2]
+	ours, floorNS := summarize(slices.Concat(push.ns[0], pull.ns[0])), 0.0
+	for _, n := range rows[0].ns[0] {
+		floorNS += float64(n)
+	}
+	floorQ := summarize(rows[0].ns[0])
+	out, in := s.floorBytes()
+	rep := &kvReport{Van: c.String("van"), Keys: s.keys, Values: s.values, Batch: s.batch, Flight: s.flight, Requests: len(push.ns[0]) + len(pull.ns[0]),
+		P50: ours.P50, P90: ours.P90, P99: ours.P99, Max: ours.Max, Bps: float64(s.rounds*(2*s.bytes(s.keys)+8*s.keys)) / (push.took[0] + pull.took[0]).Seconds(),
+		FloorBps: float64(s.rounds*batches*(out+in)) / floorNS * 1e9, Floor: floor, FloorP50: floorQ.P50, FloorP99: floorQ.P99,
+		CPU: cpu, WorkerPart: (push.cpu[0] + pull.cpu[0]).Seconds(), Checked: true, ours: ours, floor: floorQ}
+	rep.Ratio = rep.Bps / rep.FloorBps
+	return show(c, rep)
 }
 
-func printKV(w io.Writer, asJSON bool, van, floorName string, s *kvSpec, r *result, cpu map[string]float64) error {
-	ours, floor := summarize(r.Ours), summarize(r.Floor)
-	rep := kvReport{Van: van, Keys: s.keys, Values: s.values, Batch: s.batch, Flight: s.flight, Requests: len(r.Ours),
-		P50: ours.P50, P90: ours.P90, P99: ours.P99, Max: ours.Max, Bps: float64(r.Bytes) / r.Seconds, FloorBps: r.FloorBps,
-		Floor: floorName, FloorP50: floor.P50, FloorP99: floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
-	rep.Ratio = rep.Bps / rep.FloorBps
-	if asJSON {
-		return json.NewEncoder(w).Encode(rep)
-	}
+func (r *kvReport) print(w io.Writer) error {
 	fmt.Fprintf(w, "push and pull of %d float32 keys with %d values over %s, %d keys a request, %d in flight, all sums checked: %t\n",
-		s.keys, s.values, van, s.batch, s.flight, r.Checked)
+		r.Keys, r.Values, r.Van, r.Batch, r.Flight, r.Checked)
 	fmt.Fprintf(w, "%-16s %10s %10s %10s %10s %14s\n", "", "p50 us", "p90 us", "p99 us", "max us", "MB/s")
-	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f %14.0f\n", "request", ours.P50, ours.P90, ours.P99, ours.Max, rep.Bps/1e6)
-	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f %14.0f\n", "floor ("+floorName+")", floor.P50, floor.P90, floor.P99, floor.Max, rep.FloorBps/1e6)
-	fmt.Fprintf(w, "bytes per second: %.2f of the floor, which sends a push and a pull's keys and reads back a pull's values\n", rep.Ratio)
-	fmt.Fprintf(w, "CPU seconds: scheduler %.2f, server %.2f, worker %.2f (start-up and floor included)\n", cpu["scheduler"], cpu["server"], cpu["worker"])
-	return nil
+	for _, x := range []struct {
+		name string
+		q    quantiles
+		bps  float64
+	}{{"request", r.ours, r.Bps}, {"floor (" + r.Floor + ")", r.floor, r.FloorBps}} {
+		fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f %14.0f\n", x.name, x.q.P50, x.q.P90, x.q.P99, x.q.Max, x.bps/1e6)
+	}
+	fmt.Fprintf(w, "bytes per second: %.2f of the floor, which sends a push and a pull's keys and reads back a pull's values\n", r.Ratio)
+	_, err := fmt.Fprintf(w, "CPU seconds: scheduler %.2f, server %.2f, worker %.2f (start-up and floor included)\n", r.CPU["scheduler"], r.CPU["server"], r.CPU["worker"])
+	return err
 }
 
 // floorBytes are the bytes that the floor sends and reads for one push and one pull.
@@ -92,85 +111,78 @@ func (s *kvSpec) floorBytes() (out, in int) {
 	return s.bytes(s.batch) + 8*s.batch, s.bytes(s.batch)
 }
 
+// Measurements of bench kv: all pushes or all pulls of a round, and the check of the pulled sums.
+const (
+	askPush  = "push"
+	askPull  = "pull"
+	askCheck = "check"
+)
+
 func childKV(c *cli.Context, node *postoffice.Node) error {
 	var s kvSpec
-	if err := arguments(c, &s.keys, &s.values, &s.batch, &s.flight, &s.rounds); err != nil {
+	if err := arguments(c, &s.keys, &s.values, &s.batch, &s.flight); err != nil {
 		return err
 	}
 	out, in := s.floorBytes()
-	return childWithFloor(c, node, floors{push: out, pull: in, pairs: 1}, serveKV, s.measure)
+	return childWithFloor(c, node, floors{push: out, pull: in, pairs: 1}, func(node *postoffice.Node) (end, error) {
+		if node.Role() == van.Worker {
+			return newKVWorker(s, node)
+		}
+		server, err := kv.NewServer[float32](node, kv.ServerOptions{})
+		if err != nil {
+			return nil, err
+		}
+		var sums kv.SummingHandler[float32]
+		return idleServer{}, server.Handle(sums.Handle)
+	})
 }
 
-func serveKV(node *postoffice.Node) error {
-	server, err := kv.NewServer[float32](node, kv.ServerOptions{})
-	if err != nil {
-		return err
-	}
-	var sums kv.SummingHandler[float32]
-	return server.Handle(sums.Handle)
+// kvWorker pushes and pulls all keys in rounds.
+type kvWorker struct {
+	kvSpec
+	w         *kv.Worker[float32]
+	keys      []kv.Key
+	vals, got []float32
+	round     int
 }
 
-// measure runs the rounds, in turns with the floor's, after one round to warm up.
-func (s *kvSpec) measure(ctx context.Context, node *postoffice.Node, floor, _ baseline) (*result, error) {
+func newKVWorker(s kvSpec, node *postoffice.Node) (end, error) {
 	w, err := kv.NewWorker[float32](node, kv.WorkerOptions{})
 	if err != nil {
 		return nil, err
 	}
-	defer w.Close()
-	keys := make([]kv.Key, s.keys)
-	vals := make([]float32, s.keys*s.values)
-	got := make([]float32, s.keys*s.values)
-	for i := range keys {
-		keys[i] = kv.Key(i) * (math.MaxUint64 / kv.Key(s.keys))
+	x := &kvWorker{kvSpec: s, w: w, keys: make([]kv.Key, s.keys), vals: make([]float32, s.keys*s.values), got: make([]float32, s.keys*s.values)}
+	for i := range x.keys {
+		x.keys[i] = kv.Key(i) * (math.MaxUint64 / kv.Key(s.keys))
 	}
-	for i := range vals {
-		vals[i] = float32(i % 251)
+	for i := range x.vals {
+		x.vals[i] = float32(i % 251)
 	}
-	r := &result{Checked: true}
-	batches := (s.keys + s.batch - 1) / s.batch
-	floorSeconds := 0.0
-	for round := range s.rounds + 1 {
-		ns, err := floor.measure(batches)
-		if err != nil {
-			return nil, err
-		}
-		cpu, start := cpuTime(), time.Now()
-		pushed, err := s.pass(ctx, batches, func(lo, hi int) (kv.Call, error) {
-			return w.Push(keys[lo:hi], vals[lo*s.values:hi*s.values], kv.NoCopy)
+	return x, nil
+}
+
+func (x *kvWorker) close() { x.w.Close() }
+
+func (x *kvWorker) do(ctx context.Context, what, _ string, _ time.Duration, batches int) ([]int64, error) {
+	switch what {
+	case askPush:
+		x.round++
+		return x.pass(ctx, batches, func(lo, hi int) (kv.Call, error) {
+			return x.w.Push(x.keys[lo:hi], x.vals[lo*x.values:hi*x.values], kv.NoCopy)
 		})
-		if err != nil {
-			return nil, fmt.Errorf("round %d: push: %w", round, err)
-		}
-		pulled, err := s.pass(ctx, batches, func(lo, hi int) (kv.Call, error) {
-			dst := got[lo*s.values : hi*s.values]
-			return w.Pull(keys[lo:hi], &dst, kv.NoCopy)
+	case askPull:
+		return x.pass(ctx, batches, func(lo, hi int) (kv.Call, error) {
+			dst := x.got[lo*x.values : hi*x.values]
+			return x.w.Pull(x.keys[lo:hi], &dst, kv.NoCopy)
 		})
-		if err != nil {
-			return nil, fmt.Errorf("round %d: pull: %w", round, err)
-		}
-		seconds := time.Since(start).Seconds()
-		cpu = cpuTime() - cpu
-		for i, v := range got {
-			if want := vals[i] * float32(round+1); v != want {
-				return nil, fmt.Errorf("round %d: key %d value %d: got %g, want %g", round, keys[i/s.values], i%s.values, v, want)
-			}
-			got[i] = -1
-		}
-		if round == 0 {
-			continue
-		}
-		for _, n := range ns {
-			floorSeconds += float64(n) / 1e9
-		}
-		r.Floor = append(r.Floor, ns...)
-		r.Ours = append(append(r.Ours, pushed...), pulled...)
-		r.Seconds += seconds
-		r.CPU += cpu.Seconds()
-		r.Bytes += int64(2*s.bytes(s.keys) + 8*s.keys)
 	}
-	out, in := s.floorBytes()
-	r.FloorBps = float64(s.rounds*batches) * float64(out+in) / floorSeconds
-	return r, nil
+	for i, v := range x.got {
+		if want := x.vals[i] * float32(x.round); v != want {
+			return nil, fmt.Errorf("round %d: key %d value %d: got %g, want %g", x.round-1, x.keys[i/x.values], i%x.values, v, want)
+		}
+		x.got[i] = -1
+	}
+	return nil, nil
 }
 
 // pass sends all batches, with flight requests in flight, and returns the time of each from its call to the end of its

@@ -10,18 +10,13 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// latency is one measurement of push_pull round trips.
+// latency has the sizes of round trips with tensors in host memory. With touch, both ends read and write every byte between round trips.
 type latency struct {
-	push, pull    int
-	iters, warmup int
-	rounds        int  // blocks of push_pulls and of the floor, alternating
-	stream        bool // on a GPU: tensors are made in a named stream
-	both          bool // on a GPU: timed rounds are prepared GPU exchanges
-	touch         bool // every byte is read and written between rounds
+	push, pull int
+	touch      bool
 }
 
 // page is the distance of the stamps in a tensor. The server's answer depends on the request in every page, without a
@@ -60,24 +55,24 @@ func fill(b []byte) {
 	}
 }
 
-// serve answers every batch with a buffer that has the stamps of the batch's seal.
-func (l *latency) serve(node *postoffice.Node) error {
+// newLatencyServer answers every batch with a buffer that has the stamps of the batch's seal.
+func newLatencyServer(l latency, node *postoffice.Node) (end, error) {
 	s, err := af.NewServer(node, af.ServerOptions{})
 	if err != nil {
-		return err
+		return nil, err
 	}
 	// Two buffers alternate, since one may still be being sent.
 	var bufs [2][]byte
 	for i := range bufs {
 		if bufs[i], err = alloc(node.Backend(), l.pull); err != nil {
-			return err
+			return nil, err
 		}
 		fill(bufs[i])
 	}
 	filled := slices.Clone(bufs[0])
 	turn := 0
 	answer := make([]af.KeyTensor, 1)
-	return s.Handle(func(b af.Batch) {
+	return idleServer{}, s.Handle(func(b af.Batch) {
 		var seq uint64
 		var pushed []byte
 		if p := b.Pushes(); len(p) > 0 && p[0].Val.Len() > 0 {
@@ -126,118 +121,77 @@ func alloc(b backend.Backend, n int) ([]byte, error) {
 	return m.Host(), nil
 }
 
-// measure makes the round trips with tensors in host memory.
-func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor, bare baseline) (*result, error) {
-	w, err := af.NewWorker(node, af.WorkerOptions{})
+// latencyWorker makes the round trips.
+type latencyWorker struct {
+	latency
+	w             *af.Worker
+	push, pull    []byte
+	filled, want  []byte // the first contents of push; the expected answer
+	pushes, pulls []af.KeyTensor
+	seq           uint64 // of round trips
+}
+
+func newLatencyWorker(l latency, node *postoffice.Node) (_ end, err error) {
+	x := &latencyWorker{latency: l, want: make([]byte, l.pull)}
+	if x.push, err = alloc(node.Backend(), l.push); err == nil {
+		x.pull, err = alloc(node.Backend(), l.pull)
+	}
 	if err != nil {
 		return nil, err
 	}
-	defer w.Close()
-	push, err := alloc(node.Backend(), l.push)
-	if err != nil {
-		return nil, err
-	}
-	pull, err := alloc(node.Backend(), l.pull)
-	if err != nil {
-		return nil, err
-	}
-	want := make([]byte, l.pull)
-	fill(want)
-	fill(push)
-	filled := slices.Clone(push)
-	pushes, pulls, err := l.tensors(backend.Bytes(push), backend.Bytes(pull), timedKey)
-	if err != nil {
-		return nil, err
-	}
-	each, seq := [][]af.KeyTensor{pulls}, uint64(0)
-	once := func() (int64, error) {
-		seq++
-		if l.touch {
-			copy(push, filled)
+	fill(x.want)
+	fill(x.push)
+	x.filled = slices.Clone(x.push)
+	for _, t := range []struct {
+		to  *[]af.KeyTensor
+		key uint64
+		b   []byte
+	}{{&x.pushes, timedKey, x.push}, {&x.pulls, timedKey + 1, x.pull}} {
+		if len(t.b) == 0 {
+			continue
 		}
-		stamp(push, seq)
+		v, err := af.FromBytes(t.b, af.Uint8, int64(len(t.b)))
+		if err != nil {
+			return nil, err
+		}
+		*t.to = []af.KeyTensor{{Key: t.key, Val: v}}
+	}
+	x.w, err = af.NewWorker(node, af.WorkerOptions{})
+	return x, err
+}
+
+func (x *latencyWorker) close() { x.w.Close() }
+
+// do makes n round trips, and checks every byte of each answer.
+func (x *latencyWorker) do(ctx context.Context, _, _ string, _ time.Duration, n int) ([]int64, error) {
+	ns := make([]int64, n)
+	for i := range ns {
+		x.seq++
+		if x.touch {
+			copy(x.push, x.filled)
+		}
+		stamp(x.push, x.seq)
 		start := time.Now()
-		h, err := w.PushPull(pushes, each)
+		h, err := x.w.PushPull(x.pushes, [][]af.KeyTensor{x.pulls})
 		if err == nil {
 			err = h.Wait(ctx)
 		}
-		d := int64(time.Since(start))
+		ns[i] = int64(time.Since(start))
 		if err != nil {
-			return 0, err
+			return nil, err
 		}
 		answer := uint64(0)
-		if l.push > 0 {
-			answer = seal(push)
+		if len(x.push) > 0 {
+			answer = seal(x.push)
 		}
-		stamp(want, answer)
-		if !bytes.Equal(pull, want) {
-			return 0, fmt.Errorf("round %d: the answer is not the one to this request", seq)
+		stamp(x.want, answer)
+		if !bytes.Equal(x.pull, x.want) {
+			return nil, fmt.Errorf("round %d: the answer is not the one to this request", x.seq)
 		}
-		clear(pull)
-		return d, nil
+		clear(x.pull)
 	}
-	return l.blocks(floor, bare, once, func() error { return nil })
+	return ns, nil
 }
 
 // timedKey is the key of a push tensor; the key of a pull tensor is the next number.
 const timedKey = 1
-
-// tensors returns the tensors of a push_pull. Memory without bytes gives none.
-func (l *latency) tensors(push, pull backend.Mem, key uint64) (pushes, pulls []af.KeyTensor, err error) {
-	one := func(m backend.Mem, key uint64) []af.KeyTensor {
-		if m.Len() == 0 || err != nil {
-			return nil
-		}
-		t, e := af.NewTensor(m, af.Uint8, int64(m.Len()))
-		err = e
-		return []af.KeyTensor{{Key: key, Val: t}}
-	}
-	pushes, pulls = one(push, key), one(pull, key+1)
-	if err == nil && len(pushes)+len(pulls) == 0 {
-		err = fmt.Errorf("%w: --push and --pull are both 0, want at least one byte", van.ErrInvalid)
-	}
-	return pushes, pulls, err
-}
-
-// blocks warms up, and measures in turns with the baselines. once makes a round trip and returns its nanoseconds. check
-// is called between the blocks and is not timed.
-func (l *latency) blocks(floor, bare baseline, once func() (int64, error), check func() error) (*result, error) {
-	if err := check(); err != nil {
-		return nil, err
-	}
-	for range l.warmup {
-		if _, err := once(); err != nil {
-			return nil, err
-		}
-	}
-	for _, b := range []baseline{floor, bare} {
-		if _, err := b.measure(l.warmup); err != nil {
-			return nil, err
-		}
-	}
-	r := &result{Checked: true}
-	for _, n := range blocks(l.iters, l.rounds)[1:] { // the first block was the warm-up
-		if err := check(); err != nil {
-			return nil, err
-		}
-		ns, err := floor.measure(n)
-		if err != nil {
-			return nil, err
-		}
-		r.Floor = append(r.Floor, ns...)
-		if ns, err = bare.measure(n); err != nil {
-			return nil, err
-		}
-		r.Bare = append(r.Bare, ns...)
-		before := cpuTime()
-		for range n {
-			d, err := once()
-			if err != nil {
-				return nil, err
-			}
-			r.Ours = append(r.Ours, d)
-		}
-		r.CPU += (cpuTime() - before).Seconds()
-	}
-	return r, check()
-}

@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/affinity"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -114,6 +115,9 @@ func (m *latencyRun) payload(p payload) error {
 	if p.push < 0 || p.pull < 0 || p.push > most || p.pull > most || p.push+p.pull == 0 {
 		return exit.Usage("bench: --push %d --pull %d: want 0 to %d bytes each, not both 0", p.push, p.pull, most)
 	}
+	if m.at.gpus != nil && min(p.push, p.pull) < 8 {
+		return exit.Usage("bench: --device gpu --push %d --pull %d: want at least 8 bytes each", p.push, p.pull)
+	}
 	iters, warmup := defaults(m.way, p.push+p.pull, c.Int("iters"), c.Int("warmup"))
 	rounds := c.Int("rounds")
 	if iters < 1 || warmup < 0 || rounds < 1 {
@@ -138,8 +142,7 @@ func (m *latencyRun) payload(p payload) error {
 	if c.Bool("load") {
 		defer busy()()
 	}
-	r, cpu, err := runCluster(c, m.host, m.at, 1, true,
-		"latency", p.push, p.pull, iters, warmup, rounds, m.at.stream, m.at.both, c.Bool("touch"))
+	r, cpu, err := m.measure(p, append([]int{warmup}, blocks(iters, rounds)[1:]...))
 	if err != nil {
 		return err
 	}
@@ -153,15 +156,44 @@ func (m *latencyRun) payload(p payload) error {
 	return show(c, rep)
 }
 
+// measure measures one pair of sizes in blocks, of which the first is the warm-up. Tensors on GPUs are those of bench afd.
+func (m *latencyRun) measure(p payload, blocks []int) (*result, map[string]float64, error) {
+	spec, form := []any{"latency", p.push, p.pull, m.c.Bool("touch")}, formPushPull
+	onGPUs := m.at.gpus != nil
+	if onGPUs {
+		spec = []any{"afd", p.push, p.pull, 1, 0}
+	}
+	if m.at.both {
+		form = formHosts
+	}
+	r := &result{Checked: true}
+	cpu, err := runCluster(m.c, m.host, m.at, 1, 1, true, func(servers, workers ranks) error {
+		ends := workers
+		if onGPUs { // servers take part in exchanges
+			ends = slices.Concat(workers, servers)
+		}
+		rows := []*row{{of: workers, line: askFloor + " - 0"}, {of: workers, line: askBare + " - 0"}, {of: ends, line: askCalls + " " + form + " 0"}}
+		err := inTurns(blocks, rows, func(int) {})
+		if err == nil {
+			r.Floor, r.Bare, r.Ours, r.CPU = rows[0].ns[0], rows[1].ns[0], rows[2].ns[0], rows[2].cpu[0].Seconds()
+		}
+		return err
+	}, spec...)
+	return r, cpu, err
+}
+
+// childLatency is a node of bench latency with tensors in host memory.
 func childLatency(c *cli.Context, node *postoffice.Node) error {
 	var l latency
-	if err := arguments(c, &l.push, &l.pull, &l.iters, &l.warmup, &l.rounds, &l.stream, &l.both, &l.touch); err != nil {
+	if err := arguments(c, &l.push, &l.pull, &l.touch); err != nil {
 		return err
 	}
 	cfg := node.Config()
-	x := floors{push: l.push, pull: l.pull, touch: l.touch, bare: cfg.VanType == zmq && cfg.EnableIPC == 0 && !onGPU(node), pairs: 1}
-	if onGPU(node) {
-		return childWithFloor(c, node, x, l.serveDevice, l.measureDevice)
-	}
-	return childWithFloor(c, node, x, l.serve, l.measure)
+	x := floors{push: l.push, pull: l.pull, touch: l.touch, bare: cfg.VanType == zmq && cfg.EnableIPC == 0, pairs: 1}
+	return childWithFloor(c, node, x, func(node *postoffice.Node) (end, error) {
+		if node.Role() == van.Server {
+			return newLatencyServer(l, node)
+		}
+		return newLatencyWorker(l, node)
+	})
 }

@@ -22,9 +22,8 @@ const (
 
 // place says where the tensors of a benchmark are. The zero place is host memory.
 type place struct {
-	gpus   []int // of the worker and of the server; nil for host memory
-	stream bool  // the stream that makes the tensors is named
-	both   bool  // both ends prepare their exchanges, which their CPUs make
+	gpus []int // of the worker and of the server; nil for host memory
+	both bool  // both ends prepare their exchanges, which their CPUs make
 }
 
 // newPlace reads the options. look lists the machine's GPUs.
@@ -34,7 +33,7 @@ func newPlace(c *cli.Context, look func() ([]backend.Info, error)) (place, error
 	}
 	switch c.String("device") {
 	case cpu:
-		for _, name := range []string{"gpus", "stream", "prepared"} {
+		for _, name := range []string{"gpus", "prepared"} {
 			if c.IsSet(name) {
 				return usage("--%s wants --device gpu", name)
 			}
@@ -58,7 +57,7 @@ func newPlace(c *cli.Context, look func() ([]backend.Info, error)) (place, error
 	if err != nil {
 		return place{}, fmt.Errorf("bench: --device gpu: %w", err)
 	}
-	p := place{gpus: asked, stream: c.Bool("stream"), both: c.Bool("prepared")}
+	p := place{gpus: asked, both: c.Bool("prepared")}
 	if p.gpus == nil {
 		p.gpus = []int{0, min(1, len(have)-1)}
 	}

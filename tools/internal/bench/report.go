@@ -5,6 +5,13 @@ import (
 	"io"
 )
 
+// result has the times of round trips, the floor, and libzmq alone.
+type result struct {
+	Ours, Floor, Bare []int64
+	CPU               float64 // seconds of the worker in the measured part
+	Checked           bool
+}
+
 // latencyReport is the JSON line of bench latency.
 type latencyReport struct {
 	Van string `json:"van"`
@@ -35,7 +42,6 @@ type latencyReport struct {
 type where struct {
 	Device   string `json:"device"`             // "cpu" or "gpu"
 	GPUs     []int  `json:"gpus,omitempty"`     // the worker's and the server's
-	Stream   bool   `json:"stream,omitempty"`   // whether the stream of the tensors is named
 	Prepared bool   `json:"prepared,omitempty"` // by both ends
 	Note     string `json:"note,omitempty"`     // a reservation about the figures
 }
@@ -52,7 +58,7 @@ type bareReport struct {
 
 func newLatencyReport(van string, at place, p payload, iters int, r *result, cpu map[string]float64) *latencyReport {
 	ours, floor := summarize(r.Ours), summarize(r.Floor)
-	rep := &latencyReport{Van: van, where: where{at.device(), at.gpus, at.stream, at.both, at.note()}, PushBytes: p.push, PullBytes: p.pull, Iters: iters,
+	rep := &latencyReport{Van: van, where: where{at.device(), at.gpus, at.both, at.note()}, PushBytes: p.push, PullBytes: p.pull, Iters: iters,
 		quantiles: ours, FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
 		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
 	if len(r.Bare) > 0 {
@@ -73,11 +79,8 @@ func (r *latencyReport) print(w io.Writer) error {
 	switch {
 	case r.GPUs != nil:
 		how := ""
-		if r.Stream {
-			how += ", in streams"
-		}
 		if r.Prepared {
-			how += ", prepared by both ends"
+			how = ", prepared by both ends"
 		}
 		on, checked = fmt.Sprintf(" (gpu:%d and gpu:%d%s)", r.GPUs[0], r.GPUs[1], how), "values checked around each block"
 	case r.RDMA != nil:

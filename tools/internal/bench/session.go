@@ -5,7 +5,6 @@ package bench
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -74,12 +73,18 @@ func runSession(c *cli.Context) error {
 	if c.Bool("check") && !judged {
 		return exit.Usage("bench session: --check wants --van local and 4 ranks: there is a goal for that")
 	}
-	r, cpu, err := runCluster(c, c.String("host"), place{}, n, false, "session", iters, rounds)
+	var rows []*row
+	cpu, err := runCluster(c, c.String("host"), place{}, n, 1, false, func(_, workers ranks) error {
+		for _, what := range []string{askCall, askOne, askAll} {
+			rows = append(rows, &row{of: workers, line: what, each: iters})
+		}
+		return inTurns(make([]int, rounds+1), rows, func(int) {})
+	}, "session")
 	if err != nil {
 		return err
 	}
-	rep := &sessionReport{Van: c.String("van"), Ranks: n, Calls: len(r.Ours), Call: summarize(r.Ours), PushPull: summarize(r.Floor),
-		All: summarize(r.Bare), CPU: cpu, Checked: r.Checked}
+	rep := &sessionReport{Van: c.String("van"), Ranks: n, Calls: iters * rounds, Call: summarize(rows[0].ns[0]), PushPull: summarize(rows[1].ns[0]),
+		All: summarize(rows[2].ns[0]), CPU: cpu, Checked: true}
 	rep.RatioP50, rep.RatioAll = rep.Call.P50/rep.PushPull.P50, rep.Call.P50/rep.All.P50
 	var v verdict
 	if judged {
@@ -108,11 +113,14 @@ func (r *sessionReport) print(w io.Writer) error {
 	return err
 }
 
+// Measurements of bench session: calls, and push_pulls with the first server and with all servers.
+const (
+	askCall = "call"
+	askOne  = "one"
+	askAll  = "all"
+)
+
 func childSession(c *cli.Context, node *postoffice.Node) error {
-	var iters, rounds int
-	if err := arguments(c, &iters, &rounds); err != nil {
-		return err
-	}
 	switch node.Role() {
 	case van.Server:
 		server, err := af.NewServer(node, af.ServerOptions{})
@@ -139,68 +147,63 @@ func childSession(c *cli.Context, node *postoffice.Node) error {
 		}
 		return r.Serve(c.Context)
 	case van.Worker:
-		r, err := measureSession(c.Context, node, iters, rounds)
-		if err != nil {
-			return err
-		}
-		return json.NewEncoder(c.App.Writer).Encode(r)
+		return callRanks(c, node)
 	}
 	return nil
 }
 
-// measureSession times blocks of calls, of push_pulls with the first server, and of push_pulls with all servers, after
-// one block of each to warm up.
-func measureSession(ctx context.Context, node *postoffice.Node, iters, rounds int) (*result, error) {
+// callRanks makes the calls that the parent asks for, and checks at the end that the ranks have run all of them.
+func callRanks(c *cli.Context, node *postoffice.Node) error {
+	ctx := c.Context
 	w, err := af.NewWorker(node, af.WorkerOptions{})
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer w.Close()
 	s, err := session.Open(ctx, node, session.Options{})
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer s.Close()
-	call := func() error {
+	calls := int64(0)
+	do := map[string]func() error{askOne: pushPuller(ctx, w, 1, af.To{0}), askAll: pushPuller(ctx, w, s.Ranks()), askCall: func() error {
+		calls++
 		h, err := s.Call(ctx, "nothing")
 		if err == nil {
 			err = h.Wait(ctx)
 			s.Kill(h)
 		}
 		return err
-	}
-	one, all := pushPuller(ctx, w, 1, af.To{0}), pushPuller(ctx, w, s.Ranks())
-	r := &result{Checked: true}
-	for round := range rounds + 1 {
-		for _, x := range []struct {
-			ns *[]int64
-			do func() error
-		}{{&r.Ours, call}, {&r.Floor, one}, {&r.Bare, all}} {
-			for range iters {
-				start := time.Now()
-				if err := x.do(); err != nil {
-					return nil, err
-				}
-				if round > 0 {
-					*x.ns = append(*x.ns, int64(time.Since(start)))
-				}
+	}}
+	var what string
+	var n int
+	if err := answerLines(c, func() (*answer, error) {
+		a := &answer{NS: make([]int64, n)}
+		for i := range a.NS {
+			start := time.Now()
+			if err := do[what](); err != nil {
+				return nil, err
 			}
+			a.NS[i] = int64(time.Since(start))
 		}
+		return a, nil
+	}, &what, &n); err != nil {
+		return err
 	}
 	h, err := s.Call(ctx, "how often")
 	if err != nil {
-		return nil, err
+		return err
 	}
 	for rank := range s.Ranks() {
 		v, err := s.Get(ctx, h, rank)
 		if err != nil {
-			return nil, err
+			return err
 		}
-		if want := int64(iters * (rounds + 1)); v != want {
-			return nil, fmt.Errorf("bench: rank %d has run %v calls, want %d", rank, v, want)
+		if v != calls {
+			return fmt.Errorf("bench: rank %d has run %v calls, want %d", rank, v, calls)
 		}
 	}
-	return r, s.Shutdown(ctx)
+	return s.Shutdown(ctx)
 }
 
 // pushPuller returns a function that makes one checked push_pull of 1 KiB with n servers.

@@ -91,13 +91,7 @@ func runWindow(c *cli.Context) error {
 	if at.gpus != nil && !c.IsSet("size") {
 		sizes = windowGPUSizes
 	}
-	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
-	defer cancel()
 	rdma, host, err := rdmaOf(c)
-	if err != nil {
-		return err
-	}
-	cl, err := startCluster(ctx, c, host, at, 1, 2, "window", slices.Max(sizes))
 	if err != nil {
 		return err
 	}
@@ -108,30 +102,29 @@ func runWindow(c *cli.Context) error {
 		fmt.Fprintf(c.App.Writer, "two ranks over %s, microseconds, data checked\n%9s %6s   %9s %9s %9s %9s   %9s %9s   %9s %9s %6s goal\n", over,
 			"bytes", "iters", "trip p50", "p90", "p99", "max", "one way", "p99", "floor p50", "p99", "ratio")
 	}
-	for _, size := range sizes {
-		var r interface {
-			judge(v *verdict)
-			shown
+	if _, err = runCluster(c, host, at, 1, 2, false, func(_, workers ranks) error {
+		for _, size := range sizes {
+			var r interface {
+				judge(v *verdict)
+				shown
+			}
+			var err error
+			if at.gpus != nil {
+				r, err = measureWindowGPU(c, workers, at, size)
+			} else {
+				r, err = measureWindow(c, workers, over, rdma, size)
+			}
+			if err != nil {
+				return err
+			}
+			r.judge(&v)
+			if err = show(c, r); err != nil {
+				return err
+			}
 		}
-		if at.gpus != nil {
-			r, err = measureWindowGPU(c, cl, at, size)
-		} else {
-			r, err = measureWindow(c, cl, over, rdma, size)
-		}
-		if err != nil {
-			cancel() // ends processes that still wait
-			break
-		}
-		r.judge(&v)
-		if err = show(c, r); err != nil {
-			break
-		}
-	}
-	if _, failed := cl.wait(); err == nil {
-		err = failed
-	}
-	if err != nil {
-		return fmt.Errorf("bench window: %w", err)
+		return nil
+	}, "window", slices.Max(sizes)); err != nil {
+		return err
 	}
 	return v.check(c)
 }
@@ -148,7 +141,7 @@ func (r *windowReport) judge(v *verdict) {
 }
 
 // measureWindow measures one size, in blocks. rdma is nil unless the van is ibverbs.
-func measureWindow(c *cli.Context, cl *processes, over string, rdma *rdmaRun, size int) (*windowReport, error) {
+func measureWindow(c *cli.Context, workers ranks, over string, rdma *rdmaRun, size int) (*windowReport, error) {
 	iters := c.Int("iters")
 	if iters == 0 {
 		moved := 1 << 30
@@ -194,7 +187,7 @@ func measureWindow(c *cli.Context, cl *processes, over string, rdma *rdmaRun, si
 		if err != nil {
 			return nil, err
 		}
-		got, err := cl.last(2).askEach(fmt.Sprint(size, n))
+		got, err := workers.askEach(fmt.Sprint(size, n))
 		if err != nil {
 			return nil, err
 		}

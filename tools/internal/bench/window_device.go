@@ -27,12 +27,11 @@ var windowGPUGoals = map[int]float64{917504: 1.2, 1835008: 1.2}
 
 var windowGPUSizes = []int{1 << 10, 917504, 1835008, 16 << 20}
 
-// Requests to a rank.
+// Requests to a rank, besides askFloor: size and number; rank 0 answers with the nanoseconds of each round trip.
 const (
 	askTrips   = "trips"   // size and number: the begin or the end of each way from rank 0, and on rank 0 the nanoseconds of each round trip
 	askStreams = "streams" // the same in streams
 	askAhead   = "ahead"   // size and number: on rank 0 the nanoseconds of all
-	askFloor   = "floor"   // size and number: on rank 0 the nanoseconds of each round trip
 )
 
 // windowGPUReport is the JSON line of bench window --device gpu. Quantiles are in microseconds.
@@ -60,7 +59,7 @@ func (r *windowGPUReport) String() string {
 }
 
 // measureWindowGPU measures one size, in blocks.
-func measureWindowGPU(c *cli.Context, cl *processes, at place, size int) (*windowGPUReport, error) {
+func measureWindowGPU(c *cli.Context, workers ranks, at place, size int) (*windowGPUReport, error) {
 	iters := c.Int("iters")
 	if iters == 0 {
 		iters = min(max(8<<30/(size+1<<20), 100), 4000)
@@ -71,7 +70,7 @@ func measureWindowGPU(c *cli.Context, cl *processes, at place, size int) (*windo
 		var got [4][]answer
 		for i, what := range []string{askFloor, askTrips, askStreams, askAhead} {
 			var err error
-			if got[i], err = cl.last(2).askEach(fmt.Sprint(what, " ", size, n)); err != nil {
+			if got[i], err = workers.askEach(fmt.Sprint(what, " ", size, n)); err != nil {
 				return nil, err
 			}
 		}
