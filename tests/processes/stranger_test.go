@@ -7,10 +7,13 @@ import (
 	"io"
 	"net"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // hello is the first bytes of a ZMTP 3.1 peer with a DEALER.
@@ -22,6 +25,20 @@ func hello() []byte {
 		ready = append(binary.BigEndian.AppendUint32(ready, uint32(len(x[1]))), x[1]...)
 	}
 	return append(append(b, 4, byte(len(ready))), ready...)
+}
+
+// greet does the handshake: libzmq takes no message before its own part of it is written. No byte of that part is left unread, since the
+// kernel would reset the connection when it is closed.
+func greet(conn net.Conn) error {
+	if _, err := conn.Write(hello()); err != nil {
+		return err
+	}
+	var head [66]byte
+	if _, err := io.ReadFull(conn, head[:]); err != nil {
+		return err
+	}
+	_, err := io.CopyN(io.Discard, conn, int64(head[65]))
+	return err
 }
 
 // TestEndlessMessage: an unknown peer whose message never ends loses its connection before the message costs much memory,
@@ -65,8 +82,7 @@ func endless(t *testing.T, p *real.Process) (sent int, err error) {
 	try(t, err)
 	defer conn.Close()
 	try(t, conn.SetDeadline(time.Now().Add(soon)))
-	_, err = conn.Write(hello())
-	try(t, err)
+	try(t, greet(conn))
 	ended := make(chan error, 1)
 	go func() {
 		_, err := io.Copy(io.Discard, conn) // until the other side has closed
@@ -86,4 +102,97 @@ func endless(t *testing.T, p *real.Process) (sent int, err error) {
 		_ = conn.Close()
 	}
 	return sent, errors.Join(err, <-ended)
+}
+
+// TestAddressOfAMember: an unknown process names the address of a member. Its registrations, with and without an identity, replace no
+// member that is stopped for half of the heartbeat timeout (A6). Registrations and questions under another spelling of the address
+// disconnect no member (A12). With a cluster secret they fail in the handshake; the log has few of them.
+func TestAddressOfAMember(t *testing.T) {
+	for name, env := range map[string][]string{"no secret": nil, "secret": {"STEPAF_SECRET=correct horse battery staple"}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			env = append(env, "PS_HEARTBEAT_INTERVAL=1", "PS_HEARTBEAT_TIMEOUT=60") // a loaded machine does not stop a process for that long
+			c := start(t, real.Options{Workers: 2, Leg: real.TCP, Env: env, Loads: patient})
+			try(t, c.Works(20, soon))
+			scheduler, victim := c.Get("scheduler", 0), c.Get("worker", 1)
+			port, err := victim.Port()
+			try(t, err)
+			at, err := scheduler.Port()
+			try(t, err)
+			identity := (&van.NodeExtension{Incarnation: 0x6666}).Encode()
+			sent := [][]byte{
+				registration("127.0.0.1", port, nil), registration("127.0.0.1", port, identity),
+				registration("0.0.0.0", port, nil), registration("0.0.0.0", port, identity),
+				control(van.Heartbeat, membership.Question(0x6666, fmt.Sprintf("0.0.0.0:%d", port), "list")),
+				control(van.Heartbeat, membership.Question(0x6666, fmt.Sprintf("[::ffff:0.0.0.0]:%d", port), "list")),
+			}
+			try(t, victim.Stop())
+			tick := time.NewTicker(250 * time.Millisecond)
+			defer tick.Stop()
+			tries := 0
+			for range 20 { // more than two heartbeats and a second
+				<-tick.C
+				for _, m := range sent {
+					try(t, says(at, m, len(env) == 3))
+					tries++
+				}
+			}
+			try(t, victim.Continue())
+			try(t, c.Works(50, soon))
+			for _, p := range c.All() {
+				if s := p.State(); s.Fenced != "" || s.Ended || s.Stats.Failed > 0 {
+					t.Errorf("%s: %+v", p, s)
+				}
+				for _, bad := range []string{"peer lost", "peer is back", "addr=tcp://0.0.0.0"} {
+					if strings.Contains(p.Log(), bad) {
+						t.Errorf("the log of %s has %q:\n%s", p, bad, p.Log())
+					}
+				}
+			}
+			lines := strings.Count(scheduler.Log(), "it has no cluster secret")
+			if named := len(env) == 3; named != (lines > 0) || lines > 16 { // the 1st, 2nd, 4th ... with and without a known address
+				t.Errorf("the log has %d lines of %d tries without the secret", lines, tries)
+			}
+			if len(c.All()) != 4 {
+				t.Errorf("%d processes, want 4", len(c.All()))
+			}
+			try(t, c.Finish(soon))
+		})
+	}
+}
+
+// control is a control message of an unknown process, as a frame.
+func control(cmd van.Command, body []byte, nodes ...van.Node) []byte {
+	m := &van.Message{}
+	m.Reset()
+	m.Control.Cmd, m.Control.Nodes, m.Body, m.Timestamp = cmd, nodes, body, 1
+	b := make([]byte, m.EncodedLen())
+	_ = m.EncodeTo(b)
+	return append(binary.BigEndian.AppendUint64([]byte{2}, uint64(len(b))), b...)
+}
+
+// registration is that of a worker.
+func registration(host string, port int, identity []byte) []byte {
+	return control(van.AddNode, nil, van.Node{Role: van.Worker, ID: van.Empty, Hostname: host, Port: port, Ports: []int32{int32(port)},
+		DevTypes: []int32{0}, DevIDs: []int32{0}, AuxID: -1, Endpoint: identity})
+}
+
+// says sends a message to a port. If refused is set, it waits until the other side has ended the connection.
+func says(port int, message []byte, refused bool) error {
+	conn, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	if err := conn.SetDeadline(time.Now().Add(soon)); err != nil {
+		return err
+	}
+	switch err := greet(conn); {
+	case refused && err != nil && !errors.Is(err, os.ErrDeadlineExceeded):
+		return nil
+	case refused || err != nil:
+		return fmt.Errorf("the handshake without the secret: %w", err)
+	}
+	_, err = conn.Write(message)
+	return err
 }
