@@ -9,6 +9,7 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -87,6 +88,7 @@ func TestInvalidDirectory(t *testing.T) {
 		{"a byte more", true, func(m *van.Message) { m.Body = append(m.Body, 0) }, []string{"directory[2]", "length = 1, want at least 24 bytes"}},
 		{"a long value", true, func(m *van.Message) { binary.LittleEndian.PutUint32(m.Body[8:], math.MaxInt32+1) }, []string{"directory[0] (key 1152921504606846976) bytes = 2147483648", "at most 2147483647"}},
 		{"another length", true, func(m *van.Message) { m.Body[8]++ }, []string{"0 6 0", "0, 7 and 0, as the directory says"}},
+		{"a value more", true, func(m *van.Message) { m.Vals = backend.Bytes([]byte("valuesX")) }, []string{"0 7 0", "0, 6 and 0, as the directory says"}},
 		{"values missing", true, func(m *van.Message) { m.Vals = backend.Mem{} }, []string{"0, 6 and 0, as the directory says"}},
 		{"keys", true, func(m *van.Message) { m.Keys = backend.Bytes(make([]byte, 8)) }, []string{"0, 6 and 0"}},
 		{"an unknown kind", true, func(m *van.Message) { m.Body[12] = 2 }, []string{"directory[0] (key 1152921504606846976) kind"}},
@@ -126,6 +128,44 @@ func TestLastTimestamps(t *testing.T) {
 	}
 	if ts := r.Parts[2].Timestamp; ts != math.MaxInt32 {
 		t.Errorf("the last part has timestamp %d, want %d", ts, math.MaxInt32)
+	}
+}
+
+// holder counts the users of memory.
+type holder struct{ n int }
+
+func (h *holder) Retain()  { h.n++ }
+func (h *holder) Release() { h.n-- }
+
+// TestKeepParts: a copy of a batch retains the memory of its values until Drop, and its directory does not change with the original's.
+func TestKeepParts(t *testing.T) {
+	var h holder
+	value := []byte("a value that is longer than short frames, which are copied")
+	src, kept, short := batch(true), &van.Message{}, [van.MaxFrames][van.CopyBelow]byte{}
+	for i := range src.Parts[:2] {
+		src.Parts[i].Vals = backend.At(unsafe.Pointer(&value[0]), len(value), backend.Host, &h)
+	}
+	kept.Keep(src, &short)
+	if src.Parts[0].Key = 99; h.n != 2 || len(kept.Parts) != 3 || kept.Parts[0].Key == 99 || !bytes.Equal(kept.Parts[0].Vals.Host(), value) {
+		t.Errorf("kept with %d users of its memory, want 2: %+v", h.n, kept.Parts)
+	}
+	if kept.Drop(); h.n != 0 {
+		t.Errorf("%d users of the memory are left after Drop", h.n)
+	}
+}
+
+// TestCheckOnHost: a frame or a value of a batch on a device is an error that names it.
+func TestCheckOnHost(t *testing.T) {
+	gpu := backend.At(unsafe.Pointer(new([6]byte)), 6, backend.Device{Type: backend.GPU, ID: 3}, nil)
+	inBatch, inFrame := batch(false), &van.Message{Frames: 2, Vals: gpu}
+	inBatch.Parts[1].Vals = gpu
+	for _, x := range []struct {
+		m    *van.Message
+		want string
+	}{{batch(true), ""}, {inBatch, "the value of key 2 lies on gpu:3"}, {inFrame, "frame 1 lies on gpu:3"}} {
+		if err := x.m.CheckOnHost(); x.want == "" && err != nil || x.want != "" && (!errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), x.want)) {
+			t.Errorf("%v, want %q", err, x.want)
+		}
 	}
 }
 

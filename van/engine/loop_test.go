@@ -272,14 +272,14 @@ func TestStopFromDeliveries(t *testing.T) {
 		src.close()
 		ctx, cancel := context.WithTimeout(context.Background(), deadline)
 		defer cancel()
-		errs <- l.Stop(Within(ctx, turn))
+		errs <- errors.Join(l.Stop(Within(ctx, turn)), ctx.Err())
 	})
 	l.Start()
 	src.c <- item{&a, 0, 0}
 	src.c <- item{&b, 1, 0}
 	for range 2 {
-		if err := <-errs; !errors.Is(err, ErrInDeliver) {
-			t.Errorf("Stop in a delivery: %v, want %v", err, ErrInDeliver)
+		if err := <-errs; !errors.Is(err, ErrInDeliver) || errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("Stop in a delivery: %v, want %v before the deadline", err, ErrInDeliver)
 		}
 	}
 	stop(t, l, src)
@@ -306,7 +306,7 @@ func TestStopWaitsForOthers(t *testing.T) {
 			if !ended.Load() {
 				t.Error("Stop has not waited for the other delivery")
 			}
-			stopped <- err
+			stopped <- errors.Join(err, ctx.Err())
 			return
 		}
 		// Until the other delivery waits for this one only.
@@ -325,8 +325,8 @@ func TestStopWaitsForOthers(t *testing.T) {
 	l.Start()
 	src.c <- item{&a, 0, 0}
 	src.c <- item{&b, 1, 0}
-	if err := <-stopped; !errors.Is(err, ErrInDeliver) {
-		t.Errorf("Stop in a delivery: %v, want %v", err, ErrInDeliver)
+	if err := <-stopped; !errors.Is(err, ErrInDeliver) || errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Stop in a delivery: %v, want %v before the deadline", err, ErrInDeliver)
 	}
 	stop(t, l, src)
 }

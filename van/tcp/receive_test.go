@@ -60,6 +60,59 @@ func invalidate(t *testing.T, options func(*van.Options)) {
 	}
 }
 
+// TestAnsweredElsewhere: an answer that does not fit the memory of its pull arrives elsewhere, and nothing is expected there any more.
+func TestAnsweredElsewhere(t *testing.T) {
+	worker, server := pair(t, nil)
+	for i, n := range []int{0, 5, placeFrom + 1} {
+		pull := dataMessage(8, 1, true, false, nil)
+		answer := dataMessage(9, 1, false, false, pattern(n, i))
+		pull.Into = backend.Bytes(make([]byte, placeFrom))
+		pulls, answers := batch(8, 2, false, nil, values(placeFrom, placeFrom)...), batch(9, 2, false, nil, values(n, n)...)
+		pulls.Request = true
+		for k := range pulls.Parts {
+			pulls.Parts[k].Vals, pulls.Parts[k].Into = backend.Mem{}, backend.Bytes(make([]byte, placeFrom))
+		}
+		pulls.WriteDirectory()
+		for _, x := range [][2]*van.Message{{pull, answer}, {pulls, answers}} {
+			worker.must(x[0])
+			server.next().Release()
+			if worker.own.places.Expected() == 0 {
+				t.Fatal("no answer is expected")
+			}
+			server.must(x[1])
+			m := worker.next()
+			if m.Placed || m.PayloadLen() != x[1].PayloadLen() {
+				t.Errorf("an answer of %d bytes arrived as %d, placed: %t", x[1].PayloadLen(), m.PayloadLen(), m.Placed)
+			}
+			if m.Release(); worker.own.places.Expected() != 0 {
+				t.Errorf("%d answers are expected after an answer of %d bytes", worker.own.places.Expected(), n)
+			}
+		}
+	}
+}
+
+// TestCutWhileReceiving: a message whose connection breaks in the middle of a value gives back what it has, also the place of an answer.
+func TestCutWhileReceiving(t *testing.T) {
+	const size = 1 << 20
+	worker, server := pair(t, nil)
+	pull := dataMessage(8, 1, true, false, nil)
+	pull.Into = backend.Bytes(make([]byte, size))
+	worker.must(pull)
+	server.next().Release()
+	for _, ts := range []int{1, 2} { // the second answer has no place
+		raw := rawAnswer(t, server, worker, ts, pattern(size, 3))
+		raw.write(size / 2)
+		vantest.Eventually(t, limit, "the first half arrives", func() bool { return worker.lacks(size / 2) })
+		_ = raw.c.Close()
+		vantest.Eventually(t, limit, "the message is given back", func() bool {
+			n := &worker.own
+			n.mu.Lock()
+			defer n.mu.Unlock()
+			return len(n.free) == 1 && len(n.free[0].spots) == 0 && (ts == 1 || n.kept >= size)
+		})
+	}
+}
+
 // TestInvalidatedOnArrival: memory is taken back between the arrival of an answer's head and the copy of those bytes of the value that arrived with
 // it. These bytes and the rest of the value are dropped, and the next message arrives intact.
 func TestInvalidatedOnArrival(t *testing.T) {
@@ -252,17 +305,25 @@ func malformed(t *testing.T, options func(*van.Options)) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	directory, err := batch(8, 1, true, nil, values(3, 5)...).AppendTo(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
 	frame := func(h head, rest ...byte) []byte { return append(h.append(nil), rest...) }
 	for name, c := range map[string]struct {
 		bytes []byte
 		says  string
 	}{
-		"long meta":      {frame(head{meta: 1 << 31}), "length of the meta"},
-		"long values":    {frame(head{meta: len(meta), frames: 2, vals: 1 << 40}), "length of the values"},
-		"one frame":      {frame(head{meta: len(meta), frames: 1}), "data frames"},
-		"keys no frames": {frame(head{meta: len(meta), keys: 8}), "data frames"},
-		"no meta":        {frame(head{}), "meta length"},
-		"wrong meta":     {frame(head{meta: len(meta)}, bytes.Repeat([]byte{0xff}, len(meta))...), "body_size"},
+		"long meta":       {frame(head{meta: 1 << 31}), "length of the meta"},
+		"long values":     {frame(head{meta: len(meta), frames: 2, vals: 1 << 40}), "length of the values"},
+		"one frame":       {frame(head{meta: len(meta), frames: 1}), "data frames"},
+		"keys no frames":  {frame(head{meta: len(meta), keys: 8}), "data frames"},
+		"no meta":         {frame(head{}), "meta length"},
+		"short batch":     {frame(head{meta: len(directory), frames: batchFrames, vals: 7}, append(directory, "1234567"...)...), "length of the values = 7, want 8"},
+		"long batch":      {frame(head{meta: len(directory), frames: batchFrames, vals: 9}, append(directory, "123456789"...)...), "length of the values = 9, want 8"},
+		"batch in frames": {frame(head{meta: len(directory), frames: 2, vals: 8}, append(directory, "12345678"...)...), "data frames = 2, want 4"},
+		"no batch":        {frame(head{meta: len(meta), frames: batchFrames}, meta...), "data frames = 4"},
+		"wrong meta":      {frame(head{meta: len(meta)}, bytes.Repeat([]byte{0xff}, len(meta))...), "body_size"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			worker, server := pair(t, options)
