@@ -75,6 +75,7 @@ var (
 	errNotRequired   = fmt.Errorf("%w: it requires the cluster's secret (STEPAF_AUTH=require), and STEPAF_AUTH is not require here", van.ErrUnauthenticated)
 	errOtherSecret   = fmt.Errorf("%w: its secret (STEPAF_SECRET_FILE) or its STEPAF_CLUSTER_ID is another one", van.ErrUnauthenticated)
 	errCutOff        = fmt.Errorf("%w: it ended the handshake before it proved the cluster's secret", van.ErrUnauthenticated)
+	errNotZMTP       = fmt.Errorf("%w: it does not speak ZMTP 3", van.ErrUnauthenticated)
 	errMaybeSecret   = fmt.Errorf("%w: it ended the handshake; its secret (STEPAF_SECRET_FILE) may be missing or another one, or its STEPAF_CLUSTER_ID another one", van.ErrUnauthenticated)
 )
 

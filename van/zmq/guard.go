@@ -71,7 +71,7 @@ func newGuard(n *shared, flow *flow, ctx *zmq4.Context, z *zmq4.Socket, serial, 
 	}
 	g := &guard{n: n, budget: budget, port: port, listens: listener(port), drained: flow.drained.Load, crowd: newCrowd(n), conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
 	if g.raw, err = g.poll.SyscallConn(); err == nil {
-		g.mon, err = newMonitor(ctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_ACCEPT_FAILED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED|handshakeFailed)
+		g.mon, err = newMonitor(ctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_ACCEPT_FAILED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED|zmq4.EVENT_HANDSHAKE_SUCCEEDED|handshakeFailed)
 	}
 	if err != nil {
 		_ = g.poll.Close()
@@ -99,26 +99,68 @@ func (g *guard) close() {
 	g.wg.Wait()
 }
 
+// handshakes assigns libzmq's reports of handshakes to the ends of connections. libzmq does not say which connection a report is about, and
+// does not report a connection that does not begin with ZMTP 3.
+type handshakes struct {
+	failed []error  // handshakes that failed and whose connections have not ended
+	proved int      // handshakes that succeeded, less ended connections to which they are assigned
+	silent []string // hosts of ended connections that have sent no message and have no failed handshake
+}
+
 // follow tracks the accepted connections through libzmq's events.
 func (g *guard) follow() {
-	var failed []error // handshakes whose connections have not ended yet; libzmq does not say which these are
+	var h handshakes
+	g.mon.idle = func(try uint64) { h.settle(g, try) }
 	g.mon.follow(func(event zmq4.Event, value int) {
 		switch event {
 		case zmq4.EVENT_ACCEPTED:
 			g.accepted(value)
 		case zmq4.EVENT_ACCEPT_FAILED:
 			g.notAccepted()
+		case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
+			h.proved++
 		case zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq4.EVENT_HANDSHAKE_FAILED_AUTH, zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
 			if err := g.n.handshakeError(event, value, true); err != nil {
-				failed = append(failed, err)
+				h.failed = append(h.failed, err)
 			}
 		case zmq4.EVENT_DISCONNECTED, zmq4.EVENT_CLOSED:
-			if host, silent := g.gone(value); silent && len(failed) > 0 {
-				g.n.refused("unknown", host, failed[0])
-				failed = failed[1:]
+			host, silent := g.gone(value)
+			switch {
+			case !silent:
+				h.proved--
+			case len(h.failed) > 0:
+				g.n.refused("unknown", host, h.failed[0])
+				h.failed = h.failed[1:]
+			case g.n.curve != nil && event == zmq4.EVENT_DISCONNECTED:
+				h.silent = append(h.silent, host)
 			}
 		}
 	})
+}
+
+// settle counts the ended silent connections that are more than the successful handshakes without a message: these ended before a
+// handshake. Call number try of mon.next has found no event, so libzmq's reports about all connections that were heard before it have been
+// read.
+func (h *handshakes) settle(g *guard, try uint64) {
+	if len(h.silent) == 0 {
+		return
+	}
+	proved := h.proved // on connections that have sent nothing, or have ended
+	g.mu.Lock()
+	for _, in := range g.conns {
+		if in.taken > 0 && !in.gone && in.heardAt < try {
+			proved--
+		}
+	}
+	g.mu.Unlock()
+	for _, host := range h.silent {
+		if proved > 0 { // for example a probe
+			proved, h.proved = proved-1, h.proved-1
+			continue
+		}
+		g.n.refused("unknown", host, errNotZMTP)
+	}
+	h.silent = h.silent[:0]
 }
 
 func (g *guard) accepted(fd int) {
@@ -219,6 +261,9 @@ func (g *guard) heard(fd int, size int64, name peerName) {
 		if info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO); err == nil && int64(info.Bytes_received) < in.taken+size {
 			return // the present connection has not received that many bytes: the message arrived on a former one
 		}
+	}
+	if in.taken == 0 {
+		in.heardAt = g.mon.tries.Load()
 	}
 	in.name = name
 	in.taken += size

@@ -12,15 +12,16 @@ import (
 
 // incoming is an accepted connection.
 type incoming struct {
-	fd     int
-	cookie uint64
-	since  time.Time  // the time at which it was accepted
-	host   netip.Addr // of the peer
-	name   peerName   // the sender's name in its messages
-	member *conn      // nil: the connection is unauthenticated
-	taken  int64      // bytes of the messages that have arrived on it
-	held   int64      // bytes received that were not handed up
-	ended  bool       // the guard has shut it down, and libzmq has not noticed yet
+	fd      int
+	cookie  uint64
+	since   time.Time  // the time at which it was accepted
+	host    netip.Addr // of the peer
+	name    peerName   // the sender's name in its messages
+	member  *conn      // nil: the connection is unauthenticated
+	heardAt uint64     // guard.mon.tries when the first message arrived
+	taken   int64      // bytes of the messages that have arrived on it
+	held    int64      // bytes received that were not handed up
+	ended   bool       // the guard has shut it down, and libzmq has not noticed yet
 
 	// libzmq has reported that the connection of this descriptor has ended, but the descriptor is open: libzmq
 	// will close it, or it belongs to the next connection already, whose event follows.

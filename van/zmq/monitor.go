@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -19,6 +20,9 @@ type monitor struct {
 	pair *zmq4.Socket
 	sock *socket
 	once sync.Once
+
+	tries atomic.Uint64    // calls of next
+	idle  func(try uint64) // called when call number try of next has found no event; it does not close m. nil: not called
 
 	started bool
 	stopped chan struct{} // closed when libzmq has freed the socket
@@ -105,7 +109,9 @@ func (m *monitor) follow(took func(event zmq4.Event, value int)) {
 	var value int
 	var end bool
 	try := func(uintptr) bool {
-		event, value, end = m.next()
+		if event, value, end = m.next(); event == 0 && !end && m.idle != nil {
+			m.idle(m.tries.Load())
+		}
 		return end || event != 0
 	}
 	for m.sock.wait(try) && !end && !m.sock.closed.Load() {
@@ -121,6 +127,7 @@ func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 	if m.closed {
 		return 0, 0, true
 	}
+	m.tries.Add(1)
 	event, _, value, err := m.pair.RecvEvent(zmq4.DONTWAIT)
 	if err != nil {
 		return 0, 0, zmq4.AsErrno(err) == zmq4.ETERM
