@@ -94,7 +94,7 @@ func (n *nodeInfo) mayJoin(id int) bool {
 	}
 }
 
-// rarely is App.Rarely. Errors of one cause have the same logx.Kind.
+// rarely is App.Rarely. Errors of one cause have the same logx.Kind or PeerKind.
 func (n *nodeInfo) rarely(cause string) *slog.Logger { return n.causes.Log(n.log, cause) }
 
 // pausedRead is App.PausedRead.
@@ -105,7 +105,7 @@ func (n *nodeInfo) pausedRead(id, bytes int, text string) {
 
 // droppedControl logs that a control message of node from was dropped, and why.
 func (n *nodeInfo) droppedControl(from int, why error) {
-	n.rarely("control: "+logx.Kind(why)).Warn("dropped a control message", "err", why, "from", n.peerName(from))
+	n.rarely("control: "+logx.PeerKind(why)).Warn("dropped a control message", "err", why, "from", n.peerName(from))
 }
 
 // logMessage writes a line for one message at PS_VERBOSE=2.

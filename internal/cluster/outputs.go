@@ -79,7 +79,7 @@ func (n *Node) perform(o membership.Output) {
 	case membership.Failed:
 		n.fail(o.Err)
 	case membership.Warning:
-		n.rarely("machine: " + logx.Kind(errors.New(o.Text))).Warn(o.Text)
+		n.rarely("machine: " + logx.PeerKind(errors.New(o.Text))).Warn(o.Text)
 	}
 }
 

@@ -73,9 +73,36 @@ func Kind(err error) string {
 	text := err.Error()
 	b := make([]byte, 0, min(len(text), maxKind))
 	for i := 0; i < len(text) && len(b) < maxKind; i++ {
-		if c := text[i]; c < '0' || c > '9' {
+		if c := text[i]; !isDigit(c) {
 			b = append(b, c)
 		}
 	}
 	return string(b)
 }
+
+// PeerKind is Kind without quoted text and without words that have an address. A peer chooses both: with them it could invent causes, each of
+// which has lines of its own, until Causes counts all further causes as one.
+func PeerKind(err error) string {
+	text := err.Error()
+	b := make([]byte, 0, min(len(text), maxKind))
+	word, quoted := 0, false // word begins at b[word]
+	for i := 0; i < len(text) && len(b) < maxKind; i++ {
+		switch c := text[i]; {
+		case quoted && c == '\\':
+			i++
+		case c == '"':
+			quoted = !quoted
+		case quoted || isDigit(c):
+		case c == ':' && i+1 < len(text) && isDigit(text[i+1]):
+			for b = b[:word]; i+1 < len(text) && text[i+1] != ' '; i++ {
+			}
+		default:
+			if b = append(b, c); c == ' ' {
+				word = len(b)
+			}
+		}
+	}
+	return string(b)
+}
+
+func isDigit(c byte) bool { return '0' <= c && c <= '9' }

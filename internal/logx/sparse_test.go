@@ -75,3 +75,22 @@ func TestKind(t *testing.T) {
 		t.Errorf("a long text has a kind of %d bytes, want 160", n)
 	}
 }
+
+// TestPeerKind: text that a peer has chosen makes no kind of its own.
+func TestPeerKind(t *testing.T) {
+	for want, texts := range map[string][]string{
+		"a hello that begins with , want ":   {`a hello that begins with "abcd", want "SAFT"`, `a hello that begins with "\"\\x", want "y z"`},
+		"address = want control.node[]: bad": {"address = evil:1, want control.node[0]: bad", "address = other.host:77, want control.node[1]: bad"},
+		"refused worker (rank ): full":       {"refused worker evil:9 (rank 1): full", "refused worker 10.0.0.1:10 (rank 12): full"},
+		"ends with ":                         {`ends with "a`, `ends with "bc`},
+	} {
+		for _, text := range texts {
+			if got := logx.PeerKind(errors.New(text)); strings.Join(strings.Fields(got), " ") != strings.Join(strings.Fields(want), " ") {
+				t.Errorf("%s: kind %q, want %q", text, got, want)
+			}
+		}
+	}
+	if n := len(logx.PeerKind(errors.New(strings.Repeat("x", 1000)))); n != 160 {
+		t.Errorf("%d bytes, want 160", n)
+	}
+}

@@ -10,6 +10,7 @@ import (
 	"github.com/pebbe/zmq4"
 	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -38,10 +39,23 @@ var nonsense = []struct {
 		control(m, van.Heartbeat)
 		m.Body = fmt.Appendf(nil, "stepaf/1 nonsense %d", i)
 	}},
+	{"question", "scheduler", func(m *van.Message, i int) {
+		control(m, van.Heartbeat)
+		m.Body = membership.Question(1, letters(i), "list")
+	}},
+	{"registration", "scheduler", func(m *van.Message, i int) {
+		control(m, van.AddNode)
+		m.Control.Nodes = []van.Node{{Role: van.Worker, ID: van.Empty, Hostname: letters(i), Port: 1, Ports: []int32{1}, DevTypes: []int32{0}, DevIDs: []int32{0}, AuxID: -1}}
+	}},
 	{"heartbeat to a server", "server", func(m *van.Message, i int) {
 		control(m, van.Heartbeat)
 		m.Body = fmt.Appendf(nil, "stepaf/1 dead %d", i)
 	}},
+}
+
+// letters is i as text without digits: texts that differ only in digits have one log line.
+func letters(i int) string {
+	return strings.Map(func(r rune) rune { return r - '0' + 'a' }, fmt.Sprint(i))
 }
 
 func control(m *van.Message, c van.Command) {

@@ -45,7 +45,7 @@ func (v acceptor) accept(ev verbs.Event) {
 	if why != "" || err != nil {
 		why = cmp.Or(why, fmt.Sprint(err))
 		cause := cmp.Or(err, errors.New(why))
-		if n, show := v.accepted.rejections.Next(logx.Kind(cause)); show {
+		if n, show := v.accepted.rejections.Next(logx.PeerKind(cause)); show {
 			v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", cause, "so far", n)
 		}
 		code := uint32(0)

@@ -102,7 +102,7 @@ func (a *acceptor) serve(c net.Conn) {
 		if auth.IsUnproved(err) {
 			err = van.ErrUnauthenticated
 		}
-		a.n.rarely("handshake: "+logx.Kind(err)).Warn("a connection for data is refused", "from", c.RemoteAddr(), "err", err)
+		a.n.rarely("handshake: "+logx.PeerKind(err)).Warn("a connection for data is refused", "from", c.RemoteAddr(), "err", err)
 		return
 	}
 	fd, err := socketOf(c)

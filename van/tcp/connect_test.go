@@ -232,6 +232,25 @@ func TestStrangers(t *testing.T) {
 	}
 }
 
+// TestStrangersFewLines: an unknown process cannot invent causes of log lines.
+func TestStrangersFewLines(t *testing.T) {
+	_, server := pair(t, nil)
+	const tries = 300
+	for i := range tries {
+		c, err := net.Dial("tcp", dataAddr(server))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = c.SetDeadline(time.Now().Add(limit))
+		_, _ = c.Write(append([]byte{'a' + byte(i%26), 'a' + byte(i/26), '"', 'x'}, make([]byte, helloLen-4)...))
+		_, _ = io.Copy(io.Discard, c) // until the server ends it
+		_ = c.Close()
+	}
+	if n := strings.Count(server.log.String(), "a connection for data is refused"); n < 1 || n > 10 {
+		t.Errorf("%d lines of %d tries, want those of the 1st, 2nd, 4th, ...", n, tries)
+	}
+}
+
 // TestClass: packets to a peer have its traffic class, over a connection that exists, that is made later, and that is made again.
 func TestClass(t *testing.T) {
 	worker, server := pair(t, nil)
