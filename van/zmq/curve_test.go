@@ -239,7 +239,7 @@ func TestProbesWithASecret(t *testing.T) {
 			t.Errorf("local=%t: nobody listens: %v", local, err)
 		}
 		if n := probed.Stats().Unauthenticated; n != 0 {
-			t.Errorf("local=%t: %d probes of a member were counted as attempts without the secret", local, n)
+			t.Errorf("local=%t: %d probes of a member were counted as attempts without the secret:\n%s", local, n, probed.logged.String())
 		}
 		if err := newNode(t, 1, 7, nil, with(otherSecret)).Probe(t.Context(), probed.self); err != nil {
 			t.Errorf("local=%t: the probe of a node with another secret: %v", local, err)
