@@ -31,8 +31,7 @@ plain+='|postoffice/membership|van/(env|rdma/choose)|internal/(freeport|hostaddr
 longest=(van/zmq internal/cluster van/local van/rdma af/window af/collective tests/faults af kv kv/session)
 longest_plain=(tests/processes tests tests/sim tools/internal/app tests/limits tests/replay postoffice/membership)
 
-# Their tests wait most of the time, so more packages are tested at once than there are processors. Fewer run beside the
-# Python tests.
+# Their tests wait most of the time, so more packages are tested at once than there are processors.
 processors=$(nproc 2>/dev/null || echo 2)
 
 module=$(sed -n 's/^module //p' go.mod)
@@ -48,8 +47,12 @@ with_race=(-race -buildmode=exe)
 export GORACE="atexit_sleep_ms=0 ${GORACE-}"
 
 work="$(mktemp -d "${TMPDIR:-/tmp}/test.XXXXXX")"
-group= # of processes that run beside the others
-trap '[ -z "$group" ] || kill -- "-$group" 2>/dev/null || true; rm -rf "$work"' EXIT
+declare -A groups=() # by the first step of each: the process groups of the steps that run beside the others
+stop_groups() {
+  local group
+  for group in "${groups[@]}"; do kill -- "-$group" 2>/dev/null || true; done
+}
+trap 'stop_groups; rm -rf "$work"' EXIT
 
 # packages PATTERN OPTION-OF-GREP LONGEST...: the packages with tests that match, the longest first.
 packages() {
@@ -92,11 +95,11 @@ install() { tools/install_deps.sh; }
 check() { make --no-print-directory fmtcheck vet; }
 race() {
   local list && mapfile -t list < <(race_packages)
-  go_test "${with_race[@]}" -short -p $((processors * 3 / 2)) -timeout 10m "${list[@]}" && tools/go.sh test -C tests/thirdparty "${with_race[@]}" -timeout 5m ./...
+  go_test "${with_race[@]}" -short -p $((processors * 2)) -timeout 10m "${list[@]}" && tools/go.sh test -C tests/thirdparty "${with_race[@]}" -timeout 5m ./...
 }
 plain() {
   local list && mapfile -t list < <(plain_packages)
-  go_test -short -p $((processors * 2)) -timeout 10m "${list[@]}"
+  go_test -short -p "$processors" -timeout 10m "${list[@]}"
 }
 python() { # the check compiles the packages that the module needs
   tools/python/test_deps.sh torch || return
@@ -164,7 +167,7 @@ step() {
   run "$1" || true
   note "$1"
 }
-# begin NICENESS NAME...: starts these steps, one after the other, beside the next ones. They have a process group, which
+# begin NICENESS NAME...: starts these steps, one after the other, beside the others. They have a process group, which
 # this script kills if it ends before.
 begin() {
   set -m
@@ -173,13 +176,13 @@ begin() {
     for name in "${@:2}"; do run "$name" >"$work/$name.log" 2>&1 || true; done
   ) </dev/null &
   set +m
-  group=$!
+  groups[$2]=$!
 }
-# collect NAME...: waits for the steps that begin started, prints their output, and notes how they ended.
+# collect NAME...: waits for the steps that one begin started, prints their output, and notes how they ended.
 collect() {
   local name
-  wait "$group" || true
-  group=
+  wait "${groups[$1]}" || true
+  unset "groups[$1]"
   for name; do
     echo "--- test: $name"
     cat "$work/$name.log" || true
@@ -191,14 +194,16 @@ skip() { results+=("test: SKIPPED $1: $2"); }
 
 case "${1-}" in
   '')
-    # Python is installed and tested beside the packages: downloads wait for the network, and its tests for their processes.
+    # The race detector needs packages of its own, so check and race compile at the same time. All tests wait a part of their
+    # time, and Python's are installed while others compile. After a failed check nothing else runs.
     if step install; then
+      begin 0 race
       begin 0 python
       if step check; then
-        step race || true
         step plain || true
+        collect race
+        collect python
       fi
-      collect python
     fi
     ;;
   long)
