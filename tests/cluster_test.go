@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime/debug"
 	"strings"
 	"syscall"
 	"testing"
@@ -38,7 +39,7 @@ func buildAndRun(m *testing.M) (int, error) {
 	}
 	defer os.RemoveAll(dir)
 	binDir = dir
-	args := []string{"build", "-buildvcs=false", "-o", dir + "/"} // git may fail here, see tools/go.sh
+	args := append([]string{"build", "-buildvcs=false", "-ldflags=-s", "-o", dir + "/"}, tags()...) // git may fail here, see tools/go.sh
 	if vantest.Race {
 		args = append(args, "-race")
 	}
@@ -47,6 +48,18 @@ func buildAndRun(m *testing.M) (int, error) {
 		return 0, fmt.Errorf("build the programs: %w\n%s", err, out)
 	}
 	return m.Run(), nil
+}
+
+// tags returns the build tags of this test as an option of go, if there are any. With other tags go would compile every
+// package again.
+func tags() []string {
+	info, _ := debug.ReadBuildInfo()
+	for _, s := range info.Settings {
+		if s.Key == "-tags" {
+			return []string{"-tags=" + s.Value}
+		}
+	}
+	return nil
 }
 
 // cluster is processes of one cluster.

@@ -76,7 +76,7 @@ func TestReadmeCommands(t *testing.T) {
 		t.Helper()
 		cmd := exec.CommandContext(t.Context(), "sh", "-c", strings.ReplaceAll(command, "bin/", bin+"/"))
 		cmd.Dir = ".."
-		cmd.Env = append(os.Environ(), "GOFLAGS=-buildvcs=false "+os.Getenv("GOFLAGS"))
+		cmd.Env = append(os.Environ(), "GOFLAGS="+strings.Join(append(tags(), "-buildvcs=false", os.Getenv("GOFLAGS")), " "))
 		out, err := cmd.CombinedOutput()
 		if err != nil {
 			t.Errorf("%s: %v\n%s", command, err, out)
