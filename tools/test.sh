@@ -24,12 +24,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Packages without the race detector: rules without goroutines, tables, command lines and documents; programs and
 # scripts, which are other processes; and clusters that run with it in the long part.
-plain='/(tests|tests/(benchmark|examples|fserver|utests|internal|limits|processes|golden|replay|sim|soak|testdata|testlimit|vansession)(/.*)?|tools(/.*)?'
+plain='/(tests|tests/(benchmark|examples|fserver|utests|internal|limits|local|processes|golden|replay|sim|soak|testdata|testlimit|vansession)(/.*)?|tools(/.*)?'
 plain+='|postoffice/membership|van/(env|rdma/choose)|internal/(freeport|hostaddr|limits))$'
 
 # The packages that take longest are started first, so that no processor is idle at the end.
 longest=(van/zmq internal/cluster van/local van/rdma af/window af/collective tests/faults af kv kv/session)
-longest_plain=(tests/processes tests tests/sim tools/internal/app tests/limits tests/replay postoffice/membership)
+longest_plain=(tests/processes tests tests/sim tests/local tools/internal/app tests/limits tests/replay postoffice/membership)
 
 # Their tests wait most of the time, so more packages are tested at once than there are processors.
 processors=$(nproc 2>/dev/null || echo 2)
@@ -127,6 +127,7 @@ processes() { # the race detector triples the processor time of a plan, so it wa
   local status=0
   go_test -timeout 14m -run '^TestPlans$' ./tests/processes || status=1
   go_test "${with_race[@]}" -short -timeout 14m -run '^TestPlans$' ./tests/processes -leg=shm || status=1
+  go_test "${with_race[@]}" -timeout 10m ./tests/local || status=1
   return $status
 }
 simulated() { go_test "${with_race[@]}" -timeout 18m -run '^Test(Plans|Collectives|RDMA)$' ./tests/sim; }

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"runtime"
 	"slices"
 	"strings"
@@ -82,11 +81,7 @@ func every(n int, f func(r int) error) []error {
 
 // filled is a byte tensor whose contents depend on seed.
 func filled(n int, seed uint64) af.Tensor {
-	b := make([]byte, n)
-	r := rand.New(rand.NewPCG(seed, uint64(n)))
-	for i := range b {
-		b[i] = byte(r.Uint32())
-	}
+	b := vantest.Pattern(int(seed)*1_000_003+n, n)
 	return must(af.NewTensor(lent.Bytes(b), af.Uint8, int64(n)))
 }
 

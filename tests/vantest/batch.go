@@ -41,7 +41,7 @@ func copyBelow(w *world) {
 		}{{worker, server}, {server, worker}} {
 			var frames, sent [][]byte
 			for k, n := range shape {
-				frames, sent = append(frames, pattern(10*i+k, n)), append(sent, pattern(10*i+k, n))
+				frames, sent = append(frames, Pattern(10*i+k, n)), append(sent, Pattern(10*i+k, n))
 			}
 			m := data(x.to.self.ID, i, x.from == worker, sent...)
 			c := newCompletion()
@@ -60,7 +60,7 @@ func tensors(seed int, lens ...int) (parts []van.Part) {
 	for i, n := range lens {
 		p := van.Part{Key: uint64(1000*seed + i), Push: n >= 0, Len: max(n, -n), Device: backend.Host, Dtype: 1, Dim: 1}
 		if p.Shape[0] = int64(p.Len); p.Push {
-			p.Vals = backend.Bytes(pattern(seed+i, n))
+			p.Vals = backend.Bytes(Pattern(seed+i, n))
 		} else {
 			p.Into = backend.Bytes(make([]byte, -n))
 			p.Addr = p.Into.Addr()
@@ -117,7 +117,7 @@ func batches(w *world) {
 			}
 			if !p.Push {
 				a := g.Part
-				a.Vals, a.Into = backend.Bytes(pattern(i*k, p.Len)), backend.Mem{}
+				a.Vals, a.Into = backend.Bytes(Pattern(i*k, p.Len)), backend.Mem{}
 				answers = append(answers, a)
 			}
 		}

@@ -100,7 +100,7 @@ func closeDelivers(w *world) {
 	}
 	worker, server := w.pair()
 	for i := range n {
-		worker.must(data(8, i, true, make([]byte, 8), pattern(i, size)))
+		worker.must(data(8, i, true, make([]byte, 8), Pattern(i, size)))
 	}
 	worker.close()
 	server.expect(9, n)

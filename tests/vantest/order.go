@@ -123,7 +123,7 @@ func (w *world) count() int {
 	case w.suite.Lossy:
 		return 300
 	case Race:
-		return 3000
+		return 1000
 	}
 	return 10_000
 }

@@ -15,11 +15,11 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// pattern returns n bytes that depend on seed. The race detector does not check this function, since the checks would multiply its
+// Pattern returns n bytes that depend on seed. The race detector does not check this function, since the checks would multiply its
 // time, and no other goroutine has these bytes yet.
 //
 //go:norace
-func pattern(seed, n int) []byte {
+func Pattern(seed, n int) []byte {
 	b := make([]byte, n)
 	x := uint64(seed)*0x9e3779b97f4a7c15 + 1
 	var w [8]byte
@@ -37,7 +37,14 @@ func intact(w *world) {
 	checkShapes(w, [][]int{{}, {8, 0}, {8, 1}, {8, 7}, {8, 64}, {16, 4096, 8}, {0, 0}, {0, 0, 0}, {8, 100_000, 4}, {8, 1 << 20}})
 }
 
-func large(w *world) { checkShapes(w, [][]int{{8, 20<<20 + 1}, {8, 1}, {8, 6 << 20}}) }
+// large sends frames that exceed the transports' buffers. The race detector's time grows with the bytes.
+func large(w *world) {
+	first, second := 20<<20+1, 6<<20
+	if Race {
+		first, second = 5<<20+1, 3<<20
+	}
+	checkShapes(w, [][]int{{8, first}, {8, 1}, {8, second}})
+}
 
 // checkShapes sends messages with frames of these sizes to a server, which sends
 // each back.
@@ -46,7 +53,7 @@ func checkShapes(w *world, shapes [][]int) {
 	for i, shape := range shapes {
 		var frames [][]byte
 		for k, n := range shape {
-			frames = append(frames, pattern(10*i+k, n))
+			frames = append(frames, Pattern(10*i+k, n))
 		}
 		worker.must(data(8, i, true, frames...))
 		r := server.next()
@@ -73,7 +80,7 @@ func metaIntact(w *world) {
 	link(worker, server)
 	link(worker, scheduler)
 
-	m := data(8, 77, true, pattern(1, 8), pattern(2, 24))
+	m := data(8, 77, true, Pattern(1, 8), Pattern(2, 24))
 	m.Head, m.CustomerID, m.Push = van.BatchEnd, 3, false
 	m.Body = []byte("a body \x00 with anything")
 	m.Src, m.Dst = backend.Device{Type: backend.CPU, ID: 2}, backend.Device{Type: backend.GPU, ID: 5}
@@ -182,7 +189,7 @@ func done(w *world) {
 	var all sync.WaitGroup
 	all.Add(n)
 	server := w.node(8, func(m *van.Message) {
-		if !bytes.Equal(m.Vals.Host(), pattern(int(m.Timestamp), m.Vals.Len())) {
+		if !bytes.Equal(m.Vals.Host(), Pattern(int(m.Timestamp), m.Vals.Len())) {
 			bad.Add(1)
 		}
 		all.Done()
@@ -192,7 +199,7 @@ func done(w *world) {
 	var dones []*completion
 	for i := range n {
 		c := newCompletion()
-		c.bytes = pattern(i, 1+i*700)
+		c.bytes = Pattern(i, 1+i*700)
 		m := data(8, i, true, make([]byte, 8), c.bytes)
 		m.Done = c
 		worker.must(m)
@@ -238,8 +245,11 @@ func (h *holder) Release() {
 func holders(w *world) {
 	// The values exceed the sockets' buffers. Over a lossy network they are sent repeatedly, and must fit into a peer's queue.
 	n, size := 6, 4<<20
-	if w.suite.Lossy {
+	switch {
+	case w.suite.Lossy:
 		size = 256 << 10
+	case Race:
+		n = 3
 	}
 	read := make(chan struct{})
 	var bad atomic.Int64
@@ -247,7 +257,7 @@ func holders(w *world) {
 	all.Add(n)
 	server := w.node(8, func(m *van.Message) {
 		<-read
-		if !bytes.Equal(m.Vals.Host(), pattern(int(m.Timestamp), m.Vals.Len())) {
+		if !bytes.Equal(m.Vals.Host(), Pattern(int(m.Timestamp), m.Vals.Len())) {
 			bad.Add(1)
 		}
 		all.Done()
@@ -256,7 +266,7 @@ func holders(w *world) {
 	link(worker, server)
 	var sent []*holder
 	for i := range n {
-		h := newHolder(pattern(i, size))
+		h := newHolder(Pattern(i, size))
 		m := data(8, i, true, make([]byte, 8), h.bytes)
 		m.Vals = backend.At(unsafe.Pointer(&h.bytes[0]), size, backend.Host, h)
 		worker.must(m)
@@ -280,7 +290,11 @@ func retain(w *world) {
 	held := make(chan *van.Message, 16)
 	var rest atomic.Int64
 	passed := make(chan struct{})
-	const hold, more = 16, 1000
+	const hold = 16
+	more := int64(1000)
+	if Race {
+		more = 300
+	}
 	server := w.node(8, func(m *van.Message) {
 		if m.Timestamp < hold {
 			held <- m.Retain()
@@ -293,14 +307,14 @@ func retain(w *world) {
 	worker := w.node(9, nil)
 	link(worker, server)
 	size := func(i int) int { return []int{1, 100, 5000, 70_000}[i%4] }
-	for i := range hold + more {
-		worker.must(data(8, i, true, pattern(-i, 8), pattern(i, size(i))))
+	for i := range hold + int(more) {
+		worker.must(data(8, i, true, Pattern(-i, 8), Pattern(i, size(i))))
 	}
 	w.wait(passed, "arrival of the other messages")
 	for range hold {
 		m := <-held
 		i := int(m.Timestamp)
-		if !bytes.Equal(m.Keys.Host(), pattern(-i, 8)) || !bytes.Equal(m.Vals.Host(), pattern(i, size(i))) || m.Sender != 9 {
+		if !bytes.Equal(m.Keys.Host(), Pattern(-i, 8)) || !bytes.Equal(m.Vals.Host(), Pattern(i, size(i))) || m.Sender != 9 {
 			w.Errorf("retained message %d has changed", i)
 		}
 		m.Release()

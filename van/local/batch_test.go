@@ -204,7 +204,7 @@ func TestRecallWhileRead(t *testing.T) {
 			dones, lens, came := make([]done, sent), make([][]int, sent), map[int]bool{}
 			for i := range sent {
 				for range 1 + rng.IntN(6) {
-					lens[i] = append(lens[i], []int{0, 1, 100, 5000, streamFrom - 1, streamFrom, 100_000, 2 << 20}[rng.IntN(8)])
+					lens[i] = append(lens[i], []int{0, 1, 100, 5000, streamFrom - 1, streamFrom, 100_000, 1 << 20}[rng.IntN(8)])
 				}
 				vals := values(i, lens[i]...)
 				m := batch(8, 100*i, vals...)

@@ -68,7 +68,7 @@ func TestFullRing(t *testing.T) {
 				if sent++; sent > 2*queueLen {
 					t.Fatal("the queue has no bound")
 				}
-				if sent == 120 { // enough: the bound is tested below
+				if sent == 60 { // enough: the bound is tested below
 					break
 				}
 			}

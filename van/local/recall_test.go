@@ -23,7 +23,7 @@ func TestRecall(t *testing.T) {
 			worker.start()
 			worker.connect(server)
 			server.connect(worker)
-			const sent = 120
+			const sent = 72
 			vals, dones := make([][]byte, sent), make([]done, sent)
 			recalled := func(i int) bool { return i >= 10 && i < sent-10 || i == 3 }
 			for i := range sent {

@@ -244,6 +244,9 @@ func (r *rig) until(what string, f func() bool) {
 	}
 }
 
+// value returns n bytes that differ by seed. The race detector does not check it: no other goroutine has these bytes yet.
+//
+//go:norace
 func value(n, seed int) []byte {
 	b := make([]byte, n)
 	for i := range b {

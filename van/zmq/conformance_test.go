@@ -41,16 +41,6 @@ func TestConformance(t *testing.T) {
 		// Layers above this van do not depend on the kind of socket, nor does CURVE: once is enough.
 		above := []variant{
 			{"curve", vantest.Suite{New: natives(local, clusterKeys(t, "of the suite"))}},
-			{"drop0", vantest.Suite{MaxAllocs: -1, New: func(t testing.TB) van.Van {
-				d := drop.New(plain(t), 0, 1, nil)
-				d.Enable()
-				return d
-			}}},
-			{"resend", vantest.Suite{MaxAllocs: -1, New: func(t testing.TB) van.Van {
-				r := resend.New(plain(t), resend.Options{})
-				r.Enable()
-				return r
-			}}},
 			{"resend-drop20", vantest.Suite{MaxAllocs: -1, Lossy: true, New: func(t testing.TB) van.Van {
 				d := drop.New(plain(t), 20, 1, nil)
 				d.Enable()
@@ -58,6 +48,19 @@ func TestConformance(t *testing.T) {
 				r.Enable()
 				return r
 			}}},
+		}
+		if !vantest.Race { // the packages of these layers run the suite with the race detector
+			above = append(above,
+				variant{"drop0", vantest.Suite{MaxAllocs: -1, New: func(t testing.TB) van.Van {
+					d := drop.New(plain(t), 0, 1, nil)
+					d.Enable()
+					return d
+				}}},
+				variant{"resend", vantest.Suite{MaxAllocs: -1, New: func(t testing.TB) van.Van {
+					r := resend.New(plain(t), resend.Options{})
+					r.Enable()
+					return r
+				}}})
 		}
 		if !local {
 			variants = append(variants, above...)
