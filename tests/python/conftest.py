@@ -13,14 +13,15 @@ pytest_plugins = ["limits"]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--short", action="store_true", help="leave out the tests that are marked long")
+    parser.addoption("--short", action="store_true", help="leave out the tests that are marked long, and all array libraries but the first")
 
 
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--short"):
-        long = [i for i in items if i.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [i for i in items if i not in long]
+        first = harness.libraries()[0]
+        out = [i for i in items if i.get_closest_marker("long") or hasattr(i, "callspec") and i.callspec.params.get("lib", first) != first]
+        config.hook.pytest_deselected(items=out)
+        items[:] = [i for i in items if i not in out]
 
 
 def pytest_configure(config):
