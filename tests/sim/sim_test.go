@@ -13,12 +13,12 @@ import (
 // known are plans that fail because of a known fault: none.
 var known = map[string]bool{}
 
-// TestPlans carries out each plan with three seeds, with the race detector with one seed: make test does the first,
-// make test-long the second. Without the race detector, which watches van/rdma in the tests of that package and in the plans for
+// TestPlans carries out each plan with one seed in make test. In make test-long it uses three seeds, and one with the race
+// detector. Without the race detector, which watches van/rdma in the tests of that package and in the plans for
 // RDMA, one more seed carries out over RDMA each plan that can be.
 func TestPlans(t *testing.T) {
 	times := uint64(3)
-	if vantest.Race {
+	if vantest.Race || testing.Short() {
 		times = 1
 	}
 	all, err := plans()
