@@ -25,10 +25,11 @@ type shared struct {
 	cfg *env.Config
 	log *slog.Logger
 
-	curve    *curve     // nil: connections are plain
-	warns    *auth.Keys // set with STEPAF_AUTH=warn
-	redial   func(*conn)
-	unproved logx.Causes // handshakes that failed
+	curve     *curve     // nil: connections are plain
+	warns     *auth.Keys // set with STEPAF_AUTH=warn
+	redial    func(*conn)
+	proofTime time.Duration // the constant, except in tests
+	unproved  logx.Causes   // handshakes that failed
 
 	incarnation uint32 // own; 0: the node uses the protocol of the original
 

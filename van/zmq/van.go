@@ -77,7 +77,7 @@ func New(o van.Options) (van.Van, error) {
 	}
 	v := &zvan{zctx: zctx, unbind: func() {}, leaving: map[*conn]struct{}{}}
 	n := &v.shared
-	n.curve, n.redial = secure, v.redial
+	n.curve, n.redial, n.proofTime = secure, v.redial, proofTime
 	if !o.Keys.Required() {
 		n.warns = o.Keys
 	}
