@@ -160,7 +160,9 @@ func (h *handshakes) settle(g *guard, try uint64) {
 		}
 		g.n.refused("unknown", host, errNotZMTP)
 	}
-	h.silent = h.silent[:0]
+	for h.silent = h.silent[:0]; proved < 0; proved, h.proved = proved+1, h.proved+1 { // the end of such a connection was taken for that of a proved one
+		g.n.refused("unknown", "unknown", errNotZMTP)
+	}
 }
 
 func (g *guard) accepted(fd int) {
