@@ -29,12 +29,12 @@ type Pull struct {
 // is a small value. Push tensors are views on receive memory; they and the lists are valid until Respond returns, or
 // longer with Retain.
 type Batch struct {
-	w   *work
+	w   *batchState
 	gen uint64
 }
 
-// work is the state of a Batch; it is reused.
-type work struct {
+// batchState is the state of a Batch; it is reused.
+type batchState struct {
 	s        *Server
 	x        *sender // the worker's assembler
 	instance int     // node id of the worker's instance
@@ -91,7 +91,7 @@ func (b Batch) Context() context.Context {
 }
 
 // add adds one tensor to the batch: a part of msg, or all of it.
-func (b *work) add(x *van.Part, msg *van.Message) error {
+func (b *batchState) add(x *van.Part, msg *van.Message) error {
 	if len(b.pushes)+len(b.pulls) >= MaxBatch {
 		return fmt.Errorf("%w: batch of more than %d tensors", van.ErrMalformed, MaxBatch)
 	}
@@ -137,7 +137,7 @@ func (b *work) add(x *van.Part, msg *van.Message) error {
 var errSizes = errors.New("sizes differ")
 
 // growPulls appends an entry and reuses its shape slice.
-func (b *work) growPulls() *Pull {
+func (b *batchState) growPulls() *Pull {
 	if n := len(b.pulls); n < cap(b.pulls) {
 		b.pulls = b.pulls[:n+1]
 	} else {
@@ -191,13 +191,13 @@ func (b Batch) Release(opts ...StreamOption) {
 }
 
 // reading is a batch that the device still reads.
-type reading work
+type reading batchState
 
 func (*reading) Canceled() bool  { return false }
-func (r *reading) SendNow(error) { (*work)(r).unref() }
+func (r *reading) SendNow(error) { (*batchState)(r).unref() }
 
 // unref drops one reference; after the last one the state is reused.
-func (b *work) unref() {
+func (b *batchState) unref() {
 	if b.refs.Add(-1) > 0 {
 		return
 	}
@@ -217,4 +217,4 @@ func (b *work) unref() {
 }
 
 // Sent is called when the answers have been sent.
-func (b *work) Sent() { b.unref() }
+func (b *batchState) Sent() { b.unref() }

@@ -41,7 +41,7 @@ type batch struct {
 	pushes   []KeyTensor
 	pulls    []KeyTensor // server-major: server*q + i
 	p, q     int
-	places   []place // storage for apart
+	places   []span // storage for apart
 	msg      van.Message
 	queued   bool         // in the queue
 	refs     atomic.Int32 // held by the request, and by the queue while the batch is in it
@@ -54,7 +54,7 @@ func (b *batch) start(device bool, o options) (Call, error) {
 	if device {
 		var err error
 		if event, err = c.queue.RecordEvent(uintptr(o.stream)); err != nil {
-			b.letGo()
+			b.release()
 			b.Recycle()
 			return Call{}, &van.Error{Op: "push_pull", Node: c.node.Name(), Err: err}
 		}
@@ -181,8 +181,8 @@ func (b *batch) name(kind string, i int) string {
 	return fmt.Sprintf("pull tensor %d (key %d)", i, b.pulls[i].Key)
 }
 
-// place is the memory of a tensor: number i of the pushes or of the pulls.
-type place struct {
+// span is the memory of a tensor: number i of the pushes or of the pulls.
+type span struct {
 	from, to uint64
 	dev      backend.Device
 	i        int32
@@ -202,13 +202,13 @@ func (b *batch) apart(push, pull []KeyTensor) error {
 	l := b.places[:0]
 	for i := range pull {
 		if m := &pull[i].Val.mem; m.Len() > 0 {
-			l = append(l, place{m.Addr(), m.Addr() + uint64(m.Len()), m.Device(), int32(i), false})
+			l = append(l, span{m.Addr(), m.Addr() + uint64(m.Len()), m.Device(), int32(i), false})
 		}
 	}
 	pulls := len(l)
 	for i := range push {
 		if m := &push[i].Val.mem; m.Len() > 0 {
-			l = append(l, place{m.Addr(), m.Addr() + uint64(m.Len()), m.Device(), int32(i), true})
+			l = append(l, span{m.Addr(), m.Addr() + uint64(m.Len()), m.Device(), int32(i), true})
 		}
 	}
 	b.places = l
@@ -231,13 +231,13 @@ const fewTensors = 24
 
 // apartSorted is apart for many tensors: it sorts them, and compares each one with the latest end of those before it.
 func (b *batch) apartSorted() error {
-	slices.SortFunc(b.places, func(x, y place) int {
+	slices.SortFunc(b.places, func(x, y span) int {
 		if x.dev != y.dev {
 			return cmp.Or(cmp.Compare(x.dev.Type, y.dev.Type), cmp.Compare(x.dev.ID, y.dev.ID))
 		}
 		return cmp.Compare(x.from, y.from)
 	})
-	var lastPull, lastPush *place // of the tensors so far, the one with the latest end
+	var lastPull, lastPush *span // of the tensors so far, the one with the latest end
 	for k := range b.places {
 		x := &b.places[k]
 		if y := lastPull; y != nil && y.dev == x.dev && y.to > x.from {
@@ -258,7 +258,7 @@ func (b *batch) apartSorted() error {
 }
 
 // shared is the error of a pull tensor x that shares memory with y.
-func (b *batch) shared(x, y *place) error {
+func (b *batch) shared(x, y *span) error {
 	kind, why := "pull", "each is filled by an answer of its own"
 	switch {
 	case y.push:
@@ -409,7 +409,7 @@ func (b *batch) Answer(i, from int, msg *van.Message) error {
 			msg.Timestamp, b.q, b.First()+int32(b.p))
 	case msg.Push != push:
 		return fmt.Errorf("%w: answer to timestamp %d is for a push=%t, want %t", van.ErrMalformed, msg.Timestamp, msg.Push, push)
-	case msg.EndsBatch() && (b.q > 0 || i != b.p-1):
+	case msg.AcksBatch() && (b.q > 0 || i != b.p-1):
 		return fmt.Errorf("%w: acknowledgement of all pushes to timestamp %d, want one to timestamp %d, of a batch without pulls", van.ErrMalformed,
 			msg.Timestamp, b.First()+int32(b.p)-1)
 	case push:
@@ -449,8 +449,8 @@ func (b *batch) fillPull(slot *KeyTensor, key uint64, vals backend.Mem, placed b
 	return b.c.node.Backend().Copy(slot.Val.mem, vals)
 }
 
-// hold retains the memory of the tensors until letGo.
-func (b *batch) hold() {
+// retain retains the memory of the tensors until release.
+func (b *batch) retain() {
 	for _, l := range [...][]KeyTensor{b.pushes, b.pulls} {
 		for i := range l {
 			l[i].Val.mem.Retain()
@@ -468,15 +468,15 @@ func (b *batch) Finished(err error) {
 			r.Invalidate(b.pulls[i].Val.mem) // a late answer must not be written there
 		}
 	}
-	b.letGo()
+	b.release()
 	if r := b.byStream; r != nil { // there is no Wait, which would permit the next round
 		b.started.Store(false)
 		r.finish(err)
 	}
 }
 
-// letGo releases the memory retained by hold.
-func (b *batch) letGo() {
+// release releases the memory that retain has retained.
+func (b *batch) release() {
 	for _, l := range [...][]KeyTensor{b.pushes, b.pulls} {
 		for i := range l {
 			l[i].Val.mem.Release()

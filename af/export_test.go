@@ -7,7 +7,7 @@ func (s *Server) Early() int { return early(s) }
 
 func early(s *Server) (n int) {
 	for _, x := range s.senders {
-		n += int(x.early.Load())
+		n += int(x.pendingCount.Load())
 	}
 	return n
 }
@@ -26,7 +26,7 @@ func Held(s *Server, worker int) (n, bytes int) {
 	x := s.sender(worker)
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	return early(s), x.heldBytes
+	return early(s), x.pendingBytes
 }
 
 // Customer is the worker's end at its node.

@@ -109,7 +109,7 @@ func (x *Prepared) next(o options, r *rounds) (*batch, error) {
 			b.pulls[i].Val.head(int64(o.rows))
 		}
 	}
-	b.hold()
+	b.retain()
 	return b, nil
 }
 

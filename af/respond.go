@@ -84,13 +84,13 @@ func (b Batch) Refuse(why error) error {
 }
 
 // end records that the batch has its answer, and releases the first reference.
-func (b *work) end() {
+func (b *batchState) end() {
 	b.s.inbound.Leave(&b.accepted)
 	b.unref()
 }
 
 // answer returns the tensor of outs for pull i, or nil.
-func (b *work) answer(i int, outs []KeyTensor, order Order) *Tensor {
+func (b *batchState) answer(i int, outs []KeyTensor, order Order) *Tensor {
 	if order == ByKey {
 		for j := range outs {
 			if outs[j].Key == b.pulls[i].Key {
@@ -118,16 +118,16 @@ func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o options) error {
 		return nil
 	}
 	w.unsent(o.done)
-	w.forget()
+	w.releaseAnswers()
 	w.end()
 	return &van.Error{Op: "respond", Node: s.node.Name(), Err: van.ErrClosed}
 }
 
 // Canceled implements streamqueue.Entry: an answer is sent unless its worker is lost, which Send reports.
-func (b *work) Canceled() bool { return false }
+func (b *batchState) Canceled() bool { return false }
 
 // SendNow implements streamqueue.Entry: it sends the answers and releases the batch.
-func (b *work) SendNow(err error) {
+func (b *batchState) SendNow(err error) {
 	s := b.s
 	switch {
 	case err != nil:
@@ -141,12 +141,12 @@ func (b *work) SendNow(err error) {
 		s.node.Rarely("af: answers: "+logx.Kind(err)).Warn("answers were not sent",
 			"worker", s.node.PeerName(b.instance), "answers", len(b.answers), "err", err)
 	}
-	b.forget()
+	b.releaseAnswers()
 	b.end()
 }
 
-// forget releases the answers.
-func (b *work) forget() {
+// releaseAnswers releases the answers.
+func (b *batchState) releaseAnswers() {
 	for i := range b.answers {
 		b.answers[i].Val.mem.Release()
 	}
@@ -156,7 +156,7 @@ func (b *work) forget() {
 
 // checkAnswer returns an error for tensors that do not fit the pulls, or are on a device that the node does not own.
 // It reports whether one is on the node's device.
-func (b *work) checkAnswer(outs []KeyTensor, order Order) (device bool, err error) {
+func (b *batchState) checkAnswer(outs []KeyTensor, order Order) (device bool, err error) {
 	for i := range b.pulls {
 		p := &b.pulls[i]
 		t := b.answer(i, outs, order)
@@ -182,7 +182,7 @@ func (b *work) checkAnswer(outs []KeyTensor, order Order) (device bool, err erro
 }
 
 // unsent calls done, which may be nil, once for each pull, since no answer is sent.
-func (b *work) unsent(done van.Completion) {
+func (b *batchState) unsent(done van.Completion) {
 	for range b.pulls {
 		if done != nil {
 			done.Sent()
@@ -191,7 +191,7 @@ func (b *work) unsent(done van.Completion) {
 }
 
 // reply sends the answers. b is retained until they have been sent.
-func (s *Server) reply(b *work, outs []KeyTensor, order Order, done van.Completion) error {
+func (s *Server) reply(b *batchState, outs []KeyTensor, order Order, done van.Completion) error {
 	m := messages.Get().(*van.Message)
 	defer messages.Put(m)
 	m.Reset()
@@ -226,7 +226,7 @@ func (s *Server) reply(b *work, outs []KeyTensor, order Order, done van.Completi
 
 // sent notifies both the batch and the application, once for each of n pulls.
 type sent struct {
-	b    *work
+	b    *batchState
 	done van.Completion
 	n    int
 }

@@ -19,21 +19,21 @@ import (
 
 // sender assembles the batches of one worker. It processes one message at a time.
 type sender struct {
-	s     *Server
-	id    int          // node id of the worker
-	early atomic.Int32 // number of pending messages
+	s            *Server
+	id           int          // node id of the worker
+	pendingCount atomic.Int32 // number of pending messages
 
-	mu   sync.Mutex
-	open []*work        // incomplete batches; the last one is the current one
-	held []*van.Message // pending messages: they arrived before the message that they follow
-	over []refused      // removed from open; the function that added them ends them without the lock
+	mu       sync.Mutex
+	open     []*batchState  // incomplete batches; the last one is the current one
+	pending  []*van.Message // pending messages: they arrived before the message that they follow
+	refusals []refused      // removed from open; the function that added them ends them without the lock
 
-	part      van.Part // of the message that accept adds; a field, since a variable of accept would be allocated
-	openBytes int      // of the messages in open
-	heldBytes int
+	part         van.Part // of the message that accept adds; a field, since a variable of accept would be allocated
+	openBytes    int      // of the messages in open
+	pendingBytes int
 
 	freeMu sync.Mutex
-	free   []*work // for reuse
+	free   []*batchState // for reuse
 }
 
 // maxOpen is the maximum number of incomplete batches of a worker, and of its pending messages. Beyond it the oldest
@@ -42,13 +42,13 @@ const maxOpen = 1024
 
 // refused is a batch that will never be complete, and why.
 type refused struct {
-	b   *work
+	b   *batchState
 	why error
 }
 
-// errNotBegun: the message continues a batch that is not open: its first message was lost, canceled by the worker, or
+// errNoBatch: the message continues a batch that is not open. Its first message was lost, canceled by the worker, or
 // refused.
-var errNotBegun = fmt.Errorf("%w: the batch has not begun, or was dropped", van.ErrMalformed)
+var errNoBatch = fmt.Errorf("%w: the batch has not begun, or was dropped", van.ErrMalformed)
 
 // acceptBatch delivers msg, a batch, or refuses it.
 func (x *sender) acceptBatch(msg *van.Message) error {
@@ -111,7 +111,7 @@ func (s *Server) tooLarge(size int) error {
 }
 
 // serve passes b, which is complete, to the handler.
-func (s *Server) serve(b *work) {
+func (s *Server) serve(b *batchState) {
 	instance := b.instance
 	s.inbound.Enter(instance)
 	s.handler(Batch{b, b.state.Load() >> 1})
@@ -155,12 +155,12 @@ func (x *sender) accept(msg *van.Message) error {
 	}
 	if err != nil {
 		switch limit := s.node.Config().RecvBudgetPeer; {
-		case s.reorders && x.hold(msg, limit):
-			x.early.Add(1)
+		case s.reorders && x.keep(msg, limit):
+			x.pendingCount.Add(1)
 			err = nil
 		case s.reorders:
 			err = fmt.Errorf("%w: %d messages of %d bytes wait for those that they follow, want at most %d, and %d bytes (STEPAF_RECV_BUDGET_PEER)",
-				van.ErrQueueFull, len(x.held), x.heldBytes, maxOpen, limit)
+				van.ErrQueueFull, len(x.pending), x.pendingBytes, maxOpen, limit)
 		}
 		x.mu.Unlock()
 		if s.reorders && err != nil {
@@ -181,10 +181,10 @@ func (x *sender) accept(msg *van.Message) error {
 	if complete {
 		x.remove(b)
 	}
-	over := x.over
-	x.over = nil
+	refusals := x.refusals
+	x.refusals = nil
 	x.mu.Unlock()
-	for _, r := range over {
+	for _, r := range refusals {
 		s.node.Refuse(r.b.instance, r.b.epoch, int32(s.app), r.b.customer, r.b.first, r.why)
 		r.b.unref()
 	}
@@ -211,7 +211,7 @@ func (x *sender) accept(msg *van.Message) error {
 
 // batchOf finds or begins the batch that msg belongs to: batches of one worker
 // may interleave as long as the timestamps of each are consecutive. x.mu is held.
-func (x *sender) batchOf(msg *van.Message) (*work, error) {
+func (x *sender) batchOf(msg *van.Message) (*batchState, error) {
 	if msg.Head == van.Single || msg.Head == van.BatchStart {
 		b, err := x.begin(msg)
 		if err != nil {
@@ -231,13 +231,13 @@ func (x *sender) batchOf(msg *van.Message) (*work, error) {
 			return b, nil
 		}
 	}
-	return nil, fmt.Errorf("%w: the %s of a batch, at timestamp %d, continues none of the %d open batches", errNotBegun, [...]string{van.BatchMiddle: "middle", van.BatchEnd: "end"}[msg.Head], msg.Timestamp, len(x.open))
+	return nil, fmt.Errorf("%w: the %s of a batch, at timestamp %d, continues none of the %d open batches", errNoBatch, [...]string{van.BatchMiddle: "middle", van.BatchEnd: "end"}[msg.Head], msg.Timestamp, len(x.open))
 }
 
 // charge adds the memory of b's last message to its sender's budget. Incomplete batches may use
 // STEPAF_RECV_BUDGET_PEER bytes; beyond that, the older ones are dropped before the last one. The last one alone may
 // use STEPAF_RECV_BUDGET. x.mu is held.
-func (x *sender) charge(b *work, msg *van.Message) error {
+func (x *sender) charge(b *batchState, msg *van.Message) error {
 	s := b.s
 	size := 0
 	if n := len(b.msgs); n > 0 && b.msgs[n-1] == msg {
@@ -265,35 +265,35 @@ func (x *sender) charge(b *work, msg *van.Message) error {
 }
 
 // refuse removes b from the open batches; accept notifies the worker. x.mu is held.
-func (x *sender) refuse(b *work, why error) {
+func (x *sender) refuse(b *batchState, why error) {
 	x.remove(b)
-	x.over = append(x.over, refused{b, why})
+	x.refusals = append(x.refusals, refused{b, why})
 }
 
-// hold keeps a message that continues no open batch, within the limit. A message that was lost and sent again arrives
+// keep keeps a message that continues no open batch, within the limit. A message that was lost and sent again arrives
 // after its successors, and so does, over RDMA, a message with a new key from a C++ worker. x.mu is held.
-func (x *sender) hold(msg *van.Message, limit int) bool {
-	if len(x.held) >= maxOpen || x.heldBytes+msg.PayloadLen() > limit {
+func (x *sender) keep(msg *van.Message, limit int) bool {
+	if len(x.pending) >= maxOpen || x.pendingBytes+msg.PayloadLen() > limit {
 		return false
 	}
-	x.heldBytes += msg.PayloadLen()
-	x.held = append(x.held, msg.Retain())
+	x.pendingBytes += msg.PayloadLen()
+	x.pending = append(x.pending, msg.Retain())
 	return true
 }
 
 // unhold returns a pending message that is now the next one, or nil. The caller releases it.
 func (x *sender) unhold() *van.Message {
-	if x.early.Load() == 0 {
+	if x.pendingCount.Load() == 0 {
 		return nil
 	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	for i, m := range x.held {
+	for i, m := range x.pending {
 		for _, b := range x.open {
 			if b.last+1 == m.Timestamp && b.epoch == m.ProcessEpoch {
-				x.held = append(x.held[:i], x.held[i+1:]...)
-				x.heldBytes -= m.PayloadLen()
-				x.early.Add(-1)
+				x.pending = append(x.pending[:i], x.pending[i+1:]...)
+				x.pendingBytes -= m.PayloadLen()
+				x.pendingCount.Add(-1)
 				return m
 			}
 		}
@@ -302,7 +302,7 @@ func (x *sender) unhold() *van.Message {
 }
 
 // remove removes b from the open batches. x.mu is held.
-func (x *sender) remove(b *work) {
+func (x *sender) remove(b *batchState) {
 	if i := slices.Index(x.open, b); i >= 0 {
 		x.open = slices.Delete(x.open, i, i+1)
 		x.openBytes -= b.bytes
@@ -312,7 +312,7 @@ func (x *sender) remove(b *work) {
 // drop drops the incomplete batches and the pending messages that gone selects, and returns the number of batches.
 func (x *sender) drop(gone func(epoch uint32, customer, ts int32) bool) int {
 	x.mu.Lock()
-	var open []*work
+	var open []*batchState
 	for _, b := range slices.Clone(x.open) {
 		if gone(b.epoch, b.customer, b.first) {
 			x.remove(b)
@@ -320,16 +320,16 @@ func (x *sender) drop(gone func(epoch uint32, customer, ts int32) bool) int {
 		}
 	}
 	var held []*van.Message
-	x.held = slices.DeleteFunc(x.held, func(m *van.Message) bool {
+	x.pending = slices.DeleteFunc(x.pending, func(m *van.Message) bool {
 		if !gone(m.ProcessEpoch, m.CustomerID, m.Timestamp) {
 			return false
 		}
-		x.heldBytes -= m.PayloadLen()
+		x.pendingBytes -= m.PayloadLen()
 		held = append(held, m)
 		return true
 	})
 	x.mu.Unlock()
-	x.early.Add(int32(-len(held)))
+	x.pendingCount.Add(int32(-len(held)))
 	for _, m := range held {
 		m.Release()
 	}
@@ -340,15 +340,15 @@ func (x *sender) drop(gone func(epoch uint32, customer, ts int32) bool) int {
 }
 
 // begin begins a batch. It fails if the server is shutting down.
-func (x *sender) begin(msg *van.Message) (*work, error) {
+func (x *sender) begin(msg *van.Message) (*batchState, error) {
 	x.freeMu.Lock()
-	var b *work
+	var b *batchState
 	if n := len(x.free); n > 0 {
 		b, x.free = x.free[n-1], x.free[:n-1]
 	}
 	x.freeMu.Unlock()
 	if b == nil {
-		b = &work{s: x.s, x: x}
+		b = &batchState{s: x.s, x: x}
 	}
 	b.instance, b.epoch, b.customer, b.first = msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp
 	b.single, b.trace = msg.Head == van.Single, msg.RequestTrace

@@ -111,7 +111,7 @@ func TestBatchStories(t *testing.T) {
 					fmt.Fprintln(w, "dropped", s.senders[worker].drop(func(uint32, int32, int32) bool { return true }))
 				}
 			case 5:
-				s.giveUp(cluster.Canceled{Sender: van.WorkerID(worker), Customer: int32(rng.IntN(8) / 7), First: max(ts[worker]-int32(rng.IntN(8)), 0), Count: int32(rng.IntN(4))})
+				s.cancel(cluster.Canceled{Sender: van.WorkerID(worker), Customer: int32(rng.IntN(8) / 7), First: max(ts[worker]-int32(rng.IntN(8)), 0), Count: int32(rng.IntN(4))})
 			case 6:
 				if len(later) > 0 {
 					later[0].Release()
@@ -141,14 +141,14 @@ func TestBatchStories(t *testing.T) {
 				for _, b := range x.open {
 					open += b.bytes
 				}
-				for _, m := range x.held {
+				for _, m := range x.pending {
 					held += m.PayloadLen()
 				}
-				if x.openBytes != open || x.heldBytes != held || int(x.early.Load()) != len(x.held) {
+				if x.openBytes != open || x.pendingBytes != held || int(x.pendingCount.Load()) != len(x.pending) {
 					t.Errorf("%d bytes of open batches are counted, want %d; %d of held messages, want %d; %d messages, want %d",
-						x.openBytes, open, x.heldBytes, held, x.early.Load(), len(x.held))
+						x.openBytes, open, x.pendingBytes, held, x.pendingCount.Load(), len(x.pending))
 				}
-				fmt.Fprint(w, len(x.open), " ", open, " ", len(x.held), " ", held, "; ")
+				fmt.Fprint(w, len(x.open), " ", open, " ", len(x.pending), " ", held, "; ")
 				x.mu.Unlock()
 			}
 			fmt.Fprintln(w, owner.n)
@@ -289,7 +289,7 @@ func TestBatchIsBounded(t *testing.T) {
 	}
 	pull := &van.Part{Len: 1, Dim: 1, Dtype: int32(Uint8)}
 	pull.Shape[0] = 1
-	b := &work{s: s, pushes: make([]KeyTensor, MaxBatch-2)}
+	b := &batchState{s: s, pushes: make([]KeyTensor, MaxBatch-2)}
 	for i := range 4 {
 		if err := b.add(pull, &van.Message{}); (err == nil) != (i < 2) || err != nil && !errors.Is(err, van.ErrMalformed) {
 			t.Errorf("tensor %d: %v", MaxBatch-2+i, err)
@@ -299,7 +299,7 @@ func TestBatchIsBounded(t *testing.T) {
 		t.Errorf("%d pulls, want 2", len(b.pulls))
 	}
 	pull.Len = 2
-	if err := (&work{s: s}).add(pull, &van.Message{}); !errors.Is(err, van.ErrMalformed) {
+	if err := (&batchState{s: s}).add(pull, &van.Message{}); !errors.Is(err, van.ErrMalformed) {
 		t.Errorf("a pull of another size than its shape: %v", err)
 	}
 }
@@ -352,7 +352,7 @@ func TestSenderLimits(t *testing.T) {
 	}
 	for _, other := range []int{van.ServerID(0), van.SchedulerID, van.WorkerID(1)} {
 		s.dropSender(other)
-		s.giveUp(cluster.Canceled{Sender: other, First: 1000, Count: 1})
+		s.cancel(cluster.Canceled{Sender: other, First: 1000, Count: 1})
 		if len(x.open) != 1 {
 			t.Fatalf("node %d has given up what worker 0 has begun", other)
 		}
@@ -364,9 +364,9 @@ func TestSenderLimits(t *testing.T) {
 		}
 	}
 	testcluster.Counted(t, c.Servers[0], postoffice.Stats{InvalidRequests: 1, RefusedRequests: 2})
-	s.giveUp(cluster.Canceled{Sender: van.WorkerID(0), First: 2000, Count: 1})
-	if len(x.open) != 1 || len(x.held) != maxOpen-1 {
-		t.Errorf("%d batches are open, %d messages are held, want 1 and %d", len(x.open), len(x.held), maxOpen-1)
+	s.cancel(cluster.Canceled{Sender: van.WorkerID(0), First: 2000, Count: 1})
+	if len(x.open) != 1 || len(x.pending) != maxOpen-1 {
+		t.Errorf("%d batches are open, %d messages are held, want 1 and %d", len(x.open), len(x.pending), maxOpen-1)
 	}
 	s.Close()
 	if owner.n != made {

@@ -108,7 +108,7 @@ func (s *Server) begin() error {
 		return err
 	}
 	s.serving.Store(c)
-	c.OnCanceled(s.giveUp)
+	c.OnCanceled(s.cancel)
 	unwatch := s.node.OnPeer(func(id int, up bool, _ error) {
 		if !up {
 			s.dropSender(id)
@@ -185,7 +185,7 @@ func (s *Server) receive(msg *van.Message) {
 // dropped logs a message that is malformed or too late.
 func (s *Server) dropped(msg *van.Message, err error) {
 	level := slog.LevelWarn
-	if errors.Is(err, errNotBegun) && s.node.Native(msg.Sender) || errors.Is(err, van.ErrClosed) || errors.Is(err, van.ErrFinished) {
+	if errors.Is(err, errNoBatch) && s.node.Native(msg.Sender) || errors.Is(err, van.ErrClosed) || errors.Is(err, van.ErrFinished) {
 		level = slog.LevelInfo // workers of this library cancel requests
 	}
 	s.node.Rarely("af: "+level.String()+logx.Kind(err)).Log(context.Background(), level, "dropped a request",
@@ -203,8 +203,8 @@ func (s *Server) dropSender(id int) {
 	}
 }
 
-// giveUp drops the received part of a request that its worker has canceled.
-func (s *Server) giveUp(w cluster.Canceled) {
+// cancel drops the received part of a request that its worker has canceled.
+func (s *Server) cancel(w cluster.Canceled) {
 	if x := s.sender(w.Sender); x != nil {
 		x.drop(func(_ uint32, customer, ts int32) bool { return w.Has(customer, ts) })
 	}

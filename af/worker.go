@@ -87,7 +87,7 @@ func (w *Worker) PushPull(push []KeyTensor, pull [][]KeyTensor, opts ...CallOpti
 		b.unref()
 		return Call{}, &van.Error{Op: "push_pull", Node: w.node.Name(), Err: err}
 	}
-	b.hold()
+	b.retain()
 	return b.start(device, o)
 }
 

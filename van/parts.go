@@ -59,8 +59,8 @@ func (m *Message) HasValue(i int) bool { return m.Parts[i].Push || !m.Request }
 // IsBatch reports whether the message is a batch.
 func (m *Meta) IsBatch() bool { return m.hasBatchHead() && (m.Request || !m.Push) }
 
-// EndsBatch reports whether the message acknowledges all pushes of a batch without pulls. It has the timestamp of the last one.
-func (m *Meta) EndsBatch() bool { return m.hasBatchHead() && !m.Request && m.Push }
+// AcksBatch reports whether the message acknowledges all pushes of a batch without pulls. It has the timestamp of the last one.
+func (m *Meta) AcksBatch() bool { return m.hasBatchHead() && !m.Request && m.Push }
 
 // hasBatchHead reports whether the message is a batch, or acknowledges one.
 func (m *Meta) hasBatchHead() bool {
@@ -225,9 +225,9 @@ func (m *Message) Pack(buf []byte) []byte {
 	return buf
 }
 
-// Keep makes m a copy of src that outlives the Send of src: it retains the memory of src, and copies frames shorter than CopyBelow to
-// short. Drop releases the memory. Sender, receiver and Done are copied, too.
-func (m *Message) Keep(src *Message, short *[MaxFrames][CopyBelow]byte) {
+// CloneFrom makes m a copy of src that outlives the Send of src: it retains the memory of src, and copies frames shorter than CopyBelow to
+// short. ReleaseClone releases the memory. Sender, receiver and Done are copied, too.
+func (m *Message) CloneFrom(src *Message, short *[MaxFrames][CopyBelow]byte) {
 	m.Reset()
 	m.CopyFrom(&src.Meta)
 	m.Sender, m.Receiver, m.ProcessEpoch, m.Frames = src.Sender, src.Receiver, src.ProcessEpoch, src.Frames
@@ -246,8 +246,8 @@ func (m *Message) Keep(src *Message, short *[MaxFrames][CopyBelow]byte) {
 	}
 }
 
-// Drop releases the memory that Keep has retained.
-func (m *Message) Drop() {
+// ReleaseClone releases the memory that CloneFrom has retained.
+func (m *Message) ReleaseClone() {
 	for i := range m.Frames {
 		m.Frame(i).Release()
 	}
@@ -286,8 +286,8 @@ type AllSent struct {
 
 var allSents = sync.Pool{New: func() any { return new(AllSent) }}
 
-// Begin returns an AllSent for done, nil if done is nil. The caller calls Add for each message, and Sent after the last one.
-func Begin(done Completion) *AllSent {
+// NewAllSent returns an AllSent for done, nil if done is nil. The caller calls Add for each message, and Sent after the last one.
+func NewAllSent(done Completion) *AllSent {
 	if done == nil {
 		return nil
 	}
@@ -346,7 +346,7 @@ func (m *Message) ExpandTo(to PartSender) error {
 		x.msg.Reset()
 		expansions.Put(x)
 	}()
-	all := Begin(m.Done)
+	all := NewAllSent(m.Done)
 	for i := range m.Parts {
 		m.expand(i, x)
 		x.msg.Done = all.Add()

@@ -54,7 +54,7 @@ func TestDirectory(t *testing.T) {
 		if err := r.Unpack(); err != nil {
 			t.Fatal(err)
 		}
-		if len(r.Parts) != len(m.Parts) || !r.IsBatch() || r.EndsBatch() || r.Frames != 0 || r.Vals.Len() != 0 {
+		if len(r.Parts) != len(m.Parts) || !r.IsBatch() || r.AcksBatch() || r.Frames != 0 || r.Vals.Len() != 0 {
 			t.Fatalf("%+v, want %+v", r, m)
 		}
 		for i := range r.Parts {
@@ -145,11 +145,11 @@ func TestKeepParts(t *testing.T) {
 	for i := range src.Parts[:2] {
 		src.Parts[i].Vals = backend.At(unsafe.Pointer(&value[0]), len(value), backend.Host, &h)
 	}
-	kept.Keep(src, &short)
+	kept.CloneFrom(src, &short)
 	if src.Parts[0].Key = 99; h.n != 2 || len(kept.Parts) != 3 || kept.Parts[0].Key == 99 || !bytes.Equal(kept.Parts[0].Vals.Host(), value) {
 		t.Errorf("kept with %d users of its memory, want 2: %+v", h.n, kept.Parts)
 	}
-	if kept.Drop(); h.n != 0 {
+	if kept.ReleaseClone(); h.n != 0 {
 		t.Errorf("%d users of the memory are left after Drop", h.n)
 	}
 }

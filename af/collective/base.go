@@ -59,7 +59,7 @@ type base struct {
 	hash     uint64
 	timeout  time.Duration
 	revoker  van.Invalidator // nil if no peer writes into results
-	looks    bool            // waits poll before they sleep
+	polls    bool            // waits poll before they sleep
 	early    bool            // calls with device tensors poll before they return
 	fail     func(error)     // Comm.fail: makes the communicator unusable until Rebuild, and notifies the other ranks
 
@@ -109,7 +109,7 @@ func (b *base) place(ranks []int) error {
 	b.hash = h.Sum64()
 	// All ranks may be on this machine. If there are more ranks than processors, a polling rank takes the processor
 	// from the rank that it waits for.
-	b.looks = len(ranks) <= runtime.NumCPU()
+	b.polls = len(ranks) <= runtime.NumCPU()
 	return nil
 }
 

@@ -33,7 +33,7 @@ func comms(t *testing.T, o testcluster.Options, n int) ([]*Comm, *testcluster.Cl
 		var err error
 		all[r], err = New(t.Context(), c.Workers[r], Options{Ranks: ranks(n), Timeout: 20 * time.Second})
 		if err == nil {
-			all[r].b.looks = n != 5 // also where there are fewer processors
+			all[r].b.polls = n != 5 // also where there are fewer processors
 			all[r].b.early = n%2 == 1
 		}
 		return err

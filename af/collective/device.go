@@ -39,10 +39,10 @@ type deviceCopy struct {
 	copied backend.Event // event of that copy; nil if no wait is needed
 	err    error         // error of that copy
 
-	step    int         // the poll's step, see look
-	until   uint64      // end of the poll
-	looks   func() bool // d.look
-	between func()      // d.copyInTime, called by waiters
+	step     int         // the step of poll
+	until    uint64      // end of the poll
+	pollFunc func() bool // d.poll
+	between  func()      // d.copyInTime, called by waiters
 
 	unserved   atomic.Int32  // other ranks that have not received their parts
 	lastServed atomic.Uint64 // time of the last part sent, or of the call's begin
@@ -60,7 +60,7 @@ const (
 // equip prepares o for calls with device tensors.
 func equip(o *op) {
 	d := &o.device
-	d.o, d.looks, d.between = o, d.look, d.copyInTime
+	d.o, d.pollFunc, d.between = o, d.poll, d.copyInTime
 }
 
 // served reports whether lateAfter has passed since the other ranks were given their parts.
@@ -105,8 +105,8 @@ func (c *Comm) startBehind(p *plan, on []af.StreamOption) (Op, error) {
 }
 
 // launch begins the call. It has the device copy this rank's own part while the requests to other ranks are under
-// way. If look is true, the caller may poll for requests of other ranks, as a wait does; see Options.Look.
-func (o *op) launch(look bool) {
+// way. If poll is true, the caller may poll for requests of other ranks, as a wait does; see Options.Look.
+func (o *op) launch(poll bool) {
 	o.b.mu.Lock()
 	ended := o.ended
 	if !ended {
@@ -117,12 +117,12 @@ func (o *op) launch(look bool) {
 		return
 	}
 	o.device.lastServed.Store(clock.Now())
-	look = look && o.b.looks && o.b.early
-	if o.device.step = lookFirst; look {
-		o.b.node.Poll(o.device.looks)
+	poll = poll && o.b.polls && o.b.early
+	if o.device.step = pollFirst; poll {
+		o.b.node.Poll(o.device.pollFunc)
 	}
-	if o.device.step < lookBegun { // another goroutine receives, so this one may not poll
-		o.device.begin(look)
+	if o.device.step < pollBegun { // another goroutine receives, so this one may not poll
+		o.device.begin(poll)
 	}
 	o.rest()
 }
@@ -140,29 +140,29 @@ func (d *deviceCopy) begin(later bool) {
 	}
 }
 
-// Steps of look.
+// Steps of poll.
 const (
-	lookFirst = iota // nothing was received yet
-	lookBegin
-	lookBegun
+	pollFirst = iota // nothing was received yet
+	pollBegin
+	pollBegun
 )
 
-// maxLook is how long a call polls for requests of other ranks.
-const maxLook = 10 * time.Microsecond
+// maxPoll is how long a call polls for requests of other ranks.
+const maxPoll = 10 * time.Microsecond
 
-// look is the poll function of launch, called while the caller receives in place of the transport. The first call
+// poll is the poll function of launch, called while the caller receives in place of the transport. The first call
 // returns, so that the transport need not wake another goroutine for messages; the second one begins the call. The
 // poll ends when the other ranks have been given their parts and the copies of their parts have had time to start, or
-// after maxLook.
-func (d *deviceCopy) look() bool {
+// after maxPoll.
+func (d *deviceCopy) poll() bool {
 	switch d.step {
-	case lookFirst:
-		d.step = lookBegin
+	case pollFirst:
+		d.step = pollBegin
 		return false
-	case lookBegin:
-		d.step = lookBegun
+	case pollBegin:
+		d.step = pollBegun
 		d.begin(true)
-		d.until = clock.Now() + uint64(maxLook)
+		d.until = clock.Now() + uint64(maxPoll)
 		return false
 	}
 	if d.served() {

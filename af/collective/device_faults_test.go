@@ -50,7 +50,7 @@ func TestServerRunsNoHandlers(t *testing.T) {
 		onAll(t, 2, func(r int) (err error) {
 			comms[r], err = New(t.Context(), c.Servers[r], Options{Timeout: 20 * time.Second, Look: true})
 			if err == nil {
-				comms[r].b.looks = true
+				comms[r].b.polls = true
 			}
 			return err
 		})

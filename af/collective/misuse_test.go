@@ -510,7 +510,7 @@ func TestClosedAtOnce(t *testing.T) {
 			go func() { closed <- other.Close() }()
 			<-aborted
 			hook.OnReceive(nil)
-			hook.LetIn()
+			hook.DeliverKept()
 			if err := <-made; err != nil {
 				t.Fatal("New:", err)
 			}

@@ -121,7 +121,7 @@ func (l *callWindow) reserve(p *plan) (*op, error) {
 	w, left := &o.receives, int32(1)
 	if o.device.is = p.device; p.device {
 		o.result = p.result
-		o.result.retain() // until forget
+		o.result.retain() // until endUse
 	}
 	ask := p.ask
 	if p.fold != nil {
@@ -464,7 +464,7 @@ func (o *op) reduce() {
 // dropNext ends the use of o, whose result is awaited only through the call after it, next.
 func (o *op) dropNext(next *op) {
 	o.l.unref(next)
-	o.forget()
+	o.endUse()
 }
 
 // end ends the call, once.
@@ -510,8 +510,8 @@ func (o *op) end(err error) {
 	l.unref(o)
 }
 
-// forget ends the caller's use of o. The call has ended.
-func (o *op) forget() {
+// endUse ends the caller's use of o. The call has ended.
+func (o *op) endUse() {
 	o.b.mu.Lock()
 	pull := o.pull
 	o.b.mu.Unlock()

@@ -82,7 +82,7 @@ func (h Op) WaitSlice(ctx context.Context, slice time.Duration) error {
 		return err
 	}
 	err = o.endCopy(err)
-	o.forget()
+	o.endUse()
 	return err
 }
 
@@ -106,7 +106,7 @@ func (o *op) wait(ctx context.Context, slice time.Duration) error {
 		}
 		return max(d, 0)
 	}
-	if b.looks {
+	if b.polls {
 		o.poll(ctx, func() time.Duration { return max(next(), time.Nanosecond) })
 	}
 	for {

@@ -81,8 +81,8 @@ func (d *directory) stop(err error) []*Exchange {
 	return slices.Collect(maps.Values(d.all))
 }
 
-// forget removes the names of an exchange; later messages about it are ignored. mu is held.
-func (d *directory) forget(names []name) {
+// remove removes the names of an exchange; later messages about it are ignored. mu is held.
+func (d *directory) remove(names []name) {
 	for _, n := range names {
 		delete(d.all, n)
 	}

@@ -172,7 +172,7 @@ func (x *Exchange) fail(err error) {
 	names, used := x.names, x.ready
 	used = used && x.host == nil
 	if !used { // no stream contains work of it
-		d.forget(names)
+		d.remove(names)
 	}
 	d.mu.Unlock()
 	var end error
@@ -188,7 +188,7 @@ func (x *Exchange) fail(err error) {
 		d.node.Log().Error("streams that wait for an exchange may not be released", "exchange", x.String(), "err", free)
 	}
 	d.mu.Lock()
-	d.forget(names)
+	d.remove(names)
 	d.mu.Unlock()
 }
 

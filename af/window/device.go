@@ -70,7 +70,7 @@ func (v *onDevice) meet(ctx context.Context, c *collective.Comm, n int) error {
 	m := &v.memory
 	offer, bad := m.allocate(n)
 	defer m.host.met()
-	if err := v.hear(ctx, c, bad); err != nil {
+	if err := v.exchangeErrors(ctx, c, bad); err != nil {
 		return err
 	}
 	m.offered = true
@@ -86,11 +86,11 @@ func (v *onDevice) meet(ctx context.Context, c *collective.Comm, n int) error {
 			bad = m.reach(r, b)
 		}
 	}
-	return v.hear(ctx, c, bad)
+	return v.exchangeErrors(ctx, c, bad)
 }
 
-// hear exchanges errors: it returns bad, which all ranks learn, or the error of another rank.
-func (v *onDevice) hear(ctx context.Context, c *collective.Comm, bad error) error {
+// exchangeErrors exchanges errors: it returns bad, which all ranks learn, or the error of another rank.
+func (v *onDevice) exchangeErrors(ctx context.Context, c *collective.Comm, bad error) error {
 	why := ""
 	if bad != nil {
 		why = bad.Error()
@@ -166,20 +166,20 @@ func (v *onDevice) end() {
 	})
 }
 
-// giveUp cleans up after a failed Open.
-func (v *onDevice) giveUp() {
+// abandonSetup cleans up after a failed Open.
+func (v *onDevice) abandonSetup() {
 	v.end()
 	if v.unwatch != nil {
 		v.unwatch()
 		v.stopExit()
 	}
-	_ = v.memory.giveBack()
+	_ = v.memory.free()
 }
 
-// letGo is the first part of Close. If a stream waits here, the window ends and the stream is released, before
+// endWaits is the first part of Close. If a stream waits here, the window ends and the stream is released, before
 // anything waits for the stream; that includes a put that holds a lock while its stream is full. The error says that
 // data put before may be incomplete.
-func (v *onDevice) letGo() error {
+func (v *onDevice) endWaits() error {
 	r := v.awaited()
 	if r < 0 {
 		return nil
@@ -207,7 +207,7 @@ func (v *onDevice) close(ctx context.Context) (err error) {
 	}
 	v.unwatch()
 	v.stopExit()
-	return errors.Join(err, v.memory.giveBack())
+	return errors.Join(err, v.memory.free())
 }
 
 // teardownLimit is how long streams of an ended window wait for another rank to confirm the end. exitLimit is the same

@@ -263,8 +263,8 @@ func (m *memory) sleep(ctx context.Context, begun uint64, limit time.Duration, d
 	return nil
 }
 
-// giveBack frees the streams.
-func (m *memory) giveBack() (err error) {
+// free frees the streams.
+func (m *memory) free() (err error) {
 	m.reading.Lock()
 	defer m.reading.Unlock()
 	m.shut = true

@@ -62,7 +62,7 @@ func (p *peer) await(ctx context.Context, op string, what awaited, n uint64) err
 	l.mu.Unlock()
 
 	w.app.PollFor(ctx, limit, x.ready)
-	done, err := x.look()
+	done, err := x.poll()
 	if !done {
 		l.enter(x)
 		err = x.sleep(ctx, op, begun, limit)
@@ -77,8 +77,8 @@ func (p *peer) await(ctx context.Context, op string, what awaited, n uint64) err
 // errOver stands for the result of failure.
 var errOver = errors.New("over")
 
-// look reports whether the wait is over. It consumes an awaited signal.
-func (x *waiter) look() (done bool, err error) {
+// poll reports whether the wait is over. It consumes an awaited signal.
+func (x *waiter) poll() (done bool, err error) {
 	p := x.p
 	over := p.end() // read first: events before the failure count
 	switch {
@@ -92,10 +92,10 @@ func (x *waiter) look() (done bool, err error) {
 	return false, nil
 }
 
-// sleep waits until look reports the end of the wait, or a limit passes.
+// sleep waits until poll reports the end of the wait, or a limit passes.
 func (x *waiter) sleep(ctx context.Context, op string, begun uint64, limit time.Duration) error {
 	for {
-		if done, err := x.look(); done {
+		if done, err := x.poll(); done {
 			return err
 		}
 		if err := x.p.w.app.Alive(); err != nil {

@@ -100,7 +100,7 @@ func open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 	if err != nil {
 		b.fail(err)
 		if w.dev != nil {
-			w.dev.giveUp()
+			w.dev.abandonSetup()
 		}
 		w.end() // a rank without an error may have put already
 		b.mem.Release()
@@ -221,7 +221,7 @@ func (w *Window) Close() error {
 	defer cancel()
 	var failed error
 	if w.dev != nil && b.over.Load() == nil {
-		failed = w.dev.letGo()
+		failed = w.dev.endWaits()
 	}
 	for r, p := range w.peers {
 		if r == b.self || b.over.Load() != nil {

@@ -162,7 +162,7 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 		}
 		return err
 	}
-	c.forget(r)
+	c.remove(r)
 	c.mu.Unlock()
 	c.recycle(r)
 	return err
@@ -183,7 +183,7 @@ func (c *Customer) Try(ts int32) error {
 		c.mu.Unlock()
 		return ErrPending
 	}
-	c.forget(r)
+	c.remove(r)
 	c.mu.Unlock()
 	c.recycle(r)
 	return err

@@ -187,7 +187,7 @@ func (r *Request) answer(msg *van.Message) error {
 		r.take(i+k, from)
 	}
 	took, first, earlier := n, i, 0 // the number of answers in msg, the first of them, and the number of earlier pushes that msg acknowledges
-	if msg.EndsBatch() {
+	if msg.AcksBatch() {
 		earlier = i
 	} else if !msg.Push {
 		earlier = min(r.Pushes, i)

@@ -137,7 +137,7 @@ func (q *requests) addFinished(r *Request, gen uint64) {
 	slot := &q.finished[q.newest%keepFinished]
 	old := *slot
 	if old != nil {
-		q.forget(old)
+		q.remove(old)
 	}
 	*slot = r
 	r.ringIndex = q.newest
@@ -149,8 +149,8 @@ func (q *requests) addFinished(r *Request, gen uint64) {
 	}
 }
 
-// forget removes r from the table. mu is held.
-func (q *requests) forget(r *Request) {
+// remove removes r from the table. mu is held.
+func (q *requests) remove(r *Request) {
 	table := *q.table.Load()
 	for ts := r.first; ts < r.first+r.n; ts++ {
 		table[int(ts)&(len(table)-1)].CompareAndSwap(r, nil)

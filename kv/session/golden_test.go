@@ -118,7 +118,7 @@ func TestRankModel(t *testing.T) {
 					s.drop(k)
 				}
 			case 3:
-				w := work{q: request{handle: id, values: []any{int64(id)}}}
+				w := pendingCall{q: request{handle: id, values: []any{int64(id)}}}
 				w.m.Head = wantSet
 				if a := s.do(w); a.outcome != done {
 					t.Fatalf("set: %+v", a)
@@ -126,7 +126,7 @@ func TestRankModel(t *testing.T) {
 				want[id] = int64(id)
 			case 4:
 				k := rng.Uint64N(id + 1)
-				w := work{q: request{handle: k}}
+				w := pendingCall{q: request{handle: k}}
 				w.m.Head = wantGet
 				a := s.do(w)
 				v, is := want[k]
@@ -135,7 +135,7 @@ func TestRankModel(t *testing.T) {
 					t.Fatalf("get of %d: %+v, want %v", k, a, v)
 				}
 			}
-			w := work{}
+			w := pendingCall{}
 			w.m.Head = wantList
 			if a := s.do(w); !slices.Equal(a.handles, has()) {
 				t.Fatalf("handles %d, want %d", a.handles, has())

@@ -82,7 +82,7 @@ func (r *Rank) Register(name string, f Function) error {
 // workers have ended, and with an error that wraps postoffice.ErrPeerLost if all of them have been lost for
 // STEPAF_REPLACE_TIMEOUT.
 func (r *Rank) Serve(ctx context.Context) error {
-	s := &serving{r: r, waits: map[uint64]work{}, work: make(chan work, maxWork), values: map[uint64]any{}}
+	s := &serving{r: r, waits: map[uint64]pendingCall{}, work: make(chan pendingCall, maxWork), values: map[uint64]any{}}
 	s.ctx, s.cancel = context.WithCancelCause(ctx)
 	defer s.cancel(van.ErrClosed)
 	r.mu.Lock()
@@ -157,20 +157,20 @@ type serving struct {
 	changed <-chan struct{} // has a token after a worker was lost, was connected again, or has ended
 
 	mu         sync.Mutex
-	session    uint64           // 0 without a controller
-	controller int              // its node id
-	opened     kv.SimpleMessage // its wantOpen
-	gone       uint64           // the last session that was canceled before it began
-	next       uint64           // number of the next call
-	waits      map[uint64]work  // calls that arrived before their turn
-	last       *work            // the request for the end, answered at the end
-	work       chan work
+	session    uint64                 // 0 without a controller
+	controller int                    // its node id
+	opened     kv.SimpleMessage       // its wantOpen
+	gone       uint64                 // the last session that was canceled before it began
+	next       uint64                 // number of the next call
+	waits      map[uint64]pendingCall // calls that arrived before their turn
+	last       *pendingCall           // the request for the end, answered at the end
+	work       chan pendingCall
 
 	values map[uint64]any // by handle; used only by the goroutine that runs functions
 }
 
-// work is a request to be processed.
-type work struct {
+// pendingCall is a request to be processed.
+type pendingCall struct {
 	m kv.SimpleMessage
 	q request
 }
@@ -201,7 +201,7 @@ func (s *serving) leave(a *kv.SimpleApp, why error) {
 // asked handles a request. A request for another session is refused.
 func (s *serving) asked(m kv.SimpleMessage) {
 	q, err := parseRequest(m.Head, m.Body)
-	w := work{m, q}
+	w := pendingCall{m, q}
 	switch {
 	case err != nil:
 	case m.Head == wantForget:
@@ -225,7 +225,7 @@ func (s *serving) asked(m kv.SimpleMessage) {
 var errLater = errors.New("not now")
 
 // open joins the session of w, if the rank is free.
-func (s *serving) open(w work) error {
+func (s *serving) open(w pendingCall) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if n := len(s.r.node.Members(van.ServerGroup)); int(w.q.ranks) != n || w.q.session == 0 {
@@ -239,7 +239,7 @@ func (s *serving) open(w work) error {
 	case s.idle() && (again || !s.opened.Wanted()):
 		// A controller has one session at a time. It may have ended the last one without this rank's knowledge: its
 		// notices do not wait for a rank that is not connected yet.
-		s.forget("another one is opened")
+		s.dropSession("another one is opened")
 	case again:
 		s.cancel(fmt.Errorf("%w: it opens another one", errAborted))
 		return errLater // the next Serve answers
@@ -256,7 +256,7 @@ func (s *serving) another() error {
 }
 
 // accept queues w for its turn.
-func (s *serving) accept(w work) error {
+func (s *serving) accept(w pendingCall) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	switch {
@@ -283,20 +283,20 @@ func (s *serving) accept(w work) error {
 }
 
 // givenUp forgets the session of w, which has not begun. A later wantOpen of it is ignored.
-func (s *serving) givenUp(w work) {
+func (s *serving) givenUp(w pendingCall) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.gone = w.q.session
 	if w.q.session == s.session && int(w.m.Sender) == s.controller && s.idle() {
-		s.forget(w.q.text)
+		s.dropSession(w.q.text)
 	}
 }
 
 // idle reports whether no call was made since the session was opened. s.mu is held.
 func (s *serving) idle() bool { return s.next <= 1 && len(s.waits) == 0 }
 
-// forget makes the rank free for the next controller. s.mu is held.
-func (s *serving) forget(why string) {
+// dropSession makes the rank free for the next controller. s.mu is held.
+func (s *serving) dropSession(why string) {
 	s.r.node.Log().Info("dropped a session that had not begun", "controller", s.r.node.PeerName(s.controller), "why", why)
 	s.session, s.controller, s.next, s.opened = 0, 0, 0, kv.SimpleMessage{}
 }
@@ -304,7 +304,7 @@ func (s *serving) forget(why string) {
 // errAborted: the controller has ended the session.
 var errAborted = errors.New("the controller has ended the session")
 
-func (s *serving) answer(w work, a answer) {
+func (s *serving) answer(w pendingCall, a answer) {
 	a.session, a.seq = w.q.session, w.q.seq
 	b, err := a.append(make([]byte, 0, 64), w.m.Head)
 	if err == nil {
@@ -331,7 +331,7 @@ func (s *serving) answer(w work, a answer) {
 
 // run processes calls until the session ends.
 func (s *serving) run() {
-	var w work
+	var w pendingCall
 	defer func() {
 		// This has no effect unless a function has ended this goroutine: later calls would not be processed.
 		s.cancel(fmt.Errorf("call %d, %q, has ended the goroutine of calls (runtime.Goexit)", w.q.seq, w.q.text))
@@ -366,7 +366,7 @@ func (s *serving) run() {
 }
 
 // do processes one call.
-func (s *serving) do(w work) (a answer) {
+func (s *serving) do(w pendingCall) (a answer) {
 	var err error
 	switch w.m.Head {
 	case wantCall:
@@ -413,7 +413,7 @@ func (s *serving) watch() {
 		switch {
 		case session != 0 && s.r.node.HasEnded(controller):
 			select {
-			case s.work <- work{m: kv.SimpleMessage{Head: wantOver}, q: request{session: session}}: // after the calls of the session
+			case s.work <- pendingCall{m: kv.SimpleMessage{Head: wantOver}, q: request{session: session}}: // after the calls of the session
 			case <-s.ctx.Done():
 			}
 			return

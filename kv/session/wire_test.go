@@ -136,7 +136,7 @@ func TestElements(t *testing.T) {
 // TestNothingRunsAfterTheEnd: calls that wait when the session ends are not run.
 func TestNothingRunsAfterTheEnd(t *testing.T) {
 	for range 100 {
-		s := &serving{work: make(chan work, 1), values: map[uint64]any{}, funcs: map[string]Function{
+		s := &serving{work: make(chan pendingCall, 1), values: map[uint64]any{}, funcs: map[string]Function{
 			"f": func(context.Context, []any) (any, error) {
 				t.Error("it was run")
 				return nil, nil
@@ -144,7 +144,7 @@ func TestNothingRunsAfterTheEnd(t *testing.T) {
 		}}
 		s.ctx, s.cancel = context.WithCancelCause(t.Context())
 		s.cancel(van.ErrClosed)
-		s.work <- work{kv.SimpleMessage{Head: wantCall}, request{text: "f"}}
+		s.work <- pendingCall{kv.SimpleMessage{Head: wantCall}, request{text: "f"}}
 		s.run()
 	}
 }

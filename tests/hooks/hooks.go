@@ -33,7 +33,7 @@ const (
 // Verdicts on a message. The zero Verdict is Pass.
 var (
 	Pass = Verdict{}
-	// Keep holds a message until LetGo sends it or LetIn delivers it.
+	// Keep holds a message until SendKept sends it or DeliverKept delivers it.
 	Keep = Verdict{what: keep}
 	// Lose takes a message and drops it.
 	Lose = Verdict{what: lose}
@@ -155,12 +155,12 @@ func (v *Van) Send(m *van.Message) error {
 // and the memory of the long ones.
 func lent(m *van.Message) *van.Message {
 	c := &van.Message{}
-	c.Keep(m, new([van.MaxFrames][van.CopyBelow]byte))
+	c.CloneFrom(m, new([van.MaxFrames][van.CopyBelow]byte))
 	return c
 }
 
-// LetGo sends the kept messages in order, and returns the first error.
-func (v *Van) LetGo() error {
+// SendKept sends the kept messages in order, and returns the first error.
+func (v *Van) SendKept() error {
 	v.mu.Lock()
 	all := v.sent
 	v.sent = nil
@@ -170,7 +170,7 @@ func (v *Van) LetGo() error {
 		if err := v.Van.Send(m); err != nil && first == nil {
 			first = err
 		}
-		m.Drop()
+		m.ReleaseClone()
 	}
 	return first
 }
@@ -201,8 +201,8 @@ func (v *Van) Start(recv van.Receiver) {
 	})
 }
 
-// LetIn delivers the received messages that are kept, in order.
-func (v *Van) LetIn() {
+// DeliverKept delivers the received messages that are kept, in order.
+func (v *Van) DeliverKept() {
 	v.mu.Lock()
 	all := v.received
 	v.received = nil

@@ -92,7 +92,7 @@ func TestVerdicts(t *testing.T) {
 	if n := b.Waiting(); n != 1 {
 		t.Errorf("%d messages wait, want 1", n)
 	}
-	b.LetIn()
+	b.DeliverKept()
 	if x := next(t, got); x != 4 {
 		t.Fatalf("message %d came, want 4", x)
 	}
@@ -100,7 +100,7 @@ func TestVerdicts(t *testing.T) {
 	if k := a.Kept(); len(k) != 1 || k[0].Keys.Host()[0] != 0 {
 		t.Errorf("%d messages are kept", len(k))
 	}
-	if err := a.LetGo(); err != nil {
+	if err := a.SendKept(); err != nil {
 		t.Fatal(err)
 	}
 	if x := next(t, got); x != 3 {
@@ -126,7 +126,7 @@ func TestHeld(t *testing.T) {
 	if n := b.Held(); n != 1 {
 		t.Errorf("%d messages are held, want 1", n)
 	}
-	b.LetIn()
+	b.DeliverKept()
 	next(t, got)
 	for end := time.Now().Add(20 * time.Second); b.Held() != 0; {
 		if time.Now().After(end) {

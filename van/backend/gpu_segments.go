@@ -133,7 +133,7 @@ func (x *exporter) add(base uintptr, size int, h uint64) (*segment, error) {
 			return seg, x.d.handleRelease(h)
 		}
 		x.put(base, nil)
-		x.letGo(seg)
+		x.releaseHandle(seg)
 	}
 	if m := x.known.Load(); m != nil && len(*m) >= maxSegments {
 		x.dropUnmapped()
@@ -147,9 +147,9 @@ func (x *exporter) add(base uintptr, size int, h uint64) (*segment, error) {
 	return seg, nil
 }
 
-// letGo releases the handle of a piece that has been removed. If a stream may wait for a message, the handle is
+// releaseHandle releases the handle of a piece that has been removed. If a stream may wait for a message, the handle is
 // kept until Close, because releasing the last handle frees memory. x.mu is held.
-func (x *exporter) letGo(seg *segment) {
+func (x *exporter) releaseHandle(seg *segment) {
 	if x.c.MayBlock() || x.d.handleRelease(seg.handle) != nil {
 		x.stale = append(x.stale, seg.handle)
 	}
@@ -178,7 +178,7 @@ func (x *exporter) dropUnmapped() {
 	}
 	x.known.Store(&mapped)
 	for _, seg := range gone {
-		x.letGo(seg)
+		x.releaseHandle(seg)
 	}
 }
 

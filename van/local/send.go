@@ -79,7 +79,7 @@ func isOneRecord(msg *van.Message) bool {
 
 // putBatch writes or queues msg as a record for each value.
 func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint64) error {
-	all := van.Begin(msg.Done)
+	all := van.NewAllSent(msg.Done)
 	v := &l.value
 	v.Meta = msg.Meta // a view, which ends with this call
 	v.Frames = 2

@@ -178,7 +178,7 @@ func (l *peerQueue) enqueue(m *van.Message) (kept bool, err error) {
 		return true, &van.Error{Op: "send", Peer: van.NodeName(l.peer), Detail: "a rate limit holds data back (stepaf policy)", Err: van.ErrQueueFull}
 	}
 	i := &item{bytes: n, queue: a}
-	i.msg.Keep(m, &i.short)
+	i.msg.CloneFrom(m, &i.short)
 	a.queue.Put(i)
 	l.bytes += n + itemCost
 	if !l.running {
@@ -298,7 +298,7 @@ func (l *peerQueue) forward(i *item) bool {
 
 // end releases the frames of i. With done it also calls Done, if the inner van has not accepted i.
 func (i *item) end(done bool) {
-	i.msg.Drop()
+	i.msg.ReleaseClone()
 	if done && i.msg.Done != nil {
 		i.msg.Done.Sent()
 	}

@@ -63,7 +63,7 @@ func sendBatch(p *peer, msg *van.Message) error {
 		}
 	}
 	// Done must not be called while p.mu is held.
-	all, done := van.Begin(msg.Done), msg.Done
+	all, done := van.NewAllSent(msg.Done), msg.Done
 	msg.Done = all.Add()
 	defer func() { msg.Done = done }()
 	p.mu.Lock()

@@ -198,8 +198,8 @@ func (s *remoteSlots) retire(r *route, need Need) {
 	}
 }
 
-// forgetIfEmpty removes r if it has neither slots nor requests.
-func (s *remoteSlots) forgetIfEmpty(r *route) {
+// removeIfEmpty removes r if it has neither slots nor requests.
+func (s *remoteSlots) removeIfEmpty(r *route) {
 	if len(r.slots) == 0 && r.requests == 0 && s.routes[r.Route] == r {
 		delete(s.routes, r.Route)
 	}
@@ -244,12 +244,12 @@ func (s *remoteSlots) Reclaim(places, bytes int) {
 			-cmp.Compare(x.DataLen, y.DataLen), cmp.Compare(x.Index, y.Index))
 	})
 	for _, p := range free {
-		s.giveBack(p)
+		s.returnSlot(p)
 	}
 }
 
-// giveBack gives a free slot back, if the receiver wants slots.
-func (s *remoteSlots) giveBack(p *RemoteSlot) {
+// returnSlot returns a free slot to the receiver, if the receiver wants slots.
+func (s *remoteSlots) returnSlot(p *RemoteSlot) {
 	if s.wanted.slots <= 0 && s.wanted.bytes <= 0 {
 		return
 	}
@@ -262,7 +262,7 @@ func (s *remoteSlots) giveBack(p *RemoteSlot) {
 	delete(s.granted, p.Index)
 	s.returns = append(s.returns, p.Index)
 	if r.queued == 0 {
-		s.forgetIfEmpty(r)
+		s.removeIfEmpty(r)
 	}
 }
 

@@ -238,7 +238,7 @@ func (s *Sender[T]) Reply(origin uint64, p RemoteSlot, shared *Route) bool {
 	a.route.requests--
 	r := a.route
 	if shared != nil && *shared != r.Route {
-		s.forgetIfEmpty(r)
+		s.removeIfEmpty(r)
 		r = s.route(*shared)
 	} else if a.retired {
 		return true
@@ -260,7 +260,7 @@ func (s *Sender[T]) UseShared(origin uint64) bool {
 	}
 	delete(s.requests, origin)
 	a.route.requests--
-	s.forgetIfEmpty(a.route)
+	s.removeIfEmpty(a.route)
 	l := &s.queues[1]
 	for i := range l.q.len() {
 		if w := l.q.at(i); w.route == a.route {
@@ -291,7 +291,7 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	l := s.queue(a.need)
 	if a.route != nil {
 		a.route.requests--
-		s.forgetIfEmpty(a.route)
+		s.removeIfEmpty(a.route)
 		if a.route.serves(a.need) { // a busy slot is better than none
 			a.route.cooldown = refusedCooldown
 			l.changed = true
@@ -332,7 +332,7 @@ func (s *Sender[T]) Credit(index uint32) bool {
 		return false
 	}
 	s.Release(p)
-	s.giveBack(p)
+	s.returnSlot(p)
 	return true
 }
 

@@ -55,7 +55,7 @@ func (e *entry) release() {
 	}
 	done := e.done
 	e.done = nil
-	e.msg.Drop()
+	e.msg.ReleaseClone()
 	e.msg.Reset()
 	entries.Put(e)
 	if done != nil {

@@ -181,7 +181,7 @@ func (v *Van) Disconnect(id int) {
 	v.inner.Disconnect(id) // first: after this no message is sent to it, nor kept
 	drop(v.kept.take(id, false))
 	v.kept.disconnect(id) // last: Cancel searches the entries of connected peers
-	v.seen.forget(id)
+	v.seen.remove(id)
 }
 
 // Close implements van.Van. It first waits for acknowledgements, no longer than

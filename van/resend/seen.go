@@ -205,8 +205,8 @@ func (r *memory) rename(old, id int) {
 	r.peers[id] = p
 }
 
-// forget removes the memory of a peer.
-func (r *memory) forget(id int) {
+// remove removes the memory of a peer.
+func (r *memory) remove(id int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	delete(r.peers, id)

@@ -50,7 +50,7 @@ func (v *Van) Send(m *van.Message) error {
 // changed after the answer has arrived, as with any van.
 func send(v *Van, m *van.Message, self int, refusable bool) error {
 	e := entries.Get().(*entry)
-	e.msg.Keep(m, &e.short)
+	e.msg.CloneFrom(m, &e.short)
 	e.dropped, e.probe = false, isProbe(m, m.Receiver, self)
 	e.msg.Done = e
 	e.done, e.start = m.Done, time.Now()
