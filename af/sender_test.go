@@ -304,6 +304,46 @@ func TestBatchIsBounded(t *testing.T) {
 	}
 }
 
+// TestRefusedBatchIsReleased: a batch that is refused for its last tensor gives its message back.
+func TestRefusedBatchIsReleased(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.RecvBudgetPeer, c.RecvBudget = 1<<20, 1<<20 }})
+	s, err := NewServer(c.Servers[0], ServerOptions{AppID: 3})
+	if err == nil {
+		err = s.Handle(func(b Batch) { b.Release() })
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, change := range map[string]func(last *van.Part){
+		"another size": func(last *van.Part) { last.Shape[0]++ },
+		"dropped":      func(last *van.Part) { last.Vals = backend.Mem{} },
+		"too large": func(last *van.Part) {
+			last.Len = 1 << 20
+			last.Shape[0] = 1 << 20
+			last.Vals = backend.Bytes(make([]byte, 1<<20))
+		},
+		"accepted": func(*van.Part) {},
+	} {
+		owner, m := &counting{}, &van.Message{}
+		m.Reset()
+		m.Sender, m.ProcessEpoch, m.Request, m.Push, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(0), 1, true, true, 5, 3, 0
+		for i := range 3 {
+			p := van.Part{Key: uint64(i), Push: true, Len: 8, Dtype: int32(Uint8), Dim: 1, Vals: backend.Bytes(make([]byte, 8))}
+			p.Shape[0] = 8
+			m.Parts = append(m.Parts, p)
+		}
+		change(&m.Parts[2])
+		m.WriteDirectory()
+		m.Adopt(owner, nil)
+		if err := s.senders[0].acceptBatch(m); (err == nil) != (name == "accepted") {
+			t.Errorf("%s: %v", name, err)
+		}
+		if m.Release(); owner.n != 1 {
+			t.Errorf("%s: the message is given back %d times, want once", name, owner.n)
+		}
+	}
+}
+
 // TestSenderLimits: an open batch may have STEPAF_RECV_BUDGET bytes and not a byte more. Of messages without an
 // open batch 1024 are held, and refused ones are counted. Only the worker itself can cancel its batches.
 func TestSenderLimits(t *testing.T) {

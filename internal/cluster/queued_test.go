@@ -167,6 +167,34 @@ func TestBudgetAfterABacklog(t *testing.T) {
 	})
 }
 
+// TestEndOfABacklog: the end of a customer ends the wait of a receiver whose sender has too many messages behind a busy handler.
+func TestEndOfABacklog(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var s backlogs
+		s.changed.L = &s.mu
+		request := func(ts int32) *van.Message {
+			return (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts}, Sender: 9}).Retain()
+		}
+		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}})
+		self := &nodeInfo{cfg: &Config{RecvBudgetPeer: weight(request(0))}, log: slog.New(slog.DiscardHandler)}
+		kept := make(chan bool, 1)
+		go func() { kept <- s.enqueue(request(2), self) }()
+		synctest.Wait()
+		if len(kept) > 0 {
+			t.Fatal("the receiver does not wait")
+		}
+		s.end()
+		synctest.Wait()
+		if len(kept) == 0 {
+			t.Error("the receiver waits after the end")
+			s.changed.Broadcast()
+		}
+		if m := s.next(9); !<-kept || m != nil {
+			t.Errorf("after the end: message %v is next, want none, and the last one dropped", m)
+		}
+	})
+}
+
 // sent is a van that records messages.
 type sent struct {
 	van.Van
@@ -238,6 +266,93 @@ func TestOpenDuringALoss(t *testing.T) {
 	}
 	close(stop)
 	losses.Wait()
+}
+
+// TestEndWithASlice: a request that ends at the moment at which the slice of its waiter ends counts as finished, whichever of the two is
+// noticed first. It has its result then.
+func TestEndWithASlice(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, lifetime: newLifetime(), transport: transport{van: &sent{}}}
+		n.setName("the test's node")
+		n.assemble()
+		c := newCustomer(n, 7, 1, 0, NewInbound(), func(*van.Message) {})
+		unreported := 0
+		c.OnUnreported(func(n int) { unreported = n })
+		for i := range 100 {
+			r, err, ended := new(Request), make(chan error, 1), make(chan struct{})
+			if err := c.Open(r, "ask", make(ending, 1), 1, []int{8}); err != nil {
+				t.Fatal(err)
+			}
+			both := []func(){
+				func() { err <- c.WaitSlice(t.Context(), r.First(), 0, time.Second) },
+				func() { time.Sleep(time.Second); c.Abort(r, van.ErrInvalid); close(ended) },
+			}
+			go both[i%2]()
+			synctest.Wait()
+			go both[1-i%2]()
+			<-ended
+			got := <-err
+			if got == ErrPending {
+				if unreported != 1 {
+					t.Fatalf("%d requests are finished and not waited for, want 1", unreported)
+				}
+				got = c.Try(r.First())
+			}
+			if !errors.Is(got, van.ErrInvalid) || unreported != 0 {
+				t.Fatalf("got %v, want ErrInvalid; %d requests are not waited for", got, unreported)
+			}
+		}
+	})
+}
+
+// TestWhatEndsADrain: the last answer, the return of the last handler, a cancellation and the loss of the sender each end a Drain that
+// waits for them, and the end of the customer ends it with an error.
+func TestWhatEndsADrain(t *testing.T) {
+	gone := errors.New("gone")
+	for _, x := range []struct {
+		name          string
+		request, runs bool
+		end           func(c *Customer, in *Inbound, r *Accepted)
+		want          error
+	}{
+		{"answer", true, false, func(_ *Customer, in *Inbound, r *Accepted) { in.Leave(r) }, nil},
+		{"return", false, true, func(_ *Customer, in *Inbound, _ *Accepted) { in.Exit(9) }, nil},
+		{"answer and return", true, true, func(_ *Customer, in *Inbound, r *Accepted) { in.Leave(r); synctest.Wait(); in.Exit(9) }, nil},
+		{"return and answer", true, true, func(_ *Customer, in *Inbound, r *Accepted) { in.Exit(9); synctest.Wait(); in.Leave(r) }, nil},
+		{"cancellation", true, false, func(_ *Customer, in *Inbound, _ *Accepted) { in.cancel(Canceled{Sender: 9, First: 4, Count: 1}, 1) }, nil},
+		{"loss", true, false, func(c *Customer, _ *Inbound, _ *Accepted) { c.node.processes.setLost(9, gone); c.peerLost(9, gone) }, nil},
+		{"end of the customer", true, true, func(c *Customer, _ *Inbound, _ *Accepted) { c.Close() }, van.ErrClosed},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := &Node{nodeInfo: nodeInfo{cfg: &Config{NumWorkers: 1, GroupSize: 1}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, lifetime: newLifetime(), transport: transport{van: &sent{}}}
+				n.setName("the test's node")
+				n.assemble()
+				in, r, done := NewInbound(), new(Accepted), make(chan error, 1)
+				c := newCustomer(n, 7, 7, 0, in, func(*van.Message) {})
+				if x.runs {
+					in.Enter(9)
+				}
+				if x.request {
+					if err := in.Accept(r, 9, 1, 0, 4); err != nil {
+						t.Fatal(err)
+					}
+				}
+				go func() { done <- in.Drain(t.Context()) }()
+				if synctest.Wait(); len(done) > 0 {
+					t.Fatalf("Drain does not wait: %v", <-done)
+				}
+				x.end(c, in, r)
+				if synctest.Wait(); len(done) == 0 {
+					t.Error("Drain still waits")
+					in.close(gone)
+				}
+				if err := <-done; !errors.Is(err, x.want) || x.want == nil && err != nil {
+					t.Errorf("%v, want %v", err, x.want)
+				}
+			})
+		})
+	}
 }
 
 // TestFailsItsOwnRequest: an error for a timestamp fails no later request in the same slot of the table.
