@@ -6,6 +6,7 @@ import (
 	"reflect"
 	"slices"
 	"testing"
+	"unsafe"
 
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
@@ -24,11 +25,12 @@ func TestRecall(t *testing.T) {
 			worker.connect(server)
 			server.connect(worker)
 			const sent = 72
-			vals, dones := make([][]byte, sent), make([]done, sent)
+			vals, dones, h := make([][]byte, sent), make([]done, sent), holder{}
 			recalled := func(i int) bool { return i >= 10 && i < sent-10 || i == 3 }
 			for i := range sent {
 				vals[i] = pattern(i, sizes[i%4])
 				m := data(8, i, vals[i])
+				m.Vals = backend.At(unsafe.Pointer(&vals[i][0]), len(vals[i]), backend.Host, &h)
 				m.Done = &dones[i]
 				worker.must(m)
 			}
@@ -79,7 +81,7 @@ func TestRecall(t *testing.T) {
 			if !came[5000] || !came[52] {
 				t.Error("a message that was not given up did not come")
 			}
-			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().LentValues == 0 })
+			eventually(t, "all memory is given back", func() bool { return worker.Stats().LentValues == 0 && h.n.Load() == 0 })
 			l := (*worker.peers.outs.Load())[0]
 			l.mu.Lock()
 			defer l.mu.Unlock()
