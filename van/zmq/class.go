@@ -33,19 +33,19 @@ func (v *zvan) sockets(c *conn) (l []tcpSocket) {
 }
 
 // TrafficClassApplied implements van.TrafficClassSetter. Unix sockets have no classes. Without the guard, the van does not
-// know which peer a connection of the ROUTER belongs to.
+// know which peer a connection of the ROUTER belongs to. A connection that is not made yet will have its class.
 func (v *zvan) TrafficClassApplied(id int) (now, ever bool) {
 	c := (*v.peers.Load())[id]
 	if c == nil {
 		return false, true
 	}
-	answers := c.who.Load().viaOwn
+	answers := c.answersOverRouter()
 	if v.cfg.Local || answers && v.guard == nil {
 		return false, false
 	}
 	class, _ := v.classOf(c)
 	s := c.link.Load()
-	if s == nil || !s.hasClass(class) {
+	if c.sock != nil && (s == nil || !s.hasClass(class)) {
 		return false, true
 	}
 	accepted := v.guard.of(c)

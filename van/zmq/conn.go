@@ -11,12 +11,12 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// conn is the DEALER to one peer.
+// conn is the DEALER to one peer, or a peer to which this node has sent nothing over ZeroMQ.
 type conn struct {
 	who  atomic.Pointer[identity]
 	peer van.Node
-	to   string // its address in libzmq's form
-	sock *socket
+	to   string  // its address in libzmq's form
+	sock *socket // nil: there is no DEALER, see Connect
 	mon  *monitor
 	rx   *receiver
 	acct *account
@@ -33,6 +33,7 @@ type conn struct {
 	incarnation uint32        // of the peer; 0: a node of the original
 	before      atomic.Uint32 // the incarnation of the process that the peer has replaced
 	admitted    atomic.Bool   // this node knows the process as the peer
+	asks        atomic.Bool   // its requests arrive over this node's ROUTER
 	arrives     atomic.Int64  // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
 }
 
@@ -41,7 +42,18 @@ type identity struct {
 	id     int
 	dest   string // the peer's routing id, for answers over the ROUTER
 	self   string // this node's routing id toward the peer
-	viaOwn bool   // data answers to this peer are sent over this node's ROUTER
+	viaOwn bool   // this node is no worker, and the peer is one, see answersOverRouter
+}
+
+// answersOverRouter reports whether data answers to the peer leave over this node's ROUTER. Those to a native node whose requests
+// have taken another path leave over the DEALER.
+func (c *conn) answersOverRouter() bool {
+	return c.who.Load().viaOwn && (c.incarnation == 0 || c.asks.Load())
+}
+
+// overRouter reports whether msg leaves over this node's ROUTER.
+func (c *conn) overRouter(msg *van.Message) bool {
+	return !msg.Request && !msg.IsControl() && !msg.SimpleApp && c.answersOverRouter()
 }
 
 // isOf reports whether c is the connection to the process that name identifies.
@@ -74,6 +86,7 @@ func (c *conn) succeed(old *conn) {
 	if c.incarnation == old.incarnation {
 		c.before.Store(old.before.Load())
 		c.admitted.Store(old.admitted.Load())
+		c.asks.Store(old.asks.Load())
 		return
 	}
 	c.admitted.Store(false)

@@ -26,21 +26,38 @@ func (v *zvan) receiveFrom(s *socket, peer *conn, spins, polls bool) *receiver {
 // listen starts the reader of c. A worker receives answers over its DEALERs, and a process without an id
 // receives the scheduler's replies over its DEALER. The caller holds v.mu.
 func (v *zvan) listen(c *conn) {
+	if c.sock == nil {
+		return
+	}
 	if c.sock.sleeps != noReceiver && c.rx == nil {
 		c.rx = v.receiveFrom(c.sock, c, false, van.RoleOf(c.who.Load().id) == van.Server)
 	}
 	c.mon.start(&v.shared, c)
 }
 
-// Connect opens a DEALER to the peer. It replaces a connection that serves the same id.
+// Connect opens a DEALER to the peer. It replaces a connection that serves the same id. A worker or server opens none to a native
+// worker or server to which it has none: the first Send does, since data usually takes another path. If the peer dies before that, the
+// scheduler reports it.
 func (v *zvan) Connect(ctx context.Context, id int, peer van.Node) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	return v.connect(ctx, id, peer)
+	return v.connect(ctx, id, peer, false)
 }
 
-// connect is Connect. The caller holds v.mu.
-func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
+// dial opens the DEALER to peer id, unless it is open already, and returns the connection, or nil if there is no such peer.
+func (v *zvan) dial(id int) (*conn, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if c := (*v.peers.Load())[id]; c == nil || c.sock != nil {
+		return c, nil
+	} else if err := v.connect(context.Background(), id, c.peer, true); err != nil {
+		return nil, err
+	}
+	return (*v.peers.Load())[id], nil
+}
+
+// connect is Connect. If now is set, it opens the DEALER in any case. The caller holds v.mu.
+func (v *zvan) connect(ctx context.Context, id int, peer van.Node, now bool) error {
 	if v.closed.Load() {
 		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id), Err: van.ErrClosed}
 	}
@@ -61,60 +78,26 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 	old := (*v.peers.Load())[id]
 	if old != nil {
 		c.succeed(old)
-		v.drop(old, 0)
-		defer func() {
-			if (*v.peers.Load())[id] == old { // it is closed, and must not be closed again
-				v.replace(func(m map[int]*conn) { delete(m, id) })
-			}
-		}()
-	}
-	v.closeBrokenConnections(ctx, c)
-	z, err := v.zctx.NewSocket(zmq4.DEALER)
-	if err != nil {
-		return fail(socketError(err))
-	}
-	if err := errors.Join(tune(z), z.SetSndhwm(0), z.SetReconnectIvl(50*time.Millisecond),
-		z.SetReconnectIvlMax(2*time.Second), v.curve.client(z)); err != nil {
-		return fail(errors.Join(err, z.Close()))
-	}
-	v.serial++
-	if own := int(v.id.Load()); own == van.Empty && id == van.SchedulerID && v.incarnation != 0 {
-		if err := z.SetIdentity(newcomerID(v.incarnation)); err != nil {
-			return fail(errors.Join(err, z.Close()))
-		}
-	} else if own != van.Empty {
-		name := v.nameTo(c.incarnation)
-		if own == van.SchedulerID && c.incarnation != 0 {
-			name = serialName(name, uint32(v.serial))
-		}
-		if err := z.SetIdentity(name); err != nil {
-			return fail(errors.Join(err, z.Close()))
+		if old.sock != nil {
+			now = true // the watcher may know old as lost, and is notified when c is connected
+			v.drop(old, 0)
+			defer func() {
+				if (*v.peers.Load())[id] == old { // it is closed, and must not be closed again
+					v.replace(func(m map[int]*conn) { delete(m, id) })
+				}
+			}()
 		}
 	}
-	if c.incarnation != 0 {
-		every, limit := v.heartbeats()
-		if err := tuneNative(z, every, limit); err != nil {
-			return fail(errors.Join(err, z.Close()))
+	if now || c.incarnation == 0 || id <= van.SchedulerID || v.self.Role == van.Scheduler {
+		if err := v.open(ctx, c, id); err != nil {
+			return fail(err)
 		}
 	}
-	mon, err := newMonitor(v.zctx, z, v.serial, connEvents)
-	if err != nil {
-		return fail(errors.Join(err, z.Close()))
+	if old != nil && old.sock == nil {
+		c.acct = old.acct // answers may have been sent over the ROUTER
+	} else {
+		c.acct = v.accounts.open()
 	}
-	if err := z.Connect(c.to); err != nil {
-		mon.close()
-		return fail(errors.Join(addressError(err), z.Close()))
-	}
-	sleeps := noReceiver
-	if v.self.Role == van.Worker || v.id.Load() == van.Empty && id == van.SchedulerID {
-		sleeps = inPoller
-	}
-	s, err := newSocket(z, sleeps)
-	if err != nil { // newSocket has closed z
-		mon.end()
-		return fail(err)
-	}
-	c.sock, c.mon, c.acct = s, mon, v.accounts.open()
 	v.name(c, id)
 	v.replace(func(m map[int]*conn) { m[id] = c })
 	v.guard.known(c)
@@ -124,6 +107,58 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node) error {
 	if v.started {
 		v.listen(c)
 	}
+	return nil
+}
+
+// open opens c's DEALER to peer id. The caller holds v.mu.
+func (v *zvan) open(ctx context.Context, c *conn, id int) error {
+	v.closeBrokenConnections(ctx, c)
+	z, err := v.zctx.NewSocket(zmq4.DEALER)
+	if err != nil {
+		return socketError(err)
+	}
+	if err := errors.Join(tune(z), z.SetSndhwm(0), z.SetReconnectIvl(50*time.Millisecond),
+		z.SetReconnectIvlMax(2*time.Second), v.curve.client(z)); err != nil {
+		return errors.Join(err, z.Close())
+	}
+	v.serial++
+	if own := int(v.id.Load()); own == van.Empty && id == van.SchedulerID && v.incarnation != 0 {
+		if err := z.SetIdentity(newcomerID(v.incarnation)); err != nil {
+			return errors.Join(err, z.Close())
+		}
+	} else if own != van.Empty {
+		name := v.nameTo(c.incarnation)
+		if own == van.SchedulerID && c.incarnation != 0 {
+			name = serialName(name, uint32(v.serial))
+		}
+		if err := z.SetIdentity(name); err != nil {
+			return errors.Join(err, z.Close())
+		}
+	}
+	if c.incarnation != 0 {
+		every, limit := v.heartbeats()
+		if err := tuneNative(z, every, limit); err != nil {
+			return errors.Join(err, z.Close())
+		}
+	}
+	mon, err := newMonitor(v.zctx, z, v.serial, connEvents)
+	if err != nil {
+		return errors.Join(err, z.Close())
+	}
+	if err := z.Connect(c.to); err != nil {
+		mon.close()
+		return errors.Join(addressError(err), z.Close())
+	}
+	sleeps := noReceiver
+	if v.self.Role == van.Worker || v.id.Load() == van.Empty && id == van.SchedulerID {
+		sleeps = inPoller
+	}
+	s, err := newSocket(z, sleeps)
+	if err != nil { // newSocket has closed z
+		mon.end()
+		return err
+	}
+	c.sock, c.mon = s, mon
 	v.log.Info("connect", "peer", van.NodeName(id), "addr", c.to)
 	return nil
 }
@@ -171,7 +206,7 @@ func (v *zvan) restore(c *conn) {
 		if other.to != c.to || !other.leaves.Load() {
 			continue
 		}
-		if err := v.connect(context.Background(), id, other.peer); err != nil {
+		if err := v.connect(context.Background(), id, other.peer, false); err != nil {
 			v.log.Warn("could not reconnect to a peer", "peer", van.NodeName(id), "err", err)
 		}
 	}
@@ -204,7 +239,7 @@ func (v *zvan) redial(c *conn) {
 		if v.closed.Load() || (*v.peers.Load())[id] != c {
 			return
 		}
-		if err := v.connect(context.Background(), id, c.peer); err != nil {
+		if err := v.connect(context.Background(), id, c.peer, true); err != nil {
 			v.log.Warn("could not reconnect to a peer", "peer", van.NodeName(id), "err", err)
 		}
 	})
@@ -270,6 +305,11 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 	if c.leaves.Swap(true) {
 		return
 	}
+	if c.sock == nil {
+		v.accounts.close(c.acct)
+		close(c.ended)
+		return
+	}
 	c.sock.stop()
 	v.loops = slices.DeleteFunc(v.loops, func(r *receiver) bool { return r == c.rx })
 	v.leaving[c] = struct{}{}
@@ -330,6 +370,8 @@ func (v *zvan) admit(c *conn) {
 
 // Admit implements van.Admitter.
 func (v *zvan) Admit(id int) {
+	v.mu.Lock() // the connection may be replaced meanwhile, see dial
+	defer v.mu.Unlock()
 	if c := (*v.peers.Load())[id]; c != nil && !c.admitted.Load() {
 		v.admit(c)
 	}

@@ -93,6 +93,15 @@ func (n *node) says(t *testing.T, line string) {
 	}
 }
 
+// Connect makes the connection at once, also to a native node.
+func (n *node) Connect(ctx context.Context, id int, peer van.Node) error {
+	if err := n.zvan.Connect(ctx, id, peer); err != nil {
+		return err
+	}
+	_, err := n.dial(id)
+	return err
+}
+
 func (n *node) connect(t *testing.T, peer *node) {
 	t.Helper()
 	if err := n.Connect(t.Context(), peer.self.ID, peer.self); err != nil {

@@ -20,6 +20,7 @@ import (
 // counts as one: C++ nodes get all messages that stand for it.
 type outgoing struct {
 	n        *shared
+	dial     func(id int) (*conn, error)
 	router   *socket // set by Bind
 	budget   int64   // STEPAF_SEND_BUDGET; 0: no limit
 	refusals logx.Sparse
@@ -31,6 +32,15 @@ const controlReserve = 16 << 20
 // Send hands msg to the socket that the protocol prescribes for it.
 func (o *outgoing) Send(msg *van.Message) error {
 	c := (*o.n.peers.Load())[msg.Receiver]
+	if c != nil && c.sock == nil && !c.overRouter(msg) {
+		var err error
+		if c, err = o.dial(msg.Receiver); err != nil && !errors.Is(err, van.ErrClosed) {
+			err = fmt.Errorf("%w: %w", van.ErrPeerLost, err)
+		}
+		if err != nil {
+			return o.sendError(msg, nil, err)
+		}
+	}
 	err := o.sendToPeer(msg, c)
 	if errors.Is(err, van.ErrClosed) {
 		// The connection may have been replaced in between.
@@ -126,7 +136,8 @@ func (o *outgoing) send(msg *van.Message, c *conn, continues bool) error {
 		to.limit = 0
 	}
 	sock := c.sock
-	if who := c.who.Load(); who.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
+	if c.overRouter(msg) {
+		who := c.who.Load()
 		sock, to.dest, to.self = o.router, who.dest, who.self
 	}
 	if err := sock.send(&to, meta, msg); err != nil {
@@ -162,7 +173,7 @@ func (o *outgoing) sendError(msg *van.Message, c *conn, err error) error {
 
 // overBudget returns the error for a message to c that was refused because of the budget.
 func (o *outgoing) overBudget(c *conn) error {
-	unsent := c.sock.unsent(c.acct)
+	unsent := o.router.unsent(c.acct)
 	o.n.stats.refused.Add(1)
 	if n, speak := o.refusals.Next(); speak {
 		o.n.log.Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(c.who.Load().id), "addr", c.peer.Addr(),

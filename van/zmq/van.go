@@ -78,6 +78,7 @@ func New(o van.Options) (van.Van, error) {
 	v := &zvan{zctx: zctx, unbind: func() {}, leaving: map[*conn]struct{}{}}
 	n := &v.shared
 	n.curve, n.redial, n.proofTime = secure, v.redial, proofTime
+	v.outgoing.dial = v.dial
 	if !o.Keys.Required() {
 		n.warns = o.Keys
 	}
@@ -267,7 +268,7 @@ func (v *zvan) Close(ctx context.Context) error {
 	}
 	ended := make(chan error, len(peers))
 	for _, c := range peers {
-		if c.leaves.Swap(true) { // closed already, see closeBrokenConnections
+		if c.leaves.Swap(true) || c.sock == nil { // closed already, see closeBrokenConnections
 			ended <- nil
 			continue
 		}
