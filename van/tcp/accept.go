@@ -110,7 +110,7 @@ func (a *acceptor) serve(c net.Conn) {
 		a.n.say(conn, verdictClosed)
 		return
 	}
-	_ = tune(fd)
+	_ = a.n.tune(fd)
 	if !waits(fd) {
 		a.n.say(conn, verdictClosed)
 		_ = unix.Close(fd)

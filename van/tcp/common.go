@@ -67,8 +67,9 @@ func (n *common) most() int {
 }
 
 // tune sets the options of a connection.
-func tune(fd int) error {
-	return errors.Join(unix.SetNonblock(fd, true), unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1))
+func (n *common) tune(fd int) error {
+	_, limit := n.cfg.Heartbeats()
+	return errors.Join(unix.SetNonblock(fd, true), unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1), keepAlive(fd, limit))
 }
 
 // adopt makes p's message one that has been received.

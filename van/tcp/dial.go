@@ -114,7 +114,7 @@ func (d *dialer) dial(n *peer, again bool) (*outConn, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := tune(fd); err != nil {
+	if err := d.n.tune(fd); err != nil {
 		d.n.log.Debug("options of a connection for data", "err", err)
 	}
 	p := d.peers

@@ -48,8 +48,13 @@ func TestClosedWindow(t *testing.T) {
 	}
 }
 
-// TestSilentHost: a connection whose packets vanish ends after PS_HEARTBEAT_TIMEOUT, and is made again.
+// TestSilentHost: a connection whose packets vanish ends after PS_HEARTBEAT_TIMEOUT, also if its ends send nothing, and is made again.
 func TestSilentHost(t *testing.T) {
+	t.Run("sends", func(t *testing.T) { silentHost(t, true) })
+	t.Run("waits", func(t *testing.T) { silentHost(t, false) })
+}
+
+func silentHost(t *testing.T, sends bool) {
 	worker, server := pair(t, beats(time.Second))
 	worker.must(dataMessage(8, 1, true, true, []byte("before")))
 	server.next().Release()
@@ -60,7 +65,9 @@ func TestSilentHost(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	worker.must(dataMessage(8, 2, true, true, []byte("lost")))
+	if sends {
+		worker.must(dataMessage(8, 2, true, true, []byte("lost")))
+	}
 	vantest.Eventually(t, limit, "the loss and the return are reported", func() bool { return worker.told("8 false", "8 true") })
 	worker.must(dataMessage(8, 3, true, true, []byte("after")))
 	if m := server.next(); m.Timestamp != 3 {

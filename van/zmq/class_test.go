@@ -176,6 +176,8 @@ func TestNoClasses(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			server, worker := newNode(t, 8, 7, nil, edit), newNode(t, 9, 7, nil, edit)
 			link(t, worker, server)
+			worker.must(t, push(8, 0, nil)) // the answers leave over the server's ROUTER
+			server.next(t).Release()
 			server.SetTrafficClasses(map[int]int{9: 46})
 			if now, ever := server.TrafficClassApplied(9); now || ever {
 				t.Errorf("marked %t, ever %t", now, ever)
