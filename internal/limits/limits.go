@@ -19,7 +19,7 @@ import (
 // refused that could just run.
 const (
 	// FilesPerPeer are the descriptors of a connection over ZeroMQ, in both directions: a socket and its monitor each
-	// have several.
+	// have several. Between native workers and servers there is none before a message needs it.
 	FilesPerPeer = 7
 	// FilesPerSharer are the additional descriptors of shared memory with a peer: for each direction a socket and a
 	// descriptor that watches the peer's process; one for reading the peer's memory; one for this node's own ring; and
@@ -144,39 +144,36 @@ func Peers(c *env.Config, role string) int {
 	return workers + servers
 }
 
-// PerPeer returns the number of descriptors for a peer other than the scheduler. Any such peer may be on the same host;
-// that is not known before it connects.
-func PerPeer(c *env.Config) int {
-	if c.EnableIPC == 0 {
-		return FilesPerPeer
-	}
-	return FilesPerPeer + FilesPerSharer
-}
-
-// openFilesOf returns a node's need of RLIMIT_NOFILE.
+// openFilesOf returns a node's need of RLIMIT_NOFILE. Any peer may be on the same host; that is not known before it connects. A worker
+// or server connects over ZeroMQ only to the peers that need it, and to all C++ nodes.
 func openFilesOf(c *env.Config, role string, peers, open, hard uint64) Need {
-	n := Need{What: "open files", Name: "RLIMIT_NOFILE", Needed: open + filesOfNode + peers*FilesPerPeer, Have: hard,
-		Raise: raiseFiles}
-	own, data := filesOfNode, ""
-	if role != "scheduler" {
-		others := peers - 1 // all but the scheduler
-		if c.Data == env.DataTCP {
-			own += filesOfData
-			n.Needed += filesOfData
-		}
-		switch {
-		case c.EnableIPC != 0:
-			if n.Enough() {
-				n.Raise += ", or BYTEPS_ENABLE_IPC=0 where no two nodes are on one host"
-			}
-			own, data = own+filesOfSharing, fmt.Sprintf("%d for shared memory with each of %d, ", FilesPerSharer, others)
-			n.Needed += filesOfSharing + others*FilesPerSharer
-		case c.Data == env.DataTCP:
-			data = fmt.Sprintf("%d for data with each of %d, ", FilesPerDataPeer, others)
-			n.Needed += others * FilesPerDataPeer
-		}
+	n := Need{What: "open files", Name: "RLIMIT_NOFILE", Have: hard, Raise: raiseFiles}
+	own := uint64(filesOfNode)
+	if role == "scheduler" {
+		n.Needed = open + own + peers*FilesPerPeer
+		n.Why = fmt.Sprintf("%d for each of %d peers, %d of its own, %d open already", FilesPerPeer, peers, own, open)
+		return n
 	}
-	n.Why = fmt.Sprintf("%d for each of %d peers, %s%d of its own, %d open already", FilesPerPeer, peers, data, own, open)
+	others := peers - 1 // all but the scheduler
+	each, what := uint64(FilesPerPeer), "messages"
+	if c.Data == env.DataTCP {
+		own += filesOfData
+		each, what = FilesPerDataPeer, "data"
+	}
+	n.Needed = open + own + FilesPerPeer + others*each
+	if c.EnableIPC != 0 {
+		if n.Enough() {
+			n.Raise += ", or BYTEPS_ENABLE_IPC=0 where no two nodes are on one host"
+		}
+		own += filesOfSharing
+		each, what = FilesPerSharer, "shared memory"
+		n.Needed = open + own + FilesPerPeer + others*each
+	}
+	n.Why = fmt.Sprintf("%d for the scheduler, %d for %s with each of %d peers, %d of its own, %d open already", FilesPerPeer, each, what, others, own, open)
+	if what != "messages" {
+		n.Ample = n.Needed + others*FilesPerPeer
+		n.Why += fmt.Sprintf("; %d more for each peer that also needs ZeroMQ", FilesPerPeer)
+	}
 	return n
 }
 
@@ -210,10 +207,13 @@ func Of(c *env.Config, role string, s System) (needs []Need, err error) {
 				Why: fmt.Sprintf("%s, %d in use already", files.Why, r.Used)})
 		}
 	}
-	return append(needs, files,
-		Need{What: "sockets of libzmq", Name: zmqMaxSocket, Needed: peers + 1, Have: uint64(c.ZMQMaxSockets),
-			Why:   fmt.Sprintf("1 for each of %d peers, and its own", peers),
-			Raise: fmt.Sprintf("set BYTEPS_ZMQ_MAX_SOCKET=%d or more on this node", peers+1)}), nil
+	sockets := Need{What: "sockets of libzmq", Name: zmqMaxSocket, Needed: peers + 1, Have: uint64(c.ZMQMaxSockets),
+		Why:   fmt.Sprintf("1 for each of %d peers, and its own", peers),
+		Raise: fmt.Sprintf("set BYTEPS_ZMQ_MAX_SOCKET=%d or more on this node", peers+1)}
+	if files.Ample > 0 { // the peers that need ZeroMQ are not known yet
+		sockets.Needed, sockets.Ample = 2, sockets.Needed
+	}
+	return append(needs, files, sockets), nil
 }
 
 // Check raises the soft limit of open files if necessary. It returns an error that wraps an *Error for each limit that
@@ -230,7 +230,8 @@ func Check(c *env.Config, role string) (tight []Need, err error) {
 			errs = append(errs, &Error{n})
 		case n.Tight():
 			tight = append(tight, n)
-		case n.Name == "RLIMIT_NOFILE":
+		}
+		if n.Name == "RLIMIT_NOFILE" {
 			raise()
 		}
 	}

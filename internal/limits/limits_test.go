@@ -24,6 +24,13 @@ func apart(workers, servers, group int, van string) *env.Config {
 	return c
 }
 
+// overZMQ is apart with data over ZeroMQ.
+func overZMQ(workers, servers int) *env.Config {
+	c := apart(workers, servers, 1, "zmq")
+	c.Data = env.DataZMQ
+	return c
+}
+
 func system(files, open, memlock uint64) System {
 	return System{
 		Files:   func() (uint64, uint64, error) { return 1024, files, nil },
@@ -39,23 +46,27 @@ func TestOf(t *testing.T) {
 		c    *env.Config
 		role string
 		s    System
-		low  string // the limits that are too low
+		low  string // the limits that are too low; a limit with a question mark is tight
 		text string // of the first
 	}{
 		{"small", config(1, 1, 1, "zmq"), "scheduler", system(1024, 10, NoLimit), "", ""},
-		{"files of a worker", apart(500, 500, 1, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE",
-			"too few open files: RLIMIT_NOFILE is 4096, this node needs 4555 (7 for each of 501 peers, 2 for data with each of 500, 28 of its own, 20 open already): ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"},
-		{"just enough", apart(500, 500, 1, "zmq"), "worker", system(4555, 20, NoLimit), "", ""},
-		{"shared memory", config(500, 500, 1, "zmq"), "worker", system(7056, 20, NoLimit), "RLIMIT_NOFILE",
-			"too few open files: RLIMIT_NOFILE is 7056, this node needs 7057 (7 for each of 501 peers, 7 for shared memory with each of 500, 30 of its own, 20 open already): " +
+		{"files of a worker", apart(500, 500, 1, "zmq"), "worker", system(1024, 20, NoLimit), "RLIMIT_NOFILE",
+			"too few open files: RLIMIT_NOFILE is 1024, this node needs 1055 (7 for the scheduler, 2 for data with each of 500 peers, 28 of its own, 20 open already; 7 more for each peer that also needs ZeroMQ): ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"},
+		{"just enough", apart(500, 500, 1, "zmq"), "worker", system(1055, 20, NoLimit), "RLIMIT_NOFILE?", ""},
+		{"ZeroMQ to all peers, too", apart(500, 500, 1, "zmq"), "worker", system(4555, 20, NoLimit), "", ""},
+		{"data over ZeroMQ", overZMQ(500, 500), "worker", system(3551, 20, NoLimit), "RLIMIT_NOFILE", "needs 3552 (7 for the scheduler, 7 for messages with each of 500 peers, 25 of its own, 20 open already)"},
+		{"shared memory", config(500, 500, 1, "zmq"), "worker", system(3556, 20, NoLimit), "RLIMIT_NOFILE",
+			"too few open files: RLIMIT_NOFILE is 3556, this node needs 3557 (7 for the scheduler, 7 for shared memory with each of 500 peers, 30 of its own, 20 open already; 7 more for each peer that also needs ZeroMQ): " +
 				"ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile), or BYTEPS_ENABLE_IPC=0 where"},
 		{"shared memory, just enough", config(500, 500, 1, "zmq"), "server", system(7057, 20, NoLimit), "", ""},
-		{"too little without it, too", config(500, 500, 1, "zmq"), "worker", system(3551, 20, NoLimit), "RLIMIT_NOFILE", "docker: --ulimit nofile)"},
+		{"shared memory, enough to start", config(500, 500, 1, "zmq"), "server", system(3557, 20, NoLimit), "RLIMIT_NOFILE?", ""},
+		{"too little without it, too", config(500, 500, 1, "zmq"), "worker", system(1054, 20, NoLimit), "RLIMIT_NOFILE", "docker: --ulimit nofile)"},
 		{"the scheduler shares none", config(1, 1, 1, "zmq"), "scheduler", system(59, 20, NoLimit), "", ""},
 		{"the scheduler has all as peers", config(500, 500, 1, "zmq"), "scheduler", system(7000, 20, NoLimit), "RLIMIT_NOFILE", "1000 peers"},
-		{"groups", config(10, 64, 8, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE", "513 peers"},
+		{"groups", config(10, 64, 8, "zmq"), "worker", system(3500, 20, NoLimit), "RLIMIT_NOFILE", "512 peers"},
 		{"sockets", config(512, 512, 1, "zmq"), "scheduler", system(1<<20, 20, NoLimit), "BYTEPS_ZMQ_MAX_SOCKET",
 			"too few sockets of libzmq: BYTEPS_ZMQ_MAX_SOCKET is 1024, this node needs 1025 (1 for each of 1024 peers, and its own): set BYTEPS_ZMQ_MAX_SOCKET=1025"},
+		{"a worker may need as many sockets", config(1, 1024, 1, "zmq"), "worker", system(1<<20, 20, NoLimit), "BYTEPS_ZMQ_MAX_SOCKET?", ""},
 		{"sockets are just enough", config(511, 512, 1, "zmq"), "scheduler", system(1<<20, 20, NoLimit), "", ""},
 		{"memory", config(2, 2, 1, "ibverbs"), "server", system(64, 20, 65536), "RLIMIT_MEMLOCK", "RLIMIT_MEMLOCK is 65536 bytes, this node needs 2621440"},
 		{"memory without limit", config(2, 2, 1, "ibverbs"), "server", system(64, 20, NoLimit), "", ""},
@@ -64,20 +75,7 @@ func TestOf(t *testing.T) {
 		if err != nil {
 			t.Fatalf("%s: %v", x.name, err)
 		}
-		var low []string
-		text := ""
-		for _, n := range needs {
-			if n.Enough() {
-				continue
-			}
-			low = append(low, n.Name)
-			if text == "" {
-				text = (&Error{n}).Error()
-			}
-		}
-		if got := strings.Join(low, " "); got != x.low || !strings.Contains(text, x.text) {
-			t.Errorf("%s: %q is too low: %s; want %q: %s", x.name, got, text, x.low, x.text)
-		}
+		check(t, x.name, needs, x.low, x.text)
 	}
 }
 

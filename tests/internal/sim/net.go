@@ -129,6 +129,7 @@ type conn struct {
 	fwd     *flow     // while up
 	back    *flow
 	lost    bool // it broke and has not been restored
+	idle    bool // it is not dialed before the first message
 }
 
 type connState uint8

@@ -167,7 +167,8 @@ func (v *node) Connect(_ context.Context, id int, peer van.Node) error {
 	if v.closed || v.dead {
 		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id), Err: van.ErrClosed}
 	}
-	if old := v.conns[id]; old != nil {
+	old := v.conns[id]
+	if old != nil {
 		old.end(0)
 	}
 	own := int(v.id.Load())
@@ -180,6 +181,10 @@ func (v *node) Connect(_ context.Context, id int, peer van.Node) error {
 	c.route = routingID(id, identity.Incarnation, v.opts.Incarnation, native)
 	v.conns[id] = c
 	v.old = append(v.old, c)
+	if strings.Contains(c.route, ".") && id > van.SchedulerID && v.self.Role != van.Scheduler && (old == nil || old.idle) {
+		c.idle = true // as in van/zmq, the first message connects two native nodes
+		return nil
+	}
 	c.dial(0)
 	return nil
 }
@@ -297,6 +302,10 @@ func (v *node) Send(msg *van.Message) error {
 	}
 	if limit := n.queueLimit(v); limit > 0 && !msg.IsControl() && c.unsent() > limit {
 		return fail(van.ErrQueueFull)
+	}
+	if c.idle {
+		c.idle = false
+		c.dial(0)
 	}
 	p := v.pack(msg, c.senderID, v.opts.Incarnation != 0 && strings.Contains(c.route, "."))
 	if c.senderID == van.Empty {

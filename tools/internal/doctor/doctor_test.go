@@ -611,13 +611,13 @@ func TestLimits(t *testing.T) {
 		status  Status
 		text    string
 	}{
-		{"no cluster", nil, OK, "4096 open files, enough for 292 peers"},
+		{"no cluster", nil, OK, "4096 open files, enough for 585 peers"},
 		{"no cluster, no shared memory", []string{"BYTEPS_ENABLE_IPC=0"}, OK, "4096 open files, enough for 585 peers"},
-		{"server, shared memory", shape("DMLC_ROLE=server"), Fail, "it needs 4245 (7 for each of 301 peers, 7 for shared memory with each of 300, 30 of its own"},
+		{"server, shared memory", shape("DMLC_ROLE=server"), Warn, "it needs 2145 at least and may need 4245 (7 for the scheduler, 7 for shared memory with each of 300 peers, 30 of its own"},
 		{"server", shape("DMLC_ROLE=server", "BYTEPS_ENABLE_IPC=0"), OK, "enough for a node of this cluster"},
-		{"worker", shape("DMLC_ROLE=worker", "BYTEPS_ENABLE_IPC=0"), Fail, "too few open files for a worker: RLIMIT_NOFILE is 4096, and it needs 4543 (7 for each of 501 peers"},
+		{"worker", shape("DMLC_ROLE=worker", "BYTEPS_ENABLE_IPC=0"), Warn, "few open files for a worker: RLIMIT_NOFILE is 4096, and it needs 1043 at least and may need 4543 (7 for the scheduler"},
 		{"any", shape(), Fail, "too few open files for a scheduler"},
-		{"sockets", shape("DMLC_ROLE=server", "BYTEPS_ENABLE_IPC=0", "BYTEPS_ZMQ_MAX_SOCKET=300"), Fail, "BYTEPS_ZMQ_MAX_SOCKET is 300, and it needs 302"},
+		{"sockets", shape("DMLC_ROLE=server", "BYTEPS_ENABLE_IPC=0", "BYTEPS_ZMQ_MAX_SOCKET=300"), Warn, "BYTEPS_ZMQ_MAX_SOCKET is 300, and it needs 2 at least and may need 302"},
 	} {
 		m, _ := plain(x.environ...)
 		if f := find(t, examine(t, m), "limits"); f.Status != x.status || !strings.Contains(f.Text, x.text) || f.Status == Fail && f.Remedy == "" {

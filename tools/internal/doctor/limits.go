@@ -24,7 +24,7 @@ func (x *exam) limits(context.Context) []Finding {
 	sys.Files, sys.Open, sys.Memlock = x.m.Files, func() int { return ofDoctor }, x.m.Memlock
 	if x.cfg.NumWorkers == 0 || x.cfg.NumServers == 0 {
 		f.Text = fmt.Sprintf("%d open files, enough for %d peers over zmq",
-			hard, hard/uint64(limits.PerPeer(x.cfg)))
+			hard, hard/limits.FilesPerPeer)
 		if found := judge("node", limits.Threads(x.cfg, sys)); len(found) > 0 {
 			return found
 		}
