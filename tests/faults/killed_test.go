@@ -65,6 +65,30 @@ func TestServerKilled(t *testing.T) {
 	})
 }
 
+// TestIdleServerKilled: a server that is killed before any message of a worker has no connection to the workers. They learn of its death
+// from the scheduler, as soon as from a connection of their own, and work with its replacement process.
+func TestIdleServerKilled(t *testing.T) {
+	overSockets(t, func(t *testing.T, o testcluster.Options) {
+		var victim *nodetest.Process
+		c := testcluster.Start(t, testcluster.Options{Over: o.Over, Workers: 2, Servers: 2, Elsewhere: nodetest.Elsewhere(t, "server", 1, echo, &victim)})
+		serveAll(t, c)
+		ws := []*af.Worker{nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])}
+		victim.Ready()
+		killed, m := time.Now(), real.WatchMachine(t.Context())
+		victim.Kill()
+		testcluster.Lost(t, c.Workers[0], 10)
+		testcluster.Lost(t, c.Workers[1], 10)
+		if d := time.Since(killed); d > time.Second+m.Late(killed) {
+			t.Errorf("it took %s to notice the death of a server, want less than a second", d)
+		}
+		vantest.Fails(t, roundTrip(t.Context(), ws[0], 2, []byte("x")), van.ErrPeerLost, "push_pull with server 1 (id 10)")
+		var next *nodetest.Process
+		nodetest.Returns(t, c.Workers, 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
+		next.Ready()
+		work(t, 2, ws...)
+	})
+}
+
 // TestServerInstanceKilled: the instances of other groups' members do not notice
 // that one was killed.
 func TestServerInstanceKilled(t *testing.T) {

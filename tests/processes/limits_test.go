@@ -13,20 +13,38 @@ import (
 )
 
 // TestDescriptors: a peer costs as many descriptors as nodes count for it before
-// they start.
+// they start. Without messages it costs none: nodes of this library do not connect to each other.
 func TestDescriptors(t *testing.T) {
-	for leg, each := range map[real.Leg]int{real.TCP: limits.FilesPerPeer + limits.FilesPerDataPeer, real.SHM: limits.FilesPerPeer + limits.FilesPerSharer} {
+	for _, x := range []struct {
+		name string
+		leg  real.Leg
+		each int
+		env  []string
+		idle bool
+	}{
+		{"tcp", real.TCP, limits.FilesPerDataPeer, nil, false},
+		{"shm", real.SHM, limits.FilesPerSharer, nil, false},
+		{"zmq", real.TCP, limits.FilesPerPeer, []string{"STEPAF_DATA=zmq"}, false},
+		{"no data over tcp", real.TCP, 0, nil, true},
+		{"no data through shared memory", real.SHM, 0, nil, true},
+	} {
 		of := func(servers int) int {
-			c := start(t, real.Options{Servers: servers, Leg: leg})
-			try(t, c.Works(20, soon))
+			o := real.Options{Servers: servers, Leg: x.leg, Env: x.env}
+			if x.idle {
+				o.Loads = []plan.Load{}
+			}
+			c := start(t, o)
 			defer c.Close()
+			if !x.idle {
+				try(t, c.Works(20, soon))
+			}
 			return c.Get("worker", 0).Descriptors()
 		}
 		const more = 6
 		one, many := of(1), of(1+more)
-		t.Logf("%s: %d descriptors with 1 server, %d with %d", leg, one, many, 1+more)
-		if got := many - one; got > each*more || got < (each-1)*more {
-			t.Errorf("%s: %d more servers cost %d more descriptors, want %d for each", leg, more, got, each)
+		t.Logf("%s: %d descriptors with 1 server, %d with %d", x.name, one, many, 1+more)
+		if got := many - one; got > x.each*more || got < (x.each-1)*more {
+			t.Errorf("%s: %d more servers cost %d more descriptors, want %d for each", x.name, more, got, x.each)
 		}
 	}
 }

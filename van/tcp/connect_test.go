@@ -140,30 +140,50 @@ func lostOnTheWay(t *testing.T, options func(*van.Options)) {
 	}
 }
 
-// TestNoDataPort: data to a peer whose data port does not answer goes over the van inside, and the log says why.
+// TestNoDataPort: data to a peer whose data port does not answer goes over the van inside, and the log says why. That holds for each
+// direction on its own.
 func TestNoDataPort(t *testing.T) {
-	worker, server := start(t, 9, nil), start(t, 8, nil)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	_ = l.Close()
-	who, _ := server.self.Extension()
-	who.DataPort = uint16(l.Addr().(*net.TCPAddr).Port)
-	server.self.Endpoint = who.Encode()
-	worker.connect(server)
-	server.connect(worker)
-	for i := range 3 {
-		worker.must(dataMessage(8, i, true, true, pattern(100, i)))
-		if m := server.next(); int(m.Timestamp) != i {
-			t.Errorf("message %d arrived, want %d", m.Timestamp, i)
-		}
-	}
-	if path := van.PathTo(worker, 8).Over; path != "zmq" {
-		t.Errorf("data goes over %s, want zmq", path)
-	}
-	if !strings.Contains(worker.log.String(), "data goes over zmq, not over tcp") {
-		t.Errorf("the log does not say why:\n%s", worker.log.String())
+	for name, closed := range map[string]struct{ server, worker bool }{"server": {true, false}, "worker": {false, true}, "both": {true, true}} {
+		t.Run(name, func(t *testing.T) {
+			worker, server := start(t, 9, nil), start(t, 8, nil)
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			_ = l.Close()
+			for e, is := range map[*end]bool{worker: closed.worker, server: closed.server} {
+				if is {
+					who, _ := e.self.Extension()
+					who.DataPort = uint16(l.Addr().(*net.TCPAddr).Port)
+					e.self.Endpoint = who.Encode()
+				}
+			}
+			worker.connect(server)
+			server.connect(worker)
+			for i := range 3 {
+				worker.must(dataMessage(8, i, true, true, pattern(100, i)))
+				if m := server.next(); int(m.Timestamp) != i {
+					t.Errorf("message %d arrived, want %d", m.Timestamp, i)
+				}
+				server.must(dataMessage(9, i, false, true, pattern(100, i)))
+				if m := worker.next(); int(m.Timestamp) != i || m.Request {
+					t.Errorf("%s arrived, want answer %d", m.Meta.String(), i)
+				}
+			}
+			for _, x := range []struct {
+				from   *end
+				to     int
+				closed bool
+			}{{worker, 8, closed.server}, {server, 9, closed.worker}} {
+				want := map[bool]string{true: "zmq", false: "tcp"}[x.closed]
+				if path := van.PathTo(x.from, x.to).Over; path != want {
+					t.Errorf("data to %d goes over %s, want %s", x.to, path, want)
+				}
+				if says := strings.Contains(x.from.log.String(), "data goes over zmq, not over tcp"); says != x.closed {
+					t.Errorf("the log says why: %t, want %t:\n%s", says, x.closed, x.from.log.String())
+				}
+			}
+		})
 	}
 }
 
