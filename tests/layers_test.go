@@ -166,8 +166,8 @@ func TestImportsPointDown(t *testing.T) {
 			if ok, _ := allowed(s.pkg, to); !ok {
 				t.Errorf("%s: %s must not import %s", s.path, s.pkg, to)
 			}
-			// "stepaf bench software" measures van/rdma without a device.
-			if forTests(to) && !forTests(s.pkg) && !(s.pkg == "tools/internal/bench" && to == "tests/fakeverbs") {
+			// "stepaf bench software" measures without a network or a device.
+			if forTests(to) && !forTests(s.pkg) && !(s.pkg == "tools/internal/bench" && (to == "tests/fakeverbs" || to == "tests/inproc")) {
 				t.Errorf("%s: %s is for tests", s.path, to)
 			}
 		}

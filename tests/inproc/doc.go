@@ -6,5 +6,7 @@
 // pooled buffer, so the sender's memory is free when Send returns. A node costs two
 // goroutines, a connection none.
 //
+// Null is a second van, which passes messages without a copy, for measurements of the layers above a transport.
+//
 // Network.Kill and Network.Partition simulate crashes and lost connections.
 package inproc

@@ -24,6 +24,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/fakeverbs"
+	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma"
@@ -188,8 +189,8 @@ func measureSoftware(ctx context.Context, name string, sizes []payload, iters, w
 // softwareNet creates the simulated network.
 func softwareNet(name string) (factory func(role string) van.Factory, end func()) {
 	if name == "null" {
-		n := newNullNet()
-		return func(string) van.Factory { return n.factory }, n.close
+		n := inproc.NewNull()
+		return func(string) van.Factory { return n.Factory }, n.Close
 	}
 	n := fakeverbs.NewNet()
 	return func(role string) van.Factory {
@@ -330,7 +331,7 @@ func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool
 		Mean: int64(q.Mean * 1e3), CPU: int64(used) / int64(iters), Allocs: float64(after.Mallocs-before.Mallocs) / n,
 		AllocBytes: float64(after.TotalAlloc-before.TotalAlloc) / n, Checked: check}
 	for name, count := range taken {
-		if isSimulation(name) {
+		if strings.Contains(name, "/tests/") { // the simulated hardware
 			continue
 		}
 		if r.Locks == nil {
@@ -341,9 +342,4 @@ func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool
 		}
 	}
 	return r, nil
-}
-
-// isSimulation reports whether a package belongs to the simulated hardware.
-func isSimulation(pkg string) bool {
-	return strings.HasSuffix(pkg, "/tests/fakeverbs") || strings.HasSuffix(pkg, "/tools/internal/bench")
 }

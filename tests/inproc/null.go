@@ -1,4 +1,6 @@
-package bench
+package inproc
+
+// A transport without a network, for measurements of the layers above a transport.
 
 import (
 	"context"
@@ -14,13 +16,13 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
-// nullNet is a transport without a network, for nodes of one process. It passes messages to the peer by reference, and
+// Null is a transport without a network, for nodes of one process. It passes messages to the peer by reference, and
 // copies only frames that Send must copy. It delivers the answer to a pull as one whose values are in place already,
 // and does not move its bytes. So the cost of a push_pull is the cost of the layers above a transport.
 //
 // One goroutine at a time delivers, for all nodes: a caller that waits for an answer, or, if no caller polls, the net's
 // own goroutine after at most nullTick.
-type nullNet struct {
+type Null struct {
 	turn sync.Mutex // held by the delivering goroutine
 
 	mu   sync.Mutex
@@ -38,7 +40,7 @@ const nullTick = 200 * time.Microsecond
 
 // nullEnd is an address: its receiver, and messages that arrive before there is one.
 type nullEnd struct {
-	recv  van.Receiver // nil if there is none yet; guarded by nullNet.mu
+	recv  van.Receiver // nil if there is none yet; guarded by Null.mu
 	early []*nullMessage
 }
 
@@ -50,8 +52,9 @@ type nullMessage struct {
 	short [3][van.CopyBelow]byte
 }
 
-func newNullNet() *nullNet {
-	n := &nullNet{ends: map[string]*nullEnd{}, port: 20000, stop: make(chan struct{})}
+// NewNull makes a network without nodes. Close ends it.
+func NewNull() *Null {
+	n := &Null{ends: map[string]*nullEnd{}, port: 20000, stop: make(chan struct{})}
 	n.stopped.Go(func() {
 		tick := time.NewTicker(nullTick)
 		defer tick.Stop()
@@ -71,13 +74,14 @@ func newNullNet() *nullNet {
 	return n
 }
 
-func (n *nullNet) close() {
+// Close ends the goroutine of the net, after all nodes have ended.
+func (n *Null) Close() {
 	close(n.stop)
 	n.stopped.Wait()
 }
 
-// factory creates a node's transport.
-func (n *nullNet) factory(o van.Options) (van.Van, error) {
+// Factory creates a node's transport.
+func (n *Null) Factory(o van.Options) (van.Van, error) {
 	v := &nullVan{net: n}
 	o.Engine.Add(n)
 	v.id.Store(van.Empty)
@@ -86,22 +90,22 @@ func (n *nullNet) factory(o van.Options) (van.Van, error) {
 }
 
 // Claim implements engine.Pollable.
-func (n *nullNet) Claim() bool { return n.turn.TryLock() }
+func (n *Null) Claim() bool { return n.turn.TryLock() }
 
 // Release implements engine.Pollable.
-func (n *nullNet) Release(bool, bool) { n.turn.Unlock() }
+func (n *Null) Release(bool, bool) { n.turn.Unlock() }
 
 // SpinTime implements engine.Pollable.
-func (n *nullNet) SpinTime() time.Duration { return 0 }
+func (n *Null) SpinTime() time.Duration { return 0 }
 
 // CanSleep implements engine.Pollable.
-func (n *nullNet) CanSleep() bool { return false }
+func (n *Null) CanSleep() bool { return false }
 
 // Sleep implements engine.Pollable.
-func (n *nullNet) Sleep(time.Duration) {}
+func (n *Null) Sleep(time.Duration) {}
 
 // PollOnce implements engine.Pollable: it delivers one message. If there is none, a Poll ends.
-func (n *nullNet) PollOnce(time.Duration) engine.PollResult {
+func (n *Null) PollOnce(time.Duration) engine.PollResult {
 	n.mu.Lock()
 	if n.sent.Len() == 0 {
 		n.mu.Unlock()
@@ -121,7 +125,7 @@ func (n *nullNet) PollOnce(time.Duration) engine.PollResult {
 }
 
 // Free implements van.Owner.
-func (n *nullNet) Free(m *van.Message) {
+func (n *Null) Free(m *van.Message) {
 	p := (*nullMessage)(m.Native())
 	if p.done != nil {
 		p.done.Sent()
@@ -135,7 +139,7 @@ func (n *nullNet) Free(m *van.Message) {
 
 // nullVan is the transport of one node.
 type nullVan struct {
-	net   *nullNet
+	net   *Null
 	id    atomic.Int64
 	self  *nullEnd
 	peers atomic.Pointer[map[int]*nullEnd] // replaced, never changed, under net.mu
@@ -143,7 +147,7 @@ type nullVan struct {
 
 var (
 	_ van.Van         = (*nullVan)(nil)
-	_ engine.Pollable = (*nullNet)(nil)
+	_ engine.Pollable = (*Null)(nil)
 )
 
 // Type implements van.Van.
@@ -152,7 +156,7 @@ func (v *nullVan) Type() string { return "null" }
 // SetID implements van.Van.
 func (v *nullVan) SetID(id int) { v.id.Store(int64(id)) }
 
-func (n *nullNet) endLocked(addr string) *nullEnd {
+func (n *Null) endLocked(addr string) *nullEnd {
 	e := n.ends[addr]
 	if e == nil {
 		e = &nullEnd{}
