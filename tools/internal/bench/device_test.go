@@ -131,7 +131,7 @@ func TestDeviceFloorEnds(t *testing.T) {
 	}
 	sd.Leaks(t)
 	cd.Leaks(t)
-	if _, err := newDeviceEnd(backend.NewCPU(), nil, -1, 0, 0, 1, 1); err == nil || !strings.Contains(err.Error(), "backend CPU cannot share memory") {
+	if _, err := newDeviceEnd(backend.NewCPU(), nil, nil, 0, 0, 1, 1); err == nil || !strings.Contains(err.Error(), "this node's backend is CPU") {
 		t.Errorf("on host memory: %v", err)
 	}
 }

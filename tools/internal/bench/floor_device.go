@@ -16,6 +16,8 @@ import (
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/internal/memfd"
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -24,26 +26,11 @@ import (
 
 var le = binary.LittleEndian
 
-// deviceMemory are the abilities of a backend that the floor needs.
-type deviceMemory interface {
-	backend.Backend
-	backend.Exporter
-	backend.AsyncCopier
-	backend.HostPinner
-	backend.StreamFlagger
-}
-
-// deviceHello tells the other end where to copy to.
-type deviceHello struct {
-	Handle                         [64]byte
-	Allocation, Base, Size, Offset uint64
-}
-
 // deviceEnd is one end of the floor. It waits for word and writes theirs.
 type deviceEnd struct {
-	back   deviceMemory
+	back   backend.StreamDevice
 	conn   *net.UnixConn
-	page   []byte // shared by both processes
+	page   *memfd.Page // shared by both processes
 	pinned backend.Mem
 	word   *atomic.Uint32
 	theirs backend.Mem
@@ -64,26 +51,22 @@ const (
 	deviceWhole = 2 << 20
 )
 
-// newDeviceEnd creates an end that sends out bytes and receives in bytes. fd is the shared page; it remains the
-// caller's. own and other are the offsets of the flags.
-func newDeviceEnd(b backend.Backend, conn *net.UnixConn, fd, own, other, out, in int) (_ *deviceEnd, err error) {
-	d, ok := b.(deviceMemory)
-	if !ok {
-		return nil, fmt.Errorf("floor: backend %s cannot share memory with another process", b.Name())
+// newDeviceEnd creates an end that sends out bytes and receives in bytes. own and other are the offsets of the flags in the page.
+func newDeviceEnd(b backend.Backend, conn *net.UnixConn, page *memfd.Page, own, other, out, in int) (_ *deviceEnd, err error) {
+	d, err := backend.StreamDeviceOf(b)
+	if err != nil {
+		return nil, fmt.Errorf("floor: %w", err)
 	}
-	e := &deviceEnd{back: d, conn: conn}
+	e := &deviceEnd{back: d, conn: conn, page: page}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, e.free())
 		}
 	}()
-	if e.page, err = unix.Mmap(fd, 0, os.Getpagesize(), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
-		return nil, os.NewSyscallError("mmap", err)
-	}
-	if e.pinned, err = d.RegisterHost(backend.Bytes(e.page)); err != nil {
+	if e.pinned, err = d.RegisterHost(backend.Bytes(page.Mem)); err != nil {
 		return nil, err
 	}
-	e.word = (*atomic.Uint32)(unsafe.Pointer(&e.page[own]))
+	e.word = (*atomic.Uint32)(unsafe.Pointer(&page.Mem[own]))
 	e.theirs = e.pinned.Sub(other, 4)
 	if e.stream, err = d.NewStream(); err != nil {
 		return nil, err
@@ -103,25 +86,25 @@ func (e *deviceEnd) hello() error {
 	if err != nil {
 		return err
 	}
-	return binary.Write(e.conn, le, deviceHello{x.Handle, x.Allocation, x.Base, uint64(x.Size), uint64(x.Offset)})
+	var b [van.ExportLen]byte
+	van.PutExport(b[:], &x)
+	_, err = e.conn.Write(b[:])
+	return err
 }
 
 // meet imports the memory of the other end's hello.
 func (e *deviceEnd) meet() error {
-	var h deviceHello
-	if err := binary.Read(e.conn, le, &h); err != nil {
+	var b [van.ExportLen]byte
+	if _, err := io.ReadFull(e.conn, b[:]); err != nil {
 		return fmt.Errorf("floor: the other end sent nothing: %w", err)
 	}
-	x := backend.Export{Handle: h.Handle, Allocation: h.Allocation, Base: h.Base, Size: int(h.Size), Offset: int(h.Offset)}
-	if n := e.src.Len(); x.Offset < 0 || x.Size < 0 || x.Offset > x.Size-n {
-		return fmt.Errorf("floor: the other end has %d bytes, from %d: want %d", x.Size, x.Offset, n)
+	n := e.src.Len()
+	x, err := van.ParseExport(b[:], max(n, 1))
+	if err != nil {
+		return fmt.Errorf("floor: the other end's memory: %w", err)
 	}
-	var err error
-	if e.far, err = e.back.Import(x); err != nil {
-		return err
-	}
-	e.dst = e.far.Sub(x.Offset, e.src.Len())
-	return nil
+	e.dst, e.far, err = van.MapExport(e.back, x, n)
+	return err
 }
 
 // write sends the data and then the flag.
@@ -176,9 +159,7 @@ func (e *deviceEnd) free() error {
 	if e.pinned.Len() > 0 {
 		errs = append(errs, e.back.UnregisterHost(e.pinned))
 	}
-	if e.page != nil {
-		errs = append(errs, os.NewSyscallError("munmap", unix.Munmap(e.page)))
-	}
+	e.page = nil
 	return errors.Join(errs...)
 }
 
@@ -234,19 +215,20 @@ func serveDeviceFloor(ctx context.Context, l *net.UnixListener, b backend.Backen
 func serveDevicePair(ctx context.Context, conn *net.UnixConn, b backend.Backend, push, pull int) error {
 	defer conn.Close()
 	context.AfterFunc(ctx, func() { _ = conn.Close() })
-	fd, err := unix.MemfdCreate("bench floor", unix.MFD_CLOEXEC)
-	if err != nil {
-		return os.NewSyscallError("memfd_create", err)
-	}
-	defer unix.Close(fd)
-	if err := unix.Ftruncate(fd, int64(os.Getpagesize())); err != nil {
-		return os.NewSyscallError("ftruncate", err)
-	}
-	e, err := newDeviceEnd(b, conn, fd, serverWord, clientWord, pull, push)
+	fd, err := memfd.New(os.Getpagesize())
 	if err != nil {
 		return err
 	}
-	return errors.Join(unlessEnded(answerRounds(ctx, e, fd)), e.free())
+	defer unix.Close(fd)
+	page, err := memfd.Map(fd, os.Getpagesize())
+	if err != nil {
+		return err
+	}
+	e, err := newDeviceEnd(b, conn, page, serverWord, clientWord, pull, push)
+	if err != nil {
+		return err
+	}
+	return errors.Join(unlessEnded(answerRounds(ctx, e, memfd.Name(fd))), e.free())
 }
 
 // unlessEnded returns nil for errors that mean that an end has closed the connection.
@@ -257,9 +239,10 @@ func unlessEnded(err error) error {
 	return err
 }
 
-func answerRounds(ctx context.Context, e *deviceEnd, fd int) error {
+// answerRounds tells the client the name of the page, and answers its rounds.
+func answerRounds(ctx context.Context, e *deviceEnd, page []byte) error {
 	_ = e.conn.SetDeadline(time.Now().Add(floorPatient))
-	if _, _, err := e.conn.WriteMsgUnix([]byte{0}, unix.UnixRights(fd), nil); err != nil {
+	if _, err := e.conn.Write(page); err != nil {
 		return err
 	}
 	if err := e.hello(); err != nil {
@@ -318,12 +301,15 @@ func dialDevicePair(b backend.Backend, to string, push, pull int) (_ *deviceEnd,
 		return nil, err
 	}
 	_ = conn.SetDeadline(time.Now().Add(floorPatient))
-	fd, err := receiveFD(conn)
+	var name [memfd.NameLen]byte
+	if _, err := io.ReadFull(conn, name[:]); err != nil {
+		return nil, errors.Join(fmt.Errorf("floor: no page from the other end: %w", err), conn.Close())
+	}
+	page, err := memfd.MapNamed(name[:], os.Getpagesize(), true)
 	if err != nil {
 		return nil, errors.Join(err, conn.Close())
 	}
-	defer unix.Close(fd)
-	e, err := newDeviceEnd(b, conn, fd, clientWord, serverWord, push, pull)
+	e, err := newDeviceEnd(b, conn, page, clientWord, serverWord, push, pull)
 	if err != nil {
 		return nil, errors.Join(err, conn.Close())
 	}
@@ -334,25 +320,6 @@ func dialDevicePair(b backend.Backend, to string, push, pull int) (_ *deviceEnd,
 		return nil, errors.Join(err, conn.Close(), e.free())
 	}
 	return e, nil
-}
-
-// receiveFD receives a file descriptor and the byte that it is sent with.
-func receiveFD(conn *net.UnixConn) (int, error) {
-	oob := make([]byte, unix.CmsgSpace(4))
-	_, n, _, _, err := conn.ReadMsgUnix(make([]byte, 1), oob)
-	if err != nil {
-		return -1, err
-	}
-	msgs, err := unix.ParseSocketControlMessage(oob[:n])
-	if err != nil || len(msgs) != 1 {
-		return -1, errors.Join(errors.New("floor: no page from the other end"), err)
-	}
-	fds, err := unix.ParseUnixRights(&msgs[0])
-	if err != nil || len(fds) != 1 {
-		return -1, errors.Join(errors.New("floor: no page from the other end"), err)
-	}
-	unix.CloseOnExec(fds[0])
-	return fds[0], nil
 }
 
 // command tells the server the number of the next rounds and waits until it is ready.
