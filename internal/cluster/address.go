@@ -213,16 +213,7 @@ func isLocal(host string) bool {
 // interfaceAddr finds the IPv4 address of the interface called name, or of the only interface whose name begins with
 // it. Of several addresses it chooses the one that leads to the scheduler.
 func interfaceAddr(h hostaddr.Host, name string, scheduler netip.Addr) (host, full string, err error) {
-	var match []hostaddr.Interface
-	for _, i := range h.Interfaces {
-		if i.Name == name {
-			match = []hostaddr.Interface{i}
-			break
-		}
-		if strings.HasPrefix(i.Name, name) {
-			match = append(match, i)
-		}
-	}
+	match := hostaddr.Named(h.Interfaces, name)
 	switch len(match) {
 	case 0:
 		return "", "", errors.New("no such interface")

@@ -43,6 +43,19 @@ func Interfaces() ([]Interface, error) {
 	return list, nil
 }
 
+// Named returns the interface with that name, or, if there is none, all interfaces whose names begin with it.
+func Named(all []Interface, name string) (match []Interface) {
+	for _, i := range all {
+		if i.Name == name {
+			return []Interface{i}
+		}
+		if strings.HasPrefix(i.Name, name) {
+			match = append(match, i)
+		}
+	}
+	return match
+}
+
 // Source returns the address of this host from which packets to dest leave. It asks the kernel's routing table; no
 // packet is sent.
 func Source(dest netip.Addr) (netip.Addr, error) {

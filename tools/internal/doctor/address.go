@@ -6,7 +6,6 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
-	"slices"
 	"strings"
 
 	"github.com/stepaf/stepaf-go/internal/hostaddr"
@@ -34,23 +33,26 @@ func Unreachable(ctx context.Context, cfg *env.Config, h hostaddr.Host, resolve 
 			return []error{fmt.Errorf("DMLC_PS_ROOT_URI=%q: this host has no route to %s: %w", cfg.RootURI, scheduler, err)}
 		}
 	}
-	name, addr := "", netip.Addr{}
-	switch named := !strings.EqualFold(cfg.Interface, "auto") && cfg.Interface != ""; {
-	case cfg.NodeHost != "":
-		name = fmt.Sprintf("DMLC_NODE_HOST=%q", cfg.NodeHost)
-		addr, _ = resolve(ctx, cfg.NodeHost)
-	case named:
-		name = fmt.Sprintf("DMLC_INTERFACE=%q", cfg.Interface)
-		match := slices.DeleteFunc(slices.Clone(h.Interfaces), func(i hostaddr.Interface) bool { return !strings.HasPrefix(i.Name, cfg.Interface) })
-		if k := slices.IndexFunc(match, func(i hostaddr.Interface) bool { return i.Name == cfg.Interface }); k >= 0 {
-			match = match[k : k+1]
-		}
-		if len(match) == 1 {
-			addr = h.Of(match[0], scheduler)
-		}
-	}
+	addr, name := namedAddress(ctx, cfg, h, scheduler, resolve)
 	if why := h.Doubt(addr, scheduler); addr.IsValid() && why != "" {
 		return []error{fmt.Errorf("%s: a node would listen at %s, which the scheduler at %s cannot reach: %s; %s", name, addr, scheduler, why, setOther)}
 	}
 	return nil
+}
+
+// namedAddress returns the address that the configuration names for a worker or server of host h, and the variable that names it. The
+// address is invalid if the name has none, and the variable is "" if the configuration names none. scheduler is the scheduler's address.
+func namedAddress(ctx context.Context, cfg *env.Config, h hostaddr.Host, scheduler netip.Addr,
+	resolve func(context.Context, string) (netip.Addr, error)) (addr netip.Addr, variable string) {
+	switch {
+	case cfg.NodeHost != "":
+		addr, _ = resolve(ctx, cfg.NodeHost) // absentNames reports the error
+		return addr, fmt.Sprintf("DMLC_NODE_HOST=%q", cfg.NodeHost)
+	case cfg.Interface != "" && !strings.EqualFold(cfg.Interface, "auto"):
+		if match := hostaddr.Named(h.Interfaces, cfg.Interface); len(match) == 1 {
+			addr = h.Of(match[0], scheduler)
+		}
+		return addr, fmt.Sprintf("DMLC_INTERFACE=%q", cfg.Interface)
+	}
+	return addr, ""
 }

@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -171,22 +170,11 @@ func (x *exam) doors(ctx context.Context, h hostaddr.Host) []door {
 
 // nodeAddress returns the address at which a worker or server of this configuration listens, or an invalid one if none is found.
 func (x *exam) nodeAddress(ctx context.Context, h hostaddr.Host, root netip.Addr) netip.Addr {
-	auto := strings.EqualFold(x.cfg.Interface, "auto")
-	switch {
-	case x.needRDMA && (x.cfg.NodeHost == "" || auto) && x.rdma.chosen != nil:
+	if x.needRDMA && (x.cfg.NodeHost == "" || strings.EqualFold(x.cfg.Interface, "auto")) && x.rdma.chosen != nil {
 		return x.rdma.chosen.Host
-	case x.cfg.NodeHost != "":
-		addr, _ := x.m.Resolve(ctx, x.cfg.NodeHost) // absentNames reports the error
+	}
+	if addr, variable := namedAddress(ctx, x.cfg, h, root, x.m.Resolve); variable != "" {
 		return addr
-	case x.cfg.Interface != "" && !auto:
-		match := slices.DeleteFunc(slices.Clone(h.Interfaces), func(i hostaddr.Interface) bool { return !strings.HasPrefix(i.Name, x.cfg.Interface) })
-		if k := slices.IndexFunc(match, func(i hostaddr.Interface) bool { return i.Name == x.cfg.Interface }); k >= 0 {
-			match = match[k : k+1]
-		}
-		if len(match) == 1 {
-			return h.Of(match[0], root)
-		}
-		return netip.Addr{}
 	}
 	if addr, _, ok := h.Toward(root); ok {
 		return addr

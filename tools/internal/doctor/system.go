@@ -158,10 +158,7 @@ func (x *exam) absentNames(ctx context.Context) (errs []error) {
 	case x.cfg.NodeHost != "":
 		local("DMLC_NODE_HOST", x.cfg.NodeHost)
 	case x.cfg.Interface != "" && !strings.EqualFold(x.cfg.Interface, "auto"):
-		match := slices.DeleteFunc(slices.Clone(interfaces), func(i choose.Interface) bool { return !strings.HasPrefix(i.Name, x.cfg.Interface) })
-		if k := slices.IndexFunc(match, func(i choose.Interface) bool { return i.Name == x.cfg.Interface }); k >= 0 {
-			match = match[k : k+1]
-		}
+		match := hostaddr.Named(interfaces, x.cfg.Interface)
 		if len(match) != 1 || len(match[0].Addrs) == 0 {
 			errs = append(errs, fmt.Errorf("DMLC_INTERFACE=%q: "+want, x.cfg.Interface, "one interface with an IPv4 address of"))
 		}
