@@ -6,7 +6,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"log/slog"
 	"maps"
 	"math"
 	"net/netip"
@@ -17,12 +16,12 @@ import (
 	"time"
 
 	"github.com/urfave/cli/v2"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/postoffice/clustertest"
 	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
@@ -155,16 +154,18 @@ func (r *softwareReport) print(w io.Writer) error {
 func measureSoftware(ctx context.Context, name string, sizes []payload, iters, warmup int) ([]*softwareReport, error) {
 	factory, end := softwareNet(name)
 	defer end()
-	nodes, err := startHere(ctx, name, factory)
-	defer func() {
-		for _, n := range nodes {
-			n.Close()
+	c, err := clustertest.New(ctx, clustertest.Options{Node: func(o *postoffice.Options) {
+		o.Van, o.Config.Backend = factory(o.Config.Role), "CPU"
+		if name == "rdma" {
+			// Simulated devices have addresses that this host does not have.
+			o.Config.RootURI, o.Config.NodeHost, o.Config.Kubernetes = deviceAddr(roles[0]).String(), "", true
 		}
-	}()
+	}})
 	if err != nil {
 		return nil, err
 	}
-	s, err := newSoftware(nodes[1], nodes[2], sizes)
+	defer c.Close()
+	s, err := newSoftware(c.Server(0), c.Worker(0), sizes)
 	if err != nil {
 		return nil, err
 	}
@@ -179,11 +180,7 @@ func measureSoftware(ctx context.Context, name string, sizes []payload, iters, w
 		r.Van, r.PushBytes, r.PullBytes = name, p.push, p.pull
 		all = append(all, r)
 	}
-	leaving, ctx := errgroup.WithContext(ctx)
-	for _, n := range nodes {
-		leaving.Go(func() error { return n.Shutdown(ctx) })
-	}
-	return all, leaving.Wait()
+	return all, c.Run(ctx, func(context.Context, *postoffice.Node) error { return nil })
 }
 
 // softwareNet creates the simulated network.
@@ -216,30 +213,6 @@ func (v placedVan) Unwrap() van.Van { return v.Van }
 
 // ChooseHost implements van.HostChooser.
 func (v placedVan) ChooseHost() (host, why string, err error) { return v.host, "device in memory", nil }
-
-// startHere starts one node of each role in this process, in the order of roles. After an error it returns the nodes
-// that have started.
-func startHere(ctx context.Context, name string, factory func(role string) van.Factory) ([]*postoffice.Node, error) {
-	nodes := make([]*postoffice.Node, len(roles))
-	all, ctx := errgroup.WithContext(ctx) // an error of one node ends the start of the others
-	for i, role := range roles {
-		cfg := postoffice.DefaultConfig()
-		cfg.Role, cfg.NumWorkers, cfg.NumServers = role, 1, 1
-		cfg.Backend = "CPU"
-		cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", 9000, "127.0.0.1"
-		if name == "rdma" {
-			// Simulated devices have addresses that this host does not have.
-			cfg.RootURI, cfg.NodeHost, cfg.Kubernetes = deviceAddr(roles[0]).String(), "", true
-		}
-		o := postoffice.Options{Config: cfg, Log: slog.New(slog.DiscardHandler), Van: factory(role)}
-		all.Go(func() (err error) {
-			nodes[i], err = postoffice.Start(ctx, o)
-			return err
-		})
-	}
-	err := all.Wait()
-	return slices.DeleteFunc(nodes, func(n *postoffice.Node) bool { return n == nil }), err
-}
 
 // software is a worker, a server, and the tensors of a push_pull of each size.
 type software struct {
