@@ -25,6 +25,9 @@ type barriers struct {
 	outcomes      map[int]map[barrierKey]barrierOutcome // the latest one for each node
 	multiCustomer map[int]bool                          // ids of processes that registered several customers
 	foreignStarts map[int]*foreignStart                 // by id
+	// resumed has the ids of the C++ StepMesh servers of an earlier scheduler's cluster. A C++ server calls Finalize
+	// when its program is ready to serve: the earlier scheduler has received that request, and it is not repeated.
+	resumed map[int]bool
 	// released has the instance barriers that have been released. From a start-up barrier among them, replacement
 	// processes are released at once.
 	released map[barrierKey]bool
@@ -47,6 +50,9 @@ const (
 	// foreignExitLimit is the longest life of a process after its Finalize has ended. If a process ends within that
 	// time after its first request was counted for StartPS, the request was that of Finalize.
 	foreignExitLimit = 5 * time.Second
+	// resumedWait is the time for which all others wait in Finalize before the resumed C++ servers count: a request that
+	// such a server sends after all has arrived by then.
+	resumedWait = 3 * time.Second
 )
 
 // firstMissingNotice is the time until waiting nodes first receive the names of the missing ones. It is not longer
@@ -68,6 +74,7 @@ type barrier struct {
 	// and failureSent is set: the nodes that can be notified have been notified, once.
 	onlyDeadMissing, failureSent bool
 	stuckSince                   time.Duration
+	resumedSince                 time.Duration // the time since which only resumed C++ servers are missing; 0: others are
 	openedAt                     time.Duration // the time of the first request
 	// app and customer are those of the last request: a release to a C++ StepMesh node has them.
 	app, customer int32
@@ -200,6 +207,32 @@ func (s *barriers) countExitedForeign(now time.Duration, g *barrier) bool {
 		s.out.emit(Warning{Text: s.table.peer(id) + " has left after its first barrier, which counts as its Finalize: no process has replaced it"})
 	}
 	g.requests = append(g.requests, ended...)
+	s.releaseIfComplete(now, finalizeKey, g)
+	return true
+}
+
+// countResumed counts the resumed C++ StepMesh servers in g, the barrier of Finalize, if all other nodes have waited in
+// Finalize for resumedWait. It reports whether g is then complete.
+func (s *barriers) countResumed(now time.Duration, g *barrier) bool {
+	missing := s.missingNodes(finalizeKey, g)
+	others := func(ids []int) bool { return !s.resumed[ids[0]] || s.alive.isDead(ids[0]) }
+	goesOn := func(a barrierRequest) bool { return a.unconfirmed || !a.finalize && s.table.native(a.id) }
+	switch {
+	case slices.ContainsFunc(missing, others) || slices.ContainsFunc(g.requests, goesOn):
+		g.resumedSince = 0
+		return false
+	case g.resumedSince == 0:
+		g.resumedSince = now
+	}
+	if now < g.resumedSince+resumedWait {
+		return false
+	}
+	for _, ids := range missing { // in an instance barrier each id is awaited
+		for range s.table.idsOf(ids[0]) {
+			g.requests = append(g.requests, barrierRequest{id: ids[0]})
+		}
+		s.out.emit(Warning{Text: s.table.peer(ids[0]) + " counts as waiting in Finalize, like all others: the earlier scheduler received its request"})
+	}
 	s.releaseIfComplete(now, finalizeKey, g)
 	return true
 }
@@ -399,6 +432,7 @@ func (s *barriers) replaced(now time.Duration, id int) {
 	s.dropEmpty()
 	delete(s.outcomes, id)
 	delete(s.foreignStarts, id)
+	delete(s.resumed, id)
 	if !s.table.native(id) {
 		s.foreignStarts[id] = &foreignStart{since: now}
 	}
@@ -465,6 +499,9 @@ func (s *barriers) nodesInFinalize(key barrierKey, g *barrier) string {
 func (s *barriers) recheckOne(now time.Duration, key barrierKey, g *barrier) (some bool) {
 	if text := s.nodesInFinalize(key, g); text != "" {
 		return s.fail(key, g, text)
+	}
+	if key == finalizeKey && len(s.resumed) > 0 && s.countResumed(now, g) {
+		return false
 	}
 	dead, fell, living := "", false, false
 	for _, ids := range s.missingNodes(key, g) {
@@ -579,6 +616,9 @@ func (s *barriers) next() time.Duration {
 	for _, g := range s.open {
 		if g.onlyDeadMissing && !g.failureSent {
 			next = min(next, g.stuckSince+s.cfg.ReplaceTimeout)
+		}
+		if g.resumedSince != 0 {
+			next = min(next, g.resumedSince+resumedWait)
 		}
 		if slices.ContainsFunc(g.requests, s.isNotified) {
 			next = min(next, g.nextNotice)

@@ -233,6 +233,9 @@ func (r *schedulerRecovery) resume(now time.Duration, cluster, generation uint32
 	}
 	for _, id := range originals {
 		r.out.connect(id, *r.table.record(id))
+		if van.RoleOf(id) == van.Server {
+			r.monitor.barriers.resumed[id] = true
+		}
 	}
 	joins := r.registrations.list
 	r.registrations.list, r.nodes = nil, nil

@@ -31,7 +31,7 @@ type scheduler struct {
 func newScheduler(b core, calls *pendingBarriers) *scheduler {
 	s := &scheduler{core: b, pending: calls, refusals: refusals{core: b}}
 	s.barriers = barriers{core: b, pending: calls, open: map[barrierKey]*barrier{}, outcomes: map[int]map[barrierKey]barrierOutcome{},
-		multiCustomer: map[int]bool{}, foreignStarts: map[int]*foreignStart{}, released: map[barrierKey]bool{}}
+		multiCustomer: map[int]bool{}, foreignStarts: map[int]*foreignStart{}, resumed: map[int]bool{}, released: map[barrierKey]bool{}}
 	s.barriers.departure = departure{core: b}
 	s.monitor = monitor{core: b, barriers: &s.barriers, unconfirmed: map[int]*unconfirmedTable{}}
 	s.policies = policyList{core: b, refusals: &s.refusals, states: map[int]nodeStates{}}
