@@ -171,13 +171,13 @@ func (s *registrations) conflict(rec *van.Node) (why, details string, rivals []*
 			continue
 		}
 		taken, same = append(taken, o.Addr()), append(same, j)
-		if rec.AuxID != -1 && o.AuxID == rec.AuxID {
+		if rec.AuxID != -1 && o.AuxID == rec.AuxID && n > 1 {
 			return fmt.Sprintf("%s and another %s both want rank %d; give each its own DMLC_NODE_RANK, STEPMESH_GPU or "+
 				"DMLC_RANK_OFFSET", rec.Addr(), rec.Role, rec.AuxID), ": the other one is at " + o.Addr(), []*registration{j}
 		}
 	}
 	if len(taken) >= n {
-		return fmt.Sprintf("all %d places for a %s are taken (%s)", n, rec.Role, s.cfg.formula(rec.Role)), ", by " + list(taken), same
+		return fmt.Sprintf("all %d places for a %s are taken (%s); check its DMLC_ROLE", n, rec.Role, s.cfg.formula(rec.Role)), ", by " + list(taken), same
 	}
 	return "", "", nil
 }
