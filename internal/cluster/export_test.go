@@ -124,3 +124,6 @@ func (c *Customer) InUse() (timestamps, requests, places int) {
 
 // Addr is the node's address.
 func (n *Node) Addr() string { return n.self.Addr() }
+
+// BindHint is the hint of an error of Bind.
+var BindHint = bindHint

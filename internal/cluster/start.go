@@ -325,19 +325,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 		}
 	}
 	if err != nil {
-		hint := "set DMLC_NODE_HOST or DMLC_INTERFACE"
-		switch {
-		case errors.Is(err, syscall.EADDRINUSE):
-			hint = "stop the process that uses it, or set DMLC_PS_ROOT_PORT on all nodes"
-			if freeport.Ephemeral(asked) {
-				hint += " to one outside of net.ipv4.ip_local_port_range, whose ports the kernel assigns to any connection"
-			}
-		case limits.Hint(err) != "":
-			hint = limits.Hint(err)
-		case n.role == van.Scheduler:
-			hint = "DMLC_PS_ROOT_URI must be an address of the scheduler's host"
-		}
-		return &van.Error{Op: "start", Node: n.Name(), Err: err, Hint: hint}
+		return &van.Error{Op: "start", Node: n.Name(), Err: err, Hint: bindHint(err, n.role, asked)}
 	}
 	n.self.Port, n.self.Ports = port, []int32{int32(port)}
 	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
@@ -365,6 +353,29 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 		n.log.Warn(danger)
 	}
 	return nil
+}
+
+// bindHint says what to do about err, with which a node of a role could not listen at a port. Port 0 is any free port.
+func bindHint(err error, role van.Role, port int) string {
+	variable, all := "DMLC_PORT", ""
+	if role == van.Scheduler {
+		variable, all = "DMLC_PS_ROOT_PORT", " on all nodes"
+	}
+	switch {
+	case errors.Is(err, syscall.EADDRINUSE):
+		hint := "stop the process that uses it, or set DMLC_PS_ROOT_PORT on all nodes"
+		if freeport.Ephemeral(port) {
+			hint += " to one outside of net.ipv4.ip_local_port_range, whose ports the kernel assigns to any connection"
+		}
+		return hint
+	case limits.Hint(err) != "":
+		return limits.Hint(err)
+	case errors.Is(err, syscall.EACCES) && 0 < port && port < 1024:
+		return "ports below 1024 need the capability CAP_NET_BIND_SERVICE: set " + variable + " to a higher port" + all
+	case role == van.Scheduler:
+		return "DMLC_PS_ROOT_URI must be an address of the scheduler's host"
+	}
+	return "set DMLC_NODE_HOST or DMLC_INTERFACE"
 }
 
 // bindTries and bindPause bound the scheduler's wait for its port. The kernel may have given the port to a node's

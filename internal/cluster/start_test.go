@@ -3,9 +3,12 @@ package cluster_test
 import (
 	"context"
 	"log/slog"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/tests/vantest"
@@ -85,4 +88,25 @@ func TestBadConfig(t *testing.T) {
 		n.Close()
 	}
 	vantest.Fails(t, err, van.ErrInvalid, "no Config")
+}
+
+// TestBindHint: the hint names the variable that changes the port or the address that could not be used.
+func TestBindHint(t *testing.T) {
+	for _, x := range []struct {
+		err  error
+		role van.Role
+		port int
+		want string
+	}{
+		{syscall.EACCES, van.Scheduler, 80, "set DMLC_PS_ROOT_PORT to a higher port on all nodes"},
+		{syscall.EACCES, van.Worker, 1023, "CAP_NET_BIND_SERVICE: set DMLC_PORT to a higher port"},
+		{syscall.EACCES, van.Scheduler, 1024, "DMLC_PS_ROOT_URI must be an address"},
+		{syscall.EADDRNOTAVAIL, van.Server, 0, "set DMLC_NODE_HOST or DMLC_INTERFACE"},
+		{syscall.EADDRINUSE, van.Scheduler, 80, "stop the process that uses it, or set DMLC_PS_ROOT_PORT on all nodes"},
+		{syscall.EMFILE, van.Scheduler, 80, "ulimit -Hn"},
+	} {
+		if got := cluster.BindHint(&van.Error{Op: "bind", Err: x.err}, x.role, x.port); !strings.Contains(got, x.want) {
+			t.Errorf("%v at port %d of a %s: %q, want %q", x.err, x.port, x.role, got, x.want)
+		}
+	}
 }
