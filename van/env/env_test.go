@@ -180,14 +180,15 @@ DMLC_GROUP_SIZ is not a name that StepAF reads; did you mean DMLC_GROUP_SIZE?`
 	}
 }
 
-// TestNamesOfHosts: quotes from a file of variables, and references that a shell would have replaced, are refused
-// in a name.
+// TestNamesOfHosts: quotes from a file of variables, references that a shell would have replaced, and the brackets of a
+// URL are refused in a name.
 func TestNamesOfHosts(t *testing.T) {
 	for set, want := range map[string]string{
 		`DMLC_PS_ROOT_URI="127.0.0.1"`: `DMLC_PS_ROOT_URI="\"127.0.0.1\"": want a host name or an address; write it without quotes`,
 		"DMLC_NODE_HOST='node1'":       "want a host name or an address; write it without quotes",
 		"DMLC_PS_ROOT_URI=${HOST}":     `DMLC_PS_ROOT_URI="${HOST}": want a host name or an address`,
 		"DMLC_NODE_HOST=*":             "want a host name or an address",
+		"DMLC_PS_ROOT_URI=[fe80::1]":   `DMLC_PS_ROOT_URI="[fe80::1]": want a host name or an address; write it without brackets`,
 		`DMLC_INTERFACE="eth0"`:        "want the name of a network interface, or auto; write it without quotes",
 		"DMLC_PS_ROOT_URI=node-1_a.b":  "",
 		"DMLC_NODE_HOST=fe80::1%eth0":  "",

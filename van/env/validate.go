@@ -44,7 +44,7 @@ func (c *Config) Validate() error {
 	}
 
 	for _, name := range []string{"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE"} {
-		if value := find(name).get(c); good(name) && strings.ContainsAny(value, "\"'`$*{}") {
+		if value := find(name).get(c); good(name) && strings.ContainsAny(value, "\"'`$*{}[]") {
 			add(&Error{Name: name, Value: value, Want: notAName(name, value)})
 			bad[name] = true
 		}
@@ -184,6 +184,9 @@ func notAName(variable, value string) string {
 	}
 	if unquote(value) != value {
 		want += "; write it without quotes"
+	}
+	if strings.HasPrefix(value, "[") {
+		want += "; write it without brackets"
 	}
 	return want
 }
