@@ -1,6 +1,6 @@
 // Package streams lets a worker and the servers on GPUs of the same host exchange tensors by an exchange that
 // both sides prepare once and then repeat. The rounds are executed by streams of these GPUs, also by captured
-// graphs, without a CPU thread, a kernel or a message; or, with the option ByHost, by CPU threads, without a
+// graphs, without a CPU thread or a message; or, with the option ByHost, by CPU threads, without a
 // message. C++ StepMesh has nothing like it, so all nodes of an exchange must be nodes of this library.
 //
 //	x, err := ends.Prepare(ctx, nil, push, pull) // on a worker: tensors to send, and to receive
@@ -16,10 +16,10 @@
 //
 // # Rounds
 //
-// Each end has an 8-byte flag in its device's memory for each peer.
-//   - QueueSend clears the flags of its end, and copies a 4-byte 1 from its own memory into its flag at each
-//     peer.
-//   - QueueReceive waits for the flags of its end, and copies the peers' tensors into its own.
+// Each end has an 8-byte flag and an 8-byte gate in its device's memory for each peer.
+//   - QueueSend clears the flags of its end, and writes its flag at each peer.
+//   - QueueReceive waits for the flags of its end, and copies the peers' tensors into its own. A kernel copies: a copy
+//     engine that waits for one stream would hold up the copies of the others.
 //
 // Only the owner of memory writes data there, as everywhere in this library; a peer writes only its flag. A
 // round needs no number, since sends and receives alternate.
@@ -32,8 +32,8 @@
 //
 // An exchange ends as a whole, and cannot be used again, if a peer is lost or closes its end, if this node ends,
 // or if a worker's round exceeds its limit. Servers have no limit, as for batches. The end has these steps:
-//  1. The 1 that sends copy becomes a 0, so that sends still queued in streams have no effect; sends that peers
-//     have not seen are retracted. From now on Check, QueueSend and QueueReceive return the reason.
+//  1. The peers' gates are closed: they copy nothing that they have not begun to copy, also if sends still queued in
+//     streams write their flags. From now on Check, QueueSend and QueueReceive return the reason.
 //  2. The peers are notified, and end their exchanges.
 //  3. When all peers have confirmed or are lost, waiting streams are released, with undefined contents of the
 //     tensors. Earlier a peer could copy data of a released stream and take it for valid.

@@ -20,8 +20,9 @@ import (
 
 var le = binary.LittleEndian
 
-// A flag has 8 bytes. Its lower half is arrived when the peer has sent. Its upper half is arrived when the exchange
-// is over.
+// A flag and a gate have 8 bytes each. The lower half of a flag is arrived when the peer has sent; that of a gate is
+// arrived until the peer's end is over. The upper halves are arrived when this end is over. A receive waits for the
+// flag, and its copies wait for the gate.
 const (
 	arrived = 1
 	goOn    = uint64(arrived)<<32 | arrived
@@ -30,14 +31,13 @@ const (
 // device is the backend interface that exchanges need.
 type device = backend.StreamDevice
 
-// Flags are in pages of pageLen bytes of device memory, the smallest size that drivers share, each flag in a cache
-// line of its own. An exchange has a slot in a page: a head, with a token and the value that streams copy to the
-// flags of peers, and one flag for each peer.
+// Flags are in pages of pageLen bytes of device memory, the smallest size that drivers share. An exchange has a slot in
+// a page: a head with a token, and for each peer a flag and a gate, each in a cache line of its own.
 const (
 	pageLen    = 2 << 20
 	slotStride = 128
 	slotHead   = slotStride
-	validAt    = 64 // in the head: 1; 0 when the exchange is over
+	gateAt     = 64 // from the flag
 	maxBytes   = af.MaxTensorBytes
 )
 
@@ -52,6 +52,7 @@ type memory struct {
 	mu      sync.Mutex    // guards the fields below; held during calls of the driver
 	dev     device        // nil before the first Prepare; afterwards constant, as are the next two fields
 	release uintptr       // the stream that releases waiting streams
+	loaded  bool          // the kernel that copies is loaded
 	buffers *backend.Pool // for memory that cannot be shared
 	page    backend.Mem   // free part of the last page of device memory
 	pinned  backend.Mem   // free part of the last page of pinned host memory
@@ -73,7 +74,9 @@ type exchangeMemory struct {
 // peerMemory is the memory that an end and one of its peers share.
 type peerMemory struct {
 	flag   backend.Mem   // flag of this end, written by the peer
+	gate   backend.Mem   // gate of this end, closed by the peer
 	remote backend.Mem   // flag of the peer, written by this end
+	closes backend.Mem   // gate of the peer
 	to     []backend.Mem // tensors of this end
 	from   []backend.Mem // the peer's tensors that are copied to them, of the same lengths
 }
@@ -148,16 +151,22 @@ func (w *exchangeMemory) make(b backend.Backend, first, limited bool) (flags slo
 	le.PutUint64(image, random.Uint64())
 	le.PutUint64(image[8:], random.Uint64())
 	copy(flags.token[:], image)
-	le.PutUint32(image[validAt:], 1)
 	for i := range w.peers {
 		at := slotHead + i*slotStride
-		w.peers[i].flag = w.slot.Sub(at, 8)
+		w.peers[i].flag, w.peers[i].gate = w.slot.Sub(at, 8), w.slot.Sub(at+gateAt, 8)
+		le.PutUint32(image[at+gateAt:], arrived)
 		if first {
 			le.PutUint32(image[at:], arrived)
 		}
 	}
 	if err := m.dev.Copy(w.slot, backend.Bytes(image)); err != nil {
 		return flags, err
+	}
+	if !m.loaded { // loading the kernel can wait for all streams, so it is not left to the first receive
+		if err := m.dev.CopyGated(w.slot.Sub(0, 0), w.slot.Sub(0, 0), w.peers[0].gate, m.release); err != nil {
+			return flags, err
+		}
+		m.loaded = true
 	}
 	flags.export, err = m.dev.Export(w.slot)
 	return flags, err
@@ -239,7 +248,7 @@ func (w *exchangeMemory) reach(i int, flags *slot) error {
 	if !bytes.Equal(token[:], flags.token[:]) {
 		return fmt.Errorf("%w: the memory mapped is not the peer's; it may be on another host", van.ErrMalformed)
 	}
-	w.peers[i].remote = m.Sub(int(flags.at), 4)
+	w.peers[i].remote, w.peers[i].closes = m.Sub(int(flags.at), 4), m.Sub(int(flags.at)+gateAt, 4)
 	return nil
 }
 
@@ -263,8 +272,15 @@ func (w *exchangeMemory) mapOut(i int, out []part, l []af.KeyTensor) error {
 
 // copyPrivate queues copies of tensors that cannot be shared in stream s.
 func (w *exchangeMemory) copyPrivate(s uintptr) error {
+	gate := w.peers[0].gate
 	for _, c := range w.copied {
-		if err := w.m.dev.CopyAsync(c.to.Mem().Sub(0, c.src.Len()), c.src, s); err != nil {
+		var err error
+		if to := c.to.Mem().Sub(0, c.src.Len()); gate.Len() > 0 {
+			err = w.m.dev.CopyGated(to, c.src, gate, s)
+		} else { // an exchange by hosts, whose streams never wait for a peer
+			err = w.m.dev.CopyAsync(to, c.src, s)
+		}
+		if err != nil {
 			return err
 		}
 	}
@@ -281,9 +297,8 @@ func (w *exchangeMemory) send(s uintptr) error {
 			return err
 		}
 	}
-	valid := w.slot.Sub(validAt, 4)
 	for i := range w.peers {
-		if err := w.m.dev.CopyAsync(w.peers[i].remote, valid, s); err != nil {
+		if err := w.m.dev.WriteFlag(s, w.peers[i].remote, arrived); err != nil {
 			return err
 		}
 	}
@@ -301,7 +316,7 @@ func (w *exchangeMemory) receive(s uintptr) error {
 			return err
 		}
 		for k, m := range l.to {
-			if err := w.m.dev.CopyAsync(m, l.from[k], s); err != nil {
+			if err := w.m.dev.CopyGated(m, l.from[k], l.gate, s); err != nil {
 				return err
 			}
 		}
@@ -323,17 +338,17 @@ func (w *exchangeMemory) wait() bool {
 // silence is the minimum time that a device is given to answer a query.
 const silence = time.Second
 
-// end invalidates later sends of the exchange's streams, and retracts sends that peers have not seen: if this node
-// cannot notify them, they may learn of the end after its streams have continued.
+// end closes the gates of the peers, which then accept no send that they have not seen, and no later send of the
+// exchange's streams: if this node cannot notify them, they may learn of the end after its streams have continued.
 //
 // end only writes flags, and polls for the last one in host memory. The driver accepts such writes also while a
 // kernel launch is blocked because the queue of another stream is full, unless that is the default stream.
 func (w *exchangeMemory) end() error {
 	d, s := w.m.dev, w.m.release
-	err := d.WriteFlag(s, w.slot.Sub(validAt, 4), 0)
+	var err error
 	for i := range w.peers {
 		if err == nil {
-			err = d.WriteFlag(s, w.peers[i].remote, 0)
+			err = d.WriteFlag(s, w.peers[i].closes, 0)
 		}
 	}
 	if err == nil {
@@ -357,8 +372,10 @@ func (w *exchangeMemory) end() error {
 // free releases the waiting streams of the exchange.
 func (w *exchangeMemory) free() (err error) {
 	for i := range w.peers {
-		if err == nil {
-			err = w.m.dev.WriteFlag(w.m.release, w.peers[i].flag.Sub(4, 4), arrived)
+		for _, m := range []backend.Mem{w.peers[i].flag, w.peers[i].gate} {
+			if err == nil {
+				err = w.m.dev.WriteFlag(w.m.release, m.Sub(4, 4), arrived)
+			}
 		}
 	}
 	return err

@@ -555,3 +555,51 @@ func TestHostBackend(t *testing.T) {
 		t.Errorf("on a scheduler: %v, want %v", err, van.ErrInvalid)
 	}
 }
+
+// TestSideStreams: a server posts the receives of three exchanges in streams of their own. The worker then has one round
+// under way at a time, in the same or in the opposite order. No receive that waits holds up a send or a receive of another
+// exchange, although the copy engine of a device copies in the order in which copies were queued.
+func TestSideStreams(t *testing.T) {
+	for _, private := range []bool{false, true} {
+		for _, order := range [][]int{{0, 1, 2}, {2, 1, 0}} {
+			t.Run(fmt.Sprintf("private=%t,order=%v", private, order), func(t *testing.T) {
+				s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+				for _, d := range s.device {
+					d.OneCopyEngine()
+					d.PrivateMem(private)
+				}
+				w, y := s.workers[0], s.servers[0]
+				var all []*pair
+				for range order {
+					all = append(all, s.prepare(t, 64, 64)[0])
+				}
+				const main, side = 5, 10
+				for i, p := range all {
+					if err := p.ys[0].QueueReceive(af.Stream(side + i)); err != nil {
+						t.Fatal(err)
+					}
+				}
+				for _, i := range order {
+					p := all[i]
+					fill(p.push[0], byte(i+1))
+					if err := p.x.QueueSend(main); err != nil {
+						t.Fatal(err)
+					}
+					w.settle(t, main)
+					if err := p.x.QueueReceive(af.Stream(side + i)); err != nil {
+						t.Fatal(err)
+					}
+					y.settle(t, uintptr(side+i))
+					fill(p.out[0][0], p.got[0][0][0]+100)
+					if err := p.ys[0].QueueSend(main); err != nil {
+						t.Fatal(err)
+					}
+					w.settle(t, uintptr(side+i))
+					if p.pull[0][0] != byte(i+101) {
+						t.Errorf("exchange %d: answer %d, want %d", i, p.pull[0][0], i+101)
+					}
+				}
+			})
+		}
+	}
+}

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -26,6 +27,9 @@ type streams struct {
 	own    int     // streams of NewStream
 	events int
 	made   int // events
+
+	ordered        bool // copies begin in the order in which they were queued
+	copies, copied atomic.Uint64
 }
 
 // stream runs its functions one after the other.
@@ -185,6 +189,15 @@ func (q *streams) WaitBits(s uintptr, word backend.Mem, bits uint64) error {
 	return q.await(s, func() bool { return atomic.LoadUint64((*uint64)(word.Ptr()))&bits != 0 })
 }
 
+// CopyGated implements backend.GatedCopier.
+func (q *streams) CopyGated(dst, src, gate backend.Mem, s uintptr) error {
+	if err := q.WaitBits(s, gate, math.MaxUint64); err != nil {
+		return err
+	}
+	q.Queue(s, func() { move(dst, src) })
+	return nil
+}
+
 // WaitCount implements backend.GraphFlagger.
 func (q *streams) WaitCount(s uintptr, word backend.Mem, n uint64) error {
 	return q.await(s, func() bool { return int64(atomic.LoadUint64((*uint64)(word.Ptr()))-n) >= 0 })
@@ -235,9 +248,24 @@ func (q *streams) CopyAsync(dst, src backend.Mem, s uintptr) error {
 	if dst.Len() != src.Len() {
 		return fmt.Errorf("CopyAsync of %d bytes into %d", src.Len(), dst.Len())
 	}
+	if q.ordered {
+		turn := q.copies.Add(1) - 1
+		q.Queue(s, func() {
+			for q.copied.Load() != turn && q.st.fails() == nil {
+				runtime.Gosched()
+			}
+			move(dst, src)
+			q.copied.Add(1)
+		})
+		return nil
+	}
 	q.Queue(s, func() { move(dst, src) })
 	return nil
 }
+
+// OneCopyEngine makes the copies of CopyAsync begin in the order in which they were queued, also those of different
+// streams, as the engines of a GPU do. Call it before the first copy.
+func (q *streams) OneCopyEngine() { q.ordered = true }
 
 // CopyRecord implements backend.AsyncCopier.
 func (q *streams) CopyRecord(dst, src backend.Mem, s uintptr, e backend.Event) error {

@@ -140,6 +140,14 @@ type Signaller interface {
 	MapHost(m Mem) (Mem, error)
 }
 
+// GatedCopier is implemented by backends whose streams copy with a kernel. A copy by a copy engine that waits for the
+// earlier work of its stream holds up the later copies of other streams.
+type GatedCopier interface {
+	// CopyGated makes stream copy src to dst, both memory of the device, as soon as one of the 8 bytes of gate is not 0. It
+	// may be captured into a graph. The first call loads the kernel, which can wait for all streams.
+	CopyGated(dst, src, gate Mem, stream uintptr) error
+}
+
 // StreamBlocker is implemented by devices whose driver waits for all their streams before
 // it frees or unmaps memory, and begins no copy meanwhile.
 type StreamBlocker interface {

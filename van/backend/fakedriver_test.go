@@ -504,7 +504,7 @@ func (f *fakeDriver) moduleUnload(uintptr) error {
 	return nil
 }
 
-var fakeFunctions = []string{"stepaf_write", "stepaf_wait", "stepaf_add"}
+var fakeFunctions = []string{"stepaf_write", "stepaf_wait", "stepaf_add", "stepaf_copy"}
 
 func (f *fakeDriver) moduleFunction(_ uintptr, name string) (uintptr, error) {
 	return uintptr(slices.Index(fakeFunctions, name) + 1), f.call("moduleFunction", true)
@@ -512,7 +512,7 @@ func (f *fakeDriver) moduleFunction(_ uintptr, name string) (uintptr, error) {
 
 func counterAt(addr uintptr) *atomic.Int64 { return (*atomic.Int64)(pointer(addr)) }
 
-func (f *fakeDriver) launch(fn, s, a, b uintptr) error {
+func (f *fakeDriver) launch(fn, s uintptr, g grid, a, b, c, d uintptr) error {
 	return f.queue("launch", s, func() {
 		switch fakeFunctions[fn-1] {
 		case "stepaf_write":
@@ -525,6 +525,13 @@ func (f *fakeDriver) launch(fn, s, a, b uintptr) error {
 			}
 		case "stepaf_add":
 			counterAt(a).Add(1)
+		case "stepaf_copy":
+			f.waits.Add(1)
+			defer f.waits.Add(-1)
+			for counterAt(d).Load() == 0 {
+				clock.Sleep(minPause)
+			}
+			copy(unsafe.Slice((*byte)(pointer(a)), c), unsafe.Slice((*byte)(pointer(b)), c))
 		}
 	})
 }

@@ -235,8 +235,8 @@ func (cudaStreams) moduleFunction(m uintptr, name string) (uintptr, error) {
 	return uintptr(unsafe.Pointer(f)), result("cuModuleGetFunction", int(r))
 }
 
-func (cudaStreams) launch(f, s, a, b uintptr) error {
-	r := C.stepaf_launch(C.CUfunction(pointer(f)), C.uintptr_t(s), C.CUdeviceptr(a), C.CUdeviceptr(b))
+func (cudaStreams) launch(f, s uintptr, g grid, a, b, c, d uintptr) error {
+	r := C.stepaf_launch(C.CUfunction(pointer(f)), C.uintptr_t(s), C.unsigned(g.blocks), C.unsigned(g.threads), C.uint64_t(a), C.uint64_t(b), C.uint64_t(c), C.uint64_t(d))
 	return result("cuLaunchKernel", int(r))
 }
 

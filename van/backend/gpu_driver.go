@@ -84,8 +84,11 @@ type streamDriver interface {
 	moduleLoad(ptx string) (uintptr, error)
 	moduleUnload(m uintptr) error
 	moduleFunction(m uintptr, name string) (uintptr, error)
-	launch(f, s, a, b uintptr) error // one thread, with two addresses
+	launch(f, s uintptr, g grid, a, b, c, d uintptr) error // with as many of the arguments as f has
 }
+
+// grid is the threads of a kernel.
+type grid struct{ blocks, threads int }
 
 // wordWrites are the first n of some writes, in their order.
 type wordWrites struct {

@@ -1,6 +1,6 @@
 package backend
 
-// The 64-bit counters by which streams and the CPU synchronise, written in PTX.
+// Kernels, written in PTX: the 64-bit counters by which streams and the CPU synchronise, and a copy.
 
 import (
 	_ "embed"
@@ -26,6 +26,7 @@ type signals struct {
 type signalKernels struct {
 	module           uintptr
 	write, wait, add uintptr
+	copy             uintptr
 }
 
 // load returns the kernels, loaded at the first call. The context is current.
@@ -40,7 +41,7 @@ func (k *signals) load() (signalKernels, error) {
 	if s.module, err = k.d.moduleLoad(signalText); err != nil {
 		return s, err
 	}
-	for name, f := range map[string]*uintptr{"stepaf_write": &s.write, "stepaf_wait": &s.wait, "stepaf_add": &s.add} {
+	for name, f := range map[string]*uintptr{"stepaf_write": &s.write, "stepaf_wait": &s.wait, "stepaf_add": &s.add, "stepaf_copy": &s.copy} {
 		if *f, err = k.d.moduleFunction(s.module, name); err != nil {
 			_ = k.d.moduleUnload(s.module) // the first error tells more
 			return s, err
@@ -67,7 +68,7 @@ func (k *signals) signal(op string, stream uintptr, which func(*signalKernels) u
 		if err != nil {
 			return err
 		}
-		return k.d.launch(which(&s), stream, addr[0], addr[1])
+		return k.d.launch(which(&s), stream, grid{1, 1}, addr[0], addr[1], 0, 0)
 	})
 }
 
@@ -85,6 +86,35 @@ func (k *signals) WaitSeq(stream uintptr, flag, seq Mem) error {
 // AddSeq implements Signaller.
 func (k *signals) AddSeq(stream uintptr, seq Mem) error {
 	return k.signal("AddSeq", stream, func(s *signalKernels) uintptr { return s.add }, seq)
+}
+
+// The threads of a copy by a kernel: blocks of copyThreads, of which each thread has copyEach bytes; copyBlocks at most.
+const (
+	copyThreads = 512
+	copyEach    = 64
+	copyBlocks  = 64
+)
+
+// CopyGated implements GatedCopier.
+func (k *signals) CopyGated(dst, src, gate Mem, stream uintptr) error {
+	const op = "CopyGated"
+	if dst.Len() != src.Len() || gate.Len() != 8 || uintptr(gate.ptr)%8 != 0 {
+		return k.c.invalid("%s of %d bytes to %d, gate of %d bytes at %#x: want equal lengths, and 8 aligned bytes", op, src.Len(), dst.Len(), gate.Len(), uintptr(gate.ptr))
+	}
+	for _, m := range []Mem{dst, src, gate} {
+		if m.Len() > 0 && m.Device() != k.c.Device() {
+			return fmt.Errorf("%s: %w", op, k.c.wrongDevice(m))
+		}
+	}
+	k.c.blocking.Store(true)
+	blocks := min(max((src.Len()+copyThreads*copyEach-1)/(copyThreads*copyEach), 1), copyBlocks)
+	return k.c.with(op, func() error {
+		s, err := k.load()
+		if err != nil {
+			return err
+		}
+		return k.d.launch(s.copy, stream, grid{blocks, copyThreads}, uintptr(dst.ptr), uintptr(src.ptr), uintptr(src.Len()), uintptr(gate.ptr))
+	})
 }
 
 // close unloads the kernels. The context is current.

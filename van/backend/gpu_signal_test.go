@@ -147,6 +147,38 @@ func TestSignalsFail(t *testing.T) {
 	settle(t, g, stream)
 }
 
+// TestCopyGated: a copy by the kernel waits for its gate, and memory that it cannot use is refused.
+func TestCopyGated(t *testing.T) {
+	g := open(t, newFake(1))
+	stream, err := g.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := g.Alloc(3 * 8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dst, src, gate := all.Sub(0, 8), all.Sub(8, 8), all.Sub(16, 8)
+	to, from, open := counterAt(uintptr(dst.Ptr())), counterAt(uintptr(src.Ptr())), counterAt(uintptr(gate.Ptr()))
+	to.Store(0)
+	from.Store(7)
+	open.Store(0)
+	if err := g.CopyGated(dst, src, gate, stream); err != nil {
+		t.Fatal(err)
+	}
+	if idle, err := g.Idle(stream); idle || err != nil || to.Load() != 0 {
+		t.Errorf("idle %t, %v, copied %d, while the gate is closed", idle, err, to.Load())
+	}
+	open.Store(1)
+	settle(t, g, stream)
+	if to.Load() != 7 {
+		t.Errorf("copied %d, want 7", to.Load())
+	}
+	wantError(t, g.CopyGated(dst, src.Sub(0, 4), gate, stream), nil, "4 bytes to 8")
+	wantError(t, g.CopyGated(dst, src, gate.Sub(0, 4), stream), nil, "gate of 4 bytes")
+	wantError(t, g.CopyGated(dst, Bytes(make([]byte, 8)), gate, stream), ErrWrongDevice, "CopyGated")
+}
+
 // settle waits for all that is queued in stream.
 func settle(t testing.TB, g *gpu, stream uintptr) {
 	t.Helper()

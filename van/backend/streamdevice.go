@@ -10,6 +10,7 @@ type StreamDevice interface {
 	Exporter
 	AsyncCopier
 	GraphFlagger
+	GatedCopier
 	HostPinner
 }
 
