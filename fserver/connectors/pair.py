@@ -8,9 +8,14 @@ a tensor, so no header is sent, and nothing is read back from a device: shapes g
 
 At first both sides exchange a handshake with their configurations. A difference is an error
 that names both.
+
+With streams=True on both sides, and all ranks of an FFN rank on GPUs of one host, CUDA streams
+exchange the micro-batches (see channels.py): send, recv and respond only queue work, and the
+FFN side needs the rows of each step (expect). If a rank is lost, the step fails.
 """
 
 import collections
+import contextlib
 import json
 import os
 import socket
@@ -20,10 +25,10 @@ import torch
 
 import fserver_lib as f
 
-from . import layout
+from . import channels, layout
 
-VERSION = 2  # of the protocol between the two sides
-DATA, CONTROL, HELLO, CANCEL = 1, 2, 3, 4
+VERSION = 3  # of the protocol between the two sides
+DATA, CONTROL, HELLO, CANCEL, QUEUED = 1, 2, 3, 4, 5
 TEXT = 2048  # bytes of the answer to a handshake
 STAGES, LAYERS, FORMS, TENSORS = 256, 1 << 16, 16, 16
 
@@ -67,7 +72,7 @@ def _left(end):
 class _Side:
     """The common part of both sides: identity, and the configuration that both must agree on."""
 
-    def __init__(self, role, rank, attention, ffn, width, dtype, out_dtype, stages, layers):
+    def __init__(self, role, rank, attention, ffn, width, dtype, out_dtype, stages, layers, device, timeout_ms, streams):
         peers = layout.servers_of if role == "attention" else layout.workers_of
         self.peers = peers(rank, attention, ffn)
         self.role, self.rank, self.attention, self.ffn = role, rank, attention, ffn
@@ -78,6 +83,13 @@ class _Side:
         for name, value in (("dtype", self.dtype), ("out_dtype", self.out_dtype)):
             if not isinstance(value, torch.dtype):
                 raise TypeError("%s is %r, want a torch.dtype" % (name, value))
+        self.device, self.timeout_ms = torch.device(device), timeout_ms
+        self.place = channels.place(self.device) if streams else ""
+        self._channels = channels.Channels(self.device, self.width, self.out_dtype, self.stages, timeout_ms, self._keys)
+
+    def _keys(self, peer, stage, most, tensors):
+        rank = self.rank if self.role == "attention" else peer
+        return [_key(QUEUED, rank, stage, most.bit_length(), (tensors - 1) * TENSORS + i) for i in range(tensors)]
 
     def __str__(self):
         return "%s %d" % (self.role, self.rank)
@@ -113,6 +125,13 @@ class _Round:
         self.started = [False] * len(exchanges)
 
 
+class _Queued:
+    """A micro-batch under way in streams: channels, and the rows of each."""
+
+    def __init__(self, layer, parts):
+        self.layer, self.parts = layer, parts
+
+
 class Attention(_Side):
     """The attention side: sends a micro-batch, and receives the result of the FFN side.
 
@@ -127,11 +146,9 @@ class Attention(_Side):
     recv raises ConnectionError, and the engine begins a new step.
     """
 
-    def __init__(self, rank, attention, ffn, *, width, dtype, max_rows, stages=1, layers=1, out_dtype=None, device="cpu", timeout_ms=15000, replace_ms=None):
-        super().__init__("attention", rank, attention, ffn, width, dtype, out_dtype, stages, layers)
+    def __init__(self, rank, attention, ffn, *, width, dtype, max_rows, stages=1, layers=1, out_dtype=None, device="cpu", timeout_ms=15000, replace_ms=None, streams=False):
+        super().__init__("attention", rank, attention, ffn, width, dtype, out_dtype, stages, layers, device, timeout_ms, streams)
         self.max_rows = _count("max_rows", max_rows, 1 << 31)
-        self.device = torch.device(device)
-        self.timeout_ms = timeout_ms
         self.replace_ms = (30000 if self.layers > 1 else 0) if replace_ms is None else replace_ms
         self._forms = {}  # by stage, then by the further tensors
         self._rounds = {}  # by stage: the round under way
@@ -140,13 +157,15 @@ class Attention(_Side):
         self._canceled = {}  # by stage whose round failed: {index of peer: handler of CANCEL}
         self._lost = set()  # indices of peers that need another handshake before they get a round
         self._greeted = False
+        self.streams = False  # whether CUDA streams exchange the micro-batches; the FFN side decides
+        self._done = {}  # with streams: the last layer that each stage has received in this step
         self._greet()
 
     # The handshake.
 
     def _who(self, again):
-        text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()), again=again)
-        if again and self._latest is not None:
+        text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()), again=again, place=self.place)
+        if again and self._latest is not None and not self.streams:  # with streams a replacement begins with a new step
             text["control"] = self._latest.decode("latin-1")
         return torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
 
@@ -180,9 +199,10 @@ class Attention(_Side):
             except BaseException:
                 self._greeting = None  # there are no replies
                 raise
-        for reply in self._replies:
-            _compared(reply)
-        self._greeted = True
+        answers = [_compared(reply) for reply in self._replies]
+        if any(answers) != all(answers):
+            raise Mismatch("%s: some of ffn %s are on its host, others are not: set streams=False on all sides" % (self, _list(self.peers)))
+        self.streams, self._greeted = all(answers), True
 
     def _compare(self, i, timeout_ms):
         """Repeats the handshake with the replacement of a lost peer."""
@@ -190,7 +210,8 @@ class Attention(_Side):
             return
         reply, key = torch.zeros(TEXT, dtype=torch.uint8), _key(HELLO, self.rank)
         f.wait(f.push_pull([self._who(True)], [key], [reply], [key], servers=[self.peers[i]]), timeout_ms=timeout_ms)
-        _compared(reply)
+        if bool(_compared(reply)) != self.streams:
+            raise Mismatch("%s: ffn %d exchanges in streams, or the process before it did, and only one of them" % (self, self.peers[i]))
         self._lost.discard(i)
 
     # A micro-batch.
@@ -248,6 +269,8 @@ class Attention(_Side):
             raise ValueError("%s: stage %d is under way (layer %d), want recv(%d) first" % (self, stage, self._rounds[stage].layer, stage))
         tensors, rows = self._tensors(tensors)
         self.check()
+        if self.streams:
+            return self._queue(stage, tensors, rows, layer)
         self._await_cancel(stage)
         form = self._form(stage, tensors)
         round_ = _Round(form, layer, [b - a for a, b in self._parts(rows)], self._exchanges(form, stage, layer))
@@ -262,6 +285,59 @@ class Attention(_Side):
                     self._start(round_, i)
             except f.ConnectionError:
                 self._lost.add(i)  # recv starts it again, or raises the error
+
+    def _queue(self, stage, tensors, rows, layer):
+        """Queues a send in the current stream."""
+        with self._step():
+            if self._lost:
+                raise f.ConnectionError("%s: stage %d, layer %d: ffn %s failed in this step" % (self, stage, layer, _list(self.peers[i] for i in sorted(self._lost))))
+            like, parts = tuple((t.dtype, tuple(t.shape[1:])) for t in tensors), []
+            for peer, (begin, end) in zip(self.peers, self._parts(rows)):
+                channel = self._channels.get(peer, stage, like, end - begin)
+                for buffer, t in zip(channel.inputs, tensors):
+                    _raw(buffer[:end - begin]).copy_(_raw(t[begin:end]))
+                channel.exchange.send()
+                parts.append((channel, end - begin))
+            self._rounds[stage] = _Queued(layer, parts)
+
+    def _queued(self, stage, round_, out):
+        """Queues a receive in the current stream. After the last layer of a step it waits: its values are then right."""
+        with self._step():
+            for channel, _ in round_.parts:
+                self._channels.receive(channel)
+            answer = self._answer([channel.output[:rows] for channel, rows in round_.parts], out)
+            del self._rounds[stage]
+            self._done[stage] = round_.layer
+            if round_.layer == self.layers - 1:
+                self._channels.settle()
+            return answer
+
+    @contextlib.contextmanager
+    def _step(self):
+        """Ends all exchanges if the step fails. The next step prepares them anew, with the replacement of a lost rank."""
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self):
+        self._channels.close()
+        self._rounds.clear()
+        self._done.clear()
+        self._lost.update(range(len(self.peers)))
+
+    def _meet(self):
+        """Repeats the handshake with the FFN ranks, or with their replacements, after a step that has failed."""
+        end = time.monotonic() + self.replace_ms / 1000
+        for i in sorted(self._lost):
+            while i in self._lost:
+                try:
+                    self._compare(i, self.timeout_ms)
+                except f.ConnectionError:
+                    if time.monotonic() >= end:
+                        raise
+                    time.sleep(0.05)
 
     def _parts(self, rows):
         return [layout.share(rows, i, len(self.peers)) for i in range(len(self.peers))]
@@ -279,6 +355,8 @@ class Attention(_Side):
         round_ = self._rounds.get(stage)
         if round_ is None:
             raise ValueError("%s: stage %d is not under way, want send(%d, ...) first" % (self, stage, stage))
+        if self.streams:
+            return self._queued(stage, round_, out)
         try:
             for i in range(len(self.peers)):
                 self._finish(stage, round_, i, self.timeout_ms if timeout_ms is None else timeout_ms)
@@ -287,12 +365,16 @@ class Attention(_Side):
             raise
         finally:
             del self._rounds[stage]
-        parts = [t[:n] for t, n in zip(round_.form.outputs, round_.rows)]
+        return self._answer([t[:n] for t, n in zip(round_.form.outputs, round_.rows)], out)
+
+    def _answer(self, parts, out):
+        """Joins the rows of the FFN ranks, in out unless that is None."""
         if out is None:
             return parts[0] if len(parts) == 1 else torch.cat([_raw(t) for t in parts]).view(self.out_dtype)
-        if tuple(out.shape) != (sum(round_.rows), self.width) or out.dtype != self.out_dtype:
+        rows = sum(map(len, parts))
+        if tuple(out.shape) != (rows, self.width) or out.dtype != self.out_dtype:
             raise ValueError("%s: out is %s of shape %s, want %s of shape %s" % (
-                self, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(self.out_dtype), (sum(round_.rows), self.width)))
+                self, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(self.out_dtype), (rows, self.width)))
         begin = 0
         for t in parts:
             _raw(out[begin:begin + len(t)]).copy_(_raw(t))
@@ -375,6 +457,11 @@ class Attention(_Side):
         if not isinstance(data, (bytes, bytearray)) or not data:
             raise TypeError("%s: the control message is %s, want bytes, at least one" % (self, type(data).__name__ if data != b"" else "empty"))
         self.check()
+        if self.streams and (self._rounds or any(layer != self.layers - 1 for layer in self._done.values())):
+            self._abandon()  # the engine has given up the last step, which the FFN side must not go on with
+        self._done.clear()
+        if self.streams:
+            self._meet()
         wrong, control, self._control, self._latest = None, self._control, [], bytes(data)
         for i, handler in control:
             try:
@@ -458,6 +545,34 @@ class Batch:
         return answers
 
 
+class QueuedBatch:
+    """A Batch whose rows the current stream receives. The layer is unknown: it is None."""
+
+    layer = None
+
+    def __init__(self, side, stage, parts):
+        self.stage, self.ranks, self.rows = stage, [rank for rank, _, _ in parts], [rows for _, _, rows in parts]
+        self.tensors = [t[:parts[0][2]] for t in parts[0][1].inputs]
+        if len(parts) > 1:
+            self.tensors = [torch.cat([_raw(channel.inputs[i][:rows]) for _, channel, rows in parts]).view(t.dtype) for i, t in enumerate(self.tensors)]
+        self._side, self._parts = side, parts
+
+    def respond(self, out):
+        """Queues the sending of the rows of `out`. You may change out in the same stream afterwards."""
+        side, want = self._side, (sum(self.rows), self._side.width)
+        if self._parts is None:
+            raise ValueError("%s: stage %d is answered already" % (side, self.stage))
+        if tuple(out.shape) != want or out.dtype != side.out_dtype:
+            raise ValueError("%s: stage %d: the answer is %s of shape %s, want %s of shape %s, for attention %s" % (
+                side, self.stage, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(side.out_dtype), want, _list(self.ranks)))
+        begin, parts, self._parts = 0, self._parts, None
+        for _, channel, rows in parts:
+            _raw(channel.output[:rows]).copy_(_raw(out[begin:begin + rows]))
+            channel.exchange.send()
+            begin += rows
+        return Answers([])
+
+
 def _list(ranks):
     return ", ".join(map(str, ranks))
 
@@ -480,10 +595,12 @@ class FFN(_Side):
     The other ranks get no answers of the old step, and begin a new step, too.
     """
 
-    def __init__(self, rank, attention, ffn, *, width, dtype, stages=1, layers=1, out_dtype=None, device="cpu", together=True, timeout_ms=30000):
-        super().__init__("ffn", rank, attention, ffn, width, dtype, out_dtype, stages, layers)
-        self.device = torch.device(device)
-        self.together, self.timeout_ms = together, timeout_ms
+    def __init__(self, rank, attention, ffn, *, width, dtype, stages=1, layers=1, out_dtype=None, device="cpu", together=True, timeout_ms=30000, streams=False):
+        super().__init__("ffn", rank, attention, ffn, width, dtype, out_dtype, stages, layers, device, timeout_ms, streams and together)
+        self.together = together
+        self.streams = None if self.place else False  # whether CUDA streams exchange the micro-batches; None until all ranks have sent their handshake
+        self._places = {}  # of ranks with a handshake
+        self._unanswered = []  # handlers and errors of handshakes before that
         self._slots = {}  # (stage, rank): the waiting batch
         self._controls = {r: collections.deque() for r in self.peers}
         self._informed = set()  # ranks with a control message
@@ -495,11 +612,14 @@ class FFN(_Side):
         self._known = set()  # ranks with a handshake; with layers=1 since the last error
         self._order = 0
 
-    def recv(self, stage=None, timeout_ms=None):
+    def recv(self, stage=None, timeout_ms=None, more=()):
         """Returns the next Batch of this stage, or the oldest of any stage. Waits for the first
-        rank without a limit unless timeout_ms is given."""
+        rank without a limit unless timeout_ms is given. With streams the stage is required, and
+        `more` has dtype and shape of a row of each further tensor."""
         if stage is not None:
             self._stage(stage)
+        if self.streams and stage is not None:
+            return self._queued(stage, ((self.dtype, (self.width,)),) + tuple(more))
         end = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         while True:
             self._tell()
@@ -507,6 +627,22 @@ class FFN(_Side):
             if items:
                 return self._batch(stage_, items)
             self._pump(end, late, missing)
+
+    def _queued(self, stage, like):
+        parts = []
+        try:
+            for rank in self.peers:
+                rows = self._expected.get((stage, rank))
+                if rows is None:
+                    raise Mismatch("%s: stage %d: the rows of attention %d are not known, which streams need: set streams=False on both sides" % (self, stage, rank))
+                channel = self._channels.get(rank, stage, like, rows)
+                self._channels.receive(channel)
+                parts.append((rank, channel, rows))
+            self._seen.update(self.peers)
+            return QueuedBatch(self, stage, parts)
+        except BaseException:
+            self._channels.close()
+            raise
 
     def recv_control(self, timeout_ms=None):
         """Returns the next control message of each rank of self.peers, as a dict of bytes."""
@@ -605,7 +741,7 @@ class FFN(_Side):
         if rank not in self._controls:
             text = "attention %d sent to %s, which serves attention %s of %d (with %d ffn ranks)" % (rank, self, _list(self.peers), self.attention, self.ffn)
             if kind == HELLO:
-                f.respond([_text(text)], handler)
+                f.respond([_text("-" + text)], handler)
             raise Mismatch(text)
         if kind == HELLO:
             self._welcome(handler, rank, bytes(tensors[0].tolist()))
@@ -645,7 +781,17 @@ class FFN(_Side):
             self.resumes = True
         wrong = ["%s: %s has %s, %s at %s, pid %d has %s" % (k, other["who"], other.get(k), self, socket.gethostname(), os.getpid(), v)
                  for k, v in own.items() if other.get(k) != v]
-        f.respond([_text("; ".join(wrong))], handler)
+        if self.streams and other.get("place") != self.place:
+            wrong.append("place: %s cannot exchange in streams with %s, as the process before it did: streams is False there, or it is on another host or a CPU" % (other["who"], self))
+        if self.streams:
+            self._channels.close()  # a step has failed
+        self._places[rank] = other.get("place")
+        self._unanswered.append((handler, "; ".join(wrong)))
+        if self.streams is None and len(self._places) == len(self.peers):
+            self.streams = all(p == self.place for p in self._places.values())
+        while self._unanswered and self.streams is not None:
+            asked, text = self._unanswered.pop(0)
+            f.respond([_text("-+"[self.streams] + text)], asked)
         if wrong and rank not in self._seen:
             raise Mismatch("; ".join(wrong))  # a replacement with a mismatch is refused, but does not stop this side
         if wrong:
@@ -676,10 +822,11 @@ class FFN(_Side):
 
 
 def _compared(reply):
-    """Raises the error in an answer to a handshake."""
+    """Returns whether streams exchange the micro-batches. Raises the error in an answer to a handshake."""
     text = bytes(reply.tolist()).rstrip(b"\0").decode(errors="replace")
-    if text:
-        raise Mismatch(text)
+    if text[1:]:
+        raise Mismatch(text[1:])
+    return text == "+"
 
 
 def _text(text):

@@ -53,6 +53,7 @@ class StepMeshExtraInfo(ConnectorExtraInfo):
     init_timeout_ms: int = 600000  # until all ranks have joined, which load their weights first
     stop_timeout_ms: int = 10000
     replace_ms: int = 0  # attention: for the replacement of a lost FFN rank; 0: the step fails at once
+    streams: Optional[bool] = None  # CUDA streams exchange the micro-batches; None: if replace_ms is 0
     environment: Dict[str, str] = field(default_factory=dict)  # variables of docs/env.md
 
     @classmethod
@@ -66,6 +67,8 @@ class StepMeshExtraInfo(ConnectorExtraInfo):
             least = 0 if name == "replace_ms" else 1
             if name.endswith("_ms") and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError("connector_extra_config: %s is %r, want milliseconds, at least %d" % (name, value, least))
+        if (raw or {}).get("streams") not in (None, True, False):
+            raise ValueError("connector_extra_config: streams is %r, want true, false or null" % (raw["streams"],))
         return cls(**(raw or {}))
 
     def to_mapping(self):
@@ -116,7 +119,8 @@ class StepMeshAFDConnector(AFDConnectorBase):
                      device=self.local_rank if device.type == "cuda" else 0, transport=extra.transport,
                      scheduler=extra.scheduler, timeout_ms=extra.init_timeout_ms)
         common = dict(width=int(model.hf_config.hidden_size), dtype=model.dtype, stages=self._stages(),
-                      layers=int(model.hf_config.num_hidden_layers), timeout_ms=extra.timeout_ms)
+                      layers=int(model.hf_config.num_hidden_layers), timeout_ms=extra.timeout_ms,
+                      streams=extra.replace_ms == 0 if extra.streams is None else extra.streams)
         if config.role == "attention":
             self.side = _pair().Attention(self.role_rank, self.attn_size, self.ffn_size, device=device, replace_ms=extra.replace_ms,
                                   max_rows=int(self.vllm_config.scheduler_config.max_num_batched_tokens), **common)
@@ -177,7 +181,8 @@ class StepMeshAFDConnector(AFDConnectorBase):
     def recv_attn_output(self, ubatch_idx=0, **kwargs):
         spec, turn = kwargs.get("routing_spec"), self.turns.get(ubatch_idx, 0)
         self.turns[ubatch_idx] = turn + 1
-        batch = self._resumed(ubatch_idx, turn) if self.resumes else self._open("ffn").recv(ubatch_idx)
+        more = () if spec is None else ((spec.router_logits_dtype, (spec.router_logits_width,)),)
+        batch = self._resumed(ubatch_idx, turn) if self.resumes else self._open("ffn").recv(ubatch_idx, more=more)
         if batch is None:
             some = next(iter(self.held.values())).tensors[0]
             return self._payload(some.new_zeros((1,) + tuple(some.shape[1:])), None, ubatch_idx, [1], None)
@@ -187,10 +192,13 @@ class StepMeshAFDConnector(AFDConnectorBase):
         # The plugin does not name the layer that it wants; its layers rise within a step. If the step has
         # failed on another rank, a batch of the next step would have the wrong layer.
         last = self.last.get(ubatch_idx, -1)
-        if batch.layer <= last:
+        if batch.layer is None:  # streams: the calls of both sides have the same order
+            pass
+        elif batch.layer <= last:
             raise _pair().Mismatch("stage %d: attention %s sent layer %d after layer %d of the same step: the step has failed there, ffn %d must begin a new one" % (
                 ubatch_idx, batch.ranks, batch.layer, last, self.role_rank))
-        self.last[ubatch_idx] = batch.layer
+        else:
+            self.last[ubatch_idx] = batch.layer
         hidden, logits = batch.tensors[0], None
         if spec is not None:
             logits = batch.tensors[1]
@@ -283,7 +291,7 @@ class StepMeshAFDControlPlane(AFDControlPlane):
         received = {r: decode_control_payload(text) for r, text in c._open("ffn").recv_control().items()}
         c.last.clear()
         c.turns.clear()
-        c.resumes, c.side.resumes = c.side.resumes, False
+        c.resumes, c.side.resumes = c.side.resumes and not c.side.streams, False  # with streams the step begins again
         first = received[c.peers[0]]
         for rank, payload in received.items():
             mine, other = _all_counts(first), _all_counts(payload)

@@ -73,9 +73,71 @@ def payload(connectors, step, stages, ranks):
     return connectors.AFDControlPayload(dp_metadata_list=counts, is_graph_capturing=False, is_warmup=step == 0)
 
 
+class Exchange:
+    """An exchange of prepare_streams, of two processes without GPUs. Each end writes its tensors, and then the number of its
+    round, into a file that both map."""
+
+    WORKER, SERVER, OVER = 0, 1, 2
+    made, before = {}, 0  # how often each was prepared, here and by the process that this one replaces
+
+    def __init__(self, folder, role, rank, push, keys, pull, pull_keys, *, peers, timeout_ms, round_timeout_ms):
+        assert len(peers) == 1 and pull_keys == keys[:1] and len(push) == len(keys)
+        pair_ = (rank, peers[0]) if role == "worker" else (peers[0], rank)
+        name = "%s-%s" % (pair_, keys[0])
+        self.made[name] = self.made.get(name, self.before) + 1
+        self.out, self.into = (push, pull) if role == "worker" else (pull, push)
+        self.own, self.round = self.WORKER if role == "worker" else self.SERVER, 0
+        self.sends = role == "worker"  # whether the next call is send
+        path = os.path.join(folder, "%s-%d" % (name, self.made[name]))
+        self.rounds = torch.from_file(path, True, 3, dtype=torch.int64)
+        size = lambda t: t.numel() * t.element_size()
+        self.sent = torch.from_file(path + "-%d" % self.own, True, sum(map(size, self.out)), dtype=torch.uint8)
+        self.came = torch.from_file(path + "-%d" % (1 - self.own), True, sum(map(size, self.into)), dtype=torch.uint8)
+
+    def turn(self, sends):
+        self.check()
+        assert self.sends == sends, "sends and receives do not alternate"
+        self.sends = not sends
+
+    def send(self):
+        self.turn(True)
+        self.sent.copy_(torch.cat([t.reshape(-1).view(torch.uint8) for t in self.out]))
+        self.rounds[self.own] += 1
+
+    def receive(self):
+        self.turn(False)
+        self.round += 1
+        while self.rounds[1 - self.own] < self.round:
+            self.check()
+            time.sleep(0)
+        parts = self.came.split([t.numel() * t.element_size() for t in self.into])
+        for t, part in zip(self.into, parts):
+            t.copy_(part.clone().view(t.dtype).view(t.shape))
+
+    def check(self):
+        if self.rounds[self.OVER]:
+            raise f.ConnectionError("the exchange is over")
+
+    def close(self):
+        self.rounds[self.OVER] = 1
+
+
+def streamed(n):
+    """Lets the connectors of this process exchange in streams, by Exchange, if n.args is a folder for its files."""
+    if not n.args:
+        return False
+    from fserver.connectors import channels
+
+    channels.place = lambda device: "here"
+    channels.f.prepare_streams = lambda *args, **kw: Exchange(n.args, n.role, n.rank, *args, **kw)
+    channels.Channels._event = lambda self: types.SimpleNamespace(query=lambda: True)
+    return True
+
+
 @harness.by_hand
 def attention(n):
     """Makes the calls of the attention runner and the model's layers."""
+    streams = streamed(n)
     connectors, c = engine(n)
     assert not c.is_initialized and (c.attn_size, c.ffn_size) == (n.workers, n.servers)
     with pytest.raises(RuntimeError, match="init_afd_connector"):
@@ -99,6 +161,7 @@ def attention(n):
                 assert got is h[s]
                 want[s] = want[s] * 2 + layer + (n.rank if layer == 1 else 0)
                 assert torch.equal(got, want[s]), (step, layer, s)
+    assert c.side.streams == streams
     metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=0, stage_idx=0, seq_len=3)
     with pytest.raises(ValueError, match=r"attention %d: hidden_states has shape \(2, 8\), the metadata 3 tokens" % n.rank):
         c.send_attn_output(torch.zeros(2, WIDTH), connectors.AFDTransferContext(metadata=metadata))
@@ -114,6 +177,7 @@ def attention(n):
 @harness.by_hand
 def ffn(n):
     """Makes the calls of the FFN worker's loop."""
+    streamed(n)
     connectors, c = engine(n)
     c.init_afd_connector()
     empty = 0
@@ -141,14 +205,76 @@ def ffn(n):
     c.close()
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("attentions, ffns", [(1, 1), (3, 2), (1, 2)])
-def test_steps(cluster, attentions, ffns):
+def test_steps(cluster, tmp_path, attentions, ffns, streams):
     c = cluster(workers=attentions, servers=ffns)
+    folder = str(tmp_path) if streams else ""
     for i in range(attentions):
-        c.spawn("worker", attention, rank=i)
+        c.spawn("worker", attention, rank=i, args=folder)
     for i in range(ffns):
-        c.spawn("server", ffn, rank=i)
+        c.spawn("server", ffn, rank=i, args=folder)
     c.finish(WAIT)
+
+
+# With streams, a step that the attention side gives up ends the exchanges. The FFN rank raises an error, and the next step
+# prepares them anew. So it is if the FFN rank is killed, with its replacement.
+
+@harness.by_hand
+def failing_attention(n):
+    streamed(n)
+    connectors, c = engine(n, stages=1, extra=dict(streams=True, replace_ms=1000 * WAIT))
+    c.init_afd_connector()
+    for step, layers in enumerate((LAYERS, 1, LAYERS, LAYERS)):
+        p = payload(connectors, 0, 1, 1)  # the same rows in each step: the same exchange
+        c.control_plane.send_dp_metadata_list(p)
+        h = torch.full((tokens(0, 0, 0), WIDTH), float(step))
+        for layer in range(layers):
+            metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=layer, stage_idx=0, seq_len=len(h))
+            context = connectors.AFDTransferContext(metadata=metadata)
+            if step == 2 and layer == 1:  # the FFN rank is killed now
+                n.tell("kill")
+                n.listen()
+                for channel in c.side._channels._all.values():
+                    channel.exchange.close()  # the library does so when a peer is lost
+                with pytest.raises(f.ConnectionError):
+                    c.send_attn_output(h, context)
+                    c.recv_ffn_output(h)
+                break
+            c.send_attn_output(h, context)
+            c.recv_ffn_output(h)
+        if step in (0, 3):
+            assert bool((h == step + LAYERS).all()), h
+    c.close()
+
+
+@harness.by_hand
+def failing_ffn(n):
+    steps, Exchange.before = n.args[1:]
+    streamed(types.SimpleNamespace(args=n.args[0], role=n.role, rank=n.rank))
+    connectors, c = engine(n, stages=1, extra=dict(streams=True))
+    c.init_afd_connector()
+    for step in steps:
+        c.control_plane.update_state_from_dp_metadata(c.control_plane.recv_dp_metadata_list())
+        try:
+            for _ in range(LAYERS):
+                got = c.recv_attn_output(ubatch_idx=0)
+                c.send_ffn_output(got.hidden_states + 1, got.context)
+            assert step in (0, 3)
+        except f.ConnectionError:
+            assert step == 1
+    c.close()
+
+
+def test_failed_steps_in_streams(cluster, tmp_path):
+    c = cluster()
+    worker = c.spawn("worker", failing_attention, args=str(tmp_path))
+    first = c.spawn("server", failing_ffn, args=(str(tmp_path), [0, 1, 2], 0))
+    assert worker.hear(WAIT) == "kill"
+    first.kill()
+    worker.tell("go on")
+    second = c.spawn("server", failing_ffn, args=(str(tmp_path), [3], 2))
+    assert (worker.wait(WAIT), second.wait(WAIT)) == (0, 0)
 
 
 # Counts that differ: the FFN rank raises an error, and the other side notices the end of its loop.

@@ -1,0 +1,103 @@
+"""Micro-batches that the CUDA streams of both sides exchange, so that no CPU waits for a layer.
+
+A channel is a prepared exchange in streams (prepare_streams) with one peer, for one stage and
+up to a power of two of rows, with buffers of its own. Both sides make it at its first use:
+the FFN side knows the rows of a step from the control message, and the calls of both sides
+have the same order.
+"""
+
+import collections
+import time
+
+import torch
+
+import fserver_lib as f
+
+AHEAD = 2  # receives of a stage that a CPU queues before the device has done the first
+
+
+def place(device):
+    """Names the host of a device whose streams can exchange with those of other processes there; else ""."""
+    if device.type != "cuda" or not hasattr(f, "prepare_streams"):
+        return ""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+class Channel:
+    """Buffers for the rows of one peer, and their exchange."""
+
+    def __init__(self, inputs, output, exchange):
+        self.inputs, self.output, self.exchange = inputs, output, exchange
+
+
+class Channels:
+    """The channels of one rank. width and out_dtype are those of the answers; keys(peer, stage, most, tensors) gives the
+    keys of a channel for `most` rows."""
+
+    def __init__(self, device, width, out_dtype, stages, timeout_ms, keys):
+        self.device, self.width, self.out_dtype, self.timeout_ms = device, width, out_dtype, timeout_ms
+        self.limit, self.keys = AHEAD * stages, keys
+        self._all = {}  # by peer, stage, dtypes and shapes, and rows
+        self._queued = collections.deque()  # an event behind each receive that the device may not have done, and its channel
+
+    def get(self, peer, stage, like, rows):
+        """Returns the channel of a peer and a stage for tensors like those, and so many rows. The first call waits until
+        the peer makes the same call."""
+        most = 1 << max(rows - 1, 0).bit_length()
+        name = peer, stage, like, most
+        channel = self._all.get(name)
+        if channel is None:
+            self.settle()  # the driver maps no memory while a stream waits
+            keys = self.keys(peer, stage, most, len(like))
+            inputs = [torch.empty((most,) + shape, dtype=dtype, device=self.device) for dtype, shape in like]
+            output = torch.empty((most, self.width), dtype=self.out_dtype, device=self.device)
+            exchange = f.prepare_streams(inputs, keys, [output], keys[:1], peers=[peer], timeout_ms=self.timeout_ms, round_timeout_ms=self.timeout_ms)
+            channel = self._all[name] = Channel(inputs, output, exchange)
+        return channel
+
+    def receive(self, channel):
+        """Queues a receive. Waits if too many are queued: in the default stream a full queue blocks the whole process."""
+        channel.exchange.receive()
+        event = self._event()
+        if event is not None:
+            self._queued.append((event, channel))
+        while len(self._queued) > self.limit:
+            self._first()
+
+    def _event(self):
+        """Returns an event behind the work that is queued; None in a capture, whose replays nobody awaits here."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _first(self):
+        """Waits for the first of the queued receives. Raises if its exchange has ended."""
+        event, channel = self._queued[0]
+        begun = time.monotonic()
+        while not event.query():
+            channel.exchange.check()
+            time.sleep(0 if time.monotonic() < begun + 0.001 else 0.0001)
+        self._queued.popleft()
+
+    def settle(self):
+        """Waits for all queued receives. Raises if one of the exchanges has ended: what was received may then be wrong."""
+        while self._queued:
+            self._first()
+        for channel in self._all.values():
+            channel.exchange.check()
+
+    def close(self):
+        """Ends all exchanges, also for the peers."""
+        self._queued.clear()
+        channels, self._all = self._all, {}
+        for channel in channels.values():
+            try:
+                channel.exchange.close()
+            except f.Error:
+                pass  # it had ended before, and its error was raised
