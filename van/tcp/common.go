@@ -7,6 +7,7 @@ import (
 	"math/bits"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -70,6 +71,22 @@ func (n *common) most() int {
 func (n *common) tune(fd int) error {
 	_, limit := n.cfg.Heartbeats()
 	return errors.Join(unix.SetNonblock(fd, true), unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1), keepAlive(fd, limit))
+}
+
+// idleLimit is how long the host of an idle connection may be silent if PS_HEARTBEAT_TIMEOUT is no limit.
+const idleLimit = 20 * time.Second
+
+// keepAlive makes the kernel end a connection without unacknowledged bytes whose peer's host has answered nothing for limit and a fourth
+// more, in whole seconds. If limit is 0, idleLimit applies. A stopped process does not matter: its host answers.
+func keepAlive(fd int, limit time.Duration) error {
+	if limit <= 0 {
+		limit = idleLimit
+	}
+	every := max(int((limit/4+time.Second-1)/time.Second), 1)
+	count := max(int((limit+limit/4+time.Second-1)/time.Second)/every-1, 1)
+	set := func(level, option, value int) error { return unix.SetsockoptInt(fd, level, option, value) }
+	return errors.Join(set(unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, every), set(unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, every),
+		set(unix.IPPROTO_TCP, unix.TCP_KEEPCNT, count), set(unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1))
 }
 
 // adopt makes p's message one that has been received.

@@ -2,11 +2,10 @@ package tcp
 
 // This file owns the detection of peers whose host acknowledges nothing. The kernel alone would retransmit for a quarter of an hour.
 // TCP_USER_TIMEOUT cannot be used: it also ends the connection to a live peer that accepts no bytes because its handler is slow.
-// While nothing is unacknowledged, the kernel's keep-alives detect such a host.
+// While nothing is unacknowledged, the keep-alives that tune sets detect such a host.
 
 import (
 	"context"
-	"errors"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -57,20 +56,4 @@ func (c *outConn) silent(period time.Duration) bool {
 		return false
 	}
 	return i.Probes > 1 || i.Unacked > 0 && i.Last_data_sent < i.Last_ack_recv
-}
-
-// idleLimit is how long the host of an idle connection may be silent if PS_HEARTBEAT_TIMEOUT is no limit.
-const idleLimit = 20 * time.Second
-
-// keepAlive makes the kernel end a connection without unacknowledged bytes whose peer's host has answered nothing for limit and a fourth
-// more, in whole seconds. If limit is 0, idleLimit applies. A stopped process does not matter: its host answers.
-func keepAlive(fd int, limit time.Duration) error {
-	if limit <= 0 {
-		limit = idleLimit
-	}
-	every := max(int((limit/4+time.Second-1)/time.Second), 1)
-	count := max(int((limit+limit/4+time.Second-1)/time.Second)/every-1, 1)
-	set := func(level, option, value int) error { return unix.SetsockoptInt(fd, level, option, value) }
-	return errors.Join(set(unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, every), set(unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, every),
-		set(unix.IPPROTO_TCP, unix.TCP_KEEPCNT, count), set(unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1))
 }

@@ -228,7 +228,7 @@ func TestProbesWithASecret(t *testing.T) {
 			return func(c *env.Config) { withSecret(secret, "")(c); c.Local = local }
 		}
 		probed, from := newNode(t, 8, 5, nil, with(testSecret)), newNode(t, 1, 6, nil, with(testSecret))
-		from.proofTime = limit // a busy machine takes longer than the constant
+		from.proofs.limit = limit // a busy machine takes longer than the constant
 		for range 20 {
 			if err := from.Probe(t.Context(), probed.self); err != nil {
 				t.Errorf("local=%t: a node that listens: %v", local, err)
@@ -255,7 +255,7 @@ func TestNotZMTP(t *testing.T) {
 	s := newNode(t, van.SchedulerID, 5, nil, withSecret(testSecret, ""))
 	done := make(chan error, 1)
 	prober := newNode(t, 8, 6, nil, withSecret(testSecret, ""))
-	prober.proofTime = limit // a busy machine takes longer than the constant
+	prober.proofs.limit = limit // a busy machine takes longer than the constant
 	go func() {
 		var err error
 		for range 20 {

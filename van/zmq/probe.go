@@ -94,7 +94,7 @@ func hasSecret(ctx context.Context, zctx *zmq4.Context, n *shared, serial int, p
 	select {
 	case ok := <-made:
 		return ok
-	case <-time.After(n.proofTime):
+	case <-time.After(n.proofs.limit):
 	case <-ctx.Done():
 	}
 	return false

@@ -194,7 +194,7 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 	msg.Receiver = int(r.in.n.id.Load())
 	r.in.n.stats.received(size)
 	stranger := r.router && !member
-	if stranger && msg.Control.Cmd == van.AddNode && r.in.n.warns != nil && r.in.n.self.ID == van.SchedulerID {
+	if stranger && msg.Control.Cmd == van.AddNode && r.in.n.proofs.warns != nil && r.in.n.self.ID == van.SchedulerID {
 		r.in.n.checkRecord(&msg.Meta)
 	}
 	(*frames)(msg.Native()).setWeight(size+messageCost+len(msg.Parts)*van.PartBytes, stranger)

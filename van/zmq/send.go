@@ -112,7 +112,7 @@ func (o *outgoing) send(msg *van.Message, c *conn, continues bool) error {
 	} else {
 		msg.ResponseTrace.PostSend = clock.Now()
 	}
-	if msg.Control.Cmd == van.AddNode && o.n.warns != nil && msg.Receiver == van.SchedulerID {
+	if msg.Control.Cmd == van.AddNode && o.n.proofs.warns != nil && msg.Receiver == van.SchedulerID {
 		o.n.proveRecord(&msg.Meta)
 	}
 	var buf [1024]byte

@@ -25,11 +25,9 @@ type shared struct {
 	cfg *env.Config
 	log *slog.Logger
 
-	curve     *curve     // nil: connections are plain
-	warns     *auth.Keys // set with STEPAF_AUTH=warn
-	redial    func(*conn)
-	proofTime time.Duration // the constant, except in tests
-	unproved  logx.Causes   // handshakes that failed
+	curve  *curve // nil: connections are plain
+	redial func(*conn)
+	proofs proofs
 
 	incarnation uint32 // own; 0: the node uses the protocol of the original
 
@@ -43,6 +41,19 @@ type shared struct {
 	classes atomic.Pointer[map[int]int] // traffic classes of peers, see SetTrafficClasses
 	stats   stats
 }
+
+// proofs is what a node knows of peers that did not prove themselves.
+type proofs struct {
+	warns  *auth.Keys    // set with STEPAF_AUTH=warn
+	limit  time.Duration // proofTime, except in tests
+	failed logx.Causes   // handshakes that failed
+}
+
+// WatchPeers implements van.PeerWatcher.
+func (n *shared) WatchPeers(f func(id int, up bool, cause error)) { n.watch = f }
+
+// Stats implements van.Meter.
+func (n *shared) Stats() van.Stats { return n.stats.get() }
 
 // endpoint returns the address of a node in libzmq's form.
 func (n *shared) endpoint(peer *van.Node) string {
@@ -115,7 +126,7 @@ func (n *shared) longSenders() (l []*conn) {
 // refused counts a handshake with peer that failed because of cause, and logs the first of each cause.
 func (n *shared) refused(peer, addr string, cause error) {
 	n.stats.unproved.Add(1)
-	n.unproved.Log(n.log, addr+logx.Kind(cause)).Warn("a connection was refused", "peer", peer, "addr", addr, "err", cause)
+	n.proofs.failed.Log(n.log, addr+logx.Kind(cause)).Warn("a connection was refused", "peer", peer, "addr", addr, "err", cause)
 }
 
 // proveRecord appends to m, a registration, the proof that STEPAF_AUTH=warn checks.
@@ -123,7 +134,7 @@ func (n *shared) proveRecord(m *van.Meta) {
 	if len(m.Control.Nodes) != 1 {
 		return
 	}
-	if proof := recordProof(n.warns, &m.Control.Nodes[0]); !bytes.HasSuffix(m.Body, proof[:]) { // a repeated registration has one
+	if proof := recordProof(n.proofs.warns, &m.Control.Nodes[0]); !bytes.HasSuffix(m.Body, proof[:]) { // a repeated registration has one
 		m.Body = append(m.Body[:len(m.Body):len(m.Body)], proof[:]...) // after the part that membership writes
 	}
 }
@@ -135,7 +146,7 @@ const registerLen = len("stepaf/1 register 0123456789abcdef")
 // STEPAF_AUTH=warn connections are plain, so an observer can replay a registration: the proof only shows which nodes are configured.
 func (n *shared) checkRecord(m *van.Meta) {
 	for i := range m.Control.Nodes {
-		proof := recordProof(n.warns, &m.Control.Nodes[i])
+		proof := recordProof(n.proofs.warns, &m.Control.Nodes[i])
 		var given []byte
 		if own := len(m.Body) - len(proof); own == 0 || own == registerLen {
 			given, m.Body = m.Body[own:], m.Body[:own]
@@ -149,7 +160,7 @@ func (n *shared) checkRecord(m *van.Meta) {
 			cause = errOtherSecret
 		}
 		who, addr := &m.Control.Nodes[i], m.Control.Nodes[i].Addr()
-		n.unproved.Log(n.log, addr+logx.Kind(cause)).Warn("a node without proof was admitted (STEPAF_AUTH=warn)", "role", who.Role, "addr", addr, "err", cause)
+		n.proofs.failed.Log(n.log, addr+logx.Kind(cause)).Warn("a node without proof was admitted (STEPAF_AUTH=warn)", "role", who.Role, "addr", addr, "err", cause)
 	}
 }
 

@@ -77,10 +77,10 @@ func New(o van.Options) (van.Van, error) {
 	}
 	v := &zvan{zctx: zctx, unbind: func() {}, leaving: map[*conn]struct{}{}}
 	n := &v.shared
-	n.curve, n.redial, n.proofTime = secure, v.redial, proofTime
+	n.curve, n.redial, n.proofs.limit = secure, v.redial, proofTime
 	v.outgoing.dial = v.dial
 	if !o.Keys.Required() {
-		n.warns = o.Keys
+		n.proofs.warns = o.Keys
 	}
 	n.cfg, n.log, n.incarnation = o.Config, cmp.Or(o.Log, slog.New(slog.DiscardHandler)), o.Incarnation
 	n.peers.Store(&map[int]*conn{})
@@ -119,8 +119,6 @@ func (v *zvan) bindThreads() {
 }
 
 func (v *zvan) Type() string { return "zmq" }
-
-func (v *zvan) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
 
 func (v *zvan) SetID(id int) {
 	v.mu.Lock()
@@ -225,8 +223,6 @@ func (v *zvan) Start(recv van.Receiver) {
 		v.listen(c)
 	}
 }
-
-func (v *zvan) Stats() van.Stats { return v.stats.get() }
 
 // Close stops the van. It waits for sent messages to be written until ctx ends, at most maxLinger.
 func (v *zvan) Close(ctx context.Context) error {
