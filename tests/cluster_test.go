@@ -14,6 +14,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
+	"github.com/stepaf/stepaf-go/tests/testlimit"
 	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
@@ -61,6 +62,9 @@ func tags() []string {
 	}
 	return nil
 }
+
+// compiles gives a test that runs the compiler a longer limit: beside other builds, the compiler may wait for the disk for long.
+func compiles(t testing.TB) { testlimit.Longer(t, 5*time.Minute) }
 
 // cluster is processes of one cluster.
 type cluster struct {

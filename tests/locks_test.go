@@ -260,6 +260,7 @@ func place(file, line string) string {
 // lockCalls finds the calls that take a lock, and which lock each takes. It needs types, and so the export data of go list.
 func lockCalls(t *testing.T) map[string]string {
 	t.Helper()
+	compiles(t)
 	cmd := exec.CommandContext(t.Context(), "go", "list", "-e", "-export", "-deps", "-json=ImportPath,Dir,Export,GoFiles,CgoFiles,Standard", "./...")
 	cmd.Dir = ".."
 	cmd.Stderr = os.Stderr

@@ -246,6 +246,7 @@ func TestWithoutRDMA(t *testing.T) {
 	if testing.Short() {
 		t.Skip("compiles the transports with other build tags")
 	}
+	compiles(t)
 	program := filepath.Join(t.TempDir(), "stepaf")
 	if out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-tags", "nordma", "-o", program, "../tools/stepaf").CombinedOutput(); err != nil {
 		t.Fatalf("build: %v\n%s", err, out)

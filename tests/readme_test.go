@@ -71,6 +71,7 @@ func TestExampleCheckpoint(t *testing.T) {
 
 // TestReadmeCommands: the commands of the documents that build and run an example print the expected text.
 func TestReadmeCommands(t *testing.T) {
+	compiles(t)
 	bin := t.TempDir()
 	run := func(command string) string {
 		t.Helper()
