@@ -93,7 +93,7 @@ func TestCanceled(t *testing.T) {
 	}
 }
 
-// TestCancellationsFromTheNetwork: notices of canceled requests are checked. Log lines report invalid ones, and other
+// TestCancellationsFromTheNetwork: notices of canceled requests are checked. Log lines report the first invalid one, and other
 // control messages that cannot be valid.
 func TestCancellationsFromTheNetwork(t *testing.T) {
 	var logged vantest.Log
@@ -123,7 +123,7 @@ func TestCancellationsFromTheNetwork(t *testing.T) {
 	if err := core(w).Van().Send(unknown); err != nil {
 		t.Fatal(err)
 	}
-	for _, body := range []string{"7 0 -5 10", "7 0 5 0", "7 0 5 -1", "7 0 5", "7 0 x 1", "", "99999999999999 0 5 1", "7 0 5 99999999999", "8 0 5 1"} {
+	for _, body := range []string{"7 0 x 1", "7 0 -5 10", "7 0 5 0", "7 0 5 -1", "7 0 5", "", "99999999999999 0 5 1", "7 0 5 99999999999", "8 0 5 1"} {
 		say("stepaf/1 given-up "+body, mine, its)
 	}
 	say("stepaf/1 given-up 7 0 6 1", mine^1, its)

@@ -85,7 +85,7 @@ def test_wheel(backend, monkeypatch, tmp_path, kind):
     assert name.endswith(backend.TAG + ".whl") and ("Tag: %s\n" % backend.TAG).encode() in files[info + "WHEEL"]
     content = {n for n in files if not n.startswith(info)}
     if kind == "wheel":
-        connectors = {f"fserver/connectors/{n}.py" for n in ("__init__", "cluster", "layout", "pair", "sglang", "vllm_afd", "vllm_plugin")}
+        connectors = {f"fserver/connectors/{n}.py" for n in ("__init__", "channels", "cluster", "layout", "pair", "sglang", "vllm_afd", "vllm_plugin")}
         assert content == connectors | {"fserver_lib.abi3.so", "fserver/__init__.py", "fserver/ops.py", "fserver/py.typed", "fserver/session.py", "fserver_lib-stubs/__init__.pyi"}
     else:
         assert {n: files[n].decode() for n in content} == {"__editable__fserver.pth": str(backend.HOME) + "\n"}
