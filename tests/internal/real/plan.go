@@ -245,9 +245,8 @@ func (r *planRun) phase(ph *plan.Phase) {
 	r.phases = append(r.phases, x)
 }
 
-// clock is the plan's clock. It stops while a process starts, until that process listens, if the plan has
-// promised times (which count from then) or the machine is slow. A start takes milliseconds, and seconds
-// on an emulated processor.
+// clock is the plan's clock. It stops while a process starts, until that process listens. Promised times
+// count from then. A start takes milliseconds, and seconds on a busy machine or an emulated processor.
 func (r *planRun) clock() time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -423,14 +422,11 @@ func (r *planRun) join(n plan.Node, env map[string]string) {
 
 // spawn starts a process that has no loads yet, with further variables.
 func (r *planRun) spawn(n plan.Node, env map[string]string) (*Process, error) {
-	wait := r.p.Promised || r.c.o.Slow > 1
-	if wait {
-		r.hold(true)
-		defer r.hold(false)
-	}
+	r.hold(true)
+	defer r.hold(false)
 	p, err := r.c.SpawnAs(n.Role(), n.Rank(), func(b *Behaviour) { b.Loads = nil }, assignments(env)...)
-	if err != nil || !wait {
-		return p, err
+	if err != nil {
+		return nil, err
 	}
 	for end := time.Now().Add(r.c.slowly(patience)); !p.State().Ended && !strings.Contains(p.Log(), "Bind to ") && time.Now().Before(end) && r.ctx.Err() == nil; {
 		<-time.After(5 * time.Millisecond)
