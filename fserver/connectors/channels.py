@@ -42,7 +42,7 @@ class Channels:
         self.device, self.width, self.out_dtype, self.timeout_ms = device, width, out_dtype, timeout_ms
         self.limit, self.keys = AHEAD * stages, keys
         self._all = {}  # by peer, stage, dtypes and shapes, and rows
-        self._queued = collections.deque()  # an event behind each receive that the device may not have done, and its channel
+        self._queued = collections.deque()  # (event recorded after the receive, channel), oldest first
 
     def get(self, peer, stage, like, rows):
         """Returns the channel of a peer and a stage for tensors like those, and so many rows. The first call waits until
@@ -69,11 +69,11 @@ class Channels:
             self._first()
 
     def _event(self):
-        """Returns an event behind the work that is queued; None in a capture, whose replays nobody awaits here."""
+        """Returns an event recorded after the queued work; None in a capture, because replays are not tracked here."""
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def _first(self):

@@ -211,7 +211,7 @@ class Attention(_Side):
         reply, key = torch.zeros(TEXT, dtype=torch.uint8), _key(HELLO, self.rank)
         f.wait(f.push_pull([self._who(True)], [key], [reply], [key], servers=[self.peers[i]]), timeout_ms=timeout_ms)
         if bool(_compared(reply)) != self.streams:
-            raise Mismatch("%s: ffn %d exchanges in streams, or the process before it did, and only one of them" % (self, self.peers[i]))
+            raise Mismatch("%s: the replacement of ffn %d and the former process do not both exchange in streams: set the same streams on all sides" % (self, self.peers[i]))
         self._lost.discard(i)
 
     # A micro-batch.
@@ -618,10 +618,12 @@ class FFN(_Side):
         `more` has dtype and shape of a row of each further tensor."""
         if stage is not None:
             self._stage(stage)
-        if self.streams and stage is not None:
-            return self._queued(stage, ((self.dtype, (self.width,)),) + tuple(more))
         end = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         while True:
+            if self.streams:  # decided by a handshake, perhaps in this loop
+                if stage is None:
+                    raise ValueError("%s: recv without a stage, which streams need" % self)
+                return self._queued(stage, ((self.dtype, (self.width,)),) + tuple(more))
             self._tell()
             stage_, items, late, missing = self._take(stage)
             if items:

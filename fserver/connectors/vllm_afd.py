@@ -120,7 +120,7 @@ class StepMeshAFDConnector(AFDConnectorBase):
                      scheduler=extra.scheduler, timeout_ms=extra.init_timeout_ms)
         common = dict(width=int(model.hf_config.hidden_size), dtype=model.dtype, stages=self._stages(),
                       layers=int(model.hf_config.num_hidden_layers), timeout_ms=extra.timeout_ms,
-                      streams=extra.replace_ms == 0 if extra.streams is None else extra.streams)
+                      streams=extra.replace_ms == 0 and self.attn_size >= self.ffn_size if extra.streams is None else extra.streams)
         if config.role == "attention":
             self.side = _pair().Attention(self.role_rank, self.attn_size, self.ffn_size, device=device, replace_ms=extra.replace_ms,
                                   max_rows=int(self.vllm_config.scheduler_config.max_num_batched_tokens), **common)

@@ -428,6 +428,7 @@ func (s *barriers) releaseAgain(id int, key barrierKey, stamp int32) {
 func (s *barriers) replaced(now time.Duration, id int) {
 	for _, g := range s.open {
 		g.requests = slices.DeleteFunc(g.requests, func(a barrierRequest) bool { return a.id == id })
+		g.resumedSince = 0
 	}
 	s.dropEmpty()
 	delete(s.outcomes, id)

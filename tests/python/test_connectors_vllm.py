@@ -161,7 +161,7 @@ def attention(n):
                 assert got is h[s]
                 want[s] = want[s] * 2 + layer + (n.rank if layer == 1 else 0)
                 assert torch.equal(got, want[s]), (step, layer, s)
-    assert c.side.streams == streams
+    assert c.side.streams == (streams and n.workers >= n.servers)  # with several FFN ranks only if they are configured
     metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=0, stage_idx=0, seq_len=3)
     with pytest.raises(ValueError, match=r"attention %d: hidden_states has shape \(2, 8\), the metadata 3 tokens" % n.rank):
         c.send_attn_output(torch.zeros(2, WIDTH), connectors.AFDTransferContext(metadata=metadata))

@@ -76,13 +76,16 @@ func (n *common) tune(fd int) error {
 // idleLimit is how long the host of an idle connection may be silent if PS_HEARTBEAT_TIMEOUT is no limit.
 const idleLimit = 20 * time.Second
 
+// maxKeepAlive is the longest interval of keep-alives that the kernel accepts, in seconds.
+const maxKeepAlive = 32767
+
 // keepAlive makes the kernel end a connection without unacknowledged bytes whose peer's host has answered nothing for limit and a fourth
 // more, in whole seconds. If limit is 0, idleLimit applies. A stopped process does not matter: its host answers.
 func keepAlive(fd int, limit time.Duration) error {
 	if limit <= 0 {
 		limit = idleLimit
 	}
-	every := max(int((limit/4+time.Second-1)/time.Second), 1)
+	every := min(max(int((limit/4+time.Second-1)/time.Second), 1), maxKeepAlive)
 	count := max(int((limit+limit/4+time.Second-1)/time.Second)/every-1, 1)
 	set := func(level, option, value int) error { return unix.SetsockoptInt(fd, level, option, value) }
 	return errors.Join(set(unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, every), set(unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, every),

@@ -249,7 +249,7 @@ func TestBusyPeer(t *testing.T) {
 func TestLongMeta(t *testing.T) {
 	worker, server := pair(t, nil)
 	m := dataMessage(8, 1, true, false, nil)
-	m.Frames, m.SimpleApp, m.Body = 0, true, bytes.Repeat([]byte("body"), 20<<20)
+	m.Frames, m.SimpleApp, m.Body = 0, true, bytes.Repeat([]byte("body"), 65<<18) // 65 MiB
 	worker.must(m)
 	worker.must(dataMessage(8, 2, true, true, []byte("next")))
 	if got := server.next(); got.Timestamp != 1 || !bytes.Equal(got.Body, m.Body) {

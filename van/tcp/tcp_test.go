@@ -17,7 +17,7 @@ import (
 )
 
 // limit is how long anything in these tests may take.
-const limit = 20 * time.Second
+const limit = 30 * time.Second
 
 // end is one node of a test.
 type end struct {

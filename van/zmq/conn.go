@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// conn is the DEALER to one peer, or a peer to which this node has sent nothing over ZeroMQ.
+// conn is the state of one peer. Its DEALER is opened when a message needs it; answers may leave over the ROUTER before.
 type conn struct {
 	who  atomic.Pointer[identity]
 	peer van.Node

@@ -26,22 +26,28 @@ type outgoing struct {
 	refusals logx.Sparse
 }
 
+// opened returns c or, if msg needs a DEALER and c has none, the peer's connection after its DEALER has been opened.
+func (o *outgoing) opened(msg *van.Message, c *conn) (*conn, error) {
+	if c == nil || c.sock != nil || c.overRouter(msg) {
+		return c, nil
+	}
+	c, err := o.dial(msg.Receiver)
+	if err != nil && !errors.Is(err, van.ErrClosed) {
+		err = fmt.Errorf("%w: %w", van.ErrPeerLost, err)
+	}
+	return c, err
+}
+
 // controlReserve is the number of bytes beyond the send budget that control messages may use.
 const controlReserve = 16 << 20
 
 // Send hands msg to the socket that the protocol prescribes for it.
 func (o *outgoing) Send(msg *van.Message) error {
-	c := (*o.n.peers.Load())[msg.Receiver]
-	if c != nil && c.sock == nil && !c.overRouter(msg) {
-		var err error
-		if c, err = o.dial(msg.Receiver); err != nil && !errors.Is(err, van.ErrClosed) {
-			err = fmt.Errorf("%w: %w", van.ErrPeerLost, err)
-		}
-		if err != nil {
-			return o.sendError(msg, nil, err)
-		}
+	c, err := o.opened(msg, (*o.n.peers.Load())[msg.Receiver])
+	if err != nil {
+		return o.sendError(msg, nil, err)
 	}
-	err := o.sendToPeer(msg, c)
+	err = o.sendToPeer(msg, c)
 	if errors.Is(err, van.ErrClosed) {
 		// The connection may have been replaced in between.
 		o.n.mu.Lock()
@@ -50,6 +56,9 @@ func (o *outgoing) Send(msg *van.Message) error {
 		switch {
 		case now == nil || o.n.closed.Load():
 		case now != c:
+			if now, err = o.opened(msg, now); err != nil {
+				return o.sendError(msg, nil, err)
+			}
 			return o.sendToPeer(msg, now)
 		default: // see closeBrokenConnections
 			return o.sendError(msg, c, fmt.Errorf("%w: another process is at its address", van.ErrPeerLost))
