@@ -269,7 +269,7 @@ func TestOpenDuringALoss(t *testing.T) {
 }
 
 // TestEndWithASlice: a request that ends at the moment at which the slice of its waiter ends counts as finished, whichever of the two is
-// noticed first. It has its result then.
+// noticed first. It has its result then. Time is virtual: both functions end at the same moment.
 func TestEndWithASlice(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &Node{nodeInfo: nodeInfo{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, lifetime: newLifetime(), transport: transport{van: &sent{}}}

@@ -217,8 +217,8 @@ def test_steps(cluster, tmp_path, attentions, ffns, streams):
     c.finish(WAIT)
 
 
-# With streams, a step that the attention side gives up ends the exchanges. The FFN rank raises an error, and the next step
-# prepares them anew. So it is if the FFN rank is killed, with its replacement.
+# With streams, the exchanges end if the attention side cancels a step. The FFN rank raises an error, and the next step
+# prepares new exchanges. If the FFN rank is killed, the next step prepares them with its replacement.
 
 @harness.by_hand
 def failing_attention(n):

@@ -1,6 +1,6 @@
 package tcp
 
-// Connections: replaced and broken ones, admission, handshakes, and what a node counts.
+// This file tests connections: replaced and broken connections, admission, handshakes, and the counters of a node.
 
 import (
 	"bytes"

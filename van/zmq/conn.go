@@ -30,25 +30,25 @@ type conn struct {
 	link   atomic.Pointer[tcpSocket]  // the DEALER's TCP socket
 	at     atomic.Pointer[netip.Addr] // the peer's address on the latest connection
 
-	incarnation uint32        // of the peer; 0: a node of the original
-	before      atomic.Uint32 // the incarnation of the process that the peer has replaced
-	admitted    atomic.Bool   // this node knows the process as the peer
-	asks        atomic.Bool   // its requests arrive over this node's ROUTER
-	arrives     atomic.Int64  // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
+	incarnation        uint32        // of the peer; 0: a node of the original
+	before             atomic.Uint32 // the incarnation of the process that the peer has replaced
+	admitted           atomic.Bool   // this node knows the process as the peer
+	requestsOverRouter atomic.Bool   // its requests arrive over this node's ROUTER
+	arrives            atomic.Int64  // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
 }
 
 // identity is the node id that a connection serves, and the names used on it.
 type identity struct {
-	id     int
-	dest   string // the peer's routing id, for answers over the ROUTER
-	self   string // this node's routing id toward the peer
-	viaOwn bool   // this node is no worker, and the peer is one, see answersOverRouter
+	id           int
+	dest         string // the peer's routing id, for answers over the ROUTER
+	self         string // this node's routing id toward the peer
+	servesWorker bool   // this node is not a worker, and the peer is a worker; see answersOverRouter
 }
 
-// answersOverRouter reports whether data answers to the peer leave over this node's ROUTER. Those to a native node whose requests
-// have taken another path leave over the DEALER.
+// answersOverRouter reports whether data answers to the peer leave over this node's ROUTER. Answers to a native worker whose requests
+// arrived by another path leave over the DEALER.
 func (c *conn) answersOverRouter() bool {
-	return c.who.Load().viaOwn && (c.incarnation == 0 || c.asks.Load())
+	return c.who.Load().servesWorker && (c.incarnation == 0 || c.requestsOverRouter.Load())
 }
 
 // overRouter reports whether msg leaves over this node's ROUTER.
@@ -86,7 +86,7 @@ func (c *conn) succeed(old *conn) {
 	if c.incarnation == old.incarnation {
 		c.before.Store(old.before.Load())
 		c.admitted.Store(old.admitted.Load())
-		c.asks.Store(old.asks.Load())
+		c.requestsOverRouter.Store(old.requestsOverRouter.Load())
 		return
 	}
 	c.admitted.Store(false)

@@ -35,9 +35,9 @@ func (v *zvan) listen(c *conn) {
 	c.mon.start(&v.shared, c)
 }
 
-// Connect opens a DEALER to the peer. It replaces a connection that serves the same id. A worker or server opens none to a native
-// worker or server to which it has none: the first Send does, since data usually takes another path. If the peer dies before that, the
-// scheduler reports it.
+// Connect registers the peer under id, and replaces the connection that serves id. It opens the DEALER at once if the peer is the scheduler
+// or a C++ node, if this node is the scheduler, or if the replaced connection had a DEALER. Otherwise the first Send that needs the DEALER
+// opens it, because data usually takes another path. Until then only the scheduler detects the peer's death.
 func (v *zvan) Connect(ctx context.Context, id int, peer van.Node) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -79,7 +79,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node, now bool) err
 	if old != nil {
 		c.succeed(old)
 		if old.sock != nil {
-			now = true // the watcher may know old as lost, and is notified when c is connected
+			now = true // only a connected DEALER reports the peer as up again to a watcher that knows old as lost
 			v.drop(old, 0)
 			defer func() {
 				if (*v.peers.Load())[id] == old { // it is closed, and must not be closed again
