@@ -177,6 +177,48 @@ func TestForgetLost(t *testing.T) {
 	works(t, s, ended)
 }
 
+// TestForgetAfterAnotherOpen: a rank that receives the notice of a failed Open only after another worker's Open takes part
+// in the session of that worker.
+func TestForgetAfterAnotherOpen(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Servers: 2, Wrap: hook.Wrap("server", 0),
+		Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, 30*time.Second }}) // worker 0 waits for the answer to its notice
+	ended := ends{rankOf(t, c, 0)}
+	first, opens := c.Workers[0].ID(), 0
+	hook.OnReceive(func(m *van.Message) hooks.Verdict {
+		switch {
+		case m.Head == session.WantForget && opens < 2:
+			return hooks.Keep
+		case m.Head == session.WantOpen && m.Request && m.Sender != int(first):
+			if opens++; opens == 2 { // the first one was not answered
+				go hook.DeliverKept()
+			}
+		}
+		return hooks.Pass
+	})
+	joining, cancel := context.WithCancel(t.Context())
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.Head == session.WantOpen {
+			cancel() // rank 0 has joined
+		}
+		return hooks.Pass
+	})
+	failed := make(chan error, 1)
+	go func() {
+		_, err := session.Open(joining, c.Workers[0], session.Options{})
+		failed <- err
+	}()
+	vantest.Eventually(t, 30*time.Second, "the notice has arrived", func() bool { return hook.Waiting() == 1 })
+	ended = append(ended, rankOf(t, c, 1))
+	s, err := session.Open(limit(t), c.Workers[1], session.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	works(t, s, ended)
+	c.Workers[0].Close() // it still waits for rank 1, to which it has sent its notice too early
+	vantest.Fails(t, <-failed, context.Canceled)
+}
+
 // TestTooLong: a call whose message exceeds the longest length fails on its own. The handles that its message was
 // to release are released by the next one.
 func TestTooLong(t *testing.T) {

@@ -160,6 +160,7 @@ type serving struct {
 	session    uint64                 // 0 without a controller
 	controller int                    // its node id
 	opened     kv.SimpleMessage       // its wantOpen
+	joined     time.Time              // when this rank joined the session
 	gone       uint64                 // the last session that was canceled before it began
 	next       uint64                 // number of the next call
 	waits      map[uint64]pendingCall // calls that arrived before their turn
@@ -243,12 +244,22 @@ func (s *serving) open(w pendingCall) error {
 	case again:
 		s.cancel(fmt.Errorf("%w: it opens another one", errAborted))
 		return errLater // the next Serve answers
+	case s.idle() && time.Since(s.joined) < maxForget:
+		return errLater
 	default:
 		return s.another()
+	}
+	if s.session != w.q.session {
+		s.joined = time.Now()
 	}
 	s.session, s.controller, s.opened, s.next = w.q.session, int(w.m.Sender), w.m, max(s.next, 1)
 	return nil
 }
+
+// maxForget is the time after which a rank takes an Open without calls for one that has succeeded. Before, another
+// controller is not refused: the wantForget of a failed Open may be behind its wantOpen, since messages of different nodes
+// arrive in any order.
+const maxForget = time.Second
 
 // another is the error that names the controller of the present session. s.mu is held.
 func (s *serving) another() error {
