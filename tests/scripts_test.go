@@ -265,6 +265,19 @@ func TestToolScripts(t *testing.T) {
 	}
 }
 
+// TestQuotedOptions: make quotes the directory of CUDA in CGO_CFLAGS, since it may have blanks. The compiler finds the headers
+// all the same, and nothing is installed.
+func TestQuotedOptions(t *testing.T) {
+	compiler := filepath.Join(t.TempDir(), "cc")
+	script := "#!/bin/sh\n[ \"$1\" = '-I/a b' ] && [ \"$2\" = -O2 ]\n"
+	if err := os.WriteFile(compiler, []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if r := tool(t, "install_deps.sh", "CC="+compiler, "CGO_CPPFLAGS=", "CGO_CFLAGS='-I/a b' -O2"); r.status != 0 || r.out != "install_deps: nothing is missing\n" {
+		t.Errorf("%+v, want status 0 and that nothing is missing", r)
+	}
+}
+
 // TestRDMAMachineEnds: messages say how the virtual machine, here a script, ended.
 func TestRDMAMachineEnds(t *testing.T) {
 	cache := t.TempDir()

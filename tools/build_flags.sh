@@ -39,8 +39,6 @@ for tag in "$@"; do
 done
 tags=("$@")
 
-# The environment's lists of options for the C compiler, in Go's format: a quoted part may have blanks.
-words() { xargs -r printf '%s\n' <<<"$1"; }
 mapfile -t cflags < <(words "${CGO_CPPFLAGS-} ${CGO_CFLAGS-}")
 mapfile -t ldflags < <(words "${CGO_LDFLAGS-}")
 read -r -a compiler <<<"${CC:-$(tools/go.sh env CC 2>/dev/null || echo cc)}"

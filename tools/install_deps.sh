@@ -39,10 +39,10 @@ fi
 
 # header NAME: succeeds if the C compiler finds the header.
 header() {
-  local compiler="${CC:-cc}"
+  local compiler="${CC:-cc}" options
   command -v "$compiler" >/dev/null 2>&1 || compiler=gcc
-  # shellcheck disable=SC2086 # these are lists
-  printf '#include <%s>\n' "$1" | $compiler ${CGO_CPPFLAGS-} ${CGO_CFLAGS-} -E -o /dev/null - >/dev/null 2>&1
+  mapfile -t options < <(words "${CGO_CPPFLAGS-} ${CGO_CFLAGS-}")
+  printf '#include <%s>\n' "$1" | $compiler ${options[@]+"${options[@]}"} -E -o /dev/null - >/dev/null 2>&1
 }
 
 missing=()
@@ -88,12 +88,6 @@ stop() {
 }
 command -v apt-get >/dev/null 2>&1 || stop "there is no apt-get here; install by hand what Debian calls"
 
-as_root=()
-if [ "$(id -u)" -ne 0 ]; then
-  command -v sudo >/dev/null 2>&1 || stop "run this as root, there is no sudo; it will install"
-  as_root=(sudo)
-fi
+[ "$(id -u)" -eq 0 ] || command -v sudo >/dev/null 2>&1 || stop "run this as root, there is no sudo; it will install"
 echo "install_deps: installing ${missing[*]}"
-export DEBIAN_FRONTEND=noninteractive
-${as_root[@]+"${as_root[@]}"} apt-get update -q
-${as_root[@]+"${as_root[@]}"} apt-get install -q -y --no-install-recommends "${missing[@]}"
+apt_install "${missing[@]}"

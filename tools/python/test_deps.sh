@@ -23,18 +23,15 @@ say() { echo "python-deps: $*"; }
 # Debian's PyTorch belongs to this interpreter, which need not be the first python3.
 system=/usr/bin/python3
 
-apt_install() {
+# debian PACKAGE...: installs those that are missing.
+debian() {
   local missing=() p
   for p in "$@"; do
     dpkg-query -W -f '${Status}' "$p" 2>/dev/null | grep -q 'ok installed' || missing+=("$p")
   done
   [ ${#missing[@]} -gt 0 ] || return 0
-  local as_root=()
-  [ "$(id -u)" -eq 0 ] || as_root=(sudo)
   say "installing ${missing[*]}"
-  export DEBIAN_FRONTEND=noninteractive
-  ${as_root[@]+"${as_root[@]}"} apt-get update -q
-  ${as_root[@]+"${as_root[@]}"} apt-get install -q -y --no-install-recommends "${missing[@]}"
+  apt_install "${missing[@]}"
 }
 
 # environment NAME INTERPRETER OPTIONS... -- PACKAGES...
@@ -70,11 +67,11 @@ old_python() {
 for name in "$@"; do
   case "$name" in
     torch)
-      apt_install python3-venv python3-torch python3-numpy
+      debian python3-venv python3-torch python3-numpy
       environment torch "$system" --system-site-packages -- pytest pytest-xdist transformers==4.46.3
       ;;
     arrays)
-      apt_install python3-venv
+      debian python3-venv
       environment arrays "$system" -- pytest pytest-xdist numpy jax "${beside[@]}"
       ;;
     old)
