@@ -16,7 +16,7 @@ import fserver_lib as f
 AHEAD = 2  # receives of a stage that a CPU queues before the device has done the first
 
 
-def place(device):
+def stream_host(device):
     """Names the host of a device whose streams can exchange with those of other processes there; else ""."""
     if device.type != "cuda" or not hasattr(f, "prepare_streams"):
         return ""

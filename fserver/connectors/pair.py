@@ -84,7 +84,7 @@ class _Side:
             if not isinstance(value, torch.dtype):
                 raise TypeError("%s is %r, want a torch.dtype" % (name, value))
         self.device, self.timeout_ms = torch.device(device), timeout_ms
-        self.place = channels.place(self.device) if streams else ""
+        self.stream_host = channels.stream_host(self.device) if streams else ""
         self._channels = channels.Channels(self.device, self.width, self.out_dtype, self.stages, timeout_ms, self._keys)
 
     def _keys(self, peer, stage, most, tensors):
@@ -164,7 +164,7 @@ class Attention(_Side):
     # The handshake.
 
     def _who(self, again):
-        text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()), again=again, place=self.place)
+        text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()), again=again, stream_host=self.stream_host)
         if again and self._latest is not None and not self.streams:  # with streams a replacement begins with a new step
             text["control"] = self._latest.decode("latin-1")
         return torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
@@ -318,16 +318,17 @@ class Attention(_Side):
         try:
             yield
         except BaseException:
-            self._abandon()
+            self._end_step()
             raise
 
-    def _abandon(self):
+    def _end_step(self):
+        """Ends the exchanges of a failed or abandoned step. The next one begins with a handshake with each FFN rank."""
         self._channels.close()
         self._rounds.clear()
         self._done.clear()
         self._lost.update(range(len(self.peers)))
 
-    def _meet(self):
+    def _handshake_again(self):
         """Repeats the handshake with the FFN ranks, or with their replacements, after a step that has failed."""
         end = time.monotonic() + self.replace_ms / 1000
         for i in sorted(self._lost):
@@ -350,7 +351,7 @@ class Attention(_Side):
     def recv(self, stage, out=None, timeout_ms=None):
         """Returns the answer to the last send of this stage: a tensor with the same number of
         rows. It is the stage's buffer, which the next answer overwrites. If `out` is given,
-        it is filled and returned instead."""
+        it is filled and returned instead. With streams the device waits, and timeout_ms has no effect."""
         self._stage(stage)
         round_ = self._rounds.get(stage)
         if round_ is None:
@@ -458,10 +459,10 @@ class Attention(_Side):
             raise TypeError("%s: the control message is %s, want bytes, at least one" % (self, type(data).__name__ if data != b"" else "empty"))
         self.check()
         if self.streams and (self._rounds or any(layer != self.layers - 1 for layer in self._done.values())):
-            self._abandon()  # the engine has given up the last step, which the FFN side must not go on with
+            self._end_step()  # the engine has given up the last step, which the FFN side must not go on with
         self._done.clear()
         if self.streams:
-            self._meet()
+            self._handshake_again()
         wrong, control, self._control, self._latest = None, self._control, [], bytes(data)
         for i, handler in control:
             try:
@@ -598,9 +599,9 @@ class FFN(_Side):
     def __init__(self, rank, attention, ffn, *, width, dtype, stages=1, layers=1, out_dtype=None, device="cpu", together=True, timeout_ms=30000, streams=False):
         super().__init__("ffn", rank, attention, ffn, width, dtype, out_dtype, stages, layers, device, timeout_ms, streams and together)
         self.together = together
-        self.streams = None if self.place else False  # whether CUDA streams exchange the micro-batches; None until all ranks have sent their handshake
-        self._places = {}  # of ranks with a handshake
-        self._unanswered = []  # handlers and errors of handshakes before that
+        self.streams = None if self.stream_host else False  # whether CUDA streams exchange the micro-batches; None until all ranks have sent their handshake
+        self._stream_hosts = {}  # of ranks with a handshake
+        self._unanswered = []  # handlers of handshakes before that
         self._slots = {}  # (stage, rank): the waiting batch
         self._controls = {r: collections.deque() for r in self.peers}
         self._informed = set()  # ranks with a control message
@@ -614,8 +615,9 @@ class FFN(_Side):
 
     def recv(self, stage=None, timeout_ms=None, more=()):
         """Returns the next Batch of this stage, or the oldest of any stage. Waits for the first
-        rank without a limit unless timeout_ms is given. With streams the stage is required, and
-        `more` has dtype and shape of a row of each further tensor."""
+        rank without a limit unless timeout_ms is given. With streams the device waits: timeout_ms
+        has no effect, the stage is required, and `more` has dtype and shape of a row of each
+        further tensor."""
         if stage is not None:
             self._stage(stage)
         end = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
@@ -783,17 +785,19 @@ class FFN(_Side):
             self.resumes = True
         wrong = ["%s: %s has %s, %s at %s, pid %d has %s" % (k, other["who"], other.get(k), self, socket.gethostname(), os.getpid(), v)
                  for k, v in own.items() if other.get(k) != v]
-        if self.streams and other.get("place") != self.place:
-            wrong.append("place: %s cannot exchange in streams with %s, as the process before it did: streams is False there, or it is on another host or a CPU" % (other["who"], self))
+        if self.streams and other.get("stream_host") != self.stream_host:
+            wrong.append("stream_host: %s cannot exchange in streams with %s, as the process before it did: streams is False there, or it is on another host or a CPU" % (other["who"], self))
         if self.streams:
             self._channels.close()  # a step has failed
-        self._places[rank] = other.get("place")
-        self._unanswered.append((handler, "; ".join(wrong)))
-        if self.streams is None and len(self._places) == len(self.peers):
-            self.streams = all(p == self.place for p in self._places.values())
+        self._stream_hosts[rank] = other.get("stream_host")
+        if wrong:
+            f.respond([_text("-" + "; ".join(wrong))], handler)
+        else:
+            self._unanswered.append(handler)
+        if self.streams is None and len(self._stream_hosts) == len(self.peers):
+            self.streams = all(p == self.stream_host for p in self._stream_hosts.values())
         while self._unanswered and self.streams is not None:
-            asked, text = self._unanswered.pop(0)
-            f.respond([_text("-+"[self.streams] + text)], asked)
+            f.respond([_text("-+"[self.streams])], self._unanswered.pop(0))
         if wrong and rank not in self._seen:
             raise Mismatch("; ".join(wrong))  # a replacement with a mismatch is refused, but does not stop this side
         if wrong:

@@ -106,8 +106,8 @@ func (n *Node) startEnding(call string) {
 func (n *Node) stopEnding(err error) {
 	n.ending.mu.Lock()
 	told, call := n.ending.stopRepeat, n.ending.call
-	goesOn := call != "" && err != nil && n.lifetime.Alive() == nil
-	if goesOn {
+	continues := call != "" && err != nil && n.lifetime.Alive() == nil
+	if continues {
 		n.ending.call = ""
 	}
 	if err != nil || n.lifetime.Alive() != nil {
@@ -119,7 +119,7 @@ func (n *Node) stopEnding(err error) {
 	if told != nil {
 		close(told)
 	}
-	if goesOn {
+	if continues {
 		n.apps.refuseNew("")
 		if n.role == van.Worker {
 			n.notifyServers(headContinues)

@@ -215,10 +215,10 @@ func (s *barriers) countExitedForeign(now time.Duration, g *barrier) bool {
 // Finalize for resumedWait. It reports whether g is then complete.
 func (s *barriers) countResumed(now time.Duration, g *barrier) bool {
 	missing := s.missingNodes(finalizeKey, g)
-	others := func(ids []int) bool { return !s.resumed[ids[0]] || s.alive.isDead(ids[0]) }
-	goesOn := func(a barrierRequest) bool { return a.unconfirmed || !a.finalize && s.table.native(a.id) }
+	awaited := func(ids []int) bool { return !s.resumed[ids[0]] || s.alive.isDead(ids[0]) }
+	continues := func(a barrierRequest) bool { return a.unconfirmed || !a.finalize && s.table.native(a.id) }
 	switch {
-	case slices.ContainsFunc(missing, others) || slices.ContainsFunc(g.requests, goesOn):
+	case slices.ContainsFunc(missing, awaited) || slices.ContainsFunc(g.requests, continues):
 		g.resumedSince = 0
 		return false
 	case g.resumedSince == 0:
@@ -286,8 +286,8 @@ func (s *barriers) releaseIfComplete(now time.Duration, key barrierKey, g *barri
 // to call one: a node in Finalize takes part in the barriers that the others call before theirs, as if it had called
 // these too. It returns the ids of the moved requests.
 func (s *barriers) carryOver(now time.Duration, key barrierKey, g *barrier) (kept map[int]bool) {
-	goesOn := func(a barrierRequest) bool { return !a.finalize && s.table.native(a.id) }
-	if key != finalizeKey || !slices.ContainsFunc(g.requests, goesOn) {
+	continues := func(a barrierRequest) bool { return !a.finalize && s.table.native(a.id) }
+	if key != finalizeKey || !slices.ContainsFunc(g.requests, continues) {
 		return nil
 	}
 	kept = map[int]bool{}

@@ -17,7 +17,7 @@ import torch
 
 import fserver
 import fserver_lib as f
-from fserver.connectors import FFN, Attention, Mismatch, join, leave, pair, servers_of, share, workers_of
+from fserver.connectors import FFN, Attention, Mismatch, channels, join, leave, pair, servers_of, share, workers_of
 
 WIDTH, MOST, STAGES, LAYERS = 8, 12, 3, 2
 WAIT = 180  # seconds
@@ -590,6 +590,34 @@ def unlike_ffn(n):
 
 def test_unlike(cluster):
     cluster(workers=2).run(unlike_attention, unlike_ffn, timeout=WAIT)
+
+
+# With streams, a rank with another configuration gets its error before the other ranks have created their sides.
+
+def unlike_alone_attention(n):
+    channels.stream_host = lambda device: "here"
+    if n.rank > 0:
+        n.listen()
+        return
+    side = side_of(n, streams=True, timeout_ms=20000)
+    with n.raises(Mismatch, "width: attention 0 at", "has 8, ffn 0 at", "has 16"):
+        side.check()
+    n.tell("compared")
+
+
+def unlike_alone_ffn(n):
+    channels.stream_host = lambda device: "here"
+    side = side_of(n, width=16, streams=True)
+    with n.raises(Mismatch, "width: attention 0"):
+        side.recv(0, timeout_ms=20000)
+
+
+def test_unlike_alone(cluster):
+    c = cluster(workers=2)
+    (w, other), _ = c.start(unlike_alone_attention, unlike_alone_ffn)
+    assert w.hear(WAIT) == "compared"
+    other.tell("over")
+    c.finish(WAIT)
 
 
 def counts_attention(n):
