@@ -55,12 +55,11 @@ func TestValues(t *testing.T) {
 		full bool // all forms, otherwise some
 	}{
 		{"1x1", options{}, true},
-		{"2x2", options{workers: 2, servers: 2}, false},
 		{"group 2", options{workers: 2, servers: 1, group: 2}, false},
-		{"split", options{set: func(c *postoffice.Config) { c.SplitQPLag = true }, env: []string{"STEPMESH_SPLIT_QP_LAG=1"}}, false},
-		{"one queue pair", options{set: func(c *postoffice.Config) { c.QPNum = 1 }, env: []string{"STEPAF_QP_NUM=1"}}, false},
-		{"always block", options{set: func(c *postoffice.Config) { c.BusyPoll = env.AlwaysBlock }, env: []string{"STEPAF_BUSY_POLL_ENABLE=0"}}, false},
-		{"few places", options{set: func(c *postoffice.Config) { c.AddressPoolSize = 32 }, env: []string{"BYTEPS_ADDRESS_POOL_SIZE=32"}}, false},
+		{"split, few places", options{set: func(c *postoffice.Config) { c.SplitQPLag, c.AddressPoolSize = true, 32 },
+			env: []string{"STEPMESH_SPLIT_QP_LAG=1", "BYTEPS_ADDRESS_POOL_SIZE=32"}}, false},
+		{"one queue pair, always block", options{set: func(c *postoffice.Config) { c.QPNum, c.BusyPoll = 1, env.AlwaysBlock },
+			env: []string{"STEPAF_QP_NUM=1", "STEPAF_BUSY_POLL_ENABLE=0"}}, false},
 		{"worker processes", options{workers: 2, servers: 2, place: func(role string, _ int) place {
 			return map[string]place{"server": {what: answers}, "worker": {what: works}}[role]
 		}}, false},

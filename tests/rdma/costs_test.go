@@ -19,7 +19,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-var pushPulls = flag.Int("push-pulls", 3000, "number of push_pulls in TestFlat")
+var pushPulls = flag.Int("push-pulls", 1500, "number of push_pulls in TestFlat")
 
 // counted is a stack that counts the calls of all its devices.
 type counted struct {

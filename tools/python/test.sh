@@ -50,7 +50,7 @@ make --no-print-directory fserver build
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 # These tests use fserver_lib alone, and arrays only as bytes: they have run with PyTorch.
-any_library=(before_fork copies descriptors ends limits loop misuse packaging secret waits)
+any_library=(before_fork consumers copies core_review descriptors ends failures limits loop misuse order packaging secret session subsets waits)
 
 # The tests wait half of their time, so more of them run at a time than there are processors.
 jobs=$((($(nproc 2>/dev/null || echo 2) * 3 / 2 + ${#names[@]} - 1) / ${#names[@]}))

@@ -43,7 +43,6 @@ func TestDeviceConformance(t *testing.T) {
 		change func(*env.Config)
 	}{
 		{"plain", func(*env.Config) {}},
-		{"split", func(c *env.Config) { c.SplitQPLag = true }},
 		{"one queue pair, with a secret", func(c *env.Config) { c.QPNum, c.Secret = 1, "the secret of a cluster" }},
 	} {
 		t.Run(s.name, func(t *testing.T) {
