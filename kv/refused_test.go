@@ -235,6 +235,11 @@ func TestSimpleRefuse(t *testing.T) {
 						t.Error(err)
 					}
 					fails(t, m.Refuse(nil), van.ErrInvalid)
+					select {
+					case <-m.Context().Done():
+					default:
+						t.Error("the context of a refused request has not ended")
+					}
 					return
 				}
 				if err := m.Respond(nil); err != nil {

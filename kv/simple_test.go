@@ -287,6 +287,33 @@ func TestSimpleEdges(t *testing.T) {
 	vantest.Fails(t, s.Handle(func(kv.Request[float32]) {}), van.ErrInvalid, "this server has one")
 }
 
+// TestSimpleCanceled: each server that has not answered is notified that a request is canceled.
+func TestSimpleCanceled(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		o.Servers = 3
+		c := testcluster.Start(t, o)
+		asked := make(chan kv.SimpleMessage, o.Servers)
+		for _, n := range c.Servers {
+			simple(t, n, func(d kv.SimpleMessage) { asked <- d })
+		}
+		call, err := simple(t, c.Workers[0], nil).Request(3, nil, postoffice.ServerGroup)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var waiting []kv.SimpleMessage
+		for range o.Servers {
+			waiting = append(waiting, <-asked)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		fails(t, call.Wait(ctx), context.Canceled)
+		for _, d := range waiting {
+			<-d.Context().Done()
+			eventually(t, "the end of the request", func() bool { return !d.Wanted() })
+		}
+	})
+}
+
 // TestSimpleDoneOnce: a request without Done calls no function, though its reused object had one before.
 func TestSimpleDoneOnce(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})

@@ -125,3 +125,25 @@ func TestEndOfAWorker(t *testing.T) {
 	<-result
 	vantest.Eventually(t, 20*time.Second, "the program goes on", func() bool { return !slices.Contains(ended(), true) })
 }
+
+// TestReplacementOfAnEndedWorker: the process that replaces a worker whose program had ended has not ended.
+func TestReplacementOfAnEndedWorker(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 2})
+	s, id := c.Servers[0], c.Workers[0].ID()
+	ended := func() bool { return core(s).App().HasEnded(int(id)) }
+	result := make(chan error, 1)
+	go func() { result <- core(c.Workers[0]).StopBarrier(t.Context()) }()
+	vantest.Eventually(t, 20*time.Second, "the end is known", ended)
+	c.Workers[0].Close()
+	<-result
+	for _, n := range []*postoffice.Node{c.Scheduler, s} {
+		testcluster.Lost(t, n, id)
+	}
+	if !ended() {
+		t.Error("a lost worker has not ended before its loss")
+	}
+	if _, err := c.Join(t.Context(), "worker", 0, nil); err != nil {
+		t.Fatal(err)
+	}
+	vantest.Eventually(t, 20*time.Second, "its replacement has not ended", func() bool { return !ended() })
+}
