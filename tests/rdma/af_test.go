@@ -110,6 +110,7 @@ func TestRegistered(t *testing.T) {
 
 // TestResized: the tensor of one key grows and shrinks, in both directions.
 func TestResized(t *testing.T) {
+	notShort(t)
 	c := start(t, options{})
 	w := c.clients()[0]
 	for i, n := range []int{100, 1 << 20, 3, 64 << 10, 1<<20 + 1, 0, 5000, 3 << 20, 1, 4096, 4097} {

@@ -285,6 +285,7 @@ func startPicking(t *testing.T, workers, picking int) *cluster {
 
 // TestSubsets: one or three workers, two servers. Each batch goes to one server, to both, or to all, in any order.
 func TestSubsets(t *testing.T) {
+	notShort(t)
 	for _, workers := range []int{1, 3} {
 		t.Run(fmt.Sprintf("%dA2F", workers), func(t *testing.T) {
 			c := startPicking(t, workers, -1)
@@ -346,6 +347,7 @@ func TestSubsetsServerKilled(t *testing.T) {
 // TestSubsetsWorkerKilled: a worker that is killed with batches at some of the servers does not disturb servers or other workers, and its replacement gets its own
 // answers.
 func TestSubsetsWorkerKilled(t *testing.T) {
+	notShort(t)
 	c := startPicking(t, 3, 2)
 	all := c.pickers()
 	victim := c.child("worker", 2)
