@@ -210,7 +210,10 @@ func TestSecondConnectionWhileNotRead(t *testing.T) {
 		r.send(packed(t, push(8, ts, nil)), make([]byte, 8), make([]byte, size))
 		ts++
 	}
+	c := (*server.peers.Load())[9]
 	first := dialRaw(t, server, of9(7))
+	first.send(nil) // as libzmq does, so that the connection is the member's before it has many bytes
+	until(t, "first connection", func() bool { return has(server, c, first) })
 	for range 2 * most / size {
 		say(first)
 	}
@@ -219,7 +222,6 @@ func TestSecondConnectionWhileNotRead(t *testing.T) {
 	for range 16 {
 		say(next)
 	}
-	c := (*server.peers.Load())[9]
 	until(t, "bytes of the second connection", func() bool {
 		server.guard.mu.Lock()
 		held := server.guard.held
