@@ -2,7 +2,9 @@ package zmq
 
 import (
 	"errors"
+	"strings"
 	"sync"
+	"syscall"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -171,5 +173,19 @@ func TestFirstMessageFails(t *testing.T) {
 	worker.Disconnect(8)
 	if err := worker.Send(heartbeat(8, 3)); !errors.Is(err, van.ErrUnknownPeer) {
 		t.Errorf("Send after Disconnect: %v, want %v", err, van.ErrUnknownPeer)
+	}
+}
+
+// TestFirstMessageWithoutSockets: if this process has no socket left for the connection that the first message makes, the peer is
+// not reported as lost.
+func TestFirstMessageWithoutSockets(t *testing.T) {
+	worker := newNode(t, 9, 7, nil, func(c *env.Config) { c.ZMQMaxSockets = 2 })
+	var err error
+	for id := 8; err == nil && id < 28; id += 2 {
+		worker.knows(t, newNode(t, id, 5, nil, nil))
+		err = worker.Send(heartbeat(id, 1))
+	}
+	if !errors.Is(err, syscall.EMFILE) || errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "BYTEPS_ZMQ_MAX_SOCKET") {
+		t.Errorf("Send: %v, want %v and the variable, not %v", err, syscall.EMFILE, van.ErrPeerLost)
 	}
 }

@@ -11,6 +11,7 @@ import (
 	zmq4 "github.com/pebbe/zmq4"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -32,10 +33,13 @@ func (o *outgoing) opened(msg *van.Message, c *conn) (*conn, error) {
 		return c, nil
 	}
 	c, err := o.dial(msg.Receiver)
-	if err != nil && !errors.Is(err, van.ErrClosed) {
-		err = fmt.Errorf("%w: %w", van.ErrPeerLost, err)
+	switch {
+	case err == nil, errors.Is(err, van.ErrClosed):
+		return c, err
+	case limits.Hint(err) != "": // of this process or host, not of the peer
+		return nil, limits.Explain(err)
 	}
-	return c, err
+	return nil, fmt.Errorf("%w: %w", van.ErrPeerLost, err)
 }
 
 // controlReserve is the number of bytes beyond the send budget that control messages may use.
