@@ -10,6 +10,7 @@ import (
 	"os"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
@@ -21,13 +22,16 @@ import (
 const endedTimeout = time.Second
 
 // sendEnded sends the scheduler the reason why the node that o describes ends. It does nothing if o does not allow a
-// connection over ZMQ.
+// connection over ZMQ, or if the process cannot start the threads of one.
 func sendEnded(ctx context.Context, o Options, why error) {
 	if o.Config == nil || o.Van != nil || o.Config.VanType != "zmq" || o.Config.Role != "worker" && o.Config.Role != "server" {
 		return
 	}
 	c := *o.Config
-	c.Port, c.BindCPUCore, c.ZMQMaxSockets = 0, false, max(o.Config.ZMQMaxSockets, 4)
+	c.Port, c.BindCPUCore, c.ZMQMaxSockets, c.ZMQIOThreads = 0, false, max(o.Config.ZMQMaxSockets, 4), 1
+	if !limits.OS().CanNotify() {
+		return // libzmq would abort the process, and the reason would be lost
+	}
 	scheduler, err := schedulerRecord(ctx, &c)
 	if err != nil {
 		return

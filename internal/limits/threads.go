@@ -31,6 +31,10 @@ const (
 	// starts without them.
 	spareThreads = 8
 	spareSpace   = 512 << 20
+	// threadsOfNotice and spaceOfNotice are the needs of a process that sends one message with one thread of libzmq
+	// for input and output, and then ends.
+	threadsOfNotice = 2 + threadsOfGo
+	spaceOfNotice   = 16 << 20
 )
 
 // Room is a limit and its use.
@@ -73,6 +77,27 @@ func Threads(c *env.Config, s System) (needs []Need) {
 		}
 	}
 	return needs
+}
+
+// CanNotify reports whether a process whose node does not start can send a message over ZeroMQ, with one thread for
+// input and output. Otherwise libzmq would abort.
+func (s System) CanNotify() bool {
+	if s.Threads != nil {
+		for _, r := range s.Threads() {
+			if r.Used+threadsOfNotice > r.Max {
+				return false
+			}
+		}
+	}
+	if s.Space != nil {
+		rooms, stack := s.Space()
+		for _, r := range rooms {
+			if r.Used+threadsOfNotice*stack+spaceOfNotice > r.Max {
+				return false
+			}
+		}
+	}
+	return true
 }
 
 // process reads the limits of this process. Tests have a root of their own for /proc and /sys, and other limits.

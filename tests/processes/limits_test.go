@@ -92,21 +92,27 @@ func TestLimitIsEnough(t *testing.T) {
 func TestLimitTooLow(t *testing.T) {
 	// With stacks of 1 GiB an address space of 11 GiB is enough for the threads of Go, but not for the threads of libzmq. The
 	// race detector needs more address space than any usable limit.
-	space := `ulimit -s 1048576 && ulimit -v 11534336 && exec "$@"; exit 1`
-	if vantest.Race {
-		space = "exit 1"
+	space := func(gib int) []string {
+		if vantest.Race {
+			return []string{"false"}
+		}
+		return []string{"sh", "-c", fmt.Sprintf(`ulimit -s 1048576 && ulimit -v %d && exec "$@"; exit 1`, gib<<20), "sh"}
 	}
 	for _, x := range []struct {
 		name  string
+		role  string
 		under []string
 		env   []string
 		text  []string
 	}{
-		{"open files", []string{"sh", "-c", `ulimit -n 70; exec "$@"`, "sh"}, nil,
+		{"open files", "scheduler", []string{"sh", "-c", `ulimit -n 70; exec "$@"`, "sh"}, nil,
 			[]string{"scheduler: start: too few open files: RLIMIT_NOFILE is 70, this node needs ", "(7 for each of 6 peers, ", "ulimit -Hn"}},
-		{"address space", []string{"sh", "-c", space, "sh"}, nil,
+		{"address space", "scheduler", space(11), nil,
 			[]string{"scheduler: start: too few bytes of address space: RLIMIT_AS is 11811160064 bytes, this node needs ", "(8 threads with stacks of 1073741824 (ulimit -s), ", "ulimit -v unlimited"}},
-		{"sockets", nil, []string{"BYTEPS_ZMQ_MAX_SOCKET=6"},
+		// A worker also notifies its scheduler, without the threads that it lacks.
+		{"address space of a worker", "worker", space(9), nil,
+			[]string{"worker: start: too few bytes of address space: RLIMIT_AS is 9663676416 bytes, this node needs "}},
+		{"sockets", "scheduler", nil, []string{"BYTEPS_ZMQ_MAX_SOCKET=6"},
 			[]string{"scheduler: start: too few sockets of libzmq: BYTEPS_ZMQ_MAX_SOCKET is 6, this node needs 7", "set BYTEPS_ZMQ_MAX_SOCKET=7"}},
 	} {
 		t.Run(x.name, func(t *testing.T) {
@@ -116,7 +122,7 @@ func TestLimitTooLow(t *testing.T) {
 			c, err := real.New(real.Options{Workers: 3, Servers: 3, Leg: real.TCP, Loads: []plan.Load{load}, Under: x.under, Env: x.env})
 			try(t, err)
 			defer c.Close()
-			p, err := c.Spawn("scheduler", 0)
+			p, err := c.Spawn(x.role, 0)
 			try(t, err)
 			try(t, p.Await(soon, "it ends", func(s real.State) bool { return s.Ended }))
 			for _, text := range x.text {
