@@ -20,6 +20,7 @@ import (
 type barriers struct {
 	core
 	pending       *pendingBarriers // of the scheduler itself
+	probes        *probes
 	departure     departure
 	open          map[barrierKey]*barrier
 	outcomes      map[int]map[barrierKey]barrierOutcome // the latest one for each node
@@ -602,7 +603,7 @@ func (s *barriers) tick(now time.Duration) {
 			case a.unconfirmed: // the question may be lost
 				s.askIfWaiting(a.askedAt, key, &a)
 			default:
-				s.out.notifyAbout(a.id, notice{verb: verbWaiting, text: s.missingText(key, g)}, requestKey(a.stamp))
+				s.out.notifyAbout(a.id, notice{verb: verbWaiting, text: s.explained(s.missingText(key, g))}, requestKey(a.stamp))
 			}
 		}
 	}
@@ -644,6 +645,12 @@ func (s *barriers) missingOfAll() string {
 		parts = append(parts, t)
 	}
 	return strings.Join(parts, "; ")
+}
+
+// explained adds to the list of missing nodes the reasons why registered nodes cannot be reached: those are missing in
+// the barriers after the start. A report has the reasons already.
+func (s *barriers) explained(missing string) string {
+	return strings.Join(append([]string{missing}, s.probes.unreached()...), "; ")
 }
 
 // mayDelayScheduler reports whether a worker waits in the barrier at the end of programs, or a dead node may delay

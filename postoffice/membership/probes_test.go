@@ -154,6 +154,53 @@ func TestUnreachableNode(t *testing.T) {
 	}
 }
 
+// TestBarrierNamesUnreachable: if a barrier waits for a node that cannot be reached, the waiting nodes and the error of
+// the barrier have the reason, with the variables to set.
+func TestBarrierNamesUnreachable(t *testing.T) {
+	s, w, server := probingMachine(t, van.Scheduler, 1, 1), probingMachine(t, van.Worker, 2, 1), probingMachine(t, van.Server, 3, 1)
+	for _, n := range []*Machine{w, server} {
+		if err := s.Step(0, van.Empty, registrationOf(t, n)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	own, err := s.StartBarrier(0, van.AllNodes, 10*time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	request := van.Meta{Request: true, Timestamp: 5, Key: startRequest, Control: van.Control{Cmd: van.InstanceBarrier, BarrierGroup: van.AllNodes}}
+	request.SetIncarnations(3, 1)
+	if err := s.Step(0, 8, &request); err != nil {
+		t.Fatal(err)
+	}
+	s.Tick(probeDelay)
+	tries := take(s).probes
+	if len(tries) == 0 || tries[0].Role != van.Worker {
+		t.Fatalf("tries %v, want the worker's address", tries)
+	}
+	s.Probed(3*time.Second, &tries[0], "10.77.0.1", syscall.ETIMEDOUT)
+	if who, _ := s.Missing(own); !strings.Contains(who, "not from worker 0 (id 9)") || !strings.Contains(who, cannot) {
+		t.Errorf("missing is %q, want %q in it", who, cannot)
+	}
+	s.Take()
+	var said []string
+	for _, at := range []time.Duration{4 * time.Second, 10 * time.Second} {
+		s.Tick(at)
+		for _, o := range s.Take() {
+			if m, ok := o.(Send); ok && m.To == 8 && strings.Contains(string(m.Meta.Body), "barrier") {
+				said = append(said, string(m.Meta.Body))
+			}
+		}
+	}
+	if len(said) < 2 { // a notice of the missing node, and the end of the barrier
+		t.Errorf("the server is told %q", said)
+	}
+	for _, text := range said {
+		if !strings.Contains(text, cannot) || !strings.Contains(text, "DMLC_NODE_HOST or DMLC_INTERFACE") {
+			t.Errorf("the server is told %q, want %q in it", text, cannot)
+		}
+	}
+}
+
 // TestProbesAreFew: only processes that have registered and count are probed, at numeric addresses, at most maxProbes
 // in a second. A process is not probed after it has sent a message. A timeout of a probe is not reported.
 func TestProbesAreFew(t *testing.T) {

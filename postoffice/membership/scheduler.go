@@ -30,7 +30,7 @@ type scheduler struct {
 
 func newScheduler(b core, calls *pendingBarriers) *scheduler {
 	s := &scheduler{core: b, pending: calls, refusals: refusals{core: b}}
-	s.barriers = barriers{core: b, pending: calls, open: map[barrierKey]*barrier{}, outcomes: map[int]map[barrierKey]barrierOutcome{},
+	s.barriers = barriers{core: b, pending: calls, probes: &s.probes, open: map[barrierKey]*barrier{}, outcomes: map[int]map[barrierKey]barrierOutcome{},
 		multiCustomer: map[int]bool{}, foreignStarts: map[int]*foreignStart{}, resumed: map[int]bool{}, released: map[barrierKey]bool{}}
 	s.barriers.departure = departure{core: b}
 	s.monitor = monitor{core: b, barriers: &s.barriers, unconfirmed: map[int]*unconfirmedTable{}}
@@ -373,7 +373,7 @@ func (s *scheduler) report(now time.Duration) Report {
 
 func (s *scheduler) tick(now time.Duration) {
 	for _, t := range s.pending.expired(now) {
-		limit, missing := t.deadline-t.since, s.barriers.missingOfAll()
+		limit, missing := t.deadline-t.since, s.barriers.explained(s.barriers.missingOfAll())
 		if t.starting {
 			text := fmt.Sprintf("the start barrier timed out on the scheduler after %s: %s", limit, missing)
 			s.monitor.notifyOthers(van.SchedulerID, notice{verb: verbError, text: text})
