@@ -17,7 +17,7 @@ import (
 // last barrier, perhaps before this node has its release.
 const leaveGrace = time.Second
 
-// firstProgressLog is the time until a program that waits at its end logs the missing nodes. The pauses between the
+// firstProgressLog is the time until a program that waits at its start or end logs the missing nodes. The pauses between the
 // next lines double, from firstProgressLog on.
 const firstProgressLog = 4 * time.Second
 
@@ -46,13 +46,16 @@ type pendingBarrier struct {
 	missing  string // the scheduler's text about missing nodes
 	since    time.Duration
 	deadline time.Duration // 0: none
-	nextLog  time.Duration // if the program ends: time of the next log line about the missing nodes
+	nextLog  time.Duration // if the program starts or ends: time of the next log line about the missing nodes
 	logPause time.Duration // from that line to the next one
 }
 
 func (t *pendingBarrier) name() string {
 	return kindName(t.instance) + " barrier over " + groupName(t.group)
 }
+
+// reports reports whether log lines name the nodes that t waits for.
+func (t *pendingBarrier) reports() bool { return t.starting || t.ending }
 
 func (t *pendingBarrier) cancelNotice() notice {
 	return notice{verb: verbWithdraw, group: t.group, instance: t.instance}
@@ -482,11 +485,11 @@ func (t *pendingBarrier) workersDeadline(b *core) time.Duration {
 	return from + b.cfg.StopTimeout
 }
 
-// logProgress logs the nodes that the barriers at the end of a program wait for. missing returns the text about one
-// barrier, or "" if it is normal that the barrier waits.
+// logProgress logs the nodes that the barriers at the start and at the end of a program wait for. missing returns the
+// text about one barrier, or "" if it is normal that the barrier waits.
 func (c *pendingBarriers) logProgress(now time.Duration, missing func(*pendingBarrier) string) {
 	for _, t := range c.open {
-		if !t.ending || now < t.nextLog {
+		if !t.reports() || now < t.nextLog {
 			continue
 		}
 		text := missing(t)
@@ -495,8 +498,11 @@ func (c *pendingBarriers) logProgress(now time.Duration, missing func(*pendingBa
 			continue
 		}
 		in := "stop()"
-		if t.finalize {
+		switch {
+		case t.finalize:
 			in = "Finalize"
+		case t.starting:
+			in = "the start barrier"
 		}
 		c.out.emit(Warning{Text: fmt.Sprintf("%s has waited in %s for %s: %s", c.table.name(), in, (now - t.since).Round(time.Second), text)})
 		t.nextLog = now + t.logPause
@@ -523,7 +529,7 @@ func (t *pendingBarrier) missingText(b *core) string {
 			dead += fmt.Sprintf("; %s is dead: %s", b.table.peer(id), h.cause)
 		}
 	}
-	if b.table.self.Role == van.Server && dead == "" && !b.alive.schedulerUnreachable() {
+	if t.ending && b.table.self.Role == van.Server && dead == "" && !b.alive.schedulerUnreachable() {
 		return ""
 	}
 	return text + dead
@@ -540,8 +546,11 @@ func (c *pendingBarriers) next() time.Duration {
 		if t.deadline > 0 {
 			next = min(next, t.deadline)
 		}
+		if t.reports() {
+			next = min(next, t.nextLog)
+		}
 		if t.ending {
-			next = min(next, t.nextLog, t.workersDeadline(&c.core))
+			next = min(next, t.workersDeadline(&c.core))
 		}
 	}
 	for _, l := range c.deferred {

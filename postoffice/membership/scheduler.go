@@ -385,10 +385,13 @@ func (s *scheduler) tick(now time.Duration) {
 	s.monitor.tick(now)
 }
 
-// missingText names the nodes that the scheduler's own barrier at the end waits for, if a worker waits there too, or
-// a node is dead. Otherwise the cluster still works, and the text is "". The steps after the release of the barrier
-// have log lines of their own.
-func (s *scheduler) missingText(*pendingBarrier) string {
+// missingText names the nodes that t, a barrier of the scheduler's own program, waits for. At the end of the program it
+// does so if a worker waits there too, or a node is dead. Otherwise the cluster still works, and the text is "". The
+// steps after the release of the barrier have log lines of their own.
+func (s *scheduler) missingText(t *pendingBarrier) string {
+	if t.starting {
+		return s.barriers.explained(s.barriers.missingOfAll())
+	}
 	if s.barriers.departure.waiting() || !s.barriers.mayDelayScheduler() {
 		return ""
 	}
