@@ -1,6 +1,10 @@
 package af
 
-import "github.com/stepaf/stepaf-go/internal/cluster"
+import (
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/cluster"
+)
 
 // Early is how many messages wait for those before them, by the server's count.
 func (s *Server) Early() int { return early(s) }
@@ -31,6 +35,9 @@ func Held(s *Server, worker int) (n, bytes int) {
 
 // Customer is the worker's end at its node.
 func (w *Worker) Customer() *cluster.Customer { return w.calls.customer }
+
+// RoundLimit is the limit of the rounds that streams start from now on.
+func (x *Prepared) RoundLimit() time.Duration { return time.Duration(x.byStream.Load().limit.Load()) }
 
 // Servers is the number of the worker's servers.
 func (w *Worker) Servers() int { return len(w.calls.servers) }

@@ -16,7 +16,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/cluster"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -63,7 +62,7 @@ func (x *Prepared) QueueWait(stream Stream, limit time.Duration) error {
 		err = r.wait(stream)
 	}
 	if err == nil {
-		limit = cmp.Or(limit, x.defaults.limit)
+		limit = x.w.node.Limit(cmp.Or(limit, x.defaults.limit))
 		r.limit.Store(int64(limit))
 		err = r.check() // the wait is queued nevertheless, since a round may be under way
 	}
@@ -106,7 +105,7 @@ type replayed struct {
 // begin starts a round, for which a stream has written word to the flag.
 func (r *replayed) begin(word uint32) {
 	o := options{stream: Complete, limit: r.rounds.next()}
-	r.most = cmp.Or(o.limit, postoffice.DefaultTimeout)
+	r.most = o.limit
 	if word != allRows {
 		o.rows, o.cut = Rows(word>>1)-1, true
 	}
@@ -188,7 +187,7 @@ func (g *graphs) add(x *Prepared) (*rounds, error) {
 		}
 		g.page = page
 	}
-	r := newRounds(g.node.Name(), x.tensors(), device, g.page.Sub(0, 8), x.defaults.limit)
+	r := newRounds(g.node.Name(), x.tensors(), device, g.page.Sub(0, 8), g.node.Limit(x.defaults.limit))
 	g.page = g.page.Sub(wordStride, g.page.Len()-wordStride)
 	x.mu.Lock()
 	closed := x.closed

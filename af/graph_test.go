@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/hooks"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -28,17 +29,23 @@ type replays struct {
 
 func startReplays(t *testing.T, over testcluster.Transport, servers int, hook ...*hooks.Van) *replays {
 	t.Helper()
+	o := testcluster.Options{Over: over, Servers: servers}
+	if len(hook) > 0 {
+		o.Wrap = hook[0].Wrap("worker", 0)
+	}
+	return startReplaysOf(t, o)
+}
+
+func startReplaysOf(t *testing.T, o testcluster.Options) *replays {
+	t.Helper()
 	d := &replays{dev: simgpu.New(0)}
 	t.Cleanup(func() { // after the nodes are closed
 		if err := d.dev.Close(); err != nil {
 			t.Error(err)
 		}
 	})
-	o := testcluster.Options{Over: over, Servers: servers, Backend: func(role string, _ int) backend.Backend {
+	o.Backend = func(role string, _ int) backend.Backend {
 		return map[string]backend.Backend{"worker": d.dev}[role]
-	}}
-	if len(hook) > 0 {
-		o.Wrap = hook[0].Wrap("worker", 0)
 	}
 	d.Cluster = testcluster.Start(t, o)
 	for _, n := range d.Servers {
@@ -451,5 +458,23 @@ func TestReplayNeedsDevice(t *testing.T) {
 	x.Close()
 	if err := x.Check(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestDefaultLimitOfRounds: the default limit of a round is that of a call: longer than the detection of a stopped server.
+func TestDefaultLimitOfRounds(t *testing.T) {
+	d := startReplaysOf(t, testcluster.Options{Set: func(c *postoffice.Config) {
+		c.HeartbeatInterval, c.HeartbeatTimeout = 2*time.Second, 30*time.Second
+	}})
+	const s = af.Stream(1)
+	for _, x := range []struct {
+		opts        []af.CallOption
+		limit, want time.Duration
+	}{{nil, 0, 35 * time.Second}, {nil, time.Second, time.Second}, {[]af.CallOption{af.Within(3 * time.Second)}, 0, 3 * time.Second}, {nil, -1, -1}} {
+		p := d.prepare(t, 10, 8, x.opts...)
+		d.within(t, p, s, x.limit)
+		if got := p.RoundLimit(); got != x.want {
+			t.Errorf("limits %v and %s: a round has %s, want %s", x.opts, x.limit, got, x.want)
+		}
 	}
 }

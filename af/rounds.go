@@ -4,14 +4,12 @@ package af
 // Nothing here makes a call.
 
 import (
-	"cmp"
 	"fmt"
 	"math"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -39,7 +37,7 @@ type rounds struct {
 	round      *atomic.Uint32 // its lower half
 	ended      *atomic.Uint32 // its upper half
 
-	limit  atomic.Int64 // of rounds that begin now, as Call's
+	limit  atomic.Int64 // of rounds that begin now; negative: none
 	gone   atomic.Bool  // the exchange is closed, or released
 	freed  atomic.Bool  // its streams were released, see release
 	flying atomic.Bool  // a round is under way
@@ -140,7 +138,7 @@ const stillLimit = time.Second
 // release ends the rounds of r permanently if there was no progress for longer than a round may take, and for
 // stillLimit.
 func (r *rounds) release(still time.Duration) {
-	limit := cmp.Or(time.Duration(r.limit.Load()), postoffice.DefaultTimeout)
+	limit := time.Duration(r.limit.Load())
 	if limit < 0 {
 		return
 	}
