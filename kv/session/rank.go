@@ -256,9 +256,9 @@ func (s *serving) open(w pendingCall) error {
 	return nil
 }
 
-// maxForget is the time after which a rank takes an Open without calls for one that has succeeded. Before, another
-// controller is not refused: the wantForget of a failed Open may be behind its wantOpen, since messages of different nodes
-// arrive in any order.
+// maxForget is the time after which a rank considers an Open without calls successful. Until then the rank refuses no other
+// controller: messages of different nodes arrive in any order, so the wantForget of a failed Open may arrive after another
+// controller's wantOpen.
 const maxForget = time.Second
 
 // another is the error that names the controller of the present session. s.mu is held.
