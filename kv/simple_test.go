@@ -308,7 +308,11 @@ func TestSimpleCanceled(t *testing.T) {
 		cancel()
 		fails(t, call.Wait(ctx), context.Canceled)
 		for _, d := range waiting {
-			<-d.Context().Done()
+			select {
+			case <-d.Context().Done():
+			case <-time.After(20 * time.Second):
+				t.Fatal("a server has not received the cancellation")
+			}
 			eventually(t, "the end of the request", func() bool { return !d.Wanted() })
 		}
 	})

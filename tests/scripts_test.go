@@ -269,11 +269,11 @@ func TestToolScripts(t *testing.T) {
 // all the same, and nothing is installed.
 func TestQuotedOptions(t *testing.T) {
 	compiler := filepath.Join(t.TempDir(), "cc")
-	script := "#!/bin/sh\n[ \"$1\" = '-I/a b' ] && [ \"$2\" = -O2 ]\n"
+	script := "#!/bin/sh\ncat >/dev/null\n[ \"$1\" = '-I/a b' ] && [ \"$2\" = -O2 ]\n"
 	if err := os.WriteFile(compiler, []byte(script), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if r := tool(t, "install_deps.sh", "CC="+compiler, "CGO_CPPFLAGS=", "CGO_CFLAGS='-I/a b' -O2"); r.status != 0 || r.out != "install_deps: nothing is missing\n" {
+	if r := tool(t, "install_deps.sh", "USE_RDMA=", "USE_CUDA=", "CC="+compiler, "CGO_CPPFLAGS=", "CGO_CFLAGS='-I/a b' -O2"); r.status != 0 || r.out != "install_deps: nothing is missing\n" {
 		t.Errorf("%+v, want status 0 and that nothing is missing", r)
 	}
 }

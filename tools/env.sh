@@ -27,17 +27,16 @@ usage_if_asked() {
 # part may have blanks.
 words() { xargs -r printf '%s\n' <<<"$1"; }
 
-# apt_install PACKAGE...: installs packages of Debian or Ubuntu. Of several processes one installs at a time: this
-# function may be called beside itself, and apt-get waits up to 10 minutes for other programs' locks.
+# apt_install PACKAGE...: installs packages of Debian or Ubuntu. A lock serializes concurrent calls on this host, and
+# apt-get waits up to 10 minutes for dpkg's locks of other programs.
 apt_install() {
   local as_root=() each
   [ "$(id -u)" -eq 0 ] || as_root=(sudo)
-  mkdir -p "$(dirname "${BASH_SOURCE[0]}")/../build"
   (
     flock 9
     for each in 'update' "install -y --no-install-recommends $*"; do
       # shellcheck disable=SC2086 # a list of words without blanks
-      ${as_root[@]+"${as_root[@]}"} env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=600 $each
+      ${as_root[@]+"${as_root[@]}"} env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=600 $each 9>&-
     done
-  ) 9>"$(dirname "${BASH_SOURCE[0]}")/../build/apt.lock"
+  ) 9</var/lib/dpkg
 }

@@ -42,7 +42,7 @@ header() {
   local compiler="${CC:-cc}" options
   command -v "$compiler" >/dev/null 2>&1 || compiler=gcc
   mapfile -t options < <(words "${CGO_CPPFLAGS-} ${CGO_CFLAGS-}")
-  printf '#include <%s>\n' "$1" | $compiler ${options[@]+"${options[@]}"} -E -o /dev/null - >/dev/null 2>&1
+  $compiler ${options[@]+"${options[@]}"} -E -o /dev/null - >/dev/null 2>&1 <<<"#include <$1>"
 }
 
 missing=()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests in two parts. Each test runs in at least one of them.
+# Runs the tests in two parts. Each test runs in at least one of them, except some on emulated RDMA devices.
 #   test.sh        the part of "make test": all packages, and the Python tests with PyTorch
 #   test.sh long   the part of "make test-long": the tests that the first part leaves out
 #   test.sh list   prints the packages of each kind, and the tests that run in full in the second part only
@@ -9,8 +9,8 @@
 # Which part a test belongs to:
 #   - A test that takes more than about 10 s of a processor, or repeats a shorter test many times, calls
 #     testing.Short. "make test" runs it with -short: it skips itself or makes fewer rounds. test-long finds
-#     these tests by that call, and runs them in full. In the virtual machine -short is set there, too: "make rdma-test" is
-#     the complete run.
+#     these tests by that call, and runs them in full. Some tests of tests/rdma run only in
+#     "make rdma-test", since -short is set in the virtual machine of test-long.
 #   - A package whose code runs in several goroutines is tested with the race detector, others without.
 #     Simulated clusters and real processes run without it in "make test". In test-long all simulated plans and some
 #     plans on real processes run with it.
@@ -39,7 +39,7 @@ module=$(sed -n 's/^module //p' go.mod)
 
 # The Python module is position-independent code. With the same options the packages that it needs are compiled once for it
 # and for all programs and tests without the race detector. That detector does not work at every address that the kernel may
-# give to such code. Compiling without the data for debuggers takes a sixth less time.
+# give to such code. Compiling without debug information (DWARF) takes a sixth less time.
 GOFLAGS="$(tools/go.sh env GOFLAGS) -trimpath -buildmode=pie -gcflags=all=-dwarf=false"
 export GOFLAGS
 with_race=(-race -buildmode=exe)
@@ -67,8 +67,8 @@ packages() {
 race_packages() { packages "$plain" -v "${longest[@]}"; }
 plain_packages() { packages "$plain" -e "${longest_plain[@]}"; }
 
-# long_tests: a line "DIRECTORY TEST|TEST..." for each directory with tests that call testing.Short. The virtual machine has
-# tests of its own.
+# long_tests: a line "DIRECTORY TEST|TEST..." for each directory with tests that call testing.Short. tests/rdma needs
+# RDMA devices; the step machine runs it.
 long_tests() {
   grep -rl 'testing\.Short()' --include='*_test.go' . | grep -v '^\./tests/rdma/' | sort | xargs awk '
     /^func Test/ { name = $2; sub(/\(.*/, "", name) }

@@ -17,7 +17,7 @@ AHEAD = 2  # receives of a stage that a CPU queues before the device has done th
 
 
 def stream_host(device):
-    """Names the host of a device whose streams can exchange with those of other processes there; else ""."""
+    """Returns an identifier of the host if CUDA streams on this device can exchange with other processes there, else ""."""
     if device.type != "cuda" or not hasattr(f, "prepare_streams"):
         return ""
     try:

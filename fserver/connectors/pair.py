@@ -27,7 +27,7 @@ import fserver_lib as f
 
 from . import channels, layout
 
-VERSION = 3  # of the protocol between the two sides
+VERSION = 4  # of the protocol between the two sides
 DATA, CONTROL, HELLO, CANCEL, QUEUED = 1, 2, 3, 4, 5
 TEXT = 2048  # bytes of the answer to a handshake
 STAGES, LAYERS, FORMS, TENSORS = 256, 1 << 16, 16, 16
@@ -601,7 +601,7 @@ class FFN(_Side):
         self.together = together
         self.streams = None if self.stream_host else False  # whether CUDA streams exchange the micro-batches; None until all ranks have sent their handshake
         self._stream_hosts = {}  # of ranks with a handshake
-        self._unanswered = []  # handlers of handshakes before that
+        self._unanswered = []  # handlers of handshakes that wait until streams is decided
         self._slots = {}  # (stage, rank): the waiting batch
         self._controls = {r: collections.deque() for r in self.peers}
         self._informed = set()  # ranks with a control message
@@ -791,13 +791,13 @@ class FFN(_Side):
             self._channels.close()  # a step has failed
         self._stream_hosts[rank] = other.get("stream_host")
         if wrong:
-            f.respond([_text("-" + "; ".join(wrong))], handler)
+            self._reply(handler, "-" + "; ".join(wrong))
         else:
             self._unanswered.append(handler)
         if self.streams is None and len(self._stream_hosts) == len(self.peers):
             self.streams = all(p == self.stream_host for p in self._stream_hosts.values())
         while self._unanswered and self.streams is not None:
-            f.respond([_text("-+"[self.streams])], self._unanswered.pop(0))
+            self._reply(self._unanswered.pop(0), "-+"[self.streams])
         if wrong and rank not in self._seen:
             raise Mismatch("; ".join(wrong))  # a replacement with a mismatch is refused, but does not stop this side
         if wrong:
@@ -807,6 +807,14 @@ class FFN(_Side):
         self._known.add(rank)
         if known and rank in self._seen and not other.get("again"):
             self._new_step(rank, "is another process, or has created its side again")
+
+    @staticmethod
+    def _reply(handler, text):
+        """Answers a handshake, unless its rank has canceled it."""
+        try:
+            f.respond([_text(text)], handler)
+        except f.Error:
+            pass
 
     def _new_step(self, rank, why):
         """With layers=1 this side counts layers, and cannot continue in the middle of a step. The

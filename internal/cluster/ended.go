@@ -22,7 +22,7 @@ import (
 const endedTimeout = time.Second
 
 // sendEnded sends the scheduler the reason why the node that o describes ends. It does nothing if o does not allow a
-// connection over ZMQ, or if the process cannot start the threads of one.
+// connection over ZMQ, or if the process cannot start libzmq's threads.
 func sendEnded(ctx context.Context, o Options, why error) {
 	if o.Config == nil || o.Van != nil || o.Config.VanType != "zmq" || o.Config.Role != "worker" && o.Config.Role != "server" {
 		return

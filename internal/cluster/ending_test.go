@@ -140,7 +140,7 @@ func TestReplacementOfAnEndedWorker(t *testing.T) {
 		testcluster.Lost(t, n, id)
 	}
 	if !ended() {
-		t.Error("a lost worker has not ended before its loss")
+		t.Error("HasEnded is false after the loss of a worker that had ended, want true until it is replaced")
 	}
 	if _, err := c.Join(t.Context(), "worker", 0, nil); err != nil {
 		t.Fatal(err)

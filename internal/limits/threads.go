@@ -31,8 +31,8 @@ const (
 	// starts without them.
 	spareThreads = 8
 	spareSpace   = 512 << 20
-	// threadsOfNotice and spaceOfNotice are the needs of a process that sends one message with one thread of libzmq
-	// for input and output, and then ends.
+	// threadsOfNotice and spaceOfNotice are the needs of a process that sends one message and then ends: one I/O thread and
+	// one reaper of libzmq, and those of Go.
 	threadsOfNotice = 2 + threadsOfGo
 	spaceOfNotice   = 16 << 20
 )
@@ -79,8 +79,8 @@ func Threads(c *env.Config, s System) (needs []Need) {
 	return needs
 }
 
-// CanNotify reports whether a process whose node does not start can send a message over ZeroMQ, with one thread for
-// input and output. Otherwise libzmq would abort.
+// CanNotify reports whether a process whose node does not start can send its reason over ZeroMQ with one I/O thread.
+// Otherwise libzmq would abort.
 func (s System) CanNotify() bool {
 	if s.Threads != nil {
 		for _, r := range s.Threads() {

@@ -137,18 +137,18 @@ func TestSpace(t *testing.T) {
 	}
 }
 
-// TestCanNotify: a node that does not start can notify its scheduler with fewer threads and less space than it lacks.
+// TestCanNotify: a node that does not start can notify its scheduler with fewer threads and less space than a node needs.
 func TestCanNotify(t *testing.T) {
 	s := System{Threads: func() []Room { return []Room{{Used: 5, Max: 100}, {Used: 5, Max: 10}} },
 		Space: func() ([]Room, uint64) { return []Room{{Used: 1 << 30, Max: 1<<30 + 5<<23 + 16<<20}}, 1 << 23 }}
 	if !s.CanNotify() || !(System{}).CanNotify() {
-		t.Error("just enough is not enough")
+		t.Error("CanNotify() = false at exactly the limit, want true")
 	}
 	few, small := s, s
 	few.Threads = func() []Room { return []Room{{Used: 5, Max: 100}, {Used: 6, Max: 10}} }
 	small.Space = func() ([]Room, uint64) { return []Room{{Used: 1<<30 + 1, Max: 1<<30 + 5<<23 + 16<<20}}, 1 << 23 }
 	if few.CanNotify() || small.CanNotify() {
-		t.Error("too little is enough")
+		t.Error("CanNotify() = true with a thread or a byte too few, want false")
 	}
 }
 

@@ -42,6 +42,9 @@ func (s *Session) Live() int {
 	return len(s.handles.live)
 }
 
+// SetConfirmTime replaces confirmTime. Call it before Serve.
+func (r *Rank) SetConfirmTime(d time.Duration) { r.confirmTime = d }
+
 // Nobody is serving.nobody of a rank on n.
 func Nobody(n *postoffice.Node, lost map[int]time.Time) (again time.Duration, err error) {
 	return (&serving{r: &Rank{node: (*cluster.Node)(n).App()}}).nobody(lost)

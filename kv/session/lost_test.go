@@ -4,6 +4,7 @@ package session_test
 
 import (
 	"context"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -30,7 +31,13 @@ func once(head int32, request bool, v hooks.Verdict) func(*van.Message) hooks.Ve
 // rankOf starts one rank.
 func rankOf(t *testing.T, c *testcluster.Cluster, i int) chan error {
 	t.Helper()
-	return serveOne(t, func() (*session.Rank, error) { return session.NewRank(c.Servers[i], session.Options{}) }, i, standard(t))
+	return serveOne(t, func() (*session.Rank, error) {
+		r, err := session.NewRank(c.Servers[i], session.Options{})
+		if err == nil {
+			r.SetConfirmTime(time.Minute) // longer than a busy machine delays a message
+		}
+		return r, err
+	}, i, standard(t))
 }
 
 // works has a session run a call and shuts it down.
@@ -184,38 +191,44 @@ func TestForgetAfterAnotherOpen(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Servers: 2, Wrap: hook.Wrap("server", 0),
 		Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, 30*time.Second }}) // worker 0 waits for the answer to its notice
 	ended := ends{rankOf(t, c, 0)}
-	first, opens := c.Workers[0].ID(), 0
+	first := c.Workers[0].ID()
+	var opens atomic.Int32
 	hook.OnReceive(func(m *van.Message) hooks.Verdict {
 		switch {
-		case m.Head == session.WantForget && opens < 2:
+		case m.Head == session.WantForget && opens.Load() < 2:
 			return hooks.Keep
 		case m.Head == session.WantOpen && m.Request && m.Sender != int(first):
-			if opens++; opens == 2 { // the first one was not answered
+			if opens.Add(1) == 2 { // the first one was not answered
 				go hook.DeliverKept()
 			}
 		}
 		return hooks.Pass
 	})
-	joining, cancel := context.WithCancel(t.Context())
+	var joined atomic.Bool
 	hook.OnSend(func(m *van.Message) hooks.Verdict {
-		if m.Head == session.WantOpen {
-			cancel() // rank 0 has joined
-		}
+		joined.Store(joined.Load() || m.Head == session.WantOpen)
 		return hooks.Pass
 	})
+	joining, cancel := context.WithCancel(t.Context())
+	defer cancel()
 	failed := make(chan error, 1)
 	go func() {
 		_, err := session.Open(joining, c.Workers[0], session.Options{})
 		failed <- err
 	}()
+	vantest.Eventually(t, 30*time.Second, "rank 0 has joined", func() bool { return joined.Load() && testcluster.InFlight(c.Workers[0]) < 2 })
+	cancel()
 	vantest.Eventually(t, 30*time.Second, "the notice has arrived", func() bool { return hook.Waiting() == 1 })
 	ended = append(ended, rankOf(t, c, 1))
 	s, err := session.Open(limit(t), c.Workers[1], session.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
+	if n := opens.Load(); n < 2 || hook.Waiting() != 0 {
+		t.Errorf("%d messages asked rank 0 to join, %d notices wait; want 2 at least, and none", n, hook.Waiting())
+	}
 	works(t, s, ended)
-	c.Workers[0].Close() // it still waits for rank 1, to which it has sent its notice too early
+	c.Workers[0].Close() // its Open still waits for rank 1, which did not serve when the notice arrived
 	vantest.Fails(t, <-failed, context.Canceled)
 }
 

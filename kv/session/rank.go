@@ -42,11 +42,13 @@ type Rank struct {
 	mu    sync.Mutex
 	funcs map[string]Function
 	now   bool // Serve is running
+
+	confirmTime time.Duration // see the constant; tests set others
 }
 
 // NewRank makes a server node a rank. Its number is the node's Rank.
 func NewRank(node *postoffice.Node, o Options) (*Rank, error) {
-	r := &Rank{node: (*cluster.Node)(node).App(), o: o, funcs: map[string]Function{}}
+	r := &Rank{node: (*cluster.Node)(node).App(), o: o, funcs: map[string]Function{}, confirmTime: confirmTime}
 	err := o.check()
 	if err == nil && node.Role() != van.Server {
 		err = fmt.Errorf("%w: ranks are servers", van.ErrInvalid)
@@ -244,7 +246,7 @@ func (s *serving) open(w pendingCall) error {
 	case again:
 		s.cancel(fmt.Errorf("%w: it opens another one", errAborted))
 		return errLater // the next Serve answers
-	case s.idle() && time.Since(s.joined) < maxForget:
+	case s.idle() && time.Since(s.joined) < s.r.confirmTime:
 		return errLater
 	default:
 		return s.another()
@@ -256,10 +258,10 @@ func (s *serving) open(w pendingCall) error {
 	return nil
 }
 
-// maxForget is the time after which a rank considers an Open without calls successful. Until then the rank refuses no other
-// controller: messages of different nodes arrive in any order, so the wantForget of a failed Open may arrive after another
-// controller's wantOpen.
-const maxForget = time.Second
+// confirmTime is how long a session without calls is provisional. During that time the rank leaves another controller's
+// wantOpen unanswered, and that controller repeats it. Reason: messages of different nodes are not ordered, so the wantForget
+// of a failed Open may arrive after another controller's wantOpen.
+const confirmTime = time.Second
 
 // another is the error that names the controller of the present session. s.mu is held.
 func (s *serving) another() error {

@@ -597,13 +597,17 @@ func (s *barriers) tick(now time.Duration) {
 		for g.nextNotice <= now {
 			g.nextNotice += s.cfg.ReportEvery
 		}
+		text := ""
 		for _, a := range g.requests {
 			switch {
 			case !s.isNotified(a) || s.alive.isDead(a.id):
 			case a.unconfirmed: // the question may be lost
 				s.askIfWaiting(a.askedAt, key, &a)
 			default:
-				s.out.notifyAbout(a.id, notice{verb: verbWaiting, text: s.explained(s.missingText(key, g))}, requestKey(a.stamp))
+				if text == "" {
+					text = s.withReasons(s.missingText(key, g))
+				}
+				s.out.notifyAbout(a.id, notice{verb: verbWaiting, text: text}, requestKey(a.stamp))
 			}
 		}
 	}
@@ -647,10 +651,17 @@ func (s *barriers) missingOfAll() string {
 	return strings.Join(parts, "; ")
 }
 
-// explained adds to the list of missing nodes the reasons why registered nodes cannot be reached: those are missing in
-// the barriers after the start. A report has the reasons already.
-func (s *barriers) explained(missing string) string {
-	return strings.Join(append([]string{missing}, s.probes.unreached()...), "; ")
+// withReasons appends to the text about missing nodes the reasons why registered nodes cannot be reached, three at most.
+// Such a node has no table, so barriers wait for it.
+func (s *barriers) withReasons(missing string) string {
+	reasons := s.probes.unreached()
+	if more := len(reasons) - 3; more > 0 {
+		reasons = append(reasons[:3], fmt.Sprintf("and %d more nodes", more))
+	}
+	if missing != "" {
+		reasons = append([]string{missing}, reasons...)
+	}
+	return strings.Join(reasons, "; ")
 }
 
 // mayDelayScheduler reports whether a worker waits in the barrier at the end of programs, or a dead node may delay

@@ -268,7 +268,7 @@ func (m *Machine) Missing(n int) (who, hint string) {
 	case t == nil:
 		return "", ""
 	case m.sched != nil:
-		return m.sched.barriers.explained(m.sched.barriers.missingOfAll()), ""
+		return m.sched.barriers.withReasons(m.sched.barriers.missingOfAll()), ""
 	}
 	return t.missing, t.hint(&m.pendingBarriers.core)
 }

@@ -54,8 +54,8 @@ func (t *pendingBarrier) name() string {
 	return kindName(t.instance) + " barrier over " + groupName(t.group)
 }
 
-// reports reports whether log lines name the nodes that t waits for.
-func (t *pendingBarrier) reports() bool { return t.starting || t.ending }
+// logsProgress reports whether t is a barrier at the start or the end of a program, whose missing nodes are logged.
+func (t *pendingBarrier) logsProgress() bool { return t.starting || t.ending }
 
 func (t *pendingBarrier) cancelNotice() notice {
 	return notice{verb: verbWithdraw, group: t.group, instance: t.instance}
@@ -489,7 +489,7 @@ func (t *pendingBarrier) workersDeadline(b *core) time.Duration {
 // text about one barrier, or "" if it is normal that the barrier waits.
 func (c *pendingBarriers) logProgress(now time.Duration, missing func(*pendingBarrier) string) {
 	for _, t := range c.open {
-		if !t.reports() || now < t.nextLog {
+		if !t.logsProgress() || now < t.nextLog {
 			continue
 		}
 		text := missing(t)
@@ -546,7 +546,7 @@ func (c *pendingBarriers) next() time.Duration {
 		if t.deadline > 0 {
 			next = min(next, t.deadline)
 		}
-		if t.reports() {
+		if t.logsProgress() {
 			next = min(next, t.nextLog)
 		}
 		if t.ending {

@@ -192,11 +192,11 @@ func TestBarrierNamesUnreachable(t *testing.T) {
 		}
 	}
 	if len(said) < 2 { // a notice of the missing node, and the end of the barrier
-		t.Errorf("the server is told %q", said)
+		t.Errorf("the server received %q", said)
 	}
 	for _, text := range said {
 		if !strings.Contains(text, cannot) || !strings.Contains(text, "DMLC_NODE_HOST or DMLC_INTERFACE") {
-			t.Errorf("the server is told %q, want %q in it", text, cannot)
+			t.Errorf("the server received %q, want %q in it", text, cannot)
 		}
 	}
 }

@@ -373,7 +373,7 @@ func (s *scheduler) report(now time.Duration) Report {
 
 func (s *scheduler) tick(now time.Duration) {
 	for _, t := range s.pending.expired(now) {
-		limit, missing := t.deadline-t.since, s.barriers.explained(s.barriers.missingOfAll())
+		limit, missing := t.deadline-t.since, s.barriers.withReasons(s.barriers.missingOfAll())
 		if t.starting {
 			text := fmt.Sprintf("the start barrier timed out on the scheduler after %s: %s", limit, missing)
 			s.monitor.notifyOthers(van.SchedulerID, notice{verb: verbError, text: text})
@@ -390,7 +390,7 @@ func (s *scheduler) tick(now time.Duration) {
 // steps after the release of the barrier have log lines of their own.
 func (s *scheduler) missingText(t *pendingBarrier) string {
 	if t.starting {
-		return s.barriers.explained(s.barriers.missingOfAll())
+		return s.barriers.withReasons(s.barriers.missingOfAll())
 	}
 	if s.barriers.departure.waiting() || !s.barriers.mayDelayScheduler() {
 		return ""

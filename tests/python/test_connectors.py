@@ -599,7 +599,7 @@ def unlike_alone_attention(n):
     if n.rank > 0:
         n.listen()
         return
-    side = side_of(n, streams=True, timeout_ms=20000)
+    side = side_of(n, streams=True, timeout_ms=1000 * WAIT)
     with n.raises(Mismatch, "width: attention 0 at", "has 8, ffn 0 at", "has 16"):
         side.check()
     n.tell("compared")
@@ -609,7 +609,7 @@ def unlike_alone_ffn(n):
     channels.stream_host = lambda device: "here"
     side = side_of(n, width=16, streams=True)
     with n.raises(Mismatch, "width: attention 0"):
-        side.recv(0, timeout_ms=20000)
+        side.recv(0, timeout_ms=1000 * WAIT)
 
 
 def test_unlike_alone(cluster):

@@ -81,7 +81,7 @@ func child(c *nodetest.Child, what string) error {
 	return nil
 }
 
-// notShort skips a test with -short: on simulated devices and over other transports its cases run each time.
+// notShort skips a test under -short. "make test" runs the same cases on simulated devices and over other transports.
 func notShort(t *testing.T) {
 	if testing.Short() {
 		t.Skip("repeats on emulated devices what other tests show")

@@ -212,7 +212,7 @@ func TestSecondConnectionWhileNotRead(t *testing.T) {
 	}
 	c := (*server.peers.Load())[9]
 	first := dialRaw(t, server, of9(7))
-	first.send(nil) // as libzmq does, so that the connection is the member's before it has many bytes
+	first.send(nil) // as nodes of this library do: the server attributes the connection to worker 9 before it has many bytes
 	until(t, "first connection", func() bool { return has(server, c, first) })
 	for range 2 * most / size {
 		say(first)

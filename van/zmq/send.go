@@ -36,8 +36,8 @@ func (o *outgoing) opened(msg *van.Message, c *conn) (*conn, error) {
 	switch {
 	case err == nil, errors.Is(err, van.ErrClosed):
 		return c, err
-	case limits.Hint(err) != "": // of this process or host, not of the peer
-		return nil, limits.Explain(err)
+	case limits.Hint(err) != "": // The limit is this process's or host's; the peer is not lost.
+		return nil, err
 	}
 	return nil, fmt.Errorf("%w: %w", van.ErrPeerLost, err)
 }
