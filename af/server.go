@@ -109,11 +109,7 @@ func (s *Server) begin() error {
 	}
 	s.serving.Store(c)
 	c.OnCanceled(s.cancel)
-	unwatch := s.node.OnPeer(func(id int, up bool, _ error) {
-		if !up {
-			s.dropSender(id)
-		}
-	})
+	unwatch := s.node.OnPeer(func(id int, _ bool, _ error) { s.dropSender(id) })
 	s.forget = func() { unwatch(); stay() }
 	return nil
 }
@@ -192,13 +188,14 @@ func (s *Server) dropped(msg *van.Message, err error) {
 		"err", err, "from", s.node.PeerName(msg.Sender), "message", &msg.Meta)
 }
 
-// dropSender drops the incomplete batches of a lost worker. A replacement process may have begun some by now.
+// dropSender drops the incomplete batches that a worker's processes will not complete: a process of this library that is
+// lost, and each process that was replaced. A replacement process may have begun some by now.
 func (s *Server) dropSender(id int) {
 	x, c := s.sender(id), s.serving.Load()
 	if x == nil {
 		return
 	}
-	if open := x.drop(func(epoch uint32, customer, ts int32) bool { return !c.IsAwaited(id, epoch, customer, ts) }); open > 0 {
+	if open := x.drop(func(epoch uint32, customer, ts int32) bool { return !c.MaySendRest(id, epoch, customer, ts) }); open > 0 {
 		s.node.Log().Warn("dropped unfinished batches of a lost worker", "worker", s.node.PeerName(id), "batches", open)
 	}
 }

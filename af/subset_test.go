@@ -13,10 +13,11 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// anonymous hides from a node the library of servers that join while hides is set.
+// anonymous hides from a node the library of nodes with a role that join while hides is set.
 type anonymous struct {
 	van.Van
 	hides *atomic.Bool
+	role  van.Role
 }
 
 // Unwrap implements van.Wrapper.
@@ -26,7 +27,7 @@ func (a *anonymous) Unwrap() van.Van { return a.Van }
 func (a *anonymous) Start(recv van.Receiver) {
 	a.Van.Start(func(m *van.Message) {
 		for i := range m.Control.Nodes {
-			if n := &m.Control.Nodes[i]; n.Role == van.Server && a.hides.Load() {
+			if n := &m.Control.Nodes[i]; n.Role == a.role && a.hides.Load() {
 				n.Endpoint = nil
 			}
 		}
@@ -44,7 +45,7 @@ func startAnonymous(t *testing.T, hides *atomic.Bool) *testcluster.Cluster {
 		}
 		return func(o van.Options) (van.Van, error) {
 			v, err := f(o)
-			return &anonymous{v, hides}, err
+			return &anonymous{v, hides, van.Server}, err
 		}
 	}})
 }
@@ -129,4 +130,52 @@ func TestToldAfterRefusal(t *testing.T) {
 		t.Error("not answered")
 	}
 	b.Release()
+}
+
+// TestPausedOriginal: a C++ StepMesh worker that is lost in the middle of a batch may only be paused, so the server keeps the
+// beginning of the batch until the worker is replaced.
+func TestPausedOriginal(t *testing.T) {
+	var hides atomic.Bool
+	hides.Store(true)
+	hook := &hooks.Van{}
+	hook.Expands = true // to the messages that ps-lite sends
+	c := testcluster.Start(t, testcluster.Options{Wrap: func(role string, rank int, f van.Factory) van.Factory {
+		if role != "server" {
+			return hook.Wrap("worker", 0)(role, rank, f)
+		}
+		return func(o van.Options) (van.Van, error) {
+			v, err := f(o)
+			return &anonymous{v, &hides, van.Worker}, err
+		}
+	}})
+	s, err := af.NewServer(c.Servers[0], af.ServerOptions{})
+	if err == nil {
+		err = s.Handle(func(b af.Batch) { t.Error("the application gets an incomplete batch") })
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		m.SetIncarnations(0, 0)
+		if m.Request && !m.Push {
+			return hooks.Keep // the end of the batch
+		}
+		return hooks.Pass
+	})
+	w, id := newWorker(t, c.Workers[0]), c.Workers[0].ID()
+	if _, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte("x"))}}, [][]af.KeyTensor{{{Key: 2, Val: bytesOf(t, []byte("y"))}}}); err != nil {
+		t.Fatal(err)
+	}
+	open := func() int { n, _ := af.OpenBatches(s, int(id)); return n }
+	vantest.Eventually(t, 20*time.Second, "the beginning of the batch", func() bool { return open() == 1 })
+	c.Workers[0].Close()
+	testcluster.Lost(t, c.Scheduler, id)
+	testcluster.Lost(t, c.Servers[0], id)
+	if n := open(); n != 1 {
+		t.Errorf("%d batches are open after the loss of their worker, want 1", n)
+	}
+	if _, err := c.Join(t.Context(), "worker", 0, nil); err != nil {
+		t.Fatal(err)
+	}
+	vantest.Eventually(t, 20*time.Second, "the end of the batch, whose worker is replaced", func() bool { return open() == 0 })
 }

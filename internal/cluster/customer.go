@@ -344,6 +344,12 @@ func (c *Customer) IsAwaited(sender int, epoch uint32, customer, ts int32) bool 
 	return c.inbound.isAwaited(sender, epoch, customer, ts)
 }
 
+// MaySendRest reports whether the sender of the beginning of a request may send the rest: IsAwaited, or a C++ StepMesh
+// process that is lost, which may only be paused.
+func (c *Customer) MaySendRest(sender int, epoch uint32, customer, ts int32) bool {
+	return c.inbound.maySendRest(sender, epoch, customer, ts)
+}
+
 // OnCanceled makes the customer call f with the cancellations of senders, after IsAwaited has begun to return false
 // for them. f must not block.
 func (c *Customer) OnCanceled(f func(Canceled)) { c.onCanceled.Store(&f) }

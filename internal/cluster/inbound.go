@@ -243,6 +243,11 @@ func (b *Inbound) isAwaited(sender int, epoch uint32, customer, ts int32) bool {
 	return b.processes.waits(sender, epoch) && !b.cancellations.has(sender, epoch, customer, ts)
 }
 
+// maySendRest implements Customer.MaySendRest.
+func (b *Inbound) maySendRest(sender int, epoch uint32, customer, ts int32) bool {
+	return b.processes.maySendRest(sender, epoch) && !b.cancellations.has(sender, epoch, customer, ts)
+}
+
 // close ends all contexts permanently: the customer or its node is closed, or has failed.
 func (b *Inbound) close(cause error) {
 	b.closed.Store(true)

@@ -75,6 +75,13 @@ func (t *processes) waits(id int, epoch uint32) bool {
 	return id == t.self.ID() || p.epoch == epoch && (p.lost == nil || p.lostEpoch != epoch)
 }
 
+// maySendRest reports whether the process that had node id at that epoch may send the rest of a request: it has not been replaced, and
+// is not lost. A C++ StepMesh process that is lost may only be paused: nothing but its messages tells that it lives.
+func (t *processes) maySendRest(id int, epoch uint32) bool {
+	p := t.of(id)
+	return t.waits(id, epoch) || p.epoch == epoch && p.original()
+}
+
 // lost returns the reason why node id is considered dead, or nil.
 func (t *processes) lost(id int) error { return t.of(id).lost }
 
