@@ -55,7 +55,8 @@ const headRoom = 4096
 
 // Open opens a session with all servers of the cluster, and returns when each has called Serve. It is called on a
 // worker. The session lasts until Shutdown or Close. If Open fails, the ranks that have called Serve wait for the
-// next session.
+// next session. While another session is open, the error wraps ErrRefused. It is returned at once if that session has had a
+// call, and within 2 s otherwise.
 func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, error) {
 	s := &Session{node: (*cluster.Node)(node).App(), longest: math.MaxInt32 - headRoom, told: make(chan struct{}), handles: handles{live: map[uint64]bool{}}}
 	s.calls = calls{ranks: ranks{s.node, s.node.Members(van.ServerGroup)}, all: map[uint64]*call{}, tell: wantForget, freed: make(chan struct{}), broken: make(chan struct{})}
