@@ -169,7 +169,7 @@
 #define DOC_PREPARE_STREAMS \
 	"prepare_streams($module, /, push_tensors, push_keys, pull_tensors, pull_keys, *, peers=None, timeout_ms=15000, round_timeout_ms=15000, host=False)\n--\n\n" \
 	"Worker and server: prepare an exchange that the CUDA streams of both ends make by\n" \
-	"themselves, on one host. No CPU and no kernel takes part. Both ends prepare it, and\n" \
+	"themselves, on one host. No CPU takes part; a kernel copies. Both ends prepare it, and\n" \
 	"then queue it, or capture it into graphs, as often as they want.\n" \
 	"\n" \
 	"    x = f.prepare_streams([hidden], [1], [out], [2])    # worker\n" \

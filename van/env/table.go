@@ -259,7 +259,7 @@ var table = []variable{
 	}, {
 		name: "STEPAF_STRANGER_BUDGET", topic: budgets, kind: Size, min: 1 << 16, max: 1 << 30, def: "16M", readers: "all",
 		field:   func(c *Config) any { return &c.StrangerBudget },
-		help:    "Bytes of memory that processes outside the cluster may use in this node.",
+		help:    "Bytes of messages of processes outside the cluster. Their connections are limited in number.",
 		differs: "New.",
 	}, {
 		name: "STEPAF_SHM_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",

@@ -20,7 +20,7 @@
 // has the directory, and its values follow one another. Bytes that the socket does not accept wait in a queue; the engine's
 // loop, or a goroutine that polls, writes them when the socket is writable again.
 //
-// The receiver reads into a buffer. Values that are longer than that are read straight into the memory that the pull
+// The receiver reads into a buffer of 64 KiB. The values of messages longer than half of it are read straight into the memory that the pull
 // request has named, into the buffer registered for the push, or into memory of this package that is used again. New memory of that
 // kind grows with the bytes that arrive.
 //

@@ -92,7 +92,8 @@ type inConn struct {
 	joined bool       // the source has it; peers.mu
 }
 
-// bufLen is the length of the buffer of a connection. Longer values are read straight to where they are wanted.
+// bufLen is the length of the buffer of a connection. The values of messages longer than half of it are read straight to
+// where they are wanted.
 const bufLen = 64 << 10
 
 // keepLen is the maximum length of a buffer that a connection keeps after it has grown for long keys or metas.
