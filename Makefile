@@ -27,7 +27,7 @@ VARIANTS := nordma
 # sources are the Go files of the repository, those not yet committed too.
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
-.PHONY: help deps build run run-session run-moe af programs fserver wheel test test-long check check-variants testallocs cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test rdma-plans \
+.PHONY: help deps build run run-session run-moe af programs fserver wheel test test-long check check-variants cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test rdma-plans \
 	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz sim simfaults soak locks lockorder pictures bench clean
 
 help: ## list the targets
@@ -69,7 +69,7 @@ wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and t
 test: ## the tests of all packages and of the Python module, after installing what they need; the last lines say what it leaves out
 	@tools/test.sh
 
-test-long: ## what make test leaves out: plans on real processes, 500 seeds, planted faults, Python and RDMA where prepared
+test-long: ## what make test leaves out: the race detector, plans on real processes, 500 seeds, planted faults, Python and RDMA where prepared
 	@tools/test.sh long
 
 check: fmtcheck vet lint ## fmtcheck, vet and lint, with the build tags of this machine
@@ -79,11 +79,6 @@ packages_of = $$(grep -rlE "^//go:build.*\b$$tag\b" --include='*.go' van tools |
 
 check-variants: ## vet and lint with other build tags the packages that these change
 	@for tag in $(VARIANTS); do packages=$(packages_of); (set -x; tools/go.sh vet -tags $$tag $$packages; tools/go.sh tool staticcheck -tags $$tag $$packages); done
-
-testallocs: ## what the race detector changes: tests that count allocations, and the conformance suites, which send more without it
-	@flags=$$(tools/build_flags.sh -q); \
-	packages=$$(grep -rlE '^func Test[A-Za-z]*Alloc|vantest\.Run\(' --include='*_test.go' internal van kv af | xargs dirname | sort -u | sed 's|^|./|'); \
-	set -x; tools/go.sh test $$flags -vet=off -timeout 5m -run 'Alloc|Conformance' $$packages
 
 cuda-deps: ## fetch what building with CUDA needs into build/cuda (750 MB to get 1 MB), unless it is here
 	@tools/install_deps.sh cuda

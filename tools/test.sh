@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests in two parts. Each test runs in at least one of them, except some on emulated RDMA devices.
 #   test.sh        the part of "make test": all packages, and the Python tests with PyTorch
-#   test.sh long   the part of "make test-long": the tests that the first part leaves out
-#   test.sh list   prints the packages of each kind, and the tests that run in full in the second part only
+#   test.sh long   the part of "make test-long": the race detector, and the tests that the first part leaves out
+#   test.sh list   prints the packages that run with the race detector, and the tests that run in full in the second part only
 # A step that fails does not keep the next ones from running, unless nothing can be built.
 # The last lines say how each step ended.
 #
@@ -11,9 +11,8 @@
 #     testing.Short. "make test" runs it with -short: it skips itself or makes fewer rounds. test-long finds
 #     these tests by that call, and runs them in full. Some tests of tests/rdma run only in
 #     "make rdma-test", since -short is set in the virtual machine of test-long.
-#   - A package whose code runs in several goroutines is tested with the race detector, others without.
-#     Simulated clusters and real processes run without it in "make test". In test-long all simulated plans and some
-#     plans on real processes run with it.
+#   - "make test" runs without the race detector, which needs all packages compiled again. In test-long the packages whose
+#     code runs in several goroutines run with it, and so do all simulated plans and some plans on real processes.
 set -euo pipefail
 # shellcheck source=env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -23,14 +22,13 @@ usage_if_asked 'usage: tools/test.sh [long | list]
   list         which package and test runs where' "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Packages without the race detector: rules without goroutines, tables, command lines and documents; programs and
-# scripts, which are other processes; and clusters that run with it in the long part.
+# Packages that never run with the race detector: rules without goroutines, tables, command lines and documents; programs
+# and scripts, which are other processes. Some tests of tests/processes, tests/local and tests/sim run with it in steps of their own.
 plain='/(tests|tests/(benchmark|examples|fserver|utests|internal|limits|local|processes|golden|replay|sim|soak|testdata|testlimit|vansession)(/.*)?|tools(/.*)?'
 plain+='|postoffice/membership|van/(env|rdma/choose)|internal/(freeport|hostaddr|limits))$'
 
 # The packages that take longest are started first, so that no processor is idle at the end.
-longest=(van/zmq internal/cluster van/local van/rdma af/window af/collective tests/faults af kv kv/session)
-longest_plain=(tests/processes tests tests/sim tests/local tools/internal/app tests/limits tests/replay postoffice/membership)
+longest=(tests/processes tests van/zmq internal/cluster van/local van/rdma tests/faults tests/sim af/window af/collective kv/session af kv)
 
 # Their tests wait most of the time, so more packages are tested at once than there are processors.
 processors=$(nproc 2>/dev/null || echo 2)
@@ -55,25 +53,24 @@ stop_groups() {
 }
 trap 'stop_groups; rm -rf "$work"' EXIT
 
-# packages PATTERN OPTION-OF-GREP LONGEST...: the packages with tests that match, the longest first.
+# packages: those with tests, the longest first.
 packages() {
   local all first
   # shellcheck disable=SC2046 # the flags are a list
-  all=$(tools/go.sh list $(tools/build_flags.sh -q) -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}}{{end}}' ./... | grep -E "$2" "$1")
-  first=$(printf "$module/%s\n" "${@:3}")
-  grep -Fx "$first" <<<"$all" | awk -v order="$first" 'BEGIN { n = split(order, o, "\n") } { have[$0] = 1 } END { for (i = 1; i <= n; i++) if (o[i] in have) print o[i] }'
-  grep -vFx "$first" <<<"$all"
+  all=$(tools/go.sh list $(tools/build_flags.sh -q) -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}}{{end}}' ./...)
+  first=$(printf "$module/%s\n" "${longest[@]}")
+  grep -Fx -e "$all" <<<"$first"
+  grep -vFx -e "$first" <<<"$all"
 }
-race_packages() { packages "$plain" -v "${longest[@]}"; }
-plain_packages() { packages "$plain" -e "${longest_plain[@]}"; }
+race_packages() { packages | grep -vE "$plain"; }
 
-# long_tests: a line "DIRECTORY TEST|TEST..." for each directory with tests that call testing.Short. tests/rdma needs
-# RDMA devices; the step machine runs it.
+# long_tests: a line "DIRECTORY TEST|TEST..." for each directory with tests that call testing.Short. tests/rdma and tests
+# named TestDevice... need RDMA devices; the step machine runs them.
 long_tests() {
   grep -rl 'testing\.Short()' --include='*_test.go' . | grep -v '^\./tests/rdma/' | sort | xargs awk '
     /^func Test/ { name = $2; sub(/\(.*/, "", name) }
     /^}/ { name = "" }
-    /testing\.Short\(\)/ && name != "" {
+    /testing\.Short\(\)/ && name != "" && name !~ /^TestDevice/ {
       directory = FILENAME
       sub(/^\.\//, "", directory)
       sub(/\/[^\/]*$/, "", directory)
@@ -95,13 +92,9 @@ go_test() {
 # The steps. Each is run by "step NAME".
 install() { tools/install_deps.sh; }
 check() { make --no-print-directory fmtcheck vet; }
-race() {
-  local list && mapfile -t list < <(race_packages)
-  go_test "${with_race[@]}" -short -p $((processors * 2)) -timeout 10m "${list[@]}" && tools/go.sh test -C tests/thirdparty "${with_race[@]}" -timeout 5m ./...
-}
-plain() {
-  local list && mapfile -t list < <(plain_packages)
-  go_test -short -p "$processors" -timeout 10m "${list[@]}"
+go_tests() {
+  local list && mapfile -t list < <(packages)
+  go_test -short -p $((processors * 2)) -timeout 10m "${list[@]}" && tools/go.sh test -C tests/thirdparty -vet=off -timeout 5m ./...
 }
 python() { # the check compiles the packages that the module needs
   tools/python/test_deps.sh torch || return
@@ -110,20 +103,18 @@ python() { # the check compiles the packages that the module needs
 }
 
 variants() { make --no-print-directory lint check-variants; }
-full() { # the tests that -short shortens, but those of tests/processes, which processes runs
-  local directory tests with='' without='' with_packages=() without_packages=() status=0
+race() { # none is shortened
+  local list && mapfile -t list < <(race_packages)
+  go_test "${with_race[@]}" -p $((processors * 2)) -timeout 18m "${list[@]}"
+}
+full() { # what -short shortens in the packages that never run with the race detector, but for tests/processes, which processes runs
+  local directory tests names='' directories=()
   while read -r directory tests; do
-    if [ "$directory" = tests/processes ]; then
-      continue
-    elif grep -qE "$plain" <<<"/$directory"; then
-      without_packages+=("./$directory") without+="|$tests"
-    else
-      with_packages+=("./$directory") with+="|$tests"
+    if [ "$directory" != tests/processes ] && grep -qE "$plain" <<<"/$directory"; then
+      directories+=("./$directory") names+="|$tests"
     fi
   done < <(long_tests)
-  go_test "${with_race[@]}" -timeout 18m -run "^(${with#|})\$" "${with_packages[@]}" || status=1
-  go_test -timeout 18m -run "^(${without#|})\$" "${without_packages[@]}" || status=1
-  return $status
+  go_test -timeout 18m -run "^(${names#|})\$" "${directories[@]}"
 }
 processes() { # the race detector triples the processor time of a plan, so it watches the brief ones; "make test" runs the other tests
   local status=0
@@ -133,7 +124,6 @@ processes() { # the race detector triples the processor time of a plan, so it wa
   return $status
 }
 simulated() { go_test "${with_race[@]}" -timeout 18m -run '^Test(Plans|Collectives|RDMA)$' ./tests/sim; }
-allocs() { make --no-print-directory testallocs; }
 seeds() { make --no-print-directory sim SEEDS=500; }
 faults() { make --no-print-directory simfaults; }
 machine() { tools/rdma_test.sh -- -test.short; }
@@ -197,14 +187,12 @@ skip() { results+=("test: SKIPPED $1: $2"); }
 
 case "${1-}" in
   '')
-    # The race detector needs packages of its own, so check and race compile at the same time. All tests wait a part of their
-    # time, and Python's are installed while others compile. After a failed check nothing else runs.
+    # All tests wait a part of their time, and Python's are installed while others compile. After a failed check nothing
+    # else runs.
     if step install; then
-      begin 0 race
       begin 0 python
       if step check; then
-        step plain || true
-        collect race
+        step go_tests || true
         collect python
       fi
     fi
@@ -215,14 +203,13 @@ case "${1-}" in
     begin 15 simulated seeds faults variants
     if why="$(tools/rdma_test.sh --ready 2>&1)"; then step machine || true; else skip machine "$why"; fi
     step processes || true
+    step race || true
     step full || true
     if why="$(tools/python/test.sh --ready 2>&1)"; then step pythons || true; else skip pythons "$why"; fi
     collect simulated seeds faults variants
-    step allocs || true
     ;;
   list)
     race_packages | sed "s|^$module/|race   |"
-    plain_packages | sed "s|^$module/|plain  |"
     long_tests | sed 's/^/full   /'
     exit
     ;;
@@ -237,9 +224,10 @@ printf '%s\n' "${results[@]}"
 if [ -z "${1-}" ]; then
   cat <<END
 test: left out, run by "make test-long":
+  the race detector: go test -race PACKAGE (tools/test.sh list has the packages)
   tests that -short shortens, in full: $(long_tests | sed 's/^[^ ]* //' | tr '\n|' '  ')
-  all plans on real processes: go test -run TestPlans ./tests/processes; plans with the race detector: go test -race -short -run TestPlans ./tests/processes ./tests/sim
-  allocations: make testallocs; 500 seeds: make sim SEEDS=500; planted faults: make simfaults
+  all plans on real processes: go test -run TestPlans ./tests/processes
+  500 seeds: make sim SEEDS=500; planted faults: make simfaults
   staticcheck, and vet with the build tag nordma: make lint check-variants
   RDMA devices in a virtual machine: make rdma-deps rdma-test
   Python tests that are marked long, with NumPy and JAX, and with Python below 3.10: make python-deps python-test

@@ -36,7 +36,7 @@ def script(name, *arguments, **env):
 long = pytest.mark.long  # each of these programs is several processes that import PyTorch
 
 
-@pytest.mark.parametrize("name,lines", [pytest.param("test_fserver", 0, marks=long), ("test_fserver_diff_stage", 12), pytest.param("test_fserver_dynamic", 0, marks=long)])
+@pytest.mark.parametrize("name,lines", [pytest.param("test_fserver", 0, marks=long), pytest.param("test_fserver_diff_stage", 12, marks=long), pytest.param("test_fserver_dynamic", 0, marks=long)])
 def test_single(name, lines):
     out = script("run_single_gpu.sh", BIN=name, BENCHMARK_ITER="4")
     assert "worker test done" in out

@@ -50,21 +50,25 @@ func parts(n int, first uint64, size func(i int) int) (all []part) {
 // TestValues: all forms of batches in clusters of different shapes.
 func TestValues(t *testing.T) {
 	for _, tt := range []struct {
-		name string
-		o    options
-		full bool // all forms, otherwise some
+		name  string
+		o     options
+		full  bool // all forms, otherwise some
+		short bool // also under -short
 	}{
-		{"1x1", options{}, true},
-		{"group 2", options{workers: 2, servers: 1, group: 2}, false},
+		{"1x1", options{}, true, true},
+		{"group 2", options{workers: 2, servers: 1, group: 2}, false, false},
 		{"split, few places", options{set: func(c *postoffice.Config) { c.SplitQPLag, c.AddressPoolSize = true, 32 },
-			env: []string{"STEPMESH_SPLIT_QP_LAG=1", "BYTEPS_ADDRESS_POOL_SIZE=32"}}, false},
+			env: []string{"STEPMESH_SPLIT_QP_LAG=1", "BYTEPS_ADDRESS_POOL_SIZE=32"}}, false, false},
 		{"one queue pair, always block", options{set: func(c *postoffice.Config) { c.QPNum, c.BusyPoll = 1, env.AlwaysBlock },
-			env: []string{"STEPAF_QP_NUM=1", "STEPAF_BUSY_POLL_ENABLE=0"}}, false},
+			env: []string{"STEPAF_QP_NUM=1", "STEPAF_BUSY_POLL_ENABLE=0"}}, false, false},
 		{"worker processes", options{workers: 2, servers: 2, place: func(role string, _ int) place {
 			return map[string]place{"server": {what: answers}, "worker": {what: works}}[role]
-		}}, false},
+		}}, false, true},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
+			if !tt.short {
+				notShort(t)
+			}
 			c := start(t, tt.o)
 			for _, p := range c.children {
 				if c.Workers[0] == nil && p.What == works {
@@ -91,6 +95,9 @@ func TestValues(t *testing.T) {
 func TestRegistered(t *testing.T) {
 	for _, split := range []bool{false, true} {
 		t.Run(fmt.Sprintf("split %t", split), func(t *testing.T) {
+			if !split {
+				notShort(t)
+			}
 			c := start(t, options{workers: 2, servers: 2, env: []string{fmt.Sprintf("STEPMESH_SPLIT_QP_LAG=%d", map[bool]int{true: 1}[split])},
 				set:   func(c *postoffice.Config) { c.SplitQPLag = split },
 				place: func(role string, _ int) place { return map[string]place{"server": {what: slots}}[role] }})

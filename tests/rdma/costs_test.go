@@ -220,6 +220,7 @@ func (c *counted) look(t testing.TB) holdings {
 
 // TestFlat: no resource grows over many push_pulls with changing tensors.
 func TestFlat(t *testing.T) {
+	notShort(t)
 	c, n := alone(t)
 	const pool, size = 64, 8000
 	from, to, back := tensors(t, pool, size), tensors(t, pool, size), tensors(t, pool, size)
@@ -324,6 +325,7 @@ func TestCalls(t *testing.T) {
 
 // TestAllocations: a push_pull in steady state allocates nothing, on worker and server together.
 func TestAllocations(t *testing.T) {
+	notShort(t)
 	if vantest.Race {
 		t.Skip("the race detector allocates")
 	}

@@ -80,6 +80,7 @@ func TestServerKilled(t *testing.T) {
 
 // TestServerKilledWithRequests: a server is killed while it has unanswered requests.
 func TestServerKilledWithRequests(t *testing.T) {
+	notShort(t)
 	c := start(t, options{place: func(role string, _ int) place { return map[string]place{"server": {what: mute}}[role] }})
 	w := c.clients()[0]
 	r, err := w.begin([]part{{1, 100000}}, []part{{1, 100000}})
@@ -106,6 +107,7 @@ func TestServerKilledWithRequests(t *testing.T) {
 
 // TestWorkerKilled: a worker that is killed during requests does not disturb another one, and can be replaced.
 func TestWorkerKilled(t *testing.T) {
+	notShort(t)
 	c := start(t, options{workers: 2, servers: 2, place: func(role string, rank int) place {
 		if role == "worker" && rank == 1 {
 			return place{what: works}
@@ -148,6 +150,7 @@ func TestSchedulerKilled(t *testing.T) {
 
 // TestServerStopped: a stopped server gets its requests later. The errors of requests that time out name it, also if there are more than it has slots for.
 func TestServerStopped(t *testing.T) {
+	notShort(t)
 	c := start(t, options{servers: 2})
 	w := c.clients()[0]
 	work(t, w)

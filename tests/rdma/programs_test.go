@@ -26,6 +26,9 @@ func TestLaunch(t *testing.T) {
 		{"groups", []string{"-n", "1", "-s", "1", "-g", "2", "--fserver", "--", program("test_fserver")}, []string{"worker test done"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
+			if tt.name == "groups" {
+				notShort(t)
+			}
 			p := exec.Command(program("stepaf"), append([]string{"launch", "--timeout", "60s"}, tt.options...)...)
 			p.Env = append(os.Environ(), "DMLC_ENABLE_RDMA=ibverbs", "BYTEPS_ENABLE_IPC=0", "DMLC_NODE_HOST="+host, "DMLC_PS_ROOT_URI="+host, "STEPMESH_BAKCEND=CPU",
 				fmt.Sprintf("STEPAF_RDMA_ACK_TIMEOUT=%d", patientAck))

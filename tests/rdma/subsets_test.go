@@ -300,6 +300,7 @@ func TestSubsets(t *testing.T) {
 // TestSubsetsServerKilled: a worker that does not use a server does not notice that it is killed. A worker that uses it gets an error that names it, until another
 // process has replaced it.
 func TestSubsetsServerKilled(t *testing.T) {
+	notShort(t)
 	c := startPicking(t, 3, -1)
 	all := c.pickers()
 	nodetest.Together(t, all, func(p *picker) error { return p.turns(6) })
