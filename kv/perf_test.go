@@ -211,7 +211,7 @@ func TestFlood(t *testing.T) {
 		c := testcluster.Start(t, o)
 		sums[int64](t, c)
 		w := newWorker[int64](t, c.Workers[0])
-		const total = 20_000 // several times the number of finished requests that a worker remembers
+		const total = 12_000 // several times the number of finished requests that a worker remembers
 		var wg sync.WaitGroup
 		var ok, full atomic.Int64
 		wg.Add(total)
