@@ -28,7 +28,6 @@ var wide = map[string]ceiling{
 	"tools/internal/bench.latencyReport": {30, byEmbedding},
 	"postoffice/membership.Machine":      {36, byEmbedding},
 	"van/backend.gpu":                    {52, byEmbedding},
-	"van/local.inLink":                   {26, byEmbedding},
 	"van/zmq.zvan":                       {36, byEmbedding},
 }
 

@@ -187,9 +187,9 @@ func (a *acceptor) admit(c *net.UnixConn) (r reply, err error) {
 		return r, err
 	}
 	l := newInLink(a.in, a.peers.sender(id), c, pid, seg, bell)
-	l.name, l.number = [16]byte(b[40:]), [8]byte(b[24:])
+	l.name = [16]byte(b[40:])
 	if seg.behind().Load() != 0 {
-		a.peers.awaitMarks(l)
+		l.marks.Await(markOf([8]byte(b[24:])), func() { a.peers.endBehind(l, slog.LevelWarn) })
 	}
 	r = reply{link: l, verdict: verdictRead}
 	if l.source, err = a.openSource(pid, le.Uint64(b[16:]), le.Uint64(b[24:])); err != nil {

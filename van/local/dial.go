@@ -16,6 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/auth"
+	"github.com/stepaf/stepaf-go/van/failback"
 )
 
 // dialer makes links to peers, and replaces broken ones.
@@ -28,8 +29,8 @@ type dialer struct {
 
 	inner van.Van
 
+	retry       failback.Retry
 	later       func(n *outPeer) // laterLocked
-	firstRetry  time.Duration    // the constant, except in tests
 	readersOnce sync.Once
 	readers     func() (bool, error) // admitReaders, except in tests
 }
@@ -44,11 +45,7 @@ func (d *dialer) link(n *outPeer) {
 	switch {
 	case err == nil:
 		d.add(n, l)
-	case d.peers.ctx.Err() != nil:
-	case hopeless(err):
-		d.log.Warn("data goes over "+d.over()+", not through shared memory, for as long as both processes run", "peer", van.NodeName(id), "err", err)
-	default:
-		d.log.Warn("data goes over "+d.over()+", not through shared memory", "peer", van.NodeName(id), "err", err, "next try in", d.firstRetry)
+	case d.peers.ctx.Err() == nil && d.retry.First(id, err):
 		d.peers.mu.Lock()
 		d.later(n)
 		d.peers.mu.Unlock()
@@ -298,7 +295,7 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 	retries := !gone && err != nil && !hopeless(err)
 	switch {
 	case retries:
-		d.log.Warn("data goes over "+d.over()+" from now on", "peer", van.NodeName(id), "links lost", n.tries, "err", err, "next try in", d.firstRetry)
+		d.log.Warn("data goes over "+d.over()+" from now on", "peer", van.NodeName(id), "links lost", n.tries, "err", err, "next try in", d.retry.Pause)
 	case !gone:
 		d.log.Warn("data goes over "+d.over()+" from now on, for as long as both processes run", "peer", van.NodeName(id), "links lost", n.tries, "err", err)
 	}

@@ -27,5 +27,5 @@ func (v *Van) TakesDevice(id int) bool { return v.Linked(id) && v.PathTo(id).Dev
 
 // logTo makes v log to log.
 func (v *Van) logTo(log *slog.Logger) {
-	v.log, v.rx.log, v.tx.log, v.peers.log, v.dialer.log, v.acceptor.log, v.receiver.log, v.own.guard.Log = log, log, log, log, log, log, log, log
+	v.log, v.rx.log, v.tx.log, v.peers.log, v.dialer.log, v.dialer.retry.Log, v.acceptor.log, v.receiver.log, v.own.guard.Log = log, log, log, log, log, log, log, log, log
 }

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/failback"
 	"github.com/stepaf/stepaf-go/van/landing"
 )
 
@@ -25,14 +26,13 @@ type inLink struct {
 
 	batch   inBatch
 	stream  *inbound
-	part    int           // the part of stream that the next chunk belongs to
-	off     int           // the offset of the next chunk in that part
-	held    atomic.Bool   // no record is consumed yet: this node does not know the peer
-	number  [8]byte       // of the link, in its marks
-	behind  atomic.Uint32 // no record is consumed yet: these marks have not arrived
-	fenced  atomic.Bool   // no record is consumed any more: another process is the peer
-	placing sync.RWMutex  // read-locked while a value is written; write-locked while fenced is set
-	lost    atomic.Bool   // the connection has ended: the ring gets no more records
+	part    int            // the part of stream that the next chunk belongs to
+	off     int            // the offset of the next chunk in that part
+	held    atomic.Bool    // no record is consumed yet: this node does not know the peer
+	marks   failback.Marks // no record is consumed until they have arrived
+	fenced  atomic.Bool    // no record is consumed any more: another process is the peer
+	placing sync.RWMutex   // read-locked while a value is written; write-locked while fenced is set
+	lost    atomic.Bool    // the connection has ended: the ring gets no more records
 	failure linkFailure
 }
 
@@ -481,7 +481,7 @@ func (l *inLink) fail(err error) {
 }
 
 // waits reports whether no record may be consumed yet.
-func (l *inLink) waits() bool { return l.held.Load() || l.behind.Load() != 0 }
+func (l *inLink) waits() bool { return l.held.Load() || l.marks.Missing() }
 
 // failed reports whether the link has failed. Its ring is then not read any more.
 func (l *inLink) failed() bool { return l.failure.cause.Load() != nil }

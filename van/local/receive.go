@@ -160,7 +160,7 @@ func (r *receiver) scan(poll bool) *inbound {
 			r.peers.removeIn(l)
 			return nil // the list has changed
 		}
-		if lost && l.behind.Load() != 0 && l.seg.tail().Load() == l.head { // the marks of l were never sent, or do not matter
+		if lost && l.marks.Missing() && l.seg.tail().Load() == l.head { // the marks of l were never sent, or do not matter
 			r.peers.removeIn(l)
 			return nil // the list has changed
 		}
@@ -195,7 +195,7 @@ func (r *receiver) pending() bool {
 		l.tell()
 		failed, may := l.failed(), r.in.feed.Loop.MayRead(&l.from.lane)
 		more := may && !failed && !l.waits() && l.seg.tail().Load() != l.head && !l.dev.full()
-		unused := l.lost.Load() && l.behind.Load() != 0 && l.seg.tail().Load() == l.head
+		unused := l.lost.Load() && l.marks.Missing() && l.seg.tail().Load() == l.head
 		found = found || more || unused || l.fenced.Load() || l.lost.Load() && !l.waits() && (failed || may && !l.dev.waiting())
 	}
 	for _, l := range *r.peers.outs.Load() {

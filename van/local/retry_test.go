@@ -55,7 +55,7 @@ func TestLinkLater(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			n := inproc.NewNetwork()
 			worker := newNode(t, n, 9, func(v *Van) {
-				v.dialer.firstRetry = time.Millisecond
+				v.dialer.retry.Pause = time.Millisecond
 				x.worker(v)
 			})
 			server := newNode(t, n, 8, x.server)
@@ -96,7 +96,7 @@ func TestLinkLater(t *testing.T) {
 				t.Errorf("%d messages went through the link, want 10", got)
 			}
 			eventually(t, "links of earlier tries have ended", func() bool { return len(*server.peers.ins.Load()) == 1 })
-			if (*server.peers.ins.Load())[0].behind.Load() == 0 {
+			if !(*server.peers.ins.Load())[0].marks.Missing() {
 				t.Error("the receiver takes from the link before what was sent earlier was handed up")
 			}
 			close(gate)
@@ -120,7 +120,7 @@ func TestChangeUnderTraffic(t *testing.T) {
 	var free atomic.Bool
 	n := inproc.NewNetwork()
 	worker, server := newNode(t, n, 9, func(v *Van) {
-		v.dialer.firstRetry = time.Millisecond
+		v.dialer.retry.Pause = time.Millisecond
 		v.tx.memory.make = func(n, have int) (int, error) {
 			if !free.Load() {
 				return -1, unix.ENOMEM
@@ -166,7 +166,7 @@ func TestMarksLost(t *testing.T) {
 		"the receiver": func(_, server *node) { server.peers.lostInside(9) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			worker, server := pairWith(t, func(v *Van) { v.dialer.firstRetry = time.Hour })
+			worker, server := pairWith(t, func(v *Van) { v.dialer.retry.Pause = time.Hour })
 			p := worker.peers
 			p.mu.Lock()
 			n, old := p.nodes[8], p.takeLink(8)

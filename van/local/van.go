@@ -18,6 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/failback"
 	"github.com/stepaf/stepaf-go/van/landing"
 )
 
@@ -77,7 +78,7 @@ func New(in van.Van, o van.Options) *Van {
 	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), memory: newRingMemory(v.log, o.Config), roomTimeout: roomTimeout}
 	v.receiver = receiver{self: &v.own, in: &v.rx, peers: v.peers, log: v.log, maxSleep: maxSleep}
 	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, v.peers, &v.tx, v.log, in.Type, admitReaders
-	v.dialer.inner, v.dialer.firstRetry, v.dialer.later = in, firstRetry, v.dialer.laterLocked
+	v.dialer.inner, v.dialer.later, v.dialer.retry = in, v.dialer.laterLocked, failback.Retry{Log: v.log, Path: "through shared memory", Inside: in.Type, Pause: failback.FirstPause, Hopeless: hopeless}
 	v.acceptor = acceptor{self: &v.own, peers: v.peers, in: &v.rx, log: v.log, conns: map[*net.UnixConn]bool{}}
 	if o.Engine == nil {
 		o.Engine = engine.New(o.Config.BusyPoll.Spin())
