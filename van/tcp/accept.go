@@ -117,7 +117,7 @@ func (a *acceptor) serve(c net.Conn) {
 		return
 	}
 	in := &inConn{n: a.n, from: a.peers.sender(h.id), incarnation: h.own, fd: fd, tls: detach(conn, fd, false)}
-	verdict := a.peers.enter(in, h.again)
+	verdict := a.peers.enter(in, &h)
 	a.n.say(conn, verdict)
 	if verdict != verdictYes {
 		_ = unix.Close(fd)

@@ -419,7 +419,7 @@ func TestHeldAreFew(t *testing.T) {
 		if err != nil {
 			t.Skipf("this machine has no more descriptors: %v", err)
 		}
-		if v := p.enter(&inConn{n: &server.own, from: p.sender(11), incarnation: uint32(1<<20 + i), fd: fd}, false); v != verdictYes {
+		if v := p.enter(&inConn{n: &server.own, from: p.sender(11), incarnation: uint32(1<<20 + i), fd: fd}, &hello{}); v != verdictYes {
 			t.Fatalf("connection %d: verdict %d", i, v)
 		}
 	}
@@ -458,7 +458,7 @@ func TestEndOfHold(t *testing.T) {
 				t.Fatal(err)
 			}
 			in := &inConn{n: &server.own, from: p.sender(9), incarnation: 1, fd: fd}
-			if v := p.enter(in, false); v != verdictYes {
+			if v := p.enter(in, &hello{}); v != verdictYes {
 				t.Fatalf("verdict %d, want a connection that waits", v)
 			}
 			held := func() bool {

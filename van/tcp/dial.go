@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/failback"
 )
 
 // dialer makes the connections of a node to its peers.
@@ -16,9 +17,12 @@ type dialer struct {
 	n       *common
 	peers   *peers
 	events  *events
-	over    string                         // name of the van inside
+	inner   van.Van
+	later   failback.Retry
 	watch   func(fd int, c *outConn) error // makes the source watch c
 	unwatch func(fd int)
+
+	dialTime time.Duration // the constant, except in tests
 }
 
 // await waits until it is settled whether there is a connection to n, and starts to make one. It returns nil if data goes
@@ -42,7 +46,8 @@ func (d *dialer) await(n *peer) *outConn {
 	return n.conn.Load()
 }
 
-// connect makes the connection to n, and makes it again when it breaks.
+// connect makes the connection to n, and makes it again when it breaks. If the first attempt fails, data goes over the van inside until a
+// later one succeeds.
 func (d *dialer) connect(n *peer) {
 	p := d.peers
 	p.mu.Lock()
@@ -53,41 +58,57 @@ func (d *dialer) connect(n *peer) {
 	}
 	settle := sync.OnceFunc(func() { close(n.settled) })
 	defer settle()
-	_, limit := d.n.cfg.Heartbeats()
-	for first, pause := true, firstPause; ; {
-		c, err := d.dial(n, !first)
-		switch {
-		case err == nil:
-			pause = firstPause
-			if !first {
-				d.events.tell(n, true, nil)
-			}
-			settle()
-			c.watch(p.ctx, limit)
-			if p.ctx.Err() != nil || !d.peers.current(n) || n.conn.Load() != c {
-				return
-			}
-			d.events.tell(n, false, c.why())
-		case p.ctx.Err() != nil || !d.peers.current(n):
-			return
-		case first && errors.Is(err, errTLS):
-			n.refused = err
-			d.n.log.Error("a peer gets no data of this process", "peer", n.name(), "addr", n.addr, "err", err)
-			return
-		case first:
-			n.over.Store(true)
-			d.n.log.Warn("data goes over "+d.over+", not over tcp, for as long as both processes run", "peer", n.name(), "addr", n.addr, "err", err)
-			return
-		case errors.Is(err, errRefused):
-			d.n.log.Error("a peer takes no data of this process any more", "peer", n.name(), "addr", n.addr, "err", err)
+	c, err := d.dial(n, false, false)
+	switch {
+	case err == nil:
+	case p.ctx.Err() != nil || !p.current(n):
+		return
+	case errors.Is(err, errTLS):
+		n.refused = err
+		d.n.log.Error("a peer gets no data of this process", "peer", n.name(), "addr", n.addr, "err", err)
+		return
+	default:
+		n.over.Store(true)
+		if !d.later.First(int(n.id.Load()), err, "addr", n.addr) {
 			return
 		}
-		first = false
+		settle()
+		known := func() (int, bool) { return int(n.id.Load()), p.current(n) }
+		if !d.later.Run(p.ctx, known, func(int) error { c, err = d.dial(n, false, true); return err }) {
+			return
+		}
+	}
+	settle()
+	for c != nil {
+		c = d.keep(n, c)
+	}
+}
+
+// keep waits until c, the connection to n, breaks, and makes the next one. It returns nil if n gets no other one.
+func (d *dialer) keep(n *peer, c *outConn) *outConn {
+	p := d.peers
+	_, limit := d.n.cfg.Heartbeats()
+	c.watch(p.ctx, limit)
+	if p.ctx.Err() != nil || !p.current(n) || n.conn.Load() != c {
+		return nil
+	}
+	d.events.tell(n, false, c.why())
+	for pause := firstPause; ; pause = min(2*pause, lastPause) {
 		select {
 		case <-time.After(pause):
-			pause = min(2*pause, lastPause)
 		case <-p.ctx.Done():
-			return
+			return nil
+		}
+		next, err := d.dial(n, true, c.mayWait())
+		switch {
+		case err == nil:
+			d.events.tell(n, true, nil)
+			return next
+		case p.ctx.Err() != nil || !p.current(n):
+			return nil
+		case errors.Is(err, errRefused):
+			d.n.log.Error("a peer takes no data of this process any more", "peer", n.name(), "addr", n.addr, "err", err)
+			return nil
 		}
 	}
 }
@@ -101,11 +122,13 @@ const (
 // dialTime is how long one attempt to make a connection may take, without TLS.
 const dialTime = 2 * time.Second
 
-// dial makes a connection to n and installs it. again means that an earlier connection to n broke.
-func (d *dialer) dial(n *peer, again bool) (*outConn, error) {
-	ctx, cancel := context.WithTimeout(d.peers.ctx, d.n.within(dialTime))
+// dial makes a connection to n and installs it. again means that an earlier connection to n broke, behind that earlier messages went over
+// the van inside.
+func (d *dialer) dial(n *peer, again, behind bool) (c *outConn, err error) {
+	ctx, cancel := context.WithTimeout(d.peers.ctx, d.n.within(d.dialTime))
 	defer cancel()
-	nc, err := d.n.meet(ctx, &callee{n.addr, n.incarnation, n.name(), again})
+	to := callee{addr: n.addr, incarnation: n.incarnation, name: n.name(), again: again, behind: behind}
+	nc, err := d.n.meet(ctx, &to)
 	if err != nil {
 		return nil, err
 	}
@@ -114,25 +137,38 @@ func (d *dialer) dial(n *peer, again bool) (*outConn, error) {
 	if err != nil {
 		return nil, err
 	}
+	defer func() {
+		if err != nil {
+			_ = unix.Close(fd)
+		}
+	}()
 	if err := d.n.tune(fd); err != nil {
 		d.n.log.Debug("options of a connection for data", "err", err)
 	}
-	p := d.peers
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.closed || p.of(int(n.id.Load())) != n {
-		_ = unix.Close(fd)
-		return nil, van.ErrClosed
+	install := func() error {
+		p := d.peers
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		id := int(n.id.Load())
+		if p.closed || p.of(id) != n {
+			return van.ErrClosed
+		}
+		c = newOutConn(d.n, id, fd, d.unwatch)
+		c.tls = detach(nc, fd, true)
+		c.behind, c.made = behind, time.Now()
+		if err := d.watch(fd, c); err != nil {
+			return err
+		}
+		if class := d.n.classOf(id); class != 0 {
+			c.setClass(class)
+		}
+		n.conn.Store(c)
+		return nil
 	}
-	c := newOutConn(d.n, int(n.id.Load()), fd, d.unwatch)
-	c.tls = detach(nc, fd, true)
-	if err := d.watch(fd, c); err != nil {
-		_ = unix.Close(fd)
-		return nil, err
+	if behind {
+		err = failback.Change(&n.inside, d.inner, int(n.id.Load()), markOf(to.number), install)
+	} else {
+		err = install()
 	}
-	if class := d.n.classOf(int(n.id.Load())); class != 0 {
-		c.setClass(class)
-	}
-	n.conn.Store(c)
-	return c, nil
+	return c, err
 }

@@ -63,6 +63,9 @@ func (e *events) replaced(old, n *peer) {
 // inside passes the events of peer id from the van inside to the watcher. It drops a return while the connection for data is broken,
 // since a message would fail then. The return is reported when the connection for data is made again.
 func (e *events) inside(id int, up bool, cause error) {
+	if !up {
+		e.peers.lostInside(id, cause)
+	}
 	if n := e.peers.of(id); up && n != nil {
 		e.mu.Lock()
 		down := n.down

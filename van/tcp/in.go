@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/failback"
 	"github.com/stepaf/stepaf-go/van/landing"
 )
 
@@ -88,8 +89,14 @@ type inConn struct {
 	fenced bool       // no further message is delivered: another process has the sender's id, or a later connection has replaced this one; mu, peers.mu
 	held   bool       // not read yet; peers.mu
 	again  bool       // an earlier connection of the process broke, and the watcher has not been notified; peers.mu
-	told   bool       // reading begins after the watcher has been notified; peers.mu
 	joined bool       // the source has it; peers.mu
+	awaits awaits     // conditions for the first read
+}
+
+// awaits are the events after which an admitted connection is read.
+type awaits struct {
+	watcher bool           // the call of the watcher for a loss; peers.mu
+	marks   failback.Marks // see van/failback
 }
 
 // bufLen is the length of the buffer of a connection. The values of messages longer than half of it are read straight to

@@ -25,6 +25,8 @@ type outConn struct {
 	fd     int
 	tls    *encrypted   // nil without STEPAF_TLS; mu
 	remove func(fd int) // makes the source leave it alone
+	behind bool         // marks precede it
+	made   time.Time
 
 	mu      sync.Mutex
 	gone    bool   // closed: fd is not used any more

@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"context"
+	"log/slog"
 	"maps"
 	"slices"
 	"sync"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/failback"
 )
 
 const (
@@ -27,6 +29,14 @@ const (
 	maxReplaced = 1024
 )
 
+// markKind is the kind of the marks of connections.
+const markKind = "connection"
+
+// markOf returns the mark of a connection whose hello has that number.
+func markOf(number [numberLen]byte) failback.Mark {
+	return failback.Mark{Kind: markKind, Number: [8]byte(number[:])}
+}
+
 // peer is a node that data may be sent to.
 type peer struct {
 	id          atomic.Int32
@@ -35,7 +45,8 @@ type peer struct {
 
 	conn    atomic.Pointer[outConn]
 	settled chan struct{} // closed when it is settled whether there is a connection
-	over    atomic.Bool   // settled: data goes over the van inside
+	over    atomic.Bool   // settled: data goes over the van inside until there is a connection
+	inside  sync.RWMutex  // a Send over the van inside holds it (read) if over is set, and so does the change to a connection (write)
 	refused error         // the reason why no data goes to the peer, or nil; set before settled is closed
 
 	// peers.mu guards what follows.
@@ -120,9 +131,8 @@ func (p *peers) left(c *outConn) {
 	delete(p.leaving, c)
 }
 
-// enter adds c. Reading begins at once, or when this node has admitted c's process. again means that an earlier connection of the process
-// broke.
-func (p *peers) enter(c *inConn, again bool) verdict {
+// enter adds c, whose dialer has sent h. Reading begins at once, or when this node has admitted c's process.
+func (p *peers) enter(c *inConn, h *hello) verdict {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
@@ -133,7 +143,15 @@ func (p *peers) enter(c *inConn, again bool) verdict {
 	}
 	p.ins = append(p.ins, c)
 	c.from = p.senderLocked(c.from.id) // the end of another connection of an unknown process may have removed the sender
-	c.held, c.again = true, again
+	c.held, c.again = true, h.again
+	if h.behind {
+		for _, x := range p.earlierLocked(c) {
+			if x.awaits.marks.Missing() { // nothing was sent over it, or again is set
+				p.endLocked(x)
+			}
+		}
+		c.awaits.marks.Await(markOf(h.number), func() { p.endMarks(c, slog.LevelWarn) })
+	}
 	n := p.of(c.from.id)
 	switch {
 	case n == nil || n.incarnation != c.incarnation:
@@ -146,7 +164,8 @@ func (p *peers) enter(c *inConn, again bool) verdict {
 	return verdictYes
 }
 
-// startLocked begins to read c, a connection of n's process, unless an earlier connection has not been read to its end. p.mu is held.
+// startLocked begins to read c, a connection of n's process, unless an earlier connection has not been read to its end, or marks of c have
+// not arrived. p.mu is held.
 func (p *peers) startLocked(n *peer, c *inConn) {
 	switch {
 	case c.again:
@@ -155,15 +174,16 @@ func (p *peers) startLocked(n *peer, c *inConn) {
 		for _, x := range p.earlierLocked(c) {
 			p.fence(x)
 		}
-		c.again, c.told = false, true
+		c.again, c.awaits.watcher = false, true
 		p.lost(n, func() {
 			p.mu.Lock()
 			defer p.mu.Unlock()
+			c.awaits.watcher = false
 			if c.held && !p.closed {
-				p.joinLocked(c)
+				p.startLocked(n, c)
 			}
 		})
-	case !c.told && len(p.earlierLocked(c)) == 0:
+	case !c.awaits.watcher && !c.awaits.marks.Missing() && len(p.earlierLocked(c)) == 0:
 		p.joinLocked(c)
 	}
 }
@@ -253,6 +273,11 @@ func (p *peers) leave(c *inConn) {
 	defer p.mu.Unlock()
 	c.joined = false
 	p.removeLocked(c)
+	p.admitKnownLocked(c)
+}
+
+// admitKnownLocked begins to read the connections of c's process, if it may. p.mu is held.
+func (p *peers) admitKnownLocked(c *inConn) {
 	if n := p.of(c.from.id); n != nil && n.incarnation == c.incarnation {
 		p.admitLocked(c.from.id, n)
 	}
@@ -304,6 +329,18 @@ func (p *peers) fence(c *inConn) {
 	c.fenced = true
 	c.mu.Unlock()
 	p.endLocked(c)
+}
+
+// endMarks ends c, whose marks are lost.
+func (p *peers) endMarks(c *inConn, level slog.Level) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed || !c.awaits.marks.Missing() || !slices.Contains(p.ins, c) {
+		return
+	}
+	p.n.log.Log(p.ctx, level, "a connection for data ends: data that was sent before it has not arrived", "peer", van.NodeName(c.from.id))
+	p.endLocked(c)
+	p.admitKnownLocked(c)
 }
 
 // current reports whether n still is the peer that has its id.

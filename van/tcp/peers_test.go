@@ -257,7 +257,7 @@ func TestClaimedIDs(t *testing.T) {
 			t.Fatal(err)
 		}
 		c := &inConn{n: p.n, from: p.sender(1000 + i/2), incarnation: uint32(1<<20 + i), fd: fd}
-		if v := p.enter(c, false); v != verdictYes {
+		if v := p.enter(c, &hello{}); v != verdictYes {
 			t.Fatalf("connection %d: verdict %d", i, v)
 		}
 		all = append(all, c)

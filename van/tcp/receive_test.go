@@ -185,7 +185,7 @@ func dialRaw(t *testing.T, from, to *end) net.Conn {
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
 	who, _ := to.self.Extension()
-	c, err := from.own.meet(ctx, &callee{dataAddr(to), who.Incarnation, "the test's peer", false})
+	c, err := from.own.meet(ctx, &callee{addr: dataAddr(to), incarnation: who.Incarnation, name: "the test's peer"})
 	if err != nil {
 		t.Fatal(err)
 	}

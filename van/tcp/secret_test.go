@@ -108,7 +108,7 @@ func TestSecret(t *testing.T) {
 			})
 			ctx, cancel := context.WithTimeout(t.Context(), limit)
 			defer cancel()
-			conn, err := from.meet(ctx, &callee{l.Addr().String(), 2, "server 0", false})
+			conn, err := from.meet(ctx, &callee{addr: l.Addr().String(), incarnation: 2, name: "server 0"})
 			if (err == nil) != (c.dialerSays == "") {
 				t.Fatalf("the handshake ends with %v", err)
 			}

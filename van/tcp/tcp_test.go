@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -26,6 +27,8 @@ type end struct {
 	self van.Node
 	in   chan *van.Message
 	log  vantest.Log
+
+	before atomic.Pointer[func(*van.Message)] // called with each received message first; may be nil
 
 	mu     sync.Mutex
 	events []string
@@ -58,7 +61,12 @@ func start(t *testing.T, id int, options func(*van.Options)) *end {
 		e.events = append(e.events, fmt.Sprintf("%d %t", id, up))
 	})
 	e.SetID(id)
-	e.Start(func(m *van.Message) { e.in <- m.Retain() })
+	e.Start(func(m *van.Message) {
+		if f := e.before.Load(); f != nil {
+			(*f)(m)
+		}
+		e.in <- m.Retain()
+	})
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
 		defer cancel()

@@ -20,6 +20,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/failback"
 	"github.com/stepaf/stepaf-go/van/landing"
 )
 
@@ -64,7 +65,8 @@ func New(in van.Van, o van.Options) *Van {
 	v.peers.lost = v.events.broke
 	v.events.peers, v.events.gone = v.peers, n.places.Forget
 	v.source.n, v.source.left = n, v.peers.leave
-	v.dialer = dialer{n: n, peers: v.peers, events: &v.events, over: in.Type(), unwatch: v.source.remove,
+	v.dialer = dialer{n: n, peers: v.peers, events: &v.events, inner: in, unwatch: v.source.remove, dialTime: dialTime,
+		later: failback.Retry{Log: n.log, Path: "over tcp", Inside: in.Type, Pause: failback.FirstPause, Hopeless: hopeless},
 		watch: func(fd int, c *outConn) error { return v.source.add(fd, c) }}
 	v.acceptor.n, v.acceptor.peers = n, v.peers
 	if v.engine == nil {
@@ -116,6 +118,9 @@ func (v *Van) DataPort() int { return v.port }
 func (v *Van) Start(recv van.Receiver) {
 	v.source.deliver = recv
 	v.inner.Start(func(m *van.Message) {
+		if v.peers.marked(m) {
+			return
+		}
 		if !m.Request && !m.Push && !m.IsControl() {
 			v.own.places.Answered(m)
 		}
@@ -268,13 +273,14 @@ func (v *Van) Send(msg *van.Message) error {
 		return v.inner.Send(msg)
 	}
 	c := n.conn.Load()
-	if c == nil {
-		if n.over.Load() {
-			return v.inner.Send(msg)
+	if c == nil && !n.over.Load() {
+		c = v.dialer.await(n)
+	}
+	if c == nil && n.over.Load() {
+		if sent, err := v.sendInside(n, msg); sent {
+			return err
 		}
-		if c = v.dialer.await(n); c == nil && n.over.Load() {
-			return v.inner.Send(msg)
-		}
+		c = n.conn.Load()
 	}
 	switch {
 	case v.closing.Load():
