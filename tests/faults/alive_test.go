@@ -3,6 +3,7 @@ package faults
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
 	"syscall"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -165,4 +167,43 @@ func TestStoppedWorkerIsReplaced(t *testing.T) {
 			t.Errorf("%v; dead for the server: %v", err, testcluster.Dead(c.Servers[0]))
 		}
 	})
+}
+
+// TestStoppedAtFirstMessage: a server that is stopped when a worker first sends it data gets that data over ZeroMQ. Soon after it continues, the
+// worker's data goes over TCP, as the log says once.
+func TestStoppedAtFirstMessage(t *testing.T) {
+	var victim *nodetest.Process
+	l := &nodetest.Text{}
+	// The check of another transport would make the connection.
+	o := testcluster.Options{Over: testcluster.AsSet, Log: l.Logger(slog.LevelInfo), Set: func(c *postoffice.Config) { c.EnableIPC = 0 },
+		Elsewhere: nodetest.Elsewhere(t, "server", 0, echo, &victim, nodetest.Set("BYTEPS_ENABLE_IPC=0"))}
+	c := testcluster.Start(t, o)
+	w := nodetest.Worker(t, c.Workers[0])
+	victim.Ready()
+	if err := victim.Stop(); err != nil {
+		t.Fatal(err)
+	}
+	h, _, err := request(w, 1, []byte("x"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Wait(t, "data goes over zmq, not over tcp", "server 0 (id 8)", "next try in")
+	if path := c.Workers[0].PathTo(8); path.Over != "zmq" {
+		t.Errorf("data goes over %s, want zmq", path.Over)
+	}
+	if err := victim.Signal(syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	if err := h.Wait(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	vantest.Eventually(t, 30*time.Second, "data goes over tcp", func() bool {
+		work(t, 1, w)
+		return c.Workers[0].PathTo(8).Over == "tcp"
+	})
+	work(t, 1, w)
+	l.Wait(t, "data goes over tcp from now on, no longer over zmq", "server 0 (id 8)")
+	if n := strings.Count(l.String(), "from now on, no longer over zmq"); n != 1 {
+		t.Errorf("the log says %d times that the path has changed, want once:\n%s", n, l)
+	}
 }
