@@ -48,55 +48,63 @@ func (v *zvan) Connect(ctx context.Context, id int, peer van.Node) error {
 func (v *zvan) dial(id int) (*conn, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if c := (*v.peers.Load())[id]; c == nil || c.sock != nil {
-		return c, nil
-	} else if err := v.connect(context.Background(), id, c.peer, true); err != nil {
-		return nil, err
-	}
-	return (*v.peers.Load())[id], nil
+	return v.open(context.Background(), id)
 }
 
-// connect is Connect. If now is set, it opens the DEALER in any case. The caller holds v.mu.
+// connect is Connect. If now is set, it opens the DEALER in any case. The caller holds v.mu, which connect releases while it waits.
 func (v *zvan) connect(ctx context.Context, id int, peer van.Node, now bool) error {
 	if v.closed.Load() {
-		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id), Err: van.ErrClosed}
-	}
-	fail := func(err error) error {
-		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id) + " at " + peer.Addr(), Err: err}
+		return v.connectError(id, &peer, van.ErrClosed)
 	}
 	if err := noIPv6(peer.Hostname); err != nil && !v.cfg.Local {
-		return fail(err)
+		return v.connectError(id, &peer, err)
 	}
 	c := &conn{peer: peer.Clone(), to: v.endpoint(&peer), ended: make(chan struct{})}
 	if v.cfg.Local {
 		if err := checkLocal(localPath(peer.Port)); err != nil && !errors.Is(err, fs.ErrNotExist) { // the peer may create it later
-			return fail(err)
+			return v.connectError(id, &peer, err)
 		}
 	}
 	c.incarnation = v.peerIncarnation(&peer)
 	c.admitted.Store(true)
 	old := (*v.peers.Load())[id]
-	if old != nil {
-		c.succeed(old)
-		if old.sock != nil {
-			now = true // only a connected DEALER reports the peer as up again to a watcher that knows old as lost
-			v.drop(old, 0)
-			defer func() {
-				if (*v.peers.Load())[id] == old { // it is closed, and must not be closed again
-					v.replace(func(m map[int]*conn) { delete(m, id) })
-				}
-			}()
-		}
-	}
-	if now || c.incarnation == 0 || id <= van.SchedulerID || v.self.Role == van.Scheduler {
-		if err := v.open(ctx, c, id); err != nil {
-			return fail(err)
-		}
-	}
 	if old != nil && old.sock == nil {
 		c.acct = old.acct // answers may have been sent over the ROUTER
 	} else {
 		c.acct = v.accounts.open()
+	}
+	if old != nil && old.sock != nil {
+		now = true // only a connected DEALER reports the peer as up again to a watcher that knows old as lost
+		v.drop(old, 0)
+	}
+	v.install(c, id, old)
+	if !now && c.incarnation != 0 && id > van.SchedulerID && v.self.Role != van.Scheduler {
+		return nil
+	}
+	opened, err := v.open(ctx, id)
+	if err != nil && (*v.peers.Load())[id] == c {
+		v.replace(func(m map[int]*conn) {
+			if delete(m, id); old != nil && old.sock == nil {
+				m[id] = old
+				return
+			}
+			v.accounts.close(c.acct)
+		})
+	}
+	if opened == nil && v.closed.Load() {
+		return v.connectError(id, &peer, van.ErrClosed)
+	}
+	return err
+}
+
+func (n *shared) connectError(id int, peer *van.Node, err error) error {
+	return &van.Error{Op: "connect", Node: van.NodeName(int(n.id.Load())), Peer: van.NodeName(id) + " at " + peer.Addr(), Err: err}
+}
+
+// install makes c the connection to peer id in place of old, which may be nil. The caller holds v.mu.
+func (v *zvan) install(c *conn, id int, old *conn) {
+	if old != nil {
+		c.succeed(old)
 	}
 	v.name(c, id)
 	v.replace(func(m map[int]*conn) { m[id] = c })
@@ -107,12 +115,64 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node, now bool) err
 	if v.started {
 		v.listen(c)
 	}
-	return nil
 }
 
-// open opens c's DEALER to peer id. The caller holds v.mu.
-func (v *zvan) open(ctx context.Context, c *conn, id int) error {
-	v.closeBrokenConnections(ctx, c)
+// open is dial. Before it opens the DEALER, it closes broken connections to the peer's address, and waits up to closeBrokenTimeout for
+// libzmq to release them and the connections that are closing already.
+// Why: a peer restarts at the same address.
+//  1. The old socket to that address is broken; libzmq keeps redialing it in the background.
+//  2. This node dials the new process with socket c.
+//  3. The old socket reconnects after c, with the same routing id.
+//  4. The peer's ROUTER hands the routing id over to the newest connection and never reads c again.
+//
+// Healthy connections stay, and a closed connection is restored when c ends: a node record that claims another
+// node's address proves nothing. The caller holds v.mu, which open releases while it waits: other peers need it.
+func (v *zvan) open(ctx context.Context, id int) (*conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, closeBrokenTimeout)
+	defer cancel()
+	for {
+		old := (*v.peers.Load())[id]
+		if old == nil || old.sock != nil {
+			return old, nil
+		}
+		for _, x := range *v.peers.Load() {
+			if x.to == old.to && x.lost.Load() {
+				v.drop(x, 0)
+			}
+		}
+		var other *conn
+		for x := range v.leaving {
+			if x.to == old.to && !x.over() {
+				other = x
+			}
+		}
+		if other != nil && ctx.Err() == nil {
+			v.mu.Unlock()
+			select {
+			case <-other.ended:
+			case <-ctx.Done():
+			}
+			v.mu.Lock()
+			continue
+		}
+		if other != nil {
+			v.log.Info("another connection to the address has not ended yet", "peer", van.NodeName(other.who.Load().id), "addr", old.to, "limit", closeBrokenTimeout)
+		}
+		c := &conn{peer: old.peer, to: old.to, incarnation: old.incarnation, acct: old.acct, ended: make(chan struct{})}
+		if err := v.openDealer(c, id); err != nil {
+			return nil, v.connectError(id, &c.peer, err)
+		}
+		v.install(c, id, old)
+		return c, nil
+	}
+}
+
+// closeBrokenTimeout is how long open waits for another connection to the same address to close. The wait is
+// limited because a handler may be running, perhaps the one that called Connect.
+const closeBrokenTimeout = 200 * time.Millisecond
+
+// openDealer opens c's DEALER to peer id. The caller holds v.mu.
+func (v *zvan) openDealer(c *conn, id int) error {
 	z, err := v.zctx.NewSocket(zmq4.DEALER)
 	if err != nil {
 		return socketError(err)
@@ -163,47 +223,13 @@ func (v *zvan) open(ctx context.Context, c *conn, id int) error {
 	return nil
 }
 
-// closeBrokenTimeout is how long Connect waits for another connection to the same address to close. The wait is
-// limited because a handler may be running, perhaps the one that called Connect.
-const closeBrokenTimeout = 200 * time.Millisecond
-
-// closeBrokenConnections closes broken connections to c's address before c is dialed, and waits up to
-// closeBrokenTimeout for libzmq to release them and the connections that are closing already.
-// Why: a peer restarts at the same address.
-//  1. The old socket to that address is broken; libzmq keeps redialing it in the background.
-//  2. This node dials the new process with socket c.
-//  3. The old socket reconnects after c, with the same routing id.
-//  4. The peer's ROUTER hands the routing id over to the newest connection and never reads c again.
-//
-// Healthy connections stay, and a closed connection is restored when c ends: a node record that claims another
-// node's address proves nothing. The caller holds v.mu.
-func (v *zvan) closeBrokenConnections(ctx context.Context, c *conn) {
-	ctx, cancel := context.WithTimeout(ctx, closeBrokenTimeout)
-	defer cancel()
-	for _, other := range *v.peers.Load() {
-		if other.to == c.to && other.lost.Load() {
-			v.drop(other, 0)
-		}
-	}
-	for other := range v.leaving {
-		if other.to != c.to {
-			continue
-		}
-		select {
-		case <-other.ended:
-		case <-ctx.Done():
-			v.log.Info("another connection to the address has not ended yet", "peer", van.NodeName(other.who.Load().id), "addr", c.to, "limit", closeBrokenTimeout)
-		}
-	}
-}
-
 // restore waits until c has ended. It then reconnects the peers whose connections were closed in favor of c.
 func (v *zvan) restore(c *conn) {
 	<-c.ended
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for id, other := range *v.peers.Load() {
-		if other.to != c.to || !other.leaves.Load() {
+		if other.to != c.to || !other.leaves.Load() || (*v.peers.Load())[id] != other {
 			continue
 		}
 		if err := v.connect(context.Background(), id, other.peer, false); err != nil {

@@ -1,6 +1,7 @@
 package zmq
 
 import (
+	"context"
 	"errors"
 	"strings"
 	"sync"
@@ -187,5 +188,59 @@ func TestFirstMessageWithoutSockets(t *testing.T) {
 	}
 	if !errors.Is(err, syscall.EMFILE) || errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "BYTEPS_ZMQ_MAX_SOCKET") {
 		t.Errorf("Send: %v, want %v and the variable, not %v", err, syscall.EMFILE, van.ErrPeerLost)
+	}
+}
+
+// begun is a context that closes a channel when it is first used.
+type begun struct {
+	context.Context
+	used func()
+}
+
+func (b begun) Done() <-chan struct{} {
+	b.used()
+	return b.Context.Done()
+}
+
+// TestDialDelaysNobody: while the connection to one peer waits for the end of an earlier one to the same address, connections to other peers
+// are made.
+func TestDialDelaysNobody(t *testing.T) {
+	worker := newNode(t, 9, 7, nil, nil)
+	first, other := newNode(t, 8, 5, nil, nil), newNode(t, 10, 5, nil, nil)
+	delayed := func() bool {
+		worker.knows(t, first)
+		worker.knows(t, other)
+		earlier := &conn{to: worker.endpoint(&first.self), ended: make(chan struct{})}
+		earlier.who.Store(&identity{id: 8})
+		worker.mu.Lock()
+		worker.leaving[earlier] = struct{}{}
+		worker.mu.Unlock()
+		holds, done := make(chan struct{}), make(chan error)
+		go func() {
+			worker.mu.Lock()
+			defer worker.mu.Unlock()
+			_, err := worker.open(begun{t.Context(), sync.OnceFunc(func() { close(holds) })}, 8)
+			done <- err
+		}()
+		<-holds
+		if _, err := worker.dial(10); err != nil {
+			t.Error(err)
+		}
+		waits := !worker.dialed(8)
+		close(earlier.ended)
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		worker.mu.Lock()
+		delete(worker.leaving, earlier)
+		worker.mu.Unlock()
+		worker.Disconnect(8)
+		worker.Disconnect(10)
+		return !waits
+	}
+	for tries := 0; delayed(); tries++ { // it may also have waited for closeBrokenTimeout, on a slow machine
+		if tries == 20 {
+			t.Fatal("the connection to another peer always waits, too")
+		}
 	}
 }

@@ -64,7 +64,7 @@ func (o *outgoing) Send(msg *van.Message) error {
 				return o.sendError(msg, nil, err)
 			}
 			return o.sendToPeer(msg, now)
-		default: // see closeBrokenConnections
+		default: // see open
 			return o.sendError(msg, c, fmt.Errorf("%w: another process is at its address", van.ErrPeerLost))
 		}
 	}

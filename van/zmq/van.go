@@ -264,7 +264,7 @@ func (v *zvan) Close(ctx context.Context) error {
 	}
 	ended := make(chan error, len(peers))
 	for _, c := range peers {
-		if c.leaves.Swap(true) || c.sock == nil { // closed already, see closeBrokenConnections
+		if c.leaves.Swap(true) || c.sock == nil { // closed already, see open
 			ended <- nil
 			continue
 		}
