@@ -120,3 +120,6 @@ func (e *Exchange) Wait(current af.Stream, limit, slice time.Duration) error {
 	}
 	return err
 }
+
+// Drop closes an exchange that Python no longer uses.
+func (e *Exchange) Drop() { _ = e.Close() }

@@ -7,6 +7,7 @@
 #include "_cgo_export.h"
 #include "call.h"
 #include "docs.h"
+#include "handle.h"
 
 static PyObject *answer_class;
 
@@ -80,14 +81,7 @@ static PyObject *answer_wait(PyObject *o, PyObject *args, PyObject *kw) {
   Py_RETURN_NONE;
 }
 
-// Only respond() creates an Answer.
-static PyObject *answer_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  (void)type;
-  (void)args;
-  (void)kw;
-  PyErr_SetString(sf_error_type, "fserver_lib.Answer cannot be created: respond() returns it");
-  return NULL;
-}
+SF_NOT_CREATED(answer_new, "Answer cannot be created: respond() returns it")
 
 static PyMethodDef answer_methods[] = {
     {"done", answer_done, METH_NOARGS, DOC_ANSWER_DONE},
@@ -102,8 +96,5 @@ static PyType_Slot answer_slots[] = {
 static PyType_Spec answer_spec = {"fserver_lib.Answer", sizeof(answer_object), 0, Py_TPFLAGS_DEFAULT, answer_slots};
 
 int answer_init(PyObject *module) {
-  answer_class = PyType_FromSpec(&answer_spec);
-  if (answer_class == NULL) return -1;
-  Py_INCREF(answer_class);
-  return PyModule_AddObject(module, "Answer", answer_class);
+  return sf_add_class(module, "Answer", &answer_spec, &answer_class);
 }

@@ -7,22 +7,12 @@
 #include "_cgo_export.h"
 #include "call.h"
 #include "docs.h"
+#include "handle.h"
 #include "request.h"
 #include "tensor.h"
 #include "window.h"
 
 static PyObject *comm_class, *operation_class;
-
-typedef struct {
-  PyObject_HEAD
-  uint64_t at; // Go's handle, or SF_GROUP
-} comm_object;
-
-typedef struct {
-  PyObject_HEAD
-  uint64_t task;
-  PyObject *of; // its communicator, kept because a dropped communicator ends its calls
-} operation_object;
 
 // The time to wait for a canceled task.
 #define CANCELLED_MS 1000
@@ -59,13 +49,19 @@ static int task_wait(uint64_t task, int64_t ms, int cancel) {
 // Waits for a task and drops it. Unless the task is canceled, other threads may wait for it as well.
 int sf_task_finish(uint64_t task, int cancel) {
   int rc = task_wait(task, -1, cancel);
-  sf_task_drop(task);
+  sf_handle_drop(task);
   sf_drain_dropped();
   return rc;
 }
 
+PyObject *sf_task_object(uint64_t task, PyObject *class, uint64_t at) {
+  if (sf_task_finish(task, 1) == 0) return sf_handle_object(class, at);
+  sf_handle_drop(at);
+  return NULL;
+}
+
 // Returns the communicator of a method, or of a function of the module.
-static uint64_t comm_of(PyObject *self) { return PyObject_TypeCheck(self, (PyTypeObject *)comm_class) ? ((comm_object *)self)->at : SF_GROUP; }
+static uint64_t comm_of(PyObject *self) { return PyObject_TypeCheck(self, (PyTypeObject *)comm_class) ? sf_at(self) : SF_GROUP; }
 
 // Creates the group's communicator.
 static int make_group(void) {
@@ -190,14 +186,10 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
     sf_raise(&e);
     goto out;
   }
-  allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)operation_class, Py_tp_alloc);
-  result = alloc((PyTypeObject *)operation_class, 0);
+  result = sf_handle_object(operation_class, task);
   if (result != NULL) {
-    ((operation_object *)result)->task = task;
     Py_INCREF(self);
-    ((operation_object *)result)->of = self;
-  } else {
-    sf_task_drop(task);
+    ((sf_handle *)result)->held[0] = self; // a dropped communicator ends its calls
   }
 out:
   Py_XDECREF(text);
@@ -267,43 +259,15 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   }
   int rc = sf_comm_new(id, list, (int)n, ms, &at, &task, &e);
   free(list);
-  if (rc != SF_DONE) return sf_raise(&e);
-  PyObject *o = NULL;
-  if (sf_task_finish(task, 1) == 0) {
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    o = alloc(type, 0);
-  }
-  if (o == NULL) {
-    sf_comm_drop(at);
-    return NULL;
-  }
-  ((comm_object *)o)->at = at;
-  return o;
-}
-
-static void comm_dealloc(PyObject *o) {
-  PyTypeObject *type = Py_TYPE(o);
-  if (!sf_forked && ((comm_object *)o)->at != SF_GROUP) sf_comm_drop(((comm_object *)o)->at);
-  freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
-  f(o);
-  Py_DECREF(type);
+  return rc == SF_DONE ? sf_task_object(task, (PyObject *)type, at) : sf_raise(&e);
 }
 
 static PyObject *comm_place(PyObject *o, void *which) {
   int rank, size;
   sf_error e = {0, NULL};
   if (sf_enter() < 0) return NULL;
-  if (sf_comm_place(((comm_object *)o)->at, &rank, &size, &e) != SF_DONE) return sf_raise(&e);
+  if (sf_comm_place(sf_at(o), &rank, &size, &e) != SF_DONE) return sf_raise(&e);
   return PyLong_FromLong(which == NULL ? rank : size);
-}
-
-static void operation_dealloc(PyObject *o) {
-  PyTypeObject *type = Py_TYPE(o);
-  if (!sf_forked) sf_task_drop(((operation_object *)o)->task);
-  Py_XDECREF(((operation_object *)o)->of);
-  freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
-  f(o);
-  Py_DECREF(type);
 }
 
 int operation_check(PyObject *o) { return PyObject_TypeCheck(o, (PyTypeObject *)operation_class); }
@@ -311,7 +275,7 @@ int operation_check(PyObject *o) { return PyObject_TypeCheck(o, (PyTypeObject *)
 PyObject *operation_wait_for(PyObject *o, PyObject *timeout) {
   int64_t ms;
   if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
-  int rc = task_wait(((operation_object *)o)->task, ms, 0);
+  int rc = task_wait(sf_at(o), ms, 0);
   sf_drain_dropped();
   if (rc < 0) return NULL;
   Py_RETURN_NONE;
@@ -324,13 +288,7 @@ static PyObject *operation_wait(PyObject *o, PyObject *args, PyObject *kw) {
   return operation_wait_for(o, timeout);
 }
 
-// Only collectives create an Operation.
-static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  (void)type;
-  (void)args;
-  (void)kw;
-  return PyErr_Format(sf_error_type, "fserver_lib.Operation cannot be created: all_gather() and other collectives return it"), NULL;
-}
+SF_NOT_CREATED(operation_new, "Operation cannot be created: all_gather() and other collectives return it")
 
 #define KEYWORDS(f) (PyCFunction)(void (*)(void))(f), METH_VARARGS | METH_KEYWORDS
 
@@ -359,23 +317,16 @@ static PyGetSetDef comm_values[] = {
 static PyMethodDef operation_methods[] = {{"wait", KEYWORDS(operation_wait), DOC_OPERATION_WAIT}, {NULL, NULL, 0, NULL}};
 
 static PyType_Slot comm_slots[] = {
-    {Py_tp_doc, DOC_COMMUNICATOR}, {Py_tp_new, comm_new}, {Py_tp_dealloc, comm_dealloc}, {Py_tp_methods, comm_methods}, {Py_tp_getset, comm_values}, {0, NULL},
+    {Py_tp_doc, DOC_COMMUNICATOR}, {Py_tp_new, comm_new}, {Py_tp_dealloc, sf_handle_dealloc}, {Py_tp_methods, comm_methods}, {Py_tp_getset, comm_values}, {0, NULL},
 };
 static PyType_Slot operation_slots[] = {
-    {Py_tp_doc, DOC_OPERATION}, {Py_tp_new, operation_new}, {Py_tp_dealloc, operation_dealloc}, {Py_tp_methods, operation_methods}, {0, NULL},
+    {Py_tp_doc, DOC_OPERATION}, {Py_tp_new, operation_new}, {Py_tp_dealloc, sf_handle_dealloc}, {Py_tp_methods, operation_methods}, {0, NULL},
 };
 
-static PyType_Spec comm_spec = {"fserver_lib.Communicator", sizeof(comm_object), 0, Py_TPFLAGS_DEFAULT, comm_slots};
-static PyType_Spec operation_spec = {"fserver_lib.Operation", sizeof(operation_object), 0, Py_TPFLAGS_DEFAULT, operation_slots};
-
-static int add_class(PyObject *module, const char *name, PyType_Spec *spec, PyObject **class) {
-  *class = PyType_FromSpec(spec);
-  if (*class == NULL) return -1;
-  Py_INCREF(*class);
-  return PyModule_AddObject(module, name, *class);
-}
+static PyType_Spec comm_spec = {"fserver_lib.Communicator", sizeof(sf_handle), 0, Py_TPFLAGS_DEFAULT, comm_slots};
+static PyType_Spec operation_spec = {"fserver_lib.Operation", sizeof(sf_handle), 0, Py_TPFLAGS_DEFAULT, operation_slots};
 
 int collective_init(PyObject *module) {
-  if (add_class(module, "Communicator", &comm_spec, &comm_class) < 0 || add_class(module, "Operation", &operation_spec, &operation_class) < 0) return -1;
+  if (sf_add_class(module, "Communicator", &comm_spec, &comm_class) < 0 || sf_add_class(module, "Operation", &operation_spec, &operation_class) < 0) return -1;
   return PyModule_AddFunctions(module, functions);
 }

@@ -11,7 +11,6 @@ import "C"
 
 import (
 	"cmp"
-	"runtime/cgo"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -21,7 +20,7 @@ import (
 // comm returns the communicator of a handle. For SF_GROUP, sf_comm_group has created it.
 func comm(at C.uint64_t) (*core.Comm, error) {
 	if at != C.SF_GROUP {
-		return cgo.Handle(at).Value().(*core.Comm), nil
+		return object[*core.Comm](at), nil
 	}
 	s, err := session()
 	if err != nil {
@@ -32,13 +31,13 @@ func comm(at C.uint64_t) (*core.Comm, error) {
 }
 
 // give passes a task to Python.
-func give(task *C.uint64_t, t core.Awaited) { *task = C.uint64_t(cgo.NewHandle(t)) }
+func give(task *C.uint64_t, t core.Awaited) { *task = newHandle(t) }
 
 //export sf_comm_new
 func sf_comm_new(id C.int64_t, ranked *C.int64_t, n C.int, timeoutMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
 	return with(e, func(s *core.Session) error {
 		c, t := s.Comms().New(int(id), ranks(ranked, n), time.Duration(timeoutMs)*time.Millisecond)
-		*at = C.uint64_t(cgo.NewHandle(c))
+		*at = newHandle(c)
 		give(task, t)
 		return nil
 	})
@@ -126,27 +125,11 @@ func sf_comm_task(at C.uint64_t, what C.int, timeoutMs C.int64_t, task *C.uint64
 
 //export sf_task_wait
 func sf_task_wait(task C.uint64_t, sliceMs C.int64_t, e *C.sf_error) C.int {
-	return result(e, cgo.Handle(task).Value().(core.Awaited).Wait(time.Duration(sliceMs)*time.Millisecond))
+	return result(e, object[core.Awaited](task).Wait(time.Duration(sliceMs)*time.Millisecond))
 }
 
 //export sf_task_cancel
-func sf_task_cancel(task C.uint64_t) { cgo.Handle(task).Value().(core.Awaited).Cancel() }
+func sf_task_cancel(task C.uint64_t) { object[core.Awaited](task).Cancel() }
 
 //export sf_task_interrupt
-func sf_task_interrupt(task C.uint64_t) { cgo.Handle(task).Value().(core.Awaited).Interrupt() }
-
-// sf_comm_drop closes, in the background, a communicator that Python no longer uses.
-//
-//export sf_comm_drop
-func sf_comm_drop(at C.uint64_t) {
-	cgo.Handle(at).Value().(*core.Comm).Drop()
-	cgo.Handle(at).Delete()
-}
-
-// sf_task_drop releases a task. The task continues.
-//
-//export sf_task_drop
-func sf_task_drop(task C.uint64_t) {
-	cgo.Handle(task).Value().(core.Awaited).Drop()
-	cgo.Handle(task).Delete()
-}
+func sf_task_interrupt(task C.uint64_t) { object[core.Awaited](task).Interrupt() }

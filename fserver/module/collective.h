@@ -21,4 +21,8 @@ PyObject *operation_wait_for(PyObject *o, PyObject *timeout);
 // canceled, other threads may wait for it as well. Returns 0, or -1 with an exception.
 int sf_task_finish(uint64_t task, int cancel);
 
+// Waits for the task that creates the object of Go with that handle, and makes Python's object of it. On failure it
+// drops the handle, and returns NULL with an exception.
+PyObject *sf_task_object(uint64_t task, PyObject *class, uint64_t at);
+
 #endif

@@ -8,6 +8,7 @@
 #include "batch.h"
 #include "call.h"
 #include "docs.h"
+#include "handle.h"
 #include "tensor.h"
 
 enum { INT64 = 4 }; // PyTorch's code
@@ -78,27 +79,22 @@ PyObject *sf_py_seq_add_one(PyObject *self, PyObject *args) {
   return PyArg_ParseTuple(args, "O:seq_add_one", &seq) ? signal_stream(SF_SEQ_ADD_ONE, seq, "seq", NULL) : NULL;
 }
 
-// SimpleNotify. id is Go's handle, 0 before init().
-typedef struct {
-  PyObject_HEAD uint64_t id;
-} notify_object;
-
+// init() of SimpleNotify. Before, the object has no handle.
 static PyObject *notify_start(PyObject *o, PyObject *noargs) {
-  notify_object *n = (notify_object *)o;
+  sf_handle *n = (sf_handle *)o;
   sf_error e = {0, NULL};
   (void)noargs;
   if (sf_enter() < 0) return NULL;
-  if (n->id == 0 && sf_notify_new(&n->id, &e) != SF_DONE) return sf_raise(&e);
+  if (n->at == 0 && sf_notify_new(&n->at, &e) != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;
 }
 
 // Calls Go with the current stream. It blocks while the device's queue is full, perhaps until another thread continues.
 // Only the first of the calls uses handler.
 static PyObject *notify_stream(PyObject *o, int what, int64_t handler) {
-  notify_object *n = (notify_object *)o;
   uint64_t stream = 0;
   sf_error e = {0, NULL};
-  uint64_t id = n->id;
+  uint64_t id = sf_at(o);
   int32_t device;
   int rc;
   if (sf_notify_device(id, &device, &e) != SF_DONE) return sf_raise(&e);
@@ -125,7 +121,7 @@ static PyObject *notify_block_and_get(PyObject *o, PyObject *noargs) {
 }
 
 static PyObject *notify_done(PyObject *o, PyObject *noargs) {
-  uint64_t id = ((notify_object *)o)->id;
+  uint64_t id = sf_at(o);
   (void)noargs;
   if (sf_enter() < 0) return NULL;
   for (;;) {
@@ -139,7 +135,7 @@ static PyObject *notify_done(PyObject *o, PyObject *noargs) {
 }
 
 static PyObject *notify_batch(PyObject *o, PyObject *noargs) {
-  uint64_t id = ((notify_object *)o)->id;
+  uint64_t id = sf_at(o);
   (void)noargs;
   if (sf_enter() < 0) return NULL;
   for (;;) {
@@ -161,14 +157,6 @@ static PyObject *notify_new(PyTypeObject *type, PyObject *args, PyObject *named)
   return PyType_GenericNew(type, args, named);
 }
 
-static void notify_dealloc(PyObject *o) {
-  PyTypeObject *type = Py_TYPE(o);
-  if (!sf_forked) sf_notify_drop(((notify_object *)o)->id);
-  freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
-  f(o);
-  Py_DECREF(type);
-}
-
 static PyMethodDef notify_methods[] = {
     {"init", notify_start, METH_NOARGS, DOC_NOTIFY_INIT},
     {"stream_wait_event", notify_stream_wait_event, METH_O, DOC_NOTIFY_STREAM_WAIT_EVENT},
@@ -182,12 +170,12 @@ static PyMethodDef notify_methods[] = {
 static PyType_Slot notify_slots[] = {
     {Py_tp_doc, DOC_NOTIFY},
     {Py_tp_new, notify_new},
-    {Py_tp_dealloc, notify_dealloc},
+    {Py_tp_dealloc, sf_handle_dealloc},
     {Py_tp_methods, notify_methods},
     {0, NULL},
 };
 
-static PyType_Spec notify_spec = {"fserver_lib.SimpleNotify", sizeof(notify_object), 0, Py_TPFLAGS_DEFAULT, notify_slots};
+static PyType_Spec notify_spec = {"fserver_lib.SimpleNotify", sizeof(sf_handle), 0, Py_TPFLAGS_DEFAULT, notify_slots};
 
 int cuda_init(PyObject *module) {
   PyObject *class = PyType_FromSpec(&notify_spec);

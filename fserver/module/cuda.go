@@ -9,7 +9,6 @@ import "C"
 
 import (
 	"fmt"
-	"runtime/cgo"
 	"slices"
 	"sync"
 	"time"
@@ -131,7 +130,7 @@ func sf_notify_new(id *C.uint64_t, e *C.sf_error) C.int {
 	if err != nil {
 		return fail(e, err)
 	}
-	*id = C.uint64_t(cgo.NewHandle(n))
+	*id = newHandle(n)
 	return C.SF_DONE
 }
 
@@ -151,19 +150,11 @@ func sf_notify_device(id C.uint64_t, device *C.int32_t, e *C.sf_error) C.int {
 	return C.SF_DONE
 }
 
-//export sf_notify_drop
-func sf_notify_drop(id C.uint64_t) {
-	if n, err := notify(id); err == nil {
-		n.Drop()
-		cgo.Handle(id).Delete()
-	}
-}
-
 func notify(id C.uint64_t) (*core.Notify, error) {
 	if id == 0 {
 		return nil, fmt.Errorf("%w: call init() of this SimpleNotify first", core.ErrMisuse)
 	}
-	return cgo.Handle(id).Value().(*core.Notify), nil
+	return object[*core.Notify](id), nil
 }
 
 // sf_notify_stream makes stream wait for one of SF_STREAM_WAIT and so on.

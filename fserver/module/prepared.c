@@ -5,14 +5,14 @@
 #include "_cgo_export.h"
 #include "call.h"
 #include "docs.h"
+#include "handle.h"
 #include "request.h"
 #include "tensor.h"
 
 static PyObject *exchange_class;
 
 typedef struct {
-  PyObject_HEAD
-  uint64_t at;    // Go's index
+  sf_handle handle;
   int32_t device; // of the tensors, or -1 for the host
   int need_event;
   int takes_long; // start() may take long
@@ -36,29 +36,13 @@ PyObject *sf_py_prepare(PyObject *self, PyObject *args, PyObject *kw) {
   int takes_long = request_long(&r);
   request_free(&r);
   if (rc != SF_DONE) return sf_raise(&e);
-  allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)exchange_class, Py_tp_alloc);
-  exchange_object *x = (exchange_object *)alloc((PyTypeObject *)exchange_class, 0);
-  if (x == NULL) {
-    sf_exchange_drop(at);
-    return NULL;
-  }
-  x->at = at;
+  exchange_object *x = (exchange_object *)sf_handle_object(exchange_class, at);
+  if (x == NULL) return NULL;
   x->device = device;
   x->need_event = need_event;
   x->takes_long = takes_long;
   x->eager = 0;
   return (PyObject *)x;
-}
-
-static void exchange_dealloc(PyObject *o) {
-  PyTypeObject *type = Py_TYPE(o);
-  if (!sf_forked) {
-    sf_exchange_drop(((exchange_object *)o)->at);
-    sf_drain_dropped();
-  }
-  freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
-  f(o);
-  Py_DECREF(type);
 }
 
 static PyObject *exchange_start(PyObject *o, PyObject *args, PyObject *kw) {
@@ -79,10 +63,10 @@ static PyObject *exchange_start(PyObject *o, PyObject *args, PyObject *kw) {
   }
   if (x->device >= 0 && tensor_stream(x->device, &stream) < 0) return NULL;
   if (x->takes_long) {
-    Py_BEGIN_ALLOW_THREADS h = sf_exchange_start(x->at, rows, stream, x->need_event, &e);
+    Py_BEGIN_ALLOW_THREADS h = sf_exchange_start(x->handle.at, rows, stream, x->need_event, &e);
     Py_END_ALLOW_THREADS
   } else {
-    h = sf_exchange_start(x->at, rows, stream, x->need_event, &e);
+    h = sf_exchange_start(x->handle.at, rows, stream, x->need_event, &e);
   }
   if (h == SF_CAPTURED) return PyLong_FromLong(-1);
   if (h < 0) return sf_raise(&e);
@@ -103,7 +87,7 @@ static PyObject *exchange_wait(PyObject *o, PyObject *args, PyObject *kw) {
   for (;;) {
     sf_error e = {0, NULL};
     int rc;
-    Py_BEGIN_ALLOW_THREADS rc = sf_exchange_wait(x->at, stream, ms, SLICE_MS, &e);
+    Py_BEGIN_ALLOW_THREADS rc = sf_exchange_wait(x->handle.at, stream, ms, SLICE_MS, &e);
     Py_END_ALLOW_THREADS if (rc != SF_PENDING) x->eager = 0;
     if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE || rc == SF_CAPTURED) break;
@@ -118,56 +102,37 @@ static PyObject *exchange_poll(PyObject *o, PyObject *noargs) {
   sf_error e = {0, NULL};
   (void)noargs;
   if (sf_enter() < 0) return NULL;
-  int rc = sf_exchange_wait(x->at, SF_COMPLETE, NO_LIMIT_MS, 0, &e);
+  int rc = sf_exchange_wait(x->handle.at, SF_COMPLETE, NO_LIMIT_MS, 0, &e);
   if (rc != SF_PENDING) x->eager = 0;
   if (rc == SF_FAILED) return sf_raise(&e);
   sf_drain_dropped();
   return PyBool_FromLong(rc == SF_DONE);
 }
 
-// Raises the first error of rounds of graphs.
-static PyObject *exchange_check(PyObject *o, PyObject *noargs) {
-  sf_error e = {0, NULL};
-  (void)noargs;
-  if (sf_enter() < 0) return NULL;
-  if (sf_exchange_check(((exchange_object *)o)->at, &e) != SF_DONE) return sf_raise(&e);
-  Py_RETURN_NONE;
-}
-
 static PyObject *exchange_close(PyObject *o, PyObject *noargs) {
   if (sf_enter() < 0) return NULL;
-  sf_exchange_close(((exchange_object *)o)->at);
+  sf_exchange_close(sf_at(o));
   sf_drain_dropped();
-  return exchange_check(o, noargs);
+  return sf_handle_check(o, noargs);
 }
 
-// Only prepare() creates an Exchange.
-static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  (void)type;
-  (void)args;
-  (void)kw;
-  PyErr_SetString(sf_error_type, "fserver_lib.Exchange cannot be created: prepare() returns it");
-  return NULL;
-}
+SF_NOT_CREATED(exchange_new, "Exchange cannot be created: prepare() returns it")
 
 static PyMethodDef exchange_methods[] = {
     {"start", (PyCFunction)(void (*)(void))exchange_start, METH_VARARGS | METH_KEYWORDS, DOC_EXCHANGE_START},
     {"wait", (PyCFunction)(void (*)(void))exchange_wait, METH_VARARGS | METH_KEYWORDS, DOC_EXCHANGE_WAIT},
     {"poll", exchange_poll, METH_NOARGS, DOC_EXCHANGE_POLL},
-    {"check", exchange_check, METH_NOARGS, DOC_EXCHANGE_CHECK},
+    {"check", sf_handle_check, METH_NOARGS, DOC_EXCHANGE_CHECK},
     {"close", exchange_close, METH_NOARGS, DOC_EXCHANGE_CLOSE},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot exchange_slots[] = {
-    {Py_tp_doc, DOC_EXCHANGE}, {Py_tp_new, exchange_new}, {Py_tp_dealloc, exchange_dealloc}, {Py_tp_methods, exchange_methods}, {0, NULL},
+    {Py_tp_doc, DOC_EXCHANGE}, {Py_tp_new, exchange_new}, {Py_tp_dealloc, sf_handle_dealloc}, {Py_tp_methods, exchange_methods}, {0, NULL},
 };
 
 static PyType_Spec exchange_spec = {"fserver_lib.Exchange", sizeof(exchange_object), 0, Py_TPFLAGS_DEFAULT, exchange_slots};
 
 int prepared_init(PyObject *module) {
-  exchange_class = PyType_FromSpec(&exchange_spec);
-  if (exchange_class == NULL) return -1;
-  Py_INCREF(exchange_class);
-  return PyModule_AddObject(module, "Exchange", exchange_class);
+  return sf_add_class(module, "Exchange", &exchange_spec, &exchange_class);
 }

@@ -8,39 +8,14 @@ package main
 import "C"
 
 import (
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/fserver/core"
 )
 
-// exchanges are the prepared exchanges of Python. Python identifies them by their index in all, and uses an index only
-// while it holds the object. A round reads all without a lock; all is replaced, never changed.
-var exchanges struct {
-	mu   sync.Mutex
-	free []int
-	all  atomic.Pointer[[]*core.Exchange]
-}
-
-// put makes x the exchange at index i, or at a new index if i is -1, and returns the index. The caller holds
-// exchanges.mu.
-func put(x *core.Exchange, i int) int {
-	var all []*core.Exchange
-	if old := exchanges.all.Load(); old != nil {
-		all = append(all, *old...)
-	}
-	if i < 0 {
-		i = len(all)
-		all = append(all, nil)
-	}
-	all[i] = x
-	exchanges.all.Store(&all)
-	return i
-}
-
-func exchange(at C.uint64_t) *core.Exchange { return (*exchanges.all.Load())[at] }
+// exchange returns the prepared exchange of a handle.
+func exchange(at C.uint64_t) *core.Exchange { return object[*core.Exchange](at) }
 
 //export sf_prepare
 func sf_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, servers *C.int64_t, nServers C.int, at *C.uint64_t, e *C.sf_error) C.int {
@@ -51,17 +26,10 @@ func sf_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, 
 	}
 	return with(e, func(s *core.Session) error {
 		x, err := s.Prepare(ranks(servers, nServers), a.push, a.pull)
-		if err != nil {
-			return err
+		if err == nil {
+			*at = newHandle(x)
 		}
-		exchanges.mu.Lock()
-		defer exchanges.mu.Unlock()
-		i := -1
-		if n := len(exchanges.free); n > 0 {
-			i, exchanges.free = exchanges.free[n-1], exchanges.free[:n-1]
-		}
-		*at = C.uint64_t(put(x, i))
-		return nil
+		return err
 	})
 }
 
@@ -93,23 +61,5 @@ func sf_exchange_wait(at C.uint64_t, stream C.uint64_t, timeoutMs, sliceMs C.int
 	return C.SF_DONE
 }
 
-// sf_exchange_check returns the first error of the rounds of graphs.
-//
-//export sf_exchange_check
-func sf_exchange_check(at C.uint64_t, e *C.sf_error) C.int {
-	return result(e, exchange(at).Check())
-}
-
 //export sf_exchange_close
 func sf_exchange_close(at C.uint64_t) { exchange(at).Close() }
-
-// sf_exchange_drop closes an exchange that Python no longer uses.
-//
-//export sf_exchange_drop
-func sf_exchange_drop(at C.uint64_t) {
-	exchange(at).Close()
-	exchanges.mu.Lock()
-	defer exchanges.mu.Unlock()
-	put(nil, int(at))
-	exchanges.free = append(exchanges.free, int(at))
-}

@@ -6,14 +6,14 @@
 #include "call.h"
 #include "collective.h"
 #include "docs.h"
+#include "handle.h"
 #include "request.h"
 #include "tensor.h"
 
 static PyObject *streams_class;
 
 typedef struct {
-  PyObject_HEAD
-  uint64_t at;    // Go's handle
+  sf_handle handle;
   int32_t device; // of the tensors, or -1 for the host
   int host;       // send() and receive() are made by the host
 } streams_object;
@@ -39,31 +39,11 @@ PyObject *sf_py_prepare_streams(PyObject *self, PyObject *args, PyObject *kw) {
   int rc = sf_streams_prepare(r.push, (int)r.npush, r.pull, (int)r.npull, r.servers, (int)r.nservers, timeout, round, host, &at, &task, &e);
   request_free(&r);
   if (rc != SF_DONE) return sf_raise(&e);
-  if (sf_task_finish(task, 1) < 0) {
-    sf_streams_drop(at);
-    return NULL;
-  }
-  allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)streams_class, Py_tp_alloc);
-  streams_object *x = (streams_object *)alloc((PyTypeObject *)streams_class, 0);
-  if (x == NULL) {
-    sf_streams_drop(at);
-    return NULL;
-  }
-  x->at = at;
+  streams_object *x = (streams_object *)sf_task_object(task, streams_class, at);
+  if (x == NULL) return NULL;
   x->device = device;
   x->host = host;
   return (PyObject *)x;
-}
-
-static void streams_dealloc(PyObject *o) {
-  PyTypeObject *type = Py_TYPE(o);
-  if (!sf_forked) {
-    sf_streams_drop(((streams_object *)o)->at);
-    sf_drain_dropped();
-  }
-  freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
-  f(o);
-  Py_DECREF(type);
 }
 
 static PyObject *queue(streams_object *x, int send, int need_event) {
@@ -72,7 +52,7 @@ static PyObject *queue(streams_object *x, int send, int need_event) {
   if (sf_enter() < 0) return NULL;
   if (need_event && x->device >= 0 && tensor_stream(x->device, &stream) < 0) return NULL;
   int rc;
-  Py_BEGIN_ALLOW_THREADS rc = x->host ? sf_streams_send(x->at, stream, &e) : sf_streams_queue(x->at, send, stream, &e);
+  Py_BEGIN_ALLOW_THREADS rc = x->host ? sf_streams_send(x->handle.at, stream, &e) : sf_streams_queue(x->handle.at, send, stream, &e);
   Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;
 }
@@ -108,19 +88,11 @@ static PyObject *streams_receive(PyObject *o, PyObject *args, PyObject *kw) {
     sf_error e = {0, NULL};
     int64_t slice = sf_slice(ms, start);
     int rc;
-    Py_BEGIN_ALLOW_THREADS rc = sf_streams_receive(x->at, slice, slice < SLICE_MS, &e);
+    Py_BEGIN_ALLOW_THREADS rc = sf_streams_receive(x->handle.at, slice, slice < SLICE_MS, &e);
     Py_END_ALLOW_THREADS if (rc == SF_DONE) Py_RETURN_NONE;
     if (rc != SF_PENDING) return sf_raise(&e);
     if (PyErr_CheckSignals() < 0) return NULL;
   }
-}
-
-static PyObject *streams_check(PyObject *o, PyObject *noargs) {
-  sf_error e = {0, NULL};
-  (void)noargs;
-  if (sf_enter() < 0) return NULL;
-  if (sf_streams_check(((streams_object *)o)->at, &e) != SF_DONE) return sf_raise(&e);
-  Py_RETURN_NONE;
 }
 
 static PyObject *streams_close(PyObject *o, PyObject *noargs) {
@@ -128,38 +100,28 @@ static PyObject *streams_close(PyObject *o, PyObject *noargs) {
   int rc;
   (void)noargs;
   if (sf_enter() < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS rc = sf_streams_close(((streams_object *)o)->at, &e);
+  Py_BEGIN_ALLOW_THREADS rc = sf_streams_close(sf_at(o), &e);
   Py_END_ALLOW_THREADS sf_drain_dropped();
   if (rc != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;
 }
 
-// Only prepare_streams() creates a StreamExchange.
-static PyObject *streams_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  (void)type;
-  (void)args;
-  (void)kw;
-  PyErr_SetString(sf_error_type, "fserver_lib.StreamExchange cannot be created: prepare_streams() returns it");
-  return NULL;
-}
+SF_NOT_CREATED(streams_new, "StreamExchange cannot be created: prepare_streams() returns it")
 
 static PyMethodDef streams_methods[] = {
     {"send", (PyCFunction)(void (*)(void))streams_send, METH_VARARGS | METH_KEYWORDS, DOC_STREAMS_SEND},
     {"receive", (PyCFunction)(void (*)(void))streams_receive, METH_VARARGS | METH_KEYWORDS, DOC_STREAMS_RECEIVE},
-    {"check", streams_check, METH_NOARGS, DOC_STREAMS_CHECK},
+    {"check", sf_handle_check, METH_NOARGS, DOC_STREAMS_CHECK},
     {"close", streams_close, METH_NOARGS, DOC_STREAMS_CLOSE},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot streams_slots[] = {
-    {Py_tp_doc, DOC_STREAMS}, {Py_tp_new, streams_new}, {Py_tp_dealloc, streams_dealloc}, {Py_tp_methods, streams_methods}, {0, NULL},
+    {Py_tp_doc, DOC_STREAMS}, {Py_tp_new, streams_new}, {Py_tp_dealloc, sf_handle_dealloc}, {Py_tp_methods, streams_methods}, {0, NULL},
 };
 
 static PyType_Spec streams_spec = {"fserver_lib.StreamExchange", sizeof(streams_object), 0, Py_TPFLAGS_DEFAULT, streams_slots};
 
 int streams_init(PyObject *module) {
-  streams_class = PyType_FromSpec(&streams_spec);
-  if (streams_class == NULL) return -1;
-  Py_INCREF(streams_class);
-  return PyModule_AddObject(module, "StreamExchange", streams_class);
+  return sf_add_class(module, "StreamExchange", &streams_spec, &streams_class);
 }

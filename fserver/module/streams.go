@@ -10,7 +10,6 @@ package main
 import "C"
 
 import (
-	"runtime/cgo"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -27,16 +26,14 @@ func sf_streams_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull
 	return with(e, func(s *core.Session) error {
 		x, t, err := s.Streams().Prepare(ranks(peers, nPeers), a.push, a.pull, time.Duration(timeoutMs)*time.Millisecond, time.Duration(roundMs)*time.Millisecond, host != 0)
 		if err == nil {
-			*at = C.uint64_t(cgo.NewHandle(x))
+			*at = newHandle(x)
 			give(task, t)
 		}
 		return err
 	})
 }
 
-func streamExchange(at C.uint64_t) *core.StreamExchange {
-	return cgo.Handle(at).Value().(*core.StreamExchange)
-}
+func streamExchange(at C.uint64_t) *core.StreamExchange { return object[*core.StreamExchange](at) }
 
 //export sf_streams_queue
 func sf_streams_queue(at C.uint64_t, send C.int, stream C.uint64_t, e *C.sf_error) C.int {
@@ -53,20 +50,7 @@ func sf_streams_receive(at C.uint64_t, sliceMs C.int64_t, last C.int, e *C.sf_er
 	return result(e, streamExchange(at).ReceiveWithin(time.Duration(sliceMs)*time.Millisecond, last != 0))
 }
 
-//export sf_streams_check
-func sf_streams_check(at C.uint64_t, e *C.sf_error) C.int {
-	return result(e, streamExchange(at).Check())
-}
-
 //export sf_streams_close
 func sf_streams_close(at C.uint64_t, e *C.sf_error) C.int {
 	return result(e, streamExchange(at).Close())
-}
-
-// sf_streams_drop closes, in the background, an exchange that Python no longer uses.
-//
-//export sf_streams_drop
-func sf_streams_drop(at C.uint64_t) {
-	streamExchange(at).Drop()
-	cgo.Handle(at).Delete()
 }

@@ -11,6 +11,7 @@
 #include "docs.h"
 #include "dtypes.h"
 #include "exchange.h"
+#include "handle.h"
 #include "torch.h"
 
 static PyObject *tensor_class, *s_view;
@@ -433,8 +434,5 @@ static PyType_Spec tensor_spec = {"fserver_lib.Tensor", sizeof(tensor_object), 0
 
 int tensor_init(PyObject *module) {
   if ((s_view = PyUnicode_InternFromString("view")) == NULL) return -1;
-  tensor_class = PyType_FromSpec(&tensor_spec);
-  if (tensor_class == NULL) return -1;
-  Py_INCREF(tensor_class);
-  return PyModule_AddObject(module, "Tensor", tensor_class);
+  return sf_add_class(module, "Tensor", &tensor_spec, &tensor_class);
 }

@@ -10,19 +10,22 @@
 #include "collective.h"
 #include "docs.h"
 #include "dtypes.h"
+#include "handle.h"
 #include "request.h"
 #include "tensor.h"
 
 static PyObject *window_class;
 
 typedef struct {
-  PyObject_HEAD
-  uint64_t at; // Go's handle
-  int32_t device;   // -1: in host memory
-  PyObject *of;     // its communicator, kept because a dropped communicator ends its windows
-  PyObject *memory; // keeps host memory as long as tensors refer to it
-  PyObject *given;  // the tensor that open_window() was given, or NULL
+  sf_handle handle;
+  int32_t device; // -1: in host memory
 } window_object;
+
+// What a window holds:
+//   - its communicator, because a dropped communicator ends its windows
+//   - the owner of host memory, as long as tensors refer to it
+//   - the tensor that open_window() was given
+enum { COMM, MEMORY, GIVEN };
 
 // Reads the argument device. Returns SF_CPU or SF_GPU, or -1 with an exception.
 static int where_arg(PyObject *o, uint64_t comm) {
@@ -100,36 +103,19 @@ PyObject *sf_py_open_window(PyObject *self, PyObject *args, PyObject *kw) {
     sf_drain_dropped();
     return NULL;
   }
-  window_object *w = NULL;
-  if (sf_task_finish(task, 1) == 0) {
-    allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)window_class, Py_tp_alloc);
-    w = (window_object *)alloc((PyTypeObject *)window_class, 0);
-  }
+  window_object *w = (window_object *)sf_task_object(task, window_class, at);
   if (w == NULL) {
-    sf_window_drop(at);
     Py_XDECREF(memory);
     return NULL;
   }
   sf_window_tensor(at, &t);
-  w->at = at;
   w->device = where == SF_CPU ? -1 : t.device_id;
   Py_INCREF(self);
-  w->of = self;
-  w->memory = memory;
+  w->handle.held[COMM] = self;
+  w->handle.held[MEMORY] = memory;
   Py_XINCREF(given);
-  w->given = given;
+  w->handle.held[GIVEN] = given;
   return (PyObject *)w;
-}
-
-static void window_dealloc(PyObject *o) {
-  PyTypeObject *type = Py_TYPE(o);
-  if (!sf_forked) sf_window_drop(((window_object *)o)->at);
-  Py_XDECREF(((window_object *)o)->of);
-  Py_XDECREF(((window_object *)o)->memory);
-  Py_XDECREF(((window_object *)o)->given);
-  freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
-  f(o);
-  Py_DECREF(type);
 }
 
 // Makes a call of a window in host memory, which may wait. t has an owner if the call is a put.
@@ -140,7 +126,7 @@ static int in_slices(window_object *w, int what, int64_t rank, int64_t offset, i
     int rc;
     int64_t waited = (int64_t)((sf_now() - start) / 1000000);
     Py_XINCREF((PyObject *)t->owner); // Go takes this reference
-    Py_BEGIN_ALLOW_THREADS rc = sf_window_slice(w->at, what, rank, offset, signal, t, sf_slice(-1, 0), ms, waited, &e);
+    Py_BEGIN_ALLOW_THREADS rc = sf_window_slice(w->handle.at, what, rank, offset, signal, t, sf_slice(-1, 0), ms, waited, &e);
     Py_END_ALLOW_THREADS sf_drain_dropped();
     if (rc == SF_FAILED) sf_raise(&e);
     if (rc != SF_PENDING) return rc == SF_DONE ? 0 : -1;
@@ -176,7 +162,7 @@ static PyObject *call(PyObject *o, int what, PyObject *rank_arg, PyObject *offse
   if (w->device < 0) {
     rc = x != NULL && tensors_keep(&t, 1) < 0 ? -1 : in_slices(w, what, rank, offset, signal, &t, ms);
   } else {
-    Py_BEGIN_ALLOW_THREADS rc = sf_window_queue(w->at, what, rank, offset, signal, &t, stream, &e);
+    Py_BEGIN_ALLOW_THREADS rc = sf_window_queue(w->handle.at, what, rank, offset, signal, &t, stream, &e);
     Py_END_ALLOW_THREADS if (rc != SF_DONE) sf_raise(&e);
   }
   Py_XDECREF((PyObject *)t.owner);
@@ -219,19 +205,11 @@ static PyObject *window_flush(PyObject *o, PyObject *args, PyObject *kw) {
   return call(o, SF_WINDOW_FLUSH, rank, NULL, NULL, NULL, 0, NULL);
 }
 
-static PyObject *window_check(PyObject *o, PyObject *noargs) {
-  sf_error e = {0, NULL};
-  (void)noargs;
-  if (sf_enter() < 0) return NULL;
-  if (sf_window_check(((window_object *)o)->at, &e) != SF_DONE) return sf_raise(&e);
-  Py_RETURN_NONE;
-}
-
 static PyObject *window_close(PyObject *o, PyObject *noargs) {
   uint64_t task;
   (void)noargs;
   if (sf_enter() < 0) return NULL;
-  sf_window_close(((window_object *)o)->at, &task);
+  sf_window_close(sf_at(o), &task);
   if (sf_task_finish(task, 0) < 0) return NULL;
   Py_RETURN_NONE;
 }
@@ -240,20 +218,13 @@ static PyObject *window_tensor(PyObject *o, void *unused) {
   sf_tensor t;
   (void)unused;
   if (sf_enter() < 0) return NULL;
-  PyObject *given = ((window_object *)o)->given;
+  PyObject *given = ((sf_handle *)o)->held[GIVEN];
   if (given != NULL) return Py_INCREF(given), given;
-  sf_window_tensor(((window_object *)o)->at, &t);
+  sf_window_tensor(sf_at(o), &t);
   return tensor_over(&t, o);
 }
 
-// Only open_window() creates a Window.
-static PyObject *window_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  (void)type;
-  (void)args;
-  (void)kw;
-  PyErr_SetString(sf_error_type, "fserver_lib.Window cannot be created: open_window() returns it");
-  return NULL;
-}
+SF_NOT_CREATED(window_new, "Window cannot be created: open_window() returns it")
 
 #define KEYWORDS(f) (PyCFunction)(void (*)(void))(f), METH_VARARGS | METH_KEYWORDS
 
@@ -263,7 +234,7 @@ static PyMethodDef window_methods[] = {
     {"signal", KEYWORDS(window_signal), DOC_WINDOW_SIGNAL},
     {"wait_signal", KEYWORDS(window_wait_signal), DOC_WINDOW_WAIT_SIGNAL},
     {"flush", KEYWORDS(window_flush), DOC_WINDOW_FLUSH},
-    {"check", window_check, METH_NOARGS, DOC_WINDOW_CHECK},
+    {"check", sf_handle_check, METH_NOARGS, DOC_WINDOW_CHECK},
     {"close", window_close, METH_NOARGS, DOC_WINDOW_CLOSE},
     {NULL, NULL, 0, NULL},
 };
@@ -274,14 +245,11 @@ static PyGetSetDef window_values[] = {
 };
 
 static PyType_Slot window_slots[] = {
-    {Py_tp_doc, DOC_WINDOW}, {Py_tp_new, window_new}, {Py_tp_dealloc, window_dealloc}, {Py_tp_methods, window_methods}, {Py_tp_getset, window_values}, {0, NULL},
+    {Py_tp_doc, DOC_WINDOW}, {Py_tp_new, window_new}, {Py_tp_dealloc, sf_handle_dealloc}, {Py_tp_methods, window_methods}, {Py_tp_getset, window_values}, {0, NULL},
 };
 
 static PyType_Spec window_spec = {"fserver_lib.Window", sizeof(window_object), 0, Py_TPFLAGS_DEFAULT, window_slots};
 
 int window_init(PyObject *module) {
-  window_class = PyType_FromSpec(&window_spec);
-  if (window_class == NULL) return -1;
-  Py_INCREF(window_class);
-  return PyModule_AddObject(module, "Window", window_class);
+  return sf_add_class(module, "Window", &window_spec, &window_class);
 }

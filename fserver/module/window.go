@@ -13,7 +13,6 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"runtime/cgo"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -62,12 +61,12 @@ func sf_window_open(of C.uint64_t, size, signals C.int64_t, memory *C.sf_tensor,
 	} else {
 		w, t = c.OpenHostWindow(mem, int(size), int(signals), limit)
 	}
-	*at = C.uint64_t(cgo.NewHandle(w))
+	*at = newHandle(w)
 	give(task, t)
 	return C.SF_DONE
 }
 
-func windowOf(at C.uint64_t) *core.Window { return cgo.Handle(at).Value().(*core.Window) }
+func windowOf(at C.uint64_t) *core.Window { return object[*core.Window](at) }
 
 // sf_window_tensor describes the memory of this rank's part of the window.
 //
@@ -133,16 +132,5 @@ func sf_window_slice(at C.uint64_t, what C.int, rank, offset, signal C.int64_t, 
 	}))
 }
 
-//export sf_window_check
-func sf_window_check(at C.uint64_t, e *C.sf_error) C.int { return result(e, windowOf(at).Check()) }
-
 //export sf_window_close
 func sf_window_close(at C.uint64_t, task *C.uint64_t) { give(task, windowOf(at).Close()) }
-
-// sf_window_drop closes, in the background, a window that Python no longer uses.
-//
-//export sf_window_drop
-func sf_window_drop(at C.uint64_t) {
-	windowOf(at).Drop()
-	cgo.Handle(at).Delete()
-}
