@@ -16,6 +16,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/cluster"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -160,7 +161,7 @@ type graphs struct {
 
 	mu    sync.Mutex                  // held to change the fields below; locked before the mu of a Prepared
 	all   atomic.Pointer[[]*replayed] // replaced, never modified
-	page  backend.Mem                 // free part of the last page
+	page  gpusync.Page                // of pinned memory, for flags
 	ended chan struct{}               // nil before the first exchange
 }
 
@@ -180,15 +181,11 @@ func (g *graphs) add(x *Prepared) (*rounds, error) {
 	if !can || !pins {
 		return nil, fmt.Errorf("%w: this node's backend is %s (STEPMESH_BAKCEND), want one of a GPU", backend.ErrUnavailable, b.Name())
 	}
-	if g.page.Len() < wordStride {
-		page, err := pinner.AllocPinned(wordPage)
-		if err != nil {
-			return nil, err
-		}
-		g.page = page
+	flag, err := g.page.Take(wordStride, wordPage, pinner.AllocPinned)
+	if err != nil {
+		return nil, err
 	}
-	r := newRounds(g.node.Name(), x.tensors(), device, g.page.Sub(0, 8), g.node.Limit(x.defaults.limit))
-	g.page = g.page.Sub(wordStride, g.page.Len()-wordStride)
+	r := newRounds(g.node.Name(), x.tensors(), device, gpusync.Flag{Mem: flag.Sub(0, gpusync.FlagLen)}, g.node.Limit(x.defaults.limit))
 	x.mu.Lock()
 	closed := x.closed
 	if !closed {
@@ -274,11 +271,8 @@ func (g *graphs) run() {
 	}
 }
 
-// watchEvery is the period of watch; closeLimit is how long Close of a worker waits for the rounds under way.
-const (
-	watchEvery = 100 * time.Millisecond
-	closeLimit = time.Second
-)
+// watchEvery is the period of watch.
+const watchEvery = 100 * time.Millisecond
 
 // watch releases streams if the goroutine makes no progress within the limit of a round, until the goroutine has
 // ended. That happens if a call of the driver blocks until a stream continues that itself waits for a round, for
@@ -327,7 +321,7 @@ func (g *graphs) close() (done bool) {
 	select {
 	case <-ended:
 		done = true
-	case <-time.After(closeLimit): // the goroutine waits for the driver, or the caller is a callback of it
+	case <-time.After(gpusync.CloseLimit): // the goroutine waits for the driver, or the caller is a callback of it
 	}
 	for _, r := range g.exchanges() {
 		r.rounds.ended.Store(idle)

@@ -10,17 +10,17 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// A replayed exchange has a flag of 8 bytes in pinned memory. A stream starts a round by writing the lower half, and
-// waits until bit over is set in either half: in the lower half the round has ended, in the upper half rounds have
-// ended permanently, which no replay can reset.
+// A replayed exchange has a flag in pinned memory. A stream starts a round by writing the lower half, and waits until
+// either half is set: in the lower half the round has ended, in the upper half rounds have ended permanently, which no
+// replay can reset.
 const (
-	over    = uint64(1)<<32 | 1
-	idle    = uint32(1) // the lower half between rounds, and the upper one at the end
-	allRows = 0         // the lower half during a round: all rows, or n rows as n+1 times 2
+	idle    = uint32(gpusync.Set) // the lower half between rounds, and the upper one at the end
+	allRows = 0                   // the lower half during a round: all rows, or n rows as n+1 times 2
 
 	mostRows = math.MaxInt32 - 1
 
@@ -33,7 +33,7 @@ const (
 type rounds struct {
 	node, what string // for errors: the node, and the exchange's tensors
 	device     backend.GraphFlagger
-	mem        backend.Mem    // the flag
+	flag       gpusync.Flag
 	round      *atomic.Uint32 // its lower half
 	ended      *atomic.Uint32 // its upper half
 
@@ -50,10 +50,9 @@ type rounds struct {
 	failed roundError // number 0: none
 }
 
-// newRounds returns rounds with no round under way, whose flag is mem.
-func newRounds(node, what string, device backend.GraphFlagger, mem backend.Mem, limit time.Duration) *rounds {
-	half := (*[2]atomic.Uint32)(mem.Ptr())
-	r := &rounds{node: node, what: what, device: device, mem: mem, round: &half[0], ended: &half[1]}
+// newRounds returns rounds with no round under way, with that flag.
+func newRounds(node, what string, device backend.GraphFlagger, flag gpusync.Flag, limit time.Duration) *rounds {
+	r := &rounds{node: node, what: what, device: device, flag: flag, round: gpusync.OnHost(flag.Lower()), ended: gpusync.OnHost(flag.Upper())}
 	r.round.Store(idle)
 	r.ended.Store(0)
 	r.limit.Store(int64(limit))
@@ -68,7 +67,7 @@ func (r *rounds) start(stream Stream, word uint32) error {
 		r.queued = false // the start may belong to a canceled capture
 		return fmt.Errorf("%w: exchange of %s: queue the wait for its last start first; if that start was in a capture that was canceled, start again", ErrStarted, r.what)
 	}
-	err := r.device.WriteFlag(uintptr(stream), r.mem, word)
+	err := r.device.WriteFlag(uintptr(stream), r.flag.Lower(), word)
 	r.queued = err == nil
 	return err
 }
@@ -76,7 +75,7 @@ func (r *rounds) start(stream Stream, word uint32) error {
 func (r *rounds) wait(stream Stream) error {
 	r.queueing.Lock()
 	defer r.queueing.Unlock()
-	err := r.device.WaitBits(uintptr(stream), r.mem, over)
+	err := r.device.WaitBits(uintptr(stream), r.flag.Mem, gpusync.Either)
 	if err == nil {
 		r.queued = false
 	}

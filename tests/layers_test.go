@@ -91,6 +91,7 @@ var layers = []struct {
 	{"van/env", []string{"internal/hostaddr"}},
 	{"internal/cluster", []string{"postoffice/membership", "van", "van/backend", "van/stack", "van/env", "internal/"}},
 	{"internal/datamsg", []string{"internal/cluster", "van", "van/backend"}},
+	{"internal/gpusync", []string{"van", "van/backend", "internal/"}},
 	{"internal/hostaddr", nil},
 	{"internal/streamqueue", []string{"van", "van/backend", "van/env", "internal/"}},
 	{"internal/", []string{"internal/", "van/env"}},

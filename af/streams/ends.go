@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/cluster"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -84,13 +85,12 @@ func (e *Ends) begin(x *Exchange) error {
 	d := &e.dir
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if f := x.failed.Load(); f != nil {
-		return *f
-	}
-	if d.over != nil {
+	if d.over != nil && x.failed.Load() == nil { // its end begins now
 		return d.over
 	}
-	x.ready = true
+	if err := x.ending.Begin(&x.failed); err != nil {
+		return err
+	}
 	if !d.watching {
 		d.watching = true
 		d.failing.Go(e.watch)
@@ -116,7 +116,7 @@ func (e *Ends) end(err error) {
 	go func() { e.dir.failing.Wait(); close(done) }()
 	select {
 	case <-done:
-	case <-time.After(closeLimit):
+	case <-time.After(gpusync.CloseLimit):
 	}
 }
 
@@ -128,9 +128,6 @@ func (e *Ends) stop(err error) {
 	}
 	ending.Wait()
 }
-
-// closeLimit is how long end waits for goroutines that call the driver.
-const closeLimit = time.Second
 
 // peerChanged is called when a peer is lost, or when it or its replacement process is connected. It must not block.
 func (e *Ends) peerChanged(id int, up bool, cause error) {
@@ -156,7 +153,7 @@ func (e *Ends) peerChanged(id int, up bool, cause error) {
 		case x.connecting:
 			x.peers[i].offered, x.peers[i].said = false, nil
 		default:
-			x.peers[i].over = true
+			x.ending.Over(i)
 			if d.over != nil {
 				break
 			}
@@ -200,7 +197,7 @@ func (e *Ends) take(from int, n *note) error {
 		if i < 0 {
 			return fmt.Errorf("%w: the end of exchange %d, which is with others", van.ErrMalformed, n.id)
 		}
-		x.peers[i].over = true
+		x.ending.Over(i)
 		if d.over == nil {
 			d.failing.Go(func() { x.left(from, n.text) })
 		}
@@ -243,7 +240,7 @@ func (e *Ends) watch() {
 		d.mu.Lock()
 		all = all[:0]
 		for _, x := range d.all {
-			if x.timing.limit > 0 && x.ready && x.host == nil {
+			if x.timing.limit > 0 && x.host == nil && x.ending.Begun() {
 				all = append(all, x)
 			}
 		}

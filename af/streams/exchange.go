@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -43,7 +44,6 @@ type Exchange struct {
 	crowded bool          // while Receive polls, other goroutines may have no thread
 
 	names      []name // its keys in dir.all; guarded by dir.mu
-	ready      bool   // Prepare has succeeded, so streams may use it; guarded by dir.mu
 	connecting bool   // a worker's offer is open, and some servers have not answered; guarded by dir.mu
 
 	queueing sync.Mutex // guards sendNext, and serializes the work put into streams
@@ -52,6 +52,7 @@ type Exchange struct {
 	closed   atomic.Bool
 
 	failed atomic.Pointer[error]
+	ending *gpusync.Ending
 	done   chan struct{} // closed when streams of an ended exchange may continue
 	timing timing
 }
@@ -60,8 +61,7 @@ type Exchange struct {
 type peer struct {
 	id      int
 	out, in []af.KeyTensor
-	over    bool  // the peer's end is over, or the peer is lost; guarded by dir.mu, as are the next two fields
-	offered bool  // the worker's offer was sent to the present process of the peer
+	offered bool  // the worker's offer was sent to the present process of the peer; guarded by dir.mu, as is the next field
 	said    *note // the peer's offer or answer, nil before it arrives; constant once all have arrived
 }
 
@@ -169,8 +169,7 @@ func (x *Exchange) fail(err error) {
 	defer close(x.done)
 	d := x.dir
 	d.mu.Lock()
-	names, used := x.names, x.ready
-	used = used && x.host == nil
+	names, used := x.names, x.host == nil && x.ending.Begun()
 	if !used { // no stream contains work of it
 		d.remove(names)
 	}
@@ -208,34 +207,11 @@ func (x *Exchange) tell(names []name, why error) {
 	}
 }
 
-// peersOverLimit is how long the streams of an ended exchange wait for a peer to confirm the end.
-const peersOverLimit = 10 * time.Second
-
-// awaitPeersOver waits until the ends of all peers are over, up to peersOverLimit.
+// awaitPeersOver waits until the ends of all peers are over, up to gpusync.EndLimit.
 func (x *Exchange) awaitPeersOver() {
 	d := x.dir
-	patience := time.NewTimer(peersOverLimit)
-	defer patience.Stop()
-	closing := d.ended
-	for {
-		d.mu.Lock()
-		changed := d.changed
-		i := slices.IndexFunc(x.peers, func(p *peer) bool { return !p.over })
-		d.mu.Unlock()
-		if i < 0 {
-			return
-		}
-		select {
-		case <-changed:
-		case <-d.node.Ended():
-			return
-		case <-closing:
-			closing = nil
-			patience.Reset(closeLimit)
-		case <-patience.C:
-			d.node.Log().Warn("streams are released, but a peer has not confirmed the end of the exchange", "exchange", x.String(), "peer", d.node.PeerName(x.peers[i].id))
-			return
-		}
+	if i := x.ending.Await(d.node.Ended(), d.ended); i >= 0 {
+		d.node.Log().Warn("streams are released, but a peer has not confirmed the end of the exchange", "exchange", x.String(), "peer", d.node.PeerName(x.peers[i].id))
 	}
 }
 

@@ -5,12 +5,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // PartLimit is for how long streams wait for the end of a peer's exchange.
-const PartLimit = peersOverLimit
+const PartLimit = gpusync.EndLimit
 
 // Deaf makes e receive no messages of its peers until the returned function is called.
 func (e *Ends) Deaf() (hear func()) {

@@ -5,7 +5,6 @@ package streams
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"runtime"
@@ -17,8 +16,8 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/internal/memfd"
-	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -44,7 +43,7 @@ type flagPage struct {
 type flagName struct {
 	file  [memfd.NameLen]byte
 	at    uint32
-	token [tokenLen]byte
+	token gpusync.Token
 }
 
 // hostFlags is the block of flags of one end.
@@ -104,13 +103,11 @@ func (m *memory) makeHost(b backend.Backend, h *host, peers int) (name flagName,
 	}
 	h.own, h.flag = hostFlags{l.page, l.next}, l.mem.Sub(l.next, 4)
 	l.next += flagStride
-	token := l.page.Mem[h.own.at+tokenAt:][:tokenLen]
-	binary.NativeEndian.PutUint64(token, random.Uint64())
-	binary.NativeEndian.PutUint64(token[8:], random.Uint64())
+	name.token = gpusync.NewToken()
+	copy(l.page.Mem[h.own.at+tokenAt:], name.token[:])
 	h.own.flag(goingAt).Store(1)
 	copy(name.file[:], memfd.Name(l.fd))
 	name.at = uint32(h.own.at)
-	copy(name.token[:], token)
 	return name, nil
 }
 
@@ -133,7 +130,7 @@ func (h *host) reach(i int, n *flagName) error {
 	if err != nil {
 		return fmt.Errorf("map the peer's shared memory: %w", err)
 	}
-	if string(page.Mem[n.at+tokenAt:][:tokenLen]) != string(n.token[:]) {
+	if gpusync.Token(page.Mem[n.at+tokenAt:][:gpusync.TokenLen]) != n.token {
 		return fmt.Errorf("%w: the shared memory mapped is not the peer's", van.ErrMalformed)
 	}
 	h.remote[i] = hostFlags{page, int(n.at)}

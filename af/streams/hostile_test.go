@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/tests/vantest"
@@ -91,7 +92,7 @@ func TestSameKeys(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &Exchange{dir: &server.dir, done: make(chan struct{}), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
+	x := &Exchange{dir: &server.dir, done: make(chan struct{}), ending: gpusync.NewEnding(1), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
 	const first = ^uint64(0) - 2 // numbers go on from 0
 	for i := range uint64(6) {
 		n := example(verbOffer)
@@ -119,7 +120,7 @@ func TestOfferOfALostWorker(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &Exchange{dir: &server.dir, done: make(chan struct{}), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
+	x := &Exchange{dir: &server.dir, done: make(chan struct{}), ending: gpusync.NewEnding(1), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
 	offer := func(from int, id uint64) {
 		n := example(verbOffer)
 		n.id, n.out, n.in = id, parts(x.peers[0].in), nil
@@ -219,7 +220,7 @@ func TestWrongMemory(t *testing.T) {
 			}
 			clear(simgpu.Raw(page))
 			simgpu.Raw(page)[0] = 42
-			answer := note{verb: verbAccept, id: id, flags: slot{at: slotHead, token: [tokenLen]byte{42}}, out: parts(list(2))}
+			answer := note{verb: verbAccept, id: id, flags: slot{at: slotHead, token: gpusync.Token{42}}, out: parts(list(2))}
 			if answer.flags.export, err = d.Export(page); err != nil {
 				t.Fatal(err)
 			}
@@ -271,7 +272,7 @@ func TestOfferBehindItsEnd(t *testing.T) {
 		}
 		return []af.KeyTensor{{Key: 1, Val: x}}
 	}
-	x := &Exchange{dir: &worker.dir, first: true, peers: []*peer{{id: server.dir.node.ID(), out: list("worker")}}}
+	x := &Exchange{dir: &worker.dir, first: true, ending: gpusync.NewEnding(1), peers: []*peer{{id: server.dir.node.ID(), out: list("worker")}}}
 	own, err := x.make(&worker.memory)
 	if err != nil {
 		t.Fatal(err)

@@ -4,37 +4,28 @@ package streams
 // the tensors that the streams copy.
 
 import (
-	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/random"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 var le = binary.LittleEndian
 
-// A flag and a gate have 8 bytes each. The lower half of a flag is arrived when the peer has sent; that of a gate is
-// arrived until the peer's end is over. The upper halves are arrived when this end is over. A receive waits for the
-// flag, and its copies wait for the gate.
-const (
-	arrived = 1
-	goOn    = uint64(arrived)<<32 | arrived
-)
-
 // device is the backend interface that exchanges need.
 type device = backend.StreamDevice
 
-// Flags are in pages of pageLen bytes of device memory, the smallest size that drivers share. An exchange has a slot in
-// a page: a head with a token, and for each peer a flag and a gate, each in a cache line of its own.
+// Flags are in pages of gpusync.PageLen bytes of device memory. An exchange has a slot in a page: a head with a token,
+// and for each peer a flag and a gate, each in a cache line of its own. The lower half of a flag is set when the peer
+// has sent; that of a gate is set until the peer's end is over. The upper halves are set when this end is over. A
+// receive waits for the flag, and its copies wait for the gate.
 const (
-	pageLen    = 2 << 20
 	slotStride = 128
 	slotHead   = slotStride
 	gateAt     = 64 // from the flag
@@ -54,8 +45,8 @@ type memory struct {
 	release uintptr       // the stream that releases waiting streams
 	loaded  bool          // the kernel that copies is loaded
 	buffers *backend.Pool // for memory that cannot be shared
-	page    backend.Mem   // free part of the last page of device memory
-	pinned  backend.Mem   // free part of the last page of pinned host memory
+	page    gpusync.Page  // of device memory
+	pinned  gpusync.Page  // of pinned host memory
 	flags   flagPage      // of exchanges by hosts
 }
 
@@ -73,8 +64,8 @@ type exchangeMemory struct {
 
 // peerMemory is the memory that an end and one of its peers share.
 type peerMemory struct {
-	flag   backend.Mem   // flag of this end, written by the peer
-	gate   backend.Mem   // gate of this end, closed by the peer
+	flag   gpusync.Flag  // flag of this end, written by the peer
+	gate   gpusync.Flag  // gate of this end, closed by the peer
 	remote backend.Mem   // flag of the peer, written by this end
 	closes backend.Mem   // gate of the peer
 	to     []backend.Mem // tensors of this end
@@ -104,23 +95,6 @@ func (m *memory) open(b backend.Backend) error {
 	return nil
 }
 
-// take returns n bytes of page. If too little is left, page becomes a new one of size bytes. A page without a rest
-// becomes empty memory; otherwise it would point past its allocation.
-func take(page *backend.Mem, n, size int, alloc func(int) (backend.Mem, error)) (m backend.Mem, err error) {
-	if page.Len() < n {
-		if *page, err = alloc(size); err != nil {
-			return m, err
-		}
-	}
-	m = page.Sub(0, n)
-	if page.Len() == n {
-		*page = backend.Mem{}
-	} else {
-		*page = page.Sub(n, page.Len()-n)
-	}
-	return m, nil
-}
-
 // make allocates the flags of an exchange, and returns their location for the peers. For an end that sends first, its
 // flags start as arrived: QueueSend clears them.
 func (w *exchangeMemory) make(b backend.Backend, first, limited bool) (flags slot, err error) {
@@ -131,39 +105,38 @@ func (w *exchangeMemory) make(b backend.Backend, first, limited bool) (flags slo
 		return flags, err
 	}
 	n := slotHead + peers*slotStride
-	if n > pageLen {
-		return flags, fmt.Errorf("%w: %d peers, want at most %d", van.ErrInvalid, peers, pageLen/slotStride-1)
+	if n > gpusync.PageLen {
+		return flags, fmt.Errorf("%w: %d peers, want at most %d", van.ErrInvalid, peers, gpusync.PageLen/slotStride-1)
 	}
-	if w.slot, err = take(&m.page, n, pageLen, m.dev.Alloc); err != nil {
+	if w.slot, err = m.page.Take(n, gpusync.PageLen, m.dev.Alloc); err != nil {
 		return flags, err
 	}
-	host, err := take(&m.pinned, slotStride, hostPage, m.dev.AllocPinned)
+	host, err := m.pinned.Take(slotStride, hostPage, m.dev.AllocPinned)
 	if err != nil {
 		return flags, err
 	}
 	w.void = host.Sub(4, 4)
-	half(w.void).Store(0)
+	gpusync.OnHost(w.void).Store(0)
 	if limited {
 		w.begun = host.Sub(0, 4)
-		half(w.begun).Store(0)
+		gpusync.OnHost(w.begun).Store(0)
 	}
 	image := make([]byte, w.slot.Len())
-	le.PutUint64(image, random.Uint64())
-	le.PutUint64(image[8:], random.Uint64())
-	copy(flags.token[:], image)
+	flags.token = gpusync.NewToken()
+	copy(image, flags.token[:])
 	for i := range w.peers {
 		at := slotHead + i*slotStride
-		w.peers[i].flag, w.peers[i].gate = w.slot.Sub(at, 8), w.slot.Sub(at+gateAt, 8)
-		le.PutUint32(image[at+gateAt:], arrived)
+		w.peers[i].flag, w.peers[i].gate = gpusync.Flag{Mem: w.slot.Sub(at, gpusync.FlagLen)}, gpusync.Flag{Mem: w.slot.Sub(at+gateAt, gpusync.FlagLen)}
+		le.PutUint32(image[at+gateAt:], gpusync.Set)
 		if first {
-			le.PutUint32(image[at:], arrived)
+			le.PutUint32(image[at:], gpusync.Set)
 		}
 	}
 	if err := m.dev.Copy(w.slot, backend.Bytes(image)); err != nil {
 		return flags, err
 	}
 	if !m.loaded { // loading the kernel can wait for all streams, so it is not left to the first receive
-		if err := m.dev.CopyGated(w.slot.Sub(0, 0), w.slot.Sub(0, 0), w.peers[0].gate, m.release); err != nil {
+		if err := m.dev.CopyGated(w.slot.Sub(0, 0), w.slot.Sub(0, 0), w.peers[0].gate.Mem, m.release); err != nil {
 			return flags, err
 		}
 		m.loaded = true
@@ -171,9 +144,6 @@ func (w *exchangeMemory) make(b backend.Backend, first, limited bool) (flags slo
 	flags.export, err = m.dev.Export(w.slot)
 	return flags, err
 }
-
-// half returns 4 bytes of pinned host memory as an atomic integer.
-func half(m backend.Mem) *atomic.Uint32 { return (*atomic.Uint32)(m.Ptr()) }
 
 func parts(l []af.KeyTensor) []part {
 	p := make([]part, len(l))
@@ -237,16 +207,9 @@ func (w *exchangeMemory) unmap() (err error) {
 
 // reach maps the flags of peer i.
 func (w *exchangeMemory) reach(i int, flags *slot) error {
-	m, _, err := van.MapExport(w.m.dev, flags.export, int(flags.at)+slotStride)
+	m, err := gpusync.Map(w.m.dev, flags.export, int(flags.at)+slotStride, flags.token, "the peer's")
 	if err != nil {
 		return err
-	}
-	var token [tokenLen]byte
-	if err := w.m.dev.Copy(backend.Bytes(token[:]), m.Sub(0, tokenLen)); err != nil {
-		return err
-	}
-	if !bytes.Equal(token[:], flags.token[:]) {
-		return fmt.Errorf("%w: the memory mapped is not the peer's; it may be on another host", van.ErrMalformed)
 	}
 	w.peers[i].remote, w.peers[i].closes = m.Sub(int(flags.at), 4), m.Sub(int(flags.at)+gateAt, 4)
 	return nil
@@ -272,7 +235,7 @@ func (w *exchangeMemory) mapOut(i int, out []part, l []af.KeyTensor) error {
 
 // copyPrivate queues copies of tensors that cannot be shared in stream s.
 func (w *exchangeMemory) copyPrivate(s uintptr) error {
-	gate := w.peers[0].gate
+	gate := w.peers[0].gate.Mem
 	for _, c := range w.copied {
 		var err error
 		if to := c.to.Mem().Sub(0, c.src.Len()); gate.Len() > 0 {
@@ -293,12 +256,12 @@ func (w *exchangeMemory) send(s uintptr) error {
 		return err
 	}
 	for i := range w.peers {
-		if err := w.m.dev.WriteFlag(s, w.peers[i].flag.Sub(0, 4), 0); err != nil {
+		if err := w.m.dev.WriteFlag(s, w.peers[i].flag.Lower(), 0); err != nil {
 			return err
 		}
 	}
 	for i := range w.peers {
-		if err := w.m.dev.WriteFlag(s, w.peers[i].remote, arrived); err != nil {
+		if err := w.m.dev.WriteFlag(s, w.peers[i].remote, gpusync.Set); err != nil {
 			return err
 		}
 	}
@@ -312,11 +275,11 @@ func (w *exchangeMemory) send(s uintptr) error {
 func (w *exchangeMemory) receive(s uintptr) error {
 	for i := range w.peers {
 		l := &w.peers[i]
-		if err := w.m.dev.WaitBits(s, l.flag, goOn); err != nil {
+		if err := w.m.dev.WaitBits(s, l.flag.Mem, gpusync.Either); err != nil {
 			return err
 		}
 		for k, m := range l.to {
-			if err := w.m.dev.CopyGated(m, l.from[k], l.gate, s); err != nil {
+			if err := w.m.dev.CopyGated(m, l.from[k], l.gate.Mem, s); err != nil {
 				return err
 			}
 		}
@@ -329,8 +292,8 @@ func (w *exchangeMemory) wait() bool {
 	waits := false
 	for i := range w.peers {
 		var word [4]byte
-		err := w.m.dev.Copy(backend.Bytes(word[:]), w.peers[i].flag.Sub(0, 4))
-		waits = waits || err != nil || le.Uint32(word[:]) != arrived
+		err := w.m.dev.Copy(backend.Bytes(word[:]), w.peers[i].flag.Lower())
+		waits = waits || err != nil || le.Uint32(word[:]) != gpusync.Set
 	}
 	return waits
 }
@@ -358,23 +321,15 @@ func (w *exchangeMemory) end() error {
 		return err
 	}
 	// The peers must not be notified before the writes are done. This stream contains nothing that waits.
-	late := time.After(silence)
-	for pause := 5 * time.Microsecond; half(w.void).Load() == 0; pause = min(2*pause, time.Millisecond) {
-		select {
-		case <-time.After(pause):
-		case <-late:
-			return fmt.Errorf("%w: the device did not write a flag", van.ErrTimeout)
-		}
-	}
-	return nil
+	return gpusync.AwaitWrite(gpusync.OnHost(w.void), 1, silence)
 }
 
 // free releases the waiting streams of the exchange.
 func (w *exchangeMemory) free() (err error) {
 	for i := range w.peers {
-		for _, m := range []backend.Mem{w.peers[i].flag, w.peers[i].gate} {
+		for _, f := range []gpusync.Flag{w.peers[i].flag, w.peers[i].gate} {
 			if err == nil {
-				err = w.m.dev.WriteFlag(w.m.release, m.Sub(4, 4), arrived)
+				err = f.Release(w.m.dev, w.m.release)
 			}
 		}
 	}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -38,6 +39,7 @@ func newExchange(d *directory, peers []int, push, pull []af.KeyTensor, opts []Op
 	if x.spin > 0 {
 		x.spin += time.Duration(bytesOf(push, pull) / bytesEach)
 	}
+	x.ending = gpusync.NewEnding(len(x.peers))
 	for _, p := range x.peers {
 		for _, t := range slices.Concat(p.in, p.out) {
 			t.Val.Mem().Retain()
@@ -176,7 +178,7 @@ func (x *Exchange) make(m *memory) (own []*note, err error) {
 	} else {
 		limited := x.timing.limit > 0
 		if first.flags, err = x.mem.make(x.dir.node.Backend(), x.first, limited); err == nil && limited {
-			x.timing.begun = half(x.mem.begun)
+			x.timing.begun = gpusync.OnHost(x.mem.begun)
 		}
 	}
 	if err != nil {

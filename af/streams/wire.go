@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -53,7 +54,7 @@ type note struct {
 type slot struct {
 	export backend.Export // of slotHead bytes
 	at     uint32         // offset of the receiver's flag in the slot
-	token  [tokenLen]byte // the first bytes of the slot
+	token  gpusync.Token  // the first bytes of the slot
 }
 
 // part is a tensor.
@@ -64,9 +65,8 @@ type part struct {
 }
 
 const (
-	tokenLen    = 16
-	slotLen     = van.ExportLen + 4 + tokenLen
-	flagNameLen = memfd.NameLen + 4 + tokenLen // of a flagName
+	slotLen     = van.ExportLen + 4 + gpusync.TokenLen
+	flagNameLen = memfd.NameLen + 4 + gpusync.TokenLen // of a flagName
 	partLen     = 8 + 8
 )
 
@@ -165,7 +165,7 @@ func parse(b []byte) (n note, err error) {
 // parseFlags parses the location of the sender's flags, and returns the remaining bytes, at least 4.
 func (n *note) parseFlags(b []byte) (rest []byte, err error) {
 	le := binary.LittleEndian
-	size, at, head, stride, end := slotLen, van.ExportLen, slotHead, slotStride, pageLen
+	size, at, head, stride, end := slotLen, van.ExportLen, slotHead, slotStride, gpusync.PageLen
 	if n.host {
 		size, at, head, stride, end = flagNameLen, memfd.NameLen, 0, flagStride, flagPageLen
 	}

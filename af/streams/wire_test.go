@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -15,7 +16,7 @@ func example(v verb) note {
 		return note{verb: v, id: 7, text: "why"}
 	}
 	n := note{verb: v, id: 1 << 63, out: []part{}, in: []part{}}
-	n.flags = slot{export: backend.Export{Allocation: 3, Base: 1 << 40, Size: pageLen, Offset: 4096}, at: 2 * slotStride, token: [tokenLen]byte{1, 15: 9}}
+	n.flags = slot{export: backend.Export{Allocation: 3, Base: 1 << 40, Size: gpusync.PageLen, Offset: 4096}, at: 2 * slotStride, token: gpusync.Token{1, 15: 9}}
 	n.flags.export.Handle[63] = 5
 	n.out = append(n.out, part{key: 1, len: 100, export: backend.Export{Allocation: 4, Base: 1 << 41, Size: 1000, Offset: 900}}, part{key: 2})
 	if v == verbOffer {
@@ -62,8 +63,8 @@ func TestMalformed(t *testing.T) {
 		{"a verb that there is not", "body verb", set(1, byte(lastVerb)+1)},
 		{"a word in the head", "body word", changed(verbOffer, func(n *note) { n.flags.at = 0 })},
 		{"a word between two", "body word", changed(verbOffer, func(n *note) { n.flags.at++ })},
-		{"a word beyond any page", "body word", changed(verbOffer, func(n *note) { n.flags.at = pageLen })},
-		{"words beyond the allocation", "export", changed(verbOffer, func(n *note) { n.flags.export.Offset = pageLen - slotStride })},
+		{"a word beyond any page", "body word", changed(verbOffer, func(n *note) { n.flags.at = gpusync.PageLen })},
+		{"words beyond the allocation", "export", changed(verbOffer, func(n *note) { n.flags.export.Offset = gpusync.PageLen - slotStride })},
 		{"a tensor beyond the allocation", "export", changed(verbAccept, func(n *note) { n.out[0].export.Offset = 901 })},
 		{"too long a tensor", "body tensor length", changed(verbOffer, func(n *note) { n.in[0].len++ })},
 		{"tensors that an answer has not", "body tensors", changed(verbAccept, func(n *note) { n.in = []part{{key: 1}} })},

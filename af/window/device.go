@@ -13,7 +13,7 @@ package window
 //
 // The lower half of a flag belongs to the sender. The upper half belongs to the owner of the memory, and releases
 // waiting streams. Streams of an ended window are released only when all other ranks have confirmed the end, are
-// lost, or have not answered for teardownLimit: data that a released stream writes from incomplete tensors is not taken
+// lost, or have not answered for gpusync.EndLimit: data that a released stream writes from incomplete tensors is not taken
 // for valid, since Check then reports the end of the window. As in af/streams, a node that ends does not wait.
 
 import (
@@ -27,6 +27,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -37,12 +38,13 @@ type onDevice struct {
 	memory   memory
 	outs     []*streamOut // by rank
 	ins      []*streamIn  // by rank
-	teardown teardown
+	peers    []*peer
 	unwatch  func()
 	stopExit func()
 
-	ending sync.Once
-	freed  chan struct{} // closed when waiting streams were released
+	ending    *gpusync.Ending // by rank
+	releasing sync.Once
+	freed     chan struct{} // closed when waiting streams were released
 }
 
 // newOnDevice creates the parts that need no device memory.
@@ -53,8 +55,8 @@ func newOnDevice(b *base, peers []*peer) (*onDevice, error) {
 	}
 	n := len(peers)
 	v := &onDevice{b: b, memory: memory{b: b, d: d, lap: lap, far: make([]backend.Mem, n), host: hostWords{signals: b.signals, fd: -1, far: make([]backend.Mem, n)}},
-		freed:    make(chan struct{}),
-		teardown: teardown{b: b, peers: peers, ended: make([]bool, n), changed: make(chan struct{})}}
+		peers: peers, ending: gpusync.NewEnding(n), freed: make(chan struct{})}
+	v.ending.Over(b.self) // its end is not waited for
 	m := &v.memory
 	m.at = (headLen + n*b.signals*wordsLen + memAlign - 1) / memAlign * memAlign
 	for _, p := range peers {
@@ -118,16 +120,16 @@ func (v *onDevice) begin() error {
 		v.b.fail(cmp.Or(app.Alive(), van.ErrClosed))
 		select {
 		case <-v.freed:
-		case <-time.After(exitLimit):
+		case <-time.After(gpusync.CloseLimit):
 		}
 	})
-	return v.teardown.begin()
+	return v.ending.Begin(&v.b.over)
 }
 
 // peerChanged is called when a node is lost or connected. It must not block.
 func (v *onDevice) peerChanged(id int, up bool, _ error) {
 	if r, is := slices.BinarySearch(v.b.layer.NodeIDs(), id); is && !up {
-		v.teardown.over(r)
+		v.ending.Over(r)
 	}
 }
 
@@ -147,16 +149,16 @@ func (v *onDevice) left(rank int, err error) {
 // end is called when the window is over. It notifies the other ranks, and releases waiting streams when the window is
 // over on all ranks.
 func (v *onDevice) end() {
-	v.ending.Do(func() {
+	v.releasing.Do(func() {
 		defer close(v.freed)
 		if !v.memory.offered { // no other rank knows the window
 			return
 		}
-		v.teardown.tell()
-		if !v.teardown.isReady() { // no stream contains work of it
+		v.tell()
+		if !v.ending.Begun() { // no stream contains work of it
 			return
 		}
-		v.teardown.await()
+		v.await()
 		for _, l := range v.ins {
 			if err := l.free(); err != nil {
 				v.b.app.Log().Error("streams that wait for a window may not continue", "window", v.b.String(), "err", err)
@@ -210,84 +212,24 @@ func (v *onDevice) close(ctx context.Context) (err error) {
 	return errors.Join(err, v.memory.free())
 }
 
-// teardownLimit is how long streams of an ended window wait for another rank to confirm the end. exitLimit is the same
-// after the node has ended.
-const (
-	teardownLimit = 10 * time.Second
-	exitLimit     = time.Second
-)
-
-// teardown is the state of the end of a window on all ranks.
-type teardown struct {
-	b     *base
-	peers []*peer
-
-	mu      sync.Mutex    // guards the fields below
-	ready   bool          // Open has returned the window
-	ended   []bool        // by rank: the window is over on the rank, or the rank is lost
-	changed chan struct{} // closed when ended has changed
-}
-
-// isReady reports whether Open has returned the window, or is about to.
-func (q *teardown) isReady() bool {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return q.ready
-}
-
-// begin lets the window be used.
-func (q *teardown) begin() error {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if err := q.b.over.Load(); err != nil { // over meanwhile; no stream contains work
-		return *err
-	}
-	q.ready = true
-	return nil
-}
-
-// over records that the window is over on a rank.
-func (q *teardown) over(rank int) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.ended[rank] = true
-	close(q.changed)
-	q.changed = make(chan struct{})
-}
-
 // tell notifies the other ranks that the window is over here.
-func (q *teardown) tell() {
-	for _, p := range q.peers {
-		if p.rank == q.b.self {
+func (v *onDevice) tell() {
+	for _, p := range v.peers {
+		if p.rank == v.b.self {
 			continue
 		}
 		p.in.mu.Lock()
 		err := p.in.say(&note{verb: verbOver, signal: noSignal})
 		p.in.mu.Unlock()
 		if err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
-			q.b.app.Log().Info("could not notify a rank that a window has ended", "window", q.b.String(), "rank", p.rank, "err", err)
+			v.b.app.Log().Info("could not notify a rank that a window has ended", "window", v.b.String(), "rank", p.rank, "err", err)
 		}
 	}
 }
 
-// await waits until the window is over on all other ranks, up to teardownLimit.
-func (q *teardown) await() {
-	patience := time.After(teardownLimit)
-	for {
-		q.mu.Lock()
-		changed := q.changed
-		i := slices.IndexFunc(q.peers, func(p *peer) bool { return p.rank != q.b.self && !q.ended[p.rank] && p.gone.Load() == nil })
-		q.mu.Unlock()
-		if i < 0 {
-			return
-		}
-		select {
-		case <-changed:
-		case <-q.b.app.Ended():
-			return
-		case <-patience:
-			q.b.app.Log().Warn("streams are released, but a rank has not confirmed the end of the window", "window", q.b.String(), "rank", i)
-			return
-		}
+// await waits until the window is over on all other ranks, up to gpusync.EndLimit.
+func (v *onDevice) await() {
+	if i := v.ending.Await(v.b.app.Ended(), nil); i >= 0 {
+		v.b.app.Log().Warn("streams are released, but a rank has not confirmed the end of the window", "window", v.b.String(), "rank", i)
 	}
 }

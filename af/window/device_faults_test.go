@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -238,7 +239,7 @@ func TestDevicePageThatBlocks(t *testing.T) {
 	}
 	name := binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint64(nil, uint64(os.Getpid())), uint32(fd))
 	done := make(chan error, 1)
-	go func() { done <- m.host.reach(m.d, 1, name, make([]byte, tokenLen)) }()
+	go func() { done <- m.host.reach(m.d, 1, name, gpusync.Token{}) }()
 	select {
 	case err := <-done:
 		t.Log(err)

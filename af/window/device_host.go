@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -49,24 +50,24 @@ func (h *hostWords) size(n int) int {
 func (h *hostWords) at(from, signal int) int { return hostHead + (from*h.signals+signal)*hostWord }
 
 // offer creates this rank's page, which begins with the token, and returns its name for the other ranks.
-func (h *hostWords) offer(n int, token []byte) (name []byte, err error) {
+func (h *hostWords) offer(n int, token gpusync.Token) (name []byte, err error) {
 	if h.fd, err = memfd.New(h.size(n)); err == nil {
 		h.own, err = memfd.Map(h.fd, h.size(n))
 	}
 	if err != nil {
 		return nil, err
 	}
-	copy(h.own.Mem, token)
+	copy(h.own.Mem, token[:])
 	return memfd.Name(h.fd), nil
 }
 
 // reach maps a rank's page and registers it with the device.
-func (h *hostWords) reach(d backend.StreamDevice, rank int, name, token []byte) error {
+func (h *hostWords) reach(d backend.StreamDevice, rank int, name []byte, token gpusync.Token) error {
 	p, err := memfd.MapNamed(name, h.size(len(h.far)), true)
 	if err != nil {
 		return err
 	}
-	if string(p.Mem[:tokenLen]) != string(token) {
+	if gpusync.Token(p.Mem[:gpusync.TokenLen]) != token {
 		return fmt.Errorf("%w: the page is not the rank's", van.ErrMalformed)
 	}
 	h.far[rank], err = d.RegisterHost(backend.Bytes(p.Mem).WithOwner(p))

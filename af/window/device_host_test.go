@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -55,7 +56,7 @@ func TestDeviceWithoutHostWord(t *testing.T) {
 func TestDeviceHostPage(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	m := &r.windows[0].dev.memory
-	token := bytes.Repeat([]byte{5}, tokenLen)
+	token := gpusync.Token(bytes.Repeat([]byte{5}, gpusync.TokenLen))
 	size := m.host.size(2)
 	file := func(n int) int {
 		fd, err := memfd.New(n)
@@ -80,7 +81,7 @@ func TestDeviceHostPage(t *testing.T) {
 		}
 	}
 	good := file(size)
-	_, err = unix.Pwrite(good, token, 0)
+	_, err = unix.Pwrite(good, token[:], 0)
 	r.must(err, m.host.reach(m.d, 1, memfd.Name(good), token))
 	if open := m.host.fd; open != -1 {
 		t.Errorf("file %d of this rank's page is still open", open)

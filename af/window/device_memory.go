@@ -4,27 +4,20 @@ package window
 // Functions that read flags are here, too.
 
 import (
-	"bytes"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"runtime"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/internal/memfd"
-	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 const (
-	// page is the smallest unit that drivers share.
-	page     = 2 << 20
-	tokenLen = 16
 	headLen  = 128 // offset of the flags
 	wordsLen = 16  // of one signal of one rank: two flags, used alternately
 	memAlign = 256
@@ -61,8 +54,8 @@ func (m *memory) place(n uint64) (word int, count uint64) {
 }
 
 // word returns one of the two flags of a signal of rank from, in the memory of its receiver.
-func (m *memory) word(whole backend.Mem, from, signal, word int) backend.Mem {
-	return whole.Sub(headLen+(from*m.b.signals+signal)*wordsLen+8*word, 8)
+func (m *memory) word(whole backend.Mem, from, signal, word int) gpusync.Flag {
+	return gpusync.Flag{Mem: whole.Sub(headLen+(from*m.b.signals+signal)*wordsLen+gpusync.FlagLen*word, gpusync.FlagLen)}
 }
 
 // mark returns the put sequence of a rank in pinned host memory: the number of the last put to it that is done.
@@ -71,18 +64,18 @@ func (m *memory) mark(rank int) backend.Mem { return m.words.Sub((1+rank)*hostSt
 // allocate allocates and clears this rank's memory of n bytes, and returns the offer for other ranks.
 func (m *memory) allocate(n int) (offer []byte, err error) {
 	d := m.d
-	if m.whole, err = d.Alloc((m.at + n + page) / page * page); err != nil {
+	if m.whole, err = d.Alloc((m.at + n + gpusync.PageLen) / gpusync.PageLen * gpusync.PageLen); err != nil {
 		return nil, err
 	}
 	m.b.mem = m.whole.Sub(m.at, n)
 	m.b.mem.Retain()
-	zero := make([]byte, min(m.whole.Len(), page))
+	zero := make([]byte, min(m.whole.Len(), gpusync.PageLen))
 	for at := 0; at < m.whole.Len() && err == nil; at += len(zero) {
 		err = d.Copy(m.whole.Sub(at, len(zero)), backend.Bytes(zero))
 	}
-	token := binary.NativeEndian.AppendUint64(binary.NativeEndian.AppendUint64(nil, random.Uint64()), random.Uint64())
+	token := gpusync.NewToken()
 	if err == nil {
-		err = d.Copy(m.whole.Sub(0, tokenLen), backend.Bytes(token))
+		err = d.Copy(m.whole.Sub(0, len(token)), backend.Bytes(token[:]))
 	}
 	if err != nil {
 		return nil, err
@@ -105,7 +98,7 @@ func (m *memory) allocate(n int) (offer []byte, err error) {
 	}
 	offer = make([]byte, van.ExportLen, offerLen)
 	van.PutExport(offer, &e)
-	offer = append(offer, token...)
+	offer = append(offer, token[:]...)
 	name, err := m.host.offer(len(m.far), token)
 	if err != nil {
 		m.waitsLook(m.b.self, err)
@@ -115,7 +108,9 @@ func (m *memory) allocate(n int) (offer []byte, err error) {
 
 // offerLen is the length of an offer: the export of the device memory, its token, and, if there is a page in host
 // memory, its name.
-const offerLen = van.ExportLen + tokenLen + memfd.NameLen
+const offerLen = van.ExportLen + gpusync.TokenLen + memfd.NameLen
+
+func tokenOf(offer []byte) gpusync.Token { return gpusync.Token(offer[van.ExportLen:]) }
 
 // waitsLook logs that signals of a rank, or to it, have no flag in host memory.
 func (m *memory) waitsLook(rank int, err error) {
@@ -153,16 +148,9 @@ func (m *memory) reach(rank int, offer []byte) error {
 	if err != nil {
 		return bad(err)
 	}
-	far, _, err := van.MapExport(m.d, e, m.whole.Len())
+	far, err := gpusync.Map(m.d, e, m.whole.Len(), tokenOf(offer), "the rank's")
 	if err != nil {
 		return bad(err)
-	}
-	var token [tokenLen]byte
-	if err := m.d.Copy(backend.Bytes(token[:]), far.Sub(0, tokenLen)); err != nil {
-		return bad(err)
-	}
-	if !bytes.Equal(token[:], offer[van.ExportLen:][:tokenLen]) {
-		return bad(fmt.Errorf("%w: the memory mapped is not the rank's; it may be on another host", van.ErrMalformed))
 	}
 	m.far[rank] = far
 	m.reachHost(rank, offer)
@@ -174,7 +162,7 @@ func (m *memory) reachHost(rank int, offer []byte) {
 	if len(offer) < offerLen {
 		return
 	}
-	if err := m.host.reach(m.d, rank, offer[van.ExportLen+tokenLen:], offer[van.ExportLen:][:tokenLen]); err != nil {
+	if err := m.host.reach(m.d, rank, offer[van.ExportLen+gpusync.TokenLen:], tokenOf(offer)); err != nil {
 		m.waitsLook(rank, err)
 	}
 }
@@ -222,18 +210,10 @@ func (m *memory) read(word backend.Mem) (uint32, error) {
 	if err != nil {
 		return 0, err
 	}
-	done := (*atomic.Uint32)(m.seen.Sub(4, 4).Ptr())
-	for begun := clock.Now(); done.Load() != m.asked; {
-		switch took := elapsed(begun); {
-		case took >= silence:
-			return 0, fmt.Errorf("%w: the device did not write a flag", van.ErrTimeout)
-		case took >= 50*time.Microsecond:
-			clock.Sleep(20 * time.Microsecond)
-		default:
-			runtime.Gosched()
-		}
+	if err := gpusync.AwaitWrite(gpusync.OnHost(m.seen.Sub(4, 4)), m.asked, silence); err != nil {
+		return 0, err
 	}
-	return (*atomic.Uint32)(m.seen.Ptr()).Load(), nil
+	return gpusync.OnHost(m.seen).Load(), nil
 }
 
 // Pauses of sleep, and the interval of checks of the device: streams of a failed device do nothing.

@@ -13,6 +13,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -60,7 +61,7 @@ func (l *streamOut) reap() {
 // begin sets mark, once it is allocated.
 func (l *streamOut) begin() {
 	l.mark = l.m.mark(l.p.rank)
-	l.done = (*atomic.Uint32)(l.mark.Ptr())
+	l.done = gpusync.OnHost(l.mark)
 }
 
 // put queues a copy of src, and the signal if there is one, in a stream.
@@ -100,7 +101,7 @@ func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr,
 	if signal != noSignal {
 		k := l.sent[signal] + 1
 		word, count := m.place(k)
-		writes = append(writes, backend.FlagWrite{Word: m.word(m.far[l.p.rank], m.b.self, int(signal), word).Sub(0, 4), V: uint32(count)})
+		writes = append(writes, backend.FlagWrite{Word: m.word(m.far[l.p.rank], m.b.self, int(signal), word).Lower(), V: uint32(count)})
 		if w, has := m.host.write(l.p.rank, m.b.self, int(signal), k); has {
 			if writes = append(writes, w); plain {
 				writes[0], writes[1] = w, writes[0]
@@ -211,11 +212,11 @@ func (l *streamIn) wait(op string, signal int, s uintptr) error {
 		return err
 	}
 	word, count := l.m.place(n)
-	if err = l.m.d.WaitCount(s, l.word(signal, word), count); err != nil {
+	if err = l.m.d.WaitCount(s, l.word(signal, word).Mem, count); err != nil {
 		l.taken[signal].Store(n - 1)
 		l.streams[signal].Store(n - 1)
 	} else if count == l.m.lap/2 {
-		err = l.m.d.WriteFlag(s, l.word(signal, 1-word).Sub(0, 4), 0)
+		err = l.m.d.WriteFlag(s, l.word(signal, 1-word).Lower(), 0)
 	}
 	if err != nil {
 		return l.p.w.wrong(op, l.p.rank, err)
@@ -250,7 +251,7 @@ func (l *streamIn) claimed(signal int) (taken, byStream uint64) {
 // came reports whether signal n has arrived according to the flag of the device, for which streams wait.
 func (l *streamIn) came(signal int, n uint64) (bool, error) {
 	word, count := l.m.place(n)
-	got, err := l.m.read(l.word(signal, word).Sub(0, 4))
+	got, err := l.m.read(l.word(signal, word).Lower())
 	return uint64(got) >= count, err
 }
 
@@ -272,7 +273,7 @@ func (l *streamIn) take(signal int, ask, over bool) (bool, error) {
 		l.m.reading.Lock()
 		defer l.m.reading.Unlock()
 		if !l.m.shut {
-			err = l.m.d.WriteFlag(l.m.release, l.word(signal, 1-word).Sub(0, 4), 0)
+			err = l.m.d.WriteFlag(l.m.release, l.word(signal, 1-word).Lower(), 0)
 		}
 	}
 	return true, err
@@ -346,7 +347,7 @@ func (l *streamIn) awaited() bool {
 }
 
 // word returns one of the two flags of a signal here.
-func (l *streamIn) word(signal, word int) backend.Mem {
+func (l *streamIn) word(signal, word int) gpusync.Flag {
 	return l.m.word(l.m.whole, l.p.rank, signal, word)
 }
 
@@ -363,7 +364,7 @@ func (l *streamIn) free() error {
 			if word != last && n <= l.m.lap {
 				continue
 			}
-			if err := l.m.d.WriteFlag(l.m.release, l.word(signal, word).Sub(4, 4), 1); err != nil {
+			if err := l.word(signal, word).Release(l.m.d, l.m.release); err != nil {
 				return err
 			}
 		}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/commlayer"
+	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
@@ -323,7 +324,7 @@ func TestDeviceFreed(t *testing.T) {
 	for rank := range 2 {
 		for signal := range 100 {
 			for word := range 2 {
-				if binary.NativeEndian.Uint32(simgpu.Raw(b.dev.memory.word(b.dev.memory.whole, rank, signal, word))[4:]) != 0 {
+				if binary.NativeEndian.Uint32(simgpu.Raw(b.dev.memory.word(b.dev.memory.whole, rank, signal, word).Upper())) != 0 {
 					freed++
 				}
 			}
@@ -340,7 +341,7 @@ func TestDeviceToken(t *testing.T) {
 	v, of := &r.windows[0].dev.memory, &r.windows[1].dev.memory
 	e, err := of.d.Export(of.whole)
 	r.must(err)
-	offer := make([]byte, van.ExportLen+tokenLen)
+	offer := make([]byte, van.ExportLen+gpusync.TokenLen)
 	van.PutExport(offer, &e)
 	copy(offer[van.ExportLen:], simgpu.Raw(of.whole))
 	r.must(v.reach(1, offer))

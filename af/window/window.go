@@ -278,7 +278,7 @@ func (w *Window) handle(msg *van.Message) error {
 	case n.verb == verbTaken:
 		return p.out.learn(&n)
 	case n.verb == verbOver && w.dev != nil:
-		w.dev.teardown.over(rank)
+		w.dev.ending.Over(rank)
 		b.fail(fmt.Errorf("%w: the window is over at %s", van.ErrClosed, b.layer.Name(rank)))
 		return nil
 	case n.verb == verbOver, n.verb == verbPut && w.dev != nil:
@@ -308,7 +308,7 @@ func (w *Window) isOver(err error) {
 	for _, p := range w.peers {
 		p.sleepers.wakeAll()
 	}
-	if w.dev != nil && err != errClosed && w.dev.teardown.isReady() { // otherwise Close or Open calls end
+	if w.dev != nil && err != errClosed && w.dev.ending.Begun() { // otherwise Close or Open calls end
 		go w.dev.end()
 	}
 }
@@ -318,7 +318,7 @@ func (w *Window) leave(rank int, err error) {
 	if p := w.peers[rank]; p.gone.CompareAndSwap(nil, &err) {
 		p.sleepers.wakeAll()
 		if w.dev != nil {
-			w.dev.teardown.over(rank)
+			w.dev.ending.Over(rank)
 			go w.dev.left(rank, err)
 		}
 	}

@@ -1,0 +1,80 @@
+package gpusync
+
+import (
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// EndLimit is how long the streams of an ended exchange wait for a peer to confirm the end. CloseLimit is the limit of
+// a node that ends, for this and for calls of the driver.
+const (
+	EndLimit   = 10 * time.Second
+	CloseLimit = time.Second
+)
+
+// Ending is the end of an exchange on all of its peers. When an exchange has ended here, its waiting streams are
+// released only after the exchange is over on all peers: until then a peer could take data that a released stream has
+// written for valid data.
+type Ending struct {
+	mu      sync.Mutex // guards the fields below
+	begun   bool       // streams may contain work of the exchange
+	over    []bool     // by peer: the exchange is over there, or the peer is lost
+	changed chan struct{}
+}
+
+// NewEnding returns the Ending of an exchange with n peers.
+func NewEnding(n int) *Ending { return &Ending{over: make([]bool, n), changed: make(chan struct{})} }
+
+// Begin lets streams use the exchange, unless it has ended: failed is set then, and Begin returns the error.
+func (e *Ending) Begin(failed *atomic.Pointer[error]) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if err := failed.Load(); err != nil {
+		return *err
+	}
+	e.begun = true
+	return nil
+}
+
+// Begun reports whether streams may use the exchange. After failed was set it does not change any more.
+func (e *Ending) Begun() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.begun
+}
+
+// Over records that the exchange is over on a peer, or that the peer is lost.
+func (e *Ending) Over(peer int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.over[peer] = true
+	close(e.changed)
+	e.changed = make(chan struct{})
+}
+
+// Await waits until the exchange is over on all peers, or the node has ended. It returns -1, or after EndLimit, or
+// CloseLimit after closing is closed, the first peer that has not confirmed the end. closing may be nil.
+func (e *Ending) Await(ended, closing <-chan struct{}) (late int) {
+	patience := time.NewTimer(EndLimit)
+	defer patience.Stop()
+	for {
+		e.mu.Lock()
+		changed, i := e.changed, slices.Index(e.over, false)
+		e.mu.Unlock()
+		if i < 0 {
+			return i
+		}
+		select {
+		case <-changed:
+		case <-ended:
+			return -1
+		case <-closing:
+			closing = nil
+			patience.Reset(CloseLimit)
+		case <-patience.C:
+			return i
+		}
+	}
+}

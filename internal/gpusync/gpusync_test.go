@@ -1,0 +1,84 @@
+package gpusync
+
+import (
+	"errors"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// TestEnding: Await waits for all peers, for EndLimit, or for CloseLimit after the node has begun to end.
+func TestEnding(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e, begun := NewEnding(2), time.Now()
+		e.Over(0)
+		if late := e.Await(nil, nil); late != 1 || time.Since(begun) != EndLimit {
+			t.Errorf("peer %d after %v, want 1 after %v", late, time.Since(begun), EndLimit)
+		}
+		closing, begun := make(chan struct{}), time.Now()
+		close(closing)
+		if late := e.Await(nil, closing); late != 1 || time.Since(begun) != CloseLimit {
+			t.Errorf("peer %d after %v, want 1 after %v", late, time.Since(begun), CloseLimit)
+		}
+		if late := e.Await(closing, nil); late != -1 {
+			t.Errorf("waits for peer %d, but the node has ended", late)
+		}
+		go func() {
+			time.Sleep(time.Second)
+			e.Over(1)
+		}()
+		begun = time.Now()
+		if late := e.Await(nil, nil); late != -1 || time.Since(begun) != time.Second {
+			t.Errorf("peer %d after %v, want none after a second", late, time.Since(begun))
+		}
+	})
+}
+
+// TestBegin: an exchange that has ended does not begin.
+func TestBegin(t *testing.T) {
+	var failed atomic.Pointer[error]
+	e := NewEnding(1)
+	if err := e.Begin(&failed); err != nil || !e.Begun() {
+		t.Errorf("%v, begun %t", err, e.Begun())
+	}
+	e = NewEnding(1)
+	failed.Store(&van.ErrClosed)
+	if err := e.Begin(&failed); !errors.Is(err, van.ErrClosed) || e.Begun() {
+		t.Errorf("%v, begun %t", err, e.Begun())
+	}
+}
+
+// TestPage: parts of a page are consecutive; a page without a rest, or with too small a rest, is replaced.
+func TestPage(t *testing.T) {
+	var p Page
+	pages, refuse := 0, false
+	alloc := func(n int) (backend.Mem, error) {
+		if refuse {
+			return backend.Mem{}, backend.ErrNoMemory
+		}
+		pages++
+		return backend.Bytes(make([]byte, n)), nil
+	}
+	take := func(n, want int) (m backend.Mem) {
+		t.Helper()
+		m, err := p.Take(n, 256, alloc)
+		if err != nil || m.Len() != n || pages != want {
+			t.Fatalf("%d bytes of page %d: %v, want %d of page %d", m.Len(), pages, err, n, want)
+		}
+		return m
+	}
+	if a, b := take(128, 1), take(128, 1); b.Addr() != a.Addr()+128 {
+		t.Errorf("%#x follows %#x", b.Addr(), a.Addr())
+	}
+	take(200, 2)
+	take(57, 3)
+	refuse = true
+	if _, err := p.Take(256, 256, alloc); !errors.Is(err, backend.ErrNoMemory) {
+		t.Error(err)
+	}
+}
