@@ -244,19 +244,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   if (id < 1 || id > 4095) return PyErr_Format(sf_error_value, "id is %R, want 1 to 4095: the group's communicator has 0", id_arg), NULL;
   if (timeout != NULL && timeout != Py_None && sf_timeout_arg(timeout, &ms) < 0) return NULL;
   if (timeout != NULL && timeout != Py_None && ms == 0) return PyErr_Format(sf_error_value, "timeout_ms is 0, want 1 or more milliseconds, or None for the default"), NULL;
-  if (ranks != NULL && ranks != Py_None) {
-    PyObject *items = sf_sequence(ranks, "ranks", &n);
-    if (items == NULL) return NULL;
-    list = calloc((size_t)n + 1, sizeof *list);
-    int failed = list == NULL;
-    if (failed) PyErr_NoMemory();
-    for (Py_ssize_t i = 0; !failed && i < n; i++) failed = sf_int64_arg(PyTuple_GetItem(items, i), "ranks", &list[i]) < 0;
-    Py_DECREF(items);
-    if (failed) {
-      free(list);
-      return NULL;
-    }
-  }
+  if (sf_ranks_arg(ranks, "ranks", &list, &n) < 0) return NULL;
   int rc = sf_comm_new(id, list, (int)n, ms, &at, &task, &e);
   free(list);
   return rc == SF_DONE ? sf_task_object(task, (PyObject *)type, at) : sf_raise(&e);

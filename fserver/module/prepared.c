@@ -25,14 +25,10 @@ PyObject *sf_py_prepare(PyObject *self, PyObject *args, PyObject *kw) {
   uint64_t at = 0;
   (void)self;
   if (request_in(args, kw, "OOOO|O$O:prepare", &r) < 0) return NULL;
-  if (tensors_keep(r.push, r.npush) < 0 || tensors_keep(r.pull, r.npull) < 0) {
-    request_drop(&r);
-    return NULL;
-  }
+  if (request_keep(&r) < 0) return NULL;
   int rc = sf_prepare(r.push, (int)r.npush, r.pull, (int)r.npull, r.servers, (int)r.nservers, &at, &e);
   int need_event = r.need_event;
-  int32_t device = tensor_gpu(r.push, r.npush);
-  if (device < 0) device = tensor_gpu(r.pull, r.npull);
+  int32_t device = request_gpu(&r);
   int takes_long = request_long(&r);
   request_free(&r);
   if (rc != SF_DONE) return sf_raise(&e);

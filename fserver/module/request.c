@@ -57,8 +57,7 @@ int tensors_long(const sf_tensor *ts, Py_ssize_t n) {
   return bytes >= LONG_COPY || tensor_gpu(ts, n) >= 0;
 }
 
-// Reads ranks of peers. *out is malloc'ed, or NULL for None, which means all peers.
-static int peer_ranks(PyObject *o, const char *what, int64_t **out, Py_ssize_t *n) {
+int sf_ranks_arg(PyObject *o, const char *what, int64_t **out, Py_ssize_t *n) {
   if (o == NULL || o == Py_None) return 0;
   PyObject *items = sf_sequence(o, what, n);
   if (items == NULL) return -1;
@@ -67,6 +66,10 @@ static int peer_ranks(PyObject *o, const char *what, int64_t **out, Py_ssize_t *
   if (failed) PyErr_NoMemory();
   for (Py_ssize_t i = 0; !failed && i < *n; i++) failed = sf_int64_arg(PyTuple_GetItem(items, i), what, &(*out)[i]) < 0;
   Py_DECREF(items);
+  if (failed) {
+    free(*out);
+    *out = NULL;
+  }
   return failed ? -1 : 0;
 }
 
@@ -87,7 +90,7 @@ int request_of(PyObject *push, PyObject *push_keys, PyObject *pull, PyObject *pu
   if (sf_enter() < 0) return -1;
   r->push = tensors_in(push, "push_tensors", push_keys, "push_keys", push_writable, &r->npush);
   if (r->push != NULL) r->pull = tensors_in(pull, "pull_tensors", pull_keys, "pull_keys", 1, &r->npull);
-  if (r->pull != NULL && peer_ranks(peers, peers_what, &r->servers, &r->nservers) == 0) return 0;
+  if (r->pull != NULL && sf_ranks_arg(peers, peers_what, &r->servers, &r->nservers) == 0) return 0;
   request_drop(r);
   return -1;
 }
@@ -104,10 +107,17 @@ void request_drop(request *r) {
   free(r->servers);
 }
 
-int32_t request_device(const request *r) {
-  if (!r->need_event) return -1;
+int32_t request_gpu(const request *r) {
   int32_t device = tensor_gpu(r->push, r->npush);
   return device >= 0 ? device : tensor_gpu(r->pull, r->npull); // work in the stream may still use the pull tensors
+}
+
+int32_t request_device(const request *r) { return r->need_event ? request_gpu(r) : -1; }
+
+int request_keep(request *r) {
+  if (tensors_keep(r->push, r->npush) == 0 && tensors_keep(r->pull, r->npull) == 0) return 0;
+  request_drop(r);
+  return -1;
 }
 
 int request_long(const request *r) { return tensors_long(r->push, r->npush) || tensor_gpu(r->pull, r->npull) >= 0; }

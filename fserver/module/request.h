@@ -29,6 +29,15 @@ void request_free(request *r);
 // Frees r and the owners.
 void request_drop(request *r);
 
+// Calls tensors_keep for the tensors of r. On failure it drops r.
+int request_keep(request *r);
+
+// Returns the GPU of the tensors, or -1.
+int32_t request_gpu(const request *r);
+
+// Reads ranks. *out is malloc'ed, or NULL for None, which means all. Returns 0, or -1 with an exception.
+int sf_ranks_arg(PyObject *o, const char *what, int64_t **out, Py_ssize_t *n);
+
 // Returns the GPU whose current stream the request waits for, or -1 if there is none or the caller does not want to
 // wait.
 int32_t request_device(const request *r);

@@ -30,12 +30,8 @@ PyObject *sf_py_prepare_streams(PyObject *self, PyObject *args, PyObject *kw) {
   if (!PyArg_ParseTupleAndKeywords(args, kw, "OOOO|$OOOO:prepare_streams", names, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7])) return NULL;
   if ((a[5] != NULL && sf_timeout_arg(a[5], &timeout) < 0) || (a[6] != NULL && sf_timeout_arg(a[6], &round) < 0) || (a[7] != NULL && sf_bool_arg(a[7], &host) < 0)) return NULL;
   if (request_of(a[0], a[1], a[2], a[3], a[4], "peers", 1, &r) < 0) return NULL;
-  if (tensors_keep(r.push, r.npush) < 0 || tensors_keep(r.pull, r.npull) < 0) {
-    request_drop(&r);
-    return NULL;
-  }
-  int32_t device = tensor_gpu(r.push, r.npush);
-  if (device < 0) device = tensor_gpu(r.pull, r.npull);
+  if (request_keep(&r) < 0) return NULL;
+  int32_t device = request_gpu(&r);
   int rc = sf_streams_prepare(r.push, (int)r.npush, r.pull, (int)r.npull, r.servers, (int)r.nservers, timeout, round, host, &at, &task, &e);
   request_free(&r);
   if (rc != SF_DONE) return sf_raise(&e);
