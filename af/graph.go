@@ -175,13 +175,11 @@ func (g *graphs) add(x *Prepared) (*rounds, error) {
 	if g.closing.Load() {
 		return nil, van.ErrClosed
 	}
-	b := g.node.Backend()
-	device, can := b.(backend.GraphFlagger)
-	pinner, pins := b.(backend.HostPinner)
-	if !can || !pins {
-		return nil, fmt.Errorf("%w: this node's backend is %s (STEPMESH_BAKCEND), want one of a GPU", backend.ErrUnavailable, b.Name())
+	device, err := backend.WordDeviceOf(g.node.Backend())
+	if err != nil {
+		return nil, err
 	}
-	flag, err := g.page.Take(wordStride, wordPage, pinner.AllocPinned)
+	flag, err := g.page.Take(wordStride, wordPage, device.AllocPinned)
 	if err != nil {
 		return nil, err
 	}

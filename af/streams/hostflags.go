@@ -39,13 +39,6 @@ type flagPage struct {
 	next int         // offset of the next free block
 }
 
-// flagName is the location of an end's flags, for peers.
-type flagName struct {
-	file  [memfd.NameLen]byte
-	at    uint32
-	token gpusync.Token
-}
-
 // hostFlags is the block of flags of one end.
 type hostFlags struct {
 	page *memfd.Page
@@ -80,7 +73,7 @@ type host struct {
 }
 
 // makeHost initializes h for the given number of peers, and returns the location of its flags for the peers.
-func (m *memory) makeHost(b backend.Backend, h *host, peers int) (name flagName, err error) {
+func (m *memory) makeHost(b backend.Backend, h *host, peers int) (name flagsName, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if err := m.open(b); err != nil {
@@ -125,7 +118,7 @@ func (m *memory) newFlagPage() (l flagPage, err error) {
 }
 
 // reach maps the flags of peer i.
-func (h *host) reach(i int, n *flagName) error {
+func (h *host) reach(i int, n *flagsName) error {
 	page, err := memfd.MapNamed(n.file[:], flagPageLen, false)
 	if err != nil {
 		return fmt.Errorf("map the peer's shared memory: %w", err)

@@ -220,7 +220,7 @@ func TestWrongMemory(t *testing.T) {
 			}
 			clear(simgpu.Raw(page))
 			simgpu.Raw(page)[0] = 42
-			answer := note{verb: verbAccept, id: id, flags: slot{at: slotHead, token: gpusync.Token{42}}, out: parts(list(2))}
+			answer := note{verb: verbAccept, id: id, flags: flagsName{at: slotHead, token: gpusync.Token{42}}, out: parts(list(2))}
 			if answer.flags.export, err = d.Export(page); err != nil {
 				t.Fatal(err)
 			}

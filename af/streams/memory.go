@@ -97,7 +97,7 @@ func (m *memory) open(b backend.Backend) error {
 
 // make allocates the flags of an exchange, and returns their location for the peers. For an end that sends first, its
 // flags start as arrived: QueueSend clears them.
-func (w *exchangeMemory) make(b backend.Backend, first, limited bool) (flags slot, err error) {
+func (w *exchangeMemory) make(b backend.Backend, first, limited bool) (flags flagsName, err error) {
 	m, peers := w.m, len(w.peers)
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -206,7 +206,7 @@ func (w *exchangeMemory) unmap() (err error) {
 }
 
 // reach maps the flags of peer i.
-func (w *exchangeMemory) reach(i int, flags *slot) error {
+func (w *exchangeMemory) reach(i int, flags *flagsName) error {
 	m, err := gpusync.Map(w.m.dev, flags.export, int(flags.at)+slotStride, flags.token, "the peer's")
 	if err != nil {
 		return err

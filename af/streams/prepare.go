@@ -174,7 +174,7 @@ func (x *Exchange) make(m *memory) (own []*note, err error) {
 	first := note{host: x.host != nil}
 	x.mem = exchangeMemory{m: m, peers: make([]peerMemory, len(x.peers))}
 	if x.host != nil {
-		first.hostFlags, err = m.makeHost(x.dir.node.Backend(), x.host, len(x.peers))
+		first.flags, err = m.makeHost(x.dir.node.Backend(), x.host, len(x.peers))
 	} else {
 		limited := x.timing.limit > 0
 		if first.flags, err = x.mem.make(x.dir.node.Backend(), x.first, limited); err == nil && limited {
@@ -187,7 +187,9 @@ func (x *Exchange) make(m *memory) (own []*note, err error) {
 	for i, p := range x.peers {
 		n := first
 		n.in = parts(p.in)
-		n.flags.at = uint32(slotHead + i*slotStride)
+		if x.host == nil {
+			n.flags.at = uint32(slotHead + i*slotStride)
+		}
 		if x.first && i > 0 {
 			n.out = own[0].out
 		} else if n.out, err = x.mem.share(p.out); err != nil {
@@ -434,7 +436,7 @@ func (x *Exchange) await(ctx context.Context, step func() error, done func() (bo
 func (x *Exchange) reach(i int, p *peer) error {
 	var err error
 	if x.host != nil {
-		err = x.host.reach(i, &p.said.hostFlags)
+		err = x.host.reach(i, &p.said.flags)
 	} else {
 		err = x.mem.reach(i, &p.said.flags)
 	}

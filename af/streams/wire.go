@@ -40,21 +40,21 @@ const byHost = 0x10
 
 // note is the contents of a message.
 type note struct {
-	verb      verb
-	id        uint64   // of the exchange, the worker's number
-	host      bool     // an exchange by hosts
-	flags     slot     // of a stream exchange
-	hostFlags flagName // of an exchange by hosts
-	out       []part   // tensors that the sender sends
-	in        []part   // tensors that it receives, without exports; in an offer
-	text      string   // why the exchange is over
+	verb  verb
+	id    uint64    // of the exchange, the worker's number
+	host  bool      // an exchange by hosts
+	flags flagsName // of the sender
+	out   []part    // tensors that the sender sends
+	in    []part    // tensors that it receives, without exports; in an offer
+	text  string    // why the exchange is over
 }
 
-// slot is the location of the sender's flag for the receiver.
-type slot struct {
-	export backend.Export // of slotHead bytes
-	at     uint32         // offset of the receiver's flag in the slot
-	token  gpusync.Token  // the first bytes of the slot
+// flagsName is the location of the flags of an end, for a peer.
+type flagsName struct {
+	export backend.Export      // in streams: of the slot
+	file   [memfd.NameLen]byte // by hosts: a file of flags
+	at     uint32              // in streams: offset of the peer's flag in the slot; by hosts: of the block in the file
+	token  gpusync.Token       // of the slot or the block
 }
 
 // part is a tensor.
@@ -65,9 +65,8 @@ type part struct {
 }
 
 const (
-	slotLen     = van.ExportLen + 4 + gpusync.TokenLen
-	flagNameLen = memfd.NameLen + 4 + gpusync.TokenLen // of a flagName
-	partLen     = 8 + 8
+	placeLen = 4 + gpusync.TokenLen // of at and token
+	partLen  = 8 + 8
 )
 
 func (n *note) append(b []byte) []byte {
@@ -81,12 +80,11 @@ func (n *note) append(b []byte) []byte {
 	case n.verb == verbOver:
 		return append(b, n.text[:min(len(n.text), maxText)]...)
 	case n.host:
-		b = append(b, n.hostFlags.file[:]...)
-		b = append(le.AppendUint32(b, n.hostFlags.at), n.hostFlags.token[:]...)
+		b = append(b, n.flags.file[:]...)
 	default:
 		b = appendExport(b, &n.flags.export)
-		b = append(le.AppendUint32(b, n.flags.at), n.flags.token[:]...)
 	}
+	b = append(le.AppendUint32(b, n.flags.at), n.flags.token[:]...)
 	b = le.AppendUint16(b, uint16(len(n.out)))
 	b = le.AppendUint16(b, uint16(len(n.in)))
 	for i := range n.out {
@@ -165,10 +163,11 @@ func parse(b []byte) (n note, err error) {
 // parseFlags parses the location of the sender's flags, and returns the remaining bytes, at least 4.
 func (n *note) parseFlags(b []byte) (rest []byte, err error) {
 	le := binary.LittleEndian
-	size, at, head, stride, end := slotLen, van.ExportLen, slotHead, slotStride, gpusync.PageLen
+	at, head, stride, end := van.ExportLen, slotHead, slotStride, gpusync.PageLen
 	if n.host {
-		size, at, head, stride, end = flagNameLen, memfd.NameLen, 0, flagStride, flagPageLen
+		at, head, stride, end = memfd.NameLen, 0, flagStride, flagPageLen
 	}
+	size := at + placeLen
 	if len(b) < size+4 {
 		return nil, &van.FieldError{Field: "body_size", Value: headLen + len(b), Want: fmt.Sprintf("%d at least", headLen+size+4)}
 	}
@@ -176,15 +175,12 @@ func (n *note) parseFlags(b []byte) (rest []byte, err error) {
 	if int64(word) < int64(head) || word%uint32(stride) != 0 || int64(word) > int64(end-stride) {
 		return nil, &van.FieldError{Field: "body word", Value: word, Want: fmt.Sprintf("a multiple of %d, %d to %d", stride, head, end-stride)}
 	}
+	n.flags.at, n.flags.token = word, gpusync.Token(b[at+4:])
 	if n.host {
-		n.hostFlags.at = word
-		copy(n.hostFlags.file[:], b)
-		copy(n.hostFlags.token[:], b[at+4:])
-		return b[size:], nil
+		n.flags.file = [memfd.NameLen]byte(b)
+	} else {
+		n.flags.export, err = van.ParseExport(b, int(word)+slotStride)
 	}
-	n.flags.at = word
-	copy(n.flags.token[:], b[at+4:])
-	n.flags.export, err = van.ParseExport(b, int(word)+slotStride)
 	return b[size:], err
 }
 

@@ -16,7 +16,7 @@ func example(v verb) note {
 		return note{verb: v, id: 7, text: "why"}
 	}
 	n := note{verb: v, id: 1 << 63, out: []part{}, in: []part{}}
-	n.flags = slot{export: backend.Export{Allocation: 3, Base: 1 << 40, Size: gpusync.PageLen, Offset: 4096}, at: 2 * slotStride, token: gpusync.Token{1, 15: 9}}
+	n.flags = flagsName{export: backend.Export{Allocation: 3, Base: 1 << 40, Size: gpusync.PageLen, Offset: 4096}, at: 2 * slotStride, token: gpusync.Token{1, 15: 9}}
 	n.flags.export.Handle[63] = 5
 	n.out = append(n.out, part{key: 1, len: 100, export: backend.Export{Allocation: 4, Base: 1 << 41, Size: 1000, Offset: 900}}, part{key: 2})
 	if v == verbOffer {

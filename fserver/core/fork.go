@@ -4,12 +4,13 @@ package core
 
 import (
 	"context"
-	"github.com/stepaf/stepaf-go/internal/cluster"
 	"net"
 	"net/netip"
 	"slices"
 	"strconv"
 	"time"
+
+	"github.com/stepaf/stepaf-go/internal/cluster"
 )
 
 // Sockets are the addresses of a node's sockets, by which peers notice that its process has

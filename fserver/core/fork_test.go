@@ -1,11 +1,12 @@
 package core
 
 import (
-	"github.com/stepaf/stepaf-go/internal/cluster"
 	"net/netip"
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/stepaf/stepaf-go/internal/cluster"
 )
 
 // TestSocketsOf: hosts are resolved, and entries without an address are left out.

@@ -75,17 +75,14 @@ func (p *Process) NewNotify() (*Notify, error) {
 
 // attach allocates the flag on the device of s. The caller holds n.mu, or is the only user of n.
 func (n *Notify) attach(s *Session) error {
-	b := s.Device()
-	flagger, can := b.(backend.StreamFlagger)
-	pinner, pins := b.(backend.HostPinner)
-	if !can || !pins {
-		return fmt.Errorf("SimpleNotify: %w: this node's backend is %s (STEPMESH_BAKCEND), want one of a GPU", backend.ErrUnavailable, b.Name())
+	d, err := backend.WordDeviceOf(s.Device())
+	if err == nil {
+		n.word, err = d.AllocPinned(4)
 	}
-	word, err := pinner.AllocPinned(4)
 	if err != nil {
 		return fmt.Errorf("SimpleNotify: %w", err)
 	}
-	n.s, n.device, n.word, n.attached = s, flagger, word, true
+	n.s, n.device, n.attached = s, d, true
 	n.set(0)
 	return nil
 }

@@ -16,9 +16,23 @@ type StreamDevice interface {
 
 // StreamDeviceOf is b as one. The error wraps ErrUnavailable if b cannot do that.
 func StreamDeviceOf(b Backend) (StreamDevice, error) {
-	d, can := b.(StreamDevice)
+	return withAbilities[StreamDevice](b)
+}
+
+// WordDevice is a device whose streams write and await words in pinned host memory, also in captured graphs.
+type WordDevice interface {
+	Backend
+	GraphFlagger
+	HostPinner
+}
+
+// WordDeviceOf is b as one. The error wraps ErrUnavailable if b cannot do that.
+func WordDeviceOf(b Backend) (WordDevice, error) { return withAbilities[WordDevice](b) }
+
+func withAbilities[T any](b Backend) (T, error) {
+	d, can := b.(T)
 	if !can {
-		return nil, fmt.Errorf("%w: this node's backend is %s (STEPMESH_BAKCEND), want one of a GPU", ErrUnavailable, b.Name())
+		return d, fmt.Errorf("%w: this node's backend is %s (STEPMESH_BAKCEND), want one of a GPU", ErrUnavailable, b.Name())
 	}
 	return d, nil
 }
