@@ -115,18 +115,6 @@ func (d *replays) within(t *testing.T, p *prepared, s af.Stream, limit time.Dura
 	g.End()
 }
 
-// settle waits until stream s has done what was queued, which must not take long.
-func (d *replays) settle(t *testing.T, s uintptr) {
-	t.Helper()
-	end := make(chan struct{})
-	d.dev.Queue(s, func() { close(end) })
-	select {
-	case <-end:
-	case <-time.After(20 * time.Second):
-		t.Fatalf("stream %d waits for ever", s)
-	}
-}
-
 // TestReplays: three micro-batches in flight, replayed with changing contents, concurrently with rounds of Start.
 func TestReplays(t *testing.T) {
 	for _, over := range all {
@@ -172,7 +160,7 @@ func TestReplays(t *testing.T) {
 				if i%20 != 0 {
 					continue
 				}
-				d.settle(t, s)
+				d.dev.Settle(t, s)
 				call, err := parts[1].Start(af.Stream(s))
 				if err == nil {
 					err = call.Wait(t.Context())
@@ -181,7 +169,7 @@ func TestReplays(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			d.settle(t, s)
+			d.dev.Settle(t, s)
 			if n := wrong.Load(); n > 0 {
 				t.Errorf("%d wrong bytes", n)
 			}
@@ -210,7 +198,7 @@ func TestReplayRows(t *testing.T) {
 		fill(p.push, byte(i+1))
 		fill(p.pull, 0)
 		graphs[rows].Replay(s)
-		d.settle(t, s)
+		d.dev.Settle(t, s)
 		for k, b := range p.pull {
 			if want := byte(i + 2); (k < rows && b != want) || (k >= rows && b != 0) {
 				t.Fatalf("%d rows: byte %d is %d", rows, k, b)
@@ -246,7 +234,7 @@ func TestReplayMisuse(t *testing.T) {
 		t.Fatal(err)
 	}
 	g.Replay(s)
-	d.settle(t, s) // it does not wait for the round of Start
+	d.dev.Settle(t, s) // it does not wait for the round of Start
 	vantest.Fails(t, p.Check(), af.ErrStarted, "round 1", "wait for its last call first")
 	if err := p.Check(); err != nil {
 		t.Errorf("the error is told again: %v", err)
@@ -276,7 +264,7 @@ func TestReplayFails(t *testing.T) {
 	d.mute.Store(true)
 	g.Replay(s)
 	g.Replay(s)
-	d.settle(t, s)
+	d.dev.Settle(t, s)
 	err := p.QueueStart(s)
 	vantest.Fails(t, err, van.ErrTimeout, "worker 0", "round 1 that a stream has started", "server 0", "limit 20ms", "1 later rounds")
 
@@ -284,7 +272,7 @@ func TestReplayFails(t *testing.T) {
 	d.within(t, p, s, 20*time.Second)
 	fill(p.push, 7)
 	g.Replay(s)
-	d.settle(t, s)
+	d.dev.Settle(t, s)
 	if err := p.Check(); err != nil || p.pull[99] != 8 {
 		t.Errorf("after a round that has failed: %v, %d", err, p.pull[99])
 	}
@@ -293,11 +281,11 @@ func TestReplayFails(t *testing.T) {
 	p.round(t, s, -1) // not captured
 	eventually(t, "the exchange is in flight", func() bool { return d.w.Customer().InFlight() > 0 })
 	d.Servers[1].Close()
-	d.settle(t, s)
+	d.dev.Settle(t, s)
 	_, err = p.Start()
 	vantest.Fails(t, err, van.ErrPeerLost, "round 4", "server 1")
 	g.Replay(s)
-	d.settle(t, s)
+	d.dev.Settle(t, s)
 	vantest.Fails(t, p.QueueWait(s, 0), van.ErrPeerLost, "round 5", "server 1")
 }
 
@@ -312,7 +300,7 @@ func TestReplayReleased(t *testing.T) {
 	p.round(t, s, 20*time.Second)
 	g.End()
 	g.Replay(s)
-	d.settle(t, s)
+	d.dev.Settle(t, s)
 	if err := p.Check(); err != nil || p.pull[0] != 1 {
 		t.Fatalf("a round: %v, %d", err, p.pull[0])
 	}
@@ -327,17 +315,17 @@ func TestReplayReleased(t *testing.T) {
 	for range 100 {
 		g.Replay(s)
 	}
-	d.settle(t, s)
+	d.dev.Settle(t, s)
 	vantest.Fails(t, p.Check(), van.ErrTimeout, "worker 0", "round 2", "fewer replays ahead", "limit 1s")
 	vantest.Fails(t, p.QueueStart(s), van.ErrClosed)
 	close(block)
 	other.round(t, s, 0)
-	d.settle(t, s)
+	d.dev.Settle(t, s)
 	if err := other.Check(); err != nil || other.pull[0] != 1 {
 		t.Errorf("another exchange: %v, %d", err, other.pull[0])
 	}
 	g.Replay(s)
-	d.settle(t, s)
+	d.dev.Settle(t, s)
 	p.Close()
 	d.Finalize(t)
 	if n := d.w.Customer().InFlight(); n != 0 {
@@ -361,24 +349,24 @@ func TestReplayAfterClose(t *testing.T) {
 			p.round(t, s, 50*time.Millisecond)
 			g.End()
 			g.Replay(s)
-			d.settle(t, s)
+			d.dev.Settle(t, s)
 			d.mute.Store(true)
 			g.Replay(s)
 			end(d, p)
-			d.settle(t, s)
+			d.dev.Settle(t, s)
 			for p.Check() == nil { // the error of a round is there before its stream goes on, but it may not have begun
 				g.Replay(s)
-				d.settle(t, s)
+				d.dev.Settle(t, s)
 			}
 			for range 3 {
 				g.Replay(s)
-				d.settle(t, s)
+				d.dev.Settle(t, s)
 			}
 			if err := p.Check(); err != nil && !errors.Is(err, van.ErrClosed) && !errors.Is(err, van.ErrTimeout) {
 				t.Error(err)
 			}
 			g.Replay(s)
-			d.settle(t, s)
+			d.dev.Settle(t, s)
 			vantest.Fails(t, p.Check(), van.ErrClosed, "round")
 			vantest.Fails(t, p.QueueStart(s), van.ErrClosed)
 			vantest.Fails(t, p.QueueWait(s, 0), van.ErrClosed)
@@ -388,7 +376,7 @@ func TestReplayAfterClose(t *testing.T) {
 			}
 			d.mute.Store(false)
 			other.round(t, s, 0)
-			d.settle(t, s)
+			d.dev.Settle(t, s)
 			if err := other.Check(); err != nil || other.pull[7] != 1 {
 				t.Errorf("another exchange: %v, %d", err, other.pull[7])
 			}
@@ -420,7 +408,7 @@ func TestReplayCloseBehindABlockedDriver(t *testing.T) {
 	g.Replay(s)
 	<-blocked
 	d.w.Close()
-	d.settle(t, s)
+	d.dev.Settle(t, s)
 	vantest.Fails(t, p.Check(), van.ErrClosed, "round 1")
 	d.mute.Store(true) // the worker's node may have left when an answer arrives
 	close(block)

@@ -95,7 +95,7 @@ func TestNodeEnds(t *testing.T) {
 		if err := p.x.QueueSend(stream); err != nil {
 			t.Fatal(err)
 		}
-		w.settle(t, stream)
+		w.dev.Settle(t, stream)
 		if err := p.x.QueueReceive(stream); err != nil {
 			t.Fatal(err)
 		}
@@ -120,7 +120,7 @@ func TestNodeEnds(t *testing.T) {
 	case <-time.After(100 * time.Millisecond): // the stream waits, as it should
 	}
 	hear()
-	y.settle(t, stream)
+	y.dev.Settle(t, stream)
 	<-left
 	for _, b := range pairs[0].got[0] {
 		if said == nil && bytes.IndexByte(b, bad) >= 0 {
@@ -271,7 +271,7 @@ func TestInOrder(t *testing.T) {
 		if err := errors.Join(a.x.QueueSend(stream), b.x.QueueReceive(stream)); err != nil {
 			t.Fatal(err)
 		}
-		y.settle(t, stream)
+		y.dev.Settle(t, stream)
 		if got[i][0] != put[i][0] {
 			t.Errorf("exchange %d received %d, want %d", i, got[i][0], put[i][0])
 		}

@@ -106,11 +106,8 @@ func (m *memory) makeHost(b backend.Backend, h *host, peers int) (name flagsName
 
 // newFlagPage creates a file of flags. The file stays open, so that peers can map it, while its page is referenced.
 func (m *memory) newFlagPage() (l flagPage, err error) {
-	if l.fd, err = memfd.New(flagPageLen); err != nil {
+	if l.fd, l.page, err = memfd.NewPage(flagPageLen); err != nil {
 		return l, err
-	}
-	if l.page, err = memfd.Map(l.fd, flagPageLen); err != nil {
-		return l, errors.Join(err, unix.Close(l.fd))
 	}
 	runtime.AddCleanup(l.page, func(fd int) { _ = unix.Close(fd) }, l.fd)
 	l.mem, err = m.dev.RegisterHost(backend.Bytes(l.page.Mem).WithOwner(l.page))

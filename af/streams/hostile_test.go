@@ -291,13 +291,7 @@ func TestOfferBehindItsEnd(t *testing.T) {
 	if err := y.QueueReceive(3); err != nil && !errors.Is(err, ErrOver) {
 		t.Fatal(err)
 	}
-	settled := make(chan struct{})
-	devices["server"].Queue(3, func() { close(settled) })
-	select {
-	case <-settled:
-	case <-time.After(20 * time.Second):
-		t.Fatal("the server's stream waits for ever")
-	}
+	devices["server"].Settle(t, 3)
 	if err := y.Check(); !errors.Is(err, van.ErrClosed) {
 		t.Errorf("%v, want %v", err, van.ErrClosed)
 	}

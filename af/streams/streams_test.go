@@ -117,18 +117,6 @@ func fill(b []byte, v byte) {
 	}
 }
 
-// settle waits until stream s has done what was queued, which must not take long.
-func (e *end) settle(t *testing.T, s uintptr) {
-	t.Helper()
-	done := make(chan struct{})
-	e.dev.Queue(s, func() { close(done) })
-	select {
-	case <-done:
-	case <-time.After(20 * time.Second):
-		t.Fatalf("%s: stream %d waits for ever", e.Name(), s)
-	}
-}
-
 func limited(t *testing.T, d time.Duration) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), d)
@@ -269,7 +257,7 @@ func TestRounds(t *testing.T) {
 					for range rounds {
 						g.Replay(stream)
 					}
-					w.settle(t, stream)
+					w.dev.Settle(t, stream)
 					if round != rounds || wrong > 0 {
 						t.Errorf("worker %d: %d rounds, want %d; %d wrong bytes", i, round, rounds, wrong)
 					}
@@ -324,7 +312,7 @@ func TestServerLost(t *testing.T) {
 	if err := p.x.QueueSend(stream); !errors.Is(err, streams.ErrOver) {
 		t.Errorf("a send after that: %v, want %v", err, streams.ErrOver)
 	}
-	w.settle(t, stream)
+	w.dev.Settle(t, stream)
 }
 
 // TestNothingCountsAfterTheEnd: if a captured round is replayed after the end, the other side does not take its
@@ -359,7 +347,7 @@ func TestNothingCountsAfterTheEnd(t *testing.T) {
 	if err := <-took; !errors.Is(err, streams.ErrOver) || !errors.Is(err, van.ErrClosed) { // the server has sent this reason
 		t.Errorf("the stream of worker 1 went on, and Check said %v, want %v and %v", err, streams.ErrOver, van.ErrClosed)
 	}
-	y.settle(t, stream)
+	y.dev.Settle(t, stream)
 	if served != 1 {
 		t.Errorf("the server's stream has not gone on")
 	}
@@ -376,7 +364,7 @@ func (s *ends) round(t *testing.T, p *pair) (took time.Duration, err error) {
 	if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
 		return 0, err
 	}
-	s.workers[0].settle(t, stream)
+	s.workers[0].dev.Settle(t, stream)
 	return time.Since(begun), nil
 }
 
@@ -386,7 +374,7 @@ func (s *ends) again(t *testing.T, p *pair, opts ...streams.Option) *pair {
 	_ = p.x.Close()
 	for i, y := range s.servers {
 		_ = p.ys[i].Close()
-		y.settle(t, stream)
+		y.dev.Settle(t, stream)
 	}
 	return s.prepare(t, 10, 10, opts...)[0]
 }
@@ -427,11 +415,11 @@ func TestLate(t *testing.T) {
 	if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
 		t.Fatal(err)
 	}
-	w.settle(t, stream)
+	w.dev.Settle(t, stream)
 	if err := p.x.Check(); !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "server 0") {
 		t.Errorf("%v, want %v, with server 0", err, van.ErrTimeout)
 	}
-	s.servers[0].settle(t, stream)
+	s.servers[0].dev.Settle(t, stream)
 }
 
 // TestAnew: after a server was replaced the exchange is prepared again, by all.
@@ -455,7 +443,7 @@ func TestAnew(t *testing.T) {
 	if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
 		t.Fatal(err)
 	}
-	s.workers[0].settle(t, stream)
+	s.workers[0].dev.Settle(t, stream)
 	if err := p.x.Check(); err != nil || p.pull[0][9] != answer(0, 0, 1, 2) {
 		t.Errorf("%v, got %d, want %d", err, p.pull[0][9], answer(0, 0, 1, 2))
 	}
@@ -585,16 +573,16 @@ func TestSideStreams(t *testing.T) {
 					if err := p.x.QueueSend(main); err != nil {
 						t.Fatal(err)
 					}
-					w.settle(t, main)
+					w.dev.Settle(t, main)
 					if err := p.x.QueueReceive(af.Stream(side + i)); err != nil {
 						t.Fatal(err)
 					}
-					y.settle(t, uintptr(side+i))
+					y.dev.Settle(t, uintptr(side+i))
 					fill(p.out[0][0], p.got[0][0][0]+100)
 					if err := p.ys[0].QueueSend(main); err != nil {
 						t.Fatal(err)
 					}
-					w.settle(t, uintptr(side+i))
+					w.dev.Settle(t, uintptr(side+i))
 					if p.pull[0][0] != byte(i+101) {
 						t.Errorf("exchange %d: answer %d, want %d", i, p.pull[0][0], i+101)
 					}

@@ -51,10 +51,7 @@ func (h *hostWords) at(from, signal int) int { return hostHead + (from*h.signals
 
 // offer creates this rank's page, which begins with the token, and returns its name for the other ranks.
 func (h *hostWords) offer(n int, token gpusync.Token) (name []byte, err error) {
-	if h.fd, err = memfd.New(h.size(n)); err == nil {
-		h.own, err = memfd.Map(h.fd, h.size(n))
-	}
-	if err != nil {
+	if h.fd, h.own, err = memfd.NewPage(h.size(n)); err != nil {
 		return nil, err
 	}
 	copy(h.own.Mem, token[:])

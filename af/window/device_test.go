@@ -77,13 +77,7 @@ func (r *deviceRig) memory(rank int) []byte {
 // settle waits until stream s of a rank has done what was queued.
 func (r *deviceRig) settle(rank int, s af.Stream) {
 	r.Helper()
-	done := make(chan struct{})
-	r.devices[rank].Queue(uintptr(s), func() { close(done) })
-	select {
-	case <-done:
-	case <-time.After(testTime):
-		r.Fatalf("stream %d of rank %d waits for ever", s, rank)
-	}
+	r.devices[rank].Settle(r, uintptr(s))
 }
 
 // must ends the test with an error.

@@ -201,16 +201,7 @@ func TestExchangeInGraph(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	settle := func() {
-		t.Helper()
-		end := make(chan struct{})
-		dev.Queue(4, func() { close(end) })
-		select {
-		case <-end:
-		case <-time.After(20 * time.Second):
-			t.Fatal("the stream waits for ever")
-		}
-	}
+	settle := func() { t.Helper(); dev.Settle(t, 4) }
 	g := dev.Capture(4)
 	for _, captured := range []func() error{
 		func() error { _, err := x.Start(4, true, 2); return err },

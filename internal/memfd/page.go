@@ -5,6 +5,7 @@ package memfd
 import (
 	"cmp"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"os"
 	"runtime"
@@ -18,6 +19,17 @@ type Page struct{ Mem []byte }
 
 // Map maps n bytes of the file fd, which stays open.
 func Map(fd, n int) (*Page, error) { return mapPage(fd, n, unix.PROT_READ|unix.PROT_WRITE) }
+
+// NewPage creates a file of n bytes, see New, and maps it. The caller closes the file.
+func NewPage(n int) (fd int, p *Page, err error) {
+	if fd, err = New(n); err != nil {
+		return fd, nil, err
+	}
+	if p, err = Map(fd, n); err != nil {
+		return -1, nil, errors.Join(err, unix.Close(fd))
+	}
+	return fd, p, nil
+}
 
 func mapPage(fd, n, access int) (*Page, error) {
 	mem, err := unix.Mmap(fd, 0, n, access, unix.MAP_SHARED|unix.MAP_POPULATE)

@@ -11,6 +11,8 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -127,6 +129,18 @@ func (q *streams) Queue(s uintptr, f func()) {
 	x.queued.Add(1)
 	q.mu.Unlock()
 	x.work <- f
+}
+
+// Settle waits until stream s has done what was queued, which must not take long.
+func (q *streams) Settle(t testing.TB, s uintptr) {
+	t.Helper()
+	done := make(chan struct{})
+	q.Queue(s, func() { close(done) })
+	select {
+	case <-done:
+	case <-time.After(20 * time.Second):
+		t.Fatalf("device %d: stream %d waits for ever", q.st.dev.ID, s)
+	}
 }
 
 // Queued is how many pieces of work in stream s are not done.

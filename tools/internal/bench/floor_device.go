@@ -215,15 +215,11 @@ func serveDeviceFloor(ctx context.Context, l *net.UnixListener, b backend.Backen
 func serveDevicePair(ctx context.Context, conn *net.UnixConn, b backend.Backend, push, pull int) error {
 	defer conn.Close()
 	context.AfterFunc(ctx, func() { _ = conn.Close() })
-	fd, err := memfd.New(os.Getpagesize())
+	fd, page, err := memfd.NewPage(os.Getpagesize())
 	if err != nil {
 		return err
 	}
 	defer unix.Close(fd)
-	page, err := memfd.Map(fd, os.Getpagesize())
-	if err != nil {
-		return err
-	}
 	e, err := newDeviceEnd(b, conn, page, serverWord, clientWord, pull, push)
 	if err != nil {
 		return err

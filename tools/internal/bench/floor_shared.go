@@ -41,13 +41,9 @@ func (sharedLayout) pages(n int) int {
 // newSharedServer starts a server that answers the rounds of clients. The floor has n pairs altogether.
 func newSharedServer(clients, n, push, pull int) (*floorServer, error) {
 	l := sharedLayout{push, pull}
-	fd, err := memfd.New(clients * l.part())
+	fd, page, err := memfd.NewPage(clients * l.part())
 	if err != nil {
 		return nil, err
-	}
-	page, err := memfd.Map(fd, clients*l.part())
-	if err != nil {
-		return nil, fmt.Errorf("%w (close: %v)", err, unix.Close(fd))
 	}
 	parts := slices.Collect(slices.Chunk(page.Mem, l.part()))
 	ended := make(chan struct{})
