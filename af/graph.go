@@ -269,28 +269,18 @@ func (g *graphs) run() {
 	}
 }
 
-// watchEvery is the period of watch.
-const watchEvery = 100 * time.Millisecond
-
 // watch releases streams if the goroutine makes no progress within the limit of a round, until the goroutine has
 // ended. That happens if a call of the driver blocks until a stream continues that itself waits for a round, for
 // example because the driver's queue is full of replays. watch does not call the driver.
 func (g *graphs) watch(over <-chan struct{}) {
-	tick := time.NewTicker(watchEvery)
-	defer tick.Stop()
-	for {
-		select {
-		case <-over:
-			return
-		case <-tick.C:
-		}
+	gpusync.Watch(func() {
 		still := time.Duration(clock.Now() - g.turn.Load())
 		for _, r := range g.exchanges() {
 			if r.rounds.round.Load() != idle {
 				r.rounds.release(still)
 			}
 		}
-	}
+	}, over, nil)
 }
 
 // something reports whether a step of any exchange would make progress, apart from its limit.

@@ -219,24 +219,11 @@ func (e *Ends) take(from int, n *note) error {
 	return nil
 }
 
-// watchEvery is the period of watch.
-const watchEvery = 100 * time.Millisecond
-
 // watch ends exchanges whose rounds exceed their limit, and all exchanges when the node has failed.
 func (e *Ends) watch() {
 	d := &e.dir
-	tick := time.NewTicker(watchEvery)
-	defer tick.Stop()
 	var all []*Exchange
-	for {
-		select {
-		case <-d.ended:
-			return
-		case <-d.node.Ended():
-			e.stop(cmp.Or(d.node.Alive(), van.ErrClosed))
-			return
-		case <-tick.C:
-		}
+	ended := gpusync.Watch(func() {
 		d.mu.Lock()
 		all = all[:0]
 		for _, x := range d.all {
@@ -249,5 +236,8 @@ func (e *Ends) watch() {
 		for _, x := range all {
 			x.check(now)
 		}
+	}, d.ended, d.node.Ended())
+	if ended {
+		e.stop(cmp.Or(d.node.Alive(), van.ErrClosed))
 	}
 }

@@ -6,6 +6,7 @@
 //   - pages of memory for flags (Page)
 //   - memory that other processes map, and the token that identifies it (Token)
 //   - the end of an exchange on all of its nodes (Ending)
+//   - the periodic check for rounds that make no progress (Watch)
 package gpusync
 
 import (

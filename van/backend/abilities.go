@@ -159,6 +159,14 @@ type StreamBlocker interface {
 	MayBlock() bool
 }
 
+// Blocker returns MayBlock of b, which is always false for backends without it.
+func Blocker(b Backend) func() bool {
+	if s, is := b.(StreamBlocker); is {
+		return s.MayBlock
+	}
+	return func() bool { return false }
+}
+
 // Export names device memory for another process of this host.
 type Export struct {
 	// Handle is the driver's name of the whole allocation (CUipcMemHandle).

@@ -15,7 +15,7 @@ type Pool struct {
 	alloc func(n int) (Mem, error)
 	free  func(Mem) error
 	limit int
-	keeps func() bool // true: nothing may be freed now; nil: never
+	keeps func() bool // true: nothing may be freed now
 
 	mu     sync.Mutex
 	idle   map[int][]*Buffer // by size
@@ -38,15 +38,13 @@ func (b *Buffer) Put() { b.pool.put(b) }
 
 // NewPool makes a pool of at most limit bytes, in use and idle.
 func NewPool(limit int, alloc func(n int) (Mem, error), free func(Mem) error) *Pool {
-	return &Pool{alloc: alloc, free: free, limit: limit, idle: map[int][]*Buffer{}}
+	return &Pool{alloc: alloc, free: free, limit: limit, keeps: func() bool { return false }, idle: map[int][]*Buffer{}}
 }
 
 // For makes the pool free nothing while freeing may block (StreamBlocker); b's Close then
 // frees what the pool has. For returns the pool. Call it before the first Get.
 func (p *Pool) For(b Backend) *Pool {
-	if s, ok := b.(StreamBlocker); ok {
-		p.keeps = s.MayBlock
-	}
+	p.keeps = Blocker(b)
 	return p
 }
 
@@ -76,7 +74,7 @@ func (p *Pool) Get(n int) (*Buffer, error) {
 		return b, nil
 	}
 	var old []*Buffer
-	keeps := p.keeps != nil && p.keeps()
+	keeps := p.keeps()
 	if p.size+size > p.limit && !keeps {
 		old = p.evict(p.size + size - p.limit)
 	}
@@ -149,7 +147,7 @@ func (p *Pool) put(b *Buffer) {
 	}
 	p.size -= b.mem.Len()
 	p.mu.Unlock()
-	if p.keeps != nil && p.keeps() {
+	if p.keeps() {
 		return
 	}
 	_ = p.free(b.mem) // the backend may be closed by now, and has then freed it
@@ -162,7 +160,7 @@ func (p *Pool) Close() error {
 	p.closed = true
 	old := p.evict(p.size)
 	p.mu.Unlock()
-	if p.keeps != nil && p.keeps() {
+	if p.keeps() {
 		return nil
 	}
 	return p.drop(old)

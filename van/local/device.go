@@ -56,11 +56,8 @@ func openDevice(b backend.Backend, name []byte) (*device, error) {
 	if b == nil || b.Device().Type == backend.CPU {
 		return nil, errors.New("the node's backend is host memory")
 	}
-	d := &device{Backend: b, health: func() error { return nil }, mayBlock: func() bool { return false }}
+	d := &device{Backend: b, health: func() error { return nil }, mayBlock: backend.Blocker(b)}
 	d.shared.New = func() any { return new(backend.Shared) }
-	if s, ok := b.(backend.StreamBlocker); ok {
-		d.mayBlock = s.MayBlock
-	}
 	d.sharer, _ = b.(backend.Sharer)
 	var ok, copies bool
 	d.Exporter, ok = b.(backend.Exporter)
