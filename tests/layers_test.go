@@ -283,6 +283,7 @@ var exceptions = map[string]map[string]string{
 		"fserver/module/batches.go":            "its part for what get_batch gives to Python",
 		"fserver/module/cuda.go":               "its part for signals between GPU and CPU",
 		"fserver/module/answer.go":             "its part for answers that are awaited",
+		"fserver/module/handles.go":            "its part for the handles of objects of Go",
 		"fserver/module/prepared.go":           "its part for prepared exchanges",
 		"fserver/module/sessions.go":           "its part for sessions",
 		"fserver/module/streams.go":            "its part for exchanges in streams",

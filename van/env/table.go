@@ -237,7 +237,7 @@ var table = []variable{
 	}, {
 		name: "STEPAF_REPLACE_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, def: "10", readers: "all",
 		field:   func(c *Config) any { return &c.ReplaceTimeout },
-		help:    "How long a barrier to which only dead nodes have yet to come waits for their replacements, or for the scheduler.",
+		help:    "How long a barrier to which only dead nodes have yet to come waits for their replacements (not if it was open during their silence), or for the scheduler.",
 		differs: "New; the original waits forever.",
 	},
 
