@@ -48,6 +48,18 @@ type outgoing struct {
 	size   int  // bytes of payload
 	unsent int  // part of size that peer.unsent includes
 	inMeta bool // all frames were copied, and fit behind the meta
+
+	// Of a batch; see batch.go.
+	parts     []outPart
+	batchMeta int  // bytes of the meta, which the table and values follow
+	lends     bool // the device reads a value from the caller's memory
+	split     bool // a value was split over the queue pairs
+	values    int  // number of queued values that are not recycled
+	ended     bool // it is recycled with its last value
+
+	// Of the value of a part.
+	batch *outgoing
+	part  int
 }
 
 // smallPayload is the largest payload whose frames Send copies: a copy costs less than registering the caller's memory.
@@ -62,33 +74,50 @@ const (
 // smallFrame is the length below which a frame of a larger payload is copied.
 const smallFrame = 64
 
-// fill takes over the meta and the frames of msg.
-func (o *outgoing) fill(msg *van.Message, size int) error {
+// newOutgoing returns an empty message. p.mu is held.
+func (p *peer) newOutgoing() *outgoing {
+	n := len(p.free)
+	if n == 0 {
+		return &outgoing{}
+	}
+	o := p.free[n-1]
+	p.free = p.free[:n-1]
+	*o = outgoing{meta: o.meta[:0], copies: o.copies[:0], parts: o.parts[:0]}
+	return o
+}
+
+// fillMeta takes over the meta of msg.
+func (o *outgoing) fillMeta(msg *van.Message) error {
 	n := msg.EncodedLen()
 	if n > maxMeta-trailerLen {
 		return fmt.Errorf("%w: %d bytes of meta and body, want at most %d", van.ErrInvalid, n, maxMeta-trailerLen)
 	}
 	if cap(o.meta) < n {
-		o.meta = make([]byte, max(n, metaRoom))
+		o.meta = make([]byte, max(n, conn.CellSize))
 	}
 	o.meta = o.meta[:n]
 	if err := msg.EncodeTo(o.meta); err != nil {
 		return err
 	}
-	control := msg.IsControl() || msg.SimpleApp
 	o.control = msg.IsControl()
-	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
-	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
-	o.destination, o.direct, o.singleKey, o.pullLen, o.invalidated = backend.Mem{}, false, false, 0, false
-	o.id, o.canceled = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false
-	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
+	o.oneShot, o.request, o.push, o.key = o.control || msg.SimpleApp, msg.Request, msg.Push, msg.Key
+	o.id = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}
+	return nil
+}
+
+// fill takes over the meta and the frames of msg, which is no batch.
+func (o *outgoing) fill(msg *van.Message, size int) error {
+	if err := o.fillMeta(msg); err != nil {
+		return err
+	}
+	o.frames, o.size = msg.Frames, size
+	if !o.oneShot && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
 		o.useSingleKeyForm(msg)
 	}
-	o.copies = o.copies[:0]
 	zeroCopy := false
 	for i := range msg.Frames {
 		f := msg.Frame(i)
-		o.lens[i], o.data[i] = uint32(f.Len()), backend.Mem{}
+		o.lens[i] = uint32(f.Len())
 		if o.singleKey && i != 1 || f.Len() == 0 {
 			continue // the receiver derives them from the meta
 		}
@@ -133,14 +162,9 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	}
 }
 
-// isZeroCopy reports whether o is a request whose value the device reads from the caller's memory.
+// isZeroCopy reports whether o is a request of which the device reads a value from the caller's memory.
 func (o *outgoing) isZeroCopy() bool {
-	return o.request && !o.oneShot && o.data != [van.MaxFrames]backend.Mem{}
-}
-
-// fitsBundle reports whether all of o fits into the cell of its meta.
-func (o *outgoing) fitsBundle() bool {
-	return !o.oneShot && (o.inMeta || len(o.copies) == 0 && o.data == [len(o.data)]backend.Mem{})
+	return o.request && !o.oneShot && (o.lends || o.data != [van.MaxFrames]backend.Mem{})
 }
 
 // packedLen returns the number of bytes that are written to the slot's data.

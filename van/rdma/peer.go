@@ -73,15 +73,13 @@ type link struct {
 	native  bool // the peer is a native node
 	// numbered: control messages have numbers, so that the uncertain ones can be sent again after a break.
 	numbered    bool
-	bundles     bool   // several small messages may be sent in one write
-	bundle      bundle // the last write, if messages may be added
 	connectedAs int    // this node's id when it connected
 	process     uint32 // incarnation in the peer's answer; 0: not known
 	upProof     upProof
 	class       int // the traffic class, or unset
 	epoch       uint32
 	probeDue    conn.DueItem
-	splits      uint64 // number of split messages so far
+	splits      uint64 // number of split values so far
 	seq         uint64 // number of numbered control messages so far
 	failed      chan error
 	uncertain   []*inbound // connections whose credits may have been lost with this link
@@ -102,10 +100,22 @@ type pullDestination struct {
 func (p *peer) recycle(o *outgoing) {
 	p.unsent -= o.unsent
 	o.unsent = 0
+	if o.values > 0 { // they are behind other messages, and name o
+		o.canceled, o.ended = true, true
+		return
+	}
+	if b := o.batch; b != nil {
+		if b.values--; b.values == 0 && b.ended {
+			defer p.recycle(b)
+		}
+	}
 	for _, m := range o.data {
 		m.Release() // the region itself retains memory that the device reads
 	}
-	o.done, o.destination, o.data = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}
+	if clear(o.parts); cap(o.parts) > keptParts {
+		o.parts = nil
+	}
+	o.done, o.destination, o.data, o.batch = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}, nil
 	if len(p.free) < 256 && cap(o.meta) <= 4*metaRoom && cap(o.copies) <= 2*stageEach {
 		p.free = append(p.free, o)
 	}
@@ -120,7 +130,6 @@ func (p *peer) flush() {
 	if l == nil || l.queue.Unposted() == 0 {
 		return
 	}
-	l.bundle = bundle{}
 	if err := l.queue.Post(); err != nil {
 		l.fail(asLost(err))
 	}

@@ -34,22 +34,29 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !msg.Push {
-		k := keyOf(msg)
-		if x, ok := p.pulls[k]; ok {
-			delete(p.pulls, k)
-			if msg.Addr == x.mem.Addr() && int(msg.ValLen) == x.mem.Len() {
-				mem = x.mem
-				if copied = len(value) > 0 && len(value) == mem.Len() && mem.OnHost(); copied {
-					copy(mem.Host(), value)
-				}
-			}
-			x.region.Release()
-		}
+		mem, copied = p.endPullLocked(keyOf(msg), msg.Addr, int(msg.ValLen), value)
 	}
 	if l := p.link; l != nil && l.dialect.requestAnswered(p.sender, msg.Key, msg.Push) {
 		p.pump()
 		p.flush()
 	}
+	return mem, copied
+}
+
+// endPullLocked ends the pull k. It returns the memory of its destination if that is n bytes at addr; see endPull. p.mu is held.
+func (p *peer) endPullLocked(k pullKey, addr uint64, n int, value []byte) (mem backend.Mem, copied bool) {
+	x, ok := p.pulls[k]
+	if !ok {
+		return mem, false
+	}
+	delete(p.pulls, k)
+	if addr == x.mem.Addr() && n == x.mem.Len() {
+		mem = x.mem
+		if copied = len(value) > 0 && len(value) == n && mem.OnHost(); copied {
+			copy(mem.Host(), value)
+		}
+	}
+	x.region.Release()
 	return mem, copied
 }
 

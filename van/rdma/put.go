@@ -24,10 +24,17 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		p.reject(id, o, at, err)
 		return
 	}
-	if o.canceled || !l.dialect.mustSend(o) {
-		p.sender.Release(at)
+	if o.isCanceled() || !l.dialect.mustSend(o) {
+		if o.batch != nil {
+			o.batch.canceled = true
+		}
+		p.releaseSlots(o, at)
 		l.finishUnsent(id, o)
 		p.recycle(o)
+		return
+	}
+	if o.batch != nil {
+		p.putValue(id, r, stage, o, at)
 		return
 	}
 	n, inMeta := l.dialect.layout(o)
@@ -38,18 +45,20 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	}
 	split := !inMeta && p.v.cfg.SplitQPLag && l.canSplit(o)
 	if split {
+		l.splits++
+	}
+	if split || o.split {
 		l.announceParts(meta)
 	}
-	byReference := p.putTrailer(r, o, meta, inMeta, split)
+	byReference := p.putTrailer(r, o, meta, inMeta, split || o.split)
 	if inMeta {
 		o.writeFrames(meta[aligned(len(o.meta)):])
 	} else {
-		l.addPayload(id, o, at, stage[metaRoom:], split)
+		l.addPayload(id, o, at, stage[metaRoom:], at.Index, 0, split)
 	}
 	l.addMeta(id, at, meta, byReference)
-	l.bundle = bundle{}
-	if l.bundles && o.fitsBundle() {
-		l.bundle = bundle{record: id, end: n, limit: min(at.MetaLen, len(stage))}
+	if o.batchMeta > 0 {
+		l.dialect.unpin()
 	}
 	p.noteSent(r, o)
 }
@@ -75,9 +84,11 @@ func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte,
 		return nil, err
 	}
 	if o.destination.Len() > 0 {
-		return meta, p.registerDestination(l, o, meta)
+		rkey, err := p.registerDestination(o.destination, o.pullKey)
+		le.PutUint32(meta[metaOption:], rkey)
+		return meta, err
 	}
-	return meta, nil
+	return meta, p.completeTable(o, meta)
 }
 
 // canSplit reports whether o's value can be split over the queue pairs, and is large enough.
@@ -85,9 +96,8 @@ func (l *link) canSplit(o *outgoing) bool {
 	return len(l.queue.QueuePairs) > 1 && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
 }
 
-// announceParts says in the meta of a split message how many notifications of parts precede it.
+// announceParts says in the meta of a message how many notifications of parts of split values precede it.
 func (l *link) announceParts(meta []byte) {
-	l.splits++
 	le.PutUint32(meta[metaSlaves:], uint32(len(l.queue.QueuePairs)-1))
 	for i := range 2 {
 		le.PutUint64(meta[metaCounter+8*i:], l.splits)
@@ -141,7 +151,7 @@ func (p *peer) noteSent(r *conn.Record[sentMessage], o *outgoing) {
 		p.unsent, o.unsent = p.unsent-o.unsent, 0
 		return
 	}
-	if o.size >= flushSize {
+	if o.size >= flushSize && (o.batch == nil || o.batch.values > 1) { // the batch follows its last value
 		p.flush()
 	}
 	p.recycle(o)
@@ -169,18 +179,18 @@ func (l *link) registerFrames(r *conn.Record[sentMessage], o *outgoing) error {
 	return nil
 }
 
-// registerDestination registers the memory of the answer's destination, and puts its key into the meta.
-func (p *peer) registerDestination(l *link, o *outgoing, meta []byte) error {
-	reg, err := l.device.regions.Get(o.destination, verbs.LocalWrite|verbs.RemoteWrite)
+// registerDestination registers mem as the destination of the answer to a pull, and returns its remote key.
+func (p *peer) registerDestination(mem backend.Mem, pull pullKey) (rkey uint32, err error) {
+	l := p.link
+	reg, err := l.device.regions.Get(mem, verbs.LocalWrite|verbs.RemoteWrite)
 	if err != nil {
-		return fmt.Errorf("memory for the answer, %d bytes: %w", o.destination.Len(), err)
+		return 0, fmt.Errorf("memory for the answer, %d bytes: %w", mem.Len(), err)
 	}
-	if old, again := p.pulls[o.pullKey]; again {
+	if old, again := p.pulls[pull]; again {
 		old.region.Release()
 	}
-	p.pulls[o.pullKey] = pullDestination{o.destination, reg, !l.native, l}
-	le.PutUint32(meta[metaOption:], reg.MR.RKey())
-	return nil
+	p.pulls[pull] = pullDestination{mem, reg, !l.native, l}
+	return reg.MR.RKey(), nil
 }
 
 // finishUnsent ends record id, whose message is not sent.
@@ -192,9 +202,17 @@ func (l *link) finishUnsent(id uint32, o *outgoing) {
 
 // reject drops a message that cannot be sent. The requests that wait for its answer fail. p.mu is held.
 func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.RemoteSlot, err error) {
-	p.sender.Release(at)
+	p.releaseSlots(o, at)
 	p.link.finishUnsent(id, o)
 	p.failMessage(o, err)
+}
+
+// releaseSlots releases the slots of a message that will not be sent: at, which may be nil, and those of the values of a batch. p.mu is held.
+func (p *peer) releaseSlots(o *outgoing, at *rendezvous.RemoteSlot) {
+	if at != nil {
+		p.sender.Release(at)
+	}
+	p.releaseValues(o)
 }
 
 func (p *peer) failMessage(o *outgoing, err error) {
@@ -202,18 +220,18 @@ func (p *peer) failMessage(o *outgoing, err error) {
 	go p.v.notifyFailure(p, p.link, err)
 }
 
-// addPayload adds the writes of the payload.
-func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, stage []byte, split bool) {
+// addPayload adds the writes of the payload, those of a single value with flags. at may be nil if o has the address.
+func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, stage []byte, index, flags uint32, split bool) {
 	r := l.queue.Record(id)
-	to, rkey := at.Data, at.DataKey
-	if o.direct {
-		to, rkey = o.addr, o.rkey
+	to, rkey := o.addr, o.rkey
+	if !o.direct {
+		to, rkey = at.Data, at.DataKey
 	}
 	if o.singleKey {
 		if o.request && !o.push || o.frames == 0 || o.lens[1] == 0 {
 			return
 		}
-		wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: to, RKey: rkey}
+		wr := verbs.SendWR{Op: verbs.OpWrite, Flags: flags, RemoteAddr: to, RKey: rkey}
 		if o.data[1].Len() == 0 {
 			l.queue.Add(id, 0, l.queue.Staged(wr, stage[:copy(stage, o.copies)]))
 			return
@@ -230,7 +248,7 @@ func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, sta
 		off := uint64(first.Len)
 		for q := 1; q < len(l.queue.QueuePairs); q++ {
 			x := wr
-			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, at.Index|immSlave
+			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, index|immSlave
 			x.LocalAddr, x.RemoteAddr, x.Len = wr.LocalAddr+off, wr.RemoteAddr+off, part
 			l.queue.Add(id, q, x)
 			off += uint64(part)
@@ -276,6 +294,10 @@ func (p *peer) dropQueued(o *outgoing, err error) {
 	if o.done != nil {
 		go o.done.Sent()
 	}
+	if o.batch != nil {
+		o.batch.canceled = true
+	}
+	p.releaseValues(o)
 	p.failMessage(o, err)
 }
 

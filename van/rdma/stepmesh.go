@@ -19,6 +19,8 @@ type stepmeshOut struct {
 
 func (d *stepmeshOut) check(o *outgoing) error {
 	switch {
+	case o.batch != nil || o.batchMeta > 0: // queued when the peer was taken for a node of this library
+		return fmt.Errorf("%w: the peer is a node of the C++ library, which has no batches", van.ErrPeerLost)
 	case o.invalidated, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
 		return nil
 	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.destination.Len() > 0):
@@ -80,6 +82,10 @@ func (d *stepmeshOut) layout(o *outgoing) (n int, inMeta bool) { return len(o.me
 
 func (d *stepmeshOut) trailer(*outgoing, bool) (t trailer, ok bool) { return t, false }
 
+func (d *stepmeshOut) pin(*outgoing, *rendezvous.RemoteSlot) {}
+
+func (d *stepmeshOut) unpin() {}
+
 // stepmeshIn is the dialect of a connection that a StepMesh node has opened.
 type stepmeshIn struct{ slotSet }
 
@@ -124,8 +130,6 @@ func (d stepmeshIn) record(*receiveSlot) {}
 func (d stepmeshIn) endOutgrown(*slotRequest) {}
 
 func (d stepmeshIn) handleSend(*verbs.Completion, *trailer) (known bool) { return false }
-
-func (d stepmeshIn) previousEnd([]byte) (end int, err error) { return 0, nil }
 
 func (d stepmeshIn) splitMeta(b []byte, _ *trailer) (meta, behind []byte, err error) {
 	return b, nil, nil

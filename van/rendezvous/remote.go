@@ -27,7 +27,9 @@ type Route struct {
 type Need struct {
 	Route Route
 	// OneShot is set for messages whose slot is used once: control messages.
-	OneShot    bool
+	OneShot bool
+	// None is set for messages that need no slot. They are put in their turn.
+	None       bool
 	Meta, Data int // bytes
 	// Exact is Data without rounding: the size of a slot of one key.
 	Exact int
@@ -154,7 +156,7 @@ func (s *remoteSlots) take(need Need) *RemoteSlot {
 
 // Release frees a slot without use, such as that of a Put whose message was dropped.
 func (s *remoteSlots) Release(p *RemoteSlot) {
-	if p.busy {
+	if p.busy && p.route != nil { // otherwise it was retired
 		p.busy = false
 		p.route.free++
 		s.freed = true

@@ -238,3 +238,45 @@ func TestReclaim(t *testing.T) {
 		t.Error("slots of an ended connection come back")
 	}
 }
+
+// TestNone: an item that needs no slot is put in its turn, without a slot. So is one that waits for a slot and then needs none.
+func TestNone(t *testing.T) {
+	type thing struct {
+		name string
+		need Need
+	}
+	s := NewSender(func(x *thing) Need { return x.need })
+	s.Connect(false)
+	none := Need{None: true}
+	class, size := Class(1000)
+	slot := Need{Route: Route{Class: class}, Data: size, Exact: 1000}
+	submit := func(name string, need Need) *thing {
+		x := &thing{name, need}
+		if err := s.Submit(x); err != nil {
+			t.Fatal(err)
+		}
+		return x
+	}
+	next := func(want string) {
+		t.Helper()
+		if a, ok := s.Next(); !ok && want != "" || ok && (a.Kind != Put || a.Slot != nil || a.Item.name != want) {
+			t.Fatalf("action %+v, %t; want %q put without a slot", a, ok, want)
+		}
+	}
+	submit("first", none)
+	next("first")
+	waiting := submit("waits", slot)
+	submit("behind", none)
+	if a, ok := s.Next(); !ok || a.Kind != Request {
+		t.Fatalf("action %+v, %t; want a slot request", a, ok)
+	}
+	next("")
+	waiting.need = none
+	s.Tick()
+	next("waits")
+	next("behind")
+	next("")
+	if n := s.Waiting(); n != 0 {
+		t.Errorf("%d items wait", n)
+	}
+}
